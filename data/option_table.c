@@ -593,8 +593,9 @@ const mt_option mt_option_table[] = {
     {"value-head", MT_FLAG, MT_AT(value_head), MT_TRAIN, MT_OF_RUN, NULL, NULL,
      "a language model in --load gets a value head with random weights", .needs = "stage rm, load", .own = true},
     {"ref-load", MT_STRING, MT_AT(ref_load), MT_TRAIN, MT_OF_RUN, NULL, "DIR",
-     "the reference model (default: the model of --load before training, without adapters)", .needs = "stage dpo|rl",
-     .own = true},
+     "the reference model (default: the model of --load before training; with adapters, this model while they are "
+     "switched off)",
+     .needs = "stage dpo|rl", .own = true},
     {"ref-logps-in-data", MT_FLAG, MT_AT(ref_logps_in_data), MT_TRAIN, MT_OF_RUN, NULL, NULL,
      "no reference model: pairs have its log-probabilities, ref_chosen_logp and ref_rejected_logp, each the sum over "
      "the tokens of a response that the loss counts (\"logprob\" of infer --score)",
@@ -883,9 +884,10 @@ const mt_option mt_option_table[] = {
     {"repetition-penalty", MT_REAL, MT_AT(repetition_penalty), MT_BOTH, MT_OF_RUN, "1", "(0,1e6]",
      "divide positive logits of tokens in the prompt and the text by r, multiply negative ones; 1: none",
      .needs = "stage rl", .own = true},
-    {"stop", MT_LIST, MT_AT(stop), MT_INFER, MT_OF_RUN, NULL, "TEXT",
-     "texts that end a continuation, which is cut before them; they may span tokens", .excludes = "print-tokens",
-     .own = true},
+    {"stop", MT_LIST, MT_AT(stop), MT_BOTH, MT_OF_RUN, NULL, "TEXT",
+     "texts that end a continuation, which is cut before them; they may span tokens; --stage rl trains the tokens up "
+     "to the end of the first one, and rewards read the text before it",
+     .needs = "stage rl", .excludes = "print-tokens", .own = true},
     {"num-return-sequences", MT_INT, MT_AT(num_return_sequences), MT_BOTH, MT_OF_RUN, "1", "[1,1000000]",
      "continuations of each prompt, which share its cache (default with --stage rl: 8)", .excludes = "chat",
      .needs = "stage rl", .own = true},

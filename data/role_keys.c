@@ -287,7 +287,8 @@ static const mt_role_key keys[] = {
     {"generating_args", "stop_strings", MT_KEY_OPTION, "stop"},
     {"generating_args", "num_beams", MT_KEY_FIXED, "responses are sampled, without beams", "1"},
     {"generating_args", "do_sample", MT_KEY_FIXED, "--temperature 0 is the argmax", "true"},
-    {"generating_args", "logprobs include_stop_str_in_output", MT_KEY_UNUSED, SERVER},
+    {"generating_args", "include_stop_str_in_output", MT_KEY_FIXED, "texts end before a stop string", "false"},
+    {"generating_args", "logprobs max_length length_penalty", MT_KEY_UNUSED, SERVER},
 
     {"strategy_args", "strategy_name", MT_KEY_UNUSED, "the choice of an engine: here it is this program"},
     {"strategy_args", "strategy_config", MT_KEY_STRATEGY, "strategy_config"},
@@ -448,6 +449,7 @@ static const mt_role_key keys[] = {
     {"verl.rollout", "prompt_length", MT_KEY_UNUSED, "max_prompt_length of data has it"},
     {"verl.rollout", "repetition_penalty", MT_KEY_OPTION, "repetition-penalty", .accepted = "1|1.0"},
     {"verl.rollout", "min_p", MT_KEY_OPTION, "min-p"},
+    {"verl.rollout", "stop", MT_KEY_OPTION, "stop"},
     {"verl.rollout", "do_sample", MT_KEY_FIXED, "--temperature 0 is the argmax", "true"},
     {"verl.rollout", "ignore_eos", MT_KEY_FIXED, "a response ends at the end token", "false"},
     {"verl.rollout", "log_prob_micro_batch_size log_prob_micro_batch_size_per_gpu", MT_KEY_UNUSED, SCORES},

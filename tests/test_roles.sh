@@ -259,7 +259,10 @@ keys_of_other_roles_are_known() {
     printf '%s\n' "$@" 'critic: {strategy_args: {strategy_name: deepspeed_train, strategy_config: "${zero3}"}}' \
         'actor_infer: {strategy_args: {strategy_name: vllm, strategy_config: {block_size: 16}}}' >"$work/good.yaml"
     prints "$work/good.yaml" actor_train && unused critic.strategy_args 'the role critic' &&
-        unused actor_infer.strategy_args.strategy_config.block_size 'the role actor_infer'
+        unused actor_infer.strategy_args.strategy_config.block_size 'the role actor_infer' || return 1
+    printf '%s\n' "$@" 'actor_infer: {generating_args: {stop_strings: [x, yz], include_stop_str_in_output: false}}' \
+        >"$work/good.yaml"
+    prints "$work/good.yaml" actor_train && sets actor_infer.generating_args.stop_strings stop 'x yz'
 }
 
 keys_of_other_roles_of_verl_are_known() {
@@ -283,12 +286,13 @@ keys_of_other_roles_of_verl_are_known() {
         misspelt actor_train 3 max_prompt_lenght 'did you mean max_prompt_length?' "$@" \
             'data: {max_prompt_lenght: 6}' || return 1
     printf '%s\n' "$@" '  rollout: {name: vllm, engine_kwargs: {vllm: {xyzzy: 1}}, do_sample: true, min_p: 0.1,' \
-        '    repetition_penalty: 1.1, ignore_eos: false, prompt_length: 6, val_kwargs: {n: 2}}' \
+        '    repetition_penalty: 1.1, ignore_eos: false, prompt_length: 6, val_kwargs: {n: 2}, stop: "END"}' \
         'data: {reward_fn_key: data_source, shuffle: true, train_max_samples: -1}' \
         'reward_model: {enable: false, reward_kwargs: {xyzzy: 1}}' >"$work/good.yaml"
     prints "$work/good.yaml" actor_train && unused actor_rollout_ref.rollout.engine_kwargs 'the generating engine' &&
         sets actor_rollout_ref.rollout.repetition_penalty repetition-penalty 1.1 &&
-        sets actor_rollout_ref.rollout.min_p min-p 0.1 && unused data.reward_fn_key "verl's datasets" &&
+        sets actor_rollout_ref.rollout.min_p min-p 0.1 &&
+        sets actor_rollout_ref.rollout.stop stop END && unused data.reward_fn_key "verl's datasets" &&
         sed 's/train_max_samples: -1/train_max_samples: 9/' "$work/good.yaml" >"$work/bad.yaml" &&
         refused 'train_max_samples can only be -1 here' "$train" --config "$work/bad.yaml" --role actor_train \
             --print-config
