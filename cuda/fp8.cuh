@@ -1,4 +1,4 @@
-/* fp8.cuh: rounding to fp8 in kernels, and the largest magnitude of what they round.
+/* fp8.cuh: rounding to fp8 in kernels, and the largest magnitude of rounded values.
  *
  * Magnitudes are compared as integers: the bits of non-negative floats ascend with their values, infinity exceeds all
  * numbers and NaN exceeds infinity. The maximum is therefore the same in any order. */

@@ -10,8 +10,8 @@ typedef struct expert_rows {
     mt_dtype format;
     bool records; // amax
     int64_t M, C, num_experts;
-    int32_t *offsets; // [num_experts + 1] in the backend's memory, as what follows
-    float *numbers;   // the scale, amax, inverse scales of rows and columns
+    int32_t *offsets; // [num_experts + 1] in the backend's memory
+    float *numbers;   // there too: the scale, amax, inverse scales of rows and columns
 } expert_rows;
 
 static void *expert_copy(const expert_rows *e, const void *host, int64_t bytes) {
