@@ -151,16 +151,16 @@ template <class T, int N> struct sample_row {
         return numbers && isfinite(mine.value) ? mine.column : -1;
     }
 
-    /* log softmax(logits)[token] */
-    __device__ float logp_of(int token) {
+    /* log softmax(scale logits)[token] */
+    __device__ float logp_of(int token, float scale) {
         float sum = 0;
-        each([&](float x, int) { sum += mt_exp(x - best); });
+        each([&](float x, int) { sum += mt_exp(scale * (x - best)); });
         double total = warp_total((double)sum);
         if (threadIdx.x % 32 == 0) sums[threadIdx.x / 32] = total;
         __syncthreads();
         total = 0;
         for (int w = 0; w < sample_warps; w++) total += sums[w];
-        return (float)((double)mt_to_float(logits[token]) - (double)best - log(total));
+        return (float)((double)scale * ((double)mt_to_float(logits[token]) - (double)best) - log(total));
     }
 
     /* The first of n elements at which the running sum of masses (or else of tokens) reaches limit(sum of all).
@@ -327,7 +327,8 @@ __global__ void __launch_bounds__(sample_threads, 2) sample(const mt_sample_args
     __syncthreads();
     mt_sampled sampled = {row.find_greatest(), 0, 0};
     if (sampled.token >= 0 && s.temperature > 0) sampled = row.draw(s, a.uniforms[blockIdx.x]);
-    if (sampled.token >= 0 && s.logprobs) sampled.logp = row.logp_of(sampled.token);
+    if (sampled.token >= 0 && s.logprobs)
+        sampled.logp = row.logp_of(sampled.token, s.logp_scale > 0 ? s.logp_scale : 1);
     if (threadIdx.x == 0) a.sampled[blockIdx.x] = sampled;
 }
 

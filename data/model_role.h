@@ -37,6 +37,8 @@ typedef struct mt_model_role {
     mt_batch batch;        // with own_grid: scratch
     unsigned rests, awake; // parts (bits 1 << mt_part) that rest while others work; parts in use
     bool is_lent;          // the model is another owner's
+    /* NULL, or this role is the base of that one's adapters */
+    struct mt_model_role *adapted;
 } mt_model_role;
 
 /* A role with the options and the layout of a run, whose grid is given. */
@@ -45,6 +47,13 @@ void mt_model_role_begin(mt_model_role *role, const char *name, const mt_options
 
 /* The trained model of a run as a role, all of it awake. The caller destroys the model. */
 void mt_model_role_lend(mt_model_role *role, const char *name, mt_model *trained);
+
+/* True if the options' reference is the base of the trained model's adapters on the trained model's layout. */
+bool mt_options_refer_to_base(const mt_options *options);
+
+/* The base of a role's adapters as another role: the same model, with its adapters switched off while it scores.
+ * `adapted` says which parts rest. */
+void mt_model_role_lend_base(mt_model_role *role, const char *name, mt_model_role *adapted);
 
 /* Gives the role the layout: derives its options and makes its grid, if it is another than the run's. `option` names
  * the layout in errors. Every rank calls it. */

@@ -16,6 +16,7 @@
 #include "options.h"
 #include "model_role.h"
 #include "prompts.h"
+#include "response.h"
 #include "rollout.h"
 #include "rollouts.h"
 #include "stage.h"
@@ -62,8 +63,10 @@ struct mt_rl {
     mt_rollout_config rollout_config;
     mt_plan_shape shape;
     /* of the iteration */
-    float *generated; // the generator's log-probabilities of all tokens of the responses, one after another; NULL: none
-    int64_t rounds;   // of responses
+    // The generator's log-probabilities of all tokens of the responses, one after another, at --temperature and of all
+    // tokens of the vocabulary; NULL: none
+    float *generated;
+    int64_t rounds; // of responses
     double value_loss;
     phase_times times;
     double entropy;               // of the actor, summed over the tokens that count
@@ -130,6 +133,11 @@ static int open_reference(mt_rl *rl, const mt_model_plan *plan, const mt_run_sta
     const mt_options *o = rl->config.options;
     partner *p = &rl->reference;
     if (o->kl_loss_coef == 0 && !o->kl_in_reward) return 0;
+    if (mt_options_refer_to_base(o)) {
+        mt_model_role_lend_base(&p->role, "reference", &rl->actor);
+        mt_model_role_print(&p->role, rl->config.log);
+        return 0;
+    }
     if (!o->ref_load && state->iteration > 0 && o->lora_rank == 0)
         return mt_error_set(error,
                             "the run resumes at iteration %lld; name the model with which it began by --ref-load",
@@ -461,21 +469,15 @@ static mt_sampling sampling_of(const mt_options *o) {
                          .min_p = o->min_p,
                          .repetition_penalty = o->repetition_penalty,
                          .seed = (uint64_t)o->seed,
-                         .logprobs = true};
-}
-
-/* The generator has log-probabilities at temperature 1, and of its draws, which differ from those at --temperature
- * where it draws from a part of the tokens. */
-static bool draws_from_all(const mt_options *o) {
-    return o->top_k == 0 && o->top_p == 1 && o->min_p == 0 && o->repetition_penalty == 1;
+                         .logprobs = true,
+                         .logp_scale = (float)(1 / o->temperature)}; // as in training
 }
 
 /* Takes a response and its log-probabilities; `tokens` come before it. */
 static void take_response(mt_rl *rl, int64_t s, const mt_sequence *q, int64_t tokens) {
     int64_t written = q->num_tokens - q->num_prompt;
     mt_rollouts_set(&rl->rollouts, s, q->tokens + q->num_prompt, written, q->finish == MT_FINISH_LENGTH);
-    memcpy(rl->generated + tokens, rl->config.options->temperature == 1 ? q->logps : q->sampled_logps,
-           (size_t)written * 4);
+    memcpy(rl->generated + tokens, q->logps, (size_t)written * 4);
 }
 
 /* The model that writes responses. */
@@ -506,6 +508,8 @@ static int generate(mt_rl *rl, int64_t position, int64_t prompts, mt_error *erro
     mt_rollout rollout = {.num_return_sequences = group, .max_new_tokens = o->max_new_tokens};
     rollout.first_id = position * group, rollout.sampling = sampling_of(o);
     int status = find_stops(rl, &rollout.stops, error);
+    mt_responses responses = mt_responses_open(rl->config.tokenizer, &o->stop, rollout.first_id, count);
+    if (o->stop.count > 0) rollout.stops.ends_text = mt_responses_end, rollout.stops.context = &responses;
     mt_prompts_order(rl->prompts.count, o->seed, position, prompts, order);
     for (int64_t i = 0; i < prompts; i++) {
         texts[i] = rl->prompts.tokens + rl->prompts.offsets[order[i]];
@@ -530,6 +534,7 @@ static int generate(mt_rl *rl, int64_t position, int64_t prompts, mt_error *erro
         }
         rl->times.tokens[GENERATION] += (double)more;
     }
+    mt_responses_close(&responses);
     free(order), free(lengths), free(texts), free(sequences);
     return status == 0 ? mt_model_role_use(generator, MT_USE_NOTHING, error) : status;
 }
@@ -618,7 +623,8 @@ static int score_by_model(mt_rl *rl, int64_t first, mt_batch *batch, mt_error *e
 static int score_by_function(mt_rl *rl, int64_t first, mt_error *error) {
     mt_rollouts *r = &rl->rollouts;
     const mt_group *world = &rl->config.grid->world;
-    int status = world->rank == 0 ? mt_rollouts_score(r, first, rl->reward, rl->config.tokenizer, error) : 0;
+    const mt_strings *stops = &rl->config.options->stop;
+    int status = world->rank == 0 ? mt_rollouts_score(r, first, rl->reward, rl->config.tokenizer, stops, error) : 0;
     mt_broadcast(world, &status, sizeof status, 0);
     if (status == MT_REWARD_STOPPED) return MT_RL_STOPPED;
     if (mt_agree(world, status != 0, error) != 0) return MT_RL_UNREWARDED;
@@ -779,8 +785,7 @@ static void collect_numbers(mt_rl *rl) {
     add_number(rl, "overlong", stats->overlong, true);
     if (samples) add_number(rl, "groups dropped", (double)stats->groups_dropped, true);
     if (samples) add_number(rl, "sampling rounds", (double)rl->rounds, false);
-    if (trained && (o->temperature == 1 || draws_from_all(o)))
-        add_number(rl, "generation gap", generation_gap(rl), true);
+    if (trained) add_number(rl, "generation gap", generation_gap(rl), true);
     if (trained && rl->critic.role.model) add_number(rl, "value loss", rl->value_loss, true);
     if (trained && rl->critic.role.model) add_number(rl, "value target", stats->value_target, false);
     if (trained) add_number(rl, "advantage", stats->advantage, false);

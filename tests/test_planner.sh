@@ -164,7 +164,8 @@ refusals_name_the_reason() {
 
 rows_of_samples_are_named() {
     # shellcheck disable=SC2086
-    simulate h100 1 $small --sft --sequence-packing && says '^each row is timed as one sample of --seq-length' "$work/out"
+    simulate h100 1 $small --sft --sequence-packing &&
+        says '^each row is timed as one sample of --seq-length' "$work/out"
 }
 
 # plan ARGUMENTS...: the fastest layouts, in $work/plan.
