@@ -31,7 +31,7 @@ struct candidate {
     int column;
 };
 
-/* The element at which a running sum reaches a limit, and the sum before it. index -1: the sum of all is less. */
+/* The first element whose running sum reaches a limit, and the sum before it. index -1: the sum of all is less. */
 struct found {
     int index;
     amount before;
@@ -233,7 +233,7 @@ template <class T, int N> struct sample_row {
         return {tokens, tokens * mass_of(bucket_value(bucket))};
     }
 
-    /* The first token in the order of logits at which the running sum reaches `limit`, which the sum of all does. */
+    /* The first token, in the order of logits, whose running sum reaches `limit`; the sum of all reaches it. */
     __device__ rank find_rank(bool by_mass, uint64_t limit) {
         amount before = {0, 0};
         auto sum = [&](int first, int last) {

@@ -68,7 +68,7 @@ mt_model_plan mt_model_role_plan(const mt_model_role *role, const mt_model_plan 
 /* Creates the model, and for a role apart its batch. Every rank calls it. */
 int mt_model_role_create(mt_model_role *role, const mt_model_plan *plan, mt_error *error);
 
-/* Destroys what the role owns. Every rank calls it. */
+/* Frees the role, and its model and grid unless they are the run's. Every rank calls it. */
 void mt_model_role_close(mt_model_role *role);
 
 /* True if the role has another layout than the run. */
@@ -97,7 +97,8 @@ int mt_model_role_score(mt_model_role *role, int64_t slots, int64_t ranks, mt_mo
  * Every rank calls it. */
 int *mt_grid_owners(const mt_grid *grid);
 
-/* Prints the layout and the memory plan of a role apart, and what rests of any role; NULL: nowhere. */
+/* Prints the layout and memory plan of a role with a grid of its own, and the resting parts of any role; NULL: nowhere.
+ */
 void mt_model_role_print(const mt_model_role *role, FILE *file);
 
 #ifdef __cplusplus

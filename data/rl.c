@@ -34,7 +34,7 @@ typedef struct partner {
     mt_stage_loss loss;
 } partner;
 
-/* The phases of an iteration, and what they take: seconds of this rank, and tokens of all ranks. A response that is
+/* The phases of an iteration, and their costs: seconds of this rank, and tokens of all ranks. A response that is
  * written or rewarded counts its own tokens; a model that scores or trains counts those of its sequences, each time. */
 enum { TRANSFER, GENERATION, REWARDS, SCORING, TRAINING, NUM_PHASES };
 static const struct {
@@ -117,7 +117,7 @@ static int open_partner(mt_rl *rl, partner *p, const mt_model_plan *actor_plan, 
     return load_partner(rl, p, &unused, error);
 }
 
-/* Begins a partner with its folder, whose model must have the actor's shape; its head is what the folder has. */
+/* Begins a partner with its folder. Its model must have the actor's shape; its head is the folder's. */
 static int begin_partner(mt_rl *rl, partner *p, const char *name, const char *folder, const char *option,
                          mt_error *error) {
     const mt_rl_config *c = &rl->config;
@@ -140,7 +140,7 @@ static int open_reference(mt_rl *rl, const mt_model_plan *plan, const mt_run_sta
     }
     if (!o->ref_load && state->iteration > 0 && o->lora_rank == 0)
         return mt_error_set(error,
-                            "the run resumes at iteration %lld; name the model with which it began by --ref-load",
+                            "the run resumes at iteration %lld; name the model that it started from by --ref-load",
                             (long long)state->iteration);
     if (begin_partner(rl, p, "reference", o->ref_load, "--ref-load", error) != 0) return -1;
     if (p->role.options.head_type != MT_HEAD_LM)
@@ -315,7 +315,7 @@ static int open_generator(mt_rl *rl, const mt_model_plan *actor_plan, mt_error *
 
 /* ---- opening */
 
-/* Every rank has the same prompts, and a run that resumes those with which it began. */
+/* Every rank has the same prompts, and a run that resumes has those of its start. */
 static int check_prompts(mt_rl *rl, mt_run_state *state, mt_error *error) {
     const mt_options *o = rl->config.options;
     const char *name = "prompts";
@@ -324,7 +324,7 @@ static int check_prompts(mt_rl *rl, mt_run_state *state, mt_error *error) {
     int64_t before = state->iteration > 0 && !o->no_load_rng ? state->prompts_fingerprint : 0;
     state->prompts_fingerprint = (int64_t)(print >> 1); // as JSON holds it
     if (before == 0 || before == state->prompts_fingerprint) return 0;
-    return mt_error_set(error, "--data-path: the prompts are not those with which the run began (their texts, tokens "
+    return mt_error_set(error, "--data-path: the prompts are not those of the start of the run (their texts, tokens "
                                "and answers); give these, go on with others by --no-load-rng, or begin anew by "
                                "--finetune");
 }
@@ -735,7 +735,7 @@ static int first_phase(const mt_rl *rl) {
     return rl->transfer || rl->actor.rests ? TRANSFER : GENERATION;
 }
 
-/* Adds up the times of the run. Its first iteration, in which a device loads kernels, counts only if it is the last. */
+/* Adds up the times of the run. The first iteration counts only if it is the last: a device loads kernels in it. */
 static void add_times(mt_rl *rl, int64_t iteration) {
     if (rl->num_iterations++ <= 1) rl->total = (phase_times){0}, rl->first_timed = iteration;
     for (int i = 0; i < NUM_PHASES; i++)

@@ -213,8 +213,8 @@ static int load_reference(mt_reference *r, const mt_options *options, const mt_r
     mt_run_state unused = {0};
     if (!options->ref_load && state->iteration > 0 && options->lora_rank == 0)
         return mt_error_set(error,
-                            "--stage dpo: the run resumes at iteration %lld; name the model with which it began "
-                            "by --ref-load",
+                            "--stage dpo: the run resumes at iteration %lld; name the model that it started "
+                            "from by --ref-load",
                             (long long)state->iteration);
     if (!options->ref_load && !options->load) {
         mt_model_init(r->role.model);

@@ -303,6 +303,7 @@ a_reward_model_has_its_own_shape() {
 adapters_learn() {
     learn 1 "$work/lora" --rollout-batch-size 8 --num-return-sequences 8 --train-iters 10 --lr 5e-3 --lora-rank 8 \
         --lora-target all-linear --kl-loss-coef 0.001 --save "$work/lora.run" &&
+        says '^reference: the actor with its adapters switched off$' "$work/out" &&
         [ -s "$work/lora.run/adapter_model.safetensors" ] &&
         series generation_gap "$work/lora" | awk '$1 > 1e-4 { exit 1 }' &&
         series ref_kl "$work/lora" | awk 'NR == 1 && $1 > 1e-6 { exit 1 } { last = $1 } END { exit !(last > 0) }'
@@ -391,7 +392,7 @@ contradictions_are_refused() {
     refused 'ref-load has no effect' "$@" --ref-load "$work/base" || return 1
     refused 'is a language model' "$@" --reward model --reward-load "$work/base" || return 1
     refused 'is a model with a value head' "$@" --kl-loss-coef 0.1 --ref-load "$work/rm.model" || return 1
-    refused 'the run resumes at iteration 4; name the model with which it began by --ref-load' "$train" --stage rl \
+    refused 'the run resumes at iteration 4; name the model that it started from by --ref-load' "$train" --stage rl \
         --load "$work/run.0.01" --data-path "$work/rl.jsonl" --seq-length 16 --max-new-tokens 4 --train-iters 9 \
         --lr 1e-3 --chat-template plain --adv-estimator gae --kl-loss-coef 0.01 --rollout-batch-size 6 \
         --num-return-sequences 4 || return 1
@@ -428,7 +429,7 @@ contradictions_are_refused() {
     refused 'words.jsonl:300: the answer "none" has no number' "$@" --reward number --data-path "$work/words.jsonl" ||
         return 1
     head -n 50 "$work/rl.jsonl" >"$work/other.jsonl"
-    refused 'the prompts are not those with which the run began' "$train" --stage rl --load "$work/run.grpo" \
+    refused 'the prompts are not those of the start of the run' "$train" --stage rl --load "$work/run.grpo" \
         --data-path "$work/other.jsonl" --seq-length 16 --max-new-tokens 4 --train-iters 9 --lr 1e-3 \
         --chat-template plain --rollout-batch-size 6 --num-return-sequences 4 --global-batch-size 8 || return 1
     refused 'begun with --rollout-batch-size 6' "$train" --stage rl --load "$work/run.grpo" \
