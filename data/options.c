@@ -795,14 +795,8 @@ static bool mt_option_lacks_purpose(const mt_option_reader *reader, const mt_opt
 
 /* True for a size of --rollout-*, --teacher-* or --ref-*. */
 static bool mt_option_is_of_another_role(const mt_option *row) {
-    static const size_t sizes[] = {
-        MT_AT(rollout_tensor_model_parallel_size), MT_AT(rollout_expert_model_parallel_size),
-        MT_AT(teacher_tensor_model_parallel_size), MT_AT(teacher_pipeline_model_parallel_size),
-        MT_AT(teacher_expert_model_parallel_size), MT_AT(ref_tensor_model_parallel_size),
-        MT_AT(ref_pipeline_model_parallel_size),   MT_AT(ref_expert_model_parallel_size)};
-    for (size_t i = 0; i < sizeof sizes / sizeof *sizes; i++)
-        if (row->offset == sizes[i]) return true;
-    return false;
+    bool is_other = strncmp(row->name, "rollout-", 8) == 0 || strncmp(row->name, "teacher-", 8) == 0;
+    return (is_other || strncmp(row->name, "ref-", 4) == 0) && strstr(row->name, "-model-parallel-size");
 }
 
 /* The option of the command line that an option of the file gives way to; NULL: none. */
@@ -812,7 +806,8 @@ static const char *mt_option_yields_to(const mt_option_reader *reader, const mt_
     bool shaped = mt_option_is_typed(reader, MT_AT(num_layers)) && mt_option_is_typed(reader, MT_AT(hidden_size));
     bool loads = row->offset == MT_AT(load) || row->offset == MT_AT(finetune);
     if (loads && mt_option_is_typed(reader, MT_AT(hf_config))) return "hf-config";
-    if (loads && shaped) return "num-layers and --hidden-size";
+    bool partner = row->offset == MT_AT(critic_load) || row->offset == MT_AT(ref_load); // of the actor's shape
+    if ((loads || partner) && shaped) return "num-layers and --hidden-size";
     if (loads && mt_option_is_typed(reader, MT_AT(load))) return "load";
     if (row->offset == MT_AT(train_epochs) && o->train_iters > 0) return "train-iters";
     if (row->offset == MT_AT(sequence_parallel) && o->tensor_model_parallel_size == 1)
@@ -842,6 +837,19 @@ static void mt_options_yield_keys(mt_options *options, const mt_option *row, con
     for (int64_t i = 0; i < options->config_keys.count; i += 4)
         if (strcmp(options->config_keys.items[i + 2], name) == 0 && !*options->config_keys.items[i + 3])
             mt_string_set(&options->config_keys.items[i + 3], text);
+}
+
+/* --clip-ratio of the command line wins over the file's two sides of the range, a side over its --clip-ratio. */
+static void mt_option_reader_yield_ratios(mt_option_reader *reader) {
+    static const size_t ratios[] = {MT_AT(clip_ratio_low), MT_AT(clip_ratio_high), MT_AT(clip_ratio)};
+    bool has_side = mt_option_is_typed(reader, ratios[0]) || mt_option_is_typed(reader, ratios[1]);
+    for (int i = 0; i < 3; i++) {
+        const mt_option *row = mt_option_of(ratios[i]);
+        bool is_idle = i == 2 && has_side && mt_options_idle_in_rl(reader->options, ratios[2]);
+        if (mt_option_is_typed(reader, ratios[i]) || (!is_idle && !mt_option_is_typed(reader, ratios[2]))) continue;
+        mt_options_yield_keys(reader->options, row, "gives way to the command line's ratios");
+        mt_option_reset(reader->options, row);
+    }
 }
 
 /* The command line wins over a file of roles: an option of the file that breaks a rule together with an option of the
@@ -1028,6 +1036,7 @@ int mt_options_parse(mt_options *options, mt_program program, int argc, char **a
     if (!status) status = mt_options_read_arguments(&reader, argc, argv, error);
     if (!status) mt_option_reader_accept_sharded(&reader);
     if (!status) status = mt_option_reader_report(&reader, error);
+    if (!status) mt_option_reader_yield_ratios(&reader);
     if (!status && role) mt_option_reader_yield(&reader, file_iters);
     if (!status) mt_option_reader_print_always(&reader);
     if (!status && role && config && !options->print_config && mt_launch_rank() == 0)
