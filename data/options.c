@@ -764,7 +764,7 @@ static bool mt_option_rule_yields(const mt_option_reader *reader, const mt_optio
 
 /* True if an option of the file is for something else than this run: another stage, conversations, scores, a critic. */
 static bool mt_option_lacks_purpose(const mt_option_reader *reader, const mt_option *row) {
-    static const char *const purposes[] = {"sft",           "chat",         "score",        "stage",
+    static const char *const purposes[] = {"sft",           "chat",         "score",        "stage",           "reward",
                                            "adv-estimator", "kl-in-reward", "kd-objective", "dynamic-sampling"};
     const mt_options *o = reader->options;
     mt_option_rule rule;
@@ -789,16 +789,13 @@ static bool mt_option_lacks_purpose(const mt_option_reader *reader, const mt_opt
     return false;
 }
 
-/* True for a size of --rollout-*, --teacher-* or --ref-*. */
+/* True for a size of --rollout-*, --teacher-*, --ref-*, --critic-* or --reward-*. */
 static bool mt_option_is_of_another_role(const mt_option *row) {
-    static const size_t sizes[] = {
-        MT_AT(rollout_tensor_model_parallel_size), MT_AT(rollout_expert_model_parallel_size),
-        MT_AT(teacher_tensor_model_parallel_size), MT_AT(teacher_pipeline_model_parallel_size),
-        MT_AT(teacher_expert_model_parallel_size), MT_AT(ref_tensor_model_parallel_size),
-        MT_AT(ref_pipeline_model_parallel_size),   MT_AT(ref_expert_model_parallel_size)};
-    for (size_t i = 0; i < sizeof sizes / sizeof *sizes; i++)
-        if (row->offset == sizes[i]) return true;
-    return false;
+    static const char *const roles[] = {"rollout-", "teacher-", "ref-", "critic-", "reward-"};
+    bool is_of_role = false;
+    for (size_t i = 0; i < sizeof roles / sizeof *roles; i++)
+        is_of_role |= strncmp(row->name, roles[i], strlen(roles[i])) == 0;
+    return is_of_role && mt_text_ends_with(row->name, "-model-parallel-size");
 }
 
 /* The option of the command line that an option of the file gives way to; NULL: none. */

@@ -147,6 +147,7 @@ static const mt_role_key keys[] = {
     {"roll", "actor_infer", MT_KEY_SECTION, "rollouts", NULL, "actor_train"},
     {"roll", "reference", MT_KEY_SECTION, "references", NULL, "actor_train"},
     {"roll", "critic", MT_KEY_SECTION, "critics", NULL, "actor_train"},
+    {"roll", "reward", MT_KEY_SECTION, "judges", NULL, "actor_train"},
     {"roll", "teacher", MT_KEY_SECTION, "teachers", NULL, "student"},
     {"roll", "rewards", MT_KEY_SECTION, "rewards", NULL, "="},
     {"rewards", "*", MT_KEY_SECTION, "role", NULL, "="},
@@ -183,11 +184,32 @@ static const mt_role_key keys[] = {
     {"references.model", "*", MT_KEY_UNUSED, "the role reference"},
     {"critics", "model_args", MT_KEY_SECTION, "critics.model"},
     {"critics", "training_args", MT_KEY_SECTION, "critics.training"},
+    {"critics", "strategy_args", MT_KEY_SECTION, "critics.strategy_args"},
     {"critics", "*", MT_KEY_UNUSED, "the role critic"},
     {"critics.model", "model_name_or_path", MT_KEY_OPTION, "critic-load"},
     {"critics.model", "*", MT_KEY_UNUSED, "the role critic"},
     {"critics.training", "learning_rate", MT_KEY_OPTION, "critic-lr"},
     {"critics.training", "*", MT_KEY_UNUSED, "the role critic"},
+    {"critics.strategy_args", "strategy_config", MT_KEY_STRATEGY, "critics.strategy"},
+    {"critics.strategy_args", "*", MT_KEY_UNUSED, "the role critic"},
+    {"critics.strategy", "tensor_model_parallel_size", MT_KEY_OPTION, "critic-tensor-model-parallel-size"},
+    {"critics.strategy", "pipeline_model_parallel_size", MT_KEY_OPTION, "critic-pipeline-model-parallel-size"},
+    {"critics.strategy", "expert_model_parallel_size", MT_KEY_OPTION, "critic-expert-model-parallel-size"},
+    {"critics.strategy", "sequence_parallel context_parallel_size", MT_KEY_UNUSED, ANOTHER_LAYOUT},
+    {"critics.strategy", "*", MT_KEY_UNUSED, "the role critic"},
+    // the reward model of a run with --reward model
+    {"judges", "model_args", MT_KEY_SECTION, "judges.model"},
+    {"judges", "strategy_args", MT_KEY_SECTION, "judges.strategy_args"},
+    {"judges", "*", MT_KEY_UNUSED, "the role reward"},
+    {"judges.model", "model_name_or_path path", MT_KEY_OPTION, "reward-load"},
+    {"judges.model", "*", MT_KEY_UNUSED, "the role reward"},
+    {"judges.strategy_args", "strategy_config", MT_KEY_STRATEGY, "judges.strategy"},
+    {"judges.strategy_args", "*", MT_KEY_UNUSED, "the role reward"},
+    {"judges.strategy", "tensor_model_parallel_size", MT_KEY_OPTION, "reward-tensor-model-parallel-size"},
+    {"judges.strategy", "pipeline_model_parallel_size", MT_KEY_OPTION, "reward-pipeline-model-parallel-size"},
+    {"judges.strategy", "expert_model_parallel_size", MT_KEY_OPTION, "reward-expert-model-parallel-size"},
+    {"judges.strategy", "sequence_parallel context_parallel_size", MT_KEY_UNUSED, ANOTHER_LAYOUT},
+    {"judges.strategy", "*", MT_KEY_UNUSED, "the role reward"},
 
     /* ---- ROLL: a role */
     {"role", "model_args", MT_KEY_SECTION, "model_args"},
@@ -309,6 +331,7 @@ static const mt_role_key keys[] = {
     {"verl", "critic", MT_KEY_SECTION, "verl.critics", NULL, "actor_train"},
     {"verl.critics", "model", MT_KEY_SECTION, "verl.critics.model"},
     {"verl.critics", "optim", MT_KEY_SECTION, "verl.critics.optim"},
+    {"verl.critics", "megatron", MT_KEY_SECTION, "critics.strategy"},
     {"verl.critics", "cliprange_value", MT_KEY_OPTION, "value-clip"},
     {"verl.critics", "*", MT_KEY_UNUSED, "the role critic"},
     {"verl.critics.model", "path", MT_KEY_OPTION, "critic-load"},
@@ -319,6 +342,8 @@ static const mt_role_key keys[] = {
     {"verl", "reward_model", MT_KEY_SECTION, "verl.rewards", NULL, "actor_train"},
     {"verl.rewards", "overlong_buffer", MT_KEY_SECTION, "verl.overlong"},
     {"verl.rewards", "reward_kwargs", MT_KEY_SECTION, "verl.reward_kwargs"},
+    {"verl.rewards", "model", MT_KEY_SECTION, "judges.model"},
+    {"verl.rewards", "megatron", MT_KEY_SECTION, "judges.strategy"},
     {"verl.rewards", "*", MT_KEY_UNUSED, "the role reward"},
     {"verl.reward_kwargs", "overlong_buffer_cfg", MT_KEY_SECTION, "verl.overlong"},
     {"verl.reward_kwargs", "max_resp_len", MT_KEY_UNUSED, "max_response_length of data has it"},
@@ -560,7 +585,7 @@ bool mt_role_key_nearest(char nearest[112], const char *section, const char *nam
     int least = length < 6 ? 2 : 2 + (int)length / 4;
     const mt_role_key *elsewhere = NULL;
     const char *parent = find_parent(section);
-    static const char *const parts[] = {"critics", "references", "rollouts", "teachers", "refs"};
+    static const char *const parts[] = {"critics", "judges", "references", "rollouts", "teachers", "refs"};
     bool is_verl = strncmp(section, "verl", 4) == 0;
     *nearest = 0;
     if (length > 64) return false;
