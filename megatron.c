@@ -4855,8 +4855,10 @@ static unsigned mt_layer_conditions(const mt_options *o, int64_t layer) {
  * multi-token prediction. */
 enum { MT_NAMES_LLAMA, MT_NAMES_GPT2, MT_NAMES_MIXTRAL, MT_NAMES_QWEN2_MOE, MT_NAMES_REPEATED, MT_NUM_NAMES };
 
-#define MT_HF_FAMILY_NAMES(family, model_type, class, names) MT_NAMES_##names,
-static const int mt_names_of[MT_NUM_HF_FAMILIES] = {MT_NAMES_LLAMA, MT_HF_FAMILIES(MT_HF_FAMILY_NAMES)};
+#define MT_HF_FAMILY_ROW(family, type, class, names, layers, transposed)                                               \
+    {type, class, layers, transposed, MT_NAMES_##names},
+const mt_hf_family_row mt_hf_families[] = {{"", "", "model.layers.", false, MT_NAMES_LLAMA},
+                                           MT_HF_FAMILIES(MT_HF_FAMILY_ROW)};
 
 /* How tensor-parallel ranks divide a parameter. If there are fewer kv heads than ranks, neighbours hold the same one.
  */
@@ -5019,12 +5021,14 @@ static const mt_role_row mt_role_rows[] = {
             "mlp.gate.e_score_correction_bias"),
 };
 
-/* The table as it grows, and what every new row needs. */
+enum { MT_NUM_ROLE_ROWS = sizeof mt_role_rows / sizeof *mt_role_rows };
+
+/* The table as it grows, and the inputs of every new row. */
 typedef struct mt_param_table {
     mt_param *rows;
     int64_t count, bucket;
     const mt_options *options;
-    int names; // MT_NAMES_*
+    const mt_hf_family_row *family;
     mt_partition partition;
 } mt_param_table;
 
@@ -5032,18 +5036,21 @@ static const char *mt_role_row_name(const mt_role_row *row, int names) {
     return row->names[names] ? row->names[names] : row->names[MT_NAMES_LLAMA];
 }
 
-const char *mt_role_name(const mt_options *options, mt_role role, bool repeated) {
-    const mt_role_row *row = mt_role_rows;
-    while (row->role != role) row++;
-    return repeated ? row->names[MT_NAMES_REPEATED] : mt_role_row_name(row, mt_names_of[options->hf_family]);
+const char *mt_shared_tensor(const mt_options *options, const char *name, bool is_copy) {
+    int names = mt_hf_families[options->hf_family].names;
+    for (const mt_role_row *row = mt_role_rows; row < mt_role_rows + MT_NUM_ROLE_ROWS; row++) {
+        const char *copy = row->names[MT_NAMES_REPEATED];
+        if (!copy || strcmp(name, is_copy ? copy : mt_role_row_name(row, names)) != 0) continue;
+        bool exists = (row->when & ~mt_layer_conditions(options, -1)) == 0;
+        return mt_role_row_name(exists ? row : mt_role_rows, names);
+    }
+    return NULL;
 }
 
 static void mt_param_set_name(const mt_param_table *table, const mt_role_row *row, mt_param *param) {
-    const char *name = mt_role_row_name(row, table->names), *number = strchr(name, '#');
+    const char *name = mt_role_row_name(row, table->family->names), *number = strchr(name, '#');
     char layer[64] = "", expert[32] = "";
-    if (param->layer >= 0)
-        snprintf(layer, sizeof layer, table->names == MT_NAMES_GPT2 ? "transformer.h.%lld." : "model.layers.%lld.",
-                 (long long)param->layer);
+    if (param->layer >= 0) snprintf(layer, sizeof layer, "%s%lld.", table->family->layers, (long long)param->layer);
     if (number) snprintf(expert, sizeof expert, "%lld", (long long)param->expert);
     snprintf(param->hf_name, sizeof param->hf_name, "%s%.*s%s%s", layer, (int)strcspn(name, "#"), name, expert,
              number ? number + 1 : "");
@@ -5100,7 +5107,10 @@ static void mt_param_add(mt_param_table *table, const mt_role_row *row, int64_t 
     param->bucket = table->bucket, param->continues = continues;
     param->field = row->field, param->field_name = row->field_name;
     mt_param_set_name(table, row, param);
-    param->hf_transposed = table->names == MT_NAMES_GPT2 && layer >= 0 && !param->is_vector;
+    param->hf_transposed = table->family->transposed && layer >= 0 && !param->is_vector;
+    param->is_head = row->when & (MT_HAS(LM_HEAD) | MT_HAS(SEQUENCE_HEAD) | MT_HAS(TOKEN_HEAD));
+    param->can_adapt =
+        param->is_linear && layer >= 0 && param->linear != MT_LINEAR_ROUTER && !(row->when & MT_HAS(MTP));
     mt_param_join_tensor(table);
     mt_param_cut(table, mt_param_kinds[row->kind].cut, param);
 }
@@ -5116,7 +5126,7 @@ static void mt_params_add_experts(mt_param_table *table, const mt_role_row *row,
 
 /* Appends the rows of a unit that exist in a layer (-1: outside the layers) and returns their number. */
 static int64_t mt_params_add_unit(mt_param_table *table, mt_unit unit, int64_t layer) {
-    const mt_role_row *end = mt_role_rows + sizeof mt_role_rows / sizeof *mt_role_rows, *before = NULL, *next;
+    const mt_role_row *end = mt_role_rows + MT_NUM_ROLE_ROWS, *before = NULL, *next;
     unsigned has = mt_layer_conditions(table->options, layer);
     int64_t count = table->count;
     for (const mt_role_row *row = mt_role_rows; row < end; row = next) {
@@ -5182,11 +5192,6 @@ bool mt_param_is_adapter(const mt_param *param) {
     return param->role == MT_LORA_A || param->role == MT_LORA_B;
 }
 
-bool mt_param_can_adapt(const mt_param *param) {
-    return param->is_linear && (param->unit == MT_UNIT_LAYER || param->unit == MT_UNIT_EXPERTS) &&
-           param->linear != MT_LINEAR_ROUTER && param->role != MT_MTP_PROJECTION;
-}
-
 /* Appends A or B of a matrix. A keeps the cut of its columns, B that of its rows; the gradient of the other one, which
  * all ranks hold, is a partial sum over them. */
 static void mt_param_add_adapter(mt_param_table *table, const mt_param *base, mt_role role, bool continues) {
@@ -5200,7 +5205,7 @@ static void mt_param_add_adapter(mt_param_table *table, const mt_param *base, mt
         table->options->lora_rank;
     *(is_a ? &param->rows_option : &param->cols_option) = "--lora-rank";
     param->exists_option = "--lora-target", param->rows_stored = param->hf_rows_total = param->whole_rows;
-    param->hf_row = 0, param->hf_transposed = false, param->trained = true;
+    param->hf_row = 0, param->hf_transposed = param->can_adapt = false, param->trained = true;
     snprintf(param->hf_name, sizeof param->hf_name, "base_model.model.%.*s.lora_%c.weight",
              (int)(strlen(base->hf_name) - strlen(".weight")), base->hf_name, is_a ? 'A' : 'B');
     param->init = is_a ? MT_INIT_NORMAL : MT_INIT_ZEROS, param->init_std = 1 / sqrt(3 * (double)base->whole_cols);
@@ -5254,7 +5259,7 @@ int64_t mt_params_build(mt_param **params, const mt_options *options, const mt_p
     mt_stage whole_model = {.num_layers = options->num_layers, .embedding = true, .loss = true};
     whole_model.num_mtp = options->mtp_num_layers;
     mt_partition whole = {.stages = &whole_model, .num_stages = 1, .tp = 1, .ep = 1, .etp = 1};
-    mt_param_table table = {.options = options, .names = mt_names_of[options->hf_family]};
+    mt_param_table table = {.options = options, .family = &mt_hf_families[options->hf_family]};
     const mt_partition *at = &table.partition;
     table.partition = partition ? *partition : whole;
     int64_t layers = options->num_layers + options->mtp_num_layers;
@@ -5499,11 +5504,11 @@ static void mt_rope_tables(mt_model *model) {
 }
 
 /* ==== §9b saved values ============================================================================================ */
-/* Each layer has a list of slots: the values that its forward saves for its backward. Memory plan, arena and the stash
- * of a split backward derive from the list. With pass->replay a forward writes the same slots again and changes nothing
- * else. Recomputed slots (Chen et al., "Training deep nets with sublinear memory cost") lie in buffers that all
- * micro-batches share; a replay restores them before the backward reads them. Offloaded slots lie in such buffers too;
- * copies to and from host memory preserve them. */
+/* Each layer, and each output, has a list of slots: the values that its forward saves for its backward. Memory plan,
+ * arena and the stash of a split backward derive from the list. With pass->replay a forward writes the same slots again
+ * and changes nothing else. Recomputed slots (Chen et al., "Training deep nets with sublinear memory cost") lie in
+ * buffers that all micro-batches share; a replay restores them before the backward reads them. Offloaded slots lie in
+ * such buffers too; copies to and from host memory preserve them. */
 
 /* Saved values of a norm: y[R, C], mean[R] (LayerNorm only), rstd[R]. */
 typedef struct mt_normed {
@@ -5551,7 +5556,7 @@ typedef enum mt_residency { MT_KEEP, MT_RECOMPUTE, MT_OFFLOAD } mt_residency;
 
 typedef struct mt_slot {
     const char *name;
-    size_t field; // offset of a pointer in mt_activations, or in mt_routing
+    size_t field; // offset of a pointer in mt_activations, mt_routing or mt_output
     int64_t rows, width;
     mt_dtype dtype;
     unsigned modules; // MT_MODULE_*: selective recomputation of any of these computes the value again
@@ -5576,10 +5581,11 @@ static mt_slot *mt_slot_add(mt_slots *list, const char *name, size_t field, int6
     slot->residency = MT_KEEP, slot->stash_of = MT_NO_STASH;
     return slot;
 }
-#define MT_SLOT(list, member, rows, width, dtype)                                                                      \
-    mt_slot_add(list, #member, offsetof(mt_activations, member), rows, width, dtype)
-#define MT_ROUTING_SLOT(list, member, rows, width, dtype)                                                              \
-    mt_slot_add(list, #member, offsetof(mt_routing, member), rows, width, dtype)
+#define MT_SLOT_OF(type, list, member, rows, width, dtype)                                                             \
+    mt_slot_add(list, #member, offsetof(type, member), rows, width, dtype)
+#define MT_SLOT(list, ...)         MT_SLOT_OF(mt_activations, list, __VA_ARGS__)
+#define MT_ROUTING_SLOT(list, ...) MT_SLOT_OF(mt_routing, list, __VA_ARGS__)
+#define MT_OUTPUT_SLOT(list, ...)  MT_SLOT_OF(mt_output, list, __VA_ARGS__)
 
 /* The pointer of a slot in the struct at `base`. */
 static void *mt_slot_read(const void *base, const mt_slot *slot) {
@@ -7547,21 +7553,18 @@ void mt_context_attention_backward(mt_context *c, const mt_attention *a, mt_stre
 /* The layers of a stage, with embedding and head if it has them, on one micro-batch. Invariants: in a step only graphs
  * and expert rows allocate memory; a message is sent as soon as it is computed. */
 
-/* An output of the model or of a multi-token prediction module: saved values of head and loss. */
+/* An output of the model or of a multi-token prediction module: saved values of head and loss, and of the module's
+ * input. Its slots define the fields. */
 typedef struct mt_output {
-    void *hidden;              // [R, C] the residual stream
-    mt_normed norm;            // [R, C] its norm: the head's input
-    void *logits;              // [max_logits, V]
-    float *lse, *dlogp;        // [max_logits]: see mt_cross_entropy_args
-    float *entropy, *dentropy; // [max_logits]; NULL for a loss without entropy
-} mt_output;
-
-/* Saved values of a multi-token prediction module, besides its layer's activations and its output. */
-typedef struct mt_mtp_activations {
+    void *hidden;                       // [R, C] the residual stream
+    mt_normed norm;                     // [R, C] its norm: the head's input
+    void *logits;                       // [max_logits, V]
+    float *lse, *dlogp;                 // [max_logits]: see mt_cross_entropy_args
+    float *entropy, *dentropy;          // [max_logits]; NULL for a loss without entropy
     void *embedded;                     // [R, C] embedding of the module's token
     void *joined;                       // [R, 2C] normalised embedding and normalised hidden state
     float *embedded_rstd, *hidden_rstd; // [R]
-} mt_mtp_activations;
+} mt_output;
 
 /* A micro-batch on one chunk, from its forward to its backward: inputs and saved values. */
 typedef struct mt_micro_batch {
@@ -7576,7 +7579,6 @@ typedef struct mt_micro_batch {
     mt_batch whole;             // context parallelism: spans and token indices of the whole micro-batch
     mt_teacher_logits *teacher; // of its batch
     mt_activations *layers;     // of the chunk's layers, or one set that all share in generation; then of the modules
-    mt_mtp_activations mtp[MT_MAX_MTP_LAYERS];
     mt_output outputs[1 + MT_MAX_MTP_LAYERS]; // of the chunk (with a head on the stage with the loss); of the modules
 } mt_micro_batch;
 
@@ -8030,7 +8032,7 @@ static mt_layer *mt_mtp_layer(const mt_model *m, const mt_pass *p, int64_t k) {
 /* The norm that writes one half of joined[R, 2C]: 0: embedding, 1: hidden state. */
 static mt_norm_args mt_mtp_norm(const mt_model *m, const mt_pass *p, int64_t k, int half) {
     const mt_layer *w = mt_mtp_layer(m, p, k);
-    const mt_mtp_activations *a = &p->mb->mtp[k];
+    const mt_output *a = &p->mb->outputs[1 + k];
     mt_normed n = {.rstd = half ? a->hidden_rstd : a->embedded_rstd, .y = mt_at(m, a->joined, half * m->C)};
     mt_norm_args norm = mt_norm_operands(m, p, half ? &w->mtp_hidden_norm : &w->mtp_embedding_norm, &n);
     norm.x = half ? p->mb->outputs[k].norm.y : a->embedded; // output 0 is the main model's
@@ -8045,14 +8047,14 @@ static void mt_mtp_join_forward(mt_model *m, const mt_pass *p, int64_t k, void *
         mt_norm_args norm = mt_mtp_norm(m, p, k, half);
         m->ops->rmsnorm_forward(&norm, m->dtype, p->stream);
     }
-    mt_linear_io projection = {.x = p->mb->mtp[k].joined, .y = out};
+    mt_linear_io projection = {.x = p->mb->outputs[1 + k].joined, .y = out};
     mt_linear_forward(&p->tp, &mt_mtp_layer(m, p, k)->mtp_projection, &projection);
 }
 
 /* Gradient of eh_proj's output in scratch.dresidual -> gradient of the hidden state in mtp.dhidden and of the embedding
  * in scratch.dresidual. */
 static void mt_mtp_join_backward(mt_model *m, const mt_pass *p, int64_t k) {
-    mt_linear_io projection = {.x = p->mb->mtp[k].joined, .dy = m->scratch.dresidual, .dx = m->mtp->djoined};
+    mt_linear_io projection = {.x = p->mb->outputs[1 + k].joined, .dy = m->scratch.dresidual, .dx = m->mtp->djoined};
     mt_linear_backward(&p->tp, &mt_mtp_layer(m, p, k)->mtp_projection, &projection, MT_BACKWARD_BOTH);
     for (int half = 1; half >= 0; half--) {
         mt_norm_args norm = mt_mtp_norm(m, p, k, half);
@@ -8066,7 +8068,7 @@ static void mt_mtp_forward(mt_model *m, const mt_pass *p) {
         mt_layer *w = mt_mtp_layer(m, p, k);
         mt_activations *a = &p->mb->layers[mt_mtp_index(m, p, k)];
         mt_output *out = &p->mb->outputs[1 + k];
-        mt_embed_forward(m, p, p->mb->mtp[k].embedded, p->batch->mtp_tokens + k * p->T, w->number);
+        mt_embed_forward(m, p, out->embedded, p->batch->mtp_tokens + k * p->T, w->number);
         mt_bucket_acquire(m, w->bucket);
         mt_offload_claim(m, p, w, a);
         mt_mtp_join_forward(m, p, k, a->input);
@@ -8748,7 +8750,7 @@ static mt_weight *mt_param_weight(mt_model *m, const mt_param *param) {
 /* True for the first parameter of a linear whose products --fp8-format computes in fp8: those of layers, except the
  * router and the projection of a module of multi-token prediction. */
 static bool mt_param_takes_fp8(const mt_param *param) {
-    return mt_param_can_adapt(param) && !param->continues;
+    return param->can_adapt && !param->continues;
 }
 
 /* The fp8 linear that begins with this parameter, or NULL. */
@@ -10424,28 +10426,24 @@ static mt_context_plan mt_model_context_plan(const mt_model *m, int level) {
     return plan;
 }
 
-/* Memory of an output with a head; without has_logits its logits share memory with scratch. An output and a module have
- * no slots: nothing recomputes their values, and a split backward runs the head whole. */
-static void mt_plan_output(const mt_model *m, mt_output *out, mt_arena *arena, bool has_logits) {
-    int64_t R = m->max_rows, size = mt_dtype_size(m->dtype);
-    out->norm.y = mt_arena_alloc(arena, R * m->C * size);
-    if (mt_uses_layernorm(m)) out->norm.mean = mt_arena_alloc(arena, R * 4);
-    out->norm.rstd = mt_arena_alloc(arena, R * 4), out->lse = mt_arena_alloc(arena, m->plan.max_logits * 4);
-    out->dlogp = mt_arena_alloc(arena, m->plan.max_logits * 4);
-    if (m->plan.loss->uses_entropy) {
-        out->entropy = mt_arena_alloc(arena, m->plan.max_logits * 4);
-        out->dentropy = mt_arena_alloc(arena, m->plan.max_logits * 4);
+/* Output i of a stage: 0: the chunk's, then the modules'. All slots are kept: nothing recomputes them, and a split
+ * backward runs the head whole. */
+static void mt_plan_output(const mt_model *m, mt_micro_batch *mb, int64_t i, mt_arena *arena) {
+    int64_t R = m->max_rows, rows = m->plan.max_logits;
+    mt_slots slots = {.count = 0}, *s = &slots;
+    MT_OUTPUT_SLOT(s, hidden, R, m->C, m->dtype);
+    if (i > 0) {
+        MT_OUTPUT_SLOT(s, embedded, R, m->C, m->dtype), MT_OUTPUT_SLOT(s, joined, R, 2 * m->C, m->dtype);
+        MT_OUTPUT_SLOT(s, embedded_rstd, R, 1, MT_F32), MT_OUTPUT_SLOT(s, hidden_rstd, R, 1, MT_F32);
     }
-    if (has_logits) out->logits = mt_arena_alloc(arena, m->plan.max_logits * m->head_width * size);
-}
-
-/* Saved values of one module of multi-token prediction. */
-static void mt_plan_mtp(const mt_model *m, mt_mtp_activations *a, mt_output *out, mt_arena *arena) {
-    int64_t R = m->max_rows, size = mt_dtype_size(m->dtype);
-    a->embedded = mt_arena_alloc(arena, R * m->C * size), a->joined = mt_arena_alloc(arena, R * 2 * m->C * size);
-    a->embedded_rstd = mt_arena_alloc(arena, R * 4), a->hidden_rstd = mt_arena_alloc(arena, R * 4);
-    out->hidden = mt_arena_alloc(arena, R * m->C * size);
-    mt_plan_output(m, out, arena, true);
+    if (m->stages[mb->chunk].loss) {
+        mt_norm_slots(s, m, "norm", offsetof(mt_output, norm), 0);
+        MT_OUTPUT_SLOT(s, lse, rows, 1, MT_F32), MT_OUTPUT_SLOT(s, dlogp, rows, 1, MT_F32);
+        if (m->plan.loss->uses_entropy)
+            MT_OUTPUT_SLOT(s, entropy, rows, 1, MT_F32), MT_OUTPUT_SLOT(s, dentropy, rows, 1, MT_F32);
+        if (!mt_logits_overlap(m)) MT_OUTPUT_SLOT(s, logits, rows, m->head_width, m->dtype);
+    }
+    mt_slots_allocate(s, MT_KEEP, &mb->outputs[i], arena);
 }
 
 /* Saved values of one micro-batch on one chunk. */
@@ -10460,10 +10458,7 @@ static void mt_plan_micro_batch(const mt_model *m, mt_micro_batch *mb, mt_arena 
         mt_arena recomputed = {.base = buffer->memory, .capacity = buffer->bytes};
         mt_plan_layer(m, w, MT_RECOMPUTE, &mb->layers[i], &recomputed);
     }
-    mb->outputs[0].hidden = mt_arena_alloc(arena, m->max_rows * m->C * mt_dtype_size(m->dtype));
-    if (!stage->loss) return;
-    mt_plan_output(m, &mb->outputs[0], arena, !mt_logits_overlap(m));
-    for (int64_t i = 0; i < stage->num_mtp; i++) mt_plan_mtp(m, &mb->mtp[i], &mb->outputs[1 + i], arena);
+    for (int64_t i = 0; i <= stage->num_mtp; i++) mt_plan_output(m, mb, i, arena);
 }
 
 /* Communication buffers of tensor and pipeline parallelism. */

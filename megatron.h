@@ -388,22 +388,30 @@ typedef enum mt_dataloader_type { MT_DATALOADER_SINGLE, MT_DATALOADER_CYCLIC } m
 #define MT_ACTIVATION_NAME(name, ...) MT_ACTIVATION_##name,
 typedef enum mt_activation { MT_ACTIVATIONS(MT_ACTIVATION_NAME) MT_NUM_ACTIVATIONS } mt_activation;
 
-/* Families of Hugging Face transformers, one row each: "model_type" of config.json, its class, and the column of tensor
- * names in the parameter table; data/hf_config.c has the keys of config.json. A model belongs to the first family whose
- * file can hold it; MEGATRON, for which transformers has no class, holds every model. */
+/* Families of Hugging Face transformers, one row each: "model_type" of config.json, its class, and of its tensors the
+ * column of names in the parameter table, the prefix of a layer's names, and true if a layer's matrices are stored
+ * [in, out]; data/hf_config.c has the keys of config.json. A model belongs to the first family whose file can hold it;
+ * MEGATRON, for which transformers has no class, holds every model. */
 #define MT_HF_FAMILIES(X)                                                                                              \
-    X(GPT2, "gpt2", "GPT2LMHeadModel", GPT2)                                                                           \
-    X(LLAMA, "llama", "LlamaForCausalLM", LLAMA)                                                                       \
-    X(MISTRAL, "mistral", "MistralForCausalLM", LLAMA)                                                                 \
-    X(QWEN2, "qwen2", "Qwen2ForCausalLM", LLAMA)                                                                       \
-    X(QWEN3, "qwen3", "Qwen3ForCausalLM", LLAMA)                                                                       \
-    X(MIXTRAL, "mixtral", "MixtralForCausalLM", MIXTRAL)                                                               \
-    X(QWEN2_MOE, "qwen2_moe", "Qwen2MoeForCausalLM", QWEN2_MOE)                                                        \
-    X(QWEN3_MOE, "qwen3_moe", "Qwen3MoeForCausalLM", LLAMA)                                                            \
-    X(DEEPSEEK_V3, "deepseek_v3", "DeepseekV3ForCausalLM", LLAMA)                                                      \
-    X(MEGATRON, "megatron", "MegatronForCausalLM", LLAMA)
+    X(GPT2, "gpt2", "GPT2LMHeadModel", GPT2, "transformer.h.", true)                                                   \
+    X(LLAMA, "llama", "LlamaForCausalLM", LLAMA, "model.layers.", false)                                               \
+    X(MISTRAL, "mistral", "MistralForCausalLM", LLAMA, "model.layers.", false)                                         \
+    X(QWEN2, "qwen2", "Qwen2ForCausalLM", LLAMA, "model.layers.", false)                                               \
+    X(QWEN3, "qwen3", "Qwen3ForCausalLM", LLAMA, "model.layers.", false)                                               \
+    X(MIXTRAL, "mixtral", "MixtralForCausalLM", MIXTRAL, "model.layers.", false)                                       \
+    X(QWEN2_MOE, "qwen2_moe", "Qwen2MoeForCausalLM", QWEN2_MOE, "model.layers.", false)                                \
+    X(QWEN3_MOE, "qwen3_moe", "Qwen3MoeForCausalLM", LLAMA, "model.layers.", false)                                    \
+    X(DEEPSEEK_V3, "deepseek_v3", "DeepseekV3ForCausalLM", LLAMA, "model.layers.", false)                              \
+    X(MEGATRON, "megatron", "MegatronForCausalLM", LLAMA, "model.layers.", false)
 #define MT_HF_FAMILY_NAME(name, ...) MT_HF_##name,
 typedef enum mt_hf_family { MT_HF_UNKNOWN, MT_HF_FAMILIES(MT_HF_FAMILY_NAME) MT_NUM_HF_FAMILIES } mt_hf_family;
+
+typedef struct mt_hf_family_row {
+    const char *model_type, *model_class, *layers;
+    bool transposed;
+    int names;
+} mt_hf_family_row;
+extern const mt_hf_family_row mt_hf_families[MT_NUM_HF_FAMILIES];
 
 /* The head: logits of the next token, or one value (num_labels 1) from `score`. */
 typedef enum mt_head_type {
@@ -2266,6 +2274,8 @@ typedef struct mt_param {
     const char *rows_option, *cols_option, *exists_option; // the options that determine these, for messages; or NULL
     bool is_vector;
     bool is_linear;        // of a matrix product, which writes the gradient first; others only add to it
+    bool is_head;          // of logits or values
+    bool can_adapt;        // a matrix that can have adapters: of attention, an MLP or an expert
     bool trained;          // by the optimizer
     mt_linear_kind linear; // of a matrix
     mt_init init;
@@ -2334,13 +2344,13 @@ typedef struct mt_partition {
  * layer and of each layer's experts have a bucket before all of these, and only adapters are trained. */
 int64_t mt_params_build(mt_param **params, const mt_options *options, const mt_partition *partition);
 
-/* The Hugging Face name of a parameter outside the layers; with `repeated`, that of its copies, behind the layer's
- * prefix: DeepSeek's files hold the embedding and the output layer again in every module of multi-token prediction. */
-const char *mt_role_name(const mt_options *options, mt_role role, bool repeated);
+/* The tensor that holds the values of the one called `name`, if that is the embedding or the output layer (a tied one:
+ * the embedding), which modules of multi-token prediction share with the model; otherwise NULL. With `is_copy`, `name`
+ * is that of a module's copy behind the layer's prefix: DeepSeek's files hold both again in every module. */
+const char *mt_shared_tensor(const mt_options *options, const char *name, bool is_copy);
 
-/* True for MT_LORA_A and MT_LORA_B; and for a matrix that can have them: of attention, an MLP or an expert. */
+/* True for MT_LORA_A and MT_LORA_B. */
 bool mt_param_is_adapter(const mt_param *param);
-bool mt_param_can_adapt(const mt_param *param);
 
 /* A parameter's rows on this rank, without the vocabulary's padding. */
 int64_t mt_param_rows_stored(const mt_param *param);

@@ -60,7 +60,7 @@ static int mt_target_refuse(const mt_options *o, const char *target, const mt_pa
     char words[512] = "", module[160], nearest[200] = "";
     int best = 3; // edits
     for (int64_t i = 0; i < count; i++) {
-        if (!mt_param_can_adapt(&rows[i])) continue;
+        if (!rows[i].can_adapt) continue;
         mt_module_name(module, &rows[i]);
         const char *word = mt_module_word(module);
         char listed[200];
@@ -97,7 +97,7 @@ static int64_t mt_target_match_pattern(const char *pattern, const mt_param *rows
     }
     pcre2_match_data *match = pcre2_match_data_create_from_pattern(regex, NULL);
     for (int64_t i = 0; i < count && found >= 0; i++) {
-        if (!mt_param_can_adapt(&rows[i])) continue;
+        if (!rows[i].can_adapt) continue;
         mt_module_name(module, &rows[i]);
         int status = pcre2_match(regex, (PCRE2_SPTR)module, strlen(module), 0, 0, match, NULL);
         named[i] |= status >= 0;
@@ -124,7 +124,7 @@ static int mt_target_add(const mt_options *o, const char *target, const mt_param
     if (found < 0) return mt_error_set(error, "%s %s: %s", mt_target_source(o), target, why.text);
     for (int64_t i = 0; i < count && !is_pattern; i++) {
         mt_module_name(module, &rows[i]);
-        if (!mt_param_can_adapt(&rows[i]) || !(all || mt_target_matches(target, module))) continue;
+        if (!rows[i].can_adapt || !(all || mt_target_matches(target, module))) continue;
         named[i] = true, found++;
     }
     return found > 0 ? 0 : mt_target_refuse(o, target, rows, count, error);
@@ -140,7 +140,7 @@ static int mt_targets_take(mt_options *o, const mt_param *rows, int64_t count, c
         if (!first[rows[i].role]) first[rows[i].role] = &rows[i];
     }
     for (int64_t i = 0; i < count; i++) {
-        if (named[i] || !mt_param_can_adapt(&rows[i]) || !(o->lora_roles >> rows[i].role & 1)) continue;
+        if (named[i] || !rows[i].can_adapt || !(o->lora_roles >> rows[i].role & 1)) continue;
         mt_module_name(with, first[rows[i].role]), mt_module_name(without, &rows[i]);
         return mt_error_set(error,
                             "%s: names %s but not %s; adapters of some layers or experts only are not supported; name "
@@ -153,8 +153,7 @@ static int mt_targets_take(mt_options *o, const mt_param *rows, int64_t count, c
 int mt_options_derive_adapters(mt_options *o, mt_error *error) {
     mt_param *rows;
     int status = 0;
-    const uint64_t experts =
-        (uint64_t)1 << MT_EXPERT_GATE | (uint64_t)1 << MT_EXPERT_UP | (uint64_t)1 << MT_EXPERT_DOWN;
+    bool adapts_experts = false;
     o->lora_roles = 0;
     if (o->lora_rank == 0) return 0;
     if (o->head_type != MT_HEAD_LM)
@@ -171,10 +170,11 @@ int mt_options_derive_adapters(mt_options *o, mt_error *error) {
         free(words);
     }
     if (status == 0) status = mt_targets_take(o, rows, count, named, error);
+    for (int64_t i = 0; i < count; i++) adapts_experts |= named[i] && rows[i].unit == MT_UNIT_EXPERTS;
     free(rows), free(named);
     if (status == 0 && o->lora_roles == 0)
         status = mt_error_set(error, "--lora-rank needs --lora-target: all-linear, or names such as q_proj,v_proj");
-    if (status == 0 && o->lora_dropout > 0 && (o->lora_roles & experts))
+    if (status == 0 && o->lora_dropout > 0 && adapts_experts)
         status =
             mt_error_set(error, "--lora-dropout: adapters of experts have no dropout, as in peft; leave it out, or "
                                 "name other matrices by --lora-target");
@@ -280,7 +280,7 @@ static int mt_peft_check_values(const mt_options *o, const json_t *json, int64_t
         return mt_error_set(error, "%s: \"r\" and \"lora_alpha\" must be positive numbers", path);
     if (dropout && (!json_is_number(dropout) || !(p >= 0 && p < 1)))
         return mt_error_set(error, "%s: \"lora_dropout\" must be a number from 0 to less than 1", path);
-    if (json_is_true(json_object_get(json, "fan_in_fan_out")) && o->hf_family != MT_HF_GPT2)
+    if (json_is_true(json_object_get(json, "fan_in_fan_out")) && !mt_hf_families[o->hf_family].transposed)
         return mt_error_set(error,
                             "%s: \"fan_in_fan_out\" is true, which is for the matrices of GPT-2; this model has none "
                             "of them: set it to false, or load the adapter's own base",
@@ -332,7 +332,7 @@ static bool mt_json_lists(const json_t *list, const char *name) {
 static bool mt_target_strays(const mt_options *o, const char *target, const mt_param *rows, int64_t count) {
     char module[160];
     for (int64_t i = 0; i < count; i++) {
-        if (!mt_param_can_adapt(&rows[i]) || o->lora_roles >> rows[i].role & 1) continue;
+        if (!rows[i].can_adapt || o->lora_roles >> rows[i].role & 1) continue;
         mt_module_name(module, &rows[i]);
         if (mt_target_matches(target, module)) return true;
     }
@@ -346,7 +346,7 @@ static json_t *mt_peft_modules(const mt_options *o) {
     json_t *modules = json_array();
     int64_t count = mt_params_build(&rows, o, NULL);
     for (int64_t i = 0; i < count; i++) {
-        if (!mt_param_can_adapt(&rows[i]) || !(o->lora_roles >> rows[i].role & 1)) continue;
+        if (!rows[i].can_adapt || !(o->lora_roles >> rows[i].role & 1)) continue;
         mt_module_name(module, &rows[i]);
         const char *name = mt_module_word(module);
         while (name > module && !mt_json_lists(modules, name) && mt_target_strays(o, name, rows, count))
@@ -370,7 +370,7 @@ char *mt_adapter_print_config(const mt_options *o) {
     mt_json_set_real(json, "lora_dropout", o->lora_dropout);
     json_object_set_new(json, "target_modules", mt_peft_modules(o));
     mt_json_set_string(json, "bias", "none");
-    mt_json_set_bool(json, "fan_in_fan_out", o->hf_family == MT_HF_GPT2);
+    mt_json_set_bool(json, "fan_in_fan_out", mt_hf_families[o->hf_family].transposed);
     mt_json_set_bool(json, "inference_mode", true);
     mt_json_set_bool(json, "init_lora_weights", true);
     json_object_set_new(json, "modules_to_save", json_null());

@@ -170,7 +170,7 @@ static int mt_state_missing(const mt_param *param, mt_param_state state, const m
                             "%s: the optimizer's state has no tensor \"%s%s\"; go on without it by --no-load-optim, or "
                             "get the folder again",
                             folder, mt_state_prefix[state], param->hf_name);
-    if (param->role == MT_LM_HEAD)
+    if (param->is_head && options->head_type == MT_HEAD_LM)
         return mt_error_set(error,
                             "%s: has no tensor \"%s\"; if the model is tied, set tie_word_embeddings in config.json to "
                             "true, or leave out %s",
@@ -201,10 +201,7 @@ static const char *mt_tensor_repeats(const mt_options *options, const char *name
     const char *rest;
     int64_t module = mt_tensor_layer(name, &rest) - options->num_layers;
     if (module < 0 || module >= options->mtp_num_layers) return NULL;
-    bool is_head = strcmp(rest, mt_role_name(options, MT_LM_HEAD, true)) == 0;
-    if (!is_head && strcmp(rest, mt_role_name(options, MT_WORD_EMBEDDING, true)) != 0) return NULL;
-    bool is_apart = is_head && !mt_options_tied(options);
-    return mt_role_name(options, is_apart ? MT_LM_HEAD : MT_WORD_EMBEDDING, false);
+    return mt_shared_tensor(options, rest, true);
 }
 
 /* A repeated tensor must have the same values, or training would lose them. */
@@ -222,6 +219,9 @@ static int mt_tensor_check_repeated(const mt_options *options, const mt_safetens
                         tensor->file, tensor->name, shared->name);
 }
 
+/* Ends of the names of computed tensors: tables of RoPE, and the masks of GPT-2. */
+static const char *const mt_computed[] = {"rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias"};
+
 /* True for tensors without weights of this model: computed tables, masks and the tied head of old checkpoints, the
  * output layer of a language model that got a value head, and modules of multi-token prediction that the model does not
  * have. */
@@ -230,10 +230,10 @@ static bool mt_tensor_is_harmless(const mt_options *options, const char *name) {
     int64_t layer = mt_tensor_layer(name, &rest), end = options->num_layers + options->mtp_layers_stored;
     if (layer >= options->num_layers + options->mtp_num_layers && layer < end) return true;
     if (mt_tensor_repeats(options, name)) return true;
-    if (mt_text_ends_with(name, "rotary_emb.inv_freq") || mt_text_ends_with(name, ".attn.masked_bias")) return true;
-    if (options->hf_family == MT_HF_GPT2 && mt_text_ends_with(name, ".attn.bias")) return true;
-    bool has_head = options->head_type == MT_HEAD_LM && !mt_options_tied(options);
-    return !has_head && strcmp(name, mt_role_name(options, MT_LM_HEAD, false)) == 0;
+    for (size_t i = 0; i < sizeof mt_computed / sizeof *mt_computed; i++)
+        if (mt_text_ends_with(name, mt_computed[i])) return true;
+    const char *holder = mt_shared_tensor(options, name, false);
+    return holder && strcmp(name, holder) != 0;
 }
 
 static int mt_tensor_pointer_compare(const void *a, const void *b) {
@@ -278,7 +278,7 @@ static int mt_stem_states(const mt_safetensors *set, bool weights, const mt_para
 
 /* True for the value head that --value-head adds to a language model. */
 static bool mt_param_grows(const mt_param *param, const mt_options *options) {
-    return options->value_head && (param->role == MT_SCORE || param->role == MT_SCORE_BIAS);
+    return options->value_head && param->is_head;
 }
 
 /* Checks a stem's tensors against the whole model's table, so that every rank finds the same. */

@@ -11,18 +11,13 @@
 
 /* ---- families */
 
-#define MT_HF_FAMILY_ROW(name, model_type, class, tensor_names) {model_type, class},
-static const struct {
-    const char *model_type, *class;
-} mt_families[MT_NUM_HF_FAMILIES] = {{"", ""}, MT_HF_FAMILIES(MT_HF_FAMILY_ROW)};
-
 const char *mt_hf_family_name(mt_hf_family family) {
-    return mt_families[family].model_type;
+    return mt_hf_families[family].model_type;
 }
 
 mt_hf_family mt_hf_family_find(const char *name) {
     int family = MT_NUM_HF_FAMILIES - 1;
-    while (family > 0 && strcmp(name, mt_families[family].model_type) != 0) family--;
+    while (family > 0 && strcmp(name, mt_hf_families[family].model_type) != 0) family--;
     return (mt_hf_family)family;
 }
 
@@ -52,6 +47,7 @@ enum {
     OWN = 256,              // an option under its own name; its range is checked at the end, for 0 is often "not given"
     PLAIN_ACTIVATION = 512, // the name of an activation that is not gated
     GATED_ACTIVATION = 1024, // the name of an activation that is gated
+    SAME = 2048,             // another number for the option of the row above: both must be equal
 };
 
 /* A number of the file that means something else than the option that it stands for. */
@@ -126,8 +122,8 @@ static const mt_hf_key mt_hf_keys[] = {
     {"n_inner", GPT2, MT_AT(ffn_hidden_size)},
     {"activation_function", GPT2, 0, PLAIN_ACTIVATION, "\"gelu_new\""},
     {"layer_norm_epsilon", GPT2, MT_AT(norm_epsilon)},
-    {"embd_pdrop", GPT2, MT_AT(hidden_dropout), WRITE},
-    {"resid_pdrop", GPT2, MT_AT(hidden_dropout)},
+    {"embd_pdrop", GPT2, MT_AT(hidden_dropout)},
+    {"resid_pdrop", GPT2, MT_AT(hidden_dropout), SAME, "0.1"},
     {"attn_pdrop", GPT2, MT_AT(attention_dropout)},
 
     {"num_hidden_layers", BLOCKS, MT_AT(num_layers), REQUIRED},
@@ -221,7 +217,18 @@ static const char *const mt_rope_types[] = {
     [MT_ROPE_SCALING_YARN] = "yarn",
 };
 
-enum { NUM_KEYS = sizeof mt_hf_keys / sizeof *mt_hf_keys, NUM_ROPE_KEYS = sizeof mt_rope_keys / sizeof *mt_rope_keys };
+enum {
+    NUM_KEYS = sizeof mt_hf_keys / sizeof *mt_hf_keys,
+    NUM_ROPE_KEYS = sizeof mt_rope_keys / sizeof *mt_rope_keys,
+    NUM_ROPE_TYPES = sizeof mt_rope_types / sizeof *mt_rope_types,
+};
+
+/* The key of an option in the files that transformers writes today: the last row that is written. */
+static const char *mt_hf_key_name(size_t offset, unsigned families) {
+    const mt_hf_key *key = mt_hf_keys + NUM_KEYS - 1;
+    while (key->offset != offset || !(key->families & families) || key->flags & READ) key--;
+    return key->key;
+}
 
 /* The key of an option of the model under its own name; false for another option. */
 static bool mt_hf_key_of(mt_hf_key *key, char name[80], const mt_option *row) {
@@ -292,6 +299,7 @@ static void mt_config_set(mt_config *config, const mt_hf_key *key, const json_t 
     mt_error problem;
     const mt_option *row = key->flags & PLAIN ? NULL : mt_option_of(key->offset);
     mt_option_type type = row ? row->type : MT_FLAG;
+    double before = key->flags & SAME ? *mt_option_real(shape, row) : 0;
     bool is_int = type == MT_INT, is_real = type == MT_REAL, is_text = type == MT_CHOICE || type == MT_STRING;
     if (is_text ? !json_is_string(value) : is_int ? !json_is_integer(value) : is_real && !json_is_number(value))
         mt_config_fail(config, "\"%s\" must be a %s", key->key,
@@ -310,6 +318,9 @@ static void mt_config_set(mt_config *config, const mt_hf_key *key, const json_t 
         *(bool *)((char *)shape + key->offset) = json_is_true(value) != ((key->flags & NEGATED) != 0);
     if ((is_int || is_real) && !(key->flags & OWN) && !mt_option_in_range(row, json_number_value(value)))
         mt_config_fail(config, "\"%s\" is %g, must be in %s", key->key, json_number_value(value), row->values);
+    if (key->flags & SAME && *mt_option_real(shape, row) != before)
+        mt_config_fail(config, "\"%s\" and \"%s\" differ; one --%s is supported: make them equal", key[-1].key,
+                       key->key, row->name);
     if (!config->failed && key->conversion && key->conversion->read) key->conversion->read(shape);
 }
 
@@ -355,6 +366,19 @@ static int64_t mt_config_token(mt_config *config, const char *key, int64_t vocab
     return token >= 0 && token < vocab_size ? token : -1;
 }
 
+/* A type of RoPE's scaling as mt_rope_scaling; -1: not in the table. */
+static int mt_config_rope_type(mt_config *config, const char *type) {
+    char supported[100] = "";
+    for (int i = 0; i < NUM_ROPE_TYPES; i++) {
+        size_t end = strlen(supported);
+        if (strcmp(type, mt_rope_types[i]) == 0) return i;
+        const char *before = i == 0 ? "" : i + 1 < NUM_ROPE_TYPES ? ", " : " and ";
+        snprintf(supported + end, sizeof supported - end, "%s%s", before, mt_rope_types[i]);
+    }
+    mt_config_fail(config, "RoPE of type \"%.40s\" is not supported; %s are", type, supported);
+    return -1;
+}
+
 /* RoPE's parameters, under either of their keys: newer files have rope_parameters with the base inside, older ones
  * rope_scaling beside rope_theta. */
 static void mt_config_read_rope(mt_config *config, mt_options *shape) {
@@ -364,10 +388,7 @@ static void mt_config_read_rope(mt_config *config, mt_options *shape) {
     mt_config_read_later(config, mt_config_get(rope, "rope_theta") ? rope : config->root, "rope_theta", BLOCKS, shape);
     const char *older = mt_config_string(config, rope, "type", "default");
     const char *type = mt_config_string(config, rope, "rope_type", older);
-    int index = (int)(sizeof mt_rope_types / sizeof *mt_rope_types) - 1;
-    while (index >= 0 && strcmp(type, mt_rope_types[index]) != 0) index--;
-    if (index < 0)
-        mt_config_fail(config, "RoPE of type \"%.40s\" is not supported; default, linear, llama3 and yarn are", type);
+    int index = mt_config_rope_type(config, type);
     const json_t *partial = mt_config_get(rope, "partial_rotary_factor");
     if (!partial) partial = mt_config_get(config->root, "partial_rotary_factor");
     if (partial && json_number_value(partial) != 1)
@@ -439,11 +460,7 @@ static void mt_config_read_expert_layers(mt_config *config, mt_options *shape) {
 
 /* The number of experts, and the layers that have them. */
 static void mt_config_finish_experts(mt_config *config, unsigned mask, mt_options *shape) {
-    if (shape->num_experts == 0)
-        mt_config_fail(config, "\"%s\" is missing",
-                       mask & MIXTRAL    ? "num_local_experts"
-                       : mask & QWEN_MOE ? "num_experts"
-                                         : "n_routed_experts");
+    if (shape->num_experts == 0) mt_config_fail(config, "\"%s\" is missing", mt_hf_key_name(MT_AT(num_experts), mask));
     if (!(mask & MIXTRAL)) mt_config_read_expert_layers(config, shape);
 }
 
@@ -465,13 +482,6 @@ static void mt_config_finish_block(mt_config *config, unsigned mask, mt_options 
                        "\"num_key_value_heads\" is %lld and \"num_attention_heads\" %lld; with a latent every head has "
                        "its own key and value: make them equal",
                        (long long)shape->num_query_groups, (long long)shape->num_attention_heads);
-}
-
-static void mt_config_finish_gpt2(mt_config *config, mt_options *shape) {
-    const json_t *embedding = mt_config_get(config->root, "embd_pdrop");
-    if ((embedding ? json_number_value(embedding) : 0.1) != shape->hidden_dropout) // GPT2Config's default
-        mt_config_fail(config, "\"embd_pdrop\" and \"resid_pdrop\" differ; one hidden dropout is supported: make them "
-                               "equal");
 }
 
 /* A model that no family of transformers describes: this program's own options, under their names. */
@@ -530,7 +540,7 @@ static void mt_config_read_head(mt_config *config, mt_options *shape) {
 
 /* GPT2LMHeadModel or LlamaForCausalLM -> GPT2ForTokenClassification, LlamaForTokenClassification. */
 static void mt_config_write_head(json_t *root, const mt_options *o) {
-    const char *class = mt_families[o->hf_family].class, *end = strstr(class, "ForCausalLM");
+    const char *class = mt_hf_families[o->hf_family].model_class, *end = strstr(class, "ForCausalLM");
     char name[128];
     if (!end) end = strstr(class, "LMHeadModel");
     snprintf(name, sizeof name, "%s", class);
@@ -553,7 +563,6 @@ static void mt_config_read_family(mt_config *config, mt_options *shape) {
     mt_config_read_keys(config, config->root, mt_hf_keys, NUM_KEYS, mask, shape);
     shape->bos_token_id = mt_config_token(config, "bos_token_id", shape->vocab_size);
     shape->eos_token_id = mt_config_token(config, "eos_token_id", shape->vocab_size);
-    if (mask & GPT2) mt_config_finish_gpt2(config, shape);
     if (mask & BLOCKS) mt_config_finish_block(config, mask, shape);
     if (mask & MEGATRON) mt_config_read_megatron(config, shape);
     mt_config_read_head(config, shape);
@@ -768,7 +777,7 @@ char *mt_options_write_hf_config(const mt_options *o) {
     json_t *root = json_object();
     if (mask & DEEPSEEK_V3 && mt_num_expert_layers(o) > 0) mask |= DEEPSEEK_MOE;
     mt_config_write_head(root, o);
-    mt_json_set_string(root, "model_type", mt_families[o->hf_family].model_type);
+    mt_json_set_string(root, "model_type", mt_hf_families[o->hf_family].model_type);
     mt_config_write_keys(root, mt_hf_keys, NUM_KEYS, mask, o);
     json_object_set_new(root, "bos_token_id", o->bos_token_id < 0 ? json_null() : json_integer(o->bos_token_id));
     json_object_set_new(root, "eos_token_id", o->eos_token_id < 0 ? json_null() : json_integer(o->eos_token_id));
@@ -825,6 +834,6 @@ static bool mt_family_fits(mt_hf_family family, const mt_options *o) {
 
 void mt_options_derive_family(mt_options *o) {
     if (mt_family_fits(o->hf_family, o)) return;
-    o->hf_family = MT_HF_GPT2;
+    o->hf_family = MT_HF_UNKNOWN; // no model fits it
     while (!mt_family_fits(o->hf_family, o)) o->hf_family++;
 }

@@ -290,7 +290,6 @@ static int mt_options_derive_context(mt_options *o, mt_error *error) {
         {(cp & (cp - 1)) != 0 || cp > 2 << MT_CONTEXT_BLOCKS,
          "--dynamic-context-parallel needs a power of two up to %lld as --context-parallel-size, not %lld",
          {2 << MT_CONTEXT_BLOCKS, cp}},
-        {hierarchical, "--dynamic-context-parallel has one level; take --cp-comm-type p2p, all_gather or a2a"},
         {(smallest & (smallest - 1)) != 0 || smallest > cp,
          "--min-dynamic-context-parallel-size %lld must be a power of two, at most --context-parallel-size %lld",
          {smallest, cp}},
@@ -298,10 +297,6 @@ static int mt_options_derive_context(mt_options *o, mt_error *error) {
          "--max-seqlen-per-dp-cp-rank %lld on --context-parallel-size %lld ranks holds %lld tokens, fewer than "
          "--seq-length %lld; raise one of the first two",
          {most, cp, most * cp, o->seq_length}},
-        {o->sequence_parallel && most % tp != 0,
-         "--max-seqlen-per-dp-cp-rank %lld must be a multiple of --tensor-model-parallel-size %lld, whose ranks share "
-         "the tokens with --sequence-parallel",
-         {most, tp}},
         {balancing == MT_BALANCING_SEQ_AUX_LOSS || balancing == MT_BALANCING_SINKHORN,
          "--dynamic-context-parallel gives the ranks of a context group different samples, which "
          "--moe-router-load-balancing-type seq_aux_loss and sinkhorn do not distinguish; take aux_loss"},
@@ -309,7 +304,10 @@ static int mt_options_derive_context(mt_options *o, mt_error *error) {
          "--moe-expert-capacity-factor counts the tokens of a context group, whose ranks have different samples with "
          "--dynamic-context-parallel; leave one out"},
     };
-    return MT_CHECK_CONSTRAINTS(rules, error);
+    const mt_multiple shares[] = {{"--max-seqlen-per-dp-cp-rank", most, "--tensor-model-parallel-size",
+                                   o->sequence_parallel ? tp : 1,
+                                   "its ranks share the tokens with --sequence-parallel"}};
+    return MT_CHECK_CONSTRAINTS(rules, error) ? -1 : MT_CHECK_MULTIPLES(shares, error);
 }
 
 /* ---- stages, batches, schedules */
@@ -510,13 +508,11 @@ static int mt_options_derive_schedules(mt_options *o, mt_error *error) {
     return mt_options_derive_weight_decay(o, error);
 }
 
-/* cuDNN's attention in training; mt_options_check_cudnn compares sizes with its limits. */
+/* cuDNN's attention in training; mt_options_check_cudnn compares sizes with its limits. Generation has no dropout, so
+ * this is no rule of the option table. */
 static int mt_options_check_attention(const mt_options *o, mt_program program, mt_error *error) {
-    if (o->attention_backend != MT_ATTENTION_CUDNN || program == MT_PROGRAM_INFER) return 0;
-    if (o->deterministic_mode)
-        return mt_error_set(error, "--attention-backend cudnn, whose backward does not repeat bit for bit, and "
-                                   "--deterministic-mode exclude each other; leave one out");
-    if (o->attention_dropout == 0) return 0;
+    bool has_dropout = program != MT_PROGRAM_INFER && o->attention_dropout > 0;
+    if (o->attention_backend != MT_ATTENTION_CUDNN || !has_dropout) return 0;
     return mt_error_set(error, "--attention-backend cudnn needs --attention-dropout 0, which is %g",
                         o->attention_dropout);
 }
@@ -640,6 +636,16 @@ static int mt_options_check_idle_in_rl(const mt_options *o, mt_error *error) {
     return 0;
 }
 
+/* Generation, by infer or for --stage rl. */
+static int mt_options_check_generation(const mt_options *o, mt_error *error) {
+    int64_t page = o->inference_dynamic_batching_block_size;
+    for (int64_t i = 0; i < o->stop.count; i++)
+        if (!o->stop.items[i][0]) return mt_error_set(error, "--stop: a text is empty; leave it out");
+    if ((page & (page - 1)) == 0) return 0;
+    return mt_error_set(error, "--inference-dynamic-batching-block-size %lld is not a power of two; give %d",
+                        (long long)page, MT_PAGE_ROWS);
+}
+
 /* Reinforcement learning: the sizes of an iteration, and the ranges of ratios. */
 static int mt_options_derive_rl(mt_options *o, mt_error *error) {
     if (o->stage == MT_STAGE_RL && !MT_GIVEN(o, num_return_sequences)) o->num_return_sequences = 8;
@@ -672,15 +678,10 @@ static int mt_options_derive_rl(mt_options *o, mt_error *error) {
          "--eval-iters %lld: --stage rl has no evaluation, and its metrics have the rewards of every iteration; leave "
          "it out",
          {o->eval_iters}},
-        {o->data_path.count == 0 || o->mock_data, "--stage rl needs --data-path: JSON Lines with prompts"},
         {!o->tokenizer_type && !o->load, "--stage rl needs a tokenizer: --tokenizer-type, or --load a model with one"},
-        {o->bad_step_policy == MT_BAD_STEP_REWIND, "--bad-step-policy rewind is not for --stage rl: take stop or skip"},
         {o->reward == MT_REWARD_COMMAND && o->reward_timeout_seconds >= (double)o->distributed_timeout_seconds,
          "--reward-timeout-seconds must be less than --distributed-timeout-seconds %lld: other ranks wait for rewards",
          {o->distributed_timeout_seconds}},
-        {o->dynamic_context_parallel, "--dynamic-context-parallel is not for --stage rl"},
-        {o->rampup_batch_size.count > 0, "--rampup-batch-size is not for --stage rl"},
-        {o->train_epochs > 0 || o->train_samples > 0, "--stage rl takes --train-iters, its iterations"},
         {o->temperature == 0, "--temperature 0 gives a prompt one response only; --stage rl needs several"},
     };
     return MT_CHECK_CONSTRAINTS(rules, error);
@@ -697,7 +698,8 @@ int mt_options_derive(mt_options *o, mt_program program, int64_t world_size, mt_
     if (o->print_schedule && world_size == 1) // the ranks are imagined
         world_size = o->tensor_model_parallel_size * o->pipeline_model_parallel_size * o->context_parallel_size;
     if (mt_options_derive_model(o, error) || mt_options_derive_rope(o, error)) return -1;
-    if (mt_options_derive_head(o, program, error) || mt_options_derive_rl(o, error)) return -1;
+    if (mt_options_derive_head(o, program, error) || mt_options_check_generation(o, error)) return -1;
+    if (mt_options_derive_rl(o, error)) return -1;
     if (mt_options_derive_mtp(o, program, error) || mt_options_derive_lengths(o, program, error)) return -1;
     if (mt_options_derive_recompute(o, error) || mt_options_check_fp8(o, error)) return -1;
     if (mt_options_check_attention(o, program, error) || mt_options_derive_experts(o, world_size, error)) return -1;

@@ -123,7 +123,8 @@ const mt_option mt_option_table[] = {
     {"global-batch-size", MT_INT, MT_AT(global_batch_size), MT_TRAIN, MT_OF_RUN, NULL, "[1,1073741824]",
      "sequences per step (default: micro batch size x data-parallel ranks)"},
     {"rampup-batch-size", MT_INTS, MT_AT(rampup_batch_size), MT_TRAIN, MT_OF_RUN, NULL, "START INCREMENT SAMPLES",
-     "grow the global batch from START by INCREMENT over the first SAMPLES", .needs = "train-samples"},
+     "grow the global batch from START by INCREMENT over the first SAMPLES", .needs = "train-samples",
+     .excludes = "stage rl"},
     {"seq-length", MT_INT, MT_AT(seq_length), MT_BOTH, MT_OF_RUN, NULL, "[1,1073741823]",
      "tokens per sequence; infer: with --score", .needs = "score"},
     {"gradient-accumulation-steps", MT_INT, MT_AT(gradient_accumulation_steps), MT_TRAIN, MT_OF_RUN, NULL,
@@ -134,7 +135,7 @@ const mt_option mt_option_table[] = {
      "steps to train; 0 with --load and --save: only convert the checkpoint to this precision",
      .excludes = "train-samples"},
     {"train-samples", MT_INT, MT_AT(train_samples), MT_TRAIN, MT_OF_RUN, NULL, "[1,1000000000000]",
-     "sequences to train on, instead of --train-iters"},
+     "sequences to train on, instead of --train-iters", .excludes = "stage rl"},
     {"exit-duration-in-mins", MT_REAL, MT_AT(exit_duration_in_mins), MT_TRAIN, MT_OF_RUN, NULL, "(0,1e9]",
      "save and stop after this many minutes"},
     {"exit-signal-handler", MT_FLAG, MT_AT(exit_signal_handler), MT_TRAIN, MT_OF_RUN, "true", NULL,
@@ -148,9 +149,9 @@ const mt_option mt_option_table[] = {
     {"device", MT_CHOICE, MT_AT(device), MT_BOTH, MT_OF_RUN, "auto", "auto|cpu|cuda",
      "device to compute on; auto: the GPU if there is one", .own = true},
     {"attention-backend", MT_CHOICE, MT_AT(attention_backend), MT_BOTH, MT_OF_RUN, "auto", "auto|flash|cudnn|unfused",
-     "attention on a GPU; flash: fused kernels; cudnn: cuDNN for sequences of equal length, otherwise flash; unfused: "
-     "plain kernels; auto: the faster of flash and cudnn, measured once",
-     .needs = "cudnn: bf16", .excludes = "cudnn: window-size"},
+     "attention on a GPU; flash: fused kernels; cudnn: cuDNN for sequences of equal length, otherwise flash, and its "
+     "backward does not repeat bit for bit; unfused: plain kernels; auto: the faster of flash and cudnn, measured once",
+     .needs = "cudnn: bf16", .excludes = "cudnn: window-size, cudnn: deterministic-mode"},
     {"deterministic-mode", MT_FLAG, MT_AT(deterministic_mode), MT_BOTH, MT_OF_RUN, NULL, NULL,
      "repeat runs on a GPU bit for bit: use only deterministic algorithms and choose none by measuring"},
     {"seed", MT_INT, MT_AT(seed), MT_BOTH, MT_OF_RUN, "1234", "[0,4294967295]", "seed of all random numbers"},
@@ -258,7 +259,8 @@ const mt_option mt_option_table[] = {
      .needs = "cp-comm-type a2a+p2p"},
     {"dynamic-context-parallel", MT_FLAG, MT_AT(dynamic_context_parallel), MT_TRAIN, MT_OF_RUN, NULL, NULL,
      "each sample has 1, 2, 4 ... --context-parallel-size ranks: as many as its memory and even work need",
-     .needs = "any: sft, any: context-parallel-size", .excludes = "any: cp-comm-type a2a+p2p", .own = true},
+     .needs = "any: sft, any: context-parallel-size", .excludes = "any: cp-comm-type a2a+p2p, any: stage rl",
+     .own = true},
     {"hybrid-context-parallel", MT_FLAG, MT_AT(dynamic_context_parallel), MT_TRAIN, MT_OF_RUN, NULL, NULL,
      "--dynamic-context-parallel"},
     {"max-seqlen-per-dp-cp-rank", MT_INT, MT_AT(max_seqlen_per_dp_cp_rank), MT_TRAIN, MT_OF_RUN, NULL, "[1,1073741823]",
@@ -498,7 +500,7 @@ const mt_option mt_option_table[] = {
     {"bad-step-policy", MT_CHOICE, MT_AT(bad_step_policy), MT_TRAIN, MT_OF_RUN, "stop", "stop|skip|rewind",
      "stop: end the run; skip: make no update; rewind: return to the last checkpoint and skip the step if it is bad "
      "again",
-     .needs = "rewind: save", .own = true},
+     .needs = "rewind: save", .excludes = "rewind: stage rl", .own = true},
     {"max-bad-steps-in-a-row", MT_INT, MT_AT(max_bad_steps_in_a_row), MT_TRAIN, MT_OF_RUN, "3", "[1,1000000000]",
      "end the run after more consecutive bad steps than this", .needs = "bad-step-policy skip|rewind", .own = true},
     {"rerun-mode", MT_CHOICE, MT_AT(rerun_mode), MT_TRAIN, MT_OF_RUN, "disabled", "disabled|validate_results",
@@ -552,7 +554,7 @@ const mt_option mt_option_table[] = {
      "micro-batches as long as their samples, without padding to --seq-length", .needs = "sft"},
     {"train-epochs", MT_INT, MT_AT(train_epochs), MT_TRAIN, MT_OF_RUN, NULL, "[1,1000000]",
      "visit every sample this many times, instead of --train-iters", .needs = "sft",
-     .excludes = "train-iters, train-samples", .own = true},
+     .excludes = "train-iters, train-samples, stage rl", .own = true},
     {"chat-template", MT_CHOICE, MT_AT(chat_template), MT_BOTH, MT_OF_RUN, "auto", "auto|" MT_CHAT_TEMPLATES,
      "how a conversation becomes tokens; auto: as in the tokenizer's folder; plain: the texts alone", .needs = "sft",
      .excludes = "mock-data"},
@@ -581,7 +583,7 @@ const mt_option mt_option_table[] = {
      "pt: pre-training; sft: --sft; rm: a reward model, from pairs of a chosen and a rejected response; dpo: direct "
      "preference optimization on such pairs; rl: reinforcement learning on the model's own responses to the prompts of "
      "--data-path; kd: distillation, on the samples of --sft",
-     .needs = "kd: teacher-load",
+     .needs = "kd: teacher-load, rl: data-path",
      .excludes = "rm|dpo|rl|kd|sft: tokens-file, rm|dpo|rl|kd|sft: dataloader-type, rm|dpo|rl|kd|sft: "
                  "reset-position-ids, rm|dpo|rl|kd|sft: reset-attention-mask, rm|dpo|rl|kd|sft: eod-mask-loss, "
                  "rm|dpo|rl: response-key, rm|rl: loss-on, rl: long-samples, rl: variable-seq-lengths, rl: split, rl: "
@@ -899,9 +901,10 @@ const mt_option mt_option_table[] = {
     {"repetition-penalty", MT_REAL, MT_AT(repetition_penalty), MT_BOTH, MT_OF_RUN, "1", "(0,1e6]",
      "divide positive logits of tokens in the prompt and the text by r, multiply negative ones; 1: none",
      .needs = "stage rl", .own = true},
-    {"stop", MT_LIST, MT_AT(stop), MT_INFER, MT_OF_RUN, NULL, "TEXT",
-     "texts that end a continuation, which is cut before them; they may span tokens", .excludes = "print-tokens",
-     .own = true},
+    {"stop", MT_LIST, MT_AT(stop), MT_BOTH, MT_OF_RUN, NULL, "TEXT",
+     "texts that end a continuation, which is cut before them; they may span tokens; --stage rl trains the tokens up "
+     "to the end of the first one, and rewards read the text before it",
+     .needs = "stage rl", .excludes = "print-tokens", .own = true},
     {"num-return-sequences", MT_INT, MT_AT(num_return_sequences), MT_BOTH, MT_OF_RUN, "1", "[1,1000000]",
      "continuations of each prompt, which share its cache (default with --stage rl: 8)", .excludes = "chat",
      .needs = "stage rl", .own = true},

@@ -720,7 +720,10 @@ static int mt_option_reader_take_entry(mt_option_reader *reader, const mt_role_e
     if (entry->kind != MT_ENTRY_OPTION) return 0;
     mt_setting setting = mt_setting_find(entry->option, strlen(entry->option));
     bool is_stage = setting.row && setting.row->offset == MT_AT(stage);
-    if (is_stage && !infers && mt_choice_index(setting.row->values, entry->values.items[0]) < 0) {
+    if (entry->is_name) {
+        bool is_unknown = !setting.row && setting.megatron.kind == MT_NAME_UNKNOWN;
+        if (is_unknown) mt_option_reader_take_other(reader, entry, position, &setting);
+    } else if (is_stage && !infers && mt_choice_index(setting.row->values, entry->values.items[0]) < 0) {
         mt_option_reader_take_absent(reader, entry, position);
     } else if (mt_setting_is_accepted(&setting, reader->program)) {
         if (entry->values.count == 0 && !entry->is_sequence) return 0; // null
@@ -1189,12 +1192,6 @@ static int mt_options_check_infer(const mt_options *o, mt_error *error) {
         return mt_error_set(error, "--out needs --score, --prompt, --prompts or --prompt-tokens");
     if (o->num_return_sequences > 1 && !prompted)
         return mt_error_set(error, "--num-return-sequences needs --prompt, --prompts or --prompt-tokens");
-    for (int64_t i = 0; i < o->stop.count; i++)
-        if (!o->stop.items[i][0]) return mt_error_set(error, "--stop: a text is empty; leave it out");
-    int64_t page = o->inference_dynamic_batching_block_size;
-    if ((page & (page - 1)) != 0)
-        return mt_error_set(error, "--inference-dynamic-batching-block-size %lld is not a power of two; give %d",
-                            (long long)page, MT_PAGE_ROWS);
     if (MT_GIVEN(o, chat_template) && !o->chat && !o->score && !o->prompts)
         return mt_error_set(error, "--chat-template needs --chat, --prompts or --score");
     if (o->score && o->seq_length == 0 && !mt_text_ends_with(o->score, ".jsonl"))

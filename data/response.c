@@ -26,20 +26,22 @@ void mt_responses_close(mt_responses *r) {
     *r = (mt_responses){.count = 0};
 }
 
+int64_t mt_stop_find(const char *text, int64_t from, int64_t bytes, const mt_strings *stops) {
+    for (int64_t at = from; at < bytes; at++)
+        for (int64_t i = 0; i < stops->count; i++) {
+            int64_t length = (int64_t)strlen(stops->items[i]);
+            if (length <= bytes - at && memcmp(text + at, stops->items[i], (size_t)length) == 0) return at;
+        }
+    return -1;
+}
+
 /* Cuts the text before the first stop string. */
 static void find_stop(const mt_responses *r, mt_response *response) {
     mt_text *text = &response->text;
-    int64_t longest = 1;
-    for (int64_t at = response->searched; at < text->bytes && !response->ended; at++)
-        for (int64_t i = 0; i < r->stops->count; i++) {
-            int64_t bytes = (int64_t)strlen(r->stops->items[i]);
-            longest = mt_max(longest, bytes);
-            if (bytes > text->bytes - at || memcmp(text->data + at, r->stops->items[i], (size_t)bytes) != 0) continue;
-            text->bytes = at;
-            response->ended = true;
-            break;
-        }
+    int64_t longest = 1, at = mt_stop_find(text->data, response->searched, text->bytes, r->stops);
+    for (int64_t i = 0; i < r->stops->count; i++) longest = mt_max(longest, (int64_t)strlen(r->stops->items[i]));
     response->searched = mt_max(response->searched, text->bytes - longest + 1);
+    if (at >= 0) text->bytes = at, response->ended = true;
 }
 
 const mt_response *mt_responses_update(mt_responses *r, const mt_sequence *sequence) {

@@ -28,6 +28,9 @@ typedef struct mt_responses {
     mt_response *items; // [count]
 } mt_responses;
 
+/* The first place from `from` on in a text at which one of the stop strings begins; -1: there is none. */
+int64_t mt_stop_find(const char *text, int64_t from, int64_t bytes, const mt_strings *stops);
+
 /* Texts of `count` sequences, to close. The tokenizer and the stop strings must outlive them. */
 mt_responses mt_responses_open(const mt_tokenizer *tokenizer, const mt_strings *stops, int64_t first_id, int64_t count);
 void mt_responses_close(mt_responses *responses);

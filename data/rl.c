@@ -16,6 +16,7 @@
 #include "options.h"
 #include "model_role.h"
 #include "prompts.h"
+#include "response.h"
 #include "rollout.h"
 #include "rollouts.h"
 #include "stage.h"
@@ -555,6 +556,8 @@ static int generate(mt_rl *rl, int64_t position, int64_t prompts, mt_error *erro
     mt_rollout rollout = {.num_return_sequences = group, .max_new_tokens = o->max_new_tokens};
     rollout.first_id = position * group, rollout.sampling = sampling_of(o);
     int status = find_stops(rl, &rollout.stops, error);
+    mt_responses responses = mt_responses_open(rl->config.tokenizer, &o->stop, rollout.first_id, count);
+    if (o->stop.count > 0) rollout.stops.ends_text = mt_responses_end, rollout.stops.context = &responses;
     mt_prompts_order(rl->prompts.count, o->seed, position, prompts, order);
     for (int64_t i = 0; i < prompts; i++) {
         texts[i] = rl->prompts.tokens + rl->prompts.offsets[order[i]];
@@ -579,6 +582,7 @@ static int generate(mt_rl *rl, int64_t position, int64_t prompts, mt_error *erro
         }
         rl->times.tokens[GENERATION] += (double)more;
     }
+    mt_responses_close(&responses);
     free(order), free(lengths), free(texts), free(sequences);
     return status == 0 ? mt_model_role_use(generator, MT_USE_NOTHING, error) : status;
 }
@@ -672,7 +676,8 @@ static int score_by_model(mt_rl *rl, int64_t first, mt_batch *batch, mt_error *e
 static int score_by_function(mt_rl *rl, int64_t first, mt_error *error) {
     mt_rollouts *r = &rl->rollouts;
     const mt_group *world = &rl->config.grid->world;
-    int status = world->rank == 0 ? mt_rollouts_score(r, first, rl->reward, rl->config.tokenizer, error) : 0;
+    const mt_strings *stops = &rl->config.options->stop;
+    int status = world->rank == 0 ? mt_rollouts_score(r, first, rl->reward, rl->config.tokenizer, stops, error) : 0;
     mt_broadcast(world, &status, sizeof status, 0);
     if (status == MT_REWARD_STOPPED) return MT_RL_STOPPED;
     if (mt_agree(world, status != 0, error) != 0) return MT_RL_UNREWARDED;

@@ -46,7 +46,8 @@ typedef struct reader {
     bool has_role;
     char key[MAX_KEY]; // of the value at hand, with its sections
     int64_t visited;
-    int depth; // of sections; 1: the keys of the file
+    int depth;     // of sections; 1: the keys of the file
+    bool is_other; // the keys at hand are another role's, and only their names matter
     mt_error *error;
 } reader;
 
@@ -534,7 +535,8 @@ static int take_strategy(reader *r, const mt_role_key *row, const yaml_node_t *m
     bool is_megatron = name && strncmp(name, "megatron", 8) == 0;
     int status = is_megatron ? follow(r, &node, 0) : 0;
     if (status == 0 && is_megatron && !is_null(node)) status = take_section(r, node, row->text, line);
-    if (!is_megatron) add_entry(r, MT_ENTRY_UNUSED, line, name ? name : "the engine without a strategy_name");
+    if (!is_megatron && !r->is_other)
+        add_entry(r, MT_ENTRY_UNUSED, line, name ? name : "the engine without a strategy_name");
     free(name);
     return status;
 }
@@ -543,8 +545,10 @@ static int take_strategy(reader *r, const mt_role_key *row, const yaml_node_t *m
 static int take_megatron(reader *r, const char *section, const char *name, yaml_node_t *node, long long line) {
     char nearest[112] = "";
     int64_t index = r->config->count;
-    int status = is_null(node) ? 0 : take_values(r, NULL, name, node, line);
-    if (is_null(node)) add_option(r, line, name, NULL)->is_megatron = true;
+    bool has_value = !is_null(node) && !r->is_other;
+    int status = has_value ? take_values(r, NULL, name, node, line) : 0;
+    if (!has_value) add_option(r, line, name, NULL)->is_megatron = true;
+    r->config->entries[index].is_name = r->is_other;
     if (status == 0 && mt_role_key_nearest(nearest, section, name))
         mt_string_set(&r->config->entries[index].text, nearest);
     return status;
@@ -608,6 +612,16 @@ static bool is_own_section(const mt_role_key *row, const char *role) {
     return is_own;
 }
 
+/* A key of another role: the names below it are checked. A section that a reference names is checked where it is. */
+static int take_other(reader *r, const yaml_node_t *mapping, yaml_node_t *node, const char *name, const char *section,
+                      long long line) {
+    const mt_role_key *row = mt_role_key_find(section, name, r->role);
+    if (!row) return take_megatron(r, section, name, node, line);
+    if (!is_mapping(node)) return 0;
+    if (row->kind == MT_KEY_STRATEGY) return take_strategy(r, row, mapping, node, line);
+    return row->kind == MT_KEY_SECTION ? take_section(r, node, row->text, line) : 0;
+}
+
 /* A key: first those of the pipeline (roles: false), then the sections of roles. */
 static int take_key(reader *r, const yaml_node_t *mapping, const yaml_node_t *key, yaml_node_t *node,
                     const char *section, bool roles) {
@@ -616,6 +630,15 @@ static int take_key(reader *r, const yaml_node_t *mapping, const yaml_node_t *ke
     const mt_role_key *row = mt_role_key_find(section, name, r->role);
     bool applies = row && mt_role_key_applies(row, name, r->role);
     if ((row && row->kind == MT_KEY_SECTION && row->roles) != roles) return 0;
+    if (row && row->kind == MT_KEY_OTHERS) {
+        add_entry(r, MT_ENTRY_UNUSED, line_of(key), row->text);
+        r->is_other = true;
+        int status = take_other(r, mapping, node, name, row->values, line_of(key));
+        r->is_other = false;
+        return status;
+    }
+    bool is_megatron = !row && mt_role_section_is_megatron(section);
+    if (r->is_other && (row || is_megatron)) return take_other(r, mapping, node, name, section, line_of(key));
     r->has_role = r->has_role || (roles && applies && is_own_section(row, r->role));
     if (row && !applies) {
         add_entry(r, MT_ENTRY_UNUSED, line_of(key), "other roles");
@@ -625,7 +648,6 @@ static int take_key(reader *r, const yaml_node_t *mapping, const yaml_node_t *ke
         add_entry(r, MT_ENTRY_UNUSED, line_of(key), row->text);
         return 0;
     }
-    bool is_megatron = !row && mt_role_section_is_megatron(section);
     if (!row && r->depth == 1 && is_referenced(r, name)) {
         add_entry(r, MT_ENTRY_UNUSED, line_of(key), "a value that other keys refer to");
         return 0;

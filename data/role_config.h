@@ -19,12 +19,13 @@ typedef enum mt_role_entry_kind {
 /* A key of the file. */
 typedef struct mt_role_entry {
     mt_role_entry_kind kind;
-    char *key;         // with its sections: "actor_train.training_args.learning_rate"
-    const char *name;  // the last word of `key`
-    char *option;      // MT_ENTRY_OPTION: its name
-    bool is_megatron;  // MT_ENTRY_OPTION: one of Megatron-LM's names, with its answers
-    bool is_implied;   // MT_ENTRY_OPTION: what the key means besides; no error where the program has no such option
-    bool is_sequence;  // the value is a list
+    char *key;        // with its sections: "actor_train.training_args.learning_rate"
+    const char *name; // the last word of `key`
+    char *option;     // MT_ENTRY_OPTION: its name
+    bool is_megatron; // MT_ENTRY_OPTION: one of Megatron-LM's names, with its answers
+    bool is_name;     // MT_ENTRY_OPTION: of another role, without values; no error where there is an answer to the name
+    bool is_implied;  // MT_ENTRY_OPTION: what the key means besides; no error where the program has no such option
+    bool is_sequence; // the value is a list
     mt_strings values; // one, or those of a list
     char *text, *accepted;
     long long line;

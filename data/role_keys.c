@@ -33,11 +33,14 @@
 #define PYTHON         "ROLL's Python classes"
 #define SERVER         "the generating engine (vllm, sglang)"
 #define TRANSFORMERS   "transformers"
+#define TRINITY        "Trinity-RFT's explorer and buffer"
 #define VALIDATION     "the validation of responses: a validation here computes losses"
 #define SAMPLERS       "samplers of domains: samples come from all files alike"
 #define CHECKPOINTS    "formats of checkpoints: here they are Hugging Face folders with the optimizer's state"
 #define ANOTHER_LAYOUT "the trained model's, or on another layout none"
 #define PROFILERS      "profilers (here --profile and --trace)"
+#define SCORES         "scoring, whose micro-batches are those of training"
+#define BY_LENGTH      "batching by length: here --sequence-packing evens the work of ranks"
 
 static const mt_role_key keys[] = {
     /* ---- ROLL: the pipeline */
@@ -154,62 +157,62 @@ static const mt_role_key keys[] = {
     // the parts of other roles that the run of an actor or of a student has use for
     {"rollouts", "generating_args", MT_KEY_SECTION, "generating_args"},
     {"rollouts", "strategy_args", MT_KEY_SECTION, "rollouts.strategy_args"},
-    {"rollouts", "*", MT_KEY_UNUSED, "the role actor_infer"},
+    {"rollouts", "*", MT_KEY_OTHERS, "the role actor_infer", "role"},
     {"rollouts.strategy_args", "strategy_config", MT_KEY_SECTION, "rollouts.strategy"},
-    {"rollouts.strategy_args", "*", MT_KEY_UNUSED, "the role actor_infer"},
+    {"rollouts.strategy_args", "*", MT_KEY_OTHERS, "the role actor_infer", "strategy_args"},
     {"rollouts.strategy", "tensor_model_parallel_size tensor_parallel_size tp_size", MT_KEY_OPTION,
      "rollout-tensor-model-parallel-size"},
     {"rollouts.strategy", "expert_model_parallel_size ep_size", MT_KEY_OPTION, "rollout-expert-model-parallel-size"},
     {"rollouts.strategy", "*", MT_KEY_UNUSED, "the role actor_infer"},
     {"references", "model_args", MT_KEY_SECTION, "references.model"},
     {"references", "strategy_args", MT_KEY_SECTION, "references.strategy_args"},
-    {"references", "*", MT_KEY_UNUSED, "the role reference"},
+    {"references", "*", MT_KEY_OTHERS, "the role reference", "role"},
     {"references.strategy_args", "strategy_config", MT_KEY_STRATEGY, "references.strategy"},
-    {"references.strategy_args", "*", MT_KEY_UNUSED, "the role reference"},
+    {"references.strategy_args", "*", MT_KEY_OTHERS, "the role reference", "strategy_args"},
     {"references.strategy", "tensor_model_parallel_size", MT_KEY_OPTION, "ref-tensor-model-parallel-size"},
     {"references.strategy", "pipeline_model_parallel_size", MT_KEY_OPTION, "ref-pipeline-model-parallel-size"},
     {"references.strategy", "expert_model_parallel_size", MT_KEY_OPTION, "ref-expert-model-parallel-size"},
     {"references.strategy", "sequence_parallel context_parallel_size", MT_KEY_UNUSED, ANOTHER_LAYOUT},
-    {"references.strategy", "*", MT_KEY_UNUSED, "the role reference"},
+    {"references.strategy", "*", MT_KEY_OTHERS, "the role reference", "strategy_config"},
     {"teachers", "strategy_args", MT_KEY_SECTION, "teachers.strategy_args"},
-    {"teachers", "*", MT_KEY_UNUSED, "the role teacher"},
+    {"teachers", "*", MT_KEY_OTHERS, "the role teacher", "role"},
     {"teachers.strategy_args", "strategy_config", MT_KEY_STRATEGY, "teachers.strategy"},
-    {"teachers.strategy_args", "*", MT_KEY_UNUSED, "the role teacher"},
+    {"teachers.strategy_args", "*", MT_KEY_OTHERS, "the role teacher", "strategy_args"},
     {"teachers.strategy", "tensor_model_parallel_size", MT_KEY_OPTION, "teacher-tensor-model-parallel-size"},
     {"teachers.strategy", "pipeline_model_parallel_size", MT_KEY_OPTION, "teacher-pipeline-model-parallel-size"},
     {"teachers.strategy", "expert_model_parallel_size", MT_KEY_OPTION, "teacher-expert-model-parallel-size"},
     {"teachers.strategy", "sequence_parallel context_parallel_size", MT_KEY_UNUSED, ANOTHER_LAYOUT},
-    {"teachers.strategy", "*", MT_KEY_UNUSED, "the role teacher"},
+    {"teachers.strategy", "*", MT_KEY_OTHERS, "the role teacher", "strategy_config"},
     {"references.model", "model_name_or_path", MT_KEY_OPTION, "ref-load"},
-    {"references.model", "*", MT_KEY_UNUSED, "the role reference"},
+    {"references.model", "*", MT_KEY_OTHERS, "the role reference", "model_args"},
     {"critics", "model_args", MT_KEY_SECTION, "critics.model"},
     {"critics", "training_args", MT_KEY_SECTION, "critics.training"},
     {"critics", "strategy_args", MT_KEY_SECTION, "critics.strategy_args"},
-    {"critics", "*", MT_KEY_UNUSED, "the role critic"},
+    {"critics", "*", MT_KEY_OTHERS, "the role critic", "role"},
     {"critics.model", "model_name_or_path", MT_KEY_OPTION, "critic-load"},
-    {"critics.model", "*", MT_KEY_UNUSED, "the role critic"},
+    {"critics.model", "*", MT_KEY_OTHERS, "the role critic", "model_args"},
     {"critics.training", "learning_rate", MT_KEY_OPTION, "critic-lr"},
-    {"critics.training", "*", MT_KEY_UNUSED, "the role critic"},
+    {"critics.training", "*", MT_KEY_OTHERS, "the role critic", "training_args"},
     {"critics.strategy_args", "strategy_config", MT_KEY_STRATEGY, "critics.strategy"},
-    {"critics.strategy_args", "*", MT_KEY_UNUSED, "the role critic"},
+    {"critics.strategy_args", "*", MT_KEY_OTHERS, "the role critic", "strategy_args"},
     {"critics.strategy", "tensor_model_parallel_size", MT_KEY_OPTION, "critic-tensor-model-parallel-size"},
     {"critics.strategy", "pipeline_model_parallel_size", MT_KEY_OPTION, "critic-pipeline-model-parallel-size"},
     {"critics.strategy", "expert_model_parallel_size", MT_KEY_OPTION, "critic-expert-model-parallel-size"},
     {"critics.strategy", "sequence_parallel context_parallel_size", MT_KEY_UNUSED, ANOTHER_LAYOUT},
-    {"critics.strategy", "*", MT_KEY_UNUSED, "the role critic"},
+    {"critics.strategy", "*", MT_KEY_OTHERS, "the role critic", "strategy_config"},
     // the reward model of a run with --reward model
     {"judges", "model_args", MT_KEY_SECTION, "judges.model"},
     {"judges", "strategy_args", MT_KEY_SECTION, "judges.strategy_args"},
-    {"judges", "*", MT_KEY_UNUSED, "the role reward"},
-    {"judges.model", "model_name_or_path path", MT_KEY_OPTION, "reward-load"},
-    {"judges.model", "*", MT_KEY_UNUSED, "the role reward"},
+    {"judges", "*", MT_KEY_OTHERS, "the role reward", "role"},
+    {"judges.model", "model_name_or_path", MT_KEY_OPTION, "reward-load"},
+    {"judges.model", "*", MT_KEY_OTHERS, "the role reward", "model_args"},
     {"judges.strategy_args", "strategy_config", MT_KEY_STRATEGY, "judges.strategy"},
-    {"judges.strategy_args", "*", MT_KEY_UNUSED, "the role reward"},
+    {"judges.strategy_args", "*", MT_KEY_OTHERS, "the role reward", "strategy_args"},
     {"judges.strategy", "tensor_model_parallel_size", MT_KEY_OPTION, "reward-tensor-model-parallel-size"},
     {"judges.strategy", "pipeline_model_parallel_size", MT_KEY_OPTION, "reward-pipeline-model-parallel-size"},
     {"judges.strategy", "expert_model_parallel_size", MT_KEY_OPTION, "reward-expert-model-parallel-size"},
     {"judges.strategy", "sequence_parallel context_parallel_size", MT_KEY_UNUSED, ANOTHER_LAYOUT},
-    {"judges.strategy", "*", MT_KEY_UNUSED, "the role reward"},
+    {"judges.strategy", "*", MT_KEY_OTHERS, "the role reward", "strategy_config"},
 
     /* ---- ROLL: a role */
     {"role", "model_args", MT_KEY_SECTION, "model_args"},
@@ -220,7 +223,7 @@ static const mt_role_key keys[] = {
     {"role", "device_mapping", MT_KEY_DEVICES},
     {"role", "infer_batch_size", MT_KEY_OPTION, "micro-batch-size", NULL,
      "actor_infer reference teacher rewards reward"},
-    {"role", "infer_batch_size", MT_KEY_UNUSED, "scoring, whose micro-batches are those of training"},
+    {"role", "infer_batch_size", MT_KEY_UNUSED, SCORES},
     {"role", "use_sequence_packing", MT_KEY_OPTION, "sequence-packing"},
     {"role", "pg_variant", MT_KEY_OPTION, "pg-variant"},
     {"role", "logits_in_fp32", MT_KEY_FIXED, "the loss is computed in fp32", "true"},
@@ -230,7 +233,7 @@ static const mt_role_key keys[] = {
     {"role",
      "max_tokens_per_microbatch_in_train sequence_length_round_in_train max_tokens_per_microbatch_in_infer "
      "sequence_length_round_in_infer sequence_packing_args",
-     MT_KEY_UNUSED, "batching by length: here --sequence-packing evens the work of ranks"},
+     MT_KEY_UNUSED, BY_LENGTH},
     {"role",
      "world_size num_gpus_per_worker model_update_frequency backend_timeout system_envs max_concurrency offload_nccl "
      "name checkpoint_config",
@@ -306,7 +309,8 @@ static const mt_role_key keys[] = {
     {"generating_args", "stop_strings", MT_KEY_OPTION, "stop"},
     {"generating_args", "num_beams", MT_KEY_FIXED, "responses are sampled, without beams", "1"},
     {"generating_args", "do_sample", MT_KEY_FIXED, "--temperature 0 is the argmax", "true"},
-    {"generating_args", "logprobs include_stop_str_in_output", MT_KEY_UNUSED, SERVER},
+    {"generating_args", "include_stop_str_in_output", MT_KEY_FIXED, "texts end before a stop string", "false"},
+    {"generating_args", "logprobs max_length length_penalty", MT_KEY_UNUSED, SERVER},
 
     {"strategy_args", "strategy_name", MT_KEY_UNUSED, "the choice of an engine: here it is this program"},
     {"strategy_args", "strategy_config", MT_KEY_STRATEGY, "strategy_config"},
@@ -314,15 +318,16 @@ static const mt_role_key keys[] = {
     {"strategy_config", "fp16", MT_KEY_REFUSED, "fp16 needs loss scaling: take bf16"},
 
     {"validation", "data_args", MT_KEY_SECTION, "valid_data_args"},
-    {"validation", "*", MT_KEY_UNUSED, VALIDATION},
+    {"validation", "*", MT_KEY_OTHERS, VALIDATION, "role"},
     {"valid_data_args", "file_name", MT_KEY_FILES, "valid-data-path", NULL, ROLL_TRAINS},
     {"valid_data_args", "dataset_dir", MT_KEY_FIXED, "files are looked up there too", "*"},
-    {"valid_data_args", "*", MT_KEY_UNUSED, "the validation: it is read as the training data are"},
+    {"valid_data_args", "*", MT_KEY_OTHERS, "the validation: it is read as the training data are", "data_args"},
 
     /* ---- verl and Trinity-RFT */
     {"verl", "hydra defaults", MT_KEY_UNUSED, HYDRA},
     {"verl", "ray_init ray_kwargs global_profiler transfer_queue", MT_KEY_UNUSED, RAY},
     {"verl", "custom_reward_function reward_manager", MT_KEY_UNUSED, "verl's Python classes"},
+    {"verl", "buffer synchronizer enable_preview", MT_KEY_UNUSED, TRINITY},
     {"verl", "data", MT_KEY_SECTION, "verl.data"},
     {"verl", "algorithm", MT_KEY_SECTION, "verl.algorithm"},
     {"verl", "trainer", MT_KEY_SECTION, "verl.trainer"},
@@ -331,20 +336,32 @@ static const mt_role_key keys[] = {
     {"verl", "critic", MT_KEY_SECTION, "verl.critics", NULL, "actor_train"},
     {"verl.critics", "model", MT_KEY_SECTION, "verl.critics.model"},
     {"verl.critics", "optim", MT_KEY_SECTION, "verl.critics.optim"},
-    {"verl.critics", "megatron", MT_KEY_SECTION, "critics.strategy"},
+    {"verl.critics", "megatron", MT_KEY_SECTION, "verl.critics.megatron"},
     {"verl.critics", "cliprange_value", MT_KEY_OPTION, "value-clip"},
-    {"verl.critics", "*", MT_KEY_UNUSED, "the role critic"},
+    {"verl.critics", "*", MT_KEY_OTHERS, "the role critic", "verl.critic"},
     {"verl.critics.model", "path", MT_KEY_OPTION, "critic-load"},
-    {"verl.critics.model", "*", MT_KEY_UNUSED, "the role critic"},
+    {"verl.critics.model", "*", MT_KEY_OTHERS, "the role critic", "verl.model"},
     {"verl.critics.optim", "lr", MT_KEY_OPTION, "critic-lr"},
-    {"verl.critics.optim", "*", MT_KEY_UNUSED, "the role critic"},
-    {"verl", "reward_model", MT_KEY_SECTION, "verl.critic", NULL, "reward"},
+    {"verl.critics.optim", "*", MT_KEY_OTHERS, "the role critic", "verl.optim"},
+    {"verl.critics.megatron", "tensor_model_parallel_size", MT_KEY_OPTION, "critic-tensor-model-parallel-size"},
+    {"verl.critics.megatron", "pipeline_model_parallel_size", MT_KEY_OPTION, "critic-pipeline-model-parallel-size"},
+    {"verl.critics.megatron", "expert_model_parallel_size", MT_KEY_OPTION, "critic-expert-model-parallel-size"},
+    {"verl.critics.megatron", "sequence_parallel context_parallel_size", MT_KEY_UNUSED, ANOTHER_LAYOUT},
+    {"verl.critics.megatron", "*", MT_KEY_OTHERS, "the role critic", "megatron"},
+    {"verl", "reward_model", MT_KEY_SECTION, "verl.reward", NULL, "reward"},
     {"verl", "reward_model", MT_KEY_SECTION, "verl.rewards", NULL, "actor_train"},
     {"verl.rewards", "overlong_buffer", MT_KEY_SECTION, "verl.overlong"},
     {"verl.rewards", "reward_kwargs", MT_KEY_SECTION, "verl.reward_kwargs"},
-    {"verl.rewards", "model", MT_KEY_SECTION, "judges.model"},
-    {"verl.rewards", "megatron", MT_KEY_SECTION, "judges.strategy"},
-    {"verl.rewards", "*", MT_KEY_UNUSED, "the role reward"},
+    {"verl.rewards", "model", MT_KEY_SECTION, "verl.judges.model"},
+    {"verl.rewards", "megatron", MT_KEY_SECTION, "verl.judges.megatron"},
+    {"verl.rewards", "*", MT_KEY_OTHERS, "the role reward", "verl.reward"},
+    {"verl.judges.model", "path", MT_KEY_OPTION, "reward-load"},
+    {"verl.judges.model", "*", MT_KEY_OTHERS, "the role reward", "verl.model"},
+    {"verl.judges.megatron", "tensor_model_parallel_size", MT_KEY_OPTION, "reward-tensor-model-parallel-size"},
+    {"verl.judges.megatron", "pipeline_model_parallel_size", MT_KEY_OPTION, "reward-pipeline-model-parallel-size"},
+    {"verl.judges.megatron", "expert_model_parallel_size", MT_KEY_OPTION, "reward-expert-model-parallel-size"},
+    {"verl.judges.megatron", "sequence_parallel context_parallel_size", MT_KEY_UNUSED, ANOTHER_LAYOUT},
+    {"verl.judges.megatron", "*", MT_KEY_OTHERS, "the role reward", "megatron"},
     {"verl.reward_kwargs", "overlong_buffer_cfg", MT_KEY_SECTION, "verl.overlong"},
     {"verl.reward_kwargs", "max_resp_len", MT_KEY_UNUSED, "max_response_length of data has it"},
     {"verl.reward_kwargs", "*", MT_KEY_UNUSED, "verl's Python classes"},
@@ -353,17 +370,18 @@ static const mt_role_key keys[] = {
     {"verl.overlong", "penalty_factor", MT_KEY_ENABLED, "overlong-penalty-factor"},
     {"verl.overlong", "log", MT_KEY_UNUSED, TRACKERS},
     {"actor_rollout_ref", "hybrid_engine nccl_timeout", MT_KEY_UNUSED, RAY},
+    {"actor_rollout_ref", "synchronizer explorer_name", MT_KEY_UNUSED, TRINITY},
     {"actor_rollout_ref", "model", MT_KEY_SECTION, "verl.model", NULL, "actor_train actor_infer reference"},
     {"actor_rollout_ref", "actor", MT_KEY_SECTION, "verl.actor", NULL, "actor_train"},
     {"actor_rollout_ref", "ref", MT_KEY_SECTION, "verl.actor", NULL, "reference"},
     {"actor_rollout_ref", "ref", MT_KEY_SECTION, "verl.refs", NULL, "actor_train"},
     {"verl.refs", "megatron", MT_KEY_SECTION, "verl.refs.megatron"},
-    {"verl.refs", "*", MT_KEY_UNUSED, "the role reference"},
+    {"verl.refs", "*", MT_KEY_OTHERS, "the role reference", "verl.actor"},
     {"verl.refs.megatron", "tensor_model_parallel_size", MT_KEY_OPTION, "ref-tensor-model-parallel-size"},
     {"verl.refs.megatron", "pipeline_model_parallel_size", MT_KEY_OPTION, "ref-pipeline-model-parallel-size"},
     {"verl.refs.megatron", "expert_model_parallel_size", MT_KEY_OPTION, "ref-expert-model-parallel-size"},
     {"verl.refs.megatron", "sequence_parallel context_parallel_size", MT_KEY_UNUSED, ANOTHER_LAYOUT},
-    {"verl.refs.megatron", "*", MT_KEY_UNUSED, "the role reference"},
+    {"verl.refs.megatron", "*", MT_KEY_OTHERS, "the role reference", "megatron"},
     {"actor_rollout_ref", "rollout", MT_KEY_SECTION, "verl.rollout", NULL, "actor_train actor_infer"},
 
     {"verl.model", "path", MT_KEY_MODEL, "load"},
@@ -400,13 +418,18 @@ static const mt_role_key keys[] = {
     {"verl.actor", "kl_loss_type", MT_KEY_OPTION, "kl-loss-type", KL_TYPES},
     {"verl.actor", "loss_agg_mode", MT_KEY_OPTION, "loss-agg-mode"},
     {"verl.actor", "shuffle", MT_KEY_OPTION, "shuffle-mini-batches"},
+    {"verl.actor", "rollout_n", MT_KEY_OPTION, "num-return-sequences", .accepted = "1"},
+    {"verl.actor", "policy_loss", MT_KEY_SECTION, "verl.policy_loss"},
+    {"verl.policy_loss", "loss_mode", MT_KEY_OPTION, "pg-variant", "geo_mean=gmpo"},
+    {"verl.policy_loss", "_target_ clip_cov_ratio clip_cov_lb clip_cov_ub kl_cov_ratio ppo_kl_coef dro_beta",
+     MT_KEY_UNUSED, "verl's losses clip_cov, kl_cov and dro"},
     {"verl.actor", "use_torch_compile entropy_from_logits_with_chunking entropy_checkpointing", MT_KEY_UNUSED,
      "torch.compile"},
     {"verl.actor", "use_dynamic_bsz", MT_KEY_REFUSED, "batches by tokens; take --sequence-packing"},
     {"verl.actor",
      "ppo_max_token_len_per_gpu log_prob_max_token_len_per_gpu log_prob_use_dynamic_bsz "
      "forward_max_token_len_per_gpu data_loader_seed",
-     MT_KEY_UNUSED, "batching by length: here --sequence-packing evens the work of ranks"},
+     MT_KEY_UNUSED, BY_LENGTH},
     {"verl.actor", "load_weight", MT_KEY_FIXED, "the weights of --load are loaded", "true"},
     {"verl.actor", "checkpoint", MT_KEY_UNUSED, CHECKPOINTS},
     {"verl.actor", "profile profiler", MT_KEY_UNUSED, PROFILERS},
@@ -416,9 +439,16 @@ static const mt_role_key keys[] = {
     {"verl.critic", "model", MT_KEY_SECTION, "verl.model"},
     {"verl.critic", "cliprange_value", MT_KEY_OPTION, "value-clip"},
     {"verl.critic", "rollout_n", MT_KEY_OPTION, "num-return-sequences", .accepted = "1"},
-    {"verl.critic", "kl_ctrl enable max_length launch_reward_fn_async sandbox_fusion", MT_KEY_UNUSED,
-     "verl's Python classes"},
+    {"verl.critic", "kl_ctrl enable", MT_KEY_UNUSED, "verl's Python classes"},
+    {"verl.critic", "forward_micro_batch_size forward_micro_batch_size_per_gpu", MT_KEY_UNUSED, SCORES},
     {"verl.critic", "*", MT_KEY_SECTION, "verl.actor"}, // its other keys are those of an actor
+    {"verl.reward",
+     "max_length launch_reward_fn_async sandbox_fusion reward_manager overlong_buffer reward_kwargs use_reward_loop "
+     "reward_loop_source reward_loop_module_path reward_loop_class_name",
+     MT_KEY_UNUSED, "verl's Python classes"},
+    {"verl.reward", "enable_resource_pool n_gpus_per_node nnodes num_workers", MT_KEY_UNUSED, RAY},
+    {"verl.reward", "rollout", MT_KEY_UNUSED, SERVER},
+    {"verl.reward", "*", MT_KEY_SECTION, "verl.critic"},
 
     {"verl.optim", "lr", MT_KEY_OPTION, "lr"},
     {"verl.optim", "optimizer", MT_KEY_FIXED, "the optimizer is AdamW", "adam|adamw|AdamW"},
@@ -453,13 +483,33 @@ static const mt_role_key keys[] = {
     {"verl.rollout", "top_k", MT_KEY_OPTION, "top-k", "-1=0"},
     {"verl.rollout", "top_p", MT_KEY_OPTION, "top-p"},
     {"verl.rollout", "response_length", MT_KEY_OPTION, "max-new-tokens"},
-    {"verl.rollout", "log_prob_micro_batch_size_per_gpu", MT_KEY_UNUSED,
-     "scoring, whose micro-batches are those of training"},
+    {"verl.rollout", "prompt_length", MT_KEY_UNUSED, "max_prompt_length of data has it"},
+    {"verl.rollout", "repetition_penalty", MT_KEY_OPTION, "repetition-penalty", .accepted = "1|1.0"},
+    {"verl.rollout", "min_p", MT_KEY_OPTION, "min-p"},
+    {"verl.rollout", "stop", MT_KEY_OPTION, "stop"},
+    {"verl.rollout", "do_sample", MT_KEY_FIXED, "--temperature 0 is the argmax", "true"},
+    {"verl.rollout", "ignore_eos", MT_KEY_FIXED, "a response ends at the end token", "false"},
+    {"verl.rollout", "log_prob_micro_batch_size log_prob_micro_batch_size_per_gpu", MT_KEY_UNUSED, SCORES},
+    {"verl.rollout", "log_prob_use_dynamic_bsz log_prob_max_token_len_per_gpu", MT_KEY_UNUSED, BY_LENGTH},
     {"verl.rollout", "tensor_model_parallel_size", MT_KEY_OPTION, "rollout-tensor-model-parallel-size", NULL,
      "actor_train"},
     {"verl.rollout", "expert_parallel_size", MT_KEY_OPTION, "rollout-expert-model-parallel-size", NULL, "actor_train"},
     {"verl.rollout", "tensor_model_parallel_size expert_parallel_size", MT_KEY_UNUSED, SERVER},
-    {"verl.rollout", "*", MT_KEY_UNUSED, SERVER},
+    {"verl.rollout",
+     "_target_ name mode nnodes n_gpus_per_node dtype gpu_memory_utilization enforce_eager cudagraph_capture_sizes "
+     "free_cache_engine data_parallel_size pipeline_model_parallel_size moe_tensor_parallel_size "
+     "max_num_batched_tokens max_model_len max_num_seqs enable_chunked_prefill enable_prefix_caching logprobs_mode "
+     "scheduling_policy load_format layered_summon disable_log_stats over_sample_rate multi_stage_wake_up "
+     "enable_sleep_mode engine_kwargs multi_turn calculate_log_probs agent server checkpoint_engine "
+     "checkpoint_manager_class update_weights_bucket_megabytes trace skip skip_rollout skip_dump_dir "
+     "skip_tokenizer_init enable_rollout_routing_replay moe_load_balance_metrics_interval prometheus quantization "
+     "quantization_config_file use_block_quant_rollout mtp qat layer_name_map limit_images sglang_engine_mode "
+     "use_preprocessed_multimodal_input full_determinism seed custom",
+     MT_KEY_UNUSED, SERVER},
+    {"verl.rollout", "profiler", MT_KEY_UNUSED, PROFILERS},
+    {"verl.rollout", "val_kwargs", MT_KEY_SECTION, "verl.val_kwargs"},
+    {"verl.val_kwargs", "_target_ top_k top_p min_p temperature n do_sample repetition_penalty seed", MT_KEY_UNUSED,
+     VALIDATION},
 
     {"verl.algorithm", "adv_estimator", MT_KEY_OPTION, "adv-estimator", NULL, LEARNER},
     {"verl.algorithm", "gamma", MT_KEY_OPTION, "gamma", NULL, LEARNER},
@@ -487,7 +537,16 @@ static const mt_role_key keys[] = {
     {"verl.data", "train_batch_size", MT_KEY_OPTION, "rollout-batch-size", NULL, LEARNER},
     {"verl.data", "max_response_length", MT_KEY_OPTION, "max-new-tokens", NULL, "actor_train actor_infer"},
     {"verl.data", "max_prompt_length", MT_KEY_LENGTH, "seq-length"},
-    {"verl.data", "*", MT_KEY_UNUSED, "verl's datasets"},
+    {"verl.data", "tokenizer", MT_KEY_OPTION, "tokenizer-model"},
+    {"verl.data", "train_max_samples", MT_KEY_FIXED, "all samples of the files are read", "-1"},
+    {"verl.data", "shuffle seed", MT_KEY_UNUSED, "the order of prompts: each epoch has one of its own, by --seed"},
+    {"verl.data", "val_batch_size val_max_samples validation_shuffle", MT_KEY_UNUSED, VALIDATION},
+    {"verl.data",
+     "_target_ use_shm reward_fn_key tool_config_path return_raw_input_ids return_raw_chat return_full_prompt "
+     "return_multi_modal_inputs dataloader_num_workers image_patch_size image_key video_key filter_overlong_prompts "
+     "filter_overlong_prompts_workers truncation trust_remote_code custom_cls sampler datagen databuffer "
+     "apply_chat_template_kwargs gen_batch_size",
+     MT_KEY_UNUSED, "verl's datasets"},
 
     {"verl.trainer", "total_epochs", MT_KEY_OPTION, "train-epochs", NULL, LEARNER},
     {"verl.trainer", "total_training_steps", MT_KEY_OPTION, "train-iters", "-1=", LEARNER},
@@ -497,8 +556,12 @@ static const mt_role_key keys[] = {
     {"verl.trainer", "max_actor_ckpt_to_keep", MT_KEY_OPTION, "keep-checkpoints", NULL, "actor_train"},
     {"verl.trainer", "resume_mode", MT_KEY_OPTION, "auto-resume",
      "auto=true|disable=false|*=!give --load with the folder", LEARNER},
-    {"verl.trainer", "project_name experiment_name logger log_val_generations rollout_data_dir validation_data_dir",
+    {"verl.trainer",
+     "project_name experiment_name group_name logger log_val_generations val_generations_to_log_to_wandb "
+     "rollout_data_dir validation_data_dir",
      MT_KEY_UNUSED, TRACKERS},
+    {"verl.trainer", "remove_previous_ckpt_in_save training_rollout_mode enable_exp_buffer sync_freq", MT_KEY_UNUSED,
+     TRINITY},
     {"verl.trainer",
      "balance_batch nnodes n_gpus_per_node resume_from_path del_local_ckpt_after_load val_before_train val_only "
      "critic_warmup default_hdfs_dir max_critic_ckpt_to_keep max_ref_ckpt_to_keep device use_legacy_worker_impl "
@@ -553,27 +616,31 @@ bool mt_role_key_applies(const mt_role_key *row, const char *name, const char *r
     return strlen(name) == (own == role ? length : strlen(own)) && strncmp(own, name, strlen(name)) == 0;
 }
 
-/* The section whose keys a section has besides its own; NULL: none. */
-static const char *find_parent(const char *section) {
+/* The section whose keys a row "*" stands for; NULL: none. */
+static const char *base_of(const mt_role_key *row) {
+    bool extends = row && row->kind == MT_KEY_SECTION && !row->roles;
+    return extends ? row->text : row && row->kind == MT_KEY_OTHERS ? row->values : NULL;
+}
+
+/* The row "*" of a section; NULL: there is none. */
+static const mt_role_key *find_rest(const char *section) {
     for (const mt_role_key *row = keys; row < keys + NUM_KEYS; row++)
-        if (*row->names == '*' && row->kind == MT_KEY_SECTION && !row->roles && strcmp(row->section, section) == 0)
-            return row->text;
+        if (*row->names == '*' && strcmp(row->section, section) == 0) return row;
     return NULL;
 }
 
 const mt_role_key *mt_role_key_find(const char *section, const char *name, const char *role) {
-    const mt_role_key *other = NULL;
-    const char *parent = find_parent(section);
+    const mt_role_key *other = NULL, *rest = find_rest(section);
     for (const mt_role_key *row = keys; row < keys + NUM_KEYS; row++) {
-        if (strcmp(row->section, section) != 0) continue;
-        bool is_any = *row->names == '*';
-        if (is_any && parent) break;
-        if (!is_any && !is_listed(row->names, name, strlen(name))) continue;
-        if (is_any && other) return other;
+        if (strcmp(row->section, section) != 0 || row == rest || !is_listed(row->names, name, strlen(name))) continue;
         if (mt_role_key_applies(row, name, role)) return row;
         if (!other) other = row;
     }
-    return other || !parent ? other : mt_role_key_find(parent, name, role);
+    const char *base = base_of(rest);
+    if (other || !base) return other ? other : rest;
+    const mt_role_key *of_base = mt_role_key_find(base, name, role);
+    if (rest->kind != MT_KEY_OTHERS) return of_base;
+    return of_base || mt_role_section_is_megatron(base) ? rest : NULL;
 }
 
 bool mt_role_section_is_megatron(const char *section) {
@@ -584,18 +651,20 @@ bool mt_role_key_nearest(char nearest[112], const char *section, const char *nam
     size_t length = strlen(name);
     int least = length < 6 ? 2 : 2 + (int)length / 4;
     const mt_role_key *elsewhere = NULL;
-    const char *parent = find_parent(section);
     static const char *const parts[] = {"critics", "judges", "references", "rollouts", "teachers", "refs"};
     bool is_verl = strncmp(section, "verl", 4) == 0;
+    const char *bases[4] = {section}; // sections whose keys it has
+    for (int i = 1; i < 4 && bases[i - 1]; i++) bases[i] = base_of(find_rest(bases[i - 1]));
     *nearest = 0;
     if (length > 64) return false;
     for (const mt_role_key *row = keys; row < keys + NUM_KEYS; row++) {
-        bool is_part = false; // of another role
+        bool is_part = false, is_own = false; // of another role
         for (size_t i = 0; i < sizeof parts / sizeof *parts && !is_part; i++) is_part = strstr(row->section, parts[i]);
         bool is_kin = (strncmp(row->section, "verl", 4) == 0) == is_verl && !is_part;
         if (!elsewhere && is_kin && is_listed(row->names, name, length)) elsewhere = row;
         if (*row->names == '*') continue;
-        if (strcmp(row->section, section) != 0 && (!parent || strcmp(row->section, parent) != 0)) continue;
+        for (int i = 0; i < 4 && bases[i] && !is_own; i++) is_own = strcmp(row->section, bases[i]) == 0;
+        if (!is_own) continue;
         for (const char *at = row->names; *at; at += strspn(at, " ")) {
             char key[64], dashed[64]; // mt_edit_distance takes '_' in its first name as '-'
             snprintf(key, sizeof key, "%.*s", (int)strcspn(at, " "), at);

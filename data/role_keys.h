@@ -11,6 +11,7 @@ typedef enum mt_role_key_kind {
     MT_KEY_FIXED,   // states a property, `text`, that always holds here: `values` are accepted
     MT_KEY_UNUSED,  // not used here: `text` is the engine that uses it, or the reason
     MT_KEY_REFUSED, // refused unless false or null; `text` is the reason
+    MT_KEY_OTHERS,  // "*": another role's key, by `text`; its name, and those below it, are of the section `values`
     // An option, `text`, whose value follows from several keys
     MT_KEY_MODEL,       // a folder or ORG/NAME: --load; train also takes --finetune
     MT_KEY_FILES,       // files of samples, below dataset_dir where they are not found without

@@ -1,6 +1,8 @@
 /* rollouts.c: prompts, responses and scores of a step -> advantages and micro-batches. */
 #include "rollouts.h"
 
+#include "response.h"
+
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>
@@ -79,17 +81,20 @@ void mt_rollouts_set(mt_rollouts *r, int64_t s, const int32_t *tokens, int64_t c
     r->response_tokens[s] = count, r->overlong[s] = overlong;
 }
 
-/* Appends the text of response s. */
-static int append_text(const mt_rollouts *r, int64_t s, const mt_tokenizer *tokenizer, int32_t *scratch, mt_text *text,
-                       mt_error *error) {
-    int64_t count = 0;
+/* Appends the text of response s, up to a stop string. */
+static int append_text(const mt_rollouts *r, int64_t s, const mt_tokenizer *tokenizer, const mt_strings *stops,
+                       int32_t *scratch, mt_text *text, mt_error *error) {
+    int64_t count = 0, first = text->bytes;
     for (int64_t i = 0; i < r->response_tokens[s]; i++)
         if (!mt_tokenizer_is_special(tokenizer, r->responses[s][i])) scratch[count++] = r->responses[s][i];
-    return mt_tokenizer_decode(tokenizer, scratch, count, text, error);
+    if (mt_tokenizer_decode(tokenizer, scratch, count, text, error) != 0) return -1;
+    int64_t stop = mt_stop_find(text->data, first, text->bytes, stops);
+    if (stop >= 0) text->bytes = stop;
+    return 0;
 }
 
 int mt_rollouts_score(mt_rollouts *r, int64_t first, mt_reward_function *reward, const mt_tokenizer *tokenizer,
-                      mt_error *error) {
+                      const mt_strings *stops, mt_error *error) {
     int64_t longest = 0, count = r->count - first, *offsets = mt_calloc((count + 1) * 8);
     for (int64_t s = first; s < r->count; s++) longest = mt_max(longest, r->response_tokens[s]);
     int32_t *scratch = mt_malloc(longest * 4);
@@ -97,7 +102,7 @@ int mt_rollouts_score(mt_rollouts *r, int64_t first, mt_reward_function *reward,
     mt_text text = {0};
     int status = 0;
     for (int64_t i = 0; i < count && status == 0; i++) {
-        status = append_text(r, first + i, tokenizer, scratch, &text, error);
+        status = append_text(r, first + i, tokenizer, stops, scratch, &text, error);
         offsets[i + 1] = text.bytes;
     }
     for (int64_t i = 0; i < count && status == 0; i++) {

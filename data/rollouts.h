@@ -97,10 +97,10 @@ void mt_rollouts_free(mt_rollouts *r);
 /* Sets response s: a copy of tokens[count >= 1], with the token that ends it. `overlong`: it did not end. */
 void mt_rollouts_set(mt_rollouts *r, int64_t s, const int32_t *tokens, int64_t count, bool overlong);
 
-/* Writes `scores` of the responses from `first` on. Texts are without special tokens. Returns what mt_rewards_compute
- * does. */
+/* Writes `scores` of the responses from `first` on. Texts are without special tokens and end before the first of the
+ * stop strings. Returns what mt_rewards_compute does. */
 int mt_rollouts_score(mt_rollouts *r, int64_t first, mt_reward_function *reward, const mt_tokenizer *tokenizer,
-                      mt_error *error);
+                      const mt_strings *stops, mt_error *error);
 
 /* From scores: rewards, and the sequences that remain; possibly none, then the step has nothing to train on. May be
  * called again. */

@@ -1,6 +1,7 @@
 #!/bin/sh
 # Measures the GPU backend at real shapes and ends with a short table: operations against the copy rate of the same run,
-# attention, and whole training steps on random tokens, beside the figures of other programs (tests/bench_gpu.txt).
+# attention, and whole training steps on random tokens, beside the figures of other programs (tests/bench_gpu.txt). The
+# power and the clock of the GPU stand beside a row: at its power limit a GPU lowers its clock.
 #
 #   usage: tests/bench_gpu.sh DIR [TABLE]      from the root of the project; `make bench-gpu` does so
 #
@@ -27,16 +28,31 @@ median_rate() {
         awk '{ rate[NR] = $1 } END { if (NR) printf "%.0f\n", rate[int((NR + 1) / 2)] }'
 }
 
+# Power and clock of the first GPU while it worked, as "690 W, 1455 MHz": the means of the samples in a file with 80% of
+# the greatest power or more. A GPU at its power limit lowers its clock, and with it its peak rate.
+power_and_clock() {
+    awk -F ', *' '
+        /^[0-9.]+, [0-9]+$/ { watts[++count] = $1; clock[count] = $2; if ($1 > most) most = $1 }
+        END {
+            for (i in watts)
+                if (watts[i] >= 0.8 * most) { busy++; power += watts[i]; rate += clock[i] }
+            if (busy) printf "%.0f W, %.0f MHz", power / busy, rate / busy
+        }' "$1"
+}
+
 # train_row ROW NUMBER RANKS: runs a training case and adds its line to the summary.
 train_row() {
     name=$(echo "$1" | field 1) log=$directory/bench_gpu_train_$2 launch=''
     [ "$3" = 1 ] || launch="mpirun -np $3"
     echo "train: $name"
     rm -f "$log.jsonl"
+    nvidia-smi -i 0 --query-gpu=power.draw,clocks.sm --format=csv,noheader,nounits -lms 200 >"$log.power" 2>/dev/null &
+    sampler=$!
     # shellcheck disable=SC2046,SC2086
     $launch "$bin/train" --mock-data --bf16 --lr 1e-5 --hidden-dropout 0 --attention-dropout 0 --eval-iters 0 \
         --train-iters 12 --device cuda --metrics "$log.jsonl" $(echo "$1" | field 5) >"$log.log" 2>&1
     status=$?
+    kill $sampler 2>/dev/null
     rate=$(median_rate "$log.jsonl" 2>/dev/null)
     if [ $status != 0 ] || [ -z "$rate" ]; then
         tail -n 3 "$log.log"
@@ -44,9 +60,10 @@ train_row() {
     else
         tail -n 1 "$log.log"
     fi
-    echo "$1" | awk -F ' *[|] *' -v rate="$rate" '{
+    echo "$1" | awk -F ' *[|] *' -v rate="$rate" -v power="$(power_and_clock "$log.power")" '{
         note = rate == "failed" ? "" : rate < $2 ? "below the peer" : rate < $4 ? "below the goal" : ""
-        printf "%-36s %14s %22s %10s  %s\n", $1, rate, $2 " " $3, $4, note }' >>"$summary"
+        if (note && power) note = note ", "
+        printf "%-36s %14s %22s %10s  %s\n", $1, rate, $2 " " $3, $4, note power }' >>"$summary"
 }
 
 # Two lines for each attention shape of the table, with the best of the rungs in the log. Shapes are compared with

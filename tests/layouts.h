@@ -1721,7 +1721,7 @@ static const same_bits with_adapters_same[] = {
     {{1, ADAPTED_EXPERTS, ""}, SELECTIVE "moe"},
     {{1, ADAPTED, ""}, OFFLOAD "attn_norm qkv_linear core_attn attn_proj mlp_norm mlp"},
     {{1, ADAPTED, ""}, " --optimizer-cpu-offload"},
-    {{1, ADAPTED_EXPERTS, ""}, " --no-moe-grouped-gemm"},
+    {{1, ADAPTED_EXPERTS, ON_CPU}, " --no-moe-grouped-gemm"}, // a GPU has other kernels for one expert's product
     {{1, ADAPTED_MXFP8, ""}, NO_EVALUATIONS},
     {{2, ADAPTED_EXPERTS, EP "2"}, " --recompute-granularity full"},
     {{2, ADAPTED, PP "2"}, ZB},

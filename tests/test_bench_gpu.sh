@@ -91,13 +91,17 @@ program bench_cuda_attention <<END
 END
 
 program nvidia-smi <<'END'
+[ "$1" = -L ] || { printf '90.10, 1980\n688.00, 1400\n692.00, 1500\n' && exec sleep 60; }
 for gpu in 0 1 2 3; do echo "GPU $gpu: a fake"; done
 END
 program mpirun <<'END'
 case "$1 $2" in '-np 2' | '-np 4') ;; *) exit 1 ;; esac
 shift 2
+for word; do # wait for the samples of the power
+    case $word in *.jsonl) until [ -s "${word%jsonl}power" ]; do sleep 0.01; done ;; esac
+done
 exec "$@"
 END
 PATH=$work/bin:$PATH
-expect several_gpus_have_cases_of_their_own 0 '4 x 4096, tensor *36500 *$' \
-    'Llama 3 8B, 4 x 8192, data *36500 *39198 PyTorch *42000  below the peer'
+expect several_gpus_have_cases_of_their_own 0 '4 x 4096, tensor *36500  *690 W, 1450 MHz$' \
+    'Llama 3 8B, 4 x 8192, data *36500 *39198 PyTorch *42000  below the peer, 690 W, 1450 MHz'

@@ -689,7 +689,7 @@ static void attention_backends_that_cannot_serve_are_refused(void **state) {
     expect_error(FOR_CUDNN "--bf16=false", "--attention-backend cudnn needs --bf16");
     expect_error(FOR_CUDNN "--attention-dropout 0.25", "cudnn needs --attention-dropout 0, which is 0.25");
     expect_error(FOR_CUDNN "--deterministic-mode",
-                 "does not repeat bit for bit, and --deterministic-mode exclude each other");
+                 "--attention-backend cudnn and --deterministic-mode exclude each other");
     expect_error(FOR_CUDNN "--window-size 64", "cudnn and --window-size exclude each other");
 }
 

@@ -303,6 +303,25 @@ EOF
     [ "$(grep -c '^error: ' "$work/err")" = 1 ] && grep -q 'exit 3' "$work/err"
 }
 
+# A text that ends responses: rewards read the text before it. The responses of the model are two digits.
+stop_strings_end_responses() {
+    set -- --rollout-batch-size 8 --num-return-sequences 4 --train-iters 2 --lr 1e-3 --reward command
+    seen=$work/seen
+    set -- "$@" --reward-command "while read -r line; do echo \"\$line\" >>$seen; echo 0.\$((i += 1)); done"
+    learn 1 "$work/unstopped" "$@" && says '"response": "5' "$seen" && mv "$seen" "$seen.all" || return 1
+    learn 1 "$work/stopped" "$@" --stop 5 x78 && [ "$(wc -l <"$seen")" = 64 ] && says '"response": "[0-9]"' "$seen" &&
+        says '"response": ""' "$seen" && ! grep -q '"response": "[^"]*5' "$seen" || return 1
+    # a response to the same prompt by the same weights, cut; "5" is trained, and nothing behind it
+    head -n 32 "$seen.all" | sed 's/\("response": "[0-46-9]*\)5[^"]*/\1/' >"$work/cut"
+    head -n 32 "$seen" | cmp -s - "$work/cut" || return 1
+    tokens=$(sed -n 's/.*"response": "\([^"]*\)".*/\1/p' "$seen.all" | head -n 32 |
+        awk '{ n += index($0, "5") ? index($0, "5") : length($0) + 1 } END { print n / NR }')
+    [ "$(series response_tokens "$work/stopped" | head -n 1)" = "$tokens" ] || return 1
+    [ "${HAVE_MPI:-}" ] || return 0
+    learn 4 "$work/stopped.4" "$@" --stop 5 x78 --tensor-model-parallel-size 2 &&
+        same_series "$work/stopped" "$work/stopped.4" 1e-4 1 response_tokens lm_loss
+}
+
 # A reward program that answers two iterations, then dies, or hangs while a signal asks the run to stop.
 rewards_that_end_lose_nothing() {
     ranks=1
@@ -346,6 +365,8 @@ contradictions_are_refused() {
         --max-new-tokens 4 --train-iters 1 --lr 1e-3 --chat-template plain
     refused 'num-return-sequences must be 2 or more' "$@" --num-return-sequences 1 || return 1
     refused 'reward regex needs --reward-pattern' "$@" --reward regex || return 1
+    refused 'stop: a text is empty' "$@" --stop '' || return 1
+    refused 'block-size 100 is not a power of two' "$@" --inference-dynamic-batching-block-size 100 || return 1
     refused 'leaves no room for a prompt' "$@" --max-new-tokens 16 || return 1
     refused 'another --stage' "$train" --stage rl --load "$work/base" --data-path "$work/rl.jsonl" --seq-length 16 \
         --max-new-tokens 4 --train-iters 1 --lr 1e-3 || return 1
@@ -407,6 +428,7 @@ check a_resumed_run_goes_on_as_before a_resumed_run_goes_on_as_before
 check a_damaged_critic_is_followed_by_the_one_before a_damaged_critic_is_followed_by_the_one_before
 [ "${HAVE_MPI:-}" ] && check a_command_rewards a_command_rewards
 check iterations_without_a_step_are_skipped iterations_without_a_step_are_skipped
+check stop_strings_end_responses stop_strings_end_responses
 check rewards_that_end_lose_nothing rewards_that_end_lose_nothing
 check dpo_learns_an_order dpo_learns
 check a_reward_model_rewards a_reward_model_rewards

@@ -180,13 +180,14 @@ layouts_of_other_roles_are_read() {
         unused reference.strategy_args.strategy_config.tensor_model_parallel_size \
             'gives way to --tensor-model-parallel-size' || return 1
     printf '%s\n' 'actor_train: {model_args: {}}' 'adv_estimator: gae' 'critic: {strategy_args: {' \
-        '  strategy_name: megatron_train, strategy_config: {pipeline_model_parallel_size: 2, recompute: x}}}' \
+        'strategy_name: megatron_train, strategy_config: {pipeline_model_parallel_size: 2,' \
+        'recompute_granularity: full}}}' \
         'reward: {model_args: {model_name_or_path: judge}, strategy_args: {strategy_name: megatron_infer,' \
         '  strategy_config: {tensor_model_parallel_size: 2}}}' >"$work/layouts.yaml"
     prints "$work/layouts.yaml" actor_train --reward model &&
         sets critic.strategy_args.strategy_config.pipeline_model_parallel_size \
             critic-pipeline-model-parallel-size 2 &&
-        unused critic.strategy_args.strategy_config.recompute 'the role critic' &&
+        unused critic.strategy_args.strategy_config.recompute_granularity 'the role critic' &&
         sets reward.model_args.model_name_or_path reward-load judge &&
         sets reward.strategy_args.strategy_config.tensor_model_parallel_size reward-tensor-model-parallel-size 2 &&
         prints "$work/layouts.yaml" actor_train --adv-estimator grpo &&
@@ -237,6 +238,84 @@ unknown_keys_have_a_line_and_a_name() {
     says '4 options cannot be used' "$work/err" &&
         says 'is unknown: .*:1: seeed (did you mean seed?), .*:3: dtyp (did you mean dtype?), .*:4: wxyz' "$work/err" &&
         says 'cannot be fp16: fp16 needs loss scaling: take bf16: .*:3: dtype' "$work/err"
+}
+
+# misspelt ROLE LINE NAME NEAREST YAML...: a key of another role's section is unknown.
+misspelt() {
+    role=$1 line=$2 key=$3 nearest=$4
+    shift 4
+    printf '%s\n' "$@" >"$work/bad.yaml"
+    refused "bad.yaml:$line: unknown option $key; $nearest" "$train" --config "$work/bad.yaml" --role "$role" \
+        --print-config
+}
+
+keys_of_other_roles_are_known() {
+    misspelt sft_train 2 validatn 'did you mean validation?' 'sft_train: {model_args: {}}' 'validatn: {}' &&
+        misspelt sft_train 2 generating_arg 'did you mean generating_args?' 'sft_train: {model_args: {}}' \
+            'validation: {generating_arg: {}}' &&
+        misspelt sft_train 2 tempalte 'did you mean template?' 'sft_train: {model_args: {}}' \
+            'validation: {data_args: {tempalte: plain}}' &&
+        misspelt sft_train 2 max_new_tokenz 'did you mean max_new_tokens?' 'sft_train: {model_args: {}}' \
+            'validation: {generating_args: {max_new_tokenz: 6}}' || return 1
+    set -- 'actor_train: {model_args: {}}'
+    misspelt actor_train 2 max_new_tokenz 'did you mean max_new_tokens?' "$@" \
+        'actor_infer: {generating_args: {max_new_tokenz: 6}}' &&
+        misspelt actor_train 2 dtyp 'did you mean dtype?' "$@" 'reference: {model_args: {dtyp: bf16}}' &&
+        misspelt actor_train 2 model_arg 'did you mean model_args?' "$@" 'actor_infer: {model_arg: {dtype: bf16}}' &&
+        misspelt actor_train 2 infer_batchsize 'did you mean infer_batch_size?' "$@" \
+            'reference: {infer_batchsize: 6}' &&
+        misspelt actor_train 2 leaning_rate 'did you mean learning_rate?' "$@" \
+            'critic: {training_args: {leaning_rate: 1}}' &&
+        misspelt actor_train 2 strategy_arg 'did you mean strategy_args?' "$@" 'critic: {strategy_arg: {}}' &&
+        misspelt actor_train 3 tensor_model_paralel_size 'did you mean tensor_model_parallel_size?' "$@" \
+            'reference: {strategy_args: {strategy_name: megatron_infer, strategy_config: {' \
+            '  tensor_model_paralel_size: 2}}}' &&
+        misspelt actor_train 3 recompute_granularty 'did you mean recompute_granularity?' "$@" \
+            'critic: {strategy_args: {strategy_name: megatron_train, strategy_config: {' \
+            '  recompute_granularty: full}}}' &&
+        misspelt student 2 sequence_packing 'did you mean use_sequence_packing?' 'student: {model_args: {}}' \
+            'teacher: {sequence_packing: true}' || return 1
+    # the keys of an engine that is not Megatron are its own, and those of a section in another file
+    printf '%s\n' "$@" 'critic: {strategy_args: {strategy_name: deepspeed_train, strategy_config: "${zero3}"}}' \
+        'actor_infer: {strategy_args: {strategy_name: vllm, strategy_config: {block_size: 16}}}' >"$work/good.yaml"
+    prints "$work/good.yaml" actor_train && unused critic.strategy_args.strategy_config deepspeed_train &&
+        unused actor_infer.strategy_args.strategy_config.block_size 'the role actor_infer' || return 1
+    printf '%s\n' "$@" 'actor_infer: {generating_args: {stop_strings: [x, yz], include_stop_str_in_output: false}}' \
+        >"$work/good.yaml"
+    prints "$work/good.yaml" actor_train && sets actor_infer.generating_args.stop_strings stop 'x yz'
+}
+
+keys_of_other_roles_of_verl_are_known() {
+    set -- 'actor_rollout_ref:' '  actor: {strategy: megatron}'
+    misspelt actor_train 3 max_new_tokenz '--help' "$@" '  rollout: {max_new_tokenz: 6}' &&
+        misspelt actor_train 3 max_num_seq 'did you mean max_num_seqs?' "$@" '  rollout: {max_num_seq: 6}' &&
+        misspelt actor_train 3 temperatur 'did you mean temperature?' "$@" \
+            '  rollout: {val_kwargs: {temperatur: 0}}' &&
+        misspelt actor_train 3 log_prob_micro_batch_size_per_gp 'did you mean log_prob_micro_batch_size_per_gpu?' \
+            "$@" '  ref: {log_prob_micro_batch_size_per_gp: 2}' &&
+        misspelt actor_train 3 param_offlod 'did you mean param_offload?' "$@" \
+            '  ref: {megatron: {param_offlod: true}}' &&
+        misspelt actor_train 3 ppo_epoch 'did you mean ppo_epochs?' "$@" 'critic: {ppo_epoch: 2}' &&
+        misspelt actor_train 3 lr_warmup_step 'did you mean lr_warmup_steps?' "$@" \
+            'critic: {optim: {lr_warmup_step: 2}}' &&
+        misspelt actor_train 3 pth 'did you mean path?' "$@" 'critic: {model: {pth: a}}' &&
+        misspelt actor_train 3 sandbox_fussion 'did you mean sandbox_fusion?' "$@" \
+            'reward_model: {sandbox_fussion: {}}' &&
+        misspelt actor_train 3 overlong_bufer 'did you mean overlong_buffer?' "$@" \
+            'reward_model: {overlong_bufer: {enable: true}}' &&
+        misspelt actor_train 3 max_prompt_lenght 'did you mean max_prompt_length?' "$@" \
+            'data: {max_prompt_lenght: 6}' || return 1
+    printf '%s\n' "$@" '  rollout: {name: vllm, engine_kwargs: {vllm: {xyzzy: 1}}, do_sample: true, min_p: 0.1,' \
+        '    repetition_penalty: 1.1, ignore_eos: false, prompt_length: 6, val_kwargs: {n: 2}, stop: "END"}' \
+        'data: {reward_fn_key: data_source, shuffle: true, train_max_samples: -1}' \
+        'reward_model: {enable: false, reward_kwargs: {xyzzy: 1}}' >"$work/good.yaml"
+    prints "$work/good.yaml" actor_train && unused actor_rollout_ref.rollout.engine_kwargs 'the generating engine' &&
+        sets actor_rollout_ref.rollout.repetition_penalty repetition-penalty 1.1 &&
+        sets actor_rollout_ref.rollout.min_p min-p 0.1 &&
+        sets actor_rollout_ref.rollout.stop stop END && unused data.reward_fn_key "verl's datasets" &&
+        sed 's/train_max_samples: -1/train_max_samples: 9/' "$work/good.yaml" >"$work/bad.yaml" &&
+        refused 'train_max_samples can only be -1 here' "$train" --config "$work/bad.yaml" --role actor_train \
+            --print-config
 }
 
 values_are_checked() {
@@ -448,6 +527,8 @@ check idle_options_of_rl_are_unused idle_options_of_rl_are_unused
 check layouts_of_other_roles_are_read layouts_of_other_roles_are_read
 check absent_options_are_named absent_options_are_named
 check unknown_keys_have_a_line_and_a_name unknown_keys_have_a_line_and_a_name
+check keys_of_other_roles_are_known keys_of_other_roles_are_known
+check keys_of_other_roles_of_verl_are_known keys_of_other_roles_of_verl_are_known
 check values_are_checked values_are_checked
 check references_lead_somewhere references_lead_somewhere
 check references_do_not_explode references_do_not_explode

@@ -227,6 +227,8 @@ static const char *sequence_text(const mt_rollouts *r, int64_t k) {
     return text;
 }
 
+static const mt_strings no_stops;
+
 static void responses_are_scored_as_text(void **state) {
     (void)state;
     mt_rollouts r;
@@ -235,12 +237,12 @@ static void responses_are_scored_as_text(void **state) {
     mt_reward_function *exact, *command;
     begin_step(&r, &prompts);
     assert_int_equal(mt_reward_open(&exact, MT_REWARD_EXACT, NULL, 1, &error), 0);
-    if (mt_rollouts_score(&r, 0, exact, tokenizer, &error) != 0) fail_msg("%s", error.text);
+    if (mt_rollouts_score(&r, 0, exact, tokenizer, &no_stops, &error) != 0) fail_msg("%s", error.text);
     mt_reward_close(exact);
     const double expected[RESPONSES] = {1, 0, 1, 0, 0, 0, 1, 1, 0, 0, 0, 0};
     for (int s = 0; s < RESPONSES; s++) assert_true(r.scores[s] == expected[s]);
     assert_int_equal(mt_reward_open(&command, MT_REWARD_COMMAND, "read -r l; echo x; sleep 9", 5, &error), 0);
-    assert_int_equal(mt_rollouts_score(&r, 0, command, tokenizer, &error), -1);
+    assert_int_equal(mt_rollouts_score(&r, 0, command, tokenizer, &no_stops, &error), -1);
     assert_non_null(strstr(error.text, "wrote \"x\""));
     mt_reward_close(command);
     end_step(&r, &prompts);
@@ -259,11 +261,34 @@ static void special_tokens_are_not_scored(void **state) {
     mt_rollouts_begin(&r, &prompts, order, 1, 1);
     mt_rollouts_set(&r, 0, tokens, 2, false);
     assert_int_equal(mt_reward_open(&exact, MT_REWARD_EXACT, NULL, 1, &error), 0);
-    if (mt_rollouts_score(&r, 0, exact, chat, &error) != 0) fail_msg("%s", error.text);
+    if (mt_rollouts_score(&r, 0, exact, chat, &no_stops, &error) != 0) fail_msg("%s", error.text);
     assert_true(r.scores[0] == 1);
     mt_reward_close(exact);
     end_step(&r, &prompts);
     mt_tokenizer_close(chat);
+}
+
+/* Of "1a2b", "a" ends the text: it is the answer "1"; so does "2b", if "a" is no stop string. */
+static void texts_end_before_a_stop_string(void **state) {
+    (void)state;
+    mt_rollouts r;
+    mt_error error;
+    mt_reward_function *exact;
+    const int64_t order[] = {0, 1};
+    const int32_t tokens[] = {'1', 'a', '2', 'b'};
+    char *texts[] = {"2b", "a", "xyz"};
+    mt_samples prompts = read_prompts((mt_sft_config){0}, "{\"prompt\": \"a\", \"answer\": \"1\"}\n"
+                                                          "{\"prompt\": \"b\", \"answer\": \"1a\"}");
+    mt_rollouts_begin(&r, &prompts, order, 2, 1);
+    for (int s = 0; s < 2; s++) mt_rollouts_set(&r, s, tokens, 4, false);
+    assert_int_equal(mt_reward_open(&exact, MT_REWARD_EXACT, NULL, 1, &error), 0);
+    for (int64_t count = 0; count <= 3; count++) {
+        const mt_strings stops = {count, texts};
+        assert_int_equal(mt_rollouts_score(&r, 0, exact, tokenizer, &stops, &error), 0);
+        assert_true(r.scores[0] == (count >= 2) && r.scores[1] == (count == 1));
+    }
+    mt_reward_close(exact);
+    end_step(&r, &prompts);
 }
 
 static void groups_with_equal_rewards_are_dropped(void **state) {
@@ -425,7 +450,7 @@ static void further_prompts_extend_a_step(void **state) {
     assert_true(r.count == RESPONSES + 2 * GROUP && r.num_prompts == GROUPS + 2);
     for (int64_t s = RESPONSES; s < r.count; s++) mt_rollouts_set(&r, s, two, 2, false);
     assert_int_equal(mt_reward_open(&exact, MT_REWARD_EXACT, NULL, 1, &error), 0);
-    if (mt_rollouts_score(&r, RESPONSES, exact, tokenizer, &error) != 0) fail_msg("%s", error.text);
+    if (mt_rollouts_score(&r, RESPONSES, exact, tokenizer, &no_stops, &error) != 0) fail_msg("%s", error.text);
     mt_reward_close(exact);
     for (int s = 0; s < RESPONSES; s++) assert_true(r.scores[s] == scores[s]);
     for (int s = RESPONSES; s < r.count; s++) assert_true(r.scores[s] == (s >= RESPONSES + GROUP));
@@ -542,6 +567,7 @@ int main(void) {
         cmocka_unit_test(order_depends_on_seed_and_position_only),
         cmocka_unit_test(responses_are_scored_as_text),
         cmocka_unit_test(special_tokens_are_not_scored),
+        cmocka_unit_test(texts_end_before_a_stop_string),
         cmocka_unit_test(groups_with_equal_rewards_are_dropped),
         cmocka_unit_test(overlong_responses_are_masked_or_penalised),
         cmocka_unit_test(advantages_come_from_the_stored_numbers),
