@@ -123,6 +123,7 @@ OBJECTS += $(patsubst %.cu,$(B)/%.cu.o,$(wildcard cuda/*.cu))
 CUDA_DEFINES := -DMT_HAVE_CUDA $(if $(filter 90a,$(ARCHS)),-DMT_HAVE_SM90A) \
 	$(if $(HAVE_NCCL),-DMT_HAVE_NCCL) $(if $(HAVE_CUDNN),-DMT_HAVE_CUDNN)
 CUDA_LINK := $(NCCL_LIBS) $(CUDNN_LIBS) $(CUDA_LIBS)
+CUDA_EXAMPLES := $(patsubst %.cu,$(B)/%,$(wildcard notes/examples/*.cu))
 endif
 
 ALL_CFLAGS := -std=c11 -D_GNU_SOURCE -pthread -I. $(OPT) -g $(WARNINGS) $(MATHS) $(CHECKS) $(FOUND_CFLAGS) \
@@ -153,8 +154,8 @@ progress = $(if $(V),:,$(eval BUILT += x)echo "[$(words $(BUILT))$(TOTAL:%=/%)] 
 # ---- Programs --------------------------------------------------------------------------------------------------------
 
 all: $(OBJECTS) $(PROGRAMS)
-everything: all $(TEST_PROGRAMS) $(CRASH_SHIM) $(BENCH_PROGRAMS) $(EXAMPLE_PROGRAMS) $(MINI) $(DRAW) $(FUZZ_LAYOUTS) \
-	$(FUZZERS:%.c=$(B)/%.o)
+everything: all $(TEST_PROGRAMS) $(CRASH_SHIM) $(BENCH_PROGRAMS) $(EXAMPLE_PROGRAMS) $(CUDA_EXAMPLES) $(MINI) $(DRAW) \
+	$(FUZZ_LAYOUTS) $(FUZZERS:%.c=$(B)/%.o)
 
 define link_program
 @mkdir -p $(@D); $(call progress,LD $@)
@@ -170,6 +171,8 @@ $(CRASH_SHIM): tests/crash_shim.c tests/crash_shim.h $(B)/flags
 	@mkdir -p $(@D); $(call progress,LD $@)
 	$(Q)$(CC) -std=c11 -D_GNU_SOURCE -O1 -fPIC -shared $(WARNINGS) -o $@ $< -ldl
 $(BENCH_PROGRAMS) $(EXAMPLE_PROGRAMS) $(DRAW) $(FUZZ_LAYOUTS): %: %.o $(OBJECTS) $(B)/flags
+	$(call link_program)
+$(CUDA_EXAMPLES): %: %.cu.o $(OBJECTS) $(B)/flags
 	$(call link_program)
 $(MINI): %: %.o $(B)/flags
 	$(call link_program)
@@ -349,8 +352,8 @@ fuzz-layouts: all $(FUZZ_LAYOUTS)
 
 # ---- Lint, format, help ----------------------------------------------------------------------------------------------
 
-FORMATTED = $(wildcard *.c *.h data/*.c data/*.h tests/*.c tests/*.h notes/*.c notes/examples/*.c cuda/*.cu cuda/*.cuh \
-	cuda/*.h)
+FORMATTED = $(wildcard *.c *.h data/*.c data/*.h tests/*.c tests/*.h notes/*.c notes/examples/*.c* cuda/*.cu \
+	cuda/*.cuh cuda/*.h)
 CLANG_FORMAT ?= clang-format
 
 lint:

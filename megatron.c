@@ -239,7 +239,7 @@ uint64_t mt_random_key(uint64_t seed, uint64_t purpose, uint64_t index) {
 /* ==== §2 options ================================================================================================== */
 /* One flat struct describes a run. data/options.c reads and writes it as text (command line, YAML, config.json,
  * --help), and data/option_rules.c derives the values that were left open and checks the rules between values. This
- * section has what the layers ask of the struct, and the limits of backends. */
+ * section has the questions that layers ask about the struct, and the limits of backends. */
 
 _Static_assert(offsetof(mt_options, given) <= 8 * sizeof((mt_options *)0)->given, "a bit of given for every byte");
 
@@ -414,7 +414,7 @@ static inline const float *mt_row_load(float *scratch, const void *x, int64_t of
     return scratch;
 }
 
-/* Memory in which the row of y at `offset` is computed as floats; mt_row_close stores it. */
+/* Memory to compute the row of y at `offset` as floats; mt_row_close stores it. */
 static inline float *mt_row_open(float *scratch, void *y, int64_t offset, mt_dtype dtype) {
     return dtype == MT_F32 ? (float *)y + offset : scratch;
 }
@@ -2092,25 +2092,25 @@ static mt_sampled mt_token_draw(const float *scores, int64_t V, int32_t best, co
     return (mt_sampled){.token = order[i], .sampled_logp = (float)log(weight / total)};
 }
 
-/* log softmax(logits[V])[token]; `best` is the argmax. */
-static float mt_token_logp(const float *logits, int64_t V, int32_t best, int32_t token) {
-    double sum = 0;
+/* log softmax(scale logits[V])[token], with scale 1 for 0; `best` is the argmax. */
+static float mt_token_logp(const float *logits, int64_t V, int32_t best, int32_t token, float scale) {
+    double sum = 0, times = scale > 0 ? (double)scale : 1;
     for (int64_t first = 0; first < V; first += MT_COLUMNS) {
-        float part = 0;
-        for (int64_t i = first; i < mt_min(first + MT_COLUMNS, V); i++) part += mt_exp(logits[i] - logits[best]);
+        float part = 0, k = (float)times;
+        for (int64_t i = first; i < mt_min(first + MT_COLUMNS, V); i++) part += mt_exp(k * (logits[i] - logits[best]));
         sum += (double)part;
     }
-    return (float)((double)logits[token] - (double)logits[best] - log(sum));
+    return (float)(times * ((double)logits[token] - (double)logits[best]) - log(sum));
 }
 
-/* Samples from scores[V]: the logits, or what a penalty makes of them. */
+/* Samples from scores[V]: the logits, or the logits after penalties. */
 static mt_sampled mt_row_sample(const float *logits, const float *scores, int64_t V, const mt_sampling *sampling,
                                 double uniform, int32_t *order) {
     int32_t greatest = mt_row_argmax(logits, V), best = scores == logits ? greatest : mt_row_argmax(scores, V);
     if (greatest < 0 || best < 0) return (mt_sampled){.token = -1};
     mt_sampled drawn = {.token = best};
     if (sampling->temperature > 0) drawn = mt_token_draw(scores, V, best, sampling, uniform, order);
-    if (sampling->logprobs) drawn.logp = mt_token_logp(logits, V, greatest, drawn.token);
+    if (sampling->logprobs) drawn.logp = mt_token_logp(logits, V, greatest, drawn.token, sampling->logp_scale);
     return drawn;
 }
 
@@ -3962,6 +3962,11 @@ static const void *mt_adapter_down(const mt_tensor_parallel *tp, const mt_linear
     return a.x;
 }
 
+/* True if a linear has adapters that are switched on. */
+static bool mt_adapts(const mt_tensor_parallel *tp, const mt_linear *l) {
+    return l->adapter.R > 0 && !tp->adapters_off;
+}
+
 /* y += the adapters' outputs. */
 static void mt_adapter_forward(const mt_tensor_parallel *tp, const mt_linear *l, const mt_linear_io *io, int64_t T) {
     mt_adapter_down(tp, l, io, T);
@@ -4010,7 +4015,7 @@ static void mt_adapter_backward_weight(const mt_tensor_parallel *tp, const mt_li
 
 /* True if the products compute the activation themselves: the tanh approximation of GELU, where the backend can. */
 static bool mt_fuses_activation(const mt_tensor_parallel *tp, const mt_linear *l, const mt_linear_io *io) {
-    return io->activation == MT_ACTIVATION_GELU_TANH && !io->gates && !io->offsets && !l->fp8 && l->adapter.R == 0 &&
+    return io->activation == MT_ACTIVATION_GELU_TANH && !io->gates && !io->offsets && !l->fp8 && !mt_adapts(tp, l) &&
            tp->ops->linear_gelu_forward && tp->ops->linear_backward_gelu;
 }
 
@@ -4037,7 +4042,7 @@ static void mt_product_forward(const mt_tensor_parallel *tp, const mt_linear *l,
     }
     if (io->offsets && bias)
         ops->grouped_bias_forward(io->y, bias, io->offsets, T, l->N, l->num_experts, tp->dtype, tp->stream);
-    if (l->adapter.R > 0) mt_adapter_forward(tp, l, io, T);
+    if (mt_adapts(tp, l)) mt_adapter_forward(tp, l, io, T);
 }
 
 /* dx = dy w, or dhidden if the activation is fused. */
@@ -4769,7 +4774,7 @@ bool mt_options_tied(const mt_options *o) {
     return o->head_type == MT_HEAD_LM && !o->untie_embeddings_and_output_weights;
 }
 
-/* A module of multi-token prediction has a number behind the layers' and is of the last layer's kind. */
+/* Modules of multi-token prediction are numbered after the layers and have experts if the last layer has. */
 bool mt_layer_has_experts(const mt_options *o, int64_t layer) {
     return o->moe_layers && o->moe_layers[mt_min(layer, o->num_layers - 1)] == '1';
 }
@@ -5318,15 +5323,6 @@ typedef struct mt_pass {
     int halves;              // of the backward to run: MT_BACKWARD_*
     bool last;               // the last backward of this chunk in this step
 } mt_pass;
-
-/* fp8 of this rank's layers. Delayed scaling has one scale for every operand of every linear. */
-typedef struct mt_fp8_model {
-    mt_fp8 recipe;
-    mt_fp8_linear *linears; // [num_linears]
-    mt_fp8_key *keys;       // [num_linears]
-    int64_t num_linears, history_length;
-    float *scale, *history, *largest; // of mt_fp8_scale_args, for all operands: delayed scaling
-} mt_fp8_model;
 
 /* Buffers that all layers share. A union names the values that a buffer holds one after the other. */
 typedef struct mt_layer_scratch {
@@ -8104,7 +8100,7 @@ static void mt_mtp_backward(mt_model *m, const mt_pass *p) {
 
 /* ==== §10c a stage's forward and backward ========================================================================= */
 
-/* Entries of a batch's page table: those of each sequence, and one of the page that fills batches up. */
+/* Entries of a batch's page table: those of each sequence, and one for the page of the padding. */
 static int64_t mt_page_entries(const mt_model_plan *plan) {
     return plan->page_rows > 0 ? plan->cache_sequences * mt_divide_up(plan->max_position, plan->page_rows) + 1 : 0;
 }
@@ -8303,7 +8299,7 @@ static mt_pass mt_load_batch(mt_model *m, mt_micro_batch *mb, const mt_batch *wh
     mt_batch_block block = mt_batch_block_open(m, mb, batch, !m->staged);
     size_t T = (size_t)batch->num_tokens, parts = m->tp.sequence_parallel ? (size_t)m->grid->tensor.size : 1;
     mb->rows = (int64_t)(T / parts), mb->unpadded = 0;
-    MT_CHECK(T % parts == 0);
+    MT_CHECK(T % parts == 0 && !(training && m->tp.adapters_off));
     for (int64_t t = 0; t < whole->num_tokens; t++) mb->unpadded += !mt_is_padding(whole->token_index, t);
     memcpy(block.labels, batch->labels, T * 4);
     memcpy(block.loss_mask, batch->loss_mask, T * 4);
@@ -8572,95 +8568,24 @@ int64_t mt_pipeline_layout_count(const char *letters) {
     return count;
 }
 
-/* Layers from the letters of the layout: one E at the start, one L at the end, the MTP modules right before L. */
-static int mt_pipeline_layout_read(mt_stage *stages, const mt_options *o, mt_error *error) {
-    const char *letters = o->pipeline_letters;
-    MT_CHECK(mt_pipeline_layout_count(letters) <=
-             o->pipeline_model_parallel_size * o->num_virtual_stages_per_pipeline_rank);
-    int64_t layers = 0, stage = 0;
-    const char *last = letters + strlen(letters) - (*letters != 0), *mtp = last;
-    bool good = *letters == 'E' && *last == 'L';
-    while (mtp > letters && mtp[-1] == 'm') mtp--;
-    int64_t modules = last - mtp;
-    for (const char *at = letters; at < mtp; at++)
-        if (*at == 'm') modules = -1; // a module before other letters
-    for (const char *at = letters; *at; at++) {
-        if ((*at == 'E' && at != letters) || (*at == 'L' && at != last)) good = false;
-        if (*at == 't') stages[stage].num_layers++, layers++;
-        stage += *at == '|';
-    }
-    if (!good)
-        return mt_error_set(error,
-                            "--pipeline-model-parallel-layout '%.200s' must begin with E and end with L, once each",
-                            o->pipeline_model_parallel_layout);
-    if (modules != o->mtp_num_layers)
-        return mt_error_set(error,
-                            "--pipeline-model-parallel-layout '%.200s' must have --mtp-num-layers %lld times m, right "
-                            "before L and in its stage",
-                            o->pipeline_model_parallel_layout, (long long)o->mtp_num_layers);
-    if (layers != o->num_layers)
-        return mt_error_set(error,
-                            "--pipeline-model-parallel-layout '%.200s' has %lld layers, but --num-layers is %lld",
-                            o->pipeline_model_parallel_layout, (long long)layers, (long long)o->num_layers);
-    return 0;
-}
-
-/* Layers per stage if `ranks` ranks have equal shares of `layers`; `what` names the layers in the error. */
-static int64_t mt_pipeline_layout_share(const mt_options *o, const char *what, int64_t layers, int64_t ranks,
-                                        mt_error *error) {
-    int64_t vp = o->num_virtual_stages_per_pipeline_rank;
-    if (layers >= 0 && layers % (ranks * vp) == 0) return layers / (ranks * vp);
-    return mt_error_set(error,
-                        "%s, %lld, must be a multiple of %lld pipeline ranks times %lld virtual stages: change "
-                        "--num-layers, --pipeline-model-parallel-size or --num-virtual-stages-per-pipeline-rank",
-                        what, (long long)layers, (long long)ranks, (long long)vp);
-}
-
-/* Numbers of layers for the first and the last rank; the other ranks share the rest equally. */
-static int mt_pipeline_layout_uneven(mt_stage *stages, const mt_options *o, mt_error *error) {
-    int64_t pp = o->pipeline_model_parallel_size, vp = o->num_virtual_stages_per_pipeline_rank;
-    int64_t first = o->decoder_first_pipeline_num_layers, last = o->decoder_last_pipeline_num_layers;
-    int64_t middle = pp - (first > 0) - (last > 0), rest = o->num_layers - first - last, share[3] = {0};
-    if (rest < 0 || (middle == 0 && rest > 0))
-        return mt_error_set(error,
-                            "--decoder-first-pipeline-num-layers and --decoder-last-pipeline-num-layers, %lld "
-                            "together, do not fit --num-layers %lld on %lld ranks",
-                            (long long)(first + last), (long long)o->num_layers, (long long)pp);
-    share[0] = mt_pipeline_layout_share(o, "--decoder-first-pipeline-num-layers", first, 1, error);
-    if (share[0] < 0) return -1;
-    share[2] = mt_pipeline_layout_share(o, "--decoder-last-pipeline-num-layers", last, 1, error);
-    if (share[2] < 0) return -1;
-    if (middle > 0) share[1] = mt_pipeline_layout_share(o, "the layers of the other ranks", rest, middle, error);
-    if (share[1] < 0) return -1;
-    for (int64_t i = 0; i < pp * vp; i++) {
-        bool is_first = i % pp == 0 && first > 0, is_last = i % pp == pp - 1 && last > 0;
-        stages[i].num_layers = share[is_first ? 0 : is_last ? 2 : 1];
-    }
-    return 0;
-}
-
-int mt_pipeline_layout_build(mt_stage *stages, const mt_options *o, mt_error *error) {
-    int64_t count = o->pipeline_model_parallel_size * o->num_virtual_stages_per_pipeline_rank, layer = 0;
+void mt_pipeline_layout_build(mt_stage *stages, const mt_options *o) {
+    int64_t pp = o->pipeline_model_parallel_size, vp = o->num_virtual_stages_per_pipeline_rank, count = pp * vp;
+    int64_t first = o->decoder_first_pipeline_num_layers, last = o->decoder_last_pipeline_num_layers, layer = 0, at = 0;
     bool embedding = o->account_for_embedding_in_pipeline_split, loss = o->account_for_loss_in_pipeline_split;
+    int64_t rest = o->num_layers + embedding + loss - first - last, others = pp - (first > 0) - (last > 0);
+    const char *letters = o->pipeline_letters;
     memset(stages, 0, (size_t)count * sizeof *stages);
-    if (o->pipeline_letters) {
-        if (mt_pipeline_layout_read(stages, o, error)) return -1;
-    } else if (o->decoder_first_pipeline_num_layers > 0 || o->decoder_last_pipeline_num_layers > 0) {
-        if (mt_pipeline_layout_uneven(stages, o, error)) return -1;
-    } else {
-        const char *what =
-            embedding || loss ? "--num-layers plus the layers that --account-for-* adds" : "--num-layers";
-        int64_t share =
-            mt_pipeline_layout_share(o, what, o->num_layers + embedding + loss, o->pipeline_model_parallel_size, error);
-        if (share < 0) return -1;
-        for (int64_t i = 0; i < count; i++) stages[i].num_layers = share;
-        stages[0].num_layers -= embedding;
-        stages[count - 1].num_layers -= loss;
+    MT_CHECK(!letters || mt_pipeline_layout_count(letters) <= count);
+    for (; letters && *letters; at += *letters++ == '|') stages[at].num_layers += *letters == 't';
+    for (int64_t i = 0; i < count && !o->pipeline_letters; i++) {
+        bool is_first = i % pp == 0 && first > 0, is_last = i % pp == pp - 1 && last > 0;
+        stages[i].num_layers = is_first ? first / vp : is_last ? last / vp : rest / (others * vp);
     }
+    stages[0].num_layers -= embedding, stages[count - 1].num_layers -= loss;
     stages[0].embedding = stages[count - 1].loss = true;
     stages[count - 1].num_mtp = o->mtp_num_layers;
     for (int64_t i = 0; i < count; layer += stages[i++].num_layers) stages[i].first_layer = layer;
-    return 0;
+    MT_CHECK(layer == o->num_layers);
 }
 
 mt_schedule mt_schedule_of(const mt_options *o, int64_t micro_batches) {
@@ -8752,6 +8677,15 @@ static mt_weight *mt_param_weight(mt_model *m, const mt_param *param) {
 static bool mt_param_takes_fp8(const mt_param *param) {
     return param->can_adapt && !param->continues;
 }
+
+/* fp8 of this rank's layers. Delayed scaling has one scale for every operand of every linear. */
+typedef struct mt_fp8_model {
+    mt_fp8 recipe;
+    mt_fp8_linear *linears; // [num_linears]
+    mt_fp8_key *keys;       // [num_linears]
+    int64_t num_linears, history_length;
+    float *scale, *history, *largest; // of mt_fp8_scale_args, for all operands: delayed scaling
+} mt_fp8_model;
 
 /* The fp8 linear that begins with this parameter, or NULL. */
 static const mt_linear *mt_param_fp8_linear(mt_model *m, const mt_param *param) {
@@ -9125,7 +9059,7 @@ void mt_bucket_gradients_acquire(mt_model *m, int64_t bucket) {
     if (!progress->has_gradients || mt_bucket_buffers_gradients(b)) mt_bucket_zero_gradients(m, b);
 }
 
-/* Adds x[n] to gradients of earlier micro-batches, or replaces what is left there from the last step. */
+/* Adds x[n] to the gradients of earlier micro-batches, or overwrites those of the last step. */
 static void mt_gradients_add(mt_model *m, const mt_bucket *b, void *sum, const float *x, int64_t n, bool adds,
                              mt_stream *stream) {
     if (adds)
@@ -9653,7 +9587,7 @@ static void mt_host_optimizer_finish(mt_model *m) {
     mt_wait_stream(m, m->stream, h->out);
 }
 
-/* AdamW where states have scales: one parameter at a time. */
+/* AdamW for types of state with a scale per parameter: one parameter at a time. */
 static void mt_optimizer_step_scaled(mt_model *m, mt_adamw *adamw, float weight_decay) {
     int64_t bytes = m->num_params * (int64_t)sizeof *m->state_amax, begin, end;
     float(*amax)[3] = m->state_amax, (*new_amax)[3] = amax + m->num_params;
@@ -9741,7 +9675,7 @@ typedef struct mt_trainer {
     mt_pending_step pending[2];
     mt_step_result *results;              // [2] in host memory
     double unread_tokens, unread_seconds; // of the steps since metrics were last read
-    double data_seconds;                  // time of this step in which it waited for samples
+    double data_seconds;                  // of this step: the host waited for samples
 } mt_trainer;
 
 /* ---- counts and metrics of the experts */
@@ -9868,7 +9802,7 @@ typedef struct mt_source {
     bool training; // a training step; false: an evaluation
 } mt_source;
 
-/* Pads a batch for its ranks; what has no room, or is for no number of ranks, is left to mt_batch_check. */
+/* Pads a batch for its ranks; mt_batch_check refuses a batch without room or with an impossible number of ranks. */
 static void mt_batch_pad_for_ranks(const mt_model *m, mt_batch *batch) {
     mt_error error;
     if (mt_batch_check_ranks(m, batch, &error) != 0) return;
@@ -10294,12 +10228,6 @@ int mt_score_tokens(mt_model *m, int64_t micro_batches, mt_batch_source *source,
 /* Embedding, layers and output: memory planned once, then forward, backward and decoding. Invariants: after
  * mt_model_create only graphs and the rows of experts allocate memory; the same code plans memory, in a counting arena,
  * and assigns it. */
-
-/* CUDA graph of a decode step for one number of sequences; captured in the second such step. */
-typedef struct mt_decode_graph {
-    bool has_run;
-    mt_graph *graph;
-} mt_decode_graph;
 
 /* ==== §15a memory ================================================================================================= */
 
@@ -10729,13 +10657,10 @@ static void mt_model_shape(mt_model *m, const mt_options *o) {
 }
 
 /* The chunks of this pipeline rank and their layers. */
-static int mt_model_stages(mt_model *m, const mt_options *o, mt_error *error) {
+static void mt_model_stages(mt_model *m, const mt_options *o) {
     int64_t pp = m->grid->pipeline.size, vp = o->num_virtual_stages_per_pipeline_rank, rank = m->grid->pipeline.rank;
     mt_stage *all = mt_malloc(pp * vp * (int64_t)sizeof *all);
-    if (mt_pipeline_layout_build(all, o, error) != 0) {
-        free(all);
-        return -1;
-    }
+    mt_pipeline_layout_build(all, o);
     m->num_chunks = vp, m->num_contexts = m->grid->context.size > 1;
     for (int size = m->grid->context.size; o->dynamic_context_parallel && size > 1; size /= 2) m->num_contexts++;
     m->stages = mt_model_calloc(m, vp * (int64_t)sizeof *all), m->first_local = mt_model_calloc(m, (vp + 1) * 8);
@@ -10757,7 +10682,6 @@ static int mt_model_stages(mt_model *m, const mt_options *o, mt_error *error) {
             w->F = mt_layer_has_experts(o, w->number) ? o->moe_shared_expert_intermediate_size : o->ffn_hidden_size;
             w->F /= m->grid->tensor.size, w->expert_bucket = -1, m->F = mt_max(m->F, w->F);
         }
-    return 0;
 }
 
 _Static_assert(offsetof(mt_linear, weight) == 0 && offsetof(mt_adapter, a) == 0,
@@ -11037,6 +10961,12 @@ static int mt_model_allocate(mt_model *m, mt_error *error) {
     return 0;
 }
 
+/* CUDA graph of a decode step for one number of sequences; captured in the second such step. */
+typedef struct mt_decode_graph {
+    bool has_run;
+    mt_graph *graph;
+} mt_decode_graph;
+
 /* The next decode steps capture graphs again. */
 static void mt_decode_graphs_destroy(mt_model *m) {
     for (int64_t i = 0; m->decode_graphs && i <= m->plan.max_logits; i++) {
@@ -11182,7 +11112,7 @@ static int mt_model_partition(mt_model *m, mt_error *error) {
     m->links = mt_model_calloc(m, MT_NUM_LINKS * (int64_t)sizeof *m->links);
     m->trainer = mt_model_calloc(m, (int64_t)sizeof *m->trainer);
     mt_model_shape(m, o);
-    if (mt_model_stages(m, o, error) != 0) return -1;
+    mt_model_stages(m, o);
     mt_partition partition = {m->stages,         m->num_chunks,     grid->tensor.size,        grid->tensor.rank,
                               grid->expert.size, grid->expert.rank, grid->expert_tensor.size, grid->expert_tensor.rank};
     m->num_params = mt_params_build(&m->params, o, &partition);
@@ -11422,6 +11352,10 @@ void mt_model_forward(mt_model *m, const mt_batch *batch, bool training) {
     }
 }
 
+void mt_model_use_adapters(mt_model *m, bool used) {
+    m->tp.adapters_off = !used;
+}
+
 void mt_model_replay(mt_model *m) {
     mt_pass p = m->last_forward;
     MT_CHECK(m->plan.train && m->grid->pipeline.size == 1);
@@ -11548,7 +11482,7 @@ static void mt_decode_enqueue(mt_model *m, const mt_batch *batch, const int32_t 
                               int64_t num_rows) {
     int64_t T = batch->num_tokens;
     mt_decode_prepare(m, batch, cache_rows, rows, num_rows);
-    bool is_step = m->ops->graph_begin && mt_decode_is_step(m, batch, num_rows);
+    bool is_step = m->ops->graph_begin && !m->tp.adapters_off && mt_decode_is_step(m, batch, num_rows);
     mt_decode_graph *step = is_step ? &m->decode_graphs[T] : NULL;
     if (!is_step || !step->has_run) {
         mt_decode_pass(m, num_rows);
@@ -11862,7 +11796,7 @@ void mt_plan_generation(mt_model_plan *plan, int64_t count, int64_t max_tokens, 
     plan->max_position = mt_max(plan->max_position, max_tokens), plan->cache_sequences = count;
     int64_t most = mt_divide_up(plan->max_position, plan->page_rows), pages = count * most;
     if (cache_tokens > 0) pages = mt_max(most, mt_min(mt_divide_up(cache_tokens, plan->page_rows), pages));
-    plan->cache_rows = (pages + 1) * plan->page_rows; // the last page takes tokens that fill a batch up
+    plan->cache_rows = (pages + 1) * plan->page_rows; // the last page takes the padding of batches
     plan->max_tokens = mt_max(plan->max_tokens, count), plan->max_logits = mt_max(plan->max_logits, count);
 }
 
@@ -11937,7 +11871,7 @@ static int mt_generator_forward(mt_generator *g, mt_sequence *sequences, mt_erro
     mt_batcher *b = g->batcher;
     int status = 0;
     int64_t rows = b->num_logits;
-    mt_batcher_pad(b, 1); // if only other replicas have tokens, or logits, for which the head's weights are gathered
+    mt_batcher_pad(b, 1); // other replicas may have tokens or logits; the head's weights are gathered on all
     if (rows == 0 && g->together) b->logit_rows[0] = 0, rows = 1;
     for (int64_t i = 0; i < b->num_copies; i++) mt_model_cache_copy(g->model, &b->copies[i]);
     mt_generator_sample(g, sequences, rows);

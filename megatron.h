@@ -594,7 +594,7 @@ typedef struct mt_options {
     int64_t inference_max_requests, inference_dynamic_batching_block_size, kv_cache_tokens;
     mt_strings stop;
     uint64_t given[36];     // a bit per byte above: the user gave the option of the field that begins there (MT_GIVEN)
-    mt_strings typed_names; // pairs: an option, and the other name by which the user gave it, for messages
+    mt_strings typed_names; // pairs for messages: an option, and the other name that the user typed
     mt_strings sharded_names; // that mt_options_finish accepts only if data-parallel ranks shard
     mt_strings config_keys;   // of --role: line, key, option, why it has no effect; for --print-config
     int64_t config_devices;   // ranks that the file of --role names; 0: none
@@ -604,7 +604,7 @@ typedef struct mt_options {
     int64_t padded_vocab_size;
     int64_t moe_router_group_best; // best scores of a group of experts whose sum ranks the group; 2 for deepseek_v3
     char *moe_layers;          // [num_layers] letters, '1' for a layer with experts and '0' for one without; NULL: none
-    char *pipeline_letters;    // the layout with its repeats written out: E, t, m, L and |; NULL: no layout
+    char *pipeline_letters;    // the stages: E embedding, t layer, m MTP module, L loss, | between stages; NULL: none
     int64_t num_iterations;    // steps of the run, from train_iters or train_samples
     int64_t mtp_layers_stored; // MTP modules that the folder to load may hold, in use or not
     bool attention_output_bias, mlp_bias; // biases of o_proj (c_proj) and of the MLP
@@ -643,7 +643,7 @@ typedef struct mt_durations {
 } mt_durations;
 mt_durations mt_options_durations(const mt_options *options);
 
-/* YaRN's g(m), from which the scale of attention follows (Peng et al., "YaRN"; DeepSeek's two factors). */
+/* YaRN's g(m), which determines the scale of attention (Peng et al., "YaRN"; DeepSeek's two factors). */
 double mt_yarn_mscale(double factor, double mscale);
 
 /* Layers with experts. */
@@ -655,7 +655,7 @@ bool mt_layer_has_experts(const mt_options *options, int64_t layer);
 /* ==== §3 kernels ====================================================================================================
  *
  * A backend implements the operations below. The CPU's, in plain C, defines each result; the GPU's is in cuda/. Each
- * family of operations is a list of rows, from which everything that exists once per operation is generated: the type
+ * family of operations is a list of rows. The list generates everything that exists once per operation: the type
  * mt_NAME_fn, the entry of the table mt_ops, a backend's prototypes, and the timed copies of data/profile.c. A row has
  * one of two forms:
  *
@@ -715,7 +715,7 @@ typedef void mt_host_function(void *context);
     /* NULL on the CPU. */                                                                                             \
     OP(event_create, mt_event *, void)                                                                                 \
     OP(event_destroy, void, mt_event *event)                                                                           \
-    /* Marks the point at which all work that `stream` holds now is done. */                                           \
+    /* Marks the end of all work that `stream` holds now. */                                                           \
     OP(event_record, void, mt_event *event, mt_stream *stream)                                                         \
     /* The host waits for the point recorded last; returns at once if none was. Any thread may call it. */             \
     OP(event_synchronize, void, mt_event *event)
@@ -1311,11 +1311,13 @@ typedef struct mt_sampling {
     double temperature, top_p, min_p, repetition_penalty;
     int64_t top_k;
     uint64_t seed;
-    bool logprobs; // compute mt_sampled.logp
+    bool logprobs;    // compute mt_sampled.logp
+    float logp_scale; // of the logits in it: 1 / temperature where training scales them so; 0: 1
 } mt_sampling;
 
-/* A sampled token. Training needs `logp`, the model's own log-probability: log softmax(logits)[token]. sampled_logp is
- * that of the distribution of the draw: after repetition penalty, temperature, top-k, top-p and min-p. */
+/* A sampled token. Training needs `logp`, the model's own log-probability: log softmax(logp_scale logits)[token].
+ * sampled_logp is that of the distribution of the draw: after repetition penalty, temperature, top-k, top-p and min-p.
+ */
 typedef struct mt_sampled {
     int32_t token;      // -1: a logit is not a number, or the largest is not finite
     float logp;         // 0 without mt_sampling.logprobs
@@ -1600,7 +1602,7 @@ typedef struct mt_qk_args {
     OP(residual_norm_forward, mt_work_bytes(4 * a->T * a->C, dtype), (a, dtype, stream), const mt_norm_args *a,        \
        mt_dtype dtype, mt_stream *stream)
 
-/* ---- the lists together, and what is generated from them */
+/* ---- the lists together, and the types that they generate */
 
 /* Rows (name, result, parameters...) that a backend must have. */
 #define MT_UNTIMED_OPERATIONS(OP)                                                                                      \
@@ -1875,6 +1877,7 @@ typedef struct mt_tensor_parallel {
     void *adapter_rows;         // [2, T, widest R]
     void *adapter_x;            // [T, widest K]: with dropout
     const int64_t *token_index; // [T] for dropout
+    bool adapters_off;          // forward: y of the base; see mt_model_use_adapters
 } mt_tensor_parallel;
 
 /* The four regions (Shoeybi et al., "Megatron-LM"; Korthikanti et al., "Reducing activation recomputation in large
@@ -1983,7 +1986,7 @@ typedef struct mt_linear_io {
     int64_t num_rows;
     void *adapter_rows;                  // scratch [2, num_rows, R] of their adapters
     int64_t first_row;                   // set by products on some of the T rows: the first of them
-    bool omits_bias;                     // forward: y is a partial sum to which another rank adds the bias
+    bool omits_bias;                     // forward: y is a partial sum; another rank adds the bias
     mt_fp8_matrix dy_fp8, dy_transposed; // set by the backward of a linear with fp8
 } mt_linear_io;
 
@@ -2026,7 +2029,7 @@ typedef struct mt_loss_tokens {
     double *dlogp, *dentropy, *dvalues; // [T] += derivatives of sums->loss; NULL where not wanted
 } mt_loss_tokens;
 
-/* Sums over sequences, to which a loss adds: the loss of a step is loss / count, however its sequences are spread over
+/* Sums over sequences; a loss adds to them. The loss of a step is loss / count, however its sequences are spread over
  * micro-batches and ranks. Metrics are sums too; each loss names their divisors. */
 enum { MT_MAX_LOSS_METRICS = 8 };
 typedef struct mt_loss_sums {
@@ -2299,7 +2302,7 @@ typedef struct mt_bucket {
     int64_t decay_count; // the leading elements with weight decay
     int64_t shard_first, shard_count;
     void *params;        // [count] bf16 or fp32; NULL while this rank has the shard only
-    float *grads;        // [count] fp32, to which products add; NULL while only main_grads or the shard exist
+    float *grads;        // [count] fp32; products add to them; NULL while only main_grads or the shard exist
     void *main_grads;    // [count] summed over micro-batches: grads itself if fp32; NULL with a shard only
     void *param_shard;   // [shard_count], inside params where those always exist
     void *grad_shard;    // [shard_count], inside main_grads where those exist; the sum over ranks
@@ -2468,7 +2471,7 @@ void mt_context_attention_backward(mt_context *context, const mt_attention *a, m
 
 typedef struct mt_model mt_model;
 
-/* A loss maps numbers of each token to a scalar and to the coefficients of d logp and d entropy, from which
+/* A loss maps numbers of each token to a scalar and to the coefficients of d logp and d entropy. With these
  * cross_entropy_backward computes the gradient of the logits. */
 typedef struct mt_loss_args {
     const mt_cross_entropy_args *tokens; // T, logp, lse, and entropy for a loss that uses it, are read
@@ -2507,7 +2510,7 @@ extern const mt_loss mt_policy; // mt_policy_config; with a KL coefficient add M
 extern const mt_loss mt_value;  // mt_value_config
 extern const mt_loss mt_distillation; // mt_distillation_config, also to be set as `distillation`
 
-/* The sizes from which a model's memory is planned, and its loss. */
+/* The sizes that determine a model's memory, and its loss. */
 typedef struct mt_model_plan {
     int64_t max_tokens;      // tokens of the largest micro-batch or prefill
     int64_t max_logits;      // rows of logits held at once
@@ -2595,6 +2598,10 @@ int mt_batch_check(const mt_model *model, const mt_batch *batch, mt_error *error
  * of a pipeline calls it, and none with `training`: mt_train_step runs the schedule. */
 void mt_model_forward(mt_model *model, const mt_batch *batch, bool training);
 
+/* Switches the adapters of a model off (`used` false) or on again: the forwards between, which do not train, are those
+ * of its base and leave no trace. Decoding does so without a graph. */
+void mt_model_use_adapters(mt_model *model, bool used);
+
 /* Repeats the last forward of a model on one pipeline rank, between that forward and its backward: writes the same
  * activations and changes nothing else. No loss, load, auxiliary loss or gradient counts twice. Recomputation replays
  * layers in this way. */
@@ -2674,11 +2681,10 @@ typedef struct mt_schedule {
  * gradients `rank` micro-batches late, where they fill idle time. Forward-only: evaluation. */
 int64_t mt_schedule_actions(mt_action *actions, const mt_schedule *schedule, int64_t rank);
 
-/* Fills stages[chunk * pp + rank] from checked options: equal stages; first and last stages of other sizes; equal
- * stages with the embedding and the loss counted as layers; or the stages of --pipeline-model-parallel-layout, in
- * Megatron's letters: E embedding, t layer, m MTP module, L loss, | between stages, x*n and (xyz)*n repeat. Errors: a
- * number of layers that does not divide, a layout that contradicts the options. */
-int mt_pipeline_layout_build(mt_stage *stages, const mt_options *options, mt_error *error);
+/* Fills stages[chunk * pp + rank] from finished options, whose layers data/option_rules.c has checked: equal stages;
+ * first and last stages of other sizes; equal stages with the embedding and the loss counted as layers; or the stages
+ * of pipeline_letters. */
+void mt_pipeline_layout_build(mt_stage *stages, const mt_options *options);
 
 /* Number of virtual stages in the letters of a layout. */
 int64_t mt_pipeline_layout_count(const char *letters);
@@ -2772,7 +2778,7 @@ typedef struct mt_metrics {
     double tokens;       // tokens in the step, masked or not
     double seconds;      // time for these tokens, at the mean rate of all steps since metrics were last read
     int64_t skipped;     // steps of this run without an update, up to and including this one
-    double data_seconds; // time in which this rank waited for the samples of this step
+    double data_seconds; // this rank waited for the samples of this step
     /* 0 without experts */
     double load_balancing_loss, z_loss; // times their coefficients; means over tokens and over layers with experts
     double imbalance, worst_imbalance;  // greatest load of an expert / mean load: mean and maximum over layers
@@ -2830,15 +2836,15 @@ int mt_train_step(mt_model *model, mt_run_state *state, int64_t micro_batches, m
 /* Waits for the enqueued steps and checks them. Call it before their result is saved, evaluated or timed. */
 int mt_train_finish(mt_model *model, mt_error *error);
 
-/* The iteration of the bad step for which the next mt_train_step returns MT_REWIND; 0: none. While it is not 0, the
- * model must not be saved or evaluated. The same on every rank. */
+/* The iteration of a bad step that the next mt_train_step answers with MT_REWIND; 0: none. While it is not 0, the model
+ * must not be saved or evaluated. The same on every rank. */
 int64_t mt_train_bad_iteration(const mt_model *model);
 
 /* Ends MT_REWIND, after parameters, optimizer and state were restored. */
 void mt_train_rewound(mt_model *model);
 
-/* The running average of the loss with which options->check_for_spiky_loss compares. A checkpoint has it, so that
- * spikes are found after a restart or a rewind too. Both functions wait for the device. */
+/* The running average of the loss; options->check_for_spiky_loss compares each loss with it. A checkpoint has it, so
+ * that spikes are found after a restart or a rewind too. Both functions wait for the device. */
 typedef struct mt_loss_average {
     double mean;
     int64_t steps; // good steps that it averages

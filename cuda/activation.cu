@@ -576,8 +576,7 @@ __global__ void __launch_bounds__(256, 4)
     mt_store(to + c, sums);
 }
 
-/* For a key that spans several pieces, the blocks of the piece in which it begins add the partial sums of all its
- * pieces, in order. */
+/* A key may span several pieces: the blocks of its first piece add the partial sums of all its pieces, in order. */
 template <int N>
 __global__ void __launch_bounds__(256, 4)
     embedding_add_pieces(float *dw, const float *partial, const uint32_t *keys, uint32_t num_tokens, uint32_t count,

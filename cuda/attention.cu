@@ -52,10 +52,9 @@ __device__ static float dropout_factor(const mt_attention &shape, int64_t head, 
     return (double)word >= shape.dropout.p * 4294967296.0 ? (float)(1 / (1 - shape.dropout.p)) : 0;
 }
 
-template <class E>
-__global__ void naive_forward(E *out, float *lse, const E *q, const E *k, const E *v, const mt_span *spans,
-                              mt_attention shape) {
-    const mt_span span = spans[blockIdx.x];
+template <class E> __global__ void naive_forward(mt_attention shape) {
+    const E *q = (const E *)shape.q, *k = (const E *)shape.k, *v = (const E *)shape.v;
+    const mt_span span = shape.spans.device[blockIdx.x];
     int lane = threadIdx.x;
     int64_t head = blockIdx.y, group = head / (shape.num_heads / shape.num_groups);
     for (int64_t i = blockIdx.z * WARPS + threadIdx.y; i < span.q_len; i += gridDim.z * WARPS) {
@@ -78,12 +77,12 @@ __global__ void naive_forward(E *out, float *lse, const E *q, const E *k, const 
         }
 #pragma unroll
         for (int c = 0; c < CHANNELS; c++) sum[c] = total > 0 ? sum[c] / total : 0;
-        store_head(out + query * shape.out_stride + head * shape.value_size, sum, shape.value_size, lane);
-        if (lane == 0) lse[query * shape.num_heads + head] = total > 0 ? largest + logf(total) : -INFINITY;
+        store_head((E *)shape.out + query * shape.out_stride + head * shape.value_size, sum, shape.value_size, lane);
+        if (lane == 0) shape.lse[query * shape.num_heads + head] = total > 0 ? largest + logf(total) : -INFINITY;
     }
 }
 
-/* The values of a pair of query and key from which all gradients are computed. */
+/* The values of a pair of query and key; all gradients are computed from them. */
 struct pair {
     float weight;     // the probability, after dropout
     float score_grad; // the gradient of the scaled score
@@ -97,10 +96,9 @@ __device__ static pair revisit(const float q[CHANNELS], const float k[CHANNELS],
 }
 
 /* row_dot = sum(out dout) and dq, for every query. */
-template <class E>
-__global__ void naive_backward_q(E *dq, float *row_dot, const E *dout, const E *q, const E *k, const E *v, const E *out,
-                                 const float *lse, const mt_span *spans, mt_attention shape) {
-    const mt_span span = spans[blockIdx.x];
+template <class E> __global__ void naive_backward_q(mt_attention shape) {
+    const E *q = (const E *)shape.q, *k = (const E *)shape.k, *v = (const E *)shape.v;
+    const mt_span span = shape.spans.device[blockIdx.x];
     int lane = threadIdx.x;
     int64_t head = blockIdx.y, group = head / (shape.num_heads / shape.num_groups);
     for (int64_t i = blockIdx.z * WARPS + threadIdx.y; i < span.q_len; i += gridDim.z * WARPS) {
@@ -108,35 +106,34 @@ __global__ void naive_backward_q(E *dq, float *row_dot, const E *dout, const E *
         int64_t out_at = query * shape.out_stride + head * shape.value_size;
         float q_row[CHANNELS], dout_row[CHANNELS], other[CHANNELS], value[CHANNELS], sum[CHANNELS] = {0};
         load_head(q_row, q + query * shape.q_stride + head * shape.head_size, shape.head_size, lane);
-        load_head(dout_row, dout + out_at, shape.value_size, lane);
-        load_head(other, out + out_at, shape.value_size, lane);
+        load_head(dout_row, (const E *)shape.dout + out_at, shape.value_size, lane);
+        load_head(other, (const E *)shape.out + out_at, shape.value_size, lane);
         float out_dot = dot(other, dout_row);
-        if (lane == 0) row_dot[row] = out_dot;
+        if (lane == 0) shape.row_dot[row] = out_dot;
         key_range keys = visible_keys(span, i, shape.window);
         for (int64_t j = keys.first; j < keys.end; j++) {
             int64_t key = span.k_start + j;
             load_head(other, k + key * shape.k_stride + group * shape.head_size, shape.head_size, lane);
             load_head(value, v + key * shape.v_stride + group * shape.value_size, shape.value_size, lane);
-            pair p = revisit(q_row, other, value, dout_row, lse[row], out_dot, shape, head, query, key);
+            pair p = revisit(q_row, other, value, dout_row, shape.lse[row], out_dot, shape, head, query, key);
 #pragma unroll
             for (int c = 0; c < CHANNELS; c++) sum[c] += shape.scale * p.score_grad * other[c];
         }
-        store_head(dq + query * shape.q_stride + head * shape.head_size, sum, shape.head_size, lane);
+        store_head((E *)shape.dq + query * shape.q_stride + head * shape.head_size, sum, shape.head_size, lane);
     }
 }
 
 /* Adds to dk and dv of every key of spans [first, first + gridDim.x) the parts of all queries that attend to it. */
-template <class E>
-__global__ void naive_backward_kv(E *dk, E *dv, const float *row_dot, const E *dout, const E *q, const E *k, const E *v,
-                                  const float *lse, const mt_span *spans, int64_t first, mt_attention shape) {
-    const mt_span span = spans[first + blockIdx.x];
+template <class E> __global__ void naive_backward_kv(int64_t first, mt_attention shape) {
+    const E *q = (const E *)shape.q, *k = (const E *)shape.k, *v = (const E *)shape.v, *dout = (const E *)shape.dout;
+    const mt_span span = shape.spans.device[first + blockIdx.x];
     int lane = threadIdx.x;
     int64_t group = blockIdx.y, heads = shape.num_heads / shape.num_groups;
     for (int64_t j = blockIdx.z * WARPS + threadIdx.y; j < span.k_len; j += gridDim.z * WARPS) {
         int64_t key = span.k_start + j;
         float k_row[CHANNELS], v_row[CHANNELS], q_row[CHANNELS], dout_row[CHANNELS], dk_row[CHANNELS], dv_row[CHANNELS];
-        E *dk_at = dk + key * shape.k_stride + group * shape.head_size;
-        E *dv_at = dv + key * shape.v_stride + group * shape.value_size;
+        E *dk_at = (E *)shape.dk + key * shape.k_stride + group * shape.head_size;
+        E *dv_at = (E *)shape.dv + key * shape.v_stride + group * shape.value_size;
         load_head(k_row, k + key * shape.k_stride + group * shape.head_size, shape.head_size, lane);
         load_head(v_row, v + key * shape.v_stride + group * shape.value_size, shape.value_size, lane);
         load_head(dk_row, dk_at, shape.head_size, lane);
@@ -149,7 +146,8 @@ __global__ void naive_backward_kv(E *dk, E *dv, const float *row_dot, const E *d
                 int64_t row = query * shape.num_heads + head;
                 load_head(q_row, q + query * shape.q_stride + head * shape.head_size, shape.head_size, lane);
                 load_head(dout_row, dout + query * shape.out_stride + head * shape.value_size, shape.value_size, lane);
-                pair p = revisit(q_row, k_row, v_row, dout_row, lse[row], row_dot[row], shape, head, query, key);
+                pair p =
+                    revisit(q_row, k_row, v_row, dout_row, shape.lse[row], shape.row_dot[row], shape, head, query, key);
 #pragma unroll
                 for (int c = 0; c < CHANNELS; c++) {
                     dk_row[c] += shape.scale * p.score_grad * q_row[c];
@@ -162,7 +160,7 @@ __global__ void naive_backward_kv(E *dk, E *dv, const float *row_dot, const E *d
     }
 }
 
-/* Zeroes the rows to which gradients of keys and values will be added. */
+/* Zeroes the rows of the gradients of keys and values; later kernels add to them. */
 template <class E> __global__ void zero_rows(E *x, const mt_span *spans, int64_t stride, int64_t width) {
     const mt_span span = spans[blockIdx.x];
     for (int64_t j = blockIdx.y; j < span.k_len; j += gridDim.y)
@@ -193,24 +191,20 @@ static dim3 naive_grid(const mt_spans *spans, int64_t count, int64_t heads, bool
 
 template <class E> static void forward(const mt_attention *a, cudaStream_t stream) {
     dim3 grid = naive_grid(&a->spans, a->spans.count, a->num_heads, false), block(32, WARPS);
-    naive_forward<E><<<grid, block, 0, stream>>>((E *)a->out, a->lse, (const E *)a->q, (const E *)a->k, (const E *)a->v,
-                                                 a->spans.device, *a);
+    naive_forward<E><<<grid, block, 0, stream>>>(*a);
     MT_CUDA_LAUNCHED();
 }
 
 template <class E> static void backward(const mt_attention *a, cudaStream_t stream) {
-    const E *dout = (const E *)a->dout, *q = (const E *)a->q, *k = (const E *)a->k, *v = (const E *)a->v;
     const mt_spans *spans = &a->spans;
     dim3 grid = naive_grid(spans, spans->count, a->num_heads, false), block(32, WARPS);
-    naive_backward_q<E><<<grid, block, 0, stream>>>((E *)a->dq, a->row_dot, dout, q, k, v, (const E *)a->out, a->lse,
-                                                    spans->device, *a);
+    naive_backward_q<E><<<grid, block, 0, stream>>>(*a);
     MT_CUDA_LAUNCHED();
     clear_keys<E>(a, stream);
     int64_t together = spans_share_keys(spans) ? 1 : spans->count;
     for (int64_t first = 0; first < spans->count; first += together) {
         dim3 kv_grid = naive_grid(spans, together, a->num_groups, true);
-        naive_backward_kv<E><<<kv_grid, block, 0, stream>>>((E *)a->dk, (E *)a->dv, a->row_dot, dout, q, k, v, a->lse,
-                                                            spans->device, first, *a);
+        naive_backward_kv<E><<<kv_grid, block, 0, stream>>>(first, *a);
         MT_CUDA_LAUNCHED();
     }
 }

@@ -54,8 +54,8 @@ __device__ __forceinline__ bool all_see(const band &b, int i, int queries, int j
     return j + keys <= b.k_len && j + keys - 1 <= i + b.ahead && j >= i + queries - 1 - b.behind;
 }
 
-/* Ranges [first, end): the union of the keys to which queries [i, i + queries) attend, and of the queries that attend
- * to keys [j, j + keys). */
+/* Ranges [first, end): all keys that queries [i, i + queries) attend to; all queries that attend to keys [j, j + keys).
+ */
 struct range {
     int first, end;
 };
@@ -275,8 +275,7 @@ __device__ __forceinline__ void softmax_finish(softmax<TILES> &s, float (&out)[T
         }
 }
 
-/* The statistic from which a query's weights are recomputed, for rows row_of(t, 2 h): lse times log2 e, or +inf if the
- * query has no key. */
+/* For rows row_of(t, 2 h): lse times log2 e, which recomputes a query's weights, or +inf if the query has no key. */
 template <int TILES> struct row_stats { float lse[TILES][2], dot[TILES][2]; };
 
 template <int TILES>
@@ -407,7 +406,7 @@ static inline bool spans_share_keys(const mt_spans *spans) {
     return false;
 }
 
-/* Zeroes dk and dv of all keys of the spans, to which gradients will be added. */
+/* Zeroes dk and dv of all keys of the spans; later kernels add to them. */
 void mt_attention_clear_keys(const mt_attention *a, mt_dtype dtype, mt_stream *stream);
 
 /* Computes dk and dv for all spans at once, or, if spans share keys, one span after another with accumulation. */
@@ -428,8 +427,8 @@ static inline void over_disjoint_keys(const mt_attention *a, mt_stream *stream,
 /* row_dot = sum(out dout) for every query and head; both kernels of a backward need it. */
 void mt_attention_row_dots(const mt_attention *a, mt_stream *stream);
 
-/* True for operands that the flash kernels serve (each for its head sizes): bf16, rows that allow 16-byte loads, no
- * dropout. */
+/* True if the flash kernels take these operands: bf16, rows that allow 16-byte loads, no dropout. Each kernel checks
+ * its head sizes itself. */
 static inline bool flash_serves(const mt_attention *a, mt_dtype dtype) {
     const void *operands[] = {a->out, a->dq, a->dk, a->dv, a->dout, a->q, a->k, a->v};
     for (const void *operand : operands)

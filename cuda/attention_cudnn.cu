@@ -5,8 +5,8 @@
  * for scaled dot-product attention, written with the C interface. Each shape gets one plan, which is kept.
  *
  * A call is served if its spans form a batch: of one length, one distance and one kind. cuDNN stores its log-sum-exp as
- * [B, H, S]; a small kernel transposes it to our [T, H] and back. Its backward sums the gradient of q in fp32 in the
- * order in which its blocks finish, so two runs differ in the last bits. */
+ * [B, H, S]; a small kernel transposes it to our [T, H] and back. Its backward sums the gradient of q in fp32, in
+ * whatever order its blocks finish, so two runs differ in the last bits. */
 #include "attention.cuh"
 
 #include <math.h>

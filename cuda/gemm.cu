@@ -503,10 +503,10 @@ static __global__ void add_bias(float *out, const float *bias, int64_t M, int64_
     if (i < M * N) out[i] += bias[i % N];
 }
 
-/* True if cuBLASLt takes the shape, in which `inner` elements are summed. Its rows are multiples of 16 bytes. With
- * scales per vector, rows of activations come in multiples of 8 (Transformer Engine requires it too). It infers the
- * distance between rows of scales from `inner`. It has no product of two operands in e5m2, and none of two with scales
- * per 128 x 128. */
+/* True if cuBLASLt takes the product; `inner`: the number of summed elements. Its rows are multiples of 16 bytes. With
+ * scales per vector, activations have a multiple of 8 rows (also in Transformer Engine), and the distance between rows
+ * of scales must follow from `inner`. It has no product of two operands in e5m2, or of two with scales per 128 x 128.
+ */
 static bool serves(const mt_fp8_product_args *p, int64_t inner) {
     const uintptr_t addresses = (uintptr_t)p->a.data | (uintptr_t)p->b.data | (uintptr_t)p->out | (uintptr_t)p->bias;
     if (p->offsets || inner == 0 || p->N % MT_CUDA_FP8_MULTIPLE != 0 || addresses % 16 != 0) return false;

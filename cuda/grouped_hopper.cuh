@@ -10,7 +10,7 @@ typedef __nv_bfloat16 bf16;
 
 /* A block has one producer warpgroup and CONSUMERS warpgroups that multiply. ROWS of a tile. */
 enum { WARPGROUP = 128, CONSUMERS = 2, THREADS = WARPGROUP * (1 + CONSUMERS), ROWS = 64 * CONSUMERS };
-/* Bytes of a slab; stages by which the second warpgroup lags; tile rows per raster group. */
+/* Bytes of a slab; lag of the second warpgroup, in stages; tile rows per raster group. */
 enum { SLAB = 16 * 128, SKEW = 2, RASTER_ROWS = 16 };
 enum { MAX_EXPERTS = 512 }; // limited by the prefix sums in shared memory
 

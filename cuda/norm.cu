@@ -17,8 +17,8 @@ __device__ static inline void load_chunk(mt_pack<T, N> (&packs)[K], const T *row
     }
 }
 
-/* The token of a row and the row's first channel; a token has H rows. H is 1 except for heads; that case avoids a
- * division on which every load would depend. */
+/* The token of a row and the row's first channel; a token has H rows, 1 except for norms of heads. H 1 is a case of its
+ * own: it avoids a division before every load. */
 template <bool layernorm> struct row_place {
     int64_t token, column;
     __device__ row_place(unsigned row, unsigned H, int C) : token(row), column(0) {
@@ -465,9 +465,8 @@ static constexpr int wide_block = 512;
 template <class T, int N, int K, bool layernorm>
 __global__ void __launch_bounds__(wide_block) norm_backward_wide(const backward_task<T> task) {
     extern __shared__ uint4 shared_rows[];
-    using ring_type = row_ring<T, N, K, layernorm>;
-    constexpr int stages = ring_type::stages;
-    const ring_type ring(shared_rows);
+    const row_ring<T, N, K, layernorm> ring(shared_rows);
+    constexpr int stages = decltype(ring)::stages;
     const int C = task.C;
     const float inverse_C = __frcp_rn(C);
     mt_pack<float, N> dw[K] = {}, db[layernorm ? K : 1] = {}, n, d, g;

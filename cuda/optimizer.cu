@@ -110,7 +110,7 @@ extern "C" void mt_cuda_accumulate(void *sum, const float *x, int64_t n, mt_dtyp
 
 __global__ void gradient_scale(float *scale, float *norm, const double *sum_of_squares, const double *denominator,
                                float clip) {
-    double tokens = denominator[0] > 0 ? denominator[0] : 1; // a batch in which every token is masked has no gradient
+    double tokens = denominator[0] > 0 ? denominator[0] : 1; // all tokens masked: no gradient
     double size = sqrt(sum_of_squares[0]) / tokens, factor = clip > 0 ? clip / (size + 1e-6) : 1;
     norm[0] = (float)size;
     scale[0] = (float)((factor < 1 ? factor : 1) / tokens);

@@ -31,7 +31,7 @@ struct candidate {
     int column;
 };
 
-/* The element at which a running sum reaches a limit, and the sum before it. index -1: the sum of all is less. */
+/* The first element whose running sum reaches a limit, and the sum before it. index -1: the sum of all is less. */
 struct found {
     int index;
     amount before;
@@ -151,16 +151,16 @@ template <class T, int N> struct sample_row {
         return numbers && isfinite(mine.value) ? mine.column : -1;
     }
 
-    /* log softmax(logits)[token] */
-    __device__ float logp_of(int token) {
+    /* log softmax(scale logits)[token] */
+    __device__ float logp_of(int token, float scale) {
         float sum = 0;
-        each([&](float x, int) { sum += mt_exp(x - best); });
+        each([&](float x, int) { sum += mt_exp(scale * (x - best)); });
         double total = warp_total((double)sum);
         if (threadIdx.x % 32 == 0) sums[threadIdx.x / 32] = total;
         __syncthreads();
         total = 0;
         for (int w = 0; w < sample_warps; w++) total += sums[w];
-        return (float)((double)mt_to_float(logits[token]) - (double)best - log(total));
+        return (float)((double)scale * ((double)mt_to_float(logits[token]) - (double)best) - log(total));
     }
 
     /* The first of n elements at which the running sum of masses (or else of tokens) reaches limit(sum of all).
@@ -233,7 +233,7 @@ template <class T, int N> struct sample_row {
         return {tokens, tokens * mass_of(bucket_value(bucket))};
     }
 
-    /* The first token in the order of logits at which the running sum reaches `limit`, which the sum of all does. */
+    /* The first token, in the order of logits, whose running sum reaches `limit`; the sum of all reaches it. */
     __device__ rank find_rank(bool by_mass, uint64_t limit) {
         amount before = {0, 0};
         auto sum = [&](int first, int last) {
@@ -327,7 +327,8 @@ __global__ void __launch_bounds__(sample_threads, 2) sample(const mt_sample_args
     __syncthreads();
     mt_sampled sampled = {row.find_greatest(), 0, 0};
     if (sampled.token >= 0 && s.temperature > 0) sampled = row.draw(s, a.uniforms[blockIdx.x]);
-    if (sampled.token >= 0 && s.logprobs) sampled.logp = row.logp_of(sampled.token);
+    if (sampled.token >= 0 && s.logprobs)
+        sampled.logp = row.logp_of(sampled.token, s.logp_scale > 0 ? s.logp_scale : 1);
     if (threadIdx.x == 0) a.sampled[blockIdx.x] = sampled;
 }
 

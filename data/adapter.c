@@ -35,7 +35,7 @@ static void mt_module_name(char name[160], const mt_param *param) {
     snprintf(name, 160, "%.*s", (int)(strlen(param->hf_name) - strlen(".weight")), param->hf_name);
 }
 
-/* True if the target is a module's name, or its end behind a dot. */
+/* True if the target is a module's name, or its last words: the part after a dot. */
 static bool mt_target_matches(const char *target, const char *module) {
     size_t length = strlen(target), all = strlen(module);
     if (all < length || strcmp(module + all - length, target) != 0) return false;
@@ -271,7 +271,7 @@ static char *mt_peft_targets(const json_t *modules, const char *path, mt_error *
     return NULL;
 }
 
-/* Checks the numbers of the file, and that its matrices lie as those of the model. */
+/* Checks the numbers of the file, and that its matrices are transposed as the model's. */
 static int mt_peft_check_values(const mt_options *o, const json_t *json, int64_t *rank, const char *path,
                                 mt_error *error) {
     const json_t *alpha = json_object_get(json, "lora_alpha"), *dropout = json_object_get(json, "lora_dropout");

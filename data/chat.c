@@ -452,7 +452,7 @@ static void push(mt_ids *ids, mt_ids *turns, int32_t id, int32_t turn) {
 }
 
 /* Encodes a text between two special tokens as one, as transformers does. Its first `header` bytes do not belong to the
- * response `turn`: neither do the tokens that the header has alone, nor one that crosses its end. */
+ * response `turn`; a token that crosses their end does not either. */
 static int encode_run(mt_chat *chat, slice run, int64_t header, bool first, int32_t turn, mt_ids *ids, mt_ids *turns,
                       mt_error *error) {
     int64_t start = ids->count, own = 0;

@@ -29,8 +29,8 @@ int mt_checkpoint_load(mt_model *model, mt_run_state *state, const char *folder,
 int mt_checkpoint_load_found(mt_model *model, mt_run_state *state, const char *folder, bool own, char **found,
                              mt_error *error);
 
-/* Loads the adapter of a folder of peft, or of the latest checkpoint of a run with adapters, from which training
- * continues as above; NULL: the adapter of a new run. mt_checkpoint_load does this too, with options->load_adapter,
+/* Loads the adapter of a folder of peft, or of the latest checkpoint of a run with adapters; training continues from
+ * that as above. NULL: the adapter of a new run. mt_checkpoint_load does this too, with options->load_adapter,
  * after the base weights of `folder`. `own` as above. Every rank calls it. */
 int mt_checkpoint_load_adapter(mt_model *model, mt_run_state *state, const char *folder, bool own, mt_error *error);
 

@@ -1022,7 +1022,7 @@ static void mt_optimizer_zero(mt_model *m) {
 }
 
 /* Loads the run's state and the optimizer from one iteration's folder, if the run continues from it. `own`: it is this
- * run's checkpoint, to which --finetune and --no-load-optim do not apply. */
+ * run's checkpoint, and --finetune and --no-load-optim do not apply. */
 static int mt_run_load(mt_model *m, mt_run_state *state, const char *folder, bool own, const mt_checksums *sums,
                        bool *damaged, mt_error *error) {
     const mt_options *o = mt_model_options(m);

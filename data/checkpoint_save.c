@@ -1,10 +1,10 @@
 /* checkpoint_save.c: writes checkpoints. The whole model's parameter table gives the file position of every byte before
  * the first one is written, so every rank knows it: rank 0 writes the headers, each rank its own share at computed
- * offsets, and no rank waits for another. Data passes through host memory, from which threads write it: a small ring
- * while training waits, or room for the whole share, so that training continues during the writes and, on a GPU, during
- * the copies. The threads call no MPI; of the device they only wait for the copies. A checkpoint is written into a
- * folder with a temporary name beside its final one, brought to the disk, and renamed. Invariant: nothing half-written
- * ever replaces something whole. */
+ * offsets, and no rank waits for another. Data passes through host memory, and threads write it from there: a small
+ * ring while training waits, or room for the whole share, so that training continues during the writes and, on a GPU,
+ * during the copies. The threads call no MPI; of the device they only wait for the copies. A checkpoint is written into
+ * a folder with a temporary name beside its final one, brought to the disk, and renamed. Invariant: nothing
+ * half-written ever replaces something whole. */
 #include "checkpoint_internal.h"
 
 #include "adapter.h"
@@ -76,8 +76,8 @@ static void mt_saved_add(mt_saved_set *set, const mt_param *rows, int64_t count,
     }
 }
 
-/* The type in which a state is saved: one with scales as the fp32 values, as Transformer Engine saves it, because the
- * scales belong to the parts of this run's ranks. */
+/* The type of a saved state. A type with scales is saved as fp32 values, as by Transformer Engine, because the scales
+ * belong to the parts of this run's ranks. */
 static mt_dtype mt_saved_dtype(const mt_model *m, mt_param_state state) {
     mt_dtype dtype = mt_state_dtype(m, state);
     return mt_state_has_scale(dtype) ? MT_F32 : dtype;
@@ -473,7 +473,7 @@ static int64_t mt_writer_next(mt_writer *w, mt_piece *piece, int *status) {
     return number;
 }
 
-/* A piece is written, or failed. Memory is released in the order in which it was reserved. */
+/* A piece is written, or failed. Memory is released in the order of its reservation. */
 static void mt_writer_release(mt_writer *w, int64_t number, int status, const mt_error *error) {
     pthread_mutex_lock(&w->lock);
     if (status != 0 && w->status == 0) w->status = status, w->error = *error;
@@ -931,7 +931,7 @@ bool mt_checkpoint_continues(const mt_options *o) {
     return continues;
 }
 
-/* The iteration at which a run that loads from its own --save starts; INT64_MAX: after the newest whole checkpoint. */
+/* The first iteration of a run that loads from its own --save; INT64_MAX: after the newest whole checkpoint. */
 static int64_t mt_options_start(const mt_options *o) {
     if (o->finetune) return 0;
     const char *folder = o->lora_rank > 0 ? o->load_adapter : o->load;
@@ -1287,7 +1287,7 @@ int mt_saver_finish(mt_saver *s, mt_error *error) {
     return status;
 }
 
-/* Rank 0 makes the folder in which all ranks write. */
+/* Rank 0 makes the folder; all ranks write into it. */
 static int mt_saver_make_folder(mt_saver *s, mt_error *error) {
     if (mt_saver_world(s)->rank != 0) return 0;
     if (mt_checkpoint_prepare(s->save.model, s->folder, error) != 0) return -1;

@@ -1,7 +1,7 @@
 /* dataset.h: from files of tokens to batches of tokens. Each file calls only those above it in this list:
  *
  *   indexed_dataset.c   Megatron's pair of files: PREFIX.bin holds tokens, PREFIX.idx the position of each sequence
- *   gpt_dataset.c       samples by index, in the order in which Megatron-LM visits them, id for id; blends
+ *   gpt_dataset.c       samples by index, in Megatron-LM's order, id for id; blends
  *   dataset.c           the training, validation and test split of a run; mock data and token files
  *   packing.c           rows of samples of any length (sft.h), and the micro-batches of a step with even work
  *   loader.c            the samples that a data-parallel rank reads next, and the batch that they make

@@ -387,7 +387,7 @@ int mt_file_write(const char *path, const void *data, int64_t bytes, const char 
     return mt_new_file_close(&file, mt_new_file_write(&file, data, bytes, error), error);
 }
 
-/* ---- what ranks must have in common */
+/* ---- contents that must be equal on all ranks */
 
 /* Mixes bytes into a hash, eight at a time: xor, then an odd multiplier (Steele and others, "Fast splittable
  * pseudorandom number generators"). */

@@ -83,7 +83,10 @@ int mt_file_write_error(mt_error *error, const char *path, const char *option);
 /* Brings a file or a folder's entries to the disk. */
 int mt_file_sync(const char *path, const char *option, mt_error *error);
 
-/* A file that takes its place only when it is whole and on the disk. Write to `stream`; stdio remembers its errors. */
+/* A file that takes its place only when it is whole and on the disk. Write to `stream`; stdio remembers its errors.
+ * Checkpoints are written otherwise (checkpoint_save.c): all ranks write their shares of each file at computed offsets,
+ * from several threads and without stdio, while training goes on; and the files take their place together, by one
+ * rename of their folder after the last rank is done. A stream of one process that renames its file can do neither. */
 typedef struct mt_new_file {
     FILE *stream;           // NULL: not open, or sealed
     char *path, *temporary; // temporary NULL: written in place
@@ -109,7 +112,7 @@ int mt_new_file_close(mt_new_file *file, int status, mt_error *error);
  * a folder that the program manages, not for an output that the user named. */
 int mt_file_write(const char *path, const void *data, int64_t bytes, const char *option, mt_error *error);
 
-/* ---- what ranks must have in common */
+/* ---- contents that must be equal on all ranks */
 
 /* A hash of a file's size and of all its bytes. If the file has more than 256 MiB and `whole` is false, it reads only
  * 16,384 pieces of 4 KiB at even distances, the first and the last among them. */

@@ -72,7 +72,7 @@ void mt_torch_randperm(uint32_t *permutation, int64_t count, uint64_t seed) {
         }
         return;
     }
-    // PyTorch uses 64 random bits for large counts, for which 32 bits modulo the count are not uniform enough.
+    // PyTorch uses 64 random bits for large counts: 32 bits modulo such a count are not uniform enough.
     for (int64_t i = 0; i < count; i++) {
         uint64_t high = mt_mt19937_next(&random), low = mt_mt19937_next(&random);
         int64_t j = (int64_t)((high << 32 | low) % (uint64_t)(i + 1));

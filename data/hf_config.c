@@ -345,7 +345,7 @@ static void mt_config_read_keys(mt_config *config, const json_t *object, const m
     }
 }
 
-/* A key whose place, or whether it counts, depends on other keys. */
+/* A key whose object or effect depends on other keys. */
 static void mt_config_read_later(mt_config *config, const json_t *object, const char *name, unsigned mask,
                                  mt_options *shape) {
     for (const mt_hf_key *row = mt_hf_keys; row < mt_hf_keys + NUM_KEYS; row++) {

@@ -53,8 +53,8 @@ static int64_t left_in_group(const control_files *files, const char *root, const
     return mt_max(limit - mt_max(used, 0), 1);
 }
 
-/* The least that the limits of a control group and of the groups around it leave. In a container the path may be the
- * host's, and groups on it may be missing here: a group that is not found has no limit. */
+/* The memory that a control group may still use: the minimum over its own limit and its parents'. In a container the
+ * path may be the host's, with groups that do not exist here; a group that is not found has no limit. */
 static int64_t left_in_groups(const control_files *files, const char *root, char *group) {
     int64_t left = INT64_MAX;
     for (;;) {

@@ -1,4 +1,4 @@
-/* inference.c: what a run of infer opens and closes, and where its prompts come from. */
+/* inference.c: start and end of a run of infer, and the sources of its prompts. */
 #include "inference.h"
 
 #include "file.h"
@@ -119,7 +119,7 @@ void mt_inference_open_chat(mt_inference *r) {
         mt_conversation_add(&r->conversation, "system", o->system_prompt, (int64_t)strlen(o->system_prompt));
 }
 
-/* Begins the response to the conversation as sequence `id`. The generator has what came before in its cache. */
+/* Begins the response to the conversation as sequence `id`. The generator's cache has the turns before it. */
 static int begin_response(mt_inference *r, mt_sequence *sequence, int64_t id, mt_error *error) {
     const mt_conversation *c = &r->conversation;
     mt_ids ids = {0}, turns = {0};

@@ -1,4 +1,4 @@
-/* inference.h: a run of infer: what it opens and closes, and where its prompts come from. Every rank calls each
+/* inference.h: start and end of a run of infer, and the sources of its prompts. Every rank calls each
  * function; a function without a status ends the program with one line of error if something is wrong on any rank. */
 #ifndef MT_INFERENCE_H
 #define MT_INFERENCE_H

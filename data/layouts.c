@@ -146,7 +146,7 @@ typedef struct mt_candidate {
     double bound, estimate; // seconds
 } mt_candidate;
 
-/* The facts of the model and the run from which layouts are listed. */
+/* The facts of the model and the run that decide which layouts exist. */
 typedef struct mt_search {
     mt_layouts *out;
     const mt_options *given;

@@ -34,7 +34,7 @@ int mt_layouts_search(mt_layouts *layouts, const mt_options *given, int argc, ch
                       double seconds, mt_error *error);
 void mt_layouts_free(mt_layouts *layouts);
 
-/* A plan needs no data and no number of steps: gives parsed options what the user left out of these. */
+/* A plan needs no data and no number of steps: sets these in parsed options if the user left them out. */
 void mt_options_assume_run(mt_options *options);
 
 /* mt_options_finish of ./train, which also balances stages: --pipeline-model-parallel-layout auto, or auto*N for N

@@ -98,7 +98,7 @@ int mt_machine_read(mt_machine *machine, const char *gpu, mt_error *error) {
 
 /* ---- times */
 
-/* Tiles in which a product is computed, and the rate of their inner loop relative to the largest. */
+/* Tiles of products, and the rate of their inner loop relative to the largest tile's. */
 static const struct {
     int64_t rows, columns;
     double rate;

@@ -1,4 +1,4 @@
-/* machine.h: a machine's file: the few numbers from which the planner predicts times. */
+/* machine.h: a machine's file: the few numbers that the planner needs to predict times. */
 #ifndef MT_MACHINE_H
 #define MT_MACHINE_H
 

@@ -11,7 +11,7 @@ typedef enum mt_name_kind {
     MT_NAME_ALWAYS,      // states a property, `text`, that always holds here: accepts `value` and nothing else
     MT_NAME_NAMED,       // refused: the option is named `text` here, and its values may differ
     MT_NAME_NO_MEANING,  // refused: there is nothing here that it could change; `text` is the reason
-    MT_NAME_UNSUPPORTED, // refused: not supported; `text` is what the name belongs to. A value of false is accepted
+    MT_NAME_UNSUPPORTED, // refused: `text` is the unsupported feature. A value of false is accepted
 } mt_name_kind;
 
 typedef struct mt_megatron_name {

@@ -1,6 +1,7 @@
 /* model_role.c: models that take turns on the ranks of a job: their layouts, their rest, their scores. */
 #include "model_role.h"
 
+#include "file.h"
 #include "options.h"
 #include "report.h"
 
@@ -87,6 +88,17 @@ void mt_model_role_begin(mt_model_role *role, const char *name, const mt_options
 void mt_model_role_lend(mt_model_role *role, const char *name, mt_model *trained) {
     mt_model_role_begin(role, name, mt_model_options(trained), mt_model_grid(trained), mt_model_ops(trained));
     role->model = trained, role->is_lent = true;
+}
+
+bool mt_options_refer_to_base(const mt_options *o) {
+    mt_options apart = *o;
+    bool is_base = !o->ref_load || (o->load && mt_path_same(o->ref_load, o->load));
+    return o->lora_rank > 0 && is_base && !mt_model_role_sizes_apply(&apart, mt_model_role_sizes_of_reference(o));
+}
+
+void mt_model_role_lend_base(mt_model_role *role, const char *name, mt_model_role *adapted) {
+    mt_model_role_lend(role, name, adapted->model);
+    role->adapted = adapted, role->rests = 0;
 }
 
 bool mt_model_role_is_apart(const mt_model_role *role) {
@@ -184,10 +196,13 @@ int mt_model_role_score(mt_model_role *role, int64_t slots, int64_t ranks, mt_mo
                         mt_batch *batch, mt_score_sink *sink, void *sink_context, mt_error *error) {
     turn t = {role, slots * ranks, ranks, source, sink, context, sink_context};
     int64_t here = mt_divide_up(t.count, role->grid->data.size);
-    if (mt_model_role_use(role, MT_USE_SCORING, error) != 0) return -1;
+    mt_model_role *owner = role->adapted ? role->adapted : role;
+    if (mt_model_role_use(owner, MT_USE_SCORING, error) != 0) return -1;
     if (mt_model_role_is_apart(role)) batch = &role->batch;
-    if (mt_score_tokens(role->model, here, read_batch, &t, batch, pass_scores, &t, error) != 0) return -1;
-    return mt_model_role_use(role, MT_USE_NOTHING, error);
+    mt_model_use_adapters(role->model, !role->adapted);
+    int status = mt_score_tokens(role->model, here, read_batch, &t, batch, pass_scores, &t, error);
+    mt_model_use_adapters(role->model, true);
+    return status == 0 ? mt_model_role_use(owner, MT_USE_NOTHING, error) : -1;
 }
 
 int *mt_grid_owners(const mt_grid *grid) {
@@ -213,6 +228,10 @@ void mt_model_role_print(const mt_model_role *role, FILE *file) {
                              [MT_PART_CACHE] = {"KV cache", "not kept", MT_PLAN_CACHE}};
     const mt_options *o = &role->options;
     if (!file || !role->model) return;
+    if (role->adapted) fprintf(file, "%s: the %s with its adapters switched off\n", role->name, role->adapted->name);
+    if (!role->is_lent && !mt_model_role_is_apart(role))
+        fprintf(file, "%s: a model of its own, %.1f MiB\n", role->name,
+                (double)mt_model_planned_bytes(role->model, MT_PLAN_TOTAL) / 1048576);
     if (mt_model_role_is_apart(role)) {
         fprintf(file, "%s: a model of its own on tensor %lld x pipeline %lld x data %lld ranks", role->name,
                 (long long)o->tensor_model_parallel_size, (long long)o->pipeline_model_parallel_size,

@@ -42,6 +42,8 @@ typedef struct mt_model_role {
     mt_batch batch;        // with own_grid: scratch
     unsigned rests, awake; // parts (bits 1 << mt_part) that rest while others work; parts in use
     bool is_lent;          // the model is another owner's
+    /* NULL, or this role is the base of that one's adapters */
+    struct mt_model_role *adapted;
 } mt_model_role;
 
 /* A role with the options and the layout of a run, whose grid is given. */
@@ -50,6 +52,13 @@ void mt_model_role_begin(mt_model_role *role, const char *name, const mt_options
 
 /* The trained model of a run as a role, all of it awake. The caller destroys the model. */
 void mt_model_role_lend(mt_model_role *role, const char *name, mt_model *trained);
+
+/* True if the options' reference is the base of the trained model's adapters on the trained model's layout. */
+bool mt_options_refer_to_base(const mt_options *options);
+
+/* The base of a role's adapters as another role: the same model, with its adapters switched off while it scores.
+ * `adapted` says which parts rest. */
+void mt_model_role_lend_base(mt_model_role *role, const char *name, mt_model_role *adapted);
 
 /* Gives the role the layout: derives its options and makes its grid, if it is another than the run's. The batch of a
  * step stays the run's. `option` names the layout in errors. Every rank calls it. */
@@ -64,7 +73,7 @@ mt_model_plan mt_model_role_plan(const mt_model_role *role, const mt_model_plan 
 /* Creates the model, and for a role apart its batch. Every rank calls it. */
 int mt_model_role_create(mt_model_role *role, const mt_model_plan *plan, mt_error *error);
 
-/* Destroys what the role owns. Every rank calls it. */
+/* Frees the role, and its model and grid unless they are the run's. Every rank calls it. */
 void mt_model_role_close(mt_model_role *role);
 
 /* True if the role has another layout than the run. */
@@ -93,7 +102,8 @@ int mt_model_role_score(mt_model_role *role, int64_t slots, int64_t ranks, mt_mo
  * Every rank calls it. */
 int *mt_grid_owners(const mt_grid *grid);
 
-/* Prints the layout and the memory plan of a role apart, and what rests of any role; NULL: nowhere. */
+/* Prints the layout and memory plan of a role with a grid of its own, and the resting parts of any role; NULL: nowhere.
+ */
 void mt_model_role_print(const mt_model_role *role, FILE *file);
 
 #ifdef __cplusplus

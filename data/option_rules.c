@@ -437,14 +437,70 @@ static int mt_options_derive_batches(mt_options *o, mt_error *error) {
     return 0;
 }
 
+/* The letters of the stages: one E at the start, one L at the end, the MTP modules right before L. */
+static int mt_options_check_letters(const mt_options *o, mt_error *error) {
+    const char *letters = o->pipeline_letters, *last = letters + strlen(letters) - (*letters != 0), *mtp = last;
+    bool good = *letters == 'E' && *last == 'L';
+    int64_t layers = 0;
+    while (mtp > letters && mtp[-1] == 'm') mtp--;
+    int64_t modules = last - mtp;
+    for (const char *at = letters; *at; at++) {
+        if ((*at == 'E' && at != letters) || (*at == 'L' && at != last)) good = false;
+        if (*at == 'm' && at < mtp) modules = -1; // a module before other letters
+        layers += *at == 't';
+    }
+    if (!good)
+        return mt_error_set(error,
+                            "--pipeline-model-parallel-layout '%.200s' must begin with E and end with L, once each",
+                            o->pipeline_model_parallel_layout);
+    if (modules != o->mtp_num_layers)
+        return mt_error_set(error,
+                            "--pipeline-model-parallel-layout '%.200s' must have --mtp-num-layers %lld times m, right "
+                            "before L and in its stage",
+                            o->pipeline_model_parallel_layout, (long long)o->mtp_num_layers);
+    if (layers != o->num_layers)
+        return mt_error_set(error,
+                            "--pipeline-model-parallel-layout '%.200s' has %lld layers, but --num-layers is %lld",
+                            o->pipeline_model_parallel_layout, (long long)layers, (long long)o->num_layers);
+    return 0;
+}
+
+/* `ranks` ranks have equal shares of `layers`; `name` names the layers in the error. */
+static int mt_options_check_share(const mt_options *o, const char *name, int64_t layers, int64_t ranks,
+                                  mt_error *error) {
+    int64_t vp = o->num_virtual_stages_per_pipeline_rank;
+    if (layers >= 0 && layers % (ranks * vp) == 0) return 0;
+    return mt_error_set(error,
+                        "%s, %lld, must be a multiple of %lld pipeline ranks times %lld virtual stages: change "
+                        "--num-layers, --pipeline-model-parallel-size or --num-virtual-stages-per-pipeline-rank",
+                        name, (long long)layers, (long long)ranks, (long long)vp);
+}
+
+/* The layers of stages, for mt_pipeline_layout_build. */
+static int mt_options_check_layout(const mt_options *o, mt_error *error) {
+    int64_t pp = o->pipeline_model_parallel_size, first = o->decoder_first_pipeline_num_layers;
+    int64_t last = o->decoder_last_pipeline_num_layers, middle = pp - (first > 0) - (last > 0);
+    int64_t extra = o->account_for_embedding_in_pipeline_split + o->account_for_loss_in_pipeline_split;
+    int64_t rest = o->num_layers + extra - first - last;
+    if (o->pipeline_letters) return mt_options_check_letters(o, error);
+    if (first == 0 && last == 0) {
+        const char *name = extra > 0 ? "--num-layers plus the layers that --account-for-* adds" : "--num-layers";
+        return mt_options_check_share(o, name, rest, pp, error);
+    }
+    if (rest < 0 || (middle == 0 && rest > 0))
+        return mt_error_set(error,
+                            "--decoder-first-pipeline-num-layers and --decoder-last-pipeline-num-layers, %lld "
+                            "together, do not fit --num-layers %lld on %lld ranks",
+                            (long long)(first + last), (long long)o->num_layers, (long long)pp);
+    if (mt_options_check_share(o, "--decoder-first-pipeline-num-layers", first, 1, error)) return -1;
+    if (mt_options_check_share(o, "--decoder-last-pipeline-num-layers", last, 1, error)) return -1;
+    return middle > 0 ? mt_options_check_share(o, "the layers of the other ranks", rest, middle, error) : 0;
+}
+
 /* Stages, their schedule, and the batches, which the ranks that hold the same stage share. */
 static int mt_options_derive_pipeline(mt_options *o, mt_error *error) {
     if (mt_options_derive_stages(o, error) || mt_options_derive_order(o, error)) return -1;
-    int64_t stages = o->pipeline_model_parallel_size * o->num_virtual_stages_per_pipeline_rank;
-    mt_stage *unused = mt_calloc(stages * (int64_t)sizeof *unused);
-    int status = mt_pipeline_layout_build(unused, o, error);
-    free(unused);
-    return status ? status : mt_options_derive_batches(o, error);
+    return mt_options_check_layout(o, error) || mt_options_derive_batches(o, error) ? -1 : 0;
 }
 
 /* Steps for train_samples: whole batches, each of the size at its first sample, as Megatron counts them. */
@@ -454,7 +510,7 @@ static int64_t mt_options_count_iterations(const mt_options *o) {
     int64_t iterations = 0, consumed = 0, end = mt_min(o->rampup_batch_size.items[2], o->train_samples);
     while (consumed <= end) {
         int64_t batch = mt_global_batch_size(o, consumed), low = 1, high = (end - consumed) / batch + 1;
-        while (low < high) { // bisect for the step at which the batch grows; it never shrinks
+        while (low < high) { // bisect for the step where the batch grows; it never shrinks
             int64_t middle = low + (high - low + 1) / 2;
             if (mt_global_batch_size(o, consumed + (middle - 1) * batch) == batch)
                 low = middle;

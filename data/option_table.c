@@ -593,8 +593,9 @@ const mt_option mt_option_table[] = {
     {"value-head", MT_FLAG, MT_AT(value_head), MT_TRAIN, MT_OF_RUN, NULL, NULL,
      "a language model in --load gets a value head with random weights", .needs = "stage rm, load", .own = true},
     {"ref-load", MT_STRING, MT_AT(ref_load), MT_TRAIN, MT_OF_RUN, NULL, "DIR",
-     "the reference model (default: the model of --load before training, without adapters)", .needs = "stage dpo|rl",
-     .own = true},
+     "the reference model (default: the model of --load before training; with adapters, this model while they are "
+     "switched off)",
+     .needs = "stage dpo|rl", .own = true},
     {"ref-logps-in-data", MT_FLAG, MT_AT(ref_logps_in_data), MT_TRAIN, MT_OF_RUN, NULL, NULL,
      "no reference model: pairs have its log-probabilities, ref_chosen_logp and ref_rejected_logp, each the sum over "
      "the tokens of a response that the loss counts (\"logprob\" of infer --score)",

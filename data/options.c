@@ -8,6 +8,7 @@
 #include "checkpoint.h"
 #include "file.h"
 #include "hf_cache.h"
+#include "model_role.h"
 #include "role_config.h"
 
 #include <ctype.h>
@@ -207,8 +208,8 @@ static int mt_option_add_paths(mt_options *options, const mt_option *row, const 
     return status;
 }
 
-/* Notes the name by which an option is given, "--NAME" or "FILE:LINE: NAME", if it is not the option's own. The name of
- * another form, whose values differ, does not stand for the option's: messages have both. */
+/* Notes the name that the user gave, "--NAME" or "FILE:LINE: NAME", if it is not the option's own. Messages print it
+ * instead of the option's name; if the values of the two differ (is_form), they print both. */
 static void mt_options_note_name(mt_options *options, const mt_option *row, const char *where, bool is_form) {
     const mt_option *option = mt_option_of(row->offset);
     const char *blank = strrchr(where, ' '), *name = blank ? blank + 1 : where + strlen("--");
@@ -840,9 +841,9 @@ static void mt_options_yield_keys(mt_options *options, const mt_option *row, con
             mt_string_set(&options->config_keys.items[i + 3], text);
 }
 
-/* The command line wins over a file of roles: an option of the file that an option of the command line excludes, or
- * leaves without what it needs, has its default. A run that is cut short by --train-iters keeps the learning rates that
- * the file's number of steps makes. */
+/* The command line wins over a file of roles: an option of the file that breaks a rule together with an option of the
+ * command line gets its default. A run with fewer steps by --train-iters keeps the learning rates of the file's number
+ * of steps. */
 static void mt_option_reader_yield(mt_option_reader *reader, int64_t file_iters) {
     mt_options *o = reader->options;
     char text[200];
@@ -892,7 +893,7 @@ static void mt_options_keep_reference(mt_options *o) {
 }
 
 /* Resume from --save if it holds an intact checkpoint: for --auto-resume, or if --load is the same folder. Then
- * everything is resumed, whatever --load was to take at the start of the run. */
+ * everything is resumed, also the parts that the run did not load at its start. */
 static int mt_options_find_checkpoint(mt_options *o, mt_error *error) {
     bool same = mt_options_falls_back(o);
     if (same && o->overwrite && !o->finetune)
@@ -1387,9 +1388,13 @@ static void mt_options_print_idle_optimizer(const mt_options *o, FILE *file) {
 
 /* Options of models that take turns. */
 static void mt_options_print_idle_roles(const mt_options *o, FILE *file) {
+    bool rests = o->param_offload || o->grad_offload || o->optimizer_offload;
     const mt_idle_option options[] = {
         {o->device == MT_DEVICE_CPU && (o->param_offload || o->optimizer_offload), "param-offload, optimizer-offload",
          "on the CPU all memory is the host's"},
+        {o->stage == MT_STAGE_DPO && rests && mt_options_refer_to_base(o),
+         "param-offload, grad-offload, optimizer-offload",
+         "no other model works: the reference is this one with its adapters switched off"},
         {o->ref_expert_model_parallel_size > 1 && o->num_experts == 0, "ref-expert-model-parallel-size",
          "no layer has experts"},
     };

@@ -82,9 +82,9 @@ int mt_options_read_yaml(mt_options *options, mt_program program, const char *te
 int mt_options_read_role(mt_options *options, mt_program program, const char *role, const char *text, int64_t bytes,
                          const char *path, mt_error *error);
 
-/* For --print-config, with which mt_options_parse stops before it looks for a model: prints each key of a file of roles
- * with the option that it sets or why it has no effect, then the options that differ from their defaults, which were
- * finished for `ranks`; `error` is why they make no run, or NULL. */
+/* For --print-config: prints each key of a file of roles with the option that it sets, or the reason why it has no
+ * effect; then the options that differ from their defaults, finished for `ranks`. `error`: the reason why they make no
+ * run, or NULL. With --print-config mt_options_parse looks for no model. */
 void mt_options_print_config(const mt_options *options, mt_program program, int64_t ranks, const mt_error *error,
                              FILE *file);
 

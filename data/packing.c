@@ -56,7 +56,7 @@ void mt_samples_mock(mt_samples *samples, int64_t count, const mt_data_config *c
 
 /* ---- rows -------------------------------------------------------------------------------------------------------- */
 
-/* A number to sort by, and what it belongs to. */
+/* A number to sort by, and the index of its item. */
 typedef struct mt_ranked {
     double by;
     int64_t index;
@@ -537,7 +537,7 @@ static bool mt_solver_divide(mt_solver *v, double limit) {
         int64_t size = (int64_t)1 << k, low = begin, high = v->count;
         v->from[k] = v->to[k] = v->bins[k] = 0;
         if (size > v->shape->context_size || size < v->shape->min_context_size) continue;
-        while (low < high && size > v->shape->min_context_size) { // the first piece for which half the ranks suffice
+        while (low < high && size > v->shape->min_context_size) { // the first piece that half the ranks can hold
             int64_t middle = (low + high) / 2;
             if (mt_piece_needs_more(v, middle, size / 2, limit))
                 low = middle + 1;

@@ -59,7 +59,7 @@ static void mt_plan_print_step(const mt_simulation *s, const mt_machine *machine
 typedef struct mt_explained {
     const mt_simulated_call *call; // the first one
     int64_t calls;
-    double seconds, hidden; // of all calls; the part of communication beside which something is computed
+    double seconds, hidden; // of all calls; the part of communication that overlaps with computation
     mt_operation behind;    // the operation that hides most of it
     double behind_seconds;
 } mt_explained;

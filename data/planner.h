@@ -18,7 +18,7 @@ bool mt_plan_has_room(const mt_options *options, int64_t ranks, mt_error *error)
 
 /* --explain: prints the step of options that are finished for so many ranks, each with a GPU of options->gpu: its time
  * by part, its memory, and its operations by time: calls, shape, bytes, group, time of a call and of all, and for
- * communication the operations behind which it is hidden. */
+ * communication the operations that hide it. */
 int mt_plan_explain(const mt_options *options, int64_t ranks, FILE *file, mt_error *error);
 
 #ifdef __cplusplus

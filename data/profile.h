@@ -100,7 +100,7 @@ typedef struct mt_profile_call {
     mt_operation operation;
     mt_work work;
     int64_t phase;           // index of its phase; -1: none
-    const mt_stream *stream; // on which it ended
+    const mt_stream *stream; // that it ended on
     int64_t message;         // of a channel: a number that both ends know; else -1
     bool sends;              // the message leaves this rank
     double from, to;

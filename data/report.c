@@ -522,7 +522,7 @@ void mt_report_evaluation(mt_report *report, const mt_run_state *state, const ch
     write_scalars(report, state->iteration, &all);
 }
 
-/* ---- stragglers: the ranks that are slow, and the part of the step in which they are
+/* ---- stragglers: the slow ranks, and the slow part of the step
  *
  * Forward and backward count only operations that compute, because communication includes waiting for other ranks: its
  * time is shortest on the rank that the others wait for. */

@@ -77,7 +77,7 @@ mt_token_work mt_token_work_of(const mt_options *options);
 /* Prints a line on rank 0. */
 void mt_report_line(const mt_report *report, const char *format, ...) __attribute__((format(printf, 2, 3)));
 
-/* Prints the paragraph with which a run begins: its model, weights, device, ranks, data (NULL: it trains no step), and
+/* Prints the paragraph at the start of a run: its model, weights, device, ranks, data (NULL: it trains no step), and
  * where it saves. The options are finished, and `ops` is the backend that will compute. */
 void mt_report_opening(const mt_options *options, const mt_ops *ops, const mt_grid *grid, const mt_dataset *data,
                        FILE *file);
@@ -85,7 +85,7 @@ void mt_report_opening(const mt_options *options, const mt_ops *ops, const mt_gr
 /* Prints the memory plan as a table: weights, gradients, optimizer, activations, caches. */
 void mt_report_plan(const mt_model *model, FILE *file);
 
-/* The line with which `infer` begins: the model, its folder, device and ranks, and the longest text. */
+/* The first line of `infer`: the model, its folder, device and ranks, and the longest text. */
 void mt_report_inference(const mt_model *model, int64_t context, FILE *file);
 
 /* Prints one line per kind of group. */

@@ -425,7 +425,7 @@ static int take_lines(mt_reward_function *r, batch *b, mt_error *error) {
     return text->bytes > 4096 ? read_score(r, text->data, text->bytes, &b->scores[b->answered], error) : 0;
 }
 
-/* Reads what there is. */
+/* Reads the bytes that are available. */
 static int receive(mt_reward_function *r, batch *b, mt_error *error) {
     char piece[65536];
     ssize_t bytes = read(r->from, piece, sizeof piece);

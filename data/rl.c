@@ -35,7 +35,7 @@ typedef struct partner {
     mt_stage_loss loss;
 } partner;
 
-/* The phases of an iteration, and what they take: seconds of this rank, and tokens of all ranks. A response that is
+/* The phases of an iteration, and their costs: seconds of this rank, and tokens of all ranks. A response that is
  * written or rewarded counts its own tokens; a model that scores or trains counts those of its sequences, each time. */
 enum { TRANSFER, GENERATION, REWARDS, SCORING, TRAINING, NUM_PHASES };
 static const struct {
@@ -64,8 +64,10 @@ struct mt_rl {
     mt_rollout_config rollout_config;
     mt_plan_shape shape; // of micro-batches on the actor's grid
     /* of the iteration */
-    float *generated; // the generator's log-probabilities of all tokens of the responses, one after another; NULL: none
-    int64_t rounds;   // of responses
+    // The generator's log-probabilities of all tokens of the responses, one after another, at --temperature and of all
+    // tokens of the vocabulary; NULL: none
+    float *generated;
+    int64_t rounds; // of responses
     double value_loss;
     phase_times times;
     double entropy;               // of the actor, summed over the tokens that count
@@ -116,6 +118,7 @@ static int open_partner(mt_rl *rl, partner *p, const mt_model_plan *actor_plan, 
     return load_partner(rl, p, &unused, error);
 }
 
+/* Begins a partner with its folder. */
 static void begin_partner(mt_rl *rl, partner *p, const char *name, const char *folder) {
     const mt_rl_config *c = &rl->config;
     mt_model_role_begin(&p->role, name, c->options, c->grid, c->ops);
@@ -139,9 +142,14 @@ static int open_reference(mt_rl *rl, const mt_model_plan *plan, const mt_run_sta
     const mt_options *o = rl->config.options;
     partner *p = &rl->reference;
     if (o->kl_loss_coef == 0 && !o->kl_in_reward) return 0;
+    if (mt_options_refer_to_base(o)) {
+        mt_model_role_lend_base(&p->role, "reference", &rl->actor);
+        mt_model_role_print(&p->role, rl->config.log);
+        return 0;
+    }
     if (!o->ref_load && state->iteration > 0 && o->lora_rank == 0)
         return mt_error_set(error,
-                            "the run resumes at iteration %lld; name the model with which it began by --ref-load",
+                            "the run resumes at iteration %lld; name the model that it started from by --ref-load",
                             (long long)state->iteration);
     begin_partner(rl, p, "reference", o->ref_load);
     int status =
@@ -363,7 +371,7 @@ static int open_generator(mt_rl *rl, const mt_model_plan *actor_plan, mt_error *
 
 /* ---- opening */
 
-/* Every rank has the same prompts, and a run that resumes those with which it began. */
+/* Every rank has the same prompts, and a run that resumes has those of its start. */
 static int check_prompts(mt_rl *rl, mt_run_state *state, mt_error *error) {
     const mt_options *o = rl->config.options;
     const char *name = "prompts";
@@ -372,7 +380,7 @@ static int check_prompts(mt_rl *rl, mt_run_state *state, mt_error *error) {
     int64_t before = state->iteration > 0 && !o->no_load_rng ? state->prompts_fingerprint : 0;
     state->prompts_fingerprint = (int64_t)(print >> 1); // as JSON holds it
     if (before == 0 || before == state->prompts_fingerprint) return 0;
-    return mt_error_set(error, "--data-path: the prompts are not those with which the run began (their texts, tokens "
+    return mt_error_set(error, "--data-path: the prompts are not those of the start of the run (their texts, tokens "
                                "and answers); give these, go on with others by --no-load-rng, or begin anew by "
                                "--finetune");
 }
@@ -511,21 +519,15 @@ static mt_sampling sampling_of(const mt_options *o) {
                          .min_p = o->min_p,
                          .repetition_penalty = o->repetition_penalty,
                          .seed = (uint64_t)o->seed,
-                         .logprobs = true};
-}
-
-/* The generator has log-probabilities at temperature 1, and of its draws, which differ from those at --temperature
- * where it draws from a part of the tokens. */
-static bool draws_from_all(const mt_options *o) {
-    return o->top_k == 0 && o->top_p == 1 && o->min_p == 0 && o->repetition_penalty == 1;
+                         .logprobs = true,
+                         .logp_scale = (float)(1 / o->temperature)}; // as in training
 }
 
 /* Takes a response and its log-probabilities; `tokens` come before it. */
 static void take_response(mt_rl *rl, int64_t s, const mt_sequence *q, int64_t tokens) {
     int64_t written = q->num_tokens - q->num_prompt;
     mt_rollouts_set(&rl->rollouts, s, q->tokens + q->num_prompt, written, q->finish == MT_FINISH_LENGTH);
-    memcpy(rl->generated + tokens, rl->config.options->temperature == 1 ? q->logps : q->sampled_logps,
-           (size_t)written * 4);
+    memcpy(rl->generated + tokens, q->logps, (size_t)written * 4);
 }
 
 /* The model that writes responses. */
@@ -792,7 +794,7 @@ static int first_phase(const mt_rl *rl) {
     return rl->transfer || rl->actor.rests ? TRANSFER : GENERATION;
 }
 
-/* Adds up the times of the run. Its first iteration, in which a device loads kernels, counts only if it is the last. */
+/* Adds up the times of the run. The first iteration counts only if it is the last: a device loads kernels in it. */
 static void add_times(mt_rl *rl, int64_t iteration) {
     if (rl->num_iterations++ <= 1) rl->total = (phase_times){0}, rl->first_timed = iteration;
     for (int i = 0; i < NUM_PHASES; i++)
@@ -842,8 +844,7 @@ static void collect_numbers(mt_rl *rl) {
     add_number(rl, "overlong", stats->overlong, true);
     if (samples) add_number(rl, "groups dropped", (double)stats->groups_dropped, true);
     if (samples) add_number(rl, "sampling rounds", (double)rl->rounds, false);
-    if (trained && (o->temperature == 1 || draws_from_all(o)))
-        add_number(rl, "generation gap", generation_gap(rl), true);
+    if (trained) add_number(rl, "generation gap", generation_gap(rl), true);
     if (trained && rl->critic.role.model) add_number(rl, "value loss", rl->value_loss, true);
     if (trained && rl->critic.role.model) add_number(rl, "value target", stats->value_target, false);
     if (trained) add_number(rl, "advantage", stats->advantage, false);

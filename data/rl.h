@@ -33,7 +33,7 @@ void mt_rl_plan(mt_model_plan *plan, const mt_options *options);
  * the reference where a divergence from it counts, the critic for gae, the reward model. `plan` is the actor's, whose
  * weights are loaded; `state` is the run's, and gets the fingerprint of the prompts. A run that resumes takes the
  * critic from the folder critic of options->save. Errors: files that cannot be read, prompts that are too long, or
- * other prompts than those with which the run began; rewards that cannot be computed; too little memory. Every rank
+ * other prompts than at the start of the run; rewards that cannot be computed; too little memory. Every rank
  * calls it.
  */
 int mt_rl_open(mt_rl **rl, const mt_rl_config *config, mt_model *actor, const mt_model_plan *plan, mt_run_state *state,

@@ -1,4 +1,4 @@
-/* role_config.h: YAML files with roles, as ROLL, verl and Trinity-RFT write them -> what each key of one role does. */
+/* role_config.h: reads YAML files with roles, as ROLL, verl and Trinity-RFT write them: the effect of each key. */
 #ifndef MT_ROLE_CONFIG_H
 #define MT_ROLE_CONFIG_H
 
@@ -24,7 +24,7 @@ typedef struct mt_role_entry {
     char *option;     // MT_ENTRY_OPTION: its name
     bool is_megatron; // MT_ENTRY_OPTION: one of Megatron-LM's names, with its answers
     bool is_name;     // MT_ENTRY_OPTION: of another role, without values; no error where there is an answer to the name
-    bool is_implied;  // MT_ENTRY_OPTION: what the key means besides; no error where the program has no such option
+    bool is_implied;  // MT_ENTRY_OPTION: a further meaning of the key; no error if the program has no such option
     bool is_sequence; // the value is a list
     mt_strings values; // one, or those of a list
     char *text, *accepted;
@@ -32,7 +32,7 @@ typedef struct mt_role_entry {
 } mt_role_entry;
 
 typedef struct mt_role_config {
-    mt_role_entry *entries; // in the order in which they take effect: the pipeline's, then the role's
+    mt_role_entry *entries; // in order of effect: the pipeline's, then the role's
     int64_t count;
     int64_t num_devices; // of the role; 0: not given
 } mt_role_config;

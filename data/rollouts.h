@@ -5,7 +5,7 @@
  *   mt_rollouts_begin, _set   prompts and the responses that the generator wrote; _extend: more prompts
  *   mt_rollouts_score         scores of the responses; or the caller writes `scores`
  *   mt_rollouts_select        drops groups, lays out the sequences that remain
- *   mt_rollouts_plan, _load   micro-batches of sequences; _store takes what a model computes of them: old and reference
+ *   mt_rollouts_plan, _load   micro-batches of sequences; _store takes a model's results for them: old and reference
  *                             log-probabilities, values
  *   mt_rollouts_advantages    rewards per token, advantages, returns
  *   mt_rollouts_mini_batch    the sequences of a mini-batch of a PPO epoch
@@ -38,7 +38,7 @@ typedef struct mt_rollout_config {
     double overlong_penalty;
     int64_t overlong_buffer, max_new_tokens;
     double reward_clip;    // of scores, after the penalty, to +-; 0: none
-    int64_t first;         // response with which the sequences begin, a multiple of the group's size
+    int64_t first;         // response of the first sequence, a multiple of the group's size
     bool whole;            // the last token is an input too, as a reward model needs: a counted token 0 follows it
     bool dynamic_sampling; // groups of several responses whose rewards are all alike are dropped
     mt_kl_type kl_type;    // of the KL penalty in the reward
@@ -98,7 +98,7 @@ void mt_rollouts_free(mt_rollouts *r);
 void mt_rollouts_set(mt_rollouts *r, int64_t s, const int32_t *tokens, int64_t count, bool overlong);
 
 /* Writes `scores` of the responses from `first` on. Texts are without special tokens and end before the first of the
- * stop strings. Returns what mt_rewards_compute does. */
+ * stop strings. Returns the status of mt_rewards_compute. */
 int mt_rollouts_score(mt_rollouts *r, int64_t first, mt_reward_function *reward, const mt_tokenizer *tokenizer,
                       const mt_strings *stops, mt_error *error);
 
@@ -109,7 +109,7 @@ void mt_rollouts_select(mt_rollouts *r, const mt_rollout_config *config);
 /* The tokens of the sequences that count. */
 int64_t mt_rollouts_count(const mt_rollouts *r);
 
-/* From token rewards, and what was stored: old_logp and ref_logp with kl_in_reward, old_values with GAE; writes
+/* From token rewards and stored results (old_logp and ref_logp with kl_in_reward, old_values with GAE): writes
  * token_rewards, MT_ADVANTAGES and MT_RETURNS. */
 void mt_rollouts_advantages(mt_rollouts *r, const mt_rollout_config *config);
 

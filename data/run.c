@@ -1,4 +1,4 @@
-/* run.c: what a run of train opens, saves and closes. */
+/* run.c: start, checkpoints and end of a run of train. */
 #include "run.h"
 
 #include "file.h"
@@ -184,7 +184,7 @@ void mt_run_save_progress(mt_run *r) {
     if (r->state.iteration > r->report.first_iteration && r->state.iteration != r->last_saved) mt_run_save(r);
 }
 
-/* ---- what is printed instead of training */
+/* ---- options that print something instead of training */
 
 static void print_schedule(mt_run *r) {
     mt_error error;
@@ -219,7 +219,7 @@ static void print_launch(mt_run *r) {
     if (status != 0) mt_die("%s", error.text);
 }
 
-/* Without --gpus the ranks are those of the job, or what one process imagines. */
+/* Without --gpus the ranks are the job's. */
 static bool imagines_gpus(const mt_options *o) {
     return o->plan || (o->explain && o->gpus > 0);
 }

@@ -1,4 +1,4 @@
-/* run.h: a run of train: what it opens, saves and closes. */
+/* run.h: start, checkpoints and end of a run of train. */
 #ifndef MT_RUN_H
 #define MT_RUN_H
 
@@ -46,7 +46,7 @@ void mt_run_close(mt_run *run); // waits for the save under way, and reports it
 /* Ends the program with the error, after the save under way, if status is not 0. It must be the same on every rank. */
 void mt_run_check(mt_run *run, int status, mt_error *error);
 
-/* Saves a checkpoint if --save is given, but not after a bad step, for which the run goes back to the one before.
+/* Saves a checkpoint if --save is given; not after a bad step, because the run returns to the checkpoint before it.
  * _progress: only if this run has trained since its last checkpoint. */
 void mt_run_save(mt_run *run);
 void mt_run_save_progress(mt_run *run);

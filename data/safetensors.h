@@ -11,7 +11,7 @@ extern "C" {
 
 /* ---- safetensors */
 
-/* A tensor of a safetensors file: where it is and what it looks like. */
+/* A tensor of a safetensors file: its place, type and shape. */
 typedef struct mt_tensor_info {
     const char *name;
     const char *file; // path of the file that holds it

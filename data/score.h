@@ -22,7 +22,7 @@ int mt_scoring_open(mt_scoring **scoring, const mt_options *options, const mt_to
 /* Scores them on any layout; micro-batches are dealt to data-parallel ranks, and results are in the order of the file.
  * For int32, writes fp32 files where these options are given: to `out` each label's log-probability [N, seq_length], or
  * with a value head each token's value; to entropy_out the entropy of each distribution in nats [N, seq_length]; to
- * logits_out the logits [N, seq_length, vocab_size], for which there must be one data- and one context-parallel rank.
+ * logits_out the logits [N, seq_length, vocab_size], which need one data- and one context-parallel rank.
  * For JSON Lines, writes to `out` a line for each sample:
  *
  *   {"tokens": [...], "logprobs": [...], "entropies": [...], "logprob": sum over the tokens of responses, "count": ...}

@@ -57,7 +57,7 @@ typedef struct mt_sft_config {
     bool pairs;        // lines hold a chosen and a rejected response: samples 2i and 2i + 1. Else such lines are bad
     const char *chosen_key, *rejected_key; // NULL: chosen, rejected
     bool ref_logps;         // pairs have the log-probabilities by the reference model; they cannot be truncated
-    bool prompts;           // lines hold prompts, to which a model writes responses; sequences have 1 token or more
+    bool prompts;           // lines hold prompts for responses by a model; sequences have 1 token or more
     const char *answer_key; // NULL: answer
     bool needs_answer;      // a prompt without an answer is bad
     /* An error if the reward cannot compare with an answer, which makes the prompt bad; NULL: it can with any. */

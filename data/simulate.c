@@ -226,7 +226,7 @@ static int64_t mt_sim_channel_recv(mt_channel *channel, void *buffer, int64_t co
     return mt_sim_channel_start(channel, count * mt_dtype_size(dtype), stream);
 }
 
-/* The part of a message's time in which the stream waits is recorded. */
+/* Records the part of a message's time that the stream waits for. */
 static void mt_sim_channel_wait(mt_channel *channel, int64_t ticket, mt_stream *stream) {
     int64_t slot = ticket % MT_CHANNEL_TICKETS, bytes = channel->bytes[slot];
     double waits = ((mt_sim_channel *)channel)->done[slot] - stream->clock;
@@ -383,7 +383,7 @@ static void mt_product_attention_backward(const mt_attention *a, mt_dtype dtype,
     mt_sim_attention(MT_OPERATION_attention_backward, mt_work_attention(a, 3, 2), a, true, stream);
 }
 
-/* ---- what the host reads from the device: the rows of experts, which are spread evenly */
+/* ---- values that the host reads from the device: the rows of experts, spread evenly */
 
 static void mt_product_dispatch_plan(int32_t *offsets, int32_t *position, int32_t *choice, int32_t *token,
                                      const int32_t *experts, int64_t T, int64_t M, const mt_dispatch *dispatch,
@@ -641,19 +641,18 @@ static bool mt_stages_equal(const mt_options *o, const mt_stage *stages, int64_t
 
 /* Lists the distinct pipeline ranks; of[pp]: the one that stands for each. The first of equal ranks stands for all:
  * it holds most micro-batches. */
-static int mt_sim_list_ranks(mt_simulation *simulation, int64_t *of, const mt_options *o, mt_error *error) {
+static void mt_sim_list_ranks(mt_simulation *simulation, int64_t *of, const mt_options *o) {
     int64_t pp = o->pipeline_model_parallel_size, vp = o->num_virtual_stages_per_pipeline_rank;
     mt_stage *stages = mt_calloc(pp * vp * (int64_t)sizeof *stages);
     simulation->pipeline = mt_calloc(pp * (int64_t)sizeof *simulation->pipeline);
-    int status = mt_pipeline_layout_build(stages, o, error);
-    for (int64_t rank = 0; rank < pp && status == 0; rank++) {
+    mt_pipeline_layout_build(stages, o);
+    for (int64_t rank = 0; rank < pp; rank++) {
         int64_t i = 0;
         while (i < simulation->num_ranks && !mt_stages_equal(o, stages, simulation->pipeline[i].rank, rank)) i++;
         if (i == simulation->num_ranks) simulation->pipeline[simulation->num_ranks++].rank = rank;
         simulation->pipeline[i].ranks++, of[rank] = i;
     }
     free(stages);
-    return status;
 }
 
 /* Seconds from a send of activations to the moment when its receiver has them. */
@@ -714,7 +713,8 @@ int mt_simulate(mt_simulation *simulation, const mt_options *o, int64_t ranks, c
     if (mt_sim_refuse(o, error) != 0) return MT_SIMULATION_FAILED;
     simulation->micro_batches = mt_num_micro_batches(o);
     int64_t *of = mt_calloc(o->pipeline_model_parallel_size * 8);
-    int status = mt_sim_list_ranks(simulation, of, o, error);
+    int status = 0;
+    mt_sim_list_ranks(simulation, of, o);
     for (int64_t i = simulation->num_ranks - 1; i >= 0 && status == 0; i--) // rank 0 last: its calls remain
         status = mt_sim_rank(simulation, &simulation->pipeline[i], o, ranks, machine, error);
     if (status == 0 && o->pipeline_model_parallel_size > 1) mt_sim_join(simulation, of, o, ranks, machine);

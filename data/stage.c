@@ -279,8 +279,8 @@ static int load_reference(mt_reference *r, const mt_options *options, const mt_r
     mt_run_state unused = {0};
     if (!options->ref_load && state->iteration > 0 && options->lora_rank == 0)
         return mt_error_set(error,
-                            "--stage dpo: the run resumes at iteration %lld; name the model with which it began "
-                            "by --ref-load",
+                            "--stage dpo: the run resumes at iteration %lld; name the model that it started "
+                            "from by --ref-load",
                             (long long)state->iteration);
     if (!options->ref_load && !options->load) {
         mt_model_init(r->role.model);
@@ -348,6 +348,13 @@ int mt_reference_open(mt_reference **reference, mt_model *trained, const mt_ops 
     r->is_teacher = options->stage == MT_STAGE_KD;
     r->logits_topk = options->logits_topk;
     mt_model_role_lend(&r->trained, r->is_teacher ? "student" : "trained model", trained);
+    if (!r->is_teacher && mt_options_refer_to_base(options)) {
+        r->trained.rests = 0; // no other model works
+        mt_model_role_lend_base(&r->role, "reference", &r->trained);
+        mt_model_role_print(&r->role, log);
+        *reference = r;
+        return 0;
+    }
     mt_model_role_print(&r->trained, log);
     int status = place_role(r, ops, error);
     mt_model_plan plan = mt_model_role_plan(&r->role, mt_model_get_plan(trained), options->context_parallel_size);

@@ -1,4 +1,4 @@
-/* stage.h: what a run trains (--stage): its loss, with preferences the reference model, with distillation the teacher.
+/* stage.h: the stage of a run (--stage): its loss, with preferences the reference model, with distillation the teacher.
  */
 #ifndef MT_STAGE_H
 #define MT_STAGE_H
@@ -50,8 +50,9 @@ int mt_options_finish_model(mt_options *options, const mt_options *of_run, const
  * teacher, go into the batches of a training step or of an evaluation. */
 typedef struct mt_reference mt_reference;
 
-/* Opens the reference of a stage that has one, for a model that trains; else *reference is NULL. The weights of --stage
- * dpo's are those of options->ref_load, or else those with which the run begins (`state` says if it has begun). The
+/* Opens the reference of a stage that has one, for a model that trains; else *reference is NULL. The reference
+ * of --stage dpo has the weights of options->ref_load, or else those at the start of the run (`state` says if it has
+ * started). The
  * teacher of --stage kd is the model of options->teacher_load, in its own shape. Either may have a layout of its own
  * (mt_model_role_sizes_of_reference, mt_model_role_sizes_of_teacher). Lines about it go to `log` (NULL: nowhere).
  * Errors: a folder with another shape of model, of a teacher with another vocabulary; a run that resumes without

@@ -7,8 +7,8 @@
 #include <stdlib.h>
 #include <string.h>
 
-/* ---- simulated time. Invariant: messages of one rank in one direction are received in the order in which they were
- * sent, so a queue is two counters and the times at which they moved. */
+/* ---- simulated time. Invariant: messages of one rank in one direction are received in the order of sending, so a
+ * queue is two counters and the times of their changes. */
 
 /* Queue 2 * rank holds the messages that a rank sends forward, 2 * rank + 1 its messages backward. */
 typedef struct mt_queues {
@@ -260,25 +260,23 @@ int mt_schedule_print(const mt_options *o, FILE *file, mt_error *error) {
     mt_stage *stages = mt_malloc(s.pp * s.vp * (int64_t)sizeof(mt_stage));
     mt_timeline timeline;
     char title[200];
-    int status = mt_pipeline_layout_build(stages, o, error);
-    if (status == 0) {
-        MT_CHECK(mt_timeline_create(&timeline, &s, &units, 0) == 0);
-        write_title(&s, title);
-        fprintf(file, "%s\n\n", title);
-        print_layout(stages, &s, file);
-        fprintf(file, "\n");
-        print_timeline(&timeline, file);
-        fprintf(file,
-                "\n3 is a forward of micro-batch 3%s, %s; forward = 1 unit, backward = 2.\n"
-                "peak: live micro-batches%s. Bubble: %lld of %lld units, %.1f%% of the work.\n",
-                s.vp > 1 ? " (a, b, ...: the stage)" : "",
-                s.kind == MT_SCHEDULE_ZB_H1 ? "[3 the backward of its input, 3] of its weights" : "[3 ] its backward",
-                s.vp > 1 ? " x stages" : "",
-                (long long)llround(timeline.span * timeline.bubble / (1 + timeline.bubble)),
-                (long long)llround(timeline.span), 100 * timeline.bubble);
-        if (strcmp(o->print_schedule, "-") != 0) status = save_timeline(&timeline, o->print_schedule, error);
-        mt_timeline_free(&timeline);
-    }
+    int status = 0;
+    mt_pipeline_layout_build(stages, o);
+    MT_CHECK(mt_timeline_create(&timeline, &s, &units, 0) == 0);
+    write_title(&s, title);
+    fprintf(file, "%s\n\n", title);
+    print_layout(stages, &s, file);
+    fprintf(file, "\n");
+    print_timeline(&timeline, file);
+    fprintf(file,
+            "\n3 is a forward of micro-batch 3%s, %s; forward = 1 unit, backward = 2.\n"
+            "peak: live micro-batches%s. Bubble: %lld of %lld units, %.1f%% of the work.\n",
+            s.vp > 1 ? " (a, b, ...: the stage)" : "",
+            s.kind == MT_SCHEDULE_ZB_H1 ? "[3 the backward of its input, 3] of its weights" : "[3 ] its backward",
+            s.vp > 1 ? " x stages" : "", (long long)llround(timeline.span * timeline.bubble / (1 + timeline.bubble)),
+            (long long)llround(timeline.span), 100 * timeline.bubble);
+    if (strcmp(o->print_schedule, "-") != 0) status = save_timeline(&timeline, o->print_schedule, error);
+    mt_timeline_free(&timeline);
     free(stages);
     return status;
 }

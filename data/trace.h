@@ -17,7 +17,7 @@ extern "C" {
 int mt_trace_open(const mt_options *options, const mt_grid *grid, const mt_run_state *state, mt_error *error);
 
 /* Around every training step of the run; begin returns true if the profile must record this step: a step of the trace,
- * or the one before it, in which the records get their memory. End keeps the step that the profile recorded. Both do
+ * or the one before it, where the records get their memory. End keeps the step that the profile recorded. Both do
  * nothing where no trace is open. */
 bool mt_trace_step_begin(void);
 void mt_trace_step_end(void);

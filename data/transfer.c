@@ -31,7 +31,7 @@ int mt_rectangles_of_run(mt_rectangle out[3], int64_t begin, int64_t end, int64_
     return count;
 }
 
-/* ---- what ranks have */
+/* ---- holdings: the parts of each rank */
 
 /* The elements of one state of a parameter that a rank has. */
 typedef struct mt_holding {
@@ -181,8 +181,8 @@ static int64_t mt_transfer_add(mt_transfer *t, const mt_holding *to, const mt_ho
     return elements;
 }
 
-/* Plans what `to` gets from holdings [first, end), which are one state of its parameter. If several ranks have
- * the same elements, their owner is the rank itself, or else the one that sends least so far. */
+/* Plans the messages to `to` from holdings [first, end), all of one state of its parameter. If several ranks have the
+ * same elements, their owner is the rank itself, or else the rank that sends least so far. */
 static void mt_transfer_plan_holding(mt_transfer *t, const mt_holding *to, const mt_holding *first,
                                      const mt_holding *end) {
     int64_t planned = 0;

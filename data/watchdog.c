@@ -135,7 +135,7 @@ static void mt_watchdog_open(const mt_options *o, int rank, mt_watch_phase phase
     mt_watchdog.limits[MT_WATCH_STEP] = (double)o->distributed_timeout_seconds;
     mt_watchdog.limits[MT_WATCH_SAVE] = (double)o->save_timeout_seconds;
     for (int p = 0; p < MT_WATCH_PHASES; p++) {
-        const mt_strings *typed = &o->typed_names; // an option, then the name by which it was given
+        const mt_strings *typed = &o->typed_names; // an option, then the name that the user gave
         const char *option = mt_watchdog_phases[p].option, *name = NULL;
         for (int64_t i = 0; i < typed->count; i += 2)
             if (strcmp(typed->items[i], option) == 0) name = typed->items[i + 1];

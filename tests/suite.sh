@@ -59,13 +59,14 @@ mpirun_here() {
     fi
 }
 
-# on_ranks RANKS PROGRAM ARGUMENTS...: runs a program; its output is in $work/out and $work/err.
+# on_ranks RANKS PROGRAM ARGUMENTS...: runs a program; its output is in $work/out and $work/err. mpirun would read the
+# standard input, which may be the list that a loop of the caller reads.
 on_ranks() {
     number=$1
     shift
     # shellcheck disable=SC2046
     [ "$number" = 1 ] || set -- $(mpirun_here) -np "$number" "$@"
-    "$@" >"$work/out" 2>"$work/err"
+    "$@" >"$work/out" 2>"$work/err" </dev/null
 }
 
 # series KEY FILE: the numbers of a key in a file of metrics.

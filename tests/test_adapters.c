@@ -219,6 +219,56 @@ static void adapters_equal_the_merged_model_on_every_family(void **state) {
     }
 }
 
+/* ---- switched off */
+
+/* A pass with the adapters switched off has the logits of the base, bit for bit, and leaves the gradients of the next
+ * one as they are. */
+static void check_switched_off(const char *family, const char *options, const char *of_base) {
+    fixture base = open_adapted(family, of_base), switched = open_adapted(family, options);
+    fixture adapted = open_adapted(family, options), *all[] = {&base, &switched, &adapted};
+    int64_t num_params, bytes = TOKENS * base.options.vocab_size * 4;
+    float *logits[] = {mt_malloc(bytes), mt_malloc(bytes), mt_malloc(bytes)};
+    for (int i = 0; i < 3; i++) {
+        create_model(all[i], &mt_grid_of_one);
+        fill_batch(all[i], 0, 0, SEQUENCES, &all[i]->batch);
+        if (!all[i]->options.load_adapter) fill_adapters(all[i], 0.2f);
+        mt_model_use_adapters(all[i]->model, i != 1);
+        mt_model_forward(all[i]->model, &all[i]->batch, false);
+        mt_model_read(all[i]->model, NULL, NULL, logits[i]);
+        mt_model_use_adapters(all[i]->model, true);
+    }
+    if (memcmp(logits[0], logits[1], (size_t)bytes) != 0) fail_msg("%s%s: not the logits of the base", family, options);
+    assert_memory_not_equal(logits[0], logits[2], (size_t)bytes);
+    for (int i = 1; i < 3; i++) {
+        mt_model_forward(all[i]->model, &all[i]->batch, true);
+        mt_model_backward(all[i]->model);
+    }
+    const mt_param *params = mt_model_params(adapted.model, &num_params);
+    for (int64_t i = 0; i < num_params; i++) {
+        size_t count = (size_t)(params[i].rows * params[i].cols);
+        if (!params[i].trained) continue;
+        if (memcmp(values_of(&switched, &params[i], true), values_of(&adapted, &params[i], true), count * 4) != 0)
+            fail_msg("%s%s: another gradient of %s", family, options, params[i].hf_name);
+    }
+    for (int i = 0; i < 3; i++) {
+        free(logits[i]);
+        close_family(all[i]);
+    }
+}
+
+static void switched_off_adapters_leave_no_trace(void **state) {
+    (void)state;
+    static const char *const types[] = {" --lora-dropout 0.2", " --bf16",
+                                        " --bf16 --fp8-format hybrid --fp8-recipe delayed",
+                                        " --bf16 --fp8-format e4m3 --fp8-recipe blockwise"};
+    for (int k = 0; k < NUM_FAMILIES; k++) check_switched_off(families[k], ALL_LINEAR, "");
+    for (size_t i = 0; i < sizeof types / sizeof *types; i++) {
+        char options[256];
+        snprintf(options, sizeof options, " --load-adapter " PEFT "%s", types[i]);
+        check_switched_off("llama", options, i > 0 ? types[i] : "");
+    }
+}
+
 /* ---- files */
 
 /* Two files hold the same tensors. */
@@ -583,6 +633,7 @@ int main(void) {
         cmocka_unit_test(every_gradient_equals_peft),
         cmocka_unit_test(five_steps_equal_peft),
         cmocka_unit_test(adapters_equal_the_merged_model_on_every_family),
+        cmocka_unit_test(switched_off_adapters_leave_no_trace),
         cmocka_unit_test(a_checkpoint_is_a_folder_of_peft),
         cmocka_unit_test(a_run_continues_bit_for_bit),
         cmocka_unit_test(a_merged_folder_is_a_whole_model),

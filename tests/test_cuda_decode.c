@@ -507,6 +507,7 @@ static void samples_are_those_of_the_cpu(void **state) {
             for (int i = 0; i < 3 * 4 * 3 * 2; i++) {
                 mt_sampling s = {.temperature = temperatures[i % 3], .top_k = top_ks[i / 3 % 4]};
                 s.top_p = top_ps[i / 12 % 3], s.min_p = min_ps[i / 36], s.logprobs = i % 5 < 3;
+                s.logp_scale = i % 7 < 4 ? 1 / 0.7f : 0;
                 check_sampling(&c, &s);
             }
             close_sampling(&c);

@@ -288,7 +288,7 @@ static void the_repetition_penalty_changes_logits_of_tokens_seen(void **state) {
     assert_int_equal(mt_sample(logits8, CHOICES, &sampling, &sequence, scratch).token, 7);
 }
 
-/* logp is the log-softmax of the logits; sampled_logp that of the tokens kept, after penalty and temperature. */
+/* logp is the log-softmax of the scaled logits; sampled_logp that of the tokens kept, after penalty and temperature. */
 static void log_probabilities_are_of_the_model_and_of_the_draw(void **state) {
     (void)state;
     int32_t tokens[] = {2, 6}, scratch[2 * CHOICES];
@@ -296,6 +296,8 @@ static void log_probabilities_are_of_the_model_and_of_the_draw(void **state) {
         {.temperature = 0, .top_p = 1, .logprobs = true},
         {.temperature = 1, .top_p = 1, .logprobs = true},
         {.temperature = 0.7, .top_p = 0.8, .logprobs = true},
+        {.temperature = 0.7, .top_p = 1, .top_k = 4, .logprobs = true, .logp_scale = 1 / 0.7f},
+        {.temperature = 1, .top_p = 1, .repetition_penalty = 1.3, .logprobs = true, .logp_scale = 0.5f},
         {.temperature = 1.5, .top_p = 1, .top_k = 3, .repetition_penalty = 1.3, .logprobs = true},
         {.temperature = 1, .top_p = 1, .min_p = 0.2, .logprobs = true},
         {.temperature = 1, .top_p = 1},
@@ -305,12 +307,12 @@ static void log_probabilities_are_of_the_model_and_of_the_draw(void **state) {
             const mt_sampling *s = &samplings[k];
             mt_sequence sequence = {.id = draw, .tokens = tokens, .num_tokens = 2};
             mt_sampled sampled = mt_sample(logits8, CHOICES, s, &sequence, scratch);
-            double all = 0, kept = 0, weights[CHOICES], top = 0;
+            double all = 0, kept = 0, weights[CHOICES], top = 0, scale = s->logp_scale > 0 ? s->logp_scale : 1;
             for (int i = 0; i < CHOICES; i++) {
                 double x = logits8[i], penalty = s->repetition_penalty > 0 ? s->repetition_penalty : 1;
                 if (i == 2 || i == 6) x = x > 0 ? x / penalty : x * penalty;
                 weights[i] = s->temperature > 0 ? exp(x / s->temperature) : 0;
-                all += exp(logits8[i]), kept += weights[i], top = fmax(top, weights[i]);
+                all += exp(scale * logits8[i]), kept += weights[i], top = fmax(top, weights[i]);
             }
             double total = kept;
             for (int i = 0; i < CHOICES; i++) { // by the weight before each, in order
@@ -322,7 +324,7 @@ static void log_probabilities_are_of_the_model_and_of_the_draw(void **state) {
                     (s->top_k == 0 || rank < s->top_k) && before < s->top_p * total && weights[i] >= s->min_p * top;
                 if (!in) kept -= weights[i];
             }
-            double logp = s->logprobs ? logits8[sampled.token] - log(all) : 0;
+            double logp = s->logprobs ? scale * logits8[sampled.token] - log(all) : 0;
             double sampled_logp = s->temperature > 0 ? log(weights[sampled.token] / kept) : 0;
             if (!(fabs(sampled.logp - logp) <= 1e-6 && fabs(sampled.sampled_logp - sampled_logp) <= 1e-6))
                 fail_msg("case %d, token %d: %.8f and %.8f, should be %.8f and %.8f", (int)k, sampled.token,

@@ -71,7 +71,8 @@ the_reference_of_adapters_is_their_base() {
     done >"$work/pairs.jsonl"
     prefers --train-iters 4 --metrics "$work/dpo_whole" &&
         prefers --train-iters 2 --save "$work/dpo" --auto-resume --metrics "$work/dpo_first" &&
-        prefers --train-iters 4 --save "$work/dpo" --auto-resume --metrics "$work/dpo_second" || return 1
+        prefers --train-iters 4 --save "$work/dpo" --auto-resume --metrics "$work/dpo_second" &&
+        says '^reference: the trained model with its adapters switched off$' "$work/out" || return 1
     losses "$work/dpo_whole" >"$work/expected"
     { losses "$work/dpo_first" && losses "$work/dpo_second"; } >"$work/actual"
     cmp "$work/expected" "$work/actual" && head -1 "$work/actual" | grep -q '^0\.6931' &&

@@ -198,6 +198,35 @@ adapters_go_to_the_generator() {
         --pipeline-model-parallel-size 2 --rollout-tensor-model-parallel-size 1 && as_one lora
 }
 
+# refers NAME STAGE RANKS ARGUMENTS...: the reference of adapters, which is their base, costs no model, and has the bits
+# of a second model.
+refers() {
+    label=$1 stage=$2 ranks=$3
+    shift 3
+    set -- --lora-rank 4 --lora-alpha 32 --lora-target all-linear --lr 1e-2 "$@"
+    [ "$stage" = prefer ] || set -- dense "$@"
+    "$stage" "$ranks" "$label" "$@" && says '^reference: the .* with its adapters switched off$' "$work/out" &&
+        ! grep -q '^reference: a model of its own' "$work/out" &&
+        "$stage" "$ranks" "$label.second" "$@" --ref-load "$work/copy" &&
+        says '^reference: a model of its own, .* MiB$' "$work/out" || return 1
+    if [ "$stage" = prefer ]; then
+        same "$label" "$label.second" 0 lm_loss grad_norm accuracy chosen_reward rejected_reward validation_loss ||
+            return 1
+        series lm_loss "$work/$label" | tail -n 1 | grep -v '^0\.693' >"$work/moved"
+    else
+        same "$label" "$label.second" 0 lm_loss grad_norm ref_kl reward || return 1
+        series ref_kl "$work/$label" | tail -n 1 | grep -v '^0$' >"$work/moved"
+    fi && [ -s "$work/moved" ]
+}
+
+adapters_are_switched_off_for_the_reference() {
+    rm -rf "$work/copy" && cp -R "$work/dense" "$work/copy" || return 1
+    refers base prefer 1 --lora-dropout 0.1 && refers base.4 prefer 4 --tensor-model-parallel-size 2 \
+        --pipeline-model-parallel-size 2 || return 1
+    refers base.rl iterate 1 && refers base.rl.4 iterate 4 --tensor-model-parallel-size 2 \
+        --pipeline-model-parallel-size 2 --adv-estimator gae
+}
+
 a_teacher_has_a_layout_of_its_own() {
     for k in 0 20; do
         distill 1 teacher --logits-topk $k &&
@@ -256,9 +285,9 @@ others_are_refused() {
     refused 'reward-tensor-model-parallel-size needs --reward model' "$@" --reward-tensor-model-parallel-size 1 ||
         return 1
     refused 'rollout-expert-model-parallel-size needs --num-experts' "$train" --stage rl --load "$work/dense" \
-        --rollout-tensor-model-parallel-size 1 --rollout-expert-model-parallel-size 2 &&
+        --data-path "$work/rl.jsonl" --rollout-tensor-model-parallel-size 1 --rollout-expert-model-parallel-size 2 &&
         refused 'teacher-tensor-model-parallel-size needs --stage kd' "$train" --stage rl --load "$work/dense" \
-            --teacher-tensor-model-parallel-size 2 &&
+            --data-path "$work/rl.jsonl" --teacher-tensor-model-parallel-size 2 &&
         refused 'param-offload needs --stage dpo|rl|kd' "$train" --load "$work/dense" --param-offload --mock-data
 }
 
@@ -269,6 +298,7 @@ check a_critic_and_a_reward_model_have_layouts_of_their_own a_critic_and_a_rewar
 check a_critic_of_another_shape_resumes a_critic_of_another_shape_resumes
 check a_generator_and_a_critic_have_experts_of_their_own a_generator_and_a_critic_have_experts_of_their_own
 check adapters_go_to_the_generator adapters_go_to_the_generator
+check adapters_are_switched_off_for_the_reference adapters_are_switched_off_for_the_reference
 check a_teacher_has_a_layout_of_its_own a_teacher_has_a_layout_of_its_own
 check preferences_have_a_reference_elsewhere preferences_have_a_reference_elsewhere
 check a_run_with_rest_resumes a_run_with_rest_resumes

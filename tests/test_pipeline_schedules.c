@@ -358,7 +358,7 @@ static void assert_layout(const char *line, const char *expected) {
     char text[512] = "", *end = text;
     if (open_pipeline(&options, line, &error)) fail_msg("%s: %s", line, error.text);
     int64_t count = options.pipeline_model_parallel_size * options.num_virtual_stages_per_pipeline_rank;
-    assert_int_equal(mt_pipeline_layout_build(stages, &options, &error), 0);
+    mt_pipeline_layout_build(stages, &options);
     for (int64_t i = 0; i < count; i++) {
         end += sprintf(end, "%s%s", i ? "|" : "", stages[i].embedding ? "E" : "");
         for (int64_t l = 0; l < stages[i].num_layers; l++)
@@ -450,7 +450,7 @@ static void layout_strings_equal_megatron(void **state) {
         }
         if (open_pipeline(&options, line, &error)) fail_msg("%s: %s", line, error.text);
         assert_int_equal(options.num_virtual_stages_per_pipeline_rank, vp);
-        assert_int_equal(mt_pipeline_layout_build(stages, &options, &error), 0);
+        mt_pipeline_layout_build(stages, &options);
         for (int64_t i = 0; i < pp * vp; i++) {
             const json_t *stage = json_array_get(json_array_get(expected, (size_t)(i % pp)), (size_t)(i / pp));
             assert_int_equal(stages[i].num_layers, entries(stage, "decoder"));

@@ -138,6 +138,24 @@ EOF
     done
 }
 
+# Generation and training compare the probabilities of all tokens at --temperature, whatever tokens are drawn from.
+the_generation_gap_is_small() {
+    while read -r drawn; do
+        # shellcheck disable=SC2086
+        learn 1 "$work/gap" --rollout-batch-size 6 --num-return-sequences 4 --train-iters 2 --lr 1e-3 $drawn &&
+            series generation_gap "$work/gap" | awk -v drawn="$drawn" '
+                { rows++ }
+                $1 > 1e-4 { print drawn ": " $1; exit 1 }
+                END { exit rows != 2 }' || return 1
+    done <<EOF
+--temperature 0.7
+--temperature 0.7 --top-k 5 --top-p 0.9
+--temperature 0.7 --top-p 0.9 --min-p 0.05 --repetition-penalty 1.2
+--temperature 1.5 --top-k 20 --min-p 0.01
+--repetition-penalty 1.2
+EOF
+}
+
 a_resumed_run_goes_on_as_before() {
     for method in grpo "grpo --dynamic-sampling" "gae --kl-loss-coef 0.01"; do
         run=$work/run.${method##* } reference=
@@ -285,6 +303,7 @@ a_reward_model_has_its_own_shape() {
 adapters_learn() {
     learn 1 "$work/lora" --rollout-batch-size 8 --num-return-sequences 8 --train-iters 10 --lr 5e-3 --lora-rank 8 \
         --lora-target all-linear --kl-loss-coef 0.001 --save "$work/lora.run" &&
+        says '^reference: the actor with its adapters switched off$' "$work/out" &&
         [ -s "$work/lora.run/adapter_model.safetensors" ] &&
         series generation_gap "$work/lora" | awk '$1 > 1e-4 { exit 1 }' &&
         series ref_kl "$work/lora" | awk 'NR == 1 && $1 > 1e-6 { exit 1 } { last = $1 } END { exit !(last > 0) }'
@@ -373,7 +392,7 @@ contradictions_are_refused() {
     refused 'ref-load has no effect' "$@" --ref-load "$work/base" || return 1
     refused 'is a language model' "$@" --reward model --reward-load "$work/base" || return 1
     refused 'is a model with a value head' "$@" --kl-loss-coef 0.1 --ref-load "$work/rm.model" || return 1
-    refused 'the run resumes at iteration 4; name the model with which it began by --ref-load' "$train" --stage rl \
+    refused 'the run resumes at iteration 4; name the model that it started from by --ref-load' "$train" --stage rl \
         --load "$work/run.0.01" --data-path "$work/rl.jsonl" --seq-length 16 --max-new-tokens 4 --train-iters 9 \
         --lr 1e-3 --chat-template plain --adv-estimator gae --kl-loss-coef 0.01 --rollout-batch-size 6 \
         --num-return-sequences 4 || return 1
@@ -410,7 +429,7 @@ contradictions_are_refused() {
     refused 'words.jsonl:300: the answer "none" has no number' "$@" --reward number --data-path "$work/words.jsonl" ||
         return 1
     head -n 50 "$work/rl.jsonl" >"$work/other.jsonl"
-    refused 'the prompts are not those with which the run began' "$train" --stage rl --load "$work/run.grpo" \
+    refused 'the prompts are not those of the start of the run' "$train" --stage rl --load "$work/run.grpo" \
         --data-path "$work/other.jsonl" --seq-length 16 --max-new-tokens 4 --train-iters 9 --lr 1e-3 \
         --chat-template plain --rollout-batch-size 6 --num-return-sequences 4 --global-batch-size 8 || return 1
     refused 'begun with --rollout-batch-size 6' "$train" --stage rl --load "$work/run.grpo" \
@@ -424,6 +443,7 @@ check the_format_is_learned learn_format
 check grpo_learns_to_sort grpo_learns
 check ppo_with_a_critic_learns_to_sort ppo_with_a_critic_learns
 [ "${HAVE_MPI:-}" ] && check every_layout_does_the_same every_layout_does_the_same
+check the_generation_gap_is_small the_generation_gap_is_small
 check a_resumed_run_goes_on_as_before a_resumed_run_goes_on_as_before
 check a_damaged_critic_is_followed_by_the_one_before a_damaged_critic_is_followed_by_the_one_before
 [ "${HAVE_MPI:-}" ] && check a_command_rewards a_command_rewards

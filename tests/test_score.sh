@@ -23,7 +23,7 @@ close_json() {
 on() {
     ranks=$1
     shift
-    $(mpirun_here) -np "$ranks" "$infer" "$@" 2>"$work/err" || {
+    $(mpirun_here) -np "$ranks" "$infer" "$@" 2>"$work/err" </dev/null || {
         cat "$work/err"
         return 1
     }
