@@ -150,7 +150,7 @@ static const mt_role_key keys[] = {
     {"roll", "actor_infer", MT_KEY_SECTION, "rollouts", NULL, "actor_train"},
     {"roll", "reference", MT_KEY_SECTION, "references", NULL, "actor_train"},
     {"roll", "critic", MT_KEY_SECTION, "critics", NULL, "actor_train"},
-    {"roll", "reward", MT_KEY_SECTION, "judges", NULL, "actor_train"},
+    {"roll", "reward", MT_KEY_SECTION, "reward_models", NULL, "actor_train"},
     {"roll", "teacher", MT_KEY_SECTION, "teachers", NULL, "student"},
     {"roll", "rewards", MT_KEY_SECTION, "rewards", NULL, "="},
     {"rewards", "*", MT_KEY_SECTION, "role", NULL, "="},
@@ -201,18 +201,18 @@ static const mt_role_key keys[] = {
     {"critics.strategy", "sequence_parallel context_parallel_size", MT_KEY_UNUSED, ANOTHER_LAYOUT},
     {"critics.strategy", "*", MT_KEY_OTHERS, "the role critic", "strategy_config"},
     // the reward model of a run with --reward model
-    {"judges", "model_args", MT_KEY_SECTION, "judges.model"},
-    {"judges", "strategy_args", MT_KEY_SECTION, "judges.strategy_args"},
-    {"judges", "*", MT_KEY_OTHERS, "the role reward", "role"},
-    {"judges.model", "model_name_or_path", MT_KEY_OPTION, "reward-load"},
-    {"judges.model", "*", MT_KEY_OTHERS, "the role reward", "model_args"},
-    {"judges.strategy_args", "strategy_config", MT_KEY_STRATEGY, "judges.strategy"},
-    {"judges.strategy_args", "*", MT_KEY_OTHERS, "the role reward", "strategy_args"},
-    {"judges.strategy", "tensor_model_parallel_size", MT_KEY_OPTION, "reward-tensor-model-parallel-size"},
-    {"judges.strategy", "pipeline_model_parallel_size", MT_KEY_OPTION, "reward-pipeline-model-parallel-size"},
-    {"judges.strategy", "expert_model_parallel_size", MT_KEY_OPTION, "reward-expert-model-parallel-size"},
-    {"judges.strategy", "sequence_parallel context_parallel_size", MT_KEY_UNUSED, ANOTHER_LAYOUT},
-    {"judges.strategy", "*", MT_KEY_OTHERS, "the role reward", "strategy_config"},
+    {"reward_models", "model_args", MT_KEY_SECTION, "reward_models.model"},
+    {"reward_models", "strategy_args", MT_KEY_SECTION, "reward_models.strategy_args"},
+    {"reward_models", "*", MT_KEY_OTHERS, "the role reward", "role"},
+    {"reward_models.model", "model_name_or_path", MT_KEY_OPTION, "reward-load"},
+    {"reward_models.model", "*", MT_KEY_OTHERS, "the role reward", "model_args"},
+    {"reward_models.strategy_args", "strategy_config", MT_KEY_STRATEGY, "reward_models.strategy"},
+    {"reward_models.strategy_args", "*", MT_KEY_OTHERS, "the role reward", "strategy_args"},
+    {"reward_models.strategy", "tensor_model_parallel_size", MT_KEY_OPTION, "reward-tensor-model-parallel-size"},
+    {"reward_models.strategy", "pipeline_model_parallel_size", MT_KEY_OPTION, "reward-pipeline-model-parallel-size"},
+    {"reward_models.strategy", "expert_model_parallel_size", MT_KEY_OPTION, "reward-expert-model-parallel-size"},
+    {"reward_models.strategy", "sequence_parallel context_parallel_size", MT_KEY_UNUSED, ANOTHER_LAYOUT},
+    {"reward_models.strategy", "*", MT_KEY_OTHERS, "the role reward", "strategy_config"},
 
     /* ---- ROLL: a role */
     {"role", "model_args", MT_KEY_SECTION, "model_args"},
@@ -352,16 +352,17 @@ static const mt_role_key keys[] = {
     {"verl", "reward_model", MT_KEY_SECTION, "verl.rewards", NULL, "actor_train"},
     {"verl.rewards", "overlong_buffer", MT_KEY_SECTION, "verl.overlong"},
     {"verl.rewards", "reward_kwargs", MT_KEY_SECTION, "verl.reward_kwargs"},
-    {"verl.rewards", "model", MT_KEY_SECTION, "verl.judges.model"},
-    {"verl.rewards", "megatron", MT_KEY_SECTION, "verl.judges.megatron"},
+    {"verl.rewards", "model", MT_KEY_SECTION, "verl.reward_models.model"},
+    {"verl.rewards", "megatron", MT_KEY_SECTION, "verl.reward_models.megatron"},
     {"verl.rewards", "*", MT_KEY_OTHERS, "the role reward", "verl.reward"},
-    {"verl.judges.model", "path", MT_KEY_OPTION, "reward-load"},
-    {"verl.judges.model", "*", MT_KEY_OTHERS, "the role reward", "verl.model"},
-    {"verl.judges.megatron", "tensor_model_parallel_size", MT_KEY_OPTION, "reward-tensor-model-parallel-size"},
-    {"verl.judges.megatron", "pipeline_model_parallel_size", MT_KEY_OPTION, "reward-pipeline-model-parallel-size"},
-    {"verl.judges.megatron", "expert_model_parallel_size", MT_KEY_OPTION, "reward-expert-model-parallel-size"},
-    {"verl.judges.megatron", "sequence_parallel context_parallel_size", MT_KEY_UNUSED, ANOTHER_LAYOUT},
-    {"verl.judges.megatron", "*", MT_KEY_OTHERS, "the role reward", "megatron"},
+    {"verl.reward_models.model", "path", MT_KEY_OPTION, "reward-load"},
+    {"verl.reward_models.model", "*", MT_KEY_OTHERS, "the role reward", "verl.model"},
+    {"verl.reward_models.megatron", "tensor_model_parallel_size", MT_KEY_OPTION, "reward-tensor-model-parallel-size"},
+    {"verl.reward_models.megatron", "pipeline_model_parallel_size", MT_KEY_OPTION,
+     "reward-pipeline-model-parallel-size"},
+    {"verl.reward_models.megatron", "expert_model_parallel_size", MT_KEY_OPTION, "reward-expert-model-parallel-size"},
+    {"verl.reward_models.megatron", "sequence_parallel context_parallel_size", MT_KEY_UNUSED, ANOTHER_LAYOUT},
+    {"verl.reward_models.megatron", "*", MT_KEY_OTHERS, "the role reward", "megatron"},
     {"verl.reward_kwargs", "overlong_buffer_cfg", MT_KEY_SECTION, "verl.overlong"},
     {"verl.reward_kwargs", "max_resp_len", MT_KEY_UNUSED, "max_response_length of data has it"},
     {"verl.reward_kwargs", "*", MT_KEY_UNUSED, "verl's Python classes"},
@@ -651,7 +652,7 @@ bool mt_role_key_nearest(char nearest[112], const char *section, const char *nam
     size_t length = strlen(name);
     int least = length < 6 ? 2 : 2 + (int)length / 4;
     const mt_role_key *elsewhere = NULL;
-    static const char *const parts[] = {"critics", "judges", "references", "rollouts", "teachers", "refs"};
+    static const char *const parts[] = {"critics", "reward_models", "references", "rollouts", "teachers", "refs"};
     bool is_verl = strncmp(section, "verl", 4) == 0;
     const char *bases[4] = {section}; // sections whose keys it has
     for (int i = 1; i < 4 && bases[i - 1]; i++) bases[i] = base_of(find_rest(bases[i - 1]));

@@ -182,13 +182,13 @@ layouts_of_other_roles_are_read() {
     printf '%s\n' 'actor_train: {model_args: {}}' 'adv_estimator: gae' 'critic: {strategy_args: {' \
         'strategy_name: megatron_train, strategy_config: {pipeline_model_parallel_size: 2,' \
         'recompute_granularity: full}}}' \
-        'reward: {model_args: {model_name_or_path: judge}, strategy_args: {strategy_name: megatron_infer,' \
+        'reward: {model_args: {model_name_or_path: prefers}, strategy_args: {strategy_name: megatron_infer,' \
         '  strategy_config: {tensor_model_parallel_size: 2}}}' >"$work/layouts.yaml"
     prints "$work/layouts.yaml" actor_train --reward model &&
         sets critic.strategy_args.strategy_config.pipeline_model_parallel_size \
             critic-pipeline-model-parallel-size 2 &&
         unused critic.strategy_args.strategy_config.recompute_granularity 'the role critic' &&
-        sets reward.model_args.model_name_or_path reward-load judge &&
+        sets reward.model_args.model_name_or_path reward-load prefers &&
         sets reward.strategy_args.strategy_config.tensor_model_parallel_size reward-tensor-model-parallel-size 2 &&
         prints "$work/layouts.yaml" actor_train --adv-estimator grpo &&
         unused critic.strategy_args.strategy_config.pipeline_model_parallel_size 'of no use in this run' &&
@@ -200,11 +200,11 @@ layouts_of_other_roles_are_read() {
             teacher-pipeline-model-parallel-size 2 || return 1
     sed 's/name: vllm/tensor_model_parallel_size: 2/; s/param_offload: false/param_offload: true/' \
         "$roles/verl.yaml" >"$work/layouts.yaml"
-    printf '%s\n' 'reward_model: {model: {path: judge}, megatron: {pipeline_model_parallel_size: 4}}' \
+    printf '%s\n' 'reward_model: {model: {path: prefers}, megatron: {pipeline_model_parallel_size: 4}}' \
         >>"$work/layouts.yaml"
     prints "$work/layouts.yaml" actor_train --adv-estimator gae --reward model &&
         sets critic.megatron.tensor_model_parallel_size critic-tensor-model-parallel-size 1 &&
-        unused critic.megatron.seed 'the role critic' && sets reward_model.model.path reward-load judge &&
+        unused critic.megatron.seed 'the role critic' && sets reward_model.model.path reward-load prefers &&
         sets reward_model.megatron.pipeline_model_parallel_size reward-pipeline-model-parallel-size 4 || return 1
     prints "$work/layouts.yaml" actor_train --kl-loss-coef 0.1 &&
         sets actor_rollout_ref.rollout.tensor_model_parallel_size rollout-tensor-model-parallel-size 2 &&
