@@ -30,6 +30,8 @@
 #define FAINT "#8a9199"
 #define GRID  "#d8dcd6"
 
+static const double letter_width = 6.7;
+
 /* Fills that also differ in lightness, for readers and printers without colours. */
 static const char *const fills[] = {"#9cc3e6", "#f4b183", "#a9d18e", "#f2d675", "#c9b3de", "#e59a9a", "#9fd6cf"};
 enum { BLUE, ORANGE, GREEN, YELLOW, PURPLE, RED, TEAL, NUM_FILLS };
@@ -38,6 +40,7 @@ enum { BLUE, ORANGE, GREEN, YELLOW, PURPLE, RED, TEAL, NUM_FILLS };
 typedef struct picture {
     FILE *file; // of `out`
     mt_new_file out;
+    int width, height;
 } picture;
 
 /* Anchor of a text: its start, middle or end. */
@@ -49,7 +52,7 @@ static void check(int status, const mt_error *error) {
 
 /* `name` is also the title of the picture, for screen readers. */
 static picture picture_open(const char *folder, const char *name, const char *title, int width, int height) {
-    picture p;
+    picture p = {.width = width, .height = height};
     char path[1024];
     mt_error error;
     snprintf(path, sizeof path, "%s/%s.svg", folder, name);
@@ -70,13 +73,22 @@ static void picture_close(picture *p) {
     check(mt_new_file_close(&p->out, 0, &error), &error);
 }
 
+/* Ends the program if a part of the picture would be cut off. */
+static void check_inside(const picture *p, double left, double top, double right, double bottom, const char *part) {
+    if (left >= 0 && top >= 0 && right <= p->width && bottom <= p->height) return;
+    mt_die("%s: \"%s\" at %.0f to %.0f, %.0f to %.0f is outside the picture of %d x %d", p->out.path, part, left, right,
+           top, bottom, p->width, p->height);
+}
+
 static void box(picture *p, double x, double y, double width, double height, const char *fill) {
+    check_inside(p, x, y, x + width, y + height, "a box");
     fprintf(p->file, "<rect x=\"%.1f\" y=\"%.1f\" width=\"%.1f\" height=\"%.1f\" fill=\"%s\"/>\n", x, y, width, height,
             fill);
 }
 
 /* A box with an outline inside its edges. */
 static void frame(picture *p, double x, double y, double width, double height, const char *fill) {
+    check_inside(p, x, y, x + width, y + height, "a box");
     fprintf(p->file,
             "<rect x=\"%.1f\" y=\"%.1f\" width=\"%.1f\" height=\"%.1f\" fill=\"%s\" stroke=\"%s\" "
             "stroke-width=\"0.6\"/>\n",
@@ -96,6 +108,8 @@ static void bracket(picture *p, double x1, double x2, double y) {
 
 static void text_in(picture *p, const char *colour, double x, double y, anchor anchor, const char *words) {
     static const char *const names[] = {"start", "middle", "end"};
+    double width = letter_width * (double)strlen(words), left = x - width * anchor / 2; // anchor 0, 1, 2
+    check_inside(p, left, y - 9, left + width, y + 3, words);
     fprintf(p->file, "<text x=\"%.1f\" y=\"%.1f\"", x, y);
     if (anchor != START) fprintf(p->file, " text-anchor=\"%s\"", names[anchor]);
     if (strcmp(colour, INK) != 0) fprintf(p->file, " fill=\"%s\"", colour);
@@ -125,7 +139,7 @@ static void text(picture *p, double x, double y, anchor anchor, const char *form
 
 /* A text that hides what lies below it. */
 static void label(picture *p, double x, double y, anchor anchor, const char *words) {
-    double width = 6.7 * (double)strlen(words);
+    double width = letter_width * (double)strlen(words);
     box(p, anchor == MIDDLE ? x - width / 2 - 2 : x - 2, y - 10, width + 4, 13, SHEET);
     text_in(p, INK, x, y, anchor, words);
 }
@@ -714,7 +728,7 @@ static void stream_order(int *order, int32_t samples[][SEQ_LENGTH + 1], int coun
 static void draw_stream(picture *p, double x, double cell, int32_t samples[][SEQ_LENGTH + 1], int count,
                         int64_t num_tokens) {
     int order[MAX_SAMPLES] = {0};
-    int32_t stream[MAX_SAMPLES * SEQ_LENGTH + 1];
+    int32_t stream[MAX_SAMPLES * SEQ_LENGTH + 1] = {0};
     stream_order(order, samples, count);
     for (int s = 0; s < count; s++) memcpy(stream + s * SEQ_LENGTH, samples[order[s]], sizeof samples[0]);
     int64_t used = count * SEQ_LENGTH + 1;
@@ -2114,7 +2128,7 @@ static void draw_ratios(const char *folder) {
     picture p = picture_open(folder, "19-ratios", "Clipped losses of a token", 900, 310);
     for (int side = 0; side < 2; side++) {
         double left = 70 + 430 * side, advantage = side ? -1 : 1, lowest = side ? 0 : -2, before = 0;
-        text(&p, left, 40, START, "loss of a token by its ratio, %s", titles[side]);
+        text(&p, left, 40, START, "loss of a token, %s", titles[side]);
         for (int i = 0; i <= 4; i++) {
             double x = left + width * i / most;
             line(&p, x, top, x, top + height, GRID, 0.6);
@@ -2190,7 +2204,7 @@ static void chart_curve(picture *p, const chart *c, const double *x, const doubl
 static void chart_value(picture *p, double x, double y, anchor anchor, int decimals, double value) {
     char words[32];
     snprintf(words, sizeof words, "%.*f", decimals, value);
-    double width = 6.7 * (double)strlen(words);
+    double width = letter_width * (double)strlen(words);
     box(p, anchor == END ? x - width - 1 : x - 1, y - 10, width + 2, 13, SHEET);
     text(p, x, y, anchor, "%s", words);
 }
@@ -2398,37 +2412,32 @@ static void draw_warp_load(picture *p, double y, const char *title, int64_t stri
 }
 
 static void draw_kernel(const char *folder) {
-    /* Percent of the copy rate before and after, from notes/lab.md. */
+    /* Percent of the copy rate, from notes/lab.md. */
     static const struct {
-        const char *shape, *change;
-        double before, after;
-    } gains[] = {{"RMSNorm 4096", "weights with the row", 85, 87},
-                 {"RMSNorm 4096", "early launch", 88, 91},
-                 {"RMSNorm 2048", "weights with the row", 82, 89},
-                 {"LayerNorm 1600", "weights in shared memory", 75, 80},
-                 {"LayerNorm 1600", "early launch", 81, 85},
-                 {"RMSNorm, gradient", "fewer instructions, prefetch", 82, 90}};
-    enum { GAINS = sizeof gains / sizeof *gains };
-    chart c = {.left = 620, .top = 80, .width = 250, .height = 250, .x_low = 70, .x_high = 100, .y_high = GAINS};
-    picture p = picture_open(folder, "23-kernel", "Loads of a warp, and measured gains", 900, 400);
+        const char *name;
+        double percent;
+    } steps[] = {{"1 a thread for each row", 3.8}, {"2 a block for each row", 60.9},     {"3 packs of 16 bytes", 82.1},
+                 {"4 the row in registers", 85.7}, {"5 the weights with the row", 86.5}, {"6 launched early", 90.6},
+                 {"a copy of as many bytes", 91.2}};
+    enum { STEPS = sizeof steps / sizeof *steps };
+    chart c = {.left = 590, .top = 70, .width = 260, .height = 240, .x_high = 100, .y_high = STEPS};
+    picture p = picture_open(folder, "23-kernel", "Loads of a warp, and the measured steps", 900, 380);
     text(&p, 20, 30, START, "128-byte lines that a load of 32 lanes touches");
     draw_warp_load(&p, 80, "a lane for each row of 4,096 bf16", 2 * 4096, 2);
     draw_warp_load(&p, 180, "a lane for each channel", 2, 2);
     draw_warp_load(&p, 250, "a lane for each pack of 8 channels", 16, 16);
-    text(&p, 420, 30, START, "Measured gains on one H200, bf16");
-    for (int percent = 70; percent <= 100; percent += 10) {
+    text(&p, 420, 30, START, "RMSNorm, 8,192 x 4,096 in bf16, measured on one H200");
+    for (int percent = 0; percent <= 100; percent += 25) {
         char label[16];
         snprintf(label, sizeof label, "%d%%", percent);
         chart_mark_x(&p, &c, percent, label);
     }
-    chart_titles(&p, &c, "", "share of the rate of a copy");
-    for (int i = 0; i < GAINS; i++) {
-        double y = c.top + c.height * (i + 0.5) / GAINS, x1 = chart_x(&c, gains[i].before);
-        frame(&p, x1, y - 7, chart_x(&c, gains[i].after) - x1, 14, fills[i % 2 ? ORANGE : BLUE]);
-        text(&p, c.left - 8, y - 3, END, "%s", gains[i].shape);
-        text(&p, c.left - 8, y + 11, END, "%s", gains[i].change);
-        chart_value(&p, x1 - 5, y + 4, END, 0, gains[i].before);
-        chart_value(&p, chart_x(&c, gains[i].after) + 5, y + 4, START, 0, gains[i].after);
+    chart_titles(&p, &c, "", "percent of the rate of a long copy");
+    for (int i = 0; i < STEPS; i++) {
+        double y = c.top + c.height * (i + 0.5) / STEPS, end = chart_x(&c, steps[i].percent);
+        frame(&p, c.left, y - 9, end - c.left, 18, fills[i + 1 < STEPS ? BLUE : ORANGE]);
+        text(&p, c.left - 8, y + 4, END, "%s", steps[i].name);
+        chart_value(&p, end + 5, y + 4, START, 1, steps[i].percent);
     }
     picture_close(&p);
 }
@@ -2900,7 +2909,7 @@ static void draw_prediction(picture *p, double y, const char *name, double ratio
     text(p, 420, y + 4, END, "%s", name);
     line(p, 430, y, 850, y, GRID, 0.6);
     fprintf(p->file, "<circle cx=\"%.1f\" cy=\"%.1f\" r=\"4\" fill=\"%s\"/>\n", middle + scale * (ratio - 1), y, fill);
-    text(p, 890, y + 4, END, "%+.0f%%", 100 * (ratio - 1));
+    text(p, 890, y + 4, END, "%+.0f%%", round(100 * (ratio - 1)) + 0.0); // not -0
 }
 
 /* Rows of tests/measured_gpu.txt; returns where the next ones begin. */
@@ -2948,12 +2957,23 @@ static void draw_published(picture *p, double y) {
     fclose(file);
 }
 
+static int count_steps(const char *path) {
+    char line[2048];
+    int count = 0;
+    FILE *file = fopen(path, "r");
+    if (!file) mt_die("%s cannot be read", path);
+    while (fgets(line, sizeof line, file)) count += *line != '#' && *line != '\n';
+    fclose(file);
+    return count;
+}
+
 static void draw_planner(const char *folder) {
-    picture p = picture_open(folder, "28-planner", "Predicted and measured training steps", 900, 760);
+    int bottom = 74 + 15 * (count_steps("tests/measured_gpu.txt") + count_steps("tests/published_gpu.txt"));
+    picture p = picture_open(folder, "28-planner", "Predicted and measured training steps", 900, bottom + 10);
     text(&p, 640, 26, MIDDLE, "predicted / measured");
     for (int percent = -15; percent <= 15; percent += 5) {
         double x = 640 + 1400 * percent / 100.0;
-        line(&p, x, 44, x, 730, percent == 0 ? FAINT : GRID, percent == 0 ? 1.2 : 0.8);
+        line(&p, x, 44, x, bottom, percent == 0 ? FAINT : GRID, percent == 0 ? 1.2 : 0.8);
         text(&p, x, 40, MIDDLE, "%+d%%", percent);
     }
     double y = draw_measured(&p, 62);

@@ -11,15 +11,12 @@
  * the data ranks; the output layer is untied; tensor parallelism does not cut experts. megatron.c has the rest: fp32,
  * bf16 and fp8, GPUs, communication beside computation, other models, checkpoints, datasets, generation.
  *
- * Reading order: the grid of ranks, products and other parts of a layer, the borders of tensor parallelism, ring
- * attention, MLP and experts, embedding and loss, parameters, pipeline, optimizer, the command line, main.
- *
  * Shapes, for one rank:
  *   T     tokens: --seq-length / context ranks           C  hidden size
  *   rows  T, or T / tensor ranks between regions          D  channels of a head
  *   H, G  query heads, key and value heads               F  width of the MLP
- * w[N, K] has N rows of K numbers, as in torch.nn.Linear: y[T, N] = x[T, K] w^T. Backward functions add to dx and to
- * w.dw; memory begins with zeros. */
+ * w[N, K] has N rows of K numbers, as in torch.nn.Linear: y[T, N] = x[T, K] w^T. The parts of a layer return their
+ * result in memory of the micro-batch (take); backward functions return dx and add to w.dw. */
 #include <math.h>
 #include <mpi.h>
 #include <stdarg.h>
@@ -42,27 +39,24 @@ typedef struct options {
     const char *load, *tokens_file; // NULL: random weights; synthetic tokens
 } options;
 
-/* Ends the job if some rank has an error text; every rank calls it. Rank 0 prints the text of the lowest such rank. */
-static void stop_on_error(char error[256]) {
+/* Ends the job if some rank has an error text, which the lowest such rank prints. Every rank calls it. */
+static void stop_on_error(const char *error) {
     int rank, size, first;
     MPI_Comm_rank(MPI_COMM_WORLD, &rank);
     MPI_Comm_size(MPI_COMM_WORLD, &size);
     first = error[0] ? rank : size;
     MPI_Allreduce(MPI_IN_PLACE, &first, 1, MPI_INT, MPI_MIN, MPI_COMM_WORLD);
     if (first == size) return;
-    MPI_Bcast(error, 256, MPI_CHAR, first, MPI_COMM_WORLD);
-    if (rank == 0) fprintf(stderr, "error: %s\n", error);
+    if (rank == first) fprintf(stderr, "error: %s\n", error);
     MPI_Finalize();
     exit(1);
 }
 
 /* Memory that begins with zeros; ends the job if there is none. */
-static void *allocate(int64_t bytes) {
-    void *memory = calloc(1, (size_t)bytes + 1);
-    if (memory) return memory;
-    fprintf(stderr, "error: no memory for %lld bytes\n", (long long)bytes);
-    MPI_Abort(MPI_COMM_WORLD, 1);
-    exit(1);
+static void *allocate(int64_t count, size_t size) {
+    void *memory = calloc((size_t)count + 1, size);
+    if (!memory) fprintf(stderr, "error: no memory\n"), MPI_Abort(MPI_COMM_WORLD, 1);
+    return memory;
 }
 
 /* ==== the grid of ranks =========================================================================================== */
@@ -80,7 +74,6 @@ typedef struct grid {
     group expert_data;  // ranks with the same experts
 } grid;
 
-/* Ranks with the same color form a group. */
 static group make_group(int64_t color) {
     group g;
     MPI_Comm_split(MPI_COMM_WORLD, (int)color, 0, &g.comm);
@@ -121,9 +114,10 @@ static void reduce_scatter(const group *g, double *part, const double *whole, in
 
 /* ==== the model =================================================================================================== */
 
-/* A parameter, or several whose rows follow each other, and its gradient. */
+/* This rank's part of a parameter, or of several whose rows follow each other, and its gradient. */
 typedef struct tensor {
     double *w, *dw;
+    int64_t rows, columns;
 } tensor;
 
 typedef struct mlp {
@@ -156,12 +150,12 @@ typedef struct buffer {
     double *grad, *moment[2];    // [shard]
 } buffer;
 
-/* A row of the parameter table: the name in a Hugging Face folder, the shape of the whole, and this rank's part. */
+/* A row of the parameter table: the name in a Hugging Face folder, the shape of the whole, and of this rank's part. */
 typedef struct parameter {
     char name[96];
-    int64_t rows, columns;
+    int64_t rows, columns, my_rows, my_columns;
     cut cut;
-    tensor *owner; // receives w and dw; NULL: it follows another parameter of the same tensor
+    tensor *tensor; // several parameters may share one
     buffer *buffer;
     int64_t offset, count; // in its buffer
 } parameter;
@@ -182,6 +176,11 @@ typedef struct model {
     buffer buffers[NUM_BUFFERS];
 } model;
 
+/* The values of an MLP that its backward reads. */
+typedef struct mlp_saved {
+    double *x, *gate_up, *activated;
+} mlp_saved;
+
 /* Rows that a rank sends to the experts' ranks and receives back. */
 typedef struct dispatch {
     int *expert;                                              // [rows, topk]
@@ -189,14 +188,16 @@ typedef struct dispatch {
     int *order;                                               // [rows topk] places in `expert`, sorted by expert
     int *received;                                            // [ep, experts] rows from each rank for each expert
     int *send_count, *send_offset, *recv_count, *recv_offset; // [ep] in numbers, not rows
-    double *x, *gate_up, *activated;                          // of the received rows
+    int64_t rows;                                             // all received ones
+    mlp_saved *mlps;                                          // [ep, experts] of the received rows
     double *y;                                                // [rows topk, C] the experts' outputs, in `order`
 } dispatch;
 
 /* The values of a layer that its backward reads. */
 typedef struct saved {
-    double *x, *normed, *qkv, *attended, *lse;     // lse [T, H]: log of the sum of exponentials of attention's scores
-    double *middle, *mlp_in, *gate_up, *activated; // `middle`: the residual stream between attention and MLP
+    double *x, *normed, *qkv, *attended, *lse; // lse [T, H]: log of the sum of exponentials of attention's scores
+    double *middle, *mlp_in;                   // `middle`: the residual stream between attention and MLP
+    mlp_saved mlp;
     dispatch dispatch;
 } saved;
 
@@ -207,7 +208,7 @@ typedef struct block {
 
 /* A micro-batch in a virtual stage, from its forward to its backward. */
 typedef struct pass {
-    block *memory; // everything that take() returned, scratch included
+    block *memory; // everything that take() returned
     int64_t chunk, micro_batch;
     int64_t sequence; // its row of `tokens`
     saved *layers;    // [stage_layers]
@@ -215,15 +216,15 @@ typedef struct pass {
 } pass;
 
 /* Memory that begins with zeros and lives until release(). */
-static void *take(pass *p, int64_t bytes) {
-    block *b = allocate((int64_t)sizeof *b + bytes);
+static void *take(pass *p, int64_t count, size_t size) {
+    block *b = allocate(1, sizeof *b + (size_t)count * size);
     b->next = p->memory;
     p->memory = b;
     return b->values;
 }
 
 static double *take_rows(pass *p, int64_t rows, int64_t width) {
-    return take(p, rows * width * (int64_t)sizeof(double));
+    return take(p, rows * width, sizeof(double));
 }
 
 static void release(pass *p) {
@@ -231,31 +232,7 @@ static void release(pass *p) {
     p->memory = NULL;
 }
 
-/* ==== products, norm, RoPE, SwiGLU ================================================================================ */
-
-/* y[T, N] = x[T, K] w[N, K]^T */
-static void linear_forward(double *y, const double *x, tensor w, int64_t T, int64_t N, int64_t K) {
-    for (int64_t t = 0; t < T; t++)
-        for (int64_t n = 0; n < N; n++) {
-            double sum = 0;
-            for (int64_t k = 0; k < K; k++) sum += x[t * K + k] * w.w[n * K + k];
-            y[t * N + n] = sum;
-        }
-}
-
-/* dx += dy w, dw += dy^T x */
-static void linear_backward(double *dx, tensor w, const double *dy, const double *x, int64_t T, int64_t N, int64_t K) {
-    for (int64_t t = 0; t < T; t++)
-        for (int64_t n = 0; n < N; n++)
-            for (int64_t k = 0; k < K; k++) {
-                dx[t * K + k] += dy[t * N + n] * w.w[n * K + k];
-                w.dw[n * K + k] += dy[t * N + n] * x[t * K + k];
-            }
-}
-
-static void add(double *y, const double *x, int64_t n) {
-    for (int64_t i = 0; i < n; i++) y[i] += x[i];
-}
+/* ==== products, norm, RoPE ======================================================================================== */
 
 static double dot(const double *a, const double *b, int64_t n) {
     double sum = 0;
@@ -263,26 +240,56 @@ static double dot(const double *a, const double *b, int64_t n) {
     return sum;
 }
 
+/* y += factor x */
+static void add(double *y, double factor, const double *x, int64_t n) {
+    for (int64_t i = 0; i < n; i++) y[i] += factor * x[i];
+}
+
+/* y[T, N] = x[T, K] w[N, K]^T */
+static double *linear_forward(pass *p, const double *x, tensor w, int64_t T) {
+    int64_t N = w.rows, K = w.columns;
+    double *y = take_rows(p, T, N);
+    for (int64_t t = 0; t < T; t++)
+        for (int64_t n = 0; n < N; n++) y[t * N + n] = dot(x + t * K, w.w + n * K, K);
+    return y;
+}
+
+/* dx = dy w, dw += dy^T x */
+static double *linear_backward(pass *p, tensor w, const double *dy, const double *x, int64_t T) {
+    int64_t N = w.rows, K = w.columns;
+    double *dx = take_rows(p, T, K);
+    for (int64_t t = 0; t < T; t++)
+        for (int64_t n = 0; n < N; n++) {
+            add(dx + t * K, dy[t * N + n], w.w + n * K, K);
+            add(w.dw + n * K, dy[t * N + n], x + t * K, K);
+        }
+    return dx;
+}
+
 /* RMSNorm: y = w x / r with r = sqrt(mean of x^2 + epsilon), for each row. */
-static void norm_forward(const model *m, double *y, const double *x, tensor w) {
+static double *norm_forward(const model *m, pass *p, const double *x, tensor w) {
+    double *y = take_rows(p, m->rows, m->C);
     for (int64_t t = 0; t < m->rows; t++) {
         const double *row = x + t * m->C;
         double r = sqrt(dot(row, row, m->C) / (double)m->C + m->o.norm_epsilon);
         for (int64_t c = 0; c < m->C; c++) y[t * m->C + c] = w.w[c] * row[c] / r;
     }
+    return y;
 }
 
-/* With u = x / r and du = w dy: dx += (du - u mean(u du)) / r, dw += u dy. */
-static void norm_backward(const model *m, double *dx, tensor w, const double *dy, const double *x) {
+/* With u = x / r and du = w dy: dx = (du - u mean(u du)) / r, dw += u dy. */
+static double *norm_backward(const model *m, pass *p, tensor w, const double *dy, const double *x) {
+    double *dx = take_rows(p, m->rows, m->C);
     for (int64_t t = 0; t < m->rows; t++) {
         const double *row = x + t * m->C, *drow = dy + t * m->C;
         double r = sqrt(dot(row, row, m->C) / (double)m->C + m->o.norm_epsilon), mean = 0;
         for (int64_t c = 0; c < m->C; c++) mean += row[c] / r * w.w[c] * drow[c] / (double)m->C;
         for (int64_t c = 0; c < m->C; c++) {
-            dx[t * m->C + c] += (w.w[c] * drow[c] - row[c] / r * mean) / r;
+            dx[t * m->C + c] = (w.w[c] * drow[c] - row[c] / r * mean) / r;
             w.dw[c] += row[c] / r * drow[c];
         }
     }
+    return dx;
 }
 
 /* The position of token `i` of context rank `rank`. A sequence is cut into 2 cp chunks; rank r has chunks r and
@@ -307,59 +314,42 @@ static void rope(const model *m, double *qkv, double direction) {
             }
 }
 
-/* SwiGLU: y[T, F] = silu(gate) up, with gate_up[T, 2 F] and silu(x) = x / (1 + exp(-x)). */
-static void swiglu_forward(double *y, const double *gate_up, int64_t T, int64_t F) {
-    for (int64_t t = 0; t < T; t++)
-        for (int64_t f = 0; f < F; f++) {
-            double gate = gate_up[t * 2 * F + f], up = gate_up[t * 2 * F + F + f];
-            y[t * F + f] = gate / (1 + exp(-gate)) * up;
-        }
-}
-
-static void swiglu_backward(double *dgate_up, const double *dy, const double *gate_up, int64_t T, int64_t F) {
-    for (int64_t t = 0; t < T; t++)
-        for (int64_t f = 0; f < F; f++) {
-            double gate = gate_up[t * 2 * F + f], up = gate_up[t * 2 * F + F + f], sigmoid = 1 / (1 + exp(-gate));
-            dgate_up[t * 2 * F + f] += dy[t * F + f] * up * sigmoid * (1 + gate * (1 - sigmoid));
-            dgate_up[t * 2 * F + F + f] += dy[t * F + f] * gate * sigmoid;
-        }
-}
-
 /* ==== the borders of tensor parallelism =========================================================================== */
 /* Inside a region each tensor rank has a part of the heads or of the MLP's width, and all T tokens. Outside, it has all
  * channels of all T tokens, or with sequence parallelism of T / tensor ranks of them (`rows`). The backward of one
  * function is the forward of another:
  *
  *                        forward                                 backward
- *   enter_tensor_region  copy, or all-gather of rows             all-reduce, or reduce-scatter of rows
- *   leave_tensor_region  all-reduce, or reduce-scatter of rows   copy, or all-gather of rows */
+ *   enter_tensor_region  nothing, or all-gather of rows          all-reduce, or reduce-scatter of rows
+ *   leave_tensor_region  all-reduce, or reduce-scatter of rows   nothing, or all-gather of rows */
 
-/* whole[T, C] = x[rows, C] of all ranks */
-static void enter_tensor_region_forward(const model *m, double *whole, const double *x) {
-    if (m->o.sequence_parallel)
-        all_gather(&m->g.tensor, whole, x, m->rows * m->C);
-    else
-        memcpy(whole, x, (size_t)(m->rows * m->C) * sizeof *x);
+/* Returns x[rows, C] of all ranks: [T, C]. */
+static double *enter_tensor_region_forward(const model *m, pass *p, double *x) {
+    if (!m->o.sequence_parallel) return x;
+    double *whole = take_rows(p, m->T, m->C);
+    all_gather(&m->g.tensor, whole, x, m->rows * m->C);
+    return whole;
 }
 
-/* dx[rows, C] = the sum over ranks of dwhole[T, C], which is overwritten */
-static void enter_tensor_region_backward(const model *m, double *dx, double *dwhole) {
-    if (m->o.sequence_parallel) {
-        reduce_scatter(&m->g.tensor, dx, dwhole, m->rows * m->C);
-    } else {
+/* Returns dx[rows, C], the sum over ranks of dwhole[T, C]. */
+static double *enter_tensor_region_backward(const model *m, pass *p, double *dwhole) {
+    if (!m->o.sequence_parallel) {
         all_reduce(&m->g.tensor, dwhole, m->T * m->C, MPI_SUM);
-        memcpy(dx, dwhole, (size_t)(m->T * m->C) * sizeof *dx);
+        return dwhole;
     }
+    double *dx = take_rows(p, m->rows, m->C);
+    reduce_scatter(&m->g.tensor, dx, dwhole, m->rows * m->C);
+    return dx;
 }
 
-/* y[rows, C] = the sum over ranks of partial[T, C] */
-static void leave_tensor_region_forward(const model *m, double *y, double *partial) {
-    enter_tensor_region_backward(m, y, partial);
+/* Returns y[rows, C], the sum over ranks of partial[T, C]. */
+static double *leave_tensor_region_forward(const model *m, pass *p, double *partial) {
+    return enter_tensor_region_backward(m, p, partial);
 }
 
-/* dpartial[T, C] = dy[rows, C] of all ranks */
-static void leave_tensor_region_backward(const model *m, double *dpartial, const double *dy) {
-    enter_tensor_region_forward(m, dpartial, dy);
+/* Returns dy[rows, C] of all ranks: [T, C]. */
+static double *leave_tensor_region_backward(const model *m, pass *p, double *dy) {
+    return enter_tensor_region_forward(m, p, dy);
 }
 
 /* ==== attention over a ring of context ranks ====================================================================== */
@@ -380,9 +370,9 @@ static void copy_keys_and_values(const model *m, double *kv, const double *qkv) 
 }
 
 /* The queries of this rank attend to the keys of context rank `owner`; query head h to key head h G / H. For a query
- * and head: `max` is the largest score so far, `sum` the sum of exp(score - max), out[D] the sum of exp(score - max)
- * value. */
-static void attend_forward(const model *m, double *out, double *max, double *sum, const double *qkv, const double *kv,
+ * and head, out[D] is the mean of the values so far, weighted with exp(score), and `lse` the log of these weights' sum;
+ * a further key changes both. */
+static void attend_forward(const model *m, double *out, double *lse, const double *qkv, const double *kv,
                            int64_t owner) {
     int64_t width = (m->H + 2 * m->G) * m->D, D = m->D;
     for (int64_t t = 0; t < m->T; t++)
@@ -391,12 +381,11 @@ static void attend_forward(const model *m, double *out, double *max, double *sum
                 if (token_position(m, owner, j) > token_position(m, m->g.context.rank, t)) continue; // causal
                 const double *q = qkv + t * width + h * D, *k = kv + (j * 2 * m->G + h * m->G / m->H) * D;
                 const double *v = k + m->G * D;
-                double score = dot(q, k, D) / sqrt((double)D), *o = out + (t * m->H + h) * D;
-                double new_max = fmax(max[t * m->H + h], score), shrink = exp(max[t * m->H + h] - new_max);
-                double p = exp(score - new_max);
+                double *o = out + (t * m->H + h) * D, *sum = lse + t * m->H + h, score = dot(q, k, D) / sqrt((double)D);
+                double new_sum = fmax(*sum, score) + log1p(exp(-fabs(*sum - score)));
+                double shrink = exp(*sum - new_sum), p = exp(score - new_sum);
                 for (int64_t d = 0; d < D; d++) o[d] = o[d] * shrink + p * v[d];
-                sum[t * m->H + h] = sum[t * m->H + h] * shrink + p;
-                max[t * m->H + h] = new_max;
+                *sum = new_sum;
             }
 }
 
@@ -413,36 +402,31 @@ static void attend_backward(const model *m, double *dqkv, double *dkv, const dou
                 const double *o = dout + (t * m->H + h) * D;
                 double p = exp(dot(q, k, D) / sqrt((double)D) - lse[t * m->H + h]);
                 double dscore = p * (dot(o, v, D) - delta[t * m->H + h]) / sqrt((double)D);
-                for (int64_t d = 0; d < D; d++) {
-                    dqkv[t * width + h * D + d] += dscore * k[d];
-                    dkv[at_k + d] += dscore * q[d];
-                    dkv[at_v + d] += p * o[d];
-                }
+                add(dqkv + t * width + h * D, dscore, k, D);
+                add(dkv + at_k, dscore, q, D);
+                add(dkv + at_v, p, o, D);
             }
 }
 
 /* Sets s->attended[T, H D] and s->lse. */
 static void ring_attention_forward(const model *m, pass *p, saved *s) {
     int64_t size = m->T * 2 * m->G * m->D, heads = m->T * m->H, cp = m->o.cp;
-    double *kv = take_rows(p, 1, size), *max = take_rows(p, 1, heads), *sum = take_rows(p, 1, heads);
+    double *kv = take_rows(p, 1, size);
     s->attended = take_rows(p, heads, m->D), s->lse = take_rows(p, 1, heads);
+    for (int64_t i = 0; i < heads; i++) s->lse[i] = -INFINITY;
     copy_keys_and_values(m, kv, s->qkv);
-    for (int64_t i = 0; i < heads; i++) max[i] = -INFINITY;
     for (int64_t step = 0; step < cp; step++) {
-        attend_forward(m, s->attended, max, sum, s->qkv, kv, (m->g.context.rank - step + cp) % cp);
+        attend_forward(m, s->attended, s->lse, s->qkv, kv, (m->g.context.rank - step + cp) % cp);
         if (step < cp - 1) ring_shift(m, kv, size);
-    }
-    for (int64_t i = 0; i < heads; i++) {
-        for (int64_t d = 0; d < m->D; d++) s->attended[i * m->D + d] /= sum[i];
-        s->lse[i] = max[i] + log(sum[i]);
     }
 }
 
-/* dqkv[T, (H + 2 G) D] from dattended[T, H D]. The gradients of keys and values pass around the ring with them; after
- * cp shifts they are back at their owner, with the parts of all ranks. */
-static void ring_attention_backward(const model *m, pass *p, double *dqkv, const double *dattended, const saved *s) {
+/* Returns dqkv[T, (H + 2 G) D]. The gradients of keys and values pass around the ring with them; after cp shifts they
+ * are back at their owner, with the parts of all ranks. */
+static double *ring_attention_backward(const model *m, pass *p, const double *dattended, const saved *s) {
     int64_t width = (m->H + 2 * m->G) * m->D, size = m->T * 2 * m->G * m->D, cp = m->o.cp;
-    double *kv = take_rows(p, 2, size), *dkv = kv + size, *delta = take_rows(p, m->T, m->H);
+    double *dqkv = take_rows(p, m->T, width), *delta = take_rows(p, m->T, m->H);
+    double *kv = take_rows(p, 2, size), *dkv = kv + size;
     copy_keys_and_values(m, kv, s->qkv);
     for (int64_t i = 0; i < m->T * m->H; i++) delta[i] = dot(dattended + i * m->D, s->attended + i * m->D, m->D);
     for (int64_t step = 0; step < cp; step++) {
@@ -450,66 +434,68 @@ static void ring_attention_backward(const model *m, pass *p, double *dqkv, const
         attend_backward(m, dqkv, dkv, dattended, delta, s->lse, s->qkv, kv, owner);
         ring_shift(m, kv, 2 * size);
     }
-    for (int64_t t = 0; t < m->T; t++) add(dqkv + t * width + m->H * m->D, dkv + t * 2 * m->G * m->D, 2 * m->G * m->D);
+    for (int64_t t = 0; t < m->T; t++)
+        memcpy(dqkv + t * width + m->H * m->D, dkv + t * 2 * m->G * m->D, (size_t)(2 * m->G * m->D) * sizeof *dkv);
+    return dqkv;
 }
 
 /* y = x + attention(norm(x)), for x[rows, C] */
 static double *attention_forward(const model *m, pass *p, const layer *l, saved *s, double *x) {
-    int64_t width = (m->H + 2 * m->G) * m->D;
-    double *normed = take_rows(p, m->rows, m->C), *partial = take_rows(p, m->T, m->C), *y = take_rows(p, m->rows, m->C);
-    s->x = x, s->normed = take_rows(p, m->T, m->C), s->qkv = take_rows(p, m->T, width);
-    norm_forward(m, normed, x, l->input_norm);
-    enter_tensor_region_forward(m, s->normed, normed);
-    linear_forward(s->qkv, s->normed, l->qkv, m->T, width, m->C);
+    s->x = x;
+    double *normed = norm_forward(m, p, x, l->input_norm);
+    s->normed = enter_tensor_region_forward(m, p, normed);
+    s->qkv = linear_forward(p, s->normed, l->qkv, m->T);
     rope(m, s->qkv, 1);
     ring_attention_forward(m, p, s);
-    linear_forward(partial, s->attended, l->out, m->T, m->C, m->H * m->D);
-    leave_tensor_region_forward(m, y, partial);
-    add(y, x, m->rows * m->C);
+    double *partial = linear_forward(p, s->attended, l->out, m->T);
+    double *y = leave_tensor_region_forward(m, p, partial);
+    add(y, 1, x, m->rows * m->C);
     return y;
 }
 
-static double *attention_backward(const model *m, pass *p, const layer *l, const saved *s, const double *dy) {
-    int64_t width = (m->H + 2 * m->G) * m->D;
-    double *dpartial = take_rows(p, m->T, m->C), *dattended = take_rows(p, m->T, m->H * m->D);
-    double *dqkv = take_rows(p, m->T, width), *dwhole = take_rows(p, m->T, m->C);
-    double *dnormed = take_rows(p, m->rows, m->C), *dx = take_rows(p, m->rows, m->C);
-    leave_tensor_region_backward(m, dpartial, dy);
-    linear_backward(dattended, l->out, dpartial, s->attended, m->T, m->C, m->H * m->D);
-    ring_attention_backward(m, p, dqkv, dattended, s);
+static double *attention_backward(const model *m, pass *p, const layer *l, const saved *s, double *dy) {
+    double *dpartial = leave_tensor_region_backward(m, p, dy);
+    double *dattended = linear_backward(p, l->out, dpartial, s->attended, m->T);
+    double *dqkv = ring_attention_backward(m, p, dattended, s);
     rope(m, dqkv, -1);
-    linear_backward(dwhole, l->qkv, dqkv, s->normed, m->T, width, m->C);
-    enter_tensor_region_backward(m, dnormed, dwhole);
-    norm_backward(m, dx, l->input_norm, dnormed, s->x);
-    add(dx, dy, m->rows * m->C); // the residual connection
+    double *dwhole = linear_backward(p, l->qkv, dqkv, s->normed, m->T);
+    double *dnormed = enter_tensor_region_backward(m, p, dwhole);
+    double *dx = norm_backward(m, p, l->input_norm, dnormed, s->x);
+    add(dx, 1, dy, m->rows * m->C); // the residual connection
     return dx;
 }
 
 /* ==== MLP and experts ============================================================================================= */
 
-/* y[n, C] = (silu(x gate^T) (x up^T)) down^T, for n rows. A dense MLP has F = ffn_hidden_size / tensor ranks, so y is a
- * partial sum; an expert has the whole width. */
-static void mlp_forward(const model *m, const mlp *w, double *y, double *gate_up, double *activated, const double *x,
-                        int64_t n) {
-    linear_forward(gate_up, x, w->gate_up, n, 2 * m->F, m->C);
-    swiglu_forward(activated, gate_up, n, m->F);
-    linear_forward(y, activated, w->down, n, m->C, m->F);
+/* y[n, C] = (silu(x gate^T) (x up^T)) down^T for n rows, with silu(x) = x / (1 + exp(-x)). A dense MLP has
+ * F = ffn_hidden_size / tensor ranks, so y is a partial sum; an expert has the whole width. */
+static double *mlp_forward(pass *p, const mlp *w, mlp_saved *s, double *x, int64_t n) {
+    int64_t F = w->down.columns;
+    s->x = x, s->gate_up = linear_forward(p, x, w->gate_up, n), s->activated = take_rows(p, n, F);
+    for (int64_t i = 0; i < n * F; i++) {
+        double *gate = s->gate_up + i / F * 2 * F + i % F, *up = gate + F;
+        s->activated[i] = *gate / (1 + exp(-*gate)) * *up;
+    }
+    return linear_forward(p, s->activated, w->down, n);
 }
 
-static void mlp_backward(const model *m, pass *p, const mlp *w, double *dx, const double *dy, const double *gate_up,
-                         const double *activated, const double *x, int64_t n) {
-    double *dactivated = take_rows(p, n, m->F), *dgate_up = take_rows(p, n, 2 * m->F);
-    linear_backward(dactivated, w->down, dy, activated, n, m->C, m->F);
-    swiglu_backward(dgate_up, dactivated, gate_up, n, m->F);
-    linear_backward(dx, w->gate_up, dgate_up, x, n, 2 * m->F, m->C);
+static double *mlp_backward(pass *p, const mlp *w, const mlp_saved *s, const double *dy, int64_t n) {
+    int64_t F = w->down.columns;
+    double *dactivated = linear_backward(p, w->down, dy, s->activated, n), *dgate_up = take_rows(p, n, 2 * F);
+    for (int64_t i = 0; i < n * F; i++) {
+        int64_t at = i / F * 2 * F + i % F;
+        double gate = s->gate_up[at], up = s->gate_up[at + F], sigmoid = 1 / (1 + exp(-gate));
+        dgate_up[at] = dactivated[i] * up * sigmoid * (1 + gate * (1 - sigmoid));
+        dgate_up[at + F] = dactivated[i] * gate * sigmoid;
+    }
+    return linear_backward(p, w->gate_up, dgate_up, s->x, n);
 }
 
 /* The experts with the topk largest logits of each row, and their probabilities: a softmax over these logits. */
 static void route_forward(const model *m, pass *p, tensor router, dispatch *d, const double *x) {
     int64_t E = m->o.num_experts, topk = m->o.moe_router_topk;
-    double *logits = take_rows(p, m->rows, E);
-    d->expert = take(p, m->rows * topk * (int64_t)sizeof(int)), d->prob = take_rows(p, m->rows, topk);
-    linear_forward(logits, x, router, m->rows, E, m->C);
+    double *logits = linear_forward(p, x, router, m->rows);
+    d->expert = take(p, m->rows * topk, sizeof(int)), d->prob = take_rows(p, m->rows, topk);
     for (int64_t t = 0; t < m->rows; t++) {
         double *logit = logits + t * E, *prob = d->prob + t * topk, sum = 0;
         for (int64_t k = 0; k < topk; k++) {
@@ -525,8 +511,8 @@ static void route_forward(const model *m, pass *p, tensor router, dispatch *d, c
     }
 }
 
-static void route_backward(const model *m, pass *p, tensor router, const dispatch *d, double *dx, const double *dprob,
-                           const double *x) {
+static double *route_backward(const model *m, pass *p, tensor router, const dispatch *d, const double *dprob,
+                              const double *x) {
     int64_t E = m->o.num_experts, topk = m->o.moe_router_topk;
     double *dlogits = take_rows(p, m->rows, E);
     for (int64_t t = 0; t < m->rows; t++) {
@@ -534,33 +520,27 @@ static void route_backward(const model *m, pass *p, tensor router, const dispatc
         double mean = dot(prob, dp, topk);
         for (int64_t k = 0; k < topk; k++) dlogits[t * E + d->expert[t * topk + k]] = prob[k] * (dp[k] - mean);
     }
-    linear_backward(dx, router, dlogits, x, m->rows, E, m->C);
+    return linear_backward(p, router, dlogits, x, m->rows);
 }
 
 /* Sorts the chosen experts and exchanges the numbers of rows. Rank r of the expert group has experts [r n, (r + 1) n)
- * with n = m->experts, so rows in the order of their experts are also in the order of ranks. Returns the number of rows
- * that this rank will receive: from rank 0 for its first expert, for its second, ..., from rank 1, ... */
-static int64_t plan_dispatch(const model *m, pass *p, dispatch *d) {
-    int64_t slots = m->rows * m->o.moe_router_topk, ep = m->o.ep, total = 0;
-    int *load = take(p, m->o.num_experts * (int64_t)sizeof(int)), *counts = take(p, 4 * ep * (int64_t)sizeof(int));
-    d->order = take(p, slots * (int64_t)sizeof(int));
-    d->received = take(p, m->o.num_experts * (int64_t)sizeof(int));
+ * with n = m->experts, so rows in the order of their experts are also in the order of ranks. This rank will receive
+ * rows from rank 0 for its first expert, for its second, ..., from rank 1, ... */
+static void plan_dispatch(const model *m, pass *p, dispatch *d) {
+    int64_t slots = m->rows * m->o.moe_router_topk, ep = m->o.ep, E = m->o.num_experts;
+    int *load = take(p, E, sizeof(int)), *counts = take(p, 4 * ep, sizeof(int)), C = (int)m->C, n = (int)m->experts;
+    d->order = take(p, slots, sizeof(int)), d->received = take(p, E, sizeof(int));
     d->send_count = counts, d->send_offset = counts + ep;
     d->recv_count = counts + 2 * ep, d->recv_offset = counts + 3 * ep;
-    for (int e = 0, place = 0; e < m->o.num_experts; e++)
+    for (int e = 0, place = 0; e < E; e++)
         for (int slot = 0; slot < slots; slot++)
-            if (d->expert[slot] == e) d->order[place++] = slot, load[e]++;
-    MPI_Alltoall(load, (int)m->experts, MPI_INT, d->received, (int)m->experts, MPI_INT, m->g.expert.comm);
-    for (int64_t r = 0; r < ep; r++) {
-        for (int64_t e = r * m->experts; e < (r + 1) * m->experts; e++) {
-            d->send_count[r] += load[e] * (int)m->C;
-            d->recv_count[r] += d->received[e] * (int)m->C;
-        }
-        if (r > 0) d->send_offset[r] = d->send_offset[r - 1] + d->send_count[r - 1];
-        if (r > 0) d->recv_offset[r] = d->recv_offset[r - 1] + d->recv_count[r - 1];
-        total += d->recv_count[r] / m->C;
+            if (d->expert[slot] == e) d->order[place++] = slot, load[e]++, d->send_count[e / n] += C;
+    MPI_Alltoall(load, n, MPI_INT, d->received, n, MPI_INT, m->g.expert.comm);
+    for (int e = 0; e < E; e++) d->recv_count[e / n] += d->received[e] * C, d->rows += d->received[e];
+    for (int64_t r = 1; r < ep; r++) {
+        d->send_offset[r] = d->send_offset[r - 1] + d->send_count[r - 1];
+        d->recv_offset[r] = d->recv_offset[r - 1] + d->recv_count[r - 1];
     }
-    return total;
 }
 
 /* Rows to the ranks of their experts, and back. The backward of one is the other. */
@@ -575,116 +555,106 @@ static void return_rows(const model *m, const dispatch *d, double *rows, const d
 }
 
 /* y[rows, C] = the sum over a row's experts of probability x expert(x) */
-static void experts_forward(const model *m, pass *p, const layer *l, dispatch *d, double *y, const double *x) {
+static double *experts_forward(const model *m, pass *p, const layer *l, dispatch *d, const double *x) {
     int64_t topk = m->o.moe_router_topk, slots = m->rows * topk, C = m->C, row = 0;
     route_forward(m, p, l->router, d, x);
-    int64_t n = plan_dispatch(m, p, d);
-    double *sent = take_rows(p, slots, C), *outputs = take_rows(p, n, C);
-    d->x = take_rows(p, n, C), d->gate_up = take_rows(p, n, 2 * m->F), d->activated = take_rows(p, n, m->F);
-    d->y = take_rows(p, slots, C);
-    for (int64_t i = 0; i < slots; i++) memcpy(sent + i * C, x + d->order[i] / topk * C, (size_t)C * sizeof *x);
-    send_rows(m, d, d->x, sent);
-    for (int64_t e = 0; e < m->o.num_experts; row += d->received[e++]) // e: the sender, and one of this rank's experts
-        mlp_forward(m, &l->mlps[e % m->experts], outputs + row * C, d->gate_up + row * 2 * m->F,
-                    d->activated + row * m->F, d->x + row * C, d->received[e]);
+    plan_dispatch(m, p, d);
+    double *sent = take_rows(p, slots, C), *received = take_rows(p, d->rows, C), *outputs = take_rows(p, d->rows, C);
+    double *y = take_rows(p, m->rows, C);
+    d->y = take_rows(p, slots, C), d->mlps = take(p, m->o.num_experts, sizeof *d->mlps);
+    for (int64_t i = 0; i < slots; i++) add(sent + i * C, 1, x + d->order[i] / topk * C, C);
+    send_rows(m, d, received, sent);
+    for (int64_t e = 0; e < m->o.num_experts; row += d->received[e++]) { // e: a sender and one of this rank's experts
+        double *of_expert = mlp_forward(p, &l->mlps[e % m->experts], &d->mlps[e], received + row * C, d->received[e]);
+        add(outputs + row * C, 1, of_expert, d->received[e] * C);
+    }
     return_rows(m, d, d->y, outputs);
-    for (int64_t i = 0; i < slots; i++)
-        for (int64_t c = 0; c < C; c++) y[d->order[i] / topk * C + c] += d->prob[d->order[i]] * d->y[i * C + c];
+    for (int64_t i = 0; i < slots; i++) add(y + d->order[i] / topk * C, d->prob[d->order[i]], d->y + i * C, C);
+    return y;
 }
 
-static void experts_backward(const model *m, pass *p, const layer *l, const dispatch *d, double *dx, const double *dy,
-                             const double *x) {
+static double *experts_backward(const model *m, pass *p, const layer *l, const dispatch *d, const double *dy,
+                                const double *x) {
     int64_t topk = m->o.moe_router_topk, slots = m->rows * topk, C = m->C, row = 0;
-    int64_t n = (d->recv_offset[m->o.ep - 1] + d->recv_count[m->o.ep - 1]) / C;
     double *dprob = take_rows(p, m->rows, topk), *sent = take_rows(p, slots, C), *dsent = take_rows(p, slots, C);
-    double *doutputs = take_rows(p, n, C), *dreceived = take_rows(p, n, C);
+    double *doutputs = take_rows(p, d->rows, C), *dreceived = take_rows(p, d->rows, C);
     for (int64_t i = 0; i < slots; i++) {
         const double *dtoken = dy + d->order[i] / topk * C;
         dprob[d->order[i]] = dot(dtoken, d->y + i * C, C);
-        for (int64_t c = 0; c < C; c++) sent[i * C + c] = d->prob[d->order[i]] * dtoken[c];
+        add(sent + i * C, d->prob[d->order[i]], dtoken, C);
     }
     send_rows(m, d, doutputs, sent);
-    for (int64_t e = 0; e < m->o.num_experts; row += d->received[e++])
-        mlp_backward(m, p, &l->mlps[e % m->experts], dreceived + row * C, doutputs + row * C,
-                     d->gate_up + row * 2 * m->F, d->activated + row * m->F, d->x + row * C, d->received[e]);
+    for (int64_t e = 0; e < m->o.num_experts; row += d->received[e++]) {
+        double *of_expert = mlp_backward(p, &l->mlps[e % m->experts], &d->mlps[e], doutputs + row * C, d->received[e]);
+        add(dreceived + row * C, 1, of_expert, d->received[e] * C);
+    }
     return_rows(m, d, dsent, dreceived);
-    for (int64_t i = 0; i < slots; i++) add(dx + d->order[i] / topk * C, dsent + i * C, C);
-    route_backward(m, p, l->router, d, dx, dprob, x);
+    double *dx = route_backward(m, p, l->router, d, dprob, x);
+    for (int64_t i = 0; i < slots; i++) add(dx + d->order[i] / topk * C, 1, dsent + i * C, C);
+    return dx;
 }
 
 /* y = x + mlp(norm(x)), or the experts in the mlp's place, for x[rows, C] */
 static double *mlp_block_forward(const model *m, pass *p, const layer *l, saved *s, double *x) {
-    double *normed = take_rows(p, m->rows, m->C), *y = take_rows(p, m->rows, m->C);
-    s->middle = x;
-    norm_forward(m, normed, x, l->mlp_norm);
+    double *y;
+    s->middle = x, s->mlp_in = norm_forward(m, p, x, l->mlp_norm);
     if (m->o.num_experts) {
-        s->mlp_in = normed; // experts work on this rank's rows: no region
-        experts_forward(m, p, l, &s->dispatch, y, normed);
+        y = experts_forward(m, p, l, &s->dispatch, s->mlp_in); // on this rank's rows: no region
     } else {
-        double *partial = take_rows(p, m->T, m->C);
-        s->mlp_in = take_rows(p, m->T, m->C);
-        s->gate_up = take_rows(p, m->T, 2 * m->F), s->activated = take_rows(p, m->T, m->F);
-        enter_tensor_region_forward(m, s->mlp_in, normed);
-        mlp_forward(m, l->mlps, partial, s->gate_up, s->activated, s->mlp_in, m->T);
-        leave_tensor_region_forward(m, y, partial);
+        double *whole = enter_tensor_region_forward(m, p, s->mlp_in);
+        y = leave_tensor_region_forward(m, p, mlp_forward(p, l->mlps, &s->mlp, whole, m->T));
     }
-    add(y, x, m->rows * m->C);
+    add(y, 1, x, m->rows * m->C);
     return y;
 }
 
-static double *mlp_block_backward(const model *m, pass *p, const layer *l, const saved *s, const double *dy) {
-    double *dnormed = take_rows(p, m->rows, m->C), *dx = take_rows(p, m->rows, m->C);
+static double *mlp_block_backward(const model *m, pass *p, const layer *l, const saved *s, double *dy) {
+    double *dnormed;
     if (m->o.num_experts) {
-        experts_backward(m, p, l, &s->dispatch, dnormed, dy, s->mlp_in);
+        dnormed = experts_backward(m, p, l, &s->dispatch, dy, s->mlp_in);
     } else {
-        double *dpartial = take_rows(p, m->T, m->C), *dwhole = take_rows(p, m->T, m->C);
-        leave_tensor_region_backward(m, dpartial, dy);
-        mlp_backward(m, p, l->mlps, dwhole, dpartial, s->gate_up, s->activated, s->mlp_in, m->T);
-        enter_tensor_region_backward(m, dnormed, dwhole);
+        double *dpartial = leave_tensor_region_backward(m, p, dy);
+        dnormed = enter_tensor_region_backward(m, p, mlp_backward(p, l->mlps, &s->mlp, dpartial, m->T));
     }
-    norm_backward(m, dx, l->mlp_norm, dnormed, s->middle);
-    add(dx, dy, m->rows * m->C);
+    double *dx = norm_backward(m, p, l->mlp_norm, dnormed, s->middle);
+    add(dx, 1, dy, m->rows * m->C);
     return dx;
 }
 
 /* ==== embedding and loss ========================================================================================== */
 /* Both are cut by rows of the vocabulary: tensor rank r has tokens [r V, (r + 1) V). */
 
-/* The token at place `i` of this rank, and `ahead` places later in its sequence, counted from this rank's first row of
- * the vocabulary. */
+/* The token at place `i` of this rank, or `ahead` places later in its sequence, as a row of this rank's vocabulary; -1
+ * if another tensor rank has it. */
 static int64_t local_token(const model *m, const pass *p, int64_t i, int64_t ahead) {
     const int32_t *sequence = m->tokens + p->sequence * (m->o.seq_length + 1);
-    return sequence[token_position(m, m->g.context.rank, i) + ahead] - m->g.tensor.rank * m->V;
+    int64_t row = sequence[token_position(m, m->g.context.rank, i) + ahead] - m->g.tensor.rank * m->V;
+    return row >= 0 && row < m->V ? row : -1;
 }
 
 static double *embedding_forward(const model *m, pass *p) {
-    double *partial = take_rows(p, m->T, m->C), *x = take_rows(p, m->rows, m->C);
-    for (int64_t t = 0; t < m->T; t++) { // tokens of other ranks stay 0
-        int64_t token = local_token(m, p, t, 0);
-        if (token >= 0 && token < m->V) add(partial + t * m->C, m->embedding.w + token * m->C, m->C);
-    }
-    leave_tensor_region_forward(m, x, partial);
-    return x;
-}
-
-static void embedding_backward(const model *m, pass *p, const double *dx) {
-    double *dpartial = take_rows(p, m->T, m->C);
-    leave_tensor_region_backward(m, dpartial, dx);
+    double *partial = take_rows(p, m->T, m->C); // tokens of other ranks stay 0
     for (int64_t t = 0; t < m->T; t++) {
         int64_t token = local_token(m, p, t, 0);
-        if (token >= 0 && token < m->V) add(m->embedding.dw + token * m->C, dpartial + t * m->C, m->C);
+        if (token >= 0) add(partial + t * m->C, 1, m->embedding.w + token * m->C, m->C);
+    }
+    return leave_tensor_region_forward(m, p, partial);
+}
+
+static void embedding_backward(const model *m, pass *p, double *dx) {
+    double *dpartial = leave_tensor_region_backward(m, p, dx);
+    for (int64_t t = 0; t < m->T; t++) {
+        int64_t token = local_token(m, p, t, 0);
+        if (token >= 0) add(m->embedding.dw + token * m->C, 1, dpartial + t * m->C, m->C);
     }
 }
 
 /* Cross-entropy of the next token, summed over this rank's tokens; logits of other vocabulary rows stay on their rank.
  * Sets p->probabilities[T, V]. */
 static double loss_forward(const model *m, pass *p, double *x) {
-    double *normed = take_rows(p, m->rows, m->C), *logits = take_rows(p, m->T, m->V), loss = 0;
-    double *max = take_rows(p, 1, m->T), *sums = take_rows(p, 2, m->T), *of_label = sums + m->T;
-    p->last = x, p->last_normed = take_rows(p, m->T, m->C), p->probabilities = logits;
-    norm_forward(m, normed, x, m->final_norm);
-    enter_tensor_region_forward(m, p->last_normed, normed);
-    linear_forward(logits, p->last_normed, m->output, m->T, m->V, m->C);
+    double *max = take_rows(p, 1, m->T), *sums = take_rows(p, 2, m->T), *of_label = sums + m->T, loss = 0;
+    p->last = x, p->last_normed = enter_tensor_region_forward(m, p, norm_forward(m, p, x, m->final_norm));
+    double *logits = p->probabilities = linear_forward(p, p->last_normed, m->output, m->T);
     for (int64_t t = 0; t < m->T; t++) {
         max[t] = logits[t * m->V];
         for (int64_t v = 1; v < m->V; v++) max[t] = fmax(max[t], logits[t * m->V + v]);
@@ -692,7 +662,7 @@ static double loss_forward(const model *m, pass *p, double *x) {
     all_reduce(&m->g.tensor, max, m->T, MPI_MAX);
     for (int64_t t = 0; t < m->T; t++) {
         int64_t label = local_token(m, p, t, 1);
-        if (label >= 0 && label < m->V) of_label[t] = logits[t * m->V + label] - max[t];
+        if (label >= 0) of_label[t] = logits[t * m->V + label] - max[t];
         for (int64_t v = 0; v < m->V; v++) sums[t] += logits[t * m->V + v] = exp(logits[t * m->V + v] - max[t]);
     }
     all_reduce(&m->g.tensor, sums, 2 * m->T, MPI_SUM);
@@ -705,28 +675,27 @@ static double loss_forward(const model *m, pass *p, double *x) {
 
 /* dx[rows, C] of the loss's mean over all tokens of the step: dlogits = (probability - 1 at the label) / tokens. */
 static double *loss_backward(const model *m, pass *p) {
-    double *dlogits = p->probabilities, *dwhole = take_rows(p, m->T, m->C);
-    double *dnormed = take_rows(p, m->rows, m->C), *dx = take_rows(p, m->rows, m->C);
+    double *dlogits = p->probabilities;
     for (int64_t t = 0; t < m->T; t++) {
         int64_t label = local_token(m, p, t, 1);
-        if (label >= 0 && label < m->V) dlogits[t * m->V + label] -= 1;
+        if (label >= 0) dlogits[t * m->V + label] -= 1;
     }
     for (int64_t i = 0; i < m->T * m->V; i++) dlogits[i] /= (double)(m->o.global_batch_size * m->o.seq_length);
-    linear_backward(dwhole, m->output, dlogits, p->last_normed, m->T, m->V, m->C);
-    enter_tensor_region_backward(m, dnormed, dwhole);
-    norm_backward(m, dx, m->final_norm, dnormed, p->last);
-    return dx;
+    double *dwhole = linear_backward(p, m->output, dlogits, p->last_normed, m->T);
+    double *dnormed = enter_tensor_region_backward(m, p, dwhole);
+    return norm_backward(m, p, m->final_norm, dnormed, p->last);
 }
 
 /* ==== parameters ================================================================================================== */
 
-/* Adds a row to the table. `owner` receives its memory later, in allocate_buffers(). */
-static void add_parameter(model *m, tensor *owner, cut cut, int64_t rows, int64_t columns, const char *format, ...) {
+/* Adds a row to the table. `tensor` receives its memory later, in allocate_buffers(). */
+static void add_parameter(model *m, tensor *tensor, cut cut, int64_t rows, int64_t columns, const char *format, ...) {
     parameter *p = &m->parameters[m->num_parameters++];
-    *p = (parameter){.rows = rows, .columns = columns, .cut = cut, .owner = owner};
+    *p = (parameter){.rows = rows, .columns = columns, .cut = cut, .tensor = tensor};
+    p->my_rows = cut == CUT_ROWS ? rows / m->o.tp : rows;
+    p->my_columns = cut == CUT_COLUMNS ? columns / m->o.tp : columns;
     p->buffer = &m->buffers[cut == CUT_EXPERT ? EXPERTS : DENSE];
-    p->offset = p->buffer->count;
-    p->count = rows * columns / (cut == CUT_ROWS || cut == CUT_COLUMNS ? m->o.tp : 1);
+    p->offset = p->buffer->count, p->count = p->my_rows * p->my_columns;
     p->buffer->count += p->count;
     va_list arguments;
     va_start(arguments, format);
@@ -742,20 +711,20 @@ static void add_layer(model *m, layer *l, int n) {
     const char *moe = "model.layers.%d.block_sparse_moe.experts.%d.w%d.weight";
     add_parameter(m, &l->input_norm, CUT_NONE, 1, C, "model.layers.%d.input_layernorm.weight", n);
     add_parameter(m, &l->qkv, CUT_ROWS, o->num_attention_heads * D, C, attention, n, "q");
-    add_parameter(m, NULL, CUT_ROWS, o->num_query_groups * D, C, attention, n, "k");
-    add_parameter(m, NULL, CUT_ROWS, o->num_query_groups * D, C, attention, n, "v");
+    add_parameter(m, &l->qkv, CUT_ROWS, o->num_query_groups * D, C, attention, n, "k");
+    add_parameter(m, &l->qkv, CUT_ROWS, o->num_query_groups * D, C, attention, n, "v");
     add_parameter(m, &l->out, CUT_COLUMNS, C, o->num_attention_heads * D, attention, n, "o");
     add_parameter(m, &l->mlp_norm, CUT_NONE, 1, C, "model.layers.%d.post_attention_layernorm.weight", n);
-    l->mlps = allocate((m->experts + 1) * (int64_t)sizeof *l->mlps);
+    l->mlps = allocate(m->experts + 1, sizeof *l->mlps);
     if (E) add_parameter(m, &l->router, CUT_NONE, E, C, "model.layers.%d.block_sparse_moe.gate.weight", n);
     for (int64_t e = 0; e < m->experts; e++) {
         add_parameter(m, &l->mlps[e].gate_up, CUT_EXPERT, m->F, C, moe, n, (int)(first + e), 1);
-        add_parameter(m, NULL, CUT_EXPERT, m->F, C, moe, n, (int)(first + e), 3);
+        add_parameter(m, &l->mlps[e].gate_up, CUT_EXPERT, m->F, C, moe, n, (int)(first + e), 3);
         add_parameter(m, &l->mlps[e].down, CUT_EXPERT, C, m->F, moe, n, (int)(first + e), 2);
     }
     if (E) return;
     add_parameter(m, &l->mlps->gate_up, CUT_ROWS, o->ffn_hidden_size, C, dense, n, "gate");
-    add_parameter(m, NULL, CUT_ROWS, o->ffn_hidden_size, C, dense, n, "up");
+    add_parameter(m, &l->mlps->gate_up, CUT_ROWS, o->ffn_hidden_size, C, dense, n, "up");
     add_parameter(m, &l->mlps->down, CUT_COLUMNS, C, o->ffn_hidden_size, dense, n, "down");
 }
 
@@ -766,11 +735,14 @@ static void allocate_buffers(model *m) {
         b->shard = (b->count + b->group.size - 1) / b->group.size;
         b->count = b->shard * b->group.size;
         b->first = b->shard * b->group.rank;
-        b->w = allocate(b->count * 8), b->dw = allocate(b->count * 8), b->grad = allocate(b->shard * 8);
-        b->moment[0] = allocate(b->shard * 8), b->moment[1] = allocate(b->shard * 8);
+        b->w = allocate(b->count, sizeof *b->w), b->dw = allocate(b->count, sizeof *b->dw);
+        b->grad = allocate(b->shard, sizeof *b->grad);
+        for (int i = 0; i < 2; i++) b->moment[i] = allocate(b->shard, sizeof *b->moment[i]);
     }
-    for (parameter *p = m->parameters; p < m->parameters + m->num_parameters; p++)
-        if (p->owner) *p->owner = (tensor){p->buffer->w + p->offset, p->buffer->dw + p->offset};
+    for (const parameter *p = m->parameters; p < m->parameters + m->num_parameters; p++) {
+        if (!p->tensor->w) *p->tensor = (tensor){p->buffer->w + p->offset, p->buffer->dw + p->offset, 0, p->my_columns};
+        p->tensor->rows += p->my_rows;
+    }
 }
 
 static void create_model(model *m) {
@@ -781,8 +753,8 @@ static void create_model(model *m) {
     m->F = o->num_experts ? o->ffn_hidden_size : o->ffn_hidden_size / o->tp, m->experts = o->num_experts / o->ep;
     m->num_stages = o->pp * o->vp, m->stage_layers = o->num_layers / m->num_stages;
     m->micro_batches = o->global_batch_size / m->g.data.size;
-    m->layers = allocate(o->vp * m->stage_layers * (int64_t)sizeof *m->layers);
-    m->parameters = allocate((o->vp * m->stage_layers * (9 + 3 * m->experts) + 3) * (int64_t)sizeof *m->parameters);
+    m->layers = allocate(o->vp * m->stage_layers, sizeof *m->layers);
+    m->parameters = allocate(o->vp * m->stage_layers * (9 + 3 * m->experts) + 3, sizeof *m->parameters);
     if (m->g.pipeline.rank == 0)
         add_parameter(m, &m->embedding, CUT_ROWS, o->vocab_size, m->C, "model.embed_tokens.weight");
     for (int64_t i = 0; i < o->vp * m->stage_layers; i++) { // virtual stage i / stage_layers of this rank
@@ -805,71 +777,60 @@ static double random_number(const char *name, int64_t index) {
     return (double)((x ^ x >> 31) >> 11) / 9007199254740992.0; // 2^53
 }
 
-/* Number (row, column) of a whole parameter: from the file's fp32 numbers, or without a file 1 for norms and random
- * numbers with standard deviation 0.02 for matrices. */
-static double initial_weight(const parameter *p, const float *file, int64_t row, int64_t column) {
-    int64_t index = row * p->columns + column;
-    if (file) return (double)file[index];
-    return p->rows == 1 ? 1 : 0.02 * sqrt(12) * (random_number(p->name, index) - 0.5);
-}
-
-/* Fills this rank's part of a parameter: its rows or columns of the whole. */
+/* Fills this rank's rows or columns of a parameter: from the file's fp32 numbers, or without a file 1 for norms and
+ * random numbers with standard deviation 0.02 for matrices. */
 static void fill_parameter(model *m, const parameter *p, const float *file) {
-    int64_t rows = p->cut == CUT_ROWS ? p->rows / m->o.tp : p->rows;
-    int64_t columns = p->cut == CUT_COLUMNS ? p->columns / m->o.tp : p->columns;
-    int64_t first_row = p->cut == CUT_ROWS ? m->g.tensor.rank * rows : 0;
-    int64_t first_column = p->cut == CUT_COLUMNS ? m->g.tensor.rank * columns : 0;
-    for (int64_t r = 0; r < rows; r++)
-        for (int64_t c = 0; c < columns; c++)
-            p->buffer->w[p->offset + r * columns + c] = initial_weight(p, file, first_row + r, first_column + c);
+    int64_t first_row = p->cut == CUT_ROWS ? m->g.tensor.rank * p->my_rows : 0;
+    int64_t first_column = p->cut == CUT_COLUMNS ? m->g.tensor.rank * p->my_columns : 0;
+    for (int64_t i = 0; i < p->count; i++) {
+        int64_t index = (first_row + i / p->my_columns) * p->columns + first_column + i % p->my_columns;
+        double initial = p->rows == 1 ? 1 : 0.02 * sqrt(12) * (random_number(p->name, index) - 0.5);
+        p->buffer->w[p->offset + i] = file ? (double)file[index] : initial;
+    }
 }
 
-/* The bytes of a file, with a 0 after them; NULL if it cannot be read. */
+/* The bytes of a file, with a 0 after them; ends the job if some rank cannot read it. */
 static char *read_file(const char *path, int64_t *size) {
+    char error[256] = "", *bytes = NULL;
     FILE *file = fopen(path, "rb");
-    char *bytes = NULL;
-    if (file && fseek(file, 0, SEEK_END) == 0 && (*size = ftell(file)) >= 0) bytes = calloc(1, (size_t)*size + 1);
-    if (bytes && (fseek(file, 0, SEEK_SET) != 0 || fread(bytes, 1, (size_t)*size, file) != (size_t)*size))
-        free(bytes), bytes = NULL;
+    if (file && fseek(file, 0, SEEK_END) == 0 && (*size = ftell(file)) >= 0) bytes = calloc((size_t)*size + 1, 1);
+    if (!bytes || fseek(file, 0, SEEK_SET) != 0 || fread(bytes, 1, (size_t)*size, file) != (size_t)*size)
+        snprintf(error, sizeof error, "%.200s: cannot be read", path);
     if (file) fclose(file);
+    stop_on_error(error);
     return bytes;
 }
 
 /* The numbers of an fp32 tensor in a safetensors file: 8 bytes with the length of the header, the header (JSON), the
  * data. NULL if there is no such tensor with `count` numbers. */
 static const float *find_tensor(const char *file, int64_t size, const char *name, int64_t count) {
-    char key[128], type[8];
+    char key[128];
     long long begin, end;
     uint64_t header;
     if (size < 8) return NULL;
     memcpy(&header, file, 8);
-    if (header > (uint64_t)size - 8 || header % 4 != 0) return NULL;
     snprintf(key, sizeof key, "\"%s\":{", name);
-    const char *entry = strstr(file + 8, key), *offsets = entry ? strstr(entry, "\"data_offsets\":[") : NULL;
-    if (!offsets || sscanf(entry + strlen(key), "\"dtype\":\"%7[A-Z0-9]\"", type) != 1 || strcmp(type, "F32") != 0)
+    const char *entry = strstr(file + 8, key);
+    const char *format = "\"dtype\":\"F32\",\"shape\":[%*[0-9,]],\"data_offsets\":[%lld,%lld]";
+    if (!entry || sscanf(entry + strlen(key), format, &begin, &end) != 2 || end - begin != count * 4) return NULL;
+    if (header > (uint64_t)size - 8 || header % 4 || begin < 0 || begin % 4 || end > size - 8 - (int64_t)header)
         return NULL;
-    if (sscanf(offsets, "\"data_offsets\":[%lld,%lld]", &begin, &end) != 2 || begin < 0 || begin % 4 != 0) return NULL;
-    if (end - begin != count * 4 || end > size - 8 - (int64_t)header) return NULL;
     return (const float *)(const void *)(file + 8 + header + begin);
 }
 
 /* Weights from --load, a Hugging Face folder with one fp32 safetensors file, or random ones. */
 static void load_weights(model *m) {
-    char error[256] = "", path[1024];
+    char error[256] = "", path[1024], *file = NULL;
     int64_t size = 0;
-    char *file = NULL;
-    if (m->o.load) {
-        snprintf(path, sizeof path, "%s/model.safetensors", m->o.load);
-        file = read_file(path, &size);
-        if (!file) snprintf(error, sizeof error, "%.200s: cannot be read", path);
-    }
-    for (int64_t i = 0; i < m->num_parameters && !error[0]; i++) {
-        const parameter *p = &m->parameters[i];
+    snprintf(path, sizeof path, "%s/model.safetensors", m->o.load ? m->o.load : "");
+    if (m->o.load) file = read_file(path, &size);
+    for (const parameter *p = m->parameters; p < m->parameters + m->num_parameters && !error[0]; p++) {
         const float *data = file ? find_tensor(file, size, p->name, p->rows * p->columns) : NULL;
         if (file && !data)
             snprintf(error, sizeof error, "%.100s has no %s with %lld x %lld numbers in F32", path, p->name,
                      (long long)p->rows, (long long)p->columns);
-        if (!error[0]) fill_parameter(m, p, data);
+        else
+            fill_parameter(m, p, data);
     }
     free(file);
     stop_on_error(error);
@@ -878,13 +839,11 @@ static void load_weights(model *m) {
 /* Tokens from --tokens-file (int32, as ./train reads them), or synthetic: each sequence counts in steps of its own. */
 static void load_tokens(model *m) {
     int64_t row = m->o.seq_length + 1, wanted = m->o.global_batch_size * m->o.train_iters, size = wanted * row * 4;
-    char error[256] = "", *file = NULL;
-    if (m->o.tokens_file && !(file = read_file(m->o.tokens_file, &size)))
-        snprintf(error, sizeof error, "%.200s: cannot be read", m->o.tokens_file);
-    else if (size / 4 / row < wanted)
+    char error[256] = "", *file = m->o.tokens_file ? read_file(m->o.tokens_file, &size) : NULL;
+    if (size / 4 / row < wanted)
         snprintf(error, sizeof error, "%.100s: holds %lld sequences of %lld tokens, training needs %lld",
                  m->o.tokens_file, (long long)(size / 4 / row), (long long)row, (long long)wanted);
-    m->tokens = file ? (int32_t *)(void *)file : allocate(size);
+    m->tokens = file ? (int32_t *)(void *)file : allocate(size, 1);
     for (int64_t i = 0; i < wanted * row && !error[0]; i++) {
         int64_t start = (int64_t)(random_number("start", i / row) * 1000);
         int64_t step = 1 + (int64_t)(random_number("step", i / row) * 3);
@@ -922,23 +881,20 @@ static void make_schedule(const model *m, action *list) {
     }
 }
 
-/* Stage s is chunk s / pp of pipeline rank s % pp. A message's tag names the receiving stage, micro-batch, direction.
- */
-static int message_tag(const model *m, const pass *p, int64_t stage, bool forward) {
-    return (int)((p->micro_batch * m->num_stages + stage) * 2 + forward);
+/* Stage s is chunk s / pp of pipeline rank s % pp. A message's tag: micro-batch, receiving stage, direction. */
+static int message_tag(const model *m, const pass *p, int64_t from, int64_t to) {
+    return (int)((p->micro_batch * m->num_stages + to) * 2 + (from < to));
 }
 
-/* Sends x[rows, C] to a stage. The buffered send copies the message, so that no rank waits for a receiver. */
-static void send_to_stage(const model *m, const pass *p, const double *x, int64_t stage, bool forward) {
-    MPI_Bsend(x, (int)(m->rows * m->C), MPI_DOUBLE, (int)(stage % m->o.pp), message_tag(m, p, stage, forward),
+/* Sends x[rows, C] to another stage. The buffered send copies the message, so that no rank waits for a receiver. */
+static void send_to_stage(const model *m, const pass *p, const double *x, int64_t from, int64_t to) {
+    MPI_Bsend(x, (int)(m->rows * m->C), MPI_DOUBLE, (int)(to % m->o.pp), message_tag(m, p, from, to),
               m->g.pipeline.comm);
 }
 
-/* The message for `stage`, which this rank has, from the stage before or after it. */
-static double *receive(const model *m, pass *p, int64_t stage, bool forward) {
+static double *receive(const model *m, pass *p, int64_t from, int64_t to) {
     double *x = take_rows(p, m->rows, m->C);
-    int64_t from = forward ? stage - 1 : stage + 1;
-    MPI_Recv(x, (int)(m->rows * m->C), MPI_DOUBLE, (int)(from % m->o.pp), message_tag(m, p, stage, forward),
+    MPI_Recv(x, (int)(m->rows * m->C), MPI_DOUBLE, (int)(from % m->o.pp), message_tag(m, p, from, to),
              m->g.pipeline.comm, MPI_STATUS_IGNORE);
     return x;
 }
@@ -946,21 +902,21 @@ static double *receive(const model *m, pass *p, int64_t stage, bool forward) {
 /* Returns the loss; 0 from all stages except the last one. */
 static double stage_forward(const model *m, pass *p) {
     int64_t stage = p->chunk * m->o.pp + m->g.pipeline.rank;
-    double *x = stage == 0 ? embedding_forward(m, p) : receive(m, p, stage, true);
-    p->layers = take(p, m->stage_layers * (int64_t)sizeof *p->layers);
+    double *x = stage == 0 ? embedding_forward(m, p) : receive(m, p, stage - 1, stage);
+    p->layers = take(p, m->stage_layers, sizeof *p->layers);
     for (int64_t i = 0; i < m->stage_layers; i++) {
         const layer *l = &m->layers[p->chunk * m->stage_layers + i];
         x = attention_forward(m, p, l, &p->layers[i], x);
         x = mlp_block_forward(m, p, l, &p->layers[i], x);
     }
     if (stage == m->num_stages - 1) return loss_forward(m, p, x);
-    send_to_stage(m, p, x, stage + 1, true);
+    send_to_stage(m, p, x, stage, stage + 1);
     return 0;
 }
 
 static void stage_backward(const model *m, pass *p) {
     int64_t stage = p->chunk * m->o.pp + m->g.pipeline.rank;
-    double *dx = stage == m->num_stages - 1 ? loss_backward(m, p) : receive(m, p, stage, false);
+    double *dx = stage == m->num_stages - 1 ? loss_backward(m, p) : receive(m, p, stage + 1, stage);
     for (int64_t i = m->stage_layers - 1; i >= 0; i--) {
         const layer *l = &m->layers[p->chunk * m->stage_layers + i];
         dx = mlp_block_backward(m, p, l, &p->layers[i], dx);
@@ -969,7 +925,7 @@ static void stage_backward(const model *m, pass *p) {
     if (stage == 0)
         embedding_backward(m, p, dx);
     else
-        send_to_stage(m, p, dx, stage - 1, false);
+        send_to_stage(m, p, dx, stage, stage - 1);
     release(p);
 }
 
@@ -1086,10 +1042,9 @@ enum { NUM_OPTIONS = sizeof option_rows / sizeof *option_rows };
 
 /* Writes why the options do not fit together, or to `ranks` ranks, into `error`. */
 static void check_options(const options *o, int64_t ranks, char error[256]) {
-    int64_t model_ranks = o->tp * o->cp * o->pp, data_ranks = ranks / model_ranks;
-    int64_t micro_batches = data_ranks ? o->global_batch_size / data_ranks : 0;
-    double mlps = (double)(o->num_experts ? o->num_experts : 1), C = (double)o->hidden_size;
-    double per_layer = C * (4 * C + 3 * mlps * (double)o->ffn_hidden_size);
+    int64_t model_ranks = o->tp * o->cp * o->pp, data_ranks = ranks / model_ranks, E = o->num_experts;
+    int64_t tokens = o->seq_length / o->cp, micro_batches = data_ranks ? o->global_batch_size / data_ranks : 0;
+    double C = (double)o->hidden_size, of_layer = C * (4 * C + 3 * (double)((E ? E : 1) * o->ffn_hidden_size));
     double activations = C * (double)o->seq_length * (double)(o->global_batch_size * o->vp);
     const struct {
         bool wrong;
@@ -1103,21 +1058,16 @@ static void check_options(const options *o, int64_t ranks, char error[256]) {
         {o->ffn_hidden_size % o->tp != 0, "--ffn-hidden-size must divide by --tensor-model-parallel-size"},
         {o->vocab_size % o->tp != 0, "--vocab-size must divide by --tensor-model-parallel-size"},
         {o->seq_length % (2 * o->cp) != 0, "--seq-length must divide by twice --context-parallel-size"},
-        {o->sequence_parallel && o->seq_length / o->cp % o->tp != 0,
-         "--sequence-parallel: the tokens of a context rank must divide by --tensor-model-parallel-size"},
+        {o->sequence_parallel && tokens % o->tp != 0, "--sequence-parallel: tokens must divide by the tensor ranks"},
         {o->num_layers % (o->pp * o->vp) != 0, "--num-layers must divide by the pipeline's stages"},
-        {o->vp > 1 && o->pp == 1, "--num-virtual-stages-per-pipeline-rank needs --pipeline-model-parallel-size"},
-        {o->vp > 1 && micro_batches % o->pp != 0,
-         "virtual stages need a multiple of --pipeline-model-parallel-size micro-batches"},
-        {o->num_experts && o->moe_router_topk > o->num_experts, "--moe-router-topk exceeds --num-experts"},
-        {o->num_experts && o->tp > 1 && !o->sequence_parallel,
-         "--num-experts with tensor parallelism needs --sequence-parallel"},
-        {o->num_experts % o->ep != 0 || (o->ep > 1 && !o->num_experts),
-         "--num-experts must be a multiple of --expert-model-parallel-size"},
+        {o->vp > 1 && micro_batches % o->pp != 0, "virtual stages: micro-batches must divide by the pipeline ranks"},
+        {E && o->moe_router_topk > E, "--moe-router-topk exceeds --num-experts"},
+        {E && o->tp > 1 && !o->sequence_parallel, "experts with tensor parallelism need --sequence-parallel"},
+        {(E ? E : 1) % o->ep != 0, "--num-experts must divide by --expert-model-parallel-size"},
         {ranks / o->pp % o->ep != 0, "--expert-model-parallel-size must divide the ranks of a pipeline stage"},
         {o->adam_beta1 >= 1 || o->adam_beta2 >= 1, "--adam-beta1 and --adam-beta2 must be less than 1"},
-        {per_layer * (double)o->num_layers + (double)(o->vocab_size * o->hidden_size) > 1e8 || activations > 2e7,
-         "model or batch are too large for this program; ./train has no such limit"}};
+        {of_layer * (double)o->num_layers + C * (double)o->vocab_size > 1e8, "the model is too large; see ./train"},
+        {activations > 2e7, "the batch is too large; see ./train"}};
     for (size_t i = 0; i < sizeof rules / sizeof *rules && !error[0]; i++)
         if (rules[i].wrong) snprintf(error, 256, "%s", rules[i].message);
 }
@@ -1141,12 +1091,13 @@ static options parse_options(int argc, char **argv) {
         const char *text = row->kind == FLAG ? "1" : argv[i + 1] ? argv[i + 1] : "";
         char *end;
         double number = strtod(text, &end);
+        bool is_number = end != text && !*end && number >= 0 && number <= 1 << 20;
         if (r == NUM_OPTIONS)
             snprintf(error, sizeof error, "%.99s: unknown option; option_rows in mini.c lists the options", argv[i]);
-        else if (row->kind == TEXT ? !text[0] : end == text || *end || !(number >= 0 && number <= 1e9))
+        else if (row->kind == TEXT ? !text[0] : !is_number)
             snprintf(error, sizeof error, "%s %.99s: needs %s", argv[i], text,
                      row->kind == TEXT ? "a path" : "a number");
-        else if (row->kind == INTEGER && !(number >= 1 && number <= 1 << 20 && number == floor(number)))
+        else if (row->kind == INTEGER && !(number >= 1 && number == floor(number)))
             snprintf(error, sizeof error, "%s %.99s: needs a whole number from 1 to 2^20", argv[i], text);
         else
             set_option(&o, row, number, text);
@@ -1184,10 +1135,10 @@ int main(int argc, char **argv) {
                m.g.data.size, m.g.pipeline.size, m.g.expert.size);
     int64_t count = m.micro_batches * m.o.vp;
     int bytes = 2 * (int)count * (int)(m.rows * m.C * 8 + MPI_BSEND_OVERHEAD); // all messages of a step
-    void *messages = allocate(bytes);
+    void *messages = allocate(bytes, 1);
     MPI_Buffer_attach(messages, bytes);
-    action *list = allocate(2 * count * (int64_t)sizeof *list);
-    pass *passes = allocate(count * (int64_t)sizeof *passes);
+    action *list = allocate(2 * count, sizeof *list);
+    pass *passes = allocate(count, sizeof *passes);
     make_schedule(&m, list);
     for (int64_t step = 1; step <= m.o.train_iters; step++) train_step(&m, list, passes, step);
     MPI_Buffer_detach(&messages, &bytes);

@@ -56,7 +56,7 @@ quotes_are_the_source() {
 # tag.
 list_known() {
     { # also a variable of a library
-        ls megatron.[ch] data/*.[ch] cuda/* tests/*.[ch] tests/*.sh data/*.sh notes/*.c notes/examples/*.c train.c \
+        ls megatron.[ch] data/*.[ch] cuda/* tests/*.[ch] tests/*.sh data/*.sh notes/*.c notes/examples/*.c* train.c \
             infer.c Makefile launch.sh | grep -v test_notes | xargs cat
         echo OPENBLAS_CORETYPE
         ls tests/test_* | sed 's|tests/test_||' # suites
