@@ -9462,7 +9462,7 @@ static mt_adamw_args mt_adamw_part(const mt_adamw_args *whole, int64_t first, in
 enum { MT_HOST_PIECE = 1 << 22 }; // elements
 
 typedef struct mt_host_task {
-    mt_adamw_args args; // in a slot and in host memory
+    mt_adamw_args args; // in a slot and in host memory; first, for data/simulate.c
     mt_adamw adamw;
     void *param; // on the device
     int threads;

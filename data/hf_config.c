@@ -672,7 +672,8 @@ int mt_options_check_shape(const mt_options *options, const char *json, int64_t 
             mt_option_copy(&shape, options, row); // sizes may derive from it
     mt_options_derive_sizes(&shape);
     for (const mt_option *row = mt_option_table; row->help && status == 0; row++) {
-        if (!row->name || row->origin == MT_OF_RUN || mt_options_gave(options, row->offset)) continue;
+        bool drops = row->offset == MT_AT(hidden_dropout) || row->offset == MT_AT(attention_dropout); // --load's holds
+        if (!row->name || row->origin == MT_OF_RUN || drops || mt_options_gave(options, row->offset)) continue;
         if (!mt_option_differs(&shape, options, row)) continue;
         char *ours = mt_option_text(&shape, row), *theirs = mt_option_text(options, row);
         status = mt_error_set(error,

@@ -41,7 +41,8 @@ extern "C" {
     X(collective_slowdown, 1, 0, 10, "share of its time that computation loses while a collective runs beside it")     \
     X(receive_slowdown, 1, 0, 10, "the same while a posted receive waits for its message")                             \
     X(collective_us, 1e-6, 0, 1e5, "start of a collective, its ranks' differences included")                           \
-    X(host_copy_gbs, 1e9, 1e-3, 1e6, "bytes copied between the GPU and its host, in each direction")
+    X(host_copy_gbs, 1e9, 1e-3, 1e6, "bytes copied between the GPU and its host, in each direction")                   \
+    X(host_update_gbs, 1e9, 1e-3, 1e6, "bytes that AdamW on the host reads and writes, for each GPU")
 
 typedef struct mt_machine {
     char name[80];

@@ -692,6 +692,13 @@ static int mt_options_check_idle_in_rl(const mt_options *o, mt_error *error) {
     return 0;
 }
 
+/* Stages that compare log-probabilities with a reference's or the generator's have no dropout, as trl's trainers. */
+static void mt_options_derive_dropout(mt_options *o) {
+    if (o->stage != MT_STAGE_DPO && o->stage != MT_STAGE_RL) return;
+    if (!MT_GIVEN(o, hidden_dropout)) o->hidden_dropout = 0;
+    if (!MT_GIVEN(o, attention_dropout)) o->attention_dropout = 0;
+}
+
 /* Generation, by infer or for --stage rl. */
 static int mt_options_check_generation(const mt_options *o, mt_error *error) {
     int64_t page = o->inference_dynamic_batching_block_size;
@@ -721,6 +728,7 @@ static int mt_options_derive_rl(mt_options *o, mt_error *error) {
          "--adv-estimator grpo and rloo compare the responses to a prompt: --num-return-sequences must be 2 or more"},
         {o->dynamic_sampling && o->num_return_sequences == 1,
          "--dynamic-sampling compares the responses to a prompt: --num-return-sequences must be 2 or more"},
+        {o->max_new_tokens == 0, "--max-new-tokens 0: --stage rl needs responses"},
         {o->max_new_tokens >= o->seq_length,
          "--max-new-tokens %lld leaves no room for a prompt in --seq-length %lld",
          {o->max_new_tokens, o->seq_length}},
@@ -753,6 +761,7 @@ int mt_options_derive(mt_options *o, mt_program program, int64_t world_size, mt_
     if (o->print_schedule && !o->dynamic_context_parallel) return mt_options_derive_printed(o, world_size, error);
     if (o->print_schedule && world_size == 1) // the ranks are imagined
         world_size = o->tensor_model_parallel_size * o->pipeline_model_parallel_size * o->context_parallel_size;
+    mt_options_derive_dropout(o);
     if (mt_options_derive_model(o, error) || mt_options_derive_rope(o, error)) return -1;
     if (mt_options_derive_head(o, program, error) || mt_options_check_generation(o, error)) return -1;
     if (mt_options_derive_rl(o, error)) return -1;

@@ -69,9 +69,10 @@ const mt_option mt_option_table[] = {
     {"init-method-std", MT_REAL, MT_AT(init_method_std), MT_TRAIN, MT_OF_MODEL, "0.02", "[0,100]",
      "standard deviation of the initial weights"},
     {"hidden-dropout", MT_REAL, MT_AT(hidden_dropout), MT_TRAIN, MT_OF_MODEL, "0.1", "[0,1)",
-     "dropout of embeddings and of the outputs of attention and MLP"},
+     "dropout of embeddings and of the outputs of attention and MLP (default with --stage dpo and rl: 0, whatever "
+     "config.json has)"},
     {"attention-dropout", MT_REAL, MT_AT(attention_dropout), MT_TRAIN, MT_OF_MODEL, "0.1", "[0,1)",
-     "dropout of attention probabilities"},
+     "dropout of attention probabilities (default with --stage dpo and rl: 0, whatever config.json has)"},
     {"window-size", MT_INT, MT_AT(window_size), MT_TRAIN, MT_OF_MODEL, NULL, "[1,1073741824]",
      "sliding-window attention: number of keys that a query sees, its own included (default: all)"},
 
@@ -553,8 +554,9 @@ const mt_option mt_option_table[] = {
     {"variable-seq-lengths", MT_FLAG, MT_AT(variable_seq_lengths), MT_TRAIN, MT_OF_RUN, NULL, NULL,
      "micro-batches as long as their samples, without padding to --seq-length", .needs = "sft"},
     {"train-epochs", MT_INT, MT_AT(train_epochs), MT_TRAIN, MT_OF_RUN, NULL, "[1,1000000]",
-     "visit every sample this many times, instead of --train-iters", .needs = "sft",
-     .excludes = "train-iters, train-samples, stage rl", .own = true},
+     "visit every sample this many times, instead of --train-iters; with --stage rl every prompt, "
+     "--rollout-batch-size in an iteration",
+     .needs = "sft", .excludes = "train-iters, train-samples", .own = true},
     {"chat-template", MT_CHOICE, MT_AT(chat_template), MT_BOTH, MT_OF_RUN, "auto", "auto|" MT_CHAT_TEMPLATES,
      "how a conversation becomes tokens; auto: as in the tokenizer's folder; plain: the texts alone", .needs = "sft",
      .excludes = "mock-data"},

@@ -809,7 +809,8 @@ static const char *mt_option_yields_to(const mt_option_reader *reader, const mt_
     bool shaped = mt_option_is_typed(reader, MT_AT(num_layers)) && mt_option_is_typed(reader, MT_AT(hidden_size));
     bool loads = row->offset == MT_AT(load) || row->offset == MT_AT(finetune);
     if (loads && mt_option_is_typed(reader, MT_AT(hf_config))) return "hf-config";
-    if (loads && shaped) return "num-layers and --hidden-size";
+    bool partner = row->offset == MT_AT(critic_load) || row->offset == MT_AT(ref_load); // of the actor's shape
+    if ((loads || partner) && shaped) return "num-layers and --hidden-size";
     if (loads && mt_option_is_typed(reader, MT_AT(load))) return "load";
     if (row->offset == MT_AT(train_epochs) && o->train_iters > 0) return "train-iters";
     if (row->offset == MT_AT(sequence_parallel) && o->tensor_model_parallel_size == 1)
@@ -839,6 +840,19 @@ static void mt_options_yield_keys(mt_options *options, const mt_option *row, con
     for (int64_t i = 0; i < options->config_keys.count; i += 4)
         if (strcmp(options->config_keys.items[i + 2], name) == 0 && !*options->config_keys.items[i + 3])
             mt_string_set(&options->config_keys.items[i + 3], text);
+}
+
+/* --clip-ratio of the command line wins over the file's two sides of the range, a side over its --clip-ratio. */
+static void mt_option_reader_yield_ratios(mt_option_reader *reader) {
+    static const size_t ratios[] = {MT_AT(clip_ratio_low), MT_AT(clip_ratio_high), MT_AT(clip_ratio)};
+    bool has_side = mt_option_is_typed(reader, ratios[0]) || mt_option_is_typed(reader, ratios[1]);
+    for (int i = 0; i < 3; i++) {
+        const mt_option *row = mt_option_of(ratios[i]);
+        bool is_idle = i == 2 && has_side && mt_options_idle_in_rl(reader->options, ratios[2]);
+        if (mt_option_is_typed(reader, ratios[i]) || (!is_idle && !mt_option_is_typed(reader, ratios[2]))) continue;
+        mt_options_yield_keys(reader->options, row, "gives way to the command line's ratios");
+        mt_option_reset(reader->options, row);
+    }
 }
 
 /* The command line wins over a file of roles: an option of the file that breaks a rule together with an option of the
@@ -1025,6 +1039,7 @@ int mt_options_parse(mt_options *options, mt_program program, int argc, char **a
     if (!status) status = mt_options_read_arguments(&reader, argc, argv, error);
     if (!status) mt_option_reader_accept_sharded(&reader);
     if (!status) status = mt_option_reader_report(&reader, error);
+    if (!status) mt_option_reader_yield_ratios(&reader);
     if (!status && role) mt_option_reader_yield(&reader, file_iters);
     if (!status) mt_option_reader_print_always(&reader);
     if (!status && role && config && !options->print_config && mt_launch_rank() == 0)

@@ -66,7 +66,7 @@ typedef struct mt_explained {
 
 static bool mt_calls_equal(const mt_simulated_call *a, const mt_simulated_call *b) {
     return a->operation == b->operation && a->group == b->group && a->ranks == b->ranks &&
-           a->work.bytes == b->work.bytes && a->work.flops == b->work.flops &&
+           a->work.bytes == b->work.bytes && a->work.flops == b->work.flops && a->on_host == b->on_host &&
            memcmp(a->shape, b->shape, sizeof a->shape) == 0;
 }
 
@@ -112,6 +112,7 @@ static void mt_explain_row(const mt_explained *row, FILE *file) {
         fprintf(file, "  %.0f%% behind %s", 100 * fmin(row->hidden / row->seconds, 1), mt_operation_name(row->behind));
     else if (call->group)
         fprintf(file, "  exposed");
+    if (call->on_host) fprintf(file, "  on the host");
     fprintf(file, "\n");
 }
 

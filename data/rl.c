@@ -385,10 +385,11 @@ static int check_prompts(mt_rl *rl, mt_run_state *state, mt_error *error) {
                                "--finetune");
 }
 
-static int read_prompts(mt_rl *rl, mt_run_state *state, mt_error *error) {
-    const mt_options *o = rl->config.options;
+/* The prompts of all files, on every rank. */
+static int read_prompts(mt_samples *prompts, const mt_rl_config *c, FILE *log, mt_error *error) {
+    const mt_options *o = c->options;
     mt_sft_config files = {.paths = o->data_path,
-                           .tokenizer_path = rl->config.tokenizer_path,
+                           .tokenizer_path = c->tokenizer_path,
                            .vocab_size = o->vocab_size,
                            .seq_length = o->seq_length - o->max_new_tokens,
                            .chat_template = o->chat_template,
@@ -400,10 +401,17 @@ static int read_prompts(mt_rl *rl, mt_run_state *state, mt_error *error) {
                            .answer_key = o->answer_key,
                            .needs_answer = o->reward == MT_REWARD_EXACT || o->reward == MT_REWARD_NUMBER,
                            .check_answer = o->reward == MT_REWARD_NUMBER ? mt_reward_check_number : NULL,
-                           .log = rl->config.log};
-    int status = mt_samples_read(&rl->prompts, &files, rl->config.tokenizer, error);
-    if (mt_agree(&rl->config.grid->world, status != 0, error) != 0) return -1;
-    return check_prompts(rl, state, error);
+                           .log = log};
+    int status = mt_samples_read(prompts, &files, c->tokenizer, error);
+    return mt_agree(&c->grid->world, status != 0, error);
+}
+
+int64_t mt_rl_count_prompts(const mt_rl_config *config, mt_error *error) {
+    mt_samples prompts = {0};
+    int status = read_prompts(&prompts, config, NULL, error);
+    int64_t count = prompts.count;
+    mt_samples_free(&prompts);
+    return status == 0 ? count : -1;
 }
 
 static void configure_rollouts(mt_rl *rl) {
@@ -435,7 +443,8 @@ int mt_rl_open(mt_rl **out, const mt_rl_config *config, mt_model *actor, const m
     mt_model_role_lend(&rl->actor, "actor", actor);
     mt_model_role_print(&rl->actor, config->log);
     configure_rollouts(rl);
-    int status = read_prompts(rl, state, error);
+    int status = read_prompts(&rl->prompts, config, config->log, error);
+    if (status == 0) status = check_prompts(rl, state, error);
     if (status == 0) status = mt_model_role_use(&rl->actor, MT_USE_NOTHING, error); // room for the others
     if (status == 0) status = open_reference(rl, plan, state, error);
     if (status == 0) status = mt_model_role_use(&rl->reference.role, MT_USE_NOTHING, error);

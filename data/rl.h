@@ -29,6 +29,9 @@ typedef struct mt_rl_config {
 /* Adds the memory for responses to the plan of an actor, before its creation. */
 void mt_rl_plan(mt_model_plan *plan, const mt_options *options);
 
+/* The number of prompts of options->data_path; -1 with error. Every rank calls it, before a model exists. */
+int64_t mt_rl_count_prompts(const mt_rl_config *config, mt_error *error);
+
 /* Reads the prompts of options->data_path, opens the reward, and creates and loads the models that work with the actor:
  * the reference where a divergence from it counts, the critic for gae, the reward model. `plan` is the actor's, whose
  * weights are loaded; `state` is the run's, and gets the fingerprint of the prompts. A run that resumes takes the

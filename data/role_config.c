@@ -598,7 +598,10 @@ static int take_row(reader *r, const mt_role_key *row, const yaml_node_t *mappin
         snprintf(value, sizeof value, "%s", first);
         add_option(r, line, "grad-offload", value)->is_implied = true;
         add_option(r, line, "optimizer-offload", value)->is_implied = true;
-    } else if (row->kind != MT_KEY_OPTION) {
+    } else if (row->kind == MT_KEY_OPTION) {
+        const mt_option *option = mt_option_find(row->text, strlen(row->text));
+        if (option && option->type == MT_STRING) expand_home(entry);
+    } else {
         derive_value(r, row, mapping, entry);
     }
     return 0;
@@ -606,7 +609,7 @@ static int take_row(reader *r, const mt_role_key *row, const yaml_node_t *mappin
 
 /* True for the section of the role itself, not for a part of another role's, or one of several roles. */
 static bool is_own_section(const mt_role_key *row, const char *role) {
-    static const char *const own[] = {"role", "verl.actor", "verl.critic"};
+    static const char *const own[] = {"role", "verl.actor", "verl.critic", "verl.reward"};
     bool is_own = strcmp(row->text, "verl.rollout") == 0 && strcmp(role, "actor_infer") == 0;
     for (size_t i = 0; i < sizeof own / sizeof *own && !is_own; i++) is_own = strcmp(row->text, own[i]) == 0;
     return is_own;
@@ -742,6 +745,8 @@ static void list_roles(reader *r, char roles[400]) {
         if (is_role(r, find_root_key(r, names[i])))
             used += (size_t)snprintf(roles + used, 400 - used, "%s%s", used ? ", " : "", names[i]);
     }
+    if (group && is_role(r, find_root_key(r, "reward_model")))
+        used += (size_t)snprintf(roles + used, 400 - used, "%sreward", used ? ", " : "");
     if (!rewards || !is_mapping(rewards)) return;
     const yaml_node_pair_t *pair = rewards->data.mapping.pairs.start;
     for (; pair < rewards->data.mapping.pairs.top && used < 300; pair++)

@@ -131,12 +131,28 @@ static int save_tokenizer(void *context, const char *folder, mt_error *error) {
     return r->tokenizer ? mt_tokenizer_save(r->tokenizer, folder, error) : 0;
 }
 
-/* The models beside an actor, and its prompts. */
-static void open_rl(mt_run *r, const mt_model_plan *plan) {
-    mt_error error;
+static mt_rl_config rl_config_of(mt_run *r) {
     mt_rl_config config = {&r->options, &r->grid, r->ops, r->tokenizer, .extra = save_tokenizer, .context = r};
     config.tokenizer_path = r->options.tokenizer_type ? r->options.tokenizer_model : r->tokenizer_folder;
     config.log = r->grid.world.rank == 0 ? stdout : NULL;
+    return config;
+}
+
+/* The iterations of --train-epochs, each with --rollout-batch-size prompts. */
+static void count_iterations(mt_run *r) {
+    mt_error error;
+    mt_options *o = &r->options;
+    mt_rl_config config = rl_config_of(r);
+    int64_t prompts = mt_rl_count_prompts(&config, &error);
+    refuse(r, prompts < 0 ? -1 : 0, &error);
+    o->train_iters = mt_divide_up(o->train_epochs * prompts, o->rollout_batch_size);
+    refuse(r, mt_train_options_finish(o, r->grid.world.size, &error), &error);
+}
+
+/* The models beside an actor, and its prompts. */
+static void open_rl(mt_run *r, const mt_model_plan *plan) {
+    mt_error error;
+    mt_rl_config config = rl_config_of(r);
     refuse(r, mt_rl_open(&r->rl, &config, r->model, plan, &r->state, &error), &error);
 }
 
@@ -298,6 +314,7 @@ bool mt_run_open(mt_run *r, int *argc, char ***argv) {
     r->ops = mt_backend_open(r->options.device, &r->grid, &error);
     refuse(r, r->ops ? 0 : -1, &error);
     if (r->options.num_iterations > 0 && r->options.stage != MT_STAGE_RL) open_data(r);
+    if (r->options.stage == MT_STAGE_RL && r->options.train_epochs > 0) count_iterations(r);
     print_opening(r);
     open_model(r);
     refuse(r, mt_report_open(&r->report, r->model, &r->state, &error), &error);

@@ -160,7 +160,11 @@ static void mt_sim_stream_wait_stream(mt_stream *stream, mt_stream *other) {
     stream->clock = fmax(stream->clock, other->clock);
 }
 
+/* AdamW on the host, the only function that a model's streams call; its context begins with the operands. */
 static void mt_sim_stream_call_host(mt_stream *stream, mt_host_function *function, void *context) {
+    mt_work work = mt_work_bytes(mt_adamw_bytes(context), MT_U8);
+    double seconds = work.bytes / mt_device_model.machine->host_update_gbs;
+    mt_sim_enqueue(MT_OPERATION_adamw_step, work, seconds, stream)->on_host = true;
 }
 
 static mt_event *mt_sim_event_create(void) {
@@ -499,6 +503,11 @@ static mt_step_part mt_part_of(const mt_simulated_call *call) {
     }
 }
 
+/* True for work of the host and copies beside the computation: while the device waits for them, it is idle. */
+static bool mt_sim_waits_only(const mt_simulated_call *call) {
+    return call->on_host || (call->stream != 0 && call->operation == MT_OPERATION_memory_copy);
+}
+
 /* The parts of the step whose calls were recorded last. */
 static void mt_sim_count(mt_simulated_rank *r, double seconds) {
     int64_t count = mt_device_model.num_calls;
@@ -509,7 +518,8 @@ static void mt_sim_count(mt_simulated_rank *r, double seconds) {
         const mt_simulated_call *call = &mt_device_model.calls[i];
         busy[i] = (mt_busy){call->from, call->to, call->work.traffic};
         r->flops += call->work.flops;
-        if (call->work.traffic == MT_TRAFFIC_NONE) r->parts[mt_part_of(call)] += call->to - call->from;
+        if (call->work.traffic == MT_TRAFFIC_NONE && !mt_sim_waits_only(call))
+            r->parts[mt_part_of(call)] += call->to - call->from;
     }
     mt_traffic_expose(r->exposed, busy, count);
     free(busy);
@@ -700,7 +710,6 @@ static int mt_sim_refuse(const mt_options *o, mt_error *error) {
     const mt_constraint rules[] = {
         {!o->bf16, "a step is timed in bf16 or fp8: add --bf16"},
         {o->stage > MT_STAGE_SFT, "only --stage pt and sft are timed"},
-        {o->optimizer_cpu_offload, "--optimizer-cpu-offload is not timed; leave it out"},
         {o->rerun_mode != MT_RERUN_DISABLED, "--rerun-mode is not timed; leave it out"},
         {o->dynamic_context_parallel, "--dynamic-context-parallel is not timed: its time depends on the samples"},
     };

@@ -30,6 +30,7 @@ typedef struct mt_simulated_call {
     int64_t shape[3];  // of a product: results' rows and columns, terms of each sum; else 0
     int64_t phase;     // index of its phase; -1: none
     int stream;        // 0 is the one that computes
+    bool on_host;      // a stream waits for the host's work
     double from, to;   // seconds from the begin of the step
 } mt_simulated_call;
 

@@ -96,12 +96,18 @@ published_rows_are_predicted() {
 small='--num-layers 4 --hidden-size 512 --num-attention-heads 8 --vocab-size 1000 --seq-length 512 --micro-batch-size 1
     --global-batch-size 8'
 
-# The parts of the time add up to the step.
+# The parts of the time in $work/out add up to the step.
+parts_are_the_step() {
+    awk '/^  step/ { step = $2 } /^  time/ { gsub(/\([^)]*\)/, ""); for (i = 2; i <= NF; i++) sum += $i }
+        END { exit !(step > 0 && sum > 0.98 * step && sum < 1.02 * step) }' "$work/out"
+}
+
 parts_add_up() {
     # shellcheck disable=SC2086
-    simulate h200 4 $small --pipeline-model-parallel-size 2 --tensor-model-parallel-size 2 || return 1
-    awk '/^  step/ { step = $2 } /^  time/ { gsub(/\([^)]*\)/, ""); for (i = 2; i <= NF; i++) sum += $i }
-        END { exit !(step > 0 && sum > 0.98 * step && sum < 1.02 * step) }' "$work/out" || return 1
+    simulate h200 1 $small --optimizer-cpu-offload --overlap-cpu-optimizer-d2h-h2d && parts_are_the_step &&
+        says '^adamw_step .*  on the host$' "$work/out" &&
+        simulate h200 4 $small --pipeline-model-parallel-size 2 --tensor-model-parallel-size 2 && parts_are_the_step ||
+        return 1
     says 'bubble' "$work/out" && says '^reduce_scatter .*data\|^all_reduce .*tensor of 2' "$work/out"
 }
 
@@ -116,6 +122,12 @@ faster_machines_are_faster() {
         simulate "$work/slow.json" 4 $small --tensor-model-parallel-size 4 || return 1
         [ "$(tokens)" -lt "$before" ] || { echo "$number has no effect" && return 1; }
     done
+    # shellcheck disable=SC2086
+    simulate h200 1 $small --optimizer-cpu-offload || return 1
+    before=$(tokens)
+    sed 's/\("host_update_gbs": {"value": \)[0-9.]*/\110/' data/machines/h200.json >"$work/slow.json"
+    # shellcheck disable=SC2086
+    simulate "$work/slow.json" 1 $small --optimizer-cpu-offload && [ "$(tokens)" -lt "$before" ]
 }
 
 # Without --gpus: the ranks of the layout, or those of mpirun. Rank 0 prints.
@@ -147,7 +159,6 @@ refusals_name_the_reason() {
         refused '"copy_gbs" is missing' $base --gpus 1 --gpu "$work/missing.json" &&
         refused '"copy_gbs" is missing' $base --gpus 1 --gpu "$work/unknown.json" &&
         refused 'add --bf16' "$train" --mock-data --train-iters 1 --lr 1 $small --explain --gpus 1 &&
-        refused 'is not timed' $base --gpus 1 --optimizer-cpu-offload &&
         refused 'is not timed' $base --gpus 1 --rerun-mode validate_results &&
         refused 'number of ranks' $base --gpus 3 --tensor-model-parallel-size 2 &&
         refused 'needs --global-batch-size' "$train" --bf16 $eight --plan --gpus 2 &&

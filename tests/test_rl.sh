@@ -211,6 +211,18 @@ a_damaged_critic_is_followed_by_the_one_before() {
     refused 'critic/iter_0000004.*; name a critic by --critic-load' "$@" --load "$run" $common
 }
 
+# 2 x 50 prompts, 40 in an iteration: the decay of the learning rate ends with the third.
+epochs_are_iterations() {
+    head -n 50 "$work/rl.jsonl" >"$work/fifty.jsonl"
+    learn 1 "$work/epochs" --data-path "$work/fifty.jsonl" --rollout-batch-size 40 --num-return-sequences 2 \
+        --train-epochs 2 --lr 1e-3 --min-lr 1e-4 --lr-warmup-iters 0 --lr-decay-style linear &&
+        says 'in each of 3 iterations' "$work/out" && says '^  *3/3 ' "$work/out" &&
+        [ "$(series reward "$work/epochs" | wc -l)" = 3 ] &&
+        refused 'train-epochs and --train-iters exclude' "$train" --stage rl --load "$work/base" --finetune \
+            --data-path "$work/fifty.jsonl" --seq-length 16 --max-new-tokens 4 --lr 1e-3 --train-epochs 1 \
+            --train-iters 1
+}
+
 # The rewards of all responses are alike: no iteration has a step.
 iterations_without_a_step_are_skipped() {
     learn 1 "$work/skips" --rollout-batch-size 4 --num-return-sequences 2 --train-iters 2 --lr 1e-3 \
@@ -243,6 +255,32 @@ dpo_learns() {
     series accuracy "$work/dpo" | tail -n 5 | mean | awk '{ exit !($1 > 0.9) }' || return 1
     "$infer" --load "$work/dpo.model" --prompt '52>' --max-new-tokens 4 --temperature 0 --device cpu >"$work/out" \
         2>"$work/err" && says '^52>25$' "$work/out"
+}
+
+# A model with dropout learns without, unless the user gives it: the first step has the reference's log-probabilities.
+dropout_is_off_unless_given() {
+    mkdir "$work/drops" && cp "$work/base/iter_0000300/"model* "$work/base/iter_0000300/"tok* "$work/drops" &&
+        sed 's/"attention_dropout": 0.0/"attention_dropout": 0.2, "hidden_dropout": 0.2/' \
+            "$work/base/iter_0000300/config.json" >"$work/drops/config.json" &&
+        says '"hidden_dropout": 0.2' "$work/drops/config.json" || return 1
+    set -- "$train" --load "$work/drops" --finetune --seq-length 16 --train-iters 1 --lr 1e-3 --micro-batch-size 16 \
+        --chat-template plain --device cpu --eval-iters 0 --lr-decay-style constant --log-interval 1
+    for stage in "dpo --data-path $work/pairs.jsonl --variable-seq-lengths" "rl --data-path $work/rl.jsonl \
+        --max-new-tokens 4 --rollout-batch-size 4 --num-return-sequences 4 --kl-loss-coef 0.1"; do
+        # shellcheck disable=SC2086
+        "$@" --stage $stage --print-config >"$work/out" && says '^  hidden-dropout  *0$' "$work/out" &&
+            says '^  attention-dropout  *0$' "$work/out" &&
+            "$@" --stage $stage --attention-dropout 0.3 --print-config >"$work/out" &&
+            says '^  hidden-dropout  *0$' "$work/out" && says '^  attention-dropout  *0.3$' "$work/out" &&
+            "$@" --stage $stage --ref-load "$work/drops" --metrics "$work/drop" --overwrite >"$work/out" \
+                2>"$work/err" || return 1
+        case $stage in
+        dpo*) series lm_loss "$work/drop" | awk '!($1 - 0.693147 < 1e-6 && 0.693147 - $1 < 1e-6) { exit 1 }' ;;
+        rl*) series ppo_kl "$work/drop" | awk '!($1 < 1e-6 && $1 > -1e-6) { exit 1 }' ;;
+        esac || return 1
+    done
+    "$@" --stage sft --data-path "$work/sft.jsonl" --print-config >"$work/out" &&
+        says '^  hidden-dropout  *0.2$' "$work/out"
 }
 
 # The reward model prefers ascending digits; an actor that it rewards learns to write them.
@@ -370,6 +408,15 @@ recipes_run() {
         --rollout-batch-size 2 --max-new-tokens 4 --global-batch-size 8 --save "$work/recipe" >"$work/out" \
         2>"$work/err" &&
         says '1/1 100%  loss .* reward ' "$work/out" || return 1
+    # the command line wins over the recipe's two sides of the ratio, and over a ratio for both
+    printf '%s\n' 'stage: rl' 'clip_ratio: 0.2' >"$work/ratio.yaml"
+    learn 1 "$work/ratios" --config data/recipes/grpo-qwen3-0.6b.yaml --train-iters 1 --rollout-batch-size 2 \
+        --global-batch-size 8 --clip-ratio 0.4 --print-config && says '^  clip-ratio  *0.4$' "$work/out" &&
+        ! grep -q '^  clip-ratio-\(low\|high\)' "$work/out" &&
+        learn 1 "$work/ratios" --config "$work/ratio.yaml" --train-iters 1 --lr 1 --clip-ratio-low 0.1 \
+            --clip-ratio-high 0.3 --rollout-batch-size 2 --print-config &&
+        says '^  clip-ratio-low  *0.1$' "$work/out" &&
+        ! grep -q 'clip-ratio  \|error' "$work/out" || return 1
     head -n 64 "$work/pairs.jsonl" >"$work/few.jsonl"
     for stage in dpo "rm --value-head"; do
         # shellcheck disable=SC2086
@@ -384,6 +431,7 @@ contradictions_are_refused() {
         --max-new-tokens 4 --train-iters 1 --lr 1e-3 --chat-template plain
     refused 'num-return-sequences must be 2 or more' "$@" --num-return-sequences 1 || return 1
     refused 'reward regex needs --reward-pattern' "$@" --reward regex || return 1
+    refused 'max-new-tokens 0: --stage rl needs responses' "$@" --max-new-tokens 0 || return 1
     refused 'stop: a text is empty' "$@" --stop '' || return 1
     refused 'block-size 100 is not a power of two' "$@" --inference-dynamic-batching-block-size 100 || return 1
     refused 'leaves no room for a prompt' "$@" --max-new-tokens 16 || return 1
@@ -447,10 +495,12 @@ check the_generation_gap_is_small the_generation_gap_is_small
 check a_resumed_run_goes_on_as_before a_resumed_run_goes_on_as_before
 check a_damaged_critic_is_followed_by_the_one_before a_damaged_critic_is_followed_by_the_one_before
 [ "${HAVE_MPI:-}" ] && check a_command_rewards a_command_rewards
+check epochs_are_iterations epochs_are_iterations
 check iterations_without_a_step_are_skipped iterations_without_a_step_are_skipped
 check stop_strings_end_responses stop_strings_end_responses
 check rewards_that_end_lose_nothing rewards_that_end_lose_nothing
 check dpo_learns_an_order dpo_learns
+check dropout_is_off_unless_given dropout_is_off_unless_given
 check a_reward_model_rewards a_reward_model_rewards
 check a_reward_model_has_its_own_shape a_reward_model_has_its_own_shape
 check adapters_learn_with_their_base_as_reference adapters_learn

@@ -164,6 +164,18 @@ idle_options_of_rl_are_unused() {
         sets actor_rollout_ref.actor.kl_loss_type kl-loss-type k1
 }
 
+# --clip-ratio of the command line is for both sides; sides of the command line, for the file's clip_ratio.
+ratios_of_the_command_line_win() {
+    sed 's/^    use_kl_loss: false/&\n    clip_ratio_low: 0.1\n    clip_ratio_high: 0.3/' "$roles/verl.yaml" \
+        >"$work/ratios.yaml"
+    prints "$work/ratios.yaml" actor_train --clip-ratio 0.4 && says '^  clip-ratio  *0.4$' "$work/out" &&
+        unused actor_rollout_ref.actor.clip_ratio_low 'gives way to the command line' &&
+        unused actor_rollout_ref.actor.clip_ratio_high 'gives way to the command line' &&
+        ! grep -q '^  clip-ratio-\(low\|high\)' "$work/out" || return 1
+    prints "$work/ratios.yaml" actor_train --clip-ratio 0.4 --clip-ratio-high 0.5 &&
+        says '^  clip-ratio-high  *0.5$' "$work/out" && ! grep -q '^  clip-ratio-low' "$work/out"
+}
+
 # Layouts of the roles beside the one that trains, and the parts of models that rest.
 layouts_of_other_roles_are_read() {
     printf '%s\n' 'is_offload_states: true' 'actor_train:' '  model_args: {}' 'actor_infer:' '  strategy_args:' \
@@ -315,7 +327,18 @@ keys_of_other_roles_of_verl_are_known() {
         sets actor_rollout_ref.rollout.stop stop END && unused data.reward_fn_key "verl's datasets" &&
         sed 's/train_max_samples: -1/train_max_samples: 9/' "$work/good.yaml" >"$work/bad.yaml" &&
         refused 'train_max_samples can only be -1 here' "$train" --config "$work/bad.yaml" --role actor_train \
-            --print-config
+            --print-config || return 1
+    printf '%s\n' "$@" 'reward_model: {micro_batch_size_per_gpu: 2, reward_manager: naive, megatron: {seed: 3},' \
+        '  model: {path: a/b}}' >"$work/good.yaml"
+    printf '%s\n' "$@" 'critic: {model: {path: ~/models/a, tokenizer_path: ~/b}}' 'algorithm: {adv_estimator: gae}' \
+        'trainer: {default_local_dir: ~/runs/a}' >"$work/home.yaml"
+    prints "$work/home.yaml" actor_train && sets critic.model.path critic-load "$HOME/models/a" &&
+        sets trainer.default_local_dir save "$HOME/runs/a" || return 1
+    # shellcheck disable=SC2086
+    prints "$work/home.yaml" actor_train $small && unused critic.model.path 'gives way to --num-layers' || return 1
+    prints "$work/good.yaml" reward && sets reward_model.micro_batch_size_per_gpu micro-batch-size 2 &&
+        sets reward_model.megatron.seed seed 3 && unused reward_model.reward_manager "verl's Python" &&
+        refused 'has the roles actor_train, reward$' "$train" --config "$work/good.yaml" --role student
 }
 
 values_are_checked() {
@@ -481,7 +504,8 @@ roll_dpo_trains() {
         says '^     2/2 .* loss 0\.69' "$work/out" && says '^  stage  *dpo$' "$work/out"
 }
 
-# roll-rlvr.yaml as it stands, likewise; the rewards of its Python classes are replaced by --reward.
+# roll-rlvr.yaml as it stands, likewise; the rewards of its Python classes are replaced by --reward. A program's rewards
+# differ, and responses end at --stop: the file masks overlong ones.
 roll_rlvr_trains() {
     mkdir -p "$work/rlvr/data" && cp "$shared/yaml/roll-rlvr.yaml" "$work/rlvr" || return 1
     sed -n '/^actor_train/,/^actor_infer/s|^ *- \(data/.*jsonl\)$|\1|p' "$work/rlvr/roll-rlvr.yaml" >"$work/paths"
@@ -494,6 +518,16 @@ roll_rlvr_trains() {
     (cd "$work/rlvr" && "$train" --config roll-rlvr.yaml --role actor_train $small --train-iters 2 --seq-length 64 \
         --max-new-tokens 4 --rollout-batch-size 3 --global-batch-size 12) >"$work/out" 2>"$work/err" &&
         says '^     2/2 .* reward [0-9]' "$work/out" && says '^  stage  *rl$' "$work/out" || return 1
+    # shellcheck disable=SC2086
+    (cd "$work/rlvr" && "$train" --config roll-rlvr.yaml --role actor_train $small --train-iters 2 --seq-length 64 \
+        --max-new-tokens 16 --rollout-batch-size 3 --global-batch-size 12 --stop e t a o i n s h r --save steps \
+        --save-interval 1 --lr 1e-3 --lr-warmup-iters 0 --metrics steps.jsonl --reward command --reward-command \
+        'i=0; while read -r line; do i=$((i + 1)); echo $((i % 2)); done') >"$work/out" 2>"$work/err" &&
+        series lm_loss "$work/rlvr/steps.jsonl" | awk '$1 != 0 { steps++ } END { exit steps != 2 }' &&
+        series grad_norm "$work/rlvr/steps.jsonl" | awk '!($1 > 0) { exit 1 }' &&
+        [ "$(wc -c <"$work/rlvr/steps/iter_0000002/model.safetensors")" -gt 9999 ] &&
+        ! cmp -s "$work/rlvr/steps/iter_0000001/model.safetensors" \
+            "$work/rlvr/steps/iter_0000002/model.safetensors" || return 1
     prints "$work/rlvr/roll-rlvr.yaml" actor_train && sets '(absent: reward)' reward exact &&
         prints "$work/rlvr/roll-rlvr.yaml" actor_train --reward number && says '^  reward  *number$' "$work/out"
 }
@@ -524,6 +558,7 @@ check absent_keys_have_their_defaults absent_keys_have_their_defaults
 check verl_is_read verl_is_read
 check verl_learns_as_dapo verl_learns_as_dapo
 check idle_options_of_rl_are_unused idle_options_of_rl_are_unused
+check ratios_of_the_command_line_win ratios_of_the_command_line_win
 check layouts_of_other_roles_are_read layouts_of_other_roles_are_read
 check absent_options_are_named absent_options_are_named
 check unknown_keys_have_a_line_and_a_name unknown_keys_have_a_line_and_a_name
