@@ -997,21 +997,37 @@ static void mt_quantize_matrix(const mt_fp8_matrix *to, const float *x, int64_t 
     }
 }
 
-/* to[C, stride] = the transpose of x[R, C], with the segments of experts apart. */
-static void mt_transpose_segments(float *to, int64_t stride, const float *x, int64_t R, int64_t C,
-                                  const int32_t *offsets, int64_t num_experts) {
-    memset(to, 0, (size_t)(C * stride) * sizeof *to);
-    for (int64_t e = 0, first = 0; e < (offsets ? num_experts : 1); e++) {
-        int64_t begin = offsets ? offsets[e] : 0, end = offsets ? offsets[e + 1] : R;
-#pragma omp parallel for if (R * C > MT_PARALLEL)
-        for (int64_t c0 = 0; c0 < C; c0 += 16) // whole cache lines of x
+/* to[C, stride] = the transpose of x, floats or codes in rows x_stride apart, with the segments of experts apart. */
+static void mt_transpose_segments(void *to, int64_t stride, const void *x, int64_t x_stride, bool codes,
+                                  const mt_quantize_args *a) {
+    int64_t C = a->C;
+    memset(to, 0, (size_t)(C * stride * (codes ? 1 : 4)));
+    for (int64_t e = 0, first = 0; e < (a->offsets ? a->num_experts : 1); e++) {
+        int64_t begin = a->offsets ? a->offsets[e] : 0, end = a->offsets ? a->offsets[e + 1] : a->R;
+#pragma omp parallel for if (a->R * C > MT_PARALLEL)
+        for (int64_t c0 = 0; c0 < C; c0 += 16) // whole cache lines of floats
             for (int64_t r = begin; r < end; r++)
-                for (int64_t c = c0; c < mt_min(c0 + 16, C); c++) to[c * stride + first + r - begin] = x[r * C + c];
+                for (int64_t c = c0; c < mt_min(c0 + 16, C); c++) {
+                    int64_t i = c * stride + first + r - begin, j = r * x_stride + c;
+                    if (codes)
+                        ((uint8_t *)to)[i] = ((const uint8_t *)x)[j];
+                    else
+                        ((float *)to)[i] = ((const float *)x)[j];
+                }
         first += mt_divide_up(end - begin, MT_FP8_EXPERT_ROWS) * MT_FP8_EXPERT_ROWS;
     }
 }
 
 static void mt_cpu_quantize(const mt_quantize_args *a, mt_dtype dtype, mt_stream *stream) {
+    mt_quantize_args one = *a; // row
+    one.R = 1, one.position = NULL;
+    for (int64_t i = 0; a->position && i < a->R * a->copies; i++) {
+        if (a->position[i] < 0) continue;
+        one.x = (const char *)a->x + i / a->copies * a->C * mt_dtype_size(dtype);
+        one.rows.data = a->rows.data + a->position[i] * a->rows.stride;
+        mt_cpu_quantize(&one, dtype, stream);
+    }
+    if (a->position) return;
     int64_t R = a->R, C = a->C, n = R * C, begin = a->offsets ? a->offsets[0] : 0,
             end = a->offsets ? a->offsets[a->num_experts] : R, x_floats = mt_matrix_scratch(R, C, dtype),
             stride = a->columns.stride;
@@ -1030,7 +1046,7 @@ static void mt_cpu_quantize(const mt_quantize_args *a, mt_dtype dtype, mt_stream
         mt_fp8_matrix rows = mt_fp8_matrix_at(&a->rows, i, a->R), columns = mt_fp8_matrix_at(&a->columns, i, C);
         if (rows.data) mt_quantize_matrix(&rows, x.data, a->R, begin, end, C, C, one_scale ? &scale : NULL);
         if (!columns.data) continue;
-        mt_transpose_segments(transposed, stride, x.data, R, C, a->offsets, a->num_experts);
+        mt_transpose_segments(transposed, stride, x.data, C, false, a);
         mt_quantize_matrix(&columns, transposed, C, 0, C, stride, stride, one_scale ? &scale : NULL);
     }
 }
@@ -1043,13 +1059,8 @@ static void mt_cpu_fp8_transpose(const mt_quantize_args *a, mt_stream *stream) {
             for (int64_t c = 0; c < C; c += 128)
                 a->columns.inverse_scales[mt_fp8_scale_index(C, columns, a->columns.blocks, i * C + c, r)] =
                     a->rows.inverse_scales[mt_fp8_scale_index(R, rows, a->rows.blocks, i * R + r, c)];
-    memset(a->columns.data, 0, (size_t)(a->count * C * columns));
-#pragma omp parallel for collapse(2) if (a->count * R * C > MT_PARALLEL)
     for (int64_t i = 0; i < a->count; i++)
-        for (int64_t c0 = 0; c0 < C; c0 += MT_COLUMNS) // whole cache lines of the rows
-            for (int64_t r = 0; r < R; r++)
-                for (int64_t c = c0; c < mt_min(c0 + MT_COLUMNS, C); c++)
-                    a->columns.data[(i * C + c) * columns + r] = a->rows.data[(i * R + r) * rows + c];
+        mt_transpose_segments(a->columns.data + i * C * columns, columns, a->rows.data + i * R * rows, rows, true, a);
 }
 
 static void mt_cpu_fp8_shard_quantize(const mt_fp8_shard_args *a, mt_dtype dtype, mt_stream *stream) {
@@ -1830,6 +1841,7 @@ static void mt_cpu_activation_forward(const mt_activation_args *a, mt_dtype dtyp
         mt_cpu_activations[a->activation].forward(out, in, up, a->weights ? a->weights[t] : 1, n);
         mt_row_close(a->y, t * F + f, out, n, dtype);
     }
+    if (a->quantize.rows.data) mt_cpu_quantize(&a->quantize, dtype, stream);
 }
 
 static void mt_cpu_activation_backward(const mt_activation_args *a, mt_dtype dtype, mt_stream *stream) {
@@ -1854,6 +1866,7 @@ static void mt_cpu_activation_backward(const mt_activation_args *a, mt_dtype dty
         }
         if (a->dweights) a->dweights[t] = (float)dweight;
     }
+    if (a->quantize.rows.data) mt_cpu_quantize(&a->quantize, dtype, stream);
 }
 
 static void mt_cpu_dropout_add_forward(const mt_dropout_add_args *a, mt_dtype dtype, mt_stream *stream) {
@@ -3806,10 +3819,9 @@ static mt_fp8_matrix mt_fp8_allocate(mt_arena *arena, int64_t count, int64_t R, 
 }
 
 /* The transpose of T rows: experts' rows are rounded up, so that no block spans two experts. */
-static mt_fp8_matrix mt_fp8_allocate_columns(mt_arena *arena, const mt_linear *l, int64_t T, int64_t C,
-                                             mt_dtype format) {
+static mt_fp8_matrix mt_fp8_allocate_columns(mt_arena *arena, const mt_linear *l, int64_t T, int64_t C, mt_dtype to) {
     int64_t padding = l->num_experts * (MT_FP8_EXPERT_ROWS - 1);
-    return mt_fp8_allocate(arena, 1, C, T + padding, format, l->fp8->recipe->blocks);
+    return mt_fp8_allocate(arena, 1, C, T + padding, to, l->fp8->recipe->blocks);
 }
 
 /* The copies of a weight that its products read. */
@@ -3834,8 +3846,6 @@ static int64_t mt_fp8_scratch_bytes(const mt_linear *l, int64_t T, int64_t piece
     mt_fp8_allocate_columns(&backward, l, T, l->K, recipe->format);
     if (!recipe->keeps_weights && !l->fp8->gathered) mt_fp8_allocate_weight(&forward, l, &w, NULL);
     if (!recipe->keeps_weights) mt_fp8_allocate_weight(&backward, l, NULL, &w);
-    for (int64_t i = 0; i < pieces + 3; i++)
-        mt_arena_alloc(forward.used > backward.used ? &forward : &backward, 4); // amax
     return mt_max(forward.used, backward.used);
 }
 
@@ -3852,26 +3862,30 @@ static void mt_fp8_begin(const mt_tensor_parallel *tp, const mt_linear *l, const
     scratch->capacity = bytes * 9 / 8, scratch->base = tp->ops->memory_alloc_ordered(scratch->capacity, tp->stream);
 }
 
-/* Quantizes x, w or dy of a linear; `a` has the operand and its copies. */
-static void mt_fp8_quantize(const mt_tensor_parallel *tp, const mt_linear *l, mt_fp8_operand operand,
-                            mt_quantize_args a) {
-    const mt_fp8_linear *f = l->fp8;
-    a.num_experts = l->num_experts;
-    if (f->recipe->delayed) {
-        a.scale = f->scale + operand;
-        // a weight that an evaluation quantized serves the next step too
-        a.amax = tp->training || operand == MT_FP8_W ? f->amax + operand : NULL;
-    } else if (f->recipe->blocks == MT_FP8_TENSOR) {
-        a.amax = mt_arena_alloc(&f->recipe->scratch, 4);
+/* How x, w or dy of a linear is quantized; R: rows of x. Where it returns rows, which lie in x, the operation that
+ * computes x stores them; else the linear quantizes x. */
+static mt_quantize_args mt_fp8_args(const mt_tensor_parallel *tp, const mt_linear *l, mt_fp8_operand operand,
+                                    const void *x, int64_t R, const int32_t *offsets) {
+    const mt_fp8_linear *f = l ? l->fp8 : NULL;
+    bool is_dy = operand == MT_FP8_DY;
+    if (!f) return (mt_quantize_args){0};
+    mt_quantize_args a = {x, 1, R, is_dy ? l->N : l->K, .offsets = offsets, .num_experts = l->num_experts};
+    if (f->in_place && operand != MT_FP8_W) {
+        a.rows = (mt_fp8_matrix){(uint8_t *)(uintptr_t)x, f->inverse_scales + operand, a.C, .blocks = MT_FP8_TENSOR};
+        a.rows.format = is_dy ? f->recipe->gradient_format : f->recipe->format;
     }
-    tp->ops->quantize(&a, tp->dtype, tp->stream);
+    if (f->recipe->delayed) a.scale = f->scale + operand;
+    // not recorded in an evaluation; but a weight that it quantized serves the next step too
+    if (!f->recipe->delayed || tp->training || operand == MT_FP8_W) a.amax = f->amax + operand;
+    return a;
 }
 
 /* w, or its transpose. */
 static mt_fp8_matrix mt_fp8_weight(const mt_tensor_parallel *tp, const mt_linear *l, bool transposed) {
     mt_fp8_linear *f = l->fp8;
     mt_fp8_matrix *w = transposed ? &f->w_transposed : &f->w;
-    mt_quantize_args a = {.x = l->weight.w, .count = mt_max(l->num_experts, 1), .R = l->N, .C = l->K};
+    mt_quantize_args a = mt_fp8_args(tp, l, MT_FP8_W, l->weight.w, l->N, NULL);
+    a.count = mt_max(l->num_experts, 1);
     if (f->recipe->keeps_weights ? f->version == f->recipe->version : w->data != NULL) return *w;
     f->version = f->recipe->version;
     if (!f->recipe->keeps_weights) // the first product of this call
@@ -3881,21 +3895,28 @@ static mt_fp8_matrix mt_fp8_weight(const mt_tensor_parallel *tp, const mt_linear
     if (f->gathered)
         tp->ops->fp8_transpose(&a, tp->stream);
     else
-        mt_fp8_quantize(tp, l, MT_FP8_W, a);
+        tp->ops->quantize(&a, tp->dtype, tp->stream);
     return *w;
+}
+
+/* T rows of x or dy in fp8, and their transpose. */
+static mt_quantize_args mt_fp8_rows(const mt_tensor_parallel *tp, const mt_linear *l, const mt_linear_io *io,
+                                    mt_fp8_operand operand, int64_t T, bool rows, bool columns) {
+    mt_fp8 *recipe = l->fp8->recipe;
+    mt_dtype format = operand == MT_FP8_DY ? recipe->gradient_format : recipe->format;
+    mt_quantize_args a = mt_fp8_args(tp, l, operand, operand == MT_FP8_DY ? io->dy : io->x, T, io->offsets);
+    if (rows && !l->fp8->in_place) a.rows = mt_fp8_allocate(&recipe->scratch, 1, T, a.C, format, recipe->blocks);
+    if (columns) a.columns = mt_fp8_allocate_columns(&recipe->scratch, l, T, a.C, format);
+    if (l->fp8->in_place && columns) tp->ops->fp8_transpose(&a, tp->stream);
+    if (!l->fp8->in_place && (rows || columns)) tp->ops->quantize(&a, tp->dtype, tp->stream);
+    return a;
 }
 
 /* Quantizes T rows of dy for the products of the selected halves of the backward. */
 static void mt_fp8_gradient(const mt_tensor_parallel *tp, const mt_linear *l, mt_linear_io *io, int64_t T, int halves) {
-    mt_fp8 *recipe = l->fp8 ? l->fp8->recipe : NULL;
-    if (!recipe) return;
-    mt_quantize_args a = {.x = io->dy, .count = 1, .R = T, .C = l->N};
-    a.offsets = io->offsets;
-    if (halves & MT_BACKWARD_INPUT)
-        a.rows = mt_fp8_allocate(&recipe->scratch, 1, T, l->N, recipe->gradient_format, recipe->blocks);
-    if ((halves & MT_BACKWARD_WEIGHT) && recipe->wgrad && l->weight.dw)
-        a.columns = mt_fp8_allocate_columns(&recipe->scratch, l, T, l->N, recipe->gradient_format);
-    if (a.rows.data || a.columns.data) mt_fp8_quantize(tp, l, MT_FP8_DY, a);
+    if (!l->fp8) return;
+    bool weight = (halves & MT_BACKWARD_WEIGHT) && l->fp8->recipe->wgrad && l->weight.dw;
+    mt_quantize_args a = mt_fp8_rows(tp, l, io, MT_FP8_DY, T, halves & MT_BACKWARD_INPUT, weight);
     io->dy_fp8 = a.rows, io->dy_transposed = a.columns;
 }
 
@@ -4024,11 +4045,8 @@ static void mt_product_forward(const mt_tensor_parallel *tp, const mt_linear *l,
     const mt_ops *ops = tp->ops;
     const void *bias = io->omits_bias ? NULL : l->bias.w;
     if (l->fp8) {
-        const mt_fp8 *recipe = l->fp8->recipe;
-        mt_quantize_args x = {.x = io->x, .count = 1, .R = T, .C = l->K, .offsets = io->offsets};
-        x.rows = mt_fp8_allocate(&l->fp8->recipe->scratch, 1, T, l->K, recipe->format, recipe->blocks);
-        mt_fp8_quantize(tp, l, MT_FP8_X, x);
-        mt_fp8_product_args a = {.a = x.rows, .b = mt_fp8_weight(tp, l, false), .M = T, .N = l->N, .K = l->K};
+        mt_fp8_product_args a = {.b = mt_fp8_weight(tp, l, false), .M = T, .N = l->N, .K = l->K};
+        a.a = mt_fp8_rows(tp, l, io, MT_FP8_X, T, true, false).rows;
         a.out = io->y, a.out_dtype = tp->dtype, a.bias = io->offsets ? NULL : bias;
         mt_fp8_run_product(tp, l, io, a);
     } else if (io->offsets) {
@@ -4072,10 +4090,8 @@ static void mt_product_backward_weight(const mt_tensor_parallel *tp, const mt_li
     if (l->adapter.R > 0) mt_adapter_backward_weight(tp, l, io, T);
     if (!l->weight.dw) return;
     if (io->dy_transposed.data) { // in fp8
-        mt_quantize_args x = {.x = io->x, .count = 1, .R = T, .C = l->K, .offsets = io->offsets};
-        x.columns = mt_fp8_allocate_columns(&l->fp8->recipe->scratch, l, T, l->K, l->fp8->recipe->format);
-        mt_fp8_quantize(tp, l, MT_FP8_X, x);
-        mt_fp8_product_args a = {.a = io->dy_transposed, .b = x.columns, .M = l->N, .N = l->K, .K = T};
+        mt_fp8_product_args a = {.a = io->dy_transposed, .M = l->N, .N = l->K, .K = T};
+        a.b = mt_fp8_rows(tp, l, io, MT_FP8_X, T, false, true).columns;
         a.out = l->weight.dw, a.out_dtype = MT_F32, a.accumulate = accumulate, a.exact_sums = a.sums_rows = true;
         mt_fp8_run_product(tp, l, io, a);
         if (l->bias.dw && !io->offsets) ops->column_sums(l->bias.dw, io->dy, T, l->N, tp->dtype, tp->stream);
@@ -4188,26 +4204,20 @@ static int64_t mt_linear_active_rows(const mt_tensor_parallel *tp, const mt_line
 static void mt_linear_activation_forward(const mt_tensor_parallel *tp, const mt_linear *l, const mt_linear_io *io) {
     int64_t F = l->N / (mt_activation_rows[io->activation].gated ? 2 : 1);
     mt_activation_args a = {mt_linear_active_rows(tp, l, io), F, io->activation, io->y, io->gates, .y = io->active};
+    a.quantize = mt_fp8_args(tp, io->reader, MT_FP8_X, io->active, a.T, io->offsets);
     tp->ops->activation_forward(&a, tp->dtype, tp->stream);
 }
 
 void mt_linear_forward(const mt_tensor_parallel *tp, const mt_linear *l, const mt_linear_io *io) {
     mt_fp8_begin(tp, l, io);
-    switch (l->kind) {
-    case MT_LINEAR_REPLICATED:
-    case MT_LINEAR_GROUPED:
-        mt_product_forward(tp, l, io, l->kind == MT_LINEAR_GROUPED ? io->num_rows : tp->rows);
-        break;
-    case MT_LINEAR_ROUTER:
+    if (l->kind == MT_LINEAR_ROUTER)
         tp->ops->router_logits(io->y, io->x, l->weight.w, tp->rows, l->N, l->K, tp->dtype, tp->stream);
-        break;
-    case MT_LINEAR_COLUMN:
+    else if (l->kind == MT_LINEAR_COLUMN)
         mt_column_forward(tp, l, io);
-        break;
-    case MT_LINEAR_ROW:
+    else if (l->kind == MT_LINEAR_ROW)
         mt_row_forward(tp, l, io);
-        break;
-    }
+    else
+        mt_product_forward(tp, l, io, mt_linear_active_rows(tp, l, io));
     if (io->active && !mt_fuses_activation(tp, l, io)) mt_linear_activation_forward(tp, l, io);
 }
 
@@ -4222,31 +4232,26 @@ void mt_linear_backward(const mt_tensor_parallel *tp, const mt_linear *l, const 
     if (!mt_linear_trains(l)) halves &= MT_BACKWARD_INPUT;
     if (halves == 0) return;
     mt_fp8_begin(tp, l, io);
-    switch (l->kind) {
-    case MT_LINEAR_ROUTER: // dy is fp32; the products take the model's type
-        if (tp->dtype != MT_F32) {
-            tp->ops->convert(io->rounded, tp->dtype, io->dy, MT_F32, tp->rows * l->N, tp->stream);
-            at.dy = io->rounded;
-        } // fallthrough
-    case MT_LINEAR_REPLICATED:
-    case MT_LINEAR_GROUPED:
+    if (l->kind == MT_LINEAR_ROUTER && tp->dtype != MT_F32) { // dy is fp32; the products take the model's type
+        tp->ops->convert(io->rounded, tp->dtype, io->dy, MT_F32, tp->rows * l->N, tp->stream);
+        at.dy = io->rounded;
+    }
+    if (l->kind == MT_LINEAR_COLUMN) {
+        mt_column_backward(tp, l, io, halves);
+    } else if (l->kind == MT_LINEAR_ROW) {
+        mt_row_backward(tp, l, io, halves);
+    } else {
         mt_fp8_gradient(tp, l, &at, rows, halves);
         if (halves & MT_BACKWARD_INPUT) mt_product_backward_input(tp, l, &at, rows);
         if (halves & MT_BACKWARD_WEIGHT)
             mt_product_backward_weight(tp, l, &at, rows, mt_weight_accumulates(&l->weight));
-        break;
-    case MT_LINEAR_COLUMN:
-        mt_column_backward(tp, l, io, halves);
-        break;
-    case MT_LINEAR_ROW:
-        mt_row_backward(tp, l, io, halves);
-        break;
     }
-    if (io->hidden && (halves & MT_BACKWARD_INPUT) && !mt_fuses_activation(tp, l, io))
-        tp->ops->activation_backward(&(mt_activation_args){mt_linear_active_rows(tp, l, io), l->K, io->activation,
-                                                           io->hidden, io->gates, .dy = io->dx, .dx = io->dhidden,
-                                                           .dweights = io->dgates},
-                                     tp->dtype, tp->stream);
+    if (io->hidden && (halves & MT_BACKWARD_INPUT) && !mt_fuses_activation(tp, l, io)) {
+        mt_activation_args a = {mt_linear_active_rows(tp, l, io), l->K, io->activation, io->hidden, .dy = io->dx};
+        a.weights = io->gates, a.dx = io->dhidden, a.dweights = io->dgates;
+        a.quantize = mt_fp8_args(tp, io->reader, MT_FP8_DY, io->dhidden, a.T, io->offsets);
+        tp->ops->activation_backward(&a, tp->dtype, tp->stream);
+    }
 }
 
 void mt_linear_backward_input(const mt_tensor_parallel *tp, const mt_linear *l, const mt_linear_io *io) {
@@ -4409,21 +4414,10 @@ static mt_policy_term mt_policy_token(const mt_loss_tokens *t, const mt_policy_c
 
 double mt_kl_estimate(mt_kl_type type, double logp, double ref_logp, double *dlogp) {
     double x = ref_logp - logp, clamped = mt_clip(x, -20, 20), k3 = exp(clamped) - clamped - 1;
-    switch (type) {
-    case MT_KL_K1:
-        *dlogp = 1;
-        return -x;
-    case MT_KL_ABS:
-        *dlogp = (x < 0) - (x > 0);
-        return fabs(x);
-    case MT_KL_K2:
-        *dlogp = -x;
-        return x * x / 2;
-    case MT_KL_K3:
-        break;
-    }
-    *dlogp = x == clamped && k3 <= 10 ? 1 - exp(x) : 0;
-    return fmin(k3, 10);
+    bool k1 = type == MT_KL_K1, k2 = type == MT_KL_K2, absolute = type == MT_KL_ABS;
+    double slope = x == clamped && k3 <= 10 ? 1 - exp(x) : 0; // of k3
+    *dlogp = k1 ? 1 : k2 ? -x : absolute ? (x < 0) - (x > 0) : slope;
+    return k1 ? -x : k2 ? x * x / 2 : absolute ? fabs(x) : fmin(k3, 10);
 }
 
 /* Adds token i, whose loss has weight `weight`. */
@@ -5725,14 +5719,9 @@ static void mt_layer_linear_backward(const mt_model *m, const mt_pass *p, const 
 
 /* The weights' half of a split backward. */
 static void mt_layer_backward_weight(const mt_pass *p, mt_activations *a) {
-    for (const mt_deferred *d = a->deferred; d < a->deferred + a->num_deferred; d++) {
+    for (const mt_deferred *d = a->deferred; d < a->deferred + a->num_deferred; d++)
         mt_linear_backward_weight(&p->tp, d->linear, &(mt_linear_io){.x = d->x, .dy = d->dy});
-    }
     a->num_deferred = 0;
-}
-
-static bool mt_uses_layernorm(const mt_model *m) {
-    return m->options->normalization == MT_LAYERNORM;
 }
 
 /* ==== §9c norms and the residual stream =========================================================================== */
@@ -5762,7 +5751,8 @@ static void mt_add_to(const mt_model *m, const mt_pass *p, void *sum, const void
 static void mt_norm_slots(mt_slots *s, const mt_model *m, const char *name, size_t field, unsigned input) {
     mt_slot *y = mt_slot_add(s, name, field + offsetof(mt_normed, y), m->max_rows, m->C, m->dtype);
     y->modules = MT_MODULE_LAYERNORM, y->input = input;
-    if (mt_uses_layernorm(m)) mt_slot_add(s, name, field + offsetof(mt_normed, mean), m->max_rows, 1, MT_F32);
+    if (m->options->normalization == MT_LAYERNORM)
+        mt_slot_add(s, name, field + offsetof(mt_normed, mean), m->max_rows, 1, MT_F32);
     mt_slot_add(s, name, field + offsetof(mt_normed, rstd), m->max_rows, 1, MT_F32);
 }
 
@@ -6732,12 +6722,20 @@ static void mt_dispatch_exchange(mt_model *m, const mt_pass *p, const mt_routing
 
 /* Dispatch, postprocess: rows[M, C] and weights[M], sorted by expert. */
 static void mt_dispatch_postprocess(mt_model *m, const mt_pass *p, const mt_routing *r, void *rows, float *weights,
-                                    const void *x, const float *probs) {
+                                    const void *x, const float *probs, const mt_linear *reader,
+                                    mt_fp8_operand operand) {
     mt_experts *e = m->experts;
+    mt_quantize_args a = mt_fp8_args(&p->tp, reader, operand, rows, r->num_rows, NULL);
     if (e->group->size > 1) mt_wait_stream(m, p->stream, e->comm);
     if (e->uses_allgather) x = e->gathered;
     if (e->exchanges) x = e->dispatched.input, probs = probs ? e->dispatched.weights : NULL;
-    mt_gather_rows(m, p, rows, x, e->exchanges ? r->rows.to_expert : r->token, r->num_rows);
+    a.x = x, a.position = e->exchanges ? r->rows.from_expert : r->position;
+    a.copies = e->exchanges ? 1 : e->router.topk * (e->uses_allgather ? 1 : m->grid->expert_tensor.size);
+    if (!e->exchanges) a.R = mt_dispatched_rows(m, p) * (e->uses_allgather ? e->group->size : 1);
+    if (a.rows.data) // a row is read and quantized once
+        m->ops->quantize(&a, m->dtype, p->stream);
+    else
+        mt_gather_rows(m, p, rows, x, e->exchanges ? r->rows.to_expert : r->token, r->num_rows);
     if (probs) mt_gather_weights(m, p, weights, probs, e->exchanges ? r->rows.to_expert : r->choice, r->num_rows);
 }
 
@@ -6816,9 +6814,9 @@ static mt_linear_io mt_expert_io(const mt_model *m, const mt_routing *r) {
 /* ---- the experts' MLPs; probabilities scale the activation or the output */
 
 /* rows.hidden = fc1(rows.input), and rows.active = activation(rows.hidden). */
-static mt_linear_io mt_expert_fc1_io(const mt_model *m, const mt_routing *r) {
+static mt_linear_io mt_expert_fc1_io(const mt_model *m, const mt_layer *w, const mt_routing *r) {
     mt_linear_io fc1 = mt_expert_io(m, r);
-    fc1.x = r->rows.input, fc1.y = r->rows.hidden, fc1.active = r->rows.active;
+    fc1.x = r->rows.input, fc1.y = r->rows.hidden, fc1.active = r->rows.active, fc1.reader = &w->expert_down;
     fc1.activation = mt_options_activation(m->options), fc1.gates = m->experts->scales_output ? NULL : r->rows.weights;
     return fc1;
 }
@@ -6828,7 +6826,7 @@ static mt_linear_io mt_expert_fc1_io(const mt_model *m, const mt_routing *r) {
 static void mt_expert_mlp_forward(mt_model *m, const mt_pass *p, const mt_layer *w, const mt_routing *r, bool replay) {
     const mt_experts *e = m->experts;
     const mt_expert_rows *rows = &r->rows;
-    mt_linear_io fc1 = mt_expert_fc1_io(m, r), down = mt_expert_io(m, r);
+    mt_linear_io fc1 = mt_expert_fc1_io(m, w, r), down = mt_expert_io(m, r);
     down.x = rows->active, down.y = e->scales_output ? rows->output : mt_expert_output(m);
     down.omits_bias = m->grid->expert_tensor.rank > 0;
     mt_linear_forward(&p->tp, &w->expert_fc1, &fc1);
@@ -6843,7 +6841,7 @@ static void mt_expert_mlp_forward(mt_model *m, const mt_pass *p, const mt_layer 
 static void mt_expert_mlp_backward(mt_model *m, const mt_pass *p, mt_layer *w, const mt_routing *r) {
     const mt_expert_rows *rows = &r->rows, *d = &m->experts->rows;
     mt_linear_io down = mt_expert_io(m, r), fc1 = down;
-    down.x = rows->active, down.dy = d->input, down.dx = d->active;
+    down.x = rows->active, down.dy = d->input, down.dx = d->active, down.reader = &w->expert_fc1;
     down.activation = mt_options_activation(m->options), down.hidden = rows->hidden, down.dhidden = d->hidden;
     if (m->experts->scales_output) {
         m->ops->scale_rows_backward(d->output, d->weights, d->input, rows->output, rows->weights, r->num_rows, m->C,
@@ -6874,7 +6872,7 @@ static void mt_experts_forward(mt_model *m, const mt_pass *p, const mt_layer *w,
     mt_dispatch_preprocess(m, p, w, r);
     mt_dispatch_exchange(m, p, r, a->mlp_norm.y, r->probs);
     mt_shared_expert_forward(m, p, w, a, replay);
-    mt_dispatch_postprocess(m, p, r, r->rows.input, r->rows.weights, a->mlp_norm.y, r->probs);
+    mt_dispatch_postprocess(m, p, r, r->rows.input, r->rows.weights, a->mlp_norm.y, r->probs, &w->expert_fc1, MT_FP8_X);
     mt_expert_mlp_forward(m, p, w, r, replay);
     if (replay) return;
     mt_combine_exchange(m, p, r);
@@ -6893,7 +6891,7 @@ static void mt_experts_backward(mt_model *m, const mt_pass *p, mt_layer *w, mt_a
         mt_mlp_backward(m, &both, w, a, dout, m->options->moe_shared_expert_gate ? r->gates : NULL, e->dgates,
                         MT_BACKWARD_BOTH);
     if (w->F > 0 && m->options->moe_shared_expert_gate) mt_shared_gate_backward(m, p, w, r, a->mlp_norm.y);
-    mt_dispatch_postprocess(m, p, r, e->rows.input, NULL, dout, NULL);
+    mt_dispatch_postprocess(m, p, r, e->rows.input, NULL, dout, NULL, &w->expert_down, MT_FP8_DY);
     mt_expert_mlp_backward(m, p, w, r);
     mt_combine_exchange(m, p, r);
     mt_linear_io fc1 = mt_expert_io(m, r);
@@ -6943,7 +6941,7 @@ static void mt_mlp_block_replay(mt_model *m, const mt_pass *p, const mt_layer *w
     if (modules & MT_MODULE_SHARED_EXPERTS) mt_shared_expert_forward(m, p, w, a, true);
     if (!(modules & MT_MODULE_MOE_ACT)) return;
     mt_layer_rows_reserve(m, w, a->routing);
-    mt_linear_io fc1 = mt_expert_fc1_io(m, a->routing);
+    mt_linear_io fc1 = mt_expert_fc1_io(m, w, a->routing);
     mt_linear_activation_forward(&p->tp, &w->expert_fc1, &fc1);
 }
 
@@ -10492,8 +10490,8 @@ static void mt_plan_workspace(mt_model *m, mt_arena *arena) {
 /* fp8: quantized weights and the state of delayed scaling; the operands of the largest call in scratch of their own. */
 static void mt_plan_fp8(mt_model *m, mt_arena *arena) {
     mt_fp8_model *f = m->fp8;
-    int64_t start = arena->used, operands = f->recipe.delayed ? f->num_linears * MT_NUM_FP8_OPERANDS : 0;
-    f->scale = mt_arena_alloc(arena, operands * 4);
+    int64_t start = arena->used, operands = f->num_linears * MT_NUM_FP8_OPERANDS;
+    f->scale = mt_arena_alloc(arena, 2 * operands * 4); // and inverse scales
     f->history = mt_arena_alloc(arena, f->history_length * operands * 4);
     f->largest = mt_arena_alloc(arena, operands * 4);
     for (int64_t i = 0; i < m->num_params; i++) {
@@ -10501,8 +10499,8 @@ static void mt_plan_fp8(mt_model *m, mt_arena *arena) {
         if (!l) continue;
         int64_t operand = (l->fp8 - f->linears) * MT_NUM_FP8_OPERANDS, pieces = m->tp.overlaps ? m->tp.group->size : 1;
         int64_t rows = l->kind == MT_LINEAR_GROUPED ? mt_expert_rows_expected(m) : m->plan.max_tokens;
-        l->fp8->scale = operands > 0 && f->scale ? f->scale + operand : NULL;
-        l->fp8->amax = operands > 0 && f->history ? f->history + operand : NULL;
+        l->fp8->scale = f->scale ? f->scale + operand : NULL, l->fp8->amax = f->history ? f->history + operand : NULL;
+        l->fp8->inverse_scales = f->scale ? l->fp8->scale + operands : NULL;
         if (f->recipe.keeps_weights)
             mt_fp8_allocate_weight(arena, l, l->fp8->gathered ? NULL : &l->fp8->w, &l->fp8->w_transposed);
         if (l->fp8->gathered) l->fp8->w.inverse_scales = mt_arena_alloc(arena, l->fp8->num_amaxes * 4);
@@ -10749,6 +10747,9 @@ static int mt_model_fp8(mt_model *m, const mt_options *o, mt_error *error) {
         snprintf(key->linear, sizeof key->linear, "%.*s", (int)strcspn(param->field_name, "."), param->field_name);
         l->fp8 = &f->linears[f->num_linears++], l->fp8->recipe = &f->recipe;
         l->fp8->gathered = o->fp8_param_gather && b->strategy != MT_NO_SHARD;
+        l->fp8->in_place = l->kind == MT_LINEAR_GROUPED && f->recipe.delayed && f->recipe.wgrad &&
+                           m->dtype == MT_BF16 && l->N % MT_FP8_WIDTH == 0 && l->K % MT_FP8_WIDTH == 0 &&
+                           l->adapter.R == 0 && !m->experts->scales_output && !m->experts->pads_to_capacity;
         int64_t N_multiple = l->fp8->gathered ? MT_FP8_WIDTH : mt_max(m->ops->limits.fp8_multiple, 1);
         int64_t K_multiple = l->fp8->gathered ? mt_fp8_stride(1, f->recipe.weight_blocks) : N_multiple;
         if (l->N % N_multiple != 0 || l->K % K_multiple != 0)

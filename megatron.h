@@ -790,6 +790,11 @@ typedef struct mt_quantize_args {
      * offsets[num_experts] on are neither read nor written. NULL: none */
     const int32_t *offsets;
     int64_t num_experts;
+    /* rows at other places: row r of x goes to the rows position[r * copies + i] of `rows`, i < copies, as far as these
+     * are not negative; amax is that of the rows with such a place. With `scale`, without `columns`; count is 1. NULL:
+     * row r is row r */
+    const int32_t *position;
+    int64_t copies;
 } mt_quantize_args;
 
 /* A rank's part of weights: elements [first, first + n) of w[count, R, C], whose rows are C wide. Other ranks have the
@@ -836,12 +841,14 @@ typedef struct mt_fp8_scale_args {
 
 #define MT_FP8_OPERATIONS(OP)                                                                                          \
     OP(quantize,                                                                                                       \
-       mt_work_bytes(a->count * a->R * a->C *                                                                          \
-                         (mt_dtype_size(dtype) + (a->rows.data != NULL) + (a->columns.data != NULL)),                  \
-                     MT_U8),                                                                                           \
+       mt_work_bytes(                                                                                                  \
+           a->count * a->R * a->C *                                                                                    \
+               (mt_dtype_size(dtype) + (a->rows.data ? mt_max(a->copies, 1) : 0) + (a->columns.data != NULL)),         \
+           MT_U8),                                                                                                     \
        (a, dtype, stream), const mt_quantize_args *a, mt_dtype dtype, mt_stream *stream)                               \
     OP(fp8_product, mt_work_product(a->M, a->N, a->K), (a, stream), const mt_fp8_product_args *a, mt_stream *stream)   \
-    /* columns = the transposes of `rows`, with its scales: MT_FP8_TENSOR or MT_FP8_BLOCK_128. */                      \
+    /* columns = the transposes of `rows`, with its scales: MT_FP8_TENSOR or MT_FP8_BLOCK_128; rows of experts with    \
+     * MT_FP8_TENSOR only. */                                                                                          \
     OP(fp8_transpose, mt_work_bytes(2 * a->count * a->R * a->C, MT_U8), (a, stream), const mt_quantize_args *a,        \
        mt_stream *stream)                                                                                              \
     OP(fp8_shard_quantize, mt_work_bytes(a->n *(mt_dtype_size(dtype) + 1), MT_U8), (a, dtype, stream),                 \
@@ -1071,17 +1078,27 @@ typedef struct mt_activation_args {
     const void *dy;       // [T, F]: gradient of y
     void *dx;             // as x: the backward's result
     float *dweights;      // [T]; NULL without weights
+    /* if quantize.rows is set: the result in fp8, for experts in bf16, with weights. quantize has a scale; its x is y
+     * or dx, which is rounded to bf16 first and holds no values afterwards: `rows` may lie in its memory. dx is not x
+     * then */
+    mt_quantize_args quantize;
 } mt_activation_args;
 
 #define MT_ACTIVATION_OPERATIONS(OP)                                                                                   \
     /* y[T, F] = f(x[T, F]); gated: f(gate) * up, with x[T, 2F] = gate, then up (Shazeer, "GLU variants improve        \
      * transformer"). Unless weights[T] is NULL it scales y: an expert's probabilities, so that the backward does not  \
      * need the expert's output. GELU is exact (erf), GELU_TANH its approximation (Hendrycks & Gimpel). */             \
-    OP(activation_forward, mt_work_bytes((mt_activation_rows[a->activation].gated ? 3 : 2) * a->T * a->F, dtype),      \
+    OP(activation_forward,                                                                                             \
+       mt_work_bytes((mt_activation_rows[a->activation].gated ? 3 : 2) * a->T * a->F * mt_dtype_size(dtype) -          \
+                         (a->quantize.rows.data ? a->quantize.R * a->quantize.C : 0),                                  \
+                     MT_U8),                                                                                           \
        (a, dtype, stream), const mt_activation_args *a, mt_dtype dtype, mt_stream *stream)                             \
     /* dx may be x, or dy where that is as wide. dweights[T] = sum(dy f(x)), of the unscaled result; NULL without      \
      * weights. */                                                                                                     \
-    OP(activation_backward, mt_work_bytes((mt_activation_rows[a->activation].gated ? 5 : 3) * a->T * a->F, dtype),     \
+    OP(activation_backward,                                                                                            \
+       mt_work_bytes((mt_activation_rows[a->activation].gated ? 5 : 3) * a->T * a->F * mt_dtype_size(dtype) -          \
+                         (a->quantize.rows.data ? a->quantize.R * a->quantize.C : 0),                                  \
+                     MT_U8),                                                                                           \
        (a, dtype, stream), const mt_activation_args *a, mt_dtype dtype, mt_stream *stream)
 
 /* ---- residual stream, and rows: key/value caches, packing, the last tokens of prompts */
@@ -1933,10 +1950,12 @@ extern const mt_fp8 mt_fp8_recipes[]; // by mt_fp8_recipe: the fields that --fp8
 typedef enum mt_fp8_operand { MT_FP8_X, MT_FP8_W, MT_FP8_DY, MT_NUM_FP8_OPERANDS } mt_fp8_operand;
 typedef struct mt_fp8_linear {
     mt_fp8 *recipe;
-    float *scale, *amax;            // [MT_NUM_FP8_OPERANDS]: delayed scaling's
+    float *scale, *amax;            // [MT_NUM_FP8_OPERANDS]: delayed scaling's; else amax is scratch
     mt_fp8_matrix w, w_transposed;  // with keeps_weights until the weights change, else for one call
     int64_t version;                // of the weights that these are
     bool gathered;                  // --fp8-param-gather: w arrives in fp8
+    bool in_place;                  // experts, delayed scaling: x and dy of a product hold rows in fp8
+    float *inverse_scales;          // [MT_NUM_FP8_OPERANDS] with in_place: of x and dy
     int64_t first_amax, num_amaxes; // `gathered`: of w's in mt_bucket.fp8_amaxes
 } mt_fp8_linear;
 
@@ -1975,12 +1994,13 @@ typedef struct mt_linear_io {
     /* The activation behind the forward's y, or before the backward's x, as activation_forward and activation_backward;
      * a backend may compute it within the product. Not for the forward of a row-parallel linear */
     mt_activation activation;
-    const float *gates; // [rows of y or x] scales; NULL: none
-    void *active;       // forward: activation(y); NULL: none
-    const void *hidden; // backward: x is activation(hidden), dx is scratch; NULL: no
-    void *dhidden;      // backward: the gradient of `hidden`
-    float *dgates;      // backward: the gradient of `gates`
-    void *rounded;      // router: scratch [rows, N] of the model's type, where that is not fp32
+    const float *gates;             // [rows of y or x] scales; NULL: none
+    void *active;                   // forward: activation(y); NULL: none
+    const void *hidden;             // backward: x is activation(hidden), dx is scratch; NULL: no
+    void *dhidden;                  // backward: the gradient of `hidden`
+    float *dgates;                  // backward: the gradient of `gates`
+    const struct mt_linear *reader; // experts: the linear whose x is `active`, or whose dy is dhidden; NULL: none
+    void *rounded;                  // router: scratch [rows, N] of the model's type, where that is not fp32
     /* grouped: rows [offsets[e], offsets[e + 1]) are expert e's; on the host too for one product per expert */
     const int32_t *offsets, *host_offsets;
     int64_t num_rows;

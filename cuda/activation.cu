@@ -1,6 +1,6 @@
 /* activation.cu: element-wise kernels: activations, dropout with residual, row gather and scatter, embedding,
  * conversion. */
-#include "vector.cuh"
+#include "fp8.cuh"
 
 #include <cub/device/device_radix_sort.cuh>
 
@@ -165,16 +165,75 @@ __global__ void gated_backward(T *dx, const T *dy, const T *x, int width, int bl
     }
 }
 
+/* Stores a row of a result of `width` elements as it is. All threads of a block call finish(). */
+template <class T> struct plain_rows {
+    T *to;
+    int width;
+    __device__ void open(int64_t row) {
+        to += row * width;
+    }
+    template <int N> __device__ void store(int c, const mt_pack<float, N> &x) {
+        mt_store(to + c, mt_from_float<T>(x));
+    }
+    __device__ void finish(void) {
+    }
+};
+
+/* Stores a row of experts in fp8, rounded to T first; of no expert: nothing. */
+template <class T, mt_dtype FORMAT> struct fp8_rows {
+    mt_fp8_matrix to;
+    const float *scale;
+    float *amax;
+    const int32_t *offsets;
+    int num_experts;
+    uint32_t largest;
+    float factor;
+    bool exists;
+    __device__ void open(int64_t row) {
+        factor = *scale, to.data += row * to.stride;
+        exists = row >= offsets[0] && row < offsets[num_experts];
+    }
+    template <int N> __device__ void store(int c, const mt_pack<float, N> &x) {
+        static_assert(N == 8, "a word of 8 bytes");
+        uint32_t bits[N / 4];
+        if (!exists) return;
+        largest = mt_pack_to_fp8<FORMAT>(bits, mt_from_float<T>(x), factor, largest);
+        mt_store_word((uint2 *)(to.data + c), make_uint2(bits[0], bits[1]));
+    }
+    __device__ void finish(void) {
+        if (amax) mt_raise_amax(amax, largest);
+        if (blockIdx.x == 0 && threadIdx.x == 0 && threadIdx.y == 0) *to.inverse_scales = 1 / factor;
+    }
+};
+
+/* Calls body(rows) with the rows in which an operation with weights stores its result. */
+template <class T, int N, class Body>
+static void with_rows(const mt_quantize_args *quantize, void *to, int64_t width, Body body) {
+    const mt_quantize_args *q = quantize;
+    if (!q->rows.data) {
+        body(plain_rows<T>{(T *)to, (int)width});
+        return;
+    }
+    MT_CHECK((N == 8 && q->scale && q->offsets && q->rows.blocks == MT_FP8_TENSOR && q->rows.stride % 16 == 0));
+    if constexpr (N == 8) {
+        if (q->rows.format == MT_F8_E4M3)
+            body(fp8_rows<T, MT_F8_E4M3>{q->rows, q->scale, q->amax, q->offsets, (int)q->num_experts});
+        else
+            body(fp8_rows<T, MT_F8_E5M2>{q->rows, q->scale, q->amax, q->offsets, (int)q->num_experts});
+    }
+}
+
 /* y = weight f(x), or weight f(gate) up. Reads x, writes y: 6 bytes per element of y in bf16, 12 in fp32 (4 and 8 if
- * not gated), and 4 per row. */
-template <class F, bool gated, class T, int N>
-__global__ void weighted_forward(T *y, const T *x, const float *weights, int64_t M, int width, int blocks_per_row) {
+ * not gated), and 4 per row; one byte less per element where y is in fp8. */
+template <class F, bool gated, class T, int N, class Rows>
+__global__ void weighted_forward(Rows y, const T *x, const float *weights, int64_t M, int width, int blocks_per_row) {
     constexpr int K = 2;
     int64_t row = (int64_t)(blockIdx.x / blocks_per_row) * blockDim.y + threadIdx.y;
     int first = (blockIdx.x % blocks_per_row * K * blockDim.x + threadIdx.x) * N, step = blockDim.x * N;
-    if (row >= M) return;
+    if (row >= M) row = M - 1, first = width; // takes part in finish(), writes nothing
     const T *in_row = x + row * (gated ? 2 : 1) * width, *up_row = in_row + width;
     float weight = weights[row];
+    y.open(row);
     mt_pack<T, N> ins[K], ups[K];
 #pragma unroll
     for (int k = 0; k < K; k++) {
@@ -188,23 +247,24 @@ __global__ void weighted_forward(T *y, const T *x, const float *weights, int64_t
         mt_pack<float, N> in = mt_to_float(ins[k]), up = {};
         if (gated) up = mt_to_float(ups[k]);
         for (int i = 0; i < N; i++) in.value[i] = F::value(in.value[i]) * (gated ? up.value[i] : 1) * weight;
-        mt_store(y + row * width + first + k * step, mt_from_float<T>(in));
+        y.store(first + k * step, in);
     }
+    y.finish();
 }
 
 /* The gradients for weight dy, and dweight = sum(dy f(gate) up). blockDim.x threads share a row. Reads dy and x, writes
- * dx: 10 bytes per element of y in bf16, 20 in fp32 (6 and 12 if not gated), and 8 per row. */
-template <class F, bool gated, class T, int N>
-__global__ void weighted_backward(T *dx, float *dweights, const T *dy, const T *x, const float *weights, int64_t M,
+ * dx: 10 bytes per element of y in bf16, 20 in fp32 (6 and 12 if not gated), and 8 per row; less where dx is in fp8. */
+template <class F, bool gated, class T, int N, class Rows>
+__global__ void weighted_backward(Rows dx, float *dweights, const T *dy, const T *x, const float *weights, int64_t M,
                                   int width) {
     constexpr int K = 2;
     int64_t row = (int64_t)blockIdx.x * blockDim.y + threadIdx.y;
     bool valid = row < M;
     if (!valid) row = M - 1; // takes part in the reduction, writes nothing
     const T *in_row = x + row * (gated ? 2 : 1) * width, *up_row = in_row + width, *dy_row = dy + row * width;
-    T *din_row = dx + row * (gated ? 2 : 1) * width, *dup_row = din_row + width;
     int step = blockDim.x * N;
     float weight = weights[row], dweight[1] = {0};
+    dx.open(row);
     for (int first = threadIdx.x * N; valid && first < width; first += K * step) {
         mt_pack<T, N> ins[K], ups[K], dys[K];
 #pragma unroll
@@ -225,12 +285,13 @@ __global__ void weighted_backward(T *dx, float *dweights, const T *dy, const T *
                 in.value[i] = weight * d.value[i] * u * F::slope(in.value[i]);
                 up.value[i] = weight * value;
             }
-            mt_store(din_row + first + k * step, mt_from_float<T>(in));
-            if (gated) mt_store(dup_row + first + k * step, mt_from_float<T>(up));
+            dx.store(first + k * step, in);
+            if (gated) dx.store(width + first + k * step, up);
         }
     }
     mt_row_sum(dweight, 0);
     if (valid && threadIdx.x == 0) dweights[row] = dweight[0];
+    dx.finish();
 }
 
 /* Calls launch(f, type, begin, end, width) for packs of a flat array of n elements. */
@@ -248,6 +309,7 @@ static void flat_activation(mt_activation activation, mt_dtype dtype, int64_t n,
 extern "C" void mt_cuda_activation_forward(const mt_activation_args *a, mt_dtype dtype, mt_stream *stream) {
     int64_t T = a->T, F = a->F;
     cudaStream_t s = mt_cuda_stream(stream);
+    MT_CHECK(a->weights || !a->quantize.rows.data);
     if (T == 0) return;
     if (!a->weights && !mt_activation_rows[a->activation].gated) {
         bool wide = mt_wide(dtype, {a->y, a->x}, {});
@@ -269,8 +331,10 @@ extern "C" void mt_cuda_activation_forward(const mt_activation_args *a, mt_dtype
             mt_many_row_grid many = mt_many_rows(T, mt_divide_up(F, N), 2);
             mt_row_grid grid = mt_rows(mt_divide_up(F, N), packs_per_thread / 2);
             if (a->weights)
-                weighted_forward<decltype(f), gated, E, N><<<many.blocks, many.block, 0, s>>>(
-                    (E *)a->y, (const E *)a->x, a->weights, T, (int)F, many.blocks_per_row);
+                with_rows<E, N>(&a->quantize, a->y, F, [&](auto y) {
+                    weighted_forward<decltype(f), gated, E, N><<<many.blocks, many.block, 0, s>>>(
+                        y, (const E *)a->x, a->weights, T, (int)F, many.blocks_per_row);
+                });
             else if constexpr (gated)
                 mt_launch_early(gated_forward<decltype(f), E, N>, (unsigned)T * grid.blocks_per_row, grid.threads, 0, s,
                                 (E *)a->y, (const E *)a->x, (int)F, grid.blocks_per_row);
@@ -282,6 +346,7 @@ extern "C" void mt_cuda_activation_forward(const mt_activation_args *a, mt_dtype
 extern "C" void mt_cuda_activation_backward(const mt_activation_args *a, mt_dtype dtype, mt_stream *stream) {
     int64_t T = a->T, F = a->F;
     cudaStream_t s = mt_cuda_stream(stream);
+    MT_CHECK(a->weights || !a->quantize.rows.data);
     if (T == 0) return;
     if (!a->weights && !mt_activation_rows[a->activation].gated) {
         bool wide = mt_wide(dtype, {a->dx, a->dy, a->x}, {});
@@ -304,8 +369,10 @@ extern "C" void mt_cuda_activation_backward(const mt_activation_args *a, mt_dtyp
             dim3 block = mt_reduction_block(mt_divide_up(F, N), 3, 256, 512);
             mt_row_grid grid = mt_rows(mt_divide_up(F, N), packs_per_thread / 2);
             if (a->weights)
-                weighted_backward<decltype(f), gated, E, N><<<mt_grid_size(T, block.y), block, 0, s>>>(
-                    (E *)a->dx, a->dweights, (const E *)a->dy, (const E *)a->x, a->weights, T, (int)F);
+                with_rows<E, N>(&a->quantize, a->dx, (gated ? 2 : 1) * F, [&](auto dx) {
+                    weighted_backward<decltype(f), gated, E, N><<<mt_grid_size(T, block.y), block, 0, s>>>(
+                        dx, a->dweights, (const E *)a->dy, (const E *)a->x, a->weights, T, (int)F);
+                });
             else if constexpr (gated)
                 gated_backward<decltype(f), E, N><<<(unsigned)T * grid.blocks_per_row, grid.threads, 0, s>>>(
                     (E *)a->dx, (const E *)a->dy, (const E *)a->x, (int)F, grid.blocks_per_row);

@@ -4,15 +4,10 @@
  * unit of scales: a row of the tile is a vector of the row-wise copy, a column one of the transposed copy. A thread
  * holds 8 x 8 elements in registers; 16 threads hold 8 rows. Row maxima are exchanged within these 16 threads, column
  * maxima through shared memory, and the transposed bytes go through shared memory, so that every store to device memory
- * is 16 bytes wide.
- *
- * Magnitudes are compared as integers: the bits of non-negative floats ascend with their values, infinity exceeds all
- * numbers and NaN exceeds infinity. The maximum is therefore the same in any order. */
+ * is 16 bytes wide. */
 #include "experts.cuh"
+#include "fp8.cuh"
 #include "fp8.h"
-#include "vector.cuh"
-
-#include <cuda_fp8.h>
 
 /* ---- quantize ---------------------------------------------------------------------------------------------------- */
 
@@ -117,14 +112,6 @@ template <mt_dtype FORMAT> __device__ static inline float block_scale(float amax
     return __uint_as_float((uint32_t)(min(exponent, 127) + 127) << 23);
 }
 
-/* Rounds to nearest even and saturates. The first is in the low byte. */
-template <mt_dtype FORMAT> __device__ static inline uint32_t to_fp8(float a, float b, float c, float d) {
-    const __nv_fp8_interpretation_t format = FORMAT == MT_F8_E4M3 ? __NV_E4M3 : __NV_E5M2;
-    const uint32_t low = __nv_cvt_float2_to_fp8x2(make_float2(a, b), __NV_SATFINITE, format);
-    const uint32_t high = __nv_cvt_float2_to_fp8x2(make_float2(c, d), __NV_SATFINITE, format);
-    return low | high << 16;
-}
-
 /* The tile of a block. Its rows [begin, end) exist, and begin + first is the number of the first in x. */
 struct quantize_tile {
     int64_t matrix, first;
@@ -167,8 +154,8 @@ __device__ static inline void store_rows(const quantize_task<T> &task, const qua
             for (int j = 0; j < 2; j++) {
                 const float s = scale[i + k];
                 const chunk<T> &from = x[i + k];
-                bits[k][j] = to_fp8<FORMAT>(mt_element(from, 4 * j) * s, mt_element(from, 4 * j + 1) * s,
-                                            mt_element(from, 4 * j + 2) * s, mt_element(from, 4 * j + 3) * s);
+                bits[k][j] = mt_to_fp8<FORMAT>(mt_element(from, 4 * j) * s, mt_element(from, 4 * j + 1) * s,
+                                               mt_element(from, 4 * j + 2) * s, mt_element(from, 4 * j + 3) * s);
             }
         const uint32_t low = __shfl_xor_sync(0xffffffff, second ? bits[0][0] : bits[1][0], 1);
         const uint32_t high = __shfl_xor_sync(0xffffffff, second ? bits[0][1] : bits[1][1], 1);
@@ -191,8 +178,8 @@ __device__ static inline void store_columns(const quantize_task<T> &task, const 
         uint32_t bits[2];
 #pragma unroll
         for (int i = 0; i < 2; i++)
-            bits[i] = to_fp8<FORMAT>(mt_element(x[4 * i], j) * scale[j], mt_element(x[4 * i + 1], j) * scale[j],
-                                     mt_element(x[4 * i + 2], j) * scale[j], mt_element(x[4 * i + 3], j) * scale[j]);
+            bits[i] = mt_to_fp8<FORMAT>(mt_element(x[4 * i], j) * scale[j], mt_element(x[4 * i + 1], j) * scale[j],
+                                        mt_element(x[4 * i + 2], j) * scale[j], mt_element(x[4 * i + 3], j) * scale[j]);
         shared[place * SIDE + j][group ^ place] = make_uint2(bits[0], bits[1]);
     }
     __syncthreads();
@@ -358,9 +345,52 @@ template <class T> static void quantize(const mt_quantize_args *a, mt_stream *st
     if (one.blocks == MT_FP8_BLOCK_128) launch_tiles<T, MT_FP8_BLOCK_128>(task, a->count, one.format, stream);
 }
 
+/* quantize with positions. A thread quantizes 16 elements of a row and stores them at all places of the row. Reads 2
+ * bytes per element in bf16, writes `copies`. */
+template <class T, mt_dtype FORMAT>
+static __global__ void __launch_bounds__(THREADS)
+    quantize_positions(const quantize_task<T> task, const int32_t *position, int copies, unsigned width) {
+    const unsigned index = blockIdx.x * THREADS + threadIdx.x, r = index / width, column = index % width * 16;
+    const float scale = *task.scale;
+    uint32_t largest = 0;
+    if (index == 0) *task.rows.inverse_scales = 1 / scale;
+    if (r < task.R) {
+        const mt_pack<T, 16> x = mt_load<16>(task.x + r * task.C + column);
+        uint32_t bits[4], of_row;
+        of_row = mt_pack_to_fp8<FORMAT>(bits, x, scale, 0);
+        position += (int64_t)r * copies;
+#pragma unroll 8
+        for (int i = 0; i < copies; i++) {
+            const int32_t place = position[i];
+            if (place < 0) continue;
+            largest = of_row;
+            mt_store_word((uint4 *)(task.rows.data + place * task.rows.stride + column),
+                          make_uint4(bits[0], bits[1], bits[2], bits[3]));
+        }
+    }
+    if (task.amax) mt_raise_amax(task.amax, largest);
+}
+
+template <class T> static void launch_positions(const mt_quantize_args *a, mt_stream *stream) {
+    const quantize_task<T> task = {(const T *)a->x, a->rows, {}, a->scale, a->amax, NULL, a->R, a->C};
+    const int64_t width = a->C / 16, blocks = mt_divide_up(a->R * width, THREADS);
+    const auto kernel =
+        a->rows.format == MT_F8_E4M3 ? quantize_positions<T, MT_F8_E4M3> : quantize_positions<T, MT_F8_E5M2>;
+    MT_CHECK(blocks * THREADS <= UINT32_MAX);
+    kernel<<<(unsigned)blocks, THREADS, 0, mt_cuda_stream(stream)>>>(task, a->position, (int)a->copies,
+                                                                     (unsigned)width);
+    MT_CUDA_LAUNCHED();
+}
+
 extern "C" void mt_cuda_quantize(const mt_quantize_args *a, mt_dtype dtype, mt_stream *stream) {
     const mt_fp8_matrix *rows = &a->rows, *columns = &a->columns, *one = rows->data ? rows : columns;
     if (a->count * a->C == 0) return;
+    if (a->position) {
+        MT_CHECK(a->scale && !columns->data && rows->blocks == MT_FP8_TENSOR && a->count == 1);
+        MT_CHECK(a->C % 16 == 0 && rows->stride % 16 == 0 && mt_wide(dtype, {a->x, rows->data}, {}));
+        if (a->R > 0) MT_CUDA_DISPATCH(dtype, launch_positions, a, stream);
+        return;
+    }
     MT_CHECK(!rows->data || !columns->data || (rows->blocks == columns->blocks && rows->format == columns->format));
     MT_CHECK(one->blocks != MT_FP8_VECTOR_32 && !(one->blocks == MT_FP8_BLOCK_128 && a->offsets));
     MT_CHECK(!a->offsets || a->count == 1);
@@ -391,24 +421,32 @@ __device__ static inline mt_fp8_matrix matrix_at(mt_fp8_matrix matrix, int64_t R
 
 /* ---- transpose --------------------------------------------------------------------------------------------------- */
 
-/* columns[C, R] = rows[R, C], bytes. A block takes 128 x 128; a word of shared memory holds 4 columns of a row. The
- * words of row r are stored at w ^ 4 (r / 16), so that 8 threads, which read 16 rows each, meet different banks. */
+/* columns[C, R] = rows[R, C], bytes; offsets: of experts' rows, or NULL. A block takes 128 x 128; a word of shared
+ * memory holds 4 columns of a row. The words of row r are stored at w ^ 4 (r / 16), so that 8 threads, which read 16
+ * rows each, meet different banks. */
 static __global__ void __launch_bounds__(THREADS)
-    transpose_tiles(const mt_fp8_matrix all_rows, const mt_fp8_matrix all_columns, int64_t R, int64_t C) {
+    transpose_tiles(const mt_fp8_matrix all_rows, const mt_fp8_matrix all_columns, int64_t R, int64_t C,
+                    const int32_t *offsets, int num_experts) {
     __shared__ uint32_t tile[TILE][TILE / 4];
     const mt_fp8_matrix rows = matrix_at(all_rows, R, blockIdx.z), columns = matrix_at(all_columns, C, blockIdx.z);
     const int64_t row = (int64_t)blockIdx.y * TILE, column = (int64_t)blockIdx.x * TILE;
-    const uint8_t *from = rows.data;
     uint8_t *to = columns.data;
-    if (row < R && threadIdx.x == 0)
+    int64_t first = row, count = R - row; // rows of this tile
+    if (offsets) {
+        int expert, begin = 0, of_expert = 0, before = 0;
+        mt_find_expert_rows<TILE>(offsets, num_experts, (int)blockIdx.y, expert, begin, of_expert, before);
+        first = begin + before, count = of_expert - before;
+    }
+    const uint8_t *from = rows.data + first * rows.stride + column;
+    if ((row < R || offsets) && threadIdx.x == 0)
         columns.inverse_scales[scale_index(columns, C, column, row)] =
             rows.inverse_scales[scale_index(rows, R, row, column)];
 #pragma unroll
     for (int k = 0; k < TILE * TILE / 16 / THREADS; k++) {
         const int r = k * (THREADS / 8) + threadIdx.x / 8, place = threadIdx.x % 8;
-        const bool exists = row + r < R && column + place * 16 < C;
+        const bool exists = r < count && column + place * 16 < C;
         *(uint4 *)&tile[r][(place ^ r / 16) * 4] =
-            exists ? *(const uint4 *)(from + (row + r) * rows.stride + column + place * 16) : make_uint4(0, 0, 0, 0);
+            exists ? *(const uint4 *)(from + r * rows.stride + place * 16) : make_uint4(0, 0, 0, 0);
     }
     __syncthreads();
     const int group = threadIdx.x % 8, word = threadIdx.x / 8;
@@ -433,8 +471,9 @@ extern "C" void mt_cuda_fp8_transpose(const mt_quantize_args *a, mt_stream *stre
     const dim3 blocks(mt_grid_size(a->C, TILE), mt_grid_size(mt_max(a->R, a->columns.stride), TILE),
                       (unsigned)a->count);
     MT_CHECK(a->C % MT_CUDA_FP8_MULTIPLE == 0 && mt_wide(MT_U8, {a->rows.data, a->columns.data}, {}));
-    MT_CHECK(a->rows.blocks == MT_FP8_TENSOR || a->rows.blocks == MT_FP8_BLOCK_128);
-    transpose_tiles<<<blocks, THREADS, 0, mt_cuda_stream(stream)>>>(a->rows, a->columns, a->R, a->C);
+    MT_CHECK(a->rows.blocks == MT_FP8_TENSOR || (a->rows.blocks == MT_FP8_BLOCK_128 && !a->offsets));
+    transpose_tiles<<<blocks, THREADS, 0, mt_cuda_stream(stream)>>>(a->rows, a->columns, a->R, a->C, a->offsets,
+                                                                    (int)a->num_experts);
     MT_CUDA_LAUNCHED();
 }
 
@@ -482,8 +521,8 @@ template <class T, mt_fp8_blocks BLOCKS> static __global__ void shard_parts(cons
             uint32_t bits[2];
 #pragma unroll
             for (int k = 0; k < 2; k++)
-                bits[k] = to_fp8<MT_F8_E4M3>(mt_element(x, 4 * k) * s, mt_element(x, 4 * k + 1) * s,
-                                             mt_element(x, 4 * k + 2) * s, mt_element(x, 4 * k + 3) * s);
+                bits[k] = mt_to_fp8<MT_F8_E4M3>(mt_element(x, 4 * k) * s, mt_element(x, 4 * k + 1) * s,
+                                                mt_element(x, 4 * k + 2) * s, mt_element(x, 4 * k + 3) * s);
             *(uint2 *)(task.w.data + i) = make_uint2(bits[0], bits[1]);
         }
         if (BLOCKS == MT_FP8_TENSOR) {

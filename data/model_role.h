@@ -5,8 +5,6 @@
 
 #include "../megatron.h"
 
-#include <stdio.h>
-
 #ifdef __cplusplus
 extern "C" {
 #endif
@@ -101,10 +99,6 @@ int mt_model_role_score(mt_model_role *role, int64_t slots, int64_t ranks, mt_mo
 /* The world ranks [data-parallel ranks] that send the results of their replicas: the first with the loss. To free.
  * Every rank calls it. */
 int *mt_grid_owners(const mt_grid *grid);
-
-/* Prints the layout and memory plan of a role with a grid of its own, and the resting parts of any role; NULL: nowhere.
- */
-void mt_model_role_print(const mt_model_role *role, FILE *file);
 
 #ifdef __cplusplus
 }

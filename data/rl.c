@@ -16,6 +16,7 @@
 #include "options.h"
 #include "model_role.h"
 #include "prompts.h"
+#include "report.h"
 #include "response.h"
 #include "rollout.h"
 #include "rollouts.h"
@@ -99,7 +100,7 @@ static int load_partner(mt_rl *rl, partner *p, mt_run_state *state, mt_error *er
     const char *folder = p->folder ? p->folder : p->role.options.load;
     if (!folder) mt_model_init(p->role.model);
     if (folder && mt_checkpoint_load(p->role.model, state, folder, error) != 0) return -1;
-    mt_model_role_print(&p->role, rl->config.log);
+    mt_report_role(&p->role, rl->config.log);
     return 0;
 }
 
@@ -144,7 +145,7 @@ static int open_reference(mt_rl *rl, const mt_model_plan *plan, const mt_run_sta
     if (o->kl_loss_coef == 0 && !o->kl_in_reward) return 0;
     if (mt_options_refer_to_base(o)) {
         mt_model_role_lend_base(&p->role, "reference", &rl->actor);
-        mt_model_role_print(&p->role, rl->config.log);
+        mt_report_role(&p->role, rl->config.log);
         return 0;
     }
     if (!o->ref_load && state->iteration > 0 && o->lora_rank == 0)
@@ -361,7 +362,7 @@ static int open_generator(mt_rl *rl, const mt_model_plan *actor_plan, mt_error *
     plan_generation(&plan, &role->options);
     plan.host_memory = actor_plan->host_memory;
     if (mt_model_role_create(role, &plan, error) != 0) return -1;
-    mt_model_role_print(role, c->log);
+    mt_report_role(role, c->log);
     if (adapts && mt_transfer_open(&base, role->model, rl->actor.model, false, 0, error) != 0) return -1;
     if (adapts) mt_transfer_run(base);
     mt_transfer_close(base);
@@ -441,7 +442,7 @@ int mt_rl_open(mt_rl **out, const mt_rl_config *config, mt_model *actor, const m
     mt_rl *rl = mt_calloc(sizeof *rl);
     rl->config = *config;
     mt_model_role_lend(&rl->actor, "actor", actor);
-    mt_model_role_print(&rl->actor, config->log);
+    mt_report_role(&rl->actor, config->log);
     configure_rollouts(rl);
     int status = read_prompts(&rl->prompts, config, config->log, error);
     if (status == 0) status = check_prompts(rl, state, error);

@@ -123,6 +123,8 @@ static const char *reference_end(const char *text) {
     for (const char *at = text; *at; at++) {
         if (at[0] == '$' && at[1] == '{')
             open++, at++;
+        else if (*at == '{') // of a default, {}
+            open++;
         else if (*at == '}' && --open == 0)
             return at + 1;
     }
@@ -233,14 +235,22 @@ static char *expand(reader *r, const yaml_node_t *from, const char *text, int de
 static int follow(reader *r, yaml_node_t **node, int depth) {
     for (;; depth++) {
         const char *text = scalar_text(*node), *end = strncmp(text, "${", 2) == 0 ? reference_end(text) : NULL;
-        if (!end || *end || strstr(text + 2, "${") || strchr(text, ':')) return 0;
+        bool selects = strncmp(text, "${oc.select:", 12) == 0; // a default is a text, for `expand`
+        if (!end || *end || strstr(text + 2, "${") || (strchr(text, ':') && !selects)) return 0;
         if (visit(r, *node) != 0) return -1;
         if (depth > MAX_REFERENCES)
             return mt_error_set(r->error, "%s:%lld: '%.100s' refers to itself, or through more than %d references",
                                 r->path, line_of(*node), text, MAX_REFERENCES);
         char path[200];
-        snprintf(path, sizeof path, "%.*s", (int)(end - text) - 3, text + 2);
-        if (find_path(r, path, *node, node, depth + 1) != 0) return -1;
+        mt_error ignored, *error = r->error;
+        const char *begin = text + (selects ? 12 : 2);
+        snprintf(path, sizeof path, "%.*s", (int)strcspn(begin, selects ? ",}" : "}"), begin);
+        yaml_node_t *found;
+        if (selects) r->error = &ignored;
+        int status = find_path(r, path, *node, &found, depth + 1);
+        r->error = error;
+        if (status != 0) return selects ? 0 : -1;
+        *node = found;
     }
 }
 
@@ -598,6 +608,13 @@ static int take_row(reader *r, const mt_role_key *row, const yaml_node_t *mappin
         snprintf(value, sizeof value, "%s", first);
         add_option(r, line, "grad-offload", value)->is_implied = true;
         add_option(r, line, "optimizer-offload", value)->is_implied = true;
+    } else if (row->kind == MT_KEY_BETAS) {
+        if (entry->values.count != 2)
+            return mt_error_set(r->error, "%s:%lld: betas expects two numbers", r->path, line);
+        snprintf(value, sizeof value, "%s", entry->values.items[1]);
+        free(entry->values.items[--entry->values.count]);
+        entry->is_sequence = false;
+        add_option(r, line, "adam-beta2", value);
     } else if (row->kind == MT_KEY_OPTION) {
         const mt_option *option = mt_option_find(row->text, strlen(row->text));
         if (option && option->type == MT_STRING) expand_home(entry);

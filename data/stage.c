@@ -6,6 +6,7 @@
 #include "file.h"
 #include "option_table.h"
 #include "model_role.h"
+#include "report.h"
 
 #include <math.h>
 #include <stdlib.h>
@@ -351,17 +352,17 @@ int mt_reference_open(mt_reference **reference, mt_model *trained, const mt_ops 
     if (!r->is_teacher && mt_options_refer_to_base(options)) {
         r->trained.rests = 0; // no other model works
         mt_model_role_lend_base(&r->role, "reference", &r->trained);
-        mt_model_role_print(&r->role, log);
+        mt_report_role(&r->role, log);
         *reference = r;
         return 0;
     }
-    mt_model_role_print(&r->trained, log);
+    mt_report_role(&r->trained, log);
     int status = place_role(r, ops, error);
     mt_model_plan plan = mt_model_role_plan(&r->role, mt_model_get_plan(trained), options->context_parallel_size);
     if (status == 0) status = mt_model_role_use(&r->trained, MT_USE_NOTHING, error); // room for the other
     if (status == 0) status = mt_model_role_create(&r->role, &plan, error);
     if (status == 0) status = r->is_teacher ? load_teacher(r, error) : load_reference(r, options, state, error);
-    if (status == 0) mt_model_role_print(&r->role, log);
+    if (status == 0) mt_report_role(&r->role, log);
     if (status == 0) status = mt_model_role_use(&r->role, MT_USE_NOTHING, error);
     if (status == 0) status = mt_model_role_use(&r->trained, MT_USE_TRAINING, error);
     if (status == 0 && mt_model_role_is_apart(&r->role))

@@ -12,6 +12,8 @@
 
 #include <cuda_runtime_api.h>
 
+#include "experts_in_fp8.h"
+
 enum { MAX_EXPERTS = 64, PATTERN = 0xA5 };
 
 /* ==== quantize ==================================================================================================== */
@@ -227,6 +229,11 @@ static void segments_of_experts_match_the_cpu(void **state) {
     quantization p = {.count = 1, .C = 48, .num_experts = MAX_EXPERTS};
     p.R = set_offsets(p.offsets, many, MAX_EXPERTS, 0);
     check_quantize_all(p);
+}
+
+static void operations_of_experts_quantize_what_they_compute(void **state) {
+    (void)state;
+    if (gpu) check_rows_in_place(gpu, stream);
 }
 
 /* ==== products ==================================================================================================== */
@@ -571,6 +578,7 @@ int main(void) {
         cmocka_unit_test(several_matrices_match_the_cpu),
         cmocka_unit_test(padding_of_the_transpose_is_zero),
         cmocka_unit_test(segments_of_experts_match_the_cpu),
+        cmocka_unit_test(operations_of_experts_quantize_what_they_compute),
         cmocka_unit_test(products_match_the_cpu),
         cmocka_unit_test(products_of_any_size_match_the_cpu),
         cmocka_unit_test(products_of_experts_match_the_cpu),

@@ -90,12 +90,12 @@ static fixture open_linear(const mt_ops *ops, const recipe *r) {
     f.linear.weight.w = ops->memory_alloc(N * K * 2), f.linear.weight.dw = ops->memory_alloc(N * K * 4);
     put(&f, f.linear.weight.w, tensor("w", NULL, 0, N * K * 2), N * K * 2);
     f.fp8.scratch.capacity = 1 << 20, f.fp8.scratch.base = ops->memory_alloc(1 << 20);
+    f.state.amax = f.history = ops->memory_alloc(MAX_HISTORY * 3 * 4);
     if (f.fp8.delayed) {
         const float ones[] = {1, 1, 1}, guard = 1;
         const float largest[] = {448, 448, mt_f8_largest(r->gradient_format)};
-        f.history = ops->memory_alloc(MAX_HISTORY * 3 * 4), f.largest = ops->memory_alloc(3 * 4);
+        f.largest = ops->memory_alloc(3 * 4);
         f.state.scale = ops->memory_alloc(3 * 4), f.guard = ops->memory_alloc(4);
-        f.state.amax = f.history;
         ops->memory_zero(f.history, MAX_HISTORY * 3 * 4, f.stream);
         put(&f, f.state.scale, ones, sizeof ones);
         put(&f, f.largest, largest, sizeof largest);

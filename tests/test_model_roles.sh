@@ -208,7 +208,8 @@ refers() {
     "$stage" "$ranks" "$label" "$@" && says '^reference: the .* with its adapters switched off$' "$work/out" &&
         ! grep -q '^reference: a model of its own' "$work/out" &&
         "$stage" "$ranks" "$label.second" "$@" --ref-load "$work/copy" &&
-        says '^reference: a model of its own, .* MiB$' "$work/out" || return 1
+        awk '/^  weights/ { weights = $2 } /^reference: a model of its own, .* MiB$/ { second = $(NF - 1) }
+            END { exit !(second > weights) }' "$work/out" || return 1
     if [ "$stage" = prefer ]; then
         same "$label" "$label.second" 0 lm_loss grad_norm accuracy chosen_reward rejected_reward validation_loss ||
             return 1

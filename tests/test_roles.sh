@@ -150,6 +150,46 @@ EOF
     prints "$roles/verl.yaml" actor_train && sets actor_rollout_ref.actor.shuffle shuffle-mini-batches false
 }
 
+# Names of verl's later configurations, and sections that oc.select leads to.
+later_verl_is_read() {
+    cat >"$work/later.yaml" <<'EOF'
+actor_rollout_ref:
+  model: {_target_: a.b, path: a/b, hf_config_path: null, exclude_modules: null, lora_adapter_path: null, lora_rank: 0}
+  actor:
+    _target_: a.b
+    rollout_n: ${oc.select:actor_rollout_ref.rollout.n,1}
+    optim: {betas: [0.8, 0.95], override_optimizer_config: {adam_eps: 1e-6}, use_checkpoint_opt_param_scheduler: false}
+    policy_loss: {_target_: a.b, loss_mode: geo_mean, clip_cov_ratio: 0.0002}
+    calculate_entropy: false
+    loss_scale_factor: null
+    use_fused_kernels: ${oc.select:actor_rollout_ref.model.use_fused_kernels,false}
+    megatron: {use_remove_padding: true, override_transformer_config: {recompute_granularity: full}}
+  ref:
+    log_prob_micro_batch_size_per_gpu: 2
+    megatron:
+      seed: ${oc.select:actor_rollout_ref.actor.megatron.seed,42}
+      override_transformer_config: "${oc.select:actor_rollout_ref.actor.megatron.override_transformer_config,{}}"
+  rollout: {n: 4}
+algorithm:
+  rollout_correction: {rollout_is: null, rollout_is_threshold: 2.0, bypass_mode: false}
+  use_pf_ppo: false
+  pf_ppo: {reweight_method: pow}
+EOF
+    prints "$work/later.yaml" actor_train && sets actor_rollout_ref.actor.optim.betas adam-beta1 0.8 &&
+        sets actor_rollout_ref.actor.optim.betas adam-beta2 0.95 &&
+        sets actor_rollout_ref.actor.optim.override_optimizer_config.adam_eps adam-eps 1e-06 &&
+        sets actor_rollout_ref.actor.policy_loss.loss_mode pg-variant gmpo &&
+        sets actor_rollout_ref.rollout.n num-return-sequences 4 &&
+        unused algorithm.pf_ppo use_pf_ppo && prints "$work/later.yaml" reference &&
+        sets actor_rollout_ref.ref.megatron.override_transformer_config.recompute_granularity recompute-granularity \
+            full && sets actor_rollout_ref.ref.megatron.seed seed 42 || return 1
+    sed 's/rollout_is: null/rollout_is: token/' "$work/later.yaml" >"$work/bad.yaml" &&
+        refused 'rollout_is is not supported' "$train" --config "$work/bad.yaml" --role actor_train --print-config &&
+        sed 's/betas: .*95\]/betas: 0.8/' "$work/later.yaml" >"$work/bad.yaml" &&
+        refused 'bad.yaml:6: betas expects two numbers' "$train" --config "$work/bad.yaml" --role actor_train \
+            --print-config
+}
+
 # Options that others of the file leave without effect; with the divergence, two of them have one.
 idle_options_of_rl_are_unused() {
     lines='\n    clip_ratio: 0.2\n    clip_ratio_low: 0.1\n    clip_ratio_high: 0.3\n    kl_loss_type: kl'
@@ -557,6 +597,7 @@ check infer_reads_its_role infer_reads_its_role
 check absent_keys_have_their_defaults absent_keys_have_their_defaults
 check verl_is_read verl_is_read
 check verl_learns_as_dapo verl_learns_as_dapo
+check later_verl_is_read later_verl_is_read
 check idle_options_of_rl_are_unused idle_options_of_rl_are_unused
 check ratios_of_the_command_line_win ratios_of_the_command_line_win
 check layouts_of_other_roles_are_read layouts_of_other_roles_are_read

@@ -1,0 +1,48 @@
+/* fp8.cuh: rounding to fp8 in kernels, and the largest magnitude of rounded values.
+ *
+ * Magnitudes are compared as integers: the bits of non-negative floats ascend with their values, infinity exceeds all
+ * numbers and NaN exceeds infinity. The maximum is therefore the same in any order. */
+#ifndef MT_CUDA_FP8_CUH
+#define MT_CUDA_FP8_CUH
+
+#include "vector.cuh"
+
+#include <cuda_fp8.h>
+
+/* Rounds to nearest even and saturates. The first is in the low byte. */
+template <mt_dtype FORMAT> __device__ static inline uint32_t mt_to_fp8(float a, float b, float c, float d) {
+    const __nv_fp8_interpretation_t format = FORMAT == MT_F8_E4M3 ? __NV_E4M3 : __NV_E5M2;
+    const uint32_t low = __nv_cvt_float2_to_fp8x2(make_float2(a, b), __NV_SATFINITE, format);
+    const uint32_t high = __nv_cvt_float2_to_fp8x2(make_float2(c, d), __NV_SATFINITE, format);
+    return low | high << 16;
+}
+
+/* bits[N / 4] = x times `scale` in fp8; returns the larger of `largest` and the magnitudes of x. */
+template <mt_dtype FORMAT, class T, int N>
+__device__ static inline uint32_t mt_pack_to_fp8(uint32_t *bits, const mt_pack<T, N> &x, float scale,
+                                                 uint32_t largest) {
+#pragma unroll
+    for (int i = 0; i < N; i += 4) {
+        bits[i / 4] = mt_to_fp8<FORMAT>(mt_element(x, i) * scale, mt_element(x, i + 1) * scale,
+                                        mt_element(x, i + 2) * scale, mt_element(x, i + 3) * scale);
+#pragma unroll
+        for (int j = i; j < i + 4; j++) largest = max(largest, __float_as_uint(mt_element(x, j)) & 0x7fffffff);
+    }
+    return largest;
+}
+
+/* Raises *amax to the largest magnitude of the block. All threads of the block call it. Most blocks find a larger one
+ * in *amax, and only read it. */
+__device__ static inline void mt_raise_amax(float *amax, uint32_t largest) {
+    __shared__ uint32_t of_warp[32];
+    const int threads = blockDim.x * blockDim.y, thread = threadIdx.y * blockDim.x + threadIdx.x, warp = thread / 32;
+    const int lanes = min(32, threads - warp * 32);
+    largest = __reduce_max_sync(lanes == 32 ? 0xffffffff : (1u << lanes) - 1, largest);
+    if (thread % 32 == 0) of_warp[warp] = largest;
+    __syncthreads();
+    if (thread > 0) return;
+    for (int w = 1; w * 32 < threads; w++) largest = max(largest, of_warp[w]);
+    if (largest > __float_as_uint(__ldcg(amax))) atomicMax((uint32_t *)amax, largest);
+}
+
+#endif
