@@ -739,6 +739,36 @@ void mt_report_plan(const mt_model *model, FILE *file) {
     }
 }
 
+void mt_report_role(const mt_model_role *role, FILE *file) {
+    static const struct {
+        const char *name, *place;
+        mt_plan_row row;
+    } parts[MT_NUM_PARTS] = {[MT_PART_PARAMS] = {"weights", "on the host", MT_PLAN_WEIGHTS},
+                             [MT_PART_GRADS] = {"gradients", "not kept", MT_PLAN_GRADIENTS},
+                             [MT_PART_OPTIMIZER] = {"optimizer state", "on the host", MT_PLAN_OPTIMIZER},
+                             [MT_PART_CACHE] = {"KV cache", "not kept", MT_PLAN_CACHE}};
+    const mt_options *o = &role->options;
+    if (!file || !role->model) return;
+    if (role->adapted) fprintf(file, "%s: the %s with its adapters switched off\n", role->name, role->adapted->name);
+    if (!role->is_lent && !mt_model_role_is_apart(role))
+        fprintf(file, "%s: a model of its own, %.1f MiB\n", role->name,
+                (double)mt_model_planned_bytes(role->model, MT_PLAN_TOTAL) / 1048576);
+    if (mt_model_role_is_apart(role)) {
+        fprintf(file, "%s: a model of its own on tensor %lld x pipeline %lld x data %lld ranks", role->name,
+                (long long)o->tensor_model_parallel_size, (long long)o->pipeline_model_parallel_size,
+                (long long)o->data_parallel_size);
+        if (o->num_experts > 0) fprintf(file, ", experts on %lld", (long long)o->expert_model_parallel_size);
+        fprintf(file, "\n");
+        mt_report_plan(role->model, file);
+    }
+    for (int part = 0; part < MT_NUM_PARTS; part++) {
+        double bytes = (double)mt_model_planned_bytes(role->model, parts[part].row);
+        if (bytes > 0 && role->rests >> part & 1)
+            fprintf(file, "%s: %s, %.1f MiB: %s while other models work\n", role->name, parts[part].name,
+                    bytes / 1048576, parts[part].place);
+    }
+}
+
 void mt_report_inference(const mt_model *model, int64_t context, FILE *file) {
     const mt_options *o = mt_model_options(model);
     print_model(o, file);

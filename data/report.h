@@ -3,6 +3,7 @@
 #define MT_REPORT_H
 
 #include "dataset.h"
+#include "model_role.h"
 
 #ifdef __cplusplus
 extern "C" {
@@ -84,6 +85,10 @@ void mt_report_opening(const mt_options *options, const mt_ops *ops, const mt_gr
 
 /* Prints the memory plan as a table: weights, gradients, optimizer, activations, caches. */
 void mt_report_plan(const mt_model *model, FILE *file);
+
+/* Prints the layout and memory plan of a role with a grid of its own, and the resting parts of any role; NULL: nowhere.
+ */
+void mt_report_role(const mt_model_role *role, FILE *file);
 
 /* The first line of `infer`: the model, its folder, device and ranks, and the longest text. */
 void mt_report_inference(const mt_model *model, int64_t context, FILE *file);

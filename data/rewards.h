@@ -22,14 +22,17 @@ typedef struct mt_reward_function mt_reward_function;
 
 /* `argument` is the pattern of regex or the command line of command; else NULL.
  *
- *   number   the number of a text is the last one in its last \boxed{...}, or without a box the last one of all. 1,000
- * = 1000 = 1e3; 0.5 = .50 = 1/2 = \frac{1}{2}; $12 = 12. A response without a number gets 0. regex    a PCRE2 pattern
- * in UTF mode. If it has a group named "answer", that group of the last match must also be the item's answer, as in
- * exact. At a response that reaches PCRE2's match limit, it does not match. command  runs `sh -c ARGUMENT` once, now.
- * It reads a line {"prompt": ..., "response": ..., "answer": ...} for each response (a text, or null for no answer) and
- * writes a line with one finite number for each, in order. It may read ahead, but must write out its lines without
- * waiting for more input, within `seconds` for each call of mt_rewards_compute. Its standard error is this program's.
- * It belongs to a process group of its own, so that Ctrl-C reaches it only as the end of its input.
+ * number: the number of a text is the last one in its last \boxed{...}, or without a box the last one of all. 1,000 =
+ * 1000 = 1e3; 0.5 = .50 = 1/2 = \frac{1}{2}; $12 = 12. A response without a number gets 0.
+ *
+ * regex: a PCRE2 pattern in UTF mode. If it has a group named "answer", that group of the last match must also be the
+ * item's answer, as in exact. At a response that reaches PCRE2's match limit, it does not match.
+ *
+ * command: runs `sh -c ARGUMENT` once, now. It reads a line {"prompt": ..., "response": ..., "answer": ...} for each
+ * response (a text, or null for no answer) and writes a line with one finite number for each, in order. It may read
+ * ahead, but must write out its lines without waiting for more input, within `seconds` for each call of
+ * mt_rewards_compute. Its standard error is this program's. It belongs to a process group of its own, so that Ctrl-C
+ * reaches it only as the end of its input.
  *
  * Errors: a missing or a bad argument; regex without PCRE2. */
 int mt_reward_open(mt_reward_function **out, mt_reward_kind kind, const char *argument, double seconds,

@@ -123,6 +123,8 @@ static const char *reference_end(const char *text) {
     for (const char *at = text; *at; at++) {
         if (at[0] == '$' && at[1] == '{')
             open++, at++;
+        else if (*at == '{') // of a default, {}
+            open++;
         else if (*at == '}' && --open == 0)
             return at + 1;
     }
@@ -233,14 +235,22 @@ static char *expand(reader *r, const yaml_node_t *from, const char *text, int de
 static int follow(reader *r, yaml_node_t **node, int depth) {
     for (;; depth++) {
         const char *text = scalar_text(*node), *end = strncmp(text, "${", 2) == 0 ? reference_end(text) : NULL;
-        if (!end || *end || strstr(text + 2, "${") || strchr(text, ':')) return 0;
+        bool selects = strncmp(text, "${oc.select:", 12) == 0; // a default is a text, for `expand`
+        if (!end || *end || strstr(text + 2, "${") || (strchr(text, ':') && !selects)) return 0;
         if (visit(r, *node) != 0) return -1;
         if (depth > MAX_REFERENCES)
             return mt_error_set(r->error, "%s:%lld: '%.100s' refers to itself, or through more than %d references",
                                 r->path, line_of(*node), text, MAX_REFERENCES);
         char path[200];
-        snprintf(path, sizeof path, "%.*s", (int)(end - text) - 3, text + 2);
-        if (find_path(r, path, *node, node, depth + 1) != 0) return -1;
+        mt_error ignored, *error = r->error;
+        const char *begin = text + (selects ? 12 : 2);
+        snprintf(path, sizeof path, "%.*s", (int)strcspn(begin, selects ? ",}" : "}"), begin);
+        yaml_node_t *found;
+        if (selects) r->error = &ignored;
+        int status = find_path(r, path, *node, &found, depth + 1);
+        r->error = error;
+        if (status != 0) return selects ? 0 : -1;
+        *node = found;
     }
 }
 
@@ -525,7 +535,7 @@ static int take_section(reader *r, yaml_node_t *node, const char *section, long 
     return status;
 }
 
-/* The section of an engine, whose name is beside it. */
+/* The section of an engine, whose name is beside it. That of another engine may be in a file that is not there. */
 static int take_strategy(reader *r, const mt_role_key *row, const yaml_node_t *mapping, yaml_node_t *node,
                          long long line) {
     char *name = NULL;
@@ -533,7 +543,8 @@ static int take_strategy(reader *r, const mt_role_key *row, const yaml_node_t *m
     if (sibling && follow(r, &sibling, 0) != 0) return -1;
     if (sibling && !(name = expand(r, sibling, scalar_text(sibling), 0))) return -1;
     bool is_megatron = name && strncmp(name, "megatron", 8) == 0;
-    int status = is_megatron ? take_section(r, node, row->text, line) : 0;
+    int status = is_megatron ? follow(r, &node, 0) : 0;
+    if (status == 0 && is_megatron && !is_null(node)) status = take_section(r, node, row->text, line);
     if (!is_megatron && !r->is_other)
         add_entry(r, MT_ENTRY_UNUSED, line, name ? name : "the engine without a strategy_name");
     free(name);
@@ -559,7 +570,6 @@ static int take_row(reader *r, const mt_role_key *row, const yaml_node_t *mappin
     char value[MAX_TEXT];
     bool is_on = true;
     if (row->kind == MT_KEY_SECTION) return take_section(r, node, row->text, line);
-    if (row->kind == MT_KEY_STRATEGY) return take_strategy(r, row, mapping, node, line);
     if (row->kind == MT_KEY_DEVICES) return take_devices(r, node, line);
     if (row->kind == MT_KEY_REFUSED && is_mapping(node)) { // a section that may be off
         char *enable = sibling_text(r, node, "enable");
@@ -598,6 +608,13 @@ static int take_row(reader *r, const mt_role_key *row, const yaml_node_t *mappin
         snprintf(value, sizeof value, "%s", first);
         add_option(r, line, "grad-offload", value)->is_implied = true;
         add_option(r, line, "optimizer-offload", value)->is_implied = true;
+    } else if (row->kind == MT_KEY_BETAS) {
+        if (entry->values.count != 2)
+            return mt_error_set(r->error, "%s:%lld: betas expects two numbers", r->path, line);
+        snprintf(value, sizeof value, "%s", entry->values.items[1]);
+        free(entry->values.items[--entry->values.count]);
+        entry->is_sequence = false;
+        add_option(r, line, "adam-beta2", value);
     } else if (row->kind == MT_KEY_OPTION) {
         const mt_option *option = mt_option_find(row->text, strlen(row->text));
         if (option && option->type == MT_STRING) expand_home(entry);
@@ -660,6 +677,7 @@ static int take_key(reader *r, const yaml_node_t *mapping, const yaml_node_t *ke
         add_entry(r, MT_ENTRY_UNKNOWN, line_of(key), found ? nearest : "");
         return 0;
     }
+    if (row && row->kind == MT_KEY_STRATEGY) return take_strategy(r, row, mapping, node, line_of(key));
     if (follow(r, &node, 0) != 0) return -1;
     if (is_megatron) return take_megatron(r, section, name, node, line_of(key));
     return is_null(node) ? 0 : take_row(r, row, mapping, node, line_of(key));

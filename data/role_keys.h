@@ -21,6 +21,7 @@ typedef enum mt_role_key_kind {
     MT_KEY_OFFLOAD,     // --param-offload, --grad-offload and --optimizer-offload
     MT_KEY_LOSS_COEF,   // 0 unless the section's use_kl_loss is true
     MT_KEY_ENABLED,     // as it is, if the section's `enable` is true
+    MT_KEY_BETAS,       // two numbers: --adam-beta1 and --adam-beta2
     MT_KEY_GROUP_LIMIT, // fixed: a share of rewards that only groups with equal rewards of 0 or 1 pass
     MT_KEY_DEVICES,     // the devices of a role
     MT_KEY_STRATEGY     // the engine's section: that of `text` for Megatron, otherwise not used here

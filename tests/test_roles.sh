@@ -150,6 +150,46 @@ EOF
     prints "$roles/verl.yaml" actor_train && sets actor_rollout_ref.actor.shuffle shuffle-mini-batches false
 }
 
+# Names of verl's later configurations, and sections that oc.select leads to.
+later_verl_is_read() {
+    cat >"$work/later.yaml" <<'EOF'
+actor_rollout_ref:
+  model: {_target_: a.b, path: a/b, hf_config_path: null, exclude_modules: null, lora_adapter_path: null, lora_rank: 0}
+  actor:
+    _target_: a.b
+    rollout_n: ${oc.select:actor_rollout_ref.rollout.n,1}
+    optim: {betas: [0.8, 0.95], override_optimizer_config: {adam_eps: 1e-6}, use_checkpoint_opt_param_scheduler: false}
+    policy_loss: {_target_: a.b, loss_mode: geo_mean, clip_cov_ratio: 0.0002}
+    calculate_entropy: false
+    loss_scale_factor: null
+    use_fused_kernels: ${oc.select:actor_rollout_ref.model.use_fused_kernels,false}
+    megatron: {use_remove_padding: true, override_transformer_config: {recompute_granularity: full}}
+  ref:
+    log_prob_micro_batch_size_per_gpu: 2
+    megatron:
+      seed: ${oc.select:actor_rollout_ref.actor.megatron.seed,42}
+      override_transformer_config: "${oc.select:actor_rollout_ref.actor.megatron.override_transformer_config,{}}"
+  rollout: {n: 4}
+algorithm:
+  rollout_correction: {rollout_is: null, rollout_is_threshold: 2.0, bypass_mode: false}
+  use_pf_ppo: false
+  pf_ppo: {reweight_method: pow}
+EOF
+    prints "$work/later.yaml" actor_train && sets actor_rollout_ref.actor.optim.betas adam-beta1 0.8 &&
+        sets actor_rollout_ref.actor.optim.betas adam-beta2 0.95 &&
+        sets actor_rollout_ref.actor.optim.override_optimizer_config.adam_eps adam-eps 1e-06 &&
+        sets actor_rollout_ref.actor.policy_loss.loss_mode pg-variant gmpo &&
+        sets actor_rollout_ref.rollout.n num-return-sequences 4 &&
+        unused algorithm.pf_ppo use_pf_ppo && prints "$work/later.yaml" reference &&
+        sets actor_rollout_ref.ref.megatron.override_transformer_config.recompute_granularity recompute-granularity \
+            full && sets actor_rollout_ref.ref.megatron.seed seed 42 || return 1
+    sed 's/rollout_is: null/rollout_is: token/' "$work/later.yaml" >"$work/bad.yaml" &&
+        refused 'rollout_is is not supported' "$train" --config "$work/bad.yaml" --role actor_train --print-config &&
+        sed 's/betas: .*95\]/betas: 0.8/' "$work/later.yaml" >"$work/bad.yaml" &&
+        refused 'bad.yaml:6: betas expects two numbers' "$train" --config "$work/bad.yaml" --role actor_train \
+            --print-config
+}
+
 # Options that others of the file leave without effect; with the divergence, two of them have one.
 idle_options_of_rl_are_unused() {
     lines='\n    clip_ratio: 0.2\n    clip_ratio_low: 0.1\n    clip_ratio_high: 0.3\n    kl_loss_type: kl'
@@ -191,6 +231,20 @@ layouts_of_other_roles_are_read() {
     prints "$work/layouts.yaml" actor_train --kl-loss-coef 0.1 --tensor-model-parallel-size 1 &&
         unused reference.strategy_args.strategy_config.tensor_model_parallel_size \
             'gives way to --tensor-model-parallel-size' || return 1
+    printf '%s\n' 'actor_train: {model_args: {}}' 'adv_estimator: gae' 'critic: {strategy_args: {' \
+        'strategy_name: megatron_train, strategy_config: {pipeline_model_parallel_size: 2,' \
+        'recompute_granularity: full}}}' \
+        'reward: {model_args: {model_name_or_path: prefers}, strategy_args: {strategy_name: megatron_infer,' \
+        '  strategy_config: {tensor_model_parallel_size: 2}}}' >"$work/layouts.yaml"
+    prints "$work/layouts.yaml" actor_train --reward model &&
+        sets critic.strategy_args.strategy_config.pipeline_model_parallel_size \
+            critic-pipeline-model-parallel-size 2 &&
+        unused critic.strategy_args.strategy_config.recompute_granularity 'the role critic' &&
+        sets reward.model_args.model_name_or_path reward-load prefers &&
+        sets reward.strategy_args.strategy_config.tensor_model_parallel_size reward-tensor-model-parallel-size 2 &&
+        prints "$work/layouts.yaml" actor_train --adv-estimator grpo &&
+        unused critic.strategy_args.strategy_config.pipeline_model_parallel_size 'of no use in this run' &&
+        unused reward.model_args.model_name_or_path 'of no use in this run' || return 1
     printf '%s\n' 'student: {model_args: {}}' 'teacher: {strategy_args: {strategy_name: megatron_infer,' \
         '  strategy_config: {pipeline_model_parallel_size: 2}}}' >"$work/layouts.yaml"
     prints "$work/layouts.yaml" student &&
@@ -198,6 +252,12 @@ layouts_of_other_roles_are_read() {
             teacher-pipeline-model-parallel-size 2 || return 1
     sed 's/name: vllm/tensor_model_parallel_size: 2/; s/param_offload: false/param_offload: true/' \
         "$roles/verl.yaml" >"$work/layouts.yaml"
+    printf '%s\n' 'reward_model: {model: {path: prefers}, megatron: {pipeline_model_parallel_size: 4}}' \
+        >>"$work/layouts.yaml"
+    prints "$work/layouts.yaml" actor_train --adv-estimator gae --reward model &&
+        sets critic.megatron.tensor_model_parallel_size critic-tensor-model-parallel-size 1 &&
+        unused critic.megatron.seed 'the role critic' && sets reward_model.model.path reward-load prefers &&
+        sets reward_model.megatron.pipeline_model_parallel_size reward-pipeline-model-parallel-size 4 || return 1
     prints "$work/layouts.yaml" actor_train --kl-loss-coef 0.1 &&
         sets actor_rollout_ref.rollout.tensor_model_parallel_size rollout-tensor-model-parallel-size 2 &&
         sets actor_rollout_ref.ref.megatron.tensor_model_parallel_size ref-tensor-model-parallel-size 2 &&
@@ -270,7 +330,7 @@ keys_of_other_roles_are_known() {
     # the keys of an engine that is not Megatron are its own, and those of a section in another file
     printf '%s\n' "$@" 'critic: {strategy_args: {strategy_name: deepspeed_train, strategy_config: "${zero3}"}}' \
         'actor_infer: {strategy_args: {strategy_name: vllm, strategy_config: {block_size: 16}}}' >"$work/good.yaml"
-    prints "$work/good.yaml" actor_train && unused critic.strategy_args 'the role critic' &&
+    prints "$work/good.yaml" actor_train && unused critic.strategy_args.strategy_config deepspeed_train &&
         unused actor_infer.strategy_args.strategy_config.block_size 'the role actor_infer' || return 1
     printf '%s\n' "$@" 'actor_infer: {generating_args: {stop_strings: [x, yz], include_stop_str_in_output: false}}' \
         >"$work/good.yaml"
@@ -537,6 +597,7 @@ check infer_reads_its_role infer_reads_its_role
 check absent_keys_have_their_defaults absent_keys_have_their_defaults
 check verl_is_read verl_is_read
 check verl_learns_as_dapo verl_learns_as_dapo
+check later_verl_is_read later_verl_is_read
 check idle_options_of_rl_are_unused idle_options_of_rl_are_unused
 check ratios_of_the_command_line_win ratios_of_the_command_line_win
 check layouts_of_other_roles_are_read layouts_of_other_roles_are_read
