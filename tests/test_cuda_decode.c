@@ -538,16 +538,20 @@ static mt_ops plain_ops(void) {
     return ops;
 }
 
-static mt_options read_family(int family, bool bf16) {
-    char folder[256];
+static mt_options read_options(int count, char **arguments) {
     mt_options options;
     mt_error error = {{0}};
-    snprintf(folder, sizeof folder, "tests/golden/hf/%s", families[family]);
-    char *arguments[] = {"infer", "--load", folder, "--max-new-tokens", "24", "--bf16"};
-    if (mt_options_parse(&options, MT_PROGRAM_INFER, bf16 ? 6 : 5, arguments, &error) != 0 ||
+    if (mt_options_parse(&options, MT_PROGRAM_INFER, count, arguments, &error) != 0 ||
         mt_options_finish(&options, MT_PROGRAM_INFER, 1, &error) != 0)
         fail_msg("%s", error.text);
     return options;
+}
+
+static mt_options read_family(int family, bool bf16) {
+    char folder[256];
+    snprintf(folder, sizeof folder, "tests/golden/hf/%s", families[family]);
+    char *arguments[] = {"infer", "--load", folder, "--max-new-tokens", "24", "--bf16"};
+    return read_options(bf16 ? 6 : 5, arguments);
 }
 
 static mt_model *create_model(const mt_options *options, const mt_ops *ops, const mt_model_plan *plan) {
@@ -582,8 +586,16 @@ static void decode_pass(mt_model *model, mt_batch *batch, int64_t n, int64_t *he
     mt_model_decode(model, batch, cache_rows, rows, n, logits);
 }
 
+/* When adapters are switched off: in two steps of each half, NUM_OFF in all. */
+typedef enum switching { NEVER_OFF, OFF_BETWEEN, ALWAYS_OFF } switching;
+enum { NUM_OFF = 4 };
+
+static bool is_off(switching off, int step) {
+    return off == ALWAYS_OFF || (off == OFF_BETWEEN && step >= 0 && step % HALF >= 2 && step % HALF < 4);
+}
+
 /* Logits of three prompts, of HALF steps of the three sequences, and of as many of two of them; to free. */
-static float *decode_logits(const mt_options *options, const mt_ops *ops, int64_t *count) {
+static float *decode_switched(const mt_options *options, const mt_ops *ops, switching off, int64_t *count) {
     const int64_t prompts[SEQUENCES] = {3, 1, 9}, one[SEQUENCES] = {1, 1, 1};
     mt_model_plan plan = {
         .max_tokens = CONTEXT, .max_logits = SEQUENCES, .cache_rows = SEQUENCES * CONTEXT, .max_position = CONTEXT};
@@ -594,6 +606,7 @@ static float *decode_logits(const mt_options *options, const mt_ops *ops, int64_
     float *logits = mt_malloc((STEPS + 1) * SEQUENCES * V * 4), *to = logits;
     for (int step = -1; step < STEPS; step++) {
         int64_t n = step < HALF ? SEQUENCES : SEQUENCES - 1;
+        mt_model_use_adapters(model, !is_off(off, step));
         decode_pass(model, &batch, n, held, step < 0 ? prompts : one, to);
         to += n * V;
     }
@@ -601,6 +614,10 @@ static float *decode_logits(const mt_options *options, const mt_ops *ops, int64_
     mt_batch_free(&batch);
     mt_model_destroy(model);
     return logits;
+}
+
+static float *decode_logits(const mt_options *options, const mt_ops *ops, int64_t *count) {
+    return decode_switched(options, ops, NEVER_OFF, count);
 }
 
 static void assert_near(const char *family, const float *logits, const float *answer, int64_t count) {
@@ -655,6 +672,30 @@ static void experts_one_by_one_take_no_graph(void **state) {
     assert_near("mixtral", looped, grouped, count);
     free(grouped), free(looped);
     mt_options_free(&options);
+}
+
+/* A graph keeps the adapters that it was captured with. */
+static void steps_without_adapters_take_no_graph(void **state) {
+    (void)state;
+    if (!gpu) skip();
+    const mt_ops counted = counted_ops(), plain = plain_ops();
+    char *arguments[] = {"infer", "--load", "tests/golden/hf/llama", "--load-adapter", "tests/golden/tune/lora"};
+    mt_options options = read_options(5, arguments), base = read_options(3, arguments);
+    int64_t count, again;
+    launches = 0;
+    float *in_graphs = decode_switched(&options, &counted, OFF_BETWEEN, &count);
+    assert_int_equal(launches, 2 * (HALF - 1) - NUM_OFF);
+    float *one_by_one = decode_switched(&options, &plain, OFF_BETWEEN, &again);
+    float *answer = decode_switched(&options, &mt_cpu_ops, OFF_BETWEEN, &again);
+    float *adapted = decode_logits(&options, &plain, &again);
+    assert_memory_equal(in_graphs, one_by_one, (size_t)count * 4);
+    assert_near("llama", in_graphs, answer, count);
+    assert_memory_not_equal(in_graphs, adapted, (size_t)count * 4);
+    float *off = decode_switched(&options, &plain, ALWAYS_OFF, &again), *bare = decode_logits(&base, &plain, &again);
+    assert_int_equal(count, again);
+    assert_memory_equal(off, bare, (size_t)count * 4);
+    free(in_graphs), free(one_by_one), free(answer), free(adapted), free(off), free(bare);
+    mt_options_free(&options), mt_options_free(&base);
 }
 
 /* Sequences of unequal prompts that end at different steps; sequence 0 continues the family's golden text. */
@@ -728,6 +769,7 @@ int main(void) {
         cmocka_unit_test(samples_are_those_of_the_cpu),
         cmocka_unit_test(steps_in_graphs_have_the_bits_of_plain_steps_and_the_logits_of_the_cpu),
         cmocka_unit_test(experts_one_by_one_take_no_graph),
+        cmocka_unit_test(steps_without_adapters_take_no_graph),
         cmocka_unit_test(generated_tokens_are_those_of_plain_steps_and_of_transformers),
     };
     return cmocka_run_group_tests(tests, open_gpu, close_gpu);
