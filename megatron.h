@@ -572,6 +572,8 @@ typedef struct mt_options {
     int64_t teacher_tensor_model_parallel_size, teacher_pipeline_model_parallel_size;
     int64_t teacher_expert_model_parallel_size;
     int64_t ref_tensor_model_parallel_size, ref_pipeline_model_parallel_size, ref_expert_model_parallel_size;
+    int64_t critic_tensor_model_parallel_size, critic_pipeline_model_parallel_size, critic_expert_model_parallel_size;
+    int64_t reward_tensor_model_parallel_size, reward_pipeline_model_parallel_size, reward_expert_model_parallel_size;
     bool param_offload, grad_offload, optimizer_offload;
     /* checkpoints and reports */
     char *load, *load_adapter, *merge_adapter, *save, *hf_config, *metrics, *tensorboard_dir, *config, *role;
