@@ -2949,7 +2949,6 @@ static void mt_share_threads(const mt_group *world) {
     X(DATA_CONTEXT, data_context, "data-context", 0, 0, 1, 1, 0)                                                       \
     X(PIPELINE, pipeline, "pipeline", 0, 0, 0, 0, 1)                                                                   \
     X(EMBEDDING, embedding, "embedding", 0, 0, 0, 0, 1)                                                                \
-    X(MODEL, model, "model", 0, 1, 0, 0, 1)                                                                            \
     X(TENSOR_CONTEXT, tensor_context, "tensor-context", 0, 1, 1, 0, 0)                                                 \
     X(STAGE, stage, "stage", 0, 1, 1, 1, 0)                                                                            \
     X(EXPERT, expert, "expert", 1, 0, 1, 0, 0)                                                                         \
@@ -10813,7 +10812,8 @@ static void mt_model_count_live(const mt_model *m, int64_t *live) {
     const mt_options *o = m->options;
     for (int64_t chunk = 0; chunk < m->num_chunks; chunk++) live[chunk] = 1;
     if (!m->plan.train || m->grid->pipeline.size == 1) return;
-    mt_schedule schedule = mt_schedule_of(o, o->global_batch_size / (o->micro_batch_size * o->data_parallel_size));
+    int64_t batches = mt_divide_up(o->global_batch_size, o->micro_batch_size * o->data_parallel_size);
+    mt_schedule schedule = mt_schedule_of(o, batches);
     int64_t count = mt_schedule_actions(NULL, &schedule, m->grid->pipeline.rank), *now = mt_calloc(m->num_chunks * 8);
     mt_action *actions = mt_malloc(count * (int64_t)sizeof *actions);
     mt_schedule_actions(actions, &schedule, m->grid->pipeline.rank);

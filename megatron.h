@@ -572,6 +572,8 @@ typedef struct mt_options {
     int64_t teacher_tensor_model_parallel_size, teacher_pipeline_model_parallel_size;
     int64_t teacher_expert_model_parallel_size;
     int64_t ref_tensor_model_parallel_size, ref_pipeline_model_parallel_size, ref_expert_model_parallel_size;
+    int64_t critic_tensor_model_parallel_size, critic_pipeline_model_parallel_size, critic_expert_model_parallel_size;
+    int64_t reward_tensor_model_parallel_size, reward_pipeline_model_parallel_size, reward_expert_model_parallel_size;
     bool param_offload, grad_offload, optimizer_offload;
     /* checkpoints and reports */
     char *load, *load_adapter, *merge_adapter, *save, *hf_config, *metrics, *tensorboard_dir, *config, *role;
@@ -1722,7 +1724,6 @@ typedef enum mt_group_kind {
     MT_GROUP_DATA_CONTEXT,
     MT_GROUP_PIPELINE,
     MT_GROUP_EMBEDDING,
-    MT_GROUP_MODEL,
     MT_GROUP_TENSOR_CONTEXT,
     MT_GROUP_STAGE,
     MT_GROUP_EXPERT,
@@ -1752,7 +1753,6 @@ typedef struct mt_grid {
     mt_group data_context;   // dp x cp: the sums of gradients and losses
     mt_group pipeline;       // the stages, first to last
     mt_group embedding;      // first and last stage, which share tied embeddings; other stages: alone
-    mt_group model;          // tp x pp: the ranks that hold one model
     mt_group tensor_context; // tp x cp
     mt_group stage;          // tp x cp x dp: the ranks with the same layers
     mt_group expert, expert_tensor, expert_data;

@@ -53,6 +53,9 @@ int mt_checkpoint_verify(const char *folder, bool whole, mt_error *error);
 /* "FOLDER/iter_NNNNNNN" to free. */
 char *mt_iteration_path(const char *folder, int64_t number);
 
+/* The number of a name iter_NNNNNNN, or -1 for any other name. */
+int64_t mt_iteration_of(const char *name);
+
 /* True when a folder holds a model's config.json or an adapter's adapter_config.json. */
 bool mt_folder_has_weights(const char *folder);
 

@@ -34,9 +34,6 @@ extern const char *const mt_state_prefix[MT_NUM_STATES];
 /* The shape of the whole Hugging Face tensor that holds a parameter; returns the number of dimensions. */
 int64_t mt_param_shape(const mt_param *param, int64_t shape[2]);
 
-/* The number of a name iter_NNNNNNN, or -1 for any other name. */
-int64_t mt_iteration_of(const char *name);
-
 /* Numbers of the checkpoints in a folder, in descending order; free the numbers. */
 typedef struct mt_iterations {
     int64_t *numbers, count;

@@ -141,10 +141,12 @@ static int mt_param_check(const mt_param *param, const mt_tensor_info *tensor, c
                         mt_shape_print(expected, shape, num_dims), cols_differ ? param->cols_option : rows_option);
 }
 
-/* The tensor of a weight's name. In a model saved without its head, names lack their first word. */
+/* The tensor of a weight's name. In a model saved without its head, names lack their first word. A critic may begin as
+ * a reward model, whose head GPT-2 names otherwise. */
 static const mt_tensor_info *mt_weight_find(const mt_safetensors *set, const char *name) {
     static const char *const prefixes[] = {"model.", "transformer."};
     const mt_tensor_info *tensor = mt_safetensors_find(set, name);
+    if (!tensor && strcmp(name, "classifier.weight") == 0) tensor = mt_safetensors_find(set, "score.weight");
     for (int i = 0; !tensor && i < 2; i++)
         if (strncmp(name, prefixes[i], strlen(prefixes[i])) == 0)
             tensor = mt_safetensors_find(set, name + strlen(prefixes[i]));

@@ -11,7 +11,7 @@
 
 mt_model_role_sizes mt_model_role_sizes_of_generator(const mt_options *o) {
     int64_t tensor = o->rollout_tensor_model_parallel_size, expert = o->rollout_expert_model_parallel_size;
-    return tensor > 0 ? (mt_model_role_sizes){tensor, 1, expert, 1, true} : (mt_model_role_sizes){0};
+    return tensor > 0 ? (mt_model_role_sizes){tensor, 1, expert, 1, .whole = true} : (mt_model_role_sizes){0};
 }
 
 mt_model_role_sizes mt_model_role_sizes_of_teacher(const mt_options *o) {
@@ -24,6 +24,19 @@ mt_model_role_sizes mt_model_role_sizes_of_reference(const mt_options *o) {
     return (mt_model_role_sizes){.tensor = o->ref_tensor_model_parallel_size,
                                  .pipeline = o->ref_pipeline_model_parallel_size,
                                  .expert = o->ref_expert_model_parallel_size};
+}
+
+mt_model_role_sizes mt_model_role_sizes_of_critic(const mt_options *o) {
+    return (mt_model_role_sizes){.tensor = o->critic_tensor_model_parallel_size,
+                                 .pipeline = o->critic_pipeline_model_parallel_size,
+                                 .expert = o->critic_expert_model_parallel_size,
+                                 .trains = true};
+}
+
+mt_model_role_sizes mt_model_role_sizes_of_reward(const mt_options *o) {
+    return (mt_model_role_sizes){.tensor = o->reward_tensor_model_parallel_size,
+                                 .pipeline = o->reward_pipeline_model_parallel_size,
+                                 .expert = o->reward_expert_model_parallel_size};
 }
 
 /* True if a size is not given, or is the present one. */
@@ -42,12 +55,15 @@ bool mt_model_role_sizes_apply(mt_options *o, mt_model_role_sizes sizes) {
     if (sizes.pipeline > 0) o->pipeline_model_parallel_size = sizes.pipeline;
     o->context_parallel_size = mt_max(sizes.context, 1);
     o->expert_model_parallel_size = o->num_experts > 0 ? mt_max(sizes.expert, 1) : 1;
-    o->expert_tensor_parallel_size = 0; // derived
-    o->sequence_parallel = o->sequence_parallel && o->tensor_model_parallel_size > 1;
+    o->expert_tensor_parallel_size = 0;               // derived
+    bool routes = sizes.trains && o->num_experts > 0; // each tensor-parallel rank routes its own tokens
+    o->sequence_parallel = (o->sequence_parallel || routes) && o->tensor_model_parallel_size > 1;
     o->tp_comm_overlap = o->distribute_saved_activations = o->dynamic_context_parallel = false;
     o->cp_comm_type = MT_CP_P2P, o->hierarchical_context_parallel_sizes.count = 0;
-    o->data_parallel_sharding_strategy = MT_NO_SHARD;
-    o->use_distributed_optimizer = o->overlap_grad_reduce = o->overlap_param_gather = o->fp8_param_gather = false;
+    if (!sizes.trains) {
+        o->data_parallel_sharding_strategy = MT_NO_SHARD;
+        o->use_distributed_optimizer = o->overlap_grad_reduce = o->overlap_param_gather = o->fp8_param_gather = false;
+    }
     o->pipeline_model_parallel_layout = o->pipeline_letters = NULL;
     o->num_virtual_stages_per_pipeline_rank = 1, o->num_layers_per_virtual_pipeline_stage = 0;
     o->microbatch_group_size_per_virtual_pipeline_stage = 0, o->pipeline_schedule = MT_SCHEDULE_1F1B;
@@ -99,11 +115,12 @@ int mt_model_role_build_grid(mt_model_role *role, mt_error *error) {
 int mt_model_role_place(mt_model_role *role, mt_model_role_sizes sizes, const char *option, mt_error *error) {
     mt_options *o = &role->options;
     mt_training_stage stage = o->stage;
+    int64_t batch = o->global_batch_size;
     mt_error cause;
     if (!mt_model_role_sizes_apply(o, sizes)) return 0;
     o->stage = MT_STAGE_PT; // the sizes of an iteration are the run's
     int status = mt_options_derive(o, MT_PROGRAM_INFER, role->grid->world.size, &cause);
-    o->stage = stage;
+    o->stage = stage, o->global_batch_size = batch; // which need not divide by these data-parallel ranks
     if (status != 0) return mt_error_set(error, "%s: %s", option, cause.text);
     return mt_model_role_build_grid(role, error);
 }

@@ -13,15 +13,20 @@ extern "C" {
  * sizes are the run's if all given sizes are, otherwise 1. The other ranks are data-parallel. */
 typedef struct mt_model_role_sizes {
     int64_t tensor, pipeline, expert, context;
-    bool whole; // weights are not sharded over data-parallel ranks
+    bool whole;  // weights are not sharded over data-parallel ranks
+    bool trains; // data-parallel ranks shard what the run's shard
 } mt_model_role_sizes;
 
-/* The layouts of --rollout-*, --teacher-* and --ref-*. Without one of its options, the generator is the actor. */
+/* The layouts of --rollout-*, --teacher-*, --ref-*, --critic-* and --reward-*. Without one of its options, the
+ * generator is the actor. */
 mt_model_role_sizes mt_model_role_sizes_of_generator(const mt_options *options);
 mt_model_role_sizes mt_model_role_sizes_of_teacher(const mt_options *options);
 mt_model_role_sizes mt_model_role_sizes_of_reference(const mt_options *options);
+mt_model_role_sizes mt_model_role_sizes_of_critic(const mt_options *options);
+mt_model_role_sizes mt_model_role_sizes_of_reward(const mt_options *options);
 
-/* Gives options the layout, if it is another than they have; returns true then. They must be derived again. */
+/* Gives options the layout, if it is another than they have; returns true then. They must be derived again. A model
+ * that trains keeps the sharding of its weights, gradients and optimizer. */
 bool mt_model_role_sizes_apply(mt_options *options, mt_model_role_sizes sizes);
 
 /* A role stays at its address, since `grid` may point into it. A struct of zeros is a role without a model. */
@@ -53,8 +58,8 @@ bool mt_options_refer_to_base(const mt_options *options);
  * `adapted` says which parts rest. */
 void mt_model_role_lend_base(mt_model_role *role, const char *name, mt_model_role *adapted);
 
-/* Gives the role the layout: derives its options and makes its grid, if it is another than the run's. `option` names
- * the layout in errors. Every rank calls it. */
+/* Gives the role the layout: derives its options and makes its grid, if it is another than the run's. The batch of a
+ * step stays the run's. `option` names the layout in errors. Every rank calls it. */
 int mt_model_role_place(mt_model_role *role, mt_model_role_sizes sizes, const char *option, mt_error *error);
 
 /* Makes the grid for role->options of another layout, which are derived already. Every rank calls it. */

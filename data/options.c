@@ -768,7 +768,7 @@ static bool mt_option_rule_yields(const mt_option_reader *reader, const mt_optio
 
 /* True if an option of the file is for something else than this run: another stage, conversations, scores, a critic. */
 static bool mt_option_lacks_purpose(const mt_option_reader *reader, const mt_option *row) {
-    static const char *const purposes[] = {"sft",           "chat",         "score",        "stage",
+    static const char *const purposes[] = {"sft",           "chat",         "score",        "stage",           "reward",
                                            "adv-estimator", "kl-in-reward", "kd-objective", "dynamic-sampling"};
     const mt_options *o = reader->options;
     mt_option_rule rule;
@@ -793,10 +793,13 @@ static bool mt_option_lacks_purpose(const mt_option_reader *reader, const mt_opt
     return false;
 }
 
-/* True for a size of --rollout-*, --teacher-* or --ref-*. */
+/* True for a size of --rollout-*, --teacher-*, --ref-*, --critic-* or --reward-*. */
 static bool mt_option_is_of_another_role(const mt_option *row) {
-    bool is_other = strncmp(row->name, "rollout-", 8) == 0 || strncmp(row->name, "teacher-", 8) == 0;
-    return (is_other || strncmp(row->name, "ref-", 4) == 0) && strstr(row->name, "-model-parallel-size");
+    static const char *const roles[] = {"rollout-", "teacher-", "ref-", "critic-", "reward-"};
+    bool is_of_role = false;
+    for (size_t i = 0; i < sizeof roles / sizeof *roles; i++)
+        is_of_role |= strncmp(row->name, roles[i], strlen(roles[i])) == 0;
+    return is_of_role && mt_text_ends_with(row->name, "-model-parallel-size");
 }
 
 /* The option of the command line that an option of the file gives way to; NULL: none. */

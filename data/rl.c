@@ -30,8 +30,9 @@
 /* A model beside the actor. */
 typedef struct partner {
     mt_model_role role;
-    char *folder;      // NULL: role.options.load
-    bool owns_options; // role.options, strings too, are not the actor's
+    char *folder;        // NULL: role.options.load
+    bool owns_options;   // role.options, strings too, are not the actor's
+    mt_plan_shape shape; // of the micro-batches that it trains on
     mt_stage_loss loss;
 } partner;
 
@@ -62,7 +63,7 @@ struct mt_rl {
     mt_reward_function *reward; // of rank 0; NULL: a model's, or another rank
     mt_rollouts rollouts;
     mt_rollout_config rollout_config;
-    mt_plan_shape shape;
+    mt_plan_shape shape; // of micro-batches on the actor's grid
     /* of the iteration */
     // The generator's log-probabilities of all tokens of the responses, one after another, at --temperature and of all
     // tokens of the vocabulary; NULL: none
@@ -118,18 +119,26 @@ static int open_partner(mt_rl *rl, partner *p, const mt_model_plan *actor_plan, 
     return load_partner(rl, p, &unused, error);
 }
 
-/* Begins a partner with its folder. Its model must have the actor's shape; its head is the folder's. */
-static int begin_partner(mt_rl *rl, partner *p, const char *name, const char *folder, const char *option,
-                         mt_error *error) {
+/* Begins a partner with its folder. */
+static void begin_partner(mt_rl *rl, partner *p, const char *name, const char *folder) {
     const mt_rl_config *c = &rl->config;
     mt_model_role_begin(&p->role, name, c->options, c->grid, c->ops);
     p->role.options.lora_rank = 0; // only the actor has adapters
-    if (!folder) return 0;
-    p->folder = mt_strdup(folder);
-    int status = mt_options_check_folder(c->options, folder, option, &p->role.options.head_type, error);
-    return mt_agree(&c->grid->world, status != 0, error);
+    p->folder = folder ? mt_strdup(folder) : NULL;
 }
 
+/* Micro-batches of a model with these options. */
+static mt_plan_shape plan_shape_of(const mt_options *o) {
+    return (mt_plan_shape){.num_ranks = o->data_parallel_size,
+                           .micro_batch_size = o->micro_batch_size,
+                           .row_length = o->seq_length,
+                           .regroups = true,
+                           .work = mt_token_work_of(o),
+                           .slot_group = o->microbatch_group_size_per_virtual_pipeline_stage,
+                           .slot_rest = o->pipeline_model_parallel_size};
+}
+
+/* The reference has the actor's shape. */
 static int open_reference(mt_rl *rl, const mt_model_plan *plan, const mt_run_state *state, mt_error *error) {
     const mt_options *o = rl->config.options;
     partner *p = &rl->reference;
@@ -143,7 +152,10 @@ static int open_reference(mt_rl *rl, const mt_model_plan *plan, const mt_run_sta
         return mt_error_set(error,
                             "the run resumes at iteration %lld; name the model that it started from by --ref-load",
                             (long long)state->iteration);
-    if (begin_partner(rl, p, "reference", o->ref_load, "--ref-load", error) != 0) return -1;
+    begin_partner(rl, p, "reference", o->ref_load);
+    int status =
+        o->ref_load ? mt_options_check_folder(o, o->ref_load, "--ref-load", &p->role.options.head_type, error) : 0;
+    if (mt_agree(&rl->config.grid->world, status != 0, error) != 0) return -1;
     if (p->role.options.head_type != MT_HEAD_LM)
         return mt_error_set(error, "--ref-load %s: is a model with a value head; take a language model's folder",
                             o->ref_load);
@@ -152,12 +164,17 @@ static int open_reference(mt_rl *rl, const mt_model_plan *plan, const mt_run_sta
     return open_partner(rl, p, plan, error);
 }
 
-/* The folder of the critic that was saved with the actor's checkpoint of an iteration, beside it; to free. */
+/* The folder of the critic that was saved with the actor's checkpoint of an iteration, beside it; to free. The run's
+ * folder is loaded, or that of one checkpoint. */
 static char *saved_critic(const mt_rl *rl, int64_t iteration) {
     const mt_options *o = rl->config.options;
-    char *critics = mt_path_join(o->lora_rank > 0 ? o->load_adapter : o->load, "critic");
+    const char *loaded = o->lora_rank > 0 ? o->load_adapter : o->load;
+    char *whole = realpath(loaded, NULL), *name = whole ? strrchr(whole, '/') : NULL;
+    bool is_checkpoint = name && mt_iteration_of(name + 1) >= 0;
+    if (is_checkpoint) *name = 0;
+    char *critics = mt_path_join(is_checkpoint ? whole : loaded, "critic");
     char *path = mt_iteration_path(critics, iteration);
-    free(critics);
+    free(whole), free(critics);
     return path;
 }
 
@@ -229,12 +246,52 @@ static int load_critic(mt_rl *rl, mt_run_state *state, bool is_saved, mt_error *
     return status;
 }
 
+/* The critic's options in another shape than the actor's: the folder's model, which trains as the run does. */
+static int take_critic_shape(mt_options *own, const mt_options *o, const char *folder, const char *option,
+                             int64_t world_size, mt_error *error) {
+    mt_model_role_sizes sizes = mt_model_role_sizes_of_critic(o);
+    if (mt_options_of_learner(own, o, folder, error) != 0) return -1;
+    if (mt_options_check_expert_ranks(own, sizes.expert, "critic", error) != 0) return -1;
+    mt_head_type head = own->head_type;
+    own->lr = o->critic_lr, own->min_lr = fmin(o->min_lr, o->critic_lr);
+    (void)mt_model_role_sizes_apply(own, sizes);
+    if (mt_options_finish_model(own, o, option, world_size, error) != 0) return -1;
+    own->head_type = head;
+    own->stage = o->stage, own->global_batch_size = o->global_batch_size; // an iteration is the run's
+    own->train_iters = o->train_iters, own->num_iterations = o->num_iterations;
+    return 0;
+}
+
+/* Options and grid of the critic of a folder, which `option` names, or of the model that the run begins with. In
+ * another shape than the actor's it has a grid of its own. */
+static int place_critic(mt_rl *rl, const char *folder, const char *option, mt_error *error) {
+    const mt_options *o = rl->config.options;
+    const mt_group *world = &rl->config.grid->world;
+    partner *p = &rl->critic;
+    mt_options *own = &p->role.options;
+    mt_model_role_sizes sizes = mt_model_role_sizes_of_critic(o);
+    mt_error difference;
+    begin_partner(rl, p, "critic", folder);
+    bool fits = !folder || mt_options_check_folder(o, folder, option, &own->head_type, &difference) == 0;
+    p->owns_options = !fits;
+    int status = fits ? mt_options_check_expert_ranks(own, sizes.expert, "critic", error)
+                      : take_critic_shape(own, o, folder, option, world->size, error);
+    if (mt_agree(world, status != 0, error) != 0) return -1;
+    status = fits ? mt_model_role_place(&p->role, sizes, "--critic-*-model-parallel-size", error)
+                  : mt_model_role_build_grid(&p->role, error);
+    p->shape = plan_shape_of(own);
+    own->value_head = own->head_type != MT_HEAD_TOKEN;    // a reward model's has no bias
+    if (o->keep_checkpoints > 0) own->keep_checkpoints++; // it is saved before the actor
+    own->head_type = MT_HEAD_TOKEN;
+    own->lr = o->critic_lr, own->min_lr = fmin(o->min_lr, o->critic_lr);
+    return status;
+}
+
 /* The critic of a run that resumes is the one that was saved with the actor, beside its checkpoints; --critic-load is
  * for a run that begins, or resumes elsewhere than in its own --save. */
 static int open_critic(mt_rl *rl, const mt_model_plan *plan, mt_run_state *state, mt_error *error) {
     const mt_options *o = rl->config.options;
     partner *p = &rl->critic;
-    mt_options *own = &p->role.options;
     bool again = o->critic_load && mt_options_falls_back(o); // a restart repeats the whole command
     bool is_saved = state->iteration > 0 && (!o->critic_load || again);
     if (o->adv_estimator != MT_ADV_GAE) return 0;
@@ -244,12 +301,7 @@ static int open_critic(mt_rl *rl, const mt_model_plan *plan, mt_run_state *state
     }
     char *folder = rl->critic_folder = o->save ? mt_path_join(o->save, "critic") : NULL;
     char *saved = is_saved ? saved_critic(rl, state->iteration) : NULL;
-    int status =
-        begin_partner(rl, p, "critic", saved ? saved : o->critic_load, saved ? "--load" : "--critic-load", error);
-    own->value_head = own->head_type != MT_HEAD_TOKEN;    // a reward model's has no bias
-    if (o->keep_checkpoints > 0) own->keep_checkpoints++; // it is saved before the actor
-    own->head_type = MT_HEAD_TOKEN;
-    own->lr = o->critic_lr, own->min_lr = fmin(o->min_lr, o->critic_lr);
+    int status = place_critic(rl, saved ? saved : o->critic_load, saved ? "--load" : "--critic-load", error);
     if (status == 0) status = create_partner(rl, p, plan, mt_stage_critic_loss(&p->loss, o), error);
     if (status == 0) status = load_critic(rl, state, is_saved, error);
     if (status == 0 && o->save && rl->config.grid->world.rank == 0)
@@ -261,23 +313,27 @@ static int open_critic(mt_rl *rl, const mt_model_plan *plan, mt_run_state *state
     return status;
 }
 
-/* The reward model may have another shape than the actor; it has the actor's layout. */
+/* The reward model may have another shape than the actor, and another layout. */
 static int open_reward_model(mt_rl *rl, const mt_model_plan *plan, mt_error *error) {
     const mt_rl_config *c = &rl->config;
     partner *p = &rl->reward_model;
     mt_options *own = &p->role.options;
+    mt_model_role_sizes sizes = mt_model_role_sizes_of_reward(c->options);
     mt_model_role_begin(&p->role, "reward model", c->options, c->grid, c->ops);
     p->owns_options = true;
     int status = mt_options_of_model(own, c->options, c->options->reward_load, error);
+    if (status == 0) status = mt_options_check_expert_ranks(own, sizes.expert, "reward", error);
     if (status == 0 && own->head_type == MT_HEAD_LM)
         status = mt_error_set(error, "--reward-load %s: is a language model; --stage rm makes a reward model of one",
                               own->load);
     own->stage = MT_STAGE_RM; // whose models have value heads
-    if (own->num_experts > 0) // on the actor's grid, also if the actor has none
+    bool apart = status == 0 && mt_model_role_sizes_apply(own, sizes);
+    if (own->num_experts > 0 && !apart) // on the actor's grid, also if the actor has none
         own->expert_model_parallel_size = c->grid->expert.size,
         own->expert_tensor_parallel_size = c->grid->expert_tensor.size;
     if (status == 0) status = mt_options_finish_model(own, c->options, "--reward-load", c->grid->world.size, error);
     if (mt_agree(&c->grid->world, status != 0, error) != 0) return -1;
+    if (apart && mt_model_role_build_grid(&p->role, error) != 0) return -1;
     return open_partner(rl, p, plan, error);
 }
 
@@ -378,13 +434,7 @@ static void configure_rollouts(mt_rl *rl) {
                                                            .norm_by_std = o->norm_adv_by_std,
                                                            .whiten = o->whiten_advantages,
                                                            .advantage_clip = o->advantage_clip}};
-    rl->shape = (mt_plan_shape){.num_ranks = rl->config.grid->data.size,
-                                .micro_batch_size = o->micro_batch_size,
-                                .row_length = o->seq_length,
-                                .regroups = true,
-                                .work = mt_token_work_of(o),
-                                .slot_group = o->microbatch_group_size_per_virtual_pipeline_stage,
-                                .slot_rest = o->pipeline_model_parallel_size};
+    rl->shape = plan_shape_of(o);
 }
 
 int mt_rl_open(mt_rl **out, const mt_rl_config *config, mt_model *actor, const mt_model_plan *plan, mt_run_state *state,
@@ -551,9 +601,9 @@ static int generate(mt_rl *rl, int64_t position, int64_t prompts, mt_error *erro
 
 /* ---- micro-batches */
 
-static void plan_batches(mt_rl *rl, const int64_t *sequences, int64_t count) {
+static void plan_batches(mt_rl *rl, const int64_t *sequences, int64_t count, const mt_plan_shape *shape) {
     mt_step_plan_free(&rl->plan);
-    mt_rollouts_plan(&rl->plan, &rl->rollouts, sequences, count, rl->config.options->sequence_packing, &rl->shape);
+    mt_rollouts_plan(&rl->plan, &rl->rollouts, sequences, count, rl->config.options->sequence_packing, shape);
 }
 
 /* The source of scoring: a planned micro-batch of any data-parallel rank. */
@@ -565,10 +615,15 @@ static int fill_batch_of(void *context, int64_t slot, int64_t rank, mt_batch *ba
     return 0;
 }
 
-/* The source of training. */
+/* The source of training: a micro-batch of this rank in the grid of the role that trains. */
+typedef struct learner {
+    mt_rl *rl;
+    const mt_model_role *role;
+} learner;
+
 static int fill_batch(void *context, int64_t index, mt_batch *batch, mt_error *error) {
-    const mt_rl *rl = context;
-    return fill_batch_of(context, index, rl->config.grid->data.rank, batch, error);
+    const learner *l = context;
+    return fill_batch_of(l->rl, index, l->role->grid->data.rank, batch, error);
 }
 
 /* The numbers that a role computes of all sequences. */
@@ -620,7 +675,7 @@ static int score_by_model(mt_rl *rl, int64_t first, mt_batch *batch, mt_error *e
     mt_rollout_config later = {.max_new_tokens = rl->config.options->max_new_tokens, .first = first, .whole = true};
     mt_rollouts_select(r, &later);
     int64_t *sequences = all_sequences(rl);
-    plan_batches(rl, sequences, r->samples.count);
+    plan_batches(rl, sequences, r->samples.count, &rl->shape);
     int status = score(rl, &rl->reward_model.role, MT_OLD_VALUES, batch, error);
     for (int64_t s = 0; s < r->samples.count && status == 0; s++)
         r->scores[r->response_of[s]] = r->inputs[MT_OLD_VALUES][r->spans[s].q_start + r->spans[s].q_len - 1];
@@ -686,21 +741,23 @@ static double generation_gap(const mt_rl *rl) {
     return gap;
 }
 
-/* Steps of a role on all mini-batches. metrics: of the last one (NULL: not wanted). */
-static int train_role(mt_rl *rl, mt_model_role *role, const mt_run_state *state, int64_t *optimizer_step,
-                      mt_batch *batch, mt_metrics *metrics, mt_error *error) {
+/* Steps of a role on all mini-batches, in micro-batches of `shape`. metrics: of the last one (NULL: not wanted). */
+static int train_role(mt_rl *rl, mt_model_role *role, const mt_plan_shape *shape, const mt_run_state *state,
+                      int64_t *optimizer_step, mt_batch *batch, mt_metrics *metrics, mt_error *error) {
     const mt_options *o = rl->config.options;
     const mt_rollouts *r = &rl->rollouts;
     int64_t mini_batches = mt_divide_up(r->samples.count, o->global_batch_size), *sequences = all_sequences(rl);
     int64_t steps = o->ppo_epochs * mini_batches;
+    learner source = {rl, role};
+    if (mt_model_role_is_apart(role)) batch = &role->batch;
     int status = mt_model_role_use(role, MT_USE_TRAINING, error);
     for (int64_t i = 0; i < steps && status == 0; i++) {
         int64_t count = mt_rollouts_mini_batch(r, o->shuffle_mini_batches, o->seed, state->iteration, i / mini_batches,
                                                i % mini_batches, mini_batches, sequences);
         mt_run_state inner = *state;
         inner.optimizer_step = *optimizer_step;
-        plan_batches(rl, sequences, count);
-        status = mt_train_step(role->model, &inner, rl->plan.num_slots, fill_batch, rl, batch,
+        plan_batches(rl, sequences, count, shape);
+        status = mt_train_step(role->model, &inner, rl->plan.num_slots, fill_batch, &source, batch,
                                i + 1 == steps ? metrics : NULL, error);
         *optimizer_step = inner.optimizer_step;
     }
@@ -716,10 +773,12 @@ static int train(mt_rl *rl, mt_run_state *state, mt_batch *batch, mt_metrics *me
     mt_metrics of_critic = {0};
     int status = 0;
     if (critic->model) {
-        status = train_role(rl, critic, state, &rl->critic_steps, batch, metrics ? &of_critic : NULL, error);
+        status = train_role(rl, critic, &rl->critic.shape, state, &rl->critic_steps, batch, metrics ? &of_critic : NULL,
+                            error);
         if (status == 0) status = mt_model_role_use(critic, MT_USE_NOTHING, error);
     }
-    if (status == 0) status = train_role(rl, &rl->actor, state, &state->optimizer_step, batch, metrics, error);
+    if (status == 0)
+        status = train_role(rl, &rl->actor, &rl->shape, state, &state->optimizer_step, batch, metrics, error);
     rl->value_loss = of_critic.loss;
     return status;
 }
@@ -728,7 +787,7 @@ static int train(mt_rl *rl, mt_run_state *state, mt_batch *batch, mt_metrics *me
 static int learn(mt_rl *rl, mt_run_state *state, mt_batch *batch, mt_metrics *metrics, mt_error *error) {
     double then = mt_time();
     int64_t *sequences = all_sequences(rl);
-    plan_batches(rl, sequences, rl->rollouts.samples.count);
+    plan_batches(rl, sequences, rl->rollouts.samples.count, &rl->shape);
     free(sequences);
     int status = score(rl, &rl->actor, MT_OLD_LOGP, batch, error);
     if (status == 0) status = score(rl, &rl->reference.role, MT_REF_LOGP, batch, error);

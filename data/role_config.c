@@ -535,7 +535,7 @@ static int take_section(reader *r, yaml_node_t *node, const char *section, long 
     return status;
 }
 
-/* The section of an engine, whose name is beside it. */
+/* The section of an engine, whose name is beside it. That of another engine may be in a file that is not there. */
 static int take_strategy(reader *r, const mt_role_key *row, const yaml_node_t *mapping, yaml_node_t *node,
                          long long line) {
     char *name = NULL;
@@ -543,7 +543,8 @@ static int take_strategy(reader *r, const mt_role_key *row, const yaml_node_t *m
     if (sibling && follow(r, &sibling, 0) != 0) return -1;
     if (sibling && !(name = expand(r, sibling, scalar_text(sibling), 0))) return -1;
     bool is_megatron = name && strncmp(name, "megatron", 8) == 0;
-    int status = is_megatron ? take_section(r, node, row->text, line) : 0;
+    int status = is_megatron ? follow(r, &node, 0) : 0;
+    if (status == 0 && is_megatron && !is_null(node)) status = take_section(r, node, row->text, line);
     if (!is_megatron && !r->is_other)
         add_entry(r, MT_ENTRY_UNUSED, line, name ? name : "the engine without a strategy_name");
     free(name);
@@ -569,7 +570,6 @@ static int take_row(reader *r, const mt_role_key *row, const yaml_node_t *mappin
     char value[MAX_TEXT];
     bool is_on = true;
     if (row->kind == MT_KEY_SECTION) return take_section(r, node, row->text, line);
-    if (row->kind == MT_KEY_STRATEGY) return take_strategy(r, row, mapping, node, line);
     if (row->kind == MT_KEY_DEVICES) return take_devices(r, node, line);
     if (row->kind == MT_KEY_REFUSED && is_mapping(node)) { // a section that may be off
         char *enable = sibling_text(r, node, "enable");
@@ -677,6 +677,7 @@ static int take_key(reader *r, const yaml_node_t *mapping, const yaml_node_t *ke
         add_entry(r, MT_ENTRY_UNKNOWN, line_of(key), found ? nearest : "");
         return 0;
     }
+    if (row && row->kind == MT_KEY_STRATEGY) return take_strategy(r, row, mapping, node, line_of(key));
     if (follow(r, &node, 0) != 0) return -1;
     if (is_megatron) return take_megatron(r, section, name, node, line_of(key));
     return is_null(node) ? 0 : take_row(r, row, mapping, node, line_of(key));

@@ -79,7 +79,7 @@ int mt_options_check_folder(const mt_options *options, const char *folder, const
     return status;
 }
 
-/* ---- models of another shape: the teacher, and the reward model */
+/* ---- models of another shape: the teacher, the reward model, the critic */
 
 /* Options of the run that such a model has too: its layout, and the batches. */
 static const size_t of_the_run[] = {MT_AT(tensor_model_parallel_size),
@@ -112,6 +112,76 @@ int mt_options_of_model(mt_options *t, const mt_options *o, const char *folder, 
     return 0;
 }
 
+/* Options of the run that such a model does not have: folders, adapters, how the run's own layers and experts are
+ * divided, and its batches. */
+static const size_t not_of_a_learner[] = {MT_AT(load),
+                                          MT_AT(load_adapter),
+                                          MT_AT(merge_adapter),
+                                          MT_AT(hf_config),
+                                          MT_AT(save),
+                                          MT_AT(value_head),
+                                          MT_AT(lora_rank),
+                                          MT_AT(expert_model_parallel_size),
+                                          MT_AT(expert_tensor_parallel_size),
+                                          MT_AT(num_virtual_stages_per_pipeline_rank),
+                                          MT_AT(num_layers_per_virtual_pipeline_stage),
+                                          MT_AT(microbatch_group_size_per_virtual_pipeline_stage),
+                                          MT_AT(pipeline_model_parallel_layout),
+                                          MT_AT(pipeline_schedule),
+                                          MT_AT(decoder_first_pipeline_num_layers),
+                                          MT_AT(decoder_last_pipeline_num_layers),
+                                          MT_AT(account_for_embedding_in_pipeline_split),
+                                          MT_AT(account_for_loss_in_pipeline_split),
+                                          MT_AT(gradient_accumulation_steps),
+                                          MT_AT(global_batch_size)};
+
+static bool is_of_a_learner(const mt_option *row) {
+    bool is_taken = row->name && row->origin == MT_OF_RUN && mt_option_of(row->offset) == row;
+    for (size_t i = 0; i < sizeof not_of_a_learner / sizeof *not_of_a_learner && is_taken; i++)
+        is_taken = row->offset != not_of_a_learner[i];
+    return is_taken;
+}
+
+/* True for an option of the run that is for a part of a model, such as experts, that this one does not have. */
+static bool lacks_part(const mt_options *t, const mt_option *row) {
+    mt_option_rule rule;
+    bool lacks = false;
+    for (const char *column = row->needs; !lacks && mt_option_next_rule(&column, &rule);)
+        lacks = rule.other->origin != MT_OF_RUN && !mt_option_has(t, rule.other, rule.choices);
+    return lacks;
+}
+
+/* Gives a model the run's value of an option of training, where the user gave that. */
+static void keep_given(mt_options *t, const mt_options *o, size_t offset) {
+    if (!mt_options_gave(o, offset)) return;
+    mt_option_copy(t, o, mt_option_of(offset));
+    t->given[offset / 64] |= (uint64_t)1 << offset % 64;
+}
+
+int mt_options_of_learner(mt_options *t, const mt_options *o, const char *folder, mt_error *error) {
+    mt_options_default(t);
+    for (const mt_option *row = mt_option_table; row->help; row++)
+        if (is_of_a_learner(row)) mt_option_copy(t, o, row);
+    if (mt_options_set(t, "load", folder, error) != 0 || mt_options_read_shape(t, error) != 0) return -1;
+    for (const mt_option *row = mt_option_table; row->help; row++)
+        if (is_of_a_learner(row) && lacks_part(t, row)) mt_option_reset(t, row);
+    t->stage = MT_STAGE_RM; // whose models have value heads
+    t->value_head = t->head_type == MT_HEAD_LM;
+    t->train_iters = mt_max(t->train_iters, 1); // a conversion has none
+    keep_given(t, o, MT_AT(hidden_dropout)), keep_given(t, o, MT_AT(attention_dropout));
+    keep_given(t, o, MT_AT(init_method_std));
+    keep_given(t, o, MT_AT(start_weight_decay)), keep_given(t, o, MT_AT(end_weight_decay));
+    if (t->num_experts > 0) keep_given(t, o, MT_AT(moe_aux_loss_coeff));
+    if (t->num_experts > 0) t->expert_model_parallel_size = o->expert_model_parallel_size;
+    return 0;
+}
+
+int mt_options_check_expert_ranks(const mt_options *options, int64_t expert, const char *role, mt_error *error) {
+    if (options->num_experts > 0 || expert <= 1) return 0;
+    return mt_error_set(error, "--%s-expert-model-parallel-size %lld: the %s%s has no experts; leave it out", role,
+                        (long long)expert, role, strcmp(role, "reward") == 0 ? " model" : "");
+}
+
 int mt_options_finish_model(mt_options *t, const mt_options *o, const char *option, int64_t world_size,
                             mt_error *error) {
     mt_error cause;
@@ -135,11 +205,7 @@ static int teacher_options(mt_options *t, const mt_options *o, const mt_grid *gr
     if (mt_options_of_model(t, o, o->teacher_load, error) != 0) return -1;
     if (t->head_type != MT_HEAD_LM)
         return mt_error_set(error, "--teacher-load %s: has a value head; take a language model's folder", t->load);
-    if (t->num_experts == 0 && sizes.expert > 1)
-        return mt_error_set(error,
-                            "--teacher-expert-model-parallel-size %lld: the model of --teacher-load %s has no "
-                            "experts; leave it out",
-                            (long long)sizes.expert, t->load);
+    if (mt_options_check_expert_ranks(t, sizes.expert, "teacher", error) != 0) return -1;
     *apart = mt_model_role_sizes_apply(t, sizes);
     return mt_options_finish_model(t, o, "--teacher-load", grid->world.size, error);
 }

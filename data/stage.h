@@ -34,6 +34,13 @@ int mt_options_check_folder(const mt_options *options, const char *folder, const
  * and batches. Their strings are the caller's to free, also after an error. */
 int mt_options_of_model(mt_options *options, const mt_options *of_run, const char *folder, mt_error *error);
 
+/* The same for a model that trains beside the run's: it also has the run's options of training, but neither its
+ * adapters nor its folders. A model without a value head gets one. */
+int mt_options_of_learner(mt_options *options, const mt_options *of_run, const char *folder, mt_error *error);
+
+/* An error if `expert`, the size of --ROLE-expert-model-parallel-size, is for a model without experts. */
+int mt_options_check_expert_ranks(const mt_options *options, int64_t expert, const char *role, mt_error *error);
+
 /* Derives and checks them, once the caller has set the model's layout and stage. `option` names the folder in errors:
  * another size of vocabulary than the run's; a shape that the layout cannot hold. */
 int mt_options_finish_model(mt_options *options, const mt_options *of_run, const char *option, int64_t world_size,

@@ -2,6 +2,7 @@
  * a language model's folder that gets one; and what is refused. */
 #include "../data/checkpoint.h"
 #include "../data/options.h"
+#include "families.h"
 #include "folder.h"
 
 #include <jansson.h>
@@ -51,14 +52,19 @@ static const bool last_only[] = {true, false};
 static const mt_loss losses[] = {{.of_values = true, .host = squares, .config = &last_only[0]},
                                  {.of_values = true, .host = squares, .config = &last_only[1]}};
 
-static void create(fixture *f, const char *folder, const mt_loss *loss) {
+static void create_model(fixture *f, const mt_loss *loss) {
     mt_error error;
-    mt_run_state state = {0};
     mt_model_plan plan = {.max_tokens = CAPACITY, .max_logits = CAPACITY, .max_position = LENGTH, .train = true};
     plan.loss = loss;
     if (mt_model_create(&f->model, &f->options, &mt_grid_of_one, &mt_cpu_ops, &plan, &error) != 0)
         fail_msg("%s", error.text);
-    if (mt_checkpoint_load(f->model, &state, folder, &error) != 0) fail_msg("%s", error.text);
+}
+
+static void create(fixture *f, const char *folder, const mt_loss *loss) {
+    mt_error error;
+    mt_run_state state = {0};
+    create_model(f, loss);
+    if (mt_checkpoint_load(f->model, &state, folder, &error) != 0) fail_msg("%s: %s", folder, error.text);
 }
 
 static void read_all(const char *folder, const char *name, void *to, size_t bytes) {
@@ -178,6 +184,18 @@ static void gradients_equal_transformers(void **state) {
     }
 }
 
+/* Writes the model to the folder `name` of the root. */
+static void save(fixture *f, const char *name) {
+    char *config = mt_options_write_hf_config(&f->options), path[64];
+    mt_error error;
+    mkdir(at(name), 0700);
+    snprintf(path, sizeof path, "%s/config.json", name);
+    FILE *file = fopen(at(path), "wb");
+    fputs(config, file);
+    fclose(file), free(config);
+    if (mt_safetensors_save_folder(f->model, at(name), "model", 1 << 20, &error) != 0) fail_msg("%s", error.text);
+}
+
 /* Saved and loaded again, config.json too. */
 static void folders_are_written_as_they_are_read(void **state) {
     (void)state;
@@ -188,10 +206,7 @@ static void folders_are_written_as_they_are_read(void **state) {
         float before[CAPACITY], after[CAPACITY];
         mt_error error;
         assert_int_equal(make_root(state), 0);
-        if (mt_safetensors_save_folder(f.model, root, "model", 1 << 20, &error) != 0) fail_msg("%s", error.text);
-        FILE *file = fopen(at("config.json"), "wb");
-        fputs(config, file);
-        fclose(file);
+        save(&f, "");
         if (parse(&again.options, "--stage rm --load tests/golden/tune/reward", &error) != 0)
             fail_msg("%s", error.text);
         again.options.head_type = MT_HEAD_LM;
@@ -209,25 +224,88 @@ static void folders_are_written_as_they_are_read(void **state) {
     }
 }
 
-/* Of a tied and of an untied model; the values do not depend on the output layer. */
-static void a_language_model_gets_a_value_head(void **state) {
-    (void)state;
-    static const char *const models[] = {"tests/golden/hf/llama", "tests/golden/hf/llama3_rope_tied"};
+/* Values of the tokens of the golden reward model, as far as the vocabulary goes. */
+static void read_values(fixture *f, float values[CAPACITY]) {
+    fill(f, folders[0], true);
+    for (int64_t t = 0; t < f->batch.num_tokens; t++) f->batch.tokens[t] %= (int32_t)f->options.vocab_size;
+    mt_model_forward(f->model, &f->batch, true);
+    mt_model_read(f->model, values, NULL, NULL);
+}
+
+/* Saves the model to the folder `name` of the root, and opens that as a model with the head. */
+static void save_and_open(fixture *again, fixture *f, const char *name, mt_head_type head) {
+    char words[512];
+    mt_error error;
+    *again = (fixture){0};
+    save(f, name);
+    snprintf(words, sizeof words, "--stage rm --load %s", at(name));
+    if (parse(&again->options, words, &error) != 0) fail_msg("%s", error.text);
+    assert_int_equal(again->options.head_type, f->options.head_type);
+    again->options.value_head = head != f->options.head_type, again->options.head_type = head;
+    create(again, at(name), &losses[head == MT_HEAD_TOKEN]);
+}
+
+/* A language model becomes a reward model; that, saved and loaded, begins a critic, which is saved and loaded too. The
+ * values stay, since the bias that a critic has begins as 0. */
+static mt_hf_family check_heads(const char *folder) {
+    fixture f = {0}, reward, critic, again;
+    char words[512];
+    float values[CAPACITY], others[CAPACITY];
+    mt_error error;
+    int64_t count;
+    bool trains = false;
+    snprintf(words, sizeof words, "--stage rm --value-head --load %s", folder);
+    if (parse(&f.options, words, &error) != 0) fail_msg("%s: %s", folder, error.text);
+    assert_int_equal(f.options.head_type, MT_HEAD_SEQUENCE);
+    create(&f, folder, &losses[0]);
+    read_values(&f, values);
+    mt_model_backward(f.model);
+    for (int64_t t = 0; t < f.batch.num_tokens; t++) assert_true(isfinite(values[t]) && values[t] != 0);
+    const mt_param *params = mt_model_params(f.model, &count);
+    const mt_bucket *buckets = mt_model_buckets(f.model, &(int64_t){0});
+    for (int64_t i = 0; i < count; i++)
+        if (params[i].role == MT_SCORE) trains = buckets[params[i].bucket].grads[params[i].offset] != 0;
+    assert_true(trains);
+    save_and_open(&reward, &f, "reward", MT_HEAD_SEQUENCE), read_values(&reward, others);
+    assert_memory_equal(values, others, f.batch.num_tokens * 4);
+    save_and_open(&critic, &reward, "start", MT_HEAD_TOKEN), read_values(&critic, others);
+    assert_memory_equal(values, others, f.batch.num_tokens * 4);
+    save_and_open(&again, &critic, "critic", MT_HEAD_TOKEN), read_values(&again, others);
+    assert_memory_equal(values, others, f.batch.num_tokens * 4);
+    mt_hf_family family = again.options.hf_family;
+    assert_int_equal(family, f.options.hf_family);
+    close_fixture(&f), close_fixture(&reward), close_fixture(&critic), close_fixture(&again);
+    return family;
+}
+
+#define ROTARY                                                                                                         \
+    "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --ffn-hidden-size 48 --vocab-size 61 --swiglu "           \
+    "--position-embedding-type rope --disable-bias-linear"
+
+static void every_family_gets_a_value_head(void **state) {
+    static const char *const others[] = {ROTARY " --normalization RMSNorm --window-size 8", ROTARY}; // without files
+    unsigned seen = 0;
+    for (int i = 0; i < NUM_FAMILIES; i++) {
+        char folder[512];
+        snprintf(folder, sizeof folder, "tests/golden/hf/%s", families[i]);
+        assert_int_equal(make_root(state), 0);
+        seen |= 1u << check_heads(folder);
+        assert_int_equal(remove_root(state), 0);
+    }
     for (int i = 0; i < 2; i++) {
         fixture f = {0};
-        char words[512];
-        float values[CAPACITY];
         mt_error error;
-        snprintf(words, sizeof words, "--stage rm --value-head --load %s", models[i]);
-        if (parse(&f.options, words, &error) != 0) fail_msg("%s", error.text);
-        assert_int_equal(f.options.head_type, MT_HEAD_SEQUENCE);
-        create(&f, models[i], &losses[0]);
-        fill(&f, folders[0], true);
-        mt_model_forward(f.model, &f.batch, false);
-        mt_model_read(f.model, values, NULL, NULL);
-        for (int64_t t = 0; t < f.batch.num_tokens; t++) assert_true(isfinite(values[t]) && values[t] != 0);
+        assert_int_equal(make_root(state), 0);
+        if (parse(&f.options, others[i], &error) != 0) fail_msg("%s", error.text);
+        create_model(&f, NULL);
+        mt_model_init(f.model);
+        save(&f, "base");
+        seen |= 1u << check_heads(at("base"));
         close_fixture(&f);
+        assert_int_equal(remove_root(state), 0);
     }
+    for (int family = 1; family < MT_NUM_HF_FAMILIES; family++)
+        if (!(seen >> family & 1)) fail_msg("no model is of the family %s", mt_hf_family_name(family));
 }
 
 static void expect_refusal(const char *words, const char *part) {
@@ -254,7 +332,7 @@ int main(void) {
         cmocka_unit_test(values_equal_transformers),
         cmocka_unit_test(gradients_equal_transformers),
         cmocka_unit_test(folders_are_written_as_they_are_read),
-        cmocka_unit_test(a_language_model_gets_a_value_head),
+        cmocka_unit_test(every_family_gets_a_value_head),
         cmocka_unit_test(contradictions_are_refused),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);

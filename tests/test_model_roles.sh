@@ -109,14 +109,86 @@ a_generator_and_a_reference_have_layouts_of_their_own() {
         says '^actor: KV cache, .*: not kept' "$work/out"
 }
 
-a_generator_has_experts_of_its_own() {
+# A reward model of another family, which is the critic's start too.
+learn_rewards() {
+    # shellcheck disable=SC2086
+    "$train" --stage rm --data-path "$work/dpo.jsonl" --num-layers 3 --hidden-size 24 --num-attention-heads 6 \
+        --tokenizer-type ByteLevel $common --variable-seq-lengths --micro-batch-size 32 --train-iters 20 --lr 1e-2 \
+        --eval-iters 0 --save "$work/gpt2" "$@" >"$work/out" 2>"$work/err"
+}
+
+a_critic_and_a_reward_model_have_layouts_of_their_own() {
+    learn_rewards && says GPT2ForSequenceClassification "$work/gpt2/config.json" || return 1
+    set -- --adv-estimator gae --value-clip 0.5 --critic-lr 2e-3
+    iterate 1 one dense "$@" && iterate 4 apart dense "$@" --tensor-model-parallel-size 2 \
+        --pipeline-model-parallel-size 2 --critic-pipeline-model-parallel-size 1 && as_one apart &&
+        same one apart 1e-5 value_loss value_target &&
+        says '^critic: a model of its own on tensor 2 x pipeline 1 x data 2 ranks$' "$work/out" || return 1
+    # mini-batches of 15 sequences in micro-batches of 3 on four data-parallel ranks
+    iterate 4 apart dense "$@" --tensor-model-parallel-size 4 --critic-tensor-model-parallel-size 1 \
+        --micro-batch-size 3 --global-batch-size 15 && iterate 1 one dense "$@" --micro-batch-size 3 \
+        --global-batch-size 15 && as_one apart && same one apart 1e-5 value_loss value_target || return 1
+    # of another shape
+    set -- "$@" --critic-load "$work/gpt2" --reward model --reward-load "$work/gpt2"
+    iterate 1 one dense "$@" || return 1
+    series reward "$work/one" | sort -u | awk 'END { exit NR < 3 }' || return 1
+    # shellcheck disable=SC2086
+    iterate 4 apart dense "$@" --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 \
+        --data-parallel-sharding-strategy optim_grads_params --critic-pipeline-model-parallel-size 1 \
+        --reward-tensor-model-parallel-size 1 --reward-pipeline-model-parallel-size 1 $rest && as_one apart &&
+        same one apart 1e-5 value_loss value_target &&
+        says '^reward model: a model of its own on tensor 1 x pipeline 1 x data 4 ranks$' "$work/out" &&
+        says '^critic: optimizer state, .*: on the host while other models work$' "$work/out" || return 1
+    iterate 4 apart dense "$@" --context-parallel-size 2 --use-distributed-optimizer \
+        --reward-pipeline-model-parallel-size 3 && return 1
+    says '^error: --reward-load .*: the number of ranks 4 must be a multiple of' "$work/err" || return 1
+    iterate 4 apart dense "$@" --context-parallel-size 2 --use-distributed-optimizer \
+        --reward-tensor-model-parallel-size 2 && as_one apart && same one apart 1e-5 value_loss value_target
+}
+
+# resume RANKS METRICS FOLDER ARGUMENTS...: without --critic-load.
+resume() {
+    ranks=$1 metrics=$work/$2 folder=$3
+    shift 3
+    rm -f "$metrics"
+    # shellcheck disable=SC2086
+    on_ranks "$ranks" "$train" $common --stage rl --load "$folder" --ref-load "$work/dense" --eval-iters 0 \
+        --data-path "$work/rl.jsonl" --max-new-tokens 4 --micro-batch-size 4 --train-iters 3 --lr 1e-3 --ppo-epochs 2 \
+        --rollout-batch-size 6 --num-return-sequences 4 --global-batch-size 16 --kl-loss-coef 0.01 \
+        --adv-estimator gae --reward model --reward-load "$work/gpt2" --metrics "$metrics" "$@"
+}
+
+# A checkpoint of the actor names the critic beside it, whatever that one's shape and layout; so does the run's folder.
+a_critic_of_another_shape_resumes() {
+    set -- --tensor-model-parallel-size 2 --critic-tensor-model-parallel-size 1 --use-distributed-optimizer
+    iterate 2 whole dense "$@" --adv-estimator gae --reward model --reward-load "$work/gpt2" \
+        --critic-load "$work/gpt2" --save "$work/pair" --save-interval 1 || return 1
+    tail -n 1 "$work/whole" >"$work/third"
+    resume 2 last "$work/pair/iter_0000002" "$@" && same third last 0 reward lm_loss value_loss grad_norm &&
+        resume 1 last "$work/pair/iter_0000002" && same third last 1e-5 reward lm_loss value_loss grad_norm &&
+        resume 1 last "$work/pair" --train-iters 4 && [ "$(series value_loss "$work/last" | wc -l)" = 1 ] || return 1
+    mv "$work/pair/critic/iter_0000002" "$work/pair/critic/gone"
+    resume 1 last "$work/pair/iter_0000002" && return 1
+    says '^error: .*/pair/critic/iter_0000002: the critic .* is not there; name a critic by --critic-load' "$work/err"
+}
+
+a_generator_and_a_critic_have_experts_of_their_own() {
     iterate 1 one experts || return 1
     # shellcheck disable=SC2086
     iterate 4 dense_experts experts --pipeline-model-parallel-size 2 --expert-model-parallel-size 2 \
         --use-distributed-optimizer --rollout-tensor-model-parallel-size 1 $rest && as_one dense_experts &&
         iterate 4 spread experts --expert-model-parallel-size 4 --rollout-tensor-model-parallel-size 2 \
             --rollout-expert-model-parallel-size 2 && as_one spread &&
-        says 'tensor 2 x pipeline 1 x data 2 ranks, experts on 2$' "$work/out"
+        says 'tensor 2 x pipeline 1 x data 2 ranks, experts on 2$' "$work/out" || return 1
+    iterate 1 one experts --adv-estimator gae && iterate 4 critics experts --adv-estimator gae \
+        --pipeline-model-parallel-size 2 --critic-tensor-model-parallel-size 2 \
+        --critic-pipeline-model-parallel-size 1 --critic-expert-model-parallel-size 2 && as_one critics &&
+        same one critics 1e-5 value_loss &&
+        says '^critic: .* tensor 2 x pipeline 1 x data 2 ranks, experts on 2$' "$work/out" || return 1
+    # a dense critic beside them
+    set -- --adv-estimator gae --critic-load "$work/gpt2" --moe-layer-recompute
+    iterate 1 one experts "$@" && iterate 2 critics experts "$@" --expert-model-parallel-size 2 && as_one critics &&
+        same one critics 1e-5 value_loss
 }
 
 # The base goes to the generator once, the adapters in each iteration.
@@ -200,6 +272,19 @@ others_are_refused() {
     distill 2 none --context-parallel-size 2 --dynamic-context-parallel --max-seqlen-per-dp-cp-rank 16 \
         --teacher-tensor-model-parallel-size 2 && return 1
     says '^error: --dynamic-context-parallel and a teacher on another layout exclude each other' "$work/err" || return 1
+    learn_rewards --vocab-size 300 --train-iters 1 --save "$work/wide" || return 1
+    set -- "$train" --stage rl --load "$work/dense" --finetune --data-path "$work/rl.jsonl" --max-new-tokens 4 \
+        --train-iters 1 --lr 1e-3 --seq-length 16 --chat-template plain --device cpu
+    refused '--critic-load .*/wide: has a vocabulary of 300 tokens' "$@" --adv-estimator gae --critic-load \
+        "$work/wide" || return 1
+    refused 'critic-expert-model-parallel-size 2: the critic has no experts' "$@" --adv-estimator gae \
+        --critic-expert-model-parallel-size 2 || return 1
+    refused 'reward-expert-model-parallel-size 2: the reward model has no experts' "$@" --reward model --reward-load \
+        "$work/gpt2" --reward-expert-model-parallel-size 2 || return 1
+    refused 'critic-tensor-model-parallel-size needs --adv-estimator gae' "$@" --critic-tensor-model-parallel-size 1 ||
+        return 1
+    refused 'reward-tensor-model-parallel-size needs --reward model' "$@" --reward-tensor-model-parallel-size 1 ||
+        return 1
     refused 'rollout-expert-model-parallel-size needs --num-experts' "$train" --stage rl --load "$work/dense" \
         --data-path "$work/rl.jsonl" --rollout-tensor-model-parallel-size 1 --rollout-expert-model-parallel-size 2 &&
         refused 'teacher-tensor-model-parallel-size needs --stage kd' "$train" --stage rl --load "$work/dense" \
@@ -210,7 +295,9 @@ others_are_refused() {
 write_data
 check learn_form learn_form
 check a_generator_and_a_reference_have_layouts_of_their_own a_generator_and_a_reference_have_layouts_of_their_own
-check a_generator_has_experts_of_its_own a_generator_has_experts_of_its_own
+check a_critic_and_a_reward_model_have_layouts_of_their_own a_critic_and_a_reward_model_have_layouts_of_their_own
+check a_critic_of_another_shape_resumes a_critic_of_another_shape_resumes
+check a_generator_and_a_critic_have_experts_of_their_own a_generator_and_a_critic_have_experts_of_their_own
 check adapters_go_to_the_generator adapters_go_to_the_generator
 check adapters_are_switched_off_for_the_reference adapters_are_switched_off_for_the_reference
 check a_teacher_has_a_layout_of_its_own a_teacher_has_a_layout_of_its_own

@@ -150,6 +150,21 @@ EOF
     prints "$roles/verl.yaml" actor_train && sets actor_rollout_ref.actor.shuffle shuffle-mini-batches false
 }
 
+# Names of ROLL's configuration that hold here with one value.
+properties_are_fixed() {
+    set -- 'actor_train: {model_args: {}}' 'async_generation_ratio: 0' 'critic_warmup: 0' 'mask_type: loss' \
+        'enable_reference: true' 'train_infer_correction: {is_weight: {enabled: false, upper_bound: 1.2}}' \
+        'dataset_filter: {source: ~, num_samples: 0}'
+    printf '%s\n' "$@" >"$work/fixed.yaml"
+    prints "$work/fixed.yaml" actor_train && unused async_generation_ratio 'responses are of the present' || return 1
+    for change in 's/ratio: 0/ratio: 1=async_generation_ratio can only be 0' 's/warmup: 0/warmup: 3=critic_warmup can' \
+        's/enabled: false/enabled: true=enabled is not supported' 's/source: ~/source: a=source is not supported' \
+        's/num_samples: 0/num_samples: 5=num_samples can only be 0' 's/mask_type: loss/mask_type: all=mask_type can'; do
+        sed "${change%%=*}/" "$work/fixed.yaml" >"$work/bad.yaml" &&
+            refused "${change#*=}" "$train" --config "$work/bad.yaml" --role actor_train --print-config || return 1
+    done
+}
+
 # Names of verl's later configurations, and sections that oc.select leads to.
 later_verl_is_read() {
     cat >"$work/later.yaml" <<'EOF'
@@ -231,6 +246,20 @@ layouts_of_other_roles_are_read() {
     prints "$work/layouts.yaml" actor_train --kl-loss-coef 0.1 --tensor-model-parallel-size 1 &&
         unused reference.strategy_args.strategy_config.tensor_model_parallel_size \
             'gives way to --tensor-model-parallel-size' || return 1
+    printf '%s\n' 'actor_train: {model_args: {}}' 'adv_estimator: gae' 'critic: {strategy_args: {' \
+        'strategy_name: megatron_train, strategy_config: {pipeline_model_parallel_size: 2,' \
+        'recompute_granularity: full}}}' \
+        'reward: {model_args: {model_name_or_path: prefers}, strategy_args: {strategy_name: megatron_infer,' \
+        '  strategy_config: {tensor_model_parallel_size: 2}}}' >"$work/layouts.yaml"
+    prints "$work/layouts.yaml" actor_train --reward model &&
+        sets critic.strategy_args.strategy_config.pipeline_model_parallel_size \
+            critic-pipeline-model-parallel-size 2 &&
+        unused critic.strategy_args.strategy_config.recompute_granularity 'the role critic' &&
+        sets reward.model_args.model_name_or_path reward-load prefers &&
+        sets reward.strategy_args.strategy_config.tensor_model_parallel_size reward-tensor-model-parallel-size 2 &&
+        prints "$work/layouts.yaml" actor_train --adv-estimator grpo &&
+        unused critic.strategy_args.strategy_config.pipeline_model_parallel_size 'of no use in this run' &&
+        unused reward.model_args.model_name_or_path 'of no use in this run' || return 1
     printf '%s\n' 'student: {model_args: {}}' 'teacher: {strategy_args: {strategy_name: megatron_infer,' \
         '  strategy_config: {pipeline_model_parallel_size: 2}}}' >"$work/layouts.yaml"
     prints "$work/layouts.yaml" student &&
@@ -238,6 +267,12 @@ layouts_of_other_roles_are_read() {
             teacher-pipeline-model-parallel-size 2 || return 1
     sed 's/name: vllm/tensor_model_parallel_size: 2/; s/param_offload: false/param_offload: true/' \
         "$roles/verl.yaml" >"$work/layouts.yaml"
+    printf '%s\n' 'reward_model: {model: {path: prefers}, megatron: {pipeline_model_parallel_size: 4}}' \
+        >>"$work/layouts.yaml"
+    prints "$work/layouts.yaml" actor_train --adv-estimator gae --reward model &&
+        sets critic.megatron.tensor_model_parallel_size critic-tensor-model-parallel-size 1 &&
+        unused critic.megatron.seed 'the role critic' && sets reward_model.model.path reward-load prefers &&
+        sets reward_model.megatron.pipeline_model_parallel_size reward-pipeline-model-parallel-size 4 || return 1
     prints "$work/layouts.yaml" actor_train --kl-loss-coef 0.1 &&
         sets actor_rollout_ref.rollout.tensor_model_parallel_size rollout-tensor-model-parallel-size 2 &&
         sets actor_rollout_ref.ref.megatron.tensor_model_parallel_size ref-tensor-model-parallel-size 2 &&
@@ -310,7 +345,7 @@ keys_of_other_roles_are_known() {
     # the keys of an engine that is not Megatron are its own, and those of a section in another file
     printf '%s\n' "$@" 'critic: {strategy_args: {strategy_name: deepspeed_train, strategy_config: "${zero3}"}}' \
         'actor_infer: {strategy_args: {strategy_name: vllm, strategy_config: {block_size: 16}}}' >"$work/good.yaml"
-    prints "$work/good.yaml" actor_train && unused critic.strategy_args 'the role critic' &&
+    prints "$work/good.yaml" actor_train && unused critic.strategy_args.strategy_config deepspeed_train &&
         unused actor_infer.strategy_args.strategy_config.block_size 'the role actor_infer' || return 1
     printf '%s\n' "$@" 'actor_infer: {generating_args: {stop_strings: [x, yz], include_stop_str_in_output: false}}' \
         >"$work/good.yaml"
@@ -577,6 +612,7 @@ check infer_reads_its_role infer_reads_its_role
 check absent_keys_have_their_defaults absent_keys_have_their_defaults
 check verl_is_read verl_is_read
 check verl_learns_as_dapo verl_learns_as_dapo
+check properties_are_fixed properties_are_fixed
 check later_verl_is_read later_verl_is_read
 check idle_options_of_rl_are_unused idle_options_of_rl_are_unused
 check ratios_of_the_command_line_win ratios_of_the_command_line_win

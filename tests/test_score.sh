@@ -106,6 +106,18 @@ rewards_equal_transformers() {
     done
 }
 
+# logits.f32 has the critic's values of 4 x 32 tokens, those of sequence 1 behind its 27 tokens of padding.
+values_equal_transformers() {
+    od -An -v -tf4 -w4 $golden/tune/critic/logits.f32 | awk 'NR <= 32 + 27 || NR > 64 { print $1 }' >"$work/expected"
+    for layout in 1 2 "2 --tensor-model-parallel-size 2" "2 --context-parallel-size 2"; do
+        # shellcheck disable=SC2086
+        on $layout --load $golden/tune/critic --score "$work/reward.jsonl" --out "$work/out.jsonl" || return 1
+        [ "$(grep -c '^{"tokens":\[[0-9,]*\],"values":\[[^]]*\]}$' "$work/out.jsonl")" = 4 ] || return 1
+        sed 's/.*"values":\[\(.*\)\]}/\1/' "$work/out.jsonl" | tr ',' '\n' >"$work/values"
+        [ "$(wc -l <"$work/values")" = 123 ] && close_json "$work/values" "$work/expected" || return 1
+    done
+}
+
 texts_are_scored() {
     printf '%s\n' '{"prompt": "ab", "response": "cde"}' '{"text": "hello"}' >"$work/texts.jsonl"
     "$train" --mock-data --tokenizer-type ByteLevel --num-layers 1 --hidden-size 16 --num-attention-heads 2 \
@@ -193,6 +205,7 @@ if [ "${HAVE_MPI:-}" ]; then
     check every_layout_scores_as_one_rank layouts_score_as_one_rank
     check every_layout_scores_int32_files_as_one_rank int32_files_too
     check rewards_equal_those_of_transformers rewards_equal_transformers
+    check values_equal_those_of_transformers values_equal_transformers
 fi
 check texts_are_scored_with_their_responses texts_are_scored
 check scores_are_the_reference_of_preferences scores_are_the_reference_of_preferences
