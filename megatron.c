@@ -11167,7 +11167,7 @@ static int mt_loss_check(const mt_model *m, mt_error *error) {
                                    "to 0");
     }
     return mt_error_set(error, has_values ? "the loss reads log-probabilities, and the model has a value head"
-                                          : "the loss reads values, and the model has no value head; --value-head");
+                                          : "the loss reads values, and the model has none; take --value-head");
 }
 
 int mt_model_create(mt_model **out, const mt_options *options, const mt_grid *grid, const mt_ops *ops,
@@ -11538,7 +11538,7 @@ void mt_model_cache_copy(mt_model *m, const mt_cache_copy *copy) {
 /* From logits to new tokens. Invariants: the random numbers of a sequence depend on the seed, its id and the position,
  * not on other sequences of the batch; prefill and decode step are the same operation: a forward of the tokens that are
  * not in the KV cache yet; a page of the cache that two sequences share is full and no longer written. */
-#pragma GCC diagnostic ignored "-Wunknown-pragmas" // to the end: OpenMP's, in a build without OpenMP
+#pragma GCC diagnostic ignored "-Wunknown-pragmas" // for OpenMP pragmas below, in a build without OpenMP
 
 /* ---- sampling */
 

@@ -265,12 +265,12 @@ static int check_roles(mt_chat_template template, const mt_chat_message *message
     return 0;
 }
 
-int mt_chat_render(mt_chat_text *out, mt_chat_template template, const mt_chat_message *messages, int64_t count,
+int mt_chat_render(mt_chat_text *out, mt_chat_template kind, const mt_chat_message *messages, int64_t count,
                    bool generates, mt_error *error) {
     out->text.bytes = out->count = 0;
     mt_text_reserve(&out->text, 1); // empty texts have an address too
-    if (check_roles(template, messages, count, error) != 0) return -1;
-    switch (template) {
+    if (check_roles(kind, messages, count, error) != 0) return -1;
+    switch (kind) {
     case MT_CHAT_QWEN3:
         render_qwen3(out, messages, count, generates);
         break;
@@ -287,7 +287,7 @@ int mt_chat_render(mt_chat_text *out, mt_chat_template template, const mt_chat_m
         render_plain(out, messages, count);
         break;
     default:
-        render_chatml(out, template, messages, count, generates);
+        render_chatml(out, kind, messages, count, generates);
     }
     return 0;
 }
@@ -401,17 +401,17 @@ static int resolve_tokens(mt_chat *chat, mt_error *error) {
                                "choose another tokenizer");
 }
 
-int mt_chat_open(mt_chat **out, mt_chat_template template, const mt_tokenizer *tokenizer, const char *path,
+int mt_chat_open(mt_chat **out, mt_chat_template kind, const mt_tokenizer *tokenizer, const char *path,
                  mt_error *error) {
     bool begins = false;
     *out = NULL;
-    if (template == MT_CHAT_AUTO && !path)
+    if (kind == MT_CHAT_AUTO && !path)
         return mt_error_set(error, "the tokenizer has no folder with a chat template; choose one with --chat-template "
                                    "(plain: no marks, only the texts)");
-    if (template == MT_CHAT_AUTO && find_template(&template, path, error) != 0) return -1;
+    if (kind == MT_CHAT_AUTO && find_template(&kind, path, error) != 0) return -1;
     if (path && mt_prompt_begins_with_bos(path, &begins, error) != 0) return -1;
     mt_chat *chat = mt_calloc(sizeof *chat);
-    *chat = (mt_chat){.template = template,
+    *chat = (mt_chat){.template = kind,
                       .tokenizer = tokenizer,
                       .encoder = mt_encoder_open(tokenizer),
                       .bos = begins ? mt_tokenizer_bos(tokenizer) : -1,

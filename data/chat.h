@@ -51,8 +51,8 @@ typedef struct mt_chat_text {
  *   plain       the contents alone, verbatim; every response ends with the end of document
  *
  * `generates`: ends with the header of a response that a model is to write. Errors: a role that is unknown or in the
- * wrong place. `template` is not AUTO. */
-int mt_chat_render(mt_chat_text *out, mt_chat_template template, const mt_chat_message *messages, int64_t count,
+ * wrong place. `kind` is not AUTO. */
+int mt_chat_render(mt_chat_text *out, mt_chat_template kind, const mt_chat_message *messages, int64_t count,
                    bool generates, mt_error *error);
 void mt_chat_text_free(mt_chat_text *text);
 
@@ -64,7 +64,7 @@ typedef struct mt_chat mt_chat;
 
 /* Opens a template, after checking that the tokenizer has its special tokens. AUTO: the one in the tokenizer's folder.
  * `path` is the tokenizer's file or folder; NULL: none. The tokenizer must outlive the result. */
-int mt_chat_open(mt_chat **out, mt_chat_template template, const mt_tokenizer *tokenizer, const char *path,
+int mt_chat_open(mt_chat **out, mt_chat_template kind, const mt_tokenizer *tokenizer, const char *path,
                  mt_error *error);
 void mt_chat_close(mt_chat *chat);
 

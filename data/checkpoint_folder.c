@@ -54,7 +54,7 @@ int mt_checkpoint_verify(const char *folder, bool whole, mt_error *error) {
     json_t *json = mt_json_read(path, error);
     if (!json || json_integer_value(json_object_get(json, "version")) >= MT_TRAINER_VERSION)
         status = mt_error_set(error, "%s: damaged: %s; take another checkpoint", json ? folder : path,
-                              json ? "its checksums.json is not there" : "it is no JSON");
+                              json ? "its checksums.json is not there" : "it is not JSON");
     json_decref(json);
     free(path);
     return status;

@@ -958,7 +958,7 @@ static int mt_trainer_read(const mt_model *m, mt_run_state *state, mt_loss_avera
         status = mt_trainer_int(json, "rollout_batch_size", INT64_MAX, path, &prompts, error);
         if (status == 0) status = mt_trainer_int(json, "num_return_sequences", INT64_MAX, path, &group, error);
     }
-    int64_t each = mt_max(o->rollout_batch_size, 1); // of every iteration, in older files, which lack the next two
+    int64_t each = mt_max(o->rollout_batch_size, 1); // per iteration; older files lack the next two keys
     if (status == 0 && o->stage == MT_STAGE_RL)
         state->consumed_prompts = mt_min(state->iteration, MT_MOST_COUNTED / each) * each;
     if (status == 0 && json_object_get(json, "consumed_prompts")) {

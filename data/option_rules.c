@@ -65,7 +65,7 @@ static int mt_options_derive_model(mt_options *o, mt_error *error) {
         {C == 0, "--hidden-size is missing: give the model's shape by its options, --hf-config or --load"},
         {heads == 0, "--num-attention-heads is missing: give the model's shape by its options, --hf-config or --load"},
         {MT_GIVEN(o, group_query_attention) && !o->group_query_attention && groups > 0 && groups != heads,
-         "--num-query-groups %lld needs --group-query-attention, which is false",
+         "--num-query-groups %lld needs --group-query-attention",
          {groups}},
     };
     if (MT_CHECK_CONSTRAINTS(before, error)) return -1;
@@ -569,8 +569,7 @@ static int mt_options_derive_schedules(mt_options *o, mt_error *error) {
 static int mt_options_check_attention(const mt_options *o, mt_program program, mt_error *error) {
     bool has_dropout = program != MT_PROGRAM_INFER && o->attention_dropout > 0;
     if (o->attention_backend != MT_ATTENTION_CUDNN || !has_dropout) return 0;
-    return mt_error_set(error, "--attention-backend cudnn needs --attention-dropout 0, which is %g",
-                        o->attention_dropout);
+    return mt_error_set(error, "--attention-backend cudnn needs --attention-dropout 0, not %g", o->attention_dropout);
 }
 
 enum { MT_PIPELINE_LETTERS = 100000 };

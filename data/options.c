@@ -1061,12 +1061,12 @@ static int mt_option_rule_fail(const mt_options *options, const mt_option *row, 
     char name[200], other[200], *value = mt_option_text(options, rule->other), *own = mt_option_text(options, row);
     bool any = !rule->condition || strcmp(rule->condition, "any") == 0;
     const char *choice = any ? "" : row->type == MT_CHOICE ? own : rule->condition;
+    bool shows_value = rule->choices && rule->other->type != MT_SET;
     snprintf(name, sizeof name, "--%s%s%s", row->name, any ? "" : " ", choice);
     snprintf(other, sizeof other, "--%s%s%s", rule->other->name, rule->choices ? " " : "",
              rule->choices ? rule->choices : "");
     if (needs)
-        mt_error_set(error, "%s needs %s%s%s", name, other, rule->choices ? ", which is " : "",
-                     rule->choices ? value : "");
+        mt_error_set(error, "%s needs %s%s%s", name, other, shows_value ? ", not " : "", shows_value ? value : "");
     else
         mt_error_set(error, "%s and %s exclude each other; leave one out", name, other);
     free(value);

@@ -473,7 +473,7 @@ static bool is_number(const char *text, double *value) {
     return end > text && *end == 0 && *value > -1e15 && *value < 1e15;
 }
 
-/* Changes the entry of a key whose value follows from others as well. */
+/* Changes the entry of a key whose value depends on other keys too. */
 static void derive_value(reader *r, const mt_role_key *row, const yaml_node_t *mapping, mt_role_entry *entry) {
     double number = 0;
     bool is_true = false, numeric = is_number(entry->values.items[0], &number);

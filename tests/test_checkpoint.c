@@ -705,7 +705,7 @@ static void a_damaged_checkpoint_is_named_with_the_remedy(void **state) {
     write_text(at("out/iter_0000005/trainer.json"), "{\"version\":1,\"iteration\":\"five\"}");
     assert_load_fails(&f, at("out"), "trainer.json: has no whole number \"iteration\"; begin anew");
     write_text(at("out/iter_0000005/trainer.json"), "{");
-    assert_load_fails(&f, at("out"), "trainer.json: damaged: it is no JSON");
+    assert_load_fails(&f, at("out"), "trainer.json: damaged: it is not JSON");
     unlink(at("out/iter_0000005/trainer.json"));
     assert_load_fails(&f, at("out"), "iter_0000005: damaged: its trainer.json is not there");
     f.options.finetune = true;

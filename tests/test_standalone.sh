@@ -1,6 +1,6 @@
 #!/bin/sh
 # megatron.c compiles with no package installed and no -D, under gcc and clang, and includes headers of libc alone;
-# megatron.h and its macros serve C++ as well. The companions in data/ call megatron.c, never the other way round, and
+# megatron.h and its macros serve C++ as well, and so do the headers of data/. The companions in data/ call megatron.c, never the other way round, and
 # no companion calls another that needs it.
 set -u
 . tests/suite.sh
@@ -32,6 +32,15 @@ includes_libc_alone() {
 header_is_cxx() {
     # shellcheck disable=SC2086
     "$1" -std=c++17 $strict -I. -c "$work/macros.cc" -o "$work/macros.o" >"$work/out" 2>"$work/err"
+}
+
+# The headers that make install copies.
+companions_are_cxx() {
+    for header in data/*.h; do
+        case $header in *_internal.h) ;; *) echo "#include \"$header\"" ;; esac
+    done >"$work/companions.cc"
+    # shellcheck disable=SC2086
+    "$1" -std=c++17 $strict -I. -fsyntax-only "$work/companions.cc" >"$work/out" 2>"$work/err"
 }
 
 # megatron.c opens no file and reads no folder.
@@ -76,6 +85,7 @@ done
 for compiler in g++ clang++; do
     if command -v $compiler >/dev/null; then
         check "header_is_cxx_$compiler" header_is_cxx $compiler
+        check "companions_are_cxx_$compiler" companions_are_cxx $compiler
     else
         echo "skipped: $compiler is absent"
     fi
