@@ -349,7 +349,8 @@ template <class T> static void quantize(const mt_quantize_args *a, mt_stream *st
  * bytes per element in bf16, writes `copies`. */
 template <class T, mt_dtype FORMAT>
 static __global__ void __launch_bounds__(THREADS)
-    quantize_positions(const quantize_task<T> task, const int32_t *position, int copies, unsigned width) {
+    quantize_positions(const quantize_task<T> task, const int32_t *position, int copies, int64_t compact,
+                       unsigned width) {
     const unsigned index = blockIdx.x * THREADS + threadIdx.x, r = index / width, column = index % width * 16;
     const float scale = *task.scale;
     uint32_t largest = 0;
@@ -358,15 +359,16 @@ static __global__ void __launch_bounds__(THREADS)
         const mt_pack<T, 16> x = mt_load<16>(task.x + r * task.C + column);
         uint32_t bits[4], of_row = mt_magnitude(x);
         mt_pack_to_fp8<FORMAT>(bits, x, scale);
+        const uint4 word = make_uint4(bits[0], bits[1], bits[2], bits[3]);
         position += (int64_t)r * copies;
 #pragma unroll 8
         for (int i = 0; i < copies; i++) {
             const int32_t place = position[i];
             if (place < 0) continue;
             largest = of_row;
-            mt_store_word((uint4 *)(task.rows.data + place * task.rows.stride + column),
-                          make_uint4(bits[0], bits[1], bits[2], bits[3]));
+            mt_store_word((uint4 *)(task.rows.data + place * task.rows.stride + column), word);
         }
+        if (compact > 0) mt_store_word((uint4 *)(task.rows.data + (compact + r) * task.rows.stride + column), word);
     }
     if (task.amax) mt_raise_amax(task.amax, largest);
 }
@@ -378,7 +380,7 @@ template <class T> static void launch_positions(const mt_quantize_args *a, mt_st
         a->rows.format == MT_F8_E4M3 ? quantize_positions<T, MT_F8_E4M3> : quantize_positions<T, MT_F8_E5M2>;
     MT_CHECK(blocks * THREADS <= UINT32_MAX);
     kernel<<<(unsigned)blocks, THREADS, 0, mt_cuda_stream(stream)>>>(task, a->position, (int)a->copies,
-                                                                     (unsigned)width);
+                                                                     a->compact, (unsigned)width);
     MT_CUDA_LAUNCHED();
 }
 
@@ -426,7 +428,7 @@ __device__ static inline mt_fp8_matrix matrix_at(mt_fp8_matrix matrix, int64_t R
  * w ^ 4 (r / 16), so that 8 threads, which read 16 rows each, meet different banks. */
 static __global__ void __launch_bounds__(THREADS, 4)
     transpose_tiles(const mt_fp8_matrix all_rows, const mt_fp8_matrix all_columns, int64_t R, int64_t C,
-                    const int32_t *offsets, int num_experts) {
+                    const int32_t *offsets, int num_experts, const int32_t *source) {
     constexpr int WORDS = TILE * TILE / 16 / THREADS;
     __shared__ uint32_t tiles[2][TILE][TILE / 4];
     mt_begin_next();
@@ -440,16 +442,20 @@ static __global__ void __launch_bounds__(THREADS, 4)
         first = begin + before, count = of_expert - before;
     }
     const int line = threadIdx.x / 8, place = threadIdx.x % 8, group = threadIdx.x % 8, word = threadIdx.x / 8;
-    const uint8_t *from = rows.data + (first + line) * rows.stride + place * 16;
+    const uint8_t *from[WORDS];
+#pragma unroll
+    for (int k = 0; k < WORDS; k++) {
+        const int r = k * (THREADS / 8) + line;
+        from[k] = rows.data + (source && r < count ? source[first + r] : first + r) * rows.stride + place * 16;
+    }
     uint8_t *to = columns.data + word * 4 * columns.stride + row + group * 16;
     const bool stores = row + group * 16 < columns.stride;
     uint4 words[WORDS];
     const auto load = [&](int64_t column) {
 #pragma unroll
         for (int k = 0; k < WORDS; k++) {
-            const int r = k * (THREADS / 8);
-            const bool exists = line + r < count && column + place * 16 < C;
-            words[k] = exists ? *(const uint4 *)(from + r * rows.stride + column) : make_uint4(0, 0, 0, 0);
+            const bool exists = k * (THREADS / 8) + line < count && column + place * 16 < C;
+            words[k] = exists ? *(const uint4 *)(from[k] + column) : make_uint4(0, 0, 0, 0);
         }
     };
     load(column);
@@ -477,8 +483,8 @@ static __global__ void __launch_bounds__(THREADS, 4)
                 bytes[i] = __byte_perm(low, __byte_perm(x[4 * i + 2], x[4 * i + 3], j | (4 + j) << 4), 0x5410);
             }
             if (stores && column + word * 4 + j < C)
-                mt_store_word((uint4 *)(to + (column + j) * columns.stride),
-                              make_uint4(bytes[0], bytes[1], bytes[2], bytes[3]));
+                __stcs((uint4 *)(to + (column + j) * columns.stride),
+                       make_uint4(bytes[0], bytes[1], bytes[2], bytes[3])); // keeps the rows in L2
         }
     }
 }
@@ -489,7 +495,7 @@ extern "C" void mt_cuda_fp8_transpose(const mt_quantize_args *a, mt_stream *stre
     MT_CHECK(a->C % MT_CUDA_FP8_MULTIPLE == 0 && mt_wide(MT_U8, {a->rows.data, a->columns.data}, {}));
     MT_CHECK(a->rows.blocks == MT_FP8_TENSOR || (a->rows.blocks == MT_FP8_BLOCK_128 && !a->offsets));
     mt_launch_early(transpose_tiles, blocks, THREADS, 0, mt_cuda_stream(stream), a->rows, a->columns, a->R, a->C,
-                    a->offsets, (int)a->num_experts);
+                    a->offsets, (int)a->num_experts, a->source);
     MT_CUDA_LAUNCHED();
 }
 
