@@ -6738,7 +6738,7 @@ static void mt_dispatch_postprocess(mt_model *m, const mt_pass *p, const mt_rout
     a.copies = e->exchanges ? 1 : e->router.topk * (e->uses_allgather ? 1 : m->grid->expert_tensor.size);
     if (!e->exchanges) a.R = mt_dispatched_rows(m, p) * (e->uses_allgather ? e->group->size : 1);
     a.compact = e->group->size == 1 ? r->num_rows : 0; // in the half of the rows' memory that fp8 leaves free
-    if (a.rows.data) // a row is read and quantized once
+    if (a.rows.data)                                   // a row is read and quantized once
         m->ops->quantize(&a, m->dtype, p->stream);
     else
         mt_gather_rows(m, p, rows, x, e->exchanges ? r->rows.to_expert : r->token, r->num_rows);

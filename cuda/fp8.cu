@@ -379,8 +379,8 @@ template <class T> static void launch_positions(const mt_quantize_args *a, mt_st
     const auto kernel =
         a->rows.format == MT_F8_E4M3 ? quantize_positions<T, MT_F8_E4M3> : quantize_positions<T, MT_F8_E5M2>;
     MT_CHECK(blocks * THREADS <= UINT32_MAX);
-    kernel<<<(unsigned)blocks, THREADS, 0, mt_cuda_stream(stream)>>>(task, a->position, (int)a->copies,
-                                                                     a->compact, (unsigned)width);
+    kernel<<<(unsigned)blocks, THREADS, 0, mt_cuda_stream(stream)>>>(task, a->position, (int)a->copies, a->compact,
+                                                                     (unsigned)width);
     MT_CUDA_LAUNCHED();
 }
 
@@ -423,9 +423,9 @@ __device__ static inline mt_fp8_matrix matrix_at(mt_fp8_matrix matrix, int64_t R
 
 /* ---- transpose --------------------------------------------------------------------------------------------------- */
 
-/* columns[C, R] = rows[R, C], bytes; offsets: of experts' rows, or NULL. A block takes 128 rows, 128 columns at a time,
- * and loads the next while it stores. A word of shared memory holds 4 columns of a row. The words of row r are stored at
- * w ^ 4 (r / 16), so that 8 threads, which read 16 rows each, meet different banks. */
+/* columns[C, R] = rows[R, C], bytes; offsets and source: of experts' rows, or NULL. A block takes 128 rows, 128 columns
+ * at a time, and loads the next while it stores. A word of shared memory holds 4 columns of a row. The words of row r
+ * are stored at w ^ 4 (r / 16), so that 8 threads, which read 16 rows each, meet different banks. */
 static __global__ void __launch_bounds__(THREADS, 4)
     transpose_tiles(const mt_fp8_matrix all_rows, const mt_fp8_matrix all_columns, int64_t R, int64_t C,
                     const int32_t *offsets, int num_experts, const int32_t *source) {
