@@ -1008,7 +1008,8 @@ static void mt_transpose_segments(void *to, int64_t stride, const void *x, int64
         for (int64_t c0 = 0; c0 < C; c0 += 16) // whole cache lines of floats
             for (int64_t r = begin; r < end; r++)
                 for (int64_t c = c0; c < mt_min(c0 + 16, C); c++) {
-                    int64_t i = c * stride + first + r - begin, j = (a->source ? a->source[r] : r) * x_stride + c;
+                    int64_t i = c * stride + first + r - begin;
+                    int64_t j = (a->source ? a->compact + a->source[r] : r) * x_stride + c;
                     if (codes)
                         ((uint8_t *)to)[i] = ((const uint8_t *)x)[j];
                     else
@@ -3909,10 +3910,8 @@ static mt_quantize_args mt_fp8_rows(const mt_tensor_parallel *tp, const mt_linea
     mt_quantize_args a = mt_fp8_args(tp, l, operand, operand == MT_FP8_DY ? io->dy : io->x, T, io->offsets);
     if (rows && !l->fp8->in_place) a.rows = mt_fp8_allocate(&recipe->scratch, 1, T, a.C, format, recipe->blocks);
     if (columns) a.columns = mt_fp8_allocate_columns(&recipe->scratch, l, T, a.C, format);
-    mt_quantize_args rows_once = a; // the source of many copies stays in caches
-    rows_once.source = operand == MT_FP8_DY ? io->dy_source : io->x_source;
-    if (rows_once.source) rows_once.rows.data += T * a.rows.stride;
-    if (l->fp8->in_place && columns) tp->ops->fp8_transpose(&rows_once, tp->stream);
+    a.compact = T, a.source = operand == MT_FP8_DY ? io->dy_source : io->x_source; // each row once: it stays in caches
+    if (l->fp8->in_place && columns) tp->ops->fp8_transpose(&a, tp->stream);
     if (!l->fp8->in_place && (rows || columns)) tp->ops->quantize(&a, tp->dtype, tp->stream);
     return a;
 }
@@ -6725,12 +6724,11 @@ static void mt_dispatch_exchange(mt_model *m, const mt_pass *p, const mt_routing
     if (probs) mt_exchange_rows(m, r, e->dispatched.weights, e->rows.weights, 1, MT_F32, false);
 }
 
-/* Dispatch, postprocess: rows[M, C] and weights[M], sorted by expert. */
+/* Dispatch, postprocess: rows[M, C] and weights[M], sorted by expert. In fp8 a token's row is quantized once. */
 static void mt_dispatch_postprocess(mt_model *m, const mt_pass *p, const mt_routing *r, void *rows, float *weights,
-                                    const void *x, const float *probs, const mt_linear *reader,
-                                    mt_fp8_operand operand) {
+                                    const void *x, const float *probs, const mt_linear *reader, mt_fp8_operand kind) {
     mt_experts *e = m->experts;
-    mt_quantize_args a = mt_fp8_args(&p->tp, reader, operand, rows, r->num_rows, NULL);
+    mt_quantize_args a = mt_fp8_args(&p->tp, reader, kind, rows, r->num_rows, NULL);
     if (e->group->size > 1) mt_wait_stream(m, p->stream, e->comm);
     if (e->uses_allgather) x = e->gathered;
     if (e->exchanges) x = e->dispatched.input, probs = probs ? e->dispatched.weights : NULL;
@@ -6738,7 +6736,7 @@ static void mt_dispatch_postprocess(mt_model *m, const mt_pass *p, const mt_rout
     a.copies = e->exchanges ? 1 : e->router.topk * (e->uses_allgather ? 1 : m->grid->expert_tensor.size);
     if (!e->exchanges) a.R = mt_dispatched_rows(m, p) * (e->uses_allgather ? e->group->size : 1);
     a.compact = e->group->size == 1 ? r->num_rows : 0; // in the half of the rows' memory that fp8 leaves free
-    if (a.rows.data)                                   // a row is read and quantized once
+    if (a.rows.data)
         m->ops->quantize(&a, m->dtype, p->stream);
     else
         mt_gather_rows(m, p, rows, x, e->exchanges ? r->rows.to_expert : r->token, r->num_rows);

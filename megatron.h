@@ -794,7 +794,7 @@ typedef struct mt_quantize_args {
     const int32_t *position;
     int64_t copies;
     int64_t compact;       // with positions, > 0: row r goes to row compact + r as well
-    const int32_t *source; // fp8_transpose, rows of experts: row m is source[m] of `rows`; NULL: m
+    const int32_t *source; // fp8_transpose, rows of experts: row m is compact + source[m] of `rows`; NULL: m
 } mt_quantize_args;
 
 /* A rank's part of weights: elements [first, first + n) of w[count, R, C], whose rows are C wide. Other ranks have the

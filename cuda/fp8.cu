@@ -494,7 +494,9 @@ extern "C" void mt_cuda_fp8_transpose(const mt_quantize_args *a, mt_stream *stre
                       (unsigned)a->count);
     MT_CHECK(a->C % MT_CUDA_FP8_MULTIPLE == 0 && mt_wide(MT_U8, {a->rows.data, a->columns.data}, {}));
     MT_CHECK(a->rows.blocks == MT_FP8_TENSOR || (a->rows.blocks == MT_FP8_BLOCK_128 && !a->offsets));
-    mt_launch_early(transpose_tiles, blocks, THREADS, 0, mt_cuda_stream(stream), a->rows, a->columns, a->R, a->C,
+    mt_fp8_matrix rows = a->rows;
+    if (a->source) rows.data += a->compact * rows.stride;
+    mt_launch_early(transpose_tiles, blocks, THREADS, 0, mt_cuda_stream(stream), rows, a->columns, a->R, a->C,
                     a->offsets, (int)a->num_experts, a->source);
     MT_CUDA_LAUNCHED();
 }
