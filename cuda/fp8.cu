@@ -425,7 +425,10 @@ __device__ static inline mt_fp8_matrix matrix_at(mt_fp8_matrix matrix, int64_t R
 
 /* columns[C, R] = rows[R, C], bytes; offsets and source: of experts' rows, or NULL. A block takes 128 rows, 128 columns
  * at a time, and loads the next while it stores. A word of shared memory holds 4 columns of a row. The words of row r
- * are stored at w ^ 4 (r / 16), so that 8 threads, which read 16 rows each, meet different banks. */
+ * are stored at w ^ 4 (r / 16), so that 8 threads, which read 16 rows each, meet different banks. With a source, which
+ * has each row of the copies once, all rows of some columns are transposed before the next columns: these columns of
+ * the source stay in L2. */
+enum { GROUP = 4 }; // tiles of 128 columns per block
 static __global__ void __launch_bounds__(THREADS, 4)
     transpose_tiles(const mt_fp8_matrix all_rows, const mt_fp8_matrix all_columns, int64_t R, int64_t C,
                     const int32_t *offsets, int num_experts, const int32_t *source) {
@@ -434,11 +437,12 @@ static __global__ void __launch_bounds__(THREADS, 4)
     mt_begin_next();
     mt_wait_for_previous();
     const mt_fp8_matrix rows = matrix_at(all_rows, R, blockIdx.z), columns = matrix_at(all_columns, C, blockIdx.z);
-    const int64_t row = (int64_t)blockIdx.y * TILE, step = (int64_t)gridDim.x * TILE;
-    int64_t column = (int64_t)blockIdx.x * TILE, first = row, count = R - row; // rows of this block
+    const unsigned index = source ? blockIdx.x : blockIdx.y, group_of_columns = source ? blockIdx.y : blockIdx.x;
+    const int64_t row = (int64_t)index * TILE, end = min(C, (int64_t)(group_of_columns + 1) * GROUP * TILE);
+    int64_t column = (int64_t)group_of_columns * GROUP * TILE, first = row, count = R - row; // rows of this block
     if (offsets) {
         int expert, begin = 0, of_expert = 0, before = 0;
-        mt_find_expert_rows<TILE>(offsets, num_experts, (int)blockIdx.y, expert, begin, of_expert, before);
+        mt_find_expert_rows<TILE>(offsets, num_experts, (int)index, expert, begin, of_expert, before);
         first = begin + before, count = of_expert - before;
     }
     const int line = threadIdx.x / 8, place = threadIdx.x % 8, group = threadIdx.x % 8, word = threadIdx.x / 8;
@@ -459,7 +463,7 @@ static __global__ void __launch_bounds__(THREADS, 4)
         }
     };
     load(column);
-    for (int buffer = 0; column < C; column += step, buffer ^= 1) {
+    for (int buffer = 0; column < end; column += TILE, buffer ^= 1) {
         uint32_t(&tile)[TILE][TILE / 4] = tiles[buffer];
         if ((row < R || offsets) && threadIdx.x == 0)
             columns.inverse_scales[scale_index(columns, C, column, row)] =
@@ -470,7 +474,7 @@ static __global__ void __launch_bounds__(THREADS, 4)
             *(uint4 *)&tile[r][(place ^ r / 16) * 4] = words[k];
         }
         __syncthreads(); // the buffer that is written next was read before this barrier
-        load(column + step);
+        if (column + TILE < end) load(column + TILE);
         uint32_t x[16];
 #pragma unroll
         for (int i = 0; i < 16; i++) x[i] = tile[group * 16 + i][word ^ group * 4];
@@ -490,8 +494,9 @@ static __global__ void __launch_bounds__(THREADS, 4)
 }
 
 extern "C" void mt_cuda_fp8_transpose(const mt_quantize_args *a, mt_stream *stream) {
-    const dim3 blocks(mt_grid_size(a->C, 4 * TILE), mt_grid_size(mt_max(a->R, a->columns.stride), TILE),
-                      (unsigned)a->count);
+    const unsigned groups = mt_grid_size(a->C, GROUP * TILE);
+    const unsigned row_tiles = mt_grid_size(mt_max(a->R, a->columns.stride), TILE);
+    const dim3 blocks(a->source ? row_tiles : groups, a->source ? groups : row_tiles, (unsigned)a->count);
     MT_CHECK(a->C % MT_CUDA_FP8_MULTIPLE == 0 && mt_wide(MT_U8, {a->rows.data, a->columns.data}, {}));
     MT_CHECK(a->rows.blocks == MT_FP8_TENSOR || (a->rows.blocks == MT_FP8_BLOCK_128 && !a->offsets));
     mt_fp8_matrix rows = a->rows;
