@@ -3910,7 +3910,7 @@ static mt_quantize_args mt_fp8_rows(const mt_tensor_parallel *tp, const mt_linea
     mt_quantize_args a = mt_fp8_args(tp, l, operand, operand == MT_FP8_DY ? io->dy : io->x, T, io->offsets);
     if (rows && !l->fp8->in_place) a.rows = mt_fp8_allocate(&recipe->scratch, 1, T, a.C, format, recipe->blocks);
     if (columns) a.columns = mt_fp8_allocate_columns(&recipe->scratch, l, T, a.C, format);
-    a.compact = T, a.source = operand == MT_FP8_DY ? io->dy_source : io->x_source; // each row once: it stays in caches
+    if (l->fp8->in_place) a.compact = T, a.source = operand == MT_FP8_DY ? io->dy_source : io->x_source;
     if (l->fp8->in_place && columns) tp->ops->fp8_transpose(&a, tp->stream);
     if (!l->fp8->in_place && (rows || columns)) tp->ops->quantize(&a, tp->dtype, tp->stream);
     return a;
