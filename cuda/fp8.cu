@@ -448,10 +448,8 @@ static __global__ void __launch_bounds__(THREADS, 4)
     const int line = threadIdx.x / 8, place = threadIdx.x % 8, group = threadIdx.x % 8, word = threadIdx.x / 8;
     const uint8_t *from[WORDS];
 #pragma unroll
-    for (int k = 0; k < WORDS; k++) {
-        const int r = k * (THREADS / 8) + line;
+    for (int k = 0, r = line; k < WORDS; k++, r += THREADS / 8)
         from[k] = rows.data + (source && r < count ? source[first + r] : first + r) * rows.stride + place * 16;
-    }
     uint8_t *to = columns.data + word * 4 * columns.stride + row + group * 16;
     const bool stores = row + group * 16 < columns.stride;
     uint4 words[WORDS];
@@ -469,10 +467,7 @@ static __global__ void __launch_bounds__(THREADS, 4)
             columns.inverse_scales[scale_index(columns, C, column, row)] =
                 rows.inverse_scales[scale_index(rows, R, row, column)];
 #pragma unroll
-        for (int k = 0; k < WORDS; k++) {
-            const int r = k * (THREADS / 8) + line;
-            *(uint4 *)&tile[r][(place ^ r / 16) * 4] = words[k];
-        }
+        for (int k = 0, r = line; k < WORDS; k++, r += THREADS / 8) *(uint4 *)&tile[r][(place ^ r / 16) * 4] = words[k];
         __syncthreads(); // the buffer that is written next was read before this barrier
         if (column + TILE < end) load(column + TILE);
         uint32_t x[16];
