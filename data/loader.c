@@ -178,7 +178,7 @@ static void plan_rows(mt_step_plan *plan, const mt_loader *loader, int64_t consu
     mt_plan_shape shape = {.num_ranks = loader->dp_size,
                            .micro_batch_size = loader->micro_batch_size,
                            .row_length = config->seq_length,
-                           .pads = !config->variable_seq_lengths,
+                           .pads = !config->variable_seq_lengths && !config->dynamic_context_parallel,
                            .regroups = config->variable_seq_lengths,
                            .in_order = in_order,
                            .work = config->work};

@@ -250,31 +250,37 @@ typedef struct mt_load {
     int64_t count;
 } mt_load;
 
-/* Exchanges bundles of the slowest and the fastest rank while that makes them more even: the pair whose difference is
- * closest to half the gap. rank_of[i] of bundle sorted[i]; sorted has the greatest work first. */
+/* Exchanges bundles of the slowest and the fastest rank while their work differs by more than `tolerance` of it: the
+ * pair whose difference is closest to half the gap. rank_of[i] of bundle sorted[i]; sorted has the greatest work first.
+ * With `pieces` the bundles are single pieces, which also move without an exchange, to ranks with room for
+ * loads[rank].count more tokens. */
 static void mt_assignment_refine(int64_t *rank_of, const mt_ranked *sorted, int64_t count, mt_load *loads,
-                                 int64_t num_ranks) {
+                                 int64_t num_ranks, double tolerance, const mt_piece *pieces) {
     for (int64_t round = 0; round < 4 * num_ranks; round++) {
-        int64_t slow = 0, fast = 0, from = -1, to = -1;
+        int64_t slow = 0, fast = 0, from = -1, to = -1, more = 0;
         for (int64_t r = 1; r < num_ranks; r++) {
             if (loads[r].work > loads[slow].work) slow = r;
             if (loads[r].work < loads[fast].work) fast = r;
         }
-        double gap = loads[slow].work - loads[fast].work, best = gap / 2;
-        if (gap <= 1e-4 * loads[slow].work) return;
+        double gap = loads[slow].work - loads[fast].work, best = gap / 2, moved = 0;
+        if (gap <= tolerance * loads[slow].work) return;
         for (int64_t i = 0, j = 0; i < count; i++) { // as i descends in work, so does the j that suits it
             if (rank_of[i] != slow) continue;
-            for (; j < count; j++) {
-                if (rank_of[j] != fast) continue;
-                double off = sorted[i].by - sorted[j].by - gap / 2;
-                if (fabs(off) < best) best = fabs(off), from = i, to = j;
-                if (off >= 0) break;
+            for (; j < count + (pieces != NULL); j++) { // j = count: nothing comes back
+                if (j < count && rank_of[j] != fast) continue;
+                double difference = sorted[i].by - (j < count ? sorted[j].by : 0), off = difference - gap / 2;
+                int64_t tokens = pieces ? pieces[sorted[i].index].length : 0;
+                if (pieces && j < count) tokens -= pieces[sorted[j].index].length;
+                if (fabs(off) < best && (!pieces || tokens <= loads[fast].count))
+                    best = fabs(off), from = i, to = j, moved = difference, more = tokens;
+                if (off >= 0 || j == count) break;
             }
         }
         if (from < 0) return;
-        double moved = sorted[from].by - sorted[to].by;
-        rank_of[from] = fast, rank_of[to] = slow;
+        rank_of[from] = fast;
+        if (to < count) rank_of[to] = slow;
         loads[slow].work -= moved, loads[fast].work += moved;
+        if (pieces) loads[slow].count += more, loads[fast].count -= more;
     }
 }
 
@@ -290,7 +296,7 @@ static void mt_bundles_assign(int64_t *rank_of, const mt_ranked *sorted, int64_t
         rank_of[i] = least;
         loads[least].work += sorted[i].by, loads[least].count++;
     }
-    mt_assignment_refine(rank_of, sorted, count, loads, num_ranks);
+    mt_assignment_refine(rank_of, sorted, count, loads, num_ranks, 1e-4, NULL);
     free(loads);
 }
 
@@ -399,18 +405,17 @@ static bool mt_pieces_spread(int64_t *bin_of, const mt_ranked *sorted, const mt_
     return i == count;
 }
 
-/* bundle_of[i] of piece sorted[i]: first its rank, then one of the rank's micro-batches, which are numbered rank by
- * rank. Rank r begins with the work loads[r].work and has loads[r].count micro-batches of `capacity` tokens. False if
- * the pieces of a rank do not fit. */
-static bool mt_pieces_place(int64_t *bundle_of, const mt_ranked *sorted, const mt_piece *pieces, int64_t count,
-                            const mt_load *loads, int64_t num_ranks, int64_t capacity) {
+/* bundle_of[i] of piece sorted[i] of rank rank_of[i]: a micro-batch, which are numbered rank by rank. Rank r has
+ * loads[r].count micro-batches of `capacity` tokens. False if the pieces of a rank do not fit. */
+static bool mt_pieces_slot(int64_t *bundle_of, const int64_t *rank_of, const mt_ranked *sorted, const mt_piece *pieces,
+                           int64_t count, const mt_load *loads, int64_t num_ranks, int64_t capacity) {
     mt_ranked *mine = mt_malloc(count * (int64_t)sizeof *mine);
     int64_t *place = mt_malloc(2 * count * 8), *slot_of = place + count, bundles = 0;
-    bool fits = mt_pieces_spread(bundle_of, sorted, pieces, count, loads, num_ranks, capacity);
     int64_t *first = mt_calloc((num_ranks + 2) * 8); // of each rank's pieces
-    for (int64_t i = 0; fits && i < count; i++) first[bundle_of[i] + 2]++;
+    bool fits = true;
+    for (int64_t i = 0; i < count; i++) first[rank_of[i] + 2]++;
     for (int64_t r = 0; r < num_ranks; r++) first[r + 2] += first[r + 1];
-    for (int64_t i = 0; fits && i < count; i++) place[first[bundle_of[i] + 1]++] = i;
+    for (int64_t i = 0; i < count; i++) place[first[rank_of[i] + 1]++] = i;
     for (int64_t r = 0; fits && r < num_ranks; bundles += loads[r++].count) {
         int64_t here = first[r + 1] - first[r], *own = place + first[r];
         for (int64_t i = 0; i < here; i++) mine[i] = sorted[own[i]];
@@ -418,6 +423,26 @@ static bool mt_pieces_place(int64_t *bundle_of, const mt_ranked *sorted, const m
         for (int64_t i = 0; fits && i < here; i++) bundle_of[own[i]] = bundles + slot_of[i];
     }
     free(mine), free(place), free(first);
+    return fits;
+}
+
+/* Chooses a rank, then one of its micro-batches for each piece: bundle_of as in mt_pieces_slot. Rank r begins with the
+ * work loads[r].work. False if the pieces do not fit. */
+static bool mt_pieces_place(int64_t *bundle_of, const mt_ranked *sorted, const mt_piece *pieces, int64_t count,
+                            const mt_load *loads, int64_t num_ranks, int64_t capacity) {
+    const double tolerance = 0.01; // many pieces are more even than that without exchanges
+    int64_t *rank_of = mt_malloc(2 * count * 8), *refined = rank_of + count;
+    mt_load *rest = mt_malloc(num_ranks * (int64_t)sizeof *rest);
+    bool fits = mt_pieces_spread(rank_of, sorted, pieces, count, loads, num_ranks, capacity);
+    for (int64_t r = 0; fits && r < num_ranks; r++) rest[r] = (mt_load){loads[r].work, loads[r].count * capacity};
+    for (int64_t i = 0; fits && i < count; i++) {
+        mt_load *rank = &rest[refined[i] = rank_of[i]];
+        rank->work += sorted[i].by, rank->count -= pieces[sorted[i].index].length;
+    }
+    if (fits) mt_assignment_refine(refined, sorted, count, rest, num_ranks, tolerance, pieces);
+    fits = fits && (mt_pieces_slot(bundle_of, refined, sorted, pieces, count, loads, num_ranks, capacity) ||
+                    mt_pieces_slot(bundle_of, rank_of, sorted, pieces, count, loads, num_ranks, capacity));
+    free(rank_of), free(rest);
     return fits;
 }
 

@@ -55,6 +55,11 @@ static void mt_plan_print_step(const mt_simulation *s, const mt_machine *machine
             machine->memory_gib / (1 << 30));
 }
 
+/* Samples of any length are not read. */
+static void mt_plan_print_rows(const mt_options *o, FILE *file) {
+    if (o->sft) fprintf(file, "each row is timed as one sample of --seq-length\n");
+}
+
 /* Equal calls of a step as one line. */
 typedef struct mt_explained {
     const mt_simulated_call *call; // the first one
@@ -168,6 +173,7 @@ int mt_plan_explain(const mt_options *o, int64_t ranks, FILE *file, mt_error *er
     if (status == MT_DOES_NOT_FIT) mt_plan_too_large(&simulation, &machine, error);
     if (status == 0) {
         fprintf(file, "a training step on %lld x %s, simulated:\n", (long long)ranks, machine.name);
+        mt_plan_print_rows(o, file);
         mt_plan_print_step(&simulation, &machine, "  ", file);
         fprintf(file, "\nOperations of pipeline rank 0");
         if (simulation.micro_batches_shown < simulation.micro_batches)
@@ -193,6 +199,7 @@ int mt_plan_print(const mt_options *o, int argc, char **argv, FILE *file, mt_err
     if (status == 0) {
         fprintf(file, "the fastest layouts on %lld x %s, %lld GPUs a host, simulated:\n", (long long)o->gpus,
                 machine.name, (long long)o->gpus_per_host);
+        mt_plan_print_rows(o, file);
         for (int64_t i = 0; i < layouts->count; i++) {
             fprintf(file, "\n%lld.%s\n", (long long)i + 1, layouts->best[i].line);
             mt_plan_print_step(&layouts->best[i].simulation, &machine, "   ", file);

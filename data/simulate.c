@@ -711,7 +711,9 @@ static int mt_sim_refuse(const mt_options *o, mt_error *error) {
         {!o->bf16, "a step is timed in bf16 or fp8: add --bf16"},
         {o->stage > MT_STAGE_SFT, "only --stage pt and sft are timed"},
         {o->rerun_mode != MT_RERUN_DISABLED, "--rerun-mode is not timed; leave it out"},
-        {o->dynamic_context_parallel, "--dynamic-context-parallel is not timed: its time depends on the samples"},
+        {o->dynamic_context_parallel,
+         "--dynamic-context-parallel is not timed, as its time depends on the samples; leave it out to time rows of "
+         "--seq-length on --context-parallel-size ranks"},
     };
     return MT_CHECK_CONSTRAINTS(rules, error);
 }

@@ -338,6 +338,39 @@ static void blocks_are_aligned_and_even(void **state) {
     }
 }
 
+/* Four samples a rank, of lengths that are alike: without exchanges some steps are off by more than 5%. */
+static void steps_of_few_samples_are_even(void **state) {
+    (void)state;
+    enum { RANKS = 8, SAMPLES = 32 };
+    for (uint64_t round = 0; round < 50; round++)
+        for (int dynamic = 0; dynamic < 2; dynamic++) {
+            mt_piece pieces[SAMPLES];
+            int64_t first[SAMPLES + 1];
+            mt_plan_shape shape = {.num_ranks = RANKS,
+                                   .micro_batch_size = 1,
+                                   .row_length = 2048,
+                                   .regroups = true,
+                                   .context_size = 2,
+                                   .min_context_size = 1,
+                                   .rank_tokens = 1024,
+                                   .work = {6e9, 1e5, 1e9}};
+            for (int64_t i = 0; i < SAMPLES; i++) {
+                uint32_t draw[4];
+                mt_philox(draw, 13, round, (uint64_t)i);
+                pieces[i] = (mt_piece){i, 250 + draw[0] % 600, i * shape.row_length}, first[i] = i;
+            }
+            first[SAMPLES] = SAMPLES;
+            mt_step_plan plan;
+            if (dynamic)
+                mt_step_plan_solve(&plan, pieces, SAMPLES, &shape), check_blocks(&plan, SAMPLES, &shape);
+            else
+                mt_step_plan_balance(&plan, pieces, first, SAMPLES, &shape), check_plan(&plan, pieces, SAMPLES, &shape);
+            double off = mt_step_plan_imbalance(&plan);
+            if (off > 0.05) fail_msg("round %d, dynamic %d: off by %.3f", (int)round, dynamic, off);
+            mt_step_plan_free(&plan);
+        }
+}
+
 /* A long-tailed step of 8 and of 64 ranks: even work, in less time than with every row on a whole context group. */
 static void dynamic_blocks_are_even_and_faster(void **state) {
     (void)state;
@@ -504,6 +537,7 @@ int main(void) {
         cmocka_unit_test(a_step_has_every_sample_once_and_even_work),
         cmocka_unit_test(a_batch_restarts_positions_and_masks_prompts_and_padding),
         cmocka_unit_test(blocks_are_aligned_and_even),
+        cmocka_unit_test(steps_of_few_samples_are_even),
         cmocka_unit_test(dynamic_blocks_are_even_and_faster),
         cmocka_unit_test(packed_samples_train_as_one_by_one),
         cmocka_unit_test(padding_trains_no_router),

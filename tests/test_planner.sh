@@ -160,6 +160,8 @@ refusals_name_the_reason() {
         refused '"copy_gbs" is missing' $base --gpus 1 --gpu "$work/unknown.json" &&
         refused 'add --bf16' "$train" --mock-data --train-iters 1 --lr 1 $small --explain --gpus 1 &&
         refused 'is not timed' $base --gpus 1 --rerun-mode validate_results &&
+        refused 'is not timed, as its time depends on the samples; leave it out' $base --gpus 2 --sft \
+            --context-parallel-size 2 --dynamic-context-parallel &&
         refused 'number of ranks' $base --gpus 3 --tensor-model-parallel-size 2 &&
         refused 'needs --global-batch-size' "$train" --bf16 $eight --plan --gpus 2 &&
         refused 'no layout fits' "$train" --bf16 --hf-config data/configs/llama3-70b.json --seq-length 4096 \
@@ -169,6 +171,12 @@ refusals_name_the_reason() {
             --pipeline-model-parallel-size 2 &&
         refused 'a GPU needs .* GiB' "$train" $common --hf-config data/configs/llama3-70b.json --seq-length 4096 \
             --micro-batch-size 1 --global-batch-size 1 --explain --gpus 1
+}
+
+rows_of_samples_are_named() {
+    # shellcheck disable=SC2086
+    simulate h100 1 $small --sft --sequence-packing &&
+        says '^each row is timed as one sample of --seq-length' "$work/out"
 }
 
 # plan ARGUMENTS...: the fastest layouts, in $work/plan.
@@ -255,5 +263,6 @@ check a_large_plan_ends_soon a_large_plan_ends_soon
 check stages_are_balanced stages_are_balanced
 check ranks_to_launch_are_planned ranks_to_launch_are_planned
 check the_run_at_hand_is_explained the_run_at_hand_is_explained
+check rows_of_samples_are_named rows_of_samples_are_named
 check refusals_name_the_reason refusals_name_the_reason
 exit $failed
