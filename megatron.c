@@ -2949,7 +2949,6 @@ static void mt_share_threads(const mt_group *world) {
     X(DATA_CONTEXT, data_context, "data-context", 0, 0, 1, 1, 0)                                                       \
     X(PIPELINE, pipeline, "pipeline", 0, 0, 0, 0, 1)                                                                   \
     X(EMBEDDING, embedding, "embedding", 0, 0, 0, 0, 1)                                                                \
-    X(MODEL, model, "model", 0, 1, 0, 0, 1)                                                                            \
     X(TENSOR_CONTEXT, tensor_context, "tensor-context", 0, 1, 1, 0, 0)                                                 \
     X(STAGE, stage, "stage", 0, 1, 1, 1, 0)                                                                            \
     X(EXPERT, expert, "expert", 1, 0, 1, 0, 0)                                                                         \

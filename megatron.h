@@ -1724,7 +1724,6 @@ typedef enum mt_group_kind {
     MT_GROUP_DATA_CONTEXT,
     MT_GROUP_PIPELINE,
     MT_GROUP_EMBEDDING,
-    MT_GROUP_MODEL,
     MT_GROUP_TENSOR_CONTEXT,
     MT_GROUP_STAGE,
     MT_GROUP_EXPERT,
@@ -1754,7 +1753,6 @@ typedef struct mt_grid {
     mt_group data_context;   // dp x cp: the sums of gradients and losses
     mt_group pipeline;       // the stages, first to last
     mt_group embedding;      // first and last stage, which share tied embeddings; other stages: alone
-    mt_group model;          // tp x pp: the ranks that hold one model
     mt_group tensor_context; // tp x cp
     mt_group stage;          // tp x cp x dp: the ranks with the same layers
     mt_group expert, expert_tensor, expert_data;

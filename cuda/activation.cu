@@ -257,7 +257,7 @@ __global__ void weighted_forward(Rows y, const T *x, const float *weights, int64
 template <class F, bool gated, class T, int N, class Rows>
 __global__ void weighted_backward(Rows dx, float *dweights, const T *dy, const T *x, const float *weights, int64_t M,
                                   int width) {
-    constexpr int K = 2;
+    constexpr int K = std::is_same_v<Rows, plain_rows<T>> ? 2 : 1; // in fp8 fewer registers are faster
     int64_t row = (int64_t)blockIdx.x * blockDim.y + threadIdx.y;
     bool valid = row < M;
     if (!valid) row = M - 1; // takes part in the reduction, writes nothing

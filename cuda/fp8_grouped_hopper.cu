@@ -78,9 +78,8 @@ __device__ __forceinline__ void produce_tiles(const fp8_task &task, const fp8_ma
                 mt_copy_box(vector, maps.a_scales, 0, first + step, t.row, barrier);
                 mt_copy_box(vector + ROWS * 4, maps.b_scales, 0, first + step, t.col, barrier);
             }
-            // in the last two stages: earlier, it delays operands and is partly evicted before its use
-            if (SUMS_ROWS && task.accumulate && step >= t.steps - 2)
-                prefetch_gradients<COLS>((const float *)task.out, task.extent, t, step - max(t.steps - 2, 0), ROWS / 2);
+            if (SUMS_ROWS && task.accumulate && step + 1 == t.steps) // earlier, it delays operands
+                prefetch_gradients<COLS>((const float *)task.out, task.extent, t, 0, ROWS);
         }
     }
 }

@@ -40,6 +40,7 @@
 #define ANOTHER_LAYOUT "the trained model's, or on another layout none"
 #define PROFILERS      "profilers (here --profile and --trace)"
 #define SCORES         "scoring, whose micro-batches are those of training"
+#define GAPLESS        "training scores the responses itself, and the generator has its weights"
 #define BY_LENGTH      "batching by length: here --sequence-packing evens the work of ranks"
 
 static const mt_role_key keys[] = {
@@ -140,6 +141,26 @@ static const mt_role_key keys[] = {
      "difficulty_loss_weight length_loss_weight error_max_len_clip use_topr_loss balance_length whiten_rewards "
      "use_reward_scaling use_reward_norm add_len_reward",
      MT_KEY_REFUSED, "responses are weighted by their advantages alone"},
+    {"roll", "async_generation_ratio", MT_KEY_FIXED, "responses are of the present weights", "0|0.0"},
+    {"roll", "critic_warmup", MT_KEY_FIXED, "actor and critic train from the first iteration on", "0"},
+    {"roll", "l2", MT_KEY_FIXED, "weight_decay is the optimizer's", "0|0.0"},
+    {"roll", "postive_loss_coef use_topr_neg_loss_coef", MT_KEY_FIXED,
+     "responses are weighted by their advantages alone", "0|0.0"},
+    {"roll", "rl_loss_coef", MT_KEY_FIXED, "the policy's loss has weight 1", "1|1.0"},
+    {"roll", "mask_type", MT_KEY_FIXED, "max_len_mask is for the loss", "loss"},
+    {"roll", "minibatch_data_iter_num", MT_KEY_FIXED, "a mini-batch is used once in an epoch", "1"},
+    {"roll", "enable_reference", MT_KEY_FIXED, "there is a reference where a divergence from it counts", "true|false"},
+    {"roll", "enable_old_logprobs_recompute force_disable_old_logprobs_recompute", MT_KEY_FIXED,
+     "old log-probabilities are computed once in an iteration", "true|false"},
+    {"roll", "train_infer_correction", MT_KEY_SECTION, "correction"},
+    {"correction", "is_weight", MT_KEY_SECTION, "correction.weight"},
+    {"correction.weight", "enabled", MT_KEY_REFUSED, GAPLESS},
+    {"correction.weight", "weight_type upper_bound detach", MT_KEY_UNUSED, "enabled, which is not supported"},
+    {"roll", "dataset_filter", MT_KEY_SECTION, "filter"},
+    {"filter", "source min_difficulty max_difficulty", MT_KEY_REFUSED, "all samples of the files are read"},
+    {"filter", "num_samples", MT_KEY_FIXED, "all samples of the files are read", "0"},
+    {"roll", "vlm_filter", MT_KEY_UNUSED, "images"},
+    {"roll", "reward_model", MT_KEY_UNUSED, PYTHON},
     {"roll", "error_max_len_threshold", MT_KEY_UNUSED, "error_max_len_clip, which is not supported"},
     {"roll", "is_offload_states", MT_KEY_OFFLOAD, "param-offload", NULL, "actor_train student"},
     {"roll", "is_offload_optimizer_states_in_train_step", MT_KEY_FIXED, "the optimizer's state is in use in a step",
@@ -540,8 +561,7 @@ static const mt_role_key keys[] = {
     {"verl.algorithm", "pf_ppo", MT_KEY_UNUSED, "use_pf_ppo, which is not supported"},
     {"verl.algorithm", "rollout_correction", MT_KEY_SECTION, "verl.correction"},
     {"verl.algorithm", "_target_", MT_KEY_UNUSED, HYDRA},
-    {"verl.correction", "rollout_is rollout_rs bypass_mode", MT_KEY_REFUSED,
-     "training scores the responses itself, and the generator has its weights"},
+    {"verl.correction", "rollout_is rollout_rs bypass_mode", MT_KEY_REFUSED, GAPLESS},
     {"verl.correction",
      "rollout_is_threshold rollout_rs_threshold rollout_rs_threshold_lower rollout_token_veto_threshold loss_type "
      "rollout_is_batch_normalize use_policy_gradient",
@@ -571,6 +591,7 @@ static const mt_role_key keys[] = {
      "apply_chat_template_kwargs gen_batch_size",
      MT_KEY_UNUSED, "verl's datasets"},
 
+    {"verl.trainer", "critic_warmup", MT_KEY_FIXED, "actor and critic train from the first iteration on", "0"},
     {"verl.trainer", "total_epochs", MT_KEY_OPTION, "train-epochs", NULL, LEARNER},
     {"verl.trainer", "total_training_steps", MT_KEY_OPTION, "train-iters", "-1=", LEARNER},
     {"verl.trainer", "default_local_dir", MT_KEY_OPTION, "save", NULL, LEARNER},
@@ -587,7 +608,7 @@ static const mt_role_key keys[] = {
      TRINITY},
     {"verl.trainer",
      "balance_batch nnodes n_gpus_per_node resume_from_path del_local_ckpt_after_load val_before_train val_only "
-     "critic_warmup default_hdfs_dir max_critic_ckpt_to_keep max_ref_ckpt_to_keep device use_legacy_worker_impl "
+     "default_hdfs_dir max_critic_ckpt_to_keep max_ref_ckpt_to_keep device use_legacy_worker_impl "
      "ray_wait_register_center_timeout esi_redundant_time profile_steps",
      MT_KEY_UNUSED, RAY},
 };

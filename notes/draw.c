@@ -1329,7 +1329,7 @@ static void draw_groups(picture *p, double x, double y, const mt_grid_shape *sha
 
 static void draw_grid(const char *folder) {
     static const mt_group_kind kinds[] = {MT_GROUP_TENSOR,      MT_GROUP_CONTEXT,       MT_GROUP_DATA,
-                                          MT_GROUP_PIPELINE,    MT_GROUP_DATA_CONTEXT,  MT_GROUP_MODEL,
+                                          MT_GROUP_PIPELINE,    MT_GROUP_DATA_CONTEXT,  MT_GROUP_STAGE,
                                           MT_GROUP_KV_REPLICAS, MT_GROUP_TENSOR_CONTEXT};
     const mt_grid_shape shape = {.tensor = 2,
                                  .context = 2,

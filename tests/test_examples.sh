@@ -43,6 +43,12 @@ linear() {
         says "^$1 ranks, .*: ok\$" "$work/out"
 }
 
+# Every step's result is the CPU's; without a GPU it says that it measures nothing.
+climbs() {
+    "$examples/norm_ladder" >"$work/out" 2>"$work/err" || return 1
+    says ' skipped: no GPU answers' "$work/out" || [ "$(grep -c 'of the copy rate$' "$work/out")" = 8 ]
+}
+
 check train_from_arrays trains_from_arrays
 check load_and_generate_tokens generates
 if [ -r "$story/config.json" ]; then
@@ -52,6 +58,11 @@ else
 fi
 check load_and_generate_refuses_a_folder_without_a_model refuses_what_is_no_model
 check one_attention_call attends
+if [ -x "$examples/norm_ladder" ]; then
+    check norm_ladder climbs
+else
+    echo "skipped: norm_ladder, built without CUDA"
+fi
 check tensor_parallel_linear_on_1_rank linear 1
 if [ -n "${HAVE_MPI:-}" ] && command -v mpirun >/dev/null; then
     check tensor_parallel_linear_on_2_ranks linear 2

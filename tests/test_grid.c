@@ -58,8 +58,6 @@ static bool together(const mt_grid_shape *s, mt_group_kind kind, const place *a,
         return tp && cp && dp;
     case MT_GROUP_EMBEDDING:
         return tp && cp && dp && ends;
-    case MT_GROUP_MODEL:
-        return cp && dp;
     case MT_GROUP_TENSOR_CONTEXT:
         return dp && pp;
     case MT_GROUP_STAGE:
@@ -148,7 +146,7 @@ static void groups_are_those_of_megatrons_example(void **state) {
     expect_members(&s, MT_GROUP_PIPELINE, 11, 4, (int[]){3, 7, 11, 15});
     expect_members(&s, MT_GROUP_EMBEDDING, 15, 2, (int[]){3, 15});
     expect_members(&s, MT_GROUP_EMBEDDING, 7, 1, (int[]){7});
-    expect_members(&s, MT_GROUP_MODEL, 2, 8, (int[]){2, 3, 6, 7, 10, 11, 14, 15});
+    expect_members(&s, MT_GROUP_STAGE, 6, 4, (int[]){4, 5, 6, 7});
 }
 
 /* The help of --hierarchical-context-parallel-sizes: with "2 4" two adjacent GPUs form the first level, and those with

@@ -150,6 +150,21 @@ EOF
     prints "$roles/verl.yaml" actor_train && sets actor_rollout_ref.actor.shuffle shuffle-mini-batches false
 }
 
+# Names of ROLL's configuration that hold here with one value.
+properties_are_fixed() {
+    set -- 'actor_train: {model_args: {}}' 'async_generation_ratio: 0' 'critic_warmup: 0' 'mask_type: loss' \
+        'enable_reference: true' 'train_infer_correction: {is_weight: {enabled: false, upper_bound: 1.2}}' \
+        'dataset_filter: {source: ~, num_samples: 0}'
+    printf '%s\n' "$@" >"$work/fixed.yaml"
+    prints "$work/fixed.yaml" actor_train && unused async_generation_ratio 'responses are of the present' || return 1
+    for change in 's/ratio: 0/ratio: 1=async_generation_ratio can only be 0' 's/warmup: 0/warmup: 3=critic_warmup can' \
+        's/enabled: false/enabled: true=enabled is not supported' 's/source: ~/source: a=source is not supported' \
+        's/num_samples: 0/num_samples: 5=num_samples can only be 0' 's/mask_type: loss/mask_type: all=mask_type can'; do
+        sed "${change%%=*}/" "$work/fixed.yaml" >"$work/bad.yaml" &&
+            refused "${change#*=}" "$train" --config "$work/bad.yaml" --role actor_train --print-config || return 1
+    done
+}
+
 # Names of verl's later configurations, and sections that oc.select leads to.
 later_verl_is_read() {
     cat >"$work/later.yaml" <<'EOF'
@@ -597,6 +612,7 @@ check infer_reads_its_role infer_reads_its_role
 check absent_keys_have_their_defaults absent_keys_have_their_defaults
 check verl_is_read verl_is_read
 check verl_learns_as_dapo verl_learns_as_dapo
+check properties_are_fixed properties_are_fixed
 check later_verl_is_read later_verl_is_read
 check idle_options_of_rl_are_unused idle_options_of_rl_are_unused
 check ratios_of_the_command_line_win ratios_of_the_command_line_win
