@@ -1008,7 +1008,8 @@ static void mt_transpose_segments(void *to, int64_t stride, const void *x, int64
         for (int64_t c0 = 0; c0 < C; c0 += 16) // whole cache lines of floats
             for (int64_t r = begin; r < end; r++)
                 for (int64_t c = c0; c < mt_min(c0 + 16, C); c++) {
-                    int64_t i = c * stride + first + r - begin, j = r * x_stride + c;
+                    int64_t i = c * stride + first + r - begin;
+                    int64_t j = (a->source ? a->compact + a->source[r] : r) * x_stride + c;
                     if (codes)
                         ((uint8_t *)to)[i] = ((const uint8_t *)x)[j];
                     else
@@ -1026,6 +1027,8 @@ static void mt_cpu_quantize(const mt_quantize_args *a, mt_dtype dtype, mt_stream
         one.x = (const char *)a->x + i / a->copies * a->C * mt_dtype_size(dtype);
         one.rows.data = a->rows.data + a->position[i] * a->rows.stride;
         mt_cpu_quantize(&one, dtype, stream);
+        if (a->compact == 0) continue;
+        memcpy(a->rows.data + (a->compact + i / a->copies) * a->rows.stride, one.rows.data, (size_t)a->C);
     }
     if (a->position) return;
     int64_t R = a->R, C = a->C, n = R * C, begin = a->offsets ? a->offsets[0] : 0,
@@ -3906,6 +3909,7 @@ static mt_quantize_args mt_fp8_rows(const mt_tensor_parallel *tp, const mt_linea
     mt_quantize_args a = mt_fp8_args(tp, l, operand, operand == MT_FP8_DY ? io->dy : io->x, T, io->offsets);
     if (rows && !l->fp8->in_place) a.rows = mt_fp8_allocate(&recipe->scratch, 1, T, a.C, format, recipe->blocks);
     if (columns) a.columns = mt_fp8_allocate_columns(&recipe->scratch, l, T, a.C, format);
+    if (l->fp8->in_place) a.compact = T, a.source = operand == MT_FP8_DY ? io->dy_source : io->x_source;
     if (l->fp8->in_place && columns) tp->ops->fp8_transpose(&a, tp->stream);
     if (!l->fp8->in_place && (rows || columns)) tp->ops->quantize(&a, tp->dtype, tp->stream);
     return a;
@@ -6719,19 +6723,19 @@ static void mt_dispatch_exchange(mt_model *m, const mt_pass *p, const mt_routing
     if (probs) mt_exchange_rows(m, r, e->dispatched.weights, e->rows.weights, 1, MT_F32, false);
 }
 
-/* Dispatch, postprocess: rows[M, C] and weights[M], sorted by expert. */
+/* Dispatch, postprocess: rows[M, C] and weights[M], sorted by expert. In fp8 a token's row is quantized once. */
 static void mt_dispatch_postprocess(mt_model *m, const mt_pass *p, const mt_routing *r, void *rows, float *weights,
-                                    const void *x, const float *probs, const mt_linear *reader,
-                                    mt_fp8_operand operand) {
+                                    const void *x, const float *probs, const mt_linear *reader, mt_fp8_operand kind) {
     mt_experts *e = m->experts;
-    mt_quantize_args a = mt_fp8_args(&p->tp, reader, operand, rows, r->num_rows, NULL);
+    mt_quantize_args a = mt_fp8_args(&p->tp, reader, kind, rows, r->num_rows, NULL);
     if (e->group->size > 1) mt_wait_stream(m, p->stream, e->comm);
     if (e->uses_allgather) x = e->gathered;
     if (e->exchanges) x = e->dispatched.input, probs = probs ? e->dispatched.weights : NULL;
     a.x = x, a.position = e->exchanges ? r->rows.from_expert : r->position;
     a.copies = e->exchanges ? 1 : e->router.topk * (e->uses_allgather ? 1 : m->grid->expert_tensor.size);
     if (!e->exchanges) a.R = mt_dispatched_rows(m, p) * (e->uses_allgather ? e->group->size : 1);
-    if (a.rows.data) // a row is read and quantized once
+    a.compact = e->group->size == 1 ? r->num_rows : 0; // in the half of the rows' memory that fp8 leaves free
+    if (a.rows.data)
         m->ops->quantize(&a, m->dtype, p->stream);
     else
         mt_gather_rows(m, p, rows, x, e->exchanges ? r->rows.to_expert : r->token, r->num_rows);
@@ -6841,6 +6845,7 @@ static void mt_expert_mlp_backward(mt_model *m, const mt_pass *p, mt_layer *w, c
     const mt_expert_rows *rows = &r->rows, *d = &m->experts->rows;
     mt_linear_io down = mt_expert_io(m, r), fc1 = down;
     down.x = rows->active, down.dy = d->input, down.dx = d->active, down.reader = &w->expert_fc1;
+    down.dy_source = m->experts->group->size == 1 ? r->token : NULL;
     down.activation = mt_options_activation(m->options), down.hidden = rows->hidden, down.dhidden = d->hidden;
     if (m->experts->scales_output) {
         m->ops->scale_rows_backward(d->output, d->weights, d->input, rows->output, rows->weights, r->num_rows, m->C,
@@ -6894,7 +6899,7 @@ static void mt_experts_backward(mt_model *m, const mt_pass *p, mt_layer *w, mt_a
     mt_expert_mlp_backward(m, p, w, r);
     mt_combine_exchange(m, p, r);
     mt_linear_io fc1 = mt_expert_io(m, r);
-    fc1.x = r->rows.input, fc1.dy = e->rows.hidden;
+    fc1.x = r->rows.input, fc1.dy = e->rows.hidden, fc1.x_source = e->group->size == 1 ? r->token : NULL;
     mt_linear_backward_weight(&p->tp, &w->expert_fc1, &fc1);
     mt_combine_weights(m, p, r);
     mt_route_backward(m, p, w, r, a->mlp_norm.y);

@@ -795,6 +795,8 @@ typedef struct mt_quantize_args {
      * row r is row r */
     const int32_t *position;
     int64_t copies;
+    int64_t compact;       // with positions, > 0: row r goes to row compact + r as well
+    const int32_t *source; // fp8_transpose, rows of experts: row m is compact + source[m] of `rows`; NULL: m
 } mt_quantize_args;
 
 /* A rank's part of weights: elements [first, first + n) of w[count, R, C], whose rows are C wide. Other ranks have the
@@ -1998,7 +2000,10 @@ typedef struct mt_linear_io {
     void *dhidden;                  // backward: the gradient of `hidden`
     float *dgates;                  // backward: the gradient of `gates`
     const struct mt_linear *reader; // experts: the linear whose x is `active`, or whose dy is dhidden; NULL: none
-    void *rounded;                  // router: scratch [rows, N] of the model's type, where that is not fp32
+    /* experts, with mt_fp8_linear.in_place: x, or dy, has copies of tokens' rows, which also follow them once: row r is
+     * that of token source[r]. NULL: no */
+    const int32_t *x_source, *dy_source;
+    void *rounded; // router: scratch [rows, N] of the model's type, where that is not fp32
     /* grouped: rows [offsets[e], offsets[e + 1]) are expert e's; on the host too for one product per expert */
     const int32_t *offsets, *host_offsets;
     int64_t num_rows;

@@ -197,7 +197,9 @@ template <class T, mt_dtype FORMAT> struct fp8_rows {
         static_assert(N == 8, "a word of 8 bytes");
         uint32_t bits[N / 4];
         if (!exists) return;
-        largest = mt_pack_to_fp8<FORMAT>(bits, mt_from_float<T>(x), factor, largest);
+        const mt_pack<T, N> rounded = mt_from_float<T>(x);
+        mt_pack_to_fp8<FORMAT>(bits, rounded, factor);
+        largest = max(largest, mt_magnitude(rounded));
         mt_store_word((uint2 *)(to.data + c), make_uint2(bits[0], bits[1]));
     }
     __device__ void finish(void) {

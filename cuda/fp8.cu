@@ -349,24 +349,26 @@ template <class T> static void quantize(const mt_quantize_args *a, mt_stream *st
  * bytes per element in bf16, writes `copies`. */
 template <class T, mt_dtype FORMAT>
 static __global__ void __launch_bounds__(THREADS)
-    quantize_positions(const quantize_task<T> task, const int32_t *position, int copies, unsigned width) {
+    quantize_positions(const quantize_task<T> task, const int32_t *position, int copies, int64_t compact,
+                       unsigned width) {
     const unsigned index = blockIdx.x * THREADS + threadIdx.x, r = index / width, column = index % width * 16;
     const float scale = *task.scale;
     uint32_t largest = 0;
     if (index == 0) *task.rows.inverse_scales = 1 / scale;
     if (r < task.R) {
         const mt_pack<T, 16> x = mt_load<16>(task.x + r * task.C + column);
-        uint32_t bits[4], of_row;
-        of_row = mt_pack_to_fp8<FORMAT>(bits, x, scale, 0);
+        uint32_t bits[4], of_row = mt_magnitude(x);
+        mt_pack_to_fp8<FORMAT>(bits, x, scale);
+        const uint4 word = make_uint4(bits[0], bits[1], bits[2], bits[3]);
         position += (int64_t)r * copies;
 #pragma unroll 8
         for (int i = 0; i < copies; i++) {
             const int32_t place = position[i];
             if (place < 0) continue;
             largest = of_row;
-            mt_store_word((uint4 *)(task.rows.data + place * task.rows.stride + column),
-                          make_uint4(bits[0], bits[1], bits[2], bits[3]));
+            mt_store_word((uint4 *)(task.rows.data + place * task.rows.stride + column), word);
         }
+        if (compact > 0) mt_store_word((uint4 *)(task.rows.data + (compact + r) * task.rows.stride + column), word);
     }
     if (task.amax) mt_raise_amax(task.amax, largest);
 }
@@ -377,7 +379,7 @@ template <class T> static void launch_positions(const mt_quantize_args *a, mt_st
     const auto kernel =
         a->rows.format == MT_F8_E4M3 ? quantize_positions<T, MT_F8_E4M3> : quantize_positions<T, MT_F8_E5M2>;
     MT_CHECK(blocks * THREADS <= UINT32_MAX);
-    kernel<<<(unsigned)blocks, THREADS, 0, mt_cuda_stream(stream)>>>(task, a->position, (int)a->copies,
+    kernel<<<(unsigned)blocks, THREADS, 0, mt_cuda_stream(stream)>>>(task, a->position, (int)a->copies, a->compact,
                                                                      (unsigned)width);
     MT_CUDA_LAUNCHED();
 }
@@ -421,59 +423,81 @@ __device__ static inline mt_fp8_matrix matrix_at(mt_fp8_matrix matrix, int64_t R
 
 /* ---- transpose --------------------------------------------------------------------------------------------------- */
 
-/* columns[C, R] = rows[R, C], bytes; offsets: of experts' rows, or NULL. A block takes 128 x 128; a word of shared
- * memory holds 4 columns of a row. The words of row r are stored at w ^ 4 (r / 16), so that 8 threads, which read 16
- * rows each, meet different banks. */
-static __global__ void __launch_bounds__(THREADS)
+/* columns[C, R] = rows[R, C], bytes; offsets and source: of experts' rows, or NULL. A block takes 128 rows, 128 columns
+ * at a time, and loads the next while it stores. A word of shared memory holds 4 columns of a row. The words of row r
+ * are stored at w ^ 4 (r / 16), so that 8 threads, which read 16 rows each, meet different banks. With a source, which
+ * has each row of the copies once, all rows of some columns are transposed before the next columns: these columns of
+ * the source stay in L2. */
+enum { GROUP = 4 }; // tiles of 128 columns per block
+static __global__ void __launch_bounds__(THREADS, 4)
     transpose_tiles(const mt_fp8_matrix all_rows, const mt_fp8_matrix all_columns, int64_t R, int64_t C,
-                    const int32_t *offsets, int num_experts) {
-    __shared__ uint32_t tile[TILE][TILE / 4];
+                    const int32_t *offsets, int num_experts, const int32_t *source) {
+    constexpr int WORDS = TILE * TILE / 16 / THREADS;
+    __shared__ uint32_t tiles[2][TILE][TILE / 4];
+    mt_begin_next();
+    mt_wait_for_previous();
     const mt_fp8_matrix rows = matrix_at(all_rows, R, blockIdx.z), columns = matrix_at(all_columns, C, blockIdx.z);
-    const int64_t row = (int64_t)blockIdx.y * TILE, column = (int64_t)blockIdx.x * TILE;
-    uint8_t *to = columns.data;
-    int64_t first = row, count = R - row; // rows of this tile
+    const unsigned index = source ? blockIdx.x : blockIdx.y, group_of_columns = source ? blockIdx.y : blockIdx.x;
+    const int64_t row = (int64_t)index * TILE, end = min(C, (int64_t)(group_of_columns + 1) * GROUP * TILE);
+    int64_t column = (int64_t)group_of_columns * GROUP * TILE, first = row, count = R - row; // rows of this block
     if (offsets) {
         int expert, begin = 0, of_expert = 0, before = 0;
-        mt_find_expert_rows<TILE>(offsets, num_experts, (int)blockIdx.y, expert, begin, of_expert, before);
+        mt_find_expert_rows<TILE>(offsets, num_experts, (int)index, expert, begin, of_expert, before);
         first = begin + before, count = of_expert - before;
     }
-    const uint8_t *from = rows.data + first * rows.stride + column;
-    if ((row < R || offsets) && threadIdx.x == 0)
-        columns.inverse_scales[scale_index(columns, C, column, row)] =
-            rows.inverse_scales[scale_index(rows, R, row, column)];
+    const int line = threadIdx.x / 8, place = threadIdx.x % 8, group = threadIdx.x % 8, word = threadIdx.x / 8;
+    const uint8_t *from[WORDS];
 #pragma unroll
-    for (int k = 0; k < TILE * TILE / 16 / THREADS; k++) {
-        const int r = k * (THREADS / 8) + threadIdx.x / 8, place = threadIdx.x % 8;
-        const bool exists = r < count && column + place * 16 < C;
-        *(uint4 *)&tile[r][(place ^ r / 16) * 4] =
-            exists ? *(const uint4 *)(from + r * rows.stride + place * 16) : make_uint4(0, 0, 0, 0);
-    }
-    __syncthreads();
-    const int group = threadIdx.x % 8, word = threadIdx.x / 8;
-    uint32_t x[16];
+    for (int k = 0, r = line; k < WORDS; k++, r += THREADS / 8)
+        from[k] = rows.data + (source && r < count ? source[first + r] : first + r) * rows.stride + place * 16;
+    uint8_t *to = columns.data + word * 4 * columns.stride + row + group * 16;
+    const bool stores = row + group * 16 < columns.stride;
+    uint4 words[WORDS];
+    const auto load = [&](int64_t column) {
 #pragma unroll
-    for (int i = 0; i < 16; i++) x[i] = tile[group * 16 + i][word ^ group * 4];
-#pragma unroll
-    for (int j = 0; j < 4; j++) {
-        uint32_t bytes[4];
-#pragma unroll
-        for (int i = 0; i < 4; i++) {
-            const uint32_t low = __byte_perm(x[4 * i], x[4 * i + 1], j | (4 + j) << 4);
-            bytes[i] = __byte_perm(low, __byte_perm(x[4 * i + 2], x[4 * i + 3], j | (4 + j) << 4), 0x5410);
+        for (int k = 0; k < WORDS; k++) {
+            const bool exists = k * (THREADS / 8) + line < count && column + place * 16 < C;
+            words[k] = exists ? *(const uint4 *)(from[k] + column) : make_uint4(0, 0, 0, 0);
         }
-        const int64_t c = column + word * 4 + j, r = row + group * 16;
-        if (c < C && r < columns.stride)
-            *(uint4 *)(to + c * columns.stride + r) = make_uint4(bytes[0], bytes[1], bytes[2], bytes[3]);
+    };
+    load(column);
+    for (int buffer = 0; column < end; column += TILE, buffer ^= 1) {
+        uint32_t(&tile)[TILE][TILE / 4] = tiles[buffer];
+        if ((row < R || offsets) && threadIdx.x == 0)
+            columns.inverse_scales[scale_index(columns, C, column, row)] =
+                rows.inverse_scales[scale_index(rows, R, row, column)];
+#pragma unroll
+        for (int k = 0, r = line; k < WORDS; k++, r += THREADS / 8) *(uint4 *)&tile[r][(place ^ r / 16) * 4] = words[k];
+        __syncthreads(); // the buffer that is written next was read before this barrier
+        if (column + TILE < end) load(column + TILE);
+        uint32_t x[16];
+#pragma unroll
+        for (int i = 0; i < 16; i++) x[i] = tile[group * 16 + i][word ^ group * 4];
+#pragma unroll
+        for (int j = 0; j < 4; j++) {
+            uint32_t bytes[4];
+#pragma unroll
+            for (int i = 0; i < 4; i++) {
+                const uint32_t low = __byte_perm(x[4 * i], x[4 * i + 1], j | (4 + j) << 4);
+                bytes[i] = __byte_perm(low, __byte_perm(x[4 * i + 2], x[4 * i + 3], j | (4 + j) << 4), 0x5410);
+            }
+            if (stores && column + word * 4 + j < C)
+                __stcs((uint4 *)(to + (column + j) * columns.stride),
+                       make_uint4(bytes[0], bytes[1], bytes[2], bytes[3])); // keeps the rows in L2
+        }
     }
 }
 
 extern "C" void mt_cuda_fp8_transpose(const mt_quantize_args *a, mt_stream *stream) {
-    const dim3 blocks(mt_grid_size(a->C, TILE), mt_grid_size(mt_max(a->R, a->columns.stride), TILE),
-                      (unsigned)a->count);
+    const unsigned groups = mt_grid_size(a->C, GROUP * TILE);
+    const unsigned row_tiles = mt_grid_size(mt_max(a->R, a->columns.stride), TILE);
+    const dim3 blocks(a->source ? row_tiles : groups, a->source ? groups : row_tiles, (unsigned)a->count);
     MT_CHECK(a->C % MT_CUDA_FP8_MULTIPLE == 0 && mt_wide(MT_U8, {a->rows.data, a->columns.data}, {}));
     MT_CHECK(a->rows.blocks == MT_FP8_TENSOR || (a->rows.blocks == MT_FP8_BLOCK_128 && !a->offsets));
-    transpose_tiles<<<blocks, THREADS, 0, mt_cuda_stream(stream)>>>(a->rows, a->columns, a->R, a->C, a->offsets,
-                                                                    (int)a->num_experts);
+    mt_fp8_matrix rows = a->rows;
+    if (a->source) rows.data += a->compact * rows.stride;
+    mt_launch_early(transpose_tiles, blocks, THREADS, 0, mt_cuda_stream(stream), rows, a->columns, a->R, a->C,
+                    a->offsets, (int)a->num_experts, a->source);
     MT_CUDA_LAUNCHED();
 }
 

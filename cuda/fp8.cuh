@@ -17,18 +17,27 @@ template <mt_dtype FORMAT> __device__ static inline uint32_t mt_to_fp8(float a, 
     return low | high << 16;
 }
 
-/* bits[N / 4] = x times `scale` in fp8; returns the larger of `largest` and the magnitudes of x. */
+/* bits[N / 4] = x times `scale` in fp8. */
 template <mt_dtype FORMAT, class T, int N>
-__device__ static inline uint32_t mt_pack_to_fp8(uint32_t *bits, const mt_pack<T, N> &x, float scale,
-                                                 uint32_t largest) {
+__device__ static inline void mt_pack_to_fp8(uint32_t *bits, const mt_pack<T, N> &x, float scale) {
 #pragma unroll
-    for (int i = 0; i < N; i += 4) {
+    for (int i = 0; i < N; i += 4)
         bits[i / 4] = mt_to_fp8<FORMAT>(mt_element(x, i) * scale, mt_element(x, i + 1) * scale,
                                         mt_element(x, i + 2) * scale, mt_element(x, i + 3) * scale);
+}
+
+/* The bits of the largest magnitude of x. */
+template <int N> __device__ static inline uint32_t mt_magnitude(const mt_pack<float, N> &x) {
+    uint32_t largest = 0;
 #pragma unroll
-        for (int j = i; j < i + 4; j++) largest = max(largest, __float_as_uint(mt_element(x, j)) & 0x7fffffff);
-    }
+    for (int i = 0; i < N; i++) largest = max(largest, __float_as_uint(x.value[i]) & 0x7fffffff);
     return largest;
+}
+template <int N> __device__ static inline uint32_t mt_magnitude(const mt_pack<__nv_bfloat16, N> &x) {
+    uint32_t pair = 0;
+#pragma unroll
+    for (int i = 0; i < N / 2; i++) pair = __vmaxu2(pair, x.pairs[i] & 0x7fff7fff);
+    return max(pair << 16, pair & 0xffff0000);
 }
 
 /* Raises *amax to the largest magnitude of the block. All threads of the block call it. Most blocks find a larger one

@@ -305,16 +305,34 @@ mt_feed mt_feed_begin(mt_loader *loader, int64_t consumed_samples, int64_t sampl
     return feed;
 }
 
+/* Refuses more sequences than seq_aux_loss is planned for. Samples and documents are cut anywhere by context ranks, so
+ * a micro-batch may have more of them than a rank has tokens. mt_batch_check would refuse it too, but on its ranks
+ * alone, while others wait for them in the exchange of experts. */
+static int check_sequences(const mt_loader *loader, const mt_batch *batch, mt_error *error) {
+    const mt_options *o = loader->config->options;
+    if (!o || o->num_experts == 0 || o->moe_router_load_balancing_type != MT_BALANCING_SEQ_AUX_LOSS) return 0;
+    int64_t padded = mt_rank_tokens(o, batch->num_tokens) * o->context_parallel_size, longest = 64; // see mt_batch_pad
+    int64_t sequences = batch->num_spans + mt_divide_up(padded - batch->num_tokens, longest);
+    int64_t room = mt_rank_tokens(o, loader->micro_batch_size * loader->config->seq_length);
+    if (sequences <= room) return 0;
+    return mt_error_set(
+        error,
+        "a micro-batch has %lld sequences, and --moe-router-load-balancing-type seq_aux_loss is planned "
+        "for %lld, the tokens of a rank; take aux_loss, or a smaller --context-parallel-size",
+        (long long)sequences, (long long)room);
+}
+
 /* Fills a micro-batch of a feed. */
 static int fill_batch(const mt_feed *feed, int64_t index, mt_batch *batch, mt_error *error) {
     mt_loader *loader = feed->loader;
     if (!loader->dataset->packing) {
         int64_t stride = loader->micro_batch_size * loader->dp_size;
-        return mt_loader_fill(loader, feed->consumed + index * stride, batch, error);
+        if (mt_loader_fill(loader, feed->consumed + index * stride, batch, error) != 0) return -1;
+        return check_sequences(loader, batch, error);
     }
     fill_rows(loader, index, feed->rank, batch);
     if (index == feed->micro_batches - 1) plan_next_step(loader, feed);
-    return 0;
+    return check_sequences(loader, batch, error);
 }
 
 int mt_feed_batch(void *context, int64_t index, mt_batch *batch, mt_error *error) {

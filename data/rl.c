@@ -255,7 +255,7 @@ static int take_critic_shape(mt_options *own, const mt_options *o, const char *f
     mt_head_type head = own->head_type;
     own->lr = o->critic_lr, own->min_lr = fmin(o->min_lr, o->critic_lr);
     (void)mt_model_role_sizes_apply(own, sizes);
-    if (mt_options_finish_model(own, o, option, world_size, error) != 0) return -1;
+    if (mt_options_finish_model(own, o, option, "critic", world_size, error) != 0) return -1;
     own->head_type = head;
     own->stage = o->stage, own->global_batch_size = o->global_batch_size; // an iteration is the run's
     own->train_iters = o->train_iters, own->num_iterations = o->num_iterations;
@@ -331,7 +331,8 @@ static int open_reward_model(mt_rl *rl, const mt_model_plan *plan, mt_error *err
     if (own->num_experts > 0 && !apart) // on the actor's grid, also if the actor has none
         own->expert_model_parallel_size = c->grid->expert.size,
         own->expert_tensor_parallel_size = c->grid->expert_tensor.size;
-    if (status == 0) status = mt_options_finish_model(own, c->options, "--reward-load", c->grid->world.size, error);
+    if (status == 0)
+        status = mt_options_finish_model(own, c->options, "--reward-load", "reward", c->grid->world.size, error);
     if (mt_agree(&c->grid->world, status != 0, error) != 0) return -1;
     if (apart && mt_model_role_build_grid(&p->role, error) != 0) return -1;
     return open_partner(rl, p, plan, error);

@@ -182,9 +182,12 @@ int mt_options_check_expert_ranks(const mt_options *options, int64_t expert, con
                         (long long)expert, role, strcmp(role, "reward") == 0 ? " model" : "");
 }
 
-int mt_options_finish_model(mt_options *t, const mt_options *o, const char *option, int64_t world_size,
-                            mt_error *error) {
+int mt_options_finish_model(mt_options *t, const mt_options *o, const char *option, const char *role,
+                            int64_t world_size, mt_error *error) {
     mt_error cause;
+    char advice[120] = "";
+    bool as_run = t->tensor_model_parallel_size == o->tensor_model_parallel_size &&
+                  t->pipeline_model_parallel_size == o->pipeline_model_parallel_size;
     if (t->vocab_size != o->vocab_size)
         return mt_error_set(error,
                             "%s %s: has a vocabulary of %lld tokens and the trained model one of %lld; take a model "
@@ -196,7 +199,9 @@ int mt_options_finish_model(mt_options *t, const mt_options *o, const char *opti
                             "otherwise; set --context-parallel-size to 1",
                             option, t->load, (long long)t->window_size, (long long)o->window_size);
     if (mt_options_finish(t, MT_PROGRAM_LIBRARY, world_size, &cause) == 0) return 0;
-    return mt_error_set(error, "%s %s: %s", option, t->load, cause.text);
+    if (as_run && world_size > o->data_parallel_size)
+        snprintf(advice, sizeof advice, "; or give it a layout of its own by --%s-*-model-parallel-size", role);
+    return mt_error_set(error, "%s %s: %s%s", option, t->load, cause.text, advice);
 }
 
 /* Options of the model in the folder --teacher-load, on its own layout or that of the run. */
@@ -207,7 +212,7 @@ static int teacher_options(mt_options *t, const mt_options *o, const mt_grid *gr
         return mt_error_set(error, "--teacher-load %s: has a value head; take a language model's folder", t->load);
     if (mt_options_check_expert_ranks(t, sizes.expert, "teacher", error) != 0) return -1;
     *apart = mt_model_role_sizes_apply(t, sizes);
-    return mt_options_finish_model(t, o, "--teacher-load", grid->world.size, error);
+    return mt_options_finish_model(t, o, "--teacher-load", "teacher", grid->world.size, error);
 }
 
 /* ---- the greatest of the teacher's logits */

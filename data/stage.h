@@ -41,10 +41,11 @@ int mt_options_of_learner(mt_options *options, const mt_options *of_run, const c
 /* An error if `expert`, the size of --ROLE-expert-model-parallel-size, is for a model without experts. */
 int mt_options_check_expert_ranks(const mt_options *options, int64_t expert, const char *role, mt_error *error);
 
-/* Derives and checks them, once the caller has set the model's layout and stage. `option` names the folder in errors:
- * another size of vocabulary than the run's; a shape that the layout cannot hold. */
-int mt_options_finish_model(mt_options *options, const mt_options *of_run, const char *option, int64_t world_size,
-                            mt_error *error);
+/* Derives and checks them, once the caller has set the model's layout and stage. `option` names the folder in errors,
+ * and --ROLE-*-model-parallel-size the layout: another size of vocabulary than the run's; a shape that the layout
+ * cannot hold. */
+int mt_options_finish_model(mt_options *options, const mt_options *of_run, const char *option, const char *role,
+                            int64_t world_size, mt_error *error);
 
 /* A model that stays as it is and scores the samples of another one: its own log-probabilities, or the logits of a
  * teacher, go into the batches of a training step or of an evaluation. */

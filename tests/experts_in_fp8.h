@@ -85,8 +85,8 @@ static void expert_check(const expert_rows *e, const char *what, mt_quantize_arg
 }
 
 /* quantize with positions, against gather_rows and quantize. Token 1 has no expert and the largest values; others lose
- * some of their choices. */
-static void expert_check_positions(expert_rows *e, int64_t T, int64_t k) {
+ * some of their choices. With `compact` the transpose is made from the tokens' own rows. */
+static void expert_check_positions(expert_rows *e, int64_t T, int64_t k, bool compact) {
     int64_t E = e->num_experts, n = T * k;
     int32_t *position = mt_malloc(n * 4), *token = mt_malloc(n * 4), *offsets = mt_calloc((E + 1) * 4), row = 0;
     for (int64_t expert = 0; expert < E; expert++) { // choice i goes to expert (7 t + 3 i) % E
@@ -105,10 +105,10 @@ static void expert_check_positions(expert_rows *e, int64_t T, int64_t k) {
     void *x = expert_copy(e, host, T * e->C * 2), *gathered = e->ops->memory_alloc(e->M * e->C * 2);
     int32_t *tokens = expert_copy(e, token, e->M * 4), *positions = expert_copy(e, position, n * 4);
     e->offsets = expert_copy(e, offsets, (E + 1) * 4);
-    mt_quantize_args a = expert_args(e, x, e->ops->memory_alloc(e->M * e->C + 16), NULL);
-    a.R = T, a.position = positions, a.copies = k, a.offsets = NULL;
+    mt_quantize_args a = expert_args(e, x, e->ops->memory_alloc((e->M + T) * e->C + 16), NULL);
+    a.R = T, a.position = positions, a.copies = k, a.offsets = NULL, a.compact = compact ? e->M : 0;
     e->ops->quantize(&a, MT_BF16, e->on);
-    a.R = e->M;
+    a.R = e->M, a.source = compact ? tokens : NULL;
     e->ops->gather_rows(gathered, x, tokens, e->M, e->C, e->C, e->C, MT_BF16, e->on);
     expert_check(e, "positions", a, gathered, offsets);
     e->ops->memory_free(x), e->ops->memory_free(gathered), e->ops->memory_free(tokens);
@@ -158,7 +158,7 @@ static void check_rows_in_place(const mt_ops *ops, mt_stream *on) {
         }
         for (int s = 0; s < 3; s++) {
             e.num_experts = s == 2 ? 40 : 6, e.C = s == 0 ? 48 : s == 1 ? 1040 : 144;
-            expert_check_positions(&e, s == 2 ? 300 : 90, s == 0 ? 1 : s == 1 ? 3 : 11);
+            expert_check_positions(&e, s == 2 ? 300 : 90, s == 0 ? 1 : s == 1 ? 3 : 11, s > 0);
         }
         ops->memory_free(e.numbers);
     }

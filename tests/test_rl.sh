@@ -280,7 +280,12 @@ dropout_is_off_unless_given() {
         esac || return 1
     done
     "$@" --stage sft --data-path "$work/sft.jsonl" --print-config >"$work/out" &&
-        says '^  hidden-dropout  *0.2$' "$work/out"
+        says '^  hidden-dropout  *0.2$' "$work/out" || return 1
+    # a run that resumes goes on with its dropout
+    # shellcheck disable=SC2086
+    "$@" --stage $stage --hidden-dropout 0.3 --save "$work/drop.run" >"$work/out" 2>"$work/err" &&
+        "$@" --stage $stage --load "$work/drop.run" --save "$work/drop.run" --finetune=false --print-config \
+            >"$work/out" && says '^  hidden-dropout  *0.3$' "$work/out"
 }
 
 # The reward model prefers ascending digits; an actor that it rewards learns to write them.

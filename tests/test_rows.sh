@@ -107,6 +107,22 @@ if [ -n "$launch" ]; then
         --expert-model-parallel-size 2 --moe-token-dispatcher-type allgather
     check 'experts, variable lengths, pipeline' same 4 --variable-seq-lengths --pipeline-model-parallel-size 2 \
         --expert-model-parallel-size 2 --moe-token-dispatcher-type allgather
+    # rows of many samples of one token, which some ranks have: every rank ends with the reason
+    awk 'BEGIN { for (i = 0; i < 700; i++) {
+        printf "{\"tokens\": [1"
+        for (t = 0; t < (i % 10 ? 1 : 100); t++) printf ", 2"
+        print "]}"
+    } }' >"$work/short.jsonl"
+    too_many_sequences() {
+        # shellcheck disable=SC2086
+        $launch -np 4 "$train" --num-layers 1 --hidden-size 16 --num-attention-heads 2 --vocab-size 8 $rows \
+            --position-embedding-type rope --sft --sequence-packing --data-path "$work/short.jsonl" --split 1,0,0 \
+            --seq-length 100 --train-iters 20 --lr 1e-3 --global-batch-size 4 --eval-iters 0 --device cpu \
+            --context-parallel-size 2 --expert-model-parallel-size 4 --distributed-timeout-seconds 20 \
+            >"$work/out" 2>"$work/err" && return 1
+        says '^error: .*100 sequences, and .* for 50, the tokens of a rank; take aux_loss' "$work/err"
+    }
+    check 'more sequences than tokens of a rank' too_many_sequences
 fi
 
 # ---- documents of a text end anywhere, also between the parts of context ranks
