@@ -1,7 +1,7 @@
 #!/bin/sh
 # megatron.c compiles with no package installed and no -D, under gcc and clang, and includes headers of libc alone;
-# megatron.h and its macros serve C++ as well, and so do the headers of data/. The companions in data/ call megatron.c, never the other way round, and
-# no companion calls another that needs it.
+# megatron.h, its macros and the headers of data/ serve C++ as well. The companions in data/ call megatron.c, never the
+# other way round, and no companion calls another that needs it.
 set -u
 . tests/suite.sh
 strict='-Wall -Wextra -pedantic -Werror'
