@@ -21,7 +21,7 @@
  *   MT_HAVE_CUDNN     --attention-backend cudnn. Link -lcudnn (9.10 or later).
  *   MT_HAVE_SM90A     kernels with wgmma and TMA. nvcc compiles for sm_90a.
  *
- * and in data/:
+ * and in data/, whose files need -D_GNU_SOURCE and jansson:
  *   MT_HAVE_YAML      --config FILE.yaml (data/options.c). Link -lyaml.
  *   MT_HAVE_PCRE2     tokenizers that split text by a pattern (data/tokenizer_encode.c). Link -lpcre2-8.
  *   MT_HAVE_UTF8PROC  tokenizers with a Unicode normal form (data/tokenizer_encode.c). Link -lutf8proc.
