@@ -68,7 +68,7 @@ int64_t mt_checkpoint_whole_before(const char *folder, int64_t before, mt_error 
 typedef struct mt_hf {
     mt_options options; // the shape from config.json, then the settings; finished
     mt_grid *grid;
-    mt_model *model; // to be used with mt_generate (data/rollout.h) or mt_generator_create
+    mt_model *model; // to be used with mt_generate (data/generate.h) or mt_generator_create
     mt_stops stops;  // tokens that end a text: generation_config.json, or else config.json
 } mt_hf;
 

@@ -5,7 +5,7 @@
 
 #include "adapter.h"
 #include "prompts.h"
-#include "rollout.h"
+#include "generate.h"
 #include "transfer.h"
 #include "watchdog.h"
 

@@ -8,7 +8,7 @@
 #include "options.h"
 #include "prompts.h"
 #include "response.h"
-#include "rollout.h"
+#include "generate.h"
 #include "sft.h"
 #include "tokenizer.h"
 

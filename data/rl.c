@@ -3,7 +3,7 @@
  * models are roles (model_role.h), which take turns.
  *
  *   transfer  weights of the actor to the generator, if that has a layout of its own
- *   generate  responses of the actor             rollout.c
+ *   generate  responses of the actor             generate.c
  *   reward    scores of the responses            rewards.c, or a reward model
  *   score     log-probabilities of the actor and of the reference, values of the critic
  *   train     ppo_epochs x mini-batches: steps of the actor and of the critic
@@ -18,7 +18,7 @@
 #include "prompts.h"
 #include "report.h"
 #include "response.h"
-#include "rollout.h"
+#include "generate.h"
 #include "rollouts.h"
 #include "stage.h"
 #include "transfer.h"

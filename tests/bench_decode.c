@@ -9,7 +9,7 @@
  */
 #include "../data/options.h"
 #include "../data/prompts.h"
-#include "../data/rollout.h"
+#include "../data/generate.h"
 
 #include <stdlib.h>
 #include <string.h>

@@ -4,7 +4,7 @@
 #include "../data/file.h"
 #include "../data/options.h"
 #include "../data/prompts.h"
-#include "../data/rollout.h"
+#include "../data/generate.h"
 
 #include <ftw.h>
 #include <stdlib.h>

@@ -11,7 +11,7 @@
 #include "../data/checkpoint.h"
 #include "../data/options.h"
 #include "../data/prompts.h"
-#include "../data/rollout.h"
+#include "../data/generate.h"
 #include "families.h"
 
 #include <jansson.h>

@@ -4,7 +4,7 @@
 #include "../data/options.h"
 #include "../data/prompts.h"
 #include "../data/response.h"
-#include "../data/rollout.h"
+#include "../data/generate.h"
 
 #include <jansson.h>
 #include <math.h>

@@ -2,7 +2,7 @@
  * and the losses of the steps are those of one rank. Run by mpirun. */
 #include "../data/options.h"
 #include "../data/prompts.h"
-#include "../data/rollout.h"
+#include "../data/generate.h"
 
 #include <math.h>
 #include <setjmp.h>

@@ -7,7 +7,7 @@
  */
 #include "data/checkpoint.h"
 #include "data/prompts.h"
-#include "data/rollout.h"
+#include "data/generate.h"
 #include "data/tokenizer.h"
 
 #include <stdlib.h>

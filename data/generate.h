@@ -1,6 +1,6 @@
-/* rollout.h: whole sequences from many prompts, on all data-parallel ranks. */
-#ifndef MT_ROLLOUT_H
-#define MT_ROLLOUT_H
+/* generate.h: whole sequences from many prompts, on all data-parallel ranks. */
+#ifndef MT_GENERATE_H
+#define MT_GENERATE_H
 
 #include "../megatron.h"
 

@@ -1,5 +1,5 @@
-/* rollout.c: whole sequences from many prompts, on all data-parallel ranks. */
-#include "rollout.h"
+/* generate.c: whole sequences from many prompts, on all data-parallel ranks. */
+#include "generate.h"
 
 #include "prompts.h"
 
