@@ -10818,6 +10818,8 @@ static void mt_model_count_live(const mt_model *m, int64_t *live) {
     for (int64_t chunk = 0; chunk < m->num_chunks; chunk++) live[chunk] = 1;
     if (!m->plan.train || m->grid->pipeline.size == 1) return;
     int64_t batches = mt_divide_up(o->global_batch_size, o->micro_batch_size * o->data_parallel_size);
+    int64_t group = mt_max(o->microbatch_group_size_per_virtual_pipeline_stage, 1); // below: any number, as it varies
+    if (o->dynamic_context_parallel) batches = (mt_divide_up(4 * m->grid->pipeline.size, group) + 2) * group;
     mt_schedule schedule = mt_schedule_of(o, batches);
     int64_t count = mt_schedule_actions(NULL, &schedule, m->grid->pipeline.rank), *now = mt_calloc(m->num_chunks * 8);
     mt_action *actions = mt_malloc(count * (int64_t)sizeof *actions);

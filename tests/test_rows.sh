@@ -83,6 +83,8 @@ for reference in packed alone; do
         '4 --context-parallel-size 4 --min-dynamic-context-parallel-size 2' \
         '4 --context-parallel-size 2 --pipeline-model-parallel-size 2' \
         '4 --context-parallel-size 2 --pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2' \
+        '4 --context-parallel-size 2 --pipeline-model-parallel-size 2 --micro-batch-size 8
+            --max-seqlen-per-dp-cp-rank 80' \
         '4 --context-parallel-size 2 --tensor-model-parallel-size 2 --sequence-parallel' \
         '4 --context-parallel-size 2 --data-parallel-sharding-strategy optim_grads_params' \
         '2 --context-parallel-size 2 --cp-comm-type all_gather' '2 --context-parallel-size 2 --cp-comm-type a2a'; do
