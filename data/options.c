@@ -313,6 +313,7 @@ static int mt_setting_set_words(mt_option_reader *reader, const mt_setting *sett
 int mt_options_set(mt_options *options, const char *name, const char *value, mt_error *error) {
     char where[112];
     mt_option_reader reader = {.options = options, .program = MT_PROGRAM_LIBRARY};
+    if (strncmp(name, "--", 2) == 0) name += 2;
     mt_setting setting = mt_setting_find(name, strlen(name));
     int status = 0;
     mt_option_print_name(where, name, strlen(name));

@@ -59,8 +59,8 @@ bool mt_options_converts(const mt_options *options);
 /* Samples that the first `iterations` steps consume in total. */
 int64_t mt_consumed_samples(const mt_options *options, int64_t iterations);
 
-/* Sets one option by its name ("lr", "micro_batch_size"), as --NAME=VALUE does on the command line, with the same
- * messages; mt_options_finish checks what depends on other options. `value` is one word, the words of a list with
+/* Sets one option by its name ("lr", "--lr", "micro_batch_size"), as --NAME=VALUE does on the command line, with the
+ * same messages; mt_options_finish checks what depends on other options. `value` is one word, the words of a list with
  * blanks between them, or "true" or "false" for a flag. */
 int mt_options_set(mt_options *options, const char *name, const char *value, mt_error *error);
 

@@ -400,9 +400,7 @@ static int take_devices(reader *r, yaml_node_t *node, long long line) {
 }
 
 static bool file_exists(const char *path) {
-    FILE *file = fopen(path, "r");
-    if (file) (void)fclose(file);
-    return file;
+    return mt_path_exists(path, (int64_t)strlen(path), "");
 }
 
 /* Replaces "~/" by the home folder. */

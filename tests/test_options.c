@@ -233,7 +233,7 @@ static void options_are_set_by_name(void **state) {
     mt_options_default(&o);
     assert_int_equal(mt_options_set(&o, "lr", "1e-3", &error), 0);
     assert_int_equal(mt_options_set(&o, "micro_batch_size", "4", &error), 0);
-    assert_int_equal(mt_options_set(&o, "disable-bias-linear", "true", &error), 0);
+    assert_int_equal(mt_options_set(&o, "--disable-bias-linear", "true", &error), 0);
     assert_int_equal(mt_options_set(&o, "normalization", "RMSNorm", &error), 0);
     assert_int_equal(mt_options_set(&o, "data-path", "0.3 a 0.7 b", &error), 0);
     assert_int_equal(mt_options_set(&o, "data-path", "1 a  2 b", &error), 0); // replaces the list
