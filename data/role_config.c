@@ -793,11 +793,31 @@ static const mt_role_entry *find_option(const reader *r, const char *option) {
     return NULL;
 }
 
+/* True for an option that the file's policy loss does not read: PPO alone clips twice, and verl's losses of sequences
+ * have an aggregation of their own. ROLL's loss of sequences reads both, and the run refuses them. */
+static bool is_idle_in_loss(const reader *r, const char *root, const char *option) {
+    const mt_role_entry *loss = find_option(r, "pg-variant");
+    const char *variant = loss ? loss->values.items[0] : "ppo";
+    bool is_verl = strcmp(root, "verl") == 0, is_ppo = mt_choice_index("ppo|vanilla", variant) >= 0;
+    bool by_sequence = mt_choice_index("gspo|gmpo", variant) >= 0;
+    if (strcmp(option, "clip-ratio-c") == 0) return !is_ppo && (is_verl || !by_sequence);
+    return strcmp(option, "loss-agg-mode") == 0 && is_verl && by_sequence;
+}
+
+static void drop_idle_in_loss(reader *r, const char *root) {
+    for (mt_role_entry *entry = r->config->entries; entry < r->config->entries + r->config->count; entry++) {
+        if (entry->kind != MT_ENTRY_OPTION || !is_idle_in_loss(r, root, entry->option)) continue;
+        entry->kind = MT_ENTRY_UNUSED;
+        mt_string_set(&entry->text, "the policy loss of this file does not read it");
+    }
+}
+
 /* Adds the defaults of keys that the file does not have. */
 static void add_defaults(reader *r, const char *root) {
     for (const mt_role_default *row = mt_role_defaults; row->root; row++) {
         char value[32];
         if (strcmp(row->root, root) != 0 || (row->stage && strcmp(row->stage, r->stage) != 0)) continue;
+        if (is_idle_in_loss(r, root, row->option)) continue;
         if (find_option(r, row->option) || (row->with && !find_option(r, row->with))) continue;
         const mt_role_entry *rank = find_option(r, "lora-rank");
         if (!row->value) mt_real_print(value, 2 * (rank ? strtod(rank->values.items[0], NULL) : 0));
@@ -814,6 +834,7 @@ static void add_stage(reader *r, const mt_role_stage *row, const char *root) {
     snprintf(r->key, sizeof r->key, "%s", name);
     add_option(r, line_of_root_key(r, name), "stage", row->stage)->is_implied = true;
     *r->key = 0;
+    drop_idle_in_loss(r, root);
     add_defaults(r, root);
 }
 

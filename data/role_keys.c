@@ -246,7 +246,7 @@ static const mt_role_key keys[] = {
      "actor_infer reference teacher rewards reward"},
     {"role", "infer_batch_size", MT_KEY_UNUSED, SCORES},
     {"role", "use_sequence_packing", MT_KEY_OPTION, "sequence-packing"},
-    {"role", "pg_variant", MT_KEY_OPTION, "pg-variant"},
+    {"role", "pg_variant", MT_KEY_OPTION, "pg-variant", "vanilla=gpg"}, // verl's "vanilla" is PPO's loss
     {"role", "logits_in_fp32", MT_KEY_FIXED, "the loss is computed in fp32", "true"},
     {"role", "apply_loss_scale", MT_KEY_FIXED, "the loss is a sum divided by the count of the whole step", "true"},
     {"role", "use_dynamic_batching_in_train use_dynamic_batching_in_infer", MT_KEY_REFUSED,
@@ -407,7 +407,11 @@ static const mt_role_key keys[] = {
     {"actor_rollout_ref", "rollout", MT_KEY_SECTION, "verl.rollout", NULL, "actor_train actor_infer"},
 
     {"verl.model", "path", MT_KEY_MODEL, "load"},
-    {"verl.model", "override_config", MT_KEY_SECTION, "transformer"},
+    {"verl.model", "override_config", MT_KEY_SECTION, "verl.override_config"},
+    {"verl.override_config", "model_config", MT_KEY_SECTION, "transformer"},
+    {"verl.override_config", "moe_config", MT_KEY_SECTION, "verl.moe_config"},
+    {"verl.override_config", "*", MT_KEY_SECTION, "transformer"},
+    {"verl.moe_config", "freeze_moe_router", MT_KEY_FIXED, "the router trains", "false"},
     {"verl.model", "lora_rank", MT_KEY_OPTION, "lora-rank", "0="},
     {"verl.model", "lora_alpha", MT_KEY_OPTION, "lora-alpha"},
     {"verl.model", "target_modules", MT_KEY_OPTION, "lora-target"},
@@ -688,7 +692,8 @@ const mt_role_key *mt_role_key_find(const char *section, const char *name, const
 }
 
 bool mt_role_section_is_megatron(const char *section) {
-    return is_listed("strategy_config training_args megatron transformer verl.optim", section, strlen(section));
+    return is_listed("strategy_config training_args megatron transformer verl.optim verl.override_config", section,
+                     strlen(section));
 }
 
 bool mt_role_key_nearest(char nearest[112], const char *section, const char *name) {

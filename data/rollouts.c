@@ -81,31 +81,34 @@ void mt_rollouts_set(mt_rollouts *r, int64_t s, const int32_t *tokens, int64_t c
     r->response_tokens[s] = count, r->overlong[s] = overlong;
 }
 
-/* Appends the text of response s, up to a stop string. */
-static int append_text(const mt_rollouts *r, int64_t s, const mt_tokenizer *tokenizer, const mt_strings *stops,
-                       int32_t *scratch, mt_text *text, mt_error *error) {
-    int64_t count = 0, first = text->bytes;
-    for (int64_t i = 0; i < r->response_tokens[s]; i++)
-        if (!mt_tokenizer_is_special(tokenizer, r->responses[s][i])) scratch[count++] = r->responses[s][i];
-    if (mt_tokenizer_decode(tokenizer, scratch, count, text, error) != 0) return -1;
+/* Appends the text of response s, up to a stop string, as infer writes it: a token without a text, such as one of the
+ * rows that pad a model's vocabulary, is U+FFFD. */
+static void append_text(const mt_rollouts *r, int64_t s, const mt_tokenizer *tokenizer, const mt_strings *stops,
+                        mt_text *text) {
+    int64_t first = text->bytes;
+    mt_error ignored;
+    mt_decoder *decoder = mt_decoder_open(tokenizer);
+    for (int64_t i = 0; i < r->response_tokens[s]; i++) {
+        int32_t token = r->responses[s][i];
+        if (mt_tokenizer_is_special(tokenizer, token)) continue;
+        if (mt_decode_next(decoder, token, text, &ignored) != 0) mt_text_append(text, "\xEF\xBF\xBD", 3);
+    }
+    mt_decode_end(decoder, text);
+    mt_decoder_close(decoder);
     int64_t stop = mt_stop_find(text->data, first, text->bytes, stops);
     if (stop >= 0) text->bytes = stop;
-    return 0;
 }
 
 int mt_rollouts_score(mt_rollouts *r, int64_t first, mt_reward_function *reward, const mt_tokenizer *tokenizer,
                       const mt_strings *stops, mt_error *error) {
-    int64_t longest = 0, count = r->count - first, *offsets = mt_calloc((count + 1) * 8);
-    for (int64_t s = first; s < r->count; s++) longest = mt_max(longest, r->response_tokens[s]);
-    int32_t *scratch = mt_malloc(longest * 4);
+    int64_t count = r->count - first, *offsets = mt_calloc((count + 1) * 8);
     mt_reward_item *items = mt_calloc(count * (int64_t)sizeof *items);
     mt_text text = {0};
-    int status = 0;
-    for (int64_t i = 0; i < count && status == 0; i++) {
-        status = append_text(r, first + i, tokenizer, stops, scratch, &text, error);
+    for (int64_t i = 0; i < count; i++) {
+        append_text(r, first + i, tokenizer, stops, &text);
         offsets[i + 1] = text.bytes;
     }
-    for (int64_t i = 0; i < count && status == 0; i++) {
+    for (int64_t i = 0; i < count; i++) {
         const mt_question *question = &r->prompts->questions[r->prompt_of[first + i]];
         items[i] = (mt_reward_item){.prompt = question->prompt,
                                     .response = text.bytes > 0 ? text.data + offsets[i] : "",
@@ -114,8 +117,8 @@ int mt_rollouts_score(mt_rollouts *r, int64_t first, mt_reward_function *reward,
                                     .response_bytes = offsets[i + 1] - offsets[i],
                                     .answer_bytes = question->answer_bytes};
     }
-    if (status == 0) status = mt_rewards_compute(reward, items, count, r->scores + first, error);
-    free(items), free(scratch), free(offsets), free(text.data);
+    int status = mt_rewards_compute(reward, items, count, r->scores + first, error);
+    free(items), free(offsets), free(text.data);
     return status;
 }
 

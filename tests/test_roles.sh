@@ -169,7 +169,9 @@ properties_are_fixed() {
 later_verl_is_read() {
     cat >"$work/later.yaml" <<'EOF'
 actor_rollout_ref:
-  model: {_target_: a.b, path: a/b, hf_config_path: null, exclude_modules: null, lora_adapter_path: null, lora_rank: 0}
+  model:
+    {_target_: a.b, path: a/b, hf_config_path: null, exclude_modules: null, lora_adapter_path: null, lora_rank: 0,
+     override_config: {model_config: {}, moe_config: {freeze_moe_router: false}, rotary_base: 5000}}
   actor:
     _target_: a.b
     rollout_n: ${oc.select:actor_rollout_ref.rollout.n,1}
@@ -195,14 +197,47 @@ EOF
         sets actor_rollout_ref.actor.optim.override_optimizer_config.adam_eps adam-eps 1e-06 &&
         sets actor_rollout_ref.actor.policy_loss.loss_mode pg-variant gmpo &&
         sets actor_rollout_ref.rollout.n num-return-sequences 4 &&
+        sets actor_rollout_ref.model.override_config.rotary_base rotary-base 5000 &&
         unused algorithm.pf_ppo use_pf_ppo && prints "$work/later.yaml" reference &&
         sets actor_rollout_ref.ref.megatron.override_transformer_config.recompute_granularity recompute-granularity \
             full && sets actor_rollout_ref.ref.megatron.seed seed 42 || return 1
     sed 's/rollout_is: null/rollout_is: token/' "$work/later.yaml" >"$work/bad.yaml" &&
         refused 'rollout_is is not supported' "$train" --config "$work/bad.yaml" --role actor_train --print-config &&
         sed 's/betas: .*95\]/betas: 0.8/' "$work/later.yaml" >"$work/bad.yaml" &&
-        refused 'bad.yaml:6: betas expects two numbers' "$train" --config "$work/bad.yaml" --role actor_train \
+        refused 'bad.yaml:8: betas expects two numbers' "$train" --config "$work/bad.yaml" --role actor_train \
+            --print-config && sed 's/router: false/router: true/' "$work/later.yaml" >"$work/bad.yaml" &&
+        refused 'freeze_moe_router can only be false' "$train" --config "$work/bad.yaml" --role actor_train \
             --print-config
+}
+
+# verl's other losses than PPO's do not clip twice, and those of whole sequences have an aggregation of their own. ROLL
+# names the loss without a ratio "vanilla", verl that of PPO.
+every_policy_loss_runs() {
+    for loss in vanilla gspo geo_mean cispo gpg; do
+        for given in '' '\n    clip_ratio_c: 3.0\n    loss_agg_mode: token-mean'; do
+            sed "s/^    use_kl_loss: false/&\n    policy_loss: {loss_mode: $loss}$given/" "$roles/verl.yaml" \
+                >"$work/loss.yaml"
+            # shellcheck disable=SC2086
+            prints "$work/loss.yaml" actor_train $small --tensor-model-parallel-size 1 --data-path prompts.jsonl \
+                --seq-length 64 --max-new-tokens 4 && ! grep 'do not make a run' "$work/out" || return 1
+            case $loss-$given in
+            vanilla-) sets '(absent: clip_ratio_c)' clip-ratio-c 3 || return 1 ;;
+            vanilla-*) sets actor_rollout_ref.actor.loss_agg_mode loss-agg-mode token-mean || return 1 ;;
+            *-) ! grep 'clip.ratio.c' "$work/out" || return 1 ;;
+            *) unused actor_rollout_ref.actor.clip_ratio_c 'the policy loss' || return 1 ;;
+            esac
+            case $loss-$given in
+            gspo-?* | geo_mean-?*) unused actor_rollout_ref.actor.loss_agg_mode 'the policy loss' || return 1 ;;
+            esac
+        done
+    done
+    set -- 'dual_clip_loss: true' 'importance_sampling: token' 'actor_train: {model_args: {}, pg_variant: vanilla}'
+    printf '%s\n' "$@" >"$work/loss.yaml"
+    prints "$work/loss.yaml" actor_train && sets actor_train.pg_variant pg-variant gpg &&
+        unused dual_clip_loss 'the policy loss' || return 1
+    sed 's/token$/seq/; s/, pg_variant: vanilla//' "$work/loss.yaml" >"$work/sequences.yaml"
+    prints "$work/sequences.yaml" actor_train && sets importance_sampling pg-variant gspo &&
+        sets dual_clip_loss clip-ratio-c 1.4
 }
 
 # Options that others of the file leave without effect; with the divergence, two of them have one.
@@ -614,6 +649,7 @@ check verl_is_read verl_is_read
 check verl_learns_as_dapo verl_learns_as_dapo
 check properties_are_fixed properties_are_fixed
 check later_verl_is_read later_verl_is_read
+check every_policy_loss_runs every_policy_loss_runs
 check idle_options_of_rl_are_unused idle_options_of_rl_are_unused
 check ratios_of_the_command_line_win ratios_of_the_command_line_win
 check layouts_of_other_roles_are_read layouts_of_other_roles_are_read

@@ -268,6 +268,24 @@ static void special_tokens_are_not_scored(void **state) {
     mt_tokenizer_close(chat);
 }
 
+/* A model may have more rows than its tokenizer has tokens, and draw one of them. */
+static void tokens_without_a_text_are_scored(void **state) {
+    (void)state;
+    mt_rollouts r;
+    mt_error error;
+    mt_reward_function *exact;
+    const int64_t order[] = {0};
+    const int32_t tokens[] = {'1', 999};
+    mt_samples prompts = read_prompts((mt_sft_config){0}, "{\"prompt\": \"a\", \"answer\": \"1\\uFFFD\"}");
+    mt_rollouts_begin(&r, &prompts, order, 1, 2);
+    for (int s = 0; s < 2; s++) mt_rollouts_set(&r, s, tokens, 1 + s, false);
+    assert_int_equal(mt_reward_open(&exact, MT_REWARD_EXACT, NULL, 1, &error), 0);
+    if (mt_rollouts_score(&r, 0, exact, tokenizer, &no_stops, &error) != 0) fail_msg("%s", error.text);
+    assert_true(r.scores[0] == 0 && r.scores[1] == 1);
+    mt_reward_close(exact);
+    end_step(&r, &prompts);
+}
+
 /* Of "1a2b", "a" ends the text: it is the answer "1"; so does "2b", if "a" is no stop string. */
 static void texts_end_before_a_stop_string(void **state) {
     (void)state;
@@ -567,6 +585,7 @@ int main(void) {
         cmocka_unit_test(order_depends_on_seed_and_position_only),
         cmocka_unit_test(responses_are_scored_as_text),
         cmocka_unit_test(special_tokens_are_not_scored),
+        cmocka_unit_test(tokens_without_a_text_are_scored),
         cmocka_unit_test(texts_end_before_a_stop_string),
         cmocka_unit_test(groups_with_equal_rewards_are_dropped),
         cmocka_unit_test(overlong_responses_are_masked_or_penalised),
