@@ -769,8 +769,8 @@ static bool mt_option_rule_yields(const mt_option_reader *reader, const mt_optio
 
 /* True if an option of the file is for something else than this run: another stage, conversations, scores, a critic. */
 static bool mt_option_lacks_purpose(const mt_option_reader *reader, const mt_option *row) {
-    static const char *const purposes[] = {"sft",           "chat",         "score",        "stage",           "reward",
-                                           "adv-estimator", "kl-in-reward", "kd-objective", "dynamic-sampling"};
+    static const char purposes[] =
+        "sft|chat|score|stage|reward|adv-estimator|kl-in-reward|kd-objective|dynamic-sampling|recompute-granularity";
     const mt_options *o = reader->options;
     mt_option_rule rule;
     if (mt_options_idle_in_rl(o, row->offset)) return true;
@@ -781,9 +781,8 @@ static bool mt_option_lacks_purpose(const mt_option_reader *reader, const mt_opt
         !o->prompts && !o->prompt_tokens)
         return true;
     for (const char *column = row->needs; mt_option_next_rule(&column, &rule);) {
-        bool listed = false, samples = rule.other->offset == MT_AT(sft) && o->stage != MT_STAGE_PT;
-        for (size_t i = 0; i < sizeof purposes / sizeof *purposes && !listed; i++)
-            listed = strcmp(rule.other->name, purposes[i]) == 0;
+        bool listed = mt_choice_index(purposes, rule.other->name) >= 0;
+        bool samples = rule.other->offset == MT_AT(sft) && o->stage != MT_STAGE_PT;
         if (listed && !samples && rule.other->programs & (int)reader->program && mt_option_rule_holds(o, row, &rule) &&
             !mt_option_has(o, rule.other, rule.choices))
             return true;

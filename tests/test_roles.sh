@@ -201,6 +201,10 @@ EOF
         unused algorithm.pf_ppo use_pf_ppo && prints "$work/later.yaml" reference &&
         sets actor_rollout_ref.ref.megatron.override_transformer_config.recompute_granularity recompute-granularity \
             full && sets actor_rollout_ref.ref.megatron.seed seed 42 || return 1
+    # verl's defaults: modules, and no granularity that recomputes them
+    sed 's/recompute_granularity: full/recompute_granularity: null, recompute_modules: [core_attn]/' \
+        "$work/later.yaml" >"$work/modules.yaml" && prints "$work/modules.yaml" actor_train &&
+        unused actor_rollout_ref.actor.megatron.override_transformer_config.recompute_modules 'of no use' || return 1
     sed 's/rollout_is: null/rollout_is: token/' "$work/later.yaml" >"$work/bad.yaml" &&
         refused 'rollout_is is not supported' "$train" --config "$work/bad.yaml" --role actor_train --print-config &&
         sed 's/betas: .*95\]/betas: 0.8/' "$work/later.yaml" >"$work/bad.yaml" &&
