@@ -2804,11 +2804,15 @@ static void mt_adamw_run(const mt_adamw_args *a, const mt_adamw *adamw, bool sto
     const mt_dtype dtypes[3] = {a->master ? a->master_dtype : a->dtype, a->m_dtype, a->v_dtype};
 #pragma omp parallel for if (a->n > MT_PARALLEL)
     for (int64_t block = 0; block < a->n; block += MT_BLOCK) {
-        float rows[4][MT_BLOCK], *w = rows[0], *m = rows[1], *v = rows[2];
+        float scratch[4][MT_BLOCK], *rows[3]; // fp32 is updated in place
         int64_t count = mt_min(MT_BLOCK, a->n - block);
-        const float *grad = mt_row_load(rows[3], a->grad, block, count, a->grad_dtype);
-        for (int k = 0; k < 3; k++)
-            mt_state_load(rows[k], states[k], block, count, dtypes[k], a->amax ? a->amax[k] : 0);
+        const float *grad = mt_row_load(scratch[3], a->grad, block, count, a->grad_dtype);
+        for (int k = 0; k < 3; k++) {
+            rows[k] = stores && dtypes[k] == MT_F32 ? (float *)states[k] + block : scratch[k];
+            if (rows[k] == scratch[k])
+                mt_state_load(rows[k], states[k], block, count, dtypes[k], a->amax ? a->amax[k] : 0);
+        }
+        float *w = rows[0], *m = rows[1], *v = rows[2];
 #pragma omp simd
         for (int64_t i = 0; i < count; i++) {
             float g = grad[i] * grad_scale;
@@ -2817,9 +2821,9 @@ static void mt_adamw_run(const mt_adamw_args *a, const mt_adamw *adamw, bool sto
             w[i] = mt_fma(w[i], shrink, -(step * m[i] / mt_fma(sqrtf(v[i]), root, eps)));
         }
         for (int k = 0; k < 3; k++)
-            if (stores) {
+            if (stores && rows[k] == scratch[k]) {
                 mt_state_store(states[k], block, rows[k], count, dtypes[k], a->amax ? a->new_amax[k] : 0);
-            } else if (mt_state_has_scale(dtypes[k])) {
+            } else if (!stores && mt_state_has_scale(dtypes[k])) {
 #pragma omp critical(new_amax)
                 a->new_amax[k] = mt_amax_merge(a->new_amax[k], mt_amax(rows[k], count));
             }

@@ -115,8 +115,8 @@ measurements_can_be_repeated() {
         END { end_section(); exit failed }' "${1:-notes/lab.md}" >"$work/err"
 }
 
-# has_form PAGE...: a chapter asks a question, shows a picture, has the same sections as all others, quotes ten lines or
-# more, and answers each of its exercises.
+# has_form PAGE...: a chapter asks a question, shows a picture, has the same sections as all others, quotes 10 to 30
+# lines in all, and answers each of its exercises.
 has_form() {
     for page; do
         case $page in */glossary.md) continue ;; esac
@@ -129,19 +129,20 @@ has_form() {
             /^## / { if ($0 == "## " heading[seen + 1]) seen++ }
             !seen && /\?/ { asks = 1 }
             !seen && /^!\[.*\.svg\)/ { shows = 1 }
-            /^<!-- quote / { in_quote = seen == 3 ? 1 : 0; length_of_quote = 0 }
-            in_quote && /^    / { quoted++; if (++length_of_quote > 30) long = 1 }
-            in_quote && /^[A-Za-z#|]/ { in_quote = 0 }
+            /^[^ ]/ { in_quote = /^<!-- quote / }
+            in_quote && /^    / { quoted++; in_section += seen == 3 }
             seen == 4 && /^<!-- run/ { runs++ }
             seen == 5 && /[0-9]/ { costs++ }
             answers == "" && /^(## |\*\*)Answers/ { answers = " " }
             answers != "" { answers = answers $0 " " }
             seen == wanted && answers == "" && /^[0-9]\. / { exercises++ }
-            function lacks(what) { print FILENAME " lacks " what; failed = 1 }
+            function complain(text) { print FILENAME " " text; failed = 1 }
+            function lacks(what) { complain("lacks " what) }
             END {
                 if (seen < wanted) lacks("the section \"" heading[seen + 1] "\", in this order")
                 if (!asks || !shows) lacks("a question, or a picture, before the idea")
-                if (quoted < 10 || long) lacks("10 to 30 lines of the source")
+                if (in_section < 10) lacks("10 lines of the source in the section \"The lines\"")
+                if (quoted > 30) complain("quotes " quoted " lines of the source, more than 30")
                 if (!runs || !costs) lacks("an experiment that is run, or numbers of its cost")
                 if (exercises < 3) lacks("three exercises")
                 for (i = 1; i <= exercises; i++)
@@ -191,10 +192,10 @@ Its 8 rows of 4 bytes are 8 x 4 = 32 bytes, and 64 rows take 0.256 KB.
 END
 }
 
-# A chapter without one of its parts has not the form.
+# A chapter without one of its parts, or with its quotes twice, has not the form.
 lacks_a_part() {
     for edit in '/^!\[/d' 's/^## The derivation/## Derivation/' 's/^3\. `mt_model/3 `mt_model/' '/^<!-- run/d' \
-        '/^    .*;/d' '/^2\. AdamW/d'; do
+        '/^    .*;/d' '/^    .*;/p' '/^2\. AdamW/d'; do
         sed "$edit" notes/02-parameters.md >"$work/02-parameters.md"
         if has_form "$work/02-parameters.md"; then
             echo "has_form accepts $edit"
