@@ -473,16 +473,16 @@ static inline float mt_exp(float x) {
 }
 
 /* Dropout factors, 0 or 1 / (1 - p), for the coordinates (low, high + first ... first + n - 1). Four consecutive
- * indices use the four words of one Philox counter, (low, high | index / 4). */
+ * indices use the four words of one Philox counter, (low, high | index >> 2). Padding has the index -1. */
 static void mt_dropout_factors(float *factors, int64_t n, const mt_dropout *dropout, uint64_t low, uint64_t high,
                                int64_t first) {
     enum { COUNTERS = 16 }; // per vectorized loop
     uint32_t words[4 * COUNTERS], threshold = dropout->p < 1 ? (uint32_t)(dropout->p * 4294967296.0) : UINT32_MAX;
     float kept = dropout->p < 1 ? (float)(1.0 / (1.0 - dropout->p)) : 0.0f;
-    for (int64_t start = first / 4 * 4; start < first + n; start += 4 * COUNTERS) {
+    for (int64_t start = first & ~(int64_t)3; start < first + n; start += 4 * COUNTERS) {
 #pragma omp simd
         for (int64_t c = 0; c < COUNTERS; c++)
-            mt_philox(words + 4 * c, dropout->key, low, high | (uint64_t)(start / 4 + c));
+            mt_philox(words + 4 * c, dropout->key, low, high | (uint64_t)(start + 4 * c) >> 2);
         int64_t begin = mt_max(start, first), end = mt_min(start + 4 * COUNTERS, first + n);
         for (int64_t i = begin; i < end; i++) factors[i - first] = words[i - start] >= threshold ? kept : 0.0f;
     }
