@@ -461,7 +461,7 @@ static void warn_omitted(const mt_data *data, const mt_data_config *config, mt_s
                                             : "give --test-data-path");
 }
 
-/* Samples of less data than a sequence repeat it, unless they have lengths of their own. One line a split, for the first such path of a blend. */
+/* Sequences of less data than their length repeat it. One line a split, for the first such path of a blend. */
 static void warn_short(const mt_dataset *dataset, int64_t seq_length, const char *name, FILE *file) {
     mt_dataset *const *sources;
     const mt_dataset *first = NULL;

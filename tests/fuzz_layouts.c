@@ -121,8 +121,8 @@ static const row model_rows[] = {
      "--moe-router-topk 2;--moe-router-topk 2 --moe-router-pre-softmax;--moe-router-topk 1 --moe-router-pre-softmax;"
      "--moe-router-topk 3 --moe-router-score-function sigmoid;--moe-router-topk 2 --moe-router-score-function sigmoid "
      "--moe-router-num-groups 2 --moe-router-group-topk 1"},
-    // The samples of --sft are distributed over ranks by their work, so other ranks have other micro-batches: of what
-    // depends on the tokens of a micro-batch, only losses of sequences and tokens are comparable.
+    // The samples of --sft are distributed over ranks by their work, so another layout has other micro-batches. Then
+    // capacities, and losses that balance a whole micro-batch, are not comparable.
     {15, "--moe-router-pre-softmax", "topk 1&--sft", "--moe-router-load-balancing-type sinkhorn"},
     {60, EXPERTS "&--sft", "", "--moe-aux-loss-coeff 1e-2 --moe-router-load-balancing-type seq_aux_loss"},
     {60, EXPERTS, "sinkhorn&--sft",
