@@ -550,7 +550,8 @@ static void draw_layer(const char *folder) {
     draw_residual(&p, left, x - 145, top + 9, top + step * 6 + 5);
     draw_residual(&p, left, x - 145, top + step * 6 + 13, top + step * 11 + 9);
     box(&p, 20, 500, 10, 10, fills[BLUE]);
-    text(&p, 36, 509, START, "saved for the backward: %s elements per token, %s bytes in fp32; white: not saved by this layer",
+    text(&p, 36, 509, START,
+         "saved for the backward: %s elements per token, %s bytes in fp32; white: not saved by this layer",
          grouped(saved, a), grouped(saved * 4, b));
     picture_close(&p);
     table_close(&t);
