@@ -665,7 +665,7 @@ static int64_t query_name(int64_t row) {
 }
 
 static int64_t key_name(int64_t row) {
-    if (row == 8 || row == 9) return -1; // padding
+    if (row == 8 || row == 9) return -1;                 // padding
     return row < 6 ? 3 + row : 1ll << 33 | row * 3 % 64; // neighbours at first, scattered later
 }
 
