@@ -2938,25 +2938,50 @@ static double draw_measured(picture *p, double y) {
     return y;
 }
 
-/* Rows of tests/published_gpu.txt, whose operations the paper counts. */
+/* Appends arguments, each @NAME replaced by the rest of the line of tests/published_gpu.txt that begins with it. */
+static void published_arguments(char arguments[2048], const char *words) {
+    char copy[1024], line[2048];
+    size_t length = strlen(arguments);
+    snprintf(copy, sizeof copy, "%s", words);
+    for (char *next = copy, *word; (word = strsep(&next, " \n")) != NULL; length = strlen(arguments)) {
+        if (*word != '@') {
+            snprintf(arguments + length, 2048 - length, " %s", word);
+            continue;
+        }
+        FILE *file = fopen("tests/published_gpu.txt", "r");
+        while (file && fgets(line, sizeof line, file))
+            if (strncmp(line, word, strlen(word)) == 0 && line[strlen(word)] == ' ')
+                snprintf(arguments + length, 2048 - length, "%.*s", (int)strcspn(line, "\n") - (int)strlen(word),
+                         line + strlen(word));
+        if (file) fclose(file);
+    }
+}
+
+/* Operations of a token as Megatron-LM counts them: attention without the mask's half, recomputation included. */
+static double published_operations(const mt_options *o) {
+    double l = (double)o->num_layers, h = (double)o->hidden_size, s = (double)o->seq_length, passes = 3;
+    if (o->recompute_granularity == MT_RECOMPUTE_FULL) passes = 4;
+    return passes * l * (24 * h * h + 4 * s * h) + 6 * (double)o->vocab_size * h;
+}
+
+/* Rows of tests/published_gpu.txt. */
 static void draw_published(picture *p, double y) {
-    char line[2048], gpu[1024], gpus[1024], name[1024], rate[1024], arguments[1024], title[1200];
+    char line[2048], gpu[1024], gpus[1024], name[1024], figure[1024], words[1024], title[1200];
     FILE *file = fopen("tests/published_gpu.txt", "r");
     if (!file) mt_die("tests/published_gpu.txt cannot be read");
     while (fgets(line, sizeof line, file)) {
-        if (*line == '#' || *line == '\n') continue;
-        row_field(gpu, line, 0), row_field(gpus, line, 1), row_field(name, line, 2), row_field(rate, line, 3);
-        row_field(arguments, line, 4);
-        snprintf(line, sizeof line,
-                 "--vocab-size 51200 --make-vocab-size-divisible-by 1 --seq-length 2048 --recompute-granularity full "
-                 "--hidden-dropout 0.1 --attention-dropout 0.1 %s",
-                 arguments);
+        if (*line == '#' || *line == '@' || *line == '\n') continue;
+        row_field(gpu, line, 0), row_field(gpus, line, 1), row_field(name, line, 2), row_field(figure, line, 3);
+        row_field(words, line, 4);
+        *line = 0;
+        published_arguments(line, words);
         mt_options o;
-        double tokens = predicted_rate(gpu, atoi(gpus), line, &o), l = (double)o.num_layers, h = (double)o.hidden_size;
-        double flops = 96 * l * h * h * (1 + 2048 / (6 * h) + 51200 / (16 * l * h));
+        double rate = predicted_rate(gpu, atoi(gpus), line, &o);
+        double published = (double)(o.global_batch_size * o.seq_length) / atof(figure);
+        if (strstr(figure, "TFLOP/s")) published = atof(figure) * 1e12 * atof(gpus) / published_operations(&o);
         mt_options_free(&o);
-        snprintf(title, sizeof title, "%.20s x a100, 2021: %.100s", gpus, name);
-        draw_prediction(p, y, title, tokens * flops / atof(gpus) / (atof(rate) * 1e12), strokes[1]), y += 15;
+        snprintf(title, sizeof title, "%.20s x %.20s: %.100s", gpus, strchr(gpu, '/') ? "a100, 2021" : gpu, name);
+        draw_prediction(p, y, title, rate / published, strokes[1]), y += 15;
     }
     fclose(file);
 }
@@ -2966,7 +2991,7 @@ static int count_steps(const char *path) {
     int count = 0;
     FILE *file = fopen(path, "r");
     if (!file) mt_die("%s cannot be read", path);
-    while (fgets(line, sizeof line, file)) count += *line != '#' && *line != '\n';
+    while (fgets(line, sizeof line, file)) count += *line != '#' && *line != '@' && *line != '\n';
     fclose(file);
     return count;
 }

@@ -255,7 +255,7 @@ function learn_comment(text,    item, count, i, j, side, value) {
 function count_lines(path, text,    line, count) {
     count = invalid = 0
     while ((getline line <path) > 0)
-        count += text == "rows" ? line !~ /^(#|$)/ : text == "" || index(line, text) > 0
+        count += text == "rows" ? line !~ /^([#@]|$)/ : text == "" || index(line, text) > 0
     close(path)
     return count
 }

@@ -66,31 +66,63 @@ measured_rows_are_predicted() {
     [ $seen -gt 25 ] && return $good
 }
 
-# teraflops GPUS ARGUMENTS: of a GPU, as the paper counts them.
+# value OPTION ARGUMENTS...: the word after the last OPTION.
+value() {
+    option=$1 found=''
+    shift
+    while [ $# -gt 1 ]; do
+        [ "$1" = "$option" ] && found=$2
+        shift
+    done
+    echo "$found"
+}
+
+# teraflops GPUS ARGUMENTS...: of a GPU, as Megatron-LM counts them.
 teraflops() {
-    awk -v gpus="$1" -v arguments="$2" -v tokens="$(tokens)" 'BEGIN {
-        n = split(arguments, a, " ")
-        for (i = 1; i < n; i++) value[a[i]] = a[i + 1]
-        l = value["--num-layers"]; h = value["--hidden-size"]
-        per_token = 96 * l * h * h * (1 + 2048 / (6 * h) + 51200 / (16 * l * h))
-        printf "%.0f", per_token * tokens / gpus / 1e12
+    gpus=$1
+    shift
+    awk -v gpus="$gpus" -v tokens="$(tokens)" -v l="$(value --num-layers "$@")" -v h="$(value --hidden-size "$@")" \
+        -v s="$(value --seq-length "$@")" -v V="$(value --vocab-size "$@")" \
+        -v full="$(value --recompute-granularity "$@")" 'BEGIN {
+        per_token = (full == "full" ? 96 : 72) * l * h * h * (1 + s / (6 * h)) + 6 * V * h
+        printf "%.1f", per_token * tokens / gpus / 1e12
     }'
+}
+
+# tokens_in SECONDS ARGUMENTS...: the tokens per second of such a step.
+tokens_in() {
+    seconds=$1
+    shift
+    awk -v seconds="$seconds" -v samples="$(value --global-batch-size "$@")" -v s="$(value --seq-length "$@")" \
+        'BEGIN { printf "%.0f", samples * s / seconds }'
+}
+
+# published_rows: the rows of tests/published_gpu.txt, each @NAME replaced by its arguments.
+published_rows() {
+    awk '/^#/ { next }
+        /^@/ { name = $1; $1 = ""; set[name] = $0; next }
+        /[|]/ { n = split($0, word, " "); row = ""
+            for (i = 1; i <= n; i++) row = row " " (word[i] in set ? set[word[i]] : word[i])
+            print row }' tests/published_gpu.txt
 }
 
 published_rows_are_predicted() {
     good=0 seen=0
-    rows tests/published_gpu.txt >"$work/rows"
+    published_rows >"$work/rows"
     while IFS= read -r row; do
-        gpus=$(echo "$row" | field 2) arguments=$(echo "$row" | field 5)
+        gpus=$(echo "$row" | field 2) figure=$(echo "$row" | field 4) arguments=$(echo "$row" | field 5)
         # shellcheck disable=SC2086
-        simulate "$(echo "$row" | field 1)" "$gpus" --vocab-size 51200 --make-vocab-size-divisible-by 1 \
-            --seq-length 2048 --recompute-granularity full --hidden-dropout 0.1 --attention-dropout 0.1 $arguments \
-            </dev/null || return 1
-        within "$gpus x $(echo "$row" | field 3)" "$(teraflops "$gpus" "$arguments")" "$(echo "$row" | field 4)" 15 \
-            TFLOP/s || good=1
+        simulate "$(echo "$row" | field 1)" "$gpus" $arguments </dev/null || return 1
+        number=${figure% *} unit=${figure#* }
+        # shellcheck disable=SC2086
+        case $unit in
+        s) predicted=$(tokens) published=$(tokens_in "$number" $arguments) unit=tokens/s ;;
+        *) predicted=$(teraflops "$gpus" $arguments) published=$number ;;
+        esac
+        within "$gpus x $(echo "$row" | field 3)" "$predicted" "$published" 15 "$unit" || good=1
         seen=$((seen + 1))
     done <"$work/rows"
-    [ $seen = 10 ] && return $good
+    [ $seen = 24 ] && return $good
 }
 
 small='--num-layers 4 --hidden-size 512 --num-attention-heads 8 --vocab-size 1000 --seq-length 512 --micro-batch-size 1
