@@ -156,13 +156,14 @@ static int find_path(reader *r, const char *path, const yaml_node_t *from, yaml_
 
 static char *expand(reader *r, const yaml_node_t *from, const char *text, int depth);
 
-/* The text of a resolver, "oc.env:NAME,default" or "oc.select:a.b,default", to free. */
+/* The text of a resolver, "oc.env:NAME,default", "oc.select:a.b,default" or "oc.decode:text", to free. */
 static char *resolve_call(reader *r, const yaml_node_t *from, const char *call, int depth) {
     const char *argument = strchr(call, ':') + 1, *comma = strchr(argument, ',');
     char name[200];
     yaml_node_t *node = NULL;
     mt_error ignored, *error = r->error;
     snprintf(name, sizeof name, "%.*s", comma ? (int)(comma - argument) : (int)strlen(argument), argument);
+    if (strncmp(call, "oc.decode:", 10) == 0) return mt_strdup(argument);
     if (strncmp(call, "oc.env:", 7) == 0) {
         const char *value = getenv(name);
         if (value || comma) return mt_strdup(value ? value : comma + 1 + strspn(comma + 1, " "));
@@ -177,7 +178,7 @@ static char *resolve_call(reader *r, const yaml_node_t *from, const char *call, 
         if (follow(r, &node, depth) != 0) return NULL;
         return expand(r, node, scalar_text(node), depth);
     }
-    mt_error_set(error, "%s:%lld: ${%.100s}: of the resolvers, oc.env and oc.select are supported", r->path,
+    mt_error_set(error, "%s:%lld: ${%.100s}: of the resolvers, oc.decode, oc.env and oc.select are supported", r->path,
                  line_of(from), call);
     return NULL;
 }
@@ -491,6 +492,11 @@ static void derive_value(reader *r, const mt_role_key *row, const yaml_node_t *m
         if (!is_true) entry->kind = MT_ENTRY_FIXED, mt_string_set(&entry->text, "off");
     } else if (row->kind == MT_KEY_LOSS_COEF && numeric) {
         if (!flag || !mt_parse_bool(flag, &is_true) || !is_true) set_number(entry, 0);
+    } else if (row->kind == MT_KEY_LR_SHARE) {
+        double lr = sibling_number(r, mapping, "lr", 0);
+        set_number(entry, number * lr);
+        if (!numeric || (number > 0 && lr <= 0))
+            entry->kind = MT_ENTRY_REFUSED, mt_string_set(&entry->text, "is a share of lr: give both as numbers");
     } else if (row->kind == MT_KEY_ENABLED) {
         if (!flag || !mt_parse_bool(flag, &is_true) || !is_true)
             entry->kind = MT_ENTRY_FIXED, mt_string_set(&entry->text, "off: enable is not true");
@@ -562,6 +568,34 @@ static int take_megatron(reader *r, const char *section, const char *name, yaml_
     return status;
 }
 
+/* A section or a list that is refused, unless the section is off or the list is empty. */
+static void take_refused(reader *r, const mt_role_key *row, const yaml_node_t *node, long long line) {
+    char *enable = sibling_text(r, node, "enable"), reason[400];
+    bool is_on = true;
+    if (!enable) enable = sibling_text(r, node, "enabled");
+    bool is_off = is_mapping(node) ? enable && mt_parse_bool(enable, &is_on) && !is_on
+                                   : node->data.sequence.items.start == node->data.sequence.items.top;
+    snprintf(reason, sizeof reason, "is not supported: %s", row->text);
+    add_entry(r, is_off ? MT_ENTRY_FIXED : MT_ENTRY_REFUSED, line, is_off ? row->text : reason);
+    free(enable);
+}
+
+/* The section of an adapter: without a rank its keys have no effect, and their names are checked. */
+static int take_adapter(reader *r, const mt_role_key *row, yaml_node_t *node, long long line) {
+    static const char *const needed[] = {"type", "alpha", "target_modules", "lora_A_init_method"};
+    bool is_on = is_mapping(node) && sibling_number(r, node, "rank", 0) > 0, is_other = r->is_other;
+    if (!is_on) add_entry(r, MT_ENTRY_FIXED, line, "off: rank is 0");
+    for (size_t i = 0; i < sizeof needed / sizeof *needed && is_on; i++) {
+        char reason[80];
+        snprintf(reason, sizeof reason, "needs %s, whose default here is another", needed[i]);
+        if (!find_key(r, node, needed[i], strlen(needed[i]), 0)) add_entry(r, MT_ENTRY_REFUSED, line, reason);
+    }
+    r->is_other = is_other || !is_on;
+    int status = take_section(r, node, row->text, line);
+    r->is_other = is_other;
+    return status;
+}
+
 /* A key of a value that is not null. `node` is its value. */
 static int take_row(reader *r, const mt_role_key *row, const yaml_node_t *mapping, yaml_node_t *node, long long line) {
     int64_t index = r->config->count;
@@ -569,12 +603,9 @@ static int take_row(reader *r, const mt_role_key *row, const yaml_node_t *mappin
     bool is_on = true;
     if (row->kind == MT_KEY_SECTION) return take_section(r, node, row->text, line);
     if (row->kind == MT_KEY_DEVICES) return take_devices(r, node, line);
-    if (row->kind == MT_KEY_REFUSED && is_mapping(node)) { // a section that may be off
-        char *enable = sibling_text(r, node, "enable");
-        bool is_off = enable && mt_parse_bool(enable, &is_on) && !is_on;
-        snprintf(value, sizeof value, "is not supported: %s", row->text);
-        add_entry(r, is_off ? MT_ENTRY_FIXED : MT_ENTRY_REFUSED, line, is_off ? row->text : value);
-        free(enable);
+    if (row->kind == MT_KEY_ADAPTER) return take_adapter(r, row, node, line);
+    if (row->kind == MT_KEY_REFUSED && node->type != YAML_SCALAR_NODE) {
+        take_refused(r, row, node, line);
         return 0;
     }
     if (take_values(r, row->kind == MT_KEY_FIXED ? NULL : row, row->text, node, line) != 0) return -1;
@@ -637,7 +668,8 @@ static int take_other(reader *r, const yaml_node_t *mapping, yaml_node_t *node, 
     if (!row) return take_megatron(r, section, name, node, line);
     if (!is_mapping(node)) return 0;
     if (row->kind == MT_KEY_STRATEGY) return take_strategy(r, row, mapping, node, line);
-    return row->kind == MT_KEY_SECTION ? take_section(r, node, row->text, line) : 0;
+    bool is_section = row->kind == MT_KEY_SECTION || row->kind == MT_KEY_ADAPTER;
+    return is_section ? take_section(r, node, row->text, line) : 0;
 }
 
 /* A key: first those of the pipeline (roles: false), then the sections of roles. */
@@ -793,32 +825,67 @@ static const mt_role_entry *find_option(const reader *r, const char *option) {
     return NULL;
 }
 
+/* True if the file sets an option, not to false. */
+static bool is_set(const reader *r, const char *option) {
+    const mt_role_entry *entry = find_option(r, option);
+    bool is_on = true;
+    return entry && (!mt_parse_bool(entry->values.items[0], &is_on) || is_on);
+}
+
 /* True for an option that the file's policy loss does not read: PPO alone clips twice, and verl's losses of sequences
- * have an aggregation of their own. ROLL's loss of sequences reads both, and the run refuses them. */
-static bool is_idle_in_loss(const reader *r, const char *root, const char *option) {
+ * have an aggregation of their own. ROLL's loss of sequences reads both, and the run refuses them; its cispo has a
+ * range of its own. */
+static bool is_idle_in_loss(const reader *r, const char *root, const char *option, const char *key) {
     const mt_role_entry *loss = find_option(r, "pg-variant");
     const char *variant = loss ? loss->values.items[0] : "ppo";
     bool is_verl = strcmp(root, "verl") == 0, is_ppo = mt_choice_index("ppo|vanilla", variant) >= 0;
     bool by_sequence = mt_choice_index("gspo|gmpo", variant) >= 0;
     if (strcmp(option, "clip-ratio-c") == 0) return !is_ppo && (is_verl || !by_sequence);
+    if (strncmp(key, "pg_clip", 7) == 0) return !is_verl && strcmp(variant, "cispo") == 0;
     return strcmp(option, "loss-agg-mode") == 0 && is_verl && by_sequence;
 }
 
 static void drop_idle_in_loss(reader *r, const char *root) {
     for (mt_role_entry *entry = r->config->entries; entry < r->config->entries + r->config->count; entry++) {
-        if (entry->kind != MT_ENTRY_OPTION || !is_idle_in_loss(r, root, entry->option)) continue;
+        if (entry->kind != MT_ENTRY_OPTION || !is_idle_in_loss(r, root, entry->option, entry->name)) continue;
         entry->kind = MT_ENTRY_UNUSED;
         mt_string_set(&entry->text, "the policy loss of this file does not read it");
     }
 }
 
+/* One option has the estimator of the divergence in rewards and of that in the loss: ROLL's in the loss is k3. */
+static void settle_divergence(reader *r) {
+    const mt_role_entry *coef = find_option(r, "kl-loss-coef");
+    bool in_reward = is_set(r, "kl-in-reward"), in_loss = coef && strtod(coef->values.items[0], NULL) > 0;
+    const char *of_loss = "k3", *of_reward = "k1"; // the defaults
+    mt_role_entry *reward = NULL, *flag = NULL;
+    for (mt_role_entry *entry = r->config->entries; entry < r->config->entries + r->config->count; entry++) {
+        if (entry->kind != MT_ENTRY_OPTION || entry->values.count == 0) continue;
+        if (strcmp(entry->option, "kl-in-reward") == 0) flag = entry;
+        if (strcmp(entry->option, "kl-loss-type") != 0) continue;
+        if (strcmp(entry->name, "kl_penalty") == 0)
+            of_reward = entry->values.items[0], reward = entry;
+        else
+            of_loss = entry->values.items[0];
+    }
+    bool differ = in_reward && in_loss && strcmp(of_loss, of_reward) != 0;
+    if (!reward && differ) reward = flag;
+    if (!reward || (in_reward && !differ)) return;
+    reward->kind = differ ? MT_ENTRY_REFUSED : MT_ENTRY_UNUSED;
+    mt_string_set(&reward->text, differ ? "is another estimator than that of the loss; --kl-loss-type is of both"
+                                        : "rewards without a divergence");
+}
+
 /* Adds the defaults of keys that the file does not have. */
 static void add_defaults(reader *r, const char *root) {
+    const mt_role_entry *loss = find_option(r, "pg-variant");
+    bool is_cispo = loss && strcmp(loss->values.items[0], "cispo") == 0;
     for (const mt_role_default *row = mt_role_defaults; row->root; row++) {
         char value[32];
         if (strcmp(row->root, root) != 0 || (row->stage && strcmp(row->stage, r->stage) != 0)) continue;
-        if (is_idle_in_loss(r, root, row->option)) continue;
-        if (find_option(r, row->option) || (row->with && !find_option(r, row->with))) continue;
+        if (is_idle_in_loss(r, root, row->option, row->key)) continue;
+        if (strncmp(row->key, "cispo_", 6) == 0 && !is_cispo) continue;
+        if (find_option(r, row->option) || (row->with && !is_set(r, row->with))) continue;
         const mt_role_entry *rank = find_option(r, "lora-rank");
         if (!row->value) mt_real_print(value, 2 * (rank ? strtod(rank->values.items[0], NULL) : 0));
         snprintf(r->key, sizeof r->key, "(absent: %s)", row->key);
@@ -835,6 +902,7 @@ static void add_stage(reader *r, const mt_role_stage *row, const char *root) {
     add_option(r, line_of_root_key(r, name), "stage", row->stage)->is_implied = true;
     *r->key = 0;
     drop_idle_in_loss(r, root);
+    settle_divergence(r);
     add_defaults(r, root);
 }
 

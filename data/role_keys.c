@@ -26,6 +26,11 @@
     "fa2=flash|flash_attention_2=flash|fa3=flash|flash_attention_3=flash|sdpa=auto|eager=unfused|disabled=unfused|"    \
     "fused=cudnn|local=unfused"
 
+#define FUSED "a fused matrix has one adapter there: take type canonical_lora, with linear_q or linear_fc1_gate"
+#define CANONICAL                                                                                                      \
+    "linear_q=q_proj|linear_k=k_proj|linear_v=v_proj|linear_proj=o_proj|linear_fc1_gate=gate_proj|"                    \
+    "linear_fc1_up=up_proj|linear_fc2=down_proj|linear_qkv=!" FUSED "|linear_fc1=!" FUSED
+
 /* Other engines, and reasons. */
 #define HYDRA          "hydra"
 #define RAY            "Ray and its processes"
@@ -41,13 +46,14 @@
 #define PROFILERS      "profilers (here --profile and --trace)"
 #define SCORES         "scoring, whose micro-batches are those of training"
 #define GAPLESS        "training scores the responses itself, and the generator has its weights"
+#define PADDING        "batches with padding: --sequence-packing and --variable-seq-lengths have none"
 #define BY_LENGTH      "batching by length: here --sequence-packing evens the work of ranks"
 
 static const mt_role_key keys[] = {
     /* ---- ROLL: the pipeline */
     {"roll", "hydra defaults", MT_KEY_UNUSED, HYDRA},
     {"roll", "exp_name", MT_KEY_UNUSED, TRACKERS},
-    {"roll", "track_with tracker_kwargs logging_dir save_logging_board_dir", MT_KEY_UNUSED, TRACKERS},
+    {"roll", "track_with track_name tracker_kwargs logging_dir save_logging_board_dir", MT_KEY_UNUSED, TRACKERS},
     {"roll",
      "system_envs num_nodes num_gpus_per_node rpc_timeout local_rank model_update_buffer_size_mb model_download_type "
      "base_dir",
@@ -62,6 +68,9 @@ static const mt_role_key keys[] = {
      "generate_opt_level is_num_return_sequences_expand max_running_requests is_use_additional_prompts "
      "use_additional_prompts max_additional_running_prompts user_defined_rollout_loop_cls router_args",
      MT_KEY_UNUSED, SERVER},
+    {"roll", "train_batch_size", MT_KEY_UNUSED,
+     "reading: an update has per_device_train_batch_size x gradient_accumulation_steps x ranks, and max_steps counts "
+     "updates"},
     {"roll", "val_batch_size val_greedy val_n_sample val_prompt_length val_sequence_length", MT_KEY_UNUSED, VALIDATION},
     {"roll", "seed", MT_KEY_OPTION, "seed"},
     {"roll", "output_dir", MT_KEY_OPTION, "save", NULL, ROLL_TRAINS},
@@ -82,7 +91,7 @@ static const mt_role_key keys[] = {
     {"roll", "student_pretrain", MT_KEY_MODEL, "load", NULL, "student"},
     {"roll", "teacher_pretrain", MT_KEY_OPTION, "teacher-load", NULL, "student"},
     {"roll", "teacher_pretrain", MT_KEY_MODEL, "load", NULL, "teacher"},
-    {"roll", "global_template", MT_KEY_OPTION, "chat-template"},
+    {"roll", "global_template", MT_KEY_OPTION, "chat-template", "native=auto"},
     {"roll", "validation", MT_KEY_SECTION, "validation"},
     // fine-tuning, distillation, preferences
     {"roll", "prompt_key question_key", MT_KEY_OPTION, "prompt-key"},
@@ -122,7 +131,7 @@ static const mt_role_key keys[] = {
     {"roll", "loss_agg_mode", MT_KEY_OPTION, "loss-agg-mode", NULL, LEARNER},
     {"roll", "use_kl_loss", MT_KEY_FIXED, "--kl-loss-coef 0 is none", "true|false"},
     {"roll", "kl_loss_coef", MT_KEY_LOSS_COEF, "kl-loss-coef", NULL, LEARNER},
-    {"roll", "kl_penalty", MT_KEY_OPTION, "kl-loss-type", KL_TYPES, LEARNER},
+    {"roll", "kl_penalty", MT_KEY_REWARD_KL, "kl-loss-type", KL_TYPES, LEARNER}, // that of the loss is k3
     {"roll", "add_token_level_kl", MT_KEY_OPTION, "kl-in-reward", NULL, LEARNER},
     {"roll", "init_kl_coef", MT_KEY_OPTION, "kl-coef", NULL, LEARNER},
     {"roll", "target_kl", MT_KEY_REFUSED, "the weight of the divergence is constant"},
@@ -152,7 +161,25 @@ static const mt_role_key keys[] = {
     {"roll", "enable_reference", MT_KEY_FIXED, "there is a reference where a divergence from it counts", "true|false"},
     {"roll", "enable_old_logprobs_recompute force_disable_old_logprobs_recompute", MT_KEY_FIXED,
      "old log-probabilities are computed once in an iteration", "true|false"},
+    {"roll",
+     "train_infer_ratio_mask train_infer_diff_mask train_infer_ratio_seq_mask train_infer_diff_seq_mask "
+     "use_rollout_importance_sampling_ratio",
+     MT_KEY_REFUSED, GAPLESS},
+    {"roll",
+     "train_infer_ratio_threshold_low train_infer_ratio_threshold_high train_infer_diff_threshold_low "
+     "train_infer_diff_threshold_high train_infer_ratio_seq_threshold_low train_infer_ratio_seq_threshold_high "
+     "train_infer_diff_seq_threshold_low train_infer_diff_seq_threshold_high "
+     "rollout_importance_sampling_ratio_upper_bound",
+     MT_KEY_UNUSED, "corrections of the generator's log-probabilities, which are not supported"},
+    {"roll", "ratio_type", MT_KEY_FIXED, "a response has one segment", "token"},
+    {"roll",
+     "custom_envs train_env_manager val_env_manager env_manager_cls max_actions_per_traj max_tokens_per_step "
+     "step_reward_gamma batch_adjust_mode reward_normalization",
+     MT_KEY_REFUSED, "responses to prompts are trained, without environments"},
+    {"roll", "is_pure_opd use_opd opsd_mode student_train student_infer", MT_KEY_REFUSED,
+     "a student learns from a teacher on samples of files, not on its own responses: take student and teacher"},
     {"roll", "train_infer_correction", MT_KEY_SECTION, "correction"},
+    {"correction", "filters", MT_KEY_REFUSED, GAPLESS},
     {"correction", "is_weight", MT_KEY_SECTION, "correction.weight"},
     {"correction.weight", "enabled", MT_KEY_REFUSED, GAPLESS},
     {"correction.weight", "weight_type upper_bound detach", MT_KEY_UNUSED, "enabled, which is not supported"},
@@ -247,6 +274,11 @@ static const mt_role_key keys[] = {
     {"role", "infer_batch_size", MT_KEY_UNUSED, SCORES},
     {"role", "use_sequence_packing", MT_KEY_OPTION, "sequence-packing"},
     {"role", "pg_variant", MT_KEY_OPTION, "pg-variant", "vanilla=gpg"}, // verl's "vanilla" is PPO's loss
+    {"role", "cispo_epsilon_low", MT_KEY_OPTION, "clip-ratio-low"},
+    {"role", "cispo_epsilon_high", MT_KEY_OPTION, "clip-ratio-high"},
+    {"role", "cispo_use_unified_mask", MT_KEY_FIXED, "--pg-variant cispo has no mask; ppo has it", "false"},
+    {"role", "tis_lower_bound tis_upper_bound kimi15_tau", MT_KEY_UNUSED, "ROLL's losses tis and kimi15"},
+    {"role", "use_remove_padding", MT_KEY_UNUSED, PADDING},
     {"role", "logits_in_fp32", MT_KEY_FIXED, "the loss is computed in fp32", "true"},
     {"role", "apply_loss_scale", MT_KEY_FIXED, "the loss is a sum divided by the count of the whole step", "true"},
     {"role", "use_dynamic_batching_in_train use_dynamic_batching_in_infer", MT_KEY_REFUSED,
@@ -268,13 +300,15 @@ static const mt_role_key keys[] = {
     {"model_args", "model_name_or_path", MT_KEY_MODEL, "load"},
     {"model_args", "adapter_name_or_path", MT_KEY_OPTION, "load-adapter"},
     {"model_args", "dtype", MT_KEY_OPTION, "bf16", DTYPES},
-    {"model_args", "attn_implementation", MT_KEY_OPTION, "attention-backend", ATTENTION},
+    {"model_args", "flash_attn attn_implementation", MT_KEY_OPTION, "attention-backend", ATTENTION},
     {"model_args", "moe_aux_loss_coef", MT_KEY_OPTION, "moe-aux-loss-coeff"},
     {"model_args", "lora_rank", MT_KEY_OPTION, "lora-rank"},
     {"model_args", "lora_alpha", MT_KEY_OPTION, "lora-alpha"},
     {"model_args", "lora_dropout", MT_KEY_OPTION, "lora-dropout"},
     {"model_args", "lora_target", MT_KEY_OPTION, "lora-target", "all=all-linear"},
-    {"model_args", "additional_target autocast_adapter_dtype freeze_module_prefix", MT_KEY_REFUSED,
+    {"model_args", "freeze_module_prefix", MT_KEY_FIXED,
+     "text models have no vision model; the rest of a model trains whole, or adapters alone", "vision_model"},
+    {"model_args", "additional_target autocast_adapter_dtype", MT_KEY_REFUSED,
      "adapters alone are trained, or the whole model"},
     {"model_args", "disable_gradient_checkpointing gradient_checkpointing_use_reentrant", MT_KEY_UNUSED,
      TRANSFORMERS " (recompute_granularity of strategy_config is Megatron's)"},
@@ -336,8 +370,10 @@ static const mt_role_key keys[] = {
     {"strategy_args", "strategy_name", MT_KEY_UNUSED, "the choice of an engine: here it is this program"},
     {"strategy_args", "strategy_config", MT_KEY_STRATEGY, "strategy_config"},
     {"strategy_config", "additional_configs", MT_KEY_SECTION, "transformer"},
+    {"strategy_config", "save_only_model", MT_KEY_OPTION, "no-save-optim"},
     {"strategy_config", "fp16", MT_KEY_REFUSED, "fp16 needs loss scaling: take bf16"},
 
+    {"validation", "eval_steps", MT_KEY_UNUSED, VALIDATION},
     {"validation", "data_args", MT_KEY_SECTION, "valid_data_args"},
     {"validation", "*", MT_KEY_OTHERS, VALIDATION, "role"},
     {"valid_data_args", "file_name", MT_KEY_FILES, "valid-data-path", NULL, ROLL_TRAINS},
@@ -347,7 +383,15 @@ static const mt_role_key keys[] = {
     /* ---- verl and Trinity-RFT */
     {"verl", "hydra defaults", MT_KEY_UNUSED, HYDRA},
     {"verl", "ray_init ray_kwargs global_profiler transfer_queue", MT_KEY_UNUSED, RAY},
-    {"verl", "custom_reward_function reward_manager", MT_KEY_UNUSED, "verl's Python classes"},
+    {"verl", "custom_reward_function reward_manager sandbox_fusion", MT_KEY_UNUSED, "verl's Python classes"},
+    {"verl", "skip", MT_KEY_UNUSED, SERVER},
+    {"verl", "distillation", MT_KEY_REFUSED,
+     "a student learns from a teacher on samples of files, as in a file of ROLL"},
+    {"verl", "reward", MT_KEY_SECTION, "verl.reward_loop", NULL, "actor_train reference critic"},
+    {"verl.reward_loop", "reward_model", MT_KEY_REFUSED, "a reward model is the folder of --reward-load"},
+    {"verl.reward_loop", "num_workers", MT_KEY_UNUSED, RAY},
+    {"verl.reward_loop", "_target_ custom_reward_function reward_manager sandbox_fusion reward_kwargs", MT_KEY_UNUSED,
+     "verl's Python classes"},
     {"verl", "buffer synchronizer enable_preview", MT_KEY_UNUSED, TRINITY},
     {"verl", "data", MT_KEY_SECTION, "verl.data"},
     {"verl", "algorithm", MT_KEY_SECTION, "verl.algorithm"},
@@ -392,12 +436,16 @@ static const mt_role_key keys[] = {
     {"verl.overlong", "penalty_factor", MT_KEY_ENABLED, "overlong-penalty-factor"},
     {"verl.overlong", "log", MT_KEY_UNUSED, TRACKERS},
     {"actor_rollout_ref", "hybrid_engine nccl_timeout", MT_KEY_UNUSED, RAY},
+    {"actor_rollout_ref", "profiler", MT_KEY_UNUSED, PROFILERS},
     {"actor_rollout_ref", "synchronizer explorer_name", MT_KEY_UNUSED, TRINITY},
     {"actor_rollout_ref", "model", MT_KEY_SECTION, "verl.model", NULL, "actor_train actor_infer reference"},
     {"actor_rollout_ref", "actor", MT_KEY_SECTION, "verl.actor", NULL, "actor_train"},
     {"actor_rollout_ref", "ref", MT_KEY_SECTION, "verl.actor", NULL, "reference"},
     {"actor_rollout_ref", "ref", MT_KEY_SECTION, "verl.refs", NULL, "actor_train"},
     {"verl.refs", "megatron", MT_KEY_SECTION, "verl.refs.megatron"},
+    {"verl.refs", "model", MT_KEY_SECTION, "verl.refs.model"},
+    {"verl.refs.model", "path", MT_KEY_OPTION, "ref-load"},
+    {"verl.refs.model", "*", MT_KEY_OTHERS, "the role reference", "verl.model"},
     {"verl.refs", "*", MT_KEY_OTHERS, "the role reference", "verl.actor"},
     {"verl.refs.megatron", "tensor_model_parallel_size", MT_KEY_OPTION, "ref-tensor-model-parallel-size"},
     {"verl.refs.megatron", "pipeline_model_parallel_size", MT_KEY_OPTION, "ref-pipeline-model-parallel-size"},
@@ -416,6 +464,32 @@ static const mt_role_key keys[] = {
     {"verl.model", "lora_alpha", MT_KEY_OPTION, "lora-alpha"},
     {"verl.model", "target_modules", MT_KEY_OPTION, "lora-target"},
     {"verl.model", "tokenizer_path input_tokenizer", MT_KEY_OPTION, "tokenizer-model"},
+    {"verl.model", "lora", MT_KEY_ADAPTER, "verl.lora"},
+    {"verl.lora", "rank", MT_KEY_OPTION, "lora-rank"},
+    {"verl.lora", "alpha", MT_KEY_OPTION, "lora-alpha"},
+    {"verl.lora", "dropout", MT_KEY_OPTION, "lora-dropout"},
+    {"verl.lora", "target_modules", MT_KEY_OPTION, "lora-target", CANONICAL},
+    {"verl.lora", "type", MT_KEY_FIXED, "q_proj, k_proj, v_proj, gate_proj and up_proj have an adapter each",
+     "canonical_lora"},
+    {"verl.lora", "exclude_modules", MT_KEY_REFUSED, "target_modules alone says which matrices have adapters"},
+    {"verl.lora", "adapter_path", MT_KEY_OPTION, "load-adapter"},
+    {"verl.lora", "dropout_position", MT_KEY_FIXED, "dropout is of the adapters' inputs", "pre"},
+    {"verl.lora", "lora_A_init_method", MT_KEY_FIXED, "as peft begins", "kaiming"},
+    {"verl.lora", "lora_B_init_method", MT_KEY_FIXED, "an adapter begins at zero", "zero"},
+    {"verl.lora", "dtype", MT_KEY_FIXED, "adapters have the type of --bf16, and masters in fp32", "bfloat16|bf16"},
+    {"verl.lora", "freeze_language_model", MT_KEY_FIXED, "the model is frozen", "true"},
+    {"verl.lora", "freeze_vision_model freeze_vision_projection", MT_KEY_UNUSED, "images"},
+    {"verl.lora", "merge", MT_KEY_UNUSED, SERVER},
+    {"verl.lora", "a2a_experimental", MT_KEY_UNUSED, "kernels of Megatron-Bridge"},
+    {"verl.model", "mtp", MT_KEY_SECTION, "verl.mtp"},
+    {"verl.mtp", "enable enable_train", MT_KEY_FIXED,
+     "modules of multi-token prediction train in pre-training and fine-tuning: give a model without them", "false"},
+    {"verl.mtp", "detach_encoder mtp_loss_scaling_factor", MT_KEY_UNUSED, "enable_train, which is not supported"},
+    {"verl.mtp",
+     "_target_ enable_rollout speculative_algorithm speculative_num_steps speculative_eagle_topk "
+     "speculative_num_draft_tokens method num_speculative_tokens",
+     MT_KEY_UNUSED, SERVER},
+    {"verl.model", "fsdp_config", MT_KEY_UNUSED, "FSDP"},
     {"verl.model", "enable_gradient_checkpointing gradient_checkpointing_kwargs", MT_KEY_UNUSED,
      TRANSFORMERS " (recompute_granularity of override_transformer_config is Megatron's)"},
     {"verl.model", "lora_adapter_path", MT_KEY_OPTION, "load-adapter"},
@@ -454,9 +528,21 @@ static const mt_role_key keys[] = {
     {"verl.policy_loss", "loss_mode", MT_KEY_OPTION, "pg-variant", "geo_mean=gmpo"},
     {"verl.policy_loss", "_target_ clip_cov_ratio clip_cov_lb clip_cov_ub kl_cov_ratio ppo_kl_coef dro_beta",
      MT_KEY_UNUSED, "verl's losses clip_cov, kl_cov and dro"},
-    {"verl.actor", "use_torch_compile entropy_from_logits_with_chunking entropy_checkpointing", MT_KEY_UNUSED,
-     "torch.compile"},
-    {"verl.actor", "use_dynamic_bsz", MT_KEY_REFUSED, "batches by tokens; take --sequence-packing"},
+    {"verl.actor",
+     "use_torch_compile entropy_from_logits_with_chunking entropy_from_logits_chunk_size "
+     "entropy_checkpointing",
+     MT_KEY_UNUSED, "torch.compile"},
+    {"verl.actor", "use_dynamic_bsz", MT_KEY_OPTION, "sequence-packing", "false="},
+    {"verl.actor", "alg_type", MT_KEY_FIXED,
+     "actor_train of verl learns from rewards; preferences are learned from a file of ROLL", "ppo"},
+    {"verl.actor", "tau opmd_baseline use_uid", MT_KEY_UNUSED, "the losses opmd and pairwise_opmd of alg_type"},
+    {"verl.actor", "param_offload", MT_KEY_OPTION, "param-offload"},
+    {"verl.actor", "grad_offload", MT_KEY_OPTION, "grad-offload"},
+    {"verl.actor", "optimizer_offload", MT_KEY_OPTION, "optimizer-offload"},
+    {"verl.actor", "model", MT_KEY_REFUSED, "a reference of its own is --ref-load of actor_train"},
+    {"verl.actor", "pad_to_length use_remove_padding", MT_KEY_UNUSED, PADDING},
+    {"verl.actor", "calculate_sum_pi_squared sum_pi_squared_checkpointing", MT_KEY_UNUSED,
+     "verl's estimator optimal_token_baseline"},
     {"verl.actor",
      "ppo_max_token_len_per_gpu log_prob_max_token_len_per_gpu log_prob_use_dynamic_bsz "
      "forward_max_token_len_per_gpu data_loader_seed",
@@ -469,8 +555,8 @@ static const mt_role_key keys[] = {
      "verl's kernels and processes"},
     {"verl.actor", "freeze_vision_tower qat", MT_KEY_REFUSED, "text models are trained, without quantization"},
     {"verl.actor", "checkpoint", MT_KEY_UNUSED, CHECKPOINTS},
-    {"verl.actor", "profile profiler", MT_KEY_UNUSED, PROFILERS},
-    {"verl.actor", "fsdp_config ulysses_sequence_parallel_size", MT_KEY_UNUSED, "FSDP"},
+    {"verl.actor", "profile profiler npu_profile", MT_KEY_UNUSED, PROFILERS},
+    {"verl.actor", "fsdp_config fsdp ulysses_sequence_parallel_size", MT_KEY_UNUSED, "FSDP"},
     {"verl.actor", "sync_actor sync_actor_alpha sync_steps", MT_KEY_UNUSED, "verl's moving reference"},
 
     {"verl.critic", "model", MT_KEY_SECTION, "verl.model"},
@@ -496,7 +582,17 @@ static const mt_role_key keys[] = {
     {"verl.optim", "total_training_steps", MT_KEY_OPTION, "train-iters", "-1="},
     {"verl.optim", "lr_decay_steps", MT_KEY_OPTION, "lr-decay-iters"},
     {"verl.optim", "lr_wsd_decay_steps", MT_KEY_OPTION, "lr-wsd-decay-iters"},
-    {"verl.optim", "min_lr_ratio", MT_KEY_REFUSED, "give min_lr, a learning rate"},
+    {"verl.optim", "min_lr_ratio", MT_KEY_LR_SHARE, "min-lr"},
+    {"verl.optim", "num_cycles", MT_KEY_FIXED, "the learning rate falls once", "0.5"},
+    {"verl.optim", "zero_indexed_step", MT_KEY_FIXED, "the first iteration is step 0 of the schedule", "true"},
+    {"verl.optim", "optimizer_impl", MT_KEY_UNUSED, "FSDP"},
+    {"verl.optim",
+     "muon_coefficient_type muon_extra_scale_factor muon_fp32_matmul_prec muon_match_adamw_update_rms muon_momentum "
+     "muon_nesterov "
+     "muon_num_ns_steps muon_scalar_optimizer muon_scale_mode muon_split_qkv muon_tp_mode",
+     MT_KEY_UNUSED, "the optimizer muon, which is not supported"},
+    {"verl.optim", "beta1", MT_KEY_OPTION, "adam-beta1"},
+    {"verl.optim", "beta2", MT_KEY_OPTION, "adam-beta2"},
     {"verl.optim", "betas", MT_KEY_BETAS, "adam-beta1"},
     {"verl.optim", "_target_", MT_KEY_UNUSED, HYDRA},
     {"verl.optim", "override_optimizer_config", MT_KEY_SECTION, "transformer"},
@@ -513,6 +609,12 @@ static const mt_role_key keys[] = {
     {"megatron", "dtype", MT_KEY_OPTION, "bf16", DTYPES},
     {"megatron", "override_transformer_config override_ddp_config", MT_KEY_SECTION, "transformer"},
     {"megatron", "override_mcore_model_config", MT_KEY_SECTION, "transformer"},
+    {"megatron", "router_replay", MT_KEY_SECTION, "verl.router_replay"},
+    {"verl.router_replay", "mode", MT_KEY_FIXED, "training routes tokens itself", "disabled"},
+    {"verl.router_replay", "_target_ record_file replay_file", MT_KEY_UNUSED, "the replay of routes"},
+    {"megatron", "qat", MT_KEY_REFUSED, "text models are trained, without quantization"},
+    {"megatron", "pad_to_length pad_to_length_bucket pad_bshd_to_minibatch_max", MT_KEY_UNUSED, PADDING},
+    {"megatron", "entropy_from_logits_with_chunking entropy_from_logits_chunk_size", MT_KEY_UNUSED, "torch.compile"},
     {"megatron", "forward_only", MT_KEY_UNUSED, "the choice of an engine: here it is this program"},
     {"megatron", "extra _target_", MT_KEY_UNUSED, HYDRA},
     {"transformer", "attn_implementation", MT_KEY_OPTION, "attention-backend", ATTENTION},
@@ -544,8 +646,9 @@ static const mt_role_key keys[] = {
      "checkpoint_manager_class update_weights_bucket_megabytes trace skip skip_rollout skip_dump_dir "
      "skip_tokenizer_init enable_rollout_routing_replay moe_load_balance_metrics_interval prometheus quantization "
      "quantization_config_file use_block_quant_rollout mtp qat layer_name_map limit_images sglang_engine_mode "
-     "use_preprocessed_multimodal_input full_determinism seed custom",
+     "disaggregation router_config_path use_preprocessed_multimodal_input full_determinism seed custom",
      MT_KEY_UNUSED, SERVER},
+    {"verl.rollout", "use_fire_sampling", MT_KEY_FIXED, "all tokens are drawn at one temperature", "false"},
     {"verl.rollout", "profiler", MT_KEY_UNUSED, PROFILERS},
     {"verl.rollout", "val_kwargs", MT_KEY_SECTION, "verl.val_kwargs"},
     {"verl.val_kwargs", "_target_ top_k top_p min_p temperature n do_sample repetition_penalty seed", MT_KEY_UNUSED,
@@ -556,7 +659,7 @@ static const mt_role_key keys[] = {
     {"verl.algorithm", "lam", MT_KEY_OPTION, "lam", NULL, LEARNER},
     {"verl.algorithm", "norm_adv_by_std_in_grpo", MT_KEY_OPTION, "norm-adv-by-std", NULL, LEARNER},
     {"verl.algorithm", "use_kl_in_reward", MT_KEY_OPTION, "kl-in-reward", NULL, LEARNER},
-    {"verl.algorithm", "kl_penalty", MT_KEY_OPTION, "kl-loss-type", KL_TYPES, LEARNER},
+    {"verl.algorithm", "kl_penalty", MT_KEY_REWARD_KL, "kl-loss-type", KL_TYPES, LEARNER},
     {"verl.algorithm", "kl_ctrl", MT_KEY_SECTION, "verl.kl_ctrl"},
     {"verl.kl_ctrl", "kl_coef", MT_KEY_OPTION, "kl-coef", NULL, LEARNER},
     {"verl.kl_ctrl", "type", MT_KEY_FIXED, "the weight of the divergence is constant", "fixed"},
@@ -575,7 +678,8 @@ static const mt_role_key keys[] = {
     {"verl.filter_groups", "max_num_gen_batches", MT_KEY_ENABLED, "dynamic-sampling-max-rounds", "0=1000000|-1=1000000",
      LEARNER},
     {"verl.filter_groups", "metric", MT_KEY_FIXED, "groups are compared by their rewards",
-     "acc|score|seq_reward|seq_final_reward"},
+     "acc|score|reward|seq_reward|seq_final_reward"},
+    {"verl.filter_groups", "max_inflight_gen_batches", MT_KEY_UNUSED, SERVER},
     {"verl.filter_groups", "_target_", MT_KEY_UNUSED, HYDRA},
 
     {"verl.data", "train_files", MT_KEY_FILES, "train-data-path", NULL, "actor_train critic"},
@@ -589,8 +693,11 @@ static const mt_role_key keys[] = {
     {"verl.data", "shuffle seed", MT_KEY_UNUSED, "the order of prompts: each epoch has one of its own, by --seed"},
     {"verl.data", "val_batch_size val_max_samples validation_shuffle", MT_KEY_UNUSED, VALIDATION},
     {"verl.data",
-     "_target_ use_shm reward_fn_key tool_config_path return_raw_input_ids return_raw_chat return_full_prompt "
-     "return_multi_modal_inputs dataloader_num_workers image_patch_size image_key video_key filter_overlong_prompts "
+     "_target_ use_shm reward_fn_key tool_config_path function_tool_path return_raw_input_ids return_raw_chat "
+     "return_full_prompt "
+     "return_multi_modal_inputs dataloader_num_workers image_patch_size image_key video_key audio_key "
+     "mm_processor_kwargs "
+     "filter_overlong_prompts "
      "filter_overlong_prompts_workers truncation trust_remote_code custom_cls sampler datagen databuffer "
      "apply_chat_template_kwargs gen_batch_size",
      MT_KEY_UNUSED, "verl's datasets"},
@@ -613,8 +720,13 @@ static const mt_role_key keys[] = {
     {"verl.trainer",
      "balance_batch nnodes n_gpus_per_node resume_from_path del_local_ckpt_after_load val_before_train val_only "
      "default_hdfs_dir max_critic_ckpt_to_keep max_ref_ckpt_to_keep device use_legacy_worker_impl "
-     "ray_wait_register_center_timeout esi_redundant_time profile_steps",
+     "ray_wait_register_center_timeout esi_redundant_time use_v1 checkpoint_callback_class",
      MT_KEY_UNUSED, RAY},
+    {"verl.trainer", "profile_steps controller_nsight_options worker_nsight_options npu_profile", MT_KEY_UNUSED,
+     PROFILERS},
+    {"verl.trainer", "v1", MT_KEY_SECTION, "verl.v1"},
+    {"verl.v1", "trainer_mode", MT_KEY_FIXED, "responses are of the present weights", "sync"},
+    {"verl.v1", "sync colocate_async separate_async sampler replay_buffer", MT_KEY_UNUSED, RAY},
 };
 
 const mt_role_stage mt_role_stages[] = {
@@ -633,12 +745,19 @@ const mt_role_default mt_role_defaults[] = {
     {"roll", NULL, "lora_alpha", "lora-alpha", NULL, "lora-target"},
     {"roll", "rl", "loss_agg_mode", "loss-agg-mode", "seq-mean-token-mean"},
     {"roll", "rl", "lambd", "lam", "0.95"},
+    {"roll", "rl", "cispo_epsilon_low", "clip-ratio-low", "0.1"}, // where the loss is cispo
+    {"roll", "rl", "cispo_epsilon_high", "clip-ratio-high", "0.1"},
+    {"roll", "rl", "adv_estimator", "adv-estimator", "gae"},
+    {"roll", "rl", "num_return_sequences_in_group", "num-return-sequences", "1"},
+    {"roll", "rl", "kl_penalty", "kl-loss-type", "k1", "kl-in-reward"},
+    {"roll", "rl", "init_kl_coef", "kl-coef", "0.2", "kl-in-reward"},
     {"roll", "rl", "reward", "reward", "exact"}, // in place of ROLL's Python classes
     {"roll", "rl", "is_use_additional_prompts", "dynamic-sampling-max-rounds", "1", "dynamic-sampling"},
     {"verl", NULL, "lr_decay_style", "lr-decay-style", "constant"},
     {"verl", NULL, "target_modules", "lora-target", "all-linear", "lora-rank"},
     {"verl", NULL, "lora_alpha", "lora-alpha", "16", "lora-rank"},
     {"verl", "rl", "clip_ratio_c", "clip-ratio-c", "3"},
+    {"verl", "rl", "kl_penalty", "kl-loss-type", "k1", "kl-in-reward"},
     {"verl", "rl", "shuffle", "shuffle-mini-batches", "false"},
     {"verl", "rl", "reward", "reward", "exact"}, // in place of verl's Python functions
     {NULL},

@@ -11,6 +11,7 @@ typedef enum mt_role_key_kind {
     MT_KEY_FIXED,   // states a property, `text`, that always holds here: `values` are accepted
     MT_KEY_UNUSED,  // not used here: `text` is the engine that uses it, or the reason
     MT_KEY_REFUSED, // refused unless false or null; `text` is the reason
+    MT_KEY_ADAPTER, // MT_KEY_SECTION of an adapter, which is off without `rank`; with it, `type` must be given
     MT_KEY_OTHERS,  // "*": another role's key, by `text`; its name, and those below it, are of the section `values`
     // An option, `text`, whose value follows from several keys
     MT_KEY_MODEL,       // a folder or ORG/NAME: --load; train also takes --finetune
@@ -20,6 +21,8 @@ typedef enum mt_role_key_kind {
     MT_KEY_DUAL_CLIP,   // 1 + 2 x pg_clip if true
     MT_KEY_OFFLOAD,     // --param-offload, --grad-offload and --optimizer-offload
     MT_KEY_LOSS_COEF,   // 0 unless the section's use_kl_loss is true
+    MT_KEY_REWARD_KL,   // the estimator of the divergence in rewards
+    MT_KEY_LR_SHARE,    // as a share of the section's `lr`
     MT_KEY_ENABLED,     // as it is, if the section's `enable` is true
     MT_KEY_BETAS,       // two numbers: --adam-beta1 and --adam-beta2
     MT_KEY_GROUP_LIMIT, // fixed: a share of rewards that only groups with equal rewards of 0 or 1 pass
@@ -66,7 +69,7 @@ extern const mt_role_stage mt_role_stages[]; // ends with a stage of NULL
 typedef struct mt_role_default {
     const char *root, *stage;         // root: the section of the whole file; stage NULL: any
     const char *key, *option, *value; // value NULL: twice --lora-rank
-    const char *with;                 // an option that the file must set; NULL: none
+    const char *with;                 // an option that the file must set, not to false; NULL: none
 } mt_role_default;
 extern const mt_role_default mt_role_defaults[]; // ends with a root of NULL
 

@@ -244,6 +244,127 @@ every_policy_loss_runs() {
         sets dual_clip_loss clip-ratio-c 1.4
 }
 
+# One option has the estimators of both divergences. verl's kl_loss_type is of the loss, and kl_penalty of rewards; the
+# loss of ROLL has k3.
+divergences_have_their_estimators() {
+    verl='actor_rollout_ref: {model: {path: a/b}, actor: {use_kl_loss: true, kl_loss_coef: 0.1, '
+    printf '%s\n' "$verl kl_loss_type: mse}}" 'algorithm: {kl_penalty: kl}' >"$work/kl.yaml"
+    prints "$work/kl.yaml" actor_train && sets actor_rollout_ref.actor.kl_loss_type kl-loss-type k2 &&
+        unused algorithm.kl_penalty 'rewards without a divergence' || return 1
+    printf '%s\n' "$verl kl_loss_type: mse}}" 'algorithm: {kl_penalty: kl, use_kl_in_reward: true}' >"$work/kl.yaml"
+    refused 'kl_penalty is another estimator than that of the loss' "$train" --config "$work/kl.yaml" \
+        --role actor_train --print-config || return 1
+    printf '%s\n' "$verl kl_loss_type: kl}}" 'algorithm: {use_kl_in_reward: true}' >"$work/kl.yaml"
+    prints "$work/kl.yaml" actor_train && sets actor_rollout_ref.actor.kl_loss_type kl-loss-type k1 || return 1
+    set -- 'actor_train: {model_args: {}}' 'use_kl_loss: true' 'kl_loss_coef: 0.1' 'kl_penalty: kl'
+    printf '%s\n' "$@" >"$work/kl.yaml"
+    prints "$work/kl.yaml" actor_train && unused kl_penalty 'rewards without a divergence' &&
+        ! grep -q '^  kl-loss-type' "$work/out" || return 1
+    printf '%s\n' "$@" 'add_token_level_kl: true' >"$work/kl.yaml"
+    refused 'kl_penalty is another estimator' "$train" --config "$work/kl.yaml" --role actor_train --print-config ||
+        return 1
+    printf '%s\n' "$1" 'add_token_level_kl: true' >"$work/kl.yaml"
+    prints "$work/kl.yaml" actor_train && sets '(absent: kl_penalty)' kl-loss-type k1 &&
+        sets '(absent: init_kl_coef)' kl-coef 0.2
+}
+
+# ROLL's cispo reads a range of its own, 0.1 by default, and not pg_clip.
+cispo_of_roll_has_its_range() {
+    set -- 'pg_clip: 0.2' 'pg_clip_high: 0.3' 'actor_train: {model_args: {}, pg_variant: cispo}'
+    printf '%s\n' "$@" >"$work/cispo.yaml"
+    prints "$work/cispo.yaml" actor_train && unused pg_clip 'the policy loss' &&
+        unused pg_clip_high 'the policy loss' && sets '(absent: cispo_epsilon_low)' clip-ratio-low 0.1 &&
+        sets '(absent: cispo_epsilon_high)' clip-ratio-high 0.1 || return 1
+    sed 's/cispo}/cispo, cispo_epsilon_high: 0.4, cispo_use_unified_mask: false}/' "$work/cispo.yaml" \
+        >"$work/given.yaml" && prints "$work/given.yaml" actor_train &&
+        sets actor_train.cispo_epsilon_high clip-ratio-high 0.4 &&
+        sets '(absent: cispo_epsilon_low)' clip-ratio-low 0.1 || return 1
+    sed 's/mask: false/mask: true/' "$work/given.yaml" >"$work/bad.yaml" &&
+        refused 'mask can only be false' "$train" --config "$work/bad.yaml" --role actor_train --print-config ||
+        return 1
+    sed 's/cispo/ppo/' "$work/cispo.yaml" >"$work/given.yaml" && prints "$work/given.yaml" actor_train &&
+        sets pg_clip_high clip-ratio-high 0.3 && ! grep -q 'absent: cispo' "$work/out"
+}
+
+# Keys of ROLL's public examples.
+examples_of_roll_are_read() {
+    cat >"$work/examples.yaml" <<'EOF'
+track_name: None
+train_batch_size: 64
+global_template: native
+sequence_length: ${oc.decode:${oc.env:MT_TEST_LENGTH,8192}}
+rollout_batch_size: 4
+train_infer_ratio_mask: false
+train_infer_correction: {filters: []}
+validation: {eval_steps: 10}
+actor_train:
+  model_args: {attn_implementation: fa2, flash_attn: sdpa, freeze_module_prefix: vision_model}
+  strategy_args:
+    strategy_name: megatron_train
+    strategy_config: {save_only_model: true}
+  use_remove_padding: true
+EOF
+    prints "$work/examples.yaml" actor_train && unused track_name trackers && unused train_batch_size 'reading: an' &&
+        sets global_template chat-template auto && sets sequence_length seq-length 8192 &&
+        sets actor_train.model_args.flash_attn attention-backend auto &&
+        unused validation.eval_steps 'the validation' &&
+        sets actor_train.strategy_args.strategy_config.save_only_model no-save-optim true &&
+        unused actor_train.use_remove_padding 'batches with padding' &&
+        unused actor_train.model_args.freeze_module_prefix 'text models' &&
+        sets '(absent: adv_estimator)' adv-estimator gae &&
+        sets '(absent: num_return_sequences_in_group)' num-return-sequences 1 || return 1
+    for change in 's/ratio_mask: false/ratio_mask: true=ratio_mask is not supported: training scores' \
+        's/filters: \[\]/filters: [{enabled: true}]=filters is not supported: training scores' \
+        's/vision_model/model.layers=freeze_module_prefix can only be vision_model' \
+        's/^track_name.*/custom_envs: {a: {env_type: b}}=custom_envs is not supported: responses' \
+        's/^track_name.*/is_pure_opd: true=is_pure_opd is not supported: a student'; do
+        sed "${change%%=*}/" "$work/examples.yaml" >"$work/bad.yaml" &&
+            refused "${change#*=}" "$train" --config "$work/bad.yaml" --role actor_train --print-config || return 1
+    done
+}
+
+# Keys of verl's public files, and of Trinity-RFT's. Adapters of fused matrices are others than those here.
+examples_of_verl_are_read() {
+    cat >"$work/examples.yaml" <<'EOF'
+actor_rollout_ref:
+  model:
+    path: a/b
+    mtp: {_target_: a.b, enable: false, enable_train: false, mtp_loss_scaling_factor: 0.1, method: mtp}
+    lora: {type: canonical_lora, lora_A_init_method: kaiming, rank: 0, alpha: 32, merge: false, exclude_modules: [],
+           target_modules: [linear_q, linear_proj]}
+  actor:
+    use_dynamic_bsz: true
+    alg_type: ppo
+    tau: 0.0
+    optim: {lr: 1e-6, min_lr_ratio: 0.1, num_cycles: 0.5, zero_indexed_step: true, beta1: 0.8, muon_momentum: 0.95}
+    megatron: {router_replay: {mode: disabled, record_file: null}, qat: {enable: false, mode: w4a16}}
+  rollout: {use_fire_sampling: false, disaggregation: {enabled: false}}
+distillation: {enabled: false, teacher_models: {num_replicas: 0}}
+reward: {num_workers: 8, reward_model: {enable: false, model_path: null}}
+trainer: {use_v1: true, v1: {trainer_mode: sync, sync: {}}, npu_profile: {a: b}}
+EOF
+    prints "$work/examples.yaml" actor_train && unused actor_rollout_ref.model.lora 'off: rank is 0' &&
+        sets actor_rollout_ref.actor.use_dynamic_bsz sequence-packing true &&
+        sets actor_rollout_ref.actor.optim.min_lr_ratio min-lr 1e-07 &&
+        sets actor_rollout_ref.actor.optim.beta1 adam-beta1 0.8 && unused distillation 'a student learns' &&
+        unused reward.reward_model 'a reward model is' && ! grep -q 'lora-target' "$work/out" || return 1
+    for change in 's/enable_train: false/enable_train: true=enable_train can only be false' \
+        's/canonical_//; s/ rank: 0/ rank: 8=can only be canonical_lora' 's/alg_type: ppo/alg_type: dpo=alg_type can' \
+        's/rank: 0, alpha: 32/rank: 8=lora needs alpha' 's/mode: disabled/mode: R2=mode can only be disabled' \
+        's/linear_q,/linear_qkv,/; s/ rank: 0/ rank: 8=cannot be linear_qkv: a fused matrix' \
+        's/n: {enabled: false/n: {enabled: true=distillation is not supported' \
+        's/l: {enable: false/l: {enable: true=reward_model is not supported: a reward' \
+        's/trainer_mode: sync/trainer_mode: colocate_async=trainer_mode can only be sync' \
+        's/alpha: 32/alphas: 32=unknown option alphas; did you mean alpha'; do
+        sed "${change%%=*}/" "$work/examples.yaml" >"$work/bad.yaml" &&
+            refused "${change#*=}" "$train" --config "$work/bad.yaml" --role actor_train --print-config || return 1
+    done
+    sed 's/ rank: 0/ rank: 8/' "$work/examples.yaml" >"$work/lora.yaml" &&
+        prints "$work/lora.yaml" actor_train && sets actor_rollout_ref.model.lora.rank lora-rank 8 &&
+        sets actor_rollout_ref.model.lora.alpha lora-alpha 32 &&
+        says '^  lora-target  *q_proj o_proj$' "$work/out"
+}
+
 # Options that others of the file leave without effect; with the divergence, two of them have one.
 idle_options_of_rl_are_unused() {
     lines='\n    clip_ratio: 0.2\n    clip_ratio_low: 0.1\n    clip_ratio_high: 0.3\n    kl_loss_type: kl'
@@ -654,6 +775,10 @@ check verl_learns_as_dapo verl_learns_as_dapo
 check properties_are_fixed properties_are_fixed
 check later_verl_is_read later_verl_is_read
 check every_policy_loss_runs every_policy_loss_runs
+check divergences_have_their_estimators divergences_have_their_estimators
+check cispo_of_roll_has_its_range cispo_of_roll_has_its_range
+check examples_of_roll_are_read examples_of_roll_are_read
+check examples_of_verl_are_read examples_of_verl_are_read
 check idle_options_of_rl_are_unused idle_options_of_rl_are_unused
 check ratios_of_the_command_line_win ratios_of_the_command_line_win
 check layouts_of_other_roles_are_read layouts_of_other_roles_are_read
