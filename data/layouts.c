@@ -241,8 +241,8 @@ static void mt_search_add(mt_search *s, mt_candidate c) {
         }
 }
 
-/* Schedules of a pipeline: one stage a rank, zero-bubble, or several stages, as many as divide the layers. 1, 2, 4 and 8
- * are also balanced. */
+/* Schedules of a pipeline: one stage a rank, zero-bubble, or several stages, any number that divides the layers. 1, 2,
+ * 4 and 8 are also balanced. */
 static void mt_search_schedules(mt_search *s, mt_candidate c) {
     const mt_options *o = s->given;
     bool fixed = MT_GIVEN(o, num_virtual_stages_per_pipeline_rank) || MT_GIVEN(o, pipeline_model_parallel_layout) ||

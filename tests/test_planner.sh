@@ -207,6 +207,13 @@ refusals_name_the_reason() {
             --micro-batch-size 1 --global-batch-size 1 --explain --gpus 1
 }
 
+# Without a GPU, `make calibrate` writes no file and says why.
+calibration_needs_a_gpu() {
+    nvidia-smi -L >"$work/out" 2>&1 && return 0
+    refused 'CUDA' "${MT_TESTS:-$MT_BIN/../tests}/bench_calibrate" data/machines/h200.json "$work/machine.json" &&
+        ! [ -e "$work/machine.json" ]
+}
+
 rows_of_samples_are_named() {
     # shellcheck disable=SC2086
     simulate h100 1 $small --sft --sequence-packing &&
@@ -324,6 +331,7 @@ check a_large_plan_ends_soon a_large_plan_ends_soon
 check stages_are_balanced stages_are_balanced
 check ranks_to_launch_are_planned ranks_to_launch_are_planned
 check the_run_at_hand_is_explained the_run_at_hand_is_explained
+check calibration_needs_a_gpu calibration_needs_a_gpu
 check rows_of_samples_are_named rows_of_samples_are_named
 check refusals_name_the_reason refusals_name_the_reason
 exit $failed
