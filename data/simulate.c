@@ -7,7 +7,7 @@
  * stream's clock never runs backwards; an operation starts when its stream is free and the host has enqueued it. */
 #include "simulate.h"
 
-#include "dataset.h"
+#include "options.h"
 #include "report.h"
 #include "stage.h"
 #include "timeline.h"
