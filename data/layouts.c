@@ -209,11 +209,14 @@ static void mt_candidate_rate(const mt_search *s, mt_candidate *c) {
     double tokens = (double)(c->micro_batch * o->seq_length) / (double)c->cp;
     double layers = (double)o->num_layers / stages;
     double tensor = 8 * layers * tokens * (double)o->hidden_size * 2 * (double)(c->tp - 1) / (double)c->tp;
-    double shards = s->parameters / model * 6 * (replicas > 1) * (c->sharding ? micro_batches : 1);
+    double shards = s->parameters / (model * (double)c->ep) * 6 * (replicas > 1) * (c->sharding ? micro_batches : 1);
     double keys = c->cp > 1 ? 6 * layers * tokens * (double)o->hidden_size * (double)(c->cp - 1) * 0.25 : 0;
+    double rows = tokens / (double)c->tp * (double)mt_max(o->moe_router_topk, 1); // dispatched and combined, twice
+    double exchange = 8 * layers * rows * (double)o->hidden_size * (double)(c->ep - 1) / (double)c->ep;
+    exchange /= c->tp * c->ep > m->gpus_per_host ? m->network_gbs : m->nvlink_exchange_gbs;
     c->bound = compute * again[c->recompute] * (1 + 0.8 * bubble);
     c->estimate = compute * 1.35 * again_estimate[c->recompute] * (1 + bubble) +
-                  micro_batches * (0.4 * tensor / m->nvlink_copy_gbs + keys / link) + 0.3 * shards / link;
+                  micro_batches * (0.4 * tensor / m->nvlink_copy_gbs + keys / link + exchange) + 0.3 * shards / link;
 }
 
 /* Adds a candidate and its variants of sharding and recomputation. */
