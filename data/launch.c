@@ -47,11 +47,15 @@ static int mt_launch_try(mt_options *o, int64_t ranks, mt_error *error) {
     return MT_GIVEN(o, gpu) && !mt_plan_has_room(o, ranks, error) ? -1 : 0;
 }
 
+/* Where no number is accepted, the error is that of the largest one that is a multiple of a model's ranks: it names
+ * more than that. */
 int mt_launch_print(mt_options *o, FILE *file, mt_error *error) {
     int64_t ranks = o->print_launch, fewest = o->global_batch_size > 0 ? 1 : ranks;
+    int64_t model = o->tensor_model_parallel_size * o->pipeline_model_parallel_size * o->context_parallel_size;
+    int64_t named = fewest < ranks && model >= 1 && model <= ranks ? ranks - ranks % model : ranks;
     mt_error other;
-    int status = mt_launch_try(o, ranks, error);
-    while (status != 0 && ranks > fewest) status = mt_launch_try(o, --ranks, &other);
+    int status = mt_launch_try(o, ranks, ranks == named ? error : &other);
+    while (status != 0 && ranks-- > fewest) status = mt_launch_try(o, ranks, ranks == named ? error : &other);
     if (status != 0) return -1;
     fprintf(file, "ranks %lld\n", (long long)ranks);
     mt_launch_print_option(o, MT_AT(global_batch_size), file);

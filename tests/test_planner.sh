@@ -312,6 +312,9 @@ ranks_to_launch_are_planned() {
     # shellcheck disable=SC2086
     "$train" $common $small $experts --global-batch-size 6 --print-launch 8 >"$work/out" || return 1
     says '^ranks 6' "$work/out" || return 1
+    # shellcheck disable=SC2086
+    refused '--ffn-hidden-size 256 must be a multiple of' "$train" $common $small --hidden-size 768 \
+        --num-attention-heads 6 --ffn-hidden-size 256 --tensor-model-parallel-size 3 --print-launch 8 || return 1
     sharded='--hf-config data/configs/llama3-8b.json --seq-length 4096 --micro-batch-size 1 --global-batch-size 8
         --use-distributed-optimizer --gpu h100 --print-launch'
     # shellcheck disable=SC2086
