@@ -61,6 +61,7 @@ list_known() {
         echo OPENBLAS_CORETYPE
         ls tests/test_* | sed 's|tests/test_||' # suites
     } | tr -cs 'A-Za-z0-9_' '\n' | sort -u | awk '{ print "word\t" $0 }'
+    ls notes/[0-9]*.md | sed 's|notes/0*\([0-9][0-9]*\)-.*|chapter\t\1|'
     { # and those of mpirun and compute-sanitizer
         "$train" --help && "$infer" --help && "$tree/data/preprocess" --help && cat Makefile data/probe.sh &&
             echo '--hostfile --oversubscribe --tool'
@@ -83,7 +84,7 @@ names_exist() {
     for page; do awk -f tests/note_names.awk "$page"; done | sort -u >"$work/names"
     awk -F '\t' '
         FNR == NR { known[$1, $2, $3] = 1; next }
-        $1 == "word" || $1 == "option" || $1 == "section" {
+        $1 == "word" || $1 == "option" || $1 == "section" || $1 == "chapter" {
             if (!(($1, $3, $4) in known)) printf "%s: there is no %s %s %s\n", $2, $1, $3, $4
         }
         $1 == "anchor" { printf "%s: there is no anchor %s\n", $2, $3 }' "$work/known" "$work/names" >"$work/err"
@@ -173,6 +174,7 @@ experiments() {
 write_page() {
     cat <<'END'
 Code, `mt_slots_place` (§9b), with `--num-layers`; [a link](page.md) and [one to a section](page.md#a-section).
+Chapters: chapter 2, [chapter 7](07-page.md).
 Its 8 rows of 4 bytes are 8 x 4 = 32 bytes, and 64 rows take 0.256 KB.
 
     bytes = 256 n
@@ -210,7 +212,7 @@ lacks_a_part() {
 
 # passes CHECK EDIT: the page passes the check when it is edited.
 passes() {
-    rm -rf "$work/planted" && mkdir "$work/planted"
+    rm -rf "$work/planted" && mkdir "$work/planted" && touch "$work/planted/07-page.md"
     sed "$2" "$work/page.md" >"$work/planted/page.md"
     case $1 in
     experiments) experiments "$work/planted/page.md" "$work/planted" && return 0 ;;
@@ -239,6 +241,8 @@ the_checks_see_errors() {
         sees names_exist 's/--num-layers/--num-layer/' 'no option --num-layer ' &&
         sees names_exist 's/§9b/§9c/' 'no section mt_slots_place 9c' &&
         sees names_exist 's/(page.md)/(nothing.md)/' 'no file .*nothing.md' &&
+        sees names_exist 's/chapter 2/chapter 99/' 'no chapter 99' &&
+        sees names_exist 's/chapter 7/chapter 8/' 'no chapter 8 in the file 07' &&
         sees numbers_have_sources 's/8 x 4/9 x 4/' "= 32 does not hold: 36" &&
         sees numbers_have_sources 's/take 0.256/take 0.265/' "0.265 has no source" &&
         sees numbers_have_sources 's/64 rows/65 rows/' "65 has no source" &&
