@@ -155,6 +155,33 @@ has_form() {
     done
 }
 
+# Commands that a page shows without a model, "./train --option ...", train a small one. Left out are those that a mark
+# runs, and those that need a file or a GPU.
+short_commands_are_accepted() {
+    model='--mock-data --num-layers 2 --hidden-size 32 --num-attention-heads 4 --vocab-size 64 --seq-length 32
+        --global-batch-size 8 --train-iters 1 --lr 1e-3 --eval-iters 0 --device cpu --swiglu --normalization RMSNorm
+        --position-embedding-type rope --disable-bias-linear'
+    awk -v model="$(echo $model)" -v has_mpi="$(has_mpi && echo 1)" '
+        /^<!-- (quote|run|prints)/ { marked = 1 }
+        /^[^ ]/ && !/^<!-- (quote|run|prints)/ { marked = 0 }
+        marked || !/^    ( |\.\/train|mpirun .*\.\/train)/ { command = ""; next }
+        { command = command $0 }
+        !/ \.\.\.$/ { next }
+        command !~ /--(data-path|load|hf-config)/ && (has_mpi || command !~ /mpirun/) {
+            sub(/ \.\.\.$/, "", command)
+            if (command ~ /main-grads-dtype/) command = command " --bf16"
+            gsub(/  +/, " ", command)
+            sub(/mpirun/, "mpirun --oversubscribe", command)
+            print command " " model
+        }
+        { command = "" }' "$@" | mpi_options >"$work/commands"
+    [ -s "$work/commands" ] && while read -r command; do
+        (cd "$tree" && sh -c "$command") >"$work/out" 2>"$work/err" </dev/null && continue
+        echo "fails: $command" >>"$work/err"
+        return 1
+    done <"$work/commands"
+}
+
 # experiments PAGE FOLDER: runs the blocks of a page and compares what they print. FOLDER gets out, err and the tree.
 experiments() {
     make_tree "$2/tree" && mkdir "$2/steps" || return 1
@@ -210,6 +237,13 @@ lacks_a_part() {
     done
 }
 
+has_a_bad_command() {
+    echo '    ./train --recompute-granularity selective --recompute-modules nothing ...' >"$work/bad.md"
+    short_commands_are_accepted "$work/bad.md" || return 0
+    echo "short_commands_are_accepted accepts a module that does not exist"
+    return 1
+}
+
 # passes CHECK EDIT: the page passes the check when it is edited.
 passes() {
     rm -rf "$work/planted" && mkdir "$work/planted" && touch "$work/planted/07-page.md"
@@ -249,7 +283,7 @@ the_checks_see_errors() {
         sees numbers_have_sources 's/256 n/257 n/' "257 has no source" &&
         sees numbers_have_sources 's/-- 64/-- 65/' "65 . 4 . 1000 = 0.256 does not hold: 0.26" &&
         sees numbers_have_sources 's/and 64.*//' "the text has no 0.256" &&
-        lacks_a_part &&
+        lacks_a_part && has_a_bad_command &&
         sees names_exist 's/#a-section/#another/' 'no anchor .*another' &&
         passes experiments 's/| 1.25/| 1.26/' && # one in the last digit
         sees experiments 's/| 1.25/| 1.27/' 'says "one 1.27", and its commands print "one 1.25"' &&
@@ -284,6 +318,7 @@ make_tree "$tree" || exit 1
     check numbers_have_sources numbers_have_sources $pages README.md
     check measurements_can_be_repeated measurements_can_be_repeated
     check chapters_have_one_form has_form $pages
+    [ -n "${MT_NOTES:-}" ] || check short_commands_are_accepted short_commands_are_accepted $pages
 }
 [ -n "${MT_NOTES:-}" ] || check the_checks_see_errors the_checks_see_errors
 run_pages &
