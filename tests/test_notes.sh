@@ -155,8 +155,8 @@ has_form() {
     done
 }
 
-# Commands that a page shows without a model, "./train --option ...", train a small one. Left out are those that a mark
-# runs, and those that need a file or a GPU.
+# Commands that a page shows without a model, "./train --option ...", train a small one, unless a mark runs them or they
+# need a file.
 short_commands_are_accepted() {
     model='--mock-data --num-layers 2 --hidden-size 32 --num-attention-heads 4 --vocab-size 64 --seq-length 32
         --global-batch-size 8 --train-iters 1 --lr 1e-3 --eval-iters 0 --device cpu --swiglu --normalization RMSNorm
