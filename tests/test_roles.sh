@@ -379,6 +379,14 @@ idle_options_of_rl_are_unused() {
         sets actor_rollout_ref.actor.kl_loss_type kl-loss-type k1
 }
 
+# A run that --load of the command line names goes on, where the file's model would begin anew.
+a_run_of_the_command_line_goes_on() {
+    prints "$roles/roll.yaml" sft_train --load "$work/none" && says '^  load  *.*/none$' "$work/out" &&
+        unused pretrain 'gives way to --load, which resumes a run unless --finetune is given' &&
+        ! grep -q '^  finetune' "$work/out" || return 1
+    prints "$roles/roll.yaml" sft_train --load "$work/none" --finetune && says '^  finetune  *true$' "$work/out"
+}
+
 # --clip-ratio of the command line is for both sides; sides of the command line, for the file's clip_ratio.
 ratios_of_the_command_line_win() {
     sed 's/^    use_kl_loss: false/&\n    clip_ratio_low: 0.1\n    clip_ratio_high: 0.3/' "$roles/verl.yaml" \
@@ -780,6 +788,7 @@ check cispo_of_roll_has_its_range cispo_of_roll_has_its_range
 check examples_of_roll_are_read examples_of_roll_are_read
 check examples_of_verl_are_read examples_of_verl_are_read
 check idle_options_of_rl_are_unused idle_options_of_rl_are_unused
+check a_run_of_the_command_line_goes_on a_run_of_the_command_line_goes_on
 check ratios_of_the_command_line_win ratios_of_the_command_line_win
 check layouts_of_other_roles_are_read layouts_of_other_roles_are_read
 check absent_options_are_named absent_options_are_named
