@@ -199,11 +199,9 @@ static char *expand_reference(reader *r, const yaml_node_t *from, const char *be
     if (!path) return NULL;
     if (strchr(path, ':')) {
         text = resolve_call(r, from, path, depth);
-    } else if (is_in_trainer(path)) {
-        text = find_path(r, path, from, &node, depth) == 0 && follow(r, &node, depth) == 0
-                   ? expand(r, node, scalar_text(node), depth)
-                   : mt_strdup("null");
-    } else if (find_path(r, path, from, &node, depth) == 0 && follow(r, &node, depth) == 0) {
+    } else if (find_path(r, path, from, &node, depth) != 0) {
+        if (is_in_trainer(path)) text = mt_strdup("null");
+    } else if (follow(r, &node, depth) == 0) {
         if (node->type == YAML_SCALAR_NODE)
             text = expand(r, node, scalar_text(node), depth);
         else
@@ -541,9 +539,10 @@ static bool is_referenced(const reader *r, const char *name) {
 
 static int walk(reader *r, yaml_node_t *mapping, const char *section, bool roles);
 
+/* Takes a section, or a list with one. */
 static int take_section(reader *r, yaml_node_t *node, const char *section, long long line) {
     bool is_list = node->type == YAML_SEQUENCE_NODE;
-    if (is_list && node->data.sequence.items.top - node->data.sequence.items.start == 1) // of one section
+    if (is_list && node->data.sequence.items.top - node->data.sequence.items.start == 1)
         node = get_node(r, *node->data.sequence.items.start);
     if (!is_mapping(node))
         return mt_error_set(r->error, "%s:%lld: %s expects a section of keys", r->path, line, r->key);
