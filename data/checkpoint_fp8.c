@@ -165,13 +165,19 @@ static int mt_fp8_linear_load(mt_fp8_state *state, int64_t i, const mt_safetenso
     const mt_tensor_info *scale = mt_safetensors_find(set, name);
     snprintf(name, sizeof name, "layers.%lld.%s.amax_history", (long long)state->keys[i].layer, state->keys[i].linear);
     const mt_tensor_info *history = mt_safetensors_find(set, name);
-    if (!scale || !history) {
+    if (!scale && !history) {
         changes->fresh++;
         return 0;
     }
+    if (!scale || !history)
+        return mt_error_set(error, "%s: tensor \"%s\" is without its %s; take another checkpoint", largest->file,
+                            (scale ? scale : history)->name, scale ? "history" : "scale");
     if (mt_fp8_tensor_check(scale, 2, true, error) != 0 || mt_fp8_tensor_check(history, 3, false, error) != 0)
         return -1;
-    int64_t ranks = mt_min(scale->shape[0], history->shape[0]), H = history->shape[1], ours = state->history_length;
+    int64_t ranks = scale->shape[0], H = history->shape[1], ours = state->history_length;
+    if (history->shape[0] != ranks)
+        return mt_error_set(error, "%s: tensor \"%s\" has %lld ranks and its scale %lld; take another checkpoint",
+                            history->file, history->name, (long long)history->shape[0], (long long)ranks);
     bool own = each_rank && ranks == data->size;
     changes->saved_length = H;
     for (int64_t r = own ? data->rank : 0; r < (own ? data->rank + 1 : ranks); r++)

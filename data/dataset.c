@@ -461,7 +461,7 @@ static void warn_omitted(const mt_data *data, const mt_data_config *config, mt_s
                                             : "give --test-data-path");
 }
 
-/* Samples of less data than a sequence repeat it. One line a split, for the first such path of a blend. */
+/* Sequences of less data than their length repeat it. One line a split, for the first such path of a blend. */
 static void warn_short(const mt_dataset *dataset, int64_t seq_length, const char *name, FILE *file) {
     mt_dataset *const *sources;
     const mt_dataset *first = NULL;
@@ -487,6 +487,6 @@ void mt_data_warn(const mt_data *data, const mt_data_config *config, FILE *file)
     for (int split = 0; split < MT_NUM_SPLITS; split++) {
         const mt_dataset *dataset = data->splits[split];
         if (!dataset && config->sizes[split] > 0) warn_omitted(data, config, split, file);
-        if (dataset) warn_short(dataset, config->seq_length, split_names[split], file);
+        if (dataset && !dataset->packing) warn_short(dataset, config->seq_length, split_names[split], file);
     }
 }

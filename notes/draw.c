@@ -335,6 +335,7 @@ static void draw_masks(const char *folder) {
     letters_batch(&batch, 16, false);
     draw_batch(&p, 630, 50, "one of 16, a window of 4", &batch, 4);
     mt_batch_free(&batch);
+    text_in(&p, FAINT, 630, 345, START, "a row is a query, a column a key");
     draw_decoding(&p, 40, 450);
     picture_close(&p);
 }
@@ -549,7 +550,8 @@ static void draw_layer(const char *folder) {
     draw_residual(&p, left, x - 145, top + 9, top + step * 6 + 5);
     draw_residual(&p, left, x - 145, top + step * 6 + 13, top + step * 11 + 9);
     box(&p, 20, 500, 10, 10, fills[BLUE]);
-    text(&p, 36, 509, START, "saved for the backward: %s elements per token, %s bytes in fp32; white: of another layer",
+    text(&p, 36, 509, START,
+         "saved for the backward: %s elements per token, %s bytes in fp32; white: not saved by this layer",
          grouped(saved, a), grouped(saved * 4, b));
     picture_close(&p);
     table_close(&t);
@@ -2080,12 +2082,14 @@ static void draw_fp8(const char *folder) {
     static const char *const recipes[] = {"delayed", "tensorwise", "blockwise", "mxfp8"};
     float *x = mt_malloc(FP8_T * FP8_K * 4), *w = mt_malloc(FP8_N * FP8_K * 4);
     picture p = picture_open(folder, "18-fp8", "Grids of fp8, and errors of products by recipe", 900, 330);
-    text(&p, 20, 28, START, "All positive values of e4m3 and e5m2 (dark: powers of two); two to the power of");
+    text(&p, 20, 28, START, "All positive values of e4m3 and e5m2 (dark: powers of two)");
     draw_codes(&p, 66, "e4m3", MT_F8_E4M3, fills[ORANGE]);
     draw_codes(&p, 98, "e5m2", MT_F8_E5M2, fills[BLUE]);
     for (int power = -16; power <= 16; power += 4) text(&p, 120 + 22 * (power + 17), 116, MIDDLE, "%d", power);
-    text(&p, 20, 156, START,
-         "Relative error of a token's row of x w^T, K = %d, operands in bf16 or e4m3; mean of %d tokens", FP8_K, FP8_T);
+    text(&p, 494, 133, MIDDLE, "log2 of the value");
+    text(&p, 20, 160, START,
+         "Relative error of a token's row of x w^T, K = %d, operands in bf16 or e4m3; mean of %d tokens; log scale",
+         FP8_K, FP8_T);
     fill_operand(w, FP8_N, EVEN, 1);
     for (int kind = 0; kind < NUM_OPERAND_KINDS; kind++) {
         double left = 100 + 300 * kind;

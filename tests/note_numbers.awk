@@ -2,7 +2,7 @@
 # whole numbers from 10 on, and any number before a unit; not names ("H200", "8B", "chapter 9"), years, and what stands
 # between backticks. A source is a place on the same page that has the number too,
 #
-#   a block of commands, of formulas, of quoted code or of output
+#   a block of commands, of quoted code or of output, or a formula in an indented block
 #   "128 x 64 = 8,192"      an equation that holds, in the text; units may have other prefixes on its two sides
 #   <!-- 2 * 64 = 128; 4.29: a copy on an H200, TB/s -->
 #                           a comment, which readers of the page do not see: equations that hold up to rounding, and
@@ -10,9 +10,9 @@
 #   <!-- data/configs/gpt2-124m.json; lab.md#attention; "int n = 64" in megatron.c; lines megatron.h = 2,000 -->
 #                           files, sections and lines of code that have the numbers; the length of a file
 #
-# or a page or section that the paragraph links, or the paragraph before a table.
-# An error is a number without a source, an equation in a comment that does not hold, and a number in a comment that
-# the text does not have.
+# or a page or section that the paragraph links, or the paragraph before a table. A number of a formula needs a source
+# that is no formula. An error is a number without a source, an equation in a comment that does not hold, and a number
+# in a comment that the page does not have.
 
 function complain(text) {
     printf "%s: %s\n", FILENAME, text
@@ -122,6 +122,7 @@ function is_written(value, text, base,    said, bound, k) {
 
 BEGIN {
     NUMBER = "([0-9][0-9,]*[0-9]|[0-9])(\\.[0-9]+)?(e[-+]?[0-9]+)?"
+    COMMAND = "(^|[ (])(\\./|mpirun |make |build/|data/)" # in a block
     UNITS = "^ ?(%|UNIT|[KMGTk]i?B|bytes?|ms|µs|us|s|seconds?|minutes?|hours?|tokens|times|million|billion)([^A-Za-z]|$)"
 }
 
@@ -166,7 +167,7 @@ function know(text,    i) {
 function arithmetic(text) {
     gsub(/ billion/, " * 1000000000", text)
     gsub(/ million/, " * 1000000", text)
-    gsub(/UNIT|(bytes?|tokens|elements|layers|operations|numbers|[KMGTk]i?B|ms|µs|us|[GT]FLOP|[GM])( |$)/, " ", text)
+    gsub(/UNIT|(bytes?|per parameter|parameters|weights|tokens|elements|layers|operations|numbers|[KMGTk]i?B|ms|µs|us|[GT]FLOP|[GM])( |$)/, " ", text)
     return text
 }
 
@@ -293,6 +294,9 @@ function end_unit() {
     if (unit != "" && mode == "text") {
         texts[++num_texts] = unit
         line_of[num_texts] = unit_line
+    } else if (unit != "" && mode == "block" && unit !~ COMMAND) {
+        formulas[++num_formulas] = unit
+        formula_line[num_formulas] = unit_line
     } else if (unit != "") know(unit)
     if (unit != "" && mode != "run" && mode != "quote") learn_equations(clean(unit))
     unit = ""
@@ -342,8 +346,21 @@ in_comment {
     continue_unit("text")
 }
 
+# A formula is a source for the text, and not for itself.
+function check_formulas(    i, j) {
+    for (i = 1; i <= num_formulas; i++) {
+        find_numbers(clean(formulas[i]), 0)
+        for (j = 1; j <= num_found; j++) {
+            used[key_of(found[j])] = 1
+            if (!(key_of(found[j]) in known)) complain("line " formula_line[i] ": " found[j] " has no source")
+        }
+    }
+    for (i = 1; i <= num_formulas; i++) know(formulas[i])
+}
+
 END {
     end_unit()
+    check_formulas()
     for (i = 1; i <= num_texts; i++) {
         learn_links(texts[i] ~ /^\|/ ? texts[i - 1] texts[i] : texts[i], i)
         find_numbers(clean(texts[i]), 0)

@@ -962,7 +962,14 @@ static void a_checkpoint_without_scales_begins_with_fresh_ones(void **state) {
     close_family(&f);
 }
 
-/* A byte of the file that differs is found by the checksums, or without these by its value. */
+/* Edits the header of a file of tensors; the new text has the length of the old one. */
+static void edit_header(const char *path, const char *expression) {
+    char command[1024];
+    snprintf(command, sizeof command, "LC_ALL=C sed -i '%s' %s", expression, path);
+    assert_int_equal(system(command), 0);
+}
+
+/* A byte of the file that differs is found by the checksums, or without these by its value, name or shape. */
 static void damaged_scales_are_refused(void **state) {
     (void)state;
     fixture f = open_fp8("llama", false, DELAYED "4");
@@ -987,6 +994,10 @@ static void damaged_scales_are_refused(void **state) {
     assert_load_fails(&f, at("out/iter_0000002"), "fp8.safetensors: damaged");
     make_older(at("out/iter_0000002"));
     assert_load_fails(&f, at("out/iter_0000002"), "tensor \"layers.2.down.scale\" has the value -2");
+    edit_header(at("out/iter_0000002/fp8.safetensors"), "s/layers.1.down.scale/layers.1.down.SCALE/");
+    assert_load_fails(&f, at("out/iter_0000002"), "tensor \"layers.1.down.amax_history\" is without its scale");
+    edit_header(at("out/iter_0000002/fp8.safetensors"), "s/\\(layers.0.down.amax_history\"[^[]*\\)\\[1,4,/\\1[4,1,/");
+    assert_load_fails(&f, at("out/iter_0000002"), "\"layers.0.down.amax_history\" has 4 ranks and its scale 1");
     close_family(&f);
 }
 

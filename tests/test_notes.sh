@@ -173,7 +173,9 @@ write_page() {
 Code, `mt_slots_place` (§9b), with `--num-layers`; [a link](page.md) and [one to a section](page.md#a-section).
 Its 8 rows of 4 bytes are 8 x 4 = 32 bytes, and 64 rows take 0.256 KB.
 
-<!-- 64 * 4 / 1000 = 0.256 -->
+    bytes = 256 n
+
+<!-- 64 * 4 / 1000 = 0.256; 64 * 4 = 256 -->
 
 ## A section
 
@@ -238,6 +240,7 @@ the_checks_see_errors() {
         sees numbers_have_sources 's/8 x 4/9 x 4/' "= 32 does not hold: 36" &&
         sees numbers_have_sources 's/take 0.256/take 0.265/' "0.265 has no source" &&
         sees numbers_have_sources 's/64 rows/65 rows/' "65 has no source" &&
+        sees numbers_have_sources 's/256 n/257 n/' "257 has no source" &&
         sees numbers_have_sources 's/-- 64/-- 65/' "65 . 4 . 1000 = 0.256 does not hold: 0.26" &&
         sees numbers_have_sources 's/and 64.*//' "the text has no 0.256" &&
         lacks_a_part &&

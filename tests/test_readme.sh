@@ -104,7 +104,21 @@ a_yaml_file() {
         says ' hidden-size  *256$' "$work/out"
 }
 
-for test in training_on_your_own_text fine_tuning several_ranks hugging_face_models a_yaml_file; do
+# A file of tests/roles is in the place of the reader's, and the weights of the first section in that of Qwen's.
+a_file_of_roll() {
+    cp tests/roles/roll.yaml "$tree/sft_config.yaml" && blocks README.md 'Files of ROLL' &&
+        block '^\./train --config sft_config' >"$work/commands" || return 1
+    head -n 1 "$work/commands" | runs && says '  sequence_length  *--seq-length 64$' "$work/out" || return 1
+    has_mpi || return 0
+    awk 'BEGIN { for (i = 0; i < 70; i++) printf "{\"instruction\": \"%d + 1\", \"output\": \"%d\"}\n", i, i + 1 }' \
+        >"$tree/data/train.json" && cp "$tree/data/train.json" "$tree/valid.json" &&
+        cp -RL "$tree/runs/my/latest" "$tree/base" || return 1
+    rm "$tree"/base/trainer.json "$tree"/base/checksums.json "$tree"/base/optimizer.*
+    tail -n 1 "$work/commands" | sed 's|models/Qwen2.5-7B|base|; s|-np 8|--oversubscribe -np 2|' | mpi_options | runs &&
+        says '^saved iteration [0-9]* to ./output/small' "$work/out"
+}
+
+for test in training_on_your_own_text fine_tuning several_ranks hugging_face_models a_yaml_file a_file_of_roll; do
     check $test $test
 done
 exit $failed
