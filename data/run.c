@@ -83,8 +83,8 @@ static int check_partner(const mt_run *r, const char *option, const char *folder
     mt_tokenizer *own = NULL;
     int status = path ? mt_tokenizer_open_folder(&own, path, &cause) : 0;
     if (status != 0)
-        fprintf(stderr, "warning: --%s %s: has no tokenizer to compare with the trained model's; it must be the same\n",
-                option, folder);
+        printf("--%s %s has no tokenizer to compare with the trained model's, which must be the same\n", option,
+               folder);
     if (own && mt_tokenizer_compare(own, r->tokenizer, &cause) != 0)
         status = mt_error_set(error, "--%s %s: %s; take a model with the same tokenizer", option, folder, cause.text);
     else
