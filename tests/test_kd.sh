@@ -148,9 +148,10 @@ other_tokenizer_is_refused() {
     cp -r "$work/teacher" "$work/odd" && rm "$work"/odd/iter*/tok* &&
         printf '%s' '{"version": "1.0", "added_tokens": [], "normalizer": null, "pre_tokenizer": null,' \
             '"post_processor": null, "decoder": null, "model": {"type": "BPE", "vocab": {"a": 98}, "merges": []}}' \
-            >"$work/odd.json" && for folder in "$work"/odd/iter*/; do cp "$work/odd.json" "$folder/tokenizer.json"; done &&
-        refuses 'teacher-load .*odd: token 98 is another text in .*; take a model with the same tokenizer' $small \
-            --teacher-load "$work/odd"
+            >"$work/odd.json" || return 1
+    for folder in "$work"/odd/iter*/; do cp "$work/odd.json" "$folder/tokenizer.json"; done
+    refuses 'teacher-load .*odd: token 98 is another text in .*; take a model with the same tokenizer' $small \
+        --teacher-load "$work/odd"
 }
 
 others_are_refused() {
