@@ -371,14 +371,6 @@ static int open_splits(mt_data *data, const mt_data_config *config, mt_error *er
     return 0;
 }
 
-bool mt_trains_on_pairs(const mt_options *o) {
-    return o->stage == MT_STAGE_RM || o->stage == MT_STAGE_DPO;
-}
-
-int64_t mt_row_length(const mt_options *o) {
-    return o->seq_length * (mt_trains_on_pairs(o) ? 2 : 1);
-}
-
 mt_data_config mt_data_config_of(const mt_options *o, int64_t eod_id) {
     int64_t iterations = o->train_epochs > 0 ? 1 : o->num_iterations; // not known yet; rows never end
     int64_t evaluations = o->eval_interval > 0 ? iterations / o->eval_interval + 1 : 0;
