@@ -371,14 +371,6 @@ static int open_splits(mt_data *data, const mt_data_config *config, mt_error *er
     return 0;
 }
 
-bool mt_trains_on_pairs(const mt_options *o) {
-    return o->stage == MT_STAGE_RM || o->stage == MT_STAGE_DPO;
-}
-
-int64_t mt_row_length(const mt_options *o) {
-    return o->seq_length * (mt_trains_on_pairs(o) ? 2 : 1);
-}
-
 mt_data_config mt_data_config_of(const mt_options *o, int64_t eod_id) {
     int64_t iterations = o->train_epochs > 0 ? 1 : o->num_iterations; // not known yet; rows never end
     int64_t evaluations = o->eval_interval > 0 ? iterations / o->eval_interval + 1 : 0;
@@ -461,7 +453,7 @@ static void warn_omitted(const mt_data *data, const mt_data_config *config, mt_s
                                             : "give --test-data-path");
 }
 
-/* Samples of less data than a sequence repeat it. One line a split, for the first such path of a blend. */
+/* Sequences of less data than their length repeat it. One line a split, for the first such path of a blend. */
 static void warn_short(const mt_dataset *dataset, int64_t seq_length, const char *name, FILE *file) {
     mt_dataset *const *sources;
     const mt_dataset *first = NULL;
@@ -487,6 +479,6 @@ void mt_data_warn(const mt_data *data, const mt_data_config *config, FILE *file)
     for (int split = 0; split < MT_NUM_SPLITS; split++) {
         const mt_dataset *dataset = data->splits[split];
         if (!dataset && config->sizes[split] > 0) warn_omitted(data, config, split, file);
-        if (dataset) warn_short(dataset, config->seq_length, split_names[split], file);
+        if (dataset && !dataset->packing) warn_short(dataset, config->seq_length, split_names[split], file);
     }
 }

@@ -461,6 +461,8 @@ mt_token_work mt_token_work_of(const mt_options *options) {
     // Of H200s: matrix products in bf16, and an exchange that explains the 8% that a ring of four costs (notes/lab.md).
     const double flops_per_byte = 600e12 / 170e9;
     mt_options one = *options, many = *options; // their strings are not used
+    // Without the padding that depends on the layout: any has the same micro-batches.
+    one.padded_vocab_size = many.padded_vocab_size = options->vocab_size;
     one.seq_length = 1, many.seq_length = 1 << 20;
     double length = (double)many.seq_length, short_rate = mt_flops(&one, 1), long_rate = mt_flops(&many, 1) / length;
     double width = (double)(options->num_query_groups * options->kv_channels);

@@ -113,21 +113,26 @@ static const row model_rows[] = {
      "--sft --seq-length 64;--sft --sequence-packing --seq-length 48;--sft --variable-seq-lengths --seq-length "
      "90;--sft "
      "--sequence-packing --variable-seq-lengths --seq-length 64"},
-    {40, "", WIDE "&--sft", // padding counts for the experts' loads, which are compared
+    {40, "", WIDE,
      "--num-experts 8 --moe-ffn-hidden-size 16;--num-experts 4 --moe-ffn-hidden-size 12;--num-experts 6 "
      "--moe-ffn-hidden-size 8;--num-experts 8"},
-    {40, WIDE, "--sft", "--num-experts 8;--num-experts 4 --moe-ffn-hidden-size 128;--num-experts 6"},
+    {40, WIDE, "", "--num-experts 8;--num-experts 4 --moe-ffn-hidden-size 128;--num-experts 6"},
     {100, EXPERTS, "",
      "--moe-router-topk 2;--moe-router-topk 2 --moe-router-pre-softmax;--moe-router-topk 1 --moe-router-pre-softmax;"
      "--moe-router-topk 3 --moe-router-score-function sigmoid;--moe-router-topk 2 --moe-router-score-function sigmoid "
      "--moe-router-num-groups 2 --moe-router-group-topk 1"},
-    {15, "--moe-router-pre-softmax", "topk 1", "--moe-router-load-balancing-type sinkhorn"},
-    {60, EXPERTS, "sinkhorn",
+    // The samples of --sft are distributed over ranks by their work, so another layout has other micro-batches. Then
+    // capacities, and losses that balance a whole micro-batch, are not comparable. Losses of sequences are, but their
+    // number is limited by the tokens of a rank.
+    {15, "--moe-router-pre-softmax", "topk 1&--sft", "--moe-router-load-balancing-type sinkhorn"},
+    {60, EXPERTS "&--sft", "--sequence-packing&--variable",
+     "--moe-aux-loss-coeff 1e-2 --moe-router-load-balancing-type seq_aux_loss"},
+    {60, EXPERTS, "sinkhorn&--sft",
      "--moe-aux-loss-coeff 1e-2;--moe-aux-loss-coeff 1e-2 --moe-router-load-balancing-type seq_aux_loss;"
      "--moe-aux-loss-coeff 1e-2 --moe-router-load-balancing-type global_aux_loss"},
     {30, EXPERTS, "", "--moe-z-loss-coeff 1e-3"},
     {30, "sigmoid", "", "--moe-router-enable-expert-bias --moe-router-bias-update-rate 0.02"},
-    {20, EXPERTS, "sinkhorn",
+    {20, EXPERTS, "sinkhorn&--sft",
      "--moe-expert-capacity-factor 1;--moe-expert-capacity-factor 1.25 --moe-token-drop-policy position;"
      "--moe-expert-capacity-factor 1.5 --moe-pad-expert-input-to-capacity"},
     {30, EXPERTS "&--disable-bias-linear", WIDE, "--moe-shared-expert-intermediate-size 24"},
@@ -137,7 +142,7 @@ static const row model_rows[] = {
     {20, EXPERTS, "", "--moe-layer-freq 2;--moe-layer-freq 3"},
     {20, EXPERTS "&num-layers 4", "moe-layer-freq", "--moe-layer-freq [0,1,1,0];--moe-layer-freq ([0]*1+[1]*3)"},
 
-    {15, "", EXPERTS "&--sft", "--seq-length 13;--seq-length 21"}, // padding would count for the experts' balance
+    {15, "", "--sft", "--seq-length 13;--seq-length 21"},
     {100, "", "--seq-length", "--seq-length 16;--seq-length 32;--seq-length 24;--seq-length 12"},
     {10, "", "", "--max-position-embeddings 64"},
     {30, "", "--sft",

@@ -133,6 +133,7 @@ has_form() {
             in_quote && /^    / { quoted++; in_section += seen == 3 }
             seen == 4 && /^<!-- run/ { runs++ }
             seen == 5 && /[0-9]/ { costs++ }
+            seen == 5 && /[Mm]easure|took/ { measures++ }
             answers == "" && /^(## |\*\*)Answers/ { answers = " " }
             answers != "" { answers = answers $0 " " }
             seen == wanted && answers == "" && /^[0-9]\. / { exercises++ }
@@ -144,6 +145,7 @@ has_form() {
                 if (in_section < 10) lacks("10 lines of the source in the section \"The lines\"")
                 if (quoted > 30) complain("quotes " quoted " lines of the source, more than 30")
                 if (!runs || !costs) lacks("an experiment that is run, or numbers of its cost")
+                if (!measures) lacks("a measurement of its cost")
                 if (exercises < 3) lacks("three exercises")
                 for (i = 1; i <= exercises; i++)
                     if (index(answers, " " i ". ") == 0) lacks("the answer to exercise " i)
@@ -197,7 +199,7 @@ END
 # A chapter without one of its parts, or with its quotes twice, has not the form.
 lacks_a_part() {
     for edit in '/^!\[/d' 's/^## The derivation/## Derivation/' 's/^3\. `mt_model/3 `mt_model/' '/^<!-- run/d' \
-        '/^    .*;/d' '/^    .*;/p' '/^2\. AdamW/d'; do
+        '/^    .*;/d' '/^    .*;/p' 's/Measured//' '/^2\. AdamW/d'; do
         sed "$edit" notes/02-parameters.md >"$work/02-parameters.md"
         if has_form "$work/02-parameters.md"; then
             echo "has_form accepts $edit"

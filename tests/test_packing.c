@@ -1,6 +1,7 @@
 /* test_packing.c: rows of samples of any length, micro-batches with even work, and training on them. */
 #include "golden.h"
 
+#include "data/report.h"
 #include "data/sft.h"
 
 #include <math.h>
@@ -523,6 +524,38 @@ static void packed_samples_train_as_one_by_one(void **state) {
     check_packed_samples(false);
 }
 
+/* The tensor-parallel size pads the vocabulary: 67 to 80 and to 96. Micro-batches must stay the same, as auxiliary
+ * losses and capacities of experts depend on them. */
+static void work_does_not_depend_on_the_layout(void **state) {
+    (void)state;
+    mt_token_work work[2];
+    for (int i = 0; i < 2; i++) {
+        mt_options options;
+        mt_error error;
+        const char *settings[][2] = {{"vocab_size", "67"},
+                                     {"make_vocab_size_divisible_by", "16"},
+                                     {"num_layers", "2"},
+                                     {"hidden_size", "16"},
+                                     {"seq_length", "32"},
+                                     {"num_attention_heads", "2"},
+                                     {"micro_batch_size", "1"},
+                                     {"global_batch_size", "4"},
+                                     {"sft", "true"},
+                                     {"mock_data", "true"},
+                                     {"train_iters", "1"},
+                                     {"lr", "1e-3"},
+                                     {"tensor_model_parallel_size", i ? "2" : "1"}};
+        mt_options_default(&options);
+        for (size_t s = 0; s < sizeof settings / sizeof *settings; s++)
+            assert_int_equal(mt_options_set(&options, settings[s][0], settings[s][1], &error), 0);
+        if (mt_options_finish(&options, MT_PROGRAM_TRAIN, 2, &error) != 0) fail_msg("%s", error.text);
+        assert_int_equal(options.padded_vocab_size, i ? 96 : 80);
+        work[i] = mt_token_work_of(&options);
+        mt_options_free(&options);
+    }
+    assert_memory_equal(&work[0], &work[1], sizeof *work);
+}
+
 static void padding_trains_no_router(void **state) {
     (void)state;
     check_packed_samples(true);
@@ -540,6 +573,7 @@ int main(void) {
         cmocka_unit_test(steps_of_few_samples_are_even),
         cmocka_unit_test(dynamic_blocks_are_even_and_faster),
         cmocka_unit_test(packed_samples_train_as_one_by_one),
+        cmocka_unit_test(work_does_not_depend_on_the_layout),
         cmocka_unit_test(padding_trains_no_router),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);

@@ -114,7 +114,8 @@ a_file_of_roll() {
         >"$tree/data/train.json" && cp "$tree/data/train.json" "$tree/valid.json" &&
         cp -RL "$tree/runs/my/latest" "$tree/base" || return 1
     rm "$tree"/base/trainer.json "$tree"/base/checksums.json "$tree"/base/optimizer.*
-    tail -n 1 "$work/commands" | sed 's|models/Qwen2.5-7B|base|; s|-np 8|--oversubscribe -np 2|' | mpi_options | runs &&
+    tail -n 1 "$work/commands" | sed 's|models/Qwen2.5-7B|base|; s|-np 8|--oversubscribe -np 2|
+        s|$| --eval-iters 1|' | mpi_options | runs &&
         says '^saved iteration [0-9]* to ./output/small' "$work/out"
 }
 
