@@ -272,7 +272,7 @@ SANITIZER_SETTINGS := ASAN_OPTIONS=$(if $(SANITIZE),fast_unwind_on_malloc=0) UBS
 # Suites that run at a time; on a GPU one, which may need all of its memory.
 TEST_JOBS ?= $(if $(GPU_ARCH),1,2)
 test: all $(TEST_PROGRAMS) $(CRASH_SHIM) $(EXAMPLE_PROGRAMS) $(CUDA_EXAMPLES) $(MINI) \
-	$(B)/tests/bench_cuda_attention $(FUZZ_LAYOUTS) $(DRAW)
+	$(B)/tests/bench_cuda_attention $(B)/tests/bench_calibrate $(FUZZ_LAYOUTS) $(DRAW)
 	@$(if $(HAVE_CMOCKA),:,echo "make test needs cmocka: make deps installs it" >&2; exit 1)
 	@$(SANITIZER_SETTINGS) MT_BIN='$(or $(BIN:%/=%),.)' MT_DRAW='$(DRAW)' MT_TESTS='$(CURDIR)/$(B)/tests' \
 		MT_EXAMPLES='$(B)/notes/examples' MT_MINI='$(MINI)' HAVE_MPI='$(HAVE_MPI)' TEST_JOBS='$(TEST_JOBS)' \

@@ -168,12 +168,6 @@ struct mt_dataset {
 int mt_dataset_get(const mt_dataset *dataset, int64_t index, int32_t *tokens, mt_error *error);
 void mt_dataset_free(mt_dataset *dataset);
 
-/* True if the samples of the stage are pairs of a chosen and a rejected response. */
-bool mt_trains_on_pairs(const mt_options *options);
-
-/* Positions of a row: --seq-length, or twice that for pairs. */
-int64_t mt_row_length(const mt_options *options);
-
 /* The configuration that options describe. `eod_id` is the tokenizer's end of document; -1: none. */
 mt_data_config mt_data_config_of(const mt_options *options, int64_t eod_id);
 

@@ -241,8 +241,8 @@ static void mt_search_add(mt_search *s, mt_candidate c) {
         }
 }
 
-/* Schedules of a pipeline: one stage a rank, zero-bubble, or several stages. Stages are balanced where the layers do
- * not divide, and as a variant where they do. */
+/* Schedules of a pipeline: one stage a rank, zero-bubble, or several stages, any number that divides the layers. 1, 2,
+ * 4 and 8 are also balanced. */
 static void mt_search_schedules(mt_search *s, mt_candidate c) {
     const mt_options *o = s->given;
     bool fixed = MT_GIVEN(o, num_virtual_stages_per_pipeline_rank) || MT_GIVEN(o, pipeline_model_parallel_layout) ||
@@ -253,18 +253,20 @@ static void mt_search_schedules(mt_search *s, mt_candidate c) {
         mt_search_add(s, c);
         return;
     }
-    for (c.vp = 1; c.vp <= 8 && c.vp * c.pp <= o->num_layers; c.vp *= 2)
-        for (int balanced = o->num_layers % (c.pp * c.vp) != 0; balanced < 2; balanced++) {
+    for (c.vp = 1; c.vp * c.pp <= o->num_layers; c.vp++) {
+        bool equal = o->num_layers % (c.pp * c.vp) == 0, balances = c.vp <= 8 && (c.vp & (c.vp - 1)) == 0;
+        for (int balanced = !equal; balanced <= balances; balanced++) {
             c.balanced = balanced, c.zero_bubble = false;
             mt_search_add(s, c);
             c.zero_bubble = true;
             if (c.vp == 1) mt_search_add(s, c);
         }
+    }
 }
 
-/* The next size of a dimension: 1, 2, 4, ..., or the given one only. */
+/* The next size of a dimension, or the given one only. */
 static int64_t mt_next_size(int64_t size, bool is_given) {
-    return is_given ? (int64_t)1 << 31 : 2 * size; // more than any number of ranks
+    return is_given ? (int64_t)1 << 31 : size + 1; // more than any number of ranks
 }
 
 static void mt_search_list(mt_search *s) {
@@ -282,10 +284,12 @@ static void mt_search_list(mt_search *s) {
                  c.cp = mt_next_size(c.cp, cp)) {
                 if (gpus % (c.tp * c.pp * c.cp) != 0 || (!cp && c.cp > 1 && o->seq_length / c.cp < 2048)) continue;
                 for (c.ep = ep ? mt_max(o->expert_model_parallel_size, 1) : 1;
-                     c.ep <= mt_max(o->num_experts, 1) && c.ep * c.pp <= gpus; c.ep = mt_next_size(c.ep, ep))
+                     c.ep <= mt_max(o->num_experts, 1) && c.ep * c.pp <= gpus; c.ep = mt_next_size(c.ep, ep)) {
+                    if (!ep && o->num_experts % c.ep != 0) continue;
                     for (c.micro_batch = mbs ? o->micro_batch_size : 1; c.micro_batch <= (mbs ? s->batch : 16);
                          c.micro_batch = mt_next_size(c.micro_batch, mbs))
                         mt_search_schedules(s, c);
+                }
             }
         }
 }
@@ -450,9 +454,14 @@ int mt_layouts_search(mt_layouts *out, const mt_options *given, int argc, char *
     free(fits);
     free(s.list);
     if (out->count > 0) return 0;
+    if (out->considered == 0)
+        return mt_error_set(error,
+                            "no layout of %lld GPUs is legal: --global-batch-size %lld is not a multiple of "
+                            "--micro-batch-size x data parallel size for any sizes; give another batch or other --gpus",
+                            (long long)given->gpus, (long long)s.batch);
     if (out->illegal == out->considered)
         return mt_error_set(error, "no layout of %lld GPUs is legal; the last one: %.900s", (long long)given->gpus,
-                            out->considered > 0 ? out->reason.text : "none was listed");
+                            out->reason.text);
     return mt_error_set(error,
                         "no layout fits: %lld need more than %.1f GiB of a GPU and %lld are not legal; take more GPUs, "
                         "a smaller --global-batch-size or a smaller model",

@@ -166,6 +166,7 @@ static void fill_with_one_token(mt_loader *loader, mt_batch *batch) {
     batch->num_tokens = batch->num_spans = 0;
     for (int64_t row = 0; row < loader->micro_batch_size; row++)
         append_sequence(batch, loader->sample, row, seq_length, loader->config);
+    memset(batch->positions, 0, (size_t)batch->num_tokens * 4); // a row of pairs is longer than the model has positions
 }
 
 /* ---- rows -------------------------------------------------------------------------------------------------------- */

@@ -134,13 +134,32 @@ double mt_machine_memory_seconds(const mt_machine *machine, double bytes) {
     return machine->kernel_us + bytes / (machine->copy_gbs * machine->memory_share);
 }
 
-mt_span_of_hosts mt_machine_span(const mt_machine *machine, const mt_group *group) {
-    mt_span_of_hosts span = {group->size, 0, 1};
-    if (!group->members) return (mt_span_of_hosts){group->size, group->size, 1};
-    for (int i = 0; i < group->size; i++)
-        span.per_host += group->members[i] / machine->gpus_per_host == group->members[0] / machine->gpus_per_host;
-    span.hosts = mt_divide_up(span.ranks, span.per_host);
+/* The group of ranks first, first + stride, ...: its hosts, and the fewest ranks on one of them. */
+static mt_span_of_hosts mt_span_from(int64_t first, int64_t stride, int64_t ranks, int64_t per_host) {
+    mt_span_of_hosts span = {ranks, ranks, 0};
+    for (int64_t i = 0, here; i < ranks; i += here, span.hosts++) {
+        int64_t host = (first + i * stride) / per_host;
+        for (here = 1; i + here < ranks && (first + (i + here) * stride) / per_host == host;) here++;
+        span.per_host = mt_min(span.per_host, here);
+    }
     return span;
+}
+
+/* All groups of a kind wait for the one that spans most hosts. They are equal where hosts and groups nest; else the
+ * first rank's may lie within a host while others do not: with 8 GPUs a host, ranks 0 to 2 do, 6 to 8 do not. */
+mt_span_of_hosts mt_machine_span(const mt_machine *machine, const mt_group *group) {
+    int64_t n = group->size, per_host = machine->gpus_per_host;
+    if (!group->members || n == 1 || machine->gpus <= per_host) return (mt_span_of_hosts){n, n, 1};
+    int64_t stride = group->members[1] - group->members[0], block = n * stride;
+    mt_span_of_hosts most = mt_span_from(group->members[0], stride, n, per_host);
+    bool nests = (per_host % block == 0 || block % per_host == 0) && (per_host % stride == 0 || stride % per_host == 0);
+    if (nests || group->members[n - 1] - group->members[0] != block - stride) return most;
+    for (int64_t first = 0; first + block - stride < machine->gpus; first++) {
+        if (first % block >= stride) continue;
+        mt_span_of_hosts span = mt_span_from(first, stride, n, per_host);
+        if (span.hosts > most.hosts || (span.hosts == most.hosts && span.per_host < most.per_host)) most = span;
+    }
+    return most;
 }
 
 /* Seconds that the links take: a ring passes every boundary between hosts once for each of the host's ranks, by all

@@ -49,7 +49,7 @@ typedef struct mt_machine {
 #define MT_MACHINE_FIELD(key, ...) double key; // in bytes, seconds, operations per second
     MT_MACHINE_NUMBERS(MT_MACHINE_FIELD)
 #undef MT_MACHINE_FIELD
-    int64_t gpus_per_host; // not of the file
+    int64_t gpus_per_host, gpus; // not of the file: GPUs of a host; of the job, which mt_simulate sets
 } mt_machine;
 
 /* Reads a machine's file: `gpu` is its path if it ends in ".json", else a name in data/machines, looked for in the
@@ -57,7 +57,7 @@ typedef struct mt_machine {
  * ...}. Errors: a file that cannot be read, an unknown or missing number, one out of its range or without a source. */
 int mt_machine_read(mt_machine *machine, const char *gpu, mt_error *error);
 
-/* Ranks of a group: all of them, of one host (the same number on each), and hosts. */
+/* Ranks of a group: all of them, of the host that has fewest, and hosts; of the group of its kind that spans most. */
 typedef struct mt_span_of_hosts {
     int64_t ranks, per_host, hosts;
 } mt_span_of_hosts;

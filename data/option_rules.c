@@ -256,6 +256,14 @@ static int mt_options_derive_experts(mt_options *o, int64_t world_size, mt_error
     return mt_options_check_router(o, error);
 }
 
+bool mt_trains_on_pairs(const mt_options *o) {
+    return o->stage == MT_STAGE_RM || o->stage == MT_STAGE_DPO;
+}
+
+int64_t mt_row_length(const mt_options *o) {
+    return o->seq_length * (mt_trains_on_pairs(o) ? 2 : 1);
+}
+
 /* Context parallelism: the ranks that exchange tokens for heads, and the layouts that a sliding window allows. With one
  * context rank --cp-comm-type has no effect, as in Megatron. */
 static int mt_options_derive_context(mt_options *o, mt_error *error) {
@@ -283,7 +291,7 @@ static int mt_options_derive_context(mt_options *o, mt_error *error) {
     o->context_a2a_size = a2a;
     if (!o->dynamic_context_parallel) return 0;
     if (!MT_GIVEN(o, max_seqlen_per_dp_cp_rank))
-        o->max_seqlen_per_dp_cp_rank = mt_rank_tokens(o, o->micro_batch_size * o->seq_length);
+        o->max_seqlen_per_dp_cp_rank = mt_rank_tokens(o, o->micro_batch_size * mt_row_length(o));
     int64_t smallest = o->min_dynamic_context_parallel_size, most = o->max_seqlen_per_dp_cp_rank;
     mt_load_balancing balancing = o->num_experts > 0 ? o->moe_router_load_balancing_type : MT_BALANCING_NONE;
     const mt_constraint rules[] = {
@@ -296,6 +304,10 @@ static int mt_options_derive_context(mt_options *o, mt_error *error) {
         {most * cp < o->seq_length,
          "--max-seqlen-per-dp-cp-rank %lld on --context-parallel-size %lld ranks holds %lld tokens, fewer than "
          "--seq-length %lld; raise one of the first two",
+         {most, cp, most * cp, o->seq_length}},
+        {most * cp < mt_row_length(o),
+         "--max-seqlen-per-dp-cp-rank %lld on --context-parallel-size %lld ranks holds %lld tokens, fewer than a pair "
+         "of samples of --seq-length %lld; raise one of the first two",
          {most, cp, most * cp, o->seq_length}},
         {balancing == MT_BALANCING_SEQ_AUX_LOSS || balancing == MT_BALANCING_SINKHORN,
          "--dynamic-context-parallel gives the ranks of a context group different samples, which "
@@ -691,11 +703,12 @@ static int mt_options_check_idle_in_rl(const mt_options *o, mt_error *error) {
     return 0;
 }
 
-/* Stages that compare log-probabilities with a reference's or the generator's have no dropout, as trl's trainers. A run
- * that resumes has that of its own config.json. */
+/* Stages that compare two responses, or log-probabilities with a reference's or the generator's, have no dropout, as
+ * trl's trainers; distillation has the model's. A run that resumes has that of its own config.json. */
 static void mt_options_derive_dropout(mt_options *o) {
     bool resumes = o->load && o->save && strcmp(o->load, o->save) == 0 && !o->finetune;
-    if ((o->stage != MT_STAGE_DPO && o->stage != MT_STAGE_RL) || resumes) return;
+    bool compares = o->stage == MT_STAGE_RM || o->stage == MT_STAGE_DPO || o->stage == MT_STAGE_RL;
+    if (!compares || resumes) return;
     if (!MT_GIVEN(o, hidden_dropout)) o->hidden_dropout = 0;
     if (!MT_GIVEN(o, attention_dropout)) o->attention_dropout = 0;
 }

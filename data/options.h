@@ -137,6 +137,12 @@ int mt_choice_index(const char *choices, const char *text);
 /* Parameters of the model. */
 int64_t mt_num_parameters(const mt_options *options);
 
+/* True if the samples of the stage are pairs of a chosen and a rejected response. */
+bool mt_trains_on_pairs(const mt_options *options);
+
+/* Positions of a row: --seq-length, or twice that for pairs. */
+int64_t mt_row_length(const mt_options *options);
+
 /* The global batch size, in sequences, of the step that begins after `consumed_samples`. It is constant, except with
  * --rampup-batch-size START INCREMENT SAMPLES: it begins at START and grows by INCREMENT in equal intervals, so that it
  * reaches --global-batch-size after SAMPLES samples. */

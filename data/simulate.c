@@ -7,7 +7,7 @@
  * stream's clock never runs backwards; an operation starts when its stream is free and the host has enqueued it. */
 #include "simulate.h"
 
-#include "dataset.h"
+#include "options.h"
 #include "report.h"
 #include "stage.h"
 #include "timeline.h"
@@ -720,6 +720,8 @@ static int mt_sim_refuse(const mt_options *o, mt_error *error) {
 
 int mt_simulate(mt_simulation *simulation, const mt_options *o, int64_t ranks, const mt_machine *machine,
                 mt_error *error) {
+    mt_machine job = *machine;
+    job.gpus = ranks;
     *simulation = (mt_simulation){.model_flops = mt_flops(o, o->global_batch_size)};
     if (mt_sim_refuse(o, error) != 0) return MT_SIMULATION_FAILED;
     simulation->micro_batches = mt_num_micro_batches(o);
@@ -727,8 +729,8 @@ int mt_simulate(mt_simulation *simulation, const mt_options *o, int64_t ranks, c
     int status = 0;
     mt_sim_list_ranks(simulation, of, o);
     for (int64_t i = simulation->num_ranks - 1; i >= 0 && status == 0; i--) // rank 0 last: its calls remain
-        status = mt_sim_rank(simulation, &simulation->pipeline[i], o, ranks, machine, error);
-    if (status == 0 && o->pipeline_model_parallel_size > 1) mt_sim_join(simulation, of, o, ranks, machine);
+        status = mt_sim_rank(simulation, &simulation->pipeline[i], o, ranks, &job, error);
+    if (status == 0 && o->pipeline_model_parallel_size > 1) mt_sim_join(simulation, of, o, ranks, &job);
     for (int64_t i = 0; i < simulation->num_ranks && status == 0; i++) {
         mt_simulated_rank *r = &simulation->pipeline[i];
         r->parts[MT_PART_BUBBLE] = r->idle_before;

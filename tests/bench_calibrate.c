@@ -14,8 +14,8 @@
 
 #ifndef MT_HAVE_CUDA
 int main(void) {
-    printf("bench_calibrate: skipped: this build has no CUDA\n");
-    return 0;
+    mt_die("this build has no CUDA, so no GPU can be measured; build with CUDA, or write a machine's file by hand, "
+           "from one of data/machines");
 }
 #else
 
@@ -208,9 +208,9 @@ int main(int argc, char **argv) {
     if (mt_grid_build(&b.grid, &options, &error) != 0) mt_die("%s", error.text);
     b.ops = mt_backend_open(MT_DEVICE_CUDA, &b.grid, &error);
     if (!b.ops) {
-        if (b.grid.world.rank == 0) printf("bench_calibrate: skipped: %s\n", error.text);
+        if (b.grid.world.rank == 0) fprintf(stderr, "error: %s\n", error.text);
         mt_grid_stop(&b.grid);
-        return 0;
+        return 1;
     }
     int64_t workspace = b.ops->workspace_bytes(TOKENS, WIDTH, 64, 128);
     b.stream = b.ops->stream_create(b.ops->memory_alloc(workspace), workspace, false);

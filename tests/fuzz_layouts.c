@@ -122,9 +122,11 @@ static const row model_rows[] = {
      "--moe-router-topk 3 --moe-router-score-function sigmoid;--moe-router-topk 2 --moe-router-score-function sigmoid "
      "--moe-router-num-groups 2 --moe-router-group-topk 1"},
     // The samples of --sft are distributed over ranks by their work, so another layout has other micro-batches. Then
-    // capacities, and losses that balance a whole micro-batch, are not comparable.
+    // capacities, and losses that balance a whole micro-batch, are not comparable. Losses of sequences are, but their
+    // number is limited by the tokens of a rank.
     {15, "--moe-router-pre-softmax", "topk 1&--sft", "--moe-router-load-balancing-type sinkhorn"},
-    {60, EXPERTS "&--sft", "", "--moe-aux-loss-coeff 1e-2 --moe-router-load-balancing-type seq_aux_loss"},
+    {60, EXPERTS "&--sft", "--sequence-packing&--variable",
+     "--moe-aux-loss-coeff 1e-2 --moe-router-load-balancing-type seq_aux_loss"},
     {60, EXPERTS, "sinkhorn&--sft",
      "--moe-aux-loss-coeff 1e-2;--moe-aux-loss-coeff 1e-2 --moe-router-load-balancing-type seq_aux_loss;"
      "--moe-aux-loss-coeff 1e-2 --moe-router-load-balancing-type global_aux_loss"},

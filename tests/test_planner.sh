@@ -196,6 +196,8 @@ refusals_name_the_reason() {
             --context-parallel-size 2 --dynamic-context-parallel &&
         refused 'number of ranks' $base --gpus 3 --tensor-model-parallel-size 2 &&
         refused 'needs --global-batch-size' "$train" --bf16 $eight --plan --gpus 2 &&
+        refused 'no layout of 11 GPUs is legal: --global-batch-size 8 is not a multiple of' "$train" --bf16 $small \
+            --plan --gpus 11 &&
         refused 'no layout fits' "$train" --bf16 --hf-config data/configs/llama3-70b.json --seq-length 4096 \
             --global-batch-size 8 --plan --gpus 2 &&
         refused 'exclude' $base --plan --gpus 1 &&
@@ -203,6 +205,13 @@ refusals_name_the_reason() {
             --pipeline-model-parallel-size 2 &&
         refused 'a GPU needs .* GiB' "$train" $common --hf-config data/configs/llama3-70b.json --seq-length 4096 \
             --micro-batch-size 1 --global-batch-size 1 --explain --gpus 1
+}
+
+# Without a GPU, `make calibrate` writes no file and says why.
+calibration_needs_a_gpu() {
+    nvidia-smi -L >"$work/out" 2>&1 && return 0
+    refused 'CUDA' "${MT_TESTS:-$MT_BIN/../tests}/bench_calibrate" data/machines/h200.json "$work/machine.json" &&
+        ! [ -e "$work/machine.json" ]
 }
 
 rows_of_samples_are_named() {
@@ -243,6 +252,31 @@ plan_keeps_what_is_given() {
         ! grep '^[0-9]*\. .*\(pipeline-model-parallel-size\|micro-batch\)' "$work/plan" &&
         says 'with CUDA and libraries [0-9.]* of 79.1' "$work/plan" &&
         awk '/libraries/ { if ($(NF - 3) > $(NF - 1)) exit 1 }' "$work/plan"
+}
+
+# Sizes are any that divide the ranks, the layers and the experts.
+sizes_are_no_powers_of_two() {
+    odd='--num-layers 10 --hidden-size 384 --num-attention-heads 6 --vocab-size 1000 --seq-length 512
+        --micro-batch-size 1 --global-batch-size 4'
+    # shellcheck disable=SC2086
+    plan $odd --gpus 3 && says '^[0-9]*\. --tensor-model-parallel-size 3' "$work/plan" || return 1
+    # shellcheck disable=SC2086
+    plan $odd --gpus 2 --tensor-model-parallel-size 1 --pipeline-model-parallel-size 2 &&
+        says '^[0-9]*\. --num-virtual-stages-per-pipeline-rank 5' "$work/plan" || return 1
+    # shellcheck disable=SC2086
+    plan $odd --gpus 3 --num-experts 6 --moe-router-topk 2 --disable-bias-linear --tensor-model-parallel-size 1 \
+        --pipeline-model-parallel-size 1 --global-batch-size 9 &&
+        says '^[0-9]*\. --expert-model-parallel-size 3' "$work/plan"
+}
+
+# Three tensor ranks nest in hosts of six GPUs; of eight, ranks 6 to 8 are on two hosts, and all others wait for them.
+groups_of_two_hosts_are_slow() {
+    three="$small --num-attention-heads 6 --hidden-size 768 --seq-length 4096 --global-batch-size 32
+        --tensor-model-parallel-size 3 --gpus-per-host"
+    # shellcheck disable=SC2086
+    simulate h100 24 $three 6 && nested=$(tokens) && simulate h100 24 $three 8 && across=$(tokens) || return 1
+    echo "  hosts of 6: $nested, of 8: $across tokens/s"
+    [ "$across" -lt $((nested * 3 / 4)) ]
 }
 
 # 1,024 GPUs and a model of 405B parameters within a minute on one idle core.
@@ -291,10 +325,13 @@ check parts_add_up parts_add_up
 check faster_machines_are_faster faster_machines_are_faster
 check plan_prints_layouts_that_run plan_prints_layouts_that_run
 check plan_keeps_what_is_given plan_keeps_what_is_given
+check sizes_are_no_powers_of_two sizes_are_no_powers_of_two
+check groups_of_two_hosts_are_slow groups_of_two_hosts_are_slow
 check a_large_plan_ends_soon a_large_plan_ends_soon
 check stages_are_balanced stages_are_balanced
 check ranks_to_launch_are_planned ranks_to_launch_are_planned
 check the_run_at_hand_is_explained the_run_at_hand_is_explained
+check calibration_needs_a_gpu calibration_needs_a_gpu
 check rows_of_samples_are_named rows_of_samples_are_named
 check refusals_name_the_reason refusals_name_the_reason
 exit $failed

@@ -93,6 +93,16 @@ for reference in packed alone; do
     done
 done
 
+# ---- pairs, whose rows have twice --seq-length
+
+reference=pairs
+rows='--stage rm'
+# shellcheck disable=SC2086
+if [ -n "$launch" ]; then
+    check 'pairs, one rank' run 1 $steps $rows --metrics "$work/pairs.jsonl"
+    check 'pairs, dynamic' same 2 --context-parallel-size 2 --dynamic-context-parallel
+fi
+
 # ---- experts: padding of rows is in no load and no loss of the router; the reference has none
 
 reference=experts
@@ -125,6 +135,13 @@ if [ -n "$launch" ]; then
         says '^error: .*100 sequences, and .* for 50, the tokens of a rank; take aux_loss' "$work/err"
     }
     check 'more sequences than tokens of a rank' too_many_sequences
+    too_many_pairs() { # in place of the data are sequences of twice --seq-length
+        # shellcheck disable=SC2086
+        run 2 $rows --stage rm --sequence-packing --seq-length 64 --global-batch-size 4 --train-iters 4 --eval-iters 0 \
+            --context-parallel-size 2 --expert-model-parallel-size 2 --distributed-timeout-seconds 20 && return 1
+        says '^error: a micro-batch has .* sequences, and .* tokens of a rank; take aux_loss' "$work/err"
+    }
+    check 'more pairs than tokens of a rank' too_many_pairs
 fi
 
 # ---- documents of a text end anywhere, also between the parts of context ranks
@@ -200,6 +217,8 @@ none='--train-iters 1'
     dynamic="$none --context-parallel-size 4 --dynamic-context-parallel --print-schedule"
     check 'short micro-batches' refuses 'holds 64 tokens, fewer than --seq-length' $dynamic \
         --max-seqlen-per-dp-cp-rank 16
+    check 'short micro-batches of pairs' refuses '128 tokens, fewer than a pair of samples of --seq-length 128' \
+        $dynamic --stage rm --max-seqlen-per-dp-cp-rank 32
     check 'small blocks' refuses 'power of two' $dynamic --min-dynamic-context-parallel-size 3
 }
 exit $failed
