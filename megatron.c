@@ -7062,7 +7062,7 @@ void mt_batch_take(mt_batch *part, const mt_batch *whole, const int32_t *rows, i
     }
 }
 
-/* Checks that the spans are adjacent whole causal sequences that cover the batch, and that the tokens divide. */
+/* Checks that the spans, which cover the batch, are adjacent whole causal sequences, and that the tokens divide. */
 static int mt_batch_check_context(const mt_batch *batch, int64_t cp, mt_error *error) {
     int64_t end = 0;
     for (int64_t s = 0; s < batch->num_spans; s++) {
@@ -7074,11 +7074,6 @@ static int mt_batch_check_context(const mt_batch *batch, int64_t cp, mt_error *e
                                 (long long)s, (long long)cp);
         end += span->q_len;
     }
-    if (end != batch->num_tokens)
-        return mt_error_set(error,
-                            "%lld tokens of the micro-batch are in no sequence; --context-parallel-size %lld cannot "
-                            "distribute them",
-                            (long long)(batch->num_tokens - end), (long long)cp);
     if (end % cp == 0) return 0;
     return mt_error_set(error, "%lld tokens do not divide by --context-parallel-size %lld; pad them (mt_batch_pad)",
                         (long long)end, (long long)cp);
@@ -8213,7 +8208,7 @@ static int mt_batch_check_ranks(const mt_model *m, const mt_batch *batch, mt_err
 int mt_batch_check(const mt_model *m, const mt_batch *batch, mt_error *error) {
     int64_t T = batch->num_tokens, cp = mt_context_ranks(m, batch), V = m->options->vocab_size, t;
     int64_t room = cp * mt_min(m->plan.max_tokens, m->plan.max_logits), positions = mt_num_positions(m);
-    int64_t parts = m->tp.sequence_parallel ? m->grid->tensor.size : 1;
+    int64_t parts = m->tp.sequence_parallel ? m->grid->tensor.size : 1, queries = 0;
     if (mt_batch_check_ranks(m, batch, error) != 0) return -1;
     if (T < 1 || T > room)
         return mt_error_set(error, "%lld tokens, and the model is planned for 1 to %lld", (long long)T,
@@ -8234,7 +8229,13 @@ int mt_batch_check(const mt_model *m, const mt_batch *batch, mt_error *error) {
                                 "span %lld, %lld queries from %lld and %lld keys from %lld, is outside %lld tokens",
                                 (long long)s, (long long)span->q_len, (long long)span->q_start, (long long)span->k_len,
                                 (long long)span->k_start, (long long)T);
+        queries += span->q_len;
     }
+    if (queries != T) // attention would leave rows undefined, and their gradients reach all parameters
+        return mt_error_set(error,
+                            "the spans have %lld queries for %lld tokens; every token is in one span (padding: "
+                            "mt_batch_pad)",
+                            (long long)queries, (long long)T);
     if ((t = mt_find_outside(batch->tokens, NULL, T, V)) < T)
         return mt_error_set(error, "token %lld is %d, outside the vocabulary of %lld", (long long)t, batch->tokens[t],
                             (long long)V);

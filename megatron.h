@@ -2612,8 +2612,8 @@ void mt_model_return(mt_model *model, mt_stream *stream);
 void mt_model_set_reader(mt_model *model, mt_stream *reader);
 
 /* Checks a batch of a training step, an evaluation or mt_model_forward against the model: the number of tokens, spans
- * inside them, tokens and positions in range, labels in range where loss_mask is not 0; with context parallelism also
- * the rules of mt_context_cut. The error names index, value and limit. */
+ * inside them with a query for each, tokens and positions in range, labels in range where loss_mask is not 0; with
+ * context parallelism also the rules of mt_context_cut. The error names index, value and limit. */
 int mt_batch_check(const mt_model *model, const mt_batch *batch, mt_error *error);
 
 /* Forward over a batch that passes mt_batch_check, through the loss; adds to the step's loss sums. `training` enables

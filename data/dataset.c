@@ -442,15 +442,16 @@ static void warn_omitted(const mt_data *data, const mt_data_config *config, mt_s
     const char *shares = config->split ? config->split : "969,30,1", *name = split_names[split];
     double edges[MT_NUM_SPLITS + 1] = {0};
     mt_error ignored;
-    if (!config->sft && config->data_path.count > 0 && mt_split_parse(edges, shares, &ignored) == 0 &&
-        edges[split] < edges[split + 1])
+    bool has_share = mt_split_parse(edges, shares, &ignored) == 0 && edges[split] < edges[split + 1];
+    if (!config->sft && config->data_path.count > 0 && has_share)
         warn_without_documents(data, shares, name, edges + split, file);
     else if (config->data_path.count == 0 || split != MT_SPLIT_TEST)
         fprintf(file, "note: no %s data, so no %s loss: %s\n", name, name,
-                config->data_path.count > 0 ? "its share in --split is 0"
-                : config->tokens_file       ? "--tokens-file is for training only"
-                : split == MT_SPLIT_VALID   ? "give --valid-data-path"
-                                            : "give --test-data-path");
+                config->data_path.count > 0 && has_share ? "its share in --split is no sample"
+                : config->data_path.count > 0            ? "its share in --split is 0"
+                : config->tokens_file                    ? "--tokens-file is for training only"
+                : split == MT_SPLIT_VALID                ? "give --valid-data-path"
+                                                         : "give --test-data-path");
 }
 
 /* Sequences of less data than their length repeat it. One line a split, for the first such path of a blend. */

@@ -703,11 +703,12 @@ static int mt_options_check_idle_in_rl(const mt_options *o, mt_error *error) {
     return 0;
 }
 
-/* Stages that compare log-probabilities with a reference's or the generator's have no dropout, as trl's trainers. A run
- * that resumes has that of its own config.json. */
+/* Stages that compare two responses, or log-probabilities with a reference's or the generator's, have no dropout, as
+ * trl's trainers; distillation has the model's. A run that resumes has that of its own config.json. */
 static void mt_options_derive_dropout(mt_options *o) {
     bool resumes = o->load && o->save && strcmp(o->load, o->save) == 0 && !o->finetune;
-    if ((o->stage != MT_STAGE_DPO && o->stage != MT_STAGE_RL) || resumes) return;
+    bool compares = o->stage == MT_STAGE_RM || o->stage == MT_STAGE_DPO || o->stage == MT_STAGE_RL;
+    if (!compares || resumes) return;
     if (!MT_GIVEN(o, hidden_dropout)) o->hidden_dropout = 0;
     if (!MT_GIVEN(o, attention_dropout)) o->attention_dropout = 0;
 }

@@ -69,10 +69,10 @@ const mt_option mt_option_table[] = {
     {"init-method-std", MT_REAL, MT_AT(init_method_std), MT_TRAIN, MT_OF_MODEL, "0.02", "[0,100]",
      "standard deviation of the initial weights"},
     {"hidden-dropout", MT_REAL, MT_AT(hidden_dropout), MT_TRAIN, MT_OF_MODEL, "0.1", "[0,1)",
-     "dropout of embeddings and of the outputs of attention and MLP (default with --stage dpo and rl: 0, whatever "
-     "config.json has)"},
+     "dropout of embeddings and of the outputs of attention and MLP (default with --stage rm, dpo and rl: 0, "
+     "whatever config.json has)"},
     {"attention-dropout", MT_REAL, MT_AT(attention_dropout), MT_TRAIN, MT_OF_MODEL, "0.1", "[0,1)",
-     "dropout of attention probabilities (default with --stage dpo and rl: 0, whatever config.json has)"},
+     "dropout of attention probabilities (default with --stage rm, dpo and rl: 0, whatever config.json has)"},
     {"window-size", MT_INT, MT_AT(window_size), MT_TRAIN, MT_OF_MODEL, NULL, "[1,1073741824]",
      "sliding-window attention: number of keys that a query sees, its own included (default: all)"},
 

@@ -811,7 +811,7 @@ static const char *mt_option_yields_to(const mt_option_reader *reader, const mt_
     if (loads && mt_option_is_typed(reader, MT_AT(hf_config))) return "hf-config";
     bool partner = row->offset == MT_AT(critic_load) || row->offset == MT_AT(ref_load); // of the actor's shape
     if ((loads || partner) && shaped) return "num-layers and --hidden-size";
-    if (loads && mt_option_is_typed(reader, MT_AT(load))) return "load";
+    if (loads && mt_option_is_typed(reader, MT_AT(load))) return "load, which resumes a run unless --finetune is given";
     if (row->offset == MT_AT(train_epochs) && o->train_iters > 0) return "train-iters";
     if (row->offset == MT_AT(sequence_parallel) && o->tensor_model_parallel_size == 1)
         return "tensor-model-parallel-size 1";

@@ -132,6 +132,7 @@ static const char *reference_end(const char *text) {
 }
 
 static int follow(reader *r, yaml_node_t **node, int depth);
+static bool is_in_trainer(const char *path);
 
 /* The node of a path "a.b.0" from the root of the file. */
 static int find_path(reader *r, const char *path, const yaml_node_t *from, yaml_node_t **found, int depth) {
@@ -183,6 +184,11 @@ static char *resolve_call(reader *r, const yaml_node_t *from, const char *call, 
     return NULL;
 }
 
+/* True for a path into Trinity-RFT's configuration of verl: keys that it lacks have verl's defaults. */
+static bool is_in_trainer(const char *path) {
+    return strncmp(path, "trainer.trainer_config.", 23) == 0;
+}
+
 /* The text of the reference between `begin` and `end`, its braces included, to free. */
 static char *expand_reference(reader *r, const yaml_node_t *from, const char *begin, const char *end, int depth) {
     char *inner = mt_strdup(begin + 2), *path, *text = NULL;
@@ -193,7 +199,9 @@ static char *expand_reference(reader *r, const yaml_node_t *from, const char *be
     if (!path) return NULL;
     if (strchr(path, ':')) {
         text = resolve_call(r, from, path, depth);
-    } else if (find_path(r, path, from, &node, depth) == 0 && follow(r, &node, depth) == 0) {
+    } else if (find_path(r, path, from, &node, depth) != 0) {
+        if (is_in_trainer(path)) text = mt_strdup("null");
+    } else if (follow(r, &node, depth) == 0) {
         if (node->type == YAML_SCALAR_NODE)
             text = expand(r, node, scalar_text(node), depth);
         else
@@ -247,10 +255,10 @@ static int follow(reader *r, yaml_node_t **node, int depth) {
         const char *begin = text + (selects ? 12 : 2);
         snprintf(path, sizeof path, "%.*s", (int)strcspn(begin, selects ? ",}" : "}"), begin);
         yaml_node_t *found;
-        if (selects) r->error = &ignored;
+        if (selects || is_in_trainer(path)) r->error = &ignored;
         int status = find_path(r, path, *node, &found, depth + 1);
         r->error = error;
-        if (status != 0) return selects ? 0 : -1;
+        if (status != 0) return selects || is_in_trainer(path) ? 0 : -1;
         *node = found;
     }
 }
@@ -480,10 +488,12 @@ static void derive_value(reader *r, const mt_role_key *row, const yaml_node_t *m
     if (row->kind == MT_KEY_LENGTH && numeric) {
         double response = sibling_number(r, mapping, "response_length", 0);
         response = sibling_number(r, mapping, "max_response_length", response);
-        if (sibling_number(r, mapping, "sequence_length", 0) == 0)
+        response = sibling_number(r, mapping, "max_response_tokens", response);
+        double whole = sibling_number(r, mapping, "sequence_length", 0);
+        if (sibling_number(r, mapping, "max_model_len", whole) == 0)
             set_number(entry, number + response);
         else
-            entry->kind = MT_ENTRY_UNUSED, mt_string_set(&entry->text, "sequence_length has prompt and response");
+            entry->kind = MT_ENTRY_UNUSED, mt_string_set(&entry->text, "the whole length has prompt and response");
     } else if (row->kind == MT_KEY_MINI_BATCH && numeric) {
         double responses = path_number(r, "actor_rollout_ref.rollout.n", 1);
         set_number(entry, number * sibling_number(r, mapping, "rollout_n", responses));
@@ -529,7 +539,11 @@ static bool is_referenced(const reader *r, const char *name) {
 
 static int walk(reader *r, yaml_node_t *mapping, const char *section, bool roles);
 
+/* Takes a section, or a list with one. */
 static int take_section(reader *r, yaml_node_t *node, const char *section, long long line) {
+    bool is_list = node->type == YAML_SEQUENCE_NODE;
+    if (is_list && node->data.sequence.items.top - node->data.sequence.items.start == 1)
+        node = get_node(r, *node->data.sequence.items.start);
     if (!is_mapping(node))
         return mt_error_set(r->error, "%s:%lld: %s expects a section of keys", r->path, line, r->key);
     r->depth++;
@@ -771,10 +785,20 @@ static int walk(reader *r, yaml_node_t *mapping, const char *section, bool roles
  */
 
 static bool is_role(reader *r, const yaml_node_t *section) {
-    static const char *const names[] = {"model_args", "training_args", "strategy_args", "worker_cls", "megatron"};
+    static const char *const names[] = {"model_args", "training_args", "strategy_args",
+                                        "worker_cls", "megatron",      "optim"};
     for (size_t i = 0; section && i < sizeof names / sizeof *names; i++)
         if (find_key(r, section, names[i], strlen(names[i]), 0)) return true;
     return false;
+}
+
+/* The section with verl's keys: the file, or Trinity-RFT's trainer.trainer_config; NULL: the file is of neither. */
+static const yaml_node_t *find_verl(reader *r) {
+    const yaml_node_t *root = yaml_document_get_root_node(&r->document);
+    if (find_root_key(r, "actor_rollout_ref")) return root;
+    const yaml_node_t *trainer = find_root_key(r, "trainer");
+    const yaml_node_t *config = trainer ? find_key(r, trainer, "trainer_config", strlen("trainer_config"), 0) : NULL;
+    return config && find_key(r, config, "actor_rollout_ref", strlen("actor_rollout_ref"), 0) ? config : NULL;
 }
 
 /* The roles of a file, with ", " between them. */
@@ -784,12 +808,14 @@ static void list_roles(reader *r, char roles[400]) {
     static const char *const verl[][2] = {{"actor", "actor_train"}, {"rollout", "actor_infer"}, {"ref", "reference"}};
     size_t used = 0;
     *roles = 0;
-    const yaml_node_t *group = find_root_key(r, "actor_rollout_ref"), *rewards = find_root_key(r, "rewards");
+    const yaml_node_t *root = find_verl(r), *rewards = find_root_key(r, "rewards");
+    const yaml_node_t *group = root ? find_key(r, root, "actor_rollout_ref", strlen("actor_rollout_ref"), 0) : NULL;
+    if (!root) root = yaml_document_get_root_node(&r->document);
     for (size_t i = 0; group && i < 3; i++)
         if (find_key(r, group, verl[i][0], strlen(verl[i][0]), 0))
             used += (size_t)snprintf(roles + used, 400 - used, "%s%s", used ? ", " : "", verl[i][1]);
     for (size_t i = 0; i < sizeof names / sizeof *names; i++) {
-        if (is_role(r, find_root_key(r, names[i])))
+        if (is_role(r, find_key(r, root, names[i], strlen(names[i]), 0)))
             used += (size_t)snprintf(roles + used, 400 - used, "%s%s", used ? ", " : "", names[i]);
     }
     if (group && is_role(r, find_root_key(r, "reward_model")))
@@ -838,7 +864,7 @@ static bool is_set(const reader *r, const char *option) {
 static bool is_idle_in_loss(const reader *r, const char *root, const char *option, const char *key) {
     const mt_role_entry *loss = find_option(r, "pg-variant");
     const char *variant = loss ? loss->values.items[0] : "ppo";
-    bool is_verl = strcmp(root, "verl") == 0, is_ppo = mt_choice_index("ppo|vanilla", variant) >= 0;
+    bool is_verl = strcmp(root, "roll") != 0, is_ppo = mt_choice_index("ppo|vanilla", variant) >= 0;
     bool by_sequence = mt_choice_index("gspo|gmpo", variant) >= 0;
     if (strcmp(option, "clip-ratio-c") == 0) return !is_ppo && (is_verl || !by_sequence);
     if (strncmp(key, "pg_clip", 7) == 0) return !is_verl && strcmp(variant, "cispo") == 0;
@@ -897,7 +923,7 @@ static void add_defaults(reader *r, const char *root) {
 /* Adds --stage and the defaults of a role that trains. */
 static void add_stage(reader *r, const mt_role_stage *row, const char *root) {
     const char *name = row->key ? row->key : row->role;
-    if (!find_root_key(r, name)) name = "actor_rollout_ref";
+    if (!find_root_key(r, name)) name = strcmp(root, "trinity") == 0 ? "trainer" : "actor_rollout_ref";
     snprintf(r->key, sizeof r->key, "%s", name);
     add_option(r, line_of_root_key(r, name), "stage", row->stage)->is_implied = true;
     *r->key = 0;
@@ -916,7 +942,8 @@ static int read_document(reader *r) {
         stage++;
     r->stage = stage->stage;
     list_roles(r, roles);
-    const char *section = find_root_key(r, "actor_rollout_ref") ? "verl" : "roll";
+    const yaml_node_t *verl = find_verl(r);
+    const char *section = verl == root ? "verl" : verl ? "trinity" : "roll";
     if (take_section(r, root, section, 1) != 0) return -1;
     if (r->has_role && r->stage) add_stage(r, stage, section);
     if (r->has_role) return 0;

@@ -76,6 +76,32 @@ static int agree_on_tokenizer(const mt_run *r, mt_error *error) {
     return mt_fingerprints_agree(&print, &name, 1, &r->grid.world, error);
 }
 
+/* The models beside the trained one read its tokens: the tokenizer in a folder must be the same. */
+static int check_partner(const mt_run *r, const char *option, const char *folder, mt_error *error) {
+    mt_error cause;
+    char *path = folder ? mt_checkpoint_resolve(folder, &cause) : NULL; // reported where it is loaded
+    mt_tokenizer *own = NULL;
+    int status = path ? mt_tokenizer_open_folder(&own, path, &cause) : 0;
+    if (status != 0)
+        printf("--%s %s has no tokenizer to compare with the trained model's, which must be the same\n", option,
+               folder);
+    if (own && mt_tokenizer_compare(own, r->tokenizer, &cause) != 0)
+        status = mt_error_set(error, "--%s %s: %s; take a model with the same tokenizer", option, folder, cause.text);
+    else
+        status = 0;
+    mt_tokenizer_close(own);
+    free(path);
+    return status;
+}
+
+static int check_partners(const mt_run *r, mt_error *error) {
+    const mt_options *o = &r->options;
+    if (!r->tokenizer || r->grid.world.rank != 0) return 0;
+    if (check_partner(r, "critic-load", o->critic_load, error) != 0) return -1;
+    if (check_partner(r, "reward-load", o->reward_load, error) != 0) return -1;
+    return check_partner(r, "teacher-load", o->teacher_load, error);
+}
+
 static void configure_data(mt_run *r) {
     const mt_options *o = &r->options;
     r->data_config = mt_data_config_of(o, r->tokenizer ? mt_tokenizer_eod(r->tokenizer) : o->eos_token_id);
@@ -306,6 +332,7 @@ bool mt_run_open(mt_run *r, int *argc, char ***argv) {
     if (prints(r, *argc, *argv)) return false;
     refuse(r, open_tokenizer(r, &error), &error);
     refuse(r, agree_on_tokenizer(r, &error), &error);
+    refuse(r, check_partners(r, &error), &error);
     status = mt_train_options_finish(&r->options, r->grid.world.size, &error);
     refuse(r, status, &error);
     refuse(r, mt_options_agree(&r->options, &r->grid.world, &error), &error);

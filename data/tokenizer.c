@@ -230,6 +230,21 @@ uint64_t mt_tokenizer_fingerprint(const mt_tokenizer *tokenizer) {
     return mt_contents_fingerprint(prints, sizeof prints, true);
 }
 
+static bool tokens_are_equal(const mt_tokenizer *a, const mt_tokenizer *b, int32_t id) {
+    const mt_token *x = &a->tokens[id], *y = &b->tokens[id];
+    bool is_absent = x->type == MT_TOKEN_ABSENT || y->type == MT_TOKEN_ABSENT;
+    if (is_absent || (mt_tokenizer_is_special(a, id) && mt_tokenizer_is_special(b, id))) return true;
+    return x->surface_bytes == y->surface_bytes &&
+           memcmp(a->strings.data + x->surface, b->strings.data + y->surface, (size_t)x->surface_bytes) == 0;
+}
+
+int mt_tokenizer_compare(const mt_tokenizer *a, const mt_tokenizer *b, mt_error *error) {
+    for (int32_t id = 0; id < mt_min(a->vocab_size, b->vocab_size); id++)
+        if (!tokens_are_equal(a, b, id))
+            return mt_error_set(error, "token %d is another text in %s than in %s", (int)id, a->path, b->path);
+    return 0;
+}
+
 int64_t mt_tokenizer_vocab_size(const mt_tokenizer *tokenizer) {
     return tokenizer->vocab_size;
 }

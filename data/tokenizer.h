@@ -67,6 +67,10 @@ int mt_tokenizer_save(const mt_tokenizer *tokenizer, const char *folder, mt_erro
 /* A number that two tokenizers from the same files share; 0 for NULL. */
 uint64_t mt_tokenizer_fingerprint(const mt_tokenizer *tokenizer);
 
+/* An error if the two tokenizers have a token with different texts. A special token of both may have two names; a token
+ * that one of them lacks is not compared. */
+int mt_tokenizer_compare(const mt_tokenizer *a, const mt_tokenizer *b, mt_error *error);
+
 /* Frees the tokenizer; close its encoders and decoders first. NULL is allowed, here and below. */
 void mt_tokenizer_close(mt_tokenizer *tokenizer);
 

@@ -1547,6 +1547,16 @@ static const layout in_fp8_parts[] = {
     {4, TENSORWISE, TP "2" STEPWISE SHARD "optim_grads_params"},
 };
 
+/* In bf16 the operations that compute the rows of experts write them in fp8. These layouts sum nothing in bf16, so that
+ * their first step, too, is that of one rank. */
+static const layout in_fp8_rows[] = {
+    {2, DELAYED_EXPERTS, EP "2"},
+    {2, DELAYED_EXPERTS, PP "2" ZB},
+    {2, DELAYED_EXPERTS, SHARD "optim_grads_params" PREFETCH},
+    {4, DELAYED_EXPERTS, PP "2" EP "2"},
+    {4, DELAYED_EXPERTS, EP "4"},
+};
+
 /* After a step the largest values are those of one rank: bit for bit where no operand is cut. */
 static const layout in_fp8_scales[] = {
     {2, DELAYED, ""},
@@ -1909,6 +1919,11 @@ static void layouts_train_in_fp8_to_within_a_rounding_of_one_rank(void **state) 
     RUN_ROWS(in_fp8_parts, false, 0.1);
 }
 
+static void rows_of_experts_in_fp8_train_like_those_of_one_rank(void **state) {
+    (void)state;
+    RUN_ROWS(in_fp8_rows, true, 0.05);
+}
+
 static void delayed_scales_are_those_of_one_rank(void **state) {
     (void)state;
     const int count = sizeof in_fp8_scales / sizeof *in_fp8_scales;
@@ -1973,6 +1988,7 @@ static int run_layout_tests(void) {
         cmocka_unit_test(layouts_train_in_bf16_to_within_two_percent_of_one_rank),
         cmocka_unit_test(stages_train_in_fp8_like_one_rank),
         cmocka_unit_test(layouts_train_in_fp8_to_within_a_rounding_of_one_rank),
+        cmocka_unit_test(rows_of_experts_in_fp8_train_like_those_of_one_rank),
         cmocka_unit_test(delayed_scales_are_those_of_one_rank),
         cmocka_unit_test(split_backwards_sharded_weights_and_evaluations_change_no_bit_in_fp8),
         cmocka_unit_test(golden_families_train_like_pytorch_on_layouts),

@@ -65,9 +65,21 @@ function find_sections(text,    part, count, i, tag, before) {
     }
 }
 
+# Chapters by number: "chapter 7", "[chapter 7](07-pipelines.md)", "[7](07-pipelines.md)". A link leads to its number.
+function find_chapters(text,    link, part) {
+    while (match(text, /\[([Cc]hapter )?[0-9]+\]\([0-9]+-|[Cc]hapter [0-9]+/)) {
+        link = substr(text, RSTART, RLENGTH)
+        text = substr(text, RSTART + RLENGTH)
+        gsub(/[^0-9]+/, " ", link)
+        if (split(link, part, " ") == 2 && part[1] + 0 != part[2] + 0) emit("chapter", part[1] " in the file " part[2])
+        else emit("chapter", part[1] + 0)
+    }
+}
+
 # A paragraph, or a row of a table.
 function end_paragraph() {
     find_words(paragraph)
+    find_chapters(paragraph)
     find_sections(paragraph)
     paragraph = ""
 }

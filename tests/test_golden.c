@@ -225,6 +225,9 @@ static void learned_position_outside(mt_batch *b) {
 static void span_outside(mt_batch *b) {
     b->spans[0].k_start = 1;
 }
+static void last_token_without_span(mt_batch *b) {
+    b->spans[0].q_len = b->spans[0].k_len = SEQ_LENGTH - 1, b->loss_mask[SEQ_LENGTH - 1] = 0;
+}
 static void without_spans(mt_batch *b) {
     b->num_spans = 0;
 }
@@ -240,6 +243,7 @@ static void a_bad_batch_is_refused(void **state) {
          "micro-batch 1: the position of token 3 is 32, and the model has positions 0 to 31"},
         {"gpt2", learned_position_outside, "micro-batch 1: the position of token 4 is 1048576"},
         {"llama", span_outside, "micro-batch 1: span 0, 32 queries from 0 and 32 keys from 1, is outside 32 tokens"},
+        {"llama", last_token_without_span, "micro-batch 1: the spans have 31 queries for 32 tokens"},
         {"llama", without_spans, "micro-batch 1: 0 spans for 32 tokens"},
     };
     (void)state;

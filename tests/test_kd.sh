@@ -143,6 +143,17 @@ refuses() {
     refused "$pattern" "$train" --stage kd $data --train-iters 1 "$@"
 }
 
+# A teacher reads the student's tokens.
+other_tokenizer_is_refused() {
+    cp -r "$work/teacher" "$work/odd" && rm "$work"/odd/iter*/tok* &&
+        printf '%s' '{"version": "1.0", "added_tokens": [], "normalizer": null, "pre_tokenizer": null,' \
+            '"post_processor": null, "decoder": null, "model": {"type": "BPE", "vocab": {"a": 98}, "merges": []}}' \
+            >"$work/odd.json" || return 1
+    for folder in "$work"/odd/iter*/; do cp "$work/odd.json" "$folder/tokenizer.json"; done
+    refuses 'teacher-load .*odd: token 98 is another text in .*; take a model with the same tokenizer' $small \
+        --teacher-load "$work/odd"
+}
+
 others_are_refused() {
     # shellcheck disable=SC2086
     "$train" --sft $data $large --vocab-size 300 --lr 1e-3 --train-iters 1 --eval-iters 0 --save "$work/other" \
@@ -151,6 +162,7 @@ others_are_refused() {
     refuses 'teacher-load .*other: has a vocabulary of 300 tokens and the trained model one of 257' $small \
         --teacher-load "$work/other" &&
         refuses 'needs --teacher-load' $small &&
+        other_tokenizer_is_refused &&
         refuses "$work/absent" $small --teacher-load "$work/absent" &&
         refuses 'logits-topk 258 is more than the vocabulary, 257 tokens' $small --teacher-load "$work/teacher" \
             --logits-topk 258 &&

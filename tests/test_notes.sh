@@ -61,6 +61,7 @@ list_known() {
         echo OPENBLAS_CORETYPE
         ls tests/test_* | sed 's|tests/test_||' # suites
     } | tr -cs 'A-Za-z0-9_' '\n' | sort -u | awk '{ print "word\t" $0 }'
+    ls notes/[0-9]*.md | sed 's|notes/0*\([0-9][0-9]*\)-.*|chapter\t\1|'
     { # and those of mpirun and compute-sanitizer
         "$train" --help && "$infer" --help && "$tree/data/preprocess" --help && cat Makefile data/probe.sh &&
             echo '--hostfile --oversubscribe --tool'
@@ -83,7 +84,7 @@ names_exist() {
     for page; do awk -f tests/note_names.awk "$page"; done | sort -u >"$work/names"
     awk -F '\t' '
         FNR == NR { known[$1, $2, $3] = 1; next }
-        $1 == "word" || $1 == "option" || $1 == "section" {
+        $1 == "word" || $1 == "option" || $1 == "section" || $1 == "chapter" {
             if (!(($1, $3, $4) in known)) printf "%s: there is no %s %s %s\n", $2, $1, $3, $4
         }
         $1 == "anchor" { printf "%s: there is no anchor %s\n", $2, $3 }' "$work/known" "$work/names" >"$work/err"
@@ -154,6 +155,33 @@ has_form() {
     done
 }
 
+# Commands that a page shows without a model, "./train --option ...", train a small one, unless a mark runs them or they
+# need a file.
+short_commands_are_accepted() {
+    model='--mock-data --num-layers 2 --hidden-size 32 --num-attention-heads 4 --vocab-size 64 --seq-length 32
+        --global-batch-size 8 --train-iters 1 --lr 1e-3 --eval-iters 0 --device cpu --swiglu --normalization RMSNorm
+        --position-embedding-type rope --disable-bias-linear'
+    awk -v model="$(echo $model)" -v has_mpi="$(has_mpi && echo 1)" '
+        /^<!-- (quote|run|prints)/ { marked = 1 }
+        /^[^ ]/ && !/^<!-- (quote|run|prints)/ { marked = 0 }
+        marked || !/^    ( |\.\/train|mpirun .*\.\/train)/ { command = ""; next }
+        { command = command $0 }
+        !/ \.\.\.$/ { next }
+        command !~ /--(data-path|load|hf-config)/ && (has_mpi || command !~ /mpirun/) {
+            sub(/ \.\.\.$/, "", command)
+            if (command ~ /main-grads-dtype/) command = command " --bf16"
+            gsub(/  +/, " ", command)
+            sub(/mpirun/, "mpirun --oversubscribe", command)
+            print command " " model
+        }
+        { command = "" }' "$@" | mpi_options >"$work/commands"
+    [ -s "$work/commands" ] && while read -r command; do
+        (cd "$tree" && sh -c "$command") >"$work/out" 2>"$work/err" </dev/null && continue
+        echo "fails: $command" >>"$work/err"
+        return 1
+    done <"$work/commands"
+}
+
 # experiments PAGE FOLDER: runs the blocks of a page and compares what they print. FOLDER gets out, err and the tree.
 experiments() {
     make_tree "$2/tree" && mkdir "$2/steps" || return 1
@@ -173,6 +201,7 @@ experiments() {
 write_page() {
     cat <<'END'
 Code, `mt_slots_place` (§9b), with `--num-layers`; [a link](page.md) and [one to a section](page.md#a-section).
+Chapters: chapter 2, [chapter 7](07-page.md).
 Its 8 rows of 4 bytes are 8 x 4 = 32 bytes, and 64 rows take 0.256 KB.
 
     bytes = 256 n
@@ -208,9 +237,16 @@ lacks_a_part() {
     done
 }
 
+has_a_bad_command() {
+    echo '    ./train --recompute-granularity selective --recompute-modules nothing ...' >"$work/bad.md"
+    short_commands_are_accepted "$work/bad.md" || return 0
+    echo "short_commands_are_accepted accepts a module that does not exist"
+    return 1
+}
+
 # passes CHECK EDIT: the page passes the check when it is edited.
 passes() {
-    rm -rf "$work/planted" && mkdir "$work/planted"
+    rm -rf "$work/planted" && mkdir "$work/planted" && touch "$work/planted/07-page.md"
     sed "$2" "$work/page.md" >"$work/planted/page.md"
     case $1 in
     experiments) experiments "$work/planted/page.md" "$work/planted" && return 0 ;;
@@ -239,13 +275,15 @@ the_checks_see_errors() {
         sees names_exist 's/--num-layers/--num-layer/' 'no option --num-layer ' &&
         sees names_exist 's/§9b/§9c/' 'no section mt_slots_place 9c' &&
         sees names_exist 's/(page.md)/(nothing.md)/' 'no file .*nothing.md' &&
+        sees names_exist 's/chapter 2/chapter 99/' 'no chapter 99' &&
+        sees names_exist 's/chapter 7/chapter 8/' 'no chapter 8 in the file 07' &&
         sees numbers_have_sources 's/8 x 4/9 x 4/' "= 32 does not hold: 36" &&
         sees numbers_have_sources 's/take 0.256/take 0.265/' "0.265 has no source" &&
         sees numbers_have_sources 's/64 rows/65 rows/' "65 has no source" &&
         sees numbers_have_sources 's/256 n/257 n/' "257 has no source" &&
         sees numbers_have_sources 's/-- 64/-- 65/' "65 . 4 . 1000 = 0.256 does not hold: 0.26" &&
         sees numbers_have_sources 's/and 64.*//' "the text has no 0.256" &&
-        lacks_a_part &&
+        lacks_a_part && has_a_bad_command &&
         sees names_exist 's/#a-section/#another/' 'no anchor .*another' &&
         passes experiments 's/| 1.25/| 1.26/' && # one in the last digit
         sees experiments 's/| 1.25/| 1.27/' 'says "one 1.27", and its commands print "one 1.25"' &&
@@ -280,6 +318,7 @@ make_tree "$tree" || exit 1
     check numbers_have_sources numbers_have_sources $pages README.md
     check measurements_can_be_repeated measurements_can_be_repeated
     check chapters_have_one_form has_form $pages
+    [ -n "${MT_NOTES:-}" ] || check short_commands_are_accepted short_commands_are_accepted $pages
 }
 [ -n "${MT_NOTES:-}" ] || check the_checks_see_errors the_checks_see_errors
 run_pages &

@@ -279,8 +279,13 @@ dropout_is_off_unless_given() {
         rl*) series ppo_kl "$work/drop" | awk '!($1 < 1e-6 && $1 > -1e-6) { exit 1 }' ;;
         esac || return 1
     done
-    "$@" --stage sft --data-path "$work/sft.jsonl" --print-config >"$work/out" &&
-        says '^  hidden-dropout  *0.2$' "$work/out" || return 1
+    "$@" --stage rm --value-head --data-path "$work/pairs.jsonl" --variable-seq-lengths --print-config >"$work/out" &&
+        says '^  hidden-dropout  *0$' "$work/out" && says '^  attention-dropout  *0$' "$work/out" || return 1
+    for teaches in sft "kd --teacher-load $work/drops"; do
+        # shellcheck disable=SC2086
+        "$@" --stage $teaches --data-path "$work/sft.jsonl" --print-config >"$work/out" &&
+            says '^  hidden-dropout  *0.2$' "$work/out" || return 1
+    done
     # a run that resumes goes on with its dropout
     # shellcheck disable=SC2086
     "$@" --stage $stage --hidden-dropout 0.3 --save "$work/drop.run" >"$work/out" 2>"$work/err" &&
@@ -314,6 +319,27 @@ a_reward_model_rewards() {
     for file in by_model by_model.2; do series reward "$work/$file" | head -n 3 >"$work/$file.first"; done
     paste "$work/by_model.first" "$work/by_model.2.first" |
         awk '{ d = $1 - $2; if (d < 0) d = -d; if (d > 1e-4) exit 1 }'
+}
+
+# Models beside the actor read its tokens: a tokenizer in their folders must have the same texts for them.
+tokenizers_of_partners_are_compared() {
+    latest=$(find "$work/rm.model" -name model.safetensors | sort | tail -n 1)
+    mkdir "$work/odd" && cp "$(dirname "$latest")"/model* "$(dirname "$latest")/config.json" "$work/odd" || return 1
+    set -- "$train" --stage rl --load "$work/base" --finetune --seq-length 16 --data-path "$work/rl.jsonl" \
+        --max-new-tokens 4 --micro-batch-size 4 --rollout-batch-size 4 --num-return-sequences 2 --lr 1e-3 \
+        --train-iters 1 $common
+    "$@" --reward model --reward-load "$work/odd" >"$work/out" 2>"$work/err" &&
+        says '^--reward-load .*odd has no tokenizer to compare' "$work/out" || return 1
+    printf '%s' '{"version": "1.0", "added_tokens": [], "normalizer": null, "pre_tokenizer": null,' \
+        '"post_processor": null, "decoder": null,' \
+        '"model": {"type": "BPE", "vocab": {"a": 97, "c": 98}, "merges": []}}' \
+        >"$work/odd/tokenizer.json"
+    refused 'reward-load .*odd: token 98 is another text in .*; take a model with the same tokenizer' \
+        "$@" --reward model --reward-load "$work/odd" &&
+        refused 'critic-load .*odd: token 98 is another text' "$@" --adv-estimator gae --critic-load "$work/odd" ||
+        return 1
+    sed -i 's/"c": 98/"b": 98/' "$work/odd/tokenizer.json"
+    "$@" --reward model --reward-load "$work/odd" >"$work/out" 2>"$work/err" && ! grep 'to compare' "$work/out"
 }
 
 # A reward model may have another shape than the actor, on each layout; its vocabulary must be the actor's.
@@ -507,6 +533,7 @@ check rewards_that_end_lose_nothing rewards_that_end_lose_nothing
 check dpo_learns_an_order dpo_learns
 check dropout_is_off_unless_given dropout_is_off_unless_given
 check a_reward_model_rewards a_reward_model_rewards
+check tokenizers_of_partners_are_compared tokenizers_of_partners_are_compared
 check a_reward_model_has_its_own_shape a_reward_model_has_its_own_shape
 check adapters_learn_with_their_base_as_reference adapters_learn
 check recipes_run recipes_run

@@ -365,6 +365,62 @@ EOF
         says '^  lora-target  *q_proj o_proj$' "$work/out"
 }
 
+# Trinity-RFT's own file, whose trainer_config has verl's keys; its references lead there, or to verl's defaults.
+trinity_is_read() {
+    printf '{"question": "Say %d", "answer": "%d"}\n' 1 1 2 2 3 3 4 4 >"$work/say.jsonl"
+    cat >"$work/trinity.yaml" <<EOF
+project: small
+checkpoint_root_dir: $work/trinity.run
+algorithm: {algorithm_type: grpo, repeat_times: 2, optimizer: {lr: 1e-5, warmup_style: constant},
+            kl_loss_fn_args: {kl_coef: 0.01}, policy_loss_fn_args: {clip_range_high: 0.28}}
+model: {model_path: a/b, max_response_tokens: 4, max_model_len: 64, lora_configs: [{name: lora, lora_rank: 4}]}
+cluster: {node_num: 1, gpu_per_node: 8}
+buffer:
+  total_steps: 1
+  batch_size: 2
+  explorer_input:
+    taskset: {path: $work/say.jsonl, storage_type: file, format: {prompt_key: question, response_key: answer}}
+    eval_tasksets: [{name: a}]
+explorer: {runner_per_model: 8, rollout_model: {engine_num: 2, temperature: 0.9, enforce_eager: true}}
+synchronizer: {sync_method: nccl, sync_interval: 1}
+trainer:
+  save_interval: 100
+  use_dynamic_bsz: true
+  trainer_config:
+    actor_rollout_ref:
+      actor:
+        megatron: {tensor_model_parallel_size: 1}
+        grad_clip: 0.5
+    critic:
+      optim: {lr: 1e-4}
+      grad_clip: \${trainer.trainer_config.actor_rollout_ref.actor.grad_clip}
+      ppo_epochs: \${trainer.trainer_config.actor_rollout_ref.actor.ppo_epochs}
+EOF
+    prints "$work/trinity.yaml" actor_train && sets algorithm.algorithm_type adv-estimator grpo &&
+        sets algorithm.optimizer.lr lr 1e-05 &&
+        sets algorithm.policy_loss_fn_args.clip_range_high clip-ratio-high 0.28 &&
+        sets model.lora_configs.lora_rank lora-rank 4 && sets '(absent: lora_alpha)' lora-alpha 32 &&
+        sets buffer.explorer_input.taskset.format.response_key answer-key answer &&
+        sets explorer.rollout_model.temperature temperature 0.9 && sets '(absent: kl_loss_fn)' kl-loss-type k2 &&
+        sets trainer.trainer_config.actor_rollout_ref.actor.grad_clip clip-grad 0.5 &&
+        unused explorer.runner_per_model "Trinity-RFT's explorer" && sets trainer stage rl || return 1
+    prints "$work/trinity.yaml" critic && sets trainer.trainer_config.critic.optim.lr lr 0.0001 &&
+        sets trainer.trainer_config.critic.grad_clip clip-grad 0.5 &&
+        unused trainer.trainer_config.critic.ppo_epochs 'the default' || return 1
+    refused 'has the roles actor_train, critic; choose one' "$train" --config "$work/trinity.yaml" || return 1
+    for change in 's/sync_interval: 1/sync_interval: 2=sync_interval can only be 1 here: responses are of' \
+        's/type: grpo/type: sapo=algorithm_type cannot be sapo: take ppo' \
+        's/^cluster.*/stages: [{stage_name: a}]=stages is not supported: a run has one stage' \
+        's/runner_per_model: 8/over_rollout: {ratio: 0.2}=ratio can only be 0' \
+        's/gpu_per_node: 8}/&\nexplorers: 1=unknown option explorers; did you mean explorer'; do
+        sed "${change%%=*}/" "$work/trinity.yaml" >"$work/bad.yaml" &&
+            refused "${change#*=}" "$train" --config "$work/bad.yaml" --role actor_train --print-config || return 1
+    done
+    # shellcheck disable=SC2086
+    "$train" --config "$work/trinity.yaml" --role actor_train $small >"$work/out" 2>"$work/err" &&
+        says '^     1/1 .* reward ' "$work/out"
+}
+
 # Options that others of the file leave without effect; with the divergence, two of them have one.
 idle_options_of_rl_are_unused() {
     lines='\n    clip_ratio: 0.2\n    clip_ratio_low: 0.1\n    clip_ratio_high: 0.3\n    kl_loss_type: kl'
@@ -377,6 +433,14 @@ idle_options_of_rl_are_unused() {
         unused actor_rollout_ref.actor.megatron.check_for_spiky_loss 'of no use in this run' || return 1
     prints "$work/idle.yaml" actor_train --kl-loss-coef 0.1 &&
         sets actor_rollout_ref.actor.kl_loss_type kl-loss-type k1
+}
+
+# A run that --load of the command line names goes on, where the file's model would begin anew.
+a_run_of_the_command_line_goes_on() {
+    prints "$roles/roll.yaml" sft_train --load "$work/none" && says '^  load  *.*/none$' "$work/out" &&
+        unused pretrain 'gives way to --load, which resumes a run unless --finetune is given' &&
+        ! grep -q '^  finetune' "$work/out" || return 1
+    prints "$roles/roll.yaml" sft_train --load "$work/none" --finetune && says '^  finetune  *true$' "$work/out"
 }
 
 # --clip-ratio of the command line is for both sides; sides of the command line, for the file's clip_ratio.
@@ -779,7 +843,9 @@ check divergences_have_their_estimators divergences_have_their_estimators
 check cispo_of_roll_has_its_range cispo_of_roll_has_its_range
 check examples_of_roll_are_read examples_of_roll_are_read
 check examples_of_verl_are_read examples_of_verl_are_read
+check trinity_is_read trinity_is_read
 check idle_options_of_rl_are_unused idle_options_of_rl_are_unused
+check a_run_of_the_command_line_goes_on a_run_of_the_command_line_goes_on
 check ratios_of_the_command_line_win ratios_of_the_command_line_win
 check layouts_of_other_roles_are_read layouts_of_other_roles_are_read
 check absent_options_are_named absent_options_are_named

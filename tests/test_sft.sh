@@ -127,6 +127,8 @@ bad_lines_are_named_and_counted() {
     # few tokens are no reason for a warning: samples do not repeat them
     head -n 1 data/sft-demo.jsonl >"$work/few.jsonl" && trains --data-path "$work/few.jsonl" && [ ! -s "$work/err" ] ||
         return 1
+    trains --data-path "$work/few.jsonl" --split 9,1,0 --eval-iters 1 --eval-interval 1 &&
+        says 'no validation loss: its share in --split is no sample$' "$work/err" || return 1
     # truncation leaves no token of the response
     printf '{"prompt": "%040d", "response": "a"}\n' 1 >"$work/long.jsonl"
     refuses 'no samples: none has a token that the loss counts' --data-path "$work/long.jsonl" --seq-length 16 &&
