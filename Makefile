@@ -50,7 +50,7 @@ CONFIG := $(subst $(space),-,$(strip $(DEFAULT_CC) $(if $(FUZZER),fuzzer) $(if $
 B := build/$(or $(CONFIG),default)
 BIN := $(if $(CONFIG),$(B)/bin/)
 
-LIBRARIES := mpi blas openmp jansson yaml pcre2 utf8proc cmocka cuda nccl cudnn gnuplot
+LIBRARIES := mpi blas openmp dnnl jansson yaml pcre2 utf8proc cmocka cuda nccl cudnn gnuplot
 ifneq ($(filter-out $(LIBRARIES),$(WITHOUT)),)
 $(error WITHOUT=$(WITHOUT): the libraries are $(LIBRARIES))
 endif
@@ -377,11 +377,11 @@ clean:
 
 # ---- Packages --------------------------------------------------------------------------------------------------------
 
-APT := build-essential pkg-config libopenmpi-dev openmpi-bin libopenblas-openmp-dev libjansson-dev libyaml-dev \
-	libpcre2-dev libutf8proc-dev libcmocka-dev gnuplot-nox patch
-DNF := gcc make pkgconf-pkg-config openmpi-devel openblas-devel jansson-devel libyaml-devel pcre2-devel \
-	utf8proc-devel libcmocka-devel gnuplot patch
-BREW := gcc make pkg-config open-mpi openblas libomp jansson libyaml pcre2 utf8proc cmocka gnuplot
+APT := build-essential pkg-config libopenmpi-dev openmpi-bin libopenblas-openmp-dev libdnnl-dev libjansson-dev \
+	libyaml-dev libpcre2-dev libutf8proc-dev libcmocka-dev gnuplot-nox patch
+DNF := gcc make pkgconf-pkg-config openmpi-devel openblas-devel onednn-devel jansson-devel libyaml-devel \
+	pcre2-devel utf8proc-devel libcmocka-devel gnuplot patch
+BREW := gcc make pkg-config open-mpi openblas libomp onednn jansson libyaml pcre2 utf8proc cmocka gnuplot
 
 # Installs the packages $1 that are missing, without asking. $2 and $3: their names for dnf and brew.
 define install_packages

@@ -66,6 +66,9 @@
 #ifdef MT_HAVE_BLAS
 #include <cblas.h>
 #endif
+#ifdef MT_HAVE_DNNL
+#include <dnnl.h>
+#endif
 #ifdef MT_HAVE_MPI
 #include <mpi.h>
 #endif
@@ -606,23 +609,38 @@ static void mt_matmul_prepare(void) {
 #endif
 }
 
+/* One tile of a product, by one thread. Of the libraries oneDNN is the faster one. It starts threads of its own outside
+ * of parallel regions, so that the rounding of a small product would depend on their number. */
+static void mt_matmul_library(float *c, int64_t stride, mt_matrix a, mt_matrix b, int64_t M, int64_t N, int64_t K,
+                              bool accumulate, bool is_small) {
+#ifdef MT_HAVE_DNNL
+    if (!is_small) {
+        dnnl_sgemm(a.transposed ? 'T' : 'N', b.transposed ? 'T' : 'N', M, N, K, 1.0f, a.data, a.stride, b.data,
+                   b.stride, accumulate ? 1.0f : 0.0f, c, stride);
+        return;
+    }
+#endif
+    cblas_sgemm(CblasRowMajor, a.transposed ? CblasTrans : CblasNoTrans, b.transposed ? CblasTrans : CblasNoTrans,
+                (int)M, (int)N, (int)K, 1.0f, a.data, (int)a.stride, b.data, (int)b.stride, accumulate ? 1.0f : 0.0f, c,
+                (int)stride);
+}
+
 /* The library's product, in tiles that depend on the shape only, each computed by one thread. The library itself would
  * tile by the number of threads, and the edges of its tiles round differently. Below 2^18 products OpenBLAS uses one
  * thread anyway. */
 static void mt_matmul_large(float *c, int64_t stride, mt_matrix a, mt_matrix b, int64_t M, int64_t N, int64_t K,
                             bool accumulate) {
     int64_t rows = M, columns = N;
+    bool is_small = M * N * K <= 1 << 18;
     while (rows > 512) rows = mt_halve(rows);
     while (columns > 768 || (columns > 192 && mt_divide_up(M, rows) * mt_divide_up(N, columns) < 4))
         columns = mt_halve(columns);
     mt_matmul_prepare();
-#pragma omp parallel for collapse(2) schedule(dynamic) if (M * N * K > 1 << 18)
+#pragma omp parallel for collapse(2) schedule(dynamic) if (!is_small)
     for (int64_t n = 0; n < N; n += columns)
         for (int64_t m = 0; m < M; m += rows)
-            cblas_sgemm(CblasRowMajor, a.transposed ? CblasTrans : CblasNoTrans,
-                        b.transposed ? CblasTrans : CblasNoTrans, (int)mt_min(rows, M - m), (int)mt_min(columns, N - n),
-                        (int)K, 1.0f, mt_matrix_at(a, m, 0).data, (int)a.stride, mt_matrix_at(b, 0, n).data,
-                        (int)b.stride, accumulate ? 1.0f : 0.0f, c + m * stride + n, (int)stride);
+            mt_matmul_library(c + m * stride + n, stride, mt_matrix_at(a, m, 0), mt_matrix_at(b, 0, n),
+                              mt_min(rows, M - m), mt_min(columns, N - n), K, accumulate, is_small);
 }
 #else
 enum { MT_PANEL = 32, MT_DEPTH = 256, MT_TILE = 4 };

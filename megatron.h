@@ -15,6 +15,7 @@
  *   MT_HAVE_MPI       several ranks, started by mpirun, and their collectives on CPUs. Link MPI (mpicc --showme:link).
  *   MT_HAVE_BLAS      matrix products on the CPU by cblas_sgemm (plain C loops otherwise). Link -lopenblas.
  *   MT_HAVE_OPENMP    threads within a rank. Compile and link with -fopenmp.
+ *   MT_HAVE_DNNL      larger products by oneDNN's dnnl_sgemm; needs the two above. Link -ldnnl.
  *   MT_HAVE_CUDA      mt_cuda_open and --device cuda. Link the objects of cuda/, -lcublasLt -lcublas -lcudart -lstdc++.
  *                     The next three are for nvcc and cuda/ as well:
  *   MT_HAVE_NCCL      several GPUs. Link -lnccl.

@@ -109,6 +109,12 @@ program omp.h 'return omp_get_max_threads() < 1;'
 look OpenMP 'threads within a rank' "one thread in each rank" \
     '-fopenmp|-fopenmp' && keep MT_HAVE_OPENMP
 
+if grep -q HAVE_BLAS "$work/config" && grep -q HAVE_OPENMP "$work/config"; then
+    program dnnl.h "return dnnl_sgemm('N', 'N', 1, 1, 1, 1, 0, 1, 0, 1, 0, 0, 1);"
+    look dnnl 'faster matrix products on the CPU (oneDNN)' 'BLAS alone multiplies matrices on the CPU' \
+        '|-ldnnl' "$(package dnnl)" && keep MT_HAVE_DNNL
+fi
+
 program jansson.h 'return json_null() == 0;'
 if look jansson 'JSON' 'REQUIRED and not found' '|-ljansson' "$(package jansson)"; then
     keep ""
