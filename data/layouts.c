@@ -420,6 +420,7 @@ static int mt_search_measure(mt_search *s, mt_error *error) {
                     mt_max(given->context_parallel_size, 1);
     ranks *= mt_max(given->expert_model_parallel_size, 1);
     int status = mt_search_finish(s, "", ranks, &o, error);
+    if (status == 0) status = mt_simulate_check(&o, error);
     if (status == 0) {
         s->batch = o.global_batch_size;
         s->flops = mt_flops(&o, s->batch), s->parameters = (double)mt_num_parameters(&o);

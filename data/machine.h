@@ -57,7 +57,7 @@ typedef struct mt_machine {
  * ...}. Errors: a file that cannot be read, an unknown or missing number, one out of its range or without a source. */
 int mt_machine_read(mt_machine *machine, const char *gpu, mt_error *error);
 
-/* Ranks of a group: all of them, of the host that has fewest, and hosts; of the group of its kind that spans most. */
+/* The group of a kind that spans most hosts: its ranks, the fewest of them on one host, and its hosts. */
 typedef struct mt_span_of_hosts {
     int64_t ranks, per_host, hosts;
 } mt_span_of_hosts;

@@ -706,7 +706,7 @@ static void mt_sim_join(mt_simulation *simulation, const int64_t *of, const mt_o
     free(costs);
 }
 
-static int mt_sim_refuse(const mt_options *o, mt_error *error) {
+int mt_simulate_check(const mt_options *o, mt_error *error) {
     const mt_constraint rules[] = {
         {!o->bf16, "a step is timed in bf16 or fp8: add --bf16"},
         {o->stage > MT_STAGE_SFT, "only --stage pt and sft are timed"},
@@ -723,7 +723,7 @@ int mt_simulate(mt_simulation *simulation, const mt_options *o, int64_t ranks, c
     mt_machine job = *machine;
     job.gpus = ranks;
     *simulation = (mt_simulation){.model_flops = mt_flops(o, o->global_batch_size)};
-    if (mt_sim_refuse(o, error) != 0) return MT_SIMULATION_FAILED;
+    if (mt_simulate_check(o, error) != 0) return MT_SIMULATION_FAILED;
     simulation->micro_batches = mt_num_micro_batches(o);
     int64_t *of = mt_calloc(o->pipeline_model_parallel_size * 8);
     int status = 0;

@@ -195,6 +195,8 @@ refusals_name_the_reason() {
         refused 'is not timed, as its time depends on the samples; leave it out' $base --gpus 2 --sft \
             --context-parallel-size 2 --dynamic-context-parallel &&
         refused 'number of ranks' $base --gpus 3 --tensor-model-parallel-size 2 &&
+        refused 'a step is timed in bf16' "$train" $eight --global-batch-size 8 --plan --gpus 2 &&
+        ! grep -q 'the last one' "$work/err" &&
         refused 'needs --global-batch-size' "$train" --bf16 $eight --plan --gpus 2 &&
         refused 'no layout of 11 GPUs is legal: --global-batch-size 8 is not a multiple of' "$train" --bf16 $small \
             --plan --gpus 11 &&
