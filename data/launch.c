@@ -50,7 +50,8 @@ static int mt_launch_try(mt_options *o, int64_t ranks, mt_error *error) {
 /* Where no number is accepted, the error is that of the largest one that is a multiple of a model's ranks: it names
  * more than that. */
 int mt_launch_print(mt_options *o, FILE *file, mt_error *error) {
-    int64_t ranks = o->print_launch, fewest = o->global_batch_size > 0 ? 1 : ranks;
+    bool same_batch = o->global_batch_size > 0 || (o->stage == MT_STAGE_RL && o->gradient_accumulation_steps == 0);
+    int64_t ranks = o->print_launch, fewest = same_batch ? 1 : ranks; // fewer ranks do not make the batch smaller
     int64_t model = o->tensor_model_parallel_size * o->pipeline_model_parallel_size * o->context_parallel_size;
     int64_t named = fewest < ranks && model >= 1 && model <= ranks ? ranks - ranks % model : ranks;
     mt_error other;

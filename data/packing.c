@@ -730,10 +730,9 @@ static bool mt_solver_plan(mt_solver *v, mt_step_plan *plan) {
     return fits;
 }
 
-/* True for a number of slots that the pipeline's schedule can run. */
-static bool mt_slots_are_valid(int64_t slots, const mt_plan_shape *shape) {
-    int64_t group = mt_max(shape->slot_group, 1), rest = slots % group;
-    return slots >= group && (rest == 0 || rest >= shape->slot_rest);
+int64_t mt_step_plan_slots(const mt_plan_shape *shape, int64_t least) {
+    int64_t group = mt_max(shape->slot_group, 1), slots = mt_max(least, group), rest = slots % group;
+    return rest == 0 || rest >= shape->slot_rest ? slots : slots - rest + mt_min(shape->slot_rest, group);
 }
 
 void mt_step_plan_solve(mt_step_plan *plan, const mt_piece *pieces, int64_t count, const mt_plan_shape *shape) {
@@ -755,10 +754,10 @@ void mt_step_plan_solve(mt_step_plan *plan, const mt_piece *pieces, int64_t coun
     double total = mt_shared_work(&shape->work, v.tokens[count], v.pairs[count], 1), best = INFINITY;
     int64_t memory = (int64_t)ceil(v.tokens[count] / (double)(shape->num_ranks * shape->rank_tokens));
     *plan = (mt_step_plan){0};
-    for (int64_t tried = 0, slots = mt_max(memory, 1); tried < TRIED_SLOTS; slots++) {
+    for (int64_t tried = 0, slots = memory; tried < TRIED_SLOTS; slots++) {
         bool found = false;
         int64_t before[MT_MAX_SIZES] = {-1};
-        if (!mt_slots_are_valid(slots, shape)) continue;
+        slots = mt_step_plan_slots(shape, slots);
         v.num_slots = slots;
         for (size_t i = 0; i < sizeof tightness / sizeof *tightness; i++) {
             mt_step_plan candidate;

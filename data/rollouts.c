@@ -265,7 +265,8 @@ void mt_rollouts_plan(mt_step_plan *plan, const mt_rollouts *r, const int64_t *s
         int64_t sequence = sequences[rows.order[i]];
         pieces[i] = (mt_piece){sequence, r->spans[sequence].q_len, r->spans[sequence].q_start};
     }
-    int64_t num_rows = mt_divide_up(rows.count, multiple) * multiple, *first = mt_malloc((num_rows + 1) * 8);
+    int64_t num_rows = mt_step_plan_slots(shape, mt_divide_up(rows.count, multiple)) * multiple;
+    int64_t *first = mt_malloc((num_rows + 1) * 8);
     for (int64_t i = 0; i <= num_rows; i++) first[i] = rows.first[mt_min(i, rows.count)];
     mt_step_plan_balance(plan, pieces, first, num_rows, shape);
     mt_rows_free(&rows);

@@ -180,8 +180,13 @@ typedef struct mt_plan_shape {
     int64_t context_size, min_context_size; // ranks of the largest and the smallest block; powers of two
     int64_t rank_tokens;                    // tokens of a micro-batch on each of its ranks, at most
     bool meets;                             // all ranks wait for one another in each slot, as with experts
-    int64_t slot_group, slot_rest;          // slots are groups of slot_group, and at least slot_rest more or none
+
+    /* interleaved pipelines, where the number of slots is not given */
+    int64_t slot_group, slot_rest; // slots are groups of slot_group, and at least slot_rest more or none
 } mt_plan_shape;
+
+/* The smallest number of slots, at least `least`, that the pipeline's schedule can run. */
+int64_t mt_step_plan_slots(const mt_plan_shape *shape, int64_t least);
 
 /* Plans the step of `num_rows` rows, a multiple of num_ranks * micro_batch_size; row r has the `pieces`
  * [first[r], first[r + 1]). Each rank gets the same number of rows; with `regroups`, samples that fit in as many. Free

@@ -131,7 +131,7 @@ every_layout_does_the_same() {
 2
 2 --data-parallel-sharding-strategy optim_grads_params
 4 --tensor-model-parallel-size 2 --use-distributed-optimizer
-2 --pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1
+2 --pipeline-model-parallel-size 2 --pipeline-model-parallel-layout E|t|t|L
 2 --context-parallel-size 2
 4 --tensor-model-parallel-size 2 --sequence-parallel --context-parallel-size 2
 EOF
@@ -221,6 +221,14 @@ epochs_are_iterations() {
         refused 'train-epochs and --train-iters exclude' "$train" --stage rl --load "$work/base" --finetune \
             --data-path "$work/fifty.jsonl" --seq-length 16 --max-new-tokens 4 --lr 1e-3 --train-epochs 1 \
             --train-iters 1
+}
+
+# The responses of an iteration are the batch, whatever the number of ranks: launch.sh starts as many as divide it.
+fewer_ranks_are_launched() {
+    # shellcheck disable=SC2086
+    "$train" --stage rl --load "$work/base" --finetune --data-path "$work/rl.jsonl" --seq-length 16 --max-new-tokens 4 \
+        --rollout-batch-size 4 --num-return-sequences 2 --micro-batch-size 4 --lr 1e-3 --train-iters 1 $common \
+        --print-launch 8 >"$work/out" && says '^ranks 2$' "$work/out" && says '^global_batch_size 8$' "$work/out"
 }
 
 # The rewards of all responses are alike: no iteration has a step.
@@ -527,6 +535,7 @@ check a_resumed_run_goes_on_as_before a_resumed_run_goes_on_as_before
 check a_damaged_critic_is_followed_by_the_one_before a_damaged_critic_is_followed_by_the_one_before
 [ "${HAVE_MPI:-}" ] && check a_command_rewards a_command_rewards
 check epochs_are_iterations epochs_are_iterations
+check fewer_ranks_are_launched fewer_ranks_are_launched
 check iterations_without_a_step_are_skipped iterations_without_a_step_are_skipped
 check stop_strings_end_responses stop_strings_end_responses
 check rewards_that_end_lose_nothing rewards_that_end_lose_nothing

@@ -514,7 +514,7 @@ static int64_t check_micro_batch(mt_rollouts *r, mt_batch *batch, const double *
 
 /* Runs a mini-batch through micro-batches of `ranks` ranks: every counted token comes once, a policy loss over
  * micro-batches equals that of the whole, and what is stored comes back. */
-static void check_micro_batches(mt_rollouts *r, int64_t ranks, bool packs, bool regroups) {
+static void check_micro_batches(mt_rollouts *r, int64_t ranks, bool packs, bool regroups, bool interleaves) {
     int64_t sequences[RESPONSES], count = mt_rollouts_mini_batch(r, true, 1, 2, 3, 0, 1, sequences), seen = 0,
                                   counted = 0;
     mt_plan_shape shape = {.num_ranks = ranks, .micro_batch_size = 2, .row_length = 12, .regroups = regroups};
@@ -539,9 +539,14 @@ static void check_micro_batches(mt_rollouts *r, int64_t ranks, bool packs, bool 
                           .advantages = r->inputs[MT_ADVANTAGES]};
     mt_policy_loss(&all, &c, &whole);
     mt_batch_alloc(&batch, 64);
+    int64_t slots = mt_divide_up(packs ? mt_divide_up(r->T, 12) : RESPONSES, 2 * ranks);
+    if (interleaves) { // groups of 4 micro-batches, the last of at least 3
+        shape.slot_group = 4, shape.slot_rest = 3;
+        slots = slots <= 4 ? 4 : slots < 7 ? 7 : slots;
+    }
     mt_rollouts_plan(&plan, r, sequences, count, packs, &shape);
     assert_int_equal(plan.num_ranks, ranks);
-    assert_int_equal(plan.num_slots, mt_divide_up(packs ? mt_divide_up(r->T, 12) : RESPONSES, 2 * ranks));
+    assert_int_equal(plan.num_slots, slots);
     for (int64_t slot = 0; slot < plan.num_slots; slot++)
         for (int64_t rank = 0; rank < ranks; rank++) {
             mt_step_plan_fill(&plan, slot, rank, &r->samples, 8, &batch);
@@ -563,7 +568,7 @@ static void micro_batches_carry_every_token_once(void **state) {
     begin_step(&r, &prompts);
     mt_rollouts_select(&r, &(mt_rollout_config){0});
     for (int64_t ranks = 1; ranks <= 5; ranks++)
-        for (int kind = 0; kind < 4; kind++) check_micro_batches(&r, ranks, kind & 1, kind & 2);
+        for (int kind = 0; kind < 8; kind++) check_micro_batches(&r, ranks, kind & 1, kind & 2, kind & 4);
     end_step(&r, &prompts);
 }
 
