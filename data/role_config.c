@@ -132,7 +132,6 @@ static const char *reference_end(const char *text) {
 }
 
 static int follow(reader *r, yaml_node_t **node, int depth);
-static bool is_in_trainer(const char *path);
 
 /* The node of a path "a.b.0" from the root of the file. */
 static int find_path(reader *r, const char *path, const yaml_node_t *from, yaml_node_t **found, int depth) {
@@ -388,11 +387,24 @@ static int64_t count_devices(const char *text) {
     }
 }
 
+/* The number of items of a list of whole numbers; -1: it has others. */
+static int64_t count_items(reader *r, const yaml_node_t *list) {
+    const yaml_node_item_t *items = list->data.sequence.items.start;
+    int64_t count = list->data.sequence.items.top - items;
+    for (int64_t i = 0; i < list->data.sequence.items.top - items && count >= 0; i++) {
+        const yaml_node_t *item = get_node(r, items[i]);
+        char *text = expand(r, item, scalar_text(item), 0);
+        if (!text || !*text || text[strspn(text, "0123456789")]) count = -1;
+        free(text);
+    }
+    return count;
+}
+
 static int take_devices(reader *r, yaml_node_t *node, long long line) {
     char text[80];
     int64_t count = -1;
     if (node->type == YAML_SEQUENCE_NODE) {
-        count = node->data.sequence.items.top - node->data.sequence.items.start;
+        count = count_items(r, node);
     } else if (node->type == YAML_SCALAR_NODE) {
         char *expanded = expand(r, node, scalar_text(node), 0);
         if (!expanded) return -1;
@@ -792,7 +804,7 @@ static bool is_role(reader *r, const yaml_node_t *section) {
     return false;
 }
 
-/* The section with verl's keys: the file, or Trinity-RFT's trainer.trainer_config; NULL: the file is of neither. */
+/* The section with verl's keys: the file, or Trinity-RFT's trainer.trainer_config; NULL: none. */
 static const yaml_node_t *find_verl(reader *r) {
     const yaml_node_t *root = yaml_document_get_root_node(&r->document);
     if (find_root_key(r, "actor_rollout_ref")) return root;
@@ -898,7 +910,7 @@ static void settle_divergence(reader *r) {
     if (!reward && differ) reward = flag;
     if (!reward || (in_reward && !differ)) return;
     reward->kind = differ ? MT_ENTRY_REFUSED : MT_ENTRY_UNUSED;
-    mt_string_set(&reward->text, differ ? "is another estimator than that of the loss; --kl-loss-type is of both"
+    mt_string_set(&reward->text, differ ? "differs from the estimator in the loss; one --kl-loss-type serves both"
                                         : "rewards without a divergence");
 }
 

@@ -152,7 +152,7 @@ static const mt_role_key keys[] = {
      "difficulty_loss_weight length_loss_weight error_max_len_clip use_topr_loss balance_length whiten_rewards "
      "use_reward_scaling use_reward_norm add_len_reward",
      MT_KEY_REFUSED, "responses are weighted by their advantages alone"},
-    {"roll", "async_generation_ratio", MT_KEY_FIXED, "responses are of the present weights", "0|0.0"},
+    {"roll", "async_generation_ratio", MT_KEY_FIXED, "the present weights generate the responses", "0|0.0"},
     {"roll", "critic_warmup", MT_KEY_FIXED, "actor and critic train from the first iteration on", "0"},
     {"roll", "l2", MT_KEY_FIXED, "weight_decay is the optimizer's", "0|0.0"},
     {"roll", "postive_loss_coef use_topr_neg_loss_coef", MT_KEY_FIXED,
@@ -475,7 +475,7 @@ static const mt_role_key keys[] = {
      "canonical_lora"},
     {"verl.lora", "exclude_modules", MT_KEY_REFUSED, "target_modules alone says which matrices have adapters"},
     {"verl.lora", "adapter_path", MT_KEY_OPTION, "load-adapter"},
-    {"verl.lora", "dropout_position", MT_KEY_FIXED, "dropout is of the adapters' inputs", "pre"},
+    {"verl.lora", "dropout_position", MT_KEY_FIXED, "dropout applies to the inputs of adapters", "pre"},
     {"verl.lora", "lora_A_init_method", MT_KEY_FIXED, "as peft begins", "kaiming"},
     {"verl.lora", "lora_B_init_method", MT_KEY_FIXED, "an adapter begins at zero", "zero"},
     {"verl.lora", "dtype", MT_KEY_FIXED, "adapters have the type of --bf16, and masters in fp32", "bfloat16|bf16"},
@@ -727,7 +727,7 @@ static const mt_role_key keys[] = {
     {"verl.trainer", "profile_steps controller_nsight_options worker_nsight_options npu_profile", MT_KEY_UNUSED,
      PROFILERS},
     {"verl.trainer", "v1", MT_KEY_SECTION, "verl.v1"},
-    {"verl.v1", "trainer_mode", MT_KEY_FIXED, "responses are of the present weights", "sync"},
+    {"verl.v1", "trainer_mode", MT_KEY_FIXED, "the present weights generate the responses", "sync"},
     {"verl.v1", "sync colocate_async separate_async sampler replay_buffer", MT_KEY_UNUSED, RAY},
 
     /* ---- Trinity-RFT: its own file, with verl's configuration in trainer.trainer_config */
@@ -851,8 +851,8 @@ static const mt_role_key keys[] = {
      "actor_train"},
     {"trinity.rollout_model", "*", MT_KEY_UNUSED, SERVER},
     {"trinity.synchronizer", "sync_interval explorer_sync_interval trainer_sync_interval", MT_KEY_FIXED,
-     "responses are of the present weights", "1"},
-    {"trinity.synchronizer", "sync_offset", MT_KEY_FIXED, "responses are of the present weights", "0"},
+     "the present weights generate the responses", "1"},
+    {"trinity.synchronizer", "sync_offset", MT_KEY_FIXED, "the present weights generate the responses", "0"},
     {"trinity.synchronizer", "sync_method sync_style sync_timeout group_name wait_for_checkpoint", MT_KEY_UNUSED, RAY},
     {"trinity.trainer", "trainer_config", MT_KEY_SECTION, "verl"},
     {"trinity.trainer", "trainer_config_path", MT_KEY_REFUSED, "give the file itself by --config"},

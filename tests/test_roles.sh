@@ -24,6 +24,16 @@ sets() {
     says "^ *[0-9]*  $1  *--$2 $3\$" "$work/out"
 }
 
+# Each change, "SED=ERROR", of the file NAME.yaml gives its error: NAME CHANGE...
+refuses_changes() {
+    name=$1
+    shift
+    for change in "$@"; do
+        sed "${change%%=*}/" "$work/$name.yaml" >"$work/bad.yaml" &&
+            refused "${change#*=}" "$train" --config "$work/bad.yaml" --role actor_train --print-config || return 1
+    done
+}
+
 # unused KEY REASON: the last output has the key among those without effect.
 unused() {
     says "^ *[0-9]*  $1  *$2" "$work/out"
@@ -156,13 +166,11 @@ properties_are_fixed() {
         'enable_reference: true' 'train_infer_correction: {is_weight: {enabled: false, upper_bound: 1.2}}' \
         'dataset_filter: {source: ~, num_samples: 0}'
     printf '%s\n' "$@" >"$work/fixed.yaml"
-    prints "$work/fixed.yaml" actor_train && unused async_generation_ratio 'responses are of the present' || return 1
-    for change in 's/ratio: 0/ratio: 1=async_generation_ratio can only be 0' 's/warmup: 0/warmup: 3=critic_warmup can' \
+    prints "$work/fixed.yaml" actor_train && unused async_generation_ratio 'the present weights' || return 1
+    refuses_changes fixed 's/ratio: 0/ratio: 1=async_generation_ratio can only be 0' \
+        's/warmup: 0/warmup: 3=critic_warmup can' \
         's/enabled: false/enabled: true=enabled is not supported' 's/source: ~/source: a=source is not supported' \
-        's/num_samples: 0/num_samples: 5=num_samples can only be 0' 's/mask_type: loss/mask_type: all=mask_type can'; do
-        sed "${change%%=*}/" "$work/fixed.yaml" >"$work/bad.yaml" &&
-            refused "${change#*=}" "$train" --config "$work/bad.yaml" --role actor_train --print-config || return 1
-    done
+        's/num_samples: 0/num_samples: 5=num_samples can only be 0' 's/mask_type: loss/mask_type: all=mask_type can'
 }
 
 # Names of verl's later configurations, and sections that oc.select leads to.
@@ -244,15 +252,15 @@ every_policy_loss_runs() {
         sets dual_clip_loss clip-ratio-c 1.4
 }
 
-# One option has the estimators of both divergences. verl's kl_loss_type is of the loss, and kl_penalty of rewards; the
-# loss of ROLL has k3.
+# One option sets the estimators of both divergences. verl's kl_loss_type is the one in the loss, kl_penalty the one in
+# rewards; ROLL's loss has k3.
 divergences_have_their_estimators() {
     verl='actor_rollout_ref: {model: {path: a/b}, actor: {use_kl_loss: true, kl_loss_coef: 0.1, '
     printf '%s\n' "$verl kl_loss_type: mse}}" 'algorithm: {kl_penalty: kl}' >"$work/kl.yaml"
     prints "$work/kl.yaml" actor_train && sets actor_rollout_ref.actor.kl_loss_type kl-loss-type k2 &&
         unused algorithm.kl_penalty 'rewards without a divergence' || return 1
     printf '%s\n' "$verl kl_loss_type: mse}}" 'algorithm: {kl_penalty: kl, use_kl_in_reward: true}' >"$work/kl.yaml"
-    refused 'kl_penalty is another estimator than that of the loss' "$train" --config "$work/kl.yaml" \
+    refused 'kl_penalty differs from the estimator in the loss' "$train" --config "$work/kl.yaml" \
         --role actor_train --print-config || return 1
     printf '%s\n' "$verl kl_loss_type: kl}}" 'algorithm: {use_kl_in_reward: true}' >"$work/kl.yaml"
     prints "$work/kl.yaml" actor_train && sets actor_rollout_ref.actor.kl_loss_type kl-loss-type k1 || return 1
@@ -261,7 +269,7 @@ divergences_have_their_estimators() {
     prints "$work/kl.yaml" actor_train && unused kl_penalty 'rewards without a divergence' &&
         ! grep -q '^  kl-loss-type' "$work/out" || return 1
     printf '%s\n' "$@" 'add_token_level_kl: true' >"$work/kl.yaml"
-    refused 'kl_penalty is another estimator' "$train" --config "$work/kl.yaml" --role actor_train --print-config ||
+    refused 'kl_penalty differs from' "$train" --config "$work/kl.yaml" --role actor_train --print-config ||
         return 1
     printf '%s\n' "$1" 'add_token_level_kl: true' >"$work/kl.yaml"
     prints "$work/kl.yaml" actor_train && sets '(absent: kl_penalty)' kl-loss-type k1 &&
@@ -313,14 +321,11 @@ EOF
         unused actor_train.model_args.freeze_module_prefix 'text models' &&
         sets '(absent: adv_estimator)' adv-estimator gae &&
         sets '(absent: num_return_sequences_in_group)' num-return-sequences 1 || return 1
-    for change in 's/ratio_mask: false/ratio_mask: true=ratio_mask is not supported: training scores' \
+    refuses_changes examples 's/ratio_mask: false/ratio_mask: true=ratio_mask is not supported: training scores' \
         's/filters: \[\]/filters: [{enabled: true}]=filters is not supported: training scores' \
         's/vision_model/model.layers=freeze_module_prefix can only be vision_model' \
         's/^track_name.*/custom_envs: {a: {env_type: b}}=custom_envs is not supported: responses' \
-        's/^track_name.*/is_pure_opd: true=is_pure_opd is not supported: a student'; do
-        sed "${change%%=*}/" "$work/examples.yaml" >"$work/bad.yaml" &&
-            refused "${change#*=}" "$train" --config "$work/bad.yaml" --role actor_train --print-config || return 1
-    done
+        's/^track_name.*/is_pure_opd: true=is_pure_opd is not supported: a student'
 }
 
 # Keys of verl's public files, and of Trinity-RFT's. Adapters of fused matrices are others than those here.
@@ -348,17 +353,14 @@ EOF
         sets actor_rollout_ref.actor.optim.min_lr_ratio min-lr 1e-07 &&
         sets actor_rollout_ref.actor.optim.beta1 adam-beta1 0.8 && unused distillation 'a student learns' &&
         unused reward.reward_model 'a reward model is' && ! grep -q 'lora-target' "$work/out" || return 1
-    for change in 's/enable_train: false/enable_train: true=enable_train can only be false' \
+    refuses_changes examples 's/enable_train: false/enable_train: true=enable_train can only be false' \
         's/canonical_//; s/ rank: 0/ rank: 8=can only be canonical_lora' 's/alg_type: ppo/alg_type: dpo=alg_type can' \
         's/rank: 0, alpha: 32/rank: 8=lora needs alpha' 's/mode: disabled/mode: R2=mode can only be disabled' \
         's/linear_q,/linear_qkv,/; s/ rank: 0/ rank: 8=cannot be linear_qkv: a fused matrix' \
         's/n: {enabled: false/n: {enabled: true=distillation is not supported' \
         's/l: {enable: false/l: {enable: true=reward_model is not supported: a reward' \
         's/trainer_mode: sync/trainer_mode: colocate_async=trainer_mode can only be sync' \
-        's/alpha: 32/alphas: 32=unknown option alphas; did you mean alpha'; do
-        sed "${change%%=*}/" "$work/examples.yaml" >"$work/bad.yaml" &&
-            refused "${change#*=}" "$train" --config "$work/bad.yaml" --role actor_train --print-config || return 1
-    done
+        's/alpha: 32/alphas: 32=unknown option alphas; did you mean alpha' || return 1
     sed 's/ rank: 0/ rank: 8/' "$work/examples.yaml" >"$work/lora.yaml" &&
         prints "$work/lora.yaml" actor_train && sets actor_rollout_ref.model.lora.rank lora-rank 8 &&
         sets actor_rollout_ref.model.lora.alpha lora-alpha 32 &&
@@ -408,14 +410,11 @@ EOF
         sets trainer.trainer_config.critic.grad_clip clip-grad 0.5 &&
         unused trainer.trainer_config.critic.ppo_epochs 'the default' || return 1
     refused 'has the roles actor_train, critic; choose one' "$train" --config "$work/trinity.yaml" || return 1
-    for change in 's/sync_interval: 1/sync_interval: 2=sync_interval can only be 1 here: responses are of' \
+    refuses_changes trinity 's/sync_interval: 1/sync_interval: 2=sync_interval can only be 1 here: the present' \
         's/type: grpo/type: sapo=algorithm_type cannot be sapo: take ppo' \
         's/^cluster.*/stages: [{stage_name: a}]=stages is not supported: a run has one stage' \
         's/runner_per_model: 8/over_rollout: {ratio: 0.2}=ratio can only be 0' \
-        's/gpu_per_node: 8}/&\nexplorers: 1=unknown option explorers; did you mean explorer'; do
-        sed "${change%%=*}/" "$work/trinity.yaml" >"$work/bad.yaml" &&
-            refused "${change#*=}" "$train" --config "$work/bad.yaml" --role actor_train --print-config || return 1
-    done
+        's/gpu_per_node: 8}/&\nexplorers: 1=unknown option explorers; did you mean explorer' || return 1
     # shellcheck disable=SC2086
     "$train" --config "$work/trinity.yaml" --role actor_train $small >"$work/out" 2>"$work/err" &&
         says '^     1/1 .* reward ' "$work/out"
@@ -630,6 +629,7 @@ values_are_checked() {
         refuses 'device_mapping expects devices' \
             'sft_train: {model_args: {}, device_mapping: "list(range(0,8,99999999999999999999))"}' &&
         refuses 'device_mapping expects devices' 'sft_train: {model_args: {}, device_mapping: "[0, 1"}' &&
+        refuses 'bad.yaml:1: .*device_mapping expects devices' 'sft_train: {device_mapping: [0, b]}' &&
         refuses 'num_labels can only be 1 here' 'sft_train: {model_args: {num_labels: 2}}' &&
         refuses 'lr_scheduler_type cannot be polynomial' \
             'sft_train: {training_args: {lr_scheduler_type: polynomial}}' &&
