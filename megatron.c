@@ -609,14 +609,15 @@ static void mt_matmul_prepare(void) {
 #endif
 }
 
-/* One tile of a product, by one thread. Of the libraries oneDNN is the faster one. It starts threads of its own outside
- * of parallel regions, so that the rounding of a small product would depend on their number. */
+/* One tile of a product, by one thread. oneDNN is faster than OpenBLAS, but outside of parallel regions it starts
+ * threads of its own, and the rounding of a small product would depend on their number. */
 static void mt_matmul_library(float *c, int64_t stride, mt_matrix a, mt_matrix b, int64_t M, int64_t N, int64_t K,
                               bool accumulate, bool is_small) {
 #ifdef MT_HAVE_DNNL
     if (!is_small) {
-        dnnl_sgemm(a.transposed ? 'T' : 'N', b.transposed ? 'T' : 'N', M, N, K, 1.0f, a.data, a.stride, b.data,
-                   b.stride, accumulate ? 1.0f : 0.0f, c, stride);
+        dnnl_status_t status = dnnl_sgemm(a.transposed ? 'T' : 'N', b.transposed ? 'T' : 'N', M, N, K, 1.0f, a.data,
+                                          a.stride, b.data, b.stride, accumulate ? 1.0f : 0.0f, c, stride);
+        if (status != dnnl_success) mt_die("dnnl_sgemm failed with status %d; out of memory?", (int)status);
         return;
     }
 #endif

@@ -110,7 +110,9 @@ look OpenMP 'threads within a rank' "one thread in each rank" \
     '-fopenmp|-fopenmp' && keep MT_HAVE_OPENMP
 
 if grep -q HAVE_BLAS "$work/config" && grep -q HAVE_OPENMP "$work/config"; then
-    program dnnl.h "return dnnl_sgemm('N', 'N', 1, 1, 1, 1, 0, 1, 0, 1, 0, 0, 1);"
+    # A oneDNN with other threads than OpenMP's would start them in each thread of a parallel region.
+    program dnnl.h "_Static_assert(DNNL_CPU_RUNTIME == DNNL_RUNTIME_OMP, \"threads\");
+        return dnnl_sgemm('N', 'N', 1, 1, 1, 1, 0, 1, 0, 1, 0, 0, 1);"
     look dnnl 'faster matrix products on the CPU (oneDNN)' 'BLAS alone multiplies matrices on the CPU' \
         '|-ldnnl' "$(package dnnl)" && keep MT_HAVE_DNNL
 fi
