@@ -78,12 +78,15 @@ static void forget(mt_inference *r, mt_sequence *sequences, int64_t count) {
     mt_responses_close(&r->responses);
 }
 
-/* Checks that --out can be written, before the work; leaves nothing behind. */
+/* Checks that --out can be written and is not --prompts, before the work; leaves nothing behind. */
 static void check_out(mt_inference *r) {
+    const mt_options *o = &r->options;
     mt_error error, unused;
     mt_new_file file = {0};
-    int status = r->is_first && r->options.out ? mt_new_file_open(&file, r->options.out, "--out", &error) : 0;
+    int status = r->is_first && o->out ? mt_new_file_open(&file, o->out, "--out", &error) : 0;
     (void)mt_new_file_close(&file, -1, &unused);
+    if (status == 0 && r->is_first && o->out && o->prompts && mt_path_same(o->prompts, o->out))
+        status = mt_error_set(&error, "--prompts and --out name one file, %s; give each its own", o->prompts);
     mt_inference_check(r, status, &error);
 }
 

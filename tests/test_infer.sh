@@ -293,8 +293,10 @@ answers_a_file_of_prompts() {
     "$infer" "$@" --inference-max-requests 2 --out "$work/lines.jsonl" >"$work/out" 2>"$work/err" || return 1
     sed 's/.*"tokens":\[\([^]]*\)\].*/\1/' "$work/lines.jsonl" | tr , ' ' | cmp "$work/alone" - &&
         [ "$(sed 's/{"prompt":\([0-9]\),"sample":0,.*/\1/' "$work/lines.jsonl" | tr '\n' ' ')" = '0 1 2 3 4 ' ] &&
-        refuses 'prompts needs --out' "$@" && refuses 'prompts and --prompt exclude' "$@" --prompt a --out "$work/x" ||
-        return 1
+        refuses 'prompts needs --out' "$@" && refuses 'prompts and --prompt exclude' "$@" --prompt a --out "$work/x" &&
+        cp "$work/prompts.jsonl" "$work/kept.jsonl" &&
+        refuses 'prompts and --out name one file, .*; give each its own' "$@" --out "$work/./prompts.jsonl" &&
+        cmp "$work/kept.jsonl" "$work/prompts.jsonl" || return 1
     if [ "${HAVE_MPI:-}" ]; then
         layout 3 "$@" --out "$work/ranks.jsonl" >"$work/out" 2>"$work/err" &&
             sed 's/"logprobs.*//' "$work/lines.jsonl" >"$work/one" &&

@@ -338,16 +338,22 @@ static mt_advantage_config parse_advantage(const char *name) {
     return c;
 }
 
-/* Compares at counted tokens; verl leaves constants elsewhere, and here is 0. */
-static void check_tokens(const json_t *list, const char *name, const double *values) {
-    int64_t rows = in.rows, columns = in.columns;
+/* Compares at counted tokens; elsewhere is 0 here. Behind the last one of a row verl leaves `rest`, or without it one
+ * constant. */
+static void check_tokens(const json_t *list, const char *name, const double *values, const double *rest) {
+    int64_t rows = in.rows, columns = in.columns, first = -1;
     read_matrix(list, name, in.expected, &rows, &columns);
     for (int64_t i = 0; i < in.tokens; i++) assert_near(values[i], in.mask[i] != 0 ? in.expected[i] : 0, name);
+    for (int64_t r = 0; r < rows; r++)
+        for (int64_t i = (r + 1) * columns - 1; i >= r * columns && in.mask[i] == 0; i--) {
+            if (first < 0) first = i;
+            assert_near(in.expected[i], rest ? rest[i] : in.expected[first], name);
+        }
 }
 
 static void advantages_equal_verl(void **state) {
     (void)state;
-    static double rewards[MAX_TOKENS], advantages[MAX_TOKENS], returns[MAX_TOKENS];
+    static double rewards[MAX_TOKENS], advantages[MAX_TOKENS], returns[MAX_TOKENS], zeros[MAX_TOKENS];
     double numbers[MAX_COLUMNS], scores[MAX_COLUMNS];
     int64_t groups[MAX_ROWS];
     json_t *root = read_golden(), *entry;
@@ -371,11 +377,11 @@ static void advantages_equal_verl(void **state) {
         mt_advantage_config c = parse_advantage(name);
         mt_advantages(&t, &c);
         if (json_is_object(entry)) {
-            check_tokens(member(entry, name, "advantages"), name, advantages);
-            check_tokens(member(entry, name, "returns"), name, returns);
+            check_tokens(member(entry, name, "advantages"), name, advantages, NULL);
+            check_tokens(member(entry, name, "returns"), name, returns, in.old_values);
             assert_int_equal(json_object_size(entry), 2);
         } else
-            check_tokens(entry, name, advantages);
+            check_tokens(entry, name, advantages, zeros);
         c.advantage_clip = 0.25;
         memcpy(in.expected, advantages, sizeof advantages);
         mt_advantages(&t, &c);
