@@ -6,8 +6,8 @@
 #   usage: data/demo-rl.sh      (make demo-rl)
 #
 # With DEMO_MODEL=gpt2-124m DEMO_DEVICE=cuda (make demo-rl MODEL=gpt2-124m DEVICE=cuda) a GPU trains a model of GPT-2's
-# shape in bf16, on more responses at once. Its vocabulary is the demo's 257 bytes instead of 50257 tokens, so it has 86
-# million parameters. DEMO_MODEL may be any file of data/configs.
+# size in bf16, on more responses at once: 124 million parameters. Of its 50257 tokens the demo uses the 257 of single
+# bytes. DEMO_MODEL may be any file of data/configs.
 #
 # All commands and their output are in DEMO_DIR/demo.log. MT_BIN is the folder of the programs, DEMO_DIR that of the
 # models, DEMO_ITERS the number of iterations of reinforcement learning. Processes: DEMO_RANKS data-parallel ranks.
@@ -27,7 +27,7 @@ if [ -z "${DEMO_MODEL:-}" ]; then
     format="--micro-batch-size 32 --global-batch-size 64 --train-iters 300 --lr 3e-3"
     task="--rollout-batch-size 32 --num-return-sequences 8 --global-batch-size 128 --micro-batch-size 32 --lr 1e-3"
 else
-    shape="--hf-config data/configs/$DEMO_MODEL.json --vocab-size 257"
+    shape="--hf-config data/configs/$DEMO_MODEL.json"
     format="--micro-batch-size 256 --global-batch-size 256 --train-iters 400 --lr 5e-4 --lr-warmup-fraction 0.1"
     task="--rollout-batch-size 64 --num-return-sequences 16 --global-batch-size 512 --micro-batch-size 256
         --inference-max-requests 1024 --lr 3e-5 --lr-warmup-fraction 0.05"
