@@ -1267,6 +1267,9 @@ static int mt_options_resolve(mt_options *o, mt_program program, mt_error *error
     if (MT_GIVEN(o, sequence_parallel))
         return mt_error_set(error, "--num-experts with --tensor-model-parallel-size of 2 or more needs "
                                    "--sequence-parallel: each rank routes tokens of its own");
+    if (o->distribute_saved_activations)
+        return mt_error_set(error, "--distribute-saved-activations is not supported with --num-experts and "
+                                   "--tensor-model-parallel-size, which use --sequence-parallel; leave it out");
     o->sequence_parallel = true;
     return 0;
 }
@@ -1420,10 +1423,10 @@ static void mt_options_print_chosen(const mt_options *o, FILE *file) {
     long long tp = o->tensor_model_parallel_size, etp = o->expert_tensor_parallel_size;
     bool experts = o->num_experts > 0;
     if (experts && o->sequence_parallel && !MT_GIVEN(o, sequence_parallel))
-        fprintf(file,
-                "--sequence-parallel is on: with experts, each of the %lld tensor-parallel ranks routes its own "
-                "tokens\n",
-                tp);
+        fprintf(
+            file,
+            "--sequence-parallel is on: with experts, each of the %lld tensor-parallel ranks routes its own tokens\n",
+            tp);
     if (experts && etp != tp && !MT_GIVEN(o, expert_tensor_parallel_size))
         fprintf(file,
                 "--expert-tensor-parallel-size is %lld: experts or ranks do not divide by "
@@ -1432,8 +1435,7 @@ static void mt_options_print_chosen(const mt_options *o, FILE *file) {
     if (tp > 1 && !o->sequence_parallel)
         fprintf(file,
                 "--tensor-model-parallel-size %lld without --sequence-parallel: with it, each rank would keep at least "
-                "%.3g "
-                "MiB less per micro-batch\n",
+                "%.3g MiB less per micro-batch\n",
                 tp, mt_sequence_parallel_saves(o));
 }
 

@@ -123,10 +123,8 @@ static int metrics_keep(mt_report_file *file, int64_t size, int64_t last, bool i
         kept += bytes;
     }
     if (status == 0 && (!is_record || !record_is_torn(record, text + size - record)))
-        status = mt_error_set(error,
-                              "%s: line %lld is no record of --metrics; choose another --metrics, or replace it by "
-                              "--overwrite",
-                              file->path, (long long)number);
+        status = mt_error_set(error, "%s: line %lld is no record of --metrics; choose another --metrics%s", file->path,
+                              (long long)number, number > 1 ? ", or replace it by --overwrite" : "");
     if (status == 0 && !is_own && latest != last)
         status = mt_error_set(error,
                               "%s: holds metrics up to iteration %lld, and this run, which does not load from its own "
@@ -156,6 +154,19 @@ static int metrics_set_aside(mt_report *report, mt_error *error) {
     return report_file_open(&report->metrics, path, "--metrics", O_RDWR, error);
 }
 
+/* Empties a file of metrics; a file that begins otherwise may be the user's only copy of something. */
+static int metrics_empty(const mt_report_file *file, mt_error *error) {
+    char start[64];
+    ssize_t bytes = pread(file->descriptor, start, sizeof start - 1, 0);
+    start[bytes > 0 ? bytes : 0] = '\0';
+    if (bytes > 0 && record_iteration(start) < 0 && !record_is_torn(start, bytes))
+        return mt_error_set(error,
+                            "%s: line 1 is no record of --metrics, so --overwrite does not replace the file; choose "
+                            "another --metrics",
+                            file->path);
+    return bytes < 0 || ftruncate(file->descriptor, 0) != 0 ? mt_file_write_error(error, file->path, "--metrics") : 0;
+}
+
 /* Opens --metrics. A run that continues appends, after the records of later iterations, which it repeats, and a line
  * that a crash left torn are removed. Another run's lines stay: the file is refused, unless --overwrite is given. With
  * --auto-resume, a run that failed before its first checkpoint starts anew, and its file is set aside. */
@@ -174,7 +185,7 @@ static int metrics_open(mt_report *report, const mt_run_state *state, mt_error *
                             "--overwrite, or continue that run by --load",
                             o->metrics);
     if (!o->overwrite) return metrics_set_aside(report, error);
-    return ftruncate(descriptor, 0) != 0 ? mt_file_write_error(error, o->metrics, "--metrics") : 0;
+    return metrics_empty(&report->metrics, error);
 }
 
 /* ---- TensorBoard
@@ -697,11 +708,21 @@ static void print_data(const mt_options *o, const mt_dataset *data, FILE *file) 
     mt_blend_free(&blend);
 }
 
+/* The fast attention kernels of a GPU serve bf16 without dropout. Otherwise, prints the options that they need. */
+static void print_slow_attention(const mt_options *o, const mt_ops *ops, FILE *file) {
+    bool drops = o->attention_dropout > 0;
+    if (ops->on_device && (drops || !o->bf16))
+        fprintf(file, "\nAttention %s%s%s takes plain kernels on a GPU, which are many times slower; add%s%s",
+                o->bf16 ? "" : "in fp32", drops && !o->bf16 ? " and " : "", drops ? "with dropout" : "",
+                o->bf16 ? "" : " --bf16", drops ? " --attention-dropout 0" : "");
+}
+
 void mt_report_opening(const mt_options *o, const mt_ops *ops, const mt_grid *grid, const mt_dataset *data,
                        FILE *file) {
     print_model(o, file);
     fprintf(file, o->load ? ", loaded from %s.\nDevice: " : ", random weights.\nDevice: ", o->load);
     print_device(o, ops, grid, file);
+    print_slow_attention(o, ops, file);
     fprintf(file, ".\nData: ");
     if (data)
         print_data(o, data, file);

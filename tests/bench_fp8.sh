@@ -19,8 +19,8 @@ fi
 tokenizer='--tokenizer-type HuggingFaceTokenizer --tokenizer-model data/demo-tokenizer.json'
 if [ "$device" = cuda ]; then
     steps=${STEPS:-2000} grids='' mxfp8=''
-    model='--hf-config data/configs/gpt2-124m.json --hidden-dropout 0.1 --seq-length 1024 --micro-batch-size 4
-        --global-batch-size 4 --lr 3e-4 --min-lr 3e-5'
+    model='--hf-config data/configs/gpt2-124m.json --hidden-dropout 0.1 --attention-dropout 0 --seq-length 1024
+        --micro-batch-size 4 --global-batch-size 4 --lr 3e-4 --min-lr 3e-5'
 else
     steps=${STEPS:-300} grids=fp32 mxfp8=mxfp8
     model='--num-layers 4 --hidden-size 256 --ffn-hidden-size 640 --num-attention-heads 4 --swiglu

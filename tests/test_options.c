@@ -447,6 +447,37 @@ static void warnings_have_the_names_that_were_given(void **state) {
     mt_options_free(&options);
 }
 
+/* The report of a run before it begins, on a backend with a GPU's properties. */
+static void slow_attention_is_announced(void **state) {
+    (void)state;
+    static const struct {
+        const char *line, *words; // NULL: none
+    } cases[] = {{RUN "--bf16", "\nAttention with dropout takes plain kernels on a GPU, which are many times slower; "
+                                "add --attention-dropout 0.\n"},
+                 {RUN "--attention-dropout 0", "\nAttention in fp32 takes plain kernels on a GPU, which are many times "
+                                               "slower; add --bf16.\n"},
+                 {RUN,
+                  "\nAttention in fp32 and with dropout takes plain kernels on a GPU, which are many times slower; "
+                  "add --bf16 --attention-dropout 0.\n"},
+                 {RUN "--bf16 --attention-dropout 0", NULL}};
+    mt_grid grid = {.world = {.size = 1}};
+    mt_ops ops = mt_cpu_ops;
+    ops.on_device = true;
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        mt_options options;
+        char *text;
+        size_t size;
+        expect_good(&options, cases[i].line);
+        FILE *file = open_memstream(&text, &size);
+        assert_non_null(file);
+        mt_report_opening(&options, &ops, &grid, NULL, file);
+        assert_int_equal(fclose(file), 0);
+        const char *found = strstr(text, cases[i].words ? cases[i].words : "plain kernels");
+        if (!found != !cases[i].words) fail_msg("'%s' says:\n%s", cases[i].line, text);
+        free(text), mt_options_free(&options);
+    }
+}
+
 static void ranks_are_shared_out_and_what_is_left_is_data_parallel(void **state) {
     (void)state;
     mt_options options;
@@ -1547,6 +1578,8 @@ static void recomputation_follows_megatron(void **state) {
          "--recompute-modules moe_act and --no-moe-grouped-gemm exclude each other"},
         {"--distribute-saved-activations", "--distribute-saved-activations needs --recompute-granularity full"},
         {"--recompute-granularity full --distribute-saved-activations", "needs --tensor-model-parallel-size"},
+        {"--recompute-granularity full --distribute-saved-activations --tensor-model-parallel-size 2 --num-experts 4",
+         "--distribute-saved-activations is not supported with --num-experts"},
     };
     static const struct {
         const char *words;
@@ -2249,6 +2282,7 @@ static const struct CMUnitTest tests[] = {
     cmocka_unit_test(data_and_checkpoints_that_conflict_are_refused),
     cmocka_unit_test(messages_have_the_names_that_were_given),
     cmocka_unit_test(warnings_have_the_names_that_were_given),
+    cmocka_unit_test(slow_attention_is_announced),
     cmocka_unit_test(strategies_of_data_parallelism_are_checked),
     cmocka_unit_test(a_split_backward_needs_whole_gradients),
     cmocka_unit_test(attention_backends_that_cannot_serve_are_refused),

@@ -257,7 +257,9 @@ a_resumed_run_removes_the_metrics_that_it_repeats() {
         printf "notes$end" >"$work/notes.jsonl"
         # shellcheck disable=SC2086
         refuses 'notes.jsonl: line 1 is no record of --metrics; choose another --metrics' $small --train-iters 6 \
-            --load "$work/six" --metrics "$work/notes.jsonl" && [ "$(cat "$work/notes.jsonl")" = notes ] || return 1
+            --load "$work/six" --metrics "$work/notes.jsonl" &&
+            refuses 'notes.jsonl: line 1 is no record of --metrics, so --overwrite does not' $small --train-iters 2 \
+                --metrics "$work/notes.jsonl" --overwrite && [ "$(cat "$work/notes.jsonl")" = notes ] || return 1
     done
     # a torn record, and one that reached the disk as zeros
     for torn in '{"iter' '{"iteration": 5, "lm_' '\000\000\000\000'; do
