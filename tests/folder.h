@@ -19,10 +19,13 @@ static inline const char *at(const char *name) {
     return path;
 }
 
+/* The name is new: a process that was killed may have left its folder. */
 static inline int make_root(void **state) {
     (void)state;
-    snprintf(root, sizeof root, "%s/mt-test-%ld", access("/dev/shm", W_OK) == 0 ? "/dev/shm" : "/tmp", (long)getpid());
-    return mkdir(root, 0700);
+    snprintf(root, sizeof root, "%s/mt-test-XXXXXX", access("/dev/shm", W_OK) == 0 ? "/dev/shm" : "/tmp");
+    if (mkdtemp(root)) return 0;
+    perror(root);
+    return -1;
 }
 
 static inline int remove_root(void **state) {

@@ -1062,7 +1062,8 @@ static void run_pairs(const pair *pairs, int count) {
     char root[128], command[256];
     layout needed[2 * MAX_PAIRS];
     MT_CHECK(count <= MAX_PAIRS);
-    snprintf(root, sizeof root, "%s/mt_pairs_%d", access("/dev/shm", W_OK) == 0 ? "/dev/shm" : "/tmp", (int)getpid());
+    snprintf(root, sizeof root, "%s/mt-pairs-XXXXXX", access("/dev/shm", W_OK) == 0 ? "/dev/shm" : "/tmp");
+    MT_CHECK(world.world.rank != 0 || mkdtemp(root));
     mt_broadcast(&world.world, root, sizeof root, 0);
     for (int bf16 = 0; bf16 < 2; bf16++) {
         int rows = 0;

@@ -544,14 +544,14 @@ int main(int argc, char **argv) {
     static run r;
     mt_grid_start(&r.grid, &argc, &argv);
     create(&r);
-    snprintf(r.work, sizeof r.work, "%s/mt-crash-%ld", access("/dev/shm", W_OK) == 0 ? "/dev/shm" : "/tmp",
-             (long)getpid());
+    snprintf(r.work, sizeof r.work, "%s/mt-crash-XXXXXX", access("/dev/shm", W_OK) == 0 ? "/dev/shm" : "/tmp");
+    if (r.grid.world.rank == 0 && !mkdtemp(r.work)) mt_die("%s: cannot be created", r.work);
     mt_broadcast(&r.grid.world, r.work, sizeof r.work, 0);
     snprintf(r.watched, sizeof r.watched, "%s/watched", r.work);
     snprintf(r.save, sizeof r.save, "%s/save", r.watched);
     snprintf(r.state, sizeof r.state, "%s/state", r.work);
     r.silent = open("/dev/null", O_WRONLY);
-    if (r.grid.world.rank == 0) MT_CHECK(mkdir(r.work, 0700) == 0 && mkdir(r.watched, 0700) == 0);
+    if (r.grid.world.rank == 0) MT_CHECK(mkdir(r.watched, 0700) == 0);
     mt_barrier(&r.grid.world);
     char *shared = mt_path_join(r.work, "shared");
     MT_CHECK(crash_open(shared, r.watched) == 0);

@@ -808,8 +808,10 @@ static void a_model_that_rests_changes_no_bit(void **state) {
 
 static char folder[256]; // for all ranks
 
+/* A new name; nothing has it yet. */
 static void checkpoint_folder(void) {
-    snprintf(folder, sizeof folder, "/tmp/mt_data_parallel_%d", (int)getpid());
+    snprintf(folder, sizeof folder, "/tmp/mt-data-parallel-XXXXXX");
+    if (grid.world.rank == 0 && (!mkdtemp(folder) || rmdir(folder) != 0)) mt_die("%s: cannot be created", folder);
     mt_broadcast(&grid.world, folder, sizeof folder, 0);
 }
 

@@ -574,10 +574,9 @@ int main(int argc, char **argv) {
     mt_options_default(&options);
     if (mt_grid_build(&world, &options, &error) != 0) mt_die("%s", error.text);
     mt_options_free(&options);
-    snprintf(root, sizeof root, "/tmp/mt_layouts_%d", (int)getpid());
+    snprintf(root, sizeof root, "/tmp/mt-layouts-XXXXXX");
+    if (world.world.rank == 0 && !mkdtemp(root)) mt_die("%s: cannot be created", root);
     mt_broadcast(&world.world, root, sizeof root, 0);
-    if (world.world.rank == 0 && mkdir(root, 0777) != 0) mt_die("%s: cannot be created", root);
-    mt_barrier(&world.world);
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(channels_close_in_the_order_of_opening),
         cmocka_unit_test(every_message_has_the_length_of_its_receive),
