@@ -6,17 +6,22 @@
 #
 # On the CPU (DEVICE=cpu, the default) a Llama of 3.5 million parameters, 300 steps, which take minutes a recipe on two
 # cores; with DEVICE=cuda GPT-2 124M, 2,000 steps. STEPS=n: another number. TEXT is
-# ../shared/text/tinystories_2MiB.txt unless it is given. DIR gets the logs, the metrics and, by gnuplot, curves.png.
+# ../shared/text/tinystories_2MiB.txt unless it is given; it may also be the prefix of an indexed dataset, of the model's
+# own tokens. DIR gets the logs, the metrics and, by gnuplot, curves.png.
 # Exits with 1 if a run fails or a recipe is too far off.
 set -u
 directory=$1 text=${2:-${MT_SHARED:-../shared}/text/tinystories_2MiB.txt} bin=${MT_BIN:-.} device=${DEVICE:-cpu}
 mkdir -p "$directory" || exit 1
-if [ ! -r "$text" ]; then
+if [ -r "$text.idx" ]; then
+    data=$text tokenizer=''
+elif [ -r "$text" ]; then
+    data=$directory/text_text_document
+    tokenizer='--tokenizer-type HuggingFaceTokenizer --tokenizer-model data/demo-tokenizer.json'
+else
     echo "bench-fp8: no text $text; give TEXT=FILE" >&2
     exit 1
 fi
 
-tokenizer='--tokenizer-type HuggingFaceTokenizer --tokenizer-model data/demo-tokenizer.json'
 if [ "$device" = cuda ]; then
     steps=${STEPS:-2000} grids='' mxfp8=''
     model='--hf-config data/configs/gpt2-124m.json --hidden-dropout 0.1 --attention-dropout 0 --seq-length 1024
@@ -51,8 +56,8 @@ curve() {
 }
 
 # shellcheck disable=SC2086
-"$bin/data/preprocess" --input "$text" --output-prefix "$directory/text" $tokenizer --append-eod \
-    >"$directory/preprocess.log" 2>&1 || {
+[ "$data" = "$text" ] || "$bin/data/preprocess" --input "$text" --output-prefix "$directory/text" $tokenizer \
+    --append-eod >"$directory/preprocess.log" 2>&1 || {
     echo "bench-fp8: $(tail -n 1 "$directory/preprocess.log")" >&2
     exit 1
 }
@@ -60,7 +65,7 @@ failed=0 losses='' distances='' reference=''
 for run in bf16 $grids delayed tensorwise blockwise $mxfp8; do
     rm -f "$directory/$run.jsonl"
     # shellcheck disable=SC2046,SC2086
-    "$bin/train" --data-path "$directory/text_text_document" $tokenizer $model --split 95,5,0 --train-iters "$steps" \
+    "$bin/train" --data-path "$data" $tokenizer $model --split 95,5,0 --train-iters "$steps" \
         --lr-decay-style cosine --lr-warmup-iters $((steps / 6)) --eval-interval $(((steps + 2) / 3)) --eval-iters 20 \
         --device "$device" --metrics "$directory/$run.jsonl" $(options "$run") >"$directory/$run.log" 2>&1 || {
         echo "bench-fp8: $run: $(tail -n 1 "$directory/$run.log")" >&2
