@@ -6,8 +6,8 @@
 #
 # On the CPU (DEVICE=cpu, the default) a Llama of 3.5 million parameters, 300 steps, which take minutes a recipe on two
 # cores; with DEVICE=cuda GPT-2 124M, 2,000 steps. STEPS=n: another number. TEXT is
-# ../shared/text/tinystories_2MiB.txt unless it is given; it may also be the prefix of an indexed dataset, of the model's
-# own tokens. DIR gets the logs, the metrics and, by gnuplot, curves.png.
+# ../shared/text/tinystories_2MiB.txt unless it is given; it may also be the prefix of an indexed dataset with tokens of
+# the model. DIR gets the logs, the metrics and, by gnuplot, curves.png.
 # Exits with 1 if a run fails or a recipe is too far off.
 set -u
 directory=$1 text=${2:-${MT_SHARED:-../shared}/text/tinystories_2MiB.txt} bin=${MT_BIN:-.} device=${DEVICE:-cpu}
