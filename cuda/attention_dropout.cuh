@@ -1,10 +1,11 @@
 /* attention_dropout.cuh: dropout in the flash kernels: which probabilities of a tile are kept.
  *
- * One call of Philox decides four keys of a query (see mt_attention). The result of a product has these four keys in two
- * lanes, and only if the first key's index is a multiple of 4. Therefore a lane does not decide the elements that it
- * holds. Instead each lane takes a query, all lanes of a warp take the same keys, and a lane writes one bit per key to
- * shared memory. The lanes that hold the weights of a query read its bits. This needs one call per four keys for every
- * layout of a result, one more per word if the first index is no multiple of 4, and no registers while products run.
+ * One call of Philox decides four keys of a query (see mt_attention). The result of a product has these four keys in
+ * two lanes, and only if the first key's index is a multiple of 4. Therefore a lane does not decide the elements that
+ * it holds. Instead each lane takes a query, all lanes of a warp take the same keys, and a lane writes one bit per key
+ * to shared memory. The lanes that hold the weights of a query read its bits. This needs one call per four keys for
+ * every layout of a result, one more per word if the first index is no multiple of 4, and no registers while products
+ * run.
  *
  * A call takes 20 multiplications and 20 xors of 32 bits. Each of the three kernels of a step repeats it: a bit per
  * probability in memory would be T^2 / 8 bytes per head and layer. */
@@ -69,8 +70,8 @@ __device__ __forceinline__ uint32_t keep_scattered(const mt_masks &masks, uint64
     return kept;
 }
 
-/* Fills the bits of ROWS queries and KEYS keys, by one warp; `needed` are the keys that one of the queries sees. Indices
- * and bits are in shared memory; no lane still reads older bits. */
+/* Fills the bits of ROWS queries and KEYS keys, by one warp; `needed` are the keys that one of the queries sees.
+ * Indices and bits are in shared memory; no lane still reads older bits. */
 template <int ROWS, int KEYS>
 __device__ __forceinline__ void draw_masks(kept_keys<KEYS> *kept, const mt_masks &masks, uint64_t head,
                                            const int64_t *q_index, const int64_t *k_index, range needed) {
@@ -101,7 +102,7 @@ __device__ __forceinline__ void drop_by_row(float (&c)[TILES][N][4], const kept_
     for (int t = 0; t < TILES; t++)
 #pragma unroll
         for (int h = 0; h < 2; h++) {
-            kept_keys<8 * N> bits = kept[row_of(t, 2 * h)];
+            kept_keys<8 *N> bits = kept[row_of(t, 2 * h)];
 #pragma unroll
             for (int word = 0; word < N / 4; word++) {
                 uint32_t mine = bits.words[word] >> col_of(0, 0);

@@ -59,8 +59,7 @@ __device__ __forceinline__ void load_queries(uint32_t to, const flash_task &task
 }
 
 /* Starts the copy of the token numbers of `count` rows, up to ROWS. */
-template <int ROWS>
-__device__ __forceinline__ void load_indices(int64_t (&to)[ROWS], const int64_t *from, int count) {
+template <int ROWS> __device__ __forceinline__ void load_indices(int64_t (&to)[ROWS], const int64_t *from, int count) {
     static_assert(ROWS <= THREADS, "a thread a number");
     int row = threadIdx.x;
     if (row < ROWS) mt_copy8_async(mt_shared_address(to + row), from + row, row < count);
@@ -261,8 +260,8 @@ template <int D, int DV> struct backward_q_size {
 };
 
 template <int D, int DV, bool DROPS>
-__global__ void __launch_bounds__(THREADS, D > 128 ? 1 : 2) mma_backward_q(const flash_task task,
-                                                                           const mt_masks masks) {
+__global__ void __launch_bounds__(THREADS, D > 128 ? 1 : 2)
+    mma_backward_q(const flash_task task, const mt_masks masks) {
     using size = backward_q_size<D, DV>;
     constexpr int TILES = size::TILES, QUERIES = size::QUERIES, KEYS = size::KEYS;
     extern __shared__ __align__(1024) char memory[];
@@ -345,6 +344,17 @@ template <int TILES, int QUERIES> struct column_masks {
     kept_keys<16 * TILES> kept[WARPS][QUERIES];
 };
 
+/* The masks of a stage's queries and the warp's 16 TILES keys. `query` and `first_key` are the positions in the span of
+ * the stage and of the block's keys. */
+template <int TILES, int QUERIES>
+__device__ __forceinline__ void draw_by_column(column_masks<TILES, QUERIES> &to, const mt_masks &masks, uint64_t head,
+                                               const band &seen, int query, int first_key, int stage) {
+    const int warp = threadIdx.x / 32, row = warp * 16 * TILES;
+    range keys = keys_of(seen, query, QUERIES);
+    draw_masks<QUERIES>(to.kept[warp], masks, head, to.q_index[stage], to.k_index + row,
+                        {keys.first - first_key - row, keys.end - first_key - row});
+}
+
 /* Packs the weights of probabilities that are kept. */
 template <int TILES, int N, int KEYS>
 __device__ __forceinline__ void pack_kept(uint32_t (&p)[TILES][N][4], const float (&weight)[TILES][2 * N][4],
@@ -397,8 +407,8 @@ __device__ __forceinline__ void backward_kv_step(float (&dk)[TILES][MK][4], floa
 }
 
 template <int D, int DV, bool MAKE_DK, bool MAKE_DV, bool DROPS>
-__global__ void __launch_bounds__(THREADS, D > 128 ? 1 : 2) mma_backward_kv(const flash_task task,
-                                                                            const mt_masks masks) {
+__global__ void __launch_bounds__(THREADS, D > 128 ? 1 : 2)
+    mma_backward_kv(const flash_task task, const mt_masks masks) {
     using size = backward_kv_size<D, DV>;
     constexpr int TILES = size::TILES, QUERIES = size::QUERIES, KEYS = size::KEYS;
     extern __shared__ __align__(1024) char memory[];
@@ -406,7 +416,7 @@ __global__ void __launch_bounds__(THREADS, D > 128 ? 1 : 2) mma_backward_kv(cons
     auto &drawn = *(column_masks<TILES, QUERIES> *)(memory + size::BYTES);
     const mt_attention &shape = task.shape;
     const int channels = (int)shape.head_size, values = (int)shape.value_size;
-    const int heads = (int)(shape.num_heads / shape.num_groups), warp = threadIdx.x / 32;
+    const int heads = (int)(shape.num_heads / shape.num_groups);
     const tile t = tile_of_block<true>(task, blockIdx.x, KEYS); // t.head is a group of heads
     const band seen = band_of(t.span, shape.window);
     const range queries = queries_of(seen, t.first, KEYS);
@@ -433,16 +443,12 @@ __global__ void __launch_bounds__(THREADS, D > 128 ? 1 : 2) mma_backward_kv(cons
         __syncthreads();
         if (step + 1 < steps) load_stage(step + 1);
         const float *stats = (const float *)(memory + size::STATS) + step % 2 * 2 * QUERIES;
-        const int tile_query = first_query + step % tiles * QUERIES, tile_key = t.first + warp * 16 * TILES;
-        if constexpr (DROPS) {
-            range keys = keys_of(seen, tile_query, QUERIES);
-            draw_masks<QUERIES>(drawn.kept[warp], masks, shape.first_head + t.head * heads + step / tiles,
-                                drawn.q_index[step % 2], drawn.k_index + warp * 16 * TILES,
-                                {keys.first - tile_key, keys.end - tile_key});
-        }
-        backward_kv_step<D, DV, MAKE_DK, MAKE_DV, DROPS>(dk, dv, k_tile, stages + step % 2 * size::STAGE, stats, seen,
-                                                         tile_query, tile_key, shape.scale, drawn.kept[warp],
-                                                         masks.kept);
+        if constexpr (DROPS)
+            draw_by_column(drawn, masks, shape.first_head + t.head * heads + step / tiles, seen,
+                           first_query + step % tiles * QUERIES, t.first, step % 2);
+        backward_kv_step<D, DV, MAKE_DK, MAKE_DV, DROPS>(
+            dk, dv, k_tile, stages + step % 2 * size::STAGE, stats, seen, first_query + step % tiles * QUERIES,
+            t.first + threadIdx.x / 32 * 16 * TILES, shape.scale, drawn.kept[threadIdx.x / 32], masks.kept);
     }
     mt_copies_wait();
     __syncthreads();
