@@ -12,7 +12,10 @@
  * The forward needs at least 4 Tq Tk D H flops, half of that with a causal mask. The backward recomputes the scores and
  * needs five products instead of two, 2.5 times as many flops. As in the definition it runs as two kernels: one owns
  * rows of dq, the other rows of dk and dv. These are seven products, but no atomics: runs repeat bit for bit. mma
- * reaches about two thirds of the rate of Hopper's wgmma, which the next rung uses (attention_hopper.cu). */
+ * reaches about two thirds of the rate of Hopper's wgmma, which the next rung uses (attention_hopper.cu).
+ *
+ * Dropout is a variant of each kernel (DROPS), which draws the masks of a tile before its products
+ * (attention_dropout.cuh). It changes the weights that meet values, not their sum. */
 #include "attention.cuh"
 #include "attention_dropout.cuh"
 #include "mma.cuh"
