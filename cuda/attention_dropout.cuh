@@ -33,25 +33,28 @@ template <int KEYS> struct kept_keys {
 /* Bit i: word i of this counter keeps its probability. */
 __device__ __forceinline__ uint32_t keep_four(const mt_masks &masks, uint64_t query, uint64_t counter) {
     uint4 words = mt_cuda_philox(masks.key, query, counter);
-    return (uint32_t)(words.x >= masks.threshold) | (uint32_t)(words.y >= masks.threshold) << 1 |
-           (uint32_t)(words.z >= masks.threshold) << 2 | (uint32_t)(words.w >= masks.threshold) << 3;
+    uint32_t kept = words.x >= masks.threshold;
+    if (words.y >= masks.threshold) kept += 2; // fewer instructions than shifted results of comparisons
+    if (words.z >= masks.threshold) kept += 4;
+    if (words.w >= masks.threshold) kept += 8;
+    return kept;
 }
 
 /* Bits [first, end) of the keys whose indices are `index`, `index` + 1, ... The low half of no counter overflows. Four
  * calls at a time are independent: the 10 rounds of one depend on each other. */
 __device__ __forceinline__ uint32_t keep_consecutive(const mt_masks &masks, uint64_t query, uint64_t head,
                                                      int64_t index, int first, int end) {
-    const uint64_t counter = head << 48 | (uint64_t)index >> 2;
-    const uint32_t low = (uint32_t)counter, high = (uint32_t)(counter >> 32);
-    const int after = (end + 15) / 16 * 16, skipped = (int)(index & 3);
-    uint32_t kept = 0;
+    const uint64_t counter = head << 48 | (uint64_t)index >> 2, high = counter >> 32 << 32;
+    const int before = first / 16 * 16, after = (end + 15) / 16 * 16, skipped = (int)(index & 3);
+    const uint32_t low = (uint32_t)counter, first_counter = low + (uint32_t)before / 4;
+    uint32_t kept = 0, next = low + (uint32_t)after / 4;
 #pragma unroll 1
-    for (int j = first / 16 * 16; j < after; j += 16)
+    for (; next != first_counter; next -= 4)
 #pragma unroll
-        for (int i = 0; i < 16; i += 4)
-            kept |= keep_four(masks, query, (uint64_t)high << 32 | (low + (uint32_t)(j + i) / 4)) << i << j;
+        for (uint32_t i = 1; i <= 4; i++) kept = kept << 4 | keep_four(masks, query, high | (next - i));
+    kept <<= before;
     if (skipped == 0) return kept;
-    uint64_t rest = keep_four(masks, query, (uint64_t)high << 32 | (low + (uint32_t)after / 4));
+    uint64_t rest = keep_four(masks, query, high | (low + (uint32_t)after / 4));
     return (uint32_t)((kept | rest << after) >> skipped);
 }
 
