@@ -2,8 +2,8 @@
  *
  * The implementations form a ladder. The first rung is the definition: one warp per query and head loops over the keys
  * with an online softmax (Milakov & Gimelshein, "Online normalizer calculation for softmax"). It serves every type,
- * head size and span, and the other rungs are tested against it: attention_mma.cu is the next, attention_hopper.cu the
- * one after. */
+ * head size and span, and the other rungs are tested against it: attention_mma.cu is the next, which has dropout too,
+ * attention_hopper.cu the one after. */
 #include "attention.cuh"
 
 /* ---- definition -------------------------------------------------------------------------------------------------- */

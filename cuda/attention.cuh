@@ -304,16 +304,16 @@ __device__ __forceinline__ void weights_by_row(float (&score)[TILES][N][4], cons
             for (int e = 0; e < 4; e++) score[t][n][e] = mt_exp2(score[t][n][e] * scale - stats.lse[t][e / 2]);
 }
 
-/* weight = weight (dp - row_dot). */
+/* weight = weight (factor dp - row_dot). */
 template <int TILES, int N>
 __device__ __forceinline__ void gradients_by_row(float (&weight)[TILES][N][4], const float (&dp)[TILES][N][4],
-                                                 const row_stats<TILES> &stats) {
+                                                 const row_stats<TILES> &stats, float factor = 1) {
 #pragma unroll
     for (int t = 0; t < TILES; t++)
 #pragma unroll
         for (int n = 0; n < N; n++)
 #pragma unroll
-            for (int e = 0; e < 4; e++) weight[t][n][e] *= dp[t][n][e] - stats.dot[t][e / 2];
+            for (int e = 0; e < 4; e++) weight[t][n][e] *= factor * dp[t][n][e] - stats.dot[t][e / 2];
 }
 
 /* Converts transposed scores to weights. A query without keys has lse = -inf and only masked scores: -inf - -1e30. Rows
@@ -333,17 +333,17 @@ __device__ __forceinline__ void weights_by_column(float (&score)[TILES][N][4], c
         }
 }
 
-/* weight = weight (dp - row_dot). */
+/* weight = weight (factor dp - row_dot). */
 template <int TILES, int N>
 __device__ __forceinline__ void gradients_by_column(float (&weight)[TILES][N][4], const float (&dp)[TILES][N][4],
-                                                    const float *row_dot) {
+                                                    const float *row_dot, float factor = 1) {
 #pragma unroll
     for (int n = 0; n < N; n++)
 #pragma unroll
         for (int e = 0; e < 4; e++) {
             float dot = row_dot[col_of(n, e)];
 #pragma unroll
-            for (int t = 0; t < TILES; t++) weight[t][n][e] *= dp[t][n][e] - dot;
+            for (int t = 0; t < TILES; t++) weight[t][n][e] *= factor * dp[t][n][e] - dot;
         }
 }
 
@@ -427,8 +427,8 @@ static inline void over_disjoint_keys(const mt_attention *a, mt_stream *stream,
 /* row_dot = sum(out dout) for every query and head; both kernels of a backward need it. */
 void mt_attention_row_dots(const mt_attention *a, mt_stream *stream);
 
-/* True if the flash kernels take these operands: bf16, rows that allow 16-byte loads, no dropout. Each kernel checks
- * its head sizes itself. */
+/* True if the flash kernels take these operands: bf16, rows that allow 16-byte loads. Each kernel checks its head sizes
+ * itself, and dropout if it has none. */
 static inline bool flash_serves(const mt_attention *a, mt_dtype dtype) {
     const void *operands[] = {a->out, a->dq, a->dk, a->dv, a->dout, a->q, a->k, a->v};
     for (const void *operand : operands)
@@ -436,7 +436,7 @@ static inline bool flash_serves(const mt_attention *a, mt_dtype dtype) {
     int64_t sizes[] = {a->head_size, a->value_size, a->q_stride, a->k_stride, a->v_stride, a->out_stride};
     for (int64_t size : sizes)
         if (size <= 0 || size % 8 != 0) return false;
-    return dtype == MT_BF16 && a->dropout.p <= 0 && a->scale > 0;
+    return dtype == MT_BF16 && a->scale > 0;
 }
 
 #endif

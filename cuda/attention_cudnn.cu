@@ -46,9 +46,9 @@ static bool cudnn_serves(const mt_attention *a, mt_dtype dtype, mt_stream *strea
     bool latent = a->head_size == MT_CUDNN_LATENT_CHANNELS && a->value_size == MT_CUDNN_CHANNELS;
     bool sizes =
         a->head_size == a->value_size ? a->head_size <= MT_CUDNN_CHANNELS : latent && a->num_heads == a->num_groups;
-    return stream && flash_serves(a, dtype) && sizes && !a->pages.table && a->window == 0 && batch_of(&a->spans, b) &&
-           b->Sq > 0 && b->Sk > 0 && b->Sq % MT_CUDNN_TOKENS == 0 && b->Sk % MT_CUDNN_TOKENS == 0 &&
-           (!b->causal || b->Sq == b->Sk);
+    return stream && flash_serves(a, dtype) && sizes && a->dropout.p <= 0 && !a->pages.table && a->window == 0 &&
+           batch_of(&a->spans, b) && b->Sq > 0 && b->Sk > 0 && b->Sq % MT_CUDNN_TOKENS == 0 &&
+           b->Sk % MT_CUDNN_TOKENS == 0 && (!b->causal || b->Sq == b->Sk);
 }
 
 /* ---- graphs ------------------------------------------------------------------------------------------------------ */

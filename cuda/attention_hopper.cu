@@ -762,13 +762,13 @@ template <int D, int DV> static void backward(const mt_attention *a, mt_stream *
     over_disjoint_keys(a, stream, launch_backward_kv<D, DV>);
 }
 
-/* Serves the usual head sizes and those of DeepSeek's latent attention. Code for sm_90a runs on Hopper only, not on
- * later GPUs. A tensor map needs a non-empty tensor, even if no row is read. */
+/* Serves the usual head sizes and those of DeepSeek's latent attention, without dropout. Code for sm_90a runs on Hopper
+ * only, not on later GPUs. A tensor map needs a non-empty tensor, even if no row is read. */
 static bool hopper_serves(const mt_attention *a, mt_dtype dtype) {
     int64_t D = a->head_size, DV = a->value_size;
     if (mt_cuda_device()->major != 9 || mt_cuda_kernel_arch() != 90) return false;
     bool sizes = (D == 64 && DV == 64) || (D == 128 && DV == 128) || (D == 192 && DV == 128);
-    return flash_serves(a, dtype) && sizes && a->q && a->k && a->v;
+    return flash_serves(a, dtype) && sizes && a->dropout.p <= 0 && a->q && a->k && a->v;
 }
 
 extern "C" bool mt_attention_hopper_forward(const mt_attention *a, mt_dtype dtype, mt_stream *stream) {

@@ -12,8 +12,12 @@
  * The forward needs at least 4 Tq Tk D H flops, half of that with a causal mask. The backward recomputes the scores and
  * needs five products instead of two, 2.5 times as many flops. As in the definition it runs as two kernels: one owns
  * rows of dq, the other rows of dk and dv. These are seven products, but no atomics: runs repeat bit for bit. mma
- * reaches about two thirds of the rate of Hopper's wgmma, which the next rung uses (attention_hopper.cu). */
+ * reaches about two thirds of the rate of Hopper's wgmma, which the next rung uses (attention_hopper.cu).
+ *
+ * Dropout is a variant of each kernel (DROPS), which draws the masks of a tile before its products
+ * (attention_dropout.cuh). It changes the weights that meet values, not their sum. */
 #include "attention.cuh"
+#include "attention_dropout.cuh"
 #include "mma.cuh"
 #include "vector.cuh"
 
@@ -55,6 +59,13 @@ __device__ __forceinline__ void load_queries(uint32_t to, const flash_task &task
     load_tile<ROWS, D>(to, task.q + query * s.q_stride + head * channels, s.q_stride, count, channels);
     load_tile<ROWS, DV>(to + ROWS * D * 2, task.dout + query * s.out_stride + head * values, s.out_stride, count,
                         values);
+}
+
+/* Starts the copy of the token numbers of `count` rows, up to ROWS. */
+template <int ROWS> __device__ __forceinline__ void load_indices(int64_t (&to)[ROWS], const int64_t *from, int count) {
+    static_assert(ROWS <= THREADS, "a thread a number");
+    int row = threadIdx.x;
+    if (row < ROWS) mt_copy8_async(mt_shared_address(to + row), from + row, row < count);
 }
 
 /* c[16 TILES, N] += a[16 TILES, D] b[N, D]^T: the warp's rows of tile a times all rows of tile b. */
@@ -129,6 +140,23 @@ __device__ __forceinline__ void store_rows(bf16 *to, int64_t stride, int count, 
     }
 }
 
+/* With dropout, what kernels that own queries have behind their other tiles: the indices of the block's queries, of the
+ * keys of each stage, and the bits of the queries. */
+template <int QUERIES, int KEYS> struct row_masks {
+    int64_t q_index[QUERIES], k_index[2][KEYS];
+    kept_keys<KEYS> kept[QUERIES];
+};
+
+/* The masks of the warp's 16 TILES queries, which begin at row `warp_row` of the block, and of the keys of a stage.
+ * `query` and `key` are their positions in the span. */
+template <int TILES, int QUERIES, int KEYS>
+__device__ __forceinline__ void draw_by_row(row_masks<QUERIES, KEYS> &to, const mt_masks &masks, uint64_t head,
+                                            const band &seen, int query, int warp_row, int key) {
+    range keys = keys_of(seen, query, 16 * TILES);
+    draw_masks<16 * TILES>(to.kept + warp_row, masks, head, to.q_index + warp_row, to.k_index[key / KEYS % 2],
+                           {keys.first - key, keys.end - key});
+}
+
 /* ---- forward ----------------------------------------------------------------------------------------------------- */
 
 /* Registers per lane for 16 TILES rows of c: DV / 2 fp32 for each 16 rows of outputs, KEYS / 2 for scores. With two row
@@ -140,12 +168,13 @@ template <int D, int DV> struct forward_size {
     static constexpr int STAGE = KEYS * (D + DV) * 2, BYTES = QUERIES * D * 2 + 2 * STAGE; // a stage: keys and values
 };
 
-template <int D, int DV>
-__global__ void __launch_bounds__(THREADS, DV > 128 ? 1 : 2) mma_forward(const flash_task task) {
+template <int D, int DV, bool DROPS>
+__global__ void __launch_bounds__(THREADS, DV > 128 ? 1 : 2) mma_forward(const flash_task task, const mt_masks masks) {
     using size = forward_size<D, DV>;
     constexpr int TILES = size::TILES, QUERIES = size::QUERIES, KEYS = size::KEYS;
     extern __shared__ __align__(1024) char memory[];
     const uint32_t q_tile = mt_shared_address(memory), stages = q_tile + QUERIES * D * 2;
+    auto &drawn = *(row_masks<QUERIES, KEYS> *)(memory + size::BYTES);
     const mt_attention &shape = task.shape;
     const int channels = (int)shape.head_size, values = (int)shape.value_size;
     const int warp_row = threadIdx.x / 32 * 16 * TILES;
@@ -157,6 +186,8 @@ __global__ void __launch_bounds__(THREADS, DV > 128 ? 1 : 2) mma_forward(const f
     auto load_stage = [&](int key) {
         const int64_t row = mt_key_row(shape.pages, t.span.k_start + key);
         load_keys<KEYS, D, DV>(stages + key / KEYS % 2 * size::STAGE, task, row, group, seen.k_len - key);
+        if constexpr (DROPS)
+            load_indices(drawn.k_index[key / KEYS % 2], shape.k_index + t.span.k_start + key, seen.k_len - key);
     };
 
     float out[TILES][DV / 8][4];
@@ -164,6 +195,7 @@ __global__ void __launch_bounds__(THREADS, DV > 128 ? 1 : 2) mma_forward(const f
     clear(out);
     softmax_begin(state);
     load_tile<QUERIES, D>(q_tile, task.q + query * shape.q_stride + t.head * channels, shape.q_stride, rows, channels);
+    if constexpr (DROPS) load_indices(drawn.q_index, shape.q_index + query, rows);
     int key = keys.first / KEYS * KEYS;
     if (key < keys.end) load_stage(key);
     for (; key < keys.end; key += KEYS) {
@@ -172,6 +204,8 @@ __global__ void __launch_bounds__(THREADS, DV > 128 ? 1 : 2) mma_forward(const f
         if (key + KEYS < keys.end) load_stage(key + KEYS);
         const uint32_t k_tile = stages + key / KEYS % 2 * size::STAGE, v_tile = k_tile + KEYS * D * 2;
         float score[TILES][KEYS / 8][4], shrink[TILES][2];
+        if constexpr (DROPS)
+            draw_by_row<TILES>(drawn, masks, shape.first_head + t.head, seen, t.first + warp_row, warp_row, key);
         uint32_t weights[TILES][KEYS / 16][4];
         clear(score);
         multiply_rows<TILES, KEYS, D>(score, q_tile, k_tile);
@@ -179,11 +213,13 @@ __global__ void __launch_bounds__(THREADS, DV > 128 ? 1 : 2) mma_forward(const f
             hide<false>(score, seen, t.first + warp_row, key);
         softmax_step(state, score, shrink, shape.scale * LOG2_E);
         scale_rows(out, shrink);
+        if constexpr (DROPS) drop_by_row(score, drawn.kept + warp_row);
         pack_weights(weights, score);
         multiply_weights<TILES, KEYS, DV>(out, weights, v_tile);
     }
     mt_copies_wait(); // copies may still be pending if the queries attend to no key
     __syncthreads();
+    if constexpr (DROPS) scale_all(out, masks.kept);
     softmax_finish(state, out, task.lse + (query + warp_row) * shape.num_heads + t.head, shape.num_heads,
                    rows - warp_row, shape.scale);
     store_rows<TILES, DV>(task.out + query * shape.out_stride + t.head * values, shape.out_stride, rows, values, out,
@@ -226,13 +262,15 @@ template <int D, int DV> struct backward_q_size {
     static constexpr int OWN = QUERIES * (D + DV) * 2, STAGE = KEYS * (D + DV) * 2, BYTES = OWN + 2 * STAGE;
 };
 
-template <int D, int DV>
-__global__ void __launch_bounds__(THREADS, D > 128 ? 1 : 2) mma_backward_q(const flash_task task) {
+template <int D, int DV, bool DROPS>
+__global__ void __launch_bounds__(THREADS, D > 128 ? 1 : 2)
+    mma_backward_q(const flash_task task, const mt_masks masks) {
     using size = backward_q_size<D, DV>;
     constexpr int TILES = size::TILES, QUERIES = size::QUERIES, KEYS = size::KEYS;
     extern __shared__ __align__(1024) char memory[];
     const uint32_t q_tile = mt_shared_address(memory), dout_tile = q_tile + QUERIES * D * 2;
     const uint32_t stages = q_tile + size::OWN;
+    auto &drawn = *(row_masks<QUERIES, KEYS> *)(memory + size::BYTES);
     const mt_attention &shape = task.shape;
     const tile t = tile_of_block<false>(task, blockIdx.x, QUERIES);
     const int group = t.head / (int)(shape.num_heads / shape.num_groups), rows = (int)t.span.q_len - t.first;
@@ -243,6 +281,8 @@ __global__ void __launch_bounds__(THREADS, D > 128 ? 1 : 2) mma_backward_q(const
     auto load_stage = [&](int key) {
         load_keys<KEYS, D, DV>(stages + key / KEYS % 2 * size::STAGE, task, t.span.k_start + key, group,
                                seen.k_len - key);
+        if constexpr (DROPS)
+            load_indices(drawn.k_index[key / KEYS % 2], shape.k_index + t.span.k_start + key, seen.k_len - key);
     };
 
     float dq[TILES][D / 8][4];
@@ -250,6 +290,7 @@ __global__ void __launch_bounds__(THREADS, D > 128 ? 1 : 2) mma_backward_q(const
     clear(dq);
     load_row_stats(stats, task.lse + stat, task.row_dot + stat, shape.num_heads, rows - warp_row);
     load_queries<QUERIES, D, DV>(q_tile, task, query, t.head, rows);
+    if constexpr (DROPS) load_indices(drawn.q_index, shape.q_index + query, rows);
     int key = keys.first / KEYS * KEYS;
     if (key < keys.end) load_stage(key);
     for (; key < keys.end; key += KEYS) {
@@ -258,6 +299,8 @@ __global__ void __launch_bounds__(THREADS, D > 128 ? 1 : 2) mma_backward_q(const
         if (key + KEYS < keys.end) load_stage(key + KEYS);
         const uint32_t k_tile = stages + key / KEYS % 2 * size::STAGE, v_tile = k_tile + KEYS * D * 2;
         float score[TILES][KEYS / 8][4], dp[TILES][KEYS / 8][4];
+        if constexpr (DROPS)
+            draw_by_row<TILES>(drawn, masks, shape.first_head + t.head, seen, t.first + warp_row, warp_row, key);
         uint32_t weights[TILES][KEYS / 16][4];
         clear(score);
         clear(dp);
@@ -266,7 +309,8 @@ __global__ void __launch_bounds__(THREADS, D > 128 ? 1 : 2) mma_backward_q(const
         if (!all_see(seen, t.first + warp_row, 16 * TILES, key, KEYS))
             hide<false>(score, seen, t.first + warp_row, key);
         weights_by_row(score, stats, shape.scale * LOG2_E);
-        gradients_by_row(score, dp, stats);
+        if constexpr (DROPS) drop_by_row(dp, drawn.kept + warp_row);
+        gradients_by_row(score, dp, stats, DROPS ? masks.kept : 1);
         pack_weights(weights, score);
         multiply_weights<TILES, KEYS, D>(dq, weights, k_tile);
     }
@@ -296,13 +340,48 @@ __device__ __forceinline__ void load_stats(uint32_t to, const flash_task &task, 
     if (threadIdx.x < 2 * QUERIES) mt_copy4_async(to + threadIdx.x * 4, from + at + row * heads, row < count);
 }
 
+/* With dropout, behind the other tiles: the indices of the block's keys, of the queries of each stage, and the bits of
+ * the stage's queries for each warp's keys. */
+template <int TILES, int QUERIES> struct column_masks {
+    int64_t k_index[16 * TILES * WARPS], q_index[2][QUERIES];
+    kept_keys<16 * TILES> kept[WARPS][QUERIES];
+};
+
+/* The masks of a stage's queries and the warp's 16 TILES keys. `query` and `first_key` are the positions in the span of
+ * the stage and of the block's keys. */
+template <int TILES, int QUERIES>
+__device__ __forceinline__ void draw_by_column(column_masks<TILES, QUERIES> &to, const mt_masks &masks, uint64_t head,
+                                               const band &seen, int query, int first_key, int stage) {
+    const int warp = threadIdx.x / 32, row = warp * 16 * TILES;
+    range keys = keys_of(seen, query, QUERIES);
+    draw_masks<QUERIES>(to.kept[warp], masks, head, to.q_index[stage], to.k_index + row,
+                        {keys.first - first_key - row, keys.end - first_key - row});
+}
+
+/* Packs the weights of probabilities that are kept. */
+template <int TILES, int N, int KEYS>
+__device__ __forceinline__ void pack_kept(uint32_t (&p)[TILES][N][4], const float (&weight)[TILES][2 * N][4],
+                                          const kept_keys<KEYS> *kept) {
+    float c[TILES][2 * N][4];
+#pragma unroll
+    for (int t = 0; t < TILES; t++)
+#pragma unroll
+        for (int n = 0; n < 2 * N; n++)
+#pragma unroll
+            for (int e = 0; e < 4; e++) c[t][n][e] = weight[t][n][e];
+    drop_by_column(c, kept);
+    pack_weights(p, c);
+}
+
 /* Adds the part of one tile of queries to dk and dv. The queries are at `q_tile`, followed by their dout; lse and
  * row_dot are at `stats`; the keys are at `k_tile`, followed by their values. `query` and `key` are the positions in
- * the span of the tile and of the warp's keys. */
-template <int D, int DV, bool MAKE_DK, bool MAKE_DV, int TILES, int MK, int MV>
+ * the span of the tile and of the warp's keys. With dropout `kept` are the bits of the queries, and a weight that is
+ * kept has the factor `factor`; dv receives it at the end. */
+template <int D, int DV, bool MAKE_DK, bool MAKE_DV, bool DROPS, int TILES, int MK, int MV>
 __device__ __forceinline__ void backward_kv_step(float (&dk)[TILES][MK][4], float (&dv)[TILES][MV][4], uint32_t k_tile,
                                                  uint32_t q_tile, const float *stats, const band &seen, int query,
-                                                 int key, float scale) {
+                                                 int key, float scale, const kept_keys<16 * TILES> *kept,
+                                                 float factor) {
     using size = backward_kv_size<D, DV>;
     constexpr int QUERIES = size::QUERIES;
     const uint32_t v_tile = k_tile + size::KEYS * D * 2, dout_tile = q_tile + QUERIES * D * 2;
@@ -313,25 +392,31 @@ __device__ __forceinline__ void backward_kv_step(float (&dk)[TILES][MK][4], floa
     if (!all_see(seen, query, QUERIES, key, 16 * TILES)) hide<true>(score, seen, query, key);
     weights_by_column(score, stats, scale * LOG2_E);
     if constexpr (MAKE_DV) {
-        pack_weights(weights, score);
+        if constexpr (DROPS)
+            pack_kept(weights, score, kept);
+        else
+            pack_weights(weights, score);
         multiply_weights<TILES, QUERIES, DV>(dv, weights, dout_tile);
     }
     if constexpr (MAKE_DK) {
         float dp[TILES][QUERIES / 8][4];
         clear(dp);
         multiply_rows<TILES, QUERIES, DV>(dp, v_tile, dout_tile);
-        gradients_by_column(score, dp, stats + QUERIES);
+        if constexpr (DROPS) drop_by_column(dp, kept);
+        gradients_by_column(score, dp, stats + QUERIES, DROPS ? factor : 1);
         pack_weights(weights, score);
         multiply_weights<TILES, QUERIES, D>(dk, weights, q_tile);
     }
 }
 
-template <int D, int DV, bool MAKE_DK, bool MAKE_DV>
-__global__ void __launch_bounds__(THREADS, D > 128 ? 1 : 2) mma_backward_kv(const flash_task task) {
+template <int D, int DV, bool MAKE_DK, bool MAKE_DV, bool DROPS>
+__global__ void __launch_bounds__(THREADS, D > 128 ? 1 : 2)
+    mma_backward_kv(const flash_task task, const mt_masks masks) {
     using size = backward_kv_size<D, DV>;
     constexpr int TILES = size::TILES, QUERIES = size::QUERIES, KEYS = size::KEYS;
     extern __shared__ __align__(1024) char memory[];
     const uint32_t k_tile = mt_shared_address(memory), stages = k_tile + size::OWN;
+    auto &drawn = *(column_masks<TILES, QUERIES> *)(memory + size::BYTES);
     const mt_attention &shape = task.shape;
     const int channels = (int)shape.head_size, values = (int)shape.value_size;
     const int heads = (int)(shape.num_heads / shape.num_groups);
@@ -347,21 +432,26 @@ __global__ void __launch_bounds__(THREADS, D > 128 ? 1 : 2) mma_backward_kv(cons
         uint32_t stats = k_tile + size::STATS + step % 2 * 2 * QUERIES * 4;
         load_queries<QUERIES, D, DV>(stages + step % 2 * size::STAGE, task, query, head, seen.q_len - first);
         load_stats<QUERIES>(stats, task, query * shape.num_heads + head, shape.num_heads, seen.q_len - first);
+        if constexpr (DROPS) load_indices(drawn.q_index[step % 2], shape.q_index + query, seen.q_len - first);
     };
 
     float dk[TILES][MAKE_DK ? D / 8 : 1][4], dv[TILES][MAKE_DV ? DV / 8 : 1][4];
     clear(dk);
     clear(dv);
     load_keys<KEYS, D, DV>(k_tile, task, key, t.head, rows);
+    if constexpr (DROPS) load_indices(drawn.k_index, shape.k_index + key, rows);
     if (steps > 0) load_stage(0);
     for (int step = 0; step < steps; step++) {
         mt_copies_wait();
         __syncthreads();
         if (step + 1 < steps) load_stage(step + 1);
         const float *stats = (const float *)(memory + size::STATS) + step % 2 * 2 * QUERIES;
-        backward_kv_step<D, DV, MAKE_DK, MAKE_DV>(dk, dv, k_tile, stages + step % 2 * size::STAGE, stats, seen,
-                                                  first_query + step % tiles * QUERIES,
-                                                  t.first + threadIdx.x / 32 * 16 * TILES, shape.scale);
+        if constexpr (DROPS)
+            draw_by_column(drawn, masks, shape.first_head + t.head * heads + step / tiles, seen,
+                           first_query + step % tiles * QUERIES, t.first, step % 2);
+        backward_kv_step<D, DV, MAKE_DK, MAKE_DV, DROPS>(
+            dk, dv, k_tile, stages + step % 2 * size::STAGE, stats, seen, first_query + step % tiles * QUERIES,
+            t.first + threadIdx.x / 32 * 16 * TILES, shape.scale, drawn.kept[threadIdx.x / 32], masks.kept);
     }
     mt_copies_wait();
     __syncthreads();
@@ -370,6 +460,7 @@ __global__ void __launch_bounds__(THREADS, D > 128 ? 1 : 2) mma_backward_kv(cons
         store_rows<TILES, D>(task.dk + key * shape.k_stride + t.head * channels, shape.k_stride, rows, channels, dk,
                              k_tile, task.accumulate);
     }
+    if constexpr (MAKE_DV && DROPS) scale_all(dv, masks.kept);
     if constexpr (MAKE_DV)
         store_rows<TILES, DV>(task.dv + key * shape.v_stride + t.head * values, shape.v_stride, rows, values, dv,
                               k_tile + KEYS * D * 2, task.accumulate);
@@ -378,32 +469,42 @@ __global__ void __launch_bounds__(THREADS, D > 128 ? 1 : 2) mma_backward_kv(cons
 /* ---- launches ---------------------------------------------------------------------------------------------------- */
 
 /* Launches one block for every tile of `rows` queries or keys and each of `heads` heads (groups, for keys). */
-static void launch(void (*kernel)(flash_task), flash_task task, const mt_attention *a, bool of_keys, int rows,
+static void launch(void (*kernel)(flash_task, mt_masks), flash_task task, const mt_attention *a, bool of_keys, int rows,
                    int bytes, mt_stream *stream) {
     int64_t heads = of_keys ? a->num_groups : a->num_heads;
     task.num_tiles = tile_count(&a->spans, of_keys, rows);
     task.heads_together = heads_in_section(a, heads, heads / a->num_groups);
     if (task.num_tiles == 0) return;
     MT_CUDA(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
-    kernel<<<(unsigned)(task.num_tiles * heads), THREADS, bytes, mt_cuda_stream(stream)>>>(task);
+    kernel<<<(unsigned)(task.num_tiles * heads), THREADS, bytes, mt_cuda_stream(stream)>>>(task, attention_masks(a));
     MT_CUDA_LAUNCHED();
 }
 
-template <int D, int DV> static bool forward(const mt_attention *a, mt_stream *stream) {
+/* Bytes of shared memory of a kernel, with dropout or without. */
+template <class SIZE, bool DROPS> static constexpr int bytes_by_row() {
+    return SIZE::BYTES + (DROPS ? (int)sizeof(row_masks<SIZE::QUERIES, SIZE::KEYS>) : 0);
+}
+template <class SIZE, bool DROPS> static constexpr int bytes_by_column() {
+    return SIZE::BYTES + (DROPS ? (int)sizeof(column_masks<SIZE::TILES, SIZE::QUERIES>) : 0);
+}
+
+template <int D, int DV, bool DROPS> static bool forward(const mt_attention *a, mt_stream *stream) {
     using size = forward_size<D, DV>;
-    if (size::BYTES > (int)mt_cuda_device()->sharedMemPerBlockOptin) return false;
-    launch(mma_forward<D, DV>, flash_task_of(a), a, false, size::QUERIES, size::BYTES, stream);
+    const int bytes = bytes_by_row<size, DROPS>();
+    if (bytes > (int)mt_cuda_device()->sharedMemPerBlockOptin) return false;
+    launch(mma_forward<D, DV, DROPS>, flash_task_of(a), a, false, size::QUERIES, bytes, stream);
     return true;
 }
 
-template <int D, int DV>
+template <int D, int DV, bool DROPS>
 static void launch_backward_kv(const flash_task &task, const mt_attention *a, mt_stream *stream) {
     using size = backward_kv_size<D, DV>;
+    const int bytes = bytes_by_column<size, DROPS>();
     if constexpr (DV <= 128) {
-        launch(mma_backward_kv<D, DV, true, true>, task, a, true, size::KEYS, size::BYTES, stream);
+        launch(mma_backward_kv<D, DV, true, true, DROPS>, task, a, true, size::KEYS, bytes, stream);
     } else {
-        launch(mma_backward_kv<D, DV, true, false>, task, a, true, size::KEYS, size::BYTES, stream);
-        launch(mma_backward_kv<D, DV, false, true>, task, a, true, size::KEYS, size::BYTES, stream);
+        launch(mma_backward_kv<D, DV, true, false, DROPS>, task, a, true, size::KEYS, bytes, stream);
+        launch(mma_backward_kv<D, DV, false, true, DROPS>, task, a, true, size::KEYS, bytes, stream);
     }
 }
 
@@ -419,29 +520,43 @@ void mt_attention_row_dots(const mt_attention *a, mt_stream *stream) {
     return DV <= 64 ? row_dots<64>(a, stream) : DV <= 128 ? row_dots<128>(a, stream) : row_dots<256>(a, stream);
 }
 
-template <int D, int DV> static bool backward(const mt_attention *a, mt_stream *stream) {
+template <int D, int DV, bool DROPS> static bool backward(const mt_attention *a, mt_stream *stream) {
     using size = backward_q_size<D, DV>;
-    int bytes = size::BYTES > backward_kv_size<D, DV>::BYTES ? size::BYTES : backward_kv_size<D, DV>::BYTES;
-    if (bytes > (int)mt_cuda_device()->sharedMemPerBlockOptin) return false;
+    const int bytes = bytes_by_row<size, DROPS>(), kv_bytes = bytes_by_column<backward_kv_size<D, DV>, DROPS>();
+    if ((bytes > kv_bytes ? bytes : kv_bytes) > (int)mt_cuda_device()->sharedMemPerBlockOptin) return false;
     mt_attention_row_dots(a, stream);
-    launch(mma_backward_q<D, DV>, flash_task_of(a), a, false, size::QUERIES, size::BYTES, stream);
-    over_disjoint_keys(a, stream, launch_backward_kv<D, DV>);
+    launch(mma_backward_q<D, DV, DROPS>, flash_task_of(a), a, false, size::QUERIES, bytes, stream);
+    over_disjoint_keys(a, stream, launch_backward_kv<D, DV, DROPS>);
     return true;
 }
 
 /* A tile has the smallest of these channel counts that holds a head; channels past the head's are 0. */
-extern "C" bool mt_attention_mma_forward(const mt_attention *a, mt_dtype dtype, mt_stream *stream) {
+template <bool DROPS> static bool forward_of_size(const mt_attention *a, mt_stream *stream) {
     int64_t D = a->head_size, DV = a->value_size;
-    if (!flash_serves(a, dtype) || D > 256 || DV > 256 || !pages_serve(a, forward_size<64, 64>::KEYS)) return false;
-    if (D <= 64 && DV <= 64) return forward<64, 64>(a, stream);
-    if (D <= 128 && DV <= 128) return forward<128, 128>(a, stream);
-    return D <= 192 && DV <= 128 ? forward<192, 128>(a, stream) : forward<256, 256>(a, stream);
+    if (D <= 64 && DV <= 64) return forward<64, 64, DROPS>(a, stream);
+    if (D <= 128 && DV <= 128) return forward<128, 128, DROPS>(a, stream);
+    return D <= 192 && DV <= 128 ? forward<192, 128, DROPS>(a, stream) : forward<256, 256, DROPS>(a, stream);
+}
+
+template <bool DROPS> static bool backward_of_size(const mt_attention *a, mt_stream *stream) {
+    int64_t D = a->head_size, DV = a->value_size;
+    if (D <= 64 && DV <= 64) return backward<64, 64, DROPS>(a, stream);
+    if (D <= 128 && DV <= 128) return backward<128, 128, DROPS>(a, stream);
+    return D <= 192 && DV <= 128 ? backward<192, 128, DROPS>(a, stream) : backward<256, 256, DROPS>(a, stream);
+}
+
+static bool mma_serves(const mt_attention *a, mt_dtype dtype) {
+    return flash_serves(a, dtype) && a->head_size <= 256 && a->value_size <= 256;
+}
+
+/* Keys in pages, which decoding has, are without dropout. */
+extern "C" bool mt_attention_mma_forward(const mt_attention *a, mt_dtype dtype, mt_stream *stream) {
+    bool drops = a->dropout.p > 0;
+    if (!mma_serves(a, dtype) || !pages_serve(a, forward_size<64, 64>::KEYS) || (drops && a->pages.table)) return false;
+    return drops ? forward_of_size<true>(a, stream) : forward_of_size<false>(a, stream);
 }
 
 extern "C" bool mt_attention_mma_backward(const mt_attention *a, mt_dtype dtype, mt_stream *stream) {
-    int64_t D = a->head_size, DV = a->value_size;
-    if (!flash_serves(a, dtype) || D > 256 || DV > 256) return false;
-    if (D <= 64 && DV <= 64) return backward<64, 64>(a, stream);
-    if (D <= 128 && DV <= 128) return backward<128, 128>(a, stream);
-    return D <= 192 && DV <= 128 ? backward<192, 128>(a, stream) : backward<256, 256>(a, stream);
+    if (!mma_serves(a, dtype)) return false;
+    return a->dropout.p > 0 ? backward_of_size<true>(a, stream) : backward_of_size<false>(a, stream);
 }

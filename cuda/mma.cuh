@@ -14,9 +14,13 @@ __device__ __forceinline__ uint32_t mt_shared_address(const void *pointer) {
     return (uint32_t)__cvta_generic_to_shared(pointer);
 }
 
-/* Starts an asynchronous copy of 16 (or 4) bytes from global to shared memory; writes zeros if `exists` is false. */
+/* Starts an asynchronous copy of 16 (or 8, or 4) bytes from global to shared memory; writes zeros if `exists` is false.
+ */
 __device__ __forceinline__ void mt_copy16_async(uint32_t to, const void *from, bool exists) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(exists ? 16 : 0) : "memory");
+}
+__device__ __forceinline__ void mt_copy8_async(uint32_t to, const void *from, bool exists) {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 8, %2;" ::"r"(to), "l"(from), "r"(exists ? 8 : 0) : "memory");
 }
 __device__ __forceinline__ void mt_copy4_async(uint32_t to, const void *from, bool exists) {
     asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(to), "l"(from), "r"(exists ? 4 : 0) : "memory");

@@ -708,13 +708,10 @@ static void print_data(const mt_options *o, const mt_dataset *data, FILE *file) 
     mt_blend_free(&blend);
 }
 
-/* The fast attention kernels of a GPU serve bf16 without dropout. Otherwise, prints the options that they need. */
+/* The fast attention kernels of a GPU serve bf16 alone. */
 static void print_slow_attention(const mt_options *o, const mt_ops *ops, FILE *file) {
-    bool drops = o->attention_dropout > 0;
-    if (ops->on_device && (drops || !o->bf16))
-        fprintf(file, "\nAttention %s%s%s takes plain kernels on a GPU, which are many times slower; add%s%s",
-                o->bf16 ? "" : "in fp32", drops && !o->bf16 ? " and " : "", drops ? "with dropout" : "",
-                o->bf16 ? "" : " --bf16", drops ? " --attention-dropout 0" : "");
+    if (ops->on_device && !o->bf16)
+        fprintf(file, "\nAttention in fp32 takes plain kernels on a GPU, which are many times slower; add --bf16");
 }
 
 void mt_report_opening(const mt_options *o, const mt_ops *ops, const mt_grid *grid, const mt_dataset *data,

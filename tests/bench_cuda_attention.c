@@ -2,7 +2,7 @@
  * causal forward takes 2 T T / 2 H (D + Dv) flops a sequence (two products, each entry a multiply and an add), the
  * backward 2 T T / 2 H (3 D + 2 Dv). Products that a rung repeats are not counted.
  *
- *   usage: bench_cuda_attention [RUNG | cudnn | --rows]
+ *   usage: bench_cuda_attention [RUNG | cudnn | --rows] [DROPOUT]
  *
  * --rows prints a row for each shape as if it had taken 1 ms, in any build: tests/test_bench_gpu.sh checks with them
  * that tests/bench_gpu.sh reads the rows and that the shapes of tests/bench_gpu.txt are among them.
@@ -53,6 +53,7 @@ enum { ROUNDS = 10 };
 
 static const mt_ops *ops;
 static mt_stream *stream;
+static double dropout;
 
 static void *random_bf16(int64_t n) {
     float *floats = ops->memory_alloc(n * 4);
@@ -62,6 +63,16 @@ static void *random_bf16(int64_t n) {
     ops->stream_synchronize(stream);
     ops->memory_free(floats);
     return x;
+}
+
+/* 0, 1, ... on the device. */
+static int64_t *token_numbers(int64_t n) {
+    int64_t *host = mt_malloc(n * 8), *device = ops->memory_alloc(n * 8);
+    for (int64_t i = 0; i < n; i++) host[i] = i;
+    ops->memory_copy(device, host, n * 8, stream);
+    ops->stream_synchronize(stream);
+    free(host);
+    return device;
 }
 
 /* The median of some runs in milliseconds after a warm-up, or a negative number where the rung does not serve. */
@@ -84,7 +95,7 @@ static float measure(mt_attention_direction *direction, const mt_attention *call
 }
 
 static void bench(const bench_shape *s, const char *only) {
-    int64_t rows = s->T * s->sequences, k = s->H * s->D, v = k + s->G * s->D;
+    int64_t rows = s->T * s->sequences, k = s->H * s->D, v = k + s->G * s->D, *numbers = token_numbers(rows);
     int64_t width = v + s->G * s->Dv, out_width = s->H * s->Dv;
     mt_span *host = mt_malloc(s->sequences * (int64_t)sizeof *host);
     for (int64_t i = 0; i < s->sequences; i++) host[i] = (mt_span){i * s->T, s->T, i * s->T, s->T, true};
@@ -105,6 +116,9 @@ static void bench(const bench_shape *s, const char *only) {
                             .v_stride = width,
                             .out_stride = out_width,
                             .spans = {.host = host, .device = device, .count = s->sequences},
+                            .dropout = {dropout, 1},
+                            .q_index = numbers,
+                            .k_index = numbers,
                             .scale = 0.088f};
     mt_attention backward = forward;
     backward.dq = dqkv, backward.dk = dqkv + k, backward.dv = dqkv + v;
@@ -120,6 +134,7 @@ static void bench(const bench_shape *s, const char *only) {
     }
     ops->memory_free(qkv), ops->memory_free(dqkv), ops->memory_free(forward.out), ops->memory_free(forward.lse);
     ops->memory_free(backward.row_dot), ops->memory_free((void *)backward.dout), ops->memory_free(device);
+    ops->memory_free(numbers);
     free(host);
 }
 
@@ -139,6 +154,7 @@ int main(int argc, char **argv) {
     }
     void *workspace = ops->memory_alloc(workspace_bytes);
     stream = ops->stream_create(workspace, workspace_bytes, false);
+    dropout = argc > 2 ? atof(argv[2]) : 0;
     for (int i = 0; i < NUM_SHAPES; i++) bench(&shapes[i], argc > 1 ? argv[1] : NULL);
     ops->stream_destroy(stream);
     ops->memory_free(workspace);

@@ -41,6 +41,9 @@ typedef struct problem {
     int64_t H, G, D, Dv, window;  // Dv 0: as many value channels as channels
     mt_attention_backend backend; // for calls through the table
     bool deterministic;
+    double dropout;
+    int64_t first_head;
+    int64_t (*index_of)(int64_t row); // with dropout: the token numbers of rows
     int64_t Tq, Tk, count;
     mt_span spans[MAX_SPANS];
 } problem;
@@ -80,10 +83,17 @@ typedef struct operands {
     int64_t stride, out_stride, num_qkv, num_out, num_lse;
     uint16_t *qkv, *dout, *out, *dqkv;
     float *lse;
+    int64_t *q_index, *k_index; // NULL without dropout
 } operands;
 
 enum { GUARD = 64, PADDING = 8 };
 static const float NO_LSE = 12345;
+
+static int64_t *new_indices(const problem *p, int64_t rows) {
+    int64_t *index = p->dropout > 0 ? mt_malloc((rows + 1) * 8) : NULL;
+    for (int64_t row = 0; index && row < rows; row++) index[row] = p->index_of(row);
+    return index;
+}
 
 static operands operands_new(const problem *p) {
     operands o = {.stride = end_at(p) + PADDING, .out_stride = p->H * values_of(p) + 2 * PADDING};
@@ -96,6 +106,7 @@ static operands operands_new(const problem *p) {
     spoil_other_rows(p, false, o.qkv, o.stride, k_at(p));
     spoil_other_rows(p, true, o.qkv + k_at(p), o.stride, end_at(p) - k_at(p));
     spoil_other_rows(p, false, o.dout, o.out_stride, p->H * values_of(p));
+    o.q_index = new_indices(p, p->Tq), o.k_index = new_indices(p, p->Tk);
     o.out = new_poisoned(o.num_out);
     o.dqkv = new_poisoned(o.num_qkv);
     o.lse = mt_malloc(o.num_lse * 4);
@@ -116,6 +127,10 @@ static mt_attention shape_of(const problem *p, const operands *o) {
                           .spans = {.host = p->spans, .device = p->spans, .count = p->count},
                           .window = p->window,
                           .backend = p->backend,
+                          .dropout = {p->dropout, 0xabcdef0123ull},
+                          .first_head = p->first_head,
+                          .q_index = o->q_index,
+                          .k_index = o->k_index,
                           .scale = 2.5f / sqrtf((float)p->D)};
 }
 
@@ -162,6 +177,7 @@ static bool run_rung(const mt_attention_rung *rung, const problem *p, operands *
     float *row_dot = to_gpu(o->lse, o->num_lse * 4);
     int64_t k = k_at(p), v = v_at(p);
     call.spans.device = device_spans;
+    if (p->dropout > 0) call.q_index = to_gpu(o->q_index, p->Tq * 8), call.k_index = to_gpu(o->k_index, p->Tk * 8);
     call.q = qkv, call.k = qkv + k, call.v = qkv + v;
     call.out = to_gpu(o->out, o->num_out * 2), call.lse = to_gpu(o->lse, o->num_lse * 4);
     bool served = rung->forward(&call, MT_BF16, on);
@@ -174,14 +190,19 @@ static bool run_rung(const mt_attention_rung *rung, const problem *p, operands *
     from_gpu(o->dqkv, dqkv, o->num_qkv * 2);
     void *all[] = {device_spans, qkv, dqkv, row_dot, call.out, call.lse, (void *)call.dout};
     for (size_t i = 0; i < sizeof all / sizeof *all; i++) gpu->memory_free(all[i]);
+    if (p->dropout > 0) gpu->memory_free((void *)call.q_index), gpu->memory_free((void *)call.k_index);
     return served;
 }
 
 /* ==== comparing ================================================================================================== */
 
 static void describe(const problem *p) {
-    print_error("H %d G %d D %d/%d window %d Tq %d Tk %d\n", (int)p->H, (int)p->G, (int)p->D, (int)values_of(p),
+    print_error("H %d G %d D %d/%d window %d Tq %d Tk %d", (int)p->H, (int)p->G, (int)p->D, (int)values_of(p),
                 (int)p->window, (int)p->Tq, (int)p->Tk);
+    if (p->dropout > 0)
+        print_error(" dropout %g, rows 0 and 1 are tokens %lld and %lld", p->dropout, (long long)p->index_of(0),
+                    (long long)p->index_of(1));
+    print_error("\n");
     for (int64_t i = 0; i < p->count; i++)
         print_error("  queries %d + %d, keys %d + %d%s\n", (int)p->spans[i].q_start, (int)p->spans[i].q_len,
                     (int)p->spans[i].k_start, (int)p->spans[i].k_len, p->spans[i].causal ? ", causal" : "");
@@ -252,6 +273,10 @@ static void outputs_free(operands *o) {
     free(o->out), free(o->dqkv), free(o->lse);
 }
 
+static void inputs_free(operands *o) {
+    free(o->qkv), free(o->dout), free(o->q_index), free(o->k_index);
+}
+
 static void check_rung(const mt_attention_rung *rung, const problem *p, const operands *inputs, bool must) {
     operands o = operands_again(inputs);
     if (run_rung(rung, p, &o, p->deterministic ? deterministic_stream : stream)) {
@@ -273,10 +298,12 @@ static bool is_hopper(void) {
 }
 
 /* The rungs from the first on that have to serve a problem. The Hopper rung has the two usual head sizes and latent
- * attention's, and the next one only decodes; 256 a GPU with little shared memory may leave to the definition. */
+ * attention's, without dropout, and the next one only decodes; 256 a GPU with little shared memory may leave to the
+ * definition. */
 static int must_serve(const problem *p) {
     int64_t Dv = values_of(p);
     bool latent = p->D == 192 && Dv == 128;
+    if (p->dropout > 0) return (p->D <= 128 && Dv <= 128) || latent ? 2 : 1;
 #ifdef MT_HAVE_SM90A
     bool usual = p->D == Dv && (Dv == 64 || Dv == 128);
     if (is_hopper() && (usual || latent)) return MT_NUM_ATTENTION_RUNGS - 1;
@@ -284,12 +311,15 @@ static int must_serve(const problem *p) {
     return (p->D <= 128 && Dv <= 128) || latent ? 2 : 1;
 }
 
-/* By all rungs. cuDNN is checked where it serves the problem. */
+/* By all rungs. cuDNN is checked where it serves the problem. Those without dropout leave it to others. */
 static void check(const problem *p) {
     operands inputs = operands_new(p);
     for (int r = 0; r < MT_NUM_ATTENTION_RUNGS; r++) check_rung(&mt_attention_rungs[r], p, &inputs, r < must_serve(p));
     check_rung(&mt_attention_cudnn, p, &inputs, false);
-    free(inputs.qkv), free(inputs.dout);
+    for (int r = 2; r <= MT_NUM_ATTENTION_RUNGS && p->dropout > 0; r++)
+        assert_false(
+            run_rung(r < MT_NUM_ATTENTION_RUNGS ? &mt_attention_rungs[r] : &mt_attention_cudnn, p, &inputs, stream));
+    inputs_free(&inputs);
     outputs_free(&inputs);
 }
 
@@ -297,7 +327,7 @@ static void check(const problem *p) {
 static void check_one(const mt_attention_rung *rung, const problem *p) {
     operands inputs = operands_new(p);
     check_rung(rung, p, &inputs, true);
-    free(inputs.qkv), free(inputs.dout);
+    inputs_free(&inputs);
     outputs_free(&inputs);
 }
 
@@ -433,6 +463,100 @@ static void long_sequences_match_the_cpu(void **state) {
     check_latent_span(3, 3, 2000, 2000, true, 0);
 }
 
+/* ---- dropout ----------------------------------------------------------------------------------------------------- */
+
+/* The token numbers of a sample: four keys share a call of the generator. */
+static int64_t from_a_multiple_of_4(int64_t row) {
+    return 4096 + row;
+}
+static int64_t from_an_odd_number(int64_t row) {
+    return 4099 + row;
+}
+static int64_t of_short_documents(int64_t row) {
+    return row / 23 * 1001 + row % 23;
+}
+static int64_t of_padding(int64_t row) {
+    return row < 70 ? 100 + row : -1;
+}
+static int64_t of_padding_before(int64_t row) {
+    return row - 37 < -1 ? -1 : row - 37; // -1 and 0 are neighbours, and their counters are not
+}
+static int64_t scattered(int64_t row) {
+    return row % 11 == 8 ? -1 : (int64_t)1 << 33 | (row * 3 % 64 + row / 64 * 64);
+}
+static int64_t around_a_counter_of_32_bits(int64_t row) {
+    return ((int64_t)1 << 34) - 101 + row;
+}
+
+static int64_t (*const token_numbers[])(int64_t) = {
+    from_a_multiple_of_4, from_an_odd_number, of_short_documents,         of_padding,
+    of_padding_before,    scattered,          around_a_counter_of_32_bits};
+enum { NUM_TOKEN_NUMBERS = sizeof token_numbers / sizeof *token_numbers };
+
+static void check_dropped(problem p, double dropout, int64_t (*index_of)(int64_t)) {
+    p.dropout = dropout, p.index_of = index_of, p.first_head = random_below(3) * 5;
+    check(&p);
+}
+
+static void dropout_of_all_token_numbers_matches_the_cpu(void **state) {
+    (void)state;
+    if (!gpu) skip();
+    const int64_t sizes[][2] = {{64, 64}, {128, 128}, {192, 128}, {256, 256}};
+    for (int i = 0; i < 4; i++)
+        for (int k = 0; k < NUM_TOKEN_NUMBERS; k++)
+            for (int causal = 0; causal < 2; causal++) {
+                problem p = {.H = 2, .G = 1, .D = sizes[i][0], .Dv = sizes[i][1], .Tq = 150, .Tk = 150, .count = 1};
+                p.spans[0] = (mt_span){0, 150, 0, 150, causal};
+                check_dropped(p, 0.25, token_numbers[k]);
+            }
+}
+
+static void dropout_of_every_length_around_a_tile_matches_the_cpu(void **state) {
+    (void)state;
+    if (!gpu) skip();
+    const int64_t lengths[] = {1, 2, 15, 16, 17, 31, 33, 63, 64, 65, 127, 129, 200};
+    for (size_t i = 0; i < sizeof lengths / sizeof *lengths; i++)
+        for (int64_t D = 64; D <= 128; D *= 2)
+            for (int k = 0; k < 2; k++) {
+                problem p = {.H = 1, .G = 1, .D = D, .Tq = lengths[i], .Tk = lengths[i], .count = 1};
+                p.spans[0] = (mt_span){0, lengths[i], 0, lengths[i], true};
+                check_dropped(p, 0.1, token_numbers[k]);
+                p.Tk += 77, p.spans[0].k_len += 77;
+                check_dropped(p, 0.9, token_numbers[k]);
+            }
+}
+
+static void dropout_with_windows_and_grouped_heads_matches_the_cpu(void **state) {
+    (void)state;
+    if (!gpu) skip();
+    const int64_t windows[] = {1, 7, 33, 64, 100};
+    for (size_t i = 0; i < sizeof windows / sizeof *windows; i++)
+        for (int64_t D = 64; D <= 128; D *= 2) {
+            problem p = {.H = 4, .G = 2, .D = D, .window = windows[i], .Tq = 200, .Tk = 260, .count = 1};
+            p.spans[0] = (mt_span){0, 200, 0, 260, true};
+            check_dropped(p, 0.5, token_numbers[i % NUM_TOKEN_NUMBERS]);
+        }
+}
+
+static void dropout_of_random_spans_matches_the_cpu(void **state) {
+    (void)state;
+    if (!gpu) skip();
+    for (int i = 0; i < 40; i++) check_dropped(random_problem(), 0.3, token_numbers[random_below(NUM_TOKEN_NUMBERS)]);
+}
+
+static void dropout_of_long_sequences_matches_the_cpu(void **state) {
+    (void)state;
+    if (!gpu) skip();
+    problem p = {.H = 3, .G = 3, .D = 64, .Tq = 1024, .Tk = 1024, .count = 1};
+    p.spans[0] = (mt_span){0, 1024, 0, 1024, true};
+    check_dropped(p, 0.1, from_a_multiple_of_4);
+    p.D = 128;
+    check_dropped(p, 0.1, from_an_odd_number);
+}
+
+/* ---- repeats, cuDNN and the table ---------------------------------------------------------------------------------
+ */
+
 static void check_repeats(problem p) {
     p.Tq = p.Tk = 3000, p.count = 2;
     p.spans[0] = (mt_span){0, 1900, 0, 1900, true};
@@ -445,7 +569,7 @@ static void check_repeats(problem p) {
         assert_memory_equal(first.out, again.out, (size_t)first.num_out * 2);
         assert_memory_equal(first.lse, again.lse, (size_t)first.num_lse * 4);
         assert_memory_equal(first.dqkv, again.dqkv, (size_t)first.num_qkv * 2);
-        free(first.qkv), free(first.dout);
+        inputs_free(&first);
         outputs_free(&first), outputs_free(&again);
     }
 }
@@ -455,6 +579,7 @@ static void two_runs_repeat_bit_for_bit(void **state) {
     if (!gpu) skip();
     check_repeats((problem){.H = 8, .G = 2, .D = 128});
     check_repeats((problem){.H = 4, .G = 4, .D = 192, .Dv = 128});
+    check_repeats((problem){.H = 4, .G = 2, .D = 64, .dropout = 0.1, .index_of = from_an_odd_number});
 }
 
 /* `count` sequences of q_len queries and k_len keys, `gap` rows apart. */
@@ -517,7 +642,7 @@ static void cudnn_leaves_to_others_what_is_no_batch(void **state) {
     for (size_t i = 0; i < sizeof problems / sizeof *problems; i++) {
         operands o = operands_new(&problems[i]);
         assert_false(run_rung(&mt_attention_cudnn, &problems[i], &o, stream));
-        free(o.qkv), free(o.dout);
+        inputs_free(&o);
         outputs_free(&o);
     }
 }
@@ -539,7 +664,7 @@ static void cudnn_works_in_the_planned_workspace(void **state) {
             bool served = run_rung(&mt_attention_cudnn, &p, &o, on);
             gpu->stream_destroy(on);
             gpu->memory_free(planned);
-            free(o.qkv), free(o.dout);
+            inputs_free(&o);
             outputs_free(&o);
             if (!served) describe(&p);
             assert_true(served);
@@ -578,7 +703,7 @@ static void deterministic_auto_repeats_bit_for_bit(void **state) {
         assert_memory_equal(first.lse, others[i]->lse, (size_t)first.num_lse * 4);
         assert_memory_equal(first.dqkv, others[i]->dqkv, (size_t)first.num_qkv * 2);
     }
-    free(first.qkv), free(first.dout);
+    inputs_free(&first);
     outputs_free(&first), outputs_free(&again), outputs_free(&flash);
 }
 
@@ -593,6 +718,11 @@ int main(void) {
         cmocka_unit_test(random_spans_match_the_cpu),
         cmocka_unit_test(more_spans_than_a_warp_has_lanes_match_the_cpu),
         cmocka_unit_test(long_sequences_match_the_cpu),
+        cmocka_unit_test(dropout_of_all_token_numbers_matches_the_cpu),
+        cmocka_unit_test(dropout_of_every_length_around_a_tile_matches_the_cpu),
+        cmocka_unit_test(dropout_with_windows_and_grouped_heads_matches_the_cpu),
+        cmocka_unit_test(dropout_of_random_spans_matches_the_cpu),
+        cmocka_unit_test(dropout_of_long_sequences_matches_the_cpu),
         cmocka_unit_test(two_runs_repeat_bit_for_bit),
         cmocka_unit_test(cudnn_serves_batches_and_matches_the_cpu),
         cmocka_unit_test(cudnn_leaves_to_others_what_is_no_batch),
