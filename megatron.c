@@ -1227,21 +1227,23 @@ static void mt_cpu_embedding_backward(const mt_embedding_args *a, mt_dtype dtype
 static void mt_cpu_rmsnorm_forward(const mt_norm_args *a, mt_dtype dtype, mt_stream *stream) {
     int64_t T = a->T, H = a->H, C = a->C;
     mt_scratch scratch = mt_scratch_reserve(3 * C);
+    void *y = mt_result_open(&a->quantize, a->y, T * C, dtype);
 #pragma omp parallel for if (T * H * C > MT_PARALLEL)
     for (int64_t r = 0; r < T * H; r++) {
         int64_t t = r / H, h = r % H;
         float *slice = mt_scratch_slice(scratch);
         const float *in = mt_row_load(slice, a->x, t * a->x_stride + h * C, C, dtype);
         const float *weight = mt_row_load(slice + C, a->w, 0, C, dtype);
-        float *out = mt_row_open(slice + 2 * C, a->y, t * a->y_stride + h * C, dtype), sum = 0;
+        float *out = mt_row_open(slice + 2 * C, y, t * a->y_stride + h * C, dtype), sum = 0;
 #pragma omp simd reduction(+ : sum)
         for (int64_t c = 0; c < C; c++) sum += in[c] * in[c];
         float factor = 1.0f / sqrtf(sum / (float)C + a->eps);
         a->rstd[r] = factor;
 #pragma omp simd
         for (int64_t c = 0; c < C; c++) out[c] = in[c] * factor * weight[c];
-        mt_row_close(a->y, t * a->y_stride + h * C, out, C, dtype);
+        mt_row_close(y, t * a->y_stride + h * C, out, C, dtype);
     }
+    mt_result_close(&a->quantize, y, dtype, stream);
 }
 
 /* dw[C] += sum over rows of dy (x - mean) rstd, and db[C] += that of dy (db may be NULL); mean may be NULL: 0. Tasks
@@ -1296,13 +1298,14 @@ static void mt_cpu_rmsnorm_backward(const mt_norm_args *a, mt_dtype dtype, mt_st
 static void mt_cpu_layernorm_forward(const mt_norm_args *a, mt_dtype dtype, mt_stream *stream) {
     int64_t T = a->T, C = a->C;
     mt_scratch scratch = mt_scratch_reserve(4 * C);
+    void *y = mt_result_open(&a->quantize, a->y, T * C, dtype);
 #pragma omp parallel for if (T * C > MT_PARALLEL)
     for (int64_t t = 0; t < T; t++) {
         float *slice = mt_scratch_slice(scratch);
         const float *in = mt_row_load(slice, a->x, t * C, C, dtype);
         const float *weight = mt_row_load(slice + C, a->w, 0, C, dtype);
         const float *bias = mt_row_load(slice + 2 * C, a->b, 0, C, dtype);
-        float *out = mt_row_open(slice + 3 * C, a->y, t * C, dtype), sum = 0, squares = 0;
+        float *out = mt_row_open(slice + 3 * C, y, t * C, dtype), sum = 0, squares = 0;
 #pragma omp simd reduction(+ : sum)
         for (int64_t c = 0; c < C; c++) sum += in[c];
         float center = sum / (float)C;
@@ -1312,8 +1315,9 @@ static void mt_cpu_layernorm_forward(const mt_norm_args *a, mt_dtype dtype, mt_s
         a->mean[t] = center, a->rstd[t] = factor;
 #pragma omp simd
         for (int64_t c = 0; c < C; c++) out[c] = (in[c] - center) * factor * weight[c] + bias[c];
-        mt_row_close(a->y, t * C, out, C, dtype);
+        mt_row_close(y, t * C, out, C, dtype);
     }
+    mt_result_close(&a->quantize, y, dtype, stream);
 }
 
 /* With n = (x - mean) rstd and g = dy w, dx = rstd (g - mean(g) - n mean(g n)). */
@@ -4759,6 +4763,7 @@ void mt_distillation_loss(const mt_loss_tokens *t, const mt_distillation_config 
 /* A norm's parameters, [C] each; RMSNorm has no bias. */
 typedef struct mt_norm {
     mt_weight weight, bias;
+    const mt_linear *reader; // reads the norm's output in fp8, as the norm stores it; NULL: none
 } mt_norm;
 
 /* A layer's parameters. Fused matrices are one linear because their rows are neighbours in the bucket. */
@@ -5717,11 +5722,6 @@ static mt_recompute_buffer *mt_recompute_buffer_of(const mt_model *m, const mt_l
     return &m->recompute_buffers[w->recomputed ? w->index - w->recompute_unit : 0];
 }
 
-/* Type of the saved x of a linear. */
-static mt_dtype mt_saved_dtype(const mt_model *m, const mt_linear *l) {
-    return l->fp8 && l->fp8->in_place[MT_FP8_X] ? MT_U8 : m->dtype;
-}
-
 /* ---- split backward (Qi et al., "Zero bubble pipeline parallelism"): the weights' half needs x and dy of every
  * product. x is saved in any case. dy overwrites a slot that only the input's half reads, so a split backward needs no
  * extra memory. */
@@ -5797,9 +5797,11 @@ static void mt_add_to(const mt_model *m, const mt_pass *p, void *sum, const void
     m->ops->add(sum, sum, x, p->rows * m->C, m->dtype, p->stream);
 }
 
-/* input: MT_OFFLOAD_* of the module that reads the norm's output. */
-static void mt_norm_slots(mt_slots *s, const mt_model *m, const char *name, size_t field, unsigned input) {
-    mt_slot *y = mt_slot_add(s, name, field + offsetof(mt_normed, y), m->max_rows, m->C, m->dtype);
+/* input: MT_OFFLOAD_* of the module that reads the norm's output. w may be NULL. */
+static void mt_norm_slots(mt_slots *s, const mt_model *m, const char *name, size_t field, unsigned input,
+                          const mt_norm *w) {
+    mt_dtype dtype = w && w->reader ? MT_U8 : m->dtype;
+    mt_slot *y = mt_slot_add(s, name, field + offsetof(mt_normed, y), m->max_rows, m->C, dtype);
     y->modules = MT_MODULE_LAYERNORM, y->input = input;
     if (m->options->normalization == MT_LAYERNORM)
         mt_slot_add(s, name, field + offsetof(mt_normed, mean), m->max_rows, 1, MT_F32);
@@ -5809,6 +5811,7 @@ static void mt_norm_slots(mt_slots *s, const mt_model *m, const char *name, size
 static mt_norm_args mt_norm_operands(const mt_model *m, const mt_pass *p, const mt_norm *w, const mt_normed *n) {
     mt_norm_args a = {.T = p->rows, .H = 1, .C = m->C, .w = w->weight.w, .b = w->bias.w, .y = n->y};
     a.mean = n->mean, a.rstd = n->rstd, a.dw = w->weight.dw, a.db = w->bias.dw;
+    a.quantize = mt_fp8_args(&p->tp, w->reader, MT_FP8_X, n->y, p->rows, NULL);
     a.x_stride = a.y_stride = a.dx_stride = a.dy_stride = m->C, a.eps = (float)m->options->norm_epsilon;
     return a;
 }
@@ -5913,7 +5916,8 @@ static void mt_attention_slots(const mt_model *m, mt_slots *s, const mt_layer *w
     input->stash_of = offsetof(mt_layer, o), input->once = starts_unit && !splits_input;
     if (starts_unit && splits_input) kept = MT_SLOT(s, input_part, R, m->C / m->grid->tensor.size, m->dtype);
     kept->once = starts_unit, kept->input = MT_OFFLOAD_ATTN_NORM;
-    mt_norm_slots(s, m, "input_norm", offsetof(mt_activations, input_norm), MT_OFFLOAD_QKV_LINEAR);
+    mt_norm_slots(s, m, "input_norm", offsetof(mt_activations, input_norm), MT_OFFLOAD_QKV_LINEAR,
+                  w ? &w->input_norm : NULL);
     if (m->options->multi_latent_attention) {
         mt_latent_slots(m, s);
     } else {
@@ -6228,14 +6232,14 @@ static int64_t mt_fc1_width(const mt_model *m, int64_t F) {
 /* Of the MLP or of the shared expert. */
 static void mt_mlp_slots(const mt_model *m, mt_slots *s, const mt_layer *w) {
     int64_t T = m->plan.max_tokens, F = w ? w->F : m->F;
-    bool is_shared_expert = w && w->expert_bucket >= 0;
+    bool is_shared_expert = w && w->expert_bucket >= 0, in_fp8 = w && w->down.fp8 && w->down.fp8->in_place[MT_FP8_X];
     unsigned modules = is_shared_expert ? MT_MODULE_SHARED_EXPERTS | MT_MODULE_MOE : MT_MODULE_MLP;
     unsigned input = is_shared_expert ? 0 : MT_OFFLOAD_MLP;
     mt_slot *middle = MT_SLOT(s, middle, m->max_rows, m->C, m->dtype);
     middle->stash_of = offsetof(mt_layer, down), middle->input = MT_OFFLOAD_MLP_NORM;
-    mt_norm_slots(s, m, "mlp_norm", offsetof(mt_activations, mlp_norm), input);
+    mt_norm_slots(s, m, "mlp_norm", offsetof(mt_activations, mlp_norm), input, w ? &w->mlp_norm : NULL);
     mt_slot *hidden = MT_SLOT(s, mlp_hidden, T, mt_fc1_width(m, F), m->dtype);
-    mt_slot *active = MT_SLOT(s, mlp_active, T, F, w ? mt_saved_dtype(m, &w->down) : m->dtype);
+    mt_slot *active = MT_SLOT(s, mlp_active, T, F, in_fp8 ? MT_U8 : m->dtype);
     hidden->stash_of = offsetof(mt_layer, fc1);
     hidden->modules = active->modules = modules, hidden->input = active->input = input;
 }
@@ -10416,7 +10420,7 @@ static void mt_plan_output(const mt_model *m, mt_micro_batch *mb, int64_t i, mt_
         MT_OUTPUT_SLOT(s, embedded_rstd, R, 1, MT_F32), MT_OUTPUT_SLOT(s, hidden_rstd, R, 1, MT_F32);
     }
     if (m->stages[mb->chunk].loss) {
-        mt_norm_slots(s, m, "norm", offsetof(mt_output, norm), 0);
+        mt_norm_slots(s, m, "norm", offsetof(mt_output, norm), 0, NULL);
         MT_OUTPUT_SLOT(s, lse, rows, 1, MT_F32), MT_OUTPUT_SLOT(s, dlogp, rows, 1, MT_F32);
         if (m->plan.loss->uses_entropy)
             MT_OUTPUT_SLOT(s, entropy, rows, 1, MT_F32), MT_OUTPUT_SLOT(s, dentropy, rows, 1, MT_F32);
@@ -10786,7 +10790,9 @@ static bool mt_fp8_in_place(const mt_model *m, const mt_linear *l, const mt_laye
     if (l->N % MT_FP8_WIDTH != 0 || l->K % MT_FP8_WIDTH != 0) return false;
     if (l->kind == MT_LINEAR_GROUPED) return !m->experts->scales_output && !m->experts->pads_to_capacity;
     if (m->tp.overlaps) return false; // takes the rows in parts
-    return operand == MT_FP8_X ? l == &w->down : l == &w->fc1 && !m->options->mlp_bias;
+    if (operand == MT_FP8_DY) return l == &w->fc1 && !m->options->mlp_bias;
+    bool is_normed = l == &w->qkv || (l == &w->fc1 && w->expert_bucket < 0); // else a router reads it too
+    return l == &w->down || (is_normed && !m->tp.sequence_parallel);
 }
 
 /* Gives the linears of layers their fp8 recipe. */
@@ -10813,8 +10819,10 @@ static int mt_model_fp8(mt_model *m, const mt_options *o, mt_error *error) {
         snprintf(key->linear, sizeof key->linear, "%.*s", (int)strcspn(param->field_name, "."), param->field_name);
         l->fp8 = &f->linears[f->num_linears++], l->fp8->recipe = &f->recipe;
         l->fp8->gathered = o->fp8_param_gather && b->strategy != MT_NO_SHARD;
-        for (int i = 0; i < MT_NUM_FP8_OPERANDS; i++)
-            l->fp8->in_place[i] = mt_fp8_in_place(m, l, mt_layer_find(m, number), (mt_fp8_operand)i);
+        mt_layer *w = mt_layer_find(m, number);
+        for (int i = 0; i < MT_NUM_FP8_OPERANDS; i++) l->fp8->in_place[i] = mt_fp8_in_place(m, l, w, (mt_fp8_operand)i);
+        if (l->fp8->in_place[MT_FP8_X] && l == &w->qkv) w->input_norm.reader = l;
+        if (l->fp8->in_place[MT_FP8_X] && l == &w->fc1) w->mlp_norm.reader = l;
         int64_t N_multiple = l->fp8->gathered ? MT_FP8_WIDTH : mt_max(m->ops->limits.fp8_multiple, 1);
         int64_t K_multiple = l->fp8->gathered ? mt_fp8_stride(1, f->recipe.weight_blocks) : N_multiple;
         if (l->N % N_multiple != 0 || l->K % K_multiple != 0)

@@ -907,18 +907,28 @@ typedef struct mt_norm_args {
     const void *residual;       // [T, C]
     const int64_t *token_index; // [T]: see dropout_add_forward
     mt_dropout dropout;
+    /* forward, H = 1 and rows packed, if quantize.rows is set: y goes to these rows in e4m3 instead, as in
+     * mt_activation_args */
+    mt_quantize_args quantize;
 } mt_norm_args;
+
+/* Bytes that a forward of norms writes less if y is in fp8. */
+static inline int64_t mt_norm_saved_bytes(const mt_norm_args *a, mt_dtype dtype) {
+    return a->quantize.rows.data ? a->T * a->C * (mt_dtype_size(dtype) - 1) : 0;
+}
 
 #define MT_NORM_OPERATIONS(OP)                                                                                         \
     /* y = x rstd w, rstd = 1 / sqrt(mean(x^2) + eps) (Zhang & Sennrich, "Root mean square layer normalization"). */   \
-    OP(rmsnorm_forward, mt_work_bytes(2 * a->T * a->H * a->C, dtype), (a, dtype, stream), const mt_norm_args *a,       \
-       mt_dtype dtype, mt_stream *stream)                                                                              \
+    OP(rmsnorm_forward,                                                                                                \
+       mt_work_bytes(2 * a->T * a->H * a->C * mt_dtype_size(dtype) - mt_norm_saved_bytes(a, dtype), MT_U8),            \
+       (a, dtype, stream), const mt_norm_args *a, mt_dtype dtype, mt_stream *stream)                                   \
     /* dx = dresidual + gradient through the norm; dw +=. */                                                           \
     OP(rmsnorm_backward, mt_work_bytes((a->dresidual ? 4 : 3) * a->T * a->H * a->C, dtype), (a, dtype, stream),        \
        const mt_norm_args *a, mt_dtype dtype, mt_stream *stream)                                                       \
     /* y = (x - mean) rstd w + b (Ba et al., "Layer normalization"). */                                                \
-    OP(layernorm_forward, mt_work_bytes(2 * a->T * a->C, dtype), (a, dtype, stream), const mt_norm_args *a,            \
-       mt_dtype dtype, mt_stream *stream)                                                                              \
+    OP(layernorm_forward,                                                                                              \
+       mt_work_bytes(2 * a->T * a->C * mt_dtype_size(dtype) - mt_norm_saved_bytes(a, dtype), MT_U8),                   \
+       (a, dtype, stream), const mt_norm_args *a, mt_dtype dtype, mt_stream *stream)                                   \
     /* dx = dresidual + gradient through the norm; dw +=, db +=. */                                                    \
     OP(layernorm_backward, mt_work_bytes((a->dresidual ? 4 : 3) * a->T * a->C, dtype), (a, dtype, stream),             \
        const mt_norm_args *a, mt_dtype dtype, mt_stream *stream)
@@ -1618,8 +1628,9 @@ typedef struct mt_qk_args {
        const void *dy, const void *w, const void *pre, int64_t T, int64_t N, int64_t K, mt_dtype dtype,                \
        mt_stream *stream)                                                                                              \
     /* sum = residual + dropout(x), then y = LayerNorm(sum), or RMSNorm(sum) where mean is NULL. */                    \
-    OP(residual_norm_forward, mt_work_bytes(4 * a->T * a->C, dtype), (a, dtype, stream), const mt_norm_args *a,        \
-       mt_dtype dtype, mt_stream *stream)
+    OP(residual_norm_forward,                                                                                          \
+       mt_work_bytes(4 * a->T * a->C * mt_dtype_size(dtype) - mt_norm_saved_bytes(a, dtype), MT_U8),                   \
+       (a, dtype, stream), const mt_norm_args *a, mt_dtype dtype, mt_stream *stream)
 
 /* ---- the lists together, and the types that they generate */
 

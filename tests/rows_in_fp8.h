@@ -167,6 +167,54 @@ static void check_rows_in_place(const mt_ops *ops, mt_stream *on) {
     }
 }
 
+/* A norm of M rows, or with `adds` of a residual with dropout; its other results are those of the norm in bf16. */
+static void rows_check_norm(stored_rows *e, bool layernorm, bool adds) {
+    const mt_ops *ops = e->ops;
+    int64_t M = e->M, C = e->C, *index = mt_malloc(M * 8);
+    for (int64_t i = 0; i < M; i++) index[i] = 3 * i + 1;
+    void *x = rows_values(e, M * C, M * C), *residual = rows_values(e, M * C, M * C), *y = ops->memory_alloc(M * C * 2);
+    void *w = rows_values(e, C, C), *b = rows_values(e, C, C), *sums[2], *host[2];
+    int64_t *token_index = rows_copy(e, index, M * 8);
+    float *statistics[2];
+    for (int i = 0; i < 2; i++) {
+        statistics[i] = ops->memory_alloc(2 * M * 4), sums[i] = ops->memory_alloc(M * C * 2);
+        mt_norm_args a = {.T = M, .H = 1, .C = C, .x = x, .w = w, .b = layernorm ? b : NULL, .eps = 1e-5f};
+        a.x_stride = a.y_stride = C, a.rstd = statistics[i], a.mean = layernorm ? statistics[i] + M : NULL;
+        a.residual = residual, a.sum = sums[i], a.token_index = token_index,
+        a.dropout = (mt_dropout){.p = 0.1, .key = 9};
+        if (i == 0) a.y = y;
+        if (i == 1) a.quantize = rows_args(e, NULL, ops->memory_alloc(M * C + 16), NULL);
+        if (adds)
+            ops->residual_norm_forward(&a, MT_BF16, e->on);
+        else
+            (layernorm ? ops->layernorm_forward : ops->rmsnorm_forward)(&a, MT_BF16, e->on);
+        if (i == 1) rows_check(e, layernorm ? "LayerNorm" : "RMSNorm", a.quantize, y, NULL);
+    }
+    for (int i = 0; i < 2; i++)
+        statistics[i] = rows_fetch(e, statistics[i], 2 * M * 4), host[i] = rows_fetch(e, sums[i], M * C * 2);
+    assert_memory_equal(statistics[0], statistics[1], (size_t)M * (layernorm ? 8 : 4));
+    if (adds) assert_memory_equal(host[0], host[1], (size_t)(M * C) * 2);
+    void *memory[] = {x, residual, y, w, b, token_index};
+    for (size_t i = 0; i < sizeof memory / sizeof *memory; i++) ops->memory_free(memory[i]);
+    for (int i = 0; i < 2; i++) free(statistics[i]), free(host[i]);
+    free(index);
+}
+
+/* Rows held by one warp, by a block, and read in pieces; both norms, and after a residual if the backend has that. */
+static void check_norms_in_place(const mt_ops *ops, mt_stream *on) {
+    static const int64_t sizes[][2] = {{1, 16},    {7, 48},    {90, 256},  {33, 768},  {129, 1040},
+                                       {20, 1600}, {37, 2048}, {19, 3072}, {21, 4096}, {9, 5120},
+                                       {11, 6400}, {5, 8192},  {6, 10240}, {3, 11280}, {4, 12288},
+                                       {3, 14336}, {3, 16384}, {2, 16400}, {3, 20480}};
+    for (int i = 0; i < (ops->residual_norm_forward ? 8 : 4); i++)
+        for (size_t k = 0; k < sizeof sizes / sizeof *sizes; k++) {
+            stored_rows e = {ops, on, MT_F8_E4M3, i / 2 % 2 == 0, .M = sizes[k][0], .C = sizes[k][1]};
+            e.numbers = ops->memory_alloc(16);
+            rows_check_norm(&e, i % 2, i / 4);
+            ops->memory_free(e.numbers);
+        }
+}
+
 /* Rows of no experts: the activations of an MLP, in both formats, with and without a record of amax. */
 static void check_activations_in_place(const mt_ops *ops, mt_stream *on) {
     static const int64_t sizes[][2] = {{1, 16}, {3, 48}, {100, 176}, {129, 784}, {260, 4112}, {40, 9600}};

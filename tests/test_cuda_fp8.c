@@ -236,6 +236,12 @@ static void operations_of_experts_quantize_what_they_compute(void **state) {
     if (gpu) check_rows_in_place(gpu, stream);
 }
 
+static void norms_quantize_what_they_compute(void **state) {
+    (void)state;
+    if (!gpu) skip();
+    check_norms_in_place(gpu, stream);
+}
+
 static void activations_quantize_what_they_compute(void **state) {
     (void)state;
     if (!gpu) skip();
@@ -606,6 +612,7 @@ int main(void) {
         cmocka_unit_test(segments_of_experts_match_the_cpu),
         cmocka_unit_test(operations_of_experts_quantize_what_they_compute),
         cmocka_unit_test(activations_quantize_what_they_compute),
+        cmocka_unit_test(norms_quantize_what_they_compute),
         cmocka_unit_test(products_match_the_cpu),
         cmocka_unit_test(products_of_any_size_match_the_cpu),
         cmocka_unit_test(products_take_scales_at_any_address),

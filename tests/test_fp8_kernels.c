@@ -313,6 +313,11 @@ static void operations_of_experts_quantize_what_they_compute(void **state) {
     check_rows_in_place(ops, NULL);
 }
 
+static void norms_quantize_what_they_compute(void **state) {
+    (void)state;
+    check_norms_in_place(ops, NULL);
+}
+
 static void activations_quantize_what_they_compute(void **state) {
     (void)state;
     check_activations_in_place(ops, NULL);
@@ -570,6 +575,7 @@ int main(void) {
         cmocka_unit_test(quantize_keeps_the_rows_of_experts_apart),
         cmocka_unit_test(operations_of_experts_quantize_what_they_compute),
         cmocka_unit_test(activations_quantize_what_they_compute),
+        cmocka_unit_test(norms_quantize_what_they_compute),
         cmocka_unit_test(scales_of_mxfp8_are_powers_of_two),
         cmocka_unit_test(parts_of_weights_are_quantized_like_the_whole),
         cmocka_unit_test(products_equal_float64_of_the_decoded_operands),
