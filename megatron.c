@@ -1073,6 +1073,19 @@ static void mt_cpu_quantize(const mt_quantize_args *a, mt_dtype dtype, mt_stream
     }
 }
 
+/* Memory for a result of `count` elements: `result`, or of its own if the operation stores the result in fp8. */
+static void *mt_result_open(const mt_quantize_args *q, void *result, int64_t count, mt_dtype dtype) {
+    return q->rows.data ? mt_malloc(count * mt_dtype_size(dtype)) : result;
+}
+
+static void mt_result_close(const mt_quantize_args *q, void *result, mt_dtype dtype, mt_stream *stream) {
+    mt_quantize_args rounded = *q;
+    rounded.x = result;
+    if (!q->rows.data) return;
+    mt_cpu_quantize(&rounded, dtype, stream);
+    free(result);
+}
+
 static void mt_cpu_fp8_transpose(const mt_quantize_args *a, mt_stream *stream) {
     (void)stream;
     int64_t R = a->R, C = a->C, rows = a->rows.stride, columns = a->columns.stride;
@@ -1214,21 +1227,23 @@ static void mt_cpu_embedding_backward(const mt_embedding_args *a, mt_dtype dtype
 static void mt_cpu_rmsnorm_forward(const mt_norm_args *a, mt_dtype dtype, mt_stream *stream) {
     int64_t T = a->T, H = a->H, C = a->C;
     mt_scratch scratch = mt_scratch_reserve(3 * C);
+    void *y = mt_result_open(&a->quantize, a->y, T * C, dtype);
 #pragma omp parallel for if (T * H * C > MT_PARALLEL)
     for (int64_t r = 0; r < T * H; r++) {
         int64_t t = r / H, h = r % H;
         float *slice = mt_scratch_slice(scratch);
         const float *in = mt_row_load(slice, a->x, t * a->x_stride + h * C, C, dtype);
         const float *weight = mt_row_load(slice + C, a->w, 0, C, dtype);
-        float *out = mt_row_open(slice + 2 * C, a->y, t * a->y_stride + h * C, dtype), sum = 0;
+        float *out = mt_row_open(slice + 2 * C, y, t * a->y_stride + h * C, dtype), sum = 0;
 #pragma omp simd reduction(+ : sum)
         for (int64_t c = 0; c < C; c++) sum += in[c] * in[c];
         float factor = 1.0f / sqrtf(sum / (float)C + a->eps);
         a->rstd[r] = factor;
 #pragma omp simd
         for (int64_t c = 0; c < C; c++) out[c] = in[c] * factor * weight[c];
-        mt_row_close(a->y, t * a->y_stride + h * C, out, C, dtype);
+        mt_row_close(y, t * a->y_stride + h * C, out, C, dtype);
     }
+    mt_result_close(&a->quantize, y, dtype, stream);
 }
 
 /* dw[C] += sum over rows of dy (x - mean) rstd, and db[C] += that of dy (db may be NULL); mean may be NULL: 0. Tasks
@@ -1283,13 +1298,14 @@ static void mt_cpu_rmsnorm_backward(const mt_norm_args *a, mt_dtype dtype, mt_st
 static void mt_cpu_layernorm_forward(const mt_norm_args *a, mt_dtype dtype, mt_stream *stream) {
     int64_t T = a->T, C = a->C;
     mt_scratch scratch = mt_scratch_reserve(4 * C);
+    void *y = mt_result_open(&a->quantize, a->y, T * C, dtype);
 #pragma omp parallel for if (T * C > MT_PARALLEL)
     for (int64_t t = 0; t < T; t++) {
         float *slice = mt_scratch_slice(scratch);
         const float *in = mt_row_load(slice, a->x, t * C, C, dtype);
         const float *weight = mt_row_load(slice + C, a->w, 0, C, dtype);
         const float *bias = mt_row_load(slice + 2 * C, a->b, 0, C, dtype);
-        float *out = mt_row_open(slice + 3 * C, a->y, t * C, dtype), sum = 0, squares = 0;
+        float *out = mt_row_open(slice + 3 * C, y, t * C, dtype), sum = 0, squares = 0;
 #pragma omp simd reduction(+ : sum)
         for (int64_t c = 0; c < C; c++) sum += in[c];
         float center = sum / (float)C;
@@ -1299,8 +1315,9 @@ static void mt_cpu_layernorm_forward(const mt_norm_args *a, mt_dtype dtype, mt_s
         a->mean[t] = center, a->rstd[t] = factor;
 #pragma omp simd
         for (int64_t c = 0; c < C; c++) out[c] = (in[c] - center) * factor * weight[c] + bias[c];
-        mt_row_close(a->y, t * C, out, C, dtype);
+        mt_row_close(y, t * C, out, C, dtype);
     }
+    mt_result_close(&a->quantize, y, dtype, stream);
 }
 
 /* With n = (x - mean) rstd and g = dy w, dx = rstd (g - mean(g) - n mean(g n)). */
@@ -1851,6 +1868,7 @@ static const struct {
 
 static void mt_cpu_activation_forward(const mt_activation_args *a, mt_dtype dtype, mt_stream *stream) {
     int64_t T = a->T, F = a->F;
+    void *y = mt_result_open(&a->quantize, a->y, T * F, dtype);
     bool gated = mt_activation_rows[a->activation].gated;
     int64_t blocks = mt_divide_up(F, MT_BLOCK), width = gated ? 2 * F : F;
 #pragma omp parallel for if (T * F > MT_PARALLEL)
@@ -1859,17 +1877,18 @@ static void mt_cpu_activation_forward(const mt_activation_args *a, mt_dtype dtyp
         int64_t t = i / blocks, f = i % blocks * MT_BLOCK, n = mt_min(MT_BLOCK, F - f);
         const float *in = mt_row_load(scratch[0], a->x, t * width + f, n, dtype);
         const float *up = gated ? mt_row_load(scratch[1], a->x, t * width + F + f, n, dtype) : NULL;
-        float *out = mt_row_open(scratch[2], a->y, t * F + f, dtype);
+        float *out = mt_row_open(scratch[2], y, t * F + f, dtype);
         mt_cpu_activations[a->activation].forward(out, in, up, a->weights ? a->weights[t] : 1, n);
-        mt_row_close(a->y, t * F + f, out, n, dtype);
+        mt_row_close(y, t * F + f, out, n, dtype);
     }
-    if (a->quantize.rows.data) mt_cpu_quantize(&a->quantize, dtype, stream);
+    mt_result_close(&a->quantize, y, dtype, stream);
 }
 
 static void mt_cpu_activation_backward(const mt_activation_args *a, mt_dtype dtype, mt_stream *stream) {
     int64_t T = a->T, F = a->F;
     bool gated = mt_activation_rows[a->activation].gated;
     int64_t width = gated ? 2 * F : F;
+    void *dx = mt_result_open(&a->quantize, a->dx, T * width, dtype);
 #pragma omp parallel for if (T * F > MT_PARALLEL)
     for (int64_t t = 0; t < T; t++) {
         float scratch[5][MT_BLOCK];
@@ -1879,16 +1898,16 @@ static void mt_cpu_activation_backward(const mt_activation_args *a, mt_dtype dty
             const float *in = mt_row_load(scratch[0], a->x, at, n, dtype);
             const float *up = gated ? mt_row_load(scratch[1], a->x, at + F, n, dtype) : NULL;
             const float *d = mt_row_load(scratch[2], a->dy, t * F + f, n, dtype);
-            float *out = mt_row_open(scratch[3], a->dx, at, dtype);
-            float *dup = gated ? mt_row_open(scratch[4], a->dx, at + F, dtype) : NULL;
+            float *out = mt_row_open(scratch[3], dx, at, dtype);
+            float *dup = gated ? mt_row_open(scratch[4], dx, at + F, dtype) : NULL;
             dweight += (double)mt_cpu_activations[a->activation].backward(out, dup, d, in, up,
                                                                           a->weights ? a->weights[t] : 1, n);
-            mt_row_close(a->dx, at, out, n, dtype);
-            if (gated) mt_row_close(a->dx, at + F, dup, n, dtype);
+            mt_row_close(dx, at, out, n, dtype);
+            if (gated) mt_row_close(dx, at + F, dup, n, dtype);
         }
         if (a->dweights) a->dweights[t] = (float)dweight;
     }
-    if (a->quantize.rows.data) mt_cpu_quantize(&a->quantize, dtype, stream);
+    mt_result_close(&a->quantize, dx, dtype, stream);
 }
 
 static void mt_cpu_dropout_add_forward(const mt_dropout_add_args *a, mt_dtype dtype, mt_stream *stream) {
@@ -3864,8 +3883,9 @@ static int64_t mt_fp8_scratch_bytes(const mt_linear *l, int64_t T, int64_t piece
     mt_fp8_matrix w;
     for (int64_t i = 0; i < pieces; i++) {
         int64_t rows = mt_divide_up(T, pieces);
-        mt_fp8_allocate(&forward, 1, rows, l->K, recipe->format, recipe->blocks);
-        mt_fp8_allocate(&backward, 1, rows, l->N, recipe->gradient_format, recipe->blocks);
+        if (!l->fp8->in_place[MT_FP8_X]) mt_fp8_allocate(&forward, 1, rows, l->K, recipe->format, recipe->blocks);
+        if (!l->fp8->in_place[MT_FP8_DY])
+            mt_fp8_allocate(&backward, 1, rows, l->N, recipe->gradient_format, recipe->blocks);
     }
     mt_fp8_allocate_columns(&backward, l, T, l->N, recipe->gradient_format);
     mt_fp8_allocate_columns(&backward, l, T, l->K, recipe->format);
@@ -3895,8 +3915,9 @@ static mt_quantize_args mt_fp8_args(const mt_tensor_parallel *tp, const mt_linea
     bool is_dy = operand == MT_FP8_DY;
     if (!f) return (mt_quantize_args){0};
     mt_quantize_args a = {x, 1, R, is_dy ? l->N : l->K, .offsets = offsets, .num_experts = l->num_experts};
-    if (f->in_place && operand != MT_FP8_W) {
-        a.rows = (mt_fp8_matrix){(uint8_t *)(uintptr_t)x, f->inverse_scales + operand, a.C, .blocks = MT_FP8_TENSOR};
+    if (f->in_place[operand]) {
+        float *inverse_scale = f->inverse_scales + operand * MT_FP8_SCALE_STEP;
+        a.rows = (mt_fp8_matrix){(uint8_t *)(uintptr_t)x, inverse_scale, a.C, .blocks = MT_FP8_TENSOR};
         a.rows.format = is_dy ? f->recipe->gradient_format : f->recipe->format;
     }
     if (f->recipe->delayed) a.scale = f->scale + operand;
@@ -3928,13 +3949,14 @@ static mt_fp8_matrix mt_fp8_weight(const mt_tensor_parallel *tp, const mt_linear
 static mt_quantize_args mt_fp8_rows(const mt_tensor_parallel *tp, const mt_linear *l, const mt_linear_io *io,
                                     mt_fp8_operand operand, int64_t T, bool rows, bool columns) {
     mt_fp8 *recipe = l->fp8->recipe;
+    bool in_place = l->fp8->in_place[operand];
     mt_dtype format = operand == MT_FP8_DY ? recipe->gradient_format : recipe->format;
     mt_quantize_args a = mt_fp8_args(tp, l, operand, operand == MT_FP8_DY ? io->dy : io->x, T, io->offsets);
-    if (rows && !l->fp8->in_place) a.rows = mt_fp8_allocate(&recipe->scratch, 1, T, a.C, format, recipe->blocks);
+    if (rows && !in_place) a.rows = mt_fp8_allocate(&recipe->scratch, 1, T, a.C, format, recipe->blocks);
     if (columns) a.columns = mt_fp8_allocate_columns(&recipe->scratch, l, T, a.C, format);
-    if (l->fp8->in_place) a.compact = T, a.source = operand == MT_FP8_DY ? io->dy_source : io->x_source;
-    if (l->fp8->in_place && columns) tp->ops->fp8_transpose(&a, tp->stream);
-    if (!l->fp8->in_place && (rows || columns)) tp->ops->quantize(&a, tp->dtype, tp->stream);
+    if (in_place) a.compact = T, a.source = operand == MT_FP8_DY ? io->dy_source : io->x_source;
+    if (in_place && columns) tp->ops->fp8_transpose(&a, tp->stream);
+    if (!in_place && (rows || columns)) tp->ops->quantize(&a, tp->dtype, tp->stream);
     return a;
 }
 
@@ -4741,6 +4763,7 @@ void mt_distillation_loss(const mt_loss_tokens *t, const mt_distillation_config 
 /* A norm's parameters, [C] each; RMSNorm has no bias. */
 typedef struct mt_norm {
     mt_weight weight, bias;
+    const mt_linear *reader; // reads the norm's output in fp8, as the norm stores it; NULL: none
 } mt_norm;
 
 /* A layer's parameters. Fused matrices are one linear because their rows are neighbours in the bucket. */
@@ -5731,7 +5754,8 @@ static void mt_defer_weight(const mt_model *m, const mt_pass *p, const mt_layer 
     MT_CHECK(a->num_deferred < MT_MAX_DEFERRED);
     void *stash = mt_slot_read(a, mt_stash_slot(w, linear));
     int64_t rows = linear->kind == MT_LINEAR_COLUMN ? p->T : p->rows;
-    m->ops->memory_copy(stash, dy, rows * linear->N * mt_dtype_size(m->dtype), p->stream);
+    int64_t size = linear->fp8 && linear->fp8->in_place[MT_FP8_DY] ? 1 : mt_dtype_size(m->dtype);
+    m->ops->memory_copy(stash, dy, rows * linear->N * size, p->stream);
     a->deferred[a->num_deferred++] = (mt_deferred){linear, x, stash};
 }
 
@@ -5773,9 +5797,11 @@ static void mt_add_to(const mt_model *m, const mt_pass *p, void *sum, const void
     m->ops->add(sum, sum, x, p->rows * m->C, m->dtype, p->stream);
 }
 
-/* input: MT_OFFLOAD_* of the module that reads the norm's output. */
-static void mt_norm_slots(mt_slots *s, const mt_model *m, const char *name, size_t field, unsigned input) {
-    mt_slot *y = mt_slot_add(s, name, field + offsetof(mt_normed, y), m->max_rows, m->C, m->dtype);
+/* input: MT_OFFLOAD_* of the module that reads the norm's output. w may be NULL. */
+static void mt_norm_slots(mt_slots *s, const mt_model *m, const char *name, size_t field, unsigned input,
+                          const mt_norm *w) {
+    mt_dtype dtype = w && w->reader ? MT_U8 : m->dtype;
+    mt_slot *y = mt_slot_add(s, name, field + offsetof(mt_normed, y), m->max_rows, m->C, dtype);
     y->modules = MT_MODULE_LAYERNORM, y->input = input;
     if (m->options->normalization == MT_LAYERNORM)
         mt_slot_add(s, name, field + offsetof(mt_normed, mean), m->max_rows, 1, MT_F32);
@@ -5785,6 +5811,7 @@ static void mt_norm_slots(mt_slots *s, const mt_model *m, const char *name, size
 static mt_norm_args mt_norm_operands(const mt_model *m, const mt_pass *p, const mt_norm *w, const mt_normed *n) {
     mt_norm_args a = {.T = p->rows, .H = 1, .C = m->C, .w = w->weight.w, .b = w->bias.w, .y = n->y};
     a.mean = n->mean, a.rstd = n->rstd, a.dw = w->weight.dw, a.db = w->bias.dw;
+    a.quantize = mt_fp8_args(&p->tp, w->reader, MT_FP8_X, n->y, p->rows, NULL);
     a.x_stride = a.y_stride = a.dx_stride = a.dy_stride = m->C, a.eps = (float)m->options->norm_epsilon;
     return a;
 }
@@ -5889,7 +5916,8 @@ static void mt_attention_slots(const mt_model *m, mt_slots *s, const mt_layer *w
     input->stash_of = offsetof(mt_layer, o), input->once = starts_unit && !splits_input;
     if (starts_unit && splits_input) kept = MT_SLOT(s, input_part, R, m->C / m->grid->tensor.size, m->dtype);
     kept->once = starts_unit, kept->input = MT_OFFLOAD_ATTN_NORM;
-    mt_norm_slots(s, m, "input_norm", offsetof(mt_activations, input_norm), MT_OFFLOAD_QKV_LINEAR);
+    mt_norm_slots(s, m, "input_norm", offsetof(mt_activations, input_norm), MT_OFFLOAD_QKV_LINEAR,
+                  w ? &w->input_norm : NULL);
     if (m->options->multi_latent_attention) {
         mt_latent_slots(m, s);
     } else {
@@ -6201,16 +6229,17 @@ static int64_t mt_fc1_width(const mt_model *m, int64_t F) {
     return mt_options_gated(m->options) ? 2 * F : F;
 }
 
-/* F: width of the MLP or of the shared expert; 0: none. */
-static void mt_mlp_slots(const mt_model *m, mt_slots *s, int64_t F, bool is_shared_expert) {
-    int64_t T = m->plan.max_tokens;
+/* Of the MLP or of the shared expert. */
+static void mt_mlp_slots(const mt_model *m, mt_slots *s, const mt_layer *w) {
+    int64_t T = m->plan.max_tokens, F = w ? w->F : m->F;
+    bool is_shared_expert = w && w->expert_bucket >= 0, in_fp8 = w && w->down.fp8 && w->down.fp8->in_place[MT_FP8_X];
     unsigned modules = is_shared_expert ? MT_MODULE_SHARED_EXPERTS | MT_MODULE_MOE : MT_MODULE_MLP;
     unsigned input = is_shared_expert ? 0 : MT_OFFLOAD_MLP;
     mt_slot *middle = MT_SLOT(s, middle, m->max_rows, m->C, m->dtype);
     middle->stash_of = offsetof(mt_layer, down), middle->input = MT_OFFLOAD_MLP_NORM;
-    mt_norm_slots(s, m, "mlp_norm", offsetof(mt_activations, mlp_norm), input);
+    mt_norm_slots(s, m, "mlp_norm", offsetof(mt_activations, mlp_norm), input, w ? &w->mlp_norm : NULL);
     mt_slot *hidden = MT_SLOT(s, mlp_hidden, T, mt_fc1_width(m, F), m->dtype);
-    mt_slot *active = MT_SLOT(s, mlp_active, T, F, m->dtype);
+    mt_slot *active = MT_SLOT(s, mlp_active, T, F, in_fp8 ? MT_U8 : m->dtype);
     hidden->stash_of = offsetof(mt_layer, fc1);
     hidden->modules = active->modules = modules, hidden->input = active->input = input;
 }
@@ -6220,7 +6249,7 @@ static void mt_mlp_slots(const mt_model *m, mt_slots *s, int64_t F, bool is_shar
 static void mt_mlp_forward(mt_model *m, const mt_pass *p, const mt_layer *w, mt_activations *a, const float *gates,
                            bool replay) {
     mt_linear_io fc1 = {.x = a->mlp_norm.y, .y = a->mlp_hidden, .active = a->mlp_active, .gates = gates};
-    fc1.activation = mt_options_activation(m->options);
+    fc1.activation = mt_options_activation(m->options), fc1.reader = &w->down;
     mt_linear_forward(&p->tp, &w->fc1, &fc1);
     if (replay) return;
     mt_linear_forward(&p->tp, &w->down, &(mt_linear_io){.x = a->mlp_active, .y = m->scratch.block_out});
@@ -6233,7 +6262,7 @@ static void mt_mlp_backward(mt_model *m, const mt_pass *p, mt_layer *w, mt_activ
     mt_layer_scratch *s = &m->scratch;
     mt_linear_io down = {.x = a->mlp_active, .dy = dout, .dx = s->dmlp_active, .hidden = a->mlp_hidden};
     down.activation = mt_options_activation(m->options), down.dhidden = s->dmlp_hidden;
-    down.gates = gates, down.dgates = gates ? dgates : NULL;
+    down.gates = gates, down.dgates = gates ? dgates : NULL, down.reader = &w->fc1;
     mt_linear_backward(&p->tp, &w->down, &down, halves);
     mt_linear_io fc1 = {.x = a->mlp_norm.y, .dy = s->dmlp_hidden, .dx = s->dnormed};
     mt_layer_linear_backward(m, p, w, a, &w->fc1, &fc1);
@@ -6936,7 +6965,7 @@ static void mt_experts_backward(mt_model *m, const mt_pass *p, mt_layer *w, mt_a
 static void mt_layer_slots(const mt_model *m, mt_slots *s, const mt_layer *w) {
     s->count = 0;
     mt_attention_slots(m, s, w);
-    mt_mlp_slots(m, s, w ? w->F : m->F, w && w->expert_bucket >= 0);
+    mt_mlp_slots(m, s, w);
     mt_slots_place(m, s, w);
 }
 
@@ -10391,7 +10420,7 @@ static void mt_plan_output(const mt_model *m, mt_micro_batch *mb, int64_t i, mt_
         MT_OUTPUT_SLOT(s, embedded_rstd, R, 1, MT_F32), MT_OUTPUT_SLOT(s, hidden_rstd, R, 1, MT_F32);
     }
     if (m->stages[mb->chunk].loss) {
-        mt_norm_slots(s, m, "norm", offsetof(mt_output, norm), 0);
+        mt_norm_slots(s, m, "norm", offsetof(mt_output, norm), 0, NULL);
         MT_OUTPUT_SLOT(s, lse, rows, 1, MT_F32), MT_OUTPUT_SLOT(s, dlogp, rows, 1, MT_F32);
         if (m->plan.loss->uses_entropy)
             MT_OUTPUT_SLOT(s, entropy, rows, 1, MT_F32), MT_OUTPUT_SLOT(s, dentropy, rows, 1, MT_F32);
@@ -10519,7 +10548,8 @@ static void mt_plan_workspace(mt_model *m, mt_arena *arena) {
 static void mt_plan_fp8(mt_model *m, mt_arena *arena) {
     mt_fp8_model *f = m->fp8;
     int64_t start = arena->used, operands = f->num_linears * MT_NUM_FP8_OPERANDS;
-    f->scale = mt_arena_alloc(arena, 2 * operands * 4); // and inverse scales
+    f->scale = mt_arena_alloc(arena, operands * 4);
+    float *inverse_scales = mt_arena_alloc(arena, operands * MT_FP8_SCALE_STEP * 4);
     f->history = mt_arena_alloc(arena, f->history_length * operands * 4);
     f->largest = mt_arena_alloc(arena, operands * 4);
     for (int64_t i = 0; i < m->num_params; i++) {
@@ -10528,7 +10558,7 @@ static void mt_plan_fp8(mt_model *m, mt_arena *arena) {
         int64_t operand = (l->fp8 - f->linears) * MT_NUM_FP8_OPERANDS, pieces = m->tp.overlaps ? m->tp.group->size : 1;
         int64_t rows = l->kind == MT_LINEAR_GROUPED ? mt_expert_rows_expected(m) : m->plan.max_tokens;
         l->fp8->scale = f->scale ? f->scale + operand : NULL, l->fp8->amax = f->history ? f->history + operand : NULL;
-        l->fp8->inverse_scales = f->scale ? l->fp8->scale + operands : NULL;
+        l->fp8->inverse_scales = inverse_scales ? inverse_scales + operand * MT_FP8_SCALE_STEP : NULL;
         if (f->recipe.keeps_weights)
             mt_fp8_allocate_weight(arena, l, l->fp8->gathered ? NULL : &l->fp8->w, &l->fp8->w_transposed);
         if (l->fp8->gathered) l->fp8->w.inverse_scales = mt_arena_alloc(arena, l->fp8->num_amaxes * 4);
@@ -10751,6 +10781,20 @@ static void mt_model_adapters(mt_model *m) {
     }
 }
 
+/* True if the operation that computes x or dy of a layer's linear stores it in fp8, instead of in the model's type. The
+ * linear reads it only to multiply it then: no adapter, no gradient of a bias, and no other layout of its rows. */
+static bool mt_fp8_in_place(const mt_model *m, const mt_linear *l, const mt_layer *w, mt_fp8_operand operand) {
+    const mt_fp8 *recipe = l->fp8->recipe;
+    if (!recipe->delayed || !recipe->wgrad || m->dtype != MT_BF16 || l->adapter.R > 0 || operand == MT_FP8_W)
+        return false;
+    if (l->N % MT_FP8_WIDTH != 0 || l->K % MT_FP8_WIDTH != 0) return false;
+    if (l->kind == MT_LINEAR_GROUPED) return !m->experts->scales_output && !m->experts->pads_to_capacity;
+    if (m->tp.overlaps) return false; // takes the rows in parts
+    if (operand == MT_FP8_DY) return l == &w->fc1 && !m->options->mlp_bias;
+    bool is_normed = l == &w->qkv || (l == &w->fc1 && w->expert_bucket < 0); // else a router reads it too
+    return l == &w->down || (is_normed && !m->tp.sequence_parallel);
+}
+
 /* Gives the linears of layers their fp8 recipe. */
 static int mt_model_fp8(mt_model *m, const mt_options *o, mt_error *error) {
     int64_t first = 0, end = INT64_MAX;
@@ -10775,9 +10819,10 @@ static int mt_model_fp8(mt_model *m, const mt_options *o, mt_error *error) {
         snprintf(key->linear, sizeof key->linear, "%.*s", (int)strcspn(param->field_name, "."), param->field_name);
         l->fp8 = &f->linears[f->num_linears++], l->fp8->recipe = &f->recipe;
         l->fp8->gathered = o->fp8_param_gather && b->strategy != MT_NO_SHARD;
-        l->fp8->in_place = l->kind == MT_LINEAR_GROUPED && f->recipe.delayed && f->recipe.wgrad &&
-                           m->dtype == MT_BF16 && l->N % MT_FP8_WIDTH == 0 && l->K % MT_FP8_WIDTH == 0 &&
-                           l->adapter.R == 0 && !m->experts->scales_output && !m->experts->pads_to_capacity;
+        mt_layer *w = mt_layer_find(m, number);
+        for (int i = 0; i < MT_NUM_FP8_OPERANDS; i++) l->fp8->in_place[i] = mt_fp8_in_place(m, l, w, (mt_fp8_operand)i);
+        if (l->fp8->in_place[MT_FP8_X] && l == &w->qkv) w->input_norm.reader = l;
+        if (l->fp8->in_place[MT_FP8_X] && l == &w->fc1) w->mlp_norm.reader = l;
         int64_t N_multiple = l->fp8->gathered ? MT_FP8_WIDTH : mt_max(m->ops->limits.fp8_multiple, 1);
         int64_t K_multiple = l->fp8->gathered ? mt_fp8_stride(1, f->recipe.weight_blocks) : N_multiple;
         if (l->N % N_multiple != 0 || l->K % K_multiple != 0)

@@ -907,18 +907,28 @@ typedef struct mt_norm_args {
     const void *residual;       // [T, C]
     const int64_t *token_index; // [T]: see dropout_add_forward
     mt_dropout dropout;
+    /* forward, H = 1 and rows packed, if quantize.rows is set: y goes to these rows in e4m3 instead, as in
+     * mt_activation_args */
+    mt_quantize_args quantize;
 } mt_norm_args;
+
+/* Bytes that a forward of norms writes less if y is in fp8. */
+static inline int64_t mt_norm_saved_bytes(const mt_norm_args *a, mt_dtype dtype) {
+    return a->quantize.rows.data ? a->T * a->C * (mt_dtype_size(dtype) - 1) : 0;
+}
 
 #define MT_NORM_OPERATIONS(OP)                                                                                         \
     /* y = x rstd w, rstd = 1 / sqrt(mean(x^2) + eps) (Zhang & Sennrich, "Root mean square layer normalization"). */   \
-    OP(rmsnorm_forward, mt_work_bytes(2 * a->T * a->H * a->C, dtype), (a, dtype, stream), const mt_norm_args *a,       \
-       mt_dtype dtype, mt_stream *stream)                                                                              \
+    OP(rmsnorm_forward,                                                                                                \
+       mt_work_bytes(2 * a->T * a->H * a->C * mt_dtype_size(dtype) - mt_norm_saved_bytes(a, dtype), MT_U8),            \
+       (a, dtype, stream), const mt_norm_args *a, mt_dtype dtype, mt_stream *stream)                                   \
     /* dx = dresidual + gradient through the norm; dw +=. */                                                           \
     OP(rmsnorm_backward, mt_work_bytes((a->dresidual ? 4 : 3) * a->T * a->H * a->C, dtype), (a, dtype, stream),        \
        const mt_norm_args *a, mt_dtype dtype, mt_stream *stream)                                                       \
     /* y = (x - mean) rstd w + b (Ba et al., "Layer normalization"). */                                                \
-    OP(layernorm_forward, mt_work_bytes(2 * a->T * a->C, dtype), (a, dtype, stream), const mt_norm_args *a,            \
-       mt_dtype dtype, mt_stream *stream)                                                                              \
+    OP(layernorm_forward,                                                                                              \
+       mt_work_bytes(2 * a->T * a->C * mt_dtype_size(dtype) - mt_norm_saved_bytes(a, dtype), MT_U8),                   \
+       (a, dtype, stream), const mt_norm_args *a, mt_dtype dtype, mt_stream *stream)                                   \
     /* dx = dresidual + gradient through the norm; dw +=, db +=. */                                                    \
     OP(layernorm_backward, mt_work_bytes((a->dresidual ? 4 : 3) * a->T * a->C, dtype), (a, dtype, stream),             \
        const mt_norm_args *a, mt_dtype dtype, mt_stream *stream)
@@ -1081,9 +1091,8 @@ typedef struct mt_activation_args {
     const void *dy;       // [T, F]: gradient of y
     void *dx;             // as x: the backward's result
     float *dweights;      // [T]; NULL without weights
-    /* if quantize.rows is set: the result in fp8, for experts in bf16, with weights. quantize has a scale; its x is y
-     * or dx, which is rounded to bf16 first and holds no values afterwards: `rows` may lie in its memory. dx is not x
-     * then */
+    /* if quantize.rows is set: the result, rounded to the dtype first, goes to these rows in fp8 instead of y or dx,
+     * and the memory of y or dx may have room for them only. bf16; quantize has a scale; dx is not x then */
     mt_quantize_args quantize;
 } mt_activation_args;
 
@@ -1619,8 +1628,9 @@ typedef struct mt_qk_args {
        const void *dy, const void *w, const void *pre, int64_t T, int64_t N, int64_t K, mt_dtype dtype,                \
        mt_stream *stream)                                                                                              \
     /* sum = residual + dropout(x), then y = LayerNorm(sum), or RMSNorm(sum) where mean is NULL. */                    \
-    OP(residual_norm_forward, mt_work_bytes(4 * a->T * a->C, dtype), (a, dtype, stream), const mt_norm_args *a,        \
-       mt_dtype dtype, mt_stream *stream)
+    OP(residual_norm_forward,                                                                                          \
+       mt_work_bytes(4 * a->T * a->C * mt_dtype_size(dtype) - mt_norm_saved_bytes(a, dtype), MT_U8),                   \
+       (a, dtype, stream), const mt_norm_args *a, mt_dtype dtype, mt_stream *stream)
 
 /* ---- the lists together, and the types that they generate */
 
@@ -1949,15 +1959,16 @@ extern const mt_fp8 mt_fp8_recipes[]; // by mt_fp8_recipe: the fields that --fp8
 /* The fp8 state of one linear. With delayed scaling the operands x, w, dy have a scale each, and the largest absolute
  * values of this step. */
 typedef enum mt_fp8_operand { MT_FP8_X, MT_FP8_W, MT_FP8_DY, MT_NUM_FP8_OPERANDS } mt_fp8_operand;
+enum { MT_FP8_SCALE_STEP = 4 }; // floats between inverse scales: cuBLASLt reads scales at multiples of 16 bytes only
 typedef struct mt_fp8_linear {
     mt_fp8 *recipe;
-    float *scale, *amax;            // [MT_NUM_FP8_OPERANDS]: delayed scaling's; else amax is scratch
-    mt_fp8_matrix w, w_transposed;  // with keeps_weights until the weights change, else for one call
-    int64_t version;                // of the weights that these are
-    bool gathered;                  // --fp8-param-gather: w arrives in fp8
-    bool in_place;                  // experts, delayed scaling: x and dy of a product hold rows in fp8
-    float *inverse_scales;          // [MT_NUM_FP8_OPERANDS] with in_place: of x and dy
-    int64_t first_amax, num_amaxes; // `gathered`: of w's in mt_bucket.fp8_amaxes
+    float *scale, *amax;                // [MT_NUM_FP8_OPERANDS]: delayed scaling's; else amax is scratch
+    mt_fp8_matrix w, w_transposed;      // with keeps_weights until the weights change, else for one call
+    int64_t version;                    // of the weights that these are
+    bool gathered;                      // --fp8-param-gather: w arrives in fp8
+    bool in_place[MT_NUM_FP8_OPERANDS]; // delayed scaling: x or dy of a product holds rows in fp8
+    float *inverse_scales;              // [MT_NUM_FP8_OPERANDS, MT_FP8_SCALE_STEP] with in_place: the first of a row
+    int64_t first_amax, num_amaxes;     // `gathered`: of w's in mt_bucket.fp8_amaxes
 } mt_fp8_linear;
 
 /* Low-rank adapters of a linear with a frozen weight (Hu et al., "LoRA"): y += scale dropout(x) A^T B^T. A fused linear
@@ -2000,7 +2011,7 @@ typedef struct mt_linear_io {
     const void *hidden;             // backward: x is activation(hidden), dx is scratch; NULL: no
     void *dhidden;                  // backward: the gradient of `hidden`
     float *dgates;                  // backward: the gradient of `gates`
-    const struct mt_linear *reader; // experts: the linear whose x is `active`, or whose dy is dhidden; NULL: none
+    const struct mt_linear *reader; // the linear whose x is `active`, or whose dy is dhidden; NULL: none
     /* experts, with mt_fp8_linear.in_place: x, or dy, has copies of tokens' rows, which also follow them once: row r is
      * that of token source[r]. NULL: no */
     const int32_t *x_source, *dy_source;

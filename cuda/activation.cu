@@ -179,7 +179,7 @@ template <class T> struct plain_rows {
     }
 };
 
-/* Stores a row of experts in fp8, rounded to T first; of no expert: nothing. */
+/* Stores a row in fp8, rounded to T first; with offsets a row of no expert is not stored. */
 template <class T, mt_dtype FORMAT> struct fp8_rows {
     mt_fp8_matrix to;
     const float *scale;
@@ -191,7 +191,7 @@ template <class T, mt_dtype FORMAT> struct fp8_rows {
     bool exists;
     __device__ void open(int64_t row) {
         factor = *scale, to.data += row * to.stride;
-        exists = row >= offsets[0] && row < offsets[num_experts];
+        exists = !offsets || (row >= offsets[0] && row < offsets[num_experts]);
     }
     template <int N> __device__ void store(int c, const mt_pack<float, N> &x) {
         static_assert(N == 8, "a word of 8 bytes");
@@ -208,7 +208,7 @@ template <class T, mt_dtype FORMAT> struct fp8_rows {
     }
 };
 
-/* Calls body(rows) with the rows in which an operation with weights stores its result. */
+/* Calls body(rows) with the rows in which an operation stores its result. */
 template <class T, int N, class Body>
 static void with_rows(const mt_quantize_args *quantize, void *to, int64_t width, Body body) {
     const mt_quantize_args *q = quantize;
@@ -216,7 +216,7 @@ static void with_rows(const mt_quantize_args *quantize, void *to, int64_t width,
         body(plain_rows<T>{(T *)to, (int)width});
         return;
     }
-    MT_CHECK((N == 8 && q->scale && q->offsets && q->rows.blocks == MT_FP8_TENSOR && q->rows.stride % 16 == 0));
+    MT_CHECK((N == 8 && q->scale && q->rows.blocks == MT_FP8_TENSOR && q->rows.stride % 16 == 0));
     if constexpr (N == 8) {
         if (q->rows.format == MT_F8_E4M3)
             body(fp8_rows<T, MT_F8_E4M3>{q->rows, q->scale, q->amax, q->offsets, (int)q->num_experts});
@@ -225,16 +225,16 @@ static void with_rows(const mt_quantize_args *quantize, void *to, int64_t width,
     }
 }
 
-/* y = weight f(x), or weight f(gate) up. Reads x, writes y: 6 bytes per element of y in bf16, 12 in fp32 (4 and 8 if
- * not gated), and 4 per row; one byte less per element where y is in fp8. */
-template <class F, bool gated, class T, int N, class Rows>
+/* y = weight f(x), or weight f(gate) up; the weight is 1 unless `weighted`. Reads x, writes y: 6 bytes per element of y
+ * in bf16, 12 in fp32 (4 and 8 if not gated), and 4 per row; one byte less per element where y is in fp8. */
+template <class F, bool gated, bool weighted, class T, int N, class Rows>
 __global__ void weighted_forward(Rows y, const T *x, const float *weights, int64_t M, int width, int blocks_per_row) {
     constexpr int K = 2;
     int64_t row = (int64_t)(blockIdx.x / blocks_per_row) * blockDim.y + threadIdx.y;
     int first = (blockIdx.x % blocks_per_row * K * blockDim.x + threadIdx.x) * N, step = blockDim.x * N;
     if (row >= M) row = M - 1, first = width; // takes part in finish(), writes nothing
     const T *in_row = x + row * (gated ? 2 : 1) * width, *up_row = in_row + width;
-    float weight = weights[row];
+    float weight = weighted ? weights[row] : 1;
     y.open(row);
     mt_pack<T, N> ins[K], ups[K];
 #pragma unroll
@@ -254,9 +254,10 @@ __global__ void weighted_forward(Rows y, const T *x, const float *weights, int64
     y.finish();
 }
 
-/* The gradients for weight dy, and dweight = sum(dy f(gate) up). blockDim.x threads share a row. Reads dy and x, writes
- * dx: 10 bytes per element of y in bf16, 20 in fp32 (6 and 12 if not gated), and 8 per row; less where dx is in fp8. */
-template <class F, bool gated, class T, int N, class Rows>
+/* The gradients for weight dy, and if `weighted` dweight = sum(dy f(gate) up). blockDim.x threads share a row. Reads dy
+ * and x, writes dx: 10 bytes per element of y in bf16, 20 in fp32 (6 and 12 if not gated), and 8 per row; less where dx
+ * is in fp8. */
+template <class F, bool gated, bool weighted, class T, int N, class Rows>
 __global__ void weighted_backward(Rows dx, float *dweights, const T *dy, const T *x, const float *weights, int64_t M,
                                   int width) {
     constexpr int K = std::is_same_v<Rows, plain_rows<T>> ? 2 : 1; // in fp8 fewer registers are faster
@@ -265,7 +266,7 @@ __global__ void weighted_backward(Rows dx, float *dweights, const T *dy, const T
     if (!valid) row = M - 1; // takes part in the reduction, writes nothing
     const T *in_row = x + row * (gated ? 2 : 1) * width, *up_row = in_row + width, *dy_row = dy + row * width;
     int step = blockDim.x * N;
-    float weight = weights[row], dweight[1] = {0};
+    float weight = weighted ? weights[row] : 1, dweight[1] = {0};
     dx.open(row);
     for (int first = threadIdx.x * N; valid && first < width; first += K * step) {
         mt_pack<T, N> ins[K], ups[K], dys[K];
@@ -291,8 +292,8 @@ __global__ void weighted_backward(Rows dx, float *dweights, const T *dy, const T
             if (gated) dx.store(width + first + k * step, up);
         }
     }
-    mt_row_sum(dweight, 0);
-    if (valid && threadIdx.x == 0) dweights[row] = dweight[0];
+    if (weighted) mt_row_sum(dweight, 0);
+    if (weighted && valid && threadIdx.x == 0) dweights[row] = dweight[0];
     dx.finish();
 }
 
@@ -311,9 +312,9 @@ static void flat_activation(mt_activation activation, mt_dtype dtype, int64_t n,
 extern "C" void mt_cuda_activation_forward(const mt_activation_args *a, mt_dtype dtype, mt_stream *stream) {
     int64_t T = a->T, F = a->F;
     cudaStream_t s = mt_cuda_stream(stream);
-    MT_CHECK(a->weights || !a->quantize.rows.data);
+    const bool by_rows = a->weights || a->quantize.rows.data;
     if (T == 0) return;
-    if (!a->weights && !mt_activation_rows[a->activation].gated) {
+    if (!by_rows && !mt_activation_rows[a->activation].gated) {
         bool wide = mt_wide(dtype, {a->y, a->x}, {});
         flat_activation(
             a->activation, dtype, T * F, wide, [&](auto f, auto type, int64_t begin, int64_t end, auto pack) {
@@ -326,16 +327,21 @@ extern "C" void mt_cuda_activation_forward(const mt_activation_args *a, mt_dtype
         return;
     }
     with_activation(a->activation, [&](auto f, auto gate) {
-        mt_by_type(dtype, mt_wide(dtype, {a->y, a->x}, {F}), [&](auto type, auto width) {
+        mt_by_type(dtype, mt_wide(dtype, {a->y, a->x, a->quantize.rows.data}, {F}), [&](auto type, auto width) {
             using E = decltype(type);
             constexpr int N = decltype(width)::value;
             constexpr bool gated = decltype(gate)::value;
             mt_many_row_grid many = mt_many_rows(T, mt_divide_up(F, N), 2);
             mt_row_grid grid = mt_rows(mt_divide_up(F, N), packs_per_thread / 2);
-            if (a->weights)
+            if (by_rows)
                 with_rows<E, N>(&a->quantize, a->y, F, [&](auto y) {
-                    weighted_forward<decltype(f), gated, E, N><<<many.blocks, many.block, 0, s>>>(
-                        y, (const E *)a->x, a->weights, T, (int)F, many.blocks_per_row);
+                    using rows = decltype(y);
+                    constexpr bool in_fp8 = !std::is_same_v<rows, plain_rows<E>>;
+                    auto kernel = weighted_forward<decltype(f), gated, true, E, N, rows>;
+                    if constexpr (in_fp8)
+                        if (!a->weights) kernel = weighted_forward<decltype(f), gated, false, E, N, rows>;
+                    kernel<<<many.blocks, many.block, 0, s>>>(y, (const E *)a->x, a->weights, T, (int)F,
+                                                              many.blocks_per_row);
                 });
             else if constexpr (gated)
                 mt_launch_early(gated_forward<decltype(f), E, N>, (unsigned)T * grid.blocks_per_row, grid.threads, 0, s,
@@ -348,9 +354,9 @@ extern "C" void mt_cuda_activation_forward(const mt_activation_args *a, mt_dtype
 extern "C" void mt_cuda_activation_backward(const mt_activation_args *a, mt_dtype dtype, mt_stream *stream) {
     int64_t T = a->T, F = a->F;
     cudaStream_t s = mt_cuda_stream(stream);
-    MT_CHECK(a->weights || !a->quantize.rows.data);
+    const bool by_rows = a->weights || a->quantize.rows.data;
     if (T == 0) return;
-    if (!a->weights && !mt_activation_rows[a->activation].gated) {
+    if (!by_rows && !mt_activation_rows[a->activation].gated) {
         bool wide = mt_wide(dtype, {a->dx, a->dy, a->x}, {});
         flat_activation(a->activation, dtype, T * F, wide,
                         [&](auto f, auto type, int64_t begin, int64_t end, auto pack) {
@@ -364,16 +370,21 @@ extern "C" void mt_cuda_activation_backward(const mt_activation_args *a, mt_dtyp
         return;
     }
     with_activation(a->activation, [&](auto f, auto gate) {
-        mt_by_type(dtype, mt_wide(dtype, {a->dx, a->dy, a->x}, {F}), [&](auto type, auto width) {
+        mt_by_type(dtype, mt_wide(dtype, {a->dx, a->dy, a->x, a->quantize.rows.data}, {F}), [&](auto type, auto width) {
             using E = decltype(type);
             constexpr int N = decltype(width)::value;
             constexpr bool gated = decltype(gate)::value;
             dim3 block = mt_reduction_block(mt_divide_up(F, N), 3, 256, 512);
             mt_row_grid grid = mt_rows(mt_divide_up(F, N), packs_per_thread / 2);
-            if (a->weights)
+            if (by_rows)
                 with_rows<E, N>(&a->quantize, a->dx, (gated ? 2 : 1) * F, [&](auto dx) {
-                    weighted_backward<decltype(f), gated, E, N><<<mt_grid_size(T, block.y), block, 0, s>>>(
-                        dx, a->dweights, (const E *)a->dy, (const E *)a->x, a->weights, T, (int)F);
+                    using rows = decltype(dx);
+                    constexpr bool in_fp8 = !std::is_same_v<rows, plain_rows<E>>;
+                    auto kernel = weighted_backward<decltype(f), gated, true, E, N, rows>;
+                    if constexpr (in_fp8)
+                        if (!a->weights) kernel = weighted_backward<decltype(f), gated, false, E, N, rows>;
+                    kernel<<<mt_grid_size(T, block.y), block, 0, s>>>(dx, a->dweights, (const E *)a->dy,
+                                                                      (const E *)a->x, a->weights, T, (int)F);
                 });
             else if constexpr (gated)
                 gated_backward<decltype(f), E, N><<<(unsigned)T * grid.blocks_per_row, grid.threads, 0, s>>>(

@@ -503,12 +503,15 @@ static __global__ void add_bias(float *out, const float *bias, int64_t M, int64_
     if (i < M * N) out[i] += bias[i % N];
 }
 
-/* True if cuBLASLt takes the product; `inner`: the number of summed elements. Its rows are multiples of 16 bytes. With
- * scales per vector, activations have a multiple of 8 rows (also in Transformer Engine), and the distance between rows
- * of scales must follow from `inner`. It has no product of two operands in e5m2, or of two with scales per 128 x 128.
+/* True if cuBLASLt takes the product; `inner`: the number of summed elements. Its rows are multiples of 16 bytes, and
+ * operands and scales begin at such. With scales per vector, activations have a multiple of 8 rows (also in Transformer
+ * Engine), and the distance between rows of scales must follow from `inner`. It has no product of two operands in e5m2,
+ * or of two with scales per 128 x 128.
  */
 static bool serves(const mt_fp8_product_args *p, int64_t inner) {
-    const uintptr_t addresses = (uintptr_t)p->a.data | (uintptr_t)p->b.data | (uintptr_t)p->out | (uintptr_t)p->bias;
+    const uintptr_t scales = (uintptr_t)p->a.inverse_scales | (uintptr_t)p->b.inverse_scales;
+    const uintptr_t addresses =
+        (uintptr_t)p->a.data | (uintptr_t)p->b.data | (uintptr_t)p->out | (uintptr_t)p->bias | scales;
     if (p->offsets || inner == 0 || p->N % MT_CUDA_FP8_MULTIPLE != 0 || addresses % 16 != 0) return false;
     if (p->a.format == MT_F8_E5M2 && p->b.format == MT_F8_E5M2) return false;
     if (p->a.blocks == MT_FP8_TENSOR && p->b.blocks == MT_FP8_TENSOR) return true;

@@ -5,7 +5,7 @@
  * loads of its part of a row before it uses the first. Up to 256 packs (2048 channels in bf16) one warp holds a row and
  * needs no barrier. A row that exceeds the registers of its threads (one chunk) is read again, chunk by chunk, in
  * alternating direction, so that the last chunk of one pass is the first of the next. */
-#include "vector.cuh"
+#include "fp8.cuh"
 
 /* Loads this thread's packs of the chunk at `base`; zeros past the end of the row. */
 template <int K, int N, class T>
@@ -43,9 +43,10 @@ static constexpr int most_forward_packs = 8;
 template <bool layernorm, bool adds, bool whole> struct forward_shape {
     static constexpr bool lean = layernorm && !adds && whole;
     static constexpr int block = lean ? 256 : 512, most = lean ? most_forward_packs : 4;
-    __host__ __device__ static constexpr int blocks(weights_location weights, int K, int element_bytes) {
+    __host__ __device__ static constexpr int blocks(weights_location weights, int K, int element_bytes, bool in_fp8) {
         constexpr int table[2][most_forward_packs] = {{8, 6, 4, 4}, {8, 6, 5, 5, 4, 4, 4, 4}};
         int residents = element_bytes > 2 && K > 3 ? 3 : table[lean][K - 1];
+        if (in_fp8 && weights == in_registers) residents--;
         if (weights == at_use) residents = lean ? (K > 6 || element_bytes > 2 ? 3 : 4) : 2;
         return residents * 256 / block;
     }
@@ -65,6 +66,15 @@ template <class T> struct forward_task {
     const int64_t *token_index;
     mt_masks masks;
 };
+
+/* The same with y in e4m3, rounded to T first. */
+template <class T> struct forward_task_fp8 : forward_task<T> {
+    mt_fp8_matrix rows_in_fp8;
+    const float *scale;
+    float *amax;
+};
+template <class Task> static constexpr bool stored_in_fp8 = false;
+template <class T> static constexpr bool stored_in_fp8<forward_task_fp8<T>> = true;
 
 /* packs = sum = residual + dropout(packs), in the chunk at `base` of a row; rounded to T, as readers of `sum` see
  * it. */
@@ -123,12 +133,30 @@ template <class T> __device__ static inline float normalised(float x, float mu, 
     return sizeof(T) > 2 ? (x - mu) * scale : x * scale + shift;
 }
 
+/* Stores a pack of y in fp8, and raises `largest` to its magnitude. */
+template <int N, class T>
+__device__ static inline void store_in_fp8(const forward_task_fp8<T> &task, unsigned row, int c, const mt_pack<T, N> &y,
+                                           uint32_t &largest) {
+    uint32_t bits[N / 4];
+    mt_pack_to_fp8<MT_F8_E4M3>(bits, y, *task.scale);
+    largest = max(largest, mt_magnitude(y));
+    mt_store_word((uint2 *)(task.rows_in_fp8.data + row * task.rows_in_fp8.stride + c), make_uint2(bits[0], bits[1]));
+}
+
+/* All threads of a block call it with the largest magnitude that they stored. */
+template <class T> __device__ static inline void finish_fp8(const forward_task_fp8<T> &task, uint32_t largest) {
+    if (task.amax) mt_raise_amax(task.amax, largest);
+    if (blockIdx.x == 0 && threadIdx.x == 0 && threadIdx.y == 0) *task.rows_in_fp8.inverse_scales = 1 / *task.scale;
+}
+
 /* Reads x, writes y: 4 bytes per element in bf16, 8 in fp32. With `adds` it reads x and residual and writes sum and y:
- * 8 and 16. `whole`: one chunk holds the row, which saves the registers of the loop over chunks. */
-template <class T, int N, int K, bool layernorm, bool adds, bool whole, weights_location weights>
+ * 8 and 16. One byte less where y is in fp8. `whole`: one chunk holds the row, which saves the registers of the loop
+ * over chunks. */
+template <class Task, class T, int N, int K, bool layernorm, bool adds, bool whole, weights_location weights>
 __global__ void __launch_bounds__(forward_shape<layernorm, adds, whole>::block,
-                                  forward_shape<layernorm, adds, whole>::blocks(weights, K, sizeof(T)))
-    norm_forward(const forward_task<T> task) {
+                                  forward_shape<layernorm, adds, whole>::blocks(weights, K, sizeof(T),
+                                                                                stored_in_fp8<Task>))
+    norm_forward(const Task task) {
     constexpr bool keeps = weights == in_registers;
     extern __shared__ uint4 shared_weights[];
     unsigned row = blockIdx.x * blockDim.y + threadIdx.y;
@@ -167,6 +195,7 @@ __global__ void __launch_bounds__(forward_shape<layernorm, adds, whole>::block,
     }
     if (weights == in_shared) mt_load_async_wait<0>();
     if (weights == in_shared) __syncthreads();
+    [[maybe_unused]] uint32_t largest = 0;
     for (int base = 0; base <= last; base += chunk) {
         if (base > 0) load_chunk(packs, again, base, length);
 #pragma unroll
@@ -179,9 +208,13 @@ __global__ void __launch_bounds__(forward_shape<layernorm, adds, whole>::block,
             if (layernorm) bias = mt_to_float(mt_load<N>((weights == in_shared ? shared_b : task.b) + c));
             for (int i = 0; i < N; i++)
                 out.value[i] = normalised<T>(out.value[i], mu, scale, shift) * weight.value[i] + bias.value[i];
-            mt_store(y_row + c, mt_from_float<T>(out));
+            if constexpr (stored_in_fp8<Task>)
+                store_in_fp8(task, row, c, mt_from_float<T>(out), largest);
+            else
+                mt_store(y_row + c, mt_from_float<T>(out));
         }
     }
+    if constexpr (stored_in_fp8<Task>) finish_fp8(task, largest);
 }
 
 /* Packs per thread for rows of `packs` packs. A row has as few warps as can hold it. Rows shorter than a warp are read
@@ -201,8 +234,8 @@ template <int most, class Body> static void with_packs(int64_t k, Body body) {
 
 /* A long LayerNorm row uses as many threads as a block may have: with more packs per thread fewer rows would be
  * resident. */
-template <bool layernorm, bool adds, bool whole, weights_location weights, class T, int N>
-static void launch_forward_rows(const forward_task<T> &task, cudaStream_t stream) {
+template <bool layernorm, bool adds, bool whole, weights_location weights, class T, int N, class Task>
+static void launch_forward_rows(const Task &task, cudaStream_t stream) {
     using shape = forward_shape<layernorm, adds, whole>;
     constexpr bool is_long = shape::lean && weights == at_use;
     constexpr int most = shape::most, least = !whole ? most : is_long ? most / 2 + 1 : 1;
@@ -213,15 +246,15 @@ static void launch_forward_rows(const forward_task<T> &task, cudaStream_t stream
         constexpr int K = decltype(count)::value;
         if constexpr (K >= least) {
             dim3 block = mt_reduction_block(packs, K, packs <= 32 * K ? 128 : 64, shape::block);
-            mt_launch_early(norm_forward<T, N, K, layernorm, adds, whole, weights>, mt_grid_size(task.rows, block.y),
-                            block, shared, stream, task);
+            mt_launch_early(norm_forward<Task, T, N, K, layernorm, adds, whole, weights>,
+                            mt_grid_size(task.rows, block.y), block, shared, stream, task);
         }
     });
 }
 
 /* Rows that do not fit in a block are read in chunks. */
-template <bool layernorm, bool adds, class T, int N>
-static void launch_forward(const forward_task<T> &task, cudaStream_t stream) {
+template <bool layernorm, bool adds, class T, int N, class Task>
+static void launch_forward_as(const Task &task, cudaStream_t stream) {
     using shape = forward_shape<layernorm, adds, true>;
     constexpr weights_location weights = adds ? at_use : layernorm ? in_shared : in_registers;
     if constexpr (N > 1)
@@ -234,6 +267,16 @@ static void launch_forward(const forward_task<T> &task, cudaStream_t stream) {
     launch_forward_rows<layernorm, adds, false, at_use, T, N>(task, stream);
 }
 
+template <bool layernorm, bool adds, class T, int N>
+static void launch_forward(const forward_task<T> &task, const mt_quantize_args *quantize, cudaStream_t stream) {
+    const mt_fp8_matrix *rows = &quantize->rows;
+    if (!rows->data) return launch_forward_as<layernorm, adds, T, N>(task, stream);
+    MT_CHECK((N == 8 && task.H == 1 && quantize->scale && rows->blocks == MT_FP8_TENSOR && rows->format == MT_F8_E4M3));
+    if constexpr (N == 8)
+        launch_forward_as<layernorm, adds, T, N>(forward_task_fp8<T>{task, *rows, quantize->scale, quantize->amax},
+                                                 stream);
+}
+
 /* x_stride and y_stride: elements between rows. */
 template <class E>
 static forward_task<E> forward_task_of(const mt_norm_args *a, int64_t H, int64_t x_stride, int64_t y_stride) {
@@ -243,34 +286,36 @@ static forward_task<E> forward_task_of(const mt_norm_args *a, int64_t H, int64_t
 
 extern "C" void mt_cuda_rmsnorm_forward(const mt_norm_args *a, mt_dtype dtype, mt_stream *stream) {
     if (a->T == 0) return;
-    mt_by_type(dtype, mt_wide(dtype, {a->y, a->x, a->w}, {a->C, a->y_stride, a->x_stride}), [&](auto type, auto width) {
-        using E = decltype(type);
-        forward_task<E> task = forward_task_of<E>(a, a->H, a->x_stride, a->y_stride);
-        launch_forward<false, false, E, decltype(width)::value>(task, mt_cuda_stream(stream));
-    });
+    mt_by_type(dtype, mt_wide(dtype, {a->y, a->x, a->w, a->quantize.rows.data}, {a->C, a->y_stride, a->x_stride}),
+               [&](auto type, auto width) {
+                   using E = decltype(type);
+                   forward_task<E> task = forward_task_of<E>(a, a->H, a->x_stride, a->y_stride);
+                   launch_forward<false, false, E, decltype(width)::value>(task, &a->quantize, mt_cuda_stream(stream));
+               });
 }
 
 extern "C" void mt_cuda_layernorm_forward(const mt_norm_args *a, mt_dtype dtype, mt_stream *stream) {
     if (a->T == 0) return;
-    mt_by_type(dtype, mt_wide(dtype, {a->y, a->x, a->w, a->b}, {a->C}), [&](auto type, auto width) {
-        using E = decltype(type);
-        launch_forward<true, false, E, decltype(width)::value>(forward_task_of<E>(a, 1, a->C, a->C),
-                                                               mt_cuda_stream(stream));
-    });
+    mt_by_type(dtype, mt_wide(dtype, {a->y, a->x, a->w, a->b, a->quantize.rows.data}, {a->C}),
+               [&](auto type, auto width) {
+                   using E = decltype(type);
+                   launch_forward<true, false, E, decltype(width)::value>(forward_task_of<E>(a, 1, a->C, a->C),
+                                                                          &a->quantize, mt_cuda_stream(stream));
+               });
 }
 
 extern "C" void mt_cuda_residual_norm_forward(const mt_norm_args *a, mt_dtype dtype, mt_stream *stream) {
     if (a->T == 0) return;
-    bool wide = mt_wide(dtype, {a->y, a->sum, a->x, a->residual, a->w, a->b}, {a->C});
+    bool wide = mt_wide(dtype, {a->y, a->sum, a->x, a->residual, a->w, a->b, a->quantize.rows.data}, {a->C});
     mt_by_type(dtype, wide, [&](auto type, auto width) {
         using E = decltype(type);
         forward_task<E> task = forward_task_of<E>(a, 1, a->C, a->C);
         task.sum = (E *)a->sum, task.residual = (const E *)a->residual, task.token_index = a->token_index;
         task.masks = mt_dropout_masks(&a->dropout);
         if (a->mean)
-            launch_forward<true, true, E, decltype(width)::value>(task, mt_cuda_stream(stream));
+            launch_forward<true, true, E, decltype(width)::value>(task, &a->quantize, mt_cuda_stream(stream));
         else
-            launch_forward<false, true, E, decltype(width)::value>(task, mt_cuda_stream(stream));
+            launch_forward<false, true, E, decltype(width)::value>(task, &a->quantize, mt_cuda_stream(stream));
     });
 }
 

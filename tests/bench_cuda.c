@@ -150,18 +150,29 @@ static double gelu_backward(bench *b, const int64_t *n) {
     return 3 * size(b) * (double)n[0];
 }
 
-static double swiglu_forward(bench *b, const int64_t *n) { // T, F
+/* Rows [R, C] that an operation stores in fp8 instead of its result, if asked to. */
+static mt_quantize_args stored_rows(bench *b, int64_t R, int64_t C, bool wanted) {
+    mt_quantize_args a = {.count = 1, .R = R, .C = C};
+    if (!wanted) return a;
+    a.scale = floats(b, 1), a.amax = floats(b, 1);
+    a.rows = (mt_fp8_matrix){mt_arena_alloc(&b->arena, R * C), floats(b, 1), C, MT_F8_E4M3, MT_FP8_TENSOR};
+    return a;
+}
+
+static double swiglu_forward(bench *b, const int64_t *n) { // T, F, in fp8
     void *y = elements(b, n[0] * n[1]), *gate_up = elements(b, n[0] * 2 * n[1]);
-    ENQUEUE(activation_forward, &(mt_activation_args){n[0], n[1], MT_ACTIVATION_SWIGLU, gate_up, NULL, .y = y},
-            b->dtype);
-    return 3 * size(b) * (double)(n[0] * n[1]);
+    mt_activation_args a = {n[0], n[1], MT_ACTIVATION_SWIGLU, gate_up, NULL, .y = y};
+    a.quantize = stored_rows(b, n[0], n[1], n[2]);
+    ENQUEUE(activation_forward, &a, b->dtype);
+    return (3 * size(b) - (double)n[2]) * (double)(n[0] * n[1]);
 }
 
 static double swiglu_backward(bench *b, const int64_t *n) {
     void *d = elements(b, n[0] * 2 * n[1]), *dy = elements(b, n[0] * n[1]), *gate_up = elements(b, n[0] * 2 * n[1]);
-    ENQUEUE(activation_backward,
-            &(mt_activation_args){n[0], n[1], MT_ACTIVATION_SWIGLU, gate_up, NULL, .dy = dy, .dx = d}, b->dtype);
-    return 5 * size(b) * (double)(n[0] * n[1]);
+    mt_activation_args a = {n[0], n[1], MT_ACTIVATION_SWIGLU, gate_up, NULL, .dy = dy, .dx = d};
+    a.quantize = stored_rows(b, n[0], 2 * n[1], n[2]);
+    ENQUEUE(activation_backward, &a, b->dtype);
+    return (5 * size(b) - 2 * (double)n[2]) * (double)(n[0] * n[1]);
 }
 
 static double dropout_add(bench *b, const int64_t *n) { // T, C, p in percent
@@ -171,14 +182,14 @@ static double dropout_add(bench *b, const int64_t *n) { // T, C, p in percent
     return 3 * size(b) * (double)(n[0] * n[1]);
 }
 
-static double residual_norm(bench *b, const int64_t *n) { // T, C, p in percent, LayerNorm
+static double residual_norm(bench *b, const int64_t *n) { // T, C, p in percent, LayerNorm (1), in fp8 (2)
     mt_norm_args a = {.T = n[0], .H = 1, .C = n[1], .eps = 1e-5f, .dropout = {(double)n[2] / 100, 7}};
     a.y = elements(b, n[0] * n[1]), a.sum = elements(b, n[0] * n[1]), a.x = elements(b, n[0] * n[1]);
     a.residual = elements(b, n[0] * n[1]), a.w = elements(b, n[1]), a.rstd = floats(b, n[0]);
-    if (n[3]) a.b = elements(b, n[1]), a.mean = floats(b, n[0]);
-    a.token_index = b->names;
+    if (n[3] & 1) a.b = elements(b, n[1]), a.mean = floats(b, n[0]);
+    a.token_index = b->names, a.quantize = stored_rows(b, n[0], n[1], n[3] & 2);
     ENQUEUE(residual_norm_forward, &a, b->dtype);
-    return 4 * size(b) * (double)(n[0] * n[1]);
+    return (4 * size(b) - (double)(n[3] / 2)) * (double)(n[0] * n[1]);
 }
 
 /* The scale of a quantization: given, with amax recorded; computed, which reads x twice; per vector; per block. */
@@ -198,6 +209,13 @@ static double quantize(bench *b, const int64_t *n) { // R, C, scale, copies
     if (n[2] > CURRENT) a.amax = NULL;
     ENQUEUE(quantize, &a, b->dtype);
     return ((n[2] == CURRENT ? 2 : 1) * size(b) + (double)n[3]) * (double)(n[0] * n[1]);
+}
+
+static double transpose_codes(bench *b, const int64_t *n) { // R, C
+    mt_quantize_args a = stored_rows(b, n[0], n[1], true);
+    a.columns = (mt_fp8_matrix){mt_arena_alloc(&b->arena, n[0] * n[1]), floats(b, 1), n[0], MT_F8_E4M3, MT_FP8_TENSOR};
+    ENQUEUE(fp8_transpose, &a);
+    return 2 * (double)(n[0] * n[1]);
 }
 
 static double scatter_rows(bench *b, const int64_t *n) { // T, width
@@ -410,6 +428,8 @@ static const struct {
     {"their backward", qk_backward, MT_BF16, {8192, 32, 8, 1}},
     {"swiglu_forward", swiglu_forward, MT_BF16, {8192, 14336}},
     {"swiglu_backward", swiglu_backward, MT_BF16, {8192, 14336}},
+    {"swiglu_forward, in fp8", swiglu_forward, MT_BF16, {8192, 14336, 1}},
+    {"swiglu_backward, in fp8", swiglu_backward, MT_BF16, {8192, 14336, 1}},
     {"gelu_forward, tanh", gelu_forward, MT_BF16, {65536ll * 3072, MT_ACTIVATION_GELU_TANH}},
     {"gelu_backward, tanh", gelu_backward, MT_BF16, {65536ll * 3072, MT_ACTIVATION_GELU_TANH}},
     {"gelu_forward, exact", gelu_forward, MT_BF16, {65536ll * 3072, MT_ACTIVATION_GELU}},
@@ -420,6 +440,11 @@ static const struct {
     {"residual and LayerNorm", residual_norm, MT_BF16, {65536, 768, 0, 1}},
     {"residual and LayerNorm", residual_norm, MT_BF16, {16384, 1600, 0, 1}},
     {"with dropout", residual_norm, MT_BF16, {65536, 768, 10, 1}},
+    {"RMSNorm, in fp8", residual_norm, MT_BF16, {8192, 4096, 0, 2}},
+    {"LayerNorm, in fp8", residual_norm, MT_BF16, {65536, 768, 0, 3}},
+    {"fp8_transpose", transpose_codes, MT_BF16, {8192, 4096}},
+    {"fp8_transpose", transpose_codes, MT_BF16, {8192, 14336}},
+    {"fp8_transpose", transpose_codes, MT_BF16, {8192, 28672}},
     {"quantize, given scale", quantize, MT_BF16, {8192, 4096, DELAYED, 1}},
     {"quantize, given scale", quantize, MT_BF16, {8192, 4096, DELAYED, 2}},
     {"quantize, computed scale", quantize, MT_BF16, {8192, 4096, CURRENT, 1}},

@@ -1548,9 +1548,12 @@ static const layout in_fp8_parts[] = {
     {4, TENSORWISE, TP "2" STEPWISE SHARD "optim_grads_params"},
 };
 
-/* In bf16 the operations that compute the rows of experts write them in fp8. These layouts sum nothing in bf16, so that
- * their first step, too, is that of one rank. */
+/* In bf16 the operations that compute operands of products store them in fp8. These layouts sum nothing in bf16, so
+ * that their first step, too, is that of one rank. */
 static const layout in_fp8_rows[] = {
+    {2, DELAYED, PP "2" ZB},
+    {2, DELAYED, SHARD "optim_grads_params" PREFETCH},
+    {4, DELAYED_BIASED, PP "2"},
     {2, DELAYED_EXPERTS, EP "2"},
     {2, DELAYED_EXPERTS, PP "2" ZB},
     {2, DELAYED_EXPERTS, SHARD "optim_grads_params" PREFETCH},
@@ -1588,6 +1591,14 @@ static const same_bits in_fp8_same[] = {
     {{1, BLOCKWISE, ""}, NO_EVALUATIONS},
     {{2, DELAYED_EXPERTS, EP "2"}, NO_EVALUATIONS},
     {{2, DELAYED, SHARD "optim_grads_params"}, NO_EVALUATIONS},
+    {{2, DELAYED, " --bf16" PP "2"}, ZB}, // operands stored in fp8
+    {{2, DELAYED_BIASED, " --bf16" PP "2"}, ZB},
+    {{2, DELAYED, " --bf16" TP "2"}, " --recompute-granularity full"},
+    {{1, DELAYED, " --bf16"}, SELECTIVE "layernorm mlp"},
+    {{1, DELAYED_BIASED, " --bf16"}, SELECTIVE "layernorm mlp"},
+    {{1, DELAYED, " --bf16"}, " --recompute-granularity full --recompute-num-layers 3"},
+    {{1, DELAYED, " --bf16"}, SHARD "optim_grads_params"},
+    {{1, DELAYED, " --bf16"}, NO_EVALUATIONS},
 };
 
 /* Pairs: a model, the layout that saves, the layout that loads. Every kind of layout is on both sides. On GPUs, halves
@@ -1920,7 +1931,7 @@ static void layouts_train_in_fp8_to_within_a_rounding_of_one_rank(void **state) 
     RUN_ROWS(in_fp8_parts, false, 0.1);
 }
 
-static void rows_of_experts_in_fp8_train_like_those_of_one_rank(void **state) {
+static void operands_stored_in_fp8_train_like_those_of_one_rank(void **state) {
     (void)state;
     RUN_ROWS(in_fp8_rows, true, 0.05);
 }
@@ -1989,7 +2000,7 @@ static int run_layout_tests(void) {
         cmocka_unit_test(layouts_train_in_bf16_to_within_two_percent_of_one_rank),
         cmocka_unit_test(stages_train_in_fp8_like_one_rank),
         cmocka_unit_test(layouts_train_in_fp8_to_within_a_rounding_of_one_rank),
-        cmocka_unit_test(rows_of_experts_in_fp8_train_like_those_of_one_rank),
+        cmocka_unit_test(operands_stored_in_fp8_train_like_those_of_one_rank),
         cmocka_unit_test(delayed_scales_are_those_of_one_rank),
         cmocka_unit_test(split_backwards_sharded_weights_and_evaluations_change_no_bit_in_fp8),
         cmocka_unit_test(golden_families_train_like_pytorch_on_layouts),

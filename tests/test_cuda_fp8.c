@@ -12,7 +12,7 @@
 
 #include <cuda_runtime_api.h>
 
-#include "experts_in_fp8.h"
+#include "rows_in_fp8.h"
 
 enum { MAX_EXPERTS = 64, PATTERN = 0xA5 };
 
@@ -236,6 +236,18 @@ static void operations_of_experts_quantize_what_they_compute(void **state) {
     if (gpu) check_rows_in_place(gpu, stream);
 }
 
+static void norms_quantize_what_they_compute(void **state) {
+    (void)state;
+    if (!gpu) skip();
+    check_norms_in_place(gpu, stream);
+}
+
+static void activations_quantize_what_they_compute(void **state) {
+    (void)state;
+    if (!gpu) skip();
+    check_activations_in_place(gpu, stream);
+}
+
 /* ==== products ==================================================================================================== */
 
 typedef struct problem {
@@ -243,6 +255,7 @@ typedef struct problem {
     mt_dtype a_format, b_format, out_dtype;
     mt_fp8_blocks a_blocks, b_blocks;
     bool bias, accumulate, exact;
+    int64_t scales_at;   // floats before the scales in the GPU's memory, which begins at a multiple of 16 bytes
     int64_t num_experts; // 0: none
     bool sums_rows;
     int32_t offsets[MAX_EXPERTS + 1];
@@ -267,9 +280,12 @@ static mt_fp8_matrix random_matrices(const problem *p, int64_t count, int64_t R,
     return matrix;
 }
 
-static mt_fp8_matrix matrix_to_gpu(mt_fp8_matrix matrix, int64_t bytes, int64_t scales) {
+static mt_fp8_matrix matrix_to_gpu(const problem *p, mt_fp8_matrix matrix, int64_t bytes, int64_t scales) {
+    float *all = mt_calloc((p->scales_at + scales) * 4);
+    memcpy(all + p->scales_at, matrix.inverse_scales, (size_t)scales * 4);
     matrix.data = to_gpu(matrix.data, bytes);
-    matrix.inverse_scales = to_gpu(matrix.inverse_scales, scales * 4);
+    matrix.inverse_scales = (float *)to_gpu(all, (p->scales_at + scales) * 4) + p->scales_at;
+    free(all);
     return matrix;
 }
 
@@ -338,7 +354,7 @@ static int check_product(const problem *p) {
     mt_fp8_product_args on_gpu = a;
     a.out = want, a.bias = p->bias ? bias : NULL, a.offsets = p->num_experts ? p->offsets : NULL;
     mt_cpu_ops.fp8_product(&a, NULL);
-    on_gpu.a = matrix_to_gpu(a.a, bytes[0], scales[0]), on_gpu.b = matrix_to_gpu(a.b, bytes[1], scales[1]);
+    on_gpu.a = matrix_to_gpu(p, a.a, bytes[0], scales[0]), on_gpu.b = matrix_to_gpu(p, a.b, bytes[1], scales[1]);
     void *gpu_bias = to_gpu(bias, p->N * size);
     int32_t *offsets = to_gpu(p->offsets, (p->num_experts + 1) * 4);
     on_gpu.bias = p->bias ? gpu_bias : NULL, on_gpu.offsets = p->num_experts ? offsets : NULL;
@@ -355,8 +371,9 @@ static int check_product(const problem *p) {
         if (serves) check_output(name, p, got, want, n, allowed_error(p, name));
         gpu->memory_free(on_gpu.out);
     }
-    gpu->memory_free(on_gpu.a.data), gpu->memory_free(on_gpu.a.inverse_scales), gpu->memory_free(on_gpu.b.data);
-    gpu->memory_free(on_gpu.b.inverse_scales), gpu->memory_free(gpu_bias), gpu->memory_free(offsets);
+    gpu->memory_free(on_gpu.a.data), gpu->memory_free(on_gpu.a.inverse_scales - p->scales_at);
+    gpu->memory_free(on_gpu.b.data), gpu->memory_free(on_gpu.b.inverse_scales - p->scales_at);
+    gpu->memory_free(gpu_bias), gpu->memory_free(offsets);
     free(a.a.data), free(a.a.inverse_scales), free(a.b.data), free(a.b.inverse_scales), free(floats);
     free(before), free(bias), free(want), free(got);
     return served;
@@ -424,6 +441,21 @@ static void products_of_any_size_match_the_cpu(void **state) {
     static const int64_t sizes[][3] = {{256, 128, 100}, {48, 144, 333}, {33, 64, 48}, {1, 16, 16}, {130, 70, 90}};
     for (size_t i = 0; i < sizeof sizes / sizeof *sizes; i++)
         check_product_all((problem){.M = sizes[i][0], .N = sizes[i][1], .K = sizes[i][2]}, 1);
+}
+
+/* cuBLASLt reads scales at multiples of 16 bytes; at others only the definition serves. */
+static void products_take_scales_at_any_address(void **state) {
+    (void)state;
+    if (!gpu) skip();
+    for (int64_t at = 0; at <= 8; at++)
+        for (int blocks = 0; blocks < (is_hopper() ? 3 : 1); blocks++) {
+            problem p = {.M = 256, .N = 384, .K = 512, .a_format = MT_F8_E4M3, .b_format = MT_F8_E4M3};
+            p.out_dtype = MT_BF16, p.exact = true, p.scales_at = at;
+            p.a_blocks = kinds_of_blocks[blocks][0], p.b_blocks = kinds_of_blocks[blocks][1];
+            int served = check_product(&p), least = is_hopper() && at % 4 == 0 ? 2 : 1;
+            if (served < least || (at % 4 != 0 && served > 1))
+                fail_msg("%d rungs served scales at float %d, blocks %d", served, (int)at, blocks);
+        }
 }
 
 /* Products of N x K matrices for the given rows of experts, `before` and `after` which are rows of no expert, and the
@@ -579,8 +611,11 @@ int main(void) {
         cmocka_unit_test(padding_of_the_transpose_is_zero),
         cmocka_unit_test(segments_of_experts_match_the_cpu),
         cmocka_unit_test(operations_of_experts_quantize_what_they_compute),
+        cmocka_unit_test(activations_quantize_what_they_compute),
+        cmocka_unit_test(norms_quantize_what_they_compute),
         cmocka_unit_test(products_match_the_cpu),
         cmocka_unit_test(products_of_any_size_match_the_cpu),
+        cmocka_unit_test(products_take_scales_at_any_address),
         cmocka_unit_test(products_of_experts_match_the_cpu),
         cmocka_unit_test(products_of_many_experts_match_the_cpu),
         cmocka_unit_test(parts_of_weights_match_the_cpu_bit_for_bit),

@@ -1,5 +1,6 @@
 /* test_fp8.c: linears in fp8 equal those of Transformer Engine: outputs, gradients, scales and histories of the largest
- * values, for every recipe and step of the folder in MT_FP8_GOLDEN. On the CPU, and on the GPU where one answers. */
+ * values, for every recipe and step of the folder in MT_FP8_GOLDEN. Operands that the operation before a linear stores
+ * in fp8 give the bits of operands that the linear quantizes. On the CPU, and on the GPU where one answers. */
 #include "../data/file.h"
 #include "../data/safetensors.h"
 
@@ -244,6 +245,158 @@ static void linears_equal_transformer_engine_on_the_gpu(void **state) {
     check_backend(gpu, false);
 }
 
+/* ---- operands that the operation before a linear stores in fp8 */
+
+enum { F = 80, WIDTH = 2 * F };
+
+static int64_t quantize_calls, transpose_calls;
+static const mt_ops *counted_ops;
+
+static void counted_quantize(const mt_quantize_args *a, mt_dtype dtype, mt_stream *stream) {
+    quantize_calls++;
+    counted_ops->quantize(a, dtype, stream);
+}
+
+static void counted_transpose(const mt_quantize_args *a, mt_stream *stream) {
+    transpose_calls++;
+    counted_ops->fp8_transpose(a, stream);
+}
+
+/* An MLP after a norm: everything that it reads and writes. */
+typedef struct mlp {
+    mt_ops ops;
+    mt_stream *stream;
+    mt_tensor_parallel tp;
+    mt_linear fc1, down;
+    mt_fp8 fp8;
+    mt_fp8_linear states[2];
+    float *amax; // [6]
+    void *workspace, *x, *normed, *hidden, *active, *y, *dy, *dactive, *dhidden, *dnormed;
+    void *memory[24];
+    int count;
+} mlp;
+
+/* Values over some octaves, some beyond the largest of e4m3 after scaling. */
+static float value_of(int64_t i) {
+    uint32_t bits = (uint32_t)i * 2654435761u;
+    return ldexpf((float)(int32_t)(bits ^ bits >> 15) * 0x1p-31f, (int)(i % 9) - 3);
+}
+
+static void *mlp_memory(mlp *m, int64_t bytes) {
+    return m->memory[m->count++] = m->ops.memory_alloc(bytes);
+}
+
+static void *mlp_bf16(mlp *m, int64_t n, int64_t seed) {
+    uint16_t *host = mt_malloc(n * 2), *to = mlp_memory(m, n * 2);
+    for (int64_t i = 0; i < n; i++) host[i] = mt_f32_to_bf16(value_of(i + seed * 7919));
+    m->ops.memory_copy(to, host, n * 2, m->stream);
+    m->ops.stream_synchronize(m->stream);
+    free(host);
+    return to;
+}
+
+static void *mlp_floats(mlp *m, int64_t n, float value) {
+    float *host = mt_malloc(n * 4), *to = mlp_memory(m, n * 4);
+    for (int64_t i = 0; i < n; i++) host[i] = value * (float)(i + 1);
+    m->ops.memory_copy(to, host, n * 4, m->stream);
+    m->ops.stream_synchronize(m->stream);
+    free(host);
+    return to;
+}
+
+static void mlp_linear(mlp *m, mt_linear *l, mt_fp8_linear *state, int64_t N, int64_t width, float *numbers) {
+    *l = (mt_linear){.N = N, .K = width, .kind = MT_LINEAR_REPLICATED, .fp8 = state};
+    l->weight = (mt_weight){mlp_bf16(m, N * width, N), mlp_floats(m, N * width, 0), NULL};
+    *state = (mt_fp8_linear){.recipe = &m->fp8, .scale = numbers, .amax = m->amax + (state - m->states) * 3};
+    state->inverse_scales = mlp_memory(m, MT_NUM_FP8_OPERANDS * MT_FP8_SCALE_STEP * 4);
+}
+
+static void mlp_open(mlp *m, const mt_ops *ops, bool in_place) {
+    *m = (mlp){.ops = *ops, .fp8 = mt_fp8_recipes[MT_FP8_DELAYED]};
+    int64_t bytes = ops->workspace_bytes(T, WIDTH, 1, 1);
+    counted_ops = ops, m->ops.quantize = counted_quantize, m->ops.fp8_transpose = counted_transpose;
+    m->workspace = mlp_memory(m, bytes), m->stream = ops->stream_create(m->workspace, bytes, false);
+    m->fp8.format = MT_F8_E4M3, m->fp8.gradient_format = MT_F8_E5M2, m->fp8.wgrad = true;
+    m->fp8.scratch.capacity = 1 << 20, m->fp8.scratch.base = mlp_memory(m, 1 << 20);
+    m->amax = mlp_floats(m, 6, 0);
+    mlp_linear(m, &m->fc1, &m->states[0], WIDTH, K, mlp_floats(m, 3, 40));
+    mlp_linear(m, &m->down, &m->states[1], K, F, mlp_floats(m, 3, 60));
+    m->states[0].in_place[MT_FP8_X] = m->states[0].in_place[MT_FP8_DY] = m->states[1].in_place[MT_FP8_X] = in_place;
+    m->x = mlp_bf16(m, T * K, 1), m->dy = mlp_bf16(m, T * K, 2), m->normed = mlp_bf16(m, T * K, 3);
+    m->hidden = mlp_bf16(m, T * WIDTH, 4), m->active = mlp_bf16(m, T * F, 5), m->y = mlp_bf16(m, T * K, 6);
+    m->dactive = mlp_bf16(m, T * F, 7), m->dhidden = mlp_bf16(m, T * WIDTH, 8), m->dnormed = mlp_bf16(m, T * K, 9);
+    m->tp = (mt_tensor_parallel){.ops = &m->ops, .group = &mt_grid_of_one.tensor, .stream = m->stream};
+    m->tp.comm = m->stream, m->tp.dtype = MT_BF16, m->tp.training = true, m->tp.T = m->tp.rows = T;
+}
+
+/* Norm, MLP, and the backward of the MLP. */
+static void mlp_run(mlp *m) {
+    mt_norm_args norm = {.T = T, .H = 1, .C = K, .x = m->x, .w = m->fc1.weight.w, .eps = 1e-5f, .y = m->normed};
+    norm.rstd = mlp_memory(m, T * 4), norm.x_stride = norm.y_stride = K;
+    if (m->states[0].in_place[MT_FP8_X]) {
+        norm.quantize = (mt_quantize_args){m->normed, 1, T, K, .scale = m->states[0].scale, .amax = m->amax};
+        norm.quantize.rows = (mt_fp8_matrix){m->normed, m->states[0].inverse_scales, K, MT_F8_E4M3, MT_FP8_TENSOR};
+    }
+    m->ops.rmsnorm_forward(&norm, MT_BF16, m->stream);
+    mt_linear_io fc1 = {.x = m->normed, .y = m->hidden, .active = m->active, .reader = &m->down};
+    mt_linear_io down = {.x = m->active, .y = m->y, .dy = m->dy, .dx = m->dactive, .reader = &m->fc1};
+    fc1.activation = down.activation = MT_ACTIVATION_SWIGLU, fc1.dy = m->dhidden, fc1.dx = m->dnormed;
+    mt_linear_forward(&m->tp, &m->fc1, &fc1);
+    fc1.active = NULL, fc1.reader = NULL;
+    mt_linear_forward(&m->tp, &m->down, &(mt_linear_io){.x = m->active, .y = m->y});
+    down.hidden = m->hidden, down.dhidden = m->dhidden;
+    mt_linear_backward(&m->tp, &m->down, &down, MT_BACKWARD_BOTH);
+    mt_linear_backward(&m->tp, &m->fc1, &fc1, MT_BACKWARD_BOTH);
+}
+
+static void same_bits(mlp *stored, mlp *quantized, const char *what, const void *got, const void *want, int64_t bytes) {
+    fixture on[] = {{.ops = counted_ops, .stream = stored->stream}, {.ops = counted_ops, .stream = quantized->stream}};
+    uint8_t *bits[] = {fetch(&on[0], got, bytes), fetch(&on[1], want, bytes)};
+    for (int64_t i = 0; i < bytes; i++)
+        if (bits[0][i] != bits[1][i]) fail_msg("%s: byte %d is %02x, not %02x", what, (int)i, bits[0][i], bits[1][i]);
+    free(bits[0]), free(bits[1]);
+}
+
+static void mlp_close(mlp *m) {
+    m->ops.stream_destroy(m->stream);
+    for (int i = 0; i < m->count; i++) m->ops.memory_free(m->memory[i]);
+}
+
+/* Two weights are quantized twice each, as they are not kept; with operands in place also dy of the second linear, and
+ * else three operands more, x twice. */
+static void check_in_place(const mt_ops *ops) {
+    mlp m[2];
+    for (int in_place = 0; in_place < 2; in_place++) {
+        mlp_open(&m[in_place], ops, in_place);
+        quantize_calls = transpose_calls = 0;
+        mlp_run(&m[in_place]);
+        assert_int_equal(quantize_calls, in_place ? 4 + 1 : 4 + 2 * 3);
+        assert_int_equal(transpose_calls, in_place ? 3 : 0);
+    }
+    same_bits(&m[1], &m[0], "y", m[1].y, m[0].y, T * K * 2);
+    same_bits(&m[1], &m[0], "dx", m[1].dnormed, m[0].dnormed, T * K * 2);
+    same_bits(&m[1], &m[0], "dw of the first", m[1].fc1.weight.dw, m[0].fc1.weight.dw, WIDTH * K * 4);
+    same_bits(&m[1], &m[0], "dw of the second", m[1].down.weight.dw, m[0].down.weight.dw, K * F * 4);
+    same_bits(&m[1], &m[0], "amax", m[1].amax, m[0].amax, 6 * 4);
+    mlp_close(&m[0]), mlp_close(&m[1]);
+}
+
+static void operands_in_place_change_no_bit_on_the_cpu(void **state) {
+    (void)state;
+    check_in_place(&mt_cpu_ops);
+}
+
+static void operands_in_place_change_no_bit_on_the_gpu(void **state) {
+    (void)state;
+    mt_error error;
+    const mt_ops *gpu = mt_cuda_open(0, &error);
+    if (!gpu) {
+        print_message("skipped: %s\n", error.text);
+        skip();
+    }
+    check_in_place(gpu);
+}
+
 static int open_golden(void **state) {
     (void)state;
     mt_error error;
@@ -266,6 +419,8 @@ int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(linears_equal_transformer_engine_on_the_cpu),
         cmocka_unit_test(linears_equal_transformer_engine_on_the_gpu),
+        cmocka_unit_test(operands_in_place_change_no_bit_on_the_cpu),
+        cmocka_unit_test(operands_in_place_change_no_bit_on_the_gpu),
     };
     return cmocka_run_group_tests(tests, open_golden, close_golden);
 }

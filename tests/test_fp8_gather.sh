@@ -1,5 +1,6 @@
 #!/bin/sh
-# The collectives of fp8 training, counted in the trace of a step. On the CPU, and on two GPUs where there are two.
+# The collectives of fp8 training, and the operations that quantize, counted in the trace of a step. On the CPU, and on
+# two GPUs where there are two.
 set -u
 . tests/suite.sh
 needs_mpi
@@ -93,12 +94,46 @@ one_collective_for_all_scales() {
         counts 1 'all_reduce 96' "$work/tensor"
 }
 
+# quantizes RANKS CALLS TRANSPOSES ARGUMENTS...: rank 0 quantizes and transposes so many times in step 3.
+quantizes() {
+    ranks=$1 calls=$2 transposes=$3
+    shift 3
+    trace "$ranks" "$work/calls" --device cpu "$@" || return 1
+    for pair in "quantize $calls" "fp8_transpose $transposes"; do
+        found=$(grep -o "\"pid\":0,[^{}]*\"name\":\"${pair% *}\"" "$work/trace.json" | wc -l)
+        [ "$found" = "${pair#* }" ] || {
+            echo "$found times ${pair% *}, expected ${pair#* }: $*"
+            return 1
+        }
+    done
+}
+
+# 2 layers with 4 linears, 4 micro-batches. The weights are quantized once per step: 8 calls. Of each linear and
+# micro-batch x is quantized in the forward and in the backward, and dy once: 96 calls. With delayed scaling the norms
+# store x of two linears, the activation x of a third, and its backward dy of one: 4 transposes replace 7 calls. With a
+# bias this dy is needed in bf16. With sequence parallelism the outputs of norms are gathered in bf16, and with its
+# overlap nothing is stored in fp8; a linear then takes the rows in two parts, and the row-parallel ones quantize dy
+# once more for its transpose: 20 calls.
+operations_before_linears_quantize() {
+    quantizes 1 104 0 --fp8-recipe tensorwise && quantizes 1 48 32 --fp8-recipe delayed &&
+        quantizes 1 72 0 --fp8-recipe delayed --no-fp8-wgrad &&
+        quantizes 2 48 32 --fp8-recipe delayed --tensor-model-parallel-size 2 &&
+        quantizes 2 80 16 --fp8-recipe delayed --tensor-model-parallel-size 2 --sequence-parallel &&
+        quantizes 2 168 0 --fp8-recipe delayed --tensor-model-parallel-size 2 --sequence-parallel \
+            --tp-comm-overlap &&
+        (
+            model=$(echo "$model" | sed 's/--disable-bias-linear//')
+            quantizes 1 56 24 --fp8-recipe delayed
+        )
+}
+
 check weights_are_gathered_in_8_bits weights_are_gathered_in_8_bits cpu
 check blocks_are_gathered_in_8_bits_for_the_optimizer blocks_are_gathered_in_8_bits cpu 2 optim 2
 check blocks_are_gathered_in_8_bits_for_every_use blocks_are_gathered_in_8_bits cpu 2 optim_grads_params 5
 check blocks_of_four_ranks_are_gathered_in_8_bits blocks_are_gathered_in_8_bits cpu 4 optim_grads_params 3
 check widths_that_cut_blocks_are_refused widths_that_cut_blocks_are_refused
 check one_collective_for_all_scales one_collective_for_all_scales
+check operations_before_linears_quantize operations_before_linears_quantize
 # shellcheck disable=SC2086
 if [ "$(nvidia-smi -L 2>/dev/null | wc -l)" -ge 2 ] &&
     ! $(mpirun_here) -np 2 "$train" $model --device cuda 2>&1 </dev/null | grep -q 'this build'; then

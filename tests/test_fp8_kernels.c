@@ -26,7 +26,7 @@ static float random_float(void) {
     return (float)((int32_t)random_bits() >> 8) * 0x1p-23f;
 }
 
-#include "experts_in_fp8.h"
+#include "rows_in_fp8.h"
 
 /* ---- codes ------------------------------------------------------------------------------------------------------- */
 
@@ -313,6 +313,16 @@ static void operations_of_experts_quantize_what_they_compute(void **state) {
     check_rows_in_place(ops, NULL);
 }
 
+static void norms_quantize_what_they_compute(void **state) {
+    (void)state;
+    check_norms_in_place(ops, NULL);
+}
+
+static void activations_quantize_what_they_compute(void **state) {
+    (void)state;
+    check_activations_in_place(ops, NULL);
+}
+
 /* Scales of mxfp8 are powers of two with which the largest value of 32 just fits. */
 static void scales_of_mxfp8_are_powers_of_two(void **state) {
     (void)state;
@@ -564,6 +574,8 @@ int main(void) {
         cmocka_unit_test(quantize_rounds_every_block_with_its_scale),
         cmocka_unit_test(quantize_keeps_the_rows_of_experts_apart),
         cmocka_unit_test(operations_of_experts_quantize_what_they_compute),
+        cmocka_unit_test(activations_quantize_what_they_compute),
+        cmocka_unit_test(norms_quantize_what_they_compute),
         cmocka_unit_test(scales_of_mxfp8_are_powers_of_two),
         cmocka_unit_test(parts_of_weights_are_quantized_like_the_whole),
         cmocka_unit_test(products_equal_float64_of_the_decoded_operands),
