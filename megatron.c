@@ -10781,8 +10781,9 @@ static void mt_model_adapters(mt_model *m) {
     }
 }
 
-/* True if the operation that computes x or dy of a layer's linear stores it in fp8, instead of in the model's type. The
- * linear reads it only to multiply it then: no adapter, no gradient of a bias, and no other layout of its rows. */
+/* True if the operation that computes x or dy of a layer's linear stores it in fp8, instead of in the model's type.
+ * Then only products read it: no adapter, no gradient of a bias or of a weight in bf16, no exchange of rows between
+ * ranks. */
 static bool mt_fp8_in_place(const mt_model *m, const mt_linear *l, const mt_layer *w, mt_fp8_operand operand) {
     const mt_fp8 *recipe = l->fp8->recipe;
     if (!recipe->delayed || !recipe->wgrad || m->dtype != MT_BF16 || l->adapter.R > 0 || operand == MT_FP8_W)
