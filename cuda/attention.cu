@@ -49,7 +49,8 @@ __device__ static float dropout_factor(const mt_attention &shape, int64_t head, 
     uint4 words = mt_cuda_philox(shape.dropout.key, shape.q_index[query],
                                  (uint64_t)(shape.first_head + head) << 48 | (uint64_t)k >> 2);
     uint32_t word = (k & 3) == 0 ? words.x : (k & 3) == 1 ? words.y : (k & 3) == 2 ? words.z : words.w;
-    return (double)word >= shape.dropout.p * 4294967296.0 ? (float)(1 / (1 - shape.dropout.p)) : 0;
+    mt_masks masks = mt_dropout_masks(&shape.dropout);
+    return word >= masks.threshold ? masks.kept : 0;
 }
 
 template <class E> __global__ void naive_forward(mt_attention shape) {

@@ -14,13 +14,6 @@
 
 #include "attention.cuh"
 
-/* The masks of a call: `threshold` is the smallest word that is at least p 2^32. */
-static inline mt_masks attention_masks(const mt_attention *a) {
-    double threshold = ceil(a->dropout.p * 4294967296.0);
-    bool all = threshold > UINT32_MAX; // no word is that large
-    return {a->dropout.key, all ? UINT32_MAX : (uint32_t)threshold, all ? 0 : (float)(1 / (1 - a->dropout.p))};
-}
-
 /* ---- bits -------------------------------------------------------------------------------------------------------- */
 
 /* The bits of KEYS keys of one query: words of up to 32 keys. */

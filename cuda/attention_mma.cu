@@ -476,7 +476,8 @@ static void launch(void (*kernel)(flash_task, mt_masks), flash_task task, const 
     task.heads_together = heads_in_section(a, heads, heads / a->num_groups);
     if (task.num_tiles == 0) return;
     MT_CUDA(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
-    kernel<<<(unsigned)(task.num_tiles * heads), THREADS, bytes, mt_cuda_stream(stream)>>>(task, attention_masks(a));
+    kernel<<<(unsigned)(task.num_tiles * heads), THREADS, bytes, mt_cuda_stream(stream)>>>(
+        task, mt_dropout_masks(&a->dropout));
     MT_CUDA_LAUNCHED();
 }
 

@@ -244,7 +244,7 @@ struct mt_masks {
     float kept;
 };
 
-static inline mt_masks mt_dropout_masks(const mt_dropout *dropout) {
+__host__ __device__ static inline mt_masks mt_dropout_masks(const mt_dropout *dropout) {
     double p = dropout->p > 0 ? dropout->p : 0;
     return {dropout->key, p < 1 ? (uint32_t)(p * 4294967296.0) : UINT32_MAX, p < 1 ? (float)(1 / (1 - p)) : 0};
 }
