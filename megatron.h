@@ -1013,7 +1013,7 @@ typedef struct mt_pages {
 
 /* One attention call. With a window > 0, row i sees only keys j > i + (k_len - q_len) - window (Mistral's sliding
  * window; 0 is none). Dropout keeps the probability of head h, query i and key j when word k_index[j] % 4 of Philox at
- * (q_index[i], (first_head + h) << 48 | k_index[j] / 4) is at least p 2^32. */
+ * (q_index[i], (first_head + h) << 48 | k_index[j] / 4) is at least the integer part of p 2^32. */
 typedef struct mt_attention {
     int64_t num_heads, num_groups; // H, G: heads of q, heads of k and v
     int64_t head_size, value_size; // D, Dv: channels of a head of q and k, of v
@@ -1125,7 +1125,7 @@ typedef struct mt_dropout_add_args {
 
 #define MT_ROW_OPERATIONS(OP)                                                                                          \
     /* out[T, C] = residual + dropout(x). With i = first_channel + c, element (t, c) is kept when word i % 4 of Philox \
-     * at (token_index[t], i / 4) is at least p 2^32, and then scaled by 1 / (1 - p). */                               \
+     * at (token_index[t], i / 4) is at least the integer part of p 2^32, and then scaled by 1 / (1 - p). */           \
     OP(dropout_add_forward, mt_work_bytes((a->residual ? 3 : 2) * a->T * a->C, dtype), (a, dtype, stream),             \
        const mt_dropout_add_args *a, mt_dtype dtype, mt_stream *stream)                                                \
     /* out = dropout(x): x is the gradient of the sum and of the residual, out that of the forward's x. */             \
