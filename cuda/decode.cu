@@ -30,22 +30,32 @@ enum {
     NORM_PACKS = MT_DECODE_WIDTH / (P * THREADS),
     LEAST_KEYS = 64,       // of a split
     PREFETCHED_KEYS = 256, // of a split
-    MERGED_BYTES = 32768   // that each block reads for itself at most
+    CACHED_PAGES = 64,
+    MERGED_BYTES = 32768 // that each block reads for itself at most
 };
 
 static constexpr uint32_t turn = 1u << 31; // bit of the barrier's counter that changes when all blocks have arrived
 
-/* The parts of a block's dynamic shared memory after the ring of weights: the layers, and memory of a phase. */
+/* The keys [first, end) that the query of a span sees, in `used` splits of `keys` keys. The query's own is the last. */
+struct key_cut {
+    int row, first, end, keys, used; // row: of the query in the step
+    int64_t k_start;
+};
+
+/* What the phases of a step have in common is read once: a barrier empties L1. */
+struct block_tables {
+    key_cut cuts[MT_DECODE_ROWS];                       // of the spans
+    float rotation[MT_DECODE_ROWS][MT_DECODE_CHANNELS]; // cosines, then sines of each row
+    int32_t pages[CACHED_PAGES];                        // of the block's first work
+};
+
+/* A block's shared memory. */
 struct block_memory {
-    uint4 *ring;
+    block_tables *tables;
+    uint4 *ring; // of weights
     const mt_decode_layer *layers;
     char *phase; // rows of a product's input, or heads and partial sums of attention
 };
-
-__device__ static inline block_memory memory_of(const mt_decode_task &task, uint4 *shared) {
-    char *layers = (char *)shared + task.ring_bytes;
-    return {shared, (const mt_decode_layer *)layers, layers + task.layer_bytes};
-}
 
 /* 8 elements that another block may have written in this launch. */
 __device__ static inline mt_pack<float, P> load_shared_row(const bf16 *from) {
@@ -181,7 +191,7 @@ __device__ static inline void multiply(float (&sums)[2 * rows], const mt_decode_
 struct unit_result {
     int t, column;
     bool exists;
-    float bias, residual; // loaded before the product, and before the barrier where they do not depend on it
+    bf16 bias, residual; // loaded before the product, and before the barrier where they do not depend on it
 
     template <int rows> __device__ void open(const mt_decode_task &task, const mt_decode_layer &l, int j, int unit) {
         constexpr int lanes = 16 / rows;
@@ -190,8 +200,8 @@ struct unit_result {
         t = i % rows, column = unit * p.step + i / rows * p.apart;
         exists = lane % lanes == 0 && t < task.T && unit < p.units && warp_share(p).rank == 0;
         const bf16 *stream = j == MT_DECODE_OUT ? l.input : j == MT_DECODE_FC2 ? l.middle : NULL;
-        bias = exists && l.bias[j] ? mt_to_float(l.bias[j][column]) : 0;
-        residual = exists && stream ? mt_to_float(__ldcg(stream + t * task.C + column)) : 0;
+        bias = exists && l.bias[j] ? l.bias[j][column] : mt_from_float<bf16>(0);
+        residual = exists && stream ? __ldcg(stream + t * task.C + column) : mt_from_float<bf16>(0);
     }
 
     /* `other`: the second row's result, in lanes of the first. */
@@ -200,7 +210,7 @@ struct unit_result {
         bf16 *to = task.qkv + t * (task.H + 2 * task.G) * task.D + column;
         if (j == MT_DECODE_OUT) to = l.middle + t * task.C + column;
         if (j == MT_DECODE_FC2) to = l.output + t * task.C + column;
-        if (j == MT_DECODE_OUT || j == MT_DECODE_FC2) value += residual;
+        if (j == MT_DECODE_OUT || j == MT_DECODE_FC2) value += mt_to_float(residual);
         if (j == MT_DECODE_FC1) {
             bool gated = task.activation == MT_ACTIVATION_SWIGLU;
             if (gated && column >= task.F) return;
@@ -233,7 +243,8 @@ __device__ static inline void run_product(const mt_decode_task &task, const bloc
             sums[0] = 0;
             for (int i = 0; i < share.team; i++) sums[0] += of_warp[warp - share.rank + i][lane / (32 / n)];
         }
-        float value = rounded(sums[0] + result.bias), other = __shfl_down_sync(0xffffffff, value, 16);
+        float value = rounded(sums[0] + mt_to_float(result.bias)), other = 0;
+        if (p.apart > 1) other = __shfl_down_sync(0xffffffff, value, 16);
         result.store(task, l, j, value, other);
         unit += share.stride;
         result.open<rows>(task, l, j, unit);
@@ -242,8 +253,8 @@ __device__ static inline void run_product(const mt_decode_task &task, const bloc
 
 /* ---- inputs of products ------------------------------------------------------------------------------------------ */
 
-/* x[r] = the sum of x[r] over the block. `buffer` alternates between 0 and 1. */
-template <int rows> __device__ static inline void sum_over_block(float (&x)[rows], int buffer) {
+/* x[t] = the sum of x[t] over the first `warps` warps of the block. `buffer` alternates between 0 and 1. */
+template <int rows> __device__ static inline void sum_over_block(float (&x)[rows], int warps, int buffer) {
     __shared__ float of_warp[2][rows][WARPS];
     int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
 #pragma unroll
@@ -253,7 +264,10 @@ template <int rows> __device__ static inline void sum_over_block(float (&x)[rows
     }
     __syncthreads();
 #pragma unroll
-    for (int t = 0; t < rows; t++) x[t] = mt_warp_sum(lane < WARPS ? of_warp[buffer][t][lane] : 0);
+    for (int t = 0; t < rows; t++) {
+        x[t] = of_warp[buffer][t][0];
+        for (int i = 1; i < warps; i++) x[t] += of_warp[buffer][t][i];
+    }
 }
 
 /* The weights and biases of a norm at this thread's channels, loaded before a barrier. */
@@ -275,6 +289,7 @@ __device__ static inline void load_normed(const mt_decode_task &task, const bloc
                                           const norm_weights &weights) {
     mt_pack<float, P> x[rows][NORM_PACKS];
     float mean[rows] = {}, squares[rows] = {}, inverse_C = __frcp_rn(task.C);
+    int warps = min(WARPS, (task.C + CHUNK - 1) / CHUNK); // that have channels
 #pragma unroll
     for (int t = 0; t < rows; t++)
 #pragma unroll
@@ -283,7 +298,7 @@ __device__ static inline void load_normed(const mt_decode_task &task, const bloc
             x[t][i] = t < task.T && c < task.C ? load_shared_row(from + t * task.C + c) : mt_pack<float, P>{};
             for (int e = 0; e < P; e++) mean[t] += x[t][i].value[e];
         }
-    if (task.layernorm) sum_over_block(mean, 0);
+    if (task.layernorm) sum_over_block(mean, warps, 0);
 #pragma unroll
     for (int t = 0; t < rows; t++) {
         mean[t] = task.layernorm ? mean[t] * inverse_C : 0;
@@ -293,7 +308,7 @@ __device__ static inline void load_normed(const mt_decode_task &task, const bloc
             for (int e = 0; e < P; e++) squares[t] += (x[t][i].value[e] - mean[t]) * (x[t][i].value[e] - mean[t]);
         }
     }
-    sum_over_block(squares, 1);
+    sum_over_block(squares, warps, 1);
 #pragma unroll
     for (int t = 0; t < rows; t++) {
         float scale = rsqrtf(squares[t] * inverse_C + task.eps), shift = -mean[t] * scale;
@@ -312,6 +327,7 @@ __device__ static inline void load_normed(const mt_decode_task &task, const bloc
 /* The T rows of K elements of `from`, to shared memory. */
 __device__ static inline void load_rows(const mt_decode_task &task, const block_memory &memory, const bf16 *from,
                                         int K) {
+#pragma unroll 4
     for (int i = threadIdx.x; i < task.T * K / P; i += THREADS)
         ((uint4 *)memory.phase)[i] = __ldcg((const uint4 *)from + i);
     __syncthreads();
@@ -319,47 +335,54 @@ __device__ static inline void load_rows(const mt_decode_task &task, const block_
 
 /* ---- attention --------------------------------------------------------------------------------------------------- */
 
-/* The keys [first, end) that the query of a span sees, in `used` splits of `keys` keys. The query's own is the last. */
-struct key_cut {
-    int first, end, keys, used;
-};
-
 __device__ static inline key_cut cut_of(const mt_decode_task &task, int span) {
-    int end = (int)task.spans[span].k_len, first = 0;
+    const mt_span s = task.spans[span];
+    int end = (int)s.k_len, first = 0;
     if (task.window > 0 && task.window < end) first = end - (int)task.window;
     int keys = (end - first + task.splits - 1) / task.splits;
     keys = max(LEAST_KEYS, (keys + 15) / 16 * 16);
-    return {first, end, keys, (end - first + keys - 1) / keys};
+    return {(int)s.q_start, first, end, keys, (end - first + keys - 1) / keys, s.k_start};
 }
 
 /* Work of a block: `heads` heads of a group, from `head` on, over the keys [begin, end) of a span. */
 struct key_work {
     int span, row, split, group, head, heads, begin, end, last; // last: the query's own key
     bool stores;                                                // writes the new row of the cache
-    int64_t k_start, position;
+    int64_t k_start;
+    const int32_t *pages; // from page first_page on
+    int first_page;
 
-    __device__ key_work(const mt_decode_task &task, int item) {
+    __device__ key_work(const mt_decode_task &task, const block_memory &memory, int item) {
         int per_group = task.H / task.G, tiles = (per_group + HEADS - 1) / HEADS;
         split = item % task.splits, item /= task.splits;
         int tile = item % tiles;
         item /= tiles;
         group = item % task.G, span = item / task.G;
         head = group * per_group + tile * HEADS, heads = min(HEADS, per_group - tile * HEADS);
-        begin = end = last = 0, row = 0, stores = false, k_start = position = 0;
+        begin = end = last = row = 0, stores = false, k_start = 0, pages = task.pages.table, first_page = 0;
         if (span >= task.T) return;
-        key_cut cut = cut_of(task, span);
-        row = (int)task.spans[span].q_start, k_start = task.spans[span].k_start, last = cut.end - 1;
+        const key_cut cut = memory.tables->cuts[span];
+        row = cut.row, k_start = cut.k_start, last = cut.end - 1;
         begin = cut.first + split * cut.keys, end = min(begin + cut.keys, cut.end);
         stores = tile == 0 && begin <= last && last < end;
-        position = task.rotation.R > 0 ? task.rotation.positions[row] : 0;
     }
 };
 
 __device__ static inline int64_t cache_row(const mt_decode_task &task, const key_work &work, int key) {
     int64_t j = work.k_start + key;
-    if (!task.pages.table) return j;
+    if (!work.pages) return j;
     int shift = 31 - __clz((int)task.pages.rows);
-    return ((int64_t)task.pages.table[j >> shift] << shift) + (j & (task.pages.rows - 1));
+    return ((int64_t)work.pages[(j >> shift) - work.first_page] << shift) + (j & (task.pages.rows - 1));
+}
+
+/* Copies the page numbers of a block's first work, if they are few. */
+__device__ static inline void cache_pages(const mt_decode_task &task, const block_memory &memory, key_work &work) {
+    if (!work.pages || work.begin >= work.end) return;
+    int shift = 31 - __clz((int)task.pages.rows), first = (int)((work.k_start + work.begin) >> shift);
+    int count = (int)((work.k_start + work.end - 1) >> shift) - first + 1;
+    if (count > CACHED_PAGES) return;
+    for (int i = threadIdx.x; i < count; i += THREADS) memory.tables->pages[i] = task.pages.table[first + i];
+    work.pages = memory.tables->pages, work.first_page = first;
 }
 
 /* Brings the first keys and values of a block's work to L2, except the new ones. */
@@ -387,7 +410,7 @@ struct attention_memory {
 
 /* A warp's head of q or k, normalised, rotated and rounded; `x` is scratch [D]. Returns this lane's 8 channels. */
 __device__ static inline mt_pack<bf16, P> prepare_head(const mt_decode_task &task, float *x, const bf16 *from,
-                                                       const bf16 *norm, int64_t position) {
+                                                       const bf16 *norm, const float *rotation) {
     int lane = threadIdx.x % 32, D = task.D, half = (int)task.rotation.R / 2;
     mt_pack<float, P> pack = {};
     if (lane < D / P) pack = load_shared_row(from + lane * P);
@@ -399,12 +422,11 @@ __device__ static inline mt_pack<bf16, P> prepare_head(const mt_decode_task &tas
         for (int e = 0; e < P; e++) pack.value[e] *= rstd * w.value[e];
     }
     if (half > 0) {
-        const float *cos = task.rotation.cos + position * half, *sin = task.rotation.sin + position * half;
         for (int e = 0; e < P && lane < D / P; e++) x[lane * P + e] = pack.value[e];
         __syncwarp();
         for (int i = lane; i < half; i += 32) {
             int low = task.rotation.interleaved ? 2 * i : i, high = low + (task.rotation.interleaved ? 1 : half);
-            float a = x[low], b = x[high], c = cos[i], s = sin[i];
+            float a = x[low], b = x[high], c = rotation[i], s = rotation[half + i];
             x[low] = a * c - b * s, x[high] = b * c + a * s;
         }
         __syncwarp();
@@ -416,14 +438,15 @@ __device__ static inline mt_pack<bf16, P> prepare_head(const mt_decode_task &tas
 
 /* q of the block's heads to shared memory, multiplied by the scale and log2 e; if its keys end with the new one, the
  * new key and value to shared memory and the cache. A warp has a head. */
-__device__ static inline void prepare_heads(const mt_decode_task &task, const mt_decode_layer &l, const key_work &work,
-                                            const attention_memory &m) {
+__device__ static inline void prepare_heads(const mt_decode_task &task, const block_memory &memory,
+                                            const mt_decode_layer &l, const key_work &work, const attention_memory &m) {
     int warp = threadIdx.x / 32, lane = threadIdx.x % 32, D = task.D;
     const bf16 *qkv = task.qkv + (int64_t)work.row * (task.H + 2 * task.G) * D;
+    const float *rotation = memory.tables->rotation[work.row];
     float *scratch = m.values + warp * D;
     if (warp < work.heads) {
         mt_pack<float, P> q =
-            mt_to_float(prepare_head(task, scratch, qkv + (work.head + warp) * D, l.q_norm, work.position));
+            mt_to_float(prepare_head(task, scratch, qkv + (work.head + warp) * D, l.q_norm, rotation));
         for (int e = 0; e < P && lane < D / P; e++)
             m.q[warp * D + lane * P + e] = q.value[e] * task.scale * 1.44269504f;
     }
@@ -435,7 +458,7 @@ __device__ static inline void prepare_heads(const mt_decode_task &task, const mt
         if (is_v)
             pack = mt_from_float<bf16>(lane < D / P ? load_shared_row(from + lane * P) : mt_pack<float, P>{});
         else
-            pack = prepare_head(task, scratch, from, l.k_norm, work.position);
+            pack = prepare_head(task, scratch, from, l.k_norm, rotation);
         if (lane < D / P) (is_v ? m.new_v : m.new_k)[lane] = pack;
         if (lane < D / P && work.stores) mt_store(to + lane * P, pack);
     }
@@ -570,10 +593,10 @@ __device__ static inline void run_attention(const mt_decode_task &task, const bl
     int per_group = task.H / task.G, tiles = (per_group + HEADS - 1) / HEADS;
     int items = task.T * task.G * tiles * task.splits;
     for (int item = blockIdx.x; item < items; item += gridDim.x) {
-        if (item != blockIdx.x) work = key_work(task, item);
+        if (item != blockIdx.x) work = key_work(task, memory, item);
         if (work.begin >= work.end) continue;
         attention_memory m(task, memory, work.heads);
-        prepare_heads(task, l, work, m);
+        prepare_heads(task, memory, l, work, m);
         if (task.D <= 64)
             attend_heads<8>(task, l, work, m);
         else if (task.D <= 128)
@@ -607,35 +630,53 @@ __device__ static inline mt_pack<bf16, 4> merge_splits(const mt_decode_task &tas
 
 /* All heads of the step to `to` [T, H, D]: those of this thread, if `threads` threads with consecutive numbers divide
  * them. */
-__device__ static inline void merge_heads(const mt_decode_task &task, bf16 *to, int thread, int threads) {
+__device__ static inline void merge_heads(const mt_decode_task &task, const block_memory &memory, bf16 *to, int thread,
+                                          int threads) {
     int packs = task.H * task.D / 4;
     for (int span = 0; span < task.T; span++) {
-        int row = (int)task.spans[span].q_start, used = cut_of(task, span).used;
+        const key_cut &cut = memory.tables->cuts[span];
         for (int i = thread; i < packs; i += threads)
-            mt_store(to + row * packs * 4 + i * 4, merge_splits(task, span, 4 * i / task.D, 4 * i % task.D, used));
+            mt_store(to + cut.row * packs * 4 + i * 4,
+                     merge_splits(task, span, 4 * i / task.D, 4 * i % task.D, cut.used));
     }
 }
 
 /* ---- the kernel -------------------------------------------------------------------------------------------------- */
 
 /* True if the merge of the splits is a phase of its own. Every block reads the same lengths. */
-__device__ static inline bool merges_apart(const mt_decode_task &task) {
+__device__ static inline bool merges_apart(const mt_decode_task &task, const block_memory &memory) {
     int64_t parts = 0;
-    for (int span = 0; span < task.T; span++) parts += cut_of(task, span).used;
+    for (int span = 0; span < task.T; span++) parts += memory.tables->cuts[span].used;
     return parts * task.H * task.D * (int64_t)sizeof(float) > MERGED_BYTES;
+}
+
+/* Fills what is read once. */
+__device__ static inline block_memory open_memory(const mt_decode_task &task, uint4 *shared, block_tables *tables) {
+    char *layers = (char *)shared + task.ring_bytes;
+    int thread = threadIdx.x, half = (int)task.rotation.R / 2;
+    for (int i = thread; i < task.layer_bytes / 8; i += THREADS)
+        ((uint64_t *)layers)[i] = ((const uint64_t *)task.layers)[i];
+    if (thread < task.T) tables->cuts[thread] = cut_of(task, thread);
+    for (int i = thread; i < task.T * half; i += THREADS) {
+        int64_t at = (int64_t)task.rotation.positions[i / half] * half + i % half;
+        tables->rotation[i / half][i % half] = task.rotation.cos[at];
+        tables->rotation[i / half][half + i % half] = task.rotation.sin[at];
+    }
+    __syncthreads();
+    return {tables, shared, (const mt_decode_layer *)layers, layers + task.layer_bytes};
 }
 
 template <int rows>
 __global__ void __launch_bounds__(THREADS, 1) decode_step(const __grid_constant__ mt_decode_task task) {
     extern __shared__ uint4 shared[];
-    const block_memory memory = memory_of(task, shared);
-    for (int i = threadIdx.x; i < task.layer_bytes / 8; i += THREADS)
-        ((uint64_t *)memory.layers)[i] = ((const uint64_t *)task.layers)[i];
-    __syncthreads();
+    __shared__ block_tables tables;
+    const block_memory memory = open_memory(task, shared, &tables);
     grid_barrier barrier(task.arrived);
     weight_ring<slots_for<rows>> ring(task, memory);
-    const key_work work(task, blockIdx.x);
-    const bool apart = merges_apart(task);
+    key_work work(task, memory, blockIdx.x);
+    cache_pages(task, memory, work);
+    __syncthreads();
+    const bool apart = merges_apart(task, memory);
     norm_weights norm;
     unit_result result;
     for (int layer = 0; layer < task.num_layers; layer++) {
@@ -655,13 +696,13 @@ __global__ void __launch_bounds__(THREADS, 1) decode_step(const __grid_constant_
         open(MT_DECODE_OUT);
         barrier.wait();
         if (apart) {
-            merge_heads(task, task.attended, (threadIdx.x / 32 * gridDim.x + blockIdx.x) * 32 + threadIdx.x % 32,
-                        gridDim.x * THREADS);
+            merge_heads(task, memory, task.attended,
+                        (threadIdx.x / 32 * gridDim.x + blockIdx.x) * 32 + threadIdx.x % 32, gridDim.x * THREADS);
             barrier.arrive();
             barrier.wait();
             load_rows(task, memory, task.attended, task.H * task.D);
         } else {
-            merge_heads(task, (bf16 *)memory.phase, threadIdx.x, THREADS);
+            merge_heads(task, memory, (bf16 *)memory.phase, threadIdx.x, THREADS);
             __syncthreads();
         }
         run(MT_DECODE_OUT);
