@@ -1,19 +1,19 @@
 /* decode.cu: the layers of a decode step in one kernel, for few rows in bf16.
  *
- * A step of one row reads every weight once, but a layer of ten kernels also waits ten times for a launch and for the
- * slowest block. Here one block on each multiprocessor runs all layers. A layer has five phases, after each of which
- * all blocks wait for each other:
- *   1. norm of the row, which every block computes for itself, and the product qkv
- *   2. norm and rotation of q and k, the new row of the cache, attention of a block's heads to a part of the keys
- *   3. the merged heads times the output's weights, plus the residual stream
- *   4. norm and the MLP's first product with its activation
+ * A step of one row reads every weight once, but with a layer of ten kernels it also waits ten times for a launch and
+ * for the slowest block. Here one block on each multiprocessor runs all layers. A layer has five phases, and a barrier
+ * of the whole grid after each:
+ *   1. the norm of the row, which every block computes for itself, and the product qkv
+ *   2. the norm and rotation of q and k, the new row of the cache, attention of some heads to a part of the keys
+ *   3. attention's output: the product with the merged heads, plus the residual stream
+ *   4. the norm and the MLP's first product with its activation
  *   5. the MLP's second product, plus the residual stream
- * Where merging takes many reads, blocks divide it in a phase of its own before 3. Results are rounded to bf16 where
- * the separate kernels round them.
+ * If merging the parts of the keys needs many reads, the blocks divide it in a phase before 3. Results are rounded to
+ * bf16 at the same places as by separate kernels.
  *
- * Weights do not depend on other blocks. Each warp copies its own, in the order of their use, to a ring in shared
- * memory, several KiB ahead, beyond the end of a phase; so memory stays busy while blocks wait. What a block wrote in
- * this launch is read by others with __ldcg, past L1. All sums have a fixed order. */
+ * Weights do not depend on other blocks. Each warp copies its own to a ring in shared memory, in the order of their
+ * use, several KiB ahead and beyond the end of a phase; so memory stays busy during a barrier. A block reads results of
+ * other blocks with __ldcg, past L1. All sums have a fixed order. */
 #include "activation.cuh"
 #include "decode.h"
 
@@ -39,10 +39,11 @@ static constexpr uint32_t turn = 1u << 31; // bit of the barrier's counter that 
 /* The keys [first, end) that the query of a span sees, in `used` splits of `keys` keys. The query's own is the last. */
 struct key_cut {
     int row, first, end, keys, used; // row: of the query in the step
+    int cache_row;                   // of the new key
     int64_t k_start;
 };
 
-/* What the phases of a step have in common is read once: a barrier empties L1. */
+/* Small operands of all phases. They are read once, because a barrier empties L1. */
 struct block_tables {
     key_cut cuts[MT_DECODE_ROWS];                       // of the spans
     float rotation[MT_DECODE_ROWS][MT_DECODE_CHANNELS]; // cosines, then sines of each row
@@ -341,13 +342,14 @@ __device__ static inline key_cut cut_of(const mt_decode_task &task, int span) {
     if (task.window > 0 && task.window < end) first = end - (int)task.window;
     int keys = (end - first + task.splits - 1) / task.splits;
     keys = max(LEAST_KEYS, (keys + 15) / 16 * 16);
-    return {(int)s.q_start, first, end, keys, (end - first + keys - 1) / keys, s.k_start};
+    return {(int)s.q_start, first, end, keys, (end - first + keys - 1) / keys, task.cache_rows[s.q_start], s.k_start};
 }
 
 /* Work of a block: `heads` heads of a group, from `head` on, over the keys [begin, end) of a span. */
 struct key_work {
     int span, row, split, group, head, heads, begin, end, last; // last: the query's own key
-    bool stores;                                                // writes the new row of the cache
+    int cache_row;                                              // of the new key
+    bool stores;                                                // writes it
     int64_t k_start;
     const int32_t *pages; // from page first_page on
     int first_page;
@@ -359,16 +361,16 @@ struct key_work {
         item /= tiles;
         group = item % task.G, span = item / task.G;
         head = group * per_group + tile * HEADS, heads = min(HEADS, per_group - tile * HEADS);
-        begin = end = last = row = 0, stores = false, k_start = 0, pages = task.pages.table, first_page = 0;
+        begin = end = last = row = cache_row = 0, stores = false, k_start = 0, pages = task.pages.table, first_page = 0;
         if (span >= task.T) return;
         const key_cut cut = memory.tables->cuts[span];
-        row = cut.row, k_start = cut.k_start, last = cut.end - 1;
+        row = cut.row, cache_row = cut.cache_row, k_start = cut.k_start, last = cut.end - 1;
         begin = cut.first + split * cut.keys, end = min(begin + cut.keys, cut.end);
         stores = tile == 0 && begin <= last && last < end;
     }
 };
 
-__device__ static inline int64_t cache_row(const mt_decode_task &task, const key_work &work, int key) {
+__device__ static inline int64_t key_row(const mt_decode_task &task, const key_work &work, int key) {
     int64_t j = work.k_start + key;
     if (!work.pages) return j;
     int shift = 31 - __clz((int)task.pages.rows);
@@ -390,7 +392,7 @@ __device__ static inline void prefetch_keys(const mt_decode_task &task, const mt
                                             const key_work &work) {
     int count = min(min(work.end, work.last) - work.begin, (int)PREFETCHED_KEYS);
     for (int i = threadIdx.x; i < 2 * count; i += THREADS) {
-        int64_t row = cache_row(task, work, work.begin + i / 2);
+        int64_t row = key_row(task, work, work.begin + i / 2);
         const bf16 *from = (i % 2 ? l.v_cache : l.k_cache) + (row * task.G + work.group) * task.D;
         for (int c = 0; c < task.D; c += 64) asm volatile("prefetch.global.L2 [%0];" ::"l"(from + c));
     }
@@ -453,7 +455,7 @@ __device__ static inline void prepare_heads(const mt_decode_task &task, const bl
     if (warp >= HEADS && warp < HEADS + 2 && work.last < work.end) {
         bool is_v = warp > HEADS;
         const bf16 *from = qkv + (task.H + (is_v ? task.G : 0) + work.group) * D;
-        bf16 *to = (is_v ? l.v_cache : l.k_cache) + ((int64_t)task.cache_rows[work.row] * task.G + work.group) * D;
+        bf16 *to = (is_v ? l.v_cache : l.k_cache) + ((int64_t)work.cache_row * task.G + work.group) * D;
         mt_pack<bf16, P> pack;
         if (is_v)
             pack = mt_from_float<bf16>(lane < D / P ? load_shared_row(from + lane * P) : mt_pack<float, P>{});
@@ -532,7 +534,7 @@ __device__ __forceinline__ void attend(const mt_decode_task &task, const mt_deco
         for (int u = 0; u < U; u++) {
             int key = base + place + u * together;
             bool there = key < work.end && channel < D, is_new = key == work.last;
-            int64_t row = there && !is_new ? cache_row(task, work, key) : 0;
+            int64_t row = there && !is_new ? key_row(task, work, key) : 0;
             int64_t at = (row * task.G + work.group) * D + channel;
             keys[u] = mt_load<P>(is_new ? (const bf16 *)m.new_k + channel : l.k_cache + at, there);
             values[u] = mt_load<P>(is_new ? (const bf16 *)m.new_v + channel : l.v_cache + at, there);

@@ -9,9 +9,13 @@
 extern "C" {
 #endif
 
-/* Switches the one kernel on, as it is at first, or off for the graphs that are captured from now on. Returns the
- * number of graphs captured with it so far. */
-int64_t mt_cuda_decode_fuses(bool on);
+enum { MT_DECODE_ROWS = 4 }; // texts of a step at most
+
+/* Switches the one kernel on, as it is at first, or off for the graphs that are captured from now on. */
+void mt_cuda_decode_fuse(bool on);
+
+/* The number of graphs captured with it so far. */
+int64_t mt_cuda_decode_fused(void);
 
 #ifdef __cplusplus
 }
@@ -22,7 +26,6 @@ int64_t mt_cuda_decode_fuses(bool on);
 enum { MT_DECODE_QKV, MT_DECODE_OUT, MT_DECODE_FC1, MT_DECODE_FC2, MT_DECODE_PRODUCTS };
 
 enum {
-    MT_DECODE_ROWS = 4, // maximum of a step
     MT_DECODE_LAYERS = 128,
     MT_DECODE_WARPS = 16,
     MT_DECODE_WIDTH = 2 * 8 * 32 * MT_DECODE_WARPS, // maximum of C: a thread keeps two packs of a row
@@ -83,6 +86,7 @@ void mt_decode_flush(mt_stream *stream);
 
 /* True if a recording has taken over the operation `name`. */
 #define MT_DECODE_OPERATIONS(X)                                                                                        \
+    X(all_reduce)                                                                                                      \
     X(linear_forward)                                                                                                  \
     X(linear_gelu_forward)                                                                                             \
     X(layernorm_forward)                                                                                               \

@@ -66,8 +66,11 @@ static bool fuses = true;
 static int64_t num_fused;
 static constexpr int64_t counter_bytes = 256;
 
-extern "C" int64_t mt_cuda_decode_fuses(bool on) {
+extern "C" void mt_cuda_decode_fuse(bool on) {
     fuses = on;
+}
+
+extern "C" int64_t mt_cuda_decode_fused(void) {
     return num_fused;
 }
 
@@ -295,6 +298,14 @@ static bool keep(mt_decode_record *r, record_state next, std::function<void()> o
     r->operations.push_back(std::move(operation));
     r->state = next;
     return true;
+}
+
+/* The sum over one rank is no operation. */
+bool mt_decode_record_all_reduce(void *buffer, int64_t count, mt_reduction reduction, mt_dtype dtype,
+                                 const mt_group *group, mt_stream *stream) {
+    (void)buffer, (void)count, (void)reduction, (void)dtype;
+    if (group->size > 1) mt_decode_flush_if(stream);
+    return false;
 }
 
 static bool record_norm(const mt_norm_args *a, mt_dtype dtype, mt_stream *stream, mt_rmsnorm_forward_fn *forward) {
