@@ -24,6 +24,9 @@ typedef __nv_bfloat16 bf16;
 enum {
     WARPS = MT_DECODE_WARPS,
     THREADS = 32 * WARPS,
+    LOADERS = MT_DECODE_LOADERS, // warps with weights
+    COUNTING = 32 * LOADERS,     // thread of the grid's barrier
+    NO_UNIT = 1 << 29,
     P = 8, // elements of 16 bytes
     CHUNK = 32 * P,
     HEADS = MT_DECODE_HEADS,
@@ -73,21 +76,23 @@ __device__ static inline float rounded(float x) {
 /* ---- the grid's barrier ------------------------------------------------------------------------------------------ */
 
 /* A counter whose lower bits return to 0 with every turn, so it serves any number of launches. Between arrive and wait
- * a block may do what does not depend on others. */
+ * a block may do what does not depend on others. The thread that counts is in the warp without weights: the fence
+ * before its arrival could wait for copies on their way. */
 struct grid_barrier {
     cuda::atomic_ref<uint32_t, cuda::thread_scope_device> arrived;
-    uint32_t last; // of thread 0: the state of the bit before the present turn
+    uint32_t last; // of the counting thread: the state of the bit before the present turn
 
     __device__ explicit grid_barrier(uint32_t *counter) : arrived(*counter), last(0) {
-        if (threadIdx.x == 0) last = arrived.load(cuda::memory_order_relaxed) & turn; // cannot turn without this block
+        if (threadIdx.x == COUNTING)
+            last = arrived.load(cuda::memory_order_relaxed) & turn; // cannot turn without this block
     }
     __device__ void arrive(void) {
         __syncthreads();
-        if (threadIdx.x == 0)
+        if (threadIdx.x == COUNTING)
             arrived.fetch_add(blockIdx.x == 0 ? turn - (gridDim.x - 1) : 1, cuda::memory_order_release);
     }
     __device__ void wait(void) {
-        if (threadIdx.x == 0)
+        if (threadIdx.x == COUNTING)
             while ((arrived.load(cuda::memory_order_acquire) & turn) == last)
                 ;
         last ^= turn;
@@ -104,8 +109,9 @@ struct warp_share {
     __device__ explicit warp_share(const mt_decode_product &p) {
         int warp = threadIdx.x / 32;
         team = 1 << p.team_bits, rank = warp & (team - 1);
-        first = (warp >> p.team_bits) * (int)gridDim.x + (int)blockIdx.x;
-        stride = (WARPS >> p.team_bits) * (int)gridDim.x;
+        int teams = LOADERS >> p.team_bits, index = warp >> p.team_bits;
+        first = index < teams ? index * (int)gridDim.x + (int)blockIdx.x : NO_UNIT;
+        stride = teams * (int)gridDim.x;
     }
 };
 
@@ -163,7 +169,7 @@ template <int slots> struct weight_ring {
     }
 };
 
-template <int rows> static constexpr int slots_for = rows > 2 ? 6 : 8;
+template <int rows> static constexpr int slots_for = rows > 2 ? 6 : 9;
 
 /* sums[r * rows + t] += this lane's part of row r of the unit times row t of x. */
 template <int rows>

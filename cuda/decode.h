@@ -28,6 +28,7 @@ enum { MT_DECODE_QKV, MT_DECODE_OUT, MT_DECODE_FC1, MT_DECODE_FC2, MT_DECODE_PRO
 enum {
     MT_DECODE_LAYERS = 128,
     MT_DECODE_WARPS = 16,
+    MT_DECODE_LOADERS = MT_DECODE_WARPS - 1,        // warps with weights
     MT_DECODE_WIDTH = 2 * 8 * 32 * MT_DECODE_WARPS, // maximum of C: a thread keeps two packs of a row
     MT_DECODE_CHANNELS = 256,                       // maximum of a head
     MT_DECODE_HEADS = 4,                            // heads of a group that a block attends for

@@ -194,7 +194,7 @@ static bool add_layer(mt_decode_record *r) {
 static int team_bits(const mt_decode_product *p, int64_t blocks) {
     int64_t units = mt_divide_up(p->units, blocks); // of a block
     int bits = 0;
-    while (units << (bits + 1) <= MT_DECODE_WARPS && 2 << bits <= p->chunks) bits++;
+    while (units <= MT_DECODE_LOADERS >> (bits + 1) && 2 << bits <= p->chunks) bits++;
     return bits;
 }
 
@@ -216,7 +216,7 @@ static bool launch(mt_decode_record *r, mt_stream *stream) {
     mt_decode_kernel *kernel = mt_decode_kernel_of(t->T, &slots);
     int64_t per_group = t->H / t->G, tiles = mt_divide_up(per_group, MT_DECODE_HEADS);
     t->num_layers = (int)r->whole_layers;
-    t->ring_bytes = slots * MT_DECODE_WARPS * 1024;
+    t->ring_bytes = slots * MT_DECODE_LOADERS * 1024;
     t->layer_bytes = (int)mt_divide_up(t->num_layers * (int64_t)sizeof(mt_decode_layer), 16) * 16;
     int64_t shared = t->ring_bytes + t->layer_bytes + phase_bytes(t), splits = blocks / (t->T * t->G * tiles);
     t->splits = (int)(splits < 1 ? 1 : splits < MT_DECODE_SPLITS ? splits : MT_DECODE_SPLITS);
