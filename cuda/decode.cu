@@ -636,15 +636,25 @@ __device__ static inline mt_pack<bf16, 4> merge_splits(const mt_decode_task &tas
     return mt_from_float<bf16>(sum);
 }
 
-/* All heads of the step to `to` [T, H, D]: those of this thread, if `threads` threads with consecutive numbers divide
- * them. */
-__device__ static inline void merge_heads(const mt_decode_task &task, const block_memory &memory, bf16 *to, int thread,
-                                          int threads) {
+/* All heads of the step to memory of the phase: [T, H, D]. */
+__device__ static inline void merge_heads(const mt_decode_task &task, const block_memory &memory) {
     int packs = task.H * task.D / 4;
+    mt_pack<bf16, 4> *to = (mt_pack<bf16, 4> *)memory.phase;
     for (int span = 0; span < task.T; span++) {
         const key_cut &cut = memory.tables->cuts[span];
-        for (int i = thread; i < packs; i += threads)
-            mt_store(to + cut.row * packs * 4 + i * 4,
+        for (int i = threadIdx.x; i < packs; i += THREADS)
+            to[cut.row * packs + i] = merge_splits(task, span, 4 * i / task.D, 4 * i % task.D, cut.used);
+    }
+    __syncthreads();
+}
+
+/* This block's part of the heads to task.attended. The blocks take turns of 32 packs. */
+__device__ static inline void merge_own_heads(const mt_decode_task &task, const block_memory &memory) {
+    int packs = task.H * task.D / 4, first = (threadIdx.x / 32 * gridDim.x + blockIdx.x) * 32 + threadIdx.x % 32;
+    for (int span = 0; span < task.T; span++) {
+        const key_cut &cut = memory.tables->cuts[span];
+        for (int i = first; i < packs; i += gridDim.x * THREADS)
+            mt_store(task.attended + (cut.row * packs + i) * 4,
                      merge_splits(task, span, 4 * i / task.D, 4 * i % task.D, cut.used));
     }
 }
@@ -704,14 +714,12 @@ __global__ void __launch_bounds__(THREADS, 1) decode_step(const __grid_constant_
         open(MT_DECODE_OUT);
         barrier.wait();
         if (apart) {
-            merge_heads(task, memory, task.attended,
-                        (threadIdx.x / 32 * gridDim.x + blockIdx.x) * 32 + threadIdx.x % 32, gridDim.x * THREADS);
+            merge_own_heads(task, memory);
             barrier.arrive();
             barrier.wait();
             load_rows(task, memory, task.attended, task.H * task.D);
         } else {
-            merge_heads(task, memory, (bf16 *)memory.phase, threadIdx.x, THREADS);
-            __syncthreads();
+            merge_heads(task, memory);
         }
         run(MT_DECODE_OUT);
         norm.open(task, l.norm_w[1], l.norm_b[1]), open(MT_DECODE_FC1);
