@@ -647,9 +647,9 @@ static void steps_in_graphs_have_the_bits_of_plain_steps_and_the_logits_of_the_c
             launches = 0;
             mt_cuda_decode_fuse(false);
             float *in_graphs = decode_logits(&options, &counted, &count);
-            assert_int_equal(launches, 2 * (HALF - 1)); // all steps but the first of three and of two sequences
+            assert_int_equal(launches, STEPS);
             float *one_by_one = decode_logits(&options, &plain, &again);
-            assert_int_equal(launches, 2 * (HALF - 1));
+            assert_int_equal(launches, STEPS);
             assert_int_equal(count, again);
             assert_memory_equal(in_graphs, one_by_one, (size_t)count * 4);
             mt_cuda_decode_fuse(true);
@@ -692,7 +692,7 @@ static void steps_without_adapters_take_no_graph(void **state) {
     int64_t count, again;
     launches = 0;
     float *in_graphs = decode_switched(&options, &counted, OFF_BETWEEN, &count);
-    assert_int_equal(launches, 2 * (HALF - 1) - NUM_OFF);
+    assert_int_equal(launches, STEPS - NUM_OFF);
     float *one_by_one = decode_switched(&options, &plain, OFF_BETWEEN, &again);
     float *answer = decode_switched(&options, &mt_cpu_ops, OFF_BETWEEN, &again);
     float *adapted = decode_logits(&options, &plain, &again);
