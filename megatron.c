@@ -11507,9 +11507,9 @@ static bool mt_decode_is_step(const mt_model *m, const mt_batch *batch, int64_t 
     return true;
 }
 
-/* Enqueues a pass. Launching a step's operations one by one takes longer than running them, so one graph launches all of
- * them. The first step also runs them without the graph, to initialise them. Its results are those of the graph too:
- * they must not depend on earlier steps, and a graph may sum in another order. */
+/* Enqueues a pass. Launching a step's operations one by one takes longer than running them, so one graph launches all
+ * of them. The first step runs them without the graph too, to initialise them. Its results are those of the graph, so
+ * that they do not depend on earlier steps: a graph may sum in another order. */
 static void mt_decode_enqueue(mt_model *m, const mt_batch *batch, const int32_t *cache_rows, const int32_t *rows,
                               int64_t num_rows) {
     int64_t T = batch->num_tokens;
