@@ -11038,7 +11038,7 @@ static int mt_model_allocate(mt_model *m, mt_error *error) {
     return 0;
 }
 
-/* CUDA graph of a decode step for one number of sequences; captured in the second such step. */
+/* CUDA graph of a decode step for one number of sequences; captured in the first such step. */
 typedef struct mt_decode_graph {
     bool has_run;
     mt_graph *graph;
@@ -11553,8 +11553,9 @@ static bool mt_decode_is_step(const mt_model *m, const mt_batch *batch, int64_t 
     return true;
 }
 
-/* Enqueues a pass. Launching a step's operations one by one takes longer than running them, so from the second step on
- * one graph launches all of them; the first step lets them initialise. */
+/* Enqueues a pass. Launching a step's operations one by one takes longer than running them, so one graph launches all
+ * of them. The first step runs them without the graph too, to initialise them. Its results are those of the graph, so
+ * that they do not depend on earlier steps: a graph may sum in another order. */
 static void mt_decode_enqueue(mt_model *m, const mt_batch *batch, const int32_t *cache_rows, const int32_t *rows,
                               int64_t num_rows) {
     int64_t T = batch->num_tokens;
@@ -11563,8 +11564,8 @@ static void mt_decode_enqueue(mt_model *m, const mt_batch *batch, const int32_t 
     mt_decode_graph *step = is_step ? &m->decode_graphs[T] : NULL;
     if (!is_step || !step->has_run) {
         mt_decode_pass(m, num_rows);
-        if (is_step) step->has_run = true;
-        return;
+        if (!is_step) return;
+        step->has_run = true;
     }
     for (int64_t i = 0; i < T; i++) MT_CHECK(batch->spans[i].k_len <= m->step_spans[i].k_len);
     if (!step->graph) {

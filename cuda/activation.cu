@@ -1,5 +1,6 @@
 /* activation.cu: element-wise kernels: activations, dropout with residual, row gather and scatter, embedding,
  * conversion. */
+#include "activation.cuh"
 #include "fp8.cuh"
 
 #include <cub/device/device_radix_sort.cuh>
@@ -8,61 +9,6 @@
 static constexpr int packs_per_thread = 4;
 
 /* ---- activations ------------------------------------------------------------------------------------------------- */
-
-__device__ static inline float sigmoid(float x) {
-    return __fdividef(1, 1 + mt_exp(-x));
-}
-
-/* The standard normal CDF, erfc(-x / sqrt(2)) / 2, by the Chebyshev fit erfcc of Press et al., "Numerical Recipes", as
- * on the CPU. */
-__device__ static inline float normal_cdf(float x) {
-    float z = fabsf(x) * 0.70710678f, t = __fdividef(1, 1 + 0.5f * z);
-    float p = 0.17087277f;
-    p = p * t - 0.82215223f;
-    p = p * t + 1.48851587f;
-    p = p * t - 1.13520398f;
-    p = p * t + 0.27886807f;
-    p = p * t - 0.18628806f;
-    p = p * t + 0.09678418f;
-    p = p * t + 0.37409196f;
-    p = p * t + 1.00002368f;
-    float tail = 0.5f * t * mt_exp(-z * z - 1.26551223f + t * p);
-    return x < 0 ? tail : 1 - tail;
-}
-
-/* Each activation f: f(x) and f'(x), named as in the rows of MT_ACTIVATIONS. */
-struct gelu {
-    __device__ static float value(float x) {
-        return x * normal_cdf(x);
-    }
-    __device__ static float slope(float x) {
-        return normal_cdf(x) + x * (0.39894228f * mt_exp(-0.5f * x * x));
-    }
-};
-
-/* The approximation (1 + tanh(u)) / 2 = sigmoid(2 u) of the CDF. */
-struct gelu_tanh {
-    __device__ static float cdf(float x) {
-        return sigmoid(1.59576912f * (x + 0.044715f * x * x * x));
-    }
-    __device__ static float value(float x) {
-        return x * cdf(x);
-    }
-    __device__ static float slope(float x) {
-        float s = cdf(x);
-        return s + x * (s * (1 - s) * 1.59576912f * (1 + 3 * 0.044715f * x * x));
-    }
-};
-
-struct silu {
-    __device__ static float value(float x) {
-        return x * sigmoid(x);
-    }
-    __device__ static float slope(float x) {
-        float s = sigmoid(x);
-        return s * (1 + x * (1 - s));
-    }
-};
 
 /* Calls body(f, gated) with the types of an activation's row. */
 template <class Body> static void with_activation(mt_activation activation, Body body) {

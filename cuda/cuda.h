@@ -15,9 +15,10 @@ struct mt_stream {
     cublasLtHandle_t cublas;
     void *workspace; // device memory, owned by the caller
     int64_t workspace_bytes;
-    bool deterministic;     // do not choose algorithms by timing them
-    bool capturing;         // between graph_begin and graph_end
-    cudaEvent_t wait_event; // recorded when another stream starts to wait for this one
+    bool deterministic;              // do not choose algorithms by timing them
+    bool capturing;                  // between graph_begin and graph_end
+    struct mt_decode_record *record; // of a capture, or NULL (decode.h)
+    cudaEvent_t wait_event;          // recorded when another stream starts to wait for this one
 };
 
 /* Every library call is checked. A failure prints the call and its file and line, the operation that made it, the rank

@@ -1,5 +1,5 @@
 /* device.cu: the device, its memory and streams, and the table of CUDA operations. */
-#include "cuda.h"
+#include "decode.h"
 
 #include <stdlib.h>
 #include <string.h>
@@ -249,9 +249,11 @@ extern "C" double mt_cuda_event_seconds(const mt_event *from, const mt_event *to
 
 struct mt_graph {
     cudaGraphExec_t graph;
+    void *decode; // see mt_decode_end
 };
 
 extern "C" void mt_cuda_graph_begin(mt_stream *stream) {
+    mt_decode_begin(stream);
     MT_CUDA(cudaStreamBeginCapture(stream->stream, cudaStreamCaptureModeThreadLocal));
     stream->capturing = true;
 }
@@ -261,6 +263,7 @@ extern "C" mt_graph *mt_cuda_graph_end(mt_stream *stream) {
     mt_graph *graph = (mt_graph *)mt_malloc(sizeof *graph);
     stream->capturing = false;
     MT_CUDA(cudaStreamEndCapture(stream->stream, &captured));
+    graph->decode = mt_decode_end(stream);
     MT_CUDA(cudaGraphInstantiate(&graph->graph, captured, 0));
     MT_CUDA(cudaGraphDestroy(captured));
     return graph;
@@ -272,12 +275,13 @@ extern "C" void mt_cuda_graph_launch(const mt_graph *graph, mt_stream *stream) {
 
 extern "C" void mt_cuda_graph_destroy(mt_graph *graph) {
     MT_CUDA(cudaGraphExecDestroy(graph->graph));
+    mt_decode_free(graph->decode);
     free(graph);
 }
 
 /* ---- the operation table ----------------------------------------------------------------------------------------- */
 
-/* Wraps an operation for the table, so that failures inside it print its name. */
+/* Wraps an operation for the table, so that failures inside it print its name, and captured operations are recorded. */
 template <class Function, Function *function, const char *name> struct named;
 template <class Result, class... Arguments, Result (*function)(Arguments...), const char *name>
 struct named<Result(Arguments...), function, name> {
@@ -292,6 +296,9 @@ struct named<Result(Arguments...), function, name> {
     };
     static Result call(Arguments... arguments) {
         at_work scope;
+        bool taken = mt_decode_hook<function>::takes(arguments...);
+        if constexpr (std::is_void_v<Result>)
+            if (taken) return;
         return function(arguments...);
     }
 };

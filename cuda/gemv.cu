@@ -20,22 +20,6 @@ template <class E> __device__ static inline mt_pack<E, 16 / sizeof(E)> load_once
     return pack;
 }
 
-/* Sums n values (a power of two) over the lanes of a warp. Value i ends in sums[0] of the lanes from i * 32 / n to (i +
- * 1) * 32 / n - 1. In each step a lane passes on half of its values; this takes n shuffles instead of 5 n. */
-template <int n> __device__ static inline void sum_over_lanes(float (&sums)[n], int lane) {
-    int bit = 16;
-#pragma unroll
-    for (int half = n / 2; half > 0; half /= 2, bit /= 2) {
-        bool upper = lane & bit;
-#pragma unroll
-        for (int i = 0; i < half; i++) {
-            float kept = upper ? sums[i + half] : sums[i], given = upper ? sums[i] : sums[i + half];
-            sums[i] = kept + __shfl_xor_sync(0xffffffff, given, bit);
-        }
-    }
-    for (; bit > 0; bit /= 2) sums[0] += __shfl_xor_sync(0xffffffff, sums[0], bit);
-}
-
 /* A warp computes R columns of up to `rows` rows of y and keeps U packs of each row of w in flight. Reads w once: 2
  * bytes per element in bf16, 4 in fp32. */
 template <class E, int rows, int R, int U>
@@ -73,7 +57,7 @@ __global__ void __launch_bounds__(32 * WARPS)
             }
         }
     }
-    sum_over_lanes(sums, lane);
+    mt_sum_over_lanes(sums, lane);
     int mine = lane / (32 / n), t = mine % rows;
     int64_t column = first + mine / rows;
     if (lane % (32 / n) != 0 || t >= T || column >= N) return;

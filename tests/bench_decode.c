@@ -1,6 +1,7 @@
 /* bench_decode.c: the speed of generation relative to the limit of memory. A new token reads every weight once, so the
  * floor of its time is bytes of weights / read bandwidth. The model is llama2.c's 110M shape with random weights. On a
- * GPU the bandwidth is that of a large copy, and batches of texts and steps without CUDA graphs are measured too.
+ * GPU the bandwidth is that of a large copy, and batches of texts, steps without CUDA graphs, and steps of separate
+ * kernels where one kernel has all layers are measured too.
  *
  *   usage: bench_decode [TEXTS PROMPT NEW] [OPTIONS OF train, such as --bf16, --device cuda or another --hf-config]
  *
@@ -13,6 +14,9 @@
 
 #include <stdlib.h>
 #include <string.h>
+#ifdef MT_HAVE_CUDA
+#include "../cuda/decode.h"
+#endif
 #ifdef MT_HAVE_OPENMP
 #include <omp.h>
 #else
@@ -119,6 +123,15 @@ static double decode_rate(mt_generator *generator, const mt_options *options, co
     return best;
 }
 
+/* Graphs that were captured with one kernel for the layers of a step. */
+static int64_t num_fused(void) {
+#ifdef MT_HAVE_CUDA
+    return mt_cuda_decode_fused();
+#else
+    return 0;
+#endif
+}
+
 /* Measures and prints the speed of a case. */
 static void bench(const mt_options *options, const mt_ops *ops, const decode_case *c, double bandwidth) {
     const mt_grid grid = mt_grid_of_one;
@@ -131,6 +144,7 @@ static void bench(const mt_options *options, const mt_ops *ops, const decode_cas
     if (c->prompt > PROMPT) plan.max_tokens = mt_min(c->prompt * c->texts, MOST_PREFILL);
     sized.max_new_tokens = c->new_tokens;
     bool on_cpu = ops == &mt_cpu_ops;
+    int64_t fused = num_fused();
     if (mt_model_create(&model, &sized, &grid, ops, &plan, &error) != 0) mt_die("%s", error.text);
     mt_model_init(model);
     mt_generator *generator = mt_generator_create(model, &c->sampling, &stops);
@@ -148,7 +162,9 @@ static void bench(const mt_options *options, const mt_ops *ops, const decode_cas
     if (on_cpu)
         printf("%d threads", num_threads());
     else
-        printf("%s", ops->graph_begin ? "GPU with graphs" : "GPU without graphs");
+        printf("%s", !ops->graph_begin     ? "GPU without graphs"
+                     : num_fused() > fused ? "GPU with one kernel"
+                                           : "GPU with graphs");
     printf(": %.1f tokens/s, %.3f ms per step; limit: %.0f MB per step at %.1f GB/s, %.1f tokens/s; reached %.0f%%; "
            "prompts %.0f tokens/s\n",
            rate * (double)c->texts, 1e3 / rate, bytes / 1e6, bandwidth / 1e9, bandwidth / bytes * (double)c->texts,
@@ -156,6 +172,18 @@ static void bench(const mt_options *options, const mt_ops *ops, const decode_cas
     fflush(stdout);
     mt_generator_destroy(generator);
     mt_model_destroy(model);
+}
+
+/* On a GPU, a case with separate kernels in the graph where it has one kernel otherwise. */
+static void bench_separate(const mt_options *options, const mt_ops *ops, const decode_case *c, double bandwidth) {
+#ifdef MT_HAVE_CUDA
+    if (ops == &mt_cpu_ops || c->texts > MT_DECODE_ROWS) return;
+    mt_cuda_decode_fuse(false);
+    bench(options, ops, c, bandwidth);
+    mt_cuda_decode_fuse(true);
+#else
+    (void)options, (void)ops, (void)c, (void)bandwidth;
+#endif
 }
 
 /* One case by each way of sampling. */
@@ -166,6 +194,7 @@ static void bench_samplings(const mt_options *options, const mt_ops *ops, decode
         {.rule = "top-k 50, top-p 0.95", .sampling = {.temperature = 1, .top_k = 50, .top_p = 0.95, .logprobs = true}}};
     for (int i = 0; i < 3; i++) {
         c.rule = ways[i].rule, c.sampling = ways[i].sampling;
+        if (i == 0) bench_separate(options, ops, &c, bandwidth);
         bench(options, ops, &c, bandwidth);
     }
 }
@@ -213,7 +242,10 @@ int main(int argc, char **argv) {
         mt_ops plain = *ops;
         plain.graph_begin = NULL;
         bench(&options, &plain, &one, bandwidth);
-        for (one.texts = 1; one.texts <= MAX_TEXTS; one.texts *= 2) bench(&options, ops, &one, bandwidth);
+        for (one.texts = 1; one.texts <= MAX_TEXTS; one.texts *= 2) {
+            bench_separate(&options, ops, &one, bandwidth);
+            bench(&options, ops, &one, bandwidth);
+        }
     }
     mt_options_free(&options);
     return 0;

@@ -8,6 +8,7 @@
 
 #ifdef MT_HAVE_CUDA
 #include "../cuda/attention.h"
+#include "../cuda/decode.h"
 #include "../data/checkpoint.h"
 #include "../data/options.h"
 #include "../data/prompts.h"
@@ -620,14 +621,19 @@ static float *decode_logits(const mt_options *options, const mt_ops *ops, int64_
     return decode_switched(options, ops, NEVER_OFF, count);
 }
 
-static void assert_near(const char *family, const float *logits, const float *answer, int64_t count) {
+/* Distance of logits from others, relative to their norm. */
+static double distance(const float *logits, const float *from, int64_t count) {
     double error = 0, size = 0;
     for (int64_t i = 0; i < count; i++) {
-        double difference = (double)logits[i] - (double)answer[i];
-        error += difference * difference, size += (double)answer[i] * (double)answer[i];
+        double difference = (double)logits[i] - (double)from[i];
+        error += difference * difference, size += (double)from[i] * (double)from[i];
     }
-    if (!(sqrt(error) <= 1e-5 * sqrt(size)))
-        fail_msg("%s: logits are off by %.3g of norm %.3g", family, sqrt(error), sqrt(size));
+    return sqrt(error / size);
+}
+
+static void assert_near(const char *family, const float *logits, const float *answer, int64_t count) {
+    double off = distance(logits, answer, count);
+    if (!(off <= 1e-5)) fail_msg("%s: logits are off by %.3g of their norm", family, off);
 }
 
 static void steps_in_graphs_have_the_bits_of_plain_steps_and_the_logits_of_the_cpu(void **state) {
@@ -639,12 +645,14 @@ static void steps_in_graphs_have_the_bits_of_plain_steps_and_the_logits_of_the_c
             mt_options options = read_family(k, bf16);
             int64_t count, again;
             launches = 0;
+            mt_cuda_decode_fuse(false);
             float *in_graphs = decode_logits(&options, &counted, &count);
-            assert_int_equal(launches, 2 * (HALF - 1)); // all steps but the first of three and of two sequences
+            assert_int_equal(launches, STEPS);
             float *one_by_one = decode_logits(&options, &plain, &again);
-            assert_int_equal(launches, 2 * (HALF - 1));
+            assert_int_equal(launches, STEPS);
             assert_int_equal(count, again);
             assert_memory_equal(in_graphs, one_by_one, (size_t)count * 4);
+            mt_cuda_decode_fuse(true);
             if (!bf16) {
                 float *answer = decode_logits(&options, &mt_cpu_ops, &again);
                 assert_near(families[k], in_graphs, answer, count);
@@ -684,7 +692,7 @@ static void steps_without_adapters_take_no_graph(void **state) {
     int64_t count, again;
     launches = 0;
     float *in_graphs = decode_switched(&options, &counted, OFF_BETWEEN, &count);
-    assert_int_equal(launches, 2 * (HALF - 1) - NUM_OFF);
+    assert_int_equal(launches, STEPS - NUM_OFF);
     float *one_by_one = decode_switched(&options, &plain, OFF_BETWEEN, &again);
     float *answer = decode_switched(&options, &mt_cpu_ops, OFF_BETWEEN, &again);
     float *adapted = decode_logits(&options, &plain, &again);
@@ -696,6 +704,135 @@ static void steps_without_adapters_take_no_graph(void **state) {
     assert_memory_equal(off, bare, (size_t)count * 4);
     free(in_graphs), free(one_by_one), free(answer), free(adapted), free(off), free(bare);
     mt_options_free(&options), mt_options_free(&base);
+}
+
+/* ==== one kernel for the layers of a step ======================================================================== */
+
+/* In bf16 the one kernel's sums have another order than those of the separate kernels, so that roundings differ: its
+ * logits are as near to fp32. Other models have the bits of the separate kernels. */
+static void one_kernel_serves_dense_models_and_no_others(void **state) {
+    (void)state;
+    if (!gpu) skip();
+    static const bool dense[NUM_FAMILIES] = {true, true, true, true, true};
+    for (int k = 0; k < NUM_FAMILIES; k++) {
+        mt_options options = read_family(k, true), exact = read_family(k, false);
+        int64_t count, before = mt_cuda_decode_fused();
+        float *answer = decode_logits(&exact, gpu, &count);
+        assert_int_equal(mt_cuda_decode_fused() - before, 0); // in fp32
+        float *fused = decode_logits(&options, gpu, &count), *again = decode_logits(&options, gpu, &count);
+        assert_int_equal(mt_cuda_decode_fused() - before, dense[k] ? 4 : 0); // steps of three and of two, twice
+        assert_memory_equal(fused, again, (size_t)count * 4);
+        mt_cuda_decode_fuse(false);
+        float *separate = decode_logits(&options, gpu, &count);
+        mt_cuda_decode_fuse(true);
+        double error = distance(fused, answer, count), usual = distance(separate, answer, count);
+        if (!dense[k]) assert_memory_equal(fused, separate, (size_t)count * 4);
+        if (!(error <= 1.5 * usual)) fail_msg("%s: logits are off by %.3g, usually %.3g", families[k], error, usual);
+        free(answer), free(fused), free(again), free(separate);
+        mt_options_free(&options), mt_options_free(&exact);
+    }
+}
+
+enum { PAGED_STEPS = 24, PAGE = 16, PAGED_CONTEXT = 640 };
+
+/* A model of a shape in data/configs with random weights, and texts with prompts of these lengths; the last text ends
+ * after half of the steps. */
+typedef struct paged_case {
+    char *config, *layers;
+    int64_t texts, prompts[5];
+} paged_case;
+
+/* One pass over a cache in pages, whose table is in reverse order: counts[s] new tokens of each of n texts. */
+static void paged_pass(mt_model *model, mt_batch *batch, const paged_case *c, int64_t n, int64_t *held,
+                       const int64_t *counts, float *logits) {
+    const int64_t each = PAGED_CONTEXT / PAGE;
+    int32_t cache_rows[PAGED_CONTEXT], rows[5], table[5 * PAGED_CONTEXT / PAGE + 1] = {0};
+    for (int64_t i = 0; i < c->texts * each; i++) table[i] = (int32_t)(c->texts * each - 1 - i);
+    batch->num_tokens = 0, batch->num_spans = n, batch->pages = table;
+    for (int64_t s = 0; s < n; s++) {
+        int64_t start = batch->num_tokens;
+        for (int64_t i = 0; i < counts[s]; i++) {
+            int64_t t = start + i, position = held[s] + i, row = s * each * PAGE + position;
+            batch->tokens[t] = (int32_t)((position * 37 + s * 11 + 5) % mt_model_options(model)->vocab_size);
+            batch->positions[t] = (int32_t)position;
+            cache_rows[t] = table[row / PAGE] * PAGE + (int32_t)(row % PAGE);
+        }
+        held[s] += counts[s], batch->num_tokens += counts[s];
+        batch->spans[s] = (mt_span){start, counts[s], s * each * PAGE, held[s], true};
+        rows[s] = (int32_t)batch->num_tokens - 1;
+    }
+    mt_model_decode(model, batch, cache_rows, rows, n, logits);
+    batch->pages = NULL;
+}
+
+/* The logits of all steps, to free. */
+static float *paged_logits(const mt_options *options, const paged_case *c, int64_t *count) {
+    const int64_t one[5] = {1, 1, 1, 1, 1};
+    mt_model_plan plan = {.max_tokens = PAGED_CONTEXT,
+                          .max_logits = c->texts,
+                          .cache_rows = c->texts * PAGED_CONTEXT,
+                          .page_rows = PAGE,
+                          .cache_sequences = c->texts,
+                          .max_position = PAGED_CONTEXT};
+    mt_model *model;
+    mt_error error = {{0}};
+    if (mt_model_create(&model, options, &mt_grid_of_one, gpu, &plan, &error) != 0) fail_msg("%s", error.text);
+    mt_model_init(model);
+    mt_batch batch;
+    mt_batch_alloc(&batch, PAGED_CONTEXT);
+    int64_t held[5] = {0}, V = options->vocab_size;
+    float *logits = mt_malloc((PAGED_STEPS + 1) * c->texts * V * 4), *to = logits;
+    for (int step = -1; step < PAGED_STEPS; step++) {
+        int64_t n = step >= PAGED_STEPS / 2 && c->texts > 1 ? c->texts - 1 : c->texts;
+        paged_pass(model, &batch, c, n, held, step < 0 ? c->prompts : one, to);
+        to += n * V;
+    }
+    *count = to - logits;
+    mt_batch_free(&batch);
+    mt_model_destroy(model);
+    return logits;
+}
+
+static void one_kernel_is_near_separate_kernels_over_pages(void **state) {
+    (void)state;
+    if (!gpu) skip();
+    static const paged_case cases[] = {{"data/configs/gpt2-124m.json", "3", 1, {1}},
+                                       {"data/configs/gpt2-124m.json", "2", 1, {600}},
+                                       {"data/configs/gpt2-124m.json", "2", 4, {15, 100, 16, 300}},
+                                       {"data/configs/gpt2-124m.json", "2", 5, {15, 100, 16, 300, 3}},
+                                       {"data/configs/tiny-llama.json", "6", 2, {63, 64}},
+                                       {"data/configs/qwen3-0.6b.json", "2", 3, {127, 1, 250}},
+                                       {"data/configs/llama3-8b.json", "2", 1, {70}},
+                                       {"data/configs/llama3-8b.json", "2", 2, {40, 500}},
+                                       {"data/configs/llama3-8b.json", "2", 4, {31, 9, 200, 300}}};
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        const paged_case *c = &cases[i];
+        char *arguments[] = {
+            "train",       "--hf-config",         c->config, "--num-layers", c->layers, "--bf16",
+            "--mock-data", "--train-iters",       "1",       "--lr",         "1e-3",    "--micro-batch-size",
+            "1",           "--global-batch-size", "1",       "--seq-length", "64",      "--vocab-size",
+            "1024"};
+        mt_options options;
+        mt_error error = {{0}};
+        int64_t count, before = mt_cuda_decode_fused();
+        if (mt_options_parse(&options, MT_PROGRAM_TRAIN, sizeof arguments / sizeof *arguments, arguments, &error) !=
+                0 ||
+            mt_options_finish(&options, MT_PROGRAM_TRAIN, 1, &error) != 0)
+            fail_msg("%s", error.text);
+        float *fused = paged_logits(&options, c, &count), *again = paged_logits(&options, c, &count);
+        int64_t graphs = c->texts == 1               ? 1
+                         : c->texts > MT_DECODE_ROWS ? 1
+                                                     : 2; // of each number of texts that is served
+        assert_int_equal(mt_cuda_decode_fused() - before, 2 * graphs);
+        assert_memory_equal(fused, again, (size_t)count * 4);
+        mt_cuda_decode_fuse(false);
+        float *separate = paged_logits(&options, c, &count);
+        mt_cuda_decode_fuse(true);
+        double error_of = distance(fused, separate, count);
+        if (!(error_of <= 2e-2)) fail_msg("%s, %d texts: logits are off by %.3g", c->config, (int)c->texts, error_of);
+        free(fused), free(again), free(separate);
+        mt_options_free(&options);
+    }
 }
 
 /* Sequences of unequal prompts that end at different steps; sequence 0 continues the family's golden text. */
@@ -768,6 +905,8 @@ int main(void) {
         cmocka_unit_test(linear_layers_of_few_rows_match_float64_and_do_not_mix_rows),
         cmocka_unit_test(samples_are_those_of_the_cpu),
         cmocka_unit_test(steps_in_graphs_have_the_bits_of_plain_steps_and_the_logits_of_the_cpu),
+        cmocka_unit_test(one_kernel_serves_dense_models_and_no_others),
+        cmocka_unit_test(one_kernel_is_near_separate_kernels_over_pages),
         cmocka_unit_test(experts_one_by_one_take_no_graph),
         cmocka_unit_test(steps_without_adapters_take_no_graph),
         cmocka_unit_test(generated_tokens_are_those_of_plain_steps_and_of_transformers),
