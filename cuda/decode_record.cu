@@ -126,7 +126,8 @@ static bool layer_fits(const layer_operations *o) {
     const mt_attention *a = &o->attention;
     bool gated = mt_activation_rows[o->activation.activation].gated;
     const linear_operation *l = o->linears;
-    if (T < 1 || T > MT_DECODE_ROWS || C > MT_DECODE_WIDTH || !is_wide({o->input, o->end.out}, {C})) return false;
+    if (T < 1 || T > mt_decode_most_rows(C) || C > MT_DECODE_WIDTH || !is_wide({o->input, o->end.out}, {C}))
+        return false;
     if (!norm_fits(&o->norm, T, C) || !norm_fits(&o->mlp_norm, T, C) || !is_wide({o->mlp_norm.sum}, {})) return false;
     if (!o->norm.mean != !o->mlp_norm.mean || o->norm.eps != o->mlp_norm.eps) return false;
     if (!attention_fits(o, T) ||

@@ -820,9 +820,8 @@ static void one_kernel_is_near_separate_kernels_over_pages(void **state) {
             mt_options_finish(&options, MT_PROGRAM_TRAIN, 1, &error) != 0)
             fail_msg("%s", error.text);
         float *fused = paged_logits(&options, c, &count), *again = paged_logits(&options, c, &count);
-        int64_t graphs = c->texts == 1               ? 1
-                         : c->texts > MT_DECODE_ROWS ? 1
-                                                     : 2; // of each number of texts that is served
+        int64_t most = mt_decode_most_rows(options.hidden_size);
+        int64_t graphs = (c->texts <= most) + (c->texts > 1 && c->texts - 1 <= most); // of each number of texts
         assert_int_equal(mt_cuda_decode_fused() - before, 2 * graphs);
         assert_memory_equal(fused, again, (size_t)count * 4);
         mt_cuda_decode_fuse(false);
