@@ -6,6 +6,7 @@
 #include "option_table.h"
 #include "options.h"
 #include "report.h"
+#include "timeline.h"
 
 #include <math.h>
 #include <stdlib.h>
@@ -64,37 +65,129 @@ static int mt_layer_seconds_of(mt_layer_seconds *t, const mt_options *o, int64_t
     return 0;
 }
 
-/* Layers of each pipeline rank: one after another to the rank that has least to do. */
-static void mt_share_layers(int64_t *layers, const mt_options *o, int64_t pp, const mt_layer_seconds *t) {
-    double sparse = (double)mt_num_expert_layers(o), all = (double)o->num_layers;
-    double layer = (t->sparse * sparse + t->dense * (all - sparse)) / all, module = layer + t->head;
-    for (int64_t rank = 0; rank < pp; rank++) layers[rank] = 0;
-    for (int64_t i = 0; i < o->num_layers; i++) {
+/* A model that is cut into stages. until[i]: seconds of its first i layers; first, last: what the first and the last
+ * stage take besides. */
+typedef struct mt_cut_model {
+    int64_t num_layers, pp, vp;
+    double *until; // [num_layers + 1]
+    double first, last;
+} mt_cut_model;
+
+static double mt_stage_seconds(const mt_cut_model *m, int64_t stage, int64_t from, int64_t to) {
+    double seconds = m->until[to] - m->until[from] + (stage == 0 ? m->first : 0);
+    return seconds + (stage == m->pp * m->vp - 1 ? m->last : 0);
+}
+
+/* Layers one after another to the rank that has least to do, as if all took the same time. */
+static void mt_cut_by_rank(int64_t *layers, const mt_cut_model *m) {
+    double layer = m->until[m->num_layers] / (double)m->num_layers;
+    int64_t *of_rank = mt_calloc(m->pp * 8);
+    for (int64_t i = 0; i < m->num_layers; i++) {
         int64_t least = 0;
         double smallest = INFINITY;
-        for (int64_t rank = 0; rank < pp; rank++) {
-            double work = layer * (double)layers[rank] + (rank == 0 ? t->embedding : 0);
-            if (rank == pp - 1) work += t->head + module * (double)o->mtp_num_layers;
+        for (int64_t rank = 0; rank < m->pp; rank++) {
+            double work =
+                layer * (double)of_rank[rank] + (rank == 0 ? m->first : 0) + (rank == m->pp - 1 ? m->last : 0);
             if (work < smallest) smallest = work, least = rank;
         }
-        layers[least]++;
+        of_rank[least]++;
     }
+    for (int64_t stage = 0; stage < m->pp * m->vp; stage++) { // the first chunks take the remainder
+        int64_t chunk = stage / m->pp, n = of_rank[stage % m->pp];
+        layers[stage] = n / m->vp + (chunk < n % m->vp);
+    }
+    free(of_rank);
+}
+
+/* The least time that no stage exceeds, by bisection: each takes as many layers as fit into a time. */
+static double mt_cut_limit(const mt_cut_model *m) {
+    int64_t stages = m->pp * m->vp;
+    double low = 0, high = m->until[m->num_layers] + m->first + m->last;
+    for (int i = 0; i < 50; i++) {
+        double limit = (low + high) / 2;
+        int64_t layer = 0;
+        for (int64_t stage = 0; stage + 1 < stages; stage++)
+            for (int64_t from = layer; layer < m->num_layers; layer++)
+                if (mt_stage_seconds(m, stage, from, layer + 1) > limit) break;
+        bool fits = mt_stage_seconds(m, stages - 1, layer, m->num_layers) <= limit && m->first <= limit;
+        *(fits ? &high : &low) = limit;
+    }
+    return high;
+}
+
+/* The longest stage is as short as possible, and among such cuts the sum of squares is the least. */
+static void mt_cut_by_stage(int64_t *layers, const mt_cut_model *m) {
+    int64_t stages = m->pp * m->vp, L = m->num_layers;
+    double limit = mt_cut_limit(m) * (1 + 1e-9), *squares = mt_malloc((stages + 1) * (L + 1) * 8);
+    int64_t *from = mt_calloc((stages + 1) * (L + 1) * 8);
+    for (int64_t i = 0; i <= L; i++) squares[i] = i == 0 ? 0 : INFINITY;
+    for (int64_t stage = 0; stage < stages; stage++)
+        for (int64_t to = 0; to <= L; to++) {
+            double *least = &squares[(stage + 1) * (L + 1) + to];
+            *least = INFINITY;
+            for (int64_t begin = to; begin >= 0; begin--) {
+                double seconds = mt_stage_seconds(m, stage, begin, to);
+                double sum = squares[stage * (L + 1) + begin] + seconds * seconds;
+                if (seconds > limit) break;
+                if (sum < *least) *least = sum, from[(stage + 1) * (L + 1) + to] = begin;
+            }
+        }
+    for (int64_t stage = stages, to = L; stage > 0; stage--) {
+        int64_t begin = from[stage * (L + 1) + to];
+        layers[stage - 1] = to - begin, to = begin;
+    }
+    free(squares), free(from);
+}
+
+/* Seconds of a step of pp x `rounds` micro-batches. */
+static double mt_cut_seconds(const int64_t *layers, const mt_cut_model *m, int64_t rounds) {
+    int64_t stages = m->pp * m->vp, layer = 0;
+    mt_schedule schedule = {m->vp > 1 ? MT_SCHEDULE_INTERLEAVED : MT_SCHEDULE_1F1B, m->pp, m->vp, rounds * m->pp,
+                            m->pp};
+    mt_action_costs *costs = mt_calloc(stages * (int64_t)sizeof *costs);
+    for (int64_t stage = 0; stage < stages; layer += layers[stage++]) {
+        double third = mt_stage_seconds(m, stage, layer, layer + layers[stage]) / 3;
+        costs[stage % m->pp * m->vp + stage / m->pp] = (mt_action_costs){third, third, third, 0};
+    }
+    mt_timeline timeline;
+    MT_CHECK(mt_timeline_create_uneven(&timeline, &schedule, costs, 0) == 0);
+    double seconds = timeline.span;
+    mt_timeline_free(&timeline);
+    free(costs);
+    return seconds;
+}
+
+/* Layers of each stage: equal ranks or equal stages, whichever makes the shorter step. */
+static void mt_cut(int64_t *layers, const mt_options *o, int64_t pp, int64_t vp, const mt_layer_seconds *t) {
+    int64_t L = o->num_layers, stages = pp * vp, of_replica = o->micro_batch_size * mt_max(o->data_parallel_size, 1);
+    int64_t rounds = mt_min(mt_max(o->global_batch_size / mt_max(of_replica, 1) / pp, 1), 4);
+    mt_cut_model m = {L, pp, vp, mt_malloc((L + 1) * 8), t->embedding, t->head};
+    m.until[0] = 0;
+    for (int64_t i = 0; i < L; i++) m.until[i + 1] = m.until[i] + (mt_layer_has_experts(o, i) ? t->sparse : t->dense);
+    m.last += (m.until[L] - m.until[L - 1] + t->head) * (double)o->mtp_num_layers; // as the last layer, and the head
+    mt_cut_by_rank(layers, &m);
+    if (stages <= L) {
+        int64_t *other = mt_calloc(stages * 8);
+        mt_cut_by_stage(other, &m);
+        if (mt_cut_seconds(other, &m, rounds) < 0.999 * mt_cut_seconds(layers, &m, rounds))
+            memcpy(layers, other, (size_t)stages * 8);
+        free(other);
+    }
+    free(m.until);
 }
 
 /* Balanced letters; `o`: finished for a pipeline of one rank. */
-static char *mt_balanced_letters(const mt_options *o, int64_t ranks, int64_t pp, int64_t stages,
-                                 const mt_machine *machine, mt_error *error) {
+static char *mt_balanced_letters(const mt_options *o, int64_t ranks, int64_t pp, int64_t vp, const mt_machine *machine,
+                                 mt_error *error) {
     mt_layer_seconds t;
     if (mt_layer_seconds_of(&t, o, ranks, machine, error) != 0) return NULL;
-    int64_t *layers = mt_malloc(pp * 8), length = 0;
-    char *letters = mt_malloc(o->num_layers + o->mtp_num_layers + pp * stages + 3);
-    mt_share_layers(layers, o, pp, &t);
-    for (int64_t stage = 0; stage < pp * stages; stage++) {
-        int64_t chunk = stage / pp, n = layers[stage % pp];
+    int64_t stages = pp * vp, *layers = mt_calloc(stages * 8), length = 0;
+    char *letters = mt_malloc(o->num_layers + o->mtp_num_layers + stages + 3);
+    mt_cut(layers, o, pp, vp, &t);
+    for (int64_t stage = 0; stage < stages; stage++) {
         if (stage == 0) letters[length++] = 'E';
-        int64_t here = n / stages + (chunk < n % stages); // the first chunks take the remainder
-        for (int64_t i = 0; i < here; i++) letters[length++] = 't';
-        if (stage + 1 < pp * stages) letters[length++] = '|';
+        for (int64_t i = 0; i < layers[stage]; i++) letters[length++] = 't';
+        if (stage + 1 < stages) letters[length++] = '|';
     }
     for (int64_t i = 0; i < o->mtp_num_layers; i++) letters[length++] = 'm';
     letters[length++] = 'L';
