@@ -220,10 +220,18 @@ static char *mt_layout_balance(const mt_options *o, int64_t world_size, mt_error
     one.pipeline_model_parallel_size = 1, one.pipeline_schedule = MT_SCHEDULE_1F1B, one.print_schedule = NULL;
     if (mt_options_derive(&one, MT_PROGRAM_TRAIN, world_size / pp, error) != 0) return NULL;
     if (mt_machine_read(&machine, o->gpu, error) != 0) return NULL;
+    machine.gpus_per_host = o->gpus_per_host;
     return mt_balanced_letters(&one, world_size / pp, pp, stages, &machine, error);
 }
 
 int mt_train_options_finish(mt_options *options, int64_t world_size, mt_error *error) {
+    mt_machine machine;
+    bool imagines = options->plan || options->explain || options->print_schedule || options->print_config;
+    if (options->gpus > 0 && !imagines)
+        return mt_error_set(error,
+                            "--gpus starts no ranks: it is for --plan and --explain; use mpirun -np %lld ./train",
+                            (long long)options->gpus);
+    if (MT_GIVEN(options, gpu) && mt_machine_read(&machine, options->gpu, error) != 0) return -1;
     return mt_options_finish_by(options, MT_PROGRAM_TRAIN, world_size, mt_layout_balance, error);
 }
 

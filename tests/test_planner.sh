@@ -184,12 +184,18 @@ refusals_name_the_reason() {
     sed 's/"copy_gbs": {"value": [0-9.]*/"copy_gbs": {"value": -1/' data/machines/h200.json >"$work/negative.json"
     grep -v '"copy_gbs"' data/machines/h200.json >"$work/missing.json"
     sed 's/"copy_gbs"/"copy_rate"/' data/machines/h200.json >"$work/unknown.json"
+    sed 's/"bf16_peak_tflops": {"value": [0-9.]*/"bf16_peak_tflops": {"value": 312/' data/machines/h200.json \
+        >"$work/peak.json"
     # shellcheck disable=SC2086
     refused 'needs --gpus' "$train" $common $small --plan &&
         refused 'data/machines/none.json' $base --gpus 1 --gpu none &&
         refused '"copy_gbs" is -1; it must be' $base --gpus 1 --gpu "$work/negative.json" &&
         refused '"copy_gbs" is missing' $base --gpus 1 --gpu "$work/missing.json" &&
         refused '"copy_gbs" is missing' $base --gpus 1 --gpu "$work/unknown.json" &&
+        refused '"bf16_product_tflops" 735 is more than' $base --gpus 1 --gpu "$work/peak.json" &&
+        refused 'data/machines/none.json' "$train" $common $small --gpu none --print-launch 2 &&
+        refused 'data/machines/none.json' "$train" $common $small --gpu none &&
+        refused '--gpus starts no ranks: .* mpirun -np 2' "$train" $common $small --gpus 2 &&
         refused 'add --bf16' "$train" --mock-data --train-iters 1 --lr 1 $small --explain --gpus 1 &&
         refused 'is not timed' $base --gpus 1 --rerun-mode validate_results &&
         refused 'is not timed, as its time depends on the samples; leave it out' $base --gpus 2 --sft \
