@@ -143,23 +143,91 @@ parts_add_up() {
     says 'bubble' "$work/out" && says '^reduce_scatter .*data\|^all_reduce .*tensor of 2' "$work/out"
 }
 
-# More of a resource never makes a step slower: each of these numbers limits some part of it.
-faster_machines_are_faster() {
+# call OPERATION PATTERN: milliseconds of a call, of the row of $work/out that begins with OPERATION and has PATTERN.
+call() {
+    sed -n "s/^$1 .*$2 *\([0-9.]*\) *[0-9.]*\( .*\)\{0,1\}$/\1/p" "$work/out" | head -n 1
+}
+
+# The times of single operations, from the numbers of data/machines/h200.json by the formulas of notes/28-planner.md.
+operations_take_their_times() {
+    llama='--hf-config data/configs/llama3-8b.json --num-layers 2 --seq-length 4096 --micro-batch-size 1'
+    n=$(awk -F '[":{},]+' '$3 == "value" || $4 == "value" { print "-v " $2 "=" $(($3 == "value") ? 4 : 5) + 0 }' \
+        data/machines/h200.json)
+    # tiles of 128 x 256: 32 x 501; half of the idle part of the last wave counts
+    # shellcheck disable=SC2016,SC2086
+    formulas=$(awk $n 'BEGIN {
+        tiles = 32 * 501; waves = int((tiles + multiprocessors - 1) / multiprocessors)
+        results = 4096 * 128256; padded = (waves * multiprocessors + tiles) / 2 * 128 * 256
+        us = 2 * padded * (4096 + product_depth) / bf16_product_tflops * 1e-6
+        printf "%.3f ", (us + 2 * results / copy_gbs * 1e-3 + kernel_us) / 1e3
+        flops = 2 * 4096 * 4097 * 32 * 128
+        printf "%.3f ", flops / attention_128_forward_tflops * (1 + attention_tokens / 4096) * 1e-9 + kernel_us / 1e3
+        us = 4 * results / copy_gbs / memory_share * 1e-3 # logits in bf16, read and written
+        printf "%.3f ", (us + kernel_us) / 1e3
+        sent = 2 * 15 / 16 * 4 * 128256 * 4096 # gradients of the embedding in fp32
+        printf "%.3f ", sent / nvlink_reduce_gbs * 1e-6 + (collective_us + 14 * nvlink_us + network_us) / 1e3
+        printf "%.3f\n", sent / (2 * network_gbs) * 1e-6 + (collective_us + 8 * nvlink_us + 7 * network_us) / 1e3 }')
     # shellcheck disable=SC2086
-    simulate h200 4 $small --tensor-model-parallel-size 4 || return 1
-    before=$(tokens)
-    for number in bf16_product_tflops attention_64_forward_tflops copy_gbs nvlink_reduce_gbs; do
-        sed "s/\(\"$number\": {\"value\": \)[0-9.]*/\110/" data/machines/h200.json >"$work/slow.json"
-        # shellcheck disable=SC2086
-        simulate "$work/slow.json" 4 $small --tensor-model-parallel-size 4 || return 1
-        [ "$(tokens)" -lt "$before" ] || { echo "$number has no effect" && return 1; }
+    simulate h200 1 $smooth $llama --global-batch-size 1 || return 1
+    times="$(call linear_forward 4096x128256x4096) $(call attention_forward 'GFLOP')"
+    times="$times $(call cross_entropy_backward 2004)"
+    # shellcheck disable=SC2086
+    simulate h200 16 $smooth $llama --global-batch-size 16 || return 1
+    times="$times $(call all_reduce 'data-context of 16')"
+    # shellcheck disable=SC2086
+    simulate h200 16 $smooth $llama --global-batch-size 16 --gpus-per-host 2 || return 1
+    times="$times $(call all_reduce 'data-context of 16')"
+    echo "  by the formulas $formulas, simulated $times ms"
+    echo "$formulas $times" | awk 'NF != 10 { exit 1 }
+        { for (i = 1; i <= 5; i++) if ($(5 + i) > 1.003 * $i || $(5 + i) < 0.997 * $i) exit 1 }'
+}
+
+# slower NUMBER VALUE ARGUMENTS...: with VALUE as its NUMBER, a machine takes longer for a step.
+slower() {
+    number=$1 value=$2 gpus=$3
+    shift 3
+    simulate h200 "$gpus" "$@" && before=$(tokens) || return 1
+    sed "s/\(\"$number\": {\"value\": \)[0-9.]*/\1$value/" data/machines/h200.json >"$work/slow.json"
+    cmp -s "$work/slow.json" data/machines/h200.json && echo "no $number" && return 1
+    simulate "$work/slow.json" "$gpus" "$@" && [ "$(tokens)" -lt "$before" ] && return 0
+    echo "$number has no effect"
+    return 1
+}
+
+# Each number of a machine limits some step, which is slower if the number is worse.
+every_number_counts() {
+    large="$small --num-layers 2 --hidden-size 2048 --seq-length 4096"
+    fp8='--fp8-format hybrid --fp8-recipe'
+    experts='--num-experts 8 --moe-router-topk 2 --disable-bias-linear'
+    shares='--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather'
+    # shellcheck disable=SC2086
+    for number in bf16_product_tflops attention_64_forward_tflops attention_64_backward_tflops copy_gbs; do
+        slower $number 10 1 $small || return 1
     done
     # shellcheck disable=SC2086
-    simulate h200 1 $small --optimizer-cpu-offload || return 1
-    before=$(tokens)
-    sed 's/\("host_update_gbs": {"value": \)[0-9.]*/\110/' data/machines/h200.json >"$work/slow.json"
+    slower multiprocessors 5000 1 $small && # more of them are idle in the last wave
+        slower memory_share 0.5 1 $large && slower kernel_us 20 1 $small && slower launch_us 100 1 $small &&
+        slower product_depth 300 1 $small && slower attention_tokens 5000 1 $small &&
+        slower attention_128_forward_tflops 100 1 $large && slower attention_128_backward_tflops 100 1 $large &&
+        slower fp8_product_tflops 300 1 $large $fp8 tensorwise && slower fp8_exact_share 0.3 1 $large $fp8 tensorwise &&
+        slower fp8_blocks_share 0.3 1 $large --fp8-format e4m3 --fp8-recipe blockwise &&
+        slower grouped_share 0.3 1 $large $experts &&
+        slower host_update_gbs 10 1 $small --optimizer-cpu-offload &&
+        slower host_copy_gbs 1 1 $small --optimizer-cpu-offload || return 1
     # shellcheck disable=SC2086
-    simulate "$work/slow.json" 1 $small --optimizer-cpu-offload && [ "$(tokens)" -lt "$before" ]
+    slower nvlink_reduce_gbs 10 4 $small --tensor-model-parallel-size 4 &&
+        slower collective_us 200 4 $small --tensor-model-parallel-size 4 &&
+        slower nvlink_us 200 4 $small --tensor-model-parallel-size 4 &&
+        slower nvlink_gather_gbs 10 4 $small --tensor-model-parallel-size 4 --sequence-parallel &&
+        slower nvlink_copy_gbs 10 4 $large --tensor-model-parallel-size 4 --sequence-parallel --tp-comm-overlap &&
+        slower nvlink_exchange_gbs 10 4 $small $experts --expert-model-parallel-size 4 &&
+        slower nvlink_message_gbs 10 4 $large --context-parallel-size 4 &&
+        slower nvlink_message_gbs 0.1 4 $small --pipeline-model-parallel-size 4 &&
+        slower collective_slowdown 2 4 $large $shares &&
+        slower receive_slowdown 1 4 $small --pipeline-model-parallel-size 4 || return 1
+    # shellcheck disable=SC2086
+    slower network_gbs 1 4 $small --gpus-per-host 2 && slower network_us 2000 4 $small --gpus-per-host 2 &&
+        slower network_us 2000 4 $small --pipeline-model-parallel-size 4 --gpus-per-host 1
 }
 
 # Without --gpus: the ranks of the layout, or those of mpirun. Rank 0 prints.
@@ -352,7 +420,8 @@ ranks_to_launch_are_planned() {
 check measured_rows_are_predicted measured_rows_are_predicted
 check published_rows_are_predicted published_rows_are_predicted
 check parts_add_up parts_add_up
-check faster_machines_are_faster faster_machines_are_faster
+check operations_take_their_times operations_take_their_times
+check every_number_counts every_number_counts
 check plan_prints_layouts_that_run plan_prints_layouts_that_run
 check plan_keeps_what_is_given plan_keeps_what_is_given
 check sizes_are_no_powers_of_two sizes_are_no_powers_of_two
