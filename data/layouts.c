@@ -345,15 +345,19 @@ static void mt_search_add(mt_search *s, mt_candidate c) {
         }
 }
 
+/* True if the user decided on the stages of ranks. */
+static bool mt_search_stages_given(const mt_options *o) {
+    return MT_GIVEN(o, num_virtual_stages_per_pipeline_rank) || MT_GIVEN(o, pipeline_model_parallel_layout) ||
+           MT_GIVEN(o, num_layers_per_virtual_pipeline_stage) || MT_GIVEN(o, pipeline_schedule) ||
+           MT_GIVEN(o, decoder_first_pipeline_num_layers) || MT_GIVEN(o, decoder_last_pipeline_num_layers);
+}
+
 /* Schedules of a pipeline: one stage a rank, zero-bubble, or several stages, any number that divides the layers. 1, 2,
  * 4 and 8 are also balanced. */
 static void mt_search_schedules(mt_search *s, mt_candidate c) {
     const mt_options *o = s->given;
-    bool fixed = MT_GIVEN(o, num_virtual_stages_per_pipeline_rank) || MT_GIVEN(o, pipeline_model_parallel_layout) ||
-                 MT_GIVEN(o, num_layers_per_virtual_pipeline_stage) || MT_GIVEN(o, pipeline_schedule) ||
-                 MT_GIVEN(o, decoder_first_pipeline_num_layers) || MT_GIVEN(o, decoder_last_pipeline_num_layers);
     c.vp = 1;
-    if (c.pp == 1 || fixed) {
+    if (c.pp == 1 || mt_search_stages_given(o)) {
         mt_search_add(s, c);
         return;
     }
@@ -521,6 +525,11 @@ static int mt_search_measure(mt_search *s, mt_error *error) {
                     mt_max(given->context_parallel_size, 1);
     ranks *= mt_max(given->expert_model_parallel_size, 1);
     int status = mt_search_finish(s, "", ranks, &o, error);
+    if (status != 0 && given->pipeline_model_parallel_size <= o.num_layers && !mt_search_stages_given(given)) {
+        mt_error other; // stages of a size that does not divide the layers are balanced ones
+        mt_options_free(&o);
+        status = mt_search_finish(s, " --pipeline-model-parallel-layout auto", ranks, &o, &other);
+    }
     if (status == 0) status = mt_simulate_check(&o, error);
     if (status == 0) {
         s->batch = o.global_batch_size;
@@ -559,6 +568,14 @@ int mt_layouts_search(mt_layouts *out, const mt_options *given, int argc, char *
     free(fits);
     free(s.list);
     if (out->count > 0) return 0;
+    int64_t model = mt_max(given->tensor_model_parallel_size, 1) * mt_max(given->pipeline_model_parallel_size, 1) *
+                    mt_max(given->context_parallel_size, 1);
+    if (given->gpus % model != 0)
+        return mt_error_set(
+            error,
+            "no layout of %lld GPUs is legal: the tensor, pipeline and context parallel sizes that are given "
+            "need a multiple of %lld",
+            (long long)given->gpus, (long long)model);
     if (out->considered == 0)
         return mt_error_set(error,
                             "no layout of %lld GPUs is legal: --global-batch-size %lld is not a multiple of "

@@ -276,6 +276,12 @@ refusals_name_the_reason() {
         refused 'needs --global-batch-size' "$train" --bf16 $eight --plan --gpus 2 &&
         refused 'no layout of 11 GPUs is legal: --global-batch-size 8 is not a multiple of' "$train" --bf16 $small \
             --plan --gpus 11 &&
+        refused 'no layout of 8 GPUs is legal: .* parallel sizes that are given need a multiple of 16' "$train" --bf16 \
+            $small --plan --gpus 8 --tensor-model-parallel-size 8 --pipeline-model-parallel-size 2 &&
+        refused '--num-layers, 4, must be a multiple of 8 pipeline ranks' "$train" --bf16 $small --plan --gpus 8 \
+            --pipeline-model-parallel-size 8 &&
+        refused '--print-schedule exclude' "$train" $common $small --plan --gpus 2 --print-schedule &&
+        refused '--print-schedule exclude' $base --gpus 2 --print-schedule &&
         refused 'no layout fits' "$train" --bf16 --hf-config data/configs/llama3-70b.json --seq-length 4096 \
             --global-batch-size 8 --plan --gpus 2 &&
         refused 'exclude' $base --plan --gpus 1 &&
@@ -341,6 +347,9 @@ sizes_are_no_powers_of_two() {
     # shellcheck disable=SC2086
     plan $odd --gpus 2 --tensor-model-parallel-size 1 --pipeline-model-parallel-size 2 &&
         says '^[0-9]*\. --num-virtual-stages-per-pipeline-rank 5' "$work/plan" || return 1
+    # shellcheck disable=SC2086
+    plan $odd --gpus 3 --pipeline-model-parallel-size 3 &&
+        says "^1\. .*--pipeline-model-parallel-layout 'Et" "$work/plan" || return 1
     # shellcheck disable=SC2086
     plan $odd --gpus 3 --num-experts 6 --moe-router-topk 2 --disable-bias-linear --tensor-model-parallel-size 1 \
         --pipeline-model-parallel-size 1 --global-batch-size 9 &&
