@@ -136,6 +136,8 @@ parts_are_the_step() {
 
 parts_add_up() {
     # shellcheck disable=SC2086
+    simulate h200 64 $small --global-batch-size 4096 && says 'tokens/s, [0-9.]* T tokens a day' "$work/out" || return 1
+    # shellcheck disable=SC2086
     simulate h200 1 $small --optimizer-cpu-offload --overlap-cpu-optimizer-d2h-h2d && parts_are_the_step &&
         says '^adamw_step .*  on the host$' "$work/out" &&
         simulate h200 8 $eight --micro-batch-size 1 --global-batch-size 64 --pipeline-model-parallel-size 2 \
