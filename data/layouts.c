@@ -302,7 +302,7 @@ static void mt_candidate_rate(const mt_search *s, mt_candidate *c) {
     double gpus = (double)o->gpus, model = (double)(c->tp * c->pp), replicas = gpus / model;
     double rate = MT_GIVEN(o, fp8_format) ? m->fp8_product_tflops : m->bf16_product_tflops;
     double micro_batches = (double)s->batch / ((double)c->micro_batch * replicas / (double)c->cp);
-    const double again[MT_RECOMPUTE_CHOICES] = {1, 1, 4.0 / 3}, again_estimate[MT_RECOMPUTE_CHOICES] = {1, 1.12, 1.33};
+    const double again_estimate[MT_RECOMPUTE_CHOICES] = {1, 1.12, 1.24}; // a layer's last product is not replayed
     double compute = s->flops / gpus / rate, stages = (double)c->pp;
     double bubble = (stages - 1) / (micro_batches * (double)c->vp) * (c->zero_bubble ? 0.3 : 1);
     double hosts = replicas > (double)m->gpus_per_host || c->tp * c->pp * c->cp > m->gpus_per_host;
@@ -315,8 +315,12 @@ static void mt_candidate_rate(const mt_search *s, mt_candidate *c) {
     double rows = tokens / (double)c->tp * (double)mt_max(o->moe_router_topk, 1); // dispatched and combined, twice
     double exchange = 8 * layers * rows * (double)o->hidden_size * (double)(c->ep - 1) / (double)c->ep;
     exchange /= c->tp * c->ep > m->gpus_per_host ? m->network_gbs : m->nvlink_exchange_gbs;
-    c->bound = compute * again[c->recompute] * (1 + 0.8 * bubble);
-    c->estimate = compute * 1.35 * again_estimate[c->recompute] * (1 + bubble) +
+    // a typical product of a layer, whose pieces beside communication are rows of one rank
+    int64_t M = mt_max((int64_t)tokens / c->tp, 1), N = mt_max(4 * o->hidden_size / c->tp, 1), K = o->hidden_size;
+    double whole = 2 * (double)M * (double)N * (double)K / m->bf16_product_tflops;
+    double shape = mt_machine_product_seconds(m, M, N, K, 2 * (double)(M * N), false) / whole;
+    c->bound = compute * (1 + 0.8 * bubble); // replays are few where the head is large
+    c->estimate = compute * 1.15 * shape * again_estimate[c->recompute] * (1 + bubble) +
                   micro_batches * (0.4 * tensor / m->nvlink_copy_gbs + keys / link + exchange) + 0.3 * shards / link;
 }
 
