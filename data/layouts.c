@@ -6,6 +6,7 @@
 #include "option_table.h"
 #include "options.h"
 #include "report.h"
+#include "timeline.h"
 
 #include <math.h>
 #include <stdlib.h>
@@ -64,37 +65,129 @@ static int mt_layer_seconds_of(mt_layer_seconds *t, const mt_options *o, int64_t
     return 0;
 }
 
-/* Layers of each pipeline rank: one after another to the rank that has least to do. */
-static void mt_share_layers(int64_t *layers, const mt_options *o, int64_t pp, const mt_layer_seconds *t) {
-    double sparse = (double)mt_num_expert_layers(o), all = (double)o->num_layers;
-    double layer = (t->sparse * sparse + t->dense * (all - sparse)) / all, module = layer + t->head;
-    for (int64_t rank = 0; rank < pp; rank++) layers[rank] = 0;
-    for (int64_t i = 0; i < o->num_layers; i++) {
+/* A model that is cut into stages. until[i]: seconds of its first i layers; first, last: what the first and the last
+ * stage take besides. */
+typedef struct mt_cut_model {
+    int64_t num_layers, pp, vp;
+    double *until; // [num_layers + 1]
+    double first, last;
+} mt_cut_model;
+
+static double mt_stage_seconds(const mt_cut_model *m, int64_t stage, int64_t from, int64_t to) {
+    double seconds = m->until[to] - m->until[from] + (stage == 0 ? m->first : 0);
+    return seconds + (stage == m->pp * m->vp - 1 ? m->last : 0);
+}
+
+/* Layers one after another to the rank that has least to do, as if all took the same time. */
+static void mt_cut_by_rank(int64_t *layers, const mt_cut_model *m) {
+    double layer = m->until[m->num_layers] / (double)m->num_layers;
+    int64_t *of_rank = mt_calloc(m->pp * 8);
+    for (int64_t i = 0; i < m->num_layers; i++) {
         int64_t least = 0;
         double smallest = INFINITY;
-        for (int64_t rank = 0; rank < pp; rank++) {
-            double work = layer * (double)layers[rank] + (rank == 0 ? t->embedding : 0);
-            if (rank == pp - 1) work += t->head + module * (double)o->mtp_num_layers;
+        for (int64_t rank = 0; rank < m->pp; rank++) {
+            double work =
+                layer * (double)of_rank[rank] + (rank == 0 ? m->first : 0) + (rank == m->pp - 1 ? m->last : 0);
             if (work < smallest) smallest = work, least = rank;
         }
-        layers[least]++;
+        of_rank[least]++;
     }
+    for (int64_t stage = 0; stage < m->pp * m->vp; stage++) { // the first chunks take the remainder
+        int64_t chunk = stage / m->pp, n = of_rank[stage % m->pp];
+        layers[stage] = n / m->vp + (chunk < n % m->vp);
+    }
+    free(of_rank);
+}
+
+/* The least time that no stage exceeds, by bisection: each takes as many layers as fit into a time. */
+static double mt_cut_limit(const mt_cut_model *m) {
+    int64_t stages = m->pp * m->vp;
+    double low = 0, high = m->until[m->num_layers] + m->first + m->last;
+    for (int i = 0; i < 50; i++) {
+        double limit = (low + high) / 2;
+        int64_t layer = 0;
+        for (int64_t stage = 0; stage + 1 < stages; stage++)
+            for (int64_t from = layer; layer < m->num_layers; layer++)
+                if (mt_stage_seconds(m, stage, from, layer + 1) > limit) break;
+        bool fits = mt_stage_seconds(m, stages - 1, layer, m->num_layers) <= limit && m->first <= limit;
+        *(fits ? &high : &low) = limit;
+    }
+    return high;
+}
+
+/* The longest stage is as short as possible, and among such cuts the sum of squares is the least. */
+static void mt_cut_by_stage(int64_t *layers, const mt_cut_model *m) {
+    int64_t stages = m->pp * m->vp, L = m->num_layers;
+    double limit = mt_cut_limit(m) * (1 + 1e-9), *squares = mt_malloc((stages + 1) * (L + 1) * 8);
+    int64_t *from = mt_calloc((stages + 1) * (L + 1) * 8);
+    for (int64_t i = 0; i <= L; i++) squares[i] = i == 0 ? 0 : INFINITY;
+    for (int64_t stage = 0; stage < stages; stage++)
+        for (int64_t to = 0; to <= L; to++) {
+            double *least = &squares[(stage + 1) * (L + 1) + to];
+            *least = INFINITY;
+            for (int64_t begin = to; begin >= 0; begin--) {
+                double seconds = mt_stage_seconds(m, stage, begin, to);
+                double sum = squares[stage * (L + 1) + begin] + seconds * seconds;
+                if (seconds > limit) break;
+                if (sum < *least) *least = sum, from[(stage + 1) * (L + 1) + to] = begin;
+            }
+        }
+    for (int64_t stage = stages, to = L; stage > 0; stage--) {
+        int64_t begin = from[stage * (L + 1) + to];
+        layers[stage - 1] = to - begin, to = begin;
+    }
+    free(squares), free(from);
+}
+
+/* Seconds of a step of pp x `rounds` micro-batches. */
+static double mt_cut_seconds(const int64_t *layers, const mt_cut_model *m, int64_t rounds) {
+    int64_t stages = m->pp * m->vp, layer = 0;
+    mt_schedule schedule = {m->vp > 1 ? MT_SCHEDULE_INTERLEAVED : MT_SCHEDULE_1F1B, m->pp, m->vp, rounds * m->pp,
+                            m->pp};
+    mt_action_costs *costs = mt_calloc(stages * (int64_t)sizeof *costs);
+    for (int64_t stage = 0; stage < stages; layer += layers[stage++]) {
+        double third = mt_stage_seconds(m, stage, layer, layer + layers[stage]) / 3;
+        costs[stage % m->pp * m->vp + stage / m->pp] = (mt_action_costs){third, third, third, 0};
+    }
+    mt_timeline timeline;
+    MT_CHECK(mt_timeline_create_uneven(&timeline, &schedule, costs, 0) == 0);
+    double seconds = timeline.span;
+    mt_timeline_free(&timeline);
+    free(costs);
+    return seconds;
+}
+
+/* Layers of each stage: equal ranks or equal stages, whichever makes the shorter step. */
+static void mt_cut(int64_t *layers, const mt_options *o, int64_t pp, int64_t vp, const mt_layer_seconds *t) {
+    int64_t L = o->num_layers, stages = pp * vp, of_replica = o->micro_batch_size * mt_max(o->data_parallel_size, 1);
+    int64_t rounds = mt_min(mt_max(o->global_batch_size / mt_max(of_replica, 1) / pp, 1), 4);
+    mt_cut_model m = {L, pp, vp, mt_malloc((L + 1) * 8), t->embedding, t->head};
+    m.until[0] = 0;
+    for (int64_t i = 0; i < L; i++) m.until[i + 1] = m.until[i] + (mt_layer_has_experts(o, i) ? t->sparse : t->dense);
+    m.last += (m.until[L] - m.until[L - 1] + t->head) * (double)o->mtp_num_layers; // as the last layer, and the head
+    mt_cut_by_rank(layers, &m);
+    if (stages <= L) {
+        int64_t *other = mt_calloc(stages * 8);
+        mt_cut_by_stage(other, &m);
+        if (mt_cut_seconds(other, &m, rounds) < 0.999 * mt_cut_seconds(layers, &m, rounds))
+            memcpy(layers, other, (size_t)stages * 8);
+        free(other);
+    }
+    free(m.until);
 }
 
 /* Balanced letters; `o`: finished for a pipeline of one rank. */
-static char *mt_balanced_letters(const mt_options *o, int64_t ranks, int64_t pp, int64_t stages,
-                                 const mt_machine *machine, mt_error *error) {
+static char *mt_balanced_letters(const mt_options *o, int64_t ranks, int64_t pp, int64_t vp, const mt_machine *machine,
+                                 mt_error *error) {
     mt_layer_seconds t;
     if (mt_layer_seconds_of(&t, o, ranks, machine, error) != 0) return NULL;
-    int64_t *layers = mt_malloc(pp * 8), length = 0;
-    char *letters = mt_malloc(o->num_layers + o->mtp_num_layers + pp * stages + 3);
-    mt_share_layers(layers, o, pp, &t);
-    for (int64_t stage = 0; stage < pp * stages; stage++) {
-        int64_t chunk = stage / pp, n = layers[stage % pp];
+    int64_t stages = pp * vp, *layers = mt_calloc(stages * 8), length = 0;
+    char *letters = mt_malloc(o->num_layers + o->mtp_num_layers + stages + 3);
+    mt_cut(layers, o, pp, vp, &t);
+    for (int64_t stage = 0; stage < stages; stage++) {
         if (stage == 0) letters[length++] = 'E';
-        int64_t here = n / stages + (chunk < n % stages); // the first chunks take the remainder
-        for (int64_t i = 0; i < here; i++) letters[length++] = 't';
-        if (stage + 1 < pp * stages) letters[length++] = '|';
+        for (int64_t i = 0; i < layers[stage]; i++) letters[length++] = 't';
+        if (stage + 1 < stages) letters[length++] = '|';
     }
     for (int64_t i = 0; i < o->mtp_num_layers; i++) letters[length++] = 'm';
     letters[length++] = 'L';
@@ -127,10 +220,18 @@ static char *mt_layout_balance(const mt_options *o, int64_t world_size, mt_error
     one.pipeline_model_parallel_size = 1, one.pipeline_schedule = MT_SCHEDULE_1F1B, one.print_schedule = NULL;
     if (mt_options_derive(&one, MT_PROGRAM_TRAIN, world_size / pp, error) != 0) return NULL;
     if (mt_machine_read(&machine, o->gpu, error) != 0) return NULL;
+    machine.gpus_per_host = o->gpus_per_host;
     return mt_balanced_letters(&one, world_size / pp, pp, stages, &machine, error);
 }
 
 int mt_train_options_finish(mt_options *options, int64_t world_size, mt_error *error) {
+    mt_machine machine;
+    bool imagines = options->plan || options->explain || options->print_schedule || options->print_config;
+    if (options->gpus > 0 && !imagines)
+        return mt_error_set(error,
+                            "--gpus starts no ranks: it is for --plan and --explain; use mpirun -np %lld ./train",
+                            (long long)options->gpus);
+    if (MT_GIVEN(options, gpu) && mt_machine_read(&machine, options->gpu, error) != 0) return -1;
     return mt_options_finish_by(options, MT_PROGRAM_TRAIN, world_size, mt_layout_balance, error);
 }
 
@@ -201,7 +302,7 @@ static void mt_candidate_rate(const mt_search *s, mt_candidate *c) {
     double gpus = (double)o->gpus, model = (double)(c->tp * c->pp), replicas = gpus / model;
     double rate = MT_GIVEN(o, fp8_format) ? m->fp8_product_tflops : m->bf16_product_tflops;
     double micro_batches = (double)s->batch / ((double)c->micro_batch * replicas / (double)c->cp);
-    const double again[MT_RECOMPUTE_CHOICES] = {1, 1, 4.0 / 3}, again_estimate[MT_RECOMPUTE_CHOICES] = {1, 1.12, 1.33};
+    const double again_estimate[MT_RECOMPUTE_CHOICES] = {1, 1.12, 1.24}; // a layer's last product is not replayed
     double compute = s->flops / gpus / rate, stages = (double)c->pp;
     double bubble = (stages - 1) / (micro_batches * (double)c->vp) * (c->zero_bubble ? 0.3 : 1);
     double hosts = replicas > (double)m->gpus_per_host || c->tp * c->pp * c->cp > m->gpus_per_host;
@@ -214,8 +315,12 @@ static void mt_candidate_rate(const mt_search *s, mt_candidate *c) {
     double rows = tokens / (double)c->tp * (double)mt_max(o->moe_router_topk, 1); // dispatched and combined, twice
     double exchange = 8 * layers * rows * (double)o->hidden_size * (double)(c->ep - 1) / (double)c->ep;
     exchange /= c->tp * c->ep > m->gpus_per_host ? m->network_gbs : m->nvlink_exchange_gbs;
-    c->bound = compute * again[c->recompute] * (1 + 0.8 * bubble);
-    c->estimate = compute * 1.35 * again_estimate[c->recompute] * (1 + bubble) +
+    // a typical product of a layer, whose pieces beside communication are rows of one rank
+    int64_t M = mt_max((int64_t)tokens / c->tp, 1), N = mt_max(4 * o->hidden_size / c->tp, 1), K = o->hidden_size;
+    double whole = 2 * (double)M * (double)N * (double)K / m->bf16_product_tflops;
+    double shape = mt_machine_product_seconds(m, M, N, K, 2 * (double)(M * N), false) / whole;
+    c->bound = compute * (1 + 0.8 * bubble); // replays are few where the head is large
+    c->estimate = compute * 1.15 * shape * again_estimate[c->recompute] * (1 + bubble) +
                   micro_batches * (0.4 * tensor / m->nvlink_copy_gbs + keys / link + exchange) + 0.3 * shards / link;
 }
 
@@ -244,15 +349,19 @@ static void mt_search_add(mt_search *s, mt_candidate c) {
         }
 }
 
+/* True if the user decided on the stages of ranks. */
+static bool mt_search_stages_given(const mt_options *o) {
+    return MT_GIVEN(o, num_virtual_stages_per_pipeline_rank) || MT_GIVEN(o, pipeline_model_parallel_layout) ||
+           MT_GIVEN(o, num_layers_per_virtual_pipeline_stage) || MT_GIVEN(o, pipeline_schedule) ||
+           MT_GIVEN(o, decoder_first_pipeline_num_layers) || MT_GIVEN(o, decoder_last_pipeline_num_layers);
+}
+
 /* Schedules of a pipeline: one stage a rank, zero-bubble, or several stages, any number that divides the layers. 1, 2,
  * 4 and 8 are also balanced. */
 static void mt_search_schedules(mt_search *s, mt_candidate c) {
     const mt_options *o = s->given;
-    bool fixed = MT_GIVEN(o, num_virtual_stages_per_pipeline_rank) || MT_GIVEN(o, pipeline_model_parallel_layout) ||
-                 MT_GIVEN(o, num_layers_per_virtual_pipeline_stage) || MT_GIVEN(o, pipeline_schedule) ||
-                 MT_GIVEN(o, decoder_first_pipeline_num_layers) || MT_GIVEN(o, decoder_last_pipeline_num_layers);
     c.vp = 1;
-    if (c.pp == 1 || fixed) {
+    if (c.pp == 1 || mt_search_stages_given(o)) {
         mt_search_add(s, c);
         return;
     }
@@ -420,6 +529,11 @@ static int mt_search_measure(mt_search *s, mt_error *error) {
                     mt_max(given->context_parallel_size, 1);
     ranks *= mt_max(given->expert_model_parallel_size, 1);
     int status = mt_search_finish(s, "", ranks, &o, error);
+    if (status != 0 && given->pipeline_model_parallel_size <= o.num_layers && !mt_search_stages_given(given)) {
+        mt_error other; // stages of a size that does not divide the layers are balanced ones
+        mt_options_free(&o);
+        status = mt_search_finish(s, " --pipeline-model-parallel-layout auto", ranks, &o, &other);
+    }
     if (status == 0) status = mt_simulate_check(&o, error);
     if (status == 0) {
         s->batch = o.global_batch_size;
@@ -458,6 +572,14 @@ int mt_layouts_search(mt_layouts *out, const mt_options *given, int argc, char *
     free(fits);
     free(s.list);
     if (out->count > 0) return 0;
+    int64_t model = mt_max(given->tensor_model_parallel_size, 1) * mt_max(given->pipeline_model_parallel_size, 1) *
+                    mt_max(given->context_parallel_size, 1);
+    if (given->gpus % model != 0)
+        return mt_error_set(
+            error,
+            "no layout of %lld GPUs is legal: the tensor, pipeline and context parallel sizes that are given "
+            "need a multiple of %lld",
+            (long long)given->gpus, (long long)model);
     if (out->considered == 0)
         return mt_error_set(error,
                             "no layout of %lld GPUs is legal: --global-batch-size %lld is not a multiple of "

@@ -38,8 +38,8 @@ void mt_layouts_free(mt_layouts *layouts);
 void mt_options_assume_run(mt_options *options);
 
 /* mt_options_finish of ./train, which also balances stages: --pipeline-model-parallel-layout auto, or auto*N for N
- * stages a rank. The ranks take equal times on a GPU of options->gpu, embedding and head included, as far as whole
- * layers allow. */
+ * stages a rank. The ranks, or their stages where that is faster, take equal times on a GPU of options->gpu, embedding
+ * and head included, as far as whole layers allow. */
 int mt_train_options_finish(mt_options *options, int64_t world_size, mt_error *error);
 
 #ifdef __cplusplus

@@ -59,6 +59,11 @@ static int mt_machine_parse(mt_machine *machine, json_t *root, const char *path,
             return -1;
     }
     mt_text_clean(machine->name, false);
+    if (machine->bf16_product_tflops > machine->bf16_peak_tflops)
+        return mt_error_set(error,
+                            "%s: \"bf16_product_tflops\" %g is more than \"bf16_peak_tflops\" %g; correct the data "
+                            "sheet's rate",
+                            path, machine->bf16_product_tflops * 1e-12, machine->bf16_peak_tflops * 1e-12);
     return 0;
 }
 

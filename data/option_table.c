@@ -327,11 +327,11 @@ const mt_option mt_option_table[] = {
      "find the fastest layouts of this model on --gpus GPUs by simulation, print the ten best, and exit; layout "
      "options "
      "that are given are kept",
-     .needs = "gpus", .excludes = "explain", .own = true},
+     .needs = "gpus", .excludes = "explain, print-schedule, print-config, print-launch", .own = true},
     {"explain", MT_FLAG, MT_AT(explain), MT_TRAIN, MT_OF_RUN, NULL, NULL,
      "print a simulated training step of this run, operation by operation, and exit; on --gpus GPUs, or on as many as "
      "mpirun starts, or one process as many as the layout needs",
-     .own = true},
+     .excludes = "print-schedule, print-config, print-launch", .own = true},
     {"plan-explain", MT_FLAG, MT_AT(explain), MT_TRAIN, MT_OF_RUN, NULL, NULL, "another name of --explain",
      .own = true},
     {"gpus", MT_INT, MT_AT(gpus), MT_TRAIN, MT_OF_RUN, NULL, "[1,1000000]", "GPUs of --plan and --explain",

@@ -33,8 +33,10 @@ static const char *const mt_traffic_words[MT_NUM_TRAFFICS] = {[MT_TRAFFIC_NONE] 
 /* Three lines: speed, time by part, memory by row. */
 static void mt_plan_print_step(const mt_simulation *s, const mt_machine *machine, const char *indent, FILE *file) {
     const mt_simulated_rank *slowest = &s->pipeline[s->slowest];
-    fprintf(file, "%sstep    %.1f ms, %.0f tokens/s, %.3g G tokens a day, MFU %.1f%%", indent, 1e3 * s->seconds,
-            s->tokens_per_second, s->tokens_per_second * 86400e-9, 100 * s->mfu);
+    double day = s->tokens_per_second * 86400e-9;
+    bool large = day >= 999.5;
+    fprintf(file, "%sstep    %.1f ms, %.0f tokens/s, %.3g %c tokens a day, MFU %.1f%%", indent, 1e3 * s->seconds,
+            s->tokens_per_second, large ? 1e-3 * day : day, large ? 'T' : 'G', 100 * s->mfu);
     if (s->bubble > 0) fprintf(file, ", bubble %.1f%%", 100 * s->bubble);
     fprintf(file, "\n%stime   ", indent);
     for (int part = 0; part < MT_NUM_STEP_PARTS; part++) {
