@@ -3,8 +3,8 @@
  *   usage: bench_calibrate BASE.json OUT.json              one GPU: products, attention, copies
  *          mpirun -np N bench_calibrate BASE.json OUT.json  and the links between N GPUs of a host
  *
- * Numbers that are not measured here are those of BASE.json. Each is measured for some seconds, so that a GPU that
- * throttles in training does so here. */
+ * The name and numbers that are not measured here, such as the peak rate, are those of BASE.json. Each is measured for
+ * some seconds, so that a GPU that throttles in training does so here. */
 #include "../data/file.h"
 #include "../data/machine.h"
 
@@ -198,11 +198,13 @@ static int write_file(const bench *b, const char *path, mt_error *error) {
 
 int main(int argc, char **argv) {
     bench b = {.file = NULL};
+    mt_machine base;
     mt_error error;
     mt_options options = {.tensor_model_parallel_size = 1, .pipeline_model_parallel_size = 1, .num_query_groups = 1};
     options.context_parallel_size = options.context_a2a_size = 1;
     mt_grid_start(&b.grid, &argc, &argv);
     if (argc != 3) mt_die("usage: bench_calibrate BASE.json OUT.json; BASE.json is a file of data/machines");
+    if (mt_machine_read(&base, argv[1], &error) != 0) mt_die("%s", error.text);
     b.file = mt_json_read(argv[1], &error);
     if (!b.file) mt_die("%s", error.text);
     if (mt_grid_build(&b.grid, &options, &error) != 0) mt_die("%s", error.text);
@@ -220,6 +222,9 @@ int main(int argc, char **argv) {
     b.from = mt_cuda_event_create(), b.to = mt_cuda_event_create();
     measure_copies(&b), measure_products(&b), measure_attention(&b);
     if (b.grid.world.size > 1) measure_links(&b);
+    if (number(&b, "bf16_product_tflops") * 1e12 > base.bf16_peak_tflops)
+        mt_die("products are faster than %s's \"bf16_peak_tflops\"; take a BASE.json with the data sheet of this GPU",
+               argv[1]);
     if (b.grid.world.rank == 0 && write_file(&b, argv[2], &error) != 0) mt_die("%s", error.text);
     json_decref(b.file);
     mt_grid_stop(&b.grid);

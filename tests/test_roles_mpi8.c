@@ -128,7 +128,7 @@ static void load(role *r) {
 static void remove_checkpoint(void) {
     mt_barrier(&job.world);
     if (job.world.rank == 0 && (remove_root(NULL) != 0 || make_root(NULL) != 0)) mt_die("%s: not removed", root);
-    mt_barrier(&job.world);
+    mt_broadcast(&job.world, root, sizeof root, 0); // a new name
 }
 
 /* Fails unless this rank's weights, and its master weights where `masters`, are the same bits. */
