@@ -1,12 +1,10 @@
-/* folder.h: setup and teardown, in the form of cmocka, for an empty folder. The folder is in memory if possible, since
- * every save waits for the disk. */
+/* folder.h: setup and teardown, in the form of cmocka, for an empty folder. */
 #ifndef MT_TEST_FOLDER_H
 #define MT_TEST_FOLDER_H
 
-#include <stdio.h>
-#include <stdlib.h>
+#include "new_folder.h"
+
 #include <sys/stat.h>
-#include <unistd.h>
 
 static char root[64];
 
@@ -19,13 +17,9 @@ static inline const char *at(const char *name) {
     return path;
 }
 
-/* The name is new: a process that was killed may have left its folder. */
 static inline int make_root(void **state) {
     (void)state;
-    snprintf(root, sizeof root, "%s/mt-test-XXXXXX", access("/dev/shm", W_OK) == 0 ? "/dev/shm" : "/tmp");
-    if (mkdtemp(root)) return 0;
-    perror(root);
-    return -1;
+    return new_folder(root);
 }
 
 static inline int remove_root(void **state) {

@@ -5,6 +5,7 @@
 #include "../data/options.h"
 #include "../data/prompts.h"
 #include "../data/generate.h"
+#include "new_folder.h"
 
 #include <ftw.h>
 #include <stdlib.h>
@@ -90,8 +91,7 @@ int LLVMFuzzerInitialize(int *argc, char ***argv) {
     mt_run_state state = {.iteration = 1, .consumed_train_samples = 1, .optimizer_step = 1};
     mt_error error;
     (void)argc, (void)argv;
-    snprintf(root, sizeof root, "%s/mt-fuzz-XXXXXX", access("/dev/shm", W_OK) == 0 ? "/dev/shm" : "/tmp");
-    if (!mkdtemp(root)) mt_die("%s: cannot be created", root);
+    if (new_folder(root) != 0) abort();
     mt_grid_start(&grid, &count, &words);
     check(mt_options_parse(&shape, MT_PROGRAM_TRAIN, count, words, &error), &error);
     check(mt_options_finish(&shape, MT_PROGRAM_TRAIN, 1, &error), &error);

@@ -4,6 +4,7 @@
 #define MT_TESTS_LAYOUTS_H
 
 #include "golden.h"
+#include "new_folder.h"
 
 #include <mpi.h>
 #include <unistd.h>
@@ -1059,11 +1060,10 @@ static void run_half(const pair *p, const half *h, int number, const char *root)
 
 /* Runs all saving halves, then all loading halves. */
 static void run_pairs(const pair *pairs, int count) {
-    char root[128], command[256];
+    char root[64], command[256];
     layout needed[2 * MAX_PAIRS];
     MT_CHECK(count <= MAX_PAIRS);
-    snprintf(root, sizeof root, "%s/mt-pairs-XXXXXX", access("/dev/shm", W_OK) == 0 ? "/dev/shm" : "/tmp");
-    MT_CHECK(world.world.rank != 0 || mkdtemp(root));
+    MT_CHECK(world.world.rank != 0 || new_folder(root) == 0);
     mt_broadcast(&world.world, root, sizeof root, 0);
     for (int bf16 = 0; bf16 < 2; bf16++) {
         int rows = 0;

@@ -2,6 +2,7 @@
  * skip, rewind or rerun the step bit for bit with a run without the fault. */
 #include "../data/checkpoint.h"
 #include "../data/options.h"
+#include "new_folder.h"
 
 #include <math.h>
 #include <setjmp.h>
@@ -331,8 +332,7 @@ static void a_loss_spike_is_skipped_on_every_layout(void **state) {
 
 /* Creates a folder and broadcasts its name. */
 static void make_folder(char folder[64]) {
-    snprintf(folder, 64, "%s", access("/dev/shm", W_OK) == 0 ? "/dev/shm/mt-bad-XXXXXX" : "/tmp/mt-bad-XXXXXX");
-    if (grid.world.rank == 0 && !mkdtemp(folder)) mt_die("%s: cannot be created", folder);
+    MT_CHECK(grid.world.rank != 0 || new_folder(folder) == 0);
     mt_broadcast(&grid.world, folder, 64, 0);
 }
 

@@ -7,6 +7,7 @@
 #include "../data/file.h"
 #include "../data/options.h"
 #include "crash_shim.h"
+#include "new_folder.h"
 
 #include <errno.h>
 #include <fcntl.h>
@@ -239,7 +240,7 @@ typedef struct run {
     mt_options options;
     mt_grid grid;
     mt_model *model;
-    char work[256], watched[300], save[320], state[300]; // folders: of the saves; of states that are tried
+    char work[64], watched[300], save[320], state[300]; // folders: of the saves; of states that are tried
     int silent;                                          // a descriptor in place of standard error
     int64_t failures, states, points;
 } run;
@@ -544,8 +545,7 @@ int main(int argc, char **argv) {
     static run r;
     mt_grid_start(&r.grid, &argc, &argv);
     create(&r);
-    snprintf(r.work, sizeof r.work, "%s/mt-crash-XXXXXX", access("/dev/shm", W_OK) == 0 ? "/dev/shm" : "/tmp");
-    if (r.grid.world.rank == 0 && !mkdtemp(r.work)) mt_die("%s: cannot be created", r.work);
+    MT_CHECK(r.grid.world.rank != 0 || new_folder(r.work) == 0);
     mt_broadcast(&r.grid.world, r.work, sizeof r.work, 0);
     snprintf(r.watched, sizeof r.watched, "%s/watched", r.work);
     snprintf(r.save, sizeof r.save, "%s/save", r.watched);

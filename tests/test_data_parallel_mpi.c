@@ -1,6 +1,7 @@
 /* test_data_parallel_mpi.c: data parallelism with every sharding strategy trains like one rank. Run by mpirun. */
 #include "../data/report.h"
 #include "golden.h"
+#include "new_folder.h"
 
 #include <mpi.h>
 #include <pthread.h>
@@ -806,12 +807,11 @@ static void a_model_that_rests_changes_no_bit(void **state) {
 
 /* ---- checkpoints */
 
-static char folder[256]; // for all ranks
+static char folder[64]; // for all ranks
 
 /* A new name; nothing has it yet. */
 static void checkpoint_folder(void) {
-    snprintf(folder, sizeof folder, "/tmp/mt-data-parallel-XXXXXX");
-    if (grid.world.rank == 0 && (!mkdtemp(folder) || rmdir(folder) != 0)) mt_die("%s: cannot be created", folder);
+    MT_CHECK(grid.world.rank != 0 || (new_folder(folder) == 0 && rmdir(folder) == 0));
     mt_broadcast(&grid.world, folder, sizeof folder, 0);
 }
 

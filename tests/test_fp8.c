@@ -233,14 +233,20 @@ static void linears_equal_transformer_engine_on_the_cpu(void **state) {
     check_backend(&mt_cpu_ops, false);
 }
 
-static void linears_equal_transformer_engine_on_the_gpu(void **state) {
-    (void)state;
+/* The operations of a GPU; a test without one is skipped. */
+static const mt_ops *gpu_or_skip(void) {
     mt_error error;
     const mt_ops *gpu = mt_cuda_open(0, &error);
     if (!gpu) {
         print_message("skipped: %s\n", error.text);
         skip();
     }
+    return gpu;
+}
+
+static void linears_equal_transformer_engine_on_the_gpu(void **state) {
+    (void)state;
+    const mt_ops *gpu = gpu_or_skip();
     check_backend(gpu, true);
     check_backend(gpu, false);
 }
@@ -388,13 +394,7 @@ static void operands_in_place_change_no_bit_on_the_cpu(void **state) {
 
 static void operands_in_place_change_no_bit_on_the_gpu(void **state) {
     (void)state;
-    mt_error error;
-    const mt_ops *gpu = mt_cuda_open(0, &error);
-    if (!gpu) {
-        print_message("skipped: %s\n", error.text);
-        skip();
-    }
-    check_in_place(gpu);
+    check_in_place(gpu_or_skip());
 }
 
 static int open_golden(void **state) {

@@ -1,6 +1,7 @@
 /* test_layouts_mpi.c: checkpoints on every layout. Any layout loads the checkpoint of any other, bit for bit, and
  * continues the run. Run by mpirun on four ranks. */
 #include "golden.h"
+#include "new_folder.h"
 
 #include <mpi.h>
 #include <signal.h>
@@ -37,7 +38,7 @@ static const layout layouts[] = {
 enum { NUM_LAYOUTS = sizeof layouts / sizeof *layouts };
 
 static mt_grid world;
-static char root[256];                  // the same on all ranks
+static char root[64];                   // the same on all ranks
 static int64_t max_tokens = SEQ_LENGTH; // of the plan of models
 
 static bool is_in_layout(const layout *l) {
@@ -574,8 +575,7 @@ int main(int argc, char **argv) {
     mt_options_default(&options);
     if (mt_grid_build(&world, &options, &error) != 0) mt_die("%s", error.text);
     mt_options_free(&options);
-    snprintf(root, sizeof root, "/tmp/mt-layouts-XXXXXX");
-    if (world.world.rank == 0 && !mkdtemp(root)) mt_die("%s: cannot be created", root);
+    MT_CHECK(world.world.rank != 0 || new_folder(root) == 0);
     mt_broadcast(&world.world, root, sizeof root, 0);
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(channels_close_in_the_order_of_opening),
