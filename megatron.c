@@ -1073,11 +1073,12 @@ static void mt_cpu_quantize(const mt_quantize_args *a, mt_dtype dtype, mt_stream
     }
 }
 
-/* Memory for a result of `count` elements: `result`, or of its own if the operation stores the result in fp8. */
+/* Returns memory for `count` elements: `result` itself, or a new buffer if the operation stores its result in fp8. */
 static void *mt_result_open(const mt_quantize_args *q, void *result, int64_t count, mt_dtype dtype) {
     return q->rows.data ? mt_malloc(count * mt_dtype_size(dtype)) : result;
 }
 
+/* Quantizes and frees the new buffer, if there is one. */
 static void mt_result_close(const mt_quantize_args *q, void *result, mt_dtype dtype, mt_stream *stream) {
     mt_quantize_args rounded = *q;
     rounded.x = result;
@@ -6229,7 +6230,7 @@ static int64_t mt_fc1_width(const mt_model *m, int64_t F) {
     return mt_options_gated(m->options) ? 2 * F : F;
 }
 
-/* Of the MLP or of the shared expert. */
+/* Slots of the MLP or of the shared expert. */
 static void mt_mlp_slots(const mt_model *m, mt_slots *s, const mt_layer *w) {
     int64_t T = m->plan.max_tokens, F = w ? w->F : m->F;
     bool is_shared_expert = w && w->expert_bucket >= 0, in_fp8 = w && w->down.fp8 && w->down.fp8->in_place[MT_FP8_X];

@@ -140,15 +140,15 @@ __device__ __forceinline__ void store_rows(bf16 *to, int64_t stride, int count, 
     }
 }
 
-/* With dropout, what kernels that own queries have behind their other tiles: the indices of the block's queries, of the
- * keys of each stage, and the bits of the queries. */
+/* Shared memory of dropout in kernels that own queries, after their other tiles: the indices of the block's queries and
+ * of the keys of each stage, and the bits of the queries. */
 template <int QUERIES, int KEYS> struct row_masks {
     int64_t q_index[QUERIES], k_index[2][KEYS];
     kept_keys<KEYS> kept[QUERIES];
 };
 
-/* The masks of the warp's 16 TILES queries, which begin at row `warp_row` of the block, and of the keys of a stage.
- * `query` and `key` are their positions in the span. */
+/* Draws the masks of the warp's 16 TILES queries, which begin at row `warp_row` of the block, and of the keys of a
+ * stage. `query` and `key` are their positions in the span. */
 template <int TILES, int QUERIES, int KEYS>
 __device__ __forceinline__ void draw_by_row(row_masks<QUERIES, KEYS> &to, const mt_masks &masks, uint64_t head,
                                             const band &seen, int query, int warp_row, int key) {
@@ -340,15 +340,15 @@ __device__ __forceinline__ void load_stats(uint32_t to, const flash_task &task, 
     if (threadIdx.x < 2 * QUERIES) mt_copy4_async(to + threadIdx.x * 4, from + at + row * heads, row < count);
 }
 
-/* With dropout, behind the other tiles: the indices of the block's keys, of the queries of each stage, and the bits of
+/* The same in kernels that own keys: the indices of the block's keys and of the queries of each stage, and the bits of
  * the stage's queries for each warp's keys. */
 template <int TILES, int QUERIES> struct column_masks {
     int64_t k_index[16 * TILES * WARPS], q_index[2][QUERIES];
     kept_keys<16 * TILES> kept[WARPS][QUERIES];
 };
 
-/* The masks of a stage's queries and the warp's 16 TILES keys. `query` and `first_key` are the positions in the span of
- * the stage and of the block's keys. */
+/* Draws the masks of a stage's queries and the warp's 16 TILES keys. `query` and `first_key` are the positions in the
+ * span of the stage and of the block's keys. */
 template <int TILES, int QUERIES>
 __device__ __forceinline__ void draw_by_column(column_masks<TILES, QUERIES> &to, const mt_masks &masks, uint64_t head,
                                                const band &seen, int query, int first_key, int stage) {

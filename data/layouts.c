@@ -99,7 +99,7 @@ static void mt_cut_by_rank(int64_t *layers, const mt_cut_model *m) {
     free(of_rank);
 }
 
-/* The least time that no stage exceeds, by bisection: each takes as many layers as fit into a time. */
+/* The shortest time that the longest stage can take, by bisection: each stage takes as many layers as fit. */
 static double mt_cut_limit(const mt_cut_model *m) {
     int64_t stages = m->pp * m->vp;
     double low = 0, high = m->until[m->num_layers] + m->first + m->last;

@@ -241,7 +241,7 @@ typedef struct run {
     mt_grid grid;
     mt_model *model;
     char work[64], watched[300], save[320], state[300]; // folders: of the saves; of states that are tried
-    int silent;                                          // a descriptor in place of standard error
+    int silent;                                         // a descriptor in place of standard error
     int64_t failures, states, points;
 } run;
 
