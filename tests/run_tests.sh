@@ -57,6 +57,10 @@ run_suite() {
     name=$1 program=$2 log=$directory/$(basename "$2").log passed=0 failed=0 skipped=0
     rm -f "$log" "$log".*
     began=$(date +%s)
+    # Each suite has a folder for temporary files. In a common one, an mpirun that ends can remove the folder that
+    # another one has just found there, and Open MPI 4.1 then does not start.
+    TMPDIR=$(mktemp -d) || exit 1
+    export TMPDIR
     case $name-$program in
     *_mpi-* | *_mpi.sh-* | *_mpi8-*)
         if [ -z "${HAVE_MPI:-}" ] || ! command -v mpirun >/dev/null; then
@@ -73,6 +77,7 @@ run_suite() {
         ;;
     esac
     status=$?
+    rm -rf "$TMPDIR"
     seconds=$(($(date +%s) - began))
 
     # shellcheck disable=SC2046
