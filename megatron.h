@@ -341,7 +341,7 @@ typedef enum mt_preference_variant {
     MT_PREFERENCE_IPO,     // (h - 1 / (2 beta))^2 (2310.12036)
     MT_PREFERENCE_HINGE,   // max(0, 1 - beta h) (SLiC-HF, 2305.10425)
 } mt_preference_variant;
-/* Estimators of advantages: see mt_advantages. */
+/* Estimators of advantages: see data/advantages.h. */
 typedef enum mt_adv_estimator {
     MT_ADV_GAE,                 // arXiv 1506.02438; with a critic
     MT_ADV_GRPO,                // score - the group's mean, also divided by its deviation (2402.03300)
@@ -2151,39 +2151,6 @@ typedef struct mt_reward_config {
 
 /* On values at the last token of each sequence, in pairs as in mt_preference_loss. Adds to sums and to t->dvalues. */
 void mt_reward_loss(const mt_loss_tokens *t, const mt_reward_config *c, mt_loss_sums *sums);
-
-/* ---- advantages, of all rollouts of a step at once */
-
-typedef struct mt_advantage_config {
-    mt_adv_estimator estimator;
-    double gamma, lambda;  // gamma: all but GRPO and RLOO; lambda: GAE
-    bool norm_by_std;      // GRPO
-    bool whiten;           // over all counted tokens; verl: always with GAE. REINFORCE++ whitens always
-    double advantage_clip; // to +-, at the end; 0: none
-} mt_advantage_config;
-
-typedef struct mt_advantage_tokens {
-    int64_t T, num_sequences;
-    const mt_span *sequences; // as in mt_loss_tokens
-    const float *mask;        // [T]
-    const int64_t *groups;    // [num_sequences] sequences with the same number answer the same prompt; GRPO and RLOO
-    const double *rewards;    // [T] a sequence's score is their sum over all of its tokens
-    const double *values;     // [T] GAE: of the critic
-    double *advantages, *returns; // [T] results; 0 where the mask is 0
-} mt_advantage_tokens;
-
-/* Advantages and returns of every counted token. A group of one has the score itself as its advantage (GRPO with
- * norm_by_std: nearly). */
-void mt_advantages(const mt_advantage_tokens *t, const mt_advantage_config *c);
-
-/* Token-level rewards[T]: a sequence's score, clipped to +-reward_clip (0: not), at its last counted token; where
- * kl_coef is not 0, minus kl_coef times the KL estimate of t->old_logp against t->ref_logp at each counted token. A
- * sequence without counted tokens keeps its score at its last token. */
-void mt_token_rewards(double *rewards, const mt_loss_tokens *t, const double *scores, double reward_clip,
-                      mt_kl_type kl_type, double kl_coef);
-
-/* Subtracts the mean of x[T] over counted tokens and divides by their standard deviation (n - 1); others become 0. */
-void mt_whiten(double *x, const float *mask, int64_t T);
 
 /* ---- distillation */
 

@@ -14,6 +14,7 @@
 #ifndef MT_ROLLOUTS_H
 #define MT_ROLLOUTS_H
 
+#include "advantages.h"
 #include "rewards.h"
 #include "sft.h"
 
