@@ -209,6 +209,11 @@ uint16_t mt_f32_to_f16(float value) {
     return sign | (uint16_t)(mantissa + ((exponent + 13) << 10)); // a carry correctly increments the exponent
 }
 
+/* whole + bytes; NULL while an arena only counts. */
+static void *mt_offset_pointer(void *whole, int64_t bytes) {
+    return whole ? (char *)whole + bytes : NULL;
+}
+
 void *mt_arena_alloc(mt_arena *arena, int64_t bytes) {
     int64_t start = arena->used;
     arena->used += (bytes + 255) / 256 * 256;
@@ -661,24 +666,15 @@ static void mt_matmul_pack(float panel[MT_DEPTH][MT_PANEL], mt_matrix b, int64_t
  * one. */
 static void mt_matmul_tile(float sums[MT_TILE][MT_PANEL], mt_matrix a, int64_t rows, float panel[MT_DEPTH][MT_PANEL],
                            int64_t depth) {
-    const float *a0 = a.data, *a1 = mt_matrix_at(a, mt_min(1, rows - 1), 0).data;
-    const float *a2 = mt_matrix_at(a, mt_min(2, rows - 1), 0).data, *a3 = mt_matrix_at(a, mt_min(3, rows - 1), 0).data;
+    const float *row[MT_TILE];
     int64_t step = a.transposed ? a.stride : 1; // between elements of a row
-    float s0[MT_PANEL] = {0}, s1[MT_PANEL] = {0}, s2[MT_PANEL] = {0}, s3[MT_PANEL] = {0};
-    for (int64_t k = 0; k < depth; k++) {
-        float f0 = a0[k * step], f1 = a1[k * step], f2 = a2[k * step], f3 = a3[k * step];
+    float s[MT_TILE][MT_PANEL] = {{0}};
+    for (int64_t t = 0; t < MT_TILE; t++) row[t] = mt_matrix_at(a, mt_min(t, rows - 1), 0).data;
+    for (int64_t k = 0; k < depth; k++)
 #pragma omp simd
-        for (int64_t n = 0; n < MT_PANEL; n++) {
-            s0[n] += f0 * panel[k][n];
-            s1[n] += f1 * panel[k][n];
-            s2[n] += f2 * panel[k][n];
-            s3[n] += f3 * panel[k][n];
-        }
-    }
-    memcpy(sums[0], s0, sizeof s0);
-    memcpy(sums[1], s1, sizeof s1);
-    memcpy(sums[2], s2, sizeof s2);
-    memcpy(sums[3], s3, sizeof s3);
+        for (int64_t n = 0; n < MT_PANEL; n++)
+            for (int64_t t = 0; t < MT_TILE; t++) s[t][n] += row[t][k * step] * panel[k][n];
+    memcpy(sums, s, sizeof s);
 }
 
 /* The product without a library: panels of b's columns by depths of K that fit in the first-level cache. */
@@ -1386,6 +1382,40 @@ static void mt_cpu_rope_forward(const mt_rope_args *a, mt_dtype dtype, mt_stream
 
 static void mt_cpu_rope_backward(const mt_rope_args *a, mt_dtype dtype, mt_stream *stream) {
     mt_rope_rotate(a, -1.0f, dtype);
+}
+
+/* The norm of q's heads (k 0) or of k's, forward and backward. */
+static mt_norm_args mt_qk_norm(const mt_qk_args *a, int k, mt_dtype dtype) {
+    int64_t skip = k * a->H * a->D * mt_dtype_size(dtype);
+    mt_norm_args norm = {.T = a->T, .H = k ? a->G : a->H, .C = a->D, .w = k ? a->k_w : a->q_w, .eps = a->eps};
+    norm.x = (const char *)a->qkv + skip, norm.y = mt_offset_pointer(a->qk, skip),
+    norm.rstd = k ? a->k_rstd : a->q_rstd;
+    norm.dy = mt_offset_pointer(a->dqk, skip), norm.dx = mt_offset_pointer(a->dqkv, skip);
+    norm.dw = k ? a->dk_w : a->dq_w, norm.x_stride = a->qkv_stride, norm.y_stride = a->qk_stride;
+    norm.dy_stride = a->dqk_stride, norm.dx_stride = a->dqkv_stride;
+    return norm;
+}
+
+static void mt_cpu_qk_forward(const mt_qk_args *a, mt_dtype dtype, mt_stream *stream) {
+    mt_rope_args rope = {.T = a->T, .H = a->H + a->G, .D = a->D, .y = a->qk, .rotation = a->rotation};
+    rope.x = a->q_w ? a->qk : a->qkv, rope.x_stride = a->q_w ? a->qk_stride : a->qkv_stride,
+    rope.y_stride = a->qk_stride;
+    for (int k = 0; k < 2 && a->q_w; k++) {
+        mt_norm_args norm = mt_qk_norm(a, k, dtype);
+        mt_cpu_rmsnorm_forward(&norm, dtype, stream);
+    }
+    if (a->rotation.R > 0) mt_cpu_rope_forward(&rope, dtype, stream);
+}
+
+static void mt_cpu_qk_backward(const mt_qk_args *a, mt_dtype dtype, mt_stream *stream) {
+    mt_rope_args rope = {.T = a->T, .H = a->H + a->G, .D = a->D, .x = a->dqk, .rotation = a->rotation};
+    rope.y = a->q_w ? a->dqk : a->dqkv, rope.y_stride = a->q_w ? a->dqk_stride : a->dqkv_stride;
+    rope.x_stride = a->dqk_stride;
+    if (a->rotation.R > 0) mt_cpu_rope_backward(&rope, dtype, stream);
+    for (int k = 0; k < 2 && a->q_w; k++) {
+        mt_norm_args norm = mt_qk_norm(a, k, dtype);
+        mt_cpu_rmsnorm_backward(&norm, dtype, stream);
+    }
 }
 
 /* Rotates the rope channels, the last R of N + R, of all H heads of x's row t in place. */
@@ -5929,49 +5959,13 @@ static mt_qk_args mt_qk_operands(const mt_model *m, const mt_pass *p, const mt_l
     return qk;
 }
 
-/* For backends without qk_forward. */
-static void mt_qk_forward_unfused(const mt_model *m, const mt_pass *p, const mt_qk_args *a) {
-    void *heads[] = {a->qk, mt_at(m, a->qk, a->H * a->D)};
-    for (int i = 0; i < 2; i++) {
-        mt_norm_args norm = {.T = a->T, .H = i ? a->G : a->H, .C = a->D, .eps = a->eps, .y = heads[i]};
-        norm.x = mt_at(m, (void *)a->qkv, i * a->H * a->D), norm.w = i ? a->k_w : a->q_w;
-        norm.rstd = i ? a->k_rstd : a->q_rstd, norm.x_stride = a->qkv_stride, norm.y_stride = a->qk_stride;
-        if (norm.w) m->ops->rmsnorm_forward(&norm, m->dtype, p->stream);
-    }
-    for (int i = 0; i < 2 && a->rotation.R > 0; i++) {
-        mt_rope_args rope = {.T = a->T, .H = i ? a->G : a->H, .D = a->D, .x = heads[i], .y = heads[i]};
-        rope.x_stride = rope.y_stride = a->qk_stride, rope.rotation = a->rotation;
-        m->ops->rope_forward(&rope, m->dtype, p->stream);
-    }
-}
-
 /* q/k norm, then RoPE, of q and k in the fused product; without q/k norm in place. */
 static void mt_qk_forward(const mt_model *m, const mt_pass *p, const mt_layer *w, mt_activations *a) {
     mt_qk_args qk = mt_qk_operands(m, p, w, a);
     mt_qkv_view view = mt_fused_view(m, a->qkv, a->qk);
     if (qk.rotation.R == 0 && !qk.q_w) return;
     qk.qk = view.q, qk.qk_stride = view.qk_stride;
-    if (m->ops->qk_forward)
-        m->ops->qk_forward(&qk, m->dtype, p->stream);
-    else
-        mt_qk_forward_unfused(m, p, &qk);
-}
-
-/* For backends without qk_backward. */
-static void mt_qk_backward_unfused(const mt_model *m, const mt_pass *p, const mt_qk_args *a) {
-    void *heads[] = {a->dqk, mt_at(m, a->dqk, a->H * a->D)};
-    for (int i = 0; i < 2 && a->rotation.R > 0; i++) {
-        mt_rope_args rope = {.T = a->T, .H = i ? a->G : a->H, .D = a->D, .x = heads[i], .y = heads[i]};
-        rope.x_stride = rope.y_stride = a->dqk_stride, rope.rotation = a->rotation;
-        m->ops->rope_backward(&rope, m->dtype, p->stream);
-    }
-    for (int i = 0; i < 2; i++) {
-        mt_norm_args norm = {.T = a->T, .H = i ? a->G : a->H, .C = a->D, .dy = heads[i]};
-        norm.x = mt_at(m, (void *)a->qkv, i * a->H * a->D), norm.dx = mt_at(m, a->dqkv, i * a->H * a->D);
-        norm.w = i ? a->k_w : a->q_w, norm.dw = i ? a->dk_w : a->dq_w, norm.rstd = i ? a->k_rstd : a->q_rstd;
-        norm.x_stride = a->qkv_stride, norm.dy_stride = a->dqk_stride, norm.dx_stride = a->dqkv_stride;
-        if (norm.w) m->ops->rmsnorm_backward(&norm, m->dtype, p->stream);
-    }
+    m->ops->qk_forward(&qk, m->dtype, p->stream);
 }
 
 /* Gradients of rotated q and k (in scratch.dqkv; in dqk with q/k norm) -> gradients of the fused product, dqkv. */
@@ -5980,10 +5974,7 @@ static void mt_qk_backward(const mt_model *m, const mt_pass *p, mt_layer *w, con
     mt_qkv_view d = mt_gradient_view(m, p);
     if (qk.rotation.R == 0 && !qk.q_w) return;
     qk.dqkv = m->scratch.dqkv, qk.dqk = d.q, qk.dqk_stride = d.qk_stride;
-    if (m->ops->qk_backward)
-        m->ops->qk_backward(&qk, m->dtype, p->stream);
-    else
-        mt_qk_backward_unfused(m, p, &qk);
+    m->ops->qk_backward(&qk, m->dtype, p->stream);
 }
 
 /* ---- multi-head latent attention (DeepSeek-AI, "DeepSeek-V2"): a down-projection maps hidden states to a query
@@ -8633,11 +8624,6 @@ typedef struct mt_sharding {
     int64_t gathered_bucket;          // its state, gathered by mt_bucket_gather_state, overwrites the gradients
     mt_param_state gathered_state;
 } mt_sharding;
-
-/* whole + bytes; NULL while an arena only counts. */
-static void *mt_offset_pointer(void *whole, int64_t bytes) {
-    return whole ? (char *)whole + bytes : NULL;
-}
 
 /* The layer with this number in the whole model; it must be on this rank. */
 static mt_layer *mt_layer_find(mt_model *m, int64_t number) {

@@ -968,6 +968,23 @@ typedef struct mt_latent_heads_args {
     void *dkv, *dk_rope; // [T, H, N + Dv], [T, R]: results; dk_rope is the sum over the heads, in order, in fp32
 } mt_latent_heads_args;
 
+/* The operands of q/k norm with rotation: every row of qkv begins with H heads of q, then G of k. Without the norm, the
+ * weights and rstd are NULL. */
+typedef struct mt_qk_args {
+    int64_t T, H, G, D;
+    const void *qkv;        // [T, (H + G) D ...]: the fused product
+    const void *q_w, *k_w;  // [D]: RMSNorm's weights
+    float *q_rstd, *k_rstd; // [T, H], [T, G]: the forward writes them, the backward reads them
+    float eps;              // forward only
+    mt_rotation rotation;   // after the norm
+    void *qk;               // [T, (H + G) D]: the forward's result; may be qkv without the norm
+    void *dqk;              // [T, (H + G) D]: the gradient of qk; scratch afterwards
+    void *dqkv;             // [T, (H + G) D ...]: the backward's result; may be dqk without the norm
+    float *dq_w, *dk_w;     // [D] +=
+    int64_t qkv_stride;     // elements between tokens
+    int64_t qk_stride, dqk_stride, dqkv_stride;
+} mt_qk_args;
+
 #define MT_ROPE_OPERATIONS(OP)                                                                                         \
     /* y = x rotated. In place, the channels that do not rotate are neither read nor written. */                       \
     OP(rope_forward, mt_work_bytes(2 * a->T * a->H * (a->y == a->x ? a->rotation.R : a->D), dtype),                    \
@@ -975,6 +992,12 @@ typedef struct mt_latent_heads_args {
     /* y, the gradient of the input, = x, the gradient of the output, rotated back. */                                 \
     OP(rope_backward, mt_work_bytes(2 * a->T * a->H * (a->y == a->x ? a->rotation.R : a->D), dtype),                   \
        (a, dtype, stream), const mt_rope_args *a, mt_dtype dtype, mt_stream *stream)                                   \
+    /* RMSNorm over D of each head, then the rotation. */                                                              \
+    OP(qk_forward, mt_work_bytes(2 * a->T * (a->H + a->G) * (a->qk == a->qkv ? a->rotation.R : a->D), dtype),          \
+       (a, dtype, stream), const mt_qk_args *a, mt_dtype dtype, mt_stream *stream)                                     \
+    OP(qk_backward,                                                                                                    \
+       mt_work_bytes((a->q_w ? 3 : 2) * a->T * (a->H + a->G) * (a->dqkv == a->dqk ? a->rotation.R : a->D), dtype),     \
+       (a, dtype, stream), const mt_qk_args *a, mt_dtype dtype, mt_stream *stream)                                     \
     OP(latent_heads_forward, mt_work_latent_heads(a, dtype), (a, dtype, stream), const mt_latent_heads_args *a,        \
        mt_dtype dtype, mt_stream *stream)                                                                              \
     OP(latent_heads_backward, mt_work_latent_heads(a, dtype), (a, dtype, stream), const mt_latent_heads_args *a,       \
@@ -1595,30 +1618,7 @@ typedef struct mt_graph mt_graph;
 /* ---- fused operations: several of the above in one pass over memory. Where an entry is NULL, as on the CPU, layers
  * call the separate operations, which define the result. */
 
-/* The operands of q/k norm with rotation: every row of qkv begins with H heads of q, then G of k. Without the norm, the
- * weights and rstd are NULL. */
-typedef struct mt_qk_args {
-    int64_t T, H, G, D;
-    const void *qkv;        // [T, (H + G) D ...]: the fused product
-    const void *q_w, *k_w;  // [D]: RMSNorm's weights
-    float *q_rstd, *k_rstd; // [T, H], [T, G]: the forward writes them, the backward reads them
-    float eps;              // forward only
-    mt_rotation rotation;   // after the norm
-    void *qk;               // [T, (H + G) D]: the forward's result; may be qkv without the norm
-    void *dqk;              // [T, (H + G) D]: the gradient of qk; scratch afterwards
-    void *dqkv;             // [T, (H + G) D ...]: the backward's result; may be dqk without the norm
-    float *dq_w, *dk_w;     // [D] +=
-    int64_t qkv_stride;     // elements between tokens
-    int64_t qk_stride, dqk_stride, dqkv_stride;
-} mt_qk_args;
-
 #define MT_FUSED_OPERATIONS(OP)                                                                                        \
-    /* RMSNorm over D of each head, then the rotation. */                                                              \
-    OP(qk_forward, mt_work_bytes(2 * a->T * (a->H + a->G) * (a->qk == a->qkv ? a->rotation.R : a->D), dtype),          \
-       (a, dtype, stream), const mt_qk_args *a, mt_dtype dtype, mt_stream *stream)                                     \
-    OP(qk_backward,                                                                                                    \
-       mt_work_bytes((a->q_w ? 3 : 2) * a->T * (a->H + a->G) * (a->dqkv == a->dqk ? a->rotation.R : a->D), dtype),     \
-       (a, dtype, stream), const mt_qk_args *a, mt_dtype dtype, mt_stream *stream)                                     \
     /* With the tanh approximation: pre[T, N] = x[T, K] w^T + bias[N] (or NULL) and y = gelu(pre). */                  \
     OP(linear_gelu_forward, mt_work_product(T, N, K), (y, pre, x, w, bias, T, N, K, dtype, stream), void *y,           \
        void *pre, const void *x, const void *w, const void *bias, int64_t T, int64_t N, int64_t K, mt_dtype dtype,     \

@@ -247,8 +247,7 @@ static void latent_heads_backward(run *r, const int64_t *n) {
     r->ops->latent_heads_backward(&a, r->dtype, r->stream);
 }
 
-/* T, H, G, D, R, norm, interleaved, gap between rows; without norm and gap in place. Where there is no fused operation,
- * as megatron.h defines it by others. */
+/* T, H, G, D, R, norm, interleaved, gap between rows; without norm and gap in place. */
 static mt_qk_args make_qk(run *r, const int64_t *n) {
     mt_qk_args a = {.T = n[0], .H = n[1], .G = n[2], .D = n[3], .eps = 1e-5f};
     a.qkv_stride = a.dqkv_stride = (a.H + 2 * a.G) * a.D + n[7];
@@ -256,29 +255,6 @@ static mt_qk_args make_qk(run *r, const int64_t *n) {
     a.rotation = rotation(r, n[0], n[4], n[6]);
     if (n[5]) a.q_w = input(r, a.D), a.k_w = input(r, a.D);
     return a;
-}
-
-/* The operands of q, or those of k, which begin H heads into a row. */
-static mt_norm_args norm_of(const run *r, const mt_qk_args *a, bool k) {
-    int64_t skip = k ? a->H * a->D * mt_dtype_size(r->dtype) : 0;
-    mt_norm_args norm = {.T = a->T, .H = k ? a->G : a->H, .C = a->D, .eps = a->eps, .x = (char *)a->qkv + skip};
-    norm.w = k ? a->k_w : a->q_w, norm.rstd = k ? a->k_rstd : a->q_rstd, norm.x_stride = a->qkv_stride;
-    if (a->qk) norm.y = (char *)a->qk + skip, norm.y_stride = a->qk_stride;
-    if (!a->dqk) return norm;
-    norm.dy = (char *)a->dqk + skip, norm.dx = (char *)a->dqkv + skip, norm.dw = k ? a->dk_w : a->dq_w;
-    norm.dy_stride = a->dqk_stride, norm.dx_stride = a->dqkv_stride;
-    return norm;
-}
-
-/* Rotates q and k of each row of x into y. */
-static void rotate_qk(const run *r, const mt_qk_args *a, mt_rope_forward_fn *rotate, void *y, int64_t y_stride,
-                      const void *x, int64_t x_stride) {
-    for (int k = 0; k < 2; k++) {
-        int64_t skip = k ? a->H * a->D * mt_dtype_size(r->dtype) : 0;
-        mt_rope_args rope = {.T = a->T, .H = k ? a->G : a->H, .D = a->D, .x_stride = x_stride, .y_stride = y_stride};
-        rope.x = (const char *)x + skip, rope.y = (char *)y + skip, rope.rotation = a->rotation;
-        rotate(&rope, r->dtype, r->stream);
-    }
 }
 
 static void qk_forward(run *r, const int64_t *n) {
@@ -289,15 +265,7 @@ static void qk_forward(run *r, const int64_t *n) {
     else
         a.qkv = input(r, a.T * a.qkv_stride), a.qk = output(r, a.T * a.qk_stride);
     if (a.q_w) a.q_rstd = float_output(r, a.T * a.H), a.k_rstd = float_output(r, a.T * a.G);
-    if (r->ops->qk_forward) {
-        r->ops->qk_forward(&a, r->dtype, r->stream);
-        return;
-    }
-    for (int k = 0; k < 2 && a.q_w; k++) {
-        mt_norm_args norm = norm_of(r, &a, k);
-        r->ops->rmsnorm_forward(&norm, r->dtype, r->stream);
-    }
-    rotate_qk(r, &a, r->ops->rope_forward, a.qk, a.qk_stride, a.q_w ? a.qk : a.qkv, a.q_w ? a.qk_stride : a.qkv_stride);
+    r->ops->qk_forward(&a, r->dtype, r->stream);
 }
 
 static void qk_backward(run *r, const int64_t *n) {
@@ -307,16 +275,7 @@ static void qk_backward(run *r, const int64_t *n) {
     a.dqkv = in_place ? a.dqk : output(r, a.T * a.qkv_stride), a.qkv = input(r, a.T * a.qkv_stride);
     if (a.q_w) a.dq_w = float_changed(r, a.D, NORMAL), a.dk_w = float_changed(r, a.D, NORMAL);
     if (a.q_w) a.q_rstd = float_input(r, a.T * a.H, POSITIVE), a.k_rstd = float_input(r, a.T * a.G, POSITIVE);
-    if (r->ops->qk_backward) {
-        r->ops->qk_backward(&a, r->dtype, r->stream);
-        return;
-    }
-    rotate_qk(r, &a, r->ops->rope_backward, a.q_w ? a.dqk : a.dqkv, a.q_w ? a.dqk_stride : a.dqkv_stride, a.dqk,
-              a.dqk_stride);
-    for (int k = 0; k < 2 && a.q_w; k++) {
-        mt_norm_args norm = norm_of(r, &a, k);
-        r->ops->rmsnorm_backward(&norm, r->dtype, r->stream);
-    }
+    r->ops->qk_backward(&a, r->dtype, r->stream);
 }
 
 /* T, F, activation, weights, elements before the first */

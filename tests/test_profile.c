@@ -113,28 +113,6 @@ static void residual_norm_forward(const mt_norm_args *a, mt_dtype dtype, mt_stre
     (a->mean ? mt_cpu_ops.layernorm_forward : mt_cpu_ops.rmsnorm_forward)(&norm, dtype, stream);
 }
 
-/* Rotates the heads of q, then those of k, in place. */
-static void rotate(const mt_qk_args *a, char *qk, int64_t stride, mt_rope_forward_fn *rope, mt_dtype dtype,
-                   mt_stream *stream) {
-    mt_rope_args q = {.T = a->T, .H = a->H, .D = a->D, .x = qk, .y = qk, .x_stride = stride, .y_stride = stride};
-    q.rotation = a->rotation;
-    mt_rope_args k = q;
-    k.x = k.y = qk + a->H * a->D * mt_dtype_size(dtype), k.H = a->G;
-    rope(&q, dtype, stream);
-    rope(&k, dtype, stream);
-}
-
-/* The model here has no q/k norm. */
-static void qk_forward(const mt_qk_args *a, mt_dtype dtype, mt_stream *stream) {
-    assert_true(!a->q_w && !a->k_w && a->qk == a->qkv && a->qk_stride == a->qkv_stride);
-    rotate(a, a->qk, a->qk_stride, mt_cpu_ops.rope_forward, dtype, stream);
-}
-
-static void qk_backward(const mt_qk_args *a, mt_dtype dtype, mt_stream *stream) {
-    assert_true(!a->q_w && !a->k_w && !a->dq_w && !a->dk_w && a->dqkv == a->dqk && a->dqkv_stride == a->dqk_stride);
-    rotate(a, a->dqk, a->dqk_stride, mt_cpu_ops.rope_backward, dtype, stream);
-}
-
 static void linear_gelu_forward(void *y, void *pre, const void *x, const void *w, const void *bias, int64_t T,
                                 int64_t N, int64_t K, mt_dtype dtype, mt_stream *stream) {
     mt_cpu_ops.linear_forward(pre, x, w, bias, T, N, K, dtype, stream);
@@ -164,12 +142,10 @@ static void fused_operations_take_the_place_of_those_they_stand_for(void **state
     mt_metrics plain[STEPS], fused[STEPS];
     mt_ops ops = mt_cpu_ops;
     ops.residual_norm_forward = residual_norm_forward;
-    ops.qk_forward = qk_forward, ops.qk_backward = qk_backward;
     train(&mt_cpu_ops, true, plain);
     const double passes = (STEPS - 1) * MICRO_BATCHES;
     const mt_profile_row *rows = mt_profile_read()->rows;
     assert_int_equal(rows[MT_OPERATION_residual_norm_forward].calls, 0);
-    assert_int_equal(rows[MT_OPERATION_qk_forward].calls + rows[MT_OPERATION_qk_backward].calls, 0);
     assert_true(rows[MT_OPERATION_rmsnorm_forward].calls == passes * 5);     // two per layer and the final norm
     assert_true(rows[MT_OPERATION_dropout_add_forward].calls == passes * 5); // two per layer and the embedding
     mt_profile_close();
@@ -177,9 +153,6 @@ static void fused_operations_take_the_place_of_those_they_stand_for(void **state
     assert_true(rows[MT_OPERATION_residual_norm_forward].calls == passes * 3);
     assert_true(rows[MT_OPERATION_rmsnorm_forward].calls == passes * 2);
     assert_true(rows[MT_OPERATION_dropout_add_forward].calls == passes * 2);
-    assert_true(rows[MT_OPERATION_qk_forward].calls == passes * 2);
-    assert_true(rows[MT_OPERATION_qk_backward].calls == passes * 2);
-    assert_int_equal(rows[MT_OPERATION_rope_forward].calls + rows[MT_OPERATION_rope_backward].calls, 0);
     mt_profile_close();
     expect_same(plain, fused);
 }
