@@ -3881,8 +3881,9 @@ static void mt_scatter_end(const mt_tensor_parallel *tp, void *dx, int64_t C) {
  *   dx[T, K] = dy w          from dy [T, N] and w^T [K, N]
  *   dw[N, K] = dy^T x        from dy^T [N, T] and x^T [K, T]
  *
- * so that w and dy are quantized as they are and transposed, in one pass. Quantized operands live until the end of the
- * call, in scratch; quantized weights until the weights change, unless they are sharded. */
+ * so that all three are quantized as they are and transposed, in one pass. Quantized operands live until the end of the
+ * call, in scratch; x^T until the backward, if its layer has a slot for it (else the backward quantizes x again);
+ * quantized weights until the weights change, unless they are sharded. */
 
 /* Space for x[R, C] in fp8; of experts' rows, or `count` matrices. */
 static mt_fp8_matrix mt_fp8_allocate(mt_arena *arena, int64_t count, int64_t R, int64_t C, mt_dtype format,
@@ -3919,7 +3920,7 @@ static int64_t mt_fp8_scratch_bytes(const mt_linear *l, int64_t T, int64_t piece
             mt_fp8_allocate(&backward, 1, rows, l->N, recipe->gradient_format, recipe->blocks);
     }
     mt_fp8_allocate_columns(&backward, l, T, l->N, recipe->gradient_format);
-    mt_fp8_allocate_columns(&backward, l, T, l->K, recipe->format);
+    if (!l->fp8->saved_x) mt_fp8_allocate_columns(&backward, l, T, l->K, recipe->format);
     if (!recipe->keeps_weights && !l->fp8->gathered) mt_fp8_allocate_weight(&forward, l, &w, NULL);
     if (!recipe->keeps_weights) mt_fp8_allocate_weight(&backward, l, NULL, &w);
     return mt_max(forward.used, backward.used);
@@ -3976,15 +3977,17 @@ static mt_fp8_matrix mt_fp8_weight(const mt_tensor_parallel *tp, const mt_linear
     return *w;
 }
 
-/* T rows of x or dy in fp8, and their transpose. */
+/* T rows of x or dy in fp8, and their transpose, which for x may be the saved one. */
 static mt_quantize_args mt_fp8_rows(const mt_tensor_parallel *tp, const mt_linear *l, const mt_linear_io *io,
                                     mt_fp8_operand operand, int64_t T, bool rows, bool columns) {
     mt_fp8 *recipe = l->fp8->recipe;
-    bool in_place = l->fp8->in_place[operand];
+    mt_arena saved = {.base = io->x_transposed, .capacity = INT64_MAX};
+    bool in_place = l->fp8->in_place[operand], keeps = operand == MT_FP8_X && io->x_transposed;
     mt_dtype format = operand == MT_FP8_DY ? recipe->gradient_format : recipe->format;
     mt_quantize_args a = mt_fp8_args(tp, l, operand, operand == MT_FP8_DY ? io->dy : io->x, T, io->offsets);
     if (rows && !in_place) a.rows = mt_fp8_allocate(&recipe->scratch, 1, T, a.C, format, recipe->blocks);
-    if (columns) a.columns = mt_fp8_allocate_columns(&recipe->scratch, l, T, a.C, format);
+    if (columns) a.columns = mt_fp8_allocate_columns(keeps ? &saved : &recipe->scratch, l, T, a.C, format);
+    if (keeps && !rows) return a; // the forward stored it
     if (in_place) a.compact = T, a.source = operand == MT_FP8_DY ? io->dy_source : io->x_source;
     if (in_place && columns) tp->ops->fp8_transpose(&a, tp->stream);
     if (!in_place && (rows || columns)) tp->ops->quantize(&a, tp->dtype, tp->stream);
@@ -4125,7 +4128,7 @@ static void mt_product_forward(const mt_tensor_parallel *tp, const mt_linear *l,
     const void *bias = io->omits_bias ? NULL : l->bias.w;
     if (l->fp8) {
         mt_fp8_product_args a = {.b = mt_fp8_weight(tp, l, false), .M = T, .N = l->N, .K = l->K};
-        a.a = mt_fp8_rows(tp, l, io, MT_FP8_X, T, true, false).rows;
+        a.a = mt_fp8_rows(tp, l, io, MT_FP8_X, T, true, tp->training && io->x_transposed).rows;
         a.out = io->y, a.out_dtype = tp->dtype, a.bias = io->offsets ? NULL : bias;
         mt_fp8_run_product(tp, l, io, a);
     } else if (io->offsets) {
@@ -5542,6 +5545,7 @@ typedef struct mt_activations {
     struct mt_routing *routing;            // of a layer with experts
     mt_deferred deferred[MT_MAX_DEFERRED]; // between the two halves of a split backward
     int64_t num_deferred;
+    void *x_transposed[MT_MAX_DEFERRED]; // of linears in fp8
     void *host; // copy of the offloaded slots; NULL: they stay in their buffer until the backward
 } mt_activations;
 
@@ -5557,6 +5561,7 @@ typedef struct mt_slot {
     unsigned modules; // MT_MODULE_*: selective recomputation of any of these computes the value again
     unsigned input;   // MT_OFFLOAD_*: the module whose input this is, 0: none that can be offloaded
     bool once;        // depends on the state of the step: a replay cannot compute it, so it is kept
+    bool passing;     // x of a linear in fp8 that saves x^T: no backward reads it, so it shares a buffer
     mt_residency residency;
     size_t stash_of; // a split backward overwrites the value with dy of this linear: its offset in mt_layer
 } mt_slot;
@@ -5652,10 +5657,31 @@ static void mt_offload_load(const mt_model *m, const mt_pass *p, const mt_layer 
 /* Sets the residency of a layer's slots; w NULL: all are kept. */
 static void mt_slots_place(const mt_model *m, mt_slots *list, const mt_layer *w) {
     for (mt_slot *slot = list->slots; w && slot < list->slots + list->count; slot++) {
-        bool recompute = w->recomputed || (slot->modules & m->recompute_modules);
+        bool recompute = w->recomputed || (slot->modules & m->recompute_modules) || slot->passing;
         bool offload = m->offload && (slot->input & m->offload->modules);
         slot->residency = recompute && !slot->once ? MT_RECOMPUTE : offload ? MT_OFFLOAD : MT_KEEP;
     }
+}
+
+/* Adds the slot of x^T of a linear in fp8, unless x is computed or gathered again for the backward, or arrives in
+ * parts. read_later: the backward also reads x. */
+static void mt_slot_add_transposed(const mt_model *m, mt_slots *list, size_t x, const mt_linear *l, size_t field,
+                                   bool read_later) {
+    mt_slot *slot = list->slots;
+    if (!l->fp8 || !l->fp8->recipe->wgrad || l->fp8->in_place[MT_FP8_X] || l->adapter.R > 0) return;
+    while (slot->field != x) slot++;
+    bool gathers = m->tp.sequence_parallel && l->kind == MT_LINEAR_COLUMN;
+    bool recomputes = m->options->recompute_granularity == MT_RECOMPUTE_FULL || (slot->modules & m->recompute_modules);
+    if (gathers || recomputes || m->tp.overlaps) return;
+    mt_arena bytes = {0};
+    mt_fp8_allocate_columns(&bytes, l, slot->rows, l->K, l->fp8->recipe->format);
+    mt_slot_add(list, "x_transposed", field, 1, bytes.used, MT_U8)->input = slot->input;
+    l->fp8->saved_x = field, slot->passing = !read_later;
+}
+
+/* x^T that the forward of a linear saves in the struct at `base`, or NULL. */
+static void *mt_saved_x(const void *base, const mt_linear *l) {
+    return l->fp8 && l->fp8->saved_x ? mt_slot_read(base, &(mt_slot){.field = l->fp8->saved_x}) : NULL;
 }
 
 /* Allocates the slots of one residency and stores their pointers in the struct at `base`. */
@@ -5697,6 +5723,7 @@ static int mt_layer_linear_halves(const mt_pass *p, const mt_layer *w, const mt_
                                   const void *x) {
     const mt_slot *slot = w->slots->slots, *end = slot + w->slots->count;
     if (p->halves != MT_BACKWARD_INPUT) return p->halves;
+    if (mt_saved_x(a, linear)) x = mt_saved_x(a, linear);
     while (slot < end && mt_slot_read(a, slot) != x) slot++;
     MT_CHECK(slot < end);
     bool kept = slot->residency == MT_KEEP && mt_stash_slot(w, linear)->residency == MT_KEEP;
@@ -5715,10 +5742,17 @@ static void mt_defer_weight(const mt_model *m, const mt_pass *p, const mt_layer 
     a->deferred[a->num_deferred++] = (mt_deferred){linear, x, stash};
 }
 
+static void mt_layer_linear_forward(const mt_pass *p, const mt_activations *a, const mt_linear *linear, const void *x,
+                                    void *y) {
+    void *x_transposed = p->replay ? NULL : mt_saved_x(a, linear);
+    mt_linear_forward(&p->tp, linear, &(mt_linear_io){.x = x, .x_transposed = x_transposed, .y = y});
+}
+
 /* Backward of a linear in a layer; MT_BACKWARD_INPUT alone defers the weight's gradient. */
 static void mt_layer_linear_backward(const mt_model *m, const mt_pass *p, const mt_layer *w, mt_activations *a,
-                                     const mt_linear *linear, const mt_linear_io *io) {
+                                     const mt_linear *linear, mt_linear_io *io) {
     int halves = mt_layer_linear_halves(p, w, a, linear, io->x);
+    io->x_transposed = mt_saved_x(a, linear);
     mt_linear_backward(&p->tp, linear, io, halves);
     if (halves == MT_BACKWARD_INPUT) mt_defer_weight(m, p, w, a, linear, io->x, io->dy);
 }
@@ -5726,7 +5760,8 @@ static void mt_layer_linear_backward(const mt_model *m, const mt_pass *p, const 
 /* The weights' half of a split backward. */
 static void mt_layer_backward_weight(const mt_pass *p, mt_activations *a) {
     for (const mt_deferred *d = a->deferred; d < a->deferred + a->num_deferred; d++)
-        mt_linear_backward_weight(&p->tp, d->linear, &(mt_linear_io){.x = d->x, .dy = d->dy});
+        mt_linear_backward_weight(&p->tp, d->linear,
+                                  &(mt_linear_io){.x = d->x, .x_transposed = mt_saved_x(a, d->linear), .dy = d->dy});
     a->num_deferred = 0;
 }
 
@@ -6020,7 +6055,7 @@ static int64_t mt_rope_column(const mt_options *o) {
 
 /* input_norm.y -> latents, normalised. */
 static void mt_latent_down_forward(const mt_model *m, const mt_pass *p, const mt_layer *w, mt_activations *a) {
-    mt_linear_forward(&p->tp, &w->latent, &(mt_linear_io){.x = a->input_norm.y, .y = a->latent});
+    mt_layer_linear_forward(p, a, &w->latent, a->input_norm.y, a->latent);
     mt_norm_args q_norm = mt_q_latent_norm(m, p, w, a), kv_norm = mt_kv_latent_norm(m, p, w, a);
     if (m->options->q_lora_rank > 0) m->ops->rmsnorm_forward(&q_norm, m->dtype, p->stream);
     m->ops->rmsnorm_forward(&kv_norm, m->dtype, p->stream);
@@ -6031,8 +6066,8 @@ static void mt_latent_up_forward(const mt_model *m, const mt_pass *p, const mt_l
     const mt_layer_scratch *s = &m->scratch;
     int64_t R = m->rotary_dim;
     const void *q_input = m->options->q_lora_rank > 0 ? a->q_latent : a->input_norm.y;
-    mt_linear_forward(&p->tp, &w->q_b, &(mt_linear_io){.x = q_input, .y = a->q});
-    mt_linear_forward(&p->tp, &w->kv_b, &(mt_linear_io){.x = a->kv_latent, .y = s->kv_b_out});
+    mt_layer_linear_forward(p, a, &w->q_b, q_input, a->q);
+    mt_layer_linear_forward(p, a, &w->kv_b, a->kv_latent, s->kv_b_out);
     mt_rope_args rope = mt_latent_rope(m, p);
     rope.x = mt_at(m, a->latent, mt_rope_column(m->options)), rope.x_stride = mt_latent_width(m->options);
     rope.y = s->k_rope, rope.y_stride = R;
@@ -6094,7 +6129,7 @@ static void mt_attention_block_forward(mt_model *m, const mt_pass *p, const mt_l
         mt_latent_down_forward(m, p, w, a);
         mt_latent_up_forward(m, p, w, a);
     } else {
-        mt_linear_forward(&p->tp, &w->qkv, &(mt_linear_io){.x = a->input_norm.y, .y = a->qkv});
+        mt_layer_linear_forward(p, a, &w->qkv, a->input_norm.y, a->qkv);
         mt_qk_forward(m, p, w, a);
     }
     mt_attention call = mt_attention_call(m, p, w, a);
@@ -6103,7 +6138,7 @@ static void mt_attention_block_forward(mt_model *m, const mt_pass *p, const mt_l
         mt_context_attention_forward(p->context, &call, p->stream);
     else
         m->ops->attention_forward(&call, m->dtype, p->stream);
-    mt_linear_forward(&p->tp, &w->o, &(mt_linear_io){.x = a->attended, .y = m->scratch.block_out});
+    mt_layer_linear_forward(p, a, &w->o, a->attended, m->scratch.block_out);
     mt_next_norm mlp_norm = {&w->mlp_norm, &a->mlp_norm};
     mt_residual_forward(m, p, a->middle, a->input, w->number, MT_DROP_ATTENTION_OUT, mlp_norm);
 }
@@ -6119,7 +6154,8 @@ static void mt_attention_block_backward(mt_model *m, const mt_pass *p, mt_layer 
     mt_layer_scratch *s = &m->scratch;
     const void *dout = mt_residual_backward(m, p, w->number, MT_DROP_ATTENTION_OUT);
     int halves = mt_layer_linear_halves(p, w, a, &w->o, a->attended);
-    mt_linear_backward(&p->tp, &w->o, &(mt_linear_io){.x = a->attended, .dy = dout, .dx = s->dattended}, halves);
+    mt_linear_io o = {.x = a->attended, .x_transposed = mt_saved_x(a, &w->o), .dy = dout, .dx = s->dattended};
+    mt_linear_backward(&p->tp, &w->o, &o, halves);
 
     mt_qkv_view d = mt_gradient_view(m, p);
     mt_attention call = mt_attention_call(m, p, w, a);
@@ -6167,9 +6203,10 @@ static void mt_mlp_forward(mt_model *m, const mt_pass *p, const mt_layer *w, mt_
                            bool replay) {
     mt_linear_io fc1 = {.x = a->mlp_norm.y, .y = a->mlp_hidden, .active = a->mlp_active, .gates = gates};
     fc1.activation = mt_options_activation(m->options), fc1.reader = &w->down;
+    if (!p->replay) fc1.x_transposed = mt_saved_x(a, &w->fc1);
     mt_linear_forward(&p->tp, &w->fc1, &fc1);
     if (replay) return;
-    mt_linear_forward(&p->tp, &w->down, &(mt_linear_io){.x = a->mlp_active, .y = m->scratch.block_out});
+    mt_layer_linear_forward(p, a, &w->down, a->mlp_active, m->scratch.block_out);
 }
 
 /* scratch.dnormed = gradient of mlp_norm.y, from dout, the gradient of the MLP's output; and dgates[T]. In a split
@@ -6180,6 +6217,7 @@ static void mt_mlp_backward(mt_model *m, const mt_pass *p, mt_layer *w, mt_activ
     mt_linear_io down = {.x = a->mlp_active, .dy = dout, .dx = s->dmlp_active, .hidden = a->mlp_hidden};
     down.activation = mt_options_activation(m->options), down.dhidden = s->dmlp_hidden;
     down.gates = gates, down.dgates = gates ? dgates : NULL, down.reader = &w->fc1;
+    down.x_transposed = mt_saved_x(a, &w->down);
     mt_linear_backward(&p->tp, &w->down, &down, halves);
     mt_linear_io fc1 = {.x = a->mlp_norm.y, .dy = s->dmlp_hidden, .dx = s->dnormed};
     mt_layer_linear_backward(m, p, w, a, &w->fc1, &fc1);
@@ -6197,15 +6235,16 @@ static void mt_mlp_backward(mt_model *m, const mt_pass *p, mt_layer *w, mt_activ
 
 /* M rows for the experts of this rank, sorted by expert, and their intermediate results. */
 typedef struct mt_expert_rows {
-    void *memory;                     // own allocation if M depends on the data; NULL: in the arena
-    int64_t capacity;                 // allocated rows
-    void *input;                      // [M, C]
-    float *weights;                   // [M] probabilities
-    void *hidden;                     // [M, 2F], or [M, F] without gates
-    void *active;                     // [M, F]
-    void *output;                     // [M, C] before scaling, if the output is scaled
-    void *adapter;                    // [2, M, R] of experts.rows: see mt_linear_io
-    int32_t *to_expert, *from_expert; // [M] permutation from source order to expert order, and its inverse
+    void *memory;                               // own allocation if M depends on the data; NULL: in the arena
+    int64_t capacity;                           // allocated rows
+    void *input;                                // [M, C]
+    float *weights;                             // [M] probabilities
+    void *hidden;                               // [M, 2F], or [M, F] without gates
+    void *active;                               // [M, F]
+    void *output;                               // [M, C] before scaling, if the output is scaled
+    void *input_transposed, *active_transposed; // in fp8
+    void *adapter;                              // [2, M, R] of experts.rows: see mt_linear_io
+    int32_t *to_expert, *from_expert;           // [M] permutation from source order to expert order, and its inverse
 } mt_expert_rows;
 
 /* Results of routing that the backward needs. N: the R tokens of this rank, or with the allgather dispatcher the tokens
@@ -6287,9 +6326,11 @@ static bool mt_expert_rows_fixed(const mt_model *m) {
     return m->experts->group->size == 1 || (m->experts->pads_to_capacity && !m->experts->uses_allgather);
 }
 
-/* Slots of an mt_expert_rows at offset `at` of the struct; with `dispatched` only input and weights. If the number of
- * rows depends on the data, they are not offloaded: host memory cannot grow during a step. */
-static void mt_expert_rows_slots(const mt_model *m, mt_slots *s, size_t at, int64_t M, bool dispatched) {
+/* Slots of an mt_expert_rows at offset `at` of the struct, of a layer or of scratch (w NULL); with `dispatched` only
+ * input and weights. If the number of rows depends on the data, they are not offloaded: host memory cannot grow during
+ * a step. */
+static void mt_expert_rows_slots(const mt_model *m, mt_slots *s, size_t at, int64_t M, bool dispatched,
+                                 const mt_layer *w) {
     const mt_experts *e = m->experts;
     bool fixed = mt_expert_rows_fixed(m);
     mt_slot *input = mt_slot_add(s, "expert_input", at + offsetof(mt_expert_rows, input), M, m->C, m->dtype);
@@ -6307,6 +6348,10 @@ static void mt_expert_rows_slots(const mt_model *m, mt_slots *s, size_t at, int6
         mt_slot_add(s, "from_expert", at + offsetof(mt_expert_rows, from_expert), M, 1, MT_I32);
     }
     for (int64_t i = 0; i < s->count; i++) s->slots[i].modules |= MT_MODULE_MOE;
+    if (!w) return;
+    mt_slot_add_transposed(m, s, input->field, &w->expert_fc1, at + offsetof(mt_expert_rows, input_transposed), false);
+    mt_slot_add_transposed(m, s, active->field, &w->expert_down, at + offsetof(mt_expert_rows, active_transposed),
+                           false);
 }
 
 /* Rows that the experts of this rank receive if each destination gets an equal share of the choices. */
@@ -6336,7 +6381,7 @@ static void mt_routing_slots(const mt_model *m, mt_slots *s, const mt_layer *w) 
     if (e->exchanges) MT_ROUTING_SLOT(s, expert_offsets, e->num_local + 1, 1, MT_I32);
     for (int64_t i = 0; i < s->count; i++) s->slots[i].modules = MT_MODULE_MOE;
     if (mt_expert_rows_fixed(m))
-        mt_expert_rows_slots(m, s, offsetof(mt_routing, rows), mt_expert_rows_received(e), false);
+        mt_expert_rows_slots(m, s, offsetof(mt_routing, rows), mt_expert_rows_received(e), false, w);
     mt_slots_place(m, s, w);
 }
 
@@ -6365,7 +6410,7 @@ typedef struct mt_expert_rows_plan {
 static void mt_expert_rows_allocate(const mt_model *m, mt_expert_rows *rows, mt_arena *arena,
                                     const mt_expert_rows_plan *plan) {
     mt_slots slots = {.count = 0};
-    mt_expert_rows_slots(m, &slots, 0, plan->M, plan->dispatched);
+    mt_expert_rows_slots(m, &slots, 0, plan->M, plan->dispatched, plan->layer);
     int64_t widest = 2 * MT_MAX_ADAPTER_PARTS * m->options->lora_rank;
     if (!plan->layer && !plan->dispatched)
         mt_slot_add(&slots, "adapter", offsetof(mt_expert_rows, adapter), plan->M, widest, m->dtype);
@@ -6400,7 +6445,7 @@ static void mt_layer_rows_reserve(mt_model *m, const mt_layer *w, mt_routing *r)
     if (mt_expert_rows_fixed(m)) return; // they are in the arena
     mt_slots slots = {.count = 0};
     mt_expert_rows_reserve(m, &r->rows, plan);
-    mt_expert_rows_slots(m, &slots, 0, 0, false);
+    mt_expert_rows_slots(m, &slots, 0, 0, false, w);
     mt_slots_place(m, &slots, w);
     plan.residency = MT_RECOMPUTE;
     for (const mt_slot *slot = slots.slots; slot < slots.slots + slots.count; slot++) {
@@ -6789,6 +6834,7 @@ static mt_linear_io mt_expert_io(const mt_model *m, const mt_routing *r) {
 static mt_linear_io mt_expert_fc1_io(const mt_model *m, const mt_layer *w, const mt_routing *r) {
     mt_linear_io fc1 = mt_expert_io(m, r);
     fc1.x = r->rows.input, fc1.y = r->rows.hidden, fc1.active = r->rows.active, fc1.reader = &w->expert_down;
+    fc1.x_transposed = r->rows.input_transposed;
     fc1.activation = mt_options_activation(m->options), fc1.gates = m->experts->scales_output ? NULL : r->rows.weights;
     return fc1;
 }
@@ -6799,7 +6845,8 @@ static void mt_expert_mlp_forward(mt_model *m, const mt_pass *p, const mt_layer 
     const mt_experts *e = m->experts;
     const mt_expert_rows *rows = &r->rows;
     mt_linear_io fc1 = mt_expert_fc1_io(m, w, r), down = mt_expert_io(m, r);
-    down.x = rows->active, down.y = e->scales_output ? rows->output : mt_expert_output(m);
+    down.x = rows->active, down.x_transposed = rows->active_transposed;
+    down.y = e->scales_output ? rows->output : mt_expert_output(m);
     down.omits_bias = m->grid->expert_tensor.rank > 0;
     mt_linear_forward(&p->tp, &w->expert_fc1, &fc1);
     if (!replay || e->scales_output) mt_linear_forward(&p->tp, &w->expert_down, &down);
@@ -6814,6 +6861,7 @@ static void mt_expert_mlp_backward(mt_model *m, const mt_pass *p, mt_layer *w, c
     const mt_expert_rows *rows = &r->rows, *d = &m->experts->rows;
     mt_linear_io down = mt_expert_io(m, r), fc1 = down;
     down.x = rows->active, down.dy = d->input, down.dx = d->active, down.reader = &w->expert_fc1;
+    down.x_transposed = rows->active_transposed;
     down.dy_source = m->experts->group->size == 1 ? r->token : NULL;
     down.activation = mt_options_activation(m->options), down.hidden = rows->hidden, down.dhidden = d->hidden;
     if (m->experts->scales_output) {
@@ -6868,7 +6916,8 @@ static void mt_experts_backward(mt_model *m, const mt_pass *p, mt_layer *w, mt_a
     mt_expert_mlp_backward(m, p, w, r);
     mt_combine_exchange(m, p, r);
     mt_linear_io fc1 = mt_expert_io(m, r);
-    fc1.x = r->rows.input, fc1.dy = e->rows.hidden, fc1.x_source = e->group->size == 1 ? r->token : NULL;
+    fc1.x = r->rows.input, fc1.x_transposed = r->rows.input_transposed, fc1.dy = e->rows.hidden;
+    fc1.x_source = e->group->size == 1 ? r->token : NULL;
     mt_linear_backward_weight(&p->tp, &w->expert_fc1, &fc1);
     mt_combine_weights(m, p, r);
     mt_route_backward(m, p, w, r, a->mlp_norm.y);
@@ -6878,11 +6927,29 @@ static void mt_experts_backward(mt_model *m, const mt_pass *p, mt_layer *w, mt_a
 
 /* ==== §9g layer =================================================================================================== */
 
+/* Slots of x^T of the linears in fp8. */
+static void mt_transposed_slots(const mt_model *m, mt_slots *s, const mt_layer *w) {
+    bool has_q_latent = m->options->q_lora_rank > 0; // else latent and q_b read the same x
+    bool up_again = m->recompute_modules & MT_MODULE_MLA_UP_PROJ, mlp_again = m->recompute_modules & MT_MODULE_MLP;
+    size_t x = offsetof(mt_activations, input_norm.y), to = offsetof(mt_activations, x_transposed),
+           step = sizeof(void *);
+    mt_slot_add_transposed(m, s, x, &w->qkv, to, false);
+    mt_slot_add_transposed(m, s, x, &w->latent, to, !has_q_latent);
+    if (has_q_latent) x = offsetof(mt_activations, q_latent);
+    mt_slot_add_transposed(m, s, x, &w->q_b, to + step, !has_q_latent || up_again);
+    mt_slot_add_transposed(m, s, offsetof(mt_activations, kv_latent), &w->kv_b, to + 2 * step, up_again);
+    mt_slot_add_transposed(m, s, offsetof(mt_activations, attended), &w->o, to + 3 * step, true);
+    mt_slot_add_transposed(m, s, offsetof(mt_activations, mlp_norm.y), &w->fc1, to + 4 * step,
+                           w->expert_bucket >= 0 || mlp_again);
+    mt_slot_add_transposed(m, s, offsetof(mt_activations, mlp_active), &w->down, to + 5 * step, false);
+}
+
 /* The slots of a layer; w NULL: one list for all layers of this rank, if no layer saves anything. */
 static void mt_layer_slots(const mt_model *m, mt_slots *s, const mt_layer *w) {
     s->count = 0;
     mt_attention_slots(m, s, w);
     mt_mlp_slots(m, s, w);
+    if (m->fp8 && w) mt_transposed_slots(m, s, w);
     mt_slots_place(m, s, w);
 }
 

@@ -1967,6 +1967,7 @@ typedef struct mt_fp8_linear {
     int64_t version;                    // of the weights that these are
     bool gathered;                      // --fp8-param-gather: w arrives in fp8
     bool in_place[MT_NUM_FP8_OPERANDS]; // delayed scaling: x or dy of a product holds rows in fp8
+    size_t saved_x;                     // offset of the saved x^T in its layer's values; 0: x^T is not saved
     float *inverse_scales;              // [MT_NUM_FP8_OPERANDS, MT_FP8_SCALE_STEP] with in_place: the first of a row
     int64_t first_amax, num_amaxes;     // `gathered`: of w's in mt_bucket.fp8_amaxes
 } mt_fp8_linear;
@@ -2000,6 +2001,7 @@ typedef struct mt_linear {
 /* The operands of one use of a linear; a function reads those it needs. */
 typedef struct mt_linear_io {
     const void *x;
+    void *x_transposed; // fp8: the forward of a training step stores x^T, the backward reads it; NULL: neither
     void *y;
     const void *dy;
     void *dx;

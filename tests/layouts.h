@@ -1599,6 +1599,13 @@ static const same_bits in_fp8_same[] = {
     {{1, DELAYED, " --bf16"}, " --recompute-granularity full --recompute-num-layers 3"},
     {{1, DELAYED, " --bf16"}, SHARD "optim_grads_params"},
     {{1, DELAYED, " --bf16"}, NO_EVALUATIONS},
+    {{1, TENSORWISE, ""}, " --recompute-granularity full"}, // the backward quantizes x again: no saved transposes
+    {{2, BLOCKWISE, PP "2" ZB}, SELECTIVE "layernorm mlp"},
+    {{1, TENSORWISE, ""}, SELECTIVE "mlp"},
+    {{1, MXFP8_LATENT, ""}, SELECTIVE "mla_up_proj"},
+    {{1, MXFP8_LATENT, ""}, " --recompute-granularity full"},
+    {{2, BLOCKWISE_EXPERTS, EP "2"}, SELECTIVE "moe_act"},
+    {{1, BLOCKWISE_EXPERTS, ""}, " --recompute-granularity full"},
 };
 
 /* Pairs: a model, the layout that saves, the layout that loads. Every kind of layout is on both sides. On GPUs, halves

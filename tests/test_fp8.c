@@ -278,6 +278,7 @@ typedef struct mlp {
     mt_fp8_linear states[2];
     float *amax; // [6]
     void *workspace, *x, *normed, *hidden, *active, *y, *dy, *dactive, *dhidden, *dnormed;
+    void *saved[2]; // x^T of both linears, or NULL
     void *memory[24];
     int count;
 } mlp;
@@ -317,8 +318,8 @@ static void mlp_linear(mlp *m, mt_linear *l, mt_fp8_linear *state, int64_t N, in
     state->inverse_scales = mlp_memory(m, MT_NUM_FP8_OPERANDS * MT_FP8_SCALE_STEP * 4);
 }
 
-static void mlp_open(mlp *m, const mt_ops *ops, bool in_place) {
-    *m = (mlp){.ops = *ops, .fp8 = mt_fp8_recipes[MT_FP8_DELAYED]};
+static void mlp_open(mlp *m, const mt_ops *ops, mt_fp8_recipe recipe, bool in_place, bool saves) {
+    *m = (mlp){.ops = *ops, .fp8 = mt_fp8_recipes[recipe]};
     int64_t bytes = ops->workspace_bytes(T, WIDTH, 1, 1);
     counted_ops = ops, m->ops.quantize = counted_quantize, m->ops.fp8_transpose = counted_transpose;
     m->workspace = mlp_memory(m, bytes), m->stream = ops->stream_create(m->workspace, bytes, false);
@@ -333,6 +334,7 @@ static void mlp_open(mlp *m, const mt_ops *ops, bool in_place) {
     m->dactive = mlp_bf16(m, T * F, 7), m->dhidden = mlp_bf16(m, T * WIDTH, 8), m->dnormed = mlp_bf16(m, T * K, 9);
     m->tp = (mt_tensor_parallel){.ops = &m->ops, .group = &mt_grid_of_one.tensor, .stream = m->stream};
     m->tp.comm = m->stream, m->tp.dtype = MT_BF16, m->tp.training = true, m->tp.T = m->tp.rows = T;
+    for (int i = 0; i < 2 && saves; i++) m->saved[i] = mlp_memory(m, 1 << 16);
 }
 
 /* Norm, MLP, and the backward of the MLP. */
@@ -344,12 +346,15 @@ static void mlp_run(mlp *m) {
         norm.quantize.rows = (mt_fp8_matrix){m->normed, m->states[0].inverse_scales, K, MT_F8_E4M3, MT_FP8_TENSOR};
     }
     m->ops.rmsnorm_forward(&norm, MT_BF16, m->stream);
-    mt_linear_io fc1 = {.x = m->normed, .y = m->hidden, .active = m->active, .reader = &m->down};
-    mt_linear_io down = {.x = m->active, .y = m->y, .dy = m->dy, .dx = m->dactive, .reader = &m->fc1};
+    mt_linear_io fc1 = {
+        .x = m->normed, .x_transposed = m->saved[0], .y = m->hidden, .active = m->active, .reader = &m->down};
+    mt_linear_io down = {
+        .x = m->active, .x_transposed = m->saved[1], .y = m->y, .dy = m->dy, .dx = m->dactive, .reader = &m->fc1};
     fc1.activation = down.activation = MT_ACTIVATION_SWIGLU, fc1.dy = m->dhidden, fc1.dx = m->dnormed;
     mt_linear_forward(&m->tp, &m->fc1, &fc1);
     fc1.active = NULL, fc1.reader = NULL;
-    mt_linear_forward(&m->tp, &m->down, &(mt_linear_io){.x = m->active, .y = m->y});
+    mt_linear_forward(&m->tp, &m->down, &(mt_linear_io){.x = m->active, .x_transposed = m->saved[1], .y = m->y});
+    if (m->saved[0]) m->ops.memory_zero(m->normed, T * K * 2, m->stream), fc1.x = down.x = NULL; // read by no backward
     down.hidden = m->hidden, down.dhidden = m->dhidden;
     mt_linear_backward(&m->tp, &m->down, &down, MT_BACKWARD_BOTH);
     mt_linear_backward(&m->tp, &m->fc1, &fc1, MT_BACKWARD_BOTH);
@@ -368,22 +373,26 @@ static void mlp_close(mlp *m) {
     for (int i = 0; i < m->count; i++) m->ops.memory_free(m->memory[i]);
 }
 
-/* Two weights are quantized twice each, as they are not kept; with operands in place also dy of the second linear, and
- * else three operands more, x twice. */
-static void check_in_place(const mt_ops *ops) {
-    mlp m[2];
-    for (int in_place = 0; in_place < 2; in_place++) {
-        mlp_open(&m[in_place], ops, in_place);
-        quantize_calls = transpose_calls = 0;
-        mlp_run(&m[in_place]);
-        assert_int_equal(quantize_calls, in_place ? 4 + 1 : 4 + 2 * 3);
-        assert_int_equal(transpose_calls, in_place ? 3 : 0);
-    }
+static void same_mlp(mlp m[2]) {
     same_bits(&m[1], &m[0], "y", m[1].y, m[0].y, T * K * 2);
     same_bits(&m[1], &m[0], "dx", m[1].dnormed, m[0].dnormed, T * K * 2);
     same_bits(&m[1], &m[0], "dw of the first", m[1].fc1.weight.dw, m[0].fc1.weight.dw, WIDTH * K * 4);
     same_bits(&m[1], &m[0], "dw of the second", m[1].down.weight.dw, m[0].down.weight.dw, K * F * 4);
     same_bits(&m[1], &m[0], "amax", m[1].amax, m[0].amax, 6 * 4);
+}
+
+/* Two weights are quantized twice each, as they are not kept; with operands in place also dy of the second linear, and
+ * else three operands more, x twice. */
+static void check_in_place(const mt_ops *ops) {
+    mlp m[2];
+    for (int in_place = 0; in_place < 2; in_place++) {
+        mlp_open(&m[in_place], ops, MT_FP8_DELAYED, in_place, false);
+        quantize_calls = transpose_calls = 0;
+        mlp_run(&m[in_place]);
+        assert_int_equal(quantize_calls, in_place ? 4 + 1 : 4 + 2 * 3);
+        assert_int_equal(transpose_calls, in_place ? 3 : 0);
+    }
+    same_mlp(m);
     mlp_close(&m[0]), mlp_close(&m[1]);
 }
 
@@ -395,6 +404,32 @@ static void operands_in_place_change_no_bit_on_the_cpu(void **state) {
 static void operands_in_place_change_no_bit_on_the_gpu(void **state) {
     (void)state;
     check_in_place(gpu_or_skip());
+}
+
+/* Of the recipes whose products this backend has: with saved transposes x of both linears is quantized once. */
+static void check_saved_transposes(const mt_ops *ops) {
+    const mt_fp8_recipe recipes[] = {MT_FP8_DELAYED, MT_FP8_TENSORWISE, MT_FP8_BLOCKWISE, MT_FP8_MXFP8};
+    for (int i = 0; i < (ops->limits.no_mxfp8 ? 3 : 4); i++) {
+        mlp m[2];
+        for (int saves = 0; saves < 2; saves++) {
+            mlp_open(&m[saves], ops, recipes[i], false, saves);
+            quantize_calls = 0;
+            mlp_run(&m[saves]);
+            assert_int_equal(quantize_calls, saves ? 4 + 4 : 4 + 6);
+        }
+        same_mlp(m);
+        mlp_close(&m[0]), mlp_close(&m[1]);
+    }
+}
+
+static void saved_transposes_change_no_bit_on_the_cpu(void **state) {
+    (void)state;
+    check_saved_transposes(&mt_cpu_ops);
+}
+
+static void saved_transposes_change_no_bit_on_the_gpu(void **state) {
+    (void)state;
+    check_saved_transposes(gpu_or_skip());
 }
 
 static int open_golden(void **state) {
@@ -421,6 +456,8 @@ int main(void) {
         cmocka_unit_test(linears_equal_transformer_engine_on_the_gpu),
         cmocka_unit_test(operands_in_place_change_no_bit_on_the_cpu),
         cmocka_unit_test(operands_in_place_change_no_bit_on_the_gpu),
+        cmocka_unit_test(saved_transposes_change_no_bit_on_the_cpu),
+        cmocka_unit_test(saved_transposes_change_no_bit_on_the_gpu),
     };
     return cmocka_run_group_tests(tests, open_golden, close_golden);
 }

@@ -147,6 +147,18 @@ static void recomputation_keeps_what_its_units_keep(void **state) {
                      (long long)(all - llama_bytes(cases[i].words, NULL)), (long long)cases[i].saved);
 }
 
+/* The forward quantizes x of four products and saves x^T in one byte an element, with a scale. Then x of the norms and
+ * of the activation lies in memory that all layers share. */
+static void products_in_fp8_save_one_byte_an_element(void **state) {
+    (void)state;
+    const int64_t norm = HIDDEN * TOKENS * 4, active = FFN * TOKENS * 4, aligned_scale = 256;
+    const int64_t transposed = (3 * HIDDEN + FFN) * TOKENS + 4 * aligned_scale;
+    const char *words = "--fp8-format hybrid --fp8-recipe tensorwise", *kept = "--no-fp8-wgrad"; // x in fp32
+    char line[100];
+    snprintf(line, sizeof line, "%s %s", words, kept);
+    assert_int_equal(llama_bytes(line, NULL) - llama_bytes(words, NULL), 3 * (2 * norm + active) - 4 * transposed);
+}
+
 /* Two buffers hold the offloaded values of two layers; the host those of the other two of four. */
 static void offloading_keeps_two_layers_on_the_device(void **state) {
     (void)state;
@@ -350,6 +362,7 @@ int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(logits_add_memory_only_beyond_the_size_of_the_scratch_they_share),
         cmocka_unit_test(recomputation_keeps_what_its_units_keep),
+        cmocka_unit_test(products_in_fp8_save_one_byte_an_element),
         cmocka_unit_test(offloading_keeps_two_layers_on_the_device),
         cmocka_unit_test(offloading_on_the_cpu_counts_in_one_memory),
         cmocka_unit_test(offloading_beyond_the_memory_of_the_host_is_refused),
