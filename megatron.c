@@ -5663,12 +5663,12 @@ static void mt_slots_place(const mt_model *m, mt_slots *list, const mt_layer *w)
     }
 }
 
-/* Adds the slot of x^T of a linear in fp8, unless x is computed or gathered again for the backward, or arrives in
- * parts. read_later: the backward also reads x. */
+/* Adds the slot of x^T of a linear in fp8, unless x is computed or gathered again for the backward or arrives in parts,
+ * or the weight is frozen below adapters. read_later: the backward also reads x. */
 static void mt_slot_add_transposed(const mt_model *m, mt_slots *list, size_t x, const mt_linear *l, size_t field,
                                    bool read_later) {
     mt_slot *slot = list->slots;
-    if (!l->fp8 || !l->fp8->recipe->wgrad || l->fp8->in_place[MT_FP8_X] || l->adapter.R > 0) return;
+    if (!l->fp8 || !l->fp8->recipe->wgrad || l->fp8->in_place[MT_FP8_X] || m->options->lora_rank > 0) return;
     while (slot->field != x) slot++;
     bool gathers = m->tp.sequence_parallel && l->kind == MT_LINEAR_COLUMN;
     bool recomputes = m->options->recompute_granularity == MT_RECOMPUTE_FULL || (slot->modules & m->recompute_modules);
