@@ -6438,16 +6438,33 @@ static void mt_expert_rows_reserve(mt_model *m, mt_expert_rows *rows, mt_expert_
     mt_expert_rows_allocate(m, rows, &arena, &plan);
 }
 
+/* Plans the recomputed rows of the layers that share a buffer, plan->M of them: those of the layer with the most
+ * values, which has those of all others. Layers differ if only some are in fp8. Returns their bytes. */
+static int64_t mt_recomputed_rows_plan(const mt_model *m, const mt_recompute_buffer *buffer,
+                                       mt_expert_rows_plan *plan) {
+    mt_expert_rows rows;
+    int64_t most = 0;
+    for (const mt_layer *w = m->layers; w < m->layers + m->num_layers; w++) {
+        mt_expert_rows_plan one = {.M = plan->M, .layer = w, .residency = MT_RECOMPUTE};
+        mt_arena arena = {0};
+        if (w->expert_bucket < 0 || mt_recompute_buffer_of(m, w) != buffer) continue;
+        mt_expert_rows_allocate(m, &rows, &arena, &one);
+        if (arena.used > most) most = arena.used, *plan = one;
+    }
+    return most;
+}
+
 /* Room for the rows that a layer received. Its recomputed values lie in the layer's recompute buffer. */
 static void mt_layer_rows_reserve(mt_model *m, const mt_layer *w, mt_routing *r) {
-    mt_expert_rows *shared = mt_recompute_buffer_of(m, w)->rows;
+    const mt_recompute_buffer *buffer = mt_recompute_buffer_of(m, w);
+    mt_expert_rows *shared = buffer->rows;
     mt_expert_rows_plan plan = {.M = r->num_rows, .layer = w, .residency = MT_KEEP};
     if (mt_expert_rows_fixed(m)) return; // they are in the arena
     mt_slots slots = {.count = 0};
     mt_expert_rows_reserve(m, &r->rows, plan);
     mt_expert_rows_slots(m, &slots, 0, 0, false, w);
     mt_slots_place(m, &slots, w);
-    plan.residency = MT_RECOMPUTE;
+    if (plan.M > shared->capacity) mt_recomputed_rows_plan(m, buffer, &plan);
     for (const mt_slot *slot = slots.slots; slot < slots.slots + slots.count; slot++) {
         if (slot->residency != MT_RECOMPUTE) continue;
         mt_expert_rows_reserve(m, shared, plan); // for the first such slot
@@ -10645,18 +10662,8 @@ static int64_t mt_experts_expected_bytes(const mt_model *m) {
             plan.layer = &m->layers[layer];
             if (plan.layer->expert_bucket >= 0 && m->plan.train) mt_expert_rows_allocate(m, &rows, &arena, &plan);
         }
-    plan.residency = MT_RECOMPUTE;
-    for (int64_t i = 0; i < m->num_recompute_buffers; i++) {
-        mt_arena largest = {0}, one;
-        for (int64_t layer = 0; layer < m->num_layers; layer++) {
-            plan.layer = &m->layers[layer], one = (mt_arena){0};
-            if (plan.layer->expert_bucket < 0 || mt_recompute_buffer_of(m, plan.layer) != &m->recompute_buffers[i])
-                continue;
-            mt_expert_rows_allocate(m, &rows, &one, &plan);
-            if (one.used > largest.used) largest = one;
-        }
-        arena.used += largest.used;
-    }
+    for (int64_t i = 0; i < m->num_recompute_buffers; i++)
+        arena.used += mt_recomputed_rows_plan(m, &m->recompute_buffers[i], &plan);
     return arena.used;
 }
 

@@ -1606,6 +1606,7 @@ static const same_bits in_fp8_same[] = {
     {{1, MXFP8_LATENT, ""}, " --recompute-granularity full"},
     {{2, BLOCKWISE_EXPERTS, EP "2"}, SELECTIVE "moe_act"},
     {{1, BLOCKWISE_EXPERTS, ""}, " --recompute-granularity full"},
+    {{2, BLOCKWISE_EXPERTS, EP "2 --first-last-layers-bf16"}, SELECTIVE "moe_act"}, // bf16 layers: fewer rows
 };
 
 /* Pairs: a model, the layout that saves, the layout that loads. Every kind of layout is on both sides. On GPUs, halves

@@ -109,21 +109,24 @@ quantizes() {
 }
 
 # 2 layers with 4 linears, 4 micro-batches. The weights are quantized once per step: 8 calls. Of each linear and
-# micro-batch x is quantized in the forward and in the backward, and dy once: 96 calls. With delayed scaling the norms
-# store x of two linears, the activation x of a third, and its backward dy of one: 4 transposes replace 7 calls. With a
-# bias this dy is needed in bf16. With sequence parallelism the outputs of norms are gathered in bf16, and with its
-# overlap nothing is stored in fp8; a linear then takes the rows in two parts, and the row-parallel ones quantize dy
-# once more for its transpose: 20 calls.
+# micro-batch x is quantized once, in the forward, and so is dy: 64 calls. With full recomputation the backward
+# quantizes x again, and before it the replay of the first layer x of three linears: 44 calls more. With delayed
+# scaling the norms store x of two linears, the activation x of a third, and its backward dy of one: 4 transposes
+# replace 4 calls. With a bias this dy is needed in bf16. With sequence parallelism the outputs of norms are gathered
+# in bf16, and quantized in the backward again; with its overlap nothing is stored in fp8, no transpose of x is saved,
+# and a linear takes the rows in two parts, and the row-parallel ones quantize dy once more for its transpose.
 operations_before_linears_quantize() {
-    quantizes 1 104 0 --fp8-recipe tensorwise && quantizes 1 48 32 --fp8-recipe delayed &&
+    quantizes 1 72 0 --fp8-recipe tensorwise &&
+        quantizes 1 116 0 --fp8-recipe tensorwise --recompute-granularity full &&
+        quantizes 1 40 32 --fp8-recipe delayed &&
         quantizes 1 72 0 --fp8-recipe delayed --no-fp8-wgrad &&
-        quantizes 2 48 32 --fp8-recipe delayed --tensor-model-parallel-size 2 &&
-        quantizes 2 80 16 --fp8-recipe delayed --tensor-model-parallel-size 2 --sequence-parallel &&
+        quantizes 2 40 32 --fp8-recipe delayed --tensor-model-parallel-size 2 &&
+        quantizes 2 72 16 --fp8-recipe delayed --tensor-model-parallel-size 2 --sequence-parallel &&
         quantizes 2 168 0 --fp8-recipe delayed --tensor-model-parallel-size 2 --sequence-parallel \
             --tp-comm-overlap &&
         (
             model=$(echo "$model" | sed 's/--disable-bias-linear//')
-            quantizes 1 56 24 --fp8-recipe delayed
+            quantizes 1 48 24 --fp8-recipe delayed
         )
 }
 
