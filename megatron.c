@@ -7066,6 +7066,13 @@ static int64_t mt_span_of_token(const mt_batch *batch, int64_t s, int64_t t) {
     return s;
 }
 
+/* Tokens to the next place where a cut may be best: each of `most` adds `slope` to its error, and of equal errors that
+ * nearest to the middle counts. */
+static int64_t mt_cut_steps(int64_t error, int64_t slope, int64_t most, int64_t to_middle) {
+    if (slope == 0) return to_middle > 0 ? mt_min(to_middle, most) : most;
+    return (error < 0) == (slope < 0) ? most : mt_max(mt_min(-error / slope, most), 1);
+}
+
 void mt_context_cut(int64_t *cuts, const mt_batch *whole, int64_t ranks, int64_t window) {
     const mt_span *spans = whole->spans;
     int64_t begin = 0, end = whole->num_tokens, T = end / ranks, keys = mt_keys_seen(whole, 0, end, window);
@@ -7075,15 +7082,18 @@ void mt_context_cut(int64_t *cuts, const mt_batch *whole, int64_t ranks, int64_t
         int64_t mine = mt_keys_seen(whole, end - T, end, window), best = 0, chosen = 0, left = 0;
         int64_t first = mt_span_of_token(whole, 0, begin), last = mt_span_of_token(whole, first, end - T),
                 least = INT64_MAX;
-        for (;; left++) {
-            int64_t error = mine * (ranks - r) - keys, from_middle = 2 * left > T ? 2 * left - T : T - 2 * left;
-            error = error < 0 ? -error : error;
+        for (;;) {
+            int64_t over = mine * (ranks - r) - keys, from_middle = 2 * left > T ? 2 * left - T : T - 2 * left;
+            int64_t error = over < 0 ? -over : over;
             if (error < least || (error == least && from_middle < (2 * best > T ? 2 * best - T : T - 2 * best)))
                 least = error, best = left, chosen = mine;
             if (left == T) break;
             first = mt_span_of_token(whole, first, begin + left), last = mt_span_of_token(whole, last, end - T + left);
             int64_t gained = begin + left - spans[first].q_start + 1, lost = end - T + left - spans[last].q_start + 1;
-            mine += window > 0 ? mt_min(gained, window) - mt_min(lost, window) : gained - lost;
+            int64_t more = window > 0 ? mt_min(gained, window) - mt_min(lost, window) : gained - lost, steps = 1;
+            int64_t ends = mt_min(spans[first].q_len - gained, spans[last].q_len - lost) + 1;
+            if (window == 0) steps = mt_cut_steps(over, more * (ranks - r), mt_min(ends, T - left), T / 2 - left);
+            mine += steps * more, left += steps;
         }
         begin += best, end -= T - best, keys -= chosen;
         cuts[r + 1] = begin, cuts[2 * ranks - 1 - r] = end;
@@ -8216,7 +8226,9 @@ void mt_batch_pad(mt_batch *batch, int64_t multiple) {
 
 /* Index of the first value outside [0, limit) whose weight is not 0 (weights NULL: of any); n: there is none. */
 static int64_t mt_find_outside(const int32_t *values, const float *weights, int64_t n, int64_t limit) {
-    int64_t i = 0;
+    int32_t end = (int32_t)mt_min(limit, INT32_MAX), outside = 0; // first without a branch: as a rule there is none
+    for (int64_t t = 0; t < n; t++) outside |= (values[t] < 0) | (values[t] >= end);
+    int64_t i = outside ? 0 : n;
     while (i < n && ((values[i] >= 0 && values[i] < limit) || (weights && weights[i] == 0))) i++;
     return i;
 }
@@ -10985,6 +10997,7 @@ static int mt_model_allocate(mt_model *m, mt_error *error) {
     for (int part = 0; part < MT_NUM_PARTS; part++) m->parts[part].capacity = m->parts[part].used;
     m->bytes[MT_PLAN_EXPERTS] = mt_experts_expected_bytes(m);
     if (mt_model_check_memory(m, mt_model_planned_bytes(m, MT_PLAN_TOTAL), error) != 0) return -1;
+    if (m->plan.counts) return 0;
     for (int64_t i = 0; i < m->num_micro_batches; i++)
         m->micro_batches[i].host_spans = mt_model_calloc(m, m->plan.max_tokens * (int64_t)sizeof(mt_span));
     int64_t staged_bytes = m->grid->tensor.size * MT_STAGED_ROWS * m->V * mt_dtype_size(m->dtype);
@@ -11245,7 +11258,8 @@ int mt_model_create(mt_model **out, const mt_options *options, const mt_grid *gr
     }
     m->dtype = options->bf16 ? MT_BF16 : MT_F32;
     m->reruns = plan->train && options->rerun_mode == MT_RERUN_VALIDATE_RESULTS;
-    if (mt_model_partition(m, error) == 0 && mt_model_allocate(m, error) == 0 && mt_model_start(m, error) == 0) {
+    if (mt_model_partition(m, error) == 0 && mt_model_allocate(m, error) == 0 &&
+        (plan->counts || mt_model_start(m, error) == 0)) {
         *out = m;
         return 0;
     }

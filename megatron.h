@@ -2524,6 +2524,7 @@ typedef struct mt_model_plan {
     int64_t max_position;    // positions that tokens may have (rotary tables)
     int64_t host_memory;     // bytes of this host that all its ranks may use together; 0: the machine's memory
     bool train;              // gradients, optimizer state and saved activations
+    bool counts;             // only counts bytes: no memory is allocated, and the model can do nothing
     const mt_loss *loss;     // of the head and of modules of multi-token prediction; NULL: mt_nll
 } mt_model_plan;
 

@@ -1,7 +1,8 @@
-/* layouts.h: finds the fastest layouts of a model by simulation, and balances the stages of a pipeline. */
+/* layouts.h: finds the fastest layouts of a model by simulation. */
 #ifndef MT_LAYOUTS_H
 #define MT_LAYOUTS_H
 
+#include "balance.h"
 #include "options.h"
 #include "simulate.h"
 
@@ -14,6 +15,7 @@ enum { MT_BEST_LAYOUTS = 10 };
 /* A layout that was simulated. */
 typedef struct mt_layout {
     char line[1024]; // its options
+    int64_t number;  // in the order of sizes
     mt_simulation simulation;
 } mt_layout;
 
@@ -29,18 +31,13 @@ typedef struct mt_layouts {
 
 /* Searches layouts for the command line argv[argc], whose options were parsed into `given`; layout options that it has
  * are kept. A layout is legal if mt_options_finish accepts it for given->gpus ranks, and fits if its memory plan does.
- * Ends after about `seconds`. Errors: no layout is legal or fits. Free the result in each case. */
+ * Ends after about `seconds` of one core. Errors: no layout is legal or fits. Free the result in each case. */
 int mt_layouts_search(mt_layouts *layouts, const mt_options *given, int argc, char **argv, const mt_machine *machine,
                       double seconds, mt_error *error);
 void mt_layouts_free(mt_layouts *layouts);
 
 /* A plan needs no data and no number of steps: sets these in parsed options if the user left them out. */
 void mt_options_assume_run(mt_options *options);
-
-/* mt_options_finish of ./train, which also balances stages: --pipeline-model-parallel-layout auto, or auto*N for N
- * stages a rank. The ranks, or their stages where that is faster, take equal times on a GPU of options->gpu, embedding
- * and head included, as far as whole layers allow. */
-int mt_train_options_finish(mt_options *options, int64_t world_size, mt_error *error);
 
 #ifdef __cplusplus
 }

@@ -1353,26 +1353,28 @@ void mt_option_reset(mt_options *options, const mt_option *row) {
     options->given[row->offset / 64] &= ~((uint64_t)1 << row->offset % 64);
 }
 
+/* All options at their defaults, made once: they are compared often. */
+static const mt_options *mt_option_defaults(void) {
+    static mt_options defaults;
+    static bool is_set;
+    if (!is_set) mt_options_default(&defaults);
+    is_set = true;
+    return &defaults;
+}
+
 bool mt_option_is_default(const mt_options *options, const mt_option *row) {
-    mt_options defaults = {0}; // without strings: this is called often
-    const char *text = NULL;
-    bool is_text = row->type == MT_STRING || row->type == MT_OPTIONAL;
+    const mt_options *defaults = mt_option_defaults();
     if (row->type == MT_LIST) return mt_option_list(options, row)->count == 0;
     if (row->type == MT_INTS) return mt_option_ints(options, row)->count == 0;
-    for (const mt_option *other = mt_option_table; other->help; other++) {
-        if (!other->name || other->offset != row->offset) continue; // the default may stand in the row of an alias
-        if (other->fallback) text = other->fallback;
-        if (!is_text) mt_option_set_default(&defaults, other);
-    }
-    if (is_text) {
-        const char *value = *mt_option_string(options, row);
+    if (row->type == MT_STRING || row->type == MT_OPTIONAL) {
+        const char *value = *mt_option_string(options, row), *text = *mt_option_string(defaults, row);
         return value && text ? strcmp(value, text) == 0 : !value && !text;
     }
-    if (row->type == MT_INT) return *mt_option_int(options, row) == *mt_option_int(&defaults, row);
-    if (row->type == MT_REAL) return *mt_option_real(options, row) == *mt_option_real(&defaults, row);
+    if (row->type == MT_INT) return *mt_option_int(options, row) == *mt_option_int(defaults, row);
+    if (row->type == MT_REAL) return *mt_option_real(options, row) == *mt_option_real(defaults, row);
     if (row->type == MT_CHOICE || row->type == MT_SET)
-        return *mt_option_choice(options, row) == *mt_option_choice(&defaults, row);
-    return *mt_option_bool(options, row) == *mt_option_bool(&defaults, row);
+        return *mt_option_choice(options, row) == *mt_option_choice(defaults, row);
+    return *mt_option_bool(options, row) == *mt_option_bool(defaults, row);
 }
 
 void mt_options_default(mt_options *options) {

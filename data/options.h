@@ -26,7 +26,7 @@ enum { MT_UNKNOWN_ITERATIONS = 1000000000 };
 int mt_options_finish(mt_options *options, mt_program program, int64_t world_size, mt_error *error);
 
 /* The same with a function that gives the letters of --pipeline-model-parallel-layout auto, to free, or NULL with
- * error; mt_options_finish refuses this value. See mt_train_options_finish (data/layouts.h). */
+ * error; mt_options_finish refuses this value. See mt_train_options_finish (data/balance.h). */
 typedef char *mt_stage_balancer(const mt_options *options, int64_t world_size, mt_error *error);
 int mt_options_finish_by(mt_options *options, mt_program program, int64_t world_size, mt_stage_balancer *balance,
                          mt_error *error);

@@ -191,7 +191,7 @@ int mt_plan_explain(const mt_options *o, int64_t ranks, FILE *file, mt_error *er
 /* ---- the fastest layouts */
 
 int mt_plan_print(const mt_options *o, int argc, char **argv, FILE *file, mt_error *error) {
-    const double most_seconds = 45;
+    const double most_seconds = 55;
     mt_machine machine;
     double begin = mt_time();
     if (mt_machine_read(&machine, o->gpu, error) != 0) return -1;
@@ -212,7 +212,7 @@ int mt_plan_print(const mt_options *o, int argc, char **argv, FILE *file, mt_err
                 (long long)layouts->considered, (long long)layouts->simulated, (long long)layouts->too_large,
                 (long long)layouts->illegal, (long long)layouts->bounded, mt_time() - begin);
         if (layouts->skipped > 0)
-            fprintf(file, "%lld less promising ones were left out after %.0f s; give sizes that are known.\n",
+            fprintf(file, "%lld layouts were left out after %.0f s of one core; give sizes that are known.\n",
                     (long long)layouts->skipped, most_seconds);
     }
     mt_layouts_free(layouts);

@@ -117,21 +117,39 @@ static void *mt_sim_memory_alloc_ordered(int64_t bytes, mt_stream *stream) {
 static void mt_sim_memory_free_ordered(void *memory, mt_stream *stream) {
 }
 
-/* Zeros without pages until they are touched: a plan may offload more than this machine has. The size is kept before
- * them. */
+/* A block of host memory, kept for the next model of the same need: a search creates thousands, and their pages would
+ * be fetched again for each. */
+typedef struct mt_sim_block {
+    struct mt_sim_block *next;
+    int power; // its bytes: 2^power
+} mt_sim_block;
+
+enum { MT_SIM_KEPT_POWER = 26, MT_SIM_BLOCK_HEAD = 4096 };
+static mt_sim_block *mt_sim_kept[MT_SIM_KEPT_POWER + 1];
+
+/* Without pages until they are touched: a plan may offload more than this machine has. */
 static void *mt_sim_memory_alloc_host(int64_t bytes) {
-    size_t size = (size_t)bytes + 4096;
-    char *memory = mmap(NULL, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-    if (memory == MAP_FAILED) mt_die("out of memory: %lld bytes for a simulated step", (long long)bytes);
-    memcpy(memory, &size, sizeof size);
-    return memory + 4096;
+    int power = 16;
+    while ((int64_t)1 << power < bytes + MT_SIM_BLOCK_HEAD) power++;
+    mt_sim_block *block = power <= MT_SIM_KEPT_POWER ? mt_sim_kept[power] : NULL;
+    if (block) {
+        mt_sim_kept[power] = block->next;
+    } else {
+        block =
+            mmap(NULL, (size_t)1 << power, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+        if (block == MAP_FAILED) mt_die("out of memory: %lld bytes for a simulated step", (long long)bytes);
+        block->power = power;
+    }
+    return (char *)block + MT_SIM_BLOCK_HEAD;
 }
 
 static void mt_sim_memory_free_host(void *memory) {
-    size_t size;
     if (!memory) return;
-    memcpy(&size, (char *)memory - 4096, sizeof size);
-    munmap((char *)memory - 4096, size);
+    mt_sim_block *block = (mt_sim_block *)(void *)((char *)memory - MT_SIM_BLOCK_HEAD);
+    if (block->power <= MT_SIM_KEPT_POWER)
+        block->next = mt_sim_kept[block->power], mt_sim_kept[block->power] = block;
+    else
+        munmap(block, (size_t)1 << block->power);
 }
 
 /* As mt_cuda_workspace_bytes of cuda/device.cu. */
@@ -479,14 +497,21 @@ static int mt_sim_batch(void *context, int64_t index, mt_batch *batch, mt_error 
     return 0;
 }
 
-/* The arrays of the batch, which keep their contents. */
-static void mt_sim_batch_fill(mt_batch *batch, const mt_options *o) {
+/* The arrays of the batch, which keep their contents, in memory that all simulations share. */
+static mt_batch *mt_sim_batch_fill(const mt_options *o) {
+    static mt_batch batch;
+    static int64_t room;
     int64_t length = mt_row_length(o);
-    mt_batch_alloc(batch, mt_rank_tokens(o, o->micro_batch_size * length) * o->context_parallel_size);
-    for (int64_t t = 0; t < o->micro_batch_size * length; t++) {
-        batch->tokens[t] = batch->labels[t] = 0, batch->loss_mask[t] = 1;
-        batch->positions[t] = 0, batch->token_index[t] = t;
+    int64_t tokens = mt_rank_tokens(o, o->micro_batch_size * length) * o->context_parallel_size;
+    if (tokens > room) {
+        mt_batch_free(&batch);
+        mt_batch_alloc(&batch, room = tokens);
     }
+    for (int64_t t = 0; t < o->micro_batch_size * length; t++) {
+        batch.tokens[t] = batch.labels[t] = 0, batch.loss_mask[t] = 1;
+        batch.positions[t] = 0, batch.token_index[t] = t;
+    }
+    return &batch;
 }
 
 static mt_step_part mt_part_of(const mt_simulated_call *call) {
@@ -575,13 +600,11 @@ static int mt_sim_run(mt_simulated_rank *r, mt_model *model, int64_t *shown, mt_
     int64_t all = mt_num_micro_batches(o), few = o->num_virtual_stages_per_pipeline_rank > 1 ? 1 : 2;
     if (few == 1) few = mt_schedule_of(o, all).group;
     int64_t some = *shown = all > 2 * few ? 2 * few : all;
-    mt_batch batch;
     mt_simulated_rank first = *r;
-    mt_sim_batch_fill(&batch, o);
-    int status = mt_sim_step(&first, model, &batch, some < all ? few : all, true, error);
-    if (status == 0 && some < all) status = mt_sim_step(&first, model, &batch, few, false, error);
-    if (status == 0) status = mt_sim_step(r, model, &batch, some, false, error);
-    mt_batch_free(&batch);
+    mt_batch *batch = mt_sim_batch_fill(o);
+    int status = mt_sim_step(&first, model, batch, some < all ? few : all, true, error);
+    if (status == 0 && some < all) status = mt_sim_step(&first, model, batch, few, false, error);
+    if (status == 0) status = mt_sim_step(r, model, batch, some, false, error);
     if (status != 0 || some == all) return status;
     double more = (double)(all - some) / (double)(some - few);
     r->seconds += more * (r->seconds - first.seconds), r->flops += more * (r->flops - first.flops);
@@ -607,26 +630,45 @@ static mt_model_plan mt_sim_plan(const mt_options *o) {
         .max_tokens = tokens, .max_logits = tokens, .max_position = 1, .host_memory = INT64_MAX / 4, .train = true};
 }
 
-/* The memory of a stage, and its step unless `simulation` has no room for it. */
-static int mt_sim_rank(mt_simulation *simulation, mt_simulated_rank *r, const mt_options *o, int64_t ranks,
-                       const mt_machine *machine, mt_error *error) {
+/* Creates the model of a pipeline rank, or with `counts` only its memory plan. Clear the grid in each case. */
+static int mt_sim_create(mt_model **model, mt_grid *grid, const mt_simulated_rank *r, const mt_options *o,
+                         int64_t ranks, const mt_machine *machine, bool counts, mt_error *error) {
+    mt_model_plan plan = mt_sim_plan(o);
+    plan.counts = counts;
+    int status = mt_sim_grid(grid, o, ranks, r->rank, error);
+    return status != 0 ? status : mt_model_create(model, o, grid, mt_sim_ops(machine), &plan, error);
+}
+
+/* The memory of a rank, and whether the GPU has room for it. */
+static int mt_sim_measure(mt_simulation *simulation, mt_simulated_rank *r, const mt_options *o, int64_t ranks,
+                          const mt_machine *machine, mt_error *error) {
     mt_grid grid;
     mt_model *model = NULL;
-    mt_model_plan plan = mt_sim_plan(o);
-    int64_t chunks = o->num_virtual_stages_per_pipeline_rank;
-    r->forward = mt_calloc(3 * chunks * (int64_t)sizeof(double));
-    r->backward = r->forward + chunks, r->weights = r->backward + chunks;
-    int status = mt_sim_grid(&grid, o, ranks, r->rank, error);
-    if (status == 0) status = mt_model_create(&model, o, &grid, mt_sim_ops(machine), &plan, error);
+    int status = mt_sim_create(&model, &grid, r, o, ranks, machine, true, error);
     if (status == 0) {
         for (int row = 0; row < MT_NUM_PLAN_ROWS; row++)
             r->bytes[row] = mt_model_planned_bytes(model, (mt_plan_row)row);
         if (r->bytes[MT_PLAN_TOTAL] > simulation->bytes[MT_PLAN_TOTAL])
             memcpy(simulation->bytes, r->bytes, sizeof r->bytes);
         simulation->needed = (double)simulation->bytes[MT_PLAN_TOTAL] + machine->context_gib;
-        status = simulation->needed > machine->memory_gib
-                     ? MT_DOES_NOT_FIT
-                     : mt_sim_run(r, model, &simulation->micro_batches_shown, error);
+        if (simulation->needed > machine->memory_gib) status = MT_DOES_NOT_FIT;
+        mt_model_destroy(model);
+    }
+    mt_grid_clear(&grid);
+    return status;
+}
+
+/* The step of a rank. */
+static int mt_sim_rank(mt_simulation *simulation, mt_simulated_rank *r, const mt_options *o, int64_t ranks,
+                       const mt_machine *machine, mt_error *error) {
+    mt_grid grid;
+    mt_model *model = NULL;
+    int64_t chunks = o->num_virtual_stages_per_pipeline_rank;
+    r->forward = mt_calloc(3 * chunks * (int64_t)sizeof(double));
+    r->backward = r->forward + chunks, r->weights = r->backward + chunks;
+    int status = mt_sim_create(&model, &grid, r, o, ranks, machine, false, error);
+    if (status == 0) {
+        status = mt_sim_run(r, model, &simulation->micro_batches_shown, error);
         mt_model_destroy(model);
     }
     mt_grid_clear(&grid);
@@ -728,6 +770,9 @@ int mt_simulate(mt_simulation *simulation, const mt_options *o, int64_t ranks, c
     int64_t *of = mt_calloc(o->pipeline_model_parallel_size * 8);
     int status = 0;
     mt_sim_list_ranks(simulation, of, o);
+    bool limited = machine->memory_gib < INFINITY;
+    for (int64_t i = 0; i < simulation->num_ranks && limited && status == 0; i++) // the first needs most as a rule
+        status = mt_sim_measure(simulation, &simulation->pipeline[i], o, ranks, &job, error);
     for (int64_t i = simulation->num_ranks - 1; i >= 0 && status == 0; i--) // rank 0 last: its calls remain
         status = mt_sim_rank(simulation, &simulation->pipeline[i], o, ranks, &job, error);
     if (status == 0 && o->pipeline_model_parallel_size > 1) mt_sim_join(simulation, of, o, ranks, &job);

@@ -1,0 +1,35 @@
+/* balance.h: times of a model's layers on a machine, and stages of a pipeline that take equal times. */
+#ifndef MT_BALANCE_H
+#define MT_BALANCE_H
+
+#include "machine.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* Seconds of a micro-batch in the parts of a model; [2]: of a layer without experts and of a layer with them. least:
+ * the shortest of the simulated micro-batches, [forward, backward]. */
+typedef struct mt_layer_seconds {
+    double layer[2], embedding, head; // means; head: all the rest
+    double least[2][2], least_rest;   // rest: all but the layers
+    double least_head;                // its matrix products, which are the head's
+} mt_layer_seconds;
+
+/* From simulated models of one and two layers; `o`: finished for a pipeline of one rank, on `ranks` GPUs. Of two
+ * micro-batches the shorter one neither gathers parameters once for all nor reduces gradients. */
+int mt_layer_seconds_of(mt_layer_seconds *seconds, const mt_options *o, int64_t ranks, int64_t micro_batches,
+                        const mt_machine *machine, mt_error *error);
+
+/* --pipeline-model-parallel-layout of pp ranks of vp stages that take equal times; to free. */
+char *mt_balanced_letters(const mt_options *o, int64_t pp, int64_t vp, const mt_layer_seconds *seconds);
+
+/* mt_options_finish of ./train, which also balances stages: --pipeline-model-parallel-layout auto, or auto*N for N
+ * stages a rank. The ranks, or their stages where that is faster, take equal times on a GPU of options->gpu, embedding
+ * and head included, as far as whole layers allow. */
+int mt_train_options_finish(mt_options *options, int64_t world_size, mt_error *error);
+
+#ifdef __cplusplus
+}
+#endif
+#endif
