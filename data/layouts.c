@@ -352,7 +352,8 @@ static double mt_candidate_least(const mt_search *s, const mt_candidate *c, cons
  * stage is not legal. From many stages on, as simulations of few GPUs take less time. */
 static void mt_search_rate(mt_search *s) {
     mt_error unused;
-    for (mt_candidate *c = s->list + s->count; c-- > s->list;) {
+    for (int64_t i = s->count - 1; i >= 0; i--) {
+        mt_candidate *c = &s->list[i];
         mt_known_seconds *layers = &s->sizes[s->shapes[c->shape].sizes].layers[c->recompute];
         mt_candidate plain = *c;
         plain.sharding = 0;
