@@ -57,8 +57,7 @@ run_suite() {
     name=$1 program=$2 log=$directory/$(basename "$2").log passed=0 failed=0 skipped=0
     rm -f "$log" "$log".*
     began=$(date +%s)
-    # Each suite has a folder for temporary files. In a common one, an mpirun that ends can remove the folder that
-    # another one has just found there, and Open MPI 4.1 then does not start.
+    # Each suite has a folder for temporary files. It is removed with all that the suite leaves in it.
     TMPDIR=$(mktemp -d) || exit 1
     export TMPDIR
     case $name-$program in
@@ -129,8 +128,19 @@ for suite in "$@"; do
     echo "✗ $suite: there is no tests/test_$suite.c or tests/test_$suite.sh"
 done
 
-mkdir -p "$directory"
+mkdir -p "$directory/bin"
 rm -f "$directory"/*.result
+# Suites run several mpirun at once. In a common folder for temporary files, an Open MPI 4.1 that ends can remove the
+# folder that another one has just found there, which then does not start. So each mpirun has a folder.
+if [ -n "$oversubscribe" ]; then
+    cat >"$directory/bin/mpirun" <<END
+#!/bin/sh
+OMPI_MCA_orte_tmpdir_base=\${OMPI_MCA_orte_tmpdir_base:-\$(mktemp -d)} exec "$(command -v mpirun)" "\$@"
+END
+    chmod +x "$directory/bin/mpirun"
+    PATH=$(cd "$directory/bin" && pwd):$PATH
+    export PATH
+fi
 # shellcheck disable=SC2086
 [ -z "$together" ] || printf '%s\n' $together | xargs -P "${TEST_JOBS:-1}" -n 1 "$0" "$directory" --one
 for name in $later; do "$0" "$directory" --one "$name"; done
