@@ -317,7 +317,7 @@ struct aux_loss_sums {
     int32_t *counts, *has_nan;
 };
 
-static constexpr int tokens_per_warp = 8;
+static constexpr int tokens_per_warp = 4;
 
 /* Adds a warp's sums of one sequence to `to` and resets them. */
 template <int V>
@@ -350,8 +350,8 @@ __device__ static inline double aux_loss_add(per_expert<unsigned long long, V> &
     return lse;
 }
 
-/* A warp processes up to eight consecutive tokens. If there is only one sequence, the warps of a block first add up in
- * shared memory (`block_sums`). Reads 4 E bytes per token. */
+/* A warp processes up to tokens_per_warp consecutive tokens. If there is only one sequence, the warps of a block first
+ * add up in shared memory (`block_sums`). Reads 4 E bytes per token. */
 template <int V>
 __global__ void aux_loss_forward(aux_loss_sums sums, const float *logits, const int32_t *sequence,
                                  const int64_t *token_index, int64_t T, routing r, int shared_per_warp,
