@@ -187,8 +187,7 @@ static void mt_search_list(mt_search *s) {
     bool mbs = MT_GIVEN(o, micro_batch_size), ep = MT_GIVEN(o, expert_model_parallel_size) || o->num_experts == 0;
     int64_t most = mt_min(o->gpus_per_host, gpus);
     for (c.tp = tp ? o->tensor_model_parallel_size : 1; c.tp <= (tp ? gpus : most); c.tp = mt_next_size(c.tp, tp))
-        for (c.cp = cp ? o->context_parallel_size : 1; c.tp * c.cp <= gpus && c.cp <= (cp ? gpus : 16);
-             c.cp = mt_next_size(c.cp, cp)) {
+        for (c.cp = cp ? o->context_parallel_size : 1; c.tp * c.cp <= gpus; c.cp = mt_next_size(c.cp, cp)) {
             if (gpus % (c.tp * c.cp) != 0 || (!cp && c.cp > 1 && o->seq_length / c.cp < 2048)) continue;
             for (c.ep = ep ? mt_max(o->expert_model_parallel_size, 1) : 1;
                  c.ep <= mt_max(o->num_experts, 1) && c.ep <= gpus; c.ep = mt_next_size(c.ep, ep)) {
@@ -535,10 +534,12 @@ static int mt_search_fail(const mt_search *s, mt_error *error) {
             "need a multiple of %lld",
             (long long)given->gpus, (long long)model);
     if (out->considered == 0)
-        return mt_error_set(error,
-                            "no layout of %lld GPUs is legal: --global-batch-size %lld is not a multiple of "
-                            "--micro-batch-size x data parallel size for any sizes; give another batch or other --gpus",
-                            (long long)given->gpus, (long long)s->batch);
+        return mt_error_set(
+            error,
+            "no layout of %lld GPUs is legal: --global-batch-size %lld is not a multiple of "
+            "--micro-batch-size x data parallel size for any sizes; give another batch or other --gpus, or "
+            "--context-parallel-size for fewer than 2,048 tokens a rank",
+            (long long)given->gpus, (long long)s->batch);
     if (out->illegal == out->considered)
         return mt_error_set(error, "no layout of %lld GPUs is legal; the last one: %.900s", (long long)given->gpus,
                             out->reason.text);

@@ -733,7 +733,8 @@ static void mt_sim_join(mt_simulation *simulation, const int64_t *of, const mt_o
         }
     mt_timeline timeline;
     MT_CHECK(mt_timeline_create_uneven(&timeline, &schedule, costs, 0) == 0);
-    simulation->bubble = timeline.bubble;
+    // Idle time does not grow with the micro-batches left out, work does.
+    simulation->bubble = timeline.bubble * (double)schedule.micro_batches / (double)mt_num_micro_batches(o);
     for (int64_t rank = 0; rank < pp; rank++) {
         mt_simulated_rank *r = &simulation->pipeline[of[rank]];
         int64_t last = timeline.first[rank + 1] - 1;
