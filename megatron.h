@@ -507,7 +507,7 @@ typedef struct mt_options {
     char *print_schedule; // an SVG file, or "-": print only
     int64_t print_launch; // of so many ranks at most: print only
     bool plan, explain;   // print only; see data/planner.h
-    int64_t gpus, gpus_per_host;
+    int64_t gpus, gpus_per_host, explain_rank;
     char *gpu; // the name of a machine, or its file
     bool use_distributed_optimizer, overlap_grad_reduce, overlap_param_gather;
     int64_t ddp_bucket_size; // parameters of layers whose gradients are reduced together; 0: each layer alone

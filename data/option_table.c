@@ -334,6 +334,11 @@ const mt_option mt_option_table[] = {
      .excludes = "print-schedule, print-config, print-launch", .own = true},
     {"plan-explain", MT_FLAG, MT_AT(explain), MT_TRAIN, MT_OF_RUN, NULL, NULL, "another name of --explain",
      .own = true},
+    {"explain-rank", MT_INT, MT_AT(explain_rank), MT_TRAIN, MT_OF_RUN, NULL, "[0,999999]",
+     "the pipeline rank whose operations --explain prints (default: the one that ends its step last)",
+     .needs = "explain", .own = true},
+    {"plan-explain-rank", MT_INT, MT_AT(explain_rank), MT_TRAIN, MT_OF_RUN, NULL, "[0,999999]",
+     "another name of --explain-rank", .own = true},
     {"gpus", MT_INT, MT_AT(gpus), MT_TRAIN, MT_OF_RUN, NULL, "[1,1000000]", "GPUs of --plan and --explain",
      .own = true},
     {"gpu", MT_STRING, MT_AT(gpu), MT_TRAIN, MT_OF_RUN, "h200", "NAME|FILE.json",
@@ -1275,6 +1280,8 @@ static bool mt_parse_real(const char *text, double *value) {
 
 /* Adds members to a set, separated by commas or blanks. */
 static int mt_set_add(unsigned *set, const mt_option *row, const char *text, const char *where, mt_error *error) {
+    if (text[strspn(text, ", ")] == 0)
+        return mt_error_set(error, "%s expects some of %s, got none: '%.100s'", where, row->values, text);
     char *words = mt_strdup(text), *rest = NULL;
     int status = 0;
     for (char *word = strtok_r(words, ", ", &rest); word && !status; word = strtok_r(NULL, ", ", &rest)) {

@@ -237,14 +237,32 @@ static int64_t mt_sim_channel_start(mt_channel *channel, int64_t bytes, mt_strea
     return ticket;
 }
 
+/* Records a message of the pipeline as a call without a time. */
+static void mt_sim_record_message(mt_operation operation, const mt_channel *channel, int64_t bytes,
+                                  const mt_stream *stream) {
+    bool receives = operation == MT_OPERATION_channel_recv, gradients = channel->id == 1;
+    if (!mt_sim_of_pipeline(channel)) return;
+    mt_device_model.calls = mt_sim_grow(mt_device_model.calls, mt_device_model.num_calls, &mt_device_model.max_calls,
+                                        sizeof(mt_simulated_call));
+    mt_simulated_call *call = &mt_device_model.calls[mt_device_model.num_calls++];
+    *call = (mt_simulated_call){.operation = operation, .phase = mt_device_model.phase, .stream = -1};
+    call->work = mt_work_sent(operation, bytes, MT_U8, channel->group), call->work.group = NULL;
+    call->group = channel->group->name, call->ranks = channel->group->size;
+    call->message = gradients ? (receives ? MT_ACTION_RECV_BACKWARD : MT_ACTION_SEND_BACKWARD)
+                              : (receives ? MT_ACTION_RECV_FORWARD : MT_ACTION_SEND_FORWARD);
+    call->from = call->to = stream->clock;
+}
+
 static int64_t mt_sim_channel_send(mt_channel *channel, const void *buffer, int64_t count, mt_dtype dtype,
                                    mt_stream *stream) {
+    mt_sim_record_message(MT_OPERATION_channel_send, channel, count * mt_dtype_size(dtype), stream);
     return mt_sim_channel_start(channel, count * mt_dtype_size(dtype), stream);
 }
 
 static int64_t mt_sim_channel_recv(mt_channel *channel, void *buffer, int64_t count, mt_dtype dtype,
                                    mt_stream *stream) {
     mt_device_model.num_receives += mt_sim_of_pipeline(channel);
+    mt_sim_record_message(MT_OPERATION_channel_recv, channel, count * mt_dtype_size(dtype), stream);
     return mt_sim_channel_start(channel, count * mt_dtype_size(dtype), stream);
 }
 
@@ -691,18 +709,19 @@ static bool mt_stages_equal(const mt_options *o, const mt_stage *stages, int64_t
     return true;
 }
 
-/* Lists the distinct pipeline ranks; of[pp]: the one that stands for each. The first of equal ranks stands for all:
- * it holds most micro-batches. */
-static void mt_sim_list_ranks(mt_simulation *simulation, int64_t *of, const mt_options *o) {
+/* Lists the distinct pipeline ranks. The first of equal ranks stands for all: it holds most micro-batches. */
+static void mt_sim_list_ranks(mt_simulation *simulation, const mt_options *o) {
     int64_t pp = o->pipeline_model_parallel_size, vp = o->num_virtual_stages_per_pipeline_rank;
     mt_stage *stages = mt_calloc(pp * vp * (int64_t)sizeof *stages);
     simulation->pipeline = mt_calloc(pp * (int64_t)sizeof *simulation->pipeline);
+    simulation->pipeline_ranks = pp, simulation->of = mt_calloc(pp * (int64_t)sizeof *simulation->of);
     mt_pipeline_layout_build(stages, o);
     for (int64_t rank = 0; rank < pp; rank++) {
         int64_t i = 0;
         while (i < simulation->num_ranks && !mt_stages_equal(o, stages, simulation->pipeline[i].rank, rank)) i++;
-        if (i == simulation->num_ranks) simulation->pipeline[simulation->num_ranks++].rank = rank;
-        simulation->pipeline[i].ranks++, of[rank] = i;
+        if (i == simulation->num_ranks) simulation->num_ranks++, simulation->pipeline[i].rank = rank;
+        if (simulation->pipeline[i].ranks++ == 0) simulation->pipeline[i].last = rank;
+        simulation->of[rank] = i;
     }
     free(stages);
 }
@@ -716,37 +735,75 @@ static double mt_sim_send_seconds(const mt_options *o, int64_t ranks, const mt_m
     return mt_machine_collective_seconds(machine, MT_MESSAGE, 2 * (double)(tokens * o->hidden_size), &span);
 }
 
-/* Joins the ranks by their schedule. A schedule of many micro-batches waits as long as one of a few rounds. */
-static void mt_sim_join(mt_simulation *simulation, const int64_t *of, const mt_options *o, int64_t ranks,
-                        const mt_machine *machine) {
+/* The schedule of all ranks, with the times of each. One of many micro-batches waits as long as one of a few rounds. */
+static mt_timeline mt_sim_timeline(const mt_simulation *simulation, const mt_options *o, double send) {
     int64_t pp = o->pipeline_model_parallel_size, vp = o->num_virtual_stages_per_pipeline_rank;
     mt_schedule schedule = mt_schedule_of(o, mt_num_micro_batches(o));
     int64_t round = vp > 1 ? schedule.group : 1, most = mt_divide_up(4 * pp, round) * round;
     if (schedule.micro_batches > most) schedule.micro_batches = most;
-    double send = mt_sim_send_seconds(o, ranks, machine);
     mt_action_costs *costs = mt_calloc(pp * vp * (int64_t)sizeof *costs);
     for (int64_t rank = 0; rank < pp; rank++)
         for (int64_t chunk = 0; chunk < vp; chunk++) {
-            const mt_simulated_rank *r = &simulation->pipeline[of[rank]];
+            const mt_simulated_rank *r = &simulation->pipeline[simulation->of[rank]];
             costs[rank * vp + chunk] =
                 (mt_action_costs){r->forward[chunk], r->backward[chunk], r->weights[chunk], send};
         }
     mt_timeline timeline;
     MT_CHECK(mt_timeline_create_uneven(&timeline, &schedule, costs, 0) == 0);
+    free(costs);
+    return timeline;
+}
+
+/* Joins the ranks by their schedule. */
+static void mt_sim_join(mt_simulation *simulation, const mt_options *o, int64_t ranks, const mt_machine *machine) {
+    mt_timeline timeline = mt_sim_timeline(simulation, o, mt_sim_send_seconds(o, ranks, machine));
     // Idle time does not grow with the micro-batches left out, work does.
-    simulation->bubble = timeline.bubble * (double)schedule.micro_batches / (double)mt_num_micro_batches(o);
-    for (int64_t rank = 0; rank < pp; rank++) {
-        mt_simulated_rank *r = &simulation->pipeline[of[rank]];
+    simulation->bubble =
+        timeline.bubble * (double)timeline.schedule.micro_batches / (double)mt_num_micro_batches(o);
+    for (int64_t rank = 0; rank < simulation->pipeline_ranks; rank++) {
+        mt_simulated_rank *r = &simulation->pipeline[simulation->of[rank]];
         int64_t last = timeline.first[rank + 1] - 1;
         double work = 0;
         for (int64_t i = timeline.first[rank]; i <= last; i++) {
             const mt_action *action = &timeline.actions[i];
             if (action->peer < 0) work += timeline.end[i] - timeline.start[i];
         }
-        r->idle_before = fmax(r->idle_before, timeline.end[last] - work);
+        if (timeline.end[last] - work > r->idle_before) r->idle_before = timeline.end[last] - work, r->last = rank;
     }
     mt_timeline_free(&timeline);
-    free(costs);
+}
+
+/* Adds the computation of a rank beside a message of `seconds` from `at`: from action i on, or before it. */
+static void mt_sim_add_behind(double *behind, const mt_timeline *t, int64_t rank, int64_t i, bool before, double at,
+                              double seconds) {
+    for (int64_t step = before ? -1 : 1; i >= t->first[rank] && i < t->first[rank + 1]; i += step) {
+        double from = fmax(t->start[i], at), to = fmin(t->end[i], at + seconds);
+        if (before ? t->end[i] < at : t->start[i] > at + seconds) return;
+        if (t->actions[i].kind <= MT_ACTION_BACKWARD_WEIGHT && to > from) behind[t->actions[i].kind] += to - from;
+    }
+}
+
+/* Messages of a rank, and the computation of this rank while they are under way. A receive is of a message that its
+ * peer sent earlier, in the same order. */
+static void mt_sim_count_messages(mt_simulated_message *messages, const mt_timeline *t, int64_t rank, double seconds) {
+    int64_t sent[2] = {-1, -1}, count[MT_ACTION_RECV_BACKWARD + 1] = {0};
+    for (int64_t i = t->first[rank]; i < t->first[rank + 1]; i++) {
+        const mt_action *action = &t->actions[i];
+        if (action->kind <= MT_ACTION_BACKWARD_WEIGHT) continue;
+        bool gradients = action->kind == MT_ACTION_SEND_BACKWARD || action->kind == MT_ACTION_RECV_BACKWARD;
+        mt_action_kind send = gradients ? MT_ACTION_SEND_BACKWARD : MT_ACTION_SEND_FORWARD;
+        double at = t->end[i];
+        if (action->kind != send) {
+            int64_t *j = &sent[gradients];
+            for (*j = *j < 0 ? t->first[action->peer] : *j + 1; t->actions[*j].kind != send;) ++*j;
+            at = t->end[*j];
+        }
+        messages[action->kind].seconds = seconds, count[action->kind]++;
+        mt_sim_add_behind(messages[action->kind].behind, t, rank, i, action->kind != send, at, seconds);
+    }
+    for (int kind = MT_ACTION_SEND_FORWARD; kind <= MT_ACTION_RECV_BACKWARD; kind++)
+        for (int i = 0; i <= MT_ACTION_BACKWARD_WEIGHT && count[kind] > 0; i++)
+            messages[kind].behind[i] /= (double)count[kind];
 }
 
 int mt_simulate_check(const mt_options *o, mt_error *error) {
@@ -768,22 +825,20 @@ int mt_simulate(mt_simulation *simulation, const mt_options *o, int64_t ranks, c
     *simulation = (mt_simulation){.model_flops = mt_flops(o, o->global_batch_size)};
     if (mt_simulate_check(o, error) != 0) return MT_SIMULATION_FAILED;
     simulation->micro_batches = mt_num_micro_batches(o);
-    int64_t *of = mt_calloc(o->pipeline_model_parallel_size * 8);
     int status = 0;
-    mt_sim_list_ranks(simulation, of, o);
+    mt_sim_list_ranks(simulation, o);
     bool limited = machine->memory_gib < INFINITY;
     for (int64_t i = 0; i < simulation->num_ranks && limited && status == 0; i++) // the first needs most as a rule
         status = mt_sim_measure(simulation, &simulation->pipeline[i], o, ranks, &job, error);
     for (int64_t i = simulation->num_ranks - 1; i >= 0 && status == 0; i--) // rank 0 last: its calls remain
         status = mt_sim_rank(simulation, &simulation->pipeline[i], o, ranks, &job, error);
-    if (status == 0 && o->pipeline_model_parallel_size > 1) mt_sim_join(simulation, of, o, ranks, &job);
+    if (status == 0 && o->pipeline_model_parallel_size > 1) mt_sim_join(simulation, o, ranks, &job);
     for (int64_t i = 0; i < simulation->num_ranks && status == 0; i++) {
         mt_simulated_rank *r = &simulation->pipeline[i];
         r->parts[MT_PART_BUBBLE] = r->idle_before;
         if (r->seconds + r->idle_before > simulation->seconds)
             simulation->seconds = r->seconds + r->idle_before, simulation->slowest = i;
     }
-    free(of);
     if (status != 0) return status;
     double tokens = (double)(o->global_batch_size * mt_row_length(o));
     simulation->tokens_per_second = tokens / simulation->seconds;
@@ -791,9 +846,28 @@ int mt_simulate(mt_simulation *simulation, const mt_options *o, int64_t ranks, c
     return 0;
 }
 
+int mt_simulate_rank(mt_simulated_rank *r, mt_simulated_message messages[MT_ACTION_RECV_BACKWARD + 1],
+                     const mt_simulation *simulation, const mt_options *o, int64_t ranks, const mt_machine *machine,
+                     mt_error *error) {
+    mt_machine job = *machine;
+    mt_simulation unused = {0};
+    job.gpus = ranks;
+    memset(messages, 0, (MT_ACTION_RECV_BACKWARD + 1) * sizeof *messages);
+    int status = mt_sim_rank(&unused, r, o, ranks, &job, error);
+    free(r->forward), r->forward = r->backward = r->weights = NULL;
+    if (status != 0) return -1;
+    r->parts[MT_PART_BUBBLE] = fmax(simulation->seconds - r->seconds, 0);
+    if (simulation->pipeline_ranks == 1) return 0;
+    double send = mt_sim_send_seconds(o, ranks, &job);
+    mt_timeline timeline = mt_sim_timeline(simulation, o, send);
+    mt_sim_count_messages(messages, &timeline, r->rank, send);
+    mt_timeline_free(&timeline);
+    return 0;
+}
+
 void mt_simulation_free(mt_simulation *simulation) {
     for (int64_t i = 0; i < simulation->num_ranks; i++) free(simulation->pipeline[i].forward);
-    free(simulation->pipeline);
+    free(simulation->pipeline), free(simulation->of);
     *simulation = (mt_simulation){0};
 }
 

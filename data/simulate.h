@@ -29,7 +29,8 @@ typedef struct mt_simulated_call {
     int ranks;         // of the group
     int64_t shape[3];  // of a product: results' rows and columns, terms of each sum; else 0
     int64_t phase;     // index of its phase; -1: none
-    int stream;        // 0 is the one that computes
+    int message;       // of a message of the pipeline: its mt_action_kind; else 0
+    int stream;        // 0 is the one that computes; -1: none, for a message of the pipeline, which takes no time here
     bool on_host;      // a stream waits for the host's work
     double from, to;   // seconds from the begin of the step
 } mt_simulated_call;
@@ -37,6 +38,7 @@ typedef struct mt_simulated_call {
 /* The step of one pipeline rank, if its messages arrive at once. */
 typedef struct mt_simulated_rank {
     int64_t rank, ranks;             // of the pipeline; ranks with equal stages, which this one stands for
+    int64_t last;                    // of these ranks the one that ends its step last
     int64_t bytes[MT_NUM_PLAN_ROWS]; // its memory plan
     double seconds;
     double parts[MT_NUM_STEP_PARTS];
@@ -48,12 +50,19 @@ typedef struct mt_simulated_rank {
     double idle_before; // with messages: idle time up to the last action of its schedule
 } mt_simulated_rank;
 
+/* Messages of one kind of a pipeline rank, by the schedule of all ranks: means of one message. */
+typedef struct mt_simulated_message {
+    double seconds;                               // from its send to the moment when its receiver has it
+    double behind[MT_ACTION_BACKWARD_WEIGHT + 1]; // of them beside forwards and backwards of this rank
+} mt_simulated_message;
+
 /* A step of a layout. */
 typedef struct mt_simulation {
     double seconds;
+    int64_t pipeline_ranks, *of;                // of the layout; [pipeline_ranks] the index of each in `pipeline`
     int64_t num_ranks, slowest;                 // distinct pipeline ranks; the one that determines the step
     mt_simulated_rank *pipeline;                // [num_ranks]
-    double bubble;                              // idle time of the pipeline divided by its work
+    double bubble;                              // idle time of all pipeline ranks divided by their work
     int64_t micro_batches, micro_batches_shown; // of the step; of the step whose calls are kept
     int64_t bytes[MT_NUM_PLAN_ROWS];            // memory plan of the rank that needs most
     double needed;                              // bytes of the GPU, with those of CUDA and libraries
@@ -76,7 +85,15 @@ int mt_simulate(mt_simulation *simulation, const mt_options *options, int64_t ra
                 mt_error *error);
 void mt_simulation_free(mt_simulation *simulation);
 
-/* The calls and phases of the step that was simulated last, of pipeline rank 0; valid until the next simulation. */
+/* Simulates the step of pipeline rank rank->rank again, after mt_simulate with the same arguments: its calls are then
+ * those of mt_simulated_calls. Sets the rank's parts, whose sum is the step of the simulation, and messages[kind] for
+ * every mt_action_kind of a send or a receive. Returns 0, or -1 with error. */
+int mt_simulate_rank(mt_simulated_rank *rank, mt_simulated_message messages[MT_ACTION_RECV_BACKWARD + 1],
+                     const mt_simulation *simulation, const mt_options *options, int64_t ranks,
+                     const mt_machine *machine, mt_error *error);
+
+/* The calls and phases of the step that was simulated last, after mt_simulate of pipeline rank 0; valid until the next
+ * simulation. */
 const mt_simulated_call *mt_simulated_calls(int64_t *count);
 const mt_profile_phase *mt_simulated_phases(int64_t *count);
 
