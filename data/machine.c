@@ -15,9 +15,13 @@ typedef struct mt_machine_row {
     const char *key;
     size_t offset;
     double unit, low, high;
+    bool whole;
+    double times; // most times of the number `of`; NULL: none
+    const char *of;
 } mt_machine_row;
 
-#define MT_MACHINE_ROW(key, unit, low, high, meaning) {#key, offsetof(mt_machine, key), unit, low, high},
+#define MT_MACHINE_ROW(key, unit, low, high, whole, times, of, meaning)                                                \
+    {#key, offsetof(mt_machine, key), unit, low, high, whole, times, of},
 static const mt_machine_row mt_machine_rows[] = {MT_MACHINE_NUMBERS(MT_MACHINE_ROW)};
 enum { MT_NUM_MACHINE_ROWS = sizeof mt_machine_rows / sizeof *mt_machine_rows };
 
@@ -27,6 +31,10 @@ static const mt_machine_row *mt_machine_row_find(const char *key) {
     return NULL;
 }
 
+static double mt_machine_value(const json_t *root, const char *key) {
+    return json_number_value(json_object_get(json_object_get(root, key), "value"));
+}
+
 /* Takes one number of the file. */
 static int mt_machine_take(mt_machine *machine, const char *key, const json_t *item, const char *path,
                            mt_error *error) {
@@ -34,12 +42,26 @@ static int mt_machine_take(mt_machine *machine, const char *key, const json_t *i
     const json_t *number = json_object_get(item, "value"), *source = json_object_get(item, "source");
     double value = json_number_value(number);
     if (!row) return mt_error_set(error, "%s: \"%s\" is not a number of a machine; see data/machine.h", path, key);
-    if (!json_is_number(number) || !json_is_string(source) || json_string_length(source) == 0)
+    if (!json_is_number(number) || !json_is_string(source) || json_string_length(source) == 0 ||
+        json_object_size(item) != 2)
         return mt_error_set(error, "%s: \"%s\" must be {\"value\": number, \"source\": \"where it comes from\"}", path,
                             key);
-    if (value < row->low || value > row->high)
-        return mt_error_set(error, "%s: \"%s\" is %g; it must be from %g to %g", path, key, value, row->low, row->high);
+    if (!(value >= row->low && value <= row->high) || (row->whole && value != floor(value)))
+        return mt_error_set(error, "%s: \"%s\" is %.10g; it must be %s from %g to %g", path, key, value,
+                            row->whole ? "a whole number" : "a number", row->low, row->high);
     memcpy((char *)machine + row->offset, &(double){value * row->unit}, sizeof(double));
+    return 0;
+}
+
+/* Compares rates with the peak, and a part with the whole. */
+static int mt_machine_compare(const json_t *root, const char *path, mt_error *error) {
+    for (const mt_machine_row *row = mt_machine_rows; row < mt_machine_rows + MT_NUM_MACHINE_ROWS; row++) {
+        if (!row->of) continue;
+        double value = mt_machine_value(root, row->key), most = row->times * mt_machine_value(root, row->of);
+        if (value > most)
+            return mt_error_set(error, "%s: \"%s\" is %.10g; it must be at most %.10g, %s\"%s\"", path, row->key, value,
+                                most, row->times == 2 ? "twice " : "", row->of);
+    }
     return 0;
 }
 
@@ -49,22 +71,19 @@ static int mt_machine_parse(mt_machine *machine, json_t *root, const char *path,
     *machine = (mt_machine){.gpus_per_host = 8};
     snprintf(machine->name, sizeof machine->name, "%.79s", path);
     if (!json_is_object(root)) return mt_error_set(error, "%s: must be a JSON object", path);
-    for (int i = 0; i < MT_NUM_MACHINE_ROWS; i++)
-        if (!json_object_get(root, mt_machine_rows[i].key))
-            return mt_error_set(error, "%s: \"%s\" is missing; see data/machine.h", path, mt_machine_rows[i].key);
     json_object_foreach(root, key, item) {
-        if (strcmp(key, "name") == 0 && json_is_string(item))
+        bool is_name = strcmp(key, "name") == 0;
+        if (is_name && !json_is_string(item)) return mt_error_set(error, "%s: \"name\" must be a text", path);
+        if (is_name)
             snprintf(machine->name, sizeof machine->name, "%s", json_string_value(item));
         else if (mt_machine_take(machine, key, item, path, error) != 0)
             return -1;
     }
+    for (int i = 0; i < MT_NUM_MACHINE_ROWS; i++)
+        if (!json_object_get(root, mt_machine_rows[i].key))
+            return mt_error_set(error, "%s: \"%s\" is missing; see data/machine.h", path, mt_machine_rows[i].key);
     mt_text_clean(machine->name, false);
-    if (machine->bf16_product_tflops > machine->bf16_peak_tflops)
-        return mt_error_set(error,
-                            "%s: \"bf16_product_tflops\" %g is more than \"bf16_peak_tflops\" %g; correct the data "
-                            "sheet's rate",
-                            path, machine->bf16_product_tflops * 1e-12, machine->bf16_peak_tflops * 1e-12);
-    return 0;
+    return mt_machine_compare(root, path, error);
 }
 
 /* The path of a named machine: in the current folder, beside the program or the folder of the build above it, or where

@@ -9,40 +9,46 @@ extern "C" {
 #endif
 
 /* The numbers of a GPU and of its links, one row each: key of the file and field; the factor from the file's unit to
- * bytes, seconds and operations; range in the file's unit; meaning. */
+ * bytes, seconds and operations; least and most in the file's unit; whether it is a whole number; the number that it
+ * may not exceed so many times (0, NULL: none); meaning. */
 #define MT_MACHINE_NUMBERS(X)                                                                                          \
-    X(memory_gib, 0x1p30, 0.1, 1e6, "memory of the GPU that programs can use")                                         \
-    X(context_gib, 0x1p30, 0, 100, "its part that CUDA and libraries take beside the model")                           \
-    X(multiprocessors, 1, 1, 10000, "multiprocessors: tiles of a product that run at once")                            \
-    X(bf16_peak_tflops, 1e12, 1e-3, 1e6, "data sheet's rate of dense products in bf16, for MFU")                       \
-    X(bf16_product_tflops, 1e12, 1e-3, 1e6, "rate of the inner loop of a large product in bf16")                       \
-    X(fp8_product_tflops, 1e12, 0, 1e6, "the same in fp8; 0: the GPU has none")                                        \
-    X(fp8_exact_share, 1, 0.01, 2, "rate of fp8 products that sum in fp32, relative to others")                        \
-    X(fp8_blocks_share, 1, 0.01, 2, "rate of fp8 products with scales for blocks")                                     \
-    X(product_depth, 1, 0, 1e5, "sum of a product at which its inner loop reaches half of that rate")                  \
-    X(grouped_share, 1, 0.01, 2, "rate of grouped products relative to dense ones")                                    \
-    X(attention_64_forward_tflops, 1e12, 1e-3, 1e6, "attention of long sequences, heads of 64 channels")               \
-    X(attention_64_backward_tflops, 1e12, 1e-3, 1e6, "its backward")                                                   \
-    X(attention_128_forward_tflops, 1e12, 1e-3, 1e6, "attention, heads of 128 channels and more")                      \
-    X(attention_128_backward_tflops, 1e12, 1e-3, 1e6, "its backward")                                                  \
-    X(attention_tokens, 1, 0, 1e6, "length of a sequence at which attention reaches half of its rate")                 \
-    X(copy_gbs, 1e9, 1e-3, 1e6, "bytes read and written by a large copy")                                              \
-    X(memory_share, 1, 0.01, 2, "rate of kernels limited by memory, relative to the copy")                             \
-    X(kernel_us, 1e-6, 0, 1e4, "start and end of a kernel")                                                            \
-    X(launch_us, 1e-6, 0, 1e4, "time in which the host enqueues an operation")                                         \
-    X(nvlink_reduce_gbs, 1e9, 1e-3, 1e6, "bytes that a GPU sends in an all-reduce within a host")                      \
-    X(nvlink_gather_gbs, 1e9, 1e-3, 1e6, "the same in an all-gather or a reduce-scatter")                              \
-    X(nvlink_message_gbs, 1e9, 1e-3, 1e6, "the same in a message")                                                     \
-    X(nvlink_exchange_gbs, 1e9, 1e-3, 1e6, "the same in an all-to-all of ranks that are not equally fast")             \
-    X(nvlink_copy_gbs, 1e9, 1e-3, 1e6, "the same by copy engines, which use no multiprocessor")                        \
-    X(nvlink_us, 1e-6, 0, 1e4, "latency of one step of a ring within a host")                                          \
-    X(network_gbs, 1e9, 1e-3, 1e6, "bytes that a GPU sends to other hosts")                                            \
-    X(network_us, 1e-6, 0, 1e4, "latency of one step of a ring between hosts")                                         \
-    X(collective_slowdown, 1, 0, 10, "share of its time that computation loses while a collective runs beside it")     \
-    X(receive_slowdown, 1, 0, 10, "the same while a posted receive waits for its message")                             \
-    X(collective_us, 1e-6, 0, 1e5, "start of a collective, its ranks' differences included")                           \
-    X(host_copy_gbs, 1e9, 1e-3, 1e6, "bytes copied between the GPU and its host, in each direction")                   \
-    X(host_update_gbs, 1e9, 1e-3, 1e6, "bytes that AdamW on the host reads and writes, for each GPU")
+    X(memory_gib, 0x1p30, 1, 1e4, false, 0, NULL, "memory of the GPU that programs can use")                           \
+    X(context_gib, 0x1p30, 0, 100, false, 1, "memory_gib", "its part that CUDA and libraries take beside the model")   \
+    X(multiprocessors, 1, 1, 1000, true, 0, NULL, "multiprocessors: tiles of a product that run at once")              \
+    X(bf16_peak_tflops, 1e12, 1, 1e5, false, 0, NULL, "data sheet's rate of dense products in bf16, for MFU")          \
+    X(bf16_product_tflops, 1e12, 0.1, 1e5, false, 1, "bf16_peak_tflops",                                               \
+      "rate of the inner loop of a large product in bf16")                                                             \
+    X(fp8_product_tflops, 1e12, 0, 1e5, false, 2, "bf16_peak_tflops", "the same in fp8; 0: the GPU has none")          \
+    X(fp8_exact_share, 1, 0.01, 1.5, false, 0, NULL, "rate of fp8 products that sum in fp32, relative to others")      \
+    X(fp8_blocks_share, 1, 0.01, 1.5, false, 0, NULL, "rate of fp8 products with scales for blocks")                   \
+    X(product_depth, 1, 0, 1e4, false, 0, NULL, "sum of a product at which its inner loop reaches half of that rate")  \
+    X(grouped_share, 1, 0.01, 1.5, false, 0, NULL, "rate of grouped products relative to dense ones")                  \
+    X(attention_64_forward_tflops, 1e12, 0.1, 1e5, false, 1, "bf16_peak_tflops",                                       \
+      "attention of long sequences, heads of 64 channels")                                                             \
+    X(attention_64_backward_tflops, 1e12, 0.1, 1e5, false, 1, "bf16_peak_tflops", "its backward")                      \
+    X(attention_128_forward_tflops, 1e12, 0.1, 1e5, false, 1, "bf16_peak_tflops",                                      \
+      "attention, heads of 128 channels and more")                                                                     \
+    X(attention_128_backward_tflops, 1e12, 0.1, 1e5, false, 1, "bf16_peak_tflops", "its backward")                     \
+    X(attention_tokens, 1, 0, 1e5, false, 0, NULL, "length of a sequence at which attention reaches half of its rate") \
+    X(copy_gbs, 1e9, 1, 1e5, false, 0, NULL, "bytes read and written by a large copy")                                 \
+    X(memory_share, 1, 0.01, 1.5, false, 0, NULL, "rate of kernels limited by memory, relative to the copy")           \
+    X(kernel_us, 1e-6, 0, 1000, false, 0, NULL, "start and end of a kernel")                                           \
+    X(launch_us, 1e-6, 0, 1000, false, 0, NULL, "time in which the host enqueues an operation")                        \
+    X(nvlink_reduce_gbs, 1e9, 0.01, 1e4, false, 0, NULL, "bytes that a GPU sends in an all-reduce within a host")      \
+    X(nvlink_gather_gbs, 1e9, 0.01, 1e4, false, 0, NULL, "the same in an all-gather or a reduce-scatter")              \
+    X(nvlink_message_gbs, 1e9, 0.01, 1e4, false, 0, NULL, "the same in a message")                                     \
+    X(nvlink_exchange_gbs, 1e9, 0.01, 1e4, false, 0, NULL,                                                             \
+      "the same in an all-to-all of ranks that are not equally fast")                                                  \
+    X(nvlink_copy_gbs, 1e9, 0.01, 1e4, false, 0, NULL, "the same by copy engines, which use no multiprocessor")        \
+    X(nvlink_us, 1e-6, 0, 1e4, false, 0, NULL, "latency of one step of a ring within a host")                          \
+    X(network_gbs, 1e9, 0.01, 1e4, false, 0, NULL, "bytes that a GPU sends to other hosts")                            \
+    X(network_us, 1e-6, 0, 1e4, false, 0, NULL, "latency of one step of a ring between hosts")                         \
+    X(collective_slowdown, 1, 0, 5, false, 0, NULL,                                                                    \
+      "share of its time that computation loses while a collective runs beside it")                                    \
+    X(receive_slowdown, 1, 0, 5, false, 0, NULL, "the same while a posted receive waits for its message")              \
+    X(collective_us, 1e-6, 0, 1e4, false, 0, NULL, "start of a collective, its ranks' differences included")           \
+    X(host_copy_gbs, 1e9, 0.01, 1e4, false, 0, NULL, "bytes copied between the GPU and its host, in each direction")   \
+    X(host_update_gbs, 1e9, 0.01, 1e4, false, 0, NULL, "bytes that AdamW on the host reads and writes, for each GPU")
 
 typedef struct mt_machine {
     char name[80];
@@ -54,7 +60,8 @@ typedef struct mt_machine {
 
 /* Reads a machine's file: `gpu` is its path if it ends in ".json", else a name in data/machines, looked for in the
  * current folder, beside the program, and where it was installed. Every number is an object {"value": ..., "source":
- * ...}. Errors: a file that cannot be read, an unknown or missing number, one out of its range or without a source. */
+ * ...}. Errors: a file that cannot be read, an unknown or missing number, one out of its range, above the
+ * number that limits it, or without a source. */
 int mt_machine_read(mt_machine *machine, const char *gpu, mt_error *error);
 
 /* The group of a kind that spans most hosts: its ranks, the fewest of them on one host, and its hosts. */

@@ -84,7 +84,7 @@ typedef struct mt_explained {
     const mt_simulated_call *call; // the first one
     int64_t calls;
     double seconds, hidden; // of all calls; the part of communication that overlaps with computation
-    const char *behind;     // what hides most of it
+    const char *behind;     // name of the computation that hides most of it
     double behind_seconds;
 } mt_explained;
 
@@ -130,8 +130,7 @@ static void mt_explain_message(mt_explained *row, const mt_simulated_message *me
     row->seconds += message->seconds;
     for (int i = 0; i <= MT_ACTION_BACKWARD_WEIGHT; i++) {
         row->hidden += message->behind[i];
-        if (message->behind[i] > row->behind_seconds)
-            row->behind = names[i], row->behind_seconds = message->behind[i];
+        if (message->behind[i] > row->behind_seconds) row->behind = names[i], row->behind_seconds = message->behind[i];
     }
 }
 
@@ -209,7 +208,7 @@ bool mt_plan_has_room(const mt_options *o, int64_t ranks, mt_error *error) {
 static int mt_explain_step(const mt_simulation *s, const mt_options *o, int64_t ranks, const mt_machine *machine,
                            FILE *file, mt_error *error) {
     mt_simulated_message messages[MT_ACTION_RECV_BACKWARD + 1];
-    int64_t number = MT_GIVEN(o, explain_rank) ? o->explain_rank : s->pipeline[s->slowest].last;
+    int64_t number = o->explain_rank >= 0 ? o->explain_rank : s->pipeline[s->slowest].last;
     mt_simulated_rank rank = {.rank = number, .last = number};
     if (mt_simulate_rank(&rank, messages, s, o, ranks, machine, error) != 0) return -1;
     fprintf(file, "a training step on %lld x %s, simulated:\n", (long long)ranks, machine->name);
@@ -218,8 +217,7 @@ static int mt_explain_step(const mt_simulation *s, const mt_options *o, int64_t 
     mt_options_warn(o, file);
     fprintf(file, "\nOperations of pipeline rank %lld of %lld", (long long)number, (long long)s->pipeline_ranks);
     if (s->micro_batches_shown < s->micro_batches)
-        fprintf(file, " in %lld of %lld micro-batches", (long long)s->micro_batches_shown,
-                (long long)s->micro_batches);
+        fprintf(file, " in %lld of %lld micro-batches", (long long)s->micro_batches_shown, (long long)s->micro_batches);
     fprintf(file, "; shape: rows x columns x terms of a sum\n\n");
     mt_explain_calls(messages, file);
     return 0;

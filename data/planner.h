@@ -16,9 +16,9 @@ int mt_plan_print(const mt_options *options, int argc, char **argv, FILE *file, 
  * known: in fp32, or for a machine's file that cannot be read. */
 bool mt_plan_has_room(const mt_options *options, int64_t ranks, mt_error *error);
 
-/* --explain: prints the step of options that are finished for so many ranks, each with a GPU of options->gpu: its time
- * by part, its memory, and its operations by time: calls, shape, bytes, group, time of a call and of all, and for
- * communication the operations that hide it. */
+/* --explain: prints the step of options that are finished for so many ranks, each with a GPU of options->gpu: the time
+ * by part of a pipeline rank (--explain-rank), memory, options without an effect, and the rank's operations by time:
+ * calls, shape, bytes, group, time of a call and of all, and for communication the operations that hide it. */
 int mt_plan_explain(const mt_options *options, int64_t ranks, FILE *file, mt_error *error);
 
 #ifdef __cplusplus

@@ -758,8 +758,7 @@ static mt_timeline mt_sim_timeline(const mt_simulation *simulation, const mt_opt
 static void mt_sim_join(mt_simulation *simulation, const mt_options *o, int64_t ranks, const mt_machine *machine) {
     mt_timeline timeline = mt_sim_timeline(simulation, o, mt_sim_send_seconds(o, ranks, machine));
     // Idle time does not grow with the micro-batches left out, work does.
-    simulation->bubble =
-        timeline.bubble * (double)timeline.schedule.micro_batches / (double)mt_num_micro_batches(o);
+    simulation->bubble = timeline.bubble * (double)timeline.schedule.micro_batches / (double)mt_num_micro_batches(o);
     for (int64_t rank = 0; rank < simulation->pipeline_ranks; rank++) {
         mt_simulated_rank *r = &simulation->pipeline[simulation->of[rank]];
         int64_t last = timeline.first[rank + 1] - 1;

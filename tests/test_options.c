@@ -1568,6 +1568,8 @@ static void recomputation_follows_megatron(void **state) {
         {"--recompute-granularity full --recompute-activations", "exclude each other"},
         {"--recompute-granularity selective --recompute-modules mla_up_proj", "needs --multi-latent-attention"},
         {"--recompute-granularity selective --recompute-modules mlp,attention", "some of core_attn|moe_act|"},
+        {"--recompute-granularity selective --recompute-modules ,", "--recompute-modules expects some of core_attn|"},
+        {"--recompute-granularity selective --recompute-modules , ,", "got none: ','"},
         {"--recompute-granularity half", "--recompute-granularity expects none|full|selective"},
         {"--moe-layer-recompute", "--moe-layer-recompute needs --num-experts"},
         {"--num-experts 4 --moe-layer-recompute --recompute-granularity full", "exclude each other"},
@@ -1624,6 +1626,7 @@ static void offloading_follows_megatron(void **state) {
         {"--fine-grained-activation-offloading", "--fine-grained-activation-offloading needs --offload-modules"},
         {"--offload-modules core_attn", "--offload-modules needs --fine-grained-activation-offloading"},
         {OFFLOAD "attn_proj", "--offload-modules attn_proj needs --offload-modules core_attn"},
+        {OFFLOAD ",", "--offload-modules expects some of attn_norm|qkv_linear|core_attn|"},
         {OFFLOAD "core_attn,router", "expects some of attn_norm|qkv_linear|core_attn|attn_proj|"},
     };
     static const struct {
