@@ -210,11 +210,13 @@ static int mt_explain_step(const mt_simulation *s, const mt_options *o, int64_t 
     mt_simulated_message messages[MT_ACTION_RECV_BACKWARD + 1];
     int64_t number = o->explain_rank >= 0 ? o->explain_rank : s->pipeline[s->slowest].last;
     mt_simulated_rank rank = {.rank = number, .last = number};
+    mt_options on_gpu = *o; // its strings are not freed
+    on_gpu.device = MT_DEVICE_CUDA;
     if (mt_simulate_rank(&rank, messages, s, o, ranks, machine, error) != 0) return -1;
     fprintf(file, "a training step on %lld x %s, simulated:\n", (long long)ranks, machine->name);
     mt_plan_print_rows(o, file);
     mt_plan_print_rank(s, &rank, machine, "  ", file);
-    mt_options_warn(o, file);
+    mt_options_warn(&on_gpu, file);
     fprintf(file, "\nOperations of pipeline rank %lld of %lld", (long long)number, (long long)s->pipeline_ranks);
     if (s->micro_batches_shown < s->micro_batches)
         fprintf(file, " in %lld of %lld micro-batches", (long long)s->micro_batches_shown, (long long)s->micro_batches);
