@@ -5269,8 +5269,9 @@ int64_t mt_params_build(mt_param **params, const mt_options *options, const mt_p
     mt_param_table table = {.options = options, .family = &mt_hf_families[options->hf_family]};
     const mt_partition *at = &table.partition;
     table.partition = partition ? *partition : whole;
-    int64_t layers = options->num_layers + options->mtp_num_layers;
-    int64_t rows = (layers + 2) * MT_NUM_ROLES + layers * 6 * options->num_experts;
+    int64_t layers = 0;
+    for (int64_t i = 0; i < at->num_stages; i++) layers += at->stages[i].num_layers + at->stages[i].num_mtp;
+    int64_t rows = (layers + 2) * MT_NUM_ROLES + layers * 6 * options->num_experts / at->ep;
     table.rows = mt_calloc(rows * (int64_t)sizeof(mt_param));
     bool has_embedding = false;
     for (int64_t i = 0; i < at->num_stages; i++) {
