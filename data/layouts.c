@@ -29,11 +29,10 @@ typedef struct mt_known_seconds {
 } mt_known_seconds;
 
 /* Layouts of equal tensor, context and expert ranks and micro-batches: on any number of stages their layers take the
- * same time, apart from communication of replicas. too_large: a rank has no room on any number of stages. */
+ * same time, apart from communication of replicas. */
 typedef struct mt_sizes {
     mt_known_seconds layers[MT_RECOMPUTE_CHOICES];
-    bool too_large[MT_RECOMPUTE_CHOICES];
-    int64_t smaller; // sizes with a smaller micro-batch; -1: none
+    int64_t micro_batch, smaller; // sizes with the next smaller micro-batch; -1: none
 } mt_sizes;
 
 /* Sizes on a number of stages, where the replicas' communication counts. */
@@ -48,7 +47,7 @@ typedef struct mt_candidate {
     int64_t tp, pp, cp, ep, etp, vp, micro_batch; // etp: 0 without experts, or as it is given
     bool zero_bubble, balanced;
     int sharding, recompute;
-    int64_t shape, family, number;
+    int64_t shape, family, number, round; // round: micro-batches of these ranks that are smaller
     double least; // seconds that the step takes at least
 } mt_candidate;
 
@@ -178,7 +177,7 @@ static bool mt_search_stages(mt_search *s, mt_candidate c, int64_t smaller) {
         if (o->global_batch_size % (c.micro_batch * (o->gpus / (model * c.pp))) != 0) continue;
         if (!any) {
             s->sizes = mt_search_grow(s->sizes, s->num_sizes, sizeof *s->sizes);
-            s->sizes[s->num_sizes++] = (mt_sizes){.smaller = smaller};
+            s->sizes[s->num_sizes++] = (mt_sizes){.micro_batch = c.micro_batch, .smaller = smaller};
             any = true;
         }
         c.shape = s->num_shapes;
@@ -196,7 +195,7 @@ static void mt_search_micro_batches(mt_search *s, mt_candidate c) {
     int64_t smaller = -1, batch = o->global_batch_size;
     for (c.micro_batch = given ? o->micro_batch_size : 1; c.micro_batch <= batch;
          c.micro_batch = mt_next_size(c.micro_batch, given))
-        if (batch % c.micro_batch == 0 && mt_search_stages(s, c, smaller)) smaller = s->num_sizes - 1;
+        if (batch % c.micro_batch == 0 && mt_search_stages(s, c, smaller)) smaller = s->num_sizes - 1, c.round++;
 }
 
 /* Expert ranks: those of the layer's tensor ranks share an expert, or none do. */
@@ -316,33 +315,35 @@ static double mt_candidate_micro_batches(const mt_search *s, const mt_candidate 
     return (double)(s->given->global_batch_size * c->tp * c->pp * c->cp) / (double)(s->given->gpus * c->micro_batch);
 }
 
-/* True if a GPU has no room for a model of such layers. Known are the layers of the first rank, which holds most
- * micro-batches: of equal stages, or of those of `letters`. Scratch counts on one stage only. */
-static bool mt_candidate_too_large(const mt_search *s, const mt_candidate *c, const mt_layer_seconds *layers,
-                                   const char *letters) {
-    int64_t equal = s->model.num_layers / (c->pp * c->vp), layer = 0;
-    double live = fmin((double)c->pp, mt_candidate_micro_batches(s, c)), bytes = s->machine->context_gib;
+/* Bytes of a layer in `live` micro-batches on a rank, without scratch. */
+static double mt_layer_bytes(const mt_search *s, const mt_candidate *c, const mt_layer_seconds *layers, bool sparse,
+                             double live) {
     bool whole = s->model.data_parallel_sharding_strategy <= MT_SHARD_OPTIM && !s->model.optimizer_cpu_offload;
-    if (c->pp == 1) bytes += layers->activations - layers->saved[mt_num_expert_layers(&s->model) == s->model.num_layers];
-    for (int64_t stage = 0; stage < c->pp * c->vp; stage++) {
-        int64_t count = equal;
-        if (letters) letters += strspn(letters, "E|"), count = (int64_t)strspn(letters, "t"), letters += count;
-        for (; count > 0; count--, layer++) {
-            bool sparse = mt_layer_has_experts(&s->model, layer);
-            if (stage % c->pp != 0) continue;
-            bytes += live * layers->saved[sparse] + (whole && !c->sharding ? layers->states[sparse] : 0);
-        }
-    }
-    return bytes > s->machine->memory_gib;
+    return live * layers->saved[sparse] + (whole && !c->sharding ? layers->states[sparse] : 0);
 }
 
-/* True if such layers have no room on any number of stages up to pp: half of a model of one layer is more than either
- * its layer or all else, which are on some rank, and a rank has its share of the layers. */
-static bool mt_sizes_too_large(const mt_search *s, int64_t pp, const mt_layer_seconds *layers) {
-    bool kinds[2] = {mt_num_expert_layers(&s->model) < s->model.num_layers, mt_num_expert_layers(&s->model) > 0};
-    double saved = fmin(kinds[0] ? layers->saved[0] : INFINITY, kinds[1] ? layers->saved[1] : INFINITY);
-    double bytes = fmax(layers->activations / 2, saved * (double)mt_divide_up(s->model.num_layers, pp));
-    return bytes + s->machine->context_gib > s->machine->memory_gib;
+/* True if a GPU has no room for a model of such layers. Known are the layers of the first rank, which holds most
+ * micro-batches, of equal stages or of those of `letters`; else some rank has its share of them. Scratch counts on one
+ * stage only. */
+static bool mt_candidate_too_large(const mt_search *s, const mt_candidate *c, const mt_layer_seconds *layers,
+                                   const char *letters) {
+    int64_t L = s->model.num_layers, sparse_layers = mt_num_expert_layers(&s->model), layer = 0;
+    double live = fmin((double)c->pp, mt_candidate_micro_batches(s, c)), bytes = s->machine->context_gib;
+    bool equal = c->pp == 1 || (!c->balanced && !mt_search_stages_given(s->given));
+    if (c->pp == 1) bytes += layers->activations - layers->saved[sparse_layers == L];
+    if (!letters && !equal) {
+        double dense = sparse_layers < L ? mt_layer_bytes(s, c, layers, false, 1) : INFINITY;
+        double sparse = sparse_layers > 0 ? mt_layer_bytes(s, c, layers, true, 1) : INFINITY;
+        return bytes + fmin(dense, sparse) * (double)mt_divide_up(L, c->pp) > s->machine->memory_gib;
+    }
+    for (int64_t stage = 0; stage < c->pp * c->vp; stage++) {
+        int64_t count = L / (c->pp * c->vp);
+        if (letters) letters += strspn(letters, "E|"), count = (int64_t)strspn(letters, "t"), letters += count;
+        for (; count > 0; count--, layer++)
+            if (stage % c->pp == 0)
+                bytes += mt_layer_bytes(s, c, layers, mt_layer_has_experts(&s->model, layer), live);
+    }
+    return bytes > s->machine->memory_gib;
 }
 
 /* The part of the time of fully sharded layers that is certain: where communication takes longer than computation,
@@ -414,47 +415,73 @@ static double mt_candidate_least(const mt_search *s, const mt_candidate *c, cons
     return waits ? all / (1 - pow(1 - 1 / micro_batches, stages)) : micro_batches * all / stages;
 }
 
-/* Simulates layers of sizes, with a candidate of them and of its recomputation, unless no larger micro-batch has room
- * than one that has none. */
-static void mt_sizes_know(mt_search *s, mt_sizes *sizes, const mt_candidate *c) {
-    mt_error unused;
-    mt_candidate plain = *c;
-    mt_known_seconds *layers = &sizes->layers[c->recompute];
-    bool *too_large = &sizes->too_large[c->recompute];
-    plain.sharding = 0;
-    if (sizes->smaller >= 0) *too_large = s->sizes[sizes->smaller].too_large[c->recompute];
-    if (*too_large || !mt_search_know(s, &plain, 2, layers, &unused)) return;
-    *too_large = mt_sizes_too_large(s, c->pp, &layers->seconds);
+/* The part of a larger micro-batch's least time that is certain from two smaller ones, whose difference it adds: its
+ * products may fill their last tiles better. */
+#define MT_LARGER_SHARE 0.9
+
+/* Least times and bytes of a micro-batch from the two next smaller ones that are known, or from one: not less than its
+ * own. What is saved is proportional. */
+static bool mt_sizes_guess(const mt_search *s, mt_layer_seconds *t, const mt_sizes *sizes, int recompute) {
+    const mt_sizes *known[2] = {NULL, NULL};
+    for (int64_t i = sizes->smaller; i >= 0 && !known[1]; i = s->sizes[i].smaller)
+        if (s->sizes[i].layers[recompute].is_known) known[known[0] != NULL] = &s->sizes[i];
+    if (!known[0]) return false;
+    *t = known[0]->layers[recompute].seconds;
+    for (int i = 0; i < 2; i++) t->saved[i] *= (double)sizes->micro_batch / (double)known[0]->micro_batch;
+    if (!known[1]) return true;
+    const mt_layer_seconds *less = &known[1]->layers[recompute].seconds;
+    double more = (double)(sizes->micro_batch - known[0]->micro_batch) /
+                  (double)(known[0]->micro_batch - known[1]->micro_batch);
+    double *to[] = {&t->least[0][0], &t->least[0][1], &t->least[1][0], &t->least[1][1], &t->least_rest, &t->least_head};
+    const double *from[] = {&less->least[0][0], &less->least[0][1], &less->least[1][0],
+                            &less->least[1][1], &less->least_rest,  &less->least_head};
+    for (size_t i = 0; i < sizeof to / sizeof *to; i++)
+        *to[i] = fmax(*to[i], MT_LARGER_SHARE * (*to[i] + more * (*to[i] - *from[i])));
+    t->activations += fmax(more * (t->activations - less->activations), 0);
+    return true;
 }
 
-/* The least times of all candidates, as far as they do not depend on replicas and balanced stages; those that have no
- * room leave the list. 0: a model of one stage is not legal. From many stages on, as simulations of few GPUs take less
- * time. */
-static void mt_search_rate(mt_search *s) {
-    int64_t count = 0;
-    int64_t *last = mt_calloc(mt_max(s->num_sizes, 1) * MT_RECOMPUTE_CHOICES * 8); // candidates of the most stages
-    for (int64_t i = 0; i < s->count; i++)
-        last[s->shapes[s->list[i].shape].sizes * MT_RECOMPUTE_CHOICES + s->list[i].recompute] = i;
-    for (int64_t i = 0; i < s->num_sizes * MT_RECOMPUTE_CHOICES; i++) {
-        const mt_candidate *c = &s->list[last[i]];
-        int64_t sizes = i / MT_RECOMPUTE_CHOICES;
-        if (s->shapes[c->shape].sizes == sizes && c->recompute == i % MT_RECOMPUTE_CHOICES)
-            mt_sizes_know(s, &s->sizes[sizes], c);
-    }
-    for (int64_t i = 0; i < s->count; i++) {
-        mt_candidate c = s->list[i];
+/* Leaves out candidates of a round that have no room or are slow, as far as `guesses` from smaller micro-batches or
+ * their own layers tell it. Returns the number of the others; they come first. */
+static int64_t mt_search_sift(mt_search *s, mt_candidate *list, int64_t count, bool guesses) {
+    int64_t kept = 0;
+    mt_layouts *out = s->out;
+    for (int64_t i = 0; i < count; i++) {
+        mt_candidate c = list[i];
         const mt_sizes *sizes = &s->sizes[s->shapes[c.shape].sizes];
-        const mt_known_seconds *layers = &sizes->layers[c.recompute];
-        bool equal = c.pp == 1 || (!c.balanced && !mt_search_stages_given(s->given));
-        if (sizes->too_large[c.recompute] ||
-            (layers->is_known && equal && mt_candidate_too_large(s, &c, &layers->seconds, NULL))) {
-            s->out->too_large++;
+        mt_layer_seconds t = sizes->layers[c.recompute].seconds;
+        bool is_known = guesses ? mt_sizes_guess(s, &t, sizes, c.recompute) : sizes->layers[c.recompute].is_known;
+        if (is_known && mt_candidate_too_large(s, &c, &t, NULL)) {
+            out->too_large++;
             continue;
         }
-        if (layers->is_known) c.least = mt_candidate_least(s, &c, &layers->seconds, NULL);
-        s->list[count++] = c;
+        if (is_known) c.least = mt_candidate_least(s, &c, &t, NULL);
+        if (out->count == MT_BEST_LAYOUTS && c.least > out->best[MT_BEST_LAYOUTS - 1].simulation.seconds)
+            out->bounded++;
+        else
+            list[kept++] = c;
     }
-    s->count = count;
+    return kept;
+}
+
+/* Seconds that this process has computed: beside other programs a search takes longer, and finds the same. */
+static double mt_processor_time(void) {
+    return (double)clock() / CLOCKS_PER_SEC;
+}
+
+/* Simulates the layers of a round of candidates: of those of the most stages, as simulations of few GPUs take less
+ * time. */
+static void mt_search_know_round(mt_search *s, const mt_candidate *list, int64_t count, double end) {
+    mt_error unused;
+    int64_t *last = mt_calloc(mt_max(s->num_sizes, 1) * MT_RECOMPUTE_CHOICES * 8); // 1 + a candidate; 0: none
+    for (int64_t i = 0; i < count; i++)
+        last[s->shapes[list[i].shape].sizes * MT_RECOMPUTE_CHOICES + list[i].recompute] = i + 1;
+    for (int64_t i = 0; i < s->num_sizes * MT_RECOMPUTE_CHOICES; i++) {
+        if (last[i] == 0 || mt_processor_time() > end) continue;
+        mt_candidate c = list[last[i] - 1];
+        c.sharding = 0;
+        mt_search_know(s, &c, 2, &s->sizes[i / MT_RECOMPUTE_CHOICES].layers[c.recompute], &unused);
+    }
     free(last);
 }
 
@@ -470,6 +497,7 @@ static char *mt_search_letters(const mt_search *s, const mt_candidate *c, const 
 
 static int mt_candidate_compare(const void *a, const void *b) {
     const mt_candidate *x = a, *y = b;
+    if (x->round != y->round) return x->round > y->round ? 1 : -1;
     if (x->least != y->least) return x->least > y->least ? 1 : -1;
     return (x->number > y->number) - (x->number < y->number);
 }
@@ -639,23 +667,31 @@ static void mt_search_keep_memory(void) {
 #endif
 }
 
-/* Seconds that this process has computed: beside other programs a search takes longer, and finds the same. */
-static double mt_processor_time(void) {
-    return (double)clock() / CLOCKS_PER_SEC;
-}
-
-/* Takes the candidates in the order of their least times, until none can be among the best or the time is over. */
-static void mt_search_run(mt_search *s, double end) {
-    s->fits = mt_calloc(mt_max(s->num_families, 1) * (int64_t)sizeof *s->fits);
-    mt_search_rate(s);
-    if (s->count > 0) qsort(s->list, (size_t)s->count, sizeof *s->list, mt_candidate_compare);
-    for (const mt_candidate *c = s->list; c < s->list + s->count; c++)
+/* Takes a round's candidates in the order of their least times, until none can be among the best or the time is over. */
+static void mt_search_round(mt_search *s, mt_candidate *list, int64_t count, double end) {
+    count = mt_search_sift(s, list, count, true);
+    mt_search_know_round(s, list, count, end);
+    for (int64_t i = 0; i < count; i++) list[i].least = 0; // where a model of one stage is not legal
+    count = mt_search_sift(s, list, count, false);
+    if (count > 0) qsort(list, (size_t)count, sizeof *list, mt_candidate_compare);
+    for (const mt_candidate *c = list; c < list + count; c++)
         if (mt_search_excludes(s, c, c->least))
             s->out->bounded++;
         else if (mt_processor_time() > end)
             s->out->skipped++;
         else
             mt_search_take(s, c);
+}
+
+/* Takes the candidates of the smallest micro-batches, then those of the next larger ones: few of these need to be
+ * simulated, and the largest take the longest time. */
+static void mt_search_run(mt_search *s, double end) {
+    s->fits = mt_calloc(mt_max(s->num_families, 1) * (int64_t)sizeof *s->fits);
+    if (s->count > 0) qsort(s->list, (size_t)s->count, sizeof *s->list, mt_candidate_compare);
+    for (int64_t from = 0, to; from < s->count; from = to) {
+        for (to = from; to < s->count && s->list[to].round == s->list[from].round;) to++;
+        mt_search_round(s, s->list + from, to - from, end);
+    }
 }
 
 /* No layout was simulated: says why. */
