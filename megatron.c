@@ -3083,8 +3083,8 @@ static int mt_grid_free_dimensions(int *members, const int64_t sizes[4], const b
     int count = 0;
     for (int64_t other = 0; other < stride[4]; other++) {
         bool is_member = true;
-        for (int d = 0; d < 4; d++)
-            is_member = is_member && (is_free[d] || other / stride[d] % sizes[d] == rank / stride[d] % sizes[d]);
+        for (int d = 0; d < 4 && is_member; d++)
+            is_member = is_free[d] || other / stride[d] % sizes[d] == rank / stride[d] % sizes[d];
         if (is_member) members[count++] = (int)other;
     }
     return count;

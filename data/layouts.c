@@ -47,7 +47,7 @@ typedef struct mt_candidate {
     int64_t tp, pp, cp, ep, etp, vp, micro_batch; // etp: 0 without experts, or as it is given
     bool zero_bubble, balanced;
     int sharding, recompute;
-    int64_t shape, family, number, round; // round: micro-batches of these ranks that are smaller
+    int64_t shape, family, number, round; // rounds after the first one have a larger micro-batch each, above 16
     double least; // seconds that the step takes at least
 } mt_candidate;
 
@@ -195,7 +195,10 @@ static void mt_search_micro_batches(mt_search *s, mt_candidate c) {
     int64_t smaller = -1, batch = o->global_batch_size;
     for (c.micro_batch = given ? o->micro_batch_size : 1; c.micro_batch <= batch;
          c.micro_batch = mt_next_size(c.micro_batch, given))
-        if (batch % c.micro_batch == 0 && mt_search_stages(s, c, smaller)) smaller = s->num_sizes - 1, c.round++;
+        if (batch % c.micro_batch == 0 && mt_search_stages(s, c, smaller)) {
+            smaller = s->num_sizes - 1;
+            c.round += c.micro_batch >= 16;
+        }
 }
 
 /* Expert ranks: those of the layer's tensor ranks share an expert, or none do. */
@@ -324,12 +327,13 @@ static double mt_layer_bytes(const mt_search *s, const mt_candidate *c, const mt
 
 /* True if a GPU has no room for a model of such layers. Known are the layers of the first rank, which holds most
  * micro-batches, of equal stages or of those of `letters`; else some rank has its share of them. Scratch counts on one
- * stage only. */
+ * stage only, or half of it: that of a layer or that of all else, which are on some rank. */
 static bool mt_candidate_too_large(const mt_search *s, const mt_candidate *c, const mt_layer_seconds *layers,
                                    const char *letters) {
     int64_t L = s->model.num_layers, sparse_layers = mt_num_expert_layers(&s->model), layer = 0;
     double live = fmin((double)c->pp, mt_candidate_micro_batches(s, c)), bytes = s->machine->context_gib;
     bool equal = c->pp == 1 || (!c->balanced && !mt_search_stages_given(s->given));
+    if (bytes + layers->activations / 2 > s->machine->memory_gib) return true;
     if (c->pp == 1) bytes += layers->activations - layers->saved[sparse_layers == L];
     if (!letters && !equal) {
         double dense = sparse_layers < L ? mt_layer_bytes(s, c, layers, false, 1) : INFINITY;
