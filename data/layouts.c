@@ -129,7 +129,8 @@ static void mt_search_add(mt_search *s, mt_candidate c) {
 static bool mt_search_stages_given(const mt_options *o) {
     return MT_GIVEN(o, num_virtual_stages_per_pipeline_rank) || MT_GIVEN(o, pipeline_model_parallel_layout) ||
            MT_GIVEN(o, num_layers_per_virtual_pipeline_stage) || MT_GIVEN(o, pipeline_schedule) ||
-           MT_GIVEN(o, decoder_first_pipeline_num_layers) || MT_GIVEN(o, decoder_last_pipeline_num_layers);
+           MT_GIVEN(o, decoder_first_pipeline_num_layers) || MT_GIVEN(o, decoder_last_pipeline_num_layers) ||
+           o->account_for_embedding_in_pipeline_split || o->account_for_loss_in_pipeline_split;
 }
 
 /* Schedules of a pipeline: one stage a rank, zero-bubble, or several stages, any number that divides the layers. 1, 2,
@@ -401,8 +402,7 @@ static double mt_candidate_least(const mt_search *s, const mt_candidate *c, cons
                                  const char *letters) {
     const mt_options *o = s->given;
     double micro_batches = mt_candidate_micro_batches(s, c);
-    bool equal = c->pp > 1 && !c->balanced && !mt_search_stages_given(o) &&
-                 !o->account_for_embedding_in_pipeline_split && !o->account_for_loss_in_pipeline_split;
+    bool equal = c->pp > 1 && !c->balanced && !mt_search_stages_given(o);
     if (equal || letters) {
         mt_rank_seconds *ranks = mt_malloc(c->pp * (int64_t)sizeof *ranks);
         mt_ranks_count(ranks, s, c, layers, letters);
