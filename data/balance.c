@@ -12,8 +12,8 @@
 
 /* ---- seconds of layers */
 
-/* Seconds of a micro-batch in a model of few layers, and bytes. phase, products: of forward and backward, the least of the
- * simulated micro-batches; products: the part of a phase that matrix products and attention take. */
+/* Seconds of a micro-batch in a model of few layers, and bytes. phase, products: of forward and backward, the least of
+ * the simulated micro-batches; products: the part of a phase that matrix products and attention take. */
 typedef struct mt_few_seconds {
     double mean, embedding, phase[2], products[2], states, activations;
 } mt_few_seconds;

@@ -48,7 +48,7 @@ typedef struct mt_candidate {
     bool zero_bubble, balanced;
     int sharding, recompute;
     int64_t shape, family, number, round; // rounds after the first one have a larger micro-batch each, above 16
-    double least; // seconds that the step takes at least
+    double least;                         // seconds that the step takes at least
 } mt_candidate;
 
 /* The facts of the model and the run that decide which layouts exist, and what is known of them. */
@@ -223,7 +223,8 @@ static void mt_search_list(mt_search *s) {
     int64_t gpus = o->gpus;
     bool tp = MT_GIVEN(o, tensor_model_parallel_size), cp = MT_GIVEN(o, context_parallel_size);
     int64_t most = mt_min(o->gpus_per_host, gpus);
-    for (c.tp = tp ? o->tensor_model_parallel_size : s->least_tp; c.tp <= (tp ? gpus : most); c.tp = mt_next_size(c.tp, tp))
+    for (c.tp = tp ? o->tensor_model_parallel_size : s->least_tp; c.tp <= (tp ? gpus : most);
+         c.tp = mt_next_size(c.tp, tp))
         for (c.cp = cp ? o->context_parallel_size : s->least_cp; c.tp * c.cp <= gpus; c.cp = mt_next_size(c.cp, cp)) {
             if (gpus % (c.tp * c.cp) != 0 || (!cp && c.cp > 1 && o->seq_length / c.cp < 2048)) continue;
             mt_search_experts(s, c);
@@ -328,7 +329,8 @@ static double mt_layer_bytes(const mt_search *s, const mt_candidate *c, const mt
 
 /* True if a GPU has no room for a model of such layers. Known are the layers of the first rank, which holds most
  * micro-batches, of equal stages or of those of `letters`; else some rank has its share of them. Scratch counts on one
- * stage only, or half of it: that of a layer or that of all else, which are on some rank. */
+ * stage only, or half of it: that of a layer or that of all else,
+ * which are on some rank. */
 static bool mt_candidate_too_large(const mt_search *s, const mt_candidate *c, const mt_layer_seconds *layers,
                                    const char *letters) {
     int64_t L = s->model.num_layers, sparse_layers = mt_num_expert_layers(&s->model), layer = 0;
@@ -345,8 +347,7 @@ static bool mt_candidate_too_large(const mt_search *s, const mt_candidate *c, co
         int64_t count = L / (c->pp * c->vp);
         if (letters) letters += strspn(letters, "E|"), count = (int64_t)strspn(letters, "t"), letters += count;
         for (; count > 0; count--, layer++)
-            if (stage % c->pp == 0)
-                bytes += mt_layer_bytes(s, c, layers, mt_layer_has_experts(&s->model, layer), live);
+            if (stage % c->pp == 0) bytes += mt_layer_bytes(s, c, layers, mt_layer_has_experts(&s->model, layer), live);
     }
     return bytes > s->machine->memory_gib;
 }
@@ -424,7 +425,7 @@ static double mt_candidate_least(const mt_search *s, const mt_candidate *c, cons
 #define MT_LARGER_SHARE 0.9
 
 /* Least times and bytes of a micro-batch from the two next smaller ones that are known, or from one: not less than its
- * own. What is saved is proportional. */
+ * own. Saved activations are proportional. */
 static bool mt_sizes_guess(const mt_search *s, mt_layer_seconds *t, const mt_sizes *sizes, int recompute) {
     const mt_sizes *known[2] = {NULL, NULL};
     for (int64_t i = sizes->smaller; i >= 0 && !known[1]; i = s->sizes[i].smaller)
@@ -434,8 +435,8 @@ static bool mt_sizes_guess(const mt_search *s, mt_layer_seconds *t, const mt_siz
     for (int i = 0; i < 2; i++) t->saved[i] *= (double)sizes->micro_batch / (double)known[0]->micro_batch;
     if (!known[1]) return true;
     const mt_layer_seconds *less = &known[1]->layers[recompute].seconds;
-    double more = (double)(sizes->micro_batch - known[0]->micro_batch) /
-                  (double)(known[0]->micro_batch - known[1]->micro_batch);
+    double more =
+        (double)(sizes->micro_batch - known[0]->micro_batch) / (double)(known[0]->micro_batch - known[1]->micro_batch);
     double *to[] = {&t->least[0][0], &t->least[0][1], &t->least[1][0], &t->least[1][1], &t->least_rest, &t->least_head};
     const double *from[] = {&less->least[0][0], &less->least[0][1], &less->least[1][0],
                             &less->least[1][1], &less->least_rest,  &less->least_head};
@@ -446,7 +447,7 @@ static bool mt_sizes_guess(const mt_search *s, mt_layer_seconds *t, const mt_siz
 }
 
 /* Leaves out candidates of a round that have no room or are slow, as far as `guesses` from smaller micro-batches or
- * their own layers tell it. Returns the number of the others; they come first. */
+ * their own layers show. Returns the number of the others; they come first. */
 static int64_t mt_search_sift(mt_search *s, mt_candidate *list, int64_t count, bool guesses) {
     int64_t kept = 0;
     mt_layouts *out = s->out;
@@ -671,7 +672,8 @@ static void mt_search_keep_memory(void) {
 #endif
 }
 
-/* Takes a round's candidates in the order of their least times, until none can be among the best or the time is over. */
+/* Takes a round's candidates in the order of their least times, until none can be among the best or the time is over.
+ */
 static void mt_search_round(mt_search *s, mt_candidate *list, int64_t count, double end) {
     count = mt_search_sift(s, list, count, true);
     mt_search_know_round(s, list, count, end);
@@ -722,8 +724,7 @@ static int mt_search_fail(const mt_search *s, mt_error *error) {
             "--context-parallel-size for fewer than 2,048 tokens a rank",
             (long long)given->gpus, (long long)given->global_batch_size);
     if (out->illegal == out->considered)
-        return mt_error_set(error, "no layout of %lld GPUs is legal: %.900s", (long long)given->gpus,
-                            out->reason.text);
+        return mt_error_set(error, "no layout of %lld GPUs is legal: %.900s", (long long)given->gpus, out->reason.text);
     return mt_error_set(error,
                         "no layout fits: %lld need more than %.1f GiB of a GPU and %lld are not legal; take more GPUs, "
                         "a smaller --global-batch-size or a smaller model",
