@@ -3083,8 +3083,8 @@ static int mt_grid_free_dimensions(int *members, const int64_t sizes[4], const b
     int count = 0;
     for (int64_t other = 0; other < stride[4]; other++) {
         bool is_member = true;
-        for (int d = 0; d < 4; d++)
-            is_member = is_member && (is_free[d] || other / stride[d] % sizes[d] == rank / stride[d] % sizes[d]);
+        for (int d = 0; d < 4 && is_member; d++)
+            is_member = is_free[d] || other / stride[d] % sizes[d] == rank / stride[d] % sizes[d];
         if (is_member) members[count++] = (int)other;
     }
     return count;
@@ -5269,8 +5269,9 @@ int64_t mt_params_build(mt_param **params, const mt_options *options, const mt_p
     mt_param_table table = {.options = options, .family = &mt_hf_families[options->hf_family]};
     const mt_partition *at = &table.partition;
     table.partition = partition ? *partition : whole;
-    int64_t layers = options->num_layers + options->mtp_num_layers;
-    int64_t rows = (layers + 2) * MT_NUM_ROLES + layers * 6 * options->num_experts;
+    int64_t layers = 0;
+    for (int64_t i = 0; i < at->num_stages; i++) layers += at->stages[i].num_layers + at->stages[i].num_mtp;
+    int64_t rows = (layers + 2) * MT_NUM_ROLES + layers * 6 * options->num_experts / at->ep;
     table.rows = mt_calloc(rows * (int64_t)sizeof(mt_param));
     bool has_embedding = false;
     for (int64_t i = 0; i < at->num_stages; i++) {
@@ -8360,22 +8361,30 @@ static mt_batch_block mt_batch_block_open(mt_model *m, mt_micro_batch *mb, const
     return block;
 }
 
+/* Fills the host's block with the values of a batch that a loss needs. */
+static void mt_batch_block_fill(mt_model *m, mt_micro_batch *mb, const mt_batch_block *block, const mt_batch *batch,
+                                const mt_batch *whole) {
+    size_t T = (size_t)batch->num_tokens;
+    mb->unpadded = 0;
+    for (int64_t t = 0; t < whole->num_tokens; t++) mb->unpadded += !mt_is_padding(whole->token_index, t);
+    memcpy(block->labels, batch->labels, T * 4);
+    memcpy(block->loss_mask, batch->loss_mask, T * 4);
+    memcpy(block->token_index, batch->token_index, T * 8);
+    memset(block->sequence, 0, T * 4);
+    for (int64_t s = 0; s < batch->num_spans; s++)
+        for (int64_t i = 0; i < batch->spans[s].q_len; i++) block->sequence[batch->spans[s].q_start + i] = (int32_t)s;
+    if (mb->context) memcpy(block->sequence, m->local_sequence, T * 4);
+}
+
 /* Enqueues the copy of a micro-batch to the device and starts a pass over it. The caller may refill `whole` at once,
  * and load the next micro-batch while the device computes this one. */
 static mt_pass mt_load_batch(mt_model *m, mt_micro_batch *mb, const mt_batch *whole, bool training) {
     const mt_batch *batch = mt_shard_batch(m, mb, whole);
     mt_batch_block block = mt_batch_block_open(m, mb, batch, !m->staged);
     size_t T = (size_t)batch->num_tokens, parts = m->tp.sequence_parallel ? (size_t)m->grid->tensor.size : 1;
-    mb->rows = (int64_t)(T / parts), mb->unpadded = 0;
+    mb->rows = (int64_t)(T / parts), mb->unpadded = whole->num_tokens;
     MT_CHECK(T % parts == 0 && !(training && m->tp.adapters_off));
-    for (int64_t t = 0; t < whole->num_tokens; t++) mb->unpadded += !mt_is_padding(whole->token_index, t);
-    memcpy(block.labels, batch->labels, T * 4);
-    memcpy(block.loss_mask, batch->loss_mask, T * 4);
-    memcpy(block.token_index, batch->token_index, T * 8);
-    memset(block.sequence, 0, T * 4);
-    for (int64_t s = 0; s < batch->num_spans; s++)
-        for (int64_t i = 0; i < batch->spans[s].q_len; i++) block.sequence[batch->spans[s].q_start + i] = (int32_t)s;
-    if (mb->context) memcpy(block.sequence, m->local_sequence, T * 4);
+    if (!m->ops->is_imagined) mt_batch_block_fill(m, mb, &block, batch, whole);
     if (training && m->stages[mb->chunk].loss) mt_mtp_load(m, mb->context, &block, whole);
     int64_t bytes = (char *)(block.mtp_weights + (size_t)m->mtp->count * T) - (char *)block.spans;
     m->ops->memory_copy(mb->batch.spans, block.spans, bytes, m->stream);

@@ -1697,6 +1697,7 @@ typedef void mt_phase_end_fn(mt_stream *stream);
 typedef struct mt_ops {
     const char *name; // "cpu", "cuda"
     bool on_device;   // operations run beside the host, on memory of a device; else at once, on the host's memory
+    bool is_imagined; // operations compute nothing: no values are loaded for them
     mt_limits limits;
 #define MT_OPERATION_FIELD(name, ...) mt_##name##_fn *name;
     MT_ALL_OPERATIONS(MT_OPERATION_FIELD)

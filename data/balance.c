@@ -12,10 +12,10 @@
 
 /* ---- seconds of layers */
 
-/* Seconds of a micro-batch in a model of few layers. phase, products: of forward and backward, the least of the
- * simulated micro-batches; products: the part of a phase that matrix products and attention take. */
+/* Seconds of a micro-batch in a model of few layers, and bytes. phase, products: of forward and backward, the least of
+ * the simulated micro-batches; products: the part of a phase that matrix products and attention take. */
 typedef struct mt_few_seconds {
-    double mean, embedding, phase[2], products[2];
+    double mean, embedding, phase[2], products[2], states, activations;
 } mt_few_seconds;
 
 /* From the calls and phases of the simulation that ended last, of `micro_batches`. */
@@ -53,11 +53,13 @@ static int mt_few_simulate(mt_few_seconds *few, const mt_options *o, int64_t ran
     model.decoder_first_pipeline_num_layers = model.decoder_last_pipeline_num_layers = 0;
     if (o->moe_layers) model.moe_layers = letters;
     mt_machine roomy = *machine;
-    roomy.memory_gib = INFINITY; // the layers of the whole model are cut elsewhere
+    roomy.memory_gib = 1e30; // bytes: the layers of the whole model are cut elsewhere
     int status = mt_simulate(&simulation, &model, ranks, &roomy, error);
     *few = (mt_few_seconds){0};
     if (status == 0) {
         few->mean = simulation.pipeline[0].forward[0] + simulation.pipeline[0].backward[0];
+        few->states = (double)(simulation.bytes[MT_PLAN_WEIGHTS] + simulation.bytes[MT_PLAN_GRADIENTS]);
+        few->activations = (double)(simulation.bytes[MT_PLAN_ACTIVATIONS] + simulation.bytes[MT_PLAN_EXPERTS]);
         mt_few_seconds_add(few, micro_batches);
     }
     mt_simulation_free(&simulation);
@@ -77,6 +79,8 @@ int mt_layer_seconds_of(mt_layer_seconds *t, const mt_options *o, int64_t ranks,
         if (mt_few_simulate(&two, o, ranks, 2, sparse, micro_batches, machine, error) != 0) return -1;
         t->layer[sparse] = two.mean - one.mean, t->embedding = two.embedding;
         t->head = fmax(2 * one.mean - two.mean - two.embedding, 0);
+        t->states[sparse] = two.states - one.states, t->saved[sparse] = two.activations - one.activations;
+        t->activations = one.activations;
         t->least_rest = t->least_head = 0;
         for (int backward = 0; backward < 2; backward++) {
             t->least[sparse][backward] = two.phase[backward] - one.phase[backward];

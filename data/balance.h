@@ -14,6 +14,8 @@ typedef struct mt_layer_seconds {
     double layer[2], embedding, head; // means; head: all the rest
     double least[2][2], least_rest;   // rest: all but the layers
     double least_head;                // its matrix products, which are the head's
+    double states[2], saved[2];       // bytes of a layer: weights and gradients; activations of a micro-batch
+    double activations;               // bytes of a model of one layer
 } mt_layer_seconds;
 
 /* From simulated models of one and two layers; `o`: finished for a pipeline of one rank, on `ranks` GPUs. Of two

@@ -24,7 +24,7 @@ enum { MT_SHARD_CHOICES = 2, MT_RECOMPUTE_CHOICES = 3 };
 
 /* Times of layers, once they are known. */
 typedef struct mt_known_seconds {
-    bool is_known;
+    bool is_known, is_refused; // refused: a model of one stage is not legal
     mt_layer_seconds seconds;
 } mt_known_seconds;
 
@@ -32,6 +32,7 @@ typedef struct mt_known_seconds {
  * same time, apart from communication of replicas. */
 typedef struct mt_sizes {
     mt_known_seconds layers[MT_RECOMPUTE_CHOICES];
+    int64_t micro_batch, smaller; // sizes with the next smaller micro-batch; -1: none
 } mt_sizes;
 
 /* Sizes on a number of stages, where the replicas' communication counts. */
@@ -43,11 +44,11 @@ typedef struct mt_shape {
 /* A layout. recompute: nothing, some modules, all. sharding: the optimizer (nothing on one rank), everything. Layouts
  * of a family differ in these two only. */
 typedef struct mt_candidate {
-    int64_t tp, pp, cp, ep, vp, micro_batch;
+    int64_t tp, pp, cp, ep, etp, vp, micro_batch; // etp: 0 without experts, or as it is given
     bool zero_bubble, balanced;
     int sharding, recompute;
-    int64_t shape, family, number;
-    double least; // seconds that the step takes at least
+    int64_t shape, family, number, round; // rounds after the first one have a larger micro-batch each, above 16
+    double least;                         // seconds that the step takes at least
 } mt_candidate;
 
 /* The facts of the model and the run that decide which layouts exist, and what is known of them. */
@@ -57,9 +58,8 @@ typedef struct mt_search {
     const mt_machine *machine;
     int argc;
     char **argv;
-    mt_options model;  // finished, for some ranks
-    double parameters; // of the model
-    int64_t batch;
+    int64_t least_tp, least_pp, least_cp;
+    mt_options model; // finished, for some ranks
     mt_candidate *list;
     mt_sizes *sizes;
     mt_shape *shapes;
@@ -87,6 +87,8 @@ static void mt_candidate_print(const mt_candidate *c, const mt_options *o, const
     if (c->zero_bubble) MT_LINE(pipeline_schedule, " --pipeline-schedule zb-h1");
     if (c->cp > 1) MT_LINE(context_parallel_size, " --context-parallel-size %lld", (long long)c->cp);
     if (o->num_experts > 0) MT_LINE(expert_model_parallel_size, " --expert-model-parallel-size %lld", (long long)c->ep);
+    if (c->tp > 1 && c->etp > 0)
+        MT_LINE(expert_tensor_parallel_size, " --expert-tensor-parallel-size %lld", (long long)c->etp);
     MT_LINE(micro_batch_size, " --micro-batch-size %lld", (long long)c->micro_batch);
     if (replicas > 1 && !MT_GIVEN(o, use_distributed_optimizer))
         MT_LINE(data_parallel_sharding_strategy, " --data-parallel-sharding-strategy %s",
@@ -110,21 +112,13 @@ static void *mt_search_grow(void *records, int64_t count, size_t size) {
 static void mt_search_add(mt_search *s, mt_candidate c) {
     const mt_options *o = s->given;
     int64_t replicas = o->gpus / (c.tp * c.pp * c.cp);
-    if (s->batch % (c.micro_batch * replicas) != 0) return;
     bool shards = replicas * c.cp > 1 && !c.zero_bubble && !MT_GIVEN(o, data_parallel_sharding_strategy) &&
                   !MT_GIVEN(o, use_distributed_optimizer);
     c.family = s->num_families++;
     for (c.sharding = 0; c.sharding <= shards; c.sharding++)
         for (c.recompute = 0; c.recompute < (MT_GIVEN(o, recompute_granularity) ? 1 : MT_RECOMPUTE_CHOICES);
              c.recompute++) {
-            // gradients fp32, weights bf16, and the sharded state: no plan is smaller
-            double held = s->parameters / (double)(c.tp * c.pp * c.ep);
-            double least = c.sharding ? held * 18 / (double)(replicas * c.cp) : held * 6;
             s->out->considered++;
-            if (least > s->machine->memory_gib) {
-                s->out->too_large++;
-                continue;
-            }
             c.number = s->count;
             s->list = mt_search_grow(s->list, s->count, sizeof *s->list);
             s->list[s->count++] = c;
@@ -135,7 +129,8 @@ static void mt_search_add(mt_search *s, mt_candidate c) {
 static bool mt_search_stages_given(const mt_options *o) {
     return MT_GIVEN(o, num_virtual_stages_per_pipeline_rank) || MT_GIVEN(o, pipeline_model_parallel_layout) ||
            MT_GIVEN(o, num_layers_per_virtual_pipeline_stage) || MT_GIVEN(o, pipeline_schedule) ||
-           MT_GIVEN(o, decoder_first_pipeline_num_layers) || MT_GIVEN(o, decoder_last_pipeline_num_layers);
+           MT_GIVEN(o, decoder_first_pipeline_num_layers) || MT_GIVEN(o, decoder_last_pipeline_num_layers) ||
+           o->account_for_embedding_in_pipeline_split || o->account_for_loss_in_pipeline_split;
 }
 
 /* Schedules of a pipeline: one stage a rank, zero-bubble, or several stages, any number that divides the layers. 1, 2,
@@ -158,24 +153,67 @@ static void mt_search_schedules(mt_search *s, mt_candidate c) {
     }
 }
 
+/* The least size of a dimension: 2 if an option was given that is for several ranks of it. */
+static int64_t mt_least_size(const mt_options *o, size_t size) {
+    mt_option_rule rule;
+    for (const mt_option *row = mt_option_table; row->help; row++)
+        for (const char *column = row->name ? row->needs : NULL; mt_option_next_rule(&column, &rule);)
+            if (rule.other->offset == size && !rule.condition && !rule.choices && mt_option_used(o, row)) return 2;
+    return 1;
+}
+
 /* The next size of a dimension, or the given one only. */
 static int64_t mt_next_size(int64_t size, bool is_given) {
     return is_given ? (int64_t)1 << 31 : size + 1; // more than any number of ranks
 }
 
-/* The numbers of stages of a layout of given sizes. */
-static void mt_search_stages(mt_search *s, mt_candidate c) {
+/* The numbers of stages of a layout of given sizes. False: none. */
+static bool mt_search_stages(mt_search *s, mt_candidate c, int64_t smaller) {
     const mt_options *o = s->given;
-    bool pp = MT_GIVEN(o, pipeline_model_parallel_size);
-    int64_t model = c.tp * c.cp, first = pp ? o->pipeline_model_parallel_size : 1;
-    s->sizes = mt_search_grow(s->sizes, s->num_sizes, sizeof *s->sizes);
-    s->sizes[s->num_sizes++] = (mt_sizes){0};
+    bool pp = MT_GIVEN(o, pipeline_model_parallel_size), any = false;
+    int64_t model = c.tp * c.cp, experts = c.ep * mt_max(c.etp, 1);
+    int64_t first = pp ? o->pipeline_model_parallel_size : s->least_pp;
     for (c.pp = first; c.pp <= (pp ? mt_min(first, o->num_layers) : o->num_layers); c.pp++) {
-        if (model * c.pp > o->gpus || c.ep * c.pp > o->gpus || o->gpus % (model * c.pp) != 0) continue;
+        if (o->gpus % (model * c.pp) != 0 || o->gpus % (experts * c.pp) != 0) continue;
+        if (o->global_batch_size % (c.micro_batch * (o->gpus / (model * c.pp))) != 0) continue;
+        if (!any) {
+            s->sizes = mt_search_grow(s->sizes, s->num_sizes, sizeof *s->sizes);
+            s->sizes[s->num_sizes++] = (mt_sizes){.micro_batch = c.micro_batch, .smaller = smaller};
+            any = true;
+        }
         c.shape = s->num_shapes;
         s->shapes = mt_search_grow(s->shapes, s->num_shapes, sizeof *s->shapes);
         s->shapes[s->num_shapes++] = (mt_shape){.sizes = s->num_sizes - 1};
         mt_search_schedules(s, c);
+    }
+    return any;
+}
+
+/* The micro-batches of a layout of given ranks: all that divide the batch. */
+static void mt_search_micro_batches(mt_search *s, mt_candidate c) {
+    const mt_options *o = s->given;
+    bool given = MT_GIVEN(o, micro_batch_size);
+    int64_t smaller = -1, batch = o->global_batch_size;
+    for (c.micro_batch = given ? o->micro_batch_size : 1; c.micro_batch <= batch;
+         c.micro_batch = mt_next_size(c.micro_batch, given))
+        if (batch % c.micro_batch == 0 && mt_search_stages(s, c, smaller)) {
+            smaller = s->num_sizes - 1;
+            c.round += c.micro_batch >= 16;
+        }
+}
+
+/* Expert ranks: those of the layer's tensor ranks share an expert, or none do. */
+static void mt_search_experts(mt_search *s, mt_candidate c) {
+    const mt_options *o = s->given;
+    bool ep = MT_GIVEN(o, expert_model_parallel_size) || o->num_experts == 0;
+    bool etp = MT_GIVEN(o, expert_tensor_parallel_size) || o->num_experts == 0;
+    for (c.ep = ep ? mt_max(o->expert_model_parallel_size, 1) : 1; c.ep <= mt_max(o->num_experts, 1) && c.ep <= o->gpus;
+         c.ep = mt_next_size(c.ep, ep)) {
+        if (!ep && o->num_experts % c.ep != 0) continue;
+        c.etp = etp ? o->expert_tensor_parallel_size : 1;
+        mt_search_micro_batches(s, c);
+        c.etp = c.tp;
+        if (!etp && c.tp > 1) mt_search_micro_batches(s, c);
     }
 }
 
@@ -184,18 +222,12 @@ static void mt_search_list(mt_search *s) {
     mt_candidate c = {0};
     int64_t gpus = o->gpus;
     bool tp = MT_GIVEN(o, tensor_model_parallel_size), cp = MT_GIVEN(o, context_parallel_size);
-    bool mbs = MT_GIVEN(o, micro_batch_size), ep = MT_GIVEN(o, expert_model_parallel_size) || o->num_experts == 0;
     int64_t most = mt_min(o->gpus_per_host, gpus);
-    for (c.tp = tp ? o->tensor_model_parallel_size : 1; c.tp <= (tp ? gpus : most); c.tp = mt_next_size(c.tp, tp))
-        for (c.cp = cp ? o->context_parallel_size : 1; c.tp * c.cp <= gpus; c.cp = mt_next_size(c.cp, cp)) {
+    for (c.tp = tp ? o->tensor_model_parallel_size : s->least_tp; c.tp <= (tp ? gpus : most);
+         c.tp = mt_next_size(c.tp, tp))
+        for (c.cp = cp ? o->context_parallel_size : s->least_cp; c.tp * c.cp <= gpus; c.cp = mt_next_size(c.cp, cp)) {
             if (gpus % (c.tp * c.cp) != 0 || (!cp && c.cp > 1 && o->seq_length / c.cp < 2048)) continue;
-            for (c.ep = ep ? mt_max(o->expert_model_parallel_size, 1) : 1;
-                 c.ep <= mt_max(o->num_experts, 1) && c.ep <= gpus; c.ep = mt_next_size(c.ep, ep)) {
-                if (!ep && o->num_experts % c.ep != 0) continue;
-                for (c.micro_batch = mbs ? o->micro_batch_size : 1; c.micro_batch <= (mbs ? s->batch : 16);
-                     c.micro_batch = mt_next_size(c.micro_batch, mbs))
-                    mt_search_stages(s, c);
-            }
+            mt_search_experts(s, c);
         }
 }
 
@@ -253,7 +285,10 @@ static int mt_search_one_stage(const mt_search *s, const mt_candidate *c, mt_opt
                                          offsetof(mt_options, pipeline_model_parallel_layout),
                                          offsetof(mt_options, num_virtual_stages_per_pipeline_rank),
                                          offsetof(mt_options, num_layers_per_virtual_pipeline_stage),
+                                         offsetof(mt_options, microbatch_group_size_per_virtual_pipeline_stage),
                                          offsetof(mt_options, pipeline_schedule),
+                                         offsetof(mt_options, account_for_embedding_in_pipeline_split),
+                                         offsetof(mt_options, account_for_loss_in_pipeline_split),
                                          offsetof(mt_options, decoder_first_pipeline_num_layers),
                                          offsetof(mt_options, decoder_last_pipeline_num_layers)};
     mt_candidate plain = *c;
@@ -271,11 +306,50 @@ static bool mt_search_know(const mt_search *s, const mt_candidate *c, int64_t mi
                            mt_error *error) {
     int64_t gpus = s->given->gpus / c->pp;
     mt_options o;
-    if (layers->is_known) return true;
+    if (layers->is_known || layers->is_refused) return layers->is_known;
     layers->is_known = mt_search_one_stage(s, c, &o, error) == 0 &&
                        mt_layer_seconds_of(&layers->seconds, &o, gpus, micro_batches, s->machine, error) == 0;
     mt_options_free(&o);
+    layers->is_refused = !layers->is_known;
     return layers->is_known;
+}
+
+/* ---- least memory */
+
+static double mt_candidate_micro_batches(const mt_search *s, const mt_candidate *c) {
+    return (double)(s->given->global_batch_size * c->tp * c->pp * c->cp) / (double)(s->given->gpus * c->micro_batch);
+}
+
+/* Bytes of a layer in `live` micro-batches on a rank, without scratch. */
+static double mt_layer_bytes(const mt_search *s, const mt_candidate *c, const mt_layer_seconds *layers, bool sparse,
+                             double live) {
+    bool whole = s->model.data_parallel_sharding_strategy <= MT_SHARD_OPTIM && !s->model.optimizer_cpu_offload;
+    return live * layers->saved[sparse] + (whole && !c->sharding ? layers->states[sparse] : 0);
+}
+
+/* True if a GPU has no room for a model of such layers. Known are the layers of the first rank, which holds most
+ * micro-batches, of equal stages or of those of `letters`; else some rank has its share of them. Scratch counts on one
+ * stage only, or half of it: that of a layer or that of all else,
+ * which are on some rank. */
+static bool mt_candidate_too_large(const mt_search *s, const mt_candidate *c, const mt_layer_seconds *layers,
+                                   const char *letters) {
+    int64_t L = s->model.num_layers, sparse_layers = mt_num_expert_layers(&s->model), layer = 0;
+    double live = fmin((double)c->pp, mt_candidate_micro_batches(s, c)), bytes = s->machine->context_gib;
+    bool equal = c->pp == 1 || (!c->balanced && !mt_search_stages_given(s->given));
+    if (bytes + layers->activations / 2 > s->machine->memory_gib) return true;
+    if (c->pp == 1) bytes += layers->activations - layers->saved[sparse_layers == L];
+    if (!letters && !equal) {
+        double dense = sparse_layers < L ? mt_layer_bytes(s, c, layers, false, 1) : INFINITY;
+        double sparse = sparse_layers > 0 ? mt_layer_bytes(s, c, layers, true, 1) : INFINITY;
+        return bytes + fmin(dense, sparse) * (double)mt_divide_up(L, c->pp) > s->machine->memory_gib;
+    }
+    for (int64_t stage = 0; stage < c->pp * c->vp; stage++) {
+        int64_t count = L / (c->pp * c->vp);
+        if (letters) letters += strspn(letters, "E|"), count = (int64_t)strspn(letters, "t"), letters += count;
+        for (; count > 0; count--, layer++)
+            if (stage % c->pp == 0) bytes += mt_layer_bytes(s, c, layers, mt_layer_has_experts(&s->model, layer), live);
+    }
+    return bytes > s->machine->memory_gib;
 }
 
 /* The part of the time of fully sharded layers that is certain: where communication takes longer than computation,
@@ -328,9 +402,8 @@ static double mt_ranks_join(const mt_rank_seconds *ranks, const mt_candidate *c,
 static double mt_candidate_least(const mt_search *s, const mt_candidate *c, const mt_layer_seconds *layers,
                                  const char *letters) {
     const mt_options *o = s->given;
-    double micro_batches = (double)(s->batch * c->tp * c->pp * c->cp) / (double)(o->gpus * c->micro_batch);
-    bool equal = c->pp > 1 && !c->balanced && !mt_search_stages_given(o) &&
-                 !o->account_for_embedding_in_pipeline_split && !o->account_for_loss_in_pipeline_split;
+    double micro_batches = mt_candidate_micro_batches(s, c);
+    bool equal = c->pp > 1 && !c->balanced && !mt_search_stages_given(o);
     if (equal || letters) {
         mt_rank_seconds *ranks = mt_malloc(c->pp * (int64_t)sizeof *ranks);
         mt_ranks_count(ranks, s, c, layers, letters);
@@ -347,17 +420,74 @@ static double mt_candidate_least(const mt_search *s, const mt_candidate *c, cons
     return waits ? all / (1 - pow(1 - 1 / micro_batches, stages)) : micro_batches * all / stages;
 }
 
-/* The least times of all candidates, as far as they do not depend on replicas and balanced stages. 0: a model of one
- * stage is not legal. From many stages on, as simulations of few GPUs take less time. */
-static void mt_search_rate(mt_search *s) {
-    mt_error unused;
-    for (int64_t i = s->count - 1; i >= 0; i--) {
-        mt_candidate *c = &s->list[i];
-        mt_known_seconds *layers = &s->sizes[s->shapes[c->shape].sizes].layers[c->recompute];
-        mt_candidate plain = *c;
-        plain.sharding = 0;
-        if (mt_search_know(s, &plain, 2, layers, &unused)) c->least = mt_candidate_least(s, c, &layers->seconds, NULL);
+/* The part of a larger micro-batch's least time that is certain from two smaller ones, whose difference it adds: its
+ * products may fill their last tiles better. */
+#define MT_LARGER_SHARE 0.9
+
+/* Least times and bytes of a micro-batch from the two next smaller ones that are known, or from one: not less than its
+ * own. Saved activations are proportional. */
+static bool mt_sizes_guess(const mt_search *s, mt_layer_seconds *t, const mt_sizes *sizes, int recompute) {
+    const mt_sizes *known[2] = {NULL, NULL};
+    for (int64_t i = sizes->smaller; i >= 0 && !known[1]; i = s->sizes[i].smaller)
+        if (s->sizes[i].layers[recompute].is_known) known[known[0] != NULL] = &s->sizes[i];
+    if (!known[0]) return false;
+    *t = known[0]->layers[recompute].seconds;
+    for (int i = 0; i < 2; i++) t->saved[i] *= (double)sizes->micro_batch / (double)known[0]->micro_batch;
+    if (!known[1]) return true;
+    const mt_layer_seconds *less = &known[1]->layers[recompute].seconds;
+    double more =
+        (double)(sizes->micro_batch - known[0]->micro_batch) / (double)(known[0]->micro_batch - known[1]->micro_batch);
+    double *to[] = {&t->least[0][0], &t->least[0][1], &t->least[1][0], &t->least[1][1], &t->least_rest, &t->least_head};
+    const double *from[] = {&less->least[0][0], &less->least[0][1], &less->least[1][0],
+                            &less->least[1][1], &less->least_rest,  &less->least_head};
+    for (size_t i = 0; i < sizeof to / sizeof *to; i++)
+        *to[i] = fmax(*to[i], MT_LARGER_SHARE * (*to[i] + more * (*to[i] - *from[i])));
+    t->activations += fmax(more * (t->activations - less->activations), 0);
+    return true;
+}
+
+/* Leaves out candidates of a round that have no room or are slow, as far as `guesses` from smaller micro-batches or
+ * their own layers show. Returns the number of the others; they come first. */
+static int64_t mt_search_sift(mt_search *s, mt_candidate *list, int64_t count, bool guesses) {
+    int64_t kept = 0;
+    mt_layouts *out = s->out;
+    for (int64_t i = 0; i < count; i++) {
+        mt_candidate c = list[i];
+        const mt_sizes *sizes = &s->sizes[s->shapes[c.shape].sizes];
+        mt_layer_seconds t = sizes->layers[c.recompute].seconds;
+        bool is_known = guesses ? mt_sizes_guess(s, &t, sizes, c.recompute) : sizes->layers[c.recompute].is_known;
+        if (is_known && mt_candidate_too_large(s, &c, &t, NULL)) {
+            out->too_large++;
+            continue;
+        }
+        if (is_known) c.least = mt_candidate_least(s, &c, &t, NULL);
+        if (out->count == MT_BEST_LAYOUTS && c.least > out->best[MT_BEST_LAYOUTS - 1].simulation.seconds)
+            out->bounded++;
+        else
+            list[kept++] = c;
     }
+    return kept;
+}
+
+/* Seconds that this process has computed: beside other programs a search takes longer, and finds the same. */
+static double mt_processor_time(void) {
+    return (double)clock() / CLOCKS_PER_SEC;
+}
+
+/* Simulates the layers of a round of candidates: of those of the most stages, as simulations of few GPUs take less
+ * time. */
+static void mt_search_know_round(mt_search *s, const mt_candidate *list, int64_t count, double end) {
+    mt_error unused;
+    int64_t *last = mt_calloc(mt_max(s->num_sizes, 1) * MT_RECOMPUTE_CHOICES * 8); // 1 + a candidate; 0: none
+    for (int64_t i = 0; i < count; i++)
+        last[s->shapes[list[i].shape].sizes * MT_RECOMPUTE_CHOICES + list[i].recompute] = i + 1;
+    for (int64_t i = 0; i < s->num_sizes * MT_RECOMPUTE_CHOICES; i++) {
+        if (last[i] == 0 || mt_processor_time() > end) continue;
+        mt_candidate c = list[last[i] - 1];
+        c.sharding = 0;
+        mt_search_know(s, &c, 2, &s->sizes[i / MT_RECOMPUTE_CHOICES].layers[c.recompute], &unused);
+    }
+    free(last);
 }
 
 /* Letters of a candidate's balanced stages, to free. */
@@ -372,6 +502,7 @@ static char *mt_search_letters(const mt_search *s, const mt_candidate *c, const 
 
 static int mt_candidate_compare(const void *a, const void *b) {
     const mt_candidate *x = a, *y = b;
+    if (x->round != y->round) return x->round > y->round ? 1 : -1;
     if (x->least != y->least) return x->least > y->least ? 1 : -1;
     return (x->number > y->number) - (x->number < y->number);
 }
@@ -452,43 +583,84 @@ static void mt_search_take(mt_search *s, const mt_candidate *c) {
     mt_shape *shape = &s->shapes[c->shape];
     mt_known_seconds *here = &shape->layers[c->sharding][c->recompute];
     const mt_known_seconds *anywhere = &s->sizes[shape->sizes].layers[c->recompute];
+    const mt_layer_seconds *layers = c->sharding || !anywhere->is_known ? &here->seconds : &anywhere->seconds;
     char *letters = NULL;
     double least = c->least;
+    bool too_large = false;
     if (c->balanced || c->sharding) {
-        if (!mt_search_know(s, c, 1, here, &s->out->reason)) {
+        if (layers == &here->seconds && !mt_search_know(s, c, 1, here, &s->out->reason)) {
             s->out->illegal++;
             return;
         }
-        if (c->balanced) letters = mt_search_letters(s, c, &here->seconds);
+        if (c->balanced) letters = mt_search_letters(s, c, layers);
         if (anywhere->is_known) least = mt_candidate_least(s, c, &anywhere->seconds, letters);
         if (c->sharding) least = fmax(least, MT_SHARDED_SHARE * mt_candidate_least(s, c, &here->seconds, letters));
+        too_large = letters && anywhere->is_known && mt_candidate_too_large(s, c, &anywhere->seconds, letters);
     }
-    if (mt_search_excludes(s, c, least))
+    if (too_large)
+        s->out->too_large++;
+    else if (mt_search_excludes(s, c, least))
         s->out->bounded++;
     else
         mt_search_try(s, c, letters);
     free(letters);
 }
 
-/* The model's options, finished for any number of ranks that they accept, and its counts. */
+/* Reasons for which layouts are refused: how many say the same. */
+enum { MT_REFUSALS = 32, MT_REFUSALS_ENOUGH = 1000 };
+
+typedef struct mt_refusals {
+    mt_error reason[MT_REFUSALS];
+    int64_t times[MT_REFUSALS], count;
+} mt_refusals;
+
+static void mt_refusals_add(mt_refusals *refusals, const mt_error *reason) {
+    int64_t i = 0;
+    while (i < refusals->count && strcmp(refusals->reason[i].text, reason->text) != 0) i++;
+    if (i == MT_REFUSALS) return;
+    if (i == refusals->count) refusals->reason[refusals->count++] = *reason;
+    refusals->times[i]++;
+}
+
+/* The model's options, finished for the first legal one of layouts from all over the list. If none is, error has the
+ * reason that most of them have; a thousand that are refused in the same words stand for all. */
+static int mt_search_legal(mt_search *s, mt_error *error) {
+    mt_refusals *refusals = mt_calloc((int64_t)sizeof *refusals);
+    int64_t step = s->count % 7919 ? 7919 : 7907, most = 0;
+    int status = -1;
+    for (int64_t i = 0; i < s->count && status != 0; i++) {
+        const mt_candidate *c = &s->list[i * step % s->count];
+        char line[1024], folded[32];
+        if (i == MT_REFUSALS_ENOUGH && refusals->count == 1) break;
+        snprintf(folded, sizeof folded, "auto*%lld", (long long)c->vp);
+        mt_candidate_print(c, s->given, folded, line);
+        mt_options_free(&s->model);
+        status = mt_search_finish(s, line, s->given->gpus, &s->model, error);
+        if (status != 0) mt_refusals_add(refusals, error);
+    }
+    for (int64_t i = 0; i < refusals->count; i++)
+        if (refusals->times[i] > refusals->times[most]) most = i;
+    if (status != 0)
+        mt_error_set(error, "no layout of %lld GPUs is legal: %.900s", (long long)s->given->gpus,
+                     refusals->reason[most].text);
+    free(refusals);
+    return status;
+}
+
+/* The model's options, finished for the least sizes that were given or are needed, or for a layout of the list. */
 static int mt_search_measure(mt_search *s, mt_error *error) {
     const mt_options *given = s->given;
     mt_options *o = &s->model;
-    int64_t ranks = mt_max(given->tensor_model_parallel_size, 1) * mt_max(given->pipeline_model_parallel_size, 1) *
-                    mt_max(given->context_parallel_size, 1);
-    ranks *= mt_max(given->expert_model_parallel_size, 1);
-    int status = mt_search_finish(s, "", ranks, o, error);
-    if (status != 0 && given->pipeline_model_parallel_size <= o->num_layers && !mt_search_stages_given(given)) {
-        mt_error other; // stages of a size that does not divide the layers are balanced ones
-        mt_options_free(o);
-        status = mt_search_finish(s, " --pipeline-model-parallel-layout auto", ranks, o, &other);
-    }
-    if (status == 0) status = mt_simulate_check(o, error);
-    if (status == 0) {
-        s->batch = o->global_batch_size;
-        s->parameters = (double)mt_num_parameters(o);
-    }
-    return status;
+    int64_t tp = mt_max(given->tensor_model_parallel_size, s->least_tp);
+    int64_t pp = mt_max(given->pipeline_model_parallel_size, s->least_pp);
+    int64_t cp = mt_max(given->context_parallel_size, s->least_cp), ep = mt_max(given->expert_model_parallel_size, 1);
+    char line[200];
+    snprintf(line, sizeof line,
+             " --tensor-model-parallel-size %lld --pipeline-model-parallel-size %lld --context-parallel-size %lld",
+             (long long)tp, (long long)pp, (long long)cp);
+    int status = mt_search_finish(s, line, tp * pp * cp * ep, o, error);
+    if (status != 0 && s->count > 0) status = mt_search_legal(s, error);
+    return status != 0 ? status : mt_simulate_check(o, error);
 }
 
 /* A search creates thousands of models. Their large arrays, which are hardly touched, are pages of their own, and all
@@ -500,19 +672,15 @@ static void mt_search_keep_memory(void) {
 #endif
 }
 
-/* Seconds that this process has computed: beside other programs a search takes longer, and finds the same. */
-static double mt_processor_time(void) {
-    return (double)clock() / CLOCKS_PER_SEC;
-}
-
-/* Takes the candidates in the order of their least times, until none can be among the best or the time is over. */
-static void mt_search_run(mt_search *s, double end) {
-    mt_search_keep_memory();
-    mt_search_list(s);
-    s->fits = mt_calloc(mt_max(s->num_families, 1) * (int64_t)sizeof *s->fits);
-    mt_search_rate(s);
-    if (s->count > 0) qsort(s->list, (size_t)s->count, sizeof *s->list, mt_candidate_compare);
-    for (const mt_candidate *c = s->list; c < s->list + s->count; c++)
+/* Takes a round's candidates in the order of their least times, until none can be among the best or the time is over.
+ */
+static void mt_search_round(mt_search *s, mt_candidate *list, int64_t count, double end) {
+    count = mt_search_sift(s, list, count, true);
+    mt_search_know_round(s, list, count, end);
+    for (int64_t i = 0; i < count; i++) list[i].least = 0; // where a model of one stage is not legal
+    count = mt_search_sift(s, list, count, false);
+    if (count > 0) qsort(list, (size_t)count, sizeof *list, mt_candidate_compare);
+    for (const mt_candidate *c = list; c < list + count; c++)
         if (mt_search_excludes(s, c, c->least))
             s->out->bounded++;
         else if (mt_processor_time() > end)
@@ -521,12 +689,27 @@ static void mt_search_run(mt_search *s, double end) {
             mt_search_take(s, c);
 }
 
+/* Takes the candidates of the smallest micro-batches, then those of the next larger ones: few of these need to be
+ * simulated, and the largest take the longest time. */
+static void mt_search_run(mt_search *s, double end) {
+    s->fits = mt_calloc(mt_max(s->num_families, 1) * (int64_t)sizeof *s->fits);
+    if (s->count > 0) qsort(s->list, (size_t)s->count, sizeof *s->list, mt_candidate_compare);
+    for (int64_t from = 0, to; from < s->count; from = to) {
+        for (to = from; to < s->count && s->list[to].round == s->list[from].round;) to++;
+        mt_search_round(s, s->list + from, to - from, end);
+    }
+}
+
 /* No layout was simulated: says why. */
 static int mt_search_fail(const mt_search *s, mt_error *error) {
     const mt_options *given = s->given;
     const mt_layouts *out = s->out;
     int64_t model = mt_max(given->tensor_model_parallel_size, 1) * mt_max(given->pipeline_model_parallel_size, 1) *
                     mt_max(given->context_parallel_size, 1);
+    int64_t needed = s->least_tp * s->least_pp * s->least_cp;
+    if (given->gpus < needed)
+        return mt_error_set(error, "no layout of %lld GPUs is legal: options that are given need %lld or more",
+                            (long long)given->gpus, (long long)needed);
     if (given->gpus % model != 0)
         return mt_error_set(
             error,
@@ -539,10 +722,9 @@ static int mt_search_fail(const mt_search *s, mt_error *error) {
             "no layout of %lld GPUs is legal: --global-batch-size %lld is not a multiple of "
             "--micro-batch-size x data parallel size for any sizes; give another batch or other --gpus, or "
             "--context-parallel-size for fewer than 2,048 tokens a rank",
-            (long long)given->gpus, (long long)s->batch);
+            (long long)given->gpus, (long long)given->global_batch_size);
     if (out->illegal == out->considered)
-        return mt_error_set(error, "no layout of %lld GPUs is legal; the last one: %.900s", (long long)given->gpus,
-                            out->reason.text);
+        return mt_error_set(error, "no layout of %lld GPUs is legal: %.900s", (long long)given->gpus, out->reason.text);
     return mt_error_set(error,
                         "no layout fits: %lld need more than %.1f GiB of a GPU and %lld are not legal; take more GPUs, "
                         "a smaller --global-batch-size or a smaller model",
@@ -557,6 +739,11 @@ int mt_layouts_search(mt_layouts *out, const mt_options *given, int argc, char *
         return mt_error_set(error, "--plan needs --global-batch-size: another batch would be another run");
     if (given->role)
         return mt_error_set(error, "--plan does not take --role; give the options that --print-config shows");
+    s.least_tp = mt_least_size(given, MT_AT(tensor_model_parallel_size));
+    s.least_pp = mt_least_size(given, MT_AT(pipeline_model_parallel_size));
+    s.least_cp = mt_least_size(given, MT_AT(context_parallel_size));
+    mt_search_keep_memory();
+    mt_search_list(&s);
     int status = mt_search_measure(&s, error);
     if (status == 0) mt_search_run(&s, mt_processor_time() + seconds);
     mt_options_free(&s.model);

@@ -1393,10 +1393,10 @@ void mt_options_default(mt_options *options) {
 }
 
 bool mt_option_named(const mt_option *row, const char *name, size_t length) {
-    if (!row->name || strlen(row->name) != length) return false;
+    if (!row->name) return false;
     for (size_t i = 0; i < length; i++)
         if (row->name[i] != (name[i] == '_' ? '-' : name[i])) return false;
-    return true;
+    return row->name[length] == 0;
 }
 
 const mt_option *mt_option_find(const char *name, size_t length) {

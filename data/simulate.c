@@ -481,7 +481,7 @@ static const mt_ops *mt_sim_ops(const mt_machine *machine) {
     mt_device_model.ops = (mt_ops){MT_OPERATIONS(MT_SIM_ENTRY) MT_FUSED_OPERATIONS(MT_SIM_ENTRY)};
 #undef MT_SIM_ENTRY
     mt_ops *ops = &mt_device_model.ops;
-    ops->name = "cuda", ops->on_device = true;
+    ops->name = "cuda", ops->on_device = ops->is_imagined = true;
     ops->limits.no_fp8 = machine->fp8_product_tflops == 0, ops->limits.no_mxfp8 = true;
     ops->linear_forward = mt_product_linear_forward, ops->linear_backward_input = mt_product_linear_backward_input;
     ops->linear_backward_weight = mt_product_linear_backward_weight;

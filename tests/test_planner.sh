@@ -425,6 +425,10 @@ refusals_name_the_reason() {
             $small --plan --gpus 8 --tensor-model-parallel-size 8 --pipeline-model-parallel-size 2 &&
         refused '--num-layers, 4, must be a multiple of 8 pipeline ranks' "$train" --bf16 $small --plan --gpus 8 \
             --pipeline-model-parallel-size 8 &&
+        refused 'no layout of 4 GPUs is legal: --sequence-parallel needs --tensor' "$train" --bf16 $small --plan \
+            --gpus 4 --sequence-parallel --tensor-model-parallel-size 1 &&
+        refused '--num-layers, 4, must be a multiple of 2 pipeline ranks times 3' "$train" --bf16 $small --plan \
+            --gpus 2 --num-virtual-stages-per-pipeline-rank 3 && [ "$(wc -l <"$work/err")" = 1 ] &&
         refused '--print-schedule exclude' "$train" $common $small --plan --gpus 2 --print-schedule &&
         refused '--print-schedule exclude' $base --gpus 2 --print-schedule &&
         refused 'no layout fits' "$train" --bf16 --hf-config data/configs/llama3-70b.json --seq-length 4096 \
@@ -456,20 +460,82 @@ plan() {
 
 eight="--hf-config data/configs/llama3-8b.json --num-layers 8 --seq-length 4096"
 
-# The best layouts are in order, and each printed line is a layout that train simulates with the same step.
+# lines_run GPU GPUS ARGUMENTS...: each printed line is a layout that train accepts and simulates with the same step.
+lines_run() {
+    sed -n 's/^[0-9]*\. //p' "$work/plan" >"$work/lines"
+    sed -n 's/^   step *\([0-9.]*\) ms.*/\1/p' "$work/plan" >"$work/steps"
+    [ -s "$work/lines" ] || { echo "no layout" && return 1; }
+    while read -r line && read -r step <&3; do
+        eval "simulate \"\$@\" $line" </dev/null && says "step  *$step ms" "$work/out" ||
+            { echo "$*: $line" && return 1; }
+    done <"$work/lines" 3<"$work/steps"
+}
+
+# The best layouts are in order, and their lines run.
 plan_prints_layouts_that_run() {
     # shellcheck disable=SC2086
     plan $eight --global-batch-size 16 --gpus 2 --gpu h200 || return 1
-    sed -n 's/^[0-9]*\. //p' "$work/plan" >"$work/lines"
-    sed -n 's/^   step *\([0-9.]*\) ms.*/\1/p' "$work/plan" >"$work/steps"
+    # shellcheck disable=SC2086
+    lines_run h200 2 $eight --global-batch-size 16 || return 1
     sort -g "$work/steps" | cmp -s - "$work/steps" || { echo "not in order" && return 1; }
-    [ "$(wc -l <"$work/lines")" = 10 ] || return 1
-    while read -r line && read -r step <&3; do
-        eval "set -- $line"
+    [ "$(wc -l <"$work/lines")" = 10 ]
+}
+
+gpt2='--num-layers 12 --hidden-size 768 --num-attention-heads 12 --vocab-size 50304 --seq-length 1024'
+
+# Micro-batches are all divisors of the batch: the whole batch of a GPU may be the fastest.
+every_micro_batch_is_listed() {
+    # shellcheck disable=SC2086
+    plan $gpt2 --gpus 1 --gpu h100 --global-batch-size 60 || return 1
+    for size in 1 2 3 4 5 6 10 12 15 20 30 60; do
         # shellcheck disable=SC2086
-        simulate h200 2 $eight --global-batch-size 16 "$@" </dev/null || return 1
-        says "step  *$step ms" "$work/out" || return 1
-    done <"$work/lines" 3<"$work/steps"
+        simulate h100 1 $gpt2 --global-batch-size 60 --micro-batch-size $size || return 1
+        echo "$size $(tokens)"
+    done | sort -rg -k 2 | head -n 10 | cut -d ' ' -f 1 >"$work/sizes"
+    sed -n 's/^[0-9]*\. .*--micro-batch-size \([0-9]*\).*/\1/p' "$work/plan" | cmp - "$work/sizes" &&
+        [ "$(head -n 1 "$work/sizes")" = 60 ] && says '^36 layouts: .* 0 not legal' "$work/plan"
+}
+
+# Options that need ranks of a kind choose layouts that have them; the lines run with these options.
+options_without_sizes_choose_layouts() {
+    base="$gpt2 --global-batch-size 32"
+    while read -r options; do
+        # shellcheck disable=SC2086
+        plan $base --gpus 4 --gpu h100 $options && lines_run h100 4 $base $options || return 1
+    done <<'END'
+--sequence-parallel
+--tp-comm-overlap
+--num-virtual-stages-per-pipeline-rank 3
+--num-layers-per-virtual-pipeline-stage 2
+--microbatch-group-size-per-virtual-pipeline-stage 8
+--pipeline-schedule zb-h1
+--pipeline-model-parallel-layout auto
+--decoder-first-pipeline-num-layers 2
+--account-for-loss-in-pipeline-split --num-layers 11
+--cp-comm-type a2a --context-parallel-size 2
+--window-size 256 --cp-comm-type all_gather
+--recompute-method uniform --recompute-num-layers 2
+END
+    # shellcheck disable=SC2086
+    plan $base --gpus 4 --gpu h100 --disable-bias-linear --num-experts 4 --moe-router-topk 2 \
+        --expert-tensor-parallel-size 2
+}
+
+# Models and numbers of GPUs that divide little: what the plan prints, train accepts.
+unusual_plans_run() {
+    while IFS='|' read -r gpus options; do
+        # shellcheck disable=SC2086
+        plan $options --gpus $gpus --gpu h100 && lines_run h100 $gpus $options || return 1
+    done <<'END'
+7|--num-layers 5 --hidden-size 448 --num-attention-heads 7 --vocab-size 1000 --seq-length 512 --global-batch-size 21
+13|--num-layers 13 --hidden-size 64 --num-attention-heads 2 --vocab-size 50 --seq-length 8 --global-batch-size 26
+4|--hf-config data/configs/llama3-8b.json --num-layers 7 --seq-length 4096 --window-size 1024 --global-batch-size 12
+4|--hf-config data/configs/llama3-8b.json --num-layers 6 --seq-length 4096 --mtp-num-layers 1 --global-batch-size 8
+4|--hf-config data/configs/llama3-70b.json --seq-length 2048 --global-batch-size 4 --lora-rank 8 --lora-target q_proj
+16|--hf-config data/configs/deepseek-v3.json --num-layers 5 --seq-length 4096 --global-batch-size 16
+4|--hf-config data/configs/qwen1.5-moe-a2.7b.json --num-layers 6 --seq-length 2048 --global-batch-size 12
+2|--hf-config data/configs/qwen3-0.6b.json --seq-length 2048 --global-batch-size 8 --fp8-format hybrid --sft
+END
 }
 
 # Sizes that are given are kept; layouts that do not fit are not printed.
@@ -534,6 +600,17 @@ a_large_plan_leaves_nothing_out() {
         || return 1
     sed -n 's/^[0-9]* layouts: [0-9]* simulated/  &/p; 4p' "$work/plan"
     ! grep 'left out' "$work/plan"
+}
+
+# The same with 128 experts in each layer, and tensor ranks that do not split them.
+a_large_plan_of_experts_leaves_nothing_out() {
+    plan --num-layers 64 --hidden-size 6144 --ffn-hidden-size 16384 --num-attention-heads 64 --swiglu \
+        --group-query-attention --num-query-groups 8 --normalization RMSNorm --position-embedding-type rope \
+        --disable-bias-linear --untie-embeddings-and-output-weights --vocab-size 128256 --seq-length 8192 \
+        --global-batch-size 1024 --num-experts 128 --moe-router-topk 4 --moe-ffn-hidden-size 2560 --gpus 1024 \
+        --gpu h100 --tensor-model-parallel-size 4 --context-parallel-size 1 --pipeline-model-parallel-size 2 || return 1
+    sed -n 's/^[0-9]* layouts: [0-9]* simulated/  &/p; 4p' "$work/plan"
+    says '^1\. .*--expert-tensor-parallel-size 1' "$work/plan" && ! grep 'left out' "$work/plan"
 }
 
 # The ten best of a search, which simulates few of its layouts, are the best of searches of single sizes, which simulate
@@ -620,11 +697,15 @@ check parts_add_up parts_add_up
 check operations_take_their_times operations_take_their_times
 check every_number_counts every_number_counts
 check plan_prints_layouts_that_run plan_prints_layouts_that_run
+check every_micro_batch_is_listed every_micro_batch_is_listed
+check options_without_sizes_choose_layouts options_without_sizes_choose_layouts
+check unusual_plans_run unusual_plans_run
 check plan_keeps_what_is_given plan_keeps_what_is_given
 check sizes_are_no_powers_of_two sizes_are_no_powers_of_two
 check groups_of_two_hosts_are_slow groups_of_two_hosts_are_slow
 check context_ranks_are_limited_by_their_tokens context_ranks_are_limited_by_their_tokens
 check a_large_plan_leaves_nothing_out a_large_plan_leaves_nothing_out
+check a_large_plan_of_experts_leaves_nothing_out a_large_plan_of_experts_leaves_nothing_out
 check slower_layouts_are_left_out slower_layouts_are_left_out
 check stages_are_balanced stages_are_balanced
 check stages_of_unequal_layers_are_balanced stages_of_unequal_layers_are_balanced
