@@ -281,7 +281,7 @@ test: all $(TEST_PROGRAMS) $(CRASH_SHIM) $(EXAMPLE_PROGRAMS) $(CUDA_EXAMPLES) $(
 bench: all $(BENCH_PROGRAMS)
 	@for program in $(filter-out %/bench_checkpoint %/bench_calibrate,$(BENCH_PROGRAMS)); do $$program || exit 1; done
 
-bench-gpu: all $(filter %/bench_cuda %/bench_cuda_attention,$(BENCH_PROGRAMS))
+bench-gpu: all $(filter %/bench_cuda %/bench_cuda_attention %/bench_decode,$(BENCH_PROGRAMS))
 	@MT_BIN='$(or $(BIN:%/=%),.)' tests/bench_gpu.sh $(B)/tests
 
 # With several GPUs and mpirun, also their links.

@@ -1,13 +1,14 @@
 #!/bin/sh
 # Measures the GPU backend at real shapes and ends with a short table: operations against the copy rate of the same run,
-# attention, and whole training steps on random tokens, beside the figures of other programs (tests/bench_gpu.txt). The
-# power and the clock of the GPU stand beside a row: at its power limit a GPU lowers its clock.
+# attention, decoding, and whole training steps on random tokens, beside the figures of other programs
+# (tests/bench_gpu.txt). The power and the clock of the GPU stand beside a row: at its power limit a GPU lowers its
+# clock.
 #
 #   usage: tests/bench_gpu.sh DIR [TABLE]      from the root of the project; `make bench-gpu` does so
 #
-# DIR holds bench_cuda and bench_cuda_attention and keeps the logs; MT_BIN is the folder of the program train. Takes
-# minutes, on one GPU and also on two and four where there are as many. Exits with 1 and the reason if no GPU answers or
-# a program fails. A figure below the wanted one is marked; it is not a failure.
+# DIR holds bench_cuda, bench_cuda_attention and bench_decode and keeps the logs; MT_BIN is the folder of the program
+# train. Takes minutes, on one GPU and also on two and four where there are as many. Exits with 1 and the reason if no
+# GPU answers or a program fails. A figure below the wanted one is marked; it is not a failure.
 set -u
 directory=$1 table=${2:-tests/bench_gpu.txt} bin=${MT_BIN:-.}
 failed=0
@@ -40,6 +41,14 @@ power_and_clock() {
         }' "$1"
 }
 
+# summarize ROW RATE POWER: adds a line to the summary.
+summarize() {
+    echo "$1" | awk -F ' *[|] *' -v rate="$2" -v power="$3" '{
+        note = rate == "failed" ? "" : rate < $2 ? "below the peer" : rate < $4 ? "below the goal" : ""
+        if (note && power) note = note ", "
+        printf "%-36s %14s %22s %10s  %s\n", $1, rate, $2 " " $3, $4, note power }' >>"$summary"
+}
+
 # train_row ROW NUMBER RANKS: runs a training case and adds its line to the summary.
 train_row() {
     name=$(echo "$1" | field 1) log=$directory/bench_gpu_train_$2 launch=''
@@ -60,10 +69,22 @@ train_row() {
     else
         tail -n 1 "$log.log"
     fi
-    echo "$1" | awk -F ' *[|] *' -v rate="$rate" -v power="$(power_and_clock "$log.power")" '{
-        note = rate == "failed" ? "" : rate < $2 ? "below the peer" : rate < $4 ? "below the goal" : ""
-        if (note && power) note = note ", "
-        printf "%-36s %14s %22s %10s  %s\n", $1, rate, $2 " " $3, $4, note power }' >>"$summary"
+    summarize "$1" "$rate" "$(power_and_clock "$log.power")"
+}
+
+# decode_row ROW NUMBER: the greatest rate of greedy decoding that bench_decode prints.
+decode_row() {
+    log=$directory/bench_gpu_decode_$2.log
+    echo "decode: $(echo "$1" | field 1)"
+    # shellcheck disable=SC2046
+    "$directory/bench_decode" $(echo "$1" | field 5) --device cuda --bf16 >"$log" 2>&1
+    status=$?
+    rate=$(sed -n 's/.*, greedy, .*: \([0-9.]*\) tokens\/s, .*/\1/p' "$log" | sort -g | tail -n 1)
+    if [ $status != 0 ] || [ -z "$rate" ]; then
+        tail -n 3 "$log"
+        failed=1 rate=failed
+    fi
+    summarize "$1" "$rate" ''
 }
 
 # Two lines for each attention shape of the table, with the best of the rungs in the log. Shapes are compared with
@@ -146,6 +167,11 @@ train_rows() {
     done <"$directory/bench_gpu.cases"
 }
 train_rows train 1
+rows decode >"$directory/bench_gpu.cases"
+while IFS= read -r row; do
+    number=$((number + 1))
+    decode_row "$row" $number </dev/null
+done <"$directory/bench_gpu.cases"
 gpus=$(nvidia-smi -L 2>/dev/null | grep -c '^GPU')
 # mpirun refuses to run as root, as containers do, unless it is allowed to.
 if [ "$(id -u)" = 0 ]; then export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1; fi

@@ -64,6 +64,12 @@ shape='T   4096 x 2   H  32/8   D 128/128'
 echo "attention mma    \$shape: forward   82.000 ms 3350.0 TFLOP/s, backward  280.000 ms 2450.0 TFLOP/s"
 echo "attention wgmma  \$shape: forward   48.200 ms 5705.0 TFLOP/s, backward  380.000 ms 1810.0 TFLOP/s"
 END
+program bench_decode <<'END'
+decode='decode 8 at once, 4 + 64 tokens'
+echo "$decode, greedy, 124M parameters, bf16, GPU with graphs: 2900.5 tokens/s, 0.3 ms per step; limit: 250 MB"
+echo "$decode, greedy, 124M parameters, bf16, GPU with one kernel: 5900.5 tokens/s, 0.3 ms per step; limit: 250 MB"
+echo "$decode, temperature 1, 124M parameters, bf16, GPU with one kernel: 9000.5 tokens/s, 0.3 ms per step; limit"
+END
 expect a_run_that_fails_is_named 1 'Llama 3 8B, 8 layers, 2 x 4096 *failed' 'error: no GPU' 'something failed'
 
 program train <<'END'
@@ -75,6 +81,8 @@ echo "12/12 100%"
 END
 expect the_last_half_counts_by_its_median 0 '2 x 4096 *36500 *34394 Megatron *41000  below the goal' \
     '8 micro-batches a step *36500 *39872 Megatron *44000  below the peer'
+expect decoding_is_the_best_greedy_rate 0 'GPT-2 124M, 1 text *5900.5 *6000  below the goal' \
+    'Llama 3 8B, 8 texts *5900.5 *1890 *$'
 expect the_best_implementation_counts 0 'T 4096 x 2 H 32/8 D 128 *5705 TFLOP/s *559 cuDNN' \
     'its backward *2450 TFLOP/s *392 cuDNN'
 # The rows as the program prints them: 2 x 32 heads of 128 channels over 4096 tokens in 1 ms are 275 TFLOP/s.
