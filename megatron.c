@@ -11525,8 +11525,8 @@ static mt_micro_batch *mt_decode_output(mt_model *m) {
     return mt_micro_batch_find(m, m->num_chunks - 1, -1);
 }
 
-/* Computes `rows` rows of logits from the host's block: the operations of a decode graph. */
-static void mt_decode_pass(mt_model *m, int64_t rows) {
+/* Computes `rows` rows of logits from the host's block: the operations of a decode graph. A step has all rows. */
+static void mt_decode_pass(mt_model *m, int64_t rows, bool is_step) {
     mt_pass p;
     for (int64_t chunk = 0; chunk < m->num_chunks; chunk++) {
         mt_micro_batch *mb = mt_micro_batch_find(m, chunk, -1);
@@ -11538,10 +11538,12 @@ static void mt_decode_pass(mt_model *m, int64_t rows) {
         mt_stage_forward(m, &p);
     }
     if (rows == 0 || !m->has_loss) return; // part of a prompt, or the logits are on another rank
-    m->ops->gather_rows(m->scratch.block_out, p.mb->outputs[0].hidden, p.batch->logit_rows, rows, m->C, m->C, m->C,
-                        m->dtype, m->stream);
+    void *hidden = p.mb->outputs[0].hidden;
+    if (!is_step)
+        m->ops->gather_rows(m->scratch.block_out, hidden, p.batch->logit_rows, rows, m->C, m->C, m->C, m->dtype,
+                            m->stream);
     p.T = p.tp.T = p.rows = p.tp.rows = rows;
-    mt_output_forward(m, &p, m->scratch.block_out);
+    mt_output_forward(m, &p, is_step ? hidden : m->scratch.block_out);
 }
 
 /* True if forwards of one data-parallel replica do not wait for another replica. */
@@ -11550,15 +11552,15 @@ static bool mt_forward_is_own(const mt_model *m) {
     return !gathers && (m->experts->num_layers == 0 || m->grid->expert_exchange.size == 1);
 }
 
-/* True for a decode step: one token per sequence, on a rank that needs no other. Steps with equal numbers of sequences
- * run the same operations on the same memory, so a graph can replay them. Ungrouped experts cannot: the host waits for
- * their loads. */
-static bool mt_decode_is_step(const mt_model *m, const mt_batch *batch, int64_t num_rows) {
+/* True for a decode step: one token per sequence and its logits, on a rank that needs no other. Steps with equal
+ * numbers of sequences run the same operations on the same memory, so a graph can replay them. Ungrouped experts
+ * cannot: the host waits for their loads. */
+static bool mt_decode_is_step(const mt_model *m, const mt_batch *batch, const int32_t *rows, int64_t num_rows) {
     if (m->grid->tensor.size > 1 || m->grid->pipeline.size > 1 || !mt_forward_is_own(m)) return false;
     if (batch->num_spans != batch->num_tokens || num_rows != batch->num_tokens) return false;
     if (m->experts->num_layers > 0 && !m->experts->grouped) return false;
     for (int64_t i = 0; i < batch->num_tokens; i++)
-        if (batch->spans[i].q_len != 1) return false;
+        if (batch->spans[i].q_len != 1 || rows[i] != i) return false;
     return true;
 }
 
@@ -11569,10 +11571,10 @@ static void mt_decode_enqueue(mt_model *m, const mt_batch *batch, const int32_t 
                               int64_t num_rows) {
     int64_t T = batch->num_tokens;
     mt_decode_prepare(m, batch, cache_rows, rows, num_rows);
-    bool is_step = m->ops->graph_begin && !m->tp.adapters_off && mt_decode_is_step(m, batch, num_rows);
+    bool is_step = m->ops->graph_begin && !m->tp.adapters_off && mt_decode_is_step(m, batch, rows, num_rows);
     mt_decode_graph *step = is_step ? &m->decode_graphs[T] : NULL;
     if (!is_step || !step->has_run) {
-        mt_decode_pass(m, num_rows);
+        mt_decode_pass(m, num_rows, is_step);
         if (!is_step) return;
         step->has_run = true;
     }
@@ -11580,7 +11582,7 @@ static void mt_decode_enqueue(mt_model *m, const mt_batch *batch, const int32_t 
     if (!step->graph) {
         memcpy(mt_decode_output(m)->host_spans, m->step_spans, (size_t)T * sizeof(mt_span));
         m->ops->graph_begin(m->stream);
-        mt_decode_pass(m, num_rows);
+        mt_decode_pass(m, num_rows, true);
         step->graph = m->ops->graph_end(m->stream);
     }
     m->ops->graph_launch(step->graph, m->stream);
@@ -11599,7 +11601,7 @@ void mt_model_decode_sample(mt_model *m, const mt_batch *batch, const int32_t *c
     int64_t ranks = m->grid->tensor.size, bytes = num_rows * (int64_t)sizeof *sampled;
     void *logits = mt_decode_output(m)->outputs[0].logits, *whole = ranks > 1 ? m->whole_logits : logits;
     MT_CHECK(ranks == 1 || num_rows <= m->plan.cache_sequences);
-    m->ops->memory_copy(m->uniforms, uniforms, num_rows * 8, m->stream);
+    if (sampling->temperature > 0) m->ops->memory_copy(m->uniforms, uniforms, num_rows * 8, m->stream);
     mt_decode_enqueue(m, batch, cache_rows, rows, num_rows);
     if (m->has_loss && num_rows > 0) {
         if (ranks > 1) mt_logits_gather(m, whole, logits, num_rows);

@@ -15,11 +15,7 @@
  * use, several KiB ahead and beyond the end of a phase; so memory stays busy during a barrier. A block reads results of
  * other blocks with __ldcg, past L1. All sums have a fixed order. */
 #include "activation.cuh"
-#include "decode.h"
-
-#include <cuda/atomic>
-
-typedef __nv_bfloat16 bf16;
+#include "decode.cuh"
 
 enum {
     WARPS = MT_DECODE_WARPS,
@@ -27,7 +23,6 @@ enum {
     LOADERS = MT_DECODE_LOADERS, // warps with weights
     COUNTING = 32 * LOADERS,     // thread of the grid's barrier
     NO_UNIT = 1 << 29,
-    P = 8, // elements of 16 bytes
     CHUNK = 32 * P,
     HEADS = MT_DECODE_HEADS,
     NORM_PACKS = MT_DECODE_WIDTH / (P * THREADS),
@@ -36,8 +31,6 @@ enum {
     CACHED_PAGES = 64,
     MERGED_BYTES = 32768 // that each block reads for itself at most
 };
-
-static constexpr uint32_t turn = 1u << 31; // bit of the barrier's counter that changes when all blocks have arrived
 
 /* The keys [first, end) that the query of a span sees, in `used` splits of `keys` keys. The query's own is the last. */
 struct key_cut {
@@ -68,37 +61,6 @@ __device__ static inline mt_pack<float, P> load_shared_row(const bf16 *from) {
     memcpy(&pack, &word, sizeof pack);
     return mt_to_float(pack);
 }
-
-__device__ static inline float rounded(float x) {
-    return mt_to_float(mt_from_float<bf16>(x));
-}
-
-/* ---- the grid's barrier ------------------------------------------------------------------------------------------ */
-
-/* A counter whose lower bits return to 0 with every turn, so it serves any number of launches. Between arrive and wait
- * a block may do what does not depend on others. The thread that counts is in the warp without weights: the fence
- * before its arrival could wait for copies on their way. */
-struct grid_barrier {
-    cuda::atomic_ref<uint32_t, cuda::thread_scope_device> arrived;
-    uint32_t last; // of the counting thread: the state of the bit before the present turn
-
-    __device__ explicit grid_barrier(uint32_t *counter) : arrived(*counter), last(0) {
-        if (threadIdx.x == COUNTING)
-            last = arrived.load(cuda::memory_order_relaxed) & turn; // cannot turn without this block
-    }
-    __device__ void arrive(void) {
-        __syncthreads();
-        if (threadIdx.x == COUNTING)
-            arrived.fetch_add(blockIdx.x == 0 ? turn - (gridDim.x - 1) : 1, cuda::memory_order_release);
-    }
-    __device__ void wait(void) {
-        if (threadIdx.x == COUNTING)
-            while ((arrived.load(cuda::memory_order_acquire) & turn) == last)
-                ;
-        last ^= turn;
-        __syncthreads();
-    }
-};
 
 /* ---- weights and products ---------------------------------------------------------------------------------------- */
 
@@ -416,32 +378,10 @@ struct attention_memory {
     }
 };
 
-/* A warp's head of q or k, normalised, rotated and rounded; `x` is scratch [D]. Returns this lane's 8 channels. */
-__device__ static inline mt_pack<bf16, P> prepare_head(const mt_decode_task &task, float *x, const bf16 *from,
-                                                       const bf16 *norm, const float *rotation) {
-    int lane = threadIdx.x % 32, D = task.D, half = (int)task.rotation.R / 2;
-    mt_pack<float, P> pack = {};
-    if (lane < D / P) pack = load_shared_row(from + lane * P);
-    if (norm) {
-        float squares = 0;
-        for (int e = 0; e < P; e++) squares += pack.value[e] * pack.value[e];
-        float rstd = rsqrtf(mt_warp_sum(squares) / D + task.qk_eps);
-        mt_pack<float, P> w = mt_to_float(mt_load<P>(norm + lane * P, lane < D / P));
-        for (int e = 0; e < P; e++) pack.value[e] *= rstd * w.value[e];
-    }
-    if (half > 0) {
-        for (int e = 0; e < P && lane < D / P; e++) x[lane * P + e] = pack.value[e];
-        __syncwarp();
-        for (int i = lane; i < half; i += 32) {
-            int low = task.rotation.interleaved ? 2 * i : i, high = low + (task.rotation.interleaved ? 1 : half);
-            float a = x[low], b = x[high], c = rotation[i], s = rotation[half + i];
-            x[low] = a * c - b * s, x[high] = b * c + a * s;
-        }
-        __syncwarp();
-        for (int e = 0; e < P && lane < D / P; e++) pack.value[e] = x[lane * P + e];
-        __syncwarp();
-    }
-    return mt_from_float<bf16>(pack);
+/* This lane's 8 channels of a head. */
+__device__ static inline mt_pack<float, P> own_channels(const bf16 *head, int D) {
+    int lane = threadIdx.x % 32;
+    return lane < D / P ? load_shared_row(head + lane * P) : mt_pack<float, P>{};
 }
 
 /* q of the block's heads to shared memory, multiplied by the scale and log2 e; if its keys end with the new one, the
@@ -454,7 +394,7 @@ __device__ static inline void prepare_heads(const mt_decode_task &task, const bl
     float *scratch = m.values + warp * D;
     if (warp < work.heads) {
         mt_pack<float, P> q =
-            mt_to_float(prepare_head(task, scratch, qkv + (work.head + warp) * D, l.q_norm, rotation));
+            mt_to_float(prepare_head(task, own_channels(qkv + (work.head + warp) * D, D), scratch, l.q_norm, rotation));
         for (int e = 0; e < P && lane < D / P; e++)
             m.q[warp * D + lane * P + e] = q.value[e] * task.scale * 1.44269504f;
     }
@@ -464,58 +404,14 @@ __device__ static inline void prepare_heads(const mt_decode_task &task, const bl
         bf16 *to = (is_v ? l.v_cache : l.k_cache) + ((int64_t)work.cache_row * task.G + work.group) * D;
         mt_pack<bf16, P> pack;
         if (is_v)
-            pack = mt_from_float<bf16>(lane < D / P ? load_shared_row(from + lane * P) : mt_pack<float, P>{});
+            pack = mt_from_float<bf16>(own_channels(from, D));
         else
-            pack = prepare_head(task, scratch, from, l.k_norm, rotation);
+            pack = prepare_head(task, own_channels(from, D), scratch, l.k_norm, rotation);
         if (lane < D / P) (is_v ? m.new_v : m.new_k)[lane] = pack;
         if (lane < D / P && work.stores) mt_store(to + lane * P, pack);
     }
     __syncthreads();
 }
-
-/* 2^(x - base); a maximum over no keys is -inf. */
-__device__ static inline float weight_of(float x, float base) {
-    return x == -INFINITY ? 0 : mt_exp2(x - base);
-}
-
-/* The softmax over some keys for M heads: this lane's 8 channels. */
-template <int M> struct head_sums {
-    float max[M], sum[M], values[M][P];
-
-    /* Adds U keys, given their scores (-inf: none). */
-    template <int U> __device__ void add(const float (&scores)[U][M], const mt_pack<bf16, P> (&v)[U]) {
-        float weights[U][M];
-#pragma unroll
-        for (int m = 0; m < M; m++) {
-            float top = max[m];
-            for (int u = 0; u < U; u++) top = fmaxf(top, scores[u][m]);
-            float shrink = weight_of(max[m], top);
-            max[m] = top, sum[m] *= shrink;
-            for (int e = 0; e < P; e++) values[m][e] *= shrink;
-            for (int u = 0; u < U; u++) weights[u][m] = weight_of(scores[u][m], top), sum[m] += weights[u][m];
-        }
-#pragma unroll
-        for (int u = 0; u < U; u++) {
-            mt_pack<float, P> value = mt_to_float(v[u]);
-            for (int m = 0; m < M; m++)
-                for (int e = 0; e < P; e++) values[m][e] += weights[u][m] * value.value[e];
-        }
-    }
-
-    /* Merges the sums of this lane and of lane ^ bit. */
-    __device__ void join(int bit) {
-#pragma unroll
-        for (int m = 0; m < M; m++) {
-            float top = fmaxf(max[m], __shfl_xor_sync(0xffffffff, max[m], bit)), weight = weight_of(max[m], top);
-            max[m] = top, sum[m] *= weight;
-            sum[m] += __shfl_xor_sync(0xffffffff, sum[m], bit);
-            for (int e = 0; e < P; e++) {
-                values[m][e] *= weight;
-                values[m][e] += __shfl_xor_sync(0xffffffff, values[m][e], bit);
-            }
-        }
-    }
-};
 
 /* The partial softmax of a block's work. W lanes share a key. Reads each key and value once. */
 template <int W, int M>
@@ -689,7 +585,7 @@ __global__ void __launch_bounds__(THREADS, 1) decode_step(const __grid_constant_
     extern __shared__ uint4 shared[];
     __shared__ block_tables tables;
     const block_memory memory = open_memory(task, shared, &tables);
-    grid_barrier barrier(task.arrived);
+    grid_barrier<COUNTING> barrier(task.arrived);
     weight_ring<slots_for<rows>> ring(task, memory);
     key_work work(task, memory, blockIdx.x);
     cache_pages(task, memory, work);

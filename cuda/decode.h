@@ -37,6 +37,7 @@ enum {
     MT_DECODE_LOADERS = MT_DECODE_WARPS - 1,        // warps with weights
     MT_DECODE_WIDTH = 2 * 8 * 32 * MT_DECODE_WARPS, // maximum of C: a thread keeps two packs of a row
     MT_DECODE_CHANNELS = 256,                       // maximum of a head
+    MT_DECODE_MAP_BYTES = 128,                      // of a tensor map
     MT_DECODE_HEADS = 4,                            // heads of a group that a block attends for
     MT_DECODE_SPLITS = 64                           // parts of a sequence's keys, at most
 };
@@ -60,6 +61,7 @@ struct mt_decode_product {
 struct mt_decode_task {
     const mt_decode_layer *layers; // [num_layers]
     uint32_t *arrived;             // counter of the grid's barrier, 0 at first
+    const void *maps;              // [num_layers, products] tensor maps, for decode_cluster.cu
     int num_layers, T, C, H, G, D, F, splits;
     int ring_bytes, layer_bytes; // of shared memory
     bool layernorm;
@@ -80,6 +82,10 @@ typedef void mt_decode_kernel(const mt_decode_task);
 
 /* The kernel for T rows and the slots of its ring of weights: 1 KiB of shared memory per slot and warp. */
 mt_decode_kernel *mt_decode_kernel_of(int64_t T, int *slots);
+
+/* Enqueues the kernel of decode_cluster.cu. Sets `sums`, and on the host what `maps` of the task must hold before the
+ * kernel runs. False: it does not serve this model or GPU. */
+bool mt_decode_launch_clusters(mt_decode_task *task, const mt_decode_layer *layers, void *maps, mt_stream *stream);
 
 /* A recording begins before the capture of a stream and ends after it, when it returns memory that the graph needs
  * while it lives, or NULL. */

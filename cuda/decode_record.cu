@@ -58,13 +58,16 @@ struct mt_decode_record {
     std::vector<mt_decode_layer> layers;
     size_t whole_operations = 0, whole_layers = 0; // up to the last layer without a norm after it
     mt_decode_task task = {};
-    char *memory = NULL;   // of the device: the barrier's counter, then layers
+    char *memory = NULL; // of the device: the barrier's counter, then layers, then tensor maps
+    std::vector<char> maps;
     bool launched = false; // the graph has the kernel
 };
 
 static bool fuses = true;
 static int64_t num_fused;
-static constexpr int64_t counter_bytes = 256;
+static constexpr int64_t counter_bytes = 256, map_bytes = MT_DECODE_PRODUCTS * MT_DECODE_MAP_BYTES; // of a layer
+static constexpr int64_t maps_begin = counter_bytes + MT_DECODE_LAYERS * (int64_t)sizeof(mt_decode_layer);
+static_assert(maps_begin % MT_DECODE_MAP_BYTES == 0, "tensor maps are aligned");
 
 extern "C" void mt_cuda_decode_fuse(bool on) {
     fuses = on;
@@ -217,10 +220,17 @@ static bool launch(mt_decode_record *r, mt_stream *stream) {
     mt_decode_kernel *kernel = mt_decode_kernel_of(t->T, &slots);
     int64_t per_group = t->H / t->G, tiles = mt_divide_up(per_group, MT_DECODE_HEADS);
     t->num_layers = (int)r->whole_layers;
+    t->arrived = (uint32_t *)r->memory;
+    t->layers = (const mt_decode_layer *)(r->memory + counter_bytes), t->maps = r->memory + maps_begin;
     t->ring_bytes = slots * MT_DECODE_LOADERS * 1024;
     t->layer_bytes = (int)mt_divide_up(t->num_layers * (int64_t)sizeof(mt_decode_layer), 16) * 16;
     int64_t shared = t->ring_bytes + t->layer_bytes + phase_bytes(t), splits = blocks / (t->T * t->G * tiles);
     t->splits = (int)(splits < 1 ? 1 : splits < MT_DECODE_SPLITS ? splits : MT_DECODE_SPLITS);
+    r->maps.assign(r->whole_layers * map_bytes, 0);
+    if (mt_decode_launch_clusters(t, r->layers.data(), r->maps.data(), stream)) {
+        num_fused++;
+        return r->launched = true;
+    }
     for (mt_decode_product &p : t->products) p.team_bits = team_bits(&p, blocks);
     int64_t parts = (int64_t)t->T * t->H * t->splits;
     cudaFuncAttributes attributes;
@@ -234,8 +244,6 @@ static bool launch(mt_decode_record *r, mt_stream *stream) {
     if (resident < 1) return false;
     t->sums = (float *)mt_cuda_workspace(stream, parts * (t->D + 2) * 4);
     t->maxima = (float2 *)(t->sums + parts * t->D);
-    t->arrived = (uint32_t *)r->memory;
-    t->layers = (const mt_decode_layer *)(r->memory + counter_bytes);
     cudaLaunchAttribute cooperative;
     cudaLaunchConfig_t config = {};
     cooperative.id = cudaLaunchAttributeCooperative, cooperative.val.cooperative = 1;
@@ -251,7 +259,7 @@ static bool launch(mt_decode_record *r, mt_stream *stream) {
 void mt_decode_begin(mt_stream *stream) {
     if (!fuses || !stream->workspace) return;
     mt_decode_record *r = stream->record = new mt_decode_record;
-    int64_t bytes = counter_bytes + MT_DECODE_LAYERS * (int64_t)sizeof(mt_decode_layer);
+    int64_t bytes = maps_begin + MT_DECODE_LAYERS * map_bytes;
     MT_CUDA(cudaMalloc((void **)&r->memory, (size_t)bytes));
     MT_CUDA(cudaMemsetAsync(r->memory, 0, (size_t)bytes, stream->stream));
 }
@@ -269,9 +277,12 @@ void *mt_decode_end(mt_stream *stream) {
     mt_decode_record *r = stream->record;
     if (!r) return NULL;
     MT_CHECK(r->operations.empty()); // the table flushed them before graph_end
-    if (r->launched)
+    if (r->launched) {
         MT_CUDA(cudaMemcpyAsync(r->memory + counter_bytes, r->layers.data(), r->layers.size() * sizeof(mt_decode_layer),
                                 cudaMemcpyHostToDevice, stream->stream));
+        MT_CUDA(cudaMemcpyAsync(r->memory + maps_begin, r->maps.data(), r->maps.size(), cudaMemcpyHostToDevice,
+                                stream->stream));
+    }
     void *memory = r->memory;
     stream->record = NULL;
     delete r;
