@@ -326,7 +326,7 @@ static const mt_limits cuda_limits = {false,
 #endif
                                       false,
                                       true};
-static mt_ops cuda_ops = {"cuda", true, cuda_limits,
+static mt_ops cuda_ops = {"cuda", true, false, cuda_limits,
 #define MT_CUDA_ENTRY(name, ...) named<mt_##name##_fn, mt_cuda_##name, name_of_##name>::call,
                           MT_ALL_OPERATIONS(MT_CUDA_ENTRY)
 #undef MT_CUDA_ENTRY

@@ -736,11 +736,11 @@ static void one_kernel_serves_dense_models_and_no_others(void **state) {
 enum { PAGED_STEPS = 24, PAGE = 16, PAGED_CONTEXT = 640 };
 
 /* A model of a shape in data/configs with random weights, and texts with prompts of these lengths; the last text ends
- * after half of the steps. hidden, heads, groups: NULL, or other sizes than the shape's. */
+ * after half of the steps. sizes: NULL, or other numbers than the shape's of channels, heads and groups. */
 typedef struct paged_case {
     char *config, *layers;
     int64_t texts, prompts[5];
-    char *hidden, *heads, *groups;
+    char *sizes[3];
 } paged_case;
 
 /* One pass over a cache in pages, whose table is in reverse order: counts[s] new tokens of each of n texts. */
@@ -797,21 +797,22 @@ static float *paged_logits(const mt_options *options, const paged_case *c, int64
 static void one_kernel_is_near_separate_kernels_over_pages(void **state) {
     (void)state;
     if (!gpu) skip();
-    static const paged_case cases[] = {{"data/configs/gpt2-124m.json", "3", 1, {1}},
-                                       {"data/configs/gpt2-124m.json", "2", 1, {600}},
-                                       {"data/configs/gpt2-124m.json", "2", 1, {110}}, // one and several parts of keys
-                                       {"data/configs/gpt2-355m.json", "2", 1, {30}},
-                                       {"data/configs/llama2c-110m.json", "3", 1, {500}},
-                                       {"data/configs/llama2c-110m.json", "2", 1, {9}, "768", "12", "4"},
-                                       {"data/configs/qwen3-0.6b.json", "2", 1, {50}, "512", "8", "4"},
-                                       {"data/configs/qwen3-0.6b.json", "2", 1, {70}, "704", "12", "2"},
-                                       {"data/configs/gpt2-124m.json", "2", 4, {15, 100, 16, 300}},
-                                       {"data/configs/gpt2-124m.json", "2", 5, {15, 100, 16, 300, 3}},
-                                       {"data/configs/tiny-llama.json", "6", 2, {63, 64}},
-                                       {"data/configs/qwen3-0.6b.json", "2", 3, {127, 1, 250}},
-                                       {"data/configs/llama3-8b.json", "2", 1, {70}},
-                                       {"data/configs/llama3-8b.json", "2", 2, {40, 500}},
-                                       {"data/configs/llama3-8b.json", "2", 4, {31, 9, 200, 300}}};
+    static const paged_case cases[] = {
+        {"data/configs/gpt2-124m.json", "3", 1, {1}, {NULL}},
+        {"data/configs/gpt2-124m.json", "2", 1, {600}, {NULL}},
+        {"data/configs/gpt2-124m.json", "2", 1, {110}, {NULL}}, // one and several parts of keys
+        {"data/configs/gpt2-355m.json", "2", 1, {30}, {NULL}},
+        {"data/configs/llama2c-110m.json", "3", 1, {500}, {NULL}},
+        {"data/configs/llama2c-110m.json", "2", 1, {9}, {"768", "12", "4"}},
+        {"data/configs/qwen3-0.6b.json", "2", 1, {50}, {"512", "8", "4"}},
+        {"data/configs/qwen3-0.6b.json", "2", 1, {70}, {"704", "12", "2"}},
+        {"data/configs/gpt2-124m.json", "2", 4, {15, 100, 16, 300}, {NULL}},
+        {"data/configs/gpt2-124m.json", "2", 5, {15, 100, 16, 300, 3}, {NULL}},
+        {"data/configs/tiny-llama.json", "6", 2, {63, 64}, {NULL}},
+        {"data/configs/qwen3-0.6b.json", "2", 3, {127, 1, 250}, {NULL}},
+        {"data/configs/llama3-8b.json", "2", 1, {70}, {NULL}},
+        {"data/configs/llama3-8b.json", "2", 2, {40, 500}, {NULL}},
+        {"data/configs/llama3-8b.json", "2", 4, {31, 9, 200, 300}, {NULL}}};
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
         const paged_case *c = &cases[i];
         char *arguments[25] = {
@@ -819,13 +820,13 @@ static void one_kernel_is_near_separate_kernels_over_pages(void **state) {
             "--mock-data", "--train-iters",       "1",       "--lr",         "1e-3",    "--micro-batch-size",
             "1",           "--global-batch-size", "1",       "--seq-length", "64",      "--vocab-size",
             "1024"};
-        char *sizes[] = {"--hidden-size",      c->hidden, "--num-attention-heads", c->heads,
-                         "--num-query-groups", c->groups};
-        if (c->hidden) memcpy(arguments + 19, sizes, sizeof sizes);
+        char *sizes[] = {"--hidden-size", c->sizes[0],          "--num-attention-heads",
+                         c->sizes[1],     "--num-query-groups", c->sizes[2]};
+        if (c->sizes[0]) memcpy(arguments + 19, sizes, sizeof sizes);
         mt_options options;
         mt_error error = {{0}};
         int64_t count, before = mt_cuda_decode_fused();
-        if (mt_options_parse(&options, MT_PROGRAM_TRAIN, c->hidden ? 25 : 19, arguments, &error) != 0 ||
+        if (mt_options_parse(&options, MT_PROGRAM_TRAIN, c->sizes[0] ? 25 : 19, arguments, &error) != 0 ||
             mt_options_finish(&options, MT_PROGRAM_TRAIN, 1, &error) != 0)
             fail_msg("%s", error.text);
         float *fused = paged_logits(&options, c, &count), *again = paged_logits(&options, c, &count);
