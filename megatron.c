@@ -6230,9 +6230,10 @@ static void mt_mlp_backward(mt_model *m, const mt_pass *p, mt_layer *w, mt_activ
  * dispatchers: the dispatch preprocess plans the destinations, its exchange sends the rows, its postprocess sorts them
  * by expert; the combine runs the same three phases in reverse order. The alltoall dispatcher sends each row to the
  * ranks that hold its expert. The allgather dispatcher sends all tokens to all ranks, and each rank selects the rows of
- * its own experts. A group of one rank exchanges nothing. Invariants: routing is in fp32; the expert's activation is
- * scaled by the row's probability, so the backward needs no expert output (--no-moe-permute-fusion and experts with
- * biases scale the output instead, and save it); the results of a token are summed in one fixed order. */
+ * its own experts; flex is the same by copies into other ranks' memory, overlapped with computation. A group of one
+ * rank exchanges nothing. Invariants: routing is in fp32; the expert's activation is scaled by the row's probability,
+ * so the backward needs no expert output (--no-moe-permute-fusion and experts with biases scale the output instead, and
+ * save it); the results of a token are summed in one fixed order. */
 
 /* M rows for the experts of this rank, sorted by expert, and their intermediate results. */
 typedef struct mt_expert_rows {
@@ -6280,24 +6281,24 @@ typedef struct mt_experts {
     int64_t sequences;        // S, sequences with an auxiliary loss of their own
     const mt_group *group;    // ranks that exchange tokens
     mt_stream *comm;          // stream of the exchange
-    bool uses_allgather;      // --moe-token-dispatcher-type allgather
+    bool uses_allgather;      // --moe-token-dispatcher-type allgather or flex
     bool exchanges;           // rows with other ranks, one by one: the alltoall dispatcher
     bool has_capacity, pads_to_capacity, grouped, permute_fusion, has_aux_loss, global_aux_loss;
-    bool scales_output;                  // by the probabilities; else they scale the activation
-    bool sinkhorn;                       // training routes by Sinkhorn's iteration
-    mt_expert_rows rows;                 // gradients, and rows before they are sent
-    mt_expert_rows dispatched;           // exchanged rows, sorted by source rank
-    void *gathered;                      // [N, C], allgather dispatcher
-    void *scattered;                     // [R, C]
-    float *sums;                         // [N, C], without permute fusion
-    float *dprobs, *dlogits;             // [N, k]; [R, E]
-    void *dlogits_rounded;               // [R, E] in the model's type
-    void *router_dx;                     // [R, C]
-    float *dgates;                       // [T]
-    int32_t *gate_experts;               // [R] zeros: the gate is a router with a single expert
-    int32_t *discarded;                  // discarded counts of non-finite tokens: the layer's router counts them
-    int32_t *all_offsets;                // [size, num_destinations + 1] offsets of all ranks
-    int32_t *counts;                     // [size, E/ep] received rows by source rank and expert
+    bool scales_output;          // by the probabilities; else they scale the activation
+    bool sinkhorn;               // training routes by Sinkhorn's iteration
+    mt_expert_rows rows;         // gradients, and rows before they are sent
+    mt_expert_rows dispatched;   // exchanged rows, sorted by source rank
+    mt_tensor_parallel exchange; // allgather dispatcher: rows of all ranks, `gathered` and `partial` are one [N, C]
+    void *scattered;             // [R, C]
+    float *sums;                 // [N, C], without permute fusion
+    float *dprobs, *dlogits;     // [N, k]; [R, E]
+    void *dlogits_rounded;       // [R, E] in the model's type
+    void *router_dx;             // [R, C]
+    float *dgates;               // [T]
+    int32_t *gate_experts;       // [R] zeros: the gate is a router with a single expert
+    int32_t *discarded;          // discarded counts of non-finite tokens: the layer's router counts them
+    int32_t *all_offsets;        // [size, num_destinations + 1] offsets of all ranks
+    int32_t *counts;             // [size, E/ep] received rows by source rank and expert
     int32_t *host_offsets, *host_counts; // the same on the host
     int32_t *no_choices;                 // allgather dispatcher: [R, k] of -1, on the host
     int64_t *out_counts, *in_counts;     // [size] elements received and sent, on the host
@@ -6422,7 +6423,7 @@ static void mt_expert_rows_allocate(const mt_model *m, mt_expert_rows *rows, mt_
 
 /* Expected number of received rows: an even share and 25% more. */
 static int64_t mt_expert_rows_expected(const mt_model *m) {
-    return m->experts->num_choices * 5 / 4;
+    return m->experts->num_choices * 5 / 4 / (m->experts->uses_allgather ? m->experts->group->size : 1);
 }
 
 /* Grows `rows` to room for plan.M rows and 1/8 more; this happens in the first steps. The memory is freed and allocated
@@ -6736,21 +6737,24 @@ static void mt_gather_weights(const mt_model *m, const mt_pass *p, float *to, co
     m->ops->gather_rows(to, from, rows, count, 1, 1, 1, MT_F32, p->stream);
 }
 
+/* Dispatch of the allgather dispatcher, before its preprocess: starts to gather x[R, C] of all ranks on the stream
+ * `comm`, beside the router. */
+static void mt_dispatch_gather(mt_model *m, const mt_pass *p, const void *x) {
+    const mt_experts *e = m->experts;
+    if (!e->uses_allgather) return;
+    mt_wait_stream(m, e->comm, p->stream);
+    mt_gather_overlapped(&e->exchange, x, m->C);
+}
+
 /* Dispatch, exchange: starts to send rows of x[R, C], and their weights if `probs` is not NULL, on the stream `comm`.
  * The caller's next work on its own stream overlaps it. */
 static void mt_dispatch_exchange(mt_model *m, const mt_pass *p, const mt_routing *r, const void *x,
                                  const float *probs) {
     mt_experts *e = m->experts;
-    if (e->group->size == 1) return;
-    if (!e->uses_allgather) {
-        mt_gather_rows(m, p, e->rows.input, x, r->token, r->num_choices);
-        if (probs) mt_gather_weights(m, p, e->rows.weights, probs, r->choice, r->num_choices);
-    }
+    if (!e->exchanges) return;
+    mt_gather_rows(m, p, e->rows.input, x, r->token, r->num_choices);
+    if (probs) mt_gather_weights(m, p, e->rows.weights, probs, r->choice, r->num_choices);
     mt_wait_stream(m, e->comm, p->stream);
-    if (e->uses_allgather) {
-        m->ops->all_gather(e->gathered, x, mt_dispatched_rows(m, p) * m->C, m->dtype, e->group, e->comm);
-        return;
-    }
     mt_exchange_rows(m, r, e->dispatched.input, e->rows.input, m->C, m->dtype, false);
     if (probs) mt_exchange_rows(m, r, e->dispatched.weights, e->rows.weights, 1, MT_F32, false);
 }
@@ -6761,7 +6765,7 @@ static void mt_dispatch_postprocess(mt_model *m, const mt_pass *p, const mt_rout
     mt_experts *e = m->experts;
     mt_quantize_args a = mt_fp8_args(&p->tp, reader, kind, rows, r->num_rows, NULL);
     if (e->group->size > 1) mt_wait_stream(m, p->stream, e->comm);
-    if (e->uses_allgather) x = e->gathered;
+    if (e->uses_allgather) x = e->exchange.gathered;
     if (e->exchanges) x = e->dispatched.input, probs = probs ? e->dispatched.weights : NULL;
     a.x = x, a.position = e->exchanges ? r->rows.from_expert : r->position;
     a.copies = e->exchanges ? 1 : e->router.topk * (e->uses_allgather ? 1 : m->grid->expert_tensor.size);
@@ -6779,24 +6783,15 @@ static void *mt_expert_output(const mt_model *m) {
     return m->experts->exchanges ? m->experts->dispatched.input : m->experts->rows.input;
 }
 
-/* Combine, preprocess and exchange: starts to send the results back. */
-static void mt_combine_exchange(mt_model *m, const mt_pass *p, const mt_routing *r) {
-    mt_experts *e = m->experts;
-    if (!e->exchanges) return;
-    mt_gather_rows(m, p, e->rows.input, e->dispatched.input, r->rows.from_expert, r->num_rows);
-    mt_wait_stream(m, e->comm, p->stream);
-    mt_exchange_rows(m, r, e->dispatched.input, e->rows.input, m->C, m->dtype, true);
-}
-
-/* out[N, C] = base + sum of each token's results. Fused: one gather per token. Unfused: rows are added to zeros, in a
- * fixed order. */
+/* out[N, C] = base + sum of the results of each of the tokens [first, first + N). Fused: one gather per token. Unfused:
+ * rows of all tokens are added to zeros, in a fixed order. */
 static void mt_combine_results(mt_model *m, const mt_pass *p, const mt_routing *r, void *out, const void *base,
-                               int64_t N) {
+                               int64_t first, int64_t N) {
     mt_experts *e = m->experts;
     int64_t n = e->router.topk * (e->uses_allgather ? 1 : m->grid->expert_tensor.size);
     const void *results = mt_expert_output(m);
     if (e->permute_fusion) {
-        m->ops->combine_rows(out, results, r->position, base, N, n, m->C, m->dtype, p->stream);
+        m->ops->combine_rows(out, results, r->position + first * n, base, N, n, m->C, m->dtype, p->stream);
         return;
     }
     m->ops->memory_zero(e->sums, N * m->C * 4, p->stream);
@@ -6805,15 +6800,52 @@ static void mt_combine_results(mt_model *m, const mt_pass *p, const mt_routing *
     m->ops->convert(out, m->dtype, e->sums, MT_F32, N * m->C, p->stream);
 }
 
+/* True if each rank's tokens are summed by themselves: the sums for one rank are sent while the next are computed, and
+ * this rank's own are computed last. */
+static bool mt_combines_by_rank(const mt_experts *e) {
+    return e->exchange.overlaps && e->permute_fusion;
+}
+
+/* Combine, preprocess and exchange: starts to send the results back. The allgather dispatcher sends the sums of its
+ * experts' results for each token, which the ranks add up in `sum`[R, C]. */
+static void mt_combine_exchange(mt_model *m, const mt_pass *p, const mt_routing *r, void *sum) {
+    mt_experts *e = m->experts;
+    const mt_tensor_parallel *x = &e->exchange;
+    if (e->exchanges) {
+        mt_gather_rows(m, p, e->rows.input, e->dispatched.input, r->rows.from_expert, r->num_rows);
+        mt_wait_stream(m, e->comm, p->stream);
+        mt_exchange_rows(m, r, e->dispatched.input, e->rows.input, m->C, m->dtype, true);
+    } else if (e->uses_allgather && !mt_combines_by_rank(e)) {
+        mt_combine_results(m, p, r, x->partial, NULL, 0, x->T);
+        mt_scatter_begin(x, sum, m->C);
+    }
+    for (int step = 1; mt_combines_by_rank(e) && step < x->group->size; step++) {
+        int owner = mt_tensor_rank_after(x, step);
+        mt_combine_results(m, p, r, mt_rows_of_rank(x, x->partial, owner, m->C), NULL, owner * x->rows, x->rows);
+        mt_wait_stream(m, x->comm, p->stream);
+        mt_scatter_step(x, m->C, step);
+    }
+}
+
+/* Where the sums of the results go: to `out`, unless `base` is added afterwards. */
+static void *mt_combined(const mt_experts *e, void *out, const void *base) {
+    bool adds = e->uses_allgather ? !mt_combines_by_rank(e) : !e->permute_fusion;
+    return base && adds ? e->scattered : out;
+}
+
 /* Combine, postprocess: out[R, C] = base + sum of each token's results; base may be NULL, or out. */
 static void mt_combine_postprocess(mt_model *m, const mt_pass *p, const mt_routing *r, void *out, const void *base) {
     mt_experts *e = m->experts;
-    int64_t R = mt_dispatched_rows(m, p);
-    void *sum = base && (e->uses_allgather || !e->permute_fusion) ? e->scattered : out;
+    const mt_tensor_parallel *x = &e->exchange;
+    void *sum = mt_combined(e, out, base);
+    if (mt_combines_by_rank(e))
+        mt_combine_results(m, p, r, mt_rows_of_rank(x, x->partial, x->group->rank, m->C), base,
+                           x->group->rank * x->rows, p->rows);
     if (e->exchanges) mt_wait_stream(m, p->stream, e->comm);
-    mt_combine_results(m, p, r, e->uses_allgather ? e->gathered : sum, e->uses_allgather ? NULL : base,
-                       e->uses_allgather ? e->group->size * R : R);
-    if (e->uses_allgather) m->ops->reduce_scatter(sum, e->gathered, R * m->C, m->dtype, e->group, p->stream);
+    if (e->uses_allgather)
+        mt_scatter_end(x, sum, m->C);
+    else
+        mt_combine_results(m, p, r, sum, base, 0, p->rows);
     if (base && sum != out) m->ops->add(out, base, e->scattered, p->rows * m->C, m->dtype, p->stream);
 }
 
@@ -6907,6 +6939,9 @@ static void mt_shared_expert_forward(mt_model *m, const mt_pass *p, const mt_lay
  * which computes during the exchange; with `replay` only the values that the backward reads, not the output. */
 static void mt_experts_forward(mt_model *m, const mt_pass *p, const mt_layer *w, mt_activations *a, bool replay) {
     mt_routing *r = a->routing;
+    void *out = m->scratch.block_out, *base = w->F > 0 ? out : NULL;
+    void *sum = mt_combined(m->experts, out, base);
+    mt_dispatch_gather(m, p, a->mlp_norm.y);
     mt_route_forward(m, p, w, r, a->mlp_norm.y);
     mt_dispatch_preprocess(m, p, w, r);
     mt_dispatch_exchange(m, p, r, a->mlp_norm.y, r->probs);
@@ -6914,8 +6949,8 @@ static void mt_experts_forward(mt_model *m, const mt_pass *p, const mt_layer *w,
     mt_dispatch_postprocess(m, p, r, r->rows.input, r->rows.weights, a->mlp_norm.y, r->probs, &w->expert_fc1, MT_FP8_X);
     mt_expert_mlp_forward(m, p, w, r, replay);
     if (replay) return;
-    mt_combine_exchange(m, p, r);
-    mt_combine_postprocess(m, p, r, m->scratch.block_out, w->F > 0 ? m->scratch.block_out : NULL);
+    mt_combine_exchange(m, p, r, sum);
+    mt_combine_postprocess(m, p, r, out, base);
 }
 
 /* scratch.dnormed = gradient of mlp_norm.y, from dout[R, C]. A split backward computes the weights' half here too: its
@@ -6923,6 +6958,7 @@ static void mt_experts_forward(mt_model *m, const mt_pass *p, const mt_layer *w,
 static void mt_experts_backward(mt_model *m, const mt_pass *p, mt_layer *w, mt_activations *a, const void *dout) {
     mt_experts *e = m->experts;
     mt_routing *r = a->routing;
+    mt_dispatch_gather(m, p, dout);
     mt_dispatch_exchange(m, p, r, dout, NULL);
     mt_pass both = *p;
     both.halves = MT_BACKWARD_BOTH;
@@ -6932,7 +6968,7 @@ static void mt_experts_backward(mt_model *m, const mt_pass *p, mt_layer *w, mt_a
     if (w->F > 0 && m->options->moe_shared_expert_gate) mt_shared_gate_backward(m, p, w, r, a->mlp_norm.y);
     mt_dispatch_postprocess(m, p, r, e->rows.input, NULL, dout, NULL, &w->expert_down, MT_FP8_DY);
     mt_expert_mlp_backward(m, p, w, r);
-    mt_combine_exchange(m, p, r);
+    mt_combine_exchange(m, p, r, mt_combined(e, m->scratch.dnormed, e->router_dx));
     mt_linear_io fc1 = mt_expert_io(m, r);
     fc1.x = r->rows.input, fc1.x_transposed = r->rows.input_transposed, fc1.dy = e->rows.hidden;
     fc1.x_source = e->group->size == 1 ? r->token : NULL;
@@ -10311,6 +10347,16 @@ static bool mt_logits_overlap(const mt_model *m) {
     return m->num_micro_batches == 1 && m->has_loss && m->mtp->count == 0;
 }
 
+/* `gathered` of the second pair of regions, for rows of up to `widest` channels; if it overlaps, in a mailbox with
+ * `parts`.
+ */
+static void mt_plan_exchange(mt_tensor_parallel *tp, int64_t widest, mt_arena *arena) {
+    int64_t whole = tp->group->size * tp->max_rows * widest * mt_dtype_size(tp->dtype);
+    tp->mailbox_bytes = tp->overlaps ? 2 * whole + MT_MAILBOX_OWN : whole;
+    tp->gathered = mt_arena_alloc(arena, tp->mailbox_bytes), tp->parts = mt_offset_pointer(tp->gathered, whole);
+    if (tp->overlaps) tp->part_rows = mt_arena_alloc(arena, tp->max_rows * tp->group->size * 4);
+}
+
 /* Scratch and counters that the layers with experts share. No slots: no layer's value stays here until its backward. */
 static void mt_plan_experts(mt_model *m, mt_arena *arena) {
     mt_experts *e = m->experts;
@@ -10343,7 +10389,8 @@ static void mt_plan_experts(mt_model *m, mt_arena *arena) {
         e->scattered = mt_arena_alloc(arena, R * m->C * mt_dtype_size(m->dtype));
     if (!e->permute_fusion) e->sums = mt_arena_alloc(arena, e->tokens * m->C * 4);
     if (e->uses_allgather) {
-        e->gathered = mt_arena_alloc(arena, e->tokens * m->C * mt_dtype_size(m->dtype));
+        mt_plan_exchange(&e->exchange, m->C, arena);
+        e->exchange.partial = e->exchange.gathered;
     } else if (size > 1) {
         e->all_offsets = mt_arena_alloc(arena, size * (e->num_destinations + 1) * 4);
         e->counts = mt_arena_alloc(arena, size * e->num_local * 4);
@@ -10466,12 +10513,8 @@ static void mt_plan_parallel(mt_model *m, mt_arena *arena) {
     int64_t T = m->plan.max_tokens, size = mt_dtype_size(m->dtype), ranks = m->grid->tensor.size;
     if (m->tp.sequence_parallel) {
         int64_t widest = m->options->multi_latent_attention ? mt_max(m->C, mt_latent_width(m->options)) : m->C;
-        int64_t whole = T * widest * size;
-        m->tp.mailbox_bytes = m->tp.overlaps ? 2 * whole + MT_MAILBOX_OWN : whole;
-        m->tp.gathered = mt_arena_alloc(arena, m->tp.mailbox_bytes);
-        m->tp.parts = mt_offset_pointer(m->tp.gathered, whole), m->tp.partial = mt_arena_alloc(arena, whole);
+        mt_plan_exchange(&m->tp, widest, arena), m->tp.partial = mt_arena_alloc(arena, T * widest * size);
     }
-    if (m->tp.overlaps) m->tp.part_rows = mt_arena_alloc(arena, m->max_rows * ranks * 4);
     if (ranks > 1 && m->has_loss) {
         m->tp.loss_parts = mt_arena_alloc(arena, ranks * 4 * m->plan.max_logits * 4);
         int64_t bytes = ranks * mt_max(MT_STAGED_ROWS, m->plan.cache_sequences) * m->V * size;
@@ -10639,7 +10682,7 @@ static void mt_experts_open(mt_model *m, const mt_options *o) {
     e->router.num_groups = o->moe_router_num_groups, e->router.group_topk = o->moe_router_group_topk;
     e->router.group_best = o->moe_router_group_best, e->router.scaling = (float)o->moe_router_topk_scaling_factor;
     e->num_local = o->num_experts / grid->expert.size, e->F = o->moe_ffn_hidden_size / grid->expert_tensor.size;
-    e->uses_allgather = e->group->size > 1 && o->moe_token_dispatcher_type == MT_DISPATCHER_ALLGATHER;
+    e->uses_allgather = e->group->size > 1 && o->moe_token_dispatcher_type != MT_DISPATCHER_ALLTOALL;
     e->exchanges = e->group->size > 1 && !e->uses_allgather, e->has_capacity = o->moe_expert_capacity_factor > 0;
     e->pads_to_capacity = o->moe_pad_expert_input_to_capacity && !e->uses_allgather;
     e->grouped = o->moe_grouped_gemm, e->permute_fusion = o->moe_permute_fusion;
@@ -10649,12 +10692,16 @@ static void mt_experts_open(mt_model *m, const mt_options *o) {
     e->sinkhorn = m->plan.train && o->moe_router_load_balancing_type == MT_BALANCING_SINKHORN;
     e->sequences = o->moe_router_load_balancing_type == MT_BALANCING_SEQ_AUX_LOSS ? m->plan.max_tokens : 1;
     e->tokens = e->uses_allgather ? e->group->size * m->max_rows : m->max_rows;
+    e->exchange = (mt_tensor_parallel){.ops = m->ops, .group = e->group, .dtype = m->dtype, .T = e->tokens};
+    e->exchange.sequence_parallel = e->uses_allgather, e->exchange.rows = e->exchange.max_rows = m->max_rows;
     e->num_destinations = e->uses_allgather ? e->num_local : o->num_experts * grid->expert_tensor.size;
     e->num_choices = e->tokens * k * (e->uses_allgather ? 1 : grid->expert_tensor.size);
     if (e->pads_to_capacity)
         e->num_choices = e->num_destinations * mt_expert_capacity(m, m->max_rows * grid->tensor_context.size);
     for (int64_t i = 0; i < m->num_layers; i++)
         if (mt_layer_has_experts(o, m->layers[i].number)) m->layers[i].moe_index = e->num_layers++;
+    bool is_flex = e->uses_allgather && o->moe_token_dispatcher_type == MT_DISPATCHER_FLEX;
+    e->exchange.overlaps = is_flex && e->num_layers > 0;
     int64_t size = e->group->size;
     e->out_counts = mt_model_calloc(m, 2 * size * 8), e->in_counts = e->out_counts + size;
     for (int64_t i = 0; i < m->num_micro_batches; i++)
@@ -11161,21 +11208,30 @@ static void mt_context_open(mt_model *m) {
         mt_batch_alloc(&m->micro_batches[i].whole, cp * m->plan.max_tokens);
 }
 
-/* --tp-comm-overlap: opens the mailbox and computes the positions of each row's partial sums in it. */
-static int mt_tensor_open(mt_model *m, mt_error *error) {
-    mt_tensor_parallel *tp = &m->tp;
-    mt_error reason;
+/* Opens the mailbox of overlapped regions and computes the positions of each row's partial sums in it. */
+static int mt_mailbox_start(mt_model *m, mt_tensor_parallel *tp, mt_error *error) {
     int64_t ranks = tp->group->size, own = tp->group->rank;
-    if (!tp->overlaps) return 0;
-    int status = m->ops->mailbox_open(&tp->mailbox, tp->group, tp->gathered, tp->mailbox_bytes, &reason);
-    if (status != 0) mt_error_set(error, "--tp-comm-overlap is not possible: %.200s; leave it out", reason.text);
-    if (mt_agree(&m->grid->world, status != 0, error) != 0) return -1;
+    if (m->ops->mailbox_open(&tp->mailbox, tp->group, tp->gathered, tp->mailbox_bytes, error) != 0) return -1;
     int32_t *part_rows = mt_malloc(tp->max_rows * ranks * 4);
     for (int64_t row = 0; row < tp->max_rows; row++)
         for (int64_t r = 0; r < ranks; r++)
             part_rows[row * ranks + r] = r == own ? -1 : (int32_t)(r * tp->max_rows + row); // own part: in `partial`
     mt_copy_wait(m, tp->part_rows, part_rows, tp->max_rows * ranks * 4);
     free(part_rows);
+    return 0;
+}
+
+/* --tp-comm-overlap, and --moe-token-dispatcher-type flex. Every rank calls it. */
+static int mt_mailboxes_start(mt_model *m, mt_error *error) {
+    mt_tensor_parallel *regions[] = {&m->tp, &m->experts->exchange};
+    const char *advice[] = {"--tp-comm-overlap is not possible: %.200s; leave it out",
+                            "--moe-token-dispatcher-type flex is not possible: %.200s; take allgather"};
+    for (int i = 0; i < 2; i++) {
+        mt_error reason;
+        int status = regions[i]->overlaps ? mt_mailbox_start(m, regions[i], &reason) : 0;
+        if (status != 0) mt_error_set(error, advice[i], reason.text);
+        if (mt_agree(&m->grid->world, status != 0, error) != 0) return -1;
+    }
     return 0;
 }
 
@@ -11228,6 +11284,7 @@ static int mt_model_start(mt_model *m, mt_error *error) {
     if (m->grid->tensor.size > 1) m->tp.comm = m->ops->stream_create(NULL, 0, deterministic);
     if (m->experts->num_layers > 0 && m->grid->expert_exchange.size > 1)
         m->experts->comm = m->ops->stream_create(NULL, 0, deterministic);
+    m->experts->exchange.stream = m->stream, m->experts->exchange.comm = m->experts->comm;
     if (m->offload) m->offload->stream = m->ops->stream_create(NULL, 0, deterministic);
     mt_experts_fill_data_ranks(m);
     mt_experts_begin(m);
@@ -11238,7 +11295,7 @@ static int mt_model_start(mt_model *m, mt_error *error) {
     mt_mtp_open(m);
     m->ops->memory_zero(m->numbers, (int64_t)sizeof *m->numbers, m->stream);
     if (m->rotary_dim > 0) mt_rope_tables(m);
-    return mt_tensor_open(m, error);
+    return mt_mailboxes_start(m, error);
 }
 
 /* The head must compute the numbers of the loss. */
@@ -11279,6 +11336,7 @@ int mt_model_create(mt_model **out, const mt_options *options, const mt_grid *gr
 static void mt_model_free_device(mt_model *m) {
     mt_decode_graphs_destroy(m);
     m->ops->mailbox_close(m->tp.mailbox);
+    m->ops->mailbox_close(m->experts->exchange.mailbox);
     if (m->tp.comm != m->stream) m->ops->stream_destroy(m->tp.comm);
     if (m->offload) {
         m->ops->stream_synchronize(m->offload->stream);

@@ -192,7 +192,11 @@ typedef enum mt_load_balancing {
     MT_BALANCING_GLOBAL_AUX_LOSS, // over the micro-batches of the global batch so far
     MT_BALANCING_SINKHORN         // no loss: the choice of experts is balanced
 } mt_load_balancing;
-typedef enum mt_token_dispatcher { MT_DISPATCHER_ALLTOALL, MT_DISPATCHER_ALLGATHER } mt_token_dispatcher;
+typedef enum mt_token_dispatcher {
+    MT_DISPATCHER_ALLTOALL,
+    MT_DISPATCHER_ALLGATHER,
+    MT_DISPATCHER_FLEX
+} mt_token_dispatcher;
 typedef enum mt_token_drop_policy { MT_DROP_PROBS, MT_DROP_POSITION } mt_token_drop_policy;
 typedef enum mt_lr_decay_style {
     MT_LR_CONSTANT,
@@ -1884,7 +1888,8 @@ static inline void mt_watch_note(const char *operation, const char *group) {
 /* ==== §6 conjugate regions; §7 linear ============================================================================= */
 
 /* Tensor parallelism over one micro-batch: T tokens. Outside the regions this rank has `rows` rows of
- * hidden states: all T, or with sequence parallelism T / group size. A group of one needs no buffers. */
+ * hidden states: all T, or with sequence parallelism T / group size. A group of one needs no buffers. The experts'
+ * allgather dispatcher has one of its own: the second pair of regions, over the ranks that exchange tokens. */
 typedef struct mt_tensor_parallel {
     const mt_ops *ops;
     const mt_group *group;
@@ -1892,7 +1897,8 @@ typedef struct mt_tensor_parallel {
     mt_dtype dtype;           // of activations and weights
     bool training;            // fp8, delayed scaling: products record the largest values of their operands
     bool sequence_parallel;
-    bool overlaps; // --tp-comm-overlap: products take one rank's rows after another while the next ones are sent
+    bool overlaps; // --tp-comm-overlap: products take one rank's rows after another while the next ones are sent; or
+                   // flex
     int64_t T, rows;
     /* sequence parallelism: [T, C or wider] a whole operand, and a partial sum before it is scattered */
     void *gathered, *partial;

@@ -210,9 +210,9 @@ const mt_option mt_option_table[] = {
      NULL, "pad each expert's input to its capacity, so that the host need not wait for the loads",
      .needs = "moe-expert-capacity-factor"},
     {"moe-token-dispatcher-type", MT_CHOICE, MT_AT(moe_token_dispatcher_type), MT_BOTH, MT_OF_RUN, "alltoall",
-     "alltoall|allgather",
-     "how tokens reach the experts of other ranks; alltoall: each token to its experts' ranks; allgather: all tokens "
-     "to all ranks",
+     "alltoall|allgather|flex",
+     "how tokens reach the experts of other ranks; alltoall: each token to each of its experts; allgather: all tokens "
+     "to all ranks; flex: the same by copies into other GPUs' memory, beside computation; GPUs of one host",
      .needs = "num-experts"},
     {"no-moe-grouped-gemm", MT_NO, MT_AT(moe_grouped_gemm), MT_BOTH, MT_OF_RUN, NULL, NULL,
      "one matrix product per expert; the host waits for the loads", .needs = "num-experts"},

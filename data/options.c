@@ -1340,7 +1340,7 @@ static void mt_options_print_idle(const mt_options *o, FILE *file) {
     unsigned modules = o->recompute_modules, offloaded = o->offload_modules;
     unsigned expert_inputs = offloaded & (MT_OFFLOAD_EXPERT_FC1 | MT_OFFLOAD_MOE_ACT);
     bool varies = o->expert_model_parallel_size * o->expert_tensor_parallel_size > 1 &&
-                  (!o->moe_pad_expert_input_to_capacity || o->moe_token_dispatcher_type == MT_DISPATCHER_ALLGATHER);
+                  (!o->moe_pad_expert_input_to_capacity || o->moe_token_dispatcher_type != MT_DISPATCHER_ALLTOALL);
     bool all_recomputed = o->recompute_granularity == MT_RECOMPUTE_FULL && o->recompute_method == MT_RECOMPUTE_UNIFORM;
     bool experts = mt_num_expert_layers(o) > 0, mlps = mt_num_expert_layers(o) < o->num_layers;
     const char *alone = "there is one data-parallel rank", *dense = "no layer has experts";

@@ -50,7 +50,7 @@ static struct {
     int64_t num_busy, num_receives;    // receives of a pipeline that wait for their message
     /* row offsets of experts on the device: where they are, of how many ranks, their number and their last value */
     const void *offsets, *all_offsets;
-    int64_t num_offsets, num_choices, num_sources;
+    int64_t num_offsets, num_choices, num_sources, num_experts;
 } mt_device_model;
 
 static void *mt_sim_grow(void *records, int64_t count, int64_t *room, size_t size) {
@@ -429,7 +429,7 @@ static void mt_product_dispatch_plan(int32_t *offsets, int32_t *position, int32_
                                      const int32_t *experts, int64_t T, int64_t M, const mt_dispatch *dispatch,
                                      mt_stream *stream) {
     mt_device_model.offsets = offsets, mt_device_model.num_offsets = dispatch->count * dispatch->copies + 1;
-    mt_device_model.num_choices = M;
+    mt_device_model.num_choices = M * dispatch->count / mt_device_model.num_experts;
     mt_sim_dispatch_plan(offsets, position, choice, token, experts, T, M, dispatch, stream);
 }
 
@@ -595,6 +595,7 @@ static int mt_sim_step(mt_simulated_rank *r, mt_model *model, mt_batch *batch, i
     mt_stream *stream = mt_model_stream(model);
     double begin = stream->clock;
     mt_device_model.num_calls = mt_device_model.num_phases = 0, mt_device_model.phase = -1;
+    mt_device_model.num_experts = o->num_experts;
     if (mt_train_step(model, &state, micro_batches, mt_sim_batch, (void *)o, batch, NULL, error) != 0) return -1;
     if (warms_up) return 0;
     mt_sim_count(r, stream->clock - begin);

@@ -184,7 +184,7 @@ static const row layout_rows[] = {
     {30, "", "sharding-strategy", "--use-distributed-optimizer"},
     {40, "", "", "--overlap-grad-reduce"},
     {50, "--overlap-grad-reduce&sharding-strategy", "", "--overlap-param-gather"},
-    {30, EXPERTS, "", "--moe-token-dispatcher-type allgather"},
+    {40, EXPERTS, "", "--moe-token-dispatcher-type allgather;--moe-token-dispatcher-type flex"},
     {20, EXPERTS, "", "--no-moe-permute-fusion"},
     {20, EXPERTS, "--fp8-format", "--no-moe-grouped-gemm"},
     {15, EXPERTS, "", "--moe-layer-recompute"},

@@ -31,6 +31,7 @@
 #define EP       " --expert-model-parallel-size "
 #define ETP      " --expert-tensor-parallel-size "
 #define GATHER   " --moe-token-dispatcher-type allgather"
+#define FLEX     " --moe-token-dispatcher-type flex"
 #define PLAIN    " --no-moe-permute-fusion"
 #define ON_CPU   " --device cpu" // even if the tested backend is the GPU
 #define SAME     " --deterministic-mode"
@@ -1335,6 +1336,7 @@ static const layout of_8_ranks[] = {
 static const layout with_experts[] = {
     {2, EXPERTS, EP "2"},
     {2, EXPERTS, EP "2" GATHER},
+    {2, EXPERTS, EP "2" FLEX},
     {2, EXPERTS, ""},
     {2, SHARED, EP "2" SHARD "optim" PREFETCH},
     {2, SHARED, TP "2" SP},
@@ -1353,7 +1355,7 @@ static const layout with_experts[] = {
     {2, EXPERTS_12, EP "2 --no-moe-grouped-gemm"},
     {2, EXPERTS, PLAIN},
     {2, SHARED, TP "2" SP ETP "1" EP "2" PLAIN},
-    {2, DROPPED, EP "2" GATHER PLAIN},
+    {2, DROPPED, EP "2" FLEX PLAIN},
     {2, GATED, TP "2" SP},
     {2, GATED, TP "2" SP ETP "1" EP "2"},
     {2, GATED, EP "2" PLAIN SHARD "optim" PREFETCH},
@@ -1371,16 +1373,16 @@ static const layout with_experts[] = {
     {4, GATED_BIASES, EP "2" ETP "2" SHARD "optim" OVERLAP},
     {4, GATED_BIASES, PP "2" VP "2" TP "2" SP ETP "1" EP "2"},
     {4, EXPERTS, EP "4"},
-    {4, SHARED, EP "4" GATHER SHARD "optim_grads" OVERLAP},
+    {4, SHARED, EP "4" FLEX SHARD "optim_grads" OVERLAP},
     {4, SHARED, EP "2" SHARD "optim_grads_params" PREFETCH},
     {4, EXPERTS, EP "2" ETP "2"},
-    {4, EXPERTS, EP "2" ETP "2" GATHER},
+    {4, EXPERTS, EP "2" ETP "2" FLEX},
     {4, SHARED, TP "2" SP EP "2"},
     {4, SHARED, TP "2" SP ETP "1" EP "4" SHARD "optim" PREFETCH},
     {4, SHARED, TP "4" STEPWISE ETP "2" EP "2"},
     {4, SHARED, TP "2" STEPWISE ETP "1" EP "2" SHARD "optim_grads_params" PREFETCH},
     {4, EXPERTS_PACKED, TP "2" SP CP "2" ETP "2" EP "2" MICRO "2"},
-    {4, SHARED, TP "2" SP CP "2" BY "a2a" ETP "1" EP "2" GATHER},
+    {4, SHARED, TP "2" SP CP "2" BY "a2a" ETP "1" EP "2" FLEX},
     {4, EXPERTS, PP "2" EP "2"},
     {4, SHARED, PP "2" ZB EP "2" SHARD "optim" OVERLAP},
     {2, SINKHORN, EP "2"},
@@ -1399,11 +1401,11 @@ static const layout with_experts[] = {
     {4, SHARED, TP "2" SP CP "2" ETP "1" EP "2" GATHER PLAIN},
     {4, PADDED, PP "2" ZB EP "2 --no-moe-grouped-gemm" PLAIN},
     {4, GATED, TP "2" SP EP "2" SHARD "optim_grads"},
-    {4, GATED, TP "2" SP CP "2" ETP "1" EP "4" GATHER},
+    {4, GATED, TP "2" STEPWISE CP "2" ETP "1" EP "4" FLEX},
     {4, GATED, TP "2" SP PP "2" VP "2" ETP "1" EP "2"},
     {4, GATED, EP "2" ETP "2" SHARD "optim_grads_params" PREFETCH},
     {8, EXPERTS, EP "8"},
-    {8, SHARED, EP "8" GATHER},
+    {8, SHARED, EP "8" FLEX},
     {8, SHARED, TP "2" SP PP "2" EP "4" ETP "1" SHARD "optim" PREFETCH},
     {8, SHARED, TP "2" SP PP "2" VP "2" EP "2" SHARD "optim_grads_params" PREFETCH},
     {8, EXPERTS_PACKED, TP "2" SP CP "2" EP "4" SHARD "optim_grads" OVERLAP},
@@ -1467,7 +1469,7 @@ static const layout with_savings[] = {
     {2, LLAMA, CP "2"},
     {2, QWEN, CP "2" BY "a2a"},
     {2, EXPERTS, EP "2"},
-    {2, SHARED, EP "2" GATHER},
+    {2, SHARED, EP "2" FLEX},
     {2, GATED, EP "2" PLAIN},
     {2, PADDED, EP "2"},
     {2, MTP_LATENT, EP "2"},
