@@ -6423,7 +6423,7 @@ static void mt_expert_rows_allocate(const mt_model *m, mt_expert_rows *rows, mt_
 
 /* Expected number of received rows: an even share and 25% more. */
 static int64_t mt_expert_rows_expected(const mt_model *m) {
-    return m->experts->num_choices * 5 / 4 / (m->experts->uses_allgather ? m->experts->group->size : 1);
+    return m->experts->num_choices * 5 / 4 / (m->experts->uses_allgather ? m->grid->expert.size : 1);
 }
 
 /* Grows `rows` to room for plan.M rows and 1/8 more; this happens in the first steps. The memory is freed and allocated
