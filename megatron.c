@@ -3802,7 +3802,7 @@ static void *mt_rows_of_rank(const mt_tensor_parallel *tp, const void *x, int ow
     return (void *)(uintptr_t)mt_rows_from(x, owner * tp->rows, C, tp->dtype);
 }
 
-/* The rank at distance `step` in the tensor group; negative: before this rank. */
+/* The rank at distance `step` in the group; negative: before this rank. */
 static int mt_tensor_rank_after(const mt_tensor_parallel *tp, int step) {
     return (tp->group->rank + step + tp->group->size) % tp->group->size;
 }
@@ -6423,12 +6423,12 @@ static void mt_expert_rows_allocate(const mt_model *m, mt_expert_rows *rows, mt_
 
 /* Expected number of received rows: an even share and 25% more. */
 static int64_t mt_expert_rows_expected(const mt_model *m) {
-    return m->experts->num_choices * 5 / 4 / (m->experts->uses_allgather ? m->experts->group->size : 1);
+    return m->experts->num_choices * 5 / 4 / (m->experts->uses_allgather ? m->grid->expert.size : 1);
 }
 
 /* Grows `rows` to room for plan.M rows and 1/8 more; this happens in the first steps. The memory is freed and allocated
- * in the order of m->stream, which waits for all other streams beforehand. The host must not wait: this rank may grow
- * while the others do not and already wait for it in a collective. */
+ * in the order of m->stream, which has waited for all work on these rows on other streams. The host must not wait: this
+ * rank may grow while the others do not and already wait for it in a collective. */
 static void mt_expert_rows_reserve(mt_model *m, mt_expert_rows *rows, mt_expert_rows_plan plan) {
     if (plan.M <= rows->capacity) return;
     if (rows->memory) m->ops->memory_free_ordered(rows->memory, m->stream);
@@ -11583,7 +11583,7 @@ static mt_micro_batch *mt_decode_output(mt_model *m) {
     return mt_micro_batch_find(m, m->num_chunks - 1, -1);
 }
 
-/* Computes `rows` rows of logits from the host's block: the operations of a decode graph. A step has all rows. */
+/* Computes `rows` rows of logits from the host's block: the operations of a decode graph. A step's row i is token i. */
 static void mt_decode_pass(mt_model *m, int64_t rows, bool is_step) {
     mt_pass p;
     for (int64_t chunk = 0; chunk < m->num_chunks; chunk++) {

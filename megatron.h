@@ -1889,7 +1889,7 @@ static inline void mt_watch_note(const char *operation, const char *group) {
 
 /* Tensor parallelism over one micro-batch: T tokens. Outside the regions this rank has `rows` rows of
  * hidden states: all T, or with sequence parallelism T / group size. A group of one needs no buffers. The experts'
- * allgather dispatcher has one of its own: the second pair of regions, over the ranks that exchange tokens. */
+ * allgather dispatcher has an object of its own, for the second pair of regions over the ranks that exchange tokens. */
 typedef struct mt_tensor_parallel {
     const mt_ops *ops;
     const mt_group *group;
@@ -1897,8 +1897,7 @@ typedef struct mt_tensor_parallel {
     mt_dtype dtype;           // of activations and weights
     bool training;            // fp8, delayed scaling: products record the largest values of their operands
     bool sequence_parallel;
-    bool overlaps; // --tp-comm-overlap: products take one rank's rows after another while the next ones are sent; or
-                   // flex
+    bool overlaps; // --tp-comm-overlap or flex: one rank's rows are computed while those of the next are in transfer
     int64_t T, rows;
     /* sequence parallelism: [T, C or wider] a whole operand, and a partial sum before it is scattered */
     void *gathered, *partial;

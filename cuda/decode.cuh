@@ -21,8 +21,8 @@ __device__ static inline float rounded(float x) {
 /* ---- the grid's barrier ------------------------------------------------------------------------------------------ */
 
 /* A counter whose lower bits return to 0 with every turn, so it serves any number of launches. Between arrive and wait
- * a block may do what does not depend on others. The thread that counts is in the warp without weights: the fence
- * before its arrival could wait for copies on their way. */
+ * a block may do what does not depend on others. The thread that counts is in a warp that copies no weights: the fence
+ * before its arrival could wait for such copies. */
 template <int counting> struct grid_barrier {
     cuda::atomic_ref<uint32_t, cuda::thread_scope_device> arrived;
     uint32_t last; // of the counting thread: the state of the bit before the present turn

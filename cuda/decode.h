@@ -1,5 +1,6 @@
 /* decode.h: the layers of a decode step as one kernel. While a step is captured into a graph, decode_record.cu collects
- * its operations; if they are the layers of a dense model, one kernel of decode.cu takes their place. */
+ * its operations; if they are the layers of a dense model, one kernel of decode.cu or decode_cluster.cu takes their
+ * place. */
 #ifndef MT_CUDA_DECODE_H
 #define MT_CUDA_DECODE_H
 

@@ -7,15 +7,15 @@
  *      matrix, which is one part of a sum over all heads.
  *   2. A cluster has a slice of the MLP: the norm, rows of the first product with the activation, and the product of
  *      these channels with the second matrix, which is one part of a sum over all slices.
- * After the barrier each block of a cluster adds an eighth of the parts, in their order, and sends the sums to the
- * others. Results are rounded to bf16 at the same places as by separate kernels.
+ * After the barrier each block of a cluster adds all parts of an eighth of the channels, in a fixed order, and sends
+ * the sums to the others. Results are rounded to bf16 at the same places as by separate kernels.
  *
  * Weights of the next phase are copied to shared memory while a phase computes: copies that start before a barrier make
  * it twice as long.
  *
- * Throughput limits nothing else here: an instruction takes 5 to 8 clocks because the next one needs its result. So
- * addresses are computed before the first layer, a warp has one unit of each product, and products are by mma with the
- * one row of x in all rows of an operand. */
+ * Latency limits the rest: an instruction needs the result of the one before, which takes 5 to 8 clocks. So addresses
+ * are computed before the first layer, a warp has one unit of each product, and products are by mma with the one row of
+ * x in all rows of an operand. */
 #include "activation.cuh"
 #include "decode.cuh"
 #include "hopper.cuh"
@@ -27,7 +27,7 @@ namespace cg = cooperative_groups;
 enum {
     COUNTING = 0,      // thread of the grid's barrier
     BLOCKS = 8,        // of a cluster
-    STEP = 32,         // terms of a sum that mma adds for 16 bytes of a lane; columns of a box of weights
+    STEP = 32,         // terms of a sum that mma adds after one 16-byte load of a lane; columns of a box of weights
     STEPS = 4,         // loaded at once
     KEYS = 8,          // of a warp at once
     MOST_PARTS = 16,   // of a sum over clusters
@@ -57,7 +57,7 @@ template <int D, int WARPS> struct alignas(16) block_state {
     float maxima[WARPS];                   // of scores
     float rotation[MT_DECODE_CHANNELS];
     int64_t new_row; // of the cache, for the new key
-    bool pages_here; // numbers of the pages of the block's keys, from first_page on
+    bool pages_here; // `pages` has the numbers of all pages of the block's keys, from first_page on
     int first_page, pages[CACHED_PAGES];
     float sums[WARPS * 8];                                // of a product, for the parts of K
     uint64_t filled[MT_DECODE_PRODUCTS], sent[EXCHANGES]; // barriers of copies of weights, and of exchanges
@@ -82,7 +82,7 @@ struct block_matrix {
 struct cluster_plan {
     block_matrix of[MT_DECODE_PRODUCTS];
     int width, bytes;
-    bool fits; // a warp has one unit of each product at most, a thread two rows that it sends
+    bool fits; // `active` holds the slice, a warp has at most one unit of a product, a thread sends at most two rows
 };
 
 static cluster_plan plan_of(const mt_decode_task &t, int clusters, int warps) {
@@ -214,7 +214,7 @@ template <int W, int WARPS> struct cluster_step {
         mt_pack<bf16, 4> bias;
         mt_pack<bf16, 2> w, b;
     };
-    __device__ int own_channel(void) const { // of four that this block adds
+    __device__ int own_channel(void) const { // the first of four that this thread and three others add
         return rank * rows + (int)threadIdx.x / 4 * 4;
     }
     __device__ input_operands open(const bf16 *bias, const bf16 *w, const bf16 *b) const {
@@ -251,9 +251,9 @@ template <int W, int WARPS> struct cluster_step {
                  (uint64_t)rounded_sum.pairs[1] << 32 | rounded_sum.pairs[0]);
     }
 
-    /* Waits for the results of the cluster's blocks; `use` counts an exchange's uses from 0 on. st.async writes them
-     * before their barrier, in the same shared memory; a wait with .acquire.cluster would also empty L1, 4% of a step.
-     */
+    /* Waits for the results of the cluster's blocks; `use`: the number of earlier uses of the exchange, or its parity.
+     * st.async writes data before it updates the barrier in the same shared memory, so that the wait needs no
+     * .acquire.cluster, which would also empty L1: 4% of a step. */
     __device__ void receive(int exchange, int use) const {
         mt_barrier_wait(address(&state.sent[exchange]), use % 2);
     }

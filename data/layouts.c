@@ -75,10 +75,11 @@ typedef struct mt_search {
 static void mt_candidate_print(const mt_candidate *c, const mt_options *o, const char *folded, char line[1024]) {
     int length = 0;
     int64_t replicas = o->gpus / (c->tp * c->pp);
+    bool on_one_host = o->gpus <= o->gpus_per_host || o->gpus_per_host % c->tp == 0; // each tensor group
     *line = 0;
     MT_LINE(tensor_model_parallel_size, " --tensor-model-parallel-size %lld", (long long)c->tp);
     if (c->tp > 1) MT_LINE(sequence_parallel, " --sequence-parallel");
-    if (c->tp > 1) MT_LINE(tp_comm_overlap, " --tp-comm-overlap");
+    if (c->tp > 1 && on_one_host) MT_LINE(tp_comm_overlap, " --tp-comm-overlap");
     MT_LINE(pipeline_model_parallel_size, " --pipeline-model-parallel-size %lld", (long long)c->pp);
     if (c->balanced)
         MT_LINE(pipeline_model_parallel_layout, " --pipeline-model-parallel-layout '%s'", folded);

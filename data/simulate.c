@@ -50,7 +50,8 @@ static struct {
     int64_t num_busy, num_receives;    // receives of a pipeline that wait for their message
     /* row offsets of experts on the device: where they are, of how many ranks, their number and their last value */
     const void *offsets, *all_offsets;
-    int64_t num_offsets, num_choices, num_sources, num_experts;
+    int64_t num_offsets, num_choices, num_sources;
+    int64_t num_experts; // of a layer, on all ranks
 } mt_device_model;
 
 static void *mt_sim_grow(void *records, int64_t count, int64_t *room, size_t size) {
@@ -279,8 +280,16 @@ static void mt_sim_channel_close(mt_channel *channel) {
     free(channel);
 }
 
+/* Refuses what GPUs refuse: see cuda/comm.cu. */
 static int mt_sim_mailbox_open(mt_mailbox **mailbox, const mt_group *group, void *memory, int64_t bytes,
                                mt_error *error) {
+    int64_t hosts = mt_machine_span(mt_device_model.machine, group).hosts;
+    if (hosts > 1)
+        return mt_error_set(error, "the %d ranks of the %s group are on %lld hosts", group->size, group->name,
+                            (long long)hosts);
+    if (group->size > MT_MAILBOX_RANKS)
+        return mt_error_set(error, "the %s group has %d ranks; at most %d ranks can copy into each other's memory",
+                            group->name, group->size, MT_MAILBOX_RANKS);
     *mailbox = mt_malloc(sizeof **mailbox);
     **mailbox = (mt_mailbox){group, memory, bytes};
     return 0;

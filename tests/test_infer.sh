@@ -391,6 +391,7 @@ layouts_generate_as_one() {
         "$infer" --load $golden/$family "$@" >"$work/alone" 2>"$work/err" || return 1
         [ "$(sort "$work/alone" | uniq | wc -l)" = 15 ] || return 1
         for words in '2' '3 --inference-max-requests 2' '2 --expert-model-parallel-size 2' \
+            '4 --expert-model-parallel-size 2 --moe-token-dispatcher-type flex' \
             '4 --expert-model-parallel-size 2 --tensor-model-parallel-size 2 --sequence-parallel' \
             '4 --expert-model-parallel-size 2 --pipeline-model-parallel-size 2' '2 --context-parallel-size 2' \
             '1 --kv-cache-tokens 40 --inference-dynamic-batching-block-size 4'; do

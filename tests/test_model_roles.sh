@@ -181,7 +181,7 @@ a_generator_and_a_critic_have_experts_of_their_own() {
     iterate 4 dense_experts experts --pipeline-model-parallel-size 2 --expert-model-parallel-size 2 \
         --use-distributed-optimizer --rollout-tensor-model-parallel-size 1 $rest && as_one dense_experts &&
         iterate 4 spread experts --expert-model-parallel-size 4 --rollout-tensor-model-parallel-size 2 \
-            --rollout-expert-model-parallel-size 2 && as_one spread &&
+            --rollout-expert-model-parallel-size 2 --moe-token-dispatcher-type flex && as_one spread &&
         says 'tensor 2 x pipeline 1 x data 2 ranks, experts on 2$' "$work/out" || return 1
     iterate 1 one experts --adv-estimator gae && iterate 4 critics experts --adv-estimator gae \
         --pipeline-model-parallel-size 2 --critic-tensor-model-parallel-size 2 \

@@ -394,9 +394,16 @@ modules_without_a_layer_are_named() {
     simulate h200 1 $small --recompute-granularity selective --recompute-modules moe_act layernorm &&
         says '^--recompute-modules moe_act has no effect: no layer has experts$' "$work/out" &&
         simulate h200 1 $small --fine-grained-activation-offloading --offload-modules moe_act &&
-        says '^--offload-modules expert_fc1, moe_act has no effect: no layer has experts$' "$work/out" &&
-        simulate h200 1 $small --recompute-granularity selective --recompute-modules layernorm --deterministic-mode \
-            --optimizer-cpu-offload && ! grep 'no effect' "$work/out" # the step is that of a GPU
+        says '^--offload-modules expert_fc1, moe_act has no effect: no layer has experts$' "$work/out" || return 1
+    set -- --disable-bias-linear --num-experts 4 --moe-token-dispatcher-type allgather --tensor-model-parallel-size 2
+    # shellcheck disable=SC2086
+    simulate h200 2 $small "$@" --expert-tensor-parallel-size 1 --sequence-parallel &&
+        says '^--moe-token-dispatcher-type has no effect: --expert-model-parallel-size and --expert-tensor-' \
+            "$work/out" && simulate h200 2 $small "$@" --expert-tensor-parallel-size 2 --sequence-parallel &&
+        ! grep 'no effect' "$work/out" || return 1
+    # shellcheck disable=SC2086
+    simulate h200 1 $small --recompute-granularity selective --recompute-modules layernorm --deterministic-mode \
+        --optimizer-cpu-offload && ! grep 'no effect' "$work/out" # the step is that of a GPU
 }
 
 refusals_name_the_reason() {
@@ -590,6 +597,41 @@ groups_of_two_hosts_are_slow() {
     [ "$across" -lt $((nested * 3 / 4)) ]
 }
 
+# Ranks of several hosts cannot copy into each other's memory: a simulated step is refused as a run is, and a plan takes
+# layouts that run.
+no_copies_between_hosts() {
+    experts="$small --disable-bias-linear --num-experts 8 --moe-router-topk 2 --global-batch-size 16"
+    flex='--moe-token-dispatcher-type flex'
+    # shellcheck disable=SC2086
+    refused "$flex is not possible: the 8 ranks of the expert-exchange group are on 2 hosts; take allgather" "$train" \
+        $common $experts --explain --gpus 8 --gpus-per-host 4 --expert-model-parallel-size 8 $flex &&
+        simulate h200 8 --gpus-per-host 4 $experts --expert-model-parallel-size 4 $flex &&
+        plan $experts --gpus 8 --gpus-per-host 4 --gpu h200 $flex && says expert-model-parallel-size "$work/plan" &&
+        ! grep 'expert-model-parallel-size 8' "$work/plan" || return 1
+    three="$small --num-attention-heads 6 --hidden-size 768 --tensor-model-parallel-size 3"
+    # shellcheck disable=SC2086
+    refused '--tp-comm-overlap is not possible: the 3 ranks of the tensor group are on 2 hosts; leave it out' "$train" \
+        $common $three --explain --gpus 24 --sequence-parallel --tp-comm-overlap --global-batch-size 8 &&
+        plan $three --gpus 24 --gpu h200 --global-batch-size 16 && says sequence-parallel "$work/plan" &&
+        ! grep tp-comm-overlap "$work/plan" && plan $three --gpus 24 --gpu h200 --global-batch-size 16 \
+        --gpus-per-host 6 && says '^1\. .*tp-comm-overlap' "$work/plan"
+}
+
+# Four ranks that share an expert's width receive the same rows in all dispatchers.
+rows_of_split_experts_are_planned() {
+    # shellcheck disable=SC2086
+    for dispatcher in alltoall allgather flex; do
+        simulate h200 8 --hf-config data/configs/qwen3-30b-a3b.json --num-layers 4 --seq-length 2048 \
+            --micro-batch-size 1 --global-batch-size 8 --tensor-model-parallel-size 4 --sequence-parallel \
+            --expert-model-parallel-size 2 --expert-tensor-parallel-size 4 --moe-token-dispatcher-type $dispatcher ||
+            return 1
+        sed -n 's/.* expert rows \([0-9.]*\) .*/\1/p' "$work/out"
+    done >"$work/rows"
+    # alltoall also keeps the rows as they are sent
+    awk '{ gib[NR] = $1 } END { print "  expert rows", gib[1], gib[2], gib[3], "GiB"
+        exit !(gib[2] > 0.8 * gib[1] && gib[2] < gib[1] && gib[3] == gib[2]) }' "$work/rows"
+}
+
 # 1,024 GPUs and a model of 405B parameters: all layouts of eight tensor ranks, in a part of the minute that a search of
 # all may take on one core.
 a_large_plan_leaves_nothing_out() {
@@ -703,6 +745,8 @@ check unusual_plans_run unusual_plans_run
 check plan_keeps_what_is_given plan_keeps_what_is_given
 check sizes_are_no_powers_of_two sizes_are_no_powers_of_two
 check groups_of_two_hosts_are_slow groups_of_two_hosts_are_slow
+check no_copies_between_hosts no_copies_between_hosts
+check rows_of_split_experts_are_planned rows_of_split_experts_are_planned
 check context_ranks_are_limited_by_their_tokens context_ranks_are_limited_by_their_tokens
 check a_large_plan_leaves_nothing_out a_large_plan_leaves_nothing_out
 check a_large_plan_of_experts_leaves_nothing_out a_large_plan_of_experts_leaves_nothing_out

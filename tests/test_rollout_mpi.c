@@ -163,7 +163,7 @@ static void experts_generate_alike_on_all_layouts(void **state) {
     (void)state;
     static const char *const layouts[] = {
         "--expert-model-parallel-size 4",
-        "--expert-model-parallel-size 2 --use-distributed-optimizer",
+        "--expert-model-parallel-size 2 --use-distributed-optimizer --moe-token-dispatcher-type flex",
         "--expert-model-parallel-size 2 --tensor-model-parallel-size 2 --expert-tensor-parallel-size 1",
         "--expert-model-parallel-size 2 --pipeline-model-parallel-size 2",
         "--expert-model-parallel-size 2 --context-parallel-size 2",

@@ -118,7 +118,7 @@ if [ -n "$launch" ]; then
     check 'experts, padded rows, tensor-parallel' same 4 --tensor-model-parallel-size 2 --sequence-parallel \
         --expert-model-parallel-size 2 --moe-token-dispatcher-type allgather
     check 'experts, variable lengths, pipeline' same 4 --variable-seq-lengths --pipeline-model-parallel-size 2 \
-        --expert-model-parallel-size 2 --moe-token-dispatcher-type allgather
+        --expert-model-parallel-size 2 --moe-token-dispatcher-type flex
     # rows of many samples of one token, which some ranks have: every rank ends with the reason
     awk 'BEGIN { for (i = 0; i < 700; i++) {
         printf "{\"tokens\": [1"

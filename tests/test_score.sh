@@ -65,6 +65,7 @@ layouts_score_as_one_rank() {
 4 --tensor-model-parallel-size 2 --sequence-parallel --context-parallel-size 2
 2 --expert-model-parallel-size 2
 4 --expert-model-parallel-size 2 --moe-token-dispatcher-type allgather
+4 --expert-model-parallel-size 4 --moe-token-dispatcher-type flex
 4 --expert-model-parallel-size 2 --tensor-model-parallel-size 2 --sequence-parallel
 EOF
     done
