@@ -3466,8 +3466,8 @@ static void mt_mpi_all_reduce(char *buffer, int64_t count, mt_reduction reductio
 }
 #endif
 
-static void mt_host_all_reduce(void *buffer, int64_t count, mt_reduction reduction, mt_dtype dtype,
-                               const mt_group *group) {
+static void mt_cpu_all_reduce(void *buffer, int64_t count, mt_reduction reduction, mt_dtype dtype,
+                              const mt_group *group, mt_stream *stream) {
     MT_CHECK(dtype == MT_F32 || dtype == MT_BF16 || dtype == MT_F64);
     if (group->size == 1 || count == 0) return;
 #ifdef MT_HAVE_MPI
@@ -3475,11 +3475,6 @@ static void mt_host_all_reduce(void *buffer, int64_t count, mt_reduction reducti
     mt_mpi_all_reduce(buffer, count, reduction, dtype, group);
     mt_watch_end();
 #endif
-}
-
-static void mt_cpu_all_reduce(void *buffer, int64_t count, mt_reduction reduction, mt_dtype dtype,
-                              const mt_group *group, mt_stream *stream) {
-    mt_host_all_reduce(buffer, count, reduction, dtype, group);
 }
 
 static void mt_cpu_reduce_scatter(void *out, const void *in, int64_t count, mt_dtype dtype, const mt_group *group,
@@ -3499,11 +3494,11 @@ static void mt_cpu_reduce_scatter(void *out, const void *in, int64_t count, mt_d
 }
 
 void mt_all_reduce_sum(const mt_group *group, void *buffer, int64_t count, mt_dtype dtype) {
-    mt_host_all_reduce(buffer, count, MT_SUM, dtype, group);
+    mt_cpu_all_reduce(buffer, count, MT_SUM, dtype, group, NULL);
 }
 
 void mt_all_reduce_max(const mt_group *group, void *buffer, int64_t count, mt_dtype dtype) {
-    mt_host_all_reduce(buffer, count, MT_MAX, dtype, group);
+    mt_cpu_all_reduce(buffer, count, MT_MAX, dtype, group, NULL);
 }
 
 /* ---- data movement */
