@@ -8048,12 +8048,12 @@ static void mt_offload_fetch(const mt_model *m, const mt_pass *p, int64_t layer)
 
 /* Multi-token prediction on the rank with the loss. */
 typedef struct mt_mtp {
-    int64_t count;          // modules of this rank
-    mt_batch rolled, local; // on the host: a micro-batch shifted by k tokens, and this rank's shard of it
-    float *weights;         // on the host: weights of the tokens of `rolled`
-    float *logp;            // [max_logits]
-    void *dhidden;          // [R, C] gradient of a module's input hidden state
-    void *djoined;          // [R, 2C]
+    int64_t count;   // modules of this rank
+    mt_batch rolled; // on the host: a micro-batch shifted by k tokens
+    float *weights;  // on the host: weights of the tokens of `rolled`
+    float *logp;     // [max_logits]
+    void *dhidden;   // [R, C] gradient of a module's input hidden state
+    void *djoined;   // [R, 2C]
 } mt_mtp;
 
 /* Shifts a micro-batch by one token within each sequence; the last token gets loss mask 0. */
@@ -8083,7 +8083,8 @@ static void mt_mtp_loss_weights(const mt_model *m, float *weights, const mt_batc
     }
 }
 
-/* Writes tokens, labels and weights of this rank's shard, for every module, to the host's block. */
+/* Writes tokens, labels and weights of this rank's shard, for every module, to the host's block, which already has the
+ * rest of the micro-batch: local_batch is free. */
 static void mt_mtp_load(mt_model *m, const mt_context *context, mt_batch_block *block, const mt_batch *whole) {
     mt_batch *rolled = &m->mtp->rolled;
     size_t T = (size_t)whole->num_tokens;
@@ -8099,8 +8100,8 @@ static void mt_mtp_load(mt_model *m, const mt_context *context, mt_batch_block *
         mt_batch part = *rolled;
         part.loss_mask = m->mtp->weights, part.positions = whole->positions, part.token_index = whole->token_index;
         if (context) {
-            mt_context_shard(context, &m->mtp->local, &part, NULL);
-            part = m->mtp->local;
+            mt_context_shard(context, &m->local_batch, &part, NULL);
+            part = m->local_batch;
         }
         int64_t at = k * part.num_tokens;
         memcpy(block->mtp_tokens + at, part.tokens, (size_t)part.num_tokens * 4);
@@ -11235,7 +11236,6 @@ static void mt_mtp_open(mt_model *m) {
     int64_t tokens = m->plan.max_tokens * m->grid->context.size;
     if (m->mtp->count == 0) return;
     mt_batch_alloc(&m->mtp->rolled, tokens);
-    mt_batch_alloc(&m->mtp->local, m->plan.max_tokens);
     m->mtp->weights = mt_model_calloc(m, tokens * 4);
 }
 
@@ -11370,7 +11370,6 @@ void mt_model_destroy(mt_model *m) {
     for (int64_t i = 0; i < m->num_micro_batches; i++) mt_batch_free(&m->micro_batches[i].whole);
     mt_batch_free(&m->local_batch);
     mt_batch_free(&m->mtp->rolled);
-    mt_batch_free(&m->mtp->local);
     free(m->trainer->actions);
     free(m->params);
     for (int64_t i = m->num_host_memory - 1; i >= 0; i--) free(m->host_memory[i]);
