@@ -9981,7 +9981,7 @@ static int64_t mt_list_actions(mt_model *m, const mt_schedule *schedule) {
 }
 
 /* Runs this rank's list of actions. Forwards and backwards include their sends and receives. */
-static int mt_run_schedule(mt_model *m, const mt_schedule *schedule, bool training, mt_source *from, mt_error *error) {
+static int mt_run_schedule(mt_model *m, const mt_schedule *schedule, mt_source *from, mt_error *error) {
     static const char *const phases[] = {[MT_ACTION_FORWARD] = "forward",
                                          [MT_ACTION_BACKWARD] = "backward",
                                          [MT_ACTION_BACKWARD_INPUT] = "backward of the input",
@@ -9990,7 +9990,6 @@ static int mt_run_schedule(mt_model *m, const mt_schedule *schedule, bool traini
     int64_t count = mt_list_actions(m, schedule), ahead[2] = {0};
     int64_t *inputs = mt_malloc(2 * m->num_chunks * 8), *weights = inputs + m->num_chunks;
     for (int64_t i = 0; i < m->num_chunks; i++) inputs[i] = weights[i] = schedule->micro_batches;
-    from->training = training;
     bool early_receives = mt_posts_receives_early(m);
     int status = 0;
     for (int64_t i = 0; i < count && status == 0; i++) {
@@ -10029,7 +10028,7 @@ static void mt_sums_finish(mt_model *m, bool training) {
     }
 }
 
-/* Forwards and backwards of all micro-batches, and gradients summed over ranks; adds to `tokens`. */
+/* Forwards and backwards of all micro-batches, gradients summed over ranks, and their check; sets `tokens`. */
 static int mt_step_gradients(mt_model *m, int64_t micro_batches, mt_batch_source *source, void *context,
                              mt_batch *batch, int64_t *tokens, mt_error *error) {
     mt_gradients_begin(m);
@@ -10039,9 +10038,9 @@ static int mt_step_gradients(mt_model *m, int64_t micro_batches, mt_batch_source
     if (m->options->mtp_num_layers > 0)
         m->ops->memory_zero(m->numbers->mtp, (int64_t)sizeof m->numbers->mtp, m->stream);
     mt_schedule schedule = mt_schedule_of(m->options, micro_batches);
-    mt_source from = {.read = source, .context = context, .batch = batch};
-    if (mt_run_schedule(m, &schedule, true, &from, error) != 0) return -1;
-    *tokens += from.tokens;
+    mt_source from = {.read = source, .context = context, .batch = batch, .training = true};
+    if (mt_run_schedule(m, &schedule, &from, error) != 0) return -1;
+    *tokens = from.tokens;
     mt_phase_begin(m, "gradients", -1, -1);
     if (m->reruns) m->ops->memory_copy(m->numbers->own, m->numbers->sums, 8, m->stream);
     mt_sums_finish(m, true);
@@ -10049,6 +10048,7 @@ static int mt_step_gradients(mt_model *m, int64_t micro_batches, mt_batch_source
     mt_gradients_reduce_model(m);
     mt_experts_finish(m);
     mt_phase_end(m);
+    mt_step_check_gradients(m);
     return 0;
 }
 
@@ -10244,17 +10244,13 @@ int mt_train_finish(mt_model *m, mt_error *error) {
  * samples; its second result replaces the first. */
 static int mt_step_try(mt_model *m, int64_t iteration, int64_t micro_batches, mt_batch_source *source, void *context,
                        mt_batch *batch, int64_t *tokens, mt_error *error) {
-    *tokens = 0;
     if (mt_step_gradients(m, micro_batches, source, context, batch, tokens, error) != 0) return -1;
-    mt_step_check_gradients(m);
     if (!m->reruns) return 0;
     mt_step_numbers first, second;
     mt_copy_wait(m, &first, m->numbers, (int64_t)sizeof first);
     if (first.guard[MT_GUARD_CHECK] == MT_STEP_PASSED || first.guard[MT_GUARD_CHECK] == MT_NO_TOKENS) return 0;
-    *tokens = 0;
     mt_fp8_discard_step(m);
     if (mt_step_gradients(m, micro_batches, source, context, batch, tokens, error) != 0) return -1;
-    mt_step_check_gradients(m);
     mt_copy_wait(m, &second, m->numbers, (int64_t)sizeof second);
     mt_rerun_report(m, iteration, &first, &second);
     return 0;
@@ -10310,7 +10306,7 @@ int mt_evaluate(mt_model *m, int64_t micro_batches, mt_batch_source *source, voi
     mt_schedule schedule = mt_schedule_of(m->options, micro_batches);
     schedule.kind = MT_SCHEDULE_FORWARD_ONLY;
     mt_source from = {.read = source, .context = context, .batch = batch};
-    if (micro_batches > 0 && mt_run_schedule(m, &schedule, false, &from, error) != 0) return -1;
+    if (micro_batches > 0 && mt_run_schedule(m, &schedule, &from, error) != 0) return -1;
     mt_sums_finish(m, false);
     mt_copy_wait(m, sums, m->numbers->sums, 2 * 8);
     *loss = mt_mean_loss(sums);
@@ -10323,7 +10319,7 @@ int mt_score_tokens(mt_model *m, int64_t micro_batches, mt_batch_source *source,
     schedule.kind = MT_SCHEDULE_FORWARD_ONLY;
     mt_source from = {.read = source, .context = context, .batch = batch};
     if (m->has_loss) m->host_loss->sink = sink, m->host_loss->sink_context = sink_context;
-    int status = micro_batches > 0 ? mt_run_schedule(m, &schedule, false, &from, error) : 0;
+    int status = micro_batches > 0 ? mt_run_schedule(m, &schedule, &from, error) : 0;
     if (m->has_loss) m->host_loss->sink = NULL;
     return status;
 }
