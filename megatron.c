@@ -9837,16 +9837,6 @@ static void mt_fp8_update_scales(mt_model *m) {
     m->ops->fp8_scale_step(&a, m->stream);
 }
 
-/* Enqueues the copies of the experts' results of a step. */
-static void mt_experts_copy_report(mt_model *m, mt_step_result *result) {
-    mt_experts *e = m->experts;
-    if (m->options->num_experts == 0) return;
-    m->ops->memory_copy(result->losses, e->losses, sizeof result->losses, m->stream);
-    if (e->num_layers == 0) return;
-    m->ops->memory_copy(result->loads, e->loads, 2 * e->num_layers * e->router.num_experts * 4, m->stream);
-    m->ops->memory_copy(result->invalid, e->invalid, e->num_layers * 4, m->stream);
-}
-
 /* Metrics of the experts. Each pipeline stage adds its layers; all other ranks have equal numbers. */
 static void mt_experts_report(const mt_model *m, const mt_step_result *result, mt_metrics *metrics) {
     const mt_experts *e = m->experts;
@@ -10055,8 +10045,13 @@ static int mt_step_gradients(mt_model *m, int64_t micro_batches, mt_batch_source
 /* Enqueues the copies of a step's results to the host. */
 static void mt_step_report(mt_model *m, int entry, int64_t iteration) {
     mt_step_result *result = &m->trainer->results[entry];
+    const mt_experts *e = m->experts;
     m->ops->memory_copy(&result->numbers, m->numbers, (int64_t)sizeof *m->numbers, m->stream);
-    mt_experts_copy_report(m, result);
+    if (m->options->num_experts > 0) m->ops->memory_copy(result->losses, e->losses, sizeof result->losses, m->stream);
+    if (e->num_layers > 0) {
+        m->ops->memory_copy(result->loads, e->loads, 2 * e->num_layers * e->router.num_experts * 4, m->stream);
+        m->ops->memory_copy(result->invalid, e->invalid, e->num_layers * 4, m->stream);
+    }
     m->ops->event_record(m->trainer->pending[entry].done, m->stream);
     m->trainer->pending[entry].iteration = iteration;
 }
