@@ -74,6 +74,11 @@
 #endif
 #ifdef MT_HAVE_OPENMP
 #include <omp.h>
+#else // one thread
+#pragma GCC diagnostic ignored "-Wunknown-pragmas"
+#define omp_get_max_threads()        1
+#define omp_get_thread_num()         0
+#define omp_set_num_threads(threads) (void)(threads)
 #endif
 
 /* ==== §1 checks, arenas, random numbers ========================================================================== */
@@ -355,7 +360,6 @@ int mt_options_check_limits(const mt_options *o, const mt_limits *l, mt_error *e
  * activation's gradient is written (=), a parameter's gradient accumulates (+=). The only state is a scratch buffer per
  * calling thread. */
 #pragma GCC diagnostic push
-#pragma GCC diagnostic ignored "-Wunknown-pragmas"  // OpenMP's pragmas, in a build without OpenMP
 #pragma GCC diagnostic ignored "-Wunused-parameter" // streams of the CPU; without MPI, messages to other ranks
 #ifdef __clang__
 #pragma GCC diagnostic ignored "-Wpass-failed" // a loop that was not vectorized is slower, not wrong
@@ -396,21 +400,13 @@ typedef struct mt_scratch {
 } mt_scratch;
 
 static mt_scratch mt_scratch_reserve(int64_t floats) {
-    int64_t threads = 1;
-#ifdef MT_HAVE_OPENMP
-    threads = omp_get_max_threads();
-#endif
     floats = mt_divide_up(floats, 16) * 16; // whole cache lines, which threads do not share
-    return (mt_scratch){mt_scratch_grow(threads * floats), floats};
+    return (mt_scratch){mt_scratch_grow(omp_get_max_threads() * floats), floats};
 }
 
 /* The slice of the calling thread. */
 static float *mt_scratch_slice(mt_scratch scratch) {
-#ifdef MT_HAVE_OPENMP
     return scratch.memory + omp_get_thread_num() * scratch.floats;
-#else
-    return scratch.memory;
-#endif
 }
 
 /* The n elements of x from `offset` on, as floats. */
@@ -2642,27 +2638,17 @@ static void mt_cpu_combine_rows(void *out, const void *in, const int32_t *positi
     }
 }
 
-/* True if each thread computes whole experts; false if all threads share every product. The results are the same. */
-static bool mt_threads_by_expert(int64_t E) {
-    mt_matmul_prepare();
-#ifdef MT_HAVE_OPENMP
-    return E >= 2 * omp_get_max_threads();
-#else
-    return E < 0;
-#endif
-}
-
 static const void *mt_rows_from(const void *x, int64_t row, int64_t width, mt_dtype dtype) {
     return (const char *)x + row * width * mt_dtype_size(dtype);
 }
 
-/* A product for the rows of each expert. */
+/* A product for the rows of each expert. Each thread computes whole experts, or if there are few experts, all threads
+ * share every product; the results are the same. */
 static void mt_grouped_product(const mt_grouped_args *a, mt_linear_result result, mt_dtype dtype) {
     int64_t size = mt_dtype_size(dtype), x_row = (a->x_stride ? a->x_stride : a->K) * size;
     int64_t y_row = (a->y_stride ? a->y_stride : a->N) * size, weight = a->N * a->K;
-    bool by_expert = mt_threads_by_expert(a->E);
-    (void)by_expert; // without OpenMP
-#pragma omp parallel for schedule(dynamic) if (by_expert)
+    mt_matmul_prepare();
+#pragma omp parallel for schedule(dynamic) if (a->E >= 2 * omp_get_max_threads())
     for (int64_t e = 0; e < a->E; e++) {
         int64_t begin = a->offsets ? a->offsets[e] : 0;
         mt_grouped_args own = *a;
@@ -7924,9 +7910,7 @@ static void mt_distill(mt_model *m, const mt_pass *p, const mt_output *out, bool
             continue;
         }
         mt_all_reduce_sum(&m->grid->tensor, own, n, MT_F32);
-#ifdef MT_HAVE_OPENMP
 #pragma omp parallel for
-#endif
         for (int64_t r = 0; r < rows; r++) {
             double *student = h->doubles + 3 * r * K, *taught = student + K, *dstudent = taught + K;
             for (int64_t k = 0; k < K; k++) student[k] = (double)own[r * K + k], taught[k] = (double)other[r * K + k];
@@ -9578,7 +9562,6 @@ typedef struct mt_host_optimizer {
     float *scale;                 // of the gradients, on the host
     mt_host_task *tasks;          // [2, num_tasks] of two steps: the host enqueues one while another runs
     int64_t num_tasks, step, count; // count: tasks of this step so far
-    int threads;
 } mt_host_optimizer;
 
 /* Elements [result[k], result[k + 1]) of a shard: decayed matrices, then the rest. */
@@ -9620,10 +9603,6 @@ static void mt_host_optimizer_start(mt_model *m) {
     mt_stream **streams[] = {&h->in, &h->update, &h->out};
     for (int i = 0; i < 3; i++)
         *streams[i] = overlaps ? m->ops->stream_create(NULL, 0, m->options->deterministic_mode) : m->stream;
-    h->threads = 1;
-#ifdef MT_HAVE_OPENMP
-    h->threads = omp_get_max_threads();
-#endif
 }
 
 static void mt_host_optimizer_close(mt_model *m) {
@@ -9638,9 +9617,7 @@ static void mt_host_optimizer_close(mt_model *m) {
 /* Runs on a thread of the device's library, which has a number of OpenMP threads of its own. */
 static void mt_host_task_run(void *context) {
     mt_host_task *task = context;
-#ifdef MT_HAVE_OPENMP
     omp_set_num_threads(task->threads);
-#endif
     mt_cpu_ops.adamw_step(&task->args, &task->adamw, NULL);
 }
 
@@ -9659,7 +9636,7 @@ static void mt_host_task_start(mt_model *m, const mt_adamw_args *a, const mt_ada
     mt_host_task *task = &h->tasks[h->step % 2 * h->num_tasks + h->count];
     int64_t grad_bytes = a->n * mt_dtype_size(a->grad_dtype), param_bytes = a->n * mt_dtype_size(a->dtype);
     char *grad = h->slots[h->count % 2], *param = grad + grad_bytes;
-    *task = (mt_host_task){*a, *adamw, a->param, h->threads};
+    *task = (mt_host_task){*a, *adamw, a->param, omp_get_max_threads()};
     task->args.grad = grad, task->args.param = param, task->args.scale = h->scale;
     mt_wait_stream(m, h->update, h->in); // for the copies of the task before
     mt_wait_stream(m, h->in, h->out);    // the task before that one has left the slot
@@ -11670,7 +11647,6 @@ void mt_model_cache_copy(mt_model *m, const mt_cache_copy *copy) {
 /* From logits to new tokens. Invariants: the random numbers of a sequence depend on the seed, its id and the position,
  * not on other sequences of the batch; prefill and decode step are the same operation: a forward of the tokens that are
  * not in the KV cache yet; a page of the cache that two sequences share is full and no longer written. */
-#pragma GCC diagnostic ignored "-Wunknown-pragmas" // for OpenMP pragmas below, in a build without OpenMP
 
 /* ---- sampling */
 
