@@ -214,9 +214,9 @@ uint16_t mt_f32_to_f16(float value) {
     return sign | (uint16_t)(mantissa + ((exponent + 13) << 10)); // a carry correctly increments the exponent
 }
 
-/* whole + bytes; NULL while an arena only counts. */
-static void *mt_offset_pointer(void *whole, int64_t bytes) {
-    return whole ? (char *)whole + bytes : NULL;
+/* The address of element `index` of x; NULL where x is, as while an arena only counts. */
+static void *mt_at(const void *x, int64_t index, mt_dtype dtype) {
+    return x ? (char *)(uintptr_t)x + index * mt_dtype_size(dtype) : NULL;
 }
 
 void *mt_arena_alloc(mt_arena *arena, int64_t bytes) {
@@ -764,13 +764,12 @@ static mt_matrix mt_matrix_load(float *scratch, const void *x, int64_t offset, i
 /* Few rows, as in decoding: one thread reads each weight, once. */
 static void mt_linear_forward_small(void *y, const void *x, const void *w, const void *bias, int64_t T, int64_t N,
                                     int64_t K, mt_dtype dtype) {
-    int64_t size = mt_dtype_size(dtype);
     mt_matrix tokens = mt_matrix_load(mt_scratch_grow(T * K), x, 0, T, K, K, dtype);
 #pragma omp parallel for if (N * K > MT_PARALLEL)
     for (int64_t n = 0; n < N; n += 4) {
         const void *rows[4];
         int64_t count = mt_min(4, N - n);
-        for (int64_t i = 0; i < 4; i++) rows[i] = (const char *)w + mt_min(n + i, N - 1) * K * size;
+        for (int64_t i = 0; i < 4; i++) rows[i] = mt_at(w, mt_min(n + i, N - 1) * K, dtype);
         for (int64_t t = 0; t < T; t++) {
             float sums[4], scratch[4];
             mt_dot_four(sums, tokens.data + t * K, rows, K, dtype);
@@ -1035,7 +1034,7 @@ static void mt_cpu_quantize(const mt_quantize_args *a, mt_dtype dtype, mt_stream
     one.R = 1, one.position = NULL;
     for (int64_t i = 0; a->position && i < a->R * a->copies; i++) {
         if (a->position[i] < 0) continue;
-        one.x = (const char *)a->x + i / a->copies * a->C * mt_dtype_size(dtype);
+        one.x = mt_at(a->x, i / a->copies * a->C, dtype);
         one.rows.data = a->rows.data + a->position[i] * a->rows.stride;
         mt_cpu_quantize(&one, dtype, stream);
         if (a->compact == 0) continue;
@@ -1382,11 +1381,10 @@ static void mt_cpu_rope_backward(const mt_rope_args *a, mt_dtype dtype, mt_strea
 
 /* The norm of q's heads (k 0) or of k's, forward and backward. */
 static mt_norm_args mt_qk_norm(const mt_qk_args *a, int k, mt_dtype dtype) {
-    int64_t skip = k * a->H * a->D * mt_dtype_size(dtype);
+    int64_t skip = k * a->H * a->D;
     mt_norm_args norm = {.T = a->T, .H = k ? a->G : a->H, .C = a->D, .w = k ? a->k_w : a->q_w, .eps = a->eps};
-    norm.x = (const char *)a->qkv + skip, norm.y = mt_offset_pointer(a->qk, skip),
-    norm.rstd = k ? a->k_rstd : a->q_rstd;
-    norm.dy = mt_offset_pointer(a->dqk, skip), norm.dx = mt_offset_pointer(a->dqkv, skip);
+    norm.x = mt_at(a->qkv, skip, dtype), norm.y = mt_at(a->qk, skip, dtype), norm.rstd = k ? a->k_rstd : a->q_rstd;
+    norm.dy = mt_at(a->dqk, skip, dtype), norm.dx = mt_at(a->dqkv, skip, dtype);
     norm.dw = k ? a->dk_w : a->dq_w, norm.x_stride = a->qkv_stride, norm.y_stride = a->qk_stride;
     norm.dy_stride = a->dqk_stride, norm.dx_stride = a->dqkv_stride;
     return norm;
@@ -1982,9 +1980,7 @@ static void mt_cpu_scatter_rows(void *to, const void *from, const int32_t *rows,
                                 int64_t to_stride, int64_t from_stride, mt_dtype dtype, mt_stream *stream) {
     int64_t size = mt_dtype_size(dtype);
 #pragma omp parallel for if (T * width > MT_PARALLEL)
-    for (int64_t t = 0; t < T; t++)
-        memcpy((char *)to + rows[t] * to_stride * size, (const char *)from + t * from_stride * size,
-               (size_t)(width * size));
+    for (int64_t t = 0; t < T; t++) mt_copy_elements(to, rows[t] * to_stride, from, t * from_stride, width, size);
 }
 
 static void mt_cpu_gather_rows(void *to, const void *from, const int32_t *rows, int64_t T, int64_t width,
@@ -1995,8 +1991,7 @@ static void mt_cpu_gather_rows(void *to, const void *from, const int32_t *rows, 
         if (rows[t] < 0)
             memset((char *)to + t * to_stride * size, 0, (size_t)(width * size));
         else
-            memcpy((char *)to + t * to_stride * size, (const char *)from + rows[t] * from_stride * size,
-                   (size_t)(width * size));
+            mt_copy_elements(to, t * to_stride, from, rows[t] * from_stride, width, size);
 }
 
 /* ==== §3g cross-entropy, sampling ================================================================================ */
@@ -2223,8 +2218,7 @@ static void mt_cpu_router_logits(float *logits, const void *x, const void *w, in
             rows[t] = mt_row_load(mt_scratch_slice(scratch) + t * C, x, (first + t) * C, C, dtype);
         for (int64_t e = 0; e < E; e += 4) {
             const void *weights[4];
-            for (int64_t i = 0; i < 4; i++)
-                weights[i] = (const char *)w + mt_min(e + i, E - 1) * C * mt_dtype_size(dtype);
+            for (int64_t i = 0; i < 4; i++) weights[i] = mt_at(w, mt_min(e + i, E - 1) * C, dtype);
             for (int64_t t = 0; t < tokens; t++) {
                 float sums[4];
                 mt_dot_four(sums, rows[t], weights, C, dtype);
@@ -2638,27 +2632,20 @@ static void mt_cpu_combine_rows(void *out, const void *in, const int32_t *positi
     }
 }
 
-static const void *mt_rows_from(const void *x, int64_t row, int64_t width, mt_dtype dtype) {
-    return (const char *)x + row * width * mt_dtype_size(dtype);
-}
-
 /* A product for the rows of each expert. Each thread computes whole experts, or if there are few experts, all threads
  * share every product; the results are the same. */
 static void mt_grouped_product(const mt_grouped_args *a, mt_linear_result result, mt_dtype dtype) {
-    int64_t size = mt_dtype_size(dtype), x_row = (a->x_stride ? a->x_stride : a->K) * size;
-    int64_t y_row = (a->y_stride ? a->y_stride : a->N) * size, weight = a->N * a->K;
+    int64_t x_stride = a->x_stride ? a->x_stride : a->K, y_stride = a->y_stride ? a->y_stride : a->N;
+    int64_t weight = a->N * a->K;
     mt_matmul_prepare();
 #pragma omp parallel for schedule(dynamic) if (a->E >= 2 * omp_get_max_threads())
     for (int64_t e = 0; e < a->E; e++) {
         int64_t begin = a->offsets ? a->offsets[e] : 0;
         mt_grouped_args own = *a;
         own.M = (a->offsets ? a->offsets[e + 1] : a->M) - begin;
-        if (result == MT_LINEAR_DW) own.dw += e * weight;
-        if (result != MT_LINEAR_DW) own.w = (const char *)a->w + e * weight * size;
-        if (result != MT_LINEAR_DX) own.x = (const char *)a->x + begin * x_row;
-        if (result != MT_LINEAR_Y) own.dy = (const char *)a->dy + begin * y_row;
-        if (result == MT_LINEAR_Y) own.y = (char *)a->y + begin * y_row;
-        if (result == MT_LINEAR_DX) own.dx = (char *)a->dx + begin * x_row;
+        own.w = mt_at(a->w, e * weight, dtype), own.dw = mt_at(a->dw, e * weight, MT_F32);
+        own.x = mt_at(a->x, begin * x_stride, dtype), own.dx = mt_at(a->dx, begin * x_stride, dtype);
+        own.y = mt_at(a->y, begin * y_stride, dtype), own.dy = mt_at(a->dy, begin * y_stride, dtype);
         if (own.M > 0)
             mt_linear_product(&own, result, NULL, dtype);
         else if (result == MT_LINEAR_DW && !a->accumulate)
@@ -2696,7 +2683,7 @@ static void mt_cpu_grouped_bias_backward(float *dbias, const void *dy, const int
                                          int64_t E, mt_dtype dtype, mt_stream *stream) {
     for (int64_t e = 0; e < E; e++) {
         int64_t rows = offsets[e + 1] - offsets[e];
-        if (rows > 0) mt_cpu_column_sums(dbias + e * N, mt_rows_from(dy, offsets[e], N, dtype), rows, N, dtype, stream);
+        if (rows > 0) mt_cpu_column_sums(dbias + e * N, mt_at(dy, offsets[e] * N, dtype), rows, N, dtype, stream);
     }
 }
 
@@ -3780,7 +3767,7 @@ static const void *mt_region_leave_backward(const mt_tensor_parallel *tp, const 
 
 /* The rows of x[T, C] that rank `owner` has outside the region. */
 static void *mt_rows_of_rank(const mt_tensor_parallel *tp, const void *x, int owner, int64_t C) {
-    return (void *)(uintptr_t)mt_rows_from(x, owner * tp->rows, C, tp->dtype);
+    return mt_at(x, owner * tp->rows * C, tp->dtype);
 }
 
 /* The rank at distance `step` in the tensor group; negative: before this rank. */
@@ -3995,11 +3982,6 @@ static void mt_fp8_run_product(const mt_tensor_parallel *tp, const mt_linear *l,
  * dropout(x), db += dy^T h. The backward computes h again. If x is cut among ranks, h and db are partial sums over
  * them; otherwise da is. */
 
-/* base + elements, of the products' type. */
-static void *mt_operand(const mt_tensor_parallel *tp, const void *base, int64_t elements) {
-    return base ? (char *)(uintptr_t)base + elements * mt_dtype_size(tp->dtype) : NULL;
-}
-
 /* True if a product adds to dw, which holds a gradient afterwards. */
 static bool mt_weight_accumulates(const mt_weight *weight) {
     bool accumulates = weight->has_gradient && *weight->has_gradient;
@@ -4012,14 +3994,14 @@ static mt_grouped_args mt_adapter_args(const mt_tensor_parallel *tp, const mt_li
                                        int64_t part, int64_t T) {
     const mt_adapter *adapter = &l->adapter;
     const mt_adapter_part *p = &adapter->parts[mt_max(part, 0)];
-    void *h = io->offsets ? io->adapter_rows : tp->adapter_rows, *dh = mt_operand(tp, h, T * adapter->R);
+    void *h = io->offsets ? io->adapter_rows : tp->adapter_rows, *dh = mt_at(h, T * adapter->R, tp->dtype);
     mt_grouped_args a = {T, adapter->R, l->K, mt_max(l->num_experts, 1), io->offsets, .x = io->x, .y = h};
     a.dy = dh, a.dx = io->dx, a.w = adapter->a.w, a.dw = adapter->a.dw;
     if (part >= 0) {
         int64_t column = part * adapter->rank;
         a.N = p->N, a.K = adapter->rank, a.w = p->b.w, a.dw = p->b.dw;
-        a.x = mt_operand(tp, h, column), a.dx = mt_operand(tp, dh, column);
-        a.y = mt_operand(tp, io->y, p->first), a.dy = mt_operand(tp, io->dy, p->first);
+        a.x = mt_at(h, column, tp->dtype), a.dx = mt_at(dh, column, tp->dtype);
+        a.y = mt_at(io->y, p->first, tp->dtype), a.dy = mt_at(io->dy, p->first, tp->dtype);
     }
     a.x_stride = part < 0 ? l->K : adapter->R, a.y_stride = part < 0 ? adapter->R : l->N;
     return a;
@@ -5760,11 +5742,6 @@ static mt_dropout mt_model_dropout(const mt_model *m, const mt_pass *p, int64_t 
                         .key = mt_random_key((uint64_t)m->options->seed, MT_RANDOM_DROPOUT, index)};
 }
 
-/* base + elements, of the model's type. */
-static void *mt_at(const mt_model *m, void *base, int64_t elements) {
-    return (char *)base + elements * mt_dtype_size(m->dtype);
-}
-
 /* sum[rows, C] += x, in the model's type. */
 static void mt_add_to(const mt_model *m, const mt_pass *p, void *sum, const void *x) {
     m->ops->add(sum, sum, x, p->rows * m->C, m->dtype, p->stream);
@@ -5915,20 +5892,21 @@ typedef struct mt_qkv_view {
 /* q, k and v lie in the fused product; with q/k norm, q and k lie in `qk` instead. */
 static mt_qkv_view mt_fused_view(const mt_model *m, void *qkv, void *qk) {
     int64_t q_width = m->H * m->D, k_width = m->G * m->D, stride = mt_qkv_width(m);
-    mt_qkv_view view = {qkv, mt_at(m, qkv, q_width), mt_at(m, qkv, q_width + k_width), stride, stride};
-    if (mt_norms_heads(m->options)) view.q = qk, view.k = mt_at(m, qk, q_width), view.qk_stride = q_width + k_width;
+    mt_qkv_view view = {qkv, mt_at(qkv, q_width, m->dtype), mt_at(qkv, q_width + k_width, m->dtype), stride, stride};
+    if (mt_norms_heads(m->options))
+        view.q = qk, view.k = mt_at(qk, q_width, m->dtype), view.qk_stride = q_width + k_width;
     return view;
 }
 
 /* Latent attention: q, k and v are separate arrays. */
 static mt_qkv_view mt_latent_view(const mt_model *m, const mt_pass *p, void *q, void *kv) {
-    return (mt_qkv_view){q, kv, mt_at(m, kv, p->T * m->H * m->D), m->H * m->D, m->H * m->Dv};
+    return (mt_qkv_view){q, kv, mt_at(kv, p->T * m->H * m->D, m->dtype), m->H * m->D, m->H * m->Dv};
 }
 
 static mt_qkv_view mt_gradient_view(const mt_model *m, const mt_pass *p) {
     const mt_layer_scratch *s = &m->scratch;
     if (!m->options->multi_latent_attention) return mt_fused_view(m, s->dqkv, s->dqk);
-    return mt_latent_view(m, p, s->dqkv, mt_at(m, s->dqkv, p->T * m->H * m->D));
+    return mt_latent_view(m, p, s->dqkv, mt_at(s->dqkv, p->T * m->H * m->D, m->dtype));
 }
 
 double mt_yarn_mscale(double factor, double mscale) {
@@ -6005,9 +5983,9 @@ static const float mt_latent_epsilon = 1e-6f;
 /* The norm over columns [column, column + rank) of the latents. */
 static mt_norm_args mt_latent_norm(const mt_model *m, const mt_pass *p, mt_weight w, void *y, float *rstd, void *latent,
                                    int64_t column, int64_t rank) {
-    mt_norm_args a = {.T = p->rows, .H = 1, .C = rank, .x = mt_at(m, latent, column), .w = w.w, .dw = w.dw};
+    mt_norm_args a = {.T = p->rows, .H = 1, .C = rank, .x = mt_at(latent, column, m->dtype), .w = w.w, .dw = w.dw};
     a.y = y, a.rstd = rstd, a.eps = mt_latent_epsilon, a.dy = m->scratch.dlatent_norm;
-    if (m->scratch.dlatent) a.dx = mt_at(m, m->scratch.dlatent, column);
+    a.dx = mt_at(m->scratch.dlatent, column, m->dtype);
     a.x_stride = a.dx_stride = mt_latent_width(m->options), a.y_stride = a.dy_stride = rank;
     return a;
 }
@@ -6051,7 +6029,7 @@ static void mt_latent_up_forward(const mt_model *m, const mt_pass *p, const mt_l
     mt_layer_linear_forward(p, a, &w->q_b, q_input, a->q);
     mt_layer_linear_forward(p, a, &w->kv_b, a->kv_latent, s->kv_b_out);
     mt_rope_args rope = mt_latent_rope(m, p);
-    rope.x = mt_at(m, a->latent, mt_rope_column(m->options)), rope.x_stride = mt_latent_width(m->options);
+    rope.x = mt_at(a->latent, mt_rope_column(m->options), m->dtype), rope.x_stride = mt_latent_width(m->options);
     rope.y = s->k_rope, rope.y_stride = R;
     m->ops->rope_forward(&rope, m->dtype, p->stream);
     mt_qkv_view view = mt_latent_view(m, p, a->q, a->kv);
@@ -6075,7 +6053,7 @@ static void mt_latent_qkv_backward(const mt_model *m, const mt_pass *p, mt_layer
     mt_region_enter_backward(&p->tp, s->k_rope, p->tp.partial, R, p->stream);
     mt_rope_args rope = mt_latent_rope(m, p);
     rope.x = s->k_rope, rope.x_stride = R;
-    rope.y = mt_at(m, s->dlatent, mt_rope_column(m->options)), rope.y_stride = mt_latent_width(m->options);
+    rope.y = mt_at(s->dlatent, mt_rope_column(m->options), m->dtype), rope.y_stride = mt_latent_width(m->options);
     m->ops->rope_backward(&rope, m->dtype, p->stream);
 
     mt_linear_io kv_b = {.x = a->kv_latent, .dy = s->kv_b_out, .dx = s->dlatent_norm};
@@ -7186,11 +7164,6 @@ struct mt_context {
     float *wide;
 };
 
-/* base + elements, of the plan's type. */
-static void *mt_context_at(const mt_context *c, const void *base, int64_t elements) {
-    return (char *)base + elements * mt_dtype_size(c->plan.dtype);
-}
-
 /* ---- memory */
 
 static void mt_context_plan_ring(mt_context *c, mt_arena *arena) {
@@ -7393,7 +7366,8 @@ static void mt_context_pack_kv(const mt_context *c, const mt_attention *call, mt
     int64_t k_width = call->num_groups * call->head_size, v_width = call->num_groups * call->value_size;
     int64_t kv = k_width + v_width;
     mt_context_copy_rows(c, c->kv[0], kv, call->k, call->k_stride, c->M, k_width, stream);
-    mt_context_copy_rows(c, mt_context_at(c, c->kv[0], k_width), kv, call->v, call->v_stride, c->M, v_width, stream);
+    mt_context_copy_rows(c, mt_at(c->kv[0], k_width, c->plan.dtype), kv, call->v, call->v_stride, c->M, v_width,
+                         stream);
 }
 
 /* Writes the summed gradients of this rank's keys and values to call->dk and call->dv. */
@@ -7406,7 +7380,8 @@ static void mt_context_store_dkv(const mt_context *c, const mt_attention *call, 
         rounded = c->dkv_part;
     }
     mt_context_copy_rows(c, call->dk, call->k_stride, rounded, kv, c->M, k_width, stream);
-    mt_context_copy_rows(c, call->dv, call->v_stride, mt_context_at(c, rounded, k_width), kv, c->M, v_width, stream);
+    mt_context_copy_rows(c, call->dv, call->v_stride, mt_at(rounded, k_width, c->plan.dtype), kv, c->M, v_width,
+                         stream);
 }
 
 /* ---- p2p: ring attention (Liu et al., "Ring attention with blockwise transformers"; zig-zag from Zhu's
@@ -7429,7 +7404,7 @@ static void mt_ring_shift_end(const mt_context *c, const mt_ring_shift *shift, m
 static mt_attention mt_ring_step(const mt_context *c, int64_t i, const mt_attention *call) {
     int64_t P = c->plan.ring->size, r = c->plan.ring->rank, source = (r + P - i) % P;
     mt_attention step = *call;
-    step.k = c->kv[i % 2], step.v = mt_context_at(c, step.k, call->num_groups * call->head_size);
+    step.k = c->kv[i % 2], step.v = mt_at(step.k, call->num_groups * call->head_size, c->plan.dtype);
     step.k_stride = step.v_stride = call->num_groups * (call->head_size + call->value_size);
     step.k_index = c->index + source * c->M, step.q_index = c->index + r * c->M, step.spans = c->lists[source];
     return step;
@@ -7465,7 +7440,7 @@ static void mt_ring_backward(mt_context *c, const mt_attention *call, mt_stream 
         mt_attention step = mt_ring_step(c, i, call);
         int64_t kv = step.k_stride;
         float *dkv = c->dkv_sum[i % 2];
-        step.dk = c->dkv_part, step.dv = mt_context_at(c, c->dkv_part, call->num_groups * call->head_size);
+        step.dk = c->dkv_part, step.dv = mt_at(c->dkv_part, call->num_groups * call->head_size, c->plan.dtype);
         if (i + 1 < P) mt_ring_shift_begin(c, &c->kv_shift, c->kv[(i + 1) % 2], c->kv[i % 2], c->M * kv, dtype, stream);
         c->ops->attention_backward(&step, dtype, stream);
         mt_accumulate_args dq = {&step.spans, false, c->sum, call->dq, q_width, call->q_stride, .first = i == 0};
@@ -7496,7 +7471,7 @@ static mt_attention mt_gather_kv(mt_context *c, const mt_attention *call, mt_str
     c->ops->all_gather(c->gathered, c->kv[0], c->M * kv, c->plan.dtype, c->plan.ring, stream);
     c->ops->scatter_rows(c->ordered, c->gathered, c->rows, c->N, kv, kv, kv, c->plan.dtype, stream);
     mt_attention whole = *call;
-    whole.k = c->ordered, whole.v = mt_context_at(c, c->ordered, k_width), whole.k_stride = whole.v_stride = kv;
+    whole.k = c->ordered, whole.v = mt_at(c->ordered, k_width, c->plan.dtype), whole.k_stride = whole.v_stride = kv;
     whole.k_index = c->index, whole.spans = c->lists[0];
     return whole;
 }
@@ -7511,7 +7486,7 @@ static void mt_gather_backward(mt_context *c, const mt_attention *call, mt_strea
     mt_dtype dtype = c->plan.dtype;
     mt_attention whole = mt_gather_kv(c, call, stream);
     int64_t kv = whole.k_stride, all = c->N * kv;
-    whole.dk = c->dkv_ordered, whole.dv = mt_context_at(c, c->dkv_ordered, call->num_groups * call->head_size);
+    whole.dk = c->dkv_ordered, whole.dv = mt_at(c->dkv_ordered, call->num_groups * call->head_size, c->plan.dtype);
     c->ops->memory_zero(c->dkv_ordered, all * mt_dtype_size(dtype), stream); // no span covers the last keys
     c->ops->attention_backward(&whole, dtype, stream);
     c->ops->gather_rows(c->gathered, c->dkv_ordered, c->rows, c->N, kv, kv, kv, dtype, stream);
@@ -7528,8 +7503,8 @@ static void mt_a2a_to_heads(mt_context *c, void *to, const void *from, int64_t f
                             mt_stream *stream) {
     int64_t A = c->plan.a2a->size, share = width / A;
     for (int64_t a = 0; a < A; a++)
-        mt_context_copy_rows(c, mt_context_at(c, c->by_head, a * c->T * share), share,
-                             mt_context_at(c, from, a * share), from_stride, c->T, share, stream);
+        mt_context_copy_rows(c, mt_at(c->by_head, a * c->T * share, c->plan.dtype), share,
+                             mt_at(from, a * share, c->plan.dtype), from_stride, c->T, share, stream);
     c->ops->all_to_all(to, c->by_head, c->T * share, c->plan.dtype, c->plan.a2a, stream);
 }
 
@@ -7538,8 +7513,8 @@ static void mt_a2a_to_tokens(mt_context *c, void *to, int64_t to_stride, const v
     int64_t A = c->plan.a2a->size, share = width / A;
     c->ops->all_to_all(c->by_head, from, c->T * share, c->plan.dtype, c->plan.a2a, stream);
     for (int64_t a = 0; a < A; a++)
-        mt_context_copy_rows(c, mt_context_at(c, to, a * share), to_stride,
-                             mt_context_at(c, c->by_head, a * c->T * share), share, c->T, share, stream);
+        mt_context_copy_rows(c, mt_at(to, a * share, c->plan.dtype), to_stride,
+                             mt_at(c->by_head, a * c->T * share, c->plan.dtype), share, c->T, share, stream);
 }
 
 /* The call for this rank's share of the heads, with q, k, v of all tokens of the group. lse and row_dot keep their
@@ -7892,7 +7867,7 @@ static void mt_distill(mt_model *m, const mt_pass *p, const mt_output *out, bool
                 h->index[rows * K + k] = here ? (int32_t)((t[rows] - t[0]) * m->V + id) : -1;
             }
         int64_t n = rows * K;
-        void *at = mt_at(m, out->logits, t[0] * m->V);
+        void *at = mt_at(out->logits, t[0] * m->V, m->dtype);
         m->ops->memory_copy(h->device_index, h->index, n * 4, p->stream);
         m->ops->gather_rows(h->device_values, at, h->device_index, n, 1, 1, 1, m->dtype, p->stream);
         m->ops->memory_copy(h->values, h->device_values, n * size, p->stream);
@@ -7963,8 +7938,8 @@ static void mt_recompute_unit_input(mt_model *m, const mt_pass *p, mt_activation
     if (p->replay)
         m->ops->all_gather(a->input, a->input_part, count, m->dtype, tensor, p->stream);
     else
-        m->ops->memory_copy(a->input_part, mt_at(m, a->input, tensor->rank * count), count * mt_dtype_size(m->dtype),
-                            p->stream);
+        m->ops->memory_copy(a->input_part, mt_at(a->input, tensor->rank * count, m->dtype),
+                            count * mt_dtype_size(m->dtype), p->stream);
 }
 
 /* Layers [begin, end) of the chunk, from the first one's saved input to `output` and its norm, if any; output NULL:
@@ -8106,10 +8081,10 @@ static mt_layer *mt_mtp_layer(const mt_model *m, const mt_pass *p, int64_t k) {
 static mt_norm_args mt_mtp_norm(const mt_model *m, const mt_pass *p, int64_t k, int half) {
     const mt_layer *w = mt_mtp_layer(m, p, k);
     const mt_output *a = &p->mb->outputs[1 + k];
-    mt_normed n = {.rstd = half ? a->hidden_rstd : a->embedded_rstd, .y = mt_at(m, a->joined, half * m->C)};
+    mt_normed n = {.rstd = half ? a->hidden_rstd : a->embedded_rstd, .y = mt_at(a->joined, half * m->C, m->dtype)};
     mt_norm_args norm = mt_norm_operands(m, p, half ? &w->mtp_hidden_norm : &w->mtp_embedding_norm, &n);
     norm.x = half ? p->mb->outputs[k].norm.y : a->embedded; // output 0 is the main model's
-    norm.y_stride = norm.dy_stride = 2 * m->C, norm.dy = mt_at(m, m->mtp->djoined, half * m->C);
+    norm.y_stride = norm.dy_stride = 2 * m->C, norm.dy = mt_at(m->mtp->djoined, half * m->C, m->dtype);
     norm.dx = half ? m->mtp->dhidden : m->scratch.dresidual;
     return norm;
 }
@@ -8789,11 +8764,11 @@ static void mt_bucket_bind(mt_model *m, int64_t bucket) {
         const mt_param *param = &m->params[i];
         mt_weight *weight = mt_param_weight(m, param);
         if (!weight) continue;
-        weight->w = mt_offset_pointer(b->params, param->offset * mt_dtype_size(b->dtype));
-        weight->dw = mt_offset_pointer(b->grads, param->offset * 4);
+        weight->w = mt_at(b->params, param->offset, b->dtype);
+        weight->dw = mt_at(b->grads, param->offset, MT_F32);
         weight->has_gradient = &m->sharding->has_gradient[i];
         const mt_linear *l = b->num_fp8_amaxes > 0 ? mt_param_fp8_linear(m, param) : NULL;
-        if (l) l->fp8->w.data = mt_offset_pointer(b->fp8_params, param->offset);
+        if (l) l->fp8->w.data = mt_at(b->fp8_params, param->offset, MT_U8);
         if (param->unit == MT_UNIT_WORDS && bucket == m->head_bucket) m->outer.head.weight = *weight; // tied
     }
 }
@@ -8961,9 +8936,9 @@ static mt_fp8_shard_args mt_shard_quantize(mt_model *m, const mt_bucket *b, cons
     const mt_fp8_linear *f = l->fp8;
     mt_fp8_shard_args a = {.w = f->w, .count = mt_max(l->num_experts, 1), .R = l->N, .C = l->K};
     int64_t at = param->offset, end = mt_min(at + a.count * l->N * l->K, b->shard_first + b->shard_count);
-    a.w.data = mt_offset_pointer(fp8_params, at);
+    a.w.data = mt_at(fp8_params, at, MT_U8);
     a.first = mt_max(b->shard_first - at, 0), a.n = mt_max(end - at - a.first, 0);
-    if (a.n > 0) a.x = (const char *)b->param_shard + (at + a.first - b->shard_first) * mt_dtype_size(b->dtype);
+    if (a.n > 0) a.x = mt_at(b->param_shard, at + a.first - b->shard_first, b->dtype);
     if (f->recipe->delayed) a.scale = f->scale + MT_FP8_W;
     a.amax = f->recipe->delayed ? f->amax + MT_FP8_W : b->fp8_amaxes + f->first_amax;
     m->ops->fp8_shard_quantize(&a, b->dtype, m->sharding->param_stream);
@@ -9282,7 +9257,7 @@ static void mt_gradients_reduce_model(mt_model *m) {
             if (m->params[next].bucket != param->bucket || mt_gradient_group(m, &m->params[next]) != group) break;
         if (!group || (count = mt_gradient_run(m, param, &m->params[next - 1], &begin)) == 0) continue;
         const mt_bucket *b = &m->buckets[param->bucket];
-        void *run = mt_offset_pointer(b->grad_shard, begin * mt_dtype_size(b->grad_dtype));
+        void *run = mt_at(b->grad_shard, begin, b->grad_dtype);
         m->ops->all_reduce(run, count, MT_SUM, b->grad_dtype, group, m->stream);
     }
     int64_t word = m->word_bucket >= 0 ? m->word_bucket : m->head_bucket;
@@ -9323,13 +9298,13 @@ static void mt_plan_buckets(mt_model *m) {
     for (mt_bucket *b = m->buckets; b < m->buckets + m->num_buckets; b++) {
         int64_t size = mt_dtype_size(b->dtype);
         if (b->strategy < MT_SHARD_PARAMS) b->params = mt_arena_alloc(arena, b->count * size);
-        b->param_shard = b->strategy < MT_SHARD_PARAMS ? mt_offset_pointer(b->params, b->shard_first * size)
+        b->param_shard = b->strategy < MT_SHARD_PARAMS ? mt_at(b->params, b->shard_first, b->dtype)
                                                        : mt_arena_alloc(arena, b->shard_count * size);
         if (!m->plan.train || !b->trained) continue;
         size = mt_dtype_size(b->grad_dtype);
         if (b->strategy < MT_SHARD_GRADS) b->main_grads = mt_arena_alloc(grads, b->count * size);
         if (!mt_bucket_buffers_gradients(b)) b->grads = b->main_grads;
-        b->grad_shard = b->strategy < MT_SHARD_GRADS ? mt_offset_pointer(b->main_grads, b->shard_first * size)
+        b->grad_shard = b->strategy < MT_SHARD_GRADS ? mt_at(b->main_grads, b->shard_first, b->grad_dtype)
                                                      : mt_arena_alloc(grads, b->shard_count * size);
         mt_arena *from = b->on_host ? &m->host : optimizer;
         if (m->dtype != MT_F32)
@@ -9422,7 +9397,7 @@ const void *mt_bucket_gather_state(mt_model *m, int64_t bucket, mt_param_state s
     int buffer = mt_first_buffer[s->progress[bucket].kind];
     void *whole = mt_bucket_buffers_gradients(b) ? s->grad_buffers[buffer].memory : b->grads;
     if (s->gathered_bucket == bucket && s->gathered_state == state) return whole;
-    void *own = mt_offset_pointer(whole, b->shard_first * mt_dtype_size(shard.dtype));
+    void *own = mt_at(whole, b->shard_first, shard.dtype);
     m->ops->memory_copy(own, shard.data, b->shard_count * mt_dtype_size(shard.dtype), m->stream); // from the host too
     m->ops->all_gather(whole, own, b->shard_count, shard.dtype, b->group, m->stream);
     s->gathered_bucket = bucket, s->gathered_state = state;
@@ -9500,7 +9475,7 @@ static void mt_gradients_norm(mt_model *m) {
             if (m->params[next].bucket != param->bucket || m->params[next].counted != param->counted) break;
         if (!counts || !param->counted || (count = mt_gradient_run(m, param, &m->params[next - 1], &begin)) == 0)
             continue;
-        const void *run = mt_offset_pointer(b->grad_shard, begin * mt_dtype_size(b->grad_dtype));
+        const void *run = mt_at(b->grad_shard, begin, b->grad_dtype);
         m->ops->squared_norm(m->numbers->sums + 2, run, count, b->grad_dtype, m->stream);
     }
     m->ops->all_reduce(m->numbers->sums + 2, 2, MT_SUM, MT_F64, &m->grid->world, m->stream);
@@ -9533,10 +9508,9 @@ static mt_adamw_args mt_bucket_adamw(const mt_model *m, const mt_bucket *b) {
 /* Elements [first, first + n) of `whole`. */
 static mt_adamw_args mt_adamw_part(const mt_adamw_args *whole, int64_t first, int64_t n) {
     mt_adamw_args a = *whole;
-    a.n = n, a.param = (char *)a.param + first * mt_dtype_size(a.dtype);
-    a.master = a.master ? (char *)a.master + first * mt_dtype_size(a.master_dtype) : NULL;
-    a.m = (char *)a.m + first * mt_dtype_size(a.m_dtype), a.v = (char *)a.v + first * mt_dtype_size(a.v_dtype);
-    a.grad = (const char *)a.grad + first * mt_dtype_size(a.grad_dtype);
+    a.n = n, a.param = mt_at(a.param, first, a.dtype), a.master = mt_at(a.master, first, a.master_dtype);
+    a.m = mt_at(a.m, first, a.m_dtype), a.v = mt_at(a.v, first, a.v_dtype);
+    a.grad = mt_at(a.grad, first, a.grad_dtype);
     return a;
 }
 
@@ -10317,7 +10291,7 @@ static bool mt_logits_overlap(const mt_model *m) {
 static void mt_plan_exchange(mt_tensor_parallel *tp, int64_t widest, mt_arena *arena) {
     int64_t whole = tp->group->size * tp->max_rows * widest * mt_dtype_size(tp->dtype);
     tp->mailbox_bytes = tp->overlaps ? 2 * whole + MT_MAILBOX_OWN : whole;
-    tp->gathered = mt_arena_alloc(arena, tp->mailbox_bytes), tp->parts = mt_offset_pointer(tp->gathered, whole);
+    tp->gathered = mt_arena_alloc(arena, tp->mailbox_bytes), tp->parts = mt_at(tp->gathered, whole, MT_U8);
     if (tp->overlaps) tp->part_rows = mt_arena_alloc(arena, tp->max_rows * tp->group->size * 4);
 }
 
@@ -10335,8 +10309,8 @@ static void mt_plan_experts(mt_model *m, mt_arena *arena) {
         if (size > 1) mt_expert_rows_allocate(m, &e->dispatched, arena, &dispatched);
     }
     e->loads = mt_arena_alloc(arena, 3 * e->num_layers * E * 4);
-    e->kept = mt_offset_pointer(e->loads, e->num_layers * E * 4);
-    e->global = mt_offset_pointer(e->loads, 2 * e->num_layers * E * 4);
+    e->kept = mt_at(e->loads, e->num_layers * E, MT_F32);
+    e->global = mt_at(e->loads, 2 * e->num_layers * E, MT_F32);
     e->invalid = mt_arena_alloc(arena, e->num_layers * 4), e->discarded = mt_arena_alloc(arena, 4);
     if (e->global_aux_loss) {
         e->rank_counts = mt_arena_alloc(arena, m->grid->data.size * E * 4);
@@ -11359,8 +11333,8 @@ static void mt_param_init_run(mt_model *m, const mt_param *param, const mt_shard
     uint64_t role = (uint64_t)param->role + (mt_param_is_adapter(param) ? 128 + (uint64_t)param->adapts : 0);
     uint64_t index = (uint64_t)(param->expert + 1) << 40 | (uint64_t)(param->layer + 1) << 8 | role;
     uint64_t key = mt_random_key((uint64_t)m->options->seed, MT_RANDOM_PARAMETER, index);
-    m->ops->random_normal((char *)shard->data + (begin - shard->first) * mt_dtype_size(shard->dtype), end - begin, key,
-                          first + begin - at, mean, std, shard->dtype, m->stream);
+    m->ops->random_normal(mt_at(shard->data, begin - shard->first, shard->dtype), end - begin, key, first + begin - at,
+                          mean, std, shard->dtype, m->stream);
 }
 
 /* Draws this rank's values of a parameter. Each value depends on its index in the whole parameter only, so all layouts
@@ -11486,8 +11460,8 @@ static void mt_logits_gather(mt_model *m, void *whole, void *logits, int64_t cou
     void *shares = ranks > 1 ? m->gathered_logits : logits;
     if (ranks > 1) m->ops->all_gather(shares, logits, count * m->V, m->dtype, &m->grid->tensor, m->stream);
     for (int64_t rank = 0; rank < ranks; rank++)
-        m->ops->memory_copy_rows(mt_at(m, whole, rank * m->V), ranks * bytes, mt_at(m, shares, rank * count * m->V),
-                                 bytes, count, bytes, m->stream);
+        m->ops->memory_copy_rows(mt_at(whole, rank * m->V, m->dtype), ranks * bytes,
+                                 mt_at(shares, rank * count * m->V, m->dtype), bytes, count, bytes, m->stream);
 }
 
 /* Copies rows of logits to the host as fp32, without the padding columns; `share`: every rank gets them. */
@@ -11495,11 +11469,11 @@ static void mt_logits_to_host(mt_model *m, void *from, float *logits, int64_t ro
     int64_t V = m->grid->tensor.size * m->V, vocabulary = m->options->vocab_size;
     for (int64_t first = 0; first < rows && m->has_loss; first += MT_STAGED_ROWS) {
         int64_t count = mt_min(rows - first, MT_STAGED_ROWS);
-        mt_logits_gather(m, m->staged_logits, mt_at(m, from, first * m->V), count);
+        mt_logits_gather(m, m->staged_logits, mt_at(from, first * m->V, m->dtype), count);
         m->ops->stream_synchronize(m->stream);
         for (int64_t t = 0; t < count; t++)
-            mt_cpu_convert(logits + (first + t) * vocabulary, MT_F32, mt_at(m, m->staged_logits, t * V), m->dtype,
-                           vocabulary, NULL);
+            mt_cpu_convert(logits + (first + t) * vocabulary, MT_F32, mt_at(m->staged_logits, t * V, m->dtype),
+                           m->dtype, vocabulary, NULL);
     }
     if (share) mt_broadcast_from_last_stage(m, logits, rows * vocabulary * 4);
 }
@@ -11507,7 +11481,7 @@ static void mt_logits_to_host(mt_model *m, void *from, float *logits, int64_t ro
 int64_t mt_score_logits(mt_model *m, int64_t t, float *logits) {
     const mt_pass *p = m->host_loss->scored;
     if (t >= p->T) return -1;
-    if (logits) mt_logits_to_host(m, mt_at(m, p->mb->outputs[0].logits, t * m->V), logits, 1, false);
+    if (logits) mt_logits_to_host(m, mt_at(p->mb->outputs[0].logits, t * m->V, m->dtype), logits, 1, false);
     return p->context ? mt_context_position(p->context, t) : t;
 }
 
@@ -11637,7 +11611,8 @@ void mt_model_cache_copy(mt_model *m, const mt_cache_copy *copy) {
         void *caches[] = {m->k_cache[layer], m->v_cache[layer]};
         for (int i = 0; i < 2; i++) {
             int64_t width = m->G * (i ? m->Dv : m->D);
-            m->ops->memory_copy(mt_at(m, caches[i], copy->to * width), mt_at(m, caches[i], copy->from * width),
+            m->ops->memory_copy(mt_at(caches[i], copy->to * width, m->dtype),
+                                mt_at(caches[i], copy->from * width, m->dtype),
                                 copy->rows * width * mt_dtype_size(m->dtype), m->stream);
         }
     }
