@@ -5980,22 +5980,17 @@ static void mt_qk_backward(const mt_model *m, const mt_pass *p, mt_layer *w, con
 /* The epsilon of Hugging Face transformers, independent of rms_norm_eps. */
 static const float mt_latent_epsilon = 1e-6f;
 
-/* The norm over columns [column, column + rank) of the latents. */
-static mt_norm_args mt_latent_norm(const mt_model *m, const mt_pass *p, mt_weight w, void *y, float *rstd, void *latent,
-                                   int64_t column, int64_t rank) {
-    mt_norm_args a = {.T = p->rows, .H = 1, .C = rank, .x = mt_at(latent, column, m->dtype), .w = w.w, .dw = w.dw};
-    a.y = y, a.rstd = rstd, a.eps = mt_latent_epsilon, a.dy = m->scratch.dlatent_norm;
-    a.dx = mt_at(m->scratch.dlatent, column, m->dtype);
-    a.x_stride = a.dx_stride = mt_latent_width(m->options), a.y_stride = a.dy_stride = rank;
-    return a;
-}
-static mt_norm_args mt_q_latent_norm(const mt_model *m, const mt_pass *p, const mt_layer *w, const mt_activations *a) {
-    return mt_latent_norm(m, p, w->q_a_norm, a->q_latent, a->q_latent_rstd, a->latent, 0, m->options->q_lora_rank);
-}
-static mt_norm_args mt_kv_latent_norm(const mt_model *m, const mt_pass *p, const mt_layer *w, const mt_activations *a) {
-    const mt_options *o = m->options;
-    return mt_latent_norm(m, p, w->kv_a_norm, a->kv_latent, a->kv_latent_rstd, a->latent, o->q_lora_rank,
-                          o->kv_lora_rank);
+/* The norm of the query's latent (kv 0), or of the key's and value's, which follows it in a row. */
+static mt_norm_args mt_latent_norm(const mt_model *m, const mt_pass *p, const mt_layer *w, const mt_activations *a,
+                                   int kv) {
+    const mt_weight *weight = kv ? &w->kv_a_norm : &w->q_a_norm;
+    int64_t q_rank = m->options->q_lora_rank, rank = kv ? m->options->kv_lora_rank : q_rank, column = kv ? q_rank : 0;
+    mt_norm_args n = {.T = p->rows, .H = 1, .C = rank, .w = weight->w, .dw = weight->dw, .eps = mt_latent_epsilon};
+    n.x = mt_at(a->latent, column, m->dtype), n.dx = mt_at(m->scratch.dlatent, column, m->dtype);
+    n.y = kv ? a->kv_latent : a->q_latent, n.rstd = kv ? a->kv_latent_rstd : a->q_latent_rstd;
+    n.dy = m->scratch.dlatent_norm, n.y_stride = n.dy_stride = rank;
+    n.x_stride = n.dx_stride = mt_latent_width(m->options);
+    return n;
 }
 
 /* RoPE of the shared rope channels of the keys; and the assembly of the heads. */
@@ -6016,7 +6011,7 @@ static int64_t mt_rope_column(const mt_options *o) {
 /* input_norm.y -> latents, normalised. */
 static void mt_latent_down_forward(const mt_model *m, const mt_pass *p, const mt_layer *w, mt_activations *a) {
     mt_layer_linear_forward(p, a, &w->latent, a->input_norm.y, a->latent);
-    mt_norm_args q_norm = mt_q_latent_norm(m, p, w, a), kv_norm = mt_kv_latent_norm(m, p, w, a);
+    mt_norm_args q_norm = mt_latent_norm(m, p, w, a, 0), kv_norm = mt_latent_norm(m, p, w, a, 1);
     if (m->options->q_lora_rank > 0) m->ops->rmsnorm_forward(&q_norm, m->dtype, p->stream);
     m->ops->rmsnorm_forward(&kv_norm, m->dtype, p->stream);
 }
@@ -6058,7 +6053,7 @@ static void mt_latent_qkv_backward(const mt_model *m, const mt_pass *p, mt_layer
 
     mt_linear_io kv_b = {.x = a->kv_latent, .dy = s->kv_b_out, .dx = s->dlatent_norm};
     mt_layer_linear_backward(m, p, w, a, &w->kv_b, &kv_b);
-    mt_norm_args q_norm = mt_q_latent_norm(m, p, w, a), kv_norm = mt_kv_latent_norm(m, p, w, a);
+    mt_norm_args q_norm = mt_latent_norm(m, p, w, a, 0), kv_norm = mt_latent_norm(m, p, w, a, 1);
     m->ops->rmsnorm_backward(&kv_norm, m->dtype, p->stream);
     mt_linear_io q_b = {.x = has_q_latent ? a->q_latent : x, .dy = d.q};
     q_b.dx = has_q_latent ? s->dlatent_norm : s->dnormed;
