@@ -7750,10 +7750,7 @@ static void mt_head_loss(mt_model *m, const mt_pass *p, const mt_output *out, co
 /* The values of all T tokens, from this rank's rows. */
 static void mt_head_values(mt_model *m, const mt_pass *p, const mt_output *out) {
     float *own = m->logp + p->first_row;
-    if (m->dtype == MT_F32)
-        m->ops->memory_copy(own, out->logits, p->rows * 4, p->stream);
-    else
-        m->ops->convert(own, MT_F32, out->logits, m->dtype, p->rows, p->stream);
+    m->ops->convert(own, MT_F32, out->logits, m->dtype, p->rows, p->stream);
     if (p->rows < p->T) m->ops->all_gather(m->logp, own, p->rows, MT_F32, &m->grid->tensor, p->stream);
 }
 
@@ -7892,8 +7889,6 @@ static void mt_head_backward(mt_model *m, const mt_pass *p, const mt_output *out
     const mt_cross_entropy_args tokens = mt_head_tokens(m, p, out, labels);
     if (m->options->head_type == MT_HEAD_LM)
         m->ops->cross_entropy_backward(&tokens, m->dtype, p->stream);
-    else if (m->dtype == MT_F32)
-        m->ops->memory_copy(out->logits, out->dlogp + p->first_row, p->rows * 4, p->stream);
     else
         m->ops->convert(out->logits, m->dtype, out->dlogp + p->first_row, MT_F32, p->rows, p->stream);
     if (m->plan.loss->distillation) mt_distill(m, p, out, true);
