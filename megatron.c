@@ -1079,7 +1079,6 @@ static void mt_result_close(const mt_quantize_args *q, void *result, mt_dtype dt
 }
 
 static void mt_cpu_fp8_transpose(const mt_quantize_args *a, mt_stream *stream) {
-    (void)stream;
     int64_t R = a->R, C = a->C, rows = a->rows.stride, columns = a->columns.stride;
     for (int64_t i = 0; i < a->count; i++)
         for (int64_t r = 0; r < R; r += 128)
@@ -1091,7 +1090,6 @@ static void mt_cpu_fp8_transpose(const mt_quantize_args *a, mt_stream *stream) {
 }
 
 static void mt_cpu_fp8_shard_quantize(const mt_fp8_shard_args *a, mt_dtype dtype, mt_stream *stream) {
-    (void)stream;
     int64_t scales = mt_fp8_num_scales(a->count, a->R, a->C, a->w.blocks), width = mt_fp8_block_columns(a->w.blocks);
     float *scratch = mt_scratch_grow(a->C + scales), *scale = scratch + a->C;
     for (int64_t i = 0; i < scales; i++) {
