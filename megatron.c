@@ -8224,13 +8224,6 @@ static int64_t mt_context_ranks(const mt_model *m, const mt_batch *batch) {
     return batch->context_size > 0 ? batch->context_size : m->grid->context.size;
 }
 
-/* Index of their attention in m->contexts. */
-static int mt_context_level(const mt_model *m, const mt_batch *batch) {
-    int level = 0;
-    for (int64_t ranks = mt_context_ranks(m, batch); m->num_contexts > 1 && ranks > 1; ranks /= 2) level++;
-    return level;
-}
-
 /* A batch for fewer ranks than --context-parallel-size needs dynamic context parallelism. */
 static int mt_batch_check_ranks(const mt_model *m, const mt_batch *batch, mt_error *error) {
     int64_t ranks = mt_context_ranks(m, batch), cp = m->grid->context.size;
@@ -8306,7 +8299,9 @@ static mt_pass mt_pass_begin(mt_model *m, mt_micro_batch *mb) {
  * attention. */
 static const mt_batch *mt_shard_batch(mt_model *m, mt_micro_batch *mb, const mt_batch *batch) {
     if (m->grid->context.size == 1) return batch;
-    mb->context = m->contexts[mt_context_level(m, batch)];
+    int level = 0; // index in m->contexts of the attention of the batch's ranks
+    for (int64_t ranks = mt_context_ranks(m, batch); m->num_contexts > 1 && ranks > 1; ranks /= 2) level++;
+    mb->context = m->contexts[level];
     mt_context_shard(mb->context, &m->local_batch, batch, m->local_sequence);
     mb->whole.num_tokens = batch->num_tokens, mb->whole.num_spans = batch->num_spans;
     memcpy(mb->whole.token_index, batch->token_index, (size_t)batch->num_tokens * 8);
@@ -10447,24 +10442,16 @@ static void mt_plan_parallel(mt_model *m, mt_arena *arena) {
             m->links[i].buffers[k] = mt_arena_alloc(arena, m->max_rows * m->C * size);
 }
 
-static void mt_plan_latent_scratch(mt_model *m, mt_arena *arena) {
-    const mt_options *o = m->options;
-    int64_t T = m->plan.max_tokens, R = m->max_rows, size = mt_dtype_size(m->dtype);
-    m->scratch.kv_b_out = mt_arena_alloc(arena, T * m->H * (o->qk_head_dim + m->Dv) * size);
-    m->scratch.k_rope = mt_arena_alloc(arena, T * m->rotary_dim * size);
-    if (!m->plan.train) return;
-    m->scratch.dlatent = mt_arena_alloc(arena, R * mt_latent_width(o) * size);
-    m->scratch.dlatent_norm = mt_arena_alloc(arena, R * mt_max(o->q_lora_rank, o->kv_lora_rank) * size);
-}
-
 /* Scratch of the layers. If logits share memory with it (mt_logits_overlap), they take the buffers that hold no value
  * between the last layer's forward and its backward: only the output layer runs then, and it writes only dresidual and
  * dnormed. */
 static void mt_plan_scratch(mt_model *m, mt_arena *arena) {
     int64_t T = m->plan.max_tokens, R = m->max_rows, size = mt_dtype_size(m->dtype);
     int64_t q_width = m->H * m->D, kv_width = m->G * m->D, out_width = m->H * m->Dv;
+    const mt_options *o = m->options;
     mt_layer_scratch *s = &m->scratch;
-    if (m->options->multi_latent_attention) out_width = mt_max(out_width, m->C); // see mt_latent_qkv_backward
+    bool latent = o->multi_latent_attention;
+    if (latent) out_width = mt_max(out_width, m->C); // see mt_latent_qkv_backward
     if (m->plan.train) {
         s->dresidual = mt_arena_alloc(arena, R * m->C * size);
         if (mt_splits_backward(m)) s->dresidual_next = mt_arena_alloc(arena, R * m->C * size);
@@ -10475,10 +10462,17 @@ static void mt_plan_scratch(mt_model *m, mt_arena *arena) {
     if (m->plan.train) {
         s->dqkv = mt_arena_alloc(arena, T * mt_max(mt_fc1_width(m, m->F), mt_qkv_width(m)) * size);
         s->dattended = mt_arena_alloc(arena, T * mt_max(m->F, out_width) * size);
-        if (mt_norms_heads(m->options)) s->dqk = mt_arena_alloc(arena, T * (q_width + kv_width) * size);
+        if (mt_norms_heads(o)) s->dqk = mt_arena_alloc(arena, T * (q_width + kv_width) * size);
         s->row_dot = mt_arena_alloc(arena, T * m->H * 4);
     }
-    if (m->options->multi_latent_attention) mt_plan_latent_scratch(m, arena);
+    if (latent) {
+        s->kv_b_out = mt_arena_alloc(arena, T * m->H * (o->qk_head_dim + m->Dv) * size);
+        s->k_rope = mt_arena_alloc(arena, T * m->rotary_dim * size);
+    }
+    if (latent && m->plan.train) {
+        s->dlatent = mt_arena_alloc(arena, R * mt_latent_width(o) * size);
+        s->dlatent_norm = mt_arena_alloc(arena, R * mt_max(o->q_lora_rank, o->kv_lora_rank) * size);
+    }
     int64_t end = arena->used;
     if (!mt_logits_overlap(m)) return;
     arena->used = start;
