@@ -74,6 +74,11 @@
 #endif
 #ifdef MT_HAVE_OPENMP
 #include <omp.h>
+#else // one thread
+#pragma GCC diagnostic ignored "-Wunknown-pragmas"
+#define omp_get_max_threads()        1
+#define omp_get_thread_num()         0
+#define omp_set_num_threads(threads) (void)(threads)
 #endif
 
 /* ==== §1 checks, arenas, random numbers ========================================================================== */
@@ -209,9 +214,9 @@ uint16_t mt_f32_to_f16(float value) {
     return sign | (uint16_t)(mantissa + ((exponent + 13) << 10)); // a carry correctly increments the exponent
 }
 
-/* whole + bytes; NULL while an arena only counts. */
-static void *mt_offset_pointer(void *whole, int64_t bytes) {
-    return whole ? (char *)whole + bytes : NULL;
+/* The address of element `index` of x; NULL where x is, as while an arena only counts. */
+static void *mt_at(const void *x, int64_t index, mt_dtype dtype) {
+    return x ? (char *)(uintptr_t)x + index * mt_dtype_size(dtype) : NULL;
 }
 
 void *mt_arena_alloc(mt_arena *arena, int64_t bytes) {
@@ -355,7 +360,6 @@ int mt_options_check_limits(const mt_options *o, const mt_limits *l, mt_error *e
  * activation's gradient is written (=), a parameter's gradient accumulates (+=). The only state is a scratch buffer per
  * calling thread. */
 #pragma GCC diagnostic push
-#pragma GCC diagnostic ignored "-Wunknown-pragmas"  // OpenMP's pragmas, in a build without OpenMP
 #pragma GCC diagnostic ignored "-Wunused-parameter" // streams of the CPU; without MPI, messages to other ranks
 #ifdef __clang__
 #pragma GCC diagnostic ignored "-Wpass-failed" // a loop that was not vectorized is slower, not wrong
@@ -396,21 +400,13 @@ typedef struct mt_scratch {
 } mt_scratch;
 
 static mt_scratch mt_scratch_reserve(int64_t floats) {
-    int64_t threads = 1;
-#ifdef MT_HAVE_OPENMP
-    threads = omp_get_max_threads();
-#endif
     floats = mt_divide_up(floats, 16) * 16; // whole cache lines, which threads do not share
-    return (mt_scratch){mt_scratch_grow(threads * floats), floats};
+    return (mt_scratch){mt_scratch_grow(omp_get_max_threads() * floats), floats};
 }
 
 /* The slice of the calling thread. */
 static float *mt_scratch_slice(mt_scratch scratch) {
-#ifdef MT_HAVE_OPENMP
     return scratch.memory + omp_get_thread_num() * scratch.floats;
-#else
-    return scratch.memory;
-#endif
 }
 
 /* The n elements of x from `offset` on, as floats. */
@@ -768,13 +764,12 @@ static mt_matrix mt_matrix_load(float *scratch, const void *x, int64_t offset, i
 /* Few rows, as in decoding: one thread reads each weight, once. */
 static void mt_linear_forward_small(void *y, const void *x, const void *w, const void *bias, int64_t T, int64_t N,
                                     int64_t K, mt_dtype dtype) {
-    int64_t size = mt_dtype_size(dtype);
     mt_matrix tokens = mt_matrix_load(mt_scratch_grow(T * K), x, 0, T, K, K, dtype);
 #pragma omp parallel for if (N * K > MT_PARALLEL)
     for (int64_t n = 0; n < N; n += 4) {
         const void *rows[4];
         int64_t count = mt_min(4, N - n);
-        for (int64_t i = 0; i < 4; i++) rows[i] = (const char *)w + mt_min(n + i, N - 1) * K * size;
+        for (int64_t i = 0; i < 4; i++) rows[i] = mt_at(w, mt_min(n + i, N - 1) * K, dtype);
         for (int64_t t = 0; t < T; t++) {
             float sums[4], scratch[4];
             mt_dot_four(sums, tokens.data + t * K, rows, K, dtype);
@@ -1039,7 +1034,7 @@ static void mt_cpu_quantize(const mt_quantize_args *a, mt_dtype dtype, mt_stream
     one.R = 1, one.position = NULL;
     for (int64_t i = 0; a->position && i < a->R * a->copies; i++) {
         if (a->position[i] < 0) continue;
-        one.x = (const char *)a->x + i / a->copies * a->C * mt_dtype_size(dtype);
+        one.x = mt_at(a->x, i / a->copies * a->C, dtype);
         one.rows.data = a->rows.data + a->position[i] * a->rows.stride;
         mt_cpu_quantize(&one, dtype, stream);
         if (a->compact == 0) continue;
@@ -1084,7 +1079,6 @@ static void mt_result_close(const mt_quantize_args *q, void *result, mt_dtype dt
 }
 
 static void mt_cpu_fp8_transpose(const mt_quantize_args *a, mt_stream *stream) {
-    (void)stream;
     int64_t R = a->R, C = a->C, rows = a->rows.stride, columns = a->columns.stride;
     for (int64_t i = 0; i < a->count; i++)
         for (int64_t r = 0; r < R; r += 128)
@@ -1096,7 +1090,6 @@ static void mt_cpu_fp8_transpose(const mt_quantize_args *a, mt_stream *stream) {
 }
 
 static void mt_cpu_fp8_shard_quantize(const mt_fp8_shard_args *a, mt_dtype dtype, mt_stream *stream) {
-    (void)stream;
     int64_t scales = mt_fp8_num_scales(a->count, a->R, a->C, a->w.blocks), width = mt_fp8_block_columns(a->w.blocks);
     float *scratch = mt_scratch_grow(a->C + scales), *scale = scratch + a->C;
     for (int64_t i = 0; i < scales; i++) {
@@ -1386,11 +1379,10 @@ static void mt_cpu_rope_backward(const mt_rope_args *a, mt_dtype dtype, mt_strea
 
 /* The norm of q's heads (k 0) or of k's, forward and backward. */
 static mt_norm_args mt_qk_norm(const mt_qk_args *a, int k, mt_dtype dtype) {
-    int64_t skip = k * a->H * a->D * mt_dtype_size(dtype);
+    int64_t skip = k * a->H * a->D;
     mt_norm_args norm = {.T = a->T, .H = k ? a->G : a->H, .C = a->D, .w = k ? a->k_w : a->q_w, .eps = a->eps};
-    norm.x = (const char *)a->qkv + skip, norm.y = mt_offset_pointer(a->qk, skip),
-    norm.rstd = k ? a->k_rstd : a->q_rstd;
-    norm.dy = mt_offset_pointer(a->dqk, skip), norm.dx = mt_offset_pointer(a->dqkv, skip);
+    norm.x = mt_at(a->qkv, skip, dtype), norm.y = mt_at(a->qk, skip, dtype), norm.rstd = k ? a->k_rstd : a->q_rstd;
+    norm.dy = mt_at(a->dqk, skip, dtype), norm.dx = mt_at(a->dqkv, skip, dtype);
     norm.dw = k ? a->dk_w : a->dq_w, norm.x_stride = a->qkv_stride, norm.y_stride = a->qk_stride;
     norm.dy_stride = a->dqk_stride, norm.dx_stride = a->dqkv_stride;
     return norm;
@@ -1986,9 +1978,7 @@ static void mt_cpu_scatter_rows(void *to, const void *from, const int32_t *rows,
                                 int64_t to_stride, int64_t from_stride, mt_dtype dtype, mt_stream *stream) {
     int64_t size = mt_dtype_size(dtype);
 #pragma omp parallel for if (T * width > MT_PARALLEL)
-    for (int64_t t = 0; t < T; t++)
-        memcpy((char *)to + rows[t] * to_stride * size, (const char *)from + t * from_stride * size,
-               (size_t)(width * size));
+    for (int64_t t = 0; t < T; t++) mt_copy_elements(to, rows[t] * to_stride, from, t * from_stride, width, size);
 }
 
 static void mt_cpu_gather_rows(void *to, const void *from, const int32_t *rows, int64_t T, int64_t width,
@@ -1999,8 +1989,7 @@ static void mt_cpu_gather_rows(void *to, const void *from, const int32_t *rows, 
         if (rows[t] < 0)
             memset((char *)to + t * to_stride * size, 0, (size_t)(width * size));
         else
-            memcpy((char *)to + t * to_stride * size, (const char *)from + rows[t] * from_stride * size,
-                   (size_t)(width * size));
+            mt_copy_elements(to, t * to_stride, from, rows[t] * from_stride, width, size);
 }
 
 /* ==== §3g cross-entropy, sampling ================================================================================ */
@@ -2227,8 +2216,7 @@ static void mt_cpu_router_logits(float *logits, const void *x, const void *w, in
             rows[t] = mt_row_load(mt_scratch_slice(scratch) + t * C, x, (first + t) * C, C, dtype);
         for (int64_t e = 0; e < E; e += 4) {
             const void *weights[4];
-            for (int64_t i = 0; i < 4; i++)
-                weights[i] = (const char *)w + mt_min(e + i, E - 1) * C * mt_dtype_size(dtype);
+            for (int64_t i = 0; i < 4; i++) weights[i] = mt_at(w, mt_min(e + i, E - 1) * C, dtype);
             for (int64_t t = 0; t < tokens; t++) {
                 float sums[4];
                 mt_dot_four(sums, rows[t], weights, C, dtype);
@@ -2642,37 +2630,20 @@ static void mt_cpu_combine_rows(void *out, const void *in, const int32_t *positi
     }
 }
 
-/* True if each thread computes whole experts; false if all threads share every product. The results are the same. */
-static bool mt_threads_by_expert(int64_t E) {
-    mt_matmul_prepare();
-#ifdef MT_HAVE_OPENMP
-    return E >= 2 * omp_get_max_threads();
-#else
-    return E < 0;
-#endif
-}
-
-static const void *mt_rows_from(const void *x, int64_t row, int64_t width, mt_dtype dtype) {
-    return (const char *)x + row * width * mt_dtype_size(dtype);
-}
-
-/* A product for the rows of each expert. */
+/* A product for the rows of each expert. Each thread computes whole experts, or if there are few experts, all threads
+ * share every product; the results are the same. */
 static void mt_grouped_product(const mt_grouped_args *a, mt_linear_result result, mt_dtype dtype) {
-    int64_t size = mt_dtype_size(dtype), x_row = (a->x_stride ? a->x_stride : a->K) * size;
-    int64_t y_row = (a->y_stride ? a->y_stride : a->N) * size, weight = a->N * a->K;
-    bool by_expert = mt_threads_by_expert(a->E);
-    (void)by_expert; // without OpenMP
-#pragma omp parallel for schedule(dynamic) if (by_expert)
+    int64_t x_stride = a->x_stride ? a->x_stride : a->K, y_stride = a->y_stride ? a->y_stride : a->N;
+    int64_t weight = a->N * a->K;
+    mt_matmul_prepare();
+#pragma omp parallel for schedule(dynamic) if (a->E >= 2 * omp_get_max_threads())
     for (int64_t e = 0; e < a->E; e++) {
         int64_t begin = a->offsets ? a->offsets[e] : 0;
         mt_grouped_args own = *a;
         own.M = (a->offsets ? a->offsets[e + 1] : a->M) - begin;
-        if (result == MT_LINEAR_DW) own.dw += e * weight;
-        if (result != MT_LINEAR_DW) own.w = (const char *)a->w + e * weight * size;
-        if (result != MT_LINEAR_DX) own.x = (const char *)a->x + begin * x_row;
-        if (result != MT_LINEAR_Y) own.dy = (const char *)a->dy + begin * y_row;
-        if (result == MT_LINEAR_Y) own.y = (char *)a->y + begin * y_row;
-        if (result == MT_LINEAR_DX) own.dx = (char *)a->dx + begin * x_row;
+        own.w = mt_at(a->w, e * weight, dtype), own.dw = mt_at(a->dw, e * weight, MT_F32);
+        own.x = mt_at(a->x, begin * x_stride, dtype), own.dx = mt_at(a->dx, begin * x_stride, dtype);
+        own.y = mt_at(a->y, begin * y_stride, dtype), own.dy = mt_at(a->dy, begin * y_stride, dtype);
         if (own.M > 0)
             mt_linear_product(&own, result, NULL, dtype);
         else if (result == MT_LINEAR_DW && !a->accumulate)
@@ -2710,7 +2681,7 @@ static void mt_cpu_grouped_bias_backward(float *dbias, const void *dy, const int
                                          int64_t E, mt_dtype dtype, mt_stream *stream) {
     for (int64_t e = 0; e < E; e++) {
         int64_t rows = offsets[e + 1] - offsets[e];
-        if (rows > 0) mt_cpu_column_sums(dbias + e * N, mt_rows_from(dy, offsets[e], N, dtype), rows, N, dtype, stream);
+        if (rows > 0) mt_cpu_column_sums(dbias + e * N, mt_at(dy, offsets[e] * N, dtype), rows, N, dtype, stream);
     }
 }
 
@@ -3466,8 +3437,8 @@ static void mt_mpi_all_reduce(char *buffer, int64_t count, mt_reduction reductio
 }
 #endif
 
-static void mt_host_all_reduce(void *buffer, int64_t count, mt_reduction reduction, mt_dtype dtype,
-                               const mt_group *group) {
+static void mt_cpu_all_reduce(void *buffer, int64_t count, mt_reduction reduction, mt_dtype dtype,
+                              const mt_group *group, mt_stream *stream) {
     MT_CHECK(dtype == MT_F32 || dtype == MT_BF16 || dtype == MT_F64);
     if (group->size == 1 || count == 0) return;
 #ifdef MT_HAVE_MPI
@@ -3475,11 +3446,6 @@ static void mt_host_all_reduce(void *buffer, int64_t count, mt_reduction reducti
     mt_mpi_all_reduce(buffer, count, reduction, dtype, group);
     mt_watch_end();
 #endif
-}
-
-static void mt_cpu_all_reduce(void *buffer, int64_t count, mt_reduction reduction, mt_dtype dtype,
-                              const mt_group *group, mt_stream *stream) {
-    mt_host_all_reduce(buffer, count, reduction, dtype, group);
 }
 
 static void mt_cpu_reduce_scatter(void *out, const void *in, int64_t count, mt_dtype dtype, const mt_group *group,
@@ -3499,11 +3465,11 @@ static void mt_cpu_reduce_scatter(void *out, const void *in, int64_t count, mt_d
 }
 
 void mt_all_reduce_sum(const mt_group *group, void *buffer, int64_t count, mt_dtype dtype) {
-    mt_host_all_reduce(buffer, count, MT_SUM, dtype, group);
+    mt_cpu_all_reduce(buffer, count, MT_SUM, dtype, group, NULL);
 }
 
 void mt_all_reduce_max(const mt_group *group, void *buffer, int64_t count, mt_dtype dtype) {
-    mt_host_all_reduce(buffer, count, MT_MAX, dtype, group);
+    mt_cpu_all_reduce(buffer, count, MT_MAX, dtype, group, NULL);
 }
 
 /* ---- data movement */
@@ -3799,7 +3765,7 @@ static const void *mt_region_leave_backward(const mt_tensor_parallel *tp, const 
 
 /* The rows of x[T, C] that rank `owner` has outside the region. */
 static void *mt_rows_of_rank(const mt_tensor_parallel *tp, const void *x, int owner, int64_t C) {
-    return (void *)(uintptr_t)mt_rows_from(x, owner * tp->rows, C, tp->dtype);
+    return mt_at(x, owner * tp->rows * C, tp->dtype);
 }
 
 /* The rank at distance `step` in the group; negative: before this rank. */
@@ -4014,11 +3980,6 @@ static void mt_fp8_run_product(const mt_tensor_parallel *tp, const mt_linear *l,
  * dropout(x), db += dy^T h. The backward computes h again. If x is cut among ranks, h and db are partial sums over
  * them; otherwise da is. */
 
-/* base + elements, of the products' type. */
-static void *mt_operand(const mt_tensor_parallel *tp, const void *base, int64_t elements) {
-    return base ? (char *)(uintptr_t)base + elements * mt_dtype_size(tp->dtype) : NULL;
-}
-
 /* True if a product adds to dw, which holds a gradient afterwards. */
 static bool mt_weight_accumulates(const mt_weight *weight) {
     bool accumulates = weight->has_gradient && *weight->has_gradient;
@@ -4031,14 +3992,14 @@ static mt_grouped_args mt_adapter_args(const mt_tensor_parallel *tp, const mt_li
                                        int64_t part, int64_t T) {
     const mt_adapter *adapter = &l->adapter;
     const mt_adapter_part *p = &adapter->parts[mt_max(part, 0)];
-    void *h = io->offsets ? io->adapter_rows : tp->adapter_rows, *dh = mt_operand(tp, h, T * adapter->R);
+    void *h = io->offsets ? io->adapter_rows : tp->adapter_rows, *dh = mt_at(h, T * adapter->R, tp->dtype);
     mt_grouped_args a = {T, adapter->R, l->K, mt_max(l->num_experts, 1), io->offsets, .x = io->x, .y = h};
     a.dy = dh, a.dx = io->dx, a.w = adapter->a.w, a.dw = adapter->a.dw;
     if (part >= 0) {
         int64_t column = part * adapter->rank;
         a.N = p->N, a.K = adapter->rank, a.w = p->b.w, a.dw = p->b.dw;
-        a.x = mt_operand(tp, h, column), a.dx = mt_operand(tp, dh, column);
-        a.y = mt_operand(tp, io->y, p->first), a.dy = mt_operand(tp, io->dy, p->first);
+        a.x = mt_at(h, column, tp->dtype), a.dx = mt_at(dh, column, tp->dtype);
+        a.y = mt_at(io->y, p->first, tp->dtype), a.dy = mt_at(io->dy, p->first, tp->dtype);
     }
     a.x_stride = part < 0 ? l->K : adapter->R, a.y_stride = part < 0 ? adapter->R : l->N;
     return a;
@@ -5555,7 +5516,6 @@ typedef struct mt_activations {
 typedef enum mt_residency { MT_KEEP, MT_RECOMPUTE, MT_OFFLOAD } mt_residency;
 
 typedef struct mt_slot {
-    const char *name;
     size_t field; // offset of a pointer in mt_activations, mt_routing or mt_output
     int64_t rows, width;
     mt_dtype dtype;
@@ -5574,19 +5534,17 @@ typedef struct mt_slots {
     int64_t count;
 } mt_slots;
 
-static mt_slot *mt_slot_add(mt_slots *list, const char *name, size_t field, int64_t rows, int64_t width,
-                            mt_dtype dtype) {
+static mt_slot *mt_slot_add(mt_slots *list, size_t field, int64_t rows, int64_t width, mt_dtype dtype) {
     MT_CHECK(list->count < MT_MAX_SLOTS);
     mt_slot *slot = &list->slots[list->count++];
-    *slot = (mt_slot){.name = name, .field = field, .rows = rows, .width = width, .dtype = dtype};
+    *slot = (mt_slot){.field = field, .rows = rows, .width = width, .dtype = dtype};
     slot->residency = MT_KEEP, slot->stash_of = MT_NO_STASH;
     return slot;
 }
-#define MT_SLOT_OF(type, list, member, rows, width, dtype)                                                             \
-    mt_slot_add(list, #member, offsetof(type, member), rows, width, dtype)
-#define MT_SLOT(list, ...)         MT_SLOT_OF(mt_activations, list, __VA_ARGS__)
-#define MT_ROUTING_SLOT(list, ...) MT_SLOT_OF(mt_routing, list, __VA_ARGS__)
-#define MT_OUTPUT_SLOT(list, ...)  MT_SLOT_OF(mt_output, list, __VA_ARGS__)
+#define MT_SLOT_OF(type, list, member, rows, width, dtype) mt_slot_add(list, offsetof(type, member), rows, width, dtype)
+#define MT_SLOT(list, ...)                                 MT_SLOT_OF(mt_activations, list, __VA_ARGS__)
+#define MT_ROUTING_SLOT(list, ...)                         MT_SLOT_OF(mt_routing, list, __VA_ARGS__)
+#define MT_OUTPUT_SLOT(list, ...)                          MT_SLOT_OF(mt_output, list, __VA_ARGS__)
 
 /* The pointer of a slot in the struct at `base`. */
 static void *mt_slot_read(const void *base, const mt_slot *slot) {
@@ -5676,7 +5634,7 @@ static void mt_slot_add_transposed(const mt_model *m, mt_slots *list, size_t x, 
     if (gathers || recomputes || m->tp.overlaps) return;
     mt_arena bytes = {0};
     mt_fp8_allocate_columns(&bytes, l, slot->rows, l->K, l->fp8->recipe->format);
-    mt_slot_add(list, "x_transposed", field, 1, bytes.used, MT_U8)->input = slot->input;
+    mt_slot_add(list, field, 1, bytes.used, MT_U8)->input = slot->input;
     l->fp8->saved_x = field, slot->passing = !read_later;
 }
 
@@ -5779,25 +5737,19 @@ static mt_dropout mt_model_dropout(const mt_model *m, const mt_pass *p, int64_t 
                         .key = mt_random_key((uint64_t)m->options->seed, MT_RANDOM_DROPOUT, index)};
 }
 
-/* base + elements, of the model's type. */
-static void *mt_at(const mt_model *m, void *base, int64_t elements) {
-    return (char *)base + elements * mt_dtype_size(m->dtype);
-}
-
 /* sum[rows, C] += x, in the model's type. */
 static void mt_add_to(const mt_model *m, const mt_pass *p, void *sum, const void *x) {
     m->ops->add(sum, sum, x, p->rows * m->C, m->dtype, p->stream);
 }
 
 /* input: MT_OFFLOAD_* of the module that reads the norm's output. w may be NULL. */
-static void mt_norm_slots(mt_slots *s, const mt_model *m, const char *name, size_t field, unsigned input,
-                          const mt_norm *w) {
+static void mt_norm_slots(mt_slots *s, const mt_model *m, size_t field, unsigned input, const mt_norm *w) {
     mt_dtype dtype = w && w->reader ? MT_U8 : m->dtype;
-    mt_slot *y = mt_slot_add(s, name, field + offsetof(mt_normed, y), m->max_rows, m->C, dtype);
+    mt_slot *y = mt_slot_add(s, field + offsetof(mt_normed, y), m->max_rows, m->C, dtype);
     y->modules = MT_MODULE_LAYERNORM, y->input = input;
     if (m->options->normalization == MT_LAYERNORM)
-        mt_slot_add(s, name, field + offsetof(mt_normed, mean), m->max_rows, 1, MT_F32);
-    mt_slot_add(s, name, field + offsetof(mt_normed, rstd), m->max_rows, 1, MT_F32);
+        mt_slot_add(s, field + offsetof(mt_normed, mean), m->max_rows, 1, MT_F32);
+    mt_slot_add(s, field + offsetof(mt_normed, rstd), m->max_rows, 1, MT_F32);
 }
 
 static mt_norm_args mt_norm_operands(const mt_model *m, const mt_pass *p, const mt_norm *w, const mt_normed *n) {
@@ -5908,8 +5860,7 @@ static void mt_attention_slots(const mt_model *m, mt_slots *s, const mt_layer *w
     input->stash_of = offsetof(mt_layer, o), input->once = starts_unit && !splits_input;
     if (starts_unit && splits_input) kept = MT_SLOT(s, input_part, R, m->C / m->grid->tensor.size, m->dtype);
     kept->once = starts_unit, kept->input = MT_OFFLOAD_ATTN_NORM;
-    mt_norm_slots(s, m, "input_norm", offsetof(mt_activations, input_norm), MT_OFFLOAD_QKV_LINEAR,
-                  w ? &w->input_norm : NULL);
+    mt_norm_slots(s, m, offsetof(mt_activations, input_norm), MT_OFFLOAD_QKV_LINEAR, w ? &w->input_norm : NULL);
     if (m->options->multi_latent_attention) {
         mt_latent_slots(m, s);
     } else {
@@ -5934,20 +5885,21 @@ typedef struct mt_qkv_view {
 /* q, k and v lie in the fused product; with q/k norm, q and k lie in `qk` instead. */
 static mt_qkv_view mt_fused_view(const mt_model *m, void *qkv, void *qk) {
     int64_t q_width = m->H * m->D, k_width = m->G * m->D, stride = mt_qkv_width(m);
-    mt_qkv_view view = {qkv, mt_at(m, qkv, q_width), mt_at(m, qkv, q_width + k_width), stride, stride};
-    if (mt_norms_heads(m->options)) view.q = qk, view.k = mt_at(m, qk, q_width), view.qk_stride = q_width + k_width;
+    mt_qkv_view view = {qkv, mt_at(qkv, q_width, m->dtype), mt_at(qkv, q_width + k_width, m->dtype), stride, stride};
+    if (mt_norms_heads(m->options))
+        view.q = qk, view.k = mt_at(qk, q_width, m->dtype), view.qk_stride = q_width + k_width;
     return view;
 }
 
 /* Latent attention: q, k and v are separate arrays. */
 static mt_qkv_view mt_latent_view(const mt_model *m, const mt_pass *p, void *q, void *kv) {
-    return (mt_qkv_view){q, kv, mt_at(m, kv, p->T * m->H * m->D), m->H * m->D, m->H * m->Dv};
+    return (mt_qkv_view){q, kv, mt_at(kv, p->T * m->H * m->D, m->dtype), m->H * m->D, m->H * m->Dv};
 }
 
 static mt_qkv_view mt_gradient_view(const mt_model *m, const mt_pass *p) {
     const mt_layer_scratch *s = &m->scratch;
     if (!m->options->multi_latent_attention) return mt_fused_view(m, s->dqkv, s->dqk);
-    return mt_latent_view(m, p, s->dqkv, mt_at(m, s->dqkv, p->T * m->H * m->D));
+    return mt_latent_view(m, p, s->dqkv, mt_at(s->dqkv, p->T * m->H * m->D, m->dtype));
 }
 
 double mt_yarn_mscale(double factor, double mscale) {
@@ -6021,22 +5973,17 @@ static void mt_qk_backward(const mt_model *m, const mt_pass *p, mt_layer *w, con
 /* The epsilon of Hugging Face transformers, independent of rms_norm_eps. */
 static const float mt_latent_epsilon = 1e-6f;
 
-/* The norm over columns [column, column + rank) of the latents. */
-static mt_norm_args mt_latent_norm(const mt_model *m, const mt_pass *p, mt_weight w, void *y, float *rstd, void *latent,
-                                   int64_t column, int64_t rank) {
-    mt_norm_args a = {.T = p->rows, .H = 1, .C = rank, .x = mt_at(m, latent, column), .w = w.w, .dw = w.dw};
-    a.y = y, a.rstd = rstd, a.eps = mt_latent_epsilon, a.dy = m->scratch.dlatent_norm;
-    if (m->scratch.dlatent) a.dx = mt_at(m, m->scratch.dlatent, column);
-    a.x_stride = a.dx_stride = mt_latent_width(m->options), a.y_stride = a.dy_stride = rank;
-    return a;
-}
-static mt_norm_args mt_q_latent_norm(const mt_model *m, const mt_pass *p, const mt_layer *w, const mt_activations *a) {
-    return mt_latent_norm(m, p, w->q_a_norm, a->q_latent, a->q_latent_rstd, a->latent, 0, m->options->q_lora_rank);
-}
-static mt_norm_args mt_kv_latent_norm(const mt_model *m, const mt_pass *p, const mt_layer *w, const mt_activations *a) {
-    const mt_options *o = m->options;
-    return mt_latent_norm(m, p, w->kv_a_norm, a->kv_latent, a->kv_latent_rstd, a->latent, o->q_lora_rank,
-                          o->kv_lora_rank);
+/* The norm of the query's latent (kv 0), or of the key's and value's, which follows it in a row. */
+static mt_norm_args mt_latent_norm(const mt_model *m, const mt_pass *p, const mt_layer *w, const mt_activations *a,
+                                   int kv) {
+    const mt_weight *weight = kv ? &w->kv_a_norm : &w->q_a_norm;
+    int64_t q_rank = m->options->q_lora_rank, rank = kv ? m->options->kv_lora_rank : q_rank, column = kv ? q_rank : 0;
+    mt_norm_args n = {.T = p->rows, .H = 1, .C = rank, .w = weight->w, .dw = weight->dw, .eps = mt_latent_epsilon};
+    n.x = mt_at(a->latent, column, m->dtype), n.dx = mt_at(m->scratch.dlatent, column, m->dtype);
+    n.y = kv ? a->kv_latent : a->q_latent, n.rstd = kv ? a->kv_latent_rstd : a->q_latent_rstd;
+    n.dy = m->scratch.dlatent_norm, n.y_stride = n.dy_stride = rank;
+    n.x_stride = n.dx_stride = mt_latent_width(m->options);
+    return n;
 }
 
 /* RoPE of the shared rope channels of the keys; and the assembly of the heads. */
@@ -6057,7 +6004,7 @@ static int64_t mt_rope_column(const mt_options *o) {
 /* input_norm.y -> latents, normalised. */
 static void mt_latent_down_forward(const mt_model *m, const mt_pass *p, const mt_layer *w, mt_activations *a) {
     mt_layer_linear_forward(p, a, &w->latent, a->input_norm.y, a->latent);
-    mt_norm_args q_norm = mt_q_latent_norm(m, p, w, a), kv_norm = mt_kv_latent_norm(m, p, w, a);
+    mt_norm_args q_norm = mt_latent_norm(m, p, w, a, 0), kv_norm = mt_latent_norm(m, p, w, a, 1);
     if (m->options->q_lora_rank > 0) m->ops->rmsnorm_forward(&q_norm, m->dtype, p->stream);
     m->ops->rmsnorm_forward(&kv_norm, m->dtype, p->stream);
 }
@@ -6070,7 +6017,7 @@ static void mt_latent_up_forward(const mt_model *m, const mt_pass *p, const mt_l
     mt_layer_linear_forward(p, a, &w->q_b, q_input, a->q);
     mt_layer_linear_forward(p, a, &w->kv_b, a->kv_latent, s->kv_b_out);
     mt_rope_args rope = mt_latent_rope(m, p);
-    rope.x = mt_at(m, a->latent, mt_rope_column(m->options)), rope.x_stride = mt_latent_width(m->options);
+    rope.x = mt_at(a->latent, mt_rope_column(m->options), m->dtype), rope.x_stride = mt_latent_width(m->options);
     rope.y = s->k_rope, rope.y_stride = R;
     m->ops->rope_forward(&rope, m->dtype, p->stream);
     mt_qkv_view view = mt_latent_view(m, p, a->q, a->kv);
@@ -6094,12 +6041,12 @@ static void mt_latent_qkv_backward(const mt_model *m, const mt_pass *p, mt_layer
     mt_region_enter_backward(&p->tp, s->k_rope, p->tp.partial, R, p->stream);
     mt_rope_args rope = mt_latent_rope(m, p);
     rope.x = s->k_rope, rope.x_stride = R;
-    rope.y = mt_at(m, s->dlatent, mt_rope_column(m->options)), rope.y_stride = mt_latent_width(m->options);
+    rope.y = mt_at(s->dlatent, mt_rope_column(m->options), m->dtype), rope.y_stride = mt_latent_width(m->options);
     m->ops->rope_backward(&rope, m->dtype, p->stream);
 
     mt_linear_io kv_b = {.x = a->kv_latent, .dy = s->kv_b_out, .dx = s->dlatent_norm};
     mt_layer_linear_backward(m, p, w, a, &w->kv_b, &kv_b);
-    mt_norm_args q_norm = mt_q_latent_norm(m, p, w, a), kv_norm = mt_kv_latent_norm(m, p, w, a);
+    mt_norm_args q_norm = mt_latent_norm(m, p, w, a, 0), kv_norm = mt_latent_norm(m, p, w, a, 1);
     m->ops->rmsnorm_backward(&kv_norm, m->dtype, p->stream);
     mt_linear_io q_b = {.x = has_q_latent ? a->q_latent : x, .dy = d.q};
     q_b.dx = has_q_latent ? s->dlatent_norm : s->dnormed;
@@ -6191,7 +6138,7 @@ static void mt_mlp_slots(const mt_model *m, mt_slots *s, const mt_layer *w) {
     unsigned input = is_shared_expert ? 0 : MT_OFFLOAD_MLP;
     mt_slot *middle = MT_SLOT(s, middle, m->max_rows, m->C, m->dtype);
     middle->stash_of = offsetof(mt_layer, down), middle->input = MT_OFFLOAD_MLP_NORM;
-    mt_norm_slots(s, m, "mlp_norm", offsetof(mt_activations, mlp_norm), input, w ? &w->mlp_norm : NULL);
+    mt_norm_slots(s, m, offsetof(mt_activations, mlp_norm), input, w ? &w->mlp_norm : NULL);
     mt_slot *hidden = MT_SLOT(s, mlp_hidden, T, mt_fc1_width(m, F), m->dtype);
     mt_slot *active = MT_SLOT(s, mlp_active, T, F, in_fp8 ? MT_U8 : m->dtype);
     hidden->stash_of = offsetof(mt_layer, fc1);
@@ -6335,19 +6282,19 @@ static void mt_expert_rows_slots(const mt_model *m, mt_slots *s, size_t at, int6
                                  const mt_layer *w) {
     const mt_experts *e = m->experts;
     bool fixed = mt_expert_rows_fixed(m);
-    mt_slot *input = mt_slot_add(s, "expert_input", at + offsetof(mt_expert_rows, input), M, m->C, m->dtype);
+    mt_slot *input = mt_slot_add(s, at + offsetof(mt_expert_rows, input), M, m->C, m->dtype);
     input->input = fixed ? MT_OFFLOAD_EXPERT_FC1 : 0;
-    mt_slot_add(s, "expert_weights", at + offsetof(mt_expert_rows, weights), M, 1, MT_F32);
+    mt_slot_add(s, at + offsetof(mt_expert_rows, weights), M, 1, MT_F32);
     if (dispatched) return;
     int64_t hidden_width = mt_fc1_width(m, e->F);
-    mt_slot *hidden = mt_slot_add(s, "expert_hidden", at + offsetof(mt_expert_rows, hidden), M, hidden_width, m->dtype);
+    mt_slot *hidden = mt_slot_add(s, at + offsetof(mt_expert_rows, hidden), M, hidden_width, m->dtype);
     hidden->input = fixed ? MT_OFFLOAD_MOE_ACT : 0;
-    mt_slot *active = mt_slot_add(s, "expert_active", at + offsetof(mt_expert_rows, active), M, e->F, m->dtype);
+    mt_slot *active = mt_slot_add(s, at + offsetof(mt_expert_rows, active), M, e->F, m->dtype);
     active->modules = MT_MODULE_MOE_ACT;
-    if (e->scales_output) mt_slot_add(s, "expert_output", at + offsetof(mt_expert_rows, output), M, m->C, m->dtype);
+    if (e->scales_output) mt_slot_add(s, at + offsetof(mt_expert_rows, output), M, m->C, m->dtype);
     if (e->exchanges) {
-        mt_slot_add(s, "to_expert", at + offsetof(mt_expert_rows, to_expert), M, 1, MT_I32);
-        mt_slot_add(s, "from_expert", at + offsetof(mt_expert_rows, from_expert), M, 1, MT_I32);
+        mt_slot_add(s, at + offsetof(mt_expert_rows, to_expert), M, 1, MT_I32);
+        mt_slot_add(s, at + offsetof(mt_expert_rows, from_expert), M, 1, MT_I32);
     }
     for (int64_t i = 0; i < s->count; i++) s->slots[i].modules |= MT_MODULE_MOE;
     if (!w) return;
@@ -6415,7 +6362,7 @@ static void mt_expert_rows_allocate(const mt_model *m, mt_expert_rows *rows, mt_
     mt_expert_rows_slots(m, &slots, 0, plan->M, plan->dispatched, plan->layer);
     int64_t widest = 2 * MT_MAX_ADAPTER_PARTS * m->options->lora_rank;
     if (!plan->layer && !plan->dispatched)
-        mt_slot_add(&slots, "adapter", offsetof(mt_expert_rows, adapter), plan->M, widest, m->dtype);
+        mt_slot_add(&slots, offsetof(mt_expert_rows, adapter), plan->M, widest, m->dtype);
     mt_slots_place(m, &slots, plan->layer);
     mt_slots_allocate(&slots, plan->residency, rows, arena);
     rows->capacity = plan->M;
@@ -7205,11 +7152,6 @@ struct mt_context {
     float *wide;
 };
 
-/* base + elements, of the plan's type. */
-static void *mt_context_at(const mt_context *c, const void *base, int64_t elements) {
-    return (char *)base + elements * mt_dtype_size(c->plan.dtype);
-}
-
 /* ---- memory */
 
 static void mt_context_plan_ring(mt_context *c, mt_arena *arena) {
@@ -7412,7 +7354,8 @@ static void mt_context_pack_kv(const mt_context *c, const mt_attention *call, mt
     int64_t k_width = call->num_groups * call->head_size, v_width = call->num_groups * call->value_size;
     int64_t kv = k_width + v_width;
     mt_context_copy_rows(c, c->kv[0], kv, call->k, call->k_stride, c->M, k_width, stream);
-    mt_context_copy_rows(c, mt_context_at(c, c->kv[0], k_width), kv, call->v, call->v_stride, c->M, v_width, stream);
+    mt_context_copy_rows(c, mt_at(c->kv[0], k_width, c->plan.dtype), kv, call->v, call->v_stride, c->M, v_width,
+                         stream);
 }
 
 /* Writes the summed gradients of this rank's keys and values to call->dk and call->dv. */
@@ -7425,7 +7368,8 @@ static void mt_context_store_dkv(const mt_context *c, const mt_attention *call, 
         rounded = c->dkv_part;
     }
     mt_context_copy_rows(c, call->dk, call->k_stride, rounded, kv, c->M, k_width, stream);
-    mt_context_copy_rows(c, call->dv, call->v_stride, mt_context_at(c, rounded, k_width), kv, c->M, v_width, stream);
+    mt_context_copy_rows(c, call->dv, call->v_stride, mt_at(rounded, k_width, c->plan.dtype), kv, c->M, v_width,
+                         stream);
 }
 
 /* ---- p2p: ring attention (Liu et al., "Ring attention with blockwise transformers"; zig-zag from Zhu's
@@ -7448,7 +7392,7 @@ static void mt_ring_shift_end(const mt_context *c, const mt_ring_shift *shift, m
 static mt_attention mt_ring_step(const mt_context *c, int64_t i, const mt_attention *call) {
     int64_t P = c->plan.ring->size, r = c->plan.ring->rank, source = (r + P - i) % P;
     mt_attention step = *call;
-    step.k = c->kv[i % 2], step.v = mt_context_at(c, step.k, call->num_groups * call->head_size);
+    step.k = c->kv[i % 2], step.v = mt_at(step.k, call->num_groups * call->head_size, c->plan.dtype);
     step.k_stride = step.v_stride = call->num_groups * (call->head_size + call->value_size);
     step.k_index = c->index + source * c->M, step.q_index = c->index + r * c->M, step.spans = c->lists[source];
     return step;
@@ -7484,7 +7428,7 @@ static void mt_ring_backward(mt_context *c, const mt_attention *call, mt_stream 
         mt_attention step = mt_ring_step(c, i, call);
         int64_t kv = step.k_stride;
         float *dkv = c->dkv_sum[i % 2];
-        step.dk = c->dkv_part, step.dv = mt_context_at(c, c->dkv_part, call->num_groups * call->head_size);
+        step.dk = c->dkv_part, step.dv = mt_at(c->dkv_part, call->num_groups * call->head_size, c->plan.dtype);
         if (i + 1 < P) mt_ring_shift_begin(c, &c->kv_shift, c->kv[(i + 1) % 2], c->kv[i % 2], c->M * kv, dtype, stream);
         c->ops->attention_backward(&step, dtype, stream);
         mt_accumulate_args dq = {&step.spans, false, c->sum, call->dq, q_width, call->q_stride, .first = i == 0};
@@ -7515,7 +7459,7 @@ static mt_attention mt_gather_kv(mt_context *c, const mt_attention *call, mt_str
     c->ops->all_gather(c->gathered, c->kv[0], c->M * kv, c->plan.dtype, c->plan.ring, stream);
     c->ops->scatter_rows(c->ordered, c->gathered, c->rows, c->N, kv, kv, kv, c->plan.dtype, stream);
     mt_attention whole = *call;
-    whole.k = c->ordered, whole.v = mt_context_at(c, c->ordered, k_width), whole.k_stride = whole.v_stride = kv;
+    whole.k = c->ordered, whole.v = mt_at(c->ordered, k_width, c->plan.dtype), whole.k_stride = whole.v_stride = kv;
     whole.k_index = c->index, whole.spans = c->lists[0];
     return whole;
 }
@@ -7530,7 +7474,7 @@ static void mt_gather_backward(mt_context *c, const mt_attention *call, mt_strea
     mt_dtype dtype = c->plan.dtype;
     mt_attention whole = mt_gather_kv(c, call, stream);
     int64_t kv = whole.k_stride, all = c->N * kv;
-    whole.dk = c->dkv_ordered, whole.dv = mt_context_at(c, c->dkv_ordered, call->num_groups * call->head_size);
+    whole.dk = c->dkv_ordered, whole.dv = mt_at(c->dkv_ordered, call->num_groups * call->head_size, c->plan.dtype);
     c->ops->memory_zero(c->dkv_ordered, all * mt_dtype_size(dtype), stream); // no span covers the last keys
     c->ops->attention_backward(&whole, dtype, stream);
     c->ops->gather_rows(c->gathered, c->dkv_ordered, c->rows, c->N, kv, kv, kv, dtype, stream);
@@ -7547,8 +7491,8 @@ static void mt_a2a_to_heads(mt_context *c, void *to, const void *from, int64_t f
                             mt_stream *stream) {
     int64_t A = c->plan.a2a->size, share = width / A;
     for (int64_t a = 0; a < A; a++)
-        mt_context_copy_rows(c, mt_context_at(c, c->by_head, a * c->T * share), share,
-                             mt_context_at(c, from, a * share), from_stride, c->T, share, stream);
+        mt_context_copy_rows(c, mt_at(c->by_head, a * c->T * share, c->plan.dtype), share,
+                             mt_at(from, a * share, c->plan.dtype), from_stride, c->T, share, stream);
     c->ops->all_to_all(to, c->by_head, c->T * share, c->plan.dtype, c->plan.a2a, stream);
 }
 
@@ -7557,8 +7501,8 @@ static void mt_a2a_to_tokens(mt_context *c, void *to, int64_t to_stride, const v
     int64_t A = c->plan.a2a->size, share = width / A;
     c->ops->all_to_all(c->by_head, from, c->T * share, c->plan.dtype, c->plan.a2a, stream);
     for (int64_t a = 0; a < A; a++)
-        mt_context_copy_rows(c, mt_context_at(c, to, a * share), to_stride,
-                             mt_context_at(c, c->by_head, a * c->T * share), share, c->T, share, stream);
+        mt_context_copy_rows(c, mt_at(to, a * share, c->plan.dtype), to_stride,
+                             mt_at(c->by_head, a * c->T * share, c->plan.dtype), share, c->T, share, stream);
 }
 
 /* The call for this rank's share of the heads, with q, k, v of all tokens of the group. lse and row_dot keep their
@@ -7804,10 +7748,7 @@ static void mt_head_loss(mt_model *m, const mt_pass *p, const mt_output *out, co
 /* The values of all T tokens, from this rank's rows. */
 static void mt_head_values(mt_model *m, const mt_pass *p, const mt_output *out) {
     float *own = m->logp + p->first_row;
-    if (m->dtype == MT_F32)
-        m->ops->memory_copy(own, out->logits, p->rows * 4, p->stream);
-    else
-        m->ops->convert(own, MT_F32, out->logits, m->dtype, p->rows, p->stream);
+    m->ops->convert(own, MT_F32, out->logits, m->dtype, p->rows, p->stream);
     if (p->rows < p->T) m->ops->all_gather(m->logp, own, p->rows, MT_F32, &m->grid->tensor, p->stream);
 }
 
@@ -7911,7 +7852,7 @@ static void mt_distill(mt_model *m, const mt_pass *p, const mt_output *out, bool
                 h->index[rows * K + k] = here ? (int32_t)((t[rows] - t[0]) * m->V + id) : -1;
             }
         int64_t n = rows * K;
-        void *at = mt_at(m, out->logits, t[0] * m->V);
+        void *at = mt_at(out->logits, t[0] * m->V, m->dtype);
         m->ops->memory_copy(h->device_index, h->index, n * 4, p->stream);
         m->ops->gather_rows(h->device_values, at, h->device_index, n, 1, 1, 1, m->dtype, p->stream);
         m->ops->memory_copy(h->values, h->device_values, n * size, p->stream);
@@ -7929,9 +7870,7 @@ static void mt_distill(mt_model *m, const mt_pass *p, const mt_output *out, bool
             continue;
         }
         mt_all_reduce_sum(&m->grid->tensor, own, n, MT_F32);
-#ifdef MT_HAVE_OPENMP
 #pragma omp parallel for
-#endif
         for (int64_t r = 0; r < rows; r++) {
             double *student = h->doubles + 3 * r * K, *taught = student + K, *dstudent = taught + K;
             for (int64_t k = 0; k < K; k++) student[k] = (double)own[r * K + k], taught[k] = (double)other[r * K + k];
@@ -7948,8 +7887,6 @@ static void mt_head_backward(mt_model *m, const mt_pass *p, const mt_output *out
     const mt_cross_entropy_args tokens = mt_head_tokens(m, p, out, labels);
     if (m->options->head_type == MT_HEAD_LM)
         m->ops->cross_entropy_backward(&tokens, m->dtype, p->stream);
-    else if (m->dtype == MT_F32)
-        m->ops->memory_copy(out->logits, out->dlogp + p->first_row, p->rows * 4, p->stream);
     else
         m->ops->convert(out->logits, m->dtype, out->dlogp + p->first_row, MT_F32, p->rows, p->stream);
     if (m->plan.loss->distillation) mt_distill(m, p, out, true);
@@ -7984,8 +7921,8 @@ static void mt_recompute_unit_input(mt_model *m, const mt_pass *p, mt_activation
     if (p->replay)
         m->ops->all_gather(a->input, a->input_part, count, m->dtype, tensor, p->stream);
     else
-        m->ops->memory_copy(a->input_part, mt_at(m, a->input, tensor->rank * count), count * mt_dtype_size(m->dtype),
-                            p->stream);
+        m->ops->memory_copy(a->input_part, mt_at(a->input, tensor->rank * count, m->dtype),
+                            count * mt_dtype_size(m->dtype), p->stream);
 }
 
 /* Layers [begin, end) of the chunk, from the first one's saved input to `output` and its norm, if any; output NULL:
@@ -8053,12 +7990,12 @@ static void mt_offload_fetch(const mt_model *m, const mt_pass *p, int64_t layer)
 
 /* Multi-token prediction on the rank with the loss. */
 typedef struct mt_mtp {
-    int64_t count;          // modules of this rank
-    mt_batch rolled, local; // on the host: a micro-batch shifted by k tokens, and this rank's shard of it
-    float *weights;         // on the host: weights of the tokens of `rolled`
-    float *logp;            // [max_logits]
-    void *dhidden;          // [R, C] gradient of a module's input hidden state
-    void *djoined;          // [R, 2C]
+    int64_t count;   // modules of this rank
+    mt_batch rolled; // on the host: a micro-batch shifted by k tokens
+    float *weights;  // on the host: weights of the tokens of `rolled`
+    float *logp;     // [max_logits]
+    void *dhidden;   // [R, C] gradient of a module's input hidden state
+    void *djoined;   // [R, 2C]
 } mt_mtp;
 
 /* Shifts a micro-batch by one token within each sequence; the last token gets loss mask 0. */
@@ -8088,7 +8025,8 @@ static void mt_mtp_loss_weights(const mt_model *m, float *weights, const mt_batc
     }
 }
 
-/* Writes tokens, labels and weights of this rank's shard, for every module, to the host's block. */
+/* Writes tokens, labels and weights of this rank's shard, for every module, to the host's block, which already has the
+ * rest of the micro-batch: local_batch is free. */
 static void mt_mtp_load(mt_model *m, const mt_context *context, mt_batch_block *block, const mt_batch *whole) {
     mt_batch *rolled = &m->mtp->rolled;
     size_t T = (size_t)whole->num_tokens;
@@ -8104,8 +8042,8 @@ static void mt_mtp_load(mt_model *m, const mt_context *context, mt_batch_block *
         mt_batch part = *rolled;
         part.loss_mask = m->mtp->weights, part.positions = whole->positions, part.token_index = whole->token_index;
         if (context) {
-            mt_context_shard(context, &m->mtp->local, &part, NULL);
-            part = m->mtp->local;
+            mt_context_shard(context, &m->local_batch, &part, NULL);
+            part = m->local_batch;
         }
         int64_t at = k * part.num_tokens;
         memcpy(block->mtp_tokens + at, part.tokens, (size_t)part.num_tokens * 4);
@@ -8126,10 +8064,10 @@ static mt_layer *mt_mtp_layer(const mt_model *m, const mt_pass *p, int64_t k) {
 static mt_norm_args mt_mtp_norm(const mt_model *m, const mt_pass *p, int64_t k, int half) {
     const mt_layer *w = mt_mtp_layer(m, p, k);
     const mt_output *a = &p->mb->outputs[1 + k];
-    mt_normed n = {.rstd = half ? a->hidden_rstd : a->embedded_rstd, .y = mt_at(m, a->joined, half * m->C)};
+    mt_normed n = {.rstd = half ? a->hidden_rstd : a->embedded_rstd, .y = mt_at(a->joined, half * m->C, m->dtype)};
     mt_norm_args norm = mt_norm_operands(m, p, half ? &w->mtp_hidden_norm : &w->mtp_embedding_norm, &n);
     norm.x = half ? p->mb->outputs[k].norm.y : a->embedded; // output 0 is the main model's
-    norm.y_stride = norm.dy_stride = 2 * m->C, norm.dy = mt_at(m, m->mtp->djoined, half * m->C);
+    norm.y_stride = norm.dy_stride = 2 * m->C, norm.dy = mt_at(m->mtp->djoined, half * m->C, m->dtype);
     norm.dx = half ? m->mtp->dhidden : m->scratch.dresidual;
     return norm;
 }
@@ -8286,13 +8224,6 @@ static int64_t mt_context_ranks(const mt_model *m, const mt_batch *batch) {
     return batch->context_size > 0 ? batch->context_size : m->grid->context.size;
 }
 
-/* Index of their attention in m->contexts. */
-static int mt_context_level(const mt_model *m, const mt_batch *batch) {
-    int level = 0;
-    for (int64_t ranks = mt_context_ranks(m, batch); m->num_contexts > 1 && ranks > 1; ranks /= 2) level++;
-    return level;
-}
-
 /* A batch for fewer ranks than --context-parallel-size needs dynamic context parallelism. */
 static int mt_batch_check_ranks(const mt_model *m, const mt_batch *batch, mt_error *error) {
     int64_t ranks = mt_context_ranks(m, batch), cp = m->grid->context.size;
@@ -8368,7 +8299,9 @@ static mt_pass mt_pass_begin(mt_model *m, mt_micro_batch *mb) {
  * attention. */
 static const mt_batch *mt_shard_batch(mt_model *m, mt_micro_batch *mb, const mt_batch *batch) {
     if (m->grid->context.size == 1) return batch;
-    mb->context = m->contexts[mt_context_level(m, batch)];
+    int level = 0; // index in m->contexts of the attention of the batch's ranks
+    for (int64_t ranks = mt_context_ranks(m, batch); m->num_contexts > 1 && ranks > 1; ranks /= 2) level++;
+    mb->context = m->contexts[level];
     mt_context_shard(mb->context, &m->local_batch, batch, m->local_sequence);
     mb->whole.num_tokens = batch->num_tokens, mb->whole.num_spans = batch->num_spans;
     memcpy(mb->whole.token_index, batch->token_index, (size_t)batch->num_tokens * 8);
@@ -8809,11 +8742,11 @@ static void mt_bucket_bind(mt_model *m, int64_t bucket) {
         const mt_param *param = &m->params[i];
         mt_weight *weight = mt_param_weight(m, param);
         if (!weight) continue;
-        weight->w = mt_offset_pointer(b->params, param->offset * mt_dtype_size(b->dtype));
-        weight->dw = mt_offset_pointer(b->grads, param->offset * 4);
+        weight->w = mt_at(b->params, param->offset, b->dtype);
+        weight->dw = mt_at(b->grads, param->offset, MT_F32);
         weight->has_gradient = &m->sharding->has_gradient[i];
         const mt_linear *l = b->num_fp8_amaxes > 0 ? mt_param_fp8_linear(m, param) : NULL;
-        if (l) l->fp8->w.data = mt_offset_pointer(b->fp8_params, param->offset);
+        if (l) l->fp8->w.data = mt_at(b->fp8_params, param->offset, MT_U8);
         if (param->unit == MT_UNIT_WORDS && bucket == m->head_bucket) m->outer.head.weight = *weight; // tied
     }
 }
@@ -8981,9 +8914,9 @@ static mt_fp8_shard_args mt_shard_quantize(mt_model *m, const mt_bucket *b, cons
     const mt_fp8_linear *f = l->fp8;
     mt_fp8_shard_args a = {.w = f->w, .count = mt_max(l->num_experts, 1), .R = l->N, .C = l->K};
     int64_t at = param->offset, end = mt_min(at + a.count * l->N * l->K, b->shard_first + b->shard_count);
-    a.w.data = mt_offset_pointer(fp8_params, at);
+    a.w.data = mt_at(fp8_params, at, MT_U8);
     a.first = mt_max(b->shard_first - at, 0), a.n = mt_max(end - at - a.first, 0);
-    if (a.n > 0) a.x = (const char *)b->param_shard + (at + a.first - b->shard_first) * mt_dtype_size(b->dtype);
+    if (a.n > 0) a.x = mt_at(b->param_shard, at + a.first - b->shard_first, b->dtype);
     if (f->recipe->delayed) a.scale = f->scale + MT_FP8_W;
     a.amax = f->recipe->delayed ? f->amax + MT_FP8_W : b->fp8_amaxes + f->first_amax;
     m->ops->fp8_shard_quantize(&a, b->dtype, m->sharding->param_stream);
@@ -9302,7 +9235,7 @@ static void mt_gradients_reduce_model(mt_model *m) {
             if (m->params[next].bucket != param->bucket || mt_gradient_group(m, &m->params[next]) != group) break;
         if (!group || (count = mt_gradient_run(m, param, &m->params[next - 1], &begin)) == 0) continue;
         const mt_bucket *b = &m->buckets[param->bucket];
-        void *run = mt_offset_pointer(b->grad_shard, begin * mt_dtype_size(b->grad_dtype));
+        void *run = mt_at(b->grad_shard, begin, b->grad_dtype);
         m->ops->all_reduce(run, count, MT_SUM, b->grad_dtype, group, m->stream);
     }
     int64_t word = m->word_bucket >= 0 ? m->word_bucket : m->head_bucket;
@@ -9343,13 +9276,13 @@ static void mt_plan_buckets(mt_model *m) {
     for (mt_bucket *b = m->buckets; b < m->buckets + m->num_buckets; b++) {
         int64_t size = mt_dtype_size(b->dtype);
         if (b->strategy < MT_SHARD_PARAMS) b->params = mt_arena_alloc(arena, b->count * size);
-        b->param_shard = b->strategy < MT_SHARD_PARAMS ? mt_offset_pointer(b->params, b->shard_first * size)
+        b->param_shard = b->strategy < MT_SHARD_PARAMS ? mt_at(b->params, b->shard_first, b->dtype)
                                                        : mt_arena_alloc(arena, b->shard_count * size);
         if (!m->plan.train || !b->trained) continue;
         size = mt_dtype_size(b->grad_dtype);
         if (b->strategy < MT_SHARD_GRADS) b->main_grads = mt_arena_alloc(grads, b->count * size);
         if (!mt_bucket_buffers_gradients(b)) b->grads = b->main_grads;
-        b->grad_shard = b->strategy < MT_SHARD_GRADS ? mt_offset_pointer(b->main_grads, b->shard_first * size)
+        b->grad_shard = b->strategy < MT_SHARD_GRADS ? mt_at(b->main_grads, b->shard_first, b->grad_dtype)
                                                      : mt_arena_alloc(grads, b->shard_count * size);
         mt_arena *from = b->on_host ? &m->host : optimizer;
         if (m->dtype != MT_F32)
@@ -9442,7 +9375,7 @@ const void *mt_bucket_gather_state(mt_model *m, int64_t bucket, mt_param_state s
     int buffer = mt_first_buffer[s->progress[bucket].kind];
     void *whole = mt_bucket_buffers_gradients(b) ? s->grad_buffers[buffer].memory : b->grads;
     if (s->gathered_bucket == bucket && s->gathered_state == state) return whole;
-    void *own = mt_offset_pointer(whole, b->shard_first * mt_dtype_size(shard.dtype));
+    void *own = mt_at(whole, b->shard_first, shard.dtype);
     m->ops->memory_copy(own, shard.data, b->shard_count * mt_dtype_size(shard.dtype), m->stream); // from the host too
     m->ops->all_gather(whole, own, b->shard_count, shard.dtype, b->group, m->stream);
     s->gathered_bucket = bucket, s->gathered_state = state;
@@ -9520,7 +9453,7 @@ static void mt_gradients_norm(mt_model *m) {
             if (m->params[next].bucket != param->bucket || m->params[next].counted != param->counted) break;
         if (!counts || !param->counted || (count = mt_gradient_run(m, param, &m->params[next - 1], &begin)) == 0)
             continue;
-        const void *run = mt_offset_pointer(b->grad_shard, begin * mt_dtype_size(b->grad_dtype));
+        const void *run = mt_at(b->grad_shard, begin, b->grad_dtype);
         m->ops->squared_norm(m->numbers->sums + 2, run, count, b->grad_dtype, m->stream);
     }
     m->ops->all_reduce(m->numbers->sums + 2, 2, MT_SUM, MT_F64, &m->grid->world, m->stream);
@@ -9553,10 +9486,9 @@ static mt_adamw_args mt_bucket_adamw(const mt_model *m, const mt_bucket *b) {
 /* Elements [first, first + n) of `whole`. */
 static mt_adamw_args mt_adamw_part(const mt_adamw_args *whole, int64_t first, int64_t n) {
     mt_adamw_args a = *whole;
-    a.n = n, a.param = (char *)a.param + first * mt_dtype_size(a.dtype);
-    a.master = a.master ? (char *)a.master + first * mt_dtype_size(a.master_dtype) : NULL;
-    a.m = (char *)a.m + first * mt_dtype_size(a.m_dtype), a.v = (char *)a.v + first * mt_dtype_size(a.v_dtype);
-    a.grad = (const char *)a.grad + first * mt_dtype_size(a.grad_dtype);
+    a.n = n, a.param = mt_at(a.param, first, a.dtype), a.master = mt_at(a.master, first, a.master_dtype);
+    a.m = mt_at(a.m, first, a.m_dtype), a.v = mt_at(a.v, first, a.v_dtype);
+    a.grad = mt_at(a.grad, first, a.grad_dtype);
     return a;
 }
 
@@ -9582,7 +9514,6 @@ typedef struct mt_host_optimizer {
     float *scale;                 // of the gradients, on the host
     mt_host_task *tasks;          // [2, num_tasks] of two steps: the host enqueues one while another runs
     int64_t num_tasks, step, count; // count: tasks of this step so far
-    int threads;
 } mt_host_optimizer;
 
 /* Elements [result[k], result[k + 1]) of a shard: decayed matrices, then the rest. */
@@ -9624,10 +9555,6 @@ static void mt_host_optimizer_start(mt_model *m) {
     mt_stream **streams[] = {&h->in, &h->update, &h->out};
     for (int i = 0; i < 3; i++)
         *streams[i] = overlaps ? m->ops->stream_create(NULL, 0, m->options->deterministic_mode) : m->stream;
-    h->threads = 1;
-#ifdef MT_HAVE_OPENMP
-    h->threads = omp_get_max_threads();
-#endif
 }
 
 static void mt_host_optimizer_close(mt_model *m) {
@@ -9642,9 +9569,7 @@ static void mt_host_optimizer_close(mt_model *m) {
 /* Runs on a thread of the device's library, which has a number of OpenMP threads of its own. */
 static void mt_host_task_run(void *context) {
     mt_host_task *task = context;
-#ifdef MT_HAVE_OPENMP
     omp_set_num_threads(task->threads);
-#endif
     mt_cpu_ops.adamw_step(&task->args, &task->adamw, NULL);
 }
 
@@ -9663,7 +9588,7 @@ static void mt_host_task_start(mt_model *m, const mt_adamw_args *a, const mt_ada
     mt_host_task *task = &h->tasks[h->step % 2 * h->num_tasks + h->count];
     int64_t grad_bytes = a->n * mt_dtype_size(a->grad_dtype), param_bytes = a->n * mt_dtype_size(a->dtype);
     char *grad = h->slots[h->count % 2], *param = grad + grad_bytes;
-    *task = (mt_host_task){*a, *adamw, a->param, h->threads};
+    *task = (mt_host_task){*a, *adamw, a->param, omp_get_max_threads()};
     task->args.grad = grad, task->args.param = param, task->args.scale = h->scale;
     mt_wait_stream(m, h->update, h->in); // for the copies of the task before
     mt_wait_stream(m, h->in, h->out);    // the task before that one has left the slot
@@ -9841,16 +9766,6 @@ static void mt_fp8_update_scales(mt_model *m) {
     m->ops->fp8_scale_step(&a, m->stream);
 }
 
-/* Enqueues the copies of the experts' results of a step. */
-static void mt_experts_copy_report(mt_model *m, mt_step_result *result) {
-    mt_experts *e = m->experts;
-    if (m->options->num_experts == 0) return;
-    m->ops->memory_copy(result->losses, e->losses, sizeof result->losses, m->stream);
-    if (e->num_layers == 0) return;
-    m->ops->memory_copy(result->loads, e->loads, 2 * e->num_layers * e->router.num_experts * 4, m->stream);
-    m->ops->memory_copy(result->invalid, e->invalid, e->num_layers * 4, m->stream);
-}
-
 /* Metrics of the experts. Each pipeline stage adds its layers; all other ranks have equal numbers. */
 static void mt_experts_report(const mt_model *m, const mt_step_result *result, mt_metrics *metrics) {
     const mt_experts *e = m->experts;
@@ -9985,7 +9900,7 @@ static int64_t mt_list_actions(mt_model *m, const mt_schedule *schedule) {
 }
 
 /* Runs this rank's list of actions. Forwards and backwards include their sends and receives. */
-static int mt_run_schedule(mt_model *m, const mt_schedule *schedule, bool training, mt_source *from, mt_error *error) {
+static int mt_run_schedule(mt_model *m, const mt_schedule *schedule, mt_source *from, mt_error *error) {
     static const char *const phases[] = {[MT_ACTION_FORWARD] = "forward",
                                          [MT_ACTION_BACKWARD] = "backward",
                                          [MT_ACTION_BACKWARD_INPUT] = "backward of the input",
@@ -9994,7 +9909,6 @@ static int mt_run_schedule(mt_model *m, const mt_schedule *schedule, bool traini
     int64_t count = mt_list_actions(m, schedule), ahead[2] = {0};
     int64_t *inputs = mt_malloc(2 * m->num_chunks * 8), *weights = inputs + m->num_chunks;
     for (int64_t i = 0; i < m->num_chunks; i++) inputs[i] = weights[i] = schedule->micro_batches;
-    from->training = training;
     bool early_receives = mt_posts_receives_early(m);
     int status = 0;
     for (int64_t i = 0; i < count && status == 0; i++) {
@@ -10033,7 +9947,7 @@ static void mt_sums_finish(mt_model *m, bool training) {
     }
 }
 
-/* Forwards and backwards of all micro-batches, and gradients summed over ranks; adds to `tokens`. */
+/* Forwards and backwards of all micro-batches, gradients summed over ranks, and their check; sets `tokens`. */
 static int mt_step_gradients(mt_model *m, int64_t micro_batches, mt_batch_source *source, void *context,
                              mt_batch *batch, int64_t *tokens, mt_error *error) {
     mt_gradients_begin(m);
@@ -10043,9 +9957,9 @@ static int mt_step_gradients(mt_model *m, int64_t micro_batches, mt_batch_source
     if (m->options->mtp_num_layers > 0)
         m->ops->memory_zero(m->numbers->mtp, (int64_t)sizeof m->numbers->mtp, m->stream);
     mt_schedule schedule = mt_schedule_of(m->options, micro_batches);
-    mt_source from = {.read = source, .context = context, .batch = batch};
-    if (mt_run_schedule(m, &schedule, true, &from, error) != 0) return -1;
-    *tokens += from.tokens;
+    mt_source from = {.read = source, .context = context, .batch = batch, .training = true};
+    if (mt_run_schedule(m, &schedule, &from, error) != 0) return -1;
+    *tokens = from.tokens;
     mt_phase_begin(m, "gradients", -1, -1);
     if (m->reruns) m->ops->memory_copy(m->numbers->own, m->numbers->sums, 8, m->stream);
     mt_sums_finish(m, true);
@@ -10053,14 +9967,20 @@ static int mt_step_gradients(mt_model *m, int64_t micro_batches, mt_batch_source
     mt_gradients_reduce_model(m);
     mt_experts_finish(m);
     mt_phase_end(m);
+    mt_step_check_gradients(m);
     return 0;
 }
 
 /* Enqueues the copies of a step's results to the host. */
 static void mt_step_report(mt_model *m, int entry, int64_t iteration) {
     mt_step_result *result = &m->trainer->results[entry];
+    const mt_experts *e = m->experts;
     m->ops->memory_copy(&result->numbers, m->numbers, (int64_t)sizeof *m->numbers, m->stream);
-    mt_experts_copy_report(m, result);
+    if (m->options->num_experts > 0) m->ops->memory_copy(result->losses, e->losses, sizeof result->losses, m->stream);
+    if (e->num_layers > 0) {
+        m->ops->memory_copy(result->loads, e->loads, 2 * e->num_layers * e->router.num_experts * 4, m->stream);
+        m->ops->memory_copy(result->invalid, e->invalid, e->num_layers * 4, m->stream);
+    }
     m->ops->event_record(m->trainer->pending[entry].done, m->stream);
     m->trainer->pending[entry].iteration = iteration;
 }
@@ -10248,17 +10168,13 @@ int mt_train_finish(mt_model *m, mt_error *error) {
  * samples; its second result replaces the first. */
 static int mt_step_try(mt_model *m, int64_t iteration, int64_t micro_batches, mt_batch_source *source, void *context,
                        mt_batch *batch, int64_t *tokens, mt_error *error) {
-    *tokens = 0;
     if (mt_step_gradients(m, micro_batches, source, context, batch, tokens, error) != 0) return -1;
-    mt_step_check_gradients(m);
     if (!m->reruns) return 0;
     mt_step_numbers first, second;
     mt_copy_wait(m, &first, m->numbers, (int64_t)sizeof first);
     if (first.guard[MT_GUARD_CHECK] == MT_STEP_PASSED || first.guard[MT_GUARD_CHECK] == MT_NO_TOKENS) return 0;
-    *tokens = 0;
     mt_fp8_discard_step(m);
     if (mt_step_gradients(m, micro_batches, source, context, batch, tokens, error) != 0) return -1;
-    mt_step_check_gradients(m);
     mt_copy_wait(m, &second, m->numbers, (int64_t)sizeof second);
     mt_rerun_report(m, iteration, &first, &second);
     return 0;
@@ -10314,7 +10230,7 @@ int mt_evaluate(mt_model *m, int64_t micro_batches, mt_batch_source *source, voi
     mt_schedule schedule = mt_schedule_of(m->options, micro_batches);
     schedule.kind = MT_SCHEDULE_FORWARD_ONLY;
     mt_source from = {.read = source, .context = context, .batch = batch};
-    if (micro_batches > 0 && mt_run_schedule(m, &schedule, false, &from, error) != 0) return -1;
+    if (micro_batches > 0 && mt_run_schedule(m, &schedule, &from, error) != 0) return -1;
     mt_sums_finish(m, false);
     mt_copy_wait(m, sums, m->numbers->sums, 2 * 8);
     *loss = mt_mean_loss(sums);
@@ -10327,7 +10243,7 @@ int mt_score_tokens(mt_model *m, int64_t micro_batches, mt_batch_source *source,
     schedule.kind = MT_SCHEDULE_FORWARD_ONLY;
     mt_source from = {.read = source, .context = context, .batch = batch};
     if (m->has_loss) m->host_loss->sink = sink, m->host_loss->sink_context = sink_context;
-    int status = micro_batches > 0 ? mt_run_schedule(m, &schedule, false, &from, error) : 0;
+    int status = micro_batches > 0 ? mt_run_schedule(m, &schedule, &from, error) : 0;
     if (m->has_loss) m->host_loss->sink = NULL;
     return status;
 }
@@ -10353,7 +10269,7 @@ static bool mt_logits_overlap(const mt_model *m) {
 static void mt_plan_exchange(mt_tensor_parallel *tp, int64_t widest, mt_arena *arena) {
     int64_t whole = tp->group->size * tp->max_rows * widest * mt_dtype_size(tp->dtype);
     tp->mailbox_bytes = tp->overlaps ? 2 * whole + MT_MAILBOX_OWN : whole;
-    tp->gathered = mt_arena_alloc(arena, tp->mailbox_bytes), tp->parts = mt_offset_pointer(tp->gathered, whole);
+    tp->gathered = mt_arena_alloc(arena, tp->mailbox_bytes), tp->parts = mt_at(tp->gathered, whole, MT_U8);
     if (tp->overlaps) tp->part_rows = mt_arena_alloc(arena, tp->max_rows * tp->group->size * 4);
 }
 
@@ -10371,8 +10287,8 @@ static void mt_plan_experts(mt_model *m, mt_arena *arena) {
         if (size > 1) mt_expert_rows_allocate(m, &e->dispatched, arena, &dispatched);
     }
     e->loads = mt_arena_alloc(arena, 3 * e->num_layers * E * 4);
-    e->kept = mt_offset_pointer(e->loads, e->num_layers * E * 4);
-    e->global = mt_offset_pointer(e->loads, 2 * e->num_layers * E * 4);
+    e->kept = mt_at(e->loads, e->num_layers * E, MT_F32);
+    e->global = mt_at(e->loads, 2 * e->num_layers * E, MT_F32);
     e->invalid = mt_arena_alloc(arena, e->num_layers * 4), e->discarded = mt_arena_alloc(arena, 4);
     if (e->global_aux_loss) {
         e->rank_counts = mt_arena_alloc(arena, m->grid->data.size * E * 4);
@@ -10484,7 +10400,7 @@ static void mt_plan_output(const mt_model *m, mt_micro_batch *mb, int64_t i, mt_
         MT_OUTPUT_SLOT(s, embedded_rstd, R, 1, MT_F32), MT_OUTPUT_SLOT(s, hidden_rstd, R, 1, MT_F32);
     }
     if (m->stages[mb->chunk].loss) {
-        mt_norm_slots(s, m, "norm", offsetof(mt_output, norm), 0, NULL);
+        mt_norm_slots(s, m, offsetof(mt_output, norm), 0, NULL);
         MT_OUTPUT_SLOT(s, lse, rows, 1, MT_F32), MT_OUTPUT_SLOT(s, dlogp, rows, 1, MT_F32);
         if (m->plan.loss->uses_entropy)
             MT_OUTPUT_SLOT(s, entropy, rows, 1, MT_F32), MT_OUTPUT_SLOT(s, dentropy, rows, 1, MT_F32);
@@ -10526,24 +10442,16 @@ static void mt_plan_parallel(mt_model *m, mt_arena *arena) {
             m->links[i].buffers[k] = mt_arena_alloc(arena, m->max_rows * m->C * size);
 }
 
-static void mt_plan_latent_scratch(mt_model *m, mt_arena *arena) {
-    const mt_options *o = m->options;
-    int64_t T = m->plan.max_tokens, R = m->max_rows, size = mt_dtype_size(m->dtype);
-    m->scratch.kv_b_out = mt_arena_alloc(arena, T * m->H * (o->qk_head_dim + m->Dv) * size);
-    m->scratch.k_rope = mt_arena_alloc(arena, T * m->rotary_dim * size);
-    if (!m->plan.train) return;
-    m->scratch.dlatent = mt_arena_alloc(arena, R * mt_latent_width(o) * size);
-    m->scratch.dlatent_norm = mt_arena_alloc(arena, R * mt_max(o->q_lora_rank, o->kv_lora_rank) * size);
-}
-
 /* Scratch of the layers. If logits share memory with it (mt_logits_overlap), they take the buffers that hold no value
  * between the last layer's forward and its backward: only the output layer runs then, and it writes only dresidual and
  * dnormed. */
 static void mt_plan_scratch(mt_model *m, mt_arena *arena) {
     int64_t T = m->plan.max_tokens, R = m->max_rows, size = mt_dtype_size(m->dtype);
     int64_t q_width = m->H * m->D, kv_width = m->G * m->D, out_width = m->H * m->Dv;
+    const mt_options *o = m->options;
     mt_layer_scratch *s = &m->scratch;
-    if (m->options->multi_latent_attention) out_width = mt_max(out_width, m->C); // see mt_latent_qkv_backward
+    bool latent = o->multi_latent_attention;
+    if (latent) out_width = mt_max(out_width, m->C); // see mt_latent_qkv_backward
     if (m->plan.train) {
         s->dresidual = mt_arena_alloc(arena, R * m->C * size);
         if (mt_splits_backward(m)) s->dresidual_next = mt_arena_alloc(arena, R * m->C * size);
@@ -10554,10 +10462,17 @@ static void mt_plan_scratch(mt_model *m, mt_arena *arena) {
     if (m->plan.train) {
         s->dqkv = mt_arena_alloc(arena, T * mt_max(mt_fc1_width(m, m->F), mt_qkv_width(m)) * size);
         s->dattended = mt_arena_alloc(arena, T * mt_max(m->F, out_width) * size);
-        if (mt_norms_heads(m->options)) s->dqk = mt_arena_alloc(arena, T * (q_width + kv_width) * size);
+        if (mt_norms_heads(o)) s->dqk = mt_arena_alloc(arena, T * (q_width + kv_width) * size);
         s->row_dot = mt_arena_alloc(arena, T * m->H * 4);
     }
-    if (m->options->multi_latent_attention) mt_plan_latent_scratch(m, arena);
+    if (latent) {
+        s->kv_b_out = mt_arena_alloc(arena, T * m->H * (o->qk_head_dim + m->Dv) * size);
+        s->k_rope = mt_arena_alloc(arena, T * m->rotary_dim * size);
+    }
+    if (latent && m->plan.train) {
+        s->dlatent = mt_arena_alloc(arena, R * mt_latent_width(o) * size);
+        s->dlatent_norm = mt_arena_alloc(arena, R * mt_max(o->q_lora_rank, o->kv_lora_rank) * size);
+    }
     int64_t end = arena->used;
     if (!mt_logits_overlap(m)) return;
     arena->used = start;
@@ -11240,7 +11155,6 @@ static void mt_mtp_open(mt_model *m) {
     int64_t tokens = m->plan.max_tokens * m->grid->context.size;
     if (m->mtp->count == 0) return;
     mt_batch_alloc(&m->mtp->rolled, tokens);
-    mt_batch_alloc(&m->mtp->local, m->plan.max_tokens);
     m->mtp->weights = mt_model_calloc(m, tokens * 4);
 }
 
@@ -11375,7 +11289,6 @@ void mt_model_destroy(mt_model *m) {
     for (int64_t i = 0; i < m->num_micro_batches; i++) mt_batch_free(&m->micro_batches[i].whole);
     mt_batch_free(&m->local_batch);
     mt_batch_free(&m->mtp->rolled);
-    mt_batch_free(&m->mtp->local);
     free(m->trainer->actions);
     free(m->params);
     for (int64_t i = m->num_host_memory - 1; i >= 0; i--) free(m->host_memory[i]);
@@ -11397,8 +11310,8 @@ static void mt_param_init_run(mt_model *m, const mt_param *param, const mt_shard
     uint64_t role = (uint64_t)param->role + (mt_param_is_adapter(param) ? 128 + (uint64_t)param->adapts : 0);
     uint64_t index = (uint64_t)(param->expert + 1) << 40 | (uint64_t)(param->layer + 1) << 8 | role;
     uint64_t key = mt_random_key((uint64_t)m->options->seed, MT_RANDOM_PARAMETER, index);
-    m->ops->random_normal((char *)shard->data + (begin - shard->first) * mt_dtype_size(shard->dtype), end - begin, key,
-                          first + begin - at, mean, std, shard->dtype, m->stream);
+    m->ops->random_normal(mt_at(shard->data, begin - shard->first, shard->dtype), end - begin, key, first + begin - at,
+                          mean, std, shard->dtype, m->stream);
 }
 
 /* Draws this rank's values of a parameter. Each value depends on its index in the whole parameter only, so all layouts
@@ -11524,8 +11437,8 @@ static void mt_logits_gather(mt_model *m, void *whole, void *logits, int64_t cou
     void *shares = ranks > 1 ? m->gathered_logits : logits;
     if (ranks > 1) m->ops->all_gather(shares, logits, count * m->V, m->dtype, &m->grid->tensor, m->stream);
     for (int64_t rank = 0; rank < ranks; rank++)
-        m->ops->memory_copy_rows(mt_at(m, whole, rank * m->V), ranks * bytes, mt_at(m, shares, rank * count * m->V),
-                                 bytes, count, bytes, m->stream);
+        m->ops->memory_copy_rows(mt_at(whole, rank * m->V, m->dtype), ranks * bytes,
+                                 mt_at(shares, rank * count * m->V, m->dtype), bytes, count, bytes, m->stream);
 }
 
 /* Copies rows of logits to the host as fp32, without the padding columns; `share`: every rank gets them. */
@@ -11533,11 +11446,11 @@ static void mt_logits_to_host(mt_model *m, void *from, float *logits, int64_t ro
     int64_t V = m->grid->tensor.size * m->V, vocabulary = m->options->vocab_size;
     for (int64_t first = 0; first < rows && m->has_loss; first += MT_STAGED_ROWS) {
         int64_t count = mt_min(rows - first, MT_STAGED_ROWS);
-        mt_logits_gather(m, m->staged_logits, mt_at(m, from, first * m->V), count);
+        mt_logits_gather(m, m->staged_logits, mt_at(from, first * m->V, m->dtype), count);
         m->ops->stream_synchronize(m->stream);
         for (int64_t t = 0; t < count; t++)
-            mt_cpu_convert(logits + (first + t) * vocabulary, MT_F32, mt_at(m, m->staged_logits, t * V), m->dtype,
-                           vocabulary, NULL);
+            mt_cpu_convert(logits + (first + t) * vocabulary, MT_F32, mt_at(m->staged_logits, t * V, m->dtype),
+                           m->dtype, vocabulary, NULL);
     }
     if (share) mt_broadcast_from_last_stage(m, logits, rows * vocabulary * 4);
 }
@@ -11545,7 +11458,7 @@ static void mt_logits_to_host(mt_model *m, void *from, float *logits, int64_t ro
 int64_t mt_score_logits(mt_model *m, int64_t t, float *logits) {
     const mt_pass *p = m->host_loss->scored;
     if (t >= p->T) return -1;
-    if (logits) mt_logits_to_host(m, mt_at(m, p->mb->outputs[0].logits, t * m->V), logits, 1, false);
+    if (logits) mt_logits_to_host(m, mt_at(p->mb->outputs[0].logits, t * m->V, m->dtype), logits, 1, false);
     return p->context ? mt_context_position(p->context, t) : t;
 }
 
@@ -11675,7 +11588,8 @@ void mt_model_cache_copy(mt_model *m, const mt_cache_copy *copy) {
         void *caches[] = {m->k_cache[layer], m->v_cache[layer]};
         for (int i = 0; i < 2; i++) {
             int64_t width = m->G * (i ? m->Dv : m->D);
-            m->ops->memory_copy(mt_at(m, caches[i], copy->to * width), mt_at(m, caches[i], copy->from * width),
+            m->ops->memory_copy(mt_at(caches[i], copy->to * width, m->dtype),
+                                mt_at(caches[i], copy->from * width, m->dtype),
                                 copy->rows * width * mt_dtype_size(m->dtype), m->stream);
         }
     }
@@ -11685,7 +11599,6 @@ void mt_model_cache_copy(mt_model *m, const mt_cache_copy *copy) {
 /* From logits to new tokens. Invariants: the random numbers of a sequence depend on the seed, its id and the position,
  * not on other sequences of the batch; prefill and decode step are the same operation: a forward of the tokens that are
  * not in the KV cache yet; a page of the cache that two sequences share is full and no longer written. */
-#pragma GCC diagnostic ignored "-Wunknown-pragmas" // for OpenMP pragmas below, in a build without OpenMP
 
 /* ---- sampling */
 
