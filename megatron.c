@@ -5516,6 +5516,7 @@ typedef struct mt_activations {
 typedef enum mt_residency { MT_KEEP, MT_RECOMPUTE, MT_OFFLOAD } mt_residency;
 
 typedef struct mt_slot {
+    const char *name;
     size_t field; // offset of a pointer in mt_activations, mt_routing or mt_output
     int64_t rows, width;
     mt_dtype dtype;
@@ -5534,17 +5535,19 @@ typedef struct mt_slots {
     int64_t count;
 } mt_slots;
 
-static mt_slot *mt_slot_add(mt_slots *list, size_t field, int64_t rows, int64_t width, mt_dtype dtype) {
+static mt_slot *mt_slot_add(mt_slots *list, const char *name, size_t field, int64_t rows, int64_t width,
+                            mt_dtype dtype) {
     MT_CHECK(list->count < MT_MAX_SLOTS);
     mt_slot *slot = &list->slots[list->count++];
-    *slot = (mt_slot){.field = field, .rows = rows, .width = width, .dtype = dtype};
+    *slot = (mt_slot){.name = name, .field = field, .rows = rows, .width = width, .dtype = dtype};
     slot->residency = MT_KEEP, slot->stash_of = MT_NO_STASH;
     return slot;
 }
-#define MT_SLOT_OF(type, list, member, rows, width, dtype) mt_slot_add(list, offsetof(type, member), rows, width, dtype)
-#define MT_SLOT(list, ...)                                 MT_SLOT_OF(mt_activations, list, __VA_ARGS__)
-#define MT_ROUTING_SLOT(list, ...)                         MT_SLOT_OF(mt_routing, list, __VA_ARGS__)
-#define MT_OUTPUT_SLOT(list, ...)                          MT_SLOT_OF(mt_output, list, __VA_ARGS__)
+#define MT_SLOT_OF(type, list, member, rows, width, dtype)                                                             \
+    mt_slot_add(list, #member, offsetof(type, member), rows, width, dtype)
+#define MT_SLOT(list, ...)         MT_SLOT_OF(mt_activations, list, __VA_ARGS__)
+#define MT_ROUTING_SLOT(list, ...) MT_SLOT_OF(mt_routing, list, __VA_ARGS__)
+#define MT_OUTPUT_SLOT(list, ...)  MT_SLOT_OF(mt_output, list, __VA_ARGS__)
 
 /* The pointer of a slot in the struct at `base`. */
 static void *mt_slot_read(const void *base, const mt_slot *slot) {
@@ -5634,7 +5637,7 @@ static void mt_slot_add_transposed(const mt_model *m, mt_slots *list, size_t x, 
     if (gathers || recomputes || m->tp.overlaps) return;
     mt_arena bytes = {0};
     mt_fp8_allocate_columns(&bytes, l, slot->rows, l->K, l->fp8->recipe->format);
-    mt_slot_add(list, field, 1, bytes.used, MT_U8)->input = slot->input;
+    mt_slot_add(list, "x_transposed", field, 1, bytes.used, MT_U8)->input = slot->input;
     l->fp8->saved_x = field, slot->passing = !read_later;
 }
 
@@ -5743,13 +5746,14 @@ static void mt_add_to(const mt_model *m, const mt_pass *p, void *sum, const void
 }
 
 /* input: MT_OFFLOAD_* of the module that reads the norm's output. w may be NULL. */
-static void mt_norm_slots(mt_slots *s, const mt_model *m, size_t field, unsigned input, const mt_norm *w) {
+static void mt_norm_slots(mt_slots *s, const mt_model *m, const char *name, size_t field, unsigned input,
+                          const mt_norm *w) {
     mt_dtype dtype = w && w->reader ? MT_U8 : m->dtype;
-    mt_slot *y = mt_slot_add(s, field + offsetof(mt_normed, y), m->max_rows, m->C, dtype);
+    mt_slot *y = mt_slot_add(s, name, field + offsetof(mt_normed, y), m->max_rows, m->C, dtype);
     y->modules = MT_MODULE_LAYERNORM, y->input = input;
     if (m->options->normalization == MT_LAYERNORM)
-        mt_slot_add(s, field + offsetof(mt_normed, mean), m->max_rows, 1, MT_F32);
-    mt_slot_add(s, field + offsetof(mt_normed, rstd), m->max_rows, 1, MT_F32);
+        mt_slot_add(s, name, field + offsetof(mt_normed, mean), m->max_rows, 1, MT_F32);
+    mt_slot_add(s, name, field + offsetof(mt_normed, rstd), m->max_rows, 1, MT_F32);
 }
 
 static mt_norm_args mt_norm_operands(const mt_model *m, const mt_pass *p, const mt_norm *w, const mt_normed *n) {
@@ -5860,7 +5864,8 @@ static void mt_attention_slots(const mt_model *m, mt_slots *s, const mt_layer *w
     input->stash_of = offsetof(mt_layer, o), input->once = starts_unit && !splits_input;
     if (starts_unit && splits_input) kept = MT_SLOT(s, input_part, R, m->C / m->grid->tensor.size, m->dtype);
     kept->once = starts_unit, kept->input = MT_OFFLOAD_ATTN_NORM;
-    mt_norm_slots(s, m, offsetof(mt_activations, input_norm), MT_OFFLOAD_QKV_LINEAR, w ? &w->input_norm : NULL);
+    mt_norm_slots(s, m, "input_norm", offsetof(mt_activations, input_norm), MT_OFFLOAD_QKV_LINEAR,
+                  w ? &w->input_norm : NULL);
     if (m->options->multi_latent_attention) {
         mt_latent_slots(m, s);
     } else {
@@ -6138,7 +6143,7 @@ static void mt_mlp_slots(const mt_model *m, mt_slots *s, const mt_layer *w) {
     unsigned input = is_shared_expert ? 0 : MT_OFFLOAD_MLP;
     mt_slot *middle = MT_SLOT(s, middle, m->max_rows, m->C, m->dtype);
     middle->stash_of = offsetof(mt_layer, down), middle->input = MT_OFFLOAD_MLP_NORM;
-    mt_norm_slots(s, m, offsetof(mt_activations, mlp_norm), input, w ? &w->mlp_norm : NULL);
+    mt_norm_slots(s, m, "mlp_norm", offsetof(mt_activations, mlp_norm), input, w ? &w->mlp_norm : NULL);
     mt_slot *hidden = MT_SLOT(s, mlp_hidden, T, mt_fc1_width(m, F), m->dtype);
     mt_slot *active = MT_SLOT(s, mlp_active, T, F, in_fp8 ? MT_U8 : m->dtype);
     hidden->stash_of = offsetof(mt_layer, fc1);
@@ -6282,19 +6287,19 @@ static void mt_expert_rows_slots(const mt_model *m, mt_slots *s, size_t at, int6
                                  const mt_layer *w) {
     const mt_experts *e = m->experts;
     bool fixed = mt_expert_rows_fixed(m);
-    mt_slot *input = mt_slot_add(s, at + offsetof(mt_expert_rows, input), M, m->C, m->dtype);
+    mt_slot *input = mt_slot_add(s, "expert_input", at + offsetof(mt_expert_rows, input), M, m->C, m->dtype);
     input->input = fixed ? MT_OFFLOAD_EXPERT_FC1 : 0;
-    mt_slot_add(s, at + offsetof(mt_expert_rows, weights), M, 1, MT_F32);
+    mt_slot_add(s, "expert_weights", at + offsetof(mt_expert_rows, weights), M, 1, MT_F32);
     if (dispatched) return;
     int64_t hidden_width = mt_fc1_width(m, e->F);
-    mt_slot *hidden = mt_slot_add(s, at + offsetof(mt_expert_rows, hidden), M, hidden_width, m->dtype);
+    mt_slot *hidden = mt_slot_add(s, "expert_hidden", at + offsetof(mt_expert_rows, hidden), M, hidden_width, m->dtype);
     hidden->input = fixed ? MT_OFFLOAD_MOE_ACT : 0;
-    mt_slot *active = mt_slot_add(s, at + offsetof(mt_expert_rows, active), M, e->F, m->dtype);
+    mt_slot *active = mt_slot_add(s, "expert_active", at + offsetof(mt_expert_rows, active), M, e->F, m->dtype);
     active->modules = MT_MODULE_MOE_ACT;
-    if (e->scales_output) mt_slot_add(s, at + offsetof(mt_expert_rows, output), M, m->C, m->dtype);
+    if (e->scales_output) mt_slot_add(s, "expert_output", at + offsetof(mt_expert_rows, output), M, m->C, m->dtype);
     if (e->exchanges) {
-        mt_slot_add(s, at + offsetof(mt_expert_rows, to_expert), M, 1, MT_I32);
-        mt_slot_add(s, at + offsetof(mt_expert_rows, from_expert), M, 1, MT_I32);
+        mt_slot_add(s, "to_expert", at + offsetof(mt_expert_rows, to_expert), M, 1, MT_I32);
+        mt_slot_add(s, "from_expert", at + offsetof(mt_expert_rows, from_expert), M, 1, MT_I32);
     }
     for (int64_t i = 0; i < s->count; i++) s->slots[i].modules |= MT_MODULE_MOE;
     if (!w) return;
@@ -6362,7 +6367,7 @@ static void mt_expert_rows_allocate(const mt_model *m, mt_expert_rows *rows, mt_
     mt_expert_rows_slots(m, &slots, 0, plan->M, plan->dispatched, plan->layer);
     int64_t widest = 2 * MT_MAX_ADAPTER_PARTS * m->options->lora_rank;
     if (!plan->layer && !plan->dispatched)
-        mt_slot_add(&slots, offsetof(mt_expert_rows, adapter), plan->M, widest, m->dtype);
+        mt_slot_add(&slots, "adapter", offsetof(mt_expert_rows, adapter), plan->M, widest, m->dtype);
     mt_slots_place(m, &slots, plan->layer);
     mt_slots_allocate(&slots, plan->residency, rows, arena);
     rows->capacity = plan->M;
@@ -10400,7 +10405,7 @@ static void mt_plan_output(const mt_model *m, mt_micro_batch *mb, int64_t i, mt_
         MT_OUTPUT_SLOT(s, embedded_rstd, R, 1, MT_F32), MT_OUTPUT_SLOT(s, hidden_rstd, R, 1, MT_F32);
     }
     if (m->stages[mb->chunk].loss) {
-        mt_norm_slots(s, m, offsetof(mt_output, norm), 0, NULL);
+        mt_norm_slots(s, m, "norm", offsetof(mt_output, norm), 0, NULL);
         MT_OUTPUT_SLOT(s, lse, rows, 1, MT_F32), MT_OUTPUT_SLOT(s, dlogp, rows, 1, MT_F32);
         if (m->plan.loss->uses_entropy)
             MT_OUTPUT_SLOT(s, entropy, rows, 1, MT_F32), MT_OUTPUT_SLOT(s, dentropy, rows, 1, MT_F32);
