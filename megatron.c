@@ -10306,7 +10306,7 @@ static void mt_plan_experts(mt_model *m, mt_arena *arena) {
         e->dlogits_rounded = mt_arena_alloc(arena, R * E * mt_dtype_size(m->dtype));
         e->router_dx = mt_arena_alloc(arena, R * m->C * mt_dtype_size(m->dtype));
     }
-    if (e->uses_allgather || !e->permute_fusion)
+    if ((e->uses_allgather && !e->exchange.overlaps) || !e->permute_fusion)
         e->scattered = mt_arena_alloc(arena, R * m->C * mt_dtype_size(m->dtype));
     if (!e->permute_fusion) e->sums = mt_arena_alloc(arena, e->tokens * m->C * 4);
     if (e->uses_allgather) {
