@@ -71,6 +71,12 @@ typedef struct mt_search {
 #define MT_LINE(field, ...)                                                                                            \
     length += MT_GIVEN(o, field) ? 0 : snprintf(line + length, (size_t)(1024 - length), __VA_ARGS__)
 
+/* True if --tp-comm-overlap is possible: all tensor groups lie within hosts. */
+static bool mt_candidate_overlaps(const mt_candidate *c, const mt_options *o) {
+    bool nests = o->gpus <= o->gpus_per_host || o->gpus_per_host % c->tp == 0;
+    return c->tp > 1 && c->tp <= MT_MAILBOX_RANKS && nests;
+}
+
 /* The layout's options; `folded`: letters of balanced stages. */
 static void mt_candidate_print(const mt_candidate *c, const mt_options *o, const char *folded, char line[1024]) {
     int length = 0;
@@ -78,7 +84,7 @@ static void mt_candidate_print(const mt_candidate *c, const mt_options *o, const
     *line = 0;
     MT_LINE(tensor_model_parallel_size, " --tensor-model-parallel-size %lld", (long long)c->tp);
     if (c->tp > 1) MT_LINE(sequence_parallel, " --sequence-parallel");
-    if (c->tp > 1) MT_LINE(tp_comm_overlap, " --tp-comm-overlap");
+    if (mt_candidate_overlaps(c, o)) MT_LINE(tp_comm_overlap, " --tp-comm-overlap");
     MT_LINE(pipeline_model_parallel_size, " --pipeline-model-parallel-size %lld", (long long)c->pp);
     if (c->balanced)
         MT_LINE(pipeline_model_parallel_layout, " --pipeline-model-parallel-layout '%s'", folded);

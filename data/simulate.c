@@ -279,8 +279,16 @@ static void mt_sim_channel_close(mt_channel *channel) {
     free(channel);
 }
 
+/* As mt_cuda_mailbox_open of cuda/comm.cu: the ranks must be few, and on one host. */
 static int mt_sim_mailbox_open(mt_mailbox **mailbox, const mt_group *group, void *memory, int64_t bytes,
                                mt_error *error) {
+    int64_t hosts = mt_machine_span(mt_device_model.machine, group).hosts;
+    if (group->size > MT_MAILBOX_RANKS)
+        return mt_error_set(error, "group %s has %d ranks; at most %d ranks can copy into each other's memory",
+                            group->name, group->size, MT_MAILBOX_RANKS);
+    if (hosts > 1)
+        return mt_error_set(error, "%d ranks of the %s group are on %lld hosts of %lld GPUs", group->size, group->name,
+                            (long long)hosts, (long long)mt_device_model.machine->gpus_per_host);
     *mailbox = mt_malloc(sizeof **mailbox);
     **mailbox = (mt_mailbox){group, memory, bytes};
     return 0;

@@ -590,6 +590,29 @@ groups_of_two_hosts_are_slow() {
     [ "$across" -lt $((nested * 3 / 4)) ]
 }
 
+# Copies into other ranks' memory need one host: tensor ranks of several hosts have no --tp-comm-overlap, experts no
+# flex.
+copies_stay_within_hosts() {
+    three="$small --num-attention-heads 6 --hidden-size 768 --global-batch-size 24 --tensor-model-parallel-size 3"
+    # shellcheck disable=SC2086
+    plan $three --gpus 24 --gpu h100 && says '^1\. --sequence-parallel' "$work/plan" &&
+        ! grep -e '--tp-comm-overlap' "$work/plan" && lines_run h100 24 $three &&
+        plan $three --gpus 24 --gpu h100 --gpus-per-host 6 && says '^1\. .*--tp-comm-overlap' "$work/plan" || return 1
+    # shellcheck disable=SC2086
+    refused 'overlap is not possible: 3 ranks of the tensor group are on 2 hosts of 8 GPUs; leave it out' "$train" \
+        $common $three --gpus 24 --explain --sequence-parallel --tp-comm-overlap || return 1
+    experts="$small --num-experts 16 --moe-router-topk 2 --disable-bias-linear --global-batch-size 16
+        --moe-token-dispatcher-type flex"
+    # shellcheck disable=SC2086
+    refused 'flex is not possible: 16 ranks of the expert-exchange group are on 2 hosts of 8 GPUs; take allgather' \
+        "$train" $common $experts --gpus 16 --explain --expert-model-parallel-size 16 &&
+        simulate h100 16 $experts --expert-model-parallel-size 16 --gpus-per-host 16 || return 1
+    # shellcheck disable=SC2086
+    plan $experts --gpus 16 --tensor-model-parallel-size 1 --pipeline-model-parallel-size 1 &&
+        says '^[0-9]*\. .*--expert-model-parallel-size 8' "$work/plan" &&
+        ! grep -e '--expert-model-parallel-size 16' "$work/plan"
+}
+
 # 1,024 GPUs and a model of 405B parameters: all layouts of eight tensor ranks, in a part of the minute that a search of
 # all may take on one core.
 a_large_plan_leaves_nothing_out() {
@@ -706,6 +729,7 @@ check groups_of_two_hosts_are_slow groups_of_two_hosts_are_slow
 check context_ranks_are_limited_by_their_tokens context_ranks_are_limited_by_their_tokens
 check a_large_plan_leaves_nothing_out a_large_plan_leaves_nothing_out
 check a_large_plan_of_experts_leaves_nothing_out a_large_plan_of_experts_leaves_nothing_out
+check copies_stay_within_hosts copies_stay_within_hosts
 check slower_layouts_are_left_out slower_layouts_are_left_out
 check stages_are_balanced stages_are_balanced
 check stages_of_unequal_layers_are_balanced stages_of_unequal_layers_are_balanced
