@@ -598,6 +598,10 @@ static void mt_search_take(mt_search *s, const mt_candidate *c) {
             s->out->illegal++;
             return;
         }
+        if (layers == &here->seconds && mt_candidate_too_large(s, c, layers, NULL)) {
+            s->out->too_large++;
+            return;
+        }
         if (c->balanced) letters = mt_search_letters(s, c, layers);
         if (anywhere->is_known) least = mt_candidate_least(s, c, &anywhere->seconds, letters);
         if (c->sharding) least = fmax(least, MT_SHARDED_SHARE * mt_candidate_least(s, c, &here->seconds, letters));

@@ -613,6 +613,13 @@ copies_stay_within_hosts() {
         ! grep -e '--expert-model-parallel-size 16' "$work/plan"
 }
 
+# The divisors of a prime batch are 1 and the batch, whose bytes are counted and whose step is not simulated.
+large_micro_batches_are_only_counted() {
+    # shellcheck disable=SC2086
+    timeout 30 "$train" --bf16 --plan --hf-config data/configs/llama3-8b.json --seq-length 8192 --gpus 8 --gpu h100 \
+        --global-batch-size 10007 >"$work/plan" 2>"$work/err" && says '^1\. .*--micro-batch-size 1\( \|$\)' "$work/plan"
+}
+
 # 1,024 GPUs and a model of 405B parameters: all layouts of eight tensor ranks, in a part of the minute that a search of
 # all may take on one core.
 a_large_plan_leaves_nothing_out() {
@@ -730,6 +737,7 @@ check context_ranks_are_limited_by_their_tokens context_ranks_are_limited_by_the
 check a_large_plan_leaves_nothing_out a_large_plan_leaves_nothing_out
 check a_large_plan_of_experts_leaves_nothing_out a_large_plan_of_experts_leaves_nothing_out
 check copies_stay_within_hosts copies_stay_within_hosts
+check large_micro_batches_are_only_counted large_micro_batches_are_only_counted
 check slower_layouts_are_left_out slower_layouts_are_left_out
 check stages_are_balanced stages_are_balanced
 check stages_of_unequal_layers_are_balanced stages_of_unequal_layers_are_balanced
