@@ -620,6 +620,21 @@ large_micro_batches_are_only_counted() {
         --global-batch-size 10007 >"$work/plan" 2>"$work/err" && says '^1\. .*--micro-batch-size 1\( \|$\)' "$work/plan"
 }
 
+# Where a slow network limits layers that are sharded in full, recomputation may be faster, although there is room
+# without it: the best layout is that of searches of each granularity.
+useful_recomputation_is_listed() {
+    slow='--hf-config data/configs/llama3-70b.json --num-layers 32 --seq-length 4096 --global-batch-size 32 --gpus 16
+        --gpu h100 --gpus-per-host 2 --pipeline-model-parallel-size 1'
+    for recompute in 'full' 'selective --recompute-modules layernorm mlp'; do
+        # shellcheck disable=SC2086
+        plan $slow --recompute-granularity $recompute || return 1
+        sed -n 's/^   step *\([0-9.]*\) ms.*/\1/p' "$work/plan"
+    done >"$work/steps"
+    best=$(sort -g "$work/steps" | head -n 1)
+    # shellcheck disable=SC2086
+    plan $slow && grep -A 1 '^1\. ' "$work/plan" >"$work/out" && says "^   step *$best ms" "$work/out"
+}
+
 # 1,024 GPUs and a model of 405B parameters: all layouts of eight tensor ranks, in a part of the minute that a search of
 # all may take on one core.
 a_large_plan_leaves_nothing_out() {
@@ -738,6 +753,7 @@ check a_large_plan_leaves_nothing_out a_large_plan_leaves_nothing_out
 check a_large_plan_of_experts_leaves_nothing_out a_large_plan_of_experts_leaves_nothing_out
 check copies_stay_within_hosts copies_stay_within_hosts
 check large_micro_batches_are_only_counted large_micro_batches_are_only_counted
+check useful_recomputation_is_listed useful_recomputation_is_listed
 check slower_layouts_are_left_out slower_layouts_are_left_out
 check stages_are_balanced stages_are_balanced
 check stages_of_unequal_layers_are_balanced stages_of_unequal_layers_are_balanced
