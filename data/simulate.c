@@ -554,9 +554,10 @@ static mt_step_part mt_part_of(const mt_simulated_call *call) {
     }
 }
 
-/* True for work of the host and copies beside the computation: while the device waits for them, it is idle. */
+/* True for work of the host, and for copies and sums of gradients on other streams, beside the computation: while the
+ * device waits for them, it is idle. */
 static bool mt_sim_waits_only(const mt_simulated_call *call) {
-    return call->on_host || (call->stream != 0 && call->operation == MT_OPERATION_memory_copy);
+    return call->on_host || call->stream != 0;
 }
 
 /* The parts of the step whose calls were recorded last. */

@@ -151,6 +151,8 @@ parts_add_up() {
         says '^adamw_step .*  on the host$' "$work/out" &&
         simulate h200 8 $eight --micro-batch-size 1 --global-batch-size 64 --pipeline-model-parallel-size 2 \
             --use-distributed-optimizer --overlap-grad-reduce && parts_are_the_step &&
+        simulate h200 2 $eight --seq-length 1024 --micro-batch-size 1 --global-batch-size 10 \
+            --data-parallel-sharding-strategy optim_grads --overlap-grad-reduce && parts_are_the_step &&
         simulate h200 4 $small --pipeline-model-parallel-size 2 --tensor-model-parallel-size 2 && parts_are_the_step ||
         return 1
     says 'bubble' "$work/out" && says '^reduce_scatter .*data\|^all_reduce .*tensor of 2' "$work/out"
