@@ -41,7 +41,8 @@ static void mt_few_seconds_add(mt_few_seconds *few, int64_t micro_batches) {
     free(products);
 }
 
-/* Simulates a step of `micro_batches` of a model of `count` layers, with experts or without. */
+/* Counts the bytes of a model of `count` layers, with experts or without, and simulates its step of `micro_batches`.
+ * Returns 0; -1 with error; or MT_DOES_NOT_FIT, with bytes only, if no layer of such micro-batches has room. */
 static int mt_few_simulate(mt_few_seconds *few, const mt_options *o, int64_t ranks, int64_t count, bool sparse,
                            int64_t micro_batches, const mt_machine *machine, mt_error *error) {
     mt_options model = *o; // its strings are not freed
@@ -52,14 +53,18 @@ static int mt_few_simulate(mt_few_seconds *few, const mt_options *o, int64_t ran
     model.global_batch_size = micro_batches * o->micro_batch_size * o->data_parallel_size;
     model.decoder_first_pipeline_num_layers = model.decoder_last_pipeline_num_layers = 0;
     if (o->moe_layers) model.moe_layers = letters;
-    mt_machine roomy = *machine;
-    roomy.memory_gib = 1e30; // bytes: the layers of the whole model are cut elsewhere
-    int status = mt_simulate(&simulation, &model, ranks, &roomy, error);
+    mt_machine other = *machine;
+    other.memory_gib = 0; // counts only: a batch of millions of tokens takes long to simulate
+    int status = mt_simulate(&simulation, &model, ranks, &other, error);
     *few = (mt_few_seconds){0};
+    few->states = (double)(simulation.bytes[MT_PLAN_WEIGHTS] + simulation.bytes[MT_PLAN_GRADIENTS]);
+    few->activations = (double)(simulation.bytes[MT_PLAN_ACTIVATIONS] + simulation.bytes[MT_PLAN_EXPERTS]);
+    mt_simulation_free(&simulation);
+    if (status != MT_DOES_NOT_FIT || few->activations / 2 > machine->memory_gib) return status;
+    other.memory_gib = INFINITY; // the layers of the whole model are cut elsewhere
+    status = mt_simulate(&simulation, &model, ranks, &other, error);
     if (status == 0) {
         few->mean = simulation.pipeline[0].forward[0] + simulation.pipeline[0].backward[0];
-        few->states = (double)(simulation.bytes[MT_PLAN_WEIGHTS] + simulation.bytes[MT_PLAN_GRADIENTS]);
-        few->activations = (double)(simulation.bytes[MT_PLAN_ACTIVATIONS] + simulation.bytes[MT_PLAN_EXPERTS]);
         mt_few_seconds_add(few, micro_batches);
     }
     mt_simulation_free(&simulation);
@@ -71,12 +76,16 @@ static int mt_few_simulate(mt_few_seconds *few, const mt_options *o, int64_t ran
 int mt_layer_seconds_of(mt_layer_seconds *t, const mt_options *o, int64_t ranks, int64_t micro_batches,
                         const mt_machine *machine, mt_error *error) {
     int64_t kinds[2] = {o->num_layers - mt_num_expert_layers(o), mt_num_expert_layers(o)};
+    mt_machine roomy = *machine;
+    roomy.memory_gib = INFINITY;
     *t = (mt_layer_seconds){.embedding = 0};
     for (int sparse = 1; sparse >= 0; sparse--) { // the rest: without experts, if there are such layers
         mt_few_seconds one, two;
         if (kinds[sparse] == 0) continue;
-        if (mt_few_simulate(&one, o, ranks, 1, sparse, micro_batches, machine, error) != 0) return -1;
-        if (mt_few_simulate(&two, o, ranks, 2, sparse, micro_batches, machine, error) != 0) return -1;
+        int status = mt_few_simulate(&one, o, ranks, 1, sparse, micro_batches, machine, error);
+        if (status == 0) status = mt_few_simulate(&two, o, ranks, 2, sparse, micro_batches, &roomy, error);
+        if (status == MT_DOES_NOT_FIT) *t = (mt_layer_seconds){.activations = one.activations};
+        if (status != 0) return status == MT_DOES_NOT_FIT ? 0 : -1;
         t->layer[sparse] = two.mean - one.mean, t->embedding = two.embedding;
         t->head = fmax(2 * one.mean - two.mean - two.embedding, 0);
         t->states[sparse] = two.states - one.states, t->saved[sparse] = two.activations - one.activations;
@@ -246,7 +255,7 @@ static char *mt_layout_balance(const mt_options *o, int64_t world_size, mt_error
     one.pipeline_model_parallel_size = 1, one.pipeline_schedule = MT_SCHEDULE_1F1B, one.print_schedule = NULL;
     if (mt_options_derive(&one, MT_PROGRAM_TRAIN, world_size / pp, error) != 0) return NULL;
     if (mt_machine_read(&machine, o->gpu, error) != 0) return NULL;
-    machine.gpus_per_host = o->gpus_per_host;
+    machine.gpus_per_host = o->gpus_per_host, machine.memory_gib = INFINITY;
     mt_layer_seconds t;
     if (mt_layer_seconds_of(&t, &one, world_size / pp, 1, &machine, error) != 0) return NULL;
     return mt_balanced_letters(&one, pp, stages, &t);

@@ -19,7 +19,8 @@ typedef struct mt_layer_seconds {
 } mt_layer_seconds;
 
 /* From simulated models of one and two layers; `o`: finished for a pipeline of one rank, on `ranks` GPUs. Of two
- * micro-batches the shorter one neither gathers parameters once for all nor reduces gradients. */
+ * micro-batches the shorter one neither gathers parameters once for all nor reduces gradients. If half of the
+ * activations of one layer exceed the machine's memory, only they are counted. */
 int mt_layer_seconds_of(mt_layer_seconds *seconds, const mt_options *o, int64_t ranks, int64_t micro_batches,
                         const mt_machine *machine, mt_error *error);
 

@@ -63,7 +63,7 @@ typedef struct mt_search {
     mt_candidate *list;
     mt_sizes *sizes;
     mt_shape *shapes;
-    unsigned *fits; // [families] a bit for each sharding and recomputation that has room
+    double *seconds; // [families, shardings, recomputations] steps of simulated layouts; 0: none
     int64_t count, num_sizes, num_shapes, num_families;
 } mt_search;
 
@@ -71,15 +71,20 @@ typedef struct mt_search {
 #define MT_LINE(field, ...)                                                                                            \
     length += MT_GIVEN(o, field) ? 0 : snprintf(line + length, (size_t)(1024 - length), __VA_ARGS__)
 
+/* True if --tp-comm-overlap is possible: all tensor groups lie within hosts. */
+static bool mt_candidate_overlaps(const mt_candidate *c, const mt_options *o) {
+    bool nests = o->gpus <= o->gpus_per_host || o->gpus_per_host % c->tp == 0;
+    return c->tp > 1 && c->tp <= MT_MAILBOX_RANKS && nests;
+}
+
 /* The layout's options; `folded`: letters of balanced stages. */
 static void mt_candidate_print(const mt_candidate *c, const mt_options *o, const char *folded, char line[1024]) {
     int length = 0;
     int64_t replicas = o->gpus / (c->tp * c->pp);
-    bool on_one_host = o->gpus <= o->gpus_per_host || o->gpus_per_host % c->tp == 0; // each tensor group
     *line = 0;
     MT_LINE(tensor_model_parallel_size, " --tensor-model-parallel-size %lld", (long long)c->tp);
     if (c->tp > 1) MT_LINE(sequence_parallel, " --sequence-parallel");
-    if (c->tp > 1 && on_one_host) MT_LINE(tp_comm_overlap, " --tp-comm-overlap");
+    if (mt_candidate_overlaps(c, o)) MT_LINE(tp_comm_overlap, " --tp-comm-overlap");
     MT_LINE(pipeline_model_parallel_size, " --pipeline-model-parallel-size %lld", (long long)c->pp);
     if (c->balanced)
         MT_LINE(pipeline_model_parallel_layout, " --pipeline-model-parallel-layout '%s'", folded);
@@ -354,8 +359,8 @@ static bool mt_candidate_too_large(const mt_search *s, const mt_candidate *c, co
 }
 
 /* The part of the time of fully sharded layers that is certain: where communication takes longer than computation,
- * gathers and reductions of neighbouring micro-batches overlap. Of all layouts that were compared, none took less than
- * 0.927 of it. */
+ * gathers and reductions of neighbouring micro-batches overlap. Layouts that took less, down to 0.77 of it, have few
+ * micro-batches on hosts of one or two GPUs; none of them was among the ten best. */
 #define MT_SHARDED_SHARE 0.9
 
 /* The least time of a pipeline's rank for a micro-batch: of all its stages, and of the first one. */
@@ -539,19 +544,21 @@ static void mt_layouts_insert(mt_layouts *out, mt_layout *layout) {
     out->best[at] = *layout;
 }
 
-/* The bit of a layout among those of its family. */
-static unsigned mt_family_bit(int sharding, int recompute) {
-    return 1u << (sharding * MT_RECOMPUTE_CHOICES + recompute);
+/* The step of a layout's family that shards and recomputes so much. */
+static double *mt_family_seconds(const mt_search *s, const mt_candidate *c, int sharding, int recompute) {
+    return &s->seconds[(c->family * MT_SHARD_CHOICES + sharding) * MT_RECOMPUTE_CHOICES + recompute];
 }
 
-/* True if the layout cannot be among the best: by its least time, or because one of its family that recomputes and
- * shards no more has room. */
-static bool mt_search_excludes(const mt_search *s, const mt_candidate *c, double least) {
+/* True if a layout that takes these seconds or more cannot be among the best, or if one of its family that recomputes
+ * and shards no more is as fast. */
+static bool mt_search_excludes(const mt_search *s, const mt_candidate *c, double seconds) {
     const mt_layouts *out = s->out;
-    if (out->count == MT_BEST_LAYOUTS && least > out->best[MT_BEST_LAYOUTS - 1].simulation.seconds) return true;
+    if (out->count == MT_BEST_LAYOUTS && seconds > out->best[MT_BEST_LAYOUTS - 1].simulation.seconds) return true;
     for (int sharding = 0; sharding <= c->sharding; sharding++)
-        for (int recompute = 0; recompute <= c->recompute; recompute++)
-            if (s->fits[c->family] & mt_family_bit(sharding, recompute)) return true;
+        for (int recompute = 0; recompute <= c->recompute; recompute++) {
+            double other = *mt_family_seconds(s, c, sharding, recompute);
+            if (other > 0 && seconds >= other) return true;
+        }
     return false;
 }
 
@@ -570,8 +577,10 @@ static void mt_search_try(mt_search *s, const mt_candidate *c, const char *lette
     else if (status != 0)
         out->illegal++;
     else
-        out->simulated++, s->fits[c->family] |= mt_family_bit(c->sharding, c->recompute);
-    if (status == 0)
+        out->simulated++;
+    bool is_good = status == 0 && !mt_search_excludes(s, c, layout.simulation.seconds);
+    if (status == 0) *mt_family_seconds(s, c, c->sharding, c->recompute) = layout.simulation.seconds;
+    if (is_good)
         mt_layouts_insert(out, &layout);
     else
         mt_simulation_free(&layout.simulation);
@@ -591,6 +600,10 @@ static void mt_search_take(mt_search *s, const mt_candidate *c) {
     if (c->balanced || c->sharding) {
         if (layers == &here->seconds && !mt_search_know(s, c, 1, here, &s->out->reason)) {
             s->out->illegal++;
+            return;
+        }
+        if (layers == &here->seconds && mt_candidate_too_large(s, c, layers, NULL)) {
+            s->out->too_large++;
             return;
         }
         if (c->balanced) letters = mt_search_letters(s, c, layers);
@@ -693,7 +706,7 @@ static void mt_search_round(mt_search *s, mt_candidate *list, int64_t count, dou
 /* Takes the candidates of the smallest micro-batches, then those of the next larger ones: few of these need to be
  * simulated, and the largest take the longest time. */
 static void mt_search_run(mt_search *s, double end) {
-    s->fits = mt_calloc(mt_max(s->num_families, 1) * (int64_t)sizeof *s->fits);
+    s->seconds = mt_calloc(mt_max(s->num_families, 1) * MT_SHARD_CHOICES * MT_RECOMPUTE_CHOICES * 8);
     if (s->count > 0) qsort(s->list, (size_t)s->count, sizeof *s->list, mt_candidate_compare);
     for (int64_t from = 0, to; from < s->count; from = to) {
         for (to = from; to < s->count && s->list[to].round == s->list[from].round;) to++;
@@ -748,7 +761,7 @@ int mt_layouts_search(mt_layouts *out, const mt_options *given, int argc, char *
     int status = mt_search_measure(&s, error);
     if (status == 0) mt_search_run(&s, mt_processor_time() + seconds);
     mt_options_free(&s.model);
-    free(s.list), free(s.sizes), free(s.shapes), free(s.fits);
+    free(s.list), free(s.sizes), free(s.shapes), free(s.seconds);
     if (status != 0 || out->count > 0) return status;
     return mt_search_fail(&s, error);
 }

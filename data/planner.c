@@ -261,7 +261,7 @@ int mt_plan_print(const mt_options *o, int argc, char **argv, FILE *file, mt_err
         }
         fprintf(file,
                 "\n%lld layouts: %lld simulated, %lld too large, %lld not legal, %lld slower by their least time or by "
-                "recomputing needlessly; %.1f s.\n",
+                "sharding or recomputing needlessly; %.1f s.\n",
                 (long long)layouts->considered, (long long)layouts->simulated, (long long)layouts->too_large,
                 (long long)layouts->illegal, (long long)layouts->bounded, mt_time() - begin);
         if (layouts->skipped > 0)

@@ -280,16 +280,16 @@ static void mt_sim_channel_close(mt_channel *channel) {
     free(channel);
 }
 
-/* Refuses what GPUs refuse: see cuda/comm.cu. */
+/* As mt_cuda_mailbox_open of cuda/comm.cu: the ranks must be few, and on one host. */
 static int mt_sim_mailbox_open(mt_mailbox **mailbox, const mt_group *group, void *memory, int64_t bytes,
                                mt_error *error) {
     int64_t hosts = mt_machine_span(mt_device_model.machine, group).hosts;
-    if (hosts > 1)
-        return mt_error_set(error, "the %d ranks of the %s group are on %lld hosts", group->size, group->name,
-                            (long long)hosts);
     if (group->size > MT_MAILBOX_RANKS)
-        return mt_error_set(error, "the %s group has %d ranks; at most %d ranks can copy into each other's memory",
+        return mt_error_set(error, "group %s has %d ranks; at most %d ranks can copy into each other's memory",
                             group->name, group->size, MT_MAILBOX_RANKS);
+    if (hosts > 1)
+        return mt_error_set(error, "%d ranks of the %s group are on %lld hosts of %lld GPUs", group->size, group->name,
+                            (long long)hosts, (long long)mt_device_model.machine->gpus_per_host);
     *mailbox = mt_malloc(sizeof **mailbox);
     **mailbox = (mt_mailbox){group, memory, bytes};
     return 0;
@@ -555,9 +555,10 @@ static mt_step_part mt_part_of(const mt_simulated_call *call) {
     }
 }
 
-/* True for work of the host and copies beside the computation: while the device waits for them, it is idle. */
+/* True for work of the host, and for copies and sums of gradients on other streams, beside the computation: while the
+ * device waits for them, it is idle. */
 static bool mt_sim_waits_only(const mt_simulated_call *call) {
-    return call->on_host || (call->stream != 0 && call->operation == MT_OPERATION_memory_copy);
+    return call->on_host || call->stream != 0;
 }
 
 /* The parts of the step whose calls were recorded last. */

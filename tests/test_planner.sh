@@ -151,6 +151,8 @@ parts_add_up() {
         says '^adamw_step .*  on the host$' "$work/out" &&
         simulate h200 8 $eight --micro-batch-size 1 --global-batch-size 64 --pipeline-model-parallel-size 2 \
             --use-distributed-optimizer --overlap-grad-reduce && parts_are_the_step &&
+        simulate h200 2 $eight --seq-length 1024 --micro-batch-size 1 --global-batch-size 10 \
+            --data-parallel-sharding-strategy optim_grads --overlap-grad-reduce && parts_are_the_step &&
         simulate h200 4 $small --pipeline-model-parallel-size 2 --tensor-model-parallel-size 2 && parts_are_the_step ||
         return 1
     says 'bubble' "$work/out" && says '^reduce_scatter .*data\|^all_reduce .*tensor of 2' "$work/out"
@@ -597,26 +599,6 @@ groups_of_two_hosts_are_slow() {
     [ "$across" -lt $((nested * 3 / 4)) ]
 }
 
-# Ranks of several hosts cannot copy into each other's memory: a simulated step is refused as a run is, and a plan takes
-# layouts that run.
-no_copies_between_hosts() {
-    experts="$small --disable-bias-linear --num-experts 8 --moe-router-topk 2 --global-batch-size 16"
-    flex='--moe-token-dispatcher-type flex'
-    # shellcheck disable=SC2086
-    refused "$flex is not possible: the 8 ranks of the expert-exchange group are on 2 hosts; take allgather" "$train" \
-        $common $experts --explain --gpus 8 --gpus-per-host 4 --expert-model-parallel-size 8 $flex &&
-        simulate h200 8 --gpus-per-host 4 $experts --expert-model-parallel-size 4 $flex &&
-        plan $experts --gpus 8 --gpus-per-host 4 --gpu h200 $flex && says expert-model-parallel-size "$work/plan" &&
-        ! grep 'expert-model-parallel-size 8' "$work/plan" || return 1
-    three="$small --num-attention-heads 6 --hidden-size 768 --tensor-model-parallel-size 3"
-    # shellcheck disable=SC2086
-    refused '--tp-comm-overlap is not possible: the 3 ranks of the tensor group are on 2 hosts; leave it out' "$train" \
-        $common $three --explain --gpus 24 --sequence-parallel --tp-comm-overlap --global-batch-size 8 &&
-        plan $three --gpus 24 --gpu h200 --global-batch-size 16 && says sequence-parallel "$work/plan" &&
-        ! grep tp-comm-overlap "$work/plan" && plan $three --gpus 24 --gpu h200 --global-batch-size 16 \
-        --gpus-per-host 6 && says '^1\. .*tp-comm-overlap' "$work/plan"
-}
-
 # Four ranks that share an expert's width receive the same rows in all dispatchers.
 rows_of_split_experts_are_planned() {
     # shellcheck disable=SC2086
@@ -630,6 +612,51 @@ rows_of_split_experts_are_planned() {
     # alltoall also keeps the rows as they are sent
     awk '{ gib[NR] = $1 } END { print "  expert rows", gib[1], gib[2], gib[3], "GiB"
         exit !(gib[2] > 0.8 * gib[1] && gib[2] < gib[1] && gib[3] == gib[2]) }' "$work/rows"
+}
+
+# Copies into other ranks' memory need one host: tensor ranks of several hosts have no --tp-comm-overlap, experts no
+# flex.
+copies_stay_within_hosts() {
+    three="$small --num-attention-heads 6 --hidden-size 768 --global-batch-size 24 --tensor-model-parallel-size 3"
+    # shellcheck disable=SC2086
+    plan $three --gpus 24 --gpu h100 && says '^1\. --sequence-parallel' "$work/plan" &&
+        ! grep -e '--tp-comm-overlap' "$work/plan" && lines_run h100 24 $three &&
+        plan $three --gpus 24 --gpu h100 --gpus-per-host 6 && says '^1\. .*--tp-comm-overlap' "$work/plan" || return 1
+    # shellcheck disable=SC2086
+    refused 'overlap is not possible: 3 ranks of the tensor group are on 2 hosts of 8 GPUs; leave it out' "$train" \
+        $common $three --gpus 24 --explain --sequence-parallel --tp-comm-overlap || return 1
+    experts="$small --num-experts 16 --moe-router-topk 2 --disable-bias-linear --global-batch-size 16
+        --moe-token-dispatcher-type flex"
+    # shellcheck disable=SC2086
+    refused 'flex is not possible: 16 ranks of the expert-exchange group are on 2 hosts of 8 GPUs; take allgather' \
+        "$train" $common $experts --gpus 16 --explain --expert-model-parallel-size 16 &&
+        simulate h100 16 $experts --expert-model-parallel-size 16 --gpus-per-host 16 || return 1
+    # shellcheck disable=SC2086
+    plan $experts --gpus 16 --tensor-model-parallel-size 1 --pipeline-model-parallel-size 1 &&
+        says '^[0-9]*\. .*--expert-model-parallel-size 8' "$work/plan" &&
+        ! grep -e '--expert-model-parallel-size 16' "$work/plan"
+}
+
+# The divisors of a prime batch are 1 and the batch, whose bytes are counted and whose step is not simulated.
+large_micro_batches_are_only_counted() {
+    # shellcheck disable=SC2086
+    timeout 30 "$train" --bf16 --plan --hf-config data/configs/llama3-8b.json --seq-length 8192 --gpus 8 --gpu h100 \
+        --global-batch-size 10007 >"$work/plan" 2>"$work/err" && says '^1\. .*--micro-batch-size 1\( \|$\)' "$work/plan"
+}
+
+# Where a slow network limits layers that are sharded in full, recomputation may be faster, although there is room
+# without it: the best layout is that of searches of each granularity.
+useful_recomputation_is_listed() {
+    slow='--hf-config data/configs/llama3-70b.json --num-layers 32 --seq-length 4096 --global-batch-size 32 --gpus 16
+        --gpu h100 --gpus-per-host 2 --pipeline-model-parallel-size 1'
+    for recompute in 'full' 'selective --recompute-modules layernorm mlp'; do
+        # shellcheck disable=SC2086
+        plan $slow --recompute-granularity $recompute || return 1
+        sed -n 's/^   step *\([0-9.]*\) ms.*/\1/p' "$work/plan"
+    done >"$work/steps"
+    best=$(sort -g "$work/steps" | head -n 1)
+    # shellcheck disable=SC2086
+    plan $slow && grep -A 1 '^1\. ' "$work/plan" >"$work/out" && says "^   step *$best ms" "$work/out"
 }
 
 # 1,024 GPUs and a model of 405B parameters: all layouts of eight tensor ranks, in a part of the minute that a search of
@@ -745,11 +772,13 @@ check unusual_plans_run unusual_plans_run
 check plan_keeps_what_is_given plan_keeps_what_is_given
 check sizes_are_no_powers_of_two sizes_are_no_powers_of_two
 check groups_of_two_hosts_are_slow groups_of_two_hosts_are_slow
-check no_copies_between_hosts no_copies_between_hosts
 check rows_of_split_experts_are_planned rows_of_split_experts_are_planned
 check context_ranks_are_limited_by_their_tokens context_ranks_are_limited_by_their_tokens
 check a_large_plan_leaves_nothing_out a_large_plan_leaves_nothing_out
 check a_large_plan_of_experts_leaves_nothing_out a_large_plan_of_experts_leaves_nothing_out
+check copies_stay_within_hosts copies_stay_within_hosts
+check large_micro_batches_are_only_counted large_micro_batches_are_only_counted
+check useful_recomputation_is_listed useful_recomputation_is_listed
 check slower_layouts_are_left_out slower_layouts_are_left_out
 check stages_are_balanced stages_are_balanced
 check stages_of_unequal_layers_are_balanced stages_of_unequal_layers_are_balanced
