@@ -77,6 +77,14 @@ static bool mt_candidate_overlaps(const mt_candidate *c, const mt_options *o) {
     return c->tp > 1 && c->tp <= MT_MAILBOX_RANKS && nests;
 }
 
+/* True if gathering all tokens sends fewer bytes than sending each to its experts: with `ep` ranks a token has topk /
+ * ep experts on each. */
+static bool mt_candidate_gathers(const mt_candidate *c, const mt_options *o) {
+    bool given = MT_GIVEN(o, expert_tensor_parallel_size);
+    int64_t etp = given ? o->expert_tensor_parallel_size : c->tp > 1 ? mt_max(c->etp, 1) : 1;
+    return o->num_experts > 0 && c->ep * etp > 1 && c->ep < o->moe_router_topk && !o->moe_pad_expert_input_to_capacity;
+}
+
 /* The layout's options; `folded`: letters of balanced stages. */
 static void mt_candidate_print(const mt_candidate *c, const mt_options *o, const char *folded, char line[1024]) {
     int length = 0;
@@ -95,6 +103,7 @@ static void mt_candidate_print(const mt_candidate *c, const mt_options *o, const
     if (o->num_experts > 0) MT_LINE(expert_model_parallel_size, " --expert-model-parallel-size %lld", (long long)c->ep);
     if (c->tp > 1 && c->etp > 0)
         MT_LINE(expert_tensor_parallel_size, " --expert-tensor-parallel-size %lld", (long long)c->etp);
+    if (mt_candidate_gathers(c, o)) MT_LINE(moe_token_dispatcher_type, " --moe-token-dispatcher-type allgather");
     MT_LINE(micro_batch_size, " --micro-batch-size %lld", (long long)c->micro_batch);
     if (replicas > 1 && !MT_GIVEN(o, use_distributed_optimizer))
         MT_LINE(data_parallel_sharding_strategy, " --data-parallel-sharding-strategy %s",

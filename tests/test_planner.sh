@@ -614,6 +614,17 @@ rows_of_split_experts_are_planned() {
         exit !(gib[2] > 0.8 * gib[1] && gib[2] < gib[1] && gib[3] == gib[2]) }' "$work/rows"
 }
 
+# With 8 experts of a token, two and four expert ranks gather tokens, and eight do not.
+fewer_bytes_choose_the_dispatcher() {
+    # shellcheck disable=SC2086
+    for ranks in 2 4 8; do
+        plan --hf-config data/configs/qwen3-30b-a3b.json --num-layers 4 --seq-length 2048 --global-batch-size 16 \
+            --tensor-model-parallel-size 1 --expert-model-parallel-size $ranks --gpus 8 --gpu h200 || return 1
+        grep '^1\. ' "$work/plan" | grep -c -e '--moe-token-dispatcher-type allgather'
+    done | tr '\n' ' ' >"$work/gathers"
+    [ "$(cat "$work/gathers")" = '1 1 0 ' ]
+}
+
 # Copies into other ranks' memory need one host: tensor ranks of several hosts have no --tp-comm-overlap, experts no
 # flex.
 copies_stay_within_hosts() {
@@ -759,34 +770,40 @@ ranks_to_launch_are_planned() {
         refused 'a GPU needs .* H100' "$train" $common $sharded 2
 }
 
+# A check of many searches or runs, which takes minutes with memory checked.
+large() {
+    if [ -n "${SANITIZE:-}" ]; then echo "skipped: $1 with sanitizers"; else check "$@"; fi
+}
+
 check measured_rows_are_predicted measured_rows_are_predicted
 check benchmarks_are_measured benchmarks_are_measured
-check published_rows_are_predicted published_rows_are_predicted
+large published_rows_are_predicted published_rows_are_predicted
 check parts_add_up parts_add_up
 check operations_take_their_times operations_take_their_times
 check every_number_counts every_number_counts
 check plan_prints_layouts_that_run plan_prints_layouts_that_run
 check every_micro_batch_is_listed every_micro_batch_is_listed
 check options_without_sizes_choose_layouts options_without_sizes_choose_layouts
-check unusual_plans_run unusual_plans_run
+large unusual_plans_run unusual_plans_run
 check plan_keeps_what_is_given plan_keeps_what_is_given
 check sizes_are_no_powers_of_two sizes_are_no_powers_of_two
 check groups_of_two_hosts_are_slow groups_of_two_hosts_are_slow
 check rows_of_split_experts_are_planned rows_of_split_experts_are_planned
 check context_ranks_are_limited_by_their_tokens context_ranks_are_limited_by_their_tokens
-check a_large_plan_leaves_nothing_out a_large_plan_leaves_nothing_out
-check a_large_plan_of_experts_leaves_nothing_out a_large_plan_of_experts_leaves_nothing_out
+large a_large_plan_leaves_nothing_out a_large_plan_leaves_nothing_out
+large a_large_plan_of_experts_leaves_nothing_out a_large_plan_of_experts_leaves_nothing_out
+check fewer_bytes_choose_the_dispatcher fewer_bytes_choose_the_dispatcher
 check copies_stay_within_hosts copies_stay_within_hosts
 check large_micro_batches_are_only_counted large_micro_batches_are_only_counted
 check useful_recomputation_is_listed useful_recomputation_is_listed
-check slower_layouts_are_left_out slower_layouts_are_left_out
+large slower_layouts_are_left_out slower_layouts_are_left_out
 check stages_are_balanced stages_are_balanced
 check stages_of_unequal_layers_are_balanced stages_of_unequal_layers_are_balanced
 check ranks_to_launch_are_planned ranks_to_launch_are_planned
 check the_run_at_hand_is_explained the_run_at_hand_is_explained
 check each_pipeline_rank_is_explained each_pipeline_rank_is_explained
 check messages_of_several_stages_are_explained messages_of_several_stages_are_explained
-check implausible_machines_are_refused implausible_machines_are_refused
+large implausible_machines_are_refused implausible_machines_are_refused
 check modules_without_a_layer_are_named modules_without_a_layer_are_named
 check calibration_needs_a_gpu calibration_needs_a_gpu
 check rows_of_samples_are_named rows_of_samples_are_named
