@@ -5789,6 +5789,7 @@ static mt_dropout_add_args mt_dropout_operands(const mt_model *m, const mt_pass 
 typedef struct mt_next_norm {
     const mt_norm *w;
     const mt_normed *n;
+    const mt_layer *layer; // of the norm, if it is to be acquired before the norm
 } mt_next_norm;
 
 /* out = residual + dropout(scratch.block_out), then the next norm of out (w NULL: none); one operation if the backend
@@ -6092,7 +6093,7 @@ static void mt_attention_block_forward(mt_model *m, const mt_pass *p, const mt_l
     else
         m->ops->attention_forward(&call, m->dtype, p->stream);
     mt_layer_linear_forward(p, a, &w->o, a->attended, m->scratch.block_out);
-    mt_next_norm mlp_norm = {&w->mlp_norm, &a->mlp_norm};
+    mt_next_norm mlp_norm = {.w = &w->mlp_norm, .n = &a->mlp_norm};
     mt_residual_forward(m, p, a->middle, a->input, w->number, MT_DROP_ATTENTION_OUT, mlp_norm);
 }
 
@@ -6969,6 +6970,7 @@ static void mt_mlp_block_forward(mt_model *m, const mt_pass *p, const mt_layer *
         mt_mlp_forward(m, p, w, a, NULL, !output);
     if (!output) return;
     if (output == a[1].input) mt_offload_claim(m, p, w + 1, a + 1); // of the layer after this one
+    if (next.layer) mt_bucket_acquire(m, next.layer->bucket);
     mt_residual_forward(m, p, output, a->middle, w->number, MT_DROP_MLP_OUT, next);
 }
 
@@ -7946,10 +7948,7 @@ static void mt_layers_forward(mt_model *m, const mt_pass *p, int64_t begin, int6
             mt_norm_forward(m, p, &w->input_norm, &a->input_norm, a->input);
         }
         if (w->expert_bucket >= 0) mt_bucket_acquire(m, w->expert_bucket);
-        if (i + 1 < end) {
-            mt_bucket_acquire(m, w[1].bucket);
-            next = (mt_next_norm){&w[1].input_norm, &after->input_norm};
-        }
+        if (i + 1 < end) next = (mt_next_norm){&w[1].input_norm, &after->input_norm, &w[1]};
         mt_layer_forward(m, p, w, a, i + 1 < end ? after->input : output, next);
         if (w->expert_bucket >= 0) mt_bucket_release(m, w->expert_bucket);
         mt_bucket_release(m, w->bucket);
@@ -8109,7 +8108,7 @@ static void mt_mtp_forward(mt_model *m, const mt_pass *p) {
         mt_offload_claim(m, p, w, a);
         mt_mtp_join_forward(m, p, k, a->input);
         mt_layers_forward(m, p, mt_mtp_index(m, p, k), mt_mtp_index(m, p, k) + 1, out->hidden,
-                          (mt_next_norm){&w->mtp_final_norm, &out->norm});
+                          (mt_next_norm){.w = &w->mtp_final_norm, .n = &out->norm});
         mt_bucket_release(m, w->bucket);
         mt_head_forward(m, p, out);
         mt_head_loss(m, p, out, p->batch->mtp_labels + k * p->T, p->batch->mtp_weights + k * p->T,
@@ -8699,7 +8698,8 @@ typedef struct mt_sharding {
     bool *has_gradient;               // [num_params] of mt_weight: products add to the gradient
     int64_t age;                      // number of takes; the clock of mt_bucket_buffer.age
     int64_t last_bucket, direction;   // last acquired bucket; 1: forward order, -1: backward order
-    const mt_bucket_buffer *reducing; // its reduction may be running
+    int64_t next_bucket;              // to prefetch as soon as a buffer is free; -1: unknown
+    const mt_bucket_buffer *reducing[MT_NUM_BUCKET_KINDS]; // the reduction of its gradients may be running
     int64_t gathered_bucket;          // its state, gathered by mt_bucket_gather_state, overwrites the gradients
     mt_param_state gathered_state;
 } mt_sharding;
@@ -8869,7 +8869,7 @@ static void mt_sharding_start(mt_model *m) {
     if (!alone && o->overlap_grad_reduce) s->grad_stream = m->ops->stream_create(NULL, 0, o->deterministic_mode);
     s->prefetches = shares && o->overlap_param_gather;
     if (s->prefetches) s->param_stream = m->ops->stream_create(NULL, 0, o->deterministic_mode);
-    s->gathered_bucket = s->last_bucket = -1;
+    s->gathered_bucket = s->last_bucket = s->next_bucket = -1;
     mt_buckets_group(m);
     for (int64_t i = 0; i < m->num_buckets; i++) {
         mt_bucket *b = &m->buckets[i];
@@ -8987,21 +8987,39 @@ static void mt_bucket_gather_products(mt_model *m, int64_t bucket) {
     m->ops->all_gather(fp8_params, fp8_params + b->shard_first, b->shard_count, MT_U8, b->group, s->param_stream);
 }
 
-/* The bucket to prefetch after this one, or -1. Buckets are acquired in ascending order in a forward and in descending
- * order in a backward; the order reverses at both ends. A jump, as to a tied embedding, gives no direction. Adapters,
- * the first buckets, are not acquired. */
-static int64_t mt_bucket_next(const mt_model *m, int64_t bucket) {
-    mt_sharding *s = m->sharding;
+/* Whether a forward and a backward acquire this bucket; adapters, the first buckets, are not acquired. */
+static bool mt_bucket_is_acquired(const mt_model *m, int64_t bucket) {
     int64_t first = m->options->lora_rank > 0 ? m->num_trained_buckets : 0, end = m->num_buckets;
-    end -= m->params[m->num_params - 1].unit == MT_UNIT_UNTRAINED;
+    return bucket >= first && bucket < end - (m->params[m->num_params - 1].unit == MT_UNIT_UNTRAINED);
+}
+
+/* Finds the bucket to prefetch after this one. Buckets are acquired in ascending order in a forward and in descending
+ * order in a backward; the order reverses at both ends. A jump, as to a tied embedding, gives no direction. */
+static void mt_bucket_follow(mt_model *m, int64_t bucket) {
+    mt_sharding *s = m->sharding;
     int64_t distance = s->last_bucket < 0 ? 0 : bucket - s->last_bucket;
     if (distance == 1 || distance == -1) s->direction = distance;
-    if (distance == 0 && bucket == first) s->direction = 1;
-    if (distance == 0 && bucket == end - 1) s->direction = -1;
-    s->last_bucket = bucket;
-    int64_t next = bucket + s->direction;
+    if (distance == 0 && !mt_bucket_is_acquired(m, bucket - 1)) s->direction = 1;
+    if (distance == 0 && !mt_bucket_is_acquired(m, bucket + 1)) s->direction = -1;
     bool jumped = distance > 1 || distance < -1;
-    return jumped || s->direction == 0 || next < first || next >= end ? -1 : next;
+    s->last_bucket = bucket;
+    s->next_bucket = jumped || s->direction == 0 ? -1 : bucket + s->direction;
+}
+
+static void mt_bucket_prefetch(mt_model *m, int64_t bucket) {
+    if (m->buckets[bucket].strategy != MT_NO_SHARD && mt_buffer_free(m, m->sharding->param_buffers, bucket))
+        mt_bucket_gather_products(m, bucket);
+}
+
+/* Starts to gather the next bucket and, of a layer with experts, the one after it. */
+static void mt_buckets_prefetch(mt_model *m) {
+    mt_sharding *s = m->sharding;
+    int64_t next = s->next_bucket, after = next + s->direction;
+    if (!s->prefetches || next < 0 || !mt_bucket_is_acquired(m, next)) return;
+    mt_bucket_prefetch(m, next);
+    if (!mt_bucket_is_acquired(m, after)) return;
+    int64_t layer = m->params[m->buckets[next].first_param].layer;
+    if (layer >= 0 && layer == m->params[m->buckets[after].first_param].layer) mt_bucket_prefetch(m, after);
 }
 
 void mt_bucket_acquire(mt_model *m, int64_t bucket) {
@@ -9010,7 +9028,7 @@ void mt_bucket_acquire(mt_model *m, int64_t bucket) {
     if (s->strategy == MT_NO_SHARD) return;
     mt_strategy strategy = m->buckets[bucket].strategy;
     if (strategy != MT_NO_SHARD) mt_bucket_gather_products(m, bucket);
-    mt_wait_stream(m, m->stream, s->param_stream); // before the prefetch below: waits for this bucket only
+    mt_wait_stream(m, m->stream, s->param_stream); // before the prefetch below, for which it does not wait
     if (strategy == MT_SHARD_PARAMS) {
         mt_bucket_buffer *buffer = mt_buffer_find(s->param_buffers, bucket);
         buffer->users++;
@@ -9018,9 +9036,8 @@ void mt_bucket_acquire(mt_model *m, int64_t bucket) {
         m->buckets[bucket].fp8_params = (uint8_t *)buffer->memory + m->buckets[bucket].fp8_first;
         mt_bucket_bind(m, bucket);
     }
-    int64_t next = mt_bucket_next(m, bucket);
-    if (!s->prefetches || next < 0 || m->buckets[next].strategy == MT_NO_SHARD) return;
-    if (mt_buffer_free(m, s->param_buffers, next)) mt_bucket_gather_products(m, next);
+    mt_bucket_follow(m, bucket);
+    mt_buckets_prefetch(m);
 }
 
 void mt_bucket_release(mt_model *m, int64_t bucket) {
@@ -9029,6 +9046,7 @@ void mt_bucket_release(mt_model *m, int64_t bucket) {
         return;
     m->buckets[bucket].params = m->buckets[bucket].fp8_params = NULL; // the buffer keeps them for the next acquire
     mt_bucket_bind(m, bucket);
+    mt_buckets_prefetch(m);
 }
 
 /* Gathers all parameters that a step outdated, for readers outside a step. */
@@ -9098,7 +9116,7 @@ void mt_bucket_gradients_acquire(mt_model *m, int64_t bucket) {
     if (mt_bucket_buffers_gradients(b)) {
         mt_bucket_buffer *buffer = mt_buffer_take(m, s->grad_buffers, bucket);
         buffer->users++;
-        if (buffer == s->reducing) mt_wait_stream(m, m->stream, s->grad_stream);
+        if (buffer == s->reducing[progress->kind]) mt_wait_stream(m, m->stream, s->grad_stream);
         b->grads = buffer->memory;
         mt_bucket_bind(m, bucket);
     }
@@ -9166,7 +9184,11 @@ void mt_bucket_gradients_release(mt_model *m, int64_t bucket, bool last) {
     bool shards = b->strategy >= MT_SHARD_GRADS;
     progress->complete |= last;
     if (shards) {
-        mt_wait_stream(m, m->stream, s->grad_stream); // for the previous reductions, which frees their buffers
+        // the next bucket of this kind needs the other buffer; a layer does not wait for its experts
+        if (s->reducing[progress->kind]) {
+            mt_wait_stream(m, m->stream, s->grad_stream);
+            memset(s->reducing, 0, sizeof s->reducing);
+        }
         mt_bucket_reduce(m, bucket, bucket + 1);
     } else if (mt_bucket_buffers_gradients(b)) {
         mt_gradients_add(m, b, b->main_grads, b->grads, b->count, progress->has_gradients, m->stream);
@@ -9174,7 +9196,7 @@ void mt_bucket_gradients_release(mt_model *m, int64_t bucket, bool last) {
     if (mt_bucket_buffers_gradients(b)) {
         mt_bucket_buffer *buffer = mt_buffer_find(s->grad_buffers, bucket);
         buffer->users = 0, buffer->bucket = -1;
-        if (shards) s->reducing = buffer;
+        if (shards) s->reducing[progress->kind] = buffer;
         b->grads = NULL;
         mt_bucket_bind(m, bucket);
     }
