@@ -625,6 +625,22 @@ fewer_bytes_choose_the_dispatcher() {
     [ "$(cat "$work/gathers")" = '1 1 0 ' ]
 }
 
+# With everything sharded, parameters and gradients move beside the computation of other layers, experts' too: less than
+# 3% of a step is exposed.
+sharded_layers_hide_their_communication() {
+    everything='--data-parallel-sharding-strategy optim_grads_params --overlap-grad-reduce --overlap-param-gather'
+    for model in llama3-8b qwen3-30b-a3b; do
+        # shellcheck disable=SC2086
+        simulate h200 4 --hf-config data/configs/$model.json --num-layers 6 --seq-length 4096 --micro-batch-size 4 \
+            --global-batch-size 64 $everything || return 1
+        awk -v model=$model '
+            $1 == "step" { step = $2 }
+            match($0, /exposed communication [0-9.]+/) { exposed = substr($0, RSTART + 22, RLENGTH - 22) }
+            END { print "  " model ": " exposed " of " step " ms exposed"; exit !(step > 0 && exposed < 0.03 * step) }
+        ' "$work/out" || return 1
+    done
+}
+
 # Copies into other ranks' memory need one host: tensor ranks of several hosts have no --tp-comm-overlap, experts no
 # flex.
 copies_stay_within_hosts() {
@@ -793,6 +809,7 @@ check context_ranks_are_limited_by_their_tokens context_ranks_are_limited_by_the
 large a_large_plan_leaves_nothing_out a_large_plan_leaves_nothing_out
 large a_large_plan_of_experts_leaves_nothing_out a_large_plan_of_experts_leaves_nothing_out
 check fewer_bytes_choose_the_dispatcher fewer_bytes_choose_the_dispatcher
+check sharded_layers_hide_their_communication sharded_layers_hide_their_communication
 check copies_stay_within_hosts copies_stay_within_hosts
 check large_micro_batches_are_only_counted large_micro_batches_are_only_counted
 check useful_recomputation_is_listed useful_recomputation_is_listed
