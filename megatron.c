@@ -6103,8 +6103,9 @@ static void mt_attention_block_replay(mt_model *m, const mt_pass *p, const mt_la
     if (m->recompute_modules & MT_MODULE_MLA_UP_PROJ) mt_latent_up_forward(m, p, w, a);
 }
 
-/* scratch.dresidual: gradient of `middle` in, gradient of `input` out. */
-static void mt_attention_block_backward(mt_model *m, const mt_pass *p, mt_layer *w, mt_activations *a) {
+/* scratch.dresidual: gradient of `middle` in, gradient of `input` out. With `ahead` the caller computes the gradient of
+ * qkv's weight. */
+static void mt_attention_block_backward(mt_model *m, const mt_pass *p, mt_layer *w, mt_activations *a, bool ahead) {
     mt_layer_scratch *s = &m->scratch;
     const void *dout = mt_residual_backward(m, p, w->number, MT_DROP_ATTENTION_OUT);
     int halves = mt_layer_linear_halves(p, w, a, &w->o, a->attended);
@@ -6123,7 +6124,10 @@ static void mt_attention_block_backward(mt_model *m, const mt_pass *p, mt_layer 
     } else {
         mt_qk_backward(m, p, w, a);
         mt_linear_io qkv = {.x = a->input_norm.y, .dy = s->dqkv, .dx = s->dnormed};
-        mt_layer_linear_backward(m, p, w, a, &w->qkv, &qkv);
+        if (ahead)
+            mt_linear_backward_input(&p->tp, &w->qkv, &qkv);
+        else
+            mt_layer_linear_backward(m, p, w, a, &w->qkv, &qkv);
     }
     mt_residual_norm_backward(m, p, &w->input_norm, &a->input_norm, a->input);
     if (halves == MT_BACKWARD_INPUT) mt_defer_weight(m, p, w, a, &w->o, a->attended, dout);
@@ -6235,6 +6239,7 @@ typedef struct mt_experts {
     const mt_group *group;    // ranks that exchange tokens
     mt_stream *comm;          // stream of the exchange
     bool uses_allgather;      // --moe-token-dispatcher-type allgather or flex
+    bool gathered_ahead;      // mt_layer_backward of the layer above has gathered this layer's gradient
     bool exchanges;           // rows with other ranks, one by one: the alltoall dispatcher
     bool has_capacity, pads_to_capacity, grouped, permute_fusion, has_aux_loss, global_aux_loss;
     bool scales_output;          // by the probabilities; else they scale the activation
@@ -6911,7 +6916,8 @@ static void mt_experts_forward(mt_model *m, const mt_pass *p, const mt_layer *w,
 static void mt_experts_backward(mt_model *m, const mt_pass *p, mt_layer *w, mt_activations *a, const void *dout) {
     mt_experts *e = m->experts;
     mt_routing *r = a->routing;
-    mt_dispatch_gather(m, p, dout);
+    if (!e->gathered_ahead) mt_dispatch_gather(m, p, dout);
+    e->gathered_ahead = false;
     mt_dispatch_exchange(m, p, r, dout, NULL);
     mt_pass both = *p;
     both.halves = MT_BACKWARD_BOTH;
@@ -7014,8 +7020,16 @@ static void mt_layer_forward(mt_model *m, const mt_pass *p, const mt_layer *w, m
     mt_offload_store(m, p, w, a);
 }
 
-/* The values of modules that are recomputed are in the layer's buffer, or else computed again. */
-static void mt_layer_backward(mt_model *m, const mt_pass *p, mt_layer *w, mt_activations *a) {
+/* True if nothing but the dispatch of the gradient precedes the backward of this layer's experts. */
+static bool mt_gathers_ahead(const mt_model *m, const mt_pass *p, const mt_layer *w) {
+    bool gathers = w->expert_bucket >= 0 && m->experts->uses_allgather && w->F == 0 && m->options->hidden_dropout == 0;
+    bool replays = m->recompute_modules || w->recomputed, splits = p->halves == MT_BACKWARD_BOTH && !m->fp8;
+    return gathers && !replays && splits && m->grid->tensor.size == 1 && !m->options->multi_latent_attention;
+}
+
+/* The values of modules that are recomputed are in the layer's buffer, or else computed again. With `ahead` the
+ * gradient for the experts of the layer below is gathered beside the gradient of qkv's weight. */
+static void mt_layer_backward(mt_model *m, const mt_pass *p, mt_layer *w, mt_activations *a, bool ahead) {
     mt_pass replay = *p;
     replay.replay = true;
     bool replays = m->recompute_modules && m->recomputed != a;
@@ -7023,7 +7037,11 @@ static void mt_layer_backward(mt_model *m, const mt_pass *p, mt_layer *w, mt_act
     mt_mlp_block_backward(m, p, w, a);
     if (replays) mt_attention_block_replay(m, &replay, w, a);
     if (replays) m->recomputed = a;
-    mt_attention_block_backward(m, p, w, a);
+    mt_attention_block_backward(m, p, w, a, ahead);
+    if (!ahead) return;
+    mt_dispatch_gather(m, p, m->scratch.dresidual);
+    m->experts->gathered_ahead = true;
+    mt_linear_backward_weight(&p->tp, &w->qkv, &(mt_linear_io){.x = a->input_norm.y, .dy = m->scratch.dqkv});
 }
 
 /* ==== §9h context parallelism ===================================================================================== */
@@ -8129,7 +8147,7 @@ static void mt_mtp_backward(mt_model *m, const mt_pass *p) {
         mt_norm_backward(m, p, &w->mtp_final_norm, &out->norm, m->scratch.dresidual, NULL, out->hidden);
         mt_offload_fetch(m, p, mt_mtp_index(m, p, k));
         mt_recompute_unit_replay(m, p, mt_mtp_index(m, p, k), mt_mtp_index(m, p, k) + 1);
-        mt_layer_backward(m, p, w, &p->mb->layers[mt_mtp_index(m, p, k)]);
+        mt_layer_backward(m, p, w, &p->mb->layers[mt_mtp_index(m, p, k)], false);
         mt_mtp_join_backward(m, p, k);
         mt_layer_release(m, p, w, true, true);
         bool last = p->last && k == 0 && !m->has_embedding && word != m->head_bucket;
@@ -8450,7 +8468,7 @@ static void mt_chunk_backward(mt_model *m, const mt_pass *p) {
         if (i + 1 == mt_recompute_unit_end(m, p->mb->chunk, i))
             mt_recompute_unit_replay(m, p, w->recompute_unit, i + 1);
         mt_layer_acquire(m, w, true, p->halves == MT_BACKWARD_BOTH);
-        mt_layer_backward(m, p, w, &p->mb->layers[i]);
+        mt_layer_backward(m, p, w, &p->mb->layers[i], i > 0 && mt_gathers_ahead(m, p, w - 1));
         mt_layer_release(m, p, w, true, p->halves == MT_BACKWARD_BOTH);
     }
     if (stage->embedding) mt_embed_backward(m, p, m->scratch.dresidual, p->batch->tokens, -1, p->last);
@@ -8694,13 +8712,13 @@ typedef struct mt_sharding {
     mt_stream *grad_stream, *param_stream; // the model's own without overlap
     bool prefetches;
     mt_bucket_buffer param_buffers[MT_NUM_BUFFERS], grad_buffers[MT_NUM_BUFFERS];
-    mt_bucket_progress *progress;     // [num_buckets]
-    bool *has_gradient;               // [num_params] of mt_weight: products add to the gradient
-    int64_t age;                      // number of takes; the clock of mt_bucket_buffer.age
-    int64_t last_bucket, direction;   // last acquired bucket; 1: forward order, -1: backward order
-    int64_t next_bucket;              // to prefetch as soon as a buffer is free; -1: unknown
+    mt_bucket_progress *progress;                          // [num_buckets]
+    bool *has_gradient;                                    // [num_params] of mt_weight: products add to the gradient
+    int64_t age;                                           // number of takes; the clock of mt_bucket_buffer.age
+    int64_t last_bucket, direction;                        // last acquired bucket; 1: forward order, -1: backward order
+    int64_t next_bucket;                                   // to prefetch as soon as a buffer is free; -1: unknown
     const mt_bucket_buffer *reducing[MT_NUM_BUCKET_KINDS]; // the reduction of its gradients may be running
-    int64_t gathered_bucket;          // its state, gathered by mt_bucket_gather_state, overwrites the gradients
+    int64_t gathered_bucket; // its state, gathered by mt_bucket_gather_state, overwrites the gradients
     mt_param_state gathered_state;
 } mt_sharding;
 
@@ -9001,25 +9019,20 @@ static void mt_bucket_follow(mt_model *m, int64_t bucket) {
     if (distance == 1 || distance == -1) s->direction = distance;
     if (distance == 0 && !mt_bucket_is_acquired(m, bucket - 1)) s->direction = 1;
     if (distance == 0 && !mt_bucket_is_acquired(m, bucket + 1)) s->direction = -1;
-    bool jumped = distance > 1 || distance < -1;
     s->last_bucket = bucket;
-    s->next_bucket = jumped || s->direction == 0 ? -1 : bucket + s->direction;
+    s->next_bucket = s->direction == 0 || distance > 1 || distance < -1 ? -1 : bucket + s->direction;
 }
 
-static void mt_bucket_prefetch(mt_model *m, int64_t bucket) {
-    if (m->buckets[bucket].strategy != MT_NO_SHARD && mt_buffer_free(m, m->sharding->param_buffers, bucket))
-        mt_bucket_gather_products(m, bucket);
-}
-
-/* Starts to gather the next bucket and, of a layer with experts, the one after it. */
+/* Starts to gather the next bucket, and the one after it if these are a layer and its experts. */
 static void mt_buckets_prefetch(mt_model *m) {
     mt_sharding *s = m->sharding;
-    int64_t next = s->next_bucket, after = next + s->direction;
-    if (!s->prefetches || next < 0 || !mt_bucket_is_acquired(m, next)) return;
-    mt_bucket_prefetch(m, next);
-    if (!mt_bucket_is_acquired(m, after)) return;
-    int64_t layer = m->params[m->buckets[next].first_param].layer;
-    if (layer >= 0 && layer == m->params[m->buckets[after].first_param].layer) mt_bucket_prefetch(m, after);
+    int64_t first = s->next_bucket;
+    for (int64_t next = first; s->prefetches && mt_bucket_is_acquired(m, next); next += s->direction) {
+        const mt_bucket *b = &m->buckets[next], *before = &m->buckets[first];
+        bool same_layer = m->params[b->first_param].layer == m->params[before->first_param].layer;
+        if (next != first && (!same_layer || s->progress[next].kind == s->progress[first].kind)) return;
+        if (b->strategy != MT_NO_SHARD && mt_buffer_free(m, s->param_buffers, next)) mt_bucket_gather_products(m, next);
+    }
 }
 
 void mt_bucket_acquire(mt_model *m, int64_t bucket) {
@@ -9184,8 +9197,7 @@ void mt_bucket_gradients_release(mt_model *m, int64_t bucket, bool last) {
     bool shards = b->strategy >= MT_SHARD_GRADS;
     progress->complete |= last;
     if (shards) {
-        // the next bucket of this kind needs the other buffer; a layer does not wait for its experts
-        if (s->reducing[progress->kind]) {
+        if (s->reducing[progress->kind]) { // the next bucket of this kind takes its buffer
             mt_wait_stream(m, m->stream, s->grad_stream);
             memset(s->reducing, 0, sizeof s->reducing);
         }
