@@ -63,7 +63,8 @@ static void put(bench *b, const char *key, double value) {
     snprintf(text, sizeof text, "%.4g", value);
     value = strtod(text, NULL);
     if (b->grid.world.rank == 0) printf("%-32s %s\n", key, text);
-    json_object_set_new(b->file, key, json_pack("{s:f, s:s}", "value", value, "source", "measured by make calibrate"));
+    snprintf(text, sizeof text, "make calibrate, %d GPU%s", b->grid.world.size, b->grid.world.size > 1 ? "s" : "");
+    json_object_set_new(b->file, key, json_pack("{s:f, s:s}", "value", value, "source", text));
 }
 
 static double number(const bench *b, const char *key) {
