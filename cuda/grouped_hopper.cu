@@ -29,20 +29,20 @@
 /* DEPTH: summed dimension of a stage; PANEL: bytes of 64 columns of a stage; slabs of a warp. */
 enum { DEPTH = 64, PANEL = DEPTH * 128, SLABS = 2 };
 
-/* Which operands are transposed, and the layout of a block's shared memory for tiles of COLS columns. */
+/* Which operands are transposed, and the layout of a block's shared memory for tiles of COLS columns. EXPERTS: their
+ * order, or the tiles before them. */
 template <mt_grouped_kind KIND, int COLS> struct tile_size {
     static constexpr bool OF_WEIGHT = KIND == MT_GROUPED_BACKWARD_WEIGHT;
     static constexpr bool A_TRANSPOSED = OF_WEIGHT, B_TRANSPOSED = KIND != MT_GROUPED_FORWARD;
     static constexpr int A = ROWS * DEPTH * 2, B = COLS * DEPTH * 2, STAGE = A + B, STAGES = COLS > 128 ? 4 : 6;
     static constexpr int OUT = STAGES * STAGE, RING = OUT + CONSUMERS * 4 * SLABS * SLAB,
-                         TILE_OFFSETS = RING + mt_ring<STAGES>::BYTES;
-    static constexpr int BYTES = TILE_OFFSETS + (MAX_EXPERTS + 1) * (int)sizeof(int);
+                         QUEUE = RING + mt_ring<STAGES>::BYTES, EXPERTS = QUEUE + tile_queue::BYTES;
+    static constexpr int BYTES = EXPERTS + (MAX_EXPERTS + 1) * (int)sizeof(int);
 };
 
 struct product_task {
-    const int32_t *offsets;
+    product_extent extent;
     void *out;
-    int N, K, E;
     bool accumulate;
 };
 
@@ -52,9 +52,17 @@ struct product_maps {
 };
 
 /* Forward and backward_input: the rows of the result are those of the experts. */
-template <mt_grouped_kind KIND> __host__ __device__ static inline product_extent extent_of(const product_task &task) {
-    const int cols = KIND == MT_GROUPED_FORWARD ? task.N : task.K, inner = KIND == MT_GROUPED_FORWARD ? task.K : task.N;
-    return {task.offsets, task.E, task.N, cols, inner};
+template <mt_grouped_kind KIND> static product_extent extent_of(const mt_grouped_call *call) {
+    const bool is_forward = KIND == MT_GROUPED_FORWARD;
+    const int N = (int)call->N, K = (int)call->K;
+    return {call->offsets, (int)call->E, N, is_forward ? N : K, is_forward ? K : N, NULL};
+}
+
+template <mt_grouped_kind KIND, int COLS>
+__device__ __forceinline__ tile_list<tile_size<KIND, COLS>::OF_WEIGHT, COLS, DEPTH> tiles_of(const product_task &task,
+                                                                                             char *memory) {
+    const int *experts = (const int *)(memory + tile_size<KIND, COLS>::EXPERTS);
+    return {task.extent, experts, experts};
 }
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
@@ -77,13 +85,13 @@ __device__ __forceinline__ void load_operand(uint32_t to, const CUtensorMap &map
 template <mt_grouped_kind KIND, int COLS>
 __device__ __forceinline__ void produce_tiles(const product_task &task, const product_maps &maps, char *memory) {
     using size = tile_size<KIND, COLS>;
-    const product_extent extent = extent_of<KIND>(task);
     const uint32_t at = mt_shared_address(memory);
     const mt_ring<size::STAGES> ring{at + size::RING};
-    tile_list<size::OF_WEIGHT, COLS, DEPTH> tiles(extent, (const int *)(memory + size::TILE_OFFSETS));
+    const tile_queue queue(memory + size::QUEUE);
+    auto tiles = tiles_of<KIND, COLS>(task, memory);
     product_tile t;
     int n = 0;
-    while (tiles.next(t))
+    for (int round = 0; tiles.find(queue.produce(round), t); round++)
         for (int step = 0; step < t.steps; step++, n++) {
             const uint32_t to = at + n % size::STAGES * size::STAGE, barrier = ring.filled(n);
             const int inner = step * DEPTH;
@@ -93,7 +101,7 @@ __device__ __forceinline__ void produce_tiles(const product_task &task, const pr
             load_operand<size::B_TRANSPOSED, COLS / 64>(to + size::A, maps.b, size::OF_WEIGHT ? 0 : t.expert,
                                                         size::OF_WEIGHT ? t.first : 0, t.col, inner, barrier);
             if (size::OF_WEIGHT && task.accumulate)
-                prefetch_gradients<COLS>((const float *)task.out, extent, t, step, 8);
+                prefetch_gradients<COLS>((const float *)task.out, task.extent, t, step, 8);
         }
 }
 
@@ -130,15 +138,15 @@ template <mt_grouped_kind KIND, int COLS>
 __device__ __forceinline__ void consume_tiles(const product_task &task, const product_maps &maps, char *memory) {
     using size = tile_size<KIND, COLS>;
     using writer_type = slab_writer<SLABS>;
-    const product_extent extent = extent_of<KIND>(task);
     const int group = threadIdx.x / WARPGROUP - 1;
     const uint32_t at = mt_shared_address(memory);
     const mt_ring<size::STAGES> ring{at + size::RING};
-    tile_list<size::OF_WEIGHT, COLS, DEPTH> tiles(extent, (const int *)(memory + size::TILE_OFFSETS));
+    const tile_queue queue(memory + size::QUEUE);
+    auto tiles = tiles_of<KIND, COLS>(task, memory);
     product_tile t, next;
     float c[COLS / 8][4];
-    int n = 0;
-    for (bool more = tiles.next(t); more; t = next) {
+    int n = 0, round = 0;
+    for (bool more = tiles.find(queue.consume(round++), t); more; t = next) {
         for (int step = 0; step < t.steps; step++, n++) {
             const uint32_t stage = at + n % size::STAGES * size::STAGE;
             const int remaining = t.count - step * DEPTH;
@@ -151,19 +159,20 @@ __device__ __forceinline__ void consume_tiles(const product_task &task, const pr
             mt_wgmma_wait<1>();
             if (step > 0) ring.release(n - 1);
         }
-        more = tiles.next(next); // overlaps with the last products
+        more = tiles.find(queue.consume(round++), next); // overlaps with the last products
         mt_wgmma_wait<0>();
-        const writer_type writer = writer_type::of<size::OF_WEIGHT>(at + size::OUT, extent, t);
+        const writer_type writer = writer_type::of<size::OF_WEIGHT>(at + size::OUT, task.extent, t);
+        const int cols = task.extent.cols;
         if (size::OF_WEIGHT && t.steps == 0) {
-            if (!task.accumulate) store_zeros<COLS>(writer, maps.out, t.col, extent.cols);
+            if (!task.accumulate) store_zeros<COLS>(writer, maps.out, t.col, cols);
             continue;
         }
         mt_wgmma_hold(c);
         ring.release(n - 1);
         if constexpr (size::OF_WEIGHT)
-            store_floats<COLS>(writer, maps.out, NULL, t.col, extent.cols, task.accumulate, c);
+            store_floats<COLS>(writer, maps.out, NULL, t.col, cols, task.accumulate, c);
         else
-            store_rows<COLS>(writer, maps.out, (bf16 *)task.out, t.col, extent.cols, c);
+            store_rows<COLS>(writer, maps.out, (bf16 *)task.out, t.col, cols, c);
     }
     if (threadIdx.x % 32 == 0) mt_stores_wait_read<0>();
 }
@@ -175,15 +184,22 @@ __global__ void __launch_bounds__(THREADS, 1)
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
     using size = tile_size<KIND, COLS>;
     extern __shared__ __align__(1024) char memory[];
-    if (threadIdx.x < 32) compute_tile_offsets((int *)(memory + size::TILE_OFFSETS), task.offsets, task.E);
+    int *experts = (int *)(memory + size::EXPERTS);
+    if (size::OF_WEIGHT)
+        compute_expert_order(experts, task.extent.offsets, task.extent.E);
+    else if (threadIdx.x < 32)
+        compute_tile_offsets(experts, task.extent.offsets, task.extent.E);
     if (threadIdx.x == WARPGROUP) {
         mt_ring<size::STAGES>{mt_shared_address(memory) + size::RING}.init(1, 4 * CONSUMERS);
+        tile_queue(memory + size::QUEUE).init();
         mt_barriers_ready();
     }
     __syncthreads();
     if (threadIdx.x < WARPGROUP) {
         mt_registers_shrink<40>();
         if (threadIdx.x == 0) produce_tiles<KIND, COLS>(task, maps, memory);
+        if (threadIdx.x == 32)
+            tile_queue(memory + size::QUEUE).schedule(tiles_of<KIND, COLS>(task, memory), task.extent.counter);
     } else {
         mt_registers_grow<232>();
         consume_tiles<KIND, COLS>(task, maps, memory);
@@ -208,9 +224,9 @@ template <mt_grouped_kind KIND, int COLS> static product_maps maps_of(const mt_g
 template <mt_grouped_kind KIND, int COLS> static void launch(const mt_grouped_call *call) {
     auto kernel = grouped_hopper<KIND, COLS>;
     constexpr int BYTES = tile_size<KIND, COLS>::BYTES;
-    product_task task = {call->offsets, call->out, (int)call->N, (int)call->K, (int)call->E, call->accumulate};
+    product_task task = {extent_of<KIND>(call), call->out, call->accumulate};
     MT_CUDA(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, BYTES));
-    const unsigned blocks = count_blocks<tile_size<KIND, COLS>::OF_WEIGHT, COLS>(extent_of<KIND>(task), call->M);
+    const unsigned blocks = plan_blocks<tile_size<KIND, COLS>::OF_WEIGHT, COLS>(&task.extent, call->M, call->stream);
     kernel<<<blocks, THREADS, BYTES, mt_cuda_stream(call->stream)>>>(task, maps_of<KIND, COLS>(call));
     MT_CUDA_LAUNCHED();
 }
