@@ -1720,6 +1720,10 @@ extern const mt_ops mt_cpu_ops;
 /* The CUDA backend on GPU `device` of this host; NULL with an error if there is none or the build has no CUDA. */
 const mt_ops *mt_cuda_open(int device, mt_error *error);
 
+/* The architecture of the kernels of a build with CUDA, as loaded on this device: 90 on Hopper; 80 on Hopper if the
+ * driver compiled them there from sm_80's PTX. */
+int mt_cuda_kernel_arch(void);
+
 /* Events of the CUDA backend, for timing; only in builds with CUDA. mt_cuda_event_seconds waits for `to` and returns
  * the seconds between the two. */
 mt_event *mt_cuda_event_create(void);

@@ -35,10 +35,6 @@ void mt_cublas_check(cublasStatus_t status, const char *call, const char *file, 
 /* The properties of the current device, read once. */
 const cudaDeviceProp *mt_cuda_device(void);
 
-/* The architecture of this binary's kernels, as loaded on this device: 90 on Hopper; 80 on Hopper if the driver
- * compiled them there from sm_80's PTX. */
-int mt_cuda_kernel_arch(void);
-
 /* Sets the programmatic dependent launch attribute where the device supports it. `attribute` must live as long as
  * `config`. */
 static inline void mt_cuda_launch_early(cudaLaunchConfig_t *config, cudaLaunchAttribute *attribute) {

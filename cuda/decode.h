@@ -21,8 +21,9 @@ static inline int64_t mt_decode_most_rows(int64_t C) {
 /* Switches the one kernel on, as it is at first, or off for the graphs that are captured from now on. */
 void mt_cuda_decode_fuse(bool on);
 
-/* The number of graphs captured with it so far. */
+/* The number of graphs captured with it so far, and how many of these have the kernel of decode_cluster.cu. */
 int64_t mt_cuda_decode_fused(void);
+int64_t mt_cuda_decode_in_clusters(void);
 
 #ifdef __cplusplus
 }

@@ -64,7 +64,7 @@ struct mt_decode_record {
 };
 
 static bool fuses = true;
-static int64_t num_fused;
+static int64_t num_fused, num_in_clusters;
 static constexpr int64_t counter_bytes = 256, map_bytes = MT_DECODE_PRODUCTS * MT_DECODE_MAP_BYTES; // of a layer
 static constexpr int64_t maps_begin = counter_bytes + MT_DECODE_LAYERS * (int64_t)sizeof(mt_decode_layer);
 static_assert(maps_begin % MT_DECODE_MAP_BYTES == 0, "tensor maps are aligned");
@@ -75,6 +75,9 @@ extern "C" void mt_cuda_decode_fuse(bool on) {
 
 extern "C" int64_t mt_cuda_decode_fused(void) {
     return num_fused;
+}
+extern "C" int64_t mt_cuda_decode_in_clusters(void) {
+    return num_in_clusters;
 }
 
 /* ---- layers ------------------------------------------------------------------------------------------------------ */
@@ -228,7 +231,7 @@ static bool launch(mt_decode_record *r, mt_stream *stream) {
     t->splits = (int)(splits < 1 ? 1 : splits < MT_DECODE_SPLITS ? splits : MT_DECODE_SPLITS);
     r->maps.assign(r->whole_layers * map_bytes, 0);
     if (mt_decode_launch_clusters(t, r->layers.data(), r->maps.data(), stream)) {
-        num_fused++;
+        num_fused++, num_in_clusters++;
         return r->launched = true;
     }
     for (mt_decode_product &p : t->products) p.team_bits = team_bits(&p, blocks);

@@ -70,7 +70,7 @@ const cudaDeviceProp *mt_cuda_device(void) {
 static __global__ void any_kernel(void) {
 }
 
-int mt_cuda_kernel_arch(void) {
+extern "C" int mt_cuda_kernel_arch(void) {
     static int arch;
     cudaFuncAttributes attributes;
     if (arch == 0) {

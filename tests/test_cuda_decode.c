@@ -733,21 +733,27 @@ static void one_kernel_serves_dense_models_and_no_others(void **state) {
     }
 }
 
-enum { PAGED_STEPS = 24, PAGE = 16, PAGED_CONTEXT = 640 };
+enum { PAGED_STEPS = 24, PAGE = 16, PAGED_CONTEXT = 640, LONG_CONTEXT = 1200, MAX_WORDS = 6 };
 
 /* A model of a shape in data/configs with random weights, and texts with prompts of these lengths; the last text ends
- * after half of the steps. sizes: NULL, or other numbers than the shape's of channels, heads and groups. */
+ * after half of the steps. */
 typedef struct paged_case {
     char *config, *layers;
     int64_t texts, prompts[5];
-    char *sizes[3];
+    char *words[MAX_WORDS]; // options that differ from the shape's, up to NULL
+    bool in_clusters;       // on a Hopper GPU
 } paged_case;
+
+/* Tokens that a text of the case has room for; more than 64 pages if its prompt is long. */
+static int64_t context_of(const paged_case *c) {
+    return c->prompts[0] > PAGED_CONTEXT - PAGED_STEPS ? LONG_CONTEXT : PAGED_CONTEXT;
+}
 
 /* One pass over a cache in pages, whose table is in reverse order: counts[s] new tokens of each of n texts. */
 static void paged_pass(mt_model *model, mt_batch *batch, const paged_case *c, int64_t n, int64_t *held,
                        const int64_t *counts, float *logits) {
-    const int64_t each = PAGED_CONTEXT / PAGE;
-    int32_t cache_rows[PAGED_CONTEXT], rows[5], table[5 * PAGED_CONTEXT / PAGE + 1] = {0};
+    const int64_t each = context_of(c) / PAGE;
+    int32_t cache_rows[LONG_CONTEXT], rows[5], table[5 * LONG_CONTEXT / PAGE + 1] = {0};
     for (int64_t i = 0; i < c->texts * each; i++) table[i] = (int32_t)(c->texts * each - 1 - i);
     batch->num_tokens = 0, batch->num_spans = n, batch->pages = table;
     for (int64_t s = 0; s < n; s++) {
@@ -768,19 +774,19 @@ static void paged_pass(mt_model *model, mt_batch *batch, const paged_case *c, in
 
 /* The logits of all steps, to free. */
 static float *paged_logits(const mt_options *options, const paged_case *c, int64_t *count) {
-    const int64_t one[5] = {1, 1, 1, 1, 1};
-    mt_model_plan plan = {.max_tokens = PAGED_CONTEXT,
+    const int64_t one[5] = {1, 1, 1, 1, 1}, context = context_of(c);
+    mt_model_plan plan = {.max_tokens = context,
                           .max_logits = c->texts,
-                          .cache_rows = c->texts * PAGED_CONTEXT,
+                          .cache_rows = c->texts * context,
                           .page_rows = PAGE,
                           .cache_sequences = c->texts,
-                          .max_position = PAGED_CONTEXT};
+                          .max_position = context};
     mt_model *model;
     mt_error error = {{0}};
     if (mt_model_create(&model, options, &mt_grid_of_one, gpu, &plan, &error) != 0) fail_msg("%s", error.text);
     mt_model_init(model);
     mt_batch batch;
-    mt_batch_alloc(&batch, PAGED_CONTEXT);
+    mt_batch_alloc(&batch, context);
     int64_t held[5] = {0}, V = options->vocab_size;
     float *logits = mt_malloc((PAGED_STEPS + 1) * c->texts * V * 4), *to = logits;
     for (int step = -1; step < PAGED_STEPS; step++) {
@@ -798,14 +804,30 @@ static void one_kernel_is_near_separate_kernels_over_pages(void **state) {
     (void)state;
     if (!gpu) skip();
     static const paged_case cases[] = {
-        {"data/configs/gpt2-124m.json", "3", 1, {1}, {NULL}},
-        {"data/configs/gpt2-124m.json", "2", 1, {600}, {NULL}},
-        {"data/configs/gpt2-124m.json", "2", 1, {110}, {NULL}}, // one and several parts of keys
-        {"data/configs/gpt2-355m.json", "2", 1, {30}, {NULL}},
-        {"data/configs/llama2c-110m.json", "3", 1, {500}, {NULL}},
-        {"data/configs/llama2c-110m.json", "2", 1, {9}, {"768", "12", "4"}},
-        {"data/configs/qwen3-0.6b.json", "2", 1, {50}, {"512", "8", "4"}},
-        {"data/configs/qwen3-0.6b.json", "2", 1, {70}, {"704", "12", "2"}},
+        {"data/configs/gpt2-124m.json", "3", 1, {1}, {NULL}, true},
+        {"data/configs/gpt2-124m.json", "2", 1, {600}, {NULL}, true},
+        {"data/configs/gpt2-124m.json", "2", 1, {110}, {NULL}, true}, // one and several parts of keys
+        {"data/configs/gpt2-124m.json", "2", 1, {110}, {"--window-size", "37"}, true},
+        {"data/configs/gpt2-355m.json", "2", 1, {30}, {NULL}, true},
+        {"data/configs/qwen3-0.6b.json", "2", 1, {1100}, {NULL}, true}, // more than 64 pages
+        {"data/configs/llama2c-110m.json", "2", 1, {500}, {"--window-size", "200"}, true},
+        {"data/configs/llama2c-110m.json", "2", 1, {60}, {"--rotary-interleaved"}, true},
+        {"data/configs/llama2c-110m.json", "2", 1, {60}, {"--rotary-percent", "0.5"}, true},
+        {"data/configs/llama2c-110m.json", "2", 1, {60}, {"--rotary-percent", "0.5", "--rotary-interleaved"}, true},
+        {"data/configs/llama2c-110m.json", "2", 1, {60}, {"--ffn-hidden-size", "512"}, true},
+        {"data/configs/llama2c-110m.json", "2", 1, {9}, {"--num-query-groups", "4"}, true},
+        {"data/configs/qwen3-0.6b.json",
+         "2",
+         1,
+         {50},
+         {"--hidden-size", "512", "--num-attention-heads", "8", "--num-query-groups", "4"},
+         true},
+        {"data/configs/qwen3-0.6b.json",
+         "2",
+         1,
+         {70},
+         {"--hidden-size", "704", "--num-attention-heads", "12", "--num-query-groups", "2"},
+         true},
         {"data/configs/gpt2-124m.json", "2", 4, {15, 100, 16, 300}, {NULL}},
         {"data/configs/gpt2-124m.json", "2", 5, {15, 100, 16, 300, 3}, {NULL}},
         {"data/configs/tiny-llama.json", "6", 2, {63, 64}, {NULL}},
@@ -815,24 +837,25 @@ static void one_kernel_is_near_separate_kernels_over_pages(void **state) {
         {"data/configs/llama3-8b.json", "2", 4, {31, 9, 200, 300}, {NULL}}};
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
         const paged_case *c = &cases[i];
-        char *arguments[25] = {
+        char *arguments[19 + MAX_WORDS] = {
             "train",       "--hf-config",         c->config, "--num-layers", c->layers, "--bf16",
             "--mock-data", "--train-iters",       "1",       "--lr",         "1e-3",    "--micro-batch-size",
             "1",           "--global-batch-size", "1",       "--seq-length", "64",      "--vocab-size",
             "1024"};
-        char *sizes[] = {"--hidden-size", c->sizes[0],          "--num-attention-heads",
-                         c->sizes[1],     "--num-query-groups", c->sizes[2]};
-        if (c->sizes[0]) memcpy(arguments + 19, sizes, sizeof sizes);
+        int words = 0;
+        for (; words < MAX_WORDS && c->words[words]; words++) arguments[19 + words] = c->words[words];
         mt_options options;
         mt_error error = {{0}};
-        int64_t count, before = mt_cuda_decode_fused();
-        if (mt_options_parse(&options, MT_PROGRAM_TRAIN, c->sizes[0] ? 25 : 19, arguments, &error) != 0 ||
+        int64_t count, before = mt_cuda_decode_fused(), before_in_clusters = mt_cuda_decode_in_clusters();
+        if (mt_options_parse(&options, MT_PROGRAM_TRAIN, 19 + words, arguments, &error) != 0 ||
             mt_options_finish(&options, MT_PROGRAM_TRAIN, 1, &error) != 0)
             fail_msg("%s", error.text);
         float *fused = paged_logits(&options, c, &count), *again = paged_logits(&options, c, &count);
         int64_t most = mt_decode_most_rows(options.hidden_size);
         int64_t graphs = (c->texts <= most) + (c->texts > 1 && c->texts - 1 <= most); // of each number of texts
         assert_int_equal(mt_cuda_decode_fused() - before, 2 * graphs);
+        bool in_clusters = c->in_clusters && mt_cuda_kernel_arch() == 90;
+        assert_int_equal(mt_cuda_decode_in_clusters() - before_in_clusters, in_clusters ? 2 * graphs : 0);
         assert_memory_equal(fused, again, (size_t)count * 4);
         mt_cuda_decode_fuse(false);
         float *separate = paged_logits(&options, c, &count);
