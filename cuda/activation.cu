@@ -587,11 +587,12 @@ __global__ void embedding_place(uint32_t *keys, uint32_t *tokens, const int32_t 
         if (bins[j] >= 0) keys[first[bins[j]] + rank[j]] = key[j], tokens[first[bins[j]] + rank[j]] = token[j];
 }
 
+/* The sorted keys and their tokens. */
 struct embedding_order {
-    const uint32_t *keys, *tokens; // sorted
+    const uint32_t *keys, *tokens;
 };
 
-/* Sorts in `memory` of 4 arrays and the counts. */
+/* Sorts from the lowest bits on, alternating between two pairs of arrays in `memory`; the counts follow them. */
 static embedding_order sort_embedding(embedding_pass p, int passes, uint32_t *memory, cudaStream_t on) {
     int64_t array = mt_divide_up(p.sort.n, 64) * 64;
     int32_t *counts = (int32_t *)(memory + 4 * array);
@@ -711,7 +712,7 @@ extern "C" void mt_cuda_embedding_backward(const mt_embedding_args *a, mt_dtype 
     if (T == 0) return;
     int bits = 1, passes = 1;
     while (count >> bits) bits++;
-    while (passes * 9 < bits) passes++;
+    while (passes * 9 < bits) passes++; // 512 bins: with more, their number takes longer than another pass
     embedding_pass pass = {};
     pass.bits = (int)mt_divide_up(bits, passes);
     pass.sort = mt_counting_of(T, (int64_t)1 << pass.bits);

@@ -52,8 +52,11 @@ template <class X> struct per_expert<X, 0> {
 template <int V, class Body> __device__ static inline void each_expert(int E, Body body) {
     int lane = threadIdx.x % 32;
     if constexpr (V > 0) {
+        bool full = E == 32 * V; // usual: no lane checks its experts
 #pragma unroll
-        for (int v = 0; v < V; v++)
+        for (int v = 0; v < V && full; v++) body(v, V * lane + v);
+#pragma unroll
+        for (int v = 0; v < V && !full; v++)
             if (V * lane + v < E) body(v, V * lane + v);
     } else {
         for (int v = 0; lane + 32 * v < E; v++) body(v, lane + 32 * v);
