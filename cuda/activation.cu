@@ -1,9 +1,8 @@
 /* activation.cu: element-wise kernels: activations, dropout with residual, row gather and scatter, embedding,
  * conversion. */
 #include "activation.cuh"
+#include "counting_sort.cuh"
 #include "fp8.cuh"
-
-#include <cub/device/device_radix_sort.cuh>
 
 /* Packs that a thread loads before it uses the first. */
 static constexpr int packs_per_thread = 4;
@@ -537,118 +536,207 @@ extern "C" void mt_cuda_embedding_forward(const mt_embedding_args *a, mt_dtype d
     });
 }
 
-/* Sort keys of the tokens: the row of dw, or `count` if this rank does not hold the id. */
-__global__ void embedding_keys(uint32_t *keys, uint32_t *tokens, const int32_t *ids, int64_t T, int64_t first,
-                               int64_t count) {
-    int64_t t = (int64_t)blockIdx.x * blockDim.x + threadIdx.x;
-    if (t >= T) return;
-    int64_t row = ids[t] - first;
-    keys[t] = (uint32_t)(row >= 0 && row < count ? row : count);
-    tokens[t] = (uint32_t)t;
-}
-
-/* The sorted tokens are cut into pieces of `piece` tokens, so that several blocks share a frequent id. Within a piece,
- * the blocks at the first token of a key add all tokens of that key, in order. The result goes to the row of dw if the
- * key lies in one piece only, else to `partial`: row 2 p of piece p if the key began in an earlier piece, row 2 p + 1
- * if it begins in piece p. */
-static constexpr uint32_t piece = 64;
-
-/* Counts the keys equal to `key` among the first `count` of keys[0], keys[stride], ... The keys are sorted and the
- * first is `key`. Every thread of the warp must call it. */
-__device__ static inline uint32_t count_equal(const uint32_t *keys, uint32_t stride, uint32_t count, uint32_t key) {
-    for (uint32_t first = threadIdx.x % 32, found = 0;; first += 32) {
-        uint32_t equal = __popc(__ballot_sync(0xffffffff, first < count && keys[first * stride] == key));
-        found += equal;
-        if (equal < 32) return found;
+/* The tokens are sorted by key: the row of dw, or `count` if this rank does not hold the id. A pass of the sort takes
+ * `bits` bits of the key from bit `shift` on. Without keys, as in the first pass, they are those of the ids, and the
+ * tokens are in order. */
+struct embedding_pass {
+    mt_counting sort;
+    const int32_t *ids;
+    int64_t first;
+    uint32_t count;
+    const uint32_t *keys, *tokens;
+    int shift, bits;
+    __device__ uint32_t key(int64_t i) const {
+        if (keys) return keys[i];
+        int64_t row = ids[i] - first;
+        return row >= 0 && row < count ? (uint32_t)row : count;
     }
+    __device__ int bin(uint32_t key) const {
+        return (int)(key >> shift & ((1u << bits) - 1));
+    }
+};
+
+template <int items> __global__ void embedding_count(int32_t *counts, embedding_pass p) {
+    int bins[items];
+    mt_wait_for_previous();
+    mt_begin_next();
+    int64_t begin = mt_first_item(p.sort);
+#pragma unroll
+    for (int j = 0; j < items; j++) bins[j] = begin + 32 * j < p.sort.n ? p.bin(p.key(begin + 32 * j)) : -1;
+    mt_count_bins(counts, bins, p.sort);
 }
 
-/* Adds `count` rows from[of(0)], from[of(1)], ... to `sums`, with several loads in flight. */
-template <class T, int N, class Row>
-__device__ static inline void add_rows(mt_pack<float, N> &sums, const T *from, uint32_t count, int C, Row of) {
-    constexpr uint32_t in_flight = 8;
-    for (uint32_t first = 0; first < count; first += in_flight) {
-        uint32_t rows[in_flight];
-        mt_pack<T, N> packs[in_flight];
+template <int items>
+__global__ void embedding_place(uint32_t *keys, uint32_t *tokens, const int32_t *counts, embedding_pass p) {
+    uint32_t key[items], token[items];
+    int bins[items];
+    int32_t rank[items];
+    mt_wait_for_previous();
+    mt_begin_next();
+    int64_t begin = mt_first_item(p.sort);
 #pragma unroll
-        for (uint32_t r = 0; r < in_flight; r++) rows[r] = of(min(first + r, count - 1));
+    for (int j = 0; j < items; j++) {
+        int64_t i = begin + 32 * j;
+        bool valid = i < p.sort.n;
+        key[j] = valid ? p.key(i) : 0, token[j] = valid && p.tokens ? p.tokens[i] : (uint32_t)i;
+        bins[j] = valid ? p.bin(key[j]) : -1;
+    }
+    const int32_t *first = mt_rank_items(rank, bins, counts, p.sort);
 #pragma unroll
-        for (uint32_t r = 0; r < in_flight; r++) packs[r] = mt_load<N>(from + (int64_t)rows[r] * C, first + r < count);
+    for (int j = 0; j < items; j++)
+        if (bins[j] >= 0) keys[first[bins[j]] + rank[j]] = key[j], tokens[first[bins[j]] + rank[j]] = token[j];
+}
+
+/* The sorted keys and their tokens. */
+struct embedding_order {
+    const uint32_t *keys, *tokens;
+};
+
+/* Sorts from the lowest bits on, alternating between two pairs of arrays in `memory`; the counts follow them. */
+static embedding_order sort_embedding(embedding_pass p, int passes, uint32_t *memory, cudaStream_t on) {
+    int64_t array = mt_divide_up(p.sort.n, 64) * 64;
+    int32_t *counts = (int32_t *)(memory + 4 * array);
+    for (int i = 0; i < passes; i++, p.shift += p.bits) {
+        uint32_t *keys = memory + i % 2 * 2 * array, *tokens = keys + array;
+        mt_by_items(p.sort, [&](auto items) {
+            mt_launch_early(embedding_count<decltype(items)::value>, (unsigned)p.sort.blocks, p.sort.threads,
+                            p.sort.stride * 4, on, counts, p);
+            mt_launch_ranks(embedding_place<decltype(items)::value>, p.sort, on, keys, tokens, counts, p);
+        });
+        p.keys = keys, p.tokens = tokens;
+    }
+    return {p.keys, p.tokens};
+}
+
+/* The sorted tokens are cut into pieces, one token per lane, so that several blocks share a frequent id. A block adds
+ * the tokens of each key of its piece, in order. The result goes to the row of dw if the key lies in one piece only,
+ * else to `partial`: row 2 p of piece p if the key began in an earlier piece, row 2 p + 1 if it begins in piece p. */
+static constexpr uint32_t piece = 32;
+
+/* The tokens of a piece, one per lane, and which of them are the first or last of their key in the piece (`starts`,
+ * `stops`), the first of all tokens of their key (`begins`), and the first of a key that lies in this piece only
+ * (`whole`): a bit per token. The held ones are the first n. */
+struct embedding_piece {
+    uint32_t key, token, n, starts, stops, begins, whole;
+    __device__ embedding_piece(const embedding_order &order, uint32_t first, uint32_t num_tokens, uint32_t count) {
+        uint32_t lane = threadIdx.x % 32, i = first + lane;
+        bool valid = i < num_tokens;
+        key = valid ? order.keys[i] : count, token = valid ? order.tokens[i] : 0;
+        uint32_t left = valid && i > 0 ? order.keys[i - 1] : ~0u;
+        uint32_t right = i + 1 < num_tokens ? order.keys[i + 1] : ~0u;
+        uint32_t ends = __ballot_sync(0xffffffff, right != key);
+        n = __popc(__ballot_sync(0xffffffff, key != count));
+        begins = __ballot_sync(0xffffffff, left != key);
+        starts = begins | 1, stops = ends | 1u << 31;
+        uint32_t stop = lane + __ffs((int)(stops >> lane)) - 1;
+        whole = __ballot_sync(0xffffffff, left != key && (ends >> stop & 1));
+    }
+};
+
+/* Reads dout once, and reads and writes the rows of dw that occur: 2 bytes per element of dout in bf16 (4 in fp32) and
+ * 8 per element of those rows. */
+template <class T, int N>
+__global__ void __launch_bounds__(256, 4)
+    embedding_backward(float *dw, float *partial, const T *dout, embedding_order order, uint32_t num_tokens,
+                       uint32_t count, int C, int blocks_per_row) {
+    constexpr int in_flight = 4;
+    mt_wait_for_previous();
+    mt_begin_next();
+    uint32_t p = (gridDim.x - 1 - blockIdx.x) / blocks_per_row; // rare ids, usually the greater ones, take longest
+    int c = ((gridDim.x - 1 - blockIdx.x) % blocks_per_row * blockDim.x + threadIdx.x) * N;
+    embedding_piece of(order, p * piece, num_tokens, count);
+    mt_pack<float, N> sums = {};
+    float *to = NULL;
+    auto bit = [](uint32_t bits, uint32_t i) { return (bits >> i & 1) != 0; };
+    auto row_of_dw = [&](uint32_t i) { return dw + (int64_t)__shfl_sync(0xffffffff, of.key, i) * C + c; };
+    for (uint32_t first = 0; first < of.n; first += in_flight) {
+        mt_pack<T, N> rows[in_flight];
+        mt_pack<float, N> was[in_flight];
 #pragma unroll
         for (uint32_t r = 0; r < in_flight; r++) {
-            mt_pack<float, N> row = mt_to_float(packs[r]);
-            for (int i = 0; i < N; i++) sums.value[i] += row.value[i];
+            uint32_t i = first + r;
+            bool valid = i < of.n && c < C;
+            rows[r] = mt_load<N>(dout + (int64_t)__shfl_sync(0xffffffff, of.token, i) * C + c, valid);
+            was[r] = mt_load<N>(row_of_dw(i), valid && bit(of.whole, i));
+        }
+#pragma unroll
+        for (uint32_t r = 0; r < in_flight; r++) {
+            uint32_t i = first + r;
+            float *row = row_of_dw(i);
+            if (i >= of.n || c >= C) continue;
+            if (bit(of.starts, i)) {
+                sums = was[r]; // 0 for a partial sum
+                to = bit(of.whole, i) ? row : partial + (int64_t)(p * 2 + bit(of.begins, i)) * C + c;
+            }
+            mt_pack<float, N> more = mt_to_float(rows[r]);
+            for (int k = 0; k < N; k++) sums.value[k] += more.value[k];
+            if (bit(of.stops, i)) mt_store(to, sums);
         }
     }
 }
 
-/* `keys` and `tokens` are sorted; tokens of one key keep their order. Reads dout once, and reads and writes the rows of
- * dw that occur: 2 bytes per element of dout in bf16 (4 in fp32) and 8 per element of those rows. */
-template <class T, int N>
-__global__ void __launch_bounds__(256, 4)
-    embedding_backward(float *dw, float *partial, const T *dout, const uint32_t *keys, const uint32_t *tokens,
-                       uint32_t num_tokens, uint32_t count, int C, int blocks_per_row) {
-    uint32_t index = blockIdx.x / blocks_per_row, key = keys[index];
-    int c = (blockIdx.x % blocks_per_row * blockDim.x + threadIdx.x) * N;
-    bool begins = index == 0 || keys[index - 1] != key;
-    if (key == count || (!begins && index % piece != 0)) return;
-    uint32_t in_piece = min(index / piece * piece + piece, num_tokens) - index;
-    uint32_t rows = count_equal(keys + index, 1, in_piece, key), next = index + rows;
-    bool ends = rows < in_piece || next == num_tokens || keys[next] != key;
-    if (c >= C) return;
-    float *to = begins && ends ? dw + (int64_t)key * C : partial + (int64_t)(index / piece * 2 + begins) * C;
-    mt_pack<float, N> sums = mt_load<N>(to + c, begins && ends);
-    add_rows(sums, dout + c, rows, C, [&](uint32_t r) { return tokens[index + r]; });
-    mt_store(to + c, sums);
-}
-
-/* A key may span several pieces: the blocks of its first piece add the partial sums of all its pieces, in order. */
+/* A key may span several pieces: the blocks of its first piece add the partial sums of all its pieces, in order, with
+ * several loads in flight. The keys at the beginnings of the following 32 pieces are read at once. */
 template <int N>
 __global__ void __launch_bounds__(256, 4)
-    embedding_add_pieces(float *dw, const float *partial, const uint32_t *keys, uint32_t num_tokens, uint32_t count,
+    embedding_add_pieces(float *dw, const float *partial, embedding_order order, uint32_t num_tokens, uint32_t count,
                          int C, int blocks_per_row) {
-    uint32_t first = blockIdx.x / blocks_per_row, next = (first + 1) * piece, key = keys[next];
+    constexpr uint32_t in_flight = 16;
+    mt_wait_for_previous();
+    mt_begin_next();
+    const uint32_t *keys = order.keys;
+    uint32_t first = blockIdx.x / blocks_per_row, start = first * piece, next = start + piece, lane = threadIdx.x % 32;
     int c = (blockIdx.x % blocks_per_row * blockDim.x + threadIdx.x) * N;
-    bool began_before = first > 0 && keys[first * piece - 1] == key;
-    if (key == count || keys[next - 1] != key || began_before) return;
-    uint32_t rows = 1 + count_equal(keys + next, piece, (num_tokens - next - 1) / piece + 1, key);
-    if (c >= C) return;
-    mt_pack<float, N> sums = mt_load<N>(dw + (int64_t)key * C + c);
-    add_rows(sums, partial + c, rows, C, [&](uint32_t r) { return (first + r) * 2 + (r == 0); });
-    mt_store(dw + (int64_t)key * C + c, sums);
+    uint32_t last = keys[next - 1], earlier = first > 0 ? keys[start - 1] : ~0u, num = 1;
+    for (uint32_t equal = 32; equal == 32; num += equal) {
+        uint32_t i = next + (num - 1 + lane) * piece;
+        equal = __popc(__ballot_sync(0xffffffff, i < num_tokens && keys[i] == last));
+    }
+    if (num == 1 || last == count || earlier == last || c >= C) return;
+    float *to = dw + (int64_t)last * C + c;
+    mt_pack<float, N> sums = mt_load<N>(to);
+    for (uint32_t i = 0; i < num; i += in_flight) {
+        mt_pack<float, N> packs[in_flight];
+#pragma unroll
+        for (uint32_t r = 0; r < in_flight; r++)
+            packs[r] = mt_load<N>(partial + (int64_t)((first + i + r) * 2 + (i + r == 0)) * C + c, i + r < num);
+#pragma unroll
+        for (uint32_t r = 0; r < in_flight; r++)
+            for (int k = 0; k < N; k++) sums.value[k] += packs[r].value[k];
+    }
+    mt_store(to, sums);
 }
 
 extern "C" void mt_cuda_embedding_backward(const mt_embedding_args *a, mt_dtype dtype, mt_stream *stream) {
     int64_t T = a->T, C = a->C, count = a->count;
     if (T == 0) return;
-    int bits = 1;
+    int bits = 1, passes = 1;
     while (count >> bits) bits++;
-    uint32_t *none = NULL;
-    size_t sort_bytes = 0;
-    MT_CUDA(cub::DeviceRadixSort::SortPairs(NULL, sort_bytes, none, none, none, none, (int)T, 0, bits));
+    while (passes * 9 < bits) passes++; // 512 bins: with more, their number takes longer than another pass
+    embedding_pass pass = {};
+    pass.bits = (int)mt_divide_up(bits, passes);
+    pass.sort = mt_counting_of(T, (int64_t)1 << pass.bits);
+    pass.ids = a->ids, pass.first = a->first, pass.count = (uint32_t)count;
     int64_t array = mt_divide_up(T, 64) * 64, pieces = mt_divide_up(T, piece);
     int64_t partial_room = mt_divide_up(pieces * 2 * C * 4, 256) * 256;
-    char *workspace = (char *)mt_cuda_workspace(stream, partial_room + 4 * array * 4 + (int64_t)sort_bytes);
+    int64_t sort_room = 4 * array * 4 + mt_counting_bytes(pass.sort);
+    char *workspace = (char *)mt_cuda_workspace(stream, partial_room + sort_room);
     float *partial = (float *)workspace;
-    uint32_t *keys = (uint32_t *)(workspace + partial_room), *tokens = keys + array;
-    uint32_t *sorted_keys = tokens + array, *sorted_tokens = sorted_keys + array;
     cudaStream_t on = mt_cuda_stream(stream);
-    embedding_keys<<<mt_grid_size(T, 256), 256, 0, on>>>(keys, tokens, a->ids, T, a->first, count);
-    MT_CUDA_LAUNCHED();
-    MT_CUDA(cub::DeviceRadixSort::SortPairs(sorted_tokens + array, sort_bytes, keys, sorted_keys, tokens, sorted_tokens,
-                                            (int)T, 0, bits, on));
+    embedding_order order = sort_embedding(pass, passes, (uint32_t *)(workspace + partial_room), on);
     mt_by_type(dtype, mt_wide(dtype, {a->dw, a->dout}, {C}), [&](auto type, auto width) {
         using E = decltype(type);
-        constexpr int N = decltype(width)::value;
+        constexpr int N = decltype(width)::value > 4 ? 4 : decltype(width)::value; // 16 bytes of dw
         mt_row_grid grid = mt_rows(mt_divide_up(C, N), 1);
-        embedding_backward<E, N><<<(unsigned)T * grid.blocks_per_row, grid.threads, 0, on>>>(
-            a->dw, partial, (const E *)a->dout, sorted_keys, sorted_tokens, (uint32_t)T, (uint32_t)count, (int)C,
-            grid.blocks_per_row);
-        MT_CUDA_LAUNCHED();
+        mt_launch_early(embedding_backward<E, N>, (unsigned)pieces * grid.blocks_per_row, grid.threads, 0, on, a->dw,
+                        partial, (const E *)a->dout, order, (uint32_t)T, (uint32_t)count, (int)C,
+                        (int)grid.blocks_per_row);
         if (pieces == 1) return;
-        embedding_add_pieces<N><<<(unsigned)(pieces - 1) * grid.blocks_per_row, grid.threads, 0, on>>>(
-            a->dw, partial, sorted_keys, (uint32_t)T, (uint32_t)count, (int)C, grid.blocks_per_row);
-        MT_CUDA_LAUNCHED();
+        constexpr int K = N > 2 ? 2 : N; // more threads for the many pieces of a frequent id
+        grid = mt_rows(mt_divide_up(C, K), 1);
+        mt_launch_early(embedding_add_pieces<K>, (unsigned)(pieces - 1) * grid.blocks_per_row, grid.threads, 0, on,
+                        a->dw, (const float *)partial, order, (uint32_t)T, (uint32_t)count, (int)C,
+                        (int)grid.blocks_per_row);
     });
 }
 

@@ -19,7 +19,9 @@ struct mt_stream {
     bool capturing;                  // between graph_begin and graph_end
     struct mt_decode_record *record; // of a capture, or NULL (decode.h)
     cudaEvent_t wait_event;          // recorded when another stream starts to wait for this one
+    void *zeros; // mt_zeros_bytes of device memory: zeros, which a kernel that writes there restores
 };
+static const int64_t mt_zeros_bytes = 64 << 10;
 
 /* Every library call is checked. A failure prints the call and its file and line, the operation that made it, the rank
  * and the reason, and ends the job. mt_cuda_fail does this for any library. */

@@ -179,7 +179,7 @@ extern "C" void mt_cuda_stream_synchronize(mt_stream *stream) {
 extern "C" int64_t mt_cuda_workspace_bytes(int64_t T, int64_t C, int64_t H, int64_t D) {
     int64_t cublas = 32 << 20, partial_sums = 4ll * mt_cuda_device()->multiProcessorCount * 2 * C * 4;
     int64_t dq = T * H * D * (int64_t)sizeof(float), largest = cublas;
-    int64_t embedding = T * (C / 8 + 32) + 8 * C + (1 << 20);
+    int64_t embedding = T * (C / 4 + 32) + 8 * C + (4 << 20);
     if (embedding > largest) largest = embedding;
     if (partial_sums > largest) largest = partial_sums;
     if (dq > largest) largest = dq;
@@ -196,6 +196,8 @@ extern "C" mt_stream *mt_cuda_stream_create(void *workspace, int64_t workspace_b
     MT_CUDA(cudaStreamCreateWithFlags(&stream->stream, cudaStreamNonBlocking));
     MT_CUDA(cudaEventCreateWithFlags(&stream->wait_event, cudaEventDisableTiming));
     MT_CUBLAS(cublasLtCreate(&stream->cublas));
+    stream->zeros = mt_cuda_memory_alloc(mt_zeros_bytes);
+    mt_cuda_memory_zero(stream->zeros, mt_zeros_bytes, stream);
     return stream;
 }
 
@@ -203,6 +205,7 @@ extern "C" void mt_cuda_stream_destroy(mt_stream *stream) {
     MT_CUBLAS(cublasLtDestroy(stream->cublas));
     MT_CUDA(cudaEventDestroy(stream->wait_event));
     MT_CUDA(cudaStreamDestroy(stream->stream));
+    mt_cuda_memory_free(stream->zeros);
     free(stream);
 }
 

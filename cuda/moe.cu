@@ -1,15 +1,13 @@
 /* moe.cu: mixture of experts except its matrix products: routing, auxiliary losses, dispatch order, combination of
  * rows, and activation. The host never waits for the router's decisions. Every sum has a fixed order, or is a sum of
  * integers, whose order does not matter; runs therefore repeat bit for bit. */
-#include "vector.cuh"
+#include "counting_sort.cuh"
 
 #include <climits>
 #include <cub/device/device_radix_sort.cuh>
 
 /* ---- per-expert values of a token in a warp ---------------------------------------------------------------------- */
 
-static constexpr uint32_t all_lanes = 0xffffffff;
-static constexpr int64_t max_shared_bytes = 48 * 1024; // shared memory of a block without an opt-in
 static_assert(MT_CUDA_EXPERTS * 4 <= max_shared_bytes && MT_CUDA_AUX_LOSS_EXPERTS * 16 <= max_shared_bytes);
 
 /* mt_router in the form that kernels use. */
@@ -31,8 +29,8 @@ static routing routing_of(const mt_router *router) {
             (int)router->num_groups,  (int)router->group_topk, (int)best,       router->scaling};
 }
 
-/* One value for each of a token's E experts, distributed over a warp: index v of lane l is expert 32 v + l. V > 0: V
- * registers per lane; V = 0: shared memory, for any E. */
+/* One value for each of a token's E experts, distributed over a warp. V > 0: V registers per lane, index v of lane l is
+ * expert V l + v; V = 0: shared memory, for any E, and index v of lane l is expert 32 v + l. */
 template <class X, int V> struct per_expert {
     X value[V];
     __device__ per_expert(void *) {
@@ -54,19 +52,50 @@ template <class X> struct per_expert<X, 0> {
 template <int V, class Body> __device__ static inline void each_expert(int E, Body body) {
     int lane = threadIdx.x % 32;
     if constexpr (V > 0) {
+        bool full = E == 32 * V; // usual: no lane checks its experts
 #pragma unroll
-        for (int v = 0; v < V; v++)
-            if (lane + 32 * v < E) body(v, lane + 32 * v);
+        for (int v = 0; v < V && full; v++) body(v, V * lane + v);
+#pragma unroll
+        for (int v = 0; v < V && !full; v++)
+            if (V * lane + v < E) body(v, V * lane + v);
     } else {
         for (int v = 0; lane + 32 * v < E; v++) body(v, lane + 32 * v);
     }
 }
 
+/* Reads or writes a token's row of E values, by 16 bytes if its address and the number of registers allow. */
+template <int V> __device__ static inline void read_row(per_expert<float, V> &x, const float *row, int E) {
+    if constexpr (V > 0 && V % 4 == 0)
+        if (E % 4 == 0 && (uintptr_t)row % 16 == 0) {
+#pragma unroll
+            for (int v = 0; v < V; v += 4) {
+                int e = V * (threadIdx.x % 32) + v;
+                mt_pack<float, 4> pack = mt_load<4>(row + e, e < E);
+                for (int i = 0; i < 4; i++) x[v + i] = pack.value[i];
+            }
+            return;
+        }
+    each_expert<V>(E, [&](int v, int e) { x[v] = row[e]; });
+}
+
+template <int V> __device__ static inline void write_row(float *row, per_expert<float, V> &x, int E) {
+    if constexpr (V > 0 && V % 4 == 0)
+        if (E % 4 == 0 && (uintptr_t)row % 16 == 0) {
+#pragma unroll
+            for (int v = 0; v < V; v += 4) {
+                int e = V * (threadIdx.x % 32) + v;
+                if (e < E) mt_store(row + e, mt_pack<float, 4>{x[v], x[v + 1], x[v + 2], x[v + 3]});
+            }
+            return;
+        }
+    each_expert<V>(E, [&](int v, int e) { row[e] = x[v]; });
+}
+
 /* sortable_key maps finite floats to non-zero unsigned integers of the same order (-0 and 0 map to one key);
  * float_of_key is its inverse. */
 __device__ static inline uint32_t sortable_key(float x) {
-    uint32_t bits = __float_as_uint(x + 0.0f);
-    return bits & 0x80000000 ? ~bits : bits | 0x80000000;
+    int bits = __float_as_int(x + 0.0f);
+    return (uint32_t)(bits ^ (bits >> 31 | INT_MIN));
 }
 __device__ static inline float float_of_key(uint32_t key) {
     return __uint_as_float(key & 0x80000000 ? key & 0x7fffffff : ~key);
@@ -97,47 +126,93 @@ template <int V, class Key> __device__ static inline ranked next_after(ranked la
     return {max_key, __reduce_min_sync(all_lanes, best == max_key ? number : INT_MAX)};
 }
 
+/* Lane j receives the number of the j-th of a token's first k keys. Every lane first sorts its own keys, equal ones by
+ * ascending index, so that each round compares one key per lane. Of equal keys of several lanes the lowest lane's has
+ * the lowest index. */
+template <int V, class Key> __device__ static inline int first_keys(int k, int n, Key key) {
+    int lane = threadIdx.x % 32, mine = 0;
+    if constexpr (V == 0) {
+        ranked last = before_all();
+        for (int j = 0; j < k; j++) {
+            last = next_after<V>(last, n, key);
+            if (lane == j) mine = last.number < n ? last.number : 0;
+        }
+    } else {
+        __shared__ int of_warps[16][32]; // a lane's choice in each round
+        int *chosen = of_warps[threadIdx.x / 32];
+        uint32_t keys[V] = {}, lower = (1u << lane) - 1;
+        int numbers[V] = {};
+        each_expert<V>(n, [&](int v, int i) { keys[v] = key(v, i), numbers[v] = i; });
+#pragma unroll
+        for (int v = 1; v < V; v++)
+#pragma unroll
+            for (int i = v; i > 0; i--) {
+                uint32_t left = keys[i - 1], right = keys[i];
+                int number = numbers[i];
+                bool swap = right > left;
+                keys[i] = swap ? left : right, keys[i - 1] = swap ? right : left;
+                numbers[i] = swap ? numbers[i - 1] : number, numbers[i - 1] = swap ? number : numbers[i - 1];
+            }
+        for (int j = 0; j < k; j++) {
+            uint32_t max_key = __reduce_max_sync(all_lanes, keys[0]);
+            uint32_t lanes = __ballot_sync(all_lanes, keys[0] == max_key);
+            if (keys[0] != max_key || (lanes & lower) != 0) continue;
+            chosen[j] = max_key > 0 ? numbers[0] : 0;
+            for (int v = 0; v + 1 < V; v++) keys[v] = keys[v + 1], numbers[v] = numbers[v + 1];
+            keys[V - 1] = 0;
+        }
+        __syncwarp();
+        mine = chosen[lane];
+        __syncwarp(); // before the next call writes
+    }
+    return mine;
+}
+
 __device__ static inline float logistic(float x) {
     return 1 / (1 + expf(-x));
 }
 
-/* The maximum and the denominator of a softmax over a token's logits, and whether all of them are finite. */
+/* The maximum and the denominator of a softmax over a token's logits. */
 struct softmax_of {
     float max, sum;
-    bool finite;
     __device__ float operator()(float logit) const {
-        return expf(logit - max) / sum;
+        return mt_exp(logit - max) / sum;
     }
 };
 
-template <int V> __device__ static inline softmax_of read_logits(per_expert<float, V> &x, const float *logits, int E) {
-    softmax_of softmax = {-INFINITY, 0, true};
-    each_expert<V>(E, [&](int v, int e) {
-        x[v] = logits[e];
-        softmax.max = fmaxf(softmax.max, x[v]);
-        softmax.finite &= isfinite(x[v]) != 0;
-    });
-    softmax.max = mt_warp_max(softmax.max);
-    each_expert<V>(E, [&](int v, int e) { softmax.sum += expf(x[v] - softmax.max); });
+template <int V> __device__ static inline float max_of(per_expert<float, V> &x, int E) {
+    float most = -INFINITY;
+    each_expert<V>(E, [&](int v, int) { most = fmaxf(most, x[v]); }); // not a NaN
+    return float_of_key(__reduce_max_sync(all_lanes, sortable_key(most)));
+}
+
+template <int V> __device__ static inline bool all_finite(per_expert<float, V> &x, int E) {
+    bool finite = true;
+    each_expert<V>(E, [&](int v, int) { finite &= isfinite(x[v]) != 0; });
+    return __all_sync(all_lanes, finite);
+}
+
+template <int V> __device__ static inline softmax_of softmax_over(per_expert<float, V> &x, int E) {
+    softmax_of softmax = {max_of<V>(x, E), 0};
+    each_expert<V>(E, [&](int v, int) { softmax.sum += mt_exp(x[v] - softmax.max); });
     softmax.sum = mt_warp_sum(softmax.sum);
-    softmax.finite = __all_sync(all_lanes, softmax.finite);
     return softmax;
 }
 
-/* Calls body(V, warps per block, bytes of shared memory). If E exceeds the registers, a warp gets `arrays` arrays of E
- * values in shared memory; it always gets `more` bytes. */
-template <class Body> static void with_slots(int64_t E, int64_t arrays, int64_t more, Body body) {
+/* Calls body(V, warps per block, bytes of shared memory). If E exceeds the registers, a block is one warp and has
+ * `arrays` arrays of E values in shared memory; a warp always gets `more` bytes. */
+template <class Body> static void with_slots(int64_t E, int64_t arrays, int64_t more, unsigned warps, Body body) {
     int64_t bytes = mt_divide_up(E, 32) * 32 * 4 * arrays + more;
     if (E <= 32)
-        body(mt_width<1>(), 8u, (size_t)(8 * more));
+        body(mt_width<1>(), warps, (size_t)(warps * more));
     else if (E <= 64)
-        body(mt_width<2>(), 8u, (size_t)(8 * more));
+        body(mt_width<2>(), warps, (size_t)(warps * more));
     else if (E <= 128)
-        body(mt_width<4>(), 8u, (size_t)(8 * more));
+        body(mt_width<4>(), warps, (size_t)(warps * more));
     else if (E <= 256)
-        body(mt_width<8>(), 8u, (size_t)(8 * more));
+        body(mt_width<8>(), warps, (size_t)(warps * more));
     else if (E <= 512)
-        body(mt_width<16>(), 8u, (size_t)(8 * more));
+        body(mt_width<16>(), warps, (size_t)(warps * more));
     else {
         MT_CHECK(bytes <= max_shared_bytes);
         body(mt_width<0>(), 1u, (size_t)bytes);
@@ -177,7 +252,7 @@ __device__ static inline void limit_groups(per_expert<float, V> &keys, uint32_t 
 template <int V>
 __device__ static inline int choose(float *prob, per_expert<float, V> &x, const softmax_of &softmax,
                                     const float *logits, const float *bias, uint32_t *group_keys, const routing &r) {
-    int lane = threadIdx.x % 32, mine = 0;
+    int lane = threadIdx.x % 32;
     bool biased = r.sigmoid && bias;
     each_expert<V>(
         r.E, [&](int v, int e) { x[v] = __uint_as_float(sortable_key(biased ? logistic(x[v]) + bias[e] : x[v])); });
@@ -186,11 +261,7 @@ __device__ static inline int choose(float *prob, per_expert<float, V> &x, const 
             if (r.sigmoid) return biased ? value : logistic(value);
             return r.pre_softmax ? softmax(value) : value;
         });
-    ranked last = before_all();
-    for (int j = 0; j < r.k; j++) {
-        last = next_after<V>(last, r.E, [&](int v, int) { return __float_as_uint(x[v]); });
-        if (lane == j) mine = last.number < r.E ? last.number : 0;
-    }
+    int mine = first_keys<V>(r.k, r.E, [&](int v, int) { return __float_as_uint(x[v]); });
     float logit = lane < r.k ? logits[mine] : -INFINITY;
     if (r.sigmoid) {
         float score = lane < r.k ? logistic(logit) : 0, sum = mt_warp_sum(score);
@@ -212,6 +283,8 @@ __global__ void route_forward(float *probs, int32_t *experts, int32_t *invalid, 
     char *warp_memory = shared + threadIdx.x / 32 * shared_per_warp;
     int64_t t = (int64_t)blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32;
     int lane = threadIdx.x % 32;
+    mt_wait_for_previous();
+    mt_begin_next();
     if (t >= T) return;
     if (mt_is_padding(token_index, t)) {
         if (lane < r.k) probs[t * r.k + lane] = 0, experts[t * r.k + lane] = -1;
@@ -219,10 +292,12 @@ __global__ void route_forward(float *probs, int32_t *experts, int32_t *invalid, 
     }
     per_expert<float, V> x(warp_memory + r.groups * 4);
     logits += t * r.E;
-    softmax_of softmax = read_logits<V>(x, logits, r.E);
+    read_row<V>(x, logits, r.E);
+    softmax_of softmax = {0, 1};
+    if (r.pre_softmax && !r.sigmoid) softmax = softmax_over<V>(x, r.E);
     float prob = NAN;
     int expert = lane;
-    if (softmax.finite)
+    if (all_finite<V>(x, r.E))
         expert = choose<V>(&prob, x, softmax, logits, bias, (uint32_t *)warp_memory, r);
     else if (lane == 0)
         atomicAdd(invalid, 1);
@@ -236,205 +311,257 @@ extern "C" void mt_cuda_route_forward(float *probs, int32_t *experts, int32_t *i
                                       mt_stream *stream) {
     if (T == 0) return;
     routing r = routing_of(router);
-    with_slots(r.E, 1, mt_divide_up(r.groups, 32) * 128, [&](auto slots, unsigned warps, size_t bytes) {
-        route_forward<decltype(slots)::value><<<mt_grid_size(T, warps), warps * 32, bytes, mt_cuda_stream(stream)>>>(
-            probs, experts, invalid, logits, bias, token_index, T, r, (int)(bytes / warps));
-        MT_CUDA_LAUNCHED();
+    with_slots(r.E, 1, mt_divide_up(r.groups, 32) * 128, 8, [&](auto slots, unsigned warps, size_t bytes) {
+        mt_launch_early(route_forward<decltype(slots)::value>, mt_grid_size(T, warps), warps * 32, (int64_t)bytes,
+                        mt_cuda_stream(stream), probs, experts, invalid, logits, bias, token_index, T, r,
+                        (int)(bytes / warps));
     });
 }
 
 /* For probabilities q with gradients g, the gradient of the logits is q (g - sum(g q)) for a softmax, the same times 1
- * - s for sigmoids s divided by their sum, and g s (1 - s) for a single sigmoid. Reads 4 (E + 2 k) bytes per token,
- * writes 4 E. */
+ * - s for sigmoids s divided by their sum, and g s (1 - s) for a single sigmoid. This kernel is for a softmax over all
+ * experts. One warp per token. Reads 4 (E + 2 k) bytes per token, writes 4 E. */
 template <int V>
-__global__ void route_backward(float *dlogits, const float *dprobs, const int32_t *experts, const float *logits,
-                               int64_t T, routing r, int shared_per_warp) {
+__global__ void route_backward_all(float *dlogits, const float *dprobs, const int32_t *experts, const float *logits,
+                                   int64_t T, routing r, int shared_per_warp) {
     extern __shared__ __align__(16) char shared[];
     int64_t t = (int64_t)blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32;
     int lane = threadIdx.x % 32;
+    mt_wait_for_previous();
+    mt_begin_next();
     if (t >= T) return;
     per_expert<float, V> x(shared + threadIdx.x / 32 * shared_per_warp);
     logits += t * r.E, dlogits += t * r.E;
     int expert = lane < r.k ? experts[t * r.k + lane] : -1;
-    if (__shfl_sync(all_lanes, expert, 0) < 0) { // padding
-        each_expert<V>(r.E, [&](int, int e) { dlogits[e] = 0; });
-        return;
-    }
-    bool chosen = expert >= 0;
-    float logit = chosen ? logits[expert] : -INFINITY, g = chosen ? dprobs[t * r.k + lane] : 0, q;
-    bool all = !r.sigmoid && r.pre_softmax;
-    softmax_of softmax = {0, 1, true};
-    if (all) {
-        softmax = read_logits<V>(x, logits, r.E);
-        q = chosen ? softmax(logit) : 0;
-    } else {
-        float max_logit = mt_warp_max(logit);
-        q = !chosen ? 0 : r.sigmoid ? logistic(logit) : expf(logit - max_logit);
-    }
-    float total = mt_warp_sum(q);
-    if (!all && !(r.sigmoid && r.k == 1)) q /= total + (r.sigmoid ? 1e-20f : 0);
-    float mean = mt_warp_sum(g * q);
-    if (r.sigmoid && r.k == 1) mean = 0;
-    each_expert<V>(r.E, [&](int v, int e) { dlogits[e] = all ? -r.scaling * softmax(x[v]) * mean : 0.0f; });
+    bool chosen = expert >= 0, padding = __shfl_sync(all_lanes, expert, 0) < 0;
+    float logit = chosen ? logits[expert] : -INFINITY, g = chosen ? dprobs[t * r.k + lane] : 0;
+    read_row<V>(x, logits, r.E);
+    softmax_of softmax = softmax_over<V>(x, r.E);
+    float q = chosen ? softmax(logit) : 0, mean = mt_warp_sum(g * q);
+    each_expert<V>(r.E, [&](int v, int) { x[v] = padding ? 0 : -r.scaling * softmax(x[v]) * mean; });
+    write_row<V>(dlogits, x, r.E);
     __syncwarp(); // the chosen experts are overwritten below
-    if (chosen) dlogits[expert] = r.scaling * q * (g - mean) * (r.sigmoid ? logistic(-logit) : 1.0f);
+    if (chosen) dlogits[expert] = r.scaling * q * (g - mean);
+}
+
+/* The same for a softmax over the chosen experts, or sigmoids: the others' gradients are 0. `width` lanes, a power of
+ * two, share a token, and a warp zeroes the rows of its tokens together. Reads 12 k bytes per token, writes 4 E. */
+__global__ void route_backward_chosen(float *dlogits, const float *dprobs, const int32_t *experts, const float *logits,
+                                      int64_t T, routing r, int width) {
+    int lane = threadIdx.x % 32, j = lane % width, tokens = 32 / width;
+    int64_t first = ((int64_t)blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32) * tokens, t = first + lane / width;
+    auto over_lanes = [&](float x, auto combine) {
+        for (int step = width / 2; step > 0; step /= 2) x = combine(x, __shfl_xor_sync(all_lanes, x, step));
+        return x;
+    };
+    auto sum_of = [&](float x) { return over_lanes(x, [](float a, float b) { return a + b; }); };
+    mt_wait_for_previous();
+    mt_begin_next();
+    if (first >= T) return;
+    int expert = j < r.k && t < T ? experts[t * r.k + j] : -1;
+    bool chosen = expert >= 0, single = r.sigmoid && r.k == 1;
+    float logit = chosen ? logits[t * r.E + expert] : -INFINITY, g = chosen ? dprobs[t * r.k + j] : 0;
+    float *rows = dlogits + first * r.E;
+    int count = (int)min((int64_t)tokens, T - first) * r.E;
+    if (r.E % 4 == 0 && (uintptr_t)dlogits % 16 == 0)
+        for (int i = lane * 4; i < count; i += 128) mt_store(rows + i, mt_pack<float, 4>{});
+    else
+        for (int i = lane; i < count; i += 32) rows[i] = 0;
+    float max_logit = over_lanes(logit, [](float a, float b) { return fmaxf(a, b); });
+    float q = !chosen ? 0 : r.sigmoid ? logistic(logit) : expf(logit - max_logit);
+    float total = sum_of(q);
+    if (!single) q /= total + (r.sigmoid ? 1e-20f : 0);
+    float mean = single ? 0 : sum_of(g * q);
+    __syncwarp(); // the rows are zeroed
+    if (chosen) dlogits[t * r.E + expert] = r.scaling * q * (g - mean) * (r.sigmoid ? logistic(-logit) : 1.0f);
 }
 
 extern "C" void mt_cuda_route_backward(float *dlogits, const float *dprobs, const int32_t *experts, const float *logits,
                                        int64_t T, const mt_router *router, mt_stream *stream) {
     if (T == 0) return;
     routing r = routing_of(router);
-    with_slots(r.E, 1, 0, [&](auto slots, unsigned warps, size_t bytes) {
-        route_backward<decltype(slots)::value><<<mt_grid_size(T, warps), warps * 32, bytes, mt_cuda_stream(stream)>>>(
-            dlogits, dprobs, experts, logits, T, r, (int)(bytes / warps));
-        MT_CUDA_LAUNCHED();
+    int width = 1;
+    while (width < r.k) width *= 2;
+    if (r.sigmoid || !r.pre_softmax) {
+        mt_launch_early(route_backward_chosen, mt_grid_size(T, 256 / width), 256, 0, mt_cuda_stream(stream), dlogits,
+                        dprobs, experts, logits, T, r, width);
+        return;
+    }
+    with_slots(r.E, 1, 0, 8, [&](auto slots, unsigned warps, size_t bytes) {
+        mt_launch_early(route_backward_all<decltype(slots)::value>, mt_grid_size(T, warps), warps * 32, (int64_t)bytes,
+                        mt_cuda_stream(stream), dlogits, dprobs, experts, logits, T, r, (int)(bytes / warps));
     });
 }
 
 /* ---- auxiliary losses -------------------------------------------------------------------------------------------- */
 
-/* Replaces a token's logits by its scores, normalised to sum 1. Returns log(sum(exp(logits))). */
-template <int V>
-__device__ static inline double normalise_scores(per_expert<float, V> &x, const softmax_of &softmax, const routing &r) {
+/* Replaces a token's logits by its scores, normalised to sum 1. Returns the softmax over the logits. */
+template <int V> __device__ static inline softmax_of normalise_scores(per_expert<float, V> &x, const routing &r) {
+    softmax_of softmax = {max_of<V>(x, r.E), 0};
     float sum = 0;
     each_expert<V>(r.E, [&](int v, int) {
-        x[v] = r.sigmoid ? logistic(x[v]) : softmax(x[v]);
+        float weight = mt_exp(x[v] - softmax.max);
+        softmax.sum += weight;
+        x[v] = r.sigmoid ? logistic(x[v]) : weight;
         sum += x[v];
     });
-    sum = mt_warp_sum(sum) + 1e-20f;
-    if (r.sigmoid) each_expert<V>(r.E, [&](int v, int) { x[v] /= sum; });
-    return (double)softmax.max + log((double)softmax.sum);
-}
-
-/* Scores are summed as integer multiples of 2^-40: exact for scores down to 2^-16, and independent of the order. */
-static constexpr float score_unit = 0x1p40f;
-
-/* Accumulators of the forward: sums of scores and counts [S, E], a flag per sequence that a score was NaN, and the
- * z-loss sum of each warp. */
-struct aux_loss_sums {
-    unsigned long long *scores;
-    double *z;
-    int32_t *counts, *has_nan;
-};
-
-static constexpr int tokens_per_warp = 4;
-
-/* Adds a warp's sums of one sequence to `to` and resets them. */
-template <int V>
-__device__ static inline void aux_loss_flush(const aux_loss_sums &to, per_expert<unsigned long long, V> &scores,
-                                             per_expert<int32_t, V> &counts, int64_t sequence, int E) {
-    each_expert<V>(E, [&](int v, int e) {
-        if (scores[v] > 0) atomicAdd(&to.scores[sequence * E + e], scores[v]);
-        if (counts[v] > 0) atomicAdd(&to.counts[sequence * E + e], counts[v]);
-        scores[v] = 0, counts[v] = 0;
-    });
-}
-
-/* Adds the scores of one token (logits x) to a warp's sums. Returns log(sum(exp(x))). */
-template <int V>
-__device__ static inline double aux_loss_add(per_expert<unsigned long long, V> &scores, per_expert<int32_t, V> &counts,
-                                             int32_t *has_nan, per_expert<float, V> &x, const softmax_of &softmax,
-                                             const routing &r) {
-    ranked last = before_all();
-    for (int j = 0; softmax.finite && j < r.k; j++)
-        last = next_after<V>(last, r.E, [&](int v, int) { return sortable_key(x[v]); });
-    each_expert<V>(r.E,
-                   [&](int v, int e) { counts[v] += softmax.finite ? !last.before(sortable_key(x[v]), e) : e < r.k; });
-    double lse = normalise_scores<V>(x, softmax, r);
-    bool number = true;
-    each_expert<V>(r.E, [&](int v, int) {
-        number &= !isnan(x[v]);
-        if (x[v] > 0) scores[v] += __float2ull_rn(x[v] * score_unit);
-    });
-    if (!number) *has_nan = 1;
-    return lse;
-}
-
-/* A warp processes up to tokens_per_warp consecutive tokens. If there is only one sequence, the warps of a block first
- * add up in shared memory (`block_sums`). Reads 4 E bytes per token. */
-template <int V>
-__global__ void aux_loss_forward(aux_loss_sums sums, const float *logits, const int32_t *sequence,
-                                 const int64_t *token_index, int64_t T, routing r, int shared_per_warp,
-                                 bool block_sums) {
-    extern __shared__ __align__(16) char shared[];
-    char *warp_memory = shared + threadIdx.x / 32 * shared_per_warp,
-         *block_memory = shared + blockDim.x / 32 * shared_per_warp;
-    int64_t warp = (int64_t)blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32, first = warp * tokens_per_warp;
-    int64_t slots = (r.E + 31) / 32 * 32, current = 0;
-    per_expert<unsigned long long, V> scores(warp_memory);
-    per_expert<int32_t, V> counts(warp_memory + slots * 8);
-    per_expert<float, V> x(warp_memory + slots * 12);
-    aux_loss_sums to = sums;
-    if (block_sums)
-        to.scores = (unsigned long long *)block_memory, to.counts = (int32_t *)(block_memory + (int64_t)r.E * 8);
-    for (int e = threadIdx.x; block_sums && e < r.E; e += blockDim.x) to.scores[e] = 0, to.counts[e] = 0;
-    __syncthreads();
-    each_expert<V>(r.E, [&](int v, int) { scores[v] = 0, counts[v] = 0; });
-    double z = 0;
-    for (int64_t t = first; t < min(first + tokens_per_warp, T); t++) {
-        if (mt_is_padding(token_index, t)) continue;
-        int64_t s = sequence ? sequence[t] : 0;
-        if (s != current) aux_loss_flush<V>(to, scores, counts, current, r.E);
-        current = s;
-        softmax_of softmax = read_logits<V>(x, logits + t * r.E, r.E);
-        double lse = aux_loss_add<V>(scores, counts, &sums.has_nan[s], x, softmax, r);
-        z += lse * lse;
-    }
-    aux_loss_flush<V>(to, scores, counts, current, r.E);
-    if (first < T && threadIdx.x % 32 == 0) sums.z[warp] = z;
-    __syncthreads();
-    for (int e = threadIdx.x; block_sums && e < r.E; e += blockDim.x) {
-        if (to.scores[e] > 0) atomicAdd(&sums.scores[e], to.scores[e]);
-        if (to.counts[e] > 0) atomicAdd(&sums.counts[e], to.counts[e]);
-    }
-}
-
-/* Second stage: writes sums[2, S, E] in fp32; one block adds up the z-loss of the warps in a fixed order. */
-__global__ void aux_loss_finish(float *sums, double *z_sum, aux_loss_sums from, int64_t S, int64_t E, int64_t warps) {
-    for (int64_t i = (int64_t)blockIdx.x * blockDim.x + threadIdx.x; i < S * E; i += (int64_t)gridDim.x * blockDim.x) {
-        sums[i] = from.has_nan[i / E] ? NAN : (float)((double)from.scores[i] / (double)score_unit);
-        sums[S * E + i] = (float)from.counts[i];
-    }
-    if (blockIdx.x > 0) return;
-    __shared__ double parts[256];
-    double z = 0;
-    for (int64_t i = threadIdx.x; i < warps; i += 256) z += from.z[i];
-    parts[threadIdx.x] = z;
-    for (int half = 128; half > 0; half /= 2) {
-        __syncthreads();
-        if (threadIdx.x < half) parts[threadIdx.x] += parts[threadIdx.x + half];
-    }
-    if (threadIdx.x == 0) z_sum[0] += parts[0];
-}
-
-extern "C" void mt_cuda_aux_loss_forward(const mt_aux_loss_args *a, mt_stream *stream) {
-    int64_t S = a->S, T = a->T;
-    routing r = routing_of(a->router);
-    cudaStream_t on = mt_cuda_stream(stream);
-    int64_t warps = mt_divide_up(T, tokens_per_warp), zeroed = S * r.E * 12 + S * 4;
-    char *workspace = (char *)mt_cuda_workspace(stream, warps * 8 + zeroed);
-    aux_loss_sums to;
-    to.z = (double *)workspace;
-    to.scores = (unsigned long long *)(workspace + warps * 8);
-    to.counts = (int32_t *)(to.scores + S * r.E);
-    to.has_nan = to.counts + S * r.E;
-    MT_CUDA(cudaMemsetAsync(to.scores, 0, (size_t)zeroed, on));
-    if (T > 0)
-        with_slots(r.E, 4, 0, [&](auto slots, unsigned in_block, size_t bytes) {
-            size_t room = (size_t)r.E * 12;
-            bool block_sums = !a->sequence && bytes + room <= (size_t)max_shared_bytes;
-            aux_loss_forward<decltype(slots)::value>
-                <<<mt_grid_size(warps, in_block), in_block * 32, block_sums ? bytes + room : bytes, on>>>(
-                    to, a->logits, a->sequence, a->token_index, T, r, (int)(bytes / in_block), block_sums);
-            MT_CUDA_LAUNCHED();
-        });
-    aux_loss_finish<<<mt_grid_size(S * r.E, 1024), 256, 0, on>>>(a->sums, a->z_sum, to, S, r.E, warps);
-    MT_CUDA_LAUNCHED();
+    softmax.sum = mt_warp_sum(softmax.sum);
+    sum = 1 / (r.sigmoid ? mt_warp_sum(sum) + 1e-20f : softmax.sum);
+    each_expert<V>(r.E, [&](int v, int) { x[v] *= sum; });
+    return softmax;
 }
 
 __device__ static inline double warp_sum(double x) {
     for (int lane = 16; lane > 0; lane /= 2) x += __shfl_xor_sync(all_lanes, x, lane);
     return x;
+}
+
+/* Scores are summed as integer multiples of 2^-40: exact for scores down to 2^-16, and independent of the order. In
+ * shared memory, where additions of 64 bits are slow, a sum has two words of multiples of 2^-40 and of 2^-20. */
+static constexpr float score_unit = 0x1p40f;
+static constexpr int low_bits = 20;
+
+/* Accumulators of the forward, which are zero at its start: sums of scores and counts [S, E], a flag per sequence that
+ * a score was NaN, the number of blocks that are done; and the z-loss sum of each block, which need not be zero. */
+struct aux_loss_sums {
+    unsigned long long *scores;
+    int32_t *counts, *has_nan, *blocks_done;
+    double *z;
+};
+
+static constexpr int tokens_per_warp = 4, aux_loss_warps = 16;
+
+/* Adds a warp's sums of scores of one sequence to `to`, or to the block's in shared memory, and resets them. */
+template <int V>
+__device__ static inline void aux_loss_flush(const aux_loss_sums &to, uint32_t *block_sums,
+                                             per_expert<unsigned long long, V> &scores, int64_t sequence, int E) {
+    each_expert<V>(E, [&](int v, int e) {
+        if (block_sums) {
+            atomicAdd(&block_sums[e], (uint32_t)scores[v] & ((1u << low_bits) - 1));
+            atomicAdd(&block_sums[E + e], (uint32_t)(scores[v] >> low_bits));
+        } else if (scores[v] > 0) {
+            atomicAdd(&to.scores[sequence * E + e], scores[v]);
+        }
+        scores[v] = 0;
+    });
+}
+
+/* Adds the scores of one token (logits x) to a warp's sums, and counts its choices. Returns the softmax over the
+ * logits. */
+template <int V>
+__device__ static inline softmax_of aux_loss_add(per_expert<unsigned long long, V> &scores, int32_t *counts,
+                                                 int32_t *has_nan, per_expert<float, V> &x, const routing &r) {
+    bool finite = all_finite<V>(x, r.E);
+    int lane = threadIdx.x % 32, mine = lane;
+    if (finite) mine = first_keys<V>(r.k, r.E, [&](int v, int) { return sortable_key(x[v]); });
+    if (lane < r.k) atomicAdd(&counts[mine], 1);
+    softmax_of softmax = normalise_scores<V>(x, r);
+    each_expert<V>(r.E, [&](int v, int) {
+        if (x[v] > 0) scores[v] += __float2ull_rn(x[v] * score_unit);
+        if (!finite && isnan(x[v])) *has_nan = 1;
+    });
+    return softmax;
+}
+
+/* The last block writes the results [2, S, E] in fp32, adds up the z-loss of the blocks in a fixed order, and resets
+ * the accumulators. */
+__device__ static inline void aux_loss_results(const mt_aux_loss_args &a, const aux_loss_sums &from, int E) {
+    int64_t n = a.S * E;
+    double z = 0;
+#pragma unroll 4
+    for (int64_t i = threadIdx.x; i < n; i += blockDim.x) {
+        float score = (float)((double)__ldcg(&from.scores[i]) / (double)score_unit);
+        a.sums[i] = __ldcg(&from.has_nan[i / E]) ? NAN : score;
+        a.sums[n + i] = (float)__ldcg(&from.counts[i]);
+        from.scores[i] = 0, from.counts[i] = 0;
+    }
+    for (int i = threadIdx.x; i < gridDim.x; i += blockDim.x) z += __ldcg(&from.z[i]);
+    __shared__ double of_warp[32];
+    z = warp_sum(z);
+    if (threadIdx.x % 32 == 0) of_warp[threadIdx.x / 32] = z;
+    __syncthreads();
+    for (int64_t s = threadIdx.x; s < a.S; s += blockDim.x) from.has_nan[s] = 0;
+    if (threadIdx.x > 0) return;
+    for (int w = 1; w < blockDim.x / 32; w++) z += of_warp[w];
+    a.z_sum[0] += z;
+    *from.blocks_done = 0;
+}
+
+/* Adds a block's sums to those of all blocks. Returns true in the last block that does so, which sees those of all. */
+__device__ static inline bool aux_loss_block_done(const aux_loss_sums &to, const uint32_t *block_sums, double z,
+                                                  int E) {
+    __shared__ double of_warp[aux_loss_warps];
+    __shared__ bool last;
+    if (threadIdx.x % 32 == 0) of_warp[threadIdx.x / 32] = z;
+    __syncthreads();
+    for (int e = threadIdx.x; block_sums && e < E; e += blockDim.x) {
+        unsigned long long score = ((unsigned long long)block_sums[E + e] << low_bits) + block_sums[e];
+        if (score > 0) atomicAdd(&to.scores[e], score);
+        if (block_sums[2 * E + e] > 0) atomicAdd(&to.counts[e], (int32_t)block_sums[2 * E + e]);
+    }
+    if (threadIdx.x == 0) {
+        for (int w = 1; w < blockDim.x / 32; w++) z += of_warp[w];
+        to.z[blockIdx.x] = z;
+    }
+    __threadfence();
+    __syncthreads();
+    if (threadIdx.x == 0) last = atomicAdd(to.blocks_done, 1) == (int)gridDim.x - 1;
+    __syncthreads();
+    return last;
+}
+
+/* A warp processes up to tokens_per_warp consecutive tokens. If there is only one sequence, the warps of a block first
+ * add up in shared memory (`in_block`). The last block writes the results. Reads 4 E bytes per token. */
+template <int V>
+__global__ void __launch_bounds__(32 * aux_loss_warps)
+    aux_loss_forward(aux_loss_sums to, mt_aux_loss_args a, routing r, int shared_per_warp, bool in_block) {
+    extern __shared__ __align__(16) char shared[];
+    char *warp_memory = shared + threadIdx.x / 32 * shared_per_warp;
+    uint32_t *block_sums = in_block ? (uint32_t *)(shared + blockDim.x / 32 * shared_per_warp) : NULL;
+    int64_t first = ((int64_t)blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32) * tokens_per_warp;
+    int64_t slots = (r.E + 31) / 32 * 32, current = 0;
+    per_expert<unsigned long long, V> scores(warp_memory);
+    per_expert<float, V> x(warp_memory + slots * 8);
+    for (int i = threadIdx.x; block_sums && i < 3 * r.E; i += blockDim.x) block_sums[i] = 0;
+    __syncthreads();
+    each_expert<V>(r.E, [&](int v, int) { scores[v] = 0; });
+    mt_wait_for_previous();
+    mt_begin_next();
+    softmax_of mine = {0, 1}; // of the token whose z-loss this lane computes
+    for (int64_t t = first; t < min(first + tokens_per_warp, a.T); t++) {
+        if (mt_is_padding(a.token_index, t)) continue;
+        int64_t s = a.sequence ? a.sequence[t] : 0;
+        if (s != current) aux_loss_flush<V>(to, block_sums, scores, current, r.E);
+        current = s;
+        read_row<V>(x, a.logits + t * r.E, r.E);
+        int32_t *counts = block_sums ? (int32_t *)block_sums + 2 * r.E : to.counts + s * r.E;
+        softmax_of softmax = aux_loss_add<V>(scores, counts, &to.has_nan[s], x, r);
+        if (threadIdx.x % 32 == t - first) mine = softmax;
+    }
+    aux_loss_flush<V>(to, block_sums, scores, current, r.E);
+    double lse = (double)mine.max + log((double)mine.sum); // 0 in lanes without a token
+    if (aux_loss_block_done(to, block_sums, warp_sum(lse * lse), r.E)) aux_loss_results(a, to, r.E);
+}
+
+extern "C" void mt_cuda_aux_loss_forward(const mt_aux_loss_args *a, mt_stream *stream) {
+    routing r = routing_of(a->router);
+    int64_t accumulated = a->S * r.E, zeroed = accumulated * 12 + a->S * 4 + 4;
+    int64_t most_blocks = mt_divide_up(a->T, tokens_per_warp) + 1;
+    aux_loss_sums to;
+    to.z = (double *)mt_cuda_workspace(stream, most_blocks * 8 + zeroed);
+    to.scores = (unsigned long long *)(zeroed <= mt_zeros_bytes ? stream->zeros : to.z + most_blocks);
+    to.counts = (int32_t *)(to.scores + accumulated);
+    to.has_nan = to.counts + accumulated;
+    to.blocks_done = to.has_nan + a->S;
+    if (zeroed > mt_zeros_bytes) mt_cuda_memory_zero(to.scores, zeroed, stream);
+    with_slots(r.E, 3, 0, aux_loss_warps, [&](auto slots, unsigned warps, size_t bytes) {
+        size_t room = (size_t)r.E * 12;
+        bool in_block = !a->sequence && bytes + room <= (size_t)max_shared_bytes;
+        mt_launch_early(aux_loss_forward<decltype(slots)::value>,
+                        mt_grid_size(a->T > 0 ? a->T : 1, warps * tokens_per_warp), warps * 32,
+                        (int64_t)(in_block ? bytes + room : bytes), mt_cuda_stream(stream), to, *a, r,
+                        (int)(bytes / warps), in_block);
+    });
 }
 
 /* One block; its warps take the sequences in turn. */
@@ -464,42 +591,44 @@ extern "C" void mt_cuda_aux_loss_value(double *loss, const float *sums, int64_t 
     MT_CUDA_LAUNCHED();
 }
 
-/* One warp per token. Reads 8 E bytes per token and writes 4 E; the counts come from the caches. */
-template <int V>
-__global__ void aux_loss_backward(float *dlogits, const float *logits, const float *counts, const int32_t *sequence,
-                                  const int64_t *token_index, int64_t T, float aux_scale, float z_scale, routing r,
-                                  int shared_per_warp) {
+/* One warp per token. Reads 8 E bytes per token and writes 4 E; the counts come from the caches. Since the scores sum
+ * to 1, the counts may be taken relative to their mean, which needs fewer digits. */
+template <int V> __global__ void aux_loss_backward(mt_aux_loss_args a, routing r, int shared_per_warp) {
     extern __shared__ __align__(16) char shared[];
-    int64_t t = (int64_t)blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32;
-    if (t >= T || mt_is_padding(token_index, t)) return;
-    per_expert<float, V> x(shared + threadIdx.x / 32 * shared_per_warp);
-    counts += (sequence ? sequence[t] : 0) * r.E, logits += t * r.E, dlogits += t * r.E;
-    softmax_of softmax = read_logits<V>(x, logits, r.E);
-    float lse = (float)normalise_scores<V>(x, softmax, r);
-    double total = 0, mean = 0;
-    each_expert<V>(r.E, [&](int v, int e) {
-        total += (double)counts[e];
-        mean += (double)counts[e] * (double)x[v];
+    char *warp_memory = shared + threadIdx.x / 32 * shared_per_warp;
+    int64_t t = (int64_t)blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32, slots = (r.E + 31) / 32 * 32;
+    mt_wait_for_previous();
+    mt_begin_next();
+    if (t >= a.T || mt_is_padding(a.token_index, t)) return;
+    per_expert<float, V> x(warp_memory), d(warp_memory + slots * 4), counts(warp_memory + slots * 8);
+    const float *logits = a.logits + t * r.E;
+    read_row<V>(x, logits, r.E);
+    read_row<V>(d, a.dlogits + t * r.E, r.E);
+    read_row<V>(counts, a.counts + (a.sequence ? a.sequence[t] : 0) * r.E, r.E);
+    softmax_of softmax = normalise_scores<V>(x, r);
+    float total = 0, mean = 0, lse = softmax.max + logf(softmax.sum);
+    each_expert<V>(r.E, [&](int v, int) { total += counts[v]; });
+    total = mt_warp_sum(total);
+    float factor = total > 0 ? a.aux_scale * (float)r.E / total : 0, average = total / (float)r.E;
+    each_expert<V>(r.E, [&](int v, int) {
+        counts[v] -= average;
+        mean += counts[v] * x[v];
     });
-    total = warp_sum(total), mean = warp_sum(mean);
-    double factor = total > 0 ? (double)aux_scale * (double)r.E / total : 0;
+    mean = mt_warp_sum(mean);
     each_expert<V>(r.E, [&](int v, int e) {
-        float logit = logits[e], slope = r.sigmoid ? logistic(-logit) : 1.0f;
-        float aux = (float)(factor * ((double)counts[e] - mean)) * x[v] * slope;
-        dlogits[e] += aux + 2 * z_scale * lse * expf(logit - lse);
+        float aux = factor * (counts[v] - mean) * x[v], probability = x[v];
+        if (r.sigmoid) aux *= logistic(-logits[e]), probability = expf(logits[e] - lse);
+        d[v] += aux + 2 * a.z_scale * lse * probability;
     });
+    write_row<V>(a.dlogits + t * r.E, d, r.E);
 }
 
 extern "C" void mt_cuda_aux_loss_backward(const mt_aux_loss_args *a, mt_stream *stream) {
-    int64_t T = a->T;
-    if (T == 0) return;
+    if (a->T == 0) return;
     routing r = routing_of(a->router);
-    with_slots(r.E, 1, 0, [&](auto slots, unsigned warps, size_t bytes) {
-        aux_loss_backward<decltype(slots)::value>
-            <<<mt_grid_size(T, warps), warps * 32, bytes, mt_cuda_stream(stream)>>>(
-                a->dlogits, a->logits, a->counts, a->sequence, a->token_index, T, a->aux_scale, a->z_scale, r,
-                (int)(bytes / warps));
-        MT_CUDA_LAUNCHED();
+    with_slots(r.E, 3, 0, 8, [&](auto slots, unsigned warps, size_t bytes) {
+        mt_launch_early(aux_loss_backward<decltype(slots)::value>, mt_grid_size(a->T, warps), warps * 32,
+                        (int64_t)bytes, mt_cuda_stream(stream), *a, r, (int)(bytes / warps));
     });
 }
 
@@ -623,168 +752,112 @@ extern "C" void mt_cuda_drop_tokens(const mt_drop_args *a, mt_stream *stream) {
 
 /* ---- order of dispatched tokens ---------------------------------------------------------------------------------- */
 
-/* Calls to(i, of(0) + ... + of(i - 1)) for i <= n. One block of 1024 threads. */
-template <class Of, class To> __device__ static inline void prefix_sums(int64_t n, Of of, To to) {
-    __shared__ int32_t of_warp[32];
-    int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    int32_t before = 0;
-    for (int64_t first = 0; first <= n; first += 1024) {
-        int64_t i = first + threadIdx.x;
-        int32_t x = i < n ? of(i) : 0, sum = x;
-        for (int step = 1; step < 32; step *= 2) {
-            int32_t left = __shfl_up_sync(all_lanes, sum, step);
-            if (lane >= step) sum += left;
-        }
-        if (lane == 31) of_warp[warp] = sum;
-        __syncthreads();
-        int32_t warps = of_warp[lane];
-        for (int step = 1; step < 32; step *= 2) {
-            int32_t left = __shfl_up_sync(all_lanes, warps, step);
-            if (lane >= step) warps += left;
-        }
-        int32_t of_others = __shfl_sync(all_lanes, warps, warp > 0 ? warp - 1 : 0);
-        if (i <= n) to(i, before + (warp > 0 ? of_others : 0) + sum - x);
-        before += __shfl_sync(all_lanes, warps, 31);
-        __syncthreads();
-    }
-}
-
-/* mt_dispatch in the form that kernels use. A bin is an expert of the range that is dispatched. */
+/* mt_dispatch in the form that kernels use, for a sort into `sort.bins` bins, the experts of the range that is
+ * dispatched. sort.n: number of choices. */
 struct dispatch_info {
-    int64_t n, capacity; // n: number of choices
-    int topk, first, bins, local, copies;
-    int64_t blocks; // each has per_warp choices for each warp
+    mt_counting sort;
+    int topk, first, local, copies, capacity;
 };
-static constexpr int per_warp = 128;
 
-/* The bin of choice i, or -1. */
-__device__ static inline int bin_of(const int32_t *experts, int64_t i, const dispatch_info &s) {
-    int64_t expert = i < s.n ? experts[i] : -1, bin = expert - s.first;
-    return expert >= 0 && bin >= 0 && bin < s.bins ? (int)bin : -1;
-}
-
-/* before[bins, blocks] = the number of choices of each bin in each block. First step of a counting sort:
- * histogram, prefix sums of each bin over the blocks, offsets of the bins, scatter. The sort reads 4 bytes per choice
- * twice, writes 4 for each copy of a choice and 8 for each row. Launch latency dominates its time. */
-__global__ void plan_histogram(int32_t *before, const int32_t *experts, dispatch_info s) {
-    extern __shared__ int32_t block_memory[];
-    for (int bin = threadIdx.x; bin < s.bins; bin += blockDim.x) block_memory[bin] = 0;
-    __syncthreads();
-    int64_t first = (int64_t)blockIdx.x * (blockDim.x / 32) * per_warp;
-    for (int i = threadIdx.x; i < blockDim.x / 32 * per_warp; i += blockDim.x) {
-        int bin = bin_of(experts, first + i, s);
-        if (bin >= 0) atomicAdd(&block_memory[bin], 1);
+/* The bins of this thread's choices, -1 for choices of other experts. */
+template <int items>
+__device__ static inline void read_bins(int (&bins)[items], const int32_t *experts, const dispatch_info &s) {
+    int64_t first = mt_first_item(s.sort);
+#pragma unroll
+    for (int j = 0; j < items; j++) {
+        int expert = first + 32 * j < s.sort.n ? experts[first + 32 * j] : -1;
+        int64_t bin = (int64_t)expert - s.first;
+        bins[j] = expert >= 0 && bin >= 0 && bin < s.sort.bins ? (int)bin : -1;
     }
-    __syncthreads();
-    for (int bin = threadIdx.x; bin < s.bins; bin += blockDim.x)
-        before[bin * s.blocks + blockIdx.x] = block_memory[bin];
 }
 
-/* before[bins, blocks] = exclusive prefix sums over the blocks; totals[bins]. One warp per bin. */
-__global__ void plan_scan(int32_t *before, int32_t *totals, dispatch_info s) {
-    int64_t bin = (int64_t)blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32;
-    int lane = threadIdx.x % 32;
-    int32_t total = 0;
-    if (bin >= s.bins) return;
-    before += bin * s.blocks;
-    for (int64_t block = lane; block - lane < s.blocks; block += 32) {
-        int32_t x = block < s.blocks ? before[block] : 0, sum = x;
-        for (int step = 1; step < 32; step *= 2) {
-            int32_t left = __shfl_up_sync(all_lanes, sum, step);
-            if (lane >= step) sum += left;
+/* The first row of a bin's first copy, and the distance from there to the next copy. first[bins + 1]: the number of
+ * choices of lower bins. */
+struct bin_rows {
+    int32_t start, to_next;
+    __device__ bin_rows(const int32_t *first, unsigned bin, const dispatch_info &s) {
+        unsigned place = bin / (unsigned)s.local, lowest = place * s.local;
+        to_next = s.capacity > 0 ? s.local * s.capacity : first[lowest + s.local] - first[lowest];
+        start = s.capacity > 0 ? (place * s.copies * s.local + bin - lowest) * s.capacity
+                               : first[lowest] * s.copies + first[bin] - first[lowest];
+    }
+};
+
+/* -1 in the rows without a choice: after the last packed row, or in the free rows of each destination. */
+__device__ static inline void clear_free_rows(int32_t *choice, int32_t *token, const int32_t *first, int64_t M,
+                                              const dispatch_info &s) {
+    int64_t begin = s.capacity > 0 ? 0 : (int64_t)first[s.sort.bins] * s.copies;
+    for (int64_t m = begin + blockIdx.x * blockDim.x + threadIdx.x; m < M; m += gridDim.x * blockDim.x) {
+        if (s.capacity > 0) {
+            int v = (int)m / s.capacity, bin = v / s.local / s.copies * s.local + v % s.local;
+            if (bin < s.sort.bins && (int)m - v * s.capacity < first[bin + 1] - first[bin]) continue;
         }
-        if (block < s.blocks) before[block] = total + sum - x;
-        total += __shfl_sync(all_lanes, sum, 31);
-    }
-    if (lane == 0) totals[bin] = total;
-}
-
-/* offsets[bins copies + 1]: the first row of each bin. */
-__global__ void __launch_bounds__(1024) plan_offsets(int32_t *offsets, const int32_t *totals, dispatch_info s) {
-    prefix_sums((int64_t)s.bins * s.copies,
-                [&](int64_t v) {
-                    if (s.capacity > 0) return (int32_t)s.capacity;
-                    int64_t place = v / s.local / s.copies;
-                    return s.n > 0 ? totals[place * s.local + v % s.local] : 0;
-                },
-                [&](int64_t v, int32_t before) { offsets[v] = before; });
-}
-
-/* Writes the rows of one choice; `rank` choices of its bin precede it. */
-__device__ static inline void write_choice(int32_t *position, int32_t *choice, int32_t *token, const int32_t *offsets,
-                                           int64_t i, int bin, int32_t rank, const dispatch_info &s) {
-    bool valid = bin >= 0 && (s.capacity == 0 || rank < s.capacity);
-    for (int copy = 0; copy < s.copies; copy++) {
-        int32_t row = valid ? offsets[(bin / s.local * s.copies + copy) * s.local + bin % s.local] + rank : -1;
-        position[i * s.copies + copy] = row;
-        if (valid) choice[row] = (int32_t)i, token[row] = (int32_t)(i / s.topk);
+        choice[m] = -1, token[m] = -1;
     }
 }
 
-/* A warp processes its choices in order, 32 at a time; choices of the same bin are found with __match_any_sync. */
-__global__ void plan_scatter(int32_t *position, int32_t *choice, int32_t *token, const int32_t *offsets,
-                             const int32_t *before, const int32_t *experts, dispatch_info s) {
-    extern __shared__ int32_t next[]; // [warps, bins]: choices of the bin before the warp's current ones
-    int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32;
-    int64_t first = ((int64_t)blockIdx.x * warps + warp) * per_warp + lane;
-    int32_t *mine = next + warp * s.bins;
-    for (int i = threadIdx.x; i < warps * s.bins; i += blockDim.x) next[i] = 0;
-    __syncthreads();
-    for (int i = 0; i < per_warp; i += 32) {
-        int bin = bin_of(experts, first + i, s);
-        uint32_t same = __match_any_sync(all_lanes, bin);
-        if (bin >= 0 && (same & ((1u << lane) - 1)) == 0) mine[bin] += __popc(same);
-        __syncwarp();
-    }
-    __syncthreads();
-    for (int bin = threadIdx.x; bin < s.bins; bin += blockDim.x) {
-        int32_t sum = before[bin * s.blocks + blockIdx.x];
-        for (int w = 0; w < warps; w++) {
-            int32_t count = next[w * s.bins + bin];
-            next[w * s.bins + bin] = sum;
-            sum += count;
+template <int items> __global__ void plan_count(int32_t *counts, const int32_t *experts, dispatch_info s) {
+    int bins[items];
+    mt_wait_for_previous();
+    mt_begin_next();
+    read_bins(bins, experts, s);
+    mt_count_bins(counts, bins, s.sort);
+}
+
+/* Reads 4 bytes per choice (as does plan_count), writes 4 for each copy of a choice and 8 for each row. Launch latency
+ * dominates the time. */
+template <int items>
+__global__ void plan_place(int32_t *offsets, int32_t *position, int32_t *choice, int32_t *token, const int32_t *counts,
+                           const int32_t *experts, int64_t M, dispatch_info s) {
+    int bins[items];
+    int32_t rank[items];
+    mt_wait_for_previous();
+    mt_begin_next();
+    read_bins(bins, experts, s);
+    const int32_t *first = mt_rank_items(rank, bins, counts, s.sort);
+    int destinations = s.sort.bins * s.copies;
+    for (int v = threadIdx.x; blockIdx.x == 0 && v <= destinations; v += blockDim.x) {
+        int place = v / s.local / s.copies, copy = v / s.local % s.copies;
+        if (v < destinations) {
+            bin_rows rows(first, place * s.local + v % s.local, s);
+            offsets[v] = rows.start + rows.to_next * copy;
+        } else {
+            offsets[v] = s.capacity > 0 ? destinations * s.capacity : first[s.sort.bins] * s.copies;
         }
     }
-    __syncthreads();
-    for (int i = 0; i < per_warp; i += 32) {
-        int bin = bin_of(experts, first + i, s);
-        uint32_t same = __match_any_sync(all_lanes, bin), lower = same & ((1u << lane) - 1);
-        int32_t rank = bin >= 0 ? mine[bin] + __popc(lower) : 0;
-        __syncwarp();
-        if (bin >= 0 && lower == 0) mine[bin] += __popc(same);
-        __syncwarp();
-        if (first + i < s.n) write_choice(position, choice, token, offsets, first + i, bin, rank, s);
+    int64_t begin = mt_first_item(s.sort);
+#pragma unroll
+    for (int j = 0; j < items; j++) {
+        int64_t i = begin + 32 * j;
+        if (i >= s.sort.n) break;
+        bool valid = bins[j] >= 0 && (s.capacity == 0 || rank[j] < s.capacity);
+        bin_rows rows(first, valid ? bins[j] : 0, s);
+        uint32_t of_token = (uint32_t)i / (uint32_t)s.topk;
+        for (int copy = 0; copy < s.copies; copy++) {
+            int32_t row = valid ? rows.start + rows.to_next * copy + rank[j] : -1;
+            position[i * s.copies + copy] = row;
+            if (valid) choice[row] = (int32_t)i, token[row] = (int32_t)of_token;
+        }
     }
+    clear_free_rows(choice, token, first, M, s);
 }
 
 extern "C" void mt_cuda_dispatch_plan(int32_t *offsets, int32_t *position, int32_t *choice, int32_t *token,
                                       const int32_t *experts, int64_t T, int64_t M, const mt_dispatch *dispatch,
                                       mt_stream *stream) {
+    int64_t n = T * dispatch->topk;
+    MT_CHECK(n < INT_MAX && M < INT_MAX && dispatch->capacity < INT_MAX);
+    dispatch_info s = {mt_counting_of(n, dispatch->count), (int)dispatch->topk,   (int)dispatch->first,
+                       (int)dispatch->num_local,           (int)dispatch->copies, (int)dispatch->capacity};
+    int32_t *counts = (int32_t *)mt_cuda_workspace(stream, mt_counting_bytes(s.sort));
     cudaStream_t on = mt_cuda_stream(stream);
-    int64_t n = T * dispatch->topk, bins = dispatch->count;
-    unsigned warps = 8;
-    while (warps > 1 && warps * bins * 4 > max_shared_bytes) warps /= 2;
-    MT_CHECK(bins * 4 <= max_shared_bytes && n < INT_MAX && M < INT_MAX);
-    int64_t blocks = mt_divide_up(n, warps * per_warp);
-    dispatch_info s = {n,         dispatch->capacity,       (int)dispatch->topk,   (int)dispatch->first,
-                       (int)bins, (int)dispatch->num_local, (int)dispatch->copies, blocks};
-    int32_t *before = (int32_t *)mt_cuda_workspace(stream, (blocks + 1) * bins * 4), *totals = before + blocks * bins;
-    if (M > 0) {
-        MT_CUDA(cudaMemsetAsync(choice, 0xff, (size_t)M * 4, on));
-        MT_CUDA(cudaMemsetAsync(token, 0xff, (size_t)M * 4, on));
-    }
-    if (n > 0) {
-        plan_histogram<<<(unsigned)blocks, warps * 32, (size_t)bins * 4, on>>>(before, experts, s);
-        MT_CUDA_LAUNCHED();
-        plan_scan<<<mt_grid_size(bins, 8), 256, 0, on>>>(before, totals, s);
-        MT_CUDA_LAUNCHED();
-    }
-    plan_offsets<<<1, 1024, 0, on>>>(offsets, totals, s);
-    MT_CUDA_LAUNCHED();
-    if (n == 0) return;
-    plan_scatter<<<(unsigned)blocks, warps * 32, (size_t)(warps * bins) * 4, on>>>(position, choice, token, offsets,
-                                                                                   before, experts, s);
-    MT_CUDA_LAUNCHED();
+    mt_by_items(s.sort, [&](auto items) {
+        if (n > 0)
+            mt_launch_early(plan_count<decltype(items)::value>, (unsigned)s.sort.blocks, s.sort.threads,
+                            s.sort.stride * 4, on, counts, experts, s);
+        mt_launch_ranks(plan_place<decltype(items)::value>, s.sort, on, offsets, position, choice, token, counts,
+                        experts, M, s);
+    });
 }
 
 /* arrived[sources, local] + total: the first row of each (source, expert) in order of arrival; sorted[local, sources]:
@@ -792,9 +865,9 @@ extern "C" void mt_cuda_dispatch_plan(int32_t *offsets, int32_t *position, int32
 __global__ void __launch_bounds__(1024) exchange_offsets(int32_t *arrived, int32_t *sorted, int32_t *offsets,
                                                          const int32_t *counts, int sources, int local) {
     int64_t n = (int64_t)sources * local;
-    prefix_sums(
+    mt_prefix_sums(
         n, [&](int64_t i) { return counts[i]; }, [&](int64_t i, int32_t before) { arrived[i] = before; });
-    prefix_sums(
+    mt_prefix_sums(
         n, [&](int64_t i) { return counts[i % sources * local + i / sources]; },
         [&](int64_t i, int32_t before) {
             sorted[i] = before;

@@ -17,7 +17,7 @@ int main(void) {
 #else
 
 /* AHEAD calls before those of a batch keep the GPU at work while the host enqueues, as in a training step. */
-enum { MAX_TOKENS = 65536, BATCHES = 9, BATCH = 6, AHEAD = 3 };
+enum { MAX_TOKENS = 65536, WORDS = 50257, BATCHES = 9, BATCH = 6, AHEAD = 3 };
 static const int64_t pool_bytes = (int64_t)9 << 30, rotated_bytes = (int64_t)1 << 30;
 
 typedef struct bench {
@@ -27,6 +27,7 @@ typedef struct bench {
     mt_arena arena; // over the set of buffers in use; while base is NULL, an operation only counts its memory
     mt_dtype dtype;
     int32_t *words, *positions, *rows; // [MAX_TOKENS] ids as frequent as in text, 0 ... 1023 in turn, a permutation
+    int64_t different[MAX_TOKENS];     // the number of different ids up to each of `words`
     int64_t *names;                    // [MAX_TOKENS]
     double *uniforms;                  // [MAX_TOKENS] in [0, 1)
     struct {
@@ -231,13 +232,16 @@ static double embedding_forward(bench *b, const int64_t *n) { // T, C, vocabular
     return 2 * size(b) * (double)(n[0] * n[1]);
 }
 
+/* Beside dout, the rows of dw that occur are read and written once each: 8 bytes an element, which a sum in fp32 costs
+ * whatever adds it. Ids, their order and sums of parts are not counted. */
 static double embedding_backward(bench *b, const int64_t *n) { // T, C, vocabulary; 1024 of them are positions
     float *dw = floats(b, n[2] * n[1]);
     void *dout = elements(b, n[0] * n[1]);
     ENQUEUE(embedding_backward,
             &(mt_embedding_args){n[0], n[1], 0, n[2], n[2] == 1024 ? b->positions : b->words, .dout = dout, .dw = dw},
             b->dtype);
-    return size(b) * (double)(n[0] * n[1]); // and 8 bytes an element of the rows that occur, not counted
+    int64_t rows = n[2] == 1024 ? 1024 : b->different[n[0] - 1];
+    return size(b) * (double)(n[0] * n[1]) + 8 * (double)(rows * n[1]);
 }
 
 /* Mixtures of experts: T, C, k, E; `plans` holds the choices. The bytes count a token's row once, however often it is
@@ -586,10 +590,13 @@ static void make_indices(bench *b) {
     int32_t *words = mt_malloc(3 * MAX_TOKENS * 4), *positions = words + MAX_TOKENS, *rows = positions + MAX_TOKENS;
     int64_t *names = mt_malloc(MAX_TOKENS * 8);
     double *uniforms = mt_malloc(MAX_TOKENS * 8);
+    bool *seen = mt_calloc(WORDS);
     for (int64_t t = 0; t < MAX_TOKENS; t++) {
         uint32_t random[4];
         mt_philox(random, 1, (uint64_t)t, 0);
-        words[t] = (int32_t)(exp(random[0] * 0x1p-32 * log(50257)) - 1); // the k-th word is 1 / k times as frequent
+        words[t] = (int32_t)(exp(random[0] * 0x1p-32 * log(WORDS)) - 1); // the k-th word is 1 / k times as frequent
+        b->different[t] = (t > 0 ? b->different[t - 1] : 0) + !seen[words[t]];
+        seen[words[t]] = true;
         positions[t] = (int32_t)(t % 1024);
         rows[t] = (int32_t)(t * 40503 % MAX_TOKENS);
         names[t] = t, uniforms[t] = random[1] * 0x1p-32;
@@ -599,7 +606,7 @@ static void make_indices(bench *b) {
     b->rows = upload(b, rows, MAX_TOKENS * 4);
     b->names = upload(b, names, MAX_TOKENS * 8);
     b->uniforms = upload(b, uniforms, MAX_TOKENS * 8);
-    free(words), free(names), free(uniforms);
+    free(words), free(names), free(uniforms), free(seen);
 }
 
 /* Possible choices of a router with T tokens and k of E experts, and the CPU's order of their rows. */
