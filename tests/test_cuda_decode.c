@@ -828,13 +828,13 @@ static void one_kernel_is_near_separate_kernels_over_pages(void **state) {
          {70},
          {"--hidden-size", "704", "--num-attention-heads", "12", "--num-query-groups", "2"},
          true},
-        {"data/configs/gpt2-124m.json", "2", 4, {15, 100, 16, 300}, {NULL}},
-        {"data/configs/gpt2-124m.json", "2", 5, {15, 100, 16, 300, 3}, {NULL}},
-        {"data/configs/tiny-llama.json", "6", 2, {63, 64}, {NULL}},
-        {"data/configs/qwen3-0.6b.json", "2", 3, {127, 1, 250}, {NULL}},
-        {"data/configs/llama3-8b.json", "2", 1, {70}, {NULL}},
-        {"data/configs/llama3-8b.json", "2", 2, {40, 500}, {NULL}},
-        {"data/configs/llama3-8b.json", "2", 4, {31, 9, 200, 300}, {NULL}}};
+        {"data/configs/gpt2-124m.json", "2", 4, {15, 100, 16, 300}, {NULL}, false},
+        {"data/configs/gpt2-124m.json", "2", 5, {15, 100, 16, 300, 3}, {NULL}, false},
+        {"data/configs/tiny-llama.json", "6", 2, {63, 64}, {NULL}, false},
+        {"data/configs/qwen3-0.6b.json", "2", 3, {127, 1, 250}, {NULL}, false},
+        {"data/configs/llama3-8b.json", "2", 1, {70}, {NULL}, false},
+        {"data/configs/llama3-8b.json", "2", 2, {40, 500}, {NULL}, false},
+        {"data/configs/llama3-8b.json", "2", 4, {31, 9, 200, 300}, {NULL}, false}};
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
         const paged_case *c = &cases[i];
         char *arguments[19 + MAX_WORDS] = {
