@@ -560,6 +560,6 @@ extern "C" const mt_attention_rung mt_attention_cudnn = {"cudnn", cudnn_forward,
 bool mt_attention_run(const mt_attention *a, mt_dtype dtype, mt_stream *stream, bool backward,
                       mt_attention_direction *ours) {
     if (a->backend == MT_ATTENTION_CUDNN && run_cudnn(a, dtype, stream, backward)) return true;
-    if (a->backend == MT_ATTENTION_AUTO) return fastest(a, dtype, stream, backward, ours)(a, dtype, stream);
+    if (a->backend == MT_ATTENTION_AUTO && fastest(a, dtype, stream, backward, ours)(a, dtype, stream)) return true;
     return ours(a, dtype, stream);
 }
