@@ -18,8 +18,8 @@ extern "C" mt_attention_direction mt_attention_hopper_backward;
 extern "C" mt_attention_direction mt_attention_split_forward;
 extern "C" mt_attention_direction mt_attention_split_backward;
 
-/* Runs the call on cuDNN if the backend is cuDNN, or if the backend is `auto` and cuDNN was faster than `ours`;
- * otherwise runs `ours` (attention_cudnn.cu). */
+/* Runs the call on cuDNN if the backend is cuDNN, or on the fastest implementation if it is `auto`; otherwise runs
+ * `ours` (attention_cudnn.cu). */
 bool mt_attention_run(const mt_attention *a, mt_dtype dtype, mt_stream *stream, bool backward,
                       mt_attention_direction *ours);
 

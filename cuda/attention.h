@@ -24,6 +24,10 @@ extern const mt_attention_rung mt_attention_rungs[MT_NUM_ATTENTION_RUNGS];
  * in a build without cuDNN. Its backward does not repeat bit for bit. */
 extern const mt_attention_rung mt_attention_cudnn;
 
+/* The Hopper rung whose backward sums dq in no fixed order, which is faster for most shapes; outside of the ladder,
+ * since it does not repeat bit for bit. It serves heads of 128 channels in a stream with a workspace. */
+extern const mt_attention_rung mt_attention_unordered;
+
 #ifdef __cplusplus
 }
 #endif

@@ -302,14 +302,12 @@ struct plan_key {
     int64_t causal, backward;
 };
 
-enum choice { NOT_MEASURED, CUDNN_IS_FASTER, OURS_IS_FASTER };
-
 struct plan {
     plan_key key;
     graph g;              // the plan refers to it
     descriptor execution; // NULL: cuDNN has no engine for this key
     int64_t workspace_bytes;
-    choice choice; // for `auto`
+    mt_attention_direction *fastest; // for `auto`; NULL: not measured yet
     plan *next;
 };
 
@@ -483,12 +481,14 @@ static bool run_cudnn(const mt_attention *a, mt_dtype dtype, mt_stream *stream, 
 /* Shorter sequences do not justify a plan. */
 enum { MEASURED_LENGTH = 512, WARM_UPS = 1, TRIALS = 3 };
 
+/* Infinite where `direction` does not serve the call. */
 static float measure(const mt_attention *a, mt_dtype dtype, mt_stream *stream, mt_attention_direction *direction) {
     float milliseconds = 0;
     cudaEvent_t start, end;
+    for (int i = 0; i < WARM_UPS; i++)
+        if (!direction(a, dtype, stream)) return INFINITY;
     MT_CUDA(cudaEventCreate(&start));
     MT_CUDA(cudaEventCreate(&end));
-    for (int i = 0; i < WARM_UPS; i++) direction(a, dtype, stream);
     MT_CUDA(cudaEventRecord(start, stream->stream));
     for (int i = 0; i < TRIALS; i++) direction(a, dtype, stream);
     MT_CUDA(cudaEventRecord(end, stream->stream));
@@ -499,19 +499,25 @@ static float measure(const mt_attention *a, mt_dtype dtype, mt_stream *stream, m
     return milliseconds;
 }
 
-/* The first call of a shape runs and times both on its operands; this is safe because outputs are written, not added
- * to. A choice by timing may differ from run to run; cuDNN's backward does not repeat bit for bit anyway. */
-static bool cudnn_is_faster(const mt_attention *a, mt_dtype dtype, mt_stream *stream, bool backward,
-                            mt_attention_direction *ours) {
+/* The fastest of `ours`, cuDNN and, for the backward, our kernel that sums in no fixed order. The first call of a shape
+ * runs and times them on its operands; this is safe because outputs are written, not added to. A choice by timing may
+ * differ from run to run, and the backwards of the other two do not repeat bit for bit, so deterministic runs take
+ * `ours`. */
+static mt_attention_direction *fastest(const mt_attention *a, mt_dtype dtype, mt_stream *stream, bool backward,
+                                       mt_attention_direction *ours) {
     batch b;
-    if (!stream || stream->deterministic || !cudnn_serves(a, dtype, stream, &b) || b.Sq < MEASURED_LENGTH) return false;
+    if (!stream || stream->deterministic || !cudnn_serves(a, dtype, stream, &b) || b.Sq < MEASURED_LENGTH) return ours;
     plan *p = plan_of(a, stream, &b, backward);
-    if (!p->execution) return false;
-    mt_attention_direction *cudnn = backward ? mt_attention_cudnn.backward : mt_attention_cudnn.forward;
-    if (p->choice == NOT_MEASURED)
-        p->choice =
-            measure(a, dtype, stream, cudnn) < measure(a, dtype, stream, ours) ? CUDNN_IS_FASTER : OURS_IS_FASTER;
-    return p->choice == CUDNN_IS_FASTER;
+    if (p->fastest) return p->fastest;
+    mt_attention_direction *others[] = {backward ? mt_attention_cudnn.backward : mt_attention_cudnn.forward,
+                                        backward ? mt_attention_unordered.backward : NULL};
+    float least = measure(a, dtype, stream, ours);
+    p->fastest = ours;
+    for (mt_attention_direction *other : others) {
+        float milliseconds = other ? measure(a, dtype, stream, other) : INFINITY;
+        if (milliseconds < least) least = milliseconds, p->fastest = other;
+    }
+    return p->fastest;
 }
 
 /* cuDNN's own part of the backward's workspace: gradients of k and v for every head, if heads share keys; those of
@@ -529,10 +535,10 @@ static bool run_cudnn(const mt_attention *a, mt_dtype dtype, mt_stream *stream, 
     return false;
 }
 
-static bool cudnn_is_faster(const mt_attention *a, mt_dtype dtype, mt_stream *stream, bool backward,
-                            mt_attention_direction *ours) {
-    (void)a, (void)dtype, (void)stream, (void)backward, (void)ours;
-    return false;
+static mt_attention_direction *fastest(const mt_attention *a, mt_dtype dtype, mt_stream *stream, bool backward,
+                                       mt_attention_direction *ours) {
+    (void)a, (void)dtype, (void)stream, (void)backward;
+    return ours;
 }
 
 int64_t mt_attention_cudnn_workspace_bytes(int64_t T, int64_t H, int64_t D) {
@@ -553,7 +559,7 @@ extern "C" const mt_attention_rung mt_attention_cudnn = {"cudnn", cudnn_forward,
 
 bool mt_attention_run(const mt_attention *a, mt_dtype dtype, mt_stream *stream, bool backward,
                       mt_attention_direction *ours) {
-    bool asks = a->backend == MT_ATTENTION_CUDNN ||
-                (a->backend == MT_ATTENTION_AUTO && cudnn_is_faster(a, dtype, stream, backward, ours));
-    return (asks && run_cudnn(a, dtype, stream, backward)) || ours(a, dtype, stream);
+    if (a->backend == MT_ATTENTION_CUDNN && run_cudnn(a, dtype, stream, backward)) return true;
+    if (a->backend == MT_ATTENTION_AUTO && fastest(a, dtype, stream, backward, ours)(a, dtype, stream)) return true;
+    return ours(a, dtype, stream);
 }

@@ -114,6 +114,23 @@ __device__ __forceinline__ void mt_copy_box(uint32_t to, const CUtensorMap &map,
 __device__ __forceinline__ void mt_prefetch_bytes(const void *from, int bytes) {
     asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
 }
+/* Starts the copy of `bytes`, a multiple of 16, to shared memory. They count towards `barrier`. */
+__device__ __forceinline__ void mt_copy_bytes(uint32_t to, const void *from, int bytes, uint32_t barrier) {
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
+                 "l"(from), "r"(bytes), "r"(barrier)
+                 : "memory");
+}
+/* Starts a store of `bytes`, a multiple of 16, from shared memory, or the addition of as many bytes of fp32 to `to`. As
+ * for mt_store_box, the writers of `from` must have called mt_fence_async. */
+__device__ __forceinline__ void mt_store_bytes(float *to, uint32_t from, int bytes, bool add) {
+    if (add)
+        asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(to), "r"(from),
+                     "r"(bytes)
+                     : "memory");
+    else
+        asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to), "r"(from), "r"(bytes)
+                     : "memory");
+}
 /* Starts the TMA store of a box from shared memory. Elements outside the tensor are not written. Every thread that
  * wrote to `from` must have called mt_fence_async before. `add` adds to the destination in fp32. The stores of this
  * thread since its last commit form a group. */
@@ -135,6 +152,10 @@ __device__ __forceinline__ void mt_stores_commit() {
 /* Waits until at most the `PENDING` youngest groups of this thread still have to read shared memory. */
 template <int PENDING> __device__ __forceinline__ void mt_stores_wait_read() {
     asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(PENDING) : "memory");
+}
+/* Waits until all stores of this thread are complete: visible to other threads that synchronise with it. */
+__device__ __forceinline__ void mt_stores_wait() {
+    asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
 }
 /* The inverse of mt_ldmatrix. */
 __device__ __forceinline__ void mt_stmatrix(uint32_t address, const uint32_t (&r)[4]) {

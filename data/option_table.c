@@ -151,7 +151,8 @@ const mt_option mt_option_table[] = {
      "device to compute on; auto: the GPU if there is one", .own = true},
     {"attention-backend", MT_CHOICE, MT_AT(attention_backend), MT_BOTH, MT_OF_RUN, "auto", "auto|flash|cudnn|unfused",
      "attention on a GPU; flash: fused kernels; cudnn: cuDNN for sequences of equal length, otherwise flash, and its "
-     "backward does not repeat bit for bit; unfused: plain kernels; auto: the faster of flash and cudnn, measured once",
+     "backward does not repeat bit for bit; unfused: plain kernels; auto: the fastest of flash, cudnn "
+     "and another backward of ours that does not repeat, measured once",
      .needs = "cudnn: bf16", .excludes = "cudnn: window-size, cudnn: deterministic-mode"},
     {"deterministic-mode", MT_FLAG, MT_AT(deterministic_mode), MT_BOTH, MT_OF_RUN, NULL, NULL,
      "repeat runs on a GPU bit for bit: use only deterministic algorithms and choose none by measuring"},

@@ -2,7 +2,7 @@
  * causal forward takes 2 T T / 2 H (D + Dv) flops a sequence (two products, each entry a multiply and an add), the
  * backward 2 T T / 2 H (3 D + 2 Dv). Products that a rung repeats are not counted.
  *
- *   usage: bench_cuda_attention [RUNG | cudnn | --rows] [DROPOUT]
+ *   usage: bench_cuda_attention [RUNG | unordered | cudnn | --rows] [DROPOUT]
  *
  * --rows prints a row for each shape as if it had taken 1 ms, in any build: tests/test_bench_gpu.sh checks with them
  * that tests/bench_gpu.sh reads the rows and that the shapes of tests/bench_gpu.txt are among them.
@@ -124,8 +124,10 @@ static void bench(const bench_shape *s, const char *only) {
     backward.dq = dqkv, backward.dk = dqkv + k, backward.dv = dqkv + v;
     backward.row_dot = ops->memory_alloc(rows * s->H * 4);
     backward.dout = random_bf16(rows * out_width);
-    for (int r = 0; r <= MT_NUM_ATTENTION_RUNGS; r++) {
-        const mt_attention_rung *rung = r < MT_NUM_ATTENTION_RUNGS ? &mt_attention_rungs[r] : &mt_attention_cudnn;
+    for (int r = 0; r <= MT_NUM_ATTENTION_RUNGS + 1; r++) {
+        const mt_attention_rung *rung = r < MT_NUM_ATTENTION_RUNGS    ? &mt_attention_rungs[r]
+                                        : r == MT_NUM_ATTENTION_RUNGS ? &mt_attention_unordered
+                                                                      : &mt_attention_cudnn;
         if (only ? strcmp(only, rung->name) != 0 : r == 0) continue; // the definition takes seconds
         double f = (double)measure(rung->forward, &forward, ROUNDS),
                b = (double)measure(rung->backward, &backward, ROUNDS);

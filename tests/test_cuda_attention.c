@@ -311,14 +311,20 @@ static int must_serve(const problem *p) {
     return (p->D <= 128 && Dv <= 128) || latent ? 2 : 1;
 }
 
+/* The rungs, and the implementations outside of the ladder after them. */
+static const mt_attention_rung *implementation(int r) {
+    if (r < MT_NUM_ATTENTION_RUNGS) return &mt_attention_rungs[r];
+    return r == MT_NUM_ATTENTION_RUNGS ? &mt_attention_cudnn : &mt_attention_unordered;
+}
+
 /* By all rungs. cuDNN is checked where it serves the problem. Those without dropout leave it to others. */
 static void check(const problem *p) {
     operands inputs = operands_new(p);
     for (int r = 0; r < MT_NUM_ATTENTION_RUNGS; r++) check_rung(&mt_attention_rungs[r], p, &inputs, r < must_serve(p));
     check_rung(&mt_attention_cudnn, p, &inputs, false);
-    for (int r = 2; r <= MT_NUM_ATTENTION_RUNGS && p->dropout > 0; r++)
-        assert_false(
-            run_rung(r < MT_NUM_ATTENTION_RUNGS ? &mt_attention_rungs[r] : &mt_attention_cudnn, p, &inputs, stream));
+    check_rung(&mt_attention_unordered, p, &inputs, must_serve(p) > 2 && p->D == 128 && values_of(p) == 128);
+    for (int r = 2; r <= MT_NUM_ATTENTION_RUNGS + 1 && p->dropout > 0; r++)
+        assert_false(run_rung(implementation(r), p, &inputs, stream));
     inputs_free(&inputs);
     outputs_free(&inputs);
 }
@@ -459,6 +465,9 @@ static void long_sequences_match_the_cpu(void **state) {
     (void)state;
     if (!gpu) skip();
     check_one_span(4, 1, 128, 2000, 2000, true, 0);
+    check_one_span(2, 1, 128, 700, 2000, true, 0); // a chunk of queries, as in context parallelism
+    check_one_span(2, 2, 128, 1000, 1000, false, 0);
+    check_one_span(2, 1, 128, 1500, 1500, true, 300);
     check_one_span(3, 3, 64, 2048, 2048, true, 0);
     check_latent_span(3, 3, 2000, 2000, true, 0);
 }
@@ -557,29 +566,70 @@ static void dropout_of_long_sequences_matches_the_cpu(void **state) {
 /* ---- repeats, cuDNN and the table ---------------------------------------------------------------------------------
  */
 
-static void check_repeats(problem p) {
+/* Several runs with a workspace, and, unless the backward takes another kernel then, one without. */
+static void check_repeats(problem p, bool without_workspace) {
     p.Tq = p.Tk = 3000, p.count = 2;
     p.spans[0] = (mt_span){0, 1900, 0, 1900, true};
     p.spans[1] = (mt_span){1900, 1100, 1900, 1100, true};
     for (int r = 0; r < MT_NUM_ATTENTION_RUNGS; r++) {
-        operands first = operands_new(&p), again = operands_again(&first);
-        bool served = run_rung(&mt_attention_rungs[r], &p, &first, stream) &&
-                      run_rung(&mt_attention_rungs[r], &p, &again, NULL); // and without a workspace
+        operands first = operands_new(&p);
+        bool served = run_rung(&mt_attention_rungs[r], &p, &first, stream);
         assert_true(served || r >= must_serve(&p));
-        assert_memory_equal(first.out, again.out, (size_t)first.num_out * 2);
-        assert_memory_equal(first.lse, again.lse, (size_t)first.num_lse * 4);
-        assert_memory_equal(first.dqkv, again.dqkv, (size_t)first.num_qkv * 2);
+        for (int i = 0; i < 4 && served; i++) {
+            operands again = operands_again(&first);
+            assert_true(run_rung(&mt_attention_rungs[r], &p, &again, i == 3 && without_workspace ? NULL : stream));
+            assert_memory_equal(first.out, again.out, (size_t)first.num_out * 2);
+            assert_memory_equal(first.lse, again.lse, (size_t)first.num_lse * 4);
+            assert_memory_equal(first.dqkv, again.dqkv, (size_t)first.num_qkv * 2);
+            outputs_free(&again);
+        }
         inputs_free(&first);
-        outputs_free(&first), outputs_free(&again);
+        outputs_free(&first);
     }
 }
 
 static void two_runs_repeat_bit_for_bit(void **state) {
     (void)state;
     if (!gpu) skip();
-    check_repeats((problem){.H = 8, .G = 2, .D = 128});
-    check_repeats((problem){.H = 4, .G = 4, .D = 192, .Dv = 128});
-    check_repeats((problem){.H = 4, .G = 2, .D = 64, .dropout = 0.1, .index_of = from_an_odd_number});
+    check_repeats((problem){.H = 8, .G = 2, .D = 128}, false);
+    check_repeats((problem){.H = 4, .G = 4, .D = 128, .window = 500}, false);
+    check_repeats((problem){.H = 4, .G = 4, .D = 192, .Dv = 128}, true);
+    check_repeats((problem){.H = 4, .G = 2, .D = 64}, true);
+    check_repeats((problem){.H = 4, .G = 2, .D = 64, .dropout = 0.1, .index_of = from_an_odd_number}, true);
+}
+
+/* More tiles of keys than multiprocessors, so that blocks take several and wait for the additions of others. */
+static void ordered_sums_of_many_tiles_repeat_bit_for_bit(void **state) {
+    (void)state;
+    if (!gpu) skip();
+    problem p = {.H = 8, .G = 8, .D = 128, .Tq = 3000, .Tk = 4000, .count = 1};
+    p.spans[0] = (mt_span){0, 3000, 0, 4000, true};
+    operands first = operands_new(&p);
+    assert_true(run_rung(&table, &p, &first, deterministic_stream));
+    for (int i = 0; i < 5; i++) {
+        operands again = operands_again(&first);
+        assert_true(run_rung(&table, &p, &again, deterministic_stream));
+        assert_memory_equal(first.dqkv, again.dqkv, (size_t)first.num_qkv * 2);
+        outputs_free(&again);
+    }
+    inputs_free(&first);
+    outputs_free(&first);
+}
+
+/* Without a workspace the backward takes two kernels. */
+static void no_workspace_matches_the_cpu(void **state) {
+    (void)state;
+    if (!gpu || !is_hopper()) skip();
+    problem p = {.H = 4, .G = 2, .D = 128, .Tq = 300, .Tk = 300, .count = 1};
+    p.spans[0] = (mt_span){0, 300, 0, 300, true};
+    operands o = operands_new(&p);
+    if (run_rung(&mt_attention_rungs[2], &p, &o, NULL)) {
+        answer a = answer_of(&p, &o);
+        assert_answer("two kernels", &p, &o, &a);
+        free(a.out), free(a.lse), free(a.dqkv);
+    }
+    inputs_free(&o);
+    outputs_free(&o);
 }
 
 /* `count` sequences of q_len queries and k_len keys, `gap` rows apart. */
@@ -724,6 +774,8 @@ int main(void) {
         cmocka_unit_test(dropout_of_random_spans_matches_the_cpu),
         cmocka_unit_test(dropout_of_long_sequences_matches_the_cpu),
         cmocka_unit_test(two_runs_repeat_bit_for_bit),
+        cmocka_unit_test(ordered_sums_of_many_tiles_repeat_bit_for_bit),
+        cmocka_unit_test(no_workspace_matches_the_cpu),
         cmocka_unit_test(cudnn_serves_batches_and_matches_the_cpu),
         cmocka_unit_test(cudnn_leaves_to_others_what_is_no_batch),
         cmocka_unit_test(cudnn_works_in_the_planned_workspace),
