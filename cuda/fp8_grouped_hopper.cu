@@ -1,10 +1,10 @@
 /* fp8_grouped_hopper.cu: fp8 products grouped by expert on the tensor cores of sm_90a.
  *
- * The kernel of grouped_hopper.cu in fp8: persistent blocks, one producer thread that loads with TMA, two consumer
- * warpgroups with 64 rows of a tile of 128 x 256 each. A stage holds 128 elements of the summed dimension, which fp8
- * operands store contiguously (K-major), so a row of a stage is 128 bytes. If the sum is over rows, the operands are
- * transposed copies in which an expert begins at a multiple of 128 and ends with zeros: a stage never holds two
- * experts.
+ * The kernel of grouped_hopper.cu in fp8: persistent blocks with a fixed share of the tiles, one producer thread that
+ * loads with TMA, two consumer warpgroups with 64 rows of a tile of 128 x 256 each. A stage holds 128 elements of the
+ * summed dimension, which fp8 operands store contiguously (K-major), so a row of a stage is 128 bytes. If the sum is
+ * over rows, the operands are transposed copies in which an expert begins at a multiple of 128 and ends with zeros: a
+ * stage never holds two experts.
  *
  * Hopper's tensor cores add products of fp8 with 14 bits of fraction. Three ways to sum:
  *   PLAIN   everything in the tensor cores; the result is multiplied by the scales of the tensors
@@ -32,8 +32,7 @@ template <bool SUMS_ROWS, fp8_sums SUMS> struct tile_size {
     static constexpr int A = ROWS * DEPTH, B = COLS * DEPTH, STAGE = A + B, SLABS = HAS_VECTOR ? 1 : 2;
     static constexpr int VECTOR = HAS_VECTOR ? (ROWS + COLS) * (int)sizeof(float) : 0;
     static constexpr int VECTORS = STAGES * STAGE, OUT = VECTORS + STAGES * VECTOR,
-                         RING = OUT + CONSUMERS * 4 * SLABS * SLAB, QUEUE = RING + mt_ring<STAGES>::BYTES,
-                         TILE_OFFSETS = QUEUE + tile_queue::BYTES;
+                         RING = OUT + CONSUMERS * 4 * SLABS * SLAB, TILE_OFFSETS = RING + mt_ring<STAGES>::BYTES;
     static constexpr int BYTES = TILE_OFFSETS + (MAX_EXPERTS + 1) * (int)sizeof(int);
     static_assert(BYTES <= 227 * 1024, "the shared memory of a block");
 };
@@ -62,11 +61,10 @@ __device__ __forceinline__ void produce_tiles(const fp8_task &task, const fp8_ma
     const uint32_t at = mt_shared_address(memory);
     const int *tile_offsets = (const int *)(memory + size::TILE_OFFSETS);
     const mt_ring<STAGES> ring{at + size::RING};
-    const tile_queue queue(memory + size::QUEUE);
     tile_list<SUMS_ROWS, COLS, DEPTH> tiles(task.extent, tile_offsets, NULL);
     product_tile t;
     int n = 0;
-    for (int round = 0; tiles.find(queue.produce(round), t); round++) {
+    for (int round = 0; tiles.find(blockIdx.x + round * gridDim.x, t); round++) {
         const int first = SUMS_ROWS ? tile_offsets[t.expert] : 0; // stage
         for (int step = 0; step < t.steps; step++, n++) {
             const uint32_t to = at + n % STAGES * size::STAGE, barrier = ring.filled(n);
@@ -202,13 +200,13 @@ __device__ __forceinline__ void consume_tiles(const fp8_task &task, const fp8_ma
     const uint32_t at = mt_shared_address(memory);
     const mt_ring<STAGES> ring{at + size::RING};
     const float scale = SUMS == SCALED ? 1 : *task.a_scales * *task.b_scales;
-    const tile_queue queue(memory + size::QUEUE);
     tile_list<SUMS_ROWS, COLS, DEPTH> tiles(task.extent, (const int *)(memory + size::TILE_OFFSETS), NULL);
     product_tile t, next;
     float sums[COLS / 8][4];
     stage_scales scales = {{1, 1}, {1, 1}}, next_scales = scales;
-    int n = 0, round = 0;
-    bool more = tiles.find(queue.consume(round++), t);
+    unsigned index = blockIdx.x;
+    int n = 0;
+    bool more = tiles.find(index, t);
     if (LOADS_SCALES && more) next_scales = load_scales(task, t, 0);
     for (; more; t = next) {
         if (SUMS != PLAIN)
@@ -230,7 +228,7 @@ __device__ __forceinline__ void consume_tiles(const fp8_task &task, const fp8_ma
                 add_stage<SUMS_ROWS, SUMS, A_E5M2>(sums, ring, n, a, b, scales, vector);
             }
         }
-        more = tiles.find(queue.consume(round++), next); // overlaps with the last products
+        more = tiles.find(index += gridDim.x, next); // overlaps with the last products
         if (LOADS_SCALES && more) next_scales = load_scales(task, next, 0);
         if constexpr (SUMS == PLAIN) {
             mt_wgmma_wait<0>();
@@ -249,22 +247,18 @@ __global__ void __launch_bounds__(THREADS, 1)
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
     using size = tile_size<SUMS_ROWS, SUMS>;
     extern __shared__ __align__(1024) char memory[];
-    int *tile_offsets = (int *)(memory + size::TILE_OFFSETS);
-    if (threadIdx.x < 32) compute_tile_offsets(tile_offsets, task.extent.offsets, task.extent.E);
+    if (threadIdx.x < 32)
+        compute_tile_offsets((int *)(memory + size::TILE_OFFSETS), task.extent.offsets, task.extent.E);
     if (threadIdx.x == WARPGROUP) {
         mt_ring<STAGES>{mt_shared_address(memory) + size::RING}.init(1, 4 * CONSUMERS);
-        tile_queue(memory + size::QUEUE).init();
         mt_barriers_ready();
     }
     __syncthreads();
     if (threadIdx.x < WARPGROUP) {
-        mt_registers_shrink<40>();
+        mt_registers_shrink<24>();
         if (threadIdx.x == 0) produce_tiles<SUMS_ROWS, SUMS>(task, maps, memory);
-        if (threadIdx.x == 32)
-            tile_queue(memory + size::QUEUE)
-                .schedule(tile_list<SUMS_ROWS, COLS, DEPTH>(task.extent, tile_offsets, NULL), task.extent.counter);
     } else {
-        mt_registers_grow<232>();
+        mt_registers_grow<240>();
         consume_tiles<SUMS_ROWS, SUMS, A_E5M2>(task, maps, memory);
     }
 #endif
@@ -293,8 +287,8 @@ static void launch(const mt_fp8_product_args *p, mt_stream *stream) {
     task.b_scales_height = (int)mt_divide_up(p->N, 128);
     task.accumulate = p->accumulate, task.is_float = p->out_dtype == MT_F32;
     MT_CUDA(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, BYTES));
-    const unsigned blocks = plan_blocks<SUMS_ROWS, COLS>(&task.extent, p->M, stream);
-    kernel<<<blocks, THREADS, BYTES, mt_cuda_stream(stream)>>>(task, maps_of<SUMS_ROWS, SUMS>(p));
+    kernel<<<count_blocks(count_tiles<SUMS_ROWS, COLS>(task.extent, p->M)), THREADS, BYTES, mt_cuda_stream(stream)>>>(
+        task, maps_of<SUMS_ROWS, SUMS>(p));
     MT_CUDA_LAUNCHED();
 }
 

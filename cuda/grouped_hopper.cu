@@ -29,6 +29,67 @@
 /* DEPTH: summed dimension of a stage; PANEL: bytes of 64 columns of a stage; slabs of a warp. */
 enum { DEPTH = 64, PANEL = DEPTH * 128, SLABS = 2 };
 
+/* ---- mapping of blocks to tiles ---------------------------------------------------------------------------------- */
+
+/* order[i] = the expert with the i-th most rows. Computed by the whole block. */
+__device__ static inline void compute_expert_order(int *order, const int32_t *offsets, int E) {
+    for (int e = threadIdx.x; e < E; e += THREADS) {
+        const int count = offsets[e + 1] - offsets[e];
+        int before = 0;
+        for (int other = 0; other < E; other++) {
+            const int rows = offsets[other + 1] - offsets[other];
+            before += rows > count || (rows == count && other < e);
+        }
+        order[before] = e;
+    }
+}
+
+/* A persistent block takes one tile after another. With a fixed share of the tiles, a block whose multiprocessor is
+ * still occupied by the kernel of a collective would start when the others are done, and the product take twice as
+ * long; and sums over experts' rows differ in length. The assignment of tiles to blocks varies from run to run; the
+ * results do not. The tiles are taken by a warp of its own, the scheduler: the counter is in L2, where its addition
+ * waits behind those to gradients, and the producer must not wait. */
+struct tile_queue {
+    unsigned *slots; // [2] numbers of tiles
+    mt_ring<2> turns;
+    static constexpr int BYTES = 2 * (int)sizeof(unsigned) + mt_ring<2>::BYTES;
+
+    __device__ __forceinline__ explicit tile_queue(char *memory)
+        : slots((unsigned *)memory), turns{mt_shared_address(memory) + 2 * (uint32_t)sizeof(unsigned)} {
+    }
+    __device__ __forceinline__ void init() const {
+        turns.init(1, 4 * CONSUMERS + 1);
+    }
+    /* For one thread, the scheduler: puts numbers until one is past the last tile. */
+    template <class Tiles> __device__ __forceinline__ void schedule(Tiles tiles, unsigned *counter) const {
+        product_tile t;
+        unsigned index = blockIdx.x;
+        for (int round = 0;; round++) {
+            turns.wait_free(round);
+            if (counter || round > 0) index = counter ? atomicAdd(counter, 1) : INT_MAX;
+            slots[round % 2] = index;
+            mt_barrier_arrive(turns.filled(round));
+            if (!tiles.find(index, t)) break;
+        }
+    }
+    /* For the producer, one thread. */
+    __device__ __forceinline__ unsigned produce(int round) const {
+        turns.wait_filled(round);
+        const unsigned index = slots[round % 2];
+        mt_barrier_arrive(turns.free(round));
+        return index;
+    }
+    /* For all threads of the consumers. */
+    __device__ __forceinline__ unsigned consume(int round) const {
+        turns.wait_filled(round);
+        const unsigned index = slots[round % 2];
+        turns.release(round);
+        return index;
+    }
+};
+
+/* ---- layout ------------------------------------------------------------------------------------------------------ */
+
 /* Which operands are transposed, and the layout of a block's shared memory for tiles of COLS columns. EXPERTS: their
  * order, or the tiles before them. */
 template <mt_grouped_kind KIND, int COLS> struct tile_size {
@@ -42,6 +103,7 @@ template <mt_grouped_kind KIND, int COLS> struct tile_size {
 
 struct product_task {
     product_extent extent;
+    unsigned *counter; // of tiles taken; NULL: each block has the tile of its number
     void *out;
     bool accumulate;
 };
@@ -55,7 +117,7 @@ struct product_maps {
 template <mt_grouped_kind KIND> static product_extent extent_of(const mt_grouped_call *call) {
     const bool is_forward = KIND == MT_GROUPED_FORWARD;
     const int N = (int)call->N, K = (int)call->K;
-    return {call->offsets, (int)call->E, N, is_forward ? N : K, is_forward ? K : N, NULL};
+    return {call->offsets, (int)call->E, N, is_forward ? N : K, is_forward ? K : N};
 }
 
 template <mt_grouped_kind KIND, int COLS>
@@ -199,7 +261,7 @@ __global__ void __launch_bounds__(THREADS, 1)
         mt_registers_shrink<40>();
         if (threadIdx.x == 0) produce_tiles<KIND, COLS>(task, maps, memory);
         if (threadIdx.x == 32)
-            tile_queue(memory + size::QUEUE).schedule(tiles_of<KIND, COLS>(task, memory), task.extent.counter);
+            tile_queue(memory + size::QUEUE).schedule(tiles_of<KIND, COLS>(task, memory), task.counter);
     } else {
         mt_registers_grow<232>();
         consume_tiles<KIND, COLS>(task, maps, memory);
@@ -224,9 +286,14 @@ template <mt_grouped_kind KIND, int COLS> static product_maps maps_of(const mt_g
 template <mt_grouped_kind KIND, int COLS> static void launch(const mt_grouped_call *call) {
     auto kernel = grouped_hopper<KIND, COLS>;
     constexpr int BYTES = tile_size<KIND, COLS>::BYTES;
-    product_task task = {extent_of<KIND>(call), call->out, call->accumulate};
+    product_task task = {extent_of<KIND>(call), NULL, call->out, call->accumulate};
     MT_CUDA(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, BYTES));
-    const unsigned blocks = plan_blocks<tile_size<KIND, COLS>::OF_WEIGHT, COLS>(&task.extent, call->M, call->stream);
+    const int64_t tiles = count_tiles<tile_size<KIND, COLS>::OF_WEIGHT, COLS>(task.extent, call->M);
+    const unsigned blocks = count_blocks(tiles);
+    if (tiles > blocks) {
+        task.counter = (unsigned *)mt_cuda_workspace(call->stream, sizeof *task.counter);
+        MT_CUDA(cudaMemsetAsync(task.counter, 0, sizeof *task.counter, mt_cuda_stream(call->stream)));
+    }
     kernel<<<blocks, THREADS, BYTES, mt_cuda_stream(call->stream)>>>(task, maps_of<KIND, COLS>(call));
     MT_CUDA_LAUNCHED();
 }

@@ -21,7 +21,6 @@ enum { MAX_EXPERTS = 512 }; // limited by the prefix sums in shared memory
 struct product_extent {
     const int32_t *offsets;
     int E, rows, cols, inner;
-    unsigned *counter; // of tiles taken; NULL: each block has the tile of its number
 };
 
 /* A tile: its corner (row, col) in the product of rows [first, first + count), which belong to `expert`, and its number
@@ -46,63 +45,6 @@ __device__ static inline void compute_tile_offsets(int *tile_offsets, const int3
     }
     if (lane == 0) tile_offsets[0] = 0;
 }
-
-/* order[i] = the expert with the i-th most rows. Computed by the whole block. */
-__device__ static inline void compute_expert_order(int *order, const int32_t *offsets, int E) {
-    for (int e = threadIdx.x; e < E; e += THREADS) {
-        const int count = offsets[e + 1] - offsets[e];
-        int before = 0;
-        for (int other = 0; other < E; other++) {
-            const int rows = offsets[other + 1] - offsets[other];
-            before += rows > count || (rows == count && other < e);
-        }
-        order[before] = e;
-    }
-}
-
-/* A persistent block takes one tile after another. With a fixed share of the tiles, a block whose multiprocessor is
- * still occupied by the kernel of a collective would start when the others are done, and the product take twice as
- * long; and sums over experts' rows differ in length. The assignment of tiles to blocks varies from run to run; the
- * results do not. The tiles are taken by a warp of its own, the scheduler: the counter is in L2, where its addition
- * waits behind those to gradients, and the producer must not wait. */
-struct tile_queue {
-    unsigned *slots; // [2] numbers of tiles
-    mt_ring<2> turns;
-    static constexpr int BYTES = 2 * (int)sizeof(unsigned) + mt_ring<2>::BYTES;
-
-    __device__ __forceinline__ explicit tile_queue(char *memory)
-        : slots((unsigned *)memory), turns{mt_shared_address(memory) + 2 * (uint32_t)sizeof(unsigned)} {
-    }
-    __device__ __forceinline__ void init() const {
-        turns.init(1, 4 * CONSUMERS + 1);
-    }
-    /* For one thread, the scheduler: puts numbers until one is past the last tile. */
-    template <class Tiles> __device__ __forceinline__ void schedule(Tiles tiles, unsigned *counter) const {
-        product_tile t;
-        unsigned index = blockIdx.x;
-        for (int round = 0;; round++) {
-            turns.wait_free(round);
-            if (counter || round > 0) index = counter ? atomicAdd(counter, 1) : INT_MAX;
-            slots[round % 2] = index;
-            mt_barrier_arrive(turns.filled(round));
-            if (!tiles.find(index, t)) break;
-        }
-    }
-    /* For the producer, one thread. */
-    __device__ __forceinline__ unsigned produce(int round) const {
-        turns.wait_filled(round);
-        const unsigned index = slots[round % 2];
-        mt_barrier_arrive(turns.free(round));
-        return index;
-    }
-    /* For all threads of the consumers. */
-    __device__ __forceinline__ unsigned consume(int round) const {
-        turns.wait_filled(round);
-        const unsigned index = slots[round % 2];
-        turns.release(round);
-        return index;
-    }
-};
 
 /* The order of tiles keeps concurrent ones within a few tile rows and columns of an expert, for reuse in L2: it takes
  * RASTER_ROWS tile rows at a time, and runs through them one tile column after another. DEPTH: summed dimension of a
@@ -140,18 +82,14 @@ template <bool SUMS_ROWS, int COLS, int DEPTH> struct tile_list {
     }
 };
 
-/* The number of blocks: one per tile, or one per multiprocessor and a counter of tiles in the stream's workspace. M:
- * rows of all experts. */
-template <bool SUMS_ROWS, int COLS> static unsigned plan_blocks(product_extent *extent, int64_t M, mt_stream *stream) {
-    const int64_t of_rows = mt_divide_up(extent->rows, ROWS);
-    const int64_t row_tiles = SUMS_ROWS ? extent->E * of_rows : mt_divide_up(M, ROWS) + extent->E;
-    const int64_t tiles = row_tiles * mt_divide_up(extent->cols, COLS);
+/* The most tiles of a product; M: rows of all experts. Blocks: at most one per multiprocessor, and one per tile. */
+template <bool SUMS_ROWS, int COLS> static int64_t count_tiles(const product_extent &extent, int64_t M) {
+    const int64_t row_tiles = SUMS_ROWS ? extent.E * mt_divide_up(extent.rows, ROWS) : mt_divide_up(M, ROWS) + extent.E;
+    return row_tiles * mt_divide_up(extent.cols, COLS);
+}
+static unsigned count_blocks(int64_t tiles) {
     const int64_t multiprocessors = mt_cuda_device()->multiProcessorCount;
-    extent->counter = NULL;
-    if (tiles <= multiprocessors) return (unsigned)tiles;
-    extent->counter = (unsigned *)mt_cuda_workspace(stream, sizeof *extent->counter);
-    MT_CUDA(cudaMemsetAsync(extent->counter, 0, sizeof *extent->counter, mt_cuda_stream(stream)));
-    return (unsigned)multiprocessors;
+    return (unsigned)(tiles < multiprocessors ? tiles : multiprocessors);
 }
 
 /* ---- gradients of weights ---------------------------------------------------------------------------------------- */
