@@ -65,8 +65,10 @@ run $launch "$bin/train" $layout \
     --eval-interval $((iterations > 5 ? iterations / 5 : 1)) --eval-iters 4 \
     --save "$model" --metrics "$model/metrics.jsonl" --overwrite
 head -n 1 "$model/metrics.jsonl" >"$model/data/first"
+# one batch's loss varies, so the loss at the end is a mean
+last=$(mean_of_last "$((iterations / 10 + 1))" "$model/metrics.jsonl" lm_loss)
 echo "3. training: Llama on $ranks, $iterations iterations in $(($(date +%s) - began)) s," \
-    "loss $(value "$model/data/first" lm_loss | cut -c1-4) to $(value "$model/metrics.jsonl" lm_loss | cut -c1-4)," \
+    "loss $(value "$model/data/first" lm_loss | cut -c1-4) to $last," \
     "validation loss $(value "$model/metrics.jsonl" validation_loss | cut -c1-4) ($model)"
 
 # 4. The curves of the run.
