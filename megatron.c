@@ -7020,7 +7020,8 @@ static void mt_layer_forward(mt_model *m, const mt_pass *p, const mt_layer *w, m
     mt_offload_store(m, p, w, a);
 }
 
-/* True if nothing but the dispatch of the gradient precedes the backward of this layer's experts. */
+/* True if the layer above may gather the gradient for this layer's experts: nothing is computed before the gather, and
+ * qkv's weight gradient can be computed by itself. */
 static bool mt_gathers_ahead(const mt_model *m, const mt_pass *p, const mt_layer *w) {
     bool gathers = w->expert_bucket >= 0 && m->experts->uses_allgather && w->F == 0 && m->options->hidden_dropout == 0;
     bool replays = m->recompute_modules || w->recomputed, splits = p->halves == MT_BACKWARD_BOTH && !m->fp8;
@@ -9028,8 +9029,8 @@ static void mt_buckets_prefetch(mt_model *m) {
     mt_sharding *s = m->sharding;
     int64_t first = s->next_bucket;
     for (int64_t next = first; s->prefetches && mt_bucket_is_acquired(m, next); next += s->direction) {
-        const mt_bucket *b = &m->buckets[next], *before = &m->buckets[first];
-        bool same_layer = m->params[b->first_param].layer == m->params[before->first_param].layer;
+        const mt_bucket *b = &m->buckets[next], *first_bucket = &m->buckets[first];
+        bool same_layer = m->params[b->first_param].layer == m->params[first_bucket->first_param].layer;
         if (next != first && (!same_layer || s->progress[next].kind == s->progress[first].kind)) return;
         if (b->strategy != MT_NO_SHARD && mt_buffer_free(m, s->param_buffers, next)) mt_bucket_gather_products(m, next);
     }

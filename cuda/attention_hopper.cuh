@@ -65,8 +65,8 @@ template <class TILE> struct queue_of {
         }
         __syncwarp();
     }
-    /* Consumers release the scheduler's buffer when they have read the tile; the producer releases it when it has
-     * issued the last load of the tile. */
+    /* Readers release the scheduler's buffer: consumers and reducers when they have read the tile, a producer that is
+     * not the scheduler when it has issued the last load of the tile. */
     __device__ __forceinline__ TILE get(int round) const {
         turns.wait_filled(round);
         return *slot;

@@ -11,9 +11,10 @@
 
 static constexpr uint32_t all_lanes = 0xffffffff;
 static constexpr int64_t max_shared_bytes = 48 * 1024; // shared memory of a block without an opt-in
+static constexpr int64_t max_static_bytes = 512;       // its part that arrays of a fixed size take
 
-/* Warp w of the grid has the 32 `items` items from 32 `items` w on; lane l takes each 32nd from the l-th. The counts
- * are [blocks, stride]. */
+/* A warp sorts 32 * items consecutive items. Lane l has the items l, l + 32, l + 64, ... of these. The counts are
+ * [blocks, stride]. */
 struct mt_counting {
     int64_t n;
     int bins, blocks, stride, items;
@@ -47,7 +48,7 @@ template <class Body> static void mt_by_items(const mt_counting &s, Body body) {
 /* Enqueues the second kernel. Thousands of bins need more shared memory than a kernel may use unasked. */
 template <class... P, class... A>
 static void mt_launch_ranks(void (*kernel)(P...), const mt_counting &s, cudaStream_t stream, const A &...arguments) {
-    if (s.shared_bytes > max_shared_bytes)
+    if (s.shared_bytes > max_shared_bytes - max_static_bytes)
         MT_CUDA(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)s.shared_bytes));
     mt_launch_early(kernel, (unsigned)(s.blocks > 0 ? s.blocks : 1), s.threads, s.shared_bytes, stream, arguments...);
 }

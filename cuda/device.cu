@@ -175,11 +175,12 @@ extern "C" void mt_cuda_stream_synchronize(mt_stream *stream) {
 }
 
 /* cuBLASLt needs 32 MiB for its fastest Hopper kernels. Other operations keep here: partial sums; the embedding's
- * backward its sorted tokens; attention's backward its fp32 gradient of q with two numbers of each row and room for
- * rows of partial tiles, or the workspace of cuDNN. */
+ * backward its sorted tokens; attention's backward its fp32 gradient of q with two numbers of each row, an eighth
+ * more for partial tiles of packed sequences (many short ones need more and take another kernel), or the workspace of
+ * cuDNN. */
 extern "C" int64_t mt_cuda_workspace_bytes(int64_t T, int64_t C, int64_t H, int64_t D) {
     int64_t cublas = 32 << 20, partial_sums = 4ll * mt_cuda_device()->multiProcessorCount * 2 * C * 4;
-    int64_t dq = T * H * (D + 4) * (int64_t)sizeof(float), largest = cublas;
+    int64_t dq = T * H * (D + D / 8 + 4) * (int64_t)sizeof(float), largest = cublas;
     int64_t embedding = T * (C / 4 + 32) + 8 * C + (4 << 20);
     if (embedding > largest) largest = embedding;
     if (partial_sums > largest) largest = partial_sums;

@@ -289,7 +289,9 @@ template <mt_grouped_kind KIND, int COLS> static void launch(const mt_grouped_ca
     product_task task = {extent_of<KIND>(call), NULL, call->out, call->accumulate};
     MT_CUDA(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, BYTES));
     const int64_t tiles = count_tiles<tile_size<KIND, COLS>::OF_WEIGHT, COLS>(task.extent, call->M);
-    const unsigned blocks = count_blocks(tiles);
+    unsigned blocks = count_blocks(tiles);
+    const bool has_workspace = call->stream && call->stream->workspace_bytes >= (int64_t)sizeof *task.counter;
+    if (tiles > blocks && !has_workspace) blocks = (unsigned)tiles;
     if (tiles > blocks) {
         task.counter = (unsigned *)mt_cuda_workspace(call->stream, sizeof *task.counter);
         MT_CUDA(cudaMemsetAsync(task.counter, 0, sizeof *task.counter, mt_cuda_stream(call->stream)));

@@ -556,7 +556,7 @@ extern "C" void mt_cuda_aux_loss_forward(const mt_aux_loss_args *a, mt_stream *s
     if (zeroed > mt_zeros_bytes) mt_cuda_memory_zero(to.scores, zeroed, stream);
     with_slots(r.E, 3, 0, aux_loss_warps, [&](auto slots, unsigned warps, size_t bytes) {
         size_t room = (size_t)r.E * 12;
-        bool in_block = !a->sequence && bytes + room <= (size_t)max_shared_bytes;
+        bool in_block = !a->sequence && bytes + room <= (size_t)(max_shared_bytes - max_static_bytes);
         mt_launch_early(aux_loss_forward<decltype(slots)::value>,
                         mt_grid_size(a->T > 0 ? a->T : 1, warps * tokens_per_warp), warps * 32,
                         (int64_t)(in_block ? bytes + room : bytes), mt_cuda_stream(stream), to, *a, r,

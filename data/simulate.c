@@ -156,7 +156,7 @@ static void mt_sim_memory_free_host(void *memory) {
 /* As mt_cuda_workspace_bytes of cuda/device.cu. */
 static int64_t mt_sim_workspace_bytes(int64_t T, int64_t C, int64_t H, int64_t D) {
     int64_t products = 32 << 20, sums = 4 * (int64_t)mt_device_model.machine->multiprocessors * 2 * C * 4;
-    int64_t dq = T * H * (D + 4) * 4, embedding = T * (C / 4 + 32) + 8 * C + (4 << 20);
+    int64_t dq = T * H * (D + D / 8 + 4) * 4, embedding = T * (C / 4 + 32) + 8 * C + (4 << 20);
     return mt_max(mt_max(products, sums), mt_max(dq, embedding));
 }
 

@@ -623,7 +623,9 @@ static void no_workspace_matches_the_cpu(void **state) {
     problem p = {.H = 4, .G = 2, .D = 128, .Tq = 300, .Tk = 300, .count = 1};
     p.spans[0] = (mt_span){0, 300, 0, 300, true};
     operands o = operands_new(&p);
-    if (run_rung(&mt_attention_rungs[2], &p, &o, NULL)) {
+    bool served = run_rung(&mt_attention_rungs[2], &p, &o, NULL);
+    assert_true(served || must_serve(&p) <= 2);
+    if (served) {
         answer a = answer_of(&p, &o);
         assert_answer("two kernels", &p, &o, &a);
         free(a.out), free(a.lse), free(a.dqkv);
