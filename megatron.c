@@ -9006,7 +9006,7 @@ static void mt_bucket_gather_products(mt_model *m, int64_t bucket) {
     m->ops->all_gather(fp8_params, fp8_params + b->shard_first, b->shard_count, MT_U8, b->group, s->param_stream);
 }
 
-/* Whether a forward and a backward acquire this bucket; adapters, the first buckets, are not acquired. */
+/* True if a forward and a backward acquire this bucket; adapters, the first buckets, are not acquired. */
 static bool mt_bucket_is_acquired(const mt_model *m, int64_t bucket) {
     int64_t first = m->options->lora_rank > 0 ? m->num_trained_buckets : 0, end = m->num_buckets;
     return bucket >= first && bucket < end - (m->params[m->num_params - 1].unit == MT_UNIT_UNTRAINED);

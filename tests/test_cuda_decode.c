@@ -800,48 +800,49 @@ static float *paged_logits(const mt_options *options, const paged_case *c, int64
     return logits;
 }
 
+static const paged_case paged_cases[] = {
+    {"data/configs/gpt2-124m.json", "3", 1, {1}, {NULL}, true},
+    {"data/configs/gpt2-124m.json", "2", 1, {600}, {NULL}, true},
+    {"data/configs/gpt2-124m.json", "2", 1, {110}, {NULL}, true}, // one and several parts of keys
+    {"data/configs/gpt2-124m.json", "2", 1, {110}, {"--window-size", "37"}, true},
+    {"data/configs/gpt2-355m.json", "2", 1, {30}, {NULL}, false},
+    {"data/configs/qwen3-0.6b.json", // more than 64 pages
+     "2",
+     1,
+     {1100},
+     {"--hidden-size", "512", "--num-attention-heads", "8", "--num-query-groups", "4"},
+     false},
+    {"data/configs/llama2c-110m.json", "2", 1, {500}, {"--window-size", "200"}, false},
+    {"data/configs/llama2c-110m.json", "2", 1, {60}, {"--rotary-interleaved"}, false},
+    {"data/configs/llama2c-110m.json", "2", 1, {60}, {"--rotary-percent", "0.5"}, false},
+    {"data/configs/llama2c-110m.json", "2", 1, {60}, {"--rotary-percent", "0.5", "--rotary-interleaved"}, false},
+    {"data/configs/llama2c-110m.json", "2", 1, {60}, {"--ffn-hidden-size", "512"}, false},
+    {"data/configs/llama2c-110m.json", "2", 1, {9}, {"--num-query-groups", "4"}, false},
+    {"data/configs/qwen3-0.6b.json",
+     "2",
+     1,
+     {50},
+     {"--hidden-size", "512", "--num-attention-heads", "8", "--num-query-groups", "4"},
+     false},
+    {"data/configs/qwen3-0.6b.json",
+     "2",
+     1,
+     {70},
+     {"--hidden-size", "704", "--num-attention-heads", "12", "--num-query-groups", "2"},
+     false},
+    {"data/configs/gpt2-124m.json", "2", 4, {15, 100, 16, 300}, {NULL}, false},
+    {"data/configs/gpt2-124m.json", "2", 5, {15, 100, 16, 300, 3}, {NULL}, false},
+    {"data/configs/tiny-llama.json", "6", 2, {63, 64}, {NULL}, false},
+    {"data/configs/qwen3-0.6b.json", "2", 3, {127, 1, 250}, {NULL}, false},
+    {"data/configs/llama3-8b.json", "2", 1, {70}, {NULL}, false},
+    {"data/configs/llama3-8b.json", "2", 2, {40, 500}, {NULL}, false},
+    {"data/configs/llama3-8b.json", "2", 4, {31, 9, 200, 300}, {NULL}, false}};
+
 static void one_kernel_is_near_separate_kernels_over_pages(void **state) {
     (void)state;
     if (!gpu) skip();
-    static const paged_case cases[] = {
-        {"data/configs/gpt2-124m.json", "3", 1, {1}, {NULL}, true},
-        {"data/configs/gpt2-124m.json", "2", 1, {600}, {NULL}, true},
-        {"data/configs/gpt2-124m.json", "2", 1, {110}, {NULL}, true}, // one and several parts of keys
-        {"data/configs/gpt2-124m.json", "2", 1, {110}, {"--window-size", "37"}, true},
-        {"data/configs/gpt2-355m.json", "2", 1, {30}, {NULL}, false},
-        {"data/configs/qwen3-0.6b.json", // more than 64 pages
-         "2",
-         1,
-         {1100},
-         {"--hidden-size", "512", "--num-attention-heads", "8", "--num-query-groups", "4"},
-         false},
-        {"data/configs/llama2c-110m.json", "2", 1, {500}, {"--window-size", "200"}, false},
-        {"data/configs/llama2c-110m.json", "2", 1, {60}, {"--rotary-interleaved"}, false},
-        {"data/configs/llama2c-110m.json", "2", 1, {60}, {"--rotary-percent", "0.5"}, false},
-        {"data/configs/llama2c-110m.json", "2", 1, {60}, {"--rotary-percent", "0.5", "--rotary-interleaved"}, false},
-        {"data/configs/llama2c-110m.json", "2", 1, {60}, {"--ffn-hidden-size", "512"}, false},
-        {"data/configs/llama2c-110m.json", "2", 1, {9}, {"--num-query-groups", "4"}, false},
-        {"data/configs/qwen3-0.6b.json",
-         "2",
-         1,
-         {50},
-         {"--hidden-size", "512", "--num-attention-heads", "8", "--num-query-groups", "4"},
-         false},
-        {"data/configs/qwen3-0.6b.json",
-         "2",
-         1,
-         {70},
-         {"--hidden-size", "704", "--num-attention-heads", "12", "--num-query-groups", "2"},
-         false},
-        {"data/configs/gpt2-124m.json", "2", 4, {15, 100, 16, 300}, {NULL}, false},
-        {"data/configs/gpt2-124m.json", "2", 5, {15, 100, 16, 300, 3}, {NULL}, false},
-        {"data/configs/tiny-llama.json", "6", 2, {63, 64}, {NULL}, false},
-        {"data/configs/qwen3-0.6b.json", "2", 3, {127, 1, 250}, {NULL}, false},
-        {"data/configs/llama3-8b.json", "2", 1, {70}, {NULL}, false},
-        {"data/configs/llama3-8b.json", "2", 2, {40, 500}, {NULL}, false},
-        {"data/configs/llama3-8b.json", "2", 4, {31, 9, 200, 300}, {NULL}, false}};
-    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
-        const paged_case *c = &cases[i];
+    for (size_t i = 0; i < sizeof paged_cases / sizeof *paged_cases; i++) {
+        const paged_case *c = &paged_cases[i];
         char *arguments[19 + MAX_WORDS] = {
             "train",       "--hf-config",         c->config, "--num-layers", c->layers, "--bf16",
             "--mock-data", "--train-iters",       "1",       "--lr",         "1e-3",    "--micro-batch-size",

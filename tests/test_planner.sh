@@ -636,7 +636,10 @@ sharded_layers_hide_their_communication() {
         awk -v model=$model '
             $1 == "step" { step = $2 }
             match($0, /exposed communication [0-9.]+/) { exposed = substr($0, RSTART + 22, RLENGTH - 22) }
-            END { print "  " model ": " exposed " of " step " ms exposed"; exit !(step > 0 && exposed > 0 && exposed < 0.03 * step) }
+            END {
+                print "  " model ": " exposed " of " step " ms exposed"
+                exit !(step > 0 && exposed > 0 && exposed < 0.03 * step)
+            }
         ' "$work/out" || return 1
     done
 }
