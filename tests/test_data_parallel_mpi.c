@@ -455,6 +455,46 @@ static void streams_wait_for_rounded_gradients(void **state) {
     }
 }
 
+static const char routed[] =
+    "--num-experts 4 --moe-router-topk 2 --swiglu --normalization RMSNorm --disable-bias-linear "
+    "--position-embedding-type rope --untie-embeddings-and-output-weights --hidden-dropout 0 ";
+
+/* Layers and their experts have buffers of their own, whose gathers and reductions overlap; with expert ranks the
+ * gradients for the layer below are gathered beside qkv's weight gradient. */
+static void streams_of_experts_wait_for_their_inputs(void **state) {
+    (void)state;
+    mt_ops late = late_ops();
+    mt_grid shared = mt_grid_new(&grid);
+    mt_options options;
+    mt_error error;
+    mt_options_default(&options);
+    options.num_experts = 4, options.expert_tensor_parallel_size = 1;
+    options.expert_model_parallel_size = grid.world.size;
+    if (mt_grid_build(&shared, &options, &error) != 0) fail_msg("%s", error.text);
+    mt_options_free(&options);
+    outcome alone = ten_steps(&mt_grid_of_one, routed, 0, false, 2 * grid.world.size);
+    for (int variant = 0; variant < 2 * NUM_STRATEGIES; variant++) {
+        const mt_grid *ranks = variant % 2 ? &shared : &grid;
+        char words[512];
+        int size = variant % 2 ? grid.world.size : 1;
+        snprintf(words, sizeof words, "%s--expert-model-parallel-size %d --moe-token-dispatcher-type allgather", routed,
+                 size);
+        outcome expected = ten_steps(ranks, words, variant / 2, true, 2);
+        backend = &late, most_late_calls = 0;
+        outcome o = ten_steps(ranks, words, variant / 2, true, 2);
+        backend = &mt_cpu_ops;
+        assert_same_outcome(&o, &expected, 0, strategies[variant / 2]);
+        for (int i = 0; i < STEPS; i++) {
+            assert_true(fabs(o.losses[i] - alone.losses[i]) <= 1e-5 * alone.losses[i]);
+            assert_true(fabs(o.norms[i] - alone.norms[i]) <= 1e-5 * alone.norms[i]);
+        }
+        assert_true(most_late_calls > 0);
+        free(o.weights), free(expected.weights);
+    }
+    free(alone.weights);
+    mt_grid_clear(&shared);
+}
+
 /* ---- the optimizer on the host */
 
 static const char offload[] = " --optimizer-cpu-offload --optimizer-offload-fraction ";
@@ -1016,6 +1056,7 @@ int main(int argc, char **argv) {
         cmocka_unit_test(every_strategy_rounds_gradients_and_moments_like_one_rank),
         cmocka_unit_test(streams_wait_for_their_inputs),
         cmocka_unit_test(streams_wait_for_rounded_gradients),
+        cmocka_unit_test(streams_of_experts_wait_for_their_inputs),
         cmocka_unit_test(weights_gathered_in_fp8_change_no_bit),
         cmocka_unit_test(a_model_needs_no_zeroed_memory),
         cmocka_unit_test(a_model_that_rests_changes_no_bit),
