@@ -8,6 +8,7 @@
  * [B, H, S]; a small kernel transposes it to our [T, H] and back. Its backward sums the gradient of q in fp32, in
  * whatever order its blocks finish, so two runs differ in the last bits. */
 #include "attention.cuh"
+#include "measure.cuh"
 
 #include <math.h>
 #include <string.h>
@@ -479,25 +480,7 @@ static bool run_cudnn(const mt_attention *a, mt_dtype dtype, mt_stream *stream, 
 /* ---- auto -------------------------------------------------------------------------------------------------------- */
 
 /* Shorter sequences do not justify a plan. */
-enum { MEASURED_LENGTH = 512, WARM_UPS = 1, TRIALS = 3 };
-
-/* Infinite where `direction` does not serve the call. */
-static float measure(const mt_attention *a, mt_dtype dtype, mt_stream *stream, mt_attention_direction *direction) {
-    float milliseconds = 0;
-    cudaEvent_t start, end;
-    for (int i = 0; i < WARM_UPS; i++)
-        if (!direction(a, dtype, stream)) return INFINITY;
-    MT_CUDA(cudaEventCreate(&start));
-    MT_CUDA(cudaEventCreate(&end));
-    MT_CUDA(cudaEventRecord(start, stream->stream));
-    for (int i = 0; i < TRIALS; i++) direction(a, dtype, stream);
-    MT_CUDA(cudaEventRecord(end, stream->stream));
-    MT_CUDA(cudaEventSynchronize(end));
-    MT_CUDA(cudaEventElapsedTime(&milliseconds, start, end));
-    MT_CUDA(cudaEventDestroy(start));
-    MT_CUDA(cudaEventDestroy(end));
-    return milliseconds;
-}
+enum { MEASURED_LENGTH = 512 };
 
 /* The fastest of `ours`, cuDNN and, for the backward, our kernel that sums in no fixed order. The first call of a shape
  * runs and times them on its operands; this is safe because outputs are written, not added to. A choice by timing may
@@ -509,14 +492,14 @@ static mt_attention_direction *fastest(const mt_attention *a, mt_dtype dtype, mt
     if (!stream || stream->deterministic || !cudnn_serves(a, dtype, stream, &b) || b.Sq < MEASURED_LENGTH) return ours;
     plan *p = plan_of(a, stream, &b, backward);
     if (p->fastest) return p->fastest;
-    mt_attention_direction *others[] = {backward ? mt_attention_cudnn.backward : mt_attention_cudnn.forward,
-                                        backward ? mt_attention_unordered.backward : NULL};
-    float least = measure(a, dtype, stream, ours);
-    p->fastest = ours;
-    for (mt_attention_direction *other : others) {
-        float milliseconds = other ? measure(a, dtype, stream, other) : INFINITY;
-        if (milliseconds < least) least = milliseconds, p->fastest = other;
-    }
+    mt_attention_direction *const all[] = {ours, backward ? mt_attention_cudnn.backward : mt_attention_cudnn.forward,
+                                           backward ? mt_attention_unordered.backward : NULL};
+    mt_attention_direction *ways[3];
+    int count = 0;
+    for (mt_attention_direction *way : all)
+        if (way && way(a, dtype, stream)) ways[count++] = way;
+    auto enqueue = [&](int i) { ways[i](a, dtype, stream); };
+    p->fastest = count > 0 ? ways[mt_fastest(count, enqueue, false, stream)] : ours;
     return p->fastest;
 }
 

@@ -13,6 +13,7 @@
  * multiples of 16 bytes. */
 #include "cuda.h"
 #include "fp8.h"
+#include "measure.cuh"
 
 #include <stdlib.h>
 
@@ -44,8 +45,7 @@ typedef struct operands {
 typedef struct choice {
     product shape; // as shape_of_choice
     cublasLtMatmulAlgo_t algorithm;
-    float milliseconds; // of the fused product; 0: not measured
-    bool unfused;       // a separate GELU kernel is faster, or cuBLASLt does not support this epilogue or fp8 product
+    bool unfused; // a separate GELU kernel is faster, or cuBLASLt does not support this epilogue or fp8 product
     struct choice *next;
 } choice;
 
@@ -65,7 +65,7 @@ enum { PLAN_LISTS = 1024, PLANS_IN_LIST = 8 };
 static plan *plans[PLAN_LISTS];
 
 /* One column is a product of a matrix and a vector, whose algorithms hardly differ. */
-enum { MEASURED_COLUMNS = 2, FEW_COLUMNS = 256, CANDIDATES = 8, WARM_UPS = 1, TRIALS = 3 };
+enum { MEASURED_COLUMNS = 2, FEW_COLUMNS = 256, CANDIDATES = 8 };
 
 static cudaDataType_t cuda_type(mt_dtype dtype) {
     if (dtype == MT_F8_E4M3) return CUDA_R_8F_E4M3;
@@ -186,47 +186,11 @@ static void multiply(const plan *p, void *d, const operands *o, const cublasLtMa
                              algorithm, stream->workspace, (size_t)stream->workspace_bytes, stream->stream));
 }
 
-/* Average time of the work that `enqueue` enqueues, in milliseconds. */
-template <class Enqueue> static float measure(Enqueue enqueue, mt_stream *stream) {
-    cudaEvent_t start, end;
-    float milliseconds = 0;
-    MT_CUDA(cudaEventCreate(&start));
-    MT_CUDA(cudaEventCreate(&end));
-    for (int i = 0; i < WARM_UPS; i++) enqueue();
-    MT_CUDA(cudaEventRecord(start, stream->stream));
-    for (int i = 0; i < TRIALS; i++) enqueue();
-    MT_CUDA(cudaEventRecord(end, stream->stream));
-    MT_CUDA(cudaEventSynchronize(end));
-    MT_CUDA(cudaEventElapsedTime(&milliseconds, start, end));
-    MT_CUDA(cudaEventDestroy(start));
-    MT_CUDA(cudaEventDestroy(end));
-    return milliseconds / TRIALS;
-}
-
-/* The same with empty caches: the weights of a product of few rows come from memory, whose rate is its limit. */
-template <class Enqueue> static float measure_cold(Enqueue enqueue, mt_stream *stream) {
-    cudaEvent_t start, end;
-    float total = 0, milliseconds = 0;
-    MT_CUDA(cudaEventCreate(&start));
-    MT_CUDA(cudaEventCreate(&end));
-    for (int i = -WARM_UPS; i < TRIALS; i++) {
-        MT_CUDA(cudaMemsetAsync(stream->workspace, 0, (size_t)stream->workspace_bytes, stream->stream));
-        MT_CUDA(cudaEventRecord(start, stream->stream));
-        enqueue();
-        MT_CUDA(cudaEventRecord(end, stream->stream));
-        MT_CUDA(cudaEventSynchronize(end));
-        MT_CUDA(cudaEventElapsedTime(&milliseconds, start, end));
-        if (i >= 0) total += milliseconds;
-    }
-    MT_CUDA(cudaEventDestroy(start));
-    MT_CUDA(cudaEventDestroy(end));
-    return total / TRIALS;
-}
-
 /* Times the candidates on the real operands and returns the index of the fastest. A product that accumulates writes to
- * a scratch buffer here. */
-static int fastest(plan *p, float *milliseconds, const operands *o, const cublasLtMatmulHeuristicResult_t *candidates,
-                   int count, mt_stream *stream) {
+ * a scratch buffer here. With few rows the weights come from memory, whose rate is the product's limit, so the caches
+ * are emptied. */
+static int fastest(plan *p, const operands *o, const cublasLtMatmulHeuristicResult_t *candidates, int count,
+                   mt_stream *stream) {
     void *scratch = NULL;
     int64_t stride = p->shape.d_stride ? p->shape.d_stride : p->shape.rows;
     size_t bytes = (size_t)(stride * p->shape.cols * mt_dtype_size(p->shape.out_dtype));
@@ -235,13 +199,9 @@ static int fastest(plan *p, float *milliseconds, const operands *o, const cublas
         return 0;
     }
     if (scratch) MT_CUDA(cudaMemsetAsync(scratch, 0, bytes, stream->stream));
-    int best = 0;
-    *milliseconds = 1e30f;
-    for (int i = 0; i < count; i++) {
-        auto enqueue = [&] { multiply(p, scratch ? scratch : o->d, o, &candidates[i].algo, stream); };
-        float time = p->shape.cols > FEW_COLUMNS ? measure(enqueue, stream) : measure_cold(enqueue, stream);
-        if (time < *milliseconds) *milliseconds = time, best = i;
-    }
+    auto enqueue = [&](int i) { multiply(p, scratch ? scratch : o->d, o, &candidates[i].algo, stream); };
+    for (int i = 0; i < count; i++) enqueue(i);
+    const int best = mt_fastest(count, enqueue, p->shape.cols <= FEW_COLUMNS, stream);
     if (scratch)
         MT_CUDA(
             cudaFreeAsync(scratch, stream->stream)); // cudaFree could wait for messages that peers have not sent yet
@@ -273,10 +233,8 @@ static bool choose(plan *p, choice *made, const operands *o, mt_stream *stream) 
     if ((o->aux || is_fp8(&p->shape)) && status == CUBLAS_STATUS_NOT_SUPPORTED) return false;
     MT_CUBLAS(status);
     MT_CHECK(count > 0);
-    bool has_alternatives = count > 1 || o->aux; // several algorithms, or a separate GELU kernel
-    bool timed = has_alternatives && is_timed(&p->shape, stream);
-    int best = timed ? fastest(p, &made->milliseconds, o, candidates, count, stream) : 0;
-    made->algorithm = candidates[best].algo;
+    const bool timed = count > 1 && is_timed(&p->shape, stream);
+    made->algorithm = candidates[timed ? fastest(p, o, candidates, count, stream) : 0].algo;
     return true;
 }
 
@@ -354,10 +312,16 @@ template <class Unfused>
 static void run_gelu(const product *shape, const operands *o, Unfused unfused, mt_stream *stream) {
     bool is_new;
     plan *p = plan_for(shape, o, &is_new, stream);
-    if (is_new && p->chosen->milliseconds > 0) {
+    if (is_new && !p->chosen->unfused && is_timed(shape, stream)) {
         choice *made = p->chosen;
-        made->unfused = measure(unfused, stream) < made->milliseconds;
-        p = plan_for(shape, o, &is_new, stream); // `unfused` may have removed it
+        auto enqueue = [&](int way) {
+            if (way == 1) return unfused();
+            p = plan_for(shape, o, &is_new, stream); // `unfused` may have removed it
+            multiply(p, o->d, o, &made->algorithm, stream);
+        };
+        enqueue(1);
+        made->unfused = mt_fastest(2, enqueue, false, stream) == 1;
+        p = plan_for(shape, o, &is_new, stream);
     }
     if (p->chosen->unfused)
         unfused();
