@@ -494,12 +494,12 @@ static mt_attention_direction *fastest(const mt_attention *a, mt_dtype dtype, mt
     if (p->fastest) return p->fastest;
     mt_attention_direction *const all[] = {ours, backward ? mt_attention_cudnn.backward : mt_attention_cudnn.forward,
                                            backward ? mt_attention_unordered.backward : NULL};
-    mt_attention_direction *ways[3];
+    mt_attention_direction *candidates[3];
     int count = 0;
-    for (mt_attention_direction *way : all)
-        if (way && way(a, dtype, stream)) ways[count++] = way;
-    auto enqueue = [&](int i) { ways[i](a, dtype, stream); };
-    p->fastest = count > 0 ? ways[mt_fastest(count, enqueue, false, stream)] : ours;
+    for (mt_attention_direction *direction : all) // a call also warms up; false: it does not serve this shape
+        if (direction && direction(a, dtype, stream)) candidates[count++] = direction;
+    auto enqueue = [&](int i) { candidates[i](a, dtype, stream); };
+    p->fastest = count > 0 ? candidates[mt_fastest(count, enqueue, false, stream)] : ours;
     return p->fastest;
 }
 

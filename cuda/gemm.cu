@@ -314,8 +314,8 @@ static void run_gelu(const product *shape, const operands *o, Unfused unfused, m
     plan *p = plan_for(shape, o, &is_new, stream);
     if (is_new && !p->chosen->unfused && is_timed(shape, stream)) {
         choice *made = p->chosen;
-        auto enqueue = [&](int way) {
-            if (way == 1) return unfused();
+        auto enqueue = [&](int i) { // 0: fused, 1: separate kernels
+            if (i == 1) return unfused();
             p = plan_for(shape, o, &is_new, stream); // `unfused` may have removed it
             multiply(p, o->d, o, &made->algorithm, stream);
         };
