@@ -2,7 +2,7 @@
 # A rank that hangs, dies or has other options ends the job soon, with an error that names it. MT_DEVICE=cuda: on three
 # GPUs.
 set -u
-device=${MT_DEVICE:-cpu} patience=2
+device=${MT_DEVICE:-cpu} patience=4
 [ "$device" = cpu ] || patience=20 # starting NCCL takes seconds
 . tests/suite.sh
 export OMP_NUM_THREADS=1
