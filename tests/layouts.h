@@ -528,11 +528,12 @@ static int compare_evaluations(comparison *v, trainee *t, const reference *r, mt
     return 0;
 }
 
-/* Compares the metrics of a step. Not the loads if it `rounds`: rounding of scores may route a token to another expert.
- */
+/* Compares the metrics of a step. If scores round otherwise than on one rank, a token may go to another expert; then
+ * the loads are not compared, and of the gradient norms only the first one (compare_mean_norm). */
 static void compare_metrics(comparison *v, int step, const mt_metrics *metrics, const mt_metrics *one, bool rounds) {
     compare(v, "the loss", step, metrics->loss, one->loss);
-    compare(v, "the gradient norm", step, metrics->grad_norm, one->grad_norm);
+    if (step == 1 || !rounds || one->imbalance == 0)
+        compare(v, "the gradient norm", step, metrics->grad_norm, one->grad_norm);
     for (int k = 0; k < MT_MAX_MTP_LAYERS && one->mtp_losses[k] > 0; k++)
         compare(v, "a module's loss", step, metrics->mtp_losses[k], one->mtp_losses[k]);
     if (one->imbalance == 0) return; // no experts
@@ -545,13 +546,25 @@ static void compare_metrics(comparison *v, int step, const mt_metrics *metrics, 
     compare(v, "the fraction of kept tokens", step, 1 - metrics->dropped, 1 - one->dropped);
 }
 
+/* Compares the mean of all steps' gradient norms. A token that goes to another expert changes the later weights, so in
+ * bf16 the norm of one step differs from one rank's by 1.3% after ten steps, root mean square of 40 seeds of MTP_LATENT
+ * on two tensor ranks, and by 3.7% at most; the mean of ten by 0.24%, and by 0.7% at most. */
+static void compare_mean_norm(comparison *v, const double *norms, const reference *r) {
+    double mean = 0, expected = 0;
+    for (int step = 0; step < STEPS; step++)
+        mean += norms[step] / STEPS, expected += r->metrics[step].grad_norm / STEPS;
+    compare(v, "the mean gradient norm", STEPS, mean, expected);
+}
+
 /* In fp8 the first step has the values of one rank: scales of 1, or powers of two, which round alike. */
 static int train_and_compare(comparison *v, trainee *t, const reference *r, bool bf16, mt_error *error) {
     const mt_options *o = &t->options;
+    double norms[STEPS];
     for (int step = 0; step < STEPS; step++) {
         mt_metrics metrics;
         if (train_one_step(t, &metrics, error) != 0) return -1;
         double tolerance = v->tolerance;
+        norms[step] = metrics.grad_norm;
         if (step == 0 && o->fp8_format && o->fp8_recipe != MT_FP8_TENSORWISE) v->tolerance = 1e-5;
         compare_metrics(v, step + 1, &metrics, &r->metrics[step], bf16 || o->fp8_format);
         v->tolerance = fmin(tolerance, 0.02);
@@ -559,6 +572,7 @@ static int train_and_compare(comparison *v, trainee *t, const reference *r, bool
         v->tolerance = tolerance;
         if (step + 1 == EVALUATE_AFTER && compare_evaluations(v, t, r, error) != 0) return -1;
     }
+    compare_mean_norm(v, norms, r);
     if (!bf16 && v->tolerance < 0.01) compare_weights(v, t->model, r); // AdamW enlarges what rounding changes
     return 0;
 }
