@@ -153,7 +153,8 @@ const mt_option mt_option_table[] = {
      "attention on a GPU; flash: fused kernels; cudnn: cuDNN for sequences of equal length, otherwise flash, and its "
      "backward does not repeat bit for bit; unfused: plain kernels; auto: the fastest of flash, cudnn "
      "and another backward of ours that does not repeat, measured once",
-     .needs = "cudnn: bf16", .excludes = "cudnn: window-size, cudnn: deterministic-mode"},
+     .needs = "cudnn: bf16",
+     .excludes = "cudnn: window-size, cudnn: rerun-mode validate_results, cudnn: deterministic-mode"},
     {"deterministic-mode", MT_FLAG, MT_AT(deterministic_mode), MT_BOTH, MT_OF_RUN, NULL, NULL,
      "repeat runs on a GPU bit for bit: use only deterministic algorithms and choose none by measuring"},
     {"seed", MT_INT, MT_AT(seed), MT_BOTH, MT_OF_RUN, "1234", "[0,4294967295]", "seed of all random numbers"},
@@ -511,7 +512,8 @@ const mt_option mt_option_table[] = {
     {"max-bad-steps-in-a-row", MT_INT, MT_AT(max_bad_steps_in_a_row), MT_TRAIN, MT_OF_RUN, "3", "[1,1000000000]",
      "end the run after more consecutive bad steps than this", .needs = "bad-step-policy skip|rewind", .own = true},
     {"rerun-mode", MT_CHOICE, MT_AT(rerun_mode), MT_TRAIN, MT_OF_RUN, "disabled", "disabled|validate_results",
-     "repeat a bad step to distinguish a transient fault from a reproducible one, and name the rank"},
+     "repeat a bad step to distinguish a transient fault from a reproducible one, and name the rank; implies "
+     "--deterministic-mode"},
 
     {.help = "data"},
     {"data-path", MT_LIST, MT_AT(data_path), MT_TRAIN, MT_OF_RUN, NULL, MT_PREFIXES,

@@ -719,6 +719,8 @@ static void attention_backends_that_cannot_serve_are_refused(void **state) {
     expect_error(FOR_CUDNN "--attention-dropout 0.25", "cudnn needs --attention-dropout 0, not 0.25");
     expect_error(FOR_CUDNN "--deterministic-mode",
                  "--attention-backend cudnn and --deterministic-mode exclude each other");
+    expect_error(FOR_CUDNN "--rerun-mode validate_results",
+                 "--attention-backend cudnn and --rerun-mode validate_results exclude each other");
     expect_error(FOR_CUDNN "--window-size 64", "cudnn and --window-size exclude each other");
 }
 
@@ -2159,6 +2161,9 @@ static void bad_steps_have_rules_that_go_together(void **state) {
     mt_options_free(&o);
     expect_error(RUN "--no-check-for-nan-in-loss-and-grad --bad-step-policy skip",
                  "--bad-step-policy has no effect with --no-check-for-nan-in-loss-and-grad");
+    expect_good(&o, RUN "--rerun-mode validate_results --attention-backend auto --bf16");
+    assert_true(o.deterministic_mode); // the rerun must repeat bit for bit
+    mt_options_free(&o);
     expect_error(RUN "--no-check-for-nan-in-loss-and-grad --rerun-mode validate_results",
                  "--rerun-mode has no effect with --no-check-for-nan-in-loss-and-grad");
     expect_error(RUN "--max-bad-steps-in-a-row 5",
