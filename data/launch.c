@@ -99,9 +99,10 @@ void mt_signals_hold(void) {
 }
 
 void mt_signals_select(const mt_options *o) {
+    bool saves = !o->plan && !o->explain && !o->print_config && !o->print_schedule && o->print_launch == 0;
     for (int i = 0; i < MT_NUM_SIGNALS; i++) {
         bool stops = i == MT_EXIT_SIGTERM || i == MT_EXIT_SIGINT || i == (int)o->exit_signal;
-        if (stops && o->exit_signal_handler) {
+        if (saves && stops && o->exit_signal_handler) {
             mt_signal_catch(mt_signals[i], 0); // ends a print to a terminal that an ending mpirun no longer reads
             continue;
         }

@@ -23,7 +23,7 @@ int mt_launch_print(mt_options *options, FILE *file, mt_error *error);
 void mt_signals_hold(void);
 
 /* Once options are parsed: SIGTERM, SIGINT and --exit-signal request a stop; others, or with --no-exit-signal-handler
- * all of them, have their default effect again, also one that has come already. */
+ * and in a run that only prints all of them, have their default effect again, also one that has come already. */
 void mt_signals_select(const mt_options *options);
 
 /* True after a signal that requests a stop. */

@@ -758,6 +758,7 @@ int mt_layouts_search(mt_layouts *out, const mt_options *given, int argc, char *
                       double seconds, mt_error *error) {
     *out = (mt_layouts){.count = 0};
     mt_search s = {out, given, machine, argc, argv};
+    if (mt_options_check_ranges(given, MT_PROGRAM_TRAIN, error) != 0) return -1; // the list would be endless
     if (given->global_batch_size == 0)
         return mt_error_set(error, "--plan needs --global-batch-size: another batch would be another run");
     if (given->role)

@@ -442,6 +442,8 @@ refusals_name_the_reason() {
         refused 'no layout fits' "$train" --bf16 --hf-config data/configs/llama3-70b.json --seq-length 4096 \
             --global-batch-size 8 --plan --gpus 2 &&
         refused 'exclude' $base --plan --gpus 1 &&
+        refused '--gpus must be in' "$train" --bf16 $small --plan --gpus 99999999999 &&
+        refused '--gpus-per-host must be in' "$train" --bf16 $small --plan --gpus 2 --gpus-per-host 2000 &&
         refused 'auto: needs a --pipeline' $base --gpus 3 --pipeline-model-parallel-layout auto \
             --pipeline-model-parallel-size 2 &&
         refused 'a GPU needs .* GiB' "$train" $common --hf-config data/configs/llama3-70b.json --seq-length 4096 \
@@ -788,6 +790,17 @@ ranks_to_launch_are_planned() {
         refused 'a GPU needs .* H100' "$train" $common $sharded 2
 }
 
+# A plan saves nothing, so a signal ends it at once.
+a_signal_ends_a_plan() {
+    # shellcheck disable=SC2086
+    "$train" $common --hf-config data/configs/qwen3-30b-a3b.json --seq-length 4096 --global-batch-size 4096 --plan \
+        --gpus 1024 >"$work/out" 2>"$work/err" &
+    sleep 1
+    kill -TERM $!
+    wait $!
+    [ $? = 143 ]
+}
+
 # A check of many searches or runs, which takes minutes with memory checked.
 large() {
     if [ -n "${SANITIZE:-}" ]; then echo "skipped: $1 with sanitizers"; else check "$@"; fi
@@ -824,6 +837,7 @@ check each_pipeline_rank_is_explained each_pipeline_rank_is_explained
 check messages_of_several_stages_are_explained messages_of_several_stages_are_explained
 large implausible_machines_are_refused implausible_machines_are_refused
 check modules_without_a_layer_are_named modules_without_a_layer_are_named
+check a_signal_ends_a_plan a_signal_ends_a_plan
 check calibration_needs_a_gpu calibration_needs_a_gpu
 check rows_of_samples_are_named rows_of_samples_are_named
 check refusals_name_the_reason refusals_name_the_reason
