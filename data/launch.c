@@ -5,6 +5,7 @@
 #include "option_table.h"
 #include "options.h"
 #include "planner.h"
+#include "simulate.h"
 
 #include <signal.h>
 #include <stdlib.h>
@@ -58,6 +59,8 @@ int mt_launch_print(mt_options *o, FILE *file, mt_error *error) {
     int status = mt_launch_try(o, ranks, ranks == named ? error : &other);
     while (status != 0 && ranks-- > fewest) status = mt_launch_try(o, ranks, ranks == named ? error : &other);
     if (status != 0) return -1;
+    if (MT_GIVEN(o, gpu) && mt_simulate_check(o, &other) != 0)
+        fprintf(stderr, "warning: --gpu %s: whether it has room is not checked: %s\n", o->gpu, other.text);
     fprintf(file, "ranks %lld\n", (long long)ranks);
     mt_launch_print_option(o, MT_AT(global_batch_size), file);
     mt_launch_print_option(o, MT_AT(device), file);

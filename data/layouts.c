@@ -20,7 +20,12 @@
 
 /* ---- the list of layouts */
 
-enum { MT_SHARD_CHOICES = 2, MT_RECOMPUTE_CHOICES = 3 };
+enum {
+    MT_SHARD_CHOICES = 2,
+    MT_RECOMPUTE_CHOICES = 3,
+    MT_BALANCED_LAYERS = 1024,
+    MT_LARGEST_BATCH = 1 << 20 // lists of a pipeline's micro-batches take memory
+};
 
 /* Times of layers, once they are known. */
 typedef struct mt_known_seconds {
@@ -89,10 +94,14 @@ static bool mt_candidate_gathers(const mt_candidate *c, const mt_options *o) {
 static void mt_candidate_print(const mt_candidate *c, const mt_options *o, const char *folded, char line[1024]) {
     int length = 0;
     int64_t replicas = o->gpus / (c->tp * c->pp);
+    bool reduces = o->overlap_grad_reduce || !MT_GIVEN(o, overlap_grad_reduce);
+    bool shards = o->use_distributed_optimizer || !MT_GIVEN(o, use_distributed_optimizer);
+    if (MT_GIVEN(o, data_parallel_sharding_strategy)) shards = o->data_parallel_sharding_strategy != MT_NO_SHARD;
     *line = 0;
     MT_LINE(tensor_model_parallel_size, " --tensor-model-parallel-size %lld", (long long)c->tp);
     if (c->tp > 1) MT_LINE(sequence_parallel, " --sequence-parallel");
-    if (mt_candidate_overlaps(c, o)) MT_LINE(tp_comm_overlap, " --tp-comm-overlap");
+    if (mt_candidate_overlaps(c, o) && (o->sequence_parallel || !MT_GIVEN(o, sequence_parallel)))
+        MT_LINE(tp_comm_overlap, " --tp-comm-overlap");
     MT_LINE(pipeline_model_parallel_size, " --pipeline-model-parallel-size %lld", (long long)c->pp);
     if (c->balanced)
         MT_LINE(pipeline_model_parallel_layout, " --pipeline-model-parallel-layout '%s'", folded);
@@ -109,12 +118,14 @@ static void mt_candidate_print(const mt_candidate *c, const mt_options *o, const
         MT_LINE(data_parallel_sharding_strategy, " --data-parallel-sharding-strategy %s",
                 c->sharding ? "optim_grads_params" : "optim");
     if (replicas > 1) MT_LINE(overlap_grad_reduce, " --overlap-grad-reduce");
-    if (replicas > 1) MT_LINE(overlap_param_gather, " --overlap-param-gather");
-    if (c->recompute == 2)
-        MT_LINE(recompute_granularity, " --recompute-granularity full");
-    else if (c->recompute == 1)
-        MT_LINE(recompute_granularity, " --recompute-granularity selective --recompute-modules layernorm %s",
-                o->num_experts > 0 ? "moe_act" : "mlp");
+    if (replicas > 1 && reduces && shards) MT_LINE(overlap_param_gather, " --overlap-param-gather");
+    if (c->recompute == 0) return;
+    MT_LINE(recompute_granularity, " --recompute-granularity %s", c->recompute == 2 ? "full" : "selective");
+    if (c->recompute == 1 && !MT_GIVEN(o, recompute_granularity))
+        MT_LINE(recompute_modules, " --recompute-modules layernorm%s",
+                o->num_experts == 0   ? " mlp"
+                : o->moe_grouped_gemm ? " moe_act"
+                                      : "");
 }
 
 /* Room for one more record after `count`: doubles it at powers of two. */
@@ -149,7 +160,7 @@ static bool mt_search_stages_given(const mt_options *o) {
 }
 
 /* Schedules of a pipeline: one stage a rank, zero-bubble, or several stages, any number that divides the layers. 1, 2,
- * 4 and 8 are also balanced. */
+ * 4 and 8 are also balanced, which takes seconds for thousands of layers. */
 static void mt_search_schedules(mt_search *s, mt_candidate c) {
     const mt_options *o = s->given;
     c.vp = 1;
@@ -158,8 +169,9 @@ static void mt_search_schedules(mt_search *s, mt_candidate c) {
         return;
     }
     for (c.vp = 1; c.vp * c.pp <= o->num_layers; c.vp++) {
-        bool equal = o->num_layers % (c.pp * c.vp) == 0, balances = c.vp <= 8 && (c.vp & (c.vp - 1)) == 0;
-        for (int balanced = !equal; balanced <= balances; balanced++) {
+        bool equal = o->num_layers % (c.pp * c.vp) == 0;
+        bool balances = c.vp <= 8 && (c.vp & (c.vp - 1)) == 0 && o->num_layers <= MT_BALANCED_LAYERS;
+        for (int balanced = equal ? 0 : 1; balanced <= balances; balanced++) {
             c.balanced = balanced, c.zero_bubble = false;
             mt_search_add(s, c);
             c.zero_bubble = true;
@@ -724,7 +736,7 @@ static void mt_search_run(mt_search *s, double end) {
 }
 
 /* No layout was simulated: says why. */
-static int mt_search_fail(const mt_search *s, mt_error *error) {
+static int mt_search_fail(const mt_search *s, double seconds, mt_error *error) {
     const mt_options *given = s->given;
     const mt_layouts *out = s->out;
     int64_t model = mt_max(given->tensor_model_parallel_size, 1) * mt_max(given->pipeline_model_parallel_size, 1) *
@@ -748,10 +760,14 @@ static int mt_search_fail(const mt_search *s, mt_error *error) {
             (long long)given->gpus, (long long)given->global_batch_size);
     if (out->illegal == out->considered)
         return mt_error_set(error, "no layout of %lld GPUs is legal: %.900s", (long long)given->gpus, out->reason.text);
+    char skipped[80] = "";
+    if (out->skipped > 0)
+        snprintf(skipped, sizeof skipped, ", and %lld were left out after %.0f s", (long long)out->skipped, seconds);
     return mt_error_set(error,
-                        "no layout fits: %lld need more than %.1f GiB of a GPU and %lld are not legal; take more GPUs, "
-                        "a smaller --global-batch-size or a smaller model",
-                        (long long)out->too_large, s->machine->memory_gib / (1 << 30), (long long)out->illegal);
+                        "no layout fits: %lld need more than %.1f GiB of a GPU and %lld are not legal%s; take more "
+                        "GPUs, a smaller --global-batch-size or a smaller model, or give sizes",
+                        (long long)out->too_large, s->machine->memory_gib / (1 << 30), (long long)out->illegal,
+                        skipped);
 }
 
 int mt_layouts_search(mt_layouts *out, const mt_options *given, int argc, char **argv, const mt_machine *machine,
@@ -761,6 +777,8 @@ int mt_layouts_search(mt_layouts *out, const mt_options *given, int argc, char *
     if (mt_options_check_ranges(given, MT_PROGRAM_TRAIN, error) != 0) return -1; // the list would be endless
     if (given->global_batch_size == 0)
         return mt_error_set(error, "--plan needs --global-batch-size: another batch would be another run");
+    if (given->global_batch_size > MT_LARGEST_BATCH)
+        return mt_error_set(error, "--plan takes a --global-batch-size of at most %d", MT_LARGEST_BATCH);
     if (given->role)
         return mt_error_set(error, "--plan does not take --role; give the options that --print-config shows");
     s.least_tp = mt_least_size(given, MT_AT(tensor_model_parallel_size));
@@ -773,7 +791,7 @@ int mt_layouts_search(mt_layouts *out, const mt_options *given, int argc, char *
     mt_options_free(&s.model);
     free(s.list), free(s.sizes), free(s.shapes), free(s.seconds);
     if (status != 0 || out->count > 0) return status;
-    return mt_search_fail(&s, error);
+    return mt_search_fail(&s, seconds, error);
 }
 
 void mt_layouts_free(mt_layouts *out) {

@@ -776,6 +776,7 @@ int mt_options_derive(mt_options *o, mt_program program, int64_t world_size, mt_
     if (o->print_schedule && world_size == 1) // the ranks are imagined
         world_size = o->tensor_model_parallel_size * o->pipeline_model_parallel_size * o->context_parallel_size;
     mt_options_derive_dropout(o);
+    if (o->rerun_mode != MT_RERUN_DISABLED && o->device != MT_DEVICE_CPU) o->deterministic_mode = true; // compares bits
     if (mt_options_derive_model(o, error) || mt_options_derive_rope(o, error)) return -1;
     if (mt_options_derive_head(o, program, error) || mt_options_check_generation(o, error)) return -1;
     if (mt_options_derive_rl(o, error)) return -1;

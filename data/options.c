@@ -1257,7 +1257,6 @@ static int mt_options_resolve(mt_options *o, mt_program program, mt_error *error
     if (distributed) *strategy = MT_SHARD_OPTIM;
     if (o->stage != MT_STAGE_PT) o->sft = true;
     if (o->ipo) o->preference_loss = MT_PREFERENCE_IPO;
-    if (o->rerun_mode != MT_RERUN_DISABLED) o->deterministic_mode = true; // it compares bits
     if (o->train_epochs > 0 && o->train_iters == 0) o->train_iters = MT_UNKNOWN_ITERATIONS;
     bool full = o->recompute_granularity == MT_RECOMPUTE_FULL; // which the table refuses with both flags
     if ((o->recompute_activations || o->moe_layer_recompute) && !full)
@@ -1360,8 +1359,7 @@ static void mt_options_print_idle(const mt_options *o, FILE *file) {
         {!one && o->ddp_bucket_size > 0 && o->data_parallel_sharding_strategy >= MT_SHARD_GRADS, "ddp-bucket-size",
          "a layer's gradients are sharded before the next layer's are computed"},
         {o->context_parallel_size == 1 && MT_GIVEN(o, cp_comm_type), "cp-comm-type", "--context-parallel-size is 1"},
-        {cpu && MT_GIVEN(o, deterministic_mode) && o->deterministic_mode, "deterministic-mode",
-         "on the CPU, runs always repeat bit for bit"},
+        {cpu && o->deterministic_mode, "deterministic-mode", "on the CPU, runs always repeat bit for bit"},
         {cpu && o->attention_backend == MT_ATTENTION_FLASH, "attention-backend flash", "the CPU has one attention"},
         {o->window_size >= o->seq_length, "window-size", "no sequence is longer"},
         {o->multi_latent_attention && MT_GIVEN(o, qk_layernorm), "qk-layernorm",

@@ -76,7 +76,7 @@ static void mt_plan_print_step(const mt_simulation *s, const mt_machine *machine
 
 /* Samples of any length are not read. */
 static void mt_plan_print_rows(const mt_options *o, FILE *file) {
-    if (o->sft) fprintf(file, "each row is timed as one sample of --seq-length\n");
+    if (o->sft || o->stage == MT_STAGE_SFT) fprintf(file, "each row is timed as one sample of --seq-length\n");
 }
 
 /* Equal calls of a step as one line. */

@@ -325,6 +325,10 @@ bool mt_run_open(mt_run *r, int *argc, char ***argv) {
     int status = mt_options_parse(&r->options, MT_PROGRAM_TRAIN, *argc, *argv, &error);
     mt_signals_select(&r->options);
     bool alone = r->options.print_launch > 0 || imagines_gpus(&r->options); // needs no other rank
+    if (status == 0 && alone && mt_launch_rank() > 0) {
+        mt_options_free(&r->options);
+        return false;
+    }
     if (status == 0 && alone && prints(r, *argc, *argv)) return false;
     mt_watch_start(&r->options);
     mt_grid_start(&r->grid, argc, argv);

@@ -448,13 +448,16 @@ static void mt_product_all_gather(void *out, const void *in, int64_t count, mt_d
     mt_sim_all_gather(out, in, count, dtype, group, stream);
 }
 
+enum { MT_SIM_RESULT_BYTES = 1 << 20 };
+
 static void mt_sim_write_offsets(int32_t *to, int64_t sources) {
     int64_t count = mt_device_model.num_offsets, last = mt_device_model.num_choices;
     for (int64_t i = 0; i < count; i++) to[i] = (int32_t)(last * i / (count - 1));
     for (int64_t source = 1; source < sources; source++) memcpy(to + source * count, to, (size_t)count * sizeof *to);
 }
 
-/* Between host and device at the rate of their link; within the device by reading and writing. */
+/* Between host and device at the rate of their link; within the device by reading and writing. Device memory has no
+ * values, so results that the host reads are zeros; offloaded activations are larger, and get no pages. */
 static void mt_product_memory_copy(void *to, const void *from, int64_t bytes, mt_stream *stream) {
     bool to_device = mt_sim_on_device(to), from_device = mt_sim_on_device(from);
     mt_work work = mt_work_bytes(2 * bytes, MT_U8);
@@ -467,6 +470,8 @@ static void mt_product_memory_copy(void *to, const void *from, int64_t bytes, mt
         mt_sim_write_offsets(to, mt_device_model.num_sources);
     else if (!to_device && from && from == mt_device_model.offsets)
         mt_sim_write_offsets(to, 1);
+    else if (!to_device && bytes <= MT_SIM_RESULT_BYTES)
+        memset(to, 0, (size_t)bytes);
     if (to_device != from_device)
         seconds = mt_device_model.machine->kernel_us + (double)bytes / mt_device_model.machine->host_copy_gbs;
     mt_sim_enqueue(MT_OPERATION_memory_copy, work, seconds, stream);
@@ -491,7 +496,7 @@ static const mt_ops *mt_sim_ops(const mt_machine *machine) {
 #undef MT_SIM_ENTRY
     mt_ops *ops = &mt_device_model.ops;
     ops->name = "cuda", ops->on_device = ops->is_imagined = true;
-    ops->limits.no_fp8 = machine->fp8_product_tflops == 0, ops->limits.no_mxfp8 = true;
+    ops->limits.no_fp8 = machine->fp8_product_tflops == 0;
     ops->linear_forward = mt_product_linear_forward, ops->linear_backward_input = mt_product_linear_backward_input;
     ops->linear_backward_weight = mt_product_linear_backward_weight;
     ops->linear_gelu_forward = mt_product_linear_gelu_forward;
@@ -821,6 +826,9 @@ int mt_simulate_check(const mt_options *o, mt_error *error) {
         {!o->bf16, "a step is timed in bf16 or fp8: add --bf16"},
         {o->stage > MT_STAGE_SFT, "only --stage pt and sft are timed"},
         {o->rerun_mode != MT_RERUN_DISABLED, "--rerun-mode is not timed; leave it out"},
+        {o->attention_backend == MT_ATTENTION_UNFUSED, "--attention-backend unfused is not timed; leave it out"},
+        {o->fp8_format && o->fp8_recipe == MT_FP8_MXFP8,
+         "--fp8-recipe mxfp8 is not timed; take blockwise, whose scales are in blocks too"},
         {o->dynamic_context_parallel,
          "--dynamic-context-parallel is not timed, as its time depends on the samples; leave it out to time rows of "
          "--seq-length on --context-parallel-size ranks"},

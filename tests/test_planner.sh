@@ -258,6 +258,8 @@ the_run_at_hand_is_explained() {
     on_ranks 2 $run --explain && cmp "$work/two" "$work/out" && on_ranks 4 $run --explain &&
         says '^a training step on 4 x' "$work/out" && [ "$(grep -c '^a training step' "$work/out")" = 1 ] || return 1
     # shellcheck disable=SC2086
+    on_ranks 3 $run --gpus 2 --explain && cmp "$work/two" "$work/out" || return 1
+    # shellcheck disable=SC2086
     ! on_ranks 3 $run --explain && says '^error: the number of ranks 3 must be a multiple' "$work/err"
 }
 
@@ -443,6 +445,11 @@ refusals_name_the_reason() {
             --global-batch-size 8 --plan --gpus 2 &&
         refused 'exclude' $base --plan --gpus 1 &&
         refused '--gpus must be in' "$train" --bf16 $small --plan --gpus 99999999999 &&
+        refused '--tensor-model-parallel-size must be in' "$train" --bf16 $small --plan --gpus 2 \
+            --tensor-model-parallel-size 0 &&
+        refused 'at most 1048576' "$train" --bf16 $small --plan --gpus 2 --global-batch-size 2000000 &&
+        refused 'unfused is not timed' $base --gpus 1 --attention-backend unfused &&
+        refused 'mxfp8 is not timed' $base --gpus 1 --gpu b200 --fp8-format e4m3 --fp8-recipe mxfp8 &&
         refused '--gpus-per-host must be in' "$train" --bf16 $small --plan --gpus 2 --gpus-per-host 2000 &&
         refused 'auto: needs a --pipeline' $base --gpus 3 --pipeline-model-parallel-layout auto \
             --pipeline-model-parallel-size 2 &&
@@ -460,7 +467,9 @@ calibration_needs_a_gpu() {
 rows_of_samples_are_named() {
     # shellcheck disable=SC2086
     simulate h100 1 $small --sft --sequence-packing &&
-        says '^each row is timed as one sample of --seq-length' "$work/out"
+        says '^each row is timed as one sample of --seq-length' "$work/out" || return 1
+    # shellcheck disable=SC2086
+    plan $small --stage sft --gpus 1 && says '^each row is timed as one sample of --seq-length' "$work/plan"
 }
 
 # plan ARGUMENTS...: the fastest layouts, in $work/plan.
@@ -557,6 +566,37 @@ plan_keeps_what_is_given() {
         ! grep '^[0-9]*\. .*\(pipeline-model-parallel-size\|micro-batch\)' "$work/plan" &&
         says 'with CUDA and libraries [0-9.]* of 79.1' "$work/plan" &&
         awk '/libraries/ { if ($(NF - 3) > $(NF - 1)) exit 1 }' "$work/plan"
+}
+
+# most_are_legal: at most 4% of the layouts of $work/plan were refused.
+most_are_legal() {
+    awk '/ layouts: / { if ($8 > $1 / 25) { print; exit 1 } seen = 1 } END { exit !seen }' "$work/plan"
+}
+
+# An option that is given and needs another one, or is needed, does not exclude layouts.
+given_options_leave_most_layouts_legal() {
+    while IFS='|' read -r model batch options; do
+        # shellcheck disable=SC2086
+        plan --hf-config "data/configs/$model.json" --num-layers 4 --seq-length 4096 --global-batch-size "$batch" \
+            --gpus 8 --gpu h100 $options && most_are_legal || { echo "$options" && return 1; }
+    done <<'END'
+llama3-8b|64|--overlap-grad-reduce=false
+llama3-8b|64|--data-parallel-sharding-strategy no_shard
+llama3-8b|64|--use-distributed-optimizer=false
+llama3-8b|64|--sequence-parallel=false
+llama3-8b|64|--recompute-granularity selective --recompute-modules mlp
+qwen3-30b-a3b|8|--no-moe-grouped-gemm
+END
+    # shellcheck disable=SC2086
+    plan $eight --global-batch-size 64 --gpus 8 --recompute-modules mlp && says 'granularity selective$' "$work/plan" &&
+        ! grep '^[0-9].*--recompute-modules' "$work/plan"
+}
+
+# The host reads zeros as the results of a step, whichever models were simulated before.
+layouts_of_small_experts_are_legal() {
+    plan --hidden-size 512 --num-attention-heads 8 --vocab-size 1000 --seq-length 512 --num-layers 24 --gpus 1 \
+        --global-batch-size 8 --num-experts 8 --moe-router-topk 2 --disable-bias-linear --moe-layer-freq 3 &&
+        most_are_legal
 }
 
 # Sizes are any that divide the ranks, the layers and the experts.
@@ -787,7 +827,10 @@ ranks_to_launch_are_planned() {
         --use-distributed-optimizer --gpu h100 --print-launch'
     # shellcheck disable=SC2086
     "$train" $common $sharded 8 >"$work/out" && says '^ranks 8' "$work/out" &&
-        refused 'a GPU needs .* H100' "$train" $common $sharded 2
+        refused 'a GPU needs .* H100' "$train" $common $sharded 2 || return 1
+    # shellcheck disable=SC2086
+    "$train" $common $sharded 2 --bf16=false >"$work/out" 2>"$work/err" && says '^ranks 2' "$work/out" &&
+        says '^warning: --gpu h100: whether it has room is not checked: .* add --bf16' "$work/err"
 }
 
 # A plan saves nothing, so a signal ends it at once.
@@ -817,6 +860,8 @@ check every_micro_batch_is_listed every_micro_batch_is_listed
 large options_without_sizes_choose_layouts options_without_sizes_choose_layouts
 large unusual_plans_run unusual_plans_run
 check plan_keeps_what_is_given plan_keeps_what_is_given
+check given_options_leave_most_layouts_legal given_options_leave_most_layouts_legal
+check layouts_of_small_experts_are_legal layouts_of_small_experts_are_legal
 check sizes_are_no_powers_of_two sizes_are_no_powers_of_two
 check groups_of_two_hosts_are_slow groups_of_two_hosts_are_slow
 check rows_of_split_experts_are_planned rows_of_split_experts_are_planned
