@@ -19,7 +19,7 @@ log=$model/demo.log
 . data/demo-steps.sh
 
 # 1. Text: notes without the comments that tests read, and the comments of the code without their stars. A blank line
-# ends a document.
+# ends a document. Runs of blanks, of tables and code, become one: a model learns to write nothing else.
 mkdir -p "$model/data"
 : >"$log"
 {
@@ -35,7 +35,7 @@ mkdir -p "$model/data"
             print text
             if (ends) { print ""; inside = 0 }
         }'
-} >"$corpus.txt"
+} | tr -s ' ' >"$corpus.txt"
 echo "1. text: $(($(wc -w <"$corpus.txt"))) words of notes and comments ($corpus.txt)"
 
 # 2. Tokens: 1024 pieces of words, from a tokenizer.json that Hugging Face tokenizers trained on this text.
