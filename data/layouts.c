@@ -74,7 +74,7 @@ typedef struct mt_search {
 
 /* Appends an option unless the user gave the field. */
 #define MT_LINE(field, ...)                                                                                            \
-    length += MT_GIVEN(o, field) ? 0 : snprintf(line + length, (size_t)(1024 - length), __VA_ARGS__)
+    length += MT_GIVEN(o, field) ? 0 : snprintf(line + length, (size_t)(MT_LAYOUT_LINE - length), __VA_ARGS__)
 
 /* True if --tp-comm-overlap is possible: all tensor groups lie within hosts. */
 static bool mt_candidate_overlaps(const mt_candidate *c, const mt_options *o) {
@@ -91,7 +91,8 @@ static bool mt_candidate_gathers(const mt_candidate *c, const mt_options *o) {
 }
 
 /* The layout's options; `folded`: letters of balanced stages. */
-static void mt_candidate_print(const mt_candidate *c, const mt_options *o, const char *folded, char line[1024]) {
+static void mt_candidate_print(const mt_candidate *c, const mt_options *o, const char *folded,
+                               char line[MT_LAYOUT_LINE]) {
     int length = 0;
     int64_t replicas = o->gpus / (c->tp * c->pp);
     bool reduces = o->overlap_grad_reduce || !MT_GIVEN(o, overlap_grad_reduce);
@@ -288,7 +289,7 @@ static void mt_letters_fold(const char *letters, char *text, size_t room) {
 
 /* Parses the command line with a layout's options after it; a quote is part of no word. */
 static int mt_search_parse(const mt_search *s, const char *line, mt_options *o, mt_error *error) {
-    char words[1024], *argv[512];
+    char words[MT_LAYOUT_LINE], *argv[512];
     int argc = 0;
     if (s->argc > 400) return mt_error_set(error, "--plan takes at most 400 words; put options into --config");
     for (; argc < s->argc; argc++) argv[argc] = s->argv[argc];
@@ -319,7 +320,7 @@ static int mt_search_one_stage(const mt_search *s, const mt_candidate *c, mt_opt
                                          offsetof(mt_options, decoder_first_pipeline_num_layers),
                                          offsetof(mt_options, decoder_last_pipeline_num_layers)};
     mt_candidate plain = *c;
-    char line[1024];
+    char line[MT_LAYOUT_LINE];
     plain.vp = 1, plain.balanced = plain.zero_bubble = false;
     mt_candidate_print(&plain, s->given, "", line);
     if (mt_search_parse(s, line, o, error) != 0) return -1;
@@ -588,7 +589,7 @@ static void mt_search_try(mt_search *s, const mt_candidate *c, const char *lette
     mt_layouts *out = s->out;
     mt_layout layout = {.number = c->number};
     mt_options o;
-    char folded[512];
+    char folded[MT_LAYOUT_LINE - 1024];
     mt_letters_fold(letters, folded, sizeof folded);
     mt_candidate_print(c, s->given, folded, layout.line);
     int status = mt_search_finish(s, layout.line, s->given->gpus, &o, &out->reason);
@@ -665,7 +666,7 @@ static int mt_search_legal(mt_search *s, mt_error *error) {
     int status = -1;
     for (int64_t i = 0; i < s->count && status != 0; i++) {
         const mt_candidate *c = &s->list[i * step % s->count];
-        char line[1024], folded[32];
+        char line[MT_LAYOUT_LINE], folded[32];
         if (i == MT_REFUSALS_ENOUGH && refusals->count == 1) break;
         snprintf(folded, sizeof folded, "auto*%lld", (long long)c->vp);
         mt_candidate_print(c, s->given, folded, line);

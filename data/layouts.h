@@ -10,12 +10,12 @@
 extern "C" {
 #endif
 
-enum { MT_BEST_LAYOUTS = 10 };
+enum { MT_BEST_LAYOUTS = 10, MT_LAYOUT_LINE = 4096 }; // bytes of a line: layouts of many unequal stages are long
 
 /* A layout that was simulated. */
 typedef struct mt_layout {
-    char line[1024]; // its options
-    int64_t number;  // in the order of sizes
+    char line[MT_LAYOUT_LINE]; // its options
+    int64_t number;            // in the order of sizes
     mt_simulation simulation;
 } mt_layout;
 
