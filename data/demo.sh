@@ -19,7 +19,8 @@ log=$model/demo.log
 . data/demo-steps.sh
 
 # 1. Text: notes without the comments that tests read, and the comments of the code without their stars. A blank line
-# ends a document. Runs of blanks, of tables and code, become one: a model learns to write nothing else.
+# ends a document. Each run of blanks, as in tables and code, becomes one blank; otherwise the model often writes blanks
+# only.
 mkdir -p "$model/data"
 : >"$log"
 {

@@ -22,8 +22,9 @@ int mt_launch_print(mt_options *options, FILE *file, mt_error *error);
  * second SIGINT ends the program at once. */
 void mt_signals_hold(void);
 
-/* Once options are parsed: SIGTERM, SIGINT and --exit-signal request a stop; others, or with --no-exit-signal-handler
- * and in a run that only prints all of them, have their default effect again, also one that has come already. */
+/* Once options are parsed: SIGTERM, SIGINT and --exit-signal request a stop. All other signals have their default
+ * effect again, also one that has come already. So have these three with --no-exit-signal-handler and in a run that
+ * only prints. */
 void mt_signals_select(const mt_options *options);
 
 /* True after a signal that requests a stop. */

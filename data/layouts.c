@@ -161,7 +161,7 @@ static bool mt_search_stages_given(const mt_options *o) {
 }
 
 /* Schedules of a pipeline: one stage a rank, zero-bubble, or several stages, any number that divides the layers. 1, 2,
- * 4 and 8 are also balanced, which takes seconds for thousands of layers. */
+ * 4 and 8 are also balanced, but not for more than MT_BALANCED_LAYERS, which would take seconds. */
 static void mt_search_schedules(mt_search *s, mt_candidate c) {
     const mt_options *o = s->given;
     c.vp = 1;
