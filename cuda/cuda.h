@@ -95,13 +95,19 @@ MT_ALL_OPERATIONS(MT_CUDA_PROTOTYPE)
 #undef MT_CUDA_PROTOTYPE
 
 /* y[T, N] = x[T, K] w^T + bias[N] for few rows; bias may be NULL. Serves up to mt_gemv_rows rows whose operands allow
- * 16-byte loads. Otherwise returns false and enqueues nothing. In bf16, cuBLASLt's products on tensor cores are faster
- * for several rows of a large w. */
+ * 16-byte loads. Otherwise returns false and enqueues nothing. For several rows of a large w in bf16, products on
+ * tensor cores are faster. */
+static inline bool mt_gemv_is_large(int64_t N, int64_t K) {
+    return N * K > 1 << 23;
+}
 static inline int64_t mt_gemv_rows(int64_t N, int64_t K, mt_dtype dtype) {
-    return dtype == MT_BF16 && N * K > 1 << 23 ? 1 : 8;
+    return dtype == MT_BF16 && mt_gemv_is_large(N, K) ? 1 : 8;
 }
 bool mt_cuda_gemv(void *y, const void *x, const void *w, const void *bias, int64_t T, int64_t N, int64_t K,
                   mt_dtype dtype, mt_stream *stream);
+/* The same for up to 32 rows of a large w in bf16 on Hopper GPUs. */
+bool mt_cuda_gemv_hopper(void *y, const void *x, const void *w, const void *bias, int64_t T, int64_t N, int64_t K,
+                         mt_dtype dtype, mt_stream *stream);
 
 /* Calls function<float> or function<__nv_bfloat16>, depending on `dtype`. */
 #define MT_CUDA_DISPATCH(dtype, function, ...)                                                                         \

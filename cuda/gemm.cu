@@ -333,6 +333,7 @@ static void run_gelu(const product *shape, const operands *o, Unfused unfused, m
 
 extern "C" void mt_cuda_linear_forward(void *y, const void *x, const void *w, const void *bias, int64_t T, int64_t N,
                                        int64_t K, mt_dtype dtype, mt_stream *stream) {
+    if (mt_cuda_gemv_hopper(y, x, w, bias, T, N, K, dtype, stream)) return;
     if (mt_cuda_gemv(y, x, w, bias, T, N, K, dtype, stream)) return;
     cublasLtEpilogue_t epilogue = bias ? CUBLASLT_EPILOGUE_BIAS : CUBLASLT_EPILOGUE_DEFAULT;
     product shape = {true, false, false, epilogue, N, T, K, dtype, dtype, dtype};

@@ -203,9 +203,11 @@ __device__ __forceinline__ uint64_t mt_wgmma_moved(uint64_t operand, int bytes) 
 }
 
 /* Operand names of c[..][4], the first operands of the instruction: 32 registers hold 8 blocks of 8 columns. */
+#define MT_WGMMA_NAMES_4  "%0, %1, %2, %3"
+#define MT_WGMMA_NAMES_8  MT_WGMMA_NAMES_4 ", %4, %5, %6, %7"
+#define MT_WGMMA_NAMES_16 MT_WGMMA_NAMES_8 ", %8, %9, %10, %11, %12, %13, %14, %15"
 #define MT_WGMMA_NAMES_32                                                                                              \
-    "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "                                           \
-    "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+    MT_WGMMA_NAMES_16 ", %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
 #define MT_WGMMA_NAMES_64                                                                                              \
     MT_WGMMA_NAMES_32 ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "             \
                       "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
@@ -224,6 +226,39 @@ __device__ __forceinline__ uint64_t mt_wgmma_moved(uint64_t operand, int bytes) 
 /* Starts c[64, N] = a[64, 16] b[N, 16]^T, or c += with `add`. Both operands are descriptors of shared memory
  * (mt_wgmma_operand). Each warp holds 16 rows of c; c[n] is its block of columns 8 n .. 8 n + 7, distributed over the
  * lanes as in mt_mma. */
+template <bool A_TRANSPOSED = false, bool B_TRANSPOSED = false>
+__device__ __forceinline__ void mt_wgmma(float (&c)[1][4], uint64_t a, uint64_t b, bool add) {
+    asm volatile("{\n"
+                 ".reg .pred add;\n"
+                 "setp.ne.b32 add, %6, 0;\n"
+                 "wgmma.mma_async.sync.aligned.m64n8k16.f32.bf16.bf16 {" MT_WGMMA_NAMES_4
+                 "}, %4, %5, add, 1, 1, %7, %8;\n"
+                 "}"
+                 : MT_WGMMA_BLOCK(0)
+                 : "l"(a), "l"(b), "r"((int)add), "n"((int)A_TRANSPOSED), "n"((int)B_TRANSPOSED));
+}
+template <bool A_TRANSPOSED = false, bool B_TRANSPOSED = false>
+__device__ __forceinline__ void mt_wgmma(float (&c)[2][4], uint64_t a, uint64_t b, bool add) {
+    asm volatile("{\n"
+                 ".reg .pred add;\n"
+                 "setp.ne.b32 add, %10, 0;\n"
+                 "wgmma.mma_async.sync.aligned.m64n16k16.f32.bf16.bf16 {" MT_WGMMA_NAMES_8
+                 "}, %8, %9, add, 1, 1, %11, %12;\n"
+                 "}"
+                 : MT_WGMMA_BLOCKS_2(0)
+                 : "l"(a), "l"(b), "r"((int)add), "n"((int)A_TRANSPOSED), "n"((int)B_TRANSPOSED));
+}
+template <bool A_TRANSPOSED = false, bool B_TRANSPOSED = false>
+__device__ __forceinline__ void mt_wgmma(float (&c)[4][4], uint64_t a, uint64_t b, bool add) {
+    asm volatile("{\n"
+                 ".reg .pred add;\n"
+                 "setp.ne.b32 add, %18, 0;\n"
+                 "wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 {" MT_WGMMA_NAMES_16
+                 "}, %16, %17, add, 1, 1, %19, %20;\n"
+                 "}"
+                 : MT_WGMMA_BLOCKS_4(0)
+                 : "l"(a), "l"(b), "r"((int)add), "n"((int)A_TRANSPOSED), "n"((int)B_TRANSPOSED));
+}
 template <bool A_TRANSPOSED = false, bool B_TRANSPOSED = false>
 __device__ __forceinline__ void mt_wgmma(float (&c)[8][4], uint64_t a, uint64_t b, bool add) {
     asm volatile("{\n"

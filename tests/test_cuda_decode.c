@@ -397,6 +397,45 @@ static void linear_layers_of_few_rows_match_float64_and_do_not_mix_rows(void **s
         }
 }
 
+/* On Hopper GPUs blocks add parts of sums for each other; another call finds the marks of the one before cleared. */
+static void linear_layers_of_up_to_32_rows_match_float64_and_repeat(void **state) {
+    (void)state;
+    if (!gpu) skip();
+    enum { MOST = 33 };
+    const int64_t shapes[][2] = {{4104, 2112}, {72, 131072}, {140000, 64}, {200, 192}}, rows[] = {1, 2, 8, 9, 17, MOST};
+    for (size_t i = 0; i < sizeof shapes / sizeof *shapes; i++) {
+        int64_t N = shapes[i][0], K = shapes[i][1];
+        buffer x = new_buffer(MT_BF16, MOST * K, 5), w = new_buffer(MT_BF16, N * K, 6), b = new_buffer(MT_BF16, N, 7);
+        double *sums = mt_calloc(MOST * N * 8), *row = mt_malloc(K * 8), *inputs = mt_malloc(MOST * K * 8);
+        for (int64_t k = 0; k < MOST * K; k++) inputs[k] = element(&x, k);
+        for (int64_t n = 0; n < N; n++) {
+            for (int64_t k = 0; k < K; k++) row[k] = element(&w, n * K + k);
+            for (int64_t t = 0; t < MOST; t++)
+                for (int64_t k = 0; k < K; k++) sums[t * N + n] += inputs[t * K + k] * row[k];
+        }
+        for (size_t j = 0; j < sizeof rows / sizeof *rows; j++) {
+            int64_t T = rows[j];
+            bool biased = j % 2;
+            double error = 0, size = 0;
+            buffer y = linear(&x, &w, biased ? &b : NULL, T, N, K);
+            for (int64_t at = 0; at < T * N; at++) {
+                double sum = sums[at] + (biased ? element(&b, at % N) : 0), off = element(&y, at) - sum;
+                error += off * off, size += sum * sum;
+            }
+            if (!(sqrt(error) <= 4e-3 * sqrt(size)))
+                fail_msg("T %d N %d K %d: error %.3g of norm %.3g", (int)T, (int)N, (int)K, sqrt(error), sqrt(size));
+            for (int again = 0; again < 5; again++) {
+                buffer same = linear(&x, &w, biased ? &b : NULL, T, N, K);
+                assert_memory_equal(y.host, same.host, (size_t)buffer_bytes(&y));
+                free_buffer(&same);
+            }
+            free_buffer(&y);
+        }
+        free(sums), free(row), free(inputs);
+        free_buffer(&x), free_buffer(&w), free_buffer(&b);
+    }
+}
+
 /* ==== sampling =================================================================================================== */
 
 /* A logit of a row. Rows differ in their kind; most have equal logits. */
@@ -942,6 +981,7 @@ int main(void) {
         cmocka_unit_test(a_sequence_has_the_same_bits_beside_any_others),
         cmocka_unit_test(what_decoding_does_not_ask_for_is_left_to_other_rungs),
         cmocka_unit_test(linear_layers_of_few_rows_match_float64_and_do_not_mix_rows),
+        cmocka_unit_test(linear_layers_of_up_to_32_rows_match_float64_and_repeat),
         cmocka_unit_test(samples_are_those_of_the_cpu),
         cmocka_unit_test(steps_in_graphs_have_the_bits_of_plain_steps_and_the_logits_of_the_cpu),
         cmocka_unit_test(one_kernel_serves_dense_models_and_no_others),
