@@ -658,8 +658,7 @@ static void mt_matmul_pack(float panel[MT_DEPTH][MT_PANEL], mt_matrix b, int64_t
     }
 }
 
-/* Sums products for MT_TILE rows of c and one panel of its columns, in registers. Rows past `rows` repeat the last
- * one. */
+/* Sums products for MT_TILE rows of c and one panel of its columns, in registers. Rows past `rows` repeat the last. */
 static void mt_matmul_tile(float sums[MT_TILE][MT_PANEL], mt_matrix a, int64_t rows, float panel[MT_DEPTH][MT_PANEL],
                            int64_t depth) {
     const float *row[MT_TILE];
@@ -781,8 +780,7 @@ static void mt_linear_forward_small(void *y, const void *x, const void *w, const
     }
 }
 
-/* Number of the n tokens or features in one matrix product: all in fp32; in bf16 one block, which is converted
- * first. */
+/* Number of the n tokens or features in one matrix product: all in fp32; in bf16 one block, converted first. */
 static int64_t mt_linear_block(int64_t n, int64_t block, mt_dtype dtype) {
     return mt_max(1, dtype == MT_F32 ? n : mt_min(n, block));
 }
@@ -1397,6 +1395,11 @@ static void mt_cpu_qk_forward(const mt_qk_args *a, mt_dtype dtype, mt_stream *st
         mt_cpu_rmsnorm_forward(&norm, dtype, stream);
     }
     if (a->rotation.R > 0) mt_cpu_rope_forward(&rope, dtype, stream);
+    for (int v = 0; v < 2 && a->cache_rows; v++)
+        mt_cpu_scatter_rows(v ? a->v_cache : a->k_cache,
+                            v ? mt_at(a->qkv, (a->H + a->G) * a->D, dtype) : mt_at(a->qk, a->H * a->D, dtype),
+                            a->cache_rows, a->T, a->G * a->D, a->G * a->D, v ? a->qkv_stride : a->qk_stride, dtype,
+                            stream);
 }
 
 static void mt_cpu_qk_backward(const mt_qk_args *a, mt_dtype dtype, mt_stream *stream) {
@@ -3072,8 +3075,7 @@ static int mt_grid_keep_ends(int *members, int count, int rank) {
     return 2;
 }
 
-/* Splits a group into runs of `neighbours` ranks. Keeps the run of `rank`, or one rank of every run: the one
- * with its index. */
+/* Splits a group into runs of `neighbours` ranks. Keeps the run of `rank`, or the rank of its index in every run. */
 static int mt_grid_keep_level(int *members, int count, int neighbours, bool within_run, int rank) {
     int index = 0, kept = within_run ? neighbours : count / neighbours;
     while (members[index] != rank) index++;
@@ -4828,8 +4830,7 @@ enum { MT_NAMES_LLAMA, MT_NAMES_GPT2, MT_NAMES_MIXTRAL, MT_NAMES_QWEN2_MOE, MT_N
 const mt_hf_family_row mt_hf_families[] = {{"", "", "model.layers.", false, MT_NAMES_LLAMA},
                                            MT_HF_FAMILIES(MT_HF_FAMILY_ROW)};
 
-/* How tensor-parallel ranks divide a parameter. If there are fewer kv heads than ranks, neighbours hold the same one.
- */
+/* How tensor-parallel ranks divide a parameter. With fewer kv heads than ranks, neighbours hold the same one. */
 typedef enum mt_cut { MT_CUT_NONE, MT_CUT_ROWS, MT_CUT_COLS, MT_CUT_KV_HEADS } mt_cut;
 
 /* Kinds of parameters. */
@@ -4880,8 +4881,7 @@ typedef struct mt_role_row {
     const char *names[MT_NUM_NAMES]; // after the layer's prefix; # is the expert's number; NULL: as Llama
 } mt_role_row;
 
-/* MT_ROLE: a parameter of a layer; MT_FUSED: one that may continue the row above; MT_OUTSIDE: one outside the layers.
- */
+/* MT_ROLE: a parameter of a layer; MT_FUSED: one that may continue the row above; MT_OUTSIDE: outside the layers. */
 #define MT_HAS(name) (1u << MT_CONDITION_##name)
 #define MT_ANY_ROLE(owner, role, unit, kind, rows, cols, field, when, unless, fused, ...)                              \
     {                                                                                                                  \
@@ -5416,8 +5416,7 @@ static void *mt_model_calloc(mt_model *m, int64_t bytes) {
 
 /* ==== §9a rotary tables =========================================================================================== */
 
-/* YaRN's boundary: index of the channel pair that rotates `rotations` times over the original context (Peng et al.,
- * "YaRN"). */
+/* YaRN's boundary: index of the channel pair that rotates `rotations` times over the original context (Peng et al.). */
 static double mt_yarn_pair(const mt_options *o, double rotations, int64_t R) {
     double context = (double)o->original_max_position_embeddings;
     return (double)R * log(context / (rotations * 2 * M_PI)) / (2 * log(o->rotary_base));
@@ -5953,13 +5952,14 @@ static mt_qk_args mt_qk_operands(const mt_model *m, const mt_pass *p, const mt_l
     return qk;
 }
 
-/* q/k norm, then RoPE, of q and k in the fused product; without q/k norm in place. */
+/* q/k norm, then RoPE, of q and k in the fused product; without q/k norm in place. Generation: k and v to the cache. */
 static void mt_qk_forward(const mt_model *m, const mt_pass *p, const mt_layer *w, mt_activations *a) {
     mt_qk_args qk = mt_qk_operands(m, p, w, a);
     mt_qkv_view view = mt_fused_view(m, a->qkv, a->qk);
-    if (qk.rotation.R == 0 && !qk.q_w) return;
     qk.qk = view.q, qk.qk_stride = view.qk_stride;
-    m->ops->qk_forward(&qk, m->dtype, p->stream);
+    if (p->decode) qk.cache_rows = p->batch->cache_rows;
+    if (p->decode) qk.k_cache = m->k_cache[w - m->layers], qk.v_cache = m->v_cache[w - m->layers];
+    if (qk.rotation.R > 0 || qk.q_w || p->decode) m->ops->qk_forward(&qk, m->dtype, p->stream);
 }
 
 /* Gradients of rotated q and k (in scratch.dqkv; in dqk with q/k norm) -> gradients of the fused product, dqkv. */
@@ -6065,13 +6065,15 @@ static void mt_latent_qkv_backward(const mt_model *m, const mt_pass *p, mt_layer
 
 /* ---- the block */
 
-/* Generation: writes new keys and values to their cache rows; attention then reads the cache. */
+/* Generation: attention reads the cache, to which latent attention's new keys and values are written here. */
 static void mt_cache_update(const mt_model *m, const mt_pass *p, const mt_layer *w, mt_attention *call) {
     int64_t k_width = m->G * m->D, v_width = m->G * m->Dv, layer = w - m->layers;
-    m->ops->scatter_rows(m->k_cache[layer], call->k, p->batch->cache_rows, p->T, k_width, k_width, call->k_stride,
-                         m->dtype, p->stream);
-    m->ops->scatter_rows(m->v_cache[layer], call->v, p->batch->cache_rows, p->T, v_width, v_width, call->v_stride,
-                         m->dtype, p->stream);
+    if (m->options->multi_latent_attention) {
+        m->ops->scatter_rows(m->k_cache[layer], call->k, p->batch->cache_rows, p->T, k_width, k_width, call->k_stride,
+                             m->dtype, p->stream);
+        m->ops->scatter_rows(m->v_cache[layer], call->v, p->batch->cache_rows, p->T, v_width, v_width, call->v_stride,
+                             m->dtype, p->stream);
+    }
     call->k = m->k_cache[layer], call->k_stride = k_width, call->v = m->v_cache[layer], call->v_stride = v_width;
     if (m->plan.page_rows > 0)
         call->pages = (mt_pages){p->batch->pages, m->plan.page_rows, m->plan.cache_rows / m->plan.page_rows};
@@ -6516,8 +6518,7 @@ static int64_t mt_own_offset(const mt_model *m, const mt_pass *p) {
     return e->uses_allgather ? e->group->rank * mt_dispatched_rows(m, p) * e->router.topk : 0;
 }
 
-/* --moe-token-dispatcher-type allgather: gathers the choices of all ranks; rows after a rank's tokens choose nothing.
- */
+/* --moe-token-dispatcher-type allgather: gathers all ranks' choices; rows after a rank's tokens choose nothing. */
 static void mt_gather_choices(mt_model *m, const mt_pass *p, mt_routing *r) {
     mt_experts *e = m->experts;
     int64_t own = mt_own_offset(m, p), R = mt_dispatched_rows(m, p), k = e->router.topk;
@@ -8775,8 +8776,7 @@ static void mt_bucket_bind(mt_model *m, int64_t bucket) {
     }
 }
 
-/* True if micro-batches compute the gradients in a shared fp32 buffer, whose values are then added to the shard or to
- * main_grads. */
+/* True if micro-batches compute gradients in a shared fp32 buffer, which is added to the shard or to main_grads. */
 static bool mt_bucket_buffers_gradients(const mt_bucket *b) {
     return b->strategy >= MT_SHARD_GRADS || b->grad_dtype != MT_F32;
 }
@@ -10358,8 +10358,7 @@ static void mt_plan_experts(mt_model *m, mt_arena *arena) {
     e->all_experts = mt_arena_alloc(arena, all * k * 4), e->all_probs = mt_arena_alloc(arena, all * k * 4);
 }
 
-/* The activations of a layer with one residency; w NULL: one set for all layers of this rank, if no layer saves
- * anything. */
+/* The activations of a layer with one residency; w NULL: one set for this rank's layers, if none saves anything. */
 static void mt_plan_layer(const mt_model *m, const mt_layer *w, mt_residency residency, mt_activations *a,
                           mt_arena *arena) {
     mt_slots any;

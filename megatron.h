@@ -987,6 +987,9 @@ typedef struct mt_qk_args {
     float *dq_w, *dk_w;     // [D] +=
     int64_t qkv_stride;     // elements between tokens
     int64_t qk_stride, dqk_stride, dqkv_stride;
+    /* generation: the forward's k, and v after it in qkv, go to these rows, and k need not be in qk; else NULL */
+    void *k_cache, *v_cache;   // [rows, G D]
+    const int32_t *cache_rows; // [T]
 } mt_qk_args;
 
 #define MT_ROPE_OPERATIONS(OP)                                                                                         \
@@ -997,7 +1000,10 @@ typedef struct mt_qk_args {
     OP(rope_backward, mt_work_bytes(2 * a->T * a->H * (a->y == a->x ? a->rotation.R : a->D), dtype),                   \
        (a, dtype, stream), const mt_rope_args *a, mt_dtype dtype, mt_stream *stream)                                   \
     /* RMSNorm over D of each head, then the rotation. */                                                              \
-    OP(qk_forward, mt_work_bytes(2 * a->T * (a->H + a->G) * (a->qk == a->qkv ? a->rotation.R : a->D), dtype),          \
+    OP(qk_forward,                                                                                                     \
+       mt_work_bytes(2 * a->T *                                                                                        \
+                         ((a->H + a->G) * (a->qk == a->qkv ? a->rotation.R : a->D) + (a->k_cache ? a->G * a->D : 0)),  \
+                     dtype),                                                                                           \
        (a, dtype, stream), const mt_qk_args *a, mt_dtype dtype, mt_stream *stream)                                     \
     OP(qk_backward,                                                                                                    \
        mt_work_bytes((a->q_w ? 3 : 2) * a->T * (a->H + a->G) * (a->dqkv == a->dqk ? a->rotation.R : a->D), dtype),     \

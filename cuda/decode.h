@@ -108,7 +108,6 @@ void mt_decode_flush(mt_stream *stream);
     X(rmsnorm_forward)                                                                                                 \
     X(residual_norm_forward)                                                                                           \
     X(qk_forward)                                                                                                      \
-    X(scatter_rows)                                                                                                    \
     X(attention_forward)                                                                                               \
     X(activation_forward)                                                                                              \
     X(dropout_add_forward)

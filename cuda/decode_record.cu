@@ -10,32 +10,12 @@
 #include <functional>
 #include <vector>
 
-/* The operation that comes next. QK may be absent. */
-enum record_state {
-    FIRST_NORM,
-    QKV,
-    QK,
-    SCATTER_K,
-    SCATTER_V,
-    ATTENTION,
-    OUT,
-    MLP_NORM,
-    FC1,
-    ACTIVATION,
-    FC2,
-    LAST,
-    CLOSED
-};
+/* The operation that comes next. */
+enum record_state { FIRST_NORM, QKV, QK, ATTENTION, OUT, MLP_NORM, FC1, ACTIVATION, FC2, LAST, CLOSED };
 
 struct linear_operation {
     const void *y, *x, *w, *bias;
     int64_t T, N, K;
-};
-
-struct scatter_operation {
-    const void *to, *from;
-    const int32_t *rows;
-    int64_t T, width, to_stride, from_stride;
 };
 
 /* The operations of a layer. */
@@ -43,8 +23,7 @@ struct layer_operations {
     mt_norm_args norm; // before the layer: y and the weights
     const void *input; // of the norm
     linear_operation linears[MT_DECODE_PRODUCTS];
-    mt_qk_args qk; // T 0: none
-    scatter_operation scatters[2];
+    mt_qk_args qk;
     mt_attention attention;
     mt_norm_args mlp_norm;
     mt_activation_args activation;
@@ -86,10 +65,6 @@ static bool is_wide(std::initializer_list<const void *> addresses, std::initiali
     return mt_wide(MT_BF16, addresses, lengths);
 }
 
-static const void *at(const void *row, int64_t elements) {
-    return (const __nv_bfloat16 *)row + elements;
-}
-
 static bool linear_fits(const linear_operation *l, const void *x, int64_t T, int64_t N, int64_t K) {
     return l->x == x && l->T == T && l->N == N && l->K == K && is_wide({l->w, l->x, l->y}, {N, K});
 }
@@ -102,23 +77,16 @@ static bool norm_fits(const mt_norm_args *n, int64_t T, int64_t C) {
 static bool attention_fits(const layer_operations *o, int64_t T) {
     const mt_attention *a = &o->attention;
     const linear_operation *qkv = &o->linears[MT_DECODE_QKV];
-    const scatter_operation *k = &o->scatters[0], *v = &o->scatters[1];
     int64_t H = a->num_heads, G = a->num_groups, D = a->head_size, width = (H + 2 * G) * D;
     const mt_qk_args *qk = &o->qk;
-    bool apart = qk->T > 0 && qk->q_w; // q and k have memory of their own
-    const void *heads = apart ? qk->qk : qkv->y;
-    int64_t stride = apart ? qk->qk_stride : width;
+    const void *heads = qk->q_w ? qk->qk : qkv->y; // with the norm, q and k have memory of their own
+    int64_t stride = qk->q_w ? qk->qk_stride : width;
     if (a->value_size != D || D % 8 != 0 || D > MT_DECODE_CHANNELS || H % G != 0 || a->dropout.p > 0) return false;
     if (a->backend != MT_ATTENTION_AUTO && a->backend != MT_ATTENTION_FLASH) return false;
-    if (qk->T > 0 && (qk->T != T || qk->H != H || qk->G != G || qk->D != D || qk->qkv != qkv->y || qk->qk != heads ||
-                      qk->qkv_stride != width || qk->qk_stride != stride || !qk->q_w != !qk->k_w))
+    if (qk->T != T || qk->H != H || qk->G != G || qk->D != D || qk->qkv != qkv->y || qk->qk != heads ||
+        qk->qkv_stride != width || qk->qk_stride != stride || !qk->q_w != !qk->k_w || !qk->cache_rows)
         return false;
-    for (const scatter_operation *s : {k, v})
-        if (s->T != T || s->width != G * D || s->to_stride != G * D || s->rows != k->rows) return false;
-    if (k->from != at(heads, H * D) || k->from_stride != stride || v->from != at(qkv->y, (H + G) * D) ||
-        v->from_stride != width)
-        return false;
-    if (a->q != heads || a->q_stride != stride || a->k != k->to || a->v != v->to || a->k_stride != G * D ||
+    if (a->q != heads || a->q_stride != stride || a->k != qk->k_cache || a->v != qk->v_cache || a->k_stride != G * D ||
         a->v_stride != G * D || a->out_stride != H * D || a->spans.count != T)
         return false;
     for (int64_t i = 0; i < T; i++)
@@ -157,7 +125,7 @@ static mt_decode_task task_of(const layer_operations *o) {
     t.H = (int)a->num_heads, t.G = (int)a->num_groups, t.D = (int)a->head_size;
     t.layernorm = o->norm.mean != NULL, t.activation = o->activation.activation;
     t.eps = o->norm.eps, t.qk_eps = o->qk.eps, t.scale = a->scale, t.window = a->window;
-    t.spans = a->spans.device, t.pages = a->pages, t.cache_rows = o->scatters[0].rows;
+    t.spans = a->spans.device, t.pages = a->pages, t.cache_rows = o->qk.cache_rows;
     const mt_rotation *r = &o->qk.rotation;
     t.rotation.cos = r->cos, t.rotation.sin = r->sin, t.rotation.positions = r->positions;
     t.rotation.R = r->R, t.rotation.interleaved = r->interleaved;
@@ -369,17 +337,7 @@ bool mt_decode_record_qk_forward(const mt_qk_args *a, mt_dtype dtype, mt_stream 
     mt_qk_args qk = *a;
     if (!r) return false;
     r->now.qk = qk;
-    return keep(r, SCATTER_K, [=] { mt_cuda_qk_forward(&qk, dtype, stream); });
-}
-
-bool mt_decode_record_scatter_rows(void *to, const void *from, const int32_t *rows, int64_t T, int64_t width,
-                                   int64_t to_stride, int64_t from_stride, mt_dtype dtype, mt_stream *stream) {
-    mt_decode_record *r = expecting(stream, dtype, {QK, SCATTER_K, SCATTER_V});
-    if (!r) return false;
-    bool of_v = r->state == SCATTER_V;
-    r->now.scatters[of_v] = {to, from, rows, T, width, to_stride, from_stride};
-    return keep(r, of_v ? ATTENTION : SCATTER_V,
-                [=] { mt_cuda_scatter_rows(to, from, rows, T, width, to_stride, from_stride, dtype, stream); });
+    return keep(r, ATTENTION, [=] { mt_cuda_qk_forward(&qk, dtype, stream); });
 }
 
 bool mt_decode_record_attention_forward(const mt_attention *a, mt_dtype dtype, mt_stream *stream) {

@@ -26,6 +26,12 @@ template <class T> struct heads_task {
     int64_t y_stride, x_stride;
 };
 
+/* Where k and v of the tokens go, in generation. */
+template <class T> struct heads_cache {
+    T *of[2];            // of k and of v: [rows, heads, D]
+    const int32_t *rows; // [tokens]; NULL: no cache
+};
+
 /* A lane's unit: where its packs begin in a head, and whether they are there. */
 struct unit_place {
     int low, high, angle; // angle: the first of its cos and sin, -1 if it does not rotate
@@ -132,20 +138,22 @@ __global__ void __launch_bounds__(512, 2) rotate_heads(const heads_task<T> task)
 
 /* The same for heads of D channels that all rotate; the number of heads is a multiple of K. Constant lengths and
  * offsets, and adjacent heads in a lane, halve the instructions and take so few registers that all threads' loads are
- * in flight. */
+ * in flight. `caches`: heads of k, and those of v, which follow and do not change, go to the cache. */
 static constexpr int whole_heads = 2, whole_threads = 128;
-template <class T, int N, int D, bool interleaved, bool norm>
-__global__ void __launch_bounds__(whole_threads, norm ? 6 : 8) rotate_whole_heads(const heads_task<T> task) {
+template <class T, int N, int D, bool interleaved, bool norm, bool caches>
+__global__ void __launch_bounds__(whole_threads, norm ? 6 : 8)
+    rotate_whole_heads(const heads_task<T> task, const heads_cache<T> cache) {
     constexpr int K = whole_heads, lanes = D / 2 / N, apart = interleaved ? N : D / 2;
     const unsigned thread = blockIdx.x * blockDim.x + threadIdx.x, lane = thread % lanes;
     const unsigned head = thread / lanes % task.groups * K, token = thread / lanes / task.groups;
-    const bool there = token < task.tokens, is_q = head < task.H;
+    const bool there = token < task.tokens, is_q = head < task.H, is_v = caches && head >= task.heads;
     const int low = lane * N * (interleaved ? 2 : 1), column = head * D + low;
     const T *x = task.x + (there ? token : 0) * task.x_stride + column, *w = (is_q ? task.q_w : task.k_w) + low;
     mt_pack<T, N> lows[K], highs[K], w_low, w_high;
     mt_begin_next();
     mt_wait_for_previous();
     const int position = task.positions[there ? token : 0];
+    const int64_t row = caches && !is_q ? cache.rows[there ? token : 0] : 0;
 #pragma unroll
     for (int k = 0; k < K; k++) lows[k] = mt_load<N>(x + k * D), highs[k] = mt_load<N>(x + k * D + apart);
     if (norm) w_low = mt_load<N>(w), w_high = mt_load<N>(w + apart);
@@ -158,18 +166,20 @@ __global__ void __launch_bounds__(whole_threads, norm ? 6 : 8) rotate_whole_head
         rstd[k] = norm ? squares_of(low_of[k]) + squares_of(high_of[k]) : 0;
     }
     if (norm) sum_over_lanes<lanes>(rstd);
+    T *y = task.y + token * task.y_stride + column;
+    if (caches && !is_q)
+        y = cache.of[is_v] + (row * (task.heads - task.H) + head - (is_v ? task.heads : task.H)) * D + low;
 #pragma unroll
     for (int k = 0; k < K; k++) {
-        if (norm) {
+        if (norm && !is_v) {
             rstd[k] = rsqrtf(rstd[k] / D + task.eps);
             scale(low_of[k], w_low, rstd[k]), scale(high_of[k], w_high, rstd[k]);
         }
-        rotate<N, interleaved>(low_of[k], high_of[k], c, s, task.direction);
+        if (!is_v) rotate<N, interleaved>(low_of[k], high_of[k], c, s, task.direction);
         if (!there) continue;
-        T *y = task.y + token * task.y_stride + column + k * D;
-        mt_store(y, mt_from_float<T>(low_of[k]));
-        mt_store(y + apart, mt_from_float<T>(high_of[k]));
-        if (!norm || lane > 0) continue;
+        mt_store(y + k * D, mt_from_float<T>(low_of[k]));
+        mt_store(y + k * D + apart, mt_from_float<T>(high_of[k]));
+        if (!norm || is_v || lane > 0) continue;
         if (is_q) task.q_rstd[(int64_t)token * task.H + head + k] = rstd[k];
         if (!is_q) task.k_rstd[(int64_t)token * (task.heads - task.H) + head - task.H + k] = rstd[k];
     }
@@ -183,31 +193,37 @@ static int64_t lanes_of_head(int64_t D, int64_t R, int64_t N, bool all) {
 }
 
 template <class T, int N, int D, bool interleaved>
-static void launch_whole_heads(heads_task<T> task, cudaStream_t stream) {
+static void launch_whole_heads(heads_task<T> task, const heads_cache<T> &cache, cudaStream_t stream) {
     bool norm = task.q_w || task.k_w;
-    task.groups = task.heads / whole_heads;
+    unsigned of_v = cache.rows ? task.heads - task.H : 0;
+    task.groups = (task.heads + of_v) / whole_heads;
     int64_t threads = (int64_t)task.tokens * task.groups * (D / 2 / N);
-    auto kernel =
-        norm ? rotate_whole_heads<T, N, D, interleaved, true> : rotate_whole_heads<T, N, D, interleaved, false>;
-    mt_launch_early(kernel, mt_grid_size(threads, whole_threads), whole_threads, 0, stream, task);
+    auto kernel = of_v   ? norm ? rotate_whole_heads<T, N, D, interleaved, true, true>
+                                : rotate_whole_heads<T, N, D, interleaved, false, true>
+                    : norm ? rotate_whole_heads<T, N, D, interleaved, true, false>
+                         : rotate_whole_heads<T, N, D, interleaved, false, false>;
+    mt_launch_early(kernel, mt_grid_size(threads, whole_threads), whole_threads, 0, stream, task, cache);
 }
 
 /* True if a kernel for whole heads serves these. */
 template <class T, int N, int D>
-static bool launched_whole_heads(const heads_task<T> &task, bool interleaved, cudaStream_t stream) {
+static bool launched_whole_heads(const heads_task<T> &task, const heads_cache<T> &cache, bool interleaved,
+                                 cudaStream_t stream) {
     if (task.D != D || task.R != D || task.H % whole_heads != 0 || task.heads % whole_heads != 0) return false;
     if (interleaved)
-        launch_whole_heads<T, N, D, true>(task, stream);
+        launch_whole_heads<T, N, D, true>(task, cache, stream);
     else
-        launch_whole_heads<T, N, D, false>(task, stream);
+        launch_whole_heads<T, N, D, false>(task, cache, stream);
     return true;
 }
 
-template <class T, int N> static void launch_rotation(heads_task<T> task, bool interleaved, cudaStream_t stream) {
+/* Returns true if k and v went to the cache. */
+template <class T, int N>
+static bool launch_rotation(heads_task<T> task, const heads_cache<T> &cache, bool interleaved, cudaStream_t stream) {
     if constexpr (N > 1)
-        if (launched_whole_heads<T, N, 128>(task, interleaved, stream) ||
-            launched_whole_heads<T, N, 64>(task, interleaved, stream))
-            return;
+        if (launched_whole_heads<T, N, 128>(task, cache, interleaved, stream) ||
+            launched_whole_heads<T, N, 64>(task, cache, interleaved, stream))
+            return cache.rows;
     bool norm = task.q_w || task.k_w;
     task.lanes = (unsigned)lanes_of_head(task.D, task.R, N, norm || task.y != task.x);
     task.groups = (unsigned)mt_divide_up(task.heads, heads_per_lane);
@@ -219,6 +235,7 @@ template <class T, int N> static void launch_rotation(heads_task<T> task, bool i
     int64_t all = (int64_t)task.tokens * task.groups * task.lanes;
     kernel<<<mt_grid_size(all, threads), threads, 0, stream>>>(task);
     MT_CUDA_LAUNCHED();
+    return false;
 }
 
 static void launch_rope(const mt_rope_args *a, float direction, mt_dtype dtype, mt_stream *stream) {
@@ -232,7 +249,7 @@ static void launch_rope(const mt_rope_args *a, float direction, mt_dtype dtype, 
         task.cos = r->cos, task.sin = r->sin, task.positions = r->positions;
         task.direction = direction, task.tokens = (unsigned)a->T, task.H = task.heads = (unsigned)a->H;
         task.D = (int)a->D, task.R = (int)r->R, task.y_stride = a->y_stride, task.x_stride = a->x_stride;
-        launch_rotation<E, decltype(width)::value>(task, r->interleaved, mt_cuda_stream(stream));
+        launch_rotation<E, decltype(width)::value>(task, {}, r->interleaved, mt_cuda_stream(stream));
     });
 }
 
@@ -275,35 +292,42 @@ static mt_norm_args norm_of(const mt_qk_args *a, bool k, mt_dtype dtype) {
     return norm;
 }
 
+/* Writes k of qk, and v after it in qkv, to the cache. */
+static void cache_keys(const mt_qk_args *a, mt_dtype dtype, mt_stream *stream) {
+    int64_t width = a->G * a->D, k = a->H * a->D;
+    mt_cuda_scatter_rows(a->k_cache, at(a->qk, k, dtype), a->cache_rows, a->T, width, width, a->qk_stride, dtype,
+                         stream);
+    mt_cuda_scatter_rows(a->v_cache, at(a->qkv, k + width, dtype), a->cache_rows, a->T, width, width, a->qkv_stride,
+                         dtype, stream);
+}
+
 extern "C" void mt_cuda_qk_forward(const mt_qk_args *a, mt_dtype dtype, mt_stream *stream) {
     const mt_rotation *r = &a->rotation;
     if (a->T == 0) return;
-    bool wide =
-        mt_wide(dtype, {a->qk, a->qkv, a->q_w, a->k_w, r->cos, r->sin}, {a->qk_stride, a->qkv_stride, a->D, r->R / 2});
-    if (!a->q_w) {
-        mt_rope_args rope = rope_of(a, a->qk, a->qk_stride, a->qkv, a->qkv_stride);
-        launch_rope(&rope, 1, dtype, stream);
-        return;
-    }
-    if (!warp_holds_head(dtype, wide, a->D, r->R)) {
+    bool wide = mt_wide(dtype, {a->qk, a->qkv, a->q_w, a->k_w, r->cos, r->sin, a->k_cache, a->v_cache},
+                        {a->qk_stride, a->qkv_stride, a->D, r->R / 2});
+    bool cached = !a->cache_rows;
+    if (a->q_w && !warp_holds_head(dtype, wide, a->D, r->R)) {
         for (int k = 0; k < 2; k++) {
             mt_norm_args norm = norm_of(a, k, dtype);
             mt_cuda_rmsnorm_forward(&norm, dtype, stream);
         }
         mt_rope_args rope = rope_of(a, a->qk, a->qk_stride, a->qk, a->qk_stride);
         launch_rope(&rope, 1, dtype, stream);
-        return;
+    } else if (a->q_w || r->R > 0) {
+        mt_by_type(dtype, wide, [&](auto type, auto width) {
+            using E = decltype(type);
+            heads_task<E> task = {};
+            task.y = (E *)a->qk, task.x = (const E *)a->qkv, task.q_rstd = a->q_rstd, task.k_rstd = a->k_rstd;
+            task.q_w = (const E *)a->q_w, task.k_w = (const E *)a->k_w;
+            task.cos = r->cos, task.sin = r->sin, task.positions = r->positions, task.direction = 1, task.eps = a->eps;
+            task.tokens = (unsigned)a->T, task.H = (unsigned)a->H, task.heads = (unsigned)(a->H + a->G);
+            task.D = (int)a->D, task.R = (int)r->R, task.y_stride = a->qk_stride, task.x_stride = a->qkv_stride;
+            heads_cache<E> cache = {{(E *)a->k_cache, (E *)a->v_cache}, a->cache_rows};
+            cached |= launch_rotation<E, decltype(width)::value>(task, cache, r->interleaved, mt_cuda_stream(stream));
+        });
     }
-    mt_by_type(dtype, wide, [&](auto type, auto width) {
-        using E = decltype(type);
-        heads_task<E> task = {};
-        task.y = (E *)a->qk, task.x = (const E *)a->qkv, task.q_rstd = a->q_rstd, task.k_rstd = a->k_rstd;
-        task.q_w = (const E *)a->q_w, task.k_w = (const E *)a->k_w;
-        task.cos = r->cos, task.sin = r->sin, task.positions = r->positions, task.direction = 1, task.eps = a->eps;
-        task.tokens = (unsigned)a->T, task.H = (unsigned)a->H, task.heads = (unsigned)(a->H + a->G);
-        task.D = (int)a->D, task.R = (int)r->R, task.y_stride = a->qk_stride, task.x_stride = a->qkv_stride;
-        launch_rotation<E, decltype(width)::value>(task, r->interleaved, mt_cuda_stream(stream));
-    });
+    if (!cached) cache_keys(a, dtype, stream);
 }
 
 /* The first q_blocks blocks walk the heads of q, the others those of k, and each leaves its sums for the weights'

@@ -268,6 +268,20 @@ static void qk_forward(run *r, const int64_t *n) {
     r->ops->qk_forward(&a, r->dtype, r->stream);
 }
 
+/* The same sizes with a cache. What qk then has of k is not defined, so q is copied. */
+static void qk_forward_to_cache(run *r, const int64_t *n) {
+    mt_qk_args a = make_qk(r, n);
+    int64_t rows = a.T + 3, q = a.H * a.D, kv = a.G * a.D;
+    bool in_place = a.qk_stride == a.qkv_stride && !a.q_w;
+    int32_t *to = integers(r, a.T, 0, rows, true);
+    a.qkv = a.qk = input(r, a.T * a.qkv_stride);
+    if (!in_place) a.qk = input(r, a.T * a.qk_stride);
+    if (a.q_w) a.q_rstd = float_output(r, a.T * a.H), a.k_rstd = float_output(r, a.T * a.G);
+    a.k_cache = changed(r, rows * kv), a.v_cache = changed(r, rows * kv), a.cache_rows = to;
+    r->ops->qk_forward(&a, r->dtype, r->stream);
+    r->ops->scatter_rows(changed(r, rows * q), a.qk, to, a.T, q, q, a.qk_stride, r->dtype, r->stream);
+}
+
 static void qk_backward(run *r, const int64_t *n) {
     mt_qk_args a = make_qk(r, n);
     bool in_place = a.qk_stride == a.qkv_stride && !a.q_w;
@@ -1091,6 +1105,7 @@ static operation operations[] = {
     {"latent_heads_forward", latent_heads_forward, ONCE, latent_shapes, {0}},
     {"latent_heads_backward", latent_heads_backward, ONCE, latent_shapes, {0}},
     {"qk_forward", qk_forward, ONCE, qk_shapes, {0}},
+    {"qk_forward to a cache", qk_forward_to_cache, ONCE, qk_shapes, {0}},
     {"qk_backward", qk_backward, ONCE, qk_shapes, {0}},
     {"attention_forward", attention_forward, 5e-3, attention_shapes, {0}},
     {"attention_backward", attention_backward, 1e-2, attention_shapes, {0}},
