@@ -268,7 +268,7 @@ static void qk_forward(run *r, const int64_t *n) {
     r->ops->qk_forward(&a, r->dtype, r->stream);
 }
 
-/* The same sizes with a cache. What qk then has of k is not defined, so q is copied. */
+/* The same sizes with a cache. The part of k in qk is then not defined, so q is copied. */
 static void qk_forward_to_cache(run *r, const int64_t *n) {
     mt_qk_args a = make_qk(r, n);
     int64_t rows = a.T + 3, q = a.H * a.D, kv = a.G * a.D;
