@@ -794,6 +794,44 @@ stages_are_balanced() {
         says '^rank 1: a layers 2-4; b loss' "$work/out"
 }
 
+# A layout of stages of so many layers each.
+letters() {
+    for count in "$@"; do printf '|%*s' "$count" '' | tr ' ' t; done | sed 's/^|/E/; s/$/L/'
+}
+
+# No step is shorter after one more move of a layer from any stage to any other. The first number is that of tokens/s
+# before layers were moved.
+no_moved_layer_makes_a_balanced_step_shorter() {
+    while read -r before layout arguments; do
+        # shellcheck disable=SC2086
+        "$train" $common --gpu h200 $arguments --pipeline-model-parallel-layout "$layout" --print-schedule >"$work/out" &&
+            counts=$(grep '^rank' "$work/out" | grep -o 'layers* [0-9-]*' | tr '-' ' ' | sort -n -k 2 |
+                awk '{ print NF == 3 ? $3 - $2 + 1 : 1 }') || return 1
+        # shellcheck disable=SC2086
+        simulate h200 "$(value --pipeline-model-parallel-size $arguments)" $arguments \
+            --pipeline-model-parallel-layout "$layout" && best=$(tokens) || return 1
+        # shellcheck disable=SC2086
+        echo $counts | awk '{ for (a = 1; a <= NF; a++) for (b = 1; b <= NF; b++) if (a != b && $a > 1) {
+            for (i = 1; i <= NF; i++) printf "%d ", $i - (i == a) + (i == b); print "" } }' >"$work/moves"
+        while read -r moved; do
+            # shellcheck disable=SC2086
+            simulate h200 "$(value --pipeline-model-parallel-size $arguments)" $arguments \
+                --pipeline-model-parallel-layout "$(letters $moved)" || return 1
+            [ "$(tokens)" -gt $((best + best / 5000)) ] && echo "  layers $moved: $(tokens) tokens/s" && return 1
+        done <"$work/moves"
+        # shellcheck disable=SC2086
+        echo "  layers" $counts: "$best tokens/s, before $before; $(wc -l <"$work/moves") other cuts"
+        [ "$(wc -l <"$work/moves")" -ge 2 ] && [ "$best" -gt "$before" ] || return 1
+    done <<END
+37818 auto --hf-config data/configs/qwen1.5-moe-a2.7b.json --num-layers 6 --seq-length 1024 --micro-batch-size 1 \
+--global-batch-size 2 --pipeline-model-parallel-size 2 --pipeline-schedule zb-h1
+376955 auto --hf-config data/configs/gpt2-1558m.json --num-layers 12 --seq-length 1024 --micro-batch-size 2 \
+--global-batch-size 16 --pipeline-model-parallel-size 4
+27364 auto*2 --hf-config data/configs/llama3-8b.json --num-layers 24 --seq-length 4096 --micro-batch-size 1 \
+--global-batch-size 8 --pipeline-model-parallel-size 2
+END
+}
+
 # Layers with experts take several times as long as others: a rank with dense layers only has more of them. Stages of a
 # rank are balanced one by one where that is faster than equal ranks.
 stages_of_unequal_layers_are_balanced() {
@@ -875,6 +913,7 @@ check large_micro_batches_are_only_counted large_micro_batches_are_only_counted
 check useful_recomputation_is_listed useful_recomputation_is_listed
 large slower_layouts_are_left_out slower_layouts_are_left_out
 check stages_are_balanced stages_are_balanced
+check no_moved_layer_makes_a_balanced_step_shorter no_moved_layer_makes_a_balanced_step_shorter
 check stages_of_unequal_layers_are_balanced stages_of_unequal_layers_are_balanced
 check ranks_to_launch_are_planned ranks_to_launch_are_planned
 check the_run_at_hand_is_explained the_run_at_hand_is_explained
