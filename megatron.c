@@ -3075,7 +3075,7 @@ static int mt_grid_keep_ends(int *members, int count, int rank) {
     return 2;
 }
 
-/* Splits a group into runs of `neighbours` ranks. Keeps the run of `rank`, or the rank of its index in every run. */
+/* Splits a group into runs of `neighbours` ranks. Keeps the run of `rank`, or of every run the rank with its index. */
 static int mt_grid_keep_level(int *members, int count, int neighbours, bool within_run, int rank) {
     int index = 0, kept = within_run ? neighbours : count / neighbours;
     while (members[index] != rank) index++;
@@ -5952,7 +5952,8 @@ static mt_qk_args mt_qk_operands(const mt_model *m, const mt_pass *p, const mt_l
     return qk;
 }
 
-/* q/k norm, then RoPE, of q and k in the fused product; without q/k norm in place. Generation: k and v to the cache. */
+/* q/k norm, then RoPE, of q and k in the fused product; without q/k norm in place. In generation it also writes k
+ * and v to the cache. */
 static void mt_qk_forward(const mt_model *m, const mt_pass *p, const mt_layer *w, mt_activations *a) {
     mt_qk_args qk = mt_qk_operands(m, p, w, a);
     mt_qkv_view view = mt_fused_view(m, a->qkv, a->qk);
@@ -6065,7 +6066,7 @@ static void mt_latent_qkv_backward(const mt_model *m, const mt_pass *p, mt_layer
 
 /* ---- the block */
 
-/* Generation: attention reads the cache, to which latent attention's new keys and values are written here. */
+/* Generation: attention reads the cache. mt_qk_forward has written to it, except for latent attention. */
 static void mt_cache_update(const mt_model *m, const mt_pass *p, const mt_layer *w, mt_attention *call) {
     int64_t k_width = m->G * m->D, v_width = m->G * m->Dv, layer = w - m->layers;
     if (m->options->multi_latent_attention) {

@@ -987,7 +987,8 @@ typedef struct mt_qk_args {
     float *dq_w, *dk_w;     // [D] +=
     int64_t qkv_stride;     // elements between tokens
     int64_t qk_stride, dqk_stride, dqkv_stride;
-    /* generation: the forward's k, and v after it in qkv, go to these rows, and k need not be in qk; else NULL */
+    /* Generation only, else NULL: the forward writes k, and the v after it in qkv, to rows cache_rows[t] of the caches;
+     * k in qk is then undefined. */
     void *k_cache, *v_cache;   // [rows, G D]
     const int32_t *cache_rows; // [T]
 } mt_qk_args;
@@ -1002,7 +1003,8 @@ typedef struct mt_qk_args {
     /* RMSNorm over D of each head, then the rotation. */                                                              \
     OP(qk_forward,                                                                                                     \
        mt_work_bytes(2 * a->T *                                                                                        \
-                         ((a->H + a->G) * (a->qk == a->qkv ? a->rotation.R : a->D) + (a->k_cache ? a->G * a->D : 0)),  \
+                         ((a->H + (a->k_cache ? 0 : a->G)) * (a->qk == a->qkv ? a->rotation.R : a->D) +                \
+                          (a->k_cache ? 2 * a->G * a->D : 0)),                                                         \
                      dtype),                                                                                           \
        (a, dtype, stream), const mt_qk_args *a, mt_dtype dtype, mt_stream *stream)                                     \
     OP(qk_backward,                                                                                                    \

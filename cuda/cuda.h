@@ -105,7 +105,8 @@ static inline int64_t mt_gemv_rows(int64_t N, int64_t K, mt_dtype dtype) {
 }
 bool mt_cuda_gemv(void *y, const void *x, const void *w, const void *bias, int64_t T, int64_t N, int64_t K,
                   mt_dtype dtype, mt_stream *stream);
-/* The same for up to 32 rows of a large w in bf16 on Hopper GPUs. */
+/* The same for up to 32 rows of a large w in bf16 on Hopper GPUs. serves: true if T, N and K are such. */
+bool mt_gemv_hopper_serves(int64_t T, int64_t N, int64_t K);
 bool mt_cuda_gemv_hopper(void *y, const void *x, const void *w, const void *bias, int64_t T, int64_t N, int64_t K,
                          mt_dtype dtype, mt_stream *stream);
 
@@ -152,8 +153,8 @@ __device__ static inline uint4 mt_cuda_philox(uint64_t key, uint64_t counter_low
 
 /* Programmatic dependent launch (Hopper and later). A kernel launched with mt_cuda_launch_early may start before the
  * preceding kernel of the stream has finished: once each block of that kernel has called mt_begin_next or ended.
- * Therefore the kernel must call mt_wait_for_previous before it reads the preceding kernel's results and before its
- * first write. On older GPUs both functions do nothing. */
+ * That kernel may itself have started early. Therefore the kernel must call mt_wait_for_previous before it reads the
+ * results of any earlier kernel and before its first write. On older GPUs both functions do nothing. */
 __device__ static inline void mt_begin_next(void) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.launch_dependents;");

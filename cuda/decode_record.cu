@@ -54,7 +54,7 @@ extern "C" void mt_cuda_decode_fuse(bool on) {
 
 extern "C" int64_t mt_decode_most_rows(int64_t C) {
     if (C <= 1024) return MT_DECODE_ROWS;
-    return mt_cuda_kernel_arch() == 90 && mt_gemv_is_large(C, C) ? 0 : 2;
+    return mt_gemv_hopper_serves(1, C, C) ? 0 : 2;
 }
 
 extern "C" int64_t mt_cuda_decode_fused(void) {

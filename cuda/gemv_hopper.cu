@@ -1,18 +1,18 @@
-/* gemv_hopper.cu: linear layers of up to 32 rows and large weights on Hopper GPUs, as in decoding: y[T, N] = x[T, K]
- * w^T.
+/* gemv_hopper.cu: linear layers of few rows and large weights on Hopper GPUs, as in decoding: y[T, N] = x[T, K] w^T.
  *
  * The time of such a product is the time to read w. One thread copies boxes of 64 x 128 elements of w with TMA, another
  * those of x, and two warpgroups multiply 64 rows of w by all rows of x (wgmma), which gives 64 columns of y,
  * transposed. The boxes of all tiles of 64 rows, one tile after another, are cut into equal ranges, one for each block
  * ("stream-K", Osama et al., 2023), so that all multiprocessors read equally much. The block with the first box of a
- * tile adds the fp32 sums that the blocks after it have of this tile, in their order, so that results repeat bit for
- * bit.
+ * tile owns it: it adds the fp32 sums that the blocks after it have of this tile, in their order, so that results
+ * repeat bit for bit. The blocks after it leave these sums before they wait for others, so a launch also ends where
+ * some multiprocessors are occupied.
  *
- * Memory must not rest between the products of a decode step, where short kernels run. In a CUDA graph (programmatic
- * dependent launch) a block therefore fills its ring of boxes before it waits for the kernel that writes x, because no
- * kernel of the graph writes w. At most IN_FLIGHT boxes are on their way at once: more would only wait in a queue, and
- * the loads of short kernels behind them. The warpgroups take turns with boxes, so that they are done with a full ring
- * faster than memory fills it. */
+ * Short kernels between the products of a decode step use little of the memory's bandwidth. In a CUDA graph
+ * (programmatic dependent launch) a block therefore fills its ring with boxes of w before it waits for the kernel that
+ * writes x. No kernel of the graph writes w. At most IN_FLIGHT boxes are on their way at once: more would only wait in
+ * a queue, and the loads of short kernels behind them. The two warpgroups take turns with the boxes: together they
+ * multiply a full ring in less time than memory takes to fill it. */
 #include "cuda.h"
 
 #ifdef MT_HAVE_SM90A
@@ -29,12 +29,12 @@ struct few_rows_task {
     bf16 *y;
     const bf16 *bias;     // [N] or NULL
     float4 *partial;      // [blocks, COLS / 8, WARPGROUP]: sums of a tile that another block owns
-    unsigned *is_partial; // [blocks] 1: they are there; 0 before and after the kernel
+    unsigned *is_partial; // [blocks] 1 while the block's sums wait in `partial`; 0 before and after the kernel
     int T, N, tiles, boxes;
 };
 
 /* A block's shared memory for COLS >= T rows of x. A stage has a box of w and one of x, each with its own barriers,
- * because the first boxes of w are copied before x exists. SUMS: of the second warpgroup. */
+ * because the first boxes of w are copied before x exists. SUMS: bytes for the second warpgroup's sums. */
 template <int COLS> struct few_rows_size {
     static constexpr int W = SLICES * ROWS * 128, X = SLICES * COLS * 128, SUMS = COLS * ROWS * 4;
     static constexpr int STRIDE = ROWS + 8, STAGES = ((224 << 10) - SUMS - COLS * STRIDE * 2 - 1024) / (W + X);
@@ -66,7 +66,7 @@ template <int COLS> struct few_rows_block {
         return memory + n % size::STAGES * (size::W + size::X);
     }
 
-    /* For one thread. */
+    /* One thread calls this. */
     __device__ __forceinline__ void copy_w(const CUtensorMap &w) const {
         for (int n = 0; n < end - begin; n++) {
             of_w.wait_free(n);
@@ -77,7 +77,7 @@ template <int COLS> struct few_rows_block {
         }
     }
 
-    /* For one thread. */
+    /* One thread calls this. */
     __device__ __forceinline__ void copy_x(const CUtensorMap &x) const {
         mt_prefetch_map(x);
         mt_wait_for_previous();
@@ -108,7 +108,7 @@ template <int COLS> struct few_rows_block {
         sum[0] += more.x, sum[1] += more.y, sum[2] += more.z, sum[3] += more.w;
     }
 
-    /* Adds the sums that the blocks after this one have of a tile whose last box is before `tile_end`. */
+    /* Adds the sums that later blocks left for the tile that ends before box `tile_end`. */
     __device__ __forceinline__ void gather(tile_sums &sums, int tile_end) const {
         for (int block = blockIdx.x + 1; block < gridDim.x && first(block) < tile_end; block++) {
             for (unsigned there = 0; !there;)
@@ -143,7 +143,8 @@ template <int COLS> struct few_rows_block {
         mt_named_barrier_wait(1, WARPGROUP);
     }
 
-    /* sums = the products of the boxes first <= i < last whose number in the block is this warpgroup's modulo 2. */
+    /* sums = the products of those boxes first <= i < last whose number in the block, i - begin, is even for the first
+     * warpgroup, odd for the second. */
     __device__ __forceinline__ void multiply_boxes(tile_sums &sums, int first, int last) const {
         const int group = threadIdx.x / WARPGROUP;
         int n = first - begin, before = -1;
@@ -178,7 +179,7 @@ template <int COLS> struct few_rows_block {
             i = min(end, tile_end);
             multiply_boxes(sums, first, i);
             if (threadIdx.x >= WARPGROUP) {
-                if (first > begin) mt_named_barrier_wait(3, 2 * WARPGROUP); // until the sums of before are read
+                if (first > begin) mt_named_barrier_wait(3, 2 * WARPGROUP); // until the previous tile's are read
 #pragma unroll
                 for (int j = 0; j < COLS / 8; j++)
                     second[j * WARPGROUP + thread] = make_float4(sums[j][0], sums[j][1], sums[j][2], sums[j][3]);
@@ -248,12 +249,15 @@ static void launch(void *y, const void *x, const void *w, const void *bias, int6
     MT_CUDA(cudaLaunchKernelEx(&config, kernel, task, map_of(w, N, K, ROWS), map_of(x, T, K, COLS)));
 }
 
-/* Code for sm_90a runs on Hopper only. */
+/* Code for sm_90a runs on Hopper only. A box has whole slices of 64 columns of a row of w or x. */
+bool mt_gemv_hopper_serves(int64_t T, int64_t N, int64_t K) {
+    if (mt_cuda_device()->major != 9 || mt_cuda_kernel_arch() != 90) return false;
+    return T >= 1 && T <= MOST_COLS && N % 8 == 0 && K % 64 == 0 && mt_gemv_is_large(N, K) && N * K <= INT32_MAX;
+}
+
 bool mt_cuda_gemv_hopper(void *y, const void *x, const void *w, const void *bias, int64_t T, int64_t N, int64_t K,
                          mt_dtype dtype, mt_stream *stream) {
-    if (mt_cuda_device()->major != 9 || mt_cuda_kernel_arch() != 90 || dtype != MT_BF16 || !stream) return false;
-    if (T < 1 || T > MOST_COLS || K % 64 != 0 || !mt_gemv_is_large(N, K) || N * K > INT32_MAX) return false;
-    if (!mt_wide(dtype, {y, x, w}, {N})) return false;
+    if (!mt_gemv_hopper_serves(T, N, K) || dtype != MT_BF16 || !stream || !mt_wide(dtype, {y, x, w}, {})) return false;
     if (stream->workspace_bytes < mt_cuda_device()->multiProcessorCount * (int64_t)(MOST_COLS * ROWS * 4)) return false;
     auto launcher = T <= 8 ? launch<8> : T <= 16 ? launch<16> : launch<32>;
     launcher(y, x, w, bias, T, N, K, stream);
@@ -261,6 +265,11 @@ bool mt_cuda_gemv_hopper(void *y, const void *x, const void *w, const void *bias
 }
 
 #else
+
+bool mt_gemv_hopper_serves(int64_t T, int64_t N, int64_t K) {
+    (void)T, (void)N, (void)K;
+    return false;
+}
 
 bool mt_cuda_gemv_hopper(void *y, const void *x, const void *w, const void *bias, int64_t T, int64_t N, int64_t K,
                          mt_dtype dtype, mt_stream *stream) {

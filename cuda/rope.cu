@@ -138,7 +138,7 @@ __global__ void __launch_bounds__(512, 2) rotate_heads(const heads_task<T> task)
 
 /* The same for heads of D channels that all rotate; the number of heads is a multiple of K. Constant lengths and
  * offsets, and adjacent heads in a lane, halve the instructions and take so few registers that all threads' loads are
- * in flight. `caches`: heads of k, and those of v, which follow and do not change, go to the cache. */
+ * in flight. `caches`: k goes to the cache after the rotation; v, whose heads follow, goes there unchanged. */
 static constexpr int whole_heads = 2, whole_threads = 128;
 template <class T, int N, int D, bool interleaved, bool norm, bool caches>
 __global__ void __launch_bounds__(whole_threads, norm ? 6 : 8)
@@ -168,7 +168,8 @@ __global__ void __launch_bounds__(whole_threads, norm ? 6 : 8)
     if (norm) sum_over_lanes<lanes>(rstd);
     T *y = task.y + token * task.y_stride + column;
     if (caches && !is_q)
-        y = cache.of[is_v] + (row * (task.heads - task.H) + head - (is_v ? task.heads : task.H)) * D + low;
+        y = (is_v ? cache.of[1] : cache.of[0]) +
+            (row * (task.heads - task.H) + head - (is_v ? task.heads : task.H)) * D + low;
 #pragma unroll
     for (int k = 0; k < K; k++) {
         if (norm && !is_v) {
@@ -209,7 +210,8 @@ static void launch_whole_heads(heads_task<T> task, const heads_cache<T> &cache, 
 template <class T, int N, int D>
 static bool launched_whole_heads(const heads_task<T> &task, const heads_cache<T> &cache, bool interleaved,
                                  cudaStream_t stream) {
-    if (task.D != D || task.R != D || task.H % whole_heads != 0 || task.heads % whole_heads != 0) return false;
+    if (task.D != D || task.R != D || task.heads % whole_heads != 0) return false;
+    if ((task.q_w || cache.rows) && task.H % whole_heads != 0) return false; // q and k differ
     if (interleaved)
         launch_whole_heads<T, N, D, true>(task, cache, stream);
     else

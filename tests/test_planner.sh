@@ -804,7 +804,8 @@ letters() {
 no_moved_layer_makes_a_balanced_step_shorter() {
     while read -r before layout arguments; do
         # shellcheck disable=SC2086
-        "$train" $common --gpu h200 $arguments --pipeline-model-parallel-layout "$layout" --print-schedule >"$work/out" &&
+        "$train" $common --gpu h200 $arguments --pipeline-model-parallel-layout "$layout" --print-schedule \
+            >"$work/out" &&
             counts=$(grep '^rank' "$work/out" | grep -o 'layers* [0-9-]*' | tr '-' ' ' | sort -n -k 2 |
                 awk '{ print NF == 3 ? $3 - $2 + 1 : 1 }') || return 1
         # shellcheck disable=SC2086
