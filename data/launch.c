@@ -40,25 +40,30 @@ static void mt_launch_print_option(const mt_options *o, size_t offset, FILE *fil
     free(text);
 }
 
-/* Finishes the options for a number of ranks; with --gpu its GPUs must have room for the model too. */
+/* Finishes the options for a number of ranks; with --gpu its GPUs must have room for the model too. Returns 0,
+ * MT_DOES_NOT_FIT or -1, with error. */
 static int mt_launch_try(mt_options *o, int64_t ranks, mt_error *error) {
     // derived for the number tried before: other numbers may share experts in another way
     if (!MT_GIVEN(o, expert_tensor_parallel_size)) o->expert_tensor_parallel_size = 0;
     if (mt_train_options_finish(o, ranks, error) != 0) return -1;
-    return MT_GIVEN(o, gpu) && !mt_plan_has_room(o, ranks, error) ? -1 : 0;
+    return MT_GIVEN(o, gpu) && !mt_plan_has_room(o, ranks, error) ? MT_DOES_NOT_FIT : 0;
 }
 
-/* Where no number is accepted, the error is that of the largest one that is a multiple of a model's ranks: it names
- * more than that. */
+/* Where no number is accepted, the error is that of the largest one that has too little memory, else of the largest one
+ * that is a multiple of a model's ranks: it names more than that. */
 int mt_launch_print(mt_options *o, FILE *file, mt_error *error) {
     bool same_batch = o->global_batch_size > 0 || (o->stage == MT_STAGE_RL && o->gradient_accumulation_steps == 0);
     int64_t ranks = o->print_launch, fewest = same_batch ? 1 : ranks; // fewer ranks do not make the batch smaller
     int64_t model = o->tensor_model_parallel_size * o->pipeline_model_parallel_size * o->context_parallel_size;
     int64_t named = fewest < ranks && model >= 1 && model <= ranks ? ranks - ranks % model : ranks;
     mt_error other;
-    int status = mt_launch_try(o, ranks, ranks == named ? error : &other);
-    while (status != 0 && ranks-- > fewest) status = mt_launch_try(o, ranks, ranks == named ? error : &other);
-    if (status != 0) return -1;
+    bool fits = true;
+    int status = mt_launch_try(o, ranks, &other);
+    for (; status != 0; status = mt_launch_try(o, ranks, &other)) {
+        if (fits && (status == MT_DOES_NOT_FIT || ranks == named)) *error = other;
+        if (status == MT_DOES_NOT_FIT) fits = false;
+        if (ranks-- <= fewest) return -1;
+    }
     if (MT_GIVEN(o, gpu) && mt_simulate_check(o, &other) != 0)
         fprintf(stderr, "warning: --gpu %s: whether it has room is not checked: %s\n", o->gpu, other.text);
     fprintf(file, "ranks %lld\n", (long long)ranks);

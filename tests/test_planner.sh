@@ -866,7 +866,9 @@ ranks_to_launch_are_planned() {
         --use-distributed-optimizer --gpu h100 --print-launch'
     # shellcheck disable=SC2086
     "$train" $common $sharded 8 >"$work/out" && says '^ranks 8' "$work/out" &&
-        refused 'a GPU needs .* H100' "$train" $common $sharded 2 || return 1
+        refused 'a GPU needs .* H100' "$train" $common $sharded 2 &&
+        refused 'a GPU needs .* H100' "$train" $common $sharded 31 --num-layers 600 --tensor-model-parallel-size 8 \
+            --sequence-parallel || return 1
     # shellcheck disable=SC2086
     "$train" $common $sharded 2 --bf16=false >"$work/out" 2>"$work/err" && says '^ranks 2' "$work/out" &&
         says '^warning: --gpu h100: whether it has room is not checked: .* add --bf16' "$work/err"
