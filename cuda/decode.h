@@ -13,8 +13,8 @@ extern "C" {
 enum { MT_DECODE_ROWS = 4 }; // texts of a step at most
 
 /* The same for a model of C channels. For four texts of Llama 3 8B (C 4096) arithmetic takes longer than reading the
- * weights, and separate kernels are faster; for four of GPT-2 (C 768) they are not. On Hopper GPUs models
- * whose C x C matrices gemv_hopper.cu serves use separate kernels for any number of texts, which are faster there. */
+ * weights, and separate kernels are faster; for four of GPT-2 (C 768) they are not. On Hopper GPUs models whose
+ * C x C matrices gemv_hopper.cu serves use separate kernels, which are as fast for one text and faster for several. */
 int64_t mt_decode_most_rows(int64_t C);
 
 /* Switches the one kernel on, as it is at first, or off for the graphs that are captured from now on. */

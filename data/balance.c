@@ -240,9 +240,9 @@ char *mt_balanced_letters(const mt_options *o, int64_t pp, int64_t vp, const mt_
 /* ---- moves of layers */
 
 /* Simulates a step with these stages. Returns its seconds, INFINITY if it does not fit or is not legal; *slowest: the
- * pipeline rank that ends last. */
+ * pipeline rank that ends last; *needed: bytes of a GPU. */
 static double mt_cut_simulate(const int64_t *layers, int64_t stages, const mt_options *o, int64_t world_size,
-                              const mt_machine *machine, int64_t *slowest) {
+                              const mt_machine *machine, int64_t *slowest, double *needed) {
     mt_options model = *o; // its strings are not freed
     mt_simulation simulation = {0};
     mt_error unused;
@@ -253,26 +253,31 @@ static double mt_cut_simulate(const int64_t *layers, int64_t stages, const mt_op
     if (mt_options_derive(&model, MT_PROGRAM_TRAIN, world_size, &unused) == 0 &&
         mt_simulate(&simulation, &model, world_size, machine, &unused) == 0)
         seconds = simulation.seconds, *slowest = simulation.pipeline[simulation.slowest].last;
+    *needed = simulation.needed;
     mt_simulation_free(&simulation);
     free(letters);
     return seconds;
 }
 
-enum { MT_MOST_SIMULATIONS = 250 }; // 6 s for 256 GPUs and Llama 3 70B
+enum { MT_MOST_SIMULATIONS = 250 }; // with 256 GPUs and Llama 3 70B they take 6 s
 
 /* Moves single layers from stage to stage as long as the simulated step gets shorter. The first moves tried are those
- * away from the rank that ends last. */
-static void mt_cut_move(int64_t *layers, int64_t vp, const mt_options *o, int64_t world_size,
-                        const mt_machine *machine) {
+ * away from the rank that ends last. Memory: that of the machine, or, where the GPU is not given or the model is not in
+ * bf16, what the step needs before. */
+static void mt_cut_move(int64_t *layers, int64_t vp, const mt_options *o, int64_t world_size, mt_machine machine) {
     int64_t stages = o->pipeline_model_parallel_size * vp, simulations = 0, slowest = 0, ignored;
-    double shortest = mt_cut_simulate(layers, stages, o, world_size, machine, &slowest);
+    bool is_known = MT_GIVEN(o, gpu) && o->bf16;
+    double needed, unused;
+    if (!is_known) machine.memory_gib = 1e30; // finite, so that bytes are counted
+    double shortest = mt_cut_simulate(layers, stages, o, world_size, &machine, &slowest, &needed);
+    if (!is_known) machine.memory_gib = needed;
     for (bool moved = true; moved;) {
         moved = false;
         for (int64_t pair = 0; pair < stages * stages && simulations < MT_MOST_SIMULATIONS; pair++) {
             int64_t from = (slowest + pair / stages) % stages, to = pair % stages;
             if (from == to || layers[from] < 2) continue;
             layers[from]--, layers[to]++, simulations++;
-            double seconds = mt_cut_simulate(layers, stages, o, world_size, machine, &ignored);
+            double seconds = mt_cut_simulate(layers, stages, o, world_size, &machine, &ignored, &unused);
             if (seconds < 0.9999 * shortest)
                 shortest = seconds, moved = true;
             else
@@ -313,7 +318,7 @@ static char *mt_layout_balance(const mt_options *o, int64_t world_size, mt_error
     if (mt_layer_seconds_of(&t, &one, world_size / pp, 1, &roomy, error) != 0) return NULL;
     int64_t *layers = mt_calloc(pp * stages * 8);
     mt_cut(layers, &one, pp, stages, &t);
-    mt_cut_move(layers, stages, o, world_size, o->bf16 ? &machine : &roomy);
+    mt_cut_move(layers, stages, o, world_size, machine);
     char *letters = mt_cut_letters(o, layers, pp * stages);
     free(layers);
     return letters;

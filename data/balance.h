@@ -30,7 +30,7 @@ char *mt_balanced_letters(const mt_options *o, int64_t pp, int64_t vp, const mt_
 /* mt_options_finish of ./train, which also balances stages: --pipeline-model-parallel-layout auto, or auto*N for N
  * stages a rank. The ranks, or their stages where that is faster, take equal times on a GPU of options->gpu, embedding
  * and head included, as far as whole layers allow. Then single layers move to other stages as long as a simulated step
- * gets shorter and fits the GPU. */
+ * gets shorter and fits the GPU, or, without --gpu, needs no more memory. */
 int mt_train_options_finish(mt_options *options, int64_t world_size, mt_error *error);
 
 #ifdef __cplusplus

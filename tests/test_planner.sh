@@ -833,6 +833,15 @@ no_moved_layer_makes_a_balanced_step_shorter() {
 END
 }
 
+# The first of eight ranks holds eight micro-batches. A second layer on it makes the step shorter, and needs more memory.
+unknown_gpus_need_no_more_memory() {
+    deep='--hf-config data/configs/llama3-70b.json --num-layers 12 --seq-length 4096 --micro-batch-size 1
+        --global-batch-size 32 --pipeline-model-parallel-size 8 --pipeline-model-parallel-layout auto --print-schedule'
+    # shellcheck disable=SC2086
+    "$train" $common $deep --gpu h200 >"$work/out" && says '^rank 0: embedding layers 0-1$' "$work/out" &&
+        "$train" $common $deep >"$work/out" && says '^rank 0: embedding layer 0$' "$work/out"
+}
+
 # Layers with experts take several times as long as others: a rank with dense layers only has more of them. Stages of a
 # rank are balanced one by one where that is faster than equal ranks.
 stages_of_unequal_layers_are_balanced() {
@@ -917,6 +926,7 @@ check useful_recomputation_is_listed useful_recomputation_is_listed
 large slower_layouts_are_left_out slower_layouts_are_left_out
 check stages_are_balanced stages_are_balanced
 check no_moved_layer_makes_a_balanced_step_shorter no_moved_layer_makes_a_balanced_step_shorter
+check unknown_gpus_need_no_more_memory unknown_gpus_need_no_more_memory
 check stages_of_unequal_layers_are_balanced stages_of_unequal_layers_are_balanced
 check ranks_to_launch_are_planned ranks_to_launch_are_planned
 check the_run_at_hand_is_explained the_run_at_hand_is_explained
