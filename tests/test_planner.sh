@@ -833,7 +833,7 @@ no_moved_layer_makes_a_balanced_step_shorter() {
 END
 }
 
-# The first of eight ranks holds eight micro-batches. A second layer on it makes the step shorter, and needs more memory.
+# The first of eight ranks holds eight micro-batches. A second layer on it shortens the step and needs more memory.
 unknown_gpus_need_no_more_memory() {
     deep='--hf-config data/configs/llama3-70b.json --num-layers 12 --seq-length 4096 --micro-batch-size 1
         --global-batch-size 32 --pipeline-model-parallel-size 8 --pipeline-model-parallel-layout auto --print-schedule'
