@@ -80,12 +80,13 @@ words() {
     LC_ALL=C tr -cs '[:alpha:]' '\n' | LC_ALL=C tr '[:upper:]' '[:lower:]' | grep -E '^.{2,}$' || :
 }
 
-# 5. Generation. The last line counts the generated words, without those of the prompts, that the text has, too.
+# 5. Generation: three texts for each prompt, as some are short; the first of each is shown. The last line counts the
+# generated words, without those of the prompts, that the text has, too.
 echo "5. generated text ($bin/infer --load $model --prompt TEXT writes more):"
 set -- 'The loss' 'Each rank' 'A checkpoint' 'The gradient of' 'A pipeline stage' 'The model' 'If the' 'All ranks'
-"$bin/infer" --load "$model" --prompt "$@" --max-new-tokens 100 --temperature 0.4 --top-p 0.9 --seed 1 \
+"$bin/infer" --load "$model" --prompt "$@" "$@" "$@" --max-new-tokens 100 --temperature 0.4 --top-p 0.9 --seed 1 \
     >"$model/data/generated" 2>>"$log" || { tail -n 20 "$log" >&2 && exit 1; }
-cat "$model/data/generated"
+sed '/^== 9 of/,$d' "$model/data/generated"
 words <"$corpus.txt" | sort -u >"$model/data/vocabulary"
 prompts=$(printf 's/^%s//;' "$@")
 sed "/^== [0-9]* of [0-9]* ==\$/d; $prompts" "$model/data/generated" | words >"$model/data/words"
