@@ -262,9 +262,9 @@ template <class E, int W, int P, int M> __global__ void __launch_bounds__(32 * W
     constexpr int N = 16 / sizeof(E), together = WARPS * 32 / W, U = M * P > 4 ? 2 : 4;
     const mt_attention &s = task.shape;
     mt_begin_next();
-    mt_wait_for_previous();
     const block_task t = find_block(task, M);
     if (t.begin >= t.end || t.first_row >= t.rows) return;
+    mt_wait_for_previous();
     block_queries<M, P, N> queries;
     load_queries<E, W>(queries, task, t);
     partial_softmax<M, P, N> sums;
@@ -350,6 +350,18 @@ __device__ static inline void load_values(uint4 (&v)[4][VS], const __nv_bfloat16
     }
 }
 
+/* Prefetches what load_keys and load_values load. */
+template <int KS, int VS>
+__device__ static inline void prefetch_tile(const __nv_bfloat16 *keys, const __nv_bfloat16 *values, int k_stride,
+                                            int v_stride, int count) {
+    int g = threadIdx.x % 32 / 4, s = threadIdx.x % 4;
+    for (int j = 0; j < 2; j++)
+        for (int i = 0; i < KS && g + 8 * j < count; i++) mt_prefetch(keys + 8 * j * k_stride + 32 * i);
+    for (int j = 0; j < 4; j++)
+        for (int i = 0; i < VS && 2 * s + j % 2 + j / 2 * 8 < count; i++)
+            mt_prefetch(values + (j % 2 + j / 2 * 8) * v_stride + 64 * i);
+}
+
 /* weights[8 j + e] of query g: of keys 8 j + 2 s + e of the tile. The softmax so far, `max` and this lane's part of
  * `sum`, is updated; returns the factor for the sums of earlier keys. */
 template <int KS>
@@ -417,7 +429,6 @@ __global__ void __launch_bounds__(32 * WARPS, KS > 4 ? 3 : 4) split_keys_mma(spl
     __shared__ warp_parts<ROWS, VS * 64> parts;
     __shared__ block_task task_of_block;
     mt_begin_next();
-    mt_wait_for_previous();
     const block_task t = find_block(task, ROWS);
     if (t.first_row >= t.rows || (!joins && t.begin >= t.end)) return; // so do all blocks of a cluster
     int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, s = lane % 4;
@@ -426,15 +437,20 @@ __global__ void __launch_bounds__(32 * WARPS, KS > 4 ? 3 : 4) split_keys_mma(spl
     int first = max(t.begin, query - t.seen.behind), end = min(t.end, query + t.seen.ahead + 1);
     const __nv_bfloat16 *q_row =
         (const __nv_bfloat16 *)a.q + (t.span.q_start + query) * a.q_stride + head * a.head_size + 8 * s;
-    for (int i = warp; i < KS; i += WARPS) q[i][lane] = *(const uint4 *)(q_row + 32 * i);
-    if (threadIdx.x == 0) task_of_block = t; // for the end, where registers are free again
-    __syncthreads();
-
     int k_stride = (int)a.k_stride, v_stride = (int)a.v_stride;
     const __nv_bfloat16 *keys = (const __nv_bfloat16 *)a.k + t.group * a.head_size + g * k_stride + 8 * s;
     const __nv_bfloat16 *values = (const __nv_bfloat16 *)a.v + t.group * a.value_size + 2 * s * v_stride + 8 * g;
     float out[VS][4][4] = {}, max = -INFINITY, sum = 0;
     int tile = t.begin / TILE * TILE + warp * TILE;
+    if (tile < t.end) {
+        const int64_t at = mt_key_row(a.pages, t.span.k_start + tile);
+        prefetch_tile<KS, VS>(keys + at * k_stride, values + at * v_stride, k_stride, v_stride, t.end - tile);
+    }
+    mt_wait_for_previous();
+    for (int i = warp; i < KS; i += WARPS) q[i][lane] = *(const uint4 *)(q_row + 32 * i);
+    if (threadIdx.x == 0) task_of_block = t; // for the end, where registers are free again
+    __syncthreads();
+
 #pragma unroll 1
     for (; tile < t.end; tile += WARPS * TILE) {
         uint4 k[2][KS], v[4][VS];
@@ -461,10 +477,10 @@ __global__ void __launch_bounds__(32 * WARPS, KS > 4 ? 3 : 4) split_keys_mma(spl
 template <class E> __global__ void __launch_bounds__(32 * JOINING_WARPS) join_splits(split_task task) {
     const mt_attention &s = task.shape;
     mt_begin_next();
-    mt_wait_for_previous();
     const mt_span span = task.spans[blockIdx.y];
     const band b = band_of(span, s.window);
     const cut c = cut_of(b, task.max_splits);
+    mt_wait_for_previous();
     int heads = (int)s.num_heads, Dv = (int)s.value_size, i = blockIdx.x / heads, head = blockIdx.x % heads;
     if (i >= b.q_len) return;
     int splits = (max(c.end - c.first, 0) + c.keys - 1) / c.keys, lane = threadIdx.x % 32, warp = threadIdx.x / 32;

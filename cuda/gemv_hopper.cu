@@ -98,10 +98,8 @@ template <int COLS> struct few_rows_block {
         for (int i = 0; i < COLS / 8; i++)
             partial(blockIdx.x)[i * WARPGROUP] = make_float4(sums[i][0], sums[i][1], sums[i][2], sums[i][3]);
         mt_named_barrier_wait(1, WARPGROUP);
-        if (threadIdx.x == 0) { // after the barrier its release covers the stores of all
-            __threadfence();
+        if (threadIdx.x == 0) // after the barrier its release covers the stores of all
             asm volatile("st.release.gpu.u32 [%0], 1;" ::"l"(task.is_partial + blockIdx.x) : "memory");
-        }
     }
 
     static __device__ __forceinline__ void add(float (&sum)[4], const float4 &more) {

@@ -17,6 +17,15 @@ __device__ static inline void load_chunk(mt_pack<T, N> (&packs)[K], const T *row
     }
 }
 
+/* Prefetches this thread's packs of the first chunk. */
+template <int K, int N, class T> __device__ static inline void prefetch_chunk(const T *row, int length) {
+#pragma unroll
+    for (int k = 0; k < K; k++) {
+        int c = (k * blockDim.x + threadIdx.x) * N;
+        if (c < length) mt_prefetch(row + c);
+    }
+}
+
 /* The token of a row and the row's first channel; a token has H rows, 1 except for norms of heads. H 1 is a case of its
  * own: it avoids a division before every load. */
 template <bool layernorm> struct row_place {
@@ -32,9 +41,10 @@ template <bool layernorm> struct row_place {
 
 /* Weights are best loaded together with the row, because loads complete in order in L1. RMSNorm has registers for them.
  * LayerNorm, which also has biases, shares them among the rows of a block in shared memory, up to this many bytes. For
- * longer rows they are loaded at their use. */
+ * longer rows, and with a residual, they are loaded at their use, except for few rows, which leave most registers of a
+ * multiprocessor free. */
 enum weights_location { at_use, in_registers, in_shared };
-static constexpr int shared_weights_bytes = 40 << 10;
+static constexpr int shared_weights_bytes = 40 << 10, few_rows = 64;
 
 /* Launch bounds: a block has at most `block` threads, each with up to `most` packs of a row, and a multiprocessor holds
  * `residents` times 256 threads. A kernel that reads a row in several chunks, or adds a residual, needs registers for
@@ -47,6 +57,7 @@ template <bool layernorm, bool adds, bool whole> struct forward_shape {
         constexpr int table[2][most_forward_packs] = {{8, 6, 4, 4}, {8, 6, 5, 5, 4, 4, 4, 4}};
         int residents = element_bytes > 2 && K > 3 ? 3 : table[lean][K - 1];
         if (in_fp8 && weights == in_registers) residents--;
+        if (weights == in_registers && adds) return 1; // few rows
         if (weights == at_use) residents = lean ? (K > 6 || element_bytes > 2 ? 3 : 4) : 2;
         return residents * 256 / block;
     }
@@ -166,16 +177,15 @@ __global__ void __launch_bounds__(forward_shape<layernorm, adds, whole>::block,
     const T *x_row = task.x + place.token * task.x_stride + place.column;
     const T *again = adds ? task.sum + (int64_t)row * C : x_row;
     T *y_row = task.y + place.token * task.y_stride + place.column;
-    mt_pack<T, N> packs[K], w[K];
+    mt_pack<T, N> packs[K], w[K], b[K];
     T *shared_w = (T *)shared_weights, *shared_b = shared_w + C;
     float sum[1] = {0}, squares[1] = {0}, mu = 0, inverse_C = __frcp_rn(C);
     mt_begin_next();
+    if (keeps && adds) prefetch_chunk<K, N>(task.w, C), prefetch_chunk<K, N>(task.b, layernorm ? C : 0);
     mt_wait_for_previous();
     if (weights == in_shared) share_weights<N>(shared_w, shared_b, task.w, task.b, C);
-    if (keeps) {
-        load_chunk(packs, x_row, 0, length);
-        load_chunk(w, task.w, 0, C);
-    }
+    if (keeps && !adds) load_chunk(packs, x_row, 0, length);
+    if (keeps) load_chunk(w, task.w, 0, C), load_chunk(b, task.b, 0, layernorm ? C : 0);
     for (int base = 0; base <= last && (layernorm || adds); base += chunk) {
         load_chunk(packs, x_row, base, length);
         if (adds) add_residual(packs, task, row, base, length);
@@ -205,7 +215,8 @@ __global__ void __launch_bounds__(forward_shape<layernorm, adds, whole>::block,
             mt_keep_packed(packs[k]);
             if (!keeps) w[k] = mt_load<N>((weights == in_shared ? shared_w : task.w) + c);
             mt_pack<float, N> out = mt_to_float(packs[k]), weight = mt_to_float(w[k]), bias = {};
-            if (layernorm) bias = mt_to_float(mt_load<N>((weights == in_shared ? shared_b : task.b) + c));
+            if (layernorm && !keeps) b[k] = mt_load<N>((weights == in_shared ? shared_b : task.b) + c);
+            if (layernorm) bias = mt_to_float(b[k]);
             for (int i = 0; i < N; i++)
                 out.value[i] = normalised<T>(out.value[i], mu, scale, shift) * weight.value[i] + bias.value[i];
             if constexpr (stored_in_fp8<Task>)
@@ -262,6 +273,9 @@ static void launch_forward_as(const Task &task, cudaStream_t stream) {
             if constexpr (weights == in_shared)
                 if (2 * task.C * (int64_t)sizeof(T) > shared_weights_bytes)
                     return launch_forward_rows<layernorm, adds, true, at_use, T, N>(task, stream);
+            if constexpr (adds && !stored_in_fp8<Task>)
+                if (task.rows <= few_rows)
+                    return launch_forward_rows<layernorm, adds, true, in_registers, T, N>(task, stream);
             return launch_forward_rows<layernorm, adds, true, weights, T, N>(task, stream);
         }
     launch_forward_rows<layernorm, adds, false, at_use, T, N>(task, stream);

@@ -151,14 +151,13 @@ __global__ void __launch_bounds__(whole_threads, norm ? 6 : 8)
     const T *x = task.x + (there ? token : 0) * task.x_stride + column, *w = (is_q ? task.q_w : task.k_w) + low;
     mt_pack<T, N> lows[K], highs[K], w_low, w_high;
     mt_begin_next();
-    mt_wait_for_previous();
-    const int position = task.positions[there ? token : 0];
     const int64_t row = caches && !is_q ? cache.rows[there ? token : 0] : 0;
+    const int64_t angle = (int64_t)task.positions[there ? token : 0] * (D / 2) + lane * N;
+    mt_pack<float, N> c = mt_load<N>(task.cos + angle), s = mt_load<N>(task.sin + angle), low_of[K], high_of[K];
+    mt_wait_for_previous();
 #pragma unroll
     for (int k = 0; k < K; k++) lows[k] = mt_load<N>(x + k * D), highs[k] = mt_load<N>(x + k * D + apart);
     if (norm) w_low = mt_load<N>(w), w_high = mt_load<N>(w + apart);
-    const int64_t angle = (int64_t)position * (D / 2) + lane * N;
-    mt_pack<float, N> c = mt_load<N>(task.cos + angle), s = mt_load<N>(task.sin + angle), low_of[K], high_of[K];
     float rstd[K];
 #pragma unroll
     for (int k = 0; k < K; k++) {
