@@ -3,7 +3,8 @@
  *
  * One query cannot fill a GPU, but its keys can. The keys are divided into splits. A block processes the queries of all
  * heads of a group over one split, so that keys and values are read once, and writes its partial softmax to the
- * workspace. A second kernel merges the splits of a head; few splits are a cluster of blocks, which merge themselves.
+ * workspace. A second kernel merges the splits of a head. Where the longest span has few splits, these are a cluster of
+ * blocks, which merge themselves, with the same bits.
  * The division of a span depends on the span as read on the device and on the numbers of queries and spans of the
  * launch, never on the lengths in the host's list, which only bound the grid. Therefore a graph captured with the
  * longest spans gives the same bits for shorter ones. */
@@ -189,28 +190,40 @@ __device__ static inline void score_keys(float (&scores)[U][M], const block_quer
 }
 
 /* The partial softmax of M queries by each warp of a block, over C channels. The padding spreads the warps' writes over
- * the banks. */
-template <int M, int C> struct warp_parts { float values[WARPS][M][C + 1], max[WARPS][M], sum[WARPS][M]; };
+ * the banks. `block`: max and sum of all warps. */
+template <int M, int C> struct warp_parts {
+    float values[WARPS][M][C + 1], max[WARPS][M], sum[WARPS][M];
+    float2 block[M];
+};
 
-/* Merges the warps of a block and writes the result to the workspace, for join_splits. */
-template <int M, int C>
-__device__ static inline void leave(const split_task &task, const block_task &t, const warp_parts<M, C> &parts) {
-    int Dv = (int)task.shape.value_size;
+/* Merges the warps of a block, into `block` and the values of warp 0. Calls then(m, channel, value) for each. */
+template <int M, int C, class Then>
+__device__ static inline void merge_warps(warp_parts<M, C> &parts, int rows, int Dv, Then then) {
     __syncthreads();
-    for (int m = 0; m < M && t.first_row + m < t.rows; m++) {
-        int row = t.first_row + m, head = t.group * t.per_group + row % t.per_group;
-        int64_t to = row_of(task, blockIdx.z, row / t.per_group, head) + blockIdx.x;
-        float max = -INFINITY, total = 0, weights[WARPS];
+    for (int i = threadIdx.x; i < rows * Dv; i += 32 * WARPS) {
+        const int m = i / Dv, channel = i % Dv;
+        float max = -INFINITY, total = 0, sum = 0;
         for (int w = 0; w < WARPS; w++) max = fmaxf(max, parts.max[w][m]);
-        for (int w = 0; w < WARPS; w++) weights[w] = weight_of(parts.max[w][m], max);
-        for (int channel = threadIdx.x; channel < Dv; channel += 32 * WARPS) {
-            float sum = 0;
-            for (int w = 0; w < WARPS; w++) sum += weights[w] * parts.values[w][m][channel];
-            task.sums[to * Dv + channel] = sum;
+        for (int w = 0; w < WARPS; w++) {
+            const float weight = weight_of(parts.max[w][m], max);
+            total += weight * parts.sum[w][m], sum += weight * parts.values[w][m][channel];
         }
-        for (int w = 0; w < WARPS; w++) total += weights[w] * parts.sum[w][m];
-        if (threadIdx.x == 0) task.maxima[to] = make_float2(max, total);
+        parts.values[0][m][channel] = sum;
+        if (channel == 0) parts.block[m] = make_float2(max, total);
+        then(m, channel, sum);
     }
+}
+
+/* Writes the sums of a block to the workspace, for join_splits. */
+template <int M, int C>
+__device__ static inline void leave(const split_task &task, const block_task &t, warp_parts<M, C> &parts) {
+    const int Dv = (int)task.shape.value_size;
+    merge_warps(parts, min(M, t.rows - t.first_row), Dv, [&](int m, int channel, float sum) {
+        const int row = t.first_row + m, head = t.group * t.per_group + row % t.per_group;
+        const int64_t to = row_of(task, blockIdx.z, row / t.per_group, head) + blockIdx.x;
+        task.sums[to * Dv + channel] = sum;
+        if (channel == 0) task.maxima[to] = parts.block[m];
+    });
 }
 
 /* Writes out and lse of a query and head from its weighted sum over all keys. */
@@ -223,34 +236,40 @@ __device__ static inline void finish(const split_task &task, int64_t query, int 
     if (channel == 0) task.lse[query * s.num_heads + head] = total > 0 ? 0.693147181f * max + logf(total) : -INFINITY;
 }
 
-/* Merges all warps of a cluster, whose blocks are the splits of a span, over their shared memory. */
+/* Merges the blocks of a cluster, which are the splits of a span, from their shared memory. Rounds as join_splits: each
+ * product by itself, and sums in its order. */
 template <class E, int M, int C>
 __device__ static inline void join_cluster(const split_task &task, const block_task &t, warp_parts<M, C> &own) {
 #if __CUDA_ARCH__ >= 900
     cg::cluster_group cluster = cg::this_cluster();
     int splits = gridDim.x, Dv = (int)task.shape.value_size, rows = min(M, t.rows - t.first_row);
-    auto sync = [&] {
-        if (splits > 1)
-            cluster.sync();
-        else
-            __syncthreads();
-    };
-    sync();
+    merge_warps(own, rows, Dv, [](int, int, float) {});
+    if (splits > 1)
+        cluster.sync();
+    else
+        __syncthreads();
     for (int i = (int)blockIdx.x * 32 * WARPS + threadIdx.x; i < rows * Dv; i += splits * 32 * WARPS) {
         int m = i / Dv, channel = i % Dv, row = t.first_row + m;
-        float max = -INFINITY, total = 0, sum = 0;
-        auto parts_of = [&](int p) { return splits > 1 ? cluster.map_shared_rank(&own, p) : &own; };
-        for (int p = 0; p < splits; p++)
-            for (int w = 0; w < WARPS; w++) max = fmaxf(max, parts_of(p)->max[w][m]);
-        for (int p = 0; p < splits; p++)
-            for (int w = 0; w < WARPS; w++) {
-                const warp_parts<M, C> *parts = parts_of(p);
-                float weight = weight_of(parts->max[w][m], max);
-                total += weight * parts->sum[w][m];
-                sum += weight * parts->values[w][m][channel];
-            }
+        float max = -INFINITY, sum = 0, values[MAX_CLUSTER], totals[MAX_CLUSTER];
+        float2 blocks[MAX_CLUSTER];
+#pragma unroll
+        for (int p = 0; p < MAX_CLUSTER; p++) {
+            const warp_parts<M, C> *parts = p < splits && splits > 1 ? cluster.map_shared_rank(&own, p) : &own;
+            blocks[p] = p < splits ? parts->block[m] : make_float2(-INFINITY, 0);
+            values[p] = p < splits ? parts->values[0][m][channel] : 0;
+        }
+#pragma unroll
+        for (int p = 0; p < MAX_CLUSTER; p++) max = fmaxf(max, blocks[p].x);
+#pragma unroll
+        for (int p = 0; p < MAX_CLUSTER; p++) {
+            const float weight = weight_of(blocks[p].x, max);
+            totals[p] = __fmul_rn(weight, blocks[p].y), sum = __fadd_rn(sum, __fmul_rn(weight, values[p]));
+        }
+#pragma unroll
+        for (int half = MAX_CLUSTER / 2; half > 0; half /= 2)
+            for (int p = 0; p < half; p++) totals[p] += totals[p + half];
         finish<E>(task, t.span.q_start + row / t.per_group, t.group * t.per_group + row % t.per_group, channel, sum,
-                  max, total);
+                  max, totals[0]);
     }
     if (splits > 1) cluster.sync(); // others still read this block's parts
 #endif
@@ -350,18 +369,6 @@ __device__ static inline void load_values(uint4 (&v)[4][VS], const __nv_bfloat16
     }
 }
 
-/* Prefetches what load_keys and load_values load. */
-template <int KS, int VS>
-__device__ static inline void prefetch_tile(const __nv_bfloat16 *keys, const __nv_bfloat16 *values, int k_stride,
-                                            int v_stride, int count) {
-    int g = threadIdx.x % 32 / 4, s = threadIdx.x % 4;
-    for (int j = 0; j < 2; j++)
-        for (int i = 0; i < KS && g + 8 * j < count; i++) mt_prefetch(keys + 8 * j * k_stride + 32 * i);
-    for (int j = 0; j < 4; j++)
-        for (int i = 0; i < VS && 2 * s + j % 2 + j / 2 * 8 < count; i++)
-            mt_prefetch(values + (j % 2 + j / 2 * 8) * v_stride + 64 * i);
-}
-
 /* weights[8 j + e] of query g: of keys 8 j + 2 s + e of the tile. The softmax so far, `max` and this lane's part of
  * `sum`, is updated; returns the factor for the sums of earlier keys. */
 template <int KS>
@@ -442,10 +449,6 @@ __global__ void __launch_bounds__(32 * WARPS, KS > 4 ? 3 : 4) split_keys_mma(spl
     const __nv_bfloat16 *values = (const __nv_bfloat16 *)a.v + t.group * a.value_size + 2 * s * v_stride + 8 * g;
     float out[VS][4][4] = {}, max = -INFINITY, sum = 0;
     int tile = t.begin / TILE * TILE + warp * TILE;
-    if (tile < t.end) {
-        const int64_t at = mt_key_row(a.pages, t.span.k_start + tile);
-        prefetch_tile<KS, VS>(keys + at * k_stride, values + at * v_stride, k_stride, v_stride, t.end - tile);
-    }
     mt_wait_for_previous();
     for (int i = warp; i < KS; i += WARPS) q[i][lane] = *(const uint4 *)(q_row + 32 * i);
     if (threadIdx.x == 0) task_of_block = t; // for the end, where registers are free again
@@ -559,7 +562,7 @@ static bool launch_mma(const split_task &task, dim3 grid, cudaStream_t stream, b
 
 template <class E> static void launch(const split_task &task, dim3 grid, cudaStream_t stream) {
     if (sizeof(E) == 2) {
-        bool joins = task.max_splits <= MAX_CLUSTER && mt_cuda_kernel_arch() >= 90;
+        bool joins = grid.x <= MAX_CLUSTER && mt_cuda_kernel_arch() >= 90;
         if (launch_mma(task, grid, stream, joins)) {
             if (!joins) launch_join<E>(task, grid, stream);
             return;

@@ -22,7 +22,7 @@
 typedef __nv_bfloat16 bf16;
 
 enum { ROWS = 64, SLICES = 2, WARPGROUP = 128, WARPGROUPS = 2, THREADS = WARPGROUPS * WARPGROUP + 64 };
-enum { IN_FLIGHT = 4, MOST_COLS = 32 };
+enum { MOST_COLS = 32 };
 
 /* y is [T, N]. Box i of the product is box i % boxes of tile i / boxes. */
 struct few_rows_task {
@@ -36,6 +36,7 @@ struct few_rows_task {
 /* A block's shared memory for COLS >= T rows of x. A stage has a box of w and one of x, each with its own barriers,
  * because the first boxes of w are copied before x exists. SUMS: bytes for the second warpgroup's sums. */
 template <int COLS> struct few_rows_size {
+    static constexpr int IN_FLIGHT = COLS <= 8 ? 3 : 4;
     static constexpr int W = SLICES * ROWS * 128, X = SLICES * COLS * 128, SUMS = COLS * ROWS * 4;
     static constexpr int STRIDE = ROWS + 8, STAGES = ((224 << 10) - SUMS - COLS * STRIDE * 2 - 1024) / (W + X);
     static constexpr int SUMS_AT = STAGES * (W + X), OUT = SUMS_AT + SUMS, W_RING = OUT + COLS * STRIDE * 2;
@@ -70,7 +71,7 @@ template <int COLS> struct few_rows_block {
     __device__ __forceinline__ void copy_w(const CUtensorMap &w) const {
         for (int n = 0; n < end - begin; n++) {
             of_w.wait_free(n);
-            if (n >= IN_FLIGHT) of_w.wait_filled(n - IN_FLIGHT);
+            if (n >= size::IN_FLIGHT) of_w.wait_filled(n - size::IN_FLIGHT);
             mt_barrier_arrive_expect(of_w.filled(n), size::W);
             const int i = begin + n;
             mt_copy_box(stage(n), w, i % task.boxes * SLICES, i / task.boxes * ROWS, 0, of_w.filled(n));

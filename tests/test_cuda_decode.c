@@ -774,13 +774,13 @@ static void one_kernel_serves_dense_models_and_no_others(void **state) {
     }
 }
 
-enum { PAGED_STEPS = 24, PAGE = 16, PAGED_CONTEXT = 640, LONG_CONTEXT = 1200, MAX_WORDS = 6 };
+enum { PAGED_STEPS = 24, PAGE = 16, PAGED_CONTEXT = 640, LONG_CONTEXT = 1200, MAX_WORDS = 8, MAX_TEXTS = 20 };
 
-/* A model of a shape in data/configs with random weights, and texts with prompts of these lengths; the last text ends
- * after half of the steps. */
+/* A model of a shape in data/configs with random weights, and texts with prompts of these lengths, 0 like 1; the last
+ * text ends after half of the steps. */
 typedef struct paged_case {
     char *config, *layers;
-    int64_t texts, prompts[5];
+    int64_t texts, prompts[MAX_TEXTS];
     char *words[MAX_WORDS]; // options that differ from the shape's, up to NULL
     bool in_clusters;       // decode_cluster.cu must serve it on a Hopper GPU; it may serve others of one text
 } paged_case;
@@ -794,7 +794,7 @@ static int64_t context_of(const paged_case *c) {
 static void paged_pass(mt_model *model, mt_batch *batch, const paged_case *c, int64_t n, int64_t *held,
                        const int64_t *counts, float *logits) {
     const int64_t each = context_of(c) / PAGE;
-    int32_t cache_rows[LONG_CONTEXT], rows[5], table[5 * LONG_CONTEXT / PAGE + 1] = {0};
+    int32_t cache_rows[LONG_CONTEXT], rows[MAX_TEXTS], table[MAX_TEXTS * LONG_CONTEXT / PAGE + 1] = {0};
     for (int64_t i = 0; i < c->texts * each; i++) table[i] = (int32_t)(c->texts * each - 1 - i);
     batch->num_tokens = 0, batch->num_spans = n, batch->pages = table;
     for (int64_t s = 0; s < n; s++) {
@@ -815,7 +815,9 @@ static void paged_pass(mt_model *model, mt_batch *batch, const paged_case *c, in
 
 /* The logits of all steps, to free. */
 static float *paged_logits(const mt_options *options, const mt_ops *ops, const paged_case *c, int64_t *count) {
-    const int64_t one[5] = {1, 1, 1, 1, 1}, context = context_of(c);
+    const int64_t context = context_of(c);
+    int64_t one[MAX_TEXTS], prompts[MAX_TEXTS];
+    for (int s = 0; s < MAX_TEXTS; s++) one[s] = 1, prompts[s] = c->prompts[s] > 0 ? c->prompts[s] : 1;
     mt_model_plan plan = {.max_tokens = context,
                           .max_logits = c->texts,
                           .cache_rows = c->texts * context,
@@ -828,11 +830,11 @@ static float *paged_logits(const mt_options *options, const mt_ops *ops, const p
     mt_model_init(model);
     mt_batch batch;
     mt_batch_alloc(&batch, context);
-    int64_t held[5] = {0}, V = options->vocab_size;
+    int64_t held[MAX_TEXTS] = {0}, V = options->vocab_size;
     float *logits = mt_malloc((PAGED_STEPS + 1) * c->texts * V * 4), *to = logits;
     for (int step = -1; step < PAGED_STEPS; step++) {
         int64_t n = step >= PAGED_STEPS / 2 && c->texts > 1 ? c->texts - 1 : c->texts;
-        paged_pass(model, &batch, c, n, held, step < 0 ? c->prompts : one, to);
+        paged_pass(model, &batch, c, n, held, step < 0 ? prompts : one, to);
         to += n * V;
     }
     *count = to - logits;
@@ -879,7 +881,16 @@ static const paged_case paged_cases[] = {
     {"data/configs/llama3-8b.json", "2", 2, {70, 9}, {"--hidden-size", "2048", "--num-attention-heads", "16"}, false},
     {"data/configs/llama3-8b.json", "2", 1, {70}, {NULL}, false},
     {"data/configs/llama3-8b.json", "2", 2, {40, 500}, {NULL}, false},
-    {"data/configs/llama3-8b.json", "2", 4, {31, 9, 200, 300}, {NULL}, false}};
+    {"data/configs/llama3-8b.json", "2", 4, {31, 9, 200, 300}, {NULL}, false},
+    {"data/configs/llama3-8b.json", "2", 9, {31, 9, 200}, {NULL}, false},
+    {"data/configs/llama3-8b.json", "2", 20, {31, 9, 200, 300}, {NULL}, false},
+    {"data/configs/qwen3-8b.json", "2", 2, {40, 50}, {NULL}, false},
+    {"data/configs/gpt2-124m.json", // LayerNorm, biases and GELU
+     "2",
+     3,
+     {40, 50},
+     {"--hidden-size", "3072", "--num-attention-heads", "24", "--ffn-hidden-size", "12288"},
+     false}};
 
 static void one_kernel_is_near_separate_kernels_over_pages(void **state) {
     (void)state;
