@@ -362,7 +362,8 @@ static double mt_layer_bytes(const mt_search *s, const mt_candidate *c, const mt
 static bool mt_candidate_too_large(const mt_search *s, const mt_candidate *c, const mt_layer_seconds *layers,
                                    const char *letters) {
     int64_t L = s->model.num_layers, sparse_layers = mt_num_expert_layers(&s->model), layer = 0;
-    double live = fmin((double)c->pp, mt_candidate_micro_batches(s, c)), bytes = s->machine->context_gib;
+    double live = fmin((double)c->pp, mt_candidate_micro_batches(s, c)),
+           bytes = mt_machine_context(s->machine, s->given->gpus > 1);
     bool equal = c->pp == 1 || (!c->balanced && !mt_search_stages_given(s->given));
     if (bytes + layers->activations / 2 > s->machine->memory_gib) return true;
     if (c->pp == 1) bytes += layers->activations - layers->saved[sparse_layers == L];

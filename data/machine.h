@@ -14,6 +14,9 @@ extern "C" {
 #define MT_MACHINE_NUMBERS(X)                                                                                          \
     X(memory_gib, 0x1p30, 1, 1e4, false, 0, NULL, "memory of the GPU that programs can use")                           \
     X(context_gib, 0x1p30, 0, 100, false, 1, "memory_gib", "its part that CUDA and libraries take beside the model")   \
+    X(ranks_context_gib, 0x1p30, 0, 100, false, 1, "memory_gib",                                                       \
+      "more of it with several ranks, beside communicators")                                                           \
+    X(communicator_gib, 0x1p30, 0, 10, false, 1, "memory_gib", "memory of a communicator of NCCL")                     \
     X(multiprocessors, 1, 1, 1000, true, 0, NULL, "multiprocessors: tiles of a product that run at once")              \
     X(bf16_peak_tflops, 1e12, 1, 1e5, false, 0, NULL, "data sheet's rate of dense products in bf16, for MFU")          \
     X(bf16_product_tflops, 1e12, 0.1, 1e5, false, 1, "bf16_peak_tflops",                                               \
@@ -63,6 +66,9 @@ typedef struct mt_machine {
  * ...}. Errors: a file that cannot be read, an unknown or missing number, one out of its range, above the
  * number that limits it, or without a source. */
 int mt_machine_read(mt_machine *machine, const char *gpu, mt_error *error);
+
+/* Bytes that CUDA and libraries take of a rank with so many communicators of NCCL, 0 with one rank. */
+double mt_machine_context(const mt_machine *machine, double communicators);
 
 /* The group of a kind that spans most hosts: its ranks, the fewest of them on one host, and its hosts. */
 typedef struct mt_span_of_hosts {

@@ -673,6 +673,41 @@ static int mt_sim_create(mt_model **model, mt_grid *grid, const mt_simulated_ran
     return status != 0 ? status : mt_model_create(model, o, grid, mt_sim_ops(machine), &plan, error);
 }
 
+static bool mt_sim_same_members(const mt_group *a, const mt_group *b) {
+    return a->size == b->size && memcmp(a->members, b->members, (size_t)a->size * sizeof(int)) == 0;
+}
+
+/* True if groups of a kind have no large operation. */
+static bool mt_sim_group_is_small(mt_group_kind kind, const mt_options *o) {
+    if (kind == MT_GROUP_CONTEXT) return o->cp_comm_type != MT_CP_ALL_GATHER;
+    if (kind == MT_GROUP_EMBEDDING) return o->untie_embeddings_and_output_weights;
+    if (kind >= MT_GROUP_EXPERT && kind <= MT_GROUP_EXPERT_EXCHANGE) return o->num_experts == 0;
+    return kind == MT_GROUP_DATA || kind == MT_GROUP_PIPELINE || kind == MT_GROUP_TENSOR_CONTEXT ||
+           kind == MT_GROUP_STAGE || kind == MT_GROUP_CONTEXT_RING;
+}
+
+/* The communicators of a rank, as the CUDA backend opens them: one for all groups with the same members, and one for
+ * each channel of a pipeline or of a context-parallel ring. NCCL allocates buffers at the first use, so that one
+ * without large operations counts half, and one of a channel five sixths (notes/lab.md, Memory of several ranks). */
+static double mt_sim_communicators(mt_grid *grid, const mt_options *o, int64_t ranks) {
+    const int64_t pp = grid->pipeline.size, rank = grid->pipeline.rank;
+    double count = ranks > 1;
+    int channels = grid->context_ring.size > 1 && o->cp_comm_type != MT_CP_ALL_GATHER ? 4 : 0;
+    for (int kind = MT_GROUP_WORLD + 1; kind < MT_NUM_GROUP_KINDS; kind++) {
+        const mt_group *group = mt_grid_group(grid, kind);
+        bool is_new = group->size > 1 && group->size < ranks, is_small = true;
+        for (int k = MT_GROUP_WORLD + 1; k < MT_NUM_GROUP_KINDS && is_new; k++) {
+            if (!mt_sim_same_members(group, mt_grid_group(grid, k))) continue;
+            is_new = k >= kind, is_small &= mt_sim_group_is_small(k, o);
+        }
+        if (is_new) count += is_small ? 0.5 : 1;
+    }
+    const bool is_end = rank == 0 || rank == pp - 1;
+    if (pp > 1)
+        channels += is_end && o->num_virtual_stages_per_pipeline_rank == 1 ? 2 : 4; // both ways, both neighbours
+    return count + channels * 5.0 / 6;
+}
+
 /* The memory of a rank, and whether the GPU has room for it. */
 static int mt_sim_measure(mt_simulation *simulation, mt_simulated_rank *r, const mt_options *o, int64_t ranks,
                           const mt_machine *machine, mt_error *error) {
@@ -684,7 +719,8 @@ static int mt_sim_measure(mt_simulation *simulation, mt_simulated_rank *r, const
             r->bytes[row] = mt_model_planned_bytes(model, (mt_plan_row)row);
         if (r->bytes[MT_PLAN_TOTAL] > simulation->bytes[MT_PLAN_TOTAL])
             memcpy(simulation->bytes, r->bytes, sizeof r->bytes);
-        simulation->needed = (double)simulation->bytes[MT_PLAN_TOTAL] + machine->context_gib;
+        double context = mt_machine_context(machine, mt_sim_communicators(&grid, o, ranks));
+        simulation->needed = fmax(simulation->needed, (double)r->bytes[MT_PLAN_TOTAL] + context);
         if (simulation->needed > machine->memory_gib) status = MT_DOES_NOT_FIT;
         mt_model_destroy(model);
     }

@@ -2901,6 +2901,7 @@ static double predicted_rate(const char *gpu, int64_t gpus, const char *argument
     check(mt_options_parse(o, MT_PROGRAM_TRAIN, argc, argv, &error), &error);
     check(mt_train_options_finish(o, gpus, &error), &error);
     check(mt_machine_read(&machine, gpu, &error), &error);
+    machine.memory_gib = INFINITY; // only times are drawn; NVIDIA's programs need other communicators
     check(mt_simulate(&simulation, o, gpus, &machine, &error), &error);
     double rate = simulation.tokens_per_second;
     mt_simulation_free(&simulation);
