@@ -1029,7 +1029,8 @@ typedef struct mt_span {
 void mt_span_keys(const mt_span *span, int64_t window, int64_t i, int64_t *begin, int64_t *end);
 
 /* The spans of one micro-batch: the same list on the host and on the device. Query rows of different spans are
- * disjoint; rows in no span are not touched. */
+ * disjoint; rows in no span are not touched. On the device a copy from the host writes them, and positions and numbers
+ * of cache rows, never a kernel: CUDA kernels read them before they wait for the kernel before. */
 typedef struct mt_spans {
     const mt_span *host;
     const mt_span *device;

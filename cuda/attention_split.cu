@@ -4,10 +4,10 @@
  * One query cannot fill a GPU, but its keys can. The keys are divided into splits. A block processes the queries of all
  * heads of a group over one split, so that keys and values are read once, and writes its partial softmax to the
  * workspace. A second kernel merges the splits of a head. Where the longest span has few splits, these are a cluster of
- * blocks, which merge themselves, with the same bits.
+ * blocks, which merge their results with the same bits (on Hopper GPUs, in bf16).
  * The division of a span depends on the span as read on the device and on the numbers of queries and spans of the
- * launch, never on the lengths in the host's list, which only bound the grid. Therefore a graph captured with the
- * longest spans gives the same bits for shorter ones. */
+ * launch, never on the lengths in the host's list, which bound the grid and so decide where splits are merged.
+ * Therefore a graph captured with the longest spans gives the same bits for shorter ones. */
 #include "attention.cuh"
 #include "mma.cuh"
 #include "vector.cuh"
@@ -26,6 +26,9 @@ enum {
     MAX_CLUSTER = 8,
     MAX_CHANNELS = MT_CUDA_HEAD_CHANNELS
 };
+
+/* join_cluster adds in the order of join_splits, where each warp then has at most one split. */
+static_assert(MAX_CLUSTER <= JOINING_WARPS && (MAX_CLUSTER & (MAX_CLUSTER - 1)) == 0, "the same order of sums");
 
 /* Kernel arguments, passed by value. The partial result of query i of span s, head h and split p is in row ((s
  * max_queries + i) H + h) max_splits + p. */
@@ -282,8 +285,8 @@ template <class E, int W, int P, int M> __global__ void __launch_bounds__(32 * W
     const mt_attention &s = task.shape;
     mt_begin_next();
     const block_task t = find_block(task, M);
-    if (t.begin >= t.end || t.first_row >= t.rows) return;
     mt_wait_for_previous();
+    if (t.begin >= t.end || t.first_row >= t.rows) return;
     block_queries<M, P, N> queries;
     load_queries<E, W>(queries, task, t);
     partial_softmax<M, P, N> sums;
@@ -437,7 +440,7 @@ __global__ void __launch_bounds__(32 * WARPS, KS > 4 ? 3 : 4) split_keys_mma(spl
     __shared__ block_task task_of_block;
     mt_begin_next();
     const block_task t = find_block(task, ROWS);
-    if (t.first_row >= t.rows || (!joins && t.begin >= t.end)) return; // so do all blocks of a cluster
+    if (t.first_row >= t.rows || (!joins && t.begin >= t.end)) return mt_wait_for_previous(); // or all of a cluster
     int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, s = lane % 4;
     int row = min(t.first_row + g, t.rows - 1), query = row / t.per_group,
         head = t.group * t.per_group + row % t.per_group;
@@ -448,7 +451,7 @@ __global__ void __launch_bounds__(32 * WARPS, KS > 4 ? 3 : 4) split_keys_mma(spl
     const __nv_bfloat16 *keys = (const __nv_bfloat16 *)a.k + t.group * a.head_size + g * k_stride + 8 * s;
     const __nv_bfloat16 *values = (const __nv_bfloat16 *)a.v + t.group * a.value_size + 2 * s * v_stride + 8 * g;
     float out[VS][4][4] = {}, max = -INFINITY, sum = 0;
-    int tile = t.begin / TILE * TILE + warp * TILE;
+    int tile = t.begin < t.end ? t.begin / TILE * TILE + warp * TILE : t.end;
     mt_wait_for_previous();
     for (int i = warp; i < KS; i += WARPS) q[i][lane] = *(const uint4 *)(q_row + 32 * i);
     if (threadIdx.x == 0) task_of_block = t; // for the end, where registers are free again

@@ -154,9 +154,9 @@ __device__ static inline uint4 mt_cuda_philox(uint64_t key, uint64_t counter_low
 /* Programmatic dependent launch (Hopper and later). A kernel launched with mt_cuda_launch_early may start before the
  * preceding kernel of the stream has finished: once each block of that kernel has called mt_begin_next or ended.
  * That kernel may itself have started early. Therefore the kernel must call mt_wait_for_previous before it reads the
- * results of any earlier kernel and before its first write. Positions, spans, pages, rows of the cache and the tables
- * of angles may be read before: only copies write them, and a kernel after a copy does not start early. On older GPUs
- * both functions do nothing. */
+ * results of any earlier kernel and before its first write. Positions, spans, numbers of cache rows and the tables of
+ * angles may be read before, but not keys and values: only copies write them, and a kernel after a copy does not start
+ * early. On older GPUs both functions do nothing. */
 __device__ static inline void mt_begin_next(void) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.launch_dependents;");

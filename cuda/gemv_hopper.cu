@@ -36,7 +36,7 @@ struct few_rows_task {
 /* A block's shared memory for COLS >= T rows of x. A stage has a box of w and one of x, each with its own barriers,
  * because the first boxes of w are copied before x exists. SUMS: bytes for the second warpgroup's sums. */
 template <int COLS> struct few_rows_size {
-    static constexpr int IN_FLIGHT = COLS <= 8 ? 3 : 4;
+    static constexpr int IN_FLIGHT = COLS <= 8 ? 3 : 4; // measured: notes/lab.md, Short kernels between products
     static constexpr int W = SLICES * ROWS * 128, X = SLICES * COLS * 128, SUMS = COLS * ROWS * 4;
     static constexpr int STRIDE = ROWS + 8, STAGES = ((224 << 10) - SUMS - COLS * STRIDE * 2 - 1024) / (W + X);
     static constexpr int SUMS_AT = STAGES * (W + X), OUT = SUMS_AT + SUMS, W_RING = OUT + COLS * STRIDE * 2;

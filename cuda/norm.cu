@@ -41,8 +41,8 @@ template <bool layernorm> struct row_place {
 
 /* Weights are best loaded together with the row, because loads complete in order in L1. RMSNorm has registers for them.
  * LayerNorm, which also has biases, shares them among the rows of a block in shared memory, up to this many bytes. For
- * longer rows, and with a residual, they are loaded at their use, except for few rows, which leave most registers of a
- * multiprocessor free. */
+ * longer rows, and with a residual, they are loaded at their use. With a residual and few rows most registers of a
+ * multiprocessor are free, and weights and biases are loaded with the row, unless y is in fp8. */
 enum weights_location { at_use, in_registers, in_shared };
 static constexpr int shared_weights_bytes = 40 << 10, few_rows = 64;
 

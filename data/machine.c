@@ -169,13 +169,13 @@ static mt_span_of_hosts mt_span_from(int64_t first, int64_t stride, int64_t rank
     return span;
 }
 
-/* All groups of a kind wait for the one that spans most hosts. They are equal where hosts and groups nest; else the
- * first rank's may lie within a host while others do not: with 8 GPUs a host, ranks 0 to 2 do, 6 to 8 do not. */
 double mt_machine_context(const mt_machine *machine, double communicators) {
     if (communicators <= 0) return machine->context_gib;
     return machine->context_gib + machine->ranks_context_gib + communicators * machine->communicator_gib;
 }
 
+/* All groups of a kind wait for the one that spans most hosts. They are equal where hosts and groups nest; else the
+ * first rank's may lie within a host while others do not: with 8 GPUs a host, ranks 0 to 2 do, 6 to 8 do not. */
 mt_span_of_hosts mt_machine_span(const mt_machine *machine, const mt_group *group) {
     int64_t n = group->size, per_host = machine->gpus_per_host;
     if (!group->members || n == 1 || machine->gpus <= per_host) return (mt_span_of_hosts){n, n, 1};

@@ -677,30 +677,46 @@ static bool mt_sim_same_members(const mt_group *a, const mt_group *b) {
     return a->size == b->size && memcmp(a->members, b->members, (size_t)a->size * sizeof(int)) == 0;
 }
 
-/* True if groups of a kind have no large operation. */
-static bool mt_sim_group_is_small(mt_group_kind kind, const mt_options *o) {
-    if (kind == MT_GROUP_CONTEXT) return o->cp_comm_type != MT_CP_ALL_GATHER;
-    if (kind == MT_GROUP_EMBEDDING) return o->untie_embeddings_and_output_weights;
-    if (kind >= MT_GROUP_EXPERT && kind <= MT_GROUP_EXPERT_EXCHANGE) return o->num_experts == 0;
-    return kind == MT_GROUP_DATA || kind == MT_GROUP_PIPELINE || kind == MT_GROUP_TENSOR_CONTEXT ||
-           kind == MT_GROUP_STAGE || kind == MT_GROUP_CONTEXT_RING;
+/* True if training has no collective in groups of a kind: others serve it, or only the size is used. */
+static bool mt_sim_group_is_unused(mt_group_kind kind, const mt_options *o) {
+    const bool delayed = o->fp8_recipe == MT_FP8_DELAYED && o->fp8_format != MT_FP8_OFF;
+    switch (kind) {
+    case MT_GROUP_CONTEXT:
+    case MT_GROUP_CONTEXT_RING:
+        return o->cp_comm_type != MT_CP_ALL_GATHER;
+    case MT_GROUP_EMBEDDING:
+        return o->untie_embeddings_and_output_weights && o->mtp_num_layers == 0;
+    case MT_GROUP_EXPERT:
+        return true;
+    case MT_GROUP_DATA:
+    case MT_GROUP_EXPERT_TENSOR:
+    case MT_GROUP_EXPERT_DATA:
+    case MT_GROUP_EXPERT_EXCHANGE:
+        return o->num_experts == 0;
+    case MT_GROUP_TENSOR_CONTEXT:
+        return o->num_experts == 0 && !(delayed && o->tp_only_amax_red);
+    case MT_GROUP_STAGE:
+        return !delayed || o->tp_only_amax_red;
+    default:
+        return false;
+    }
 }
 
 /* The communicators of a rank, as the CUDA backend opens them: one for all groups with the same members, and one for
- * each channel of a pipeline or of a context-parallel ring. NCCL allocates buffers at the first use, so that one
- * without large operations counts half, and one of a channel five sixths (notes/lab.md, Memory of several ranks). */
+ * each channel of a pipeline or of a context-parallel ring. NCCL allocates buffers at the first use, so that an unused
+ * one counts half; one of a channel counts five sixths (notes/lab.md, Memory of several ranks). */
 static double mt_sim_communicators(mt_grid *grid, const mt_options *o, int64_t ranks) {
     const int64_t pp = grid->pipeline.size, rank = grid->pipeline.rank;
     double count = ranks > 1;
     int channels = grid->context_ring.size > 1 && o->cp_comm_type != MT_CP_ALL_GATHER ? 4 : 0;
     for (int kind = MT_GROUP_WORLD + 1; kind < MT_NUM_GROUP_KINDS; kind++) {
         const mt_group *group = mt_grid_group(grid, kind);
-        bool is_new = group->size > 1 && group->size < ranks, is_small = true;
+        bool is_new = group->size > 1 && group->size < ranks, is_unused = true;
         for (int k = MT_GROUP_WORLD + 1; k < MT_NUM_GROUP_KINDS && is_new; k++) {
             if (!mt_sim_same_members(group, mt_grid_group(grid, k))) continue;
-            is_new = k >= kind, is_small &= mt_sim_group_is_small(k, o);
+            is_new = k >= kind, is_unused &= mt_sim_group_is_unused(k, o);
         }
-        if (is_new) count += is_small ? 0.5 : 1;
+        if (is_new) count += is_unused ? 0.5 : 1;
     }
     const bool is_end = rank == 0 || rank == pp - 1;
     if (pp > 1)

@@ -119,12 +119,16 @@ published_rows_are_predicted() {
     published_rows >"$work/rows"
     while IFS= read -r row; do
         gpus=$(echo "$row" | field 2) figure=$(echo "$row" | field 4) arguments=$(echo "$row" | field 5)
+        # NVIDIA's programs have communicators of their own; on 80 GB these layouts leave no room for ours.
         machine=$(echo "$row" | field 1)
-        [ -f "$machine" ] || machine=data/machines/$machine.json
-        # These programs have communicators of their own; some layouts leave no room for as many as ours.
-        sed '/"\(communicator\|ranks_context\)_gib"/s/"value": [0-9.]*/"value": 0/' "$machine" >"$work/published.json"
+        case "$gpus $(echo "$row" | field 3)" in
+        '64 NeMo Llama 3.1 70B' | '128 NeMo GPT-3 175B' | '1024 NeMo Nemotron-4 340B')
+            sed '/"communicator_gib"/s/"value": [0-9.]*/"value": 0/' data/machines/h100.json >"$work/published.json"
+            machine=$work/published.json
+            ;;
+        esac
         # shellcheck disable=SC2086
-        simulate "$work/published.json" "$gpus" $arguments </dev/null || return 1
+        simulate "$machine" "$gpus" $arguments </dev/null || return 1
         number=${figure% *} unit=${figure#* }
         # shellcheck disable=SC2086
         case $unit in
@@ -343,6 +347,29 @@ messages_of_several_stages_are_explained() {
 machine() {
     sed "s/\(\"$1\": {\"value\": \)[0-9.]*/\1$2/" data/machines/h200.json >"$work/other.json"
     ! cmp -s "$work/other.json" data/machines/h200.json
+}
+
+# On a GPU that has nothing but communicators of 10 GiB beside the model, what is needed beside it counts them.
+communicators_are_counted() {
+    sed -e '/"memory_gib"/s/"value": [0-9.]*/"value": 10000/' -e '/context_gib"/s/"value": [0-9.]*/"value": 0/' \
+        -e '/"communicator_gib"/s/"value": [0-9.]*/"value": 10/' data/machines/h200.json >"$work/other.json"
+    while IFS='|' read -r gpus count options; do
+        # shellcheck disable=SC2086
+        simulate "$work/other.json" "$gpus" $small $options </dev/null || return 1
+        sed -n 's/^  memory .* in all \([0-9.]*\) GiB.* libraries \([0-9.]*\) of.*/\1 \2/p' "$work/out" |
+            awk -v count="$count" -v name="$gpus x $options" '{ found = ($2 - $1) / 10; seen = 1
+                if (found - count > 0.02 || count - found > 0.02) { print name ": " found ", not " count; exit 1 } }
+                END { exit !seen }' || return 1
+    done <<'END'
+1|0|
+2|1|
+4|3|--tensor-model-parallel-size 2
+2|2.67|--pipeline-model-parallel-size 2
+2|4.33|--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2
+8|5.33|--context-parallel-size 4
+8|2.5|--context-parallel-size 4 --cp-comm-type all_gather
+16|3|--expert-model-parallel-size 8 --num-experts 8 --disable-bias-linear --global-batch-size 16
+END
 }
 
 # Every number of a machine has a range, and rates have the peak. Each error names the file, the number and its bounds.
@@ -936,6 +963,7 @@ check ranks_to_launch_are_planned ranks_to_launch_are_planned
 check the_run_at_hand_is_explained the_run_at_hand_is_explained
 check each_pipeline_rank_is_explained each_pipeline_rank_is_explained
 check messages_of_several_stages_are_explained messages_of_several_stages_are_explained
+check communicators_are_counted communicators_are_counted
 large implausible_machines_are_refused implausible_machines_are_refused
 check modules_without_a_layer_are_named modules_without_a_layer_are_named
 check a_signal_ends_a_plan a_signal_ends_a_plan
