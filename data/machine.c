@@ -86,18 +86,18 @@ static int mt_machine_parse(mt_machine *machine, json_t *root, const char *path,
     return mt_machine_compare(root, path, error);
 }
 
-/* The path of a named machine: in the current folder, beside the program or the folder of the build above it, or where
- * `make install` puts it. */
-static void mt_machine_path(char path[4200], const char *gpu) {
+/* The path of a machine's file, or of a named machine: in the current folder, beside the program or the folder of the
+ * build above it, or where `make install` puts it. False: no folder has the name. */
+static bool mt_machine_path(char path[4200], const char *gpu) {
     static const char *const folders[] = {"/data", "/../data", "/../../data", "/../../../data", "/../share/megatron"};
     char program[4000];
     size_t length = strlen(gpu);
     if (length > 5 && strcmp(gpu + length - 5, ".json") == 0) {
         snprintf(path, 4200, "%s", gpu);
-        return;
+        return true;
     }
     snprintf(path, 4200, "data/machines/%.100s.json", gpu);
-    if (access(path, R_OK) == 0) return;
+    if (access(path, R_OK) == 0) return true;
     ssize_t count = readlink("/proc/self/exe", program, sizeof program - 1);
     program[count > 0 ? count : 0] = 0;
     if (strrchr(program, '/')) *strrchr(program, '/') = 0;
@@ -106,13 +106,18 @@ static void mt_machine_path(char path[4200], const char *gpu) {
         snprintf(candidate, sizeof candidate, "%s%s/machines/%.100s.json", program, folders[i], gpu);
         if (access(candidate, R_OK) != 0) continue;
         memcpy(path, candidate, sizeof candidate);
-        return;
+        return true;
     }
+    return false;
 }
 
 int mt_machine_read(mt_machine *machine, const char *gpu, mt_error *error) {
     char path[4200];
-    mt_machine_path(path, gpu);
+    if (!mt_machine_path(path, gpu))
+        return mt_error_set(error,
+                            "--gpu %.100s: there is no %.200s; take a name in that folder, such as h200, or a path "
+                            "that ends in .json",
+                            gpu, path);
     json_t *root = mt_json_read(path, error);
     if (!root) return -1;
     int status = mt_machine_parse(machine, root, path, error);

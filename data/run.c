@@ -273,7 +273,8 @@ static void print_plan(mt_run *r, int argc, char **argv) {
     if (imagines_gpus(o)) r->grid = mt_grid_of_one;
     mt_options_assume_run(o);
     int64_t ranks = o->gpus > 0 ? o->gpus : mt_options_printed_ranks(o, r->grid.world.size);
-    int status = open_tokenizer(r, &error);
+    int status = o->plan && o->explain ? mt_error_set(&error, "--plan and --explain exclude each other; leave one out")
+                                       : open_tokenizer(r, &error);
     if (status == 0 && o->plan) status = mt_plan_print(o, argc, argv, stdout, &error);
     if (status == 0 && o->explain) status = mt_train_options_finish(o, ranks, &error);
     if (status == 0 && o->explain && r->grid.world.rank == 0) status = mt_plan_explain(o, ranks, stdout, &error);
