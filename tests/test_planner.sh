@@ -447,7 +447,7 @@ refusals_name_the_reason() {
     # shellcheck disable=SC2086
     refused 'needs --gpus' "$train" $common $small --plan &&
         refused '--gpu none: there is no data/machines/none.json; take a name' $base --gpus 1 --gpu none &&
-        refused 'error: --plan and --explain exclude each other' $base --plan --gpus 1 &&
+        refused '--plan and --explain exclude each other' $base --plan --gpus 1 &&
         refused '"copy_gbs" is missing' $base --gpus 1 --gpu "$work/missing.json" &&
         refused '"copy_rate" is not a number of a machine' $base --gpus 1 --gpu "$work/unknown.json" &&
         refused 'data/machines/none.json' "$train" $common $small --gpu none --print-launch 2 &&
