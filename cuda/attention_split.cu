@@ -440,7 +440,10 @@ __global__ void __launch_bounds__(32 * WARPS, KS > 4 ? 3 : 4) split_keys_mma(spl
     __shared__ block_task task_of_block;
     mt_begin_next();
     const block_task t = find_block(task, ROWS);
-    if (t.first_row >= t.rows || (!joins && t.begin >= t.end)) return mt_wait_for_previous(); // or all of a cluster
+    if (t.first_row >= t.rows || (!joins && t.begin >= t.end)) { // all blocks of a cluster, or none
+        mt_wait_for_previous();
+        return;
+    }
     int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, s = lane % 4;
     int row = min(t.first_row + g, t.rows - 1), query = row / t.per_group,
         head = t.group * t.per_group + row % t.per_group;

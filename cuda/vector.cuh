@@ -241,7 +241,8 @@ template <int n> __device__ static inline void mt_sum_over_lanes(float (&sums)[n
     for (; bit > 0; bit /= 2) sums[0] += __shfl_xor_sync(0xffffffff, sums[0], bit);
 }
 
-/* Launches a kernel with programmatic dependent launch. Every thread of the kernel must call mt_wait_for_previous. */
+/* Launches a kernel with programmatic dependent launch. A thread must call mt_wait_for_previous before it reads results
+ * or writes, and at least one thread in every case: else the kernel may end before the one before it. */
 template <class... P, class... A>
 static void mt_launch_early(void (*kernel)(P...), dim3 grid, dim3 block, int64_t shared, cudaStream_t stream,
                             const A &...arguments) {

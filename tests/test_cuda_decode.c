@@ -914,8 +914,9 @@ static void one_kernel_is_near_separate_kernels_over_pages(void **state) {
         float *fused = paged_logits(&options, gpu, c, &count), *again = paged_logits(&options, gpu, c, &count);
         int64_t most = mt_decode_most_rows(options.hidden_size);
         int64_t graphs = (c->texts <= most) + (c->texts > 1 && c->texts - 1 <= most); // of each number of texts
-        int64_t fused_graphs = mt_cuda_decode_fused() - before; // other GPUs may have too little shared memory
-        assert_true(mt_cuda_kernel_arch() == 90 ? fused_graphs == 2 * graphs : fused_graphs <= 2 * graphs);
+        // Two rows of a wide model need more shared memory than some other GPUs have.
+        bool may_not_fit = mt_cuda_kernel_arch() != 90 && options.hidden_size >= 3072 && c->texts > 1;
+        if (!may_not_fit) assert_int_equal(mt_cuda_decode_fused() - before, 2 * graphs);
         int64_t in_clusters = mt_cuda_decode_in_clusters() - before_in_clusters;
         if (c->texts > 1) assert_int_equal(in_clusters, 0);
         if (c->in_clusters && mt_cuda_kernel_arch() == 90) assert_int_equal(in_clusters, 2 * graphs);
