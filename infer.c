@@ -7,7 +7,6 @@
 #include "data/report.h"
 #include "data/score.h"
 
-#include <errno.h>
 #include <stdlib.h>
 #include <string.h>
 #include <unistd.h>
@@ -51,8 +50,7 @@ static void generate(mt_inference *r, mt_sequence *sequences, int64_t count, boo
     if (r->tokenizer) r->responses = mt_responses_open(r->tokenizer, &r->options.stop, sequences[0].id, count);
     for (int64_t left = mt_sequences_unfinished(sequences, count);;) {
         if (r->is_first && !r->options.out) show(r, &at, sequences, count, show_prompts);
-        if (shown == 0 && (fflush(stdout) != 0 || ferror(stdout)))
-            shown = mt_error_set(&unwritten, "standard output: cannot be written: %s", strerror(errno));
+        if (shown == 0) shown = mt_file_flush_output(&unwritten);
         if (left == 0 || r->grid.world.size == 1)
             mt_inference_check(r, shown, &unwritten); // other ranks learn it at the end
         if (left == 0) break;

@@ -272,6 +272,11 @@ int mt_file_write_error(mt_error *error, const char *path, const char *option) {
                         full ? "free some space or " : "", option ? option : "path");
 }
 
+int mt_file_flush_output(mt_error *error) {
+    if (fflush(stdout) == 0 && !ferror(stdout)) return 0;
+    return mt_error_set(error, "standard output: cannot be written: %s", strerror(errno));
+}
+
 int mt_file_sync(const char *path, const char *option, mt_error *error) {
     int watched = mt_watch_file_begin(path, MT_FILE_SAVE);
     int descriptor = open(path, O_RDONLY | O_NONBLOCK | O_CLOEXEC);

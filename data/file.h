@@ -80,6 +80,9 @@ void mt_mapping_close(mt_mapping *mapping);
  * one that named the file. */
 int mt_file_write_error(mt_error *error, const char *path, const char *option);
 
+/* Brings what was printed to standard output, which may be a file on a full disk. */
+int mt_file_flush_output(mt_error *error);
+
 /* Brings a file or a folder's entries to the disk. */
 int mt_file_sync(const char *path, const char *option, mt_error *error);
 

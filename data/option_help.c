@@ -1,4 +1,5 @@
 /* option_help.c: the option table as text: --help, the printed configuration, a man page, a bash completion. */
+#include "file.h"
 #include "megatron_names.h"
 #include "option_table.h"
 
@@ -251,14 +252,15 @@ void mt_options_help(mt_program program, int argc, char **argv) {
         bool inside = strncmp(argv[i], "--help=", 7) == 0 && argv[i][7]; // "--help=lr"
         if (!version && !inside && strcmp(argv[i], "--help") != 0 && strcmp(argv[i], "-h") != 0) continue;
         if (mt_launch_rank() > 0) exit(0);
-        if (version) {
-            printf("%s (megatron.c) %s\n", mt_program_name(program), mt_version());
-            exit(0);
-        }
+        mt_error error;
         const char *word = inside ? argv[i] + 7 : i + 1 < argc ? argv[i + 1] : NULL;
         bool dashes = word && strncmp(word, "--", 2) == 0;
         if (dashes) word = inside || i + 2 == argc ? word + 2 : NULL; // "--help --lr", not "--help --lr 1"
-        exit(mt_options_answer(program, word));
+        int status = 0;
+        if (version) printf("%s (megatron.c) %s\n", mt_program_name(program), mt_version());
+        if (!version) status = mt_options_answer(program, word);
+        if (mt_file_flush_output(&error) != 0) mt_die("%s", error.text);
+        exit(status);
     }
 }
 

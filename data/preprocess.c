@@ -241,11 +241,6 @@ static int read_standard_input(mt_text *text, mt_error *error) {
     return ferror(stdin) ? mt_error_set(error, "standard input: cannot be read: %s", strerror(errno)) : 0;
 }
 
-static int flush_standard_output(mt_error *error) {
-    if (fflush(stdout) == 0 && !ferror(stdout)) return 0;
-    return mt_error_set(error, "standard output: cannot be written: %s", strerror(errno));
-}
-
 static int encode_standard_input(const mt_tokenizer *tokenizer, mt_error *error) {
     mt_text text = {0};
     mt_ids ids = {0};
@@ -255,7 +250,7 @@ static int encode_standard_input(const mt_tokenizer *tokenizer, mt_error *error)
     if (result == 0) putchar('\n');
     free(text.data);
     free(ids.data);
-    return result == 0 ? flush_standard_output(error) : result;
+    return result == 0 ? mt_file_flush_output(error) : result;
 }
 
 /* Parses numbers separated by white space or commas. */
@@ -286,7 +281,7 @@ static int decode_standard_input(const mt_tokenizer *tokenizer, mt_error *error)
     free(input.data);
     free(output.data);
     free(ids.data);
-    return result == 0 ? flush_standard_output(error) : result;
+    return result == 0 ? mt_file_flush_output(error) : result;
 }
 
 /* ---- a batch of documents ---------------------------------------------------------------------------------------- */

@@ -304,6 +304,7 @@ static void stop(mt_run *r) {
 
 /* True if the options ask to print something; after mt_grid_start, except --print-launch and plans of imagined GPUs. */
 static bool prints(mt_run *r, int argc, char **argv) {
+    mt_error error;
     if (r->options.print_launch > 0)
         print_launch(r);
     else if (r->options.plan || r->options.explain)
@@ -314,6 +315,7 @@ static bool prints(mt_run *r, int argc, char **argv) {
         print_schedule(r);
     else
         return false;
+    refuse(r, mt_file_flush_output(&error), &error);
     stop(r);
     return true;
 }

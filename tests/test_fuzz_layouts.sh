@@ -68,7 +68,7 @@ equal_runs_agree() {
         tail -n 1 "$work/out" | grep -q '^[1-9][0-9]* passed, 0 failed, [0-9]* skipped$'
 }
 
-# What depends on the seed is excused for experts only, and only if it is small.
+# A difference that depends on the seed is excused for experts only, and only if it is small.
 a_tie_of_experts_is_no_failure() {
     fuzz tie --num-experts 5 && says 'agrees with another seed; first: .*grad_norm 1.00003' "$work/out" || return 1
     ! fuzz far --num-experts 5 && says 'FAILED: .*grad_norm 1.1' "$work/out" &&

@@ -207,6 +207,19 @@ a_full_disk_is_reported_once_and_training_goes_on() {
     small_run --train-iters 3 --metrics /dev/full && says '^warning: /dev/full: cannot be written: No space' "$work/err"
 }
 
+# A run that only prints has failed where nothing could be printed.
+a_print_to_a_full_disk_is_an_error() {
+    [ -w /dev/full ] || return 0
+    for prints in --print-config --print-schedule '--print-launch 2' '--plan --bf16 --gpus 2 --gpu h200' \
+        '--explain --bf16 --gpus 1 --gpu h200'; do
+        # shellcheck disable=SC2086
+        "$train" $small --train-iters 1 $prints >/dev/null && refused 'standard output: cannot be written: No space' \
+            sh -c '"$@" >/dev/full' sh "$train" $small --train-iters 1 $prints || return 1
+    done
+    refused 'standard output' sh -c '"$1" --help >/dev/full' sh "$train" &&
+        refused 'standard output' sh -c '"$1" --version >/dev/full' sh "$train"
+}
+
 metrics_of_another_run_stay_and_those_of_this_run_continue() {
     small_run --train-iters 4 --save "$work/four" --metrics "$work/m.jsonl" && cp "$work/m.jsonl" "$work/want.jsonl" ||
         return 1
@@ -404,6 +417,7 @@ check yaml_equals_the_command_line yaml_equals_the_command_line
 check the_loss_falls_on_mock_data the_loss_falls_on_mock_data
 check a_bad_folder_is_refused_before_training a_bad_folder_is_refused_before_training
 check a_full_disk_is_reported_once_and_training_goes_on a_full_disk_is_reported_once_and_training_goes_on
+check a_print_to_a_full_disk_is_an_error a_print_to_a_full_disk_is_an_error
 check metrics_of_another_run_stay metrics_of_another_run_stay_and_those_of_this_run_continue
 check metrics_of_the_loaded_run_stay metrics_of_the_loaded_run_stay_when_another_begins_there
 check a_resumed_run_removes_the_metrics_that_it_repeats a_resumed_run_removes_the_metrics_that_it_repeats
