@@ -9857,13 +9857,14 @@ static void mt_experts_describe(char text[160], const mt_model *m, const mt_step
              (long long)iteration, (long long)first % world->size, (long long)first / world->size, (long long)count);
 }
 
-/* The source of micro-batches, and the number of tokens that the first stage has read. */
+/* The micro-batches of a step, and the number of tokens that the first stage has read. */
 typedef struct mt_source {
+    int64_t micro_batches;
     mt_batch_source *read;
     void *context;
     mt_batch *batch;
-    int64_t tokens;
     bool training; // a training step; false: an evaluation
+    int64_t tokens;
 } mt_source;
 
 /* Pads a batch for its ranks; mt_batch_check refuses a batch without room or with an impossible number of ranks. */
@@ -9941,15 +9942,18 @@ static int64_t mt_list_actions(mt_model *m, const mt_schedule *schedule) {
 }
 
 /* Runs this rank's list of actions. Forwards and backwards include their sends and receives. */
-static int mt_run_schedule(mt_model *m, const mt_schedule *schedule, mt_source *from, mt_error *error) {
+static int mt_run_schedule(mt_model *m, mt_source *from, mt_error *error) {
     static const char *const phases[] = {[MT_ACTION_FORWARD] = "forward",
                                          [MT_ACTION_BACKWARD] = "backward",
                                          [MT_ACTION_BACKWARD_INPUT] = "backward of the input",
                                          [MT_ACTION_BACKWARD_WEIGHT] = "backward of the weights",
                                          [MT_ACTION_RECV_BACKWARD] = NULL};
-    int64_t count = mt_list_actions(m, schedule), ahead[2] = {0};
+    if (!from->training && from->micro_batches <= 0) return 0;
+    mt_schedule schedule = mt_schedule_of(m->options, from->micro_batches);
+    if (!from->training) schedule.kind = MT_SCHEDULE_FORWARD_ONLY;
+    int64_t count = mt_list_actions(m, &schedule), ahead[2] = {0};
     int64_t *inputs = mt_malloc(2 * m->num_chunks * 8), *weights = inputs + m->num_chunks;
-    for (int64_t i = 0; i < m->num_chunks; i++) inputs[i] = weights[i] = schedule->micro_batches;
+    for (int64_t i = 0; i < m->num_chunks; i++) inputs[i] = weights[i] = from->micro_batches;
     bool early_receives = mt_posts_receives_early(m);
     int status = 0;
     for (int64_t i = 0; i < count && status == 0; i++) {
@@ -9959,10 +9963,8 @@ static int mt_run_schedule(mt_model *m, const mt_schedule *schedule, mt_source *
         mt_phase_begin(m, phases[action->kind], action->micro_batch, action->chunk);
         if (action->kind == MT_ACTION_FORWARD)
             status = mt_action_forward(m, action, from, error);
-        else if (action->kind == MT_ACTION_BACKWARD_WEIGHT)
-            mt_action_backward(m, action, weights);
         else
-            mt_action_backward(m, action, inputs);
+            mt_action_backward(m, action, action->kind == MT_ACTION_BACKWARD_WEIGHT ? weights : inputs);
         mt_phase_end(m);
     }
     free(inputs);
@@ -9988,19 +9990,16 @@ static void mt_sums_finish(mt_model *m, bool training) {
     }
 }
 
-/* Forwards and backwards of all micro-batches, gradients summed over ranks, and their check; sets `tokens`. */
-static int mt_step_gradients(mt_model *m, int64_t micro_batches, mt_batch_source *source, void *context,
-                             mt_batch *batch, int64_t *tokens, mt_error *error) {
+/* Forwards and backwards of all micro-batches, gradients summed over ranks, and their check. */
+static int mt_step_gradients(mt_model *m, mt_source *from, mt_error *error) {
+    from->tokens = 0;
     mt_gradients_begin(m);
     mt_experts_begin(m);
     mt_sums_begin(m);
     if (m->reruns) m->ops->memory_zero(m->numbers->own, 2 * 8, m->stream);
     if (m->options->mtp_num_layers > 0)
         m->ops->memory_zero(m->numbers->mtp, (int64_t)sizeof m->numbers->mtp, m->stream);
-    mt_schedule schedule = mt_schedule_of(m->options, micro_batches);
-    mt_source from = {.read = source, .context = context, .batch = batch, .training = true};
-    if (mt_run_schedule(m, &schedule, &from, error) != 0) return -1;
-    *tokens = from.tokens;
+    if (mt_run_schedule(m, from, error) != 0) return -1;
     mt_phase_begin(m, "gradients", -1, -1);
     if (m->reruns) m->ops->memory_copy(m->numbers->own, m->numbers->sums, 8, m->stream);
     mt_sums_finish(m, true);
@@ -10207,15 +10206,14 @@ int mt_train_finish(mt_model *m, mt_error *error) {
 
 /* Gradients and their check. With --rerun-mode validate_results a bad step runs again with the same parameters and
  * samples; its second result replaces the first. */
-static int mt_step_try(mt_model *m, int64_t iteration, int64_t micro_batches, mt_batch_source *source, void *context,
-                       mt_batch *batch, int64_t *tokens, mt_error *error) {
-    if (mt_step_gradients(m, micro_batches, source, context, batch, tokens, error) != 0) return -1;
+static int mt_step_try(mt_model *m, int64_t iteration, mt_source *from, mt_error *error) {
+    if (mt_step_gradients(m, from, error) != 0) return -1;
     if (!m->reruns) return 0;
     mt_step_numbers first, second;
     mt_copy_wait(m, &first, m->numbers, (int64_t)sizeof first);
     if (first.guard[MT_GUARD_CHECK] == MT_STEP_PASSED || first.guard[MT_GUARD_CHECK] == MT_NO_TOKENS) return 0;
     mt_fp8_discard_step(m);
-    if (mt_step_gradients(m, micro_batches, source, context, batch, tokens, error) != 0) return -1;
+    if (mt_step_gradients(m, from, error) != 0) return -1;
     mt_copy_wait(m, &second, m->numbers, (int64_t)sizeof second);
     mt_rerun_report(m, iteration, &first, &second);
     return 0;
@@ -10225,12 +10223,12 @@ int mt_train_step(mt_model *m, mt_run_state *state, int64_t micro_batches, mt_ba
                   mt_batch *batch, mt_metrics *metrics, mt_error *error) {
     double begin = mt_time();
     int entry = (int)(m->trainer->num_steps % 2);
-    int64_t tokens;
+    mt_source from = {micro_batches, source, context, batch, .training = true};
     m->trainer->data_seconds = 0;
     if (m->resting_parts & ~(1u << MT_PART_CACHE)) return mt_error_set(error, "a part rests; call mt_model_wake");
     if (mt_step_check(m, entry, error) != 0) return -1; // the step before the last, which used this entry
     if (m->trainer->bad_steps.rewind > 0) return mt_step_rewind(m, error);
-    if (mt_step_try(m, state->iteration + 1, micro_batches, source, context, batch, &tokens, error) != 0) return -1;
+    if (mt_step_try(m, state->iteration + 1, &from, error) != 0) return -1;
     mt_experts_update_biases(m);
     mt_fp8_update_scales(m);
     mt_optimizer_step(m, state);
@@ -10238,7 +10236,7 @@ int mt_train_step(mt_model *m, mt_run_state *state, int64_t micro_batches, mt_ba
     m->trainer->num_steps++;
     if (metrics || !m->trainer->pending[entry].done)
         if (mt_steps_check(m, error) != 0) return -1;
-    m->trainer->unread_tokens += (double)(tokens * m->grid->data.size);
+    m->trainer->unread_tokens += (double)(from.tokens * m->grid->data.size);
     m->trainer->unread_seconds += mt_time() - begin;
     if (m->trainer->bad_steps.rewind > 0) return mt_step_rewind(m, error);
     if (metrics) {
@@ -10247,7 +10245,7 @@ int mt_train_step(mt_model *m, mt_run_state *state, int64_t micro_batches, mt_ba
                                 .grad_norm = (double)result->numbers.grad_norm,
                                 .learning_rate = mt_learning_rate(m->options, state->consumed_train_samples),
                                 .weight_decay = mt_weight_decay(m->options, state->consumed_train_samples),
-                                .tokens = (double)(tokens * m->grid->data.size),
+                                .tokens = (double)(from.tokens * m->grid->data.size),
                                 .skipped = m->trainer->bad_steps.skipped,
                                 .data_seconds = m->trainer->data_seconds};
         for (int64_t k = 0; k < m->options->mtp_num_layers; k++)
@@ -10267,11 +10265,9 @@ int mt_train_step(mt_model *m, mt_run_state *state, int64_t micro_batches, mt_ba
 int mt_evaluate(mt_model *m, int64_t micro_batches, mt_batch_source *source, void *context, mt_batch *batch,
                 double *loss, mt_error *error) {
     double sums[2];
+    mt_source from = {micro_batches, source, context, batch, .training = false};
     mt_sums_begin(m);
-    mt_schedule schedule = mt_schedule_of(m->options, micro_batches);
-    schedule.kind = MT_SCHEDULE_FORWARD_ONLY;
-    mt_source from = {.read = source, .context = context, .batch = batch};
-    if (micro_batches > 0 && mt_run_schedule(m, &schedule, &from, error) != 0) return -1;
+    if (mt_run_schedule(m, &from, error) != 0) return -1;
     mt_sums_finish(m, false);
     mt_copy_wait(m, sums, m->numbers->sums, 2 * 8);
     *loss = mt_mean_loss(sums);
@@ -10280,11 +10276,9 @@ int mt_evaluate(mt_model *m, int64_t micro_batches, mt_batch_source *source, voi
 
 int mt_score_tokens(mt_model *m, int64_t micro_batches, mt_batch_source *source, void *context, mt_batch *batch,
                     mt_score_sink *sink, void *sink_context, mt_error *error) {
-    mt_schedule schedule = mt_schedule_of(m->options, micro_batches);
-    schedule.kind = MT_SCHEDULE_FORWARD_ONLY;
-    mt_source from = {.read = source, .context = context, .batch = batch};
+    mt_source from = {micro_batches, source, context, batch, .training = false};
     if (m->has_loss) m->host_loss->sink = sink, m->host_loss->sink_context = sink_context;
-    int status = micro_batches > 0 ? mt_run_schedule(m, &schedule, &from, error) : 0;
+    int status = mt_run_schedule(m, &from, error);
     if (m->has_loss) m->host_loss->sink = NULL;
     return status;
 }
