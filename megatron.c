@@ -7567,48 +7567,36 @@ static void mt_context_gather_numbers(const mt_context *c, double *whole, const 
 
 /* ---- all four --cp-comm-type */
 
-/* The call if this rank has all tokens of the sequences. */
-static mt_attention mt_context_whole(const mt_context *c, const mt_attention *call) {
+/* Attention of this rank's heads across the ring group; without one this rank has all tokens of the sequences. */
+static void mt_context_attention(mt_context *c, const mt_attention *call, bool backward, mt_stream *stream) {
+    bool gathers = c->plan.comm_type == MT_CP_ALL_GATHER;
     mt_attention whole = *call;
     whole.q_index = whole.k_index = c->index, whole.spans = c->lists[0];
-    return whole;
-}
-
-static void mt_context_forward(mt_context *c, const mt_attention *call, mt_stream *stream) {
-    if (c->plan.ring->size > 1) {
-        (c->plan.comm_type == MT_CP_ALL_GATHER ? mt_gather_forward : mt_ring_forward)(c, call, stream);
-        return;
-    }
-    mt_attention whole = mt_context_whole(c, call);
-    c->ops->attention_forward(&whole, c->plan.dtype, stream);
-}
-
-static void mt_context_backward(mt_context *c, const mt_attention *call, mt_stream *stream) {
-    if (c->plan.ring->size > 1) {
-        (c->plan.comm_type == MT_CP_ALL_GATHER ? mt_gather_backward : mt_ring_backward)(c, call, stream);
-        return;
-    }
-    mt_attention whole = mt_context_whole(c, call);
-    c->ops->attention_backward(&whole, c->plan.dtype, stream);
+    if (c->plan.ring->size == 1)
+        (backward ? c->ops->attention_backward : c->ops->attention_forward)(&whole, c->plan.dtype, stream);
+    else if (backward)
+        (gathers ? mt_gather_backward : mt_ring_backward)(c, call, stream);
+    else
+        (gathers ? mt_gather_forward : mt_ring_forward)(c, call, stream);
 }
 
 void mt_context_attention_forward(mt_context *c, const mt_attention *a, mt_stream *stream) {
     bool exchanges = c->plan.a2a->size > 1;
     mt_attention inner = exchanges ? mt_a2a_begin(c, a, stream) : *a;
-    mt_context_forward(c, &inner, stream);
+    mt_context_attention(c, &inner, false, stream);
     if (exchanges) mt_a2a_to_tokens(c, a->out, a->out_stride, c->out, a->num_heads * a->value_size, stream);
 }
 
 void mt_context_attention_backward(mt_context *c, const mt_attention *a, mt_stream *stream) {
     if (c->plan.a2a->size == 1) {
-        mt_context_backward(c, a, stream);
+        mt_context_attention(c, a, true, stream);
         return;
     }
     int64_t H = a->num_heads, G = a->num_groups, D = a->head_size, Dv = a->value_size;
     mt_attention inner = mt_a2a_begin(c, a, stream);
     mt_a2a_to_heads(c, c->out, a->out, a->out_stride, H * Dv, stream);
     mt_a2a_to_heads(c, c->dout, a->dout, a->out_stride, H * Dv, stream);
-    mt_context_backward(c, &inner, stream);
+    mt_context_attention(c, &inner, true, stream);
     mt_a2a_to_tokens(c, a->dq, a->q_stride, c->dq, H * D, stream);
     mt_a2a_to_tokens(c, a->dk, a->k_stride, c->dk, G * D, stream);
     mt_a2a_to_tokens(c, a->dv, a->v_stride, c->dv, G * Dv, stream);
