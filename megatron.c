@@ -3407,23 +3407,17 @@ static void mt_mpi_reduce_slices(void *out, const char *in, int64_t stride, int6
     mt_reduce_rows(out, rows, size, n, own, reduction, dtype);
 }
 
-/* For few elements: one all-gather, then every rank computes the same sum. */
-static void mt_mpi_all_reduce_small(void *buffer, int64_t count, mt_reduction reduction, mt_dtype dtype,
-                                    const mt_group *group) {
-    int64_t bytes = count * mt_dtype_size(dtype);
-    char *rows = (char *)mt_scratch_grow(mt_divide_up(group->size * bytes, 4));
-    mt_mpi_check(MPI_Allgather(buffer, (int)bytes, MPI_BYTE, rows, (int)bytes, MPI_BYTE, mt_mpi_comm(group)),
-                 "MPI_Allgather", group);
-    mt_reduce_rows(buffer, rows, group->size, count, count, reduction, dtype);
-}
-
 /* Every rank reduces one slice and sends the result to all: each rank sends 2 (size - 1) / size of the buffer. */
 static void mt_mpi_all_reduce(char *buffer, int64_t count, mt_reduction reduction, mt_dtype dtype,
                               const mt_group *group) {
     int size = group->size, rank = group->rank;
     int64_t width = mt_dtype_size(dtype), part = mt_reduce_slice(group) * size;
-    if (count * width <= 1 << 14) {
-        mt_mpi_all_reduce_small(buffer, count, reduction, dtype, group);
+    if (count * width <= 1 << 14) { // few elements: one all-gather, then every rank computes the same sum
+        int bytes = (int)(count * width);
+        char *rows = (char *)mt_scratch_grow(mt_divide_up(size * (int64_t)bytes, 4));
+        mt_mpi_check(MPI_Allgather(buffer, bytes, MPI_BYTE, rows, bytes, MPI_BYTE, mt_mpi_comm(group)), "MPI_Allgather",
+                     group);
+        mt_reduce_rows(buffer, rows, size, count, count, reduction, dtype);
         return;
     }
     for (int64_t start = 0; start < count; start += part) {
