@@ -4122,12 +4122,13 @@ static void mt_product_backward_input(const mt_tensor_parallel *tp, const mt_lin
     if (l->adapter.R > 0) mt_adapter_backward_input(tp, l, io, T);
 }
 
-/* dw = dy^T x, or += when accumulate; dbias += column sums of dy; of a frozen weight only the adapters' gradients. */
+/* dw = dy^T x, or += if dw holds a gradient; dbias += column sums of dy; frozen: only the adapters' gradients. */
 static void mt_product_backward_weight(const mt_tensor_parallel *tp, const mt_linear *l, const mt_linear_io *io,
-                                       int64_t T, bool accumulate) {
+                                       int64_t T) {
     const mt_ops *ops = tp->ops;
     if (l->adapter.R > 0) mt_adapter_backward_weight(tp, l, io, T);
     if (!l->weight.dw) return;
+    bool accumulate = mt_weight_accumulates(&l->weight);
     if (io->dy_transposed.data) { // in fp8
         mt_fp8_product_args a = {.a = io->dy_transposed, .M = l->N, .N = l->K, .K = T};
         a.b = mt_fp8_rows(tp, l, io, MT_FP8_X, T, false, true).columns;
@@ -4176,7 +4177,7 @@ static void mt_column_backward(const mt_tensor_parallel *tp, const mt_linear *l,
     if (halves & MT_BACKWARD_INPUT) mt_product_backward_input(tp, l, &at, tp->T);
     if (parallel && (halves & MT_BACKWARD_WEIGHT)) tp->ops->stream_wait_stream(tp->stream, tp->comm);
     if (parallel && (halves & MT_BACKWARD_INPUT)) mt_scatter_begin(tp, io->dx, l->K);
-    if (halves & MT_BACKWARD_WEIGHT) mt_product_backward_weight(tp, l, &at, tp->T, mt_weight_accumulates(&l->weight));
+    if (halves & MT_BACKWARD_WEIGHT) mt_product_backward_weight(tp, l, &at, tp->T);
     if (parallel && (halves & MT_BACKWARD_INPUT)) mt_scatter_end(tp, io->dx, l->K);
 }
 
@@ -4228,7 +4229,7 @@ static void mt_row_backward(const mt_tensor_parallel *tp, const mt_linear *l, co
     at.dy = in_steps ? mt_row_backward_input_overlapped(tp, l, io) : mt_region_leave_backward(tp, io->dy, l->N);
     if (in_steps) halves &= ~MT_BACKWARD_INPUT;
     mt_fp8_gradient(tp, l, &at, tp->T, halves);
-    if (halves & MT_BACKWARD_WEIGHT) mt_product_backward_weight(tp, l, &at, tp->T, mt_weight_accumulates(&l->weight));
+    if (halves & MT_BACKWARD_WEIGHT) mt_product_backward_weight(tp, l, &at, tp->T);
     if (halves & MT_BACKWARD_INPUT) mt_product_backward_input(tp, l, &at, tp->T);
 }
 
@@ -4282,8 +4283,7 @@ void mt_linear_backward(const mt_tensor_parallel *tp, const mt_linear *l, const 
     } else {
         mt_fp8_gradient(tp, l, &at, rows, halves);
         if (halves & MT_BACKWARD_INPUT) mt_product_backward_input(tp, l, &at, rows);
-        if (halves & MT_BACKWARD_WEIGHT)
-            mt_product_backward_weight(tp, l, &at, rows, mt_weight_accumulates(&l->weight));
+        if (halves & MT_BACKWARD_WEIGHT) mt_product_backward_weight(tp, l, &at, rows);
     }
     if (io->hidden && (halves & MT_BACKWARD_INPUT) && !mt_fuses_activation(tp, l, io)) {
         mt_activation_args a = {mt_linear_active_rows(tp, l, io), l->K, io->activation, io->hidden, .dy = io->dx};
