@@ -368,7 +368,6 @@ int mt_options_check_limits(const mt_options *o, const mt_limits *l, mt_error *e
 /* The prototype of each operation, from the lists that also make the table at the end of this section. */
 #define MT_CPU_PROTOTYPE(name, ...) static mt_##name##_fn mt_cpu_##name;
 MT_OPERATIONS(MT_CPU_PROTOTYPE)
-#undef MT_CPU_PROTOTYPE
 
 /* ==== §3a threads, elements, memory ============================================================================== */
 /* Rows are computed as floats: an fp32 row in place, a bf16 row in scratch. One body serves both types: mt_row_load for
@@ -2926,7 +2925,6 @@ static void mt_cpu_convert(void *to, mt_dtype to_dtype, const void *from, mt_dty
 
 #define MT_CPU_ENTRY(name, ...) .name = mt_cpu_##name,
 const mt_ops mt_cpu_ops = {.name = "cpu", .limits = {.one_attention = true}, MT_OPERATIONS(MT_CPU_ENTRY)};
-#undef MT_CPU_ENTRY
 
 #ifndef MT_HAVE_CUDA
 const mt_ops *mt_cuda_open(int device, mt_error *error) {
@@ -5518,9 +5516,8 @@ typedef struct mt_slot {
     bool once;        // depends on the state of the step: a replay cannot compute it, so it is kept
     bool passing;     // x of a linear in fp8 that saves x^T: no backward reads it, so it shares a buffer
     mt_residency residency;
-    size_t stash_of; // a split backward overwrites the value with dy of this linear: its offset in mt_layer
+    size_t stash_of; // a split backward overwrites the value with dy of this linear: its offset in mt_layer; 0: of none
 } mt_slot;
-#define MT_NO_STASH ((size_t)-1)
 
 enum { MT_MAX_SLOTS = 40 };
 typedef struct mt_slots {
@@ -5531,10 +5528,8 @@ typedef struct mt_slots {
 static mt_slot *mt_slot_add(mt_slots *list, const char *name, size_t field, int64_t rows, int64_t width,
                             mt_dtype dtype) {
     MT_CHECK(list->count < MT_MAX_SLOTS);
-    mt_slot *slot = &list->slots[list->count++];
-    *slot = (mt_slot){.name = name, .field = field, .rows = rows, .width = width, .dtype = dtype};
-    slot->residency = MT_KEEP, slot->stash_of = MT_NO_STASH;
-    return slot;
+    list->slots[list->count] = (mt_slot){.name = name, .field = field, .rows = rows, .width = width, .dtype = dtype};
+    return &list->slots[list->count++];
 }
 #define MT_SLOT_OF(type, list, member, rows, width, dtype)                                                             \
     mt_slot_add(list, #member, offsetof(type, member), rows, width, dtype)
