@@ -11169,6 +11169,20 @@ static void mt_mtp_open(mt_model *m) {
     m->mtp->weights = mt_model_calloc(m, tokens * 4);
 }
 
+/* The head must compute the numbers of the loss. */
+static int mt_loss_check(const mt_model *m, mt_error *error) {
+    bool has_values = m->options->head_type != MT_HEAD_LM, of_values = m->plan.loss->host && m->plan.loss->of_values;
+    if (has_values && m->plan.cache_rows > 0)
+        return mt_error_set(error, "a model with a value head generates no text; take the language model's folder");
+    if (m->plan.train && of_values != has_values)
+        return mt_error_set(error, has_values ? "the loss reads log-probabilities, and the model has a value head"
+                                              : "the loss reads values, and the model has none; take --value-head");
+    if (m->plan.train && m->plan.loss->host && m->options->mtp_num_layers > 0)
+        return mt_error_set(error, "--mtp-num-layers trains with the loss of pre-training and fine-tuning only; set it "
+                                   "to 0");
+    return 0;
+}
+
 /* This rank's part of the model: sizes, layers, parameters, buckets, micro-batches and links, without device memory. */
 static int mt_model_partition(mt_model *m, mt_error *error) {
     const mt_options *o = m->options;
@@ -11177,6 +11191,7 @@ static int mt_model_partition(mt_model *m, mt_error *error) {
     m->sharding = mt_model_calloc(m, (int64_t)sizeof *m->sharding);
     m->links = mt_model_calloc(m, MT_NUM_LINKS * (int64_t)sizeof *m->links);
     m->trainer = mt_model_calloc(m, (int64_t)sizeof *m->trainer);
+    if (mt_loss_check(m, error) != 0) return -1;
     mt_model_shape(m, o);
     mt_model_stages(m, o);
     mt_partition partition = {m->stages,         m->num_chunks,     grid->tensor.size,        grid->tensor.rank,
@@ -11223,30 +11238,12 @@ static int mt_model_start(mt_model *m, mt_error *error) {
     return mt_mailboxes_start(m, error);
 }
 
-/* The head must compute the numbers of the loss. */
-static int mt_loss_check(const mt_model *m, mt_error *error) {
-    bool has_values = m->options->head_type != MT_HEAD_LM;
-    if (has_values && m->plan.cache_rows > 0)
-        return mt_error_set(error, "a model with a value head generates no text; take the language model's folder");
-    if (!m->plan.train || (m->plan.loss->host ? m->plan.loss->of_values == has_values : !has_values)) {
-        if (!m->plan.loss->host || m->options->mtp_num_layers == 0 || !m->plan.train) return 0;
-        return mt_error_set(error, "--mtp-num-layers trains with the loss of pre-training and fine-tuning only; set it "
-                                   "to 0");
-    }
-    return mt_error_set(error, has_values ? "the loss reads log-probabilities, and the model has a value head"
-                                          : "the loss reads values, and the model has none; take --value-head");
-}
-
 int mt_model_create(mt_model **out, const mt_options *options, const mt_grid *grid, const mt_ops *ops,
                     const mt_model_plan *plan, mt_error *error) {
     if (mt_agree(&grid->world, mt_options_check_limits(options, &ops->limits, error) != 0, error) != 0) return -1;
     mt_model *m = mt_calloc(sizeof *m);
     m->options = options, m->grid = grid, m->ops = ops, m->plan = *plan;
     if (!m->plan.loss) m->plan.loss = &mt_nll;
-    if (mt_loss_check(m, error) != 0) {
-        free(m);
-        return -1;
-    }
     m->dtype = options->bf16 ? MT_BF16 : MT_F32;
     m->reruns = plan->train && options->rerun_mode == MT_RERUN_VALIDATE_RESULTS;
     if (mt_model_partition(m, error) == 0 && mt_model_allocate(m, error) == 0 &&
