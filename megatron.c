@@ -9402,8 +9402,8 @@ const void *mt_bucket_gather_state(mt_model *m, int64_t bucket, mt_param_state s
 
 /* ==== §13 optimizer =============================================================================================== */
 
-/* Decay of a WSD schedule: 1 at ratio 0; scales lr - min_lr. */
-static double mt_wsd_coefficient(mt_wsd_decay_style style, double ratio) {
+/* A decay's factor of lr - min_lr: 1 at ratio 0. */
+static double mt_decay_coefficient(mt_wsd_decay_style style, double ratio) {
     if (style == MT_WSD_LINEAR) return 1 - ratio;
     if (style == MT_WSD_COSINE) return 0.5 * (cos(M_PI * ratio) + 1);
     if (style == MT_WSD_MINUS_SQRT) return 1 - sqrt(ratio);
@@ -9431,14 +9431,11 @@ double mt_learning_rate(const mt_options *options, int64_t consumed_samples) {
     if (style == MT_LR_CONSTANT) return lr;
     if (at > d.decay) return min_lr;
     if (style == MT_LR_INVERSE_SQUARE_ROOT) return fmax(min_lr, lr * sqrt(fmax(d.warmup, 1)) / sqrt(fmax(at, 1)));
-    double ratio = (at - d.warmup) / (d.decay - d.warmup), stable = d.decay - d.wsd_decay, coefficient;
-    if (style == MT_LR_LINEAR)
-        coefficient = 1 - ratio;
-    else if (style == MT_LR_COSINE)
-        coefficient = 0.5 * (cos(M_PI * ratio) + 1);
-    else // WSD: warm-up, stable, decay (Hu et al., "MiniCPM")
-        coefficient = at <= stable ? 1 : mt_wsd_coefficient(options->lr_wsd_decay_style, (at - stable) / d.wsd_decay);
-    return min_lr + coefficient * (lr - min_lr);
+    double ratio = (at - d.warmup) / (d.decay - d.warmup), stable = d.decay - d.wsd_decay;
+    mt_wsd_decay_style decay = style == MT_LR_LINEAR ? MT_WSD_LINEAR : MT_WSD_COSINE;
+    if (style == MT_LR_WSD) // warm-up, stable, decay (Hu et al., "MiniCPM")
+        decay = options->lr_wsd_decay_style, ratio = at <= stable ? 0 : (at - stable) / d.wsd_decay;
+    return min_lr + mt_decay_coefficient(decay, ratio) * (lr - min_lr);
 }
 
 double mt_weight_decay(const mt_options *options, int64_t consumed_samples) {
