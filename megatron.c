@@ -977,9 +977,9 @@ static float mt_amax_merge(float a, float b) {
     return a != a || a > b ? a : b;
 }
 
-/* Quantizes rows [begin, end) of x[R, C], which are `stride` apart; scale NULL: of each block. */
+/* Quantizes rows [begin, end) of x[R, C]; scale NULL: of each block. */
 static void mt_quantize_matrix(const mt_fp8_matrix *to, const float *x, int64_t R, int64_t begin, int64_t end,
-                               int64_t C, int64_t stride, const float *scale) {
+                               int64_t C, const float *scale) {
     int64_t rows = to->blocks == MT_FP8_BLOCK_128 ? 128 : 1, columns = mt_fp8_block_columns(to->blocks);
     bool e4m3 = to->format == MT_F8_E4M3;
     if (to->blocks == MT_FP8_TENSOR) to->inverse_scales[0] = 1.0f / *scale;
@@ -989,12 +989,11 @@ static void mt_quantize_matrix(const mt_fp8_matrix *to, const float *x, int64_t 
         for (int64_t c0 = 0; c0 < C; c0 += mt_min(columns, C)) {
             int64_t count = mt_min(columns, C - c0);
             float amax = 0, factor = scale ? *scale : 1;
-            for (int64_t r = r0; r < r_end && !scale; r++)
-                amax = mt_amax_merge(amax, mt_amax(x + r * stride + c0, count));
+            for (int64_t r = r0; r < r_end && !scale; r++) amax = mt_amax_merge(amax, mt_amax(x + r * C + c0, count));
             if (!scale) factor = mt_fp8_scale(amax, to->format, true);
             if (!scale) to->inverse_scales[mt_fp8_scale_index(R, C, to->blocks, r0, c0)] = 1.0f / factor;
             for (int64_t r = r0; r < r_end; r++) {
-                const float *from = x + r * stride + c0;
+                const float *from = x + r * C + c0;
                 uint8_t *bits = to->data + r * to->stride + c0;
 #pragma omp simd
                 for (int64_t c = 0; c < count; c++) bits[c] = mt_f8_encode(from[c] * factor, e4m3);
@@ -1038,9 +1037,8 @@ static void mt_cpu_quantize(const mt_quantize_args *a, mt_dtype dtype, mt_stream
         memcpy(a->rows.data + (a->compact + i / a->copies) * a->rows.stride, one.rows.data, (size_t)a->C);
     }
     if (a->position) return;
-    int64_t R = a->R, C = a->C, n = R * C, begin = a->offsets ? a->offsets[0] : 0,
-            end = a->offsets ? a->offsets[a->num_experts] : R, x_floats = mt_matrix_scratch(R, C, dtype),
-            stride = a->columns.stride;
+    int64_t R = a->R, C = a->C, n = R * C, x_floats = mt_matrix_scratch(R, C, dtype), stride = a->columns.stride;
+    int64_t begin = a->offsets ? a->offsets[0] : 0, end = a->offsets ? a->offsets[a->num_experts] : R;
     bool one_scale = (a->rows.data ? a->rows : a->columns).blocks == MT_FP8_TENSOR;
     float *scratch = mt_scratch_grow(x_floats + (a->columns.data ? C * stride : 0)), *transposed = scratch + x_floats;
     float amax = 0, scale;
@@ -1054,10 +1052,10 @@ static void mt_cpu_quantize(const mt_quantize_args *a, mt_dtype dtype, mt_stream
     for (int64_t i = 0; i < a->count; i++) {
         mt_matrix x = mt_matrix_load(scratch, a->x, i * n, R, C, C, dtype);
         mt_fp8_matrix rows = mt_fp8_matrix_at(&a->rows, i, a->R), columns = mt_fp8_matrix_at(&a->columns, i, C);
-        if (rows.data) mt_quantize_matrix(&rows, x.data, a->R, begin, end, C, C, one_scale ? &scale : NULL);
+        if (rows.data) mt_quantize_matrix(&rows, x.data, a->R, begin, end, C, one_scale ? &scale : NULL);
         if (!columns.data) continue;
         mt_transpose_segments(transposed, stride, x.data, C, false, a);
-        mt_quantize_matrix(&columns, transposed, C, 0, C, stride, stride, one_scale ? &scale : NULL);
+        mt_quantize_matrix(&columns, transposed, C, 0, C, stride, one_scale ? &scale : NULL);
     }
 }
 
@@ -1387,7 +1385,7 @@ static mt_norm_args mt_qk_norm(const mt_qk_args *a, int k, mt_dtype dtype) {
 
 static void mt_cpu_qk_forward(const mt_qk_args *a, mt_dtype dtype, mt_stream *stream) {
     mt_rope_args rope = {.T = a->T, .H = a->H + a->G, .D = a->D, .y = a->qk, .rotation = a->rotation};
-    rope.x = a->q_w ? a->qk : a->qkv, rope.x_stride = a->q_w ? a->qk_stride : a->qkv_stride,
+    rope.x = a->q_w ? a->qk : a->qkv, rope.x_stride = a->q_w ? a->qk_stride : a->qkv_stride;
     rope.y_stride = a->qk_stride;
     for (int k = 0; k < 2 && a->q_w; k++) {
         mt_norm_args norm = mt_qk_norm(a, k, dtype);
@@ -4563,18 +4561,15 @@ void mt_preference_loss(const mt_loss_tokens *t, const mt_preference_config *c, 
 
 void mt_reward_loss(const mt_loss_tokens *t, const mt_reward_config *c, mt_loss_sums *sums) {
     for (int64_t pair = 0; pair < t->num_sequences / 2; pair++) {
+        int64_t end[2];
         if (!mt_pair_counts(t, pair)) continue;
-        int64_t last[2];
-        for (int side = 0; side < 2; side++) {
-            mt_sequence_tokens(&t->sequences[2 * pair + side], &last[side]);
-            last[side] -= 1;
-        }
-        double chosen = t->values[last[0]], rejected = t->values[last[1]], x = chosen - rejected - c->margin;
+        for (int side = 0; side < 2; side++) mt_sequence_tokens(&t->sequences[2 * pair + side], &end[side]);
+        double chosen = t->values[end[0] - 1], rejected = t->values[end[1] - 1], x = chosen - rejected - c->margin;
         sums->loss += c->center_coef * (chosen + rejected) * (chosen + rejected) - mt_log_sigmoid(x);
         mt_pair_metrics(sums, chosen, rejected);
         if (!t->dvalues) continue;
-        t->dvalues[last[0]] += 2 * c->center_coef * (chosen + rejected) - exp(mt_log_sigmoid(-x));
-        t->dvalues[last[1]] += 2 * c->center_coef * (chosen + rejected) + exp(mt_log_sigmoid(-x));
+        t->dvalues[end[0] - 1] += 2 * c->center_coef * (chosen + rejected) - exp(mt_log_sigmoid(-x));
+        t->dvalues[end[1] - 1] += 2 * c->center_coef * (chosen + rejected) + exp(mt_log_sigmoid(-x));
     }
 }
 
@@ -7080,9 +7075,8 @@ void mt_context_cut(int64_t *cuts, const mt_batch *whole, int64_t ranks, int64_t
     MT_CHECK(end % ranks == 0);
     cuts[0] = begin, cuts[2 * ranks] = end;
     for (int64_t r = 0; r < ranks; r++) { // the rank owns tokens at both ends of [begin, end): `left` and T - left
-        int64_t mine = mt_keys_seen(whole, end - T, end, window), best = 0, chosen = 0, left = 0;
-        int64_t first = mt_span_of_token(whole, 0, begin), last = mt_span_of_token(whole, first, end - T),
-                least = INT64_MAX;
+        int64_t mine = mt_keys_seen(whole, end - T, end, window), best = 0, chosen = 0, left = 0, least = INT64_MAX;
+        int64_t first = mt_span_of_token(whole, 0, begin), last = mt_span_of_token(whole, first, end - T);
         for (;;) {
             int64_t over = mine * (ranks - r) - keys, from_middle = 2 * left > T ? 2 * left - T : T - 2 * left;
             int64_t error = over < 0 ? -over : over;
@@ -8297,8 +8291,7 @@ static mt_pass mt_pass_begin(mt_model *m, mt_micro_batch *mb) {
     return p;
 }
 
-/* This rank's shard of a batch; with context parallelism saves spans and token indices of the whole batch for
- * attention. */
+/* This rank's shard of a batch; with context parallelism saves spans and token indices of the whole for attention. */
 static const mt_batch *mt_shard_batch(mt_model *m, mt_micro_batch *mb, const mt_batch *batch) {
     if (m->grid->context.size == 1) return batch;
     int level = 0; // index in m->contexts of the attention of the batch's ranks
@@ -8312,8 +8305,7 @@ static const mt_batch *mt_shard_batch(mt_model *m, mt_micro_batch *mb, const mt_
     return &m->local_batch;
 }
 
-/* Assigns a batch's arrays on the device; returns those in host block `staged` with spans, tokens and
- * positions. */
+/* Assigns a batch's arrays on the device; returns those in host block `staged` with spans, tokens and positions. */
 static mt_batch_block mt_batch_block_open(mt_model *m, mt_micro_batch *mb, const mt_batch *batch, int staged) {
     int64_t T = batch->num_tokens, num_spans = batch->num_spans;
     MT_CHECK(T <= m->plan.max_tokens && num_spans <= T);
@@ -8655,12 +8647,7 @@ mt_schedule mt_schedule_of(const mt_options *o, int64_t micro_batches) {
 
 /* Buckets of one kind have similar sizes and share buffers: two for layers and two for their experts (current and
  * prefetched bucket), one for the larger matrices of the vocabulary. */
-typedef enum mt_bucket_kind {
-    MT_BUCKET_LAYER,
-    MT_BUCKET_EXPERTS,
-    MT_BUCKET_VOCABULARY,
-    MT_NUM_BUCKET_KINDS
-} mt_bucket_kind;
+typedef enum { MT_BUCKET_LAYER, MT_BUCKET_EXPERTS, MT_BUCKET_VOCABULARY, MT_NUM_BUCKET_KINDS } mt_bucket_kind;
 
 static const int mt_first_buffer[MT_NUM_BUCKET_KINDS + 1] = {0, 2, 4, 5};
 static const mt_dtype mt_optimizer_dtypes[] = {MT_F32, MT_BF16, MT_F16, MT_F8_E4M3}; // of mt_optimizer_dtype
@@ -10273,8 +10260,7 @@ static bool mt_logits_overlap(const mt_model *m) {
 }
 
 /* `gathered` of the second pair of regions, for rows of up to `widest` channels; if it overlaps, in a mailbox with
- * `parts`.
- */
+ * `parts`. */
 static void mt_plan_exchange(mt_tensor_parallel *tp, int64_t widest, mt_arena *arena) {
     int64_t whole = tp->group->size * tp->max_rows * widest * mt_dtype_size(tp->dtype);
     tp->mailbox_bytes = tp->overlaps ? 2 * whole + MT_MAILBOX_OWN : whole;
