@@ -6552,9 +6552,8 @@ static void mt_route_backward(mt_model *m, const mt_pass *p, mt_layer *w, mt_rou
         a.aux_scale = (float)o->moe_aux_loss_coeff, a.z_scale = (float)o->moe_z_loss_coeff;
         m->ops->aux_loss_backward(&a, p->stream);
     }
-    mt_linear_backward(&p->tp, &w->router,
-                       &(mt_linear_io){.x = x, .dy = e->dlogits, .dx = e->router_dx, .rounded = e->dlogits_rounded},
-                       MT_BACKWARD_BOTH);
+    mt_linear_io router = {.x = x, .dy = e->dlogits, .dx = e->router_dx, .rounded = e->dlogits_rounded};
+    mt_linear_backward(&p->tp, &w->router, &router, MT_BACKWARD_BOTH);
 }
 
 /* ---- the shared expert's gate: a router with a single expert and a sigmoid score, which scales the activation as the
@@ -6585,9 +6584,8 @@ static void mt_shared_gate_backward(mt_model *m, const mt_pass *p, mt_layer *w, 
     if (p->tp.sequence_parallel) m->ops->reduce_scatter(own, e->dgates, p->rows, MT_F32, &m->grid->tensor, p->stream);
     m->ops->route_backward(e->dlogits, own, e->gate_experts, r->gate_logits, p->rows, &mt_shared_gate_router,
                            p->stream);
-    mt_linear_backward(&p->tp, &w->shared_gate,
-                       &(mt_linear_io){.x = x, .dy = e->dlogits, .dx = e->router_dx, .rounded = e->dlogits_rounded},
-                       MT_BACKWARD_BOTH);
+    mt_linear_io gate = {.x = x, .dy = e->dlogits, .dx = e->router_dx, .rounded = e->dlogits_rounded};
+    mt_linear_backward(&p->tp, &w->shared_gate, &gate, MT_BACKWARD_BOTH);
     mt_add_to(m, p, m->scratch.dnormed, e->router_dx);
 }
 
@@ -8242,11 +8240,10 @@ int mt_batch_check(const mt_model *m, const mt_batch *batch, mt_error *error) {
         return mt_error_set(error, "%lld spans for %lld tokens; give 1 to %lld", (long long)batch->num_spans,
                             (long long)T, (long long)T);
     if (m->experts->sequences > 1 && batch->num_spans > m->experts->sequences)
-        return mt_error_set(
-            error,
-            "%lld sequences, and --moe-router-load-balancing-type seq_aux_loss is planned for %lld, the "
-            "tokens of a rank; give fewer, or take aux_loss",
-            (long long)batch->num_spans, (long long)m->experts->sequences);
+        return mt_error_set(error,
+                            "%lld sequences, and --moe-router-load-balancing-type seq_aux_loss is planned for "
+                            "%lld, the tokens of a rank; give fewer, or take aux_loss",
+                            (long long)batch->num_spans, (long long)m->experts->sequences);
     for (int64_t s = 0; s < batch->num_spans; s++) {
         const mt_span *span = &batch->spans[s];
         if (!mt_range_inside(span->q_start, span->q_len, T) || !mt_range_inside(span->k_start, span->k_len, T))
