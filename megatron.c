@@ -5104,7 +5104,6 @@ static void mt_params_add_bucket(mt_param_table *table, mt_unit unit, int64_t la
 
 /* One chunk's rows. */
 static void mt_params_add_stage(mt_param_table *table, const mt_stage *stage, bool has_embedding) {
-    bool tied = mt_options_tied(table->options);
     if (stage->embedding) {
         mt_params_add_bucket(table, MT_UNIT_WORDS, -1);
         mt_params_add_bucket(table, MT_UNIT_POSITIONS, -1);
@@ -5114,7 +5113,7 @@ static void mt_params_add_stage(mt_param_table *table, const mt_stage *stage, bo
         mt_params_add_bucket(table, MT_UNIT_EXPERTS, stage->first_layer + i);
     }
     if (!stage->loss) return;
-    if (!has_embedding && (tied || stage->num_mtp > 0)) {
+    if (!has_embedding && (mt_options_tied(table->options) || stage->num_mtp > 0)) {
         mt_params_add_bucket(table, MT_UNIT_WORDS, -1);
         table->rows[table->count - 1].counted = false;
     }
@@ -5979,8 +5978,7 @@ static mt_norm_args mt_latent_norm(const mt_model *m, const mt_pass *p, const mt
 
 /* RoPE of the shared rope channels of the keys; and the assembly of the heads. */
 static mt_rope_args mt_latent_rope(const mt_model *m, const mt_pass *p) {
-    int64_t R = m->rotary_dim;
-    return (mt_rope_args){.T = p->rows, .H = 1, .D = R, .rotation = mt_model_rotation(m, p, p->first_row)};
+    return (mt_rope_args){.T = p->rows, .H = 1, .D = m->rotary_dim, .rotation = mt_model_rotation(m, p, p->first_row)};
 }
 static mt_latent_heads_args mt_latent_heads(const mt_model *m, const mt_pass *p) {
     return (mt_latent_heads_args){
@@ -6882,7 +6880,6 @@ static void mt_shared_expert_forward(mt_model *m, const mt_pass *p, const mt_lay
 static void mt_experts_forward(mt_model *m, const mt_pass *p, const mt_layer *w, mt_activations *a, bool replay) {
     mt_routing *r = a->routing;
     void *out = m->scratch.block_out, *base = w->F > 0 ? out : NULL;
-    void *sum = mt_combined(m->experts, out, base);
     mt_dispatch_gather(m, p, a->mlp_norm.y);
     mt_route_forward(m, p, w, r, a->mlp_norm.y);
     mt_dispatch_preprocess(m, p, w, r);
@@ -6891,7 +6888,7 @@ static void mt_experts_forward(mt_model *m, const mt_pass *p, const mt_layer *w,
     mt_dispatch_postprocess(m, p, r, r->rows.input, r->rows.weights, a->mlp_norm.y, r->probs, &w->expert_fc1, MT_FP8_X);
     mt_expert_mlp_forward(m, p, w, r, replay);
     if (replay) return;
-    mt_combine_exchange(m, p, r, sum);
+    mt_combine_exchange(m, p, r, mt_combined(m->experts, out, base));
     mt_combine_postprocess(m, p, r, out, base);
 }
 
@@ -7302,12 +7299,12 @@ int64_t mt_ring_spans(mt_span *spans, const mt_batch *whole, const int64_t *cuts
 /* all_gather: the queries of a sequence in one of the rank's chunks attend to all keys up to the last of them. */
 static int64_t mt_gather_spans(mt_span *spans, const mt_batch *whole, const int64_t *cuts, int64_t ranks,
                                int64_t rank) {
-    int64_t count = 0, row = 0, owned[2] = {rank, 2 * ranks - 1 - rank};
+    const int64_t *chunks[2] = {&cuts[rank], &cuts[2 * ranks - 1 - rank]};
+    int64_t count = 0, row = 0;
     for (int half = 0; half < 2; half++)
-        for (int64_t s = 0, *chunk = (int64_t[2]){cuts[owned[half]], cuts[owned[half] + 1]}; s < whole->num_spans;
-             s++) {
-            int64_t begin = whole->spans[s].q_start, end = mt_min(begin + whole->spans[s].q_len, chunk[1]);
-            int64_t queries = end - mt_max(begin, chunk[0]);
+        for (int64_t s = 0; s < whole->num_spans; s++) {
+            int64_t begin = whole->spans[s].q_start, end = mt_min(begin + whole->spans[s].q_len, chunks[half][1]);
+            int64_t queries = end - mt_max(begin, chunks[half][0]);
             if (queries <= 0) continue;
             spans[count++] = (mt_span){row, queries, begin, end - begin, true};
             row += queries;
@@ -9130,8 +9127,7 @@ static void mt_bucket_reduce(mt_model *m, int64_t first, int64_t end) {
         return;
     }
     void *sum = in_place ? b->grad_shard : b->grads + b->shard_first;
-    const void *whole = shards ? b->grads : b->main_grads;
-    m->ops->reduce_scatter(sum, whole, b->shard_count, dtype, b->group, s->grad_stream);
+    m->ops->reduce_scatter(sum, shards ? b->grads : b->main_grads, b->shard_count, dtype, b->group, s->grad_stream);
     if (!in_place) mt_gradients_add(m, b, b->grad_shard, sum, b->shard_count, adds, s->grad_stream);
 }
 
@@ -9262,7 +9258,6 @@ static void mt_params_finish(mt_model *m) {
     if (now) mt_wait_stream(m, m->stream, s->param_stream);
 }
 
-/* The type of a trained parameter's state. */
 mt_dtype mt_state_dtype(const mt_model *m, mt_param_state state) {
     if (state == MT_STATE_EXP_AVG) return mt_optimizer_dtypes[m->options->exp_avg_dtype];
     if (state == MT_STATE_EXP_AVG_SQ) return mt_optimizer_dtypes[m->options->exp_avg_sq_dtype];
@@ -10606,8 +10601,7 @@ static void mt_experts_open(mt_model *m, const mt_options *o) {
         e->num_choices = e->num_destinations * mt_expert_capacity(m, m->max_rows * grid->tensor_context.size);
     for (int64_t i = 0; i < m->num_layers; i++)
         if (mt_layer_has_experts(o, m->layers[i].number)) m->layers[i].moe_index = e->num_layers++;
-    bool is_flex = e->uses_allgather && o->moe_token_dispatcher_type == MT_DISPATCHER_FLEX;
-    e->exchange.overlaps = is_flex && e->num_layers > 0;
+    e->exchange.overlaps = e->uses_allgather && o->moe_token_dispatcher_type == MT_DISPATCHER_FLEX && e->num_layers > 0;
     int64_t size = e->group->size;
     e->out_counts = mt_model_calloc(m, 2 * size * 8), e->in_counts = e->out_counts + size;
     for (int64_t i = 0; i < m->num_micro_batches; i++)
@@ -10912,8 +10906,7 @@ static int mt_model_check_memory(const mt_model *m, int64_t needed, mt_error *er
     int64_t host = m->plan.host_memory > 0 ? m->plan.host_memory : mt_cpu_ops.memory_available();
     int64_t available = cpu ? host : m->ops->memory_available(), on_host = m->host.used + (cpu ? needed : 0);
     int rank, ranks = 1;
-    bool offloads = m->offload || m->host_optimizer;
-    if (cpu || offloads) mt_host_ranks(&m->grid->world, &rank, &ranks, &on_host, &host);
+    if (cpu || m->offload || m->host_optimizer) mt_host_ranks(&m->grid->world, &rank, &ranks, &on_host, &host);
     if (cpu) needed = on_host, available = host;
     bool refused = needed > available, host_refused = !cpu && on_host > host;
     if (refused && (ranks == 1 || !cpu))
@@ -11141,14 +11134,6 @@ static int mt_mailboxes_start(mt_model *m, mt_error *error) {
     return 0;
 }
 
-/* Host memory for multi-token prediction. */
-static void mt_mtp_open(mt_model *m) {
-    int64_t tokens = m->plan.max_tokens * m->grid->context.size;
-    if (m->mtp->count == 0) return;
-    mt_batch_alloc(&m->mtp->rolled, tokens);
-    m->mtp->weights = mt_model_calloc(m, tokens * 4);
-}
-
 /* The head must compute the numbers of the loss. */
 static int mt_loss_check(const mt_model *m, mt_error *error) {
     bool has_values = m->options->head_type != MT_HEAD_LM, of_values = m->plan.loss->host && m->plan.loss->of_values;
@@ -11212,7 +11197,10 @@ static int mt_model_start(mt_model *m, mt_error *error) {
     if (m->host_optimizer) mt_host_optimizer_start(m);
     if (m->fp8) mt_fp8_start(m);
     mt_context_open(m);
-    mt_mtp_open(m);
+    if (m->mtp->count > 0) {
+        mt_batch_alloc(&m->mtp->rolled, m->plan.max_tokens * m->grid->context.size);
+        m->mtp->weights = mt_model_calloc(m, m->plan.max_tokens * m->grid->context.size * 4);
+    }
     m->ops->memory_zero(m->numbers, (int64_t)sizeof *m->numbers, m->stream);
     if (m->rotary_dim > 0) mt_rope_tables(m);
     return mt_mailboxes_start(m, error);
