@@ -2084,15 +2084,20 @@ static void mt_cpu_nll_loss(double *sums, float *dlogp, const float *logp, const
     }
 }
 
-/* The column of the maximum of x[n], the lowest among equals; -1 if an element is NaN or the maximum is not finite. */
-static int32_t mt_row_argmax(const float *x, int64_t n) {
-    int32_t best = 0;
-    bool numbers = true;
-    for (int32_t i = 0; i < n; i++) {
-        numbers &= !isnan(x[i]);
+/* The index of the maximum of x[n], the first among equals. */
+static int64_t mt_row_greatest(const float *x, int64_t n) {
+    int64_t best = 0;
+    for (int64_t i = 1; i < n; i++)
         if (x[i] > x[best]) best = i;
-    }
-    return numbers && isfinite(x[best]) ? best : -1;
+    return best;
+}
+
+/* The same; -1 if an element is NaN or the maximum is not finite. */
+static int32_t mt_row_argmax(const float *x, int64_t n) {
+    int64_t best = mt_row_greatest(x, n);
+    bool numbers = true;
+    for (int64_t i = 0; i < n; i++) numbers &= !isnan(x[i]);
+    return numbers && isfinite(x[best]) ? (int32_t)best : -1;
 }
 
 /* ---- sampling, for generation */
@@ -2230,14 +2235,6 @@ static bool mt_row_is_finite(const float *x, int64_t n) {
     bool finite = true;
     for (int64_t i = 0; i < n; i++) finite &= isfinite(x[i]) != 0;
     return finite;
-}
-
-/* The index of the maximum of x[n], the first among equals. */
-static int64_t mt_row_greatest(const float *x, int64_t n) {
-    int64_t best = 0;
-    for (int64_t i = 1; i < n; i++)
-        if (x[i] > x[best]) best = i;
-    return best;
 }
 
 /* out[n] = softmax of x[n], which may be out; returns log(sum(exp(x))). */
@@ -7993,7 +7990,6 @@ typedef struct mt_mtp {
 static void mt_mtp_roll(mt_batch *rolled) {
     for (int64_t s = 0; s < rolled->num_spans; s++) {
         int64_t first = rolled->spans[s].q_start, rest = rolled->spans[s].q_len - 1;
-        if (rest < 0) continue;
         memmove(rolled->tokens + first, rolled->tokens + first + 1, (size_t)rest * 4);
         memmove(rolled->labels + first, rolled->labels + first + 1, (size_t)rest * 4);
         memmove(rolled->loss_mask + first, rolled->loss_mask + first + 1, (size_t)rest * 4);
