@@ -10311,34 +10311,25 @@ static void mt_plan_layer(const mt_model *m, const mt_layer *w, mt_residency res
     if (has_experts) mt_routing_allocate(m, w, residency, a->routing, arena);
 }
 
-/* The buffers of recomputed values: each as large as the largest layer's that uses it. */
-static void mt_plan_recompute(mt_model *m, mt_arena *arena) {
-    mt_routing routing = {0};
-    mt_activations a = {.routing = &routing};
-    for (int64_t i = 0; i < m->num_layers; i++) {
-        mt_recompute_buffer *buffer = mt_recompute_buffer_of(m, &m->layers[i]);
-        mt_arena sizes = {0};
-        mt_plan_layer(m, &m->layers[i], MT_RECOMPUTE, &a, &sizes);
-        buffer->bytes = mt_max(buffer->bytes, sizes.used);
-    }
-    for (int64_t i = 0; i < m->num_recompute_buffers; i++)
-        m->recompute_buffers[i].memory = mt_arena_alloc(arena, m->recompute_buffers[i].bytes);
-}
-
-/* The buffers of offloaded values, as large as the largest layer's. Layers take turns. */
-static void mt_plan_offload(mt_model *m, mt_arena *arena) {
+/* The buffers of recomputed and of offloaded values: each as large as the largest layer's that uses it. Layers take
+ * turns with those of offloaded values. */
+static void mt_plan_value_buffers(mt_model *m, mt_arena *arena) {
     mt_routing routing = {0};
     mt_activations a = {.routing = &routing};
     int64_t largest = 0, count = 0;
-    for (int64_t i = 0; i < m->num_layers; i++) {
-        mt_arena sizes = {0};
-        mt_plan_layer(m, &m->layers[i], MT_OFFLOAD, &a, &sizes);
-        m->layers[i].offload_bytes = sizes.used;
-        m->layers[i].offload_buffer = (int)(count % MT_OFFLOAD_BUFFERS);
-        count += sizes.used > 0;
-        largest = mt_max(largest, sizes.used);
+    for (mt_layer *w = m->layers; w < m->layers + m->num_layers; w++) {
+        mt_recompute_buffer *buffer = mt_recompute_buffer_of(m, w);
+        mt_arena recomputed = {0}, offloaded = {0};
+        mt_plan_layer(m, w, MT_RECOMPUTE, &a, &recomputed);
+        mt_plan_layer(m, w, MT_OFFLOAD, &a, &offloaded);
+        buffer->bytes = mt_max(buffer->bytes, recomputed.used), largest = mt_max(largest, offloaded.used);
+        w->offload_bytes = offloaded.used, w->offload_buffer = (int)(count % MT_OFFLOAD_BUFFERS);
+        count += offloaded.used > 0;
     }
-    for (int i = 0; i < MT_OFFLOAD_BUFFERS; i++) m->offload->buffers[i].memory = mt_arena_alloc(arena, largest);
+    for (int64_t i = 0; i < m->num_recompute_buffers; i++)
+        m->recompute_buffers[i].memory = mt_arena_alloc(arena, m->recompute_buffers[i].bytes);
+    for (int i = 0; i < MT_OFFLOAD_BUFFERS && m->offload; i++)
+        m->offload->buffers[i].memory = mt_arena_alloc(arena, largest);
 }
 
 /* Offloaded values of a micro-batch's layers: where they are computed, and their copy on the host. On a single stage
@@ -10531,8 +10522,7 @@ static void mt_plan_memory(mt_model *m, mt_arena *arena) {
     if (m->plan.train) mt_plan_bucket_buffers(m, arena);
     m->bytes[MT_PLAN_BUFFERS] = arena->used;
     int64_t start = arena->used;
-    if (m->plan.train) mt_plan_recompute(m, arena);
-    if (m->offload) mt_plan_offload(m, arena);
+    if (m->plan.train) mt_plan_value_buffers(m, arena);
     for (int64_t i = 0; i < m->num_micro_batches; i++) {
         mt_plan_micro_batch(m, &m->micro_batches[i], arena);
         if (m->offload) mt_plan_offloaded(m, &m->micro_batches[i], &m->host);
