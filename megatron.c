@@ -6197,7 +6197,7 @@ typedef struct mt_routing {
     int32_t *kept;            // [N, k] the same, -1: dropped; equals `experts` without a capacity
     float *aux_stats;         // [2, S, E] summed scores and counts of each expert
     float *gate_logits;       // [R] logits of the shared expert's gate
-    float *gates;             // [T] their sigmoids
+    float *gates;             // [T] their sigmoids; NULL without a gate
     int32_t *position;        // [N, k copies] row of each choice
     int32_t *choice, *token;  // [P] choice and token of each row
     int32_t *offsets;         // [num_destinations + 1] first row of each destination
@@ -6866,10 +6866,9 @@ static void mt_expert_mlp_backward(mt_model *m, const mt_pass *p, mt_layer *w, c
 /* ---- forward and backward */
 
 static void mt_shared_expert_forward(mt_model *m, const mt_pass *p, const mt_layer *w, mt_activations *a, bool replay) {
-    bool has_gate = m->options->moe_shared_expert_gate;
     if (w->F == 0) return;
-    if (has_gate) mt_shared_gate_forward(m, p, w, a->routing, a->mlp_norm.y);
-    mt_mlp_forward(m, p, w, a, has_gate ? a->routing->gates : NULL, replay);
+    if (a->routing->gates) mt_shared_gate_forward(m, p, w, a->routing, a->mlp_norm.y);
+    mt_mlp_forward(m, p, w, a, a->routing->gates, replay);
 }
 
 /* scratch.block_out = weighted sum of the chosen experts of each token of mlp_norm.y[R, C], plus the shared expert,
@@ -6899,10 +6898,8 @@ static void mt_experts_backward(mt_model *m, const mt_pass *p, mt_layer *w, mt_a
     mt_dispatch_exchange(m, p, r, dout, NULL);
     mt_pass both = *p;
     both.halves = MT_BACKWARD_BOTH;
-    if (w->F > 0)
-        mt_mlp_backward(m, &both, w, a, dout, m->options->moe_shared_expert_gate ? r->gates : NULL, e->dgates,
-                        MT_BACKWARD_BOTH);
-    if (w->F > 0 && m->options->moe_shared_expert_gate) mt_shared_gate_backward(m, p, w, r, a->mlp_norm.y);
+    if (w->F > 0) mt_mlp_backward(m, &both, w, a, dout, r->gates, e->dgates, MT_BACKWARD_BOTH);
+    if (w->F > 0 && r->gates) mt_shared_gate_backward(m, p, w, r, a->mlp_norm.y);
     mt_dispatch_postprocess(m, p, r, e->rows.input, NULL, dout, NULL, &w->expert_down, MT_FP8_DY);
     mt_expert_mlp_backward(m, p, w, r);
     mt_combine_exchange(m, p, r, mt_combined(e, m->scratch.dnormed, e->router_dx));
@@ -10350,11 +10347,10 @@ static mt_context_plan mt_model_context_plan(const mt_model *m, int level) {
     const mt_grid *grid = m->grid;
     const mt_group *a2a = &grid->context_a2a, *ring = &grid->context_ring;
     if (m->num_contexts > 1) {
-        bool is_all = level == m->num_contexts - 1, by_head = m->options->cp_comm_type == MT_CP_A2A;
-        const mt_group *block = is_all      ? &grid->context
-                                : level > 0 ? &grid->context_blocks[level - 1]
-                                            : &mt_grid_of_one.context;
-        a2a = by_head ? block : &mt_grid_of_one.context, ring = by_head ? &mt_grid_of_one.context : block;
+        const mt_group *one = &mt_grid_of_one.context, *block = level > 0 ? &grid->context_blocks[level - 1] : one;
+        bool by_head = m->options->cp_comm_type == MT_CP_A2A;
+        if (level == m->num_contexts - 1) block = &grid->context;
+        a2a = by_head ? block : one, ring = by_head ? one : block;
     }
     mt_context_plan plan = {.comm_type = m->options->cp_comm_type, .a2a = a2a, .ring = ring, .dtype = m->dtype};
     plan.window = m->options->window_size, plan.max_tokens = m->plan.max_tokens, plan.train = m->plan.train;
