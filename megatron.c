@@ -9229,7 +9229,7 @@ static void mt_gradients_reduce_model(mt_model *m) {
         void *run = mt_at(b->grad_shard, begin, b->grad_dtype);
         m->ops->all_reduce(run, count, MT_SUM, b->grad_dtype, group, m->stream);
     }
-    int64_t word = m->word_bucket >= 0 ? m->word_bucket : m->head_bucket;
+    int64_t word = mt_word_bucket(m);
     bool has_copies = mt_options_tied(m->options) || m->options->mtp_num_layers > 0;
     if (has_copies && m->grid->embedding.size > 1 && word >= 0 && m->buckets[word].trained)
         m->ops->all_reduce(m->buckets[word].grad_shard, m->buckets[word].shard_count, MT_SUM,
@@ -9609,17 +9609,15 @@ static void mt_host_optimizer_finish(mt_model *m) {
 
 /* AdamW for types of state with a scale per parameter: one parameter at a time. */
 static void mt_optimizer_step_scaled(mt_model *m, mt_adamw *adamw, float weight_decay) {
-    int64_t bytes = m->num_params * (int64_t)sizeof *m->state_amax, begin, end;
+    int64_t bytes = m->num_params * (int64_t)sizeof *m->state_amax, begin;
     float(*amax)[3] = m->state_amax, (*new_amax)[3] = amax + m->num_params;
     m->ops->memory_zero(new_amax, bytes, m->stream);
     for (int64_t i = 0; i < m->num_params; i++) {
         const mt_param *param = &m->params[i];
         const mt_bucket *b = &m->buckets[param->bucket];
-        const mt_shard shard = {.first = b->shard_first, .count = b->shard_count};
-        mt_param_part(param, &shard, &begin, &end);
-        if (!b->trained || begin >= end) continue;
-        mt_adamw_args whole = mt_bucket_adamw(m, b);
-        mt_adamw_args a = mt_adamw_part(&whole, param->offset + begin - b->shard_first, end - begin);
+        int64_t count = mt_gradient_run(m, param, param, &begin);
+        if (!b->trained || count == 0) continue;
+        mt_adamw_args whole = mt_bucket_adamw(m, b), a = mt_adamw_part(&whole, begin, count);
         a.amax = amax[i], a.new_amax = new_amax[i], adamw->weight_decay = param->weight_decay ? weight_decay : 0;
         m->ops->adamw_amax(&a, adamw, m->stream);
         m->ops->adamw_step(&a, adamw, m->stream);
@@ -10476,7 +10474,7 @@ static void mt_plan_workspace(mt_model *m, mt_arena *arena) {
     int64_t widest = 0, size = mt_dtype_size(m->dtype), R = MT_MAX_ADAPTER_PARTS * m->options->lora_rank;
     for (const mt_param *param = m->params; param < m->params + m->num_params; param++)
         if (param->role == MT_LORA_A && m->options->lora_dropout > 0) widest = mt_max(widest, param->cols);
-    m->tp.adapter_rows = mt_arena_alloc(arena, 2 * T * R * size),
+    m->tp.adapter_rows = mt_arena_alloc(arena, 2 * T * R * size);
     m->tp.adapter_x = mt_arena_alloc(arena, T * widest * size);
     mt_plan_scratch(m, arena);
     mt_plan_experts(m, arena);
@@ -10501,8 +10499,8 @@ static void mt_plan_fp8(mt_model *m, mt_arena *arena) {
         if (!l) continue;
         int64_t operand = (l->fp8 - f->linears) * MT_NUM_FP8_OPERANDS, pieces = m->tp.overlaps ? m->tp.group->size : 1;
         int64_t rows = l->kind == MT_LINEAR_GROUPED ? mt_expert_rows_expected(m) : m->plan.max_tokens;
-        l->fp8->scale = f->scale ? f->scale + operand : NULL, l->fp8->amax = f->history ? f->history + operand : NULL;
-        l->fp8->inverse_scales = inverse_scales ? inverse_scales + operand * MT_FP8_SCALE_STEP : NULL;
+        l->fp8->scale = mt_at(f->scale, operand, MT_F32), l->fp8->amax = mt_at(f->history, operand, MT_F32);
+        l->fp8->inverse_scales = mt_at(inverse_scales, operand * MT_FP8_SCALE_STEP, MT_F32);
         if (f->recipe.keeps_weights)
             mt_fp8_allocate_weight(arena, l, l->fp8->gathered ? NULL : &l->fp8->w, &l->fp8->w_transposed);
         if (l->fp8->gathered) l->fp8->w.inverse_scales = mt_arena_alloc(arena, l->fp8->num_amaxes * 4);
@@ -10942,21 +10940,19 @@ static int mt_model_allocate(mt_model *m, mt_error *error) {
         m->ops->memory_alloc_host(mt_max(staged_bytes, m->plan.max_logits * (int64_t)sizeof *m->sampled));
     m->trainer->results = m->ops->memory_alloc_host(2 * (int64_t)sizeof(mt_step_result));
     if (m->has_loss && (m->plan.loss->host || !m->plan.train)) mt_host_loss_open(m);
-    if (m->experts->num_layers > 0) {
-        int64_t offsets = m->experts->group->size * (m->experts->num_destinations + 1);
-        m->experts->host_offsets =
-            m->ops->memory_alloc_host((offsets + m->experts->group->size * m->experts->num_local) * 4);
-        m->experts->host_counts = m->experts->host_offsets + offsets, m->experts->host_counts[0] = -1;
-        int64_t choices = m->experts->uses_allgather ? m->max_rows * m->experts->router.topk : 0;
-        m->experts->no_choices = mt_model_calloc(m, choices * 4);
-        for (int64_t i = 0; i < choices; i++) m->experts->no_choices[i] = -1;
-        int64_t loads = m->experts->num_layers * m->experts->router.num_experts;
-        int64_t step = 2 * loads + m->experts->num_layers; // numbers of four bytes
-        float *reported = m->experts->report_memory = m->ops->memory_alloc_host(2 * step * 4);
-        for (int i = 0; i < 2; i++) {
-            m->trainer->results[i].loads = reported + i * step,
-            m->trainer->results[i].kept = m->trainer->results[i].loads + loads;
-            m->trainer->results[i].invalid = (int32_t *)(void *)(m->trainer->results[i].kept + loads);
+    mt_experts *e = m->experts;
+    if (e->num_layers > 0) {
+        int64_t offsets = e->group->size * (e->num_destinations + 1);
+        e->host_offsets = m->ops->memory_alloc_host((offsets + e->group->size * e->num_local) * 4);
+        e->host_counts = e->host_offsets + offsets, e->host_counts[0] = -1;
+        int64_t choices = e->uses_allgather ? m->max_rows * e->router.topk : 0;
+        e->no_choices = mt_model_calloc(m, choices * 4);
+        for (int64_t i = 0; i < choices; i++) e->no_choices[i] = -1;
+        int64_t loads = e->num_layers * e->router.num_experts, step = 2 * loads + e->num_layers; // of four bytes
+        float *reported = e->report_memory = m->ops->memory_alloc_host(2 * step * 4);
+        for (mt_step_result *result = m->trainer->results; result < m->trainer->results + 2; result++) {
+            result->loads = reported, result->kept = result->loads + loads, reported += step;
+            result->invalid = (int32_t *)(void *)(result->kept + loads);
         }
     }
     for (int i = 0; i < 2; i++) {
