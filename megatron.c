@@ -5439,8 +5439,7 @@ static void mt_rope_tables(mt_model *model) {
         }
     }
     model->ops->memory_copy(model->rope_cos, cosines, count * 4, model->stream);
-    model->ops->memory_copy(model->rope_sin, sines, count * 4, model->stream);
-    model->ops->stream_synchronize(model->stream);
+    mt_copy_wait(model, model->rope_sin, sines, count * 4);
     free(cosines);
     free(sines);
 }
@@ -6591,8 +6590,7 @@ static void mt_exchange_counts(mt_model *m, const mt_pass *p, mt_routing *r) {
     mt_experts *e = m->experts;
     int64_t size = e->group->size, rank = e->group->rank, local = e->num_local, stride = e->num_destinations + 1;
     m->ops->all_gather(e->all_offsets, r->offsets, stride, MT_I32, e->group, p->stream);
-    m->ops->memory_copy(e->host_offsets, e->all_offsets, size * stride * 4, p->stream);
-    m->ops->stream_synchronize(p->stream);
+    mt_copy_wait(m, e->host_offsets, e->all_offsets, size * stride * 4);
     r->num_rows = 0;
     for (int64_t other = 0; other < size; other++) {
         const int32_t *here = e->host_offsets + other * stride + rank * local;
@@ -6633,8 +6631,7 @@ static void mt_dispatch_preprocess(mt_model *m, const mt_pass *p, const mt_layer
     m->ops->dispatch_plan(r->offsets, r->position, r->choice, r->token, r->kept, N, P, &dispatch, p->stream);
     r->num_rows = r->num_choices = P;
     if (e->uses_allgather || (e->group->size == 1 && !e->grouped)) {
-        m->ops->memory_copy(e->host_offsets, r->offsets, (num_destinations + 1) * 4, p->stream);
-        m->ops->stream_synchronize(p->stream);
+        mt_copy_wait(m, e->host_offsets, r->offsets, (num_destinations + 1) * 4);
         if (e->uses_allgather) r->num_rows = e->host_offsets[num_destinations];
         if (!e->grouped) memcpy(r->host_offsets, e->host_offsets, (size_t)(num_destinations + 1) * 4);
     } else if (e->group->size > 1) {
@@ -7843,8 +7840,7 @@ static void mt_distill(mt_model *m, const mt_pass *p, const mt_output *out, bool
         void *at = mt_at(out->logits, t[0] * m->V, m->dtype);
         m->ops->memory_copy(h->device_index, h->index, n * 4, p->stream);
         m->ops->gather_rows(h->device_values, at, h->device_index, n, 1, 1, 1, m->dtype, p->stream);
-        m->ops->memory_copy(h->values, h->device_values, n * size, p->stream);
-        m->ops->stream_synchronize(p->stream);
+        mt_copy_wait(m, h->values, h->device_values, n * size);
         (void)mt_row_load(own, h->values, 0, n, m->dtype);
         if (backward) {
             n = 0; // those on this rank
@@ -10785,10 +10781,9 @@ static void mt_fp8_start(mt_model *m) {
     mt_dtype formats[] = {f->recipe.format, f->recipe.format, f->recipe.gradient_format};
     for (int64_t i = 0; i < operands; i++)
         values[i] = 1, values[operands + i] = mt_f8_largest(formats[i % MT_NUM_FP8_OPERANDS]);
-    m->ops->memory_copy(f->scale, values, operands * 4, m->stream);
-    m->ops->memory_copy(f->largest, values + operands, operands * 4, m->stream);
     m->ops->memory_zero(f->history, f->history_length * operands * 4, m->stream);
-    m->ops->stream_synchronize(m->stream);
+    m->ops->memory_copy(f->scale, values, operands * 4, m->stream);
+    mt_copy_wait(m, f->largest, values + operands, operands * 4);
     free(values);
 }
 
