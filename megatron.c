@@ -8530,8 +8530,7 @@ static void mt_list_add(mt_action_list *list, mt_action_kind kind, int64_t micro
  * chunks. */
 static void mt_schedule_order(const mt_schedule *s, int64_t index, int64_t *micro_batch, int64_t *chunk) {
     int64_t group = s->vp == 1 ? s->micro_batches : s->group;
-    int64_t first = index / (group * s->vp) * group, size = s->micro_batches - first;
-    if (size > group) size = group;
+    int64_t first = index / (group * s->vp) * group, size = mt_min(s->micro_batches - first, group);
     index -= first * s->vp;
     *micro_batch = first + index % size;
     *chunk = index / size;
