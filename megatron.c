@@ -1123,9 +1123,8 @@ static void mt_fp8_multiply(const mt_fp8_product_args *p, const mt_fp8_matrix *w
                             int64_t k, int64_t K) {
     int64_t N = p->N, M_block = mt_max(1, mt_min(M, 512)), N_block = mt_min(N, 1024);
     int64_t out_floats = mt_matrix_scratch(M_block, N_block, p->out_dtype);
-    float *a_floats = mt_scratch_grow((M_block + N_block) * K + out_floats + N_block),
-          *b_floats = a_floats + M_block * K;
-    float *scratch = b_floats + N_block * K, *bias_scratch = scratch + out_floats;
+    float *a_floats = mt_scratch_grow((M_block + N_block) * K + out_floats + N_block);
+    float *b_floats = a_floats + M_block * K, *scratch = b_floats + N_block * K, *bias_scratch = scratch + out_floats;
     mt_matrix a = {.data = a_floats, .stride = K}, b = {.data = b_floats, .stride = K};
     for (int64_t m = 0; m < M; m += M_block) {
         int64_t rows = mt_min(M_block, M - m);
