@@ -100,9 +100,9 @@ static void mt_candidate_print(const mt_candidate *c, const mt_options *o, const
     if (MT_GIVEN(o, data_parallel_sharding_strategy)) shards = o->data_parallel_sharding_strategy != MT_NO_SHARD;
     *line = 0;
     MT_LINE(tensor_model_parallel_size, " --tensor-model-parallel-size %lld", (long long)c->tp);
-    if (c->tp > 1) MT_LINE(sequence_parallel, " --sequence-parallel");
-    if (mt_candidate_overlaps(c, o) && (o->sequence_parallel || !MT_GIVEN(o, sequence_parallel)))
-        MT_LINE(tp_comm_overlap, " --tp-comm-overlap");
+    if (c->tp > 1 && !o->distribute_saved_activations) MT_LINE(sequence_parallel, " --sequence-parallel"); // excluded
+    bool splits = MT_GIVEN(o, sequence_parallel) ? o->sequence_parallel : !o->distribute_saved_activations;
+    if (mt_candidate_overlaps(c, o) && splits) MT_LINE(tp_comm_overlap, " --tp-comm-overlap");
     MT_LINE(pipeline_model_parallel_size, " --pipeline-model-parallel-size %lld", (long long)c->pp);
     if (c->balanced)
         MT_LINE(pipeline_model_parallel_layout, " --pipeline-model-parallel-layout '%s'", folded);
@@ -697,6 +697,14 @@ static int mt_search_measure(mt_search *s, mt_error *error) {
              (long long)tp, (long long)pp, (long long)cp);
     int status = mt_search_finish(s, line, tp * pp * cp * ep, o, error);
     if (status != 0 && s->count > 0) status = mt_search_legal(s, error);
+    if (status != 0 && s->count == 0) { // the options that the list would have are no reason to refuse it
+        mt_candidate c = {.tp = tp, .pp = pp, .cp = cp, .ep = ep, .etp = given->expert_tensor_parallel_size, .vp = 1};
+        char whole[MT_LAYOUT_LINE];
+        c.micro_batch = 1, c.recompute = MT_GIVEN(given, recompute_modules);
+        mt_candidate_print(&c, given, "", whole);
+        mt_options_free(o);
+        status = mt_search_finish(s, whole, tp * pp * cp * ep, o, error);
+    }
     return status != 0 ? status : mt_simulate_check(o, error);
 }
 

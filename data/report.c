@@ -440,21 +440,28 @@ static void collect_scalars(scalar_list *all, const mt_report *report, const mt_
     add_scalar(all, "dropped", "dropped", metrics->dropped);
 }
 
+/* Mean number of keys that a query sees: half of the sequence, as Megatron counts; with a window its size, and fewer at
+ * the start. */
+static double mean_keys(const mt_options *o) {
+    double T = (double)o->seq_length, window = (double)o->window_size;
+    return window > 0 && window < T ? window - window * window / (2 * T) : T / 2;
+}
+
 /* Multiplications per token of latent attention, including its norms, as Megatron counts them. */
 static double latent_multiplications(const mt_options *o) {
-    double heads = (double)o->num_attention_heads, C = (double)o->hidden_size, T = (double)o->seq_length;
+    double heads = (double)o->num_attention_heads, C = (double)o->hidden_size;
     double q_rank = (double)o->q_lora_rank, kv_rank = (double)o->kv_lora_rank, nope = (double)o->qk_head_dim;
     double rope = (double)o->qk_pos_emb_head_dim, values = (double)o->v_head_dim, width = heads * (nope + rope);
     double queries = q_rank > 0 ? q_rank * (C + width + 1) : C * width;
     double keys = kv_rank * (C + heads * (nope + values) + 1) + C * rope;
-    return queries + keys + heads * values * C + T / 2 * (width + heads * values);
+    return queries + keys + heads * values * C + mean_keys(o) * (width + heads * values);
 }
 
 double mt_flops(const mt_options *o, int64_t num_sequences) {
     double heads = (double)o->num_attention_heads, groups = (double)o->num_query_groups, D = (double)o->kv_channels;
     double C = (double)o->hidden_size, F = (double)o->ffn_hidden_size, T = (double)o->seq_length;
     double projections = C * (heads + 2 * groups) * D + heads * D * C; // q, k, v and output; multiplications per token
-    double attention = heads * D * T;                                  // q k and p v, each over T / 2 keys
+    double attention = 2 * heads * D * mean_keys(o);                   // q k and p v
     double matrices = mt_activation_rows[mt_options_activation(o)].gated ? 3 : 2, mlp = matrices * C * F;
     double experts = (double)mt_num_expert_layers(o);
     double visited = (double)(o->moe_router_topk * o->moe_ffn_hidden_size + o->moe_shared_expert_intermediate_size);
@@ -475,10 +482,13 @@ mt_token_work mt_token_work_of(const mt_options *options) {
     // Without the padding that depends on the layout: any has the same micro-batches.
     one.padded_vocab_size = many.padded_vocab_size = options->vocab_size;
     one.seq_length = 1, many.seq_length = 1 << 20;
-    double length = (double)many.seq_length, short_rate = mt_flops(&one, 1), long_rate = mt_flops(&many, 1) / length;
+    bool has_window = options->window_size > 0 && options->window_size < many.seq_length;
+    if (has_window) one.seq_length = options->window_size; // linear from there on
+    double least = (double)one.seq_length, most = (double)many.seq_length;
+    double short_rate = mt_flops(&one, 1) / least, long_rate = mt_flops(&many, 1) / most;
     double width = (double)(options->num_query_groups * options->kv_channels);
-    mt_token_work work = {.per_pair = (long_rate - short_rate) / (length - 1)};
-    work.per_token = short_rate - work.per_pair;
+    mt_token_work work = {.per_pair = (long_rate - short_rate) / (most - least)};
+    work.per_token = short_rate - work.per_pair * least;
     // keys and values in bf16: once forward, once backward, and their gradients
     work.per_exchange = 3 * 2 * width * 2 * (double)options->num_layers * flops_per_byte;
     return work;

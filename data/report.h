@@ -68,7 +68,7 @@ void mt_report_stragglers(mt_report *report, const mt_grid *grid, const mt_run_s
 void mt_report_refusal(mt_grid *grid, const mt_options *options, int status, mt_error *error);
 
 /* Floating-point operations of forward and backward over `num_sequences` (Megatron's num_floating_point_operations;
- * recomputation is not counted). */
+ * recomputation is not counted; with --window-size only the keys of the window are). */
 double mt_flops(const mt_options *options, int64_t num_sequences);
 
 /* The predicted work of a model's tokens: the linear and the quadratic term of mt_flops, and the FLOPs that

@@ -1321,6 +1321,30 @@ static void operation_count_of_qwen3_30b_equals_megatron(void **state) {
     mt_options_free(&options);
 }
 
+/* Of 4,096 queries, query t sees min(t + 1, W) keys, for scores and for values of 4 heads of 16 channels. */
+static void a_window_counts_its_keys_only(void **state) {
+    (void)state;
+    double counts[3], keys[3] = {0};
+    for (int i = 0; i < 3; i++) {
+        int64_t T = 4096, W = i == 0 ? T : i == 1 ? 1000 : 64;
+        mt_options o;
+        char line[400];
+        snprintf(
+            line, sizeof line,
+            "--num-layers 1 --hidden-size 64 --num-attention-heads 4 --vocab-size 256 --mock-data --seq-length %lld "
+            "--train-iters 1 --lr 1 --position-embedding-type rope --window-size %lld",
+            (long long)T, (long long)W);
+        expect_good(&o, line);
+        counts[i] = mt_flops(&o, 1);
+        for (int64_t t = 0; t < T; t++) keys[i] += (double)(t < W ? t + 1 : W);
+        mt_options_free(&o);
+    }
+    for (int i = 1; i < 3; i++) {
+        double fewer = (counts[0] - counts[i]) / (6 * 2 * 4 * 16 * (keys[0] - keys[i]));
+        assert_true(fabs(fewer - 1) < 1e-3);
+    }
+}
+
 static void latent_attention_counts_as_megatron_counts_it(void **state) {
     (void)state;
     const char *shape =
@@ -2315,6 +2339,7 @@ static const struct CMUnitTest tests[] = {
     cmocka_unit_test(published_shapes_have_their_published_numbers_of_parameters),
     cmocka_unit_test(operation_count_of_llama3_8b_equals_megatron),
     cmocka_unit_test(operation_count_of_qwen3_30b_equals_megatron),
+    cmocka_unit_test(a_window_counts_its_keys_only),
     cmocka_unit_test(latent_attention_counts_as_megatron_counts_it),
     cmocka_unit_test(golden_configs_are_read_as_their_families_are),
     cmocka_unit_test(experts_have_the_matrices_and_biases_of_their_activation),

@@ -465,6 +465,8 @@ refusals_name_the_reason() {
             --plan --gpus 11 &&
         refused 'no layout of 8 GPUs is legal: .* parallel sizes that are given need a multiple of 16' "$train" --bf16 \
             $small --plan --gpus 8 --tensor-model-parallel-size 8 --pipeline-model-parallel-size 2 &&
+        refused 'no layout of 6 GPUs is legal: .* parallel sizes that are given need a multiple of 4' "$train" --bf16 \
+            $small --plan --gpus 6 --tensor-model-parallel-size 2 --context-parallel-size 2 --tp-comm-overlap &&
         refused '--num-layers, 4, must be a multiple of 8 pipeline ranks' "$train" --bf16 $small --plan --gpus 8 \
             --pipeline-model-parallel-size 8 &&
         refused 'no layout of 4 GPUs is legal: --sequence-parallel needs --tensor' "$train" --bf16 $small --plan \
@@ -621,7 +623,10 @@ qwen3-30b-a3b|8|--no-moe-grouped-gemm
 END
     # shellcheck disable=SC2086
     plan $eight --global-batch-size 64 --gpus 8 --recompute-modules mlp && says 'granularity selective$' "$work/plan" &&
-        ! grep '^[0-9].*--recompute-modules' "$work/plan"
+        ! grep '^[0-9].*--recompute-modules' "$work/plan" || return 1
+    # shellcheck disable=SC2086
+    plan $small --gpus 4 --distribute-saved-activations && says '^[0-9]*\. .*tensor-model-parallel-size' "$work/plan" &&
+        ! grep '^[0-9].*--sequence-parallel' "$work/plan"
 }
 
 # The host reads zeros as the results of a step, whichever models were simulated before.
