@@ -4,6 +4,7 @@
 #define MT_CUDA_H
 
 #include "../megatron.h"
+#include "limits.h"
 
 #include <cublasLt.h>
 #include <cuda_bf16.h>
@@ -70,24 +71,6 @@ int64_t mt_attention_cudnn_workspace_bytes(int64_t T, int64_t H, int64_t D);
 static inline cudaStream_t mt_cuda_stream(mt_stream *stream) {
     return stream ? stream->stream : (cudaStream_t)0;
 }
-
-/* The limits of the table (mt_limits), which the kernels' shared memory and registers set:
- * attention.cu keeps a head in the registers of a warp;
- * moe.cu has a lane per choice, and a router's values in 48 KiB of shared memory, fourfold for the auxiliary loss;
- * sinkhorn.cu keeps a factor per expert and a partial sum per thread in 40 KiB;
- * cuBLASLt multiplies fp8 matrices whose rows are multiples of 16 bytes;
- * cuDNN's attention takes whole tiles, and heads wider than 128 only in DeepSeek-V3's sizes. */
-enum {
-    MT_CUDNN_TOKENS = 128,
-    MT_CUDNN_CHANNELS = 128,
-    MT_CUDNN_LATENT_CHANNELS = 192,
-    MT_CUDA_FP8_MULTIPLE = 16,
-    MT_CUDA_HEAD_CHANNELS = 256,
-    MT_CUDA_ROUTER_TOPK = 32,
-    MT_CUDA_EXPERTS = 48 * 1024 / 4,
-    MT_CUDA_AUX_LOSS_EXPERTS = 48 * 1024 / 16,
-    MT_CUDA_SINKHORN_EXPERTS = 40 * 1024 / 8 - 1024
-};
 
 /* Prototypes of every operation of the table, with C linkage. */
 #define MT_CUDA_PROTOTYPE(name, ...) extern "C" mt_##name##_fn mt_cuda_##name;

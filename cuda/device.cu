@@ -312,26 +312,11 @@ struct named<Result(Arguments...), function, name> {
 MT_ALL_OPERATIONS(MT_CUDA_NAME)
 #undef MT_CUDA_NAME
 
-/* no_fp8 is set for the device. No kernel has scales per 32 elements. */
-static const mt_limits cuda_limits = {false,
-                                      MT_CUDA_HEAD_CHANNELS,
-                                      MT_CUDA_ROUTER_TOPK,
-                                      MT_CUDA_EXPERTS,
-                                      MT_CUDA_AUX_LOSS_EXPERTS,
-                                      MT_CUDA_SINKHORN_EXPERTS,
-                                      MT_CUDA_FP8_MULTIPLE,
-#ifdef MT_HAVE_CUDNN
-                                      MT_CUDNN_TOKENS,
-                                      MT_CUDNN_CHANNELS,
-                                      MT_CUDNN_LATENT_CHANNELS,
-#else
-                                      0,
-                                      0,
-                                      0,
-#endif
-                                      false,
-                                      true};
-static mt_ops cuda_ops = {"cuda", true, false, cuda_limits,
+/* mt_cuda_open sets the limits. */
+static mt_ops cuda_ops = {"cuda",
+                          true,
+                          false,
+                          {},
 #define MT_CUDA_ENTRY(name, ...) named<mt_##name##_fn, mt_cuda_##name, name_of_##name>::call,
                           MT_ALL_OPERATIONS(MT_CUDA_ENTRY)
 #undef MT_CUDA_ENTRY
@@ -357,6 +342,12 @@ extern "C" const mt_ops *mt_cuda_open(int device, mt_error *error) {
                      mt_cuda_device()->name);
         return NULL;
     }
-    cuda_ops.limits.no_fp8 = 10 * mt_cuda_device()->major + mt_cuda_device()->minor < 89;
+#ifdef MT_HAVE_CUDNN
+    const bool has_cudnn = true;
+#else
+    const bool has_cudnn = false;
+#endif
+    bool has_fp8 = 10 * mt_cuda_device()->major + mt_cuda_device()->minor >= 89;
+    mt_cuda_set_limits(&cuda_ops.limits, has_fp8, has_cudnn);
     return &cuda_ops;
 }

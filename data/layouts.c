@@ -141,10 +141,10 @@ static void mt_search_add(mt_search *s, mt_candidate c) {
     int64_t replicas = o->gpus / (c.tp * c.pp * c.cp);
     bool shards = replicas * c.cp > 1 && !c.zero_bubble && !MT_GIVEN(o, data_parallel_sharding_strategy) &&
                   !MT_GIVEN(o, use_distributed_optimizer);
+    bool chosen = MT_GIVEN(o, recompute_granularity) || o->recompute_activations || o->moe_layer_recompute;
     c.family = s->num_families++;
     for (c.sharding = 0; c.sharding <= shards; c.sharding++)
-        for (c.recompute = 0; c.recompute < (MT_GIVEN(o, recompute_granularity) ? 1 : MT_RECOMPUTE_CHOICES);
-             c.recompute++) {
+        for (c.recompute = 0; c.recompute < (chosen ? 1 : MT_RECOMPUTE_CHOICES); c.recompute++) {
             s->out->considered++;
             c.number = s->count;
             s->list = mt_search_grow(s->list, s->count, sizeof *s->list);

@@ -7,6 +7,7 @@
  * stream's clock never runs backwards; an operation starts when its stream is free and the host has enqueued it. */
 #include "simulate.h"
 
+#include "../cuda/limits.h"
 #include "options.h"
 #include "report.h"
 #include "stage.h"
@@ -496,7 +497,7 @@ static const mt_ops *mt_sim_ops(const mt_machine *machine) {
 #undef MT_SIM_ENTRY
     mt_ops *ops = &mt_device_model.ops;
     ops->name = "cuda", ops->on_device = ops->is_imagined = true;
-    ops->limits.no_fp8 = machine->fp8_product_tflops == 0;
+    mt_cuda_set_limits(&ops->limits, machine->fp8_product_tflops > 0, true);
     ops->linear_forward = mt_product_linear_forward, ops->linear_backward_input = mt_product_linear_backward_input;
     ops->linear_backward_weight = mt_product_linear_backward_weight;
     ops->linear_gelu_forward = mt_product_linear_gelu_forward;
@@ -879,6 +880,7 @@ int mt_simulate_check(const mt_options *o, mt_error *error) {
         {o->stage > MT_STAGE_SFT, "only --stage pt and sft are timed"},
         {o->rerun_mode != MT_RERUN_DISABLED, "--rerun-mode is not timed; leave it out"},
         {o->attention_backend == MT_ATTENTION_UNFUSED, "--attention-backend unfused is not timed; leave it out"},
+        {o->attention_backend == MT_ATTENTION_CUDNN, "--attention-backend cudnn is not timed; leave it out"},
         {o->fp8_format && o->fp8_recipe == MT_FP8_MXFP8,
          "--fp8-recipe mxfp8 is not timed; take blockwise, whose scales are in blocks too"},
         {o->dynamic_context_parallel,

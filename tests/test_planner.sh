@@ -483,6 +483,12 @@ refusals_name_the_reason() {
             --tensor-model-parallel-size 0 &&
         refused 'at most 1048576' "$train" --bf16 $small --plan --gpus 2 --global-batch-size 2000000 &&
         refused 'unfused is not timed' $base --gpus 1 --attention-backend unfused &&
+        refused 'cudnn is not timed' $base --gpus 1 --attention-backend cudnn --attention-dropout 0 &&
+        refused 'at most 256 channels' $base --gpus 1 --kv-channels 320 &&
+        refused 'no layout of 2 GPUs is legal: .* at most 256 channels' "$train" --bf16 $small --plan --gpus 2 \
+            --kv-channels 320 &&
+        refused 'choose at most 32 experts per token' "$train" --bf16 $small --plan --gpus 2 --num-experts 64 \
+            --moe-router-topk 33 --disable-bias-linear &&
         refused 'mxfp8 is not timed' $base --gpus 1 --gpu b200 --fp8-format e4m3 --fp8-recipe mxfp8 &&
         refused '--gpus-per-host must be in' "$train" --bf16 $small --plan --gpus 2 --gpus-per-host 2000 &&
         refused 'auto: needs a --pipeline' $base --gpus 3 --pipeline-model-parallel-layout auto \

@@ -1,0 +1,40 @@
+/* limits.h: the limits of the CUDA backend's table, which its kernels' shared memory and registers set. Plain C: a
+ * simulated GPU has them too (data/simulate.c). */
+#ifndef MT_CUDA_LIMITS_H
+#define MT_CUDA_LIMITS_H
+
+#include "../megatron.h"
+
+/* attention.cu keeps a head in the registers of a warp;
+ * moe.cu has a lane per choice, and a router's values in 48 KiB of shared memory, fourfold for the auxiliary loss;
+ * sinkhorn.cu keeps a factor per expert and a partial sum per thread in 40 KiB;
+ * cuBLASLt multiplies fp8 matrices whose rows are multiples of 16 bytes;
+ * cuDNN's attention takes whole tiles, and heads wider than 128 only in DeepSeek-V3's sizes. */
+enum {
+    MT_CUDNN_TOKENS = 128,
+    MT_CUDNN_CHANNELS = 128,
+    MT_CUDNN_LATENT_CHANNELS = 192,
+    MT_CUDA_FP8_MULTIPLE = 16,
+    MT_CUDA_HEAD_CHANNELS = 256,
+    MT_CUDA_ROUTER_TOPK = 32,
+    MT_CUDA_EXPERTS = 48 * 1024 / 4,
+    MT_CUDA_AUX_LOSS_EXPERTS = 48 * 1024 / 16,
+    MT_CUDA_SINKHORN_EXPERTS = 40 * 1024 / 8 - 1024
+};
+
+/* has_fp8: the GPU multiplies fp8 matrices. No kernel has scales per 32 elements. */
+static inline void mt_cuda_set_limits(mt_limits *limits, bool has_fp8, bool has_cudnn) {
+    limits->one_attention = false;
+    limits->head_channels = MT_CUDA_HEAD_CHANNELS;
+    limits->router_topk = MT_CUDA_ROUTER_TOPK;
+    limits->experts = MT_CUDA_EXPERTS;
+    limits->aux_loss_experts = MT_CUDA_AUX_LOSS_EXPERTS;
+    limits->sinkhorn_experts = MT_CUDA_SINKHORN_EXPERTS;
+    limits->fp8_multiple = MT_CUDA_FP8_MULTIPLE;
+    limits->cudnn_tokens = has_cudnn ? MT_CUDNN_TOKENS : 0;
+    limits->cudnn_channels = has_cudnn ? MT_CUDNN_CHANNELS : 0;
+    limits->cudnn_latent_channels = has_cudnn ? MT_CUDNN_LATENT_CHANNELS : 0;
+    limits->no_fp8 = !has_fp8, limits->no_mxfp8 = true;
+}
+
+#endif
