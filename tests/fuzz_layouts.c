@@ -570,7 +570,8 @@ static outcome compare_metrics(const char *path, int64_t from, double tolerance,
             double a = json_number_value(other), b = json_number_value(value);
             bool good = json_is_number(value) ? json_is_number(other) && fabs(a - b) <= tolerance * fabs(b)
                                               : json_typeof(value) == (other ? json_typeof(other) : JSON_NULL);
-            bool near = json_is_number(value) && json_is_number(other) && fabs(a - b) <= TIE_TOLERANCE * fabs(b);
+            bool near = json_is_number(value) && json_is_number(other) &&
+                        (is_routed(key) || fabs(a - b) <= TIE_TOLERANCE * fabs(b));
             if (is_measured(key) || (!chooses_alike && is_routed(key))) continue;
             compared++;
             if (good || result >= (near ? NEARLY : FAILED)) continue;
