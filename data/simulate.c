@@ -734,10 +734,10 @@ static int mt_sim_measure(mt_simulation *simulation, mt_simulated_rank *r, const
     if (status == 0) {
         for (int row = 0; row < MT_NUM_PLAN_ROWS; row++)
             r->bytes[row] = mt_model_planned_bytes(model, (mt_plan_row)row);
-        if (r->bytes[MT_PLAN_TOTAL] > simulation->bytes[MT_PLAN_TOTAL])
-            memcpy(simulation->bytes, r->bytes, sizeof r->bytes);
         double context = mt_machine_context(machine, mt_sim_communicators(&grid, o, ranks));
-        simulation->needed = fmax(simulation->needed, (double)r->bytes[MT_PLAN_TOTAL] + context);
+        double needed = (double)r->bytes[MT_PLAN_TOTAL] + context;
+        if (needed > simulation->needed) memcpy(simulation->bytes, r->bytes, sizeof r->bytes);
+        simulation->needed = fmax(simulation->needed, needed);
         if (simulation->needed > machine->memory_gib) status = MT_DOES_NOT_FIT;
         mt_model_destroy(model);
     }
