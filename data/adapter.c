@@ -209,10 +209,10 @@ static const struct {
     {"init_lora_weights", "true|false|\"gaussian\"|null", "an initialisation that changes the base weights"},
 };
 
-/* True if a value, printed, is one of "a|b|c". */
+/* True if a value, printed, is one of "a|b|c". NULL, a key that is not there, is none. */
 static bool mt_json_is_one_of(const json_t *value, const char *choices) {
     char *text = json_dumps(value, JSON_COMPACT | JSON_ENCODE_ANY);
-    bool found = mt_choice_index(choices, text) >= 0;
+    bool found = text && mt_choice_index(choices, text) >= 0;
     free(text);
     return found;
 }

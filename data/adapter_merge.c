@@ -6,6 +6,7 @@
 
 #include <stdlib.h>
 #include <string.h>
+#include <unistd.h>
 
 /* The row of this bucket with a role, an adapter's half and an expert. Matrices of one tensor share A. */
 static const mt_param *mt_bucket_find(const mt_param *params, const mt_bucket *b, mt_role role, const mt_param *of) {
@@ -46,12 +47,34 @@ void mt_model_merge_adapters(mt_model *m) {
     }
 }
 
-/* The small files of a whole model, on rank 0. */
+/* The small files of a whole model, on rank 0. config.json, by which a folder holds a model, is the last one. */
 static int mt_merged_write(const mt_options *o, mt_error *error) {
     char *config = mt_options_write_hf_config(o), *path = mt_path_join(o->merge_adapter, "config.json");
-    int status = mt_file_write(path, config, (int64_t)strlen(config), "--merge-adapter", error);
+    int status = mt_generation_config_write(o, o->merge_adapter, error);
+    if (status == 0) status = mt_file_write(path, config, (int64_t)strlen(config), "--merge-adapter", error);
     free(config), free(path);
-    return status == 0 ? mt_generation_config_write(o, o->merge_adapter, error) : status;
+    return status;
+}
+
+/* True for the names of weights and of their index. */
+static bool mt_is_merged(const char *name) {
+    return strncmp(name, "model", 5) == 0 && strstr(name, ".safetensors");
+}
+
+static int mt_merged_refuse(const char *folder, const char *name, void *error) {
+    if (!mt_is_merged(name)) return 0;
+    return mt_error_set(error,
+                        "--merge-adapter %s: holds %s but no config.json, as after a merge that was killed; "
+                        "remove it, or name another folder",
+                        folder, name);
+}
+
+static int mt_merged_remove(const char *folder, const char *name, void *context) {
+    char *path = mt_path_join(folder, name);
+    (void)context;
+    if (mt_is_merged(name)) unlink(path);
+    free(path);
+    return 0;
 }
 
 int mt_adapter_merge(mt_model *m, mt_error *error) {
@@ -62,8 +85,11 @@ int mt_adapter_merge(mt_model *m, mt_error *error) {
     if (world->rank == 0 && status == 0 && mt_folder_has_weights(o->merge_adapter))
         status =
             mt_error_set(error, "--merge-adapter %s: holds a model already; name another folder", o->merge_adapter);
+    if (world->rank == 0 && status == 0) status = mt_folder_visit(o->merge_adapter, mt_merged_refuse, error);
     if (mt_agree(world, status != 0, error) != 0) return -1;
     mt_model_merge_adapters(m);
-    if (mt_safetensors_save_folder(m, o->merge_adapter, "model", 5000000000, error) != 0) return -1;
-    return mt_agree(world, world->rank == 0 && mt_merged_write(o, error) != 0, error);
+    status = mt_safetensors_save_folder(m, o->merge_adapter, "model", 5000000000, error);
+    if (status == 0) status = mt_agree(world, world->rank == 0 && mt_merged_write(o, error) != 0, error);
+    if (status != 0 && world->rank == 0) mt_folder_visit(o->merge_adapter, mt_merged_remove, NULL); // for another try
+    return status;
 }

@@ -6,6 +6,7 @@
 #include <dirent.h>
 #include <errno.h>
 #include <fcntl.h>
+#include <math.h>
 #include <pthread.h>
 #include <signal.h>
 #include <stdlib.h>
@@ -544,6 +545,10 @@ void mt_json_set_bool(json_t *object, const char *key, bool value) {
 
 void mt_json_set_string(json_t *object, const char *key, const char *value) {
     json_object_set_new(object, key, json_string(value));
+}
+
+json_t *mt_json_real(double value) {
+    return isfinite(value) ? json_real(value) : json_null();
 }
 
 char *mt_json_print(const json_t *root) {

@@ -159,6 +159,9 @@ void mt_json_set_real(json_t *object, const char *key, double value);
 void mt_json_set_bool(json_t *object, const char *key, bool value);
 void mt_json_set_string(json_t *object, const char *key, const char *value);
 
+/* A number; null if it is not finite, which JSON does not have. */
+json_t *mt_json_real(double value);
+
 /* Indented text, to free, with the fewest digits that read back as the same numbers: 0.1, not 0.10000000000000001. */
 char *mt_json_print(const json_t *root);
 

@@ -104,6 +104,7 @@ static void mt_signal_catch(int number, int flags) {
 
 void mt_signals_hold(void) {
     for (int i = 0; i < MT_NUM_SIGNALS; i++) mt_signal_catch(mt_signals[i], SA_RESTART);
+    signal(SIGXFSZ, SIG_IGN); // exceeding a file size limit is then a write error
 }
 
 void mt_signals_select(const mt_options *o) {

@@ -19,7 +19,7 @@ int mt_launch_check(char **argv, mt_error *error);
 int mt_launch_print(mt_options *options, FILE *file, mt_error *error);
 
 /* Catches SIGTERM, SIGINT, SIGUSR1 and SIGUSR2 from here on; the first call of a program, so that none is lost. A
- * second SIGINT ends the program at once. */
+ * second SIGINT ends the program at once. SIGXFSZ is ignored. */
 void mt_signals_hold(void);
 
 /* Once options are parsed: SIGTERM, SIGINT and --exit-signal request a stop. All other signals have their default

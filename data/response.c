@@ -81,7 +81,7 @@ int64_t mt_responses_settled(const mt_responses *r, const mt_response *response)
 
 static json_t *numbers_of(const float *values, int64_t count) {
     json_t *list = json_array();
-    for (int64_t i = 0; i < count; i++) json_array_append_new(list, json_real((double)values[i]));
+    for (int64_t i = 0; i < count; i++) json_array_append_new(list, mt_json_real((double)values[i]));
     return list;
 }
 

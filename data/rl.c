@@ -281,6 +281,7 @@ static int place_critic(mt_rl *rl, const char *folder, const char *option, mt_er
                   : mt_model_role_build_grid(&p->role, error);
     p->shape = plan_shape_of(own);
     own->value_head = own->head_type != MT_HEAD_TOKEN;    // a reward model's has no bias
+    own->finetune = own->finetune || own->value_head;     // it becomes a critic, and its own run does not go on
     if (o->keep_checkpoints > 0) own->keep_checkpoints++; // it is saved before the actor
     own->head_type = MT_HEAD_TOKEN;
     own->lr = o->critic_lr, own->min_lr = fmin(o->min_lr, o->critic_lr);

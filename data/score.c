@@ -180,7 +180,8 @@ static void keep_scores(void *context, int64_t micro_batch, const mt_batch *batc
 
 static json_t *json_scores(const float *scores, int64_t count, int which) {
     json_t *list = json_array();
-    for (int64_t i = 0; i < count; i++) json_array_append_new(list, json_real((double)scores[i * NUM_SCORES + which]));
+    for (int64_t i = 0; i < count; i++)
+        json_array_append_new(list, mt_json_real((double)scores[i * NUM_SCORES + which]));
     return list;
 }
 
@@ -197,13 +198,13 @@ static int write_line(mt_scoring *s, int64_t sequence, const float *scores, mt_e
     for (int64_t i = 0; i < count; i++)
         if (samples->is_trained[first + i + 1]) logp += (double)scores[i * NUM_SCORES + RESULT], responses++;
     if (head == MT_HEAD_SEQUENCE) {
-        mt_json_set_real(line, "reward", (double)scores[(count - 1) * NUM_SCORES + RESULT]);
+        json_object_set_new(line, "reward", mt_json_real((double)scores[(count - 1) * NUM_SCORES + RESULT]));
     } else if (head == MT_HEAD_TOKEN) {
         json_object_set_new(line, "values", json_scores(scores, count, RESULT));
     } else {
         json_object_set_new(line, "logprobs", json_scores(scores, count, RESULT));
         json_object_set_new(line, "entropies", json_scores(scores, count, TOKEN_ENTROPY));
-        mt_json_set_real(line, "logprob", logp);
+        json_object_set_new(line, "logprob", mt_json_real(logp));
         mt_json_set_int(line, "count", responses);
     }
     char *text = json_dumps(line, JSON_COMPACT);

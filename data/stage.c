@@ -69,8 +69,22 @@ const mt_loss *mt_stage_critic_loss(mt_stage_loss *stage, const mt_options *o) {
     return &stage->loss;
 }
 
+/* Models beside the one that trains are whole. */
+static int refuse_adapter(const char *folder, mt_error *error) {
+    char *found = mt_checkpoint_resolve(folder, error);
+    bool whole = found && mt_folder_has(found, "config.json");
+    if (found && !whole)
+        mt_error_set(error,
+                     "%s: holds an adapter; take a whole model, which infer --merge-adapter makes of an adapter and "
+                     "its base",
+                     folder);
+    free(found);
+    return whole ? 0 : -1;
+}
+
 int mt_options_check_folder(const mt_options *options, const char *folder, const char *option, mt_head_type *head,
                             mt_error *error) {
+    if (refuse_adapter(folder, error) != 0) return -1;
     char *found = mt_checkpoint_resolve(folder, error), *path = found ? mt_path_join(found, "config.json") : NULL;
     int64_t bytes;
     char *json = path ? mt_file_read(path, 1 << 22, &bytes, error) : NULL;
@@ -107,6 +121,7 @@ int mt_options_of_model(mt_options *t, const mt_options *o, const char *folder, 
     for (size_t i = 0; i < sizeof of_the_run / sizeof *of_the_run; i++)
         mt_option_copy(t, o, mt_option_of(of_the_run[i]));
     t->train_iters = 1, t->lr = 1; // not used, but checked
+    if (refuse_adapter(folder, error) != 0) return -1;
     if (mt_options_set(t, "load", folder, error) != 0 || mt_options_read_shape(t, error) != 0) return -1;
     if (t->num_experts > 0) t->expert_model_parallel_size = o->expert_model_parallel_size;
     return 0;
@@ -162,6 +177,7 @@ int mt_options_of_learner(mt_options *t, const mt_options *o, const char *folder
     mt_options_default(t);
     for (const mt_option *row = mt_option_table; row->help; row++)
         if (is_of_a_learner(row)) mt_option_copy(t, o, row);
+    if (refuse_adapter(folder, error) != 0) return -1;
     if (mt_options_set(t, "load", folder, error) != 0 || mt_options_read_shape(t, error) != 0) return -1;
     for (const mt_option *row = mt_option_table; row->help; row++)
         if (is_of_a_learner(row) && lacks_part(t, row)) mt_option_reset(t, row);

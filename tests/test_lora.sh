@@ -45,6 +45,28 @@ a_merged_model_scores_like_its_adapter() {
         END { exit bad || !differs || NR != 1280 }'
 }
 
+# A limit on the size of files simulates a full disk. The rest of a merge that was killed stays.
+a_merge_that_fails_leaves_nothing() {
+    tunes --train-iters 1 --save "$work/merges" || return 1
+    set -- "$infer" --load $base --load-adapter "$work/merges" --merge-adapter "$work/again" --device cpu
+    (
+        ulimit -f 8
+        refused 'again/model.safetensors: cannot be written: too large for the limit' "$@"
+    ) && [ -z "$(ls "$work/again")" ] || return 1
+    echo killed >"$work/again/model.safetensors"
+    refused 'again: holds model.safetensors but no config.json' "$@" && rm "$work/again/model.safetensors" &&
+        "$@" >"$work/out" 2>"$work/err" </dev/null && says 'wrote the merged model' "$work/out"
+}
+
+a_config_without_its_type_is_refused() {
+    tunes --train-iters 1 --save "$work/typed" && cp -r "$work/typed/iter_0000001" "$work/untyped" || return 1
+    for config in '{}' '{"r": 4, "lora_alpha": 4, "target_modules": "all-linear"}'; do
+        echo "$config" >"$work/untyped/adapter_config.json"
+        refused 'adapter_config.json: "peft_type" is not "LORA"' "$infer" --load $base --load-adapter "$work/untyped" \
+            --prompt-tokens 1 --print-tokens --device cpu || return 1
+    done
+}
+
 an_adapter_is_no_model() {
     tunes --train-iters 1 --save "$work/other" || return 1
     refused 'holds an adapter; name its base' "$infer" --load "$work/other" --prompt-tokens 1 --print-tokens &&
@@ -81,6 +103,8 @@ the_reference_of_adapters_is_their_base() {
 
 check a_run_resumes_from_its_adapter a_run_resumes_from_its_adapter
 check a_merged_model_scores_like_its_adapter a_merged_model_scores_like_its_adapter
+check a_merge_that_fails_leaves_nothing a_merge_that_fails_leaves_nothing
+check a_config_without_its_type_is_refused a_config_without_its_type_is_refused
 check an_adapter_is_no_model an_adapter_is_no_model
 check the_reference_of_adapters_is_their_base the_reference_of_adapters_is_their_base
 exit $failed

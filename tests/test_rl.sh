@@ -206,6 +206,10 @@ a_damaged_critic_is_followed_by_the_one_before() {
     # shellcheck disable=SC2086
     refused 'critic/iter_0000005: the critic .* is not there; name a critic by --critic-load' "$@" --load "$run.copy" \
         --save "$run.copy" $common --train-iters 6 || return 1
+    # a model that another stage saved becomes the critic
+    # shellcheck disable=SC2086
+    "$@" --load "$run.copy" --save "$run.copy" $common --train-iters 6 --critic-load "$work/base" >"$work/out" \
+        2>"$work/err" && says '^saved iteration 6 to' "$work/out" || return 1
     truncate -s 1000 "$run/$weights"
     # shellcheck disable=SC2086
     refused 'critic/iter_0000004.*; name a critic by --critic-load' "$@" --load "$run" $common
@@ -477,6 +481,10 @@ contradictions_are_refused() {
     refused 'another --stage' "$train" --stage rl --load "$work/base" --data-path "$work/rl.jsonl" --seq-length 16 \
         --max-new-tokens 4 --train-iters 1 --lr 1e-3 || return 1
     refused 'ref-load has no effect' "$@" --ref-load "$work/base" || return 1
+    for given in '--kl-loss-coef 0.1 --ref-load' '--adv-estimator gae --critic-load' '--reward model --reward-load'; do
+        # shellcheck disable=SC2086
+        refused 'lora.run: holds an adapter; take a whole model' "$@" $given "$work/lora.run" || return 1
+    done
     refused 'is a language model' "$@" --reward model --reward-load "$work/base" || return 1
     refused 'is a model with a value head' "$@" --kl-loss-coef 0.1 --ref-load "$work/rm.model" || return 1
     refused 'the run resumes at iteration 4; name the model that it started from by --ref-load' "$train" --stage rl \

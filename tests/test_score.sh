@@ -202,6 +202,17 @@ refuses_bad_files() {
     [ ! -e "$work/none.jsonl" ]
 }
 
+# Of a damaged model: a NaN is the last element of its last norm. The lists keep their lengths.
+numbers_that_are_not_finite_are_null() {
+    write_sequences
+    mkdir "$work/nan" && cp $golden/hf/llama/config.json $golden/hf/llama/model.safetensors "$work/nan" &&
+        printf '\377\377\377\377' | dd of="$work/nan/model.safetensors" bs=1 conv=notrunc 2>"$work/err" \
+            seek=$(($(wc -c <"$work/nan/model.safetensors") - 4)) || return 1
+    "$infer" --load "$work/nan" --score "$work/tokens.jsonl" --out "$work/nan.jsonl" 2>"$work/err" &&
+        says 'warning: .* are not finite' "$work/err" && head -n 1 "$work/nan.jsonl" >"$work/out" &&
+        says '"logprobs":\[null,null],"entropies":\[null,null],"logprob":null,"count":2}' "$work/out"
+}
+
 if [ "${HAVE_MPI:-}" ]; then
     check every_layout_scores_as_one_rank layouts_score_as_one_rank
     check every_layout_scores_int32_files_as_one_rank int32_files_too
@@ -210,5 +221,6 @@ if [ "${HAVE_MPI:-}" ]; then
 fi
 check texts_are_scored_with_their_responses texts_are_scored
 check scores_are_the_reference_of_preferences scores_are_the_reference_of_preferences
+check numbers_that_are_not_finite_are_null numbers_that_are_not_finite_are_null
 check bad_files_are_refused refuses_bad_files
 exit $failed
