@@ -950,7 +950,11 @@ static int mt_trainer_read(const mt_model *m, mt_run_state *state, mt_loss_avera
 #undef MT_READ_STATE
     if (status == 0 && json_object_get(json, "loss_average")) {
         average->mean = json_number_value(json_object_get(json, "loss_average"));
-        status = mt_trainer_int(json, "loss_average_steps", MT_MOST_COUNTED, path, &average->steps, error);
+        if (!json_is_number(json_object_get(json, "loss_average")))
+            status = mt_error_set(
+                error, "%s: has no number \"loss_average\"; begin anew from these weights by --finetune", path);
+        if (status == 0)
+            status = mt_trainer_int(json, "loss_average_steps", MT_MOST_COUNTED, path, &average->steps, error);
     }
     if (status == 0 && json_object_get(json, "stage"))
         status = mt_trainer_int(json, "stage", MT_STAGE_KD, path, &stage, error);

@@ -765,6 +765,15 @@ static int mt_options_derive_rl(mt_options *o, mt_error *error) {
     return MT_CHECK_CONSTRAINTS(rules, error);
 }
 
+static int mt_options_derive_trace(mt_options *o, mt_error *error) {
+    if (!o->trace) return 0;
+    if (o->trace_first_step == 0) o->trace_first_step = 2; // the first step allocates
+    if (o->trace_last_step == 0) o->trace_last_step = o->trace_first_step + 1;
+    if (o->trace_last_step >= o->trace_first_step) return 0;
+    return mt_error_set(error, "--trace-last-step %lld comes before --trace-first-step %lld",
+                        (long long)o->trace_last_step, (long long)o->trace_first_step);
+}
+
 int mt_options_derive(mt_options *o, mt_program program, int64_t world_size, mt_error *error) {
     MT_CHECK(world_size >= 1);
     if (o->num_layers == 0)
@@ -793,7 +802,7 @@ int mt_options_derive(mt_options *o, mt_program program, int64_t world_size, mt_
                             (long long)world_size, (long long)o->tensor_model_parallel_size,
                             (long long)o->pipeline_model_parallel_size);
     if (program == MT_PROGRAM_INFER) return 0;
-    return mt_options_derive_schedules(o, error);
+    return mt_options_derive_schedules(o, error) || mt_options_derive_trace(o, error) ? -1 : 0;
 }
 
 int64_t mt_consumed_samples(const mt_options *options, int64_t iterations) {

@@ -1114,14 +1114,10 @@ static int mt_options_list_expert_layers(mt_options *o, mt_error *error) {
     return 0;
 }
 
-static int mt_options_finish_trace(mt_options *o, mt_error *error) {
-    if (!o->trace) return 0;
-    if (o->trace_first_step == 0) o->trace_first_step = 2; // the first step allocates
-    if (o->trace_last_step == 0) o->trace_last_step = o->trace_first_step + 1;
-    if (o->trace_last_step < o->trace_first_step)
-        return mt_error_set(error, "--trace-last-step %lld comes before --trace-first-step %lld",
-                            (long long)o->trace_last_step, (long long)o->trace_first_step);
-    return 0;
+/* The trace's file takes the place of any file with its name. */
+static int mt_options_check_trace(const mt_options *o, mt_error *error) {
+    if (!o->trace || !o->metrics || !mt_path_same(o->metrics, o->trace)) return 0;
+    return mt_error_set(error, "--trace %s is the file of --metrics; choose another --trace", o->trace);
 }
 
 static int mt_options_check_bad_steps(const mt_options *o, mt_error *error) {
@@ -1297,7 +1293,7 @@ static int mt_options_complete(mt_options *options, mt_program program, int64_t 
     mt_options_derive_family(options);
     if (mt_options_derive_adapters(options, error)) return -1;
     if (program == MT_PROGRAM_INFER) return mt_options_check_prompt_tokens(options, error);
-    return mt_options_finish_trace(options, error) || mt_options_check_bad_steps(options, error) ? -1 : 0;
+    return mt_options_check_trace(options, error) || mt_options_check_bad_steps(options, error) ? -1 : 0;
 }
 
 int mt_options_finish(mt_options *options, mt_program program, int64_t world_size, mt_error *error) {

@@ -12,6 +12,7 @@
 #include <errno.h>
 #include <fcntl.h>
 #include <math.h>
+#include <poll.h>
 #include <stdarg.h>
 #include <stdlib.h>
 #include <string.h>
@@ -52,6 +53,16 @@ static void report_file_close(mt_report_file *file) {
     file->option = NULL;
 }
 
+/* Waits until a full pipe or device takes more; false if nobody reads it for ten seconds, or once it has failed. */
+static bool report_file_wait(const mt_report_file *file) {
+    struct pollfd writable = {.fd = file->descriptor, .events = POLLOUT};
+    const int milliseconds = file->failed ? 0 : 10000;
+    int ready = poll(&writable, 1, milliseconds);
+    if (ready < 0 && errno == EINTR) ready = poll(&writable, 1, 0); // a signal that stops the run
+    errno = EAGAIN;
+    return ready > 0;
+}
+
 /* Writes one record. */
 static void report_file_write(mt_report_file *file, const void *data, int64_t bytes) {
     struct stat before;
@@ -61,12 +72,16 @@ static void report_file_write(mt_report_file *file, const void *data, int64_t by
     for (int64_t done = 0; done < bytes;) {
         ssize_t wrote = write(file->descriptor, (const char *)data + done, (size_t)(bytes - done));
         if (wrote < 0 && errno == EINTR) continue;
+        if (wrote < 0 && errno == EAGAIN && report_file_wait(file)) continue;
         if (wrote > 0) {
             done += wrote;
             continue;
         }
         mt_error error;
-        mt_file_write_error(&error, file->path, file->option);
+        if (errno == EAGAIN)
+            mt_error_set(&error, "%s: cannot be written: nobody reads this pipe", file->path);
+        else
+            mt_file_write_error(&error, file->path, file->option);
         if (!file->failed) fprintf(stderr, "warning: %s; training goes on without these records\n", error.text);
         file->failed = true;
         if (regular && ftruncate(file->descriptor, before.st_size) != 0) // a torn record would spoil the next one
@@ -79,7 +94,7 @@ static void report_file_write(mt_report_file *file, const void *data, int64_t by
 static int report_file_open(mt_report_file *file, const char *path, const char *option, int flags, mt_error *error) {
     snprintf(file->path, sizeof file->path, "%s", path);
     int watched = mt_watch_file_begin(file->path, MT_FILE_WRITE);
-    file->descriptor = open(path, O_CREAT | O_APPEND | O_CLOEXEC | flags, 0666);
+    file->descriptor = open(path, O_CREAT | O_APPEND | O_NONBLOCK | O_NOCTTY | O_CLOEXEC | flags, 0666);
     mt_watch_file_end(watched);
     if (file->descriptor < 0) return mt_file_write_error(error, path, option);
     file->option = option;

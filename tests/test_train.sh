@@ -195,7 +195,6 @@ a_bad_folder_is_refused_before_training() {
 a_full_disk_is_reported_once_and_training_goes_on() {
     (
         ulimit -f 1
-        trap '' XFSZ
         # shellcheck disable=SC2086
         exec "$train" $small --train-iters 30 --metrics "$work/m.jsonl" --tensorboard-dir "$work/board"
     ) 2>&1 | cat >"$work/out"
@@ -403,7 +402,9 @@ a_bad_trace_is_refused_before_training() {
             --trace "$work/t.json" --trace-first-step 4 &&
         refuses 'trace-last-step 2 comes before --trace-first-step 3' $small --train-iters 3 --trace "$work/t.json" \
             --trace-first-step 3 --trace-last-step 2 &&
-        refuses 'trace-first-step needs --trace' $small --train-iters 3 --trace-first-step 2
+        refuses 'trace-first-step needs --trace' $small --train-iters 3 --trace-first-step 2 &&
+        refuses 'is the file of --metrics' $small --train-iters 3 --trace "$work/one" --metrics "$work/one" &&
+        [ ! -e "$work/one" ]
 }
 
 check losses_and_norms_equal_expected_json losses_and_norms_equal_expected_json

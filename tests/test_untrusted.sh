@@ -91,6 +91,16 @@ pipes_named_by_options_are_refused() {
         --tokenizer-type ByteLevel
 }
 
+# The records that fit into the pipe go there, then one warning follows, and the run ends as without --metrics.
+metrics_for_a_pipe_that_nobody_reads_do_not_stop_the_run() {
+    rm -f "$work/pipe" && mkfifo "$work/pipe"
+    # shellcheck disable=SC2086
+    timeout -k 5 60 "$train" $small --train-iters 500 --mock-data --vocab-size 300 --metrics "$work/pipe" \
+        >"$work/out" 2>"$work/err" </dev/null && grep -q ' 500/500 100% ' "$work/out" &&
+        [ "$(wc -l <"$work/err")" = 1 ] &&
+        says '^warning: .*pipe: cannot be written: nobody reads this pipe' "$work/err"
+}
+
 whole_numbers_of_trainer_json_have_a_range() {
     for key in iteration consumed_train_samples consumed_valid_samples optimizer_step; do
         copy
@@ -99,6 +109,9 @@ whole_numbers_of_trainer_json_have_a_range() {
             "$work/run/iter_0000002/trainer.json" >"$folder/trainer.json"
         refused "trainer.json: has no whole number \"$key\" in its range" trains --load "$work/copy" || return 1
     done
+    sed 's/"loss_average": [^,]*/"loss_average": "x"/; s/"version": 2/"version": 1/' \
+        "$work/run/iter_0000002/trainer.json" >"$folder/trainer.json"
+    refused 'trainer.json: has no number "loss_average"' trains --load "$work/copy"
 }
 
 # The tokenizer's files are copied into every checkpoint, so none may be somebody's secret.
@@ -199,6 +212,8 @@ data_that_shrinks_during_training_is_an_error() {
 check "a pipe in the place of any file is refused at once" a_pipe_in_the_place_of_any_file_is_refused_at_once
 check "a device in the place of a file is refused" a_device_in_the_place_of_a_file_is_refused
 check "pipes named by options are refused" pipes_named_by_options_are_refused
+check "metrics for a pipe that nobody reads do not stop the run" \
+    metrics_for_a_pipe_that_nobody_reads_do_not_stop_the_run
 check "whole numbers of trainer.json have a range" whole_numbers_of_trainer_json_have_a_range
 check "a link out of a folder is not copied" a_link_out_of_a_folder_is_not_copied
 check "a link inside a folder is copied" a_link_inside_a_folder_is_copied
