@@ -5356,6 +5356,7 @@ struct mt_model {
     struct mt_mtp *mtp;
     struct mt_fp8_model *fp8;              // NULL: no products in fp8
     struct mt_link *links;                 // [MT_NUM_LINKS]
+    bool runs_alone;                       // one micro-batch passes through the pipeline at a time
     float *row_stats, *logp, *entropy;     // [4, max_logits], [max_logits]; with a value head, logp is the values
     struct mt_host_loss *host_loss;        // of a loss on the host, and of mt_score_tokens
     void *gathered_logits, *whole_logits;  // [tensor ranks, rows, V] and [rows, tensor ranks, V], to copy or to sample
@@ -8462,6 +8463,7 @@ static void mt_link_receive(mt_model *m, const mt_pass *p, mt_link *link, void *
     const void *buffer = link->buffers[link->channel->finished % link->num_buffers];
     mt_channel_finish(m->ops, link->channel, p->stream);
     m->ops->memory_copy(to, buffer, p->rows * m->C * mt_dtype_size(m->dtype), p->stream);
+    if (m->runs_alone) m->ops->stream_synchronize(p->stream);
 }
 
 /* Sends a copy of from[rows, C]; the caller may overwrite `from` at once. */
@@ -9684,6 +9686,7 @@ typedef struct mt_trainer {
     int64_t max_actions;
     mt_bad_steps bad_steps;
     int64_t num_steps; // enqueued steps; step i uses entry i % 2
+    bool is_warm[2];   // [0] forwards, [1] forwards and backwards have run: their kernels are loaded
     mt_pending_step pending[2];
     mt_step_result *results;              // [2] in host memory
     double unread_tokens, unread_seconds; // of the steps since metrics were last read
@@ -9834,8 +9837,9 @@ static int mt_action_forward(mt_model *m, const mt_action *action, mt_source *fr
     return 0;
 }
 
-/* remaining[num_chunks]: micro-batches of this step that have not run this kind of backward yet. */
+/* remaining[2][num_chunks]: micro-batches of this step without the backward of the input, or of the weights. */
 static void mt_action_backward(mt_model *m, const mt_action *action, int64_t *remaining) {
+    if (action->kind == MT_ACTION_BACKWARD_WEIGHT) remaining += m->num_chunks;
     mt_micro_batch *mb = mt_micro_batch_find(m, action->chunk, action->micro_batch);
     mt_pass p = mt_pass_begin(m, mb);
     p.training = p.tp.training = true, p.message_rows = m->max_rows;
@@ -9860,14 +9864,6 @@ static void mt_post_receives(mt_model *m, const mt_action *actions, int64_t coun
         }
 }
 
-/* False in a GPU's first step: loading a kernel may wait for a pending receive, whose sender may wait for this rank.
- * Schedules with groups of more micro-batches than pipeline ranks need early receives in every step. */
-static bool mt_posts_receives_early(const mt_model *m) {
-    if (m->grid->pipeline.size == 1) return false;
-    bool is_warm = m->trainer->num_steps > 0 || !m->ops->on_device;
-    return is_warm || m->links[MT_LINK_RECV_FORWARD].num_buffers > 2;
-}
-
 /* Writes this rank's list to m->trainer->actions and returns its length. */
 static int64_t mt_list_actions(mt_model *m, const mt_schedule *schedule) {
     int rank = m->grid->pipeline.rank;
@@ -9879,32 +9875,74 @@ static int64_t mt_list_actions(mt_model *m, const mt_schedule *schedule) {
     return mt_schedule_actions(m->trainer->actions, schedule, rank);
 }
 
-/* Runs this rank's list of actions. Forwards and backwards include their sends and receives. */
-static int mt_run_schedule(mt_model *m, mt_source *from, mt_error *error) {
+/* Runs a forward or backward with its sends and receives; returns 0 for the other kinds. */
+static int mt_run_action(mt_model *m, const mt_action *action, mt_source *from, int64_t *remaining, mt_error *error) {
     static const char *const phases[] = {[MT_ACTION_FORWARD] = "forward",
                                          [MT_ACTION_BACKWARD] = "backward",
                                          [MT_ACTION_BACKWARD_INPUT] = "backward of the input",
                                          [MT_ACTION_BACKWARD_WEIGHT] = "backward of the weights",
                                          [MT_ACTION_RECV_BACKWARD] = NULL};
+    int status = 0;
+    if (!phases[action->kind]) return 0;
+    mt_phase_begin(m, phases[action->kind], action->micro_batch, action->chunk);
+    if (action->kind == MT_ACTION_FORWARD)
+        status = mt_action_forward(m, action, from, error);
+    else
+        mt_action_backward(m, action, remaining);
+    mt_phase_end(m);
+    return status;
+}
+
+/* Runs the first `count` micro-batches, one at a time: each passes through all stages, forward and back, before the
+ * next. */
+static int mt_run_alone(mt_model *m, int64_t count, mt_source *from, int64_t *remaining, mt_error *error) {
+    int status = 0;
+    bool splits = mt_splits_backward(m);
+    m->runs_alone = true;
+    for (int64_t i = 0; i < count && status == 0; i++) {
+        for (int64_t chunk = 0; chunk < m->num_chunks && status == 0; chunk++)
+            status = mt_run_action(m, &(mt_action){MT_ACTION_FORWARD, i, chunk, -1}, from, remaining, error);
+        for (int64_t chunk = m->num_chunks - 1; chunk >= 0 && from->training && status == 0; chunk--) {
+            mt_action_kind kind = splits ? MT_ACTION_BACKWARD_INPUT : MT_ACTION_BACKWARD;
+            status = mt_run_action(m, &(mt_action){kind, i, chunk, -1}, from, remaining, error);
+            kind = MT_ACTION_BACKWARD_WEIGHT;
+            if (splits) status = mt_run_action(m, &(mt_action){kind, i, chunk, -1}, from, remaining, error);
+        }
+    }
+    m->runs_alone = false;
+    return status;
+}
+
+/* The number of micro-batches that run alone, before `schedule` runs the others: some in the first step, then none. A
+ * GPU loads a kernel when it is first used, and may wait for all its work then, messages included: if the message's
+ * receiver is a rank that loads a kernel too, both wait forever. When a micro-batch runs alone, a rank has no pending
+ * messages while it computes. At least two: the second adds to the gradients of the first, by other kernels. */
+static int64_t mt_count_alone(const mt_model *m, mt_schedule *schedule, bool training) {
+    int64_t alone = schedule->kind == MT_SCHEDULE_INTERLEAVED ? schedule->group : 2;
+    if (schedule->pp == 1 || m->trainer->is_warm[training]) return 0;
+    schedule->micro_batches -= alone;
+    if (mt_schedule_is_legal(schedule)) return alone;
+    alone += schedule->micro_batches, schedule->micro_batches = 0;
+    return alone;
+}
+
+/* Runs this rank's list of actions. */
+static int mt_run_schedule(mt_model *m, mt_source *from, mt_error *error) {
     if (!from->training && from->micro_batches <= 0) return 0;
     mt_schedule schedule = mt_schedule_of(m->options, from->micro_batches);
     if (!from->training) schedule.kind = MT_SCHEDULE_FORWARD_ONLY;
-    int64_t count = mt_list_actions(m, &schedule), ahead[2] = {0};
+    int64_t alone = mt_count_alone(m, &schedule, from->training), ahead[2] = {0};
+    int64_t count = schedule.micro_batches > 0 ? mt_list_actions(m, &schedule) : 0;
     int64_t *inputs = mt_malloc(2 * m->num_chunks * 8), *weights = inputs + m->num_chunks;
     for (int64_t i = 0; i < m->num_chunks; i++) inputs[i] = weights[i] = from->micro_batches;
-    bool early_receives = mt_posts_receives_early(m);
-    int status = 0;
+    int status = mt_run_alone(m, alone, from, inputs, error);
     for (int64_t i = 0; i < count && status == 0; i++) {
-        const mt_action *action = &m->trainer->actions[i];
-        if (early_receives) mt_post_receives(m, m->trainer->actions, count, i, ahead);
-        if (!phases[action->kind]) continue;
-        mt_phase_begin(m, phases[action->kind], action->micro_batch, action->chunk);
-        if (action->kind == MT_ACTION_FORWARD)
-            status = mt_action_forward(m, action, from, error);
-        else
-            mt_action_backward(m, action, action->kind == MT_ACTION_BACKWARD_WEIGHT ? weights : inputs);
-        mt_phase_end(m);
+        mt_action *action = &m->trainer->actions[i];
+        action->micro_batch += alone;
+        mt_post_receives(m, m->trainer->actions, count, i, ahead);
+        status = mt_run_action(m, action, from, inputs, error);
     }
+    m->trainer->is_warm[0] = true, m->trainer->is_warm[1] |= from->training;
     free(inputs);
     return status;
 }

@@ -21,14 +21,14 @@ static void mt_nccl_check(ncclResult_t status, const char *call, const mt_group 
 /* ---- communicators, and waiting for them ------------------------------------------------------------------------- */
 
 /* All communicators ever created. Groups with the same members, of one grid or several, share one; a channel has its
- * own. A closed one is reused for the next group or channel with the same members, because creating one takes NCCL most
- * of a second. All its ranks open and close communicators in the same order, so they agree which one to reuse; each
- * closes independently, at any time. */
+ * own. A closed one is reused for the next group, or the next channel, with the same members, because creating one
+ * takes NCCL most of a second. All its ranks open and close communicators in the same order, so they agree which one to
+ * reuse; each closes independently, at any time. */
 typedef struct mt_comm_record {
     ncclComm_t comm;
     mt_group group;     // a copy, for messages: the group may end before the others that share this
     int users;          // 0: closed
-    bool shared;        // by groups; false: of one channel
+    bool shared;        // by groups; false: a channel's
     int *members, size; // world ranks; NULL: not reusable by another group
 } mt_comm_record;
 static mt_comm_record *mt_comms;
@@ -38,21 +38,27 @@ static int mt_num_comms, mt_num_open;
 static ncclComm_t mt_comm_reopen(const int *members, int size, const mt_group *group, bool shares) {
     for (int i = 0; members && i < mt_num_comms; i++) {
         mt_comm_record *record = &mt_comms[i];
-        if (record->size != size || !record->members) continue;
-        if (record->users > 0 && !(shares && record->shared)) continue;
+        if (record->size != size || !record->members || record->shared != shares) continue;
+        if (record->users > 0 && !shares) continue;
         if (memcmp(record->members, members, (size_t)size * sizeof *members) != 0) continue;
-        if (record->users++ == 0) record->group = *group, record->shared = shares;
+        if (record->users++ == 0) record->group = *group;
         mt_num_open++;
         return record->comm;
     }
     return NULL;
 }
 
+/* Thread blocks of a channel's kernel. A posted receive occupies their multiprocessors until its message comes, and
+ * each needs 12 MiB of device memory; NCCL's default between two GPUs of a host is 32. */
+enum { CHANNEL_BLOCKS = 4 };
+
 static ncclComm_t mt_comm_open(const ncclUniqueId *id, const int *members, int size, int rank, const mt_group *group,
                                bool shares) {
     mt_comm_record record = {.group = *group, .users = 1, .shared = shares, .size = size};
+    ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
+    if (!shares) config.maxCTAs = CHANNEL_BLOCKS;
     mt_watch_begin("opening a communicator", group->name);
-    MT_NCCL(group, ncclCommInitRank(&record.comm, size, *id, rank));
+    MT_NCCL(group, ncclCommInitRankConfig(&record.comm, size, *id, rank, &config));
     mt_watch_end();
     if (members) {
         record.members = (int *)mt_malloc(size * (int64_t)sizeof *members);
@@ -286,7 +292,21 @@ typedef struct mt_cuda_channel {
     mt_stream timed;                      // wraps `stream`, for head.stream
     cudaEvent_t ready;                    // recorded on the caller's stream when a message is enqueued
     cudaEvent_t done[MT_CHANNEL_TICKETS]; // ticket i uses entry i % MT_CHANNEL_TICKETS
+    struct mt_cuda_channel *next;         // in the list of open channels
 } mt_cuda_channel;
+static mt_cuda_channel *mt_open_channels;
+
+bool mt_cuda_messages_pending(void) {
+    for (const mt_cuda_channel *channel = mt_open_channels; channel; channel = channel->next) {
+        if (channel->head.next == 0) continue;
+        cudaError_t status = cudaEventQuery(channel->done[(channel->head.next - 1) % MT_CHANNEL_TICKETS]);
+        if (status == cudaSuccess) continue;
+        if (status != cudaErrorNotReady) MT_CUDA(status);
+        cudaGetLastError(); // not an error
+        return true;
+    }
+    return false;
+}
 
 /* NCCL connects two ranks when their first message is enqueued, and blocks the host until the peer does the same.
  * Sending one byte here connects them while both ranks are in this function. Later, a receive is enqueued long before
@@ -327,6 +347,8 @@ extern "C" mt_channel *mt_cuda_channel_open(const mt_group *group, int from, int
     MT_CUDA(cudaEventCreateWithFlags(&channel->ready, cudaEventDisableTiming));
     for (cudaEvent_t &event : channel->done) MT_CUDA(cudaEventCreateWithFlags(&event, cudaEventDisableTiming));
     mt_channel_connect(channel);
+    channel->next = mt_open_channels;
+    mt_open_channels = channel;
     return &channel->head;
 }
 
@@ -372,7 +394,9 @@ extern "C" void mt_cuda_channel_wait(mt_channel *head, int64_t ticket, mt_stream
 
 extern "C" void mt_cuda_channel_close(mt_channel *head) {
     if (!head) return;
-    mt_cuda_channel *channel = (mt_cuda_channel *)head;
+    mt_cuda_channel *channel = (mt_cuda_channel *)head, **at = &mt_open_channels;
+    while (*at != channel) at = &(*at)->next;
+    *at = channel->next;
     mt_cuda_comm_wait(channel->stream);
     mt_comm_close(channel->comm);
     for (cudaEvent_t event : channel->done) MT_CUDA(cudaEventDestroy(event));
@@ -381,6 +405,10 @@ extern "C" void mt_cuda_channel_close(mt_channel *head) {
     free(channel);
 }
 #else
+bool mt_cuda_messages_pending(void) {
+    return false;
+}
+
 /* Without NCCL no group has two ranks, so there is no pair to connect. */
 extern "C" mt_channel *mt_cuda_channel_open(const mt_group *group, int, int, int) {
     MT_CHECK(group->size > 1);

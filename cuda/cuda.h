@@ -58,6 +58,9 @@ void *mt_cuda_workspace(mt_stream *stream, int64_t bytes);
 bool mt_cuda_comm_is_open(void);
 void mt_cuda_comm_wait(cudaStream_t stream);
 
+/* True if a message of an open channel is not complete. */
+bool mt_cuda_messages_pending(void);
+
 /* Second stage of a sum over rows, in a fixed order: to[C] += the sum of the first `blocks` rows of partial[., C];
  * more[C] += the sum of the following `more_blocks` rows (`more` may be NULL). */
 void mt_cuda_add_partials(float *to, int64_t blocks, float *more, int64_t more_blocks, const float *partial, int64_t C,

@@ -247,11 +247,26 @@ static bool fits(const plan *p, const choice *made, const mt_stream *stream) {
     return status == CUBLAS_STATUS_SUCCESS && result.workspaceSize <= (size_t)stream->workspace_bytes;
 }
 
-/* The choice for a plan; *is_new: it was made now. */
+/* A choice that was made for another number of tokens, and that the plan's product can use; or NULL. */
+static choice *choice_for_other_tokens(plan *p, product shape, const mt_stream *stream) {
+    const int64_t tokens = *tokens_of(&shape);
+    for (choice *made = choices; made; made = made->next) {
+        product other = made->shape;
+        *tokens_of(&other) = tokens;
+        if (same_shape(&other, &shape) && fits(p, made, stream)) return made;
+    }
+    return NULL;
+}
+
+/* The choice for a plan; *is_new: it was made now. cuBLASLt loads a kernel when it first runs, and waits for all work
+ * of the GPU then. If that includes a message whose other rank waits for this one, both wait forever; so while messages
+ * are pending, a product takes an algorithm that has run before, if there is one. Not in deterministic mode, where the
+ * choice must not depend on time. */
 static choice *choice_for(plan *p, const operands *o, bool *is_new, mt_stream *stream) {
     const product shape = shape_of_choice(&p->shape, stream);
     choice *made = choices;
     while (made && !(same_shape(&made->shape, &shape) && fits(p, made, stream))) made = made->next;
+    if (!made && !stream->deterministic && mt_cuda_messages_pending()) made = choice_for_other_tokens(p, shape, stream);
     *is_new = !made;
     if (made) return made;
     made = (choice *)mt_calloc(sizeof *made);

@@ -2033,7 +2033,6 @@ static int run_layout_tests(void) {
         cmocka_unit_test(savings_change_no_bit_of_adapters),
         cmocka_unit_test(adapters_continue_on_any_other_layout),
     };
-    jobs_open();
     if (getenv("LAYOUTS")) cmocka_set_test_filter(getenv("LAYOUTS")); // such as *experts*
     int failures = cmocka_run_group_tests_name(backend_name, tests, NULL, NULL);
     references_free();

@@ -6,6 +6,7 @@ int main(int argc, char **argv) {
     setenv("OMPI_MCA_btl_vader_eager_limit", "256", 1);
     mt_grid_start(&world, &argc, &argv);
     if (!world.world.comm) mt_die("start me with mpirun");
+    jobs_open();
     int failures = run_layout_tests();
     mt_grid_stop(&world);
     return failures;
