@@ -9933,17 +9933,17 @@ static int mt_run_schedule(mt_model *m, mt_source *from, mt_error *error) {
     if (!from->training) schedule.kind = MT_SCHEDULE_FORWARD_ONLY;
     int64_t alone = mt_count_alone(m, &schedule, from->training), ahead[2] = {0};
     int64_t count = schedule.micro_batches > 0 ? mt_list_actions(m, &schedule) : 0;
-    int64_t *inputs = mt_malloc(2 * m->num_chunks * 8), *weights = inputs + m->num_chunks;
-    for (int64_t i = 0; i < m->num_chunks; i++) inputs[i] = weights[i] = from->micro_batches;
-    int status = mt_run_alone(m, alone, from, inputs, error);
+    int64_t *remaining = mt_malloc(2 * m->num_chunks * 8);
+    for (int64_t i = 0; i < 2 * m->num_chunks; i++) remaining[i] = from->micro_batches;
+    int status = mt_run_alone(m, alone, from, remaining, error);
     for (int64_t i = 0; i < count && status == 0; i++) {
         mt_action *action = &m->trainer->actions[i];
         action->micro_batch += alone;
         mt_post_receives(m, m->trainer->actions, count, i, ahead);
-        status = mt_run_action(m, action, from, inputs, error);
+        status = mt_run_action(m, action, from, remaining, error);
     }
     m->trainer->is_warm[0] = true, m->trainer->is_warm[1] |= from->training;
-    free(inputs);
+    free(remaining);
     return status;
 }
 

@@ -705,7 +705,7 @@ static bool mt_sim_group_is_unused(mt_group_kind kind, const mt_options *o) {
 
 /* The communicators of a rank, as the CUDA backend opens them: one for all groups with the same members, and one for
  * each channel of a pipeline or of a context-parallel ring. NCCL allocates buffers at the first use, so that an unused
- * one counts half; one of a channel counts five sixths (notes/lab.md, Memory of several ranks). */
+ * one counts half; one of a channel, which has few thread blocks, an eighth (notes/lab.md, Memory of several ranks). */
 static double mt_sim_communicators(mt_grid *grid, const mt_options *o, int64_t ranks) {
     const int64_t pp = grid->pipeline.size, rank = grid->pipeline.rank;
     double count = ranks > 1;
@@ -722,7 +722,7 @@ static double mt_sim_communicators(mt_grid *grid, const mt_options *o, int64_t r
     const bool is_end = rank == 0 || rank == pp - 1;
     if (pp > 1)
         channels += is_end && o->num_virtual_stages_per_pipeline_rank == 1 ? 2 : 4; // both ways, both neighbours
-    return count + channels * 5.0 / 6;
+    return count + channels / 8.0;
 }
 
 /* The memory of a rank, and whether the GPU has room for it. */

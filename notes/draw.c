@@ -2917,6 +2917,12 @@ static void draw_prediction(picture *p, double y, const char *name, double ratio
     text(p, 890, y + 4, END, "%+.0f%%", round(100 * (ratio - 1)) + 0.0); // not -0
 }
 
+/* The name of a row; of a machine's file the part after "machine_". */
+static void row_title(char title[1200], const char *gpus, const char *gpu, const char *name) {
+    const char *prefix = strstr(gpu, "machine_"), *machine = prefix ? prefix + strlen("machine_") : gpu;
+    snprintf(title, 1200, "%.20s x %.*s: %.100s", gpus, (int)strcspn(machine, "."), machine, name);
+}
+
 /* Rows of tests/measured_gpu.txt; returns where the next ones begin. */
 static double draw_measured(picture *p, double y) {
     char line[2048], gpu[1024], gpus[1024], name[1024], rate[1024], arguments[1024], title[1200];
@@ -2932,7 +2938,7 @@ static double draw_measured(picture *p, double y) {
         mt_options o;
         double predicted = predicted_rate(gpu, atoi(gpus), line, &o);
         mt_options_free(&o);
-        snprintf(title, sizeof title, "%.20s x %.20s: %.100s", gpus, gpu, name);
+        row_title(title, gpus, gpu, name);
         draw_prediction(p, y, title, predicted / atof(rate), strokes[0]), y += 15;
     }
     fclose(file);
@@ -2981,7 +2987,7 @@ static void draw_published(picture *p, double y) {
         double published = (double)(o.global_batch_size * o.seq_length) / atof(figure);
         if (strstr(figure, "TFLOP/s")) published = atof(figure) * 1e12 * atof(gpus) / published_operations(&o);
         mt_options_free(&o);
-        snprintf(title, sizeof title, "%.20s x %.20s: %.100s", gpus, strchr(gpu, '/') ? "a100, 2021" : gpu, name);
+        row_title(title, gpus, gpu, name);
         draw_prediction(p, y, title, rate / published, strokes[1]), y += 15;
     }
     fclose(file);
