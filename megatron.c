@@ -9913,10 +9913,13 @@ static int mt_run_alone(mt_model *m, int64_t count, mt_source *from, int64_t *re
     return status;
 }
 
-/* The number of micro-batches that run alone, before `schedule` runs the others: some in the first step, then none. A
- * GPU loads a kernel when it is first used, and may wait for all its work then, messages included: if the message's
+/* Returns how many micro-batches run alone and leaves the others to the schedule: in the first step two; with
+ * interleaving a group, after which no rank needs more live micro-batches; all if the others would be no legal
+ * schedule. Later none.
+ *
+ * A GPU loads a kernel when it is first used, and may wait for all its work then, messages included: if the message's
  * receiver is a rank that loads a kernel too, both wait forever. When a micro-batch runs alone, a rank has no pending
- * messages while it computes. At least two: the second adds to the gradients of the first, by other kernels. */
+ * messages while it computes. The second one adds to the gradients of the first, by other kernels. */
 static int64_t mt_count_alone(const mt_model *m, mt_schedule *schedule, bool training) {
     int64_t alone = schedule->kind == MT_SCHEDULE_INTERLEAVED ? schedule->group : 2;
     if (schedule->pp == 1 || m->trainer->is_warm[training]) return 0;
