@@ -3109,7 +3109,8 @@ void mt_grid_start(mt_grid *grid, int *argc, char ***argv) {
     for (int i = 0; i < grid->world.size; i++) grid->world.members[i] = i;
     mt_share_threads(&grid->world);
     // Loading a kernel at its first launch may wait for all work on the GPU. If that includes a receive whose sender
-    // waits for this rank, both wait forever. So CUDA loads all kernels when it starts.
+    // waits for this rank, both wait forever. So CUDA loads the kernels of this program and of NCCL when it starts;
+    // those of cuBLASLt load later (mt_count_alone).
     if (grid->world.size > 1) setenv("CUDA_MODULE_LOADING", "EAGER", 0);
 #else
     const char *size = getenv("OMPI_COMM_WORLD_SIZE");
@@ -9837,7 +9838,8 @@ static int mt_action_forward(mt_model *m, const mt_action *action, mt_source *fr
     return 0;
 }
 
-/* remaining[2][num_chunks]: micro-batches of this step without the backward of the input, or of the weights. */
+/* remaining[2][num_chunks]: micro-batches of this step whose backward of the input [0], or of the weights [1], is still
+ * to come. */
 static void mt_action_backward(mt_model *m, const mt_action *action, int64_t *remaining) {
     if (action->kind == MT_ACTION_BACKWARD_WEIGHT) remaining += m->num_chunks;
     mt_micro_batch *mb = mt_micro_batch_find(m, action->chunk, action->micro_batch);
@@ -9875,7 +9877,7 @@ static int64_t mt_list_actions(mt_model *m, const mt_schedule *schedule) {
     return mt_schedule_actions(m->trainer->actions, schedule, rank);
 }
 
-/* Runs a forward or backward with its sends and receives; returns 0 for the other kinds. */
+/* Runs a forward or backward with its sends and receives; does nothing for the other kinds. */
 static int mt_run_action(mt_model *m, const mt_action *action, mt_source *from, int64_t *remaining, mt_error *error) {
     static const char *const phases[] = {[MT_ACTION_FORWARD] = "forward",
                                          [MT_ACTION_BACKWARD] = "backward",
@@ -9919,7 +9921,8 @@ static int mt_run_alone(mt_model *m, int64_t count, mt_source *from, int64_t *re
  *
  * A GPU loads a kernel when it is first used, and may wait for all its work then, messages included: if the message's
  * receiver is a rank that loads a kernel too, both wait forever. When a micro-batch runs alone, a rank has no pending
- * messages while it computes. The second one adds to the gradients of the first, by other kernels. */
+ * messages while it computes. The second one adds to the gradients of the first, by other kernels. The CPU, which has
+ * no need of it, does the same. */
 static int64_t mt_count_alone(const mt_model *m, mt_schedule *schedule, bool training) {
     int64_t alone = schedule->kind == MT_SCHEDULE_INTERLEAVED ? schedule->group : 2;
     if (schedule->pp == 1 || m->trainer->is_warm[training]) return 0;

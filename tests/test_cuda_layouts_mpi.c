@@ -10,8 +10,8 @@ static int make_shorter_batch(void *context, int64_t index, mt_batch *batch, mt_
 }
 
 /* Runs first, while cuBLASLt has loaded no kernel: a load waits for pending messages. Messages of 32 and 64 MiB are
- * longer than the buffers of a channel, and groups of 6 micro-batches need receives that are posted early. After a step
- * numbers of tokens follow for which no algorithm is chosen. A rank that waits for ever is ended by
+ * longer than the buffers of a channel, and groups of 6 micro-batches need receives that are posted early. Later steps
+ * have numbers of tokens for which no algorithm is chosen. A rank that waits for ever is ended by
  * --distributed-timeout-seconds. */
 static void ranks_of_a_pipeline_do_not_wait_for_each_other_while_kernels_load(void **state) {
     (void)state;
