@@ -9686,8 +9686,8 @@ typedef struct mt_trainer {
     mt_action *actions; // of the schedule, for this rank
     int64_t max_actions;
     mt_bad_steps bad_steps;
-    int64_t num_steps; // enqueued steps; step i uses entry i % 2
-    bool is_warm[2];   // [0] forwards, [1] forwards and backwards have run: their kernels are loaded
+    int64_t num_steps;  // enqueued steps; step i uses entry i % 2
+    bool is_warm[2][2]; // [adapters off][trains]: its kernels are loaded, those of gradients that accumulate too
     mt_pending_step pending[2];
     mt_step_result *results;              // [2] in host memory
     double unread_tokens, unread_seconds; // of the steps since metrics were last read
@@ -9870,7 +9870,7 @@ static void mt_post_receives(mt_model *m, const mt_action *actions, int64_t coun
 static int64_t mt_list_actions(mt_model *m, const mt_schedule *schedule) {
     int rank = m->grid->pipeline.rank;
     int64_t count = mt_schedule_actions(NULL, schedule, rank);
-    if (count > m->trainer->max_actions) { // in the first step, and when the batch size ramps up
+    if (count > m->trainer->max_actions) { // in the first two steps, and when the batch size ramps up
         m->trainer->actions = mt_realloc(m->trainer->actions, count * (int64_t)sizeof(mt_action));
         m->trainer->max_actions = count;
     }
@@ -9895,21 +9895,20 @@ static int mt_run_action(mt_model *m, const mt_action *action, mt_source *from, 
     return status;
 }
 
-/* Runs the first `count` micro-batches, one at a time: each passes through all stages, forward and back, before the
- * next. */
+/* Runs the first `count` micro-batches, one at a time: each passes through all stages, and back if it trains, before
+ * the next. */
 static int mt_run_alone(mt_model *m, int64_t count, mt_source *from, int64_t *remaining, mt_error *error) {
+    const int halves = mt_splits_backward(m) ? 2 : 1;
+    const mt_action_kind backwards[2] = {halves == 2 ? MT_ACTION_BACKWARD_INPUT : MT_ACTION_BACKWARD,
+                                         MT_ACTION_BACKWARD_WEIGHT};
     int status = 0;
-    bool splits = mt_splits_backward(m);
     m->runs_alone = true;
     for (int64_t i = 0; i < count && status == 0; i++) {
         for (int64_t chunk = 0; chunk < m->num_chunks && status == 0; chunk++)
             status = mt_run_action(m, &(mt_action){MT_ACTION_FORWARD, i, chunk, -1}, from, remaining, error);
-        for (int64_t chunk = m->num_chunks - 1; chunk >= 0 && from->training && status == 0; chunk--) {
-            mt_action_kind kind = splits ? MT_ACTION_BACKWARD_INPUT : MT_ACTION_BACKWARD;
-            status = mt_run_action(m, &(mt_action){kind, i, chunk, -1}, from, remaining, error);
-            kind = MT_ACTION_BACKWARD_WEIGHT;
-            if (splits) status = mt_run_action(m, &(mt_action){kind, i, chunk, -1}, from, remaining, error);
-        }
+        for (int64_t chunk = m->num_chunks - 1; chunk >= 0 && from->training; chunk--)
+            for (int half = 0; half < halves && status == 0; half++)
+                status = mt_run_action(m, &(mt_action){backwards[half], i, chunk, -1}, from, remaining, error);
     }
     m->runs_alone = false;
     return status;
@@ -9920,12 +9919,12 @@ static int mt_run_alone(mt_model *m, int64_t count, mt_source *from, int64_t *re
  * schedule. Later none.
  *
  * A GPU loads a kernel when it is first used, and may wait for all its work then, messages included: if the message's
- * receiver is a rank that loads a kernel too, both wait forever. When a micro-batch runs alone, a rank has no pending
- * messages while it computes. The second one adds to the gradients of the first, by other kernels. The CPU, which has
- * no need of it, does the same. */
-static int64_t mt_count_alone(const mt_model *m, mt_schedule *schedule, bool training) {
+ * receiver is a rank that loads a kernel too, both wait forever. When a micro-batch runs alone, a rank computes only
+ * after its message has come, and the receiver of its last one waits for it. The second micro-batch adds to the
+ * gradients of the first, by other kernels. The CPU, which has no need of it, does the same. */
+static int64_t mt_count_alone(mt_schedule *schedule, bool is_warm) {
     int64_t alone = schedule->kind == MT_SCHEDULE_INTERLEAVED ? schedule->group : 2;
-    if (schedule->pp == 1 || m->trainer->is_warm[training]) return 0;
+    if (schedule->pp == 1 || is_warm) return 0;
     schedule->micro_batches -= alone;
     if (mt_schedule_is_legal(schedule)) return alone;
     alone += schedule->micro_batches, schedule->micro_batches = 0;
@@ -9935,9 +9934,11 @@ static int64_t mt_count_alone(const mt_model *m, mt_schedule *schedule, bool tra
 /* Runs this rank's list of actions. */
 static int mt_run_schedule(mt_model *m, mt_source *from, mt_error *error) {
     if (!from->training && from->micro_batches <= 0) return 0;
+    bool *is_warm = m->trainer->is_warm[m->tp.adapters_off];
     mt_schedule schedule = mt_schedule_of(m->options, from->micro_batches);
     if (!from->training) schedule.kind = MT_SCHEDULE_FORWARD_ONLY;
-    int64_t alone = mt_count_alone(m, &schedule, from->training), ahead[2] = {0};
+    MT_CHECK(mt_schedule_is_legal(&schedule));
+    int64_t alone = mt_count_alone(&schedule, is_warm[from->training]), ahead[2] = {0};
     int64_t count = schedule.micro_batches > 0 ? mt_list_actions(m, &schedule) : 0;
     int64_t *remaining = mt_malloc(2 * m->num_chunks * 8);
     for (int64_t i = 0; i < 2 * m->num_chunks; i++) remaining[i] = from->micro_batches;
@@ -9948,7 +9949,7 @@ static int mt_run_schedule(mt_model *m, mt_source *from, mt_error *error) {
         mt_post_receives(m, m->trainer->actions, count, i, ahead);
         status = mt_run_action(m, action, from, remaining, error);
     }
-    m->trainer->is_warm[0] = true, m->trainer->is_warm[1] |= from->training;
+    is_warm[0] = true, is_warm[1] |= from->training && from->micro_batches > 1;
     free(remaining);
     return status;
 }

@@ -2811,9 +2811,9 @@ typedef struct mt_metrics {
     double loss_count;                        // of that loss
 } mt_metrics;
 
-/* Fills `batch` with micro-batch `index` of this step. Calls come in the order of this rank's schedule, one for each of
- * its virtual stages. Ranks of one model replica fill in the same batch, which must pass mt_batch_check. Returns 0, or
- * -1 with error. */
+/* Fills `batch` with micro-batch `index` of this step. Calls come in the order of this rank's schedule, in the first
+ * step of a pipeline those of its first micro-batches before, one for each of its virtual stages. Ranks of one model
+ * replica fill in the same batch, which must pass mt_batch_check. Returns 0, or -1 with error. */
 typedef int mt_batch_source(void *context, int64_t index, mt_batch *batch, mt_error *error);
 
 /* Receives the results of a micro-batch, on the ranks with the loss: log-probabilities of the labels and entropies of
@@ -2831,10 +2831,11 @@ int mt_score_tokens(mt_model *model, int64_t micro_batches, mt_batch_source *sou
  * (NULL: not wanted) become its logits. All ranks of a tensor group ask for the same. */
 int64_t mt_score_logits(mt_model *model, int64_t t, float *logits);
 
-/* One training step over `micro_batches` micro-batches per rank: forwards and backwards in the order of the schedule,
- * gradients summed over the data group, their norm and clipping, AdamW. Updates `state`. With metrics == NULL the host
- * only enqueues the step, and waits if two enqueued steps are unfinished. Reading metrics waits for the device. All
- * ranks pass metrics in the same steps.
+/* One training step over `micro_batches` micro-batches per rank: forwards and backwards in the order of the schedule
+ * (in the first step of a pipeline its first micro-batches one at a time before the others), gradients summed over the
+ * data group, their norm and clipping, AdamW. Updates `state`. With metrics == NULL the host only enqueues the step,
+ * and waits if two enqueued steps are unfinished. Reading metrics waits for the device. All ranks pass metrics in the
+ * same steps.
  *
  * Bad steps. step_guard checks each step by options->check_for_nan_in_loss_and_grad and check_for_spiky_loss. A bad
  * step changes no weight and no moment, but its samples are consumed and it counts as a step of AdamW. All ranks decide

@@ -48,8 +48,9 @@ static ncclComm_t mt_comm_reopen(const int *members, int size, const mt_group *g
     return NULL;
 }
 
-/* Thread blocks of a channel's kernel. A posted receive occupies their multiprocessors until its message comes, and
- * each needs 12 MiB of device memory; NCCL's default between two GPUs of a host is 32. */
+/* Thread blocks of a channel's kernel, in pipelines and in rings of context ranks. A posted receive occupies their
+ * multiprocessors until its message comes, and each needs 12 MiB of device memory; NCCL's default between two GPUs of a
+ * host is 32. */
 enum { CHANNEL_BLOCKS = 4 };
 
 static ncclComm_t mt_comm_open(const ncclUniqueId *id, const int *members, int size, int rank, const mt_group *group,

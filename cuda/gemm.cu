@@ -247,15 +247,19 @@ static bool fits(const plan *p, const choice *made, const mt_stream *stream) {
     return status == CUBLAS_STATUS_SUCCESS && result.workspaceSize <= (size_t)stream->workspace_bytes;
 }
 
-/* A choice that was made for another number of tokens, and that the plan's product can use; or NULL. */
+/* The choice for the nearest other number of tokens that the plan's product can use; or NULL. */
 static choice *choice_for_other_tokens(plan *p, product shape, const mt_stream *stream) {
     const int64_t tokens = *tokens_of(&shape);
+    choice *nearest = NULL;
+    double least = 0;
     for (choice *made = choices; made; made = made->next) {
         product other = made->shape;
+        const double ratio = (double)tokens / (double)*tokens_of(&other), distance = ratio > 1 ? ratio : 1 / ratio;
         *tokens_of(&other) = tokens;
-        if (same_shape(&other, &shape) && fits(p, made, stream)) return made;
+        if ((nearest && distance >= least) || !same_shape(&other, &shape) || !fits(p, made, stream)) continue;
+        nearest = made, least = distance;
     }
-    return NULL;
+    return nearest;
 }
 
 /* The choice for a plan; *is_new: it was made now. cuBLASLt loads a kernel when it first runs, and waits for all work

@@ -29,7 +29,8 @@ static void ranks_of_a_pipeline_do_not_wait_for_each_other_while_kernels_load(vo
             sequence_source from = source_of(&t, t.state.consumed_train_samples, false);
             mt_metrics metrics;
             mt_batch_source *source = step == 0 ? make_batch : make_shorter_batch;
-            assert_int_equal(mt_train_step(t.model, &t.state, 12, source, &from, &t.batch, &metrics, &error), 0);
+            int64_t count = step == 0 && i == 1 ? 1 : 12; // one micro-batch accumulates no gradients
+            assert_int_equal(mt_train_step(t.model, &t.state, count, source, &from, &t.batch, &metrics, &error), 0);
             assert_true(isfinite(metrics.loss) && isfinite(metrics.grad_norm));
         }
         trainee_close(&t);
