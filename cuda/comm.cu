@@ -299,7 +299,7 @@ static mt_cuda_channel *mt_open_channels;
 
 bool mt_cuda_messages_pending(void) {
     for (const mt_cuda_channel *channel = mt_open_channels; channel; channel = channel->next) {
-        if (channel->head.next == 0) continue;
+        if (channel->head.next == 0 || strcmp(channel->head.group->name, "pipeline") != 0) continue;
         cudaError_t status = cudaEventQuery(channel->done[(channel->head.next - 1) % MT_CHANNEL_TICKETS]);
         if (status == cudaSuccess) continue;
         if (status != cudaErrorNotReady) MT_CUDA(status);

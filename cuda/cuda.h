@@ -58,7 +58,8 @@ void *mt_cuda_workspace(mt_stream *stream, int64_t bytes);
 bool mt_cuda_comm_is_open(void);
 void mt_cuda_comm_wait(cudaStream_t stream);
 
-/* True if a message of an open channel, of a pipeline or of a ring of context ranks, is not complete. */
+/* True if a message of a pipeline is not complete. Those of a ring of context ranks do not count: every rank enqueues
+ * its end before it computes, so they complete whatever the ranks do next. */
 bool mt_cuda_messages_pending(void);
 
 /* Second stage of a sum over rows, in a fixed order: to[C] += the sum of the first `blocks` rows of partial[., C];

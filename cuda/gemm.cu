@@ -264,8 +264,8 @@ static choice *choice_for_other_tokens(plan *p, product shape, const mt_stream *
 
 /* The choice for a plan; *is_new: it was made now. cuBLASLt loads a kernel when it first runs, and waits for all work
  * of the GPU then. If that includes a message whose other rank waits for this one, both wait forever; so while messages
- * are pending, a product takes an algorithm that has run before, if there is one. Not in deterministic mode, where the
- * choice must not depend on time. */
+ * of a pipeline are pending, a product takes an algorithm that has run before, if there is one. Not in deterministic
+ * mode, where the choice must not depend on time. */
 static choice *choice_for(plan *p, const operands *o, bool *is_new, mt_stream *stream) {
     const product shape = shape_of_choice(&p->shape, stream);
     choice *made = choices;

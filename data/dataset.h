@@ -266,8 +266,8 @@ int mt_loader_fill(mt_loader *loader, int64_t consumed_samples, mt_batch *batch,
  * the work of the ranks is, before and after samples are given to ranks by their work. Nothing for other datasets. */
 void mt_loader_print(const mt_loader *loader, int64_t consumed_samples, int64_t samples, FILE *file);
 
-/* --print-schedule with --dynamic-context-parallel: prints and draws the schedule of the micro-batches of
- * the first step (timeline.h). */
+/* --print-schedule with --dynamic-context-parallel: prints and draws the schedule of the micro-batches of the
+ * first step (timeline.h). */
 int mt_step_print(const mt_options *options, const mt_data_config *config, FILE *file, mt_error *error);
 
 /* The micro-batches of one training step or evaluation. */
