@@ -20,7 +20,8 @@
 ## make bench-fp8     train a small model in bf16 and with every fp8 recipe, compare losses; DEVICE=cuda STEPS=n
 ## make bench-checkpoint  saving and loading against dd, on 1 and 4 ranks and on a GPU; FOLDER=build/checkpoint
 ## make fuzz          look for crashes in the parsers; FUZZ_SECONDS=600 TARGET=name
-## make fuzz-layouts  train random models on random layouts, compare with one rank; SECONDS=600 SEED=1 NUMBER=n
+## make fuzz-layouts  train random models on random layouts, compare with one rank; SECONDS=600 SEED=1 NUMBER=n;
+##                    on GPUs DEVICE=cuda RANKS=4
 ## make lint          check the project's rules;  make format: format the code;  make format-check: check its format
 ## make sizes         print the lines of every source file, and the number and length of its functions
 ## make probe         look for libraries again
@@ -347,7 +348,8 @@ fuzz-programs: $(FUZZ_PROGRAMS)
 SECONDS ?= 600
 SEED ?= 1
 fuzz-layouts: all $(FUZZ_LAYOUTS)
-	@$(if $(HAVE_MPI),$(SANITIZER_SETTINGS) MT_BIN='$(or $(BIN:%/=%),.)' $(FUZZ_LAYOUTS) $(SECONDS) $(SEED) $(NUMBER),\
+	@$(if $(HAVE_MPI),$(SANITIZER_SETTINGS) MT_BIN='$(or $(BIN:%/=%),.)' $(DEVICE:%=FUZZ_DEVICE=%) $(RANKS:%=FUZZ_RANKS=%) \
+		$(FUZZ_LAYOUTS) $(SECONDS) $(SEED) $(NUMBER),\
 		echo "skipped: MPI is absent")
 
 # ---- Lint, format, help ----------------------------------------------------------------------------------------------

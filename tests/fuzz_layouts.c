@@ -14,7 +14,8 @@
  * and fails if it differs with each.
  *
  * MT_BIN is the folder of train; FUZZ_TIMEOUT: the seconds of one run (60); a run that did not end is tried once more
- * with five times as many.
+ * with five times as many. FUZZ_DEVICE is train's --device (cpu), FUZZ_RANKS the most ranks of a layout (8): on GPUs as
+ * many as there are GPUs.
  */
 #include "../data/file.h"
 #include "../data/options.h"
@@ -231,8 +232,11 @@ static const row layout_rows[] = {
 };
 
 /* In all runs. The large epsilon keeps AdamW from dividing gradients that are rounding errors by their own size. */
-static const char always[] = "--device cpu --mock-data --make-vocab-size-divisible-by 16 --weight-decay 0.5 "
+static const char always[] = "--mock-data --make-vocab-size-divisible-by 16 --weight-decay 0.5 "
                              "--adam-eps 1e-3 --init-method-std 0.1";
+
+static const char *device = "cpu";
+static int most_ranks = 8;
 
 /* ---- configurations ---------------------------------------------------------------------------------------------- */
 
@@ -329,7 +333,7 @@ static void draw_layout(config *c, random_words *random, part part) {
         tp = draw_of(random, tensor, 5), pp = draw_of(random, stages, 6);
         cp = draw_of(random, context, 6), dp = draw_of(random, data, 6);
         ranks = tp * pp * cp * dp;
-    } while (ranks < 2 || ranks > 8);
+    } while (ranks < 2 || ranks > most_ranks);
     c->data[part == SECOND] = dp;
     add_size(c, part, "--tensor-model-parallel-size", tp, 1);
     add_size(c, part, "--pipeline-model-parallel-size", pp, 1);
@@ -389,7 +393,8 @@ static void words_of(command *to, const config *c, part part, const char *furthe
                                        number_of(texts, "--pipeline-model-parallel-size", 1) *
                                        number_of(texts, "--context-parallel-size", 1)};
     int length =
-        snprintf(to->text, LINE, "%s %s --global-batch-size %d%s %s", always, ramp, unit * units, texts, further);
+        snprintf(to->text, LINE, "--device %s %s %s --global-batch-size %d%s %s", device, always, ramp, unit * units,
+                 texts, further);
     MT_CHECK(length < LINE);
     memcpy(to->copy, to->text, LINE);
     for (char *word = strtok_r(to->copy, " ", &rest); word; word = strtok_r(NULL, " ", &rest)) {
@@ -724,6 +729,9 @@ static void prepare(void) {
     strcpy(train_path, absolute);
     free(absolute);
     if (limit) timeout_seconds = atof(limit);
+    if (getenv("FUZZ_DEVICE")) device = getenv("FUZZ_DEVICE");
+    if (getenv("FUZZ_RANKS")) most_ranks = atoi(getenv("FUZZ_RANKS"));
+    if (most_ranks < 2) mt_die("FUZZ_RANKS=%d: a layout has at least two ranks", most_ranks);
     is_open_mpi = system("mpirun --version 2>/dev/null | grep -qi 'open.mpi\\|openrte'") == 0;
     static char settings[][60] = {"OMPI_ALLOW_RUN_AS_ROOT=1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1",
                                   "OMPI_MCA_mpi_yield_when_idle=1", "OMPI_MCA_btl_vader_single_copy_mechanism=none",
