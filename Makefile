@@ -348,7 +348,8 @@ fuzz-programs: $(FUZZ_PROGRAMS)
 SECONDS ?= 600
 SEED ?= 1
 fuzz-layouts: all $(FUZZ_LAYOUTS)
-	@$(if $(HAVE_MPI),$(SANITIZER_SETTINGS) MT_BIN='$(or $(BIN:%/=%),.)' $(DEVICE:%=FUZZ_DEVICE=%) $(RANKS:%=FUZZ_RANKS=%) \
+	@$(if $(HAVE_MPI),$(SANITIZER_SETTINGS) MT_BIN='$(or $(BIN:%/=%),.)' \
+		$(DEVICE:%=FUZZ_DEVICE=%) $(RANKS:%=FUZZ_RANKS=%) \
 		$(FUZZ_LAYOUTS) $(SECONDS) $(SEED) $(NUMBER),\
 		echo "skipped: MPI is absent")
 

@@ -392,9 +392,8 @@ static void words_of(command *to, const config *c, part part, const char *furthe
                                  : c->data[part == SECOND] * number_of(texts, "--tensor-model-parallel-size", 1) *
                                        number_of(texts, "--pipeline-model-parallel-size", 1) *
                                        number_of(texts, "--context-parallel-size", 1)};
-    int length =
-        snprintf(to->text, LINE, "--device %s %s %s --global-batch-size %d%s %s", device, always, ramp, unit * units,
-                 texts, further);
+    int length = snprintf(to->text, LINE, "--device %s %s %s --global-batch-size %d%s %s", device, always, ramp,
+                          unit * units, texts, further);
     MT_CHECK(length < LINE);
     memcpy(to->copy, to->text, LINE);
     for (char *word = strtok_r(to->copy, " ", &rest); word; word = strtok_r(NULL, " ", &rest)) {
