@@ -2831,49 +2831,91 @@ static void mt_state_store(void *x, int64_t first, const float *row, int64_t n, 
     }
 }
 
-/* A step of AdamW; if it does not store, only the largest absolute values that states with scales would have. */
-static void mt_adamw_run(const mt_adamw_args *a, const mt_adamw *adamw, bool stores) {
-    float beta1 = adamw->beta1, beta2 = adamw->beta2, eps = adamw->eps, grad_scale = a->scale[0];
-    float step = adamw->lr / adamw->bias_correction1, shrink = mt_fma(-adamw->lr, adamw->weight_decay, 1.0f);
-    float root = 1.0f / sqrtf(adamw->bias_correction2);
+/* The arithmetic of an optimizer's step on n elements: the gradient times `grad_scale`, weights, and the optimizer's
+ * states. The sums are those of cuda/optimizer.cu, so that a step has the same bits on both. */
+typedef void mt_update_rule(const mt_update *u, float grad_scale, int64_t n, const float *grad, float *w, float *m,
+                            float *v);
+
+static void mt_adamw_elements(const mt_update *u, float grad_scale, int64_t n, const float *grad, float *w, float *m,
+                              float *v) {
+    float beta1 = u->beta1, beta2 = u->beta2, eps = u->eps, root = 1.0f / sqrtf(u->bias_correction2);
+    float step = u->lr / u->bias_correction1, shrink = mt_fma(-u->lr, u->weight_decay, 1.0f);
+#pragma omp simd
+    for (int64_t i = 0; i < n; i++) {
+        float g = grad[i] * grad_scale;
+        m[i] = mt_fma(beta1, m[i], (1.0f - beta1) * g);
+        v[i] = mt_fma(beta2, v[i], (1.0f - beta2) * g * g);
+        w[i] = mt_fma(w[i], shrink, -(step * m[i] / mt_fma(sqrtf(v[i]), root, eps)));
+    }
+}
+
+static void mt_sgd_elements(const mt_update *u, float grad_scale, int64_t n, const float *grad, float *w, float *m,
+                            float *v) {
+    float momentum = u->beta1, decay = u->weight_decay, lr = u->lr;
+    (void)v;
+#pragma omp simd
+    for (int64_t i = 0; i < n; i++) {
+        float g = mt_fma(decay, w[i], grad[i] * grad_scale);
+        m[i] = mt_fma(momentum, m[i], g);
+        w[i] = mt_fma(-lr, m[i], w[i]);
+    }
+}
+
+static void mt_lion_elements(const mt_update *u, float grad_scale, int64_t n, const float *grad, float *w, float *m,
+                             float *v) {
+    float beta1 = u->beta1, beta2 = u->beta2, lr = u->lr, shrink = mt_fma(-u->lr, u->weight_decay, 1.0f);
+    (void)v;
+#pragma omp simd
+    for (int64_t i = 0; i < n; i++) {
+        float g = grad[i] * grad_scale, c = mt_fma(beta1, m[i], (1.0f - beta1) * g);
+        float sign = c > 0 ? 1.0f : c < 0 ? -1.0f : c; // 0 and NaN stay
+        w[i] = mt_fma(w[i], shrink, -(lr * sign));
+        m[i] = mt_fma(beta2, m[i], (1.0f - beta2) * g);
+    }
+}
+
+/* A step by a rule; if it does not store, only the largest absolute values that states with scales would have. */
+static void mt_update_run(const mt_update_args *a, const mt_update *u, mt_update_rule *rule, bool stores) {
     void *const states[3] = {a->master ? a->master : a->param, a->m, a->v};
     const mt_dtype dtypes[3] = {a->master ? a->master_dtype : a->dtype, a->m_dtype, a->v_dtype};
+    int count_states = a->v ? 3 : 2;
 #pragma omp parallel for if (a->n > MT_PARALLEL)
     for (int64_t block = 0; block < a->n; block += MT_BLOCK) {
-        float scratch[4][MT_BLOCK], *rows[3]; // fp32 is updated in place
+        float scratch[4][MT_BLOCK], *rows[3] = {NULL}; // fp32 is updated in place
         int64_t count = mt_min(MT_BLOCK, a->n - block);
         const float *grad = mt_row_load(scratch[3], a->grad, block, count, a->grad_dtype);
-        for (int k = 0; k < 3; k++) {
+        for (int k = 0; k < count_states; k++) {
             rows[k] = stores && dtypes[k] == MT_F32 ? (float *)states[k] + block : scratch[k];
             if (rows[k] == scratch[k])
                 mt_state_load(rows[k], states[k], block, count, dtypes[k], a->amax ? a->amax[k] : 0);
         }
-        float *w = rows[0], *m = rows[1], *v = rows[2];
-#pragma omp simd
-        for (int64_t i = 0; i < count; i++) {
-            float g = grad[i] * grad_scale;
-            m[i] = mt_fma(beta1, m[i], (1.0f - beta1) * g);
-            v[i] = mt_fma(beta2, v[i], (1.0f - beta2) * g * g);
-            w[i] = mt_fma(w[i], shrink, -(step * m[i] / mt_fma(sqrtf(v[i]), root, eps)));
-        }
-        for (int k = 0; k < 3; k++)
+        rule(u, a->scale[0], count, grad, rows[0], rows[1], rows[2]);
+        for (int k = 0; k < count_states; k++)
             if (stores && rows[k] == scratch[k]) {
                 mt_state_store(states[k], block, rows[k], count, dtypes[k], a->amax ? a->new_amax[k] : 0);
             } else if (!stores && mt_state_has_scale(dtypes[k])) {
 #pragma omp critical(new_amax)
                 a->new_amax[k] = mt_amax_merge(a->new_amax[k], mt_amax(rows[k], count));
             }
-        if (stores && a->master) mt_state_store(a->param, block, w, count, a->dtype, 0);
+        if (stores && a->master) mt_state_store(a->param, block, rows[0], count, a->dtype, 0);
     }
 }
 
-static void mt_cpu_adamw_amax(const mt_adamw_args *a, const mt_adamw *adamw, mt_stream *stream) {
+static void mt_cpu_adamw_amax(const mt_update_args *a, const mt_update *update, mt_stream *stream) {
     for (int k = 0; k < 3 && a->scale[0] < 0; k++) a->new_amax[k] = mt_amax_merge(a->new_amax[k], a->amax[k]);
-    if (a->scale[0] >= 0) mt_adamw_run(a, adamw, false);
+    if (a->scale[0] >= 0) mt_update_run(a, update, mt_adamw_elements, false);
 }
 
-static void mt_cpu_adamw_step(const mt_adamw_args *a, const mt_adamw *adamw, mt_stream *stream) {
-    if (a->scale[0] >= 0) mt_adamw_run(a, adamw, true);
+static void mt_cpu_adamw_step(const mt_update_args *a, const mt_update *update, mt_stream *stream) {
+    if (a->scale[0] >= 0) mt_update_run(a, update, mt_adamw_elements, true);
+}
+
+static void mt_cpu_sgd_step(const mt_update_args *a, const mt_update *update, mt_stream *stream) {
+    if (a->scale[0] >= 0) mt_update_run(a, update, mt_sgd_elements, true);
+}
+
+static void mt_cpu_lion_step(const mt_update_args *a, const mt_update *update, mt_stream *stream) {
+    if (a->scale[0] >= 0) mt_update_run(a, update, mt_lion_elements, true);
 }
 
 /* Two normal numbers from two uniform words (Box & Muller, "A note on the generation of random normal deviates"). */
@@ -5369,7 +5411,7 @@ struct mt_model {
     void **k_cache, **v_cache;             // [num_layers] of [cache_rows, G D] and [cache_rows, G Dv]
     struct mt_step_numbers *numbers;       // on the device
     struct mt_trainer *trainer;
-    float (*state_amax)[3]; // [2, num_params] amax and new_amax of mt_adamw_args; NULL: no state has a scale
+    float (*state_amax)[3]; // [2, num_params] amax and new_amax of mt_update_args; NULL: no state has a scale
     bool reruns;            // --rerun-mode validate_results
     mt_stream *reader;      // mt_model_set_reader
     mt_pass last_forward;
@@ -8843,7 +8885,7 @@ static void mt_sharding_start(mt_model *m) {
         mt_bucket *b = &m->buckets[i];
         if (b->params) m->ops->memory_zero(b->params, b->count * mt_dtype_size(b->dtype), m->stream);
         if (b->grads) m->ops->memory_zero(b->grads, b->count * 4, m->stream);
-        for (int state = 0; state < MT_NUM_STATES; state++) {
+        for (int state = 0; state < mt_num_states(o->optimizer); state++) {
             mt_shard shard = mt_bucket_shard(m, i, (mt_param_state)state);
             if (shard.data) mt_shard_write(m, &shard, 0, NULL, b->count);
         }
@@ -9248,6 +9290,27 @@ static void mt_params_finish(mt_model *m) {
     if (now) mt_wait_stream(m, m->stream, s->param_stream);
 }
 
+static const struct {
+    const char *name, *states[2];
+} mt_optimizer_rows[] = {
+#define MT_OPTIMIZER_ROW(name, step, option, first, second) {option, {first, second}},
+    MT_OPTIMIZERS(MT_OPTIMIZER_ROW)
+#undef MT_OPTIMIZER_ROW
+};
+
+const char *mt_optimizer_name(mt_optimizer optimizer) {
+    return mt_optimizer_rows[optimizer].name;
+}
+
+int mt_num_states(mt_optimizer optimizer) {
+    return mt_optimizer_rows[optimizer].states[1] ? MT_NUM_STATES : MT_STATE_EXP_AVG_SQ;
+}
+
+const char *mt_state_name(mt_optimizer optimizer, mt_param_state state) {
+    if (state == MT_STATE_WEIGHTS) return "";
+    return state == MT_STATE_MASTER ? "master" : mt_optimizer_rows[optimizer].states[state - MT_STATE_EXP_AVG];
+}
+
 mt_dtype mt_state_dtype(const mt_model *m, mt_param_state state) {
     if (state == MT_STATE_EXP_AVG) return mt_optimizer_dtypes[m->options->exp_avg_dtype];
     if (state == MT_STATE_EXP_AVG_SQ) return mt_optimizer_dtypes[m->options->exp_avg_sq_dtype];
@@ -9255,7 +9318,8 @@ mt_dtype mt_state_dtype(const mt_model *m, mt_param_state state) {
     return state == MT_STATE_WEIGHTS ? m->dtype : MT_F32;
 }
 
-/* Memory of the parts that may rest: this rank's parameters, gradients and AdamW's state, by bucket; and the cache. */
+/* Memory of the parts that may rest: this rank's parameters, gradients and the optimizer's states, by bucket; and the
+ * cache. */
 static void mt_plan_buckets(mt_model *m) {
     const mt_options *o = m->options;
     mt_arena *arena = &m->parts[MT_PART_PARAMS], *grads = &m->parts[MT_PART_GRADS];
@@ -9275,7 +9339,8 @@ static void mt_plan_buckets(mt_model *m) {
         if (m->dtype != MT_F32)
             b->master = mt_arena_alloc(from, b->shard_count * mt_dtype_size(mt_state_dtype(m, MT_STATE_MASTER)));
         b->m = mt_arena_alloc(from, b->shard_count * mt_dtype_size(mt_state_dtype(m, MT_STATE_EXP_AVG)));
-        b->v = mt_arena_alloc(from, b->shard_count * mt_dtype_size(mt_state_dtype(m, MT_STATE_EXP_AVG_SQ)));
+        if (mt_num_states(o->optimizer) > MT_STATE_EXP_AVG_SQ)
+            b->v = mt_arena_alloc(from, b->shard_count * mt_dtype_size(mt_state_dtype(m, MT_STATE_EXP_AVG_SQ)));
     }
     bool has_scales = o->main_params_dtype != MT_MAIN_PARAMS_FP32 || o->exp_avg_dtype >= MT_OPTIMIZER_FP16 ||
                       o->exp_avg_sq_dtype >= MT_OPTIMIZER_FP16;
@@ -9459,26 +9524,35 @@ static void mt_step_check_gradients(mt_model *m) {
 }
 
 /* The operands of a step on a bucket's shard. */
-static mt_adamw_args mt_bucket_adamw(const mt_model *m, const mt_bucket *b) {
-    mt_adamw_args a = {.n = b->shard_count, .dtype = b->dtype, .grad_dtype = b->grad_dtype};
+static mt_update_args mt_bucket_update(const mt_model *m, const mt_bucket *b) {
+    mt_update_args a = {.n = b->shard_count, .dtype = b->dtype, .grad_dtype = b->grad_dtype};
     a.param = b->param_shard, a.master = b->master, a.m = b->m, a.v = b->v, a.grad = b->grad_shard;
     a.scale = &m->numbers->grad_scale, a.master_dtype = mt_state_dtype(m, MT_STATE_MASTER);
     a.m_dtype = mt_state_dtype(m, MT_STATE_EXP_AVG), a.v_dtype = mt_state_dtype(m, MT_STATE_EXP_AVG_SQ);
     return a;
 }
 
+typedef void mt_update_operation(const mt_update_args *a, const mt_update *update, mt_stream *stream);
+
+static mt_update_operation *mt_optimizer_operation(const mt_ops *ops, mt_optimizer optimizer) {
+#define MT_OPTIMIZER_STEP(name, step, ...) [MT_OPTIMIZER_##name] = ops->step##_step,
+    mt_update_operation *const steps[] = {MT_OPTIMIZERS(MT_OPTIMIZER_STEP)};
+#undef MT_OPTIMIZER_STEP
+    return steps[optimizer];
+}
+
 /* Elements [first, first + n) of `whole`. */
-static mt_adamw_args mt_adamw_part(const mt_adamw_args *whole, int64_t first, int64_t n) {
-    mt_adamw_args a = *whole;
+static mt_update_args mt_update_part(const mt_update_args *whole, int64_t first, int64_t n) {
+    mt_update_args a = *whole;
     a.n = n, a.param = mt_at(a.param, first, a.dtype), a.master = mt_at(a.master, first, a.master_dtype);
-    a.m = mt_at(a.m, first, a.m_dtype), a.v = mt_at(a.v, first, a.v_dtype);
+    a.m = mt_at(a.m, first, a.m_dtype), a.v = a.v ? mt_at(a.v, first, a.v_dtype) : NULL;
     a.grad = mt_at(a.grad, first, a.grad_dtype);
     return a;
 }
 
 /* ---- on the host */
 
-/* --optimizer-cpu-offload: AdamW of some buckets runs on the host, in pieces. A piece's gradients and parameters are
+/* --optimizer-cpu-offload: some buckets are updated on the host, in pieces. A piece's gradients and parameters are
  * copied to one of two slots, the host updates them there, and the parameters are copied back; with streams of its own,
  * piece i is on its way while the host updates piece i - 1. Because parameters are copied both ways, a step
  * that a failed check skips leaves them unchanged. The same arithmetic on host and GPU: results do not depend on the
@@ -9486,17 +9560,19 @@ static mt_adamw_args mt_adamw_part(const mt_adamw_args *whole, int64_t first, in
 enum { MT_HOST_PIECE = 1 << 22 }; // elements
 
 typedef struct mt_host_task {
-    mt_adamw_args args; // in a slot and in host memory; first, for data/simulate.c
-    mt_adamw adamw;
-    void *param; // on the device
+    mt_update_args args; // in a slot and in host memory; first, for data/simulate.c
+    mt_update update;
+    mt_update_operation *step; // of the CPU
+    void *param;               // on the device
     int threads;
 } mt_host_task;
 
 typedef struct mt_host_optimizer {
-    mt_stream *in, *update, *out; // gradients to the host, AdamW, parameters to the device; the model's without overlap
-    char *slots[2];               // [MT_HOST_PIECE] gradients, then parameters
-    float *scale;                 // of the gradients, on the host
-    mt_host_task *tasks;          // [2, num_tasks] of two steps: the host enqueues one while another runs
+    mt_stream *in, *update,
+        *out;            // gradients to the host, updates, parameters to the device; the model's without overlap
+    char *slots[2];      // [MT_HOST_PIECE] gradients, then parameters
+    float *scale;        // of the gradients, on the host
+    mt_host_task *tasks; // [2, num_tasks] of two steps: the host enqueues one while another runs
     int64_t num_tasks, step, count; // count: tasks of this step so far
 } mt_host_optimizer;
 
@@ -9554,7 +9630,7 @@ static void mt_host_optimizer_close(mt_model *m) {
 static void mt_host_task_run(void *context) {
     mt_host_task *task = context;
     omp_set_num_threads(task->threads);
-    mt_cpu_ops.adamw_step(&task->args, &task->adamw, NULL);
+    task->step(&task->args, &task->update, NULL);
 }
 
 /* Enqueues the update of a task whose copies to the host are enqueued, and the copy of its parameters back. */
@@ -9567,12 +9643,16 @@ static void mt_host_task_finish(mt_model *m, mt_host_task *task) {
 }
 
 /* Enqueues a task's copies to the host, then finishes the task before it. */
-static void mt_host_task_start(mt_model *m, const mt_adamw_args *a, const mt_adamw *adamw) {
+static void mt_host_task_start(mt_model *m, const mt_update_args *a, const mt_update *update) {
     mt_host_optimizer *h = m->host_optimizer;
     mt_host_task *task = &h->tasks[h->step % 2 * h->num_tasks + h->count];
     int64_t grad_bytes = a->n * mt_dtype_size(a->grad_dtype), param_bytes = a->n * mt_dtype_size(a->dtype);
     char *grad = h->slots[h->count % 2], *param = grad + grad_bytes;
-    *task = (mt_host_task){*a, *adamw, a->param, omp_get_max_threads()};
+    *task = (mt_host_task){.args = *a,
+                           .update = *update,
+                           .step = mt_optimizer_operation(&mt_cpu_ops, m->options->optimizer),
+                           .param = a->param,
+                           .threads = omp_get_max_threads()};
     task->args.grad = grad, task->args.param = param, task->args.scale = h->scale;
     mt_wait_stream(m, h->update, h->in); // for the copies of the task before
     mt_wait_stream(m, h->in, h->out);    // the task before that one has left the slot
@@ -9588,11 +9668,11 @@ static void mt_host_optimizer_begin(mt_model *m) {
     m->ops->memory_copy(h->scale, &m->numbers->grad_scale, sizeof *h->scale, h->in);
 }
 
-/* Enqueues AdamW of a part of a bucket on the host. */
-static void mt_host_optimizer_update(mt_model *m, const mt_adamw_args *part, const mt_adamw *adamw) {
+/* Enqueues the update of a part of a bucket on the host. */
+static void mt_host_optimizer_update(mt_model *m, const mt_update_args *part, const mt_update *update) {
     for (int64_t first = 0; first < part->n; first += MT_HOST_PIECE) {
-        mt_adamw_args a = mt_adamw_part(part, first, mt_min(MT_HOST_PIECE, part->n - first));
-        mt_host_task_start(m, &a, adamw);
+        mt_update_args a = mt_update_part(part, first, mt_min(MT_HOST_PIECE, part->n - first));
+        mt_host_task_start(m, &a, update);
     }
 }
 
@@ -9605,7 +9685,7 @@ static void mt_host_optimizer_finish(mt_model *m) {
 }
 
 /* AdamW for types of state with a scale per parameter: one parameter at a time. */
-static void mt_optimizer_step_scaled(mt_model *m, mt_adamw *adamw, float weight_decay) {
+static void mt_optimizer_step_scaled(mt_model *m, mt_update *update, float weight_decay) {
     int64_t bytes = m->num_params * (int64_t)sizeof *m->state_amax, begin;
     float(*amax)[3] = m->state_amax, (*new_amax)[3] = amax + m->num_params;
     m->ops->memory_zero(new_amax, bytes, m->stream);
@@ -9614,40 +9694,54 @@ static void mt_optimizer_step_scaled(mt_model *m, mt_adamw *adamw, float weight_
         const mt_bucket *b = &m->buckets[param->bucket];
         int64_t count = mt_gradient_run(m, param, param, &begin);
         if (!b->trained || count == 0) continue;
-        mt_adamw_args whole = mt_bucket_adamw(m, b), a = mt_adamw_part(&whole, begin, count);
-        a.amax = amax[i], a.new_amax = new_amax[i], adamw->weight_decay = param->weight_decay ? weight_decay : 0;
-        m->ops->adamw_amax(&a, adamw, m->stream);
-        m->ops->adamw_step(&a, adamw, m->stream);
+        mt_update_args whole = mt_bucket_update(m, b), a = mt_update_part(&whole, begin, count);
+        a.amax = amax[i], a.new_amax = new_amax[i], update->weight_decay = param->weight_decay ? weight_decay : 0;
+        m->ops->adamw_amax(&a, update, m->stream);
+        m->ops->adamw_step(&a, update, m->stream);
     }
     m->ops->memory_copy(amax, new_amax, bytes, m->stream);
 }
 
-/* AdamW on the shards of this rank. A failed check makes grad_scale negative: no update. */
+/* The numbers of a step except the weight decay, which vectors lack. */
+static mt_update mt_update_of_step(const mt_options *o, const mt_run_state *state) {
+    mt_update u = {.lr = (float)mt_learning_rate(o, state->consumed_train_samples)};
+    double step = (double)(state->optimizer_step + 1);
+    switch (o->optimizer) {
+    case MT_OPTIMIZER_SGD:
+        u.beta1 = (float)o->sgd_momentum;
+        break;
+    case MT_OPTIMIZER_LION:
+        u.beta1 = (float)o->lion_beta1, u.beta2 = (float)o->lion_beta2;
+        break;
+    default:
+        u.beta1 = (float)o->adam_beta1, u.beta2 = (float)o->adam_beta2, u.eps = (float)o->adam_eps;
+        u.bias_correction1 = (float)(1 - pow(o->adam_beta1, step));
+        u.bias_correction2 = (float)(1 - pow(o->adam_beta2, step));
+    }
+    return u;
+}
+
+/* The optimizer's step on the shards of this rank. A failed check makes grad_scale negative: no update. */
 static void mt_optimizer_step(mt_model *m, const mt_run_state *state) {
     const mt_options *o = m->options;
+    mt_update_operation *step = mt_optimizer_operation(m->ops, o->optimizer);
     mt_phase_begin(m, "optimizer", -1, -1);
     mt_wait_reader(m);
-    double step = (double)(state->optimizer_step + 1);
     float weight_decay = (float)mt_weight_decay(o, state->consumed_train_samples);
-    mt_adamw adamw = {.lr = (float)mt_learning_rate(o, state->consumed_train_samples),
-                      .beta1 = (float)o->adam_beta1,
-                      .beta2 = (float)o->adam_beta2,
-                      .eps = (float)o->adam_eps,
-                      .bias_correction1 = (float)(1 - pow(o->adam_beta1, step)),
-                      .bias_correction2 = (float)(1 - pow(o->adam_beta2, step))};
+    mt_update update = mt_update_of_step(o, state);
     if (m->host_optimizer) mt_host_optimizer_begin(m);
-    if (m->state_amax) mt_optimizer_step_scaled(m, &adamw, weight_decay);
+    if (m->state_amax) mt_optimizer_step_scaled(m, &update, weight_decay);
     for (int64_t i = m->num_trained_buckets - 1; !m->state_amax && i >= 0; i--) { // the host's first
         int64_t start[3];
-        mt_adamw_args whole = mt_bucket_adamw(m, &m->buckets[i]);
+        mt_update_args whole = mt_bucket_update(m, &m->buckets[i]);
         mt_bucket_decays(&m->buckets[i], start);
         for (int k = 0; k < 2; k++) {
-            mt_adamw_args a = mt_adamw_part(&whole, start[k], start[k + 1] - start[k]);
-            adamw.weight_decay = k == 0 ? weight_decay : 0;
+            mt_update_args a = mt_update_part(&whole, start[k], start[k + 1] - start[k]);
+            update.weight_decay = k == 0 ? weight_decay : 0;
             if (m->buckets[i].on_host)
-                mt_host_optimizer_update(m, &a, &adamw);
+                mt_host_optimizer_update(m, &a, &update);
             else if (a.n > 0)
-                m->ops->adamw_step(&a, &adamw, m->stream);
+                step(&a, &update, m->stream);
         }
     }
     if (m->host_optimizer) mt_host_optimizer_finish(m);

@@ -230,6 +230,15 @@ typedef enum mt_cp_comm_type {
     MT_CP_A2A,        // all-to-all: ranks exchange tokens for heads
     MT_CP_A2A_P2P     // a2a within groups of neighbours, a ring across them
 } mt_cp_comm_type;
+/* Optimizers, one row each: its operation, OPERATION_step; its name as --optimizer; the names of an element's states in
+ * checkpoints, where NULL is none. */
+#define MT_OPTIMIZERS(X)                                                                                               \
+    X(ADAMW, adamw, "adam", "exp_avg", "exp_avg_sq")                                                                   \
+    X(SGD, sgd, "sgd", "momentum_buffer", NULL)                                                                        \
+    X(LION, lion, "lion", "exp_avg", NULL)
+#define MT_OPTIMIZER_NAME(name, ...) MT_OPTIMIZER_##name,
+typedef enum mt_optimizer { MT_OPTIMIZERS(MT_OPTIMIZER_NAME) MT_NUM_OPTIMIZERS } mt_optimizer;
+
 /* Types of gradients and moments between steps. */
 typedef enum mt_optimizer_dtype {
     MT_OPTIMIZER_FP32,
@@ -471,7 +480,9 @@ typedef struct mt_options {
     mt_wsd_decay_style lr_wsd_decay_style;
     int64_t lr_decay_iters, lr_decay_samples, lr_warmup_iters, lr_warmup_samples, lr_wsd_decay_iters,
         lr_wsd_decay_samples;
-    double weight_decay, start_weight_decay, end_weight_decay, adam_beta1, adam_beta2, adam_eps, clip_grad;
+    double weight_decay, start_weight_decay, end_weight_decay, clip_grad;
+    mt_optimizer optimizer;
+    double adam_beta1, adam_beta2, adam_eps, sgd_momentum, lion_beta1, lion_beta2;
     bool use_precision_aware_optimizer;
     mt_optimizer_dtype main_grads_dtype, exp_avg_dtype, exp_avg_sq_dtype;
     mt_main_params_dtype main_params_dtype;
@@ -1423,28 +1434,28 @@ typedef struct mt_sample_args {
 
 /* ---- optimizer, over any range of a bucket; initialisation and conversion */
 
-/* AdamW (Loshchilov & Hutter, "Decoupled weight decay regularization"), with the step's bias corrections. */
-typedef struct mt_adamw {
+/* The numbers of an optimizer's step. `beta1` and `beta2` are those of AdamW or Lion; beta1 is SGD's momentum. */
+typedef struct mt_update {
     float lr, beta1, beta2, eps, weight_decay;
-    float bias_correction1, bias_correction2; // 1 - beta^step
-} mt_adamw;
+    float bias_correction1, bias_correction2; // AdamW: 1 - beta^step
+} mt_update;
 
-/* The operands of an AdamW step on n elements: gradient in MT_F32 or MT_BF16, master weights in MT_F32 or MT_F16,
- * moments in any of these or in MT_F8_E4M3. A state is rounded to nearest even after the step, which itself uses the
- * fp32 value. States in fp16 and fp8 have a scale, as in Transformer Engine's FusedAdam: the elements of an operation
- * are one tensor, whose values are code * mt_state_scale(amax). */
-typedef struct mt_adamw_args {
+/* The operands of a step on n elements: gradient in MT_F32 or MT_BF16, master weights in MT_F32 or MT_F16, moments in
+ * any of these or in MT_F8_E4M3. A state is rounded to nearest even after the step, which itself uses the fp32 value.
+ * States in fp16 and fp8, which AdamW alone has, have a scale, as in Transformer Engine's FusedAdam: the elements of an
+ * operation are one tensor, whose values are code * mt_state_scale(amax). */
+typedef struct mt_update_args {
     int64_t n;
     void *param;        // [n] the weights in fp32, or the bf16 copy of `master`
     void *master;       // [n] weights of bf16 parameters, NULL for fp32 ones
-    void *m, *v;        // [n]
+    void *m, *v;        // [n] the states of MT_OPTIMIZERS; v NULL: the optimizer has one state
     const void *grad;   // [n]
     const float *scale; // the gradient is grad * scale[0]; a negative scale changes nothing
     const float *amax;  // [3] the largest absolute value of master, m and v; NULL: no state has a scale
     float *new_amax;    // [3] the same after the step, which adamw_amax computes
     mt_dtype dtype;     // of param
     mt_dtype master_dtype, m_dtype, v_dtype, grad_dtype;
-} mt_adamw_args;
+} mt_update_args;
 
 /* True if a state of this type has a scale; the scale of a tensor with this largest absolute value (0 if that is 0):
  * the largest value has the largest code. For fp16 that is half of its range, as in Transformer Engine. The scale has
@@ -1455,9 +1466,9 @@ static inline bool mt_state_has_scale(mt_dtype dtype) {
 }
 float mt_state_scale(float amax, mt_dtype dtype);
 
-static inline int64_t mt_adamw_bytes(const mt_adamw_args *a) {
+static inline int64_t mt_update_bytes(const mt_update_args *a) {
     int64_t weights = a->master ? 2 * mt_dtype_size(a->master_dtype) + mt_dtype_size(a->dtype) : 8;
-    int64_t moments = 2 * (mt_dtype_size(a->m_dtype) + mt_dtype_size(a->v_dtype));
+    int64_t moments = 2 * (mt_dtype_size(a->m_dtype) + (a->v ? mt_dtype_size(a->v_dtype) : 0));
     return a->n * (weights + mt_dtype_size(a->grad_dtype) + moments);
 }
 
@@ -1502,12 +1513,21 @@ enum { MT_GUARD_CHECK, MT_GUARD_AVERAGE, MT_GUARD_STEPS, MT_GUARD_NUMBERS };
        mt_stream *stream)                                                                                              \
     /* Raises a->new_amax[k] to the largest absolute value that master, m or v will have after the step, or if the     \
      * step changes nothing, to that before it. Only where the state has a scale. The work: all operands are read. */  \
-    OP(adamw_amax, mt_work_bytes(mt_adamw_bytes(a) / 2, MT_U8), (a, adamw, stream), const mt_adamw_args *a,            \
-       const mt_adamw *adamw, mt_stream *stream)                                                                       \
-    /* One AdamW step, computed in fp32. The work: the gradient is read, both moments and the master weights are read  \
-     * and written, the bf16 copy is written. */                                                                       \
-    OP(adamw_step, mt_work_bytes(mt_adamw_bytes(a), MT_U8), (a, adamw, stream), const mt_adamw_args *a,                \
-       const mt_adamw *adamw, mt_stream *stream)                                                                       \
+    OP(adamw_amax, mt_work_bytes(mt_update_bytes(a) / 2, MT_U8), (a, update, stream), const mt_update_args *a,         \
+       const mt_update *update, mt_stream *stream)                                                                     \
+    /* The next three are one step of an optimizer, computed in fp32, on weights w with gradient g. The work: the      \
+     * gradient is read, moments and master weights are read and written, the bf16 copy is written. AdamW (Loshchilov  \
+     * & Hutter, "Decoupled weight decay regularization"): m = beta1 m + (1 - beta1) g, v = beta2 v + (1 - beta2) g^2, \
+     * w -= lr (weight_decay w + (m / bias_correction1) / (sqrt(v / bias_correction2) + eps)). */                      \
+    OP(adamw_step, mt_work_bytes(mt_update_bytes(a), MT_U8), (a, update, stream), const mt_update_args *a,             \
+       const mt_update *update, mt_stream *stream)                                                                     \
+    /* SGD with momentum, as torch.optim.SGD: g += weight_decay w, m = beta1 m + g, w -= lr m. */                      \
+    OP(sgd_step, mt_work_bytes(mt_update_bytes(a), MT_U8), (a, update, stream), const mt_update_args *a,               \
+       const mt_update *update, mt_stream *stream)                                                                     \
+    /* Lion (Chen et al., "Symbolic discovery of optimization algorithms"): w -= lr (weight_decay w + sign(beta1 m +   \
+     * (1 - beta1) g)), m = beta2 m + (1 - beta2) g. */                                                                \
+    OP(lion_step, mt_work_bytes(mt_update_bytes(a), MT_U8), (a, update, stream), const mt_update_args *a,              \
+       const mt_update *update, mt_stream *stream)                                                                     \
     /* param[i] = mean + std * normal(key, first + i) with Box-Muller on Philox: the same on every layout. */          \
     OP(random_normal, mt_work_bytes(n, dtype), (param, n, key, first, mean, std, dtype, stream), void *param,          \
        int64_t n, uint64_t key, int64_t first, float mean, float std, mt_dtype dtype, mt_stream *stream)               \
@@ -2330,14 +2350,14 @@ typedef struct mt_bucket {
     void *param_shard;   // [shard_count], inside params where those always exist
     void *grad_shard;    // [shard_count], inside main_grads where those exist; the sum over ranks
     void *master;        // [shard_count] fp32 or fp16 weights of bf16 parameters, else NULL
-    void *m, *v;         // [shard_count] AdamW's moments
+    void *m, *v;         // [shard_count] the optimizer's states; v NULL: it has one
     int64_t first_param; // rows [first_param, first_param + num_params) of the table
     int64_t num_params;
     mt_strategy strategy;  // MT_NO_SHARD for a group of one
     const mt_group *group; // the ranks with the same parameters, which add their gradients
     mt_dtype dtype;        // of params
     mt_dtype grad_dtype;   // of main_grads and grad_shard: --main-grads-dtype
-    bool on_host;          // master, m and v are in host memory, and AdamW runs there: --optimizer-cpu-offload
+    bool on_host;          // master, m and v are in host memory, updated there: --optimizer-cpu-offload
     bool trained;          // false: no gradients, no moments
     /* --fp8-param-gather: the weights of linears in fp8 */
     uint8_t *fp8_params;    // [count] like params; if these are sharded, fp8_first bytes behind them in their buffer
@@ -2736,10 +2756,16 @@ void mt_bucket_gradients_release(mt_model *model, int64_t bucket, bool last);
 typedef enum mt_param_state {
     MT_STATE_WEIGHTS,
     MT_STATE_MASTER,
-    MT_STATE_EXP_AVG,
-    MT_STATE_EXP_AVG_SQ,
+    MT_STATE_EXP_AVG,    // the first state of MT_OPTIMIZERS
+    MT_STATE_EXP_AVG_SQ, // the second one, which only AdamW has
     MT_NUM_STATES
 } mt_param_state;
+
+/* The name of an optimizer as --optimizer. With it parameters have the states [0, mt_num_states), and in files these
+ * names: "" for the weights. */
+int mt_num_states(mt_optimizer optimizer);
+const char *mt_optimizer_name(mt_optimizer optimizer);
+const char *mt_state_name(mt_optimizer optimizer, mt_param_state state);
 
 /* All `count` elements of one state of a bucket, on the device, in the type that mt_bucket_shard gives; not of a state
  * with scales. Every rank of the data group calls it. Valid until the next call. Not during a step: it may overwrite

@@ -150,14 +150,54 @@ extern "C" void mt_cuda_step_guard(double *guard, float *scale, const double *lo
     MT_CUDA_LAUNCHED();
 }
 
-/* ---- AdamW ------------------------------------------------------------------------------------------------------- */
+/* ---- steps ------------------------------------------------------------------------------------------------------- */
 
-/* Reads grad, m, v and the fp32 weights; writes m, v, the weights and their bf16 copy: 30 bytes per element for bf16
- * parameters with fp32 gradients and moments, 28 for fp32 parameters (`copy` NULL). Every sum is an explicit fma, as in
- * megatron.c, so a step on the host has the same bits. */
-template <class G, class M, class V, int N>
-__global__ void __launch_bounds__(256) adamw_step(float *weights, __nv_bfloat16 *copy, M *m, V *v, const G *grad,
-                                                  const float *scale, int64_t begin, int64_t end, mt_adamw adamw) {
+/* The arithmetic of a step on one element: weight, states. Every sum is an explicit fma, as in megatron.c, so a step on
+ * the host has the same bits. */
+struct adamw_rule {
+    static constexpr bool two_states = true;
+    float beta1, beta2, eps, rate, decay, root;
+    __device__ explicit adamw_rule(const mt_update &u) {
+        beta1 = u.beta1, beta2 = u.beta2, eps = u.eps, rate = u.lr / u.bias_correction1;
+        decay = __fmaf_rn(-u.lr, u.weight_decay, 1), root = 1 / sqrtf(u.bias_correction2);
+    }
+    __device__ void operator()(float g, float &w, float &m, float &v) const {
+        m = __fmaf_rn(beta1, m, (1 - beta1) * g);
+        v = __fmaf_rn(beta2, v, (1 - beta2) * g * g);
+        w = __fmaf_rn(w, decay, -(rate * m / __fmaf_rn(sqrtf(v), root, eps)));
+    }
+};
+
+struct sgd_rule {
+    static constexpr bool two_states = false;
+    float momentum, weight_decay, lr;
+    __device__ explicit sgd_rule(const mt_update &u) {
+        momentum = u.beta1, weight_decay = u.weight_decay, lr = u.lr;
+    }
+    __device__ void operator()(float g, float &w, float &m, float &) const {
+        m = __fmaf_rn(momentum, m, __fmaf_rn(weight_decay, w, g));
+        w = __fmaf_rn(-lr, m, w);
+    }
+};
+
+struct lion_rule {
+    static constexpr bool two_states = false;
+    float beta1, beta2, lr, decay;
+    __device__ explicit lion_rule(const mt_update &u) {
+        beta1 = u.beta1, beta2 = u.beta2, lr = u.lr, decay = __fmaf_rn(-u.lr, u.weight_decay, 1);
+    }
+    __device__ void operator()(float g, float &w, float &m, float &) const {
+        float c = __fmaf_rn(beta1, m, (1 - beta1) * g), sign = c > 0 ? 1.0f : c < 0 ? -1.0f : c; // 0 and NaN stay
+        w = __fmaf_rn(w, decay, -(lr * sign));
+        m = __fmaf_rn(beta2, m, (1 - beta2) * g);
+    }
+};
+
+/* Reads grad, m, v and the fp32 weights; writes m, v, the weights and their bf16 copy: with two states 30 bytes per
+ * element for bf16 parameters with fp32 gradients and moments, 28 for fp32 parameters (`copy` NULL). */
+template <class Rule, class G, class M, class V, int N>
+__global__ void __launch_bounds__(256) update_step(float *weights, __nv_bfloat16 *copy, M *m, V *v, const G *grad,
+                                                   const float *scale, int64_t begin, int64_t end, mt_update update) {
     constexpr int K = 2;
     int64_t first = begin + ((int64_t)blockIdx.x * K * blockDim.x + threadIdx.x) * N, step = blockDim.x * N;
     mt_pack<G, N> grads[K];
@@ -169,39 +209,34 @@ __global__ void __launch_bounds__(256) adamw_step(float *weights, __nv_bfloat16 
         if (first + k * step >= end) break;
         grads[k] = mt_load<N>(grad + first + k * step);
         ms[k] = mt_load<N>(m + first + k * step);
-        vs[k] = mt_load<N>(v + first + k * step);
+        if (Rule::two_states) vs[k] = mt_load<N>(v + first + k * step);
         ws[k] = mt_load<N>(weights + first + k * step);
     }
-    float grad_scale = scale[0], rate = adamw.lr / adamw.bias_correction1;
+    float grad_scale = scale[0];
     if (grad_scale < 0) return; // the step is skipped; tested after all loads have been issued
-    float decay = __fmaf_rn(-adamw.lr, adamw.weight_decay, 1), root = 1 / sqrtf(adamw.bias_correction2);
+    const Rule rule(update);
 #pragma unroll
     for (int k = 0; k < K; k++) {
         if (first + k * step >= end) break;
-        mt_pack<float, N> gs = mt_to_float(grads[k]), new_m = mt_to_float(ms[k]), new_v = mt_to_float(vs[k]);
-        for (int i = 0; i < N; i++) {
-            float g = gs.value[i] * grad_scale;
-            new_m.value[i] = __fmaf_rn(adamw.beta1, new_m.value[i], (1 - adamw.beta1) * g);
-            new_v.value[i] = __fmaf_rn(adamw.beta2, new_v.value[i], (1 - adamw.beta2) * g * g);
-            float change = rate * new_m.value[i] / __fmaf_rn(sqrtf(new_v.value[i]), root, adamw.eps);
-            ws[k].value[i] = __fmaf_rn(ws[k].value[i], decay, -change);
-        }
+        mt_pack<float, N> gs = mt_to_float(grads[k]), new_m = mt_to_float(ms[k]), new_v = {};
+        if (Rule::two_states) new_v = mt_to_float(vs[k]);
+        for (int i = 0; i < N; i++) rule(gs.value[i] * grad_scale, ws[k].value[i], new_m.value[i], new_v.value[i]);
         mt_store(m + first + k * step, mt_from_float<M>(new_m));
-        mt_store(v + first + k * step, mt_from_float<V>(new_v));
+        if (Rule::two_states) mt_store(v + first + k * step, mt_from_float<V>(new_v));
         mt_store(weights + first + k * step, ws[k]);
         if (copy) mt_store(copy + first + k * step, mt_from_float<__nv_bfloat16>(ws[k]));
     }
 }
 
-template <class G, class M, class V>
-static void launch_adamw_step(const mt_adamw_args *a, const mt_adamw *adamw, mt_stream *stream) {
+template <class Rule, class G, class M, class V>
+static void launch_update(const mt_update_args *a, const mt_update *update, mt_stream *stream) {
     float *weights = (float *)(a->dtype == MT_F32 ? a->param : a->master);
     __nv_bfloat16 *copy = a->dtype == MT_F32 ? NULL : (__nv_bfloat16 *)a->param;
     bool wide = mt_wide(MT_F32, {weights, a->m, a->v, a->grad}, {}) && (uintptr_t)copy % 8 == 0;
     mt_split<4>(a->n, wide, [&](int64_t begin, int64_t end, auto width) {
         constexpr int N = decltype(width)::value;
-        adamw_step<G, M, V, N><<<mt_grid_size(end - begin, 256 * 2 * N), 256, 0, mt_cuda_stream(stream)>>>(
-            weights, copy, (M *)a->m, (V *)a->v, (const G *)a->grad, a->scale, begin, end, *adamw);
+        update_step<Rule, G, M, V, N><<<mt_grid_size(end - begin, 256 * 2 * N), 256, 0, mt_cuda_stream(stream)>>>(
+            weights, copy, (M *)a->m, (V *)a->v, (const G *)a->grad, a->scale, begin, end, *update);
         MT_CUDA_LAUNCHED();
     });
 }
@@ -235,11 +270,11 @@ __device__ static void store_state(void *x, int64_t i, mt_dtype dtype, float sca
 
 /* One step on one parameter. The types are those of a run, so their branches do not diverge; neighbouring threads have
  * neighbouring elements. STORES: writes the states; else only their largest absolute values. */
-template <bool STORES> __global__ void __launch_bounds__(256) adamw_scaled(mt_adamw_args a, mt_adamw adamw) {
+template <bool STORES> __global__ void __launch_bounds__(256) adamw_scaled(mt_update_args a, mt_update update) {
     const mt_dtype dtypes[3] = {a.master ? a.master_dtype : a.dtype, a.m_dtype, a.v_dtype};
     void *states[3] = {a.master ? a.master : a.param, a.m, a.v};
-    float grad_scale = a.scale[0], rate = adamw.lr / adamw.bias_correction1, scales[3], new_scales[3], largest[3] = {};
-    float decay = __fmaf_rn(-adamw.lr, adamw.weight_decay, 1), root = 1 / sqrtf(adamw.bias_correction2);
+    float grad_scale = a.scale[0], scales[3], new_scales[3], largest[3] = {};
+    const adamw_rule rule(update);
     bool changes = grad_scale >= 0;
     for (int k = 0; k < 3; k++) {
         scales[k] = state_scale(a.amax[k], dtypes[k]), new_scales[k] = state_scale(a.new_amax[k], dtypes[k]);
@@ -248,9 +283,7 @@ template <bool STORES> __global__ void __launch_bounds__(256) adamw_scaled(mt_ad
     for (int64_t i = (int64_t)blockIdx.x * 256 + threadIdx.x; changes && i < a.n; i += (int64_t)gridDim.x * 256) {
         float g = load_state(a.grad, i, a.grad_dtype, 1) * grad_scale, x[3];
         for (int k = 0; k < 3; k++) x[k] = load_state(states[k], i, dtypes[k], scales[k]);
-        x[1] = __fmaf_rn(adamw.beta1, x[1], (1 - adamw.beta1) * g);
-        x[2] = __fmaf_rn(adamw.beta2, x[2], (1 - adamw.beta2) * g * g);
-        x[0] = __fmaf_rn(x[0], decay, -(rate * x[1] / __fmaf_rn(sqrtf(x[2]), root, adamw.eps)));
+        rule(g, x[0], x[1], x[2]);
         for (int k = 0; k < 3; k++) {
             if (STORES) store_state(states[k], i, dtypes[k], new_scales[k], x[k]);
             if (!(fabsf(x[k]) <= largest[k])) largest[k] = fabsf(x[k]); // NaN too
@@ -264,29 +297,39 @@ template <bool STORES> __global__ void __launch_bounds__(256) adamw_scaled(mt_ad
 }
 
 template <bool STORES>
-static void launch_adamw_scaled(const mt_adamw_args *a, const mt_adamw *adamw, mt_stream *stream) {
+static void launch_adamw_scaled(const mt_update_args *a, const mt_update *update, mt_stream *stream) {
     int64_t blocks = mt_divide_up(a->n, 4 * 256), resident = 8 * mt_cuda_device()->multiProcessorCount;
     if (a->n == 0) return;
     adamw_scaled<STORES>
-        <<<(unsigned)(blocks < resident ? blocks : resident), 256, 0, mt_cuda_stream(stream)>>>(*a, *adamw);
+        <<<(unsigned)(blocks < resident ? blocks : resident), 256, 0, mt_cuda_stream(stream)>>>(*a, *update);
     MT_CUDA_LAUNCHED();
 }
 
-extern "C" void mt_cuda_adamw_amax(const mt_adamw_args *a, const mt_adamw *adamw, mt_stream *stream) {
-    launch_adamw_scaled<false>(a, adamw, stream);
+extern "C" void mt_cuda_adamw_amax(const mt_update_args *a, const mt_update *update, mt_stream *stream) {
+    launch_adamw_scaled<false>(a, update, stream);
 }
 
-extern "C" void mt_cuda_adamw_step(const mt_adamw_args *a, const mt_adamw *adamw, mt_stream *stream) {
+extern "C" void mt_cuda_adamw_step(const mt_update_args *a, const mt_update *update, mt_stream *stream) {
     if (a->amax) {
-        launch_adamw_scaled<true>(a, adamw, stream);
+        launch_adamw_scaled<true>(a, update, stream);
         return;
     }
     by_type(a->grad_dtype, [&](auto grad) {
         by_type(a->m_dtype, [&](auto m) {
-            by_type(a->v_dtype,
-                    [&](auto v) { launch_adamw_step<decltype(grad), decltype(m), decltype(v)>(a, adamw, stream); });
+            by_type(a->v_dtype, [&](auto v) {
+                launch_update<adamw_rule, decltype(grad), decltype(m), decltype(v)>(a, update, stream);
+            });
         });
     });
+}
+
+/* The moment of these is fp32. */
+extern "C" void mt_cuda_sgd_step(const mt_update_args *a, const mt_update *update, mt_stream *stream) {
+    by_type(a->grad_dtype, [&](auto g) { launch_update<sgd_rule, decltype(g), float, float>(a, update, stream); });
+}
+
+extern "C" void mt_cuda_lion_step(const mt_update_args *a, const mt_update *update, mt_stream *stream) {
+    by_type(a->grad_dtype, [&](auto g) { launch_update<lion_rule, decltype(g), float, float>(a, update, stream); });
 }
 
 /* ---- initial parameters ------------------------------------------------------------------------------------------ */

@@ -28,8 +28,8 @@ int mt_open_direct(const char *path, int flags);
 /* Writes generation_config.json, if the options name tokens that begin or end a text. */
 int mt_generation_config_write(const mt_options *options, const char *folder, mt_error *error);
 
-/* The prefix of a parameter's name in the name of a state's tensor: "", "master.", "exp_avg.", "exp_avg_sq.". */
-extern const char *const mt_state_prefix[MT_NUM_STATES];
+/* The name of the tensor that holds a parameter's state, such as exp_avg.NAME; the optimizer has this state. */
+void mt_state_tensor_name(char *name, size_t size, mt_optimizer optimizer, mt_param_state state, const char *hf_name);
 
 /* The shape of the whole Hugging Face tensor that holds a parameter; returns the number of dimensions. */
 int64_t mt_param_shape(const mt_param *param, int64_t shape[2]);

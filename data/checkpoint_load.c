@@ -23,7 +23,10 @@
 
 /* ---- which tensors a model takes */
 
-const char *const mt_state_prefix[MT_NUM_STATES] = {"", "master.", "exp_avg.", "exp_avg_sq."};
+void mt_state_tensor_name(char *name, size_t size, mt_optimizer optimizer, mt_param_state state, const char *hf_name) {
+    const char *prefix = mt_state_name(optimizer, state);
+    snprintf(name, size, "%s%s%s", prefix, *prefix ? "." : "", hf_name);
+}
 
 int64_t mt_param_shape(const mt_param *param, int64_t shape[2]) {
     shape[0] = param->hf_transposed ? param->whole_cols : param->hf_rows_total;
@@ -154,10 +157,11 @@ static const mt_tensor_info *mt_weight_find(const mt_safetensors *set, const cha
 }
 
 /* The tensor that holds one state of a parameter. */
-static const mt_tensor_info *mt_state_find(const mt_safetensors *set, const mt_param *param, mt_param_state state) {
+static const mt_tensor_info *mt_state_find(const mt_safetensors *set, const mt_param *param, mt_optimizer optimizer,
+                                           mt_param_state state) {
     char name[192];
     if (state == MT_STATE_WEIGHTS) return mt_weight_find(set, param->hf_name);
-    snprintf(name, sizeof name, "%s%s", mt_state_prefix[state], param->hf_name);
+    mt_state_tensor_name(name, sizeof name, optimizer, state, param->hf_name);
     return mt_safetensors_find(set, name);
 }
 
@@ -167,9 +171,9 @@ static int mt_state_missing(const mt_param *param, mt_param_state state, const m
     int64_t count = mt_safetensors_count(set);
     if (state != MT_STATE_WEIGHTS)
         return mt_error_set(error,
-                            "%s: the optimizer's state has no tensor \"%s%s\"; go on without it by --no-load-optim, or "
-                            "get the folder again",
-                            folder, mt_state_prefix[state], param->hf_name);
+                            "%s: the optimizer's state has no tensor \"%s.%s\"; go on without it by --no-load-optim, "
+                            "or get the folder again",
+                            folder, mt_state_name(options->optimizer, state), param->hf_name);
     if (param->is_head && options->head_type == MT_HEAD_LM)
         return mt_error_set(error,
                             "%s: has no tensor \"%s\"; if the model is tied, set tie_word_embeddings in config.json to "
@@ -271,9 +275,11 @@ bool mt_stem_holds(const char *stem, const mt_param *param) {
 }
 
 /* The states in a stem's files: [*first, the result). The optimizer of an fp32 run has no master weights. */
-static int mt_stem_states(const mt_safetensors *set, bool weights, const mt_param *row, int *first) {
-    *first = weights ? MT_STATE_WEIGHTS : mt_state_find(set, row, MT_STATE_MASTER) ? MT_STATE_MASTER : MT_STATE_EXP_AVG;
-    return weights ? MT_STATE_MASTER : MT_NUM_STATES;
+static int mt_stem_states(const mt_safetensors *set, bool weights, const mt_param *row, mt_optimizer optimizer,
+                          int *first) {
+    bool masters = !weights && mt_state_find(set, row, optimizer, MT_STATE_MASTER);
+    *first = weights ? MT_STATE_WEIGHTS : masters ? MT_STATE_MASTER : MT_STATE_EXP_AVG;
+    return weights ? MT_STATE_MASTER : mt_num_states(optimizer);
 }
 
 /* True for the value head that --value-head adds to a language model. */
@@ -289,10 +295,10 @@ static int mt_stem_check(const mt_safetensors *set, const char *stem, const mt_o
     bool weights = strcmp(stem, "optimizer") != 0;
     for (int64_t i = 0; i < all; i++)
         if (mt_stem_holds(stem, &rows[i])) rows[count++] = rows[i];
-    int first, end = mt_stem_states(set, weights, &rows[0], &first), status = 0;
+    int first, end = mt_stem_states(set, weights, &rows[0], options->optimizer, &first), status = 0;
     for (int64_t i = 0; i < count; i++)
         for (int state = first; state < end && status == 0; state++) {
-            const mt_tensor_info *tensor = mt_state_find(set, &rows[i], (mt_param_state)state);
+            const mt_tensor_info *tensor = mt_state_find(set, &rows[i], options->optimizer, (mt_param_state)state);
             if (!tensor && weights && mt_param_grows(&rows[i], options)) continue;
             status = tensor ? mt_param_check(&rows[i], tensor, options, set, error)
                             : mt_state_missing(&rows[i], (mt_param_state)state, options, folder, set, error);
@@ -889,12 +895,13 @@ static int mt_stem_load(mt_model *m, const char *folder, const char *stem, const
     int64_t num_params, count = 0;
     const mt_param *params = mt_model_params(m, &num_params);
     mt_target *targets = mt_calloc(mt_max(num_params * MT_NUM_STATES, 1) * (int64_t)sizeof *targets);
-    int first = 0, end = num_params > 0 ? mt_stem_states(set, weights, &params[0], &first) : 0;
+    mt_optimizer optimizer = mt_model_options(m)->optimizer;
+    int first = 0, end = num_params > 0 ? mt_stem_states(set, weights, &params[0], optimizer, &first) : 0;
     for (int64_t i = 0; i < num_params; i++)
         for (int state = first; state < end && mt_stem_holds(stem, &params[i]); state++) {
             mt_target *t = &targets[count];
             *t = (mt_target){.param = &params[i], .state = (mt_param_state)state, .weights = weights};
-            t->tensor = mt_state_find(set, &params[i], (mt_param_state)state);
+            t->tensor = mt_state_find(set, &params[i], optimizer, (mt_param_state)state);
             if (!t->tensor) { // mt_param_grows
                 mt_param_init(m, &params[i]);
                 continue;
@@ -976,6 +983,14 @@ static int mt_trainer_read(const mt_model *m, mt_run_state *state, mt_loss_avera
         status = mt_trainer_int(json, "sft", 1, path, &sft, error);
         if (status == 0) status = mt_trainer_int(json, "sequence_packing", 1, path, &packed, error);
     }
+    const char *optimizer = json_string_value(json_object_get(json, "optimizer"));
+    const char *own = mt_optimizer_name(o->optimizer);
+    if (!optimizer) optimizer = mt_optimizer_name(MT_OPTIMIZER_ADAMW); // older files lack it
+    if (status == 0 && state->iteration > 0 && !o->no_load_optim && strcmp(optimizer, own) != 0)
+        status = mt_error_set(error,
+                              "%s: the run was begun with --optimizer %s, not %s; give that, or begin with new states "
+                              "by --no-load-optim",
+                              path, optimizer, own);
     json_decref(json);
     if (status != 0) return -1;
     if (version > MT_TRAINER_VERSION)
@@ -1019,7 +1034,8 @@ static void mt_optimizer_zero(mt_model *m) {
     int64_t num_params;
     const mt_param *params = mt_model_params(m, &num_params);
     for (int64_t i = 0; i < num_params && mt_model_get_plan(m)->train; i++)
-        for (int state = MT_STATE_EXP_AVG; state < MT_NUM_STATES && params[i].trained; state++) {
+        for (int state = MT_STATE_EXP_AVG; state < mt_num_states(mt_model_options(m)->optimizer) && params[i].trained;
+             state++) {
             mt_shard shard = mt_bucket_shard(m, params[i].bucket, (mt_param_state)state);
             mt_shard_write(m, &shard, params[i].offset, NULL, params[i].rows * params[i].cols);
         }

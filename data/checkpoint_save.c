@@ -63,7 +63,8 @@ static int64_t mt_params_of_tensor(const mt_param *rows, int64_t count, int64_t 
 }
 
 /* Appends one state of every parameter of the whole model that the set's stem holds. */
-static void mt_saved_add(mt_saved_set *set, const mt_param *rows, int64_t count, mt_param_state state, mt_dtype dtype) {
+static void mt_saved_add(mt_saved_set *set, const mt_param *rows, int64_t count, mt_optimizer optimizer,
+                         mt_param_state state, mt_dtype dtype) {
     for (int64_t i = 0; i < count; i = mt_params_of_tensor(rows, count, i)) {
         const mt_param *param = &rows[i];
         if (!mt_stem_holds(set->stem, param)) continue;
@@ -72,7 +73,7 @@ static void mt_saved_add(mt_saved_set *set, const mt_param *rows, int64_t count,
         tensor->dtype = param->unit == MT_UNIT_UNTRAINED ? MT_F32 : dtype;
         tensor->num_dims = mt_param_shape(param, tensor->shape);
         tensor->bytes = param->hf_rows_total * param->whole_cols * mt_dtype_size(tensor->dtype);
-        snprintf(tensor->name, sizeof tensor->name, "%s%s", mt_state_prefix[state], param->hf_name);
+        mt_state_tensor_name(tensor->name, sizeof tensor->name, optimizer, state, param->hf_name);
     }
 }
 
@@ -87,11 +88,12 @@ static mt_dtype mt_saved_dtype(const mt_model *m, mt_param_state state) {
 static void mt_saved_find_params(mt_saved_set *set, const mt_model *m) {
     int64_t num_params;
     const mt_param *params = mt_model_params(m, &num_params);
+    mt_optimizer optimizer = mt_model_options(m)->optimizer;
     for (int64_t i = 0, next; i < num_params; i = next) {
         next = mt_params_of_tensor(params, num_params, i);
-        for (int state = 0; state < MT_NUM_STATES; state++) {
+        for (int state = 0; state < mt_num_states(optimizer); state++) {
             mt_saved_tensor key;
-            snprintf(key.name, sizeof key.name, "%s%s", mt_state_prefix[state], params[i].hf_name);
+            mt_state_tensor_name(key.name, sizeof key.name, optimizer, (mt_param_state)state, params[i].hf_name);
             mt_saved_tensor *tensor = bsearch(&key, set->tensors, (size_t)set->count, sizeof key, mt_saved_compare);
             if (tensor) tensor->params = &params[i], tensor->num_params = next - i;
         }
@@ -133,10 +135,11 @@ static void mt_saved_plan(mt_saved_set *set, const mt_model *m, const char *stem
     int64_t filled = 0, count = mt_params_build(&rows, mt_model_options(m), NULL);
     bool weights = strcmp(stem, "optimizer") != 0;
     *set = (mt_saved_set){.stem = stem, .num_files = 1, .first_file = first_file};
+    mt_optimizer optimizer = mt_model_options(m)->optimizer;
     set->tensors = mt_malloc(MT_NUM_STATES * count * (int64_t)sizeof *set->tensors);
-    for (int state = 0; state < MT_NUM_STATES; state++)
+    for (int state = 0; state < mt_num_states(optimizer); state++)
         if (weights == (state == MT_STATE_WEIGHTS) && (state != MT_STATE_MASTER || mt_model_dtype(m) != MT_F32))
-            mt_saved_add(set, rows, count, (mt_param_state)state, mt_saved_dtype(m, (mt_param_state)state));
+            mt_saved_add(set, rows, count, optimizer, (mt_param_state)state, mt_saved_dtype(m, (mt_param_state)state));
     free(rows);
     qsort(set->tensors, (size_t)set->count, sizeof *set->tensors, mt_saved_compare);
     for (int64_t i = 0; i < set->count; i++) {
@@ -702,6 +705,7 @@ static int mt_trainer_write(const mt_model *m, const mt_run_state *state, const 
 #undef MT_SET_STATE
     mt_json_set_real(json, "loss_average", average->mean);
     mt_json_set_int(json, "loss_average_steps", average->steps);
+    mt_json_set_string(json, "optimizer", mt_optimizer_name(o->optimizer));
     mt_json_set_int(json, "seed", o->seed);
     mt_json_set_int(json, "seq_length", o->seq_length);
     mt_json_set_int(json, "sft", o->sft);
@@ -912,7 +916,7 @@ static int mt_checkpoint_check_folder(const mt_model *m, const char *folder, mt_
         return 0; // unknown: a write will fail if there is too little
     double each = (double)mt_dtype_size(mt_model_dtype(m)), room = (double)disk.f_bavail * (double)disk.f_frsize;
     for (int state = mt_model_dtype(m) == MT_F32 ? MT_STATE_EXP_AVG : MT_STATE_MASTER;
-         state < MT_NUM_STATES && mt_saves_optimizer(m); state++)
+         state < mt_num_states(mt_model_options(m)->optimizer) && mt_saves_optimizer(m); state++)
         each += (double)mt_dtype_size(mt_saved_dtype(m, (mt_param_state)state));
     double bytes = (double)mt_saved_elements(mt_model_options(m)) * each;
     if (room >= bytes) return 0;

@@ -77,7 +77,6 @@ static const struct {
     {MT_NAME_ALWAYS, "this program contacts no other service", "disable-msc no-one-logger", "true"},
     {MT_NAME_ALWAYS, "host memory for copies is pinned", "pin-cpu-grads pin-cpu-params", "true"},
     {MT_NAME_ALWAYS, "weight decay is decoupled, as in AdamW", "decoupled-weight-decay", "true"},
-    {MT_NAME_ALWAYS, "the optimizer is Adam", "optimizer", "adam"},
     {MT_NAME_ALWAYS, "master weights are fp32, or as --main-params-dtype says", "megatron-fsdp-main-params-dtype",
      "fp32|float32"},
     {MT_NAME_ALWAYS, "gradients are fp32, or as --main-grads-dtype says",
@@ -237,12 +236,11 @@ static const struct {
      "fine-grained-offloading-max-inflight-offloads min-offloaded-tensor-size moe-paged-stash "
      "moe-paged-stash-buffer-size-factor-cpu moe-paged-stash-buffer-size-factor-cuda moe-paged-stash-page-size "
      "no-pin-cpu-grads no-pin-cpu-params use-torch-optimizer-for-cpu-offload"},
-    {MT_NAME_UNSUPPORTED, "optimizers other than Adam",
-     "adaptive-muon-beta2 adaptive-muon-eps adaptive-muon-moment2-method lion-beta1 lion-beta2 "
-     "muon-coefficient-type muon-extra-scale-factor muon-fp32-matmul-prec muon-momentum muon-nesterov "
-     "muon-no-split-qkv muon-num-ns-steps muon-scalar-optimizer muon-scale-mode muon-split-qkv muon-tp-mode "
-     "muon-use-syrk no-use-layer-wise-param-layout sgd-momentum soap-shampoo-beta soap-use-kl-shampoo "
-     "use-layer-wise-distributed-optimizer"},
+    {MT_NAME_UNSUPPORTED, "optimizers other than AdamW, SGD and Lion",
+     "adaptive-muon-beta2 adaptive-muon-eps adaptive-muon-moment2-method muon-coefficient-type "
+     "muon-extra-scale-factor muon-fp32-matmul-prec muon-momentum muon-nesterov muon-no-split-qkv "
+     "muon-num-ns-steps muon-scalar-optimizer muon-scale-mode muon-split-qkv muon-tp-mode muon-use-syrk "
+     "no-use-layer-wise-param-layout soap-shampoo-beta soap-use-kl-shampoo use-layer-wise-distributed-optimizer"},
     {MT_NAME_UNSUPPORTED, "other forms of master weights than those of --main-params-dtype", "store-param-remainders"},
     {MT_NAME_UNSUPPORTED, "CUDA graphs other than those of decoding, which are always on",
      "cuda-graph-impl cuda-graph-modules cuda-graph-retain-backward-graph cuda-graph-scope "

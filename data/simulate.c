@@ -180,9 +180,9 @@ static void mt_sim_stream_wait_stream(mt_stream *stream, mt_stream *other) {
     stream->clock = fmax(stream->clock, other->clock);
 }
 
-/* AdamW on the host, the only function that a model's streams call; its context begins with the operands. */
+/* The optimizer on the host, the only function that a model's streams call; its context begins with the operands. */
 static void mt_sim_stream_call_host(mt_stream *stream, mt_host_function *function, void *context) {
-    mt_work work = mt_work_bytes(mt_adamw_bytes(context), MT_U8);
+    mt_work work = mt_work_bytes(mt_update_bytes(context), MT_U8);
     double seconds = work.bytes / mt_device_model.machine->host_update_gbs;
     mt_sim_enqueue(MT_OPERATION_adamw_step, work, seconds, stream)->on_host = true;
 }
@@ -552,7 +552,9 @@ static mt_step_part mt_part_of(const mt_simulated_call *call) {
     case MT_OPERATION_attention_forward:
     case MT_OPERATION_attention_backward:
         return MT_PART_ATTENTION;
-    case MT_OPERATION_adamw_step:
+#define MT_OPTIMIZER_CASE(name, step, ...) case MT_OPERATION_##step##_step:
+        MT_OPTIMIZERS(MT_OPTIMIZER_CASE)
+#undef MT_OPTIMIZER_CASE
     case MT_OPERATION_adamw_amax:
     case MT_OPERATION_squared_norm:
         return MT_PART_ADAMW;

@@ -374,11 +374,11 @@ static double squared_norm(bench *b, const int64_t *n) { // elements
 }
 
 static double adamw_step(bench *b, const int64_t *n) {
-    mt_adamw adamw = {1e-4f, 0.9f, 0.95f, 1e-8f, 0.1f, 0.1f, 0.05f};
+    mt_update adamw = {1e-4f, 0.9f, 0.95f, 1e-8f, 0.1f, 0.1f, 0.05f};
     void *param = elements(b, n[0]);
     float *master = b->dtype == MT_BF16 ? floats(b, n[0]) : NULL, *m = floats(b, n[0]), *v = floats(b, n[0]);
     float *grad = floats(b, n[0]), *scale = floats(b, 1);
-    mt_adamw_args a = {.n = n[0], .param = param, .master = master, .m = m, .v = v, .grad = grad, .scale = scale};
+    mt_update_args a = {.n = n[0], .param = param, .master = master, .m = m, .v = v, .grad = grad, .scale = scale};
     a.dtype = b->dtype;
     ENQUEUE(adamw_step, &a, &adamw);
     return (b->dtype == MT_BF16 ? 30 : 28) * (double)n[0];

@@ -170,15 +170,15 @@ static void squared_norm(void) {
     stats[0][0] = (float)sum;
 }
 static void adamw_step(void) {
-    mt_adamw adamw = {1e-9f, 0.9f, 0.95f, 1e-8f, 0.1f, 0.1f, 0.05f};
-    mt_adamw_args a = {.n = PARAMS, .param = buffers[4], .m = buffers[5], .v = buffers[6], .grad = buffers[7]};
+    mt_update adamw = {1e-9f, 0.9f, 0.95f, 1e-8f, 0.1f, 0.1f, 0.05f};
+    mt_update_args a = {.n = PARAMS, .param = buffers[4], .m = buffers[5], .v = buffers[6], .grad = buffers[7]};
     a.scale = stats[3], a.dtype = dtype;
     if (dtype == MT_BF16) a.param = buffers[0], a.master = buffers[4];
     ops->adamw_step(&a, &adamw, NULL);
 }
 static void adamw_bf16_step(void) { // gradient and moments in bf16
-    mt_adamw adamw = {1e-9f, 0.9f, 0.95f, 1e-8f, 0.1f, 0.1f, 0.05f};
-    mt_adamw_args a = {.n = PARAMS, .param = buffers[4], .m = buffers[0], .v = buffers[6], .grad = buffers[2]};
+    mt_update adamw = {1e-9f, 0.9f, 0.95f, 1e-8f, 0.1f, 0.1f, 0.05f};
+    mt_update_args a = {.n = PARAMS, .param = buffers[4], .m = buffers[0], .v = buffers[6], .grad = buffers[2]};
     a.scale = stats[3], a.grad_dtype = a.m_dtype = a.v_dtype = MT_BF16;
     ops->adamw_step(&a, &adamw, NULL);
 }

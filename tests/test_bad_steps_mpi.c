@@ -53,7 +53,7 @@ static void faulty_nll_loss(double *sums, float *dlogp, const float *logp, const
     if (is_faulty(fault.loss)) sums[0] += (double)fault.value;
 }
 
-static void faulty_adamw_step(const mt_adamw_args *a, const mt_adamw *adamw, mt_stream *stream) {
+static void faulty_adamw_step(const mt_update_args *a, const mt_update *adamw, mt_stream *stream) {
     if (!fault.no_update) mt_cpu_ops.adamw_step(a, adamw, stream);
 }
 

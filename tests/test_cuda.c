@@ -720,24 +720,39 @@ static void step_guard(run *r, const int64_t *n) { // steps averaged, window, fa
     r->ops->step_guard(guard, scale, loss, tokens, norm, &rules, r->stream);
 }
 
-static void adamw_step(run *r, const int64_t *n) { // elements, elements before the first
+typedef void update_operation(const mt_update_args *a, const mt_update *update, mt_stream *stream);
+
+/* A step with one or two states; n: elements, elements before the first. */
+static void update_step(run *r, const int64_t *n, update_operation *step, bool two_states) {
     int64_t first = n[1], room = n[0] + first;
-    mt_adamw adamw = {1e-2f, 0.9f, 0.95f, 1e-8f, 0.1f, 1 - 0.9f, 1 - 0.95f};
+    mt_update update = {1e-2f, 0.9f, 0.95f, 1e-8f, 0.1f, 1 - 0.9f, 1 - 0.95f};
     bool is_bf16 = r->dtype == MT_BF16 || r->round_inputs;
     char *param = is_bf16 ? output(r, room) : changed(r, room);
     float *master = is_bf16 ? float_changed(r, room, NORMAL) : NULL;
-    float *m = float_changed(r, room, NORMAL), *v = float_changed(r, room, POSITIVE);
+    float *m = float_changed(r, room, NORMAL), *v = two_states ? float_changed(r, room, POSITIVE) : NULL;
     float *grad = float_input(r, room, NORMAL), *scale = float_input(r, 1, POSITIVE);
+    mt_update_args a = {.n = n[0], .m = m + first, .v = v ? v + first : NULL, .grad = grad + first, .scale = scale};
     if (r->dtype == MT_F32 && is_bf16) { // the answer in fp32: the step on `master`, whose copy is the parameter
-        mt_adamw_args a = {.n = n[0], .param = master + first, .m = m + first, .v = v + first};
-        a.grad = grad + first, a.scale = scale;
-        r->ops->adamw_step(&a, &adamw, r->stream);
+        a.param = master + first;
+        step(&a, &update, r->stream);
         r->ops->memory_copy((float *)param + first, master + first, n[0] * 4, r->stream);
         return;
     }
-    mt_adamw_args a = {.n = n[0], .param = param + first * mt_dtype_size(r->dtype), .m = m + first, .v = v + first};
-    a.grad = grad + first, a.scale = scale, a.dtype = r->dtype, a.master = master ? master + first : NULL;
-    r->ops->adamw_step(&a, &adamw, r->stream);
+    a.param = param + first * mt_dtype_size(r->dtype);
+    a.dtype = r->dtype, a.master = master ? master + first : NULL;
+    step(&a, &update, r->stream);
+}
+
+static void adamw_step(run *r, const int64_t *n) {
+    update_step(r, n, r->ops->adamw_step, true);
+}
+
+static void sgd_step(run *r, const int64_t *n) {
+    update_step(r, n, r->ops->sgd_step, false);
+}
+
+static void lion_step(run *r, const int64_t *n) {
+    update_step(r, n, r->ops->lion_step, false);
 }
 
 static void random_normal(run *r, const int64_t *n) { // elements, elements before the first, first
@@ -1154,6 +1169,8 @@ static operation operations[] = {
     {"gradient_scale", gradient_scale, ONCE, scale_shapes, {0}},
     {"step_guard", step_guard, ONCE, guard_shapes, {0}},
     {"adamw_step", adamw_step, ONCE, element_shapes, {0}},
+    {"sgd_step", sgd_step, ONCE, element_shapes, {0}},
+    {"lion_step", lion_step, ONCE, element_shapes, {0}},
     {"random_normal", random_normal, ONCE, element_shapes, {0}},
     {"convert", convert, ONCE, element_shapes, {0}},
 };
@@ -1349,13 +1366,13 @@ static void adamw_with_scales_has_the_bits_of_the_cpu(void **state) {
         }
         for (int step = 1; step <= 3; step++) {
             float count = (float)step;
-            mt_adamw adamw = {1e-2f, 0.9f, 0.95f, 1e-8f, 0.1f, 1 - powf(0.9f, count), 1 - powf(0.95f, count)};
+            mt_update adamw = {1e-2f, 0.9f, 0.95f, 1e-8f, 0.1f, 1 - powf(0.9f, count), 1 - powf(0.95f, count)};
             if (step == 3) scale = -1;
             gpu->memory_copy(numbers + 6, &scale, 4, gpu_stream);
             gpu->memory_zero(numbers + 3, 3 * 4, gpu_stream), memset(amax + 3, 0, 3 * 4);
             for (int on_gpu = 0; on_gpu < 2; on_gpu++) {
                 char **at = on_gpu ? device : host;
-                mt_adamw_args a = {.n = N, .param = at[0], .master = at[1], .m = at[2], .v = at[3], .grad = at[4]};
+                mt_update_args a = {.n = N, .param = at[0], .master = at[1], .m = at[2], .v = at[3], .grad = at[4]};
                 a.dtype = of[0], a.master_dtype = of[1], a.m_dtype = of[2], a.v_dtype = of[3], a.grad_dtype = of[4];
                 a.scale = on_gpu ? numbers + 6 : &scale;
                 a.amax = on_gpu ? numbers : amax, a.new_amax = on_gpu ? numbers + 3 : amax + 3;
@@ -1397,10 +1414,10 @@ static void adamw_has_the_bits_of_the_cpu(void **state) {
         }
         for (int step = 1; step <= 2; step++) {
             float count = (float)step;
-            mt_adamw adamw = {1e-2f, 0.9f, 0.95f, 1e-8f, 0.1f, 1 - powf(0.9f, count), 1 - powf(0.95f, count)};
+            mt_update adamw = {1e-2f, 0.9f, 0.95f, 1e-8f, 0.1f, 1 - powf(0.9f, count), 1 - powf(0.95f, count)};
             for (int on_gpu = 0; on_gpu < 2; on_gpu++) {
                 char **at = on_gpu ? device : host;
-                mt_adamw_args a = {.n = N, .param = at[0], .m = at[2], .v = at[3], .grad = at[4], .dtype = of[0]};
+                mt_update_args a = {.n = N, .param = at[0], .m = at[2], .v = at[3], .grad = at[4], .dtype = of[0]};
                 a.master = of[0] == MT_BF16 ? (float *)(void *)at[1] : NULL, a.scale = on_gpu ? scale_on_gpu : &scale;
                 a.m_dtype = of[2], a.v_dtype = of[3], a.grad_dtype = of[4];
                 (on_gpu ? gpu : &mt_cpu_ops)->adamw_step(&a, &adamw, on_gpu ? gpu_stream : NULL);

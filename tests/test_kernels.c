@@ -1365,14 +1365,14 @@ static void adamw_with_a_negative_scale_changes_nothing(void **state) {
         matrix all[5] = {matrix_from(w, 1, N, N, both[d]), matrix_from(w, 1, N, N, MT_F32),
                          matrix_from(w, 1, N, N, MT_F32), matrix_from(w, 1, N, N, MT_F32),
                          matrix_from(g, 1, N, N, MT_F32)};
-        mt_adamw adamw = {1e-2f, 0.9f, 0.95f, 1e-8f, 0.1f, 0.1f, 0.05f};
+        mt_update adamw = {1e-2f, 0.9f, 0.95f, 1e-8f, 0.1f, 0.1f, 0.05f};
         float scale = -1;
         char *before[4];
         for (int k = 0; k < 4; k++) {
             int64_t bytes = N * (k == 0 ? mt_dtype_size(both[d]) : 4);
             before[k] = memcpy(mt_malloc(bytes), all[k].data, (size_t)bytes);
         }
-        mt_adamw_args a = {.n = N, .param = all[0].data, .m = all[2].data, .v = all[3].data, .grad = all[4].data};
+        mt_update_args a = {.n = N, .param = all[0].data, .m = all[2].data, .v = all[3].data, .grad = all[4].data};
         a.scale = &scale, a.dtype = both[d], a.master = both[d] == MT_F32 ? NULL : (float *)all[1].data;
         ops->adamw_step(&a, &adamw, NULL);
         for (int k = 0; k < 4; k++) {
@@ -1394,7 +1394,7 @@ static void adamw_follows_its_formula_for_several_steps(void **state) {
         for (int step = 1; step <= 3; step++) {
             for (int i = 0; i < N; i++) g[i] = random_value();
             matrix grad = matrix_from(g, 1, N, N, MT_F32);
-            mt_adamw adamw = {
+            mt_update adamw = {
                 1e-2f, 0.9f, 0.95f, 1e-8f, 0.1f, 1 - powf(0.9f, (float)step), 1 - powf(0.95f, (float)step)};
             float scale = 0.5f;
             for (int i = 0; i < N; i++) {
@@ -1403,7 +1403,7 @@ static void adamw_follows_its_formula_for_several_steps(void **state) {
                 double update = m[i] / (1 - pow(0.9, step)) / (sqrt(v[i] / (1 - pow(0.95, step))) + 1e-8);
                 w[i] -= 1e-2 * (update + 0.1 * w[i]);
             }
-            mt_adamw_args a = {.n = N, .param = param.data, .m = m_m.data, .v = v_m.data, .grad = grad.data};
+            mt_update_args a = {.n = N, .param = param.data, .m = m_m.data, .v = v_m.data, .grad = grad.data};
             a.scale = &scale, a.dtype = both[d], a.master = both[d] == MT_F32 ? NULL : (float *)master.data;
             ops->adamw_step(&a, &adamw, NULL);
             matrix_take(&grad, NULL);
@@ -1458,9 +1458,9 @@ static void adamw_rounds_each_operand_to_its_type(void **state) {
                 double update = want_m[i] / c1 / (sqrt(want_v[i] / c2) + 1e-8);
                 want_w[i] = (double)weights[i] - 1e-2 * (update + 0.1 * (double)weights[i]);
             }
-            mt_adamw adamw = {1e-2f, 0.9f, 0.95f, 1e-8f, 0.1f, (float)c1, (float)c2};
+            mt_update adamw = {1e-2f, 0.9f, 0.95f, 1e-8f, 0.1f, (float)c1, (float)c2};
             float scale = 0.5f;
-            mt_adamw_args a = {.n = N, .param = param.data, .m = m.data, .v = v.data, .grad = grad.data};
+            mt_update_args a = {.n = N, .param = param.data, .m = m.data, .v = v.data, .grad = grad.data};
             a.scale = &scale, a.dtype = dtype, a.master = dtype == MT_F32 ? NULL : (float *)master.data;
             a.grad_dtype = types_of[0], a.m_dtype = types_of[1], a.v_dtype = types_of[2];
             ops->adamw_step(&a, &adamw, NULL);
@@ -1556,8 +1556,8 @@ static void adamw_scales_fp16_and_fp8_states(void **state) {
                 double share = want[1][i] == 0 ? 1 : sizes[1][i] / fabs(want[1][i]); // of the error of m
                 sizes[0][i] = fabs(now[0][i]) + fabs(update) * share;
             }
-            mt_adamw adamw = {1e-2f, 0.9f, 0.95f, 1e-8f, 0.1f, (float)c1, (float)c2};
-            mt_adamw_args a = {.n = N, .param = param, .master = states[0], .m = states[1], .v = states[2]};
+            mt_update adamw = {1e-2f, 0.9f, 0.95f, 1e-8f, 0.1f, (float)c1, (float)c2};
+            mt_update_args a = {.n = N, .param = param, .master = states[0], .m = states[1], .v = states[2]};
             a.grad = grad.data, a.scale = &scale, a.dtype = MT_BF16, a.amax = amax, a.new_amax = amax + 3;
             a.master_dtype = of[0], a.m_dtype = of[1], a.v_dtype = of[2], a.grad_dtype = of[3];
             memset(amax + 3, 0, 3 * sizeof *amax);

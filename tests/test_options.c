@@ -996,7 +996,7 @@ static void other_names_of_an_option_set_it(void **state) {
 static void names_that_state_what_is_so_take_no_other_value(void **state) {
     (void)state;
     mt_options options;
-    expect_good(&options, RUN "--attention-softmax-in-fp32 --accumulate-allreduce-grads-in-fp32 --optimizer adam "
+    expect_good(&options, RUN "--attention-softmax-in-fp32 --accumulate-allreduce-grads-in-fp32 --softmax-type vanilla "
                               "--calculate-per-token-loss --no-gradient-accumulation-fusion --no-save-rng "
                               "--grad-reduce-in-fp32=True --fp16=False --main-params-dtype fp32");
     mt_options_free(&options);
@@ -1010,11 +1010,11 @@ static void names_that_state_what_is_so_take_no_other_value(void **state) {
     expect_error(RUN "--ckpt-format fsdp_dtensor", "--ckpt-format is not supported (a checkpoint is a Hugging Face");
     expect_error(RUN "--use-megatron-fsdp --ckpt-format torch_dist", "--ckpt-format is not supported");
     expect_error(RUN "--use-megatron-fsdp --ckpt-format", "--ckpt-format is not supported");
-    expect_error(RUN "--optimizer muon", "--optimizer can only be adam here");
+    expect_error(RUN "--softmax-type learnable", "--softmax-type can only be vanilla here");
     expect_good(&options, RUN "--moe-shared-expert-overlap --perform-rl-step=False");
     mt_options_free(&options);
     expect_error(RUN "--attention-softmax-in-fp32=1", "expects true or false, got '1'");
-    expect_error(RUN "--optimizer", "--optimizer expects adam, got nothing");
+    expect_error(RUN "--softmax-type", "--softmax-type expects vanilla, got nothing");
 }
 
 static void a_blend_may_be_one_text(void **state) {
