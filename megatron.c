@@ -1830,7 +1830,7 @@ static inline float mt_normal_cdf(float x) {
 
 /* Each activation f as a f(x) and its slope as a f'(x), multiplied from the left. gelu(x) = x cdf(x), with slope
  * cdf(x) + x density(x). The approximation (1 + tanh(u)) / 2 of cdf is s = sigmoid(2 u), u = sqrt(2 / pi) (x + 0.044715
- * x^3); its slope is s + x s (1 - s) 2 u'. silu(x) = x sigmoid(x). */
+ * x^3); its slope is s + x s (1 - s) 2 u'. silu(x) = x sigmoid(x). squared_relu(x) = max(0, x)^2. */
 static inline float mt_gelu(float a, float x) {
     return a * x * mt_normal_cdf(x);
 }
@@ -1851,6 +1851,15 @@ static inline float mt_gelu_tanh(float a, float x) {
 static inline float mt_gelu_tanh_slope(float a, float x) {
     float s = mt_sigmoid(mt_gelu_u2(x)), slope = 1.59576912f * (1.0f + 3.0f * 0.044715f * x * x);
     return a * (s + x * s * (1.0f - s) * slope);
+}
+
+static inline float mt_squared_relu(float a, float x) {
+    float relu = x < 0 ? 0 : x; // NaN stays
+    return a * relu * relu;
+}
+
+static inline float mt_squared_relu_slope(float a, float x) {
+    return a * (x < 0 ? 0 : 2 * x);
 }
 
 static inline float mt_silu(float a, float x) {

@@ -398,6 +398,7 @@ typedef enum mt_dataloader_type { MT_DATALOADER_SINGLE, MT_DATALOADER_CYCLIC } m
 #define MT_ACTIVATIONS(X)                                                                                              \
     X(GELU, gelu, false, 0, "gelu")                                                                                    \
     X(GELU_TANH, gelu_tanh, false, offsetof(mt_options, openai_gelu), "gelu_new|gelu_pytorch_tanh")                    \
+    X(SQUARED_RELU, squared_relu, false, offsetof(mt_options, squared_relu), "relu2")                                  \
     X(SWIGLU, silu, true, offsetof(mt_options, swiglu), "silu|swish")
 #define MT_ACTIVATION_NAME(name, ...) MT_ACTIVATION_##name,
 typedef enum mt_activation { MT_ACTIVATIONS(MT_ACTIVATION_NAME) MT_NUM_ACTIVATIONS } mt_activation;
@@ -441,7 +442,7 @@ typedef struct mt_options {
     /* model */
     int64_t num_layers, hidden_size, ffn_hidden_size, num_attention_heads, num_query_groups, kv_channels;
     int64_t max_position_embeddings, vocab_size, make_vocab_size_divisible_by;
-    bool group_query_attention, swiglu, openai_gelu, qk_layernorm, untie_embeddings_and_output_weights;
+    bool group_query_attention, swiglu, openai_gelu, squared_relu, qk_layernorm, untie_embeddings_and_output_weights;
     bool add_bias_linear, add_qkv_bias;
     bool multi_latent_attention;
     int64_t q_lora_rank, kv_lora_rank;                    // widths of the latents; q_lora_rank 0: queries have none

@@ -49,6 +49,18 @@ struct gelu_tanh {
     }
 };
 
+struct squared_relu {
+    __device__ static float relu(float x) {
+        return x < 0 ? 0 : x; // NaN stays
+    }
+    __device__ static float value(float x) {
+        return relu(x) * relu(x);
+    }
+    __device__ static float slope(float x) {
+        return 2 * relu(x);
+    }
+};
+
 struct silu {
     __device__ static float value(float x) {
         return x * sigmoid(x);
@@ -58,5 +70,26 @@ struct silu {
         return s * (1 + x * (1 - s));
     }
 };
+
+/* For kernels that read the row at run time: f(x), and whether the layer computes f(gate) up. */
+__device__ static inline float mt_activate(mt_activation activation, float x) {
+    switch (activation) {
+#define MT_ACTIVATION_VALUE(name, f, ...)                                                                              \
+    case MT_ACTIVATION_##name:                                                                                         \
+        return f::value(x);
+        MT_ACTIVATIONS(MT_ACTIVATION_VALUE)
+#undef MT_ACTIVATION_VALUE
+    default:
+        return __int_as_float(0x7fc00000); // NaN
+    }
+}
+
+__host__ __device__ static inline bool mt_is_gated(mt_activation activation) {
+    bool is_gated = false;
+#define MT_ACTIVATION_GATED(name, f, gated, ...) is_gated = activation == MT_ACTIVATION_##name ? gated : is_gated;
+    MT_ACTIVATIONS(MT_ACTIVATION_GATED)
+#undef MT_ACTIVATION_GATED
+    return is_gated;
+}
 
 #endif

@@ -181,12 +181,10 @@ struct unit_result {
         if (j == MT_DECODE_FC2) to = l.output + t * task.C + column;
         if (j == MT_DECODE_OUT || j == MT_DECODE_FC2) value += mt_to_float(residual);
         if (j == MT_DECODE_FC1) {
-            bool gated = task.activation == MT_ACTIVATION_SWIGLU;
+            bool gated = mt_is_gated(task.activation);
             if (gated && column >= task.F) return;
             to = task.active + t * task.F + column;
-            value = gated                                        ? silu::value(value) * other
-                    : task.activation == MT_ACTIVATION_GELU_TANH ? gelu_tanh::value(value)
-                                                                 : gelu::value(value);
+            value = mt_activate(task.activation, value) * (gated ? other : 1);
         }
         mt_store(to, mt_from_float<bf16>(mt_pack<float, 1>{value}));
     }

@@ -87,7 +87,7 @@ struct cluster_plan {
 
 static cluster_plan plan_of(const mt_decode_task &t, int clusters, int warps) {
     cluster_plan p = {};
-    int gates = t.activation == MT_ACTIVATION_SWIGLU ? 2 : 1;
+    int gates = mt_is_gated(t.activation) ? 2 : 1;
     p.width = (int)mt_divide_up(t.F / STEP, clusters) * STEP;
     p.fits = p.width <= 32 * warps && 3 * t.D / 2 <= 32 * warps;
     p.of[MT_DECODE_QKV] = {3, t.D / BLOCKS, t.C}, p.of[MT_DECODE_OUT] = {1, t.C / BLOCKS, t.D};
@@ -150,7 +150,7 @@ template <int W, int WARPS> struct cluster_step {
                             const mt_decode_layer *layers_)
         : task(task_), state(state_), shared(shared_), plan(plan_), layers(layers_), barrier(task_.arrived) {
         cluster = (int)blockIdx.x / BLOCKS, rank = (int)blockIdx.x % BLOCKS;
-        warp = threadIdx.x / 32, lane = threadIdx.x % 32, gated = task.activation == MT_ACTIVATION_SWIGLU;
+        warp = threadIdx.x / 32, lane = threadIdx.x % 32, gated = mt_is_gated(task.activation);
         rows = task.C / BLOCKS, count = plan.width / BLOCKS;
         head = min(cluster, task.H - 1), group = head / (task.H / task.G);
     }
@@ -378,9 +378,7 @@ template <int W, int WARPS> struct cluster_step {
                          bias && shared_row() < count && channel < task.F && gate <= gated);
     }
     __device__ float activate(float x) const {
-        return gated                                        ? silu::value(x)
-               : task.activation == MT_ACTIVATION_GELU_TANH ? gelu_tanh::value(x)
-                                                            : gelu::value(x);
+        return mt_activate(task.activation, x);
     }
     __device__ void run_fc1(int layer, float2 bias, float2 other_bias) const {
         int row = shared_row();
@@ -697,7 +695,7 @@ __global__ void __launch_bounds__(32 * WARPS, 1)
 
 /* The boxes of a layer's four matrices. */
 static void open_maps(const mt_decode_task &t, const mt_decode_layer &l, const cluster_plan &plan, CUtensorMap *maps) {
-    int gates = t.activation == MT_ACTIVATION_SWIGLU ? 2 : 1;
+    int gates = mt_is_gated(t.activation) ? 2 : 1;
     int64_t N[] = {(t.H + 2 * t.G) * t.D, t.C, gates * t.F, t.C}, K[] = {t.C, t.H * t.D, t.C, t.F};
     for (int j = 0; j < MT_DECODE_PRODUCTS; j++)
         maps[j] = mt_tensor_map_of(l.w[j], CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 2, K[j] / STEP, N[j], STEP, STEP, K[j],

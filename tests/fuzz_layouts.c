@@ -115,7 +115,7 @@ static const row model_rows[] = {
      "--rope-scaling-type linear --rope-scaling-factor 2;--use-rope-scaling;--rope-scaling-type yarn "
      "--rope-scaling-factor 4 --original-max-position-embeddings 8"},
     {60, "", "", "--swiglu"},
-    {20, "", "swiglu", "--openai-gelu"},
+    {20, "", "swiglu", "--openai-gelu;--squared-relu"},
     {60, "", "", "--disable-bias-linear"},
     {20, "", "latent", "--add-qkv-bias"},
     {30, "", "", "--qk-layernorm"},

@@ -995,6 +995,8 @@ static const int64_t activation_shapes[][MAX_SIZES] = {{1, 100003, MT_ACTIVATION
                                                        ROWS_OF(MT_ACTIVATION_GELU, 1),
                                                        ROWS_OF(MT_ACTIVATION_GELU_TANH, 0),
                                                        ROWS_OF(MT_ACTIVATION_GELU_TANH, 1),
+                                                       ROWS_OF(MT_ACTIVATION_SQUARED_RELU, 0),
+                                                       ROWS_OF(MT_ACTIVATION_SQUARED_RELU, 1),
                                                        ROWS_OF(MT_ACTIVATION_SWIGLU, 0),
                                                        ROWS_OF(MT_ACTIVATION_SWIGLU, 1),
                                                        {0}};

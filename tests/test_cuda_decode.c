@@ -849,6 +849,9 @@ static const paged_case paged_cases[] = {
     {"data/configs/gpt2-124m.json", "2", 1, {110}, {NULL}, true}, // one and several parts of keys
     {"data/configs/gpt2-124m.json", "2", 1, {110}, {"--window-size", "37"}, true},
     {"data/configs/gpt2-355m.json", "2", 1, {30}, {NULL}, false},
+    {"data/configs/gpt2-124m.json", "2", 1, {60}, {"--openai-gelu=false"}, true},
+    {"data/configs/gpt2-124m.json", "2", 1, {60}, {"--openai-gelu=false", "--squared-relu"}, true},
+    {"data/configs/llama2c-110m.json", "2", 1, {60}, {"--swiglu=false", "--squared-relu"}, false},
     {"data/configs/qwen3-0.6b.json", // more than 64 pages
      "2",
      1,

@@ -186,6 +186,7 @@ static void every_gradient_is_the_slope_of_the_loss(void **state) {
         "--num-layers 2",
         "--num-layers 2 --openai-gelu",
         "--num-layers 2 --swiglu",
+        "--num-layers 2 --squared-relu",
         EVERY_EXPERT,
         EVERY_EXPERT " --openai-gelu --disable-bias-linear",
         EVERY_EXPERT " --swiglu",
@@ -298,7 +299,7 @@ static void gradients_of_chosen_experts_are_slopes_of_the_loss(void **state) {
     (void)state;
     static const char *const capacities[] = {"", " --moe-expert-capacity-factor 1",
                                              " --moe-expert-capacity-factor 1.5 --moe-pad-expert-input-to-capacity"};
-    static const char *const kinds[] = {"", " --openai-gelu", " --swiglu"};
+    static const char *const kinds[] = {"", " --openai-gelu", " --squared-relu", " --swiglu"};
     static const char *const ways[] = {"", " --no-moe-permute-fusion", " --no-moe-grouped-gemm"};
     for (int k = 0; k < 27; k++) {
         char words[400];

@@ -987,6 +987,7 @@ static void activation_reference(double *y, const double *in, const void *shape)
         double weight = s->weighted ? in[s->T * width + t] : 1, u = sqrt(2 / M_PI) * (x + 0.044715 * x * x * x);
         const double f[MT_NUM_ACTIVATIONS] = {[MT_ACTIVATION_GELU] = 0.5 * x * erfc(-x / sqrt(2)),
                                               [MT_ACTIVATION_GELU_TANH] = 0.5 * x * (1 + tanh(u)),
+                                              [MT_ACTIVATION_SQUARED_RELU] = x > 0 ? x * x : 0,
                                               [MT_ACTIVATION_SWIGLU] = x / (1 + exp(-x))};
         y[i] = weight * f[s->activation] * up;
     }
