@@ -7,6 +7,7 @@
 #include "planner.h"
 #include "simulate.h"
 
+#include <math.h>
 #include <signal.h>
 #include <stdlib.h>
 #include <string.h>
@@ -81,37 +82,105 @@ enum { MT_NUM_SIGNALS = 4 };
 static const int mt_signals[MT_NUM_SIGNALS] = {
     [MT_EXIT_SIGTERM] = SIGTERM, [MT_EXIT_SIGINT] = SIGINT, [MT_EXIT_SIGUSR1] = SIGUSR1, [MT_EXIT_SIGUSR2] = SIGUSR2};
 static volatile sig_atomic_t mt_signal_counts[MT_NUM_SIGNALS];
+static volatile sig_atomic_t mt_signal_ends, mt_signal_noted; // a first SIGTERM or SIGINT came; its line is written
+static double mt_signal_first;                                // when
+static double mt_signal_grace;                                // mt_launch_grace's
 
-/* Only async-signal-safe calls. */
+/* The line of the first signal: for one that mpirun follows by a SIGKILL, and for all others. The handler reads the
+ * pair that is not being written. */
+static char mt_signal_notes[2][2][400];
+static volatile sig_atomic_t mt_signal_note;
+
+enum { MT_KILLED, MT_GRACEFUL };
+
+double mt_launch_grace(void) {
+    static const char *const names[] = {"OMPI_MCA_odls_base_sigkill_timeout", "PRTE_MCA_odls_base_sigkill_timeout"};
+    if (!getenv("OMPI_COMM_WORLD_SIZE")) return INFINITY;
+    for (size_t i = 0; i < sizeof names / sizeof *names; i++)
+        if (getenv(names[i])) return atof(getenv(names[i]));
+    return 1;
+}
+
+/* SIGUSR1 saves and stops too where mpirun would kill the ranks after any other signal, unless --exit-signal names
+ * another. */
+static bool mt_signal_stops(const mt_options *o, int i) {
+    bool spare = i == MT_EXIT_SIGUSR1 && !MT_GIVEN(o, exit_signal) && isfinite(mt_launch_grace());
+    return i == MT_EXIT_SIGTERM || i == MT_EXIT_SIGINT || i == (int)o->exit_signal || spare;
+}
+
+static const char *mt_signal_spare(const mt_options *o) {
+    return o->exit_signal == MT_EXIT_SIGUSR2 ? "USR2" : "USR1";
+}
+
+void mt_launch_print_grace(const mt_options *o, FILE *file) {
+    bool asked = o->exit_signal == MT_EXIT_SIGUSR1 || o->exit_signal == MT_EXIT_SIGUSR2; // so does launch.sh
+    if (!isfinite(mt_launch_grace()) || !o->save || !o->exit_signal_handler || asked) return;
+    fprintf(file,
+            "Stopping: mpirun kills its ranks %g s after a SIGTERM or Ctrl-C, too soon to end a longer step and save it. "
+            "Use kill -%s on\nmpirun, start by launch.sh, or set mpirun --mca odls_base_sigkill_timeout SECONDS.\n\n",
+            mt_launch_grace(), mt_signal_spare(o));
+}
+
+void mt_signals_set_saved(const mt_options *o, int64_t iteration) {
+    char saved[120];
+    if (mt_launch_rank() > 0) return; // rank 0 alone writes the line
+    int next = !mt_signal_note;
+    char(*notes)[400] = mt_signal_notes[next];
+    if (!o->save)
+        snprintf(saved, sizeof saved, "nothing is saved without --save");
+    else if (iteration < 0)
+        snprintf(saved, sizeof saved, "this run has saved nothing so far");
+    else
+        snprintf(saved, sizeof saved, "saved so far: iteration %lld", (long long)iteration);
+    snprintf(notes[MT_GRACEFUL], sizeof notes[0],
+             "stopping after this step; %s; a second SIGTERM or Ctrl-C ends the run at once\n", saved);
+    snprintf(notes[MT_KILLED], sizeof notes[0],
+             "stopping after this step, but mpirun kills its ranks %g s after this signal; %s; kill -%s on mpirun "
+             "would wait for the step and its save\n",
+             mt_launch_grace(), saved, mt_signal_spare(o));
+    mt_signal_note = next;
+}
+
+/* Only async-signal-safe calls. timeout(1), a terminal whose launcher forwards Ctrl-C, and systemd send one request
+ * twice within a moment. */
 static void mt_signal_count(int number) {
-    static const char note[] = "\nstopping: the last step will be saved; a second Ctrl-C ends the run at once\n";
+    const double moment = 0.25;
+    bool ends = number == SIGTERM || number == SIGINT;
     int i = 0;
     while (mt_signals[i] != number) i++;
     mt_signal_counts[i] = mt_signal_counts[i] + 1;
-    if (number != SIGINT) return;
-    if (mt_signal_counts[i] > 1) {
-        signal(SIGINT, SIG_DFL);
-        raise(SIGINT); // takes effect when the handler returns
-    } else if (isatty(STDERR_FILENO)) {
-        (void)!write(STDERR_FILENO, note, sizeof note - 1);
+    if (ends && !mt_signal_ends) {
+        mt_signal_first = mt_time();
+        mt_signal_ends = true;
+    } else if (ends && mt_time() - mt_signal_first > moment) {
+        signal(number, SIG_DFL);
+        raise(number); // takes effect when the handler returns
+        return;
     }
+    const char *note = mt_signal_notes[mt_signal_note][ends && isfinite(mt_signal_grace) ? MT_KILLED : MT_GRACEFUL];
+    if (mt_signal_noted || !*note) return;
+    mt_signal_noted = true;
+    if (isatty(STDERR_FILENO)) (void)!write(STDERR_FILENO, "\n", 1);
+    (void)!write(STDERR_FILENO, note, strlen(note));
 }
 
 static void mt_signal_catch(int number, int flags) {
     struct sigaction action = {.sa_handler = mt_signal_count, .sa_flags = flags};
+    for (int i = 0; i < MT_NUM_SIGNALS; i++) sigaddset(&action.sa_mask, mt_signals[i]);
     sigaction(number, &action, NULL);
 }
 
 void mt_signals_hold(void) {
+    mt_signal_grace = mt_launch_grace();
     for (int i = 0; i < MT_NUM_SIGNALS; i++) mt_signal_catch(mt_signals[i], SA_RESTART);
     signal(SIGXFSZ, SIG_IGN); // exceeding a file size limit is then a write error
 }
 
 void mt_signals_select(const mt_options *o) {
     bool saves = !o->plan && !o->explain && !o->print_config && !o->print_schedule && o->print_launch == 0;
+    if (saves && o->exit_signal_handler) mt_signals_set_saved(o, -1);
     for (int i = 0; i < MT_NUM_SIGNALS; i++) {
-        bool stops = i == MT_EXIT_SIGTERM || i == MT_EXIT_SIGINT || i == (int)o->exit_signal;
-        if (saves && stops && o->exit_signal_handler) {
+        if (saves && mt_signal_stops(o, i) && o->exit_signal_handler) {
             mt_signal_catch(mt_signals[i], 0); // ends a print to a terminal that an ending mpirun no longer reads
             continue;
         }

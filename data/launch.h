@@ -18,14 +18,27 @@ int mt_launch_check(char **argv, mt_error *error);
  * the error of that number if none can. */
 int mt_launch_print(mt_options *options, FILE *file, mt_error *error);
 
-/* Catches SIGTERM, SIGINT, SIGUSR1 and SIGUSR2 from here on; the first call of a program, so that none is lost. A
- * second SIGINT ends the program at once. SIGXFSZ is ignored. */
+/* Seconds from a SIGTERM or SIGINT to Open MPI's mpirun until it kills its ranks; INFINITY if another launcher, or none,
+ * started this process. A setting in mpirun's parameter files is not seen. */
+double mt_launch_grace(void);
+
+/* A paragraph on that for a run with --save under mpirun, unless --exit-signal already is a signal that mpirun forwards
+ * without killing. */
+void mt_launch_print_grace(const mt_options *options, FILE *file);
+
+/* Catches SIGTERM, SIGINT, SIGUSR1 and SIGUSR2 from here on; the first call of a program, so that none is lost. The
+ * second SIGTERM or SIGINT, in any pair, ends the program at once; two within a quarter of a second count as one.
+ * SIGXFSZ is ignored. */
 void mt_signals_hold(void);
 
-/* Once options are parsed: SIGTERM, SIGINT and --exit-signal request a stop. All other signals have their default
- * effect again, also one that has come already. So have these three with --no-exit-signal-handler and in a run that
- * only prints. */
+/* Once options are parsed: SIGTERM, SIGINT and --exit-signal request a stop, under mpirun also SIGUSR1 if --exit-signal
+ * is absent. All other signals have their default effect again, also one that has come already. So have these with
+ * --no-exit-signal-handler and in a run that only prints. */
 void mt_signals_select(const mt_options *options);
+
+/* For the line that the first signal writes on standard error of rank 0: the iteration of the last checkpoint, -1: none
+ * yet. */
+void mt_signals_set_saved(const mt_options *options, int64_t iteration);
 
 /* True after a signal that requests a stop. */
 bool mt_stop_requested(void);

@@ -142,11 +142,13 @@ const mt_option mt_option_table[] = {
     {"exit-duration-in-mins", MT_REAL, MT_AT(exit_duration_in_mins), MT_TRAIN, MT_OF_RUN, NULL, "(0,1e9]",
      "save and stop after this many minutes"},
     {"exit-signal-handler", MT_FLAG, MT_AT(exit_signal_handler), MT_TRAIN, MT_OF_RUN, "true", NULL,
-     "save and stop on SIGTERM, Ctrl-C (SIGINT) and --exit-signal; a second Ctrl-C ends the run at once"},
+     "after the step under way save and stop on SIGTERM, Ctrl-C (SIGINT) and --exit-signal; a second SIGTERM or Ctrl-C "
+     "ends the run at once"},
     {"no-exit-signal-handler", MT_NO, MT_AT(exit_signal_handler), MT_TRAIN, MT_OF_RUN, NULL, NULL,
      "let these signals end the run at once"},
     {"exit-signal", MT_CHOICE, MT_AT(exit_signal), MT_TRAIN, MT_OF_RUN, "SIGTERM", "SIGTERM|SIGINT|SIGUSR1|SIGUSR2",
-     "a further signal that saves and stops; mpirun forwards SIGUSR1 and SIGUSR2",
+     "a further signal that saves and stops; mpirun forwards SIGUSR1 and SIGUSR2 and does not kill its ranks after "
+     "them, so without this option SIGUSR1 saves and stops there",
      .excludes = "no-exit-signal-handler"},
     {"bf16", MT_FLAG, MT_AT(bf16), MT_BOTH, MT_OF_RUN, NULL, NULL, "compute in bf16 (default: fp32)"},
     {"device", MT_CHOICE, MT_AT(device), MT_BOTH, MT_OF_RUN, "auto", "auto|cpu|cuda",

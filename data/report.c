@@ -518,6 +518,25 @@ static void append_rates(line *to, const mt_report *report, const mt_metrics *me
         append(to, "  %.1f GFLOP/s", flops * 1e-9);
 }
 
+/* Attention in plain C is slower than a product, so on the CPU the time is a lower bound. */
+void mt_report_long_step(const mt_report *report, const mt_run_state *state) {
+    const double few = 1e12, long_seconds = 60;
+    const mt_options *o = report->options;
+    if (!report->prints || state->iteration >= o->num_iterations) return;
+    int64_t samples = o->stage == MT_STAGE_RL ? o->rollout_batch_size * o->num_return_sequences
+                                              : mt_global_batch_size(o, state->consumed_train_samples);
+    double operations = mt_flops(o, samples) / report->world_size;
+    if (operations < few) return;
+    double rate = report->peak_flops > 0 ? report->peak_flops : mt_cpu_matmul_rate(512);
+    double seconds = operations / rate;
+    if (seconds < long_seconds) return;
+    mt_report_line(report,
+                   "long step: %s %.1e operations on each rank, %.1f %s at %.0f GFLOP/s, the rate of a matrix product "
+                   "here; a signal that stops the run takes effect after a step",
+                   o->sft || o->stage == MT_STAGE_RL ? "up to" : "about", operations,
+                   seconds / (seconds < 7200 ? 60 : 3600), seconds < 7200 ? "minutes" : "hours", rate * 1e-9);
+}
+
 void mt_report_iteration(mt_report *report, const mt_run_state *state, const mt_metrics *metrics) {
     const mt_options *o = report->options;
     long long iteration = state->iteration, total = o->num_iterations;

@@ -50,6 +50,10 @@ typedef struct mt_report {
 int mt_report_open(mt_report *report, const mt_model *model, const mt_run_state *state, mt_error *error);
 void mt_report_close(mt_report *report);
 
+/* Before the first step, on rank 0: the operations of a step, if they would take longer than a minute at the rate of a
+ * large matrix product, which is measured here on the CPU. */
+void mt_report_long_step(const mt_report *report, const mt_run_state *state);
+
 /* True if the step that ends at `iteration` is reported: every --log-interval iterations, and the last one. */
 bool mt_report_is_due(const mt_report *report, int64_t iteration);
 

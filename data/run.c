@@ -24,6 +24,7 @@ static void refuse(mt_run *r, int status, mt_error *error) {
 void mt_run_report_saved(mt_run *r) {
     if (mt_saver_in_place(r->saver) == r->saved) return;
     r->saved = mt_saver_in_place(r->saver);
+    mt_signals_set_saved(&r->options, r->saved);
     mt_report_line(&r->report, "saved iteration %lld to %s", (long long)r->saved, r->options.save);
 }
 
@@ -141,6 +142,7 @@ static void load(mt_run *r) {
     int64_t eod = r->data_config.eod_id;
     int status = mt_checkpoint_load_found(r->model, &r->state, r->options.load, false, &found, &error);
     refuse(r, status, &error);
+    if (r->state.iteration > 0) mt_signals_set_saved(&r->options, r->state.iteration);
     if (!r->tokenizer_folder || strcmp(found, r->tokenizer_folder) == 0) {
         free(found);
         return;
@@ -288,6 +290,7 @@ static void print_opening(const mt_run *r) {
     const mt_options *o = &r->options;
     if (r->grid.world.rank != 0) return;
     mt_report_opening(o, r->ops, &r->grid, r->data ? mt_data_split(r->data, MT_SPLIT_TRAIN) : NULL, stdout);
+    mt_launch_print_grace(o, stdout);
     mt_options_print(o, MT_PROGRAM_TRAIN, stdout);
     mt_options_warn(o, stdout);
     if (r->data) mt_loader_print(r->loaders[MT_SPLIT_TRAIN], 0, mt_global_batch_size(o, 0), stdout);
@@ -352,6 +355,7 @@ bool mt_run_open(mt_run *r, int *argc, char ***argv) {
     print_opening(r);
     open_model(r);
     refuse(r, mt_report_open(&r->report, r->model, &r->state, &error), &error);
+    mt_report_long_step(&r->report, &r->state);
     status = r->options.trace ? mt_trace_open(&r->options, &r->grid, &r->state, &error) : 0;
     refuse(r, status, &error);
     return true;

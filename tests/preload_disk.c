@@ -4,7 +4,8 @@
  *   HANGING_MAP=TEXT        reading a mapped file with TEXT in its path never ends; with HANGS_AFTER_SAVE set, only
  *                           after the first fsync of a safetensors file
  *   HANGING_WRITE=TEXT      writing a file with TEXT in its path never ends
- *   SIGNAL_AT_START=NUMBER  statvfs, which train calls before the first step, raises this signal
+ *   SIGNAL_AT_START=NUMBER  statvfs, which train calls before the first step, raises this signal twice, as timeout(1)
+ *                           may: to the process and to its group
  *   BEFORE_LOCK=COMMAND     a shell runs this before the program locks a file
  *   ONLY_RANK=N             all of this on one rank only */
 #ifndef _GNU_SOURCE
@@ -78,7 +79,7 @@ ssize_t write(int descriptor, const void *data, size_t bytes) {
 int statvfs(const char *path, struct statvfs *buffer) {
     int (*real)(const char *, struct statvfs *);
     const char *number = setting("SIGNAL_AT_START");
-    if (number) raise(atoi(number));
+    for (int i = 0; number && i < 2; i++) raise(atoi(number));
     find(&real, "statvfs");
     return real(path, buffer);
 }

@@ -345,21 +345,74 @@ ctrl_c_leaves_a_save_its_time() {
     wait $job && saved_its_last_step
 }
 
-ctrl_c_saves_and_a_second_one_ends_the_run_at_once() {
+# ends_by SIGNAL: sends it until the job ends, whose status must be that of a process that it killed.
+ends_by() {
+    waited=0
+    while kill -0 $job 2>/dev/null && [ $waited -lt 100 ]; do
+        sleep 0.5
+        kill -s "$1" $job 2>/dev/null
+        waited=$((waited + 1))
+    done
+    wait $job
+    [ "$(kill -l $?)" = "$1" ]
+}
+
+ctrl_c_saves_and_a_second_signal_ends_the_run_at_once() {
     # shellcheck disable=SC2086
     begin "$train" $small --train-iters 100000000 --save "$work/save" --metrics "$work/m.jsonl" || return 1
     kill -INT $job
-    wait $job && saved_its_last_step || return 1
+    wait $job && saved_its_last_step &&
+        says '^stopping after this step; this run has saved nothing so far; a second SIGTERM or Ctrl-C ends' \
+            "$work/err" || return 1
     has_disk || return 0
+    for pair in INT-INT TERM-TERM TERM-INT INT-TERM; do
+        rm -rf "$work/save"
+        # shellcheck disable=SC2086
+        begin env LD_PRELOAD="$work/disk.so" SLOW_FSYNC=100 "$train" $small --train-iters 100000000 \
+            --save "$work/save" --metrics "$work/m.jsonl" || return 1
+        kill -s ${pair%-*} $job
+        ends_by ${pair#*-} && ! [ -e "$work/save/latest_checkpointed_iteration.txt" ] || return 1
+    done
+}
+
+# A step of 10^18 operations is announced, and two signals end the run in it.
+a_long_step_is_announced_and_two_signals_end_it() {
+    # shellcheck disable=SC2086
+    "$train" $small --seq-length 20000 --max-position-embeddings 20000 --hidden-size 64 --global-batch-size 4000000 \
+        --train-iters 2 >"$work/out" 2>"$work/err" </dev/null &
+    job=$!
+    waited=0
+    until grep -q '^long step: about [0-9.e+]* operations on each rank, [0-9.]* hours at ' "$work/out"; do
+        sleep 0.1
+        waited=$((waited + 1))
+        if ! kill -0 $job 2>/dev/null || [ $waited -gt 600 ]; then return 1; fi
+    done
+    kill -TERM $job
+    ends_by TERM && says '^stopping after this step; nothing is saved without --save; ' "$work/err" || return 1
+    # shellcheck disable=SC2086
+    "$train" $small --train-iters 1 >"$work/out" 2>"$work/err" </dev/null && ! grep '^long step' "$work/out"
+}
+
+# Open MPI's mpirun kills its ranks a second after SIGTERM. The run says so, and takes SIGUSR1 in its place.
+a_run_under_mpirun_says_how_it_is_stopped() {
+    case $(mpirun --version 2>/dev/null) in *Open*MPI*) ;; *) echo 'skipped: not Open MPI' && return ;; esac
+    # shellcheck disable=SC2086
+    begin $MPIRUN -np 2 "$train" $small --train-iters 100000000 --save "$work/save" --metrics "$work/m.jsonl" ||
+        return 1
+    kill -USR1 $job
+    wait $job && saved_its_last_step &&
+        says '^Stopping: mpirun kills its ranks 1 s after a SIGTERM or Ctrl-C, too soon ' "$work/out" &&
+        says '^stopping after this step; this run has saved nothing so far; ' "$work/err" &&
+        [ "$(grep -c '^stopping' "$work/err")" = 1 ] || return 1
     rm -rf "$work/save"
     # shellcheck disable=SC2086
-    begin env LD_PRELOAD="$work/disk.so" SLOW_FSYNC=100 "$train" $small --train-iters 100000000 --save "$work/save" \
-        --metrics "$work/m.jsonl" || return 1
-    kill -INT $job
-    sleep 1
-    kill -INT $job
+    begin env OMPI_MCA_odls_base_sigkill_timeout=40 $MPIRUN -np 2 "$train" $small --train-iters 100000000 \
+        --save "$work/save" --save-interval 2 --metrics "$work/m.jsonl" --exit-signal SIGUSR2 || return 1
+    kill -TERM $job
     wait $job
-    [ $? = 130 ] && ! [ -e "$work/save/latest_checkpointed_iteration.txt" ]
+    ! grep '^Stopping: mpirun' "$work/out" &&
+        says '^stopping .*mpirun kills its ranks 40 s after this signal; saved so far: iteration [1-9]' "$work/err" &&
+        says 'kill -USR2 on mpirun would wait' "$work/err"
 }
 
 a_signal_during_the_start_stops_the_run_before_its_first_step() {
@@ -422,7 +475,8 @@ for name in mpirun_forwards_the_exit_signal_and_the_run_is_saved a_sigterm_to_mp
     pauses_grow_up_to_their_limit a_signal_ends_a_pause_at_once yaml_values_are_read_by_train_and_never_by_the_shell \
     the_number_of_ranks_is_one_that_train_accepts fewer_ranks_keep_the_global_batch \
     a_launcher_that_is_killed_leaves_no_ranks ctrl_c_leaves_a_save_its_time \
-    ctrl_c_saves_and_a_second_one_ends_the_run_at_once a_signal_during_the_start_stops_the_run_before_its_first_step \
+    ctrl_c_saves_and_a_second_signal_ends_the_run_at_once a_long_step_is_announced_and_two_signals_end_it \
+    a_run_under_mpirun_says_how_it_is_stopped a_signal_during_the_start_stops_the_run_before_its_first_step \
     options_that_train_refuses_are_not_started a_signal_to_the_launcher_saves_and_ends_the_run \
     the_launcher_refuses_runs_that_it_cannot_restart; do
     check $name $name
