@@ -1,5 +1,5 @@
 #!/bin/sh
-# Draws what all ranks do in a training step: data/trace.html with a trace in it, one page that needs no network.
+# Draws what all ranks do in training steps: data/trace.html with a trace in it, one page that needs no network.
 #
 #   usage: data/trace.sh PAGE.html [TRACE.json]      (make trace)
 #
