@@ -50,12 +50,14 @@ typedef struct mt_refusal {
     bool unless_sharded; // accepted without effect when the data-parallel ranks shard, as --use-megatron-fsdp sets
 } mt_refusal;
 
+enum { MT_MAX_REFUSALS = 100 }; // that are searched for a similar name and printed; others are counted
+
 /* A pass over a file and the command line. */
 typedef struct mt_option_reader {
     mt_options *options;
     mt_program program;
     mt_refusal *refused;
-    int64_t num_refused;
+    int64_t num_refused, num_uncollected;
     mt_strings always;                                                 // names that state a property that always holds
     uint64_t typed[sizeof((mt_options *)0)->given / sizeof(uint64_t)]; // options of the command line
 } mt_option_reader;
@@ -93,6 +95,18 @@ static const char *mt_setting_metavar(const mt_setting *setting) {
     return row->type == MT_INT ? "a whole number" : row->type == MT_REAL ? "a number" : row->values;
 }
 
+/* A further refusal to fill in; NULL if there are enough. */
+static mt_refusal *mt_option_reader_add_refusal(mt_option_reader *reader) {
+    if (reader->num_refused == MT_MAX_REFUSALS) {
+        reader->num_uncollected++;
+        return NULL;
+    }
+    reader->refused = mt_realloc(reader->refused, (reader->num_refused + 1) * (int64_t)sizeof *reader->refused);
+    mt_refusal *refusal = &reader->refused[reader->num_refused++];
+    *refusal = (mt_refusal){0};
+    return refusal;
+}
+
 /* Records a name that was refused; `value` is its value, or NULL. A feature that is not supported may be off. */
 static void mt_option_reader_refuse(mt_option_reader *reader, const mt_setting *setting, const char *position,
                                     const char *name, size_t length, const char *value) {
@@ -100,9 +114,8 @@ static void mt_option_reader_refuse(mt_option_reader *reader, const mt_setting *
     bool is_on, infers = reader->program == MT_PROGRAM_INFER;
     mt_name_kind kind = setting->megatron.kind;
     if (kind == MT_NAME_UNSUPPORTED && value && mt_parse_bool(value, &is_on) && !is_on) return;
-    reader->refused = mt_realloc(reader->refused, (reader->num_refused + 1) * (int64_t)sizeof *reader->refused);
-    mt_refusal *refusal = &reader->refused[reader->num_refused++];
-    *refusal = (mt_refusal){0};
+    mt_refusal *refusal = mt_option_reader_add_refusal(reader);
+    if (!refusal) return;
     refusal->unless_sharded =
         kind == MT_NAME_UNSUPPORTED && value && setting->megatron.value && strcmp(value, setting->megatron.value) == 0;
     snprintf(refusal->position, sizeof refusal->position, "%s", position);
@@ -165,7 +178,9 @@ static int mt_option_reader_report(const mt_option_reader *reader, mt_error *err
     size_t size;
     FILE *file = open_memstream(&text, &size);
     MT_CHECK(file);
-    fprintf(file, "%lld options cannot be used:", (long long)reader->num_refused);
+    fprintf(file, "%lld options cannot be used", (long long)(reader->num_refused + reader->num_uncollected));
+    if (reader->num_uncollected > 0) fprintf(file, ", here the first %lld", (long long)reader->num_refused);
+    fprintf(file, ":");
     for (const mt_refusal *r = first; r < end; r++) {
         const mt_refusal *same = first;
         while (strcmp(same->reason, r->reason) != 0) same++;
@@ -423,7 +438,8 @@ typedef struct mt_yaml {
     int64_t events;
     uint64_t seen[sizeof((mt_options *)0)->given / sizeof(uint64_t)]; // options that this text has named
     mt_option_reader *reader;
-    const char *path;
+    const char *path, *text;
+    int64_t bytes;
     mt_error *error;
 } mt_yaml;
 
@@ -433,7 +449,7 @@ static int mt_yaml_next(mt_yaml *yaml) {
     yaml->has_event = yaml_parser_parse(&yaml->parser, &yaml->event) != 0;
     if (!yaml->has_event)
         return mt_error_set(yaml->error, "%s:%lld: is not YAML: %s", yaml->path,
-                            (long long)yaml->parser.problem_mark.line + 1,
+                            mt_yaml_line(yaml->text, yaml->bytes, yaml->parser.problem_mark.line),
                             yaml->parser.problem ? yaml->parser.problem : "it cannot be read");
     const yaml_event_t *event = &yaml->event;
     long long line = (long long)event->start_mark.line + 1;
@@ -587,7 +603,8 @@ static int mt_yaml_read(mt_yaml *yaml) {
 
 static int mt_option_reader_read_yaml(mt_option_reader *reader, const char *text, int64_t bytes, const char *path,
                                       mt_error *error) {
-    mt_yaml yaml = {.reader = reader, .path = path, .error = error};
+    mt_yaml yaml = {.reader = reader, .path = path, .text = text, .bytes = bytes, .error = error};
+    if (mt_yaml_check_nesting(text, bytes, path, error) != 0) return -1;
     if (!yaml_parser_initialize(&yaml.parser)) return mt_error_set(error, "%s: no memory to read YAML", path);
     yaml_parser_set_input_string(&yaml.parser, (const unsigned char *)text, (size_t)bytes);
     int result = mt_yaml_read(&yaml);
@@ -625,9 +642,8 @@ static void mt_options_note_key(mt_options *options, const mt_role_entry *entry,
 /* Records a key that was refused. `nearest` is the key or the option with the nearest name, or "". */
 static void mt_option_reader_refuse_key(mt_option_reader *reader, const char *position, const char *name,
                                         const char *reason, const char *nearest) {
-    reader->refused = mt_realloc(reader->refused, (reader->num_refused + 1) * (int64_t)sizeof *reader->refused);
-    mt_refusal *refusal = &reader->refused[reader->num_refused++];
-    *refusal = (mt_refusal){0};
+    mt_refusal *refusal = mt_option_reader_add_refusal(reader);
+    if (!refusal) return;
     snprintf(refusal->position, sizeof refusal->position, "%s", position);
     snprintf(refusal->name, sizeof refusal->name, "%.100s", name);
     snprintf(refusal->reason, sizeof refusal->reason, "%s", reason);
@@ -660,8 +676,9 @@ static void mt_option_reader_take_other(mt_option_reader *reader, const mt_role_
         return;
     }
     if (kind != MT_NAME_UNKNOWN && entry->values.count == 0) return; // null
-    int64_t before = reader->num_refused;
+    int64_t before = reader->num_refused, uncollected = reader->num_uncollected;
     mt_option_reader_refuse(reader, setting, position, entry->name, strlen(entry->name), value);
+    if (reader->num_uncollected > uncollected) return;
     if (reader->num_refused == before)
         mt_options_note_key(reader->options, entry, "", "off, as here in any case");
     else if (kind == MT_NAME_UNKNOWN && *entry->text)

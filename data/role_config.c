@@ -29,6 +29,7 @@ void mt_role_config_free(mt_role_config *config) {
 
 #ifdef MT_HAVE_YAML
 enum {
+    MAX_NESTING = 16,    // of collections; sections of options nest 8 deep at most, and may hold lists
     MAX_DEPTH = 12,      // of sections that "<<" merges
     MAX_REFERENCES = 16, // that lead to one another
     MAX_NODES = 20000,   // visited; with aliases a small file could have more than any memory
@@ -963,8 +964,40 @@ static int read_document(reader *r) {
     return mt_error_set(r->error, "--role %.80s: %s has the roles %s", r->role, r->path, roles);
 }
 
+long long mt_yaml_line(const char *text, int64_t bytes, size_t mark) {
+    long long lines = 1;
+    for (int64_t i = 0; i + 1 < bytes; i++) lines += text[i] == '\n';
+    return mt_min((int64_t)mark + 1, lines);
+}
+
+/* Reads tokens, which libyaml finds in linear time while they nest little. The parser reports what is not YAML. */
+int mt_yaml_check_nesting(const char *text, int64_t bytes, const char *path, mt_error *error) {
+    yaml_parser_t parser;
+    yaml_token_t token;
+    int depth = 0;
+    bool ends = false;
+    long long line = 0;
+    if (!yaml_parser_initialize(&parser)) return mt_error_set(error, "%s: no memory to read YAML", path);
+    yaml_parser_set_input_string(&parser, (const unsigned char *)text, (size_t)bytes);
+    while (!ends && depth <= MAX_NESTING && yaml_parser_scan(&parser, &token)) {
+        yaml_token_type_t type = token.type;
+        depth += type == YAML_FLOW_SEQUENCE_START_TOKEN || type == YAML_FLOW_MAPPING_START_TOKEN ||
+                 type == YAML_BLOCK_SEQUENCE_START_TOKEN || type == YAML_BLOCK_MAPPING_START_TOKEN;
+        depth -= type == YAML_FLOW_SEQUENCE_END_TOKEN || type == YAML_FLOW_MAPPING_END_TOKEN ||
+                 type == YAML_BLOCK_END_TOKEN;
+        line = (long long)token.start_mark.line + 1;
+        ends = type == YAML_STREAM_END_TOKEN;
+        yaml_token_delete(&token);
+    }
+    yaml_parser_delete(&parser);
+    if (depth <= MAX_NESTING) return 0;
+    return mt_error_set(error, "%s:%lld: sections and lists are nested deeper than %d; is this a file of options?", path,
+                        line, MAX_NESTING);
+}
+
 static int fail_to_parse(const reader *r, const yaml_parser_t *parser) {
-    return mt_error_set(r->error, "%s:%lld: is not YAML: %s", r->path, (long long)parser->problem_mark.line + 1,
+    return mt_error_set(r->error, "%s:%lld: is not YAML: %s", r->path,
+                        mt_yaml_line(r->text, r->bytes, parser->problem_mark.line),
                         parser->problem ? parser->problem : "it cannot be read");
 }
 
@@ -972,6 +1005,7 @@ static int fail_to_parse(const reader *r, const yaml_parser_t *parser) {
 static int load_document(reader *r, const char *text, int64_t bytes) {
     yaml_parser_t parser;
     yaml_document_t second;
+    if (mt_yaml_check_nesting(text, bytes, r->path, r->error) != 0) return -1;
     if (!yaml_parser_initialize(&parser)) return mt_error_set(r->error, "%s: no memory to read YAML", r->path);
     yaml_parser_set_input_string(&parser, (const unsigned char *)text, (size_t)bytes);
     int status = yaml_parser_load(&parser, &r->document) ? 0 : fail_to_parse(r, &parser);
@@ -998,7 +1032,7 @@ int mt_role_config_read(mt_role_config *config, const char *role, const char *te
 
 bool mt_role_config_detect(char roles[400], const char *text, int64_t bytes) {
     mt_error ignored;
-    reader r = {.role = "", .path = "", .error = &ignored};
+    reader r = {.role = "", .path = "", .text = text, .bytes = bytes, .error = &ignored};
     *roles = 0;
     if (load_document(&r, text, bytes) != 0) return false;
     list_roles(&r, roles);

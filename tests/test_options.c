@@ -1157,6 +1157,49 @@ static void expect_yaml_error(const char *text, const char *expected) {
     mt_options_free(&options);
 }
 
+/* The text of `count` brackets. */
+static char *brackets(int count) {
+    char *text = mt_calloc(count + 8);
+    strcpy(text, "x: ");
+    memset(text + 3, '[', (size_t)count);
+    return strcat(text, "\n");
+}
+
+static void expect_role_error(const char *text, const char *expected) {
+    mt_options options;
+    mt_error error = {""};
+    mt_options_default(&options);
+    if (mt_options_read_role(&options, MT_PROGRAM_TRAIN, "sft_train", text, (int64_t)strlen(text), "run.yaml",
+                             &error) == 0)
+        fail_msg("%s\n  was accepted", text);
+    if (!strstr(error.text, expected)) fail_msg("%s\n  gave: %s\n  not: %s", text, error.text, expected);
+    mt_options_free(&options);
+}
+
+/* The parser would read such a text in a time that grows with the square of its nesting. */
+static void deep_yaml_is_refused_before_it_is_parsed(void **state) {
+    (void)state;
+    for (int count = 16; count < 20; count++) { // the key's section is a level too
+        char *text = brackets(count);
+        expect_yaml_error(text, "run.yaml:1: sections and lists are nested deeper than 16");
+        expect_role_error(text, "run.yaml:1: sections and lists are nested deeper than 16");
+        free(text);
+    }
+    expect_yaml_error("- - - - - - - - - - - - - - - - - 1\n", "nested deeper than 16");
+    expect_yaml_error("x: \"]]]]\"\ny: [[[[[[[[[[[[[[[[[ #]]]]]]]]]]]]]\n", "run.yaml:2: sections and lists are nested");
+    expect_yaml_error("x: [\"[[[[[[[[[[[[[[[[[[[[[[\"]\n", "unknown option x");
+    expect_yaml_error("x: [1\n", "run.yaml:1: is not YAML");
+}
+
+/* Each unknown name is compared with all options, so their number is bounded. */
+static void many_unknown_names_are_counted(void **state) {
+    (void)state;
+    char *text = mt_calloc(200 * 10);
+    for (int i = 0; i < 150; i++) sprintf(text + strlen(text), "zzz%d: 1\n", i);
+    expect_yaml_error(text, "150 options cannot be used, here the first 100:");
+    free(text);
+}
+
 static void bad_yaml_is_refused_with_file_and_line(void **state) {
     (void)state;
     expect_yaml_error("fp16: True\nlr: 1\nfoo: [1, [2]]\nspec: a\n",
@@ -2331,6 +2374,8 @@ static const struct CMUnitTest tests[] = {
     cmocka_unit_test(yaml_has_the_booleans_of_yaml_1_1),
     cmocka_unit_test(yaml_lists_the_layers_with_experts),
     cmocka_unit_test(bad_yaml_is_refused_with_file_and_line),
+    cmocka_unit_test(deep_yaml_is_refused_before_it_is_parsed),
+    cmocka_unit_test(many_unknown_names_are_counted),
     cmocka_unit_test(huge_yaml_is_refused),
     cmocka_unit_test(an_empty_yaml_sets_nothing),
 #else
