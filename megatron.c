@@ -609,12 +609,29 @@ static void mt_matmul_prepare(void) {
 #endif
 }
 
+#ifdef MT_HAVE_DNNL
+/* oneDNN 2.6 keeps values of a product below the stack pointer. A signal that interrupts it would overwrite them,
+ * unless its handler has a stack of its own. The main thread's handlers have (data/launch.c); other threads take no
+ * signals but those of faults. */
+static void mt_shelter_from_signals(void) {
+    static _Thread_local bool sheltered;
+    static const int faults[] = {SIGSEGV, SIGBUS, SIGFPE, SIGILL, SIGABRT};
+    if (sheltered || omp_get_thread_num() == 0) return;
+    sigset_t set;
+    sigfillset(&set);
+    for (size_t i = 0; i < sizeof faults / sizeof *faults; i++) sigdelset(&set, faults[i]);
+    pthread_sigmask(SIG_BLOCK, &set, NULL);
+    sheltered = true;
+}
+#endif
+
 /* One tile of a product, by one thread. oneDNN is faster than OpenBLAS, but outside of parallel regions it starts
  * threads of its own, and the rounding of a small product would depend on their number. */
 static void mt_matmul_library(float *c, int64_t stride, mt_matrix a, mt_matrix b, int64_t M, int64_t N, int64_t K,
                               bool accumulate, bool is_small) {
 #ifdef MT_HAVE_DNNL
     if (!is_small) {
+        mt_shelter_from_signals();
         dnnl_status_t status = dnnl_sgemm(a.transposed ? 'T' : 'N', b.transposed ? 'T' : 'N', M, N, K, 1.0f, a.data,
                                           a.stride, b.data, b.stride, accumulate ? 1.0f : 0.0f, c, stride);
         if (status != dnnl_success) mt_die("dnnl_sgemm failed with status %d; out of memory?", (int)status);

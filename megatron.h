@@ -9,13 +9,16 @@
  * in elements. Sizes and offsets are int64_t. Functions that can fail on the user's input return 0, or -1 with one line
  * in mt_error.
  *
- * megatron.c compiles without any of these macros and then computes on one CPU thread of one rank. Each of them adds a
- * library; `make` defines the macros of the libraries that it finds. This header does not depend on them.
+ * megatron.c compiles without any of these macros, links with -lm alone, and then computes on one CPU thread of one
+ * rank. Each of them adds a library; `make` defines the macros of the libraries that it finds. This header does not
+ * depend on them.
  *
  *   MT_HAVE_MPI       several ranks, started by mpirun, and their collectives on CPUs. Link MPI (mpicc --showme:link).
  *   MT_HAVE_BLAS      matrix products on the CPU by cblas_sgemm (plain C loops otherwise). Link -lopenblas.
  *   MT_HAVE_OPENMP    threads within a rank. Compile and link with -fopenmp.
- *   MT_HAVE_DNNL      larger products by oneDNN's dnnl_sgemm; needs the two above. Link -ldnnl.
+ *   MT_HAVE_DNNL      larger products by oneDNN's dnnl_sgemm; needs the two above. Link -ldnnl. A handler of signals
+ *                     then needs a stack of its own (sigaltstack and SA_ONSTACK): oneDNN 2.6 writes below the stack
+ *                     pointer, where a handler's frame would be.
  *   MT_HAVE_CUDA      mt_cuda_open and --device cuda. Link the objects of cuda/, -lcublasLt -lcublas -lcudart -lstdc++.
  *                     The next three are for nvcc and cuda/ as well:
  *   MT_HAVE_NCCL      several GPUs. Link -lnccl.

@@ -115,10 +115,11 @@ static const char *mt_signal_spare(const mt_options *o) {
 void mt_launch_print_grace(const mt_options *o, FILE *file) {
     bool asked = o->exit_signal == MT_EXIT_SIGUSR1 || o->exit_signal == MT_EXIT_SIGUSR2; // so does launch.sh
     if (!isfinite(mt_launch_grace()) || !o->save || !o->exit_signal_handler || asked) return;
-    fprintf(file,
-            "Stopping: mpirun kills its ranks %g s after a SIGTERM or Ctrl-C, too soon to end a longer step and save it. "
-            "Use kill -%s on\nmpirun, start by launch.sh, or set mpirun --mca odls_base_sigkill_timeout SECONDS.\n\n",
-            mt_launch_grace(), mt_signal_spare(o));
+    fprintf(
+        file,
+        "Stopping: mpirun kills its ranks %g s after a SIGTERM or Ctrl-C, too soon to end a longer step and save it. "
+        "Use kill -%s on\nmpirun, start by launch.sh, or set mpirun --mca odls_base_sigkill_timeout SECONDS.\n\n",
+        mt_launch_grace(), mt_signal_spare(o));
 }
 
 void mt_signals_set_saved(const mt_options *o, int64_t iteration) {
@@ -164,8 +165,13 @@ static void mt_signal_count(int number) {
     (void)!write(STDERR_FILENO, note, strlen(note));
 }
 
+/* On a stack of its own: oneDNN 2.6 keeps values of a product below the stack pointer, where the frame of a handler on
+ * the stack of the thread would overwrite them; its next stores then went anywhere. */
 static void mt_signal_catch(int number, int flags) {
-    struct sigaction action = {.sa_handler = mt_signal_count, .sa_flags = flags};
+    static char stack[1 << 16]; // a frame with all registers of AVX-512 and AMX takes 11 kB
+    const stack_t apart = {.ss_sp = stack, .ss_size = sizeof stack};
+    struct sigaction action = {.sa_handler = mt_signal_count, .sa_flags = flags | SA_ONSTACK};
+    sigaltstack(&apart, NULL);
     for (int i = 0; i < MT_NUM_SIGNALS; i++) sigaddset(&action.sa_mask, mt_signals[i]);
     sigaction(number, &action, NULL);
 }

@@ -18,12 +18,12 @@ int mt_launch_check(char **argv, mt_error *error);
  * the error of that number if none can. */
 int mt_launch_print(mt_options *options, FILE *file, mt_error *error);
 
-/* Seconds from a SIGTERM or SIGINT to Open MPI's mpirun until it kills its ranks; INFINITY if another launcher, or none,
- * started this process. A setting in mpirun's parameter files is not seen. */
+/* Seconds from a SIGTERM or SIGINT to Open MPI's mpirun until it kills its ranks; INFINITY if another launcher, or
+ * none, started this process. A setting in mpirun's parameter files is not seen. */
 double mt_launch_grace(void);
 
-/* A paragraph on that for a run with --save under mpirun, unless --exit-signal already is a signal that mpirun forwards
- * without killing. */
+/* A paragraph on that for a run with --save under mpirun, unless --exit-signal already is a signal that mpirun passes
+ * on without killing. */
 void mt_launch_print_grace(const mt_options *options, FILE *file);
 
 /* Catches SIGTERM, SIGINT, SIGUSR1 and SIGUSR2 from here on; the first call of a program, so that none is lost. The
