@@ -33,11 +33,12 @@
 #ifndef MEGATRON_H
 #define MEGATRON_H
 
-/* The version of this header; mt_version() is that of the library. The major number changes with the ABI. */
-#define MT_VERSION_MAJOR 1
+/* The version of this header; mt_version() is that of the library. The major number changes with the ABI. "-dev":
+ * before that version, so the ABI may still change. */
+#define MT_VERSION_MAJOR 2
 #define MT_VERSION_MINOR 0
 #define MT_VERSION_PATCH 0
-#define MT_VERSION       "1.0.0"
+#define MT_VERSION       "2.0.0-dev"
 
 #include <stdbool.h>
 #include <stddef.h>
@@ -635,6 +636,14 @@ typedef struct mt_options {
     int64_t bos_token_id, eos_token_id;   // -1: none
     uint64_t lora_roles;                  // the matrices with adapters, a bit 1 << mt_role each
 } mt_options;
+
+/* For programs without data/: a dense decoder on one rank, with Megatron's defaults (LayerNorm, learned positions,
+ * biases, GELU, dropout of 0.1) and every derived value, as mt_options_finish leaves them. The vocabulary is padded to
+ * a multiple of 128. Set `lr`, `train_iters`, `num_iterations` and `global_batch_size` next; for other widths of heads
+ * or of the MLP also kv_channels, num_query_groups and ffn_hidden_size, for experts also moe_layers. Nothing checks
+ * them. */
+mt_options mt_options_plain(int64_t num_layers, int64_t hidden_size, int64_t num_attention_heads, int64_t vocab_size,
+                            int64_t seq_length);
 
 /* The row of an activation, and the activation of a model. */
 typedef struct mt_activation_row {

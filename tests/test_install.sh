@@ -59,7 +59,7 @@ build() {
 
 shared_library_links() {
     build && LD_LIBRARY_PATH=$prefix/lib "$work/program" >"$work/out" 2>"$work/err" &&
-        LD_LIBRARY_PATH=$prefix/lib ldd "$work/program" | grep -q "$prefix/lib/libmegatron.so.1 "
+        LD_LIBRARY_PATH=$prefix/lib ldd "$work/program" | grep -q "$prefix/lib/libmegatron.so.2 "
 }
 
 examples_link() {
@@ -80,7 +80,7 @@ version_is_the_header_s() {
 # The numbers of the version and its text are the same.
 version_numbers_agree() {
     numbers=$(sed -n 's/^#define MT_VERSION_[A-Z]* *\([0-9]*\)$/\1/p' megatron.h | tr '\n' .)
-    says "^#define MT_VERSION *\"${numbers%.}\"\$" megatron.h
+    says "^#define MT_VERSION *\"${numbers%.}\(-dev\)*\"\$" megatron.h
 }
 
 uninstall_leaves_nothing() {

@@ -1186,7 +1186,8 @@ static void deep_yaml_is_refused_before_it_is_parsed(void **state) {
         free(text);
     }
     expect_yaml_error("- - - - - - - - - - - - - - - - - 1\n", "nested deeper than 16");
-    expect_yaml_error("x: \"]]]]\"\ny: [[[[[[[[[[[[[[[[[ #]]]]]]]]]]]]]\n", "run.yaml:2: sections and lists are nested");
+    expect_yaml_error("x: \"]]]]\"\ny: [[[[[[[[[[[[[[[[[ #]]]]]]]]]]]]]\n",
+                      "run.yaml:2: sections and lists are nested");
     expect_yaml_error("x: [\"[[[[[[[[[[[[[[[[[[[[[[\"]\n", "unknown option x");
     expect_yaml_error("x: [1\n", "run.yaml:1: is not YAML");
 }
@@ -2329,6 +2330,68 @@ static void a_model_asks_its_backend_for_limits(void **state) {
     mt_options_free(&options);
 }
 
+/* mt_options_plain is what data/ makes of the same sizes, in every option that megatron.c reads. */
+static void plain_options_are_the_finished_defaults(void **state) {
+    (void)state;
+    static const char *const of_data[] = {"exit-signal-handler",
+                                          "explain-rank",
+                                          "gpus-per-host",
+                                          "rollout-batch-size",
+                                          "kd-temperature",
+                                          "distill-loss-weight",
+                                          "adaptive-kl-alpha",
+                                          "adv-estimator",
+                                          "norm-adv-by-std",
+                                          "reward-timeout-seconds",
+                                          "gamma",
+                                          "lam",
+                                          "ppo-epochs",
+                                          "dynamic-sampling-max-rounds",
+                                          "overlong-penalty-factor",
+                                          "kl-loss-type",
+                                          "shuffle-mini-batches",
+                                          "clip-ratio",
+                                          "rollout-expert-model-parallel-size",
+                                          "eval-interval",
+                                          "eval-iters",
+                                          "log-interval",
+                                          "max-new-tokens",
+                                          "num-return-sequences",
+                                          "inference-max-requests",
+                                          "inference-dynamic-batching-block-size"};
+    static const char *const settings[][2] = {
+        {"num_layers", "2"},  {"hidden_size", "32"}, {"num_attention_heads", "4"},      {"vocab_size", "64"},
+        {"seq_length", "16"}, {"lr", "1"},           {"max_position_embeddings", "16"}, {"train_iters", "3"}};
+    mt_options plain = mt_options_plain(2, 32, 4, 64, 16), finished;
+    mt_error error;
+    mt_options_default(&finished);
+    for (size_t i = 0; i < sizeof settings / sizeof *settings; i++)
+        assert_int_equal(mt_options_set(&finished, settings[i][0], settings[i][1], &error), 0);
+    if (mt_options_finish(&finished, MT_PROGRAM_LIBRARY, 1, &error) != 0) fail_msg("%s", error.text);
+    plain.lr = 1, plain.train_iters = plain.num_iterations = 3;
+    for (const mt_option *row = mt_option_table; row->help; row++) {
+        bool skipped = !row->name || mt_option_of(row->offset) != row;
+        for (size_t i = 0; i < sizeof of_data / sizeof *of_data && !skipped; i++)
+            skipped = strcmp(row->name, of_data[i]) == 0;
+        if (skipped || (row->type != MT_INT && row->type != MT_REAL && row->type != MT_FLAG && row->type != MT_CHOICE))
+            continue;
+        char *a = mt_option_text(&plain, row), *b = mt_option_text(&finished, row);
+        if (strcmp(a, b) != 0) fail_msg("%s: %s, not %s", row->name, a, b);
+        free(a);
+        free(b);
+    }
+    assert_true(plain.add_bias_linear == finished.add_bias_linear &&
+                plain.moe_grouped_gemm == finished.moe_grouped_gemm);
+    assert_true(plain.moe_permute_fusion == finished.moe_permute_fusion && plain.fp8_wgrad == finished.fp8_wgrad);
+    assert_true(plain.attention_output_bias == finished.attention_output_bias && plain.mlp_bias == finished.mlp_bias);
+    assert_true(plain.padded_vocab_size == finished.padded_vocab_size &&
+                plain.num_iterations == finished.num_iterations);
+    assert_true(plain.data_parallel_size == finished.data_parallel_size);
+    assert_true(plain.context_a2a_size == finished.context_a2a_size);
+    assert_true(plain.bos_token_id == finished.bos_token_id && plain.eos_token_id == finished.eos_token_id);
+    mt_options_free(&finished);
+}
+
 static const struct CMUnitTest tests[] = {
     cmocka_unit_test(defaults_are_those_of_megatron),
     cmocka_unit_test(command_line_sets_every_type),
@@ -2412,6 +2475,7 @@ static const struct CMUnitTest tests[] = {
     cmocka_unit_test(what_exceeds_a_backends_limits_is_refused_in_one_line),
     cmocka_unit_test(sizes_that_cudnn_cannot_take_are_refused),
     cmocka_unit_test(a_model_asks_its_backend_for_limits),
+    cmocka_unit_test(plain_options_are_the_finished_defaults),
 };
 
 int main(void) {

@@ -22,6 +22,14 @@ compiles_alone() {
     "$1" -std=c11 $strict -c megatron.c -o "$work/megatron.o" >"$work/out" 2>"$work/err"
 }
 
+# An example trains with megatron.c alone: its loss falls below 1.
+trains_alone() {
+    # shellcheck disable=SC2086
+    "$1" -std=c11 $strict -I. notes/examples/train_from_arrays.c "$work/megatron.o" -lm -o "$work/program" \
+        >"$work/out" 2>"$work/err" && "$work/program" >"$work/out" 2>"$work/err" &&
+        awk '/^step/ { loss = $4 } END { exit !(loss != "" && loss < 1) }' "$work/out"
+}
+
 # The headers that the compiler reads: none of a package, and none of data/ or cuda/.
 includes_libc_alone() {
     "$1" -std=c11 -M megatron.c >"$work/out" 2>"$work/err" || return 1
@@ -77,6 +85,7 @@ calls_no_companion() {
 for compiler in gcc clang; do
     if command -v $compiler >/dev/null; then
         check "compiles_alone_$compiler" compiles_alone $compiler
+        check "trains_alone_$compiler" trains_alone $compiler
         check "includes_libc_alone_$compiler" includes_libc_alone $compiler
     else
         echo "skipped: $compiler is absent"
