@@ -14,7 +14,7 @@
 
 _Static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "safetensors data is used where it lies: little-endian");
 
-enum { MT_MAX_HEADER_BYTES = 100000000, MT_MAX_DIMS = 8 };
+enum { MT_MAX_HEADER_BYTES = 100000000, MT_MAX_TENSORS = 1 << 18, MT_MAX_DIMS = 8 };
 
 struct mt_safetensors {
     int64_t num_files, count;
@@ -110,17 +110,17 @@ static int mt_tensors_tile(mt_tensor_info *tensors, int64_t count, const unsigne
     return 0;
 }
 
-/* True when a header has more brackets than tensors can have: an entry takes three and at least 48 bytes. Parsed
- * brackets take hundreds of bytes each, so a small file could take much memory. */
-static bool mt_header_is_dense(const char *text, int64_t bytes) {
-    int64_t brackets = 0;
+/* Counts the brackets of a header. True when it has more than tensors can have: an entry takes three and at least 48
+ * bytes. Parsed brackets take hundreds of bytes each, so a small file could take much memory. */
+static bool mt_header_is_dense(const char *text, int64_t bytes, int64_t *brackets) {
+    *brackets = 0;
     bool in_string = false;
     for (int64_t i = 0; i < bytes; i++) {
         if (text[i] == '"') in_string = !in_string;
         if (text[i] == '\\' && in_string) i++;
-        if (!in_string && (text[i] == '{' || text[i] == '[')) brackets++;
+        if (!in_string && (text[i] == '{' || text[i] == '[')) ++*brackets;
     }
-    return brackets * 16 > bytes + 64;
+    return *brackets * 16 > bytes + 64;
 }
 
 /* The length of the header; -1 with error where this is no safetensors file. */
@@ -136,8 +136,12 @@ static int64_t mt_header_length(const mt_safetensors_file *file, mt_error *error
     if (length > (uint64_t)file->bytes - sizeof length)
         return mt_format_error(error, file->path, "it ends inside its header");
     if (length == 0) return mt_format_error(error, file->path, "its header is empty");
-    if (mt_header_is_dense((const char *)file->base + sizeof length, (int64_t)length))
+    int64_t brackets; // two of the header and its metadata, three of a tensor
+    if (mt_header_is_dense((const char *)file->base + sizeof length, (int64_t)length, &brackets))
         return mt_format_error(error, file->path, "its header has too many brackets for its length");
+    if (brackets > 2 + 3 * MT_MAX_TENSORS)
+        return mt_error_set(error, "%s: its header lists over %d tensors, more than any model has; get it again",
+                            file->path, MT_MAX_TENSORS);
     return (int64_t)length;
 }
 

@@ -11,6 +11,7 @@
 
 #include <stdlib.h>
 #include <string.h>
+#include <time.h>
 
 #ifdef MT_HAVE_PCRE2
 #define PCRE2_CODE_UNIT_WIDTH 8
@@ -64,6 +65,9 @@ struct mt_encoder {
     mt_text repaired, normalized[2], prefixed[MT_MAX_STEPS];
     void *match_data, *match_context, *jit_stack; // pcre2
     int64_t match_budget;                         // of the text: units of PCRE2's match limit that are left
+    double match_seconds, match_began;            // of the text: its limit for searches; this thread's clock before it
+    int64_t searches;                             // of the text
+    int64_t growth;                               // of the text: bytes by which normalizers may still lengthen it
     bool part;                                    // special tokens are not recognised
     bool first;                                   // the text begins a document
 };
@@ -189,8 +193,26 @@ void mt_pattern_free(mt_pattern *pattern) {
  * took, so it is tried with a limit that costs nothing, then with limits 16 times as high, which are paid in full. */
 enum { FREE_MATCH_LIMIT = 256, MATCH_LIMIT_STEP = 16, TEXT_BUDGET = 20000000, BYTE_BUDGET = 100 };
 
-static void begin_text(mt_encoder *encoder, int64_t bytes) {
+/* The limit counts no characters that a start passes without a choice, such as those of a lookahead, so the searches of
+ * a text have a limit of processor time too: a hundred times what slow patterns take. */
+static void begin_searches(mt_encoder *encoder, int64_t bytes) {
     encoder->match_budget = TEXT_BUDGET + BYTE_BUDGET * bytes;
+    encoder->match_began = -1;
+    encoder->searches = 0;
+    encoder->match_seconds = 5 + 1e-5 * (double)bytes;
+    if (encoder->tokenizer->match_seconds > 0) encoder->match_seconds = encoder->tokenizer->match_seconds;
+}
+
+static double thread_seconds(void) {
+    struct timespec now;
+    clock_gettime(CLOCK_THREAD_CPUTIME_ID, &now);
+    return (double)now.tv_sec + 1e-9 * (double)now.tv_nsec;
+}
+
+static double seconds_left(mt_encoder *encoder) {
+    double now = thread_seconds();
+    if (encoder->match_began < 0) encoder->match_began = now;
+    return encoder->match_seconds - (now - encoder->match_began);
 }
 
 static void open_patterns(mt_encoder *encoder) {
@@ -222,19 +244,32 @@ static int regex_try_start(mt_encoder *encoder, const mt_pattern *pattern, const
     int64_t limit = FREE_MATCH_LIMIT;
     int found = regex_try(encoder, pattern, text, bytes, at, (PCRE2_SIZE)at, limit);
     *paid = found == PCRE2_ERROR_MATCHLIMIT;
+    double left = *paid ? seconds_left(encoder) : 0;
     while (found == PCRE2_ERROR_MATCHLIMIT) {
         limit *= MATCH_LIMIT_STEP;
         encoder->match_budget -= limit;
-        if (encoder->match_budget < 0) break;
+        if (encoder->match_budget < 0 || left < 0) break;
         found = regex_try(encoder, pattern, text, bytes, at, (PCRE2_SIZE)at, limit);
+        double after = seconds_left(encoder);
+        left = found == PCRE2_ERROR_MATCHLIMIT ? after - MATCH_LIMIT_STEP * (left - after) : after; // of the next try
     }
     return found;
 }
 
-/* PCRE2's result of a search from `at`. All starts are tried at once; if one is costly, singly up to that one. */
+/* PCRE2's result of a search from `at`. Many starts are tried at once; if one is costly, singly up to that one. Without
+ * a match their number doubles, so that few calls search a long text, and time is looked at before it is much. */
 static int regex_search(mt_encoder *encoder, const mt_pattern *pattern, const char *text, int64_t bytes, int64_t at) {
-    while (at <= bytes) {
-        int found = regex_try(encoder, pattern, text, bytes, at, PCRE2_UNSET, FREE_MATCH_LIMIT);
+    enum { FEW_STARTS = 64, SEARCHES_WITHOUT_CLOCK = 32 };
+    if (encoder->searches++ % SEARCHES_WITHOUT_CLOCK == 0 && seconds_left(encoder) < 0) return PCRE2_ERROR_MATCHLIMIT;
+    for (int64_t starts = FEW_STARTS; at <= bytes; starts *= 2) {
+        int64_t last = mt_min(at + starts - 1, bytes);
+        if (starts > FEW_STARTS && seconds_left(encoder) < 0) return PCRE2_ERROR_MATCHLIMIT;
+        int found = regex_try(encoder, pattern, text, bytes, at, last < bytes ? (PCRE2_SIZE)last : PCRE2_UNSET,
+                              FREE_MATCH_LIMIT);
+        if (found == PCRE2_ERROR_NOMATCH && last < bytes) {
+            for (at = last + 1; at < bytes && ((unsigned char)text[at] & 0xC0) == 0x80;) at++;
+            continue;
+        }
         if (found != PCRE2_ERROR_MATCHLIMIT) return found;
         for (bool paid = false; at <= bytes && !paid; at = after_match(text, bytes, at, at)) {
             found = regex_try_start(encoder, pattern, text, bytes, at, &paid);
@@ -250,10 +285,12 @@ static int regex_next(mt_encoder *encoder, const mt_pattern *pattern, const char
     int found = regex_search(encoder, pattern, text, bytes, from);
     if (found == PCRE2_ERROR_NOMATCH) return 0;
     if (found == PCRE2_ERROR_MATCHLIMIT)
-        return mt_error_set(error,
-                            "%s: the pattern '%.200s' fails on this text of %lld bytes: it backtracks too much; get "
-                            "the tokenizer from its source, or leave out the text",
-                            encoder->tokenizer->path, pattern->source, (long long)bytes);
+        return mt_error_set(
+            error,
+            "%s: the pattern '%.200s' fails on this text of %lld bytes: it %s; get the tokenizer from its "
+            "source, or leave out the text",
+            encoder->tokenizer->path, pattern->source, (long long)bytes,
+            seconds_left(encoder) < 0 ? "takes too long" : "backtracks too much");
     if (found < 0) {
         PCRE2_UCHAR why[160] = "";
         pcre2_get_error_message(found, why, sizeof why);
@@ -282,7 +319,7 @@ void mt_pattern_free(mt_pattern *pattern) {
     *pattern = (mt_pattern){0};
 }
 
-static void begin_text(mt_encoder *encoder, int64_t bytes) {
+static void begin_searches(mt_encoder *encoder, int64_t bytes) {
     (void)encoder, (void)bytes;
 }
 
@@ -455,6 +492,18 @@ static void strip(const mt_rule *step, mt_text *out, const char *text, int64_t b
     mt_text_append(out, text + start, end - start);
 }
 
+static void begin_text(mt_encoder *encoder, int64_t bytes) {
+    begin_searches(encoder, bytes);
+    encoder->growth = MT_TEXT_GROWTH(bytes);
+}
+
+/* Refuses a text of `bytes` that has grown to `grown` if that is more than the whole text may grow by. */
+static int check_growth(const mt_encoder *encoder, int64_t bytes, int64_t grown, mt_error *error) {
+    if (grown - bytes <= encoder->growth) return 0;
+    return mt_error_set(error, "%s: its normalizers lengthen a text of %lld bytes to over %lld; get the file again",
+                        encoder->tokenizer->path, (long long)bytes, (long long)(bytes + encoder->growth));
+}
+
 static int replace(mt_encoder *encoder, const mt_rule *step, mt_text *out, const char *text, int64_t bytes,
                    mt_error *error) {
     int64_t copied = 0, start = 0, end = 0;
@@ -463,6 +512,7 @@ static int replace(mt_encoder *encoder, const mt_rule *step, mt_text *out, const
         if (found < 0) return -1;
         if (!found) break;
         mt_text_append(out, text + copied, start - copied);
+        if (check_growth(encoder, bytes, out->bytes + step->content_bytes, error) != 0) return -1;
         mt_text_append(out, step->content, step->content_bytes);
         copied = end;
         from = after_match(text, bytes, start, end);
@@ -490,7 +540,8 @@ int mt_normalize(mt_encoder *encoder, const char **text, int64_t *bytes, mt_erro
             mt_text_append(out, step->content, step->content_bytes);
             mt_text_append(out, *text, *bytes);
         }
-        if (failed) return -1;
+        if (failed || check_growth(encoder, *bytes, out->bytes, error) != 0) return -1;
+        encoder->growth -= mt_max(out->bytes - *bytes, 0);
         *text = out->data ? out->data : "";
         *bytes = out->bytes;
     }
@@ -552,10 +603,11 @@ static void append_spaced(const mt_tokenizer *tokenizer, mt_text *out, const cha
     }
 }
 
-static void normalize_sentencepiece(const mt_tokenizer *tokenizer, bool first, mt_text *out, const char *text,
-                                    int64_t bytes) {
+static int normalize_sentencepiece(const mt_encoder *encoder, mt_text *out, const char *text, int64_t bytes,
+                                   mt_error *error) {
+    const mt_tokenizer *tokenizer = encoder->tokenizer;
     const mt_sentencepiece_rules *rules = &tokenizer->rules;
-    bool dummy_prefix = rules->add_dummy_prefix && first;
+    bool dummy_prefix = rules->add_dummy_prefix && encoder->first;
     const char *part, *end = text + bytes;
     int64_t part_bytes;
     out->bytes = 0;
@@ -564,12 +616,13 @@ static void normalize_sentencepiece(const mt_tokenizer *tokenizer, bool first, m
         if (part_bytes != 1 || *part != ' ') break;
         text += length;
     }
-    if (text == end) return;
+    if (text == end) return 0;
     bool after_space = rules->remove_extra_whitespaces;
     if (dummy_prefix && !rules->whitespace_as_suffix) append_spaced(tokenizer, out, " ", 1);
     while (text < end) {
         text += normalize_prefix(tokenizer, text, end - text, &part, &part_bytes);
         for (; after_space && part_bytes && *part == ' '; part++) part_bytes--;
+        if (check_growth(encoder, bytes, out->bytes + part_bytes, error) != 0) return -1;
         append_spaced(tokenizer, out, part, part_bytes);
         if (part_bytes) after_space = part[part_bytes - 1] == ' ';
         if (!rules->remove_extra_whitespaces) after_space = false;
@@ -580,6 +633,7 @@ static void normalize_sentencepiece(const mt_tokenizer *tokenizer, bool first, m
            !memcmp(out->data + out->bytes - space_bytes, space, (size_t)space_bytes))
         out->bytes -= space_bytes;
     if (dummy_prefix && rules->whitespace_as_suffix) append_spaced(tokenizer, out, " ", 1);
+    return 0;
 }
 
 /* ---- byte-pair encoding ------------------------------------------------------------------------------------------
@@ -910,7 +964,7 @@ static void encode_unigram(mt_encoder *encoder, const char *text, int32_t bytes,
 
 static int encode_sentencepiece(mt_encoder *encoder, const char *text, int64_t bytes, mt_ids *ids, mt_error *error) {
     mt_text *normal = &encoder->normalized[0];
-    normalize_sentencepiece(encoder->tokenizer, encoder->first, normal, text, bytes);
+    if (normalize_sentencepiece(encoder, normal, text, bytes, error) != 0) return -1;
     if (encoder->tokenizer->kind == MT_KIND_SENTENCEPIECE_BPE)
         return encode_words(encoder, normal->data, normal->bytes, ids, error);
     if (normal->bytes > INT32_MAX / 2)

@@ -11,10 +11,12 @@
 
 #include "tokenizer.h"
 
-#define MT_MAX_VOCAB    (1 << 22) // larger ids are errors, so that a small damaged file cannot claim much memory
-#define MT_MAX_STEPS    16        // steps of a normalizer, a pre-tokenizer or a decoder
-#define MT_MAX_TEXT     ((int64_t)1 << 30)
-#define MT_SPACE_SYMBOL "\xE2\x96\x81" // U+2581, which SentencePiece writes for a space
+#define MT_MAX_VOCAB (1 << 22) // larger ids are errors, so that a small damaged file cannot claim much memory
+#define MT_MAX_STEPS 16        // steps of a normalizer, a pre-tokenizer or a decoder
+#define MT_MAX_TEXT  ((int64_t)1 << 30)
+// By how much the rules of a file may lengthen a text. NFKD may make 18 bytes of one.
+#define MT_TEXT_GROWTH(bytes) (64 * (bytes) + (1 << 20))
+#define MT_SPACE_SYMBOL       "\xE2\x96\x81" // U+2581, which SentencePiece writes for a space
 
 /* ---- tokenizer_vocab.c ----------------------------------------------------------------------------------------- */
 
@@ -181,6 +183,7 @@ struct mt_tokenizer {
     // encoded one by one and cached, even if the file has no pre-tokenizer.
     bool words_at_spaces;
 
+    double match_seconds; // of processor time for the searches of a text by patterns; 0: from its length
     mt_join join;
     int strip_start; // leading spaces that decoding removes
 

@@ -447,38 +447,45 @@ static int fallback_byte(const mt_text *token) {
     return high && low ? (int)(16 * (high - digits) + (low - digits)) : -1;
 }
 
-static void replace_literal(mt_text *out, const mt_text *text, const mt_rule *step) {
+/* False if the text would be longer than `most` bytes. */
+static bool replace_literal(mt_text *out, const mt_text *text, const mt_rule *step, int64_t most) {
     const char *from = text->bytes ? text->data : "", *end = from + text->bytes, *at;
     while (step->pattern.bytes &&
            (at = memmem(from, (size_t)(end - from), step->pattern.source, (size_t)step->pattern.bytes))) {
+        if (out->bytes + (at - from) + step->content_bytes > most) return false;
         mt_text_append(out, from, at - from);
         mt_text_append(out, step->content, step->content_bytes);
         from = at + step->pattern.bytes;
     }
     mt_text_append(out, from, end - from);
+    return out->bytes <= most;
 }
 
-/* Applies one decoder to token[0]; token[1] is scratch. */
-static void decode_token(mt_text token[2], const mt_rule *step, bool added) {
+/* Applies one decoder to token[0]; token[1] is scratch. False if the result would be longer than `most` bytes. */
+static bool decode_token(mt_text token[2], const mt_rule *step, bool added, int64_t most) {
     token[1].bytes = 0;
     int byte = step->kind == MT_RULE_BYTE_FALLBACK ? fallback_byte(&token[0]) : -1;
-    if (step->kind == MT_RULE_REPLACE || step->kind == MT_RULE_METASPACE)
-        replace_literal(&token[1], &token[0], step);
-    else if (byte >= 0)
+    if (step->kind == MT_RULE_REPLACE || step->kind == MT_RULE_METASPACE) {
+        if (!replace_literal(&token[1], &token[0], step, most)) return false;
+    } else if (byte >= 0) {
         mt_text_append(&token[1], &(char){(char)byte}, 1);
-    else if (step->kind != MT_RULE_BYTE_LEVEL || added ||
-             !append_spelled_bytes(&token[1], token[0].data, token[0].bytes))
-        return;
+    } else if (step->kind != MT_RULE_BYTE_LEVEL || added ||
+               !append_spelled_bytes(&token[1], token[0].data, token[0].bytes)) {
+        return true;
+    }
     mt_text swap = token[0];
     token[0] = token[1];
     token[1] = swap;
+    return true;
 }
 
 /* Applies the decoders to every token once, so that decoding only joins the surfaces. */
-static void set_surfaces(loader *l, const mt_rule *steps, int count) {
+static int set_surfaces(loader *l, const mt_rule *steps, int count) {
     mt_tokenizer *tokenizer = l->tokenizer;
     mt_text text[2] = {{0}, {0}};
-    for (int32_t id = 0; id < tokenizer->vocab_size; id++) {
+    int64_t most = tokenizer->strings.bytes + MT_TEXT_GROWTH(tokenizer->strings.bytes); // of all strings
+    bool fits = true;
+    for (int32_t id = 0; id < tokenizer->vocab_size && fits; id++) {
         mt_token *token = &tokenizer->tokens[id];
         if (token->type == MT_TOKEN_ABSENT) continue;
         const char *key = id < l->key_count ? l->keys[id] : NULL;
@@ -486,13 +493,17 @@ static void set_surfaces(loader *l, const mt_rule *steps, int count) {
         mt_text_append(&text[0], key ? key : mt_token_text(tokenizer, id),
                        key ? (int64_t)strlen(key) : token->text_bytes);
         bool added = token->type != MT_TOKEN_NORMAL;
-        for (int i = 0; i < count; i++) decode_token(text, &steps[i], added);
+        for (int i = 0; i < count && fits; i++)
+            fits = decode_token(text, &steps[i], added, most - tokenizer->strings.bytes);
         token->surface = tokenizer->strings.bytes;
         token->surface_bytes = (int32_t)text[0].bytes;
         mt_text_append(&tokenizer->strings, text[0].data, text[0].bytes);
     }
     free(text[0].data);
     free(text[1].data);
+    if (fits) return 0;
+    return mt_error_set(l->error, "%s: its decoders lengthen the texts of its tokens to over %lld bytes; get it again",
+                        l->path, (long long)most);
 }
 
 static void metaspace_decodes_to_space(mt_rule *step) {
@@ -509,7 +520,7 @@ static int read_decoders(loader *l, const json_t *decoder) {
     if (is_missing(decoder)) l->tokenizer->join = MT_JOIN_SPACE;
     int failed = read_steps(l, decoder, "decoders", read_decoder, steps, &count, 0);
     for (int i = 0; i < count && !failed; i++) metaspace_decodes_to_space(&steps[i]);
-    if (!failed) set_surfaces(l, steps, count);
+    if (!failed) failed = set_surfaces(l, steps, count);
     for (int i = 0; i < count; i++) mt_rule_free(&steps[i]);
     return failed;
 }
@@ -615,7 +626,7 @@ static int load_gpt2(loader *l, json_t *vocabulary, const char *merges_path, con
         mt_trie_insert(&tokenizer->added_tries[0], end_of_text.data, end_of_text.bytes, 0);
     }
     tokenizer->eod = eod;
-    set_surfaces(l, &(mt_rule){.kind = MT_RULE_BYTE_LEVEL}, 1);
+    if (set_surfaces(l, &(mt_rule){.kind = MT_RULE_BYTE_LEVEL}, 1) != 0) return -1;
     l->path = merges_path;
     return read_merges_file(l, merges);
 }

@@ -565,6 +565,82 @@ static void a_text_of_many_costly_matches_fails_soon(void **state) {
     }
 }
 
+/* Encodes `text` with a tokenizer.json; its status. */
+static int encode_with(const char *json, double match_seconds, const char *text, int64_t bytes, mt_ids *ids,
+                       mt_error *error) {
+    mt_tokenizer *tokenizer = mt_tokenizer_new("t.json");
+    mt_text file = {(char *)json, (int64_t)strlen(json), 0};
+    if (mt_tokenizer_load_json(tokenizer, "t.json", &file, NULL, error) != 0) fail_msg("%s", error->text);
+    tokenizer->match_seconds = match_seconds;
+    int status = mt_tokenizer_encode(tokenizer, text, bytes, ids, error);
+    mt_tokenizer_close(tokenizer);
+    return status;
+}
+
+/* Here by a limit of a nanosecond and a pattern that is fast. */
+static void searches_of_a_text_have_a_limit_of_time(void **state) {
+    (void)state;
+    skip_without_libraries();
+    char text[400];
+    mt_ids ids = {0};
+    mt_error error = {0};
+    memset(text, 'a', sizeof text);
+    assert_int_equal(encode_with(SPLIT("a"), 1e-9, text, sizeof text, &ids, &error), -1);
+    assert_non_null(strstr(error.text, "t.json: the pattern 'a' fails on this text of 400 bytes: it takes too long"));
+    assert_int_equal(ids.count, 0);
+    assert_int_equal(encode_with(SPLIT("b"), 1e-9, text, sizeof text, &ids, &error), -1); // one search of many starts
+    assert_int_equal(encode_with(SPLIT("a"), 0, text, sizeof text, &ids, &error), 0);
+    assert_int_equal(ids.count, 400);
+    free(ids.data);
+}
+
+/* A search tries some starts, then twice as many: a match is found wherever it begins. */
+static void a_match_is_found_behind_any_number_of_starts(void **state) {
+    (void)state;
+    skip_without_libraries();
+    char text[600];
+    mt_error error = {0};
+    for (int64_t n = 1; n < 520; n++) { // a ... a b
+        mt_ids ids = {0};
+        memset(text, 'a', sizeof text);
+        text[n] = 'b';
+        assert_int_equal(encode_with(SPLIT("(?<=a)b"), 0, text, n + 1, &ids, &error), 0);
+        assert_int_equal(ids.count, n + 1);
+        free(ids.data);
+    }
+}
+
+#define TIMES_10 "{\"type\":\"Replace\",\"pattern\":{\"String\":\"a\"},\"content\":\"aaaaaaaaaa\"}"
+#define TIMES_10_9                                                                                                     \
+    TIMES_10 "," TIMES_10 "," TIMES_10 "," TIMES_10 "," TIMES_10 "," TIMES_10 "," TIMES_10 "," TIMES_10 "," TIMES_10
+
+/* Of a file of a kilobyte, a text of four bytes would become four gigabytes. */
+static void rules_that_multiply_texts_are_refused(void **state) {
+    (void)state;
+    skip_without_libraries();
+    mt_ids ids = {0};
+    mt_error error = {0};
+    const char normalizers[] = "{" MODEL ",\"normalizer\":{\"type\":\"Sequence\",\"normalizers\":[" TIMES_10_9 "]}}";
+    assert_int_equal(encode_with(normalizers, 0, "aaaa", 4, &ids, &error), -1);
+    assert_non_null(strstr(error.text, "t.json: its normalizers lengthen a text of "));
+    check_refused_json("{" MODEL ",\"decoder\":{\"type\":\"Sequence\",\"decoders\":[" TIMES_10_9 "]}}",
+                       "its decoders lengthen the texts of its tokens");
+    // the parts of a text between added tokens, each with a prefix of 4 kB
+    char *prefix = mt_calloc(4097), *json = mt_calloc(5000), text[2000];
+    memset(prefix, 'a', 4096);
+    sprintf(json,
+            "{" MODEL ",\"normalizer\":{\"type\":\"Prepend\",\"prepend\":\"%s\"},"
+            "\"added_tokens\":[{\"id\":9,\"content\":\"x\",\"normalized\":false}]}",
+            prefix);
+    for (int i = 0; i < 2000; i++) text[i] = i % 2 ? 'x' : 'a';
+    assert_int_equal(encode_with(json, 0, text, sizeof text, &ids, &error), -1);
+    assert_non_null(strstr(error.text, "its normalizers lengthen"));
+    assert_int_equal(encode_with(json, 0, text, 200, &ids, &error), 0);
+    free(prefix);
+    free(json);
+    free(ids.data);
+}
+
 /* Every prefix of a model, and the model with a flipped byte, must be refused or usable. For sanitizers. */
 static void truncated_and_corrupted_models_never_crash(void **state) {
     (void)state;
@@ -653,6 +729,9 @@ int main(void) {
         cmocka_unit_test(encode_matches_reference_vectors_of_llama3),
         cmocka_unit_test(bad_patterns_are_refused_and_catastrophic_ones_fail),
         cmocka_unit_test(a_text_of_many_costly_matches_fails_soon),
+        cmocka_unit_test(searches_of_a_text_have_a_limit_of_time),
+        cmocka_unit_test(a_match_is_found_behind_any_number_of_starts),
+        cmocka_unit_test(rules_that_multiply_texts_are_refused),
         cmocka_unit_test(byte_level_json_matches_tokenizers),
         cmocka_unit_test(normalizers_and_splits_match_tokenizers),
         cmocka_unit_test(encode_matches_reference_vectors_of_qwen2),
