@@ -36,8 +36,7 @@ precision=''
 if [ "$device" = cuda ]; then precision=--bf16; fi
 
 # 1. Data: every prompt of three digits; a response in some order of them; the answer in ascending order.
-mkdir -p "$model"
-: >"$log"
+begin_log
 awk -v folder="$model" 'BEGIN {
     srand(1)
     for (i = 0; i < 4000; i++) {

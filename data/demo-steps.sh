@@ -1,5 +1,12 @@
 # Sourced by the demos: run commands whose output goes to $log, and read metrics. $model is a folder, $log a file.
 
+# begin_log: empties the log, and says what the demo replaces.
+begin_log() {
+    mkdir -p "$model"
+    if [ -s "$model/metrics.jsonl" ]; then echo "replacing the earlier run in $model"; fi
+    : >"$log"
+}
+
 # in_place: on a terminal shows the last line about the loss, in place.
 in_place() {
     if [ -t 1 ]; then

@@ -22,7 +22,7 @@ log=$model/demo.log
 # ends a document. Each run of blanks, as in tables and code, becomes one blank; otherwise the model often writes blanks
 # only.
 mkdir -p "$model/data"
-: >"$log"
+begin_log
 {
     for file in *.md notes/*.md; do sed '/^<!--.*-->$/d; /^<!--/,/-->$/d' "$file" && echo; done
     cat ./*.[ch] data/*.[ch] cuda/*.cu cuda/*.cuh tests/*.[ch] notes/*.c | awk '

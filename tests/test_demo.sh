@@ -43,12 +43,18 @@ readme_shows_what_the_demo_prints() {
 
 the_demo_prints_a_line_for_each_phase() {
     DEMO_RANKS=${HAVE_MPI:+4} data/demo.sh >"$work/out" 2>"$work/err" || return 1
-    [ ! -s "$work/err" ] && [ "$(grep -c '^[1-6]\. ' "$work/out")" = 6 ] || return 1
+    [ ! -s "$work/err" ] && [ "$(grep -c '^[1-6]\. ' "$work/out")" = 6 ] && ! grep '^replacing' "$work/out" || return 1
     # before the generated text nothing else
     sed '/^5\. /q' "$work/out" >"$work/phases"
     [ "$(wc -l <"$work/phases")" = 5 ] || return 1
     says '^3\. training: Llama on .*, 2 iterations in [0-9]* s, loss [0-9.]* to [0-9.]*, validation loss [0-9.]* ' \
         "$work/out"
+}
+
+# As a further demo would, without its minutes.
+a_demo_says_that_it_replaces_a_run() {
+    sh -c 'set -eu; model=$1 log=$1/other.log; . data/demo-steps.sh; begin_log' sh "$work/whole" >"$work/out" &&
+        [ "$(cat "$work/out")" = "replacing the earlier run in $work/whole" ]
 }
 
 the_demo_leaves_its_files() {
@@ -111,5 +117,6 @@ else
     echo "skipped: there is no script(1) to make a terminal with"
 fi
 check a_failure_shows_the_end_of_the_log a_failure_shows_the_end_of_the_log
+check a_demo_says_that_it_replaces_a_run a_demo_says_that_it_replaces_a_run
 check make_deps_prints_one_line make_deps_prints_one_line
 exit $failed

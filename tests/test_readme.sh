@@ -79,13 +79,31 @@ fine_tuning() {
     sed -n 's|runs/demo|runs/my|; s|--save|--train-epochs 1 --lr-warmup-iters 2 --save|p' "$work/commands" | runs &&
         says '^saved iteration [0-9]* to runs/chat' "$work/out" || return 1
     grep '^\./infer' "$work/commands" >"$work/infer"
-    [ -s "$work/infer" ] && (cd "$tree" && echo 'Hello!' | sh "$work/infer") >"$work/out" 2>"$work/err" &&
-        [ "$(wc -l <"$work/out")" -ge 1 ]
+    # the question that README names; a conversation of the data begins with it, as with every other of its questions
+    question=$(sed -n 's/^ask it "\(.*?\)".*/\1/p' "$root/README.md")
+    [ -s "$work/infer" ] && [ -n "$question" ] &&
+        (cd "$tree" && echo "$question" | sh "$work/infer") >"$work/out" 2>"$work/err" &&
+        [ "$(wc -l <"$work/out")" -ge 1 ] && first_questions | grep -qx "$question"
+}
+
+# The first questions of the conversations of data/sft-demo.jsonl, and all questions.
+first_questions() {
+    sed -n 's/^{"prompt": "\([^"]*\)".*/\1/p
+        s/^{"messages": \[{"role": "user", "content": "\([^"]*\)".*/\1/p' "$root/data/sft-demo.jsonl" | sort -u
+}
+all_questions() {
+    grep -o '"prompt": "[^"]*"\|"role": "user", "content": "[^"]*"' "$root/data/sft-demo.jsonl" |
+        sed 's/.*: "\(.*\)"/\1/' | sort -u
+}
+
+every_question_of_the_demo_begins_a_conversation() {
+    first_questions >"$work/first" && all_questions >"$work/all" && [ "$(wc -l <"$work/all")" = 100 ] &&
+        cmp "$work/first" "$work/all"
 }
 
 several_ranks() {
     has_mpi || return 0
-    model='--mock-data --num-layers 8 --hidden-size 64 --num-attention-heads 4 --vocab-size 256 --seq-length 32'
+    model='--mock-data --num-layers 6 --hidden-size 64 --num-attention-heads 4 --vocab-size 256 --seq-length 32'
     model="$model --global-batch-size 8 --train-iters 2 --lr 1e-3 --eval-iters 0 --device cpu"
     blocks README.md 'Several ranks' && block '^mpirun' | sed "s/ \.\.\. / $model /" | mpi_options | runs &&
         says '8 ranks with 1 thread each: TP 2 x PP 2 x CP 1 x DP 2' "$work/out"
@@ -119,7 +137,8 @@ a_file_of_roll() {
         says '^saved iteration [0-9]* to ./output/small' "$work/out"
 }
 
-for test in training_on_your_own_text fine_tuning several_ranks hugging_face_models a_yaml_file a_file_of_roll; do
+for test in training_on_your_own_text every_question_of_the_demo_begins_a_conversation fine_tuning several_ranks \
+    hugging_face_models a_yaml_file a_file_of_roll; do
     check $test $test
 done
 exit $failed
