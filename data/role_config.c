@@ -983,15 +983,15 @@ int mt_yaml_check_nesting(const char *text, int64_t bytes, const char *path, mt_
         yaml_token_type_t type = token.type;
         depth += type == YAML_FLOW_SEQUENCE_START_TOKEN || type == YAML_FLOW_MAPPING_START_TOKEN ||
                  type == YAML_BLOCK_SEQUENCE_START_TOKEN || type == YAML_BLOCK_MAPPING_START_TOKEN;
-        depth -= type == YAML_FLOW_SEQUENCE_END_TOKEN || type == YAML_FLOW_MAPPING_END_TOKEN ||
-                 type == YAML_BLOCK_END_TOKEN;
+        depth -=
+            type == YAML_FLOW_SEQUENCE_END_TOKEN || type == YAML_FLOW_MAPPING_END_TOKEN || type == YAML_BLOCK_END_TOKEN;
         line = (long long)token.start_mark.line + 1;
         ends = type == YAML_STREAM_END_TOKEN;
         yaml_token_delete(&token);
     }
     yaml_parser_delete(&parser);
     if (depth <= MAX_NESTING) return 0;
-    return mt_error_set(error, "%s:%lld: sections and lists are nested deeper than %d; is this a file of options?", path,
+    return mt_error_set(error, "%s:%lld: sections and lists are nested deeper than %d; is it a file of options?", path,
                         line, MAX_NESTING);
 }
 
