@@ -154,9 +154,12 @@ static void mt_signal_count(int number) {
         mt_signal_first = mt_time();
         mt_signal_ends = true;
     } else if (ends && mt_time() - mt_signal_first > moment) {
+        sigset_t all;
+        sigemptyset(&all);
         signal(number, SIG_DFL);
-        raise(number); // takes effect when the handler returns
-        return;
+        sigprocmask(SIG_SETMASK, &all, NULL);
+        raise(number);
+        _exit(128 + number); // the first process of a container, which signals do not end
     }
     const char *note = mt_signal_notes[mt_signal_note][ends && isfinite(mt_signal_grace) ? MT_KILLED : MT_GRACEFUL];
     if (mt_signal_noted || !*note) return;

@@ -375,6 +375,24 @@ ctrl_c_saves_and_a_second_signal_ends_the_run_at_once() {
     done
 }
 
+# As the first process of a container, which no signal ends that it does not catch.
+a_second_signal_ends_a_run_that_is_a_containers_first_process() {
+    has_disk || return 0
+    unshare --user --map-root-user --pid --fork true 2>/dev/null || { echo 'skipped: unshare is refused' && return; }
+    # shellcheck disable=SC2086
+    begin unshare --user --map-root-user --pid --fork env LD_PRELOAD="$work/disk.so" SLOW_FSYNC=100 "$train" $small \
+        --train-iters 100000000 --save "$work/save" --metrics "$work/m.jsonl" || return 1
+    process=$(ps -A -o pid= -o ppid= | awk -v parent=$job '$2 == parent { print $1 }')
+    waited=0
+    while kill -s TERM "$process" 2>/dev/null && [ $waited -lt 100 ]; do
+        sleep 0.5
+        waited=$((waited + 1))
+    done
+    kill -KILL "$process" 2>/dev/null
+    wait $job
+    [ $? = 143 ]
+}
+
 # Thousands of signals, most of them within a product of matrices, change no number: handlers have a stack of their own,
 # because a product may keep values below the stack pointer.
 signals_do_not_change_what_a_step_computes() {
@@ -492,7 +510,8 @@ for name in mpirun_forwards_the_exit_signal_and_the_run_is_saved a_sigterm_to_mp
     the_number_of_ranks_is_one_that_train_accepts fewer_ranks_keep_the_global_batch \
     a_launcher_that_is_killed_leaves_no_ranks ctrl_c_leaves_a_save_its_time \
     signals_do_not_change_what_a_step_computes ctrl_c_saves_and_a_second_signal_ends_the_run_at_once \
-    a_long_step_is_announced_and_two_signals_end_it a_run_under_mpirun_says_how_it_is_stopped \
+    a_second_signal_ends_a_run_that_is_a_containers_first_process a_long_step_is_announced_and_two_signals_end_it \
+    a_run_under_mpirun_says_how_it_is_stopped \
     a_signal_during_the_start_stops_the_run_before_its_first_step \
     options_that_train_refuses_are_not_started a_signal_to_the_launcher_saves_and_ends_the_run \
     the_launcher_refuses_runs_that_it_cannot_restart; do
