@@ -35,7 +35,7 @@ static void show(mt_inference *r, screen *at, const mt_sequence *sequences, int6
             const mt_response *response = mt_responses_update(&r->responses, sequence);
             int64_t from = mt_max(at->shown, show_prompts ? 0 : response->prompt_bytes);
             at->shown = mt_max(from, mt_responses_settled(&r->responses, response));
-            fwrite(response->text.data + from, 1, (size_t)(at->shown - from), stdout);
+            if (at->shown > from) fwrite(response->text.data + from, 1, (size_t)(at->shown - from), stdout);
         }
         if (sequence->finish == MT_UNFINISHED) break;
         printf("\n");
@@ -192,7 +192,11 @@ static void merge(mt_inference *r) {
     mt_model_plan plan = mt_generator_plan(1, 1, 1);
     mt_inference_open_model(r, &plan);
     int status = 0;
-    if (r->is_first && mt_tokenizer_open_folder(&r->tokenizer, r->folder, &error) != 0) r->tokenizer = NULL;
+    if (r->is_first && mt_folder_has_tokenizer(r->folder))
+        status = mt_tokenizer_keep_folder(&r->tokenizer, r->folder, &error);
+    else if (r->is_first && mt_tokenizer_open_folder(&r->tokenizer, r->folder, &error) != 0) // ByteLevel, or none
+        r->tokenizer = NULL;
+    mt_inference_check(r, status, &error);
     mt_inference_check(r, mt_adapter_merge(r->model, &error), &error);
     if (r->tokenizer) status = mt_tokenizer_save(r->tokenizer, r->options.merge_adapter, &error);
     mt_inference_check(r, status, &error);

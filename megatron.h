@@ -634,6 +634,8 @@ typedef struct mt_options {
     bool head_is_new;                     // for the stage: the folder to load has none
     int64_t weight_block_size[2];         // rows, columns per scale of the fp8 weights to load; 0: none are in fp8
     int64_t bos_token_id, eos_token_id;   // -1: none
+    char *special_tokens;                 // ids of special tokens in config.json, as JSON; NULL: those two
+    char *generation_config;              // text of the loaded folder's file of settings for generation; NULL: none
     uint64_t lora_roles;                  // the matrices with adapters, a bit 1 << mt_role each
 } mt_options;
 
@@ -2967,7 +2969,7 @@ mt_sampled mt_sample(const float *logits, int64_t vocab_size, const mt_sampling 
                      int32_t *scratch);
 
 /* The ends of a sequence: tokens, and a function that sees every new token. */
-enum { MT_MAX_STOPS = 16 };
+enum { MT_MAX_STOPS = 256 };
 typedef struct mt_stops {
     int32_t ids[MT_MAX_STOPS];
     int64_t count;

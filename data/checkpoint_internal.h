@@ -5,6 +5,7 @@
 #include "checkpoint.h"
 #include "file.h"
 #include "options.h"
+#include "special_tokens.h"
 
 enum {
     MT_TRAINER_VERSION = 2, // of trainer.json; from version 2 on a checkpoint has checksums.json
@@ -24,9 +25,6 @@ char *mt_align_direct(char *memory);
 /* Opens a file for reads or writes past the page cache (O_DIRECT), which saves a copy and the cost of new cache pages.
  * -1 where the system or the file system cannot. */
 int mt_open_direct(const char *path, int flags);
-
-/* Writes generation_config.json, if the options name tokens that begin or end a text. */
-int mt_generation_config_write(const mt_options *options, const char *folder, mt_error *error);
 
 /* The name of the tensor that holds a parameter's state, such as exp_avg.NAME; the optimizer has this state. */
 void mt_state_tensor_name(char *name, size_t size, mt_optimizer optimizer, mt_param_state state, const char *hf_name);

@@ -4,7 +4,6 @@
 #include "checkpoint_internal.h"
 
 #include "adapter.h"
-#include "prompts.h"
 #include "generate.h"
 #include "transfer.h"
 #include "watchdog.h"
@@ -1212,10 +1211,7 @@ static int mt_hf_read_options(mt_hf *hf, const char *folder, const char *const *
         if (mt_options_set(o, settings[0], settings[1], error) != 0) return -1;
     if (mt_options_set(o, "load", folder, error) != 0 || mt_options_read_shape(o, error) != 0) return -1;
     if (mt_options_finish(o, MT_PROGRAM_INFER, world->size, error) != 0) return -1;
-    char *resolved = mt_checkpoint_resolve(folder, error);
-    int status = resolved ? mt_stops_read(&hf->stops, resolved, o, error) : -1;
-    free(resolved);
-    return status;
+    return mt_stops_of_options(&hf->stops, o, error);
 }
 
 static int mt_hf_create(mt_hf *hf, int64_t count, int64_t max_tokens, mt_error *error) {

@@ -727,16 +727,6 @@ static int mt_trainer_write(const mt_model *m, const mt_run_state *state, const 
     return status;
 }
 
-int mt_generation_config_write(const mt_options *options, const char *folder, mt_error *error) {
-    if (options->bos_token_id < 0 && options->eos_token_id < 0) return 0;
-    json_t *json = json_object();
-    if (options->bos_token_id >= 0) mt_json_set_int(json, "bos_token_id", options->bos_token_id);
-    if (options->eos_token_id >= 0) mt_json_set_int(json, "eos_token_id", options->eos_token_id);
-    int status = mt_json_write(folder, "generation_config.json", json, error);
-    json_decref(json);
-    return status;
-}
-
 /* Everything that rank 0 writes besides tensors. */
 static int mt_small_files_write(const mt_model *m, const mt_run_state *state, const mt_loss_average *average,
                                 const char *folder, mt_checkpoint_extra *extra, void *context, mt_error *error) {
@@ -1179,13 +1169,30 @@ static void mt_saver_collect_sums(mt_saver *s) {
     }
 }
 
-/* Adds a file of the folder that has no sums yet. */
+static int mt_saver_add_sums(const char *folder, const char *name, void *context);
+
+/* Adds a file of a folder in the checkpoint's folder. */
+static int mt_saver_add_sums_below(const char *folder, const char *name, void *context) {
+    mt_saver *s = context;
+    char *inner = mt_path_join(strrchr(folder, '/') + 1, name);
+    int status = mt_saver_add_sums(s->temporary, inner, s);
+    free(inner);
+    return status;
+}
+
+/* Adds a file of the folder that has no sums yet, or those of a folder in it. */
 static int mt_saver_add_sums(const char *folder, const char *name, void *context) {
     mt_saver *s = context;
     mt_checksums *sums = &s->save.writer.sums;
     int64_t bytes;
+    struct stat entry;
     if (mt_checksums_find(sums, name)) return 0;
     char *path = mt_path_join(folder, name);
+    if (stat(path, &entry) == 0 && S_ISDIR(entry.st_mode)) {
+        int status = mt_folder_visit(path, mt_saver_add_sums_below, s);
+        free(path);
+        return status;
+    }
     int descriptor = mt_file_open(path, &bytes, &s->work_error);
     if (descriptor < 0) {
         free(path);

@@ -3,6 +3,7 @@
 
 #include "watchdog.h"
 
+#include <ctype.h>
 #include <dirent.h>
 #include <errno.h>
 #include <fcntl.h>
@@ -504,9 +505,51 @@ static void mt_json_describe_line(bool parsed, const json_error_t *detail, mt_er
                      detail->text);
 }
 
+/* The end of a number that begins at `text`; *is_int: it has neither a fraction nor an exponent. */
+static const char *mt_json_number_end(const char *text, const char *end, bool *is_int) {
+    *is_int = true;
+    for (; text < end && (isalnum((unsigned char)*text) || *text == '.' || *text == '+' || *text == '-'); text++)
+        if (*text == '.' || *text == 'e' || *text == 'E') *is_int = false;
+    return text;
+}
+
+/* A copy of the text in which integers that int64_t cannot hold are real numbers, to free: transformers writes
+ * int(1e30) where a length has no limit. */
+static char *mt_json_widen(const char *text, int64_t bytes, int64_t *widened) {
+    enum { DIGITS = 18 }; // fit in any case
+    char *copy = mt_malloc(bytes + bytes / DIGITS * 2 + 1), *to = copy;
+    const char *end = text + bytes;
+    bool quoted = false, is_int;
+    for (const char *from = text, *next; from < end; from = next) {
+        bool begins = !quoted && (*from == '-' || isdigit((unsigned char)*from));
+        next = begins ? mt_json_number_end(from, end, &is_int) : from + 1 + (quoted && *from == '\\' && from + 1 < end);
+        if (*from == '"') quoted = !quoted;
+        memcpy(to, from, (size_t)(next - from));
+        to += next - from;
+        if (!begins || !is_int || next - from <= DIGITS) continue;
+        *to = 0;
+        errno = 0;
+        (void)strtoll(to - (next - from), NULL, 10);
+        if (errno != ERANGE) continue;
+        memcpy(to, ".0", 2);
+        to += 2;
+    }
+    *to = 0;
+    *widened = to - copy;
+    return copy;
+}
+
 json_t *mt_json_parse(const char *text, int64_t bytes, size_t flags, const char *path, mt_error *error) {
     json_error_t detail;
     json_t *json = json_loadb(text, (size_t)bytes, flags, &detail);
+    if (!json && json_error_code(&detail) == json_error_numeric_overflow) {
+        json_error_t again;
+        int64_t widened;
+        char *copy = mt_json_widen(text, bytes, &widened);
+        json = json_loadb(copy, (size_t)widened, flags, &again);
+        free(copy);
+        if (!json && json_error_code(&again) != json_error_numeric_overflow) detail = again;
+    }
     if (json && json_is_object(json)) return json;
     if (!path)
         mt_json_describe_line(json, &detail, error);

@@ -144,7 +144,8 @@ int mt_folder_check_lock(const char *folder, const char *name, const char *optio
 
 /* Parses JSON that must be an object; NULL with error, which names the file and line. `path` NULL: a line of a file;
  * the caller puts its name before the error. `flags` are jansson's: with JSON_REJECT_DUPLICATES a key may not come
- * twice, as readers would disagree on its value. */
+ * twice, as readers would disagree on its value. An integer that int64_t cannot hold is read as a real number, so that
+ * readers of an integer refuse it and others need not care. */
 json_t *mt_json_parse(const char *text, int64_t bytes, size_t flags, const char *path, mt_error *error);
 
 /* The same, with JSON_REJECT_DUPLICATES, for a file of at most 100,000,000 bytes. */

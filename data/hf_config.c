@@ -4,6 +4,7 @@
  * "megatron", under the names of this program's options. */
 #include "file.h"
 #include "option_table.h"
+#include "special_tokens.h"
 
 #include <stdarg.h>
 #include <stdlib.h>
@@ -47,6 +48,7 @@ enum {
     OWN = 256,              // an option under its own name; its range is checked at the end, for 0 is often "not given"
     PLAIN_ACTIVATION = 512, // the name of an activation that is not gated
     GATED_ACTIVATION = 1024, // the name of an activation that is gated
+    NULL_IS_ZERO = 4096,     // null is the option's 0, which is written as a number
     SAME = 2048,             // another number for the option of the row above: both must be equal
 };
 
@@ -62,7 +64,7 @@ typedef struct mt_hf_key {
     unsigned families;
     size_t offset; // of the option
     unsigned flags;
-    const char *absent;                 // its value (JSON) in a file without it; NULL: the option's default
+    const char *absent; // its value (JSON) in a file without it, as in transformers 5; NULL: none, or the option's
     const mt_hf_conversion *conversion; // NULL: the file's number is the option's
 } mt_hf_key;
 
@@ -103,7 +105,8 @@ static const mt_hf_conversion mt_groups = {NULL, mt_groups_write},
 
 static const mt_hf_key mt_hf_keys[] = {
     {"vocab_size", ALL, MT_AT(vocab_size), REQUIRED},
-    {"initializer_range", ALL, MT_AT(init_method_std)},
+    {"initializer_range", ALL & ~MEGATRON, MT_AT(init_method_std), 0, "0.02"},
+    {"initializer_range", MEGATRON, MT_AT(init_method_std)},
     {"tie_word_embeddings", GPT2, MT_AT(untie_embeddings_and_output_weights), NEGATED, "true"},
     {"tie_word_embeddings", BLOCKS, MT_AT(untie_embeddings_and_output_weights), NEGATED, "false"},
     {"tie_word_embeddings", MEGATRON, MT_AT(untie_embeddings_and_output_weights), NEGATED | WRITE},
@@ -114,6 +117,7 @@ static const mt_hf_key mt_hf_keys[] = {
     {"add_cross_attention", ALL, 0, FIXED | READ, "false"},
     {"is_encoder_decoder", ALL, 0, FIXED | READ, "false"},
     {"use_mrope", ALL, 0, FIXED | READ, "false"},
+    {"is_causal", ALL, 0, FIXED | READ, "true"},
 
     {"n_layer", GPT2, MT_AT(num_layers), REQUIRED},
     {"n_embd", GPT2, MT_AT(hidden_size), REQUIRED},
@@ -121,10 +125,10 @@ static const mt_hf_key mt_hf_keys[] = {
     {"n_positions", GPT2, MT_AT(max_position_embeddings), REQUIRED},
     {"n_inner", GPT2, MT_AT(ffn_hidden_size)},
     {"activation_function", GPT2, 0, PLAIN_ACTIVATION, "\"gelu_new\""},
-    {"layer_norm_epsilon", GPT2, MT_AT(norm_epsilon)},
-    {"embd_pdrop", GPT2, MT_AT(hidden_dropout)},
+    {"layer_norm_epsilon", GPT2, MT_AT(norm_epsilon), 0, "1e-5"},
+    {"embd_pdrop", GPT2, MT_AT(hidden_dropout), 0, "0.1"},
     {"resid_pdrop", GPT2, MT_AT(hidden_dropout), SAME, "0.1"},
-    {"attn_pdrop", GPT2, MT_AT(attention_dropout)},
+    {"attn_pdrop", GPT2, MT_AT(attention_dropout), 0, "0.1"},
 
     {"num_hidden_layers", BLOCKS, MT_AT(num_layers), REQUIRED},
     {"hidden_size", BLOCKS, MT_AT(hidden_size), REQUIRED},
@@ -132,20 +136,23 @@ static const mt_hf_key mt_hf_keys[] = {
     {"num_attention_heads", BLOCKS, MT_AT(num_attention_heads), REQUIRED},
     {"num_key_value_heads", LLAMA, MT_AT(num_query_groups), NULLABLE},
     {"num_key_value_heads", BLOCKS & ~LLAMA, MT_AT(num_query_groups), REQUIRED | NULLABLE},
-    {"head_dim", LLAMA | MISTRAL | MIXTRAL | QWEN2 | QWEN2_MOE, MT_AT(kv_channels), NULLABLE},
-    {"head_dim", QWEN3 | QWEN3_MOE, MT_AT(kv_channels), NULLABLE, "128"},
+    {"head_dim", LLAMA | MISTRAL | MIXTRAL | QWEN2 | QWEN_MOE, MT_AT(kv_channels), NULLABLE},
+    {"head_dim", QWEN3, MT_AT(kv_channels), NULLABLE, "128"},
     {"head_dim", DEEPSEEK_V3, MT_AT(qk_pos_emb_head_dim), WRITE},
     {"max_position_embeddings", BLOCKS, MT_AT(max_position_embeddings), REQUIRED},
     {"hidden_act", BLOCKS, 0, GATED_ACTIVATION, "\"silu\""},
-    {"rms_norm_eps", BLOCKS, MT_AT(norm_epsilon), 0, "1e-6"},
+    {"rms_norm_eps", BLOCKS & ~MIXTRAL, MT_AT(norm_epsilon), 0, "1e-6"},
+    {"rms_norm_eps", MIXTRAL, MT_AT(norm_epsilon), 0, "1e-5"},
     {"attention_dropout", BLOCKS, MT_AT(attention_dropout), 0, "0.0"},
     {"hidden_dropout", BLOCKS, MT_AT(hidden_dropout), NONZERO, "0.0"}, // this program's; transformers has none
     {"attention_bias", LLAMA | QWEN3 | QWEN3_MOE, MT_AT(attention_output_bias), PLAIN, "false"},
     {"attention_bias", DEEPSEEK_V3, 0, FIXED, "false"},
     {"qkv_bias", QWEN2_MOE, MT_AT(add_qkv_bias), 0, "true"},
     {"mlp_bias", LLAMA, MT_AT(mlp_bias), PLAIN, "false"},
-    {"rope_theta", BLOCKS, MT_AT(rotary_base), WRITE}, // for transformers before 5
-    {"sliding_window", MISTRAL | MIXTRAL, MT_AT(window_size), NULLABLE, "4096"},
+    {"rope_theta", BLOCKS & ~MIXTRAL, MT_AT(rotary_base), WRITE, "10000.0"}, // for transformers before 5
+    {"rope_theta", MIXTRAL, MT_AT(rotary_base), WRITE, "1000000.0"},
+    {"sliding_window", MISTRAL, MT_AT(window_size), NULLABLE, "4096"},
+    {"sliding_window", MIXTRAL, MT_AT(window_size), NULLABLE},
     {"sliding_window", QWENS, MT_AT(window_size), NULLABLE | WRITE, "4096"},
     {"use_sliding_window", QWENS, 0, FIXED | READ, "true|false"},
 
@@ -168,17 +175,19 @@ static const mt_hf_key mt_hf_keys[] = {
     {"n_routed_experts", DEEPSEEK_MOE, MT_AT(num_experts)},
     {"n_routed_experts", MIXTRAL | QWEN_MOE, MT_AT(num_experts), READ},
     {"num_experts_per_tok", MOE, MT_AT(moe_router_topk), REQUIRED},
-    {"router_aux_loss_coef", MIXTRAL | QWEN_MOE, MT_AT(moe_aux_loss_coeff)},
-    {"router_aux_loss_coef", DEEPSEEK_MOE, MT_AT(moe_aux_loss_coeff), NONZERO},
+    {"router_aux_loss_coef", MIXTRAL | QWEN_MOE, MT_AT(moe_aux_loss_coeff), 0, "0.001"},
+    {"router_aux_loss_coef", DEEPSEEK_MOE, MT_AT(moe_aux_loss_coeff), NONZERO, "0.0"}, // this program's
+    {"router_jitter_noise", MIXTRAL, 0, FIXED | READ, "0.0|0"},
     {"output_router_logits", MIXTRAL | QWEN_MOE, 0, FIXED | WRITE, "false"},
     {"norm_topk_prob", QWEN_MOE, MT_AT(moe_router_pre_softmax), NEGATED, "false"},
     {"norm_topk_prob", DEEPSEEK_MOE, 0, FIXED, "true"},
     {"shared_expert_intermediate_size", QWEN2_MOE, MT_AT(moe_shared_expert_intermediate_size), REQUIRED},
 
-    {"n_shared_experts", DEEPSEEK_MOE, MT_AT(moe_shared_expert_intermediate_size), 0, NULL, &mt_shared_experts},
-    {"n_group", DEEPSEEK_MOE, MT_AT(moe_router_num_groups), 0, NULL, &mt_groups},
-    {"topk_group", DEEPSEEK_MOE, MT_AT(moe_router_group_topk), 0, NULL, &mt_group_topk},
-    {"routed_scaling_factor", DEEPSEEK_MOE, MT_AT(moe_router_topk_scaling_factor)},
+    {"n_shared_experts", DEEPSEEK_MOE, MT_AT(moe_shared_expert_intermediate_size), NULL_IS_ZERO, "1",
+     &mt_shared_experts},
+    {"n_group", DEEPSEEK_MOE, MT_AT(moe_router_num_groups), NULL_IS_ZERO, "8", &mt_groups},
+    {"topk_group", DEEPSEEK_MOE, MT_AT(moe_router_group_topk), NULL_IS_ZERO, "4", &mt_group_topk},
+    {"routed_scaling_factor", DEEPSEEK_MOE, MT_AT(moe_router_topk_scaling_factor), 0, "2.5"},
     {"scoring_func", DEEPSEEK_MOE, 0, FIXED | WRITE, "sigmoid"},
     {"topk_method", DEEPSEEK_MOE, 0, FIXED | WRITE, "noaux_tc"},
 
@@ -246,6 +255,7 @@ typedef struct mt_config {
     const char *path;
     mt_error *error;
     bool failed;
+    char note[300]; // for the user, where the file holds something without effect; "": none
 } mt_config;
 
 __attribute__((format(printf, 2, 3))) static void mt_config_fail(mt_config *config, const char *format, ...) {
@@ -264,16 +274,59 @@ static json_t *mt_config_get(const json_t *object, const char *key) {
     return json_is_null(value) ? NULL : value;
 }
 
+/* A value of another type than its key has: the message names the key and the value. */
+static void mt_config_refuse_type(mt_config *config, const char *key, const json_t *value, const char *wanted) {
+    char *text = json_dumps(value, JSON_COMPACT | JSON_ENCODE_ANY);
+    mt_config_fail(config, "\"%s\" must be %s, not %.60s", key, wanted, text ? text : "this");
+    free(text);
+}
+
+/* Readers of a key by the type of its value; `fallback` where it is absent or null. */
+static int64_t mt_config_int(mt_config *config, const json_t *object, const char *key, int64_t fallback) {
+    const json_t *value = mt_config_get(object, key);
+    if (value && !json_is_integer(value)) mt_config_refuse_type(config, key, value, "a whole number");
+    return json_is_integer(value) ? json_integer_value(value) : fallback;
+}
+
+static double mt_config_real(mt_config *config, const json_t *object, const char *key, double fallback) {
+    const json_t *value = mt_config_get(object, key);
+    if (value && !json_is_number(value)) mt_config_refuse_type(config, key, value, "a number");
+    return json_is_number(value) ? json_number_value(value) : fallback;
+}
+
+static bool mt_config_bool(mt_config *config, const json_t *object, const char *key, bool fallback) {
+    const json_t *value = mt_config_get(object, key);
+    if (value && !json_is_boolean(value)) mt_config_refuse_type(config, key, value, "true or false");
+    return json_is_boolean(value) ? json_is_true(value) : fallback;
+}
+
+static json_t *mt_config_list(mt_config *config, const json_t *object, const char *key) {
+    json_t *value = mt_config_get(object, key);
+    if (value && !json_is_array(value)) mt_config_refuse_type(config, key, value, "a list");
+    return json_is_array(value) ? value : NULL;
+}
+
+static json_t *mt_config_object(mt_config *config, const json_t *object, const char *key) {
+    json_t *value = mt_config_get(object, key);
+    if (value && !json_is_object(value)) mt_config_refuse_type(config, key, value, "an object");
+    return json_is_object(value) ? value : NULL;
+}
+
 static const char *mt_config_string(mt_config *config, const json_t *object, const char *key, const char *fallback) {
     const json_t *value = mt_config_get(object, key);
-    if (value && !json_is_string(value)) mt_config_fail(config, "\"%s\" must be a string", key);
+    if (value && !json_is_string(value)) mt_config_refuse_type(config, key, value, "a string");
     return json_is_string(value) ? json_string_value(value) : fallback;
 }
 
 /* A key whose value must be one of the words that are supported. */
 static void mt_config_check_fixed(mt_config *config, const mt_hf_key *key, const json_t *value) {
     char *text = json_dumps(value, JSON_ENCODE_ANY);
-    if (mt_choice_index(key->absent, json_is_string(value) ? json_string_value(value) : text) < 0)
+    bool is_flag = *key->absent == 't' || *key->absent == 'f', is_number = *key->absent >= '0' && *key->absent <= '9';
+    if (is_flag && !json_is_boolean(value))
+        mt_config_refuse_type(config, key->key, value, "true or false");
+    else if (is_number && !json_is_number(value))
+        mt_config_refuse_type(config, key->key, value, "a number");
+    else if (mt_choice_index(key->absent, json_is_string(value) ? json_string_value(value) : text) < 0)
         mt_config_fail(config, "\"%s\": %.40s is not supported; %s is", key->key, text, key->absent);
     free(text);
 }
@@ -302,10 +355,7 @@ static void mt_config_set(mt_config *config, const mt_hf_key *key, const json_t 
     double before = key->flags & SAME ? *mt_option_real(shape, row) : 0;
     bool is_int = type == MT_INT, is_real = type == MT_REAL, is_text = type == MT_CHOICE || type == MT_STRING;
     if (is_text ? !json_is_string(value) : is_int ? !json_is_integer(value) : is_real && !json_is_number(value))
-        mt_config_fail(config, "\"%s\" must be a %s", key->key,
-                       is_text  ? "string"
-                       : is_int ? "whole number"
-                                : "number");
+        mt_config_refuse_type(config, key->key, value, is_text ? "a string" : is_int ? "a whole number" : "a number");
     else if (is_text && mt_option_set(shape, row, json_string_value(value), key->key, &problem))
         mt_config_fail(config, "%s", problem.text);
     else if (is_int)
@@ -313,7 +363,7 @@ static void mt_config_set(mt_config *config, const mt_hf_key *key, const json_t 
     else if (is_real)
         *mt_option_real(shape, row) = json_number_value(value);
     else if (!is_text && !json_is_boolean(value))
-        mt_config_fail(config, "\"%s\" must be true or false", key->key);
+        mt_config_refuse_type(config, key->key, value, "true or false");
     else if (!is_text)
         *(bool *)((char *)shape + key->offset) = json_is_true(value) != ((key->flags & NEGATED) != 0);
     if ((is_int || is_real) && !(key->flags & OWN) && !mt_option_in_range(row, json_number_value(value)))
@@ -330,7 +380,7 @@ static void mt_config_read_keys(mt_config *config, const json_t *object, const m
     for (const mt_hf_key *key = keys; key < keys + count; key++) {
         json_t *value = key->key ? json_object_get(object, key->key) : NULL, *absent = NULL;
         if (!(key->families & mask) || key->flags & WRITE) continue;
-        if (json_is_null(value) && key->flags & NULLABLE) continue;
+        if (json_is_null(value) && key->flags & (NULLABLE | NULL_IS_ZERO)) continue;
         if (json_is_null(value)) value = NULL;
         if (value && key->flags & FIXED) mt_config_check_fixed(config, key, value);
         if (key->flags & FIXED) continue;
@@ -356,14 +406,35 @@ static void mt_config_read_later(mt_config *config, const json_t *object, const 
     }
 }
 
-/* A token id, or the first of a list; -1 if there is none or the vocabulary does not hold it. */
-static int64_t mt_config_token(mt_config *config, const char *key, int64_t vocab_size) {
-    const json_t *value = mt_config_get(config->root, key);
+/* Tokens that begin and end texts in files of a family without these keys. */
+static const struct {
+    unsigned families;
+    int64_t bos, eos;
+} mt_hf_tokens[] = {
+    {GPT2, 50256, 50256},
+    {LLAMA | MISTRAL | MIXTRAL, 1, 2},
+    {DEEPSEEK_V3, 0, 1},
+    {ALL, -1, -1},
+};
+
+/* A token id that was checked, or the first of a list; -1 if there is none or the vocabulary does not hold it. */
+static int64_t mt_config_token(const mt_config *config, const char *key, int64_t absent, int64_t vocab_size) {
+    const json_t *value = json_object_get(config->root, key);
     if (json_is_array(value)) value = json_array_get(value, 0);
-    if (!value) return -1;
-    if (!json_is_integer(value)) mt_config_fail(config, "\"%s\" must be a token or a list of tokens", key);
-    int64_t token = json_integer_value(value);
+    int64_t token = json_is_integer(value) ? json_integer_value(value) : -1;
+    if (!json_object_get(config->root, key)) token = absent;
     return token >= 0 && token < vocab_size ? token : -1;
+}
+
+static void mt_config_read_tokens(mt_config *config, unsigned mask, mt_options *shape) {
+    mt_error problem;
+    size_t row = 0;
+    while (!(mt_hf_tokens[row].families & mask)) row++;
+    if (!config->failed && mt_special_tokens_check(config->root, config->path, &problem) != 0)
+        config->failed = true, *config->error = problem;
+    shape->bos_token_id = mt_config_token(config, "bos_token_id", mt_hf_tokens[row].bos, shape->vocab_size);
+    shape->eos_token_id = mt_config_token(config, "eos_token_id", mt_hf_tokens[row].eos, shape->vocab_size);
+    mt_special_tokens_take(shape, config->root);
 }
 
 /* A type of RoPE's scaling as mt_rope_scaling; -1: not in the table. */
@@ -379,40 +450,62 @@ static int mt_config_rope_type(mt_config *config, const char *type) {
     return -1;
 }
 
-/* RoPE's parameters, under either of their keys: newer files have rope_parameters with the base inside, older ones
- * rope_scaling beside rope_theta. */
+/* The object of RoPE's parameters: rope_parameters, or rope_scaling, which older files have beside rope_theta and which
+ * replaces rope_parameters as a whole, as in transformers 5. */
+static const json_t *mt_config_rope_object(mt_config *config) {
+    const json_t *newer = mt_config_object(config, config->root, "rope_parameters");
+    const json_t *older = mt_config_object(config, config->root, "rope_scaling"), *value;
+    const char *key;
+    const json_t *rope = json_object_size(older) > 0 ? older : newer;
+    json_object_foreach((json_t *)rope, key, value) {
+        if (json_is_object(value))
+            mt_config_fail(config, "RoPE with parameters of its own for \"%.60s\" is not supported", key);
+    }
+    const json_t *base = rope == older ? mt_config_get(newer, "rope_theta") : NULL;
+    if (base && !mt_config_get(rope, "rope_theta") && !mt_config_get(config->root, "rope_theta"))
+        snprintf(
+            config->note, sizeof config->note,
+            "\"rope_scaling\" replaces \"rope_parameters\", as in transformers 5, so that its \"rope_theta\" %g is "
+            "unused; write it into \"rope_scaling\" too",
+            json_number_value(base));
+    return rope;
+}
+
+/* The context before its extension. A value beside the object wins. */
+static void mt_config_read_original_context(mt_config *config, const json_t *rope, int type, mt_options *shape) {
+    static const char key[] = "original_max_position_embeddings";
+    int64_t inside = mt_config_int(config, rope, key, shape->max_position_embeddings);
+    int64_t beside = mt_config_int(config, config->root, key, inside);
+    if (type == MT_ROPE_SCALING_LINEAR) return;
+    if (beside < 1) mt_config_fail(config, "\"%s\" is %lld, must be positive", key, (long long)beside);
+    shape->original_max_position_embeddings = beside;
+}
+
 static void mt_config_read_rope(mt_config *config, mt_options *shape) {
-    const json_t *rope = mt_config_get(config->root, "rope_parameters");
-    if (!rope) rope = mt_config_get(config->root, "rope_scaling");
-    if (rope && !json_is_object(rope)) mt_config_fail(config, "the parameters of RoPE must be an object");
-    mt_config_read_later(config, mt_config_get(rope, "rope_theta") ? rope : config->root, "rope_theta", BLOCKS, shape);
+    const json_t *rope = mt_config_rope_object(config);
+    unsigned mask = 1u << shape->hf_family;
+    mt_config_read_later(config, mt_config_get(rope, "rope_theta") ? rope : config->root, "rope_theta", mask, shape);
     const char *older = mt_config_string(config, rope, "type", "default");
     const char *type = mt_config_string(config, rope, "rope_type", older);
     int index = mt_config_rope_type(config, type);
-    const json_t *partial = mt_config_get(rope, "partial_rotary_factor");
-    if (!partial) partial = mt_config_get(config->root, "partial_rotary_factor");
-    if (partial && json_number_value(partial) != 1)
+    double partial = mt_config_real(config, config->root, "partial_rotary_factor", 1);
+    if (mt_config_real(config, rope, "partial_rotary_factor", partial) != 1)
         mt_config_fail(config, "\"partial_rotary_factor\" other than 1 is not supported");
-    if (json_is_false(json_object_get(rope, "truncate")))
+    if (!mt_config_bool(config, rope, "truncate", true))
         mt_config_fail(config, "RoPE with \"truncate\": false is not supported");
     if (index <= 0) return;
     shape->rope_scaling_type = (mt_rope_scaling)index;
     if (!mt_config_get(rope, "factor")) mt_config_fail(config, "RoPE of type \"%s\" needs a \"factor\"", type);
-    if (index != MT_ROPE_SCALING_LINEAR) shape->original_max_position_embeddings = shape->max_position_embeddings;
     mt_config_read_keys(config, rope, mt_rope_keys, NUM_ROPE_KEYS, 1u << index, shape);
+    mt_config_read_original_context(config, rope, index, shape);
 }
 
-/* Layers of a Qwen model with a sliding window, from layer_types or else max_window_layers. */
-static int64_t mt_config_sliding_layers(mt_config *config, int64_t num_layers) {
-    const json_t *types = mt_config_get(config->root, "layer_types");
+/* The layers that layer_types says to have a sliding window; -1 without that list. */
+static int64_t mt_config_sliding_types(mt_config *config, int64_t num_layers) {
+    const json_t *types = mt_config_list(config, config->root, "layer_types");
     int64_t sliding = 0;
-    if (!types) {
-        const json_t *value = mt_config_get(config->root, "max_window_layers");
-        if (value && !json_is_integer(value)) mt_config_fail(config, "\"max_window_layers\" must be a whole number");
-        int64_t first = value ? json_integer_value(value) : 28; // Qwen2Config's default
-        return first >= num_layers ? 0 : first <= 0 ? num_layers : num_layers - first;
-    }
-    if (!json_is_array(types) || (int64_t)json_array_size(types) != num_layers)
+    if (!types) return -1;
+    if ((int64_t)json_array_size(types) != num_layers)
         mt_config_fail(config, "\"layer_types\" must list %lld layers", (long long)num_layers);
     for (size_t i = 0; i < json_array_size(types); i++) {
         const char *type = json_string_value(json_array_get(types, i));
@@ -425,31 +518,69 @@ static int64_t mt_config_sliding_layers(mt_config *config, int64_t num_layers) {
     return sliding;
 }
 
+/* Layers of a Qwen model with a sliding window where no list says it, as in transformers 5: those from
+ * max_window_layers on; in Qwen2-MoE every second one before; in Qwen3-MoE all. */
+static int64_t mt_config_sliding_layers(mt_config *config, unsigned mask, int64_t num_layers) {
+    int64_t first = mt_config_int(config, config->root, "max_window_layers", 28);
+    int64_t before = mt_max(mt_min(first, num_layers), 0);
+    if (mask & QWEN3_MOE) return num_layers;
+    return mask & QWEN2_MOE ? (before + 1) / 2 : num_layers - before;
+}
+
 /* Qwen's sliding window: all layers have it, or none. */
-static void mt_config_read_qwen_window(mt_config *config, mt_options *shape) {
-    if (!json_is_true(mt_config_get(config->root, "use_sliding_window"))) return;
-    mt_config_read_later(config, config->root, "sliding_window", QWENS, shape);
+static void mt_config_read_qwen_window(mt_config *config, unsigned mask, mt_options *shape) {
+    int64_t listed = mt_config_sliding_types(config, shape->num_layers);
+    bool uses = mt_config_bool(config, config->root, "use_sliding_window", false);
+    int64_t sliding =
+        listed >= 0 && !(mask & QWEN3_MOE) ? listed : mt_config_sliding_layers(config, mask, shape->num_layers);
+    mt_config_read_later(config, config->root, "sliding_window", mask, shape);
+    if (!uses) shape->window_size = 0;
+    if (listed > 0 && shape->window_size == 0)
+        mt_config_fail(config,
+                       "\"layer_types\" holds sliding_attention without a window; set \"use_sliding_window\" to "
+                       "true and give a \"sliding_window\", or list full_attention");
     if (shape->window_size == 0) return;
-    int64_t sliding = mt_config_sliding_layers(config, shape->num_layers);
+    if (listed >= 0 && listed != sliding)
+        mt_config_fail(config,
+                       "\"layer_types\" lists %lld layers with a window, but \"use_sliding_window\" gives all "
+                       "%lld layers of this family one; make them agree",
+                       (long long)listed, (long long)sliding);
     if (sliding > 0 && sliding < shape->num_layers)
         mt_config_fail(config, "%lld of %lld layers have a sliding window; a mixture is not supported",
                        (long long)sliding, (long long)shape->num_layers);
     if (sliding == 0) shape->window_size = 0;
 }
 
+/* Mistral and Mixtral: every layer has the window; a list of layers that says otherwise is of another model. */
+static void mt_config_check_windows(mt_config *config, const mt_options *shape) {
+    int64_t listed = mt_config_sliding_types(config, shape->num_layers);
+    int64_t sliding = shape->window_size > 0 ? shape->num_layers : 0;
+    if (listed < 0 || listed == sliding) return;
+    mt_config_fail(config,
+                   "\"layer_types\" lists %lld layers with a sliding window, but \"sliding_window\" gives %lld of %lld "
+                   "layers one; a mixture is not supported",
+                   (long long)listed, (long long)sliding, (long long)shape->num_layers);
+}
+
+/* The first layer of a DeepSeek-V3 with experts. */
+static int64_t mt_config_first_expert_layer(mt_config *config) {
+    return mt_config_int(config, config->root, "first_k_dense_replace", 3);
+}
+
 /* The layers with experts, as --moe-layer-freq. */
 static void mt_config_read_expert_layers(mt_config *config, mt_options *shape) {
-    const json_t *dense = mt_config_get(config->root, "mlp_only_layers");
-    const json_t *step = mt_config_get(config->root, "decoder_sparse_step");
-    const json_t *first = mt_config_get(config->root, "first_k_dense_replace");
-    int64_t every = step ? json_integer_value(step) : 1, leading = json_integer_value(first);
+    bool deepseek = shape->hf_family == MT_HF_DEEPSEEK_V3;
+    const json_t *dense = deepseek ? NULL : mt_config_list(config, config->root, "mlp_only_layers");
+    int64_t every = deepseek ? 1 : mt_config_int(config, config->root, "decoder_sparse_step", 1);
+    int64_t leading = deepseek ? mt_config_first_expert_layer(config) : 0;
     if (every < 1) mt_config_fail(config, "\"decoder_sparse_step\" must be a number above 0");
-    if (dense && !json_is_array(dense)) mt_config_fail(config, "\"mlp_only_layers\" must be a list");
     if (config->failed || shape->num_layers == 0) return;
     char *layers = mt_calloc(shape->num_layers + 1);
     for (int64_t i = 0; i < shape->num_layers; i++) layers[i] = i >= leading && (i + 1) % every == 0 ? '1' : '0';
     for (size_t i = 0; i < json_array_size(dense); i++) {
         int64_t layer = json_integer_value(json_array_get(dense, i));
+        if (!json_is_integer(json_array_get(dense, i)))
+            mt_config_refuse_type(config, "mlp_only_layers", dense, "a list of layers' numbers");
         if (layer >= 0 && layer < shape->num_layers) layers[layer] = '0';
     }
     if (!strchr(layers, '1')) mt_config_fail(config, "no layer has experts");
@@ -471,10 +602,13 @@ static void mt_config_finish_block(mt_config *config, unsigned mask, mt_options 
     if (shape->num_query_groups == shape->num_attention_heads) shape->num_query_groups = 0; // a group for each head
     shape->group_query_attention = shape->num_query_groups != 0;
     mt_config_read_rope(config, shape);
-    if (mask & QWENS) mt_config_read_qwen_window(config, shape);
+    if (mask & QWENS) mt_config_read_qwen_window(config, mask, shape);
+    if (mask & (MISTRAL | MIXTRAL)) mt_config_check_windows(config, shape);
     if (mask & MOE) mt_config_finish_experts(config, mask, shape);
     if (!(mask & DEEPSEEK_V3)) return;
     const json_t *modules = mt_config_get(config->root, "num_nextn_predict_layers");
+    if (!modules) modules = mt_config_get(config->root, "num_mtp_layers"); // its other name in transformers 5
+    shape->mtp_layers_stored = 1;
     if (modules && !mt_json_int(modules, 0, 10000, &shape->mtp_layers_stored))
         mt_config_fail(config, "\"num_nextn_predict_layers\" must be a whole number from 0 to 10000");
     if (shape->group_query_attention)
@@ -495,7 +629,7 @@ static void mt_config_read_megatron(mt_config *config, mt_options *shape) {
 
 /* Weights in fp8 with a scale per block, as in DeepSeek-V3's folders. */
 static void mt_config_read_quantization(mt_config *config, mt_options *shape) {
-    const json_t *quantization = mt_config_get(config->root, "quantization_config");
+    const json_t *quantization = mt_config_object(config, config->root, "quantization_config");
     if (!quantization) return;
     const char *method = mt_config_string(config, quantization, "quant_method", NULL);
     const char *format = mt_config_string(config, quantization, "fmt", "e4m3");
@@ -524,11 +658,13 @@ static const char *const mt_head_classes[] = {NULL, "ForSequenceClassification",
 
 /* The head, by the model's class. A value head has one label; files without id2label mean two. */
 static void mt_config_read_head(mt_config *config, mt_options *shape) {
-    const json_t *labels = mt_config_get(config->root, "id2label"), *number = mt_config_get(config->root, "num_labels");
-    const char *class = json_string_value(json_array_get(json_object_get(config->root, "architectures"), 0));
-    int64_t count = json_is_object(labels)    ? (int64_t)json_object_size(labels)
-                    : json_is_integer(number) ? json_integer_value(number)
-                                              : 2;
+    const json_t *labels = mt_config_object(config, config->root, "id2label");
+    const json_t *classes = mt_config_list(config, config->root, "architectures");
+    const char *class = json_string_value(json_array_get(classes, 0));
+    int64_t number = mt_config_int(config, config->root, "num_labels", 2);
+    int64_t count = labels ? (int64_t)json_object_size(labels) : number;
+    if (json_array_size(classes) > 0 && !class)
+        mt_config_refuse_type(config, "architectures", classes, "a list of classes' names");
     for (int head = MT_HEAD_SEQUENCE; class && head <= MT_HEAD_TOKEN; head++)
         if (mt_text_ends_with(class, mt_head_classes[head])) shape->head_type = (mt_head_type)head;
     if (shape->head_type == MT_HEAD_LM) return;
@@ -556,13 +692,11 @@ static void mt_config_write_head(json_t *root, const mt_options *o) {
 static void mt_config_read_family(mt_config *config, mt_options *shape) {
     mt_error problem;
     unsigned mask = 1u << shape->hf_family;
-    const json_t *dense = mt_config_get(config->root, "first_k_dense_replace");
-    int64_t layers = json_integer_value(mt_config_get(config->root, "num_hidden_layers"));
-    if (mask & DEEPSEEK_V3 && (!dense || json_integer_value(dense) < layers)) mask |= DEEPSEEK_MOE;
+    int64_t layers = mt_config_int(config, config->root, "num_hidden_layers", 0);
+    if (mask & DEEPSEEK_V3 && mt_config_first_expert_layer(config) < layers) mask |= DEEPSEEK_MOE;
     mt_config_read_quantization(config, shape);
     mt_config_read_keys(config, config->root, mt_hf_keys, NUM_KEYS, mask, shape);
-    shape->bos_token_id = mt_config_token(config, "bos_token_id", shape->vocab_size);
-    shape->eos_token_id = mt_config_token(config, "eos_token_id", shape->vocab_size);
+    mt_config_read_tokens(config, mask, shape);
     if (mask & BLOCKS) mt_config_finish_block(config, mask, shape);
     if (mask & MEGATRON) mt_config_read_megatron(config, shape);
     mt_config_read_head(config, shape);
@@ -575,7 +709,9 @@ static void mt_config_read_family(mt_config *config, mt_options *shape) {
 
 #define MT_HF_FAMILY_TYPE(name, model_type, ...) " " model_type
 
-static int mt_config_read(mt_options *shape, const char *json, int64_t bytes, const char *path, mt_error *error) {
+/* Sets `shape`, which holds defaults, to the model of a file, and a note about it for the user ("": none). */
+static int mt_config_read(mt_options *shape, const char *json, int64_t bytes, const char *path, char note[300],
+                          mt_error *error) {
     mt_config config = {.path = path, .error = error};
     config.root = mt_json_parse(json, bytes, JSON_REJECT_DUPLICATES, path, error);
     if (!config.root) return -1;
@@ -587,6 +723,7 @@ static int mt_config_read(mt_options *shape, const char *json, int64_t bytes, co
     else
         mt_config_read_family(&config, shape);
     json_decref(config.root);
+    memcpy(note, config.note, sizeof config.note);
     return config.failed ? -1 : 0;
 }
 
@@ -636,8 +773,10 @@ static int mt_options_check_weights(const mt_options *options, const mt_options 
 int mt_options_take_shape(mt_options *options, const char *json, int64_t bytes, const char *path, bool has_weights,
                           mt_error *error) {
     mt_options shape;
+    char note[300] = "";
     mt_options_default(&shape);
-    int result = mt_config_read(&shape, json, bytes, path, error);
+    int result = mt_config_read(&shape, json, bytes, path, note, error);
+    if (!result && *note && mt_launch_rank() <= 0) fprintf(stderr, "warning: %s: %s\n", path, note);
     if (!result && has_weights) {
         mt_options_derive_sizes(&shape);
         result = mt_options_check_weights(options, &shape, path, error);
@@ -651,6 +790,7 @@ int mt_options_take_shape(mt_options *options, const char *json, int64_t bytes, 
         options->mtp_layers_stored = shape.mtp_layers_stored;
         options->bos_token_id = shape.bos_token_id;
         options->eos_token_id = shape.eos_token_id;
+        mt_string_set(&options->special_tokens, shape.special_tokens);
         options->hf_family = shape.hf_family;
         options->head_type = shape.head_type;
         memcpy(options->weight_block_size, shape.weight_block_size, sizeof shape.weight_block_size);
@@ -665,8 +805,9 @@ int mt_options_take_shape(mt_options *options, const char *json, int64_t bytes, 
 int mt_options_check_shape(const mt_options *options, const char *json, int64_t bytes, const char *option,
                            const char *path, mt_head_type *head, mt_error *error) {
     mt_options shape;
+    char note[300];
     mt_options_default(&shape);
-    int status = mt_config_read(&shape, json, bytes, path, error);
+    int status = mt_config_read(&shape, json, bytes, path, note, error);
     for (const mt_option *row = mt_option_table; row->help; row++)
         if (row->name && row->origin != MT_OF_RUN && mt_options_gave(options, row->offset))
             mt_option_copy(&shape, options, row); // sizes may derive from it
@@ -780,8 +921,7 @@ char *mt_options_write_hf_config(const mt_options *o) {
     mt_config_write_head(root, o);
     mt_json_set_string(root, "model_type", mt_hf_families[o->hf_family].model_type);
     mt_config_write_keys(root, mt_hf_keys, NUM_KEYS, mask, o);
-    json_object_set_new(root, "bos_token_id", o->bos_token_id < 0 ? json_null() : json_integer(o->bos_token_id));
-    json_object_set_new(root, "eos_token_id", o->eos_token_id < 0 ? json_null() : json_integer(o->eos_token_id));
+    mt_special_tokens_set(root, o, true);
     mt_json_set_string(root, "dtype", dtype);
     mt_json_set_string(root, "torch_dtype", dtype); // for transformers before 5
     if (mask & BLOCKS) mt_config_write_block(root, mask, o);
@@ -818,11 +958,12 @@ static bool mt_models_equal(const mt_options *model, const mt_options *read) {
 static bool mt_family_fits(mt_hf_family family, const mt_options *o) {
     mt_options written = *o, read;
     mt_error unread;
+    char note[300];
     if (family == MT_HF_UNKNOWN || family == MT_HF_MEGATRON) return family == MT_HF_MEGATRON;
     written.hf_family = family;
     char *json = mt_options_write_hf_config(&written);
     mt_options_default(&read);
-    bool fits = mt_config_read(&read, json, (int64_t)strlen(json), "config.json", &unread) == 0;
+    bool fits = mt_config_read(&read, json, (int64_t)strlen(json), "config.json", note, &unread) == 0;
     if (fits) {
         mt_options_derive_sizes(&read);
         mt_options_derive_biases(&read);

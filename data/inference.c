@@ -5,6 +5,7 @@
 #include "host_memory.h"
 #include "launch.h"
 #include "report.h"
+#include "special_tokens.h"
 #include "watchdog.h"
 
 #include <errno.h>
@@ -54,6 +55,19 @@ void mt_inference_open_model(mt_inference *r, mt_model_plan *plan) {
     mt_watch_enter(MT_WATCH_STEP);
 }
 
+/* The template's end of a turn ends responses to conversations: those of --chat, or lines of --prompts. */
+static int add_turn_end(const mt_inference *r, mt_stops *stops, mt_error *error) {
+    const mt_options *o = &r->options;
+    mt_chat *chat = NULL;
+    if (!r->chat && o->prompts && mt_chat_open(&chat, o->chat_template, r->tokenizer, r->tokenizer_path, error) != 0)
+        return -1;
+    int32_t end = r->chat ? mt_chat_end(r->chat) : chat ? mt_chat_end(chat) : -1;
+    mt_chat_close(chat);
+    if (end < 0 || mt_stops_add(stops, end)) return 0;
+    return mt_error_set(error, "%s: \"eos_token_id\" leaves no room for the end of a turn; shorten the list",
+                        r->folder);
+}
+
 void mt_inference_open_generator(mt_inference *r, int64_t prompts, int64_t max_tokens, int64_t prompt_tokens) {
     const mt_options *o = &r->options;
     mt_sampling sampling = {.temperature = o->temperature, .top_p = o->top_p, .top_k = o->top_k};
@@ -63,8 +77,8 @@ void mt_inference_open_generator(mt_inference *r, int64_t prompts, int64_t max_t
     int64_t replicas = r->grid.data.size, each = (prompts + replicas - 1) / replicas * o->num_return_sequences;
     sampling.min_p = o->min_p, sampling.repetition_penalty = o->repetition_penalty;
     sampling.seed = (uint64_t)o->seed, sampling.logprobs = o->out != NULL;
-    mt_inference_check(r, mt_stops_read(&stops, r->folder, o, &error), &error);
-    if (r->chat && stops.count < MT_MAX_STOPS) stops.ids[stops.count++] = mt_chat_end(r->chat);
+    mt_inference_check(r, mt_stops_of_options(&stops, o, &error), &error);
+    mt_inference_check(r, add_turn_end(r, &stops, &error), &error);
     if (stops.count == 0 && r->tokenizer) stops = (mt_stops){.ids = {mt_tokenizer_eod(r->tokenizer)}, .count = 1};
     if (o->stop.count > 0) stops.ends_text = mt_responses_end, stops.context = &r->responses;
     plan.page_rows = o->inference_dynamic_batching_block_size;

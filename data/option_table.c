@@ -1266,6 +1266,8 @@ void mt_options_free(mt_options *options) {
     mt_strings_free(&options->typed_names);
     mt_strings_free(&options->sharded_names);
     mt_strings_free(&options->config_keys);
+    mt_string_set(&options->special_tokens, NULL);
+    mt_string_set(&options->generation_config, NULL);
     mt_string_set(&options->moe_layers, NULL);
     mt_string_set(&options->pipeline_letters, NULL);
 }

@@ -10,6 +10,7 @@
 #include "hf_cache.h"
 #include "model_role.h"
 #include "role_config.h"
+#include "special_tokens.h"
 
 #include <ctype.h>
 #include <errno.h>
@@ -1022,6 +1023,7 @@ int mt_options_read_shape(mt_options *options, mt_error *error) {
                               "--load-adapter",
                               options->load);
     if (status == 0 && path) status = mt_options_read_json(options, path, true, error);
+    if (status == 0 && path) status = mt_generation_config_read(options, folder, error);
     if (status == 0 && options->hf_config) status = mt_options_read_json(options, options->hf_config, false, error);
     if (status == 0) status = mt_adapter_read_options(options, error);
     free(path), free(folder);

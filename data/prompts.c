@@ -1,4 +1,4 @@
-/* prompts.c: prompts as tokens or text, and the tokens that begin and end a model's texts. */
+/* prompts.c: prompts as tokens or text, and the token that begins them. */
 #include "prompts.h"
 
 #include "file.h"
@@ -73,27 +73,6 @@ static int read_optional(json_t **json, const char *path, mt_error *error) {
     bool exists = access(path, F_OK) == 0;
     *json = exists ? mt_json_read(path, error) : NULL;
     return exists && !*json ? -1 : 0;
-}
-
-static void add_stop(mt_stops *stops, const json_t *item) {
-    int64_t id;
-    if (mt_json_int(item, 0, INT32_MAX, &id) && stops->count < MT_MAX_STOPS) stops->ids[stops->count++] = (int32_t)id;
-}
-
-int mt_stops_read(mt_stops *stops, const char *folder, const mt_options *options, mt_error *error) {
-    char *path = mt_path_join(folder, "generation_config.json");
-    json_t *config, *item;
-    size_t i;
-    *stops = (mt_stops){.count = 0};
-    int status = read_optional(&config, path, error);
-    free(path);
-    if (status != 0) return -1;
-    json_t *eos = json_object_get(config, "eos_token_id");
-    add_stop(stops, eos);
-    json_array_foreach(eos, i, item) add_stop(stops, item);
-    if (stops->count == 0 && options->eos_token_id >= 0) stops->ids[stops->count++] = (int32_t)options->eos_token_id;
-    json_decref(config);
-    return 0;
 }
 
 /* True if this post-processor of tokenizer.json puts a special token before a text (Llama 3: yes, GPT-2: no). */

@@ -1,4 +1,4 @@
-/* prompts.h: prompts as tokens or text, and the tokens that begin and end a model's texts. */
+/* prompts.h: prompts as tokens or text, and the token that begins them. */
 #ifndef MT_PROMPTS_H
 #define MT_PROMPTS_H
 
@@ -7,10 +7,6 @@
 #ifdef __cplusplus
 extern "C" {
 #endif
-
-/* Reads the end tokens of a model folder: those of generation_config.json, which may list several; without any there,
- * options->eos_token_id; perhaps none. A damaged file is an error. */
-int mt_stops_read(mt_stops *stops, const char *folder, const mt_options *options, mt_error *error);
 
 /* Sets *begins to true if Hugging Face's tokenizer at `path`, a folder or a file, puts its BOS token before a text. The
  * first of these that exists decides: add_bos_token of the folder's tokenizer_config.json; tokenizer.json's

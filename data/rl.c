@@ -20,6 +20,7 @@
 #include "response.h"
 #include "generate.h"
 #include "rollouts.h"
+#include "special_tokens.h"
 #include "stage.h"
 #include "transfer.h"
 
@@ -511,16 +512,20 @@ static void lap(mt_rl *rl, int phase, double *then) {
     *then = now;
 }
 
-/* The tokens that end a response: of the tokenizer, and of the chat template. */
+/* The tokens that end a response: of the model's folder, of the tokenizer, and of the chat template. */
 static int find_stops(const mt_rl *rl, mt_stops *stops, mt_error *error) {
     const mt_rl_config *c = &rl->config;
     mt_chat *chat;
-    *stops = (mt_stops){.count = 0};
     if (mt_chat_open(&chat, c->options->chat_template, c->tokenizer, c->tokenizer_path, error) != 0) return -1;
     const int32_t ends[] = {mt_tokenizer_eod(c->tokenizer), mt_chat_end(chat)};
-    for (int i = 0; i < 2; i++)
-        if (ends[i] >= 0 && (i == 0 || ends[1] != ends[0])) stops->ids[stops->count++] = ends[i];
     mt_chat_close(chat);
+    if (mt_stops_of_options(stops, c->options, error) != 0) return -1;
+    for (int i = 0; i < 2; i++)
+        if (ends[i] >= 0 && !mt_stops_add(stops, ends[i]))
+            return mt_error_set(error,
+                                "--load %s: \"eos_token_id\" leaves no room for the end of a response; shorten "
+                                "the list",
+                                c->options->load);
     return 0;
 }
 

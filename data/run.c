@@ -38,15 +38,24 @@ void mt_run_check(mt_run *r, int status, mt_error *error) {
 
 /* ---- tokenizer and data */
 
-/* Takes the tokenizer of a checkpoint, if it has one; the run owns `folder`. */
-static void take_tokenizer(mt_run *r, char *folder) {
-    mt_error error;
-    mt_tokenizer_close(r->tokenizer);
+/* Takes the tokenizer of a checkpoint, if it has one; the run owns `folder`. One that this program cannot open is saved
+ * with the checkpoints all the same; damaged files are an error. */
+static int take_tokenizer(mt_run *r, char *folder, mt_error *error) {
+    mt_error why;
+    bool saves = r->options.save && r->grid.world.rank == 0;
+    mt_tokenizer_close(r->tokenizer), mt_tokenizer_close(r->kept);
+    r->tokenizer = r->kept = NULL;
     free(r->tokenizer_folder);
     r->tokenizer_folder = folder;
-    if (mt_tokenizer_open_folder(&r->tokenizer, folder, &error) == 0) return;
-    if (r->options.save && r->grid.world.rank == 0) printf("no tokenizer is taken along: %s\n", error.text);
+    if (mt_tokenizer_open_folder(&r->tokenizer, folder, &why) == 0) return 0;
     r->tokenizer = NULL;
+    if (!mt_folder_has_tokenizer(folder)) {
+        if (saves) printf("no tokenizer is taken along: %s\n", why.text);
+        return 0;
+    }
+    if (mt_tokenizer_keep_folder(&r->kept, folder, error) != 0) return -1;
+    if (saves) printf("the tokenizer is taken along as it is, but cannot be used here: %s\n", why.text);
+    return r->options.save ? mt_tokenizer_check_links(r->kept, error) : 0;
 }
 
 /* The tokenizer gives the vocabulary's size and the end of document, unless options do. A loaded model's tokenizer is
@@ -58,7 +67,7 @@ static int open_tokenizer(mt_run *r, mt_error *error) {
     } else if (o->load) {
         char *folder = mt_options_load_folder(o, error);
         if (!folder) return -1;
-        take_tokenizer(r, folder);
+        if (take_tokenizer(r, folder, error) != 0) return -1;
     }
     if (!r->tokenizer) return 0;
     if (o->save && mt_tokenizer_check_links(r->tokenizer, error) != 0) return -1;
@@ -147,8 +156,8 @@ static void load(mt_run *r) {
         free(found);
         return;
     }
-    take_tokenizer(r, found);
-    if (r->data && r->tokenizer && mt_tokenizer_eod(r->tokenizer) != eod)
+    status = take_tokenizer(r, found, &error);
+    if (status == 0 && r->data && r->tokenizer && mt_tokenizer_eod(r->tokenizer) != eod)
         status = mt_error_set(
             &error, "%s: its tokenizer has another end of document than the damaged checkpoint's; start again", found);
     refuse(r, status, &error);
@@ -156,7 +165,8 @@ static void load(mt_run *r) {
 
 static int save_tokenizer(void *context, const char *folder, mt_error *error) {
     const mt_run *r = context;
-    return r->tokenizer ? mt_tokenizer_save(r->tokenizer, folder, error) : 0;
+    const mt_tokenizer *saved = r->tokenizer ? r->tokenizer : r->kept;
+    return saved ? mt_tokenizer_save(saved, folder, error) : 0;
 }
 
 static mt_rl_config rl_config_of(mt_run *r) {
@@ -300,6 +310,7 @@ static void print_opening(const mt_run *r) {
 /* Closes everything that is open in all runs, printing ones too. */
 static void stop(mt_run *r) {
     mt_tokenizer_close(r->tokenizer);
+    mt_tokenizer_close(r->kept);
     free(r->tokenizer_folder);
     mt_options_free(&r->options);
     mt_grid_stop(&r->grid);

@@ -19,6 +19,7 @@ typedef struct mt_run {
     mt_grid grid;
     const mt_ops *ops; // of the device
     mt_tokenizer *tokenizer;
+    mt_tokenizer *kept;     // files of a tokenizer that this program cannot open, to be saved; NULL: none
     char *tokenizer_folder; // of the checkpoint that has it; NULL: --tokenizer-type
     mt_data_config data_config;
     mt_data *data;

@@ -521,6 +521,15 @@ static bool mt_sum_parse(const json_t *item, uint32_t *sum) {
     return true;
 }
 
+/* True for the name of a file in the folder, or in a folder of it. */
+static bool mt_is_saved_name(const char *name) {
+    char first[256];
+    const char *slash = strchr(name, '/');
+    if (!slash) return mt_is_plain_name(name);
+    snprintf(first, sizeof first, "%.*s", (int)(slash - name), name);
+    return mt_is_plain_name(first) && mt_is_plain_name(slash + 1);
+}
+
 static int mt_checksums_parse(mt_checksums *sums, const json_t *json, const char *path, mt_error *error) {
     const char *name;
     json_t *entry;
@@ -528,7 +537,7 @@ static int mt_checksums_parse(mt_checksums *sums, const json_t *json, const char
     json_object_foreach(json_object_get(json, "files"), name, entry) {
         const json_t *blocks = json_object_get(entry, "blocks");
         int64_t bytes;
-        good = good && mt_is_plain_name(name) && strlen(name) < 256 &&
+        good = good && mt_is_saved_name(name) && strlen(name) < 256 &&
                mt_json_int(json_object_get(entry, "bytes"), 0, INT64_MAX - MT_SUM_BLOCK, &bytes) &&
                (int64_t)json_array_size(blocks) == (bytes + MT_SUM_BLOCK - 1) / MT_SUM_BLOCK;
         if (!good) break;

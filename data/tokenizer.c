@@ -16,10 +16,22 @@ static bool is_folder(const char *path) {
     return stat(path, &info) == 0 && S_ISDIR(info.st_mode);
 }
 
+static mt_file *add_file(mt_tokenizer *tokenizer, const char *name) {
+    int64_t count = tokenizer->file_count + 1;
+    tokenizer->files = mt_realloc(tokenizer->files, count * (int64_t)sizeof *tokenizer->files);
+    tokenizer->files[tokenizer->file_count] = (mt_file){.name = mt_strdup(name)};
+    return &tokenizer->files[tokenizer->file_count++];
+}
+
+static const mt_file *find_file(const mt_tokenizer *tokenizer, const char *name) {
+    for (int i = 0; i < tokenizer->file_count; i++)
+        if (strcmp(tokenizer->files[i].name, name) == 0) return &tokenizer->files[i];
+    return NULL;
+}
+
 /* Reads a file and keeps it under its name in a model folder. `named`: the user named the file, not only its folder. */
 static int keep_file(mt_tokenizer *tokenizer, const char *path, const char *name, bool named, mt_error *error) {
-    mt_file *file = &tokenizer->files[tokenizer->file_count++];
-    file->name = mt_strdup(name);
+    mt_file *file = add_file(tokenizer, name);
     file->outside = named ? NULL : mt_link_outside(path);
     file->content.data = mt_file_read(path, MT_MAX_TEXT, &file->content.bytes, error);
     file->content.capacity = file->content.bytes + 1;
@@ -48,6 +60,7 @@ void mt_tokenizer_close(mt_tokenizer *tokenizer) {
         free(tokenizer->files[i].outside);
         free(tokenizer->files[i].content.data);
     }
+    free(tokenizer->files);
     mt_trie_free(&tokenizer->added_tries[0]);
     mt_trie_free(&tokenizer->added_tries[1]);
     mt_trie_free(&tokenizer->pieces);
@@ -69,30 +82,79 @@ static int open_bytes(mt_tokenizer *tokenizer) {
     mt_error ignored;
     for (int id = 0; id < 256; id++) mt_token_add(tokenizer, id, &(char){(char)id}, 1, MT_TOKEN_NORMAL, &ignored);
     mt_token_add(tokenizer, 256, "", 0, MT_TOKEN_CONTROL, &ignored);
-    mt_file *marker = &tokenizer->files[tokenizer->file_count++];
-    marker->name = mt_strdup("tokenizer_config.json");
+    mt_file *marker = add_file(tokenizer, "tokenizer_config.json");
     mt_text_append(&marker->content, BYTE_LEVEL_MARKER, (int64_t)strlen(BYTE_LEVEL_MARKER));
     return 0;
 }
 
-/* Keeps a file beside the tokenizer's, if it is there and not kept yet. */
-static int keep_beside(mt_tokenizer *tokenizer, const char *path, const char *name, mt_error *error) {
+/* The folder of a file, to free. */
+static char *folder_of(const char *path) {
     const char *slash = strrchr(path, '/');
-    char *folder = slash ? mt_strdup(path) : mt_strdup(".");
+    char *folder = mt_strdup(slash ? path : ".");
     if (slash) folder[slash - path] = 0;
+    return folder;
+}
+
+/* Keeps a file of a folder, if it is there and not kept yet. */
+static int keep_beside(mt_tokenizer *tokenizer, const char *folder, const char *name, mt_error *error) {
     char *beside = mt_path_join(folder, name);
-    bool is_kept = !mt_folder_has(folder, name);
-    for (int i = 0; i < tokenizer->file_count; i++) is_kept = is_kept || !strcmp(tokenizer->files[i].name, name);
-    int failed = is_kept ? 0 : keep_file(tokenizer, beside, name, false, error);
+    int failed = mt_folder_has(folder, name) && !find_file(tokenizer, name)
+                     ? keep_file(tokenizer, beside, name, false, error)
+                     : 0;
     free(beside);
-    free(folder);
+    return failed;
+}
+
+/* Files beside the tokenizer's own that belong to it: the tokens that begin and end texts, templates of conversations,
+ * and the forms that other programs read. transformers keeps further templates in a folder. */
+static const char *const beside[] = {"tokenizer_config.json", "chat_template.jinja", "chat_template.json",
+                                     "special_tokens_map.json", "added_tokens.json"};
+static const char *const other_forms[] = {"tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt"};
+#define TEMPLATES "additional_chat_templates"
+
+typedef struct templates {
+    mt_tokenizer *tokenizer;
+    const char *folder; // of the tokenizer
+    mt_error *error;
+} templates;
+
+static int keep_template(const char *folder, const char *name, void *context) {
+    templates *t = context;
+    char inner[300];
+    (void)folder;
+    if (!mt_text_ends_with(name, ".jinja")) return 0;
+    if (strlen(name) > 200 || strpbrk(name, "\"\\\n"))
+        return mt_error_set(t->error, "%s/" TEMPLATES "/%.200s: cannot be saved under this name; rename it", t->folder,
+                            name);
+    snprintf(inner, sizeof inner, TEMPLATES "/%s", name);
+    return keep_beside(t->tokenizer, t->folder, inner, t->error);
+}
+
+static int keep_all_beside(mt_tokenizer *tokenizer, const char *folder, mt_error *error) {
+    char *path = mt_path_join(folder, TEMPLATES);
+    templates t = {tokenizer, folder, error};
+    int failed = 0;
+    for (size_t i = 0; i < sizeof beside / sizeof *beside && !failed; i++)
+        failed = keep_beside(tokenizer, folder, beside[i], error);
+    // a reader takes tokenizer.json where there are several, so that the others may stand beside it
+    for (size_t i = 0; i < sizeof other_forms / sizeof *other_forms && !failed; i++)
+        if (tokenizer->in_folder && find_file(tokenizer, "tokenizer.json"))
+            failed = keep_beside(tokenizer, folder, other_forms[i], error);
+    if (!failed && is_folder(path)) failed = mt_folder_visit(path, keep_template, &t);
+    free(path);
     return failed;
 }
 
 static int open_json(mt_tokenizer *tokenizer, const char *path, mt_error *error) {
     if (keep_file(tokenizer, path, "tokenizer.json", !tokenizer->in_folder, error)) return -1;
-    if (keep_beside(tokenizer, path, "tokenizer_config.json", error)) return -1;
-    return mt_tokenizer_load_json(tokenizer, path, &tokenizer->files[0].content, &tokenizer->files[1].content, error);
+    char *folder = folder_of(path);
+    int failed = keep_beside(tokenizer, folder, "tokenizer_config.json", error);
+    const mt_file *config = find_file(tokenizer, "tokenizer_config.json");
+    if (!failed)
+        failed = mt_tokenizer_load_json(tokenizer, path, &tokenizer->files[0].content, config ? &config->content : NULL,
+                                        error);
+    free(folder);
+    return failed;
 }
 
 static int open_sentencepiece(mt_tokenizer *tokenizer, const char *path, mt_error *error) {
@@ -168,9 +230,9 @@ int mt_tokenizer_open(mt_tokenizer **out, mt_tokenizer_type type, const char *pa
                         : open_sentencepiece(tokenizer, path, error);
     else
         failed = folder ? open_in(tokenizer, path, "vocab.json", open_gpt2, error) : open_gpt2(tokenizer, path, error);
-    // the template of conversations and the tokens that begin a text, which a saved model must have too
-    if (!failed && !bytes) failed = keep_beside(tokenizer, tokenizer->path, "tokenizer_config.json", error);
-    if (!failed && !bytes) failed = keep_beside(tokenizer, tokenizer->path, "chat_template.jinja", error);
+    char *place = folder_of(tokenizer->path);
+    if (!failed && !bytes) failed = keep_all_beside(tokenizer, place, error); // a saved model must have them too
+    free(place);
     return finish_open(out, tokenizer, failed);
 }
 
@@ -199,6 +261,30 @@ int mt_tokenizer_open_folder(mt_tokenizer **out, const char *folder, mt_error *e
                         folder);
 }
 
+bool mt_folder_has_tokenizer(const char *folder) {
+    bool merges = mt_folder_has(folder, "vocab.json") && mt_folder_has(folder, "merges.txt");
+    return merges || mt_folder_has(folder, "tokenizer.json") || mt_folder_has(folder, "tokenizer.model");
+}
+
+int mt_tokenizer_keep_folder(mt_tokenizer **out, const char *folder, mt_error *error) {
+    mt_tokenizer *tokenizer = mt_tokenizer_new(folder);
+    int failed = 0;
+    for (size_t i = 0; i < sizeof other_forms / sizeof *other_forms && !failed; i++)
+        failed = keep_beside(tokenizer, folder, other_forms[i], error);
+    if (!failed) failed = keep_all_beside(tokenizer, folder, error);
+    for (int i = 0; i < tokenizer->file_count && !failed; i++) {
+        const mt_file *file = &tokenizer->files[i];
+        if (!mt_text_ends_with(file->name, ".json")) continue;
+        char *path = mt_path_join(folder, file->name);
+        json_t *json = mt_json_parse(file->content.bytes ? file->content.data : "", file->content.bytes, JSON_ALLOW_NUL,
+                                     path, error);
+        failed = json ? 0 : -1;
+        json_decref(json);
+        free(path);
+    }
+    return finish_open(out, tokenizer, failed);
+}
+
 int mt_tokenizer_check_links(const mt_tokenizer *tokenizer, mt_error *error) {
     for (int i = 0; i < tokenizer->file_count; i++)
         if (tokenizer->files[i].outside)
@@ -212,9 +298,11 @@ int mt_tokenizer_check_links(const mt_tokenizer *tokenizer, mt_error *error) {
 int mt_tokenizer_save(const mt_tokenizer *tokenizer, const char *folder, mt_error *error) {
     if (mt_tokenizer_check_links(tokenizer, error) != 0) return -1;
     for (int i = 0; i < tokenizer->file_count; i++) {
-        char *path = mt_path_join(folder, tokenizer->files[i].name);
+        char *path = mt_path_join(folder, tokenizer->files[i].name), *place = folder_of(path);
         const mt_text *content = &tokenizer->files[i].content;
-        int failed = mt_file_write(path, content->data, content->bytes, NULL, error);
+        int failed = strchr(tokenizer->files[i].name, '/') ? mt_folder_create(place, NULL, error) : 0;
+        free(place);
+        if (!failed) failed = mt_file_write(path, content->data, content->bytes, NULL, error);
         free(path);
         if (failed) return -1;
     }
@@ -222,12 +310,14 @@ int mt_tokenizer_save(const mt_tokenizer *tokenizer, const char *folder, mt_erro
 }
 
 uint64_t mt_tokenizer_fingerprint(const mt_tokenizer *tokenizer) {
-    uint64_t prints[sizeof tokenizer->files / sizeof *tokenizer->files + 1] = {0};
     if (!tokenizer) return 0;
+    uint64_t *prints = mt_calloc((tokenizer->file_count + 1) * (int64_t)sizeof *prints);
     for (int i = 0; i < tokenizer->file_count; i++)
         prints[i] = mt_contents_fingerprint(tokenizer->files[i].content.data, tokenizer->files[i].content.bytes, true);
     prints[tokenizer->file_count] = (uint64_t)tokenizer->vocab_size;
-    return mt_contents_fingerprint(prints, sizeof prints, true);
+    uint64_t print = mt_contents_fingerprint(prints, (tokenizer->file_count + 1) * (int64_t)sizeof *prints, true);
+    free(prints);
+    return print;
 }
 
 static bool tokens_are_equal(const mt_tokenizer *a, const mt_tokenizer *b, int32_t id) {

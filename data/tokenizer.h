@@ -55,6 +55,13 @@ int mt_tokenizer_open(mt_tokenizer **out, mt_tokenizer_type type, const char *pa
  * tokenizer.json, tokenizer.model, vocab.json with merges.txt. A folder with none of them is an error. */
 int mt_tokenizer_open_folder(mt_tokenizer **out, const char *folder, mt_error *error);
 
+/* True if a folder holds files of a tokenizer, of any kind. */
+bool mt_folder_has_tokenizer(const char *folder);
+
+/* The files of a folder's tokenizer, for mt_tokenizer_save and nothing else: where this program cannot open it, the
+ * folder that a model is saved to has it all the same. A file that is damaged JSON is an error. */
+int mt_tokenizer_keep_folder(mt_tokenizer **out, const char *folder, mt_error *error);
+
 /* An error if a file of the tokenizer's folder is a link that leads out of it, because mt_tokenizer_save would copy
  * any file that the folder's author points to. Files that the user named and a Hugging Face cache's snapshots may be
  * links. */

@@ -147,7 +147,7 @@ typedef struct mt_sentencepiece_rules {
 } mt_sentencepiece_rules;
 
 typedef struct mt_file {
-    char *name; // without folder
+    char *name; // without the tokenizer's folder
     mt_text content;
     char *outside; // the file that it was read from, if a link led out of the folder
 } mt_file;
@@ -187,7 +187,7 @@ struct mt_tokenizer {
     mt_join join;
     int strip_start; // leading spaces that decoding removes
 
-    mt_file files[4];
+    mt_file *files; // [file_count]
     int file_count;
     bool in_folder; // the user named the files' folder
 };
@@ -217,7 +217,8 @@ void mt_tokenizer_find_words(mt_tokenizer *tokenizer);
 
 /* ---- tokenizer_json.c, tokenizer_sentencepiece.c --------------------------------------------------------------- */
 
-/* The loaders fill a zeroed tokenizer from memory and refuse unknown parts by name; `path` is for messages. */
+/* The loaders fill a zeroed tokenizer from memory and refuse unknown parts by name; `path` is for messages. `config`,
+ * the tokenizer_config.json beside it, may be NULL. */
 int mt_tokenizer_load_json(mt_tokenizer *tokenizer, const char *path, const mt_text *json, const mt_text *config,
                            mt_error *error);
 int mt_tokenizer_load_gpt2(mt_tokenizer *tokenizer, const char *vocab_path, const mt_text *vocab,

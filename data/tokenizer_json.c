@@ -580,7 +580,12 @@ int mt_tokenizer_load_json(mt_tokenizer *tokenizer, const char *path, const mt_t
     loader l = {.tokenizer = tokenizer, .path = path, .error = error};
     json_t *config = NULL;
     if (config_json && config_json->bytes) {
-        config = parse_json("tokenizer_config.json", config_json, error);
+        const char *slash = strrchr(path, '/');
+        int folder = slash ? (int)(slash + 1 - path) : 0;
+        char *config_path = mt_malloc(folder + (int64_t)sizeof "tokenizer_config.json");
+        sprintf(config_path, "%.*stokenizer_config.json", folder, path);
+        config = parse_json(config_path, config_json, error);
+        free(config_path);
         if (!config) return -1;
     }
     json_t *root = parse_json(path, json, error);

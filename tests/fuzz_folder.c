@@ -3,7 +3,7 @@
 #include "../data/checkpoint.h"
 #include "../data/file.h"
 #include "../data/options.h"
-#include "../data/prompts.h"
+#include "../data/special_tokens.h"
 #include "../data/generate.h"
 #include "new_folder.h"
 
@@ -131,7 +131,7 @@ static void read_shape(void) {
         refused_in_one_line(&error);
     } else {
         char *folder = mt_checkpoint_resolve(root, &error);
-        if (folder && mt_stops_read(&stops, folder, &options, &error) != 0) refused_in_one_line(&error);
+        if (folder && mt_stops_of_options(&stops, &options, &error) != 0) refused_in_one_line(&error);
         free(folder);
         load_shape(&options);
     }

@@ -4,6 +4,7 @@
 #include "../data/options.h"
 #include "../data/prompts.h"
 #include "../data/response.h"
+#include "../data/special_tokens.h"
 #include "../data/generate.h"
 
 #include <jansson.h>
@@ -1113,25 +1114,53 @@ static void texts_begin_with_bos_where_hugging_face_adds_one(void **state) {
 
 static void stop_tokens_come_from_generation_config_or_config(void **state) {
     (void)state;
-    char folder[] = "/tmp/mt_test_stops_XXXXXX";
+    char folder[] = "/tmp/mt_test_stops_XXXXXX", text[4000];
     assert_non_null(mkdtemp(folder));
     mt_options options = read_family(0); // eos_token_id 1
     mt_stops stops;
     mt_error error;
-    assert_int_equal(mt_stops_read(&stops, folder, &options, &error), 0);
+    assert_int_equal(mt_generation_config_read(&options, folder, &error), 0);
+    assert_int_equal(mt_stops_of_options(&stops, &options, &error), 0);
     assert_int_equal(stops.count, 1);
     assert_int_equal(stops.ids[0], 1);
-    write_text(folder, "generation_config.json", "{\"eos_token_id\": [7, 9]}");
-    assert_int_equal(mt_stops_read(&stops, folder, &options, &error), 0);
+    write_text(folder, "generation_config.json", "{\"eos_token_id\": [7, 9, 7]}");
+    assert_int_equal(mt_generation_config_read(&options, folder, &error), 0);
+    assert_int_equal(mt_stops_of_options(&stops, &options, &error), 0);
     assert_int_equal(stops.count, 2);
     assert_int_equal(stops.ids[1], 9);
-    write_text(folder, "generation_config.json", "{\"eos_token_id\": 5}");
-    assert_int_equal(mt_stops_read(&stops, folder, &options, &error), 0);
+    write_text(folder, "generation_config.json",
+               "{\"eos_token_id\": 5, \"max_length\": 1000000000000000019884624838656}");
+    assert_int_equal(mt_generation_config_read(&options, folder, &error), 0);
+    assert_int_equal(mt_stops_of_options(&stops, &options, &error), 0);
     assert_int_equal(stops.count, 1);
     assert_int_equal(stops.ids[0], 5);
-    write_text(folder, "generation_config.json", "[1, 2]");
-    assert_int_equal(mt_stops_read(&stops, folder, &options, &error), -1);
-    assert_non_null(strstr(error.text, "generation_config.json"));
+    for (int count = MT_MAX_STOPS; count <= MT_MAX_STOPS + 1; count++) { // all of a list end a text, or it is refused
+        int used = snprintf(text, sizeof text, "{\"eos_token_id\": [0");
+        for (int id = 1; id < count; id++) used += snprintf(text + used, sizeof text - (size_t)used, ", %d", id);
+        snprintf(text + used, sizeof text - (size_t)used, "]}");
+        write_text(folder, "generation_config.json", text);
+        assert_int_equal(mt_generation_config_read(&options, folder, &error), 0);
+        assert_int_equal(mt_stops_of_options(&stops, &options, &error), count > MT_MAX_STOPS ? -1 : 0);
+        if (count == MT_MAX_STOPS) assert_int_equal(stops.ids[count - 1], count - 1);
+    }
+    static const char *const wrong[] = {"[1, 2]",
+                                        "{\"eos_token_id\": \"80\"}",
+                                        "{\"eos_token_id\": 1.5}",
+                                        "{\"eos_token_id\": -5}",
+                                        "{\"eos_token_id\": true}",
+                                        "{\"eos_token_id\": {\"a\": 1}}",
+                                        "{\"eos_token_id\": [[1]]}",
+                                        "{\"eos_token_id\": [1, \"a\"]}",
+                                        "{\"eos_token_id\": [1, null]}",
+                                        "{\"eos_token_id\": 1000000000000000019884624838656}",
+                                        "{\"bos_token_id\": [1]}",
+                                        "{\"pad_token_id\": \"0\"}"};
+    for (size_t i = 0; i < sizeof wrong / sizeof *wrong; i++) {
+        write_text(folder, "generation_config.json", wrong[i]);
+        if (mt_generation_config_read(&options, folder, &error) == 0) fail_msg("accepted: %s", wrong[i]);
+        assert_non_null(strstr(error.text, "generation_config.json"));
+        if (i > 0) assert_non_null(strstr(error.text, "token_id"));
+    }
     write_text(folder, "generation_config.json", NULL);
     rmdir(folder);
     mt_options_free(&options);

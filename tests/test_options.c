@@ -1892,6 +1892,29 @@ static void rope_is_read_in_both_forms(void **state) {
     expect_config_error(LLAMA ", \"rope_scaling\": {\"type\": \"linear\"}}", "needs a \"factor\"");
     expect_config_error(LLAMA ", \"rope_scaling\": {\"type\": \"linear\", \"factor\": 0}}", "\"factor\" is 0");
     expect_config_error(LLAMA ", \"rope_scaling\": [1]}", "must be an object");
+    // rope_scaling replaces rope_parameters as a whole; rope_theta beside both holds for what lacks it
+    const char *both = LLAMA ", \"rope_scaling\": {\"rope_type\": \"linear\", \"factor\": 4}, \"rope_parameters\": "
+                             "{\"rope_type\": \"yarn\", \"factor\": 2, \"rope_theta\": 7}%s}";
+    char json[1000];
+    snprintf(json, sizeof json, both, "");
+    expect_config(&o, json);
+    assert_true(o.rope_scaling_type == MT_ROPE_SCALING_LINEAR && o.rope_scaling_factor == 4 && o.rotary_base == 10000);
+    mt_options_free(&o);
+    snprintf(json, sizeof json, both, ", \"rope_theta\": 8");
+    expect_config(&o, json);
+    assert_true(o.rope_scaling_type == MT_ROPE_SCALING_LINEAR && o.rotary_base == 8);
+    mt_options_free(&o);
+    expect_config(&o, LLAMA ", \"rope_scaling\": {}, \"rope_parameters\": {\"rope_type\": \"yarn\", \"factor\": 2, "
+                            "\"original_max_position_embeddings\": 512, \"rope_theta\": 7}, "
+                            "\"original_max_position_embeddings\": 256}");
+    assert_true(o.rope_scaling_type == MT_ROPE_SCALING_YARN && o.rotary_base == 7);
+    assert_int_equal(o.original_max_position_embeddings, 256);
+    mt_options_free(&o);
+    expect_config(&o, LLAMA ", \"rope_scaling\": {\"rope_type\": \"yarn\", \"factor\": 2}}");
+    assert_int_equal(o.original_max_position_embeddings, 4096);
+    mt_options_free(&o);
+    expect_config_error(LLAMA ", \"rope_parameters\": {\"full_attention\": {\"rope_type\": \"default\"}}}",
+                        "parameters of its own for \"full_attention\"");
     expect_config_error(LLAMA ", \"rope_parameters\": {\"rope_type\": \"yarn\", \"factor\": 2, \"truncate\": false}}",
                         "truncate");
 }
@@ -1928,6 +1951,48 @@ static void windows_are_read_where_every_layer_has_one(void **state) {
                         "must list 2 layers");
     expect_config_error(QWEN2 ", \"use_sliding_window\": true, \"layer_types\": [\"linear_attention\", 3]}",
                         "linear_attention");
+    static const struct {
+        const char *family, *rest;
+        int window; // -1: refused
+    } cases[] = {
+#define SLIDING ", \"use_sliding_window\": true, \"sliding_window\": 17"
+#define FULL    "\"layer_types\": [\"full_attention\", \"full_attention\"]"
+#define ALL     "\"layer_types\": [\"sliding_attention\", \"sliding_attention\"]"
+#define MIXED   "\"layer_types\": [\"sliding_attention\", \"full_attention\"]"
+        {"qwen2", SLIDING ", " FULL, 0},
+        {"qwen2", SLIDING ", " ALL, 17},
+        {"qwen3", SLIDING ", " MIXED, -1},
+        {"qwen2", ", \"use_sliding_window\": false, \"sliding_window\": 17, " FULL, 0},
+        {"qwen2", ", \"use_sliding_window\": false, \"sliding_window\": 17, " ALL, -1}, // transformers refuses it too
+        {"qwen2", ", \"use_sliding_window\": true, \"sliding_window\": null", 0},
+        {"qwen3_moe", SLIDING, 17}, // every layer, whatever max_window_layers says
+        {"qwen3_moe", SLIDING ", \"max_window_layers\": 2", 17},
+        {"qwen3_moe", SLIDING ", " MIXED, -1},
+        {"qwen3_moe", SLIDING ", " ALL, 17},
+        {"qwen2_moe", SLIDING, -1}, // every second layer before max_window_layers
+        {"qwen2_moe", SLIDING ", \"max_window_layers\": 0", 0},
+        {"qwen2_moe", SLIDING ", " ALL, 17},
+        {"qwen2_moe", SLIDING ", " FULL, 0},
+        {"mistral", ", \"sliding_window\": 17, " ALL, 17},
+        {"mistral", ", \"sliding_window\": null, " FULL, 0},
+        {"mistral", ", \"sliding_window\": 17, " MIXED, -1},
+        {"mistral", ", \"sliding_window\": 17, " FULL, -1},
+        {"mixtral", ", \"sliding_window\": 17, " MIXED, -1},
+    };
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        snprintf(json, sizeof json,
+                 "{\"model_type\": \"%s\", \"num_key_value_heads\": 2, \"num_experts_per_tok\": 2, "
+                 "\"num_local_experts\": 4, \"moe_intermediate_size\": 8, \"shared_expert_intermediate_size\": 8, "
+                 "" LLAMA_SIZES "%s}",
+                 cases[i].family, cases[i].rest);
+        if (cases[i].window < 0) {
+            expect_config_error(json, "layer");
+            continue;
+        }
+        expect_config(&o, json);
+        if (o.window_size != cases[i].window) fail_msg("%s\n  gave a window of %lld", json, (long long)o.window_size);
+        mt_options_free(&o);
+    }
 }
 
 static void biases_are_read_apart(void **state) {
@@ -1956,7 +2021,8 @@ static void bad_configs_are_refused_by_key(void **state) {
                         "\"vocab_size\" must be a whole number");
     expect_config_error("{\"model_type\": \"llama\", \"vocab_size\": -1}", "\"vocab_size\" is -1, must be in [1,");
     expect_config_error("{\"model_type\": \"llama\", \"vocab_size\": 1e3}", "must be a whole number");
-    expect_config_error("{\"model_type\": \"llama\", \"vocab_size\": 99999999999999999999}", "not JSON");
+    expect_config_error("{\"model_type\": \"llama\", \"vocab_size\": 99999999999999999999}",
+                        "\"vocab_size\" must be a whole number, not 1e20");
     expect_config_error(LLAMA ", \"rms_norm_eps\": 2}", "\"rms_norm_eps\" is 2, must be in");
     expect_config_error(LLAMA ", \"rms_norm_eps\": \"x\"}", "\"rms_norm_eps\" must be a number");
     expect_config_error(LLAMA ", \"num_key_value_heads\": 3}", "the 4 heads do not divide into 3 groups");
@@ -1978,7 +2044,7 @@ static void bad_configs_are_refused_by_key(void **state) {
                         "\"activation_scheme\" of \"quantization_config\" is static");
     expect_config_error(LLAMA ", \"partial_rotary_factor\": 0.5}", "partial_rotary_factor");
     expect_config_error(LLAMA ", \"head_dim\": 15}", "must be a multiple of 2");
-    expect_config_error(LLAMA ", \"eos_token_id\": \"x\"}", "\"eos_token_id\" must be a token");
+    expect_config_error(LLAMA ", \"eos_token_id\": \"x\"}", "\"eos_token_id\" is \"x\", must be a token");
     expect_config_error("{\"model_type\": \"megatron\", \"vocab_size\": 9, \"num_query_groups\": -1, "
                         "\"num_attention_heads\": -9223372036854775808}",
                         "must be in");
@@ -2044,6 +2110,135 @@ static char *describe(mt_options *o) {
     fprintf(file, "%s %d %d %lld %lld %lld\n", mt_hf_family_name(o->hf_family), o->attention_output_bias, o->mlp_bias,
             (long long)o->bos_token_id, (long long)o->eos_token_id, (long long)o->padded_vocab_size);
     return read_stream(file);
+}
+
+#define MISTRAL        "{\"model_type\": \"mistral\", \"num_key_value_heads\": 2, " LLAMA_SIZES
+#define QWEN3          "{\"model_type\": \"qwen3\", \"num_key_value_heads\": 2, " LLAMA_SIZES
+#define FAMILY_EXPERTS ", \"num_experts_per_tok\": 8, \"num_local_experts\": 16, \"moe_intermediate_size\": 16"
+#define MIXTRAL        "{\"model_type\": \"mixtral\", \"num_key_value_heads\": 2" FAMILY_EXPERTS ", " LLAMA_SIZES
+#define QWEN2MOE                                                                                                       \
+    "{\"model_type\": \"qwen2_moe\", \"num_key_value_heads\": 2, \"shared_expert_intermediate_size\": "                \
+    "16" FAMILY_EXPERTS ", " LLAMA_SIZES
+#define QWEN3MOE "{\"model_type\": \"qwen3_moe\", \"num_key_value_heads\": 2" FAMILY_EXPERTS ", " LLAMA_SIZES
+#define DEEPSEEK_V3                                                                                                    \
+    "{\"model_type\": \"deepseek_v3\", \"num_key_value_heads\": 4, \"kv_lora_rank\": 8, \"qk_nope_head_dim\": 4, "     \
+    "\"qk_rope_head_dim\": 4, \"v_head_dim\": 4" FAMILY_EXPERTS ", \"num_hidden_layers\": 5, \"hidden_size\": 64, "    \
+    "\"intermediate_size\": 128, \"num_attention_heads\": 4, \"max_position_embeddings\": 4096, \"vocab_size\": 100"
+#define GPT2                                                                                                           \
+    "{\"model_type\": \"gpt2\", \"n_layer\": 1, \"n_head\": 2, \"n_embd\": 8, \"n_positions\": 8, "                    \
+    "\"vocab_size\": 60000"
+#define COMMON                                                                                                         \
+    "\"initializer_range\": 0.02", "\"tie_word_embeddings\": false", "\"hidden_act\": \"silu\"",                       \
+        "\"attention_dropout\": 0.0", "\"use_cache\": true", "\"rope_parameters\": null", "\"rope_scaling\": null"
+#define QWEN_WINDOW                                                                                                    \
+    "\"use_sliding_window\": false", "\"sliding_window\": 4096", "\"max_window_layers\": 28", "\"layer_types\": null", \
+        "\"bos_token_id\": null", "\"eos_token_id\": null"
+#define QWEN_EXPERTS                                                                                                   \
+    "\"decoder_sparse_step\": 1", "\"norm_topk_prob\": false", "\"router_aux_loss_coef\": 0.001",                      \
+        "\"mlp_only_layers\": null", "\"mlp_only_layers\": []"
+
+/* The defaults of transformers 5 (configuration_FAMILY.py). */
+static void a_key_that_a_family_omits_has_the_familys_default(void **state) {
+    (void)state;
+    static const struct {
+        const char *file, *spelled[24];
+    } families[] = {
+        {GPT2,
+         {"\"initializer_range\": 0.02", "\"tie_word_embeddings\": true", "\"n_inner\": null", "\"n_inner\": 32",
+          "\"activation_function\": \"gelu_new\"", "\"layer_norm_epsilon\": 1e-5", "\"embd_pdrop\": 0.1",
+          "\"resid_pdrop\": 0.1", "\"attn_pdrop\": 0.1", "\"scale_attn_weights\": true", "\"bos_token_id\": 50256",
+          "\"eos_token_id\": 50256"}},
+        {LLAMA,
+         {COMMON, "\"num_key_value_heads\": 4", "\"num_key_value_heads\": null", "\"rms_norm_eps\": 1e-6",
+          "\"rope_theta\": 10000.0", "\"head_dim\": 16", "\"head_dim\": null", "\"attention_bias\": false",
+          "\"mlp_bias\": false", "\"bos_token_id\": 1", "\"eos_token_id\": 2"}},
+        {MISTRAL,
+         {COMMON, "\"rms_norm_eps\": 1e-6", "\"rope_theta\": 10000.0", "\"head_dim\": 16", "\"head_dim\": null",
+          "\"sliding_window\": 4096", "\"bos_token_id\": 1", "\"eos_token_id\": 2"}},
+        {MIXTRAL,
+         {COMMON, "\"rms_norm_eps\": 1e-5", "\"rope_theta\": 1000000.0", "\"head_dim\": 16", "\"sliding_window\": null",
+          "\"router_aux_loss_coef\": 0.001", "\"router_jitter_noise\": 0.0", "\"bos_token_id\": 1",
+          "\"eos_token_id\": 2"}},
+        {QWEN2, {COMMON, QWEN_WINDOW, "\"rms_norm_eps\": 1e-6", "\"rope_theta\": 10000.0", "\"head_dim\": 16"}},
+        {QWEN3,
+         {COMMON, QWEN_WINDOW, "\"rms_norm_eps\": 1e-6", "\"rope_theta\": 10000.0", "\"head_dim\": 128",
+          "\"attention_bias\": false"}},
+        {QWEN2MOE,
+         {COMMON, QWEN_WINDOW, QWEN_EXPERTS, "\"rms_norm_eps\": 1e-6", "\"rope_theta\": 10000.0", "\"head_dim\": 16",
+          "\"qkv_bias\": true"}},
+        {QWEN3MOE,
+         {COMMON, QWEN_WINDOW, QWEN_EXPERTS, "\"rms_norm_eps\": 1e-6", "\"rope_theta\": 10000.0", "\"head_dim\": 16",
+          "\"attention_bias\": false"}},
+        {DEEPSEEK_V3,
+         {COMMON, "\"rms_norm_eps\": 1e-6", "\"rope_theta\": 10000.0", "\"q_lora_rank\": 1536",
+          "\"rope_interleave\": true", "\"n_shared_experts\": 1", "\"n_group\": 8", "\"topk_group\": 4",
+          "\"routed_scaling_factor\": 2.5", "\"first_k_dense_replace\": 3", "\"norm_topk_prob\": true",
+          "\"attention_bias\": false", "\"num_nextn_predict_layers\": 1", "\"num_mtp_layers\": 1",
+          "\"bos_token_id\": 0", "\"eos_token_id\": 1"}},
+    };
+    for (size_t i = 0; i < sizeof families / sizeof *families; i++) {
+        mt_options sparse, full;
+        char json[2000];
+        snprintf(json, sizeof json, "%s}", families[i].file);
+        expect_config(&sparse, json);
+        int64_t stored = sparse.mtp_layers_stored;
+        char *expected = describe(&sparse);
+        for (const char *const *key = families[i].spelled; *key; key++) {
+            snprintf(json, sizeof json, "%s, %s}", families[i].file, *key);
+            expect_config(&full, json);
+            char *found = describe(&full);
+            if (strcmp(found, expected) != 0 || full.mtp_layers_stored != stored)
+                fail_msg("%s\n  gives: %s\n  without %s: %s", json, found, *key, expected);
+            free(found), mt_options_free(&full);
+        }
+        free(expected), mt_options_free(&sparse);
+    }
+}
+
+/* Each value is refused with its key; none counts as 0, false or absent. */
+static void values_of_a_wrong_type_are_refused_with_their_key(void **state) {
+    (void)state;
+    static const struct {
+        const char *file, *key, *wrong[5];
+    } cases[] = {
+        {QWEN2, "use_sliding_window", {"\"true\"", "1", "0", "[]", "{}"}},
+        {QWEN2, "max_window_layers", {"\"0\"", "1.0", "true", "[0]", "1e40"}},
+        {QWEN2, "layer_types", {"\"full_attention\"", "{}", "2", "true", "[1, 2]"}},
+        {QWEN2, "sliding_window", {"\"17\"", "17.0", "true", "[17]", "{}"}},
+        {LLAMA, "is_causal", {"false", "\"true\"", "1", "[]", "{}"}},
+        {LLAMA, "rope_scaling", {"\"linear\"", "2", "true", "[1]", "1.5"}},
+        {LLAMA, "rope_parameters", {"\"linear\"", "2", "true", "[1]", "1.5"}},
+        {LLAMA, "partial_rotary_factor", {"\"1\"", "true", "[1]", "{}", "0.5"}},
+        {LLAMA, "architectures", {"\"LlamaForTokenClassification\"", "1", "true", "{}", "[1]"}},
+        {LLAMA, "quantization_config", {"\"fp8\"", "1", "true", "[]", "false"}},
+        {LLAMA, "eos_token_id", {"\"2\"", "2.0", "true", "{}", "[[2]]"}},
+        {LLAMA, "bos_token_id", {"\"2\"", "2.0", "true", "{}", "[2]"}},
+        {LLAMA, "pad_token_id", {"\"2\"", "2.0", "true", "{}", "[2]"}},
+        {LLAMA, "head_dim", {"\"16\"", "16.0", "true", "[16]", "1e40"}},
+        {GPT2, "reorder_and_upcast_attn", {"\"false\"", "0", "true", "[]", "{}"}},
+        {GPT2, "scale_attn_by_inverse_layer_idx", {"\"false\"", "0", "true", "[]", "{}"}},
+        {GPT2, "n_inner", {"\"32\"", "32.0", "true", "[32]", "{}"}},
+        {QWEN3MOE, "mlp_only_layers", {"\"0\"", "0", "true", "[\"0\"]", "[0.0]"}},
+        {QWEN3MOE, "decoder_sparse_step", {"\"1\"", "1.0", "true", "[1]", "0"}},
+        {QWEN3MOE, "norm_topk_prob", {"\"true\"", "1", "0", "[]", "{}"}},
+        {MIXTRAL, "router_jitter_noise", {"\"0.0\"", "0.1", "true", "[0]", "{}"}},
+        {DEEPSEEK_V3, "first_k_dense_replace", {"\"1\"", "1.0", "true", "[1]", "{}"}},
+        {DEEPSEEK_V3, "num_nextn_predict_layers", {"\"1\"", "1.0", "true", "[1]", "-1"}},
+    };
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++)
+        for (int k = 0; k < 5; k++) {
+            char json[2000], key[100];
+            snprintf(json, sizeof json, "%s, \"%s\": %s}", cases[i].file, cases[i].key, cases[i].wrong[k]);
+            snprintf(key, sizeof key, "%s\"", cases[i].key);
+            bool of_rope = strncmp(cases[i].key, "rope_", 5) == 0;
+            expect_config_error(json, of_rope ? "must be an object" : key);
+        }
+    expect_config_error(LLAMA ", \"rope_scaling\": {\"type\": \"linear\", \"factor\": \"2\"}}",
+                        "\"factor\" must be a number");
+    expect_config_error(LLAMA ", \"rope_parameters\": {\"rope_type\": \"yarn\", \"factor\": 2, \"truncate\": 0}}",
+                        "\"truncate\" must be true or false");
+    expect_config_error(LLAMA ", \"architectures\": [\"LlamaForTokenClassification\"], \"num_labels\": \"1\"}",
+                        "\"num_labels\" must be a whole number");
 }
 
 static void expect_round_trip(const char *line, const char *family) {
@@ -2470,6 +2665,8 @@ static const struct CMUnitTest tests[] = {
     cmocka_unit_test(bad_configs_are_refused_by_key),
     cmocka_unit_test(what_a_family_cannot_compute_is_refused),
     cmocka_unit_test(tokens_are_the_first_of_a_list),
+    cmocka_unit_test(a_key_that_a_family_omits_has_the_familys_default),
+    cmocka_unit_test(values_of_a_wrong_type_are_refused_with_their_key),
     cmocka_unit_test(bad_steps_have_rules_that_go_together),
     cmocka_unit_test(written_configs_read_back_as_the_same_model),
     cmocka_unit_test(what_exceeds_a_backends_limits_is_refused_in_one_line),
