@@ -49,15 +49,25 @@ static const char *mt_module_word(const char *module) {
 }
 
 /* The source of the targets, for messages. */
-static const char *mt_target_source(const mt_options *o) {
+static const char *mt_target_source(const mt_options *o, char text[300]) {
     bool given = !o->load_adapter || mt_options_gave(o, MT_AT(lora_target));
-    return given ? "--lora-target" : "--load-adapter: target_modules";
+    snprintf(text, 300, "--lora-target");
+    if (!given)
+        snprintf(text, 300, "--load-adapter %.200s: \"target_modules\" of adapter_config.json", o->load_adapter);
+    return text;
+}
+
+/* A target as its source has it: the mark of a pattern is --lora-target's. */
+static const char *mt_target_text(const mt_options *o, const char *target) {
+    bool given = !o->load_adapter || mt_options_gave(o, MT_AT(lora_target));
+    return !given && strncmp(target, MT_TARGET_REGEX, strlen(MT_TARGET_REGEX)) == 0 ? target + strlen(MT_TARGET_REGEX)
+                                                                                    : target;
 }
 
 /* No matrix has this name: names the nearest one and all others. */
 static int mt_target_refuse(const mt_options *o, const char *target, const mt_param *rows, int64_t count,
                             mt_error *error) {
-    char words[512] = "", module[160], nearest[200] = "";
+    char words[512] = "", module[160] = "", nearest[200] = "", source[300];
     int best = 3; // edits
     for (int64_t i = 0; i < count; i++) {
         if (!rows[i].can_adapt) continue;
@@ -76,8 +86,13 @@ static int mt_target_refuse(const mt_options *o, const char *target, const mt_pa
         int edits = mt_edit_distance(target, strlen(target), dashed);
         if (edits < best) best = edits, snprintf(nearest, sizeof nearest, "; did you mean %s?", word);
     }
-    return mt_error_set(error, "%s %s: no matrix of this model that can have an adapter has this name%s (%s)",
-                        mt_target_source(o), target, nearest, words + 1);
+    if (strncmp(target, MT_TARGET_REGEX, strlen(MT_TARGET_REGEX)) == 0)
+        return mt_error_set(error,
+                            "%s %.200s: the pattern matches the whole name of no matrix of this model that can have an "
+                            "adapter, such as %s",
+                            mt_target_source(o, source), mt_target_text(o, target), module);
+    return mt_error_set(error, "%s %.200s: no matrix of this model that can have an adapter has this name%s (%s)",
+                        mt_target_source(o, source), target, nearest, words + 1);
 }
 
 /* Marks the matrices whose whole module names match a pattern; returns their number, or -1. */
@@ -102,7 +117,9 @@ static int64_t mt_target_match_pattern(const char *pattern, const mt_param *rows
         int status = pcre2_match(regex, (PCRE2_SPTR)module, strlen(module), 0, 0, match, NULL);
         named[i] |= status >= 0;
         found = status >= 0 ? found + 1 : status == PCRE2_ERROR_NOMATCH ? found : -1;
-        if (found < 0) mt_error_set(error, "PCRE2 gave up on %s", module);
+        PCRE2_UCHAR why[256];
+        pcre2_get_error_message(status, why, sizeof why);
+        if (found < 0) mt_error_set(error, "PCRE2 gave up on %s: %s; simplify the pattern", module, (char *)why);
     }
     pcre2_match_data_free(match), pcre2_code_free(regex);
     return found;
@@ -117,11 +134,12 @@ static int64_t mt_target_match_pattern(const char *pattern, const mt_param *rows
 static int mt_target_add(const mt_options *o, const char *target, const mt_param *rows, int64_t count, bool *named,
                          mt_error *error) {
     bool all = strcmp(target, "all-linear") == 0, is_pattern = strncmp(target, MT_TARGET_REGEX, 6) == 0;
-    char module[160];
+    char module[160], source[300];
     int64_t found = 0;
     mt_error why;
     if (is_pattern) found = mt_target_match_pattern(target + 6, rows, count, named, &why);
-    if (found < 0) return mt_error_set(error, "%s %s: %s", mt_target_source(o), target, why.text);
+    if (found < 0)
+        return mt_error_set(error, "%s %.200s: %s", mt_target_source(o, source), mt_target_text(o, target), why.text);
     for (int64_t i = 0; i < count && !is_pattern; i++) {
         mt_module_name(module, &rows[i]);
         if (!rows[i].can_adapt || !(all || mt_target_matches(target, module))) continue;
@@ -132,7 +150,7 @@ static int mt_target_add(const mt_options *o, const char *target, const mt_param
 
 /* The roles of the named matrices; all matrices of a role must be named. */
 static int mt_targets_take(mt_options *o, const mt_param *rows, int64_t count, const bool *named, mt_error *error) {
-    char with[160], without[160];
+    char with[160], without[160], source[300];
     const mt_param *first[64] = {0};
     for (int64_t i = 0; i < count; i++) {
         if (!named[i]) continue;
@@ -145,7 +163,7 @@ static int mt_targets_take(mt_options *o, const mt_param *rows, int64_t count, c
         return mt_error_set(error,
                             "%s: names %s but not %s; adapters of some layers or experts only are not supported; name "
                             "all by %s",
-                            mt_target_source(o), with, without, mt_module_word(with));
+                            mt_target_source(o, source), with, without, mt_module_word(with));
     }
     return 0;
 }
@@ -257,28 +275,46 @@ static int mt_peft_take(mt_options *o, size_t offset, const char *text, bool ove
 static char *mt_peft_targets(const json_t *modules, const char *path, mt_error *error) {
     if (json_is_string(modules) && strcmp(json_string_value(modules), "all-linear") == 0)
         return mt_strdup("all-linear");
-    char *text = mt_calloc(64 * 1024);
-    if (json_string_length(modules) > 0) snprintf(text, 64 * 1024, MT_TARGET_REGEX "%s", json_string_value(modules));
-    for (size_t i = 0; json_is_array(modules) && i < json_array_size(modules); i++) {
+    size_t count = json_array_size(modules);
+    int64_t room = (int64_t)(sizeof MT_TARGET_REGEX + json_string_length(modules)), used = 0;
+    bool good = json_string_length(modules) > 0 || count > 0;
+    for (size_t i = 0; i < count && good; i++) {
         const char *name = json_string_value(json_array_get(modules, i));
-        if (!name || strlen(text) + strlen(name) + 2 > 64 * 1024) continue;
-        if (*text) strcat(text, ",");
-        strcat(text, name);
+        good = name && *name && !strchr(name, ',');
+        room += good ? (int64_t)strlen(name) + 1 : 0;
     }
-    if (*text) return text;
-    mt_error_set(error, "%s: \"target_modules\" must be a list of modules' names, a pattern, or \"all-linear\"", path);
-    free(text);
-    return NULL;
+    if (!good) {
+        char *value = json_dumps(modules, JSON_COMPACT | JSON_ENCODE_ANY);
+        mt_error_set(
+            error,
+            "%s: \"target_modules\" must be a list of modules' names, a pattern, or \"all-linear\", not %.100s; "
+            "correct the file",
+            path, value ? value : "absent");
+        free(value);
+        return NULL;
+    }
+    char *text = mt_malloc(room);
+    if (json_is_string(modules)) sprintf(text, MT_TARGET_REGEX "%s", json_string_value(modules));
+    for (size_t i = 0; i < count; i++)
+        used += sprintf(text + used, "%s%s", i > 0 ? "," : "", json_string_value(json_array_get(modules, i)));
+    return text;
 }
 
 /* Checks the numbers of the file, and that its matrices are transposed as the model's. */
 static int mt_peft_check_values(const mt_options *o, const json_t *json, int64_t *rank, const char *path,
                                 mt_error *error) {
+    static const mt_json_field fields[] = {
+        {"r", MT_JSON_INT, "a whole number"},
+        {"lora_alpha", MT_JSON_NUMBER, "a number"},
+        {"lora_dropout", MT_JSON_NUMBER, "a number"},
+        {"fan_in_fan_out", MT_JSON_BOOL, "true or false"},
+    };
     const json_t *alpha = json_object_get(json, "lora_alpha"), *dropout = json_object_get(json, "lora_dropout");
     double p = json_number_value(dropout);
+    if (mt_json_check_fields(json, fields, sizeof fields / sizeof *fields, path, error) != 0) return -1;
     if (!mt_json_int(json_object_get(json, "r"), 1, 65536, rank) || !(json_number_value(alpha) > 0))
         return mt_error_set(error, "%s: \"r\" and \"lora_alpha\" must be positive numbers", path);
-    if (dropout && (!json_is_number(dropout) || !(p >= 0 && p < 1)))
+    if (!(p >= 0 && p < 1))
         return mt_error_set(error, "%s: \"lora_dropout\" must be a number from 0 to less than 1", path);
     if (json_is_true(json_object_get(json, "fan_in_fan_out")) && !mt_hf_families[o->hf_family].transposed)
         return mt_error_set(error,
@@ -317,7 +353,14 @@ int mt_adapter_read_options(mt_options *o, mt_error *error) {
     if (!o->load_adapter) return 0;
     char *folder = mt_options_falls_back(o) ? mt_checkpoint_resolve_whole(o->load_adapter, error)
                                             : mt_checkpoint_resolve(o->load_adapter, error);
-    int status = folder ? mt_adapter_read_config(o, folder, error) : -1;
+    int status = folder ? 0 : -1;
+    if (folder && !mt_folder_has(folder, "adapter_config.json") && mt_folder_has(folder, "config.json"))
+        status =
+            mt_error_set(error,
+                         "--load-adapter %s: holds a whole model, not an adapter; name it by --load, and leave out "
+                         "--lora-rank to continue its run, or give the adapter another --save",
+                         o->load_adapter);
+    if (status == 0) status = mt_adapter_read_config(o, folder, error);
     free(folder);
     return status;
 }

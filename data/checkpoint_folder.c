@@ -137,6 +137,9 @@ char *mt_checkpoint_resolve(const char *folder, mt_error *error) {
         free(found.numbers);
         int64_t newest = found.count > 0 ? mt_checkpoint_whole_before(folder, INT64_MAX, error) : -1;
         if (found.count > 0) return newest >= 0 ? mt_iteration_path(folder, newest) : NULL;
+        if (mt_link_check(folder, "config.json", error) != 0) return NULL;
+        if (mt_link_check(folder, "adapter_config.json", error) != 0) return NULL;
+        if (mt_link_check(folder, "latest_checkpointed_iteration.txt", error) != 0) return NULL;
         mt_error_set(error,
                      "%s: holds neither config.json nor latest_checkpointed_iteration.txt; name a Hugging Face "
                      "folder, or one that --save wrote",

@@ -149,10 +149,16 @@ static const mt_tensor_info *mt_weight_find(const mt_safetensors *set, const cha
     static const char *const prefixes[] = {"model.", "transformer."};
     const mt_tensor_info *tensor = mt_safetensors_find(set, name);
     if (!tensor && strcmp(name, "classifier.weight") == 0) tensor = mt_safetensors_find(set, "score.weight");
+    bool embeds = mt_text_ends_with(name, ".embed_tokens.weight") || mt_text_ends_with(name, ".wte.weight");
     for (int i = 0; !tensor && i < 2; i++)
         if (strncmp(name, prefixes[i], strlen(prefixes[i])) == 0)
             tensor = mt_safetensors_find(set, name + strlen(prefixes[i]));
-    return tensor;
+    return tensor || !embeds ? tensor : mt_safetensors_find(set, "lm_head.weight"); // mt_tensor_serves
+}
+
+/* False for the head in place of an embedding that is not in the folder, unless the model is tied. */
+static bool mt_tensor_serves(const mt_tensor_info *tensor, const mt_param *param, const mt_options *options) {
+    return param->is_head || mt_options_tied(options) || strcmp(tensor->name, "lm_head.weight") != 0;
 }
 
 /* The tensor that holds one state of a parameter. */
@@ -198,13 +204,42 @@ static int64_t mt_tensor_layer(const char *name, const char **rest) {
     return *end == '.' && errno == 0 ? layer : -1;
 }
 
+/* The embedding, for the head of a tied language model; NULL for any other tensor. */
+static const char *mt_tensor_tied_to(const mt_options *options, const char *name) {
+    const char *holder =
+        options->head_type == MT_HEAD_LM && mt_options_tied(options) ? mt_shared_tensor(options, name, false) : NULL;
+    return holder && strcmp(holder, name) != 0 ? holder : NULL;
+}
+
 /* The name of the tensor that this one repeats, or NULL. DeepSeek's folders hold the embedding and the output layer
  * again in every module of multi-token prediction, which shares them with the model. */
 static const char *mt_tensor_repeats(const mt_options *options, const char *name) {
     const char *rest;
+    if (mt_tensor_tied_to(options, name)) return mt_tensor_tied_to(options, name);
     int64_t module = mt_tensor_layer(name, &rest) - options->num_layers;
     if (module < 0 || module >= options->mtp_num_layers) return NULL;
     return mt_shared_tensor(options, rest, true);
+}
+
+/* True if two tensors have the same shape and values, perhaps in two types. */
+static bool mt_tensors_equal(const mt_tensor_info *a, const mt_tensor_info *b) {
+    enum { PART = 1024 };
+    float x[PART], y[PART];
+    int64_t count = 1, size[2] = {mt_dtype_size(a->dtype), mt_dtype_size(b->dtype)};
+    if (a->num_dims != b->num_dims) return false;
+    for (int64_t i = 0; i < a->num_dims; i++) {
+        if (a->shape[i] != b->shape[i]) return false;
+        count *= a->shape[i];
+    }
+    if (a->dtype == b->dtype) return memcmp(a->data, b->data, (size_t)a->bytes) == 0;
+    if (size[0] < 2 || size[1] < 2) return false;
+    for (int64_t i = 0, n; i < count; i += n) {
+        n = mt_min(PART, count - i);
+        mt_stored_to_f32(x, 1, (const char *)a->data + i * size[0], a->dtype, n);
+        mt_stored_to_f32(y, 1, (const char *)b->data + i * size[1], b->dtype, n);
+        if (memcmp(x, y, (size_t)n * sizeof *x) != 0) return false;
+    }
+    return true;
 }
 
 /* A repeated tensor must have the same values, or training would lose them. */
@@ -212,10 +247,12 @@ static int mt_tensor_check_repeated(const mt_options *options, const mt_safetens
                                     mt_error *error) {
     const char *name = mt_tensor_repeats(options, tensor->name);
     const mt_tensor_info *shared = name ? mt_weight_find(set, name) : NULL;
-    if (!shared) return 0;
-    if (shared->dtype == tensor->dtype && shared->bytes == tensor->bytes &&
-        memcmp(shared->data, tensor->data, (size_t)tensor->bytes) == 0)
-        return 0;
+    if (!shared || mt_tensors_equal(shared, tensor)) return 0;
+    if (mt_tensor_tied_to(options, tensor->name))
+        return mt_error_set(error,
+                            "%s: tensor \"%s\" is not the same as \"%s\", but config.json ties them; set "
+                            "\"tie_word_embeddings\" to false there, so that each has its own weights",
+                            tensor->file, tensor->name, shared->name);
     return mt_error_set(error,
                         "%s: tensor \"%s\" is not the same as \"%s\", which modules of multi-token prediction share; "
                         "load with --mtp-num-layers 0",
@@ -298,6 +335,7 @@ static int mt_stem_check(const mt_safetensors *set, const char *stem, const mt_o
     for (int64_t i = 0; i < count; i++)
         for (int state = first; state < end && status == 0; state++) {
             const mt_tensor_info *tensor = mt_state_find(set, &rows[i], options->optimizer, (mt_param_state)state);
+            if (tensor && !mt_tensor_serves(tensor, &rows[i], options)) tensor = NULL;
             if (!tensor && weights && mt_param_grows(&rows[i], options)) continue;
             status = tensor ? mt_param_check(&rows[i], tensor, options, set, error)
                             : mt_state_missing(&rows[i], (mt_param_state)state, options, folder, set, error);
@@ -876,6 +914,21 @@ static int mt_target_check_finite(const mt_model *m, const mt_target *t, mt_erro
     return 0;
 }
 
+int mt_checkpoint_check(const mt_options *options, const char *folder, mt_error *error) {
+    mt_safetensors *set = NULL;
+    mt_error damage;
+    char *path = mt_checkpoint_resolve(folder, error);
+    int status = path ? mt_checkpoint_verify(path, false, error) : -1;
+    if (status == 0) {
+        status = mt_safetensors_open_folder(&set, path, "model", error);
+        if (status == 0) status = mt_stem_check(set, "model", options, path, error);
+        mt_safetensors_close(set);
+        if (status != 0 && mt_checkpoint_verify(path, true, &damage) != 0) *error = damage;
+    }
+    free(path);
+    return status;
+}
+
 /* Loads the weights (stem "model", or "adapter_model"), or the moments and any master weights (stem "optimizer"). A
  * bf16 run may continue in fp32, from its master weights, and an fp32 run in bf16, with its weights as master weights.
  */
@@ -1225,6 +1278,8 @@ static int mt_hf_create(mt_hf *hf, int64_t count, int64_t max_tokens, mt_error *
     mt_model_plan plan = mt_generator_plan(count, max_tokens, count * max_tokens);
     mt_run_state ignored;
     const mt_ops *ops = mt_backend_open(o->device, hf->grid, error);
+    const mt_group *world = &hf->grid->world;
+    if (mt_agree(world, world->rank == 0 && mt_checkpoint_check(o, o->load, error) != 0, error) != 0) return -1;
     if (!ops || mt_model_create(&hf->model, o, hf->grid, ops, &plan, error) != 0) return -1;
     return mt_checkpoint_load(hf->model, &ignored, o->load, error);
 }

@@ -25,6 +25,18 @@ char *mt_path_join(const char *folder, const char *name) {
     return path;
 }
 
+int mt_link_check(const char *folder, const char *name, mt_error *error) {
+    char target[1024], *path = mt_path_join(folder, name);
+    ssize_t length = readlink(path, target, sizeof target - 1);
+    bool leads = length < 0 || access(path, F_OK) == 0;
+    if (!leads) {
+        target[length] = 0;
+        mt_error_set(error, "%s: is a link to %.1000s: %s; get the file again", path, target, strerror(errno));
+    }
+    free(path);
+    return leads ? 0 : -1;
+}
+
 bool mt_path_exists(const char *path, int64_t length, const char *end) {
     char *whole = mt_malloc(length + (int64_t)strlen(end) + 1);
     sprintf(whole, "%.*s%s", (int)length, path, end);
@@ -572,6 +584,20 @@ json_t *mt_json_read(const char *path, mt_error *error) {
 bool mt_json_int(const json_t *item, int64_t low, int64_t high, int64_t *value) {
     *value = json_integer_value(item);
     return json_is_integer(item) && *value >= low && *value <= high;
+}
+
+int mt_json_check_fields(const json_t *object, const mt_json_field *fields, size_t count, const char *path,
+                         mt_error *error) {
+    for (const mt_json_field *field = fields; field < fields + count; field++) {
+        const json_t *value = json_object_get(object, field->key);
+        if (!value || json_is_null(value) || field->types >> json_typeof(value) & 1) continue;
+        char *text = json_dumps(value, JSON_COMPACT | JSON_ENCODE_ANY);
+        mt_error_set(error, "%s: \"%s\" must be %s, not %.60s; correct the file", path, field->key, field->wanted,
+                     text ? text : "this");
+        free(text);
+        return -1;
+    }
+    return 0;
 }
 
 void mt_json_set_int(json_t *object, const char *key, int64_t value) {

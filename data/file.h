@@ -37,6 +37,10 @@ int mt_folder_visit(const char *folder, mt_folder_visitor *visit, void *context)
  * a Hugging Face cache, whose snapshots are links. */
 char *mt_link_outside(const char *path);
 
+/* An error if FOLDER/NAME is a link to a file that is not there, as a download that broke off leaves it in Hugging
+ * Face's cache; no error without that name. */
+int mt_link_check(const char *folder, const char *name, mt_error *error);
+
 /* True when `text` ends with `end`. */
 bool mt_text_ends_with(const char *text, const char *end);
 
@@ -153,6 +157,28 @@ json_t *mt_json_read(const char *path, mt_error *error);
 
 /* True if the item is an integer of [low, high]; *value is set to it. */
 bool mt_json_int(const json_t *item, int64_t low, int64_t high, int64_t *value);
+
+/* Types of a JSON value, as bits. */
+enum {
+    MT_JSON_BOOL = 1 << JSON_TRUE | 1 << JSON_FALSE,
+    MT_JSON_INT = 1 << JSON_INTEGER,
+    MT_JSON_NUMBER = 1 << JSON_INTEGER | 1 << JSON_REAL,
+    MT_JSON_STRING = 1 << JSON_STRING,
+    MT_JSON_LIST = 1 << JSON_ARRAY,
+    MT_JSON_OBJECT = 1 << JSON_OBJECT
+};
+
+/* A key, the types that its value may have, and their names for the message. */
+typedef struct mt_json_field {
+    const char *key;
+    unsigned types;
+    const char *wanted;
+} mt_json_field;
+
+/* An error that names file, key and value if a value of the object has another type; null counts as absent. So readers
+ * behind it may take what has another type for absent. */
+int mt_json_check_fields(const json_t *object, const mt_json_field *fields, size_t count, const char *path,
+                         mt_error *error);
 
 /* Sets object[key]. */
 void mt_json_set_int(json_t *object, const char *key, int64_t value);

@@ -50,6 +50,8 @@ void mt_inference_open_model(mt_inference *r, mt_model_plan *plan) {
     mt_run_state state = {0};
     const mt_ops *ops = mt_backend_open(r->options.device, &r->grid, &error);
     plan->host_memory = mt_host_memory_available("");
+    int status = r->is_first ? mt_checkpoint_check(&r->options, r->options.load, &error) : 0;
+    mt_inference_check(r, status, &error);
     mt_inference_check(r, ops ? mt_model_create(&r->model, &r->options, &r->grid, ops, plan, &error) : -1, &error);
     mt_inference_check(r, mt_checkpoint_load(r->model, &state, r->options.load, &error), &error);
     mt_watch_enter(MT_WATCH_STEP);

@@ -97,6 +97,11 @@ int mt_prompt_begins_with_bos(const char *path, bool *begins, mt_error *error) {
     snprintf(model_path, sizeof model_path, "%s%s", path, is_file ? "" : "/tokenizer.model");
 
     if (read_optional(&config, config_path, error) != 0) return -1;
+    static const mt_json_field field = {"add_bos_token", MT_JSON_BOOL, "true or false"};
+    if (mt_json_check_fields(config, &field, 1, config_path, error) != 0) {
+        json_decref(config);
+        return -1;
+    }
     json_t *add_bos = json_object_get(config, "add_bos_token");
     bool decides = json_is_boolean(add_bos);
     *begins = json_is_true(add_bos);

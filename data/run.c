@@ -1,6 +1,7 @@
 /* run.c: start, checkpoints and end of a run of train. */
 #include "run.h"
 
+#include "adapter.h"
 #include "file.h"
 #include "host_memory.h"
 #include "launch.h"
@@ -203,6 +204,8 @@ static void open_model(mt_run *r) {
     plan.loss = mt_stage_loss_of(&r->loss, o);
     plan.host_memory = mt_host_memory_available("");
     if (o->stage == MT_STAGE_RL) mt_rl_plan(&plan, o);
+    bool checks = o->load && r->grid.world.rank == 0 && !mt_options_falls_back(o); // or a damaged one is passed over
+    refuse(r, checks ? mt_checkpoint_check(o, o->load, &error) : 0, &error);
     const mt_ops *ops = o->profile || o->trace || o->log_straggler ? mt_profile_open(r->ops) : r->ops;
     refuse(r, mt_model_create(&r->model, o, &r->grid, ops, &plan, &error), &error);
     int status = o->save && r->grid.world.rank == 0 ? mt_checkpoint_prepare(r->model, o->save, &error) : 0;

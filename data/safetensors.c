@@ -353,7 +353,8 @@ int mt_safetensors_open_folder(mt_safetensors **set, const char *folder, const c
                               "%s: holds its weights as pytorch_model.bin only; save them as safetensors first "
                               "(save_pretrained of transformers does)",
                               folder);
-    else
+    else if ((status = mt_link_check(folder, strrchr(whole, '/') + 1, error)) == 0 &&
+             (status = mt_link_check(folder, strrchr(index, '/') + 1, error)) == 0)
         status = mt_error_set(
             error, "%s: has neither %s.safetensors nor %s.safetensors.index.json; get the folder again, whole", folder,
             stem, stem);

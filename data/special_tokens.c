@@ -65,6 +65,7 @@ int mt_generation_config_read(mt_options *options, const char *folder, mt_error 
     int64_t bytes;
     free(options->generation_config);
     options->generation_config = NULL;
+    if (mt_link_check(folder, "generation_config.json", error) != 0) return -1;
     if (!mt_folder_has(folder, "generation_config.json")) return 0;
     char *path = mt_path_join(folder, "generation_config.json");
     char *text = mt_file_read(path, 100000000, &bytes, error);

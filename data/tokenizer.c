@@ -98,9 +98,9 @@ static char *folder_of(const char *path) {
 /* Keeps a file of a folder, if it is there and not kept yet. */
 static int keep_beside(mt_tokenizer *tokenizer, const char *folder, const char *name, mt_error *error) {
     char *beside = mt_path_join(folder, name);
-    int failed = mt_folder_has(folder, name) && !find_file(tokenizer, name)
-                     ? keep_file(tokenizer, beside, name, false, error)
-                     : 0;
+    int failed = mt_link_check(folder, name, error);
+    if (!failed && mt_folder_has(folder, name) && !find_file(tokenizer, name))
+        failed = keep_file(tokenizer, beside, name, false, error);
     free(beside);
     return failed;
 }
@@ -255,6 +255,8 @@ int mt_tokenizer_open_folder(mt_tokenizer **out, const char *folder, mt_error *e
         return mt_tokenizer_open(out, MT_TOKENIZER_SENTENCEPIECE, folder, error);
     if (mt_folder_has(folder, "vocab.json") && mt_folder_has(folder, "merges.txt"))
         return mt_tokenizer_open(out, MT_TOKENIZER_GPT2_BPE, folder, error);
+    for (size_t i = 0; i < sizeof other_forms / sizeof *other_forms; i++)
+        if (mt_link_check(folder, other_forms[i], error) != 0) return -1;
     return mt_error_set(error,
                         "%s: holds no tokenizer (tokenizer.json, tokenizer.model, or vocab.json and merges.txt); copy "
                         "one there, or name one with --tokenizer-type and --tokenizer-model",
@@ -262,6 +264,9 @@ int mt_tokenizer_open_folder(mt_tokenizer **out, const char *folder, mt_error *e
 }
 
 bool mt_folder_has_tokenizer(const char *folder) {
+    mt_error ignored;
+    for (size_t i = 0; i < sizeof other_forms / sizeof *other_forms; i++)
+        if (mt_link_check(folder, other_forms[i], &ignored) != 0) return true; // that is, not whole
     bool merges = mt_folder_has(folder, "vocab.json") && mt_folder_has(folder, "merges.txt");
     return merges || mt_folder_has(folder, "tokenizer.json") || mt_folder_has(folder, "tokenizer.model");
 }

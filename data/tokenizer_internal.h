@@ -9,6 +9,7 @@
 #ifndef MT_TOKENIZER_INTERNAL_H
 #define MT_TOKENIZER_INTERNAL_H
 
+#include "file.h"
 #include "tokenizer.h"
 
 #define MT_MAX_VOCAB (1 << 22) // larger ids are errors, so that a small damaged file cannot claim much memory
@@ -224,6 +225,9 @@ int mt_tokenizer_load_json(mt_tokenizer *tokenizer, const char *path, const mt_t
 int mt_tokenizer_load_gpt2(mt_tokenizer *tokenizer, const char *vocab_path, const mt_text *vocab,
                            const char *merges_path, const mt_text *merges, mt_error *error);
 int mt_tokenizer_load_sentencepiece(mt_tokenizer *tokenizer, const char *path, const mt_text *model, mt_error *error);
+
+/* An error if a value of tokenizer_config.json that this program reads has another type. */
+int mt_tokenizer_config_check(const json_t *config, const char *path, mt_error *error);
 
 /* ---- tokenizer.c ----------------------------------------------------------------------------------------------- */
 

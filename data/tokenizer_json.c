@@ -22,6 +22,85 @@ static json_t *parse_json(const char *path, const mt_text *text, mt_error *error
     return mt_json_parse(text->bytes ? text->data : "", text->bytes, JSON_ALLOW_NUL, path, error);
 }
 
+int mt_tokenizer_config_check(const json_t *config, const char *path, mt_error *error) {
+    static const mt_json_field fields[] = {
+        {"add_bos_token", MT_JSON_BOOL, "true or false"},
+        {"bos_token", MT_JSON_STRING | MT_JSON_OBJECT, "a token's text, or an object with its content"},
+        {"eos_token", MT_JSON_STRING | MT_JSON_OBJECT, "a token's text, or an object with its content"},
+        {"chat_template", MT_JSON_STRING | MT_JSON_LIST | MT_JSON_OBJECT, "a text, or a list of named templates"},
+        {"tokenizer_class", MT_JSON_STRING, "a class's name"},
+    };
+    static const mt_json_field content = {"content", MT_JSON_STRING, "a text"};
+    if (mt_json_check_fields(config, fields, sizeof fields / sizeof *fields, path, error) != 0) return -1;
+    if (mt_json_check_fields(json_object_get(config, "bos_token"), &content, 1, path, error) != 0) return -1;
+    return mt_json_check_fields(json_object_get(config, "eos_token"), &content, 1, path, error);
+}
+
+/* Checks the values of an object of tokenizer.json and of those in it. */
+static int check_types(const loader *l, const json_t *value) {
+    static const mt_json_field fields[] = {
+        {"type", MT_JSON_STRING, "a text"},
+        {"content", MT_JSON_STRING, "a text"},
+        {"prepend", MT_JSON_STRING, "a text"},
+        {"prepend_scheme", MT_JSON_STRING, "a text"},
+        {"replacement", MT_JSON_STRING, "a text"},
+        {"behavior", MT_JSON_STRING, "a text"},
+        {"String", MT_JSON_STRING, "a text"},
+        {"Regex", MT_JSON_STRING, "a text"},
+        {"unk_token", MT_JSON_STRING, "a text"},
+        {"continuing_subword_prefix", MT_JSON_STRING, "a text"},
+        {"end_of_word_suffix", MT_JSON_STRING, "a text"},
+        {"dropout", MT_JSON_NUMBER, "a number"},
+        {"id", MT_JSON_INT, "a whole number"},
+        {"start", MT_JSON_INT, "a whole number"},
+        {"stop", MT_JSON_INT, "a whole number"},
+        {"add_prefix_space", MT_JSON_BOOL, "true or false"},
+        {"byte_fallback", MT_JSON_BOOL, "true or false"},
+        {"fuse_unk", MT_JSON_BOOL, "true or false"},
+        {"ignore_merges", MT_JSON_BOOL, "true or false"},
+        {"individual_digits", MT_JSON_BOOL, "true or false"},
+        {"invert", MT_JSON_BOOL, "true or false"},
+        {"lstrip", MT_JSON_BOOL, "true or false"},
+        {"normalized", MT_JSON_BOOL, "true or false"},
+        {"rstrip", MT_JSON_BOOL, "true or false"},
+        {"single_word", MT_JSON_BOOL, "true or false"},
+        {"special", MT_JSON_BOOL, "true or false"},
+        {"split", MT_JSON_BOOL, "true or false"},
+        {"strip_left", MT_JSON_BOOL, "true or false"},
+        {"strip_right", MT_JSON_BOOL, "true or false"},
+        {"use_regex", MT_JSON_BOOL, "true or false"},
+        {"normalizers", MT_JSON_LIST, "a list"},
+        {"pretokenizers", MT_JSON_LIST, "a list"},
+        {"decoders", MT_JSON_LIST, "a list"},
+    };
+    const char *key;
+    const json_t *item;
+    size_t i;
+    if (mt_json_check_fields(value, fields, sizeof fields / sizeof *fields, l->path, l->error) != 0) return -1;
+    json_array_foreach(value, i, item) {
+        if (check_types(l, item) != 0) return -1;
+    }
+    json_object_foreach((json_t *)(uintptr_t)value, key, item) {
+        bool holds_tokens = strcmp(key, "vocab") == 0 || strcmp(key, "merges") == 0; // keys of these are tokens
+        if (!holds_tokens && check_types(l, item) != 0) return -1;
+    }
+    return 0;
+}
+
+/* Checks the parts of tokenizer.json that are read. */
+static int check_parts(const loader *l, const json_t *root) {
+    static const mt_json_field fields[] = {
+        {"model", MT_JSON_OBJECT, "an object"},          {"normalizer", MT_JSON_OBJECT, "an object"},
+        {"pre_tokenizer", MT_JSON_OBJECT, "an object"},  {"decoder", MT_JSON_OBJECT, "an object"},
+        {"post_processor", MT_JSON_OBJECT, "an object"}, {"added_tokens", MT_JSON_LIST, "a list"},
+    };
+    if (mt_json_check_fields(root, fields, sizeof fields / sizeof *fields, l->path, l->error) != 0) return -1;
+    for (size_t i = 0; i < sizeof fields / sizeof *fields; i++)
+        if (strcmp(fields[i].key, "post_processor") != 0 && check_types(l, json_object_get(root, fields[i].key)) != 0)
+            return -1;
+    return 0;
+}
+
 static bool get_bool(const json_t *object, const char *key, bool otherwise) {
     const json_t *value = json_object_get(object, key);
     return json_is_boolean(value) ? json_is_true(value) : otherwise;
@@ -561,6 +640,7 @@ static void find_ends(mt_tokenizer *tokenizer, const json_t *config) {
 
 static int load_json(loader *l, const json_t *root, const json_t *config) {
     mt_tokenizer *tokenizer = l->tokenizer;
+    if (check_parts(l, root)) return -1;
     if (read_steps(l, json_object_get(root, "normalizer"), "normalizers", read_normalizer, tokenizer->normalizer,
                    &tokenizer->normalizer_steps, 0))
         return -1;
@@ -585,8 +665,10 @@ int mt_tokenizer_load_json(mt_tokenizer *tokenizer, const char *path, const mt_t
         char *config_path = mt_malloc(folder + (int64_t)sizeof "tokenizer_config.json");
         sprintf(config_path, "%.*stokenizer_config.json", folder, path);
         config = parse_json(config_path, config_json, error);
+        int wrong = config ? mt_tokenizer_config_check(config, config_path, error) : -1;
         free(config_path);
-        if (!config) return -1;
+        if (wrong) json_decref(config);
+        if (wrong) return -1;
     }
     json_t *root = parse_json(path, json, error);
     int failed = root ? load_json(&l, root, config) : -1;
