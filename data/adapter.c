@@ -130,6 +130,44 @@ static int64_t mt_target_match_pattern(const char *pattern, const mt_param *rows
 #endif
 }
 
+/* The module of a row of the parameter table. */
+typedef struct mt_module {
+    char name[160];
+    int64_t row;
+} mt_module;
+
+static int mt_module_compare(const void *a, const void *b) {
+    return strcmp(((const mt_module *)a)->name, ((const mt_module *)b)->name);
+}
+
+/* The modules that can have adapters, by name: peft may list each module of thousands. */
+static mt_module *mt_modules_sort(const mt_param *rows, int64_t count, int64_t *found) {
+    mt_module *modules = mt_malloc(mt_max(count, 1) * (int64_t)sizeof *modules);
+    *found = 0;
+    for (int64_t i = 0; i < count; i++) {
+        if (!rows[i].can_adapt) continue;
+        mt_module_name(modules[*found].name, &rows[i]);
+        modules[(*found)++].row = i;
+    }
+    if (*found > 0) qsort(modules, (size_t)*found, sizeof *modules, mt_module_compare);
+    return modules;
+}
+
+/* Marks the module with a whole name; false: there is none, and the target may be the end of names. */
+static bool mt_module_mark(const mt_module *modules, int64_t count, const char *target, bool *named) {
+    int64_t low = 0, high = count;
+    while (low < high) {
+        int64_t middle = (low + high) / 2;
+        if (strcmp(modules[middle].name, target) < 0)
+            low = middle + 1;
+        else
+            high = middle;
+    }
+    bool found = low < count && strcmp(modules[low].name, target) == 0;
+    for (; low < count && strcmp(modules[low].name, target) == 0; low++) named[modules[low].row] = true;
+    return found;
+}
+
 /* Marks the matrices that a target names. */
 static int mt_target_add(const mt_options *o, const char *target, const mt_param *rows, int64_t count, bool *named,
                          mt_error *error) {
@@ -180,13 +218,17 @@ int mt_options_derive_adapters(mt_options *o, mt_error *error) {
     if (o->lora_alpha == 0) o->lora_alpha = (double)o->lora_rank;
     int64_t count = mt_params_build(&rows, o, NULL);
     bool *named = mt_calloc(count * (int64_t)sizeof *named);
+    int64_t num_modules;
+    mt_module *modules = mt_modules_sort(rows, count, &num_modules);
     for (int64_t i = 0; i < o->lora_target.count && status == 0; i++) {
         char *words = mt_strdup(o->lora_target.items[i]), *rest = NULL;
         const char *between = strncmp(words, MT_TARGET_REGEX, 6) == 0 ? "" : ",";
         for (char *word = strtok_r(words, between, &rest); word && status == 0; word = strtok_r(NULL, between, &rest))
-            status = mt_target_add(o, word, rows, count, named, error);
+            if (!mt_module_mark(modules, num_modules, word, named)) // a whole name is the end of no other
+                status = mt_target_add(o, word, rows, count, named, error);
         free(words);
     }
+    free(modules);
     if (status == 0) status = mt_targets_take(o, rows, count, named, error);
     for (int64_t i = 0; i < count; i++) adapts_experts |= named[i] && rows[i].unit == MT_UNIT_EXPERTS;
     free(rows), free(named);
@@ -422,4 +464,23 @@ char *mt_adapter_print_config(const mt_options *o) {
     char *text = mt_json_print(json);
     json_decref(json);
     return text;
+}
+
+void mt_adapter_warn(const mt_options *o, FILE *out) {
+    mt_param *rows;
+    char module[160] = "";
+    if (o->lora_rank == 0 || o->num_experts == 0) return;
+    int64_t count = mt_params_build(&rows, o, NULL);
+    for (int64_t i = 0; i < count && !*module; i++) {
+        if (!rows[i].can_adapt || !(o->lora_roles >> rows[i].role & 1) || rows[i].unit == MT_UNIT_EXPERTS) continue;
+        if (strstr(rows[i].hf_name, ".mlp.")) mt_module_name(module, &rows[i]);
+    }
+    free(rows);
+    if (!*module) return;
+    fprintf(
+        out,
+        "warning: peft (0.21) drops the adapters of dense layers and shared experts of a model with experts, such as "
+        "%s; this program loads them; for other programs merge them by infer --merge-adapter, or name matrices of "
+        "attention alone by --lora-target\n",
+        module);
 }

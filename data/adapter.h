@@ -26,6 +26,9 @@ int mt_adapter_read_options(mt_options *options, mt_error *error);
 /* adapter_config.json of finished options, to free: peft and this program load it. */
 char *mt_adapter_print_config(const mt_options *options);
 
+/* Tells on `out` that peft drops a part of the adapters of a model with experts, if it does. */
+void mt_adapter_warn(const mt_options *options, FILE *out);
+
 /* Sets lora_roles and lora_alpha. A target names the matrices whose modules have this name or end with it behind a dot,
  * as in peft; "all-linear" all matrices of attention, MLP and experts except routers; "regex:PATTERN" those whose whole
  * module names match. Errors: a name without a matrix, with the nearest one; some of the matrices of a role only. */

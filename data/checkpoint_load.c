@@ -170,6 +170,14 @@ static const mt_tensor_info *mt_state_find(const mt_safetensors *set, const mt_p
     return mt_safetensors_find(set, name);
 }
 
+/* The first tensor that holds all experts of a layer, as transformers 5 keeps them in memory; NULL: none. */
+static const mt_tensor_info *mt_stacked_experts_find(const mt_safetensors *set) {
+    for (int64_t i = 0; i < mt_safetensors_count(set); i++)
+        if (mt_text_ends_with(mt_safetensors_get(set, i)->name, ".experts.gate_up_proj"))
+            return mt_safetensors_get(set, i);
+    return NULL;
+}
+
 static int mt_state_missing(const mt_param *param, mt_param_state state, const mt_options *options, const char *folder,
                             const mt_safetensors *set, mt_error *error) {
     const char *option = param->exists_option;
@@ -189,6 +197,13 @@ static int mt_state_missing(const mt_param *param, mt_param_state state, const m
                             "%s: has no tensor \"%s\" of a module of multi-token prediction among its %lld; lower "
                             "--mtp-num-layers to the modules that it holds, perhaps 0",
                             folder, param->hf_name, (long long)count);
+    const mt_tensor_info *stacked = options->num_experts > 0 ? mt_stacked_experts_find(set) : NULL;
+    if (stacked)
+        return mt_error_set(error,
+                            "%s: tensor \"%s\" holds all experts of a layer, the form of transformers 5 in memory "
+                            "(save_original_format=False), which is not read; save the model there by save_pretrained "
+                            "without that argument, which writes each expert apart",
+                            stacked->file, stacked->name);
     return mt_error_set(error, "%s: has no tensor \"%s\" among its %lld; check config.json, --num-layers%s%s", folder,
                         param->hf_name, (long long)count, option ? " and " : "", option ? option : "");
 }

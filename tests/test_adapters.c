@@ -488,7 +488,7 @@ static void what_is_not_supported_is_refused(void **state) {
                    "names model.layers.0.self_attn.q_proj but not model.layers.1.self_attn.q_proj");
     assert_refused("--load tests/golden/hf/mixtral --lora-rank 4 --lora-target experts.0.w1", "experts only");
     assert_refused("--load-adapter " PEFT " --lora-rank 8", "has 4");
-    assert_refused("--load-adapter tests/golden/hf/llama", "adapter_config.json");
+    assert_refused("--load-adapter tests/golden/hf/llama", "holds a whole model, not an adapter");
     assert_refused("--load " PEFT, "--load-adapter");
     static const struct {
         const char *key, *value, *part;

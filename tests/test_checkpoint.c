@@ -164,6 +164,9 @@ typedef struct changes {
     mt_dtype add_dtype;     // their type
     const char *lengthen;   // a tensor whose last dimension is one larger
     const char *not_finite; // a tensor whose first value is NaN
+    bool head;              // lm_head.weight is the embedding again,
+    bool is_other;          // with another first value
+    mt_dtype head_dtype;
 } changes;
 
 static void store(char *to, float value, mt_dtype dtype) {
@@ -212,6 +215,15 @@ static void write_changed(const char *family, const char *to, const changes *how
                         mt_dtype_name(how->dtype), (int)shape[0]);
         if (tensor->num_dims == 2) used += sprintf(header + used, ",%d", (int)shape[1]);
         used += sprintf(header + used, "],\"data_offsets\":[%d,%d]}", (int)start, (int)end);
+    }
+    const mt_tensor_info *embedding = mt_safetensors_find(file, "model.embed_tokens.weight");
+    if (how->head) {
+        int64_t start = end;
+        for (int64_t e = 0; e < embedding->bytes / 4; e++, end += mt_dtype_size(how->head_dtype))
+            store(data + end, ((const float *)embedding->data)[e] + (float)(e == 0 && how->is_other), how->head_dtype);
+        used += sprintf(
+            header + used, ",\"lm_head.weight\":{\"dtype\":\"%s\",\"shape\":[%d,%d],\"data_offsets\":[%d,%d]}",
+            mt_dtype_name(how->head_dtype), (int)embedding->shape[0], (int)embedding->shape[1], (int)start, (int)end);
     }
     for (int k = 0; k < 3 && how->add[k]; k++) {
         int64_t start = end;
@@ -329,7 +341,7 @@ static void rows_that_pad_the_vocabulary_become_zero(void **state) {
 static void names_without_their_prefix_and_old_masks_load(void **state) {
     (void)state;
     changes gpt2 = {.strip = "transformer.", .add = {"h.0.attn.bias", "h.3.attn.masked_bias"}};
-    changes llama = {.strip = "model.", .add = {"layers.0.self_attn.rotary_emb.inv_freq", "lm_head.weight"}};
+    changes llama = {.strip = "model.", .add = {"layers.0.self_attn.rotary_emb.inv_freq"}, .head = true};
     const char *const names[] = {"gpt2", "llama3_rope_tied"};
     for (int k = 0; k < 2; k++) {
         write_changed(names[k], at(names[k]), k ? &llama : &gpt2);
@@ -342,6 +354,36 @@ static void names_without_their_prefix_and_old_masks_load(void **state) {
         assert_same_tensors(at("saved"), f.folder);
         close_family(&f);
     }
+}
+
+/* The head of a tied folder is the embedding, in any type, or it is refused: transformers uses the head that is there.
+ * Alone it is both. */
+static void a_tied_folder_has_one_embedding(void **state) {
+    (void)state;
+    static const changes same[] = {{.head = true},
+                                   {.head = true, .head_dtype = MT_F64},
+                                   {.head = true, .drop = "model.embed_tokens.weight"}},
+                         other[] = {{.head = true, .is_other = true},
+                                    {.head = true, .is_other = true, .head_dtype = MT_F64},
+                                    {.add = {"lm_head.weight"}}};
+    fixture f = open_family("llama3_rope_tied", 4, 1, false);
+    mt_run_state run = {0};
+    create_model(&f, &mt_grid_of_one);
+    for (size_t i = 0; i < sizeof same / sizeof *same; i++) {
+        write_changed("llama3_rope_tied", at("tied"), &same[i]);
+        spoil(&f);
+        load(&f, &run, at("tied"));
+        save(&f, &run, at("saved"));
+        assert_same_tensors(at("saved"), f.folder);
+        write_changed("llama3_rope_tied", at("tied"), &other[i]);
+        assert_load_fails(&f, at("tied"), "\"lm_head.weight\" is not the same as \"model.embed_tokens.weight\"");
+    }
+    close_family(&f);
+    f = open_family("llama", 4, 1, false);
+    create_model(&f, &mt_grid_of_one);
+    write_changed("llama", at("untied"), &(changes){.drop = "model.embed_tokens.weight"});
+    assert_load_fails(&f, at("untied"), "no tensor \"model.embed_tokens.weight\"");
+    close_family(&f);
 }
 
 static void weights_that_do_not_fit_are_refused_by_name(void **state) {
@@ -1155,6 +1197,7 @@ int main(void) {
         ROOT_TEST(every_stored_type_loads_exactly),
         ROOT_TEST(rows_that_pad_the_vocabulary_become_zero),
         ROOT_TEST(names_without_their_prefix_and_old_masks_load),
+        ROOT_TEST(a_tied_folder_has_one_embedding),
         ROOT_TEST(weights_that_do_not_fit_are_refused_by_name),
         ROOT_TEST(values_that_are_not_finite_are_reported),
         ROOT_TEST(the_folder_itself_becomes_a_hugging_face_folder),

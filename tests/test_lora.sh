@@ -58,6 +58,112 @@ a_merge_that_fails_leaves_nothing() {
         "$@" >"$work/out" 2>"$work/err" </dev/null && says 'wrote the merged model' "$work/out"
 }
 
+# taken FOLDER: it has what the folder chat says beside its weights.
+taken() {
+    for file in generation_config.json special_tokens_map.json chat_template.jinja tokenizer_config.json \
+        additional_chat_templates/tools.jinja; do
+        cmp "$work/chat/$file" "$1/$file" || return 1
+    done
+    tr -d ' \n' <"$1/config.json" >"$work/flat" && says '"eos_token_id":\[2,38\],"pad_token_id":5' "$work/flat"
+}
+
+# End tokens, padding, sampling and templates: a run, its resumption, a conversion, a merge.
+what_a_folder_says_goes_with_every_save() {
+    cp -R $base "$work/chat" && chmod -R u+w "$work/chat" && mkdir "$work/chat/additional_chat_templates" || return 1
+    sed 's/"eos_token_id": [^,]*/"eos_token_id": [2, 38]/; s/"pad_token_id": [^,]*/"pad_token_id": 5/' $base/config.json >"$work/chat/config.json"
+    echo '{"eos_token_id": [2, 38], "temperature": 0.6, "top_k": 20, "new": {"a": [1]}, "max_length": 1000000000000000000000}' \
+        >"$work/chat/generation_config.json"
+    echo '{"eos_token": "</s>"}' >"$work/chat/special_tokens_map.json"
+    echo '{"model_max_length": 1000000000000000019884624838656}' >"$work/chat/tokenizer_config.json"
+    echo '{{ messages }}' >"$work/chat/chat_template.jinja"
+    echo '{{ tools }}' >"$work/chat/additional_chat_templates/tools.jinja"
+    cp tests/golden/tokenizer/bytelevel.json "$work/chat/tokenizer.json"
+    set -- "$train" --tokens-file $base/tokens.i32 --seq-length 32 --global-batch-size 4 --lr 1e-2 --device cpu
+    "$@" --load "$work/chat" --train-iters 0 --save "$work/converted" >"$work/out" 2>"$work/err" </dev/null &&
+        taken "$work/converted" && "$@" --load "$work/converted" --finetune --train-iters 1 --save "$work/trained" \
+        >"$work/out" 2>"$work/err" </dev/null && taken "$work/trained" &&
+        "$@" --train-iters 2 --save "$work/trained" --auto-resume >"$work/out" 2>"$work/err" </dev/null &&
+        [ -e "$work/trained/iter_0000002" ] && taken "$work/trained" &&
+        "$@" --load "$work/chat" --lora-rank 2 --lora-target q_proj --train-iters 1 --save "$work/low" \
+            >"$work/out" 2>"$work/err" </dev/null && "$infer" --load "$work/chat" --load-adapter "$work/low" \
+        --merge-adapter "$work/settled" --device cpu >"$work/out" 2>"$work/err" </dev/null && taken "$work/settled"
+}
+
+# A damaged tokenizer ends a run; one of a kind that this program lacks is copied, with a line.
+a_folder_does_not_lose_its_tokenizer() {
+    rm -rf "$work/kind" && cp -R $base "$work/kind" && chmod -R u+w "$work/kind" || return 1
+    echo '{"model": {"type": "Unigram", "vocab": []}}' >"$work/kind/tokenizer.json"
+    "$train" --load "$work/kind" --train-iters 0 --save "$work/kept" --device cpu >"$work/out" 2>"$work/err" </dev/null &&
+        says 'the tokenizer is taken along as it is, .*Unigram' "$work/out" &&
+        cmp "$work/kind/tokenizer.json" "$work/kept/tokenizer.json" || return 1
+    echo '{"a":' >"$work/kind/tokenizer_config.json"
+    refused 'kind/tokenizer_config.json:2: not JSON' "$train" --load "$work/kind" --train-iters 0 --save "$work/none" \
+        --device cpu
+}
+
+# peft may write the whole name of every matrix, thousands of them.
+a_list_of_targets_has_no_limit() {
+    mkdir "$work/long" && cp tests/golden/tune/lora/adapter_model.safetensors "$work/long" || return 1
+    {
+        i=0
+        echo '{"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ['
+        while [ $i -lt 3000 ]; do
+            echo '"model.layers.0.self_attn.q_proj",'
+            i=$((i + 1))
+        done
+        for layer in 0 1 2 3; do
+            for module in self_attn.q_proj self_attn.k_proj self_attn.v_proj self_attn.o_proj mlp.gate_proj mlp.up_proj \
+                mlp.down_proj; do
+                echo "\"model.layers.$layer.$module\","
+            done
+        done
+        echo '"model.layers.0.mlp.up_proj"]}'
+    } >"$work/long/adapter_config.json"
+    "$infer" --load $base --load-adapter "$work/long" --prompt-tokens 1 --print-tokens --max-new-tokens 1 --device cpu \
+        >"$work/out" 2>"$work/err" </dev/null || return 1
+    for wrong in '["q_proj", 5]' '[]' '["q,k"]' '{}' 5 null '[""]'; do
+        echo "{\"peft_type\": \"LORA\", \"r\": 4, \"lora_alpha\": 8, \"target_modules\": $wrong}" \
+            >"$work/long/adapter_config.json"
+        refused 'long/adapter_config.json: "target_modules" must be' "$infer" --load $base --load-adapter "$work/long" \
+            --prompt-tokens 1 --print-tokens --device cpu || return 1
+    done
+    for wrong in '"r": 4.0' '"lora_alpha": "8"' '"lora_dropout": "0"' '"fan_in_fan_out": "true"' '"fan_in_fan_out": 0' \
+        '"r": 99999999999999999999'; do
+        echo '{"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj"]}' | # the key once
+            sed "s/${wrong%%:*}: [0-9]*, //; s/}/, $wrong}/" >"$work/long/adapter_config.json"
+        refused "long/adapter_config.json: ${wrong%%:*} must be" "$infer" --load $base --load-adapter "$work/long" \
+            --prompt-tokens 1 --print-tokens --device cpu || return 1
+    done
+    echo '{"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": "x"}' >"$work/long/adapter_config.json"
+    refused 'long: "target_modules" of adapter_config.json x: the pattern matches' "$infer" --load $base \
+        --load-adapter "$work/long" --prompt-tokens 1 --print-tokens --device cpu
+}
+
+adapters_are_not_looked_for_in_a_full_run() {
+    "$train" --load $base --train-iters 0 --save "$work/full" --device cpu >"$work/out" 2>"$work/err" </dev/null || return 1
+    refused 'full: holds a whole model, not an adapter' "$infer" --load $base --load-adapter "$work/full" \
+        --prompt-tokens 1 --print-tokens --device cpu
+}
+
+# A download that broke off leaves links without files; a damaged digit in config.json must not take memory.
+what_a_folder_lacks_is_named_before_memory_is_taken() {
+    set -- "$infer" --prompt-tokens 1 --print-tokens --device cpu --load "$work/links"
+    cp -R $base "$work/links" && chmod -R u+w "$work/links" || return 1
+    for file in generation_config.json tokenizer.json model.safetensors config.json; do
+        rm -f "$work/links/$file" && ln -s gone "$work/links/$file" || return 1
+        [ $file = tokenizer.json ] && continue # not read here
+        refused "links/$file: is a link to gone" "$@" || return 1
+        rm "$work/links/$file" && [ $file = generation_config.json ] || cp $base/$file "$work/links"
+    done
+    refused 'links/tokenizer.json: is a link to gone' "$infer" --prompt a --device cpu --load "$work/links" || return 1
+    sed 's/"hidden_size": [0-9]*/"hidden_size": 8388608/' $base/config.json >"$work/links/config.json"
+    (
+        # shellcheck disable=SC3045
+        ulimit -v 4000000
+        refused 'embed_tokens.weight" is .* and the model.s' "$@"
+    )
+}
+
 a_config_without_its_type_is_refused() {
     tunes --train-iters 1 --save "$work/typed" && cp -r "$work/typed/iter_0000001" "$work/untyped" || return 1
     for config in '{}' '{"r": 4, "lora_alpha": 4, "target_modules": "all-linear"}'; do
@@ -104,6 +210,11 @@ the_reference_of_adapters_is_their_base() {
 check a_run_resumes_from_its_adapter a_run_resumes_from_its_adapter
 check a_merged_model_scores_like_its_adapter a_merged_model_scores_like_its_adapter
 check a_merge_that_fails_leaves_nothing a_merge_that_fails_leaves_nothing
+check what_a_folder_says_goes_with_every_save what_a_folder_says_goes_with_every_save
+check a_folder_does_not_lose_its_tokenizer a_folder_does_not_lose_its_tokenizer
+check a_list_of_targets_has_no_limit a_list_of_targets_has_no_limit
+check adapters_are_not_looked_for_in_a_full_run adapters_are_not_looked_for_in_a_full_run
+check what_a_folder_lacks_is_named_before_memory_is_taken what_a_folder_lacks_is_named_before_memory_is_taken
 check a_config_without_its_type_is_refused a_config_without_its_type_is_refused
 check an_adapter_is_no_model an_adapter_is_no_model
 check the_reference_of_adapters_is_their_base the_reference_of_adapters_is_their_base
