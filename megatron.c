@@ -681,7 +681,104 @@ static mt_matrix mt_matrix_at(mt_matrix matrix, int64_t row, int64_t column) {
     return matrix;
 }
 
+/* Vectors as wide as those of the compiler's target, and a tile of c whose sums stay in its registers. */
+#if defined __AVX512F__
+enum { MT_LANES = 16, MT_TILE = 8, MT_PANEL = 32 };
+#elif defined __AVX__
+enum { MT_LANES = 8, MT_TILE = 6, MT_PANEL = 16 };
+#else
+enum { MT_LANES = 4, MT_TILE = 4, MT_PANEL = 8 };
+#endif
+enum { MT_VECTORS = MT_PANEL / MT_LANES, MT_DEPTH = 128, MT_ROWS = 480 }; // MT_ROWS: a multiple of each MT_TILE
+
+typedef float mt_lanes __attribute__((vector_size(MT_LANES * sizeof(float))));
+
+#ifdef __clang__
+#define MT_UNROLL _Pragma("unroll")
+#else
+#define MT_UNROLL _Pragma("GCC unroll 8")
+#endif
+
+/* Copies b[depth, width] into consecutive memory, padded with zeros. */
+static void mt_matmul_pack(float panel[MT_DEPTH][MT_PANEL], mt_matrix b, int64_t depth, int64_t width) {
+    if (b.transposed) {
+        for (int64_t n = 0; n < width; n++)
+            for (int64_t k = 0; k < depth; k++) panel[k][n] = b.data[n * b.stride + k];
+    } else {
+        for (int64_t k = 0; k < depth; k++) memcpy(panel[k], b.data + k * b.stride, (size_t)width * sizeof(float));
+    }
+    if (width == MT_PANEL) return;
+    for (int64_t k = 0; k < depth; k++)
+        for (int64_t n = width; n < MT_PANEL; n++) panel[k][n] = 0.0f;
+}
+
+/* Sums products for MT_TILE rows of c and one panel of its columns, in registers. Rows past `rows` repeat the last. */
+static void mt_matmul_tile(float sums[MT_TILE][MT_PANEL], mt_matrix a, int64_t rows, float panel[MT_DEPTH][MT_PANEL],
+                           int64_t depth) {
+    const float *row[MT_TILE];
+    int64_t step = a.transposed ? a.stride : 1; // between elements of a row
+    mt_lanes s[MT_TILE][MT_VECTORS] = {{{0}}}, b[MT_VECTORS];
+    for (int64_t t = 0; t < MT_TILE; t++) row[t] = mt_matrix_at(a, mt_min(t, rows - 1), 0).data;
+    for (int64_t k = 0; k < depth; k++) {
+        MT_UNROLL
+        for (int64_t v = 0; v < MT_VECTORS; v++) memcpy(&b[v], &panel[k][v * MT_LANES], sizeof b[v]);
+        MT_UNROLL
+        for (int64_t t = 0; t < MT_TILE; t++) {
+            float factor = row[t][k * step];
+            MT_UNROLL
+            for (int64_t v = 0; v < MT_VECTORS; v++) s[t][v] += factor * b[v];
+        }
+    }
+    MT_UNROLL
+    for (int64_t t = 0; t < MT_TILE; t++) {
+        MT_UNROLL
+        for (int64_t v = 0; v < MT_VECTORS; v++) memcpy(&sums[t][v * MT_LANES], &s[t][v], sizeof s[t][v]);
+    }
+}
+
+/* c[M, width] = a b, or += when accumulate, for one panel of b's columns. */
+static void mt_matmul_panel(float *c, int64_t stride, mt_matrix a, mt_matrix b, int64_t M, int64_t width, int64_t K,
+                            bool accumulate) {
+    float panel[MT_DEPTH][MT_PANEL], sums[MT_TILE][MT_PANEL];
+    for (int64_t m = 0; m < M && !accumulate; m++) memset(c + m * stride, 0, (size_t)width * sizeof *c);
+    for (int64_t k = 0; k < K; k += MT_DEPTH) {
+        int64_t depth = mt_min(MT_DEPTH, K - k);
+        mt_matmul_pack(panel, mt_matrix_at(b, k, 0), depth, width);
+        for (int64_t m0 = 0; m0 < M; m0 += MT_TILE) {
+            int64_t rows = mt_min(MT_TILE, M - m0);
+            mt_matmul_tile(sums, mt_matrix_at(a, m0, k), rows, panel, depth);
+            for (int64_t m = 0; m < rows; m++)
+                for (int64_t n = 0; n < width; n++) c[(m0 + m) * stride + n] += sums[m][n];
+        }
+    }
+}
+
+/* The product without a library: panels of b's columns by depths of K that fit in the first-level cache. Sums are in
+ * the order of k, whatever the number of threads. */
+static void mt_matmul_plain(float *c, int64_t stride, mt_matrix a, mt_matrix b, int64_t M, int64_t N, int64_t K,
+                            bool accumulate) {
+#pragma omp parallel for collapse(2) if (M * N * K > 1 << 18)
+    for (int64_t n = 0; n < N; n += MT_PANEL)
+        for (int64_t m = 0; m < M; m += MT_ROWS)
+            mt_matmul_panel(c + m * stride + n, stride, mt_matrix_at(a, m, 0), mt_matrix_at(b, 0, n),
+                            mt_min(MT_ROWS, M - m), mt_min(MT_PANEL, N - n), K, accumulate);
+}
+
 #ifdef MT_HAVE_BLAS
+/* OpenBLAS knows the processors of its time. On a later one it may take the kernels of a processor without AVX. */
+static bool mt_openblas_is_old(void) {
+#ifdef OPENBLAS_THREAD
+    static const char old[] =
+        " Katmai Coppermine Northwood Prescott Banias Atom Core2 Penryn Dunnington Nehalem Athlon "
+        "Opteron Opteron_SSE3 Barcelona Bobcat Nano Generic ";
+    char core[32];
+    snprintf(core, sizeof core, " %s ", openblas_get_corename());
+    return strstr(old, core) != NULL;
+#else
+    return false;
+#endif
+}
+
 static int64_t mt_halve(int64_t n) {
     return mt_divide_up(n, 128) * 64;
 }
@@ -709,8 +806,19 @@ static void mt_shelter_from_signals(void) {
 }
 #endif
 
-/* One tile of a product, by one thread. oneDNN is faster than OpenBLAS, but outside of parallel regions it starts
- * threads of its own, and the rounding of a small product would depend on their number. */
+/* Small products are this file's own where it is compiled for AVX: oneDNN would start threads for them outside of
+ * parallel regions, and their rounding would depend on the number of threads; OpenBLAS may be old. */
+static bool mt_matmul_is_plain(bool is_small) {
+#ifdef MT_HAVE_DNNL
+    return is_small && MT_LANES > 4;
+#else
+    static _Atomic int old = -1; // not yet known
+    if (old < 0) old = mt_openblas_is_old();
+    return MT_LANES > 4 && (is_small || old);
+#endif
+}
+
+/* One tile of a product, by one thread. oneDNN is faster than OpenBLAS. */
 static void mt_matmul_library(float *c, int64_t stride, mt_matrix a, mt_matrix b, int64_t M, int64_t N, int64_t K,
                               bool accumulate, bool is_small) {
 #ifdef MT_HAVE_DNNL
@@ -727,13 +835,17 @@ static void mt_matmul_library(float *c, int64_t stride, mt_matrix a, mt_matrix b
                 (int)stride);
 }
 
-/* The library's product, in tiles that depend on the shape only, each computed by one thread. The library itself would
+/* A library's product is in tiles that depend on the shape only, each computed by one thread. The library itself would
  * tile by the number of threads, and the edges of its tiles round differently. Below 2^18 products OpenBLAS uses one
  * thread anyway. */
 static void mt_matmul_large(float *c, int64_t stride, mt_matrix a, mt_matrix b, int64_t M, int64_t N, int64_t K,
                             bool accumulate) {
     int64_t rows = M, columns = N;
     bool is_small = M * N * K <= 1 << 18;
+    if (mt_matmul_is_plain(is_small)) {
+        mt_matmul_plain(c, stride, a, b, M, N, K, accumulate);
+        return;
+    }
     while (rows > 512) rows = mt_halve(rows);
     while (columns > 768 || (columns > 192 && mt_divide_up(M, rows) * mt_divide_up(N, columns) < 4))
         columns = mt_halve(columns);
@@ -745,54 +857,32 @@ static void mt_matmul_large(float *c, int64_t stride, mt_matrix a, mt_matrix b, 
                               mt_min(rows, M - m), mt_min(columns, N - n), K, accumulate, is_small);
 }
 #else
-enum { MT_PANEL = 32, MT_DEPTH = 256, MT_TILE = 4 };
-
 static void mt_matmul_prepare(void) {
 }
 
-/* Copies b[depth, width] into consecutive memory, padded with zeros. */
-static void mt_matmul_pack(float panel[MT_DEPTH][MT_PANEL], mt_matrix b, int64_t depth, int64_t width) {
-    for (int64_t k = 0; k < depth; k++) {
-        for (int64_t n = 0; n < width; n++) panel[k][n] = *mt_matrix_at(b, k, n).data;
-        for (int64_t n = width; n < MT_PANEL; n++) panel[k][n] = 0.0f;
-    }
-}
-
-/* Sums products for MT_TILE rows of c and one panel of its columns, in registers. Rows past `rows` repeat the last. */
-static void mt_matmul_tile(float sums[MT_TILE][MT_PANEL], mt_matrix a, int64_t rows, float panel[MT_DEPTH][MT_PANEL],
-                           int64_t depth) {
-    const float *row[MT_TILE];
-    int64_t step = a.transposed ? a.stride : 1; // between elements of a row
-    float s[MT_TILE][MT_PANEL] = {{0}};
-    for (int64_t t = 0; t < MT_TILE; t++) row[t] = mt_matrix_at(a, mt_min(t, rows - 1), 0).data;
-    for (int64_t k = 0; k < depth; k++)
-#pragma omp simd
-        for (int64_t n = 0; n < MT_PANEL; n++)
-            for (int64_t t = 0; t < MT_TILE; t++) s[t][n] += row[t][k * step] * panel[k][n];
-    memcpy(sums, s, sizeof s);
-}
-
-/* The product without a library: panels of b's columns by depths of K that fit in the first-level cache. */
 static void mt_matmul_large(float *c, int64_t stride, mt_matrix a, mt_matrix b, int64_t M, int64_t N, int64_t K,
                             bool accumulate) {
-#pragma omp parallel for if (M * N * K > MT_PARALLEL * 16)
-    for (int64_t n0 = 0; n0 < N; n0 += MT_PANEL) {
-        float panel[MT_DEPTH][MT_PANEL], sums[MT_TILE][MT_PANEL];
-        int64_t width = mt_min(MT_PANEL, N - n0);
-        for (int64_t m = 0; m < M && !accumulate; m++) memset(c + m * stride + n0, 0, (size_t)width * sizeof *c);
-        for (int64_t k0 = 0; k0 < K; k0 += MT_DEPTH) {
-            int64_t depth = mt_min(MT_DEPTH, K - k0);
-            mt_matmul_pack(panel, mt_matrix_at(b, k0, n0), depth, width);
-            for (int64_t m0 = 0; m0 < M; m0 += MT_TILE) {
-                int64_t rows = mt_min(MT_TILE, M - m0);
-                mt_matmul_tile(sums, mt_matrix_at(a, m0, k0), rows, panel, depth);
-                for (int64_t m = 0; m < rows; m++)
-                    for (int64_t n = 0; n < width; n++) c[(m0 + m) * stride + n0 + n] += sums[m][n];
-            }
-        }
-    }
+    mt_matmul_plain(c, stride, a, b, M, N, K, accumulate);
 }
 #endif
+
+const char *mt_cpu_products_note(void) {
+#if defined MT_HAVE_BLAS && defined OPENBLAS_THREAD && (defined __x86_64__ || defined __i386__)
+    static char note[256];
+    if (!__builtin_cpu_supports("avx2") || !mt_openblas_is_old()) return NULL;
+#ifdef MT_HAVE_DNNL
+    const char *instead = MT_LANES > 4 ? "oneDNN and kernels of megatron.c" : "oneDNN, small ones by these kernels";
+#else
+    const char *instead = MT_LANES > 4 ? "kernels of megatron.c" : "these slow kernels; set OPENBLAS_CORETYPE=Haswell";
+#endif
+    snprintf(note, sizeof note,
+             "OpenBLAS does not know this processor and takes kernels of %s: products are computed by %s",
+             openblas_get_corename(), instead);
+    return note;
+#else
+    return NULL;
+#endif
+}
 
 /* The products of one row x[K] with four rows of weights, stored as fp32 or bf16. Four independent sums hide the
  * latency of additions. */
@@ -3250,6 +3340,10 @@ void mt_grid_start(mt_grid *grid, int *argc, char ***argv) {
     if (!mt_launched_by_mpi()) return;
 #ifdef MT_HAVE_MPI
     MPI_Comm *world = mt_malloc(sizeof *world);
+    // Ranks that poll for messages would take the cores from those that compute. Open MPI reads this in MPI_Init.
+    const char *local_ranks = getenv("OMPI_COMM_WORLD_LOCAL_SIZE");
+    if (local_ranks && atoi(local_ranks) >= sysconf(_SC_NPROCESSORS_ONLN))
+        setenv("OMPI_MCA_mpi_yield_when_idle", "1", 0);
     mt_watch_begin("MPI_Init", NULL);
     MPI_Init(argc, argv);
     mt_watch_end();

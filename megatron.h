@@ -14,7 +14,7 @@
  * depend on them.
  *
  *   MT_HAVE_MPI       several ranks, started by mpirun, and their collectives on CPUs. Link MPI (mpicc --showme:link).
- *   MT_HAVE_BLAS      matrix products on the CPU by cblas_sgemm (plain C loops otherwise). Link -lopenblas.
+ *   MT_HAVE_BLAS      large matrix products on the CPU by cblas_sgemm (plain C otherwise). Link -lopenblas.
  *   MT_HAVE_OPENMP    threads within a rank. Compile and link with -fopenmp.
  *   MT_HAVE_DNNL      larger products by oneDNN's dnnl_sgemm; needs the two above. Link -ldnnl. A handler of signals
  *                     then needs a stack of its own (sigaltstack and SA_ONSTACK): oneDNN 2.6 writes below the stack
@@ -1760,6 +1760,9 @@ int mt_options_check_limits(const mt_options *options, const mt_limits *limits, 
 
 /* The plain C backend, which defines the result of each operation. It needs no set-up. */
 extern const mt_ops mt_cpu_ops;
+
+/* A line for the user if the OpenBLAS found takes kernels of a much older processor than this one; else NULL. */
+const char *mt_cpu_products_note(void);
 
 /* The CUDA backend on GPU `device` of this host; NULL with an error if there is none or the build has no CUDA. */
 const mt_ops *mt_cuda_open(int device, mt_error *error);

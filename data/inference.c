@@ -222,6 +222,7 @@ bool mt_inference_open(mt_inference *r, int *argc, char ***argv) {
     *r = (mt_inference){0};
     mt_options *o = &r->options;
     mt_error error;
+    mt_launch_threads(*argv);
     signal(SIGXFSZ, SIG_IGN); // exceeding a file size limit is then a write error
     if (mt_launch_check(*argv, &error) != 0) mt_die("%s", error.text);
     int status = mt_options_parse(o, MT_PROGRAM_INFER, *argc, *argv, &error);

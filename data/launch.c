@@ -13,6 +13,29 @@
 #include <string.h>
 #include <unistd.h>
 
+/* ---- threads */
+
+/* A thread that has no work spins, for milliseconds in libgomp and a fifth of a second in libomp, and takes the core
+ * from other processes and ranks; where none wait, spinning for a tenth of a millisecond costs least. Both libraries
+ * read these variables before main. */
+void mt_launch_threads(char **argv) {
+#ifdef MT_HAVE_OPENMP
+    static const char *const names[] = {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME"};
+    const char *threads = getenv("OMP_NUM_THREADS"), *preload = getenv("LD_PRELOAD");
+    char program[4096];
+    for (size_t i = 0; i < sizeof names / sizeof *names; i++)
+        if (getenv(names[i])) return; // the user's choice, or this function's
+    if (threads && strcmp(threads, "1") == 0) return;
+    if (preload && strstr(preload, "vgpreload")) return; // valgrind does not follow a program that starts anew
+    ssize_t length = readlink("/proc/self/exe", program, sizeof program - 1);
+    if (length <= 0) return;
+    program[length] = '\0';
+    setenv("GOMP_SPINCOUNT", mt_launched_by_mpi() ? "1000" : "10000", 1);
+    setenv("KMP_BLOCKTIME", mt_launched_by_mpi() ? "0" : "1", 1); // milliseconds
+    execv(program, argv);                                         // returns only if it fails; then threads spin
+#endif
+}
+
 /* ---- launchers */
 
 /* A variable of torchrun as a number. */

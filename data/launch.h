@@ -8,6 +8,10 @@
 extern "C" {
 #endif
 
+/* The first call of a program: starts it anew, once, so that OpenMP threads without work sleep soon. Not if the user
+ * set OMP_WAIT_POLICY, GOMP_SPINCOUNT or KMP_BLOCKTIME, or OMP_NUM_THREADS=1. `argv` is main's. */
+void mt_launch_threads(char **argv);
+
 /* An error with the command to use if torchrun or its like started several processes of this program, which would not
  * know one another. `argv` is main's. */
 int mt_launch_check(char **argv, mt_error *error);
@@ -26,7 +30,7 @@ double mt_launch_grace(void);
  * on without killing. */
 void mt_launch_print_grace(const mt_options *options, FILE *file);
 
-/* Catches SIGTERM, SIGINT, SIGUSR1 and SIGUSR2 from here on; the first call of a program, so that none is lost. The
+/* Catches SIGTERM, SIGINT, SIGUSR1 and SIGUSR2 from here on; before options are parsed, so that none is lost. The
  * second SIGTERM or SIGINT, in any pair, ends the program at once; two within a quarter of a second count as one.
  * SIGXFSZ is ignored. */
 void mt_signals_hold(void);

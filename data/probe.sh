@@ -103,6 +103,25 @@ program cblas.h 'return cblas_isamax(0, 0, 1) != 0;'
 if look BLAS 'matrix products on the CPU' 'plain C loops multiply matrices, many times slower' \
     '|-lopenblas' "$(package openblas)" '|-lcblas -lblas' "$(package cblas)" '|-lblas'; then
     keep MT_HAVE_BLAS
+    # An OpenBLAS that does not know the processor takes kernels of an older one: the answer of megatron.c.
+    {
+        echo '#include <cblas.h>'
+        echo '#include <stdbool.h>'
+        echo '#include <stdio.h>'
+        echo '#include <string.h>'
+        awk '/^static bool mt_openblas_is_old/, /^}/' megatron.c
+        echo '#if defined OPENBLAS_THREAD && (defined __x86_64__ || defined __i386__)'
+        echo 'int main(void) {'
+        echo '    if (__builtin_cpu_supports("avx2") && mt_openblas_is_old()) puts(openblas_get_corename());'
+        echo '}'
+        echo '#else'
+        echo 'int main(void) { return mt_openblas_is_old(); }'
+        echo '#endif'
+    } >"$work/probe.c"
+    if links "$found_cflags|$found_libs" && core=$("$work/probe" 2>/dev/null) && [ -n "$core" ]; then
+        echo "              OpenBLAS does not know this processor and takes kernels of $core: kernels of megatron.c" \
+            "replace them"
+    fi
 fi
 
 program omp.h 'return omp_get_max_threads() < 1;'

@@ -764,6 +764,7 @@ void mt_report_opening(const mt_options *o, const mt_ops *ops, const mt_grid *gr
     fprintf(file, o->load ? ", loaded from %s.\nDevice: " : ", random weights.\nDevice: ", o->load);
     print_device(o, ops, grid, file);
     print_slow_attention(o, ops, file);
+    if (o->device != MT_DEVICE_CUDA && mt_cpu_products_note()) fprintf(file, ".\n%s", mt_cpu_products_note());
     fprintf(file, ".\nData: ");
     if (data)
         print_data(o, data, file);

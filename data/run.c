@@ -341,6 +341,7 @@ static bool prints(mt_run *r, int argc, char **argv) {
 bool mt_run_open(mt_run *r, int *argc, char ***argv) {
     *r = (mt_run){.start = mt_time(), .saved = -1, .last_saved = -1};
     mt_error error;
+    mt_launch_threads(*argv);
     mt_signals_hold();
     if (mt_launch_check(*argv, &error) != 0) mt_die("%s", error.text);
     int status = mt_options_parse(&r->options, MT_PROGRAM_TRAIN, *argc, *argv, &error);
