@@ -3,9 +3,11 @@
 ## make               build train, infer and data/preprocess (the first time: look for libraries)
 ## make deps          install the distribution's packages that it uses
 ## make demo          prepare text, train a small Llama on it, draw its loss and generate text
-## make demo-rl       teach a small model to sort digits by reinforcement learning (about two minutes);
+## make demo-rl       teach a small model to sort digits by reinforcement learning (about a minute);
 ##                    on a GPU a larger one: MODEL=gpt2-124m DEVICE=cuda
-## make test          run the tests; SUITES="tokenizer options" runs some
+## make test          run the quick tests (all but those of tests/slow_suites); SUITES="tokenizer options" runs some
+## make test-all      run all tests;  make test-slow: the rest alone
+## make mini          build notes/mini.c, every parallelism in one file, as build/default/notes/mini
 ## make install       PREFIX=/usr/local DESTDIR=: install programs, headers, libraries, megatron.pc;  make uninstall
 ## make manual        man pages and bash completions of train and infer, from the table of options
 ## make trace         draw two steps of RANKS=4 ranks as OUT=build/trace.html; OPTIONS="..." of train or TRACE=FILE.json
@@ -29,6 +31,7 @@
 ##
 ## Settings: OPT="-O2" CC=clang WITHOUT="mpi blas" (do without libraries) SANITIZE=1 (check memory) WERROR=1 V=1
 ## CUDA is compiled for the GPU of this machine; CUDA_ARCH=90a or CUDA_ARCH="80 90a" compiles it where there is none.
+## RANKS=N: ranks of the demos; by default as many as cores, up to four.
 ## All cores compile, unless -j says otherwise.
 
 ifeq ($(origin CC),default)
@@ -60,7 +63,9 @@ endif
 
 MAINS := $(wildcard train.c infer.c data/preprocess.c)
 LIBRARY := $(filter-out $(MAINS),megatron.c $(wildcard data/*.c))
-SUITES ?= $(sort $(patsubst tests/test_%,%,$(basename $(wildcard tests/test_*.c tests/test_*.sh))))
+ALL_SUITES := $(sort $(patsubst tests/test_%,%,$(basename $(wildcard tests/test_*.c tests/test_*.sh))))
+SLOW_SUITES := $(shell sed -n 's/^\([a-z0-9_]*\) .*/\1/p' tests/slow_suites)
+SUITES ?= $(filter-out $(SLOW_SUITES),$(ALL_SUITES))
 TESTS = $(if $(HAVE_CMOCKA),$(filter-out $(if $(HAVE_MPI),,%_mpi.c %_mpi8.c),$(wildcard $(SUITES:%=tests/test_%.c))))
 BENCHES := $(wildcard tests/bench_*.c)
 FUZZERS := $(if $(TARGET),tests/fuzz_$(TARGET).c,$(filter-out %/fuzz_layouts.c,$(wildcard tests/fuzz_*.c)))
@@ -85,6 +90,7 @@ CHECKS := $(if $(FUZZER),-fsanitize=fuzzer-no-link) \
 # Floating point: no errno, no traps, and a*b+c may be one instruction. No -ffast-math, which reorders sums.
 MATHS := -fno-math-errno -fno-trapping-math -ffp-contract=fast -fopenmp-simd
 
+.PHONY: test-all test-slow mini
 .PHONY: all help everything library manual install uninstall test bench bench-gpu bench-experts bench-checkpoint fuzz
 .PHONY: calibrate bench-fp8
 .PHONY: fuzz-programs fuzz-layouts plot trace pictures notes puzzle demo demo-rl deps deps-dev probe lint sizes format \
@@ -104,16 +110,27 @@ else
 # ---- What the machine has (data/probe.sh), unless nothing is compiled ------------------------------------------------
 
 COMPILES := $(filter-out help notes puzzle clean deps deps-dev lint sizes format format-check plot probe fuzz \
-	uninstall,$(or $(MAKECMDGOALS),all))
+	test-all test-slow uninstall,$(or $(MAKECMDGOALS),all))
 ifneq ($(COMPILES),)
 include $(B)/config.mk
 endif
 
 # CUDA is compiled for CUDA_ARCH, or else for the GPU that answers here. With 80 comes its PTX, which the driver
 # compiles for newer GPUs. wgmma and TMA need 90a.
+# Kernels need 80.
+ifneq ($(and $(COMPILES),$(wildcard $(B)/config.mk),$(if $(filter cuda,$(WITHOUT)),,yes)),)
+OLD_ARCH := $(filter 3% 5% 6% 7%,$(CUDA_ARCH))
+$(if $(OLD_ARCH),$(error CUDA_ARCH=$(CUDA_ARCH): GPUs below compute capability 8.0 are not supported yet; leave out \
+	$(OLD_ARCH), or build for the CPU without CUDA_ARCH))
+GPUS := $(shell nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null | grep -x '[0-9.]*' | sort -u)
+OLD_GPUS := $(filter 3.% 5.% 6.% 7.%,$(GPUS))
+GPU_ARCH := $(subst .,,$(filter-out $(OLD_GPUS),$(GPUS)))
+ifeq ($(CUDA_ARCH)$(COUNTING)$(if $(OLD_GPUS),,none),)
+$(info a GPU of compute capability $(OLD_GPUS) is not supported yet: building for \
+	$(or $(GPU_ARCH:%=CUDA_ARCH=%),the CPU; CUDA_ARCH=90a builds for other GPUs))
+endif
+endif
 ifneq ($(and $(HAVE_CUDA),$(wildcard cuda/*.cu)),)
-GPU_ARCH := $(shell nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null | tr -d . | \
-	grep -x '[0-9]*' | sort -u)
 ARCHS := $(patsubst 90,90a,$(or $(CUDA_ARCH),$(GPU_ARCH)))
 else ifneq ($(and $(CUDA_ARCH),$(COMPILES),$(wildcard $(B)/config.mk)),)
 $(if $(filter cuda,$(WITHOUT)),,$(error CUDA_ARCH=$(CUDA_ARCH): nvcc was not found; NVCC=... or CUDA_HOME=... \
@@ -255,6 +272,9 @@ install: all library manual
 	ln -sf libmegatron.so.$(VERSION) $(DESTDIR)$(LIBDIR)/$(SONAME)
 	ln -sf $(SONAME) $(DESTDIR)$(LIBDIR)/libmegatron.so
 	echo "$$PC_FILE" >$(DESTDIR)$(LIBDIR)/pkgconfig/megatron.pc
+	@[ -n '$(DESTDIR)' ] || { [ "$$(id -u)" = 0 ] && ldconfig 2>/dev/null; \
+		ldconfig -p 2>/dev/null | grep -q ' $(LIBDIR)/$(SONAME)$$'; } || \
+		echo "programs find $(SONAME) after: sudo ldconfig $(LIBDIR)   or with LD_LIBRARY_PATH=$(LIBDIR)"
 
 uninstall:
 	rm -f $(foreach p,$(MAINS:%.c=%),$(DESTDIR)$(BINDIR)/megatron-$(notdir $p))
@@ -272,12 +292,29 @@ SANITIZER_SETTINGS := ASAN_OPTIONS=$(if $(SANITIZE),fast_unwind_on_malloc=0) UBS
 
 # Suites that run at a time; on a GPU one, which may need all of its memory.
 TEST_JOBS ?= $(if $(GPU_ARCH),1,2)
-test: all $(TEST_PROGRAMS) $(CRASH_SHIM) $(EXAMPLE_PROGRAMS) $(CUDA_EXAMPLES) $(MINI) \
-	$(B)/tests/bench_cuda_attention $(B)/tests/bench_calibrate $(FUZZ_LAYOUTS) $(DRAW)
+# Further programs that a suite runs.
+NEEDED_BY_crash = $(CRASH_SHIM)
+NEEDED_BY_examples = $(EXAMPLE_PROGRAMS) $(CUDA_EXAMPLES)
+NEEDED_BY_notes = $(EXAMPLE_PROGRAMS) $(CUDA_EXAMPLES) $(MINI)
+NEEDED_BY_mini = $(MINI)
+NEEDED_BY_puzzles = $(MINI)
+NEEDED_BY_bench_gpu = $(B)/tests/bench_cuda_attention
+NEEDED_BY_planner = $(B)/tests/bench_calibrate
+NEEDED_BY_fuzz_layouts = $(FUZZ_LAYOUTS)
+NEEDED_BY_pictures = $(DRAW)
+test: all $(TEST_PROGRAMS) $(sort $(foreach s,$(SUITES),$(NEEDED_BY_$s)))
 	@$(if $(HAVE_CMOCKA),:,echo "make test needs cmocka: make deps installs it" >&2; exit 1)
 	@$(SANITIZER_SETTINGS) MT_BIN='$(or $(BIN:%/=%),.)' MT_DRAW='$(DRAW)' MT_TESTS='$(CURDIR)/$(B)/tests' \
 		MT_EXAMPLES='$(B)/notes/examples' MT_MINI='$(MINI)' HAVE_MPI='$(HAVE_MPI)' TEST_JOBS='$(TEST_JOBS)' \
 		tests/run_tests.sh $(B)/tests $(SUITES)
+
+test-all:
+	+@$(MAKE) --no-print-directory test SUITES='$(ALL_SUITES)'
+test-slow:
+	+@$(MAKE) --no-print-directory test SUITES='$(SLOW_SUITES)'
+
+mini: $(MINI)
+	@$(if $(MINI),:,echo "make mini needs MPI: make deps installs it" >&2; exit 1)
 
 bench: all $(BENCH_PROGRAMS)
 	@for program in $(filter-out %/bench_checkpoint %/bench_calibrate,$(BENCH_PROGRAMS)); do $$program || exit 1; done
@@ -324,11 +361,14 @@ notes:
 	@for page in notes/*.md README.md; do \
 		awk -f notes/weave.awk $$page >$$page.new && mv $$page.new $$page || { rm -f $$page.new; exit 1; }; done
 
+# Ranks of the demos: a layout of four, two or one, as many as there are cores.
+CORES := $(shell nproc 2>/dev/null || sysctl -n hw.ncpu 2>/dev/null)
+DEMO_RANKS = $(or $(RANKS),$(if $(HAVE_MPI),$(if $(filter-out 1 2 3,$(CORES)),4,$(if $(filter 1,$(CORES)),1,2)),1))
 demo: all
-	@MT_BIN='$(or $(BIN:%/=%),.)' DEMO_RANKS='$(if $(HAVE_MPI),4,1)' data/demo.sh
+	@MT_BIN='$(or $(BIN:%/=%),.)' DEMO_RANKS='$(DEMO_RANKS)' data/demo.sh
 
 demo-rl: all
-	@MT_BIN='$(or $(BIN:%/=%),.)' DEMO_RANKS='$(or $(RANKS),$(if $(HAVE_MPI),$(if $(filter cuda,$(DEVICE)),1,2),1))' \
+	@MT_BIN='$(or $(BIN:%/=%),.)' DEMO_RANKS='$(or $(RANKS),$(if $(filter cuda,$(DEVICE)),1,$(DEMO_RANKS)))' \
 		DEMO_MODEL='$(MODEL)' DEMO_DEVICE='$(or $(DEVICE),cpu)' data/demo-rl.sh
 
 plot:

@@ -3340,7 +3340,7 @@ void mt_grid_start(mt_grid *grid, int *argc, char ***argv) {
     if (!mt_launched_by_mpi()) return;
 #ifdef MT_HAVE_MPI
     MPI_Comm *world = mt_malloc(sizeof *world);
-    // Ranks that poll for messages would take the cores from those that compute. Open MPI reads this in MPI_Init.
+    // Ranks that poll for messages would take the cores from ranks that compute. Open MPI reads this in MPI_Init.
     const char *local_ranks = getenv("OMPI_COMM_WORLD_LOCAL_SIZE");
     if (local_ranks && atoi(local_ranks) >= sysconf(_SC_NPROCESSORS_ONLN))
         setenv("OMPI_MCA_mpi_yield_when_idle", "1", 0);

@@ -7,12 +7,12 @@ begin_log() {
     : >"$log"
 }
 
-# in_place: on a terminal shows the last line about the loss, in place.
+# in_place: on a terminal shows the last line about the loss, in place; elsewhere that of every hundredth iteration.
 in_place() {
     if [ -t 1 ]; then
         awk '/ [0-9]+%  loss / { printf "\r\033[K%s", substr($0, 1, 79); fflush() } END { printf "\r\033[K" }'
     else
-        cat >/dev/null
+        awk '/^ *[0-9]*00\/[0-9]+ .*%  loss / { print "   " substr($0, 1, 79); fflush() }'
     fi
 }
 

@@ -1,17 +1,17 @@
 #!/bin/sh
-# Prepares text, trains a small Llama on it and generates text, in about three minutes on two cores. The text is this
+# Prepares text, trains a small Llama on it and generates text, in under two minutes on two cores. The text is this
 # project's own: its notes, and the comments of its code. Nothing is downloaded.
 #
 #   usage: data/demo.sh      (make demo)
 #
 # Prints a line for each phase, and on a terminal the progress of training in place. All commands and their output are
 # in DEMO_DIR/demo.log. MT_BIN is the folder of the programs, DEMO_DIR that of the model, DEMO_ITERS the number of
-# iterations. With DEMO_RANKS=4, which `make demo` sets if it found MPI, four ranks share the model by tensor and
-# pipeline parallelism.
+# iterations. DEMO_RANKS ranks, which `make demo` sets to the cores if it found MPI, share the work: two by data
+# parallelism, four by tensor and pipeline parallelism.
 set -eu
 bin=${MT_BIN:-.}
 model=${DEMO_DIR:-runs/demo}
-iterations=${DEMO_ITERS:-350}
+iterations=${DEMO_ITERS:-250}
 corpus=$model/data/corpus
 tokenizer=data/demo-tokenizer.json
 log=$model/demo.log
@@ -45,11 +45,13 @@ run "$bin/data/preprocess" --input "$corpus.txt" --output-prefix "$corpus" --tok
 echo "2. tokens: $(sed -n 's/.*: \([0-9]* documents, [0-9]* tokens\) .*/\1/p' "$log" | tail -n 1)" \
     "(${corpus}_text_document.bin)"
 
-# 3. Training, on four ranks of one thread if mpirun is there.
+# 3. Training, on ranks of one thread if mpirun is there.
 launch='' layout='' ranks='one rank'
 if [ "${DEMO_RANKS:-1}" = 4 ] && command -v mpirun >/dev/null; then
     launch=$(mpirun_command 4) ranks='four ranks, TP 2 x PP 2'
     layout='--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2'
+elif [ "${DEMO_RANKS:-1}" = 2 ] && command -v mpirun >/dev/null; then
+    launch=$(mpirun_command 2) ranks='two ranks, DP 2' layout='--use-distributed-optimizer'
 fi
 began=$(date +%s)
 # shellcheck disable=SC2086

@@ -100,7 +100,7 @@ look MPI 'several ranks, started by mpirun' 'one rank only' \
     "$(compile_words $shown)|$shown" "$(package ompi-c)" "$(package mpich)" && keep MT_HAVE_MPI
 
 program cblas.h 'return cblas_isamax(0, 0, 1) != 0;'
-if look BLAS 'matrix products on the CPU' 'plain C loops multiply matrices, many times slower' \
+if look BLAS 'matrix products on the CPU' 'kernels of megatron.c multiply matrices' \
     '|-lopenblas' "$(package openblas)" '|-lcblas -lblas' "$(package cblas)" '|-lblas'; then
     keep MT_HAVE_BLAS
     # An OpenBLAS that does not know the processor takes kernels of an older one: the answer of megatron.c.
@@ -171,8 +171,11 @@ cat >"$work/probe.cu" <<'CUDA'
 __global__ void kernel(float *x) { *x = 1; }
 int main(void) { cublasHandle_t handle; kernel<<<1, 1>>>(0); return cublasCreate(&handle); }
 CUDA
-if [ -n "${CUDA_ARCH:-}" ] || nvidia-smi -L >/dev/null 2>&1; then
+capabilities=$(nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null | sort -u)
+if [ -n "${CUDA_ARCH:-}" ] || echo "$capabilities" | awk '$1 + 0 >= 8 { found = 1 } END { exit !found }'; then
     compiled=''
+elif [ -n "$capabilities" ]; then
+    compiled="not compiled: compute capability $(echo $capabilities), below 8.0, is not supported yet"
 else
     compiled='no GPU answers, so it is not compiled; make CUDA_ARCH=90a compiles it'
 fi

@@ -764,7 +764,6 @@ void mt_report_opening(const mt_options *o, const mt_ops *ops, const mt_grid *gr
     fprintf(file, o->load ? ", loaded from %s.\nDevice: " : ", random weights.\nDevice: ", o->load);
     print_device(o, ops, grid, file);
     print_slow_attention(o, ops, file);
-    if (o->device != MT_DEVICE_CUDA && mt_cpu_products_note()) fprintf(file, ".\n%s", mt_cpu_products_note());
     fprintf(file, ".\nData: ");
     if (data)
         print_data(o, data, file);
@@ -775,11 +774,14 @@ void mt_report_opening(const mt_options *o, const mt_ops *ops, const mt_grid *gr
         fprintf(file, "none, the weights stay as they are");
     fprintf(file, ".\n");
     if (o->save && o->save_interval > 0)
-        fprintf(file, "Checkpoints: %s, every %lld iterations and at the end.\n\n", o->save,
+        fprintf(file, "Checkpoints: %s, every %lld iterations and at the end.\n", o->save,
                 (long long)o->save_interval);
     else
-        fprintf(file, "Checkpoints: %s%s.\n\n", o->save ? o->save : "none, because there is no --save",
+        fprintf(file, "Checkpoints: %s%s.\n", o->save ? o->save : "none, because there is no --save",
                 o->save ? ", at the end" : "");
+    const char *products = ops->on_device ? NULL : mt_cpu_products_note();
+    if (products) fprintf(file, "%s.\n", products);
+    fprintf(file, "\n");
 }
 
 void mt_report_plan(const mt_model *model, FILE *file) {

@@ -51,6 +51,50 @@ train_says_what_it_will_do() {
             'Checkpoints: none, because there is no --save.'
 }
 
+# An OpenBLAS with kernels of an older processor is reported. Where oneDNN computes large products and the compiler knew
+# AVX, the losses are the same.
+an_old_openblas_is_reported_and_not_used() {
+    for core in Prescott Haswell; do
+        OPENBLAS_CORETYPE=$core OPENBLAS_VERBOSE=2 "$train" $shape --mock-data --vocab-size 64 --metrics "$work/$core" \
+            >"$work/$core.out" 2>"$work/$core.err" || return 1
+        series lm_loss "$work/$core" >"$work/$core.loss"
+    done
+    grep -qs 'Core: Prescott' "$work/Prescott.err" "$work/Prescott.out" && grep -qsw avx2 /proc/cpuinfo || return 0
+    says '^OpenBLAS does not know this processor and takes kernels of Prescott: products are computed by ' \
+        "$work/Prescott.out" || return 1
+    if grep -q 'OpenBLAS does not know' "$work/Haswell.out"; then return 1; fi
+    ! grep -q 'by oneDNN and kernels of megatron.c' "$work/Prescott.out" ||
+        { [ -s "$work/Haswell.loss" ] && cmp -s "$work/Prescott.loss" "$work/Haswell.loss"; }
+}
+
+# The process of a run, which starts anew once, has the variables that keep idle threads from spinning; a choice of the
+# user stays.
+idle_threads_sleep_soon() {
+    [ -r /proc/self/environ ] && "$train" --version >/dev/null || return 1
+    cat >"$work/reward" <<'END'
+#!/bin/sh
+env | grep -E '^(GOMP_SPINCOUNT|KMP_BLOCKTIME|OMP_WAIT_POLICY)=' >"$0.env"
+while read -r line; do echo 1; done
+END
+    chmod +x "$work/reward"
+    echo '{"prompt": "1", "answer": "2"}' >"$work/prompts.jsonl"
+    for policy in '' passive; do
+        rm -f "$work/reward.env"
+        env -u OMP_NUM_THREADS -u OMP_WAIT_POLICY -u GOMP_SPINCOUNT -u KMP_BLOCKTIME \
+            ${policy:+OMP_WAIT_POLICY=$policy} "$train" --stage rl --num-layers 1 --hidden-size 32 --num-attention-heads 2 --tokenizer-type ByteLevel \
+            --chat-template plain --data-path "$work/prompts.jsonl" --seq-length 16 --max-new-tokens 2 \
+            --rollout-batch-size 1 --num-return-sequences 2 --global-batch-size 2 --micro-batch-size 2 \
+            --train-iters 1 --lr 1e-3 --eval-iters 0 --device cpu --reward command --reward-command "$work/reward" \
+            >"$work/out" 2>"$work/err" </dev/null || return 1
+        [ -s "$work/reward.env" ] || return 1
+        if [ -n "$policy" ]; then
+            [ "$(cat "$work/reward.env")" = "OMP_WAIT_POLICY=$policy" ] || return 1
+        else
+            says '^GOMP_SPINCOUNT=' "$work/reward.env" && says '^KMP_BLOCKTIME=' "$work/reward.env" || return 1
+        fi
+    done
+}
+
 train_says_epochs_of_its_data() {
     prepares lines 20 lines && trains_on lines --split 80,20,0 || return 1
     # 16 documents of 44 bytes and an end of document
@@ -119,6 +163,8 @@ a_short_path_of_a_blend_is_reported() {
 }
 
 check train_says_what_it_will_do train_says_what_it_will_do
+check an_old_openblas_is_reported_and_not_used an_old_openblas_is_reported_and_not_used
+check idle_threads_sleep_soon idle_threads_sleep_soon
 check train_says_epochs_of_its_data train_says_epochs_of_its_data
 check train_says_the_grid train_says_the_grid
 check infer_says_what_it_runs_on_standard_error infer_says_what_it_runs_on_standard_error

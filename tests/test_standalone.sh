@@ -82,6 +82,28 @@ calls_no_companion() {
     ! grep '^megatron.o ' "$work/calls" >"$work/out"
 }
 
+# with_gpus CAPABILITIES ARGUMENTS...: flags and messages of make on a machine with such GPUs, in a copy of the tree.
+with_gpus() {
+    mkdir -p "$work/bin" "$work/tree/data" && printf '#!/bin/sh\nprintf "%s"\n' "$1" >"$work/bin/nvidia-smi" &&
+        chmod +x "$work/bin/nvidia-smi" && cp Makefile megatron.c megatron.h "$work/tree" &&
+        cp data/probe.sh "$work/tree/data" || return 1
+    shift
+    (PATH=$work/bin:$PATH && cd "$work/tree" && MAKEFLAGS='' MAKELEVEL=0 make -n "$@" build/default/flags) \
+        >"$work/out" 2>&1
+}
+
+# GPUs below 8.0 wait for kernels of their own: the CPU is built for, or those of the GPUs that have kernels.
+old_gpus_are_left_out() {
+    with_gpus '7.5\n' &&
+        says '^a GPU of compute capability 7.5 is not supported yet: building for the CPU' "$work/out" || return 1
+    if grep -q sm_75 "$work/out"; then return 1; fi
+    if with_gpus '' CUDA_ARCH='80 75'; then return 1; fi
+    says 'CUDA_ARCH=80 75: GPUs below compute capability 8.0 are not supported yet; leave out 75' "$work/out" ||
+        return 1
+    with_gpus '7.5\n8.6\n' &&
+        says 'capability 7.5 is not supported yet: building for CUDA_ARCH=86$' "$work/out"
+}
+
 for compiler in gcc clang; do
     if command -v $compiler >/dev/null; then
         check "compiles_alone_$compiler" compiles_alone $compiler
@@ -100,6 +122,7 @@ for compiler in g++ clang++; do
     fi
 done
 check opens_no_file opens_no_file
+check old_gpus_are_left_out old_gpus_are_left_out
 objects=${MT_TESTS:-build/tests}/..
 if [ -f "$objects/megatron.o" ] && command -v nm >/dev/null; then
     check calls_have_an_order calls_have_an_order
