@@ -3,7 +3,7 @@
 ## make               build train, infer and data/preprocess (the first time: look for libraries)
 ## make deps          install the distribution's packages that it uses
 ## make demo          prepare text, train a small Llama on it, draw its loss and generate text
-## make demo-rl       teach a small model to sort digits by reinforcement learning (about a minute);
+## make demo-rl       teach a small model to sort digits by reinforcement learning (about two minutes);
 ##                    on a GPU a larger one: MODEL=gpt2-124m DEVICE=cuda
 ## make test          run the quick tests (all but those of tests/slow_suites); SUITES="tokenizer options" runs some
 ## make test-all      run all tests;  make test-slow: the rest alone
