@@ -82,7 +82,8 @@ END
         rm -f "$work/reward.env"
         env -u OMP_NUM_THREADS -u OMP_WAIT_POLICY -u GOMP_SPINCOUNT -u KMP_BLOCKTIME \
             ${policy:+OMP_WAIT_POLICY=$policy} "$train" --stage rl --num-layers 1 --hidden-size 32 \
-            --num-attention-heads 2 --tokenizer-type ByteLevel --chat-template plain --data-path "$work/prompts.jsonl" --seq-length 16 --max-new-tokens 2 \
+            --num-attention-heads 2 --tokenizer-type ByteLevel --chat-template plain \
+            --data-path "$work/prompts.jsonl" --seq-length 16 --max-new-tokens 2 \
             --rollout-batch-size 1 --num-return-sequences 2 --global-batch-size 2 --micro-batch-size 2 \
             --train-iters 1 --lr 1e-3 --eval-iters 0 --device cpu --reward command --reward-command "$work/reward" \
             >"$work/out" 2>"$work/err" </dev/null || return 1
