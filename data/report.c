@@ -774,8 +774,7 @@ void mt_report_opening(const mt_options *o, const mt_ops *ops, const mt_grid *gr
         fprintf(file, "none, the weights stay as they are");
     fprintf(file, ".\n");
     if (o->save && o->save_interval > 0)
-        fprintf(file, "Checkpoints: %s, every %lld iterations and at the end.\n", o->save,
-                (long long)o->save_interval);
+        fprintf(file, "Checkpoints: %s, every %lld iterations and at the end.\n", o->save, (long long)o->save_interval);
     else
         fprintf(file, "Checkpoints: %s%s.\n", o->save ? o->save : "none, because there is no --save",
                 o->save ? ", at the end" : "");
