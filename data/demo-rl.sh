@@ -37,12 +37,19 @@ if [ "$device" = cuda ]; then precision=--bf16; fi
 
 # 1. Data: every prompt of three digits; a response in some order of them; the answer in ascending order.
 begin_log
-awk -v folder="$model" 'BEGIN {
-    srand(1)
+# rand() differs from one awk to another. This generator does not: 16807 x mod 2^31 - 1, whose products are exact in
+# doubles (Park and Miller, "Random number generators: good ones are hard to find").
+awk -v folder="$model" '
+function draw(n) {
+    state = state * 16807 % 2147483647
+    return int(state / 2147483647 * n)
+}
+BEGIN {
+    state = 1
     for (i = 0; i < 4000; i++) {
-        for (k = 1; k <= 3; k++) digit[k] = int(rand() * 10)
+        for (k = 1; k <= 3; k++) digit[k] = draw(10)
         prompt = digit[1] digit[2] digit[3] ">"
-        for (k = 3; k > 1; k--) { j = 1 + int(rand() * k); t = digit[k]; digit[k] = digit[j]; digit[j] = t }
+        for (k = 3; k > 1; k--) { j = 1 + draw(k); t = digit[k]; digit[k] = digit[j]; digit[j] = t }
         printf "{\"prompt\": \"%s\", \"response\": \"%d%d%d\"}\n", prompt, digit[1], digit[2], digit[3] > \
             (folder "/format.jsonl")
         for (k = 1; k < 3; k++) for (j = 1; j < 3; j++)

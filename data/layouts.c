@@ -11,7 +11,6 @@
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>
-#include <time.h>
 #ifdef __GLIBC__
 #include <malloc.h>
 #endif
@@ -63,6 +62,7 @@ typedef struct mt_search {
     const mt_machine *machine;
     int argc;
     char **argv;
+    int64_t most_attempts;
     int64_t least_tp, least_pp, least_cp;
     mt_options model; // finished, for some ranks
     mt_candidate *list;
@@ -335,6 +335,7 @@ static bool mt_search_know(const mt_search *s, const mt_candidate *c, int64_t mi
     int64_t gpus = s->given->gpus / c->pp;
     mt_options o;
     if (layers->is_known || layers->is_refused) return layers->is_known;
+    s->out->attempts++;
     layers->is_known = mt_search_one_stage(s, c, &o, error) == 0 &&
                        mt_layer_seconds_of(&layers->seconds, &o, gpus, micro_batches, s->machine, error) == 0;
     mt_options_free(&o);
@@ -498,20 +499,20 @@ static int64_t mt_search_sift(mt_search *s, mt_candidate *list, int64_t count, b
     return kept;
 }
 
-/* Seconds that this process has computed: beside other programs a search takes longer, and finds the same. */
-static double mt_processor_time(void) {
-    return (double)clock() / CLOCKS_PER_SEC;
+/* The search ends after a number of simulations, not of seconds: its list is the same on every machine. */
+static bool mt_search_is_over(const mt_search *s) {
+    return s->out->attempts >= s->most_attempts;
 }
 
 /* Simulates the layers of a round of candidates: of those of the most stages, as simulations of few GPUs take less
  * time. */
-static void mt_search_know_round(mt_search *s, const mt_candidate *list, int64_t count, double end) {
+static void mt_search_know_round(mt_search *s, const mt_candidate *list, int64_t count) {
     mt_error unused;
     int64_t *last = mt_calloc(mt_max(s->num_sizes, 1) * MT_RECOMPUTE_CHOICES * 8); // 1 + a candidate; 0: none
     for (int64_t i = 0; i < count; i++)
         last[s->shapes[list[i].shape].sizes * MT_RECOMPUTE_CHOICES + list[i].recompute] = i + 1;
     for (int64_t i = 0; i < s->num_sizes * MT_RECOMPUTE_CHOICES; i++) {
-        if (last[i] == 0 || mt_processor_time() > end) continue;
+        if (last[i] == 0 || mt_search_is_over(s)) continue;
         mt_candidate c = list[last[i] - 1];
         c.sharding = 0;
         mt_search_know(s, &c, 2, &s->sizes[i / MT_RECOMPUTE_CHOICES].layers[c.recompute], &unused);
@@ -593,6 +594,7 @@ static void mt_search_try(mt_search *s, const mt_candidate *c, const char *lette
     char folded[MT_LAYOUT_LINE - 1024];
     mt_letters_fold(letters, folded, sizeof folded);
     mt_candidate_print(c, s->given, folded, layout.line);
+    out->attempts++;
     int status = mt_search_finish(s, layout.line, s->given->gpus, &o, &out->reason);
     if (status == 0) status = mt_simulate(&layout.simulation, &o, o.gpus, s->machine, &out->reason);
     if (status == MT_DOES_NOT_FIT)
@@ -717,18 +719,18 @@ static void mt_search_keep_memory(void) {
 #endif
 }
 
-/* Takes a round's candidates in the order of their least times, until none can be among the best or the time is over.
+/* Takes a round's candidates in the order of their least times, until none can be among the best or the search is over.
  */
-static void mt_search_round(mt_search *s, mt_candidate *list, int64_t count, double end) {
+static void mt_search_round(mt_search *s, mt_candidate *list, int64_t count) {
     count = mt_search_sift(s, list, count, true);
-    mt_search_know_round(s, list, count, end);
+    mt_search_know_round(s, list, count);
     for (int64_t i = 0; i < count; i++) list[i].least = 0; // where a model of one stage is not legal
     count = mt_search_sift(s, list, count, false);
     if (count > 0) qsort(list, (size_t)count, sizeof *list, mt_candidate_compare);
     for (const mt_candidate *c = list; c < list + count; c++)
         if (mt_search_excludes(s, c, c->least))
             s->out->bounded++;
-        else if (mt_processor_time() > end)
+        else if (mt_search_is_over(s))
             s->out->skipped++;
         else
             mt_search_take(s, c);
@@ -736,17 +738,17 @@ static void mt_search_round(mt_search *s, mt_candidate *list, int64_t count, dou
 
 /* Takes the candidates of the smallest micro-batches, then those of the next larger ones: few of these need to be
  * simulated, and the largest take the longest time. */
-static void mt_search_run(mt_search *s, double end) {
+static void mt_search_run(mt_search *s) {
     s->seconds = mt_calloc(mt_max(s->num_families, 1) * MT_SHARD_CHOICES * MT_RECOMPUTE_CHOICES * 8);
     if (s->count > 0) qsort(s->list, (size_t)s->count, sizeof *s->list, mt_candidate_compare);
     for (int64_t from = 0, to; from < s->count; from = to) {
         for (to = from; to < s->count && s->list[to].round == s->list[from].round;) to++;
-        mt_search_round(s, s->list + from, to - from, end);
+        mt_search_round(s, s->list + from, to - from);
     }
 }
 
 /* No layout was simulated: says why. */
-static int mt_search_fail(const mt_search *s, double seconds, mt_error *error) {
+static int mt_search_fail(const mt_search *s, mt_error *error) {
     const mt_options *given = s->given;
     const mt_layouts *out = s->out;
     int64_t model = mt_max(given->tensor_model_parallel_size, 1) * mt_max(given->pipeline_model_parallel_size, 1) *
@@ -772,7 +774,8 @@ static int mt_search_fail(const mt_search *s, double seconds, mt_error *error) {
         return mt_error_set(error, "no layout of %lld GPUs is legal: %.900s", (long long)given->gpus, out->reason.text);
     char skipped[80] = "";
     if (out->skipped > 0)
-        snprintf(skipped, sizeof skipped, ", and %lld were left out after %.0f s", (long long)out->skipped, seconds);
+        snprintf(skipped, sizeof skipped, ", and %lld were left out after %lld simulations", (long long)out->skipped,
+                 (long long)out->attempts);
     return mt_error_set(error,
                         "no layout fits: %lld need more than %.1f GiB of a GPU and %lld are not legal%s; take more "
                         "GPUs, a smaller --global-batch-size or a smaller model, or give sizes",
@@ -781,9 +784,9 @@ static int mt_search_fail(const mt_search *s, double seconds, mt_error *error) {
 }
 
 int mt_layouts_search(mt_layouts *out, const mt_options *given, int argc, char **argv, const mt_machine *machine,
-                      double seconds, mt_error *error) {
+                      int64_t most_attempts, mt_error *error) {
     *out = (mt_layouts){.count = 0};
-    mt_search s = {out, given, machine, argc, argv};
+    mt_search s = {out, given, machine, argc, argv, most_attempts};
     if (mt_options_check_ranges(given, MT_PROGRAM_TRAIN, error) != 0) return -1; // the list would be endless
     if (given->global_batch_size == 0)
         return mt_error_set(error, "--plan needs --global-batch-size: another batch would be another run");
@@ -797,11 +800,11 @@ int mt_layouts_search(mt_layouts *out, const mt_options *given, int argc, char *
     mt_search_keep_memory();
     mt_search_list(&s);
     int status = mt_search_measure(&s, error);
-    if (status == 0) mt_search_run(&s, mt_processor_time() + seconds);
+    if (status == 0) mt_search_run(&s);
     mt_options_free(&s.model);
     free(s.list), free(s.sizes), free(s.shapes), free(s.seconds);
     if (status != 0 || out->count > 0) return status;
-    return mt_search_fail(&s, seconds, error);
+    return mt_search_fail(&s, error);
 }
 
 void mt_layouts_free(mt_layouts *out) {

@@ -25,15 +25,16 @@ typedef struct mt_layouts {
     int64_t count;
     int64_t considered, illegal, too_large, bounded, simulated; // layouts; bounded: their least time is not among the
                                                                 // best
-    int64_t skipped; // not simulated for want of time, although their least time is
-    mt_error reason; // why the last illegal layout was refused
+    int64_t attempts; // simulations that were begun, of layouts and of models of one and two layers
+    int64_t skipped;  // not simulated after the last attempt, although their least time is
+    mt_error reason;  // why the last illegal layout was refused
 } mt_layouts;
 
 /* Searches layouts for the command line argv[argc], whose options were parsed into `given`; layout options that it has
  * are kept. A layout is legal if mt_options_finish accepts it for given->gpus ranks, and fits if its memory plan does.
- * Ends after about `seconds` of one core. Errors: no layout is legal or fits. Free the result in each case. */
+ * Ends after `most_attempts` simulations. Errors: no layout is legal or fits. Free the result in each case. */
 int mt_layouts_search(mt_layouts *layouts, const mt_options *given, int argc, char **argv, const mt_machine *machine,
-                      double seconds, mt_error *error);
+                      int64_t most_attempts, mt_error *error);
 void mt_layouts_free(mt_layouts *layouts);
 
 /* A plan needs no data and no number of steps: sets these in parsed options if the user left them out. */

@@ -395,9 +395,10 @@ static void mt_profile_print_row(const mt_profile_row *row, const mt_profile *su
     double steps = (double)sums->steps, rate = (computes ? row->flops : row->bytes) / row->seconds;
     char text[32];
     mt_rate_format(text, rate, computes ? "FLOP" : "B");
-    fprintf(file, "  %-22s %8.6g %11.3f %6.1f%% %15s %11.1f%%\n", row->name, (double)row->calls / steps,
+    fprintf(file, "  %-22s %8.6g %11.3f %6.1f%% %15s %11.1f%% %13.6g %s\n", row->name, (double)row->calls / steps,
             1e3 * row->seconds / steps, 100 * row->seconds / sums->seconds, text,
-            100 * rate / (computes ? ceilings->flops : ceilings->bytes));
+            100 * rate / (computes ? ceilings->flops : ceilings->bytes),
+            computes ? 1e-9 * row->flops / steps : 1e-6 * row->bytes / steps, computes ? "GFLOP" : "MB");
 }
 
 void mt_profile_print(mt_dtype dtype, FILE *file) {
@@ -417,7 +418,8 @@ void mt_profile_print(mt_dtype dtype, FILE *file) {
     qsort(rows, MT_NUM_OPERATIONS, sizeof *rows, mt_profile_by_time);
     fprintf(file, "profile of %lld steps without the first; ceilings: product %s, copy %s (%s)\n",
             (long long)sums->steps, flops, bytes, mt_profiler.ops->name);
-    fprintf(file, "  %-22s %8s %11s %7s %15s %12s\n", "operation", "calls", "ms a step", "share", "rate", "of ceiling");
+    fprintf(file, "  %-22s %8s %11s %7s %15s %12s %19s\n", "operation", "calls", "ms a step", "share", "rate",
+            "of ceiling", "work a step");
     for (int i = 0; i < MT_NUM_OPERATIONS; i++) {
         if (rows[i].calls == 0) continue;
         mt_profile_print_row(&rows[i], sums, &ceilings, file);

@@ -122,10 +122,10 @@ typedef struct mt_profile_step {
 } mt_profile_step;
 const mt_profile_step *mt_profile_last_step(void);
 
-/* Prints the operations by time, with their rates relative to those of a large matrix product of this type and of a
- * large copy. A rate above 100% comes from a cache, or from an operation that only reads or only writes. The two
- * reference rates are measured now: every rank calls it at once, because all ranks shared the machine in training; a
- * rank whose `file` is NULL prints nothing. It takes 768 MiB of memory, so destroy the model first. */
+/* Prints the operations by time, with their work, and their rates relative to those of a large matrix product of this
+ * type and of a large copy. A rate above 100% comes from a cache, or from an operation that only reads or only writes.
+ * The two reference rates are measured now: every rank calls it at once, because all ranks shared the machine in
+ * training; a rank whose `file` is NULL prints nothing. It takes 768 MiB of memory, so destroy the model first. */
 void mt_profile_print(mt_dtype dtype, FILE *file);
 
 /* Floating-point operations per second of an n x n matrix product on the CPU, best of a few runs. */

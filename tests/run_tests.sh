@@ -20,8 +20,17 @@ export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 OMPI_MCA_btl_va
 export OMPI_MCA_mpi_yield_when_idle=1
 # Spinning threads slow tiny models down on a busy machine.
 export OMP_WAIT_POLICY=passive
-limit=${TEST_TIMEOUT:-900}
-if command -v timeout >/dev/null; then limited="timeout $limit"; else limited=''; fi
+
+# Prints the seconds that a suite may take: TEST_TIMEOUT, or 900, and more on a slow or busy machine.
+probe='BEGIN { for (i = 0; i < 3000000; i++) sum += i % 7 }'
+TEST_SLOWNESS=${TEST_SLOWNESS:-$( (awk "$probe" && times) | tail -n 1 | tr 'ms' '  ' | awk '{ print 60 * $1 + $2 }')}
+export TEST_SLOWNESS
+time_limit() {
+    [ -z "${TEST_TIMEOUT:-}" ] || { echo "$TEST_TIMEOUT" && return; }
+    uptime | sed 's/.*averages*: *\([0-9]*\).*/\1/' | awk -v slow="$TEST_SLOWNESS" \
+        -v cores="$(getconf _NPROCESSORS_ONLN 2>/dev/null || echo 1)" '
+        { load = $1 / cores / 2; cpu = slow / 0.25; print int(900 * (cpu > 1 ? cpu : 1) * (load > 1 ? load : 1)) }'
+}
 oversubscribe=''
 mpirun --version 2>/dev/null | grep -qi 'open.mpi\|openrte' && oversubscribe='--oversubscribe --allow-run-as-root'
 
@@ -56,6 +65,8 @@ count() {
 run_suite() {
     name=$1 program=$2 log=$directory/$(basename "$2").log passed=0 failed=0 skipped=0
     rm -f "$log" "$log".*
+    limit=$(time_limit)
+    if command -v timeout >/dev/null; then limited="timeout $limit"; else limited=''; fi
     began=$(date +%s)
     # Each suite has a folder for temporary files. It is removed with all that the suite leaves in it.
     TMPDIR=$(mktemp -d) || exit 1

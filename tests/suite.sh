@@ -7,6 +7,7 @@ train=$(cd "${MT_BIN:-.}" && pwd)/train infer=$(cd "${MT_BIN:-.}" && pwd)/infer
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 failed=0
+hang=300 # seconds after which a program hangs, on any machine beside any load; no test waits for them
 export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 OMPI_MCA_mpi_yield_when_idle=1
 export OMPI_MCA_btl_vader_single_copy_mechanism=none
 

@@ -24,7 +24,7 @@ run() {
         env "$@" "$train" $small --save "$folder" >"$work/out" 2>"$work/err" </dev/null
     else
         # shellcheck disable=SC2086
-        timeout 60 $(mpirun_here) -np "$ranks" env "$@" "$train" $small --save "$folder" >"$work/out" 2>"$work/err" \
+        timeout $hang $(mpirun_here) -np "$ranks" env "$@" "$train" $small --save "$folder" >"$work/out" 2>"$work/err" \
             </dev/null
     fi
 }
@@ -61,7 +61,7 @@ resumes() {
 }
 
 two_ranks() {
-    timeout 300 $(mpirun_here) -np 2 "$tests/test_crash" >"$work/out" 2>"$work/err" </dev/null
+    timeout $hang $(mpirun_here) -np 2 "$tests/test_crash" >"$work/out" 2>"$work/err" </dev/null
     status=$?
     cat "$work/out"
     return $status

@@ -206,7 +206,7 @@ reports_a_full_disk() {
     [ -n "${HAVE_MPI:-}" ] || return 0
     # Of two ranks, the first one writes. mpirun's own output is another.
     # shellcheck disable=SC2016
-    timeout 60 $(mpirun_here) -np 2 sh -c 'exec "$@" >/dev/full' sh "$infer" --load $golden/llama --device cpu \
+    timeout $hang $(mpirun_here) -np 2 sh -c 'exec "$@" >/dev/full' sh "$infer" --load $golden/llama --device cpu \
         --prompt-tokens 5 --print-tokens --tensor-model-parallel-size 2 2>"$work/err" && return 1
     [ "$(grep -c '^error: ' "$work/err")" = 1 ] && says '^error: standard output: cannot be written' "$work/err" &&
         ! grep -q MPI_ABORT "$work/err" && says 'Exit code: *1' "$work/err"
@@ -350,7 +350,7 @@ ranks_answer_lines() {
     "$infer" "$@" <"$work/lines" >"$work/alone" 2>"$work/err" && return 1
     shared 2 2 "$@" <"$work/lines" >"$work/out" 2>"$work/err" && return 1
     cmp "$work/alone" "$work/out" && [ "$(grep -c '^error: .*70 tokens' "$work/err")" = 1 ] || return 1
-    { sleep 3 && echo Hello; } | shared 2 1 "$@" --distributed-timeout-seconds 1 >"$work/out" 2>"$work/err" &&
+    { sleep 6 && echo Hello; } | shared 2 1 "$@" --distributed-timeout-seconds 4 >"$work/out" 2>"$work/err" &&
         [ "$(cat "$work/out")" = "$(sed -n 1p "$work/alone")" ]
 }
 

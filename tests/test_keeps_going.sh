@@ -21,7 +21,7 @@ begin() {
     job=$!
     waited=0
     until [ "$(wc -l 2>/dev/null <"$work/m.jsonl")" -gt 3 ] 2>/dev/null; do
-        if ! kill -0 $job 2>/dev/null || [ $waited -ge 600 ]; then
+        if ! kill -0 $job 2>/dev/null || [ $waited -ge $((10 * hang)) ]; then
             echo "no step was made"
             return 1
         fi
@@ -200,7 +200,7 @@ exec $REAL_MPIRUN "$@"
 SH
     chmod +x "$work/stuck"
     # shellcheck disable=SC2086
-    REAL_MPIRUN=$MPIRUN MPIRUN="$work/stuck $work" timeout 60 ./launch.sh -n 2 --pause 0 "$train" $small \
+    REAL_MPIRUN=$MPIRUN MPIRUN="$work/stuck $work" timeout $hang ./launch.sh -n 2 --pause 0 "$train" $small \
         --train-iters 5 --save "$work/save" >"$work/out" 2>"$work/err" </dev/null || return 1
     grep -q 'launch: .* has not ended 5 s after its last process: killed' "$work/err" &&
         [ "$(cat "$work/save/latest_checkpointed_iteration.txt")" = 5 ]
@@ -229,26 +229,26 @@ pauses_grow_up_to_their_limit() {
     [ "$(sed -n 's/^launch: next start in \(.*\) s$/\1/p' "$work/err" | tr '\n' ' ')" = '20 40 70 70 ' ]
 }
 
-# await TEXT FILE: until a file has a text, for at most 30 s.
+# await TEXT FILE: until a file has a text.
 await() {
     waited=0
     until grep -q -- "$1" "$2" 2>/dev/null; do
         sleep 0.1
         waited=$((waited + 1))
-        [ $waited -lt 300 ] || return 1
+        [ $waited -lt $((10 * hang)) ] || return 1
     done
 }
 
 a_signal_ends_a_pause_at_once() {
     # shellcheck disable=SC2086
-    MPIRUN=false ./launch.sh -n 2 --pause 100 "$train" $small --train-iters 5 --save "$work/save" \
+    MPIRUN=false ./launch.sh -n 2 --pause 1000 "$train" $small --train-iters 5 --save "$work/save" \
         >"$work/out" 2>"$work/err" </dev/null &
     job=$!
-    await 'next start in 100 s' "$work/err" || return 1
+    await 'next start in 1000 s' "$work/err" || return 1
     began=$(date +%s)
     kill -TERM $job
     wait $job
-    [ $? = 143 ] && [ $(($(date +%s) - began)) -lt 30 ]
+    [ $? = 143 ] && [ $(($(date +%s) - began)) -lt $hang ]
 }
 
 # Quotes, comments, nested names, and texts that a shell would run.
@@ -321,7 +321,7 @@ a_launcher_that_is_killed_leaves_no_ranks() {
     while kill -0 "$(cat "$work/rank.0")" 2>/dev/null || kill -0 "$(cat "$work/rank.1")" 2>/dev/null; do
         sleep 0.1
         waited=$((waited + 1))
-        if [ $waited -gt 250 ]; then
+        if [ $waited -gt $((10 * hang)) ]; then
             kill -KILL "$(cat "$work/rank.0")" "$(cat "$work/rank.1")"
             return 1
         fi
@@ -496,7 +496,7 @@ the_launcher_refuses_runs_that_it_cannot_restart() {
         grep -q 'launch: error: .*the number of ranks 2 must be a multiple of .* = 4' "$work/err" || return 1
     mkfifo "$work/hosts.pipe"
     # shellcheck disable=SC2086
-    ! timeout 20 ./launch.sh -n 2 --hostfile "$work/hosts.pipe" "$train" $small --save "$work/save" 2>"$work/err" &&
+    ! timeout $hang ./launch.sh -n 2 --hostfile "$work/hosts.pipe" "$train" $small --save "$work/save" 2>"$work/err" &&
         grep -q 'launch: --hostfile .*hosts.pipe: cannot be read, or is not a regular file' "$work/err"
 }
 

@@ -762,8 +762,9 @@ copies_stay_within_hosts() {
 # The divisors of a prime batch are 1 and the batch, whose bytes are counted and whose step is not simulated.
 large_micro_batches_are_only_counted() {
     # shellcheck disable=SC2086
-    timeout 30 "$train" --bf16 --plan --hf-config data/configs/llama3-8b.json --seq-length 8192 --gpus 8 --gpu h100 \
-        --global-batch-size 10007 >"$work/plan" 2>"$work/err" && says '^1\. .*--micro-batch-size 1\( \|$\)' "$work/plan"
+    timeout $hang "$train" --bf16 --plan --hf-config data/configs/llama3-8b.json --seq-length 8192 --gpus 8 \
+        --gpu h100 --global-batch-size 10007 >"$work/plan" 2>"$work/err" &&
+        says '^1\. .*--micro-batch-size 1\( \|$\)' "$work/plan"
 }
 
 # Where a slow network limits layers that are sharded in full, recomputation may be faster, although there is room
@@ -781,8 +782,8 @@ useful_recomputation_is_listed() {
     plan $slow && grep -A 1 '^1\. ' "$work/plan" >"$work/out" && says "^   step *$best ms" "$work/out"
 }
 
-# 1,024 GPUs and a model of 405B parameters: all layouts of eight tensor ranks, in a part of the minute that a search of
-# all may take on one core.
+# 1,024 GPUs and a model of 405B parameters: all layouts of eight tensor ranks, by a part of the simulations that a
+# search may take.
 a_large_plan_leaves_nothing_out() {
     plan --num-layers 126 --hidden-size 16384 --ffn-hidden-size 53248 --num-attention-heads 128 --swiglu \
         --group-query-attention --num-query-groups 8 --normalization RMSNorm --position-embedding-type rope \
@@ -939,7 +940,7 @@ a_signal_ends_a_plan() {
     # shellcheck disable=SC2086
     "$train" $common --hf-config data/configs/qwen3-30b-a3b.json --seq-length 4096 --global-batch-size 4096 --plan \
         --gpus 1024 >"$work/out" 2>"$work/err" &
-    sleep 1
+    sleep 0.3 # a search of so many layouts takes a hundred times as long
     kill -TERM $!
     wait $!
     [ $? = 143 ]

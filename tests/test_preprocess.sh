@@ -64,7 +64,7 @@ script the_documents_of_plain_text_in_order_are_the_file
 
 # Long lines, many lines, and lines longer than a batch.
 cat >"$scratch/test" <<'END'
-awk 'BEGIN { srand(1); for (i = 0; i < 20000; i++) { n = int(rand() * 200); if (i % 5000 == 7) n = 900000
+awk 'BEGIN { for (i = 0; i < 20000; i++) { n = i * i % 211; if (i % 5000 == 7) n = 900000
     s = sprintf("%d ", i); while (length(s) < n) s = s s; printf "{\"text\": \"%s\"}\n", s } }' >"$scratch/w.jsonl"
 for n in 1 2 5; do
     $program --input "$scratch/w.jsonl" --output-prefix "$scratch/w$n" $bytes --append-eod --workers $n
@@ -140,8 +140,7 @@ $program --input "$scratch/pipe.jsonl" --output-prefix "$scratch/n" $bytes 2>"$s
 pid=$!
 exec 3<>"$scratch/pipe.jsonl" # read and write, so that open does not block
 head -c 3000 "$scratch/w.jsonl" >&3
-tries=0
-until [ -n "$(find "$scratch" -name "n_*")" ] || [ $tries = 100 ]; do sleep 0.1 && tries=$((tries + 1)); done
+until [ -n "$(find "$scratch" -name "n_*")" ] || ! kill -0 $pid; do sleep 0.1; done
 kill -TERM $pid
 exec 3>&-
 ! wait $pid

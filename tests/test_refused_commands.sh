@@ -10,7 +10,7 @@ small="--mock-data --num-layers 2 --hidden-size 32 --num-attention-heads 2 --voc
 refused_together() {
     pattern=$1
     shift
-    timeout 60 $(mpirun_here) -np 2 "$@" >"$work/out" 2>"$work/err" && return 1
+    timeout $hang $(mpirun_here) -np 2 "$@" >"$work/out" 2>"$work/err" && return 1
     [ "$(grep -c '^error: ' "$work/err")" = 1 ] && says "^error: .*$pattern" "$work/err" &&
         ! grep -q MPI_ABORT "$work/err" && says 'Exit code: *1' "$work/err"
 }
@@ -63,7 +63,7 @@ if [ -n "${HAVE_MPI:-}" ]; then
         --prompt-tokens "1$(printf ',%d' $(seq 100))" --print-tokens --tensor-model-parallel-size 2 --device cpu
     # shellcheck disable=SC2086
     prints_sequence_parallel() {
-        timeout 60 $(mpirun_here) -np 2 "$train" $small --tensor-model-parallel-size 2 "$@" >"$work/out" 2>&1
+        timeout $hang $(mpirun_here) -np 2 "$train" $small --tensor-model-parallel-size 2 "$@" >"$work/out" 2>&1
     }
     without_sequence_parallel_warns() {
         prints_sequence_parallel && says 'with it, each rank would keep at least 0.00391 MiB less' "$work/out"
@@ -77,7 +77,7 @@ if [ -n "${HAVE_MPI:-}" ]; then
     check experts_turn_sequence_parallel_on experts_turn_sequence_parallel_on
     offloads_expert_rows() {
         # shellcheck disable=SC2086
-        timeout 60 $(mpirun_here) -np 2 "$train" $small --num-experts 2 --disable-bias-linear --swiglu \
+        timeout $hang $(mpirun_here) -np 2 "$train" $small --num-experts 2 --disable-bias-linear --swiglu \
             --expert-model-parallel-size 2 --fine-grained-activation-offloading --offload-modules moe_act "$@" \
             >"$work/out" 2>&1
     }
@@ -140,7 +140,7 @@ later_errors_have_the_names_that_were_given() {
         --mock-data --seq-length 8 --train-iters 1 --lr 1e-3 --layernorm-epsilon 0.5 || return 1
     [ -n "${HAVE_MPI:-}" ] || return 0
     # shellcheck disable=SC2086,SC2046
-    timeout 60 $(mpirun_here) -np 1 "$train" $small --distributed-timeout-seconds-after-init 60 : \
+    timeout $hang $(mpirun_here) -np 1 "$train" $small --distributed-timeout-seconds-after-init 60 : \
         -np 1 "$train" $small --distributed-timeout-seconds-after-init 61 >"$work/out" 2>"$work/err" && return 1
     says "^error: rank 1 has --distributed-timeout-seconds-after-init '61' and rank 0 '60'" "$work/err"
 }

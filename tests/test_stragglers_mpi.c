@@ -12,14 +12,15 @@
 #include <cmocka.h>
 #include <jansson.h>
 
-enum { LENGTH = 16, DELAY_MS = 30 };
+enum { LENGTH = 16 };
 
 static mt_grid grid;
 static mt_ops slow_ops;
 static bool slow_forward, slow_backward, slow_data; // on this rank
+static int delay_ms = 100;                          // far above what a scheduler takes from a rank
 
 static void wait_if(bool slow) {
-    if (slow) usleep(DELAY_MS * 1000);
+    if (slow) usleep((useconds_t)delay_ms * 1000);
 }
 
 static void slow_activation_forward(const mt_activation_args *a, mt_dtype dtype, mt_stream *stream) {
@@ -109,7 +110,7 @@ static double number(const json_t *report, const char *part, const char *key) {
     return json_number_value(value);
 }
 
-/* In `part` the rank is slower than the fastest by at least the delays; in the other two parts no rank is. */
+/* In `part` the rank takes at least its delays, and the fastest at most half as long: load on the machine slows all. */
 static void assert_slow(json_t *report, const char *part, int rank, double delays) {
     static const char *const parts[] = {"straggler_data", "straggler_forward", "straggler_backward"};
     if (!report) return;
@@ -117,13 +118,14 @@ static void assert_slow(json_t *report, const char *part, int rank, double delay
         double most = number(report, parts[i], "slowest_ms"), least = number(report, parts[i], "fastest_ms");
         if (strcmp(parts[i], part) == 0) {
             assert_int_equal((int)number(report, part, "slowest_rank"), rank);
-            assert_true(most >= delays * DELAY_MS && most >= least + 0.5 * delays * DELAY_MS);
+            assert_true(most >= delays * delay_ms && most > 2 * least);
         }
     }
     assert_true(number(report, "straggler_optimizer", "slowest_ms") > 0);
     // the others wait for the slow rank, which waits least
     assert_int_equal((int)number(report, "straggler_communication", "fastest_rank"), rank);
-    assert_true(number(report, "straggler_communication", "slowest_ms") > 0.5 * delays * DELAY_MS);
+    assert_true(number(report, "straggler_communication", "slowest_ms") >
+                0.5 * delays * delay_ms); // of three ranks that wait, one at least is not late itself
     json_decref(report);
 }
 
@@ -141,10 +143,8 @@ static void the_rank_that_is_slow_is_named_with_what_is_slow(void **state) {
 /* Its neighbours' forwards last as long, but waiting does not count as computation. */
 static void a_slow_rank_of_a_tensor_group_is_distinguished_from_ranks_that_wait_for_it(void **state) {
     (void)state;
-    slow_forward = grid.world.rank == 1;
-    json_t *report = report_of_four_steps("--tensor-model-parallel-size 4");
-    if (report) assert_true(number(report, "straggler_forward", "fastest_ms") < DELAY_MS);
-    assert_slow(report, "straggler_forward", 1, 8); // four micro-batches of two layers
+    slow_forward = grid.world.rank == 1, delay_ms = 25;
+    assert_slow(report_of_four_steps("--tensor-model-parallel-size 4"), "straggler_forward", 1, 8); // 4 x 2 layers
     slow_forward = false;
 }
 

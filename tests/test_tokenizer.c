@@ -540,7 +540,8 @@ static void bad_patterns_are_refused_and_catastrophic_ones_fail(void **state) {
     mt_tokenizer_close(tokenizer);
 }
 
-/* The limit on backtracking holds for the whole text: no start alone reaches it here. */
+/* The limit on backtracking holds for the whole text: no start alone reaches it here. Without it the first text has
+ * its tokens, after a hundred times as many attempts. */
 static void a_text_of_many_costly_matches_fails_soon(void **state) {
     (void)state;
     skip_without_libraries();
@@ -554,9 +555,7 @@ static void a_text_of_many_costly_matches_fails_soon(void **state) {
         mt_ids ids = {0};
         mt_tokenizer *tokenizer = mt_tokenizer_new("t.json");
         assert_int_equal(mt_tokenizer_load_json(tokenizer, "t.json", &files[i], NULL, &error), 0);
-        double began = mt_time();
         int status = mt_tokenizer_encode(tokenizer, text, i == 0 ? BYTES : 300, &ids, &error);
-        assert_true(mt_time() - began < 5); // 41 s without the limit, 0.1 s with it
         assert_int_equal(status, i == 0 ? -1 : 0);
         if (i == 0) assert_non_null(strstr(error.text, "fails on this text of 3400 bytes: it backtracks too much"));
         assert_int_equal(ids.count, i == 0 ? 0 : 300);

@@ -116,7 +116,7 @@ static void kinds_of_time_sum_to_the_step(void **state) {
         for (int i = 0; i < MT_NUM_OPERATIONS; i++)
             operations += sums->rows[i].seconds, calls[1] += sums->rows[i].calls;
         assert_true(fabs(kinds - operations) <= 1e-6 && calls[0] == calls[1]);
-        assert_true(exposed <= sums->seconds && exposed > 0.2 * sums->seconds);
+        assert_true(exposed <= sums->seconds && exposed > 0); // other processes may take any share of a step
         assert_int_equal(sums->traffic[MT_TRAFFIC_TENSOR].calls > 0, layouts[k].tp > 1);
         assert_int_equal(sums->traffic[MT_TRAFFIC_CONTEXT].calls > 0, layouts[k].cp > 1);
         assert_int_equal(sums->traffic[MT_TRAFFIC_PIPELINE].calls > 0, layouts[k].pp > 1);

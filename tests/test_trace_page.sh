@@ -16,7 +16,7 @@ writes_a_page() {
 
 # open_page [#FROM-TO]: the page as the browser has it after its script.
 open_page() {
-    timeout 60 chromium --headless --no-sandbox --disable-gpu --user-data-dir="$work/profile" --dump-dom \
+    timeout $hang chromium --headless --no-sandbox --disable-gpu --user-data-dir="$work/profile" --dump-dom \
         "file://$page${1:-}" >"$work/dom" 2>"$work/err"
 }
 

@@ -78,13 +78,13 @@ restore_power() {
     on $second ip link set west up && rm "$work/gone"
 }
 
-# await COMMAND...: until a command succeeds, for at most 60 s.
+# await COMMAND...: until a command succeeds.
 await() {
     waited=0
     until "$@"; do
         sleep 0.1
         waited=$((waited + 1))
-        if [ $waited -ge 600 ] || ! kill -0 $job; then
+        if [ $waited -ge $((10 * hang)) ] || ! kill -0 $job; then
             echo "waited in vain: $*"
             return 1
         fi

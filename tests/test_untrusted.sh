@@ -27,7 +27,7 @@ done >"$work/text.txt"
 # call that hangs.
 trains() {
     # shellcheck disable=SC2086
-    timeout -k 5 20 "$train" $small --train-iters 4 --data-path "$text" "$@"
+    timeout -k 5 $hang "$train" $small --train-iters 4 --data-path "$text" "$@"
 }
 
 # copy: a fresh copy of the run in $work/copy; $folder is its checkpoint.
@@ -52,14 +52,14 @@ a_pipe_in_the_place_of_any_file_is_refused_at_once() {
         copy
         rm -f "$folder/$file" "$folder/checksums.json" "$folder/trainer.json"
         mkfifo "$folder/$file"
-        refused "$file" timeout 20 "$infer" --load "$folder" --prompt a || return 1
+        refused "$file" timeout $hang "$infer" --load "$folder" --prompt a || return 1
     done
     copy
     rm "$folder/model.safetensors"
     mkfifo "$folder/shard"
     echo '{"weight_map": {"lm_head.weight": "shard"}}' >"$folder/model.safetensors.index.json"
     rm "$folder/checksums.json" "$folder/trainer.json"
-    refused "shard: cannot be read: it is a pipe" timeout 20 "$infer" --load "$folder" --prompt a
+    refused "shard: cannot be read: it is a pipe" timeout $hang "$infer" --load "$folder" --prompt a
 }
 
 a_device_in_the_place_of_a_file_is_refused() {
@@ -77,15 +77,16 @@ pipes_named_by_options_are_refused() {
     cp "$text.idx" "$work/named.idx"
     # shellcheck disable=SC2086
     for option in --config --hf-config --tokens-file; do
-        refused "pipe: cannot be read: it is a pipe" timeout 20 "$train" $small --train-iters 1 --vocab-size 300 \
+        refused "pipe: cannot be read: it is a pipe" timeout $hang "$train" $small --train-iters 1 --vocab-size 300 \
             $option "$work/pipe" || return 1
     done
     # shellcheck disable=SC2086
     for prefix in pipe named; do
-        refused "$prefix.*: cannot be read: it is a pipe" timeout 20 "$train" $small --train-iters 1 --vocab-size 300 \
+        refused "$prefix.*: cannot be read: it is a pipe" timeout $hang "$train" $small --train-iters 1 \
+            --vocab-size 300 \
             --data-path "$work/$prefix" || return 1
     done
-    refused "pipe: cannot be read: it is a pipe" timeout 20 "$infer" --load "$work/run" --score "$work/pipe" \
+    refused "pipe: cannot be read: it is a pipe" timeout $hang "$infer" --load "$work/run" --score "$work/pipe" \
         --seq-length 8 --out "$work/scores" || return 1
     refused "zero: cannot be read: it is a device" "$preprocess" --input /dev/zero --output-prefix "$work/zero" \
         --tokenizer-type ByteLevel
@@ -95,7 +96,7 @@ pipes_named_by_options_are_refused() {
 metrics_for_a_pipe_that_nobody_reads_do_not_stop_the_run() {
     rm -f "$work/pipe" && mkfifo "$work/pipe"
     # shellcheck disable=SC2086
-    timeout -k 5 60 "$train" $small --train-iters 500 --mock-data --vocab-size 300 --metrics "$work/pipe" \
+    timeout -k 5 $hang "$train" $small --train-iters 500 --mock-data --vocab-size 300 --metrics "$work/pipe" \
         >"$work/out" 2>"$work/err" </dev/null && grep -q ' 500/500 100% ' "$work/out" &&
         [ "$(wc -l <"$work/err")" = 1 ] &&
         says '^warning: .*pipe: cannot be written: nobody reads this pipe' "$work/err"
@@ -126,7 +127,7 @@ a_link_out_of_a_folder_is_not_copied() {
     refused "its tokenizer_config.json is a link to .*/secret" trains --tokenizer-type HuggingFaceTokenizer \
         --tokenizer-model "$folder" --save "$work/saved" || return 1
     [ ! -e "$work/saved/iter_0000004" ] || return 1
-    timeout 20 "$infer" --load "$folder" --prompt a --max-new-tokens 2 >"$work/out" 2>"$work/err" </dev/null
+    timeout $hang "$infer" --load "$folder" --prompt a --max-new-tokens 2 >"$work/out" 2>"$work/err" </dev/null
 }
 
 # Links inside a folder, files that the user named, and the layout of Hugging Face's cache stay possible.
@@ -183,7 +184,7 @@ a_save_replaces_a_tracker_that_is_a_pipe_or_a_link() {
 a_plot_of_a_pipe_is_refused() {
     command -v gnuplot >/dev/null || { echo "skipped: gnuplot is absent" && return 0; }
     mkfifo "$work/plot.jsonl"
-    ! timeout 20 data/plot.sh "$work/plot.jsonl" >"$work/out" 2>"$work/err" </dev/null &&
+    ! timeout $hang data/plot.sh "$work/plot.jsonl" >"$work/out" 2>"$work/err" </dev/null &&
         says "plot.jsonl: cannot be read, or is not a regular file" "$work/err"
 }
 
@@ -193,11 +194,11 @@ shrinks() {
     cp "$text.idx" "$work/cut.idx"
     rm -f "$work/metrics"
     # shellcheck disable=SC2086
-    timeout 60 "$train" $small --train-iters 1000000 --vocab-size 300 --data-path "$work/cut" \
+    timeout $hang "$train" $small --train-iters 1000000 --vocab-size 300 --data-path "$work/cut" \
         --log-interval 1000 --metrics "$work/metrics" >"$work/out" 2>"$work/err" </dev/null &
     job=$!
     waited=0
-    until [ -s "$work/metrics" ] || [ $waited -ge 200 ]; do sleep 0.1 && waited=$((waited + 1)); done
+    until [ -s "$work/metrics" ] || [ $waited -ge $((10 * hang)) ]; do sleep 0.1 && waited=$((waited + 1)); done
     truncate -s "$2" "$work/$1"
     wait $job
     status=$?
