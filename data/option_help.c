@@ -289,6 +289,23 @@ static bool mt_config_key_is_spare(const mt_strings *keys, int64_t i) {
     return spare;
 }
 
+/* Says that --reward takes the place of a file's reward classes, which are Python, where no key and no option of the
+ * command line chooses the reward. */
+static void mt_options_print_reward(const mt_options *options, FILE *file) {
+    const mt_strings *keys = &options->config_keys;
+    const mt_option *row = mt_option_find("reward", strlen("reward"));
+    bool is_implied = false;
+    for (int64_t i = 0; i < keys->count; i += 4)
+        is_implied |= strcmp(keys->items[i + 1], "(absent: reward)") == 0 && !*keys->items[i + 3];
+    if (!is_implied) return;
+    char *value = mt_option_text(options, row);
+    fprintf(file,
+            "rewards: --reward %s, as the reward classes of this file are Python, which does not run here; choose "
+            "with --reward\n",
+            value);
+    free(value);
+}
+
 void mt_options_print_unused(const mt_options *options, FILE *file) {
     const mt_strings *keys = &options->config_keys;
     int64_t used = 0;
@@ -306,6 +323,7 @@ void mt_options_print_unused(const mt_options *options, FILE *file) {
                 fprintf(file, ", %s", keys->items[j + 1]);
         fprintf(file, ": %s\n", reason);
     }
+    mt_options_print_reward(options, file);
 }
 
 int64_t mt_options_printed_ranks(const mt_options *o, int64_t world_size) {
@@ -333,6 +351,7 @@ void mt_options_print_config(const mt_options *options, mt_program program, int6
     for (int64_t i = 0; i < keys->count; i += 4)
         if (*keys->items[i + 3] && !mt_config_key_is_spare(keys, i))
             fprintf(file, "%6s  %-*s  %s\n", keys->items[i], width, keys->items[i + 1], keys->items[i + 3]);
+    if (options->role) mt_options_print_reward(options, file);
     fprintf(file, "options on %lld rank%s\n", (long long)ranks, ranks == 1 ? "" : "s");
     mt_options_print(options, program, file);
     if (error) fprintf(file, "these options do not make a run yet: %s\n", error->text);

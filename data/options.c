@@ -59,6 +59,7 @@ typedef struct mt_option_reader {
     mt_program program;
     mt_refusal *refused;
     int64_t num_refused, num_uncollected;
+    bool role_rests;                                                   // the role of the file does not train
     mt_strings always;                                                 // names that state a property that always holds
     uint64_t typed[sizeof((mt_options *)0)->given / sizeof(uint64_t)]; // options of the command line
 } mt_option_reader;
@@ -730,7 +731,10 @@ static int mt_option_reader_take_entry(mt_option_reader *reader, const mt_role_e
     char position[300], where[400];
     bool infers = reader->program == MT_PROGRAM_INFER;
     snprintf(position, sizeof position, "%.250s:%lld: ", path, entry->line);
-    snprintf(where, sizeof where, "%s%.80s", position, entry->name);
+    if (entry->is_implied) // messages name the option
+        snprintf(where, sizeof where, "--%.80s", entry->option);
+    else
+        snprintf(where, sizeof where, "%s%.80s", position, entry->name);
     if (entry->kind == MT_ENTRY_UNKNOWN)
         mt_option_reader_refuse_key(reader, position, entry->name, "", entry->text);
     else if (entry->kind == MT_ENTRY_REFUSED)
@@ -765,6 +769,7 @@ static int mt_option_reader_read_role(mt_option_reader *reader, const char *role
     for (int64_t i = 0; i < config.count && status == 0; i++)
         status = mt_option_reader_take_entry(reader, &config.entries[i], path, error);
     reader->options->config_devices = config.num_devices;
+    reader->role_rests = !config.trains;
     mt_role_config_free(&config);
     return status;
 }
@@ -1069,6 +1074,12 @@ int mt_options_parse(mt_options *options, mt_program program, int argc, char **a
     if (program == MT_PROGRAM_TRAIN && role && strcmp(role, "critic") == 0)
         return mt_error_set(error, "--role critic: a critic trains beside its actor; run --role actor_train, and see "
                                    "this role with --print-config");
+    bool chooses = mt_option_is_typed(&reader, MT_AT(stage)) || mt_option_is_typed(&reader, MT_AT(sft));
+    if (program == MT_PROGRAM_TRAIN && reader.role_rests && !chooses && !mt_options_converts(options))
+        return mt_error_set(error,
+                            "--role %.80s: %s does not train this role; `infer` runs it, --print-config shows "
+                            "it, and --stage or --sft trains its model",
+                            role, config);
     if (program == MT_PROGRAM_TRAIN && mt_options_find_checkpoint(options, error) != 0) return -1;
     return mt_options_read_shape(options, error);
 }

@@ -577,7 +577,7 @@ static int generate(mt_rl *rl, int64_t position, int64_t prompts, mt_error *erro
     int status = find_stops(rl, &rollout.stops, error);
     mt_responses responses = mt_responses_open(rl->config.tokenizer, &o->stop, rollout.first_id, count);
     if (o->stop.count > 0) rollout.stops.ends_text = mt_responses_end, rollout.stops.context = &responses;
-    mt_prompts_order(rl->prompts.count, o->seed, position, prompts, order);
+    mt_prompts_order(rl->prompts.count, o->shuffle_prompts, o->seed, position, prompts, order);
     for (int64_t i = 0; i < prompts; i++) {
         texts[i] = rl->prompts.tokens + rl->prompts.offsets[order[i]];
         lengths[i] = rl->prompts.offsets[order[i] + 1] - rl->prompts.offsets[order[i]];

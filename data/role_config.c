@@ -34,7 +34,9 @@ enum {
     MAX_REFERENCES = 16, // that lead to one another
     MAX_NODES = 20000,   // visited; with aliases a small file could have more than any memory
     MAX_TEXT = 16384,    // bytes of a value
-    MAX_KEY = 400        // bytes of a key with its sections
+    MAX_KEY = 400,       // bytes of a key with its sections
+    VERL_LENGTH = 512,   // of prompts and of responses, by default
+    ROLL_PROMPT = 1024
 };
 
 typedef struct reader {
@@ -500,7 +502,8 @@ static void derive_value(reader *r, const mt_role_key *row, const yaml_node_t *m
     char *flag = sibling_text(r, mapping, row->kind == MT_KEY_ENABLED ? "enable" : "use_kl_loss");
     if (row->kind == MT_KEY_LENGTH && numeric) {
         double response = sibling_number(r, mapping, "response_length", 0);
-        response = sibling_number(r, mapping, "max_response_length", response);
+        double of_verl = strcmp(entry->name, "max_prompt_length") == 0 ? VERL_LENGTH : response;
+        response = sibling_number(r, mapping, "max_response_length", of_verl);
         response = sibling_number(r, mapping, "max_response_tokens", response);
         double whole = sibling_number(r, mapping, "sequence_length", 0);
         if (sibling_number(r, mapping, "max_model_len", whole) == 0)
@@ -523,6 +526,12 @@ static void derive_value(reader *r, const mt_role_key *row, const yaml_node_t *m
     } else if (row->kind == MT_KEY_ENABLED) {
         if (!flag || !mt_parse_bool(flag, &is_true) || !is_true)
             entry->kind = MT_ENTRY_FIXED, mt_string_set(&entry->text, "off: enable is not true");
+    } else if (row->kind == MT_KEY_DIST_PATH) {
+        char *use = sibling_text(r, mapping, "use_dist_checkpointing");
+        bool is_off = use && mt_parse_bool(use, &is_true) && !is_true;
+        entry->kind = is_off ? MT_ENTRY_UNUSED : MT_ENTRY_REFUSED;
+        mt_string_set(&entry->text, is_off ? "use_dist_checkpointing, which is false" : row->text);
+        free(use);
     } else if (row->kind == MT_KEY_GROUP_LIMIT) {
         double share = 1 / fmax(sibling_number(r, mapping, "num_return_sequences_in_group", 1), 1);
         bool is_low = strcmp(entry->name, "difficulty_low_threshold") == 0;
@@ -600,11 +609,29 @@ static void take_refused(reader *r, const mt_role_key *row, const yaml_node_t *n
     char *enable = sibling_text(r, node, "enable"), reason[400];
     bool is_on = true;
     if (!enable) enable = sibling_text(r, node, "enabled");
-    bool is_off = is_mapping(node) ? enable && mt_parse_bool(enable, &is_on) && !is_on
-                                   : node->data.sequence.items.start == node->data.sequence.items.top;
+    bool is_empty = is_mapping(node) ? node->data.mapping.pairs.start == node->data.mapping.pairs.top
+                                     : node->data.sequence.items.start == node->data.sequence.items.top;
+    bool is_off = is_empty || (enable && mt_parse_bool(enable, &is_on) && !is_on);
     snprintf(reason, sizeof reason, "is not supported: %s", row->text);
     add_entry(r, is_off ? MT_ENTRY_FIXED : MT_ENTRY_REFUSED, line, is_off ? row->text : reason);
     free(enable);
+}
+
+/* Shares of domains or files, a mapping, a list or a text with commas: one share is all of them. */
+static int take_shares(reader *r, const mt_role_key *row, const yaml_node_t *node, long long line) {
+    bool is_text = node->type == YAML_SCALAR_NODE, is_one = false;
+    char *text = is_text ? expand(r, node, scalar_text(node), 0) : NULL, reason[200];
+    if (is_text && !text) return -1;
+    if (is_text)
+        is_one = !strchr(text, ',');
+    else if (is_mapping(node))
+        is_one = node->data.mapping.pairs.top - node->data.mapping.pairs.start <= 1;
+    else
+        is_one = node->data.sequence.items.top - node->data.sequence.items.start <= 1;
+    snprintf(reason, sizeof reason, "is not supported: %s", row->text);
+    add_entry(r, is_one ? MT_ENTRY_FIXED : MT_ENTRY_REFUSED, line, is_one ? "one share is all" : reason);
+    free(text);
+    return 0;
 }
 
 /* The section of an adapter: without a rank its keys have no effect, and their names are checked. */
@@ -631,6 +658,7 @@ static int take_row(reader *r, const mt_role_key *row, const yaml_node_t *mappin
     if (row->kind == MT_KEY_SECTION) return take_section(r, node, row->text, line);
     if (row->kind == MT_KEY_DEVICES) return take_devices(r, node, line);
     if (row->kind == MT_KEY_ADAPTER) return take_adapter(r, row, node, line);
+    if (row->kind == MT_KEY_SHARES) return take_shares(r, row, node, line);
     if (row->kind == MT_KEY_REFUSED && node->type != YAML_SCALAR_NODE) {
         take_refused(r, row, node, line);
         return 0;
@@ -641,8 +669,9 @@ static int take_row(reader *r, const mt_role_key *row, const yaml_node_t *mappin
     const char *first = entry->values.count > 0 ? entry->values.items[0] : "";
     if (entry->kind == MT_ENTRY_REFUSED) return 0;
     if (row->kind == MT_KEY_FIXED || row->kind == MT_KEY_REFUSED) {
-        bool good = row->kind == MT_KEY_FIXED ? mt_role_key_translate(row, first, value, sizeof value)
-                                              : mt_parse_bool(first, &is_on) && !is_on;
+        bool is_none = !*first || (strncmp(scalar_text(node), "${", 2) == 0 && strcmp(first, "null") == 0);
+        bool good = row->kind == MT_KEY_FIXED ? is_none || mt_role_key_translate(row, first, value, sizeof value)
+                                              : is_none || (mt_parse_bool(first, &is_on) && !is_on);
         char reason[400];
         if (row->kind == MT_KEY_FIXED)
             snprintf(reason, sizeof reason, "can only be %s here: %s", row->values, row->text);
@@ -915,6 +944,49 @@ static void settle_divergence(reader *r) {
                                         : "rewards without a divergence");
 }
 
+/* The number that the file gives an option; 0: none. */
+static double option_number(const reader *r, const char *option) {
+    const mt_role_entry *entry = find_option(r, option);
+    return entry ? strtod(entry->values.items[0], NULL) : 0;
+}
+
+/* The number of an absent key that follows from others; 0: it has none. */
+static double derive_default(reader *r, const char *root, const char *rule) {
+    bool is_roll = strcmp(root, "roll") == 0;
+    double response = option_number(r, "max-new-tokens"), prompt = is_roll ? ROLL_PROMPT : VERL_LENGTH;
+    if (strcmp(rule, "=2 x lora-rank") == 0) return 2 * option_number(r, "lora-rank");
+    if (strcmp(rule, "=256 x num-return-sequences") == 0) return 256 * option_number(r, "num-return-sequences");
+    if (strcmp(rule, "=prompt + response") == 0) return response > 0 ? prompt + response : 0;
+    MT_CHECK(strcmp(rule, "=sequence - prompt") == 0);
+    return fmax(option_number(r, "seq-length") - path_number(r, "prompt_length", prompt), 0);
+}
+
+/* True if the file has what a default needs. */
+static bool has_condition(reader *r, const char *with) {
+    const char *equals = strchr(with, '=');
+    if (strncmp(with, "key ", 4) == 0) {
+        bool is_on = false;
+        for (const mt_role_entry *entry = r->config->entries; entry < r->config->entries + r->config->count; entry++)
+            if (mt_text_ends_with(entry->key, with + 4) && entry->values.count > 0)
+                is_on = mt_parse_bool(entry->values.items[0], &is_on) && is_on;
+        return is_on;
+    }
+    if (!equals) return is_set(r, with);
+    char option[80];
+    snprintf(option, sizeof option, "%.*s", (int)(equals - with), with);
+    const mt_role_entry *entry = find_option(r, option);
+    return entry && strcmp(entry->values.items[0], equals + 1) == 0;
+}
+
+/* True if the file gives an option a value, or says that it has its default here. */
+static bool decides_option(const reader *r, const char *option) {
+    for (const mt_role_entry *entry = r->config->entries; entry < r->config->entries + r->config->count; entry++)
+        if (entry->option && entry->values.count > 0 && names_equal(entry->option, option) &&
+            (entry->kind == MT_ENTRY_OPTION || entry->kind == MT_ENTRY_FIXED))
+            return true;
+    return false;
+}
+
 /* Adds the defaults of keys that the file does not have. */
 static void add_defaults(reader *r, const char *root) {
     const mt_role_entry *loss = find_option(r, "pg-variant");
@@ -924,11 +996,13 @@ static void add_defaults(reader *r, const char *root) {
         if (strcmp(row->root, root) != 0 || (row->stage && strcmp(row->stage, r->stage) != 0)) continue;
         if (is_idle_in_loss(r, root, row->option, row->key)) continue;
         if (strncmp(row->key, "cispo_", 6) == 0 && !is_cispo) continue;
-        if (find_option(r, row->option) || (row->with && !is_set(r, row->with))) continue;
-        const mt_role_entry *rank = find_option(r, "lora-rank");
-        if (!row->value) mt_real_print(value, 2 * (rank ? strtod(rank->values.items[0], NULL) : 0));
+        if (decides_option(r, row->option) || (row->with && !has_condition(r, row->with))) continue;
+        if (row->unless && find_option(r, row->unless)) continue;
+        double number = *row->value == '=' ? derive_default(r, root, row->value) : 1;
+        if (number == 0) continue;
+        if (*row->value == '=') mt_real_print(value, number);
         snprintf(r->key, sizeof r->key, "(absent: %s)", row->key);
-        add_option(r, 0, row->option, row->value ? row->value : value)->is_implied = true;
+        add_option(r, 0, row->option, *row->value == '=' ? value : row->value)->is_implied = true;
         *r->key = 0;
     }
 }
@@ -945,6 +1019,21 @@ static void add_stage(reader *r, const mt_role_stage *row, const char *root) {
     add_defaults(r, root);
 }
 
+/* True if the strategy_name of the role, if there is one, is an engine that trains. */
+static bool has_training_strategy(reader *r) {
+    char path[200];
+    mt_error ignored, *error = r->error;
+    yaml_node_t *node;
+    snprintf(path, sizeof path, "%.100s.strategy_args.strategy_name", r->role);
+    r->error = &ignored;
+    bool found = find_path(r, path, yaml_document_get_root_node(&r->document), &node, 0) == 0;
+    char *name = found && follow(r, &node, 0) == 0 ? expand(r, node, scalar_text(node), 0) : NULL;
+    r->error = error;
+    bool trains = !name || mt_text_ends_with(name, "_train");
+    free(name);
+    return trains;
+}
+
 static int read_document(reader *r) {
     yaml_node_t *root = yaml_document_get_root_node(&r->document);
     char roles[400];
@@ -954,6 +1043,7 @@ static int read_document(reader *r) {
     while (stage->stage && (strcmp(stage->role, r->role) != 0 || (stage->key && !find_root_key(r, stage->key))))
         stage++;
     r->stage = stage->stage;
+    r->config->trains = r->stage && has_training_strategy(r);
     list_roles(r, roles);
     const yaml_node_t *verl = find_verl(r);
     const char *section = verl == root ? "verl" : verl ? "trinity" : "roll";

@@ -35,6 +35,7 @@ typedef struct mt_role_config {
     mt_role_entry *entries; // in order of effect: the pipeline's, then the role's
     int64_t count;
     int64_t num_devices; // of the role; 0: not given
+    bool trains;         // false: a role that scores or generates, by its name or by its strategy_name
 } mt_role_config;
 
 /* Reads the keys that concern `role`: "actor_train", "rewards.NAME". A reference ${a.b} is the value of that key of the

@@ -42,14 +42,21 @@
 #define TRANSFORMERS   "transformers"
 #define TRINITY        "Trinity-RFT's explorer and buffer"
 #define VALIDATION     "the validation of responses: a validation here computes losses"
-#define SAMPLERS       "samplers of domains: samples come from all files alike"
+#define SAMPLERS       "samples come from all files alike, without shares of domains"
 #define CHECKPOINTS    "formats of checkpoints: here they are Hugging Face folders with the optimizer's state"
 #define ANOTHER_LAYOUT "the trained model's, or on another layout none"
-#define PROFILERS      "profilers (here --profile and --trace)"
-#define SCORES         "scoring, whose micro-batches are those of training"
-#define GAPLESS        "training scores the responses itself, and the generator has its weights"
-#define PADDING        "batches with padding: --sequence-packing and --variable-seq-lengths have none"
-#define BY_LENGTH      "batching by length: here --sequence-packing evens the work of ranks"
+#define DIST_FOLDER    "weights are read from the Hugging Face folder of the model's path: convert them, and set it to"
+#define DRAWN          "each iteration draws its own responses"
+#define TEMPLATES      "the tokenizer's folder has the template, and --chat-template another"
+#define ENGINE         "the choice of an engine: here it is this program"
+#define STRATEGIES                                                                                                     \
+    "megatron_train|megatron_infer|deepspeed_train|deepspeed_infer|fsdp2_train|fsdp2_infer|hf_infer|vllm|sglang|"      \
+    "diffusion_deepspeed_train"
+#define PROFILERS "profilers (here --profile and --trace)"
+#define SCORES    "scoring, whose micro-batches are those of training"
+#define GAPLESS   "training scores the responses itself, and the generator has its weights"
+#define PADDING   "batches with padding: --sequence-packing and --variable-seq-lengths have none"
+#define BY_LENGTH "batching by length: here --sequence-packing evens the work of ranks"
 
 static const mt_role_key keys[] = {
     /* ---- ROLL: the pipeline */
@@ -62,14 +69,19 @@ static const mt_role_key keys[] = {
      MT_KEY_UNUSED, RAY},
     {"roll",
      "profiler_timeline profiler_memory profiler_output_dir length_profiler_dir report_length_and_rewards "
-     "rollout_dump_dir rollout_mock",
+     "rollout_dump_dir",
      MT_KEY_UNUSED, PROFILERS},
+    {"roll", "rollout_mock", MT_KEY_SECTION, "mock"},
+    {"mock", "enable dump_dir", MT_KEY_UNUSED, PROFILERS},
+    {"mock", "mode", MT_KEY_FIXED, "responses are drawn, not read from a dump", "dump"},
     {"roll", "checkpoint_config", MT_KEY_UNUSED, "uploads of checkpoints (here --save writes them)"},
     {"roll", "logits_transfer_backend", MT_KEY_UNUSED, "transfers between processes: teacher and student share them"},
     {"roll",
      "generate_opt_level is_num_return_sequences_expand max_running_requests is_use_additional_prompts "
-     "use_additional_prompts max_additional_running_prompts user_defined_rollout_loop_cls router_args",
+     "use_additional_prompts max_additional_running_prompts router_args",
      MT_KEY_UNUSED, SERVER},
+    {"roll", "user_defined_rollout_loop_cls", MT_KEY_FIXED, "responses are drawn by this program",
+     "roll.distributed.scheduler.user_defined_rollout_loop.UserDefinedRolloutLoop"},
     {"roll", "train_batch_size", MT_KEY_UNUSED,
      "reading: an update has per_device_train_batch_size x gradient_accumulation_steps x ranks, and max_steps counts "
      "updates"},
@@ -290,14 +302,19 @@ static const mt_role_key keys[] = {
      "sequence_length_round_in_infer sequence_packing_args",
      MT_KEY_UNUSED, BY_LENGTH},
     {"role",
-     "world_size num_gpus_per_worker model_update_frequency backend_timeout system_envs max_concurrency offload_nccl "
+     "world_size num_gpus_per_worker backend_timeout system_envs max_concurrency offload_nccl "
      "name checkpoint_config",
      MT_KEY_UNUSED, RAY},
     {"role",
-     "worker_cls reward_type response_length_penalty_coef tag_included code_url use_local judge_prompt "
-     "judge_model_type judge_model_name judge_api_url judge_api_key format_pattern query_filter_config "
-     "response_filter_config reward_manager_config topr_positive_weight topr_negative_weight",
+     "worker_cls reward_type tag_included code_url use_local judge_prompt "
+     "judge_model_type judge_model_name judge_api_url judge_api_key format_pattern "
+     "reward_manager_config topr_positive_weight topr_negative_weight",
      MT_KEY_UNUSED, PYTHON},
+    {"role", "model_update_frequency", MT_KEY_FIXED, "the present weights generate the responses", "1"},
+    {"role", "response_length_penalty_coef", MT_KEY_FIXED, "the reward is --reward's", "0|0.0"},
+    {"role", "query_filter_config response_filter_config", MT_KEY_SECTION, "reward_filter"},
+    {"reward_filter", "type", MT_KEY_FIXED, "all responses are trained on", "no_filter"},
+    {"reward_filter", "filter_args", MT_KEY_UNUSED, "type, which is no_filter"},
 
     {"model_args", "model_name_or_path", MT_KEY_MODEL, "load"},
     {"model_args", "adapter_name_or_path", MT_KEY_OPTION, "load-adapter"},
@@ -315,7 +332,8 @@ static const mt_role_key keys[] = {
     {"model_args", "disable_gradient_checkpointing gradient_checkpointing_use_reentrant", MT_KEY_UNUSED,
      TRANSFORMERS " (recompute_granularity of strategy_config is Megatron's)"},
     {"model_args", "device_map vision_dp ulysses_size", MT_KEY_UNUSED, TRANSFORMERS},
-    {"model_args", "model_type", MT_KEY_UNUSED, "heads: --load has its own"},
+    {"model_args", "model_type", MT_KEY_FIXED, "--load has its own head",
+     "auto_sequence_classification|auto_token_classification|trl"},
     {"model_args", "num_labels", MT_KEY_FIXED, "a head of values has one", "1"},
     {"model_args", "model_config_kwargs", MT_KEY_SECTION, "transformer"},
 
@@ -354,7 +372,8 @@ static const mt_role_key keys[] = {
     {"data_args", "response", MT_KEY_OPTION, "response-key"},
     {"data_args", "dataset_type", MT_KEY_FIXED, "files are JSON or JSON Lines", "json|jsonl"},
     {"data_args", "preprocessing_num_workers cache_path overwrite_cache", MT_KEY_UNUSED, "datasets of transformers"},
-    {"data_args", "domain_interleave_probs interleave_probs tag id", MT_KEY_UNUSED, SAMPLERS},
+    {"data_args", "interleave_probs", MT_KEY_SHARES, SAMPLERS},
+    {"data_args", "domain_interleave_probs tag id", MT_KEY_UNUSED, SAMPLERS},
 
     {"generating_args", "max_new_tokens", MT_KEY_OPTION, "max-new-tokens"},
     {"generating_args", "temperature", MT_KEY_OPTION, "temperature"},
@@ -369,7 +388,7 @@ static const mt_role_key keys[] = {
     {"generating_args", "include_stop_str_in_output", MT_KEY_FIXED, "texts end before a stop string", "false"},
     {"generating_args", "logprobs max_length length_penalty", MT_KEY_UNUSED, SERVER},
 
-    {"strategy_args", "strategy_name", MT_KEY_UNUSED, "the choice of an engine: here it is this program"},
+    {"strategy_args", "strategy_name", MT_KEY_FIXED, ENGINE, STRATEGIES},
     {"strategy_args", "strategy_config", MT_KEY_STRATEGY, "strategy_config"},
     {"strategy_config", "additional_configs", MT_KEY_SECTION, "transformer"},
     {"strategy_config", "save_only_model", MT_KEY_OPTION, "no-save-optim"},
@@ -386,7 +405,7 @@ static const mt_role_key keys[] = {
     {"verl", "hydra defaults", MT_KEY_UNUSED, HYDRA},
     {"verl", "ray_init ray_kwargs global_profiler transfer_queue", MT_KEY_UNUSED, RAY},
     {"verl", "custom_reward_function reward_manager sandbox_fusion", MT_KEY_UNUSED, "verl's Python classes"},
-    {"verl", "skip", MT_KEY_UNUSED, SERVER},
+    {"verl", "skip", MT_KEY_REFUSED, DRAWN},
     {"verl", "distillation", MT_KEY_REFUSED,
      "a student learns from a teacher on samples of files, as in a file of ROLL"},
     {"verl", "reward", MT_KEY_SECTION, "verl.reward_loop", NULL, "actor_train reference critic"},
@@ -421,6 +440,7 @@ static const mt_role_key keys[] = {
     {"verl.rewards", "reward_kwargs", MT_KEY_SECTION, "verl.reward_kwargs"},
     {"verl.rewards", "model", MT_KEY_SECTION, "verl.reward_models.model"},
     {"verl.rewards", "megatron", MT_KEY_SECTION, "verl.reward_models.megatron"},
+    {"verl.rewards", "enable", MT_KEY_FIXED, "it sets --reward model", "true|false"},
     {"verl.rewards", "*", MT_KEY_OTHERS, "the role reward", "verl.reward"},
     {"verl.reward_models.model", "path", MT_KEY_OPTION, "reward-load"},
     {"verl.reward_models.model", "*", MT_KEY_OTHERS, "the role reward", "verl.model"},
@@ -500,11 +520,15 @@ static const mt_role_key keys[] = {
     {"verl.model", "_target_", MT_KEY_UNUSED, HYDRA},
     {"verl.model", "hf_config_path", MT_KEY_REFUSED, "the model's config.json is in the folder of path"},
     {"verl.model",
-     "external_lib trust_remote_code use_remove_padding use_shm use_liger use_fused_kernels "
-     "fused_kernel_options enable_activation_offload custom_chat_template",
+     "trust_remote_code use_remove_padding use_shm use_liger use_fused_kernels "
+     "fused_kernel_options enable_activation_offload",
      MT_KEY_UNUSED, TRANSFORMERS},
+    {"verl.model", "custom_chat_template", MT_KEY_REFUSED, TEMPLATES},
+    {"verl.model", "external_lib", MT_KEY_REFUSED, "models are those of this program"},
 
-    {"verl.actor", "strategy _target_", MT_KEY_UNUSED, "the choice of an engine: here it is this program"},
+    {"verl.actor", "strategy", MT_KEY_FIXED, ENGINE,
+     "megatron|fsdp|fsdp2|veomni|torchtitan|automodel|mindspeed|mindspeed_llm"},
+    {"verl.actor", "_target_", MT_KEY_UNUSED, HYDRA},
     {"verl.actor", "megatron", MT_KEY_SECTION, "megatron"},
     {"verl.actor", "optim", MT_KEY_SECTION, "verl.optim"},
     {"verl.actor", "ppo_mini_batch_size", MT_KEY_MINI_BATCH, "global-batch-size"},
@@ -553,13 +577,14 @@ static const mt_role_key keys[] = {
     {"verl.actor", "calculate_entropy", MT_KEY_FIXED, "--metrics has the entropy", "true|false"},
     {"verl.actor", "loss_scale_factor", MT_KEY_REFUSED, "seq-mean-token-sum-norm divides by --max-new-tokens"},
     {"verl.actor", "tau_pos tau_neg", MT_KEY_UNUSED, "verl's loss sapo"},
-    {"verl.actor", "use_prefix_grouper use_fused_kernels router_replay nccl_timeout", MT_KEY_UNUSED,
-     "verl's kernels and processes"},
+    {"verl.actor", "use_prefix_grouper use_fused_kernels nccl_timeout", MT_KEY_UNUSED, "verl's kernels and processes"},
+    {"verl.actor", "router_replay", MT_KEY_SECTION, "verl.router_replay"},
     {"verl.actor", "freeze_vision_tower qat", MT_KEY_REFUSED, "text models are trained, without quantization"},
     {"verl.actor", "checkpoint", MT_KEY_UNUSED, CHECKPOINTS},
     {"verl.actor", "profile profiler npu_profile", MT_KEY_UNUSED, PROFILERS},
     {"verl.actor", "fsdp_config fsdp ulysses_sequence_parallel_size", MT_KEY_UNUSED, "FSDP"},
-    {"verl.actor", "sync_actor sync_actor_alpha sync_steps", MT_KEY_UNUSED, "verl's moving reference"},
+    {"verl.actor", "sync_actor", MT_KEY_REFUSED, "the reference does not move"},
+    {"verl.actor", "sync_actor_alpha sync_steps", MT_KEY_UNUSED, "sync_actor, which is not supported"},
 
     {"verl.critic", "model", MT_KEY_SECTION, "verl.model"},
     {"verl.critic", "cliprange_value", MT_KEY_OPTION, "value-clip"},
@@ -603,11 +628,11 @@ static const mt_role_key keys[] = {
     {"megatron", "param_offload", MT_KEY_OPTION, "param-offload"},
     {"megatron", "grad_offload", MT_KEY_OPTION, "grad-offload"},
     {"megatron", "optimizer_offload", MT_KEY_OPTION, "optimizer-offload"},
-    {"megatron",
-     "use_mbridge vanilla_mbridge use_remove_padding use_dist_checkpointing dist_checkpointing_path "
-     "dist_checkpointing_prefix "
-     "load_weight",
-     MT_KEY_UNUSED, CHECKPOINTS},
+    {"megatron", "use_mbridge vanilla_mbridge use_remove_padding dist_checkpointing_prefix", MT_KEY_UNUSED,
+     CHECKPOINTS},
+    {"megatron", "use_dist_checkpointing", MT_KEY_REFUSED, DIST_FOLDER " false"},
+    {"megatron", "dist_checkpointing_path", MT_KEY_DIST_PATH, "is not supported: " DIST_FOLDER " null"},
+    {"megatron", "load_weight", MT_KEY_FIXED, "the weights of --load are loaded", "true"},
     {"megatron", "dtype", MT_KEY_OPTION, "bf16", DTYPES},
     {"megatron", "override_transformer_config override_ddp_config", MT_KEY_SECTION, "transformer"},
     {"megatron", "override_mcore_model_config", MT_KEY_SECTION, "transformer"},
@@ -618,6 +643,7 @@ static const mt_role_key keys[] = {
     {"megatron", "pad_to_length pad_to_length_bucket pad_bshd_to_minibatch_max", MT_KEY_UNUSED, PADDING},
     {"megatron", "entropy_from_logits_with_chunking entropy_from_logits_chunk_size", MT_KEY_UNUSED, "torch.compile"},
     {"megatron", "forward_only", MT_KEY_UNUSED, "the choice of an engine: here it is this program"},
+    {"megatron", "max_seqlen_per_dp_cp_rank", MT_KEY_OPTION, "max-seqlen-per-dp-cp-rank"},
     {"megatron", "extra _target_", MT_KEY_UNUSED, HYDRA},
     {"transformer", "attn_implementation", MT_KEY_OPTION, "attention-backend", ATTENTION},
     {"transformer", "attention_backend", MT_KEY_OPTION, "attention-backend", ATTENTION},
@@ -640,16 +666,31 @@ static const mt_role_key keys[] = {
     {"verl.rollout", "expert_parallel_size", MT_KEY_OPTION, "rollout-expert-model-parallel-size", NULL, "actor_train"},
     {"verl.rollout", "tensor_model_parallel_size expert_parallel_size", MT_KEY_UNUSED, SERVER},
     {"verl.rollout",
-     "_target_ name mode nnodes n_gpus_per_node dtype gpu_memory_utilization enforce_eager cudagraph_capture_sizes "
+     "_target_ nnodes n_gpus_per_node dtype gpu_memory_utilization enforce_eager cudagraph_capture_sizes "
      "free_cache_engine data_parallel_size pipeline_model_parallel_size moe_tensor_parallel_size "
      "max_num_batched_tokens max_model_len max_num_seqs enable_chunked_prefill enable_prefix_caching logprobs_mode "
-     "scheduling_policy load_format layered_summon disable_log_stats over_sample_rate multi_stage_wake_up "
-     "enable_sleep_mode engine_kwargs multi_turn calculate_log_probs agent server checkpoint_engine "
-     "checkpoint_manager_class update_weights_bucket_megabytes trace skip skip_rollout skip_dump_dir "
-     "skip_tokenizer_init enable_rollout_routing_replay moe_load_balance_metrics_interval prometheus quantization "
-     "quantization_config_file use_block_quant_rollout mtp qat layer_name_map limit_images sglang_engine_mode "
-     "disaggregation router_config_path use_preprocessed_multimodal_input full_determinism seed custom",
+     "scheduling_policy load_format layered_summon disable_log_stats multi_stage_wake_up "
+     "enable_sleep_mode engine_kwargs calculate_log_probs server checkpoint_engine "
+     "checkpoint_manager_class update_weights_bucket_megabytes trace skip_dump_dir "
+     "skip_tokenizer_init moe_load_balance_metrics_interval prometheus "
+     "mtp layer_name_map limit_images sglang_engine_mode "
+     "disaggregation router_config_path use_preprocessed_multimodal_input full_determinism seed",
      MT_KEY_UNUSED, SERVER},
+    {"verl.rollout", "name", MT_KEY_FIXED, ENGINE, "vllm|sglang|trtllm|hf|naive|vllm_omni|???"},
+    {"verl.rollout", "mode", MT_KEY_FIXED, ENGINE, "sync|async"},
+    {"verl.rollout", "custom", MT_KEY_REFUSED, "responses are drawn by this program"},
+    {"verl.rollout", "skip skip_rollout", MT_KEY_REFUSED, DRAWN},
+    {"verl.rollout", "quantization quantization_config_file use_block_quant_rollout qat", MT_KEY_REFUSED,
+     "the generator has the weights of training"},
+    {"verl.rollout", "enable_rollout_routing_replay", MT_KEY_REFUSED, "training routes tokens itself"},
+    {"verl.rollout", "over_sample_rate", MT_KEY_FIXED, "all responses are waited for", "0|0.0"},
+    {"verl.rollout", "multi_turn", MT_KEY_SECTION, "verl.multi_turn"},
+    {"verl.multi_turn", "enable", MT_KEY_REFUSED, "a prompt has one response, without tools and further turns"},
+    {"verl.multi_turn", "*", MT_KEY_UNUSED, "enable, which is not supported"},
+    {"verl.rollout", "agent", MT_KEY_SECTION, "verl.agent"},
+    {"verl.agent", "default_agent_loop", MT_KEY_FIXED, "a prompt has one response", "single_turn_agent"},
+    {"verl.agent", "agent_loop_config_path agent_loop_manager_class", MT_KEY_REFUSED, "a prompt has one response"},
+    {"verl.agent", "*", MT_KEY_UNUSED, SERVER},
     {"verl.rollout", "use_fire_sampling", MT_KEY_FIXED, "all tokens are drawn at one temperature", "false"},
     {"verl.rollout", "profiler", MT_KEY_UNUSED, PROFILERS},
     {"verl.rollout", "val_kwargs", MT_KEY_SECTION, "verl.val_kwargs"},
@@ -692,16 +733,22 @@ static const mt_role_key keys[] = {
     {"verl.data", "max_prompt_length", MT_KEY_LENGTH, "seq-length"},
     {"verl.data", "tokenizer", MT_KEY_OPTION, "tokenizer-model"},
     {"verl.data", "train_max_samples", MT_KEY_FIXED, "all samples of the files are read", "-1"},
-    {"verl.data", "shuffle seed", MT_KEY_UNUSED, "the order of prompts: each epoch has one of its own, by --seed"},
+    {"verl.data", "shuffle", MT_KEY_OPTION, "shuffle-prompts", NULL, LEARNER},
+    {"verl.data", "seed", MT_KEY_UNUSED, "the order of prompts, which is drawn from --seed"},
+    {"verl.data", "truncation", MT_KEY_FIXED, "longer prompts are left out, and their number is printed", "error"},
+    {"verl.data", "apply_chat_template_kwargs", MT_KEY_REFUSED, TEMPLATES},
+    {"verl.data", "tool_config_path function_tool_path", MT_KEY_REFUSED, "prompts have no tools"},
+    {"verl.data", "custom_cls sampler datagen", MT_KEY_SECTION, "verl.custom"},
+    {"verl.custom", "path class_path", MT_KEY_REFUSED, "prompts are the lines of JSON files, in this program's order"},
+    {"verl.custom", "*", MT_KEY_UNUSED, "path, which is not supported"},
     {"verl.data", "val_batch_size val_max_samples validation_shuffle", MT_KEY_UNUSED, VALIDATION},
     {"verl.data",
-     "_target_ use_shm reward_fn_key tool_config_path function_tool_path return_raw_input_ids return_raw_chat "
+     "_target_ use_shm reward_fn_key return_raw_input_ids return_raw_chat "
      "return_full_prompt "
      "return_multi_modal_inputs dataloader_num_workers image_patch_size image_key video_key audio_key "
      "mm_processor_kwargs "
      "filter_overlong_prompts "
-     "filter_overlong_prompts_workers truncation trust_remote_code custom_cls sampler datagen databuffer "
-     "apply_chat_template_kwargs gen_batch_size",
+     "filter_overlong_prompts_workers trust_remote_code databuffer gen_batch_size",
      MT_KEY_UNUSED, "verl's datasets"},
 
     {"verl.trainer", "critic_warmup", MT_KEY_FIXED, "actor and critic train from the first iteration on", "0"},
@@ -720,12 +767,13 @@ static const mt_role_key keys[] = {
     {"verl.trainer", "remove_previous_ckpt_in_save training_rollout_mode enable_exp_buffer sync_freq", MT_KEY_UNUSED,
      TRINITY},
     {"verl.trainer",
-     "balance_batch nnodes n_gpus_per_node resume_from_path del_local_ckpt_after_load val_before_train val_only "
+     "balance_batch nnodes n_gpus_per_node resume_from_path del_local_ckpt_after_load val_before_train "
      "default_hdfs_dir max_critic_ckpt_to_keep max_ref_ckpt_to_keep device use_legacy_worker_impl "
      "ray_wait_register_center_timeout esi_redundant_time use_v1 checkpoint_callback_class",
      MT_KEY_UNUSED, RAY},
     {"verl.trainer", "profile_steps controller_nsight_options worker_nsight_options npu_profile", MT_KEY_UNUSED,
      PROFILERS},
+    {"verl.trainer", "val_only", MT_KEY_REFUSED, "a run trains"},
     {"verl.trainer", "v1", MT_KEY_SECTION, "verl.v1"},
     {"verl.v1", "trainer_mode", MT_KEY_FIXED, "the present weights generate the responses", "sync"},
     {"verl.v1", "sync colocate_async separate_async sampler replay_buffer", MT_KEY_UNUSED, RAY},
@@ -754,7 +802,7 @@ static const mt_role_key keys[] = {
     {"trinity.optim", "*", MT_KEY_SECTION, "verl.optim"},
     {"trinity.algorithm", "policy_loss_fn", MT_KEY_FIXED, "algorithm_type chooses the loss, ppo", "ppo"},
     {"trinity.algorithm", "advantage_fn", MT_KEY_REFUSED, "algorithm_type chooses it"},
-    {"trinity.algorithm", "sample_strategy", MT_KEY_FIXED, "all responses are trained on", "default"},
+    {"trinity.algorithm", "sample_strategy", MT_KEY_FIXED, "all responses are trained on", "default|warmup"},
     {"trinity.algorithm", "kl_penalty_fn", MT_KEY_FIXED, "the divergence is in the loss", "none"},
     {"trinity.algorithm", "kl_penalty_fn_args", MT_KEY_UNUSED, "kl_penalty_fn, which is not supported"},
     {"trinity.algorithm", "kl_loss_fn", MT_KEY_OPTION, "kl-loss-type", TRINITY_KL, LEARNER},
@@ -820,11 +868,18 @@ static const mt_role_key keys[] = {
     {"trinity.taskset", "storage_type", MT_KEY_FIXED, "prompts come from files", "file"},
     {"trinity.taskset", "format", MT_KEY_SECTION, "trinity.format"},
     {"trinity.taskset", "rollout_args", MT_KEY_SECTION, "trinity.rollout_args"},
-    {"trinity.taskset", "default_workflow_type default_reward_fn_type workflow_args reward_fn_args", MT_KEY_UNUSED,
+    {"trinity.taskset", "default_workflow_type default_reward_fn_type reward_fn_args", MT_KEY_UNUSED,
      "Trinity-RFT's Python classes"},
+    {"trinity.taskset", "workflow_args", MT_KEY_REFUSED, "prompts are those of the files"},
     {"trinity.taskset", "repeat_times", MT_KEY_FIXED, "repeat_times of algorithm has it", "1"},
     {"trinity.taskset", "subset_name split", MT_KEY_UNUSED, "Hugging Face's datasets: a file is read whole"},
-    {"trinity.taskset", "data_selector task_selector", MT_KEY_UNUSED, "the order of prompts: each epoch has its own"},
+    {"trinity.taskset", "data_selector task_selector", MT_KEY_SECTION, "trinity.selector"},
+    {"trinity.selector", "selector_type", MT_KEY_OPTION, "shuffle-prompts",
+     "sequential=false|shuffle=true|random=!take shuffle, which draws a new order in every pass|*=!take sequential or "
+     "shuffle",
+     LEARNER},
+    {"trinity.selector", "seed", MT_KEY_UNUSED, "the order of prompts, which is drawn from --seed"},
+    {"trinity.selector", "*", MT_KEY_UNUSED, "other kinds of selector_type, which are not supported"},
     {"trinity.taskset", "name index enable_progress_bar max_retry_times max_retry_interval", MT_KEY_UNUSED, TRINITY},
     {"trinity.format", "prompt_key", MT_KEY_OPTION, "prompt-key"},
     {"trinity.format", "response_key", MT_KEY_OPTION, "answer-key", NULL, LEARNER},
@@ -849,6 +904,9 @@ static const mt_role_key keys[] = {
     {"trinity.rollout_model", "top_k", MT_KEY_OPTION, "top-k", "-1=0"},
     {"trinity.rollout_model", "tensor_parallel_size", MT_KEY_OPTION, "rollout-tensor-model-parallel-size", NULL,
      "actor_train"},
+    {"trinity.rollout_model", "chat_template enable_thinking ignore_eos", MT_KEY_REFUSED,
+     TEMPLATES "; a response ends at the end token"},
+    {"trinity.rollout_model", "max_response_tokens", MT_KEY_OPTION, "max-new-tokens", NULL, "actor_train actor_infer"},
     {"trinity.rollout_model", "*", MT_KEY_UNUSED, SERVER},
     {"trinity.synchronizer", "sync_interval explorer_sync_interval trainer_sync_interval", MT_KEY_FIXED,
      "the present weights generate the responses", "1"},
@@ -856,8 +914,8 @@ static const mt_role_key keys[] = {
     {"trinity.synchronizer", "sync_method sync_style sync_timeout group_name wait_for_checkpoint", MT_KEY_UNUSED, RAY},
     {"trinity.trainer", "trainer_config", MT_KEY_SECTION, "verl"},
     {"trinity.trainer", "trainer_config_path", MT_KEY_REFUSED, "give the file itself by --config"},
-    {"trinity.trainer", "trainer_type trainer_strategy", MT_KEY_UNUSED,
-     "the choice of an engine: here it is this program"},
+    {"trinity.trainer", "trainer_type", MT_KEY_FIXED, ENGINE, "verl"},
+    {"trinity.trainer", "trainer_strategy", MT_KEY_FIXED, ENGINE, "megatron|fsdp|fsdp2"},
     {"trinity.trainer", "save_interval", MT_KEY_OPTION, "save-interval", "-1=|0=", LEARNER},
     {"trinity.trainer", "total_steps", MT_KEY_OPTION, "train-iters", NULL, LEARNER},
     {"trinity.trainer", "max_checkpoints_to_keep", MT_KEY_OPTION, "keep-checkpoints", "0=", LEARNER},
@@ -889,30 +947,74 @@ const mt_role_stage mt_role_stages[] = {
 };
 
 const mt_role_default mt_role_defaults[] = {
-    {"roll", NULL, "weight_decay", "weight-decay", "0"}, // of transformers' TrainingArguments
+    {"roll", NULL, "dtype", "bf16", "true"},
+    {"roll", NULL, "seed", "seed", "42"},
+    // of transformers' TrainingArguments
+    {"roll", NULL, "learning_rate", "lr", "5e-05"},
+    {"roll", NULL, "weight_decay", "weight-decay", "0"},
+    {"roll", NULL, "per_device_train_batch_size", "micro-batch-size", "8"},
+    {"roll", NULL, "gradient_accumulation_steps", "gradient-accumulation-steps", "1", .unless = "global-batch-size"},
+    {"roll", "sft", "num_train_epochs", "train-epochs", "3", .unless = "train-iters"},
     {"roll", NULL, "lora_rank", "lora-rank", "8", "lora-target"},
-    {"roll", NULL, "lora_alpha", "lora-alpha", NULL, "lora-target"},
+    {"roll", NULL, "lora_alpha", "lora-alpha", "=2 x lora-rank", "lora-target"},
+    {"roll", NULL, "save_steps", "save-interval", "50", "save"},
+    {"roll", "rl", "max_steps", "train-iters", "500", .unless = "train-epochs"},
+    {"roll", "rl", "rollout_batch_size", "rollout-batch-size", "128"},
+    {"roll", "rl", "max_new_tokens", "max-new-tokens", "=sequence - prompt"},
+    {"roll", "rl", "prompt_length", "seq-length", "=prompt + response"},
     {"roll", "rl", "loss_agg_mode", "loss-agg-mode", "seq-mean-token-mean"},
-    {"roll", "rl", "lambd", "lam", "0.95"},
     {"roll", "rl", "cispo_epsilon_low", "clip-ratio-low", "0.1"}, // where the loss is cispo
     {"roll", "rl", "cispo_epsilon_high", "clip-ratio-high", "0.1"},
     {"roll", "rl", "adv_estimator", "adv-estimator", "gae"},
+    {"roll", "rl", "lambd", "lam", "0.95", "adv-estimator=gae"},
+    {"roll", "rl", "critic.learning_rate", "critic-lr", "5e-05", "adv-estimator=gae"},
     {"roll", "rl", "num_return_sequences_in_group", "num-return-sequences", "1"},
     {"roll", "rl", "kl_penalty", "kl-loss-type", "k1", "kl-in-reward"},
     {"roll", "rl", "init_kl_coef", "kl-coef", "0.2", "kl-in-reward"},
-    {"roll", "rl", "reward", "reward", "exact"}, // in place of ROLL's Python classes
+    {"roll", "rl", "reward", "reward", "exact", .unless = "reward-load"}, // in place of ROLL's Python classes
+    {"roll", "rl", "reward.model_args", "reward", "model", "reward-load"},
     {"roll", "rl", "is_use_additional_prompts", "dynamic-sampling-max-rounds", "1", "dynamic-sampling"},
+    // verl's generated file
+    {"verl", NULL, "dtype", "bf16", "true"},
+    {"verl", NULL, "seed", "seed", "42"},
+    {"verl", NULL, "lr", "lr", "1e-06"},
     {"verl", NULL, "lr_decay_style", "lr-decay-style", "constant"},
+    {"verl", NULL, "sequence_parallel", "sequence-parallel", "true", "tensor-model-parallel-size"},
     {"verl", NULL, "target_modules", "lora-target", "all-linear", "lora-rank"},
     {"verl", NULL, "lora_alpha", "lora-alpha", "16", "lora-rank"},
+    {"verl", "rl", "total_epochs", "train-epochs", "30", .unless = "train-iters"},
+    {"verl", "rl", "resume_mode", "auto-resume", "true", "save"},
+    {"verl", "rl", "train_batch_size", "rollout-batch-size", "1024"},
+    {"verl", "rl", "max_response_length", "max-new-tokens", "512"},
+    {"verl", "rl", "max_prompt_length", "seq-length", "=prompt + response"},
+    {"verl", "rl", "n", "num-return-sequences", "1"},
+    {"verl", "rl", "ppo_mini_batch_size", "global-batch-size", "=256 x num-return-sequences",
+     .unless = "gradient-accumulation-steps"},
+    {"verl", "rl", "adv_estimator", "adv-estimator", "gae"},
+    {"verl", "rl", "adv_estimator", "whiten-advantages", "true", "adv-estimator=gae"}, // always, in its gae
+    {"verl", "rl", "critic.optim.lr", "critic-lr", "1e-05", "adv-estimator=gae"},
+    {"verl", "rl", "critic.cliprange_value", "value-clip", "0.5", "adv-estimator=gae"},
     {"verl", "rl", "clip_ratio_c", "clip-ratio-c", "3"},
+    {"verl", "rl", "kl_loss_coef", "kl-loss-coef", "0.001", "key actor.use_kl_loss"},
     {"verl", "rl", "kl_penalty", "kl-loss-type", "k1", "kl-in-reward"},
     {"verl", "rl", "shuffle", "shuffle-mini-batches", "false"},
+    {"verl", "rl", "reward_model", "reward", "model", "key reward_model.enable"},
     {"verl", "rl", "reward", "reward", "exact"}, // in place of verl's Python functions
+    // Trinity-RFT's classes, and those of the trainer's part
+    {"trinity", NULL, "dtype", "bf16", "true"},
+    {"trinity", NULL, "seed", "seed", "42"},
     {"trinity", NULL, "lr_scheduler_type", "lr-decay-style", "constant"},
+    {"trinity", NULL, "sequence_parallel", "sequence-parallel", "true", "tensor-model-parallel-size"},
     {"trinity", NULL, "target_modules", "lora-target", "all-linear", "lora-rank"},
     {"trinity", NULL, "lora_alpha", "lora-alpha", "32", "lora-rank"},
+    {"trinity", "rl", "total_epochs", "train-epochs", "1", .unless = "train-iters"},
+    {"trinity", "rl", "continue_from_checkpoint", "auto-resume", "true", "save"},
+    {"trinity", "rl", "batch_size", "rollout-batch-size", "1"},
+    {"trinity", "rl", "repeat_times", "num-return-sequences", "1"},
     {"trinity", "rl", "algorithm_type", "adv-estimator", "gae"},
+    {"trinity", "rl", "algorithm_type", "whiten-advantages", "true", "adv-estimator=gae"}, // always, in its ppo
+    {"trinity", "rl", "critic.optim.lr", "critic-lr", "1e-06", "adv-estimator=gae"},
+    {"trinity", "rl", "critic.cliprange_value", "value-clip", "0.5", "adv-estimator=gae"},
     {"trinity", "rl", "clip_ratio_c", "clip-ratio-c", "3"},
     {"trinity", "rl", "kl_loss_fn", "kl-loss-type", "k2"},
     {"trinity", "rl", "kl_loss_fn_args", "kl-loss-coef", "0.001"},

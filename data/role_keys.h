@@ -25,6 +25,8 @@ typedef enum mt_role_key_kind {
     MT_KEY_LR_SHARE,    // as a share of the section's `lr`
     MT_KEY_ENABLED,     // as it is, if the section's `enable` is true
     MT_KEY_BETAS,       // two numbers: --adam-beta1 and --adam-beta2
+    MT_KEY_SHARES,      // shares of domains or files: refused unless there is one
+    MT_KEY_DIST_PATH,   // a folder that is refused where it is named, unless use_dist_checkpointing is false
     MT_KEY_GROUP_LIMIT, // fixed: a share of rewards that only groups with equal rewards of 0 or 1 pass
     MT_KEY_DEVICES,     // the devices of a role
     MT_KEY_STRATEGY     // the engine's section: that of `text` for Megatron, otherwise not used here
@@ -67,9 +69,11 @@ extern const mt_role_stage mt_role_stages[]; // ends with a stage of NULL
 
 /* The value of an absent key in a training role, where this program has another default. */
 typedef struct mt_role_default {
-    const char *root, *stage;         // root: the section of the whole file; stage NULL: any
-    const char *key, *option, *value; // value NULL: twice --lora-rank
-    const char *with;                 // an option that the file must set, not to false; NULL: none
+    const char *root, *stage; // root: the section of the whole file; stage NULL: any
+    const char *key, *option;
+    const char *value;  // "=..." follows from other keys (role_config.c)
+    const char *with;   // "option", not false, "option=value" or "key a.b", true, that the file must have; NULL: none
+    const char *unless; // an option that the file must not set; NULL: none
 } mt_role_default;
 extern const mt_role_default mt_role_defaults[]; // ends with a root of NULL
 

@@ -21,16 +21,16 @@ static uint32_t *draw_order(int64_t count, uint64_t key) {
     return order;
 }
 
-void mt_prompts_order(int64_t num_prompts, int64_t seed, int64_t first, int64_t count, int64_t *order) {
+void mt_prompts_order(int64_t num_prompts, bool shuffles, int64_t seed, int64_t first, int64_t count, int64_t *order) {
     uint32_t *epoch_order = NULL;
     for (int64_t i = 0; i < count; i++) {
         int64_t epoch = (first + i) / num_prompts, at = (first + i) % num_prompts;
-        if (!epoch_order || at == 0) {
+        if (shuffles && (!epoch_order || at == 0)) {
             free(epoch_order);
             epoch_order = draw_order(num_prompts, mt_random_key((uint64_t)seed, UINT64_C(0x70726f6d707473), // "prompts"
                                                                 (uint64_t)epoch));
         }
-        order[i] = epoch_order[at];
+        order[i] = shuffles ? epoch_order[at] : at;
     }
     free(epoch_order);
 }

@@ -82,9 +82,9 @@ typedef struct mt_rollouts {
 } mt_rollouts;
 
 /* order[count]: the prompts at positions first, first + 1, ... of the run, which reads all `num_prompts` of them once
- * in each epoch, in an order drawn from seed and epoch. A pure function, so that a resumed run goes on with the next
- * ones. */
-void mt_prompts_order(int64_t num_prompts, int64_t seed, int64_t first, int64_t count, int64_t *order);
+ * in each epoch, in an order drawn from seed and epoch, or in their own. A pure function, so that a resumed run goes on
+ * with the next ones. */
+void mt_prompts_order(int64_t num_prompts, bool shuffles, int64_t seed, int64_t first, int64_t count, int64_t *order);
 
 /* Begins a step: group_size responses to each of the prompts order[num_prompts]. `prompts`, with questions, must
  * outlive it. Free it before the next step. */

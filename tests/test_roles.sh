@@ -123,6 +123,98 @@ absent_keys_have_their_defaults() {
         sets '(absent: lora_rank)' lora-rank 8 && sets '(absent: lora_alpha)' lora-alpha 16
 }
 
+# A file of verl that leaves keys out has the values of verl's generated file; n counts once.
+a_partial_file_of_verl_has_its_defaults() {
+    cat >"$work/partial.yaml" <<EOF
+data: {train_files: $work/say.jsonl, train_batch_size: 4, max_prompt_length: 32}
+actor_rollout_ref:
+  model: {path: a/b}
+  actor: {ppo_mini_batch_size: 4, ppo_micro_batch_size_per_gpu: 1, use_kl_loss: true}
+EOF
+    prints "$work/partial.yaml" actor_train && sets '(absent: adv_estimator)' adv-estimator gae &&
+        sets '(absent: adv_estimator)' whiten-advantages true && sets '(absent: n)' num-return-sequences 1 &&
+        sets actor_rollout_ref.actor.ppo_mini_batch_size global-batch-size 4 &&
+        sets '(absent: critic.optim.lr)' critic-lr 1e-05 && sets '(absent: critic.cliprange_value)' value-clip 0.5 &&
+        sets '(absent: kl_loss_coef)' kl-loss-coef 0.001 && sets '(absent: lr)' lr 1e-06 &&
+        sets data.max_prompt_length seq-length 544 && sets '(absent: max_response_length)' max-new-tokens 512 &&
+        sets '(absent: total_epochs)' train-epochs 30 && sets '(absent: dtype)' bf16 true &&
+        sets '(absent: seed)' seed 42 && says 'rewards: --reward exact, as' "$work/out" || return 1
+    printf 'actor_rollout_ref: {actor: {optim: {}}, rollout: {n: 3}}\nalgorithm: {adv_estimator: grpo}\n' \
+        >"$work/partial.yaml"
+    prints "$work/partial.yaml" actor_train && sets '(absent: train_batch_size)' rollout-batch-size 1024 &&
+        sets '(absent: ppo_mini_batch_size)' global-batch-size 768 &&
+        sets '(absent: max_prompt_length)' seq-length 1024 &&
+        ! grep -q 'whiten\|value-clip\|kl-loss-coef' "$work/out" || return 1
+    printf '%s\n' 'actor_rollout_ref: {actor: {optim: {}, use_kl_loss: true}}' 'algorithm: {adv_estimator: grpo}' \
+        'trainer: {total_training_steps: 3}' "data: {train_files: $work/say.jsonl}" >"$work/partial.yaml"
+    # shellcheck disable=SC2086
+    prints "$work/partial.yaml" actor_train $small && sets '(absent: kl_loss_coef)' kl-loss-coef 0.001 &&
+        says 'compare the responses to a prompt: --num-return-sequences must be' "$work/out"
+}
+
+# As verl's, those of ROLL and of Trinity-RFT.
+partial_files_of_roll_and_trinity_have_their_defaults() {
+    printf '%s\n' 'actor_train: {model_args: {}}' 'response_length: 16' >"$work/partial.yaml"
+    prints "$work/partial.yaml" actor_train && sets '(absent: rollout_batch_size)' rollout-batch-size 128 &&
+        sets '(absent: max_steps)' train-iters 500 && sets '(absent: prompt_length)' seq-length 1040 &&
+        sets '(absent: gradient_accumulation_steps)' gradient-accumulation-steps 1 &&
+        sets '(absent: per_device_train_batch_size)' micro-batch-size 8 && sets '(absent: learning_rate)' lr 5e-05 &&
+        sets '(absent: critic.learning_rate)' critic-lr 5e-05 || return 1
+    printf '%s\n' 'actor_train: {model_args: {}}' 'sequence_length: 96' 'prompt_length: 64' 'max_steps: -1' \
+        >"$work/partial.yaml"
+    prints "$work/partial.yaml" actor_train && sets '(absent: max_new_tokens)' max-new-tokens 32 &&
+        ! grep -q 'absent: max_steps' "$work/out" || return 1
+    printf '%s\n' 'algorithm: {algorithm_type: ppo}' 'trainer: {trainer_config: {actor_rollout_ref: {actor: {' \
+        '  megatron: {}}}}}' >"$work/partial.yaml"
+    prints "$work/partial.yaml" actor_train && sets '(absent: algorithm_type)' whiten-advantages true &&
+        sets '(absent: batch_size)' rollout-batch-size 1 && sets '(absent: critic.optim.lr)' critic-lr 1e-06
+}
+
+# Keys that change the data or the numbers are honoured, or refused unless they are neutral.
+keys_that_change_the_data_have_an_answer() {
+    cat >"$work/data.yaml" <<EOF
+data: {shuffle: false, truncation: error, custom_cls: {path: null, name: null}, apply_chat_template_kwargs: {}}
+actor_rollout_ref:
+  model: {path: a/b, custom_chat_template: null, external_lib: null}
+  actor: {strategy: megatron, optim: {}, megatron: {use_dist_checkpointing: false, dist_checkpointing_path: a}}
+  rollout: {mode: async, n: 2, multi_turn: {max_assistant_turns: 3}, agent: {default_agent_loop: single_turn_agent},
+            over_sample_rate: 0, quantization: null}
+algorithm: {adv_estimator: grpo}
+trainer: {val_only: false}
+EOF
+    prints "$work/data.yaml" actor_train && sets data.shuffle shuffle-prompts false &&
+        refuses_changes data 's/truncation: error/truncation: left=truncation can only be error' \
+            's/{path: null/{path: my.py=path is not supported: prompts are' \
+            's/kwargs: {}/kwargs: {enable_thinking: false}=apply_chat_template_kwargs is not supported' \
+            's/custom_chat_template: null/custom_chat_template: x=custom_chat_template is not supported' \
+            's/multi_turn: {/multi_turn: {enable: true, =enable is not supported: a prompt has one response' \
+            's/single_turn_agent/tool_agent=default_agent_loop can only be single_turn_agent' \
+            's/rate: 0/rate: 0.1=over_sample_rate can only be 0' \
+            's/quantization: null/quantization: fp8=quantization is not supported' \
+            's/strategy: megatron/strategy: banana=strategy can only be megatron' \
+            's/mode: async/mode: a=mode can only be sync' 's/val_only: false/val_only: true=val_only is not' \
+            's/_checkpointing: false, dist_checkpointing_path: a/_checkpointing: true=use_dist_checkpointing is not' \
+            's/use_dist_checkpointing: false, /=dist_checkpointing_path is not supported: weights' || return 1
+    printf '%s\n' 'actor_train: {data_args: {interleave_probs: "1.0"}, model_args: {model_type: trl},' \
+        '  strategy_args: {strategy_name: megatron_train}, model_update_frequency: 1}' >"$work/data.yaml"
+    prints "$work/data.yaml" actor_train &&
+        refuses_changes data 's/"1.0"/"0.3,0.7"=interleave_probs is not supported: samples come' \
+            's/type: trl/type: banana=model_type can only be' \
+            's/megatron_train/banana=strategy_name can only be megatron_train|' \
+            's/frequency: 1/frequency: 2=model_update_frequency can only be 1'
+}
+
+# A role that scores or generates is not trained.
+roles_that_rest_do_not_train() {
+    printf '%s\n' 'actor_train: {strategy_args: {strategy_name: megatron_infer}}' \
+        'reference: {strategy_args: {strategy_name: megatron_infer}}' 'teacher: {model_args: {}}' >"$work/rest.yaml"
+    for role in actor_train reference teacher; do
+        prints "$work/rest.yaml" $role &&
+            refused "role $role: .*rest.yaml does not train this role" "$train" --config "$work/rest.yaml" \
+                --role $role --mock-data || return 1
+    done
+}
+
 verl_is_read() {
     prints "$roles/verl.yaml" reference && sets actor_rollout_ref.model.path load "$HOME/models/small" &&
         sets actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu micro-batch-size 2 &&
@@ -482,6 +574,7 @@ layouts_of_other_roles_are_read() {
         sets reward.strategy_args.strategy_config.tensor_model_parallel_size reward-tensor-model-parallel-size 2 &&
         prints "$work/layouts.yaml" actor_train --adv-estimator grpo &&
         unused critic.strategy_args.strategy_config.pipeline_model_parallel_size 'of no use in this run' &&
+        sets '(absent: reward.model_args)' reward model && prints "$work/layouts.yaml" actor_train --reward exact &&
         unused reward.model_args.model_name_or_path 'of no use in this run' || return 1
     printf '%s\n' 'student: {model_args: {}}' 'teacher: {strategy_args: {strategy_name: megatron_infer,' \
         '  strategy_config: {pipeline_model_parallel_size: 2}}}' >"$work/layouts.yaml"
@@ -834,6 +927,10 @@ check floats_are_whole_numbers floats_are_whole_numbers
 check every_role_is_read every_role_is_read
 check infer_reads_its_role infer_reads_its_role
 check absent_keys_have_their_defaults absent_keys_have_their_defaults
+check a_partial_file_of_verl_has_its_defaults a_partial_file_of_verl_has_its_defaults
+check partial_files_of_roll_and_trinity_have_their_defaults partial_files_of_roll_and_trinity_have_their_defaults
+check keys_that_change_the_data_have_an_answer keys_that_change_the_data_have_an_answer
+check roles_that_rest_do_not_train roles_that_rest_do_not_train
 check verl_is_read verl_is_read
 check verl_learns_as_dapo verl_learns_as_dapo
 check properties_are_fixed properties_are_fixed

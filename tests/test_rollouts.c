@@ -166,10 +166,10 @@ static void order_depends_on_seed_and_position_only(void **state) {
     (void)state;
     enum { PROMPTS = 7, POSITIONS = 40 };
     int64_t whole[POSITIONS], part[POSITIONS], other[POSITIONS];
-    mt_prompts_order(PROMPTS, 3, 0, POSITIONS, whole);
+    mt_prompts_order(PROMPTS, true, 3, 0, POSITIONS, whole);
     for (int64_t first = 0; first < POSITIONS; first++)
         for (int64_t count = 0; first + count <= POSITIONS; count++) {
-            mt_prompts_order(PROMPTS, 3, first, count, part);
+            mt_prompts_order(PROMPTS, true, 3, first, count, part);
             assert_memory_equal(part, whole + first, (size_t)count * 8);
         }
     for (int64_t epoch = 0; epoch < POSITIONS / PROMPTS; epoch++) {
@@ -178,8 +178,10 @@ static void order_depends_on_seed_and_position_only(void **state) {
         for (int64_t i = 0; i < PROMPTS; i++) assert_true(seen[i]);
     }
     assert_memory_not_equal(whole, whole + PROMPTS, PROMPTS * 8);
-    mt_prompts_order(PROMPTS, 4, 0, POSITIONS, other);
+    mt_prompts_order(PROMPTS, true, 4, 0, POSITIONS, other);
     assert_memory_not_equal(whole, other, sizeof whole);
+    mt_prompts_order(PROMPTS, false, 4, 3, POSITIONS, other);
+    for (int64_t i = 0; i < POSITIONS; i++) assert_int_equal(other[i], (3 + i) % PROMPTS);
 }
 
 /* ---- a step --------------------------------------------------------------------------------------------------------
