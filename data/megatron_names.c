@@ -8,9 +8,11 @@
 
 #pragma GCC diagnostic ignored "-Wmissing-field-initializers" // most answers have no value
 
+#define OF_TRANSFORMERS "a setting of transformers' Trainer, which does not run here"
+
 /* See mt_megatron_name.value. */
 static const struct {
-    const char *name, *option, *value;
+    const char *name, *option, *value, *values;
 } aliases[] = {
     {"add-bias-linear", "disable-bias-linear", "!"},
     {"beta-fast", "yarn-beta-fast"},
@@ -36,6 +38,24 @@ static const struct {
     {"virtual-pipeline-model-parallel-size", "num-virtual-stages-per-pipeline-rank"},
     {"yaml-cfg", "config"},
     {"yarn-original-max-position-embeddings", "original-max-position-embeddings"},
+    // transformers' TrainingArguments
+    {"adam-epsilon", "adam-eps"},
+    {"eval-steps", "eval-interval"},
+    {"learning-rate", "lr"},
+    {"logging-steps", "log-interval"},
+    {"lr-scheduler-type", "lr-decay-style", NULL,
+     "constant_with_warmup=constant|inverse_sqrt=inverse-square-root|warmup_stable_decay=WSD"},
+    {"max-grad-norm", "clip-grad"},
+    {"max-steps", "train-iters", NULL, "-1="},
+    {"num-train-epochs", "train-epochs"},
+    {"output-dir", "save"},
+    {"overwrite-output-dir", "overwrite"},
+    {"per-device-train-batch-size", "micro-batch-size"},
+    {"save-only-model", "no-save-optim"},
+    {"save-steps", "save-interval"},
+    {"save-total-limit", "keep-checkpoints"},
+    {"warmup-ratio", "lr-warmup-fraction"},
+    {"warmup-steps", "lr-warmup-iters"},
 };
 
 /* Names with the same answer, with blanks between them. */
@@ -86,17 +106,64 @@ static const struct {
     {MT_NAME_ALWAYS, "attention has a plain softmax", "softmax-type", "vanilla"},
     {MT_NAME_ALWAYS, "a shard is shared by all data-parallel ranks", "outer-dp-sharding-strategy", "no_shard"},
     {MT_NAME_ALWAYS, "a shard is shared by all data-parallel ranks", "num-distributed-optimizer-instances", "1"},
+    // Fields of transformers' TrainingArguments and of MCoreAdapter that have no counterpart, at their defaults
+    {MT_NAME_ALWAYS, OF_TRANSFORMERS,
+     "adafactor auto-find-batch-size batch-eval-metrics bf16-full-eval dataloader-drop-last "
+     "dataloader-persistent-workers do-predict eval-on-start eval-use-gather-object fp16-full-eval full-determinism "
+     "gradient-checkpointing group-by-length hub-always-push hub-private-repo ignore-data-skip "
+     "include-inputs-for-metrics include-num-input-tokens-seen include-tokens-per-second jit-mode-eval "
+     "load-best-model-at-end logging-first-step no-cuda predict-with-generate prediction-loss-only push-to-hub "
+     "restore-callback-states-from-checkpoint save-on-each-node sortish-sampler torch-compile tpu-metrics-debug "
+     "use-cpu use-ipex use-legacy-prediction-loop use-liger-kernel use-mps-device",
+     "false"},
+    {MT_NAME_ALWAYS, OF_TRANSFORMERS,
+     "average-tokens-across-devices dataloader-pin-memory eval-do-concat-batches log-on-each-node "
+     "logging-nan-inf-filter remove-unused-columns save-safetensors skip-memory-metrics",
+     "true"},
+    {MT_NAME_ALWAYS, OF_TRANSFORMERS, "do-train do-eval", "true|false"},
+    {MT_NAME_ALWAYS, OF_TRANSFORMERS, "disable-tqdm", "true|false"},
+    {MT_NAME_ALWAYS, "--eval-steps, --save-steps and --logging-steps count steps",
+     "eval-strategy evaluation-strategy logging-strategy save-strategy", "steps|no"},
+    {MT_NAME_ALWAYS, OF_TRANSFORMERS, "eval-delay dataloader-num-workers fsdp-min-num-params", "0"},
+    {MT_NAME_ALWAYS, "labels are not smoothed", "label-smoothing-factor", "0|0.0"},
+    {MT_NAME_ALWAYS, "the optimizer is AdamW", "optim", "adamw_torch|adamw_torch_fused|adamw"},
+    {MT_NAME_ALWAYS, "evaluation has the micro-batches of training", "per-device-eval-batch-size", "8"},
+    {MT_NAME_ALWAYS, OF_TRANSFORMERS, "local-rank past-index", "-1"},
+    {MT_NAME_ALWAYS, OF_TRANSFORMERS, "ddp-timeout", "1800"},
+    {MT_NAME_ALWAYS, OF_TRANSFORMERS, "log-level log-level-replica", "passive|warning"},
+    {MT_NAME_ALWAYS, OF_TRANSFORMERS, "fp16-backend half-precision-backend", "auto"},
+    {MT_NAME_ALWAYS, OF_TRANSFORMERS, "fp16-opt-level", "O1"},
+    {MT_NAME_ALWAYS, OF_TRANSFORMERS, "hub-strategy", "every_save"},
+    {MT_NAME_ALWAYS, OF_TRANSFORMERS, "length-column-name", "length"},
+    {MT_NAME_ALWAYS, OF_TRANSFORMERS, "ray-scope", "last"},
+    {MT_NAME_ALWAYS, "reports are --metrics and --tensorboard-dir", "report-to", "none|all|tensorboard"},
+    {MT_NAME_ALWAYS, OF_TRANSFORMERS,
+     "accelerator-config data-seed ddp-backend ddp-broadcast-buffers ddp-bucket-cap-mb ddp-find-unused-parameters "
+     "debug deepspeed eval-accumulation-steps fsdp fsdp-config fsdp-transformer-layer-cls-to-wrap generation-config "
+     "generation-max-length generation-num-beams gradient-checkpointing-kwargs greater-is-better hub-model-id "
+     "hub-revision hub-token include-for-metrics label-names liger-kernel-config logging-dir lr-scheduler-kwargs "
+     "metric-for-best-model mp-parameters neftune-noise-alpha optim-args optim-target-modules parallelism-config "
+     "push-to-hub-model-id push-to-hub-organization push-to-hub-token resume-from-checkpoint run-name "
+     "tf32 torch-compile-backend torch-compile-mode torch-empty-cache-steps torchdynamo tpu-num-cores "
+     "dataloader-prefetch-factor per-gpu-train-batch-size per-gpu-eval-batch-size",
+     "none"},
+    {MT_NAME_ALWAYS, "checkpoints are Hugging Face folders with the optimizer's state",
+     "ckpt-d2h-non-blocking save-merged-model", "false"},
+    {MT_NAME_ALWAYS, "checkpoints are Hugging Face folders with the optimizer's state", "save-hf-model", "true|false"},
+    {MT_NAME_ALWAYS, "nothing is compiled in a step", "compile-warmup", "true|false"},
+    {MT_NAME_ALWAYS, "gradients are reduced once they are complete", "delay-grad-reduce", "true|false"},
+    {MT_NAME_ALWAYS, "the optimizer's state loads on any layout", "distrib-optim-fully-reshardable", "true|false"},
+    {MT_NAME_ALWAYS, "training routes tokens itself", "moe-enable-routing-replay", "false"},
+    {MT_NAME_ALWAYS, "kernels of other devices", "use-flash-attn-npu-batch-invariant", "false"},
     {MT_NAME_NAMED, "--lr-decay-iters or --lr-decay-samples", "lr-decay-steps"},
     {MT_NAME_NAMED, "--lr-warmup-iters or --lr-warmup-samples", "lr-warmup-steps"},
-    {MT_NAME_NAMED, "--lr", "learning-rate"},
-    {MT_NAME_NAMED, "--train-iters", "max-steps num-steps steps"},
-    {MT_NAME_NAMED, "--lr-warmup-fraction", "warmup warmup-ratio"},
-    {MT_NAME_NAMED, "--lr-warmup-iters", "warmup-iters warmup-steps"},
+    {MT_NAME_NAMED, "--train-iters", "num-steps steps"},
+    {MT_NAME_NAMED, "--lr-warmup-fraction", "warmup"},
+    {MT_NAME_NAMED, "--lr-warmup-iters", "warmup-iters"},
     {MT_NAME_NAMED, "--global-batch-size", "train-batch-size"},
     {MT_NAME_NAMED, "--hidden-size", "d-model n-embd"},
     {MT_NAME_NAMED, "--num-layers", "encoder-num-layers n-layer"},
     {MT_NAME_NAMED, "--num-attention-heads", "n-head"},
-    {MT_NAME_NAMED, "--save", "output-dir"},
     {MT_NAME_NAMED, "--load", "model-name-or-path"},
     {MT_NAME_NAMED, "--lr-wsd-decay-iters or --lr-wsd-decay-samples", "wsd-decay-steps"},
     {MT_NAME_NAMED, "--weight-decay-incr-style", "wd-incr-steps"},
@@ -113,7 +180,7 @@ static const struct {
     {MT_NAME_NAMED, "--swiglu", "gated-linear-unit"},
     {MT_NAME_NAMED, "--bf16", "autocast-dtype params-dtype pipeline-dtype"},
     {MT_NAME_NAMED, "--make-vocab-size-divisible-by", "pad-vocab-size padded-vocab-size"},
-    {MT_NAME_NAMED, "--micro-batch-size", "batch-size per-device-train-batch-size"},
+    {MT_NAME_NAMED, "--micro-batch-size", "batch-size"},
     {MT_NAME_NAMED, "--tensor-model-parallel-size", "model-parallel-size"},
     {MT_NAME_NAMED, "--seq-length", "block-size encoder-seq-length sequence-length"},
     {MT_NAME_NAMED, "--log-interval", "tensorboard-log-interval"},
@@ -393,9 +460,9 @@ static bool mt_name_is_listed(const char *names, const char *name, size_t length
 mt_megatron_name mt_megatron_name_find(const char *name, size_t length) {
     for (size_t i = 0; i < sizeof aliases / sizeof *aliases; i++)
         if (mt_name_equals(name, length, aliases[i].name, strlen(aliases[i].name)))
-            return (mt_megatron_name){MT_NAME_ALIAS, aliases[i].option, aliases[i].value};
+            return (mt_megatron_name){MT_NAME_ALIAS, aliases[i].option, aliases[i].value, aliases[i].values};
     for (size_t i = 0; i < sizeof groups / sizeof *groups; i++)
         if (mt_name_is_listed(groups[i].names, name, length))
-            return (mt_megatron_name){groups[i].kind, groups[i].text, groups[i].value};
-    return (mt_megatron_name){MT_NAME_UNKNOWN, NULL, NULL};
+            return (mt_megatron_name){groups[i].kind, groups[i].text, groups[i].value, NULL};
+    return (mt_megatron_name){MT_NAME_UNKNOWN, NULL, NULL, NULL};
 }

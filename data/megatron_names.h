@@ -21,6 +21,7 @@ typedef struct mt_megatron_name {
     // opposite of a flag; any other is a flag that gives the option this value, with "?" in front unless it was given.
     // MT_NAME_UNSUPPORTED: NULL, or a value that has no effect when --data-parallel-sharding-strategy shards.
     const char *value;
+    const char *values; // MT_NAME_ALIAS: values with other names here, "theirs=ours|..."; "theirs=" is the default
 } mt_megatron_name;
 
 /* The answer to a name, with dashes or underscores. */

@@ -329,8 +329,10 @@ void mt_options_print_unused(const mt_options *options, FILE *file) {
 int64_t mt_options_printed_ranks(const mt_options *o, int64_t world_size) {
     int64_t tp = o->tensor_model_parallel_size, pp = o->pipeline_model_parallel_size, cp = o->context_parallel_size;
     const int64_t longest = 1 << 20; // sizes above it are refused later
-    if (world_size > 1 || (tp <= 1 && pp <= 1 && cp <= 1)) return world_size;
-    if (o->config_devices > 0) return o->config_devices;
+    if (world_size > 1) return world_size;
+    bool sized = tp > 1 || pp > 1 || cp > 1;
+    if (o->config_devices > 0 && (sized || !mt_launched_by_mpi())) return o->config_devices;
+    if (!sized) return world_size;
     return mt_max(mt_min(tp, longest), 1) * mt_max(mt_min(pp, longest), 1) * mt_max(mt_min(cp, longest), 1);
 }
 

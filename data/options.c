@@ -27,6 +27,20 @@ enum { MT_CONFIG_BYTES = 1 << 22 }; // limit of config.json and of a YAML file
 
 /* ---- names of options that resemble a typed one */
 
+/* True if two names have the same words, in another order. */
+static bool mt_has_same_words(const char *name, size_t length, const char *other) {
+    size_t other_length = strlen(other), words = 0;
+    if (length != other_length) return false;
+    for (const char *at = other; *at; at += strcspn(at, "-"), at += *at == '-') {
+        size_t word = strcspn(at, "-"), from = 0;
+        for (; from < length; from += strcspn(name + from, "-_") + 1)
+            if (strcspn(name + from, "-_=") == word && strncmp(name + from, at, word) == 0) break;
+        if (from >= length) return false;
+        words++;
+    }
+    return words > 1;
+}
+
 /* The program's option with the nearest name; NULL when none is near. */
 static const mt_option *mt_option_nearest(const char *name, size_t length, int program) {
     const mt_option *nearest = NULL;
@@ -34,7 +48,7 @@ static const mt_option *mt_option_nearest(const char *name, size_t length, int p
     if (length > 64) return NULL;
     for (const mt_option *row = mt_option_table; row->help; row++) {
         if (!row->name || !(row->programs & program)) continue;
-        int distance = mt_edit_distance(name, length, row->name);
+        int distance = mt_has_same_words(name, length, row->name) ? 0 : mt_edit_distance(name, length, row->name);
         if (distance < least) least = distance, nearest = row;
     }
     return nearest;
@@ -85,7 +99,8 @@ static bool mt_setting_is_accepted(const mt_setting *setting, mt_program program
 /* True if the command line gives it without a value. */
 static bool mt_setting_is_flag(const mt_setting *setting) {
     const char *value = setting->megatron.value;
-    if (setting->megatron.kind == MT_NAME_ALWAYS) return strcmp(value, "true") == 0 || strcmp(value, "false") == 0;
+    if (setting->megatron.kind == MT_NAME_ALWAYS)
+        return mt_choice_index("true|false", value) >= 0 || !strcmp(value, "true|false");
     return value || setting->row->type == MT_FLAG || setting->row->type == MT_NO;
 }
 
@@ -280,19 +295,36 @@ void mt_options_name_typed(const mt_options *options, mt_error *error) {
     free(text);
 }
 
+/* The value that `text` has here: "theirs=ours|...". */
+static const char *mt_setting_translate(const char *values, const char *text, char *translated, size_t room) {
+    size_t length = strlen(text);
+    for (const char *at = values; *at; at += strcspn(at, "|"), at += *at == '|') {
+        if (strcspn(at, "=") != length || strncmp(at, text, length) != 0) continue;
+        const char *ours = at + length + 1;
+        snprintf(translated, room, "%.*s", (int)strcspn(ours, "|"), ours);
+        return translated;
+    }
+    return text;
+}
+
 /* Gives a setting that is accepted its value, or the next one of a list. `where` names it in messages. */
 static int mt_setting_set(mt_option_reader *reader, const mt_setting *setting, const char *text, const char *where,
                           mt_error *error) {
     const mt_option *row = setting->row;
     const char *value = setting->megatron.value;
     bool is_true = false;
+    char translated[80];
+    if (row && setting->megatron.values) {
+        text = mt_setting_translate(setting->megatron.values, text, translated, sizeof translated);
+        if (!*text) return 0; // the default
+    }
     if (mt_setting_is_flag(setting)) {
         if (!mt_parse_bool(text, &is_true))
             return mt_error_set(error, "%s expects true or false, got '%.100s'", where, text);
         text = is_true ? "true" : "false";
     }
     if (!row) {
-        if (mt_choice_index(value, text) < 0)
+        if (*text && mt_choice_index(value, text) < 0)
             return mt_error_set(error, "%s can only be %s here: %s", where, value, setting->megatron.text);
         mt_strings_add(&reader->always, where);
         return 0;
@@ -379,7 +411,11 @@ static int mt_options_read_argument(mt_option_reader *reader, int index, int cou
     bool is_list = row && mt_option_is_list(row), is_weak = setting.megatron.value != NULL;
     if (row && !is_weak) mt_option_clear(reader->options, row); // the last one wins
     if (equals) return mt_setting_set(reader, &setting, equals + 1, where, error) ? -1 : index;
-    if (mt_setting_is_flag(&setting)) return mt_setting_set(reader, &setting, "true", where, error) ? -1 : index;
+    if (mt_setting_is_flag(&setting)) {
+        bool is_on, has_value = index < count && mt_parse_bool(arguments[index], &is_on); // as transformers writes them
+        const char *value = has_value ? arguments[index++] : "true";
+        return mt_setting_set(reader, &setting, value, where, error) ? -1 : index;
+    }
     int first = index;
     while (index < count && !mt_is_name(arguments[index]) && (is_list || index == first))
         if (mt_setting_set(reader, &setting, arguments[index++], where, error)) return -1;
@@ -702,6 +738,11 @@ static int mt_option_reader_take_values(mt_option_reader *reader, const mt_role_
                                         const char *where, mt_error *error) {
     const mt_option *row = setting->row;
     const mt_strings *values = &entry->values;
+    bool is_on = true, is_flag = !row && strcmp(setting->megatron.value, "true") == 0;
+    if (is_flag && values->count == 1 && mt_parse_bool(values->items[0], &is_on) && !is_on) {
+        mt_options_note_key(reader->options, entry, "", setting->megatron.text);
+        return 0;
+    }
     bool is_layers = row && row->offset == MT_AT(moe_layer_freq) && entry->is_sequence;
     if (entry->is_sequence && !is_layers && (!row || !mt_option_is_list(row)))
         return mt_error_set(error, "%s expects %s, not a list", where, mt_setting_metavar(setting));
@@ -793,7 +834,8 @@ static bool mt_option_rule_yields(const mt_option_reader *reader, const mt_optio
 /* True if an option of the file is for something else than this run: another stage, conversations, scores, a critic. */
 static bool mt_option_lacks_purpose(const mt_option_reader *reader, const mt_option *row) {
     static const char purposes[] =
-        "sft|chat|score|stage|reward|adv-estimator|kl-in-reward|kd-objective|dynamic-sampling|recompute-granularity";
+        "sft|chat|score|stage|reward|adv-estimator|kl-in-reward|kd-objective|dynamic-sampling|recompute-granularity|"
+        "optimizer-cpu-offload";
     const mt_options *o = reader->options;
     mt_option_rule rule;
     if (mt_options_idle_in_rl(o, row->offset)) return true;
@@ -1015,6 +1057,25 @@ static int mt_options_find_models(mt_options *o, mt_error *error) {
     return mt_hf_cache_find(&o->tokenizer_model, NULL, "--tokenizer-model", error);
 }
 
+/* Options of a file of roles that are for experts give way where the model has none. */
+static void mt_options_yield_experts(mt_options *options) {
+    const mt_strings *keys = &options->config_keys;
+    mt_option_rule rule;
+    if (!options->role || options->num_experts > 0) return;
+    for (const mt_option *row = mt_option_table; row->help; row++) {
+        bool needs = false, is_from_file = false;
+        if (!row->name || !mt_options_gave(options, row->offset)) continue;
+        for (const char *column = row->needs; mt_option_next_rule(&column, &rule);)
+            needs |= rule.other->offset == MT_AT(num_experts);
+        const char *name = mt_option_of(row->offset)->name;
+        for (int64_t i = 0; i < keys->count; i += 4)
+            is_from_file |= strcmp(keys->items[i + 2], name) == 0 && !*keys->items[i + 3];
+        if (!needs || !is_from_file) continue;
+        mt_options_yield_keys(options, row, "the model has no experts");
+        mt_option_reset(options, row);
+    }
+}
+
 int mt_options_read_shape(mt_options *options, mt_error *error) {
     if (mt_options_find_models(options, error) != 0) return -1;
     char *folder = options->load ? mt_options_load_folder(options, error) : NULL;
@@ -1031,6 +1092,7 @@ int mt_options_read_shape(mt_options *options, mt_error *error) {
     if (status == 0 && path) status = mt_generation_config_read(options, folder, error);
     if (status == 0 && options->hf_config) status = mt_options_read_json(options, options->hf_config, false, error);
     if (status == 0) status = mt_adapter_read_options(options, error);
+    if (status == 0) mt_options_yield_experts(options);
     free(path), free(folder);
     return status;
 }

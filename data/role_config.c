@@ -35,6 +35,7 @@ enum {
     MAX_NODES = 20000,   // visited; with aliases a small file could have more than any memory
     MAX_TEXT = 16384,    // bytes of a value
     MAX_KEY = 400,       // bytes of a key with its sections
+    MAX_FILE = 1 << 20,  // bytes of a file that a key names
     VERL_LENGTH = 512,   // of prompts and of responses, by default
     ROLL_PROMPT = 1024
 };
@@ -79,6 +80,12 @@ static bool is_null(const yaml_node_t *node) {
     for (size_t i = 0; i < sizeof nulls / sizeof *nulls; i++)
         if (strcmp(scalar_text(node), nulls[i]) == 0) return true;
     return false;
+}
+
+/* A section or a list with nothing in it. */
+static bool is_empty(const yaml_node_t *node) {
+    if (is_mapping(node)) return node->data.mapping.pairs.start == node->data.mapping.pairs.top;
+    return node->type == YAML_SEQUENCE_NODE && node->data.sequence.items.start == node->data.sequence.items.top;
 }
 
 static int fail_at(const reader *r, const yaml_node_t *node, const char *what) {
@@ -560,6 +567,7 @@ static bool is_referenced(const reader *r, const char *name) {
  */
 
 static int walk(reader *r, yaml_node_t *mapping, const char *section, bool roles);
+static int load_document(reader *r, const char *text, int64_t bytes);
 
 /* Takes a section, or a list with one. */
 static int take_section(reader *r, yaml_node_t *node, const char *section, long long line) {
@@ -595,7 +603,7 @@ static int take_strategy(reader *r, const mt_role_key *row, const yaml_node_t *m
 static int take_megatron(reader *r, const char *section, const char *name, yaml_node_t *node, long long line) {
     char nearest[112] = "";
     int64_t index = r->config->count;
-    bool has_value = !is_null(node) && !r->is_other;
+    bool has_value = !is_null(node) && !is_empty(node) && !r->is_other;
     int status = has_value ? take_values(r, NULL, name, node, line) : 0;
     if (!has_value) add_option(r, line, name, NULL)->is_megatron = true;
     r->config->entries[index].is_name = r->is_other;
@@ -604,14 +612,31 @@ static int take_megatron(reader *r, const char *section, const char *name, yaml_
     return status;
 }
 
+/* The keys of a JSON file, which is YAML too; messages name the line of the key that has its path. */
+static int take_file(reader *r, const mt_role_key *row, const yaml_node_t *node, long long line) {
+    char *path = expand(r, node, scalar_text(node), 0);
+    int64_t bytes, first = r->config->count;
+    char *text = path ? mt_file_read(path, MAX_FILE, &bytes, r->error) : NULL;
+    yaml_document_t outer = r->document;
+    int status = text ? load_document(r, text, bytes) : -1;
+    if (status == 0) {
+        yaml_node_t *root = yaml_document_get_root_node(&r->document);
+        status = root ? take_section(r, root, row->text, line) : 0;
+        yaml_document_delete(&r->document);
+        for (int64_t i = first; i < r->config->count; i++) r->config->entries[i].line = line;
+    }
+    r->document = outer;
+    free(text);
+    free(path);
+    return status;
+}
+
 /* A section or a list that is refused, unless the section is off or the list is empty. */
 static void take_refused(reader *r, const mt_role_key *row, const yaml_node_t *node, long long line) {
     char *enable = sibling_text(r, node, "enable"), reason[400];
     bool is_on = true;
     if (!enable) enable = sibling_text(r, node, "enabled");
-    bool is_empty = is_mapping(node) ? node->data.mapping.pairs.start == node->data.mapping.pairs.top
-                                     : node->data.sequence.items.start == node->data.sequence.items.top;
-    bool is_off = is_empty || (enable && mt_parse_bool(enable, &is_on) && !is_on);
+    bool is_off = is_empty(node) || (enable && mt_parse_bool(enable, &is_on) && !is_on);
     snprintf(reason, sizeof reason, "is not supported: %s", row->text);
     add_entry(r, is_off ? MT_ENTRY_FIXED : MT_ENTRY_REFUSED, line, is_off ? row->text : reason);
     free(enable);
@@ -658,6 +683,8 @@ static int take_row(reader *r, const mt_role_key *row, const yaml_node_t *mappin
     if (row->kind == MT_KEY_SECTION) return take_section(r, node, row->text, line);
     if (row->kind == MT_KEY_DEVICES) return take_devices(r, node, line);
     if (row->kind == MT_KEY_ADAPTER) return take_adapter(r, row, node, line);
+    if (row->kind == MT_KEY_ADDITIONAL && node->type == YAML_SCALAR_NODE) return take_file(r, row, node, line);
+    if (row->kind == MT_KEY_ADDITIONAL) return is_empty(node) ? 0 : take_section(r, node, row->text, line);
     if (row->kind == MT_KEY_SHARES) return take_shares(r, row, node, line);
     if (row->kind == MT_KEY_REFUSED && node->type != YAML_SCALAR_NODE) {
         take_refused(r, row, node, line);
@@ -724,7 +751,7 @@ static int take_other(reader *r, const yaml_node_t *mapping, yaml_node_t *node, 
     if (!row) return take_megatron(r, section, name, node, line);
     if (!is_mapping(node)) return 0;
     if (row->kind == MT_KEY_STRATEGY) return take_strategy(r, row, mapping, node, line);
-    bool is_section = row->kind == MT_KEY_SECTION || row->kind == MT_KEY_ADAPTER;
+    bool is_section = row->kind == MT_KEY_SECTION || row->kind == MT_KEY_ADAPTER || row->kind == MT_KEY_ADDITIONAL;
     return is_section ? take_section(r, node, row->text, line) : 0;
 }
 

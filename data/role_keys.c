@@ -390,7 +390,12 @@ static const mt_role_key keys[] = {
 
     {"strategy_args", "strategy_name", MT_KEY_FIXED, ENGINE, STRATEGIES},
     {"strategy_args", "strategy_config", MT_KEY_STRATEGY, "strategy_config"},
-    {"strategy_config", "additional_configs", MT_KEY_SECTION, "transformer"},
+    {"strategy_config", "additional_configs", MT_KEY_ADDITIONAL, "transformer"},
+    {"strategy_config", "ckpt_format", MT_KEY_FIXED, CHECKPOINTS, "legacy"},
+    {"strategy_config", "cuda_graph_scope", MT_KEY_FIXED, "decoding alone has CUDA graphs", "full"},
+    {"training_args", "additional_configs", MT_KEY_ADDITIONAL, "transformer"},
+    {"training_args", "ckpt_format", MT_KEY_FIXED, CHECKPOINTS, "legacy"},
+    {"training_args", "cuda_graph_scope", MT_KEY_FIXED, "decoding alone has CUDA graphs", "full"},
     {"strategy_config", "save_only_model", MT_KEY_OPTION, "no-save-optim"},
     {"strategy_config", "fp16", MT_KEY_REFUSED, "fp16 needs loss scaling: take bf16"},
 

@@ -935,6 +935,7 @@ static void answers_name_the_option_to_use(void **state) {
     expect_error(RUN "--rl-inference-tensor-model-parallel-size 2", "is named --rollout-tensor-model-parallel-size");
     expect_error(RUN "--logits-load-dir d", "is named --teacher-load, with --stage kd");
     expect_error(RUN "--sft-tokenizer-prompt-format x", "is named --chat-template here");
+    expect_error(RUN "--cpu-offload-optimizer", "did you mean --optimizer-cpu-offload?");
     expect_error(RUN "--cpu-offloading", "--fine-grained-activation-offloading keeps the activations");
     expect_error(RUN "--grad-reduce-in-bf16", "not supported (other types of the residual stream");
     expect_error(RUN "--moe-shared-expert-overlap=false", "can only be true here: a shared expert runs during");
@@ -944,14 +945,14 @@ static void all_refused_names_are_reported_at_once(void **state) {
     (void)state;
     mt_options options;
     mt_error error;
-    const char *line = "--fp16 --loss-scale 3 --use-mcore-models --learning-rate 3 --numlayers 3 4 --foo --lr 1";
+    const char *line = "--fp16 --loss-scale 3 --use-mcore-models --d-model 3 --numlayers 3 4 --foo --lr 1";
     assert_int_equal(parse(&options, MT_PROGRAM_TRAIN, 1, line, &error), -1);
     assert_string_equal(error.text, "6 options cannot be used:\n"
                                     "  is not supported (fp16, which needs loss scaling: take --bf16): --fp16, "
                                     "--loss-scale\n"
                                     "  has no meaning here (there is one implementation of the model): "
                                     "--use-mcore-models\n"
-                                    "  is named --lr here: --learning-rate\n"
+                                    "  is named --hidden-size here: --d-model\n"
                                     "  is unknown: --numlayers (did you mean --num-layers?), --foo");
     mt_options_free(&options);
     char many[6000] = "";

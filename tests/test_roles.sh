@@ -215,6 +215,58 @@ roles_that_rest_do_not_train() {
     done
 }
 
+# Fields of transformers' TrainingArguments and of MCoreAdapter at their defaults, also false; those with a counterpart
+# set it. Keys for experts give way in a model without.
+fields_at_their_defaults_are_accepted() {
+    cat >"$work/fields.yaml" <<EOF
+sft_train:
+  training_args: {output_dir: out, do_train: false, eval_strategy: "no", prediction_loss_only: False, learning_rate: 5e-5,
+    max_grad_norm: 0.5, lr_scheduler_type: constant_with_warmup, lr_scheduler_kwargs: {}, warmup_ratio: 0.1,
+    log_level: passive, logging_steps: 500, save_steps: 70, save_total_limit: 2, max_steps: -1, fp16_opt_level: O1,
+    local_rank: -1, debug: "", fsdp: "", label_smoothing_factor: 0.0, report_to: null, include_for_metrics: [],
+    torch_compile: false, average_tokens_across_devices: true, optim: adamw_torch_fused, group_by_length: false}
+  strategy_args:
+    strategy_name: megatron_train
+    strategy_config: {sequence_parallel: false, overlap_p2p_comm: true, variable_seq_lengths: false,
+      moe_token_dispatcher_type: allgather, moe_shared_expert_overlap: false, moe_layer_recompute: false,
+      calculate_per_token_loss: false, cuda_graph_scope: full, accumulate_allreduce_grads_in_fp32: false,
+      distrib_optim_fully_reshardable: false, delay_grad_reduce: true, ckpt_format: legacy, save_hf_model: false,
+      optimizer_cpu_offload: false, optimizer_offload_fraction: 0.0, additional_configs: $work/more.json}
+EOF
+    echo '{"recompute_granularity": "full", "moe_aux_loss_coeff": 0.5}' >"$work/more.json"
+    # shellcheck disable=SC2086
+    prints "$work/fields.yaml" sft_train $small --seq-length 32 --train-data-path none.jsonl &&
+        sets sft_train.training_args.max_grad_norm clip-grad 0.5 &&
+        sets sft_train.training_args.lr_scheduler_type lr-decay-style constant &&
+        sets sft_train.training_args.logging_steps log-interval 500 &&
+        sets sft_train.training_args.save_steps save-interval 70 &&
+        sets sft_train.strategy_args.strategy_config.additional_configs.recompute_granularity \
+            recompute-granularity full &&
+        unused sft_train.strategy_args.strategy_config.moe_token_dispatcher_type 'the model has no experts' &&
+        unused sft_train.strategy_args.strategy_config.additional_configs.moe_aux_loss_coeff 'the model has no' &&
+        unused sft_train.strategy_args.strategy_config.calculate_per_token_loss 'the loss is the sum' &&
+        ! grep -q 'do not make a run' "$work/out" || return 1
+    echo '{"banan": 1}' >"$work/more.json"
+    refused 'fields.yaml:13: unknown option banan' "$train" --config "$work/fields.yaml" --role sft_train ||
+        return 1
+    rm "$work/more.json"
+    refused 'more.json: cannot be read' "$train" --config "$work/fields.yaml" --role sft_train || return 1
+    "$train" --mock-data --max-grad-norm 0.5 --lr_scheduler_type constant_with_warmup --logging-steps 3 --save_steps 4 \
+        --bf16 False --do_train True --gradient_checkpointing False --max_steps 7 --save "$work/none" --print-config \
+        >"$work/out" 2>"$work/err" && says '^  clip-grad  *0.5$' "$work/out" &&
+        says '^  lr-decay-style  *constant$' "$work/out" && says '^  log-interval  *3$' "$work/out" &&
+        says '^  save-interval  *4$' "$work/out" && says '^  train-iters  *7$' "$work/out" &&
+        ! grep -q '^  bf16' "$work/out"
+}
+
+# --print-config takes the ranks of device_mapping, whatever the sizes.
+ranks_are_those_of_the_device_mapping() {
+    printf '%s\n' 'sft_train: {model_args: {}, device_mapping: "list(range(0,8))"}' >"$work/devices.yaml"
+    # shellcheck disable=SC2086
+    prints "$work/devices.yaml" sft_train $small --seq-length 32 --train-data-path none.jsonl &&
+        says '^options on 8 ranks' "$work/out" && says '^  global-batch-size  *64$' "$work/out"
+}
+
 verl_is_read() {
     prints "$roles/verl.yaml" reference && sets actor_rollout_ref.model.path load "$HOME/models/small" &&
         sets actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu micro-batch-size 2 &&
@@ -931,6 +983,8 @@ check a_partial_file_of_verl_has_its_defaults a_partial_file_of_verl_has_its_def
 check partial_files_of_roll_and_trinity_have_their_defaults partial_files_of_roll_and_trinity_have_their_defaults
 check keys_that_change_the_data_have_an_answer keys_that_change_the_data_have_an_answer
 check roles_that_rest_do_not_train roles_that_rest_do_not_train
+check fields_at_their_defaults_are_accepted fields_at_their_defaults_are_accepted
+check ranks_are_those_of_the_device_mapping ranks_are_those_of_the_device_mapping
 check verl_is_read verl_is_read
 check verl_learns_as_dapo verl_learns_as_dapo
 check properties_are_fixed properties_are_fixed
