@@ -11225,16 +11225,28 @@ static int mt_model_check_memory(const mt_model *m, int64_t needed, mt_error *er
     if (cpu || m->offload || m->host_optimizer) mt_host_ranks(&m->grid->world, &rank, &ranks, &on_host, &host);
     if (cpu) needed = on_host, available = host;
     bool refused = needed > available, host_refused = !cpu && on_host > host;
+    static const char *const rows[MT_PLAN_TOTAL] = {
+        [MT_PLAN_WEIGHTS] = "weights",           [MT_PLAN_GRADIENTS] = "gradients",
+        [MT_PLAN_OPTIMIZER] = "optimizer state", [MT_PLAN_BUFFERS] = "buckets",
+        [MT_PLAN_ACTIVATIONS] = "activations",   [MT_PLAN_CACHE] = "KV cache",
+        [MT_PLAN_FP8] = "operands in fp8",       [MT_PLAN_EXPERTS] = "experts' tokens"};
+    int largest = MT_PLAN_WEIGHTS;
+    for (int row = 0; row < MT_PLAN_TOTAL; row++)
+        if (rows[row] && mt_model_planned_bytes(m, row) > mt_model_planned_bytes(m, largest)) largest = row;
+    double most = (double)mt_model_planned_bytes(m, largest) / gib;
+    bool of_tokens = largest >= MT_PLAN_ACTIVATIONS; // these grow with the batch
     if (refused && (ranks == 1 || !cpu))
         mt_error_set(error,
-                     "the model needs %.1f GiB of memory and the %s has %.1f GiB available; lower --micro-batch-size "
-                     "or %s, or take a smaller model",
-                     (double)needed / gib, cpu ? "machine" : "GPU", (double)available / gib, fewer);
+                     "the model needs %.1f GiB of memory (%s: %.1f) and the %s has %.1f GiB available; %s%s, or take a "
+                     "smaller model",
+                     (double)needed / gib, rows[largest], most, cpu ? "machine" : "GPU", (double)available / gib,
+                     of_tokens ? "lower --micro-batch-size or " : "split the model over more ranks",
+                     of_tokens ? fewer : "");
     else if (refused)
         mt_error_set(error,
-                     "the %d ranks of a machine need %.1f GiB of memory together and it has %.1f GiB available; start "
-                     "fewer ranks on it, lower --micro-batch-size or %s, or take a smaller model",
-                     ranks, (double)needed / gib, (double)available / gib, fewer);
+                     "the %d ranks of a machine need %.1f GiB of memory together (%s of one: %.1f) and it has %.1f GiB "
+                     "available; start fewer ranks on it, lower --micro-batch-size or %s, or take a smaller model",
+                     ranks, (double)needed / gib, rows[largest], most, (double)available / gib, fewer);
     else if (host_refused)
         mt_error_set(error,
                      "offloading needs %.1f GiB of host memory and the machine has %.1f GiB available (ranks on it: "

@@ -709,6 +709,14 @@ static void mt_config_read_family(mt_config *config, mt_options *shape) {
 
 #define MT_HF_FAMILY_TYPE(name, model_type, ...) " " model_type
 
+/* The family whose class "architectures" names: Kimi K2's model_type is its own, and its class is DeepSeek-V3's. */
+static mt_hf_family mt_config_family_of_class(const mt_config *config) {
+    const char *name = json_string_value(json_array_get(json_object_get(config->root, "architectures"), 0));
+    int family = MT_NUM_HF_FAMILIES - 1;
+    while (family > 0 && (!name || strcmp(name, mt_hf_families[family].model_class) != 0)) family--;
+    return (mt_hf_family)family;
+}
+
 /* Sets `shape`, which holds defaults, to the model of a file, and a note about it for the user ("": none). */
 static int mt_config_read(mt_options *shape, const char *json, int64_t bytes, const char *path, char note[300],
                           mt_error *error) {
@@ -717,8 +725,11 @@ static int mt_config_read(mt_options *shape, const char *json, int64_t bytes, co
     if (!config.root) return -1;
     const char *family = mt_config_string(&config, config.root, "model_type", NULL);
     shape->hf_family = family ? mt_hf_family_find(family) : MT_HF_UNKNOWN;
+    if (shape->hf_family == MT_HF_UNKNOWN) shape->hf_family = mt_config_family_of_class(&config);
     if (shape->hf_family == MT_HF_UNKNOWN)
-        mt_config_fail(&config, "\"model_type\" is %.60s; supported:" MT_HF_FAMILIES(MT_HF_FAMILY_TYPE),
+        mt_config_fail(&config,
+                       "\"model_type\" is %.60s, a kind of model that is not supported; supported:" MT_HF_FAMILIES(
+                           MT_HF_FAMILY_TYPE) " (megatron: saved by this program, as no other family has its shape)",
                        family ? family : "missing");
     else
         mt_config_read_family(&config, shape);

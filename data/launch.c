@@ -38,13 +38,71 @@ void mt_launch_threads(char **argv) {
 
 /* ---- launchers */
 
+extern char **environ;
+
 /* A variable of torchrun as a number. */
 static int mt_launch_variable(const char *name, int missing) {
     const char *text = getenv(name);
     return text ? atoi(text) : missing;
 }
 
+/* Refuses more threads than any machine has: their stacks and buffers would exceed its memory. */
+static int mt_launch_check_threads(mt_error *error) {
+    const char *text = getenv("OMP_NUM_THREADS");
+    long cores = sysconf(_SC_NPROCESSORS_ONLN), most = cores > 128 ? 8 * cores : 1024;
+    if (!text || strtoll(text, NULL, 10) <= most) return 0;
+    return mt_error_set(error, "OMP_NUM_THREADS is %.40s, and this machine has %ld cores; set it to at most %ld", text,
+                        cores, most);
+}
+
+static bool mt_word_is_listed(const char *words, const char *word) {
+    size_t length = strlen(word);
+    for (const char *at = words; *at; at += strspn(at, " ")) {
+        size_t listed = strcspn(at, " ");
+        if (listed == length && strncmp(at, word, length) == 0) return true;
+        at += listed;
+    }
+    return false;
+}
+
+void mt_launch_answer_environment(FILE *file) {
+    static const struct {
+        const char *names, *answer;
+    } rows[] = {
+        {"NVTE_FLASH_ATTN NVTE_FUSED_ATTN NVTE_UNFUSED_ATTN NVTE_FUSED_ATTN_BACKEND", "take --attention-backend"},
+        {"NVTE_ALLOW_NONDETERMINISTIC_ALGO", "take --deterministic-mode"},
+        {"NVTE_DEBUG NVTE_DEBUG_LEVEL", "the first lines of a run have its kernels"},
+        {"NVTE_BATCH_MHA_P2P_COMM", "messages choose their order themselves"},
+    };
+    enum { NUM_ROWS = sizeof rows / sizeof *rows };
+    bool is_first = true;
+    for (int row = 0; row <= NUM_ROWS; row++) { // the last one: variables without an answer
+        bool is_named = false;
+        for (char **entry = environ; *entry; entry++) {
+            int of = 0, length = (int)strcspn(*entry, "=");
+            if (strncmp(*entry, "NVTE_", 5) != 0) continue;
+            char name[100];
+            snprintf(name, sizeof name, "%.*s", length, *entry);
+            while (of < NUM_ROWS && !mt_word_is_listed(rows[of].names, name)) of++;
+            if (of != row) continue;
+            fprintf(file, "%s%s", is_named ? ", " : is_first ? "Transformer Engine does not run here: " : "; ", name);
+            is_named = true, is_first = false;
+        }
+        if (is_named) fprintf(file, " (%s)", row < NUM_ROWS ? rows[row].answer : "nothing stands in for it");
+    }
+    if (!is_first) fputs("\n", file);
+}
+
+int mt_launch_ranks_here(void) {
+    static const char *const names[] = {"OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", "SLURM_NTASKS_PER_NODE"};
+    for (size_t i = 0; i < sizeof names / sizeof *names; i++)
+        if (getenv(names[i])) return mt_launch_variable(names[i], 0);
+    return 0;
+}
+
 int mt_launch_check(char **argv, mt_error *error) {
+    if (mt_launch_check_threads(error) != 0) return -1;
+
     int size = mt_launch_variable("WORLD_SIZE", 1), here = mt_launch_variable("LOCAL_WORLD_SIZE", size);
     bool torchrun = getenv("TORCHELASTIC_RUN_ID") != NULL; // under srun, its ranks inherit PMIX_RANK or PMI_RANK
     if ((mt_launched_by_mpi() && !torchrun) || size <= 1 || !getenv("RANK") || !getenv("MASTER_ADDR")) return 0;
@@ -79,6 +137,10 @@ int mt_launch_print(mt_options *o, FILE *file, mt_error *error) {
     bool same_batch = o->global_batch_size > 0 || (o->stage == MT_STAGE_RL && o->gradient_accumulation_steps == 0);
     int64_t ranks = o->print_launch, fewest = same_batch ? 1 : ranks; // fewer ranks do not make the batch smaller
     int64_t model = o->tensor_model_parallel_size * o->pipeline_model_parallel_size * o->context_parallel_size;
+    int64_t returns = MT_GIVEN(o, num_return_sequences) ? o->num_return_sequences : 8;
+    int64_t batch = o->global_batch_size > 0 ? o->global_batch_size : o->rollout_batch_size * returns;
+    // a data-parallel rank has a sample of the batch
+    if (fewest < ranks && model >= 1 && batch >= 1 && batch < ranks / model) ranks = batch * model;
     int64_t named = fewest < ranks && model >= 1 && model <= ranks ? ranks - ranks % model : ranks;
     mt_error other;
     bool fits = true;

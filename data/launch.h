@@ -13,8 +13,14 @@ extern "C" {
 void mt_launch_threads(char **argv);
 
 /* An error with the command to use if torchrun or its like started several processes of this program, which would not
- * know one another. `argv` is main's. */
+ * know one another, or if OMP_NUM_THREADS is out of all proportion. `argv` is main's. */
 int mt_launch_check(char **argv, mt_error *error);
+
+/* Ranks of this host, as the launcher tells them; 0: it does not. */
+int mt_launch_ranks_here(void);
+
+/* Prints one line with the answer to each variable NVTE_* of Transformer Engine that is set. */
+void mt_launch_answer_environment(FILE *file);
 
 /* For launch.sh: prints "ranks N", the largest number up to options->print_launch that can run these parsed options,
  * and with --gpu fits its memory by the simulated plan, then global_batch_size, device, exit_signal and save, a line

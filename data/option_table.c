@@ -1317,6 +1317,25 @@ static int mt_set_add(unsigned *set, const mt_option *row, const char *text, con
     return status;
 }
 
+/* The answer to a value of another program; NULL: there is none. */
+static const char *mt_choice_answer(const char *option, const char *text) {
+    static const struct {
+        const char *option, *text, *answer;
+    } rows[] = {
+        {"tokenizer-type", "NullTokenizer", "leave it out: --vocab-size is enough"},
+        {"tokenizer-type", "Llama2Tokenizer", "it is SentencePieceTokenizer here"},
+        {"tokenizer-type", "GPTSentencePieceTokenizer", "it is SentencePieceTokenizer here"},
+        {"tokenizer-type", "Llama3Tokenizer", "it is HuggingFaceTokenizer here, with --tokenizer-model tokenizer.json"},
+        {"tokenizer-type", "TikTokenizer", "it is HuggingFaceTokenizer here, with --tokenizer-model tokenizer.json"},
+        {"tokenizer-type", "SFTTokenizer", "it is HuggingFaceTokenizer here, and --chat-template has its prompts"},
+        {"attention-backend", "fused", "it is cudnn here"},
+        {"attention-backend", "local", "it is unfused here"},
+    };
+    for (size_t i = 0; i < sizeof rows / sizeof *rows; i++)
+        if (strcmp(rows[i].option, option) == 0 && strcmp(rows[i].text, text) == 0) return rows[i].answer;
+    return NULL;
+}
+
 int mt_option_set(mt_options *options, const mt_option *row, const char *text, const char *where, mt_error *error) {
     bool is_true, is_bool = mt_parse_bool(text, &is_true);
     int choice = row->type == MT_CHOICE ? mt_choice_index(row->values, text) : 0;
@@ -1336,6 +1355,8 @@ int mt_option_set(mt_options *options, const mt_option *row, const char *text, c
             return mt_error_set(error, "%s expects a number, got '%.100s'", where, text);
         break;
     case MT_CHOICE:
+        if (choice < 0 && mt_choice_answer(row->name, text))
+            return mt_error_set(error, "%s %s: %s", where, text, mt_choice_answer(row->name, text));
         if (choice < 0)
             return mt_error_set(error, "%s expects %s, got '%.100s' (%s)", where, row->values, text, row->help);
         *mt_option_choice(options, row) = (unsigned)choice;

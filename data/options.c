@@ -124,6 +124,8 @@ static mt_refusal *mt_option_reader_add_refusal(mt_option_reader *reader) {
     return refusal;
 }
 
+#define NO_MEANING "has no meaning here"
+
 /* Records a name that was refused; `value` is its value, or NULL. A feature that is not supported may be off. */
 static void mt_option_reader_refuse(mt_option_reader *reader, const mt_setting *setting, const char *position,
                                     const char *name, size_t length, const char *value) {
@@ -144,7 +146,7 @@ static void mt_option_reader_refuse(mt_option_reader *reader, const mt_setting *
     else if (kind == MT_NAME_NAMED)
         snprintf(refusal->reason, room, "is named %s here", text);
     else if (kind == MT_NAME_NO_MEANING)
-        snprintf(refusal->reason, room, "has no meaning here (%s)", text);
+        snprintf(refusal->reason, room, NO_MEANING " (%s)", text);
     else if (kind == MT_NAME_UNSUPPORTED)
         snprintf(refusal->reason, room, "is not supported (%s)", text);
     const mt_option *nearest = *refusal->reason ? NULL : mt_option_nearest(name, length, (int)reader->program);
@@ -172,7 +174,8 @@ static void mt_option_reader_accept_sharded(mt_option_reader *reader) {
 
 /* Appends the names that were refused for the reason of `first`. */
 static void mt_refusals_print(FILE *file, const mt_refusal *first, const mt_refusal *end) {
-    fprintf(file, "\n  %s: ", *first->reason ? first->reason : "is unknown");
+    bool is_idle = strncmp(first->reason, NO_MEANING, strlen(NO_MEANING)) == 0;
+    fprintf(file, "\n  %s%s: ", *first->reason ? first->reason : "is unknown", is_idle ? "; leave out" : "");
     for (const mt_refusal *r = first; r < end; r++) {
         if (strcmp(r->reason, first->reason) != 0) continue;
         fprintf(file, r > first ? ", %s%s" : "%s%s", r->position, r->name);
@@ -185,7 +188,8 @@ static int mt_option_reader_report(const mt_option_reader *reader, mt_error *err
     if (reader->num_refused == 0) return 0;
     const mt_refusal *first = reader->refused, *end = first + reader->num_refused;
     if (end == first + 1 && *first->reason)
-        return mt_error_set(error, "%s%s %s", first->position, first->name, first->reason);
+        return mt_error_set(error, "%s%s %s%s", first->position, first->name, first->reason,
+                            strncmp(first->reason, NO_MEANING, strlen(NO_MEANING)) == 0 ? "; leave it out" : "");
     if (end == first + 1 && *first->nearest)
         return mt_error_set(error, "%sunknown option %s; did you mean %s?", first->position, first->name,
                             first->nearest);
@@ -1257,6 +1261,35 @@ static int mt_options_check_prefixes(const mt_options *o, mt_error *error) {
     return 0;
 }
 
+/* Names all that a run lacks, where it lacks several kinds of options; the rules of each name one. */
+static int mt_options_check_missing(const mt_options *o, mt_error *error) {
+    bool converts = mt_options_converts(o),
+         shaped = o->num_layers > 0 && o->hidden_size > 0 && o->num_attention_heads > 0;
+    bool endless = o->train_iters == 0 && o->train_samples == 0;
+    bool fed = o->data_path.count > 0 || o->train_data_path.count > 0 || o->mock_data || o->tokens_file;
+    const struct {
+        bool is_missing;
+        const char *names;
+    } rows[] = {
+        {!shaped, "the model (--load, --hf-config, or --num-layers, --hidden-size and --num-attention-heads)"},
+        {o->vocab_size == 0, "its vocabulary (--vocab-size, or --tokenizer-type and --tokenizer-model)"},
+        {o->seq_length == 0 && !converts, "--seq-length"},
+        {!fed && !converts, "data (--data-path, --train-data-path, --tokens-file or --mock-data)"},
+        {endless && !converts, o->sft ? "the length of training (--train-iters, --train-samples or --train-epochs)"
+                                      : "the length of training (--train-iters or --train-samples)"},
+        {o->lr == 0 && !converts, "--lr"},
+    };
+    char text[800] = "";
+    int kinds = 0;
+    for (size_t i = 0; i < sizeof rows / sizeof *rows; i++) {
+        if (!rows[i].is_missing) continue;
+        size_t used = strlen(text);
+        snprintf(text + used, sizeof text - used, "%s%s", kinds > 0 ? "; " : "", rows[i].names);
+        kinds++;
+    }
+    return kinds < 2 ? 0 : mt_error_set(error, "the run lacks %s", text);
+}
+
 static int mt_options_check_data(const mt_options *o, mt_error *error) {
     if (mt_options_converts(o)) return 0;
     int sources = (o->data_path.count > 0) + (o->train_data_path.count > 0) + o->mock_data + (o->tokens_file != NULL);
@@ -1277,11 +1310,15 @@ static int mt_options_check_prompt_tokens(const mt_options *o, mt_error *error) 
         char *end;
         errno = 0;
         long long token = strtoll(at, &end, 10);
+        if (!*at && at > o->prompt_tokens)
+            return mt_error_set(error,
+                                "--prompt-tokens %.100s ends with a comma; give a number behind it, or leave it out",
+                                o->prompt_tokens);
         if (!isdigit((unsigned char)*at) || (*end && *end != ','))
             return mt_error_set(error, "--prompt-tokens expects numbers with commas between them, got '%.100s'", at);
         if (errno != 0 || token >= o->vocab_size)
-            return mt_error_set(error, "--prompt-tokens: %lld is outside the vocabulary of %lld", token,
-                                (long long)o->vocab_size);
+            return mt_error_set(error, "--prompt-tokens: %.*s is outside the vocabulary of %lld",
+                                (int)mt_min(end - at, 100), at, (long long)o->vocab_size);
         at = *end ? end + 1 : NULL;
     }
     return 0;
@@ -1380,6 +1417,7 @@ static int mt_options_complete(mt_options *options, mt_program program, int64_t 
     if (options->print_schedule && !options->dynamic_context_parallel)
         return mt_options_derive(options, program, world_size, error);
     if (program == MT_PROGRAM_INFER && mt_options_check_infer(options, error)) return -1;
+    if (program == MT_PROGRAM_TRAIN && mt_options_check_missing(options, error)) return -1;
     if (program == MT_PROGRAM_TRAIN && mt_options_check_data(options, error)) return -1;
     if (mt_options_derive(options, program, world_size, error)) return -1;
     mt_options_derive_family(options);

@@ -3,6 +3,7 @@
 
 #include "checkpoint.h"
 #include "file.h"
+#include "launch.h"
 #include "options.h"
 #include "profile.h"
 #include "sft.h"
@@ -669,11 +670,15 @@ void mt_grid_print(const mt_grid *grid, const mt_options *options, FILE *file) {
                 length += snprintf(line + length, sizeof line - (size_t)length, "%s%s", length ? " " : "", text);
         }
         const char *name = mt_grid_group((mt_grid *)grid, kind)->name;
-        if (groups == 0)
-            fprintf(file, "%-16s %5d\n", name, 1);
-        else
-            fprintf(file, "%-16s %5d %6d  %s\n", name, size, groups, line);
+        bool is_absent = strncmp(name, "expert", 6) == 0 && options->num_experts == 0;
+        if (groups > 0 && !is_absent) fprintf(file, "%-16s %5d %6d  %s\n", name, size, groups, line);
     }
+    int here = mt_launch_ranks_here();
+    if (shape.tensor > 1 && here > 0 && here < world && here % shape.tensor != 0)
+        fprintf(file,
+                "tensor groups of %lld ranks cross hosts of %d: their messages, the most of all, go over the network; "
+                "take a --tensor-model-parallel-size that divides %d\n",
+                (long long)shape.tensor, here, here);
     free(members);
 }
 

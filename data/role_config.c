@@ -35,6 +35,8 @@ enum {
     MAX_NODES = 20000,   // visited; with aliases a small file could have more than any memory
     MAX_TEXT = 16384,    // bytes of a value
     MAX_KEY = 400,       // bytes of a key with its sections
+    MAX_SEARCHED = 2000, // names of Megatron-LM's options, likewise
+    MAX_UNKNOWN = 50,    // keys whose nearest names are looked up
     MAX_FILE = 1 << 20,  // bytes of a file that a key names
     VERL_LENGTH = 512,   // of prompts and of responses, by default
     ROLL_PROMPT = 1024
@@ -50,7 +52,8 @@ typedef struct reader {
     bool has_role;
     char key[MAX_KEY]; // of the value at hand, with its sections
     int64_t visited;
-    int depth;     // of sections; 1: the keys of the file
+    int depth; // of sections; 1: the keys of the file
+    int64_t num_unknown, num_searched;
     bool is_other; // the keys at hand are another role's, and only their names matter
     mt_error *error;
 } reader;
@@ -607,7 +610,8 @@ static int take_megatron(reader *r, const char *section, const char *name, yaml_
     int status = has_value ? take_values(r, NULL, name, node, line) : 0;
     if (!has_value) add_option(r, line, name, NULL)->is_megatron = true;
     r->config->entries[index].is_name = r->is_other;
-    if (status == 0 && mt_role_key_nearest(nearest, section, name))
+    bool is_searched = status == 0 && r->num_searched++ < MAX_SEARCHED;
+    if (is_searched && mt_role_key_nearest(nearest, section, name))
         mt_string_set(&r->config->entries[index].text, nearest);
     return status;
 }
@@ -786,7 +790,7 @@ static int take_key(reader *r, const yaml_node_t *mapping, const yaml_node_t *ke
         return 0;
     }
     if (!row && !is_megatron) {
-        bool found = mt_role_key_nearest(nearest, section, name);
+        bool found = r->num_unknown++ < MAX_UNKNOWN && mt_role_key_nearest(nearest, section, name);
         add_entry(r, MT_ENTRY_UNKNOWN, line_of(key), found ? nearest : "");
         return 0;
     }

@@ -322,6 +322,12 @@ static void values_out_of_range_are_refused(void **state) {
 static void shapes_that_cannot_be_are_refused(void **state) {
     (void)state;
     expect_error("--mock-data --train-iters 1 --lr 1 --seq-length 8 --vocab-size 9", "--num-layers is missing");
+    expect_error(
+        "--num-layers 1",
+        "the run lacks the model (--load, --hf-config, or --num-layers, --hidden-size and --num-attention-heads); "
+        "its vocabulary (--vocab-size, or --tokenizer-type and --tokenizer-model); --seq-length; data "
+        "(--data-path, --train-data-path, --tokens-file or --mock-data); the length of training (--train-iters "
+        "or --train-samples); --lr");
     expect_error(RUN "--num-attention-heads 5",
                  "--hidden-size 64 must be a multiple of --num-attention-heads (without --kv-channels) = 5");
     expect_error(RUN "--num-query-groups 2 --group-query-attention=False",
@@ -743,7 +749,8 @@ static void infer_is_checked_too(void **state) {
         {"--prompt-tokens 1,x", "--prompt-tokens expects numbers"},
         {"--prompt-tokens 1,,2", "--prompt-tokens expects numbers"},
         {"--prompt-tokens 1,160", "160 is outside the vocabulary of 160"},
-        {"--prompt-tokens 99999999999999999999", "outside the vocabulary"},
+        {"--prompt-tokens 99999999999999999999", "99999999999999999999 is outside the vocabulary"},
+        {"--prompt-tokens 1,", "ends with a comma"},
         {"--tokenizer-type GPT2BPETokenizer", "--tokenizer-type GPT2BPETokenizer needs --tokenizer-model"},
         {"--lr 3", "--lr is an option of train, not of infer"},
     };
@@ -935,6 +942,10 @@ static void answers_name_the_option_to_use(void **state) {
     expect_error(RUN "--rl-inference-tensor-model-parallel-size 2", "is named --rollout-tensor-model-parallel-size");
     expect_error(RUN "--logits-load-dir d", "is named --teacher-load, with --stage kd");
     expect_error(RUN "--sft-tokenizer-prompt-format x", "is named --chat-template here");
+    expect_error(RUN "--tokenizer-type NullTokenizer", "NullTokenizer: leave it out: --vocab-size is enough");
+    expect_error(RUN "--tokenizer-type Llama2Tokenizer", "Llama2Tokenizer: it is SentencePieceTokenizer here");
+    expect_error(RUN "--attention-backend fused", "--attention-backend fused: it is cudnn here");
+    expect_error(RUN "--manual-gc", "; leave it out");
     expect_error(RUN "--cpu-offload-optimizer", "did you mean --optimizer-cpu-offload?");
     expect_error(RUN "--cpu-offloading", "--fine-grained-activation-offloading keeps the activations");
     expect_error(RUN "--grad-reduce-in-bf16", "not supported (other types of the residual stream");
@@ -950,8 +961,8 @@ static void all_refused_names_are_reported_at_once(void **state) {
     assert_string_equal(error.text, "6 options cannot be used:\n"
                                     "  is not supported (fp16, which needs loss scaling: take --bf16): --fp16, "
                                     "--loss-scale\n"
-                                    "  has no meaning here (there is one implementation of the model): "
-                                    "--use-mcore-models\n"
+                                    "  has no meaning here (there is one implementation of the model); leave "
+                                    "out: --use-mcore-models\n"
                                     "  is named --hidden-size here: --d-model\n"
                                     "  is unknown: --numlayers (did you mean --num-layers?), --foo");
     mt_options_free(&options);

@@ -27,6 +27,27 @@ torchrun_is_answered_with_the_command_to_use() {
     done
 }
 
+# One line answers the variables of Transformer Engine; a number of threads beyond any machine is refused by name.
+variables_of_the_environment_have_an_answer() {
+    # shellcheck disable=SC2086
+    NVTE_FUSED_ATTN=0 NVTE_FOO=3 "$train" $small --train-iters 1 >"$work/out" 2>"$work/err" &&
+        says 'NVTE_FUSED_ATTN (take --attention-backend); NVTE_FOO (nothing stands in for it)$' "$work/out" &&
+        [ "$(grep -c NVTE_ "$work/out")" = 1 ] &&
+        refused 'OMP_NUM_THREADS is 999999, and this machine has' env OMP_NUM_THREADS=999999 "$train" $small &&
+        refused 'OMP_NUM_THREADS is 2147483647,' env OMP_NUM_THREADS=2147483647 "$infer" --load none
+}
+
+# A host with half of a tensor group's ranks is named; so is none of groups that the run does not have.
+tensor_groups_across_hosts_are_named() {
+    [ -n "${HAVE_MPI:-}" ] && command -v mpirun >/dev/null || return 0
+    # shellcheck disable=SC2086
+    on_ranks 2 env OMPI_COMM_WORLD_LOCAL_SIZE=1 "$train" $small --train-iters 1 --tensor-model-parallel-size 2 &&
+        says 'tensor groups of 2 ranks cross hosts of 1' "$work/out" && says '^tensor  *2' "$work/out" &&
+        ! grep -q '^\(expert\|context\|pipeline\)' "$work/out" &&
+        on_ranks 2 "$train" $small --train-iters 1 --tensor-model-parallel-size 2 &&
+        ! grep -q 'cross hosts' "$work/out"
+}
+
 # Scripts pass shellcheck, and Slurm reads their settings: they come before the first command.
 slurm_scripts_are_sound() {
     if command -v shellcheck >/dev/null; then
@@ -111,6 +132,8 @@ the_dockerfile_is_sound() {
 }
 
 check torchrun_is_answered_with_the_command_to_use torchrun_is_answered_with_the_command_to_use
+check variables_of_the_environment_have_an_answer variables_of_the_environment_have_an_answer
+check tensor_groups_across_hosts_are_named tensor_groups_across_hosts_are_named
 check slurm_scripts_are_sound slurm_scripts_are_sound
 if [ -n "${HAVE_MPI:-}" ] && command -v mpirun >/dev/null && command -v bash >/dev/null; then
     check slurm_scripts_train slurm_scripts_train
