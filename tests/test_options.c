@@ -1219,7 +1219,7 @@ static void bad_yaml_is_refused_with_file_and_line(void **state) {
                       "3 options cannot be used:\n"
                       "  is not supported (fp16, which needs loss scaling: take --bf16): run.yaml:1: fp16\n"
                       "  is unknown: run.yaml:3: foo\n"
-                      "  has no meaning here (there is one implementation of the model): run.yaml:4: spec");
+                      "  has no meaning here (there is one implementation of the model); leave out: run.yaml:4: spec");
     expect_yaml_error("lr: 1\nnum_layer: 3\n", "run.yaml:2: unknown option num_layer; did you mean num_layers?");
     expect_yaml_error("prompt: x\n", "run.yaml:1: prompt is an option of infer, not of train");
     expect_yaml_error("lr: 1\nlr: 2\n", "run.yaml:2: lr is given twice in this file");
