@@ -1165,7 +1165,7 @@ static float mt_amax(const float *x, int64_t n) {
 }
 
 static float mt_amax_merge(float a, float b) {
-    return a != a || a > b ? a : b;
+    return (float)mt_maximum(a, b);
 }
 
 /* Quantizes rows [begin, end) of x[R, C]; scale NULL: of each block. */
@@ -1802,7 +1802,7 @@ static void mt_attention_forward_block(const mt_attention_task *task, int64_t i0
     for (int64_t i = 0; i < rows; i++) {
         int64_t row = span->q_start + i0 + i, offset = row * call->out_stride + task->head * Dv;
         float *target = mt_row_open(p, call->out, offset, task->dtype);
-        for (int64_t c = 0; c < Dv; c++) target[c] = sum[i] > 0 ? sums[i * Dv + c] / sum[i] : 0.0f;
+        for (int64_t c = 0; c < Dv; c++) target[c] = sum[i] == 0 ? 0.0f : sums[i * Dv + c] / sum[i]; // 0: no key
         mt_row_close(call->out, offset, target, Dv, task->dtype);
         call->lse[row * call->num_heads + task->head] = max[i] + logf(sum[i]);
     }
@@ -1956,8 +1956,8 @@ static void mt_cpu_attention_backward(const mt_attention *a, mt_dtype dtype, mt_
 
 /* out = exp(lse - s) out + exp(part_lse - s) part with s = log(exp(lse) + exp(part_lse)), of one query and head. */
 static float mt_merge_head(float *out, const float *part, float lse, float part_lse, int64_t Dv, bool first) {
-    float before = first ? -INFINITY : lse, top = fmaxf(before, part_lse);
-    float total = first || top == -INFINITY ? part_lse : top + log1pf(expf(fminf(before, part_lse) - top));
+    float before = first ? -INFINITY : lse, top = (float)mt_maximum(before, part_lse);
+    float total = first || top == -INFINITY ? part_lse : top + log1pf(expf((float)mt_minimum(before, part_lse) - top));
     float keep = total == -INFINITY ? 0.0f : expf(before - total);
     float add = total == -INFINITY ? 0.0f : expf(part_lse - total);
     if (first)
@@ -2208,7 +2208,7 @@ static void mt_cpu_cross_entropy_forward(const mt_cross_entropy_args *a, mt_dtyp
             for (int64_t i = block; i < mt_min(block + MT_BLOCK, count); i++) {
                 float e = mt_exp(k * x[i] - max);
                 block_sum += e;
-                block_weighted += e > 0 ? e * (k * x[i]) : 0.0f; // exp(-inf) * -inf counts as 0
+                block_weighted += e == 0 ? 0.0f : e * (k * x[i]); // exp(-inf) * -inf counts as 0
             }
             sum += block_sum;
             weighted += block_weighted;
@@ -2226,7 +2226,7 @@ static void mt_cpu_cross_entropy_combine(const mt_cross_entropy_args *a, const f
     for (int64_t t = 0; t < T; t++) {
         float max = -INFINITY, *row = a->stats + t;
         double sum = 0, target = 0, weighted = 0;
-        for (int64_t i = 0; i < n; i++) max = fmaxf(max, parts[i * part + t]);
+        for (int64_t i = 0; i < n; i++) max = (float)mt_maximum(max, parts[i * part + t]);
         for (int64_t i = 0; i < n; i++) {
             const float *share = parts + i * part + t;
             double scale = exp((double)share[0] - (double)max); // 0 for a part without vocabulary
@@ -2262,7 +2262,7 @@ static void mt_cpu_cross_entropy_backward(const mt_cross_entropy_args *a, mt_dty
             float dentropy = k * a->dentropy[t], entropy = a->entropy[t];
             for (int64_t i = 0; i < count; i++) {
                 float log_p = k * x[i] - log_sum, p = mt_exp(log_p);
-                d[i] = p > 0 ? p * (scale - dentropy * (log_p + entropy)) : 0.0f;
+                d[i] = p == 0 ? 0.0f : p * (scale - dentropy * (log_p + entropy));
             }
         } else {
 #pragma omp simd
@@ -2740,7 +2740,7 @@ static void mt_cpu_drop_tokens(const mt_drop_args *a, mt_stream *stream) {
     for (int64_t i = 0; i < a->T * a->k; i++) {
         if (a->experts[i] < 0) continue;
         float prob = a->probs ? a->probs[i] : 0.0f;
-        queue[n++] = (mt_queued){a->token_index[i / a->k], i, isnan(prob) ? -INFINITY : prob, a->experts[i]};
+        queue[n++] = (mt_queued){a->token_index[i / a->k], i, isnan(prob) ? INFINITY : prob, a->experts[i]};
     }
     qsort(queue, (size_t)n, sizeof *queue, mt_queued_compare);
     for (int64_t i = 0; i < rows; i++) a->kept[i] = -1;
@@ -3592,7 +3592,7 @@ static void mt_reduce_doubles(double *out, const double *rows, int size, int64_t
         double value = rows[i];
         for (int r = 1; r < size; r++) {
             double x = rows[r * stride + i];
-            value = reduction == MT_SUM ? value + x : x > value ? x : value;
+            value = reduction == MT_SUM ? value + x : mt_maximum(x, value);
         }
         out[i] = value;
     }
@@ -4574,13 +4574,9 @@ void mt_vocab_cross_entropy_forward(const mt_tensor_parallel *tp, const mt_cross
 
 #define MT_MEAN_EPSILON 1e-8 // verl's, in denominators of means; a sequence of one token would show its absence
 
-static double mt_clip(double x, double low, double high) {
-    return x < low ? low : x > high ? high : x;
-}
-
 /* log sigmoid(x) without overflow. */
 static double mt_log_sigmoid(double x) {
-    return fmin(x, 0) - log1p(exp(-fabs(x)));
+    return mt_minimum(x, 0) - log1p(exp(-fabs(x)));
 }
 
 /* The first token of sequence s; *end: the one behind its last. */
@@ -4619,7 +4615,7 @@ typedef struct mt_policy_term {
 static mt_policy_term mt_clipped_surrogate(const mt_policy_config *c, double clip_ratio_c, double ratio,
                                            double advantage) {
     double plain = -advantage * ratio, bound = -advantage * clip_ratio_c;
-    double clipped = -advantage * mt_clip(ratio, 1 - c->clip_ratio_low, 1 + c->clip_ratio_high);
+    double clipped = -advantage * mt_bounded(ratio, 1 - c->clip_ratio_low, 1 + c->clip_ratio_high);
     mt_policy_term term = {.loss = plain, .dlogp = plain};
     if (clipped > plain) term = (mt_policy_term){.loss = clipped, .clipped = true};
     if (clip_ratio_c > 0 && advantage < 0 && term.loss > bound)
@@ -4638,8 +4634,9 @@ static double mt_log_ratio(const mt_loss_tokens *t, int64_t i) {
 
 /* GMPO clips a token's log-ratio only where that lowers the objective: above for A > 0, below for A < 0. A = 0: 0. */
 static double mt_gmpo_log_ratio(const mt_policy_config *c, double x, double advantage) {
-    if (advantage > 0) return fmin(x, c->clip_ratio_high);
-    return advantage < 0 ? fmax(x, -c->clip_ratio_low) : 0;
+    if (advantage > 0) return mt_minimum(x, c->clip_ratio_high);
+    if (advantage < 0) return mt_maximum(x, -c->clip_ratio_low);
+    return isnan(x) ? x : 0;
 }
 
 static mt_policy_sequence mt_policy_sequence_ratio(const mt_loss_tokens *t, const mt_policy_config *c,
@@ -4653,13 +4650,13 @@ static mt_policy_sequence mt_policy_sequence_ratio(const mt_loss_tokens *t, cons
         sum += gmpo ? mt_gmpo_log_ratio(c, x, t->advantages[i]) : x;
         advantages += t->advantages[i];
     }
-    double mean = sum / tokens, ratio = exp(gmpo ? mean : fmin(mean, 10));
-    return (mt_policy_sequence){ratio, gmpo || mean <= 10 ? ratio : 0, advantages / tokens};
+    double mean = sum / tokens, ratio = exp(gmpo ? mean : mt_minimum(mean, 10));
+    return (mt_policy_sequence){ratio, gmpo || !(mean > 10) ? ratio : 0, advantages / tokens};
 }
 
 static mt_policy_term mt_policy_token(const mt_loss_tokens *t, const mt_policy_config *c, int64_t i,
                                       const mt_policy_sequence *sequence) {
-    double advantage = t->advantages[i], x = mt_log_ratio(t, i), ratio = exp(mt_clip(x, -20, 20));
+    double advantage = t->advantages[i], x = mt_log_ratio(t, i), ratio = exp(mt_bounded(x, -20, 20));
     mt_policy_term term = {0};
     switch (c->variant) {
     case MT_POLICY_PPO:
@@ -4672,7 +4669,7 @@ static mt_policy_term mt_policy_token(const mt_loss_tokens *t, const mt_policy_c
         if (sequence->dratio == 0) term.dlogp = 0;
         break;
     case MT_POLICY_CISPO: {
-        double clipped = mt_clip(ratio, 1 - c->clip_ratio_low, 1 + c->clip_ratio_high);
+        double clipped = mt_bounded(ratio, 1 - c->clip_ratio_low, 1 + c->clip_ratio_high);
         term.dlogp = -clipped * advantage, term.loss = term.dlogp * t->logp[i], term.clipped = ratio != clipped;
         break;
     }
@@ -4691,11 +4688,11 @@ static mt_policy_term mt_policy_token(const mt_loss_tokens *t, const mt_policy_c
 }
 
 double mt_kl_estimate(mt_kl_type type, double logp, double ref_logp, double *dlogp) {
-    double x = ref_logp - logp, clamped = mt_clip(x, -20, 20), k3 = exp(clamped) - clamped - 1;
+    double x = ref_logp - logp, clamped = mt_bounded(x, -20, 20), k3 = exp(clamped) - clamped - 1;
     bool k1 = type == MT_KL_K1, k2 = type == MT_KL_K2, absolute = type == MT_KL_ABS;
-    double slope = x == clamped && k3 <= 10 ? 1 - exp(x) : 0; // of k3
+    double slope = fabs(x) > 20 || k3 > 10 ? 0 : 1 - exp(x); // of k3
     *dlogp = k1 ? 1 : k2 ? -x : absolute ? (x < 0) - (x > 0) : slope;
-    return k1 ? -x : k2 ? x * x / 2 : absolute ? fabs(x) : fmin(k3, 10);
+    return k1 ? -x : k2 ? x * x / 2 : absolute ? fabs(x) : mt_minimum(k3, 10);
 }
 
 /* Adds token i, whose loss has weight `weight`. */
@@ -4711,7 +4708,7 @@ static void mt_policy_add(const mt_loss_tokens *t, const mt_policy_config *c, in
     sums->metrics[MT_POLICY_TOKENS] += 1;
     sums->metrics[MT_POLICY_CLIPFRAC] += term.clipped;
     sums->metrics[MT_POLICY_CLIPFRAC_LOWER] += term.clipped_lower;
-    sums->metrics[MT_POLICY_PPO_KL] -= mt_clip(mt_log_ratio(t, i), -20, 20);
+    sums->metrics[MT_POLICY_PPO_KL] -= mt_bounded(mt_log_ratio(t, i), -20, 20);
     sums->metrics[MT_POLICY_REF_KL] += kl;
     sums->metrics[MT_POLICY_ENTROPY] += entropy;
 }
@@ -4740,9 +4737,9 @@ void mt_value_loss(const mt_loss_tokens *t, const mt_value_config *c, mt_loss_su
         for (int64_t i = mt_sequence_tokens(span, &end); i < end; i++) {
             if (t->mask[i] == 0) continue;
             double value = t->values[i], target = t->returns[i], error = value - target, clipped = value;
-            if (c->clip > 0) clipped = mt_clip(value, t->old_values[i] - c->clip, t->old_values[i] + c->clip);
+            if (c->clip > 0) clipped = mt_bounded(value, t->old_values[i] - c->clip, t->old_values[i] + c->clip);
             double plain = error * error, other = (clipped - target) * (clipped - target);
-            sums->loss += weight * fmax(plain, other) / 2;
+            sums->loss += weight * mt_maximum(plain, other) / 2;
             if (t->dvalues && plain >= other) t->dvalues[i] += weight * error;
             sums->metrics[MT_VALUE_TOKENS] += 1;
             sums->metrics[MT_VALUE_CLIPFRAC] += other > plain;
@@ -4782,8 +4779,8 @@ static double mt_preference_of_margin(const mt_preference_config *c, double h, d
     case MT_PREFERENCE_HINGE:
         break;
     }
-    *dh = x < 1 ? -c->beta : 0;
-    return fmax(0, 1 - x);
+    *dh = x >= 1 ? 0 : -c->beta;
+    return mt_maximum(0, 1 - x);
 }
 
 void mt_preference_loss(const mt_loss_tokens *t, const mt_preference_config *c, mt_loss_sums *sums) {
@@ -4820,7 +4817,7 @@ void mt_reward_loss(const mt_loss_tokens *t, const mt_reward_config *c, mt_loss_
 
 static double mt_log_sum_exp(const double *logits, int64_t K, double temperature) {
     double greatest = -INFINITY, sum = 0;
-    for (int64_t i = 0; i < K; i++) greatest = fmax(greatest, logits[i] / temperature);
+    for (int64_t i = 0; i < K; i++) greatest = mt_maximum(greatest, logits[i] / temperature);
     for (int64_t i = 0; i < K; i++) sum += exp(logits[i] / temperature - greatest);
     return greatest + log(sum);
 }
@@ -4828,7 +4825,7 @@ static double mt_log_sum_exp(const double *logits, int64_t K, double temperature
 /* log((1 - weight) exp(a) + weight exp(b)) */
 static double mt_log_mix(double weight, double a, double b) {
     double x = log1p(-weight) + a, y = log(weight) + b;
-    return fmax(x, y) + log1p(exp(fmin(x, y) - fmax(x, y)));
+    return mt_maximum(x, y) + log1p(exp(mt_minimum(x, y) - mt_maximum(x, y)));
 }
 
 static int mt_compare_doubles(const void *a, const void *b) {

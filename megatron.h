@@ -98,6 +98,20 @@ static inline int64_t mt_max(int64_t a, int64_t b) {
     return a > b ? a : b;
 }
 
+/* The smaller and the larger of two numbers, and x cut to [low, high]. NaN if an argument is NaN, so that it reaches
+ * the check of the step; fmin, fmax and a comparison drop it. */
+static inline double mt_minimum(double a, double b) {
+    return a < b || a != a ? a : b;
+}
+
+static inline double mt_maximum(double a, double b) {
+    return a > b || a != a ? a : b;
+}
+
+static inline double mt_bounded(double x, double low, double high) {
+    return mt_minimum(mt_maximum(x, low), high);
+}
+
 /* a / b rounded up, for a >= 0 and b > 0. */
 static inline int64_t mt_divide_up(int64_t a, int64_t b) {
     return (a + b - 1) / b;

@@ -67,7 +67,7 @@ template <class E> __global__ void naive_forward(mt_attention shape) {
             int64_t key = mt_key_row(shape.pages, span.k_start + j);
             float row[CHANNELS];
             load_head(row, k + key * shape.k_stride + group * shape.head_size, shape.head_size, lane);
-            float score = shape.scale * dot(q_row, row), higher = fmaxf(largest, score);
+            float score = shape.scale * dot(q_row, row), higher = mt_maximum(largest, score);
             float shrink = expf(largest - higher), weight = expf(score - higher);
             total = total * shrink + weight;
             weight *= dropout_factor(shape, head, query, key);
@@ -77,9 +77,9 @@ template <class E> __global__ void naive_forward(mt_attention shape) {
             largest = higher;
         }
 #pragma unroll
-        for (int c = 0; c < CHANNELS; c++) sum[c] = total > 0 ? sum[c] / total : 0;
+        for (int c = 0; c < CHANNELS; c++) sum[c] = total == 0 ? 0 : sum[c] / total; // 0: no key
         store_head((E *)shape.out + query * shape.out_stride + head * shape.value_size, sum, shape.value_size, lane);
-        if (lane == 0) shape.lse[query * shape.num_heads + head] = total > 0 ? largest + logf(total) : -INFINITY;
+        if (lane == 0) shape.lse[query * shape.num_heads + head] = total == 0 ? -INFINITY : largest + logf(total);
     }
 }
 

@@ -235,12 +235,12 @@ __device__ __forceinline__ void softmax_step(softmax<TILES> &s, float (&score)[T
             float largest = s.largest[t][h], other = -INFINITY, sum[2] = {0, 0}; // two shorter dependency chains
 #pragma unroll
             for (int n = 0; n < N; n++) {
-                largest = fmaxf(largest, score[t][n][2 * h]);
-                other = fmaxf(other, score[t][n][2 * h + 1]);
+                largest = mt_maximum(largest, score[t][n][2 * h]);
+                other = mt_maximum(other, score[t][n][2 * h + 1]);
             }
-            largest = fmaxf(largest, other);
-            largest = fmaxf(largest, __shfl_xor_sync(0xffffffff, largest, 1)); // four lanes share a row
-            largest = fmaxf(largest, __shfl_xor_sync(0xffffffff, largest, 2));
+            largest = mt_maximum(largest, other);
+            largest = mt_maximum(largest, __shfl_xor_sync(0xffffffff, largest, 1)); // four lanes share a row
+            largest = mt_maximum(largest, __shfl_xor_sync(0xffffffff, largest, 2));
             float base = largest == -INFINITY ? 0 : largest * scale; // no key so far: avoid -inf - -inf
             shrink[t][h] = mt_exp2(s.largest[t][h] * scale - base);
 #pragma unroll
@@ -266,12 +266,12 @@ __device__ __forceinline__ void softmax_finish(softmax<TILES> &s, float (&out)[T
             float total = s.total[t][h];
             total += __shfl_xor_sync(0xffffffff, total, 1);
             total += __shfl_xor_sync(0xffffffff, total, 2);
-            float inverse = total > 0 ? 1 / total : 0;
+            float inverse = total == 0 ? 0 : 1 / total; // 0: no key
 #pragma unroll
             for (int n = 0; n < M; n++) out[t][n][2 * h] *= inverse, out[t][n][2 * h + 1] *= inverse;
             int row = row_of(t, 2 * h);
             if (threadIdx.x % 4 == 0 && row < count)
-                to[row * heads] = total > 0 ? s.largest[t][h] * scale + logf(total) : -INFINITY;
+                to[row * heads] = total == 0 ? -INFINITY : s.largest[t][h] * scale + logf(total);
         }
 }
 
@@ -324,7 +324,7 @@ __device__ __forceinline__ void weights_by_column(float (&score)[TILES][N][4], c
     for (int n = 0; n < N; n++)
 #pragma unroll
         for (int e = 0; e < 2; e++) {
-            float base = fmaxf(lse[col_of(n, e)], -1e30f) * LOG2_E;
+            float base = mt_maximum(lse[col_of(n, e)], -1e30f) * LOG2_E;
 #pragma unroll
             for (int t = 0; t < TILES; t++) {
                 score[t][n][e] = mt_exp2(score[t][n][e] * scale - base);

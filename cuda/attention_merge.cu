@@ -12,8 +12,8 @@ __global__ void __launch_bounds__(MERGE_THREADS) merge(float *out, float *lse, c
     int lane = threadIdx.x % 32;
     int64_t step = (int64_t)gridDim.y * MERGE_WARPS, end = (span.q_start + span.q_len) * H;
     for (int64_t i = span.q_start * H + blockIdx.y * MERGE_WARPS + threadIdx.x / 32; i < end; i += step) {
-        float before = first ? -INFINITY : lse[i], more = part_lse[i], top = fmaxf(before, more);
-        float total = first || top == -INFINITY ? more : top + log1pf(expf(fminf(before, more) - top));
+        float before = first ? -INFINITY : lse[i], more = part_lse[i], top = mt_maximum(before, more);
+        float total = first || top == -INFINITY ? more : top + log1pf(expf(mt_minimum(before, more) - top));
         float keep = total == -INFINITY ? 0 : expf(before - total);
         float add = first ? 1 : total == -INFINITY ? 0 : expf(more - total);
         for (int c = lane * N; c < Dv; c += 32 * N) {

@@ -71,7 +71,7 @@ template <int M, int P, int N> struct partial_softmax { float max[M], sum[M], va
 template <int M, int P, int N> __device__ static inline void join_lanes(partial_softmax<M, P, N> &part, int bit) {
 #pragma unroll
     for (int m = 0; m < M; m++) {
-        float max = fmaxf(part.max[m], __shfl_xor_sync(0xffffffff, part.max[m], bit));
+        float max = mt_maximum(part.max[m], __shfl_xor_sync(0xffffffff, part.max[m], bit));
         float weight = weight_of(part.max[m], max);
         part.max[m] = max;
         part.sum[m] *= weight;
@@ -93,7 +93,7 @@ __device__ static inline void add_keys(partial_softmax<M, P, N> &part, const flo
     for (int m = 0; m < M; m++) {
         float max = part.max[m];
 #pragma unroll
-        for (int u = 0; u < U; u++) max = fmaxf(max, scores[u][m]);
+        for (int u = 0; u < U; u++) max = mt_maximum(max, scores[u][m]);
         float shrink = weight_of(part.max[m], max);
         part.max[m] = max;
         part.sum[m] *= shrink;
@@ -206,7 +206,7 @@ __device__ static inline void merge_warps(warp_parts<M, C> &parts, int rows, int
     for (int i = threadIdx.x; i < rows * Dv; i += 32 * WARPS) {
         const int m = i / Dv, channel = i % Dv;
         float max = -INFINITY, total = 0, sum = 0;
-        for (int w = 0; w < WARPS; w++) max = fmaxf(max, parts.max[w][m]);
+        for (int w = 0; w < WARPS; w++) max = mt_maximum(max, parts.max[w][m]);
         for (int w = 0; w < WARPS; w++) {
             const float weight = weight_of(parts.max[w][m], max);
             total += weight * parts.sum[w][m], sum += weight * parts.values[w][m][channel];
@@ -235,8 +235,8 @@ __device__ static inline void finish(const split_task &task, int64_t query, int 
                                      float total) {
     const mt_attention &s = task.shape;
     int64_t at = query * s.out_stride + head * s.value_size + channel;
-    ((E *)task.out)[at] = mt_from_float<E>(total > 0 ? sum / total : 0);
-    if (channel == 0) task.lse[query * s.num_heads + head] = total > 0 ? 0.693147181f * max + logf(total) : -INFINITY;
+    ((E *)task.out)[at] = mt_from_float<E>(total == 0 ? 0 : sum / total);
+    if (channel == 0) task.lse[query * s.num_heads + head] = total == 0 ? -INFINITY : 0.693147181f * max + logf(total);
 }
 
 /* Merges the blocks of a cluster, which are the splits of a span, from their shared memory. Rounds as join_splits: each
@@ -262,7 +262,7 @@ __device__ static inline void join_cluster(const split_task &task, const block_t
             values[p] = p < splits ? parts->values[0][m][channel] : 0;
         }
 #pragma unroll
-        for (int p = 0; p < MAX_CLUSTER; p++) max = fmaxf(max, blocks[p].x);
+        for (int p = 0; p < MAX_CLUSTER; p++) max = mt_maximum(max, blocks[p].x);
 #pragma unroll
         for (int p = 0; p < MAX_CLUSTER; p++) {
             const float weight = weight_of(blocks[p].x, max);
@@ -393,10 +393,10 @@ __device__ static inline float weigh_keys(float (&weights)[2][2], float &max, fl
         int key = i / 2 * 8 + 2 * (threadIdx.x % 4) + i % 2;
         float &score = scores[i / 2][i % 2];
         score = key < first || key >= end ? -INFINITY : score * scale;
-        largest = fmaxf(largest, score);
+        largest = mt_maximum(largest, score);
     }
-    for (int bit = 1; bit < 4; bit *= 2) largest = fmaxf(largest, __shfl_xor_sync(0xffffffff, largest, bit));
-    largest = fmaxf(max, largest);
+    for (int bit = 1; bit < 4; bit *= 2) largest = mt_maximum(largest, __shfl_xor_sync(0xffffffff, largest, bit));
+    largest = mt_maximum(max, largest);
     float shrink = weight_of(max, largest);
     max = largest, sum *= shrink;
 #pragma unroll
@@ -496,7 +496,7 @@ template <class E> __global__ void __launch_bounds__(32 * JOINING_WARPS) join_sp
     int64_t from = row_of(task, blockIdx.y, i, head), query = span.q_start + i;
     const float2 *maxima = task.maxima + from;
     float max = -INFINITY, total = 0;
-    for (int p = lane; p < splits; p += 32) max = fmaxf(max, maxima[p].x);
+    for (int p = lane; p < splits; p += 32) max = mt_maximum(max, maxima[p].x);
     max = mt_warp_max(max);
     for (int p = lane; p < splits; p += 32) total += weight_of(maxima[p].x, max) * maxima[p].y;
     total = mt_warp_sum(total);

@@ -161,6 +161,18 @@ __device__ static inline void mt_prefetch(const void *address) {
     asm volatile("prefetch.global.L2 [%0];" ::"l"(address));
 }
 
+/* The smaller and the larger of two numbers; NaN if one is NaN, which fminf and fmaxf drop. One instruction. */
+__device__ static inline float mt_minimum(float a, float b) {
+    float least;
+    asm("min.NaN.f32 %0, %1, %2;" : "=f"(least) : "f"(a), "f"(b));
+    return least;
+}
+__device__ static inline float mt_maximum(float a, float b) {
+    float largest;
+    asm("max.NaN.f32 %0, %1, %2;" : "=f"(largest) : "f"(a), "f"(b));
+    return largest;
+}
+
 /* Sum and maximum over a warp; every lane receives the result. */
 __device__ static inline float mt_warp_sum(float x) {
 #pragma unroll
@@ -169,7 +181,7 @@ __device__ static inline float mt_warp_sum(float x) {
 }
 __device__ static inline float mt_warp_max(float x) {
 #pragma unroll
-    for (int lane = 16; lane > 0; lane /= 2) x = fmaxf(x, __shfl_xor_sync(0xffffffff, x, lane));
+    for (int lane = 16; lane > 0; lane /= 2) x = mt_maximum(x, __shfl_xor_sync(0xffffffff, x, lane));
     return x;
 }
 

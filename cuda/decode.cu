@@ -479,7 +479,7 @@ __device__ static inline void leave(const mt_decode_task &task, const key_work &
         int h = i / task.D, c = i % task.D;
         int64_t to = ((int64_t)work.span * task.H + work.head + h) * task.splits + work.split;
         float max = -INFINITY, sum = 0, total = 0;
-        for (int w = 0; w < WARPS; w++) max = fmaxf(max, m.max[w * work.heads + h]);
+        for (int w = 0; w < WARPS; w++) max = mt_maximum(max, m.max[w * work.heads + h]);
         for (int w = 0; w < WARPS; w++) {
             float weight = weight_of(m.max[w * work.heads + h], max);
             total += weight * m.sum[w * work.heads + h];
@@ -521,12 +521,12 @@ __device__ static inline mt_pack<bf16, 4> merge_splits(const mt_decode_task &tas
     for (int p = 0; p < used; p++) {
         float2 part = __ldcg(task.maxima + from + p);
         float4 x = __ldcg((const float4 *)(task.sums + (from + p) * task.D + c));
-        float top = fmaxf(max, part.x), shrink = weight_of(max, top), weight = weight_of(part.x, top);
+        float top = mt_maximum(max, part.x), shrink = weight_of(max, top), weight = weight_of(part.x, top);
         const float values[4] = {x.x, x.y, x.z, x.w};
         max = top, total = total * shrink + weight * part.y;
         for (int e = 0; e < 4; e++) sum.value[e] = sum.value[e] * shrink + weight * values[e];
     }
-    for (int e = 0; e < 4; e++) sum.value[e] = total > 0 ? sum.value[e] / total : 0;
+    for (int e = 0; e < 4; e++) sum.value[e] = total == 0 ? 0 : sum.value[e] / total;
     return mt_from_float<bf16>(sum);
 }
 

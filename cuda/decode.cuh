@@ -87,7 +87,7 @@ template <int M> struct head_sums {
 #pragma unroll
         for (int m = 0; m < M; m++) {
             float top = max[m];
-            for (int u = 0; u < U; u++) top = fmaxf(top, scores[u][m]);
+            for (int u = 0; u < U; u++) top = mt_maximum(top, scores[u][m]);
             float shrink = weight_of(max[m], top);
             max[m] = top, sum[m] *= shrink;
             for (int e = 0; e < P; e++) values[m][e] *= shrink;
@@ -105,7 +105,7 @@ template <int M> struct head_sums {
     __device__ void join(int bit) {
 #pragma unroll
         for (int m = 0; m < M; m++) {
-            float top = fmaxf(max[m], __shfl_xor_sync(0xffffffff, max[m], bit)), weight = weight_of(max[m], top);
+            float top = mt_maximum(max[m], __shfl_xor_sync(0xffffffff, max[m], bit)), weight = weight_of(max[m], top);
             max[m] = top, sum[m] *= weight;
             sum[m] += __shfl_xor_sync(0xffffffff, sum[m], bit);
             for (int e = 0; e < P; e++) {

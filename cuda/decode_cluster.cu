@@ -286,7 +286,7 @@ template <int W, int WARPS> struct cluster_step {
             sum += two.x + two.z, squares += two.y + two.w;
         }
         float mean = task.layernorm ? sum * inverse_C : 0;
-        float scale = rsqrtf(fmaxf(squares * inverse_C - mean * mean, 0) + task.eps), shift = -mean * scale;
+        float scale = rsqrtf(mt_maximum(squares * inverse_C - mean * mean, 0) + task.eps), shift = -mean * scale;
         for (int e = 0; e < 2; e++) x.value[e] = (x.value[e] * scale + shift) * w.value[e] + b.value[e];
         if (c < task.C) *(mt_pack<bf16, 2> *)(state.normed + c) = mt_from_float<bf16>(x);
         __syncthreads();
@@ -479,9 +479,9 @@ template <int W, int WARPS> struct cluster_step {
                 int key = first + lane % 4 * 2 + e;
                 bool seen = key >= keys.begin && key < keys.end;
                 weights[e] = seen ? (scores[0][e] + scores[1][e]) * (task.scale * 1.44269504f) : -INFINITY;
-                top = fmaxf(top, weights[e]);
+                top = mt_maximum(top, weights[e]);
             }
-            for (int bit = 1; bit < 4; bit *= 2) top = fmaxf(top, __shfl_xor_sync(0xffffffff, top, bit));
+            for (int bit = 1; bit < 4; bit *= 2) top = mt_maximum(top, __shfl_xor_sync(0xffffffff, top, bit));
             float shrink = weight_of(part.max, top);
             for (int e = 0; e < 2; e++) weights[e] = mt_exp2(weights[e] - top);
             part.max = top, part.total = part.total * shrink + weights[0] + weights[1];
@@ -507,7 +507,7 @@ template <int W, int WARPS> struct cluster_step {
         __syncthreads();
         float max = -INFINITY, weight, total = 0, value = 0;
 #pragma unroll
-        for (int w = 0; w < WARPS; w++) max = fmaxf(max, state.maxima[w]);
+        for (int w = 0; w < WARPS; w++) max = mt_maximum(max, state.maxima[w]);
         weight = weight_of(part.max, max);
         for (int e = 0; e < V; e++) state.of_warps[warp].values[lane * V + e] = weight * part.values[e];
         if (lane == 0) state.of_warps[warp].total = weight * part.total;
@@ -518,7 +518,7 @@ template <int W, int WARPS> struct cluster_step {
         if (keys.divided) merge_blocks(max, total, value);
         if (c < D)
             mt_store(state.attended + c,
-                     mt_from_float<bf16>(mt_pack<float, 1>{total > 0 ? __fdividef(value, total) : 0}));
+                     mt_from_float<bf16>(mt_pack<float, 1>{total == 0 ? 0 : __fdividef(value, total)}));
         __syncthreads();
     }
 
@@ -533,7 +533,7 @@ template <int W, int WARPS> struct cluster_step {
             if (c == 0) to->total = total, to->max = max;
         }
         blocks.sync();
-        for (int block = 0; block < BLOCKS; block++) max = fmaxf(max, state.of_blocks[block].max);
+        for (int block = 0; block < BLOCKS; block++) max = mt_maximum(max, state.of_blocks[block].max);
         total = value = 0;
         for (int block = 0; block < BLOCKS && c < D; block++) {
             const head_part<D> &part = state.of_blocks[block];

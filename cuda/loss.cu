@@ -22,7 +22,7 @@ template <bool entropy, class T, int N>
 __device__ static inline void add_logits(softmax_sums &sums, const mt_pack<T, N> &logits, float scale) {
     mt_pack<float, N> x = mt_to_float(logits);
     float max = sums.max;
-    for (int i = 0; i < N; i++) max = fmaxf(max, x.value[i] *= scale);
+    for (int i = 0; i < N; i++) max = mt_maximum(max, x.value[i] *= scale);
     raise_maximum(sums, max);
     for (int i = 0; i < N; i++) {
         float e = mt_exp(x.value[i] - max);
@@ -87,7 +87,7 @@ __global__ void cross_entropy_combine(const mt_cross_entropy_args a, const float
     if (t >= T) return;
     float max = -INFINITY, *stats = a.stats + t;
     double sum = 0, target = 0, weighted = 0;
-    for (int64_t i = 0; i < n; i++) max = fmaxf(max, parts[i * part + t]);
+    for (int64_t i = 0; i < n; i++) max = mt_maximum(max, parts[i * part + t]);
     for (int64_t i = 0; i < n; i++) {
         const float *share = parts + i * part + t;
         double scale = exp((double)share[0] - (double)max); // 0 for a share that holds no part of the vocabulary

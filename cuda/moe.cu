@@ -367,7 +367,7 @@ __global__ void route_backward_chosen(float *dlogits, const float *dprobs, const
         for (int i = lane * 4; i < count; i += 128) mt_store(rows + i, mt_pack<float, 4>{});
     else
         for (int i = lane; i < count; i += 32) rows[i] = 0;
-    float max_logit = over_lanes(logit, [](float a, float b) { return fmaxf(a, b); });
+    float max_logit = over_lanes(logit, [](float a, float b) { return mt_maximum(a, b); });
     float q = !chosen ? 0 : r.sigmoid ? logistic(logit) : expf(logit - max_logit);
     float total = sum_of(q);
     if (!single) q /= total + (r.sigmoid ? 1e-20f : 0);
@@ -706,7 +706,7 @@ __global__ void choice_keys(uint64_t *keys, int32_t *choices, const int32_t *tok
     if (i >= n) return;
     int64_t choice = (int64_t)tokens[i / k] * k + i % k;
     float prob = by_position ? 0 : probs[choice];
-    uint32_t order = ~sortable_key(isnan(prob) ? -INFINITY : prob);
+    uint32_t order = ~sortable_key(isnan(prob) ? INFINITY : prob);
     keys[i] = (uint64_t)(uint32_t)experts[choice] << 32 | order;
     choices[i] = (int32_t)choice;
 }

@@ -6,11 +6,6 @@
 
 static const double mt_variance_epsilon = 1e-8; // verl's
 
-/* x, cut to +-limit. */
-static double mt_bounded(double x, double limit) {
-    return x < -limit ? -limit : x > limit ? limit : x;
-}
-
 void mt_whiten(double *x, const float *mask, int64_t T) {
     double count = 0, sum = 0, squares = 0;
     for (int64_t i = 0; i < T; i++)
@@ -28,7 +23,7 @@ void mt_token_rewards(double *rewards, const mt_loss_tokens *t, const double *sc
     for (int64_t s = 0; s < t->num_sequences; s++) {
         const mt_span *span = &t->sequences[s];
         int64_t end = span->q_start + span->q_len, last = end - 1, counted = last;
-        double score = reward_clip > 0 ? mt_bounded(scores[s], reward_clip) : scores[s], dkl;
+        double score = reward_clip > 0 ? mt_bounded(scores[s], -reward_clip, reward_clip) : scores[s], dkl;
         while (counted >= span->q_start && t->mask[counted] == 0) counted--;
         if (counted >= span->q_start) last = counted;
         for (int64_t i = span->q_start; i < end && kl_coef != 0; i++)
@@ -79,7 +74,7 @@ void mt_advantages(const mt_advantage_tokens *t, const mt_advantage_config *c) {
     }
     for (int64_t s = 0; s < t->num_sequences; s++) mt_sequence_advantages(t, c, scores, s);
     if (c->whiten || c->estimator == MT_ADV_REINFORCE_PLUS_PLUS) mt_whiten(t->advantages, counted, t->T);
-    for (int64_t i = 0; i < t->T && clip > 0; i++) t->advantages[i] = mt_bounded(t->advantages[i], clip);
+    for (int64_t i = 0; i < t->T && clip > 0; i++) t->advantages[i] = mt_bounded(t->advantages[i], -clip, clip);
     free(scores);
     free(counted);
 }

@@ -742,7 +742,8 @@ static double generation_gap(const mt_rl *rl) {
         int64_t end = r->spans[k].q_start + r->spans[k].q_len;
         for (int64_t i = 0; i < n; i++)
             if (r->mask[end - n + i] != 0)
-                gap = fmax(gap, fabs((double)rl->generated[first[response] + i] - r->inputs[MT_OLD_LOGP][end - n + i]));
+                gap = mt_maximum(
+                    gap, fabs((double)rl->generated[first[response] + i] - r->inputs[MT_OLD_LOGP][end - n + i]));
     }
     free(first);
     return gap;

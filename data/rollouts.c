@@ -130,8 +130,8 @@ static double reward_of(const mt_rollouts *r, const mt_rollout_config *c, int64_
     double reward = r->scores[s], excess = (double)(r->response_tokens[s] - c->max_new_tokens + c->overlong_buffer);
     double share = c->overlong_buffer > 0 ? excess / (double)c->overlong_buffer : 0;
     if (r->overlong[s]) share = 1;
-    if (c->overlong == MT_OVERLONG_PENALTY) reward -= c->overlong_penalty * fmin(fmax(share, 0), 1);
-    return c->reward_clip > 0 ? fmin(fmax(reward, -c->reward_clip), c->reward_clip) : reward;
+    if (c->overlong == MT_OVERLONG_PENALTY) reward -= c->overlong_penalty * mt_bounded(share, 0, 1);
+    return c->reward_clip > 0 ? mt_bounded(reward, -c->reward_clip, c->reward_clip) : reward;
 }
 
 /* True if the group is left out. rewards: of all responses. */
@@ -229,7 +229,7 @@ void mt_rollouts_advantages(mt_rollouts *r, const mt_rollout_config *c) {
                                       .advantages = r->inputs[MT_ADVANTAGES],
                                       .returns = r->inputs[MT_RETURNS]};
     mt_advantages(&advantages, &c->advantage);
-    double counted = fmax((double)mt_rollouts_count(r), 1), kl = 0, advantage = 0, target = 0, unused;
+    double counted = (double)mt_max(mt_rollouts_count(r), 1), kl = 0, advantage = 0, target = 0, unused;
     for (int64_t t = 0; t < r->T; t++) {
         if (r->mask[t] == 0) continue;
         advantage += r->inputs[MT_ADVANTAGES][t], target += r->inputs[MT_RETURNS][t];

@@ -239,8 +239,10 @@ typedef struct label {
     int32_t id;
 } label;
 
+/* NaN is the greatest, so that it stays among the K and reaches the loss. */
 static bool is_less(label a, label b) {
-    return a.logit < b.logit || (a.logit == b.logit && a.id > b.id);
+    if (isnan(a.logit) != isnan(b.logit)) return isnan(b.logit);
+    return a.logit < b.logit || (!(a.logit > b.logit) && a.id > b.id);
 }
 
 /* Moves heap[0] down to its place in a heap with the least label first. */

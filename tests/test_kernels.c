@@ -863,6 +863,55 @@ static void merge_reference(double *out, double *lse, const double *part, double
 }
 
 /* Parts of spans that leave rows out; a query that saw nothing (lse -inf, out 0) before, in the part, or in both. */
+/* One NaN in a query, key or value makes NaN of every output that sees it; one in a query or key of no other (a value's
+ * is multiplied by 0 there). */
+static void a_nan_in_attention_stays_a_nan(void **state) {
+    (void)state;
+    enum { T = 40, H = 4, G = 2, D = 8 };
+    static const mt_span span = {0, T, 0, T, true};
+    for (int k = 0; k < 2 * 3 * 2; k++) {
+        mt_dtype dtype = both[k % 2];
+        int64_t operand = k / 2 % 3, at = k < 6 ? 0 : T - 1; // q, k, v; row
+        double *in[] = {random_values(T * H * D), random_values(T * G * D), random_values(T * G * D)};
+        in[operand][at * (operand == 0 ? H : G) * D + D + 3] = NAN; // of head or group 1
+        matrix q = matrix_from(in[0], T, H * D, H * D, dtype), key = matrix_from(in[1], T, G * D, G * D, dtype);
+        matrix v = matrix_from(in[2], T, G * D, G * D, dtype), out = matrix_new(T, H * D, H * D, dtype);
+        matrix lse = matrix_new(T, H, H, MT_F32);
+        mt_attention call = {.num_heads = H, .num_groups = G, .head_size = D, .value_size = D};
+        call.q_stride = call.out_stride = H * D, call.k_stride = call.v_stride = G * D;
+        call.spans = (mt_spans){&span, &span, 1}, call.scale = 0.3f;
+        call.q = q.data, call.k = key.data, call.v = v.data, call.out = out.data, call.lse = (float *)lse.data;
+        ops->attention_forward(&call, dtype, NULL);
+        double *got = zeros(T * H * D), *got_lse = zeros(T * H);
+        matrix_take(&out, got), matrix_take(&lse, got_lse);
+        for (int64_t i = 0; i < T * H * D; i++) {
+            int64_t row = i / (H * D), head = i / D % H;
+            bool sees = operand == 0 ? row == at && head == 1 : row >= at && head / (H / G) == 1;
+            if (operand == 2) sees &= i % D == 3;
+            assert_true(sees ? isnan(got[i]) : operand == 2 || isfinite(got[i]));
+            if (operand < 2) assert_true(sees ? isnan(got_lse[row * H + head]) : isfinite(got_lse[row * H + head]));
+        }
+        matrix_take(&q, NULL), matrix_take(&key, NULL), matrix_take(&v, NULL);
+        free(got), free(got_lse), free(in[0]), free(in[1]), free(in[2]);
+    }
+}
+
+/* A NaN of either side of a merge of attention reaches out and lse. */
+static void a_nan_in_merged_attention_stays_a_nan(void **state) {
+    (void)state;
+    static const mt_span list[] = {{0, 1, 0, 0, false}};
+    const mt_spans spans = {list, list, 1};
+    for (int k = 0; k < 4; k++) {
+        float out[2] = {1, 2}, part[2] = {3, 4}, lse = k == 0 ? NAN : k == 2 ? -INFINITY : 1;
+        float part_lse = k == 0 ? 1 : NAN;
+        mt_merge_args a = {.spans = &spans, .H = 1, .Dv = 2, .out = out, .lse = &lse, .part = part};
+        a.part_lse = &part_lse, a.first = k == 3;
+        if (k == 3) part[0] = part[1] = NAN;
+        ops->attention_merge(&a, MT_F32, NULL);
+        assert_true(isnan(out[0]) && isnan(out[1]) && isnan(lse));
+    }
+}
+
 static void attention_merge_matches_float64(void **state) {
     (void)state;
     static const mt_span list[] = {{3, 10, 0, 0, false}, {13, 1, 0, 0, false}, {20, 18, 0, 0, false}};
@@ -1866,6 +1915,8 @@ int main(void) {
         cmocka_unit_test(rows_are_copied_between_strides),
         cmocka_unit_test(attention_over_pages_equals_attention_over_rows),
         cmocka_unit_test(attention_merge_matches_float64),
+        cmocka_unit_test(a_nan_in_attention_stays_a_nan),
+        cmocka_unit_test(a_nan_in_merged_attention_stays_a_nan),
         cmocka_unit_test(accumulate_rows_adds_the_rows_of_the_spans_alone),
         cmocka_unit_test(latent_heads_match_float64_and_finite_differences),
         cmocka_unit_test(runs_repeat_bit_for_bit),

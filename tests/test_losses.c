@@ -865,6 +865,148 @@ static void divergences_have_known_values(void **state) {
     assert_true(fabs(mt_divergence(&adaptive, student_logits, equal, LABELS, unused) - expected) < 1e-14);
 }
 
+/* ---- NaN ------------------------------------------------------------------------------------------------------------
+ */
+
+/* Operands of two pairs of sequences; the same numbers with each sign of the advantages, within and beyond clips. */
+enum { NAN_TOKENS = 8, NAN_OPERANDS = 9 };
+static double operands[NAN_OPERANDS][NAN_TOKENS];
+
+static mt_loss_tokens operand_tokens(void) {
+    static const mt_span spans[] = {{0, 2, 0, 2, true}, {2, 2, 2, 2, true}, {4, 2, 4, 2, true}, {6, 2, 6, 2, true}};
+    static const float mask[NAN_TOKENS] = {1, 1, 1, 1, 1, 1, 1, 1};
+    mt_loss_tokens t = {.T = NAN_TOKENS, .num_sequences = 4, .sequences = spans, .mask = mask};
+    t.logp = operands[0], t.old_logp = operands[1], t.ref_logp = operands[2], t.advantages = operands[3];
+    t.entropy = operands[4], t.values = operands[5], t.returns = operands[6], t.old_values = operands[7];
+    t.divergence = operands[8];
+    return t;
+}
+
+/* Sets the operands, with a NaN at `token` of one of them; `wide`: differences beyond every clip; sign: of advantages.
+ */
+static void set_operands(int operand, int token, double wide, double sign) {
+    for (int i = 0; i < NAN_TOKENS; i++) {
+        double x = wide * (i % 2 ? 1 : -1);
+        const double numbers[NAN_OPERANDS] = {-2, -2 + x, -2 - x, sign, 1, x, x / 2, -x, 0.5};
+        for (int k = 0; k < NAN_OPERANDS; k++) operands[k][i] = numbers[k];
+    }
+    operands[operand][token] = NAN;
+}
+
+/* The loss is NaN wherever one of these operands is, and a number without. */
+static void assert_nan_stays(const char *name, void (*loss)(const mt_loss_tokens *, const void *, mt_loss_sums *),
+                             const void *config, const char *reads) {
+    static const char letters[] = "lorAevtwd"; // of `reads`, in the order of the operands
+    for (int operand = 0; operand < NAN_OPERANDS; operand++)
+        for (int i = 0; i < 4 * NAN_TOKENS; i++) {
+            double unread[NAN_TOKENS] = {0}, wide = i / NAN_TOKENS % 2 ? 30 : 0.01, sign = i / NAN_TOKENS / 2 ? -1 : 1;
+            mt_loss_tokens t = operand_tokens();
+            mt_loss_sums sums = {0};
+            set_operands(operand, i % NAN_TOKENS, wide, sign);
+            t.dlogp = t.dvalues = unread;
+            loss(&t, config, &sums);
+            bool is_read = strchr(reads, letters[operand]) != NULL;
+            if (is_read ? !isnan(sums.loss) : !isfinite(sums.loss))
+                fail_msg("%s: a NaN in operand %c, token %d: the loss is %g", name, letters[operand], i % NAN_TOKENS,
+                         sums.loss);
+        }
+}
+
+static void preference(const mt_loss_tokens *t, const void *config, mt_loss_sums *sums) {
+    mt_preference_loss(t, config, sums);
+}
+
+static void distillation(const mt_loss_tokens *t, const void *config, mt_loss_sums *sums) {
+    mt_distillation_loss(t, config, sums);
+}
+
+/* The same without a reference, which only the divergence reads. */
+static void policy_alone(const mt_loss_tokens *t, const void *config, mt_loss_sums *sums) {
+    mt_loss_tokens alone = *t;
+    alone.ref_logp = alone.entropy = NULL;
+    mt_policy_loss(&alone, config, sums);
+}
+
+/* A reward loss reads the last token of each sequence. */
+static void reward_of_tokens(const mt_loss_tokens *t, const void *config, mt_loss_sums *sums) {
+    static const mt_span ones[] = {{0, 1, 0, 1, true}, {1, 1, 1, 1, true}, {2, 1, 2, 1, true}, {3, 1, 3, 1, true},
+                                   {4, 1, 4, 1, true}, {5, 1, 5, 1, true}, {6, 1, 6, 1, true}, {7, 1, 7, 1, true}};
+    mt_loss_tokens each = *t;
+    each.sequences = ones, each.num_sequences = NAN_TOKENS;
+    mt_reward_loss(&each, config, sums);
+}
+
+static void a_nan_in_an_operand_of_a_loss_stays_a_nan(void **state) {
+    (void)state;
+    for (int mode = MT_TOKEN_MEAN; mode <= MT_SEQ_MEAN_TOKEN_SUM_NORM; mode++) {
+        mt_aggregation aggregation = {.mode = (mt_loss_aggregation)mode, .norm_length = 4};
+        mt_value_config plain = {aggregation, 0}, clipped = {aggregation, 0.2};
+        assert_nan_stays("value", value, &plain, "vt");
+        assert_nan_stays("clipped value", value, &clipped, "vtw");
+        for (int variant = MT_POLICY_PPO; variant <= MT_POLICY_GPG; variant++) {
+            mt_policy_config c = {
+                .variant = (mt_policy_variant)variant, .aggregation = aggregation, .clip_ratio_low = 0.2};
+            c.clip_ratio_high = 0.3, c.clip_ratio_c = variant == MT_POLICY_PPO ? 3 : 0;
+            assert_nan_stays("policy", policy_alone, &c, variant == MT_POLICY_GPG ? "lA" : "loA");
+            c.kl_coef = 0.1, c.entropy_coef = 0.01;
+            for (int type = MT_KL_K1; type <= MT_KL_K3; type++) {
+                c.kl_type = (mt_kl_type)type;
+                assert_nan_stays("policy with a divergence", policy, &c, variant == MT_POLICY_GPG ? "lrAe" : "lorAe");
+            }
+        }
+    }
+    for (int variant = MT_PREFERENCE_SIGMOID; variant <= MT_PREFERENCE_HINGE; variant++) {
+        mt_preference_config c = {(mt_preference_variant)variant, 0.5, variant == MT_PREFERENCE_SIGMOID ? 0.1 : 0};
+        assert_nan_stays("preference", preference, &c, "lr");
+    }
+    assert_nan_stays("reward", reward_of_tokens, &(mt_reward_config){0.5, 0.01}, "v");
+    assert_nan_stays("distillation", distillation, &(mt_distillation_config){.weight = 0.5}, "ld");
+}
+
+static void a_nan_in_a_logit_of_a_divergence_stays_a_nan(void **state) {
+    (void)state;
+    double logits[2][LABELS], unread[LABELS];
+    for (int type = MT_FORWARD_KL; type <= MT_JS_DIVERGENCE; type++)
+        for (int i = 0; i < 2 * LABELS; i++) {
+            mt_divergence_config c = {(mt_divergence_type)type, 2, 0.1, 0.5};
+            memcpy(logits[0], student_logits, sizeof logits[0]), memcpy(logits[1], teacher_logits, sizeof logits[1]);
+            logits[i / LABELS][i % LABELS] = NAN;
+            if (!isnan(mt_divergence(&c, logits[0], logits[1], LABELS, unread)))
+                fail_msg("divergence %d: a NaN of the %s is lost", type, i < LABELS ? "student" : "teacher");
+        }
+}
+
+/* A NaN in a score or in a log-probability or value that rewards and advantages read reaches an advantage. */
+static void a_nan_in_an_operand_of_advantages_stays_a_nan(void **state) {
+    (void)state;
+    static const int64_t groups[] = {0, 0, 1, 1};
+    for (int estimator = MT_ADV_GAE; estimator <= MT_ADV_REINFORCE_PLUS_PLUS; estimator++)
+        for (int i = 0; i < 2 * 2 * 4 * (NAN_TOKENS + 1); i++) {
+            int token = i % (NAN_TOKENS + 1), which = i / (NAN_TOKENS + 1) % 4; // old_logp, ref_logp, values, scores
+            bool whiten = i / (NAN_TOKENS + 1) / 4 % 2, clips = i / (NAN_TOKENS + 1) / 8;
+            double scores[] = {1, 0, 2, -1}, rewards[NAN_TOKENS], advantages[NAN_TOKENS], returns[NAN_TOKENS], sum = 0;
+            if (token == NAN_TOKENS || (which == 3 && token > 3) || (which == 2 && estimator != MT_ADV_GAE)) continue;
+            for (int type = MT_KL_K1; type <= MT_KL_K3; type++) {
+                mt_loss_tokens t = operand_tokens();
+                set_operands(8, 0, 0.01, 1);
+                *(which == 0   ? &operands[1][token]
+                  : which == 1 ? &operands[2][token]
+                  : which == 2 ? &operands[5][token]
+                               : &scores[token]) = NAN;
+                mt_token_rewards(rewards, &t, scores, clips ? 0.5 : 0, (mt_kl_type)type, 0.1);
+                mt_advantage_tokens of = {NAN_TOKENS, 4,        t.sequences, t.mask, groups,
+                                          rewards,    t.values, advantages,  returns};
+                mt_advantage_config c = {.estimator = (mt_adv_estimator)estimator, .gamma = 0.9, .lambda = 0.9};
+                c.whiten = whiten, c.norm_by_std = whiten, c.advantage_clip = clips ? 0.5 : 0;
+                mt_advantages(&of, &c);
+                sum = 0;
+                for (int k = 0; k < NAN_TOKENS; k++) sum += advantages[k];
+                if (!isnan(sum))
+                    fail_msg("estimator %d: a NaN in operand %d, token %d, is lost", estimator, which, token);
+            }
+        }
+}
+
 int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(policy_losses_equal_verl),
@@ -883,6 +1025,9 @@ int main(void) {
         cmocka_unit_test(divergences_equal_their_definitions),
         cmocka_unit_test(divergence_gradients_equal_finite_differences),
         cmocka_unit_test(divergences_have_known_values),
+        cmocka_unit_test(a_nan_in_an_operand_of_a_loss_stays_a_nan),
+        cmocka_unit_test(a_nan_in_a_logit_of_a_divergence_stays_a_nan),
+        cmocka_unit_test(a_nan_in_an_operand_of_advantages_stays_a_nan),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

@@ -387,6 +387,30 @@ static void overlong_responses_are_masked_or_penalised(void **state) {
     end_step(&r, &prompts);
 }
 
+/* A NaN of a reward model passes clip, penalty and dynamic sampling, and reaches the advantages of its group. */
+static void a_score_that_is_nan_stays_nan(void **state) {
+    (void)state;
+    mt_rollouts r;
+    mt_samples prompts;
+    mt_rollout_config c = {.overlong = MT_OVERLONG_PENALTY, .overlong_penalty = 0.5, .overlong_buffer = 4};
+    c.max_new_tokens = 6, c.reward_clip = 1, c.dynamic_sampling = true, c.advantage.estimator = MT_ADV_GRPO;
+    for (int64_t s = 0; s < RESPONSES; s++) {
+        begin_step(&r, &prompts);
+        for (int64_t i = s / 3 * 3; i < s / 3 * 3 + 3; i++) r.scores[i] = 1;
+        r.scores[s] = NAN;
+        mt_rollouts_select(&r, &c);
+        mt_rollouts_advantages(&r, &c);
+        int64_t found = 0, nans = 0;
+        for (int64_t k = 0; k < r.samples.count; k++) {
+            if (r.response_of[k] / 3 != s / 3) continue;
+            found++, nans += isnan(r.inputs[MT_ADVANTAGES][r.spans[k].q_start + r.spans[k].q_len - 1]);
+            assert_true(r.response_of[k] != s || isnan(r.rewards[k]));
+        }
+        assert_true(found == 3 && nans == 3);
+        end_step(&r, &prompts);
+    }
+}
+
 /* KL in the reward, GAE, whitening: against §7b called here with arrays made by hand. */
 static void advantages_come_from_the_stored_numbers(void **state) {
     (void)state;
@@ -596,6 +620,7 @@ int main(void) {
         cmocka_unit_test(texts_end_before_a_stop_string),
         cmocka_unit_test(groups_with_equal_rewards_are_dropped),
         cmocka_unit_test(overlong_responses_are_masked_or_penalised),
+        cmocka_unit_test(a_score_that_is_nan_stays_nan),
         cmocka_unit_test(advantages_come_from_the_stored_numbers),
         cmocka_unit_test(mini_batches_divide_the_sequences),
         cmocka_unit_test(further_prompts_extend_a_step),
