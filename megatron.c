@@ -2986,7 +2986,12 @@ static void mt_cpu_step_guard(double *guard, float *scale, const double *loss_su
     guard[MT_GUARD_CHECK] = check;
     if (check != MT_STEP_PASSED) {
         scale[0] = -1;
-    } else if (isfinite(loss)) {
+        return;
+    }
+    guard[MT_GUARD_UPDATES]++;
+    guard[MT_GUARD_CORRECTIONS] = 1 - pow(rules->beta1, guard[MT_GUARD_UPDATES]);
+    guard[MT_GUARD_CORRECTIONS + 1] = 1 - pow(rules->beta2, guard[MT_GUARD_UPDATES]);
+    if (isfinite(loss)) {
         guard[MT_GUARD_AVERAGE] = average + (loss - average) / (steps + 1 < window ? steps + 1 : window);
         guard[MT_GUARD_STEPS] = steps + 1;
     }
@@ -3075,7 +3080,9 @@ static void mt_lion_elements(const mt_update *u, float grad_scale, int64_t n, co
 }
 
 /* A step by a rule; if it does not store, only the largest absolute values that states with scales would have. */
-static void mt_update_run(const mt_update_args *a, const mt_update *u, mt_update_rule *rule, bool stores) {
+static void mt_update_run(const mt_update_args *a, const mt_update *update, mt_update_rule *rule, bool stores) {
+    mt_update u = *update;
+    if (a->corrections) u.bias_correction1 = (float)a->corrections[0], u.bias_correction2 = (float)a->corrections[1];
     void *const states[3] = {a->master ? a->master : a->param, a->m, a->v};
     const mt_dtype dtypes[3] = {a->master ? a->master_dtype : a->dtype, a->m_dtype, a->v_dtype};
     int count_states = a->v ? 3 : 2;
@@ -3089,7 +3096,7 @@ static void mt_update_run(const mt_update_args *a, const mt_update *u, mt_update
             if (rows[k] == scratch[k])
                 mt_state_load(rows[k], states[k], block, count, dtypes[k], a->amax ? a->amax[k] : 0);
         }
-        rule(u, a->scale[0], count, grad, rows[0], rows[1], rows[2]);
+        rule(&u, a->scale[0], count, grad, rows[0], rows[1], rows[2]);
         for (int k = 0; k < count_states; k++)
             if (stores && rows[k] == scratch[k]) {
                 mt_state_store(states[k], block, rows[k], count, dtypes[k], a->amax ? a->new_amax[k] : 0);
@@ -7849,6 +7856,10 @@ typedef struct mt_micro_batch {
 } mt_micro_batch;
 
 /* The numbers of a training step, on the device; one copy brings them to the host. */
+/* What a loss on the host reads per token, for the message about a step whose loss is not finite: the operands of the
+ * batch, then these. */
+enum { MT_OPERAND_TEACHER = MT_NUM_LOSS_INPUTS, MT_OPERAND_OWN, MT_NUM_OPERANDS };
+
 typedef struct mt_step_numbers {
     double sums[4]; // loss, unmasked tokens, squared norm, the loss once more
     double guard[MT_GUARD_NUMBERS];
@@ -7856,6 +7867,7 @@ typedef struct mt_step_numbers {
     double own[2];                            // with reruns: this rank's loss and squared norm before sums over ranks
     double mtp[2 * MT_MAX_MTP_LAYERS];        // [modules, 2] loss and sum of its weights
     double loss_metrics[MT_MAX_LOSS_METRICS]; // of a loss on the host
+    double not_finite[MT_NUM_OPERANDS];       // of a loss on the host, tokens whose number is not finite; follows these
     float grad_scale, grad_norm;
 } mt_step_numbers;
 
@@ -7987,11 +7999,17 @@ static void mt_head_values(mt_model *m, const mt_pass *p, const mt_output *out) 
 /* Whole sequences of a micro-batch: the numbers of mt_loss_tokens, each [tokens]. */
 enum { MT_HOST_LOGP, MT_HOST_ENTROPY, MT_HOST_DLOGP, MT_HOST_DENTROPY, MT_HOST_DIVERGENCE, MT_NUM_HOST_NUMBERS };
 
+/* Sums of the step so far. */
+typedef struct mt_host_sums {
+    mt_loss_sums loss;
+    double not_finite[MT_NUM_OPERANDS]; // as in mt_step_numbers
+} mt_host_sums;
+
 typedef struct mt_host_loss {
     double *numbers[MT_NUM_HOST_NUMBERS]; // DLOGP: of values with a value head
     double *inputs[MT_NUM_LOSS_INPUTS];   // of the batch, in float64
     float *staged[MT_NUM_HOST_NUMBERS];   // [max_tokens] of this rank, pinned
-    mt_loss_sums *sums;                   // of the step so far, pinned
+    mt_host_sums *sums;                   // pinned
     mt_score_sink *sink;                  // of mt_score_tokens; NULL: a loss
     void *sink_context;
     int64_t micro_batch;
@@ -8029,6 +8047,19 @@ static void mt_host_loss_scatter(mt_model *m, const mt_pass *p, int which, float
     m->ops->memory_copy(to, staged, p->T * 4, p->stream);
 }
 
+/* Counts the tokens whose operand is not finite. `own`: the model's log-probabilities or values; where they are finite
+ * and the divergence is not, the teacher's logits are at fault. */
+static void mt_host_loss_suspect(double not_finite[MT_NUM_OPERANDS], const mt_loss_tokens *t, const double *own) {
+    const double *const inputs[MT_NUM_LOSS_INPUTS] = {t->old_logp, t->ref_logp, t->advantages, t->returns,
+                                                      t->old_values};
+    for (int64_t i = 0; i < t->T; i++) {
+        if (t->mask[i] == 0) continue;
+        for (int k = 0; k < MT_NUM_LOSS_INPUTS; k++) not_finite[k] += inputs[k] && !isfinite(inputs[k][i]);
+        not_finite[MT_OPERAND_OWN] += !isfinite(own[i]);
+        not_finite[MT_OPERAND_TEACHER] += isfinite(own[i]) && t->divergence && !isfinite(t->divergence[i]);
+    }
+}
+
 /* The loss of the gathered numbers. Sums count once: on the first of the ranks that share the micro-batch. */
 static void mt_host_loss_forward(mt_model *m, const mt_pass *p, const mt_output *out) {
     mt_host_loss *h = m->host_loss;
@@ -8045,7 +8076,8 @@ static void mt_host_loss_forward(mt_model *m, const mt_pass *p, const mt_output 
     }
     memset(h->numbers[MT_HOST_DLOGP], 0, (size_t)n * 8);
     memset(h->numbers[MT_HOST_DENTROPY], 0, (size_t)n * 8);
-    tokens.mask = p->whole->loss_mask, tokens.divergence = h->numbers[MT_HOST_DIVERGENCE];
+    tokens.mask = p->whole->loss_mask;
+    if (m->plan.loss->distillation) tokens.divergence = h->numbers[MT_HOST_DIVERGENCE];
     *(has_values ? &tokens.values : &tokens.logp) = h->numbers[MT_HOST_LOGP];
     *(has_values ? &tokens.dvalues : &tokens.dlogp) = h->numbers[MT_HOST_DLOGP];
     if (uses_entropy) tokens.entropy = h->numbers[MT_HOST_ENTROPY], tokens.dentropy = h->numbers[MT_HOST_DENTROPY];
@@ -8053,10 +8085,12 @@ static void mt_host_loss_forward(mt_model *m, const mt_pass *p, const mt_output 
     mt_host_loss_scatter(m, p, MT_HOST_DLOGP, out->dlogp);
     if (uses_entropy) mt_host_loss_scatter(m, p, MT_HOST_DENTROPY, out->dentropy);
     if (p->replay || (p->context && p->context->plan.ring->rank + p->context->plan.a2a->rank > 0)) return;
-    h->sums->loss += sums.loss, h->sums->count += sums.count;
-    for (int i = 0; i < MT_MAX_LOSS_METRICS; i++) h->sums->metrics[i] += sums.metrics[i];
-    m->ops->memory_copy(m->numbers->sums, &h->sums->loss, 2 * 8, p->stream);
-    m->ops->memory_copy(m->numbers->loss_metrics, h->sums->metrics, sizeof h->sums->metrics, p->stream);
+    mt_loss_sums *all = &h->sums->loss;
+    all->loss += sums.loss, all->count += sums.count;
+    for (int i = 0; i < MT_MAX_LOSS_METRICS; i++) all->metrics[i] += sums.metrics[i];
+    if (!isfinite(sums.loss)) mt_host_loss_suspect(h->sums->not_finite, &tokens, h->numbers[MT_HOST_LOGP]);
+    m->ops->memory_copy(m->numbers->sums, &all->loss, 2 * 8, p->stream);
+    m->ops->memory_copy(m->numbers->loss_metrics, all->metrics, (MT_MAX_LOSS_METRICS + MT_NUM_OPERANDS) * 8, p->stream);
 }
 
 /* ---- distillation: the student's logits at the teacher's ids go to the host, in pieces, and derivatives of the
@@ -9715,7 +9749,9 @@ static void mt_step_check_gradients(mt_model *m) {
     mt_guard_rules rules = {.finite = o->check_for_nan_in_loss_and_grad,
                             .spike_factor = o->check_for_spiky_loss ? o->loss_spike_factor : 0,
                             .window = o->loss_spike_window,
-                            .copies = m->grid->world.size};
+                            .copies = m->grid->world.size,
+                            .beta1 = o->adam_beta1,
+                            .beta2 = o->adam_beta2};
     mt_phase_begin(m, "norm", -1, -1);
     mt_gradients_norm(m);
     mt_step_numbers *n = m->numbers;
@@ -9728,6 +9764,7 @@ static void mt_step_check_gradients(mt_model *m) {
 static mt_update_args mt_bucket_update(const mt_model *m, const mt_bucket *b) {
     mt_update_args a = {.n = b->shard_count, .dtype = b->dtype, .grad_dtype = b->grad_dtype};
     a.param = b->param_shard, a.master = b->master, a.m = b->m, a.v = b->v, a.grad = b->grad_shard;
+    a.corrections = m->numbers->guard + MT_GUARD_CORRECTIONS;
     a.scale = &m->numbers->grad_scale, a.master_dtype = mt_state_dtype(m, MT_STATE_MASTER);
     a.m_dtype = mt_state_dtype(m, MT_STATE_EXP_AVG), a.v_dtype = mt_state_dtype(m, MT_STATE_EXP_AVG_SQ);
     return a;
@@ -9772,6 +9809,7 @@ typedef struct mt_host_optimizer {
     mt_stream *in, *update,
         *out;            // gradients to the host, updates, parameters to the device; the model's without overlap
     char *slots[2];      // [MT_HOST_PIECE] gradients, then parameters
+    double *corrections; // [2] as in mt_update_args, on the host
     float *scale;        // of the gradients, on the host
     mt_host_task *tasks; // [2, num_tasks] of two steps: the host enqueues one while another runs
     int64_t num_tasks, step, count; // count: tasks of this step so far
@@ -9805,6 +9843,7 @@ static void mt_plan_host_optimizer(mt_model *m) {
     int64_t largest = 0;
     for (int64_t i = 0; i < m->num_trained_buckets; i++)
         if (m->buckets[i].on_host) largest = mt_max(largest, m->buckets[i].shard_count);
+    m->host_optimizer->corrections = mt_arena_alloc(&m->host, 2 * 8);
     m->host_optimizer->scale = mt_arena_alloc(&m->host, 4);
     for (int k = 0; k < 2; k++)
         m->host_optimizer->slots[k] = mt_arena_alloc(&m->host, mt_min(largest, MT_HOST_PIECE) * 8);
@@ -9854,7 +9893,8 @@ static void mt_host_task_start(mt_model *m, const mt_update_args *a, const mt_up
                            .step = mt_optimizer_operation(&mt_cpu_ops, m->options->optimizer),
                            .param = a->param,
                            .threads = omp_get_max_threads()};
-    task->args.grad = grad, task->args.param = param, task->args.scale = h->scale;
+    task->args.grad = grad, task->args.param = param;
+    task->args.scale = h->scale, task->args.corrections = h->corrections;
     mt_wait_stream(m, h->update, h->in); // for the copies of the task before
     mt_wait_stream(m, h->in, h->out);    // the task before that one has left the slot
     m->ops->memory_copy(grad, a->grad, grad_bytes, h->in);
@@ -9867,6 +9907,7 @@ static void mt_host_optimizer_begin(mt_model *m) {
     h->step++, h->count = 0;
     mt_wait_stream(m, h->in, m->stream);
     m->ops->memory_copy(h->scale, &m->numbers->grad_scale, sizeof *h->scale, h->in);
+    m->ops->memory_copy(h->corrections, m->numbers->guard + MT_GUARD_CORRECTIONS, 2 * 8, h->in);
 }
 
 /* Enqueues the update of a part of a bucket on the host. */
@@ -9906,7 +9947,6 @@ static void mt_optimizer_step_scaled(mt_model *m, mt_update *update, float weigh
 /* The numbers of a step except the weight decay, which vectors lack. */
 static mt_update mt_update_of_step(const mt_options *o, const mt_run_state *state) {
     mt_update u = {.lr = (float)mt_learning_rate(o, state->consumed_train_samples)};
-    double step = (double)(state->optimizer_step + 1);
     switch (o->optimizer) {
     case MT_OPTIMIZER_SGD:
         u.beta1 = (float)o->sgd_momentum;
@@ -9916,8 +9956,6 @@ static mt_update mt_update_of_step(const mt_options *o, const mt_run_state *stat
         break;
     default:
         u.beta1 = (float)o->adam_beta1, u.beta2 = (float)o->adam_beta2, u.eps = (float)o->adam_eps;
-        u.bias_correction1 = (float)(1 - pow(o->adam_beta1, step));
-        u.bias_correction2 = (float)(1 - pow(o->adam_beta2, step));
     }
     return u;
 }
@@ -9973,6 +10011,7 @@ typedef struct mt_bad_steps {
 /* An enqueued training step. There are two entries, so the host is at most two steps ahead of the device. */
 typedef struct mt_pending_step {
     int64_t iteration; // 0: none left to check
+    const char *fault; // of mt_train_name_fault, or NULL
     mt_event *done;    // its result has arrived; NULL: the backend is synchronous
 } mt_pending_step;
 
@@ -9982,6 +10021,9 @@ typedef struct mt_trainer {
     int64_t max_actions;
     mt_bad_steps bad_steps;
     int64_t num_steps;  // enqueued steps; step i uses entry i % 2
+    const char *fault;  // of mt_train_name_fault, for the steps that follow
+    int64_t updates;    // by AdamW, up to the last step that was checked
+    int64_t reported;   // the number of updates that the caller's mt_run_state has from here; -1: it may have another
     bool is_warm[2][2]; // [adapters off][trains]: its kernels are loaded, those of gradients that accumulate too
     mt_pending_step pending[2];
     mt_step_result *results;              // [2] in host memory
@@ -10252,8 +10294,8 @@ static int mt_run_schedule(mt_model *m, mt_source *from, mt_error *error) {
 /* Zeroes the sums of a step's losses, and the squared norm. */
 static void mt_sums_begin(mt_model *m) {
     m->ops->memory_zero(m->numbers->sums, 3 * 8, m->stream);
-    m->ops->memory_zero(m->numbers->loss_metrics, (int64_t)sizeof m->numbers->loss_metrics, m->stream);
-    if (m->host_loss) *m->host_loss->sums = (mt_loss_sums){0};
+    m->ops->memory_zero(m->numbers->loss_metrics, (MT_MAX_LOSS_METRICS + MT_NUM_OPERANDS) * 8, m->stream);
+    if (m->host_loss) *m->host_loss->sums = (mt_host_sums){0};
 }
 
 /* Sums losses and token counts over all ranks: samples, sequence parts, and the stage with the loss. */
@@ -10263,7 +10305,8 @@ static void mt_sums_finish(mt_model *m, bool training) {
     for (int i = 0; i < 2; i++) {
         m->ops->all_reduce(m->numbers->sums, 2, MT_SUM, MT_F64, groups[i], m->stream);
         if (m->plan.loss->host)
-            m->ops->all_reduce(m->numbers->loss_metrics, MT_MAX_LOSS_METRICS, MT_SUM, MT_F64, groups[i], m->stream);
+            m->ops->all_reduce(m->numbers->loss_metrics, MT_MAX_LOSS_METRICS + MT_NUM_OPERANDS, MT_SUM, MT_F64,
+                               groups[i], m->stream);
         if (modules > 0) m->ops->all_reduce(m->numbers->mtp, 2 * modules, MT_SUM, MT_F64, groups[i], m->stream);
     }
 }
@@ -10301,6 +10344,11 @@ static void mt_step_report(mt_model *m, int entry, int64_t iteration) {
     }
     m->ops->event_record(m->trainer->pending[entry].done, m->stream);
     m->trainer->pending[entry].iteration = iteration;
+    m->trainer->pending[entry].fault = m->trainer->fault;
+}
+
+void mt_train_name_fault(mt_model *m, const char *operand) {
+    m->trainer->fault = operand;
 }
 
 /* ---- bad steps */
@@ -10321,37 +10369,65 @@ static double mt_mean_loss(const double sums[2]) {
     return sums[1] == 0 ? NAN : sums[0] / sums[1];
 }
 
-/* Describes the failed check of a step. */
-static void mt_step_describe(char text[160], int64_t iteration, const mt_step_result *result) {
-    const mt_step_numbers *n = &result->numbers;
-    double loss = mt_mean_loss(n->sums);
-    if (n->guard[MT_GUARD_CHECK] == MT_LOSS_SPIKES)
+/* The operand of the loss that was not finite: those first from which others are computed. NULL: none, or the model's
+ * own numbers. */
+static const char *mt_step_operand(const mt_step_result *result, const char *fault) {
+    static const struct {
+        int operand;
+        const char *name;
+    } names[] = {{MT_REF_LOGP, "the log-probabilities of the reference model (--ref-load)"},
+                 {MT_OPERAND_TEACHER, "the logits of the teacher (--teacher-load)"},
+                 {MT_OLD_VALUES, "the values of the critic"},
+                 {MT_OLD_LOGP, "the old log-probabilities"},
+                 {MT_ADVANTAGES, "the advantages"},
+                 {MT_RETURNS, "the returns"}};
+    if (result->numbers.not_finite[MT_OPERAND_OWN] > 0) return NULL;
+    if (fault) return fault;
+    for (size_t i = 0; i < sizeof names / sizeof *names; i++)
+        if (result->numbers.not_finite[names[i].operand] > 0) return names[i].name;
+    return NULL;
+}
+
+/* Describes the failed check of a step, and what to do: the learning rate is at fault only if it has moved a weight. */
+static void mt_step_describe(char text[160], char advice[160], int64_t iteration, const mt_step_result *result,
+                             const char *fault) {
+    const mt_step_numbers *step = &result->numbers;
+    const char *operand = step->guard[MT_GUARD_CHECK] == MT_LOSS_SPIKES ? NULL : mt_step_operand(result, fault);
+    bool moved = step->guard[MT_GUARD_UPDATES] > 0;
+    if (operand)
+        snprintf(advice, 160, "%s are not finite; check the weights and the data that they come from", operand);
+    else if (step->guard[MT_GUARD_CHECK] == MT_LOSS_SPIKES || moved)
+        snprintf(advice, 160, "lower --lr or check the data");
+    else
+        snprintf(advice, 160, "no update was made before: check the model's weights and the data");
+    double loss = mt_mean_loss(step->sums);
+    if (step->guard[MT_GUARD_CHECK] == MT_LOSS_SPIKES)
         snprintf(text, 160, "iteration %lld: the loss is %.4g, %.1f times its average", (long long)iteration, loss,
-                 loss / n->guard[MT_GUARD_AVERAGE]);
-    else if (n->guard[MT_GUARD_CHECK] == MT_NORM_NOT_FINITE)
-        snprintf(text, 160, "iteration %lld: the gradient norm is %g", (long long)iteration, (double)n->grad_norm);
+                 loss / step->guard[MT_GUARD_AVERAGE]);
+    else if (step->guard[MT_GUARD_CHECK] == MT_NORM_NOT_FINITE)
+        snprintf(text, 160, "iteration %lld: the gradient norm is %g", (long long)iteration, (double)step->grad_norm);
     else
         snprintf(text, 160, "iteration %lld: the loss is %g", (long long)iteration, loss);
 }
 
 /* Applies --bad-step-policy to a bad step. */
-static int mt_step_handle_bad(mt_model *m, int64_t iteration, const mt_step_result *result, mt_error *error) {
+static int mt_step_handle_bad(mt_model *m, int64_t iteration, const mt_step_result *result, const char *fault,
+                              mt_error *error) {
     const mt_options *o = m->options;
     mt_bad_steps *bad = &m->trainer->bad_steps;
-    char what[160];
-    mt_step_describe(what, iteration, result);
+    char what[160], advice[160];
+    mt_step_describe(what, advice, iteration, result, fault);
     if (result->numbers.guard[MT_GUARD_CHECK] != MT_LOSS_SPIKES) mt_experts_describe(what, m, result, iteration);
     if (o->bad_step_policy == MT_BAD_STEP_STOP)
-        return mt_error_set(error, "%s; lower --lr or check the data (nothing was saved since)", what);
+        return mt_error_set(error, "%s; %s (nothing was saved since)", what, advice);
     bad->skipped++;
     if (++bad->in_a_row > o->max_bad_steps_in_a_row)
-        return mt_error_set(error,
-                            "%s, after %lld bad steps in a row (--max-bad-steps-in-a-row); lower --lr or check "
-                            "the data",
-                            what, (long long)o->max_bad_steps_in_a_row);
+        return mt_error_set(error, "%s, after %lld bad steps in a row (--max-bad-steps-in-a-row); %s", what,
+                            (long long)o->max_bad_steps_in_a_row, advice);
     bool goes_back = o->bad_step_policy == MT_BAD_STEP_REWIND && iteration > bad->rewound;
     if (goes_back && bad->rewind == 0) bad->rewind = iteration;
-    mt_step_warn(m, "%s; %s", what, goes_back ? "going back to the last checkpoint" : "this step makes no update");
+    mt_step_warn(m, "%s; %s; %s", what, advice,
+                 goes_back ? "going back to the last checkpoint" : "this step makes no update");
     return 0;
 }
 
@@ -10361,6 +10437,7 @@ static int mt_step_check(mt_model *m, int entry, mt_error *error) {
     const mt_step_result *result = &m->trainer->results[entry];
     if (iteration == 0) return 0;
     m->ops->event_synchronize(m->trainer->pending[entry].done);
+    m->trainer->updates = (int64_t)result->numbers.guard[MT_GUARD_UPDATES];
     m->trainer->pending[entry].iteration = 0;
     if (m->trainer->bad_steps.rewind > 0) return 0; // the rewind repeats this step
     mt_guard_check check = (mt_guard_check)result->numbers.guard[MT_GUARD_CHECK];
@@ -10369,7 +10446,8 @@ static int mt_step_check(mt_model *m, int entry, mt_error *error) {
         mt_step_warn(m, "iteration %lld: every token is masked; this step makes no update", (long long)iteration);
         return 0;
     }
-    if (check != MT_STEP_PASSED) return mt_step_handle_bad(m, iteration, result, error);
+    if (check != MT_STEP_PASSED)
+        return mt_step_handle_bad(m, iteration, result, m->trainer->pending[entry].fault, error);
     m->trainer->bad_steps.in_a_row = 0;
     return 0;
 }
@@ -10405,6 +10483,22 @@ mt_loss_average mt_train_loss_average(mt_model *m) {
 void mt_train_set_loss_average(mt_model *m, const mt_loss_average *average) {
     double guard[MT_GUARD_NUMBERS] = {[MT_GUARD_AVERAGE] = average->mean, [MT_GUARD_STEPS] = (double)average->steps};
     mt_copy_wait(m, m->numbers->guard, guard, sizeof guard);
+    m->trainer->reported = -1;
+}
+
+int64_t mt_train_updates(mt_model *m, const mt_run_state *state) {
+    double updates;
+    if (state->optimizer_step != m->trainer->reported) return state->optimizer_step; // no step began from it
+    mt_copy_wait(m, &updates, m->numbers->guard + MT_GUARD_UPDATES, sizeof updates);
+    return (int64_t)updates;
+}
+
+/* Gives the device the number of updates where the caller has set it: at the start of a run and after a load. */
+static void mt_updates_set(mt_model *m, const mt_run_state *state) {
+    double updates = (double)state->optimizer_step;
+    if (state->optimizer_step == m->trainer->reported) return;
+    mt_copy_wait(m, m->numbers->guard + MT_GUARD_UPDATES, &updates, sizeof updates);
+    m->trainer->updates = m->trainer->reported = state->optimizer_step;
 }
 
 mt_fp8_state mt_train_fp8_state(mt_model *m) {
@@ -10506,6 +10600,7 @@ int mt_train_step(mt_model *m, mt_run_state *state, int64_t micro_batches, mt_ba
     if (m->resting_parts & ~(1u << MT_PART_CACHE)) return mt_error_set(error, "a part rests; call mt_model_wake");
     if (mt_step_check(m, entry, error) != 0) return -1; // the step before the last, which used this entry
     if (m->trainer->bad_steps.rewind > 0) return mt_step_rewind(m, error);
+    mt_updates_set(m, state);
     if (mt_step_try(m, state->iteration + 1, &from, error) != 0) return -1;
     mt_experts_update_biases(m);
     mt_fp8_update_scales(m);
@@ -10535,7 +10630,7 @@ int mt_train_step(mt_model *m, mt_run_state *state, int64_t micro_batches, mt_ba
         m->trainer->unread_tokens = m->trainer->unread_seconds = 0;
     }
     state->iteration++;
-    state->optimizer_step++;
+    state->optimizer_step = m->trainer->reported = m->trainer->updates;
     state->consumed_train_samples += micro_batches * m->options->micro_batch_size * m->grid->data.size;
     return 0;
 }
@@ -11264,7 +11359,7 @@ static void mt_host_loss_open(mt_model *m) {
     h->sums = m->ops->memory_alloc_host((int64_t)sizeof *h->sums + MT_NUM_HOST_NUMBERS * T * 4 + picked * 8);
     for (int i = 0; i < MT_NUM_HOST_NUMBERS; i++)
         h->numbers[i] = numbers + i * n, h->staged[i] = (float *)(void *)(h->sums + 1) + i * T;
-    *h->sums = (mt_loss_sums){0};
+    *h->sums = (mt_host_sums){0};
     h->values = h->staged[0] + MT_NUM_HOST_NUMBERS * T, h->index = (int32_t *)h->values + picked;
     h->doubles = mt_model_calloc(m, 3 * picked * 8), h->floats = mt_model_calloc(m, picked * 4);
     h->device_values = m->ops->memory_alloc(picked * 8), h->device_index = (int32_t *)h->device_values + picked;
@@ -11479,6 +11574,7 @@ static int mt_model_partition(mt_model *m, mt_error *error) {
     m->sharding = mt_model_calloc(m, (int64_t)sizeof *m->sharding);
     m->links = mt_model_calloc(m, MT_NUM_LINKS * (int64_t)sizeof *m->links);
     m->trainer = mt_model_calloc(m, (int64_t)sizeof *m->trainer);
+    m->trainer->reported = -1;
     if (mt_loss_check(m, error) != 0) return -1;
     mt_model_shape(m, o);
     mt_model_stages(m, o);

@@ -1466,7 +1466,7 @@ typedef struct mt_sample_args {
 /* The numbers of an optimizer's step. `beta1` and `beta2` are those of AdamW or Lion; beta1 is SGD's momentum. */
 typedef struct mt_update {
     float lr, beta1, beta2, eps, weight_decay;
-    float bias_correction1, bias_correction2; // AdamW: 1 - beta^step
+    float bias_correction1, bias_correction2; // AdamW: 1 - beta^updates, unless mt_update_args.corrections has them
 } mt_update;
 
 /* The operands of a step on n elements: gradient in MT_F32 or MT_BF16, master weights in MT_F32 or MT_F16, moments in
@@ -1475,14 +1475,15 @@ typedef struct mt_update {
  * operation are one tensor, whose values are code * mt_state_scale(amax). */
 typedef struct mt_update_args {
     int64_t n;
-    void *param;        // [n] the weights in fp32, or the bf16 copy of `master`
-    void *master;       // [n] weights of bf16 parameters, NULL for fp32 ones
-    void *m, *v;        // [n] the states of MT_OPTIMIZERS; v NULL: the optimizer has one state
-    const void *grad;   // [n]
-    const float *scale; // the gradient is grad * scale[0]; a negative scale changes nothing
-    const float *amax;  // [3] the largest absolute value of master, m and v; NULL: no state has a scale
-    float *new_amax;    // [3] the same after the step, which adamw_amax computes
-    mt_dtype dtype;     // of param
+    void *param;               // [n] the weights in fp32, or the bf16 copy of `master`
+    void *master;              // [n] weights of bf16 parameters, NULL for fp32 ones
+    void *m, *v;               // [n] the states of MT_OPTIMIZERS; v NULL: the optimizer has one state
+    const void *grad;          // [n]
+    const float *scale;        // the gradient is grad * scale[0]; a negative scale changes nothing
+    const double *corrections; // [2] the bias corrections where the device counts updates; NULL: of mt_update
+    const float *amax;         // [3] the largest absolute value of master, m and v; NULL: no state has a scale
+    float *new_amax;           // [3] the same after the step, which adamw_amax computes
+    mt_dtype dtype;            // of param
     mt_dtype master_dtype, m_dtype, v_dtype, grad_dtype;
 } mt_update_args;
 
@@ -1507,6 +1508,7 @@ typedef struct mt_guard_rules {
     double spike_factor; // the loss is at most this many times its running average; 0: no rule
     int64_t window;      // steps of that average; earlier steps are never spikes
     int64_t copies;      // number of ranks whose equal losses loss_sum adds up
+    double beta1, beta2; // of AdamW
 } mt_guard_rules;
 
 /* The result of a step's check: the first violated rule. */
@@ -1518,9 +1520,16 @@ typedef enum mt_guard_check {
     MT_NO_TOKENS // every token is masked: not bad, but there is nothing to learn
 } mt_guard_check;
 
-/* Indices into a guard's numbers, which last over steps: the last check, the average loss of good steps, their number.
- */
-enum { MT_GUARD_CHECK, MT_GUARD_AVERAGE, MT_GUARD_STEPS, MT_GUARD_NUMBERS };
+/* Indices into a guard's numbers, which last over steps: the last check, the average loss of good steps, their number,
+ * the updates made, and AdamW's two bias corrections for the last one. */
+enum {
+    MT_GUARD_CHECK,
+    MT_GUARD_AVERAGE,
+    MT_GUARD_STEPS,
+    MT_GUARD_UPDATES,
+    MT_GUARD_CORRECTIONS,
+    MT_GUARD_NUMBERS = MT_GUARD_CORRECTIONS + 2
+};
 
 #define MT_OPTIMIZER_OPERATIONS(OP)                                                                                    \
     /* sum[n] += x[n]; dtype: of sum, which bf16 rounds. */                                                            \
@@ -1536,8 +1545,9 @@ enum { MT_GUARD_CHECK, MT_GUARD_AVERAGE, MT_GUARD_STEPS, MT_GUARD_NUMBERS };
        mt_stream *stream)                                                                                              \
     /* Checks a step on the device: guard[MT_GUARD_CHECK] = MT_NO_TOKENS if tokens[0] is 0, else the first rule that   \
      * the loss loss_sum[0] / (tokens[0] copies) or norm[0] violates. If the check fails, scale[0] = -1. A good step's \
-     * loss l updates the average a over n steps: a += (l - a) / min(n + 1, window). */                                \
-    OP(step_guard, mt_work_bytes(72, MT_U8), (guard, scale, loss_sum, tokens, norm, rules, stream), double *guard,     \
+     * loss l updates the average a over n steps: a += (l - a) / min(n + 1, window). A step that passes is an update:  \
+     * guard[MT_GUARD_UPDATES] counts it, and 1 - beta^updates become the bias corrections. */                         \
+    OP(step_guard, mt_work_bytes(104, MT_U8), (guard, scale, loss_sum, tokens, norm, rules, stream), double *guard,    \
        float *scale, const double *loss_sum, const double *tokens, const float *norm, const mt_guard_rules *rules,     \
        mt_stream *stream)                                                                                              \
     /* Raises a->new_amax[k] to the largest absolute value that master, m or v will have after the step, or if the     \
@@ -2842,7 +2852,7 @@ typedef struct mt_run_state {
     int64_t iteration;              // steps done
     int64_t consumed_train_samples; // sequences trained on
     int64_t consumed_valid_samples;
-    int64_t optimizer_step; // AdamW steps taken, for its bias correction
+    int64_t optimizer_step; // updates by AdamW, for its bias correction, up to the last step that was checked
     /* reinforcement learning */
     int64_t consumed_prompts;    // prompts that got responses
     int64_t prompts_fingerprint; // of all prompts of the run; 0: unknown
@@ -2896,15 +2906,14 @@ int64_t mt_score_logits(mt_model *model, int64_t t, float *logits);
  * same steps.
  *
  * Bad steps. step_guard checks each step by options->check_for_nan_in_loss_and_grad and check_for_spiky_loss. A bad
- * step changes no weight and no moment, but its samples are consumed and it counts as a step of AdamW. All ranks decide
- * alike, because the checked numbers are sums over all ranks. If the values that are not finite began in a router, the
- * message names its rank and layer. options->bad_step_policy says what follows. Because steps are enqueued, it may
- * follow in one of the next two calls, or in mt_train_finish:
- *   stop    an error.
- *   skip    a warning; an error after more than options->max_bad_steps_in_a_row bad steps in succession.
- *   rewind  mt_train_step returns MT_REWIND, and the device is idle. The caller restores parameters, optimizer and
- *           `state` from a checkpoint and calls mt_train_rewound; mt_checkpoint_rewind (data/checkpoint.h) does both.
- *           Until then every call returns MT_REWIND. Afterwards, bad steps up to this iteration are skipped.
+ * step changes no weight and no moment, and does not count in AdamW's bias correction; its samples are consumed. All
+ * ranks decide alike, because the checked numbers are sums over all ranks. If the values that are not finite began in a
+ * router, the message names its rank and layer. options->bad_step_policy says what follows. Because steps are enqueued,
+ * it may follow in one of the next two calls, or in mt_train_finish: stop    an error. skip    a warning; an error
+ * after more than options->max_bad_steps_in_a_row bad steps in succession. rewind  mt_train_step returns MT_REWIND, and
+ * the device is idle. The caller restores parameters, optimizer and `state` from a checkpoint and calls
+ * mt_train_rewound; mt_checkpoint_rewind (data/checkpoint.h) does both. Until then every call returns MT_REWIND.
+ * Afterwards, bad steps up to this iteration are skipped.
  *
  * A step whose tokens are all masked makes no update either. It is not bad: a warning reports it, at once or in the
  * same later calls.
@@ -2933,6 +2942,14 @@ typedef struct mt_loss_average {
     int64_t steps; // good steps that it averages
 } mt_loss_average;
 mt_loss_average mt_train_loss_average(mt_model *model);
+
+/* What the next steps read that is not finite, for the message about a bad step, as "the values of the critic"; NULL:
+ * nothing known. Must live as long as the model. */
+void mt_train_name_fault(mt_model *model, const char *operand);
+
+/* state->optimizer_step with the steps that are enqueued, for a checkpoint: mt_train_step sees later which of them made
+ * an update. Waits for the device. */
+int64_t mt_train_updates(mt_model *model, const mt_run_state *state);
 void mt_train_set_loss_average(mt_model *model, const mt_loss_average *average);
 
 /* The state of delayed scaling of this rank's linears. A checkpoint has it, so that a run continues bit for bit. The

@@ -41,9 +41,11 @@ typedef struct operands {
 } operands;
 
 /* An algorithm that was chosen for a shape. Micro-batches may have any number of tokens: where candidates are timed,
- * all numbers between two powers of two share one choice, so that only the first steps spend time on choices. */
+ * all numbers between two powers of two share one choice, so that only the first steps spend time on choices. In
+ * deterministic mode all numbers share the heuristic's choice for CHOSEN_TOKENS. */
 typedef struct choice {
     product shape; // as shape_of_choice
+    bool deterministic;
     cublasLtMatmulAlgo_t algorithm;
     bool unfused; // a separate GELU kernel is faster, or cuBLASLt does not support this epilogue or fp8 product
     struct choice *next;
@@ -66,6 +68,7 @@ static plan *plans[PLAN_LISTS];
 
 /* One column is a product of a matrix and a vector, whose algorithms hardly differ. */
 enum { MEASURED_COLUMNS = 2, FEW_COLUMNS = 256, CANDIDATES = 8 };
+enum { CHOSEN_TOKENS = 4096, LEAST_TOKENS = 16 }; // 16: the least summed elements of an fp8 product
 
 static cudaDataType_t cuda_type(mt_dtype dtype) {
     if (dtype == MT_F8_E4M3) return CUDA_R_8F_E4M3;
@@ -98,9 +101,20 @@ static bool is_timed(const product *shape, const mt_stream *stream) {
     return shape->cols >= MEASURED_COLUMNS && !stream->deterministic;
 }
 
-/* The shape with the number of tokens rounded up to a power of two, if candidates are timed. */
+/* The same product with another number of tokens. Sums over tokens in fp8 have operands with contiguous tokens, whose
+ * columns are as far apart. */
+static product with_tokens(product shape, int64_t tokens) {
+    int64_t *of_shape = tokens_of(&shape);
+    if (is_fp8(&shape) && of_shape == &shape.inner) shape.a_stride = shape.b_stride = tokens;
+    *of_shape = tokens;
+    return shape;
+}
+
+/* The shape with the number of tokens rounded up to a power of two, if candidates are timed; with CHOSEN_TOKENS in
+ * deterministic mode. */
 static product shape_of_choice(const product *shape, const mt_stream *stream) {
     product rounded = *shape;
+    if (stream->deterministic) return with_tokens(rounded, CHOSEN_TOKENS);
     int64_t *tokens = tokens_of(&rounded), power = 1;
     while (power < *tokens) power *= 2;
     if (is_timed(shape, stream)) *tokens = power;
@@ -208,10 +222,19 @@ static int fastest(plan *p, const operands *o, const cublasLtMatmulHeuristicResu
     return best;
 }
 
-/* Chooses an algorithm for a plan. Returns false if cuBLASLt does not support the GELU epilogue or the fp8 product. */
-static bool choose(plan *p, choice *made, const operands *o, mt_stream *stream) {
+/* True if the plan's product can use the algorithm. */
+static bool accepts(const plan *p, const cublasLtMatmulAlgo_t *algorithm, const mt_stream *stream) {
+    cublasLtMatmulHeuristicResult_t result;
+    cublasStatus_t status =
+        cublasLtMatmulAlgoCheck(stream->cublas, p->operation, p->a, p->b, p->d, p->d, algorithm, &result);
+    return status == CUBLAS_STATUS_SUCCESS && result.workspaceSize <= (size_t)stream->workspace_bytes;
+}
+
+/* The heuristic's candidates for a plan; returns their number, or 0 if cuBLASLt does not support the GELU epilogue or
+ * the fp8 product. */
+static int find_candidates(const plan *p, cublasLtMatmulHeuristicResult_t *candidates, const operands *o,
+                           mt_stream *stream) {
     cublasLtMatmulPreference_t preference;
-    cublasLtMatmulHeuristicResult_t candidates[CANDIDATES];
     size_t workspace = (size_t)stream->workspace_bytes;
     uint32_t align_a = alignment(o->a), align_b = alignment(o->b), align_d = alignment(o->d);
     int count = 0;
@@ -230,9 +253,47 @@ static bool choose(plan *p, choice *made, const operands *o, mt_stream *stream) 
     cublasStatus_t status = cublasLtMatmulAlgoGetHeuristic(stream->cublas, p->operation, p->a, p->b, p->d, p->d,
                                                            preference, CANDIDATES, candidates, &count);
     MT_CUBLAS(cublasLtMatmulPreferenceDestroy(preference));
-    if ((o->aux || is_fp8(&p->shape)) && status == CUBLAS_STATUS_NOT_SUPPORTED) return false;
+    if ((o->aux || is_fp8(&p->shape)) && status == CUBLAS_STATUS_NOT_SUPPORTED) return 0;
     MT_CUBLAS(status);
     MT_CHECK(count > 0);
+    return count;
+}
+
+static plan *plan_create(const product *shape, const operands *o) {
+    plan *p = (plan *)mt_calloc(sizeof *p);
+    p->shape = *shape;
+    describe(p);
+    set_pointers(p, o);
+    return p;
+}
+
+static void destroy(plan *p) {
+    MT_CUBLAS(cublasLtMatrixLayoutDestroy(p->a));
+    MT_CUBLAS(cublasLtMatrixLayoutDestroy(p->b));
+    MT_CUBLAS(cublasLtMatrixLayoutDestroy(p->d));
+    MT_CUBLAS(cublasLtMatmulDescDestroy(p->operation));
+    free(p);
+}
+
+/* Chooses an algorithm by the shape alone: the heuristic's first for CHOSEN_TOKENS that few tokens can use too, where
+ * there is one. Returns as choose. */
+static bool choose_by_shape(const product *shape, choice *made, const operands *o, mt_stream *stream) {
+    cublasLtMatmulHeuristicResult_t candidates[CANDIDATES];
+    const product least = with_tokens(*shape, LEAST_TOKENS);
+    plan *chosen = plan_create(shape, o), *few = plan_create(&least, o);
+    const int count = find_candidates(chosen, candidates, o, stream);
+    int best = 0;
+    while (best < count && !accepts(few, &candidates[best].algo, stream)) best++;
+    if (count > 0) made->algorithm = candidates[best < count ? best : 0].algo;
+    destroy(chosen), destroy(few);
+    return count > 0;
+}
+
+/* Chooses an algorithm for a plan. Returns false if cuBLASLt does not support the GELU epilogue or the fp8 product. */
+static bool choose(plan *p, choice *made, const operands *o, mt_stream *stream) {
+    cublasLtMatmulHeuristicResult_t candidates[CANDIDATES];
+    const int count = find_candidates(p, candidates, o, stream);
+    if (count == 0) return false;
     const bool timed = count > 1 && is_timed(&p->shape, stream);
     made->algorithm = candidates[timed ? fastest(p, o, candidates, count, stream) : 0].algo;
     return true;
@@ -240,11 +301,8 @@ static bool choose(plan *p, choice *made, const operands *o, mt_stream *stream) 
 
 /* True if the plan's product can use the algorithm of a choice. */
 static bool fits(const plan *p, const choice *made, const mt_stream *stream) {
-    cublasLtMatmulHeuristicResult_t result;
     if (made->unfused) return !is_fp8(&p->shape); // support of fp8 may depend on the number of tokens
-    cublasStatus_t status =
-        cublasLtMatmulAlgoCheck(stream->cublas, p->operation, p->a, p->b, p->d, p->d, &made->algorithm, &result);
-    return status == CUBLAS_STATUS_SUCCESS && result.workspaceSize <= (size_t)stream->workspace_bytes;
+    return accepts(p, &made->algorithm, stream);
 }
 
 /* The choice for the nearest other number of tokens that the plan's product can use; or NULL. */
@@ -256,36 +314,47 @@ static choice *choice_for_other_tokens(plan *p, product shape, const mt_stream *
         product other = made->shape;
         const double ratio = (double)tokens / (double)*tokens_of(&other), distance = ratio > 1 ? ratio : 1 / ratio;
         *tokens_of(&other) = tokens;
-        if ((nearest && distance >= least) || !same_shape(&other, &shape) || !fits(p, made, stream)) continue;
+        if ((nearest && distance >= least) || made->deterministic || !same_shape(&other, &shape)) continue;
+        if (!fits(p, made, stream)) continue;
         nearest = made, least = distance;
     }
     return nearest;
 }
 
-/* The choice for a plan; *is_new: it was made now. cuBLASLt loads a kernel when it first runs, and waits for all work
- * of the GPU then. If that includes a message whose other rank waits for this one, both wait forever; so while messages
- * of a pipeline are pending, a product takes an algorithm that has run before, if there is one. Not in deterministic
- * mode, where the choice must not depend on time. */
-static choice *choice_for(plan *p, const operands *o, bool *is_new, mt_stream *stream) {
-    const product shape = shape_of_choice(&p->shape, stream);
+/* The choice that was made for a shape, if the plan's product can use it; or NULL. */
+static choice *choice_made(const plan *p, const product *shape, const mt_stream *stream) {
     choice *made = choices;
-    while (made && !(same_shape(&made->shape, &shape) && fits(p, made, stream))) made = made->next;
-    if (!made && !stream->deterministic && mt_cuda_messages_pending()) made = choice_for_other_tokens(p, shape, stream);
-    *is_new = !made;
-    if (made) return made;
-    made = (choice *)mt_calloc(sizeof *made);
-    made->shape = shape, made->next = choices;
-    choices = made;
-    made->unfused = !choose(p, made, o, stream);
+    while (made &&
+           !(made->deterministic == stream->deterministic && same_shape(&made->shape, shape) && fits(p, made, stream)))
+        made = made->next;
     return made;
 }
 
-static void destroy(plan *p) {
-    MT_CUBLAS(cublasLtMatrixLayoutDestroy(p->a));
-    MT_CUBLAS(cublasLtMatrixLayoutDestroy(p->b));
-    MT_CUBLAS(cublasLtMatrixLayoutDestroy(p->d));
-    MT_CUBLAS(cublasLtMatmulDescDestroy(p->operation));
-    free(p);
+static choice *choice_add(const product *shape, const mt_stream *stream) {
+    choice *made = (choice *)mt_calloc(sizeof *made);
+    made->shape = *shape, made->deterministic = stream->deterministic, made->next = choices;
+    choices = made;
+    return made;
+}
+
+/* The choice for a plan; *is_new: it was made now. cuBLASLt loads a kernel when it first runs, and waits for all work
+ * of the GPU then. If that includes a message whose other rank waits for this one, both wait forever; so while messages
+ * of a pipeline are pending, a product takes an algorithm that has run before, if there is one. In deterministic mode,
+ * where the choice must not depend on time, the first micro-batches load the algorithms for every number of tokens; a
+ * number for which one is not possible has an algorithm of its own. */
+static choice *choice_for(plan *p, const operands *o, bool *is_new, mt_stream *stream) {
+    const product shape = shape_of_choice(&p->shape, stream);
+    choice *made = choice_made(p, &shape, stream);
+    if (!made && stream->deterministic) made = choice_made(p, &p->shape, stream);
+    if (!made && !stream->deterministic && mt_cuda_messages_pending()) made = choice_for_other_tokens(p, shape, stream);
+    *is_new = !made;
+    if (made) return made;
+    made = choice_add(&shape, stream);
+    made->unfused = !(stream->deterministic ? choose_by_shape(&shape, made, o, stream) : choose(p, made, o, stream));
+    if (!stream->deterministic || fits(p, made, stream)) return made;
+    made = choice_add(&p->shape, stream);
+    made->unfused = !choose(p, made, o, stream);
+    return made;
 }
 
 /* Removes the last plan of a full list. */

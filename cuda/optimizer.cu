@@ -138,7 +138,12 @@ __global__ void step_guard(double *guard, float *scale, const double *loss_sum, 
     guard[MT_GUARD_CHECK] = check;
     if (check != MT_STEP_PASSED) {
         scale[0] = -1;
-    } else if (isfinite(loss)) {
+        return;
+    }
+    guard[MT_GUARD_UPDATES]++;
+    guard[MT_GUARD_CORRECTIONS] = 1 - pow(rules.beta1, guard[MT_GUARD_UPDATES]);
+    guard[MT_GUARD_CORRECTIONS + 1] = 1 - pow(rules.beta2, guard[MT_GUARD_UPDATES]);
+    if (isfinite(loss)) {
         guard[MT_GUARD_AVERAGE] = average + (loss - average) / (steps + 1 < window ? steps + 1 : window);
         guard[MT_GUARD_STEPS] = steps + 1;
     }
@@ -193,11 +198,18 @@ struct lion_rule {
     }
 };
 
+/* With the bias corrections that the device has; NULL: as they are. */
+__device__ static inline mt_update with_corrections(mt_update update, const double *corrections) {
+    if (corrections) update.bias_correction1 = (float)corrections[0], update.bias_correction2 = (float)corrections[1];
+    return update;
+}
+
 /* Reads grad, m, v and the fp32 weights; writes m, v, the weights and their bf16 copy: with two states 30 bytes per
  * element for bf16 parameters with fp32 gradients and moments, 28 for fp32 parameters (`copy` NULL). */
 template <class Rule, class G, class M, class V, int N>
-__global__ void __launch_bounds__(256) update_step(float *weights, __nv_bfloat16 *copy, M *m, V *v, const G *grad,
-                                                   const float *scale, int64_t begin, int64_t end, mt_update update) {
+__global__ void __launch_bounds__(256)
+    update_step(float *weights, __nv_bfloat16 *copy, M *m, V *v, const G *grad, const float *scale,
+                const double *corrections, int64_t begin, int64_t end, mt_update update) {
     constexpr int K = 2;
     int64_t first = begin + ((int64_t)blockIdx.x * K * blockDim.x + threadIdx.x) * N, step = blockDim.x * N;
     mt_pack<G, N> grads[K];
@@ -214,7 +226,7 @@ __global__ void __launch_bounds__(256) update_step(float *weights, __nv_bfloat16
     }
     float grad_scale = scale[0];
     if (grad_scale < 0) return; // the step is skipped; tested after all loads have been issued
-    const Rule rule(update);
+    const Rule rule(with_corrections(update, corrections));
 #pragma unroll
     for (int k = 0; k < K; k++) {
         if (first + k * step >= end) break;
@@ -236,7 +248,7 @@ static void launch_update(const mt_update_args *a, const mt_update *update, mt_s
     mt_split<4>(a->n, wide, [&](int64_t begin, int64_t end, auto width) {
         constexpr int N = decltype(width)::value;
         update_step<Rule, G, M, V, N><<<mt_grid_size(end - begin, 256 * 2 * N), 256, 0, mt_cuda_stream(stream)>>>(
-            weights, copy, (M *)a->m, (V *)a->v, (const G *)a->grad, a->scale, begin, end, *update);
+            weights, copy, (M *)a->m, (V *)a->v, (const G *)a->grad, a->scale, a->corrections, begin, end, *update);
         MT_CUDA_LAUNCHED();
     });
 }
@@ -274,7 +286,7 @@ template <bool STORES> __global__ void __launch_bounds__(256) adamw_scaled(mt_up
     const mt_dtype dtypes[3] = {a.master ? a.master_dtype : a.dtype, a.m_dtype, a.v_dtype};
     void *states[3] = {a.master ? a.master : a.param, a.m, a.v};
     float grad_scale = a.scale[0], scales[3], new_scales[3], largest[3] = {};
-    const adamw_rule rule(update);
+    const adamw_rule rule(with_corrections(update, a.corrections));
     bool changes = grad_scale >= 0;
     for (int k = 0; k < 3; k++) {
         scales[k] = state_scale(a.amax[k], dtypes[k]), new_scales[k] = state_scale(a.new_amax[k], dtypes[k]);

@@ -1310,7 +1310,10 @@ static int mt_saver_begin_save(mt_saver *s, const mt_run_state *state, mt_error 
     char temporary_name[128];
     if (mt_saver_finish(s, error) != 0) return -1; // the save before
     s->state = *state;
-    if (mt_model_get_plan(s->save.model)->train) s->loss_average = mt_train_loss_average(s->save.model);
+    if (mt_model_get_plan(s->save.model)->train) {
+        s->loss_average = mt_train_loss_average(s->save.model);
+        s->state.optimizer_step = mt_train_updates(s->save.model, state);
+    }
     s->fp8 = mt_fp8_collect(s->save.model, &s->fp8_bytes);
     snprintf(s->name, sizeof s->name, "iter_%07lld", (long long)state->iteration);
     snprintf(temporary_name, sizeof temporary_name, "%s.tmp-%lld", s->name, (long long)getpid());

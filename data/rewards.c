@@ -377,6 +377,9 @@ static void write_request(mt_reward_function *r, const mt_reward_item *item) {
     mt_text_append(&r->request, "}\n", 2);
 }
 
+/* Beyond it squares and sums of rewards may overflow, and advantages become 0. */
+#define MT_LARGEST_REWARD 1e30
+
 /* The number of a line of output, without its line end. */
 static int read_score(mt_reward_function *r, const char *line, int64_t bytes, double *score, mt_error *error) {
     char text[64], *end = text;
@@ -386,12 +389,14 @@ static int read_score(mt_reward_function *r, const char *line, int64_t bytes, do
         memcpy(text, line, (size_t)bytes);
         text[bytes] = 0;
         *score = strtod(text, &end);
-        if (end == text + bytes && isfinite(*score)) return 0;
+        bool decimal = strspn(text, "+-.0123456789eE") == (size_t)bytes; // no hexadecimal number
+        if (decimal && end == text + bytes && fabs(*score) <= MT_LARGEST_REWARD) return 0;
     }
-    return mt_error_set(error,
-                        "the reward command \"%s\" wrote \"%.*s\" as line %lld of its output; it must write one finite "
-                        "number a line, and other messages to standard error",
-                        r->argument, (int)mt_min(bytes, 80), line, (long long)r->lines);
+    return mt_error_set(
+        error,
+        "the reward command \"%s\" wrote \"%.*s\" as line %lld of its output; it must write one decimal "
+        "number a line, of at most %g in size, and other messages to standard error",
+        r->argument, (int)mt_min(bytes, 80), line, (long long)r->lines, MT_LARGEST_REWARD);
 }
 
 /* The scores of a batch; `sent` bytes of the request of item `next` - 1 are sent. */

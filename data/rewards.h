@@ -29,10 +29,10 @@ typedef struct mt_reward_function mt_reward_function;
  * item's answer, as in exact. At a response that reaches PCRE2's match limit, it does not match.
  *
  * command: runs `sh -c ARGUMENT` once, now. It reads a line {"prompt": ..., "response": ..., "answer": ...} for each
- * response (a text, or null for no answer) and writes a line with one finite number for each, in order. It may read
- * ahead, but must write out its lines without waiting for more input, within `seconds` for each call of
- * mt_rewards_compute. Its standard error is this program's. It belongs to a process group of its own, so that Ctrl-C
- * reaches it only as the end of its input.
+ * response (a text, or null for no answer) and writes a line with one decimal number, of at most 1e30 in size, for
+ * each, in order. It may read ahead, but must write out its lines without waiting for more input, within `seconds` for
+ * each call of mt_rewards_compute. Its standard error is this program's. It belongs to a process group of its own, so
+ * that Ctrl-C reaches it only as the end of its input.
  *
  * Errors: a missing or a bad argument; regex without PCRE2. */
 int mt_reward_open(mt_reward_function **out, mt_reward_kind kind, const char *argument, double seconds,

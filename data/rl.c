@@ -791,6 +791,23 @@ static int train(mt_rl *rl, mt_run_state *state, mt_batch *batch, mt_metrics *me
     return status;
 }
 
+static bool are_finite(const double *numbers, const float *mask, int64_t n) {
+    bool finite = true;
+    for (int64_t i = 0; i < n; i++) finite &= (mask && mask[i] == 0) || isfinite(numbers[i]);
+    return finite;
+}
+
+/* The first of the numbers of all sequences that is not finite, for the message about the step that reads it. NULL:
+ * none, or the actor's own. */
+static const char *name_fault(const mt_rl *rl) {
+    const mt_rollouts *r = &rl->rollouts;
+    if (!are_finite(r->inputs[MT_OLD_LOGP], r->mask, r->T)) return NULL;
+    if (!are_finite(r->rewards, NULL, r->samples.count)) return "the rewards";
+    if (!are_finite(r->inputs[MT_REF_LOGP], r->mask, r->T))
+        return "the log-probabilities of the reference model (--ref-load)";
+    return are_finite(r->inputs[MT_OLD_VALUES], r->mask, r->T) ? NULL : "the values of the critic";
+}
+
 /* Scores the sequences and trains on them. */
 static int learn(mt_rl *rl, mt_run_state *state, mt_batch *batch, mt_metrics *metrics, mt_error *error) {
     double then = mt_time();
@@ -801,6 +818,9 @@ static int learn(mt_rl *rl, mt_run_state *state, mt_batch *batch, mt_metrics *me
     if (status == 0) status = score(rl, &rl->reference.role, MT_REF_LOGP, batch, error);
     if (status == 0) status = score(rl, &rl->critic.role, MT_OLD_VALUES, batch, error);
     if (status == 0) mt_rollouts_advantages(&rl->rollouts, &rl->rollout_config);
+    const char *fault = status == 0 ? name_fault(rl) : NULL;
+    mt_train_name_fault(rl->actor.model, fault);
+    if (rl->critic.role.model) mt_train_name_fault(rl->critic.role.model, fault);
     lap(rl, SCORING, &then);
     if (status == 0) status = train(rl, state, batch, metrics, error);
     lap(rl, TRAINING, &then);

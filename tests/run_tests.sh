@@ -7,7 +7,7 @@
 # alone at the end.
 #
 # SUITE is tests/test_SUITE.c, built as DIR/test_SUITE, or tests/test_SUITE.sh, or both. Suites named *_mpi run on four
-# ranks, *_mpi8 on eight. A C suite is a cmocka program. A shell suite prints "ok NAME", "not ok NAME" or "skipped:
+# ranks, *_mpi8 on eight, and of these cuda_* on no more ranks than there are GPUs. A C suite is a cmocka program. A shell suite prints "ok NAME", "not ok NAME" or "skipped:
 # REASON" for each test; if it prints none of them, its exit status counts as one test (77: skipped). A suite that
 # crashes, hangs, or exits with an error and no failed test counts as one more failure.
 set -u
@@ -47,6 +47,15 @@ run_ranks() {
     return $status
 }
 
+# ranks_of NAME: prints the ranks of a suite. A rank of a cuda suite needs a GPU of its own; where none answers, the suite
+# says so itself.
+ranks_of() {
+    case $1 in *_mpi8) ranks=8 ;; *) ranks=4 ;; esac
+    case $1 in cuda_*) gpus=$(nvidia-smi -L 2>/dev/null | grep -c '^GPU') ;; *) gpus=0 ;; esac
+    while [ "$gpus" -gt 0 ] && [ $ranks -gt "$gpus" ]; do ranks=$((ranks / 2)); done # a power of two, as layouts have
+    echo $ranks
+}
+
 # count LOG: prints PASSED FAILED SKIPPED of the log of a cmocka or shell suite. A test that began and neither passed
 # nor was skipped counts as failed.
 count() {
@@ -78,8 +87,13 @@ run_suite() {
             echo "- $name: skipped, MPI is absent"
             return
         fi
-        case $name in *_mpi8) ranks=8 ;; *) ranks=4 ;; esac
-        run_ranks $ranks "$program" "$log"
+        ranks=$(ranks_of "$name")
+        if [ "$name" = cuda_trace_mpi ] && [ "$ranks" != 4 ]; then
+            echo 0 0 1 >"$directory/$name.result"
+            echo "- $name: skipped, needs four GPUs"
+            return
+        fi
+        run_ranks "$ranks" "$program" "$log"
         ;;
     *.sh-*) $limited "$program" </dev/null >"$log" 2>&1 ;;
     *) # one rank: without MPI, whose leaks need the slow unwinder to be recognised, the fast one is enough

@@ -75,7 +75,8 @@ typedef struct tiny_source {
     int64_t first, stride;
 } tiny_source;
 
-static int64_t masked_step; // all tokens of this step are masked; 0: none
+static int64_t masked_step;  // all tokens of this step are masked; 0: none
+static int64_t masked_steps; // and of these first ones
 
 /* A sequence is a function of its number only. */
 static int tiny_batch(void *context, int64_t index, mt_batch *batch, mt_error *error) {
@@ -88,7 +89,7 @@ static int tiny_batch(void *context, int64_t index, mt_batch *batch, mt_error *e
         batch->tokens[i] = (int32_t)((number % 4 * 7 + i * i * 3) % 60);
         batch->labels[i] = (int32_t)((number % 4 * 7 + (i + 1) * (i + 1) * 3) % 60);
         batch->positions[i] = (int32_t)i, batch->token_index[i] = number * LENGTH + i;
-        batch->loss_mask[i] = number / BATCH + 1 == masked_step ? 0 : 1;
+        batch->loss_mask[i] = number / BATCH + 1 == masked_step || number / BATCH < masked_steps ? 0 : 1;
     }
     return 0;
 }
@@ -190,6 +191,7 @@ static char *train_without(const char *layout, int64_t without, int64_t *bytes) 
     while (t.state.iteration < STEPS) {
         fault.no_update = t.state.iteration + 1 == without;
         if (step(&t, NULL, &error) != 0) fail_msg("%s", error.text);
+        if (fault.no_update) t.state.optimizer_step--; // AdamW does not count it
     }
     if (mt_train_finish(t.model, &error) != 0) fail_msg("%s", error.text);
     char *all = snapshot(&t, bytes);
@@ -341,6 +343,53 @@ static void remove_folder(const char *folder) {
     mt_barrier(&grid.world);
     snprintf(command, sizeof command, "rm -rf %s", folder);
     if (grid.world.rank == 0) assert_int_equal(system(command), 0);
+}
+
+/* AdamW's first update is lr in size, however many steps without tokens or with a NaN came before; the saved state
+ * counts that one. */
+static void steps_without_an_update_do_not_change_the_size_of_the_first_one(void **state) {
+    (void)state;
+    static const int fp32[] = {0, 1, 7};
+    for (int k = 0; k < 3 * 3 * 2; k++) {
+        trainee t;
+        mt_error error = {{0}};
+        mt_metrics metrics;
+        char folder[64], text[4096];
+        int64_t before_steps = k % 3 * 2, bytes, counted = 0, whole = 0;
+        bool masks = k / 9;
+        make_folder(folder);
+        trainee_open(&t, layouts[fp32[k / 3 % 3]],
+                     "--bad-step-policy skip --adam-eps 1e-15 --weight-decay 0 --clip-grad 0");
+        masked_steps = masks ? before_steps : 0;
+        capture_start();
+        for (int64_t i = 0; i < before_steps; i++) {
+            if (!masks) arm(false, NAN, 3, 1);
+            if (step(&t, i % 2 ? &metrics : NULL, &error) != 0) mt_die("%s", error.text);
+        }
+        capture_end(text);
+        fault.times = 0;
+        mt_shard shard = mt_bucket_shard(t.model, 0, MT_STATE_WEIGHTS);
+        bytes = shard.count * 4;
+        float *before = memcpy(mt_malloc(bytes), shard.data, (size_t)bytes);
+        if (step(&t, &metrics, &error) != 0) fail_msg("%s", error.text);
+        masked_steps = 0;
+        for (int64_t i = 0; i < shard.count; i++) {
+            double change = fabs((double)((const float *)shard.data)[i] - (double)before[i]) / 1e-2;
+            assert_true(change < 1.0001);
+            counted += change > 0, whole += change > 0.9999;
+        }
+        if (2 * whole < counted || counted == 0)
+            fail_msg("after %lld steps without an update, %lld of %lld changes are lr in size", (long long)before_steps,
+                     (long long)whole, (long long)counted);
+        assert_true(t.state.optimizer_step == 1 && t.state.iteration == before_steps + 1);
+        if (mt_checkpoint_save(t.model, &t.state, folder, NULL, NULL, &error) != 0) fail_msg("%s", error.text);
+        mt_run_state loaded;
+        if (mt_checkpoint_load(t.model, &loaded, folder, &error) != 0) fail_msg("%s", error.text);
+        assert_true(loaded.optimizer_step == 1);
+        trainee_close(&t);
+        remove_folder(folder);
+        free(before);
+    }
 }
 
 /* Saves after step 3; step 6 is faulty. A fault that occurs once leaves no trace; a repeated fault costs one update. */
@@ -554,6 +603,7 @@ static void a_bad_step_found_late_is_reported_before_a_save(void **state) {
     snprintf(words, sizeof words, "--bad-step-policy rewind --save %s", folder);
     trainee_open(&t, layouts[3], words);
     for (int i = 0; i < 3; i++) assert_int_equal(step(&t, NULL, &error), 0);
+    assert_int_equal(mt_train_updates(t.model, &t.state), 3); // two of them are not yet checked
     assert_int_equal(mt_train_finish(t.model, &error), 0);
     assert_int_equal(mt_train_bad_iteration(t.model), 0);
     if (mt_checkpoint_save(t.model, &t.state, folder, NULL, NULL, &error) != 0) fail_msg("%s", error.text);
@@ -637,6 +687,7 @@ int main(int argc, char **argv) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(a_skipped_step_makes_no_update_on_every_layout),
         cmocka_unit_test(every_rank_stops_at_a_bad_step_and_the_state_is_unchanged),
+        cmocka_unit_test(steps_without_an_update_do_not_change_the_size_of_the_first_one),
         cmocka_unit_test(without_the_check_non_finite_values_spread),
         cmocka_unit_test(too_many_bad_steps_in_a_row_end_the_run),
         cmocka_unit_test(a_step_without_tokens_changes_nothing_on_every_layout),

@@ -12,7 +12,9 @@
 
 #include <cmocka.h>
 
-enum { T = 64, K = 128, N = 256, MAX_HISTORY = 16 };
+enum { MAX_HISTORY = 16 };
+
+static int64_t T, K, N; // the sizes of the golden linear
 
 /* A recipe of the reference, and the number of its steps. */
 typedef struct recipe {
@@ -51,6 +53,14 @@ static const void *tensor(const char *format, const char *name, int64_t step, in
     return info->data;
 }
 
+/* The sizes of a matrix. */
+static void read_shape(const char *name, int64_t *rows, int64_t *columns) {
+    const mt_tensor_info *info = mt_safetensors_find(tensors, name);
+    if (!info) fail_msg("%s has no tensor %s", golden_folder(), name);
+    assert_int_equal(info->num_dims, 2);
+    *rows = info->shape[0], *columns = info->shape[1];
+}
+
 /* A linear on a backend, with everything in the backend's memory. */
 typedef struct fixture {
     const mt_ops *ops;
@@ -82,7 +92,7 @@ static void *fetch(const fixture *f, const void *from, int64_t bytes) {
 static fixture open_linear(const mt_ops *ops, const recipe *r) {
     fixture f = {.ops = ops, .fp8 = mt_fp8_recipes[r->row]};
     f.fp8.format = MT_F8_E4M3, f.fp8.gradient_format = r->gradient_format, f.fp8.wgrad = true;
-    int64_t bytes = ops->workspace_bytes(T, N, 1, 1);
+    int64_t bytes = ops->workspace_bytes(T, mt_max(N, K), 1, 1);
     f.workspace = ops->memory_alloc(bytes);
     f.stream = ops->stream_create(f.workspace, bytes, false);
     f.x = ops->memory_alloc(T * K * 2), f.dy = ops->memory_alloc(T * N * 2);
@@ -160,13 +170,13 @@ static void check_step(fixture *f, const recipe *r, int64_t step) {
     mt_linear_backward(&f->tp, &f->linear, &io, MT_BACKWARD_BOTH);
     uint16_t *y = fetch(f, f->y, T * N * 2), *dx = fetch(f, f->dx, T * K * 2);
     float *dw = fetch(f, f->linear.weight.dw, N * K * 4);
-    uint16_t *expected = mt_malloc(T * N * 2);
+    uint16_t *expected = mt_malloc(T * mt_max(N, K) * 2);
     float *gradient = mt_malloc(N * K * 4);
-    memcpy(expected, tensor("%s.%d.y", r->name, step, T * N * 2), T * N * 2);
+    memcpy(expected, tensor("%s.%d.y", r->name, step, T * N * 2), (size_t)(T * N * 2));
     assert_equal_in_bf16("y", r, step, y, expected, T * N);
-    memcpy(expected, tensor("%s.%d.dx", r->name, step, T * K * 2), T * K * 2);
+    memcpy(expected, tensor("%s.%d.dx", r->name, step, T * K * 2), (size_t)(T * K * 2));
     assert_equal_in_bf16("dx", r, step, dx, expected, T * K);
-    memcpy(gradient, tensor("%s.%d.main_grad", r->name, step, N * K * 4), N * K * 4);
+    memcpy(gradient, tensor("%s.%d.main_grad", r->name, step, N * K * 4), (size_t)(N * K * 4));
     double off = relative_distance(dw, gradient, N * K);
     if (!(off <= 1e-3))
         fail_msg("%s, step %d: the weight's gradient is off by %g of its norm", r->name, (int)step, off);
@@ -210,8 +220,9 @@ static void check_backend(const mt_ops *ops, bool keeps_weights) {
         f.fp8.keeps_weights = keeps_weights, f.fp8.version = 1;
         if (keeps_weights) {
             mt_fp8_matrix w = {.stride = K, .format = MT_F8_E4M3, .blocks = f.fp8.weight_blocks}, t = w;
-            w.data = ops->memory_alloc(N * K), w.inverse_scales = ops->memory_alloc(1024);
-            t.data = ops->memory_alloc(N * K), t.inverse_scales = ops->memory_alloc(1024), t.stride = N;
+            int64_t scales = mt_fp8_num_scales(1, N, K, w.blocks), of_transpose = mt_fp8_num_scales(1, K, N, w.blocks);
+            w.data = ops->memory_alloc(N * K), w.inverse_scales = ops->memory_alloc(scales * 4);
+            t.data = ops->memory_alloc(N * K), t.inverse_scales = ops->memory_alloc(of_transpose * 4), t.stride = N;
             f.state.w = w, f.state.w_transposed = t;
         }
         bind(&f);
@@ -253,7 +264,7 @@ static void linears_equal_transformer_engine_on_the_gpu(void **state) {
 
 /* ---- operands that the operation before a linear stores in fp8 */
 
-enum { F = 80, WIDTH = 2 * F };
+enum { TOKENS = 64, CHANNELS = 128, F = 80, WIDTH = 2 * F };
 
 static int64_t quantize_calls, transpose_calls;
 static const mt_ops *counted_ops;
@@ -320,30 +331,36 @@ static void mlp_linear(mlp *m, mt_linear *l, mt_fp8_linear *state, int64_t N, in
 
 static void mlp_open(mlp *m, const mt_ops *ops, mt_fp8_recipe recipe, bool in_place, bool saves) {
     *m = (mlp){.ops = *ops, .fp8 = mt_fp8_recipes[recipe]};
-    int64_t bytes = ops->workspace_bytes(T, WIDTH, 1, 1);
+    int64_t bytes = ops->workspace_bytes(TOKENS, WIDTH, 1, 1);
     counted_ops = ops, m->ops.quantize = counted_quantize, m->ops.fp8_transpose = counted_transpose;
     m->workspace = mlp_memory(m, bytes), m->stream = ops->stream_create(m->workspace, bytes, false);
     m->fp8.format = MT_F8_E4M3, m->fp8.gradient_format = MT_F8_E5M2, m->fp8.wgrad = true;
     m->fp8.scratch.capacity = 1 << 20, m->fp8.scratch.base = mlp_memory(m, 1 << 20);
     m->amax = mlp_floats(m, 6, 0);
-    mlp_linear(m, &m->fc1, &m->states[0], WIDTH, K, mlp_floats(m, 3, 40));
-    mlp_linear(m, &m->down, &m->states[1], K, F, mlp_floats(m, 3, 60));
+    mlp_linear(m, &m->fc1, &m->states[0], WIDTH, CHANNELS, mlp_floats(m, 3, 40));
+    mlp_linear(m, &m->down, &m->states[1], CHANNELS, F, mlp_floats(m, 3, 60));
     m->states[0].in_place[MT_FP8_X] = m->states[0].in_place[MT_FP8_DY] = m->states[1].in_place[MT_FP8_X] = in_place;
-    m->x = mlp_bf16(m, T * K, 1), m->dy = mlp_bf16(m, T * K, 2), m->normed = mlp_bf16(m, T * K, 3);
-    m->hidden = mlp_bf16(m, T * WIDTH, 4), m->active = mlp_bf16(m, T * F, 5), m->y = mlp_bf16(m, T * K, 6);
-    m->dactive = mlp_bf16(m, T * F, 7), m->dhidden = mlp_bf16(m, T * WIDTH, 8), m->dnormed = mlp_bf16(m, T * K, 9);
+    m->x = mlp_bf16(m, TOKENS * CHANNELS, 1), m->dy = mlp_bf16(m, TOKENS * CHANNELS, 2),
+    m->normed = mlp_bf16(m, TOKENS * CHANNELS, 3);
+    m->hidden = mlp_bf16(m, TOKENS * WIDTH, 4), m->active = mlp_bf16(m, TOKENS * F, 5),
+    m->y = mlp_bf16(m, TOKENS * CHANNELS, 6);
+    m->dactive = mlp_bf16(m, TOKENS * F, 7), m->dhidden = mlp_bf16(m, TOKENS * WIDTH, 8),
+    m->dnormed = mlp_bf16(m, TOKENS * CHANNELS, 9);
     m->tp = (mt_tensor_parallel){.ops = &m->ops, .group = &mt_grid_of_one.tensor, .stream = m->stream};
-    m->tp.comm = m->stream, m->tp.dtype = MT_BF16, m->tp.training = true, m->tp.T = m->tp.rows = T;
+    m->tp.comm = m->stream, m->tp.dtype = MT_BF16, m->tp.training = true, m->tp.T = m->tp.rows = TOKENS;
     for (int i = 0; i < 2 && saves; i++) m->saved[i] = mlp_memory(m, 1 << 16);
 }
 
 /* Norm, MLP, and the backward of the MLP. */
 static void mlp_run(mlp *m) {
-    mt_norm_args norm = {.T = T, .H = 1, .C = K, .x = m->x, .w = m->fc1.weight.w, .eps = 1e-5f, .y = m->normed};
-    norm.rstd = mlp_memory(m, T * 4), norm.x_stride = norm.y_stride = K;
+    mt_norm_args norm = {
+        .T = TOKENS, .H = 1, .C = CHANNELS, .x = m->x, .w = m->fc1.weight.w, .eps = 1e-5f, .y = m->normed};
+    norm.rstd = mlp_memory(m, TOKENS * 4), norm.x_stride = norm.y_stride = CHANNELS;
     if (m->states[0].in_place[MT_FP8_X]) {
-        norm.quantize = (mt_quantize_args){m->normed, 1, T, K, .scale = m->states[0].scale, .amax = m->amax};
-        norm.quantize.rows = (mt_fp8_matrix){m->normed, m->states[0].inverse_scales, K, MT_F8_E4M3, MT_FP8_TENSOR};
+        norm.quantize =
+            (mt_quantize_args){m->normed, 1, TOKENS, CHANNELS, .scale = m->states[0].scale, .amax = m->amax};
+        norm.quantize.rows =
+            (mt_fp8_matrix){m->normed, m->states[0].inverse_scales, CHANNELS, MT_F8_E4M3, MT_FP8_TENSOR};
     }
     m->ops.rmsnorm_forward(&norm, MT_BF16, m->stream);
     mt_linear_io fc1 = {
@@ -354,7 +371,8 @@ static void mlp_run(mlp *m) {
     mt_linear_forward(&m->tp, &m->fc1, &fc1);
     fc1.active = NULL, fc1.reader = NULL;
     mt_linear_forward(&m->tp, &m->down, &(mt_linear_io){.x = m->active, .x_transposed = m->saved[1], .y = m->y});
-    if (m->saved[0]) m->ops.memory_zero(m->normed, T * K * 2, m->stream), fc1.x = down.x = NULL; // read by no backward
+    if (m->saved[0])
+        m->ops.memory_zero(m->normed, TOKENS * CHANNELS * 2, m->stream), fc1.x = down.x = NULL; // read by no backward
     down.hidden = m->hidden, down.dhidden = m->dhidden;
     mt_linear_backward(&m->tp, &m->down, &down, MT_BACKWARD_BOTH);
     mt_linear_backward(&m->tp, &m->fc1, &fc1, MT_BACKWARD_BOTH);
@@ -374,10 +392,10 @@ static void mlp_close(mlp *m) {
 }
 
 static void same_mlp(mlp m[2]) {
-    same_bits(&m[1], &m[0], "y", m[1].y, m[0].y, T * K * 2);
-    same_bits(&m[1], &m[0], "dx", m[1].dnormed, m[0].dnormed, T * K * 2);
-    same_bits(&m[1], &m[0], "dw of the first", m[1].fc1.weight.dw, m[0].fc1.weight.dw, WIDTH * K * 4);
-    same_bits(&m[1], &m[0], "dw of the second", m[1].down.weight.dw, m[0].down.weight.dw, K * F * 4);
+    same_bits(&m[1], &m[0], "y", m[1].y, m[0].y, TOKENS * CHANNELS * 2);
+    same_bits(&m[1], &m[0], "dx", m[1].dnormed, m[0].dnormed, TOKENS * CHANNELS * 2);
+    same_bits(&m[1], &m[0], "dw of the first", m[1].fc1.weight.dw, m[0].fc1.weight.dw, WIDTH * CHANNELS * 4);
+    same_bits(&m[1], &m[0], "dw of the second", m[1].down.weight.dw, m[0].down.weight.dw, CHANNELS * F * 4);
     same_bits(&m[1], &m[0], "amax", m[1].amax, m[0].amax, 6 * 4);
 }
 
@@ -438,6 +456,7 @@ static int open_golden(void **state) {
     char path[512];
     snprintf(path, sizeof path, "%s/transformer_engine.safetensors", golden_folder());
     if (mt_safetensors_open(&tensors, path, &error) != 0) return fprintf(stderr, "%s\n", error.text), -1;
+    read_shape("x.0", &T, &K), read_shape("w", &N, &K);
     snprintf(path, sizeof path, "%s/transformer_engine.json", golden_folder());
     if (!(states = mt_json_read(path, &error))) return fprintf(stderr, "%s\n", error.text), -1;
     return 0;

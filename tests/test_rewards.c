@@ -320,7 +320,9 @@ static void a_command_that_hangs_is_an_error(void **state) {
 
 static void a_command_that_writes_no_number_is_an_error(void **state) {
     (void)state;
-    static const char *const lines[] = {"hello", "nan", "inf", "-inf", "1 2", "", "1,5", "0x", "1e999", "true"};
+    static const char *const lines[] = {"hello", "nan",   "inf",   "-inf",     "1 2",    "",
+                                        "1,5",   "0x",    "1e999", "true",     "0x10",   "1e31",
+                                        "-1e31", "1e306", "0X1p4", "infinity", "nan(1)", "1 e3"};
     char command[200], words[64];
     for (size_t i = 0; i < sizeof lines / sizeof *lines; i++) {
         snprintf(command, sizeof command, "read -r l; echo 1; read -r l; echo '%s'; sleep 100", lines[i]);

@@ -68,5 +68,43 @@ expect ranks_are_skipped_without_mpi 0 '0 passed, 0 failed, 1 skipped' ranks_mpi
 expect shell_suites_are_counted 1 '1 passed, 1 failed, 1 skipped' shell
 expect status_77_is_skipped 0 '0 passed, 0 failed, 1 skipped' silent
 expect an_unknown_suite_fails 1 '0 passed, 1 failed, 0 skipped' nothing
+
+# With GPUs, a fake mpirun runs one process that passes a test for each rank.
+mkdir fake
+cat >fake/mpirun <<'S'
+#!/bin/sh
+while [ $# -gt 0 ] && [ "$1" != -np ]; do shift; done
+[ $# -gt 2 ] || exit 0
+RANKS=$2
+export RANKS
+shift 2
+exec "$@"
+S
+cat >fake/nvidia-smi <<'S'
+#!/bin/sh
+i=0
+while [ $i -lt "$GPUS" ]; do echo "GPU $i: H200 (UUID: GPU-$i)" && i=$((i + 1)); done
+S
+chmod +x fake/*
+for name in cuda_layouts_mpi cuda_trace_mpi cuda_large_mpi8 plain_mpi; do
+    suite $name <<'S'
+i=0
+while [ $i -lt "$RANKS" ]; do echo "ok $i" && i=$((i + 1)); done
+S
+done
+
+# expect_ranks NAME GPUS SUITE LAST_LINE
+expect_ranks() {
+    last=$(PATH=$work/fake:$PATH GPUS=$2 HAVE_MPI=1 "$runner" build "$3" 2>&1 | tail -n 1)
+    if [ "$last" = "$4" ]; then echo "ok $1"; else echo "not ok $1: '$last'"; fi
+}
+expect_ranks a_cuda_suite_has_four_ranks 8 cuda_layouts_mpi '4 passed, 0 failed, 0 skipped'
+expect_ranks a_cuda_suite_has_a_rank_for_each_of_two_gpus 2 cuda_layouts_mpi '2 passed, 0 failed, 0 skipped'
+expect_ranks a_cuda_suite_has_a_power_of_two_of_ranks 3 cuda_layouts_mpi '2 passed, 0 failed, 0 skipped'
+expect_ranks a_cuda_suite_has_one_rank_for_one_gpu 1 cuda_layouts_mpi '1 passed, 0 failed, 0 skipped'
+expect_ranks eight_ranks_become_four_on_four_gpus 4 cuda_large_mpi8 '4 passed, 0 failed, 0 skipped'
+expect_ranks a_suite_of_four_gpus_is_skipped_on_two 2 cuda_trace_mpi '0 passed, 0 failed, 1 skipped'
+expect_ranks without_a_gpu_the_suite_says_so_itself 0 cuda_trace_mpi '4 passed, 0 failed, 0 skipped'
+expect_ranks other_suites_do_not_ask_for_gpus 2 plain_mpi '4 passed, 0 failed, 0 skipped'
 export TEST_JOBS=3
 expect suites_are_added_up 1 '5 passed, 3 failed, 1 skipped' good bad crashing leaking
