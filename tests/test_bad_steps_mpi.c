@@ -383,7 +383,7 @@ static void steps_without_an_update_do_not_change_the_size_of_the_first_one(void
                      (long long)whole, (long long)counted);
         assert_true(t.state.optimizer_step == 1 && t.state.iteration == before_steps + 1);
         if (mt_checkpoint_save(t.model, &t.state, folder, NULL, NULL, &error) != 0) fail_msg("%s", error.text);
-        mt_run_state loaded;
+        mt_run_state loaded = {0};
         if (mt_checkpoint_load(t.model, &loaded, folder, &error) != 0) fail_msg("%s", error.text);
         assert_true(loaded.optimizer_step == 1);
         trainee_close(&t);
