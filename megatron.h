@@ -2847,6 +2847,17 @@ void mt_state_read(mt_model *model, const mt_param *param, mt_param_state state,
 double mt_learning_rate(const mt_options *options, int64_t consumed_samples);
 double mt_weight_decay(const mt_options *options, int64_t consumed_samples);
 
+/* The most sizes that the data of a run can have been ordered for: that of its start and those of its extensions. */
+enum { MT_MAX_DATA_PLANS = 64 };
+
+/* The training data of a run and the sizes that they were ordered for. */
+typedef struct mt_data_state {
+    int64_t documents, tokens, fingerprint; // documents or samples; fingerprint 0: unknown
+    int64_t group;                          // samples that a cyclic loader draws at once; 0: unknown
+    int64_t num_plans;                      // 0: unknown
+    int64_t plans[MT_MAX_DATA_PLANS][2];    // samples to train on and to validate with, ascending
+} mt_data_state;
+
 /* The state of a run besides parameters and moments; with these, a run continues bit for bit. */
 typedef struct mt_run_state {
     int64_t iteration;              // steps done
@@ -2856,6 +2867,7 @@ typedef struct mt_run_state {
     /* reinforcement learning */
     int64_t consumed_prompts;    // prompts that got responses
     int64_t prompts_fingerprint; // of all prompts of the run; 0: unknown
+    mt_data_state data;
 } mt_run_state;
 
 /* Maximum number of multi-token prediction modules. */

@@ -1010,12 +1010,46 @@ static int mt_trainer_agrees(const char *path, const char *option, int64_t then,
                         path, option, (long long)then, (long long)now);
 }
 
+/* Reads the sizes that the data were ordered for; older files lack them. */
+static int mt_trainer_read_plans(const json_t *json, mt_run_state *state, const char *path, mt_error *error) {
+    const json_t *plans = json_object_get(json, "data_plans"), *plan;
+    size_t i;
+    state->data.num_plans = 0;
+    if (!plans) return 0;
+    bool good = json_is_array(plans) && json_array_size(plans) <= MT_MAX_DATA_PLANS;
+    json_array_foreach(plans, i, plan) {
+        for (size_t k = 0; k < 2 && good; k++) {
+            int64_t low = i > 0 ? state->data.plans[i - 1][k] : 0;
+            good = mt_json_int(json_array_get(plan, k), low, MT_MOST_COUNTED, &state->data.plans[i][k]);
+        }
+        if (!good) break;
+        state->data.num_plans++;
+    }
+    if (good) return 0;
+    return mt_error_set(error,
+                        "%s: \"data_plans\" is not a list of up to %d pairs of ascending sizes; begin anew from "
+                        "these weights by --finetune",
+                        path, MT_MAX_DATA_PLANS);
+}
+
+/* Reads what identifies the training data; older files lack it, and then all is 0. */
+static int mt_trainer_read_data(const json_t *json, mt_run_state *state, const char *path, mt_error *error) {
+    state->data.documents = state->data.tokens = state->data.fingerprint = state->data.group = 0;
+    if (mt_trainer_read_plans(json, state, path, error) != 0) return -1;
+    if (!json_object_get(json, "data_fingerprint")) return 0;
+    if (mt_trainer_int(json, "data_documents", INT64_MAX, path, &state->data.documents, error) != 0) return -1;
+    if (mt_trainer_int(json, "data_tokens", INT64_MAX, path, &state->data.tokens, error) != 0) return -1;
+    if (mt_trainer_int(json, "data_group", INT64_MAX, path, &state->data.group, error) != 0) return -1;
+    return mt_trainer_int(json, "data_fingerprint", INT64_MAX, path, &state->data.fingerprint, error);
+}
+
 /* Reads the run's state into `state`, and the loss's running average into `average`, which older files lack. */
 static int mt_trainer_read(const mt_model *m, mt_run_state *state, mt_loss_average *average, const char *path,
                            mt_error *error) {
     const mt_options *o = mt_model_options(m);
     int64_t version, seed, seq_length, sft = o->sft, packed = o->sequence_packing, stage = o->stage;
     int64_t prompts = o->rollout_batch_size, group = o->num_return_sequences;
+    int64_t loader = o->dataloader_type;
     json_t *json = mt_json_read(path, error);
     int status = json ? mt_trainer_int(json, "version", INT64_MAX, path, &version, error) : -1;
 #define MT_READ_STATE(field)                                                                                           \
@@ -1058,6 +1092,9 @@ static int mt_trainer_read(const mt_model *m, mt_run_state *state, mt_loss_avera
                               "%s: the run was begun with --optimizer %s, not %s; give that, or begin with new states "
                               "by --no-load-optim",
                               path, optimizer, own);
+    if (status == 0) status = mt_trainer_read_data(json, state, path, error);
+    if (status == 0 && json_object_get(json, "dataloader_type"))
+        status = mt_trainer_int(json, "dataloader_type", MT_DATALOADER_CYCLIC, path, &loader, error);
     json_decref(json);
     if (status != 0) return -1;
     if (version > MT_TRAINER_VERSION)
@@ -1074,6 +1111,12 @@ static int mt_trainer_read(const mt_model *m, mt_run_state *state, mt_loss_avera
     if (writes && mt_trainer_agrees(path, "--num-return-sequences", group, o->num_return_sequences, error) != 0)
         return -1;
     if (mt_trainer_agrees(path, "--sft", sft, o->sft, error) != 0) return -1;
+    bool reorders = !o->no_load_rng && loader != (int64_t)o->dataloader_type;
+    if (reorders)
+        return mt_error_set(error,
+                            "%s: the run was begun with --dataloader-type %s; give that, or begin anew by "
+                            "--finetune",
+                            path, loader == MT_DATALOADER_CYCLIC ? "cyclic" : "single");
     if (!writes && mt_trainer_agrees(path, "--sequence-packing", packed, o->sequence_packing, error) != 0) return -1;
     return mt_trainer_agrees(path, "--seq-length", seq_length, o->seq_length, error);
 }

@@ -716,6 +716,22 @@ static int mt_trainer_write(const mt_model *m, const mt_run_state *state, const 
         mt_json_set_int(json, "consumed_prompts", state->consumed_prompts);
         mt_json_set_int(json, "prompts_fingerprint", state->prompts_fingerprint);
     }
+    if (state->data.fingerprint != 0) {
+        mt_json_set_int(json, "data_documents", state->data.documents);
+        mt_json_set_int(json, "data_tokens", state->data.tokens);
+        mt_json_set_int(json, "data_fingerprint", state->data.fingerprint);
+        mt_json_set_int(json, "data_group", state->data.group);
+        mt_json_set_int(json, "dataloader_type", o->dataloader_type);
+    }
+    if (state->data.num_plans > 0) {
+        json_t *plans = json_array();
+        for (int64_t i = 0; i < state->data.num_plans; i++) {
+            json_t *plan = json_array();
+            for (int k = 0; k < 2; k++) json_array_append_new(plan, json_integer(state->data.plans[i][k]));
+            json_array_append_new(plans, plan);
+        }
+        json_object_set_new(json, "data_plans", plans);
+    }
     mt_json_set_int(json, "sequence_packing", o->sequence_packing);
     mt_json_set_int(json, "global_batch_size", o->global_batch_size);
     mt_json_set_int(json, "micro_batch_size", o->micro_batch_size);
@@ -1348,6 +1364,7 @@ int mt_checkpoint_save(mt_model *m, const mt_run_state *state, const char *folde
 int mt_checkpoint_rewind(mt_model *m, mt_run_state *state, mt_saver *saver, mt_error *error) {
     const mt_options *o = mt_model_options(m);
     const mt_group *world = &mt_model_grid(m)->world;
+    const mt_data_state data = state->data; // as this run reads them, also where an older checkpoint does not know
     if (mt_saver_finish(saver, error) != 0) return -1; // it must not replace or remove the one that is loaded
     bool replaces = o->overwrite && saver && mt_saver_in_place(saver) < 0; // the folder still holds another run's
     bool saved = o->save && !replaces && mt_folder_has(o->save, "latest_checkpointed_iteration.txt");
@@ -1358,6 +1375,7 @@ int mt_checkpoint_rewind(mt_model *m, mt_run_state *state, mt_saver *saver, mt_e
                             "go back to; lower --save-interval",
                             (long long)mt_train_bad_iteration(m));
     if (mt_checkpoint_load_found(m, state, saved ? o->save : o->load, saved, NULL, error) != 0) return -1;
+    state->data = data;
     mt_train_rewound(m);
     if (world->rank == 0) fprintf(stderr, "warning: went back to iteration %lld\n", (long long)state->iteration);
     return 0;

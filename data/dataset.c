@@ -119,6 +119,8 @@ struct mt_data {
     mt_dataset *splits[MT_NUM_SPLITS];
     int64_t num_indexed;
     mt_indexed_dataset **indexed; // the files of the splits
+    uint64_t *prints;             // [num_indexed] their fingerprints, once mt_data_agree has taken them; else NULL
+    int64_t num_train_indexed;    // the first of them are those of the training split
     const tokens_file_dataset *tokens_file;
     mt_samples samples[MT_NUM_SPLITS]; // of datasets of rows
 };
@@ -133,15 +135,23 @@ void mt_data_close(mt_data *data) {
     for (int64_t i = 0; i < data->num_indexed; i++) mt_indexed_dataset_close(data->indexed[i]);
     for (int split = 0; split < MT_NUM_SPLITS; split++) mt_samples_free(&data->samples[split]);
     free(data->indexed);
+    free(data->prints);
     free(data);
 }
 
-int mt_data_agree(const mt_data *data, const mt_group *world, mt_error *error) {
+static void take_fingerprints(mt_data *data) {
+    if (data->prints) return;
+    data->prints = mt_calloc(mt_max(data->num_indexed, 1) * 8);
+    for (int64_t i = 0; i < data->num_indexed; i++) data->prints[i] = mt_indexed_dataset_fingerprint(data->indexed[i]);
+}
+
+int mt_data_agree(mt_data *data, const mt_group *world, mt_error *error) {
     int64_t count = 0, most = data->num_indexed + MT_NUM_SPLITS + 1;
     uint64_t *prints = mt_calloc(most * 8);
     const char **names = mt_calloc(most * (int64_t)sizeof *names);
+    take_fingerprints(data);
     for (int64_t i = 0; i < data->num_indexed; i++, count++) {
-        prints[count] = mt_indexed_dataset_fingerprint(data->indexed[i]);
+        prints[count] = data->prints[i];
         names[count] = mt_indexed_dataset_prefix(data->indexed[i]);
     }
     for (int split = 0; split < MT_NUM_SPLITS; split++) {
@@ -176,23 +186,44 @@ static int64_t sequence_at(const mt_indexed_dataset *indexed, double fraction) {
     return (int64_t)nearbyint(fraction * (double)mt_indexed_dataset_index(indexed)->num_sequences);
 }
 
+/* The sizes that a split is ordered for: that of the run's start, then those of its extensions. A cyclic loader never
+ * comes to an end, so that an extension needs no more samples. */
+typedef struct split_sizes {
+    int64_t count, sizes[MT_MAX_DATA_PLANS];
+} split_sizes;
+
+static split_sizes sizes_of(const mt_data_config *config, mt_split split) {
+    split_sizes all = {.count = 1, .sizes = {config->sizes[split]}};
+    if (config->num_plans == 0 || split == MT_SPLIT_TEST) return all;
+    all.count = config->dataloader_type == MT_DATALOADER_CYCLIC ? 1 : config->num_plans;
+    for (int64_t i = 0; i < all.count; i++) all.sizes[i] = config->plans[i][split];
+    return all;
+}
+
 /* One split of one path: the sequences between two fractions of all. */
 static int create_source(mt_dataset **out, const mt_indexed_dataset *indexed, const double share[2],
-                         int64_t num_samples, const mt_data_config *config, mt_error *error) {
-    return mt_gpt_dataset_create(out, indexed, sequence_at(indexed, share[0]), sequence_at(indexed, share[1]),
-                                 num_samples, config, error);
+                         const split_sizes *sizes, const mt_data_config *config, mt_error *error) {
+    return mt_gpt_dataset_extend(out, indexed, sequence_at(indexed, share[0]), sequence_at(indexed, share[1]),
+                                 sizes->sizes, sizes->count, config, error);
 }
 
 /* With weights, the size of a source is its part of the blend plus Megatron's surplus. Without weights, every source is
- * read for one epoch and its weight is its number of samples. Sets `weights` and the blend's `size`. */
+ * read for one epoch and its weight is its number of samples. Sets `weights` and the blend's `size`. A blend draws its
+ * samples in an order that does not depend on its size, so that an extension extends the sources alone. */
 static int create_sources(mt_dataset **sources, double *weights, int64_t *size, mt_indexed_dataset *const *indexed,
-                          const mt_blend *blend, const double share[2], const mt_data_config *config, mt_error *error) {
+                          const mt_blend *blend, const double share[2], const split_sizes *sizes,
+                          const mt_data_config *config, mt_error *error) {
     if (blend->weights) mt_weights_normalize(weights, blend->weights, blend->count);
-    int64_t wanted = *size, total = 0;
+    int64_t wanted = sizes->sizes[sizes->count - 1], total = 0;
     for (int64_t i = 0; i < blend->count; i++) {
-        int64_t target = blend->weights ? mt_blend_target(weights[i], wanted) : -1;
-        int64_t asked = blend->weights ? mt_blend_surplus(target) : -1;
-        if (create_source(&sources[i], indexed[i], share, asked, config, error) != 0) return -1;
+        split_sizes asked = {.count = 1, .sizes = {-1}};
+        int64_t target = 0;
+        for (int64_t k = 0; k < sizes->count && blend->weights; k++) {
+            target = mt_blend_target(weights[i], sizes->sizes[k]);
+            asked.sizes[k] = mt_blend_surplus(target);
+            asked.count = sizes->count;
+        }
+        if (create_source(&sources[i], indexed[i], share, &asked, config, error) != 0) return -1;
         if (!blend->weights) weights[i] = (double)sources[i]->num_samples;
         total += blend->weights ? target : sources[i]->num_samples;
     }
@@ -208,10 +239,12 @@ static int create_sources(mt_dataset **sources, double *weights, int64_t *size, 
 }
 
 static int create_blend(mt_dataset **out, mt_indexed_dataset *const *indexed, const mt_blend *blend,
-                        const double share[2], int64_t size, const mt_data_config *config, mt_error *error) {
+                        const double share[2], const split_sizes *sizes, const mt_data_config *config,
+                        mt_error *error) {
+    int64_t size = 0;
     mt_dataset **sources = mt_calloc(blend->count * (int64_t)sizeof *sources);
     double *weights = mt_calloc(blend->count * (int64_t)sizeof *weights);
-    int result = create_sources(sources, weights, &size, indexed, blend, share, config, error);
+    int result = create_sources(sources, weights, &size, indexed, blend, share, sizes, config, error);
     if (result == 0)
         result = mt_blended_dataset_create(out, sources, weights, blend->count, size, error);
     else
@@ -233,11 +266,12 @@ static bool lacks_documents(mt_indexed_dataset *const *indexed, int64_t count, c
 static int create_split(mt_data *data, mt_split split, const mt_blend *blend, bool direct, const double share[2],
                         const mt_data_config *config, mt_error *error) {
     mt_indexed_dataset *const *indexed = data->indexed + data->num_indexed - blend->count;
-    int64_t size = config->sizes[split];
-    if (size == 0 || !(share[0] < share[1])) return 0;
+    split_sizes sizes = sizes_of(config, split);
+    if (config->sizes[split] == 0 || !(share[0] < share[1])) return 0;
     if (split != MT_SPLIT_TRAIN && lacks_documents(indexed, blend->count, share)) return 0;
-    if (direct) return create_source(&data->splits[split], indexed[0], share, size, config, error);
-    return create_blend(&data->splits[split], indexed, blend, share, size, config, error);
+    if (split == MT_SPLIT_TRAIN) data->num_train_indexed = data->num_indexed;
+    if (direct) return create_source(&data->splits[split], indexed[0], share, &sizes, config, error);
+    return create_blend(&data->splits[split], indexed, blend, share, &sizes, config, error);
 }
 
 /* --data-path: all splits share the same paths. */
@@ -419,7 +453,151 @@ int mt_data_open(mt_data **out, const mt_data_config *config, mt_error *error) {
     return 0;
 }
 
+/* ---- a run that resumes -------------------------------------------------------------------------------------------
+ */
+
+static uint64_t print_of(uint64_t so_far, const void *bytes, int64_t size) {
+    uint64_t both[2] = {so_far, mt_contents_fingerprint(bytes, size, true)};
+    return mt_contents_fingerprint(both, sizeof both, true);
+}
+
+/* Files of Megatron: their contents, the share of --split that is trained on, the weights of a blend. */
+static uint64_t print_indexed(mt_data *data, const mt_data_config *config) {
+    take_fingerprints(data);
+    bool divides = config->data_path.count > 0;
+    const mt_strings *words = divides ? &config->data_path : &config->split_data_path[MT_SPLIT_TRAIN];
+    uint64_t print = print_of(0, data->prints, data->num_train_indexed * 8);
+    double edges[MT_NUM_SPLITS + 1] = {0, 1};
+    mt_blend blend = {0};
+    mt_error ignored;
+    if (divides) mt_split_parse(edges, config->split ? config->split : "969,30,1", &ignored);
+    for (int64_t i = 0; i < data->num_train_indexed; i++) {
+        int64_t range[2] = {sequence_at(data->indexed[i], edges[MT_SPLIT_TRAIN]),
+                            sequence_at(data->indexed[i], edges[MT_SPLIT_TRAIN + 1])};
+        print = print_of(print, range, sizeof range);
+    }
+    if (mt_blend_parse(&blend, words, "", &ignored) == 0 && blend.weights) {
+        double *normalized = mt_malloc(blend.count * (int64_t)sizeof *normalized);
+        mt_weights_normalize(normalized, blend.weights, blend.count);
+        print = print_of(print, normalized, blend.count * (int64_t)sizeof *normalized);
+        free(normalized);
+    }
+    mt_blend_free(&blend);
+    return print;
+}
+
+mt_data_identity mt_data_identify(mt_data *data, const mt_data_config *config) {
+    const mt_dataset *train = data->splits[MT_SPLIT_TRAIN];
+    mt_data_identity identity = {0};
+    uint64_t print = 0;
+    if (!train || config->mock_data) return identity;
+    if (config->sft) {
+        print = mt_samples_fingerprint(&data->samples[MT_SPLIT_TRAIN]);
+        print = print_of(print, &train->num_documents, sizeof train->num_documents);
+    } else if (data->tokens_file) { // a longer run may have a longer file
+        print = print_of(0, data->tokens_file->file.bytes, (config->seq_length + 1) * 4);
+    } else {
+        print = print_indexed(data, config);
+    }
+    identity = (mt_data_identity){train->num_documents, train->num_tokens, (int64_t)(print >> 1)}; // as JSON holds it
+    if (data->tokens_file) identity.documents = identity.tokens = 0;
+    return identity;
+}
+
+static int refuse_other_data(const mt_run_state *then, const mt_data_identity *now, const mt_data_config *config,
+                             mt_error *error) {
+    static const char *const advice = "give the former ones, go on with these by --no-load-rng, or begin anew from the "
+                                      "weights by --finetune";
+    const char *unit = config->sft ? "samples" : "documents";
+    if (config->tokens_file)
+        return mt_error_set(error, "--tokens-file %s: does not begin with the tokens that the run began with; %s",
+                            config->tokens_file, advice);
+    if (then->data.documents == now->documents && then->data.tokens == now->tokens)
+        return mt_error_set(error,
+                            "the training data are not those that the run began with: they have as many %s and tokens, "
+                            "but another order, other contents, %s; %s",
+                            unit, config->sft ? "other trained tokens (--loss-on)" : "another --split or other weights",
+                            advice);
+    return mt_error_set(error,
+                        "the training data are not those that the run began with: %lld %s with %lld tokens then, %lld "
+                        "with %lld now, which would change the order of samples; %s",
+                        (long long)then->data.documents, unit, (long long)then->data.tokens, (long long)now->documents,
+                        (long long)now->tokens, advice);
+}
+
+/* Adds the sizes of this run to the plans, if they exceed those of the last one. */
+static int extend_plans(mt_run_state *state, const mt_data_config *config, FILE *file, mt_error *error) {
+    static const char *const names[] = {"training", "validation"};
+    if (state->data.num_plans == 0) {
+        for (int k = 0; k < 2; k++) state->data.plans[0][k] = config->sizes[k];
+        state->data.num_plans = 1;
+        return 0;
+    }
+    int64_t *last = state->data.plans[state->data.num_plans - 1];
+    if (config->sizes[0] <= last[0] && config->sizes[1] <= last[1]) return 0;
+    if (state->data.num_plans == MT_MAX_DATA_PLANS)
+        return mt_error_set(error,
+                            "the run was extended %d times, and no more is possible; go on with a new order of samples "
+                            "by --no-load-rng",
+                            MT_MAX_DATA_PLANS - 1);
+    for (int k = 0; k < 2; k++) {
+        last[2 + k] = mt_max(last[k], config->sizes[k]);
+        if (file && last[k] > 0 && last[2 + k] > last[k])
+            fprintf(file,
+                    "note: the run was planned for %lld %s samples and now needs %lld: the order of the former stays, "
+                    "and more follow it, so that the order is not that of a run planned for all from its start\n",
+                    (long long)last[k], names[k], (long long)last[2 + k]);
+    }
+    state->data.num_plans++;
+    return 0;
+}
+
+int mt_data_resume(mt_data *data, mt_data_config *config, mt_run_state *state, int64_t group, bool *reorders,
+                   FILE *file, mt_error *error) {
+    mt_data_identity now = mt_data_identify(data, config);
+    bool resumes = state->iteration > 0 && !config->options->no_load_rng;
+    bool cyclic = config->dataloader_type == MT_DATALOADER_CYCLIC && !config->sft;
+    bool plans = !config->sft && !config->mock_data && !config->tokens_file;
+    *reorders = false;
+    if (resumes && state->data.fingerprint != 0 && state->data.fingerprint != now.fingerprint)
+        return refuse_other_data(state, &now, config, error);
+    if (resumes && cyclic && state->data.group != 0 && state->data.group != group && file)
+        fprintf(file,
+                "warning: --dataloader-type cyclic: the order of samples changes here: --micro-batch-size times "
+                "data-parallel ranks was %lld and is %lld\n",
+                (long long)state->data.group, (long long)group);
+    state->data.documents = now.documents;
+    state->data.tokens = now.tokens;
+    state->data.fingerprint = now.fingerprint;
+    state->data.group = group;
+    if (!resumes || !plans) state->data.num_plans = 0;
+    if (!plans) return 0;
+    if (extend_plans(state, config, cyclic ? NULL : file, error) != 0) return -1;
+    config->num_plans = state->data.num_plans;
+    memcpy(config->plans, state->data.plans, sizeof config->plans);
+    const int64_t *start = config->plans[0];
+    *reorders = config->num_plans > 1 || start[0] != config->sizes[0] || start[1] != config->sizes[1];
+    return 0;
+}
+
 /* ---- warnings */
+
+/* Writers put sequences one after another. */
+static void warn_layout(const mt_indexed_dataset *indexed, FILE *file) {
+    const mt_indexed_index *index = mt_indexed_dataset_index(indexed);
+    const char *prefix = mt_indexed_dataset_prefix(indexed);
+    if (index->gaps + index->overlaps > 0)
+        fprintf(file,
+                "warning: %s.idx: %lld sequences begin behind the end of the one before and %lld before it, sequence "
+                "%lld first, but writers put them one after another; unless it is a selection of sequences, the file "
+                "is damaged: make it again\n",
+                prefix, (long long)index->gaps, (long long)index->overlaps, (long long)index->first_odd);
+    if (index->trailing > 0)
+        fprintf(file,
+                "warning: %s.bin: its last %lld bytes are in no sequence of the .idx; the two files may not belong "
+                "together\n",
+                prefix, (long long)index->trailing);
+}
 
 /* A split of --data-path whose share of some path has no document. */
 static void warn_without_documents(const mt_data *data, const char *shares, const char *name, const double share[2],
@@ -477,6 +655,7 @@ static void warn_short(const mt_dataset *dataset, int64_t seq_length, const char
 }
 
 void mt_data_warn(const mt_data *data, const mt_data_config *config, FILE *file) {
+    for (int64_t i = 0; i < data->num_indexed; i++) warn_layout(data->indexed[i], file);
     for (int split = 0; split < MT_NUM_SPLITS; split++) {
         const mt_dataset *dataset = data->splits[split];
         if (!dataset && config->sizes[split] > 0) warn_omitted(data, config, split, file);

@@ -33,11 +33,14 @@ typedef struct mt_indexed_index {
     const uint8_t *lengths;   // i32 [num_sequences]
     const uint8_t *offsets;   // i64 [num_sequences]
     const uint8_t *documents; // i64 [num_documents + 1]
+    int64_t gaps, overlaps;   // sequences that begin behind the end of the one before, or before it
+    int64_t first_odd;        // the first of them; -1: none
+    int64_t trailing;         // bytes of the .bin behind the last byte of any sequence
 } mt_indexed_index;
 
 /* Parses and validates the `size` bytes of an .idx whose .bin has `bin_size` bytes. After success every sequence lies
- * inside the .bin and the document index ascends from 0 to num_sequences. `path` is for messages; `bytes` must outlive
- * `index`. */
+ * inside the .bin, at a multiple of the token's size, and the document index ascends from 0 to num_sequences. `path` is
+ * for messages; `bytes` must outlive `index`. */
 int mt_indexed_index_parse(mt_indexed_index *index, const void *bytes, int64_t size, int64_t bin_size, const char *path,
                            mt_error *error);
 
@@ -130,15 +133,17 @@ typedef struct mt_data_config {
     const char *tokens_file; // --tokens-file: int32 [iterations, global batch, seq_length + 1], in file order
 
     int64_t seq_length;
-    int64_t seed;                       // --seed, of the shuffles
-    int64_t sizes[MT_NUM_SPLITS];       // samples of each split that the whole run needs; 0: no split
-    int64_t vocab_size;                 // tokens must be below it
-    int64_t eod_id;                     // end of document; -1: none
-    bool reset_position_ids;            // positions restart at 0 after each EOD
-    bool reset_attention_mask;          // attention stays within a document
-    bool eod_mask_loss;                 // no loss at positions whose input token is EOD
-    mt_dataloader_type dataloader_type; // single: in order; cyclic: a new shuffle every epoch
-    bool no_data_sharding;              // --no-data-sharding, for cyclic: ranks share one shuffle
+    int64_t seed;                        // --seed, of the shuffles
+    int64_t sizes[MT_NUM_SPLITS];        // samples of each split that the whole run needs; 0: no split
+    int64_t num_plans;                   // 0: the order is that of `sizes`
+    int64_t plans[MT_MAX_DATA_PLANS][2]; // training and validation: the sizes of the run's start and extensions
+    int64_t vocab_size;                  // tokens must be below it
+    int64_t eod_id;                      // end of document; -1: none
+    bool reset_position_ids;             // positions restart at 0 after each EOD
+    bool reset_attention_mask;           // attention stays within a document
+    bool eod_mask_loss;                  // no loss at positions whose input token is EOD
+    mt_dataloader_type dataloader_type;  // single: in order; cyclic: a new shuffle every epoch
+    bool no_data_sharding;               // --no-data-sharding, for cyclic: ranks share one shuffle
 
     /* samples of any length, see sft.h */
     const mt_options *options;                               // how files are read
@@ -189,12 +194,27 @@ void mt_data_close(mt_data *data);
  * the .bin or of tokens_file (mt_contents_fingerprint). Every rank calls it, with the same options. In a file above 256
  * MiB a difference between these pieces is not found here: train compares what the ranks of a replica read, each step.
  */
-int mt_data_agree(const mt_data *data, const mt_group *world, mt_error *error);
+int mt_data_agree(mt_data *data, const mt_group *world, mt_error *error);
+
+/* What identifies the training data: the files that it is made of, its documents and their lengths, the weights of a
+ * blend, pieces of the tokens, what the loss counts. Generated data have the fingerprint 0. */
+typedef struct mt_data_identity {
+    int64_t documents, tokens, fingerprint; // samples and positions, where these are of any length
+} mt_data_identity;
+mt_data_identity mt_data_identify(mt_data *data, const mt_data_config *config);
+
+/* Compares the data with those that a run which resumes began with, and writes what it has now into `state`. Sets
+ * config->plans such that the order of samples that the run began with stays, whatever its new length: *reorders, if
+ * the data must be opened again for that. Prints a line on an extension to `file`, unless it is NULL. Errors: other
+ * data; too many extensions. `group` is micro_batch_size * data-parallel ranks. */
+int mt_data_resume(mt_data *data, mt_data_config *config, mt_run_state *state, int64_t group, bool *reorders,
+                   FILE *file, mt_error *error);
 
 /* NULL if the split has size 0 or was omitted. */
 const mt_dataset *mt_data_split(const mt_data *data, mt_split split);
 
-/* Prints a warning and its remedy for every split that was omitted, and for every one that is shorter than a sequence
+/* Prints a warning for files whose sequences do not follow one another; a warning and its remedy for every split that
+ * was omitted, and for every one that is shorter than a sequence
  * or blends a path that is. */
 void mt_data_warn(const mt_data *data, const mt_data_config *config, FILE *file);
 
@@ -206,6 +226,12 @@ void mt_data_warn(const mt_data *data, const mt_data_config *config, FILE *file)
  * num_samples needs, or one if num_samples is negative. `config` gives seq_length, seed and vocab_size. */
 int mt_gpt_dataset_create(mt_dataset **dataset, const mt_indexed_dataset *indexed, int64_t begin, int64_t end,
                           int64_t num_samples, const mt_data_config *config, mt_error *error);
+
+/* The same for a run that was extended: sizes[i] samples, ascending, were asked for at its start (i 0) and by its
+ * extensions. The samples of the first come in the order of a run of sizes[0] samples, whole epochs of it; where these
+ * do not reach sizes[i], whole epochs with a shuffle of their own follow, so no extension changes an earlier order. */
+int mt_gpt_dataset_extend(mt_dataset **dataset, const mt_indexed_dataset *indexed, int64_t begin, int64_t end,
+                          const int64_t *sizes, int64_t count, const mt_data_config *config, mt_error *error);
 
 /* Draws `size` samples from `sources` [num_sources] in proportion to `weights`. Takes ownership of the sources, even on
  * error. */

@@ -185,10 +185,6 @@ static int gpt_dataset_get(const mt_dataset *base, int64_t index, int32_t *token
     return 0;
 }
 
-const char *mt_gpt_dataset_prefix(const mt_dataset *base) {
-    return base->get == gpt_dataset_get ? mt_indexed_dataset_prefix(((const gpt_dataset *)base)->indexed) : NULL;
-}
-
 static void gpt_dataset_free(mt_dataset *base) {
     gpt_dataset *dataset = (gpt_dataset *)base;
     free(dataset->document_index);
@@ -240,6 +236,66 @@ int mt_gpt_dataset_create(mt_dataset **out, const mt_indexed_dataset *indexed, i
     build_shuffle_index(dataset, &random, &plan);
     *out = &dataset->base;
     return 0;
+}
+
+/* ---- a run that was extended -------------------------------------------------------------------------------------
+ */
+
+/* Datasets of the same documents, one after another. */
+typedef struct extended_dataset {
+    mt_dataset base;
+    int64_t count;
+    mt_dataset *parts[MT_MAX_DATA_PLANS];
+} extended_dataset;
+
+static int extended_dataset_get(const mt_dataset *base, int64_t index, int32_t *tokens, mt_error *error) {
+    const extended_dataset *dataset = (const extended_dataset *)base;
+    int64_t part = 0;
+    for (; index >= dataset->parts[part]->num_samples; part++) index -= dataset->parts[part]->num_samples;
+    return mt_dataset_get(dataset->parts[part], index, tokens, error);
+}
+
+static void extended_dataset_free(mt_dataset *base) {
+    extended_dataset *dataset = (extended_dataset *)base;
+    for (int64_t i = 0; i < dataset->count; i++) mt_dataset_free(dataset->parts[i]);
+    free(dataset);
+}
+
+int mt_gpt_dataset_extend(mt_dataset **out, const mt_indexed_dataset *indexed, int64_t begin, int64_t end,
+                          const int64_t *sizes, int64_t count, const mt_data_config *config, mt_error *error) {
+    MT_CHECK(count >= 1 && count <= MT_MAX_DATA_PLANS);
+    mt_dataset *first;
+    *out = NULL;
+    if (mt_gpt_dataset_create(&first, indexed, begin, end, sizes[0], config, error) != 0) return -1;
+    if (sizes[count - 1] <= first->num_samples) {
+        *out = first;
+        return 0;
+    }
+    extended_dataset *dataset = mt_calloc(sizeof *dataset);
+    dataset->base = *first;
+    dataset->base.get = extended_dataset_get;
+    dataset->base.free = extended_dataset_free;
+    dataset->parts[dataset->count++] = first;
+    for (int64_t i = 1; i < count; i++) {
+        int64_t missing = sizes[i] - dataset->base.num_samples;
+        if (missing <= 0) continue;
+        mt_data_config own = *config;
+        own.seed = (int64_t)(mt_random_key((uint64_t)config->seed, UINT64_C(0x657874656e64), (uint64_t)i) & UINT32_MAX);
+        mt_dataset **part = &dataset->parts[dataset->count];
+        if (mt_gpt_dataset_create(part, indexed, begin, end, missing, &own, error) != 0) {
+            extended_dataset_free(&dataset->base);
+            return -1;
+        }
+        dataset->base.num_samples += (*part)->num_samples;
+        dataset->count++;
+    }
+    *out = &dataset->base;
+    return 0;
+}
+
+const char *mt_gpt_dataset_prefix(const mt_dataset *base) {
+    if (base->get == extended_dataset_get) base = ((const extended_dataset *)base)->parts[0];
+    return base->get == gpt_dataset_get ? mt_indexed_dataset_prefix(((const gpt_dataset *)base)->indexed) : NULL;
 }
 
 /* ---- blends ------------------------------------------------------------------------------------------------------ */

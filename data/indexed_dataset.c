@@ -50,8 +50,11 @@ static int64_t dtype_bytes(mt_dtype dtype) {
     return dtype == MT_I64 ? 8 : 4;
 }
 
-static int check_sequences(const mt_indexed_index *index, int64_t bin_size, const char *path, mt_error *error) {
-    int64_t item = dtype_bytes(index->dtype);
+/* Writers put sequences one after another, so gaps, overlaps and bytes behind the last are counted: they are signs of
+ * damage, but an index of a selection of sequences has them too. */
+static int check_sequences(mt_indexed_index *index, int64_t bin_size, const char *path, mt_error *error) {
+    int64_t item = dtype_bytes(index->dtype), previous = 0, last = 0, misaligned = -1;
+    index->first_odd = -1;
     for (int64_t i = 0; i < index->num_sequences; i++) {
         int64_t length = load_i32(index->lengths, i), offset = load_i64(index->offsets, i);
         if (length < 0)
@@ -63,8 +66,18 @@ static int check_sequences(const mt_indexed_index *index, int64_t bin_size, cons
                 "%s: sequence %lld (%lld tokens at byte %lld) lies outside the .bin file of %lld bytes; "
                 "the two files do not belong together or one is cut short",
                 path, (long long)i, (long long)length, (long long)offset, (long long)bin_size);
+        if (offset % item != 0 && misaligned < 0) misaligned = i;
+        index->gaps += offset > previous;
+        index->overlaps += offset < previous;
+        if (offset != previous && index->first_odd < 0) index->first_odd = i;
+        previous = offset + length * item;
+        last = mt_max(last, previous);
     }
-    return 0;
+    index->trailing = bin_size - last;
+    if (misaligned < 0) return 0;
+    return mt_error_set(error,
+                        "%s: sequence %lld begins at byte %lld, inside of a token of %lld bytes; the file is damaged",
+                        path, (long long)misaligned, (long long)load_i64(index->offsets, misaligned), (long long)item);
 }
 
 static int check_documents(const mt_indexed_index *index, const char *path, mt_error *error) {

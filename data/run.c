@@ -121,6 +121,40 @@ static void configure_data(mt_run *r) {
     r->data_config.log = r->grid.world.rank == 0 ? stdout : NULL;
 }
 
+static void open_loaders(mt_run *r) {
+    mt_error error;
+    for (int split = 0; split < MT_NUM_SPLITS; split++) {
+        const mt_dataset *dataset = mt_data_split(r->data, split);
+        int status = dataset ? mt_loader_open(&r->loaders[split], dataset, &r->data_config, r->options.micro_batch_size,
+                                              r->grid.data.rank, r->grid.data.size, &error)
+                             : 0;
+        refuse(r, status, &error);
+    }
+}
+
+static void close_data(mt_run *r) {
+    for (int split = 0; split < MT_NUM_SPLITS; split++) {
+        mt_loader_close(r->loaders[split]);
+        r->loaders[split] = NULL;
+    }
+    mt_data_close(r->data);
+    r->data = NULL;
+}
+
+/* After the checkpoint: a run that resumes keeps its data and their order. */
+static void resume_data(mt_run *r) {
+    mt_error error;
+    bool reorders;
+    if (!r->data) return;
+    FILE *log = r->grid.world.rank == 0 ? stdout : NULL;
+    int64_t group = r->options.micro_batch_size * r->grid.data.size;
+    refuse(r, mt_data_resume(r->data, &r->data_config, &r->state, group, &reorders, log, &error), &error);
+    if (!reorders) return;
+    close_data(r);
+    refuse(r, mt_data_open(&r->data, &r->data_config, &error), &error);
+    open_loaders(r);
+}
+
 static void open_data(mt_run *r) {
     mt_error error;
     mt_options *o = &r->options;
@@ -134,13 +168,7 @@ static void open_data(mt_run *r) {
         refuse(r, mt_train_options_finish(o, r->grid.world.size, &error), &error);
     }
     if (r->grid.world.rank == 0) mt_data_warn(r->data, config, stderr);
-    for (int split = 0; split < MT_NUM_SPLITS; split++) {
-        const mt_dataset *dataset = mt_data_split(r->data, split);
-        int status = dataset ? mt_loader_open(&r->loaders[split], dataset, config, o->micro_batch_size,
-                                              r->grid.data.rank, r->grid.data.size, &error)
-                             : 0;
-        refuse(r, status, &error);
-    }
+    open_loaders(r);
 }
 
 /* ---- models */
@@ -371,6 +399,7 @@ bool mt_run_open(mt_run *r, int *argc, char ***argv) {
     if (r->options.stage == MT_STAGE_RL && r->options.train_epochs > 0) count_iterations(r);
     print_opening(r);
     open_model(r);
+    resume_data(r);
     refuse(r, mt_report_open(&r->report, r->model, &r->state, &error), &error);
     mt_report_long_step(&r->report, &r->state);
     status = r->options.trace ? mt_trace_open(&r->options, &r->grid, &r->state, &error) : 0;
@@ -396,8 +425,7 @@ void mt_run_close(mt_run *r) {
     mt_run_check(r, mt_saver_finish(r->saver, &error), &error);
     mt_run_report_saved(r);
     mt_report_close(&r->report);
-    for (int split = 0; split < MT_NUM_SPLITS; split++) mt_loader_close(r->loaders[split]);
-    mt_data_close(r->data);
+    close_data(r);
     mt_batch_free(&r->batch);
     mt_saver_close(r->saver);
     mt_rl_close(r->rl);

@@ -47,6 +47,7 @@ typedef struct reader {
     mt_chat *chat;
     // of the line
     mt_chat_message *messages;
+    bool *untrained; // [num_messages]: marked as an answer that is not to be imitated
     int64_t num_messages, message_capacity;
     mt_text joined; // an instruction and its input
     // of the sample
@@ -54,7 +55,8 @@ typedef struct reader {
     // all samples; `samples.count` and the last offset count them
     mt_samples samples;
     int64_t sample_capacity, token_capacity;
-    int64_t bad, truncated, dropped, trained, longest, equal_pairs;
+    int64_t bad, truncated, dropped, trained, longest, equal_pairs, repeated_prompts;
+    mt_text unread; // names of fields that no line was read for, each followed by a 0
 } reader;
 
 /* Marks the tokens of the sample that the loss counts in `turns`: 1 or 0. Returns their number among the first
@@ -68,6 +70,7 @@ static int64_t mark_trained(reader *r, int64_t limit) {
         int32_t turn = r->turns.data[i];
         bool counts = r->config->loss_on == MT_LOSS_ON_ALL || (turn >= 0 && r->config->loss_on == MT_LOSS_ON_RESPONSES);
         counts = counts || (last >= 0 && turn == last);
+        counts = counts && !(turn >= 0 && turn < r->num_messages && r->untrained[turn]);
         r->turns.data[i] = counts && i > 0;
         trained += counts && i > 0 && i < limit;
     }
@@ -133,7 +136,8 @@ static int take_sample(reader *r, mt_error *error) {
         return mt_error_set(error, "has no response to score: end it with a message of the assistant, or give the "
                                    "whole as \"text\" or \"tokens\"");
     if (!is_trained)
-        return mt_error_set(error, "has no token to train on: no response; --loss-on all trains on the whole text");
+        return mt_error_set(error, "has no token to train on: no response, or none that is not marked as untrained; "
+                                   "--loss-on all trains on the whole text");
     int64_t trained = 0;
     for (int64_t i = 0; i < count; i++) trained += r->turns.data[i];
     bool drops = is_long && (r->config->long_samples == MT_LONG_DROP || trained == 0);
@@ -155,7 +159,9 @@ static void add_message(reader *r, const char *role, const char *content, int64_
     if (r->num_messages == r->message_capacity) {
         r->message_capacity = 2 * r->message_capacity + 16;
         r->messages = mt_realloc(r->messages, r->message_capacity * (int64_t)sizeof *r->messages);
+        r->untrained = mt_realloc(r->untrained, r->message_capacity * (int64_t)sizeof *r->untrained);
     }
+    r->untrained[r->num_messages] = false;
     r->messages[r->num_messages++] = (mt_chat_message){role, content, bytes};
 }
 
@@ -167,20 +173,89 @@ static const json_t *find_field(const json_t *object, const char *key, const cha
     return json_is_null(field) ? NULL : field;
 }
 
-static int read_message(reader *r, const json_t *message, const char *name, mt_error *error) {
-    const json_t *role = json_object_get(message, "role"), *content = json_object_get(message, "content");
-    if (!json_is_string(role) || strlen(json_string_value(role)) != json_string_length(role))
-        return mt_error_set(error, "\"%s\": a message has no \"role\"", name);
-    if (json_is_true(json_object_get(message, "tool_calls")) || json_array_size(json_object_get(message, "tool_calls")))
-        return mt_error_set(error, "\"%s\": a message has \"tool_calls\", which are not supported", name);
-    if (json_string_length(json_object_get(message, "reasoning_content")) > 0)
-        return mt_error_set(error,
-                            "\"%s\": a message has \"reasoning_content\", which is not supported; put it into the "
-                            "content, between <think> and </think>",
-                            name);
-    if (!json_is_string(content)) return mt_error_set(error, "\"%s\": a message's \"content\" is not a text", name);
-    add_message(r, json_string_value(role), json_string_value(content), (int64_t)json_string_length(content));
+/* False for null, false, 0 and what is empty or absent. */
+static bool has_value(const json_t *item) {
+    if (json_is_string(item)) return json_string_length(item) > 0;
+    if (json_is_array(item)) return json_array_size(item) > 0;
+    if (json_is_object(item)) return json_object_size(item) > 0;
+    return json_is_true(item) || (json_is_number(item) && json_number_value(item) != 0);
+}
+
+/* The first of these fields that has a value; NULL: none. */
+static const char *first_with_value(const json_t *object, const char *const *names) {
+    for (; *names; names++)
+        if (has_value(json_object_get(object, *names))) return *names;
+    return NULL;
+}
+
+/* Fields by which others mark what is trained: OpenAI's and Fireworks' weight, axolotl's and ms-swift's switches. A
+ * mark is true or 1, false or 0; null is none. *found: the name of the mark, or NULL. */
+static int read_mark(const json_t *object, bool *trained, const char **found, mt_error *error) {
+    static const char *const names[] = {"weight", "loss_weight", "loss", "train", "training", "trainable", NULL};
+    *found = NULL;
+    for (const char *const *name = names; *name; name++) {
+        const json_t *mark = json_object_get(object, *name);
+        double value = json_is_boolean(mark) ? json_is_true(mark) : json_number_value(mark);
+        if (!mark || json_is_null(mark)) continue;
+        if ((!json_is_boolean(mark) && !json_is_number(mark)) || (value != 0 && value != 1))
+            return mt_error_set(error, "\"%s\" is not true or 1, or false or 0; other weights are not supported",
+                                *name);
+        if (*found && *trained != (value == 1))
+            return mt_error_set(error, "\"%s\" and \"%s\" contradict each other", *found, *name);
+        *trained = value == 1;
+        *found = *name;
+    }
     return 0;
+}
+
+/* A message's mark: an answer may be left untrained; no other message can be trained by a mark. */
+static int mark_message(reader *r, const json_t *message, const char *name, mt_error *error) {
+    bool trained = true;
+    const char *mark;
+    mt_error why;
+    if (read_mark(message, &trained, &mark, &why) != 0)
+        return mt_error_set(error, "\"%s\": a message's %s", name, why.text);
+    bool answers = strcmp(r->messages[r->num_messages - 1].role, "assistant") == 0;
+    if (mark && trained && !answers && r->config->loss_on != MT_LOSS_ON_ALL)
+        return mt_error_set(error,
+                            "\"%s\": \"%s\" marks a message that is no answer as trained, but only answers "
+                            "are; remove the mark",
+                            name, mark);
+    r->untrained[r->num_messages - 1] = mark && !trained;
+    return 0;
+}
+
+/* The role of a message; ShareGPT calls it "from" and has names of its own. NULL: it has none. */
+static const char *role_of(const json_t *message) {
+    const json_t *role = json_object_get(message, "role");
+    if (!role) role = json_object_get(message, "from");
+    if (!json_is_string(role) || strlen(json_string_value(role)) != json_string_length(role)) return NULL;
+    const char *name = json_string_value(role);
+    return strcmp(name, "human") == 0 ? "user" : strcmp(name, "gpt") == 0 ? "assistant" : name;
+}
+
+static const json_t *content_of(const json_t *message) {
+    const json_t *content = json_object_get(message, "content");
+    return content ? content : json_object_get(message, "value");
+}
+
+static int read_message(reader *r, const json_t *message, const char *name, mt_error *error) {
+    static const char *const refused[] = {"tool_calls", "function_call", "tool_call_id", "tools",           "functions",
+                                          "images",     "audios",        "videos",       "training_detail", "prefix",
+                                          NULL};
+    static const char *const thoughts[] = {"reasoning_content", "reasoning", "thinking", NULL};
+    const json_t *content = content_of(message);
+    const char *role = role_of(message), *field = first_with_value(message, refused);
+    if (!role) return mt_error_set(error, "\"%s\": a message has no \"role\"", name);
+    if (field) return mt_error_set(error, "\"%s\": a message has \"%s\", which are not supported", name, field);
+    if ((field = first_with_value(message, thoughts)))
+        return mt_error_set(error,
+                            "\"%s\": a message has \"%s\", which is not supported; put it into the content, between "
+                            "<think> and </think>",
+                            name, field);
+    if (!json_is_string(content)) return mt_error_set(error, "\"%s\": a message's \"content\" is not a text", name);
+    add_message(r, role, json_string_value(content), (int64_t)json_string_length(content));
+    return mark_message(r, message, name, error);
 }
 
 /* Adds a text as a message of a role, or a list of messages. */
@@ -197,9 +272,42 @@ static int read_messages(reader *r, const json_t *field, const char *name, const
     return 0;
 }
 
-/* A prompt, or an instruction with an input on the lines after it. */
+/* The "system" text of a line, in front of its messages, which then have none of their own. */
+static int read_system(reader *r, const json_t *object, const json_t *messages, mt_error *error) {
+    const json_t *system = json_object_get(object, "system");
+    if (!has_value(system)) return 0;
+    if (!json_is_string(system)) return mt_error_set(error, "\"system\" is not a text");
+    const json_t *first = json_array_get(messages, 0);
+    const char *role = first ? role_of(first) : NULL;
+    if (role && strcmp(role, "system") == 0) {
+        if (json_equal(content_of(first), system)) return 0; // said twice
+        return mt_error_set(error, "has a \"system\" text and another message with this role; remove one");
+    }
+    add_message(r, "system", json_string_value(system), (int64_t)json_string_length(system));
+    return 0;
+}
+
+/* Alpaca's "history": pairs of a prompt and its response, before the prompt. */
+static int read_history(reader *r, const json_t *object, mt_error *error) {
+    const json_t *history = json_object_get(object, "history"), *pair;
+    size_t i;
+    if (!has_value(history)) return 0;
+    if (!json_is_array(history)) return mt_error_set(error, "\"history\" is not a list of pairs of texts");
+    json_array_foreach(history, i, pair) {
+        for (size_t k = 0; k < 2; k++) {
+            const json_t *text = json_array_get(pair, k);
+            if (json_array_size(pair) != 2 || !json_is_string(text))
+                return mt_error_set(error, "\"history\": item %lld is not a pair of texts", (long long)i + 1);
+            add_message(r, k == 0 ? "user" : "assistant", json_string_value(text), (int64_t)json_string_length(text));
+        }
+    }
+    return 0;
+}
+
+/* A prompt, or an instruction with an input on the lines after it; before it, the system text and the history. */
 static int read_prompt(reader *r, const json_t *prompt, const char *name, const json_t *object, mt_error *error) {
     const char *query_name;
+    if (read_system(r, object, prompt, error) != 0 || read_history(r, object, error) != 0) return -1;
     const json_t *query = find_field(object, r->config->query_key, "input", NULL, &query_name);
     if (!query || (json_is_string(query) && json_string_length(query) == 0))
         return read_messages(r, prompt, name, "user", error);
@@ -211,6 +319,55 @@ static int read_prompt(reader *r, const json_t *prompt, const char *name, const 
     mt_text_append(&r->joined, json_string_value(query), (int64_t)json_string_length(query));
     add_message(r, "user", r->joined.data, r->joined.bytes);
     return 0;
+}
+
+/* True if a list of messages begins with one that is no answer: it is a whole conversation. */
+static bool is_conversation(const json_t *response) {
+    const json_t *first = json_array_get(response, 0);
+    const char *role = first ? role_of(first) : NULL;
+    return role && strcmp(role, "assistant") != 0;
+}
+
+/* True if the conversation holds the prompt: begins with its messages, or has the text as a message of the user. */
+static bool holds_prompt(const json_t *conversation, const json_t *prompt) {
+    const json_t *message;
+    size_t i, skipped = 0;
+    if (json_is_string(prompt)) {
+        json_array_foreach(conversation, i, message) {
+            const char *role = role_of(message);
+            if (role && strcmp(role, "user") == 0 && json_equal(content_of(message), prompt)) return true;
+        }
+        return false;
+    }
+    if (!json_is_array(prompt)) return false;
+    const char *first = role_of(json_array_get(conversation, 0)), *own = role_of(json_array_get(prompt, 0));
+    if (first && own && strcmp(first, "system") == 0 && strcmp(own, "system") != 0) skipped = 1;
+    json_array_foreach(prompt, i, message) {
+        const json_t *other = json_array_get(conversation, i + skipped);
+        const char *role = role_of(message), *same = other ? role_of(other) : NULL;
+        if (!role || !same || strcmp(role, same) != 0 || !json_equal(content_of(message), content_of(other)))
+            return false;
+    }
+    return true;
+}
+
+/* The messages of a prompt, if there is one, and of its response, which may be a conversation that holds the prompt. */
+static int read_exchange(reader *r, const json_t *object, const json_t *prompt, const char *name,
+                         const json_t *response, const char *response_name, mt_error *error) {
+    bool whole = is_conversation(response);
+    const char *query_name;
+    if (prompt && whole) {
+        bool more = has_value(json_object_get(object, "history")) ||
+                    has_value(find_field(object, r->config->query_key, "input", NULL, &query_name));
+        if (more || !holds_prompt(response, prompt))
+            return mt_error_set(error,
+                                "\"%s\" is a whole conversation, which does not hold \"%s\"%s; leave one of them out",
+                                response_name, name, more ? " with its input or history" : "");
+    }
+    if (prompt && !whole && read_prompt(r, prompt, name, object, error) != 0) return -1;
+    if ((!prompt || whole) && read_system(r, object, response, error) != 0) return -1;
+    if (!prompt && read_history(r, object, error) != 0) return -1;
+    return read_messages(r, response, response_name, "assistant", error);
 }
 
 static int read_document(reader *r, const json_t *text, mt_error *error) {
@@ -240,22 +397,27 @@ static int read_tokens(reader *r, const json_t *tokens, mt_error *error) {
     return r->ids.count < 2 ? mt_error_set(error, "\"tokens\" has less than two") : take_sample(r, error);
 }
 
+/* The messages of a line; NULL: none. */
+static const json_t *find_messages(const reader *r, const json_t *object, const char **name) {
+    return find_field(object, r->config->messages_key, "messages", "conversations", name);
+}
+
 /* Reads one line as a sample. */
 static int read_single(reader *r, const json_t *object, mt_error *error) {
     const mt_sft_config *c = r->config;
     if (json_is_array(json_object_get(object, "tokens")))
         return read_tokens(r, json_object_get(object, "tokens"), error);
     const char *name, *response_name, *text_name;
-    const json_t *messages = find_field(object, c->messages_key, "messages", NULL, &name);
+    const json_t *messages = find_messages(r, object, &name);
     if (messages) {
+        if (read_system(r, object, messages, error) != 0) return -1;
         if (read_messages(r, messages, name, NULL, error) != 0 || encode_sample(r, error) != 0) return -1;
         return take_sample(r, error);
     }
     const json_t *prompt = find_field(object, c->prompt_key, "prompt", "instruction", &name);
     const json_t *response = find_field(object, c->response_key, "response", "output", &response_name);
     if (prompt && response) {
-        if (read_prompt(r, prompt, name, object, error) != 0) return -1;
-        if (read_messages(r, response, response_name, "assistant", error) != 0) return -1;
+        if (read_exchange(r, object, prompt, name, response, response_name, error) != 0) return -1;
         return encode_sample(r, error) != 0 ? -1 : take_sample(r, error);
     }
     const json_t *text = find_field(object, NULL, "text", NULL, &text_name);
@@ -277,8 +439,12 @@ static int encode_choice(reader *r, const json_t *object, const char *choice, mt
     const json_t *response = json_object_get(object, choice);
     r->num_messages = 0;
     if (!response) return mt_error_set(error, "has no \"%s\", but a preference needs chosen and rejected", choice);
-    if (prompt && read_prompt(r, prompt, name, object, error) != 0) return -1;
-    if (read_messages(r, response, choice, "assistant", error) != 0) return -1;
+    if (!prompt && json_is_string(response) && strncmp(json_string_value(response), "\n\nHuman:", 8) == 0)
+        return mt_error_set(error,
+                            "\"%s\" is a transcript, \"Human: ... Assistant: ...\", in one text; write it as a list of "
+                            "messages",
+                            choice);
+    if (read_exchange(r, object, prompt, name, response, choice, error) != 0) return -1;
     return encode_sample(r, error);
 }
 
@@ -314,6 +480,23 @@ static void add_ref_logps(reader *r, const double logps[2]) {
     memcpy(s->ref_logps + s->count - 2, logps, 2 * sizeof *logps);
 }
 
+/* True if the text has this beginning and goes on after it. */
+static bool begins_with(const json_t *text, const json_t *beginning) {
+    size_t bytes = json_string_length(beginning);
+    return json_is_string(text) && json_string_length(text) > bytes &&
+           memcmp(json_string_value(text), json_string_value(beginning), bytes) == 0;
+}
+
+/* True if both responses are texts that repeat the whole prompt, unless that is a word or two. */
+static bool repeats_prompt(const reader *r, const json_t *object, const char *const choices[2]) {
+    enum { SURE_BYTES = 16 };
+    const char *name;
+    const json_t *prompt = find_field(object, r->config->prompt_key, "prompt", "instruction", &name);
+    return json_is_string(prompt) && json_string_length(prompt) >= SURE_BYTES &&
+           begins_with(json_object_get(object, choices[0]), prompt) &&
+           begins_with(json_object_get(object, choices[1]), prompt);
+}
+
 /* Reads one line as two samples, both or none. Equal responses are bad, or left out if they differed before they were
  * truncated. */
 static int read_pair(reader *r, const json_t *object, mt_error *error) {
@@ -330,6 +513,7 @@ static int read_pair(reader *r, const json_t *object, mt_error *error) {
     }
     bool both = status == 0 && r->samples.count == count + 2, is_equal = both && pair_is_equal(&r->samples);
     bool is_cut = r->truncated > truncated;
+    r->repeated_prompts += repeats_prompt(r, object, choices);
     if (both && !is_equal && !(is_cut && c->ref_logps)) {
         if (c->ref_logps) add_ref_logps(r, logps);
         return 0;
@@ -386,14 +570,16 @@ static int read_answer(const reader *r, const json_t *object, mt_question *quest
 static int read_question(reader *r, const json_t *object, mt_error *error) {
     const mt_sft_config *c = r->config;
     const char *name, *prompt_name;
-    const json_t *messages = find_field(object, c->messages_key, "messages", NULL, &name);
+    const json_t *messages = find_messages(r, object, &name);
     const json_t *prompt = find_field(object, c->prompt_key, "prompt", "instruction", &prompt_name);
     mt_samples *s = &r->samples;
     if (!messages && !prompt)
         return mt_error_set(error, "has neither \"%s\" nor \"%s\"; name the field with --messages-key or --prompt-key",
                             name, prompt_name);
-    int status =
-        messages ? read_messages(r, messages, name, NULL, error) : read_prompt(r, prompt, prompt_name, object, error);
+    int status = messages ? read_system(r, object, messages, error) : 0;
+    if (status == 0)
+        status = messages ? read_messages(r, messages, name, NULL, error)
+                          : read_prompt(r, prompt, prompt_name, object, error);
     r->ids.count = r->turns.count = 0;
     if (status == 0 && (r->num_messages == 0 || strcmp(r->messages[r->num_messages - 1].role, "user") != 0))
         return mt_error_set(error, "\"%s\" does not end with a message of the user", messages ? name : prompt_name);
@@ -419,15 +605,80 @@ static int read_question(reader *r, const json_t *object, mt_error *error) {
     return 0;
 }
 
+/* Fields of a line that would make another sample of it. */
+static int check_line(const json_t *object, mt_error *error) {
+    static const char *const refused[] = {"tools", "functions", "images", "image", "videos", "audios", NULL};
+    static const char *const of_tokens[] = {"input_ids", "labels", "loss_mask", "mask"};
+    bool trained = true;
+    const char *mark, *field = first_with_value(object, refused);
+    for (int i = 0; i < 4 && !field; i++)
+        if (json_is_number(json_array_get(json_object_get(object, of_tokens[i]), 0))) field = of_tokens[i];
+    if (field) return mt_error_set(error, "has \"%s\", which is not supported; remove it or the line", field);
+    if (json_object_get(object, "messages") && has_value(json_object_get(object, "history")))
+        return mt_error_set(error,
+                            "has \"messages\" and a \"history\", which goes with a prompt; make it messages too");
+    if (json_is_false(json_object_get(object, "kto_tag")) || json_is_false(json_object_get(object, "label")))
+        return mt_error_set(error, "is marked as unwanted (\"%s\" is false), which is not supported; remove the line",
+                            json_is_false(json_object_get(object, "label")) ? "label" : "kto_tag");
+    if (read_mark(object, &trained, &mark, error) != 0) return -1;
+    return mark && !trained ? mt_error_set(error, "is marked as untrained by \"%s\"; remove the line", mark) : 0;
+}
+
+/* True if the field was read: it belongs to the form of the line. */
+static bool is_read(const reader *r, const json_t *object, const char *key) {
+    const mt_sft_config *c = r->config;
+    const char *name, *prompt_name, *response_name, *query_name;
+    const json_t *messages = find_messages(r, object, &name);
+    const json_t *prompt = find_field(object, c->prompt_key, "prompt", "instruction", &prompt_name);
+    find_field(object, c->response_key, "response", "output", &response_name);
+    find_field(object, c->query_key, "input", NULL, &query_name);
+    const char *read[12] = {"system"};
+    int count = 1;
+    if (c->prompts) read[count++] = c->answer_key ? c->answer_key : "answer";
+    if (json_is_array(json_object_get(object, "tokens")) && !c->pairs && !c->prompts) {
+        read[0] = "tokens";
+    } else if (messages && !c->pairs) {
+        read[count++] = name;
+        if (prompt && holds_prompt(messages, prompt)) read[count++] = prompt_name;
+    } else if (prompt || c->pairs) {
+        const char *const more[] = {prompt_name, query_name, "history"};
+        for (int i = 0; i < 3; i++) read[count++] = more[i];
+        if (!c->pairs && !c->prompts) read[count++] = response_name;
+        if (c->pairs) read[count++] = c->chosen_key ? c->chosen_key : "chosen";
+        if (c->pairs) read[count++] = c->rejected_key ? c->rejected_key : "rejected";
+    } else {
+        read[0] = "text";
+    }
+    for (int i = 0; i < count; i++)
+        if (strcmp(read[i], key) == 0) return true;
+    return false;
+}
+
+/* Remembers the names of fields that hold a text or a list and are not read. */
+static void note_unread(reader *r, json_t *object) {
+    enum { MOST_BYTES = 1024 };
+    const char *key;
+    json_t *value;
+    json_object_foreach(object, key, value) {
+        bool known = is_read(r, object, key) || !has_value(value) || json_is_number(value) || json_is_true(value);
+        for (int64_t at = 0; at < r->unread.bytes && !known; at += (int64_t)strlen(r->unread.data + at) + 1)
+            known = strcmp(r->unread.data + at, key) == 0;
+        if (!known && r->unread.bytes < MOST_BYTES) mt_text_append(&r->unread, key, (int64_t)strlen(key) + 1);
+    }
+}
+
 static int read_line(reader *r, const char *line, int64_t bytes, mt_error *error) {
     // Numbers are unused; reading them as reals accepts integers of any size. NUL is an ordinary character.
     const size_t flags = JSON_DECODE_INT_AS_REAL | JSON_ALLOW_NUL | JSON_REJECT_DUPLICATES;
     json_t *object = mt_json_parse(line, bytes, flags, NULL, error);
     if (!object) return -1;
     r->num_messages = 0;
-    int status = r->config->prompts ? read_question(r, object, error)
+    int status = check_line(object, error);
+    if (status == 0)
+        status = r->config->prompts ? read_question(r, object, error)
                  : r->config->pairs ? read_pair(r, object, error)
                                     : read_single(r, object, error);
+    if (status == 0) note_unread(r, object);
     json_decref(object);
     return status;
 }
@@ -491,6 +742,7 @@ static int read_file(reader *r, const char *path, mt_error *error) {
     int64_t first_line = 1;
     int status = mt_mapping_open(&file, path, error);
     const char *text = (const char *)file.bytes, *end = text ? text + file.size : NULL;
+    if (text) text += mt_text_mark_bytes(text, end);
     const char *first = text ? skip_blanks(text, end, &first_line) : NULL;
     if (first < end && *first == '[') {
         status = read_list(r, path, first + 1, end, first_line, error);
@@ -526,6 +778,14 @@ static void print_summary(const reader *r) {
                 (long long)r->equal_pairs);
     if (r->bad > 0) fprintf(log, "; %lld bad lines are left out", (long long)r->bad);
     fprintf(log, "\n");
+    if (r->repeated_prompts > 0)
+        fprintf(log,
+                "warning: both responses begin with the whole prompt in %lld pairs, so that it is written twice; leave "
+                "it out of the responses\n",
+                (long long)r->repeated_prompts);
+    for (int64_t at = 0; at < r->unread.bytes; at += (int64_t)strlen(r->unread.data + at) + 1)
+        fprintf(log, "%s\"%s\"", at > 0 ? ", " : "note: fields of the lines that are not read: ", r->unread.data + at);
+    if (r->unread.bytes > 0) fprintf(log, "\n");
 }
 
 static int check_count(const reader *r, mt_error *error) {
@@ -554,6 +814,8 @@ int mt_samples_read(mt_samples *samples, const mt_sft_config *config, const mt_t
     *samples = r.samples;
     mt_chat_close(r.chat);
     free(r.messages);
+    free(r.untrained);
+    free(r.unread.data);
     free(r.joined.data);
     free(r.ids.data);
     free(r.turns.data);

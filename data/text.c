@@ -38,6 +38,10 @@ const char *mt_text_document_end(mt_text_format format, const char *text, const 
     return format == MT_TEXT_PARAGRAPHS ? paragraph_end(text, end) : line_end(text, end);
 }
 
+int64_t mt_text_mark_bytes(const char *text, const char *end) {
+    return end - text >= 3 && memcmp(text, "\xEF\xBB\xBF", 3) == 0 ? 3 : 0;
+}
+
 /* Visits a string, or the strings of a list. */
 static int visit_field(const json_t *field, int64_t key, const char *name, mt_jsonl_visit *visit, void *context,
                        mt_error *error) {

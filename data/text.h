@@ -27,6 +27,9 @@ typedef int mt_jsonl_visit(void *context, int64_t key, const char *text, int64_t
 int mt_jsonl_read(const char *line, int64_t bytes, const mt_strings *keys, mt_jsonl_visit *visit, void *context,
                   mt_error *error);
 
+/* Bytes of the byte-order mark that the file's text [text, end) begins with: 3 or 0. */
+int64_t mt_text_mark_bytes(const char *text, const char *end);
+
 /* True if the text has only spaces, tabs and line ends. */
 bool mt_text_is_blank(const char *text, int64_t bytes);
 

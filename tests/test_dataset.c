@@ -488,6 +488,7 @@ static void hostile_indices_are_refused_in_one_line(void **state) {
         {offsets + 8, (uint64_t)-2, 8, "outside the .bin"},
         {offsets + 8, INT64_MAX, 8, "outside the .bin"},
         {offsets + 56 * 8, 2817 * 2 - 2, 8, "outside the .bin"},
+        {offsets + 8, 3, 8, "inside of a token"},
         {documents, 1, 8, "document index"},
         {documents + 8, (uint64_t)-1, 8, "document index"},
         {documents + 16, 0, 8, "document index"},
@@ -508,6 +509,82 @@ static void hostile_indices_are_refused_in_one_line(void **state) {
     assert_refused(mt_indexed_index_parse(&index, good, size, bin_size - 1, "x.idx", &error), &error, "outside");
     free(good);
     free(bad);
+}
+
+/* Writers put sequences one after another; a selection of sequences has gaps too, so that these are counted only. */
+static void gaps_overlaps_and_trailing_bytes_are_counted(void **state) {
+    (void)state;
+    int64_t size, bin_size = 2817 * 2;
+    uint8_t *bytes = read_file(GOLDEN "alpha.idx", &size);
+    const int64_t lengths = 34, offsets = lengths + 57 * 4;
+    mt_indexed_index index;
+    mt_error error;
+    assert_ok(mt_indexed_index_parse(&index, bytes, size, bin_size, "x.idx", &error), &error);
+    assert_true(index.gaps == 0 && index.overlaps == 0 && index.trailing == 0 && index.first_odd == -1);
+    assert_ok(mt_indexed_index_parse(&index, bytes, size, bin_size + 1, "x.idx", &error), &error);
+    assert_true(index.gaps == 0 && index.overlaps == 0 && index.trailing == 1);
+    int32_t length;
+    memcpy(&length, bytes + lengths + 4 * 4, 4);
+    put(bytes, lengths + 4 * 4, (uint64_t)length - 1, 4);
+    assert_ok(mt_indexed_index_parse(&index, bytes, size, bin_size, "x.idx", &error), &error);
+    assert_true(index.gaps == 1 && index.overlaps == 0 && index.trailing == 0 && index.first_odd == 5);
+    put(bytes, lengths + 4 * 4, (uint64_t)length, 4);
+    put(bytes, offsets + 9 * 8, 0, 8); // sequence 9 is also read from the start; sequence 10 begins after a gap
+    assert_ok(mt_indexed_index_parse(&index, bytes, size, bin_size, "x.idx", &error), &error);
+    assert_true(index.gaps == 1 && index.overlaps == 1 && index.trailing == 0 && index.first_odd == 9);
+    free(bytes);
+}
+
+static int32_t *read_all(const mt_dataset *dataset, int64_t count) {
+    int64_t row = dataset->seq_length + 1;
+    int32_t *tokens = mt_malloc(count * row * 4);
+    mt_error error;
+    for (int64_t i = 0; i < count; i++) assert_ok(mt_dataset_get(dataset, i, tokens + i * row, &error), &error);
+    return tokens;
+}
+
+/* A run of 20 samples that is extended to 50 and 400, of one path and of a blend: what it was to read stays, and no
+ * sample of its first epoch comes twice before each came once. */
+static void an_extension_changes_no_earlier_order(void **state) {
+    (void)state;
+    static char *one[] = {GOLDEN "alpha"}, *two[] = {"0.3", GOLDEN "alpha", "0.7", GOLDEN "beta"};
+    const int64_t sizes[] = {20, 50, 400};
+    for (int blended = 0; blended < 2; blended++) {
+        mt_data_config config = golden_config();
+        config.data_path = blended ? (mt_strings){4, two} : (mt_strings){1, one};
+        config.split = "100,0,0";
+        int32_t *before = NULL;
+        int64_t row = config.seq_length + 1;
+        for (int k = 0; k < 3; k++) {
+            mt_data *data;
+            mt_error error;
+            config.sizes[0] = config.plans[k][0] = sizes[k];
+            config.num_plans = k + 1;
+            assert_ok(mt_data_open(&data, &config, &error), &error);
+            const mt_dataset *train = mt_data_split(data, MT_SPLIT_TRAIN);
+            assert_true(train->num_samples >= sizes[k]);
+            int32_t *now = read_all(train, sizes[k]);
+            if (before) assert_memory_equal(now, before, (size_t)(sizes[k - 1] * row * 4));
+            free(before);
+            before = now;
+            mt_data_close(data);
+        }
+        free(before);
+    }
+    // the start of an extended run is Megatron's order of the run before
+    mt_data_config config = golden_config();
+    mt_indexed_dataset *indexed;
+    mt_dataset *plain, *extended;
+    mt_error error;
+    assert_ok(mt_indexed_dataset_open(&indexed, GOLDEN "alpha", &error), &error);
+    assert_ok(mt_gpt_dataset_create(&plain, indexed, 0, 57, 20, &config, &error), &error);
+    assert_ok(mt_gpt_dataset_extend(&extended, indexed, 0, 57, sizes, 3, &config, &error), &error);
+    int32_t *want = read_all(plain, plain->num_samples), *got = read_all(extended, plain->num_samples);
+    assert_memory_equal(want, got, (size_t)(plain->num_samples * (config.seq_length + 1) * 4));
+    free(want), free(got);
+    mt_dataset_free(plain);
+    mt_dataset_free(extended);
+    mt_indexed_dataset_close(indexed);
 }
 
 static void absent_files_are_named(void **state) {
@@ -821,6 +898,8 @@ int main(void) {
         cmocka_unit_test(u16_is_chosen_below_65500),
         cmocka_unit_test(an_unpublished_writer_leaves_nothing_behind),
         cmocka_unit_test(hostile_indices_are_refused_in_one_line),
+        cmocka_unit_test(gaps_overlaps_and_trailing_bytes_are_counted),
+        cmocka_unit_test(an_extension_changes_no_earlier_order),
         cmocka_unit_test(absent_files_are_named),
         cmocka_unit_test(ranks_partition_the_samples_under_every_sampler),
         cmocka_unit_test(single_takes_rows_of_each_group_in_order),

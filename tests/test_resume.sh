@@ -420,6 +420,66 @@ data_that_cannot_be_read_end_all_ranks() {
         ! grep 'warning' "$work/err"
 }
 
+# Losses name batches, because the weights stay.
+still="--num-layers 1 --hidden-size 8 --num-attention-heads 1 --vocab-size 257 --tokenizer-type ByteLevel
+    --hidden-dropout 0 --attention-dropout 0 --chat-template plain --lr 1e-30 --lr-decay-style constant --seq-length 32
+    --micro-batch-size 2 --global-batch-size 4 --split 100,0,0 --eval-iters 0 --device $device"
+
+# stays ARGUMENTS...: trains on one rank.
+stays() {
+    # shellcheck disable=SC2086
+    "$train" $still "$@" >"$work/out" 2>"$work/err" </dev/null
+}
+
+# A run of 10 steps that goes on to 30, then is cut to 20: its first 10 steps are those that it began with, and the
+# order of the rest does not depend on where it was stopped.
+a_longer_run_keeps_the_order_it_began_with() {
+    awk 'BEGIN { for (i = 0; i < 60; i++) printf "line %d of a text with %d words\n\n", i, i * i }' >"$work/o.txt"
+    data/preprocess --input "$work/o.txt" --output-prefix "$work/o" --tokenizer-type ByteLevel --append-eod \
+        >"$work/out" || return 1
+    for kind in one blend; do
+        path="$work/o_text_document"
+        [ $kind = blend ] && path="0.7 $path 0.3 $path"
+        rm -rf "$work/o1" "$work/o2"
+        # shellcheck disable=SC2086
+        set -- --data-path $path
+        stays "$@" --train-iters 10 --save "$work/o1" --metrics "$work/o10.jsonl" || return 1
+        cp -r "$work/o1" "$work/o2"
+        stays "$@" --train-iters 30 --load "$work/o1" --save "$work/o1" --metrics "$work/o30.jsonl" &&
+            says '^note: the run was planned for 40 training samples and now needs 120' "$work/out" || return 1
+        stays "$@" --train-iters 30 --load "$work/o2" --save "$work/o2" --exit-duration-in-mins 1e-9 || return 1
+        rm -rf "$work/o1"
+        # once more from the start, in the plan of the run that was extended
+        stays "$@" --train-iters 20 --load "$work/o2" --save "$work/o2" --metrics "$work/o20.jsonl" || return 1
+        losses "$work/o30.jsonl" | head -10 >"$work/want"
+        losses "$work/o20.jsonl" >"$work/part"
+        cmp "$work/want" "$work/part" || return 1
+    done
+}
+
+# The number of lines, what the loss counts, the share of --split: a run that goes on refuses another set of samples,
+# until it is told to.
+other_data_are_refused() {
+    awk 'BEGIN { for (i = 0; i < 30; i++) printf "{\"prompt\":\"p%d\",\"response\":\"r%d\"}\n", i, i }' >"$work/d.jsonl"
+    set -- --sft --data-path "$work/d.jsonl" --load "$work/d" --train-iters 4
+    stays --sft --data-path "$work/d.jsonl" --save "$work/d" --train-iters 2 || return 1
+    refuses_data() {
+        pattern=$1
+        shift
+        stays "$@" && return 1
+        says "^error: .*training data are not those .*$pattern" "$work/err"
+    }
+    refuses_data 'other trained tokens (--loss-on)' "$@" --loss-on all || return 1
+    refuses_data '30 samples with [0-9]* tokens then, 15 with' "$@" --split 1,1,0 || return 1
+    cp "$work/d.jsonl" "$work/same.jsonl"
+    stays "$@" --data-path "$work/same.jsonl" || return 1
+    sed -i 's/p7/q7/' "$work/d.jsonl"
+    refuses_data 'other contents' "$@" || return 1
+    sed -i 1d "$work/d.jsonl"
+    refuses_data '29 with' "$@" || return 1
+    stays "$@" --no-load-rng && stays "$@" --finetune
+}
+
 check kills_at_random_moments_change_nothing kills_at_random_moments_change_nothing
 check a_damaged_checkpoint_is_named a_damaged_checkpoint_is_named_and_the_one_before_is_used
 check everything_comes_from_the_checkpoint_that_is_whole everything_comes_from_the_checkpoint_that_is_whole
@@ -439,4 +499,6 @@ check a_bad_step_is_not_saved a_bad_step_is_not_saved
 check an_error_in_the_background_ends_the_run an_error_in_the_background_ends_the_run
 check an_evaluation_that_fails_does_not_lose_the_save an_evaluation_that_fails_does_not_lose_the_save
 check data_that_cannot_be_read_end_all_ranks data_that_cannot_be_read_end_all_ranks
+check a_longer_run_keeps_the_order_it_began_with a_longer_run_keeps_the_order_it_began_with
+check other_data_are_refused other_data_are_refused
 exit $failed

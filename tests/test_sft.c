@@ -86,6 +86,122 @@ static void every_form_of_a_line_is_read(void **state) {
     expect(c, "{\"prompt\": \"a\", \"response\": \"b\"}\n\n{\"prompt\": \"c\", \"response\": \"d\"}", 2, two);
 }
 
+#define USER(text)         "{\"role\": \"user\", \"content\": \"" text "\"}"
+#define ASSISTANT(text)    "{\"role\": \"assistant\", \"content\": \"" text "\"}"
+#define MARKED(text, mark) "{\"role\": \"assistant\", \"content\": \"" text "\", \"" mark "}"
+
+static void system_history_and_sharegpt_are_read(void **state) {
+    (void)state;
+    const mt_sft_config c = {0};
+    expect_one(c, "{\"system\": \"s\", \"prompt\": \"a\", \"response\": \"b\"}", "sa[b|]");
+    expect_one(c, "{\"system\": \"\", \"history\": [], \"prompt\": \"a\", \"response\": \"b\"}", "a[b|]");
+    expect_one(c,
+               "{\"instruction\": \"a\", \"input\": \"i\", \"output\": \"b\", \"system\": \"s\", \"history\": "
+               "[[\"q\", \"r\"], [\"v\", \"w\"]]}",
+               "sq[r|]v[w|]a\ni[b|]");
+    expect_one((mt_sft_config){.loss_on = MT_LOSS_ON_LAST},
+               "{\"prompt\": \"a\", \"response\": \"b\", \"history\": [[\"q\", \"r\"]]}", "qr|a[b|]");
+    expect_one(c, "{\"system\": \"s\", \"messages\": [" USER("u") ", " ASSISTANT("a") "]}", "su[a|]");
+    expect_one(c,
+               "{\"conversations\": [{\"from\": \"human\", \"value\": \"u\"}, {\"from\": \"gpt\", \"value\": "
+               "\"a\"}]}",
+               "u[a|]");
+    expect_error(c,
+                 "{\"system\": \"s\", \"messages\": [{\"role\": \"system\", \"content\": \"t\"}, " USER(
+                     "u") ", " ASSISTANT("a") "]}",
+                 "\"system\" text and another");
+    expect_error(c, "{\"system\": 1, \"prompt\": \"a\", \"response\": \"b\"}", "\"system\" is not a text");
+    expect_error(c, "{\"history\": [[\"q\"]], \"prompt\": \"a\", \"response\": \"b\"}", "item 1 is not a pair");
+    expect_error(c, "{\"history\": [[\"q\", \"r\"]], \"messages\": [" USER("u") ", " ASSISTANT("a") "]}",
+                 "\"history\", which goes with a prompt");
+    expect_error(c, "{\"conversations\": [{\"from\": \"observation\", \"value\": \"u\"}]}", "\"observation\"");
+    const char *const pair[] = {"sq[r|]p[a|]", "sq[r|]p[b|]"};
+    expect((mt_sft_config){.pairs = true},
+           "{\"system\": \"s\", \"history\": [[\"q\", \"r\"]], \"prompt\": \"p\", \"chosen\": \"a\", "
+           "\"rejected\": \"b\"}",
+           2, pair);
+    expect_one(c, "\xEF\xBB\xBF{\"prompt\": \"a\", \"response\": \"b\"}", "a[b|]");
+    expect_one(c, "\xEF\xBB\xBF[{\"prompt\": \"a\", \"response\": \"b\"}]", "a[b|]");
+}
+
+static void answers_that_are_marked_are_not_trained(void **state) {
+    (void)state;
+    static const char *const no[] = {"weight\": 0", "weight\": 0.0",      "loss\": false",
+                                     "train\": 0",  "trainable\": false", "training\": false"};
+    static const char *const yes[] = {"weight\": 1", "loss\": true", "train\": null"};
+    char line[1000];
+    for (int i = 0; i < 9; i++) {
+        const char *mark = i < 6 ? no[i] : yes[i - 6];
+        snprintf(line, sizeof line,
+                 "{\"messages\": [" USER("u") ", {\"role\": \"assistant\", \"content\": \"a\", \"%s}, " USER(
+                     "v") ", " ASSISTANT("b") "]}",
+                 mark);
+        expect_one((mt_sft_config){0}, line, i < 6 ? "ua|v[b|]" : "u[a|]v[b|]");
+        if (i < 6) expect_one((mt_sft_config){.loss_on = MT_LOSS_ON_ALL}, line, "ua|[vb|]");
+    }
+    const mt_sft_config c = {0};
+    expect_error(c, "{\"messages\": [" USER("u") ", " MARKED("a", "weight\": 0") "]}", "no token to train on");
+    expect_error(c, "{\"messages\": [" USER("u") ", " MARKED("a", "weight\": 0.5") "]}", "\"weight\" is not true or 1");
+    expect_error(c, "{\"messages\": [" USER("u") ", " MARKED("a", "train\": \"no\"") "]}", "\"train\" is not true");
+    expect_error(c, "{\"messages\": [" USER("u") ", " MARKED("a", "train\": true, \"weight\": 0") "]}", "contradict");
+    expect_error(c, "{\"messages\": [{\"role\": \"user\", \"content\": \"u\", \"train\": true}, " ASSISTANT("a") "]}",
+                 "no answer");
+    expect_error(c, "{\"prompt\": \"a\", \"response\": \"b\", \"weight\": 0}", "untrained by \"weight\"");
+    expect_error(c, "{\"prompt\": \"a\", \"response\": \"b\", \"weight\": 2}", "\"weight\" is not");
+    expect_error(c, "{\"prompt\": \"a\", \"response\": \"b\", \"label\": false}", "unwanted");
+    expect_error(c, "{\"prompt\": \"a\", \"response\": \"b\", \"tools\": \"[{}]\"}", "\"tools\"");
+    expect_error(c, "{\"tokens\": [1, 2, 3], \"loss_mask\": [0, 0, 1]}", "\"loss_mask\"");
+    expect_one(c, "{\"prompt\": \"a\", \"response\": \"b\", \"weight\": 1, \"tools\": [], \"label\": true}", "a[b|]");
+}
+
+/* The form of ultrafeedback_binarized and its kin. */
+static void a_prompt_within_a_conversation_is_written_once(void **state) {
+    (void)state;
+    const mt_sft_config c = {.pairs = true};
+    const char *const once[] = {"p[a|]", "p[b|]"}, *const with_system[] = {"sp[a|]", "sp[b|]"};
+    const char *chosen = "[" USER("p") ", " ASSISTANT("a") "]", *rejected = "[" USER("p") ", " ASSISTANT("b") "]";
+    char line[1000];
+    static const char *const prompts[] = {"\"p\"", "[" USER("p") "]", "null"};
+    for (int i = 0; i < 3; i++) {
+        snprintf(line, sizeof line, "{\"prompt\": %s, \"chosen\": %s, \"rejected\": %s}", prompts[i], chosen, rejected);
+        expect(c, line, 2, once);
+        snprintf(line, sizeof line, "{\"system\": \"s\", \"prompt\": %s, \"chosen\": %s, \"rejected\": %s}", prompts[i],
+                 chosen, rejected);
+        expect(c, line, 2, with_system);
+    }
+    snprintf(line, sizeof line,
+             "{\"prompt\": [" USER("p") "], \"chosen\": [" ASSISTANT("a") "], \"rejected\": [" ASSISTANT("b") "]}");
+    expect(c, line, 2, once);
+    snprintf(line, sizeof line, "{\"prompt\": \"q\", \"chosen\": %s, \"rejected\": %s}", chosen, rejected);
+    expect_error(c, line, "\"chosen\" is a whole conversation, which does not hold \"prompt\"");
+    snprintf(line, sizeof line, "{\"prompt\": [" USER("q") "], \"chosen\": %s, \"rejected\": %s}", chosen, rejected);
+    expect_error(c, line, "does not hold \"prompt\"");
+    snprintf(line, sizeof line, "{\"prompt\": \"p\", \"response\": %s}", chosen);
+    expect_one((mt_sft_config){0}, line, "p[a|]");
+    snprintf(line, sizeof line, "{\"prompt\": \"p\", \"messages\": %s}", chosen);
+    expect_one((mt_sft_config){0}, line, "p[a|]");
+    expect_error(c, "{\"chosen\": \"\\n\\nHuman: a\\n\\nAssistant: b\", \"rejected\": \"\\n\\nHuman: a\"}",
+                 "a transcript");
+}
+
+static void fields_that_are_not_read_are_named(void **state) {
+    (void)state;
+    char log[2000] = "";
+    mt_sft_config c = {.log = fmemopen(log, sizeof log, "w")};
+    expect_one(c, "{\"prompt\": \"a\", \"response\": \"b\", \"thoughts\": \"t\", \"id\": 5, \"x\": \"\"}", "a[b|]");
+    fclose(c.log);
+    assert_non_null(strstr(log, "not read: \"thoughts\"\n"));
+    c = (mt_sft_config){.pairs = true, .log = fmemopen(log, sizeof log, "w")};
+    const char *const pair[] = {"what is the sum?[what is the sum? 4|]", "what is the sum?[what is the sum? 5|]"};
+    expect(c,
+           "{\"prompt\": \"what is the sum?\", \"chosen\": \"what is the sum? 4\", \"rejected\": \"what is the sum? "
+           "5\"}",
+           2, pair);
+    fclose(c.log);
+    assert_non_null(strstr(log, "begin with the whole prompt in 1 pairs"));
+    assert_null(strstr(log, "not read"));
+}
+
 static void keys_are_options(void **state) {
     (void)state;
     const char *line = "{\"q\": \"a\", \"more\": \"b\", \"a\": \"c\", \"prompt\": \"x\", \"response\": \"y\"}";
@@ -252,6 +368,10 @@ static void fingerprints_distinguish_samples(void **state) {
 int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(every_form_of_a_line_is_read),
+        cmocka_unit_test(system_history_and_sharegpt_are_read),
+        cmocka_unit_test(answers_that_are_marked_are_not_trained),
+        cmocka_unit_test(a_prompt_within_a_conversation_is_written_once),
+        cmocka_unit_test(fields_that_are_not_read_are_named),
         cmocka_unit_test(keys_are_options),
         cmocka_unit_test(the_loss_counts_all_responses_or_the_last),
         cmocka_unit_test(long_samples_are_truncated_or_dropped),
