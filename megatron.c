@@ -7856,8 +7856,8 @@ typedef struct mt_micro_batch {
 } mt_micro_batch;
 
 /* The numbers of a training step, on the device; one copy brings them to the host. */
-/* What a loss on the host reads per token, for the message about a step whose loss is not finite: the operands of the
- * batch, then these. */
+/* The operands that a loss on the host reads per token, for the message about a step whose loss is not finite: the
+ * operands of the batch, then these. */
 enum { MT_OPERAND_TEACHER = MT_NUM_LOSS_INPUTS, MT_OPERAND_OWN, MT_NUM_OPERANDS };
 
 typedef struct mt_step_numbers {

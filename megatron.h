@@ -2955,8 +2955,8 @@ typedef struct mt_loss_average {
 } mt_loss_average;
 mt_loss_average mt_train_loss_average(mt_model *model);
 
-/* What the next steps read that is not finite, for the message about a bad step, as "the values of the critic"; NULL:
- * nothing known. Must live as long as the model. */
+/* The operand of the next steps that is not finite, for the message about a bad step, as "the values of the critic";
+ * NULL: nothing known. Must live as long as the model. */
 void mt_train_name_fault(mt_model *model, const char *operand);
 
 /* state->optimizer_step with the steps that are enqueued, for a checkpoint: mt_train_step sees later which of them made

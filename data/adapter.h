@@ -26,7 +26,7 @@ int mt_adapter_read_options(mt_options *options, mt_error *error);
 /* adapter_config.json of finished options, to free: peft and this program load it. */
 char *mt_adapter_print_config(const mt_options *options);
 
-/* Tells on `out` that peft drops a part of the adapters of a model with experts, if it does. */
+/* Prints to `out` which adapters of a model with experts peft drops, if any. */
 void mt_adapter_warn(const mt_options *options, FILE *out);
 
 /* Sets lora_roles and lora_alpha. A target names the matrices whose modules have this name or end with it behind a dot,

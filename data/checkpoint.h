@@ -29,8 +29,8 @@ int mt_checkpoint_load(mt_model *model, mt_run_state *state, const char *folder,
 int mt_checkpoint_load_found(mt_model *model, mt_run_state *state, const char *folder, bool own, char **found,
                              mt_error *error);
 
-/* Compares the tensors of a folder's headers with the model of finished options, and shared tensors with those that
- * they repeat, as loading does, before memory is taken for the model. For one rank. */
+/* Compares the tensors of a folder's headers with the model of finished options, and shared tensors with the
+ * tensors that they repeat, as loading does, before memory is taken for the model. For one rank. */
 int mt_checkpoint_check(const mt_options *options, const char *folder, mt_error *error);
 
 /* Loads the adapter of a folder of peft, or of the latest checkpoint of a run with adapters; training continues from

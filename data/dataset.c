@@ -514,12 +514,12 @@ static int refuse_other_data(const mt_run_state *then, const mt_data_identity *n
                             config->tokens_file, advice);
     if (then->data.documents == now->documents && then->data.tokens == now->tokens)
         return mt_error_set(error,
-                            "the training data are not those that the run began with: they have as many %s and tokens, "
+                            "the training data are not the data of the run's begin: they have as many %s and tokens, "
                             "but another order, other contents, %s; %s",
                             unit, config->sft ? "other trained tokens (--loss-on)" : "another --split or other weights",
                             advice);
     return mt_error_set(error,
-                        "the training data are not those that the run began with: %lld %s with %lld tokens then, %lld "
+                        "the training data are not the data of the run's begin: %lld %s with %lld tokens then, %lld "
                         "with %lld now, which would change the order of samples; %s",
                         (long long)then->data.documents, unit, (long long)then->data.tokens, (long long)now->documents,
                         (long long)now->tokens, advice);

@@ -196,14 +196,14 @@ void mt_data_close(mt_data *data);
  */
 int mt_data_agree(mt_data *data, const mt_group *world, mt_error *error);
 
-/* What identifies the training data: the files that it is made of, its documents and their lengths, the weights of a
- * blend, pieces of the tokens, what the loss counts. Generated data have the fingerprint 0. */
+/* The identity of the training data: the files that it is made of, its documents and their lengths, the weights of a
+ * blend, pieces of the tokens, and --loss-on. Generated data have the fingerprint 0. */
 typedef struct mt_data_identity {
     int64_t documents, tokens, fingerprint; // samples and positions, where these are of any length
 } mt_data_identity;
 mt_data_identity mt_data_identify(mt_data *data, const mt_data_config *config);
 
-/* Compares the data with those that a run which resumes began with, and writes what it has now into `state`. Sets
+/* Compares the data with the data that a resumed run began with, and writes what it has now into `state`. Sets
  * config->plans such that the order of samples that the run began with stays, whatever its new length: *reorders, if
  * the data must be opened again for that. Prints a line on an extension to `file`, unless it is NULL. Errors: other
  * data; too many extensions. `group` is micro_batch_size * data-parallel ranks. */

@@ -20,7 +20,7 @@ int mt_special_tokens_check(const json_t *object, const char *path, mt_error *er
 void mt_special_tokens_take(mt_options *options, const json_t *config);
 
 /* Sets the ids of the folder that the options came from, or else options->bos_token_id and eos_token_id; without
- * `nulls` only those that name a token. */
+ * `nulls` only ids that name a token. */
 void mt_special_tokens_set(json_t *object, const mt_options *options, bool nulls);
 
 /* Reads generation_config.json of a folder, if it has one. Errors: no JSON; an id that is none. */
@@ -29,7 +29,7 @@ int mt_generation_config_read(mt_options *options, const char *folder, mt_error 
 /* Writes generation_config.json: as it was read, or else the ids of special tokens, if there are any. */
 int mt_generation_config_write(const mt_options *options, const char *folder, mt_error *error);
 
-/* Adds a token to those that end a text, unless it is one of them; false if there is no room. */
+/* Adds a token to the tokens that end a text, unless it is one of them; false if there is no room. */
 bool mt_stops_add(mt_stops *stops, int64_t id);
 
 /* The tokens that end a text of the model that options were read from: those of generation_config.json, which may list

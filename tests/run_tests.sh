@@ -7,9 +7,10 @@
 # alone at the end.
 #
 # SUITE is tests/test_SUITE.c, built as DIR/test_SUITE, or tests/test_SUITE.sh, or both. Suites named *_mpi run on four
-# ranks, *_mpi8 on eight, and of these cuda_* on no more ranks than there are GPUs. A C suite is a cmocka program. A shell suite prints "ok NAME", "not ok NAME" or "skipped:
-# REASON" for each test; if it prints none of them, its exit status counts as one test (77: skipped). A suite that
-# crashes, hangs, or exits with an error and no failed test counts as one more failure.
+# ranks, *_mpi8 on eight, and of these cuda_* on no more ranks than there are GPUs. A C suite is a cmocka program. A
+# shell suite prints "ok NAME", "not ok NAME" or "skipped: REASON" for each test; if it prints none of them, its exit
+# status counts as one test (77: skipped). A suite that crashes, hangs, or exits with an error and no failed test counts
+# as one more failure.
 set -u
 directory=$1
 shift
@@ -47,8 +48,8 @@ run_ranks() {
     return $status
 }
 
-# ranks_of NAME: prints the ranks of a suite. A rank of a cuda suite needs a GPU of its own; where none answers, the suite
-# says so itself.
+# ranks_of NAME: prints the ranks of a suite. A rank of a cuda suite needs a GPU of its own; where none answers, the
+# suite says so itself.
 ranks_of() {
     case $1 in *_mpi8) ranks=8 ;; *) ranks=4 ;; esac
     case $1 in cuda_*) gpus=$(nvidia-smi -L 2>/dev/null | grep -c '^GPU') ;; *) gpus=0 ;; esac

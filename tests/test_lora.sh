@@ -70,9 +70,10 @@ taken() {
 # End tokens, padding, sampling and templates: a run, its resumption, a conversion, a merge.
 what_a_folder_says_goes_with_every_save() {
     cp -R $base "$work/chat" && chmod -R u+w "$work/chat" && mkdir "$work/chat/additional_chat_templates" || return 1
-    sed 's/"eos_token_id": [^,]*/"eos_token_id": [2, 38]/; s/"pad_token_id": [^,]*/"pad_token_id": 5/' $base/config.json >"$work/chat/config.json"
-    echo '{"eos_token_id": [2, 38], "temperature": 0.6, "top_k": 20, "new": {"a": [1]}, "max_length": 1000000000000000000000}' \
-        >"$work/chat/generation_config.json"
+    sed 's/"eos_token_id": [^,]*/"eos_token_id": [2, 38]/; s/"pad_token_id": [^,]*/"pad_token_id": 5/' \
+        $base/config.json >"$work/chat/config.json"
+    printf '%s\n' '{"eos_token_id": [2, 38], "temperature": 0.6, "top_k": 20, "new": {"a": [1]},' \
+        ' "max_length": 1000000000000000000000}' >"$work/chat/generation_config.json"
     echo '{"eos_token": "</s>"}' >"$work/chat/special_tokens_map.json"
     echo '{"model_max_length": 1000000000000000019884624838656}' >"$work/chat/tokenizer_config.json"
     echo '{{ messages }}' >"$work/chat/chat_template.jinja"
@@ -93,7 +94,8 @@ what_a_folder_says_goes_with_every_save() {
 a_folder_does_not_lose_its_tokenizer() {
     rm -rf "$work/kind" && cp -R $base "$work/kind" && chmod -R u+w "$work/kind" || return 1
     echo '{"model": {"type": "Unigram", "vocab": []}}' >"$work/kind/tokenizer.json"
-    "$train" --load "$work/kind" --train-iters 0 --save "$work/kept" --device cpu >"$work/out" 2>"$work/err" </dev/null &&
+    "$train" --load "$work/kind" --train-iters 0 --save "$work/kept" --device cpu \
+        >"$work/out" 2>"$work/err" </dev/null &&
         says 'the tokenizer is taken along as it is, .*Unigram' "$work/out" &&
         cmp "$work/kind/tokenizer.json" "$work/kept/tokenizer.json" || return 1
     echo '{"a":' >"$work/kind/tokenizer_config.json"
@@ -112,8 +114,8 @@ a_list_of_targets_has_no_limit() {
             i=$((i + 1))
         done
         for layer in 0 1 2 3; do
-            for module in self_attn.q_proj self_attn.k_proj self_attn.v_proj self_attn.o_proj mlp.gate_proj mlp.up_proj \
-                mlp.down_proj; do
+            for module in self_attn.q_proj self_attn.k_proj self_attn.v_proj self_attn.o_proj \
+                mlp.gate_proj mlp.up_proj mlp.down_proj; do
                 echo "\"model.layers.$layer.$module\","
             done
         done
@@ -140,7 +142,8 @@ a_list_of_targets_has_no_limit() {
 }
 
 adapters_are_not_looked_for_in_a_full_run() {
-    "$train" --load $base --train-iters 0 --save "$work/full" --device cpu >"$work/out" 2>"$work/err" </dev/null || return 1
+    "$train" --load $base --train-iters 0 --save "$work/full" --device cpu \
+        >"$work/out" 2>"$work/err" </dev/null || return 1
     refused 'full: holds a whole model, not an adapter' "$infer" --load $base --load-adapter "$work/full" \
         --prompt-tokens 1 --print-tokens --device cpu
 }

@@ -1904,7 +1904,7 @@ static void rope_is_read_in_both_forms(void **state) {
     expect_config_error(LLAMA ", \"rope_scaling\": {\"type\": \"linear\"}}", "needs a \"factor\"");
     expect_config_error(LLAMA ", \"rope_scaling\": {\"type\": \"linear\", \"factor\": 0}}", "\"factor\" is 0");
     expect_config_error(LLAMA ", \"rope_scaling\": [1]}", "must be an object");
-    // rope_scaling replaces rope_parameters as a whole; rope_theta beside both holds for what lacks it
+    // rope_scaling replaces rope_parameters as a whole; rope_theta beside both holds where it is absent
     const char *both = LLAMA ", \"rope_scaling\": {\"rope_type\": \"linear\", \"factor\": 4}, \"rope_parameters\": "
                              "{\"rope_type\": \"yarn\", \"factor\": 2, \"rope_theta\": 7}%s}";
     char json[1000];

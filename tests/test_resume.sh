@@ -431,7 +431,7 @@ stays() {
     "$train" $still "$@" >"$work/out" 2>"$work/err" </dev/null
 }
 
-# A run of 10 steps that goes on to 30, then is cut to 20: its first 10 steps are those that it began with, and the
+# A run of 10 steps that goes on to 30, then is cut to 20: its first 10 steps stay, and the
 # order of the rest does not depend on where it was stopped.
 a_longer_run_keeps_the_order_it_began_with() {
     awk 'BEGIN { for (i = 0; i < 60; i++) printf "line %d of a text with %d words\n\n", i, i * i }' >"$work/o.txt"
@@ -458,7 +458,7 @@ a_longer_run_keeps_the_order_it_began_with() {
 }
 
 # The number of lines, what the loss counts, the share of --split: a run that goes on refuses another set of samples,
-# until it is told to.
+# until --finetune begins anew.
 other_data_are_refused() {
     awk 'BEGIN { for (i = 0; i < 30; i++) printf "{\"prompt\":\"p%d\",\"response\":\"r%d\"}\n", i, i }' >"$work/d.jsonl"
     set -- --sft --data-path "$work/d.jsonl" --load "$work/d" --train-iters 4
