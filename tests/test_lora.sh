@@ -159,7 +159,7 @@ what_a_folder_lacks_is_named_before_memory_is_taken() {
         rm "$work/links/$file" && [ $file = generation_config.json ] || cp $base/$file "$work/links"
     done
     refused 'links/tokenizer.json: is a link to gone' "$infer" --prompt a --device cpu --load "$work/links" || return 1
-    sed 's/"hidden_size": [0-9]*/"hidden_size": 8388608/' $base/config.json >"$work/links/config.json"
+    sed 's/"hidden_size": [0-9]*/"hidden_size": 1048576/' $base/config.json >"$work/links/config.json"
     (
         # shellcheck disable=SC3045
         ulimit -v 4000000
