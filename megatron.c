@@ -10395,7 +10395,7 @@ static void mt_step_describe(char text[160], char advice[160], int64_t iteration
     const char *operand = step->guard[MT_GUARD_CHECK] == MT_LOSS_SPIKES ? NULL : mt_step_operand(result, fault);
     bool moved = step->guard[MT_GUARD_UPDATES] > 0;
     if (operand)
-        snprintf(advice, 160, "%s are not finite; check the weights and the data that they come from", operand);
+        snprintf(advice, 160, "check the weights and the data that they come from");
     else if (step->guard[MT_GUARD_CHECK] == MT_LOSS_SPIKES || moved)
         snprintf(advice, 160, "lower --lr or check the data");
     else
@@ -10408,6 +10408,7 @@ static void mt_step_describe(char text[160], char advice[160], int64_t iteration
         snprintf(text, 160, "iteration %lld: the gradient norm is %g", (long long)iteration, (double)step->grad_norm);
     else
         snprintf(text, 160, "iteration %lld: the loss is %g", (long long)iteration, loss);
+    if (operand) snprintf(text + strlen(text), 160 - strlen(text), ": %s are not finite", operand);
 }
 
 /* Applies --bad-step-policy to a bad step. */

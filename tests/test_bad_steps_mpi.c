@@ -358,8 +358,9 @@ static void steps_without_an_update_do_not_change_the_size_of_the_first_one(void
         int64_t before_steps = k % 3 * 2, bytes, counted = 0, whole = 0;
         bool masks = k / 9;
         make_folder(folder);
-        trainee_open(&t, layouts[fp32[k / 3 % 3]],
-                     "--bad-step-policy skip --adam-eps 1e-15 --weight-decay 0 --clip-grad 0");
+        trainee_open(
+            &t, layouts[fp32[k / 3 % 3]],
+            "--bad-step-policy skip --max-bad-steps-in-a-row 9 --adam-eps 1e-15 --weight-decay 0 --clip-grad 0");
         masked_steps = masks ? before_steps : 0;
         capture_start();
         for (int64_t i = 0; i < before_steps; i++) {
