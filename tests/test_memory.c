@@ -202,7 +202,7 @@ static void offloading_on_the_cpu_counts_in_one_memory(void **state) {
         int status = llama_open(&l, &mt_cpu_ops, words, needed - lacking, &error);
         llama_close(&l);
         assert_int_equal(status, -lacking);
-        if (lacking && !strstr(error.text, "the model needs 0.0 GiB of memory and the machine has"))
+        if (lacking && !strstr(error.text, "the model needs 0.0 GiB of memory ("))
             fail_msg("%s", error.text);
     }
 }
@@ -298,7 +298,7 @@ static void recipes_fit_their_gpu_and_host(void **state) {
         assert_true(plan_recipe(recipes[i].name, NULL, 30 * gib, &error) != 0);
         assert_non_null(strstr(error.text, "GiB available (ranks on it: 1); lower --optimizer-offload-fraction"));
         assert_true(plan_recipe(recipes[i].name, recipes[i].less, recipes[i].host * gib, &error) != 0);
-        assert_non_null(strstr(error.text, "of memory and the GPU has"));
+        assert_non_null(strstr(error.text, ") and the GPU has"));
     }
 }
 

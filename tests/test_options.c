@@ -2544,6 +2544,7 @@ static void plain_options_are_the_finished_defaults(void **state) {
                                           "explain-rank",
                                           "gpus-per-host",
                                           "rollout-batch-size",
+                                          "shuffle-prompts",
                                           "kd-temperature",
                                           "distill-loss-weight",
                                           "adaptive-kl-alpha",

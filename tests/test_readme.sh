@@ -80,7 +80,7 @@ fine_tuning() {
         says '^saved iteration [0-9]* to runs/chat' "$work/out" || return 1
     grep '^\./infer' "$work/commands" >"$work/infer"
     # the question that README names; a conversation of the data begins with it, as with every other of its questions
-    question=$(sed -n 's/^ask it "\(.*?\)".*/\1/p' "$root/README.md")
+    question=$(sed -n 's/.*ask it "\(.*?\)".*/\1/p' "$root/README.md")
     [ -s "$work/infer" ] && [ -n "$question" ] &&
         (cd "$tree" && echo "$question" | sh "$work/infer") >"$work/out" 2>"$work/err" &&
         [ "$(wc -l <"$work/out")" -ge 1 ] && first_questions | grep -qx "$question"
