@@ -8,11 +8,13 @@
 #include "file.h"
 #include "hf_cache.h"
 #include "options.h"
+#include "prompts.h"
 #include "text.h"
 #include "tokenizer.h"
 
 #include <errno.h>
 #include <fcntl.h>
+#include <jansson.h>
 #include <pthread.h>
 #include <signal.h>
 #include <stdlib.h>
@@ -22,12 +24,43 @@
 
 #define BATCH_BYTES (256 * 1024)
 
+/* ---- signals ----------------------------------------------------------------------------------------------------- */
+
+static volatile sig_atomic_t interrupted; // set by a signal; the main thread then removes the temporary files
+static char **temporary_files;            // of all writers
+static volatile sig_atomic_t num_temporary_files;
+
+/* The first signal lets the main thread end; a second one, while that waits for a disk, ends the program here. */
+static void interrupt(int signal_number) {
+    (void)signal_number;
+    if (interrupted) {
+        for (int i = 0; i < num_temporary_files; i++) unlink(temporary_files[i]);
+        _exit(1);
+    }
+    interrupted = 1;
+}
+
+static int fail_interrupted(mt_error *error) {
+    return mt_error_set(error, "interrupted; nothing was written");
+}
+
+/* From here on a signal is answered by the main thread; before, it ends the program, which has no files yet. */
+static void handle_signals(void) {
+    static const int numbers[] = {SIGINT, SIGTERM, SIGHUP};
+    struct sigaction action = {.sa_handler = interrupt}; // no SA_RESTART: a signal interrupts a blocked read
+    for (int i = 0; i < 3; i++) {
+        struct sigaction before;
+        sigaction(numbers[i], NULL, &before);
+        if (before.sa_handler != SIG_IGN) sigaction(numbers[i], &action, NULL); // nohup
+    }
+}
+
 /* ---- options ----------------------------------------------------------------------------------------------------- */
 
 typedef struct settings {
     char *input, *output_prefix, *tokenizer_type, *tokenizer_model, *vocab_file, *merge_file, *documents, *workers;
     mt_strings json_keys;
-    bool append_eod, encode, decode, help, version;
+    bool append_eod, no_special_tokens, encode, decode, help, version;
     mt_text_format format;
     int64_t num_workers;
 } settings;
@@ -61,6 +94,8 @@ static const option options[] = {
     {"--merge-file", "FILE", OPTION_WORD, offsetof(settings, merge_file), "merges.txt of GPT2BPETokenizer"},
     {"--append-eod", NULL, OPTION_FLAG, offsetof(settings, append_eod),
      "end every document with the end-of-document token"},
+    {"--tokenizer-hf-no-include-special-tokens", NULL, OPTION_FLAG, offsetof(settings, no_special_tokens),
+     "leave out BOS and other tokens that a HuggingFaceTokenizer puts around a text"},
     {"--workers", "N", OPTION_WORD, offsetof(settings, workers),
      "threads that tokenize (default: one per core); the output is the same for any N"},
     {"--encode", NULL, OPTION_FLAG, offsetof(settings, encode),
@@ -80,6 +115,7 @@ static void print_help(void) {
         char head[64];
         snprintf(head, sizeof head, "%s %s", options[i].name, options[i].value ? options[i].value : "");
         printf("  %-24s ", head);
+        if (strlen(head) > 24) printf("\n%27s", "");
         for (const char *c = options[i].help; *c; c++)
             if (*c == '\n')
                 printf("\n%27s", "");
@@ -87,8 +123,9 @@ static void print_help(void) {
                 putchar(*c);
         printf("\n");
     }
-    printf("\nA document with empty text becomes a document without tokens. The output files appear only when all of\n"
-           "them are complete.\n");
+    printf("\nA document with empty text becomes a document without tokens, except BOS if texts begin with it. The "
+           "output\n"
+           "files appear only when all of them are complete.\n");
 }
 
 static int unknown_option(const char *word, mt_error *error) {
@@ -149,7 +186,7 @@ static int choose_format(settings *s, mt_error *error) {
     s->format = plain ? MT_TEXT_PARAGRAPHS : MT_TEXT_JSONL;
     if (s->documents && !plain)
         return mt_error_set(error, "--documents: is for plain text, but --input %s is not .txt", s->input);
-    if (plain && s->json_keys.count > 1)
+    if (plain && s->json_keys.count > 0)
         return mt_error_set(error, "--json-keys: --input %s is plain text and has no keys", s->input);
     for (int i = 0; s->documents && i < 3; i++)
         if (strcmp(s->documents, names[i]) == 0) {
@@ -174,10 +211,17 @@ static int choose_workers(settings *s, mt_error *error) {
 static int choose_keys(settings *s, mt_error *error) {
     static char *text[] = {"text"};
     if (s->json_keys.count == 0) s->json_keys = (mt_strings){1, text};
-    for (int64_t i = 0; i < s->json_keys.count; i++)
+    for (int64_t i = 0; i < s->json_keys.count; i++) {
+        const char *key = s->json_keys.items[i];
+        if (!*key || strchr(key, '/') || strcmp(key, "..") == 0 || strcmp(key, ".") == 0)
+            return mt_error_set(error,
+                                "--json-keys '%s': names the output files, so it must be part of a file's name; "
+                                "rename the key",
+                                key);
         for (int64_t k = 0; k < i; k++)
             if (strcmp(s->json_keys.items[i], s->json_keys.items[k]) == 0)
                 return mt_error_set(error, "--json-keys: %s is named twice", s->json_keys.items[i]);
+    }
     return 0;
 }
 
@@ -196,13 +240,17 @@ static int check_settings(settings *s, mt_error *error) {
         return mt_error_set(error, "--vocab-file and --tokenizer-model: give one or the other");
     if (s->encode + s->decode + (s->input != NULL) != 1)
         return mt_error_set(error, "give exactly one of --input, --encode and --decode (see --help)");
+    bool is_hf = strcmp(s->tokenizer_type, "HuggingFaceTokenizer") == 0;
+    if (s->no_special_tokens && (!is_hf || !s->input))
+        return mt_error_set(error, "--tokenizer-hf-no-include-special-tokens: goes with --input and --tokenizer-type "
+                                   "HuggingFaceTokenizer; other tokenizers begin no document with BOS");
     if (!s->input && (s->output_prefix || s->documents || s->workers || s->append_eod || s->json_keys.count > 0))
         return mt_error_set(error,
                             "--output-prefix, --json-keys, --documents, --append-eod and --workers go with --input, "
                             "not with --encode or --decode");
     if (!s->input) return 0;
     if (!s->output_prefix) return mt_error_set(error, "--output-prefix: is needed with --input");
-    if (choose_keys(s, error) != 0 || choose_format(s, error) != 0) return -1;
+    if (choose_format(s, error) != 0 || choose_keys(s, error) != 0) return -1;
     return choose_workers(s, error);
 }
 
@@ -212,12 +260,15 @@ static int parse_settings(settings *s, int argc, char **argv, mt_error *error) {
     return s->help || s->version ? 0 : check_settings(s, error);
 }
 
-static int open_tokenizer(mt_tokenizer **tokenizer, const settings *s, mt_error *error) {
+/* Opens the tokenizer, and reads what it puts around a text. */
+static int open_tokenizer(mt_tokenizer **tokenizer, mt_text_frame *frame, const settings *s, mt_error *error) {
     mt_tokenizer_type type = (mt_tokenizer_type)mt_choice_index(MT_TOKENIZER_TYPES, s->tokenizer_type);
     if (!s->vocab_file) {
         char *model = s->tokenizer_model ? mt_strdup(s->tokenizer_model) : NULL;
         int status = mt_hf_cache_find(&model, NULL, "--tokenizer-model", error);
         if (status == 0) status = mt_tokenizer_open(tokenizer, type, model, error);
+        bool framed = status == 0 && s->input && type == MT_TOKENIZER_HUGGINGFACE && !s->no_special_tokens;
+        if (framed) status = mt_text_frame_read(frame, model, *tokenizer, error);
         free(model);
         return status;
     }
@@ -306,7 +357,8 @@ typedef struct batch {
 typedef struct worker {
     const settings *settings;
     mt_encoder *encoder;
-    int32_t eod; // -1: not appended
+    const mt_text_frame *frame; // of each text
+    int32_t eod;                // -1: not appended
     batch *batch;
 } worker;
 
@@ -315,7 +367,9 @@ static int encode_text(void *context, int64_t key, const char *text, int64_t byt
     worker *w = context;
     encoded *out = &w->batch->keys[key];
     int64_t before = out->tokens.count;
+    for (int64_t i = 0; i < w->frame->before.count; i++) mt_ids_push(&out->tokens, w->frame->before.data[i]);
     if (mt_encode(w->encoder, text, bytes, &out->tokens, error) != 0) return -1;
+    for (int64_t i = 0; i < w->frame->after.count; i++) mt_ids_push(&out->tokens, w->frame->after.data[i]);
     int64_t length = out->tokens.count - before;
     if (length >= INT32_MAX) return mt_error_set(error, "has more than 2^31 - 2 tokens; split it");
     if (length == 0) return 0;
@@ -348,11 +402,12 @@ static int64_t count_lines(const char *text, const char *end) {
 
 static void encode_batch(worker *w) {
     batch *b = w->batch;
-    const char *end = b->text + b->bytes;
+    const char *start = b->text, *end = b->text + b->bytes;
+    if (w->settings->format == MT_TEXT_JSONL && b->first_line == 1) start += mt_text_mark_bytes(b->text, end);
     for (int64_t key = 0; key < w->settings->json_keys.count; key++)
         b->keys[key].tokens.count = b->keys[key].lengths.count = b->keys[key].num_sequences.count = 0;
     b->failed = false;
-    for (const char *text = b->text; text < end && !b->failed;) {
+    for (const char *text = start; text < end && !b->failed && !interrupted;) {
         const char *next = mt_text_document_end(w->settings->format, text, end);
         if (!next) next = end;
         mt_error error;
@@ -377,13 +432,6 @@ typedef struct reader {
     bool ended;
 } reader;
 
-static volatile sig_atomic_t interrupted; // set by a signal; the job then removes its temporary files
-
-static void interrupt(int signal_number) {
-    (void)signal_number;
-    interrupted = 1;
-}
-
 static int reader_open(reader *r, const settings *s, mt_error *error) {
     struct stat status;
     *r = (reader){.path = s->input, .format = s->format, .line = 1};
@@ -406,7 +454,7 @@ static int read_more(reader *r, batch *b, mt_error *error) {
     if (b->capacity - b->bytes < BATCH_BYTES)
         b->text = mt_realloc(b->text, b->capacity = 2 * b->capacity + BATCH_BYTES);
     ssize_t got = read(r->descriptor, b->text + b->bytes, (size_t)(b->capacity - b->bytes));
-    if (interrupted) return mt_error_set(error, "interrupted; nothing was written");
+    if (interrupted) return fail_interrupted(error);
     if (got < 0 && errno == EINTR) return 0;
     if (got < 0) return mt_error_set(error, "%s: cannot be read: %s", r->path, strerror(errno));
     r->ended = got == 0;
@@ -484,6 +532,7 @@ static void progress_end(const progress *p, const settings *s) {
 typedef struct job {
     const settings *settings;
     const mt_tokenizer *tokenizer;
+    const mt_text_frame *frame;
     reader reader;
     progress progress;
     mt_indexed_writer **writers; // [num_keys]
@@ -506,6 +555,7 @@ static void *work(void *context) {
     job *j = context;
     worker w = {.settings = j->settings,
                 .encoder = mt_encoder_open(j->tokenizer),
+                .frame = j->frame,
                 .eod = j->settings->append_eod ? mt_tokenizer_eod(j->tokenizer) : -1};
     pthread_mutex_lock(&j->lock);
     for (;;) {
@@ -539,9 +589,16 @@ static int write_encoded(job *j, mt_indexed_writer *writer, const encoded *out, 
 static int write_oldest(job *j, mt_error *error) {
     batch *b = batch_at(j, j->num_written);
     pthread_mutex_lock(&j->lock);
-    while (!b->done) pthread_cond_wait(&j->changed, &j->lock);
+    while (!b->done && !interrupted) { // a signal may come to any thread
+        struct timespec until;
+        clock_gettime(CLOCK_REALTIME, &until);
+        until.tv_nsec += 50000000;
+        until.tv_sec += until.tv_nsec / 1000000000;
+        until.tv_nsec %= 1000000000;
+        pthread_cond_timedwait(&j->changed, &j->lock, &until);
+    }
     pthread_mutex_unlock(&j->lock);
-    if (interrupted) return mt_error_set(error, "interrupted; nothing was written");
+    if (interrupted) return fail_interrupted(error);
     if (b->failed) {
         *error = b->error;
         return -1;
@@ -555,12 +612,38 @@ static int write_oldest(job *j, mt_error *error) {
     return 0;
 }
 
+/* JSON Lines under the name of a plain text would be trained on with their braces. --documents says that it is one. */
+static int refuse_json(const settings *s, const batch *b, mt_error *error) {
+    enum { LINES = 2 };
+    const char *text = b->text, *end = b->text + b->bytes;
+    int objects = 0;
+    if (s->format == MT_TEXT_JSONL || s->documents || b->bytes == 0) return 0;
+    text += mt_text_mark_bytes(text, end);
+    for (const char *next; text < end && objects < LINES; text = next) {
+        next = mt_text_document_end(MT_TEXT_JSONL, text, end);
+        if (!next) next = end;
+        if (mt_text_is_blank(text, next - text)) continue;
+        mt_error ignored;
+        json_t *object = mt_json_parse(text, next - text, JSON_DECODE_INT_AS_REAL | JSON_ALLOW_NUL, NULL, &ignored);
+        bool is_object = json_object_size(object) > 0;
+        json_decref(object);
+        if (!is_object) return 0;
+        objects++;
+    }
+    if (objects == 0) return 0;
+    return mt_error_set(error,
+                        "%s: its first lines are JSON objects, but a name that ends with .txt means plain text, braces "
+                        "and all; rename it to .jsonl, or give --documents lines to take it as text",
+                        s->input);
+}
+
 /* Reads batches into the ring; writes the oldest batch if the ring is full. */
 static int run_job(job *j, mt_error *error) {
     for (;;) {
         if (j->num_read - j->num_written == j->num_batches && write_oldest(j, error) != 0) return -1;
         batch *b = batch_at(j, j->num_read);
         if (read_batch(&j->reader, b, error) != 0) return -1;
+        if (j->num_read == 0 && refuse_json(j->settings, b, error) != 0) return -1;
         if (b->bytes == 0) break;
         pthread_mutex_lock(&j->lock);
         b->done = false;
@@ -597,14 +680,33 @@ static int start_threads(job *j, mt_error *error) {
 static int open_writers(job *j, mt_error *error) {
     const settings *s = j->settings;
     mt_dtype dtype = mt_indexed_dtype_for_vocab(mt_tokenizer_vocab_size(j->tokenizer));
+    temporary_files = mt_calloc(2 * s->json_keys.count * (int64_t)sizeof *temporary_files);
     for (int64_t key = 0; key < s->json_keys.count; key++) {
         char *prefix = mt_malloc((int64_t)(strlen(s->output_prefix) + strlen(s->json_keys.items[key])) + 16);
         sprintf(prefix, "%s_%s_document", s->output_prefix, s->json_keys.items[key]);
         int result = mt_indexed_writer_open(&j->writers[key], prefix, dtype, error);
+        for (int i = 0; i < 2; i++) {
+            char *name = mt_malloc((int64_t)strlen(prefix) + 40);
+            sprintf(name, "%s.%s.tmp-%lld", prefix, i == 0 ? "bin" : "idx", (long long)getpid());
+            temporary_files[num_temporary_files] = name;
+            num_temporary_files++;
+        }
         free(prefix);
         if (result != 0) return -1;
     }
     return 0;
+}
+
+/* Megatron's HuggingFaceTokenizer adds these too. */
+static void print_frame(const mt_text_frame *frame, const settings *s) {
+    const mt_ids *const parts[] = {&frame->before, &frame->after};
+    static const char *const where[] = {"begins with the token", "ends with the token"};
+    for (int k = 0; k < 2; k++) {
+        if (parts[k]->count == 0) continue;
+        printf("%s: each text %s", s->tokenizer_model, where[k]);
+        for (int64_t i = 0; i < parts[k]->count; i++) printf(" %d", (int)parts[k]->data[i]);
+        printf(", as its tokenizer says; --tokenizer-hf-no-include-special-tokens leaves it out\n");
+    }
 }
 
 /* Completes all files before the first is renamed into place. */
@@ -651,16 +753,24 @@ static void job_close(job *j) {
     free(j->writers);
 }
 
-static int preprocess(const settings *s, const mt_tokenizer *tokenizer, mt_error *error) {
+static int preprocess(const settings *s, const mt_tokenizer *tokenizer, const mt_text_frame *frame, mt_error *error) {
     if (s->append_eod && mt_tokenizer_eod(tokenizer) < 0)
         return mt_error_set(error, "--append-eod: the tokenizer has no end-of-document token; leave it out");
     job j;
+    handle_signals();
     job_open(&j, s, tokenizer);
+    j.frame = frame;
+    print_frame(frame, s);
     int result = reader_open(&j.reader, s, error);
     if (result == 0) result = open_writers(&j, error);
     j.progress = (progress){.began = mt_time(), .terminal = isatty(2), .file_bytes = j.reader.file_bytes};
     if (result == 0) result = start_threads(&j, error);
     if (result == 0) result = run_job(&j, error);
+    if (interrupted) { // workers may be inside of a long document
+        for (int64_t key = 0; key < s->json_keys.count; key++) mt_indexed_writer_close(j.writers[key]);
+        fprintf(stderr, "%serror: %s\n", j.progress.terminal ? "\r\033[K" : "", error->text);
+        _exit(1);
+    }
     stop_threads(&j);
     if (result == 0) result = publish(&j, error);
     if (result == 0)
@@ -672,21 +782,21 @@ static int preprocess(const settings *s, const mt_tokenizer *tokenizer, mt_error
 }
 
 static int run(const settings *s, mt_error *error) {
-    mt_tokenizer *tokenizer;
-    if (open_tokenizer(&tokenizer, s, error) != 0) return -1;
+    mt_tokenizer *tokenizer = NULL;
+    mt_text_frame frame = {0};
+    if (open_tokenizer(&tokenizer, &frame, s, error) != 0) return -1;
     int result = s->encode   ? encode_standard_input(tokenizer, error)
                  : s->decode ? decode_standard_input(tokenizer, error)
-                             : preprocess(s, tokenizer, error);
+                             : preprocess(s, tokenizer, &frame, error);
     mt_tokenizer_close(tokenizer);
+    free(frame.before.data);
+    free(frame.after.data);
     return result;
 }
 
 int main(int argc, char **argv) {
     settings s = {0};
     mt_error error;
-    struct sigaction action = {.sa_handler = interrupt}; // no SA_RESTART: a signal interrupts a blocked read
-    sigaction(SIGINT, &action, NULL);
-    sigaction(SIGTERM, &action, NULL);
     signal(SIGXFSZ, SIG_IGN); // exceeding a file size limit is then a write error
     int result = parse_settings(&s, argc, argv, &error);
     if (result == 0 && s.help)

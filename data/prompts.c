@@ -79,10 +79,65 @@ static int read_optional(json_t **json, const char *path, mt_error *error) {
 static bool adds_bos(const json_t *processor) {
     json_t *item, *single = json_object_get(processor, "single");
     size_t i;
-    if (json_object_get(json_array_get(single, 0), "SpecialToken")) return true;
+    if (json_object_get(json_array_get(single, 0), "SpecialToken") || json_object_get(processor, "cls")) return true;
     bool found = false;
     json_array_foreach(json_object_get(processor, "processors"), i, item) found |= adds_bos(item);
     return found;
+}
+
+/* The ids of an item of a template: a special token has those of the template's table. */
+static void push_special(mt_ids *ids, const json_t *processor, const json_t *item) {
+    const char *name = json_string_value(json_object_get(json_object_get(item, "SpecialToken"), "id"));
+    const json_t *table = json_object_get(processor, "special_tokens"),
+                 *entry = name ? json_object_get(table, name) : NULL;
+    json_t *id;
+    size_t i;
+    int64_t value;
+    json_array_foreach(json_object_get(entry, "ids"), i, id) {
+        if (mt_json_int(id, 0, INT32_MAX, &value)) mt_ids_push(ids, (int32_t)value);
+    }
+}
+
+/* Adds the tokens that a post-processor puts around a single text. The last of a sequence stands outermost. */
+static void read_frame(mt_text_frame *frame, const json_t *processor) {
+    json_t *item;
+    size_t i;
+    bool behind = false;
+    mt_ids before = {0};
+    int64_t id;
+    json_array_foreach(json_object_get(processor, "single"), i, item) {
+        if (json_object_get(item, "Sequence"))
+            behind = true;
+        else
+            push_special(behind ? &frame->after : &before, processor, item);
+    }
+    if (mt_json_int(json_array_get(json_object_get(processor, "cls"), 1), 0, INT32_MAX, &id)) // Bert, Roberta
+        mt_ids_push(&before, (int32_t)id);
+    if (mt_json_int(json_array_get(json_object_get(processor, "sep"), 1), 0, INT32_MAX, &id))
+        mt_ids_push(&frame->after, (int32_t)id);
+    for (int64_t k = 0; k < frame->before.count; k++) mt_ids_push(&before, frame->before.data[k]);
+    free(frame->before.data);
+    frame->before = before;
+    json_array_foreach(json_object_get(processor, "processors"), i, item) read_frame(frame, item);
+}
+
+int mt_text_frame_read(mt_text_frame *frame, const char *path, const mt_tokenizer *tokenizer, mt_error *error) {
+    bool begins;
+    struct stat status;
+    bool is_file = stat(path, &status) == 0 && S_ISREG(status.st_mode);
+    char *inside = mt_path_join(path, "tokenizer.json");
+    const char *json_path = is_file ? path : inside;
+    json_t *tokenizer_json = NULL;
+    *frame = (mt_text_frame){0};
+    int result = mt_prompt_begins_with_bos(path, &begins, error);
+    if (result == 0 && mt_text_ends_with(json_path, ".json")) result = read_optional(&tokenizer_json, json_path, error);
+    if (result == 0) read_frame(frame, json_object_get(tokenizer_json, "post_processor"));
+    if (!begins) frame->before.count = 0; // add_bos_token of tokenizer_config.json
+    if (result == 0 && begins && frame->before.count == 0 && mt_tokenizer_bos(tokenizer) >= 0)
+        mt_ids_push(&frame->before, mt_tokenizer_bos(tokenizer));
+    json_decref(tokenizer_json);
+    free(inside);
+    return result;
 }
 
 int mt_prompt_begins_with_bos(const char *path, bool *begins, mt_error *error) {

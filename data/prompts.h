@@ -2,7 +2,7 @@
 #ifndef MT_PROMPTS_H
 #define MT_PROMPTS_H
 
-#include "../megatron.h"
+#include "tokenizer.h"
 
 #ifdef __cplusplus
 extern "C" {
@@ -12,6 +12,14 @@ extern "C" {
  * first of these that exists decides: add_bos_token of the folder's tokenizer_config.json; tokenizer.json's
  * post-processor; true for SentencePiece's .model. A damaged file is an error. */
 int mt_prompt_begins_with_bos(const char *path, bool *begins, mt_error *error);
+
+/* The tokens that Hugging Face's tokenizer at `path` puts before and behind a text, as a call of it and Megatron's
+ * HuggingFaceTokenizer do: those of tokenizer.json's post-processor, unless add_bos_token decides otherwise on BOS.
+ * Free both arrays. */
+typedef struct mt_text_frame {
+    mt_ids before, after;
+} mt_text_frame;
+int mt_text_frame_read(mt_text_frame *frame, const char *path, const mt_tokenizer *tokenizer, mt_error *error);
 
 /* Begins a sequence from prompt[num_prompt], with up to options->max_new_tokens more tokens and `context` tokens in
  * all. Errors: an empty prompt, a prompt that fills the context, a token outside the vocabulary. */

@@ -57,17 +57,30 @@ static bool is_digit(const char *p, const char *end) {
     return p < end && *p >= '0' && *p <= '9';
 }
 
-/* Reads digits, perhaps in groups of three with commas, a fraction and an exponent; returns the end, or p without a
+/* Bytes of a separator of groups of three digits, "," or LaTeX's "{,}", ",\!", "\," and "\!"; 0: none, or other than
+ * three digits after it. */
+static int64_t group_separator(const char *p, const char *end) {
+    static const char *const separators[] = {",\\!", "{,}", "\\,", "\\!", ","};
+    for (size_t i = 0; i < sizeof separators / sizeof *separators; i++) {
+        int64_t bytes = (int64_t)strlen(separators[i]);
+        if (end - p < bytes || memcmp(p, separators[i], (size_t)bytes) != 0) continue;
+        p += bytes;
+        bool three = is_digit(p, end) && is_digit(p + 1, end) && is_digit(p + 2, end) && !is_digit(p + 3, end);
+        return three ? bytes : 0;
+    }
+    return 0;
+}
+
+/* Reads digits, perhaps in groups of three, a fraction and an exponent; returns the end, or p without a
  * number. At most 60 characters are read. */
 static const char *read_decimal(const char *p, const char *end, long double *value) {
     char digits[64];
     int count = 0, run = 0; // run: digits since the start or the last comma, which three follow
     const char *start = p;
     for (; count < 50; p++) {
-        bool groups = p < end && *p == ',' && run > 0 && run <= 3 && is_digit(p + 1, end) && is_digit(p + 2, end) &&
-                      is_digit(p + 3, end) && !is_digit(p + 4, end);
-        if (groups)
-            run = 0;
+        int64_t groups = run > 0 && run <= 3 ? group_separator(p, end) : 0;
+        if (groups > 0)
+            run = 0, p += groups - 1;
         else if (is_digit(p, end))
             digits[count++] = *p, run++;
         else
@@ -88,36 +101,134 @@ static const char *read_decimal(const char *p, const char *end, long double *val
     return p;
 }
 
-/* Reads "\frac{a}{b}", also dfrac and tfrac; returns the end, or p if there is none. */
-static const char *read_latex_fraction(const char *p, const char *end, long double *value) {
-    const char *start = p, *names[] = {"\\frac{", "\\dfrac{", "\\tfrac{"};
-    long double parts[2];
-    size_t i = 0;
-    while (i < 3 && (end - p < (int64_t)strlen(names[i]) || memcmp(p, names[i], strlen(names[i])) != 0)) i++;
-    if (i == 3) return start;
-    p += strlen(names[i]);
-    for (int part = 0; part < 2; part++) {
-        bool negative = p < end && *p == '-';
-        const char *after = read_decimal(p + negative, end, &parts[part]);
-        if (after == p + negative || after >= end || *after != '}') return start;
-        if (negative) parts[part] = -parts[part];
-        p = after + 1;
-        if (part == 0 && (p >= end || *p++ != '{')) return start;
+static bool starts_with(const char *p, const char *end, const char *word) {
+    int64_t bytes = (int64_t)strlen(word);
+    return end - p >= bytes && memcmp(p, word, (size_t)bytes) == 0;
+}
+
+/* Skips spaces, and LaTeX's: "\ ", "\,", "\;", "\:", "\!" and "~". */
+static const char *skip_spaces(const char *p, const char *end) {
+    while (p < end) {
+        bool latex = *p == '\\' && p + 1 < end && strchr(" ,;:!", p[1]);
+        if (!latex && !isspace((unsigned char)*p) && *p != '~') break;
+        p += latex ? 2 : 1;
     }
-    if (parts[1] == 0) return start;
-    *value = parts[0] / parts[1];
     return p;
 }
 
-/* Reads a number without a sign, perhaps a fraction a/b. */
+/* The name of a fraction at p, "\frac", "\dfrac", "\tfrac" or "\cfrac": its bytes; 0: none. */
+static int64_t fraction_name(const char *p, const char *end) {
+    static const char *const names[] = {"\\frac", "\\dfrac", "\\tfrac", "\\cfrac"};
+    for (size_t i = 0; i < sizeof names / sizeof *names; i++) {
+        int64_t bytes = (int64_t)strlen(names[i]);
+        if (starts_with(p, end, names[i]) && !(p + bytes < end && isalpha((unsigned char)p[bytes]))) return bytes;
+    }
+    return 0;
+}
+
+/* Reads an argument of LaTeX that is a number: braces around one, or a single digit. Returns the end, or NULL. */
+static const char *read_argument(const char *p, const char *end, long double *value) {
+    p = skip_spaces(p, end);
+    if (is_digit(p, end)) {
+        *value = *p - '0';
+        return p + 1;
+    }
+    if (p == end || *p != '{') return NULL;
+    p = skip_spaces(p + 1, end);
+    bool negative = p < end && *p == '-';
+    const char *first = skip_spaces(p + negative, end), *after = read_decimal(first, end, value);
+    if (after == first) return NULL;
+    after = skip_spaces(after, end);
+    if (after == end || *after != '}') return NULL;
+    if (negative) *value = -*value;
+    return after + 1;
+}
+
+/* Reads "\frac{a}{b}" or, as LaTeX does, "\frac12"; returns the end, or p if there is none. */
+static const char *read_latex_fraction(const char *p, const char *end, long double parts[2]) {
+    int64_t name = fraction_name(p, end);
+    const char *after = name > 0 ? read_argument(p + name, end, &parts[0]) : NULL;
+    if (after) after = read_argument(after, end, &parts[1]);
+    return after && parts[1] != 0 ? after : p;
+}
+
+/* Reads "a/b"; returns the end, or p if there is none. */
+static const char *read_fraction(const char *p, const char *end, long double parts[2]) {
+    const char *after = read_decimal(p, end, &parts[0]);
+    if (after == p || after >= end || *after != '/') return p;
+    const char *last = read_decimal(after + 1, end, &parts[1]);
+    return last == after + 1 || parts[1] == 0 ? p : last;
+}
+
+/* Reads a number without a sign: a decimal, a fraction, or a mixed number, which is an integer with a fraction below 1
+ * behind it. */
 static const char *read_number(const char *p, const char *end, long double *value) {
-    long double denominator = 0;
-    const char *after = *p == '\\' ? read_latex_fraction(p, end, value) : read_decimal(p, end, value);
-    if (after == p || *p == '\\' || after >= end || *after != '/') return after;
-    const char *last = read_decimal(after + 1, end, &denominator);
-    if (last == after + 1 || denominator == 0) return after;
-    *value /= denominator;
+    long double parts[2];
+    const char *after = *p == '\\' ? read_latex_fraction(p, end, parts) : read_fraction(p, end, parts);
+    if (after > p) {
+        *value = parts[0] / parts[1];
+        return after;
+    }
+    if (*p == '\\' || (after = read_decimal(p, end, value)) == p || memchr(p, '.', (size_t)(after - p))) return after;
+    const char *next = skip_spaces(after, end), *last = read_latex_fraction(next, end, parts);
+    if (last == next && next > after) last = read_fraction(next, end, parts);
+    if (last == next || parts[0] <= 0 || parts[0] >= parts[1]) return after;
+    *value += parts[0] / parts[1];
     return last;
+}
+
+/* True if a number that ends at p goes on with what makes another of it: a power, an index (a base), a root, pi, a
+ * function, a fraction. Degrees do not. */
+static bool goes_on(const char *p, const char *end) {
+    static const char *const words[] = {"\\sqrt", "\\pi",  "\\log",    "\\ln",        "\\sin",
+                                        "\\cos",  "\\tan", "\xCF\x80", "\xE2\x88\x9A"};
+    if (p < end && *p == '^') {
+        const char *power = skip_spaces(p + 1, end);
+        if (power < end && *power == '{') power = skip_spaces(power + 1, end);
+        return !starts_with(power, end, "\\circ");
+    }
+    if (p < end && *p == '_' && (is_digit(p + 1, end) || (starts_with(p, end, "_{") && is_digit(p + 2, end))))
+        return true;
+    p = skip_spaces(p, end);
+    if (fraction_name(p, end) > 0) return true;
+    for (size_t i = 0; i < sizeof words / sizeof *words; i++)
+        if (starts_with(p, end, words[i])) return true;
+    return false;
+}
+
+typedef enum place { ALONE, INDEX, OPERAND } place;
+
+/* Where a number at p stands: alone; as a power or an index of a name or a unit, which is none of its own (cm^2, x_1);
+ * under a root or in a function. */
+static place place_of(const char *start, const char *p) {
+    static const char *const words[] = {"\\sqrt", "\\log", "\\ln", "\\sin", "\\cos", "\\tan", "\xE2\x88\x9A"};
+    bool is_fraction = *p == '\\';
+    while (p > start && (p[-1] == '-' || p[-1] == '{' || p[-1] == ' ')) p--;
+    if (is_fraction && p > start && p[-1] >= '0' && p[-1] <= '9') return OPERAND; // a product
+    if (p > start && (p[-1] == '^' || p[-1] == '_'))
+        return p - 1 > start && (is_digit(p - 2, p) || p[-2] == ')') ? OPERAND : INDEX;
+    if (p > start && p[-1] == ']') // the degree of a root
+        while (p > start && *--p != '[') continue;
+    for (size_t i = 0; i < sizeof words / sizeof *words; i++) {
+        int64_t bytes = (int64_t)strlen(words[i]);
+        if (p - start >= bytes && memcmp(p - bytes, words[i], (size_t)bytes) == 0) return OPERAND;
+    }
+    return ALONE;
+}
+
+/* The end of a fraction that is no number, such as "\frac{\pi}{2}": behind its two arguments. */
+static const char *skip_fraction(const char *p, const char *end) {
+    p += fraction_name(p, end);
+    for (int argument = 0; argument < 2; argument++) {
+        int64_t depth = 0;
+        p = skip_spaces(p, end);
+        for (; p < end; p++) {
+            depth += (*p == '{') - (*p == '}');
+            if (depth <= 0) break;
+        }
+        if (p < end) p++;
+    }
+    return p;
 }
 
 /* True if a minus sign stands before p, perhaps with a currency sign between, and is no subtraction as in 3-5. */
@@ -149,7 +260,7 @@ static bool find_box(const char **text, const char **end) {
     return false;
 }
 
-/* The number of a text; false: it has none. */
+/* The number of a text: the last one. False: it has none, or the last is part of an expression that is not computed. */
 static bool find_number(const char *text, int64_t bytes, long double *number) {
     const char *end = text + bytes;
     bool found = false;
@@ -157,7 +268,16 @@ static bool find_number(const char *text, int64_t bytes, long double *number) {
     for (const char *p = text; p < end;) {
         long double value;
         const char *after = read_number(p, end, &value);
-        if (after > p) *number = is_negative(text, p) ? -value : value, found = true;
+        if (after == p && fraction_name(p, end) > 0) {
+            found = false;
+            p = skip_fraction(p, end);
+            continue;
+        }
+        place place = after > p ? place_of(text, p) : INDEX;
+        if (place != INDEX) {
+            found = place == ALONE && !goes_on(after, end);
+            *number = is_negative(text, p) ? -value : value;
+        }
         p = after > p ? after : p + 1;
     }
     return found;
@@ -166,8 +286,9 @@ static bool find_number(const char *text, int64_t bytes, long double *number) {
 int mt_reward_check_number(const char *answer, int64_t bytes, mt_error *error) {
     long double number;
     if (find_number(answer, bytes, &number)) return 0;
-    return mt_error_set(error, "the answer \"%.*s\" has no number; correct the data, or use the reward exact",
-                        (int)mt_min(bytes, 80), answer);
+    return mt_error_set(
+        error, "the answer \"%.*s\" has no number, or one in an expression; correct the data, or use the reward exact",
+        (int)mt_min(bytes, 80), answer);
 }
 
 /* Long doubles round a decimal and the quotient of a fraction correctly, so that equal numbers compare equal. */

@@ -167,4 +167,57 @@ done
 END
 script bad_ids_and_a_full_output_are_refused
 
+cat >"$scratch/test" <<'END'
+head -c 6000000 /dev/zero | tr '\0' 'a' >"$scratch/long.txt" # one document of one word
+$program --input "$scratch/long.txt" --documents file --output-prefix "$scratch/n" \
+    --tokenizer-type SentencePieceTokenizer --tokenizer-model tests/golden/tokenizer/unigram.model 2>"$scratch/err" &
+pid=$!
+tries=0
+until [ -n "$(find "$scratch" -name "n_*")" ] || [ $tries = 100 ]; do sleep 0.1 && tries=$((tries + 1)); done
+kill -TERM $pid
+! wait $pid
+nothing n_
+grep -q interrupted "$scratch/err"
+END
+script a_signal_ends_a_job_inside_of_a_document
+
+cat >"$scratch/test" <<'END'
+printf '{"text":"a"}\n{"text":"b"}\n' >"$scratch/j.txt"
+refused "first lines are JSON objects" $program --input "$scratch/j.txt" --output-prefix "$scratch/n" $bytes
+nothing n_
+$program --input "$scratch/j.txt" --documents lines --output-prefix "$scratch/j" $bytes >"$scratch/out"
+printf '\357\273\277{"text":"a"}\n' >"$scratch/mark.jsonl"
+$program --input "$scratch/mark.jsonl" --output-prefix "$scratch/mark" $bytes >"$scratch/out"
+same "$(od -An -tu2 "$scratch/mark_text_document.bin" | tr -d ' ')" 97
+echo text >"$scratch/p.txt"
+refused "plain text and has no keys" $program --input "$scratch/p.txt" --json-keys z --output-prefix "$scratch/n" $bytes
+for key in ../z a/b ..; do
+    refused "part of a file's name" $program --input "$scratch/mark.jsonl" --json-keys $key \
+        --output-prefix "$scratch/n" $bytes
+done
+nothing n_
+END
+script json_in_plain_text_marks_and_keys_are_told_apart
+
+# Megatron's HuggingFaceTokenizer adds the tokens of the post-processor to each text.
+cat >"$scratch/test" <<'END'
+frame='{"type":"TemplateProcessing","single":[{"SpecialToken":{"id":"X","type_id":0}},{"Sequence":{"id":"A",'
+frame=$frame'"type_id":0}},{"SpecialToken":{"id":"Y","type_id":0}}],"pair":[],'
+frame=$frame'"special_tokens":{"X":{"id":"X","ids":[7],"tokens":["x"]},"Y":{"id":"Y","ids":[8,9],"tokens":["y","y"]}}}'
+sed "s/\"post_processor\":null/\"post_processor\":$frame/" data/demo-tokenizer.json >"$scratch/t.json"
+printf '{"text":["a","b"]}\n' >"$scratch/f.jsonl"
+hf="--tokenizer-type HuggingFaceTokenizer --tokenizer-model $scratch/t.json"
+a=$(printf a | $program --encode $hf) b=$(printf b | $program --encode $hf)
+ids() { od -An -tu2 "$scratch/f_text_document.bin" | xargs; }
+$program --input "$scratch/f.jsonl" --output-prefix "$scratch/f" $hf >"$scratch/out"
+same "$(ids)" "7 $a 8 9 7 $b 8 9"
+grep -q 'begins with the token 7, ' "$scratch/out"
+$program --input "$scratch/f.jsonl" --output-prefix "$scratch/f" $hf --tokenizer-hf-no-include-special-tokens \
+    >"$scratch/out"
+same "$(ids)" "$a $b"
+refused "goes with --input and" $program --input "$scratch/f.jsonl" --output-prefix "$scratch/n" $bytes \
+    --tokenizer-hf-no-include-special-tokens
+END
+script documents_get_the_tokens_of_the_post_processor
+
 exit $failed

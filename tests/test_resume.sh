@@ -422,7 +422,7 @@ data_that_cannot_be_read_end_all_ranks() {
 
 # Losses name batches, because the weights stay.
 still="--num-layers 1 --hidden-size 8 --num-attention-heads 1 --vocab-size 257 --tokenizer-type ByteLevel
-    --hidden-dropout 0 --attention-dropout 0 --chat-template plain --lr 1e-30 --lr-decay-style constant --seq-length 32
+    --hidden-dropout 0 --attention-dropout 0 --lr 1e-30 --lr-decay-style constant --seq-length 32
     --micro-batch-size 2 --global-batch-size 4 --split 100,0,0 --eval-iters 0 --device $device"
 
 # stays ARGUMENTS...: trains on one rank.
@@ -431,38 +431,40 @@ stays() {
     "$train" $still "$@" >"$work/out" 2>"$work/err" </dev/null
 }
 
-# A run of 10 steps that goes on to 30, then is cut to 20: its first 10 steps stay, and the
-# order of the rest does not depend on where it was stopped.
-a_longer_run_keeps_the_order_it_began_with() {
+# A run keeps the order that it began with: where fewer steps are asked for, and where more are, in its first epoch and
+# behind it.
+a_longer_or_shorter_run_keeps_the_order_it_began_with() {
     awk 'BEGIN { for (i = 0; i < 60; i++) printf "line %d of a text with %d words\n\n", i, i * i }' >"$work/o.txt"
     data/preprocess --input "$work/o.txt" --output-prefix "$work/o" --tokenizer-type ByteLevel --append-eod \
         >"$work/out" || return 1
     for kind in one blend; do
         path="$work/o_text_document"
         [ $kind = blend ] && path="0.7 $path 0.3 $path"
-        rm -rf "$work/o1" "$work/o2"
+        rm -rf "$work/o1"
         # shellcheck disable=SC2086
         set -- --data-path $path
-        stays "$@" --train-iters 10 --save "$work/o1" --metrics "$work/o10.jsonl" || return 1
-        cp -r "$work/o1" "$work/o2"
-        stays "$@" --train-iters 30 --load "$work/o1" --save "$work/o1" --metrics "$work/o30.jsonl" &&
-            says '^note: the run was planned for 40 training samples and now needs 120' "$work/out" || return 1
-        stays "$@" --train-iters 30 --load "$work/o2" --save "$work/o2" --exit-duration-in-mins 1e-9 || return 1
-        rm -rf "$work/o1"
-        # once more from the start, in the plan of the run that was extended
-        stays "$@" --train-iters 20 --load "$work/o2" --save "$work/o2" --metrics "$work/o20.jsonl" || return 1
-        losses "$work/o30.jsonl" | head -10 >"$work/want"
+        stays "$@" --train-iters 30 --save "$work/o1" --save-interval 10 --metrics "$work/o30.jsonl" &&
+            stays "$@" --train-iters 20 --load "$work/o1/iter_0000010" --metrics "$work/o20.jsonl" || return 1
+        ! grep '^note' "$work/out" || return 1
+        losses "$work/o30.jsonl" | sed -n 11,20p >"$work/want"
         losses "$work/o20.jsonl" >"$work/part"
-        cmp "$work/want" "$work/part" || return 1
+        [ -s "$work/want" ] && cmp "$work/want" "$work/part" || return 1
+        stays "$@" --train-iters 50 --load "$work/o1" --save "$work/o1" --save-interval 10 --metrics "$work/o50.jsonl" &&
+            says '^note: the run was planned for 120 training samples and now needs 200' "$work/out" || return 1
+        stays "$@" --train-iters 50 --load "$work/o1/iter_0000040" --metrics "$work/o40.jsonl" || return 1
+        ! grep '^note' "$work/out" || return 1
+        losses "$work/o50.jsonl" | sed -n 11,20p >"$work/want"
+        losses "$work/o40.jsonl" >"$work/part"
+        [ -s "$work/want" ] && cmp "$work/want" "$work/part" || return 1
     done
 }
 
 # The number of lines, what the loss counts, the share of --split: a run that goes on refuses another set of samples,
-# until --finetune begins anew.
+# until --no-load-rng or --finetune begins a new order.
 other_data_are_refused() {
     awk 'BEGIN { for (i = 0; i < 30; i++) printf "{\"prompt\":\"p%d\",\"response\":\"r%d\"}\n", i, i }' >"$work/d.jsonl"
-    set -- --sft --data-path "$work/d.jsonl" --load "$work/d" --train-iters 4
-    stays --sft --data-path "$work/d.jsonl" --save "$work/d" --train-iters 2 || return 1
+    set -- --sft --chat-template plain --data-path "$work/d.jsonl" --load "$work/d" --train-iters 4
+    stays --sft --chat-template plain --data-path "$work/d.jsonl" --save "$work/d" --train-iters 2 || return 1
     refuses_data() {
         pattern=$1
         shift
@@ -499,6 +501,6 @@ check a_bad_step_is_not_saved a_bad_step_is_not_saved
 check an_error_in_the_background_ends_the_run an_error_in_the_background_ends_the_run
 check an_evaluation_that_fails_does_not_lose_the_save an_evaluation_that_fails_does_not_lose_the_save
 check data_that_cannot_be_read_end_all_ranks data_that_cannot_be_read_end_all_ranks
-check a_longer_run_keeps_the_order_it_began_with a_longer_run_keeps_the_order_it_began_with
+check a_run_keeps_the_order_it_began_with a_longer_or_shorter_run_keeps_the_order_it_began_with
 check other_data_are_refused other_data_are_refused
 exit $failed
