@@ -3,7 +3,6 @@
 
 #include "checkpoint.h"
 #include "file.h"
-#include "launch.h"
 #include "options.h"
 #include "profile.h"
 #include "sft.h"
@@ -649,7 +648,7 @@ static int write_members(char *line, int length, int room, const int *members, i
     return length;
 }
 
-void mt_grid_print(const mt_grid *grid, const mt_options *options, FILE *file) {
+void mt_grid_print(const mt_grid *grid, const mt_options *options, int here, FILE *file) {
     enum { WIDTH = 68 };
     int world = grid->world.size, *members = mt_malloc(world * (int64_t)sizeof(int));
     mt_grid_shape shape = mt_grid_shape_of(options, world);
@@ -673,7 +672,6 @@ void mt_grid_print(const mt_grid *grid, const mt_options *options, FILE *file) {
         bool is_absent = strncmp(name, "expert", 6) == 0 && options->num_experts == 0;
         if (groups > 0 && !is_absent) fprintf(file, "%-16s %5d %6d  %s\n", name, size, groups, line);
     }
-    int here = mt_launch_ranks_here();
     if (shape.tensor > 1 && here > 0 && here < world && here % shape.tensor != 0)
         fprintf(file,
                 "tensor groups of %lld ranks cross hosts of %d: their messages, the most of all, go over the network; "

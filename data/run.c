@@ -337,7 +337,7 @@ static void print_opening(const mt_run *r) {
     if (o->save) mt_adapter_warn(o, stdout);
     mt_launch_answer_environment(stdout);
     if (r->data) mt_loader_print(r->loaders[MT_SPLIT_TRAIN], 0, mt_global_batch_size(o, 0), stdout);
-    if (r->grid.world.size > 1) mt_grid_print(&r->grid, o, stdout);
+    if (r->grid.world.size > 1) mt_grid_print(&r->grid, o, mt_launch_ranks_here(), stdout);
 }
 
 /* Closes everything that is open in all runs, printing ones too. */

@@ -192,7 +192,7 @@ static void the_table_is_compact_for_64_ranks(void **state) {
     options.pipeline_model_parallel_size = 4, options.num_query_groups = 2;
     grid.world.size = 64;
     FILE *file = fmemopen(text, sizeof text, "w");
-    mt_grid_print(&grid, &options, file);
+    mt_grid_print(&grid, &options, 0, file);
     fclose(file);
     mt_options_free(&options);
     assert_non_null(strstr(text, "world               64      1  0-63\n"));
