@@ -38,7 +38,7 @@ static void ranks_of_a_machine_share_its_memory(void **state) {
     (void)state;
     mt_error error;
     int64_t refused = 0, accepted = INT64_C(1) << 30;
-    char expected[140];
+    char expected[100];
     assert_int_equal(create(accepted, &error), 0);
     while (accepted - refused > 1024) {
         int64_t middle = (refused + accepted) / 2;
@@ -50,9 +50,10 @@ static void ranks_of_a_machine_share_its_memory(void **state) {
     // 789,760 parameters with 16 bytes each for weights, gradients and moments, and a little more, on each rank
     assert_true(accepted > grid.world.size * INT64_C(789760) * 16 && accepted < grid.world.size * INT64_C(789760) * 24);
     assert_true(create(accepted / grid.world.size + (1 << 20), &error) != 0); // enough for one rank
-    snprintf(expected, sizeof expected,
-             "the %d ranks of a machine need %.1f GiB of memory together (weights of one: 0.0) and it has %.1f GiB",
-             grid.world.size, (double)accepted / (1 << 30), (double)accepted / grid.world.size / (1 << 30));
+    snprintf(expected, sizeof expected, "the %d ranks of a machine need %.1f GiB of memory together (", grid.world.size,
+             (double)accepted / (1 << 30));
+    assert_non_null(strstr(error.text, expected));
+    snprintf(expected, sizeof expected, ") and it has %.1f GiB", (double)accepted / grid.world.size / (1 << 30));
     assert_non_null(strstr(error.text, expected));
     assert_null(strchr(error.text, '\n'));
 }
