@@ -10427,8 +10427,7 @@ static int mt_step_handle_bad(mt_model *m, int64_t iteration, const mt_step_resu
                             (long long)o->max_bad_steps_in_a_row, advice);
     bool goes_back = o->bad_step_policy == MT_BAD_STEP_REWIND && iteration > bad->rewound;
     if (goes_back && bad->rewind == 0) bad->rewind = iteration;
-    mt_step_warn(m, "%s; %s; %s", what, advice,
-                 goes_back ? "going back to the last checkpoint" : "this step makes no update");
+    mt_step_warn(m, "%s; %s", what, goes_back ? "going back to the last checkpoint" : "this step makes no update");
     return 0;
 }
 
