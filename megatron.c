@@ -10381,8 +10381,8 @@ static const char *mt_step_operand(const mt_step_result *result, const char *fau
                  {MT_OLD_LOGP, "the old log-probabilities"},
                  {MT_ADVANTAGES, "the advantages"},
                  {MT_RETURNS, "the returns"}};
-    if (result->numbers.not_finite[MT_OPERAND_OWN] > 0) return NULL;
     if (fault) return fault;
+    if (result->numbers.not_finite[MT_OPERAND_OWN] > 0) return NULL;
     for (size_t i = 0; i < sizeof names / sizeof *names; i++)
         if (result->numbers.not_finite[names[i].operand] > 0) return names[i].name;
     return NULL;
@@ -10407,7 +10407,7 @@ static void mt_step_describe(char text[160], char advice[160], int64_t iteration
     else if (step->guard[MT_GUARD_CHECK] == MT_NORM_NOT_FINITE)
         snprintf(text, 160, "iteration %lld: the gradient norm is %g", (long long)iteration, (double)step->grad_norm);
     else
-        snprintf(text, 160, "iteration %lld: the loss is %g", (long long)iteration, loss);
+        snprintf(text, 160, "iteration %lld: the loss is %g", (long long)iteration, isnan(loss) ? fabs(loss) : loss);
     if (operand) snprintf(text + strlen(text), 160 - strlen(text), ": %s are not finite", operand);
 }
 

@@ -177,7 +177,7 @@ static const char *read_number(const char *p, const char *end, long double *valu
     return last;
 }
 
-/* True if a number that ends at p goes on with what makes another of it: a power, an index (a base), a root, pi, a
+/* True if a number that ends at p goes on with a part that changes it: a power, an index (a base), a root, pi, a
  * function, a fraction. Degrees do not. */
 static bool goes_on(const char *p, const char *end) {
     static const char *const words[] = {"\\sqrt", "\\pi",  "\\log",    "\\ln",        "\\sin",

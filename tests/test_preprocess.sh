@@ -197,7 +197,7 @@ for key in ../z a/b ..; do
 done
 nothing n_
 END
-script json_in_plain_text_marks_and_keys_are_told_apart
+script json_lines_in_plain_text_and_keys_of_no_file_name_are_refused
 
 # Megatron's HuggingFaceTokenizer adds the tokens of the post-processor to each text.
 cat >"$scratch/test" <<'END'

@@ -440,7 +440,7 @@ a_longer_or_shorter_run_keeps_the_order_it_began_with() {
     for kind in one blend; do
         path="$work/o_text_document"
         [ $kind = blend ] && path="0.7 $path 0.3 $path"
-        rm -rf "$work/o1"
+        rm -rf "$work/o1" "$work"/o??.jsonl
         # shellcheck disable=SC2086
         set -- --data-path $path
         stays "$@" --train-iters 30 --save "$work/o1" --save-interval 10 --metrics "$work/o30.jsonl" &&
@@ -449,7 +449,8 @@ a_longer_or_shorter_run_keeps_the_order_it_began_with() {
         losses "$work/o30.jsonl" | sed -n 11,20p >"$work/want"
         losses "$work/o20.jsonl" >"$work/part"
         [ -s "$work/want" ] && cmp "$work/want" "$work/part" || return 1
-        stays "$@" --train-iters 50 --load "$work/o1" --save "$work/o1" --save-interval 10 --metrics "$work/o50.jsonl" &&
+        stays "$@" --train-iters 50 --load "$work/o1" --save "$work/o1" --save-interval 10 \
+            --metrics "$work/o50.jsonl" &&
             says '^note: the run was planned for 120 training samples and now needs 200' "$work/out" || return 1
         stays "$@" --train-iters 50 --load "$work/o1/iter_0000040" --metrics "$work/o40.jsonl" || return 1
         ! grep '^note' "$work/out" || return 1
@@ -469,7 +470,7 @@ other_data_are_refused() {
         pattern=$1
         shift
         stays "$@" && return 1
-        says "^error: .*training data are not those .*$pattern" "$work/err"
+        says "^error: .*training data are not .*$pattern" "$work/err"
     }
     refuses_data 'other trained tokens (--loss-on)' "$@" --loss-on all || return 1
     refuses_data '30 samples with [0-9]* tokens then, 15 with' "$@" --split 1,1,0 || return 1

@@ -158,6 +158,28 @@ preferences_resume_by_the_same_command() {
     done
 }
 
+# The message of a step that is not finite names the operand. The learning rate is not at fault before the first update.
+a_message_names_the_operand_that_is_not_finite() {
+    mkdir "$work/nan" && cp "$work/base/latest/config.json" "$work/base/latest/tokenizer_config.json" "$work/nan" ||
+        return 1
+    weights=$work/base/latest/model.safetensors
+    header=$(($(od -An -t u8 -N 8 "$weights") + 8)) bytes=$(wc -c <"$weights")
+    {
+        head -c "$header" "$weights"
+        tr '\0' '\377' </dev/zero | head -c $((bytes - header)) # NaN
+    } >"$work/nan/model.safetensors"
+    set -- "$train" --stage dpo --data-path "$work/pairs.jsonl" --seq-length 16 --chat-template plain --lr 1e-3 \
+        --eval-iters 0 --split 1,0,0 --device cpu --finetune --train-iters 2
+    for loss in sigmoid ipo hinge; do
+        "$@" --load "$work/base" --ref-load "$work/nan" --preference-loss $loss >"$work/out" 2>"$work/err" && return 1
+        says 'iteration 1: .*: the log-probabilities of the reference model (--ref-load) are not finite' "$work/err" &&
+            ! grep -q -e '--lr' "$work/err" || return 1
+    done
+    "$@" --load "$work/nan" >"$work/out" 2>"$work/err" && return 1
+    says "iteration 1: .*no update was made before: check the model's weights" "$work/err" &&
+        ! grep -q -e '--lr' "$work/err"
+}
+
 options_without_meaning_are_refused() {
     for option in '--chat-template plain' '--loss-on all' '--long-samples drop' '--skip-bad-samples 1' \
         '--messages-key a' '--prompt-key a' '--query-key a' '--response-key a'; do
@@ -188,6 +210,7 @@ else
 fi
 for test in every_template_holds_a_conversation the_recipe_of_qwen3_runs the_loss_follows_its_option \
     bad_lines_are_named_and_counted preferences_resume_by_the_same_command \
+    a_message_names_the_operand_that_is_not_finite \
     options_without_meaning_are_refused; do
     check $test $test
 done
