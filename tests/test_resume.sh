@@ -464,8 +464,8 @@ a_longer_or_shorter_run_keeps_the_order_it_began_with() {
 # until --no-load-rng or --finetune begins a new order.
 other_data_are_refused() {
     awk 'BEGIN { for (i = 0; i < 30; i++) printf "{\"prompt\":\"p%d\",\"response\":\"r%d\"}\n", i, i }' >"$work/d.jsonl"
-    set -- --sft --chat-template plain --data-path "$work/d.jsonl" --load "$work/d" --train-iters 4
-    stays --sft --chat-template plain --data-path "$work/d.jsonl" --save "$work/d" --train-iters 2 || return 1
+    set -- --sft --chat-template plain --data-path "$work/d.jsonl" --load "$work/began" --train-iters 4
+    stays --sft --chat-template plain --data-path "$work/d.jsonl" --save "$work/began" --train-iters 2 || return 1
     refuses_data() {
         pattern=$1
         shift

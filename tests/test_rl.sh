@@ -433,7 +433,7 @@ read -r line
 eval "$MT_TEST_THEN"
 EOF
     set -- --rollout-batch-size 4 --num-return-sequences 2 --train-iters 9 --lr 1e-3 --reward command \
-        --reward-command "exec sh $work/ends.sh" --reward-timeout-seconds 999
+        --reward-command "exec sh $work/ends.sh" --reward-timeout-seconds 500
     export MT_TEST_THEN='exit 3'
     learn $ranks "$work/ends" "$@" --save "$work/dies" && return 1
     [ "$(grep -c '^error: ' "$work/err")" = 1 ] && says '^error: .*exit status 3 after 0 answers to 8' "$work/err" &&
