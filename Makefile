@@ -64,7 +64,7 @@ endif
 MAINS := $(wildcard train.c infer.c data/preprocess.c)
 LIBRARY := $(filter-out $(MAINS),megatron.c $(wildcard data/*.c))
 ALL_SUITES := $(sort $(patsubst tests/test_%,%,$(basename $(wildcard tests/test_*.c tests/test_*.sh))))
-SLOW_SUITES := $(shell sed -n 's/^\([a-z0-9_]*\) .*/\1/p' tests/slow_suites)
+SLOW_SUITES := $(shell sed -n 's/^\([a-z0-9_]*\) .*/\1/p' tests/slow_suites 2>/dev/null)
 SUITES ?= $(filter-out $(SLOW_SUITES),$(ALL_SUITES))
 TESTS = $(if $(HAVE_CMOCKA),$(filter-out $(if $(HAVE_MPI),,%_mpi.c %_mpi8.c),$(wildcard $(SUITES:%=tests/test_%.c))))
 BENCHES := $(wildcard tests/bench_*.c)
