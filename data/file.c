@@ -531,7 +531,7 @@ static char *mt_json_widen(const char *text, int64_t bytes, int64_t *widened) {
     enum { DIGITS = 18 }; // fit in any case
     char *copy = mt_malloc(bytes + bytes / DIGITS * 2 + 1), *to = copy;
     const char *end = text + bytes;
-    bool quoted = false, is_int;
+    bool quoted = false, is_int = false;
     for (const char *from = text, *next; from < end; from = next) {
         bool begins = !quoted && (*from == '-' || isdigit((unsigned char)*from));
         next = begins ? mt_json_number_end(from, end, &is_int) : from + 1 + (quoted && *from == '\\' && from + 1 < end);

@@ -58,7 +58,7 @@ static void check_run(const mt_ops *ops, mt_stream *stream, const char *run, ste
         assert_true(n > 0 && n <= MOST);
         memcpy(w, start, (size_t)n * 4);
         for (int i = 0; i < STEPS; i++) {
-            char grad[16];
+            char grad[32];
             snprintf(grad, sizeof grad, "grad.%d", i);
             const float *g = tensor(grad, names[k], -1, &count), *want = tensor(run, names[k], i, &count);
             assert_int_equal(count, n);
