@@ -33,6 +33,8 @@ void mt_launch_threads(char **argv) {
     setenv("GOMP_SPINCOUNT", mt_launched_by_mpi() ? "1000" : "10000", 1);
     setenv("KMP_BLOCKTIME", mt_launched_by_mpi() ? "0" : "1", 1); // milliseconds
     execv(program, argv);                                         // returns only if it fails; then threads spin
+#else
+    (void)argv;
 #endif
 }
 

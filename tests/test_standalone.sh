@@ -88,8 +88,9 @@ with_gpus() {
         chmod +x "$work/bin/nvidia-smi" && cp Makefile megatron.c megatron.h "$work/tree" &&
         cp data/probe.sh "$work/tree/data" || return 1
     shift
-    (PATH=$work/bin:$PATH && cd "$work/tree" && MAKEFLAGS='' MAKELEVEL=0 make -n "$@" build/default/flags) \
-        >"$work/out" 2>&1
+    # without the settings of the make that runs the suite
+    (PATH=$work/bin:$PATH && cd "$work/tree" && unset SANITIZE WITHOUT CC OPT &&
+        MAKEFLAGS='' MAKEOVERRIDES='' MAKELEVEL=0 make -n "$@" build/default/flags) >"$work/out" 2>&1
 }
 
 # GPUs below 8.0 wait for kernels of their own: the CPU is built for, or those of the GPUs that have kernels.
