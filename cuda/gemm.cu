@@ -236,7 +236,10 @@ static int find_candidates(const plan *p, cublasLtMatmulHeuristicResult_t *candi
                            mt_stream *stream) {
     cublasLtMatmulPreference_t preference;
     size_t workspace = (size_t)stream->workspace_bytes;
-    uint32_t align_a = alignment(o->a), align_b = alignment(o->b), align_d = alignment(o->d);
+    // In deterministic mode the alignment that the shape names: that of these operands depends on the products before.
+    bool by_shape = stream->deterministic;
+    uint32_t least = (uint32_t)p->shape.alignment, align_a = by_shape ? least : alignment(o->a),
+             align_b = by_shape ? least : alignment(o->b), align_d = by_shape ? least : alignment(o->d);
     int count = 0;
     MT_CUBLAS(cublasLtMatmulPreferenceCreate(&preference));
     const struct {

@@ -275,15 +275,17 @@ static void mt_timed_channel_wait(mt_channel *channel, int64_t ticket, mt_stream
     if (recorded) mt_call_end(stream);
 }
 
-/* Untimed operations are the backend's own. Graphs are left out: their operations run without a record. */
+/* A copy of the backend, so that what is not an operation stays, with timed operations in place of those that are
+ * timed. Graphs are left out: their operations run without a record. */
 static mt_ops mt_profile_timed_ops(const mt_ops *ops) {
-#define MT_OWN_ENTRY(name, ...)   .name = ops->name,
-#define MT_TIMED_ENTRY(name, ...) .name = ops->name ? mt_timed_##name : NULL,
-    mt_ops timed = {MT_UNTIMED_OPERATIONS(MT_OWN_ENTRY) MT_TIMED_OPERATIONS(MT_TIMED_ENTRY)
-                        MT_FUSED_OPERATIONS(MT_TIMED_ENTRY)};
-#undef MT_OWN_ENTRY
+    mt_ops timed = *ops;
+#define MT_TIMED_ENTRY(name, ...) timed.name = ops->name ? mt_timed_##name : NULL;
+#define MT_NO_ENTRY(name, ...)    timed.name = NULL;
+    MT_TIMED_OPERATIONS(MT_TIMED_ENTRY)
+    MT_FUSED_OPERATIONS(MT_TIMED_ENTRY)
+    MT_GRAPH_OPERATIONS(MT_NO_ENTRY)
 #undef MT_TIMED_ENTRY
-    timed.name = ops->name, timed.limits = ops->limits;
+#undef MT_NO_ENTRY
     timed.channel_send = mt_timed_channel_send, timed.channel_wait = mt_timed_channel_wait;
     timed.phase_begin = mt_profile_phase_begin, timed.phase_end = mt_profile_phase_end;
     return timed;

@@ -343,8 +343,36 @@ static void exposed_time_is_what_nothing_hides(void **state) {
     }
 }
 
+static mt_graph *end_no_graph(mt_stream *stream) {
+    (void)stream;
+    return NULL;
+}
+
+/* Whoever asks the profiled table where memory lies or what its limits are gets the backend's answer. */
+static void profiled_backend_keeps_what_is_no_operation(void **state) {
+    (void)state;
+    mt_ops device = mt_cpu_ops;
+    device.name = "device";
+    device.on_device = true;
+    device.is_imagined = true;
+    device.graph_end = end_no_graph;
+    const mt_ops *timed = mt_profile_open(&device);
+    assert_string_equal(timed->name, "device");
+    assert_true(timed->on_device && timed->is_imagined);
+    assert_memory_equal(&timed->limits, &device.limits, sizeof device.limits);
+    assert_true(timed->rmsnorm_forward != device.rmsnorm_forward);
+#define SAME_ENTRY(name, ...) assert_true(timed->name == device.name);
+#define NO_ENTRY(name, ...)   assert_null(timed->name);
+    MT_DEVICE_OPERATIONS(SAME_ENTRY)
+    MT_GRAPH_OPERATIONS(NO_ENTRY)
+#undef SAME_ENTRY
+#undef NO_ENTRY
+    mt_profile_close();
+}
+
 int main(void) {
     const struct CMUnitTest tests[] = {
+        cmocka_unit_test(profiled_backend_keeps_what_is_no_operation),
         cmocka_unit_test(exposed_time_is_what_nothing_hides),
         cmocka_unit_test(profiled_steps_have_the_same_losses_and_their_times_sum_to_no_more),
         cmocka_unit_test(so_they_do_on_a_gpu),
