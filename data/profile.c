@@ -275,8 +275,8 @@ static void mt_timed_channel_wait(mt_channel *channel, int64_t ticket, mt_stream
     if (recorded) mt_call_end(stream);
 }
 
-/* A copy of the backend, so that what is not an operation stays, with timed operations in place of those that are
- * timed. Graphs are left out: their operations run without a record. */
+/* A copy of the backend, of which the timed and fused operations are replaced by wrappers. Graphs are left out: their
+ * operations run without a record. */
 static mt_ops mt_profile_timed_ops(const mt_ops *ops) {
     mt_ops timed = *ops;
 #define MT_TIMED_ENTRY(name, ...) timed.name = ops->name ? mt_timed_##name : NULL;
