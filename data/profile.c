@@ -275,7 +275,7 @@ static void mt_timed_channel_wait(mt_channel *channel, int64_t ticket, mt_stream
     if (recorded) mt_call_end(stream);
 }
 
-/* A copy of the backend, of which the timed and fused operations are replaced by wrappers. Graphs are left out: their
+/* A copy of the backend whose timed and fused operations are replaced by wrappers. Graphs are left out: their
  * operations run without a record. */
 static mt_ops mt_profile_timed_ops(const mt_ops *ops) {
     mt_ops timed = *ops;
