@@ -275,6 +275,7 @@ mt_options mt_options_plain(int64_t num_layers, int64_t hidden_size, int64_t num
         .attention_output_bias = true,
         .mlp_bias = true,
         .norm_epsilon = 1e-5,
+        .embedding_multiplier = 1,
         .init_method_std = 0.02,
         .hidden_dropout = 0.1,
         .attention_dropout = 0.1,
@@ -1409,16 +1410,31 @@ static void mt_cpu_rmsnorm_forward(const mt_norm_args *a, mt_dtype dtype, mt_str
         float *slice = mt_scratch_slice(scratch);
         const float *in = mt_row_load(slice, a->x, t * a->x_stride + h * C, C, dtype);
         const float *weight = mt_row_load(slice + C, a->w, 0, C, dtype);
-        float *out = mt_row_open(slice + 2 * C, y, t * a->y_stride + h * C, dtype), sum = 0;
+        float *out = mt_row_open(slice + 2 * C, y, t * a->y_stride + h * C, dtype), sum = 0, offset = a->w_offset;
 #pragma omp simd reduction(+ : sum)
         for (int64_t c = 0; c < C; c++) sum += in[c] * in[c];
-        float factor = 1.0f / sqrtf(sum / (float)C + a->eps);
+        float factor = 1.0f / sqrtf((a->means ? a->means[t] : sum / (float)C) + a->eps);
         a->rstd[r] = factor;
 #pragma omp simd
-        for (int64_t c = 0; c < C; c++) out[c] = in[c] * factor * weight[c];
+        for (int64_t c = 0; c < C; c++) out[c] = in[c] * factor * (weight[c] + offset);
         mt_row_close(y, t * a->y_stride + h * C, out, C, dtype);
     }
     mt_result_close(&a->quantize, y, dtype, stream);
+}
+
+static void mt_cpu_row_means(const mt_row_means_args *a, mt_dtype dtype, mt_stream *stream) {
+    int64_t T = a->T, C = a->C;
+    mt_scratch scratch = mt_scratch_reserve(3 * C);
+#pragma omp parallel for if (T * C > MT_PARALLEL)
+    for (int64_t t = 0; t < T; t++) {
+        float *slice = mt_scratch_slice(scratch), sum = 0, offset = a->w_offset;
+        const float *x = mt_row_load(slice, a->a, t * a->a_stride, C, dtype);
+        const float *y = mt_row_load(slice + C, a->b, t * a->b_stride, C, dtype);
+        const float *w = a->w ? mt_row_load(slice + 2 * C, a->w, 0, C, dtype) : NULL;
+#pragma omp simd reduction(+ : sum)
+        for (int64_t c = 0; c < C; c++) sum += x[c] * y[c] * (w ? w[c] + offset : 1.0f);
+        a->means[t] = sum / (float)C;
+    }
 }
 
 /* dw[C] += sum over rows of dy (x - mean) rstd, and db[C] += that of dy (db may be NULL); mean may be NULL: 0. Tasks
@@ -1459,13 +1475,14 @@ static void mt_cpu_rmsnorm_backward(const mt_norm_args *a, mt_dtype dtype, mt_st
         const float *weight = mt_row_load(slice + C, a->w, 0, C, dtype);
         const float *d = mt_row_load(slice + 2 * C, a->dy, t * a->dy_stride + h * C, C, dtype), *residual = NULL;
         if (a->dresidual) residual = mt_row_load(slice + 3 * C, a->dresidual, t * dx_stride + h * C, C, dtype);
-        float *out = mt_row_open(slice + 4 * C, a->dx, t * dx_stride + h * C, dtype), sum = 0, factor = a->rstd[r];
+        float *out = mt_row_open(slice + 4 * C, a->dx, t * dx_stride + h * C, dtype);
+        float sum = 0, factor = a->rstd[r], offset = a->w_offset;
 #pragma omp simd reduction(+ : sum)
-        for (int64_t c = 0; c < C; c++) sum += d[c] * weight[c] * in[c];
-        float projection = sum * factor * factor / (float)C;
+        for (int64_t c = 0; c < C; c++) sum += d[c] * (weight[c] + offset) * in[c];
+        float projection = a->means ? a->means[t] * factor * factor : sum * factor * factor / (float)C;
 #pragma omp simd
         for (int64_t c = 0; c < C; c++)
-            out[c] = (residual ? residual[c] : 0.0f) + factor * (d[c] * weight[c] - in[c] * projection);
+            out[c] = (residual ? residual[c] : 0.0f) + factor * (d[c] * (weight[c] + offset) - in[c] * projection);
         mt_row_close(a->dx, t * dx_stride + h * C, out, C, dtype);
     }
 }
@@ -1480,7 +1497,7 @@ static void mt_cpu_layernorm_forward(const mt_norm_args *a, mt_dtype dtype, mt_s
         const float *in = mt_row_load(slice, a->x, t * C, C, dtype);
         const float *weight = mt_row_load(slice + C, a->w, 0, C, dtype);
         const float *bias = mt_row_load(slice + 2 * C, a->b, 0, C, dtype);
-        float *out = mt_row_open(slice + 3 * C, y, t * C, dtype), sum = 0, squares = 0;
+        float *out = mt_row_open(slice + 3 * C, y, t * C, dtype), sum = 0, squares = 0, offset = a->w_offset;
 #pragma omp simd reduction(+ : sum)
         for (int64_t c = 0; c < C; c++) sum += in[c];
         float center = sum / (float)C;
@@ -1489,7 +1506,7 @@ static void mt_cpu_layernorm_forward(const mt_norm_args *a, mt_dtype dtype, mt_s
         float factor = 1.0f / sqrtf(squares / (float)C + a->eps);
         a->mean[t] = center, a->rstd[t] = factor;
 #pragma omp simd
-        for (int64_t c = 0; c < C; c++) out[c] = (in[c] - center) * factor * weight[c] + bias[c];
+        for (int64_t c = 0; c < C; c++) out[c] = (in[c] - center) * factor * (weight[c] + offset) + bias[c];
         mt_row_close(y, t * C, out, C, dtype);
     }
     mt_result_close(&a->quantize, y, dtype, stream);
@@ -1508,18 +1525,18 @@ static void mt_cpu_layernorm_backward(const mt_norm_args *a, mt_dtype dtype, mt_
         const float *d = mt_row_load(slice + 2 * C, a->dy, t * C, C, dtype);
         const float *residual = a->dresidual ? mt_row_load(slice + 3 * C, a->dresidual, t * C, C, dtype) : NULL;
         float *out = mt_row_open(slice + 4 * C, a->dx, t * C, dtype);
-        float center = a->mean[t], factor = a->rstd[t], sum = 0, projection = 0;
+        float center = a->mean[t], factor = a->rstd[t], offset = a->w_offset, sum = 0, projection = 0;
 #pragma omp simd reduction(+ : sum, projection)
         for (int64_t c = 0; c < C; c++) {
-            sum += d[c] * weight[c];
-            projection += d[c] * weight[c] * (in[c] - center);
+            sum += d[c] * (weight[c] + offset);
+            projection += d[c] * (weight[c] + offset) * (in[c] - center);
         }
         sum /= (float)C;
         projection *= factor * factor / (float)C;
 #pragma omp simd
         for (int64_t c = 0; c < C; c++)
-            out[c] =
-                (residual ? residual[c] : 0.0f) + factor * (d[c] * weight[c] - sum - (in[c] - center) * projection);
+            out[c] = (residual ? residual[c] : 0.0f) +
+                     factor * (d[c] * (weight[c] + offset) - sum - (in[c] - center) * projection);
         mt_row_close(a->dx, t * C, out, C, dtype);
     }
 }
@@ -1566,6 +1583,7 @@ static void mt_cpu_rope_backward(const mt_rope_args *a, mt_dtype dtype, mt_strea
 static mt_norm_args mt_qk_norm(const mt_qk_args *a, int k, mt_dtype dtype) {
     int64_t skip = k * a->H * a->D;
     mt_norm_args norm = {.T = a->T, .H = k ? a->G : a->H, .C = a->D, .w = k ? a->k_w : a->q_w, .eps = a->eps};
+    norm.w_offset = a->w_offset;
     norm.x = mt_at(a->qkv, skip, dtype), norm.y = mt_at(a->qk, skip, dtype), norm.rstd = k ? a->k_rstd : a->q_rstd;
     norm.dy = mt_at(a->dqk, skip, dtype), norm.dx = mt_at(a->dqkv, skip, dtype);
     norm.dw = k ? a->dk_w : a->dq_w, norm.x_stride = a->qkv_stride, norm.y_stride = a->qk_stride;
@@ -2064,12 +2082,12 @@ static inline float mt_silu_slope(float a, float x) {
 
 /* The loops over n elements of a row: y = weight f(x) up; dx, dup and sum(dy f(x) up). No `up` unless gated. */
 #define MT_CPU_ACTIVATION(name, f, gated, ...)                                                                         \
-    static void mt_##f##_row(float *y, const float *x, const float *up, float weight, int64_t n) {                     \
+    static void mt_row_##name(float *y, const float *x, const float *up, float weight, int64_t n) {                    \
         _Pragma("omp simd") for (int64_t i = 0; i < n; i++) y[i] =                                                     \
             weight * (gated ? mt_##f(1, x[i]) * up[i] : mt_##f(1, x[i]));                                              \
     }                                                                                                                  \
-    static float mt_##f##_row_backward(float *dx, float *dup, const float *dy, const float *x, const float *up,        \
-                                       float weight, int64_t n) {                                                      \
+    static float mt_row_##name##_backward(float *dx, float *dup, const float *dy, const float *x, const float *up,     \
+                                          float weight, int64_t n) {                                                   \
         float sum = 0;                                                                                                 \
         _Pragma("omp simd reduction(+ : sum)") for (int64_t i = 0; i < n; i++) {                                       \
             float in = x[i], u = gated ? up[i] : 1, d = weight * dy[i];                                                \
@@ -2079,7 +2097,7 @@ static inline float mt_silu_slope(float a, float x) {
         }                                                                                                              \
         return sum;                                                                                                    \
     }
-#define MT_CPU_ACTIVATION_ROW(name, f, ...) {mt_##f##_row, mt_##f##_row_backward},
+#define MT_CPU_ACTIVATION_ROW(name, ...) {mt_row_##name, mt_row_##name##_backward},
 
 MT_ACTIVATIONS(MT_CPU_ACTIVATION)
 
@@ -2164,6 +2182,19 @@ static void mt_cpu_add(void *y, const void *a, const void *b, int64_t n, mt_dtyp
 #pragma omp simd
         for (int64_t i = 0; i < count; i++) out[i] = in[i] + more[i];
         mt_row_close(y, block, out, count, dtype);
+    }
+}
+
+static void mt_cpu_scale(void *x, float factor, int64_t n, mt_dtype dtype, mt_stream *stream) {
+#pragma omp parallel for if (n > MT_PARALLEL)
+    for (int64_t block = 0; block < n; block += MT_BLOCK) {
+        float scratch[MT_BLOCK], out_scratch[MT_BLOCK];
+        int64_t count = mt_min(MT_BLOCK, n - block);
+        const float *in = mt_row_load(scratch, x, block, count, dtype);
+        float *out = mt_row_open(out_scratch, x, block, dtype);
+#pragma omp simd
+        for (int64_t i = 0; i < count; i++) out[i] = factor * in[i];
+        mt_row_close(x, block, out, count, dtype);
     }
 }
 
@@ -4935,6 +4966,7 @@ typedef struct mt_layer {
     bool recomputed;        // full recomputation: of a unit only the input is kept
     int64_t offload_bytes;  // of its offloaded slots
     int offload_buffer;     // that they lie in
+    mt_layer_kind kind;
     mt_norm input_norm;
     mt_linear qkv; // C -> (H + 2G) D
     mt_weight q_norm, k_norm;
@@ -4942,9 +4974,11 @@ typedef struct mt_layer {
     mt_weight q_a_norm, kv_a_norm; // [q_lora_rank], [kv_lora_rank]
     mt_linear q_b, kv_b;           // q_lora_rank (C without a latent) -> H D; kv_lora_rank -> H (D - R + Dv)
     mt_linear o;                   // H Dv -> C
+    mt_norm attention_out_norm;    // of the output of attention
     mt_norm mlp_norm;
-    mt_linear fc1, down; // C -> 2F, gate then up, or F; F -> C; of the MLP or the shared expert
-    mt_linear router;    // C -> E
+    mt_linear fc1, down;  // C -> 2F, gate then up, or F; F -> C; of the MLP or the shared expert
+    mt_norm mlp_out_norm; // of the output of the MLP or the experts
+    mt_linear router;     // C -> E
     mt_weight router_bias;
     mt_linear shared_gate;             // C -> 1
     mt_linear expert_fc1, expert_down; // of the experts here: C -> 2F, F -> C
@@ -4964,7 +4998,15 @@ static int64_t mt_value_channels(const mt_options *o) {
     return o->multi_latent_attention ? o->v_head_dim : o->kv_channels;
 }
 
-/* True if query and key heads are normalised (q/k norm). */
+/* Norms before and after each block of a layer. */
+static bool mt_norms_before(const mt_options *o) {
+    return o->norm_placement != MT_NORM_AFTER;
+}
+static bool mt_norms_after(const mt_options *o) {
+    return o->norm_placement != MT_NORM_BEFORE;
+}
+
+/* True if query and key heads are normalised (q/k norm), each or, with qk_layernorm_all_heads, together. */
 static bool mt_norms_heads(const mt_options *o) {
     return o->qk_layernorm && !o->multi_latent_attention;
 }
@@ -4973,9 +5015,29 @@ bool mt_options_tied(const mt_options *o) {
     return o->head_type == MT_HEAD_LM && !o->untie_embeddings_and_output_weights;
 }
 
-/* Modules of multi-token prediction are numbered after the layers and have experts if the last layer has. */
+mt_layer_kind mt_layer_kind_of(const mt_options *o, int64_t layer) {
+    int64_t letter = mt_min(layer, o->num_layers - 1);
+    bool has_experts = o->moe_layers && o->moe_layers[letter] == '1';
+    bool has_window = o->window_size > 0 && (!o->window_layers || o->window_layers[letter] == '1');
+    bool has_rope =
+        o->position_embedding_type == MT_POSITION_ROPE && (!o->rope_layers || o->rope_layers[letter] == '1');
+    mt_layer_kind kind = {.mixer = o->multi_latent_attention ? MT_MIXER_LATENT_ATTENTION : MT_MIXER_ATTENTION};
+    kind.feed_forward = has_experts ? MT_FEED_FORWARD_EXPERTS : MT_FEED_FORWARD_DENSE;
+    kind.window = has_window ? o->window_size : 0;
+    kind.rope = !has_rope ? MT_ROPE_NONE : has_window && o->window_rotary_base > 0 ? MT_ROPE_WINDOW : MT_ROPE_MODEL;
+    return kind;
+}
+
 bool mt_layer_has_experts(const mt_options *o, int64_t layer) {
-    return o->moe_layers && o->moe_layers[mt_min(layer, o->num_layers - 1)] == '1';
+    return mt_layer_kind_of(o, layer).feed_forward == MT_FEED_FORWARD_EXPERTS;
+}
+
+bool mt_layer_kinds_equal(mt_layer_kind a, mt_layer_kind b) {
+    return a.mixer == b.mixer && a.feed_forward == b.feed_forward && a.rope == b.rope && a.window == b.window;
+}
+
+int64_t mt_options_common_window(const mt_options *o) {
+    return o->window_layers && strchr(o->window_layers, '0') ? 0 : o->window_size;
 }
 
 /* May be 0 in a model with experts whose first layers have none. */
@@ -5027,9 +5089,12 @@ static int64_t mt_dimension_size(const mt_options *o, mt_dimension dimension) {
     X(SEQUENCE_HEAD, o->head_type == MT_HEAD_SEQUENCE, "--value-head")                                                 \
     X(TOKEN_HEAD, o->head_type == MT_HEAD_TOKEN, "--value-head")                                                       \
     X(LAYERNORM, o->normalization == MT_LAYERNORM, "--normalization")                                                  \
+    X(NORMS_BEFORE, mt_norms_before(o), "--norm-placement")                                                            \
+    X(NORMS_AFTER, mt_norms_after(o), "--norm-placement")                                                              \
     X(LATENT, o->multi_latent_attention, "--multi-latent-attention")                                                   \
     X(Q_LATENT, o->multi_latent_attention && o->q_lora_rank > 0, "--q-lora-rank")                                      \
-    X(HEAD_NORMS, mt_norms_heads(o), "--qk-layernorm")                                                                 \
+    X(HEAD_NORMS, mt_norms_heads(o) && !o->qk_layernorm_all_heads, "--qk-layernorm")                                   \
+    X(ALL_HEADS_NORMS, mt_norms_heads(o) && o->qk_layernorm_all_heads, "--qk-layernorm-all-heads")                     \
     X(QKV_BIAS, o->add_qkv_bias, "--add-qkv-bias")                                                                     \
     X(O_BIAS, o->attention_output_bias, "--disable-bias-linear")                                                       \
     X(MLP_BIAS, o->mlp_bias, "--disable-bias-linear")                                                                  \
@@ -5080,7 +5145,9 @@ typedef enum mt_param_kind {
     MT_ROW_BIAS,
     MT_NORM,
     MT_NORM_BIAS,
-    MT_HEAD_NORM // one weight for all heads
+    MT_HEAD_NORM,    // one weight for all heads
+    MT_Q_HEADS_NORM, // of all query heads together
+    MT_KV_HEADS_NORM
 } mt_param_kind;
 
 static const struct {
@@ -5101,6 +5168,8 @@ static const struct {
     [MT_NORM] = {MT_CUT_NONE, MT_INIT_ONES, MT_GRADIENT_ROWS, 0},
     [MT_NORM_BIAS] = {MT_CUT_NONE, MT_INIT_ZEROS, MT_GRADIENT_ROWS, 0},
     [MT_HEAD_NORM] = {MT_CUT_NONE, MT_INIT_ONES, MT_GRADIENT_HEADS, 0},
+    [MT_Q_HEADS_NORM] = {MT_CUT_ROWS, MT_INIT_ONES, MT_GRADIENT_WHOLE, 0},
+    [MT_KV_HEADS_NORM] = {MT_CUT_KV_HEADS, MT_INIT_ONES, MT_GRADIENT_REPLICA, 0},
 };
 
 typedef struct mt_role_row {
@@ -5169,16 +5238,32 @@ static const mt_role_row mt_role_rows[] = {
     MT_ROLE(MTP_HIDDEN_NORM, LAYER, NORM, C, ONE, mtp_hidden_norm.weight, MT_HAS(MTP), 0, "hnorm.weight"),
     MT_ROLE(MTP_FINAL_NORM, LAYER, NORM, C, ONE, mtp_final_norm.weight, MT_HAS(MTP), 0, "shared_head.norm.weight"),
     /* vectors */
-    MT_ROLE(INPUT_NORM, LAYER, NORM, C, ONE, input_norm.weight, 0, 0, "input_layernorm.weight", "ln_1.weight"),
-    MT_ROLE(INPUT_NORM_BIAS, LAYER, NORM_BIAS, C, ONE, input_norm.bias, MT_HAS(LAYERNORM), 0, "input_layernorm.bias",
-            "ln_1.bias"),
-    MT_ROLE(MLP_NORM, LAYER, NORM, C, ONE, mlp_norm.weight, 0, 0, "post_attention_layernorm.weight", "ln_2.weight"),
-    MT_ROLE(MLP_NORM_BIAS, LAYER, NORM_BIAS, C, ONE, mlp_norm.bias, MT_HAS(LAYERNORM), 0,
-            "post_attention_layernorm.bias", "ln_2.bias"),
+    MT_ROLE(INPUT_NORM, LAYER, NORM, C, ONE, input_norm.weight, MT_HAS(NORMS_BEFORE), 0, "input_layernorm.weight",
+            "ln_1.weight"),
+    MT_ROLE(INPUT_NORM_BIAS, LAYER, NORM_BIAS, C, ONE, input_norm.bias, MT_HAS(NORMS_BEFORE) | MT_HAS(LAYERNORM), 0,
+            "input_layernorm.bias", "ln_1.bias"),
+    MT_ROLE(ATTENTION_OUT_NORM, LAYER, NORM, C, ONE, attention_out_norm.weight, MT_HAS(NORMS_AFTER), 0,
+            "post_attention_layernorm.weight"),
+    MT_ROLE(ATTENTION_OUT_NORM_BIAS, LAYER, NORM_BIAS, C, ONE, attention_out_norm.bias,
+            MT_HAS(NORMS_AFTER) | MT_HAS(LAYERNORM), 0, "post_attention_layernorm.bias"),
+    MT_ROLE(MLP_NORM, LAYER, NORM, C, ONE, mlp_norm.weight, MT_HAS(NORMS_BEFORE), MT_HAS(NORMS_AFTER),
+            "post_attention_layernorm.weight", "ln_2.weight"),
+    MT_ROLE(MLP_NORM, LAYER, NORM, C, ONE, mlp_norm.weight, MT_HAS(NORMS_BEFORE) | MT_HAS(NORMS_AFTER), 0,
+            "pre_feedforward_layernorm.weight"),
+    MT_ROLE(MLP_NORM_BIAS, LAYER, NORM_BIAS, C, ONE, mlp_norm.bias, MT_HAS(NORMS_BEFORE) | MT_HAS(LAYERNORM),
+            MT_HAS(NORMS_AFTER), "post_attention_layernorm.bias", "ln_2.bias"),
+    MT_ROLE(MLP_NORM_BIAS, LAYER, NORM_BIAS, C, ONE, mlp_norm.bias,
+            MT_HAS(NORMS_BEFORE) | MT_HAS(NORMS_AFTER) | MT_HAS(LAYERNORM), 0, "pre_feedforward_layernorm.bias"),
+    MT_ROLE(MLP_OUT_NORM, LAYER, NORM, C, ONE, mlp_out_norm.weight, MT_HAS(NORMS_AFTER), 0,
+            "post_feedforward_layernorm.weight"),
+    MT_ROLE(MLP_OUT_NORM_BIAS, LAYER, NORM_BIAS, C, ONE, mlp_out_norm.bias, MT_HAS(NORMS_AFTER) | MT_HAS(LAYERNORM), 0,
+            "post_feedforward_layernorm.bias"),
     MT_ROLE(Q_A_NORM, LAYER, NORM, Q_LORA, ONE, q_a_norm, MT_HAS(Q_LATENT), 0, "self_attn.q_a_layernorm.weight"),
     MT_ROLE(KV_A_NORM, LAYER, NORM, KV_LORA, ONE, kv_a_norm, MT_HAS(LATENT), 0, "self_attn.kv_a_layernorm.weight"),
     MT_ROLE(Q_NORM, LAYER, HEAD_NORM, D, ONE, q_norm, MT_HAS(HEAD_NORMS), 0, "self_attn.q_norm.weight"),
     MT_ROLE(K_NORM, LAYER, HEAD_NORM, D, ONE, k_norm, MT_HAS(HEAD_NORMS), 0, "self_attn.k_norm.weight"),
+    MT_ROLE(Q_NORM, LAYER, Q_HEADS_NORM, HD, ONE, q_norm, MT_HAS(ALL_HEADS_NORMS), 0, "self_attn.q_norm.weight"),
+    MT_ROLE(K_NORM, LAYER, KV_HEADS_NORM, GD, ONE, k_norm, MT_HAS(ALL_HEADS_NORMS), 0, "self_attn.k_norm.weight"),
     MT_ROLE(Q_BIAS, LAYER, COLUMN_BIAS, HD, ONE, qkv.bias, MT_HAS(QKV_BIAS), 0, "self_attn.q_proj.bias",
             "attn.c_attn.bias"),
     MT_FUSED(K_BIAS, LAYER, COLUMN_KV_BIAS, GD, ONE, qkv.bias, MT_HAS(QKV_BIAS), 0, "self_attn.k_proj.bias",
@@ -5300,6 +5385,7 @@ static void mt_param_add(mt_param_table *table, const mt_role_row *row, int64_t 
     param->is_vector = row->cols == MT_DIM_ONE, param->weight_decay = !param->is_vector;
     param->is_linear = !param->is_vector && row->unit != MT_UNIT_WORDS && row->unit != MT_UNIT_POSITIONS;
     param->trained = row->unit != MT_UNIT_UNTRAINED, param->init = mt_param_kinds[row->kind].init;
+    if (param->init == MT_INIT_ONES && o->layernorm_zero_centered_gamma) param->init = MT_INIT_ZEROS;
     param->init_std = o->init_method_std / (param->init == MT_INIT_OUTPUT ? sqrt(2.0 * (double)o->num_layers) : 1);
     param->gradient = mt_param_kinds[row->kind].gradient;
     param->linear = row->unit == MT_UNIT_EXPERTS ? MT_LINEAR_GROUPED : mt_param_kinds[row->kind].linear;
@@ -5526,6 +5612,7 @@ typedef struct mt_layer_scratch {
     void *dresidual;      // [R, C] gradient of the residual stream
     void *dresidual_next; // [R, C] second buffer for it: a split backward keeps the gradient before a norm
     void *block_out;      // [R, C] a block's output before it is added to the residual stream, and its gradient
+    void *dout;           // [R, C] gradient of a block's output before the norm after it
     void *dnormed;        // [R, C] gradient of a norm's output
     union {
         void *dqkv;        // [T, (H + 2G) D]; latent attention: dq, then dkv
@@ -5537,6 +5624,7 @@ typedef struct mt_layer_scratch {
         void *dinput;      // [R, C] a second gradient of a norm's output
     };
     void *dqk;      // [T, (H + G) D], with q/k norm
+    float *means;   // [2, T], with q/k norm over all heads
     float *row_dot; // [T, H]
     /* latent attention */
     void *kv_b_out;     // [T, H (D - rotary + Dv)] output of kv_b, and its gradient
@@ -5544,6 +5632,11 @@ typedef struct mt_layer_scratch {
     void *dlatent;      // [R, q_lora_rank + kv_lora_rank + rotary]
     void *dlatent_norm; // [R, q_lora_rank or kv_lora_rank] gradient of a latent norm's output
 } mt_layer_scratch;
+
+/* [max_position, R / 2] each. */
+typedef struct mt_rope_table {
+    float *cos, *sin;
+} mt_rope_table;
 
 /* This rank's part of a model. */
 struct mt_model {
@@ -5573,8 +5666,8 @@ struct mt_model {
     int64_t word_bucket, position_bucket, head_bucket, output_bucket; // -1: not on this rank
     struct mt_sharding *sharding;
     mt_outer outer;
-    float *rope_cos, *rope_sin; // [max_position, R / 2]
-    int64_t rotary_dim;         // R
+    mt_rope_table rope_tables[3]; // by mt_layer_rope; MT_ROPE_NONE has none
+    int64_t rotary_dim;           // R
     /* memory */
     mt_arena arena;
     mt_arena parts[MT_NUM_PARTS]; // of the device; base NULL while the part rests
@@ -5650,6 +5743,13 @@ static void *mt_model_calloc(mt_model *m, int64_t bytes) {
 
 /* ==== §9a rotary tables =========================================================================================== */
 
+/* Tables that some layer of the model reads. */
+static bool mt_rope_table_used(const mt_options *o, mt_layer_rope which) {
+    for (int64_t layer = 0; layer < o->num_layers && which != MT_ROPE_NONE; layer++)
+        if (mt_layer_kind_of(o, layer).rope == which) return true;
+    return false;
+}
+
 /* YaRN's boundary: index of the channel pair that rotates `rotations` times over the original context (Peng et al.). */
 static double mt_yarn_pair(const mt_options *o, double rotations, int64_t R) {
     double context = (double)o->original_max_position_embeddings;
@@ -5657,7 +5757,8 @@ static double mt_yarn_pair(const mt_options *o, double rotations, int64_t R) {
 }
 
 /* Frequency of channel pair i of R rotary channels, after the model's scaling; as Hugging Face computes it. */
-static double mt_rope_frequency(const mt_options *o, int64_t i, int64_t R) {
+static double mt_rope_frequency(const mt_options *o, mt_layer_rope which, int64_t i, int64_t R) {
+    if (which == MT_ROPE_WINDOW) return pow(o->window_rotary_base, -2.0 * (double)i / (double)R);
     double frequency = pow(o->rotary_base, -2.0 * (double)i / (double)R), factor = o->rope_scaling_factor;
     if (o->rope_scaling_type == MT_ROPE_SCALING_LINEAR) return frequency / factor;
     if (o->rope_scaling_type == MT_ROPE_SCALING_LLAMA3) {
@@ -5676,21 +5777,21 @@ static double mt_rope_frequency(const mt_options *o, int64_t i, int64_t R) {
     return frequency;
 }
 
-/* Computes the tables in double on the host, then copies them to the device. */
-static void mt_rope_tables(mt_model *model) {
+/* Computes a table in double on the host, then copies it to the device. */
+static void mt_rope_table_fill(mt_model *model, mt_layer_rope which) {
     int64_t R = model->rotary_dim, half = R / 2, count = model->plan.max_position * half;
     float *cosines = mt_malloc(count * 4), *sines = mt_malloc(count * 4);
-    bool yarn = model->options->rope_scaling_type == MT_ROPE_SCALING_YARN;
+    bool yarn = which == MT_ROPE_MODEL && model->options->rope_scaling_type == MT_ROPE_SCALING_YARN;
     double amplitude = yarn ? model->options->yarn_attention_factor : 1; // makes attention slightly sharper
     for (int64_t i = 0; i < half; i++) {
-        double frequency = mt_rope_frequency(model->options, i, R);
+        double frequency = mt_rope_frequency(model->options, which, i, R);
         for (int64_t position = 0; position < model->plan.max_position; position++) {
             cosines[position * half + i] = (float)(amplitude * cos((double)position * frequency));
             sines[position * half + i] = (float)(amplitude * sin((double)position * frequency));
         }
     }
-    model->ops->memory_copy(model->rope_cos, cosines, count * 4, model->stream);
-    mt_copy_wait(model, model->rope_sin, sines, count * 4);
+    model->ops->memory_copy(model->rope_tables[which].cos, cosines, count * 4, model->stream);
+    mt_copy_wait(model, model->rope_tables[which].sin, sines, count * 4);
     free(cosines);
     free(sines);
 }
@@ -5732,10 +5833,14 @@ typedef struct mt_activations {
     float *q_latent_rstd, *kv_latent_rstd; // [R]
     void *attended;                        // [T, H Dv]
     float *lse;                            // [T, H]
+    void *attention_out;                   // [R, C] before the norm after it
+    mt_normed attention_out_norm;          // its y is not kept, as that of mlp_out_norm
     void *middle;                          // [R, C] residual stream between attention and MLP
     mt_normed mlp_norm;                    // [R, C]
     void *mlp_hidden;                      // [T, 2F] or [T, F] before the activation
     void *mlp_active;                      // [T, F] after it
+    void *mlp_out;                         // [R, C] of the MLP or the experts, before the norm after it
+    mt_normed mlp_out_norm;
     struct mt_routing *routing;            // of a layer with experts
     mt_deferred deferred[MT_MAX_DEFERRED]; // between the two halves of a split backward
     int64_t num_deferred;
@@ -5974,20 +6079,31 @@ static void mt_add_to(const mt_model *m, const mt_pass *p, void *sum, const void
     m->ops->add(sum, sum, x, p->rows * m->C, m->dtype, p->stream);
 }
 
+/* Statistics of a norm. */
+static void mt_norm_statistics_slots(mt_slots *s, const mt_model *m, const char *name, size_t field) {
+    if (m->options->normalization == MT_LAYERNORM)
+        mt_slot_add(s, name, field + offsetof(mt_normed, mean), m->max_rows, 1, MT_F32);
+    mt_slot_add(s, name, field + offsetof(mt_normed, rstd), m->max_rows, 1, MT_F32);
+}
+
 /* input: MT_OFFLOAD_* of the module that reads the norm's output. w may be NULL. */
 static void mt_norm_slots(mt_slots *s, const mt_model *m, const char *name, size_t field, unsigned input,
                           const mt_norm *w) {
     mt_dtype dtype = w && w->reader ? MT_U8 : m->dtype;
     mt_slot *y = mt_slot_add(s, name, field + offsetof(mt_normed, y), m->max_rows, m->C, dtype);
     y->modules = MT_MODULE_LAYERNORM, y->input = input;
-    if (m->options->normalization == MT_LAYERNORM)
-        mt_slot_add(s, name, field + offsetof(mt_normed, mean), m->max_rows, 1, MT_F32);
-    mt_slot_add(s, name, field + offsetof(mt_normed, rstd), m->max_rows, 1, MT_F32);
+    mt_norm_statistics_slots(s, m, name, field);
+}
+
+/* The number added to the weights of all norms of the model. */
+static float mt_norm_offset(const mt_options *o) {
+    return o->layernorm_zero_centered_gamma ? 1 : 0;
 }
 
 static mt_norm_args mt_norm_operands(const mt_model *m, const mt_pass *p, const mt_norm *w, const mt_normed *n) {
     mt_norm_args a = {.T = p->rows, .H = 1, .C = m->C, .w = w->weight.w, .b = w->bias.w, .y = n->y};
     a.mean = n->mean, a.rstd = n->rstd, a.dw = w->weight.dw, a.db = w->bias.dw;
+    a.w_offset = mt_norm_offset(m->options);
     a.quantize = mt_fp8_args(&p->tp, w->reader, MT_FP8_X, n->y, p->rows, NULL);
     a.x_stride = a.y_stride = a.dx_stride = a.dy_stride = m->C, a.eps = (float)m->options->norm_epsilon;
     return a;
@@ -6000,11 +6116,11 @@ static void mt_norm_forward(const mt_model *m, const mt_pass *p, const mt_norm *
     (n->mean ? m->ops->layernorm_forward : m->ops->rmsnorm_forward)(&a, m->dtype, p->stream);
 }
 
-/* dx = dresidual + gradient of x through the norm, from scratch.dnormed; dresidual may be NULL, or dx. */
+/* dx = dresidual + gradient of x through the norm, from dy, that of its output; dresidual may be NULL, or dx. */
 static void mt_norm_backward(const mt_model *m, const mt_pass *p, const mt_norm *w, const mt_normed *n, void *dx,
-                             const void *dresidual, const void *x) {
+                             const void *dresidual, const void *dy, const void *x) {
     mt_norm_args a = mt_norm_operands(m, p, w, n);
-    a.x = x, a.dy = m->scratch.dnormed, a.dresidual = dresidual, a.dx = dx;
+    a.x = x, a.dy = dy, a.dresidual = dresidual, a.dx = dx;
     (n->mean ? m->ops->layernorm_backward : m->ops->rmsnorm_backward)(&a, m->dtype, p->stream);
 }
 
@@ -6049,14 +6165,15 @@ static const void *mt_residual_backward(const mt_model *m, const mt_pass *p, int
     return s->block_out;
 }
 
-/* scratch.dresidual += gradient of x through a block's norm. A split backward writes the sum to the other buffer: the
- * old dresidual is dy of the block's last linear, which is deferred afterwards. */
+/* scratch.dresidual += gradient of x through a block's norm, from dy, that of the norm's output. A split backward
+ * writes the sum to the other buffer: the old dresidual is dy of the block's last linear, which is deferred afterwards.
+ */
 static void mt_residual_norm_backward(mt_model *m, const mt_pass *p, const mt_norm *w, const mt_normed *n,
-                                      const void *x) {
+                                      const void *dy, const void *x) {
     mt_layer_scratch *s = &m->scratch;
     void *old = s->dresidual;
     if (p->halves != MT_BACKWARD_BOTH) s->dresidual = s->dresidual_next, s->dresidual_next = old;
-    mt_norm_backward(m, p, w, n, s->dresidual, old, x);
+    mt_norm_backward(m, p, w, n, s->dresidual, old, dy, x);
 }
 
 /* ==== §9d attention =============================================================================================== */
@@ -6071,8 +6188,16 @@ static int64_t mt_latent_width(const mt_options *o) {
     return o->q_lora_rank + o->kv_lora_rank + o->qk_pos_emb_head_dim;
 }
 
-static void mt_latent_slots(const mt_model *m, mt_slots *s) {
+/* Values of attention between q, k, v and the output, of both mixers. */
+static void mt_core_attention_slots(const mt_model *m, mt_slots *s) {
+    int64_t T = m->plan.max_tokens;
+    MT_SLOT(s, attended, T, m->H * m->Dv, m->dtype)->input = MT_OFFLOAD_ATTN_PROJ;
+    MT_SLOT(s, lse, T, m->H, MT_F32)->input = MT_OFFLOAD_CORE_ATTN;
+}
+
+static void mt_latent_slots(const mt_model *m, mt_slots *s, const mt_layer *w) {
     const mt_options *o = m->options;
+    (void)w;
     int64_t T = m->plan.max_tokens, R = m->max_rows;
     mt_slot *q = MT_SLOT(s, q, T, m->H * m->D, m->dtype), *kv = MT_SLOT(s, kv, T, m->H * (m->D + m->Dv), m->dtype);
     q->stash_of = offsetof(mt_layer, q_b), kv->stash_of = offsetof(mt_layer, kv_b);
@@ -6083,32 +6208,21 @@ static void mt_latent_slots(const mt_model *m, mt_slots *s) {
     MT_SLOT(s, kv_latent, R, o->kv_lora_rank, m->dtype)->input = MT_OFFLOAD_QKV_LINEAR;
     if (o->q_lora_rank > 0) MT_SLOT(s, q_latent_rstd, R, 1, MT_F32);
     MT_SLOT(s, kv_latent_rstd, R, 1, MT_F32);
+    mt_core_attention_slots(m, s);
 }
 
-/* A recomputed unit keeps its first layer's input, or this rank's part of it. */
 static void mt_attention_slots(const mt_model *m, mt_slots *s, const mt_layer *w) {
-    bool starts_unit = w && w->recomputed && w->index == w->recompute_unit,
-         splits_input = m->options->distribute_saved_activations;
-    int64_t T = m->plan.max_tokens, R = m->max_rows;
-    mt_slot *input = MT_SLOT(s, input, R, m->C, m->dtype), *kept = input;
-    input->stash_of = offsetof(mt_layer, o), input->once = starts_unit && !splits_input;
-    if (starts_unit && splits_input) kept = MT_SLOT(s, input_part, R, m->C / m->grid->tensor.size, m->dtype);
-    kept->once = starts_unit, kept->input = MT_OFFLOAD_ATTN_NORM;
-    mt_norm_slots(s, m, "input_norm", offsetof(mt_activations, input_norm), MT_OFFLOAD_QKV_LINEAR,
-                  w ? &w->input_norm : NULL);
-    if (m->options->multi_latent_attention) {
-        mt_latent_slots(m, s);
-    } else {
-        mt_slot *qkv = MT_SLOT(s, qkv, T, mt_qkv_width(m), m->dtype);
-        qkv->stash_of = offsetof(mt_layer, qkv), qkv->input = MT_OFFLOAD_CORE_ATTN;
-    }
+    int64_t T = m->plan.max_tokens;
+    (void)w;
+    mt_slot *qkv = MT_SLOT(s, qkv, T, mt_qkv_width(m), m->dtype);
+    qkv->stash_of = offsetof(mt_layer, qkv), qkv->input = MT_OFFLOAD_CORE_ATTN;
     if (mt_norms_heads(m->options)) {
         MT_SLOT(s, qk, T, (m->H + m->G) * m->D, m->dtype)->input = MT_OFFLOAD_CORE_ATTN;
-        MT_SLOT(s, q_rstd, T, m->H, MT_F32);
-        MT_SLOT(s, k_rstd, T, m->G, MT_F32);
+        bool together = m->options->qk_layernorm_all_heads;
+        MT_SLOT(s, q_rstd, T, together ? 1 : m->H, MT_F32);
+        MT_SLOT(s, k_rstd, T, together ? 1 : m->G, MT_F32);
     }
-    MT_SLOT(s, attended, T, m->H * m->Dv, m->dtype)->input = MT_OFFLOAD_ATTN_PROJ;
-    MT_SLOT(s, lse, T, m->H, MT_F32)->input = MT_OFFLOAD_CORE_ATTN;
+    mt_core_attention_slots(m, s);
 }
 
 /* q, k and v of attention, or their gradients, with the strides between tokens. */
@@ -6131,19 +6245,23 @@ static mt_qkv_view mt_latent_view(const mt_model *m, const mt_pass *p, void *q, 
     return (mt_qkv_view){q, kv, mt_at(kv, p->T * m->H * m->D, m->dtype), m->H * m->D, m->H * m->Dv};
 }
 
-static mt_qkv_view mt_gradient_view(const mt_model *m, const mt_pass *p) {
-    const mt_layer_scratch *s = &m->scratch;
-    if (!m->options->multi_latent_attention) return mt_fused_view(m, s->dqkv, s->dqk);
-    return mt_latent_view(m, p, s->dqkv, mt_at(s->dqkv, p->T * m->H * m->D, m->dtype));
+/* Their gradients, in scratch. */
+static mt_qkv_view mt_fused_gradients(const mt_model *m) {
+    return mt_fused_view(m, m->scratch.dqkv, m->scratch.dqk);
+}
+static mt_qkv_view mt_latent_gradients(const mt_model *m, const mt_pass *p) {
+    void *dq = m->scratch.dqkv;
+    return mt_latent_view(m, p, dq, mt_at(dq, p->T * m->H * m->D, m->dtype));
 }
 
 double mt_yarn_mscale(double factor, double mscale) {
     return 0.1 * mscale * log(factor) + 1;
 }
 
-/* 1 / sqrt(D). DeepSeek's YaRN scales the softmax; other models' YaRN scales cos and sin. */
+/* 1 / sqrt(D) unless the model has its own. DeepSeek's YaRN scales the softmax; other models' YaRN scales cos and sin.
+ */
 static float mt_attention_scale(const mt_options *o) {
-    double scale = 1 / sqrt((double)o->kv_channels);
+    double scale = o->softmax_scale > 0 ? o->softmax_scale : 1 / sqrt((double)o->kv_channels);
     bool yarn = o->multi_latent_attention && o->rope_scaling_type == MT_ROPE_SCALING_YARN;
     if (!yarn || o->yarn_mscale_all_dim == 0) return (float)scale;
     double mscale = mt_yarn_mscale(o->rope_scaling_factor, o->yarn_mscale_all_dim);
@@ -6151,31 +6269,77 @@ static float mt_attention_scale(const mt_options *o) {
 }
 
 /* The attention call of a layer, with the operands of the forward; the backward adds its own. */
-static mt_attention mt_attention_call(const mt_model *m, const mt_pass *p, const mt_layer *w, const mt_activations *a) {
-    bool latent = m->options->multi_latent_attention;
-    mt_qkv_view view = latent ? mt_latent_view(m, p, a->q, a->kv) : mt_fused_view(m, a->qkv, a->qk);
+static mt_attention mt_attention_call(const mt_model *m, const mt_pass *p, const mt_layer *w, const mt_activations *a,
+                                      mt_qkv_view qkv) {
     mt_attention call = {.num_heads = m->H, .num_groups = m->G, .head_size = m->D, .value_size = m->Dv};
-    call.q = view.q, call.k = view.k, call.v = view.v, call.out = a->attended, call.lse = a->lse;
-    call.q_stride = call.k_stride = view.qk_stride, call.v_stride = view.v_stride, call.out_stride = m->H * m->Dv;
-    call.spans = p->spans, call.window = m->options->window_size, call.scale = mt_attention_scale(m->options);
+    call.q = qkv.q, call.k = qkv.k, call.v = qkv.v, call.out = a->attended, call.lse = a->lse;
+    call.q_stride = call.k_stride = qkv.qk_stride, call.v_stride = qkv.v_stride, call.out_stride = m->H * m->Dv;
+    call.spans = p->spans, call.window = w->kind.window, call.scale = mt_attention_scale(m->options);
     call.dropout = mt_model_dropout(m, p, w->number, MT_DROP_ATTENTION);
     call.q_index = call.k_index = p->batch->token_index, call.first_head = m->grid->tensor.rank * m->H;
     call.backend = m->options->attention_backend;
     return call;
 }
 
-/* RoPE for the tokens from `first_row` on. */
-static mt_rotation mt_model_rotation(const mt_model *m, const mt_pass *p, int64_t first_row) {
-    return (mt_rotation){.cos = m->rope_cos,
-                         .sin = m->rope_sin,
+/* Generation: attention reads the cache. With `writes` k and v are written to it here. */
+static void mt_cache_update(const mt_model *m, const mt_pass *p, const mt_layer *w, mt_attention *call, bool writes) {
+    int64_t k_width = m->G * m->D, v_width = m->G * m->Dv, layer = w - m->layers;
+    if (writes) {
+        m->ops->scatter_rows(m->k_cache[layer], call->k, p->batch->cache_rows, p->T, k_width, k_width, call->k_stride,
+                             m->dtype, p->stream);
+        m->ops->scatter_rows(m->v_cache[layer], call->v, p->batch->cache_rows, p->T, v_width, v_width, call->v_stride,
+                             m->dtype, p->stream);
+    }
+    call->k = m->k_cache[layer], call->k_stride = k_width, call->v = m->v_cache[layer], call->v_stride = v_width;
+    if (m->plan.page_rows > 0)
+        call->pages = (mt_pages){p->batch->pages, m->plan.page_rows, m->plan.cache_rows / m->plan.page_rows};
+}
+
+/* a->attended from q, k and v; writes_cache: see mt_cache_update. */
+static void mt_core_attention_forward(mt_model *m, const mt_pass *p, const mt_layer *w, mt_activations *a,
+                                      mt_qkv_view qkv, bool writes_cache) {
+    mt_attention call = mt_attention_call(m, p, w, a, qkv);
+    if (p->decode) mt_cache_update(m, p, w, &call, writes_cache);
+    if (p->context)
+        mt_context_attention_forward(p->context, &call, p->stream);
+    else
+        m->ops->attention_forward(&call, m->dtype, p->stream);
+}
+
+/* Gradients d of q, k and v, from dattended. */
+static void mt_core_attention_backward(mt_model *m, const mt_pass *p, const mt_layer *w, const mt_activations *a,
+                                       mt_qkv_view qkv, mt_qkv_view d, const void *dattended) {
+    mt_attention call = mt_attention_call(m, p, w, a, qkv);
+    call.dq = d.q, call.dk = d.k, call.dv = d.v, call.row_dot = m->scratch.row_dot, call.dout = dattended;
+    if (p->context)
+        mt_context_attention_backward(p->context, &call, p->stream);
+    else
+        m->ops->attention_backward(&call, m->dtype, p->stream);
+}
+
+/* Backward of the output linear: dattended from dout. Returns the product that the caller defers. */
+static mt_deferred mt_attention_out_backward(const mt_pass *p, const mt_layer *w, mt_activations *a, const void *dout,
+                                             void *dattended) {
+    int halves = mt_layer_linear_halves(p, w, a, &w->o, a->attended);
+    mt_linear_io o = {.x = a->attended, .x_transposed = mt_saved_x(a, &w->o), .dy = dout, .dx = dattended};
+    mt_linear_backward(&p->tp, &w->o, &o, halves);
+    return halves == MT_BACKWARD_INPUT ? (mt_deferred){&w->o, a->attended, dout} : (mt_deferred){0};
+}
+
+/* RoPE of a layer for the tokens from `first_row` on. */
+static mt_rotation mt_layer_rotation(const mt_model *m, const mt_pass *p, const mt_layer *w, int64_t first_row) {
+    const mt_rope_table *table = &m->rope_tables[w->kind.rope];
+    return (mt_rotation){.cos = table->cos,
+                         .sin = table->sin,
                          .positions = p->batch->positions + first_row,
-                         .R = m->rotary_dim,
+                         .R = w->kind.rope == MT_ROPE_NONE ? 0 : m->rotary_dim,
                          .interleaved = m->options->rotary_interleaved};
 }
 
 /* Operands of q/k norm and RoPE that forward and backward share. */
 static mt_qk_args mt_qk_operands(const mt_model *m, const mt_pass *p, const mt_layer *w, const mt_activations *a) {
-    mt_qk_args qk = {.T = p->T, .H = m->H, .G = m->G, .D = m->D, .rotation = mt_model_rotation(m, p, 0)};
+    mt_qk_args qk = {.T = p->T, .H = m->H, .G = m->G, .D = m->D, .rotation = mt_layer_rotation(m, p, w, 0)};
+    qk.w_offset = mt_norm_offset(m->options);
     qk.qkv = a->qkv, qk.qkv_stride = qk.dqkv_stride = (m->H + 2 * m->G) * m->D;
     qk.q_w = w->q_norm.w, qk.k_w = w->k_norm.w, qk.q_rstd = a->q_rstd, qk.k_rstd = a->k_rstd;
     qk.dq_w = w->q_norm.dw, qk.dk_w = w->k_norm.dw, qk.eps = (float)m->options->norm_epsilon;
@@ -6196,10 +6360,100 @@ static void mt_qk_forward(const mt_model *m, const mt_pass *p, const mt_layer *w
 /* Gradients of rotated q and k (in scratch.dqkv; in dqk with q/k norm) -> gradients of the fused product, dqkv. */
 static void mt_qk_backward(const mt_model *m, const mt_pass *p, mt_layer *w, const mt_activations *a) {
     mt_qk_args qk = mt_qk_operands(m, p, w, a);
-    mt_qkv_view d = mt_gradient_view(m, p);
+    mt_qkv_view d = mt_fused_gradients(m);
     if (qk.rotation.R == 0 && !qk.q_w) return;
     qk.dqkv = m->scratch.dqkv, qk.dqk = d.q, qk.dqk_stride = d.qk_stride;
     m->ops->qk_backward(&qk, m->dtype, p->stream);
+}
+
+/* ---- q/k norm over all heads, of this rank and of the other tensor-parallel ranks (OLMo 2). Each rank has as many
+ * channels, so the mean over a row is the mean of the ranks' means. */
+
+/* The norm of q (k false) or of k. */
+static mt_norm_args mt_all_heads_norm(const mt_model *m, const mt_pass *p, const mt_layer *w, const mt_activations *a,
+                                      bool k) {
+    const mt_weight *weight = k ? &w->k_norm : &w->q_norm;
+    int64_t skip = k ? m->H * m->D : 0;
+    mt_norm_args n = {.T = p->T, .H = 1, .C = (k ? m->G : m->H) * m->D, .w = weight->w, .dw = weight->dw};
+    n.eps = (float)m->options->norm_epsilon, n.w_offset = mt_norm_offset(m->options);
+    n.x = mt_at(a->qkv, skip, m->dtype), n.y = mt_at(a->qk, skip, m->dtype), n.rstd = k ? a->k_rstd : a->q_rstd;
+    n.dy = mt_at(m->scratch.dqk, skip, m->dtype), n.dx = mt_at(m->scratch.dqkv, skip, m->dtype);
+    n.x_stride = n.dx_stride = mt_qkv_width(m), n.y_stride = n.dy_stride = (m->H + m->G) * m->D;
+    if (m->grid->tensor.size > 1) n.means = m->scratch.means + (k ? p->T : 0);
+    return n;
+}
+
+/* Averages the means of q's and of k's row over the ranks. a and b: the operands, of q and of k. */
+static void mt_all_heads_means(const mt_model *m, const mt_pass *p, const mt_norm_args norms[2], bool backward) {
+    const mt_group *tensor = &m->grid->tensor;
+    float *means = m->scratch.means;
+    if (tensor->size == 1) return;
+    for (int k = 0; k < 2; k++) {
+        const mt_norm_args *n = &norms[k];
+        mt_row_means_args args = {.T = n->T, .C = n->C, .means = means + k * p->T, .a = n->x, .b = n->x};
+        args.a_stride = args.b_stride = n->x_stride, args.w_offset = n->w_offset;
+        if (backward) args.b = n->dy, args.b_stride = n->dy_stride, args.w = n->w;
+        m->ops->row_means(&args, m->dtype, p->stream);
+    }
+    m->ops->all_reduce(means, 2 * p->T, MT_SUM, MT_F32, tensor, p->stream);
+    m->ops->scale(means, 1.0f / (float)tensor->size, 2 * p->T, MT_F32, p->stream);
+}
+
+/* RoPE of q and k after the norm, in place. */
+static mt_rope_args mt_all_heads_rope(const mt_model *m, const mt_pass *p, const mt_layer *w, void *qk) {
+    int64_t heads = m->H + m->G;
+    return (mt_rope_args){.T = p->T,
+                          .H = heads,
+                          .D = m->D,
+                          .x = qk,
+                          .y = qk,
+                          .x_stride = heads * m->D,
+                          .y_stride = heads * m->D,
+                          .rotation = mt_layer_rotation(m, p, w, 0)};
+}
+
+static void mt_all_heads_forward(const mt_model *m, const mt_pass *p, const mt_layer *w, mt_activations *a) {
+    mt_norm_args norms[2] = {mt_all_heads_norm(m, p, w, a, false), mt_all_heads_norm(m, p, w, a, true)};
+    mt_rope_args rope = mt_all_heads_rope(m, p, w, a->qk);
+    mt_all_heads_means(m, p, norms, false);
+    for (int k = 0; k < 2; k++) m->ops->rmsnorm_forward(&norms[k], m->dtype, p->stream);
+    if (rope.rotation.R > 0) m->ops->rope_forward(&rope, m->dtype, p->stream);
+}
+
+/* Gradients of q and k in scratch.dqkv from those of the rotated ones in scratch.dqk. */
+static void mt_all_heads_backward(const mt_model *m, const mt_pass *p, mt_layer *w, const mt_activations *a) {
+    mt_norm_args norms[2] = {mt_all_heads_norm(m, p, w, a, false), mt_all_heads_norm(m, p, w, a, true)};
+    mt_rope_args rope = mt_all_heads_rope(m, p, w, m->scratch.dqk);
+    if (rope.rotation.R > 0) m->ops->rope_backward(&rope, m->dtype, p->stream);
+    mt_all_heads_means(m, p, norms, true);
+    for (int k = 0; k < 2; k++) m->ops->rmsnorm_backward(&norms[k], m->dtype, p->stream);
+}
+
+/* ---- the mixer */
+
+/* out = attention(x[R, C]). */
+static void mt_attention_forward(mt_model *m, const mt_pass *p, const mt_layer *w, mt_activations *a, const void *x,
+                                 void *out) {
+    mt_layer_linear_forward(p, a, &w->qkv, x, a->qkv);
+    bool together = m->options->qk_layernorm_all_heads;
+    (together ? mt_all_heads_forward : mt_qk_forward)(m, p, w, a);
+    mt_core_attention_forward(m, p, w, a, mt_fused_view(m, a->qkv, a->qk), together);
+    mt_layer_linear_forward(p, a, &w->o, a->attended, out);
+}
+
+/* dx from dout; with leaves_weight the caller computes the gradient of qkv's weight, from scratch.dqkv. */
+static mt_deferred mt_attention_backward(mt_model *m, const mt_pass *p, mt_layer *w, mt_activations *a, const void *x,
+                                         const void *dout, void *dx, bool leaves_weight) {
+    mt_layer_scratch *s = &m->scratch;
+    mt_deferred out = mt_attention_out_backward(p, w, a, dout, s->dattended);
+    mt_core_attention_backward(m, p, w, a, mt_fused_view(m, a->qkv, a->qk), mt_fused_gradients(m), s->dattended);
+    (m->options->qk_layernorm_all_heads ? mt_all_heads_backward : mt_qk_backward)(m, p, w, a);
+    mt_linear_io qkv = {.x = x, .dy = s->dqkv, .dx = dx};
+    if (leaves_weight)
+        mt_linear_backward_input(&p->tp, &w->qkv, &qkv);
+    else
+        mt_layer_linear_backward(m, p, w, a, &w->qkv, &qkv);
+    return out;
 }
 
 /* ---- multi-head latent attention (DeepSeek-AI, "DeepSeek-V2"): a down-projection maps hidden states to a query
@@ -6218,18 +6472,20 @@ static mt_norm_args mt_latent_norm(const mt_model *m, const mt_pass *p, const mt
     mt_norm_args n = {.T = p->rows, .H = 1, .C = rank, .w = weight->w, .dw = weight->dw, .eps = mt_latent_epsilon};
     n.x = mt_at(a->latent, column, m->dtype), n.dx = mt_at(m->scratch.dlatent, column, m->dtype);
     n.y = kv ? a->kv_latent : a->q_latent, n.rstd = kv ? a->kv_latent_rstd : a->q_latent_rstd;
+    n.w_offset = mt_norm_offset(m->options);
     n.dy = m->scratch.dlatent_norm, n.y_stride = n.dy_stride = rank;
     n.x_stride = n.dx_stride = mt_latent_width(m->options);
     return n;
 }
 
 /* RoPE of the shared rope channels of the keys; and the assembly of the heads. */
-static mt_rope_args mt_latent_rope(const mt_model *m, const mt_pass *p) {
-    return (mt_rope_args){.T = p->rows, .H = 1, .D = m->rotary_dim, .rotation = mt_model_rotation(m, p, p->first_row)};
+static mt_rope_args mt_latent_rope(const mt_model *m, const mt_pass *p, const mt_layer *w) {
+    mt_rotation rotation = mt_layer_rotation(m, p, w, p->first_row);
+    return (mt_rope_args){.T = p->rows, .H = 1, .D = m->rotary_dim, .rotation = rotation};
 }
-static mt_latent_heads_args mt_latent_heads(const mt_model *m, const mt_pass *p) {
+static mt_latent_heads_args mt_latent_heads(const mt_model *m, const mt_pass *p, const mt_layer *w) {
     return (mt_latent_heads_args){
-        .T = p->T, .H = m->H, .N = m->options->qk_head_dim, .Dv = m->Dv, .rotation = mt_model_rotation(m, p, 0)};
+        .T = p->T, .H = m->H, .N = m->options->qk_head_dim, .Dv = m->Dv, .rotation = mt_layer_rotation(m, p, w, 0)};
 }
 
 /* First column of the key's rope channels in the latents. */
@@ -6237,45 +6493,46 @@ static int64_t mt_rope_column(const mt_options *o) {
     return o->q_lora_rank + o->kv_lora_rank;
 }
 
-/* input_norm.y -> latents, normalised. */
-static void mt_latent_down_forward(const mt_model *m, const mt_pass *p, const mt_layer *w, mt_activations *a) {
-    mt_layer_linear_forward(p, a, &w->latent, a->input_norm.y, a->latent);
+/* x[R, C] -> latents, normalised. */
+static void mt_latent_down_forward(const mt_model *m, const mt_pass *p, const mt_layer *w, mt_activations *a,
+                                   const void *x) {
+    mt_layer_linear_forward(p, a, &w->latent, x, a->latent);
     mt_norm_args q_norm = mt_latent_norm(m, p, w, a, 0), kv_norm = mt_latent_norm(m, p, w, a, 1);
     if (m->options->q_lora_rank > 0) m->ops->rmsnorm_forward(&q_norm, m->dtype, p->stream);
     m->ops->rmsnorm_forward(&kv_norm, m->dtype, p->stream);
 }
 
-/* Latents -> q, k and v. */
-static void mt_latent_up_forward(const mt_model *m, const mt_pass *p, const mt_layer *w, mt_activations *a) {
+/* Latents -> q, k and v; without a latent of q, q from x. */
+static void mt_latent_up_forward(const mt_model *m, const mt_pass *p, const mt_layer *w, mt_activations *a,
+                                 const void *x) {
     const mt_layer_scratch *s = &m->scratch;
     int64_t R = m->rotary_dim;
-    const void *q_input = m->options->q_lora_rank > 0 ? a->q_latent : a->input_norm.y;
+    const void *q_input = m->options->q_lora_rank > 0 ? a->q_latent : x;
     mt_layer_linear_forward(p, a, &w->q_b, q_input, a->q);
     mt_layer_linear_forward(p, a, &w->kv_b, a->kv_latent, s->kv_b_out);
-    mt_rope_args rope = mt_latent_rope(m, p);
+    mt_rope_args rope = mt_latent_rope(m, p, w);
     rope.x = mt_at(a->latent, mt_rope_column(m->options), m->dtype), rope.x_stride = mt_latent_width(m->options);
     rope.y = s->k_rope, rope.y_stride = R;
     m->ops->rope_forward(&rope, m->dtype, p->stream);
     mt_qkv_view view = mt_latent_view(m, p, a->q, a->kv);
-    mt_latent_heads_args heads = mt_latent_heads(m, p);
+    mt_latent_heads_args heads = mt_latent_heads(m, p, w);
     heads.k_rope = mt_region_enter_forward(&p->tp, s->k_rope, R, p->stream);
     heads.q = view.q, heads.kv = s->kv_b_out, heads.k = view.k, heads.v = view.v;
     m->ops->latent_heads_forward(&heads, m->dtype, p->stream);
 }
 
-/* Gradients of q, k and v in scratch.dqkv -> gradient of input_norm.y in scratch.dnormed. */
-static void mt_latent_qkv_backward(const mt_model *m, const mt_pass *p, mt_layer *w, mt_activations *a) {
+/* dx from the gradients d of q, k and v. */
+static void mt_latent_qkv_backward(const mt_model *m, const mt_pass *p, mt_layer *w, mt_activations *a, const void *x,
+                                   mt_qkv_view d, void *dx) {
     const mt_layer_scratch *s = &m->scratch;
-    const void *x = a->input_norm.y;
     bool has_q_latent = m->options->q_lora_rank > 0;
     int64_t R = m->rotary_dim;
-    mt_qkv_view d = mt_gradient_view(m, p);
-    mt_latent_heads_args heads = mt_latent_heads(m, p);
+    mt_latent_heads_args heads = mt_latent_heads(m, p, w);
     heads.dq = d.q, heads.dk = d.k, heads.dv = d.v;
     heads.dkv = s->kv_b_out, heads.dk_rope = mt_region_partial(&p->tp, s->k_rope);
     m->ops->latent_heads_backward(&heads, m->dtype, p->stream);
     mt_region_enter_backward(&p->tp, s->k_rope, p->tp.partial, R, p->stream);
-    mt_rope_args rope = mt_latent_rope(m, p);
+    mt_rope_args rope = mt_latent_rope(m, p, w);
     rope.x = s->k_rope, rope.x_stride = R;
     rope.y = mt_at(s->dlatent, mt_rope_column(m->options), m->dtype), rope.y_stride = mt_latent_width(m->options);
     m->ops->rope_backward(&rope, m->dtype, p->stream);
@@ -6285,84 +6542,38 @@ static void mt_latent_qkv_backward(const mt_model *m, const mt_pass *p, mt_layer
     mt_norm_args q_norm = mt_latent_norm(m, p, w, a, 0), kv_norm = mt_latent_norm(m, p, w, a, 1);
     m->ops->rmsnorm_backward(&kv_norm, m->dtype, p->stream);
     mt_linear_io q_b = {.x = has_q_latent ? a->q_latent : x, .dy = d.q};
-    q_b.dx = has_q_latent ? s->dlatent_norm : s->dnormed;
+    q_b.dx = has_q_latent ? s->dlatent_norm : dx;
     mt_layer_linear_backward(m, p, w, a, &w->q_b, &q_b);
     if (has_q_latent) m->ops->rmsnorm_backward(&q_norm, m->dtype, p->stream);
-    mt_linear_io latent = {.x = x, .dy = s->dlatent, .dx = has_q_latent ? s->dnormed : s->dinput};
+    mt_linear_io latent = {.x = x, .dy = s->dlatent, .dx = has_q_latent ? dx : s->dinput};
     mt_layer_linear_backward(m, p, w, a, &w->latent, &latent);
-    if (!has_q_latent) mt_add_to(m, p, s->dnormed, s->dinput);
+    if (!has_q_latent) mt_add_to(m, p, dx, s->dinput);
 }
 
-/* ---- the block */
-
-/* Generation: attention reads the cache. mt_qk_forward has written to it, except for latent attention. */
-static void mt_cache_update(const mt_model *m, const mt_pass *p, const mt_layer *w, mt_attention *call) {
-    int64_t k_width = m->G * m->D, v_width = m->G * m->Dv, layer = w - m->layers;
-    if (m->options->multi_latent_attention) {
-        m->ops->scatter_rows(m->k_cache[layer], call->k, p->batch->cache_rows, p->T, k_width, k_width, call->k_stride,
-                             m->dtype, p->stream);
-        m->ops->scatter_rows(m->v_cache[layer], call->v, p->batch->cache_rows, p->T, v_width, v_width, call->v_stride,
-                             m->dtype, p->stream);
-    }
-    call->k = m->k_cache[layer], call->k_stride = k_width, call->v = m->v_cache[layer], call->v_stride = v_width;
-    if (m->plan.page_rows > 0)
-        call->pages = (mt_pages){p->batch->pages, m->plan.page_rows, m->plan.cache_rows / m->plan.page_rows};
+/* out = attention(x[R, C]). */
+static void mt_latent_attention_forward(mt_model *m, const mt_pass *p, const mt_layer *w, mt_activations *a,
+                                        const void *x, void *out) {
+    mt_latent_down_forward(m, p, w, a, x);
+    mt_latent_up_forward(m, p, w, a, x);
+    mt_core_attention_forward(m, p, w, a, mt_latent_view(m, p, a->q, a->kv), true);
+    mt_layer_linear_forward(p, a, &w->o, a->attended, out);
 }
 
-/* middle = input + dropout(attention(input_norm)), with input_norm = norm(input) as input; then mlp_norm of middle. */
-static void mt_attention_block_forward(mt_model *m, const mt_pass *p, const mt_layer *w, mt_activations *a) {
-    if (m->options->multi_latent_attention) {
-        mt_latent_down_forward(m, p, w, a);
-        mt_latent_up_forward(m, p, w, a);
-    } else {
-        mt_layer_linear_forward(p, a, &w->qkv, a->input_norm.y, a->qkv);
-        mt_qk_forward(m, p, w, a);
-    }
-    mt_attention call = mt_attention_call(m, p, w, a);
-    if (p->decode) mt_cache_update(m, p, w, &call);
-    if (p->context)
-        mt_context_attention_forward(p->context, &call, p->stream);
-    else
-        m->ops->attention_forward(&call, m->dtype, p->stream);
-    mt_layer_linear_forward(p, a, &w->o, a->attended, m->scratch.block_out);
-    mt_next_norm mlp_norm = {.w = &w->mlp_norm, .n = &a->mlp_norm};
-    mt_residual_forward(m, p, a->middle, a->input, w->number, MT_DROP_ATTENTION_OUT, mlp_norm);
+/* Selective recomputation: q, k and v. */
+static void mt_latent_attention_replay(mt_model *m, const mt_pass *p, const mt_layer *w, mt_activations *a,
+                                       const void *x) {
+    if (m->recompute_modules & MT_MODULE_MLA_UP_PROJ) mt_latent_up_forward(m, p, w, a, x);
 }
 
-/* Selective recomputation of the attention block. */
-static void mt_attention_block_replay(mt_model *m, const mt_pass *p, const mt_layer *w, mt_activations *a) {
-    if (m->recompute_modules & MT_MODULE_LAYERNORM) mt_norm_forward(m, p, &w->input_norm, &a->input_norm, a->input);
-    if (m->recompute_modules & MT_MODULE_MLA_UP_PROJ) mt_latent_up_forward(m, p, w, a);
-}
-
-/* scratch.dresidual: gradient of `middle` in, gradient of `input` out. With `ahead` the caller computes the gradient of
- * qkv's weight. */
-static void mt_attention_block_backward(mt_model *m, const mt_pass *p, mt_layer *w, mt_activations *a, bool ahead) {
-    mt_layer_scratch *s = &m->scratch;
-    const void *dout = mt_residual_backward(m, p, w->number, MT_DROP_ATTENTION_OUT);
-    int halves = mt_layer_linear_halves(p, w, a, &w->o, a->attended);
-    mt_linear_io o = {.x = a->attended, .x_transposed = mt_saved_x(a, &w->o), .dy = dout, .dx = s->dattended};
-    mt_linear_backward(&p->tp, &w->o, &o, halves);
-
-    mt_qkv_view d = mt_gradient_view(m, p);
-    mt_attention call = mt_attention_call(m, p, w, a);
-    call.dq = d.q, call.dk = d.k, call.dv = d.v, call.row_dot = s->row_dot, call.dout = s->dattended;
-    if (p->context)
-        mt_context_attention_backward(p->context, &call, p->stream);
-    else
-        m->ops->attention_backward(&call, m->dtype, p->stream);
-    if (m->options->multi_latent_attention) {
-        mt_latent_qkv_backward(m, p, w, a);
-    } else {
-        mt_qk_backward(m, p, w, a);
-        mt_linear_io qkv = {.x = a->input_norm.y, .dy = s->dqkv, .dx = s->dnormed};
-        if (ahead)
-            mt_linear_backward_input(&p->tp, &w->qkv, &qkv);
-        else
-            mt_layer_linear_backward(m, p, w, a, &w->qkv, &qkv);
-    }
-    mt_residual_norm_backward(m, p, &w->input_norm, &a->input_norm, a->input);
-    if (halves == MT_BACKWARD_INPUT) mt_defer_weight(m, p, w, a, &w->o, a->attended, dout);
+/* dx from dout. */
+static mt_deferred mt_latent_attention_backward(mt_model *m, const mt_pass *p, mt_layer *w, mt_activations *a,
+                                                const void *x, const void *dout, void *dx, bool leaves_weight) {
+    mt_qkv_view d = mt_latent_gradients(m, p);
+    MT_CHECK(!leaves_weight);
+    mt_deferred out = mt_attention_out_backward(p, w, a, dout, m->scratch.dattended);
+    mt_core_attention_backward(m, p, w, a, mt_latent_view(m, p, a->q, a->kv), d, m->scratch.dattended);
+    mt_latent_qkv_backward(m, p, w, a, x, d, dx);
+    return out;
 }
 
 /* ==== §9e MLP ===================================================================================================== */
@@ -6378,39 +6589,53 @@ static void mt_mlp_slots(const mt_model *m, mt_slots *s, const mt_layer *w) {
     bool is_shared_expert = w && w->expert_bucket >= 0, in_fp8 = w && w->down.fp8 && w->down.fp8->in_place[MT_FP8_X];
     unsigned modules = is_shared_expert ? MT_MODULE_SHARED_EXPERTS | MT_MODULE_MOE : MT_MODULE_MLP;
     unsigned input = is_shared_expert ? 0 : MT_OFFLOAD_MLP;
-    mt_slot *middle = MT_SLOT(s, middle, m->max_rows, m->C, m->dtype);
-    middle->stash_of = offsetof(mt_layer, down), middle->input = MT_OFFLOAD_MLP_NORM;
-    mt_norm_slots(s, m, "mlp_norm", offsetof(mt_activations, mlp_norm), input, w ? &w->mlp_norm : NULL);
     mt_slot *hidden = MT_SLOT(s, mlp_hidden, T, mt_fc1_width(m, F), m->dtype);
     mt_slot *active = MT_SLOT(s, mlp_active, T, F, in_fp8 ? MT_U8 : m->dtype);
     hidden->stash_of = offsetof(mt_layer, fc1);
     hidden->modules = active->modules = modules, hidden->input = active->input = input;
 }
 
-/* scratch.block_out = down(activation(fc1(mlp_norm))); with `replay` only the values that the backward reads, not the
- * output. gates[T] scale a shared expert's activation, or NULL. */
-static void mt_mlp_forward(mt_model *m, const mt_pass *p, const mt_layer *w, mt_activations *a, const float *gates,
-                           bool replay) {
-    mt_linear_io fc1 = {.x = a->mlp_norm.y, .y = a->mlp_hidden, .active = a->mlp_active, .gates = gates};
+/* out = down(activation(fc1(x[R, C]))); out NULL: only the values that the backward reads. gates[T] scale a shared
+ * expert's activation, or NULL. */
+static void mt_gated_mlp_forward(const mt_model *m, const mt_pass *p, const mt_layer *w, mt_activations *a,
+                                 const void *x, const float *gates, void *out) {
+    mt_linear_io fc1 = {.x = x, .y = a->mlp_hidden, .active = a->mlp_active, .gates = gates};
     fc1.activation = mt_options_activation(m->options), fc1.reader = &w->down;
     if (!p->replay) fc1.x_transposed = mt_saved_x(a, &w->fc1);
     mt_linear_forward(&p->tp, &w->fc1, &fc1);
-    if (replay) return;
-    mt_layer_linear_forward(p, a, &w->down, a->mlp_active, m->scratch.block_out);
+    if (out) mt_layer_linear_forward(p, a, &w->down, a->mlp_active, out);
 }
 
-/* scratch.dnormed = gradient of mlp_norm.y, from dout, the gradient of the MLP's output; and dgates[T]. In a split
- * backward `halves` are those of `down`, and the caller defers its weights' half: the stash is still in use here. */
-static void mt_mlp_backward(mt_model *m, const mt_pass *p, mt_layer *w, mt_activations *a, const void *dout,
-                            const float *gates, float *dgates, int halves) {
+/* dx, and dgates[T], from dout, the gradient of the MLP's output. In a split backward `halves` are those of `down`, and
+ * the caller defers its weights' half: the stash is still in use here. */
+static void mt_gated_mlp_backward(mt_model *m, const mt_pass *p, mt_layer *w, mt_activations *a, const void *x,
+                                  const float *gates, const void *dout, float *dgates, void *dx, int halves) {
     mt_layer_scratch *s = &m->scratch;
     mt_linear_io down = {.x = a->mlp_active, .dy = dout, .dx = s->dmlp_active, .hidden = a->mlp_hidden};
     down.activation = mt_options_activation(m->options), down.dhidden = s->dmlp_hidden;
     down.gates = gates, down.dgates = gates ? dgates : NULL, down.reader = &w->fc1;
     down.x_transposed = mt_saved_x(a, &w->down);
     mt_linear_backward(&p->tp, &w->down, &down, halves);
-    mt_linear_io fc1 = {.x = a->mlp_norm.y, .dy = s->dmlp_hidden, .dx = s->dnormed};
+    mt_linear_io fc1 = {.x = x, .dy = s->dmlp_hidden, .dx = dx};
     mt_layer_linear_backward(m, p, w, a, &w->fc1, &fc1);
+}
+
+/* The MLP of a layer without experts. */
+static void mt_mlp_forward(mt_model *m, const mt_pass *p, const mt_layer *w, mt_activations *a, const void *x,
+                           void *out) {
+    mt_gated_mlp_forward(m, p, w, a, x, NULL, out);
+}
+
+static void mt_mlp_replay(mt_model *m, const mt_pass *p, const mt_layer *w, mt_activations *a, const void *x) {
+    if (m->recompute_modules & MT_MODULE_MLP) mt_mlp_forward(m, p, w, a, x, NULL);
+}
+
+static mt_deferred mt_mlp_backward(mt_model *m, const mt_pass *p, mt_layer *w, mt_activations *a, const void *x,
+                                   const void *dout, void *dx, bool leaves_weight) {
+    int halves = mt_layer_linear_halves(p, w, a, &w->down, a->mlp_active);
+    MT_CHECK(!leaves_weight);
+    mt_gated_mlp_backward(m, p, w, a, x, NULL, dout, NULL, dx, halves);
+    return halves == MT_BACKWARD_INPUT ? (mt_deferred){&w->down, a->mlp_active, dout} : (mt_deferred){0};
 }
 
 /* ==== §9f mixture of experts ====================================================================================== */
@@ -7113,133 +7338,262 @@ static void mt_expert_mlp_backward(mt_model *m, const mt_pass *p, mt_layer *w, c
 
 /* ---- forward and backward */
 
-static void mt_shared_expert_forward(mt_model *m, const mt_pass *p, const mt_layer *w, mt_activations *a, bool replay) {
+/* out NULL: only the values that the backward reads. */
+static void mt_shared_expert_forward(mt_model *m, const mt_pass *p, const mt_layer *w, mt_activations *a, const void *x,
+                                     void *out) {
     if (w->F == 0) return;
-    if (a->routing->gates) mt_shared_gate_forward(m, p, w, a->routing, a->mlp_norm.y);
-    mt_mlp_forward(m, p, w, a, a->routing->gates, replay);
+    if (a->routing->gates) mt_shared_gate_forward(m, p, w, a->routing, x);
+    mt_gated_mlp_forward(m, p, w, a, x, a->routing->gates, out);
 }
 
-/* scratch.block_out = weighted sum of the chosen experts of each token of mlp_norm.y[R, C], plus the shared expert,
- * which computes during the exchange; with `replay` only the values that the backward reads, not the output. */
-static void mt_experts_forward(mt_model *m, const mt_pass *p, const mt_layer *w, mt_activations *a, bool replay) {
+/* out = weighted sum of the chosen experts of each token of x[R, C], plus the shared expert, which computes during the
+ * exchange. */
+static void mt_experts_forward(mt_model *m, const mt_pass *p, const mt_layer *w, mt_activations *a, const void *x,
+                               void *out) {
     mt_routing *r = a->routing;
-    void *out = m->scratch.block_out, *base = w->F > 0 ? out : NULL;
-    mt_dispatch_gather(m, p, a->mlp_norm.y);
-    mt_route_forward(m, p, w, r, a->mlp_norm.y);
+    void *base = w->F > 0 ? out : NULL;
+    mt_dispatch_gather(m, p, x);
+    mt_route_forward(m, p, w, r, x);
     mt_dispatch_preprocess(m, p, w, r);
-    mt_dispatch_exchange(m, p, r, a->mlp_norm.y, r->probs);
-    mt_shared_expert_forward(m, p, w, a, replay);
-    mt_dispatch_postprocess(m, p, r, r->rows.input, r->rows.weights, a->mlp_norm.y, r->probs, &w->expert_fc1, MT_FP8_X);
-    mt_expert_mlp_forward(m, p, w, r, replay);
-    if (replay) return;
+    mt_dispatch_exchange(m, p, r, x, r->probs);
+    mt_shared_expert_forward(m, p, w, a, x, out);
+    mt_dispatch_postprocess(m, p, r, r->rows.input, r->rows.weights, x, r->probs, &w->expert_fc1, MT_FP8_X);
+    mt_expert_mlp_forward(m, p, w, r, !out);
+    if (!out) return;
     mt_combine_exchange(m, p, r, mt_combined(m->experts, out, base));
     mt_combine_postprocess(m, p, r, out, base);
 }
 
-/* scratch.dnormed = gradient of mlp_norm.y, from dout[R, C]. A split backward computes the weights' half here too: its
- * inputs are too large to keep. */
-static void mt_experts_backward(mt_model *m, const mt_pass *p, mt_layer *w, mt_activations *a, const void *dout) {
-    mt_experts *e = m->experts;
-    mt_routing *r = a->routing;
-    if (!e->gathered_ahead) mt_dispatch_gather(m, p, dout);
-    e->gathered_ahead = false;
-    mt_dispatch_exchange(m, p, r, dout, NULL);
-    mt_pass both = *p;
-    both.halves = MT_BACKWARD_BOTH;
-    if (w->F > 0) mt_mlp_backward(m, &both, w, a, dout, r->gates, e->dgates, MT_BACKWARD_BOTH);
-    if (w->F > 0 && r->gates) mt_shared_gate_backward(m, p, w, r, a->mlp_norm.y);
-    mt_dispatch_postprocess(m, p, r, e->rows.input, NULL, dout, NULL, &w->expert_down, MT_FP8_DY);
-    mt_expert_mlp_backward(m, p, w, r);
-    mt_combine_exchange(m, p, r, mt_combined(e, m->scratch.dnormed, e->router_dx));
-    mt_linear_io fc1 = mt_expert_io(m, r);
-    fc1.x = r->rows.input, fc1.x_transposed = r->rows.input_transposed, fc1.dy = e->rows.hidden;
-    fc1.x_source = e->group->size == 1 ? r->token : NULL;
-    mt_linear_backward_weight(&p->tp, &w->expert_fc1, &fc1);
-    mt_combine_weights(m, p, r);
-    mt_route_backward(m, p, w, r, a->mlp_norm.y);
-    if (w->F > 0) mt_add_to(m, p, e->router_dx, m->scratch.dnormed);
-    mt_combine_postprocess(m, p, r, m->scratch.dnormed, e->router_dx);
-}
-
-/* ==== §9g layer =================================================================================================== */
-
-/* Slots of x^T of the linears in fp8. */
-static void mt_transposed_slots(const mt_model *m, mt_slots *s, const mt_layer *w) {
-    bool has_q_latent = m->options->q_lora_rank > 0; // else latent and q_b read the same x
-    bool up_again = m->recompute_modules & MT_MODULE_MLA_UP_PROJ, mlp_again = m->recompute_modules & MT_MODULE_MLP;
-    size_t x = offsetof(mt_activations, input_norm.y), to = offsetof(mt_activations, x_transposed),
-           step = sizeof(void *);
-    mt_slot_add_transposed(m, s, x, &w->qkv, to, false);
-    mt_slot_add_transposed(m, s, x, &w->latent, to, !has_q_latent);
-    if (has_q_latent) x = offsetof(mt_activations, q_latent);
-    mt_slot_add_transposed(m, s, x, &w->q_b, to + step, !has_q_latent || up_again);
-    mt_slot_add_transposed(m, s, offsetof(mt_activations, kv_latent), &w->kv_b, to + 2 * step, up_again);
-    mt_slot_add_transposed(m, s, offsetof(mt_activations, attended), &w->o, to + 3 * step, true);
-    mt_slot_add_transposed(m, s, offsetof(mt_activations, mlp_norm.y), &w->fc1, to + 4 * step,
-                           w->expert_bucket >= 0 || mlp_again);
-    mt_slot_add_transposed(m, s, offsetof(mt_activations, mlp_active), &w->down, to + 5 * step, false);
-}
-
-/* The slots of a layer; w NULL: one list for all layers of this rank, if no layer saves anything. */
-static void mt_layer_slots(const mt_model *m, mt_slots *s, const mt_layer *w) {
-    s->count = 0;
-    mt_attention_slots(m, s, w);
-    mt_mlp_slots(m, s, w);
-    if (m->fp8 && w) mt_transposed_slots(m, s, w);
-    mt_slots_place(m, s, w);
-}
-
-/* output = middle + dropout(mlp(mlp_norm)), with mlp_norm = norm(middle) as input; and the next norm, if any. output
- * NULL: only the values that the backward reads. */
-static void mt_mlp_block_forward(mt_model *m, const mt_pass *p, const mt_layer *w, mt_activations *a, void *output,
-                                 mt_next_norm next) {
-    if (w->expert_bucket >= 0)
-        mt_experts_forward(m, p, w, a, !output);
-    else
-        mt_mlp_forward(m, p, w, a, NULL, !output);
-    if (!output) return;
-    if (output == a[1].input) mt_offload_claim(m, p, w + 1, a + 1); // of the layer after this one
-    if (next.layer) mt_bucket_acquire(m, next.layer->bucket);
-    mt_residual_forward(m, p, output, a->middle, w->number, MT_DROP_MLP_OUT, next);
-}
-
-/* Selective recomputation of the MLP block. */
-static void mt_mlp_block_replay(mt_model *m, const mt_pass *p, const mt_layer *w, mt_activations *a) {
+/* Selective recomputation. */
+static void mt_experts_replay(mt_model *m, const mt_pass *p, const mt_layer *w, mt_activations *a, const void *x) {
     unsigned modules = m->recompute_modules;
-    if (modules & MT_MODULE_LAYERNORM) mt_norm_forward(m, p, &w->mlp_norm, &a->mlp_norm, a->middle);
-    if (w->expert_bucket < 0) {
-        if (modules & MT_MODULE_MLP) mt_mlp_forward(m, p, w, a, NULL, true);
-        return;
-    }
     if (modules & MT_MODULE_MOE) {
-        mt_experts_forward(m, p, w, a, true);
+        mt_experts_forward(m, p, w, a, x, NULL);
         return;
     }
-    if (modules & MT_MODULE_SHARED_EXPERTS) mt_shared_expert_forward(m, p, w, a, true);
+    if (modules & MT_MODULE_SHARED_EXPERTS) mt_shared_expert_forward(m, p, w, a, x, NULL);
     if (!(modules & MT_MODULE_MOE_ACT)) return;
     mt_layer_rows_reserve(m, w, a->routing);
     mt_linear_io fc1 = mt_expert_fc1_io(m, w, a->routing);
     mt_linear_activation_forward(&p->tp, &w->expert_fc1, &fc1);
 }
 
-/* scratch.dresidual: gradient of `output` in, gradient of `middle` out. */
-static void mt_mlp_block_backward(mt_model *m, const mt_pass *p, mt_layer *w, mt_activations *a) {
-    const void *dout = mt_residual_backward(m, p, w->number, MT_DROP_MLP_OUT);
-    bool has_experts = w->expert_bucket >= 0;
-    int halves = has_experts ? MT_BACKWARD_BOTH : mt_layer_linear_halves(p, w, a, &w->down, a->mlp_active);
-    if (has_experts)
-        mt_experts_backward(m, p, w, a, dout);
-    else
-        mt_mlp_backward(m, p, w, a, dout, NULL, NULL, halves);
-    mt_residual_norm_backward(m, p, &w->mlp_norm, &a->mlp_norm, a->middle);
-    if (halves == MT_BACKWARD_INPUT) mt_defer_weight(m, p, w, a, &w->down, a->mlp_active, dout);
+/* dx from dout[R, C]. A split backward computes the weights' half here too: its inputs are too large to keep. */
+static mt_deferred mt_experts_backward(mt_model *m, const mt_pass *p, mt_layer *w, mt_activations *a, const void *x,
+                                       const void *dout, void *dx, bool leaves_weight) {
+    mt_experts *e = m->experts;
+    mt_routing *r = a->routing;
+    MT_CHECK(!leaves_weight);
+    if (!e->gathered_ahead) mt_dispatch_gather(m, p, dout);
+    e->gathered_ahead = false;
+    mt_dispatch_exchange(m, p, r, dout, NULL);
+    mt_pass both = *p;
+    both.halves = MT_BACKWARD_BOTH;
+    if (w->F > 0) mt_gated_mlp_backward(m, &both, w, a, x, r->gates, dout, e->dgates, dx, MT_BACKWARD_BOTH);
+    if (w->F > 0 && r->gates) mt_shared_gate_backward(m, p, w, r, x);
+    mt_dispatch_postprocess(m, p, r, e->rows.input, NULL, dout, NULL, &w->expert_down, MT_FP8_DY);
+    mt_expert_mlp_backward(m, p, w, r);
+    mt_combine_exchange(m, p, r, mt_combined(e, dx, e->router_dx));
+    mt_linear_io fc1 = mt_expert_io(m, r);
+    fc1.x = r->rows.input, fc1.x_transposed = r->rows.input_transposed, fc1.dy = e->rows.hidden;
+    fc1.x_source = e->group->size == 1 ? r->token : NULL;
+    mt_linear_backward_weight(&p->tp, &w->expert_fc1, &fc1);
+    mt_combine_weights(m, p, r);
+    mt_route_backward(m, p, w, r, x);
+    if (w->F > 0) mt_add_to(m, p, e->router_dx, dx);
+    mt_combine_postprocess(m, p, r, dx, e->router_dx);
+    return (mt_deferred){0};
 }
+
+/* ==== §9g layer =================================================================================================== */
+/* A layer is two blocks on the residual stream, a mixer and a feed-forward, each a row of a table of kinds. A block
+ * adds to its input x: x + dropout(after(kind(before(x)))), where `before` and `after` are norms that the model has or
+ * not (--norm-placement). To add a kind: a section with its functions, and a row here. */
+
+/* A kind of block. x[R, C] is its input, which the norm before has normalised; `out` and `dx` are its results. */
+typedef struct mt_block_kind {
+    const char *name;
+    /* Adds the values that the forward saves for the backward. w NULL: of any layer of the model. */
+    void (*slots)(const mt_model *m, mt_slots *s, const mt_layer *w);
+    /* out NULL: only the values that the backward reads. */
+    void (*forward)(mt_model *m, const mt_pass *p, const mt_layer *w, mt_activations *a, const void *x, void *out);
+    /* Computes the values that --recompute-modules does not keep; NULL: none. */
+    void (*replay)(mt_model *m, const mt_pass *p, const mt_layer *w, mt_activations *a, const void *x);
+    /* Returns the product whose weight's gradient the caller defers: its stash is in use until the caller is done with
+     * the block's input. leaves_weight: the caller computes the gradient of the weight that reads x. */
+    mt_deferred (*backward)(mt_model *m, const mt_pass *p, mt_layer *w, mt_activations *a, const void *x,
+                            const void *dout, void *dx, bool leaves_weight);
+    bool may_leave_weight;
+    size_t last; // offset in mt_layer of the linear that a split backward defers: the last one
+} mt_block_kind;
+
+static const mt_block_kind mt_mixer_kinds[] = {
+    [MT_MIXER_ATTENTION] = {"attention", mt_attention_slots, mt_attention_forward, NULL, mt_attention_backward, true,
+                            offsetof(mt_layer, o)},
+    [MT_MIXER_LATENT_ATTENTION] = {"latent attention", mt_latent_slots, mt_latent_attention_forward,
+                                   mt_latent_attention_replay, mt_latent_attention_backward, false,
+                                   offsetof(mt_layer, o)},
+};
+
+static const mt_block_kind mt_feed_forward_kinds[] = {
+    [MT_FEED_FORWARD_DENSE] = {"MLP", mt_mlp_slots, mt_mlp_forward, mt_mlp_replay, mt_mlp_backward, false,
+                               offsetof(mt_layer, down)},
+    [MT_FEED_FORWARD_EXPERTS] = {"experts", mt_mlp_slots, mt_experts_forward, mt_experts_replay, mt_experts_backward,
+                                 false, offsetof(mt_layer, down)},
+};
+
+/* A block of a layer: its kind, its parameters of norms, and the places of its values. */
+typedef struct mt_block {
+    const mt_block_kind *kind;
+    const mt_norm *before, *after; // NULL: none
+    const void *input;             // [R, C] the residual stream
+    mt_normed normed;              // of `before`
+    void *out;                     // [R, C] of the kind, if a norm follows
+    mt_normed out_normed;          // of `after`; y NULL
+    int drop;                      // MT_DROP_*
+} mt_block;
+
+static mt_block mt_mixer_block(const mt_model *m, const mt_layer *w, const mt_activations *a) {
+    return (mt_block){.kind = &mt_mixer_kinds[w->kind.mixer],
+                      .before = mt_norms_before(m->options) ? &w->input_norm : NULL,
+                      .after = mt_norms_after(m->options) ? &w->attention_out_norm : NULL,
+                      .input = a->input,
+                      .normed = a->input_norm,
+                      .out = a->attention_out,
+                      .out_normed = a->attention_out_norm,
+                      .drop = MT_DROP_ATTENTION_OUT};
+}
+
+static mt_block mt_feed_forward_block(const mt_model *m, const mt_layer *w, const mt_activations *a) {
+    return (mt_block){.kind = &mt_feed_forward_kinds[w->kind.feed_forward],
+                      .before = mt_norms_before(m->options) ? &w->mlp_norm : NULL,
+                      .after = mt_norms_after(m->options) ? &w->mlp_out_norm : NULL,
+                      .input = a->middle,
+                      .normed = a->mlp_norm,
+                      .out = a->mlp_out,
+                      .out_normed = a->mlp_out_norm,
+                      .drop = MT_DROP_MLP_OUT};
+}
+
+/* The operand of the block's kind. */
+static const void *mt_block_x(const mt_block *b) {
+    return b->before ? b->normed.y : b->input;
+}
+
+/* ---- slots */
+
+/* Slots of x^T of the linears in fp8. */
+static void mt_transposed_slots(const mt_model *m, mt_slots *s, const mt_layer *w) {
+    bool has_q_latent = m->options->q_lora_rank > 0; // else latent and q_b read the same x
+    bool up_again = m->recompute_modules & MT_MODULE_MLA_UP_PROJ, mlp_again = m->recompute_modules & MT_MODULE_MLP;
+    bool normed = mt_norms_before(m->options); // else the residual stream, which others read too
+    size_t x = normed ? offsetof(mt_activations, input_norm.y) : offsetof(mt_activations, input),
+           to = offsetof(mt_activations, x_transposed), step = sizeof(void *);
+    size_t mlp_x = normed ? offsetof(mt_activations, mlp_norm.y) : offsetof(mt_activations, middle);
+    mt_slot_add_transposed(m, s, x, &w->qkv, to, !normed);
+    mt_slot_add_transposed(m, s, x, &w->latent, to, !normed || !has_q_latent);
+    if (has_q_latent) x = offsetof(mt_activations, q_latent);
+    mt_slot_add_transposed(m, s, x, &w->q_b, to + step, !has_q_latent || up_again);
+    mt_slot_add_transposed(m, s, offsetof(mt_activations, kv_latent), &w->kv_b, to + 2 * step, up_again);
+    mt_slot_add_transposed(m, s, offsetof(mt_activations, attended), &w->o, to + 3 * step, true);
+    mt_slot_add_transposed(m, s, mlp_x, &w->fc1, to + 4 * step, !normed || w->expert_bucket >= 0 || mlp_again);
+    mt_slot_add_transposed(m, s, offsetof(mt_activations, mlp_active), &w->down, to + 5 * step, false);
+}
+
+/* The input of a layer. A recomputed unit keeps its first layer's input, or this rank's part of it. Without a norm
+ * after the mixer, a split backward keeps dy of the mixer's last linear here: the norm before has read the input by
+ * then. */
+static void mt_input_slots(const mt_model *m, mt_slots *s, const mt_layer *w, size_t stash_of) {
+    bool starts_unit = w && w->recomputed && w->index == w->recompute_unit,
+         splits_input = m->options->distribute_saved_activations;
+    mt_slot *input = MT_SLOT(s, input, m->max_rows, m->C, m->dtype), *kept = input;
+    input->stash_of = stash_of, input->once = starts_unit && !splits_input;
+    if (starts_unit && splits_input) kept = MT_SLOT(s, input_part, m->max_rows, m->C / m->grid->tensor.size, m->dtype);
+    kept->once = starts_unit, kept->input = MT_OFFLOAD_ATTN_NORM;
+}
+
+/* The slots of a layer; w NULL: one list for all layers of this rank, if no layer saves anything. */
+static void mt_layer_slots(const mt_model *m, mt_slots *s, const mt_layer *w) {
+    mt_layer_kind layer = w ? w->kind : mt_layer_kind_of(m->options, 0);
+    const mt_block_kind *mixer = &mt_mixer_kinds[layer.mixer];
+    const mt_block_kind *feed_forward = &mt_feed_forward_kinds[layer.feed_forward];
+    bool before = mt_norms_before(m->options), after = mt_norms_after(m->options);
+    bool is_mlp = layer.feed_forward == MT_FEED_FORWARD_DENSE;
+    s->count = 0;
+    mt_input_slots(m, s, w, after ? 0 : mixer->last);
+    if (before)
+        mt_norm_slots(s, m, "input_norm", offsetof(mt_activations, input_norm), MT_OFFLOAD_QKV_LINEAR,
+                      w ? &w->input_norm : NULL);
+    mixer->slots(m, s, w);
+    if (after) {
+        MT_SLOT(s, attention_out, m->max_rows, m->C, m->dtype)->stash_of = mixer->last;
+        mt_norm_statistics_slots(s, m, "attention_out_norm", offsetof(mt_activations, attention_out_norm));
+    }
+    mt_slot *middle = MT_SLOT(s, middle, m->max_rows, m->C, m->dtype);
+    middle->stash_of = after ? 0 : feed_forward->last, middle->input = MT_OFFLOAD_MLP_NORM;
+    if (before)
+        mt_norm_slots(s, m, "mlp_norm", offsetof(mt_activations, mlp_norm), is_mlp ? MT_OFFLOAD_MLP : 0,
+                      w ? &w->mlp_norm : NULL);
+    feed_forward->slots(m, s, w);
+    if (after) {
+        MT_SLOT(s, mlp_out, m->max_rows, m->C, m->dtype)->stash_of = feed_forward->last;
+        mt_norm_statistics_slots(s, m, "mlp_out_norm", offsetof(mt_activations, mlp_out_norm));
+    }
+    if (m->fp8 && w) mt_transposed_slots(m, s, w);
+    mt_slots_place(m, s, w);
+}
+
+/* ---- blocks */
+
+/* output = input + dropout(after(kind(x))), and the next norm, if any. output NULL: only the values that the backward
+ * reads. */
+static void mt_block_forward(mt_model *m, const mt_pass *p, const mt_layer *w, mt_activations *a, const mt_block *b,
+                             void *output, mt_next_norm next) {
+    void *sum = m->scratch.block_out, *out = b->after ? b->out : output ? sum : NULL;
+    b->kind->forward(m, p, w, a, mt_block_x(b), out);
+    if (b->after) {
+        mt_normed normed = b->out_normed;
+        normed.y = sum;
+        mt_norm_forward(m, p, b->after, &normed, out);
+    }
+    if (!output) return;
+    if (output == a[1].input) mt_offload_claim(m, p, w + 1, a + 1); // of the layer after this one
+    if (next.layer) mt_bucket_acquire(m, next.layer->bucket);
+    mt_residual_forward(m, p, output, b->input, w->number, b->drop, next);
+}
+
+/* Selective recomputation. */
+static void mt_block_replay(mt_model *m, const mt_pass *p, const mt_layer *w, mt_activations *a, const mt_block *b) {
+    if (b->before && m->recompute_modules & MT_MODULE_LAYERNORM) mt_norm_forward(m, p, b->before, &b->normed, b->input);
+    if (b->kind->replay) b->kind->replay(m, p, w, a, mt_block_x(b));
+}
+
+/* scratch.dresidual: gradient of the block's output in, of its input out. */
+static void mt_block_backward(mt_model *m, const mt_pass *p, mt_layer *w, mt_activations *a, const mt_block *b,
+                              bool leaves_weight) {
+    mt_layer_scratch *s = &m->scratch;
+    const void *x = mt_block_x(b), *dout = mt_residual_backward(m, p, w->number, b->drop);
+    if (b->after) {
+        mt_norm_backward(m, p, b->after, &b->out_normed, s->dout, NULL, dout, b->out);
+        dout = s->dout;
+    }
+    mt_deferred last = b->kind->backward(m, p, w, a, x, dout, s->dnormed, leaves_weight);
+    if (b->before)
+        mt_residual_norm_backward(m, p, b->before, &b->normed, s->dnormed, b->input);
+    else
+        mt_add_to(m, p, s->dresidual, s->dnormed);
+    if (last.linear) mt_defer_weight(m, p, w, a, last.linear, last.x, last.dy);
+}
+
+/* ---- the two blocks of a layer */
 
 /* output[R, C] from the input and its norm, which are in `a`; and the next norm, if any. */
 static void mt_layer_forward(mt_model *m, const mt_pass *p, const mt_layer *w, mt_activations *a, void *output,
                              mt_next_norm next) {
-    mt_attention_block_forward(m, p, w, a);
-    mt_mlp_block_forward(m, p, w, a, output, next);
+    mt_block mixer = mt_mixer_block(m, w, a), feed_forward = mt_feed_forward_block(m, w, a);
+    mt_next_norm mlp_norm = {.w = feed_forward.before, .n = &a->mlp_norm};
+    mt_block_forward(m, p, w, a, &mixer, a->middle, mlp_norm);
+    mt_block_forward(m, p, w, a, &feed_forward, output, next);
     mt_offload_store(m, p, w, a);
 }
 
@@ -7248,24 +7602,26 @@ static void mt_layer_forward(mt_model *m, const mt_pass *p, const mt_layer *w, m
 static bool mt_gathers_ahead(const mt_model *m, const mt_pass *p, const mt_layer *w) {
     bool gathers = w->expert_bucket >= 0 && m->experts->uses_allgather && w->F == 0 && m->options->hidden_dropout == 0;
     bool replays = m->recompute_modules || w->recomputed, splits = p->halves == MT_BACKWARD_BOTH && !m->fp8;
-    return gathers && !replays && splits && m->grid->tensor.size == 1 && !m->options->multi_latent_attention;
+    bool leaves = mt_mixer_kinds[w->kind.mixer].may_leave_weight && !mt_norms_after(m->options);
+    return gathers && !replays && splits && m->grid->tensor.size == 1 && leaves;
 }
 
 /* The values of modules that are recomputed are in the layer's buffer, or else computed again. With `ahead` the
  * gradient for the experts of the layer below is gathered beside the gradient of qkv's weight. */
 static void mt_layer_backward(mt_model *m, const mt_pass *p, mt_layer *w, mt_activations *a, bool ahead) {
+    mt_block mixer = mt_mixer_block(m, w, a), feed_forward = mt_feed_forward_block(m, w, a);
     mt_pass replay = *p;
     replay.replay = true;
     bool replays = m->recompute_modules && m->recomputed != a;
-    if (replays) mt_mlp_block_replay(m, &replay, w, a);
-    mt_mlp_block_backward(m, p, w, a);
-    if (replays) mt_attention_block_replay(m, &replay, w, a);
+    if (replays) mt_block_replay(m, &replay, w, a, &feed_forward);
+    mt_block_backward(m, p, w, a, &feed_forward, false);
+    if (replays) mt_block_replay(m, &replay, w, a, &mixer);
     if (replays) m->recomputed = a;
-    mt_attention_block_backward(m, p, w, a, ahead);
+    mt_block_backward(m, p, w, a, &mixer, ahead);
     if (!ahead) return;
     mt_dispatch_gather(m, p, m->scratch.dresidual);
     m->experts->gathered_ahead = true;
-    mt_linear_backward_weight(&p->tp, &w->qkv, &(mt_linear_io){.x = a->input_norm.y, .dy = m->scratch.dqkv});
+    mt_linear_backward_weight(&p->tp, &w->qkv, &(mt_linear_io){.x = mt_block_x(&mixer), .dy = m->scratch.dqkv});
 }
 
 /* ==== §9h context parallelism ===================================================================================== */
@@ -7882,6 +8238,13 @@ static mt_weight mt_word_embedding(const mt_model *m) {
     return m->word_bucket >= 0 ? m->outer.word_embedding : m->outer.head.weight;
 }
 
+/* Multiplies x[R, C] by the model's factor of embeddings, in the model's type, as transformers rounds it. */
+static void mt_embedding_scale(const mt_model *m, const mt_pass *p, void *x) {
+    float factor = (float)m->options->embedding_multiplier;
+    if (m->dtype == MT_BF16) factor = mt_bf16_to_f32(mt_f32_to_bf16(factor));
+    if (factor != 1) m->ops->scale(x, factor, p->rows * m->C, m->dtype, p->stream);
+}
+
 /* x[R, C] = dropout(word embedding of tokens[T] + learned position embedding, if any). layer: -1, or the layer of a
  * multi-token prediction module. */
 static void mt_embed_forward(mt_model *m, const mt_pass *p, void *x, const int32_t *tokens, int64_t layer) {
@@ -7895,6 +8258,7 @@ static void mt_embed_forward(mt_model *m, const mt_pass *p, void *x, const int32
         m->ops->embedding_forward(&a, m->dtype, p->stream);
         mt_bucket_release(m, m->position_bucket);
     }
+    mt_embedding_scale(m, p, x);
     mt_dropout_add_args a = mt_dropout_operands(m, p, layer, MT_DROP_EMBEDDING);
     if (a.dropout.p > 0) {
         a.x = a.out = x;
@@ -7910,6 +8274,7 @@ static void mt_embed_backward(mt_model *m, const mt_pass *p, void *dx, const int
         a.x = a.out = dx;
         m->ops->dropout_add_backward(&a, m->dtype, p->stream);
     }
+    mt_embedding_scale(m, p, dx);
     if (m->position_bucket >= 0 && layer < 0 && m->buckets[m->position_bucket].trained) {
         mt_bucket_gradients_acquire(m, m->position_bucket);
         mt_embedding_args a = {p->rows, m->C, .count = m->options->max_position_embeddings};
@@ -8193,6 +8558,7 @@ static void mt_recompute_unit_input(mt_model *m, const mt_pass *p, mt_activation
 static void mt_layers_forward(mt_model *m, const mt_pass *p, int64_t begin, int64_t end, void *output,
                               mt_next_norm output_norm) {
     mt_layer *layers = m->layers + m->first_local[p->mb->chunk];
+    bool before = mt_norms_before(m->options);
     for (int64_t i = begin; i < end; i++) {
         mt_layer *w = &layers[i];
         mt_activations *a = &p->mb->layers[m->plan.train ? i : 0], *after = m->plan.train ? a + 1 : a;
@@ -8200,10 +8566,10 @@ static void mt_layers_forward(mt_model *m, const mt_pass *p, int64_t begin, int6
         if (i == begin) {
             mt_bucket_acquire(m, w->bucket);
             mt_recompute_unit_input(m, p, a);
-            mt_norm_forward(m, p, &w->input_norm, &a->input_norm, a->input);
+            if (before) mt_norm_forward(m, p, &w->input_norm, &a->input_norm, a->input);
         }
         if (w->expert_bucket >= 0) mt_bucket_acquire(m, w->expert_bucket);
-        if (i + 1 < end) next = (mt_next_norm){&w[1].input_norm, &after->input_norm, &w[1]};
+        if (i + 1 < end) next = (mt_next_norm){before ? &w[1].input_norm : NULL, &after->input_norm, &w[1]};
         mt_layer_forward(m, p, w, a, i + 1 < end ? after->input : output, next);
         if (w->expert_bucket >= 0) mt_bucket_release(m, w->expert_bucket);
         mt_bucket_release(m, w->bucket);
@@ -8380,7 +8746,8 @@ static void mt_mtp_backward(mt_model *m, const mt_pass *p) {
         if (word != m->head_bucket) mt_bucket_gradients_release(m, m->head_bucket, false);
         if (k + 1 < m->mtp->count) mt_add_to(m, p, m->scratch.dnormed, m->mtp->dhidden);
         mt_layer_acquire(m, w, true, true);
-        mt_norm_backward(m, p, &w->mtp_final_norm, &out->norm, m->scratch.dresidual, NULL, out->hidden);
+        mt_norm_backward(m, p, &w->mtp_final_norm, &out->norm, m->scratch.dresidual, NULL, m->scratch.dnormed,
+                         out->hidden);
         mt_offload_fetch(m, p, mt_mtp_index(m, p, k));
         mt_recompute_unit_replay(m, p, mt_mtp_index(m, p, k), mt_mtp_index(m, p, k) + 1);
         mt_layer_backward(m, p, w, &p->mb->layers[mt_mtp_index(m, p, k)], false);
@@ -8661,7 +9028,8 @@ static void mt_loss_backward(mt_model *m, const mt_pass *p) {
     mt_bucket_gradients_acquire(m, m->output_bucket);
     mt_head_backward(m, p, out, p->batch->labels);
     if (m->mtp->count > 0) mt_add_to(m, p, m->scratch.dnormed, m->mtp->dhidden);
-    mt_norm_backward(m, p, &m->outer.final_norm, &out->norm, m->scratch.dresidual, NULL, out->hidden);
+    mt_norm_backward(m, p, &m->outer.final_norm, &out->norm, m->scratch.dresidual, NULL, m->scratch.dnormed,
+                     out->hidden);
     mt_bucket_gradients_release(m, m->output_bucket, p->last);
     if (m->head_bucket != m->output_bucket && m->head_bucket != m->word_bucket)
         mt_bucket_gradients_release(m, m->head_bucket, p->last);
@@ -10780,7 +11148,8 @@ static mt_context_plan mt_model_context_plan(const mt_model *m, int level) {
         a2a = by_head ? block : one, ring = by_head ? one : block;
     }
     mt_context_plan plan = {.comm_type = m->options->cp_comm_type, .a2a = a2a, .ring = ring, .dtype = m->dtype};
-    plan.window = m->options->window_size, plan.max_tokens = m->plan.max_tokens, plan.train = m->plan.train;
+    plan.window = mt_options_common_window(m->options), plan.max_tokens = m->plan.max_tokens,
+    plan.train = m->plan.train;
     plan.num_heads = m->H, plan.num_groups = m->G, plan.head_size = m->D, plan.value_size = m->Dv;
     return plan;
 }
@@ -10852,6 +11221,7 @@ static void mt_plan_scratch(mt_model *m, mt_arena *arena) {
         s->dresidual = mt_arena_alloc(arena, R * m->C * size);
         if (mt_splits_backward(m)) s->dresidual_next = mt_arena_alloc(arena, R * m->C * size);
         s->dnormed = mt_arena_alloc(arena, R * m->C * size);
+        if (mt_norms_after(o)) s->dout = mt_arena_alloc(arena, R * m->C * size);
     }
     int64_t start = arena->used;
     s->block_out = mt_arena_alloc(arena, R * m->C * size);
@@ -10859,6 +11229,7 @@ static void mt_plan_scratch(mt_model *m, mt_arena *arena) {
         s->dqkv = mt_arena_alloc(arena, T * mt_max(mt_fc1_width(m, m->F), mt_qkv_width(m)) * size);
         s->dattended = mt_arena_alloc(arena, T * mt_max(m->F, out_width) * size);
         if (mt_norms_heads(o)) s->dqk = mt_arena_alloc(arena, T * (q_width + kv_width) * size);
+        if (o->qk_layernorm_all_heads) s->means = mt_arena_alloc(arena, 2 * T * 4);
         s->row_dot = mt_arena_alloc(arena, T * m->H * 4);
     }
     if (latent) {
@@ -10884,8 +11255,11 @@ static void mt_plan_workspace(mt_model *m, mt_arena *arena) {
     if (m->experts->num_layers > 0 && !m->experts->permute_fusion) // see mt_combine_results
         m->workspace_bytes = mt_max(m->workspace_bytes, m->ops->workspace_bytes(m->experts->num_choices, m->C, 1, 1));
     m->workspace = mt_arena_alloc(arena, m->workspace_bytes);
-    m->rope_cos = mt_arena_alloc(arena, m->plan.max_position * m->rotary_dim / 2 * 4);
-    m->rope_sin = mt_arena_alloc(arena, m->plan.max_position * m->rotary_dim / 2 * 4);
+    for (int i = MT_ROPE_MODEL; i <= MT_ROPE_WINDOW; i++) {
+        if (!mt_rope_table_used(m->options, (mt_layer_rope)i)) continue;
+        m->rope_tables[i].cos = mt_arena_alloc(arena, m->plan.max_position * m->rotary_dim / 2 * 4);
+        m->rope_tables[i].sin = mt_arena_alloc(arena, m->plan.max_position * m->rotary_dim / 2 * 4);
+    }
     m->numbers = mt_arena_alloc(arena, (int64_t)sizeof *m->numbers);
     if (m->has_loss) {
         m->row_stats = mt_arena_alloc(arena, 4 * rows * 4), m->logp = mt_arena_alloc(arena, rows * 4);
@@ -11098,6 +11472,7 @@ static void mt_model_stages(mt_model *m, const mt_options *o) {
         for (int64_t i = m->first_local[chunk]; i < m->first_local[chunk + 1]; i++) {
             mt_layer *w = &m->layers[i];
             w->index = i - m->first_local[chunk], w->number = m->stages[chunk].first_layer + w->index;
+            w->kind = mt_layer_kind_of(o, w->number);
             w->F = mt_layer_has_experts(o, w->number) ? o->moe_shared_expert_intermediate_size : o->ffn_hidden_size;
             w->F /= m->grid->tensor.size, w->expert_bucket = -1, m->F = mt_max(m->F, w->F);
         }
@@ -11126,12 +11501,13 @@ static void mt_model_linears(mt_model *m) {
 
 /* Sizes and scales of the linears' adapters. */
 static void mt_model_adapters(mt_model *m) {
+    enum { STRIDE = MT_LORA_B + 1 }; // of random keys; later roles do not change it
     const mt_options *o = m->options;
     mt_adapter *adapter = NULL;
     for (int64_t i = 0, expert = -1; i < m->num_params; i++) {
         const mt_param *param = &m->params[i];
         bool is_a = param->role == MT_LORA_A, is_b = param->role == MT_LORA_B;
-        uint64_t index = (uint64_t)param->layer * MT_NUM_ROLES + param->adapts;
+        uint64_t index = (uint64_t)param->layer * STRIDE + param->adapts;
         if (is_a && !param->continues) {
             adapter = (mt_adapter *)(void *)mt_param_weight(m, param), expert = param->expert;
             adapter->rank = o->lora_rank, adapter->scale = (float)(o->lora_alpha / (double)o->lora_rank);
@@ -11621,7 +11997,8 @@ static int mt_model_start(mt_model *m, mt_error *error) {
         m->mtp->weights = mt_model_calloc(m, m->plan.max_tokens * m->grid->context.size * 4);
     }
     m->ops->memory_zero(m->numbers, (int64_t)sizeof *m->numbers, m->stream);
-    if (m->rotary_dim > 0) mt_rope_tables(m);
+    for (int i = MT_ROPE_MODEL; i <= MT_ROPE_WINDOW; i++)
+        if (mt_rope_table_used(m->options, (mt_layer_rope)i)) mt_rope_table_fill(m, (mt_layer_rope)i);
     return mt_mailboxes_start(m, error);
 }
 

@@ -196,6 +196,12 @@ typedef enum mt_position_embedding {
     MT_POSITION_ROPE,
     MT_POSITION_NONE
 } mt_position_embedding;
+/* Where a block of a layer (its mixer, its feed-forward) has norms. */
+typedef enum mt_norm_placement {
+    MT_NORM_BEFORE, // x + block(norm(x))
+    MT_NORM_AFTER,  // x + norm(block(x)), as in OLMo 2 and 3
+    MT_NORM_BOTH    // x + norm(block(norm(x))), as in Gemma 3
+} mt_norm_placement;
 typedef enum mt_rope_scaling {
     MT_ROPE_SCALING_NONE,
     MT_ROPE_SCALING_LINEAR,
@@ -417,6 +423,7 @@ typedef enum mt_dataloader_type { MT_DATALOADER_SINGLE, MT_DATALOADER_CYCLIC } m
     X(GELU, gelu, false, 0, "gelu")                                                                                    \
     X(GELU_TANH, gelu_tanh, false, offsetof(mt_options, openai_gelu), "gelu_new|gelu_pytorch_tanh")                    \
     X(SQUARED_RELU, squared_relu, false, offsetof(mt_options, squared_relu), "relu2")                                  \
+    X(GEGLU, gelu_tanh, true, offsetof(mt_options, geglu), "gelu_pytorch_tanh|gelu_new")                               \
     X(SWIGLU, silu, true, offsetof(mt_options, swiglu), "silu|swish")
 #define MT_ACTIVATION_NAME(name, ...) MT_ACTIVATION_##name,
 typedef enum mt_activation { MT_ACTIVATIONS(MT_ACTIVATION_NAME) MT_NUM_ACTIVATIONS } mt_activation;
@@ -435,6 +442,9 @@ typedef enum mt_activation { MT_ACTIVATIONS(MT_ACTIVATION_NAME) MT_NUM_ACTIVATIO
     X(QWEN2_MOE, "qwen2_moe", "Qwen2MoeForCausalLM", QWEN2_MOE, "model.layers.", false)                                \
     X(QWEN3_MOE, "qwen3_moe", "Qwen3MoeForCausalLM", LLAMA, "model.layers.", false)                                    \
     X(DEEPSEEK_V3, "deepseek_v3", "DeepseekV3ForCausalLM", LLAMA, "model.layers.", false)                              \
+    X(SMOLLM3, "smollm3", "SmolLM3ForCausalLM", LLAMA, "model.layers.", false)                                         \
+    X(GEMMA3, "gemma3_text", "Gemma3ForCausalLM", LLAMA, "model.layers.", false)                                       \
+    X(OLMO3, "olmo3", "Olmo3ForCausalLM", LLAMA, "model.layers.", false)                                               \
     X(MEGATRON, "megatron", "MegatronForCausalLM", LLAMA, "model.layers.", false)
 #define MT_HF_FAMILY_NAME(name, ...) MT_HF_##name,
 typedef enum mt_hf_family { MT_HF_UNKNOWN, MT_HF_FAMILIES(MT_HF_FAMILY_NAME) MT_NUM_HF_FAMILIES } mt_hf_family;
@@ -460,16 +470,24 @@ typedef struct mt_options {
     /* model */
     int64_t num_layers, hidden_size, ffn_hidden_size, num_attention_heads, num_query_groups, kv_channels;
     int64_t max_position_embeddings, vocab_size, make_vocab_size_divisible_by;
-    bool group_query_attention, swiglu, openai_gelu, squared_relu, qk_layernorm, untie_embeddings_and_output_weights;
+    bool group_query_attention, swiglu, geglu, openai_gelu, squared_relu;
+    bool qk_layernorm, qk_layernorm_all_heads, untie_embeddings_and_output_weights;
     bool add_bias_linear, add_qkv_bias;
     bool multi_latent_attention;
     int64_t q_lora_rank, kv_lora_rank;                    // widths of the latents; q_lora_rank 0: queries have none
     int64_t qk_head_dim, qk_pos_emb_head_dim, v_head_dim; // channels of a head: without RoPE, with RoPE, of values
     mt_normalization normalization;
+    mt_norm_placement norm_placement;
+    bool layernorm_zero_centered_gamma; // norms scale by 1 + weight
+    double embedding_multiplier;        // of the embedding's output; 1: none
+    double softmax_scale;               // of q k^T; 0: 1 / sqrt(channels of a head)
     mt_position_embedding position_embedding_type;
     double norm_epsilon, init_method_std, hidden_dropout, attention_dropout;
-    int64_t window_size; // sliding window: keys that a query sees, its own included; 0: all
+    int64_t window_size;         // sliding window: keys that a query sees, its own included; 0: all
+    char *window_attn_skip_freq; // as text, NULL: all layers have the window; see window_layers
+    char *no_rope_freq;          // as text, NULL: all layers have RoPE; see rope_layers
     double rotary_base, rotary_percent;
+    double window_rotary_base; // of layers with a window, whose RoPE is not scaled; 0: as other layers
     bool rotary_interleaved, use_rope_scaling;
     int64_t rotary_seq_len_interpolation_factor;
     mt_rope_scaling rope_scaling_type;
@@ -639,6 +657,9 @@ typedef struct mt_options {
     int64_t padded_vocab_size;
     int64_t moe_router_group_best; // best scores of a group of experts whose sum ranks the group; 2 for deepseek_v3
     char *moe_layers;          // [num_layers] letters, '1' for a layer with experts and '0' for one without; NULL: none
+    char *window_layers;       // [num_layers] letters, '1' for a layer with the sliding window; NULL: all or, without
+                               // window_size, none
+    char *rope_layers;         // [num_layers] letters, '1' for a layer with RoPE; NULL: all have it, or none
     char *pipeline_letters;    // the stages: E embedding, t layer, m MTP module, L loss, | between stages; NULL: none
     int64_t num_iterations;    // steps of the run, from train_iters or train_samples
     int64_t mtp_layers_stored; // MTP modules that the folder to load may hold, in use or not
@@ -694,8 +715,28 @@ double mt_yarn_mscale(double factor, double mscale);
 /* Layers with experts. */
 int64_t mt_num_expert_layers(const mt_options *options);
 
-/* True if a layer, or a module of multi-token prediction (numbered from num_layers on), has experts. */
+/* A layer: which mixer and feed-forward it has, and the numbers that are its own. */
+typedef enum mt_mixer_kind { MT_MIXER_ATTENTION, MT_MIXER_LATENT_ATTENTION } mt_mixer_kind;
+typedef enum mt_feed_forward_kind { MT_FEED_FORWARD_DENSE, MT_FEED_FORWARD_EXPERTS } mt_feed_forward_kind;
+typedef enum mt_layer_rope {
+    MT_ROPE_NONE,
+    MT_ROPE_MODEL, // --rotary-base with the model's scaling
+    MT_ROPE_WINDOW // --window-rotary-base, not scaled
+} mt_layer_rope;
+typedef struct mt_layer_kind {
+    mt_mixer_kind mixer;
+    mt_feed_forward_kind feed_forward;
+    mt_layer_rope rope;
+    int64_t window; // keys that a query sees, its own included; 0: all
+} mt_layer_kind;
+
+/* The kind of a layer. Modules of multi-token prediction are numbered from num_layers on, and are as the last layer. */
+mt_layer_kind mt_layer_kind_of(const mt_options *options, int64_t layer);
+/* True if its feed-forward is experts. */
 bool mt_layer_has_experts(const mt_options *options, int64_t layer);
+bool mt_layer_kinds_equal(mt_layer_kind a, mt_layer_kind b);
+/* The window that all layers have, or else 0: some see all keys. */
+int64_t mt_options_common_window(const mt_options *options);
 
 /* ==== §3 kernels ====================================================================================================
  *
@@ -937,6 +978,7 @@ typedef struct mt_norm_args {
     int64_t T, H, C;            // LayerNorm: H = 1
     const void *x;              // [T, H, C]
     const void *w, *b;          // [C]; b: LayerNorm only
+    float w_offset;             // added to each weight: 0, or 1 where weights are stored less 1
     float eps;                  // forward only
     void *y;                    // [T, H, C]: the forward's result
     float *mean, *rstd;         // [T, H]: the forward writes them, the backward reads them; mean: LayerNorm only
@@ -946,6 +988,8 @@ typedef struct mt_norm_args {
     float *dw, *db;             // [C] +=; db: LayerNorm only
     int64_t x_stride, y_stride; // elements between tokens; rmsnorm only, LayerNorm's rows are packed
     int64_t dx_stride, dy_stride;
+    const float *means; // rmsnorm, H = 1, where other ranks have more channels of the row: [T], over all channels,
+                        // of x^2 (forward) or dy (w + w_offset) x (backward); NULL: computed here
     /* residual_norm_forward only */
     void *sum;                  // [T, C] = residual + dropout(x), which is normalized; may be x or residual
     const void *residual;       // [T, C]
@@ -961,15 +1005,27 @@ static inline int64_t mt_norm_saved_bytes(const mt_norm_args *a, mt_dtype dtype)
     return a->quantize.rows.data ? a->T * a->C * (mt_dtype_size(dtype) - 1) : 0;
 }
 
+typedef struct mt_row_means_args {
+    int64_t T, C;
+    float *means;          // [T]
+    const void *a, *b, *w; // [T, C], [T, C], [C]
+    float w_offset;
+    int64_t a_stride, b_stride; // elements between tokens
+} mt_row_means_args;
+
 #define MT_NORM_OPERATIONS(OP)                                                                                         \
-    /* y = x rstd w, rstd = 1 / sqrt(mean(x^2) + eps) (Zhang & Sennrich, "Root mean square layer normalization"). */   \
+    /* y = x rstd (w + w_offset), rstd = 1 / sqrt(mean(x^2) + eps) (Zhang & Sennrich, "Root mean square layer          \
+     * normalization"). */                                                                                             \
     OP(rmsnorm_forward,                                                                                                \
        mt_work_bytes(2 * a->T * a->H * a->C * mt_dtype_size(dtype) - mt_norm_saved_bytes(a, dtype), MT_U8),            \
        (a, dtype, stream), const mt_norm_args *a, mt_dtype dtype, mt_stream *stream)                                   \
+    /* means[T] of a[t, c] b[t, c] (w[c] + w_offset) over C channels; without the last factor where w is NULL. */      \
+    OP(row_means, mt_work_bytes((a->a == a->b ? 1 : 2) * a->T * a->C, dtype), (a, dtype, stream),                      \
+       const mt_row_means_args *a, mt_dtype dtype, mt_stream *stream)                                                  \
     /* dx = dresidual + gradient through the norm; dw +=. */                                                           \
     OP(rmsnorm_backward, mt_work_bytes((a->dresidual ? 4 : 3) * a->T * a->H * a->C, dtype), (a, dtype, stream),        \
        const mt_norm_args *a, mt_dtype dtype, mt_stream *stream)                                                       \
-    /* y = (x - mean) rstd w + b (Ba et al., "Layer normalization"). */                                                \
+    /* y = (x - mean) rstd (w + w_offset) + b (Ba et al., "Layer normalization"). */                                   \
     OP(layernorm_forward,                                                                                              \
        mt_work_bytes(2 * a->T * a->C * mt_dtype_size(dtype) - mt_norm_saved_bytes(a, dtype), MT_U8),                   \
        (a, dtype, stream), const mt_norm_args *a, mt_dtype dtype, mt_stream *stream)                                   \
@@ -1018,6 +1074,7 @@ typedef struct mt_qk_args {
     int64_t T, H, G, D;
     const void *qkv;        // [T, (H + G) D ...]: the fused product
     const void *q_w, *k_w;  // [D]: RMSNorm's weights
+    float w_offset;         // added to each weight
     float *q_rstd, *k_rstd; // [T, H], [T, G]: the forward writes them, the backward reads them
     float eps;              // forward only
     mt_rotation rotation;   // after the norm
@@ -1210,6 +1267,9 @@ typedef struct mt_dropout_add_args {
     /* y[n] = a[n] + b[n], in fp32 and rounded once; y may be a or b. */                                               \
     OP(add, mt_work_bytes(3 * n, dtype), (y, a, b, n, dtype, stream), void *y, const void *a, const void *b,           \
        int64_t n, mt_dtype dtype, mt_stream *stream)                                                                   \
+    /* x[n] *= factor, in fp32 and rounded once. */                                                                    \
+    OP(scale, mt_work_bytes(2 * n, dtype), (x, factor, n, dtype, stream), void *x, float factor, int64_t n,            \
+       mt_dtype dtype, mt_stream *stream)                                                                              \
     /* to[rows[t]] = from[t], for T rows of `width` elements. */                                                       \
     OP(scatter_rows, mt_work_bytes(2 * T * width, dtype),                                                              \
        (to, from, rows, T, width, to_stride, from_stride, dtype, stream), void *to, const void *from,                  \
@@ -2318,6 +2378,10 @@ typedef enum mt_role {
     MT_SCORE_BIAS,
     MT_LORA_A, // this and the next one: of the matrix of role mt_param.adapts
     MT_LORA_B,
+    MT_ATTENTION_OUT_NORM, // this and the next three: norms after the blocks of a layer
+    MT_ATTENTION_OUT_NORM_BIAS,
+    MT_MLP_OUT_NORM,
+    MT_MLP_OUT_NORM_BIAS,
     MT_NUM_ROLES
 } mt_role;
 

@@ -419,6 +419,30 @@ extern "C" void mt_cuda_add(void *y, const void *a, const void *b, int64_t n, mt
     });
 }
 
+/* x *= factor. Reads and writes x: 4 bytes per element in bf16, 8 in fp32. */
+template <class T, int N> __global__ void scale(T *x, float factor, int64_t begin, int64_t end) {
+    constexpr int K = packs_per_thread;
+    int64_t first = begin + ((int64_t)blockIdx.x * K * blockDim.x + threadIdx.x) * N, step = blockDim.x * N;
+    for (int k = 0; k < K; k++) {
+        if (first + k * step >= end) break;
+        mt_pack<float, N> in = mt_to_float(mt_load<N>(x + first + k * step));
+        for (int i = 0; i < N; i++) in.value[i] *= factor;
+        mt_store(x + first + k * step, mt_from_float<T>(in));
+    }
+}
+
+extern "C" void mt_cuda_scale(void *x, float factor, int64_t n, mt_dtype dtype, mt_stream *stream) {
+    mt_by_type(dtype, true, [&](auto type, auto width) {
+        using E = decltype(type);
+        mt_split<decltype(width)::value>(n, mt_wide(dtype, {x}, {}), [&](int64_t begin, int64_t end, auto pack) {
+            constexpr int N = decltype(pack)::value;
+            unsigned blocks = mt_grid_size(end - begin, 256 * packs_per_thread * N);
+            scale<E, N><<<blocks, 256, 0, mt_cuda_stream(stream)>>>((E *)x, factor, begin, end);
+            MT_CUDA_LAUNCHED();
+        });
+    });
+}
+
 /* ---- gather and scatter of rows ---------------------------------------------------------------------------------- */
 
 /* Many wide rows are copied in an interleaved order: row i of each of `stripes` stripes, then row i + 1 of each. The

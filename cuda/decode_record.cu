@@ -75,7 +75,7 @@ static bool linear_fits(const linear_operation *l, const void *x, int64_t T, int
 }
 
 static bool norm_fits(const mt_norm_args *n, int64_t T, int64_t C) {
-    return n->T == T && n->C == C && n->dropout.p <= 0 && is_wide({n->y, n->w, n->b}, {C});
+    return n->T == T && n->C == C && n->dropout.p <= 0 && n->w_offset == 0 && is_wide({n->y, n->w, n->b}, {C});
 }
 
 /* Attention over the cache, to which the new keys and values were written: one query for each span. */
@@ -89,7 +89,8 @@ static bool attention_fits(const layer_operations *o, int64_t T) {
     if (a->value_size != D || D % 8 != 0 || D > MT_DECODE_CHANNELS || H % G != 0 || a->dropout.p > 0) return false;
     if (a->backend != MT_ATTENTION_AUTO && a->backend != MT_ATTENTION_FLASH) return false;
     if (qk->T != T || qk->H != H || qk->G != G || qk->D != D || qk->qkv != qkv->y || qk->qk != heads ||
-        qk->qkv_stride != width || qk->qk_stride != stride || !qk->q_w != !qk->k_w || !qk->cache_rows)
+        qk->qkv_stride != width || qk->qk_stride != stride || !qk->q_w != !qk->k_w || !qk->cache_rows ||
+        qk->w_offset != 0)
         return false;
     if (a->q != heads || a->q_stride != stride || a->k != qk->k_cache || a->v != qk->v_cache || a->k_stride != G * D ||
         a->v_stride != G * D || a->out_stride != H * D || a->spans.count != T)

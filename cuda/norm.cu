@@ -71,8 +71,9 @@ template <class T> struct forward_task {
     unsigned rows, H;
     int C;
     int64_t y_stride, x_stride;
-    float eps;
-    T *sum; // residual + dropout(x), which is normalised; [rows, C]
+    float eps, offset;  // offset: added to the weights
+    const float *means; // of x^2, or NULL
+    T *sum;             // residual + dropout(x), which is normalised; [rows, C]
     const T *residual;
     const int64_t *token_index;
     mt_masks masks;
@@ -198,7 +199,9 @@ __global__ void __launch_bounds__(forward_shape<layernorm, adds, whole>::block,
         squares[0] += squares_of(packs, mu, base, length);
     }
     mt_row_sum(squares, 1);
-    const float scale = rsqrtf(squares[0] * inverse_C + task.eps), shift = -mu * scale;
+    float mean_square = squares[0] * inverse_C;
+    if (!layernorm && task.means && length > 0) mean_square = task.means[row];
+    const float scale = rsqrtf(mean_square + task.eps), shift = -mu * scale;
     if (threadIdx.x == 0 && length > 0) {
         task.rstd[row] = scale;
         if (layernorm) task.mean[row] = mu;
@@ -218,7 +221,8 @@ __global__ void __launch_bounds__(forward_shape<layernorm, adds, whole>::block,
             if (layernorm && !keeps) b[k] = mt_load<N>((weights == in_shared ? shared_b : task.b) + c);
             if (layernorm) bias = mt_to_float(b[k]);
             for (int i = 0; i < N; i++)
-                out.value[i] = normalised<T>(out.value[i], mu, scale, shift) * weight.value[i] + bias.value[i];
+                out.value[i] =
+                    normalised<T>(out.value[i], mu, scale, shift) * (weight.value[i] + task.offset) + bias.value[i];
             if constexpr (stored_in_fp8<Task>)
                 store_in_fp8(task, row, c, mt_from_float<T>(out), largest);
             else
@@ -295,7 +299,7 @@ static void launch_forward(const forward_task<T> &task, const mt_quantize_args *
 template <class E>
 static forward_task<E> forward_task_of(const mt_norm_args *a, int64_t H, int64_t x_stride, int64_t y_stride) {
     return {(E *)a->y,   a->mean,   a->rstd,  (const E *)a->x, (const E *)a->w, (const E *)a->b, (unsigned)(a->T * H),
-            (unsigned)H, (int)a->C, y_stride, x_stride,        a->eps};
+            (unsigned)H, (int)a->C, y_stride, x_stride,        a->eps,          a->w_offset,     a->means};
 }
 
 extern "C" void mt_cuda_rmsnorm_forward(const mt_norm_args *a, mt_dtype dtype, mt_stream *stream) {
@@ -378,6 +382,9 @@ template <class T> struct backward_task {
     unsigned rows, H;
     int C;
     int64_t dx_stride, dy_stride, x_stride;
+    /* in norm_backward_long alone: */
+    float offset;       // added to the weights
+    const float *means; // of dy (w + offset) x, or NULL
 };
 
 /* A thread's packs of a row of each input. Past the last row and past the end of a row they are zeros, which add
@@ -608,13 +615,14 @@ __global__ void __launch_bounds__(512) norm_backward_long(const backward_task<T>
             mt_pack<float, N> n = mt_to_float(mt_load<N>(x_row + c)), d = mt_to_float(mt_load<N>(dy_row + c));
             mt_pack<float, N> weight = mt_to_float(mt_load<N>(w + c));
             for (int i = 0; i < N; i++) {
-                float g = d.value[i] * weight.value[i];
+                float g = d.value[i] * (weight.value[i] + task.offset);
                 sums[0] += g * (n.value[i] - mu) * scale;
                 sums[1] += g;
             }
         }
         mt_row_sum(sums, turn);
-        float mean_gn = sums[0] * inverse_C, mean_g = layernorm ? sums[1] * inverse_C : 0;
+        float mean_gn = task.means ? task.means[row] * scale : sums[0] * inverse_C,
+              mean_g = layernorm ? sums[1] * inverse_C : 0;
         for (int c = first; c < C; c += chunk) {
             mt_pack<float, N> n = mt_to_float(mt_load<N>(x_row + c)), d = mt_to_float(mt_load<N>(dy_row + c));
             mt_pack<float, N> weight = mt_to_float(mt_load<N>(w + c)), out = {};
@@ -623,7 +631,7 @@ __global__ void __launch_bounds__(512) norm_backward_long(const backward_task<T>
             if (dresidual) out = mt_to_float(mt_load<N>(dresidual + dx_row + c));
             for (int i = 0; i < N; i++) {
                 n.value[i] = (n.value[i] - mu) * scale;
-                out.value[i] += scale * (d.value[i] * weight.value[i] - mean_g - n.value[i] * mean_gn);
+                out.value[i] += scale * (d.value[i] * (weight.value[i] + task.offset) - mean_g - n.value[i] * mean_gn);
                 dw_sum.value[i] += d.value[i] * n.value[i];
                 db_sum.value[i] += d.value[i];
             }
@@ -740,14 +748,16 @@ static int64_t launch_rows(const backward_task<T> &task, cudaStream_t stream) {
     constexpr int most = N > 1 ? backward_packs : 1;
     const backward_walk walk = backward_walk_of(layernorm, mt_divide_up(task.C, N), most);
     int64_t blocks = 0;
+    bool is_short = task.offset == 0 && !task.means; // norm_backward has no instructions to spare
     if constexpr (N > 1 && layernorm)
-        if (walk.packs == 2 && walk.block.x >= many_threads) blocks = launch_wide<T, N, 2, layernorm>(task, stream);
+        if (is_short && walk.packs == 2 && walk.block.x >= many_threads)
+            blocks = launch_wide<T, N, 2, layernorm>(task, stream);
     if (blocks > 0) return blocks;
-    if (walk.packs > 0)
+    if (is_short && walk.packs > 0)
         with_packs<most>(
             walk.packs, [&](auto k) { blocks = launch_walk<T, N, decltype(k)::value, layernorm>(task, walk, stream); });
     else if constexpr (N > 1)
-        blocks = launch_wide<T, N, 4 - layernorm, layernorm>(task, stream);
+        if (is_short) blocks = launch_wide<T, N, 4 - layernorm, layernorm>(task, stream);
     if (blocks > 0) return blocks;
     blocks = mt_cuda_device()->multiProcessorCount * 2;
     if (blocks > task.rows) blocks = task.rows;
@@ -779,9 +789,35 @@ static void launch_backward(const mt_norm_args *a, int64_t H, int64_t dx_stride,
                                  (int)C,
                                  dx_stride,
                                  dy_stride,
-                                 x_stride};
+                                 x_stride,
+                                 a->w_offset,
+                                 a->means};
         int64_t blocks = launch_rows<E, decltype(width)::value, layernorm>(task, mt_cuda_stream(stream));
         mt_cuda_add_partials(a->dw, blocks, layernorm ? a->db : NULL, blocks, partial, C, stream);
+    });
+}
+
+/* A warp takes a row. Reads a and b, or one of them where they are the same: 2 or 4 bytes per element in bf16. */
+template <class T, int N> __global__ void row_means(const mt_row_means_args args) {
+    const int64_t row = (int64_t)blockIdx.x * blockDim.y + threadIdx.y;
+    const T *a = (const T *)args.a + row * args.a_stride, *b = (const T *)args.b + row * args.b_stride;
+    float sum = 0;
+    if (row >= args.T) return;
+    for (int64_t c = threadIdx.x * N; c < args.C; c += 32 * N) {
+        mt_pack<float, N> x = mt_to_float(mt_load<N>(a + c)), y = mt_to_float(mt_load<N>(b + c)), w = {};
+        if (args.w) w = mt_to_float(mt_load<N>((const T *)args.w + c));
+        for (int i = 0; i < N; i++) sum += x.value[i] * y.value[i] * (args.w ? w.value[i] + args.w_offset : 1);
+    }
+    for (int lanes = 16; lanes > 0; lanes /= 2) sum += __shfl_xor_sync(~0u, sum, lanes);
+    if (threadIdx.x == 0) args.means[row] = sum / (float)args.C;
+}
+
+extern "C" void mt_cuda_row_means(const mt_row_means_args *a, mt_dtype dtype, mt_stream *stream) {
+    if (a->T == 0) return;
+    mt_by_type(dtype, mt_wide(dtype, {a->a, a->b, a->w}, {a->C, a->a_stride, a->b_stride}), [&](auto type, auto width) {
+        row_means<decltype(type), decltype(width)::value>
+            <<<mt_grid_size(a->T, 8), dim3(32, 8), 0, mt_cuda_stream(stream)>>>(*a);
+        MT_CUDA_LAUNCHED();
     });
 }
 

@@ -20,7 +20,7 @@ template <class T> struct heads_task {
     const T *q_w, *k_w;
     const float *cos, *sin;
     const int32_t *positions;
-    float direction, eps; // direction -1 rotates back
+    float direction, eps, offset; // direction -1 rotates back; offset: added to the weights
     unsigned tokens, H, heads, groups, lanes;
     int D, R;
     int64_t y_stride, x_stride;
@@ -84,8 +84,8 @@ template <int N> __device__ static inline float squares_of(const mt_pack<float, 
 
 /* x becomes x w rstd. */
 template <class T, int N>
-__device__ static inline void scale(mt_pack<float, N> &x, const mt_pack<T, N> &w, float rstd) {
-    for (int i = 0; i < N; i++) x.value[i] *= rstd * mt_element(w, i);
+__device__ static inline void scale(mt_pack<float, N> &x, const mt_pack<T, N> &w, float offset, float rstd) {
+    for (int i = 0; i < N; i++) x.value[i] *= rstd * (mt_element(w, i) + offset);
 }
 
 /* y = rotate(norm(x)) or rotate(x). Reads x, writes y: 4 bytes per element in bf16, 8 in fp32. */
@@ -126,7 +126,10 @@ __global__ void __launch_bounds__(512, 2) rotate_heads(const heads_task<T> task)
             }
             mt_pack<float, N> w_low = mt_to_float(mt_load<N>(w + unit.low, has_low));
             mt_pack<float, N> w_high = mt_to_float(mt_load<N>(w + unit.high, has_high));
-            for (int i = 0; i < N; i++) low.value[i] *= rstd * w_low.value[i], high.value[i] *= rstd * w_high.value[i];
+            for (int i = 0; i < N; i++) {
+                low.value[i] *= rstd * (w_low.value[i] + task.offset);
+                high.value[i] *= rstd * (w_high.value[i] + task.offset);
+            }
         }
         if (head >= task.heads) continue;
         if (rotates) rotate<N, interleaved>(low, high, c, s, task.direction);
@@ -173,7 +176,7 @@ __global__ void __launch_bounds__(whole_threads, norm ? 6 : 8)
     for (int k = 0; k < K; k++) {
         if (norm && !is_v) {
             rstd[k] = rsqrtf(rstd[k] / D + task.eps);
-            scale(low_of[k], w_low, rstd[k]), scale(high_of[k], w_high, rstd[k]);
+            scale(low_of[k], w_low, task.offset, rstd[k]), scale(high_of[k], w_high, task.offset, rstd[k]);
         }
         if (!is_v) rotate<N, interleaved>(low_of[k], high_of[k], c, s, task.direction);
         if (!there) continue;
@@ -286,6 +289,7 @@ static mt_norm_args norm_of(const mt_qk_args *a, bool k, mt_dtype dtype) {
     norm.T = a->T, norm.H = k ? a->G : a->H, norm.C = a->D;
     norm.x = at(a->qkv, first, dtype), norm.x_stride = a->qkv_stride;
     norm.w = k ? a->k_w : a->q_w, norm.rstd = k ? a->k_rstd : a->q_rstd, norm.eps = a->eps;
+    norm.w_offset = a->w_offset;
     norm.y = at(a->qk, first, dtype), norm.y_stride = a->qk_stride;
     norm.dy = at(a->dqk, first, dtype), norm.dy_stride = a->dqk_stride;
     norm.dx = at(a->dqkv, first, dtype), norm.dx_stride = a->dqkv_stride;
@@ -322,6 +326,7 @@ extern "C" void mt_cuda_qk_forward(const mt_qk_args *a, mt_dtype dtype, mt_strea
             task.y = (E *)a->qk, task.x = (const E *)a->qkv, task.q_rstd = a->q_rstd, task.k_rstd = a->k_rstd;
             task.q_w = (const E *)a->q_w, task.k_w = (const E *)a->k_w;
             task.cos = r->cos, task.sin = r->sin, task.positions = r->positions, task.direction = 1, task.eps = a->eps;
+            task.offset = a->w_offset;
             task.tokens = (unsigned)a->T, task.H = (unsigned)a->H, task.heads = (unsigned)(a->H + a->G);
             task.D = (int)a->D, task.R = (int)r->R, task.y_stride = a->qk_stride, task.x_stride = a->qkv_stride;
             heads_cache<E> cache = {{(E *)a->k_cache, (E *)a->v_cache}, a->cache_rows};
@@ -342,17 +347,19 @@ template <class T> struct heads_backward_task {
     unsigned tokens, H, G, lanes, q_blocks;
     int D, R;
     int64_t dx_stride, dy_stride, x_stride;
+    float offset; // added to the weights
 };
 
-/* A pack of the norm's backward: with n = x rstd and g = dy w, dw += dy n, and returns sum g n. Then d is g, x is n. */
+/* A pack of the norm's backward: with n = x rstd and g = dy (w + offset), dw += dy n, and returns sum g n. Then d is g,
+ * x is n. */
 template <int N>
 __device__ static inline float norm_products(mt_pack<float, N> &d, mt_pack<float, N> &x, mt_pack<float, N> &dw,
-                                             const mt_pack<float, N> &w, float rstd) {
+                                             const mt_pack<float, N> &w, float offset, float rstd) {
     float sum = 0;
     for (int i = 0; i < N; i++) {
         x.value[i] *= rstd;
         dw.value[i] += d.value[i] * x.value[i];
-        d.value[i] *= w.value[i];
+        d.value[i] *= w.value[i] + offset;
         sum += d.value[i] * x.value[i];
     }
     return sum;
@@ -417,8 +424,8 @@ __global__ void __launch_bounds__(block_threads, 2) rotate_norm_backward(const h
             mt_pack<float, N> d_low = mt_to_float(dy_low[k]), d_high = mt_to_float(dy_high[k]);
             mt_pack<float, N> n_low = mt_to_float(x_low[k]), n_high = mt_to_float(x_high[k]);
             if (rotates) rotate<N, interleaved>(d_low, d_high, c, s, -1);
-            float sum = norm_products(d_low, n_low, dw_low, mt_to_float(w_low), rstd[k]);
-            sum += norm_products(d_high, n_high, dw_high, mt_to_float(w_high), rstd[k]);
+            float sum = norm_products(d_low, n_low, dw_low, mt_to_float(w_low), task.offset, rstd[k]);
+            sum += norm_products(d_high, n_high, dw_high, mt_to_float(w_high), task.offset, rstd[k]);
             float mean = sum_over_lanes(sum, lanes) / task.D;
             if (!there || head >= heads) continue;
             for (int i = 0; i < N; i++) {
@@ -433,16 +440,16 @@ __global__ void __launch_bounds__(block_threads, 2) rotate_norm_backward(const h
     store_head_sums(task.partial + (int64_t)blockIdx.x * task.D, dw_low, dw_high, unit, lanes, task.D);
 }
 
-/* d, dy rotated back, becomes h = d rstd w, dw += d rstd x, and returns sum h x. */
+/* d, dy rotated back, becomes h = d rstd (w + offset), dw += d rstd x, and returns sum h x. */
 template <class T, int N>
 __device__ static inline float add_products(mt_pack<float, N> &d, mt_pack<float, N> &dw, const mt_pack<T, N> &x,
-                                            const mt_pack<T, N> &w, float rstd) {
+                                            const mt_pack<T, N> &w, float offset, float rstd) {
     float sum = 0;
     for (int i = 0; i < N; i++) {
         float in_x = mt_element(x, i);
         d.value[i] *= rstd;
         dw.value[i] += d.value[i] * in_x;
-        d.value[i] *= mt_element(w, i);
+        d.value[i] *= mt_element(w, i) + offset;
         sum += d.value[i] * in_x;
     }
     return sum;
@@ -497,8 +504,8 @@ __global__ void __launch_bounds__(whole_threads) rotate_whole_backward(const hea
         for (int k = 0; k < K; k++) {
             low[k] = mt_to_float(dy_low[k]), high[k] = mt_to_float(dy_high[k]);
             if (rotates) rotate<N, interleaved>(low[k], high[k], c, s, -1);
-            sums[k] = add_products(low[k], dw_low, x_low[k], w_low, rstd[k]);
-            sums[k] += add_products(high[k], dw_high, x_high[k], w_high, rstd[k]);
+            sums[k] = add_products(low[k], dw_low, x_low[k], w_low, task.offset, rstd[k]);
+            sums[k] += add_products(high[k], dw_high, x_high[k], w_high, task.offset, rstd[k]);
         }
         sum_over_lanes<lanes>(sums);
 #pragma unroll
@@ -581,6 +588,7 @@ extern "C" void mt_cuda_qk_backward(const mt_qk_args *a, mt_dtype dtype, mt_stre
         task.cos = r->cos, task.sin = r->sin, task.positions = r->positions, task.tokens = (unsigned)a->T;
         task.H = (unsigned)a->H, task.G = (unsigned)a->G, task.D = (int)a->D, task.R = (int)r->R;
         task.dx_stride = a->dqkv_stride, task.dy_stride = a->dqk_stride, task.x_stride = a->qkv_stride;
+        task.offset = a->w_offset;
         launch_norm_backward<E, decltype(width)::value>(task, a->dq_w, a->dk_w, r->interleaved, stream);
     });
 }
@@ -597,6 +605,7 @@ bool mt_cuda_heads_norm_backward(const mt_norm_args *a, mt_dtype dtype, mt_strea
         task.q_w = (const E *)a->w, task.q_rstd = a->rstd;
         task.tokens = (unsigned)a->T, task.H = (unsigned)a->H, task.D = (int)a->C;
         task.dx_stride = a->dx_stride, task.dy_stride = a->dy_stride, task.x_stride = a->x_stride;
+        task.offset = a->w_offset;
         if constexpr (N > 1)
             done = launched_whole_backward<E, N, 128>(task, a->dw, NULL, false, stream) ||
                    launched_whole_backward<E, N, 64>(task, a->dw, NULL, false, stream);

@@ -42,18 +42,26 @@ static void mt_few_seconds_add(mt_few_seconds *few, int64_t micro_batches) {
     free(products);
 }
 
-/* Counts the bytes of a model of `count` layers, with experts or without, and simulates its step of `micro_batches`.
+int mt_layer_cost(const mt_options *o, int64_t layer) {
+    mt_layer_kind kind = mt_layer_kind_of(o, layer);
+    return (kind.feed_forward == MT_FEED_FORWARD_EXPERTS) + 2 * (kind.window > 0);
+}
+
+/* Counts the bytes of a model of `count` layers of one cost, and simulates its step of `micro_batches`.
  * Returns 0; -1 with error; or MT_DOES_NOT_FIT, with bytes only, if no layer of such micro-batches has room. */
-static int mt_few_simulate(mt_few_seconds *few, const mt_options *o, int64_t ranks, int64_t count, bool sparse,
+static int mt_few_simulate(mt_few_seconds *few, const mt_options *o, int64_t ranks, int64_t count, int cost,
                            int64_t micro_batches, const mt_machine *machine, mt_error *error) {
     mt_options model = *o; // its strings are not freed
     mt_simulation simulation;
-    char letters[3] = {sparse ? '1' : '0', sparse ? '1' : '0', 0};
+    char experts[3] = {cost & 1 ? '1' : '0', cost & 1 ? '1' : '0', 0};
+    char windows[3] = {cost & 2 ? '1' : '0', cost & 2 ? '1' : '0', 0};
     model.num_layers = count, model.pipeline_letters = NULL, model.mtp_num_layers = 0;
     model.bf16 = true, model.stage = MT_STAGE_PT, model.optimizer_cpu_offload = model.dynamic_context_parallel = false;
     model.global_batch_size = micro_batches * o->micro_batch_size * o->data_parallel_size;
     model.decoder_first_pipeline_num_layers = model.decoder_last_pipeline_num_layers = 0;
-    if (o->moe_layers) model.moe_layers = letters;
+    if (o->moe_layers) model.moe_layers = experts;
+    if (o->window_layers) model.window_layers = windows;
+    model.rope_layers = NULL;
     mt_machine other = *machine;
     other.memory_gib = 0; // counts only: a batch of millions of tokens takes long to simulate
     int status = mt_simulate(&simulation, &model, ranks, &other, error);
@@ -76,24 +84,25 @@ static int mt_few_simulate(mt_few_seconds *few, const mt_options *o, int64_t ran
  * layers. */
 int mt_layer_seconds_of(mt_layer_seconds *t, const mt_options *o, int64_t ranks, int64_t micro_batches,
                         const mt_machine *machine, mt_error *error) {
-    int64_t kinds[2] = {o->num_layers - mt_num_expert_layers(o), mt_num_expert_layers(o)};
+    int64_t layers[MT_LAYER_COSTS] = {0};
     mt_machine roomy = *machine;
     roomy.memory_gib = INFINITY;
     *t = (mt_layer_seconds){.embedding = 0};
-    for (int sparse = 1; sparse >= 0; sparse--) { // the rest: without experts, if there are such layers
+    for (int64_t i = 0; i < o->num_layers; i++) layers[mt_layer_cost(o, i)]++;
+    for (int cost = MT_LAYER_COSTS - 1; cost >= 0; cost--) { // the rest: of layers without experts, if there are such
         mt_few_seconds one, two;
-        if (kinds[sparse] == 0) continue;
-        int status = mt_few_simulate(&one, o, ranks, 1, sparse, micro_batches, machine, error);
-        if (status == 0) status = mt_few_simulate(&two, o, ranks, 2, sparse, micro_batches, &roomy, error);
-        if (status == MT_DOES_NOT_FIT) *t = (mt_layer_seconds){.activations = one.activations};
+        if (layers[cost] == 0) continue;
+        int status = mt_few_simulate(&one, o, ranks, 1, cost, micro_batches, machine, error);
+        if (status == 0) status = mt_few_simulate(&two, o, ranks, 2, cost, micro_batches, &roomy, error);
+        if (status == MT_DOES_NOT_FIT) *t = (mt_layer_seconds){.activations = one.activations, .single = cost};
         if (status != 0) return status == MT_DOES_NOT_FIT ? 0 : -1;
-        t->layer[sparse] = two.mean - one.mean, t->embedding = two.embedding;
+        t->layer[cost] = two.mean - one.mean, t->embedding = two.embedding;
         t->head = fmax(2 * one.mean - two.mean - two.embedding, 0);
-        t->states[sparse] = two.states - one.states, t->saved[sparse] = two.activations - one.activations;
-        t->activations = one.activations;
+        t->states[cost] = two.states - one.states, t->saved[cost] = two.activations - one.activations;
+        t->activations = one.activations, t->single = cost;
         t->least_rest = t->least_head = 0;
         for (int backward = 0; backward < 2; backward++) {
-            t->least[sparse][backward] = two.phase[backward] - one.phase[backward];
+            t->least[cost][backward] = two.phase[backward] - one.phase[backward];
             t->least_rest += fmax(2 * one.phase[backward] - two.phase[backward], 0);
             t->least_head += fmax(2 * one.products[backward] - two.products[backward], 0);
         }
@@ -201,7 +210,7 @@ static void mt_cut(int64_t *layers, const mt_options *o, int64_t pp, int64_t vp,
     int64_t rounds = mt_min(mt_max(o->global_batch_size / mt_max(of_replica, 1) / pp, 1), 4);
     mt_cut_model m = {L, pp, vp, mt_malloc((L + 1) * 8), t->embedding, t->head};
     m.until[0] = 0;
-    for (int64_t i = 0; i < L; i++) m.until[i + 1] = m.until[i] + t->layer[mt_layer_has_experts(o, i)];
+    for (int64_t i = 0; i < L; i++) m.until[i + 1] = m.until[i] + t->layer[mt_layer_cost(o, i)];
     m.last += (m.until[L] - m.until[L - 1] + t->head) * (double)o->mtp_num_layers; // as the last layer, and the head
     mt_cut_by_rank(layers, &m);
     if (stages <= L) {

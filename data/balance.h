@@ -8,14 +8,20 @@
 extern "C" {
 #endif
 
-/* Seconds of a micro-batch in the parts of a model; [2]: of a layer without experts and of a layer with them. least:
- * the shortest of the simulated micro-batches, [forward, backward]. */
+/* The cost of a layer depends on two properties: with experts or without, with a sliding window or without. */
+enum { MT_LAYER_COSTS = 4 };
+int mt_layer_cost(const mt_options *options, int64_t layer);
+
+/* Seconds of a micro-batch in the parts of a model; [MT_LAYER_COSTS]: of a layer, 0 where the model has none of these.
+ * least: the shortest of the simulated micro-batches, [forward, backward]. */
 typedef struct mt_layer_seconds {
-    double layer[2], embedding, head; // means; head: all the rest
-    double least[2][2], least_rest;   // rest: all but the layers
-    double least_head;                // its matrix products, which are the head's
-    double states[2], saved[2];       // bytes of a layer: weights and gradients; activations of a micro-batch
-    double activations;               // bytes of a model of one layer
+    double layer[MT_LAYER_COSTS], embedding, head; // means; head: all the rest
+    double least[MT_LAYER_COSTS][2], least_rest;   // rest: all but the layers
+    double least_head;                             // its matrix products, which are the head's
+    double states[MT_LAYER_COSTS];                 // bytes of a layer: weights and gradients
+    double saved[MT_LAYER_COSTS];                  // bytes of a layer: activations of a micro-batch
+    double activations;                            // bytes of a model of one layer, one that costs as `single`
+    int single;
 } mt_layer_seconds;
 
 /* From simulated models of one and two layers; `o`: finished for a pipeline of one rank, on `ranks` GPUs. Of two

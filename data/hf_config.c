@@ -6,6 +6,7 @@
 #include "option_table.h"
 #include "special_tokens.h"
 
+#include <math.h>
 #include <stdarg.h>
 #include <stdlib.h>
 #include <string.h>
@@ -31,7 +32,8 @@ enum {
     MT_HF_FAMILIES(MT_HF_FAMILY_BIT) DEEPSEEK_MOE = 1 << MT_NUM_HF_FAMILIES,
     QWEN_MOE = QWEN2_MOE | QWEN3_MOE,
     QWENS = QWEN2 | QWEN3 | QWEN_MOE,
-    BLOCKS = LLAMA | MISTRAL | MIXTRAL | QWENS | DEEPSEEK_V3,
+    WINDOWED = GEMMA3 | OLMO3, // some layers have a window
+    BLOCKS = LLAMA | MISTRAL | MIXTRAL | QWENS | DEEPSEEK_V3 | SMOLLM3 | WINDOWED,
     MOE = MIXTRAL | QWEN_MOE | DEEPSEEK_MOE,
     ALL = GPT2 | BLOCKS | MEGATRON,
 };
@@ -96,6 +98,23 @@ static void mt_group_best_read(mt_options *shape) {
     shape->moe_router_group_best = 2;
 }
 
+/* The file has the number of channels whose square root divides the products of queries and keys. */
+static void mt_softmax_scale_read(mt_options *shape) {
+    bool usual = shape->softmax_scale == (double)shape->kv_channels;
+    shape->softmax_scale = usual ? 0 : 1 / sqrt(shape->softmax_scale);
+}
+
+static int64_t mt_softmax_scale_write(const mt_options *o) {
+    return o->softmax_scale == 0 ? o->kv_channels : llround(1 / (o->softmax_scale * o->softmax_scale));
+}
+
+/* The embedding's output is scaled by the square root of its width. */
+static void mt_root_of_width_read(mt_options *shape) {
+    shape->embedding_multiplier = sqrt((double)shape->hidden_size);
+}
+
+static const mt_hf_conversion mt_softmax_scale = {mt_softmax_scale_read, mt_softmax_scale_write};
+static const mt_hf_conversion mt_root_of_width = {mt_root_of_width_read, NULL};
 static const mt_hf_conversion mt_group_best = {mt_group_best_read, NULL};
 static const mt_hf_conversion mt_shared_experts = {mt_shared_experts_read, mt_shared_experts_write};
 static const mt_hf_conversion mt_groups = {NULL, mt_groups_write},
@@ -108,7 +127,8 @@ static const mt_hf_key mt_hf_keys[] = {
     {"initializer_range", ALL & ~MEGATRON, MT_AT(init_method_std), 0, "0.02"},
     {"initializer_range", MEGATRON, MT_AT(init_method_std)},
     {"tie_word_embeddings", GPT2, MT_AT(untie_embeddings_and_output_weights), NEGATED, "true"},
-    {"tie_word_embeddings", BLOCKS, MT_AT(untie_embeddings_and_output_weights), NEGATED, "false"},
+    {"tie_word_embeddings", BLOCKS & ~(GEMMA3 | SMOLLM3), MT_AT(untie_embeddings_and_output_weights), NEGATED, "false"},
+    {"tie_word_embeddings", GEMMA3 | SMOLLM3, MT_AT(untie_embeddings_and_output_weights), NEGATED, "true"},
     {"tie_word_embeddings", MEGATRON, MT_AT(untie_embeddings_and_output_weights), NEGATED | WRITE},
     {"use_cache", ALL, 0, FIXED | WRITE, "true"},
     {"scale_attn_weights", ALL, 0, FIXED | READ, "true"},
@@ -134,27 +154,39 @@ static const mt_hf_key mt_hf_keys[] = {
     {"hidden_size", BLOCKS, MT_AT(hidden_size), REQUIRED},
     {"intermediate_size", BLOCKS, MT_AT(ffn_hidden_size), REQUIRED},
     {"num_attention_heads", BLOCKS, MT_AT(num_attention_heads), REQUIRED},
-    {"num_key_value_heads", LLAMA, MT_AT(num_query_groups), NULLABLE},
-    {"num_key_value_heads", BLOCKS & ~LLAMA, MT_AT(num_query_groups), REQUIRED | NULLABLE},
-    {"head_dim", LLAMA | MISTRAL | MIXTRAL | QWEN2 | QWEN_MOE, MT_AT(kv_channels), NULLABLE},
+    {"num_key_value_heads", LLAMA | OLMO3, MT_AT(num_query_groups), NULLABLE},
+    {"num_key_value_heads", SMOLLM3, MT_AT(num_query_groups), NULLABLE, "4"},
+    {"num_key_value_heads", BLOCKS & ~(LLAMA | OLMO3 | SMOLLM3), MT_AT(num_query_groups), REQUIRED | NULLABLE},
+    {"head_dim", LLAMA | MISTRAL | MIXTRAL | QWEN2 | QWEN_MOE | SMOLLM3 | OLMO3, MT_AT(kv_channels), NULLABLE},
+    {"head_dim", GEMMA3, MT_AT(kv_channels), 0, "256"},
+    {"query_pre_attn_scalar", GEMMA3, MT_AT(softmax_scale), 0, "256", &mt_softmax_scale},
     {"head_dim", QWEN3, MT_AT(kv_channels), NULLABLE, "128"},
     {"head_dim", DEEPSEEK_V3, MT_AT(qk_pos_emb_head_dim), WRITE},
     {"max_position_embeddings", BLOCKS, MT_AT(max_position_embeddings), REQUIRED},
-    {"hidden_act", BLOCKS, 0, GATED_ACTIVATION, "\"silu\""},
-    {"rms_norm_eps", BLOCKS & ~MIXTRAL, MT_AT(norm_epsilon), 0, "1e-6"},
-    {"rms_norm_eps", MIXTRAL, MT_AT(norm_epsilon), 0, "1e-5"},
+    {"hidden_act", BLOCKS & ~GEMMA3, 0, GATED_ACTIVATION, "\"silu\""},
+    {"hidden_activation", GEMMA3, 0, GATED_ACTIVATION, "\"gelu_pytorch_tanh\""},
+    {"attn_logit_softcapping", GEMMA3, 0, FIXED | READ, "null"},
+    {"final_logit_softcapping", GEMMA3, 0, FIXED | READ, "null"},
+    {"use_bidirectional_attention", GEMMA3, 0, FIXED | READ, "false"},
+    {"rms_norm_eps", BLOCKS & ~(MIXTRAL | OLMO3), MT_AT(norm_epsilon), 0, "1e-6"},
+    {"rms_norm_eps", MIXTRAL | OLMO3, MT_AT(norm_epsilon), 0, "1e-5"},
     {"attention_dropout", BLOCKS, MT_AT(attention_dropout), 0, "0.0"},
     {"hidden_dropout", BLOCKS, MT_AT(hidden_dropout), NONZERO, "0.0"}, // this program's; transformers has none
-    {"attention_bias", LLAMA | QWEN3 | QWEN3_MOE, MT_AT(attention_output_bias), PLAIN, "false"},
+    {"attention_bias", LLAMA | QWEN3 | QWEN3_MOE | SMOLLM3 | WINDOWED, MT_AT(attention_output_bias), PLAIN, "false"},
     {"attention_bias", DEEPSEEK_V3, 0, FIXED, "false"},
     {"qkv_bias", QWEN2_MOE, MT_AT(add_qkv_bias), 0, "true"},
-    {"mlp_bias", LLAMA, MT_AT(mlp_bias), PLAIN, "false"},
-    {"rope_theta", BLOCKS & ~MIXTRAL, MT_AT(rotary_base), WRITE, "10000.0"}, // for transformers before 5
+    {"mlp_bias", LLAMA | SMOLLM3, MT_AT(mlp_bias), PLAIN, "false"},
+    {"rope_theta", BLOCKS & ~(MIXTRAL | SMOLLM3 | WINDOWED), MT_AT(rotary_base), WRITE,
+     "10000.0"}, // for transformers before 5
+    {"rope_theta", SMOLLM3, MT_AT(rotary_base), WRITE, "2000000.0"},
+    {"rope_theta", GEMMA3, MT_AT(rotary_base), WRITE, "1000000.0"},
+    {"rope_theta", OLMO3, MT_AT(rotary_base), WRITE, "500000.0"},
     {"rope_theta", MIXTRAL, MT_AT(rotary_base), WRITE, "1000000.0"},
     {"sliding_window", MISTRAL, MT_AT(window_size), NULLABLE, "4096"},
     {"sliding_window", MIXTRAL, MT_AT(window_size), NULLABLE},
-    {"sliding_window", QWENS, MT_AT(window_size), NULLABLE | WRITE, "4096"},
-    {"use_sliding_window", QWENS, 0, FIXED | READ, "true|false"},
+    {"sliding_window", QWENS | WINDOWED, MT_AT(window_size), NULLABLE | WRITE, "4096"},
+    {"sliding_window", SMOLLM3, MT_AT(window_size), NULLABLE | WRITE},
+    {"use_sliding_window", QWENS | SMOLLM3, 0, FIXED | READ, "true|false"},
 
     {"q_lora_rank", DEEPSEEK_V3, MT_AT(q_lora_rank), NULLABLE, "1536"},
     {"kv_lora_rank", DEEPSEEK_V3, MT_AT(kv_lora_rank), REQUIRED},
@@ -193,7 +225,12 @@ static const mt_hf_key mt_hf_keys[] = {
 
     {NULL, BLOCKS, MT_AT(normalization), 0, "\"RMSNorm\""},
     {NULL, BLOCKS, MT_AT(position_embedding_type), 0, "\"rope\""},
-    {NULL, QWEN3 | QWEN3_MOE, MT_AT(qk_layernorm), 0, "true"},
+    {NULL, QWEN3 | QWEN3_MOE | WINDOWED, MT_AT(qk_layernorm), 0, "true"},
+    {NULL, OLMO3, MT_AT(qk_layernorm_all_heads), 0, "true"},
+    {NULL, GEMMA3, MT_AT(norm_placement), 0, "\"both\""},
+    {NULL, OLMO3, MT_AT(norm_placement), 0, "\"after\""},
+    {NULL, GEMMA3, MT_AT(layernorm_zero_centered_gamma), 0, "true"},
+    {NULL, GEMMA3, MT_AT(embedding_multiplier), 0, "1", &mt_root_of_width},
     {NULL, QWEN2, MT_AT(add_qkv_bias), 0, "true"},
     {NULL, DEEPSEEK_V3, MT_AT(multi_latent_attention), 0, "true"},
     {NULL, QWEN2_MOE, MT_AT(moe_shared_expert_gate), 0, "true"},
@@ -450,17 +487,20 @@ static int mt_config_rope_type(mt_config *config, const char *type) {
     return -1;
 }
 
+/* True if RoPE's parameters are an object for each type of layer. */
+static bool mt_config_rope_by_type(const json_t *rope) {
+    return json_is_object(mt_config_get(rope, "full_attention")) &&
+           json_is_object(mt_config_get(rope, "sliding_attention"));
+}
+
 /* The object of RoPE's parameters: rope_parameters, or rope_scaling, which older files have beside rope_theta and which
- * replaces rope_parameters as a whole, as in transformers 5. */
-static const json_t *mt_config_rope_object(mt_config *config) {
+ * replaces rope_parameters as a whole, as in transformers 5. *window: that of layers with a window, if it has its own.
+ */
+static const json_t *mt_config_rope_object(mt_config *config, unsigned mask, const json_t **window) {
     const json_t *newer = mt_config_object(config, config->root, "rope_parameters");
     const json_t *older = mt_config_object(config, config->root, "rope_scaling"), *value;
     const char *key;
     const json_t *rope = json_object_size(older) > 0 ? older : newer;
-    json_object_foreach((json_t *)rope, key, value) {
-        if (json_is_object(value))
-            mt_config_fail(config, "RoPE with parameters of its own for \"%.60s\" is not supported", key);
-    }
     const json_t *base = rope == older ? mt_config_get(newer, "rope_theta") : NULL;
     if (base && !mt_config_get(rope, "rope_theta") && !mt_config_get(config->root, "rope_theta"))
         snprintf(
@@ -468,7 +508,31 @@ static const json_t *mt_config_rope_object(mt_config *config) {
             "\"rope_scaling\" replaces \"rope_parameters\", as in transformers 5, so that its \"rope_theta\" %g is "
             "unused; write it into \"rope_scaling\" too",
             json_number_value(base));
+    *window = NULL;
+    if (mask & WINDOWED && mt_config_rope_by_type(rope)) {
+        *window = mt_config_get(rope, "sliding_attention");
+        rope = mt_config_get(rope, "full_attention");
+    }
+    json_object_foreach((json_t *)rope, key, value) {
+        if (json_is_object(value))
+            mt_config_fail(config, "RoPE with parameters of its own for \"%.60s\" is not supported", key);
+    }
     return rope;
+}
+
+/* RoPE of layers with a window: a base of their own, and no scaling. Older files of Gemma 3 have the base beside the
+ * object; OLMo 3's have only the base of all layers. */
+static void mt_config_read_window_rope(mt_config *config, const json_t *window, unsigned mask, mt_options *shape) {
+    const char *type = mt_config_string(config, window, "rope_type", "default");
+    double older = mt_config_real(config, config->root, "rope_local_base_freq", mask & GEMMA3 ? 10000 : 0);
+    double base = mt_config_real(config, window, "rope_theta", window && !(mask & GEMMA3) ? shape->rotary_base : older);
+    if (!(mask & WINDOWED)) return;
+    if (base == 0) base = shape->rotary_base;
+    if (base <= 0) mt_config_fail(config, "RoPE of layers with a window has a base of %g, must be above 0", base);
+    if (type && strcmp(type, "default") != 0)
+        mt_config_fail(config, "RoPE of type \"%.40s\" in layers with a window is not supported", type);
+    bool same = base == shape->rotary_base && shape->rope_scaling_type == MT_ROPE_SCALING_NONE;
+    shape->window_rotary_base = same ? 0 : base;
 }
 
 /* The context before its extension. A value beside the object wins. */
@@ -482,8 +546,8 @@ static void mt_config_read_original_context(mt_config *config, const json_t *rop
 }
 
 static void mt_config_read_rope(mt_config *config, mt_options *shape) {
-    const json_t *rope = mt_config_rope_object(config);
     unsigned mask = 1u << shape->hf_family;
+    const json_t *window, *rope = mt_config_rope_object(config, mask, &window);
     mt_config_read_later(config, mt_config_get(rope, "rope_theta") ? rope : config->root, "rope_theta", mask, shape);
     const char *older = mt_config_string(config, rope, "type", "default");
     const char *type = mt_config_string(config, rope, "rope_type", older);
@@ -493,73 +557,94 @@ static void mt_config_read_rope(mt_config *config, mt_options *shape) {
         mt_config_fail(config, "\"partial_rotary_factor\" other than 1 is not supported");
     if (!mt_config_bool(config, rope, "truncate", true))
         mt_config_fail(config, "RoPE with \"truncate\": false is not supported");
-    if (index <= 0) return;
-    shape->rope_scaling_type = (mt_rope_scaling)index;
-    if (!mt_config_get(rope, "factor")) mt_config_fail(config, "RoPE of type \"%s\" needs a \"factor\"", type);
-    mt_config_read_keys(config, rope, mt_rope_keys, NUM_ROPE_KEYS, 1u << index, shape);
-    mt_config_read_original_context(config, rope, index, shape);
+    if (index > 0) {
+        shape->rope_scaling_type = (mt_rope_scaling)index;
+        if (!mt_config_get(rope, "factor")) mt_config_fail(config, "RoPE of type \"%s\" needs a \"factor\"", type);
+        mt_config_read_keys(config, rope, mt_rope_keys, NUM_ROPE_KEYS, 1u << index, shape);
+        mt_config_read_original_context(config, rope, index, shape);
+    }
+    mt_config_read_window_rope(config, window, mask, shape);
 }
 
-/* The layers that layer_types says to have a sliding window; -1 without that list. */
-static int64_t mt_config_sliding_types(mt_config *config, int64_t num_layers) {
+/* Sets `letters` [num_layers] to the layers that layer_types says to have a sliding window, '1'; false without that
+ * list. */
+static bool mt_config_read_layer_types(mt_config *config, char *letters, int64_t num_layers) {
     const json_t *types = mt_config_list(config, config->root, "layer_types");
-    int64_t sliding = 0;
-    if (!types) return -1;
+    if (!types) return false;
     if ((int64_t)json_array_size(types) != num_layers)
         mt_config_fail(config, "\"layer_types\" must list %lld layers", (long long)num_layers);
-    for (size_t i = 0; i < json_array_size(types); i++) {
+    for (size_t i = 0; i < json_array_size(types) && (int64_t)i < num_layers; i++) {
         const char *type = json_string_value(json_array_get(types, i));
         if (!type || mt_choice_index("full_attention|sliding_attention", type) < 0)
             mt_config_fail(config, "\"layer_types\" holds %.40s; full_attention and sliding_attention are supported",
                            type ? type : "values other than strings");
         else
-            sliding += *type == 's';
+            letters[i] = *type == 's' ? '1' : '0';
     }
-    return sliding;
+    return true;
 }
 
-/* Layers of a Qwen model with a sliding window where no list says it, as in transformers 5: those from
- * max_window_layers on; in Qwen2-MoE every second one before; in Qwen3-MoE all. */
-static int64_t mt_config_sliding_layers(mt_config *config, unsigned mask, int64_t num_layers) {
+/* Layer i has a window where no list says it, as in transformers 5. Qwen: layers from max_window_layers on; in
+ * Qwen2-MoE every second one before; in Qwen3-MoE all, whatever a list says. Gemma 3 and OLMo 3: all but every
+ * sliding_window_pattern-th. */
+static bool mt_config_slides(mt_config *config, unsigned mask, int64_t i) {
     int64_t first = mt_config_int(config, config->root, "max_window_layers", 28);
-    int64_t before = mt_max(mt_min(first, num_layers), 0);
-    if (mask & QWEN3_MOE) return num_layers;
-    return mask & QWEN2_MOE ? (before + 1) / 2 : num_layers - before;
+    int64_t older = mt_config_int(config, config->root, "sliding_window_pattern", mask & GEMMA3 ? 6 : 4);
+    int64_t pattern = mask & GEMMA3 ? mt_config_int(config, config->root, "_sliding_window_pattern", older) : 4;
+    if (pattern < 1) mt_config_fail(config, "\"sliding_window_pattern\" is %lld, must be positive", (long long)pattern);
+    if (mask & WINDOWED) return pattern > 0 && (i + 1) % pattern != 0;
+    if (mask & QWEN2_MOE) return i < first && i % 2 == 0;
+    return mask & QWENS && !(mask & QWEN3_MOE) ? i >= first : true;
 }
 
-/* Qwen's sliding window: all layers have it, or none. */
-static void mt_config_read_qwen_window(mt_config *config, unsigned mask, mt_options *shape) {
-    int64_t listed = mt_config_sliding_types(config, shape->num_layers);
-    bool uses = mt_config_bool(config, config->root, "use_sliding_window", false);
-    int64_t sliding =
-        listed >= 0 && !(mask & QWEN3_MOE) ? listed : mt_config_sliding_layers(config, mask, shape->num_layers);
+/* The sliding window and the layers that have it. Mistral and Mixtral: all, and a list that says otherwise is of
+ * another model; Qwen and SmolLM3: only with use_sliding_window. */
+static void mt_config_read_windows(mt_config *config, unsigned mask, mt_options *shape) {
+    bool uses = mt_config_bool(config, config->root, "use_sliding_window", false) || !(mask & (QWENS | SMOLLM3));
+    if (config->failed || shape->num_layers < 1) return;
+    char *listed = mt_calloc(shape->num_layers + 1), *letters = mt_calloc(shape->num_layers + 1);
+    bool lists = mt_config_read_layer_types(config, listed, shape->num_layers);
     mt_config_read_later(config, config->root, "sliding_window", mask, shape);
     if (!uses) shape->window_size = 0;
-    if (listed > 0 && shape->window_size == 0)
+    for (int64_t i = 0; i < shape->num_layers; i++)
+        letters[i] = mt_config_slides(config, mask, i) && shape->window_size > 0 ? '1' : '0';
+    if (lists && strchr(listed, '1') && shape->window_size == 0)
         mt_config_fail(config,
-                       "\"layer_types\" holds sliding_attention without a window; set \"use_sliding_window\" to "
-                       "true and give a \"sliding_window\", or list full_attention");
-    if (shape->window_size == 0) return;
-    if (listed >= 0 && listed != sliding)
+                       "\"layer_types\" holds sliding_attention without a window; %sgive a \"sliding_window\", or list "
+                       "full_attention",
+                       mask & (QWENS | SMOLLM3) ? "set \"use_sliding_window\" to true and " : "");
+    else if (lists && mask & (MISTRAL | MIXTRAL | QWEN3_MOE) && strcmp(listed, letters) != 0)
         mt_config_fail(config,
-                       "\"layer_types\" lists %lld layers with a window, but \"use_sliding_window\" gives all "
-                       "%lld layers of this family one; make them agree",
-                       (long long)listed, (long long)sliding);
-    if (sliding > 0 && sliding < shape->num_layers)
-        mt_config_fail(config, "%lld of %lld layers have a sliding window; a mixture is not supported",
-                       (long long)sliding, (long long)shape->num_layers);
-    if (sliding == 0) shape->window_size = 0;
+                       "\"layer_types\" lists other layers with a sliding window than this family has, which is "
+                       "all of them with a \"sliding_window\"; make them agree");
+    if (lists && shape->window_size > 0) memcpy(letters, listed, (size_t)shape->num_layers);
+    if (!strchr(letters, '1')) shape->window_size = 0, shape->window_rotary_base = 0;
+    if (strchr(letters, '1') && strchr(letters, '0')) {
+        free(shape->window_attn_skip_freq);
+        shape->window_attn_skip_freq = mt_layer_freq_print(letters, MT_WINDOW_LAYERS);
+    }
+    free(listed), free(letters);
 }
 
-/* Mistral and Mixtral: every layer has the window; a list of layers that says otherwise is of another model. */
-static void mt_config_check_windows(mt_config *config, const mt_options *shape) {
-    int64_t listed = mt_config_sliding_types(config, shape->num_layers);
-    int64_t sliding = shape->window_size > 0 ? shape->num_layers : 0;
-    if (listed < 0 || listed == sliding) return;
-    mt_config_fail(config,
-                   "\"layer_types\" lists %lld layers with a sliding window, but \"sliding_window\" gives %lld of %lld "
-                   "layers one; a mixture is not supported",
-                   (long long)listed, (long long)sliding, (long long)shape->num_layers);
+/* SmolLM3's layers with RoPE: a list, or all but every no_rope_layer_interval-th. */
+static void mt_config_read_rope_layers(mt_config *config, mt_options *shape) {
+    const json_t *list = mt_config_list(config, config->root, "no_rope_layers");
+    int64_t every = mt_config_int(config, config->root, "no_rope_layer_interval", 4), value;
+    if (config->failed || shape->num_layers < 1) return;
+    if (every < 1) mt_config_fail(config, "\"no_rope_layer_interval\" is %lld, must be positive", (long long)every);
+    if (list && (int64_t)json_array_size(list) != shape->num_layers)
+        mt_config_fail(config, "\"no_rope_layers\" must list %lld layers", (long long)shape->num_layers);
+    if (config->failed) return;
+    char *letters = mt_calloc(shape->num_layers + 1);
+    for (int64_t i = 0; i < shape->num_layers; i++) {
+        value = (i + 1) % every != 0;
+        if (list && !mt_json_int(json_array_get(list, (size_t)i), 0, 1, &value))
+            mt_config_refuse_type(config, "no_rope_layers", list, "a list of 0 and 1");
+        letters[i] = value ? '1' : '0';
+    }
+    free(shape->no_rope_freq);
+    shape->no_rope_freq = strchr(letters, '0') ? mt_layer_freq_print(letters, MT_ROPE_LAYERS) : NULL;
+    free(letters);
 }
 
 /* The first layer of a DeepSeek-V3 with experts. */
@@ -585,7 +670,7 @@ static void mt_config_read_expert_layers(mt_config *config, mt_options *shape) {
     }
     if (!strchr(layers, '1')) mt_config_fail(config, "no layer has experts");
     free(shape->moe_layer_freq);
-    shape->moe_layer_freq = strchr(layers, '0') ? mt_layer_freq_print(layers) : mt_strdup("1");
+    shape->moe_layer_freq = strchr(layers, '0') ? mt_layer_freq_print(layers, MT_EXPERT_LAYERS) : mt_strdup("1");
     free(layers);
 }
 
@@ -602,8 +687,8 @@ static void mt_config_finish_block(mt_config *config, unsigned mask, mt_options 
     if (shape->num_query_groups == shape->num_attention_heads) shape->num_query_groups = 0; // a group for each head
     shape->group_query_attention = shape->num_query_groups != 0;
     mt_config_read_rope(config, shape);
-    if (mask & QWENS) mt_config_read_qwen_window(config, mask, shape);
-    if (mask & (MISTRAL | MIXTRAL)) mt_config_check_windows(config, shape);
+    if (mask & (MISTRAL | MIXTRAL | QWENS | SMOLLM3 | WINDOWED)) mt_config_read_windows(config, mask, shape);
+    if (mask & SMOLLM3) mt_config_read_rope_layers(config, shape);
     if (mask & MOE) mt_config_finish_experts(config, mask, shape);
     if (!(mask & DEEPSEEK_V3)) return;
     const json_t *modules = mt_config_get(config->root, "num_nextn_predict_layers");
@@ -747,12 +832,18 @@ static bool mt_option_differs(const mt_options *options, const mt_options *shape
     char *given = mt_option_text(options, row), *theirs = mt_option_text(shape, row);
     bool differs = strcmp(given, theirs) != 0;
     if (differs && count > 0 && row->offset == MT_AT(moe_layer_freq)) {
-        char *asked = mt_layer_freq_expand(given, count, !MT_GIVEN(options, moe_layer_freq), &ignored);
-        char *stored = mt_layer_freq_expand(theirs, count, false, &ignored);
+        char *asked =
+            mt_layer_freq_expand(given, MT_EXPERT_LAYERS, count, !MT_GIVEN(options, moe_layer_freq), &ignored);
+        char *stored = mt_layer_freq_expand(theirs, MT_EXPERT_LAYERS, count, false, &ignored);
+        differs = !asked || !stored || strcmp(asked, stored) != 0;
+        free(asked), free(stored);
+    } else if (differs && row->offset == MT_AT(no_rope_freq) && *given && *theirs) {
+        char *asked = mt_layer_freq_expand(given, MT_ROPE_LAYERS, shape->num_layers, true, &ignored);
+        char *stored = mt_layer_freq_expand(theirs, MT_ROPE_LAYERS, shape->num_layers, false, &ignored);
         differs = !asked || !stored || strcmp(asked, stored) != 0;
         free(asked), free(stored);
     } else if (differs && count > 0 && row->offset == MT_AT(ffn_hidden_size)) {
-        char *stored = mt_layer_freq_expand(shape->moe_layer_freq, count, false, &ignored);
+        char *stored = mt_layer_freq_expand(shape->moe_layer_freq, MT_EXPERT_LAYERS, count, false, &ignored);
         differs = !stored || strchr(stored, '0') || !MT_GIVEN(options, moe_ffn_hidden_size);
         free(stored);
     } else if (differs && row->offset == MT_AT(num_query_groups)) {
@@ -870,7 +961,10 @@ static void mt_config_write_keys(json_t *object, const mt_hf_key *keys, size_t c
         if (!(key->families & mask) || key->flags & READ || !key->key) continue;
         json_t *value = mt_config_value(key, o);
         bool zero = json_is_number(value) && json_number_value(value) == 0;
-        if (!zero || !(key->flags & (NULLABLE | NONZERO)))
+        bool none = key->flags & OWN && json_is_string(value) && !*json_string_value(value);
+        if (none)
+            (void)0; // an option that is not given
+        else if (!zero || !(key->flags & (NULLABLE | NONZERO)))
             json_object_set(object, key->key, value);
         else if (key->flags & NULLABLE)
             json_object_set_new(object, key->key, json_null());
@@ -894,31 +988,52 @@ static int64_t mt_first_expert_layer(const mt_options *o) {
     return first;
 }
 
-/* The layers with sliding windows (Qwen) and with experts (Qwen-MoE, DeepSeek-V3). */
+/* The layers with sliding windows, without RoPE, and with experts. */
 static void mt_config_write_layers(json_t *root, unsigned mask, const mt_options *o) {
-    json_t *types = json_array(), *dense = json_array();
+    json_t *types = json_array(), *dense = json_array(), *rope = json_array();
+    int64_t full = 0;
     for (int64_t i = 0; i < o->num_layers; i++) {
-        json_array_append_new(types, json_string(o->window_size ? "sliding_attention" : "full_attention"));
-        if (!mt_layer_has_experts(o, i)) json_array_append_new(dense, json_integer(i));
+        mt_layer_kind kind = mt_layer_kind_of(o, i);
+        bool has_experts = kind.feed_forward == MT_FEED_FORWARD_EXPERTS;
+        if (full == i && kind.window == 0) full++;
+        json_array_append_new(types, json_string(kind.window > 0 ? "sliding_attention" : "full_attention"));
+        json_array_append_new(rope, json_integer(kind.rope != MT_ROPE_NONE));
+        if (!has_experts) json_array_append_new(dense, json_integer(i));
     }
-    if (mask & QWENS) {
-        json_object_set(root, "layer_types", types);
+    if (mask & (QWENS | SMOLLM3 | WINDOWED)) json_object_set(root, "layer_types", types);
+    if (mask & (QWENS | SMOLLM3)) {
         mt_json_set_bool(root, "use_sliding_window", o->window_size > 0);
-        mt_json_set_int(root, "max_window_layers", o->window_size > 0 ? 0 : o->num_layers);
+        mt_json_set_int(root, "max_window_layers", full); // for transformers before 5
     }
+    if (mask & SMOLLM3) json_object_set(root, "no_rope_layers", rope);
     if (mask & QWEN_MOE) {
         json_object_set(root, "mlp_only_layers", dense);
         mt_json_set_int(root, "decoder_sparse_step", 1);
     }
     if (mask & DEEPSEEK_V3) mt_json_set_int(root, "first_k_dense_replace", mt_first_expert_layer(o));
-    json_decref(types), json_decref(dense);
+    json_decref(types), json_decref(dense), json_decref(rope);
+}
+
+/* RoPE's parameters for each type of layer. */
+static json_t *mt_config_rope_of_types(const mt_options *o) {
+    json_t *all = json_object(), *window = json_object();
+    mt_json_set_string(window, "rope_type", "default");
+    mt_json_set_real(window, "rope_theta", o->window_rotary_base > 0 ? o->window_rotary_base : o->rotary_base);
+    json_object_set_new(all, "full_attention", mt_config_rope(o, true));
+    json_object_set_new(all, "sliding_attention", window);
+    return all;
 }
 
 /* Keys of Llama's block that are no single option. */
 static void mt_config_write_block(json_t *root, unsigned mask, const mt_options *o) {
-    json_object_set_new(root, "rope_parameters", mt_config_rope(o, true));
-    json_object_set_new(root, "rope_scaling", // for transformers before 5
-                        o->rope_scaling_type == MT_ROPE_SCALING_NONE ? json_null() : mt_config_rope(o, false));
+    bool by_type = mask & WINDOWED;
+    json_object_set_new(root, "rope_parameters", by_type ? mt_config_rope_of_types(o) : mt_config_rope(o, true));
+    if (mask & GEMMA3) // these two: for transformers before 5
+        mt_json_set_real(root, "rope_local_base_freq",
+                         o->window_rotary_base > 0 ? o->window_rotary_base : o->rotary_base);
+    if (!by_type)
+        json_object_set_new(root, "rope_scaling",
+                            o->rope_scaling_type == MT_ROPE_SCALING_NONE ? json_null() : mt_config_rope(o, false));
     mt_config_write_layers(root, mask, o);
 }
 

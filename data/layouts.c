@@ -350,10 +350,10 @@ static double mt_candidate_micro_batches(const mt_search *s, const mt_candidate 
 }
 
 /* Bytes of a layer in `live` micro-batches on a rank, without scratch. */
-static double mt_layer_bytes(const mt_search *s, const mt_candidate *c, const mt_layer_seconds *layers, bool sparse,
+static double mt_layer_bytes(const mt_search *s, const mt_candidate *c, const mt_layer_seconds *layers, int cost,
                              double live) {
     bool whole = s->model.data_parallel_sharding_strategy <= MT_SHARD_OPTIM && !s->model.optimizer_cpu_offload;
-    return live * layers->saved[sparse] + (whole && !c->sharding ? layers->states[sparse] : 0);
+    return live * layers->saved[cost] + (whole && !c->sharding ? layers->states[cost] : 0);
 }
 
 /* True if a GPU has no room for a model of such layers. Known are the layers of the first rank, which holds most
@@ -362,22 +362,23 @@ static double mt_layer_bytes(const mt_search *s, const mt_candidate *c, const mt
  * which are on some rank. */
 static bool mt_candidate_too_large(const mt_search *s, const mt_candidate *c, const mt_layer_seconds *layers,
                                    const char *letters) {
-    int64_t L = s->model.num_layers, sparse_layers = mt_num_expert_layers(&s->model), layer = 0;
+    int64_t L = s->model.num_layers, layer = 0;
     double live = fmin((double)c->pp, mt_candidate_micro_batches(s, c)),
            bytes = mt_machine_context(s->machine, s->given->gpus > 1);
     bool equal = c->pp == 1 || (!c->balanced && !mt_search_stages_given(s->given));
     if (bytes + layers->activations / 2 > s->machine->memory_gib) return true;
-    if (c->pp == 1) bytes += layers->activations - layers->saved[sparse_layers == L];
+    if (c->pp == 1) bytes += layers->activations - layers->saved[layers->single];
     if (!letters && !equal) {
-        double dense = sparse_layers < L ? mt_layer_bytes(s, c, layers, false, 1) : INFINITY;
-        double sparse = sparse_layers > 0 ? mt_layer_bytes(s, c, layers, true, 1) : INFINITY;
-        return bytes + fmin(dense, sparse) * (double)mt_divide_up(L, c->pp) > s->machine->memory_gib;
+        double least = INFINITY;
+        for (; layer < L; layer++)
+            least = fmin(least, mt_layer_bytes(s, c, layers, mt_layer_cost(&s->model, layer), 1));
+        return bytes + least * (double)mt_divide_up(L, c->pp) > s->machine->memory_gib;
     }
     for (int64_t stage = 0; stage < c->pp * c->vp; stage++) {
         int64_t count = L / (c->pp * c->vp);
         if (letters) letters += strspn(letters, "E|"), count = (int64_t)strspn(letters, "t"), letters += count;
         for (; count > 0; count--, layer++)
-            if (stage % c->pp == 0) bytes += mt_layer_bytes(s, c, layers, mt_layer_has_experts(&s->model, layer), live);
+            if (stage % c->pp == 0) bytes += mt_layer_bytes(s, c, layers, mt_layer_cost(&s->model, layer), live);
     }
     return bytes > s->machine->memory_gib;
 }
@@ -406,7 +407,7 @@ static void mt_ranks_count(mt_rank_seconds *ranks, const mt_search *s, const mt_
             letters += count;
         }
         for (; count > 0; count--, layer++) {
-            const double *seconds = layers->least[mt_layer_has_experts(&s->model, layer)];
+            const double *seconds = layers->least[mt_layer_cost(&s->model, layer)];
             rank->all += seconds[0] + seconds[1];
             if (stage < c->pp) rank->forward += seconds[0], rank->backward += seconds[1];
         }
@@ -443,7 +444,7 @@ static double mt_candidate_least(const mt_search *s, const mt_candidate *c, cons
     }
     double all = layers->least_rest, stages = (double)c->pp;
     for (int64_t i = 0; i < s->model.num_layers; i++) {
-        const double *layer = layers->least[mt_layer_has_experts(&s->model, i)];
+        const double *layer = layers->least[mt_layer_cost(&s->model, i)];
         all += layer[0] + layer[1];
     }
     bool waits = c->balanced && c->vp == 1 && !c->zero_bubble && micro_batches <= 4 * stages;

@@ -324,11 +324,11 @@ static const struct {
      "dsa-indexer-topk-freq dsa-indexer-use-sparse-loss dsa-kernel-backend experimental-attention-variant "
      "gdp-cutedsl-kernel gdp-num-chunk-states-to-recompute gdp-num-householder linear-attention-freq "
      "linear-conv-kernel-dim linear-key-head-dim linear-num-key-heads linear-num-value-heads linear-value-head-dim "
-     "log-max-attention-logit mrope-section no-rope-freq qk-clip qk-clip-alpha qk-clip-threshold qk-l2-norm "
-     "relative-attention-max-distance relative-attention-num-buckets softmax-scale window-attn-skip-freq"},
+     "log-max-attention-logit mrope-section qk-clip qk-clip-alpha qk-clip-threshold qk-l2-norm "
+     "relative-attention-max-distance relative-attention-num-buckets"},
     {MT_NAME_UNSUPPORTED, "layers other than the transformer's attention, MLP and experts",
      "apply-residual-connection-post-layernorm enable-mhc-connections heterogeneous-layers-config-encoded-json "
-     "heterogeneous-layers-config-path hybrid-layer-pattern hybrid-override-pattern layernorm-zero-centered-gamma "
+     "heterogeneous-layers-config-path hybrid-layer-pattern hybrid-override-pattern "
      "mamba-head-dim mamba-inference-conv-states-dtype mamba-inference-ssm-states-dtype mamba-num-groups "
      "mamba-num-heads mamba-state-dim mamba-training-ssm-states-dtype mhc-init-gating-factor "
      "mhc-num-residual-streams mhc-recompute-layer-num mhc-sinkhorn-iterations use-mamba-mem-eff-path"},

@@ -283,6 +283,8 @@ static int mt_options_derive_context(mt_options *o, mt_error *error) {
         {"--num-query-groups / --tensor-model-parallel-size =", groups, ranks, a2a, advice},
     };
     if (MT_CHECK_MULTIPLES(multiples, error)) return -1;
+    bool chosen = MT_GIVEN(o, cp_comm_type);
+    if (o->window_size > 0 && cp > 1 && !chosen) o->cp_comm_type = MT_CP_ALL_GATHER;
     if (o->window_size > 0 && cp > a2a && o->cp_comm_type != MT_CP_ALL_GATHER)
         return mt_error_set(error,
                             "--window-size %lld does not work with --cp-comm-type %s, whose blocks of keys are far "

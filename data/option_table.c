@@ -54,14 +54,29 @@ const mt_option mt_option_table[] = {
      .own = true},
     {"layernorm-epsilon", MT_REAL, MT_AT(norm_epsilon), MT_TRAIN, MT_OF_WEIGHTS, "1e-5", "(0,1)",
      "older name of --norm-epsilon"},
+    {"norm-placement", MT_CHOICE, MT_AT(norm_placement), MT_TRAIN, MT_OF_WEIGHTS, "before", "before|after|both",
+     "norms of the input of attention and MLP, of their output (as in OLMo 3), or of both (as in Gemma 3)",
+     .own = true},
+    {"layernorm-zero-centered-gamma", MT_FLAG, MT_AT(layernorm_zero_centered_gamma), MT_TRAIN, MT_OF_WEIGHTS, NULL,
+     NULL, "norms scale by 1 + weight, and weights start as 0"},
+    {"apply-layernorm-1p", MT_FLAG, MT_AT(layernorm_zero_centered_gamma), MT_TRAIN, MT_OF_WEIGHTS, NULL, NULL,
+     "older name of --layernorm-zero-centered-gamma", .own = true},
+    {"embedding-multiplier", MT_REAL, MT_AT(embedding_multiplier), MT_TRAIN, MT_OF_WEIGHTS, "1", "(0,1048576]",
+     "factor of the embedding's output (Gemma: square root of the hidden size)", .own = true},
     {"swiglu", MT_FLAG, MT_AT(swiglu), MT_TRAIN, MT_OF_WEIGHTS, NULL, NULL, "gated MLP with SiLU instead of GELU",
-     .excludes = "any: openai-gelu, any: squared-relu"},
+     .excludes = "any: openai-gelu, any: squared-relu, any: geglu"},
+    {"geglu", MT_FLAG, MT_AT(geglu), MT_TRAIN, MT_OF_WEIGHTS, NULL, NULL,
+     "gated MLP with the tanh approximation of GELU, as in Gemma", .excludes = "any: openai-gelu, any: squared-relu",
+     .own = true},
     {"squared-relu", MT_FLAG, MT_AT(squared_relu), MT_TRAIN, MT_OF_WEIGHTS, NULL, NULL,
      "squared ReLU instead of GELU (So et al., \"Primer\")", .excludes = "any: openai-gelu"},
     {"openai-gelu", MT_FLAG, MT_AT(openai_gelu), MT_TRAIN, MT_OF_WEIGHTS, NULL, NULL,
      "tanh approximation of GELU, as in GPT-2"},
     {"qk-layernorm", MT_FLAG, MT_AT(qk_layernorm), MT_TRAIN, MT_OF_WEIGHTS, NULL, NULL,
      "norm of each query and key head; with --multi-latent-attention: norms of the latents, which are always on"},
+    {"qk-layernorm-all-heads", MT_FLAG, MT_AT(qk_layernorm_all_heads), MT_TRAIN, MT_OF_WEIGHTS, NULL, NULL,
+     "one norm over all query heads and one over all key heads, as in OLMo 3", .needs = "qk-layernorm",
+     .excludes = "multi-latent-attention", .own = true},
     {"untie-embeddings-and-output-weights", MT_FLAG, MT_AT(untie_embeddings_and_output_weights), MT_TRAIN,
      MT_OF_WEIGHTS, NULL, NULL, "separate weights for the output layer"},
     {"disable-bias-linear", MT_NO, MT_AT(add_bias_linear), MT_TRAIN, MT_OF_WEIGHTS, NULL, NULL,
@@ -77,6 +92,13 @@ const mt_option mt_option_table[] = {
      "dropout of attention probabilities (default with --stage rm, dpo and rl: 0, whatever config.json has)"},
     {"window-size", MT_INT, MT_AT(window_size), MT_TRAIN, MT_OF_MODEL, NULL, "[1,1073741824]",
      "sliding-window attention: number of keys that a query sees, its own included (default: all)"},
+    {"window-attn-skip-freq", MT_STRING, MT_AT(window_attn_skip_freq), MT_TRAIN, MT_OF_MODEL, NULL,
+     "N or '([1]*3+[0]*1)*2'",
+     "layers with the sliding window: all but every N-th, or a 1 (window) or 0 (all keys) for each layer (default: all "
+     "layers have it)",
+     .needs = "window-size"},
+    {"softmax-scale", MT_REAL, MT_AT(softmax_scale), MT_TRAIN, MT_OF_WEIGHTS, NULL, "(0,1048576]",
+     "scale of queries times keys (default: 1 / square root of a head's channels)"},
 
     {.help = "positions"},
     {"position-embedding-type", MT_CHOICE, MT_AT(position_embedding_type), MT_TRAIN, MT_OF_WEIGHTS, "learned_absolute",
@@ -85,6 +107,12 @@ const mt_option mt_option_table[] = {
      "base of RoPE's frequencies", .needs = "position-embedding-type rope"},
     {"rotary-percent", MT_REAL, MT_AT(rotary_percent), MT_TRAIN, MT_OF_WEIGHTS, "1", "(0,1]",
      "fraction of a head's channels with RoPE", .needs = "position-embedding-type rope"},
+    {"window-rotary-base", MT_REAL, MT_AT(window_rotary_base), MT_TRAIN, MT_OF_MODEL, NULL, "(0,1e15]",
+     "base of RoPE in layers with the sliding window, where RoPE is not scaled (default: as in other layers)",
+     .needs = "any: position-embedding-type rope, any: window-size", .own = true},
+    {"no-rope-freq", MT_STRING, MT_AT(no_rope_freq), MT_TRAIN, MT_OF_WEIGHTS, NULL, "N or '([0]*3+[1]*1)*2'",
+     "layers without RoPE: every N-th, or a 1 (without) or 0 (with) for each layer (default: none)",
+     .needs = "position-embedding-type rope", .excludes = "multi-latent-attention"},
     {"rotary-interleaved", MT_FLAG, MT_AT(rotary_interleaved), MT_TRAIN, MT_OF_WEIGHTS, NULL, NULL,
      "rotate the pairs (2i, 2i + 1) rather than (i, i + half)", .needs = "position-embedding-type rope"},
     {"rotary-seq-len-interpolation-factor", MT_INT, MT_AT(rotary_seq_len_interpolation_factor), MT_TRAIN, MT_OF_RUN,
@@ -1111,7 +1139,7 @@ static bool mt_layer_freq_sum(mt_layer_freq *freq) {
     return true;
 }
 
-/* Layers with experts as Megatron's Python expression, ([0]*3+[1]*58) or ([0]+[1]*2)*2. Writes at most `max` letters
+/* Layers as Megatron's Python expression, ([0]*3+[1]*58) or ([0]+[1]*2)*2. Writes at most `max` letters
  * to `layers`; returns their number, or -1. */
 static int64_t mt_layer_freq_parse(const char *text, char *layers, int64_t max) {
     mt_layer_freq freq = {.at = text, .layers = layers, .max = max};
@@ -1119,26 +1147,41 @@ static int64_t mt_layer_freq_parse(const char *text, char *layers, int64_t max) 
     return good && mt_layer_freq_take(&freq, 0) ? freq.count : -1;
 }
 
-char *mt_layer_freq_expand(const char *text, int64_t num_layers, bool may_be_longer, mt_error *error) {
+char *mt_layer_freq_expand(const char *text, mt_layer_freq_rule rule, int64_t num_layers, bool may_be_longer,
+                           mt_error *error) {
+    static const struct {
+        const char *option, *example;
+        bool last, sets; // a number N is of the last of each N layers, not the first; those layers have the letter 1
+        bool inverse;    // a list has 0 where the letters have 1
+    } rules[] = {
+        [MT_EXPERT_LAYERS] = {"--moe-layer-freq", "([0]*1+[1]*%lld)", false, true, false},
+        [MT_WINDOW_LAYERS] = {"--window-attn-skip-freq", "([0]*1+[1]*%lld)", true, false, false},
+        [MT_ROPE_LAYERS] = {"--no-rope-freq", "([1]*1+[0]*%lld)", true, false, true},
+    };
+    char example[64];
     int64_t every = 0;
     const int64_t most = mt_max(num_layers, 4096);
     char *layers = mt_calloc(most + 1);
     bool is_number = mt_parse_int(text, &every);
-    for (int64_t i = 0; is_number && every > 0 && i < num_layers; i++) layers[i] = i % every ? '0' : '1';
+    for (int64_t i = 0; is_number && every > 0 && i < num_layers; i++) {
+        bool listed = (rules[rule].last ? i + 1 : i) % every == 0;
+        layers[i] = listed == rules[rule].sets ? '1' : '0';
+    }
     int64_t listed = is_number ? num_layers : mt_layer_freq_parse(text, layers, most);
+    for (int64_t i = 0; !is_number && rules[rule].inverse && i < listed; i++) layers[i] = layers[i] == '1' ? '0' : '1';
     if (is_number ? every > 0 : listed == num_layers || (listed > num_layers && may_be_longer)) {
         layers[num_layers] = 0;
         return layers;
     }
     free(layers);
-    mt_error_set(error,
-                 "--moe-layer-freq expects a number, or 0 or 1 for each of the %lld layers such as "
-                 "([0]*1+[1]*%lld), got '%.100s'",
-                 (long long)num_layers, (long long)num_layers - 1, text);
+    snprintf(example, sizeof example, rules[rule].example, (long long)num_layers - 1);
+    mt_error_set(error, "%s expects a number, or 0 or 1 for each of the %lld layers such as %s, got '%.100s'",
+                 rules[rule].option, (long long)num_layers, example, text);
     return NULL;
 }
 
-char *mt_layer_freq_print(const char *layers) {
+char *mt_layer_freq_print(const char *layers, mt_layer_freq_rule rule) {
+    bool inverse = rule == MT_ROPE_LAYERS;
     size_t room = 16 * strlen(layers) + 3, used = 1;
     char *text = mt_calloc((int64_t)room);
     text[0] = '(';
@@ -1146,6 +1189,7 @@ char *mt_layer_freq_print(const char *layers) {
         int64_t times = 0;
         char layer = *at;
         for (; *at == layer; at++) times++;
+        if (inverse) layer = layer == '1' ? '0' : '1';
         used += (size_t)snprintf(text + used, room - used, "%s[%c]*%lld", used > 1 ? "+" : "", layer, (long long)times);
     }
     text[used] = ')';
@@ -1273,6 +1317,8 @@ void mt_options_free(mt_options *options) {
     mt_string_set(&options->special_tokens, NULL);
     mt_string_set(&options->generation_config, NULL);
     mt_string_set(&options->moe_layers, NULL);
+    mt_string_set(&options->window_layers, NULL);
+    mt_string_set(&options->rope_layers, NULL);
     mt_string_set(&options->pipeline_letters, NULL);
 }
 

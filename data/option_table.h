@@ -130,12 +130,20 @@ bool mt_option_rule_holds(const mt_options *options, const mt_option *row, const
 /* The fewest digits that read back as the same double. */
 void mt_real_print(char text[32], double value);
 
-/* A value of --moe-layer-freq as a letter per layer, '1' with experts and '0' without; to free. NULL with error. A list
- * that may be longer is cut off. */
-char *mt_layer_freq_expand(const char *text, int64_t num_layers, bool may_be_longer, mt_error *error);
+/* Options that name layers: which layers a number N names, and what a 1 in a list means, differ as in Megatron. */
+typedef enum mt_layer_freq_rule {
+    MT_EXPERT_LAYERS, // --moe-layer-freq: the first of each N layers; 1: experts
+    MT_WINDOW_LAYERS, // --window-attn-skip-freq: all but the last of each N; 1: a window
+    MT_ROPE_LAYERS    // --no-rope-freq: all but the last of each N have RoPE; 1: no RoPE
+} mt_layer_freq_rule;
 
-/* The letters of moe_layers as a value of --moe-layer-freq, ([0]*3+[1]*58); to free. */
-char *mt_layer_freq_print(const char *layers);
+/* A value of such an option as a letter per layer, '1' with (experts, a window, RoPE) and '0' without; to free. NULL
+ * with error. A list that may be longer is cut off. */
+char *mt_layer_freq_expand(const char *text, mt_layer_freq_rule rule, int64_t num_layers, bool may_be_longer,
+                           mt_error *error);
+
+/* The letters as a value of the option, ([0]*3+[1]*58); to free. */
+char *mt_layer_freq_print(const char *layers, mt_layer_freq_rule rule);
 
 /* ---- the table as text (option_help.c) */
 

@@ -1196,17 +1196,50 @@ static int mt_options_list_expert_layers(mt_options *o, mt_error *error) {
     bool given = MT_GIVEN(o, moe_layer_freq);
     mt_string_set(&o->moe_layers, NULL);
     if (o->num_experts == 0 || o->num_layers == 0) return 0;
-    o->moe_layers = mt_layer_freq_expand(o->moe_layer_freq, o->num_layers, !given, error);
+    o->moe_layers = mt_layer_freq_expand(o->moe_layer_freq, MT_EXPERT_LAYERS, o->num_layers, !given, error);
     if (!o->moe_layers) return -1;
     bool dense = !strchr(o->moe_layers, '1');
     if (dense && given)
         return mt_error_set(error, "--moe-layer-freq %.100s gives no layer experts; leave out --num-experts",
                             o->moe_layer_freq);
     if (dense) o->num_experts = 0;
-    char *text = dense ? mt_strdup("1") : mt_layer_freq_print(o->moe_layers);
+    char *text = dense ? mt_strdup("1") : mt_layer_freq_print(o->moe_layers, MT_EXPERT_LAYERS);
     if (!given && !isdigit((unsigned char)*o->moe_layer_freq)) mt_string_set(&o->moe_layer_freq, text);
     free(text);
     if (dense) mt_string_set(&o->moe_layers, NULL);
+    return 0;
+}
+
+/* The letters of layers with a property that an option names: none (NULL) if all layers have it, or without the option.
+ * `text` is then written as a list of the model's layers. */
+static int mt_options_list_layers(char **letters, char **text, bool given, mt_layer_freq_rule rule, int64_t num_layers,
+                                  mt_error *error) {
+    mt_string_set(letters, NULL);
+    if (!*text || num_layers == 0) return 0;
+    *letters = mt_layer_freq_expand(*text, rule, num_layers, !given, error);
+    if (!*letters) return -1;
+    char *list = mt_layer_freq_print(*letters, rule);
+    mt_string_set(text, strchr(*letters, '0') ? list : NULL);
+    free(list);
+    if (!strchr(*letters, '0')) mt_string_set(letters, NULL);
+    return 0;
+}
+
+/* Layers with a window and with RoPE. A model whose layers all lack them has no window, or no position embedding. */
+static int mt_options_list_attention_layers(mt_options *o, mt_error *error) {
+    if (mt_options_list_layers(&o->window_layers, &o->window_attn_skip_freq, MT_GIVEN(o, window_attn_skip_freq),
+                               MT_WINDOW_LAYERS, o->num_layers, error) != 0 ||
+        mt_options_list_layers(&o->rope_layers, &o->no_rope_freq, MT_GIVEN(o, no_rope_freq), MT_ROPE_LAYERS,
+                               o->num_layers, error) != 0)
+        return -1;
+    if (o->window_layers && !strchr(o->window_layers, '1')) {
+        if (MT_GIVEN(o, window_attn_skip_freq))
+            return mt_error_set(error, "--window-attn-skip-freq gives no layer a window; leave out --window-size");
+        o->window_size = 0, o->window_rotary_base = 0;
+        mt_string_set(&o->window_layers, NULL), mt_string_set(&o->window_attn_skip_freq, NULL);
+    }
+    if (o->rope_layers && !strchr(o->rope_layers, '1'))
+        return mt_error_set(error, "--no-rope-freq gives no layer RoPE; use --position-embedding-type none");
     return 0;
 }
 
@@ -1411,7 +1444,9 @@ static int mt_options_check_sharded_names(mt_options *o, mt_error *error) {
 static int mt_options_complete(mt_options *options, mt_program program, int64_t world_size, mt_stage_balancer *balance,
                                mt_error *error) {
     if (mt_options_check_sharded_names(options, error)) return -1;
-    if (mt_options_check_ranges(options, program, error) || mt_options_list_expert_layers(options, error)) return -1;
+    if (mt_options_check_ranges(options, program, error) || mt_options_list_expert_layers(options, error) ||
+        mt_options_list_attention_layers(options, error))
+        return -1;
     if (mt_options_resolve(options, program, error) || mt_options_check_columns(options, program, error)) return -1;
     if (mt_options_unfold_layout(options, world_size, balance, error)) return -1;
     if (options->print_schedule && !options->dynamic_context_parallel)

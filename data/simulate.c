@@ -774,7 +774,7 @@ static bool mt_stages_equal(const mt_options *o, const mt_stage *stages, int64_t
         if (x->num_layers != y->num_layers || x->num_mtp != y->num_mtp) return false;
         if (x->embedding != y->embedding || x->loss != y->loss) return false;
         for (int64_t i = 0; i < x->num_layers; i++)
-            if (mt_layer_has_experts(o, x->first_layer + i) != mt_layer_has_experts(o, y->first_layer + i))
+            if (!mt_layer_kinds_equal(mt_layer_kind_of(o, x->first_layer + i), mt_layer_kind_of(o, y->first_layer + i)))
                 return false;
     }
     return true;

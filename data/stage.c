@@ -209,11 +209,13 @@ int mt_options_finish_model(mt_options *t, const mt_options *o, const char *opti
                             "%s %s: has a vocabulary of %lld tokens and the trained model one of %lld; take a model "
                             "with the same tokenizer",
                             option, t->load, (long long)t->vocab_size, (long long)o->vocab_size);
-    if (t->window_size != o->window_size && t->context_parallel_size > 1)
+    int64_t window = mt_options_common_window(t), of_run = mt_options_common_window(o);
+    if (window != of_run && t->context_parallel_size > 1)
         return mt_error_set(error,
-                            "%s %s: has --window-size %lld and the trained model %lld, which distribute tokens "
+                            "%s %s: all its layers have --window-size %lld (0: none) and the trained model's %lld, "
+                            "which distribute tokens "
                             "otherwise; set --context-parallel-size to 1",
-                            option, t->load, (long long)t->window_size, (long long)o->window_size);
+                            option, t->load, (long long)window, (long long)of_run);
     if (mt_options_finish(t, MT_PROGRAM_LIBRARY, world_size, &cause) == 0) return 0;
     if (as_run && world_size > o->data_parallel_size)
         snprintf(advice, sizeof advice, "; or give it a layout of its own by --%s-*-model-parallel-size", role);
@@ -541,7 +543,7 @@ static void take_own_logits(const mt_reference *r, mt_teacher_logits *t, mt_batc
     mt_batch_pad(batch, T * o->context_parallel_size);
     int64_t *cuts = mt_malloc((2 * ring->size + 1) * 8);
     int32_t *rows = mt_malloc(T * a2a->size * 4), *own = rows + a2a->rank * T;
-    mt_context_cut(cuts, batch, ring->size, o->window_size);
+    mt_context_cut(cuts, batch, ring->size, mt_options_common_window(o));
     mt_context_rows(rows, cuts, ring->size, ring->rank);
     for (int64_t i = 0, at = 0; i < t->count; i++) { // both ascend
         while (at < T && own[at] < t->tokens[i]) at++;

@@ -12,7 +12,10 @@ static const char *const families[] = {"gpt2",
                                        "qwen3_moe",
                                        "deepseek_v3",
                                        "deepseek_v3_dense",
-                                       "deepseek_v3_no_q_latent"};
+                                       "deepseek_v3_no_q_latent",
+                                       "smollm3",
+                                       "gemma3",
+                                       "olmo3"};
 enum { NUM_FAMILIES = sizeof families / sizeof *families };
 
 #endif

@@ -562,7 +562,7 @@ static void context_parallelism_that_cannot_be_is_refused(void **state) {
     expect_error_of(
         MT_PROGRAM_TRAIN, 8, OVER_FOUR "--cp-comm-type a2a --tensor-model-parallel-size 2",
         "--num-attention-heads / --tensor-model-parallel-size = 2 must be a multiple of the ranks over which");
-    expect_error_of(MT_PROGRAM_TRAIN, 4, OVER_FOUR "--window-size 5", "take all_gather or a2a");
+    expect_error_of(MT_PROGRAM_TRAIN, 4, OVER_FOUR "--window-size 5 --cp-comm-type p2p", "take all_gather or a2a");
     expect_error_of(MT_PROGRAM_TRAIN, 4,
                     OVER_FOUR "--window-size 5 --cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes 2 2",
                     "--window-size 5 does not work with --cp-comm-type a2a+p2p");
@@ -571,6 +571,7 @@ static void context_parallelism_that_cannot_be_is_refused(void **state) {
         int64_t a2a;
     } good[] = {{OVER_FOUR, 1},
                 {OVER_FOUR "--cp-comm-type all_gather --window-size 5", 1},
+                {OVER_FOUR "--window-size 5", 1}, // all_gather is the default with a window
                 {OVER_FOUR "--cp-comm-type a2a --window-size 5", 4},
                 {OVER_FOUR "--cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes 2 2", 2},
                 {RUN "--cp-comm-type a2a", 1}}; // one context rank: as in Megatron, the type says nothing
@@ -1931,7 +1932,7 @@ static void rope_is_read_in_both_forms(void **state) {
                         "truncate");
 }
 
-static void windows_are_read_where_every_layer_has_one(void **state) {
+static void windows_are_read_for_each_layer(void **state) {
     (void)state;
     mt_options o;
     const char *mistral = "{\"model_type\": \"mistral\", \"num_key_value_heads\": 2, " LLAMA_SIZES "%s}";
@@ -1954,18 +1955,22 @@ static void windows_are_read_where_every_layer_has_one(void **state) {
     expect_config(&o, QWEN2 ", \"sliding_window\": 17, \"use_sliding_window\": true, \"max_window_layers\": 2}");
     assert_int_equal(o.window_size, 0);
     mt_options_free(&o);
-    expect_config_error(QWEN2 ", \"sliding_window\": 17, \"use_sliding_window\": true, \"max_window_layers\": 1}",
-                        "1 of 2 layers have a sliding window; a mixture is not supported");
-    expect_config_error(QWEN2 ", \"sliding_window\": 17, \"use_sliding_window\": true, \"layer_types\": "
-                              "[\"full_attention\", \"sliding_attention\"]}",
-                        "a mixture is not supported");
+    expect_config(&o, QWEN2 ", \"sliding_window\": 17, \"use_sliding_window\": true, \"max_window_layers\": 1}");
+    assert_int_equal(mt_layer_kind_of(&o, 0).window, 0);
+    assert_int_equal(mt_layer_kind_of(&o, 1).window, 17);
+    mt_options_free(&o);
+    expect_config(&o, QWEN2 ", \"sliding_window\": 17, \"use_sliding_window\": true, \"layer_types\": "
+                            "[\"full_attention\", \"sliding_attention\"]}");
+    assert_int_equal(mt_layer_kind_of(&o, 0).window, 0);
+    assert_int_equal(mt_layer_kind_of(&o, 1).window, 17);
+    mt_options_free(&o);
     expect_config_error(QWEN2 ", \"use_sliding_window\": true, \"layer_types\": [\"full_attention\"]}",
                         "must list 2 layers");
     expect_config_error(QWEN2 ", \"use_sliding_window\": true, \"layer_types\": [\"linear_attention\", 3]}",
                         "linear_attention");
     static const struct {
         const char *family, *rest;
-        int window; // -1: refused
+        int window; // of the first layer; -1: refused
     } cases[] = {
 #define SLIDING ", \"use_sliding_window\": true, \"sliding_window\": 17"
 #define FULL    "\"layer_types\": [\"full_attention\", \"full_attention\"]"
@@ -1973,7 +1978,7 @@ static void windows_are_read_where_every_layer_has_one(void **state) {
 #define MIXED   "\"layer_types\": [\"sliding_attention\", \"full_attention\"]"
         {"qwen2", SLIDING ", " FULL, 0},
         {"qwen2", SLIDING ", " ALL, 17},
-        {"qwen3", SLIDING ", " MIXED, -1},
+        {"qwen3", SLIDING ", " MIXED, 17},
         {"qwen2", ", \"use_sliding_window\": false, \"sliding_window\": 17, " FULL, 0},
         {"qwen2", ", \"use_sliding_window\": false, \"sliding_window\": 17, " ALL, -1}, // transformers refuses it too
         {"qwen2", ", \"use_sliding_window\": true, \"sliding_window\": null", 0},
@@ -1981,7 +1986,7 @@ static void windows_are_read_where_every_layer_has_one(void **state) {
         {"qwen3_moe", SLIDING ", \"max_window_layers\": 2", 17},
         {"qwen3_moe", SLIDING ", " MIXED, -1},
         {"qwen3_moe", SLIDING ", " ALL, 17},
-        {"qwen2_moe", SLIDING, -1}, // every second layer before max_window_layers
+        {"qwen2_moe", SLIDING, 17}, // every second layer before max_window_layers
         {"qwen2_moe", SLIDING ", \"max_window_layers\": 0", 0},
         {"qwen2_moe", SLIDING ", " ALL, 17},
         {"qwen2_moe", SLIDING ", " FULL, 0},
@@ -2002,7 +2007,8 @@ static void windows_are_read_where_every_layer_has_one(void **state) {
             continue;
         }
         expect_config(&o, json);
-        if (o.window_size != cases[i].window) fail_msg("%s\n  gave a window of %lld", json, (long long)o.window_size);
+        int64_t window = mt_layer_kind_of(&o, 0).window;
+        if (window != cases[i].window) fail_msg("%s\n  gave a window of %lld", json, (long long)window);
         mt_options_free(&o);
     }
 }
@@ -2039,7 +2045,7 @@ static void bad_configs_are_refused_by_key(void **state) {
     expect_config_error(LLAMA ", \"rms_norm_eps\": \"x\"}", "\"rms_norm_eps\" must be a number");
     expect_config_error(LLAMA ", \"num_key_value_heads\": 3}", "the 4 heads do not divide into 3 groups");
     expect_config_error(LLAMA ", \"hidden_act\": \"relu\"}",
-                        "\"hidden_act\": \"relu\" is not supported; silu|swish is");
+                        "is not supported; gelu_pytorch_tanh|gelu_new|silu|swish is");
     expect_config_error(LLAMA ", \"tie_word_embeddings\": 1}", "must be true or false");
     expect_config_error(LLAMA ", \"quantization_config\": {}}", "quantized weights");
     expect_config_error(LLAMA ", \"quantization_config\": {\"quant_method\": \"awq\", \"bits\": 4}}",
@@ -2304,6 +2310,20 @@ static void written_configs_read_back_as_the_same_model(void **state) {
                                  "--original-max-position-embeddings 4",
                       "llama");
     expect_round_trip(LIKE_LLAMA "--window-size 8", "mistral");
+    expect_round_trip(LIKE_LLAMA "--window-size 8 --window-attn-skip-freq 2", "smollm3");
+    expect_round_trip(LIKE_LLAMA "--qk-layernorm --window-size 8 --window-attn-skip-freq ([0]*1+[1]*1)", "qwen3");
+    expect_round_trip(LIKE_LLAMA "--no-rope-freq 2", "smollm3");
+    expect_round_trip(LIKE_LLAMA "--no-rope-freq ([1]*1+[0]*1) --softmax-scale 0.3", "megatron");
+    expect_round_trip(LIKE_LLAMA "--norm-placement both", "megatron");
+    expect_round_trip(LIKE_LLAMA "--embedding-multiplier 3", "megatron");
+    expect_round_trip(LIKE_LLAMA "--layernorm-zero-centered-gamma", "megatron");
+    expect_round_trip(LIKE_LLAMA "--norm-placement after --qk-layernorm --qk-layernorm-all-heads --window-size 8 "
+                                 "--window-attn-skip-freq 2 --norm-epsilon 1e-5",
+                      "olmo3");
+    expect_round_trip(LIKE_LLAMA "--swiglu=false --geglu --norm-placement both --qk-layernorm --window-size 8 "
+                                 "--window-attn-skip-freq 2 --window-rotary-base 10000 --rotary-base 1000000 "
+                                 "--layernorm-zero-centered-gamma --embedding-multiplier 8",
+                      "gemma3_text");
     expect_round_trip(LIKE_LLAMA "--add-qkv-bias --group-query-attention --num-query-groups 2", "qwen2");
     expect_round_trip(LIKE_LLAMA "--add-qkv-bias --window-size 5", "qwen2");
     expect_round_trip(LIKE_LLAMA "--qk-layernorm --kv-channels 32", "qwen3");
@@ -2673,7 +2693,7 @@ static const struct CMUnitTest tests[] = {
     cmocka_unit_test(the_model_of_hf_config_must_be_that_of_load),
     cmocka_unit_test(the_latest_checkpoint_of_a_folder_is_described),
     cmocka_unit_test(rope_is_read_in_both_forms),
-    cmocka_unit_test(windows_are_read_where_every_layer_has_one),
+    cmocka_unit_test(windows_are_read_for_each_layer),
     cmocka_unit_test(biases_are_read_apart),
     cmocka_unit_test(bad_configs_are_refused_by_key),
     cmocka_unit_test(what_a_family_cannot_compute_is_refused),
