@@ -1998,6 +1998,53 @@ static void mt_cpu_attention_merge(const mt_merge_args *a, mt_dtype dtype, mt_st
     }
 }
 
+/* Sink of head h, in fp32. */
+static float mt_sink_of(const mt_sink_args *a, int64_t h, mt_dtype dtype) {
+    float value;
+    return a->sinks ? *mt_row_load(&value, a->sinks, h, 1, dtype) : 0;
+}
+
+static void mt_cpu_sink_forward(const mt_sink_args *a, mt_dtype dtype, mt_stream *stream) {
+    int64_t H = a->H, Dv = a->Dv;
+    mt_scratch scratch = mt_scratch_reserve(2 * Dv);
+    for (const mt_span *span = a->spans->host; span < a->spans->host + a->spans->count; span++) {
+#pragma omp parallel for if (span->q_len * H * Dv > MT_PARALLEL)
+        for (int64_t i = span->q_start * H; i < (span->q_start + span->q_len) * H; i++) {
+            float *slice = mt_scratch_slice(scratch), sink = mt_sink_of(a, i % H, dtype), lse = a->lse[i];
+            float top = (float)mt_maximum(lse, sink), both = top + log1pf(expf((float)mt_minimum(lse, sink) - top));
+            float factor = expf(lse - both);
+            int64_t at = i / H * a->out_stride + i % H * Dv;
+            const float *in = mt_row_load(slice, a->out, at, Dv, dtype);
+            float *out = mt_row_open(slice + Dv, a->out, at, dtype);
+#pragma omp simd
+            for (int64_t c = 0; c < Dv; c++) out[c] = in[c] * factor;
+            mt_row_close(a->out, at, out, Dv, dtype);
+            a->lse[i] = both;
+        }
+    }
+}
+
+/* Tasks are heads: one thread adds all queries, in order. */
+static void mt_cpu_sink_backward(const mt_sink_args *a, mt_dtype dtype, mt_stream *stream) {
+    int64_t H = a->H, Dv = a->Dv;
+    mt_scratch scratch = mt_scratch_reserve(2 * Dv);
+    if (!a->dsinks) return;
+#pragma omp parallel for
+    for (int64_t h = 0; h < H; h++) {
+        float *slice = mt_scratch_slice(scratch), sink = mt_sink_of(a, h, dtype), sum = 0;
+        for (const mt_span *span = a->spans->host; span < a->spans->host + a->spans->count; span++)
+            for (int64_t t = span->q_start; t < span->q_start + span->q_len; t++) {
+                const float *out = mt_row_load(slice, a->out, t * a->out_stride + h * Dv, Dv, dtype);
+                const float *dout = mt_row_load(slice + Dv, a->dout, t * a->out_stride + h * Dv, Dv, dtype);
+                float dot = 0;
+#pragma omp simd reduction(+ : dot)
+                for (int64_t c = 0; c < Dv; c++) dot += out[c] * dout[c];
+                sum += expf(sink - a->lse[t * H + h]) * dot;
+            }
+        a->dsinks[h] -= sum;
+    }
+}
+
 static void mt_cpu_accumulate_rows(const mt_accumulate_args *a, mt_dtype dtype, mt_stream *stream) {
     int64_t width = a->width;
     bool first = a->first;
@@ -4970,6 +5017,7 @@ typedef struct mt_layer {
     mt_norm input_norm;
     mt_linear qkv; // C -> (H + 2G) D
     mt_weight q_norm, k_norm;
+    mt_weight sinks;               // [H]
     mt_linear latent;              // C -> q_lora_rank + kv_lora_rank + R: q_a_proj, then kv_a_proj_with_mqa
     mt_weight q_a_norm, kv_a_norm; // [q_lora_rank], [kv_lora_rank]
     mt_linear q_b, kv_b;           // q_lora_rank (C without a latent) -> H D; kv_lora_rank -> H (D - R + Dv)
@@ -5054,6 +5102,7 @@ int64_t mt_num_expert_layers(const mt_options *o) {
     X(2C, 2 * o->hidden_size, "--hidden-size")                                                                         \
     X(VOCAB, o->padded_vocab_size, "--vocab-size")                                                                     \
     X(POSITIONS, o->max_position_embeddings, "--max-position-embeddings")                                              \
+    X(H, o->num_attention_heads, "--num-attention-heads")                                                              \
     X(D, o->kv_channels, "--kv-channels")                                                                              \
     X(HD, o->num_attention_heads * o->kv_channels, "--num-attention-heads and --kv-channels")                          \
     X(GD, o->num_query_groups * o->kv_channels, "--num-query-groups and --kv-channels")                                \
@@ -5095,6 +5144,7 @@ static int64_t mt_dimension_size(const mt_options *o, mt_dimension dimension) {
     X(Q_LATENT, o->multi_latent_attention && o->q_lora_rank > 0, "--q-lora-rank")                                      \
     X(HEAD_NORMS, mt_norms_heads(o) && !o->qk_layernorm_all_heads, "--qk-layernorm")                                   \
     X(ALL_HEADS_NORMS, mt_norms_heads(o) && o->qk_layernorm_all_heads, "--qk-layernorm-all-heads")                     \
+    X(SINKS, o->softmax_type == MT_SOFTMAX_LEARNABLE, "--softmax-type")                                                \
     X(QKV_BIAS, o->add_qkv_bias, "--add-qkv-bias")                                                                     \
     X(O_BIAS, o->attention_output_bias, "--disable-bias-linear")                                                       \
     X(MLP_BIAS, o->mlp_bias, "--disable-bias-linear")                                                                  \
@@ -5146,6 +5196,7 @@ typedef enum mt_param_kind {
     MT_NORM,
     MT_NORM_BIAS,
     MT_HEAD_NORM,    // one weight for all heads
+    MT_HEAD_LOGITS,  // a number of each query head
     MT_Q_HEADS_NORM, // of all query heads together
     MT_KV_HEADS_NORM
 } mt_param_kind;
@@ -5168,6 +5219,7 @@ static const struct {
     [MT_NORM] = {MT_CUT_NONE, MT_INIT_ONES, MT_GRADIENT_ROWS, 0},
     [MT_NORM_BIAS] = {MT_CUT_NONE, MT_INIT_ZEROS, MT_GRADIENT_ROWS, 0},
     [MT_HEAD_NORM] = {MT_CUT_NONE, MT_INIT_ONES, MT_GRADIENT_HEADS, 0},
+    [MT_HEAD_LOGITS] = {MT_CUT_ROWS, MT_INIT_NORMAL, MT_GRADIENT_WHOLE, 0},
     [MT_Q_HEADS_NORM] = {MT_CUT_ROWS, MT_INIT_ONES, MT_GRADIENT_WHOLE, 0},
     [MT_KV_HEADS_NORM] = {MT_CUT_KV_HEADS, MT_INIT_ONES, MT_GRADIENT_REPLICA, 0},
 };
@@ -5264,6 +5316,7 @@ static const mt_role_row mt_role_rows[] = {
     MT_ROLE(K_NORM, LAYER, HEAD_NORM, D, ONE, k_norm, MT_HAS(HEAD_NORMS), 0, "self_attn.k_norm.weight"),
     MT_ROLE(Q_NORM, LAYER, Q_HEADS_NORM, HD, ONE, q_norm, MT_HAS(ALL_HEADS_NORMS), 0, "self_attn.q_norm.weight"),
     MT_ROLE(K_NORM, LAYER, KV_HEADS_NORM, GD, ONE, k_norm, MT_HAS(ALL_HEADS_NORMS), 0, "self_attn.k_norm.weight"),
+    MT_ROLE(SINKS, LAYER, HEAD_LOGITS, H, ONE, sinks, MT_HAS(SINKS), 0, "self_attn.sinks"),
     MT_ROLE(Q_BIAS, LAYER, COLUMN_BIAS, HD, ONE, qkv.bias, MT_HAS(QKV_BIAS), 0, "self_attn.q_proj.bias",
             "attn.c_attn.bias"),
     MT_FUSED(K_BIAS, LAYER, COLUMN_KV_BIAS, GD, ONE, qkv.bias, MT_HAS(QKV_BIAS), 0, "self_attn.k_proj.bias",
@@ -6188,6 +6241,41 @@ static int64_t mt_latent_width(const mt_options *o) {
     return o->q_lora_rank + o->kv_lora_rank + o->qk_pos_emb_head_dim;
 }
 
+/* ---- attention with a sink: the softmax has one more column, without a value. It is added after attention, on every
+ * path; with its share in lse and out, attention's backward is that of the whole softmax. */
+
+static mt_sink_args mt_sink_of_call(const mt_attention *call) {
+    return (mt_sink_args){.spans = &call->spans,
+                          .H = call->num_heads,
+                          .Dv = call->value_size,
+                          .out_stride = call->out_stride,
+                          .sinks = call->sinks,
+                          .out = call->out,
+                          .lse = call->lse,
+                          .dout = call->dout,
+                          .dsinks = call->dsinks};
+}
+
+static void mt_attend_sink_forward(const mt_ops *ops, const mt_attention *call, mt_dtype dtype, mt_stream *stream) {
+    mt_sink_args sink = mt_sink_of_call(call);
+    if (call->has_sink) ops->sink_forward(&sink, dtype, stream);
+}
+
+static void mt_attend_sink_backward(const mt_ops *ops, const mt_attention *call, mt_dtype dtype, mt_stream *stream) {
+    mt_sink_args sink = mt_sink_of_call(call);
+    if (call->dsinks) ops->sink_backward(&sink, dtype, stream);
+}
+
+static void mt_attend_forward(const mt_ops *ops, const mt_attention *call, mt_dtype dtype, mt_stream *stream) {
+    ops->attention_forward(call, dtype, stream);
+    mt_attend_sink_forward(ops, call, dtype, stream);
+}
+
+static void mt_attend_backward(const mt_ops *ops, const mt_attention *call, mt_dtype dtype, mt_stream *stream) {
+    ops->attention_backward(call, dtype, stream);
+    mt_attend_sink_backward(ops, call, dtype, stream);
+}
+
 /* Values of attention between q, k, v and the output, of both mixers. */
 static void mt_core_attention_slots(const mt_model *m, mt_slots *s) {
     int64_t T = m->plan.max_tokens;
@@ -6278,6 +6366,8 @@ static mt_attention mt_attention_call(const mt_model *m, const mt_pass *p, const
     call.dropout = mt_model_dropout(m, p, w->number, MT_DROP_ATTENTION);
     call.q_index = call.k_index = p->batch->token_index, call.first_head = m->grid->tensor.rank * m->H;
     call.backend = m->options->attention_backend;
+    call.has_sink = m->options->softmax_type != MT_SOFTMAX_VANILLA;
+    call.sinks = w->sinks.w, call.dsinks = w->sinks.dw;
     return call;
 }
 
@@ -6303,7 +6393,7 @@ static void mt_core_attention_forward(mt_model *m, const mt_pass *p, const mt_la
     if (p->context)
         mt_context_attention_forward(p->context, &call, p->stream);
     else
-        m->ops->attention_forward(&call, m->dtype, p->stream);
+        mt_attend_forward(m->ops, &call, m->dtype, p->stream);
 }
 
 /* Gradients d of q, k and v, from dattended. */
@@ -6314,7 +6404,7 @@ static void mt_core_attention_backward(mt_model *m, const mt_pass *p, const mt_l
     if (p->context)
         mt_context_attention_backward(p->context, &call, p->stream);
     else
-        m->ops->attention_backward(&call, m->dtype, p->stream);
+        mt_attend_backward(m->ops, &call, m->dtype, p->stream);
 }
 
 /* Backward of the output linear: dattended from dout. Returns the product that the caller defers. */
@@ -8123,6 +8213,9 @@ static mt_attention mt_a2a_begin(mt_context *c, const mt_attention *call, mt_str
     inner.num_heads = H / A, inner.num_groups = G / A, inner.q_stride = H / A * D, inner.k_stride = G / A * D;
     inner.v_stride = G / A * Dv, inner.out_stride = H / A * Dv;
     inner.first_head = call->first_head + c->plan.a2a->rank * (H / A);
+    int64_t skip = c->plan.a2a->rank * (H / A);
+    if (call->sinks) inner.sinks = mt_at(call->sinks, skip, c->plan.dtype);
+    if (call->dsinks) inner.dsinks = call->dsinks + skip;
     return inner;
 }
 
@@ -8143,17 +8236,24 @@ static void mt_context_gather_numbers(const mt_context *c, double *whole, const 
 
 /* ---- all four --cp-comm-type */
 
-/* Attention of this rank's heads across the ring group; without one this rank has all tokens of the sequences. */
+/* Attention of this rank's heads across the ring group; without one this rank has all tokens of the sequences. The
+ * sink is added when all keys have been seen, and every query sees a key of its own block. */
 static void mt_context_attention(mt_context *c, const mt_attention *call, bool backward, mt_stream *stream) {
     bool gathers = c->plan.comm_type == MT_CP_ALL_GATHER;
-    mt_attention whole = *call;
+    mt_attention whole = *call, own = *call;
     whole.q_index = whole.k_index = c->index, whole.spans = c->lists[0];
-    if (c->plan.ring->size == 1)
-        (backward ? c->ops->attention_backward : c->ops->attention_forward)(&whole, c->plan.dtype, stream);
-    else if (backward)
+    if (c->plan.ring->size == 1) {
+        (backward ? mt_attend_backward : mt_attend_forward)(c->ops, &whole, c->plan.dtype, stream);
+        return;
+    }
+    own.spans = c->lists[gathers ? 0 : c->plan.ring->rank];
+    if (backward) {
         (gathers ? mt_gather_backward : mt_ring_backward)(c, call, stream);
-    else
+        mt_attend_sink_backward(c->ops, &own, c->plan.dtype, stream);
+    } else {
         (gathers ? mt_gather_forward : mt_ring_forward)(c, call, stream);
+        mt_attend_sink_forward(c->ops, &own, c->plan.dtype, stream);
+    }
 }
 
 void mt_context_attention_forward(mt_context *c, const mt_attention *a, mt_stream *stream) {

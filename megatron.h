@@ -208,6 +208,9 @@ typedef enum mt_rope_scaling {
     MT_ROPE_SCALING_LLAMA3,
     MT_ROPE_SCALING_YARN
 } mt_rope_scaling;
+/* The denominator of attention's softmax: the sum of exponentials; that plus 1 (Miller, "Attention is off by one"); or
+ * plus exp(sink) of a parameter of each head (OpenAI, gpt-oss; Xiao et al., "attention sinks"). */
+typedef enum mt_softmax_type { MT_SOFTMAX_VANILLA, MT_SOFTMAX_OFF_BY_ONE, MT_SOFTMAX_LEARNABLE } mt_softmax_type;
 typedef enum mt_score_function { MT_SCORE_SOFTMAX, MT_SCORE_SIGMOID } mt_score_function;
 typedef enum mt_load_balancing {
     MT_BALANCING_NONE,
@@ -481,6 +484,7 @@ typedef struct mt_options {
     bool layernorm_zero_centered_gamma; // norms scale by 1 + weight
     double embedding_multiplier;        // of the embedding's output; 1: none
     double softmax_scale;               // of q k^T; 0: 1 / sqrt(channels of a head)
+    mt_softmax_type softmax_type;
     mt_position_embedding position_embedding_type;
     double norm_epsilon, init_method_std, hidden_dropout, attention_dropout;
     int64_t window_size;         // sliding window: keys that a query sees, its own included; 0: all
@@ -1164,6 +1168,9 @@ typedef struct mt_attention {
     float scale; // of q k^T
     mt_attention_backend backend;
     mt_dropout dropout;
+    bool has_sink;                    // these three are not for the operations: see mt_attend_forward
+    const void *sinks;                // [H], or NULL: 0
+    float *dsinks;                    // [H] +=
     int64_t first_head;               // number of head 0 in the whole model, where ranks share the heads
     const int64_t *q_index, *k_index; // [Tq], [Tk]: global token numbers for dropout; NULL without it
 } mt_attention;
@@ -1177,6 +1184,18 @@ typedef struct mt_merge_args {
     const float *part_lse; // [Tq, H]
     bool first;
 } mt_merge_args;
+
+/* The operands of a sink: a column of the softmax without a value, whose logit is the same for all queries of a head.
+ */
+typedef struct mt_sink_args {
+    const mt_spans *spans;
+    int64_t H, Dv, out_stride;
+    const void *sinks; // [H] logits of `dtype`; NULL: all 0
+    void *out;         // [Tq, H, Dv]: the forward scales it
+    float *lse;        // [Tq, H]: the forward adds the sink
+    const void *dout;  // [Tq, H, Dv], of the backward
+    float *dsinks;     // [H] +=; NULL: frozen
+} mt_sink_args;
 
 /* The operands of accumulate_rows. */
 typedef struct mt_accumulate_args {
@@ -1205,6 +1224,13 @@ typedef struct mt_accumulate_args {
        mt_work_bytes(((a->first ? 4 : 8) + mt_dtype_size(dtype)) * mt_span_rows(a->spans, false) * a->H * a->Dv,       \
                      MT_U8),                                                                                           \
        (a, dtype, stream), const mt_merge_args *a, mt_dtype dtype, mt_stream *stream)                                  \
+    /* Adds a sink to attention that ran without: with s = log(exp(lse) + exp(sink)), out *= exp(lse - s) and lse = s, \
+     * for the query rows of `spans`, each in one span. attention_backward needs no more than this lse and out. */     \
+    OP(sink_forward, mt_work_bytes(2 * mt_span_rows(a->spans, false) * a->H * a->Dv, dtype), (a, dtype, stream),       \
+       const mt_sink_args *a, mt_dtype dtype, mt_stream *stream)                                                       \
+    /* dsinks -= sum over queries of exp(sink - lse) (out dout). */                                                    \
+    OP(sink_backward, mt_work_bytes(2 * mt_span_rows(a->spans, false) * a->H * a->Dv, dtype), (a, dtype, stream),      \
+       const mt_sink_args *a, mt_dtype dtype, mt_stream *stream)                                                       \
     /* sum[t] += x[t], or = when `first`, for the key rows of `spans`, or their query rows. A key row is in one span   \
      * only. */                                                                                                        \
     OP(accumulate_rows,                                                                                                \
@@ -2382,6 +2408,7 @@ typedef enum mt_role {
     MT_ATTENTION_OUT_NORM_BIAS,
     MT_MLP_OUT_NORM,
     MT_MLP_OUT_NORM_BIAS,
+    MT_SINKS, // a logit of each head
     MT_NUM_ROLES
 } mt_role;
 

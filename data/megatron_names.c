@@ -103,7 +103,6 @@ static const struct {
      "megatron-fsdp-grad-comm-dtype megatron-fsdp-main-grads-dtype", "fp32|float32"},
     {MT_NAME_ALWAYS, "the router computes in fp32", "moe-router-dtype", "fp32"},
     {MT_NAME_ALWAYS, "a shared expert runs during the exchange of tokens", "moe-shared-expert-overlap", "true"},
-    {MT_NAME_ALWAYS, "attention has a plain softmax", "softmax-type", "vanilla"},
     {MT_NAME_ALWAYS, "a shard is shared by all data-parallel ranks", "outer-dp-sharding-strategy", "no_shard"},
     {MT_NAME_ALWAYS, "a shard is shared by all data-parallel ranks", "num-distributed-optimizer-instances", "1"},
     // Fields of transformers' TrainingArguments and of MCoreAdapter that have no counterpart, at their defaults

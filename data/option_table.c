@@ -99,6 +99,9 @@ const mt_option mt_option_table[] = {
      .needs = "window-size"},
     {"softmax-scale", MT_REAL, MT_AT(softmax_scale), MT_TRAIN, MT_OF_WEIGHTS, NULL, "(0,1048576]",
      "scale of queries times keys (default: 1 / square root of a head's channels)"},
+    {"softmax-type", MT_CHOICE, MT_AT(softmax_type), MT_TRAIN, MT_OF_WEIGHTS, "vanilla", "vanilla|off-by-one|learnable",
+     "sum of attention's exponentials; off-by-one: plus 1; learnable: plus the exponential of a parameter of each head "
+     "(attention sinks, as in gpt-oss)"},
 
     {.help = "positions"},
     {"position-embedding-type", MT_CHOICE, MT_AT(position_embedding_type), MT_TRAIN, MT_OF_WEIGHTS, "learned_absolute",

@@ -169,8 +169,10 @@ static void embedding_backward(run *r, const int64_t *n) {
                                r->stream);
 }
 
+static float weight_offset; // of norms
+
 static void rmsnorm_forward(run *r, const int64_t *n) { // T, H, C, y's gap, x's gap, dresidual (0 none, 1, 2 in dx)
-    mt_norm_args a = {.T = n[0], .H = n[1], .C = n[2], .eps = 1e-5f};
+    mt_norm_args a = {.T = n[0], .H = n[1], .C = n[2], .eps = 1e-5f, .w_offset = weight_offset};
     a.y_stride = n[1] * n[2] + n[3], a.x_stride = n[1] * n[2] + n[4];
     a.y = output(r, n[0] * a.y_stride), a.x = input(r, n[0] * a.x_stride), a.w = input(r, n[2]);
     a.rstd = float_output(r, n[0] * n[1]);
@@ -178,7 +180,7 @@ static void rmsnorm_forward(run *r, const int64_t *n) { // T, H, C, y's gap, x's
 }
 
 static void rmsnorm_backward(run *r, const int64_t *n) {
-    mt_norm_args a = {.T = n[0], .H = n[1], .C = n[2]};
+    mt_norm_args a = {.T = n[0], .H = n[1], .C = n[2], .w_offset = weight_offset};
     a.dx_stride = n[1] * n[2] + n[3], a.x_stride = a.dy_stride = n[1] * n[2] + n[4];
     a.dx = n[5] == 2 ? changed(r, n[0] * a.dx_stride) : output(r, n[0] * a.dx_stride);
     a.dresidual = n[5] == 2 ? a.dx : n[5] == 1 ? input(r, n[0] * a.dx_stride) : NULL;
@@ -189,7 +191,7 @@ static void rmsnorm_backward(run *r, const int64_t *n) {
 
 static void layernorm_forward(run *r, const int64_t *n) {
     int64_t T = n[0] * n[1], C = n[2];
-    mt_norm_args a = {.T = T, .H = 1, .C = C, .eps = 1e-5f};
+    mt_norm_args a = {.T = T, .H = 1, .C = C, .eps = 1e-5f, .w_offset = weight_offset};
     a.y = output(r, T * C), a.x = input(r, T * C), a.w = input(r, C), a.b = input(r, C);
     a.mean = float_output(r, T), a.rstd = float_output(r, T);
     r->ops->layernorm_forward(&a, r->dtype, r->stream);
@@ -197,13 +199,59 @@ static void layernorm_forward(run *r, const int64_t *n) {
 
 static void layernorm_backward(run *r, const int64_t *n) {
     int64_t T = n[0] * n[1], C = n[2];
-    mt_norm_args a = {.T = T, .H = 1, .C = C};
+    mt_norm_args a = {.T = T, .H = 1, .C = C, .w_offset = weight_offset};
     a.dx = n[5] == 2 ? changed(r, T * C) : output(r, T * C);
     a.dresidual = n[5] == 2 ? a.dx : n[5] == 1 ? input(r, T * C) : NULL;
     a.dy = input(r, T * C), a.x = input(r, T * C), a.w = input(r, C);
     a.dw = float_changed(r, C, NORMAL), a.db = float_changed(r, C, NORMAL);
     a.mean = float_input(r, T, NORMAL), a.rstd = float_input(r, T, POSITIVE);
     r->ops->layernorm_backward(&a, r->dtype, r->stream);
+}
+
+/* Norms whose weights are stored less 1. */
+static void with_offset(void (*test)(run *r, const int64_t *n), run *r, const int64_t *n) {
+    weight_offset = 1;
+    test(r, n);
+    weight_offset = 0;
+}
+static void rmsnorm_forward_offset(run *r, const int64_t *n) {
+    with_offset(rmsnorm_forward, r, n);
+}
+static void rmsnorm_backward_offset(run *r, const int64_t *n) {
+    with_offset(rmsnorm_backward, r, n);
+}
+static void layernorm_forward_offset(run *r, const int64_t *n) {
+    with_offset(layernorm_forward, r, n);
+}
+static void layernorm_backward_offset(run *r, const int64_t *n) {
+    with_offset(layernorm_backward, r, n);
+}
+
+/* A row whose means are given: of all ranks. */
+static void rmsnorm_forward_means(run *r, const int64_t *n) {
+    int64_t T = n[0], C = n[1] * n[2];
+    mt_norm_args a = {.T = T, .H = 1, .C = C, .eps = 1e-5f, .x_stride = C + n[4], .y_stride = C + n[3]};
+    a.y = output(r, T * a.y_stride), a.x = input(r, T * a.x_stride), a.w = input(r, C);
+    a.rstd = float_output(r, T), a.means = float_input(r, T, POSITIVE);
+    r->ops->rmsnorm_forward(&a, r->dtype, r->stream);
+}
+
+static void rmsnorm_backward_means(run *r, const int64_t *n) {
+    int64_t T = n[0], C = n[1] * n[2];
+    mt_norm_args a = {.T = T, .H = 1, .C = C, .x_stride = C + n[4], .dy_stride = C + n[4], .dx_stride = C + n[3]};
+    a.dx = output(r, T * a.dx_stride), a.dy = input(r, T * a.x_stride), a.x = input(r, T * a.x_stride);
+    a.w = input(r, C), a.dw = float_changed(r, C, NORMAL), a.rstd = float_input(r, T, POSITIVE);
+    a.means = float_input(r, T, NORMAL);
+    r->ops->rmsnorm_backward(&a, r->dtype, r->stream);
+}
+
+static void row_means(run *r, const int64_t *n) {
+    int64_t C = n[1] * n[2];
+    mt_row_means_args a = {.T = n[0], .C = C, .a_stride = C + n[3], .b_stride = C + n[4], .w_offset = 1};
+    a.means = float_output(r, a.T), a.a = input(r, a.T * a.a_stride), a.b = n[5] ? input(r, a.T * a.b_stride) : a.a;
+    if (!n[5]) a.b_stride = a.a_stride;
+    a.w = n[5] == 2 ? input(r, C) : NULL;
+    r->ops->row_means(&a, r->dtype, r->stream);
 }
 
 /* Angles of R channels, for 50 positions. */
@@ -249,7 +297,7 @@ static void latent_heads_backward(run *r, const int64_t *n) {
 
 /* T, H, G, D, R, norm, interleaved, gap between rows; without norm and gap in place. */
 static mt_qk_args make_qk(run *r, const int64_t *n) {
-    mt_qk_args a = {.T = n[0], .H = n[1], .G = n[2], .D = n[3], .eps = 1e-5f};
+    mt_qk_args a = {.T = n[0], .H = n[1], .G = n[2], .D = n[3], .eps = 1e-5f, .w_offset = weight_offset};
     a.qkv_stride = a.dqkv_stride = (a.H + 2 * a.G) * a.D + n[7];
     a.qk_stride = a.dqk_stride = n[5] || n[7] ? (a.H + a.G) * a.D + 2 * n[7] : a.qkv_stride;
     a.rotation = rotation(r, n[0], n[4], n[6]);
@@ -266,6 +314,10 @@ static void qk_forward(run *r, const int64_t *n) {
         a.qkv = input(r, a.T * a.qkv_stride), a.qk = output(r, a.T * a.qk_stride);
     if (a.q_w) a.q_rstd = float_output(r, a.T * a.H), a.k_rstd = float_output(r, a.T * a.G);
     r->ops->qk_forward(&a, r->dtype, r->stream);
+}
+
+static void qk_forward_offset(run *r, const int64_t *n) {
+    with_offset(qk_forward, r, n);
 }
 
 /* The same sizes with a cache. The part of k in qk is then not defined, so q is copied. */
@@ -290,6 +342,10 @@ static void qk_backward(run *r, const int64_t *n) {
     if (a.q_w) a.dq_w = float_changed(r, a.D, NORMAL), a.dk_w = float_changed(r, a.D, NORMAL);
     if (a.q_w) a.q_rstd = float_input(r, a.T * a.H, POSITIVE), a.k_rstd = float_input(r, a.T * a.G, POSITIVE);
     r->ops->qk_backward(&a, r->dtype, r->stream);
+}
+
+static void qk_backward_offset(run *r, const int64_t *n) {
+    with_offset(qk_backward, r, n);
 }
 
 /* T, F, activation, weights, elements before the first */
@@ -359,7 +415,7 @@ static void dropout_add_backward(run *r, const int64_t *n) {
  * no fused one. */
 static void residual_norm_forward(run *r, const int64_t *n) {
     int64_t T = n[0], C = n[1];
-    mt_norm_args a = {.T = T, .H = 1, .C = C, .eps = 1e-5f, .x_stride = C, .y_stride = C};
+    mt_norm_args a = {.T = T, .H = 1, .C = C, .eps = 1e-5f, .x_stride = C, .y_stride = C, .w_offset = weight_offset};
     void *x = n[3] == 2 ? changed(r, T * C) : input(r, T * C);
     void *residual = n[3] == 1 ? changed(r, T * C) : input(r, T * C);
     a.dropout = (mt_dropout){(double)n[2] / 100, 0x123456789abcdefull}, a.token_index = token_names(r, T);
@@ -375,6 +431,15 @@ static void residual_norm_forward(run *r, const int64_t *n) {
                                 r->stream);
     a.x = a.sum;
     (a.mean ? r->ops->layernorm_forward : r->ops->rmsnorm_forward)(&a, r->dtype, r->stream);
+}
+
+static void residual_norm_forward_offset(run *r, const int64_t *n) {
+    with_offset(residual_norm_forward, r, n);
+}
+
+static void scale(run *r, const int64_t *n) { // elements, elements before the first
+    char *x = changed(r, n[1] + n[0]);
+    r->ops->scale(x + n[1] * mt_dtype_size(r->dtype), 1.7f, n[0], r->dtype, r->stream);
 }
 
 static void add(run *r, const int64_t *n) { // elements, elements before the first, y (0 new, 1 in a)
@@ -882,6 +947,27 @@ static void attention_merge(run *r, const int64_t *n) {
     r->ops->attention_merge(&a, r->dtype, r->stream);
 }
 
+/* -: whether heads have a sink other than 0; stride beyond the width. */
+static void sink_forward(run *r, const int64_t *n) {
+    mt_span host[64];
+    int64_t rows, stride = n[1] * n[4] + n[7];
+    mt_spans spans = upload_spans(r, n, host, &rows);
+    mt_sink_args a = {.spans = &spans, .H = n[1], .Dv = n[4], .out_stride = stride};
+    a.sinks = n[2] ? NULL : input(r, n[1]), a.out = changed(r, rows * stride);
+    a.lse = float_changed(r, rows * n[1], NORMAL);
+    r->ops->sink_forward(&a, r->dtype, r->stream);
+}
+
+static void sink_backward(run *r, const int64_t *n) {
+    mt_span host[64];
+    int64_t rows, stride = n[1] * n[4] + n[7];
+    mt_spans spans = upload_spans(r, n, host, &rows);
+    mt_sink_args a = {.spans = &spans, .H = n[1], .Dv = n[4], .out_stride = stride};
+    a.sinks = input(r, n[1]), a.out = input(r, rows * stride), a.dout = input(r, rows * stride);
+    a.lse = float_input(r, rows * n[1], NORMAL), a.dsinks = float_changed(r, n[1], NORMAL);
+    r->ops->sink_backward(&a, r->dtype, r->stream);
+}
+
 static void accumulate_rows(run *r, const int64_t *n) {
     mt_span host[64];
     int64_t rows, width = n[1] * n[4], stride = width + n[7];
@@ -1118,6 +1204,13 @@ static operation operations[] = {
     {"embedding_backward", embedding_backward, ONCE, embedding_shapes, {0}},
     {"rmsnorm_forward", rmsnorm_forward, ONCE, norm_shapes, {0}},
     {"rmsnorm_backward", rmsnorm_backward, ONCE, norm_shapes, {0}},
+    {"rmsnorm_forward with an offset", rmsnorm_forward_offset, ONCE, norm_shapes, {0}},
+    {"rmsnorm_backward with an offset", rmsnorm_backward_offset, ONCE, norm_shapes, {0}},
+    {"layernorm_forward with an offset", layernorm_forward_offset, ONCE, norm_shapes, {0}},
+    {"layernorm_backward with an offset", layernorm_backward_offset, ONCE, norm_shapes, {0}},
+    {"rmsnorm_forward with means", rmsnorm_forward_means, ONCE, norm_shapes, {0}},
+    {"rmsnorm_backward with means", rmsnorm_backward_means, ONCE, norm_shapes, {0}},
+    {"row_means", row_means, 1e-5, norm_shapes, {0}},
     {"layernorm_forward", layernorm_forward, ONCE, norm_shapes, {0}},
     {"layernorm_backward", layernorm_backward, ONCE, norm_shapes, {0}},
     {"rope_forward", rope_forward, ONCE, rope_shapes, {0}},
@@ -1125,11 +1218,15 @@ static operation operations[] = {
     {"latent_heads_forward", latent_heads_forward, ONCE, latent_shapes, {0}},
     {"latent_heads_backward", latent_heads_backward, ONCE, latent_shapes, {0}},
     {"qk_forward", qk_forward, ONCE, qk_shapes, {0}},
+    {"qk_forward with an offset", qk_forward_offset, ONCE, qk_shapes, {0}},
+    {"qk_backward with an offset", qk_backward_offset, ONCE, qk_shapes, {0}},
     {"qk_forward to a cache", qk_forward_to_cache, ONCE, qk_shapes, {0}},
     {"qk_backward", qk_backward, ONCE, qk_shapes, {0}},
     {"attention_forward", attention_forward, 5e-3, attention_shapes, {0}},
     {"attention_backward", attention_backward, 1e-2, attention_shapes, {0}},
     {"attention_merge", attention_merge, ONCE, merge_shapes, {0}},
+    {"sink_forward", sink_forward, ONCE, merge_shapes, {0}},
+    {"sink_backward", sink_backward, ONCE, merge_shapes, {0}},
     {"accumulate_rows", accumulate_rows, ONCE, merge_shapes, {0}},
     {"activation_forward", activation_forward, ONCE, activation_shapes, {0}},
     {"activation_backward", activation_backward, ONCE, activation_shapes, {0}},
@@ -1138,6 +1235,8 @@ static operation operations[] = {
     {"dropout_add_forward", dropout_add_forward, ONCE, dropout_shapes, {0}},
     {"dropout_add_backward", dropout_add_backward, ONCE, dropout_shapes, {0}},
     {"residual_norm_forward", residual_norm_forward, ONCE, residual_norm_shapes, {0}},
+    {"residual_norm_forward with an offset", residual_norm_forward_offset, ONCE, residual_norm_shapes, {0}},
+    {"scale", scale, ONCE, add_shapes, {0}},
     {"add", add, ONCE, add_shapes, {0}},
     {"scatter_add_rows", scatter_add_rows, ONCE, scatter_add_shapes, {0}},
     {"scatter_rows", scatter_rows, ONCE, row_shapes, {0}},
