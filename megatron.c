@@ -6730,14 +6730,13 @@ static mt_deferred mt_mlp_backward(mt_model *m, const mt_pass *p, mt_layer *w, m
 
 /* ==== §9f mixture of experts ====================================================================================== */
 /* A router sends every token to k of E small MLPs (Fedus et al., "Switch transformers"; Lepikhin et al., "GShard").
- * Each rank holds some experts. One row is one token for one chosen expert. Six phases, as in Megatron's token
- * dispatchers: the dispatch preprocess plans the destinations, its exchange sends the rows, its postprocess sorts them
- * by expert; the combine runs the same three phases in reverse order. The alltoall dispatcher sends each row to the
- * ranks that hold its expert. The allgather dispatcher sends all tokens to all ranks, and each rank selects the rows of
- * its own experts; flex is the same by copies into other ranks' memory, overlapped with computation. A group of one
- * rank exchanges nothing. Invariants: routing is in fp32; the expert's activation is scaled by the row's probability,
- * so the backward needs no expert output (--no-moe-permute-fusion and experts with biases scale the output instead, and
- * save it); the results of a token are summed in one fixed order. */
+ * Each rank holds some experts. One row is one token for one chosen expert. A dispatcher (mt_dispatcher) is the way of
+ * rows to the ranks of their experts, and of results back; its phases are Megatron's dispatch and combine. alltoall
+ * sends each row to the ranks that hold its expert. allgather sends all tokens to all ranks, and each rank selects the
+ * rows of its own experts; flex is the same by copies into other ranks' memory, overlapped with computation. A group of
+ * one rank exchanges nothing. Invariants: routing is in fp32; the expert's activation is scaled by the row's
+ * probability, so the backward needs no expert output (--no-moe-permute-fusion and experts with biases scale the output
+ * instead, and save it); the results of a token are summed in one fixed order. */
 
 /* M rows for the experts of this rank, sorted by expert, and their intermediate results. */
 typedef struct mt_expert_rows {
@@ -6753,8 +6752,8 @@ typedef struct mt_expert_rows {
     int32_t *to_expert, *from_expert;           // [M] permutation from source order to expert order, and its inverse
 } mt_expert_rows;
 
-/* Results of routing that the backward needs. N: the R tokens of this rank, or with the allgather dispatcher the tokens
- * of all ranks of the exchange group. */
+/* Results of routing that the backward needs. N: the R tokens of this rank, or if the dispatcher gathers, the tokens of
+ * all ranks of the exchange group. */
 typedef struct mt_routing {
     float *logits;            // [R, E]
     float *probs;             // [N, k]
@@ -6765,36 +6764,72 @@ typedef struct mt_routing {
     float *gates;             // [T] their sigmoids; NULL without a gate
     int32_t *position;        // [N, k copies] row of each choice
     int32_t *choice, *token;  // [P] choice and token of each row
+    const int32_t *source;    // [M] token of each row, if every row here is a copy of a token of this rank; else NULL
     int32_t *offsets;         // [num_destinations + 1] first row of each destination
     int32_t *expert_offsets;  // [E/ep + 1] first received row of each local expert; without an exchange `offsets`
-    int64_t num_choices;      // P, sent rows
+    int64_t num_choices;      // P, rows that the N tokens' choices make here
     int64_t num_rows;         // M, received rows
     int64_t *sent, *received; // [size] rows to and from every rank, on the host
-    int32_t *host_offsets;    // [E/ep + 1] expert_offsets on the host, without grouped GEMM
+    int32_t *host_offsets;    // [E/ep + 1] expert_offsets on the host, if the host waited for them
     mt_expert_rows rows;
 } mt_routing;
 
+/* Rows that are on this rank, in the order in which they arrived. */
+typedef struct mt_arrived {
+    const void *x; // [R, C]
+    int64_t R;
+    const float *weights;        // NULL: none
+    const int32_t *row, *weight; // [M] the row of x, and the element of weights, of each row for the experts
+    const int32_t *position;     // [R, copies] rows for the experts of each row of x
+    int64_t copies;
+} mt_arrived;
+
+/* A dispatcher: how rows come to the ranks of their experts, and results to the ranks of their tokens. The phases are
+ * in the order of a layer's forward; its backward runs them with gradients. x[R, C] are this rank's tokens, probs the
+ * probabilities of their choices, NULL in the backward. NULL instead of a phase: the dispatcher has none. */
+typedef struct mt_dispatcher {
+    bool gathers;   // each rank has the tokens of all ranks, and permutes those for its own experts
+    bool reorders;  // rows arrive in the order of their source ranks, in mt_experts.dispatched
+    bool adds_base; // to sums in mt_experts.scattered, even if permutation is fused
+    /* Starts to send all tokens, beside the router. */
+    void (*gather)(mt_model *m, const mt_pass *p, const void *x);
+    /* Number and order of the rows, from the choices; and room for the rows. Not in the backward. */
+    void (*count)(mt_model *m, const mt_pass *p, const mt_layer *w, mt_routing *r);
+    /* Starts to send rows and their probabilities, beside the shared expert. */
+    void (*exchange)(mt_model *m, const mt_pass *p, const mt_routing *r, const void *x, const float *probs);
+    /* Waits for the rows; mt_permute_to_experts then sorts them by expert. */
+    mt_arrived (*arrive)(mt_model *m, const mt_pass *p, const mt_routing *r, const void *x, const float *probs);
+    /* Starts to send the results back; out and base as in `combine`. */
+    void (*exchange_back)(mt_model *m, const mt_pass *p, const mt_routing *r, void *out, const void *base);
+    /* out[R, C] = base + the sum of each token's results; base may be NULL, or out. */
+    void (*combine)(mt_model *m, const mt_pass *p, const mt_routing *r, void *out, const void *base);
+    /* Backward: mt_experts.dprobs of this rank's tokens, from the gradients in mt_experts.rows.weights. */
+    void (*combine_weights)(mt_model *m, const mt_pass *p, const mt_routing *r);
+} mt_dispatcher;
+
 /* The experts of this rank, and buffers that all layers share. */
 typedef struct mt_experts {
+    const mt_dispatcher *dispatcher;
     mt_router router;
+    mt_dispatch order;        // of rows; capacity: of the largest micro-batch, if experts' inputs are padded to it
     int64_t num_layers;       // layers of this rank that have experts
     int64_t num_local, F;     // experts of this rank, and this rank's share of their width
+    int64_t num_sources;      // ranks whose tokens are permuted here: all of `group` if the dispatcher gathers, else 1
     int64_t tokens;           // N of the largest micro-batch
     int64_t num_choices;      // P of the largest micro-batch
     int64_t num_destinations; // pairs of an expert and an expert-tensor rank
     int64_t sequences;        // S, sequences with an auxiliary loss of their own
     const mt_group *group;    // ranks that exchange tokens
     mt_stream *comm;          // stream of the exchange
-    bool uses_allgather;      // --moe-token-dispatcher-type allgather or flex
     bool gathered_ahead;      // mt_layer_backward of the layer above has gathered this layer's gradient
-    bool exchanges;           // rows with other ranks, one by one: the alltoall dispatcher
-    bool has_capacity, pads_to_capacity, grouped, permute_fusion, has_aux_loss, global_aux_loss;
+    bool has_capacity, grouped, permute_fusion, has_aux_loss, global_aux_loss;
     bool scales_output;          // by the probabilities; else they scale the activation
     bool sinkhorn;               // training routes by Sinkhorn's iteration
     mt_expert_rows rows;         // gradients, and rows before they are sent
     mt_expert_rows dispatched;   // exchanged rows, sorted by source rank
-    mt_tensor_parallel exchange; // allgather dispatcher: rows of all ranks, `gathered` and `partial` are one [N, C]
-    void *scattered;             // [R, C]
+    mt_expert_rows *results;     // whose input has the experts' results until they are combined
+    mt_tensor_parallel exchange; // allgather and flex: rows of all ranks, `gathered` and `partial` are one [N, C]
+    void *scattered;             // [R, C] sums to which a base is added
     float *sums;                 // [N, C], without permute fusion
     float *dprobs, *dlogits;     // [N, k]; [R, E]
     void *dlogits_rounded;       // [R, E] in the model's type
@@ -6805,7 +6840,7 @@ typedef struct mt_experts {
     int32_t *all_offsets;        // [size, num_destinations + 1] offsets of all ranks
     int32_t *counts;             // [size, E/ep] received rows by source rank and expert
     int32_t *host_offsets, *host_counts; // the same on the host
-    int32_t *no_choices;                 // allgather dispatcher: [R, k] of -1, on the host
+    int32_t *no_choices;                 // allgather and flex: [R, k] of -1, on the host
     int64_t *out_counts, *in_counts;     // [size] elements received and sent, on the host
     float *all_logits;                   // [Tall, E] of the whole micro-batch, for Sinkhorn
     int32_t *all_experts;                // [Tall, k] of the whole micro-batch, for the capacity, as the next two
@@ -6830,7 +6865,7 @@ static int64_t mt_expert_capacity(const mt_model *m, int64_t tokens) {
 
 /* True if the number of received rows does not depend on the data. */
 static bool mt_expert_rows_fixed(const mt_model *m) {
-    return m->experts->group->size == 1 || (m->experts->pads_to_capacity && !m->experts->uses_allgather);
+    return m->experts->group->size == 1 || m->experts->order.capacity > 0;
 }
 
 /* Slots of an mt_expert_rows at offset `at` of the struct, of a layer or of scratch (w NULL); with `dispatched` only
@@ -6850,7 +6885,7 @@ static void mt_expert_rows_slots(const mt_model *m, mt_slots *s, size_t at, int6
     mt_slot *active = mt_slot_add(s, "expert_active", at + offsetof(mt_expert_rows, active), M, e->F, m->dtype);
     active->modules = MT_MODULE_MOE_ACT;
     if (e->scales_output) mt_slot_add(s, "expert_output", at + offsetof(mt_expert_rows, output), M, m->C, m->dtype);
-    if (e->exchanges) {
+    if (e->dispatcher->reorders) {
         mt_slot_add(s, "to_expert", at + offsetof(mt_expert_rows, to_expert), M, 1, MT_I32);
         mt_slot_add(s, "from_expert", at + offsetof(mt_expert_rows, from_expert), M, 1, MT_I32);
     }
@@ -6881,11 +6916,11 @@ static void mt_routing_slots(const mt_model *m, mt_slots *s, const mt_layer *w) 
         MT_ROUTING_SLOT(s, gate_logits, R, 1, MT_F32);
         MT_ROUTING_SLOT(s, gates, m->plan.max_tokens, 1, MT_F32);
     }
-    MT_ROUTING_SLOT(s, position, N, k * (e->uses_allgather ? 1 : m->grid->expert_tensor.size), MT_I32);
+    MT_ROUTING_SLOT(s, position, N, k * e->order.copies, MT_I32);
     MT_ROUTING_SLOT(s, choice, e->num_choices, 1, MT_I32);
     MT_ROUTING_SLOT(s, token, e->num_choices, 1, MT_I32);
     MT_ROUTING_SLOT(s, offsets, e->num_destinations + 1, 1, MT_I32);
-    if (e->exchanges) MT_ROUTING_SLOT(s, expert_offsets, e->num_local + 1, 1, MT_I32);
+    if (e->dispatcher->reorders) MT_ROUTING_SLOT(s, expert_offsets, e->num_local + 1, 1, MT_I32);
     for (int64_t i = 0; i < s->count; i++) s->slots[i].modules = MT_MODULE_MOE;
     if (mt_expert_rows_fixed(m))
         mt_expert_rows_slots(m, s, offsetof(mt_routing, rows), mt_expert_rows_received(e), false, w);
@@ -6899,7 +6934,7 @@ static void mt_routing_allocate(const mt_model *m, const mt_layer *w, mt_residen
     mt_routing_slots(m, &slots, w);
     mt_slots_allocate(&slots, residency, r, arena);
     if (!m->experts->has_capacity) r->kept = r->experts;
-    if (!m->experts->exchanges) r->expert_offsets = r->offsets;
+    if (!m->experts->dispatcher->reorders) r->expert_offsets = r->offsets;
     if (mt_expert_rows_fixed(m)) r->rows.capacity = mt_expert_rows_received(m->experts);
 }
 
@@ -6926,9 +6961,10 @@ static void mt_expert_rows_allocate(const mt_model *m, mt_expert_rows *rows, mt_
     rows->capacity = plan->M;
 }
 
-/* Expected number of received rows: an even share and 25% more. */
+/* Expected number of received rows: an even share of the choices of the tokens here and 25% more. */
 static int64_t mt_expert_rows_expected(const mt_model *m) {
-    return m->experts->num_choices * 5 / 4 / (m->experts->uses_allgather ? m->grid->expert.size : 1);
+    const mt_experts *e = m->experts;
+    return e->num_choices * 5 / 4 / (e->router.num_experts / e->order.count);
 }
 
 /* Grows `rows` to room for plan.M rows and 1/8 more; this happens in the first steps. The memory is freed and allocated
@@ -7051,25 +7087,16 @@ static void mt_drop_over_capacity(mt_model *m, const mt_pass *p, const mt_layer 
     if (p->training && !p->replay) m->ops->count_experts(e->kept + w->moe_index * E, kept, R * k, E, p->stream);
 }
 
-/* Rows of each rank that the dispatcher handles. Ranks may have micro-batches of different lengths; an all-gather takes
- * as many rows of each as the longest has. */
+/* Tokens of each source. Ranks may have micro-batches of different lengths; an all-gather takes as many tokens of each
+ * as the longest has. */
 static int64_t mt_dispatched_rows(const mt_model *m, const mt_pass *p) {
-    return m->experts->uses_allgather ? m->max_rows : p->rows;
+    return m->experts->num_sources > 1 ? m->max_rows : p->rows;
 }
 
 /* Offset of this rank's tokens in arrays [N, k]. */
 static int64_t mt_own_offset(const mt_model *m, const mt_pass *p) {
     const mt_experts *e = m->experts;
-    return e->uses_allgather ? e->group->rank * mt_dispatched_rows(m, p) * e->router.topk : 0;
-}
-
-/* --moe-token-dispatcher-type allgather: gathers all ranks' choices; rows after a rank's tokens choose nothing. */
-static void mt_gather_choices(mt_model *m, const mt_pass *p, mt_routing *r) {
-    mt_experts *e = m->experts;
-    int64_t own = mt_own_offset(m, p), R = mt_dispatched_rows(m, p), k = e->router.topk;
-    if (R > p->rows) m->ops->memory_copy(r->kept + own + p->rows * k, e->no_choices, (R - p->rows) * k * 4, p->stream);
-    m->ops->all_gather(r->kept, r->kept + own, R * k, MT_I32, e->group, p->stream);
-    m->ops->all_gather(r->probs, r->probs + own, R * k, MT_F32, e->group, p->stream);
+    return e->num_sources > 1 ? e->group->rank * mt_dispatched_rows(m, p) * e->router.topk : 0;
 }
 
 /* Chooses experts for logits[R, E] with Sinkhorn's iteration, which balances the loads of the whole micro-batch. */
@@ -7149,7 +7176,107 @@ static void mt_shared_gate_backward(mt_model *m, const mt_pass *p, mt_layer *w, 
     mt_add_to(m, p, m->scratch.dnormed, e->router_dx);
 }
 
-/* ---- the six phases */
+/* ---- dispatchers: operations of several */
+
+static void mt_permute_rows(const mt_model *m, const mt_pass *p, void *to, const void *from, const int32_t *rows,
+                            int64_t count) {
+    m->ops->gather_rows(to, from, rows, count, m->C, m->C, m->C, m->dtype, p->stream);
+}
+
+static void mt_permute_weights(const mt_model *m, const mt_pass *p, float *to, const float *from, const int32_t *rows,
+                               int64_t count) {
+    m->ops->gather_rows(to, from, rows, count, 1, 1, 1, MT_F32, p->stream);
+}
+
+/* The order of the rows that the chosen experts of N tokens make; num_rows counts those that choose nothing, too. */
+static void mt_order_choices(mt_model *m, const mt_pass *p, mt_routing *r, const mt_dispatch *order) {
+    const mt_experts *e = m->experts;
+    int64_t N = mt_dispatched_rows(m, p) * e->num_sources;
+    int64_t P = order->capacity > 0 ? e->num_destinations * order->capacity : N * order->topk * order->copies;
+    m->ops->dispatch_plan(r->offsets, r->position, r->choice, r->token, r->kept, N, P, order, p->stream);
+    r->num_rows = r->num_choices = P;
+}
+
+/* Waits for the offsets of the destinations, and copies them to the host. */
+static void mt_offsets_to_host(mt_model *m, mt_routing *r) {
+    mt_experts *e = m->experts;
+    int64_t bytes = (e->num_destinations + 1) * 4;
+    mt_copy_wait(m, e->host_offsets, r->offsets, bytes);
+    memcpy(r->host_offsets, e->host_offsets, (size_t)bytes);
+}
+
+/* Room for the rows of a routing, sent and received. */
+static void mt_routing_reserve(mt_model *m, const mt_layer *w, mt_routing *r) {
+    mt_expert_rows_plan plan = {.M = mt_max(r->num_rows, r->num_choices)};
+    mt_expert_rows_reserve(m, &m->experts->rows, plan);
+    if (m->experts->dispatcher->reorders) {
+        plan.dispatched = true;
+        mt_expert_rows_reserve(m, &m->experts->dispatched, plan);
+    }
+    mt_layer_rows_reserve(m, w, r);
+}
+
+/* rows[M, C] and, if rows arrived with weights, weights[M]: the input of the experts, sorted by expert. In fp8 each row
+ * that arrived is quantized once. */
+static void mt_permute_to_experts(const mt_model *m, const mt_pass *p, const mt_routing *r, const mt_arrived *arrived,
+                                  void *rows, float *weights, const mt_linear *reader, mt_fp8_operand kind) {
+    mt_quantize_args a = mt_fp8_args(&p->tp, reader, kind, rows, arrived->R, NULL);
+    a.x = arrived->x, a.position = arrived->position, a.copies = arrived->copies;
+    a.compact = r->source ? r->num_rows : 0; // in the half of the rows' memory that fp8 leaves free
+    if (a.rows.data)
+        m->ops->quantize(&a, m->dtype, p->stream);
+    else
+        mt_permute_rows(m, p, rows, arrived->x, arrived->row, r->num_rows);
+    if (arrived->weights) mt_permute_weights(m, p, weights, arrived->weights, arrived->weight, r->num_rows);
+}
+
+/* out[N, C] = base + the sum of the results of each of the tokens [first, first + N); base may be NULL, or out. Fused:
+ * one gather per token. Unfused, for all tokens only: rows are added to zeros, in a fixed order. */
+static void mt_combine_results(mt_model *m, const mt_pass *p, const mt_routing *r, void *out, const void *base,
+                               int64_t first, int64_t N) {
+    mt_experts *e = m->experts;
+    int64_t n = e->order.topk * e->order.copies;
+    const void *results = e->results->input;
+    if (e->permute_fusion) {
+        m->ops->combine_rows(out, results, r->position + first * n, base, N, n, m->C, m->dtype, p->stream);
+        return;
+    }
+    void *sum = base ? e->scattered : out;
+    m->ops->memory_zero(e->sums, N * m->C * 4, p->stream);
+    m->ops->scatter_add_rows(e->sums, results, r->token, r->num_choices, m->C, N, m->dtype, p->stream);
+    m->ops->convert(sum, m->dtype, e->sums, MT_F32, N * m->C, p->stream);
+    if (base) m->ops->add(out, base, sum, N * m->C, m->dtype, p->stream);
+}
+
+/* ---- one rank alone: nothing is exchanged, and the host does not wait */
+
+static void mt_alone_count(mt_model *m, const mt_pass *p, const mt_layer *w, mt_routing *r) {
+    const mt_experts *e = m->experts;
+    mt_dispatch order = e->order;
+    if (order.capacity > 0) order.capacity = mt_expert_capacity(m, p->rows * m->grid->tensor_context.size);
+    mt_order_choices(m, p, r, &order);
+    r->source = r->token;
+    if (!e->grouped) mt_offsets_to_host(m, r);
+    mt_routing_reserve(m, w, r);
+}
+
+static mt_arrived mt_alone_arrive(mt_model *m, const mt_pass *p, const mt_routing *r, const void *x,
+                                  const float *probs) {
+    int64_t copies = m->experts->order.topk * m->experts->order.copies;
+    return (mt_arrived){x, p->rows, probs, r->token, r->choice, r->position, copies};
+}
+
+static void mt_alone_combine(mt_model *m, const mt_pass *p, const mt_routing *r, void *out, const void *base) {
+    mt_combine_results(m, p, r, out, base, 0, p->rows);
+}
+
+static void mt_alone_combine_weights(mt_model *m, const mt_pass *p, const mt_routing *r) {
+    const mt_experts *e = m->experts;
+    m->ops->combine_rows(e->dprobs, e->rows.weights, r->position, NULL, p->rows * e->order.topk, e->order.copies, 1,
+                         MT_F32, p->stream);
+}
+
+/* ---- alltoall: each row goes to the ranks that hold its expert */
 
 /* Numbers of rows to and from every rank, and of each local expert. The host needs them for the all-to-all. */
 static void mt_exchange_counts(mt_model *m, const mt_pass *p, mt_routing *r) {
@@ -7180,38 +7307,20 @@ static void mt_exchange_counts_padded(mt_model *m, const mt_pass *p, mt_routing 
     m->ops->memory_copy(e->counts, e->host_counts, size * local * 4, p->stream);
 }
 
-/* Dispatch, preprocess: order and number of sent and received rows. */
-static void mt_dispatch_preprocess(mt_model *m, const mt_pass *p, const mt_layer *w, mt_routing *r) {
+/* Received rows are in the order of their source ranks; to_expert sorts them by expert. The capacity is that of the
+ * largest micro-batch: other ranks' may have other lengths, but all ranks send as many rows. */
+static void mt_alltoall_count(mt_model *m, const mt_pass *p, const mt_layer *w, mt_routing *r) {
     mt_experts *e = m->experts;
-    int64_t k = e->router.topk, N = mt_dispatched_rows(m, p) * (e->uses_allgather ? e->group->size : 1);
-    mt_dispatch dispatch = {.topk = k, .count = e->router.num_experts, .num_local = e->num_local};
-    dispatch.copies = m->grid->expert_tensor.size;
-    int64_t rows = e->exchanges ? m->max_rows : p->rows; // ranks that exchange may have other lengths, but one capacity
-    if (e->pads_to_capacity) dispatch.capacity = mt_expert_capacity(m, rows * m->grid->tensor_context.size);
-    if (e->uses_allgather) {
-        mt_gather_choices(m, p, r);
-        dispatch.first = m->grid->expert.rank * e->num_local, dispatch.count = e->num_local, dispatch.copies = 1;
-    }
-    int64_t num_destinations = dispatch.count * dispatch.copies;
-    int64_t P = dispatch.capacity > 0 ? num_destinations * dispatch.capacity : N * k * dispatch.copies;
-    m->ops->dispatch_plan(r->offsets, r->position, r->choice, r->token, r->kept, N, P, &dispatch, p->stream);
-    r->num_rows = r->num_choices = P;
-    if (e->uses_allgather || (e->group->size == 1 && !e->grouped)) {
-        mt_copy_wait(m, e->host_offsets, r->offsets, (num_destinations + 1) * 4);
-        if (e->uses_allgather) r->num_rows = e->host_offsets[num_destinations];
-        if (!e->grouped) memcpy(r->host_offsets, e->host_offsets, (size_t)(num_destinations + 1) * 4);
-    } else if (e->group->size > 1) {
-        dispatch.capacity > 0 ? mt_exchange_counts_padded(m, p, r, dispatch.capacity) : mt_exchange_counts(m, p, r);
-    }
-    int64_t M = mt_max(r->num_rows, e->uses_allgather ? 0 : P);
-    mt_expert_rows_reserve(m, &e->rows, (mt_expert_rows_plan){.M = M});
-    mt_layer_rows_reserve(m, w, r);
-    if (!e->exchanges) return;
-    mt_expert_rows_reserve(m, &e->dispatched, (mt_expert_rows_plan){.M = M, .dispatched = true});
+    mt_order_choices(m, p, r, &e->order);
+    if (e->order.capacity > 0)
+        mt_exchange_counts_padded(m, p, r, e->order.capacity);
+    else
+        mt_exchange_counts(m, p, r);
+    mt_routing_reserve(m, w, r);
     m->ops->exchange_order(r->rows.to_expert, r->rows.from_expert, r->expert_offsets, e->counts, e->group->size,
                            e->num_local, r->num_rows, p->stream);
     r->host_offsets[0] = 0;
-    for (int64_t i = 0; !e->grouped && i < e->num_local; i++) {
+    for (int64_t i = 0; i < e->num_local; i++) {
         r->host_offsets[i + 1] = r->host_offsets[i];
         for (int64_t other = 0; other < e->group->size; other++)
             r->host_offsets[i + 1] += e->host_counts[other * e->num_local + i];
@@ -7227,99 +7336,106 @@ static void mt_exchange_rows(mt_model *m, const mt_routing *r, void *to, const v
     m->ops->all_to_all_v(to, e->out_counts, from, e->in_counts, dtype, e->group, e->comm);
 }
 
-static void mt_gather_rows(const mt_model *m, const mt_pass *p, void *to, const void *from, const int32_t *rows,
-                           int64_t count) {
-    m->ops->gather_rows(to, from, rows, count, m->C, m->C, m->C, m->dtype, p->stream);
-}
-
-static void mt_gather_weights(const mt_model *m, const mt_pass *p, float *to, const float *from, const int32_t *rows,
-                              int64_t count) {
-    m->ops->gather_rows(to, from, rows, count, 1, 1, 1, MT_F32, p->stream);
-}
-
-/* Dispatch of the allgather dispatcher, before its preprocess: starts to gather x[R, C] of all ranks on the stream
- * `comm`, beside the router. */
-static void mt_dispatch_gather(mt_model *m, const mt_pass *p, const void *x) {
-    const mt_experts *e = m->experts;
-    if (!e->uses_allgather) return;
-    mt_wait_stream(m, e->comm, p->stream);
-    mt_gather_overlapped(&e->exchange, x, m->C);
-}
-
-/* Dispatch, exchange: starts to send rows of x[R, C], and their weights if `probs` is not NULL, on the stream `comm`.
- * The caller's next work on its own stream overlaps it. */
-static void mt_dispatch_exchange(mt_model *m, const mt_pass *p, const mt_routing *r, const void *x,
+static void mt_alltoall_exchange(mt_model *m, const mt_pass *p, const mt_routing *r, const void *x,
                                  const float *probs) {
     mt_experts *e = m->experts;
-    if (!e->exchanges) return;
-    mt_gather_rows(m, p, e->rows.input, x, r->token, r->num_choices);
-    if (probs) mt_gather_weights(m, p, e->rows.weights, probs, r->choice, r->num_choices);
+    mt_permute_rows(m, p, e->rows.input, x, r->token, r->num_choices);
+    if (probs) mt_permute_weights(m, p, e->rows.weights, probs, r->choice, r->num_choices);
     mt_wait_stream(m, e->comm, p->stream);
     mt_exchange_rows(m, r, e->dispatched.input, e->rows.input, m->C, m->dtype, false);
     if (probs) mt_exchange_rows(m, r, e->dispatched.weights, e->rows.weights, 1, MT_F32, false);
 }
 
-/* Dispatch, postprocess: rows[M, C] and weights[M], sorted by expert. In fp8 a token's row is quantized once. */
-static void mt_dispatch_postprocess(mt_model *m, const mt_pass *p, const mt_routing *r, void *rows, float *weights,
-                                    const void *x, const float *probs, const mt_linear *reader, mt_fp8_operand kind) {
+static mt_arrived mt_alltoall_arrive(mt_model *m, const mt_pass *p, const mt_routing *r, const void *x,
+                                     const float *probs) {
+    const mt_expert_rows *d = &m->experts->dispatched;
+    const int32_t *to_expert = r->rows.to_expert;
+    (void)x;
+    mt_wait_stream(m, p->stream, m->experts->comm);
+    return (mt_arrived){d->input, r->num_rows, probs ? d->weights : NULL, to_expert, to_expert, r->rows.from_expert, 1};
+}
+
+static void mt_alltoall_exchange_back(mt_model *m, const mt_pass *p, const mt_routing *r, void *out, const void *base) {
     mt_experts *e = m->experts;
-    mt_quantize_args a = mt_fp8_args(&p->tp, reader, kind, rows, r->num_rows, NULL);
-    if (e->group->size > 1) mt_wait_stream(m, p->stream, e->comm);
-    if (e->uses_allgather) x = e->exchange.gathered;
-    if (e->exchanges) x = e->dispatched.input, probs = probs ? e->dispatched.weights : NULL;
-    a.x = x, a.position = e->exchanges ? r->rows.from_expert : r->position;
-    a.copies = e->exchanges ? 1 : e->router.topk * (e->uses_allgather ? 1 : m->grid->expert_tensor.size);
-    if (!e->exchanges) a.R = mt_dispatched_rows(m, p) * (e->uses_allgather ? e->group->size : 1);
-    a.compact = e->group->size == 1 ? r->num_rows : 0; // in the half of the rows' memory that fp8 leaves free
-    if (a.rows.data)
-        m->ops->quantize(&a, m->dtype, p->stream);
-    else
-        mt_gather_rows(m, p, rows, x, e->exchanges ? r->rows.to_expert : r->token, r->num_rows);
-    if (probs) mt_gather_weights(m, p, weights, probs, e->exchanges ? r->rows.to_expert : r->choice, r->num_rows);
+    (void)out, (void)base;
+    mt_permute_rows(m, p, e->rows.input, e->dispatched.input, r->rows.from_expert, r->num_rows);
+    mt_wait_stream(m, e->comm, p->stream);
+    mt_exchange_rows(m, r, e->dispatched.input, e->rows.input, m->C, m->dtype, true);
 }
 
-/* [M, C] buffer for the experts' results, which the combine reads. */
-static void *mt_expert_output(const mt_model *m) {
-    return m->experts->exchanges ? m->experts->dispatched.input : m->experts->rows.input;
+static void mt_alltoall_combine(mt_model *m, const mt_pass *p, const mt_routing *r, void *out, const void *base) {
+    mt_wait_stream(m, p->stream, m->experts->comm);
+    mt_alone_combine(m, p, r, out, base);
 }
 
-/* out[N, C] = base + sum of the results of each of the tokens [first, first + N). Fused: one gather per token. Unfused:
- * rows of all tokens are added to zeros, in a fixed order. */
-static void mt_combine_results(mt_model *m, const mt_pass *p, const mt_routing *r, void *out, const void *base,
-                               int64_t first, int64_t N) {
+static void mt_alltoall_combine_weights(mt_model *m, const mt_pass *p, const mt_routing *r) {
     mt_experts *e = m->experts;
-    int64_t n = e->router.topk * (e->uses_allgather ? 1 : m->grid->expert_tensor.size);
-    const void *results = mt_expert_output(m);
-    if (e->permute_fusion) {
-        m->ops->combine_rows(out, results, r->position + first * n, base, N, n, m->C, m->dtype, p->stream);
-        return;
-    }
-    m->ops->memory_zero(e->sums, N * m->C * 4, p->stream);
-    m->ops->scatter_add_rows(e->sums, results, r->token, e->uses_allgather ? r->num_rows : r->num_choices, m->C, N,
-                             m->dtype, p->stream);
-    m->ops->convert(out, m->dtype, e->sums, MT_F32, N * m->C, p->stream);
+    mt_permute_weights(m, p, e->dispatched.weights, e->rows.weights, r->rows.from_expert, r->num_rows);
+    mt_wait_stream(m, e->comm, p->stream);
+    mt_exchange_rows(m, r, e->rows.weights, e->dispatched.weights, 1, MT_F32, true);
+    mt_wait_stream(m, p->stream, e->comm);
+    mt_alone_combine_weights(m, p, r);
 }
 
-/* True if each rank's tokens are summed by themselves: the sums for one rank are sent while the next are computed, and
- * this rank's own are computed last. */
-static bool mt_combines_by_rank(const mt_experts *e) {
-    return e->exchange.overlaps && e->permute_fusion;
+/* ---- allgather: all tokens go to all ranks, and each rank selects the rows of its own experts */
+
+/* Starts to gather x[R, C] of all ranks on the stream `comm`, beside the router. */
+static void mt_allgather_gather(mt_model *m, const mt_pass *p, const void *x) {
+    mt_wait_stream(m, m->experts->comm, p->stream);
+    mt_gather_overlapped(&m->experts->exchange, x, m->C);
 }
 
-/* Combine, preprocess and exchange: starts to send the results back. The allgather dispatcher sends the sums of its
- * experts' results for each token, which the ranks add up in `sum`[R, C]. */
-static void mt_combine_exchange(mt_model *m, const mt_pass *p, const mt_routing *r, void *sum) {
+/* Choices of all ranks; rows after a rank's tokens choose nothing. The host learns how many chose an expert here. */
+static void mt_allgather_count(mt_model *m, const mt_pass *p, const mt_layer *w, mt_routing *r) {
     mt_experts *e = m->experts;
-    const mt_tensor_parallel *x = &e->exchange;
-    if (e->exchanges) {
-        mt_gather_rows(m, p, e->rows.input, e->dispatched.input, r->rows.from_expert, r->num_rows);
-        mt_wait_stream(m, e->comm, p->stream);
-        mt_exchange_rows(m, r, e->dispatched.input, e->rows.input, m->C, m->dtype, true);
-    } else if (e->uses_allgather && !mt_combines_by_rank(e)) {
-        mt_combine_results(m, p, r, x->partial, NULL, 0, x->T);
-        mt_scatter_begin(x, sum, m->C);
-    }
-    for (int step = 1; mt_combines_by_rank(e) && step < x->group->size; step++) {
+    int64_t own = mt_own_offset(m, p), R = mt_dispatched_rows(m, p), k = e->order.topk;
+    if (R > p->rows) m->ops->memory_copy(r->kept + own + p->rows * k, e->no_choices, (R - p->rows) * k * 4, p->stream);
+    m->ops->all_gather(r->kept, r->kept + own, R * k, MT_I32, e->group, p->stream);
+    m->ops->all_gather(r->probs, r->probs + own, R * k, MT_F32, e->group, p->stream);
+    mt_order_choices(m, p, r, &e->order);
+    mt_offsets_to_host(m, r);
+    r->num_rows = r->num_choices = r->host_offsets[e->num_destinations];
+    mt_routing_reserve(m, w, r);
+}
+
+static mt_arrived mt_allgather_arrive(mt_model *m, const mt_pass *p, const mt_routing *r, const void *x,
+                                      const float *probs) {
+    const mt_experts *e = m->experts;
+    (void)x;
+    mt_wait_stream(m, p->stream, e->comm);
+    return (mt_arrived){e->exchange.gathered, e->exchange.T, probs, r->token, r->choice, r->position, e->order.topk};
+}
+
+/* The sums of the results here for each token; the ranks add them up in `out`, or beside it if there is a base. */
+static void mt_allgather_exchange_back(mt_model *m, const mt_pass *p, const mt_routing *r, void *out,
+                                       const void *base) {
+    const mt_tensor_parallel *x = &m->experts->exchange;
+    mt_combine_results(m, p, r, x->partial, NULL, 0, x->T);
+    mt_scatter_begin(x, base ? m->experts->scattered : out, m->C);
+}
+
+static void mt_allgather_combine(mt_model *m, const mt_pass *p, const mt_routing *r, void *out, const void *base) {
+    void *sum = base ? m->experts->scattered : out;
+    (void)r;
+    mt_scatter_end(&m->experts->exchange, sum, m->C);
+    if (base) m->ops->add(out, base, sum, p->rows * m->C, m->dtype, p->stream);
+}
+
+static void mt_allgather_combine_weights(mt_model *m, const mt_pass *p, const mt_routing *r) {
+    const mt_experts *e = m->experts;
+    int64_t choices = mt_dispatched_rows(m, p) * e->order.topk;
+    m->ops->combine_rows(e->dprobs, e->rows.weights, r->position, NULL, e->group->size * choices, 1, 1, MT_F32,
+                         p->stream);
+    m->ops->reduce_scatter(e->dprobs + mt_own_offset(m, p), e->dprobs, choices, MT_F32, e->group, p->stream);
+}
+
+/* ---- flex: allgather by copies into the other ranks' memory. Each rank's tokens are summed by themselves: the sums
+ * for one rank are sent while the next are computed, and this rank's own, with the base, are computed last. */
+
+static void mt_flex_exchange_back(mt_model *m, const mt_pass *p, const mt_routing *r, void *out, const void *base) {
+    const mt_tensor_parallel *x = &m->experts->exchange;
+    (void)out, (void)base;
+    for (int step = 1; step < x->group->size; step++) {
         int owner = mt_tensor_rank_after(x, step);
         mt_combine_results(m, p, r, mt_rows_of_rank(x, x->partial, owner, m->C), NULL, owner * x->rows, x->rows);
         mt_wait_stream(m, x->comm, p->stream);
@@ -7327,47 +7443,57 @@ static void mt_combine_exchange(mt_model *m, const mt_pass *p, const mt_routing 
     }
 }
 
-/* Where the sums of the results go: to `out`, unless `base` is added afterwards. */
-static void *mt_combined(const mt_experts *e, void *out, const void *base) {
-    bool adds = e->uses_allgather ? !mt_combines_by_rank(e) : !e->permute_fusion;
-    return base && adds ? e->scattered : out;
+static void mt_flex_combine(mt_model *m, const mt_pass *p, const mt_routing *r, void *out, const void *base) {
+    const mt_tensor_parallel *x = &m->experts->exchange;
+    int own = x->group->rank;
+    mt_combine_results(m, p, r, mt_rows_of_rank(x, x->partial, own, m->C), base, own * x->rows, p->rows);
+    mt_scatter_end(x, out, m->C);
 }
 
-/* Combine, postprocess: out[R, C] = base + sum of each token's results; base may be NULL, or out. */
-static void mt_combine_postprocess(mt_model *m, const mt_pass *p, const mt_routing *r, void *out, const void *base) {
-    mt_experts *e = m->experts;
-    const mt_tensor_parallel *x = &e->exchange;
-    void *sum = mt_combined(e, out, base);
-    if (mt_combines_by_rank(e))
-        mt_combine_results(m, p, r, mt_rows_of_rank(x, x->partial, x->group->rank, m->C), base,
-                           x->group->rank * x->rows, p->rows);
-    if (e->exchanges) mt_wait_stream(m, p->stream, e->comm);
-    if (e->uses_allgather)
-        mt_scatter_end(x, sum, m->C);
-    else
-        mt_combine_results(m, p, r, sum, base, 0, p->rows);
-    if (base && sum != out) m->ops->add(out, base, e->scattered, p->rows * m->C, m->dtype, p->stream);
+/* ---- the rows */
+
+static const mt_dispatcher mt_dispatcher_alone = {.count = mt_alone_count,
+                                                  .arrive = mt_alone_arrive,
+                                                  .combine = mt_alone_combine,
+                                                  .combine_weights = mt_alone_combine_weights};
+
+static const mt_dispatcher mt_dispatchers[] = {
+    [MT_DISPATCHER_ALLTOALL] = {.reorders = true,
+                                .count = mt_alltoall_count,
+                                .exchange = mt_alltoall_exchange,
+                                .arrive = mt_alltoall_arrive,
+                                .exchange_back = mt_alltoall_exchange_back,
+                                .combine = mt_alltoall_combine,
+                                .combine_weights = mt_alltoall_combine_weights},
+    [MT_DISPATCHER_ALLGATHER] = {.gathers = true,
+                                 .adds_base = true,
+                                 .gather = mt_allgather_gather,
+                                 .count = mt_allgather_count,
+                                 .arrive = mt_allgather_arrive,
+                                 .exchange_back = mt_allgather_exchange_back,
+                                 .combine = mt_allgather_combine,
+                                 .combine_weights = mt_allgather_combine_weights},
+    [MT_DISPATCHER_FLEX] = {.gathers = true,
+                            .gather = mt_allgather_gather,
+                            .count = mt_allgather_count,
+                            .arrive = mt_allgather_arrive,
+                            .exchange_back = mt_flex_exchange_back,
+                            .combine = mt_flex_combine,
+                            .combine_weights = mt_allgather_combine_weights},
+};
+
+/* Without fused permutation flex is allgather with copies: its results are summed for all ranks at once. */
+static const mt_dispatcher *mt_dispatcher_of(const mt_options *o, const mt_group *group) {
+    mt_token_dispatcher type = o->moe_token_dispatcher_type;
+    if (group->size == 1) return &mt_dispatcher_alone;
+    if (type == MT_DISPATCHER_FLEX && !o->moe_permute_fusion) type = MT_DISPATCHER_ALLGATHER;
+    return &mt_dispatchers[type];
 }
 
-/* experts.dprobs of this rank's tokens, from the gradients of weights[M] in experts.rows.weights. */
-static void mt_combine_weights(mt_model *m, const mt_pass *p, const mt_routing *r) {
-    mt_experts *e = m->experts;
-    int64_t choices = mt_dispatched_rows(m, p) * e->router.topk;
-    float *own = e->dprobs + mt_own_offset(m, p);
-    if (e->uses_allgather) {
-        m->ops->combine_rows(e->dprobs, e->rows.weights, r->position, NULL, e->group->size * choices, 1, 1, MT_F32,
-                             p->stream);
-        m->ops->reduce_scatter(own, e->dprobs, choices, MT_F32, e->group, p->stream);
-        return;
-    }
-    if (e->group->size > 1) {
-        mt_gather_weights(m, p, e->dispatched.weights, e->rows.weights, r->rows.from_expert, r->num_rows);
-        mt_wait_stream(m, e->comm, p->stream);
-        mt_exchange_rows(m, r, e->rows.weights, e->dispatched.weights, 1, MT_F32, true);
-        mt_wait_stream(m, p->stream, e->comm);
-    }
-    m->ops->combine_rows(own, e->rows.weights, r->position, NULL, choices, m->grid->expert_tensor.size, 1, MT_F32,
-                         p->stream);
+/* Before the router, where the dispatcher gathers whole tokens. */
+static void mt_dispatch_gather(mt_model *m, const mt_pass *p, const void *x) {
+    const mt_dispatcher *d = m->experts->dispatcher;
+    if (d->gather) d->gather(m, p, x);
 }
 
 /* The operands of an expert linear: rows and offsets of a routing. */
@@ -7389,30 +7515,30 @@ static mt_linear_io mt_expert_fc1_io(const mt_model *m, const mt_layer *w, const
     return fc1;
 }
 
-/* mt_expert_output = experts(rows.input), scaled by rows.weights; with `replay` only the values that the backward
+/* experts.results = experts(rows.input), scaled by rows.weights; with `replay` only the values that the backward
  * reads, not the output. */
 static void mt_expert_mlp_forward(mt_model *m, const mt_pass *p, const mt_layer *w, const mt_routing *r, bool replay) {
     const mt_experts *e = m->experts;
     const mt_expert_rows *rows = &r->rows;
     mt_linear_io fc1 = mt_expert_fc1_io(m, w, r), down = mt_expert_io(m, r);
     down.x = rows->active, down.x_transposed = rows->active_transposed;
-    down.y = e->scales_output ? rows->output : mt_expert_output(m);
+    down.y = e->scales_output ? rows->output : e->results->input;
     down.omits_bias = m->grid->expert_tensor.rank > 0;
     mt_linear_forward(&p->tp, &w->expert_fc1, &fc1);
     if (!replay || e->scales_output) mt_linear_forward(&p->tp, &w->expert_down, &down);
     if (!replay && e->scales_output)
-        m->ops->scale_rows_forward(mt_expert_output(m), rows->output, rows->weights, r->num_rows, m->C, m->dtype,
+        m->ops->scale_rows_forward(e->results->input, rows->output, rows->weights, r->num_rows, m->C, m->dtype,
                                    p->stream);
 }
 
-/* mt_expert_output = gradient of rows.input, from the gradient of the results in experts.rows.input; experts.rows also
+/* experts.results = gradient of rows.input, from the gradient of the results in experts.rows.input; experts.rows also
  * receives the gradients of hidden and weights. */
 static void mt_expert_mlp_backward(mt_model *m, const mt_pass *p, mt_layer *w, const mt_routing *r) {
     const mt_expert_rows *rows = &r->rows, *d = &m->experts->rows;
     mt_linear_io down = mt_expert_io(m, r), fc1 = down;
     down.x = rows->active, down.dy = d->input, down.dx = d->active, down.reader = &w->expert_fc1;
     down.x_transposed = rows->active_transposed;
-    down.dy_source = m->experts->group->size == 1 ? r->token : NULL;
+    down.dy_source = r->source;
     down.activation = mt_options_activation(m->options), down.hidden = rows->hidden, down.dhidden = d->hidden;
     if (m->experts->scales_output) {
         m->ops->scale_rows_backward(d->output, d->weights, d->input, rows->output, rows->weights, r->num_rows, m->C,
@@ -7422,7 +7548,7 @@ static void mt_expert_mlp_backward(mt_model *m, const mt_pass *p, mt_layer *w, c
         down.gates = rows->weights, down.dgates = d->weights;
     }
     mt_linear_backward(&p->tp, &w->expert_down, &down, MT_BACKWARD_BOTH);
-    fc1.dy = d->hidden, fc1.dx = mt_expert_output(m);
+    fc1.dy = d->hidden, fc1.dx = m->experts->results->input;
     mt_linear_backward_input(&p->tp, &w->expert_fc1, &fc1);
 }
 
@@ -7440,18 +7566,20 @@ static void mt_shared_expert_forward(mt_model *m, const mt_pass *p, const mt_lay
  * exchange. */
 static void mt_experts_forward(mt_model *m, const mt_pass *p, const mt_layer *w, mt_activations *a, const void *x,
                                void *out) {
+    const mt_dispatcher *d = m->experts->dispatcher;
     mt_routing *r = a->routing;
     void *base = w->F > 0 ? out : NULL;
     mt_dispatch_gather(m, p, x);
     mt_route_forward(m, p, w, r, x);
-    mt_dispatch_preprocess(m, p, w, r);
-    mt_dispatch_exchange(m, p, r, x, r->probs);
+    d->count(m, p, w, r);
+    if (d->exchange) d->exchange(m, p, r, x, r->probs);
     mt_shared_expert_forward(m, p, w, a, x, out);
-    mt_dispatch_postprocess(m, p, r, r->rows.input, r->rows.weights, x, r->probs, &w->expert_fc1, MT_FP8_X);
+    mt_arrived arrived = d->arrive(m, p, r, x, r->probs);
+    mt_permute_to_experts(m, p, r, &arrived, r->rows.input, r->rows.weights, &w->expert_fc1, MT_FP8_X);
     mt_expert_mlp_forward(m, p, w, r, !out);
     if (!out) return;
-    mt_combine_exchange(m, p, r, mt_combined(m->experts, out, base));
-    mt_combine_postprocess(m, p, r, out, base);
+    if (d->exchange_back) d->exchange_back(m, p, r, out, base);
+    d->combine(m, p, r, out, base);
 }
 
 /* Selective recomputation. */
@@ -7472,26 +7600,28 @@ static void mt_experts_replay(mt_model *m, const mt_pass *p, const mt_layer *w, 
 static mt_deferred mt_experts_backward(mt_model *m, const mt_pass *p, mt_layer *w, mt_activations *a, const void *x,
                                        const void *dout, void *dx, bool leaves_weight) {
     mt_experts *e = m->experts;
+    const mt_dispatcher *d = e->dispatcher;
     mt_routing *r = a->routing;
     MT_CHECK(!leaves_weight);
     if (!e->gathered_ahead) mt_dispatch_gather(m, p, dout);
     e->gathered_ahead = false;
-    mt_dispatch_exchange(m, p, r, dout, NULL);
+    if (d->exchange) d->exchange(m, p, r, dout, NULL);
     mt_pass both = *p;
     both.halves = MT_BACKWARD_BOTH;
     if (w->F > 0) mt_gated_mlp_backward(m, &both, w, a, x, r->gates, dout, e->dgates, dx, MT_BACKWARD_BOTH);
     if (w->F > 0 && r->gates) mt_shared_gate_backward(m, p, w, r, x);
-    mt_dispatch_postprocess(m, p, r, e->rows.input, NULL, dout, NULL, &w->expert_down, MT_FP8_DY);
+    mt_arrived arrived = d->arrive(m, p, r, dout, NULL);
+    mt_permute_to_experts(m, p, r, &arrived, e->rows.input, NULL, &w->expert_down, MT_FP8_DY);
     mt_expert_mlp_backward(m, p, w, r);
-    mt_combine_exchange(m, p, r, mt_combined(e, dx, e->router_dx));
+    if (d->exchange_back) d->exchange_back(m, p, r, dx, e->router_dx);
     mt_linear_io fc1 = mt_expert_io(m, r);
     fc1.x = r->rows.input, fc1.x_transposed = r->rows.input_transposed, fc1.dy = e->rows.hidden;
-    fc1.x_source = e->group->size == 1 ? r->token : NULL;
+    fc1.x_source = r->source;
     mt_linear_backward_weight(&p->tp, &w->expert_fc1, &fc1);
-    mt_combine_weights(m, p, r);
+    d->combine_weights(m, p, r);
     mt_route_backward(m, p, w, r, x);
     if (w->F > 0) mt_add_to(m, p, e->router_dx, dx);
-    mt_combine_postprocess(m, p, r, dx, e->router_dx);
+    d->combine(m, p, r, dx, e->router_dx);
     return (mt_deferred){0};
 }
 
@@ -7690,10 +7820,11 @@ static void mt_layer_forward(mt_model *m, const mt_pass *p, const mt_layer *w, m
 /* True if the layer above may gather the gradient for this layer's experts: nothing is computed before the gather, and
  * qkv's weight gradient can be computed by itself. */
 static bool mt_gathers_ahead(const mt_model *m, const mt_pass *p, const mt_layer *w) {
-    bool gathers = w->expert_bucket >= 0 && m->experts->uses_allgather && w->F == 0 && m->options->hidden_dropout == 0;
+    bool gathers = w->expert_bucket >= 0 && m->experts->dispatcher->gathers;
     bool replays = m->recompute_modules || w->recomputed, splits = p->halves == MT_BACKWARD_BOTH && !m->fp8;
     bool leaves = mt_mixer_kinds[w->kind.mixer].may_leave_weight && !mt_norms_after(m->options);
-    return gathers && !replays && splits && m->grid->tensor.size == 1 && leaves;
+    bool at_once = w->F == 0 && m->options->hidden_dropout == 0 && m->grid->tensor.size == 1;
+    return gathers && at_once && !replays && splits && leaves;
 }
 
 /* The values of modules that are recomputed are in the layer's buffer, or else computed again. With `ahead` the
@@ -11159,7 +11290,7 @@ static void mt_plan_experts(mt_model *m, mt_arena *arena) {
         int64_t M = mt_max(e->num_choices, mt_expert_rows_received(e));
         mt_expert_rows_plan plan = {.M = M}, dispatched = {.M = M, .dispatched = true};
         mt_expert_rows_allocate(m, &e->rows, arena, &plan);
-        if (size > 1) mt_expert_rows_allocate(m, &e->dispatched, arena, &dispatched);
+        if (e->dispatcher->reorders) mt_expert_rows_allocate(m, &e->dispatched, arena, &dispatched);
     }
     e->loads = mt_arena_alloc(arena, 3 * e->num_layers * E * 4);
     e->kept = mt_at(e->loads, e->num_layers * E, MT_F32);
@@ -11176,13 +11307,14 @@ static void mt_plan_experts(mt_model *m, mt_arena *arena) {
         e->dlogits_rounded = mt_arena_alloc(arena, R * E * mt_dtype_size(m->dtype));
         e->router_dx = mt_arena_alloc(arena, R * m->C * mt_dtype_size(m->dtype));
     }
-    if ((e->uses_allgather && !e->exchange.overlaps) || !e->permute_fusion)
+    if (e->dispatcher->adds_base || !e->permute_fusion)
         e->scattered = mt_arena_alloc(arena, R * m->C * mt_dtype_size(m->dtype));
     if (!e->permute_fusion) e->sums = mt_arena_alloc(arena, e->tokens * m->C * 4);
-    if (e->uses_allgather) {
+    if (e->dispatcher->gathers) {
         mt_plan_exchange(&e->exchange, m->C, arena);
         e->exchange.partial = e->exchange.gathered;
-    } else if (size > 1) {
+    }
+    if (e->dispatcher->reorders) {
         e->all_offsets = mt_arena_alloc(arena, size * (e->num_destinations + 1) * 4);
         e->counts = mt_arena_alloc(arena, size * e->num_local * 4);
     }
@@ -11466,25 +11598,29 @@ static void mt_experts_open(mt_model *m, const mt_options *o) {
     e->router.num_groups = o->moe_router_num_groups, e->router.group_topk = o->moe_router_group_topk;
     e->router.group_best = o->moe_router_group_best, e->router.scaling = (float)o->moe_router_topk_scaling_factor;
     e->num_local = o->num_experts / grid->expert.size, e->F = o->moe_ffn_hidden_size / grid->expert_tensor.size;
-    e->uses_allgather = e->group->size > 1 && o->moe_token_dispatcher_type != MT_DISPATCHER_ALLTOALL;
-    e->exchanges = e->group->size > 1 && !e->uses_allgather, e->has_capacity = o->moe_expert_capacity_factor > 0;
-    e->pads_to_capacity = o->moe_pad_expert_input_to_capacity && !e->uses_allgather;
+    e->dispatcher = mt_dispatcher_of(o, e->group), e->results = e->dispatcher->reorders ? &e->dispatched : &e->rows;
+    e->num_sources = e->dispatcher->gathers ? e->group->size : 1, e->has_capacity = o->moe_expert_capacity_factor > 0;
     e->grouped = o->moe_grouped_gemm, e->permute_fusion = o->moe_permute_fusion;
     e->scales_output = !e->permute_fusion || o->mlp_bias;
     e->has_aux_loss = m->plan.train && (o->moe_aux_loss_coeff > 0 || o->moe_z_loss_coeff > 0);
     e->global_aux_loss = e->has_aux_loss && o->moe_router_load_balancing_type == MT_BALANCING_GLOBAL_AUX_LOSS;
     e->sinkhorn = m->plan.train && o->moe_router_load_balancing_type == MT_BALANCING_SINKHORN;
     e->sequences = o->moe_router_load_balancing_type == MT_BALANCING_SEQ_AUX_LOSS ? m->plan.max_tokens : 1;
-    e->tokens = e->uses_allgather ? e->group->size * m->max_rows : m->max_rows;
+    e->tokens = e->num_sources * m->max_rows;
+    e->order = (mt_dispatch){.topk = k, .count = o->num_experts, .num_local = e->num_local};
+    e->order.copies = grid->expert_tensor.size;
+    if (e->dispatcher->gathers)
+        e->order.first = grid->expert.rank * e->num_local, e->order.count = e->num_local, e->order.copies = 1;
+    else if (o->moe_pad_expert_input_to_capacity)
+        e->order.capacity = mt_expert_capacity(m, m->max_rows * grid->tensor_context.size);
+    e->num_destinations = e->order.count * e->order.copies;
+    e->num_choices = e->order.capacity > 0 ? e->num_destinations * e->order.capacity : e->tokens * k * e->order.copies;
     e->exchange = (mt_tensor_parallel){.ops = m->ops, .group = e->group, .dtype = m->dtype, .T = e->tokens};
-    e->exchange.sequence_parallel = e->uses_allgather, e->exchange.rows = e->exchange.max_rows = m->max_rows;
-    e->num_destinations = e->uses_allgather ? e->num_local : o->num_experts * grid->expert_tensor.size;
-    e->num_choices = e->tokens * k * (e->uses_allgather ? 1 : grid->expert_tensor.size);
-    if (e->pads_to_capacity)
-        e->num_choices = e->num_destinations * mt_expert_capacity(m, m->max_rows * grid->tensor_context.size);
+    e->exchange.sequence_parallel = e->dispatcher->gathers, e->exchange.rows = e->exchange.max_rows = m->max_rows;
     for (int64_t i = 0; i < m->num_layers; i++)
         if (mt_layer_has_experts(o, m->layers[i].number)) m->layers[i].moe_index = e->num_layers++;
-    e->exchange.overlaps = e->uses_allgather && o->moe_token_dispatcher_type == MT_DISPATCHER_FLEX && e->num_layers > 0;
+    bool copies = e->dispatcher->gathers && o->moe_token_dispatcher_type == MT_DISPATCHER_FLEX;
+    e->exchange.overlaps = copies && e->num_layers > 0;
     int64_t size = e->group->size;
     e->out_counts = mt_model_calloc(m, 2 * size * 8), e->in_counts = e->out_counts + size;
     for (int64_t i = 0; i < m->num_micro_batches; i++)
@@ -11501,11 +11637,11 @@ static int64_t mt_experts_expected_bytes(const mt_model *m) {
     const mt_experts *e = m->experts;
     mt_arena arena = {0};
     mt_expert_rows rows;
-    mt_expert_rows_plan plan = {.M = mt_expert_rows_expected(m)};
     if (e->num_layers == 0 || mt_expert_rows_fixed(m)) return 0;
+    mt_expert_rows_plan plan = {.M = mt_expert_rows_expected(m)};
     mt_expert_rows_allocate(m, &rows, &arena, &plan);
     plan.dispatched = true;
-    if (!e->uses_allgather) mt_expert_rows_allocate(m, &rows, &arena, &plan);
+    if (e->dispatcher->reorders) mt_expert_rows_allocate(m, &rows, &arena, &plan);
     plan.dispatched = false;
     for (int64_t i = 0; i < m->num_micro_batches; i++)
         for (int64_t layer = m->first_local[m->micro_batches[i].chunk];
@@ -11628,7 +11764,7 @@ static bool mt_fp8_in_place(const mt_model *m, const mt_linear *l, const mt_laye
     if (!recipe->delayed || !recipe->wgrad || m->dtype != MT_BF16 || l->adapter.R > 0 || operand == MT_FP8_W)
         return false;
     if (l->N % MT_FP8_WIDTH != 0 || l->K % MT_FP8_WIDTH != 0) return false;
-    if (l->kind == MT_LINEAR_GROUPED) return !m->experts->scales_output && !m->experts->pads_to_capacity;
+    if (l->kind == MT_LINEAR_GROUPED) return !m->experts->scales_output && m->experts->order.capacity == 0;
     if (m->tp.overlaps) return false; // takes the rows in parts
     if (operand == MT_FP8_DY) return l == &w->fc1 && !m->options->mlp_bias;
     bool is_normed = l == &w->qkv || (l == &w->fc1 && w->expert_bucket < 0); // else a router reads it too
@@ -11861,7 +11997,7 @@ static int mt_model_allocate(mt_model *m, mt_error *error) {
         int64_t offsets = e->group->size * (e->num_destinations + 1);
         e->host_offsets = m->ops->memory_alloc_host((offsets + e->group->size * e->num_local) * 4);
         e->host_counts = e->host_offsets + offsets, e->host_counts[0] = -1;
-        int64_t choices = e->uses_allgather ? m->max_rows * e->router.topk : 0;
+        int64_t choices = e->dispatcher->gathers ? m->max_rows * e->router.topk : 0;
         e->no_choices = mt_model_calloc(m, choices * 4);
         for (int64_t i = 0; i < choices; i++) e->no_choices[i] = -1;
         int64_t loads = e->num_layers * e->router.num_experts, step = 2 * loads + e->num_layers; // of four bytes
