@@ -7188,7 +7188,7 @@ static void mt_permute_weights(const mt_model *m, const mt_pass *p, float *to, c
     m->ops->gather_rows(to, from, rows, count, 1, 1, 1, MT_F32, p->stream);
 }
 
-/* The order of the rows that the chosen experts of N tokens make; num_rows counts those that choose nothing, too. */
+/* The order of the rows that the choices of N tokens make. num_rows includes choices of nothing. */
 static void mt_order_choices(mt_model *m, const mt_pass *p, mt_routing *r, const mt_dispatch *order) {
     const mt_experts *e = m->experts;
     int64_t N = mt_dispatched_rows(m, p) * e->num_sources;

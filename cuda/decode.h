@@ -6,6 +6,8 @@
 
 #include "../megatron.h"
 
+#include <string.h>
+
 #ifdef __cplusplus
 extern "C" {
 #endif
@@ -16,6 +18,43 @@ enum { MT_DECODE_ROWS = 4 }; // texts of a step at most
  * weights, and separate kernels are faster; for four of GPT-2 (C 768) they are not. On Hopper GPUs models whose
  * C x C matrices gemv_hopper.cu serves use separate kernels, which are as fast for one text and faster for several. */
 int64_t mt_decode_most_rows(int64_t C);
+
+/* The fields of an attention call that the kernels honour, or that have no meaning for them: lse, which only a backward
+ * reads, and those of dropout, which the kernels refuse. */
+#define MT_DECODE_ATTENTION_FIELDS(X)                                                                                  \
+    X(num_heads)                                                                                                       \
+    X(num_groups)                                                                                                      \
+    X(head_size)                                                                                                       \
+    X(value_size)                                                                                                      \
+    X(q)                                                                                                               \
+    X(k)                                                                                                               \
+    X(v)                                                                                                               \
+    X(out)                                                                                                             \
+    X(lse)                                                                                                             \
+    X(q_stride)                                                                                                        \
+    X(k_stride)                                                                                                        \
+    X(v_stride)                                                                                                        \
+    X(out_stride)                                                                                                      \
+    X(spans)                                                                                                           \
+    X(pages)                                                                                                           \
+    X(window)                                                                                                          \
+    X(scale)                                                                                                           \
+    X(backend)                                                                                                         \
+    X(dropout)                                                                                                         \
+    X(first_head)                                                                                                      \
+    X(q_index)                                                                                                         \
+    X(k_index)
+
+/* True if everything else in the call is zero. A field that is added to mt_attention, where zero is without it, is
+ * refused until the kernels know it. The struct has no padding, which might not be zero. */
+static inline bool mt_decode_knows_attention(const mt_attention *a) {
+    static const unsigned char zeros[sizeof *a] = {0};
+    mt_attention rest = *a;
+#define MT_DECODE_KNOWN(field) memset(&rest.field, 0, sizeof rest.field);
+    MT_DECODE_ATTENTION_FIELDS(MT_DECODE_KNOWN)
+#undef MT_DECODE_KNOWN
+    return memcmp(&rest, zeros, sizeof rest) == 0;
+}
 
 /* Switches the one kernel on, as it is at first, or off for the graphs that are captured from now on. */
 void mt_cuda_decode_fuse(bool on);

@@ -75,7 +75,27 @@ static bool linear_fits(const linear_operation *l, const void *x, int64_t T, int
 }
 
 static bool norm_fits(const mt_norm_args *n, int64_t T, int64_t C) {
-    return n->T == T && n->C == C && n->dropout.p <= 0 && n->w_offset == 0 && is_wide({n->y, n->w, n->b}, {C});
+    return n->T == T && n->C == C && n->dropout.p <= 0 && n->w_offset == 0 && !n->means && !n->quantize.rows.data &&
+           is_wide({n->y, n->w, n->b}, {C});
+}
+
+/* All fields of the operations that layer_fits compares one by one. With a field more this does not compile: layer_fits
+ * must compare it too, or refuse what is not zero. (Attention: mt_decode_knows_attention.) */
+static void name_all_fields(const mt_norm_args &norm, const mt_qk_args &qk, const mt_rotation &rotation,
+                            const mt_activation_args &activation, const mt_dropout_add_args &end) {
+    {
+        [[maybe_unused]] const auto &[T, H, C, x, w, b, w_offset, eps, y, mean, rstd, dy, dresidual, dx, dw, db,
+                                      x_stride, y_stride, dx_stride, dy_stride, means, sum, residual, token_index,
+                                      dropout, quantize] = norm;
+    }
+    {
+        [[maybe_unused]] const auto &[T, H, G, D, qkv, q_w, k_w, w_offset, q_rstd, k_rstd, eps, rotated, out, dqk, dqkv,
+                                      dq_w, dk_w, qkv_stride, qk_stride, dqk_stride, dqkv_stride, k_cache, v_cache,
+                                      cache_rows] = qk;
+    }
+    { [[maybe_unused]] const auto &[cos, sin, positions, R, interleaved] = rotation; }
+    { [[maybe_unused]] const auto &[T, F, kind, x, weights, y, dy, dx, dweights, quantize] = activation; }
+    { [[maybe_unused]] const auto &[T, C, first_channel, token_index, x, residual, out, dropout] = end; }
 }
 
 /* Attention over the cache, to which the new keys and values were written: one query for each span. */
@@ -86,6 +106,7 @@ static bool attention_fits(const layer_operations *o, int64_t T) {
     const mt_qk_args *qk = &o->qk;
     const void *heads = qk->q_w ? qk->qk : qkv->y; // with the norm, q and k have memory of their own
     int64_t stride = qk->q_w ? qk->qk_stride : width;
+    if (!mt_decode_knows_attention(a)) return false;
     if (a->value_size != D || D % 8 != 0 || D > MT_DECODE_CHANNELS || H % G != 0 || a->dropout.p > 0) return false;
     if (a->backend != MT_ATTENTION_AUTO && a->backend != MT_ATTENTION_FLASH) return false;
     if (qk->T != T || qk->H != H || qk->G != G || qk->D != D || qk->qkv != qkv->y || qk->qk != heads ||
@@ -102,6 +123,7 @@ static bool attention_fits(const layer_operations *o, int64_t T) {
 
 /* True if the layer's operations are those of a layer and read each other's results. */
 static bool layer_fits(const layer_operations *o) {
+    (void)name_all_fields;
     int64_t T = o->norm.T, C = o->norm.C, F = o->activation.F;
     const mt_attention *a = &o->attention;
     bool gated = mt_activation_rows[o->activation.activation].gated;
@@ -117,7 +139,9 @@ static bool layer_fits(const layer_operations *o) {
         !linear_fits(&l[MT_DECODE_FC2], o->activation.y, T, C, F))
         return false;
     if (o->mlp_norm.x != l[MT_DECODE_OUT].y || o->mlp_norm.residual != o->input) return false;
-    if (o->activation.x != l[MT_DECODE_FC1].y || o->activation.T != T || o->activation.weights) return false;
+    if (o->activation.x != l[MT_DECODE_FC1].y || o->activation.T != T || o->activation.weights ||
+        o->activation.quantize.rows.data)
+        return false;
     return o->end.x == l[MT_DECODE_FC2].y && o->end.residual == o->mlp_norm.sum && o->end.T == T && o->end.C == C &&
            o->end.first_channel == 0 && o->end.dropout.p <= 0;
 }

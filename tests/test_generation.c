@@ -1,5 +1,6 @@
 /* Generation: sampling compared with its definition, the key/value cache with full forwards, greedy continuations with
  * Hugging Face transformers. */
+#include "../cuda/decode.h"
 #include "../data/checkpoint.h"
 #include "../data/options.h"
 #include "../data/prompts.h"
@@ -1205,6 +1206,31 @@ static void stories260k_gives_its_reference_logits_and_story(void **state) {
     mt_options_free(&options);
 }
 
+/* Whatever is set in a call and is not listed as known is refused: the gradients today, and fields to come. */
+static void one_kernel_for_a_decode_step_refuses_fields_of_attention_that_it_does_not_know(void **state) {
+    mt_attention known, call;
+    float gradient = 0;
+    int64_t refused = 0;
+    (void)state;
+    memset(&known, 0, sizeof known);
+#define KNOWN(field) memset(&known.field, 1, sizeof known.field);
+    MT_DECODE_ATTENTION_FIELDS(KNOWN)
+#undef KNOWN
+    assert_true(mt_decode_knows_attention(&known));
+    for (size_t i = 0; i < sizeof call; i++) {
+        unsigned char is_known;
+        memcpy(&is_known, (const char *)&known + i, 1);
+        memcpy(&call, &known, sizeof call);
+        memset((char *)&call + i, 1, 1);
+        assert_int_equal(mt_decode_knows_attention(&call), is_known);
+        refused += !is_known;
+    }
+    assert_true(refused >= 5 * (int64_t)sizeof(void *));
+    memcpy(&call, &known, sizeof call);
+    call.row_dot = &gradient;
+    assert_false(mt_decode_knows_attention(&call));
+}
+
 int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(a_model_on_the_cpu_has_no_backend_of_a_gpu),
@@ -1238,6 +1264,7 @@ int main(void) {
         cmocka_unit_test(texts_begin_with_bos_where_hugging_face_adds_one),
         cmocka_unit_test(stop_tokens_come_from_generation_config_or_config),
         cmocka_unit_test(stories260k_gives_its_reference_logits_and_story),
+        cmocka_unit_test(one_kernel_for_a_decode_step_refuses_fields_of_attention_that_it_does_not_know),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }
