@@ -6811,23 +6811,20 @@ typedef struct mt_dispatcher {
 typedef struct mt_experts {
     const mt_dispatcher *dispatcher;
     mt_router router;
-    mt_dispatch order;        // of rows; capacity: of the largest micro-batch, if experts' inputs are padded to it
-    int64_t num_layers;       // layers of this rank that have experts
-    int64_t num_local, F;     // experts of this rank, and this rank's share of their width
-    int64_t num_sources;      // ranks whose tokens are permuted here: all of `group` if the dispatcher gathers, else 1
-    int64_t tokens;           // N of the largest micro-batch
-    int64_t num_choices;      // P of the largest micro-batch
-    int64_t num_destinations; // pairs of an expert and an expert-tensor rank
-    int64_t sequences;        // S, sequences with an auxiliary loss of their own
-    const mt_group *group;    // ranks that exchange tokens
-    mt_stream *comm;          // stream of the exchange
-    bool gathered_ahead;      // mt_layer_backward of the layer above has gathered this layer's gradient
-    bool has_capacity, grouped, permute_fusion, has_aux_loss, global_aux_loss;
-    bool scales_output;          // by the probabilities; else they scale the activation
-    bool sinkhorn;               // training routes by Sinkhorn's iteration
-    mt_expert_rows rows;         // gradients, and rows before they are sent
-    mt_expert_rows dispatched;   // exchanged rows, sorted by source rank
-    mt_expert_rows *results;     // whose input has the experts' results until they are combined
+    mt_dispatch order;         // of rows; capacity: of the largest micro-batch, if experts' inputs are padded to it
+    int64_t num_layers;        // layers of this rank that have experts
+    int64_t num_local, F;      // experts of this rank, and this rank's share of their width
+    int64_t num_sources;       // ranks whose tokens are permuted here: all of `group` if the dispatcher gathers, else 1
+    int64_t tokens;            // N of the largest micro-batch
+    int64_t num_choices;       // P of the largest micro-batch
+    int64_t num_destinations;  // pairs of an expert and an expert-tensor rank
+    int64_t sequences;         // S, sequences with an auxiliary loss of their own
+    const mt_group *group;     // ranks that exchange tokens
+    mt_stream *comm;           // stream of the exchange
+    bool gathered_ahead;       // mt_layer_backward of the layer above has gathered this layer's gradient
+    mt_expert_rows rows;       // gradients, and rows before they are sent
+    mt_expert_rows dispatched; // exchanged rows, sorted by source rank
+    mt_expert_rows *results;   // whose input has the experts' results until they are combined
     mt_tensor_parallel exchange; // allgather and flex: rows of all ranks, `gathered` and `partial` are one [N, C]
     void *scattered;             // [R, C] sums to which a base is added
     float *sums;                 // [N, C], without permute fusion
@@ -6854,6 +6851,29 @@ typedef struct mt_experts {
     int32_t *invalid;    // [num_layers] tokens with a logit that is not finite
     void *report_memory; // on the host: loads, kept and invalid of two steps
 } mt_experts;
+
+static bool mt_has_capacity(const mt_model *m) {
+    return m->options->moe_expert_capacity_factor > 0;
+}
+
+static bool mt_has_aux_loss(const mt_model *m) {
+    return m->plan.train && (m->options->moe_aux_loss_coeff > 0 || m->options->moe_z_loss_coeff > 0);
+}
+
+/* True if the counts of the auxiliary loss are those of the global batch. */
+static bool mt_has_global_aux_loss(const mt_model *m) {
+    return mt_has_aux_loss(m) && m->options->moe_router_load_balancing_type == MT_BALANCING_GLOBAL_AUX_LOSS;
+}
+
+/* True if training routes by Sinkhorn's iteration. */
+static bool mt_has_sinkhorn(const mt_model *m) {
+    return m->plan.train && m->options->moe_router_load_balancing_type == MT_BALANCING_SINKHORN;
+}
+
+/* True if the probabilities scale the experts' outputs; else they scale the activation. */
+static bool mt_scales_output(const mt_model *m) {
+    return !m->options->moe_permute_fusion || m->options->mlp_bias;
+}
 
 /* Capacity of an expert for a micro-batch of T tokens: ceil(T k / E * factor). */
 static int64_t mt_expert_capacity(const mt_model *m, int64_t tokens) {
@@ -6884,7 +6904,7 @@ static void mt_expert_rows_slots(const mt_model *m, mt_slots *s, size_t at, int6
     hidden->input = fixed ? MT_OFFLOAD_MOE_ACT : 0;
     mt_slot *active = mt_slot_add(s, "expert_active", at + offsetof(mt_expert_rows, active), M, e->F, m->dtype);
     active->modules = MT_MODULE_MOE_ACT;
-    if (e->scales_output) mt_slot_add(s, "expert_output", at + offsetof(mt_expert_rows, output), M, m->C, m->dtype);
+    if (mt_scales_output(m)) mt_slot_add(s, "expert_output", at + offsetof(mt_expert_rows, output), M, m->C, m->dtype);
     if (e->dispatcher->reorders) {
         mt_slot_add(s, "to_expert", at + offsetof(mt_expert_rows, to_expert), M, 1, MT_I32);
         mt_slot_add(s, "from_expert", at + offsetof(mt_expert_rows, from_expert), M, 1, MT_I32);
@@ -6910,8 +6930,8 @@ static void mt_routing_slots(const mt_model *m, mt_slots *s, const mt_layer *w) 
     MT_ROUTING_SLOT(s, logits, R, E, MT_F32);
     MT_ROUTING_SLOT(s, probs, N, k, MT_F32);
     MT_ROUTING_SLOT(s, experts, N, k, MT_I32);
-    if (e->has_capacity) MT_ROUTING_SLOT(s, kept, N, k, MT_I32);
-    if (e->has_aux_loss) MT_ROUTING_SLOT(s, aux_stats, 2 * e->sequences, E, MT_F32)->once = true;
+    if (mt_has_capacity(m)) MT_ROUTING_SLOT(s, kept, N, k, MT_I32);
+    if (mt_has_aux_loss(m)) MT_ROUTING_SLOT(s, aux_stats, 2 * e->sequences, E, MT_F32)->once = true;
     if (m->options->moe_shared_expert_gate) {
         MT_ROUTING_SLOT(s, gate_logits, R, 1, MT_F32);
         MT_ROUTING_SLOT(s, gates, m->plan.max_tokens, 1, MT_F32);
@@ -6933,7 +6953,7 @@ static void mt_routing_allocate(const mt_model *m, const mt_layer *w, mt_residen
     mt_slots slots;
     mt_routing_slots(m, &slots, w);
     mt_slots_allocate(&slots, residency, r, arena);
-    if (!m->experts->has_capacity) r->kept = r->experts;
+    if (!mt_has_capacity(m)) r->kept = r->experts;
     if (!m->experts->dispatcher->reorders) r->expert_offsets = r->offsets;
     if (mt_expert_rows_fixed(m)) r->rows.capacity = mt_expert_rows_received(m->experts);
 }
@@ -7066,7 +7086,7 @@ static void mt_aux_loss(mt_model *m, const mt_pass *p, const mt_layer *w, mt_rou
     a.z_sum = e->losses + 1;
     m->ops->aux_loss_forward(&a, p->stream);
     m->ops->all_reduce(r->aux_stats, 2 * S * E, MT_SUM, MT_F32, group, p->stream);
-    if (e->global_aux_loss) mt_aux_loss_global_counts(m, p, w, r->aux_stats + E);
+    if (mt_has_global_aux_loss(m)) mt_aux_loss_global_counts(m, p, w, r->aux_stats + E);
     if (group->rank == 0) m->ops->aux_loss_value(e->losses, r->aux_stats, S, E, p->stream);
 }
 
@@ -7116,15 +7136,15 @@ static void mt_route_forward(mt_model *m, const mt_pass *p, const mt_layer *w, m
     mt_experts *e = m->experts;
     int64_t R = p->rows, E = e->router.num_experts, k = e->router.topk, own = mt_own_offset(m, p);
     mt_linear_forward(&p->tp, &w->router, &(mt_linear_io){.x = x, .y = r->logits});
-    if (p->training && e->sinkhorn)
+    if (p->training && mt_has_sinkhorn(m))
         mt_route_sinkhorn(m, p, w, r);
     else
         m->ops->route_forward(r->probs + own, r->experts + own, mt_invalid_count(e, p, w), r->logits, w->router_bias.w,
                               p->decode ? NULL : p->batch->token_index + p->first_row, R, &e->router, p->stream);
     if (p->training && !p->replay)
         m->ops->count_experts(e->loads + w->moe_index * E, r->experts + own, R * k, E, p->stream);
-    if (p->training && !p->replay && e->has_aux_loss) mt_aux_loss(m, p, w, r);
-    if (e->has_capacity) mt_drop_over_capacity(m, p, w, r->kept + own, r->experts + own, r->probs + own);
+    if (p->training && !p->replay && mt_has_aux_loss(m)) mt_aux_loss(m, p, w, r);
+    if (mt_has_capacity(m)) mt_drop_over_capacity(m, p, w, r->kept + own, r->experts + own, r->probs + own);
 }
 
 /* experts.router_dx = gradient of x, from the gradients of the probabilities and from the auxiliary losses. */
@@ -7133,7 +7153,7 @@ static void mt_route_backward(mt_model *m, const mt_pass *p, mt_layer *w, mt_rou
     const mt_options *o = m->options;
     int64_t R = p->rows, E = e->router.num_experts, own = mt_own_offset(m, p);
     m->ops->route_backward(e->dlogits, e->dprobs + own, r->experts + own, r->logits, R, &e->router, p->stream);
-    if (e->has_aux_loss) {
+    if (mt_has_aux_loss(m)) {
         mt_aux_loss_args a = mt_aux_loss_operands(m, p, r);
         a.counts = r->aux_stats + a.S * E, a.dlogits = e->dlogits;
         a.aux_scale = (float)o->moe_aux_loss_coeff, a.z_scale = (float)o->moe_z_loss_coeff;
@@ -7237,7 +7257,7 @@ static void mt_combine_results(mt_model *m, const mt_pass *p, const mt_routing *
     mt_experts *e = m->experts;
     int64_t n = e->order.topk * e->order.copies;
     const void *results = e->results->input;
-    if (e->permute_fusion) {
+    if (m->options->moe_permute_fusion) {
         m->ops->combine_rows(out, results, r->position + first * n, base, N, n, m->C, m->dtype, p->stream);
         return;
     }
@@ -7256,7 +7276,7 @@ static void mt_alone_count(mt_model *m, const mt_pass *p, const mt_layer *w, mt_
     if (order.capacity > 0) order.capacity = mt_expert_capacity(m, p->rows * m->grid->tensor_context.size);
     mt_order_choices(m, p, r, &order);
     r->source = r->token;
-    if (!e->grouped) mt_offsets_to_host(m, r);
+    if (!m->options->moe_grouped_gemm) mt_offsets_to_host(m, r);
     mt_routing_reserve(m, w, r);
 }
 
@@ -7499,7 +7519,7 @@ static void mt_dispatch_gather(mt_model *m, const mt_pass *p, const void *x) {
 /* The operands of an expert linear: rows and offsets of a routing. */
 static mt_linear_io mt_expert_io(const mt_model *m, const mt_routing *r) {
     return (mt_linear_io){.offsets = r->expert_offsets,
-                          .host_offsets = m->experts->grouped ? NULL : r->host_offsets,
+                          .host_offsets = m->options->moe_grouped_gemm ? NULL : r->host_offsets,
                           .num_rows = r->num_rows,
                           .adapter_rows = m->experts->rows.adapter};
 }
@@ -7511,7 +7531,7 @@ static mt_linear_io mt_expert_fc1_io(const mt_model *m, const mt_layer *w, const
     mt_linear_io fc1 = mt_expert_io(m, r);
     fc1.x = r->rows.input, fc1.y = r->rows.hidden, fc1.active = r->rows.active, fc1.reader = &w->expert_down;
     fc1.x_transposed = r->rows.input_transposed;
-    fc1.activation = mt_options_activation(m->options), fc1.gates = m->experts->scales_output ? NULL : r->rows.weights;
+    fc1.activation = mt_options_activation(m->options), fc1.gates = mt_scales_output(m) ? NULL : r->rows.weights;
     return fc1;
 }
 
@@ -7522,11 +7542,11 @@ static void mt_expert_mlp_forward(mt_model *m, const mt_pass *p, const mt_layer 
     const mt_expert_rows *rows = &r->rows;
     mt_linear_io fc1 = mt_expert_fc1_io(m, w, r), down = mt_expert_io(m, r);
     down.x = rows->active, down.x_transposed = rows->active_transposed;
-    down.y = e->scales_output ? rows->output : e->results->input;
+    down.y = mt_scales_output(m) ? rows->output : e->results->input;
     down.omits_bias = m->grid->expert_tensor.rank > 0;
     mt_linear_forward(&p->tp, &w->expert_fc1, &fc1);
-    if (!replay || e->scales_output) mt_linear_forward(&p->tp, &w->expert_down, &down);
-    if (!replay && e->scales_output)
+    if (!replay || mt_scales_output(m)) mt_linear_forward(&p->tp, &w->expert_down, &down);
+    if (!replay && mt_scales_output(m))
         m->ops->scale_rows_forward(e->results->input, rows->output, rows->weights, r->num_rows, m->C, m->dtype,
                                    p->stream);
 }
@@ -7540,7 +7560,7 @@ static void mt_expert_mlp_backward(mt_model *m, const mt_pass *p, mt_layer *w, c
     down.x_transposed = rows->active_transposed;
     down.dy_source = r->source;
     down.activation = mt_options_activation(m->options), down.hidden = rows->hidden, down.dhidden = d->hidden;
-    if (m->experts->scales_output) {
+    if (mt_scales_output(m)) {
         m->ops->scale_rows_backward(d->output, d->weights, d->input, rows->output, rows->weights, r->num_rows, m->C,
                                     m->dtype, p->stream);
         down.dy = d->output;
@@ -10697,7 +10717,7 @@ static void mt_experts_report(const mt_model *m, const mt_step_result *result, m
         for (int64_t i = layer * E; i < (layer + 1) * E; i++) {
             total += (double)result->loads[i];
             greatest = fmax(greatest, (double)result->loads[i]);
-            sums[2] += (double)(e->has_capacity ? result->kept[i] : result->loads[i]);
+            sums[2] += (double)(mt_has_capacity(m) ? result->kept[i] : result->loads[i]);
         }
         double imbalance = greatest * (double)E / fmax(total, 1);
         worst = fmax(worst, imbalance);
@@ -11296,7 +11316,7 @@ static void mt_plan_experts(mt_model *m, mt_arena *arena) {
     e->kept = mt_at(e->loads, e->num_layers * E, MT_F32);
     e->global = mt_at(e->loads, 2 * e->num_layers * E, MT_F32);
     e->invalid = mt_arena_alloc(arena, e->num_layers * 4), e->discarded = mt_arena_alloc(arena, 4);
-    if (e->global_aux_loss) {
+    if (mt_has_global_aux_loss(m)) {
         e->rank_counts = mt_arena_alloc(arena, m->grid->data.size * E * 4);
         e->data_ranks = mt_arena_alloc(arena, m->grid->data.size * 4);
     }
@@ -11307,9 +11327,9 @@ static void mt_plan_experts(mt_model *m, mt_arena *arena) {
         e->dlogits_rounded = mt_arena_alloc(arena, R * E * mt_dtype_size(m->dtype));
         e->router_dx = mt_arena_alloc(arena, R * m->C * mt_dtype_size(m->dtype));
     }
-    if (e->dispatcher->adds_base || !e->permute_fusion)
+    if (e->dispatcher->adds_base || !m->options->moe_permute_fusion)
         e->scattered = mt_arena_alloc(arena, R * m->C * mt_dtype_size(m->dtype));
-    if (!e->permute_fusion) e->sums = mt_arena_alloc(arena, e->tokens * m->C * 4);
+    if (!m->options->moe_permute_fusion) e->sums = mt_arena_alloc(arena, e->tokens * m->C * 4);
     if (e->dispatcher->gathers) {
         mt_plan_exchange(&e->exchange, m->C, arena);
         e->exchange.partial = e->exchange.gathered;
@@ -11318,10 +11338,10 @@ static void mt_plan_experts(mt_model *m, mt_arena *arena) {
         e->all_offsets = mt_arena_alloc(arena, size * (e->num_destinations + 1) * 4);
         e->counts = mt_arena_alloc(arena, size * e->num_local * 4);
     }
-    if ((!e->has_capacity && !e->sinkhorn) || all == R) return;
+    if ((!mt_has_capacity(m) && !mt_has_sinkhorn(m)) || all == R) return;
     e->all_index = mt_arena_alloc(arena, all * 8);
-    if (e->sinkhorn) e->all_logits = mt_arena_alloc(arena, all * E * 4);
-    if (!e->has_capacity) return;
+    if (mt_has_sinkhorn(m)) e->all_logits = mt_arena_alloc(arena, all * E * 4);
+    if (!mt_has_capacity(m)) return;
     e->all_experts = mt_arena_alloc(arena, all * k * 4), e->all_probs = mt_arena_alloc(arena, all * k * 4);
 }
 
@@ -11484,7 +11504,7 @@ static void mt_plan_workspace(mt_model *m, mt_arena *arena) {
     int64_t T = m->plan.max_tokens, rows = m->plan.max_logits;
     int64_t widest_row = m->options->multi_latent_attention ? mt_max(m->C, mt_latent_width(m->options)) : m->C;
     m->workspace_bytes = m->ops->workspace_bytes(T, widest_row, m->H, mt_max(m->D, m->Dv));
-    if (m->experts->num_layers > 0 && !m->experts->permute_fusion) // see mt_combine_results
+    if (m->experts->num_layers > 0 && !m->options->moe_permute_fusion) // see mt_combine_results
         m->workspace_bytes = mt_max(m->workspace_bytes, m->ops->workspace_bytes(m->experts->num_choices, m->C, 1, 1));
     m->workspace = mt_arena_alloc(arena, m->workspace_bytes);
     for (int i = MT_ROPE_MODEL; i <= MT_ROPE_WINDOW; i++) {
@@ -11599,12 +11619,7 @@ static void mt_experts_open(mt_model *m, const mt_options *o) {
     e->router.group_best = o->moe_router_group_best, e->router.scaling = (float)o->moe_router_topk_scaling_factor;
     e->num_local = o->num_experts / grid->expert.size, e->F = o->moe_ffn_hidden_size / grid->expert_tensor.size;
     e->dispatcher = mt_dispatcher_of(o, e->group), e->results = e->dispatcher->reorders ? &e->dispatched : &e->rows;
-    e->num_sources = e->dispatcher->gathers ? e->group->size : 1, e->has_capacity = o->moe_expert_capacity_factor > 0;
-    e->grouped = o->moe_grouped_gemm, e->permute_fusion = o->moe_permute_fusion;
-    e->scales_output = !e->permute_fusion || o->mlp_bias;
-    e->has_aux_loss = m->plan.train && (o->moe_aux_loss_coeff > 0 || o->moe_z_loss_coeff > 0);
-    e->global_aux_loss = e->has_aux_loss && o->moe_router_load_balancing_type == MT_BALANCING_GLOBAL_AUX_LOSS;
-    e->sinkhorn = m->plan.train && o->moe_router_load_balancing_type == MT_BALANCING_SINKHORN;
+    e->num_sources = e->dispatcher->gathers ? e->group->size : 1;
     e->sequences = o->moe_router_load_balancing_type == MT_BALANCING_SEQ_AUX_LOSS ? m->plan.max_tokens : 1;
     e->tokens = e->num_sources * m->max_rows;
     e->order = (mt_dispatch){.topk = k, .count = o->num_experts, .num_local = e->num_local};
@@ -11764,7 +11779,7 @@ static bool mt_fp8_in_place(const mt_model *m, const mt_linear *l, const mt_laye
     if (!recipe->delayed || !recipe->wgrad || m->dtype != MT_BF16 || l->adapter.R > 0 || operand == MT_FP8_W)
         return false;
     if (l->N % MT_FP8_WIDTH != 0 || l->K % MT_FP8_WIDTH != 0) return false;
-    if (l->kind == MT_LINEAR_GROUPED) return !m->experts->scales_output && m->experts->order.capacity == 0;
+    if (l->kind == MT_LINEAR_GROUPED) return !mt_scales_output(m) && m->experts->order.capacity == 0;
     if (m->tp.overlaps) return false; // takes the rows in parts
     if (operand == MT_FP8_DY) return l == &w->fc1 && !m->options->mlp_bias;
     bool is_normed = l == &w->qkv || (l == &w->fc1 && w->expert_bucket < 0); // else a router reads it too
@@ -12537,7 +12552,7 @@ static bool mt_forward_is_own(const mt_model *m) {
 static bool mt_decode_is_step(const mt_model *m, const mt_batch *batch, const int32_t *rows, int64_t num_rows) {
     if (m->grid->tensor.size > 1 || m->grid->pipeline.size > 1 || !mt_forward_is_own(m)) return false;
     if (batch->num_spans != batch->num_tokens || num_rows != batch->num_tokens) return false;
-    if (m->experts->num_layers > 0 && !m->experts->grouped) return false;
+    if (m->experts->num_layers > 0 && !m->options->moe_grouped_gemm) return false;
     for (int64_t i = 0; i < batch->num_tokens; i++)
         if (batch->spans[i].q_len != 1 || rows[i] != i) return false;
     return true;
