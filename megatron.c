@@ -4158,8 +4158,8 @@ static void mt_scatter_end(const mt_tensor_parallel *tp, void *dx, int64_t C) {
 /* Every matrix product with a parameter. A column-parallel weight is cut by rows, [N / t, K]: each tensor-parallel rank
  * computes a share of the outputs. A row-parallel weight is cut by columns, [N, K / t]: each rank computes a partial
  * sum. With a group of one both are plain products. Experts use grouped products. This section handles communication,
- * its overlap, the fused GELU, fp8, and accumulation of gradients; layers know none of them. Invariants: gradients of
- * weights need no communication; a step's first product overwrites dw, later ones add to it. */
+ * its overlap, GELU within a product, fp8, and accumulation of gradients; layers know none of them. Invariants:
+ * gradients of weights need no communication; a step's first product overwrites dw, later ones add to it. */
 
 /* ---- fp8: quantizes the operands of a product. Products need both operands with the summed dimension contiguous:
  *
@@ -4397,13 +4397,13 @@ static void mt_adapter_backward_weight(const mt_tensor_parallel *tp, const mt_li
 
 /* ---- the product alone, on T rows; io->offsets: of experts */
 
-/* True if the products compute the activation themselves: the tanh approximation of GELU, where the backend can. */
-static bool mt_fuses_activation(const mt_tensor_parallel *tp, const mt_linear *l, const mt_linear_io *io) {
-    return io->activation == MT_ACTIVATION_GELU_TANH && !io->gates && !io->offsets && !l->fp8 && !mt_adapts(tp, l) &&
-           tp->ops->linear_gelu_forward && tp->ops->linear_backward_gelu;
+bool mt_linear_fuses_gelu(const mt_tensor_parallel *tp, const mt_linear *l) {
+    bool plain = (l->kind == MT_LINEAR_COLUMN || l->kind == MT_LINEAR_ROW || l->kind == MT_LINEAR_REPLICATED) &&
+                 !l->fp8 && !mt_adapts(tp, l);
+    return plain && tp->ops->linear_gelu_forward && tp->ops->linear_backward_gelu;
 }
 
-/* y = x w^T + bias, and `active` if it is fused. */
+/* y = x w^T + bias. */
 static void mt_product_forward(const mt_tensor_parallel *tp, const mt_linear *l, const mt_linear_io *io, int64_t T) {
     const mt_ops *ops = tp->ops;
     const void *bias = io->omits_bias ? NULL : l->bias.w;
@@ -4416,8 +4416,8 @@ static void mt_product_forward(const mt_tensor_parallel *tp, const mt_linear *l,
         mt_grouped_args a = {T, l->N, l->K, l->num_experts, io->offsets, io->x, l->weight.w, .y = io->y};
         a.host_offsets = io->host_offsets;
         ops->grouped_linear_forward(&a, tp->dtype, tp->stream);
-    } else if (io->active && mt_fuses_activation(tp, l, io)) {
-        ops->linear_gelu_forward(io->active, io->y, io->x, l->weight.w, bias, T, l->N, l->K, tp->dtype, tp->stream);
+    } else if (io->gelu) {
+        ops->linear_gelu_forward(io->gelu, io->y, io->x, l->weight.w, bias, T, l->N, l->K, tp->dtype, tp->stream);
     } else {
         ops->linear_forward(io->y, io->x, l->weight.w, bias, T, l->N, l->K, tp->dtype, tp->stream);
     }
@@ -4426,7 +4426,7 @@ static void mt_product_forward(const mt_tensor_parallel *tp, const mt_linear *l,
     if (mt_adapts(tp, l)) mt_adapter_forward(tp, l, io, T);
 }
 
-/* dx = dy w, or dhidden if the activation is fused. */
+/* dx = dy w. */
 static void mt_product_backward_input(const mt_tensor_parallel *tp, const mt_linear *l, const mt_linear_io *io,
                                       int64_t T) {
     const mt_ops *ops = tp->ops;
@@ -4438,8 +4438,8 @@ static void mt_product_backward_input(const mt_tensor_parallel *tp, const mt_lin
         mt_grouped_args a = {T, l->N, l->K, l->num_experts, io->offsets, .w = l->weight.w, .dy = io->dy, .dx = io->dx};
         a.host_offsets = io->host_offsets;
         ops->grouped_linear_backward_input(&a, tp->dtype, tp->stream);
-    } else if (io->hidden && mt_fuses_activation(tp, l, io)) {
-        ops->linear_backward_gelu(io->dhidden, io->dy, l->weight.w, io->hidden, T, l->N, l->K, tp->dtype, tp->stream);
+    } else if (io->gelu_of) {
+        ops->linear_backward_gelu(io->dx, io->dy, l->weight.w, io->gelu_of, T, l->N, l->K, tp->dtype, tp->stream);
     } else {
         ops->linear_backward_input(io->dx, io->dy, l->weight.w, T, l->N, l->K, tp->dtype, tp->stream);
     }
@@ -4483,7 +4483,7 @@ static void mt_column_forward(const mt_tensor_parallel *tp, const mt_linear *l, 
     for (int step = 0, owner; step < tp->group->size; step++) { // overlaps the transfer of the next rank's rows
         at.x = mt_gather_step(tp, io->x, l->K, step, &owner);
         at.y = mt_rows_of_rank(tp, io->y, owner, l->N), at.first_row = owner * tp->rows;
-        if (io->active) at.active = mt_rows_of_rank(tp, io->active, owner, l->N); // as wide as y where it is fused
+        if (io->gelu) at.gelu = mt_rows_of_rank(tp, io->gelu, owner, l->N);
         mt_product_forward(tp, l, &at, tp->rows);
     }
 }
@@ -4536,8 +4536,7 @@ static const void *mt_row_backward_input_overlapped(const mt_tensor_parallel *tp
     for (int step = 0, owner; step < tp->group->size; step++) {
         at.dy = mt_gather_step(tp, io->dy, l->N, step, &owner);
         at.dx = mt_rows_of_rank(tp, io->dx, owner, l->K), at.first_row = owner * tp->rows;
-        if (io->hidden) at.hidden = mt_rows_of_rank(tp, io->hidden, owner, l->K); // as wide as x where it is fused
-        if (io->hidden) at.dhidden = mt_rows_of_rank(tp, io->dhidden, owner, l->K);
+        if (io->gelu_of) at.gelu_of = mt_rows_of_rank(tp, io->gelu_of, owner, l->K);
         mt_fp8_gradient(tp, l, &at, tp->rows, MT_BACKWARD_INPUT);
         mt_product_backward_input(tp, l, &at, tp->rows);
     }
@@ -4559,17 +4558,9 @@ static void mt_row_backward(const mt_tensor_parallel *tp, const mt_linear *l, co
 
 /* ---- the three functions */
 
-/* Rows of y in a forward and of x in a backward of the kinds that have an activation there. */
-static int64_t mt_linear_active_rows(const mt_tensor_parallel *tp, const mt_linear *l, const mt_linear_io *io) {
-    return l->kind == MT_LINEAR_GROUPED ? io->num_rows : l->kind == MT_LINEAR_REPLICATED ? tp->rows : tp->T;
-}
-
-/* active = activation(y). */
-static void mt_linear_activation_forward(const mt_tensor_parallel *tp, const mt_linear *l, const mt_linear_io *io) {
-    int64_t F = l->N / (mt_activation_rows[io->activation].gated ? 2 : 1);
-    mt_activation_args a = {mt_linear_active_rows(tp, l, io), F, io->activation, io->y, io->gates, .y = io->active};
-    a.quantize = mt_fp8_args(tp, io->reader, MT_FP8_X, io->active, a.T, io->offsets);
-    tp->ops->activation_forward(&a, tp->dtype, tp->stream);
+/* Rows of x and y of a linear that is not cut among ranks. */
+static int64_t mt_linear_rows(const mt_tensor_parallel *tp, const mt_linear *l, const mt_linear_io *io) {
+    return l->kind == MT_LINEAR_GROUPED ? io->num_rows : tp->rows;
 }
 
 void mt_linear_forward(const mt_tensor_parallel *tp, const mt_linear *l, const mt_linear_io *io) {
@@ -4581,8 +4572,7 @@ void mt_linear_forward(const mt_tensor_parallel *tp, const mt_linear *l, const m
     else if (l->kind == MT_LINEAR_ROW)
         mt_row_forward(tp, l, io);
     else
-        mt_product_forward(tp, l, io, mt_linear_active_rows(tp, l, io));
-    if (io->active && !mt_fuses_activation(tp, l, io)) mt_linear_activation_forward(tp, l, io);
+        mt_product_forward(tp, l, io, mt_linear_rows(tp, l, io));
 }
 
 /* True if a backward computes gradients of parameters. */
@@ -4592,7 +4582,7 @@ static bool mt_linear_trains(const mt_linear *l) {
 
 void mt_linear_backward(const mt_tensor_parallel *tp, const mt_linear *l, const mt_linear_io *io, int halves) {
     mt_linear_io at = *io;
-    int64_t rows = l->kind == MT_LINEAR_GROUPED ? io->num_rows : tp->rows;
+    int64_t rows = mt_linear_rows(tp, l, io);
     if (!mt_linear_trains(l)) halves &= MT_BACKWARD_INPUT;
     if (halves == 0) return;
     mt_fp8_begin(tp, l, io);
@@ -4608,12 +4598,6 @@ void mt_linear_backward(const mt_tensor_parallel *tp, const mt_linear *l, const 
         mt_fp8_gradient(tp, l, &at, rows, halves);
         if (halves & MT_BACKWARD_INPUT) mt_product_backward_input(tp, l, &at, rows);
         if (halves & MT_BACKWARD_WEIGHT) mt_product_backward_weight(tp, l, &at, rows);
-    }
-    if (io->hidden && (halves & MT_BACKWARD_INPUT) && !mt_fuses_activation(tp, l, io)) {
-        mt_activation_args a = {mt_linear_active_rows(tp, l, io), l->K, io->activation, io->hidden, .dy = io->dx};
-        a.weights = io->gates, a.dx = io->dhidden, a.dweights = io->dgates;
-        a.quantize = mt_fp8_args(tp, io->reader, MT_FP8_DY, io->dhidden, a.T, io->offsets);
-        tp->ops->activation_backward(&a, tp->dtype, tp->stream);
     }
 }
 
@@ -6685,14 +6669,38 @@ static void mt_mlp_slots(const mt_model *m, mt_slots *s, const mt_layer *w) {
     hidden->modules = active->modules = modules, hidden->input = active->input = input;
 }
 
+/* a->y = activation(a->x), stored as `reader` reads its x. offsets: of experts' rows. */
+static void mt_activation_forward(const mt_model *m, const mt_pass *p, const mt_linear *reader, const int32_t *offsets,
+                                  mt_activation_args *a) {
+    a->activation = mt_options_activation(m->options);
+    a->quantize = mt_fp8_args(&p->tp, reader, MT_FP8_X, a->y, a->T, offsets);
+    m->ops->activation_forward(a, m->dtype, p->stream);
+}
+
+/* a->dx = the gradient of a->x, stored as `reader` reads its dy. */
+static void mt_activation_backward(const mt_model *m, const mt_pass *p, const mt_linear *reader, const int32_t *offsets,
+                                   mt_activation_args *a) {
+    a->activation = mt_options_activation(m->options);
+    a->quantize = mt_fp8_args(&p->tp, reader, MT_FP8_DY, a->dx, a->T, offsets);
+    m->ops->activation_backward(a, m->dtype, p->stream);
+}
+
+/* True if the product before the activation, or in the backward the one behind it, computes the activation. */
+static bool mt_fuses_activation(const mt_model *m, const mt_pass *p, const mt_linear *linear, const float *gates) {
+    bool is_gelu = mt_options_activation(m->options) == MT_ACTIVATION_GELU_TANH && !gates;
+    return is_gelu && mt_linear_fuses_gelu(&p->tp, linear);
+}
+
 /* out = down(activation(fc1(x[R, C]))); out NULL: only the values that the backward reads. gates[T] scale a shared
  * expert's activation, or NULL. */
 static void mt_gated_mlp_forward(const mt_model *m, const mt_pass *p, const mt_layer *w, mt_activations *a,
                                  const void *x, const float *gates, void *out) {
-    mt_linear_io fc1 = {.x = x, .y = a->mlp_hidden, .active = a->mlp_active, .gates = gates};
-    fc1.activation = mt_options_activation(m->options), fc1.reader = &w->down;
+    bool fused = mt_fuses_activation(m, p, &w->fc1, gates);
+    mt_linear_io fc1 = {.x = x, .y = a->mlp_hidden, .gelu = fused ? a->mlp_active : NULL};
     if (!p->replay) fc1.x_transposed = mt_saved_x(a, &w->fc1);
     mt_linear_forward(&p->tp, &w->fc1, &fc1);
+    mt_activation_args activation = {.T = p->T, .F = w->F, .x = a->mlp_hidden, .weights = gates, .y = a->mlp_active};
+    if (!fused) mt_activation_forward(m, p, &w->down, NULL, &activation);
     if (out) mt_layer_linear_forward(p, a, &w->down, a->mlp_active, out);
 }
 
@@ -6701,11 +6709,13 @@ static void mt_gated_mlp_forward(const mt_model *m, const mt_pass *p, const mt_l
 static void mt_gated_mlp_backward(mt_model *m, const mt_pass *p, mt_layer *w, mt_activations *a, const void *x,
                                   const float *gates, const void *dout, float *dgates, void *dx, int halves) {
     mt_layer_scratch *s = &m->scratch;
-    mt_linear_io down = {.x = a->mlp_active, .dy = dout, .dx = s->dmlp_active, .hidden = a->mlp_hidden};
-    down.activation = mt_options_activation(m->options), down.dhidden = s->dmlp_hidden;
-    down.gates = gates, down.dgates = gates ? dgates : NULL, down.reader = &w->fc1;
-    down.x_transposed = mt_saved_x(a, &w->down);
+    bool fused = mt_fuses_activation(m, p, &w->down, gates);
+    mt_linear_io down = {.x = a->mlp_active, .x_transposed = mt_saved_x(a, &w->down), .dy = dout};
+    down.dx = fused ? s->dmlp_hidden : s->dmlp_active, down.gelu_of = fused ? a->mlp_hidden : NULL;
     mt_linear_backward(&p->tp, &w->down, &down, halves);
+    mt_activation_args activation = {.T = p->T, .F = w->F, .x = a->mlp_hidden, .weights = gates, .dy = s->dmlp_active};
+    activation.dx = s->dmlp_hidden, activation.dweights = gates ? dgates : NULL;
+    if (!fused) mt_activation_backward(m, p, &w->fc1, NULL, &activation);
     mt_linear_io fc1 = {.x = x, .dy = s->dmlp_hidden, .dx = dx};
     mt_layer_linear_backward(m, p, w, a, &w->fc1, &fc1);
 }
@@ -7526,13 +7536,12 @@ static mt_linear_io mt_expert_io(const mt_model *m, const mt_routing *r) {
 
 /* ---- the experts' MLPs; probabilities scale the activation or the output */
 
-/* rows.hidden = fc1(rows.input), and rows.active = activation(rows.hidden). */
-static mt_linear_io mt_expert_fc1_io(const mt_model *m, const mt_layer *w, const mt_routing *r) {
-    mt_linear_io fc1 = mt_expert_io(m, r);
-    fc1.x = r->rows.input, fc1.y = r->rows.hidden, fc1.active = r->rows.active, fc1.reader = &w->expert_down;
-    fc1.x_transposed = r->rows.input_transposed;
-    fc1.activation = mt_options_activation(m->options), fc1.gates = mt_scales_output(m) ? NULL : r->rows.weights;
-    return fc1;
+/* rows.active = activation(rows.hidden), scaled by the probabilities unless they scale the output. */
+static void mt_expert_activation_forward(const mt_model *m, const mt_pass *p, const mt_layer *w, const mt_routing *r) {
+    const mt_expert_rows *rows = &r->rows;
+    mt_activation_args a = {.T = r->num_rows, .F = m->experts->F, .x = rows->hidden, .y = rows->active};
+    a.weights = mt_scales_output(m) ? NULL : rows->weights;
+    mt_activation_forward(m, p, &w->expert_down, r->expert_offsets, &a);
 }
 
 /* experts.results = experts(rows.input), scaled by rows.weights; with `replay` only the values that the backward
@@ -7540,11 +7549,13 @@ static mt_linear_io mt_expert_fc1_io(const mt_model *m, const mt_layer *w, const
 static void mt_expert_mlp_forward(mt_model *m, const mt_pass *p, const mt_layer *w, const mt_routing *r, bool replay) {
     const mt_experts *e = m->experts;
     const mt_expert_rows *rows = &r->rows;
-    mt_linear_io fc1 = mt_expert_fc1_io(m, w, r), down = mt_expert_io(m, r);
+    mt_linear_io fc1 = mt_expert_io(m, r), down = fc1;
+    fc1.x = rows->input, fc1.x_transposed = rows->input_transposed, fc1.y = rows->hidden;
     down.x = rows->active, down.x_transposed = rows->active_transposed;
     down.y = mt_scales_output(m) ? rows->output : e->results->input;
     down.omits_bias = m->grid->expert_tensor.rank > 0;
     mt_linear_forward(&p->tp, &w->expert_fc1, &fc1);
+    mt_expert_activation_forward(m, p, w, r);
     if (!replay || mt_scales_output(m)) mt_linear_forward(&p->tp, &w->expert_down, &down);
     if (!replay && mt_scales_output(m))
         m->ops->scale_rows_forward(e->results->input, rows->output, rows->weights, r->num_rows, m->C, m->dtype,
@@ -7556,18 +7567,19 @@ static void mt_expert_mlp_forward(mt_model *m, const mt_pass *p, const mt_layer 
 static void mt_expert_mlp_backward(mt_model *m, const mt_pass *p, mt_layer *w, const mt_routing *r) {
     const mt_expert_rows *rows = &r->rows, *d = &m->experts->rows;
     mt_linear_io down = mt_expert_io(m, r), fc1 = down;
-    down.x = rows->active, down.dy = d->input, down.dx = d->active, down.reader = &w->expert_fc1;
-    down.x_transposed = rows->active_transposed;
+    mt_activation_args activation = {.T = r->num_rows, .F = m->experts->F, .x = rows->hidden, .dy = d->active};
+    activation.dx = d->hidden;
+    down.x = rows->active, down.x_transposed = rows->active_transposed, down.dy = d->input, down.dx = d->active;
     down.dy_source = r->source;
-    down.activation = mt_options_activation(m->options), down.hidden = rows->hidden, down.dhidden = d->hidden;
     if (mt_scales_output(m)) {
         m->ops->scale_rows_backward(d->output, d->weights, d->input, rows->output, rows->weights, r->num_rows, m->C,
                                     m->dtype, p->stream);
         down.dy = d->output;
     } else {
-        down.gates = rows->weights, down.dgates = d->weights;
+        activation.weights = rows->weights, activation.dweights = d->weights;
     }
     mt_linear_backward(&p->tp, &w->expert_down, &down, MT_BACKWARD_BOTH);
+    mt_activation_backward(m, p, &w->expert_fc1, r->expert_offsets, &activation);
     fc1.dy = d->hidden, fc1.dx = m->experts->results->input;
     mt_linear_backward_input(&p->tp, &w->expert_fc1, &fc1);
 }
@@ -7612,8 +7624,7 @@ static void mt_experts_replay(mt_model *m, const mt_pass *p, const mt_layer *w, 
     if (modules & MT_MODULE_SHARED_EXPERTS) mt_shared_expert_forward(m, p, w, a, x, NULL);
     if (!(modules & MT_MODULE_MOE_ACT)) return;
     mt_layer_rows_reserve(m, w, a->routing);
-    mt_linear_io fc1 = mt_expert_fc1_io(m, w, a->routing);
-    mt_linear_activation_forward(&p->tp, &w->expert_fc1, &fc1);
+    mt_expert_activation_forward(m, p, w, a->routing);
 }
 
 /* dx from dout[R, C]. A split backward computes the weights' half here too: its inputs are too large to keep. */

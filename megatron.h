@@ -2172,15 +2172,9 @@ typedef struct mt_linear_io {
     void *y;
     const void *dy;
     void *dx;
-    /* The activation behind the forward's y, or before the backward's x, as activation_forward and activation_backward;
-     * a backend may compute it within the product. Not for the forward of a row-parallel linear */
-    mt_activation activation;
-    const float *gates;             // [rows of y or x] scales; NULL: none
-    void *active;                   // forward: activation(y); NULL: none
-    const void *hidden;             // backward: x is activation(hidden), dx is scratch; NULL: no
-    void *dhidden;                  // backward: the gradient of `hidden`
-    float *dgates;                  // backward: the gradient of `gates`
-    const struct mt_linear *reader; // the linear whose x is `active`, or whose dy is dhidden; NULL: none
+    /* The one activation within a product, where mt_linear_fuses_gelu: GELU's tanh approximation. NULL: none */
+    void *gelu;          // forward: gelu(y), beside y; not for a row-parallel linear
+    const void *gelu_of; // backward: x is gelu(gelu_of), and dx the gradient of gelu_of
     /* experts, with mt_fp8_linear.in_place: x, or dy, has copies of tokens' rows, which also follow them once: row r is
      * that of token source[r]. NULL: no */
     const int32_t *x_source, *dy_source;
@@ -2196,6 +2190,9 @@ typedef struct mt_linear_io {
 
 /* The halves of a backward: gradient of the input, gradient of the weights, or both. */
 enum { MT_BACKWARD_INPUT = 1, MT_BACKWARD_WEIGHT = 2, MT_BACKWARD_BOTH = 3 };
+
+/* True if the backend computes GELU within the products of this linear. */
+bool mt_linear_fuses_gelu(const mt_tensor_parallel *tp, const mt_linear *linear);
 
 /* y from x. Communication of column- and row-parallel kinds is included: results are complete on tp->stream. */
 void mt_linear_forward(const mt_tensor_parallel *tp, const mt_linear *linear, const mt_linear_io *io);

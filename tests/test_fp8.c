@@ -351,6 +351,18 @@ static void mlp_open(mlp *m, const mt_ops *ops, mt_fp8_recipe recipe, bool in_pl
     for (int i = 0; i < 2 && saves; i++) m->saved[i] = mlp_memory(m, 1 << 16);
 }
 
+/* The activation's result is x or dy of a linear: in place, it is stored in fp8. */
+static void mlp_activation_result(mt_activation_args *a, const mt_fp8_linear *reader, mt_fp8_operand operand,
+                                  void *result, int64_t width) {
+    mt_dtype format = operand == MT_FP8_DY ? MT_F8_E5M2 : MT_F8_E4M3;
+    float *inverse_scale = reader->inverse_scales + operand * MT_FP8_SCALE_STEP;
+    a->quantize = (mt_quantize_args){0};
+    if (!reader->in_place[operand]) return;
+    a->quantize = (mt_quantize_args){result, 1, TOKENS, width, .scale = reader->scale + operand};
+    a->quantize.amax = reader->amax + operand;
+    a->quantize.rows = (mt_fp8_matrix){result, inverse_scale, width, format, MT_FP8_TENSOR};
+}
+
 /* Norm, MLP, and the backward of the MLP. */
 static void mlp_run(mlp *m) {
     mt_norm_args norm = {
@@ -364,17 +376,19 @@ static void mlp_run(mlp *m) {
     }
     m->ops.rmsnorm_forward(&norm, MT_BF16, m->stream);
     mt_linear_io fc1 = {
-        .x = m->normed, .x_transposed = m->saved[0], .y = m->hidden, .active = m->active, .reader = &m->down};
-    mt_linear_io down = {
-        .x = m->active, .x_transposed = m->saved[1], .y = m->y, .dy = m->dy, .dx = m->dactive, .reader = &m->fc1};
-    fc1.activation = down.activation = MT_ACTIVATION_SWIGLU, fc1.dy = m->dhidden, fc1.dx = m->dnormed;
+        .x = m->normed, .x_transposed = m->saved[0], .y = m->hidden, .dy = m->dhidden, .dx = m->dnormed};
+    mt_linear_io down = {.x = m->active, .x_transposed = m->saved[1], .y = m->y, .dy = m->dy, .dx = m->dactive};
+    mt_activation_args activation = {TOKENS, F, MT_ACTIVATION_SWIGLU, m->hidden, .y = m->active, .dy = m->dactive};
+    activation.dx = m->dhidden;
     mt_linear_forward(&m->tp, &m->fc1, &fc1);
-    fc1.active = NULL, fc1.reader = NULL;
-    mt_linear_forward(&m->tp, &m->down, &(mt_linear_io){.x = m->active, .x_transposed = m->saved[1], .y = m->y});
+    mlp_activation_result(&activation, &m->states[1], MT_FP8_X, m->active, F);
+    m->ops.activation_forward(&activation, MT_BF16, m->stream);
+    mt_linear_forward(&m->tp, &m->down, &down);
     if (m->saved[0])
         m->ops.memory_zero(m->normed, TOKENS * CHANNELS * 2, m->stream), fc1.x = down.x = NULL; // read by no backward
-    down.hidden = m->hidden, down.dhidden = m->dhidden;
     mt_linear_backward(&m->tp, &m->down, &down, MT_BACKWARD_BOTH);
+    mlp_activation_result(&activation, &m->states[0], MT_FP8_DY, m->dhidden, WIDTH);
+    m->ops.activation_backward(&activation, MT_BF16, m->stream);
     mt_linear_backward(&m->tp, &m->fc1, &fc1, MT_BACKWARD_BOTH);
 }
 
