@@ -4212,11 +4212,16 @@ static int64_t mt_fp8_scratch_bytes(const mt_linear *l, int64_t T, int64_t piece
     return mt_max(forward.used, backward.used);
 }
 
+/* Offsets of the rows of each weight; NULL: there is one weight. */
+static const int32_t *mt_row_offsets(const mt_linear_io *io) {
+    return io->groups ? io->groups->offsets : NULL;
+}
+
 /* Begins a call: its operands overwrite those of the call before. Only experts' rows can need more than was planned. */
 static void mt_fp8_begin(const mt_tensor_parallel *tp, const mt_linear *l, const mt_linear_io *io) {
     if (!l->fp8) return;
     mt_arena *scratch = &l->fp8->recipe->scratch;
-    int64_t bytes = io->offsets ? mt_fp8_scratch_bytes(l, io->num_rows, 1) : 0;
+    int64_t bytes = io->groups ? mt_fp8_scratch_bytes(l, io->groups->num_rows, 1) : 0;
     scratch->used = 0;
     if (!l->fp8->recipe->keeps_weights) l->fp8->w_transposed.data = NULL;
     if (!l->fp8->recipe->keeps_weights && !l->fp8->gathered) l->fp8->w.data = NULL;
@@ -4270,11 +4275,12 @@ static mt_quantize_args mt_fp8_rows(const mt_tensor_parallel *tp, const mt_linea
     mt_arena saved = {.base = io->x_transposed, .capacity = INT64_MAX};
     bool in_place = l->fp8->in_place[operand], keeps = operand == MT_FP8_X && io->x_transposed;
     mt_dtype format = operand == MT_FP8_DY ? recipe->gradient_format : recipe->format;
-    mt_quantize_args a = mt_fp8_args(tp, l, operand, operand == MT_FP8_DY ? io->dy : io->x, T, io->offsets);
+    mt_quantize_args a = mt_fp8_args(tp, l, operand, operand == MT_FP8_DY ? io->dy : io->x, T, mt_row_offsets(io));
     if (rows && !in_place) a.rows = mt_fp8_allocate(&recipe->scratch, 1, T, a.C, format, recipe->blocks);
     if (columns) a.columns = mt_fp8_allocate_columns(keeps ? &saved : &recipe->scratch, l, T, a.C, format);
     if (keeps && !rows) return a; // the forward stored it
-    if (in_place) a.compact = T, a.source = operand == MT_FP8_DY ? io->dy_source : io->x_source;
+    if (in_place) a.compact = T;
+    if (in_place && io->groups) a.source = operand == MT_FP8_DY ? io->groups->dy_source : io->groups->x_source;
     if (in_place && columns) tp->ops->fp8_transpose(&a, tp->stream);
     if (!in_place && (rows || columns)) tp->ops->quantize(&a, tp->dtype, tp->stream);
     return a;
@@ -4292,7 +4298,7 @@ static void mt_fp8_gradient(const mt_tensor_parallel *tp, const mt_linear *l, mt
 static void mt_fp8_run_product(const mt_tensor_parallel *tp, const mt_linear *l, const mt_linear_io *io,
                                mt_fp8_product_args a) {
     a.exact_sums = a.exact_sums || l->fp8->recipe->blocks != MT_FP8_TENSOR;
-    a.offsets = io->offsets, a.num_experts = l->num_experts;
+    a.offsets = mt_row_offsets(io), a.num_experts = l->num_experts;
     tp->ops->fp8_product(&a, tp->stream);
 }
 
@@ -4312,8 +4318,8 @@ static mt_grouped_args mt_adapter_args(const mt_tensor_parallel *tp, const mt_li
                                        int64_t part, int64_t T) {
     const mt_adapter *adapter = &l->adapter;
     const mt_adapter_part *p = &adapter->parts[mt_max(part, 0)];
-    void *h = io->offsets ? io->adapter_rows : tp->adapter_rows, *dh = mt_at(h, T * adapter->R, tp->dtype);
-    mt_grouped_args a = {T, adapter->R, l->K, mt_max(l->num_experts, 1), io->offsets, .x = io->x, .y = h};
+    void *h = io->groups ? io->groups->adapter_rows : tp->adapter_rows, *dh = mt_at(h, T * adapter->R, tp->dtype);
+    mt_grouped_args a = {T, adapter->R, l->K, mt_max(l->num_experts, 1), mt_row_offsets(io), .x = io->x, .y = h};
     a.dy = dh, a.dx = io->dx, a.w = adapter->a.w, a.dw = adapter->a.dw;
     if (part >= 0) {
         int64_t column = part * adapter->rank;
@@ -4395,7 +4401,7 @@ static void mt_adapter_backward_weight(const mt_tensor_parallel *tp, const mt_li
     }
 }
 
-/* ---- the product alone, on T rows; io->offsets: of experts */
+/* ---- the product alone, on T rows */
 
 bool mt_linear_fuses_gelu(const mt_tensor_parallel *tp, const mt_linear *l) {
     bool plain = (l->kind == MT_LINEAR_COLUMN || l->kind == MT_LINEAR_ROW || l->kind == MT_LINEAR_REPLICATED) &&
@@ -4410,19 +4416,19 @@ static void mt_product_forward(const mt_tensor_parallel *tp, const mt_linear *l,
     if (l->fp8) {
         mt_fp8_product_args a = {.b = mt_fp8_weight(tp, l, false), .M = T, .N = l->N, .K = l->K};
         a.a = mt_fp8_rows(tp, l, io, MT_FP8_X, T, true, tp->training && io->x_transposed).rows;
-        a.out = io->y, a.out_dtype = tp->dtype, a.bias = io->offsets ? NULL : bias;
+        a.out = io->y, a.out_dtype = tp->dtype, a.bias = io->groups ? NULL : bias;
         mt_fp8_run_product(tp, l, io, a);
-    } else if (io->offsets) {
-        mt_grouped_args a = {T, l->N, l->K, l->num_experts, io->offsets, io->x, l->weight.w, .y = io->y};
-        a.host_offsets = io->host_offsets;
+    } else if (io->groups) {
+        mt_grouped_args a = {T, l->N, l->K, l->num_experts, io->groups->offsets, io->x, l->weight.w, .y = io->y};
+        a.host_offsets = io->groups->host_offsets;
         ops->grouped_linear_forward(&a, tp->dtype, tp->stream);
     } else if (io->gelu) {
         ops->linear_gelu_forward(io->gelu, io->y, io->x, l->weight.w, bias, T, l->N, l->K, tp->dtype, tp->stream);
     } else {
         ops->linear_forward(io->y, io->x, l->weight.w, bias, T, l->N, l->K, tp->dtype, tp->stream);
     }
-    if (io->offsets && bias)
-        ops->grouped_bias_forward(io->y, bias, io->offsets, T, l->N, l->num_experts, tp->dtype, tp->stream);
+    if (io->groups && bias)
+        ops->grouped_bias_forward(io->y, bias, io->groups->offsets, T, l->N, l->num_experts, tp->dtype, tp->stream);
     if (mt_adapts(tp, l)) mt_adapter_forward(tp, l, io, T);
 }
 
@@ -4434,23 +4440,24 @@ static void mt_product_backward_input(const mt_tensor_parallel *tp, const mt_lin
         mt_fp8_product_args a = {.a = io->dy_fp8, .b = mt_fp8_weight(tp, l, true), .M = T, .N = l->K, .K = l->N};
         a.out = io->dx, a.out_dtype = tp->dtype, a.exact_sums = true;
         mt_fp8_run_product(tp, l, io, a);
-    } else if (io->offsets) {
-        mt_grouped_args a = {T, l->N, l->K, l->num_experts, io->offsets, .w = l->weight.w, .dy = io->dy, .dx = io->dx};
-        a.host_offsets = io->host_offsets;
+    } else if (io->groups) {
+        mt_grouped_args a = {
+            T, l->N, l->K, l->num_experts, io->groups->offsets, .w = l->weight.w, .dy = io->dy, .dx = io->dx};
+        a.host_offsets = io->groups->host_offsets;
         ops->grouped_linear_backward_input(&a, tp->dtype, tp->stream);
     } else if (io->gelu_of) {
         ops->linear_backward_gelu(io->dx, io->dy, l->weight.w, io->gelu_of, T, l->N, l->K, tp->dtype, tp->stream);
     } else {
         ops->linear_backward_input(io->dx, io->dy, l->weight.w, T, l->N, l->K, tp->dtype, tp->stream);
     }
-    if (l->adapter.R > 0) mt_adapter_backward_input(tp, l, io, T);
+    if (mt_adapts(tp, l)) mt_adapter_backward_input(tp, l, io, T);
 }
 
 /* dw = dy^T x, or += if dw holds a gradient; dbias += column sums of dy; frozen: only the adapters' gradients. */
 static void mt_product_backward_weight(const mt_tensor_parallel *tp, const mt_linear *l, const mt_linear_io *io,
                                        int64_t T) {
     const mt_ops *ops = tp->ops;
-    if (l->adapter.R > 0) mt_adapter_backward_weight(tp, l, io, T);
+    if (mt_adapts(tp, l)) mt_adapter_backward_weight(tp, l, io, T);
     if (!l->weight.dw) return;
     bool accumulate = mt_weight_accumulates(&l->weight);
     if (io->dy_transposed.data) { // in fp8
@@ -4458,17 +4465,19 @@ static void mt_product_backward_weight(const mt_tensor_parallel *tp, const mt_li
         a.b = mt_fp8_rows(tp, l, io, MT_FP8_X, T, false, true).columns;
         a.out = l->weight.dw, a.out_dtype = MT_F32, a.accumulate = accumulate, a.exact_sums = a.sums_rows = true;
         mt_fp8_run_product(tp, l, io, a);
-        if (l->bias.dw && !io->offsets) ops->column_sums(l->bias.dw, io->dy, T, l->N, tp->dtype, tp->stream);
-    } else if (io->offsets) {
-        mt_grouped_args a = {T, l->N, l->K, l->num_experts, io->offsets, io->x, .dy = io->dy, .dw = l->weight.dw};
-        a.accumulate = accumulate, a.host_offsets = io->host_offsets;
+        if (l->bias.dw && !io->groups) ops->column_sums(l->bias.dw, io->dy, T, l->N, tp->dtype, tp->stream);
+    } else if (io->groups) {
+        mt_grouped_args a = {
+            T, l->N, l->K, l->num_experts, io->groups->offsets, io->x, .dy = io->dy, .dw = l->weight.dw};
+        a.accumulate = accumulate, a.host_offsets = io->groups->host_offsets;
         ops->grouped_linear_backward_weight(&a, tp->dtype, tp->stream);
     } else {
         ops->linear_backward_weight(l->weight.dw, l->bias.dw, io->dy, io->x, T, l->N, l->K, accumulate, tp->dtype,
                                     tp->stream);
     }
-    if (io->offsets && l->bias.dw)
-        ops->grouped_bias_backward(l->bias.dw, io->dy, io->offsets, T, l->N, l->num_experts, tp->dtype, tp->stream);
+    if (io->groups && l->bias.dw)
+        ops->grouped_bias_backward(l->bias.dw, io->dy, io->groups->offsets, T, l->N, l->num_experts, tp->dtype,
+                                   tp->stream);
 }
 
 /* ---- column parallel: x[rows, K] -> y[T, N], this rank's outputs */
@@ -4560,7 +4569,7 @@ static void mt_row_backward(const mt_tensor_parallel *tp, const mt_linear *l, co
 
 /* Rows of x and y of a linear that is not cut among ranks. */
 static int64_t mt_linear_rows(const mt_tensor_parallel *tp, const mt_linear *l, const mt_linear_io *io) {
-    return l->kind == MT_LINEAR_GROUPED ? io->num_rows : tp->rows;
+    return l->kind == MT_LINEAR_GROUPED ? io->groups->num_rows : tp->rows;
 }
 
 void mt_linear_forward(const mt_tensor_parallel *tp, const mt_linear *l, const mt_linear_io *io) {
@@ -4586,10 +4595,6 @@ void mt_linear_backward(const mt_tensor_parallel *tp, const mt_linear *l, const 
     if (!mt_linear_trains(l)) halves &= MT_BACKWARD_INPUT;
     if (halves == 0) return;
     mt_fp8_begin(tp, l, io);
-    if (l->kind == MT_LINEAR_ROUTER && tp->dtype != MT_F32) { // dy is fp32; the products take the model's type
-        tp->ops->convert(io->rounded, tp->dtype, io->dy, MT_F32, tp->rows * l->N, tp->stream);
-        at.dy = io->rounded;
-    }
     if (l->kind == MT_LINEAR_COLUMN) {
         mt_column_backward(tp, l, io, halves);
     } else if (l->kind == MT_LINEAR_ROW) {
@@ -6758,7 +6763,7 @@ typedef struct mt_expert_rows {
     void *active;                               // [M, F]
     void *output;                               // [M, C] before scaling, if the output is scaled
     void *input_transposed, *active_transposed; // in fp8
-    void *adapter;                              // [2, M, R] of experts.rows: see mt_linear_io
+    void *adapter;                              // [2, M, R] of experts.rows: see mt_row_groups
     int32_t *to_expert, *from_expert;           // [M] permutation from source order to expert order, and its inverse
 } mt_expert_rows;
 
@@ -7157,6 +7162,17 @@ static void mt_route_forward(mt_model *m, const mt_pass *p, const mt_layer *w, m
     if (mt_has_capacity(m)) mt_drop_over_capacity(m, p, w, r->kept + own, r->experts + own, r->probs + own);
 }
 
+/* experts.router_dx = gradient of x[R, C] from experts.dlogits, which the products take in the model's type. */
+static void mt_router_linear_backward(mt_model *m, const mt_pass *p, const mt_linear *router, const void *x) {
+    const mt_experts *e = m->experts;
+    mt_linear_io io = {.x = x, .dy = e->dlogits, .dx = e->router_dx};
+    if (m->dtype != MT_F32) {
+        m->ops->convert(e->dlogits_rounded, m->dtype, e->dlogits, MT_F32, p->rows * router->N, p->stream);
+        io.dy = e->dlogits_rounded;
+    }
+    mt_linear_backward(&p->tp, router, &io, MT_BACKWARD_BOTH);
+}
+
 /* experts.router_dx = gradient of x, from the gradients of the probabilities and from the auxiliary losses. */
 static void mt_route_backward(mt_model *m, const mt_pass *p, mt_layer *w, mt_routing *r, const void *x) {
     mt_experts *e = m->experts;
@@ -7169,8 +7185,7 @@ static void mt_route_backward(mt_model *m, const mt_pass *p, mt_layer *w, mt_rou
         a.aux_scale = (float)o->moe_aux_loss_coeff, a.z_scale = (float)o->moe_z_loss_coeff;
         m->ops->aux_loss_backward(&a, p->stream);
     }
-    mt_linear_io router = {.x = x, .dy = e->dlogits, .dx = e->router_dx, .rounded = e->dlogits_rounded};
-    mt_linear_backward(&p->tp, &w->router, &router, MT_BACKWARD_BOTH);
+    mt_router_linear_backward(m, p, &w->router, x);
 }
 
 /* ---- the shared expert's gate: a router with a single expert and a sigmoid score, which scales the activation as the
@@ -7201,8 +7216,7 @@ static void mt_shared_gate_backward(mt_model *m, const mt_pass *p, mt_layer *w, 
     if (p->tp.sequence_parallel) m->ops->reduce_scatter(own, e->dgates, p->rows, MT_F32, &m->grid->tensor, p->stream);
     m->ops->route_backward(e->dlogits, own, e->gate_experts, r->gate_logits, p->rows, &mt_shared_gate_router,
                            p->stream);
-    mt_linear_io gate = {.x = x, .dy = e->dlogits, .dx = e->router_dx, .rounded = e->dlogits_rounded};
-    mt_linear_backward(&p->tp, &w->shared_gate, &gate, MT_BACKWARD_BOTH);
+    mt_router_linear_backward(m, p, &w->shared_gate, x);
     mt_add_to(m, p, m->scratch.dnormed, e->router_dx);
 }
 
@@ -7526,12 +7540,12 @@ static void mt_dispatch_gather(mt_model *m, const mt_pass *p, const void *x) {
     if (d->gather) d->gather(m, p, x);
 }
 
-/* The operands of an expert linear: rows and offsets of a routing. */
-static mt_linear_io mt_expert_io(const mt_model *m, const mt_routing *r) {
-    return (mt_linear_io){.offsets = r->expert_offsets,
-                          .host_offsets = m->options->moe_grouped_gemm ? NULL : r->host_offsets,
-                          .num_rows = r->num_rows,
-                          .adapter_rows = m->experts->rows.adapter};
+/* The rows of a linear of the experts. */
+static mt_row_groups mt_expert_groups(const mt_model *m, const mt_routing *r) {
+    return (mt_row_groups){.offsets = r->expert_offsets,
+                           .host_offsets = m->options->moe_grouped_gemm ? NULL : r->host_offsets,
+                           .num_rows = r->num_rows,
+                           .adapter_rows = m->experts->rows.adapter};
 }
 
 /* ---- the experts' MLPs; probabilities scale the activation or the output */
@@ -7549,7 +7563,8 @@ static void mt_expert_activation_forward(const mt_model *m, const mt_pass *p, co
 static void mt_expert_mlp_forward(mt_model *m, const mt_pass *p, const mt_layer *w, const mt_routing *r, bool replay) {
     const mt_experts *e = m->experts;
     const mt_expert_rows *rows = &r->rows;
-    mt_linear_io fc1 = mt_expert_io(m, r), down = fc1;
+    mt_row_groups groups = mt_expert_groups(m, r);
+    mt_linear_io fc1 = {.groups = &groups}, down = fc1;
     fc1.x = rows->input, fc1.x_transposed = rows->input_transposed, fc1.y = rows->hidden;
     down.x = rows->active, down.x_transposed = rows->active_transposed;
     down.y = mt_scales_output(m) ? rows->output : e->results->input;
@@ -7566,11 +7581,12 @@ static void mt_expert_mlp_forward(mt_model *m, const mt_pass *p, const mt_layer 
  * receives the gradients of hidden and weights. */
 static void mt_expert_mlp_backward(mt_model *m, const mt_pass *p, mt_layer *w, const mt_routing *r) {
     const mt_expert_rows *rows = &r->rows, *d = &m->experts->rows;
-    mt_linear_io down = mt_expert_io(m, r), fc1 = down;
+    mt_row_groups groups = mt_expert_groups(m, r), copies = groups;
+    mt_linear_io fc1 = {.groups = &groups}, down = {.groups = &copies};
     mt_activation_args activation = {.T = r->num_rows, .F = m->experts->F, .x = rows->hidden, .dy = d->active};
     activation.dx = d->hidden;
     down.x = rows->active, down.x_transposed = rows->active_transposed, down.dy = d->input, down.dx = d->active;
-    down.dy_source = r->source;
+    copies.dy_source = r->source;
     if (mt_scales_output(m)) {
         m->ops->scale_rows_backward(d->output, d->weights, d->input, rows->output, rows->weights, r->num_rows, m->C,
                                     m->dtype, p->stream);
@@ -7645,9 +7661,10 @@ static mt_deferred mt_experts_backward(mt_model *m, const mt_pass *p, mt_layer *
     mt_permute_to_experts(m, p, r, &arrived, e->rows.input, NULL, &w->expert_down, MT_FP8_DY);
     mt_expert_mlp_backward(m, p, w, r);
     if (d->exchange_back) d->exchange_back(m, p, r, dx, e->router_dx);
-    mt_linear_io fc1 = mt_expert_io(m, r);
-    fc1.x = r->rows.input, fc1.x_transposed = r->rows.input_transposed, fc1.dy = e->rows.hidden;
-    fc1.x_source = r->source;
+    mt_row_groups groups = mt_expert_groups(m, r);
+    groups.x_source = r->source;
+    mt_linear_io fc1 = {.groups = &groups, .x = r->rows.input, .x_transposed = r->rows.input_transposed};
+    fc1.dy = e->rows.hidden;
     mt_linear_backward_weight(&p->tp, &w->expert_fc1, &fc1);
     d->combine_weights(m, p, r);
     mt_route_backward(m, p, w, r, x);

@@ -2165,6 +2165,17 @@ typedef struct mt_linear {
     mt_adapter adapter; // R 0: none
 } mt_linear;
 
+/* The rows of a grouped linear: rows [offsets[e], offsets[e + 1]) are those of weight e; host_offsets: on the host too,
+ * for one product per weight, or NULL. */
+typedef struct mt_row_groups {
+    const int32_t *offsets, *host_offsets;
+    int64_t num_rows;
+    /* With mt_fp8_linear.in_place, if rows of x, or of dy, are copies of fewer rows, which follow them once: row r is
+     * that of source[r]. NULL: they are not */
+    const int32_t *x_source, *dy_source;
+    void *adapter_rows; // scratch [2, num_rows, R] of the adapters
+} mt_row_groups;
+
 /* The operands of one use of a linear; a function reads those it needs. */
 typedef struct mt_linear_io {
     const void *x;
@@ -2173,16 +2184,9 @@ typedef struct mt_linear_io {
     const void *dy;
     void *dx;
     /* The one activation within a product, where mt_linear_fuses_gelu: GELU's tanh approximation. NULL: none */
-    void *gelu;          // forward: gelu(y), beside y; not for a row-parallel linear
-    const void *gelu_of; // backward: x is gelu(gelu_of), and dx the gradient of gelu_of
-    /* experts, with mt_fp8_linear.in_place: x, or dy, has copies of tokens' rows, which also follow them once: row r is
-     * that of token source[r]. NULL: no */
-    const int32_t *x_source, *dy_source;
-    void *rounded; // router: scratch [rows, N] of the model's type, where that is not fp32
-    /* grouped: rows [offsets[e], offsets[e + 1]) are expert e's; on the host too for one product per expert */
-    const int32_t *offsets, *host_offsets;
-    int64_t num_rows;
-    void *adapter_rows;                  // scratch [2, num_rows, R] of their adapters
+    void *gelu;                          // forward: gelu(y), beside y; not for a row-parallel linear
+    const void *gelu_of;                 // backward: x is gelu(gelu_of), and dx the gradient of gelu_of
+    const mt_row_groups *groups;         // of a grouped linear
     int64_t first_row;                   // set by products on some of the T rows: the first of them
     bool omits_bias;                     // forward: y is a partial sum; another rank adds the bias
     mt_fp8_matrix dy_fp8, dy_transposed; // set by the backward of a linear with fp8

@@ -1860,9 +1860,10 @@ static void the_first_product_of_a_step_overwrites_a_gradient(void **state) {
         int64_t size = kind >= MT_LINEAR_GROUPED ? E * N * K : N * K;
         bool has_gradient = false;
         mt_linear first = {.weight = {.dw = once}, .N = N, .K = K, .num_experts = E}, second;
-        mt_linear_io io = {.x = x, .dy = dy, .offsets = offsets, .num_rows = T};
+        mt_row_groups groups = {.offsets = offsets, .num_rows = T};
+        mt_linear_io io = {.x = x, .dy = dy, .groups = kind >= MT_LINEAR_GROUPED ? &groups : NULL};
         first.kind = kind >= MT_LINEAR_GROUPED ? MT_LINEAR_GROUPED : (mt_linear_kind)kind;
-        if (kind > MT_LINEAR_GROUPED) io.host_offsets = offsets;
+        if (kind > MT_LINEAR_GROUPED) groups.host_offsets = offsets;
         for (int i = 0; i < E * N * K; i++) once[i] = dw[i] = 1000;
         for (int i = 0; i < 2; i++) mt_linear_backward_weight(&tp, &first, &io);
         first.weight = (mt_weight){.dw = dw, .has_gradient = &has_gradient};
