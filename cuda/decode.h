@@ -46,7 +46,7 @@ int64_t mt_decode_most_rows(int64_t C);
     X(k_index)
 
 /* True if everything else in the call is zero. A field that is added to mt_attention, where zero is without it, is
- * refused until the kernels know it. The struct has no padding, which might not be zero. */
+ * refused until the kernels know it. So is padding that is not zero: the operations then run one by one. */
 static inline bool mt_decode_knows_attention(const mt_attention *a) {
     static const unsigned char zeros[sizeof *a] = {0};
     mt_attention rest = *a;
