@@ -170,14 +170,6 @@ static const mt_tensor_info *mt_state_find(const mt_safetensors *set, const mt_p
     return mt_safetensors_find(set, name);
 }
 
-/* The first tensor that holds all experts of a layer, as transformers 5 keeps them in memory; NULL: none. */
-static const mt_tensor_info *mt_stacked_experts_find(const mt_safetensors *set) {
-    for (int64_t i = 0; i < mt_safetensors_count(set); i++)
-        if (mt_text_ends_with(mt_safetensors_get(set, i)->name, ".experts.gate_up_proj"))
-            return mt_safetensors_get(set, i);
-    return NULL;
-}
-
 static int mt_state_missing(const mt_param *param, mt_param_state state, const mt_options *options, const char *folder,
                             const mt_safetensors *set, mt_error *error) {
     const char *option = param->exists_option;
@@ -197,13 +189,6 @@ static int mt_state_missing(const mt_param *param, mt_param_state state, const m
                             "%s: has no tensor \"%s\" of a module of multi-token prediction among its %lld; lower "
                             "--mtp-num-layers to the modules that it holds, perhaps 0",
                             folder, param->hf_name, (long long)count);
-    const mt_tensor_info *stacked = options->num_experts > 0 ? mt_stacked_experts_find(set) : NULL;
-    if (stacked)
-        return mt_error_set(error,
-                            "%s: tensor \"%s\" holds all experts of a layer, the form of transformers 5 in memory "
-                            "(save_original_format=False), which is not read; save the model there by save_pretrained "
-                            "without that argument, which writes each expert apart",
-                            stacked->file, stacked->name);
     return mt_error_set(error, "%s: has no tensor \"%s\" among its %lld; check config.json, --num-layers%s%s", folder,
                         param->hf_name, (long long)count, option ? " and " : "", option ? option : "");
 }
@@ -323,6 +308,16 @@ static int mt_weights_check_unused(const mt_param *rows, int64_t count, const mt
 bool mt_stem_holds(const char *stem, const mt_param *param) {
     if (strcmp(stem, "optimizer") == 0) return param->trained;
     return mt_param_is_adapter(param) == (strcmp(stem, "adapter_model") == 0);
+}
+
+/* Opens a stem's files; the experts of a model are apart in the set, whatever the form of its folder. */
+static int mt_stem_open(mt_safetensors **set, const char *folder, const char *stem, const mt_options *options,
+                        mt_error *error) {
+    if (mt_safetensors_open_folder(set, folder, stem, error) != 0) return -1;
+    if (strcmp(stem, "model") != 0 || mt_experts_unstack(*set, options, error) == 0) return 0;
+    mt_safetensors_close(*set);
+    *set = NULL;
+    return -1;
 }
 
 /* The states in a stem's files: [*first, the result). The optimizer of an fp32 run has no master weights. */
@@ -935,7 +930,7 @@ int mt_checkpoint_check(const mt_options *options, const char *folder, mt_error 
     char *path = mt_checkpoint_resolve(folder, error);
     int status = path ? mt_checkpoint_verify(path, false, error) : -1;
     if (status == 0) {
-        status = mt_safetensors_open_folder(&set, path, "model", error);
+        status = mt_stem_open(&set, path, "model", options, error);
         if (status == 0) status = mt_stem_check(set, "model", options, path, error);
         mt_safetensors_close(set);
         if (status != 0 && mt_checkpoint_verify(path, true, &damage) != 0) *error = damage;
@@ -952,7 +947,7 @@ static int mt_stem_load(mt_model *m, const char *folder, const char *stem, const
     const mt_group *world = &mt_model_grid(m)->world;
     bool weights = strcmp(stem, "optimizer") != 0;
     mt_safetensors *set = NULL;
-    int status = mt_safetensors_open_folder(&set, folder, stem, error);
+    int status = mt_stem_open(&set, folder, stem, mt_model_options(m), error);
     if (status == 0) status = mt_stem_check(set, stem, mt_model_options(m), folder, error);
     status = mt_agree(world, status != 0, error);
     if (status != 0) {

@@ -1949,6 +1949,11 @@ static void windows_are_read_for_each_layer(void **state) {
     expect_config(&o, QWEN2 ", \"sliding_window\": 17}"); // use_sliding_window is false where it is not given
     assert_int_equal(o.window_size, 0);
     mt_options_free(&o);
+    expect_config(&o, QWEN2 ", \"sliding_window\": 0, \"use_sliding_window\": false}"); // as transformers 5 writes it
+    assert_int_equal(o.window_size, 0);
+    mt_options_free(&o);
+    expect_config_error(QWEN2 ", \"sliding_window\": 0, \"use_sliding_window\": true}", "\"sliding_window\" is 0");
+    expect_config_error(QWEN2 ", \"sliding_window\": \"0\"}", "\"sliding_window\" must be a whole number");
     expect_config(&o, QWEN2 ", \"sliding_window\": 17, \"use_sliding_window\": true, \"max_window_layers\": 0}");
     assert_int_equal(o.window_size, 17);
     mt_options_free(&o);
