@@ -366,9 +366,9 @@ static void write_tensors(const char *folder, const written *tensors, int64_t co
     assert_int_equal(fclose(out), 0);
 }
 
-/* Writes a family's folder as transformers 5 does with save_original_format=False. With `turned` the last two
+/* Writes a family's folder as transformers 5 does with save_original_format=False. With `transposed` the last two
  * dimensions of these tensors are exchanged; `experts_less` leaves experts out. */
-static void write_stacked(const fixture *f, const char *to, bool turned, int64_t experts_less) {
+static void write_stacked(const fixture *f, const char *to, bool transposed, int64_t experts_less) {
     static const char *const of_mixtral[2][3] = {{"w1", "w3", "block_sparse_moe.experts."},
                                                  {"w2", NULL, "block_sparse_moe.experts."}};
     static const char *const of_others[2][3] = {{"gate_proj", "up_proj", "mlp.experts."},
@@ -402,7 +402,7 @@ static void write_stacked(const fixture *f, const char *to, bool turned, int64_t
                   f->options.num_experts - experts_less);
     }
     assert_true(count > first_stacked);
-    for (written *t = tensors + first_stacked; turned && t < tensors + count; t++) {
+    for (written *t = tensors + first_stacked; transposed && t < tensors + count; t++) {
         int64_t rows = t->shape[1];
         t->shape[1] = t->shape[2], t->shape[2] = rows;
     }
