@@ -172,14 +172,33 @@ head -c 6000000 /dev/zero | tr '\0' 'a' >"$scratch/long.txt" # one document of o
 $program --input "$scratch/long.txt" --documents file --output-prefix "$scratch/n" \
     --tokenizer-type SentencePieceTokenizer --tokenizer-model tests/golden/tokenizer/unigram.model 2>"$scratch/err" &
 pid=$!
-tries=0
-until [ -n "$(find "$scratch" -name "n_*")" ] || [ $tries = 100 ]; do sleep 0.1 && tries=$((tries + 1)); done
+until [ -n "$(find "$scratch" -name "n_*")" ] || ! kill -0 $pid; do sleep 0.1; done
 kill -TERM $pid
 ! wait $pid
 nothing n_
 grep -q interrupted "$scratch/err"
 END
 script a_signal_ends_a_job_inside_of_a_document
+
+# Two signals, of two kinds so that neither is lost, while the disk hangs: the first one's message never comes.
+cat >"$scratch/test" <<'END'
+LD_PRELOAD=$work/disk.so HANGING_FSYNC=n_text $program --input "$scratch/w.jsonl" --output-prefix "$scratch/n" \
+    $bytes 2>"$scratch/err" &
+pid=$!
+until grep -q 'fsync hangs' "$scratch/err" || ! kill -0 $pid; do sleep 0.1; done
+kill -$first $pid
+kill -$second $pid
+status=0
+wait $pid || status=$?
+same $status 1
+nothing n_
+! grep -q interrupted "$scratch/err"
+END
+for first in TERM HUP; do # a shell starts its background programs with SIGINT ignored
+    second=HUP
+    [ $first = HUP ] && second=TERM
+    has_disk && script "a_second_signal_ends_a_job_whose_disk_hangs:_$first"
+done
 
 cat >"$scratch/test" <<'END'
 printf '{"text":"a"}\n{"text":"b"}\n' >"$scratch/j.txt"
