@@ -218,6 +218,35 @@ nothing n_
 END
 script json_lines_in_plain_text_and_keys_of_no_file_name_are_refused
 
+# What transformers would read otherwise by tokenizer_config.json is refused; what changes nothing there is not.
+cat >"$scratch/test" <<'END'
+mkdir "$scratch/folder"
+configured() { echo "{\"tokenizer_class\": \"$1\", $2}" >"$scratch/folder/tokenizer_config.json"; }
+encodes() { printf a | $program --encode --tokenizer-type HuggingFaceTokenizer --tokenizer-model "$scratch/folder"; }
+cp tests/golden/tokenizer/metaspace.json "$scratch/folder/tokenizer.json"
+ids=$(encodes)
+for config in 'LlamaTokenizer "add_prefix_space": true' 'LlamaTokenizer "add_prefix_space": null' \
+    'LlamaTokenizer "add_eos_token": false' 'LlamaTokenizer "legacy": false' \
+    'PreTrainedTokenizerFast "add_prefix_space": false' 'PreTrainedTokenizerFast "add_eos_token": true'; do
+    configured "${config%% *}" "${config#* }"
+    same "$(encodes)" "$ids"
+done
+configured LlamaTokenizerFast '"add_prefix_space": false'
+refused 'puts a space before a text, but "add_prefix_space" of tokenizer_config.json is false' encodes
+configured LlamaTokenizer '"add_eos_token": true'
+refused 'adds no token behind a text, but "add_eos_token" of tokenizer_config.json is true' encodes
+cp data/demo-tokenizer.json "$scratch/folder/tokenizer.json"
+configured Qwen2Tokenizer '"add_prefix_space": true'
+refused 'puts no space before a text, but "add_prefix_space" of tokenizer_config.json is true' encodes
+configured LlamaTokenizer '"add_prefix_space": true'
+encodes
+for wrong in '"add_prefix_space": 1' '"add_eos_token": "true"' '"legacy": 0'; do
+    configured Qwen2Tokenizer "$wrong"
+    refused "${wrong%%:*} must be true or false" encodes
+done
+END
+script a_config_that_changes_the_tokenizer_is_refused
+
 # Megatron's HuggingFaceTokenizer adds the tokens of the post-processor to each text.
 cat >"$scratch/test" <<'END'
 frame='{"type":"TemplateProcessing","single":[{"SpecialToken":{"id":"X","type_id":0}},{"Sequence":{"id":"A",'
