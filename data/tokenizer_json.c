@@ -664,7 +664,7 @@ static bool adds_end(const json_t *processor) {
     return adds;
 }
 
-/* True for a class of transformers, and for its fast form, which version 5 no longer tells apart. */
+/* True for a class of transformers, and for its fast form, which version 5 has no more. */
 static bool is_class(const char *name, const char *of) {
     size_t length = strlen(of);
     return strncmp(name, of, length) == 0 && (name[length] == 0 || strcmp(name + length, "Fast") == 0);

@@ -218,7 +218,7 @@ nothing n_
 END
 script json_lines_in_plain_text_and_keys_of_no_file_name_are_refused
 
-# What transformers would read otherwise by tokenizer_config.json is refused; what changes nothing there is not.
+# Fields of tokenizer_config.json by which transformers would give other tokens are refused, and no others.
 cat >"$scratch/test" <<'END'
 mkdir "$scratch/folder"
 configured() { echo "{\"tokenizer_class\": \"$1\", $2}" >"$scratch/folder/tokenizer_config.json"; }
