@@ -2,8 +2,10 @@
 #include "adapter.h"
 
 #include "checkpoint_internal.h"
+#include "launch.h"
 #include "option_table.h"
 
+#include <math.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -95,39 +97,44 @@ static int mt_target_refuse(const mt_options *o, const char *target, const mt_pa
                         mt_target_source(o, source), target, nearest, words + 1);
 }
 
-/* Marks the matrices whose whole module names match a pattern; returns their number, or -1. */
-static int64_t mt_target_match_pattern(const char *pattern, const mt_param *rows, int64_t count, bool *named,
-                                       mt_error *error) {
+/* 1 if a pattern matches the whole text, 0 if not; -1 with error, which begins with a verb. */
+static int mt_pattern_match(const char *pattern, const char *text, mt_error *error) {
 #ifdef MT_HAVE_PCRE2
     int code;
     PCRE2_SIZE offset;
-    char module[160];
-    int64_t found = 0;
+    PCRE2_UCHAR why[256];
     pcre2_code *regex = pcre2_compile((PCRE2_SPTR)pattern, PCRE2_ZERO_TERMINATED,
                                       PCRE2_UTF | PCRE2_ANCHORED | PCRE2_ENDANCHORED, &code, &offset, NULL);
     if (!regex) {
-        PCRE2_UCHAR why[256];
         pcre2_get_error_message(code, why, sizeof why);
         return mt_error_set(error, "is no pattern of PCRE2: %s, at character %lld", (char *)why, (long long)offset);
     }
     pcre2_match_data *match = pcre2_match_data_create_from_pattern(regex, NULL);
-    for (int64_t i = 0; i < count && found >= 0; i++) {
-        if (!rows[i].can_adapt) continue;
-        mt_module_name(module, &rows[i]);
-        int status = pcre2_match(regex, (PCRE2_SPTR)module, strlen(module), 0, 0, match, NULL);
-        named[i] |= status >= 0;
-        found = status >= 0 ? found + 1 : status == PCRE2_ERROR_NOMATCH ? found : -1;
-        PCRE2_UCHAR why[256];
-        pcre2_get_error_message(status, why, sizeof why);
-        if (found < 0) mt_error_set(error, "PCRE2 gave up on %s: %s; simplify the pattern", module, (char *)why);
-    }
+    int status = pcre2_match(regex, (PCRE2_SPTR)text, strlen(text), 0, 0, match, NULL);
     pcre2_match_data_free(match), pcre2_code_free(regex);
-    return found;
+    if (status >= 0 || status == PCRE2_ERROR_NOMATCH) return status >= 0;
+    pcre2_get_error_message(status, why, sizeof why);
+    return mt_error_set(error, "PCRE2 gave up on %s: %s; simplify the pattern", text, (char *)why);
 #else
-    (void)pattern, (void)rows, (void)count, (void)named;
+    (void)pattern, (void)text;
     return mt_error_set(error, "is a pattern, which needs PCRE2; install libpcre2-dev and run make, or list the names "
                                "of the matrices");
 #endif
+}
+
+/* Marks the matrices whose whole module names match a pattern; returns their number, or -1. */
+static int64_t mt_target_match_pattern(const char *pattern, const mt_param *rows, int64_t count, bool *named,
+                                       mt_error *error) {
+    char module[160];
+    int64_t found = 0;
+    for (int64_t i = 0; i < count && found >= 0; i++) {
+        if (!rows[i].can_adapt) continue;
+        mt_module_name(module, &rows[i]);
+        int matches = mt_pattern_match(pattern, module, error);
+        named[i] |= matches > 0;
+        found = matches < 0 ? -1 : found + matches;
+    }
+    return found;
 }
 
 /* The module of a row of the parameter table. */
@@ -186,61 +193,6 @@ static int mt_target_add(const mt_options *o, const char *target, const mt_param
     return found > 0 ? 0 : mt_target_refuse(o, target, rows, count, error);
 }
 
-/* The roles of the named matrices; all matrices of a role must be named. */
-static int mt_targets_take(mt_options *o, const mt_param *rows, int64_t count, const bool *named, mt_error *error) {
-    char with[160], without[160], source[300];
-    const mt_param *first[64] = {0};
-    for (int64_t i = 0; i < count; i++) {
-        if (!named[i]) continue;
-        o->lora_roles |= (uint64_t)1 << rows[i].role;
-        if (!first[rows[i].role]) first[rows[i].role] = &rows[i];
-    }
-    for (int64_t i = 0; i < count; i++) {
-        if (named[i] || !rows[i].can_adapt || !(o->lora_roles >> rows[i].role & 1)) continue;
-        mt_module_name(with, first[rows[i].role]), mt_module_name(without, &rows[i]);
-        return mt_error_set(error,
-                            "%s: names %s but not %s; adapters of some layers or experts only are not supported; name "
-                            "all by %s",
-                            mt_target_source(o, source), with, without, mt_module_word(with));
-    }
-    return 0;
-}
-
-int mt_options_derive_adapters(mt_options *o, mt_error *error) {
-    mt_param *rows;
-    int status = 0;
-    bool adapts_experts = false;
-    o->lora_roles = 0;
-    if (o->lora_rank == 0) return 0;
-    if (o->head_type != MT_HEAD_LM)
-        return mt_error_set(error, "--lora-rank: a value head is not trained with adapters; leave out the adapter, or "
-                                   "take a language model");
-    if (o->lora_alpha == 0) o->lora_alpha = (double)o->lora_rank;
-    int64_t count = mt_params_build(&rows, o, NULL);
-    bool *named = mt_calloc(count * (int64_t)sizeof *named);
-    int64_t num_modules;
-    mt_module *modules = mt_modules_sort(rows, count, &num_modules);
-    for (int64_t i = 0; i < o->lora_target.count && status == 0; i++) {
-        char *words = mt_strdup(o->lora_target.items[i]), *rest = NULL;
-        const char *between = strncmp(words, MT_TARGET_REGEX, 6) == 0 ? "" : ",";
-        for (char *word = strtok_r(words, between, &rest); word && status == 0; word = strtok_r(NULL, between, &rest))
-            if (!mt_module_mark(modules, num_modules, word, named)) // a whole name is the end of no other
-                status = mt_target_add(o, word, rows, count, named, error);
-        free(words);
-    }
-    free(modules);
-    if (status == 0) status = mt_targets_take(o, rows, count, named, error);
-    for (int64_t i = 0; i < count; i++) adapts_experts |= named[i] && rows[i].unit == MT_UNIT_EXPERTS;
-    free(rows), free(named);
-    if (status == 0 && o->lora_roles == 0)
-        status = mt_error_set(error, "--lora-rank needs --lora-target: all-linear, or names such as q_proj,v_proj");
-    if (status == 0 && o->lora_dropout > 0 && adapts_experts)
-        status =
-            mt_error_set(error, "--lora-dropout: adapters of experts have no dropout, as in peft; leave it out, or "
-                                "name other matrices by --lora-target");
-    return status;
-}
-
 /* ---- adapter_config.json */
 
 /* Features of peft that change what an adapter computes, and the values without them. */
@@ -248,25 +200,22 @@ static const struct {
     const char *key, *without, *is;
 } mt_peft_features[] = {
     {"use_dora", "false", "DoRA"},
-    {"use_rslora", "false", "rank-stabilized LoRA"},
     {"use_qalora", "false", "QALoRA"},
     {"use_bdlora", "null|false", "block-diagonal LoRA"},
     {"bias", "\"none\"", "trained biases"},
     {"lora_bias", "false", "a bias of B"},
     {"modules_to_save", "null|[]", "whole modules beside the adapters"},
-    {"layers_to_transform", "null|[]", "adapters of some layers only"},
     {"layer_replication", "null|[]", "replicated layers"},
-    {"rank_pattern", "null|{}", "several ranks"},
-    {"alpha_pattern", "null|{}", "several values of alpha"},
-    {"exclude_modules", "null|[]", "excluded modules"},
     {"target_parameters", "null|[]", "adapters of parameters without a module"},
     {"trainable_token_indices", "null|[]", "trained tokens"},
     {"alora_invocation_tokens", "null|[]", "activated LoRA"},
     {"arrow_config", "null", "arrow routing"},
     {"monteclora_config", "null", "MonteCLoRA"},
     {"velora_config", "null", "VeLoRA"},
+    {"kasa_config", "null", "KaSA"},
     {"task_type", "null|\"CAUSAL_LM\"", "another model than a language model"},
-    {"init_lora_weights", "true|false|\"gaussian\"|null", "an initialisation that changes the base weights"},
+    {"init_lora_weights", "true|false|\"gaussian\"|\"eva\"|\"orthogonal\"|null",
+     "an initialisation that changes the base weights"},
 };
 
 /* True if a value, printed, is one of "a|b|c". NULL, a key that is not there, is none. */
@@ -286,6 +235,138 @@ static int mt_peft_check(const json_t *json, const char *path, mt_error *error) 
             return mt_error_set(error, "%s: \"%s\" asks for %s, which this program does not have", path,
                                 mt_peft_features[i].key, mt_peft_features[i].is);
     }
+    return 0;
+}
+
+static bool mt_json_lists(const json_t *list, const char *name) {
+    for (size_t i = 0; i < json_array_size(list); i++)
+        if (strcmp(json_string_value(json_array_get(list, i)), name) == 0) return true;
+    return false;
+}
+
+/* ---- adapters that differ from matrix to matrix. The rules are peft's (tuners_utils.py, check_target_module_exists;
+ * utils/other.py, get_pattern_key). */
+
+struct mt_adapter_file {
+    json_t *json;
+    char *path;
+};
+
+mt_adapter_file *mt_adapter_file_open(const char *folder, mt_error *error) {
+    mt_adapter_file *file = mt_calloc(sizeof *file);
+    file->path = mt_path_join(folder, "adapter_config.json");
+    file->json = mt_json_read(file->path, error);
+    if (file->json && mt_peft_check(file->json, file->path, error) == 0) return file;
+    mt_adapter_file_close(file);
+    return NULL;
+}
+
+void mt_adapter_file_close(mt_adapter_file *file) {
+    if (!file) return;
+    json_decref(file->json);
+    free(file->path);
+    free(file);
+}
+
+/* True for an empty value, which is none. */
+static bool mt_json_is_empty(const json_t *value) {
+    return !value || json_is_null(value) || json_is_false(value) ||
+           (json_is_array(value) && json_array_size(value) == 0) ||
+           (json_is_object(value) && json_object_size(value) == 0) ||
+           (json_is_string(value) && json_string_length(value) == 0);
+}
+
+/* 1 if a key of the file, a pattern or a list of names, names a module; 0 if not; -1 with error. */
+static int mt_peft_names(const mt_adapter_file *file, const char *key, const char *module, mt_error *error) {
+    const json_t *names = json_object_get(file->json, key), *name;
+    size_t i;
+    mt_error why;
+    if (json_is_string(names)) {
+        int matches = mt_pattern_match(json_string_value(names), module, &why);
+        return matches >= 0 ? matches : mt_error_set(error, "%s: \"%s\" %s", file->path, key, why.text);
+    }
+    json_array_foreach(names, i, name) {
+        if (mt_target_matches(json_string_value(name), module)) return 1;
+    }
+    return 0;
+}
+
+/* The number of a module's layer: 3 in "model.layers.3.mlp.up_proj", where "layers_pattern", if any, names "layers";
+ * -1: none. */
+static int64_t mt_peft_layer(const mt_adapter_file *file, const char *module) {
+    const json_t *patterns = json_object_get(file->json, "layers_pattern");
+    bool any = mt_json_is_empty(patterns);
+    for (const char *dot = strchr(module, '.'), *before = module; dot; before = dot + 1, dot = strchr(dot + 1, '.')) {
+        char word[160];
+        if (dot[1] < '0' || dot[1] > '9' || (any && before == module)) continue;
+        snprintf(word, sizeof word, "%.*s", (int)(dot - before), before);
+        bool named = any || (json_is_string(patterns) && strcmp(json_string_value(patterns), word) == 0) ||
+                     mt_json_lists(patterns, word);
+        if (named) return atoll(dot + 1);
+    }
+    return -1;
+}
+
+/* True if target_modules is a pattern; peft takes "all-linear" as a list of names. */
+static bool mt_peft_targets_by_pattern(const json_t *json) {
+    const char *targets = json_string_value(json_object_get(json, "target_modules"));
+    return targets && strcmp(targets, "all-linear") != 0;
+}
+
+/* False if "layers_to_transform" lists other layers; peft asks it for lists of names, not for a pattern. */
+static bool mt_peft_has_layer(const mt_adapter_file *file, const char *module) {
+    const json_t *layers = json_object_get(file->json, "layers_to_transform"), *number;
+    size_t i;
+    if (mt_json_is_empty(layers) || mt_peft_targets_by_pattern(file->json)) return true;
+    int64_t layer = mt_peft_layer(file, module);
+    if (json_is_integer(layers)) return layer == json_integer_value(layers);
+    json_array_foreach(layers, i, number) {
+        if (layer == json_integer_value(number)) return true;
+    }
+    return false;
+}
+
+/* The value of the first pattern that a module's name ends with, behind a dot; `fallback` if there is none. NULL with
+ * error. */
+static const json_t *mt_peft_pattern(const mt_adapter_file *file, const char *key, const char *module,
+                                     const json_t *fallback, mt_error *error) {
+    json_t *patterns = json_object_get(file->json, key), *value;
+    const char *pattern;
+    json_object_foreach(patterns, pattern, value) {
+        mt_error why;
+        int64_t room = (int64_t)strlen(pattern) + 16;
+        char *whole = mt_malloc(room);
+        snprintf(whole, (size_t)room, "(?:.*\\.)?(?:%s)", pattern);
+        bool is_plain =
+            strspn(pattern, "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_") == strlen(pattern);
+        int matches = is_plain ? mt_target_matches(pattern, module) : mt_pattern_match(whole, module, &why);
+        free(whole);
+        if (matches < 0) mt_error_set(error, "%s: \"%s\" of \"%s\" %s", file->path, pattern, key, why.text);
+        if (matches != 0) return matches < 0 ? NULL : value;
+    }
+    return fallback;
+}
+
+int mt_adapter_file_find(const mt_adapter_file *file, const mt_param *row, mt_adapter_shape *shape, mt_error *error) {
+    char module[160];
+    const json_t *json = file->json;
+    *shape = (mt_adapter_shape){.exists = false};
+    mt_module_name(module, row);
+    if (mt_param_is_adapter(row)) { // "base_model.model.MODULE.lora_A"
+        memmove(module, module + strlen("base_model.model."), strlen(module) - strlen("base_model.model.") + 1);
+        *strrchr(module, '.') = 0;
+    }
+    bool all = json_is_string(json_object_get(json, "target_modules")) && !mt_peft_targets_by_pattern(json);
+    int named = all ? 1 : mt_peft_names(file, "target_modules", module, error);
+    int excluded = mt_peft_names(file, "exclude_modules", module, error);
+    if (named < 0 || excluded < 0) return -1;
+    const json_t *rank = mt_peft_pattern(file, "rank_pattern", module, json_object_get(json, "r"), error);
+    const json_t *alpha = mt_peft_pattern(file, "alpha_pattern", module, json_object_get(json, "lora_alpha"), error);
+    if (!rank || !alpha) return -1;
+    bool by_root = json_is_true(json_object_get(json, "use_rslora"));
+    double r = (double)json_integer_value(rank);
+    shape->exists = named && !excluded && mt_peft_has_layer(file, module);
+    shape->rank = json_integer_value(rank), shape->scale = json_number_value(alpha) / (by_root ? sqrt(r) : r);
     return 0;
 }
 
@@ -342,6 +423,86 @@ static char *mt_peft_targets(const json_t *modules, const char *path, mt_error *
     return text;
 }
 
+/* True where the adapters of two matrices may differ, or their scale is another one than alpha / rank. */
+static bool mt_peft_differs(const json_t *json) {
+    static const char *const keys[] = {"use_rslora", "rank_pattern", "alpha_pattern", "exclude_modules",
+                                       "layers_to_transform"};
+    for (size_t i = 0; i < sizeof keys / sizeof *keys; i++)
+        if (!mt_json_is_empty(json_object_get(json, keys[i]))) return true;
+    // a pattern may match the matrices of some layers, and names may be whole ones
+    const json_t *targets = json_object_get(json, "target_modules"), *name;
+    size_t i;
+    if (mt_peft_targets_by_pattern(json)) return true;
+    json_array_foreach(targets, i, name) {
+        if (strchr(json_string_value(name), '.')) return true;
+    }
+    return false;
+}
+
+/* True for null, a whole number, or a list of these or of texts. */
+static bool mt_peft_is_list(const json_t *value, bool of_texts) {
+    const json_t *item;
+    size_t i;
+    if (mt_json_is_empty(value) || (of_texts ? json_is_string(value) : json_is_integer(value))) return true;
+    json_array_foreach(value, i, item) {
+        if (of_texts ? !json_is_string(item) : !json_is_integer(item)) return false;
+    }
+    return json_is_array(value);
+}
+
+/* Checks the values of the keys by which adapters differ. */
+static int mt_peft_check_patterns(const json_t *json, const char *path, mt_error *error) {
+    static const struct {
+        const char *key, *wanted;
+        bool of_texts;
+    } lists[] = {{"layers_to_transform", "a layer's number or a list of them", false},
+                 {"layers_pattern", "a name or a list of names", true},
+                 {"exclude_modules", "a pattern or a list of modules' names", true}};
+    const char *pattern;
+    json_t *value;
+    int64_t rank;
+    json_object_foreach(json_object_get(json, "rank_pattern"), pattern, value) {
+        if (!mt_json_int(value, 1, 65536, &rank))
+            return mt_error_set(error, "%s: \"rank_pattern\": the rank of \"%.100s\" must be a positive whole number",
+                                path, pattern);
+    }
+    json_object_foreach(json_object_get(json, "alpha_pattern"), pattern, value) {
+        if (!(json_number_value(value) > 0))
+            return mt_error_set(error, "%s: \"alpha_pattern\": the value of \"%.100s\" must be a positive number", path,
+                                pattern);
+    }
+    for (size_t i = 0; i < sizeof lists / sizeof *lists; i++)
+        if (!mt_peft_is_list(json_object_get(json, lists[i].key), lists[i].of_texts))
+            return mt_error_set(error, "%s: \"%s\" must be %s; correct the file", path, lists[i].key, lists[i].wanted);
+    return 0;
+}
+
+/* Reports fields that this program does not know; most versions of peft add one. Those of training and of other values
+ * of init_lora_weights change nothing here. */
+static void mt_peft_warn(const json_t *json, const char *path) {
+    static const char known[] =
+        "peft_type|peft_version|auto_mapping|base_model_name_or_path|revision|inference_mode|r|target_modules|"
+        "exclude_modules|lora_alpha|lora_dropout|fan_in_fan_out|use_rslora|layers_to_transform|layers_pattern|"
+        "rank_pattern|alpha_pattern|megatron_config|megatron_core|loftq_config|eva_config|corda_config|"
+        "lora_ga_config|qalora_group_size|ensure_weight_tying|runtime_config";
+    char unknown[300] = "";
+    const char *key;
+    json_t *value;
+    json_object_foreach((json_t *)json, key, value) {
+        bool is_feature = false;
+        for (size_t i = 0; i < sizeof mt_peft_features / sizeof *mt_peft_features; i++)
+            is_feature |= strcmp(key, mt_peft_features[i].key) == 0;
+        if (is_feature || mt_json_is_empty(value) || mt_choice_index(known, key) >= 0) continue;
+        size_t used = strlen(unknown);
+        snprintf(unknown + used, sizeof unknown - used, "%s\"%.60s\"", used ? ", " : "", key);
+    }
+    if (*unknown && mt_launch_rank() <= 0)
+        fprintf(stderr,
+                "warning: %s: %s: not known to this program, and without effect here; peft may compute something "
+                "else with it\n",
+                path, unknown);
+}
+
 /* Checks the numbers of the file, and that its matrices are transposed as the model's. */
 static int mt_peft_check_values(const mt_options *o, const json_t *json, int64_t *rank, const char *path,
                                 mt_error *error) {
@@ -350,12 +511,16 @@ static int mt_peft_check_values(const mt_options *o, const json_t *json, int64_t
         {"lora_alpha", MT_JSON_NUMBER, "a number"},
         {"lora_dropout", MT_JSON_NUMBER, "a number"},
         {"fan_in_fan_out", MT_JSON_BOOL, "true or false"},
+        {"use_rslora", MT_JSON_BOOL, "true or false"},
+        {"rank_pattern", MT_JSON_OBJECT, "an object of names and ranks"},
+        {"alpha_pattern", MT_JSON_OBJECT, "an object of names and numbers"},
     };
     const json_t *alpha = json_object_get(json, "lora_alpha"), *dropout = json_object_get(json, "lora_dropout");
     double p = json_number_value(dropout);
     if (mt_json_check_fields(json, fields, sizeof fields / sizeof *fields, path, error) != 0) return -1;
     if (!mt_json_int(json_object_get(json, "r"), 1, 65536, rank) || !(json_number_value(alpha) > 0))
         return mt_error_set(error, "%s: \"r\" and \"lora_alpha\" must be positive numbers", path);
+    if (mt_peft_check_patterns(json, path, error) != 0) return -1;
     if (!(p >= 0 && p < 1))
         return mt_error_set(error, "%s: \"lora_dropout\" must be a number from 0 to less than 1", path);
     if (json_is_true(json_object_get(json, "fan_in_fan_out")) && !mt_hf_families[o->hf_family].transposed)
@@ -386,15 +551,21 @@ static int mt_adapter_read_config(mt_options *o, const char *folder, mt_error *e
     } else {
         status = -1;
     }
+    if (status == 0) mt_peft_warn(json, path);
     free(targets), free(path);
     json_decref(json);
     return status;
 }
 
+/* The folder with the files of --load-adapter, to free; NULL with error. */
+static char *mt_adapter_folder(const mt_options *o, mt_error *error) {
+    return mt_options_falls_back(o) ? mt_checkpoint_resolve_whole(o->load_adapter, error)
+                                    : mt_checkpoint_resolve(o->load_adapter, error);
+}
+
 int mt_adapter_read_options(mt_options *o, mt_error *error) {
     if (!o->load_adapter) return 0;
-    char *folder = mt_options_falls_back(o) ? mt_checkpoint_resolve_whole(o->load_adapter, error)
-                                            : mt_checkpoint_resolve(o->load_adapter, error);
+    char *folder = mt_adapter_folder(o, error);
     int status = folder ? 0 : -1;
     if (folder && !mt_folder_has(folder, "adapter_config.json") && mt_folder_has(folder, "config.json"))
         status =
@@ -407,10 +578,93 @@ int mt_adapter_read_options(mt_options *o, mt_error *error) {
     return status;
 }
 
-static bool mt_json_lists(const json_t *list, const char *name) {
-    for (size_t i = 0; i < json_array_size(list); i++)
-        if (strcmp(json_string_value(json_array_get(list, i)), name) == 0) return true;
-    return false;
+/* ---- which matrices have adapters */
+
+/* The roles of the named matrices; all matrices of a role must be named, unless a file gives `some`. */
+static int mt_targets_take(mt_options *o, const mt_param *rows, int64_t count, const bool *named, bool some,
+                           mt_error *error) {
+    char with[160], without[160], source[300];
+    const mt_param *first[64] = {0};
+    for (int64_t i = 0; i < count; i++) {
+        if (!named[i]) continue;
+        o->lora_roles |= (uint64_t)1 << rows[i].role;
+        if (!first[rows[i].role]) first[rows[i].role] = &rows[i];
+    }
+    for (int64_t i = 0; i < count && !some; i++) {
+        if (named[i] || !rows[i].can_adapt || !(o->lora_roles >> rows[i].role & 1)) continue;
+        mt_module_name(with, first[rows[i].role]), mt_module_name(without, &rows[i]);
+        return mt_error_set(error,
+                            "%s: names %s but not %s; adapters of some layers or experts only are not supported; name "
+                            "all by %s",
+                            mt_target_source(o, source), with, without, mt_module_word(with));
+    }
+    return 0;
+}
+
+/* Leaves of the named matrices those to which the file of --load-adapter gives adapters, and takes the largest rank,
+ * and the first scale, of these. */
+static int mt_targets_read(mt_options *o, const mt_param *rows, int64_t count, bool *named, mt_error *error) {
+    char *folder = mt_adapter_folder(o, error);
+    mt_adapter_file *file = folder ? mt_adapter_file_open(folder, error) : NULL;
+    bool any = false, differ = file && mt_peft_differs(file->json);
+    int status = file ? 0 : -1;
+    int64_t rank = 0;
+    double scale = 0;
+    for (int64_t i = 0; i < count && status == 0 && differ; i++) {
+        mt_adapter_shape shape;
+        if (!named[i]) continue;
+        status = mt_adapter_file_find(file, &rows[i], &shape, error);
+        named[i] = status == 0 && shape.exists;
+        if (!named[i]) continue;
+        if (!any) scale = shape.scale;
+        any = true, rank = mt_max(rank, shape.rank);
+    }
+    if (any) o->lora_rank = rank, o->lora_alpha = scale * (double)rank;
+    if (status == 0 && differ && !any)
+        status = mt_error_set(error,
+                              "%s: \"exclude_modules\" and \"layers_to_transform\" leave no matrix of this model an "
+                              "adapter; load the adapter's own base",
+                              file->path);
+    mt_adapter_file_close(file);
+    free(folder);
+    return status;
+}
+
+int mt_options_derive_adapters(mt_options *o, mt_error *error) {
+    mt_param *rows;
+    int status = 0;
+    bool adapts_experts = false;
+    o->lora_roles = 0;
+    if (o->lora_rank == 0) return 0;
+    if (o->head_type != MT_HEAD_LM)
+        return mt_error_set(error, "--lora-rank: a value head is not trained with adapters; leave out the adapter, or "
+                                   "take a language model");
+    if (o->lora_alpha == 0) o->lora_alpha = (double)o->lora_rank;
+    int64_t count = mt_params_build(&rows, o, NULL);
+    bool *named = mt_calloc(count * (int64_t)sizeof *named);
+    int64_t num_modules;
+    mt_module *modules = mt_modules_sort(rows, count, &num_modules);
+    for (int64_t i = 0; i < o->lora_target.count && status == 0; i++) {
+        char *words = mt_strdup(o->lora_target.items[i]), *rest = NULL;
+        const char *between = strncmp(words, MT_TARGET_REGEX, 6) == 0 ? "" : ",";
+        for (char *word = strtok_r(words, between, &rest); word && status == 0; word = strtok_r(NULL, between, &rest))
+            if (!mt_module_mark(modules, num_modules, word, named)) // a whole name is the end of no other
+                status = mt_target_add(o, word, rows, count, named, error);
+        free(words);
+    }
+    free(modules);
+    bool of_file = o->load_adapter && !mt_options_gave(o, MT_AT(lora_target));
+    if (status == 0 && of_file) status = mt_targets_read(o, rows, count, named, error);
+    if (status == 0) status = mt_targets_take(o, rows, count, named, of_file, error);
+    for (int64_t i = 0; i < count; i++) adapts_experts |= named[i] && rows[i].unit == MT_UNIT_EXPERTS;
+    free(rows), free(named);
+    if (status == 0 && o->lora_roles == 0)
+        status = mt_error_set(error, "--lora-rank needs --lora-target: all-linear, or names such as q_proj,v_proj");
+    if (status == 0 && o->lora_dropout > 0 && adapts_experts)
+        status =
+            mt_error_set(error, "--lora-dropout: adapters of experts have no dropout, as in peft; leave it out, or "
+                                "name other matrices by --lora-target");
+    return status;
 }
 
 /* True if the end of a name also names a matrix without an adapter, as c_proj of GPT-2's attention and MLP. */

@@ -23,6 +23,22 @@ bool mt_options_falls_back(const mt_options *options);
  * that this program does not have. */
 int mt_adapter_read_options(mt_options *options, mt_error *error);
 
+/* An adapter_config.json, with which adapters may differ from matrix to matrix (rank_pattern, alpha_pattern,
+ * exclude_modules, layers_to_transform). Free it by mt_adapter_file_close. NULL with error. */
+typedef struct mt_adapter_file mt_adapter_file;
+mt_adapter_file *mt_adapter_file_open(const char *folder, mt_error *error);
+void mt_adapter_file_close(mt_adapter_file *file);
+
+/* The adapter that the file gives a matrix. */
+typedef struct mt_adapter_shape {
+    bool exists;
+    int64_t rank;
+    double scale; // of B A: alpha / rank, or alpha / sqrt(rank) with use_rslora
+} mt_adapter_shape;
+
+/* Finds the adapter of a row of the parameter table, a matrix or one of its adapter's halves. */
+int mt_adapter_file_find(const mt_adapter_file *file, const mt_param *row, mt_adapter_shape *shape, mt_error *error);
+
 /* adapter_config.json of finished options, to free: peft and this program load it. */
 char *mt_adapter_print_config(const mt_options *options);
 
@@ -31,7 +47,9 @@ void mt_adapter_warn(const mt_options *options, FILE *out);
 
 /* Sets lora_roles and lora_alpha. A target names the matrices whose modules have this name or end with it behind a dot,
  * as in peft; "all-linear" all matrices of attention, MLP and experts except routers; "regex:PATTERN" those whose whole
- * module names match. Errors: a name without a matrix, with the nearest one; some of the matrices of a role only. */
+ * module names match. With the targets of options->load_adapter the rank is the largest of its matrices; a matrix whose
+ * adapter is smaller or not there has zeros, which training leaves zeros. Errors: a name without a matrix, with the
+ * nearest one; some of the matrices of a role only, unless the file of load_adapter says so. */
 int mt_options_derive_adapters(mt_options *options, mt_error *error);
 
 /* Adds the product of each adapter to its matrix, in fp32 and rounded once, and clears its B: the model computes the

@@ -1,4 +1,4 @@
-/* checkpoint_internal.h: shared by checkpoint_folder.c, checkpoint_fp8.c, checkpoint_load.c and checkpoint_save.c. */
+/* checkpoint_internal.h: shared by the files checkpoint_*.c. */
 #ifndef MT_CHECKPOINT_INTERNAL_H
 #define MT_CHECKPOINT_INTERNAL_H
 
@@ -28,6 +28,11 @@ int mt_open_direct(const char *path, int flags);
 
 /* The name of the tensor that holds a parameter's state, such as exp_avg.NAME; the optimizer has this state. */
 void mt_state_tensor_name(char *name, size_t size, mt_optimizer optimizer, mt_param_state state, const char *hf_name);
+
+/* Cuts the tensors that hold all experts of a layer, as transformers 5 has them in memory and writes them with
+ * save_original_format=False, into the matrices of each expert under the names of the parameter table: gate_up_proj
+ * [experts, 2 width, hidden], gate first, and down_proj [experts, hidden, width]. Errors: another shape. */
+int mt_experts_unstack(mt_safetensors *set, const mt_options *options, mt_error *error);
 
 /* The shape of the whole Hugging Face tensor that holds a parameter; returns the number of dimensions. */
 int64_t mt_param_shape(const mt_param *param, int64_t shape[2]);

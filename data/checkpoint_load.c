@@ -170,14 +170,6 @@ static const mt_tensor_info *mt_state_find(const mt_safetensors *set, const mt_p
     return mt_safetensors_find(set, name);
 }
 
-/* The first tensor that holds all experts of a layer, as transformers 5 keeps them in memory; NULL: none. */
-static const mt_tensor_info *mt_stacked_experts_find(const mt_safetensors *set) {
-    for (int64_t i = 0; i < mt_safetensors_count(set); i++)
-        if (mt_text_ends_with(mt_safetensors_get(set, i)->name, ".experts.gate_up_proj"))
-            return mt_safetensors_get(set, i);
-    return NULL;
-}
-
 static int mt_state_missing(const mt_param *param, mt_param_state state, const mt_options *options, const char *folder,
                             const mt_safetensors *set, mt_error *error) {
     const char *option = param->exists_option;
@@ -197,13 +189,6 @@ static int mt_state_missing(const mt_param *param, mt_param_state state, const m
                             "%s: has no tensor \"%s\" of a module of multi-token prediction among its %lld; lower "
                             "--mtp-num-layers to the modules that it holds, perhaps 0",
                             folder, param->hf_name, (long long)count);
-    const mt_tensor_info *stacked = options->num_experts > 0 ? mt_stacked_experts_find(set) : NULL;
-    if (stacked)
-        return mt_error_set(error,
-                            "%s: tensor \"%s\" holds all experts of a layer, the form of transformers 5 in memory "
-                            "(save_original_format=False), which is not read; save the model there by save_pretrained "
-                            "without that argument, which writes each expert apart",
-                            stacked->file, stacked->name);
     return mt_error_set(error, "%s: has no tensor \"%s\" among its %lld; check config.json, --num-layers%s%s", folder,
                         param->hf_name, (long long)count, option ? " and " : "", option ? option : "");
 }
@@ -296,6 +281,19 @@ static int mt_tensor_pointer_compare(const void *a, const void *b) {
     return (x > y) - (x < y);
 }
 
+/* A tensor that no row takes. */
+static int mt_tensor_refuse(const mt_tensor_info *tensor, const char *stem, mt_error *error) {
+    if (strcmp(stem, "adapter_model") == 0)
+        return mt_error_set(error,
+                            "%s: tensor \"%.120s\" has no place: its matrix is not among the targets, or not in the "
+                            "model; check \"target_modules\" of adapter_config.json, --lora-target and --load",
+                            tensor->file, tensor->name);
+    return mt_error_set(error,
+                        "%s: tensor \"%.120s\" has no place in the model that the options describe; check "
+                        "config.json, --num-layers and the options for biases and norms",
+                        tensor->file, tensor->name);
+}
+
 /* A row must take every tensor of weights: to leave one out silently would load another model. */
 static int mt_weights_check_unused(const mt_param *rows, int64_t count, const mt_options *options, const char *stem,
                                    const mt_safetensors *set, mt_error *error) {
@@ -308,21 +306,22 @@ static int mt_weights_check_unused(const mt_param *rows, int64_t count, const mt
         if (!bsearch(&tensor, used, (size_t)count, sizeof *used, mt_tensor_pointer_compare)) unused = tensor;
     }
     free(used);
-    if (!unused) return 0;
-    if (strcmp(stem, "adapter_model") == 0)
-        return mt_error_set(error,
-                            "%s: tensor \"%.120s\" has no place: its matrix is not among the targets, or not in the "
-                            "model; check \"target_modules\" of adapter_config.json, --lora-target and --load",
-                            unused->file, unused->name);
-    return mt_error_set(error,
-                        "%s: tensor \"%.120s\" has no place in the model that the options describe; check "
-                        "config.json, --num-layers and the options for biases and norms",
-                        unused->file, unused->name);
+    return unused ? mt_tensor_refuse(unused, stem, error) : 0;
 }
 
 bool mt_stem_holds(const char *stem, const mt_param *param) {
     if (strcmp(stem, "optimizer") == 0) return param->trained;
     return mt_param_is_adapter(param) == (strcmp(stem, "adapter_model") == 0);
+}
+
+/* Opens a stem's files; the experts of a model are apart in the set, whatever the form of its folder. */
+static int mt_stem_open(mt_safetensors **set, const char *folder, const char *stem, const mt_options *options,
+                        mt_error *error) {
+    if (mt_safetensors_open_folder(set, folder, stem, error) != 0) return -1;
+    if (strcmp(stem, "model") != 0 || mt_experts_unstack(*set, options, error) == 0) return 0;
+    mt_safetensors_close(*set);
+    *set = NULL;
+    return -1;
 }
 
 /* The states in a stem's files: [*first, the result). The optimizer of an fp32 run has no master weights. */
@@ -338,9 +337,28 @@ static bool mt_param_grows(const mt_param *param, const mt_options *options) {
     return options->value_head && param->is_head;
 }
 
-/* Checks a stem's tensors against the whole model's table, so that every rank finds the same. */
-static int mt_stem_check(const mt_safetensors *set, const char *stem, const mt_options *options, const char *folder,
-                         mt_error *error) {
+/* The half of an adapter as its file has it: of its own rank, which may be smaller than the model's. */
+static mt_param mt_adapter_half(const mt_param *row, const mt_adapter_shape *shape) {
+    mt_param half = *row;
+    if (row->role == MT_LORA_A) half.whole_rows = half.hf_rows_total = shape->rank;
+    if (row->role == MT_LORA_B) half.whole_cols = shape->rank;
+    return half;
+}
+
+/* The adapter of a row; without a file, that of the options. */
+static int mt_adapter_of(const mt_adapter_file *file, const mt_param *row, const mt_options *options,
+                         mt_adapter_shape *shape, mt_error *error) {
+    *shape = (mt_adapter_shape){true, options->lora_rank, 0};
+    if (!file || !mt_param_is_adapter(row)) return 0;
+    if (mt_adapter_file_find(file, row, shape, error) != 0) return -1;
+    if (mt_options_gave(options, offsetof(mt_options, lora_target))) shape->exists = true; // all that it names
+    return 0;
+}
+
+/* Checks a stem's tensors against the whole model's table, so that every rank finds the same. `adapter`: of the stem
+ * adapter_model, else NULL. */
+static int mt_stem_check(const mt_safetensors *set, const char *stem, const mt_adapter_file *adapter,
+                         const mt_options *options, const char *folder, mt_error *error) {
     mt_param *rows;
     int64_t count = 0, all = mt_params_build(&rows, options, NULL);
     bool weights = strcmp(stem, "optimizer") != 0;
@@ -352,8 +370,15 @@ static int mt_stem_check(const mt_safetensors *set, const char *stem, const mt_o
             const mt_tensor_info *tensor = mt_state_find(set, &rows[i], options->optimizer, (mt_param_state)state);
             if (tensor && !mt_tensor_serves(tensor, &rows[i], options)) tensor = NULL;
             if (!tensor && weights && mt_param_grows(&rows[i], options)) continue;
-            status = tensor ? mt_param_check(&rows[i], tensor, options, set, error)
-                            : mt_state_missing(&rows[i], (mt_param_state)state, options, folder, set, error);
+            mt_adapter_shape shape;
+            status = mt_adapter_of(adapter, &rows[i], options, &shape, error);
+            if (status != 0 || (!tensor && !shape.exists)) continue;
+            mt_param row = adapter ? mt_adapter_half(&rows[i], &shape) : rows[i];
+            if (tensor && !shape.exists)
+                status = mt_tensor_refuse(tensor, stem, error);
+            else
+                status = tensor ? mt_param_check(&row, tensor, options, set, error)
+                                : mt_state_missing(&row, (mt_param_state)state, options, folder, set, error);
         }
     if (status == 0 && weights) status = mt_weights_check_unused(rows, count, options, stem, set, error);
     for (int64_t i = 0; i < mt_safetensors_count(set) && status == 0 && weights; i++)
@@ -661,6 +686,7 @@ typedef struct mt_target {
     mt_param_state state;                  // of shards[0]
     mt_shard shards[2];                    // either may have no data
     bool weights;
+    float factor;       // of the values of an adapter's B
     float *transposed;  // this rank's part of a transposed tensor, until its last segment is read
     float *scaled;      // this rank's part of a state with scales, likewise
     int64_t not_finite; // values of weights
@@ -714,13 +740,14 @@ static void mt_target_write(mt_reader *r, mt_target *t, int64_t at, const float 
 /* mt_target_write for stored elements. */
 static void mt_target_write_stored(mt_reader *r, mt_target *t, int64_t at, const char *from, mt_dtype dtype,
                                    int64_t n) {
-    if (dtype == MT_F32 && (uintptr_t)from % sizeof(float) == 0) {
+    if (dtype == MT_F32 && (uintptr_t)from % sizeof(float) == 0 && t->factor == 1) {
         mt_target_write(r, t, at, (const float *)(const void *)from, n);
         return;
     }
     for (int64_t done = 0, count; done < n; done += count) {
         count = mt_min(n - done, MT_STAGED);
         mt_stored_to_f32(r->staged, 1, from + done * mt_dtype_size(dtype), dtype, count);
+        for (int64_t i = 0; t->factor != 1 && i < count; i++) r->staged[i] *= t->factor;
         mt_target_write(r, t, at + done, r->staged, count);
     }
 }
@@ -820,6 +847,7 @@ static void mt_target_load_blocks(mt_reader *r, mt_target *t, mt_rectangle given
 static void mt_target_load_elements(mt_reader *r, mt_target *t, int64_t begin, int64_t end, const char *data) {
     const mt_param *param = t->param;
     int64_t width = param->hf_transposed ? param->hf_rows_total : param->whole_cols;
+    if (mt_param_is_adapter(param)) width = t->tensor->shape[1]; // perhaps of a smaller rank
     int64_t size = mt_dtype_size(t->tensor->dtype);
     mt_rectangle given[3];
     int count = mt_rectangles_of_run(given, begin, end, width);
@@ -935,13 +963,36 @@ int mt_checkpoint_check(const mt_options *options, const char *folder, mt_error 
     char *path = mt_checkpoint_resolve(folder, error);
     int status = path ? mt_checkpoint_verify(path, false, error) : -1;
     if (status == 0) {
-        status = mt_safetensors_open_folder(&set, path, "model", error);
-        if (status == 0) status = mt_stem_check(set, "model", options, path, error);
+        status = mt_stem_open(&set, path, "model", options, error);
+        if (status == 0) status = mt_stem_check(set, "model", NULL, options, path, error);
         mt_safetensors_close(set);
         if (status != 0 && mt_checkpoint_verify(path, true, &damage) != 0) *error = damage;
     }
     free(path);
     return status;
+}
+
+/* Sets a half of an adapter to 0, which its file may fill in part or not at all, and finds the factor of its values:
+ * the model has one scale for all adapters. Training would differ from peft's then. */
+static int mt_target_begin_adapter(mt_model *m, mt_target *t, const mt_adapter_file *file, mt_error *error) {
+    const mt_options *o = mt_model_options(m);
+    const mt_param *param = t->param;
+    mt_adapter_shape shape;
+    if (mt_adapter_of(file, param, o, &shape, error) != 0) return -1;
+    for (int k = 0; k < 2; k++)
+        if (t->shards[k].data)
+            mt_shard_write(m, &t->shards[k], param->offset, NULL, mt_param_rows_stored(param) * param->cols);
+    double scale = o->lora_alpha / (double)o->lora_rank, factor = shape.scale / scale;
+    if (param->role != MT_LORA_B || !shape.exists || fabs(factor - 1) < 1e-12) return 0;
+    if (mt_model_get_plan(m)->train)
+        return mt_error_set(
+            error,
+            "%s: the scale of this adapter, alpha / rank, is %g and that of others %g, by \"rank_pattern\" "
+            "or \"alpha_pattern\" of adapter_config.json; a run trains adapters of one scale: merge "
+            "these by infer --merge-adapter and train new ones",
+            param->hf_name, shape.scale, scale);
+    t->factor = (float)factor;
+    return 0;
 }
 
 /* Loads the weights (stem "model", or "adapter_model"), or the moments and any master weights (stem "optimizer"). A
@@ -952,11 +1003,17 @@ static int mt_stem_load(mt_model *m, const char *folder, const char *stem, const
     const mt_group *world = &mt_model_grid(m)->world;
     bool weights = strcmp(stem, "optimizer") != 0;
     mt_safetensors *set = NULL;
-    int status = mt_safetensors_open_folder(&set, folder, stem, error);
-    if (status == 0) status = mt_stem_check(set, stem, mt_model_options(m), folder, error);
+    mt_adapter_file *adapter = NULL;
+    int status = mt_stem_open(&set, folder, stem, mt_model_options(m), error);
+    if (status == 0 && strcmp(stem, "adapter_model") == 0) {
+        adapter = mt_adapter_file_open(folder, error);
+        status = adapter ? 0 : -1;
+    }
+    if (status == 0) status = mt_stem_check(set, stem, adapter, mt_model_options(m), folder, error);
     status = mt_agree(world, status != 0, error);
     if (status != 0) {
         mt_safetensors_close(set);
+        mt_adapter_file_close(adapter);
         return status;
     }
     int64_t num_params, count = 0;
@@ -967,19 +1024,20 @@ static int mt_stem_load(mt_model *m, const char *folder, const char *stem, const
     for (int64_t i = 0; i < num_params; i++)
         for (int state = first; state < end && mt_stem_holds(stem, &params[i]); state++) {
             mt_target *t = &targets[count];
-            *t = (mt_target){.param = &params[i], .state = (mt_param_state)state, .weights = weights};
+            *t = (mt_target){.param = &params[i], .state = (mt_param_state)state, .weights = weights, .factor = 1};
             t->tensor = mt_state_find(set, &params[i], optimizer, (mt_param_state)state);
-            if (!t->tensor) { // mt_param_grows
-                mt_param_init(m, &params[i]);
-                continue;
-            }
-            count++;
-            if (t->tensor->dtype == MT_F8_E4M3) t->scales = mt_scales_find(set, t->tensor);
             t->shards[0] = mt_bucket_shard(m, params[i].bucket, (mt_param_state)state);
             if (weights && mt_model_dtype(m) != MT_F32 && params[i].trained)
                 t->shards[1] = mt_bucket_shard(m, params[i].bucket, MT_STATE_MASTER);
+            if (adapter && status == 0) status = mt_target_begin_adapter(m, t, adapter, error);
+            if (!t->tensor && !adapter) mt_param_init(m, &params[i]); // mt_param_grows
+            if (!t->tensor) continue;
+            count++;
+            if (t->tensor->dtype == MT_F8_E4M3) t->scales = mt_scales_find(set, t->tensor);
         }
-    status = mt_targets_load(targets, count, set, m, sums, damaged, error);
+    mt_adapter_file_close(adapter);
+    status = mt_agree(world, status != 0, error);
+    if (status == 0) status = mt_targets_load(targets, count, set, m, sums, damaged, error);
     if (status == 0) {
         for (int64_t i = 0; i < count && status == 0; i++) status = mt_target_check_finite(m, &targets[i], error);
         status = mt_agree(world, status != 0, error);

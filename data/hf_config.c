@@ -604,7 +604,10 @@ static void mt_config_read_windows(mt_config *config, unsigned mask, mt_options 
     if (config->failed || shape->num_layers < 1) return;
     char *listed = mt_calloc(shape->num_layers + 1), *letters = mt_calloc(shape->num_layers + 1);
     bool lists = mt_config_read_layer_types(config, listed, shape->num_layers);
-    mt_config_read_later(config, config->root, "sliding_window", mask, shape);
+    if (uses)
+        mt_config_read_later(config, config->root, "sliding_window", mask, shape);
+    else // any number: transformers 5 writes 0 for Qwen2-MoE
+        mt_config_int(config, config->root, "sliding_window", 0);
     if (!uses) shape->window_size = 0;
     for (int64_t i = 0; i < shape->num_layers; i++)
         letters[i] = mt_config_slides(config, mask, i) && shape->window_size > 0 ? '1' : '0';

@@ -198,8 +198,17 @@ static int mt_safetensors_map(mt_safetensors *set, const char *path, mt_error *e
     return mt_safetensors_add(set, file, error);
 }
 
-static void mt_safetensors_sort(mt_safetensors *set) {
+void mt_safetensors_sort(mt_safetensors *set) {
     if (set->count > 0) qsort(set->tensors, (size_t)set->count, sizeof *set->tensors, mt_tensor_by_name);
+}
+
+void mt_safetensors_replace(mt_safetensors *set, int64_t index, const mt_tensor_info *parts, int64_t count) {
+    MT_CHECK(index >= 0 && index < set->count && count > 0);
+    free((char *)set->tensors[index].name);
+    set->tensors[index] = parts[0];
+    set->tensors = mt_realloc(set->tensors, (set->count + count - 1) * (int64_t)sizeof *set->tensors);
+    memcpy(set->tensors + set->count, parts + 1, (size_t)(count - 1) * sizeof *parts);
+    set->count += count - 1;
 }
 
 /* Sorts the tensors and returns the set in *out; closes it when reading failed. */

@@ -47,6 +47,12 @@ const mt_tensor_info *mt_safetensors_get(const mt_safetensors *set, int64_t inde
 /* NULL when there is no such tensor. */
 const mt_tensor_info *mt_safetensors_find(const mt_safetensors *set, const char *name);
 
+/* Puts parts[count] in the place of tensor `index`: parts of its bytes, or the same under another name. Their names are
+ * the set's from then on. mt_safetensors_find needs mt_safetensors_sort after the last replacement; indices stay until
+ * then, and new tensors come at the end. */
+void mt_safetensors_replace(mt_safetensors *set, int64_t index, const mt_tensor_info *parts, int64_t count);
+void mt_safetensors_sort(mt_safetensors *set);
+
 /* The files, in the order of their opening; a tensor's `file` is the same pointer as its file's `path`. */
 int64_t mt_safetensors_num_files(const mt_safetensors *set);
 const mt_safetensors_file *mt_safetensors_get_file(const mt_safetensors *set, int64_t index);

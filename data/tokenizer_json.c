@@ -25,6 +25,9 @@ static json_t *parse_json(const char *path, const mt_text *text, mt_error *error
 int mt_tokenizer_config_check(const json_t *config, const char *path, mt_error *error) {
     static const mt_json_field fields[] = {
         {"add_bos_token", MT_JSON_BOOL, "true or false"},
+        {"add_eos_token", MT_JSON_BOOL, "true or false"},
+        {"add_prefix_space", MT_JSON_BOOL, "true or false"},
+        {"legacy", MT_JSON_BOOL, "true or false"},
         {"bos_token", MT_JSON_STRING | MT_JSON_OBJECT, "a token's text, or an object with its content"},
         {"eos_token", MT_JSON_STRING | MT_JSON_OBJECT, "a token's text, or an object with its content"},
         {"chat_template", MT_JSON_STRING | MT_JSON_LIST | MT_JSON_OBJECT, "a text, or a list of named templates"},
@@ -636,6 +639,62 @@ static void find_ends(mt_tokenizer *tokenizer, const json_t *config) {
         tokenizer->bos = find_added(tokenizer, begins[i]);
 }
 
+/* True if the file puts a space before a text. */
+static bool adds_prefix(const mt_tokenizer *tokenizer) {
+    for (int i = 0; i < tokenizer->normalizer_steps; i++)
+        if (tokenizer->normalizer[i].kind == MT_RULE_PREPEND) return true;
+    for (int i = 0; i < tokenizer->pretokenizer_steps; i++) {
+        const mt_rule *step = &tokenizer->pretokenizer[i];
+        bool may = step->kind == MT_RULE_BYTE_LEVEL || step->kind == MT_RULE_METASPACE;
+        if (may && step->prefix != MT_PREFIX_NEVER) return true;
+    }
+    return false;
+}
+
+/* True if a post-processor adds a token behind a text. */
+static bool adds_end(const json_t *processor) {
+    const json_t *item;
+    size_t i;
+    bool behind = false, adds = json_is_array(json_object_get(processor, "sep"));
+    json_array_foreach(json_object_get(processor, "single"), i, item) {
+        adds |= behind && json_object_get(item, "SpecialToken");
+        behind |= json_object_get(item, "Sequence") != NULL;
+    }
+    json_array_foreach(json_object_get(processor, "processors"), i, item) adds |= adds_end(item);
+    return adds;
+}
+
+/* True for a class of transformers, and for its fast form, which version 5 has no more. */
+static bool is_class(const char *name, const char *of) {
+    size_t length = strlen(of);
+    return strncmp(name, of, length) == 0 && (name[length] == 0 || strcmp(name + length, "Fast") == 0);
+}
+
+/* transformers lets add_prefix_space and add_eos_token of tokenizer_config.json change what tokenizer.json says, in the
+ * classes that are named here: the first in version 5, the second in version 4. */
+static int check_config(const loader *l, const json_t *root, const json_t *config) {
+    const json_t *class = json_object_get(config, "tokenizer_class"),
+                 *prefix = json_object_get(config, "add_prefix_space");
+    const char *name = json_is_string(class) ? json_string_value(class) : "";
+    bool is_llama = is_class(name, "LlamaTokenizer");
+    bool is_gpt2 = is_class(name, "GPT2Tokenizer") || is_class(name, "Qwen2Tokenizer");
+    bool asks = (is_llama && !l->tokenizer->byte_level) || is_gpt2;
+    if (asks && json_is_boolean(prefix) && json_is_true(prefix) != adds_prefix(l->tokenizer))
+        return mt_error_set(
+            l->error,
+            "%s: puts %s space before a text, but \"add_prefix_space\" of tokenizer_config.json is %s, by "
+            "which %s changes it; make both agree",
+            l->path, adds_prefix(l->tokenizer) ? "a" : "no", json_is_true(prefix) ? "true" : "false", name);
+    bool ends = is_llama && json_is_true(json_object_get(config, "add_eos_token"));
+    if (ends && !adds_end(json_object_get(root, "post_processor")))
+        return mt_error_set(
+            l->error,
+            "%s: adds no token behind a text, but \"add_eos_token\" of tokenizer_config.json is true, by "
+            "which %s of transformers 4 does; set that to false, or put the token into the post_processor",
+            l->path, name);
+    return 0;
+}
+
 /* ---- whole files ----------------------------------------------------------------------------------------------- */
 
 static int load_json(loader *l, const json_t *root, const json_t *config) {
@@ -652,7 +711,7 @@ static int load_json(loader *l, const json_t *root, const json_t *config) {
     if (read_decoders(l, json_object_get(root, "decoder"))) return -1;
     mt_tokenizer_find_words(tokenizer);
     find_ends(tokenizer, config);
-    return 0;
+    return check_config(l, root, config);
 }
 
 int mt_tokenizer_load_json(mt_tokenizer *tokenizer, const char *path, const mt_text *json, const mt_text *config_json,

@@ -1,8 +1,9 @@
-/* Loaded by LD_PRELOAD into train: a disk that is slow or hangs, and events while the program starts. Settings:
+/* Loaded by LD_PRELOAD into a program: a disk that is slow or hangs, and events while the program starts. Settings:
  *
  *   SLOW_FSYNC=SECONDS      the first fsync of a safetensors file takes this long
  *   HANGING_MAP=TEXT        reading a mapped file with TEXT in its path never ends; with HANGS_AFTER_SAVE set, only
  *                           after the first fsync of a safetensors file
+ *   HANGING_FSYNC=TEXT      the fsync of a file with TEXT in its path never ends, and says so on standard error
  *   HANGING_WRITE=TEXT      writing a file with TEXT in its path never ends
  *   SIGNAL_AT_START=NUMBER  statvfs, which train calls before the first step, raises this signal twice, as timeout(1)
  *                           may: to the process and to its group
@@ -64,6 +65,10 @@ int fsync(int descriptor) {
     if (is_file(descriptor, "safetensors") && __sync_fetch_and_add(&calls, 1) == 0) {
         if (seconds) sleep((unsigned)atoi(seconds));
         if (setting("HANGS_AFTER_SAVE")) make_map_hang();
+    }
+    if (is_file(descriptor, setting("HANGING_FSYNC"))) {
+        fprintf(stderr, "fsync hangs\n");
+        for (;;) pause();
     }
     find(&real, "fsync");
     return real(descriptor);

@@ -317,6 +317,126 @@ static void every_stored_type_loads_exactly(void **state) {
     }
 }
 
+/* One tensor of a file that is written. */
+typedef struct written {
+    char name[128];
+    int64_t shape[3];
+    char *data;
+    int64_t bytes;
+} written;
+
+/* Appends the matrices ENDS of every expert of a layer, as one tensor. */
+static void stack(written *out, const mt_safetensors *file, const char *layer, const char *name, const char *ends[3],
+                  int64_t experts) {
+    char of[160];
+    int64_t parts = ends[1] ? 2 : 1;
+    *out = (written){.shape = {experts, 0, 0}};
+    snprintf(out->name, sizeof out->name, "%smlp.experts.%s", layer, name);
+    for (int64_t i = 0; i < experts * parts; i++) {
+        snprintf(of, sizeof of, "%s%s%d.%s.weight", layer, ends[2], (int)(i / parts), ends[i % parts]);
+        const mt_tensor_info *matrix = mt_safetensors_find(file, of);
+        assert_non_null(matrix);
+        out->shape[1] = parts * matrix->shape[0], out->shape[2] = matrix->shape[1];
+        out->data = mt_realloc(out->data, out->bytes + matrix->bytes);
+        memcpy(out->data + out->bytes, matrix->data, (size_t)matrix->bytes);
+        out->bytes += matrix->bytes;
+    }
+}
+
+static void write_tensors(const char *folder, const written *tensors, int64_t count) {
+    static char header[1 << 16];
+    char path[512];
+    int64_t used = 0, end = 0;
+    for (const written *t = tensors; t < tensors + count; end += t++->bytes) {
+        char shape[80];
+        int length = snprintf(shape, sizeof shape, "%d", (int)t->shape[0]);
+        for (int k = 1; k < 3 && t->shape[k] > 0; k++)
+            length += snprintf(shape + length, sizeof shape - (size_t)length, ",%d", (int)t->shape[k]);
+        used += snprintf(header + used, sizeof header - (size_t)used,
+                         "%s\"%s\":{\"dtype\":\"F32\",\"shape\":[%s],\"data_offsets\":[%d,%d]}", used ? "," : "{",
+                         t->name, shape, (int)end, (int)(end + t->bytes));
+        assert_true(used + 1 < (int64_t)sizeof header);
+    }
+    header[used++] = '}';
+    snprintf(path, sizeof path, "%s/model.safetensors", folder);
+    FILE *out = fopen(path, "wb");
+    assert_non_null(out);
+    fwrite(&used, 8, 1, out), fwrite(header, 1, (size_t)used, out);
+    for (const written *t = tensors; t < tensors + count; t++) fwrite(t->data, 1, (size_t)t->bytes, out);
+    assert_int_equal(fclose(out), 0);
+}
+
+/* Writes a family's folder as transformers 5 does with save_original_format=False. With `transposed` the last two
+ * dimensions of these tensors are exchanged; `experts_less` leaves experts out. */
+static void write_stacked(const fixture *f, const char *to, bool transposed, int64_t experts_less) {
+    static const char *const of_mixtral[2][3] = {{"w1", "w3", "block_sparse_moe.experts."},
+                                                 {"w2", NULL, "block_sparse_moe.experts."}};
+    static const char *const of_others[2][3] = {{"gate_proj", "up_proj", "mlp.experts."},
+                                                {"down_proj", NULL, "mlp.experts."}};
+    static written tensors[512];
+    bool is_mixtral = f->options.hf_family == MT_HF_MIXTRAL;
+    int64_t count = 0, first_stacked;
+    char command[1024], layer[64];
+    snprintf(command, sizeof command, "mkdir -p %s && cp %s/config.json %s", to, f->folder, to);
+    assert_int_equal(system(command), 0);
+    mt_safetensors *file = open_tensors(f->folder, "model");
+    for (int64_t i = 0; i < mt_safetensors_count(file); i++) {
+        const mt_tensor_info *tensor = mt_safetensors_get(file, i);
+        if (strstr(tensor->name, ".experts.")) continue;
+        written *t = &tensors[count++];
+        *t = (written){.shape = {tensor->shape[0], tensor->num_dims > 1 ? tensor->shape[1] : 0}};
+        const char *router = is_mixtral ? strstr(tensor->name, "block_sparse_moe.gate.weight") : NULL;
+        int64_t length = router ? router - tensor->name : (int64_t)strlen(tensor->name);
+        snprintf(t->name, sizeof t->name, "%.*s%s", (int)length, tensor->name, router ? "mlp.gate.weight" : "");
+        t->data = memcpy(mt_malloc(tensor->bytes), tensor->data, (size_t)tensor->bytes), t->bytes = tensor->bytes;
+    }
+    first_stacked = count;
+    for (int64_t i = 0; i < f->options.num_layers; i++) {
+        const char *const(*ends)[3] = is_mixtral ? of_mixtral : of_others;
+        char first[160];
+        snprintf(layer, sizeof layer, "model.layers.%d.", (int)i);
+        snprintf(first, sizeof first, "%s%s0.%s.weight", layer, ends[0][2], ends[0][0]);
+        if (!mt_safetensors_find(file, first)) continue; // a dense layer
+        for (int k = 0; k < 2; k++)
+            stack(&tensors[count++], file, layer, k ? "down_proj" : "gate_up_proj", (const char **)ends[k],
+                  f->options.num_experts - experts_less);
+    }
+    assert_true(count > first_stacked);
+    for (written *t = tensors + first_stacked; transposed && t < tensors + count; t++) {
+        int64_t rows = t->shape[1];
+        t->shape[1] = t->shape[2], t->shape[2] = rows;
+    }
+    write_tensors(to, tensors, count);
+    for (int64_t i = 0; i < count; i++) free(tensors[i].data);
+    mt_safetensors_close(file);
+}
+
+/* Saved again, each expert is apart, which every version of transformers reads. */
+static void stacked_experts_load_and_are_saved_apart(void **state) {
+    (void)state;
+    static const char *const moe[] = {"mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v3"};
+    for (int k = 0; k < 4; k++) {
+        fixture f = open_family(moe[k], 4, 1, false);
+        mt_run_state run = {0};
+        create_model(&f, &mt_grid_of_one);
+        write_stacked(&f, at("stacked"), false, 0);
+        spoil(&f);
+        load(&f, &run, at("stacked"));
+        save(&f, &run, at(moe[k]));
+        assert_same_tensors(at(moe[k]), f.folder);
+        write_stacked(&f, at("stacked"), true, 0);
+        assert_load_fails(&f, at("stacked"), "_proj\" has all experts of a layer and must be");
+        assert_load_fails(&f, at("stacked"), "but is transposed"); // a square one does not hide the other
+        write_stacked(&f, at("stacked"), false, 1);
+        assert_load_fails(&f, at("stacked"), "has all experts of a layer and must be");
+        close_family(&f);
+    }
+    fixture dense = open_family("qwen3", 4, 1, false);
+    create_model(&dense, &mt_grid_of_one);
+    assert_load_fails(&dense, at("stacked"), "check ");
+    close_family(&dense);
+}
+
 static void rows_that_pad_the_vocabulary_become_zero(void **state) {
     (void)state;
     fixture f = open_family("llama", 4, 1, true);
@@ -1195,6 +1315,7 @@ int main(void) {
         ROOT_TEST(every_family_comes_out_as_it_went_in),
         ROOT_TEST(small_shards_hold_the_same_tensors),
         ROOT_TEST(every_stored_type_loads_exactly),
+        ROOT_TEST(stacked_experts_load_and_are_saved_apart),
         ROOT_TEST(rows_that_pad_the_vocabulary_become_zero),
         ROOT_TEST(names_without_their_prefix_and_old_masks_load),
         ROOT_TEST(a_tied_folder_has_one_embedding),

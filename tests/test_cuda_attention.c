@@ -723,6 +723,41 @@ static void cudnn_works_in_the_planned_workspace(void **state) {
         }
 }
 
+/* A NaN in a query, a key or a value of group 1 makes NaN of every output that sees it, and one in a query or a key of
+ * no other: the maximum of scores and the division by their sum drop none. cuDNN's kernels are not this program's. */
+static void check_not_a_number(const mt_attention_rung *rung, const problem *p, int operand, int64_t at) {
+    const int64_t per_group = p->H / p->G, D = p->D, columns[] = {per_group * D, k_at(p) + D, v_at(p) + D};
+    operands o = operands_new(p);
+    o.qkv[at * o.stride + columns[operand] + 3] = 0x7FC0;
+    bool served = run_rung(rung, p, &o, stream);
+    for (int64_t i = 0; served && i < p->Tq * p->H * D; i++) {
+        int64_t row = i / (p->H * D), head = i / D % p->H;
+        bool sees = operand == 0 ? row == at && head == per_group : row >= at && head / per_group == 1;
+        if (operand == 2) sees &= i % D == 3;
+        bool wrong = isnan(mt_bf16_to_f32(o.out[row * o.out_stride + i % (p->H * D)])) != sees;
+        if (operand < 2) wrong |= isnan(o.lse[row * p->H + head]) != sees;
+        if (!wrong || (operand == 2 && !sees)) continue; // 0 times the NaN of a later value is NaN too
+        describe(p);
+        fail_msg("%s: a NaN in operand %d, row %d: out[%d] of head %d %s NaN", rung->name, operand, (int)at, (int)row,
+                 (int)head, sees ? "is not" : "is");
+    }
+    inputs_free(&o);
+    outputs_free(&o);
+}
+
+static void a_nan_in_attention_stays_a_nan(void **state) {
+    (void)state;
+    if (!gpu) skip();
+    static const int64_t sizes[] = {8, 64, 128}, rows[] = {0, 39, 150};
+    for (int i = 0; i < 3; i++) {
+        problem p = {.H = 4, .G = 2, .D = sizes[i], .Tq = 200, .Tk = 200, .count = 1};
+        p.spans[0] = (mt_span){0, 200, 0, 200, true};
+        for (int r = 0; r <= MT_NUM_ATTENTION_RUNGS + 1; r++)
+            for (int k = 0; k < 3 * 3 && r != MT_NUM_ATTENTION_RUNGS; k++)
+                check_not_a_number(implementation(r), &p, k / 3, rows[k % 3]);
+    }
+}
+
 /* A batch long enough for `auto` to measure, one that is too short for it, spans that are no batch, and a long batch of
  * latent attention's heads. */
 static void every_backend_of_the_table_matches_the_cpu(void **state) {
@@ -781,6 +816,7 @@ int main(void) {
         cmocka_unit_test(cudnn_serves_batches_and_matches_the_cpu),
         cmocka_unit_test(cudnn_leaves_to_others_what_is_no_batch),
         cmocka_unit_test(cudnn_works_in_the_planned_workspace),
+        cmocka_unit_test(a_nan_in_attention_stays_a_nan),
         cmocka_unit_test(every_backend_of_the_table_matches_the_cpu),
         cmocka_unit_test(deterministic_auto_repeats_bit_for_bit),
     };

@@ -141,6 +141,80 @@ a_list_of_targets_has_no_limit() {
         --load-adapter "$work/long" --prompt-tokens 1 --print-tokens --device cpu
 }
 
+# as_reference REFERENCE ACTUAL: no value of these files of fp32 differs by more than 1e-5.
+as_reference() {
+    od -An -v -t f4 -w4 "$1" >"$work/at" && od -An -v -t f4 -w4 "$2" >"$work/bt" &&
+        paste "$work/at" "$work/bt" | awk '
+            { d = $1 - $2; if (!(d * d <= 1e-10)) bad = 1 }
+            END { exit bad || NR != 128 }'
+}
+
+# By peft 0.21 in fp64: use_rslora, rank_pattern, alpha_pattern, exclude_modules and layers_to_transform at once.
+adapters_that_differ_from_matrix_to_matrix_equal_peft() {
+    patterns=tests/golden/tune/patterns
+    head -c 528 $base/tokens.i32 >"$work/first"
+    set -- "$infer" --device cpu --score "$work/first" --seq-length 32 --out "$work/got"
+    "$@" --load $base --load-adapter $patterns >"$work/out" 2>"$work/err" </dev/null &&
+        as_reference $patterns/logprobs.f32 "$work/got" && ! says warning "$work/err" || return 1
+    "$infer" --load $base --load-adapter $patterns --merge-adapter "$work/unlike" --device cpu >"$work/out" \
+        2>"$work/err" </dev/null && "$@" --load "$work/unlike" >"$work/out" 2>"$work/err" </dev/null &&
+        as_reference $patterns/logprobs.f32 "$work/got" || return 1
+    ! "$train" --load $base --load-adapter $patterns --tokens-file $base/tokens.i32 --seq-length 32 \
+        --global-batch-size 4 --lr 1e-2 --device cpu --train-iters 1 >"$work/out" 2>"$work/err" </dev/null &&
+        says '^error: .*lora_B.weight: the scale .* a run trains adapters of one scale' "$work/err"
+}
+
+# The golden adapter has rank 4 and alpha 8; each of these says the same in other words.
+one_adapter_in_other_words() {
+    mkdir "$work/words" && cp tests/golden/tune/lora/adapter_model.safetensors "$work/words" || return 1
+    head -c 528 $base/tokens.i32 >"$work/first"
+    while IFS= read -r words; do
+        printf '{"peft_type": "LORA", %s}\n' "$words" >"$work/words/adapter_config.json"
+        "$infer" --load $base --load-adapter "$work/words" --score "$work/first" --seq-length 32 --out "$work/got" \
+            --device cpu >"$work/out" 2>"$work/err" </dev/null &&
+            as_reference tests/golden/tune/lora/logprobs.f32 "$work/got" && ! says warning "$work/err" || return 1
+    done <<'END'
+"r": 4, "lora_alpha": 8, "target_modules": "all-linear"
+"r": 4, "lora_alpha": 4, "target_modules": "all-linear", "use_rslora": true
+"r": 9, "lora_alpha": 1, "target_modules": "all-linear", "rank_pattern": {".*": 4}, "alpha_pattern": {"[a-z_]+": 8}
+"r": 1, "lora_alpha": 8, "target_modules": ".*proj", "rank_pattern": {"mlp\\.[a-z_]+": 4, "self_attn.._proj": 4}
+"r": 4, "lora_alpha": 8, "target_modules": "all-linear", "rank_pattern": {"proj": 9, "gate": 2}, "alpha_pattern": {}
+"r": 4, "lora_alpha": 8, "target_modules": "all-linear", "layers_to_transform": [0, 1, 2, 3], "layers_pattern": []
+"r": 4, "lora_alpha": 8, "target_modules": "all-linear", "exclude_modules": ".*norm|proj", "later": null, "more": {}
+END
+}
+
+# Each in one line; a field of a later peft is reported.
+what_an_adapter_may_not_ask_for_is_refused() {
+    mkdir "$work/asks" && cp tests/golden/tune/lora/adapter_model.safetensors "$work/asks" || return 1
+    set -- "$infer" --load $base --load-adapter "$work/asks" --prompt-tokens 1 --print-tokens --device cpu
+    asks() { echo "{\"peft_type\": \"LORA\", \"r\": 4, \"lora_alpha\": 8, \"target_modules\": \"all-linear\", $1}" \
+        >"$work/asks/adapter_config.json"; }
+    for asked in '"use_dora": true' '"bias": "all"' '"bias": "lora_only"' '"modules_to_save": ["lm_head"]' \
+        '"target_parameters": ["gate.weight"]' '"layer_replication": [[0, 2]]' '"lora_bias": true' \
+        '"trainable_token_indices": [1]' '"kasa_config": {"beta": 1}' '"init_lora_weights": "pissa"'; do
+        asks "$asked"
+        refused "asks/adapter_config.json: ${asked%%:*} asks for" "$@" || return 1
+    done
+    for asked in '"use_rslora": "true"' '"rank_pattern": [4]' '"rank_pattern": {"q_proj": "4"}' \
+        '"rank_pattern": {"a": 0}' '"alpha_pattern": {"q_proj": null}' '"layers_to_transform": "0"' \
+        '"layers_to_transform": [true]' '"exclude_modules": 1' '"layers_pattern": [1]'; do
+        asks "$asked"
+        refused "asks/adapter_config.json: ${asked%%:*}.* must be" "$@" || return 1
+    done
+    asks '"rank_pattern": {"(": 4}'
+    refused 'asks/adapter_config.json: "(" of "rank_pattern" is ' "$@" || return 1
+    asks '"layers_to_transform": 7'
+    refused 'leave no matrix of this model an adapter' "$@" || return 1
+    asks '"layers_to_transform": 1'
+    refused 'has no place' "$@" || return 1
+    asks '"rank_pattern": {"q_proj": 5}'
+    refused 'q_proj.lora_A.weight" is \[4, 32\] and the model.s \[5, 32\]' "$@" || return 1
+    asks '"next": 1, "also": "x", "none": []'
+    "$@" >"$work/out" 2>"$work/err" </dev/null &&
+        says '^warning: .*asks/adapter_config.json: "next", "also": not known to this program' "$work/err"
+}
+
 adapters_are_not_looked_for_in_a_full_run() {
     "$train" --load $base --train-iters 0 --save "$work/full" --device cpu \
         >"$work/out" 2>"$work/err" </dev/null || return 1
@@ -216,6 +290,9 @@ check a_merge_that_fails_leaves_nothing a_merge_that_fails_leaves_nothing
 check what_a_folder_says_goes_with_every_save what_a_folder_says_goes_with_every_save
 check a_folder_does_not_lose_its_tokenizer a_folder_does_not_lose_its_tokenizer
 check a_list_of_targets_has_no_limit a_list_of_targets_has_no_limit
+check adapters_that_differ_from_matrix_to_matrix_equal_peft adapters_that_differ_from_matrix_to_matrix_equal_peft
+check one_adapter_in_other_words one_adapter_in_other_words
+check what_an_adapter_may_not_ask_for_is_refused what_an_adapter_may_not_ask_for_is_refused
 check adapters_are_not_looked_for_in_a_full_run adapters_are_not_looked_for_in_a_full_run
 check what_a_folder_lacks_is_named_before_memory_is_taken what_a_folder_lacks_is_named_before_memory_is_taken
 check a_config_without_its_type_is_refused a_config_without_its_type_is_refused

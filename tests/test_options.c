@@ -1932,6 +1932,13 @@ static void rope_is_read_in_both_forms(void **state) {
                         "truncate");
 }
 
+static void expect_window(const char *json, int64_t window) {
+    mt_options o;
+    expect_config(&o, json);
+    assert_int_equal(o.window_size, window);
+    mt_options_free(&o);
+}
+
 static void windows_are_read_for_each_layer(void **state) {
     (void)state;
     mt_options o;
@@ -1943,18 +1950,13 @@ static void windows_are_read_for_each_layer(void **state) {
     assert_int_equal(o.hf_family, MT_HF_MISTRAL);
     mt_options_free(&o);
     snprintf(json, sizeof json, mistral, ", \"sliding_window\": null");
-    expect_config(&o, json);
-    assert_int_equal(o.window_size, 0);
-    mt_options_free(&o);
-    expect_config(&o, QWEN2 ", \"sliding_window\": 17}"); // use_sliding_window is false where it is not given
-    assert_int_equal(o.window_size, 0);
-    mt_options_free(&o);
-    expect_config(&o, QWEN2 ", \"sliding_window\": 17, \"use_sliding_window\": true, \"max_window_layers\": 0}");
-    assert_int_equal(o.window_size, 17);
-    mt_options_free(&o);
-    expect_config(&o, QWEN2 ", \"sliding_window\": 17, \"use_sliding_window\": true, \"max_window_layers\": 2}");
-    assert_int_equal(o.window_size, 0);
-    mt_options_free(&o);
+    expect_window(json, 0);
+    expect_window(QWEN2 ", \"sliding_window\": 17}", 0); // use_sliding_window is false where it is not given
+    expect_window(QWEN2 ", \"sliding_window\": 0, \"use_sliding_window\": false}", 0); // as transformers 5 writes it
+    expect_config_error(QWEN2 ", \"sliding_window\": 0, \"use_sliding_window\": true}", "\"sliding_window\" is 0");
+    expect_config_error(QWEN2 ", \"sliding_window\": \"0\"}", "\"sliding_window\" must be a whole number");
+    expect_window(QWEN2 ", \"sliding_window\": 17, \"use_sliding_window\": true, \"max_window_layers\": 0}", 17);
+    expect_window(QWEN2 ", \"sliding_window\": 17, \"use_sliding_window\": true, \"max_window_layers\": 2}", 0);
     expect_config(&o, QWEN2 ", \"sliding_window\": 17, \"use_sliding_window\": true, \"max_window_layers\": 1}");
     assert_int_equal(mt_layer_kind_of(&o, 0).window, 0);
     assert_int_equal(mt_layer_kind_of(&o, 1).window, 17);
@@ -2211,6 +2213,28 @@ static void a_key_that_a_family_omits_has_the_familys_default(void **state) {
         }
         free(expected), mt_options_free(&sparse);
     }
+}
+
+/* Kimi K2 has a model_type of its own, and the class of DeepSeek-V3; what has neither is named with the families. */
+static void a_class_that_is_known_stands_for_an_unknown_type(void **state) {
+    (void)state;
+    mt_options kimi, deepseek;
+    char json[2000];
+    snprintf(json, sizeof json, "%s, \"architectures\": [\"DeepseekV3ForCausalLM\"]}", DEEPSEEK_V3);
+    expect_config(&deepseek, json);
+    char *type = strstr(json, "deepseek_v3");
+    memmove(type + strlen("kimi_k2"), type + strlen("deepseek_v3"), strlen(type + strlen("deepseek_v3")) + 1);
+    memcpy(type, "kimi_k2", strlen("kimi_k2"));
+    expect_config(&kimi, json);
+    char *found = describe(&kimi), *expected = describe(&deepseek);
+    assert_string_equal(found, expected);
+    free(found), free(expected);
+    mt_options_free(&kimi), mt_options_free(&deepseek);
+    expect_config_error("{\"model_type\": \"kimi_k2\", \"architectures\": [\"KimiForCausalLM\"], " LLAMA_SIZES "}",
+                        "\"model_type\" is kimi_k2, a kind of model that is not supported");
+    expect_config_error("{\"model_type\": \"bert\", \"architectures\": [\"BertForMaskedLM\"], " LLAMA_SIZES "}",
+                        "\"model_type\" is bert, a kind of model that is not supported; supported: gpt2 llama");
+    expect_config_error("{\"model_type\": \"bert\", " LLAMA_SIZES "}", "(megatron: saved by this program");
 }
 
 /* Each value is refused with its key; none counts as 0, false or absent. */
@@ -2699,6 +2723,7 @@ static const struct CMUnitTest tests[] = {
     cmocka_unit_test(what_a_family_cannot_compute_is_refused),
     cmocka_unit_test(tokens_are_the_first_of_a_list),
     cmocka_unit_test(a_key_that_a_family_omits_has_the_familys_default),
+    cmocka_unit_test(a_class_that_is_known_stands_for_an_unknown_type),
     cmocka_unit_test(values_of_a_wrong_type_are_refused_with_their_key),
     cmocka_unit_test(bad_steps_have_rules_that_go_together),
     cmocka_unit_test(written_configs_read_back_as_the_same_model),

@@ -172,14 +172,33 @@ head -c 6000000 /dev/zero | tr '\0' 'a' >"$scratch/long.txt" # one document of o
 $program --input "$scratch/long.txt" --documents file --output-prefix "$scratch/n" \
     --tokenizer-type SentencePieceTokenizer --tokenizer-model tests/golden/tokenizer/unigram.model 2>"$scratch/err" &
 pid=$!
-tries=0
-until [ -n "$(find "$scratch" -name "n_*")" ] || [ $tries = 100 ]; do sleep 0.1 && tries=$((tries + 1)); done
+until [ -n "$(find "$scratch" -name "n_*")" ] || ! kill -0 $pid; do sleep 0.1; done
 kill -TERM $pid
 ! wait $pid
 nothing n_
 grep -q interrupted "$scratch/err"
 END
 script a_signal_ends_a_job_inside_of_a_document
+
+# Two signals, of two kinds so that neither is lost, while the disk hangs: the first one's message never comes.
+cat >"$scratch/test" <<'END'
+LD_PRELOAD=$work/disk.so HANGING_FSYNC=n_text $program --input "$scratch/w.jsonl" --output-prefix "$scratch/n" \
+    $bytes 2>"$scratch/err" &
+pid=$!
+until grep -q 'fsync hangs' "$scratch/err" || ! kill -0 $pid; do sleep 0.1; done
+kill -$first $pid
+kill -$second $pid
+status=0
+wait $pid || status=$?
+same $status 1
+nothing n_
+! grep -q interrupted "$scratch/err"
+END
+for first in TERM HUP; do # a shell starts its background programs with SIGINT ignored
+    second=HUP
+    [ $first = HUP ] && second=TERM
+    has_disk && script "a_second_signal_ends_a_job_whose_disk_hangs:_$first"
+done
 
 cat >"$scratch/test" <<'END'
 printf '{"text":"a"}\n{"text":"b"}\n' >"$scratch/j.txt"
@@ -198,6 +217,35 @@ done
 nothing n_
 END
 script json_lines_in_plain_text_and_keys_of_no_file_name_are_refused
+
+# Fields of tokenizer_config.json by which transformers would give other tokens are refused, and no others.
+cat >"$scratch/test" <<'END'
+mkdir "$scratch/folder"
+configured() { echo "{\"tokenizer_class\": \"$1\", $2}" >"$scratch/folder/tokenizer_config.json"; }
+encodes() { printf a | $program --encode --tokenizer-type HuggingFaceTokenizer --tokenizer-model "$scratch/folder"; }
+cp tests/golden/tokenizer/metaspace.json "$scratch/folder/tokenizer.json"
+ids=$(encodes)
+for config in 'LlamaTokenizer "add_prefix_space": true' 'LlamaTokenizer "add_prefix_space": null' \
+    'LlamaTokenizer "add_eos_token": false' 'LlamaTokenizer "legacy": false' \
+    'PreTrainedTokenizerFast "add_prefix_space": false' 'PreTrainedTokenizerFast "add_eos_token": true'; do
+    configured "${config%% *}" "${config#* }"
+    same "$(encodes)" "$ids"
+done
+configured LlamaTokenizerFast '"add_prefix_space": false'
+refused 'puts a space before a text, but "add_prefix_space" of tokenizer_config.json is false' encodes
+configured LlamaTokenizer '"add_eos_token": true'
+refused 'adds no token behind a text, but "add_eos_token" of tokenizer_config.json is true' encodes
+cp data/demo-tokenizer.json "$scratch/folder/tokenizer.json"
+configured Qwen2Tokenizer '"add_prefix_space": true'
+refused 'puts no space before a text, but "add_prefix_space" of tokenizer_config.json is true' encodes
+configured LlamaTokenizer '"add_prefix_space": true'
+encodes
+for wrong in '"add_prefix_space": 1' '"add_eos_token": "true"' '"legacy": 0'; do
+    configured Qwen2Tokenizer "$wrong"
+    refused "${wrong%%:*} must be true or false" encodes
+done
+END
+script a_config_that_changes_the_tokenizer_is_refused
 
 # Megatron's HuggingFaceTokenizer adds the tokens of the post-processor to each text.
 cat >"$scratch/test" <<'END'

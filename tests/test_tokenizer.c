@@ -9,7 +9,6 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/stat.h>
-#include <time.h>
 #include <unistd.h>
 
 #include <cmocka.h>
@@ -691,9 +690,8 @@ static void a_megabyte_without_a_space_takes_no_quadratic_time(void **state) {
         mt_tokenizer *tokenizer = open_or_fail(MT_TOKENIZER_HUGGINGFACE, files[f]);
         mt_ids ids = {0};
         mt_error error;
-        clock_t start = clock();
+        // quadratic time would take hours, and the runner stops a suite after minutes
         assert_int_equal(mt_tokenizer_encode(tokenizer, text.data, text.bytes, &ids, &error), 0);
-        assert_true((double)(clock() - start) / CLOCKS_PER_SEC < 60); // quadratic time would take hours
         free(ids.data);
         mt_tokenizer_close(tokenizer);
     }

@@ -217,6 +217,19 @@ a_print_to_a_full_disk_is_an_error() {
         refused 'standard output' sh -c '"$1" --version >/dev/full' sh "$train"
 }
 
+# launch.sh asks before each start: neither weights nor data are opened, nor memory taken for 8 billion parameters.
+a_question_about_the_launch_opens_nothing() {
+    mkdir "$work/shape" && cp tests/golden/hf/llama/config.json "$work/shape" || return 1
+    set -- --seq-length 32 --global-batch-size 8 --train-iters 9 --lr 1e-3 --device cpu --print-launch 4
+    "$train" --load "$work/shape" --data-path "$work/none" "$@" >"$work/out" 2>"$work/err" &&
+        says '^ranks 4$' "$work/out" || return 1
+    (
+        # shellcheck disable=SC3045
+        [ -n "${SANITIZE:-}" ] || ulimit -v 2000000 # a sanitizer reserves terabytes of addresses
+        "$train" --hf-config data/configs/llama3-8b.json --mock-data "$@" >"$work/out" 2>"$work/err"
+    ) && says '^ranks 4$' "$work/out"
+}
+
 metrics_of_another_run_stay_and_those_of_this_run_continue() {
     small_run --train-iters 4 --save "$work/four" --metrics "$work/m.jsonl" && cp "$work/m.jsonl" "$work/want.jsonl" ||
         return 1
@@ -417,6 +430,7 @@ check the_loss_falls_on_mock_data the_loss_falls_on_mock_data
 check a_bad_folder_is_refused_before_training a_bad_folder_is_refused_before_training
 check a_full_disk_is_reported_once_and_training_goes_on a_full_disk_is_reported_once_and_training_goes_on
 check a_print_to_a_full_disk_is_an_error a_print_to_a_full_disk_is_an_error
+check a_question_about_the_launch_opens_nothing a_question_about_the_launch_opens_nothing
 check metrics_of_another_run_stay metrics_of_another_run_stay_and_those_of_this_run_continue
 check metrics_of_the_loaded_run_stay metrics_of_the_loaded_run_stay_when_another_begins_there
 check a_resumed_run_removes_the_metrics_that_it_repeats a_resumed_run_removes_the_metrics_that_it_repeats
