@@ -143,6 +143,7 @@ typedef struct mt_data_config {
     bool reset_attention_mask;           // attention stays within a document
     bool eod_mask_loss;                  // no loss at positions whose input token is EOD
     mt_dataloader_type dataloader_type;  // single: in order; cyclic: a new shuffle every epoch
+    bool reads_once;                     // training data that are too short for `sizes` are an error
     bool no_data_sharding;               // --no-data-sharding, for cyclic: ranks share one shuffle
 
     /* samples of any length, see sft.h */

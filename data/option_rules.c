@@ -311,6 +311,11 @@ static int mt_options_derive_context(mt_options *o, mt_error *error) {
          "--max-seqlen-per-dp-cp-rank %lld on --context-parallel-size %lld ranks holds %lld tokens, fewer than a pair "
          "of samples of --seq-length %lld; raise one of the first two",
          {most, cp, most * cp, o->seq_length}},
+        {!o->sft && o->reset_position_ids != o->reset_attention_mask,
+         "--dynamic-context-parallel gives whole documents to ranks: --reset-position-ids and --reset-attention-mask "
+         "need each other"},
+        {!o->sft && o->dataloader_type == MT_DATALOADER_CYCLIC,
+         "--dynamic-context-parallel and --dataloader-type cyclic exclude each other; leave one out"},
         {balancing == MT_BALANCING_SEQ_AUX_LOSS || balancing == MT_BALANCING_SINKHORN,
          "--dynamic-context-parallel gives the ranks of a context group different samples, which "
          "--moe-router-load-balancing-type seq_aux_loss and sinkhorn do not distinguish; take aux_loss"},

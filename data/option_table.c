@@ -293,9 +293,9 @@ const mt_option mt_option_table[] = {
      NULL, "A2A RING", "a2a+p2p: ranks of an a2a group, and number of groups in the ring",
      .needs = "cp-comm-type a2a+p2p"},
     {"dynamic-context-parallel", MT_FLAG, MT_AT(dynamic_context_parallel), MT_TRAIN, MT_OF_RUN, NULL, NULL,
-     "each sample has 1, 2, 4 ... --context-parallel-size ranks: as many as its memory and even work need",
-     .needs = "any: sft, any: context-parallel-size", .excludes = "any: cp-comm-type a2a+p2p, any: stage rl",
-     .own = true},
+     "each sample has 1, 2, 4 ... --context-parallel-size ranks: as many as its memory and even work need; without "
+     "--sft a sample is a document of a sequence (--reset-position-ids --reset-attention-mask) or the whole sequence",
+     .needs = "any: context-parallel-size", .excludes = "any: cp-comm-type a2a+p2p, any: stage rl", .own = true},
     {"hybrid-context-parallel", MT_FLAG, MT_AT(dynamic_context_parallel), MT_TRAIN, MT_OF_RUN, NULL, NULL,
      "--dynamic-context-parallel"},
     {"max-seqlen-per-dp-cp-rank", MT_INT, MT_AT(max_seqlen_per_dp_cp_rank), MT_TRAIN, MT_OF_RUN, NULL, "[1,1073741823]",
@@ -579,8 +579,9 @@ const mt_option mt_option_table[] = {
     {"tokenizer-model", MT_STRING, MT_AT(tokenizer_model), MT_BOTH, MT_OF_RUN, NULL, "PATH",
      "the tokenizer's file or folder, or ORG/NAME in the cache of Hugging Face",
      .needs = "tokenizer-type HuggingFaceTokenizer|SentencePieceTokenizer|GPT2BPETokenizer"},
-    {"dataloader-type", MT_CHOICE, MT_AT(dataloader_type), MT_TRAIN, MT_OF_RUN, "single", "single|cyclic",
-     "single: samples in order, once; cyclic: a new shuffle every epoch"},
+    {"dataloader-type", MT_CHOICE, MT_AT(dataloader_type), MT_TRAIN, MT_OF_RUN, NULL, "single|cyclic",
+     "single: samples in order, once: data that are too short for the run are an error; cyclic: a new shuffle every "
+     "epoch; without this option samples are read in order, and data that are too short again, as Megatron-LM does"},
     {"reset-position-ids", MT_FLAG, MT_AT(reset_position_ids), MT_TRAIN, MT_OF_RUN, NULL, NULL,
      "restart positions after each end of document"},
     {"reset-attention-mask", MT_FLAG, MT_AT(reset_attention_mask), MT_TRAIN, MT_OF_RUN, NULL, NULL,
@@ -593,7 +594,7 @@ const mt_option mt_option_table[] = {
      "train on samples of any length up to --seq-length, each with attention and positions of its own: on JSON Lines "
      "in "
      "--data-path; --mock-data: with log-normal lengths",
-     .excludes = "tokens-file, dataloader-type, reset-position-ids, reset-attention-mask, eod-mask-loss"},
+     .excludes = "tokens-file, dataloader-type"},
     {"sequence-packing", MT_FLAG, MT_AT(sequence_packing), MT_TRAIN, MT_OF_RUN, NULL, NULL,
      "pack several samples into a row of --seq-length; a row is one sample of --global-batch-size (default for "
      "--stage rl: true)",
@@ -635,8 +636,8 @@ const mt_option mt_option_table[] = {
      "preference optimization on such pairs; rl: reinforcement learning on the model's own responses to the prompts of "
      "--data-path; kd: distillation, on the samples of --sft",
      .needs = "kd: teacher-load, rl: data-path",
-     .excludes = "rm|dpo|rl|kd|sft: tokens-file, rm|dpo|rl|kd|sft: dataloader-type, rm|dpo|rl|kd|sft: "
-                 "reset-position-ids, rm|dpo|rl|kd|sft: reset-attention-mask, rm|dpo|rl|kd|sft: eod-mask-loss, "
+     .excludes = "rm|dpo|rl|kd|sft: tokens-file, rm|dpo|rl|kd|sft: dataloader-type, rm|dpo|rl: "
+                 "reset-position-ids, rm|dpo|rl: reset-attention-mask, rm|dpo|rl: eod-mask-loss, "
                  "rm|dpo|rl: response-key, rm|rl: loss-on, rl: long-samples, rl: variable-seq-lengths, rl: split, rl: "
                  "valid-data-path, rl: test-data-path, rl: eval-interval, rl: profile, rl: trace, rl: log-straggler, "
                  "rl: check-for-spiky-loss",

@@ -1329,11 +1329,12 @@ static int mt_options_check_data(const mt_options *o, mt_error *error) {
     if (sources != 1)
         return mt_error_set(error, "give one source of data: --data-path, --train-data-path, --tokens-file or "
                                    "--mock-data");
-    if ((o->reset_position_ids || o->reset_attention_mask || o->eod_mask_loss) && !o->tokenizer_type && !o->load)
+    bool cuts = !o->sft && (o->reset_position_ids || o->reset_attention_mask);
+    if ((cuts || o->eod_mask_loss) && !o->tokenizer_type && !o->load)
         return mt_error_set(error, "--%s needs --tokenizer-type, which knows the end of a document",
-                            o->reset_position_ids     ? "reset-position-ids"
-                            : o->reset_attention_mask ? "reset-attention-mask"
-                                                      : "eod-mask-loss");
+                            cuts && o->reset_position_ids ? "reset-position-ids"
+                            : cuts                        ? "reset-attention-mask"
+                                                          : "eod-mask-loss");
     return o->sft ? 0 : mt_options_check_prefixes(o, error);
 }
 
@@ -1507,7 +1508,10 @@ static void mt_options_print_idle(const mt_options *o, FILE *file) {
     const char *alone = "there is one data-parallel rank", *dense = "no layer has experts";
     bool unwatched = !mt_launched_by_mpi();
     const char *no_watch = "without mpirun, no time limits are watched";
+    const char *own = "samples of --sft have attention and positions of their own in any case";
     const mt_idle_option options[] = {
+        {o->sft && o->reset_position_ids, "reset-position-ids", own},
+        {o->sft && o->reset_attention_mask, "reset-attention-mask", own},
         {one && o->overlap_grad_reduce, "overlap-grad-reduce", alone},
         {one && o->overlap_param_gather, "overlap-param-gather", alone},
         {one && o->use_distributed_optimizer, "use-distributed-optimizer", alone},

@@ -71,6 +71,7 @@ static int64_t mark_trained(reader *r, int64_t limit) {
         bool counts = r->config->loss_on == MT_LOSS_ON_ALL || (turn >= 0 && r->config->loss_on == MT_LOSS_ON_RESPONSES);
         counts = counts || (last >= 0 && turn == last);
         counts = counts && !(turn >= 0 && turn < r->num_messages && r->untrained[turn]);
+        counts = counts && !(i > 0 && r->config->masks_eod && r->ids.data[i - 1] == r->config->eod_id);
         r->turns.data[i] = counts && i > 0;
         trained += counts && i > 0 && i < limit;
     }

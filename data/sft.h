@@ -51,6 +51,8 @@ typedef struct mt_sft_config {
     int64_t skip_bad_samples; // bad lines that are left out; one more is an error
     // Keys of the fields; NULL: messages; prompt or instruction; input; response or output
     const char *messages_key, *prompt_key, *query_key, *response_key;
+    bool masks_eod; // no token behind eod_id is trained on (--eod-mask-loss)
+    int64_t eod_id;
     bool refuses_long; // a longer sample is an error, whatever long_samples says
     bool scores;       // for infer --score: messages name its ways out
     bool whole;        // the last token is an input too, as a value head needs: an untrained token 0 follows it
