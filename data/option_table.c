@@ -1515,6 +1515,23 @@ bool mt_option_used(const mt_options *options, const mt_option *row) {
     return mt_options_gave(options, row->offset) && !mt_option_is_default(options, mt_option_of(row->offset));
 }
 
+bool mt_option_is_form_of(const mt_option *row, const mt_option *other) {
+    static const size_t forms[][2] = {
+        {MT_AT(gradient_accumulation_steps), MT_AT(global_batch_size)},
+        {MT_AT(train_iters), MT_AT(train_samples)},
+        {MT_AT(train_epochs), MT_AT(train_iters)},
+        {MT_AT(rope_scaling_factor), MT_AT(rotary_seq_len_interpolation_factor)},
+        {MT_AT(lr_warmup_fraction), MT_AT(lr_warmup_iters)},
+        {MT_AT(lr_warmup_fraction), MT_AT(lr_warmup_samples)},
+        {MT_AT(num_layers_per_virtual_pipeline_stage), MT_AT(num_virtual_stages_per_pipeline_rank)},
+        {MT_AT(pipeline_model_parallel_layout), MT_AT(num_virtual_stages_per_pipeline_rank)},
+        {MT_AT(ipo), MT_AT(preference_loss)},
+    };
+    for (size_t i = 0; i < sizeof forms / sizeof *forms; i++)
+        if (row->offset == forms[i][0] && other->offset == forms[i][1]) return true;
+    return false;
+}
+
 bool mt_option_has(const mt_options *options, const mt_option *row, const char *choices) {
     if (!choices) return !mt_option_is_default(options, row);
     char *value = mt_option_text(options, row), *rest = NULL;

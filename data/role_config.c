@@ -800,7 +800,13 @@ static int take_key(reader *r, const yaml_node_t *mapping, const yaml_node_t *ke
     return is_null(node) ? 0 : take_row(r, row, mapping, node, line_of(key));
 }
 
-/* An error if a key stands twice in a section. */
+/* True for two plain values with the same text. */
+static bool values_agree(const yaml_node_t *a, const yaml_node_t *b) {
+    bool are_scalars = a->type == YAML_SCALAR_NODE && b->type == YAML_SCALAR_NODE;
+    return are_scalars && strcmp(scalar_text(a), scalar_text(b)) == 0;
+}
+
+/* An error if a key stands twice in a section with two values. */
 static int check_keys(reader *r, const yaml_node_t *mapping) {
     const yaml_node_pair_t *first = mapping->data.mapping.pairs.start, *end = mapping->data.mapping.pairs.top;
     if (end - first > MAX_NODES / 10) return fail_at(r, mapping, "holds more than a file of roles could need");
@@ -811,7 +817,8 @@ static int check_keys(reader *r, const yaml_node_t *mapping) {
         if (key->type != YAML_SCALAR_NODE || !*name || strchr(name, '.'))
             return fail_at(r, key, "expects the name of a key");
         for (const yaml_node_pair_t *other = first; other < pair; other++)
-            if (strcmp(scalar_text(get_node(r, other->key)), name) == 0)
+            if (strcmp(scalar_text(get_node(r, other->key)), name) == 0 &&
+                !values_agree(get_node(r, other->value), get_node(r, pair->value)))
                 return mt_error_set(r->error, "%s:%lld: %.80s is given twice in this section", r->path, line_of(key),
                                     name);
     }

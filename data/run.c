@@ -155,6 +155,17 @@ static void resume_data(mt_run *r) {
     open_loaders(r);
 }
 
+/* The steps of --train-epochs, which --train-iters may state too. */
+static int take_epochs(mt_options *o, int64_t iterations, mt_error *error) {
+    if (MT_GIVEN(o, train_iters) && o->train_iters != iterations)
+        return mt_error_set(error,
+                            "--train-epochs %lld are %lld steps, and --train-iters is %lld: --train-epochs and "
+                            "--train-iters exclude each other unless they agree; leave one out",
+                            (long long)o->train_epochs, (long long)iterations, (long long)o->train_iters);
+    o->train_iters = iterations;
+    return 0;
+}
+
 static void open_data(mt_run *r) {
     mt_error error;
     mt_options *o = &r->options;
@@ -164,7 +175,7 @@ static void open_data(mt_run *r) {
     refuse(r, mt_data_agree(r->data, &r->grid.world, &error), &error);
     if (o->train_epochs > 0) { // now their steps are known
         int64_t rows = mt_data_split(r->data, MT_SPLIT_TRAIN)->num_samples;
-        o->train_iters = (rows + o->global_batch_size - 1) / o->global_batch_size;
+        refuse(r, take_epochs(o, mt_divide_up(rows, o->global_batch_size), &error), &error);
         refuse(r, mt_train_options_finish(o, r->grid.world.size, &error), &error);
     }
     if (r->grid.world.rank == 0) mt_data_warn(r->data, config, stderr);
@@ -212,7 +223,7 @@ static void count_iterations(mt_run *r) {
     mt_rl_config config = rl_config_of(r);
     int64_t prompts = mt_rl_count_prompts(&config, &error);
     refuse(r, prompts < 0 ? -1 : 0, &error);
-    o->train_iters = mt_divide_up(o->train_epochs * prompts, o->rollout_batch_size);
+    refuse(r, take_epochs(o, mt_divide_up(o->train_epochs * prompts, o->rollout_batch_size), &error), &error);
     refuse(r, mt_train_options_finish(o, r->grid.world.size, &error), &error);
 }
 
