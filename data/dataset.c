@@ -581,6 +581,19 @@ static int extend_plans(mt_run_state *state, const mt_data_config *config, FILE 
     return 0;
 }
 
+/* The sizes of a run that goes on, perhaps with other batches: what it has consumed, and what its further steps need.
+ */
+static void take_progress(mt_data_config *config, const mt_run_state *state) {
+    const mt_options *o = config->options;
+    int64_t interval = o->eval_interval, iterations = mt_max(o->num_iterations, state->iteration);
+    int64_t evaluations = interval > 0 ? iterations / interval - state->iteration / interval + 1 : 0;
+    config->sizes[MT_SPLIT_TRAIN] =
+        mt_consumed_samples_from(o, state->iteration, state->consumed_train_samples, o->num_iterations);
+    if (config->sizes[MT_SPLIT_VALID] > 0)
+        config->sizes[MT_SPLIT_VALID] =
+            state->consumed_valid_samples + evaluations * o->eval_iters * o->global_batch_size;
+}
+
 int mt_data_resume(mt_data *data, mt_data_config *config, mt_run_state *state, int64_t group, bool *reorders,
                    FILE *file, mt_error *error) {
     mt_data_identity now = mt_data_identify(data, config);
@@ -601,11 +614,13 @@ int mt_data_resume(mt_data *data, mt_data_config *config, mt_run_state *state, i
     state->data.group = group;
     if (!resumes || !plans) state->data.num_plans = 0;
     if (!plans) return 0;
+    int64_t opened[2] = {config->sizes[0], config->sizes[1]};
+    if (state->iteration > 0) take_progress(config, state);
     if (extend_plans(state, config, cyclic ? NULL : file, error) != 0) return -1;
     config->num_plans = state->data.num_plans;
     memcpy(config->plans, state->data.plans, sizeof config->plans);
     const int64_t *start = config->plans[0];
-    *reorders = config->num_plans > 1 || start[0] != config->sizes[0] || start[1] != config->sizes[1];
+    *reorders = config->num_plans > 1 || start[0] != opened[0] || start[1] != opened[1];
     return 0;
 }
 

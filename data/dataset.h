@@ -301,6 +301,7 @@ int mt_step_print(const mt_options *options, const mt_data_config *config, FILE 
 typedef struct mt_feed {
     mt_loader *loader;
     int64_t consumed, samples; // of the run: before the step, and of the step
+    int64_t read;              // of these samples: fewer in the last step of an epoch that is the last
     int64_t micro_batches;     // of each rank
     int64_t rank, num_ranks;   // that read different samples
     double tokens, flops;      // of the step's samples, without padding; 0: all samples have seq_length tokens

@@ -402,6 +402,7 @@ mt_feed mt_feed_begin(mt_loader *loader, int64_t consumed_samples, int64_t sampl
     mt_feed feed = {.loader = loader,
                     .consumed = consumed_samples,
                     .samples = samples,
+                    .read = samples,
                     .micro_batches = samples / (loader->micro_batch_size * loader->dp_size),
                     .rank = grid->data.rank,
                     .num_ranks = grid->data.size};
@@ -411,6 +412,8 @@ mt_feed mt_feed_begin(mt_loader *loader, int64_t consumed_samples, int64_t sampl
     }
     feed.shared = grid->world.size > feed.num_ranks;
     if (!loader->dataset->packing && !loader->cuts) return feed;
+    mt_packing *rows = loader->dataset->packing;
+    if (rows) feed.read = mt_max(mt_min(samples, mt_packing_last(rows) - consumed_samples), 0);
     plan_step(loader, consumed_samples, samples);
     if (loader->cuts) agree_on_reading(loader, &feed, grid);
     feed.micro_batches = loader->plan.num_slots;

@@ -858,8 +858,11 @@ int mt_options_derive(mt_options *o, mt_program program, int64_t world_size, mt_
 }
 
 int64_t mt_consumed_samples(const mt_options *options, int64_t iterations) {
-    int64_t consumed = 0;
-    for (int64_t i = 0; i < iterations; i++) {
+    return mt_consumed_samples_from(options, 0, 0, iterations);
+}
+
+int64_t mt_consumed_samples_from(const mt_options *options, int64_t from, int64_t consumed, int64_t iterations) {
+    for (int64_t i = from; i < iterations; i++) {
         int64_t batch = mt_global_batch_size(options, consumed);
         if (batch == options->global_batch_size) return consumed + (iterations - i) * batch; // the ramp has ended
         consumed += batch;

@@ -59,6 +59,10 @@ bool mt_options_converts(const mt_options *options);
 /* Samples that the first `iterations` steps consume in total. */
 int64_t mt_consumed_samples(const mt_options *options, int64_t iterations);
 
+/* Samples that a run has consumed after `iterations` steps, if it had consumed `consumed` after `from` of them, perhaps
+ * with other batches. */
+int64_t mt_consumed_samples_from(const mt_options *options, int64_t from, int64_t consumed, int64_t iterations);
+
 /* Sets one option by its name ("lr", "--lr", "micro_batch_size"), as --NAME=VALUE does on the command line, with the
  * same messages; mt_options_finish checks what depends on other options. `value` is one word, the words of a list with
  * blanks between them, or "true" or "false" for a flag. */

@@ -156,6 +156,10 @@ static void mt_packing_epoch(mt_packing *p, int64_t epoch) {
     p->num_epochs = epoch + 1;
 }
 
+int64_t mt_packing_last(const mt_packing *p) {
+    return p->last_row;
+}
+
 int64_t mt_packing_count(mt_packing *p, int64_t epochs) {
     while (p->num_epochs < epochs) mt_packing_epoch(p, p->num_epochs);
     return p->epochs[epochs];

@@ -905,6 +905,7 @@ int mt_rl_step(mt_rl *rl, mt_run_state *state, mt_batch *batch, mt_metrics *metr
     const mt_rollouts *r = &rl->rollouts;
     double begin = mt_time();
     rl->times = (phase_times){0};
+    state->consumed_train_samples = state->iteration * rl->config.options->global_batch_size; // that of schedules
     if (metrics) *metrics = (mt_metrics){.loss = NAN};
     if (metrics) metrics->learning_rate = mt_learning_rate(rl->config.options, state->consumed_train_samples);
     int status = roll_out(rl, state, batch, error);
@@ -924,7 +925,7 @@ int mt_rl_step(mt_rl *rl, mt_run_state *state, mt_batch *batch, mt_metrics *metr
         metrics->skipped = rl->bad_steps + rl->untrained;
     }
     state->iteration++;
-    state->consumed_train_samples += rl->config.options->global_batch_size;
+    state->consumed_train_samples = state->iteration * rl->config.options->global_batch_size;
     state->consumed_prompts += r->num_prompts;
     return 0;
 }

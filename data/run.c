@@ -175,7 +175,9 @@ static void open_data(mt_run *r) {
     refuse(r, mt_data_agree(r->data, &r->grid.world, &error), &error);
     if (o->train_epochs > 0) { // now their steps are known
         int64_t rows = mt_data_split(r->data, MT_SPLIT_TRAIN)->num_samples;
-        refuse(r, take_epochs(o, mt_divide_up(rows, o->global_batch_size), &error), &error);
+        int64_t left = mt_max(rows - r->begin.consumed_train_samples, 0);
+        int64_t iterations = r->begin.iteration + mt_divide_up(left, o->global_batch_size);
+        refuse(r, take_epochs(o, iterations, &error), &error);
         refuse(r, mt_train_options_finish(o, r->grid.world.size, &error), &error);
     }
     if (r->grid.world.rank == 0) mt_data_warn(r->data, config, stderr);
@@ -341,13 +343,15 @@ static void print_plan(mt_run *r, int argc, char **argv) {
 static void print_opening(const mt_run *r) {
     const mt_options *o = &r->options;
     if (r->grid.world.rank != 0) return;
-    mt_report_opening(o, r->ops, &r->grid, r->data ? mt_data_split(r->data, MT_SPLIT_TRAIN) : NULL, stdout);
+    mt_report_opening(o, &r->begin, r->ops, &r->grid, r->data ? mt_data_split(r->data, MT_SPLIT_TRAIN) : NULL, stdout);
     mt_launch_print_grace(o, stdout);
     mt_options_print(o, MT_PROGRAM_TRAIN, stdout);
     mt_options_warn(o, stdout);
     if (o->save) mt_adapter_warn(o, stdout);
     mt_launch_answer_environment(stdout);
-    if (r->data) mt_loader_print(r->loaders[MT_SPLIT_TRAIN], 0, mt_global_batch_size(o, 0), stdout);
+    int64_t consumed = r->begin.consumed_train_samples, left = o->num_iterations - r->begin.iteration;
+    if (r->data && left > 0)
+        mt_loader_print(r->loaders[MT_SPLIT_TRAIN], consumed, mt_global_batch_size(o, consumed), stdout);
     if (r->grid.world.size > 1) mt_grid_print(&r->grid, o, mt_launch_ranks_here(), stdout);
 }
 
@@ -406,6 +410,8 @@ bool mt_run_open(mt_run *r, int *argc, char ***argv) {
     refuse(r, mt_checkpoint_claim(&r->options, &r->grid.world, &error), &error);
     r->ops = mt_backend_open(r->options.device, &r->grid, &error);
     refuse(r, r->ops ? 0 : -1, &error);
+    if (r->grid.world.rank == 0) mt_checkpoint_peek(&r->options, &r->begin);
+    mt_broadcast(&r->grid.world, &r->begin, sizeof r->begin, 0);
     if (r->options.num_iterations > 0 && r->options.stage != MT_STAGE_RL) open_data(r);
     if (r->options.stage == MT_STAGE_RL && r->options.train_epochs > 0) count_iterations(r);
     print_opening(r);

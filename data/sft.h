@@ -141,6 +141,9 @@ const mt_samples *mt_packing_samples(const mt_packing *packing);
 /* Points `order` to the samples of row `row` of the run; returns their number. Valid until the next call. */
 int64_t mt_packing_row(mt_packing *packing, int64_t row, const int64_t **order);
 
+/* Rows of the run, if its data end; else INT64_MAX. */
+int64_t mt_packing_last(const mt_packing *packing);
+
 /* Rows of the first `epochs` epochs. */
 int64_t mt_packing_count(mt_packing *packing, int64_t epochs);
 

@@ -559,7 +559,7 @@ static void slow_attention_is_announced(void **state) {
         expect_good(&options, cases[i].line);
         FILE *file = open_memstream(&text, &size);
         assert_non_null(file);
-        mt_report_opening(&options, &ops, &grid, NULL, file);
+        mt_report_opening(&options, &(mt_run_state){0}, &ops, &grid, NULL, file);
         assert_int_equal(fclose(file), 0);
         const char *found = strstr(text, cases[i].words ? cases[i].words : "plain kernels");
         if (!found != !cases[i].words) fail_msg("'%s' says:\n%s", cases[i].line, text);
