@@ -754,6 +754,13 @@ const mt_option mt_option_table[] = {
      "draw the responses of each step at random", .needs = "stage rl", .own = true},
     {"no-shuffle-mini-batches", MT_NO, MT_AT(shuffle_mini_batches), MT_TRAIN, MT_OF_RUN, NULL, NULL,
      "take them in the order of their prompts", .needs = "stage rl", .own = true},
+    {"prompt-shares", MT_LIST, MT_AT(prompt_shares), MT_TRAIN, MT_OF_RUN, NULL, "TAG,TAG=SHARE",
+     "an iteration has these shares of prompts whose lines have one of the tags (*: any other), the last what is left; "
+     "prompts with other tags are left out (default: prompts of all files alike)",
+     .needs = "stage rl", .own = true},
+    {"tag-key", MT_STRING, MT_AT(tag_key), MT_TRAIN, MT_OF_RUN, NULL, "KEY",
+     "field with the tag of a prompt (default: tag); \"domain\" comes before it", .needs = "prompt-shares",
+     .own = true},
     {"shuffle-prompts", MT_FLAG, MT_AT(shuffle_prompts), MT_TRAIN, MT_OF_RUN, "true", NULL,
      "draw the order of the prompts anew in every pass over them", .needs = "stage rl", .own = true},
     {"no-shuffle-prompts", MT_NO, MT_AT(shuffle_prompts), MT_TRAIN, MT_OF_RUN, NULL, NULL,

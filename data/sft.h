@@ -19,6 +19,7 @@ extern "C" {
 typedef struct mt_question {
     char *prompt, *answer;
     int64_t prompt_bytes, answer_bytes;
+    int64_t share; // of --prompt-shares: which one
 } mt_question;
 
 /* Sequences one after another. Sample s has the tokens [offsets[s], offsets[s + 1]): inputs are all but its last token,
@@ -62,6 +63,8 @@ typedef struct mt_sft_config {
     bool prompts;           // lines hold prompts for responses by a model; sequences have 1 token or more
     const char *answer_key; // NULL: answer
     bool needs_answer;      // a prompt without an answer is bad
+    mt_strings shares;      // --prompt-shares; prompts whose tags are in none are left out. Empty: all are kept
+    const char *tag_key;    // NULL: tag
     /* An error if the reward cannot compare with an answer, which makes the prompt bad; NULL: it can with any. */
     int (*check_answer)(const char *answer, int64_t bytes, mt_error *error);
     FILE *log; // skipped lines and a summary are printed here; NULL: nowhere
