@@ -481,19 +481,19 @@ prompt_length: 8
 response_length: 16
 num_return_sequences_in_group: 4
 actor_train:
-  data_args: {tag: kind, domain_interleave_probs: {math_rule: 0.5, code: 0.25, judge: 0.25}}
+  data_args: {tag: kind, domain_interleave_probs: {math_rule: 0.5, code: 0.25, value: 0.25}}
   model_args: {}
 actor_infer: {generating_args: {max_new_tokens: 7, num_return_sequences: 2, top_k: -1}}
-rewards: {math_rule: {tag_included: [aime]}, code: {tag_included: [kod, taco]}, judge: {worker_cls: a}}
+rewards: {math_rule: {tag_included: [aime]}, code: {tag_included: [kod, taco]}, value: {worker_cls: a}}
 EOF
     prints "$work/domains.yaml" actor_train &&
         sets actor_train.data_args.domain_interleave_probs prompt-shares \
-            'math_rule,\*,aime=0.5 code,kod,taco=0.25 judge=0.25' &&
+            'math_rule,\*,aime=0.5 code,kod,taco=0.25 value=0.25' &&
         sets actor_train.data_args.tag tag-key kind && sets '(absent: temperature)' temperature 0.95 &&
         sets '(absent: top_p)' top-p 0.7 && sets actor_infer.generating_args.top_k top-k 0 &&
         sets response_length max-new-tokens 16 && sets num_return_sequences_in_group num-return-sequences 4 &&
         unused actor_infer.generating_args.max_new_tokens 'the lengths of the file' || return 1
-    sed 's/, top_k: -1//; s/, code: 0.25, judge: 0.25//' "$work/domains.yaml" >"$work/one.yaml" &&
+    sed 's/, top_k: -1//; s/, code: 0.25, value: 0.25//' "$work/domains.yaml" >"$work/one.yaml" &&
         prints "$work/one.yaml" actor_train && sets '(absent: top_k)' top-k 50 &&
         unused actor_train.data_args.domain_interleave_probs 'one share is all' || return 1
     refused '0.25 leaves no prompt' "$train" --config "$work/domains.yaml" --role actor_train --rollout-batch-size 3 \

@@ -189,13 +189,13 @@ static void order_depends_on_seed_and_position_only(void **state) {
 static void shares_of_tags_have_quotas_and_epochs(void **state) {
     (void)state;
     enum { BATCH = 5, POSITIONS = 60 };
-    char *words[] = {"math,*=0.4", "code=0.2", "judge=0.4"}, *bad[] = {"math", "code=0.2"};
+    char *words[] = {"math,*=0.4", "code=0.2", "value=0.4"}, *bad[] = {"math", "code=0.2"};
     mt_sft_config config = {.shares = {3, words}};
     mt_samples prompts = read_prompts(config, "{\"prompt\": \"a\", \"tag\": \"math\"}\n"
                                               "{\"prompt\": \"b\", \"tag\": \"code\"}\n"
-                                              "{\"prompt\": \"c\", \"tag\": \"judge\"}\n"
+                                              "{\"prompt\": \"c\", \"tag\": \"value\"}\n"
                                               "{\"prompt\": \"d\"}\n"
-                                              "{\"prompt\": \"e\", \"tag\": \"math\", \"domain\": \"judge\"}\n"
+                                              "{\"prompt\": \"e\", \"tag\": \"math\", \"domain\": \"value\"}\n"
                                               "{\"prompt\": \"f\", \"tag\": \"new\"}\n");
     static const int64_t share_of[] = {0, 1, 2, 0, 2, 0};
     int64_t quotas[3], whole[POSITIONS], part[POSITIONS];
@@ -224,7 +224,7 @@ static void shares_of_tags_have_quotas_and_epochs(void **state) {
     words[0] = "math=0.4";
     const char *line = "{\"prompt\": \"a\", \"tag\": \"math\"}\n{\"prompt\": \"b\", \"tag\": \"code\"}\n"
                        "{\"prompt\": \"b\", \"tag\": \"new\"}\n";
-    expect_error(config, line, "no prompt for the share judge=0.4");
+    expect_error(config, line, "no prompt for the share value=0.4");
     config.shares.count = 2;
     prompts = read_prompts(config, line);
     assert_int_equal(prompts.count, 2); // that of no share is left out
