@@ -969,11 +969,13 @@ roll_rlvr_trains() {
     done <"$work/paths"
     # shellcheck disable=SC2086
     (cd "$work/rlvr" && "$train" --config roll-rlvr.yaml --role actor_train $small --train-iters 2 --seq-length 64 \
-        --max-new-tokens 4 --rollout-batch-size 3 --prompt-shares '*=1' --global-batch-size 12) >"$work/out" 2>"$work/err" &&
+        --prompt-shares '*=1' \
+        --max-new-tokens 4 --rollout-batch-size 3 --global-batch-size 12) >"$work/out" 2>"$work/err" &&
         says '^     2/2 .* reward [0-9]' "$work/out" && says '^  stage  *rl$' "$work/out" || return 1
     # shellcheck disable=SC2086
     (cd "$work/rlvr" && "$train" --config roll-rlvr.yaml --role actor_train $small --train-iters 2 --seq-length 64 \
-        --max-new-tokens 16 --rollout-batch-size 3 --global-batch-size 12 --prompt-shares '*=1' --stop e t a o i n s h r --save steps \
+        --prompt-shares '*=1' \
+        --max-new-tokens 16 --rollout-batch-size 3 --global-batch-size 12 --stop e t a o i n s h r --save steps \
         --save-interval 1 --lr 1e-3 --lr-warmup-iters 0 --metrics steps.jsonl --reward command --reward-command \
         'i=0; while read -r line; do i=$((i + 1)); echo $((i % 2)); done') >"$work/out" 2>"$work/err" &&
         series lm_loss "$work/rlvr/steps.jsonl" | awk '$1 != 0 { steps++ } END { exit steps != 2 }' &&
