@@ -616,6 +616,8 @@ typedef struct mt_options {
     mt_adv_estimator adv_estimator;
     bool norm_adv_by_std, whiten_advantages, dynamic_sampling, overlong_mask, kl_in_reward;
     bool shuffle_prompts, shuffle_mini_batches;
+    mt_strings prompt_shares;
+    char *tag_key;
     double gamma, lam, reward_clip, advantage_clip, overlong_penalty, overlong_penalty_factor, kl_coef;
     mt_policy_variant pg_variant;
     double clip_ratio, clip_ratio_low, clip_ratio_high, clip_ratio_c, entropy_coeff, kl_loss_coef, value_clip;

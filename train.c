@@ -95,7 +95,7 @@ static bool step(mt_run *r) {
         return false;
     }
     mt_run_check(r, status, &error);
-    r->state.consumed_train_samples = consumed + batch_size; // also where micro-batches hold other than whole rows
+    r->state.consumed_train_samples = consumed + feed.read; // also where micro-batches hold other than whole rows
     mt_run_check(r, mt_feed_check(&feed, &r->grid, r->state.iteration, &error), &error);
     if (mt_trace_is_complete()) write_trace(r);
     if (reported && feed.tokens > 0) metrics.tokens = feed.tokens;

@@ -46,6 +46,10 @@ char *mt_checkpoint_resolve(const char *folder, mt_error *error);
  * without reading tensors, the one before. NULL with the error of the latest if none is whole. */
 char *mt_checkpoint_resolve_whole(const char *folder, mt_error *error);
 
+/* Iteration and samples of the run that the options continue, as its trainer.json has them. They stay as they are for a
+ * run that begins, and for a file that loading will refuse. */
+void mt_checkpoint_peek(const mt_options *options, mt_run_state *state);
+
 /* True when a folder holds a checkpoint, damaged or not. */
 bool mt_checkpoint_exists(const char *folder);
 

@@ -1179,6 +1179,22 @@ static int mt_trainer_read(const mt_model *m, mt_run_state *state, mt_loss_avera
     return mt_trainer_agrees(path, "--seq-length", seq_length, o->seq_length, error);
 }
 
+void mt_checkpoint_peek(const mt_options *options, mt_run_state *state) {
+    mt_error ignored;
+    const char *from = mt_options_adapts(options) ? options->load_adapter : options->load;
+    if (!from || options->finetune) return;
+    char *folder =
+        mt_options_adapts(options) ? mt_checkpoint_resolve(from, &ignored) : mt_options_load_folder(options, &ignored);
+    char *path = folder ? mt_path_join(folder, "trainer.json") : NULL;
+    json_t *json = path ? mt_json_read(path, &ignored) : NULL;
+    int64_t iteration, samples;
+    if (json && mt_trainer_int(json, "iteration", MT_MOST_COUNTED, path, &iteration, &ignored) == 0 &&
+        mt_trainer_int(json, "consumed_train_samples", MT_MOST_COUNTED, path, &samples, &ignored) == 0)
+        state->iteration = iteration, state->consumed_train_samples = samples;
+    json_decref(json);
+    free(path), free(folder);
+}
+
 /* A checkpoint of --save, unlike a Hugging Face folder, must have the run's state and the optimizer's: without them
  * training would begin anew in silence. */
 static int mt_run_check(const char *folder, bool has_state, bool has_optimizer, bool *damaged, mt_error *error) {

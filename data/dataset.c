@@ -207,11 +207,26 @@ static int create_source(mt_dataset **out, const mt_indexed_dataset *indexed, co
                                  sizes->sizes, sizes->count, config, error);
 }
 
+/* An error if data that are read once have fewer samples than the run needs. */
+static int check_once(const char *name, int64_t have, int64_t wanted, const mt_data_config *config, mt_error *error) {
+    if (!config->reads_once || wanted <= have) return 0;
+    return mt_error_set(error,
+                        "--dataloader-type single reads the data once: %s has %lld samples to train on and the run "
+                        "needs %lld; train on fewer, or leave out --dataloader-type, and further epochs follow",
+                        name, (long long)have, (long long)wanted);
+}
+
+static int check_source_once(const mt_dataset *source, mt_split split, int64_t wanted, const mt_data_config *config,
+                             mt_error *error) {
+    int64_t have = (source->num_tokens - 1) / source->seq_length;
+    return split == MT_SPLIT_TRAIN ? check_once(mt_gpt_dataset_prefix(source), have, wanted, config, error) : 0;
+}
+
 /* With weights, the size of a source is its part of the blend plus Megatron's surplus. Without weights, every source is
  * read for one epoch and its weight is its number of samples. Sets `weights` and the blend's `size`. A blend draws its
  * samples in an order that does not depend on its size, so that an extension extends the sources alone. */
 static int create_sources(mt_dataset **sources, double *weights, int64_t *size, mt_indexed_dataset *const *indexed,
-                          const mt_blend *blend, const double share[2], const split_sizes *sizes,
+                          const mt_blend *blend, mt_split split, const double share[2], const split_sizes *sizes,
                           const mt_data_config *config, mt_error *error) {
     if (blend->weights) mt_weights_normalize(weights, blend->weights, blend->count);
     int64_t wanted = sizes->sizes[sizes->count - 1], total = 0;
@@ -224,6 +239,7 @@ static int create_sources(mt_dataset **sources, double *weights, int64_t *size, 
             asked.count = sizes->count;
         }
         if (create_source(&sources[i], indexed[i], share, &asked, config, error) != 0) return -1;
+        if (blend->weights && check_source_once(sources[i], split, target, config, error) != 0) return -1;
         if (!blend->weights) weights[i] = (double)sources[i]->num_samples;
         total += blend->weights ? target : sources[i]->num_samples;
     }
@@ -238,13 +254,13 @@ static int create_sources(mt_dataset **sources, double *weights, int64_t *size, 
     return 0;
 }
 
-static int create_blend(mt_dataset **out, mt_indexed_dataset *const *indexed, const mt_blend *blend,
+static int create_blend(mt_dataset **out, mt_indexed_dataset *const *indexed, const mt_blend *blend, mt_split split,
                         const double share[2], const split_sizes *sizes, const mt_data_config *config,
                         mt_error *error) {
     int64_t size = 0;
     mt_dataset **sources = mt_calloc(blend->count * (int64_t)sizeof *sources);
     double *weights = mt_calloc(blend->count * (int64_t)sizeof *weights);
-    int result = create_sources(sources, weights, &size, indexed, blend, share, sizes, config, error);
+    int result = create_sources(sources, weights, &size, indexed, blend, split, share, sizes, config, error);
     if (result == 0)
         result = mt_blended_dataset_create(out, sources, weights, blend->count, size, error);
     else
@@ -270,8 +286,10 @@ static int create_split(mt_data *data, mt_split split, const mt_blend *blend, bo
     if (config->sizes[split] == 0 || !(share[0] < share[1])) return 0;
     if (split != MT_SPLIT_TRAIN && lacks_documents(indexed, blend->count, share)) return 0;
     if (split == MT_SPLIT_TRAIN) data->num_train_indexed = data->num_indexed;
-    if (direct) return create_source(&data->splits[split], indexed[0], share, &sizes, config, error);
-    return create_blend(&data->splits[split], indexed, blend, share, &sizes, config, error);
+    mt_dataset **out = &data->splits[split];
+    if (!direct) return create_blend(out, indexed, blend, split, share, &sizes, config, error);
+    if (create_source(out, indexed[0], share, &sizes, config, error) != 0) return -1;
+    return check_source_once(*out, split, config->sizes[split], config, error);
 }
 
 /* --data-path: all splits share the same paths. */
@@ -335,6 +353,8 @@ static int read_samples(mt_samples *samples, const mt_strings *paths, const mt_d
                            .chosen_key = o->chosen_key,
                            .rejected_key = o->rejected_key,
                            .ref_logps = o->ref_logps_in_data,
+                           .masks_eod = config->eod_mask_loss,
+                           .eod_id = config->eod_id,
                            .log = config->log};
     return mt_samples_read(samples, &files, config->tokenizer, error);
 }
@@ -359,7 +379,15 @@ static int open_samples(mt_data *data, const mt_data_config *config, mt_error *e
         int64_t end = divides ? (int64_t)nearbyint(edges[split + 1] * count) : (int64_t)count;
         if (begin < end) data->splits[split] = mt_row_dataset_create(samples, begin, end, split, config);
     }
-    if (data->splits[MT_SPLIT_TRAIN]) return 0;
+    const mt_dataset *train = data->splits[MT_SPLIT_TRAIN];
+    if (train && config->reads_once) { // the last step may have fewer rows
+        int64_t have = mt_packing_count(train->packing, 1), batch = config->options->global_batch_size;
+        int64_t wanted = config->train_epochs > 1 ? train->num_samples : config->sizes[MT_SPLIT_TRAIN];
+        const mt_strings *paths = divides ? &config->data_path : &config->split_data_path[MT_SPLIT_TRAIN];
+        if (wanted - have >= batch || config->train_epochs > 1)
+            return check_once(paths->items[0], have, wanted, config, error);
+    }
+    if (train) return 0;
     return mt_error_set(error, "--split %s leaves no sample for training; its first share must be above 0",
                         config->split ? config->split : "969,30,1");
 }
@@ -421,6 +449,7 @@ mt_data_config mt_data_config_of(const mt_options *o, int64_t eod_id) {
                              .reset_attention_mask = o->reset_attention_mask,
                              .eod_mask_loss = o->eod_mask_loss,
                              .dataloader_type = o->dataloader_type,
+                             .reads_once = MT_GIVEN(o, dataloader_type) && o->dataloader_type == MT_DATALOADER_SINGLE,
                              .options = o,
                              .sft = o->sft,
                              .pairs = mt_trains_on_pairs(o),
@@ -552,6 +581,19 @@ static int extend_plans(mt_run_state *state, const mt_data_config *config, FILE 
     return 0;
 }
 
+/* The sizes of a run that goes on, perhaps with other batches: what it has consumed, and what its further steps need.
+ */
+static void take_progress(mt_data_config *config, const mt_run_state *state) {
+    const mt_options *o = config->options;
+    int64_t interval = o->eval_interval, iterations = mt_max(o->num_iterations, state->iteration);
+    int64_t evaluations = interval > 0 ? iterations / interval - state->iteration / interval + 1 : 0;
+    config->sizes[MT_SPLIT_TRAIN] =
+        mt_consumed_samples_from(o, state->iteration, state->consumed_train_samples, o->num_iterations);
+    if (config->sizes[MT_SPLIT_VALID] > 0)
+        config->sizes[MT_SPLIT_VALID] =
+            state->consumed_valid_samples + evaluations * o->eval_iters * o->global_batch_size;
+}
+
 int mt_data_resume(mt_data *data, mt_data_config *config, mt_run_state *state, int64_t group, bool *reorders,
                    FILE *file, mt_error *error) {
     mt_data_identity now = mt_data_identify(data, config);
@@ -572,11 +614,13 @@ int mt_data_resume(mt_data *data, mt_data_config *config, mt_run_state *state, i
     state->data.group = group;
     if (!resumes || !plans) state->data.num_plans = 0;
     if (!plans) return 0;
+    int64_t opened[2] = {config->sizes[0], config->sizes[1]};
+    if (state->iteration > 0) take_progress(config, state);
     if (extend_plans(state, config, cyclic ? NULL : file, error) != 0) return -1;
     config->num_plans = state->data.num_plans;
     memcpy(config->plans, state->data.plans, sizeof config->plans);
     const int64_t *start = config->plans[0];
-    *reorders = config->num_plans > 1 || start[0] != config->sizes[0] || start[1] != config->sizes[1];
+    *reorders = config->num_plans > 1 || start[0] != opened[0] || start[1] != opened[1];
     return 0;
 }
 

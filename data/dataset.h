@@ -143,6 +143,7 @@ typedef struct mt_data_config {
     bool reset_attention_mask;           // attention stays within a document
     bool eod_mask_loss;                  // no loss at positions whose input token is EOD
     mt_dataloader_type dataloader_type;  // single: in order; cyclic: a new shuffle every epoch
+    bool reads_once;                     // training data that are too short for `sizes` are an error
     bool no_data_sharding;               // --no-data-sharding, for cyclic: ranks share one shuffle
 
     /* samples of any length, see sft.h */
@@ -300,6 +301,7 @@ int mt_step_print(const mt_options *options, const mt_data_config *config, FILE 
 typedef struct mt_feed {
     mt_loader *loader;
     int64_t consumed, samples; // of the run: before the step, and of the step
+    int64_t read;              // of these samples: fewer in the last step of an epoch that is the last
     int64_t micro_batches;     // of each rank
     int64_t rank, num_ranks;   // that read different samples
     double tokens, flops;      // of the step's samples, without padding; 0: all samples have seq_length tokens

@@ -3,6 +3,7 @@
  * Megatron-LM, megatron/training/datasets/data_samplers.py, and _get_ltor_masks_and_position_ids in gpt_dataset.py.
  */
 #include "options.h"
+#include "sft.h"
 #include "timeline.h"
 #include "watchdog.h"
 
@@ -18,11 +19,15 @@ struct mt_loader {
     int64_t epoch;         // of `permutation`; -1: none
     uint32_t *permutation; // [samples of an epoch that this rank draws from]
 
-    /* of a dataset of rows */
+    /* of a dataset of rows, and of sequences that dynamic context parallelism gives to ranks document by document */
     mt_step_plan plan;                    // of the step that begins after `planned_after` samples
     int64_t planned_after, planned_count; // samples; -1: none
     mt_step_plan next;                    // of the step after it, if next_after is not -1
     int64_t next_after, next_count;
+    bool cuts;                      // sequences are cut into their documents, or are whole ones
+    mt_samples documents, upcoming; // those of `plan` and of `next`
+    int status, next_status;        // of reading them on this rank, with its error
+    mt_error error, next_error;
 };
 
 /* ---- samplers ---------------------------------------------------------------------------------------------------- */
@@ -49,6 +54,7 @@ int mt_loader_open(mt_loader **out, const mt_dataset *dataset, const mt_data_con
                           .cyclic = config->dataloader_type == MT_DATALOADER_CYCLIC,
                           .sample = mt_malloc((dataset->seq_length + 1) * 4),
                           .epoch = -1,
+                          .cuts = config->dynamic_context_parallel && !dataset->packing,
                           .planned_after = -1,
                           .next_after = -1};
     *out = loader;
@@ -64,18 +70,39 @@ void mt_loader_close(mt_loader *loader) {
     free(loader->permutation);
     mt_step_plan_free(&loader->plan);
     mt_step_plan_free(&loader->next);
+    mt_samples_free(&loader->documents);
+    mt_samples_free(&loader->upcoming);
     free(loader);
+}
+
+/* The shape of a plan with dynamic context parallelism. */
+static mt_plan_shape plan_shape_of(const mt_loader *loader) {
+    const mt_data_config *config = loader->config;
+    return (mt_plan_shape){.num_ranks = loader->dp_size * config->context_size,
+                           .micro_batch_size = loader->micro_batch_size,
+                           .row_length = config->seq_length,
+                           .regroups = config->variable_seq_lengths,
+                           .work = config->work,
+                           .context_size = config->context_size,
+                           .min_context_size = config->min_context_size,
+                           .rank_tokens = config->rank_tokens,
+                           .meets = config->meets,
+                           .slot_group = config->slot_group,
+                           .slot_rest = config->slot_rest};
+}
+
+static int data_ends(const mt_loader *loader, int64_t consumed, int64_t needed, mt_error *error) {
+    return mt_error_set(error,
+                        "the dataset ends after %lld samples; %lld are used and %lld more are needed; train on "
+                        "fewer samples or use "
+                        "--dataloader-type cyclic",
+                        (long long)loader->dataset->num_samples, (long long)consumed, (long long)needed);
 }
 
 /* Every rank takes micro_batch_size consecutive samples of each group of micro_batch_size * dp_size. */
 static int sample_in_order(const mt_loader *loader, int64_t consumed, int64_t row, int64_t *sample, mt_error *error) {
     int64_t step = loader->micro_batch_size * loader->dp_size, have = loader->dataset->num_samples;
-    if (consumed + step > have)
-        return mt_error_set(error,
-                            "the dataset ends after %lld samples; %lld are used and %lld more are needed; train on "
-                            "fewer samples or use "
-                            "--dataloader-type cyclic",
-                            (long long)have, (long long)consumed, (long long)step);
+    if (consumed + step > have) return data_ends(loader, consumed, step, error);
     *sample = consumed + loader->dp_rank * loader->micro_batch_size + row;
     return 0;
 }
@@ -169,6 +196,68 @@ static void fill_with_one_token(mt_loader *loader, mt_batch *batch) {
     memset(batch->positions, 0, (size_t)batch->num_tokens * 4); // a row of pairs is longer than the model has positions
 }
 
+/* ---- documents, for dynamic context parallelism without rows ----------------------------------------------------- */
+
+/* The tokens of a document of a sequence, the label of its last token included. `first` and `last` are positions. */
+static void add_document(mt_samples *documents, const mt_loader *loader, int64_t first, int64_t last) {
+    const int32_t *sample = loader->sample;
+    int64_t at = documents->offsets[documents->count];
+    for (int64_t i = first; i <= last + 1; i++, at++) {
+        documents->tokens[at] = sample[i];
+        bool follows_end = i > first && sample[i - 1] == loader->config->eod_id;
+        documents->is_trained[at] = i > first && !(loader->config->eod_mask_loss && follows_end);
+    }
+    documents->offsets[++documents->count] = at;
+}
+
+/* Reads the sequences of `count` samples after `consumed` ones into documents; with --reset-attention-mask, which has
+ * --reset-position-ids here, each document is one, otherwise each sequence. first[count + 1]: the documents of each.
+ * Without `reads`, and after an error, the sequences are one token, repeated. */
+static int cut_sequences(mt_samples *documents, int64_t *first, mt_loader *loader, int64_t consumed, int64_t count,
+                         bool reads, mt_error *error) {
+    int32_t filler = loader->config->eod_id == 0; // no end of document
+    int64_t T = loader->dataset->seq_length, have = loader->dataset->num_samples;
+    mt_samples_free(documents);
+    documents->offsets = mt_calloc((count * T + 1) * 8);
+    documents->tokens = mt_malloc(count * 2 * T * 4);
+    documents->is_trained = mt_malloc(count * 2 * T);
+    int status = !reads || consumed + count <= have ? 0 : data_ends(loader, consumed, count, error);
+    first[0] = 0;
+    for (int64_t row = 0; row < count; row++) {
+        if (reads && status == 0) status = mt_dataset_get(loader->dataset, consumed + row, loader->sample, error);
+        bool is_read = reads && status == 0, cuts = is_read && loader->config->reset_attention_mask;
+        for (int64_t i = 0; i <= T && !is_read; i++) loader->sample[i] = filler;
+        int64_t begin = 0;
+        for (int64_t i = 0; i < T; i++) {
+            if (i < T - 1 && !(cuts && loader->sample[i] == loader->config->eod_id)) continue;
+            add_document(documents, loader, begin, i);
+            begin = i + 1;
+        }
+        first[row + 1] = documents->count;
+    }
+    return status;
+}
+
+/* Plans the step of `count` sequences, read or not. */
+static int plan_documents(mt_step_plan *plan, mt_samples *documents, mt_loader *loader, int64_t consumed, int64_t count,
+                          bool reads, mt_error *error) {
+    int64_t T = loader->dataset->seq_length, *first = mt_malloc((count + 1) * 8);
+    int status = cut_sequences(documents, first, loader, consumed, count, reads, error);
+    mt_piece *pieces = mt_malloc(documents->count * (int64_t)sizeof *pieces);
+    for (int64_t row = 0; row < count; row++) {
+        int64_t index = (consumed + row) * T;
+        for (int64_t i = first[row]; i < first[row + 1]; i++) {
+            pieces[i] = (mt_piece){.sample = i, .length = mt_sample_length(documents, i), .token_index = index};
+            index += pieces[i].length;
+        }
+    }
+    mt_plan_shape shape = plan_shape_of(loader);
+    mt_step_plan_solve(plan, pieces, documents->count, &shape);
+    free(pieces);
+    free(first);
+    return status;
+}
+
 /* ---- rows -------------------------------------------------------------------------------------------------------- */
 
 /* Plans the step of `count` rows after `consumed` ones. */
@@ -201,10 +290,7 @@ static void plan_rows(mt_step_plan *plan, const mt_loader *loader, int64_t consu
         first[row + 1] = num_pieces;
     }
     if (config->dynamic_context_parallel && !in_order) {
-        shape.num_ranks = loader->dp_size * config->context_size;
-        shape.context_size = config->context_size, shape.min_context_size = config->min_context_size;
-        shape.rank_tokens = config->rank_tokens, shape.meets = config->meets;
-        shape.slot_group = config->slot_group, shape.slot_rest = config->slot_rest;
+        shape = plan_shape_of(loader);
         mt_step_plan_solve(plan, pieces, num_pieces, &shape);
     } else {
         mt_step_plan_balance(plan, pieces, first, count, &shape);
@@ -216,8 +302,9 @@ static void plan_rows(mt_step_plan *plan, const mt_loader *loader, int64_t consu
 static void fill_rows(const mt_loader *loader, int64_t index, int64_t rank, mt_batch *batch) {
     const mt_data_config *config = loader->config;
     bool varies = config->variable_seq_lengths || config->dynamic_context_parallel;
-    mt_step_plan_fill(&loader->plan, index, rank, mt_packing_samples(loader->dataset->packing),
-                      varies ? 0 : loader->micro_batch_size * config->seq_length, batch);
+    const mt_samples *samples = loader->cuts ? &loader->documents : mt_packing_samples(loader->dataset->packing);
+    mt_step_plan_fill(&loader->plan, index, rank, samples, varies ? 0 : loader->micro_batch_size * config->seq_length,
+                      batch);
 }
 
 void mt_loader_print(const mt_loader *loader, int64_t consumed, int64_t count, FILE *file) {
@@ -248,7 +335,10 @@ int mt_step_print(const mt_options *o, const mt_data_config *config, FILE *file,
     if (mt_data_open(&data, config, error) != 0) return -1;
     const mt_dataset *dataset = mt_data_split(data, MT_SPLIT_TRAIN);
     int status = mt_loader_open(&loader, dataset, config, o->micro_batch_size, 0, o->data_parallel_size, error);
-    if (status == 0) plan_rows(&plan, loader, 0, mt_global_batch_size(o, 0), false);
+    if (status == 0 && loader->cuts)
+        status = plan_documents(&plan, &loader->documents, loader, 0, mt_global_batch_size(o, 0), true, error);
+    else if (status == 0)
+        plan_rows(&plan, loader, 0, mt_global_batch_size(o, 0), false);
     if (status == 0) status = mt_step_plan_print(&plan, config->meets, o->print_schedule, file, error);
     mt_step_plan_free(&plan);
     mt_loader_close(loader);
@@ -263,8 +353,14 @@ static void plan_step(mt_loader *loader, int64_t consumed, int64_t count) {
     if (loader->planned_after == consumed && loader->planned_count == count) return;
     mt_step_plan_free(&loader->plan);
     if (loader->next_after == consumed && loader->next_count == count) {
+        mt_samples_free(&loader->documents);
         loader->plan = loader->next;
-        loader->next = (mt_step_plan){0}, loader->next_after = -1;
+        loader->documents = loader->upcoming;
+        loader->status = loader->next_status, loader->error = loader->next_error;
+        loader->next = (mt_step_plan){0}, loader->upcoming = (mt_samples){0}, loader->next_after = -1;
+    } else if (loader->cuts) {
+        loader->status =
+            plan_documents(&loader->plan, &loader->documents, loader, consumed, count, true, &loader->error);
     } else {
         plan_rows(&loader->plan, loader, consumed, count, false);
     }
@@ -277,16 +373,36 @@ static void plan_next_step(mt_loader *loader, const mt_feed *feed) {
     int64_t after = feed->consumed + feed->samples;
     const int64_t *unused;
     if (loader->next_after == after && loader->next_count == feed->samples) return;
-    if (mt_packing_row(loader->dataset->packing, after, &unused) == 0) return; // the data ends
+    bool ends = loader->cuts ? after + feed->samples > loader->dataset->num_samples
+                             : mt_packing_row(loader->dataset->packing, after, &unused) == 0;
+    if (ends) return;
     mt_step_plan_free(&loader->next);
-    plan_rows(&loader->next, loader, after, feed->samples, false);
+    if (loader->cuts)
+        loader->next_status =
+            plan_documents(&loader->next, &loader->upcoming, loader, after, feed->samples, true, &loader->next_error);
+    else
+        plan_rows(&loader->next, loader, after, feed->samples, false);
     loader->next_after = after, loader->next_count = feed->samples;
+}
+
+/* Where a rank could not read the step's sequences, its plan would be another one: then all ranks plan sequences that
+ * none has read, and the run ends after the step. */
+static void agree_on_reading(mt_loader *loader, mt_feed *feed, const mt_grid *grid) {
+    double failed = loader->status != 0;
+    mt_all_reduce_max(&grid->world, &failed, 1, MT_F64);
+    feed->status = loader->status, feed->error = loader->error;
+    if (failed == 0) return;
+    mt_error unused;
+    mt_step_plan_free(&loader->plan);
+    plan_documents(&loader->plan, &loader->documents, loader, feed->consumed, feed->samples, false, &unused);
+    loader->planned_after = -1;
 }
 
 mt_feed mt_feed_begin(mt_loader *loader, int64_t consumed_samples, int64_t samples, const mt_grid *grid) {
     mt_feed feed = {.loader = loader,
                     .consumed = consumed_samples,
                     .samples = samples,
+                    .read = samples,
                     .micro_batches = samples / (loader->micro_batch_size * loader->dp_size),
                     .rank = grid->data.rank,
                     .num_ranks = grid->data.size};
@@ -295,8 +411,11 @@ mt_feed mt_feed_begin(mt_loader *loader, int64_t consumed_samples, int64_t sampl
         feed.num_ranks = grid->data.size * grid->context.size;
     }
     feed.shared = grid->world.size > feed.num_ranks;
-    if (!loader->dataset->packing) return feed;
+    if (!loader->dataset->packing && !loader->cuts) return feed;
+    mt_packing *rows = loader->dataset->packing;
+    if (rows) feed.read = mt_max(mt_min(samples, mt_packing_last(rows) - consumed_samples), 0);
     plan_step(loader, consumed_samples, samples);
+    if (loader->cuts) agree_on_reading(loader, &feed, grid);
     feed.micro_batches = loader->plan.num_slots;
     for (int64_t i = 0; i < loader->plan.num_pieces; i++) {
         double length = (double)loader->plan.pieces[i].length;
@@ -326,7 +445,7 @@ static int check_sequences(const mt_loader *loader, const mt_batch *batch, mt_er
 /* Fills a micro-batch of a feed. */
 static int fill_batch(const mt_feed *feed, int64_t index, mt_batch *batch, mt_error *error) {
     mt_loader *loader = feed->loader;
-    if (!loader->dataset->packing) {
+    if (!loader->dataset->packing && !loader->cuts) {
         int64_t stride = loader->micro_batch_size * loader->dp_size;
         if (mt_loader_fill(loader, feed->consumed + index * stride, batch, error) != 0) return -1;
         return check_sequences(loader, batch, error);
@@ -339,7 +458,7 @@ static int fill_batch(const mt_feed *feed, int64_t index, mt_batch *batch, mt_er
 int mt_feed_batch(void *context, int64_t index, mt_batch *batch, mt_error *error) {
     mt_feed *feed = context;
     int watched = mt_watch_file_begin("data", MT_FILE_READ);
-    int status = feed->status;
+    int status = feed->loader->cuts ? 0 : feed->status; // the plan of sequences that could not be read has others
     if (status == 0) status = fill_batch(feed, index, batch, error);
     mt_watch_file_end(watched);
     if (status != 0 && feed->status == 0) feed->status = status, feed->error = *error;
@@ -353,7 +472,7 @@ int mt_feed_batch(void *context, int64_t index, mt_batch *batch, mt_error *error
 
 int mt_feed_batch_of(mt_feed *feed, int64_t index, int64_t rank, mt_batch *batch, mt_error *error) {
     mt_feed other = *feed;
-    MT_CHECK(feed->loader->dataset->packing);
+    MT_CHECK(feed->loader->dataset->packing || feed->loader->cuts);
     other.rank = rank, other.shared = false;
     int status = mt_feed_batch(&other, index, batch, error);
     feed->status = other.status, feed->error = other.error;

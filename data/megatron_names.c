@@ -25,7 +25,7 @@ static const struct {
     {"microbatch-group-size-per-vp-stage", "microbatch-group-size-per-virtual-pipeline-stage"},
     {"mscale", "yarn-mscale"},
     {"mscale-all-dim", "yarn-mscale-all-dim"},
-    {"no-position-embedding", "position-embedding-type", "none"},
+    {"no-position-embedding", "position-embedding-type", "?none"},
     {"num-layers-in-first-pipeline-stage", "decoder-first-pipeline-num-layers"},
     {"num-layers-in-last-pipeline-stage", "decoder-last-pipeline-num-layers"},
     {"num-moe-experts", "num-experts"},

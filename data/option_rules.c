@@ -311,6 +311,11 @@ static int mt_options_derive_context(mt_options *o, mt_error *error) {
          "--max-seqlen-per-dp-cp-rank %lld on --context-parallel-size %lld ranks holds %lld tokens, fewer than a pair "
          "of samples of --seq-length %lld; raise one of the first two",
          {most, cp, most * cp, o->seq_length}},
+        {!o->sft && o->reset_position_ids != o->reset_attention_mask,
+         "--dynamic-context-parallel gives whole documents to ranks: --reset-position-ids and --reset-attention-mask "
+         "need each other"},
+        {!o->sft && o->dataloader_type == MT_DATALOADER_CYCLIC,
+         "--dynamic-context-parallel and --dataloader-type cyclic exclude each other; leave one out"},
         {balancing == MT_BALANCING_SEQ_AUX_LOSS || balancing == MT_BALANCING_SINKHORN,
          "--dynamic-context-parallel gives the ranks of a context group different samples, which "
          "--moe-router-load-balancing-type seq_aux_loss and sinkhorn do not distinguish; take aux_loss"},
@@ -339,11 +344,20 @@ static int mt_options_derive_stages(mt_options *o, mt_error *error) {
          o->pipeline_letters ? 1 : mt_max(pp * per_stage, 1)},
     };
     if (MT_CHECK_MULTIPLES(multiples, error)) return -1;
+    bool typed = MT_GIVEN(o, num_virtual_stages_per_pipeline_rank);
+    int64_t follows = o->pipeline_letters ? stages / pp : per_stage > 0 ? layers / (pp * per_stage) : *vp;
+    if (typed && follows != *vp)
+        return mt_error_set(error,
+                            "--%s makes %lld virtual stages, and --num-virtual-stages-per-pipeline-rank is %lld: "
+                            "the two exclude each other unless they agree; leave one out",
+                            o->pipeline_letters ? "pipeline-model-parallel-layout"
+                                                : "num-layers-per-virtual-pipeline-stage",
+                            (long long)follows, (long long)*vp);
     if (o->pipeline_letters)
         *vp = stages / pp;
     else if (per_stage > 0)
         *vp = layers / (pp * per_stage);
-    else if (!MT_GIVEN(o, num_virtual_stages_per_pipeline_rank))
+    else if (!typed)
         *vp = 1;
     if (pp * *vp <= 1000000) return 0;
     return mt_error_set(error, "--num-virtual-stages-per-pipeline-rank %lld is too many for %lld ranks", (long long)*vp,
@@ -416,7 +430,15 @@ static int mt_options_derive_batches(mt_options *o, mt_error *error) {
                             "make a batch of more than %lld sequences",
                             (long long)o->micro_batch_size, (long long)steps, (long long)o->data_parallel_size,
                             (long long)longest);
-    if (steps > 0) o->global_batch_size = o->micro_batch_size * steps * o->data_parallel_size;
+    int64_t product = o->micro_batch_size * steps * o->data_parallel_size;
+    if (steps > 0 && MT_GIVEN(o, global_batch_size) && o->global_batch_size != product)
+        return mt_error_set(error,
+                            "--micro-batch-size %lld x --gradient-accumulation-steps %lld x %lld data-parallel ranks "
+                            "is not --global-batch-size %lld: --gradient-accumulation-steps and --global-batch-size "
+                            "exclude each other unless they agree; leave one out",
+                            (long long)o->micro_batch_size, (long long)steps, (long long)o->data_parallel_size,
+                            (long long)o->global_batch_size);
+    if (steps > 0) o->global_batch_size = product;
     if (o->global_batch_size == 0) o->global_batch_size = o->micro_batch_size * o->data_parallel_size;
     int64_t responses = o->rollout_batch_size * o->num_return_sequences;
     if (o->stage == MT_STAGE_RL && o->global_batch_size > responses)
@@ -553,11 +575,29 @@ static int mt_options_derive_weight_decay(mt_options *o, mt_error *error) {
     return 0;
 }
 
+/* --train-iters and --train-samples that agree; the durations of the learning rate decide which of them stays. */
+static int mt_options_derive_length(mt_options *o, mt_error *error) {
+    bool by_samples = o->lr_decay_samples > 0 || o->lr_warmup_samples > 0 || o->lr_wsd_decay_samples > 0;
+    bool by_iters = o->lr_decay_iters > 0 || o->lr_warmup_iters > 0 || o->lr_wsd_decay_iters > 0;
+    if (o->train_iters == 0 || o->train_samples == 0) return 0;
+    int64_t samples = mt_consumed_samples(o, o->train_iters);
+    if (samples != o->train_samples)
+        return mt_error_set(error,
+                            "--train-iters %lld are %lld samples, and --train-samples is %lld: --train-iters and "
+                            "--train-samples exclude each other unless they agree; leave one out",
+                            (long long)o->train_iters, (long long)samples, (long long)o->train_samples);
+    if (by_samples && by_iters)
+        return mt_error_set(error, "--lr-*-iters and --lr-*-samples exclude each other; leave one kind out");
+    *(by_samples || o->rampup_batch_size.count > 0 ? &o->train_iters : &o->train_samples) = 0;
+    return 0;
+}
+
 /* The length of training, and the schedules of learning rate and weight decay. */
 static int mt_options_derive_schedules(mt_options *o, mt_error *error) {
     bool wsd = o->lr_decay_style == MT_LR_WSD;
     o->num_iterations = 0;
     if (mt_options_converts(o)) return 0;
+    if (mt_options_derive_length(o, error) != 0) return -1;
     if ((o->train_iters > 0) == (o->train_samples > 0))
         return mt_error_set(error, "give one of --train-iters and --train-samples: how long to train");
     o->num_iterations = mt_options_count_iterations(o);
@@ -569,6 +609,13 @@ static int mt_options_derive_schedules(mt_options *o, mt_error *error) {
     if (o->lr_warmup_init > o->lr)
         return mt_error_set(error, "--lr-warmup-init %g must be at most --lr %g", o->lr_warmup_init, o->lr);
     mt_durations d = mt_options_durations(o);
+    double given = (double)(o->train_samples > 0 ? o->lr_warmup_samples : o->lr_warmup_iters * o->global_batch_size);
+    if (o->lr_warmup_fraction > 0 && given > 0 && fabs(given - d.warmup) > 1e-9 * d.warmup)
+        return mt_error_set(error,
+                            "--lr-warmup-fraction %g is %g samples, and --lr-warmup-%s %g: the two exclude each other "
+                            "unless they agree; leave one out",
+                            o->lr_warmup_fraction, d.warmup, o->train_samples > 0 ? "samples" : "iters x the batch",
+                            given);
     const char *unit = o->train_samples > 0 ? "samples" : "iters";
     if (d.warmup >= d.decay)
         return mt_error_set(error, "--lr-warmup-%s must be less than --lr-decay-%s (default: --train-%s)", unit, unit,
@@ -699,6 +746,9 @@ const char *mt_options_idle_in_rl(const mt_options *o, size_t offset) {
 static int mt_options_check_idle_in_rl(const mt_options *o, mt_error *error) {
     for (int i = 0; i < MT_NUM_IDLE_IN_RL; i++) {
         const char *reason = mt_options_idle_in_rl(o, mt_idle_in_rl[i].offset);
+        bool is_ratio = mt_idle_in_rl[i].offset == offsetof(mt_options, clip_ratio) && o->pg_variant != MT_POLICY_GPG;
+        bool agrees = is_ratio && o->clip_ratio == o->clip_ratio_low && o->clip_ratio == o->clip_ratio_high;
+        if (agrees) continue;
         if (reason && mt_options_gave(o, mt_idle_in_rl[i].offset))
             return mt_error_set(error, "--%s has no effect %s; leave it out", mt_idle_in_rl[i].name, reason);
     }
@@ -808,8 +858,11 @@ int mt_options_derive(mt_options *o, mt_program program, int64_t world_size, mt_
 }
 
 int64_t mt_consumed_samples(const mt_options *options, int64_t iterations) {
-    int64_t consumed = 0;
-    for (int64_t i = 0; i < iterations; i++) {
+    return mt_consumed_samples_from(options, 0, 0, iterations);
+}
+
+int64_t mt_consumed_samples_from(const mt_options *options, int64_t from, int64_t consumed, int64_t iterations) {
+    for (int64_t i = from; i < iterations; i++) {
         int64_t batch = mt_global_batch_size(options, consumed);
         if (batch == options->global_batch_size) return consumed + (iterations - i) * batch; // the ramp has ended
         consumed += batch;

@@ -296,9 +296,9 @@ const mt_option mt_option_table[] = {
      NULL, "A2A RING", "a2a+p2p: ranks of an a2a group, and number of groups in the ring",
      .needs = "cp-comm-type a2a+p2p"},
     {"dynamic-context-parallel", MT_FLAG, MT_AT(dynamic_context_parallel), MT_TRAIN, MT_OF_RUN, NULL, NULL,
-     "each sample has 1, 2, 4 ... --context-parallel-size ranks: as many as its memory and even work need",
-     .needs = "any: sft, any: context-parallel-size", .excludes = "any: cp-comm-type a2a+p2p, any: stage rl",
-     .own = true},
+     "each sample has 1, 2, 4 ... --context-parallel-size ranks: as many as its memory and even work need; without "
+     "--sft a sample is a document of a sequence (--reset-position-ids --reset-attention-mask) or the whole sequence",
+     .needs = "any: context-parallel-size", .excludes = "any: cp-comm-type a2a+p2p, any: stage rl", .own = true},
     {"hybrid-context-parallel", MT_FLAG, MT_AT(dynamic_context_parallel), MT_TRAIN, MT_OF_RUN, NULL, NULL,
      "--dynamic-context-parallel"},
     {"max-seqlen-per-dp-cp-rank", MT_INT, MT_AT(max_seqlen_per_dp_cp_rank), MT_TRAIN, MT_OF_RUN, NULL, "[1,1073741823]",
@@ -582,8 +582,9 @@ const mt_option mt_option_table[] = {
     {"tokenizer-model", MT_STRING, MT_AT(tokenizer_model), MT_BOTH, MT_OF_RUN, NULL, "PATH",
      "the tokenizer's file or folder, or ORG/NAME in the cache of Hugging Face",
      .needs = "tokenizer-type HuggingFaceTokenizer|SentencePieceTokenizer|GPT2BPETokenizer"},
-    {"dataloader-type", MT_CHOICE, MT_AT(dataloader_type), MT_TRAIN, MT_OF_RUN, "single", "single|cyclic",
-     "single: samples in order, once; cyclic: a new shuffle every epoch"},
+    {"dataloader-type", MT_CHOICE, MT_AT(dataloader_type), MT_TRAIN, MT_OF_RUN, NULL, "single|cyclic",
+     "single: samples in order, once: data that are too short for the run are an error; cyclic: a new shuffle every "
+     "epoch; without this option samples are read in order, and data that are too short again, as Megatron-LM does"},
     {"reset-position-ids", MT_FLAG, MT_AT(reset_position_ids), MT_TRAIN, MT_OF_RUN, NULL, NULL,
      "restart positions after each end of document"},
     {"reset-attention-mask", MT_FLAG, MT_AT(reset_attention_mask), MT_TRAIN, MT_OF_RUN, NULL, NULL,
@@ -596,7 +597,7 @@ const mt_option mt_option_table[] = {
      "train on samples of any length up to --seq-length, each with attention and positions of its own: on JSON Lines "
      "in "
      "--data-path; --mock-data: with log-normal lengths",
-     .excludes = "tokens-file, dataloader-type, reset-position-ids, reset-attention-mask, eod-mask-loss"},
+     .excludes = "tokens-file, dataloader-type"},
     {"sequence-packing", MT_FLAG, MT_AT(sequence_packing), MT_TRAIN, MT_OF_RUN, NULL, NULL,
      "pack several samples into a row of --seq-length; a row is one sample of --global-batch-size (default for "
      "--stage rl: true)",
@@ -638,8 +639,8 @@ const mt_option mt_option_table[] = {
      "preference optimization on such pairs; rl: reinforcement learning on the model's own responses to the prompts of "
      "--data-path; kd: distillation, on the samples of --sft",
      .needs = "kd: teacher-load, rl: data-path",
-     .excludes = "rm|dpo|rl|kd|sft: tokens-file, rm|dpo|rl|kd|sft: dataloader-type, rm|dpo|rl|kd|sft: "
-                 "reset-position-ids, rm|dpo|rl|kd|sft: reset-attention-mask, rm|dpo|rl|kd|sft: eod-mask-loss, "
+     .excludes = "rm|dpo|rl|kd|sft: tokens-file, rm|dpo|rl|kd|sft: dataloader-type, rm|dpo|rl: "
+                 "reset-position-ids, rm|dpo|rl: reset-attention-mask, rm|dpo|rl: eod-mask-loss, "
                  "rm|dpo|rl: response-key, rm|rl: loss-on, rl: long-samples, rl: variable-seq-lengths, rl: split, rl: "
                  "valid-data-path, rl: test-data-path, rl: eval-interval, rl: profile, rl: trace, rl: log-straggler, "
                  "rl: check-for-spiky-loss",
@@ -756,6 +757,13 @@ const mt_option mt_option_table[] = {
      "draw the responses of each step at random", .needs = "stage rl", .own = true},
     {"no-shuffle-mini-batches", MT_NO, MT_AT(shuffle_mini_batches), MT_TRAIN, MT_OF_RUN, NULL, NULL,
      "take them in the order of their prompts", .needs = "stage rl", .own = true},
+    {"prompt-shares", MT_LIST, MT_AT(prompt_shares), MT_TRAIN, MT_OF_RUN, NULL, "TAG,TAG=SHARE",
+     "an iteration has these shares of prompts whose lines have one of the tags (*: any other), the last what is left; "
+     "prompts with other tags are left out (default: prompts of all files alike)",
+     .needs = "stage rl", .own = true},
+    {"tag-key", MT_STRING, MT_AT(tag_key), MT_TRAIN, MT_OF_RUN, NULL, "KEY",
+     "field with the tag of a prompt (default: tag); \"domain\" comes before it", .needs = "prompt-shares",
+     .own = true},
     {"shuffle-prompts", MT_FLAG, MT_AT(shuffle_prompts), MT_TRAIN, MT_OF_RUN, "true", NULL,
      "draw the order of the prompts anew in every pass over them", .needs = "stage rl", .own = true},
     {"no-shuffle-prompts", MT_NO, MT_AT(shuffle_prompts), MT_TRAIN, MT_OF_RUN, NULL, NULL,
@@ -1515,6 +1523,23 @@ bool mt_option_next_rule(const char **column, mt_option_rule *rule) {
 
 bool mt_option_used(const mt_options *options, const mt_option *row) {
     return mt_options_gave(options, row->offset) && !mt_option_is_default(options, mt_option_of(row->offset));
+}
+
+bool mt_option_is_form_of(const mt_option *row, const mt_option *other) {
+    static const size_t forms[][2] = {
+        {MT_AT(gradient_accumulation_steps), MT_AT(global_batch_size)},
+        {MT_AT(train_iters), MT_AT(train_samples)},
+        {MT_AT(train_epochs), MT_AT(train_iters)},
+        {MT_AT(rope_scaling_factor), MT_AT(rotary_seq_len_interpolation_factor)},
+        {MT_AT(lr_warmup_fraction), MT_AT(lr_warmup_iters)},
+        {MT_AT(lr_warmup_fraction), MT_AT(lr_warmup_samples)},
+        {MT_AT(num_layers_per_virtual_pipeline_stage), MT_AT(num_virtual_stages_per_pipeline_rank)},
+        {MT_AT(pipeline_model_parallel_layout), MT_AT(num_virtual_stages_per_pipeline_rank)},
+        {MT_AT(ipo), MT_AT(preference_loss)},
+    };
+    for (size_t i = 0; i < sizeof forms / sizeof *forms; i++)
+        if (row->offset == forms[i][0] && other->offset == forms[i][1]) return true;
+    return false;
 }
 
 bool mt_option_has(const mt_options *options, const mt_option *row, const char *choices) {

@@ -121,6 +121,10 @@ int mt_options_check_ranges(const mt_options *options, mt_program program, mt_er
 /* True for an option that was given with another value than its default. */
 bool mt_option_used(const mt_options *options, const mt_option *row);
 
+/* True for two options that are forms of one setting, such as --train-samples and --train-iters: they exclude each
+ * other unless their values agree, which is checked where both are known. */
+bool mt_option_is_form_of(const mt_option *row, const mt_option *other);
+
 /* True if an option has one of the choices "a|b", or, without choices, another value than its default. */
 bool mt_option_has(const mt_options *options, const mt_option *row, const char *choices);
 

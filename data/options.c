@@ -75,6 +75,7 @@ typedef struct mt_option_reader {
     int64_t num_refused, num_uncollected;
     bool role_rests;                                                   // the role of the file does not train
     mt_strings always;                                                 // names that state a property that always holds
+    mt_strings named;                                                  // see mt_option_reader_compare_names
     uint64_t typed[sizeof((mt_options *)0)->given / sizeof(uint64_t)]; // options of the command line
 } mt_option_reader;
 
@@ -225,6 +226,7 @@ static void mt_option_reader_print_always(const mt_option_reader *reader) {
 static void mt_option_reader_free(mt_option_reader *reader) {
     free(reader->refused);
     mt_strings_free(&reader->always);
+    mt_strings_free(&reader->named);
 }
 
 /* Adds the words of a blend in one text, "0.7 a 0.3 b", or else one prefix, which may have blanks. */
@@ -392,6 +394,28 @@ static bool mt_is_name(const char *argument) {
     return strncmp(argument, "--", 2) == 0;
 }
 
+/* Two names of an option with two values are a contradiction; one name that is given again replaces its value. */
+static int mt_option_reader_compare_names(mt_option_reader *reader, const mt_option *row, const char *where,
+                                          mt_error *error) {
+    mt_strings *named = &reader->named; // option, name and value in turn
+    char *value = mt_option_text(reader->options, row);
+    const char *option = mt_option_of(row->offset)->name;
+    int64_t i = 0;
+    int status = 0;
+    while (i < named->count && strcmp(named->items[i], option) != 0) i += 3;
+    if (i == named->count) {
+        mt_strings_add(named, option), mt_strings_add(named, where), mt_strings_add(named, value);
+    } else if (strcmp(named->items[i + 1], where) != 0 && strcmp(named->items[i + 2], value) != 0) {
+        status =
+            mt_error_set(error, "%s %.100s and %s %.100s are two names of one option, with two values; leave one out",
+                         named->items[i + 1] + 2, named->items[i + 2], where + 2, value);
+    } else {
+        mt_string_set(&named->items[i + 2], value);
+    }
+    free(value);
+    return status;
+}
+
 /* Takes the option at arguments[index]; returns the index after its values, or -1. */
 static int mt_options_read_argument(mt_option_reader *reader, int index, int count, char **arguments, mt_error *error) {
     const char *argument = arguments[index++];
@@ -431,8 +455,16 @@ static int mt_options_read_argument(mt_option_reader *reader, int index, int cou
 
 static int mt_options_read_arguments(mt_option_reader *reader, int argc, char **argv, mt_error *error) {
     for (int index = 1; index < argc;) {
+        const char *argument = argv[index];
         index = mt_options_read_argument(reader, index, argc, argv, error);
         if (index < 0) return -1;
+        size_t length = strcspn(argument, "=");
+        mt_setting setting = mt_setting_find(argument + 2, length - 2);
+        bool compares = setting.row && mt_setting_is_accepted(&setting, reader->program) && !setting.megatron.value &&
+                        !mt_setting_is_flag(&setting);
+        char where[112];
+        mt_option_print_name(where, argument + 2, length - 2);
+        if (compares && mt_option_reader_compare_names(reader, setting.row, where, error) != 0) return -1;
     }
     return 0;
 }
@@ -447,14 +479,13 @@ static int mt_options_find_config(const char **config, int argc, char **argv, mt
         if (!mt_is_name(argv[i])) continue;
         mt_setting setting = mt_setting_find(argv[i] + 2, length - 2);
         if (!setting.row || setting.row->offset != MT_AT(config)) continue;
-        if (first)
+        const char *path = argv[i][length] ? argv[i] + length + 1 : i + 1 < argc ? argv[i + 1] : NULL;
+        if (path && !argv[i][length] && mt_is_name(path)) path = NULL;
+        if (first && (!path || !*config || strcmp(path, *config) != 0))
             return mt_error_set(error, "%.*s and %.*s name two files; one is read, so leave one out",
                                 (int)strcspn(first, "="), first, (int)length, argv[i]);
         first = argv[i];
-        if (argv[i][length])
-            *config = argv[i] + length + 1;
-        else if (i + 1 < argc && !mt_is_name(argv[i + 1]))
-            *config = argv[i + 1];
+        if (path) *config = path;
     }
     return 0;
 }
@@ -590,13 +621,19 @@ static int mt_yaml_read_option(mt_yaml *yaml, const char *name, const char *posi
     snprintf(where, sizeof where, "%s%.80s", position, name);
     if (yaml->event.type == YAML_MAPPING_START_EVENT)
         return mt_error_set(yaml->error, "%s expects %s, not a section", where, mt_setting_metavar(&setting));
-    if (setting.row && !setting.megatron.value) {
-        size_t offset = setting.row->offset;
-        if (yaml->seen[offset / 64] >> offset % 64 & 1)
-            return mt_error_set(yaml->error, "%s is given twice in this file", where);
-        yaml->seen[offset / 64] |= (uint64_t)1 << offset % 64;
-    }
-    return is_null ? 0 : mt_yaml_read_value(yaml, &setting, where);
+    if (is_null) return 0;
+    if (!setting.row || setting.megatron.value) return mt_yaml_read_value(yaml, &setting, where);
+    size_t offset = setting.row->offset;
+    bool again = yaml->seen[offset / 64] >> offset % 64 & 1;
+    char *before = again ? mt_option_text(yaml->reader->options, setting.row) : NULL;
+    yaml->seen[offset / 64] |= (uint64_t)1 << offset % 64;
+    int status = mt_yaml_read_value(yaml, &setting, where);
+    char *after = again && status == 0 ? mt_option_text(yaml->reader->options, setting.row) : NULL;
+    if (after && strcmp(before, after) != 0)
+        status = mt_error_set(yaml->error, "%s is given twice in this file, with the values %.100s and %.100s", where,
+                              before, after);
+    free(before), free(after);
+    return status;
 }
 
 /* Reads a key, the current event, and its value, whose last event is current afterwards. If the value is a section,
@@ -1181,6 +1218,7 @@ static int mt_options_check_columns(const mt_options *options, mt_program progra
                 !mt_option_has(options, rule.other, rule.choices))
                 return mt_option_rule_fail(options, row, &rule, true, error);
         for (const char *column = row->excludes; mt_option_next_rule(&column, &rule);) {
+            if (mt_option_is_form_of(row, rule.other) || mt_option_is_form_of(rule.other, row)) continue;
             bool given = !rule.condition && !rule.choices; // a value that was derived is no contradiction
             if (mt_option_rule_holds(options, row, &rule) &&
                 (given ? mt_option_used(options, rule.other) : mt_option_has(options, rule.other, rule.choices)))
@@ -1329,11 +1367,12 @@ static int mt_options_check_data(const mt_options *o, mt_error *error) {
     if (sources != 1)
         return mt_error_set(error, "give one source of data: --data-path, --train-data-path, --tokens-file or "
                                    "--mock-data");
-    if ((o->reset_position_ids || o->reset_attention_mask || o->eod_mask_loss) && !o->tokenizer_type && !o->load)
+    bool cuts = !o->sft && (o->reset_position_ids || o->reset_attention_mask);
+    if ((cuts || o->eod_mask_loss) && !o->tokenizer_type && !o->load)
         return mt_error_set(error, "--%s needs --tokenizer-type, which knows the end of a document",
-                            o->reset_position_ids     ? "reset-position-ids"
-                            : o->reset_attention_mask ? "reset-attention-mask"
-                                                      : "eod-mask-loss");
+                            cuts && o->reset_position_ids ? "reset-position-ids"
+                            : cuts                        ? "reset-attention-mask"
+                                                          : "eod-mask-loss");
     return o->sft ? 0 : mt_options_check_prefixes(o, error);
 }
 
@@ -1400,6 +1439,12 @@ static int mt_options_resolve_rope(mt_options *o, mt_error *error) {
         return -1;
     }
     if (asked) o->rope_scaling_type = asked;
+    if (factor > 0 && MT_GIVEN(o, rope_scaling_factor) && o->rope_scaling_factor != (double)factor)
+        return mt_error_set(
+            error,
+            "--rope-scaling-factor %g and --rotary-seq-len-interpolation-factor %lld exclude each other "
+            "unless they agree; leave one out",
+            o->rope_scaling_factor, (long long)factor);
     if (factor > 0 && !MT_GIVEN(o, rope_scaling_factor)) o->rope_scaling_factor = (double)factor;
     return 0;
 }
@@ -1414,6 +1459,8 @@ static int mt_options_resolve(mt_options *o, mt_program program, mt_error *error
                                    "each other; leave one out");
     if (distributed) *strategy = MT_SHARD_OPTIM;
     if (o->stage != MT_STAGE_PT) o->sft = true;
+    if (o->ipo && MT_GIVEN(o, preference_loss) && o->preference_loss != MT_PREFERENCE_IPO)
+        return mt_error_set(error, "--ipo and --preference-loss exclude each other unless that is ipo; leave one out");
     if (o->ipo) o->preference_loss = MT_PREFERENCE_IPO;
     if (o->train_epochs > 0 && o->train_iters == 0) o->train_iters = MT_UNKNOWN_ITERATIONS;
     bool full = o->recompute_granularity == MT_RECOMPUTE_FULL; // which the table refuses with both flags
@@ -1507,7 +1554,10 @@ static void mt_options_print_idle(const mt_options *o, FILE *file) {
     const char *alone = "there is one data-parallel rank", *dense = "no layer has experts";
     bool unwatched = !mt_launched_by_mpi();
     const char *no_watch = "without mpirun, no time limits are watched";
+    const char *own = "samples of --sft have attention and positions of their own in any case";
     const mt_idle_option options[] = {
+        {o->sft && o->reset_position_ids, "reset-position-ids", own},
+        {o->sft && o->reset_attention_mask, "reset-attention-mask", own},
         {one && o->overlap_grad_reduce, "overlap-grad-reduce", alone},
         {one && o->overlap_param_gather, "overlap-param-gather", alone},
         {one && o->use_distributed_optimizer, "use-distributed-optimizer", alone},
@@ -1580,6 +1630,68 @@ static void mt_options_print_idle_roles(const mt_options *o, FILE *file) {
     mt_idle_options_print(options, sizeof options / sizeof *options, file);
 }
 
+/* Options of another optimizer. */
+static void mt_options_print_idle_betas(const mt_options *o, FILE *file) {
+    const char *name = mt_optimizer_name(o->optimizer);
+    bool other = o->optimizer != MT_OPTIMIZER_ADAMW;
+    char reason[40];
+    snprintf(reason, sizeof reason, "--optimizer is %s", name);
+    const mt_idle_option options[] = {{other && MT_GIVEN(o, adam_beta1), "adam-beta1", reason},
+                                      {other && MT_GIVEN(o, adam_beta2), "adam-beta2", reason},
+                                      {other && MT_GIVEN(o, adam_eps), "adam-eps", reason}};
+    mt_idle_options_print(options, sizeof options / sizeof *options, file);
+}
+
+/* The first rule by which an option has no effect: one that it needs, or (*is_needed: false) one beside which it has
+ * none. False: it has an effect. Rules with a condition are for values other than the default. */
+static bool mt_option_find_idle_rule(const mt_options *o, const mt_option *option, mt_program program,
+                                     mt_option_rule *rule, bool *is_needed) {
+    for (const mt_option *row = mt_option_table; row->help; row++) {
+        if (!row->name) continue;
+        bool is_own = row->offset == option->offset;
+        *is_needed = true;
+        for (const char *column = is_own ? row->needs : NULL; mt_option_next_rule(&column, rule);)
+            if (!rule->condition && rule->other->programs & (int)program &&
+                !mt_option_has(o, rule->other, rule->choices))
+                return true;
+        *is_needed = false;
+        for (const char *column = is_own ? row->excludes : NULL; mt_option_next_rule(&column, rule);)
+            if (!rule->condition && !rule->choices && mt_option_used(o, rule->other)) return true;
+        bool excludes = !is_own && row->programs & (int)program;
+        for (const char *column = excludes ? row->excludes : NULL; mt_option_next_rule(&column, rule);) {
+            if (rule->other->offset != option->offset || rule->choices || !mt_option_rule_holds(o, row, rule)) continue;
+            rule->choices = rule->condition && row->type == MT_CHOICE ? "" : NULL;
+            rule->other = row;
+            return true;
+        }
+    }
+    return false;
+}
+
+void mt_options_warn_defaults(const mt_options *o, mt_program program, FILE *file) {
+    for (const mt_option *row = mt_option_table; row->help; row++) {
+        if (!row->name || mt_option_of(row->offset) != row || !(row->programs & (int)program)) continue;
+        if (!mt_options_gave(o, row->offset) || !mt_option_is_default(o, row)) continue;
+        bool once = row->offset == MT_AT(dataloader_type) && o->sft && o->stage != MT_STAGE_RL; // it reads once
+        if (once) continue;
+        bool is_flag = row->type == MT_FLAG || row->type == MT_NO, needed, from_file = false;
+        if (is_flag && !*mt_option_bool(o, row)) continue; // off, as it says
+        for (int64_t i = 2; i < o->config_keys.count; i += 4)
+            from_file |= strcmp(o->config_keys.items[i], row->name) == 0; // listed with the keys of its file
+        mt_option_rule rule;
+        if (from_file || !mt_option_find_idle_rule(o, row, program, &rule, &needed)) continue;
+        if (mt_option_is_form_of(row, rule.other) || mt_option_is_form_of(rule.other, row)) continue;
+        const mt_option *shown = row;
+        for (const mt_option *other = row; row->type == MT_NO && other->help && shown->type == MT_NO; other++)
+            if (other->name && other->offset == row->offset && other->type == MT_FLAG) shown = other;
+        char *value = rule.choices && !*rule.choices ? mt_option_text(o, rule.other) : mt_strdup("");
+        const char *choices = *value ? value : rule.choices ? rule.choices : "";
+        fprintf(file, "--%s has no effect: %s --%s%s%s\n", shown->name, needed ? "it needs" : "not beside",
+                rule.other->name, *choices ? " " : "", choices);
+        free(value);
+    }
+}
+
 static void mt_options_print_chosen(const mt_options *o, FILE *file) {
     long long tp = o->tensor_model_parallel_size, etp = o->expert_tensor_parallel_size;
     bool experts = o->num_experts > 0;
@@ -1609,6 +1721,8 @@ void mt_options_warn(const mt_options *o, FILE *file) {
     mt_options_print_idle(o, lines);
     mt_options_print_idle_optimizer(o, lines);
     mt_options_print_idle_roles(o, lines);
+    mt_options_print_idle_betas(o, lines);
+    mt_options_warn_defaults(o, MT_PROGRAM_TRAIN, lines);
     MT_CHECK(fclose(lines) == 0);
     mt_options_print_typed(o, text, file);
     free(text);

@@ -59,6 +59,10 @@ bool mt_options_converts(const mt_options *options);
 /* Samples that the first `iterations` steps consume in total. */
 int64_t mt_consumed_samples(const mt_options *options, int64_t iterations);
 
+/* Samples that a run has consumed after `iterations` steps, if it had consumed `consumed` after `from` of them, perhaps
+ * with other batches. */
+int64_t mt_consumed_samples_from(const mt_options *options, int64_t from, int64_t consumed, int64_t iterations);
+
 /* Sets one option by its name ("lr", "--lr", "micro_batch_size"), as --NAME=VALUE does on the command line, with the
  * same messages; mt_options_finish checks what depends on other options. `value` is one word, the words of a list with
  * blanks between them, or "true" or "false" for a flag. */
@@ -115,6 +119,10 @@ void mt_options_print(const mt_options *options, mt_program program, FILE *file)
 /* Prints a line for each option of a finished training run that has no effect, and for each layout that was chosen or
  * that could take less memory. */
 void mt_options_warn(const mt_options *options, FILE *file);
+
+/* Prints a line for each option that was given at its default and has no effect, because another one is missing or takes
+ * its place. Other values of such options are errors. mt_options_warn does this itself. */
+void mt_options_warn_defaults(const mt_options *options, mt_program program, FILE *file);
 
 /* Prints a message, or changes one, so that it names options as the user gave them: by another name of an option
  * ("--num-moe-experts"), by its key in a file ("run.yaml:3: num_moe_experts"), or, for another form whose values

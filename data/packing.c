@@ -156,6 +156,10 @@ static void mt_packing_epoch(mt_packing *p, int64_t epoch) {
     p->num_epochs = epoch + 1;
 }
 
+int64_t mt_packing_last(const mt_packing *p) {
+    return p->last_row;
+}
+
 int64_t mt_packing_count(mt_packing *p, int64_t epochs) {
     while (p->num_epochs < epochs) mt_packing_epoch(p, p->num_epochs);
     return p->epochs[epochs];
@@ -203,8 +207,8 @@ mt_dataset *mt_row_dataset_create(const mt_samples *samples, int64_t begin, int6
         positions += p->lengths[i] = mt_sample_length(samples, begin + i);
         MT_CHECK(p->lengths[i] >= 1 && p->lengths[i] <= p->row_length);
     }
-    bool ends = config->train_epochs > 0 && split == MT_SPLIT_TRAIN;
-    if (ends) p->last_row = mt_packing_count(p, config->train_epochs);
+    bool ends = (config->train_epochs > 0 || (config->reads_once && !config->mock_data)) && split == MT_SPLIT_TRAIN;
+    if (ends) p->last_row = mt_packing_count(p, mt_max(config->train_epochs, 1));
     mt_dataset *dataset = mt_calloc(sizeof *dataset);
     *dataset = (mt_dataset){.num_samples = ends ? p->last_row : config->sizes[split],
                             .seq_length = config->seq_length,

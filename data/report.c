@@ -441,7 +441,10 @@ static void collect_scalars(scalar_list *all, const mt_report *report, const mt_
     if (!report->untrained) add_scalar(all, "grad-norm", "grad_norm", metrics->grad_norm);
     add_scalar(all, "learning-rate", "learning_rate", metrics->learning_rate);
     add_scalar(all, "weight-decay", "weight_decay", metrics->weight_decay);
-    add_scalar(all, "consumed-samples", "consumed_samples", (double)state->consumed_train_samples);
+    bool writes = report->options->stage == MT_STAGE_RL; // its samples are the responses of the generator
+    int64_t consumed =
+        writes ? state->consumed_prompts * report->options->num_return_sequences : state->consumed_train_samples;
+    add_scalar(all, "consumed-samples", "consumed_samples", (double)consumed);
     add_scalar(all, "tokens-per-second", "tokens_per_second", metrics->tokens / metrics->seconds);
     add_scalar(all, "throughput", "tflops_per_device", flops * 1e-12);
     add_scalar(all, "iteration-time-ms", "iteration_ms", 1e3 * metrics->seconds);
@@ -737,11 +740,14 @@ static void print_device(const mt_options *o, const mt_ops *ops, const mt_grid *
 }
 
 /* "1.64 million tokens in 400 iterations: 3.2 epochs of corpus_text_document, which has 510 thousand". */
-static void print_data(const mt_options *o, const mt_dataset *data, FILE *file) {
+static void print_data(const mt_options *o, const mt_run_state *start, const mt_dataset *data, FILE *file) {
     char wanted[32], tokens[32];
-    double total = (double)mt_consumed_samples(o, o->num_iterations) * (double)o->seq_length;
+    int64_t samples = mt_consumed_samples_from(o, start->iteration, start->consumed_train_samples, o->num_iterations);
+    double total = (double)samples * (double)o->seq_length;
     if (data->packing) { // rows, which are not full
-        double epochs = (double)mt_consumed_samples(o, o->num_iterations) / (double)mt_packing_count(data->packing, 1);
+        bool ends = samples >= mt_packing_last(data->packing);
+        double epochs =
+            ends ? (double)mt_max(o->train_epochs, 1) : (double)samples / (double)mt_packing_count(data->packing, 1);
         if (data->num_tokens > 0) total = epochs * (double)data->num_tokens;
     }
     mt_blend blend = {0};
@@ -769,15 +775,15 @@ static void print_slow_attention(const mt_options *o, const mt_ops *ops, FILE *f
         fprintf(file, "\nAttention in fp32 takes plain kernels on a GPU, which are many times slower; add --bf16");
 }
 
-void mt_report_opening(const mt_options *o, const mt_ops *ops, const mt_grid *grid, const mt_dataset *data,
-                       FILE *file) {
+void mt_report_opening(const mt_options *o, const mt_run_state *start, const mt_ops *ops, const mt_grid *grid,
+                       const mt_dataset *data, FILE *file) {
     print_model(o, file);
     fprintf(file, o->load ? ", loaded from %s.\nDevice: " : ", random weights.\nDevice: ", o->load);
     print_device(o, ops, grid, file);
     print_slow_attention(o, ops, file);
     fprintf(file, ".\nData: ");
     if (data)
-        print_data(o, data, file);
+        print_data(o, start, data, file);
     else if (o->stage == MT_STAGE_RL)
         fprintf(file, "%lld responses to each of %lld prompts in each of %lld iterations",
                 (long long)o->num_return_sequences, (long long)o->rollout_batch_size, (long long)o->num_iterations);

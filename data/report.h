@@ -83,9 +83,9 @@ mt_token_work mt_token_work_of(const mt_options *options);
 void mt_report_line(const mt_report *report, const char *format, ...) __attribute__((format(printf, 2, 3)));
 
 /* Prints the paragraph at the start of a run: its model, weights, device, ranks, data (NULL: it trains no step), and
- * where it saves. The options are finished, and `ops` is the backend that will compute. */
-void mt_report_opening(const mt_options *options, const mt_ops *ops, const mt_grid *grid, const mt_dataset *data,
-                       FILE *file);
+ * where it saves. `start`: where it begins (mt_checkpoint_peek). The options are finished, and `ops` is the backend that will compute. */
+void mt_report_opening(const mt_options *options, const mt_run_state *start, const mt_ops *ops, const mt_grid *grid,
+                       const mt_dataset *data, FILE *file);
 
 /* Prints the memory plan as a table: weights, gradients, optimizer, activations, caches. */
 void mt_report_plan(const mt_model *model, FILE *file);

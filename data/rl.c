@@ -61,6 +61,7 @@ struct mt_rl {
     char *critic_folder;  // that it saves to
     int64_t critic_steps; // AdamW steps of the critic
     mt_samples prompts;
+    int64_t *quotas;            // prompts of an iteration of each of --prompt-shares
     mt_reward_function *reward; // of rank 0; NULL: a model's, or another rank
     mt_rollouts rollouts;
     mt_rollout_config rollout_config;
@@ -380,6 +381,11 @@ static int check_prompts(mt_rl *rl, mt_run_state *state, mt_error *error) {
     const mt_options *o = rl->config.options;
     const char *name = "prompts";
     uint64_t print = mt_samples_fingerprint(&rl->prompts);
+    for (int64_t i = 0; i < o->prompt_shares.count; i++) {
+        const char *share = o->prompt_shares.items[i];
+        uint64_t both[] = {print, mt_contents_fingerprint(share, (int64_t)strlen(share), true)};
+        print = mt_contents_fingerprint(both, sizeof both, true);
+    }
     if (mt_fingerprints_agree(&print, &name, 1, &rl->config.grid->world, error) != 0) return -1;
     int64_t before = state->iteration > 0 && !o->no_load_rng ? state->prompts_fingerprint : 0;
     state->prompts_fingerprint = (int64_t)(print >> 1); // as JSON holds it
@@ -402,6 +408,8 @@ static int read_prompts(mt_samples *prompts, const mt_rl_config *c, FILE *log, m
                            .prompt_key = o->prompt_key,
                            .query_key = o->query_key,
                            .prompts = true,
+                           .shares = o->prompt_shares,
+                           .tag_key = o->tag_key,
                            .answer_key = o->answer_key,
                            .needs_answer = o->reward == MT_REWARD_EXACT || o->reward == MT_REWARD_NUMBER,
                            .check_answer = o->reward == MT_REWARD_NUMBER ? mt_reward_check_number : NULL,
@@ -447,7 +455,10 @@ int mt_rl_open(mt_rl **out, const mt_rl_config *config, mt_model *actor, const m
     mt_model_role_lend(&rl->actor, "actor", actor);
     mt_report_role(&rl->actor, config->log);
     configure_rollouts(rl);
-    int status = read_prompts(&rl->prompts, config, config->log, error);
+    const mt_options *o = config->options;
+    rl->quotas = mt_calloc((o->prompt_shares.count + 1) * 8);
+    int status = mt_prompt_quotas(rl->quotas, &o->prompt_shares, o->rollout_batch_size, error);
+    if (status == 0) status = read_prompts(&rl->prompts, config, config->log, error);
     if (status == 0) status = check_prompts(rl, state, error);
     if (status == 0) status = mt_model_role_use(&rl->actor, MT_USE_NOTHING, error); // room for the others
     if (status == 0) status = open_reference(rl, plan, state, error);
@@ -482,6 +493,7 @@ void mt_rl_close(mt_rl *rl) {
     mt_rollouts_free(&rl->rollouts);
     free(rl->generated);
     mt_samples_free(&rl->prompts);
+    free(rl->quotas);
     free(rl);
 }
 
@@ -577,7 +589,11 @@ static int generate(mt_rl *rl, int64_t position, int64_t prompts, mt_error *erro
     int status = find_stops(rl, &rollout.stops, error);
     mt_responses responses = mt_responses_open(rl->config.tokenizer, &o->stop, rollout.first_id, count);
     if (o->stop.count > 0) rollout.stops.ends_text = mt_responses_end, rollout.stops.context = &responses;
-    mt_prompts_order(rl->prompts.count, o->shuffle_prompts, o->seed, position, prompts, order);
+    if (o->prompt_shares.count > 0)
+        mt_prompts_order_shares(&rl->prompts, rl->quotas, o->prompt_shares.count, o->shuffle_prompts, o->seed, position,
+                                prompts, order);
+    else
+        mt_prompts_order(rl->prompts.count, o->shuffle_prompts, o->seed, position, prompts, order);
     for (int64_t i = 0; i < prompts; i++) {
         texts[i] = rl->prompts.tokens + rl->prompts.offsets[order[i]];
         lengths[i] = rl->prompts.offsets[order[i] + 1] - rl->prompts.offsets[order[i]];
@@ -905,6 +921,7 @@ int mt_rl_step(mt_rl *rl, mt_run_state *state, mt_batch *batch, mt_metrics *metr
     const mt_rollouts *r = &rl->rollouts;
     double begin = mt_time();
     rl->times = (phase_times){0};
+    state->consumed_train_samples = state->iteration * rl->config.options->global_batch_size; // that of schedules
     if (metrics) *metrics = (mt_metrics){.loss = NAN};
     if (metrics) metrics->learning_rate = mt_learning_rate(rl->config.options, state->consumed_train_samples);
     int status = roll_out(rl, state, batch, error);
@@ -924,7 +941,7 @@ int mt_rl_step(mt_rl *rl, mt_run_state *state, mt_batch *batch, mt_metrics *metr
         metrics->skipped = rl->bad_steps + rl->untrained;
     }
     state->iteration++;
-    state->consumed_train_samples += rl->config.options->global_batch_size;
+    state->consumed_train_samples = state->iteration * rl->config.options->global_batch_size;
     state->consumed_prompts += r->num_prompts;
     return 0;
 }

@@ -663,6 +663,45 @@ static int take_shares(reader *r, const mt_role_key *row, const yaml_node_t *nod
     return 0;
 }
 
+/* Shares of domains: each has the tags of its section of `rewards`, and ROLL's math_rule those of no other. */
+static int take_domains(reader *r, const mt_role_key *row, const yaml_node_t *node, long long line) {
+    if (!is_mapping(node))
+        return mt_error_set(r->error, "%s:%lld: %s expects a section of domains and their shares", r->path, line,
+                            r->key);
+    const yaml_node_pair_t *pair = node->data.mapping.pairs.start, *end = node->data.mapping.pairs.top;
+    if (end - pair <= 1) {
+        add_entry(r, MT_ENTRY_FIXED, line, "one share is all");
+        return 0;
+    }
+    int64_t index = r->config->count;
+    add_option(r, line, row->text, NULL)->is_sequence = true;
+    yaml_node_t *rewards = find_root_key(r, "rewards");
+    for (; pair < end; pair++) {
+        const char *name = scalar_text(get_node(r, pair->key));
+        yaml_node_t *share = get_node(r, pair->value), *reward = NULL, *tags = NULL;
+        char *word = NULL, *text = NULL;
+        size_t size;
+        FILE *file = open_memstream(&word, &size);
+        MT_CHECK(file);
+        fprintf(file, "%s%s", name, strcmp(name, "math_rule") == 0 ? ",*" : "");
+        if (rewards) reward = find_key(r, rewards, name, strlen(name), 0);
+        if (reward) tags = find_key(r, reward, "tag_included", strlen("tag_included"), 0);
+        bool is_list = tags && tags->type == YAML_SEQUENCE_NODE;
+        const yaml_node_item_t *item = is_list ? tags->data.sequence.items.start : NULL;
+        for (; is_list && item < tags->data.sequence.items.top; item++)
+            fprintf(file, ",%s", scalar_text(get_node(r, *item)));
+        bool good = visit(r, share) == 0 && follow(r, &share, 0) == 0;
+        if (good) text = expand(r, share, scalar_text(share), 0);
+        fprintf(file, "=%s", text ? text : "");
+        MT_CHECK(fclose(file) == 0);
+        if (text) mt_strings_add(&r->config->entries[index].values, word);
+        good = text != NULL;
+        free(text), free(word);
+        if (!good) return -1;
+    }
+    return 0;
+}
+
 /* The section of an adapter: without a rank its keys have no effect, and their names are checked. */
 static int take_adapter(reader *r, const mt_role_key *row, yaml_node_t *node, long long line) {
     static const char *const needed[] = {"type", "alpha", "target_modules", "lora_A_init_method"};
@@ -689,6 +728,7 @@ static int take_row(reader *r, const mt_role_key *row, const yaml_node_t *mappin
     if (row->kind == MT_KEY_ADAPTER) return take_adapter(r, row, node, line);
     if (row->kind == MT_KEY_ADDITIONAL && node->type == YAML_SCALAR_NODE) return take_file(r, row, node, line);
     if (row->kind == MT_KEY_ADDITIONAL) return is_empty(node) ? 0 : take_section(r, node, row->text, line);
+    if (row->kind == MT_KEY_DOMAINS) return take_domains(r, row, node, line);
     if (row->kind == MT_KEY_SHARES) return take_shares(r, row, node, line);
     if (row->kind == MT_KEY_REFUSED && node->type != YAML_SCALAR_NODE) {
         take_refused(r, row, node, line);
@@ -800,7 +840,13 @@ static int take_key(reader *r, const yaml_node_t *mapping, const yaml_node_t *ke
     return is_null(node) ? 0 : take_row(r, row, mapping, node, line_of(key));
 }
 
-/* An error if a key stands twice in a section. */
+/* True for two plain values with the same text. */
+static bool values_agree(const yaml_node_t *a, const yaml_node_t *b) {
+    bool are_scalars = a->type == YAML_SCALAR_NODE && b->type == YAML_SCALAR_NODE;
+    return are_scalars && strcmp(scalar_text(a), scalar_text(b)) == 0;
+}
+
+/* An error if a key stands twice in a section with two values. */
 static int check_keys(reader *r, const yaml_node_t *mapping) {
     const yaml_node_pair_t *first = mapping->data.mapping.pairs.start, *end = mapping->data.mapping.pairs.top;
     if (end - first > MAX_NODES / 10) return fail_at(r, mapping, "holds more than a file of roles could need");
@@ -811,7 +857,8 @@ static int check_keys(reader *r, const yaml_node_t *mapping) {
         if (key->type != YAML_SCALAR_NODE || !*name || strchr(name, '.'))
             return fail_at(r, key, "expects the name of a key");
         for (const yaml_node_pair_t *other = first; other < pair; other++)
-            if (strcmp(scalar_text(get_node(r, other->key)), name) == 0)
+            if (strcmp(scalar_text(get_node(r, other->key)), name) == 0 &&
+                !values_agree(get_node(r, other->value), get_node(r, pair->value)))
                 return mt_error_set(r->error, "%s:%lld: %.80s is given twice in this section", r->path, line_of(key),
                                     name);
     }
@@ -1021,10 +1068,12 @@ static bool decides_option(const reader *r, const char *option) {
 /* Adds the defaults of keys that the file does not have. */
 static void add_defaults(reader *r, const char *root) {
     const mt_role_entry *loss = find_option(r, "pg-variant");
+    const char *stage = r->stage ? r->stage : "infer";
     bool is_cispo = loss && strcmp(loss->values.items[0], "cispo") == 0;
     for (const mt_role_default *row = mt_role_defaults; row->root; row++) {
         char value[32];
-        if (strcmp(row->root, root) != 0 || (row->stage && strcmp(row->stage, r->stage) != 0)) continue;
+        if (strcmp(row->root, root) != 0 || (row->stage && strcmp(row->stage, stage) != 0)) continue;
+        if (!row->stage && !r->stage) continue; // of training
         if (is_idle_in_loss(r, root, row->option, row->key)) continue;
         if (strncmp(row->key, "cispo_", 6) == 0 && !is_cispo) continue;
         if (decides_option(r, row->option) || (row->with && !has_condition(r, row->with))) continue;
@@ -1080,6 +1129,7 @@ static int read_document(reader *r) {
     const char *section = verl == root ? "verl" : verl ? "trinity" : "roll";
     if (take_section(r, root, section, 1) != 0) return -1;
     if (r->has_role && r->stage) add_stage(r, stage, section);
+    if (r->has_role && strcmp(r->role, "actor_infer") == 0) add_defaults(r, section);
     if (r->has_role) return 0;
     if (!*roles) return mt_error_set(r->error, "--role %.80s: %s has no sections of roles", r->role, r->path);
     return mt_error_set(r->error, "--role %.80s: %s has the roles %s", r->role, r->path, roles);

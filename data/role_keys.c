@@ -306,10 +306,11 @@ static const mt_role_key keys[] = {
      "name checkpoint_config",
      MT_KEY_UNUSED, RAY},
     {"role",
-     "worker_cls reward_type tag_included code_url use_local judge_prompt "
+     "worker_cls reward_type code_url use_local judge_prompt "
      "judge_model_type judge_model_name judge_api_url judge_api_key format_pattern "
      "reward_manager_config topr_positive_weight topr_negative_weight",
      MT_KEY_UNUSED, PYTHON},
+    {"role", "tag_included", MT_KEY_UNUSED, "domain_interleave_probs, whose shares have these tags"},
     {"role", "model_update_frequency", MT_KEY_FIXED, "the present weights generate the responses", "1"},
     {"role", "response_length_penalty_coef", MT_KEY_FIXED, "the reward is --reward's", "0|0.0"},
     {"role", "query_filter_config response_filter_config", MT_KEY_SECTION, "reward_filter"},
@@ -373,14 +374,21 @@ static const mt_role_key keys[] = {
     {"data_args", "dataset_type", MT_KEY_FIXED, "files are JSON or JSON Lines", "json|jsonl"},
     {"data_args", "preprocessing_num_workers cache_path overwrite_cache", MT_KEY_UNUSED, "datasets of transformers"},
     {"data_args", "interleave_probs", MT_KEY_SHARES, SAMPLERS},
-    {"data_args", "domain_interleave_probs tag id", MT_KEY_UNUSED, SAMPLERS},
+    {"data_args", "domain_interleave_probs", MT_KEY_DOMAINS, "prompt-shares", NULL, "actor_train"},
+    {"data_args", "tag", MT_KEY_OPTION, "tag-key", NULL, "actor_train"},
+    {"data_args", "id", MT_KEY_UNUSED, "the order of samples"},
 
+    {"generating_args", "max_new_tokens", MT_KEY_UNUSED,
+     "the lengths of the file: a response has response_length, or sequence_length less prompt_length", NULL,
+     "actor_train"},
     {"generating_args", "max_new_tokens", MT_KEY_OPTION, "max-new-tokens"},
     {"generating_args", "temperature", MT_KEY_OPTION, "temperature"},
     {"generating_args", "top_p", MT_KEY_OPTION, "top-p"},
     {"generating_args", "top_k", MT_KEY_OPTION, "top-k", "-1=0"},
     {"generating_args", "min_p", MT_KEY_OPTION, "min-p"},
     {"generating_args", "repetition_penalty", MT_KEY_OPTION, "repetition-penalty", .accepted = "1|1.0"},
+    {"generating_args", "num_return_sequences", MT_KEY_UNUSED, "num_return_sequences_in_group, which replaces it", NULL,
+     "actor_train"},
     {"generating_args", "num_return_sequences", MT_KEY_OPTION, "num-return-sequences", .accepted = "1"},
     {"generating_args", "stop_strings", MT_KEY_OPTION, "stop"},
     {"generating_args", "num_beams", MT_KEY_FIXED, "responses are sampled, without beams", "1"},
@@ -967,6 +975,12 @@ const mt_role_default mt_role_defaults[] = {
     {"roll", "rl", "rollout_batch_size", "rollout-batch-size", "128"},
     {"roll", "rl", "max_new_tokens", "max-new-tokens", "=sequence - prompt"},
     {"roll", "rl", "prompt_length", "seq-length", "=prompt + response"},
+    {"roll", "rl", "temperature", "temperature", "0.95"}, // of GeneratingArguments
+    {"roll", "rl", "top_p", "top-p", "0.7"},
+    {"roll", "rl", "top_k", "top-k", "50"},
+    {"roll", "infer", "temperature", "temperature", "0.95"},
+    {"roll", "infer", "top_p", "top-p", "0.7"},
+    {"roll", "infer", "top_k", "top-k", "50"},
     {"roll", "rl", "loss_agg_mode", "loss-agg-mode", "seq-mean-token-mean"},
     {"roll", "rl", "cispo_epsilon_low", "clip-ratio-low", "0.1"}, // where the loss is cispo
     {"roll", "rl", "cispo_epsilon_high", "clip-ratio-high", "0.1"},

@@ -26,6 +26,7 @@ typedef enum mt_role_key_kind {
     MT_KEY_ENABLED,     // as it is, if the section's `enable` is true
     MT_KEY_BETAS,       // two numbers: --adam-beta1 and --adam-beta2
     MT_KEY_ADDITIONAL,  // MT_KEY_SECTION, or the path of a JSON file with its keys
+    MT_KEY_DOMAINS,     // shares of the domains of `rewards`, with their tags; one share is all
     MT_KEY_SHARES,      // shares of domains or files: refused unless there is one
     MT_KEY_DIST_PATH,   // a folder that is refused where it is named, unless use_dist_checkpointing is false
     MT_KEY_GROUP_LIMIT, // fixed: a share of rewards that only groups with equal rewards of 0 or 1 pass

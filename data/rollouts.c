@@ -35,6 +35,44 @@ void mt_prompts_order(int64_t num_prompts, bool shuffles, int64_t seed, int64_t 
     free(epoch_order);
 }
 
+int mt_prompt_quotas(int64_t *quotas, const mt_strings *shares, int64_t batch, mt_error *error) {
+    int64_t left = batch;
+    for (int64_t i = 0; i < shares->count; i++) {
+        const char *word = shares->items[i], *equals = strrchr(word, '=');
+        char *end = NULL;
+        double share = equals ? strtod(equals + 1, &end) : 0;
+        if (!equals || equals == word || end == equals + 1 || *end || !(share > 0 && share <= 1))
+            return mt_error_set(error, "--prompt-shares expects words such as math,aime=0.4, got '%.200s'", word);
+        bool is_last = i == shares->count - 1;
+        left -= quotas[i] = is_last ? left : (int64_t)(share * (double)batch + 1e-9);
+        if (quotas[i] < 1 || left < 0)
+            return mt_error_set(error,
+                                "--prompt-shares: %.200s leaves no prompt for a share in --rollout-batch-size %lld; "
+                                "raise that, or the share",
+                                word, (long long)batch);
+    }
+    return 0;
+}
+
+void mt_prompts_order_shares(const mt_samples *prompts, const int64_t *quotas, int64_t num_shares, bool shuffles,
+                             int64_t seed, int64_t first, int64_t count, int64_t *order) {
+    int64_t batch = 0, begin = 0, *own = mt_malloc(prompts->count * 8);
+    for (int64_t i = 0; i < num_shares; i++) batch += quotas[i];
+    for (int64_t share = 0; share < num_shares; begin += quotas[share++]) {
+        int64_t have = 0;
+        for (int64_t i = 0; i < prompts->count; i++)
+            if (prompts->questions[i].share == share) own[have++] = i;
+        for (int64_t i = 0; i < count; i++) {
+            int64_t at = (first + i) % batch - begin;
+            if (at < 0 || at >= quotas[share]) continue;
+            int64_t position = (first + i) / batch * quotas[share] + at, drawn;
+            mt_prompts_order(have, shuffles, seed + share, position, 1, &drawn);
+            order[i] = own[drawn];
+        }
+    }
+    free(own);
+}
+
 void mt_rollouts_begin(mt_rollouts *r, const mt_samples *prompts, const int64_t *order, int64_t num_prompts,
                        int64_t group_size) {
     *r = (mt_rollouts){.prompts = prompts, .group_size = group_size};

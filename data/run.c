@@ -155,6 +155,17 @@ static void resume_data(mt_run *r) {
     open_loaders(r);
 }
 
+/* The steps of --train-epochs, which --train-iters may state too. */
+static int take_epochs(mt_options *o, int64_t iterations, mt_error *error) {
+    if (MT_GIVEN(o, train_iters) && o->train_iters != iterations)
+        return mt_error_set(error,
+                            "--train-epochs %lld are %lld steps, and --train-iters is %lld: --train-epochs and "
+                            "--train-iters exclude each other unless they agree; leave one out",
+                            (long long)o->train_epochs, (long long)iterations, (long long)o->train_iters);
+    o->train_iters = iterations;
+    return 0;
+}
+
 static void open_data(mt_run *r) {
     mt_error error;
     mt_options *o = &r->options;
@@ -164,7 +175,9 @@ static void open_data(mt_run *r) {
     refuse(r, mt_data_agree(r->data, &r->grid.world, &error), &error);
     if (o->train_epochs > 0) { // now their steps are known
         int64_t rows = mt_data_split(r->data, MT_SPLIT_TRAIN)->num_samples;
-        o->train_iters = (rows + o->global_batch_size - 1) / o->global_batch_size;
+        int64_t left = mt_max(rows - r->begin.consumed_train_samples, 0);
+        int64_t iterations = r->begin.iteration + mt_divide_up(left, o->global_batch_size);
+        refuse(r, take_epochs(o, iterations, &error), &error);
         refuse(r, mt_train_options_finish(o, r->grid.world.size, &error), &error);
     }
     if (r->grid.world.rank == 0) mt_data_warn(r->data, config, stderr);
@@ -212,7 +225,7 @@ static void count_iterations(mt_run *r) {
     mt_rl_config config = rl_config_of(r);
     int64_t prompts = mt_rl_count_prompts(&config, &error);
     refuse(r, prompts < 0 ? -1 : 0, &error);
-    o->train_iters = mt_divide_up(o->train_epochs * prompts, o->rollout_batch_size);
+    refuse(r, take_epochs(o, mt_divide_up(o->train_epochs * prompts, o->rollout_batch_size), &error), &error);
     refuse(r, mt_train_options_finish(o, r->grid.world.size, &error), &error);
 }
 
@@ -330,13 +343,15 @@ static void print_plan(mt_run *r, int argc, char **argv) {
 static void print_opening(const mt_run *r) {
     const mt_options *o = &r->options;
     if (r->grid.world.rank != 0) return;
-    mt_report_opening(o, r->ops, &r->grid, r->data ? mt_data_split(r->data, MT_SPLIT_TRAIN) : NULL, stdout);
+    mt_report_opening(o, &r->begin, r->ops, &r->grid, r->data ? mt_data_split(r->data, MT_SPLIT_TRAIN) : NULL, stdout);
     mt_launch_print_grace(o, stdout);
     mt_options_print(o, MT_PROGRAM_TRAIN, stdout);
     mt_options_warn(o, stdout);
     if (o->save) mt_adapter_warn(o, stdout);
     mt_launch_answer_environment(stdout);
-    if (r->data) mt_loader_print(r->loaders[MT_SPLIT_TRAIN], 0, mt_global_batch_size(o, 0), stdout);
+    int64_t consumed = r->begin.consumed_train_samples, left = o->num_iterations - r->begin.iteration;
+    if (r->data && left > 0)
+        mt_loader_print(r->loaders[MT_SPLIT_TRAIN], consumed, mt_global_batch_size(o, consumed), stdout);
     if (r->grid.world.size > 1) mt_grid_print(&r->grid, o, mt_launch_ranks_here(), stdout);
 }
 
@@ -395,6 +410,8 @@ bool mt_run_open(mt_run *r, int *argc, char ***argv) {
     refuse(r, mt_checkpoint_claim(&r->options, &r->grid.world, &error), &error);
     r->ops = mt_backend_open(r->options.device, &r->grid, &error);
     refuse(r, r->ops ? 0 : -1, &error);
+    if (r->grid.world.rank == 0) mt_checkpoint_peek(&r->options, &r->begin);
+    mt_broadcast(&r->grid.world, &r->begin, sizeof r->begin, 0);
     if (r->options.num_iterations > 0 && r->options.stage != MT_STAGE_RL) open_data(r);
     if (r->options.stage == MT_STAGE_RL && r->options.train_epochs > 0) count_iterations(r);
     print_opening(r);

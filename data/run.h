@@ -31,6 +31,7 @@ typedef struct mt_run {
     mt_saver *saver;
     mt_batch batch;
     mt_run_state state;
+    mt_run_state begin; // iteration and samples of the run that goes on (mt_checkpoint_peek)
     mt_report report;
     int64_t saved;      // iteration of the last checkpoint that was reported as saved
     int64_t last_saved; // of the last one that was saved, perhaps still under way; -1: none

@@ -55,6 +55,7 @@ typedef struct reader {
     // all samples; `samples.count` and the last offset count them
     mt_samples samples;
     int64_t sample_capacity, token_capacity;
+    int64_t untagged; // prompts whose tag is in no share
     int64_t bad, truncated, dropped, trained, longest, equal_pairs, repeated_prompts;
     mt_text unread; // names of fields that no line was read for, each followed by a 0
 } reader;
@@ -71,6 +72,7 @@ static int64_t mark_trained(reader *r, int64_t limit) {
         bool counts = r->config->loss_on == MT_LOSS_ON_ALL || (turn >= 0 && r->config->loss_on == MT_LOSS_ON_RESPONSES);
         counts = counts || (last >= 0 && turn == last);
         counts = counts && !(turn >= 0 && turn < r->num_messages && r->untrained[turn]);
+        counts = counts && !(i > 0 && r->config->masks_eod && r->ids.data[i - 1] == r->config->eod_id);
         r->turns.data[i] = counts && i > 0;
         trained += counts && i > 0 && i < limit;
     }
@@ -566,6 +568,27 @@ static int read_answer(const reader *r, const json_t *object, mt_question *quest
     return 0;
 }
 
+/* True if "TAG,TAG=SHARE" lists the tag; "*" is any. */
+static bool share_has(const char *share, const char *tag) {
+    const char *end = strrchr(share, '=');
+    for (const char *at = share; at < end; at += strcspn(at, ",="), at += *at == ',') {
+        size_t length = strcspn(at, ",=");
+        if (strlen(tag) == length && strncmp(at, tag, length) == 0) return true;
+    }
+    return false;
+}
+
+/* The share that a line belongs to; -1: none. */
+static int64_t find_share(const mt_sft_config *c, const json_t *object) {
+    const char *tag = json_string_value(json_object_get(object, "domain"));
+    if (!tag) tag = json_string_value(json_object_get(object, c->tag_key ? c->tag_key : "tag"));
+    for (int64_t i = 0; tag && i < c->shares.count; i++)
+        if (share_has(c->shares.items[i], tag)) return i;
+    for (int64_t i = 0; i < c->shares.count; i++)
+        if (share_has(c->shares.items[i], "*")) return i;
+    return c->shares.count > 0 ? -1 : 0;
+}
+
 /* Reads one line as a prompt. */
 static int read_question(reader *r, const json_t *object, mt_error *error) {
     const mt_sft_config *c = r->config;
@@ -592,6 +615,11 @@ static int read_question(reader *r, const json_t *object, mt_error *error) {
     if (r->ids.count > c->seq_length && c->refuses_long)
         return mt_error_set(error, "has a prompt of %lld tokens, which leaves no room in a context of %lld",
                             (long long)r->ids.count, (long long)c->seq_length + 1);
+    question.share = find_share(c, object);
+    if (question.share < 0) {
+        r->untagged++;
+        return 0;
+    }
     if (read_answer(r, object, &question, error) != 0) return -1;
     if (r->ids.count > c->seq_length) {
         free(question.answer);
@@ -635,6 +663,7 @@ static bool is_read(const reader *r, const json_t *object, const char *key) {
     const char *read[12] = {"system"};
     int count = 1;
     if (c->prompts) read[count++] = c->answer_key ? c->answer_key : "answer";
+    if (c->shares.count > 0) read[count++] = "domain", read[count++] = c->tag_key ? c->tag_key : "tag";
     if (json_is_array(json_object_get(object, "tokens")) && !c->pairs && !c->prompts) {
         read[0] = "tokens";
     } else if (messages && !c->pairs) {
@@ -773,6 +802,7 @@ static void print_summary(const reader *r) {
                 (long long)r->longest);
     if (r->truncated > 0) fprintf(log, "; %lld were truncated to --seq-length", (long long)r->truncated);
     if (r->dropped > 0) fprintf(log, "; %lld are too long and left out", (long long)r->dropped);
+    if (r->untagged > 0) fprintf(log, "; %lld have tags of no share and are left out", (long long)r->untagged);
     if (r->equal_pairs > 0)
         fprintf(log, "; %lld pairs are left out, whose responses are the same once truncated",
                 (long long)r->equal_pairs);
@@ -789,6 +819,16 @@ static void print_summary(const reader *r) {
 }
 
 static int check_count(const reader *r, mt_error *error) {
+    for (int64_t share = 0; share < r->config->shares.count; share++) {
+        bool found = false;
+        for (int64_t i = 0; i < r->samples.count && !found; i++) found = r->samples.questions[i].share == share;
+        if (!found)
+            return mt_error_set(error,
+                                "%s: has no prompt for the share %.200s of --prompt-shares; the field of tags is "
+                                "--tag-key %.80s",
+                                r->config->paths.items[0], r->config->shares.items[share],
+                                r->config->tag_key ? r->config->tag_key : "tag");
+    }
     if (r->samples.count > 0) return 0;
     if (r->config->prompts && r->dropped > 0)
         return mt_error_set(error, "%s: has no prompts of at most %lld tokens, which the sequence length leaves them",

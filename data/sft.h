@@ -19,6 +19,7 @@ extern "C" {
 typedef struct mt_question {
     char *prompt, *answer;
     int64_t prompt_bytes, answer_bytes;
+    int64_t share; // of --prompt-shares: which one
 } mt_question;
 
 /* Sequences one after another. Sample s has the tokens [offsets[s], offsets[s + 1]): inputs are all but its last token,
@@ -51,6 +52,8 @@ typedef struct mt_sft_config {
     int64_t skip_bad_samples; // bad lines that are left out; one more is an error
     // Keys of the fields; NULL: messages; prompt or instruction; input; response or output
     const char *messages_key, *prompt_key, *query_key, *response_key;
+    bool masks_eod; // no token behind eod_id is trained on (--eod-mask-loss)
+    int64_t eod_id;
     bool refuses_long; // a longer sample is an error, whatever long_samples says
     bool scores;       // for infer --score: messages name its ways out
     bool whole;        // the last token is an input too, as a value head needs: an untrained token 0 follows it
@@ -60,6 +63,8 @@ typedef struct mt_sft_config {
     bool prompts;           // lines hold prompts for responses by a model; sequences have 1 token or more
     const char *answer_key; // NULL: answer
     bool needs_answer;      // a prompt without an answer is bad
+    mt_strings shares;      // --prompt-shares; prompts whose tags are in none are left out. Empty: all are kept
+    const char *tag_key;    // NULL: tag
     /* An error if the reward cannot compare with an answer, which makes the prompt bad; NULL: it can with any. */
     int (*check_answer)(const char *answer, int64_t bytes, mt_error *error);
     FILE *log; // skipped lines and a summary are printed here; NULL: nowhere
@@ -138,6 +143,9 @@ const mt_samples *mt_packing_samples(const mt_packing *packing);
 
 /* Points `order` to the samples of row `row` of the run; returns their number. Valid until the next call. */
 int64_t mt_packing_row(mt_packing *packing, int64_t row, const int64_t **order);
+
+/* Rows of the run, if its data end; else INT64_MAX. */
+int64_t mt_packing_last(const mt_packing *packing);
 
 /* Rows of the first `epochs` epochs. */
 int64_t mt_packing_count(mt_packing *packing, int64_t epochs);

@@ -103,6 +103,42 @@ train_says_epochs_of_its_data() {
         "$work/out"
 }
 
+# Epochs and samples are those that the run reads: the last step of --train-epochs is smaller, and a run that goes on may
+# have had other batches.
+epochs_and_samples_are_those_that_are_read() {
+    for i in 1 2 3 4 5 6 7 8 9 10; do
+        echo "{\"prompt\": \"q$i\", \"response\": \"answer\"}"
+    done >"$work/ten.json"
+    set -- --num-layers 1 --hidden-size 8 --num-attention-heads 1 --vocab-size 257 --tokenizer-type ByteLevel \
+        --seq-length 64 --lr 1e-3 --eval-iters 0 --device cpu --metrics "$work/ten.jsonl"
+    sft="--sft --chat-template plain --train-data-path $work/ten.json --global-batch-size 4"
+    # shellcheck disable=SC2086
+    "$train" "$@" $sft --train-epochs 1 --save "$work/ten" >"$work/out" 2>"$work/err" || return 1
+    says '^Data: 81 tokens in 3 iterations: 1.00 epochs' "$work/out" &&
+        [ "$(series consumed_samples "$work/ten.jsonl" | tr '\n' ' ')" = '4 8 10 ' ] || return 1
+    # shellcheck disable=SC2086
+    "$train" "$@" $sft --train-epochs 2 --load "$work/ten" --save "$work/ten" >"$work/out" 2>"$work/err" || return 1
+    says '^Data: 162 tokens in 6 iterations: 2.00 epochs' "$work/out" &&
+        [ "$(series consumed_samples "$work/ten.jsonl" | tr '\n' ' ')" = '4 8 10 14 18 20 ' ] || return 1
+    prepares lines 20 lines || return 1
+    text="--data-path $work/lines_text_document --split 1,0,0"
+    rm -f "$work/ten.jsonl"
+    # shellcheck disable=SC2086
+    "$train" "$@" $text --train-iters 2 --global-batch-size 4 --save "$work/more" >"$work/out" 2>"$work/err" || return 1
+    # shellcheck disable=SC2086
+    "$train" "$@" $text --train-iters 12 --global-batch-size 2 --load "$work/more" --save "$work/more" >"$work/out" \
+        2>"$work/err" || return 1
+    says '^Data: 1.79 thousand tokens in 12 iterations: 1.99 epochs' "$work/out" &&
+        [ "$(series consumed_samples "$work/ten.jsonl" | tail -n 1)" = 28 ] || return 1
+    rm -f "$work/ten.jsonl"
+    # shellcheck disable=SC2086
+    "$train" "$@" $text --train-samples 30 --rampup-batch-size 2 2 8 --global-batch-size 4 >"$work/out" 2>"$work/err" ||
+        return 1
+    last=$(series consumed_samples "$work/ten.jsonl" | tail -n 1)
+    awk -v n="$last" 'BEGIN { t = 64 * n; exit !(t > 1000 && t < 2000) }' &&
+        says "^Data: $(awk -v n="$last" 'BEGIN { printf "%.2f thousand", 64 * n / 1000 }') tokens in" "$work/out"
+}
+
 train_says_the_grid() {
     [ -n "${HAVE_MPI:-}" ] && command -v mpirun >/dev/null || {
         echo 'skipped: MPI is absent'
@@ -167,6 +203,7 @@ check train_says_what_it_will_do train_says_what_it_will_do
 check an_old_openblas_is_reported_and_not_used an_old_openblas_is_reported_and_not_used
 check idle_threads_sleep_soon idle_threads_sleep_soon
 check train_says_epochs_of_its_data train_says_epochs_of_its_data
+check epochs_and_samples_are_those_that_are_read epochs_and_samples_are_those_that_are_read
 check train_says_the_grid train_says_the_grid
 check infer_says_what_it_runs_on_standard_error infer_says_what_it_runs_on_standard_error
 check one_document_leaves_none_for_validation one_document_leaves_none_for_validation

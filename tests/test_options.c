@@ -422,6 +422,92 @@ static void the_timeout_of_the_start_is_also_that_of_steps_and_the_least_of_save
     mt_options_free(&options);
 }
 
+/* The same setting may be given twice, by two names or in two forms; two values of it are refused. */
+static void values_that_agree_are_no_contradiction(void **state) {
+    (void)state;
+    static const struct {
+        const char *both, *agrees, *differs; // options, then those of the second form
+        const char *words;
+    } rows[] = {
+        {"--norm-epsilon 1e-6", "--layernorm-epsilon 0.000001", "--layernorm-epsilon 1e-5", "two names of one option"},
+        {"", "--learning-rate 0.001", "--learning-rate 0.002", "lr 0.001 and learning-rate 0.002 are two names"},
+        {"", "--max-steps 10", "--max-steps 11", "are two names of one option, with two values"},
+        {"--num-experts 4", "--num-moe-experts 4", "--num-moe-experts 8", "two names of one option"},
+        {"--global-batch-size 4", "--train-samples 40", "--train-samples 41",
+         "--train-iters and --train-samples exclude each other unless they agree"},
+        {"--global-batch-size 8 --micro-batch-size 2", "--gradient-accumulation-steps 4",
+         "--gradient-accumulation-steps 2", "exclude each other unless they agree"},
+        {"--lr-warmup-iters 2", "--lr-warmup-fraction 0.2", "--lr-warmup-fraction 0.3",
+         "exclude each other unless they agree"},
+        {"--position-embedding-type rope --rope-scaling-type linear --rope-scaling-factor 4",
+         "--rotary-seq-len-interpolation-factor 4", "--rotary-seq-len-interpolation-factor 2",
+         "exclude each other unless they agree"},
+        {"--position-embedding-type rope --rope-scaling-type llama3", "--use-rope-scaling",
+         "--rotary-seq-len-interpolation-factor 2", "exclude each other"},
+        {"--stage dpo --tokenizer-type ByteLevel --ipo", "--preference-loss ipo", "--preference-loss sigmoid",
+         "--ipo and --preference-loss exclude each other unless that is ipo"},
+    };
+    for (size_t i = 0; i < sizeof rows / sizeof *rows; i++) {
+        mt_options options;
+        char line[600];
+        snprintf(line, sizeof line, RUN "%s %s", rows[i].both, rows[i].agrees);
+        expect_good(&options, line);
+        mt_options_free(&options);
+        snprintf(line, sizeof line, RUN "%s %s", rows[i].both, rows[i].differs);
+        expect_error(line, rows[i].words);
+    }
+    expect_error_of(MT_PROGRAM_TRAIN, 2,
+                    RUN "--num-layers 4 --pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 "
+                        "--num-layers-per-virtual-pipeline-stage 2 --global-batch-size 4",
+                    "exclude each other unless they agree");
+    mt_options options;
+    expect_good(&options, RUN "--lr 1 --lr 0.5"); // one name that is given again
+    assert_true(options.lr == 0.5);
+    mt_options_free(&options);
+    expect_good(&options, RUN "--position-embedding-type rope --no-position-embedding"); // no learned one
+    assert_int_equal(options.position_embedding_type, MT_POSITION_ROPE);
+    mt_options_free(&options);
+#ifdef MT_HAVE_YAML
+    char *folder = make_folder(), line[800];
+    char *path = write_file(folder, "run.yaml",
+                            "lr: 1e-3\nlearning_rate: 0.001\nmax_steps: 3\ntrain_iters: 3\nseed: 7\nseed: 7\n");
+    snprintf(line, sizeof line, SHAPE "--mock-data --config %s --yaml-cfg=%s --seed 7", path, path);
+    expect_good(&options, line);
+    assert_true(options.lr == 1e-3 && options.train_iters == 3);
+    mt_options_free(&options);
+    remove_file(path);
+    remove_folder(folder);
+#endif
+}
+
+/* Also at its default an option without effect is named; one that is off, or has an effect, is not. */
+static void options_at_their_default_without_effect_are_named(void **state) {
+    (void)state;
+    static const char *const idle[] = {"--moe-router-topk has no effect: it needs --num-experts\n",
+                                       "--beta has no effect: it needs --stage dpo\n",
+                                       "--moe-grouped-gemm has no effect: it needs --num-experts\n",
+                                       "--fp8-margin has no effect: it needs --fp8-format\n",
+                                       "--adam-beta1 has no effect: --optimizer is lion\n",
+                                       "--sgd-momentum has no effect: it needs --optimizer sgd\n"};
+    mt_options options;
+    char *text;
+    size_t size;
+    expect_good(&options, RUN "--moe-router-topk 2 --beta 0.1 --moe-grouped-gemm --fp8-margin 0 --optimizer lion "
+                              "--adam-beta1 0.9 --sgd-momentum 0.9 --swiglu false --seed 1234 --lion-beta1 0.9 "
+                              "--micro-batch-size 1 --sequence-parallel false");
+    FILE *file = open_memstream(&text, &size);
+    assert_non_null(file);
+    mt_options_warn(&options, file);
+    assert_int_equal(fclose(file), 0);
+    int lines = 0;
+    for (const char *at = text; (at = strstr(at, "has no effect")) != NULL; at++) lines++;
+    for (size_t i = 0; i < sizeof idle / sizeof *idle; i++)
+        if (!strstr(text, idle[i])) fail_msg("no line is \"%s\":\n%s", idle[i], text);
+    assert_int_equal(lines, sizeof idle / sizeof *idle);
+    free(text);
+    mt_options_free(&options);
+}
+
 /* So do warnings. A second look changes nothing. */
 static void warnings_have_the_names_that_were_given(void **state) {
     (void)state;
@@ -473,7 +559,7 @@ static void slow_attention_is_announced(void **state) {
         expect_good(&options, cases[i].line);
         FILE *file = open_memstream(&text, &size);
         assert_non_null(file);
-        mt_report_opening(&options, &ops, &grid, NULL, file);
+        mt_report_opening(&options, &(mt_run_state){0}, &ops, &grid, NULL, file);
         assert_int_equal(fclose(file), 0);
         const char *found = strstr(text, cases[i].words ? cases[i].words : "plain kernels");
         if (!found != !cases[i].words) fail_msg("'%s' says:\n%s", cases[i].line, text);
@@ -626,8 +712,8 @@ static void data_and_checkpoints_that_conflict_are_refused(void **state) {
 static void messages_have_the_names_that_were_given(void **state) {
     (void)state;
     expect_error(RUN "--layernorm-epsilon 5", "--layernorm-epsilon must be in (0,1)");
-    expect_error(RUN "--norm-epsilon 0.5 --layernorm-epsilon 5", "--layernorm-epsilon must be in (0,1)");
-    expect_error(RUN "--layernorm-epsilon 0.5 --norm-epsilon 5", "--norm-epsilon must be in (0,1)");
+    expect_error(RUN "--norm-epsilon 5 --layernorm-epsilon 5", "--layernorm-epsilon must be in (0,1)");
+    expect_error(RUN "--layernorm-epsilon 5 --norm-epsilon 5", "--norm-epsilon must be in (0,1)");
     expect_error(RUN "--num-moe-experts 4 --moe-router-topk 5", "must be at most --num-moe-experts 4");
     expect_error(RUN "--virtual-pipeline-model-parallel-size 2",
                  "--virtual-pipeline-model-parallel-size needs --pipeline-model-parallel-size");
@@ -1268,7 +1354,7 @@ static void huge_yaml_is_refused(void **state) {
     path = write_file(folder, "nested.yaml", "config: other.yaml\n");
     snprintf(line, sizeof line, RUN "--config %s", path);
     expect_error(line, "names another --config");
-    snprintf(line, sizeof line, RUN "--config %s --yaml-cfg=%s", path, path);
+    snprintf(line, sizeof line, RUN "--config %s --yaml-cfg=other.yaml", path);
     expect_error(line, "--config and --yaml-cfg name two files; one is read, so leave one out");
     snprintf(line, sizeof line, RUN "--config a.yaml --config b.yaml");
     expect_error(line, "--config and --config name two files");
@@ -2668,6 +2754,8 @@ static const struct CMUnitTest tests[] = {
     cmocka_unit_test(schedules_that_cannot_be_are_refused),
     cmocka_unit_test(data_and_checkpoints_that_conflict_are_refused),
     cmocka_unit_test(messages_have_the_names_that_were_given),
+    cmocka_unit_test(values_that_agree_are_no_contradiction),
+    cmocka_unit_test(options_at_their_default_without_effect_are_named),
     cmocka_unit_test(warnings_have_the_names_that_were_given),
     cmocka_unit_test(slow_attention_is_announced),
     cmocka_unit_test(strategies_of_data_parallelism_are_checked),

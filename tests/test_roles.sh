@@ -473,6 +473,34 @@ EOF
         's/^track_name.*/is_pure_opd: true=is_pure_opd is not supported: a student'
 }
 
+# Sampling has the defaults of ROLL's classes, and an iteration its shares of domains, by the tags of their rewards.
+sampling_and_domains_of_roll_are_read() {
+    cat >"$work/domains.yaml" <<'EOF'
+rollout_batch_size: 8
+prompt_length: 8
+response_length: 16
+num_return_sequences_in_group: 4
+actor_train:
+  data_args: {tag: kind, domain_interleave_probs: {math_rule: 0.5, code: 0.25, value: 0.25}}
+  model_args: {}
+actor_infer: {generating_args: {max_new_tokens: 7, num_return_sequences: 2, top_k: -1}}
+rewards: {math_rule: {tag_included: [aime]}, code: {tag_included: [kod, taco]}, value: {worker_cls: a}}
+EOF
+    prints "$work/domains.yaml" actor_train &&
+        sets actor_train.data_args.domain_interleave_probs prompt-shares \
+            'math_rule,\*,aime=0.5 code,kod,taco=0.25 value=0.25' &&
+        sets actor_train.data_args.tag tag-key kind && sets '(absent: temperature)' temperature 0.95 &&
+        sets '(absent: top_p)' top-p 0.7 && sets actor_infer.generating_args.top_k top-k 0 &&
+        sets response_length max-new-tokens 16 && sets num_return_sequences_in_group num-return-sequences 4 &&
+        unused actor_infer.generating_args.max_new_tokens 'the lengths of the file' || return 1
+    sed 's/, top_k: -1//; s/, code: 0.25, value: 0.25//' "$work/domains.yaml" >"$work/one.yaml" &&
+        prints "$work/one.yaml" actor_train && sets '(absent: top_k)' top-k 50 &&
+        unused actor_train.data_args.domain_interleave_probs 'one share is all' || return 1
+    refused '0.25 leaves no prompt' "$train" --config "$work/domains.yaml" --role actor_train --rollout-batch-size 3 \
+        --num-layers 1 --hidden-size 8 --num-attention-heads 1 --tokenizer-type ByteLevel --vocab-size 257 \
+        --data-path README.md --chat-template plain --device cpu
+}
+
 # Keys of verl's public files, and of Trinity-RFT's. Adapters of fused matrices are others than those here.
 examples_of_verl_are_read() {
     cat >"$work/examples.yaml" <<'EOF'
@@ -941,10 +969,12 @@ roll_rlvr_trains() {
     done <"$work/paths"
     # shellcheck disable=SC2086
     (cd "$work/rlvr" && "$train" --config roll-rlvr.yaml --role actor_train $small --train-iters 2 --seq-length 64 \
+        --prompt-shares '*=1' \
         --max-new-tokens 4 --rollout-batch-size 3 --global-batch-size 12) >"$work/out" 2>"$work/err" &&
         says '^     2/2 .* reward [0-9]' "$work/out" && says '^  stage  *rl$' "$work/out" || return 1
     # shellcheck disable=SC2086
     (cd "$work/rlvr" && "$train" --config roll-rlvr.yaml --role actor_train $small --train-iters 2 --seq-length 64 \
+        --prompt-shares '*=1' \
         --max-new-tokens 16 --rollout-batch-size 3 --global-batch-size 12 --stop e t a o i n s h r --save steps \
         --save-interval 1 --lr 1e-3 --lr-warmup-iters 0 --metrics steps.jsonl --reward command --reward-command \
         'i=0; while read -r line; do i=$((i + 1)); echo $((i % 2)); done') >"$work/out" 2>"$work/err" &&
@@ -994,6 +1024,7 @@ check every_policy_loss_runs every_policy_loss_runs
 check divergences_have_their_estimators divergences_have_their_estimators
 check cispo_of_roll_has_its_range cispo_of_roll_has_its_range
 check examples_of_roll_are_read examples_of_roll_are_read
+check sampling_and_domains_of_roll_are_read sampling_and_domains_of_roll_are_read
 check examples_of_verl_are_read examples_of_verl_are_read
 check trinity_is_read trinity_is_read
 check idle_options_of_rl_are_unused idle_options_of_rl_are_unused

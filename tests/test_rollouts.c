@@ -184,6 +184,53 @@ static void order_depends_on_seed_and_position_only(void **state) {
     for (int64_t i = 0; i < POSITIONS; i++) assert_int_equal(other[i], (3 + i) % PROMPTS);
 }
 
+/* Each iteration has its quota of prompts of each share; a share has epochs of its own, and a part of the order is that
+ * of the whole. */
+static void shares_of_tags_have_quotas_and_epochs(void **state) {
+    (void)state;
+    enum { BATCH = 5, POSITIONS = 60 };
+    char *words[] = {"math,*=0.4", "code=0.2", "value=0.4"}, *bad[] = {"math", "code=0.2"};
+    mt_sft_config config = {.shares = {3, words}};
+    mt_samples prompts = read_prompts(config, "{\"prompt\": \"a\", \"tag\": \"math\"}\n"
+                                              "{\"prompt\": \"b\", \"tag\": \"code\"}\n"
+                                              "{\"prompt\": \"c\", \"tag\": \"value\"}\n"
+                                              "{\"prompt\": \"d\"}\n"
+                                              "{\"prompt\": \"e\", \"tag\": \"math\", \"domain\": \"value\"}\n"
+                                              "{\"prompt\": \"f\", \"tag\": \"new\"}\n");
+    static const int64_t share_of[] = {0, 1, 2, 0, 2, 0};
+    int64_t quotas[3], whole[POSITIONS], part[POSITIONS];
+    mt_error error;
+    assert_int_equal(prompts.count, 6);
+    for (int64_t i = 0; i < 6; i++) assert_int_equal(prompts.questions[i].share, share_of[i]);
+    assert_int_equal(mt_prompt_quotas(quotas, &config.shares, BATCH, &error), 0);
+    mt_prompts_order_shares(&prompts, quotas, 3, true, 3, 0, POSITIONS, whole);
+    int64_t visits[6] = {0};
+    for (int64_t i = 0; i < POSITIONS; i++) {
+        int64_t at = i % BATCH;
+        assert_int_equal(share_of[whole[i]], at < 2 ? 0 : at < 3 ? 1 : 2);
+        visits[whole[i]]++;
+    }
+    assert_true(visits[1] == 12 && visits[2] == 12 && visits[4] == 12); // 12 iterations
+    assert_true(visits[0] == 8 && visits[3] == 8 && visits[5] == 8);
+    for (int64_t first = 0; first < POSITIONS; first += 7) {
+        mt_prompts_order_shares(&prompts, quotas, 3, true, 3, first, POSITIONS - first, part);
+        assert_memory_equal(part, whole + first, (size_t)(POSITIONS - first) * 8);
+    }
+    mt_samples_free(&prompts);
+    assert_int_equal(mt_prompt_quotas(quotas, &config.shares, 3, &error), -1); // 0.2 of 3
+    assert_non_null(strstr(error.text, "leaves no prompt"));
+    assert_int_equal(mt_prompt_quotas(quotas, &(mt_strings){2, bad}, 5, &error), -1);
+    assert_non_null(strstr(error.text, "expects words such as"));
+    words[0] = "math=0.4";
+    const char *line = "{\"prompt\": \"a\", \"tag\": \"math\"}\n{\"prompt\": \"b\", \"tag\": \"code\"}\n"
+                       "{\"prompt\": \"b\", \"tag\": \"new\"}\n";
+    expect_error(config, line, "no prompt for the share value=0.4");
+    config.shares.count = 2;
+    prompts = read_prompts(config, line);
+    assert_int_equal(prompts.count, 2); // that of no share is left out
+    mt_samples_free(&prompts);
+}
+
 /* ---- a step --------------------------------------------------------------------------------------------------------
  */
 
@@ -614,6 +661,7 @@ int main(void) {
         cmocka_unit_test(bad_and_long_prompts_are_left_out_or_errors),
         cmocka_unit_test(the_header_of_the_response_ends_a_prompt),
         cmocka_unit_test(order_depends_on_seed_and_position_only),
+        cmocka_unit_test(shares_of_tags_have_quotas_and_epochs),
         cmocka_unit_test(responses_are_scored_as_text),
         cmocka_unit_test(special_tokens_are_not_scored),
         cmocka_unit_test(tokens_without_a_text_are_scored),

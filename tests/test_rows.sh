@@ -165,10 +165,43 @@ cp README.md "$work/text.txt"
     --tokenizer-type ByteLevel --append-eod --documents lines >"$work/out" 2>"$work/err"
 check 'documents' documents 1
 if [ -n "$launch" ]; then
-    for layout in '2 --context-parallel-size 2' '4 --context-parallel-size 4 --cp-comm-type a2a'; do
+    for layout in '2 --context-parallel-size 2' '4 --context-parallel-size 4 --cp-comm-type a2a' \
+        '2 --context-parallel-size 2 --dynamic-context-parallel --dataloader-type single' \
+        '4 --context-parallel-size 4 --hybrid-context-parallel --max-seqlen-per-dp-cp-rank 32' \
+        '4 --context-parallel-size 2 --pipeline-model-parallel-size 2 --dynamic-context-parallel'; do
         # shellcheck disable=SC2086
         check "documents, $layout" documents $layout
     done
+    # the documents of a text are cut as those of static ranks are; whole sequences, and ends without loss
+    dynamic_as_static() {
+        for how in '--eod-mask-loss --reset-position-ids --reset-attention-mask' \
+            '--reset-position-ids false --reset-attention-mask false'; do
+            # shellcheck disable=SC2086
+            documents 1 $how && documents 2 $how --context-parallel-size 2 --dynamic-context-parallel || return 1
+        done
+    }
+    check 'documents, dynamic as static' dynamic_as_static
+    unreadable_document() { # every rank ends, with the reason of the one that cannot read
+        # shellcheck disable=SC2086
+        $launch -np 4 "$train" --num-layers 1 --hidden-size 16 --num-attention-heads 2 --vocab-size 60 \
+            --data-path "$work/text_text_document" --split 1,0,0 --seq-length 128 \
+            --global-batch-size 4 --train-iters 2 --eval-iters 0 --lr 1e-3 --device cpu --context-parallel-size 2 \
+            --dynamic-context-parallel --distributed-timeout-seconds 60 >"$work/out" 2>"$work/err" && return 1
+        says '^error: .*holds token .* but the vocabulary' "$work/err"
+    }
+    check 'documents that cannot be read, dynamic' unreadable_document
+fi
+# samples have attention and positions of their own, and say so
+alone_in_any_case() {
+    run 1 --train-iters 1 --eval-iters 0 --reset-position-ids --reset-attention-mask &&
+        says '^--reset-position-ids has no effect: samples of --sft' "$work/out" &&
+        says '^--reset-attention-mask has no effect: samples of --sft' "$work/out"
+}
+check 'samples and --reset-*' alone_in_any_case
+if [ -n "$launch" ]; then
+    reference=alone rows=
+    check 'samples and --reset-*, dynamic' same 2 --context-parallel-size 2 --dynamic-context-parallel \
+        --reset-position-ids --reset-attention-mask --dataloader-type single
 fi
 
 # ---- resuming, epochs
@@ -209,7 +242,10 @@ none='--train-iters 1'
 # shellcheck disable=SC2086
 {
     check 'tokens file' refuses 'exclude each other' $none --tokens-file x
-    check 'documents' refuses 'exclude each other' $none --reset-attention-mask
+    check 'documents, positions alone' refuses 'need each other' $none --sft false --context-parallel-size 2 \
+        --dynamic-context-parallel --tokenizer-type ByteLevel --vocab-size 257 --reset-position-ids --print-schedule
+    check 'documents, cyclic' refuses 'dataloader-type cyclic exclude' $none --sft false --context-parallel-size 2 \
+        --dynamic-context-parallel --dataloader-type cyclic --print-schedule
     check 'epochs and steps' refuses '--train-epochs and --train-iters exclude' $none --train-epochs 2
     check 'dynamic without context ranks' refuses 'needs --context-parallel-size' $none --dynamic-context-parallel
     check 'packing without samples' refused '--sequence-packing needs --sft' "$train" $none --sequence-packing \

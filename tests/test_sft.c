@@ -124,6 +124,16 @@ static void system_history_and_sharegpt_are_read(void **state) {
     expect_one(c, "\xEF\xBB\xBF[{\"prompt\": \"a\", \"response\": \"b\"}]", "a[b|]");
 }
 
+/* Behind an end of document within a conversation begins the next turn. */
+static void tokens_behind_an_end_of_document_can_be_masked(void **state) {
+    (void)state;
+    mt_sft_config c = {.loss_on = MT_LOSS_ON_ALL};
+    const char *line = "{\"messages\": [" USER("u") ", " ASSISTANT("a") ", " USER("vw") ", " ASSISTANT("b") "]}";
+    expect_one(c, line, "u[a|vwb|]");
+    c.masks_eod = true, c.eod_id = 256;
+    expect_one(c, line, "u[a|]v[wb|]");
+}
+
 static void answers_that_are_marked_are_not_trained(void **state) {
     (void)state;
     static const char *const no[] = {"weight\": 0", "weight\": 0.0",      "loss\": false",
@@ -369,6 +379,7 @@ int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(every_form_of_a_line_is_read),
         cmocka_unit_test(system_history_and_sharegpt_are_read),
+        cmocka_unit_test(tokens_behind_an_end_of_document_can_be_masked),
         cmocka_unit_test(answers_that_are_marked_are_not_trained),
         cmocka_unit_test(a_prompt_within_a_conversation_is_written_once),
         cmocka_unit_test(fields_that_are_not_read_are_named),

@@ -348,6 +348,33 @@ the_same_command_continues_by_load() {
 }
 
 # Two ranks that find other contents under the same names.
+# --dataloader-type single reads once; without the option, further epochs follow, as in Megatron-LM.
+single_reads_the_data_once() {
+    head -c 4000 README.md >"$work/once.txt"
+    for i in 1 2 3 4 5 6 7 8 9 10; do
+        echo "{\"prompt\": \"q$i\", \"response\": \"answer\"}"
+    done >"$work/once.json"
+    "$(dirname "$train")/data/preprocess" --input "$work/once.txt" --output-prefix "$work/once" \
+        --tokenizer-type ByteLevel --append-eod >"$work/out" 2>"$work/err" || return 1
+    set -- --num-layers 1 --hidden-size 8 --num-attention-heads 1 --vocab-size 257 --tokenizer-type ByteLevel \
+        --device cpu --seq-length 100 --global-batch-size 4 --lr 1e-3 --eval-iters 0
+    text="$work/once_text_document" single='--dataloader-type single'
+    "$train" "$@" --data-path "$text" --split 1,0,0 --train-iters 15 >"$work/out" 2>"$work/err" || return 1
+    # shellcheck disable=SC2086
+    "$train" "$@" $single --data-path "$text" --split 1,0,0 --train-iters 9 >"$work/out" 2>"$work/err" &&
+        refuses 'single reads the data once: .*_document has 40 samples .* needs 60' "$@" $single --data-path "$text" \
+            --split 1,0,0 --train-iters 15 &&
+        refuses 'single reads the data once' "$@" $single --data-path 0.9 "$text" 0.1 "$text" --split 1,0,0 \
+            --train-iters 15 || return 1
+    set -- "$@" --sft --chat-template plain --train-data-path "$work/once.json" # ten samples: the last step has two
+    # shellcheck disable=SC2086
+    "$train" "$@" $single --train-iters 3 --metrics "$work/once.jsonl" >"$work/out" 2>"$work/err" &&
+        "$train" "$@" $single --train-epochs 1 >"$work/out" 2>"$work/err" &&
+        "$train" "$@" --train-iters 4 >"$work/out" 2>"$work/err" &&
+        refuses 'reads the data once: .* has 10 samples .* needs 16' "$@" $single --train-iters 4 &&
+        refuses 'reads the data once: .* has 10 samples .* needs 20' "$@" $single --train-epochs 2
+}
+
 ranks_with_different_data_are_named() {
     [ -n "${HAVE_MPI:-}" ] && command -v mpirun >/dev/null || return 0
     mkdir "$work/here" "$work/there"
@@ -437,6 +464,7 @@ check a_resumed_run_removes_the_metrics_that_it_repeats a_resumed_run_removes_th
 check a_run_that_starts_below_saved_iterations_is_refused a_run_that_starts_below_saved_iterations_is_refused
 check many_short_parts_do_not_run_out_of_validation_data many_short_parts_do_not_run_out_of_validation_data
 check the_same_command_continues_by_load the_same_command_continues_by_load
+check single_reads_the_data_once single_reads_the_data_once
 check ranks_with_different_data_are_named ranks_with_different_data_are_named
 check a_trace_has_the_requested_steps a_trace_has_the_requested_steps_and_changes_no_loss
 check a_trace_of_a_run_that_stops_early_has_its_steps a_trace_of_a_run_that_stops_early_has_its_steps
