@@ -441,7 +441,9 @@ static void collect_scalars(scalar_list *all, const mt_report *report, const mt_
     if (!report->untrained) add_scalar(all, "grad-norm", "grad_norm", metrics->grad_norm);
     add_scalar(all, "learning-rate", "learning_rate", metrics->learning_rate);
     add_scalar(all, "weight-decay", "weight_decay", metrics->weight_decay);
-    add_scalar(all, "consumed-samples", "consumed_samples", (double)state->consumed_train_samples);
+    int64_t consumed = state->consumed_train_samples;
+    if (report->most_samples > 0) consumed = mt_min(consumed, report->most_samples);
+    add_scalar(all, "consumed-samples", "consumed_samples", (double)consumed);
     add_scalar(all, "tokens-per-second", "tokens_per_second", metrics->tokens / metrics->seconds);
     add_scalar(all, "throughput", "tflops_per_device", flops * 1e-12);
     add_scalar(all, "iteration-time-ms", "iteration_ms", 1e3 * metrics->seconds);
@@ -739,9 +741,11 @@ static void print_device(const mt_options *o, const mt_ops *ops, const mt_grid *
 /* "1.64 million tokens in 400 iterations: 3.2 epochs of corpus_text_document, which has 510 thousand". */
 static void print_data(const mt_options *o, const mt_dataset *data, FILE *file) {
     char wanted[32], tokens[32];
-    double total = (double)mt_consumed_samples(o, o->num_iterations) * (double)o->seq_length;
-    if (data->packing) { // rows, which are not full
-        double epochs = (double)mt_consumed_samples(o, o->num_iterations) / (double)mt_packing_count(data->packing, 1);
+    int64_t samples = mt_consumed_samples(o, o->num_iterations);
+    double total = (double)samples * (double)o->seq_length;
+    if (data->packing) { // rows, which are not full; the last step of --train-epochs may have fewer
+        if (o->train_epochs > 0) samples = mt_min(samples, data->num_samples);
+        double epochs = (double)samples / (double)mt_packing_count(data->packing, 1);
         if (data->num_tokens > 0) total = epochs * (double)data->num_tokens;
     }
     mt_blend blend = {0};

@@ -401,6 +401,8 @@ bool mt_run_open(mt_run *r, int *argc, char ***argv) {
     open_model(r);
     resume_data(r);
     refuse(r, mt_report_open(&r->report, r->model, &r->state, &error), &error);
+    if (r->options.train_epochs > 0 && r->data)
+        r->report.most_samples = mt_data_split(r->data, MT_SPLIT_TRAIN)->num_samples;
     mt_report_long_step(&r->report, &r->state);
     status = r->options.trace ? mt_trace_open(&r->options, &r->grid, &r->state, &error) : 0;
     refuse(r, status, &error);
