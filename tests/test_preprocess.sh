@@ -225,6 +225,13 @@ $program --input "$scratch/f.jsonl" --output-prefix "$scratch/f" $hf --tokenizer
 same "$(ids)" "$a $b"
 refused "goes with --input and" $program --input "$scratch/f.jsonl" --output-prefix "$scratch/n" $bytes \
     --tokenizer-hf-no-include-special-tokens
+many=$(seq 65 | tr '\n' ',')
+for damage in 's/"ids":\[7\]/"ids":["7"]/ without.an.id' 's/"X":{"id"/"Z":{"id"/ no.ids.of..X' \
+    "s/\"ids\":\[7\]/\"ids\":[${many%,}]/ more.than.64.tokens"; do
+    sed "${damage% *}" "$scratch/t.json" >"$scratch/u.json"
+    refused "${damage##* }" $program --input "$scratch/f.jsonl" --output-prefix "$scratch/n" \
+        --tokenizer-type HuggingFaceTokenizer --tokenizer-model "$scratch/u.json"
+done
 END
 script documents_get_the_tokens_of_the_post_processor
 
