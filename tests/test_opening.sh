@@ -104,9 +104,11 @@ train_says_epochs_of_its_data() {
 }
 
 # 10 samples take 8 positions each and the last one 9; steps of 4 leave 2 for the last.
-the_last_step_of_the_epochs_has_the_samples_that_are_left() {
+the_last_step_of_epochs_has_the_samples_left() {
     for i in 1 2 3 4 5 6 7 8 9 10; do echo "{\"prompt\":\"q$i\",\"response\":\"answer\"}"; done >"$work/ten.jsonl"
-    for i in 1 2 3 4 5 6 7; do echo "{\"prompt\":\"q$i\",\"chosen\":\"yes\",\"rejected\":\"no\"}"; done >"$work/pairs.jsonl"
+    for i in 1 2 3 4 5 6 7; do
+        echo "{\"prompt\":\"q$i\",\"chosen\":\"yes\",\"rejected\":\"no\"}"
+    done >"$work/pairs.jsonl"
     for case in 'ten 81 10 --sft' 'pairs 63 7 --stage dpo'; do
         # shellcheck disable=SC2086
         set -- $case
@@ -186,7 +188,7 @@ check train_says_what_it_will_do train_says_what_it_will_do
 check an_old_openblas_is_reported_and_not_used an_old_openblas_is_reported_and_not_used
 check idle_threads_sleep_soon idle_threads_sleep_soon
 check train_says_epochs_of_its_data train_says_epochs_of_its_data
-check the_last_step_of_the_epochs_has_the_samples_that_are_left the_last_step_of_the_epochs_has_the_samples_that_are_left
+check the_last_step_of_epochs_has_the_samples_left the_last_step_of_epochs_has_the_samples_left
 check train_says_the_grid train_says_the_grid
 check infer_says_what_it_runs_on_standard_error infer_says_what_it_runs_on_standard_error
 check one_document_leaves_none_for_validation one_document_leaves_none_for_validation
