@@ -119,7 +119,8 @@ the_last_step_of_epochs_has_the_samples_left() {
             --seq-length 32 --chat-template plain --train-data-path "$work/$data.jsonl" --train-epochs 1 \
             --global-batch-size 4 --micro-batch-size 1 --lr 1e-3 --eval-iters 0 --device cpu \
             --metrics "$work/epochs.jsonl" >"$work/out" 2>"$work/err" </dev/null || return 1
-        says "^Data: $tokens tokens in [23] iterations: 1.00 epochs of .*, which has $tokens to train on" "$work/out" || return 1
+        says "^Data: $tokens tokens in [23] iterations: 1.00 epochs of .*, which has $tokens to train on" \
+            "$work/out" || return 1
         [ "$(series consumed_samples "$work/epochs.jsonl" | tail -1)" = "$samples" ] || return 1
     done
 }
