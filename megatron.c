@@ -2596,12 +2596,13 @@ static void mt_cpu_route_forward(float *probs, int32_t *experts, int32_t *invali
                                  mt_stream *stream) {
     int64_t E = router->num_experts, k = router->topk;
     int32_t wrong = 0;
+    bool biased = router->sigmoid && bias, finite = !biased || mt_row_is_finite(bias, E);
     mt_scratch scratch = mt_scratch_reserve(4 * E);
 #pragma omp parallel for reduction(+ : wrong) if (T * E > MT_PARALLEL)
     for (int64_t t = 0; t < T; t++) {
         float *slice = mt_scratch_slice(scratch), *p = probs + t * k;
         bool padding = mt_is_padding(token_index, t);
-        if (!padding && mt_row_is_finite(logits + t * E, E)) {
+        if (!padding && finite && mt_row_is_finite(logits + t * E, E)) {
             mt_route_choose(experts + t * k, logits + t * E, bias, slice, router);
             mt_route_weigh(p, experts + t * k, logits + t * E, slice, router);
             for (int64_t j = 0; j < k; j++) p[j] *= router->scaling;
@@ -3700,7 +3701,7 @@ static void mt_reduce_rows(void *out, const void *rows, int size, int64_t stride
             if (reduction == MT_SUM)
                 for (int64_t i = 0; i < count; i++) sums[i] += x[i];
             else
-                for (int64_t i = 0; i < count; i++) sums[i] = x[i] > sums[i] ? x[i] : sums[i];
+                for (int64_t i = 0; i < count; i++) sums[i] = (float)mt_maximum(x[i], sums[i]);
         }
         mt_row_store(out, block, sums, count, dtype);
     }
@@ -4703,7 +4704,7 @@ typedef struct mt_policy_sequence {
 } mt_policy_sequence;
 
 static double mt_log_ratio(const mt_loss_tokens *t, int64_t i) {
-    return t->old_logp ? t->logp[i] - t->old_logp[i] : 0;
+    return t->old_logp ? mt_finite(t->logp[i] - t->old_logp[i]) : 0;
 }
 
 /* GMPO clips a token's log-ratio only where that lowers the objective: above for A > 0, below for A < 0. A = 0: 0. */
@@ -4762,7 +4763,7 @@ static mt_policy_term mt_policy_token(const mt_loss_tokens *t, const mt_policy_c
 }
 
 double mt_kl_estimate(mt_kl_type type, double logp, double ref_logp, double *dlogp) {
-    double x = ref_logp - logp, clamped = mt_bounded(x, -20, 20), k3 = exp(clamped) - clamped - 1;
+    double x = mt_finite(ref_logp - logp), clamped = mt_bounded(x, -20, 20), k3 = exp(clamped) - clamped - 1;
     bool k1 = type == MT_KL_K1, k2 = type == MT_KL_K2, absolute = type == MT_KL_ABS;
     double slope = fabs(x) > 20 || k3 > 10 ? 0 : 1 - exp(x); // of k3
     *dlogp = k1 ? 1 : k2 ? -x : absolute ? (x < 0) - (x > 0) : slope;
@@ -4865,7 +4866,7 @@ void mt_preference_loss(const mt_loss_tokens *t, const mt_preference_config *c, 
         for (int side = 0; side < 2; side++)
             for (int64_t i = mt_sequence_tokens(&t->sequences[2 * pair + side], &end); i < end; i++)
                 if (t->mask[i] != 0) log_ratio[side] += t->logp[i] - (t->ref_logp ? t->ref_logp[i] : 0);
-        sums->loss += mt_preference_of_margin(c, log_ratio[0] - log_ratio[1], &dh);
+        sums->loss += mt_preference_of_margin(c, mt_finite(log_ratio[0] - log_ratio[1]), &dh);
         mt_pair_metrics(sums, c->beta * log_ratio[0], c->beta * log_ratio[1]);
         for (int side = 0; side < 2 && t->dlogp; side++)
             for (int64_t i = mt_sequence_tokens(&t->sequences[2 * pair + side], &end); i < end; i++)
@@ -4878,7 +4879,8 @@ void mt_reward_loss(const mt_loss_tokens *t, const mt_reward_config *c, mt_loss_
         int64_t end[2];
         if (!mt_pair_counts(t, pair)) continue;
         for (int side = 0; side < 2; side++) mt_sequence_tokens(&t->sequences[2 * pair + side], &end[side]);
-        double chosen = t->values[end[0] - 1], rejected = t->values[end[1] - 1], x = chosen - rejected - c->margin;
+        double chosen = t->values[end[0] - 1], rejected = t->values[end[1] - 1];
+        double x = mt_finite(chosen - rejected - c->margin);
         sums->loss += c->center_coef * (chosen + rejected) * (chosen + rejected) - mt_log_sigmoid(x);
         mt_pair_metrics(sums, chosen, rejected);
         if (!t->dvalues) continue;

@@ -40,6 +40,7 @@
 #define MT_VERSION_PATCH 0
 #define MT_VERSION       "2.0.0-dev"
 
+#include <math.h>
 #include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
@@ -98,8 +99,8 @@ static inline int64_t mt_max(int64_t a, int64_t b) {
     return a > b ? a : b;
 }
 
-/* The smaller and the larger of two numbers, and x cut to [low, high]. NaN if an argument is NaN, so that it reaches
- * the check of the step; fmin, fmax and a comparison drop it. */
+/* The smaller and the larger of two numbers, and x cut to [low, high]. NaN if an argument is NaN (mt_bounded: if x is
+ * not finite), so that it reaches the check of the step; fmin, fmax and a comparison drop it. */
 static inline double mt_minimum(double a, double b) {
     return a < b || a != a ? a : b;
 }
@@ -108,8 +109,13 @@ static inline double mt_maximum(double a, double b) {
     return a > b || a != a ? a : b;
 }
 
+/* x; NaN if it is infinite: what overflowed must not be cut to a number either. */
+static inline double mt_finite(double x) {
+    return isfinite(x) ? x : NAN;
+}
+
 static inline double mt_bounded(double x, double low, double high) {
-    return mt_minimum(mt_maximum(x, low), high);
+    return mt_minimum(mt_maximum(mt_finite(x), low), high);
 }
 
 /* a / b rounded up, for a >= 0 and b > 0. */

@@ -297,7 +297,9 @@ __global__ void route_forward(float *probs, int32_t *experts, int32_t *invalid, 
     if (r.pre_softmax && !r.sigmoid) softmax = softmax_over<V>(x, r.E);
     float prob = NAN;
     int expert = lane;
-    if (all_finite<V>(x, r.E))
+    bool finite = true; // of this lane's biases
+    each_expert<V>(r.sigmoid && bias ? r.E : 0, [&](int, int e) { finite &= isfinite(bias[e]) != 0; });
+    if (all_finite<V>(x, r.E) && __all_sync(all_lanes, finite))
         expert = choose<V>(&prob, x, softmax, logits, bias, (uint32_t *)warp_memory, r);
     else if (lane == 0)
         atomicAdd(invalid, 1);

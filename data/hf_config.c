@@ -548,6 +548,7 @@ static void mt_config_read_original_context(mt_config *config, const json_t *rop
 static void mt_config_read_rope(mt_config *config, mt_options *shape) {
     unsigned mask = 1u << shape->hf_family;
     const json_t *window, *rope = mt_config_rope_object(config, mask, &window);
+    mt_config_real(config, config->root, "rope_theta", 0); // its type counts even where the object's own replaces it
     mt_config_read_later(config, mt_config_get(rope, "rope_theta") ? rope : config->root, "rope_theta", mask, shape);
     const char *older = mt_config_string(config, rope, "type", "default");
     const char *type = mt_config_string(config, rope, "rope_type", older);

@@ -86,7 +86,8 @@ static const option options[] = {
     {"--output-prefix", "P", OPTION_WORD, offsetof(settings, output_prefix),
      "write P_KEY_document.bin and .idx (P_text_document for X.txt)"},
     {"--tokenizer-type", "TYPE", OPTION_WORD, offsetof(settings, tokenizer_type),
-     "HuggingFaceTokenizer, SentencePieceTokenizer, GPT2BPETokenizer or ByteLevel"},
+     "HuggingFaceTokenizer, SentencePieceTokenizer, GPT2BPETokenizer, ByteLevel, or\n"
+     "Llama2Tokenizer: SentencePiece that begins every document with BOS"},
     {"--tokenizer-model", "PATH", OPTION_WORD, offsetof(settings, tokenizer_model),
      "tokenizer.json, X.model, their folder, or ORG/NAME in the cache of Hugging Face\n"
      "(not for ByteLevel)"},
@@ -225,14 +226,24 @@ static int choose_keys(settings *s, mt_error *error) {
     return 0;
 }
 
+/* Megatron's name for SentencePiece whose texts begin with BOS; its models are SentencePieceTokenizer's here. */
+static bool is_llama2(const settings *s) {
+    return strcmp(s->tokenizer_type, "Llama2Tokenizer") == 0;
+}
+
+static mt_tokenizer_type type_of(const settings *s) {
+    return is_llama2(s) ? MT_TOKENIZER_SENTENCEPIECE
+                        : (mt_tokenizer_type)mt_choice_index(MT_TOKENIZER_TYPES, s->tokenizer_type);
+}
+
 static int check_settings(settings *s, mt_error *error) {
     if (!s->tokenizer_type)
         return mt_error_set(error, "--tokenizer-type: is needed; give HuggingFaceTokenizer, SentencePieceTokenizer, "
                                    "GPT2BPETokenizer or ByteLevel");
-    if (mt_choice_index(MT_TOKENIZER_TYPES, s->tokenizer_type) <= MT_TOKENIZER_AUTO)
+    if (!is_llama2(s) && mt_choice_index(MT_TOKENIZER_TYPES, s->tokenizer_type) <= MT_TOKENIZER_AUTO)
         return mt_error_set(error,
                             "--tokenizer-type %s: unknown; use HuggingFaceTokenizer, SentencePieceTokenizer, "
-                            "GPT2BPETokenizer or ByteLevel",
+                            "Llama2Tokenizer, GPT2BPETokenizer or ByteLevel",
                             s->tokenizer_type);
     if (!s->vocab_file != !s->merge_file)
         return mt_error_set(error, "--vocab-file and --merge-file: give both or neither");
@@ -242,8 +253,9 @@ static int check_settings(settings *s, mt_error *error) {
         return mt_error_set(error, "give exactly one of --input, --encode and --decode (see --help)");
     bool is_hf = strcmp(s->tokenizer_type, "HuggingFaceTokenizer") == 0;
     if (s->no_special_tokens && (!is_hf || !s->input))
-        return mt_error_set(error, "--tokenizer-hf-no-include-special-tokens: goes with --input and --tokenizer-type "
-                                   "HuggingFaceTokenizer; other tokenizers begin no document with BOS");
+        return mt_error_set(error,
+                            "--tokenizer-hf-no-include-special-tokens: goes with --input and --tokenizer-type "
+                            "HuggingFaceTokenizer; of the others only Llama2Tokenizer begins documents with BOS");
     if (!s->input && (s->output_prefix || s->documents || s->workers || s->append_eod || s->json_keys.count > 0))
         return mt_error_set(error,
                             "--output-prefix, --json-keys, --documents, --append-eod and --workers go with --input, "
@@ -260,15 +272,29 @@ static int parse_settings(settings *s, int argc, char **argv, mt_error *error) {
     return s->help || s->version ? 0 : check_settings(s, error);
 }
 
+/* Reads what the tokenizer puts around a text. Megatron's SentencePieceTokenizer puts nothing, which is said where
+ * prompts of this program begin with BOS. */
+static int read_frame_of(mt_text_frame *frame, const settings *s, const char *model, const mt_tokenizer *tokenizer,
+                         mt_error *error) {
+    mt_tokenizer_type type = type_of(s);
+    bool plain = type == MT_TOKENIZER_SENTENCEPIECE && !is_llama2(s), begins = false;
+    if (!s->input || s->no_special_tokens) return 0;
+    if (plain && mt_prompt_begins_with_bos(model, &begins, error) != 0) return -1;
+    if (plain && begins && mt_tokenizer_bos(tokenizer) >= 0)
+        fprintf(stderr, "note: documents begin without BOS, unlike prompts of this tokenizer; --tokenizer-type "
+                        "Llama2Tokenizer writes it\n");
+    if (type != MT_TOKENIZER_HUGGINGFACE && !is_llama2(s)) return 0;
+    return mt_text_frame_read(frame, model, tokenizer, error);
+}
+
 /* Opens the tokenizer, and reads what it puts around a text. */
 static int open_tokenizer(mt_tokenizer **tokenizer, mt_text_frame *frame, const settings *s, mt_error *error) {
-    mt_tokenizer_type type = (mt_tokenizer_type)mt_choice_index(MT_TOKENIZER_TYPES, s->tokenizer_type);
+    mt_tokenizer_type type = type_of(s);
     if (!s->vocab_file) {
         char *model = s->tokenizer_model ? mt_strdup(s->tokenizer_model) : NULL;
         int status = mt_hf_cache_find(&model, NULL, "--tokenizer-model", error);
         if (status == 0) status = mt_tokenizer_open(tokenizer, type, model, error);
-        bool framed = status == 0 && s->input && type == MT_TOKENIZER_HUGGINGFACE && !s->no_special_tokens;
-        if (framed) status = mt_text_frame_read(frame, model, *tokenizer, error);
+        if (status == 0) status = read_frame_of(frame, s, model, *tokenizer, error);
         free(model);
         return status;
     }
@@ -612,13 +638,36 @@ static int write_oldest(job *j, mt_error *error) {
     return 0;
 }
 
-/* JSON Lines under the name of a plain text would be trained on with their braces. --documents says that it is one. */
+static const char *skip_blanks(const char *text, const char *end) {
+    while (text < end && memchr(" \t\r\n", *text, 4)) text++;
+    return text;
+}
+
+/* True if the text begins like a JSON list of objects, or like an object that takes several lines. */
+static bool begins_as_json(const char *text, const char *end) {
+    text = skip_blanks(text, end);
+    if (text < end && *text == '[')
+        text = skip_blanks(text + 1, end);
+    else if (end - text < 2 || text[0] != '{' || (text[1] != '\n' && text[1] != '\r'))
+        return false;
+    if (text == end || *text != '{') return false;
+    text = skip_blanks(text + 1, end);
+    return text < end && *text == '"';
+}
+
+/* JSON under the name of a plain text would be trained on with its braces. --documents says that it is one. */
 static int refuse_json(const settings *s, const batch *b, mt_error *error) {
     enum { LINES = 2 };
     const char *text = b->text, *end = b->text + b->bytes;
     int objects = 0;
     if (s->format == MT_TEXT_JSONL || s->documents || b->bytes == 0) return 0;
     text += mt_text_mark_bytes(text, end);
+    if (begins_as_json(text, end))
+        return mt_error_set(error,
+                            "%s: begins like JSON of several lines, but a name that ends with .txt means plain text, "
+                            "braces and all; write one object per line into a file .jsonl, or give --documents lines "
+                            "to take it as text",
+                            s->input);
     for (const char *next; text < end && objects < LINES; text = next) {
         next = mt_text_document_end(MT_TEXT_JSONL, text, end);
         if (!next) next = end;

@@ -85,40 +85,56 @@ static bool adds_bos(const json_t *processor) {
     return found;
 }
 
+/* Adds a token of a frame; -1: no token, or too many. */
+static int push_token(mt_ids *ids, const json_t *id, mt_error *error) {
+    enum { MOST = 64 };
+    int64_t value;
+    if (!mt_json_int(id, 0, INT32_MAX, &value))
+        return mt_error_set(error, "\"post_processor\" has a token without an id; get the file again");
+    if (ids->count == MOST)
+        return mt_error_set(error, "\"post_processor\" puts more than %d tokens around a text; get the file again",
+                            (int)MOST);
+    mt_ids_push(ids, (int32_t)value);
+    return 0;
+}
+
 /* The ids of an item of a template: a special token has those of the template's table. */
-static void push_special(mt_ids *ids, const json_t *processor, const json_t *item) {
+static int push_special(mt_ids *ids, const json_t *processor, const json_t *item, mt_error *error) {
     const char *name = json_string_value(json_object_get(json_object_get(item, "SpecialToken"), "id"));
     const json_t *table = json_object_get(processor, "special_tokens"),
-                 *entry = name ? json_object_get(table, name) : NULL;
+                 *entry = name ? json_object_get(table, name) : NULL, *list = json_object_get(entry, "ids");
     json_t *id;
     size_t i;
-    int64_t value;
-    json_array_foreach(json_object_get(entry, "ids"), i, id) {
-        if (mt_json_int(id, 0, INT32_MAX, &value)) mt_ids_push(ids, (int32_t)value);
-    }
+    if (!json_is_array(list))
+        return mt_error_set(error, "\"post_processor\": \"special_tokens\" has no ids of \"%.60s\"; get the file again",
+                            name ? name : "a nameless token");
+    json_array_foreach(list, i, id) if (push_token(ids, id, error) != 0) return -1;
+    return 0;
 }
 
 /* Adds the tokens that a post-processor puts around a single text. The last of a sequence stands outermost. */
-static void read_frame(mt_text_frame *frame, const json_t *processor) {
+static int read_frame(mt_text_frame *frame, const json_t *processor, mt_error *error) {
     json_t *item;
     size_t i;
     bool behind = false;
     mt_ids before = {0};
-    int64_t id;
+    const json_t *first = json_object_get(processor, "cls"), *last = json_object_get(processor, "sep"); // Bert, Roberta
+    int status = 0;
     json_array_foreach(json_object_get(processor, "single"), i, item) {
         if (json_object_get(item, "Sequence"))
             behind = true;
-        else
-            push_special(behind ? &frame->after : &before, processor, item);
+        else if (status == 0)
+            status = push_special(behind ? &frame->after : &before, processor, item, error);
     }
-    if (mt_json_int(json_array_get(json_object_get(processor, "cls"), 1), 0, INT32_MAX, &id)) // Bert, Roberta
-        mt_ids_push(&before, (int32_t)id);
-    if (mt_json_int(json_array_get(json_object_get(processor, "sep"), 1), 0, INT32_MAX, &id))
-        mt_ids_push(&frame->after, (int32_t)id);
+    if (first && status == 0) status = push_token(&before, json_array_get(first, 1), error);
+    if (last && status == 0) status = push_token(&frame->after, json_array_get(last, 1), error);
     for (int64_t k = 0; k < frame->before.count; k++) mt_ids_push(&before, frame->before.data[k]);
     free(frame->before.data);
     frame->before = before;
-    json_array_foreach(json_object_get(processor, "processors"), i, item) read_frame(frame, item);
+    json_array_foreach(json_object_get(processor, "processors"), i, item) {
+        if (status == 0) status = read_frame(frame, item, error);
+    }
+    return status;
 }
 
 int mt_text_frame_read(mt_text_frame *frame, const char *path, const mt_tokenizer *tokenizer, mt_error *error) {
@@ -131,7 +147,9 @@ int mt_text_frame_read(mt_text_frame *frame, const char *path, const mt_tokenize
     *frame = (mt_text_frame){0};
     int result = mt_prompt_begins_with_bos(path, &begins, error);
     if (result == 0 && mt_text_ends_with(json_path, ".json")) result = read_optional(&tokenizer_json, json_path, error);
-    if (result == 0) read_frame(frame, json_object_get(tokenizer_json, "post_processor"));
+    mt_error why;
+    if (result == 0 && read_frame(frame, json_object_get(tokenizer_json, "post_processor"), &why) != 0)
+        result = mt_error_set(error, "%s: %s", json_path, why.text);
     if (!begins) frame->before.count = 0; // add_bos_token of tokenizer_config.json
     if (result == 0 && begins && frame->before.count == 0 && mt_tokenizer_bos(tokenizer) >= 0)
         mt_ids_push(&frame->before, mt_tokenizer_bos(tokenizer));

@@ -37,7 +37,7 @@ typedef struct mt_report {
     double step_flops;    // of the samples of the last step; 0: those of mt_flops for sequences of --seq-length
     const mt_report_number *numbers; // [num_numbers] set by the caller; of each iteration
     int64_t num_numbers;
-    const char *untrained;              // why the iteration has trained on nothing; NULL: it has
+    const char *untrained; // why the iteration has trained on nothing; NULL: it has
     const mt_loss_metric *loss_metrics; // of the model's loss; NULL: none
     double peak_flops;                  // of the device for the model's type, as its maker states; 0: unknown
     double start;

@@ -57,10 +57,11 @@ static bool is_digit(const char *p, const char *end) {
     return p < end && *p >= '0' && *p <= '9';
 }
 
-/* Bytes of a separator of groups of three digits, "," or LaTeX's "{,}", ",\!", "\," and "\!"; 0: none, or other than
- * three digits after it. */
+/* Bytes of a separator of groups of three digits, "," or LaTeX's "{,}", ",\!" and spaces, or a narrow or no-break space
+ * of Unicode; 0: none, or other than three digits after it. */
 static int64_t group_separator(const char *p, const char *end) {
-    static const char *const separators[] = {",\\!", "{,}", "\\,", "\\!", ","};
+    static const char *const separators[] = {
+        ",\\!", "{,}", "\\,", "\\!", "\\;", "\\:", "\\ ", "~", ",", "\xC2\xA0", "\xE2\x80\xAF", "\xE2\x80\x89"};
     for (size_t i = 0; i < sizeof separators / sizeof *separators; i++) {
         int64_t bytes = (int64_t)strlen(separators[i]);
         if (end - p < bytes || memcmp(p, separators[i], (size_t)bytes) != 0) continue;
@@ -116,14 +117,23 @@ static const char *skip_spaces(const char *p, const char *end) {
     return p;
 }
 
-/* The name of a fraction at p, "\frac", "\dfrac", "\tfrac" or "\cfrac": its bytes; 0: none. */
-static int64_t fraction_name(const char *p, const char *end) {
-    static const char *const names[] = {"\\frac", "\\dfrac", "\\tfrac", "\\cfrac"};
-    for (size_t i = 0; i < sizeof names / sizeof *names; i++) {
-        int64_t bytes = (int64_t)strlen(names[i]);
-        if (starts_with(p, end, names[i]) && !(p + bytes < end && isalpha((unsigned char)p[bytes]))) return bytes;
+/* The bytes of the first of these names of LaTeX at p; 0: none. */
+static int64_t name_at(const char *p, const char *end, const char *const *names) {
+    for (; *names; names++) {
+        int64_t bytes = (int64_t)strlen(*names);
+        if (starts_with(p, end, *names) && !(p + bytes < end && isalpha((unsigned char)p[bytes]))) return bytes;
     }
     return 0;
+}
+
+static int64_t fraction_name(const char *p, const char *end) {
+    static const char *const names[] = {"\\frac", "\\dfrac", "\\tfrac", "\\cfrac", NULL};
+    return name_at(p, end, names);
+}
+
+static int64_t binomial_name(const char *p, const char *end) {
+    static const char *const names[] = {"\\binom", "\\dbinom", "\\tbinom", NULL};
+    return name_at(p, end, names);
 }
 
 /* Reads an argument of LaTeX that is a number: braces around one, or a single digit. Returns the end, or NULL. */
@@ -152,12 +162,12 @@ static const char *read_latex_fraction(const char *p, const char *end, long doub
     return after && parts[1] != 0 ? after : p;
 }
 
-/* Reads "a/b"; returns the end, or p if there is none. */
+/* Reads "a/b" or "a / b"; returns the end, or p if there is none. */
 static const char *read_fraction(const char *p, const char *end, long double parts[2]) {
-    const char *after = read_decimal(p, end, &parts[0]);
-    if (after == p || after >= end || *after != '/') return p;
-    const char *last = read_decimal(after + 1, end, &parts[1]);
-    return last == after + 1 || parts[1] == 0 ? p : last;
+    const char *after = read_decimal(p, end, &parts[0]), *slash = skip_spaces(after, end);
+    if (after == p || slash >= end || *slash != '/') return p;
+    const char *first = skip_spaces(slash + 1, end), *last = read_decimal(first, end, &parts[1]);
+    return last == first || parts[1] == 0 ? p : last;
 }
 
 /* Reads a number without a sign: a decimal, a fraction, or a mixed number, which is an integer with a fraction below 1
@@ -177,11 +187,23 @@ static const char *read_number(const char *p, const char *end, long double *valu
     return last;
 }
 
-/* True if a number that ends at p goes on with a part that changes it: a power, an index (a base), a root, pi, a
- * function, a fraction. Degrees do not. */
+/* True for a sign of Unicode that changes the number before it: superscript or subscript digits, a fraction. */
+static bool is_raised(const char *p, const char *end) {
+    const unsigned char *u = (const unsigned char *)p;
+    if (end - p >= 2 && u[0] == 0xC2)
+        return u[1] == 0xB2 || u[1] == 0xB3 || u[1] == 0xB9 || (u[1] >= 0xBC && u[1] <= 0xBE);
+    if (end - p < 3 || u[0] != 0xE2) return false;
+    return (u[1] == 0x81 && u[2] >= 0xB0) || (u[1] == 0x82 && u[2] <= 0x8E) ||
+           (u[1] == 0x85 && u[2] >= 0x90 && u[2] <= 0x9F);
+}
+
+/* True if a number that ends at p goes on with a part that changes it: a power, an index (a base), digits that repeat,
+ * a root, pi, a function, a fraction. Degrees do not. */
 static bool goes_on(const char *p, const char *end) {
-    static const char *const words[] = {"\\sqrt", "\\pi",  "\\log",    "\\ln",        "\\sin",
-                                        "\\cos",  "\\tan", "\xCF\x80", "\xE2\x88\x9A"};
+    static const char *const words[] = {"\\sqrt",   "\\pi",         "\\log", "\\ln",       "\\sin", "\\cos", "\\tan",
+                                        "\xCF\x80", "\xE2\x88\x9A", "e^",    "\\overline", "\\bar", "\\dot{"};
+    if (is_raised(p, end)) return true;
+    if (p + 1 < end && *p == '.' && p[1] == '\\') p++; // 0.\overline{3}
     if (p < end && *p == '^') {
         const char *power = skip_spaces(p + 1, end);
         if (power < end && *power == '{') power = skip_spaces(power + 1, end);
@@ -190,7 +212,7 @@ static bool goes_on(const char *p, const char *end) {
     if (p < end && *p == '_' && (is_digit(p + 1, end) || (starts_with(p, end, "_{") && is_digit(p + 2, end))))
         return true;
     p = skip_spaces(p, end);
-    if (fraction_name(p, end) > 0) return true;
+    if (fraction_name(p, end) + binomial_name(p, end) > 0) return true;
     for (size_t i = 0; i < sizeof words / sizeof *words; i++)
         if (starts_with(p, end, words[i])) return true;
     return false;
@@ -201,7 +223,8 @@ typedef enum place { ALONE, INDEX, OPERAND } place;
 /* Where a number at p stands: alone; as a power or an index of a name or a unit, which is none of its own (cm^2, x_1);
  * under a root or in a function. */
 static place place_of(const char *start, const char *p) {
-    static const char *const words[] = {"\\sqrt", "\\log", "\\ln", "\\sin", "\\cos", "\\tan", "\xE2\x88\x9A"};
+    static const char *const words[] = {"\\sqrt", "\\log",        "\\ln",       "\\sin", "\\cos",
+                                        "\\tan",  "\xE2\x88\x9A", "\\overline", "\\bar", "\\dot"};
     bool is_fraction = *p == '\\';
     while (p > start && (p[-1] == '-' || p[-1] == '{' || p[-1] == ' ')) p--;
     if (is_fraction && p > start && p[-1] >= '0' && p[-1] <= '9') return OPERAND; // a product
@@ -216,9 +239,9 @@ static place place_of(const char *start, const char *p) {
     return ALONE;
 }
 
-/* The end of a fraction that is no number, such as "\frac{\pi}{2}": behind its two arguments. */
+/* The end of a fraction that is no number, such as "\frac{\pi}{2}", or of a binomial: behind its two arguments. */
 static const char *skip_fraction(const char *p, const char *end) {
-    p += fraction_name(p, end);
+    p += fraction_name(p, end) + binomial_name(p, end);
     for (int argument = 0; argument < 2; argument++) {
         int64_t depth = 0;
         p = skip_spaces(p, end);
@@ -231,15 +254,22 @@ static const char *skip_fraction(const char *p, const char *end) {
     return p;
 }
 
-/* True if a minus sign stands before p, perhaps with a currency sign between, and is no subtraction as in 3-5. */
-static bool is_negative(const char *start, const char *p) {
+/* True if a minus sign stands before p, perhaps with a currency sign between, and is no subtraction as in 3-5. Spaces
+ * may follow it after a sign such as = or a bracket, or at the start of a box; elsewhere it may be a dash. */
+static bool is_negative(const char *start, const char *p, bool boxed) {
     while (p > start && (p[-1] == '$' || p[-1] == '\\')) p--;
-    if (p - start >= 3 && memcmp(p - 3, "\xe2\x88\x92", 3) == 0)
-        p -= 3; // U+2212
+    const char *number = p;
+    while (p > start && p[-1] == ' ') p--;
+    bool spaced = p < number;
+    if (p - start >= 3 && (memcmp(p - 3, "\xe2\x88\x92", 3) == 0 || memcmp(p - 3, "\xe2\x80\x93", 3) == 0))
+        p -= 3; // U+2212, and U+2013, which stands for it
     else if (p > start && p[-1] == '-')
         p -= 1;
     else
         return false;
+    const char *before = p;
+    while (spaced && before > start && before[-1] == ' ') before--;
+    if (spaced) return before == start ? boxed : strchr("=([{<>&", before[-1]) != NULL;
     return p == start || !(isalnum((unsigned char)p[-1]) || p[-1] == ')' || p[-1] == '}');
 }
 
@@ -260,15 +290,21 @@ static bool find_box(const char **text, const char **end) {
     return false;
 }
 
-/* The number of a text: the last one. False: it has none, or the last is part of an expression that is not computed. */
+/* The number of a text: the last one. False: it has none, or the last is part of an expression that is not computed, as
+ * are several numbers in a box: a sum, a pair. */
 static bool find_number(const char *text, int64_t bytes, long double *number) {
     const char *end = text + bytes;
-    bool found = false;
-    if (text) find_box(&text, &end);
+    bool found = false, boxed = text && find_box(&text, &end);
+    int64_t count = 0;
+    for (const char *p = end; boxed && p-- > text;) // x = 3
+        if (*p == '=') {
+            text = p + 1;
+            break;
+        }
     for (const char *p = text; p < end;) {
         long double value;
         const char *after = read_number(p, end, &value);
-        if (after == p && fraction_name(p, end) > 0) {
+        if (after == p && fraction_name(p, end) + binomial_name(p, end) > 0) {
             found = false;
             p = skip_fraction(p, end);
             continue;
@@ -276,11 +312,12 @@ static bool find_number(const char *text, int64_t bytes, long double *number) {
         place place = after > p ? place_of(text, p) : INDEX;
         if (place != INDEX) {
             found = place == ALONE && !goes_on(after, end);
-            *number = is_negative(text, p) ? -value : value;
+            *number = is_negative(text, p, boxed) ? -value : value;
+            count++;
         }
         p = after > p ? after : p + 1;
     }
-    return found;
+    return found && !(boxed && count > 1);
 }
 
 int mt_reward_check_number(const char *answer, int64_t bytes, mt_error *error) {

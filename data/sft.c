@@ -190,12 +190,13 @@ static const char *first_with_value(const json_t *object, const char *const *nam
     return NULL;
 }
 
-/* Fields by which others mark what is trained: OpenAI's and Fireworks' weight, axolotl's and ms-swift's switches. A
- * mark is true or 1, false or 0; null is none. *found: the name of the mark, or NULL. */
+/* Fields by which others mark what is trained: OpenAI's and Fireworks' weight, axolotl's and ms-swift's switches. */
+static const char *const marks[] = {"weight", "loss_weight", "loss", "train", "training", "trainable", NULL};
+
+/* A mark is true or 1, false or 0; null is none. *found: the name of the mark, or NULL. */
 static int read_mark(const json_t *object, bool *trained, const char **found, mt_error *error) {
-    static const char *const names[] = {"weight", "loss_weight", "loss", "train", "training", "trainable", NULL};
     *found = NULL;
-    for (const char *const *name = names; *name; name++) {
+    for (const char *const *name = marks; *name; name++) {
         const json_t *mark = json_object_get(object, *name);
         double value = json_is_boolean(mark) ? json_is_true(mark) : json_number_value(mark);
         if (!mark || json_is_null(mark)) continue;
@@ -241,6 +242,45 @@ static const json_t *content_of(const json_t *message) {
     return content ? content : json_object_get(message, "value");
 }
 
+static bool is_one_of(const char *key, const char *const *names) {
+    while (*names && strcmp(*names, key) != 0) names++;
+    return *names != NULL;
+}
+
+/* True for a field that may well say what is trained, such as torchtune's "masked", in a way that is not known. */
+static bool is_strange_mark(const char *key, const json_t *value) {
+    static const char *const parts[] = {"train", "loss", "mask", "weight", "ignore", "supervised", "learn"};
+    bool speaks = json_is_boolean(value) || json_is_number(value) || has_value(value);
+    if (!speaks || is_one_of(key, marks)) return false;
+    for (size_t i = 0; i < sizeof parts / sizeof *parts; i++)
+        if (strstr(key, parts[i])) return true;
+    return false;
+}
+
+/* Remembers the name of a field that is not read. */
+static void note_field(reader *r, const char *key) {
+    enum { MOST_BYTES = 1024 };
+    for (int64_t at = 0; at < r->unread.bytes; at += (int64_t)strlen(r->unread.data + at) + 1)
+        if (strcmp(r->unread.data + at, key) == 0) return;
+    if (r->unread.bytes < MOST_BYTES) mt_text_append(&r->unread, key, (int64_t)strlen(key) + 1);
+}
+
+/* Fields of a message beside its role and its content: refused if they may change what is trained, or else noted. */
+static int check_more_fields(reader *r, const json_t *message, const char *name, mt_error *error) {
+    static const char *const read[] = {"role", "from", "content", "value", NULL};
+    const char *key;
+    json_t *value;
+    json_object_foreach((json_t *)message, key, value) {
+        if (is_strange_mark(key, value))
+            return mt_error_set(error,
+                                "\"%s\": a message has \"%s\", which is not supported; mark an answer that the loss "
+                                "must not count by \"train\": false",
+                                name, key);
+        if (!is_one_of(key, read) && !is_one_of(key, marks) && has_value(value)) note_field(r, key);
+    }
+    return 0;
+}
+
 static int read_message(reader *r, const json_t *message, const char *name, mt_error *error) {
     static const char *const refused[] = {"tool_calls", "function_call", "tool_call_id", "tools",           "functions",
                                           "images",     "audios",        "videos",       "training_detail", "prefix",
@@ -256,6 +296,7 @@ static int read_message(reader *r, const json_t *message, const char *name, mt_e
                             "<think> and </think>",
                             name, field);
     if (!json_is_string(content)) return mt_error_set(error, "\"%s\": a message's \"content\" is not a text", name);
+    if (check_more_fields(r, message, name, error) != 0) return -1;
     add_message(r, role, json_string_value(content), (int64_t)json_string_length(content));
     return mark_message(r, message, name, error);
 }
@@ -685,14 +726,11 @@ static bool is_read(const reader *r, const json_t *object, const char *key) {
 
 /* Remembers the names of fields that hold a text or a list and are not read. */
 static void note_unread(reader *r, json_t *object) {
-    enum { MOST_BYTES = 1024 };
     const char *key;
     json_t *value;
     json_object_foreach(object, key, value) {
         bool known = is_read(r, object, key) || !has_value(value) || json_is_number(value) || json_is_true(value);
-        for (int64_t at = 0; at < r->unread.bytes && !known; at += (int64_t)strlen(r->unread.data + at) + 1)
-            known = strcmp(r->unread.data + at, key) == 0;
-        if (!known && r->unread.bytes < MOST_BYTES) mt_text_append(&r->unread, key, (int64_t)strlen(key) + 1);
+        if (!known) note_field(r, key);
     }
 }
 
@@ -814,7 +852,8 @@ static void print_summary(const reader *r) {
                 "it out of the responses\n",
                 (long long)r->repeated_prompts);
     for (int64_t at = 0; at < r->unread.bytes; at += (int64_t)strlen(r->unread.data + at) + 1)
-        fprintf(log, "%s\"%s\"", at > 0 ? ", " : "note: fields of the lines that are not read: ", r->unread.data + at);
+        fprintf(log, "%s\"%s\"",
+                at > 0 ? ", " : "note: fields of the lines or their messages that are not read: ", r->unread.data + at);
     if (r->unread.bytes > 0) fprintf(log, "\n");
 }
 

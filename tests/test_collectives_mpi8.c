@@ -65,6 +65,19 @@ static void host_values_are_summed_and_maximised(void **state) {
     assert_int_equal(token, 42 + grid.world.rank);
 }
 
+static void a_maximum_with_a_nan_of_any_rank_is_nan(void **state) {
+    (void)state;
+    static const mt_dtype dtypes[] = {MT_F32, MT_BF16, MT_F64};
+    for (int from = 0; from < grid.world.size; from++)
+        for (int i = 0; i < 3; i++) {
+            double host[2];
+            put(host, 0, dtypes[i], from == grid.world.rank ? NAN : grid.world.rank);
+            put(host, 1, dtypes[i], grid.world.rank);
+            ops->all_reduce(host, 2, MT_MAX, dtypes[i], &grid.world, stream);
+            assert_true(isnan(get(host, 0, dtypes[i])) && get(host, 1, dtypes[i]) == grid.world.size - 1);
+        }
+}
+
 /* Takes 9 GiB and a minute, so it runs where MT_TEST_LARGE is set. */
 static void counts_past_2_to_the_31_work(void **state) {
     (void)state;
@@ -142,6 +155,7 @@ int main(int argc, char **argv) {
         cmocka_unit_test(groups_of_4_agree_with_the_host),
         cmocka_unit_test(a_group_of_all_agrees_with_the_host),
         cmocka_unit_test(host_values_are_summed_and_maximised),
+        cmocka_unit_test(a_maximum_with_a_nan_of_any_rank_is_nan),
         cmocka_unit_test(groups_of_a_grid_hold_their_members),
         cmocka_unit_test(counts_past_2_to_the_31_work),
     };

@@ -341,6 +341,24 @@ static void equal_scores_choose_the_lowest_expert(void **state) {
     assert_true(experts[0] == 4 && experts[1] == 5);
 }
 
+/* An expert's bias decides for every token. */
+static void a_bias_that_is_not_finite_makes_every_token_invalid(void **state) {
+    (void)state;
+    enum { T = 5 };
+    for (int i = 0; i < 3 * NUM_ROUTERS; i++) {
+        const mt_router *r = &routers[i / 3];
+        int64_t E = r->num_experts, k = r->topk;
+        double *values = random_logits(T * E);
+        float *logits = store(values, T * E, MT_F32), *probs = mt_malloc(T * k * 4), *bias = mt_calloc(E * 4);
+        int32_t *experts = mt_malloc(T * k * 4), invalid = 0;
+        bias[E - 1 - i % 2] = i % 3 == 0 ? NAN : i % 3 == 1 ? INFINITY : -INFINITY;
+        ops->route_forward(probs, experts, &invalid, logits, bias, NULL, T, r, NULL);
+        assert_int_equal(invalid, r->sigmoid ? T : 0); // a softmax has no biases
+        for (int64_t t = 0; t < T * k; t++) assert_true(isnan(probs[t]) == r->sigmoid);
+        free(values), free(logits), free(probs), free(bias), free(experts);
+    }
+}
+
 static void non_finite_logits_are_counted_and_affect_their_token_only(void **state) {
     (void)state;
     enum { T = 7 };
@@ -1332,6 +1350,7 @@ int main(void) {
         cmocka_unit_test(sinkhorn_ignores_non_finite_tokens_and_ends_for_all_others),
         cmocka_unit_test(padding_visits_no_expert_and_changes_nothing),
         cmocka_unit_test(equal_scores_choose_the_lowest_expert),
+        cmocka_unit_test(a_bias_that_is_not_finite_makes_every_token_invalid),
         cmocka_unit_test(non_finite_logits_are_counted_and_affect_their_token_only),
         cmocka_unit_test(aux_loss_matches_float64_and_finite_differences),
         cmocka_unit_test(aux_loss_is_per_sequence_or_over_the_batch),

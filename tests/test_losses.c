@@ -882,32 +882,36 @@ static mt_loss_tokens operand_tokens(void) {
     return t;
 }
 
-/* Sets the operands, with a NaN at `token` of one of them; `wide`: differences beyond every clip; sign: of advantages.
+/* Sets the operands, with `bad` at `token` of one of them; `wide`: differences beyond every clip; sign: of advantages.
  */
-static void set_operands(int operand, int token, double wide, double sign) {
+static void set_operands(int operand, int token, double bad, double wide, double sign) {
     for (int i = 0; i < NAN_TOKENS; i++) {
         double x = wide * (i % 2 ? 1 : -1);
         const double numbers[NAN_OPERANDS] = {-2, -2 + x, -2 - x, sign, 1, x, x / 2, -x, 0.5};
         for (int k = 0; k < NAN_OPERANDS; k++) operands[k][i] = numbers[k];
     }
-    operands[operand][token] = NAN;
+    operands[operand][token] = bad;
 }
 
-/* The loss is NaN wherever one of these operands is, and a number without. */
+static const double bad_numbers[] = {NAN, INFINITY, -INFINITY};
+enum { NUM_BAD = 3 };
+
+/* The loss is not finite wherever one of these operands is not, and a number without. */
 static void assert_nan_stays(const char *name, void (*loss)(const mt_loss_tokens *, const void *, mt_loss_sums *),
                              const void *config, const char *reads) {
     static const char letters[] = "lorAevtwd"; // of `reads`, in the order of the operands
     for (int operand = 0; operand < NAN_OPERANDS; operand++)
-        for (int i = 0; i < 4 * NAN_TOKENS; i++) {
-            double unread[NAN_TOKENS] = {0}, wide = i / NAN_TOKENS % 2 ? 30 : 0.01, sign = i / NAN_TOKENS / 2 ? -1 : 1;
+        for (int i = 0; i < 4 * NAN_TOKENS * NUM_BAD; i++) {
+            double unread[NAN_TOKENS] = {0}, wide = i / NAN_TOKENS % 2 ? 30 : 0.01;
+            double sign = i / NAN_TOKENS / 2 % 2 ? -1 : 1, bad = bad_numbers[i / NAN_TOKENS / 4];
             mt_loss_tokens t = operand_tokens();
             mt_loss_sums sums = {0};
-            set_operands(operand, i % NAN_TOKENS, wide, sign);
+            set_operands(operand, i % NAN_TOKENS, bad, wide, sign);
             t.dlogp = t.dvalues = unread;
             loss(&t, config, &sums);
             bool is_read = strchr(reads, letters[operand]) != NULL;
-            if (is_read ? !isnan(sums.loss) : !isfinite(sums.loss))
-                fail_msg("%s: a NaN in operand %c, token %d: the loss is %g", name, letters[operand], i % NAN_TOKENS,
+            if (isfinite(sums.loss) == is_read)
+                fail_msg("%s: %g in operand %c, token %d: the loss is %g", name, bad, letters[operand], i % NAN_TOKENS,
                          sums.loss);
         }
 }
@@ -936,7 +940,7 @@ static void reward_of_tokens(const mt_loss_tokens *t, const void *config, mt_los
     mt_reward_loss(&each, config, sums);
 }
 
-static void a_nan_in_an_operand_of_a_loss_stays_a_nan(void **state) {
+static void a_loss_is_not_finite_if_an_operand_is_not(void **state) {
     (void)state;
     for (int mode = MT_TOKEN_MEAN; mode <= MT_SEQ_MEAN_TOKEN_SUM_NORM; mode++) {
         mt_aggregation aggregation = {.mode = (mt_loss_aggregation)mode, .norm_length = 4};
@@ -963,36 +967,39 @@ static void a_nan_in_an_operand_of_a_loss_stays_a_nan(void **state) {
     assert_nan_stays("distillation", distillation, &(mt_distillation_config){.weight = 0.5}, "ld");
 }
 
-static void a_nan_in_a_logit_of_a_divergence_stays_a_nan(void **state) {
+static void a_divergence_is_not_finite_if_a_logit_is_not(void **state) {
     (void)state;
     double logits[2][LABELS], unread[LABELS];
     for (int type = MT_FORWARD_KL; type <= MT_JS_DIVERGENCE; type++)
-        for (int i = 0; i < 2 * LABELS; i++) {
+        for (int i = 0; i < 2 * LABELS * 2; i++) {
             mt_divergence_config c = {(mt_divergence_type)type, 2, 0.1, 0.5};
+            double bad = bad_numbers[i / LABELS / 2]; // -INFINITY is a label that cannot occur
             memcpy(logits[0], student_logits, sizeof logits[0]), memcpy(logits[1], teacher_logits, sizeof logits[1]);
-            logits[i / LABELS][i % LABELS] = NAN;
-            if (!isnan(mt_divergence(&c, logits[0], logits[1], LABELS, unread)))
-                fail_msg("divergence %d: a NaN of the %s is lost", type, i < LABELS ? "student" : "teacher");
+            logits[i / LABELS % 2][i % LABELS] = bad;
+            if (isfinite(mt_divergence(&c, logits[0], logits[1], LABELS, unread)))
+                fail_msg("divergence %d: %g of the %s is lost", type, bad, i / LABELS % 2 ? "teacher" : "student");
         }
 }
 
-/* A NaN in a score or in a log-probability or value that rewards and advantages read reaches an advantage. */
-static void a_nan_in_an_operand_of_advantages_stays_a_nan(void **state) {
+/* A NaN or infinity in a score or in a log-probability or value that rewards and advantages read reaches an advantage.
+ */
+static void advantages_are_not_finite_if_an_operand_is_not(void **state) {
     (void)state;
     static const int64_t groups[] = {0, 0, 1, 1};
     for (int estimator = MT_ADV_GAE; estimator <= MT_ADV_REINFORCE_PLUS_PLUS; estimator++)
-        for (int i = 0; i < 2 * 2 * 4 * (NAN_TOKENS + 1); i++) {
+        for (int i = 0; i < NUM_BAD * 2 * 2 * 4 * (NAN_TOKENS + 1); i++) {
             int token = i % (NAN_TOKENS + 1), which = i / (NAN_TOKENS + 1) % 4; // old_logp, ref_logp, values, scores
-            bool whiten = i / (NAN_TOKENS + 1) / 4 % 2, clips = i / (NAN_TOKENS + 1) / 8;
+            bool whiten = i / (NAN_TOKENS + 1) / 4 % 2, clips = i / (NAN_TOKENS + 1) / 8 % 2;
+            double bad = bad_numbers[i / (NAN_TOKENS + 1) / 16];
             double scores[] = {1, 0, 2, -1}, rewards[NAN_TOKENS], advantages[NAN_TOKENS], returns[NAN_TOKENS], sum = 0;
             if (token == NAN_TOKENS || (which == 3 && token > 3) || (which == 2 && estimator != MT_ADV_GAE)) continue;
             for (int type = MT_KL_K1; type <= MT_KL_K3; type++) {
                 mt_loss_tokens t = operand_tokens();
-                set_operands(8, 0, 0.01, 1);
+                set_operands(8, 0, NAN, 0.01, 1);
                 *(which == 0   ? &operands[1][token]
                   : which == 1 ? &operands[2][token]
                   : which == 2 ? &operands[5][token]
-                               : &scores[token]) = NAN;
+                               : &scores[token]) = bad;
                 mt_token_rewards(rewards, &t, scores, clips ? 0.5 : 0, (mt_kl_type)type, 0.1);
                 mt_advantage_tokens of = {NAN_TOKENS, 4,        t.sequences, t.mask, groups,
                                           rewards,    t.values, advantages,  returns};
@@ -1001,8 +1008,8 @@ static void a_nan_in_an_operand_of_advantages_stays_a_nan(void **state) {
                 mt_advantages(&of, &c);
                 sum = 0;
                 for (int k = 0; k < NAN_TOKENS; k++) sum += advantages[k];
-                if (!isnan(sum))
-                    fail_msg("estimator %d: a NaN in operand %d, token %d, is lost", estimator, which, token);
+                if (isfinite(sum))
+                    fail_msg("estimator %d: %g in operand %d, token %d, is lost", estimator, bad, which, token);
             }
         }
 }
@@ -1025,9 +1032,9 @@ int main(void) {
         cmocka_unit_test(divergences_equal_their_definitions),
         cmocka_unit_test(divergence_gradients_equal_finite_differences),
         cmocka_unit_test(divergences_have_known_values),
-        cmocka_unit_test(a_nan_in_an_operand_of_a_loss_stays_a_nan),
-        cmocka_unit_test(a_nan_in_a_logit_of_a_divergence_stays_a_nan),
-        cmocka_unit_test(a_nan_in_an_operand_of_advantages_stays_a_nan),
+        cmocka_unit_test(a_loss_is_not_finite_if_an_operand_is_not),
+        cmocka_unit_test(a_divergence_is_not_finite_if_a_logit_is_not),
+        cmocka_unit_test(advantages_are_not_finite_if_an_operand_is_not),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

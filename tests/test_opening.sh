@@ -103,8 +103,8 @@ train_says_epochs_of_its_data() {
         "$work/out"
 }
 
-# Epochs and samples are those that the run reads: the last step of --train-epochs is smaller, and a run that goes on may
-# have had other batches.
+# Epochs and samples are counted as the run reads them: the last step of --train-epochs is smaller, and a run that goes
+# on may have had other batches.
 epochs_and_samples_are_those_that_are_read() {
     for i in 1 2 3 4 5 6 7 8 9 10; do
         echo "{\"prompt\": \"q$i\", \"response\": \"answer\"}"
@@ -137,6 +137,28 @@ epochs_and_samples_are_those_that_are_read() {
     last=$(series consumed_samples "$work/ten.jsonl" | tail -n 1)
     awk -v n="$last" 'BEGIN { t = 64 * n; exit !(t > 1000 && t < 2000) }' &&
         says "^Data: $(awk -v n="$last" 'BEGIN { printf "%.2f thousand", 64 * n / 1000 }') tokens in" "$work/out"
+}
+
+# 10 samples take 8 positions each and the last one 9; steps of 4 leave 2 for the last.
+the_last_step_of_epochs_has_the_samples_left() {
+    for i in 1 2 3 4 5 6 7 8 9 10; do echo "{\"prompt\":\"q$i\",\"response\":\"answer\"}"; done >"$work/ten.jsonl"
+    for i in 1 2 3 4 5 6 7; do
+        echo "{\"prompt\":\"q$i\",\"chosen\":\"yes\",\"rejected\":\"no\"}"
+    done >"$work/pairs.jsonl"
+    for case in 'ten 81 10 --sft' 'pairs 63 7 --stage dpo'; do
+        # shellcheck disable=SC2086
+        set -- $case
+        data=$1 tokens=$2 samples=$3
+        shift 3
+        rm -f "$work/epochs.jsonl"
+        "$train" "$@" --num-layers 1 --hidden-size 8 --num-attention-heads 1 --tokenizer-type ByteLevel \
+            --seq-length 32 --chat-template plain --train-data-path "$work/$data.jsonl" --train-epochs 1 \
+            --global-batch-size 4 --micro-batch-size 1 --lr 1e-3 --eval-iters 0 --device cpu \
+            --metrics "$work/epochs.jsonl" >"$work/out" 2>"$work/err" </dev/null || return 1
+        says "^Data: $tokens tokens in [23] iterations: 1.00 epochs of .*, which has $tokens to train on" \
+            "$work/out" || return 1
+        [ "$(series consumed_samples "$work/epochs.jsonl" | tail -1)" = "$samples" ] || return 1
+    done
 }
 
 train_says_the_grid() {
@@ -204,6 +226,7 @@ check an_old_openblas_is_reported_and_not_used an_old_openblas_is_reported_and_n
 check idle_threads_sleep_soon idle_threads_sleep_soon
 check train_says_epochs_of_its_data train_says_epochs_of_its_data
 check epochs_and_samples_are_those_that_are_read epochs_and_samples_are_those_that_are_read
+check the_last_step_of_epochs_has_the_samples_left the_last_step_of_epochs_has_the_samples_left
 check train_says_the_grid train_says_the_grid
 check infer_says_what_it_runs_on_standard_error infer_says_what_it_runs_on_standard_error
 check one_document_leaves_none_for_validation one_document_leaves_none_for_validation

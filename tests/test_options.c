@@ -2052,6 +2052,11 @@ static void windows_are_read_for_each_layer(void **state) {
     assert_int_equal(mt_layer_kind_of(&o, 0).window, 0);
     assert_int_equal(mt_layer_kind_of(&o, 1).window, 17);
     mt_options_free(&o);
+    expect_config_error(QWEN2
+                        ", \"max_window_layers\": \"2\", \"layer_types\": [\"full_attention\", \"full_attention\"]}",
+                        "\"max_window_layers\" must be a whole number, not \"2\"");
+    expect_config_error(QWEN2 ", \"rope_theta\": \"1e6\", \"rope_parameters\": {\"rope_theta\": 1e6}}",
+                        "\"rope_theta\" must be a number, not \"1e6\"");
     expect_config_error(QWEN2 ", \"use_sliding_window\": true, \"layer_types\": [\"full_attention\"]}",
                         "must list 2 layers");
     expect_config_error(QWEN2 ", \"use_sliding_window\": true, \"layer_types\": [\"linear_attention\", 3]}",

@@ -203,6 +203,14 @@ done
 cat >"$scratch/test" <<'END'
 printf '{"text":"a"}\n{"text":"b"}\n' >"$scratch/j.txt"
 refused "first lines are JSON objects" $program --input "$scratch/j.txt" --output-prefix "$scratch/n" $bytes
+for json in '[{"text":"a"},\n{"text":"b"}]\n' ' [\n {\n  "text": "a"}]' '{\n  "text": "a"\n}\n'; do
+    printf "$json" >"$scratch/list.txt"
+    refused "begins like JSON" $program --input "$scratch/list.txt" --output-prefix "$scratch/n" $bytes
+done
+for plain in '{"text":"a"} is JSON.\n' '[a] list\n' '{\n  block\n}\n' '{'; do
+    printf "$plain" >"$scratch/plain.txt"
+    $program --input "$scratch/plain.txt" --output-prefix "$scratch/plain" $bytes >"$scratch/out"
+done
 nothing n_
 $program --input "$scratch/j.txt" --documents lines --output-prefix "$scratch/j" $bytes >"$scratch/out"
 printf '\357\273\277{"text":"a"}\n' >"$scratch/mark.jsonl"
@@ -265,7 +273,39 @@ $program --input "$scratch/f.jsonl" --output-prefix "$scratch/f" $hf --tokenizer
 same "$(ids)" "$a $b"
 refused "goes with --input and" $program --input "$scratch/f.jsonl" --output-prefix "$scratch/n" $bytes \
     --tokenizer-hf-no-include-special-tokens
+many=$(seq 65 | tr '\n' ',')
+for damage in 's/"ids":\[7\]/"ids":["7"]/ without.an.id' 's/"X":{"id"/"Z":{"id"/ no.ids.of..X' \
+    "s/\"ids\":\[7\]/\"ids\":[${many%,}]/ more.than.64.tokens"; do
+    sed "${damage% *}" "$scratch/t.json" >"$scratch/u.json"
+    refused "${damage##* }" $program --input "$scratch/f.jsonl" --output-prefix "$scratch/n" \
+        --tokenizer-type HuggingFaceTokenizer --tokenizer-model "$scratch/u.json"
+done
 END
 script documents_get_the_tokens_of_the_post_processor
+
+# Megatron's Llama2Tokenizer adds BOS, its SentencePieceTokenizer does not.
+cat >"$scratch/test" <<'END'
+sp=tests/golden/tokenizer/bpe.model
+printf '{"text":"a"}\n' >"$scratch/s.jsonl"
+a=$(printf a | $program --encode --tokenizer-type SentencePieceTokenizer --tokenizer-model $sp)
+same "$(printf a | $program --encode --tokenizer-type Llama2Tokenizer --tokenizer-model $sp)" "$a"
+ids() { od -An -tu2 "$scratch/s_text_document.bin" | xargs; }
+$program --input "$scratch/s.jsonl" --output-prefix "$scratch/s" --tokenizer-type Llama2Tokenizer --tokenizer-model $sp
+same "$(ids)" "1 $a"
+$program --input "$scratch/s.jsonl" --output-prefix "$scratch/s" --tokenizer-type SentencePieceTokenizer \
+    --tokenizer-model $sp 2>"$scratch/err"
+same "$(ids)" "$a"
+grep -q 'note: documents begin without BOS' "$scratch/err"
+mkdir "$scratch/sp"
+cp $sp "$scratch/sp/tokenizer.model"
+echo '{"add_bos_token":false}' >"$scratch/sp/tokenizer_config.json"
+for type in Llama2Tokenizer SentencePieceTokenizer; do
+    $program --input "$scratch/s.jsonl" --output-prefix "$scratch/s" --tokenizer-type $type \
+        --tokenizer-model "$scratch/sp" 2>"$scratch/err"
+    same "$(ids)" "$a"
+    same "$(cat "$scratch/err")" ""
+done
+END
+script sentencepiece_documents_begin_with_bos_where_it_is_asked_for
 
 exit $failed

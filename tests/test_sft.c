@@ -151,6 +151,15 @@ static void answers_that_are_marked_are_not_trained(void **state) {
     }
     const mt_sft_config c = {0};
     expect_error(c, "{\"messages\": [" USER("u") ", " MARKED("a", "weight\": 0") "]}", "no token to train on");
+    static const char *const strange[] = {"masked\": true", "mask\": 0",       "trained\": false",
+                                          "loss_mask\": 0", "loss_scale\": 0", "train_detail\": [1]",
+                                          "ignore\": true", "skip_loss\": 1",  "supervised\": false"};
+    for (size_t i = 0; i < sizeof strange / sizeof *strange; i++) {
+        snprintf(line, sizeof line,
+                 "{\"messages\": [" USER("u") ", {\"role\": \"assistant\", \"content\": \"a\", \"%s}]}", strange[i]);
+        expect_error(c, line, "which is not supported; mark an answer");
+    }
+    expect_one(c, "{\"messages\": [" USER("u") ", " MARKED("a", "masked\": null") "]}", "u[a|]");
     expect_error(c, "{\"messages\": [" USER("u") ", " MARKED("a", "weight\": 0.5") "]}", "\"weight\" is not true or 1");
     expect_error(c, "{\"messages\": [" USER("u") ", " MARKED("a", "train\": \"no\"") "]}", "\"train\" is not true");
     expect_error(c, "{\"messages\": [" USER("u") ", " MARKED("a", "train\": true, \"weight\": 0") "]}", "contradict");
