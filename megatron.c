@@ -309,6 +309,7 @@ mt_options mt_options_plain(int64_t num_layers, int64_t hidden_size, int64_t num
         .sgd_momentum = 0.9,
         .lion_beta1 = 0.9,
         .lion_beta2 = 0.99,
+        .muon = {.momentum = 0.95, .extra_scale_factor = 1, .split_qkv = true, .num_ns_steps = 5},
         .clip_grad = 1,
         .optimizer_offload_fraction = 1,
         .check_for_nan_in_loss_and_grad = true,
@@ -437,6 +438,37 @@ int mt_options_check_limits(const mt_options *o, const mt_limits *l, mt_error *e
     return o->attention_backend == MT_ATTENTION_CUDNN ? mt_options_check_cudnn(o, l, error) : 0;
 }
 #pragma GCC diagnostic pop
+
+/* The parts that a step updates: a column of MT_OPTIMIZERS. */
+enum { MT_STEPS_ELEMENTS, MT_STEPS_MATRICES };
+
+static const struct {
+    int steps;
+    const char *name, *states[2];
+} mt_optimizer_rows[] = {
+#define MT_OPTIMIZER_ROW(name, step, unit, option, first, second) {MT_STEPS_##unit, option, {first, second}},
+    MT_OPTIMIZERS(MT_OPTIMIZER_ROW)
+#undef MT_OPTIMIZER_ROW
+};
+
+const char *mt_optimizer_name(mt_optimizer optimizer) {
+    return mt_optimizer_rows[optimizer].name;
+}
+
+int mt_num_states(mt_optimizer optimizer) {
+    return mt_optimizer_rows[optimizer].states[1] ? MT_NUM_STATES : MT_STATE_EXP_AVG_SQ;
+}
+
+const char *mt_state_name(mt_optimizer optimizer, mt_param_state state) {
+    if (state == MT_STATE_WEIGHTS) return "";
+    return state == MT_STATE_MASTER ? "master" : mt_optimizer_rows[optimizer].states[state - MT_STATE_EXP_AVG];
+}
+
+/* The optimizer of all that is no matrix of a layer. */
+static mt_optimizer mt_element_optimizer(const mt_options *o) {
+    if (mt_optimizer_rows[o->optimizer].steps == MT_STEPS_ELEMENTS) return o->optimizer;
+    return o->muon.scalar_optimizer == MT_MUON_LION ? MT_OPTIMIZER_LION : MT_OPTIMIZER_ADAMW;
+}
 
 /* ==== §3 kernels ================================================================================================== */
 /* The CPU backend defines the result of each operation; forward and backward stand side by side. Elements are stored as
@@ -967,6 +999,28 @@ static void mt_linear_forward_small(void *y, const void *x, const void *w, const
             float *out = mt_row_open(scratch, y, t * N + n, dtype);
             for (int64_t i = 0; i < count; i++) out[i] = sums[i] + (add ? add[i] : 0.0f);
             mt_row_close(y, t * N + n, out, count, dtype);
+        }
+    }
+}
+
+static void mt_cpu_batched_product(const mt_product_args *a, mt_dtype dtype, mt_stream *stream) {
+    int64_t M = a->M, N = a->N, K = a->K;
+    bool converts = dtype != MT_F32;
+    float *sums = mt_scratch_grow(M * N + (converts ? (M + N) * K : 0)), *left = sums + M * N, *right = left + M * K;
+    for (int64_t i = 0; i < a->count; i++) {
+        int64_t x_cols = a->a_transposed ? M : K, y_cols = a->b_transposed ? K : N;
+        mt_matrix x = mt_matrix_load(left, a->a, i * M * K, a->a_transposed ? K : M, x_cols, x_cols, dtype);
+        mt_matrix y = mt_matrix_load(right, a->b, i * K * N, a->b_transposed ? N : K, y_cols, y_cols, dtype);
+        x.transposed = a->a_transposed, y.transposed = a->b_transposed;
+        mt_matmul(sums, N, x, y, M, N, K, false);
+#pragma omp parallel for if (M * N > MT_PARALLEL)
+        for (int64_t block = 0; block < M * N; block += MT_BLOCK) {
+            float scratch[MT_BLOCK];
+            int64_t n = mt_min(MT_BLOCK, M * N - block), at = i * M * N + block;
+            const float *add = a->add ? mt_row_load(scratch, a->add, at, n, dtype) : NULL;
+            for (int64_t k = 0; k < n; k++)
+                sums[block + k] = a->scale * sums[block + k] + (add ? a->add_scale * add[k] : 0);
+            mt_row_store(a->out, at, sums + block, n, dtype);
         }
     }
 }
@@ -3204,6 +3258,74 @@ static void mt_cpu_lion_step(const mt_update_args *a, const mt_update *update, m
     if (a->scale[0] >= 0) mt_update_run(a, update, mt_lion_elements, true);
 }
 
+/* Values u of a step on matrices: the momentum, or Nesterov's rule. */
+static inline float mt_muon_value(const mt_update *u, bool nesterov, float momentum, float grad) {
+    return nesterov ? mt_fma(u->beta1, momentum, (1.0f - u->beta1) * grad) : momentum;
+}
+
+static void mt_cpu_muon_momentum(const mt_update_args *a, const mt_update *update, mt_stream *stream) {
+    enum { PARTS = 64 }; // for any number of threads
+    const mt_matrices *x = a->matrices;
+    int64_t n = x->rows * x->cols, length = mt_divide_up(n, (int64_t)PARTS * MT_BLOCK) * MT_BLOCK;
+    const mt_update u = *update;
+    for (int64_t i = 0; i < x->count && a->scale[0] >= 0; i++) {
+        double parts[PARTS] = {0};
+        float *m = (float *)a->m + i * x->stride;
+#pragma omp parallel for if (n > MT_PARALLEL)
+        for (int64_t part = 0; part < PARTS; part++)
+            for (int64_t block = part * length; block < mt_min((part + 1) * length, n); block += MT_BLOCK) {
+                float scratch[MT_BLOCK];
+                int64_t count = mt_min(MT_BLOCK, n - block);
+                const float *grad = mt_row_load(scratch, a->grad, i * x->stride + block, count, a->grad_dtype);
+                for (int64_t k = 0; k < count; k++) {
+                    float g = grad[k] * a->scale[0];
+                    m[block + k] = mt_fma(u.beta1, m[block + k], (1.0f - u.beta1) * g);
+                    double value = (double)mt_muon_value(&u, x->nesterov, m[block + k], g);
+                    parts[part] += value * value;
+                }
+            }
+        for (int64_t part = 0; part < PARTS && x->counted; part++) x->sums[i] += parts[part];
+    }
+}
+
+static void mt_cpu_muon_normalize(const mt_update_args *a, const mt_update *update, mt_stream *stream) {
+    const mt_matrices *x = a->matrices;
+    const mt_update u = *update;
+#pragma omp parallel for if (x->count * x->rows * x->cols > MT_PARALLEL)
+    for (int64_t row = 0; row < x->count * x->rows; row++) {
+        int64_t i = row / x->rows, r = row % x->rows, from = i * x->stride + r * x->cols;
+        int64_t to = i * x->x_stride + r * x->row_stride;
+        float norm = (float)sqrt(x->sums[i]), least = 1e-7f, divisor = norm < least ? least : norm;
+        for (int64_t block = 0; block < x->cols; block += MT_BLOCK) {
+            float scratch[MT_BLOCK], values[MT_BLOCK];
+            int64_t count = mt_min(MT_BLOCK, x->cols - block);
+            const float *m = (const float *)a->m + from + block;
+            const float *grad = x->nesterov ? mt_row_load(scratch, a->grad, from + block, count, a->grad_dtype) : m;
+            for (int64_t k = 0; k < count; k++)
+                values[k] = mt_muon_value(&u, x->nesterov, m[k], grad[k] * a->scale[0]) / divisor;
+            mt_row_store(x->x, to + block, values, count, x->dtype);
+        }
+    }
+}
+
+static void mt_cpu_muon_step(const mt_update_args *a, const mt_update *update, mt_stream *stream) {
+    const mt_matrices *x = a->matrices;
+    float shrink = mt_fma(-update->lr, update->weight_decay, 1.0f), rate = update->lr * x->factor;
+    float *weights = a->master ? a->master : a->param;
+#pragma omp parallel for if (x->count * x->rows * x->cols > MT_PARALLEL)
+    for (int64_t row = 0; row < (a->scale[0] < 0 ? 0 : x->count * x->rows); row++) {
+        int64_t i = row / x->rows, r = row % x->rows, to = i * x->stride + r * x->cols;
+        int64_t from = i * x->x_stride + r * x->row_stride;
+        for (int64_t block = 0; block < x->cols; block += MT_BLOCK) {
+            float scratch[MT_BLOCK], *w = weights + to + block;
+            int64_t count = mt_min(MT_BLOCK, x->cols - block);
+            const float *direction = mt_row_load(scratch, x->x, from + block, count, x->dtype);
+            for (int64_t k = 0; k < count; k++) w[k] = mt_fma(w[k], shrink, -(rate * direction[k]));
+            if (a->master) mt_row_store(a->param, to + block, w, count, a->dtype);
+        }
+    }
+}
+
 /* Two normal numbers from two uniform words (Box & Muller, "A note on the generation of random normal deviates"). */
 static void mt_box_muller(float normal[2], uint32_t word0, uint32_t word1) {
     double uniform0 = ((double)word0 + 0.5) * 0x1p-32, uniform1 = ((double)word1 + 0.5) * 0x1p-32;
@@ -3781,6 +3903,33 @@ static void mt_cpu_reduce_scatter(void *out, const void *in, int64_t count, mt_d
     for (int64_t start = 0; start < count; start += slice)
         mt_mpi_reduce_slices((char *)out + start * width, (const char *)in + start * width, count,
                              mt_min(slice, count - start), group->size * count - start, group, MT_SUM, dtype);
+    mt_watch_end();
+#endif
+}
+
+static void mt_cpu_reduce(void *out, const void *in, int64_t count, mt_dtype dtype, int root, const mt_group *group,
+                          mt_stream *stream) {
+    MT_CHECK(dtype == MT_F32 || dtype == MT_BF16 || dtype == MT_F64);
+    int64_t width = mt_dtype_size(dtype);
+    if (group->size == 1 && out != in) memmove(out, in, (size_t)(count * width));
+    if (group->size == 1 || count == 0) return;
+#ifdef MT_HAVE_MPI
+    int64_t slice = mt_reduce_slice(group);
+    mt_watch_begin("reduce", group->name);
+    for (int64_t start = 0; start < count; start += slice) {
+        int64_t n = mt_min(slice, count - start);
+        const char *own = (const char *)in + start * width;
+        if (group->rank != root) {
+            mt_message_exchange(group, MT_TAG_COLLECTIVE, own, n * width, root, NULL, 0, root);
+            continue;
+        }
+        char *rows = (char *)mt_scratch_grow(mt_divide_up(group->size * n * width, 4));
+        memcpy(rows + root * n * width, own, (size_t)(n * width));
+        for (int from = 0; from < group->size; from++)
+            if (from != root)
+                mt_message_exchange(group, MT_TAG_COLLECTIVE, NULL, 0, from, rows + from * n * width, n * width, from);
+        mt_reduce_rows((char *)out + start * width, rows, group->size, n, n, MT_SUM, dtype);
+    }
     mt_watch_end();
 #endif
 }
@@ -5418,6 +5567,19 @@ static void mt_param_cut(const mt_param_table *table, mt_cut cut, mt_param *para
     if (replicas == 1) param->gradient = MT_GRADIENT_WHOLE;
 }
 
+/* True for a matrix that an optimizer steps whole, as Megatron-Core chooses: of linears in layers, the router's too. */
+static bool mt_param_is_matrix(const mt_param *param) {
+    return mt_optimizer_rows[param->optimizer].steps == MT_STEPS_MATRICES;
+}
+
+/* True if a parameter and the one before it are one matrix to such an optimizer, as in Megatron-Core: gate and up, and
+ * without --muon-split-qkv q, k and v. */
+static bool mt_param_joins(const mt_options *o, const mt_param *param) {
+    if (!mt_param_is_matrix(param) || !param->continues || param[-1].expert != param->expert) return false;
+    if (param->role == MT_K || param->role == MT_V) return !o->muon.split_qkv;
+    return param->role == MT_UP || param->role == MT_SHARED_UP || param->role == MT_EXPERT_UP;
+}
+
 /* Appends a row. `continues`: it follows the one before without a gap. */
 static void mt_param_add(mt_param_table *table, const mt_role_row *row, int64_t layer, int64_t expert, bool continues) {
     const mt_options *o = table->options;
@@ -5437,6 +5599,9 @@ static void mt_param_add(mt_param_table *table, const mt_role_row *row, int64_t 
     for (int i = MT_NUM_CONDITIONS - 1; i >= 0; i--)
         if (row->when >> i & 1) param->exists_option = mt_condition_option[i];
     param->bucket = table->bucket, param->continues = continues;
+    bool in_layer = row->unit == MT_UNIT_LAYER || row->unit == MT_UNIT_EXPERTS;
+    param->optimizer = in_layer && !param->is_vector ? o->optimizer : mt_element_optimizer(o);
+    param->joins = mt_param_joins(o, param);
     param->field = row->field, param->field_name = row->field_name;
     mt_param_set_name(table, row, param);
     param->hf_transposed = table->family->transposed && layer >= 0 && !param->is_vector;
@@ -5739,6 +5904,7 @@ struct mt_model {
     /* offloading */
     struct mt_offload *offload;               // of activations; NULL: none
     struct mt_host_optimizer *host_optimizer; // NULL: none
+    struct mt_muon *muon;                     // NULL: no step on matrices
     mt_arena host;                            // pinned host memory of all offloaded values
     struct mt_experts *experts;
     struct mt_mtp *mtp;
@@ -9656,21 +9822,74 @@ static bool mt_bucket_buffers_gradients(const mt_bucket *b) {
     return b->strategy >= MT_SHARD_GRADS || b->grad_dtype != MT_F32;
 }
 
+/* The first elements of the matrices of a bucket that a step takes whole, then its end; returns their number. */
+static int64_t mt_bucket_cuts(const mt_model *m, const mt_bucket *b, int64_t *cuts) {
+    int64_t count = 0;
+    for (const mt_param *param = m->params + b->first_param; param < m->params + b->first_param + b->num_params;
+         param++)
+        if (param->trained && mt_param_is_matrix(param) && !param->joins) cuts[count++] = param->offset;
+    cuts[count] = b->count;
+    return count;
+}
+
+/* Merges neighbours until `most` ranges of about equal size are left; returns their number. */
+static int64_t mt_cuts_merge(int64_t *cuts, int64_t count, int64_t most) {
+    int64_t end = cuts[count], at = 0;
+    if (count <= most) return count;
+    for (int64_t range = 0; range < most; range++) {
+        int64_t begin = cuts[range], target = (end - begin) / (most - range), last = count - (most - range - 1);
+        do at++;
+        while (at < last && cuts[at + 1] - begin - target <= target - (cuts[at] - begin));
+        cuts[range + 1] = range + 1 == most ? end : cuts[at];
+    }
+    return most;
+}
+
+/* Gives the ranks of a bucket's group shards that begin and end at matrices. The largest goes to the rank that has the
+ * least in the buckets before: loads[size]. A rank has at most one range of each bucket. */
+static void mt_bucket_share(mt_model *m, mt_bucket *b, int64_t *loads) {
+    int64_t *cuts = mt_malloc((b->num_params + 1) * (int64_t)sizeof *cuts), size = b->group->size;
+    int64_t count = mt_cuts_merge(cuts, mt_bucket_cuts(m, b, cuts), size);
+    bool *given = mt_calloc(mt_max(count, 1));
+    if (count > 0) b->shares = mt_model_calloc(m, size * (int64_t)sizeof *b->shares);
+    for (int64_t left = count; left > 0; left--) {
+        int64_t range = -1, rank = -1;
+        for (int64_t i = 0; i < count; i++)
+            if (!given[i] && (range < 0 || cuts[i + 1] - cuts[i] > cuts[range + 1] - cuts[range])) range = i;
+        for (int64_t r = 0; r < size; r++)
+            if (b->shares[r].count == 0 && (rank < 0 || loads[r] < loads[rank])) rank = r;
+        b->shares[rank] = (mt_share){cuts[range], cuts[range + 1] - cuts[range]};
+        loads[rank] += b->shares[rank].count, given[range] = true;
+    }
+    if (count > 0) b->shard_first = b->shares[b->group->rank].first, b->shard_count = b->shares[b->group->rank].count;
+    free(cuts), free(given);
+}
+
 /* Sizes of buckets, from the parameter table. Parameters are padded to the alignment; a sharded bucket is padded to
- * aligned shards of equal size. */
+ * aligned shards of equal size, unless these must begin and end at matrices. */
 static void mt_buckets_size(mt_model *m) {
     for (int64_t i = 0; i < m->num_params; i++) {
         const mt_param *param = &m->params[i];
         mt_bucket *b = &m->buckets[param->bucket];
+        int64_t before = b->count;
         if (b->num_params++ == 0) b->first_param = i;
         b->count = mt_align(param->offset + param->rows * param->cols);
         if (param->weight_decay) b->decay_count = b->count;
+        if (param->trained && mt_param_is_matrix(param)) b->matrix_count = b->count;
+        if (mt_num_states(param->optimizer) == MT_NUM_STATES) b->v_count += b->count - before;
     }
+    int64_t ranks = m->grid->data_context.size, expert_ranks = m->grid->expert_data.size;
+    int64_t *loads = mt_calloc((ranks + expert_ranks) * (int64_t)sizeof *loads); // of each group
     for (mt_bucket *b = m->buckets; b < m->buckets + m->num_buckets; b++) {
         int64_t shards = b->strategy == MT_NO_SHARD ? 1 : b->group->size, multiple = shards * MT_PARAM_ALIGNMENT;
+        int64_t with_one = b->v_count > 0 ? b->count - b->v_count : INT64_MAX; // leading elements with one state
         b->count = (b->count + multiple - 1) / multiple * multiple, b->shard_count = b->count / shards;
         b->shard_first = shards > 1 ? b->group->rank * b->shard_count : 0;
+        bool has_experts = b->group == &m->grid->expert_data;
+        if (shards > 1 && b->trained) mt_bucket_share(m, b, loads + has_experts * ranks);
+        b->v_count = mt_clamp(b->shard_first + b->shard_count - with_one, 0, b->shard_count);
     }
+    free(loads);
 }
 
 /* Finds the bucket of every unit. */
@@ -9769,7 +9988,7 @@ static void mt_sharding_start(mt_model *m) {
         mt_bucket *b = &m->buckets[i];
         if (b->params) m->ops->memory_zero(b->params, b->count * mt_dtype_size(b->dtype), m->stream);
         if (b->grads) m->ops->memory_zero(b->grads, b->count * 4, m->stream);
-        for (int state = 0; state < mt_num_states(o->optimizer); state++) {
+        for (int state = 0; state < MT_NUM_STATES; state++) {
             mt_shard shard = mt_bucket_shard(m, i, (mt_param_state)state);
             if (shard.data) mt_shard_write(m, &shard, 0, NULL, b->count);
         }
@@ -9835,6 +10054,35 @@ static void mt_bucket_gather_run(mt_model *m, const mt_bucket *b, char *params, 
     m->ops->all_reduce(params + begin * size, end - begin, MT_SUM, b->dtype, b->group, stream);
 }
 
+/* whole[count] of a bucket = the shards of all ranks. This rank's is `own`, perhaps in its place in `whole`. */
+static void mt_bucket_collect(mt_model *m, const mt_bucket *b, void *whole, const void *own, mt_dtype dtype,
+                              mt_stream *stream) {
+    void *place = mt_at(whole, b->shard_first, dtype);
+    if (!b->shares) {
+        m->ops->all_gather(whole, own, b->shard_count, dtype, b->group, stream);
+        return;
+    }
+    if (own != place && b->shard_count > 0)
+        m->ops->memory_copy(place, own, b->shard_count * mt_dtype_size(dtype), stream);
+    for (int rank = 0; rank < b->group->size; rank++)
+        if (b->shares[rank].count > 0)
+            m->ops->broadcast(mt_at(whole, b->shares[rank].first, dtype), b->shares[rank].count, dtype, rank, b->group,
+                              stream);
+}
+
+/* sum[shard_count] = this rank's shard of the sum over ranks of whole[count]; it may be in its place there. */
+static void mt_bucket_scatter_sum(mt_model *m, const mt_bucket *b, void *sum, const void *whole, mt_dtype dtype,
+                                  mt_stream *stream) {
+    if (!b->shares) {
+        m->ops->reduce_scatter(sum, whole, b->shard_count, dtype, b->group, stream);
+        return;
+    }
+    for (int rank = 0; rank < b->group->size; rank++)
+        if (b->shares[rank].count > 0)
+            m->ops->reduce(sum, mt_at(whole, b->shares[rank].first, dtype), b->shares[rank].count, dtype, rank,
+                           b->group, stream);
+}
+
 /* Starts the all-gather of a bucket's parameters, unless they are current or already on their way. */
 static void mt_bucket_gather(mt_model *m, int64_t bucket) {
     mt_sharding *s = m->sharding;
@@ -9848,7 +10096,7 @@ static void mt_bucket_gather(mt_model *m, int64_t bucket) {
         return;
     }
     s->progress[bucket].needs_gather = false;
-    m->ops->all_gather(whole, b->param_shard, b->shard_count, m->dtype, b->group, s->param_stream);
+    mt_bucket_collect(m, b, whole, b->param_shard, m->dtype, s->param_stream);
 }
 
 /* The same for products. --fp8-param-gather: gathers the weights of linears in fp8, the other parameters in bf16. */
@@ -9878,7 +10126,7 @@ static void mt_bucket_gather_products(mt_model *m, int64_t bucket) {
         rest = at + a.count * a.R * a.C;
     }
     if (b->count > rest) mt_bucket_gather_run(m, b, params, rest, b->count);
-    m->ops->all_gather(fp8_params, fp8_params + b->shard_first, b->shard_count, MT_U8, b->group, s->param_stream);
+    mt_bucket_collect(m, b, fp8_params, fp8_params + b->shard_first, MT_U8, s->param_stream);
 }
 
 /* True if a forward and a backward acquire this bucket; adapters, the first buckets, are not acquired. */
@@ -10043,8 +10291,9 @@ static void mt_bucket_reduce(mt_model *m, int64_t first, int64_t end) {
         return;
     }
     void *sum = in_place ? b->grad_shard : b->grads + b->shard_first;
-    m->ops->reduce_scatter(sum, shards ? b->grads : b->main_grads, b->shard_count, dtype, b->group, s->grad_stream);
-    if (!in_place) mt_gradients_add(m, b, b->grad_shard, sum, b->shard_count, adds, s->grad_stream);
+    mt_bucket_scatter_sum(m, b, sum, shards ? b->grads : b->main_grads, dtype, s->grad_stream);
+    if (!in_place && b->shard_count > 0)
+        mt_gradients_add(m, b, b->grad_shard, sum, b->shard_count, adds, s->grad_stream);
 }
 
 /* Starts the reduction of all buckets that are reduced together with this one, once all are complete. */
@@ -10174,27 +10423,6 @@ static void mt_params_finish(mt_model *m) {
     if (now) mt_wait_stream(m, m->stream, s->param_stream);
 }
 
-static const struct {
-    const char *name, *states[2];
-} mt_optimizer_rows[] = {
-#define MT_OPTIMIZER_ROW(name, step, option, first, second) {option, {first, second}},
-    MT_OPTIMIZERS(MT_OPTIMIZER_ROW)
-#undef MT_OPTIMIZER_ROW
-};
-
-const char *mt_optimizer_name(mt_optimizer optimizer) {
-    return mt_optimizer_rows[optimizer].name;
-}
-
-int mt_num_states(mt_optimizer optimizer) {
-    return mt_optimizer_rows[optimizer].states[1] ? MT_NUM_STATES : MT_STATE_EXP_AVG_SQ;
-}
-
-const char *mt_state_name(mt_optimizer optimizer, mt_param_state state) {
-    if (state == MT_STATE_WEIGHTS) return "";
-    return state == MT_STATE_MASTER ? "master" : mt_optimizer_rows[optimizer].states[state - MT_STATE_EXP_AVG];
-}
-
 mt_dtype mt_state_dtype(const mt_model *m, mt_param_state state) {
     if (state == MT_STATE_EXP_AVG) return mt_optimizer_dtypes[m->options->exp_avg_dtype];
     if (state == MT_STATE_EXP_AVG_SQ) return mt_optimizer_dtypes[m->options->exp_avg_sq_dtype];
@@ -10223,8 +10451,8 @@ static void mt_plan_buckets(mt_model *m) {
         if (m->dtype != MT_F32)
             b->master = mt_arena_alloc(from, b->shard_count * mt_dtype_size(mt_state_dtype(m, MT_STATE_MASTER)));
         b->m = mt_arena_alloc(from, b->shard_count * mt_dtype_size(mt_state_dtype(m, MT_STATE_EXP_AVG)));
-        if (mt_num_states(o->optimizer) > MT_STATE_EXP_AVG_SQ)
-            b->v = mt_arena_alloc(from, b->shard_count * mt_dtype_size(mt_state_dtype(m, MT_STATE_EXP_AVG_SQ)));
+        if (b->v_count > 0)
+            b->v = mt_arena_alloc(from, b->v_count * mt_dtype_size(mt_state_dtype(m, MT_STATE_EXP_AVG_SQ)));
     }
     bool has_scales = o->main_params_dtype != MT_MAIN_PARAMS_FP32 || o->exp_avg_dtype >= MT_OPTIMIZER_FP16 ||
                       o->exp_avg_sq_dtype >= MT_OPTIMIZER_FP16;
@@ -10250,6 +10478,8 @@ mt_shard mt_bucket_shard(const mt_model *m, int64_t bucket, mt_param_state state
     const mt_bucket *b = &m->buckets[bucket];
     MT_CHECK(!(m->resting_parts & (1u << MT_PART_PARAMS | (state != MT_STATE_WEIGHTS) << MT_PART_OPTIMIZER)));
     void *states[MT_NUM_STATES] = {NULL, b->master, b->m, b->v};
+    if (state == MT_STATE_EXP_AVG_SQ)
+        return (mt_shard){b->v, b->shard_first + b->shard_count - b->v_count, b->v_count, mt_state_dtype(m, state)};
     if (state != MT_STATE_WEIGHTS && (state != MT_STATE_MASTER || m->dtype != MT_F32 || !b->trained))
         return (mt_shard){states[state], b->shard_first, b->shard_count, mt_state_dtype(m, state)};
     if (b->strategy == MT_SHARD_PARAMS) return (mt_shard){b->param_shard, b->shard_first, b->shard_count, b->dtype};
@@ -10301,7 +10531,7 @@ const void *mt_bucket_gather_state(mt_model *m, int64_t bucket, mt_param_state s
     mt_sharding *s = m->sharding;
     mt_bucket *b = &m->buckets[bucket];
     mt_shard shard = mt_bucket_shard(m, bucket, state);
-    MT_CHECK(!mt_state_has_scale(shard.dtype));
+    MT_CHECK(!mt_state_has_scale(shard.dtype) && (state != MT_STATE_EXP_AVG_SQ || b->matrix_count == 0));
     if (state == MT_STATE_WEIGHTS || (state == MT_STATE_MASTER && m->dtype == MT_F32)) {
         if (b->strategy != MT_NO_SHARD) mt_bucket_gather(m, bucket);
         mt_wait_stream(m, m->stream, s->param_stream);
@@ -10312,8 +10542,11 @@ const void *mt_bucket_gather_state(mt_model *m, int64_t bucket, mt_param_state s
     void *whole = mt_bucket_buffers_gradients(b) ? s->grad_buffers[buffer].memory : b->grads;
     if (s->gathered_bucket == bucket && s->gathered_state == state) return whole;
     void *own = mt_at(whole, b->shard_first, shard.dtype);
-    m->ops->memory_copy(own, shard.data, b->shard_count * mt_dtype_size(shard.dtype), m->stream); // from the host too
-    m->ops->all_gather(whole, own, b->shard_count, shard.dtype, b->group, m->stream);
+    if (b->shard_count > 0)
+        m->ops->memory_copy(mt_at(whole, shard.first, shard.dtype), shard.data,
+                            shard.count * mt_dtype_size(shard.dtype),
+                            m->stream); // from the host too
+    mt_bucket_collect(m, b, whole, own, shard.dtype, m->stream);
     s->gathered_bucket = bucket, s->gathered_state = state;
     return whole;
 }
@@ -10409,10 +10642,10 @@ static void mt_step_check_gradients(mt_model *m) {
     mt_phase_end(m);
 }
 
-/* The operands of a step on a bucket's shard. */
-static mt_update_args mt_bucket_update(const mt_model *m, const mt_bucket *b) {
+/* The operands of a step on a bucket's shard, without the second state. */
+static mt_update_args mt_bucket_operands(const mt_model *m, const mt_bucket *b) {
     mt_update_args a = {.n = b->shard_count, .dtype = b->dtype, .grad_dtype = b->grad_dtype};
-    a.param = b->param_shard, a.master = b->master, a.m = b->m, a.v = b->v, a.grad = b->grad_shard;
+    a.param = b->param_shard, a.master = b->master, a.m = b->m, a.grad = b->grad_shard;
     a.corrections = m->numbers->guard + MT_GUARD_CORRECTIONS;
     a.scale = &m->numbers->grad_scale, a.master_dtype = mt_state_dtype(m, MT_STATE_MASTER);
     a.m_dtype = mt_state_dtype(m, MT_STATE_EXP_AVG), a.v_dtype = mt_state_dtype(m, MT_STATE_EXP_AVG_SQ);
@@ -10434,6 +10667,13 @@ static mt_update_args mt_update_part(const mt_update_args *whole, int64_t first,
     a.n = n, a.param = mt_at(a.param, first, a.dtype), a.master = mt_at(a.master, first, a.master_dtype);
     a.m = mt_at(a.m, first, a.m_dtype), a.v = a.v ? mt_at(a.v, first, a.v_dtype) : NULL;
     a.grad = mt_at(a.grad, first, a.grad_dtype);
+    return a;
+}
+
+/* Elements [first, first + n) of a bucket's shard. */
+static mt_update_args mt_bucket_update(const mt_model *m, const mt_bucket *b, int64_t first, int64_t n) {
+    mt_update_args whole = mt_bucket_operands(m, b), a = mt_update_part(&whole, first, n);
+    if (b->v) a.v = mt_at(b->v, first - (b->shard_count - b->v_count), a.v_dtype);
     return a;
 }
 
@@ -10585,7 +10825,7 @@ static void mt_optimizer_step_scaled(mt_model *m, mt_update *update, float weigh
         const mt_bucket *b = &m->buckets[param->bucket];
         int64_t count = mt_gradient_run(m, param, param, &begin);
         if (!b->trained || count == 0) continue;
-        mt_update_args whole = mt_bucket_update(m, b), a = mt_update_part(&whole, begin, count);
+        mt_update_args a = mt_bucket_update(m, b, begin, count);
         a.amax = amax[i], a.new_amax = new_amax[i], update->weight_decay = param->weight_decay ? weight_decay : 0;
         m->ops->adamw_amax(&a, update, m->stream);
         m->ops->adamw_step(&a, update, m->stream);
@@ -10593,10 +10833,275 @@ static void mt_optimizer_step_scaled(mt_model *m, mt_update *update, float weigh
     m->ops->memory_copy(amax, new_amax, bytes, m->stream);
 }
 
-/* The numbers of a step except the weight decay, which vectors lack. */
+/* ---- Muon */
+
+/* Muon (Jordan et al., "Muon: an optimizer for hidden layers in neural networks") steps a matrix against its momentum U
+ * S V^T as if all singular values were about 1: U V^T. Newton-Schulz iterations approximate that by products alone: X =
+ * a X + (b A + c A A) X with A = X X^T maps each singular value s to a s + b s^3 + c s^5. All else, vectors, embeddings
+ * and the head, has an optimizer of elements. */
+enum { MT_MUON_SETS = 10, MT_MUON_BATCH = 1 << 26 };
+
+/* (a, b, c) of each iteration; more iterations repeat the last, or all. */
+static const struct {
+    int count;
+    bool repeats_last;
+    float sets[MT_MUON_SETS][3];
+} mt_muon_coefficients[] = {
+    [MT_MUON_QUINTIC] = {5,
+                         false,
+                         {{4.0848f, -6.8946f, 2.9270f},
+                          {3.9505f, -6.3029f, 2.6377f},
+                          {3.7418f, -5.5913f, 2.3037f},
+                          {2.8769f, -3.1427f, 1.2046f},
+                          {2.8366f, -3.0525f, 1.2012f}}},
+    [MT_MUON_SIMPLE] = {1, false, {{3.4445f, -4.7750f, 2.0315f}}},
+    [MT_MUON_POLAR_EXPRESS] = {8,
+                               true,
+                               {{8.2051f, -22.9019f, 16.4607f},
+                                {4.0664f, -2.8612f, 0.5184f},
+                                {3.9096f, -2.8234f, 0.5250f},
+                                {3.2856f, -2.4153f, 0.4853f},
+                                {2.2779f, -1.6198f, 0.3985f},
+                                {1.8726f, -1.2307f, 0.3585f},
+                                {1.8564f, -1.2132f, 0.3568f},
+                                {1.8750f, -1.2500f, 0.3750f}}},
+    [MT_MUON_CANS] = {5,
+                      true,
+                      {{8.4703f, -25.1081f, 18.6293f},
+                       {4.1828f, -3.1087f, 0.5806f},
+                       {3.9619f, -2.9541f, 0.5630f},
+                       {3.2866f, -2.4647f, 0.5074f},
+                       {2.2737f, -1.6447f, 0.4162f}}},
+    [MT_MUON_AOL] = {4,
+                     false,
+                     {{4.0098f, -7.0585f, 2.4635f},
+                      {3.4585f, -5.5479f, 2.5959f},
+                      {2.7573f, -3.2939f, 1.4254f},
+                      {2.7215f, -3.0494f, 1.3169f}}},
+    [MT_MUON_DEEPSEEKV4] = {10,
+                            true,
+                            {{3.4445f, -4.7750f, 2.0315f},
+                             {3.4445f, -4.7750f, 2.0315f},
+                             {3.4445f, -4.7750f, 2.0315f},
+                             {3.4445f, -4.7750f, 2.0315f},
+                             {3.4445f, -4.7750f, 2.0315f},
+                             {3.4445f, -4.7750f, 2.0315f},
+                             {3.4445f, -4.7750f, 2.0315f},
+                             {3.4445f, -4.7750f, 2.0315f},
+                             {2.0f, -1.5f, 0.5f},
+                             {2.0f, -1.5f, 0.5f}}},
+};
+
+static const float *mt_muon_set(mt_muon_type type, int64_t iteration) {
+    int64_t count = mt_muon_coefficients[type].count, last = count - 1;
+    int64_t set = mt_muon_coefficients[type].repeats_last ? mt_min(iteration, last) : iteration % count;
+    return mt_muon_coefficients[type].sets[set];
+}
+
+float mt_muon_factor(const mt_muon_options *o, int64_t rows, int64_t cols) {
+    double ratio = (double)rows / (double)cols, square = (double)mt_max(rows, cols); // spectral
+    if (o->scale_mode == MT_MUON_UNIT_RMS_NORM) square = ratio;
+    if (o->scale_mode == MT_MUON_SHAPE_SCALING) square = ratio > 1 ? ratio : 1;
+    return (float)(sqrt(square) * o->extra_scale_factor);
+}
+
+void mt_newton_schulz(const mt_ops *ops, const mt_muon_options *o, mt_iterate *x, mt_stream *stream) {
+    mt_dtype dtype = o->fp32_matmul_prec == MT_MUON_MEDIUM ? MT_BF16 : MT_F32;
+    int64_t side = x->transposed ? x->cols : x->rows, summed = x->transposed ? x->counted_rows : x->cols;
+    mt_product_args squares = {side, side, summed, x->count, .a_transposed = x->transposed, .scale = 1};
+    squares.b_transposed = !x->transposed, squares.out = x->squares;
+    mt_product_args polynomial = {side, side, side, x->count, .a = x->squares, .b = x->squares, .add = x->squares};
+    polynomial.out = x->polynomial;
+    mt_product_args next = {x->rows, x->cols, side, x->count, .scale = 1};
+    squares.tf32 = polynomial.tf32 = next.tf32 = o->fp32_matmul_prec == MT_MUON_HIGH;
+    for (int64_t i = 0; i < o->num_ns_steps; i++) {
+        const float *set = mt_muon_set(o->coefficient_type, i);
+        squares.a = squares.b = x->x;
+        if (summed > 0)
+            ops->batched_product(&squares, dtype, stream);
+        else
+            ops->memory_zero(x->squares, x->count * side * side * mt_dtype_size(dtype), stream);
+        if (x->group) ops->all_reduce(x->squares, x->count * side * side, MT_SUM, dtype, x->group, stream);
+        polynomial.add_scale = set[1], polynomial.scale = set[2];
+        ops->batched_product(&polynomial, dtype, stream);
+        next.a = x->transposed ? x->x : x->polynomial, next.b = x->transposed ? x->polynomial : x->x;
+        next.add = x->x, next.add_scale = set[0], next.out = x->next;
+        ops->batched_product(&next, dtype, stream);
+        void *done = x->x;
+        x->x = x->next, x->next = done;
+    }
+}
+
+/* Matrices of one shape whose parts on this rank lie at equal distances: they are orthogonalised together. */
+typedef struct mt_muon_batch {
+    int64_t first, end;        // rows of the parameter table
+    int64_t pieces;            // parameters of one matrix
+    int64_t count, rows, cols; // matrices, as they are orthogonalised here
+    int64_t stride;            // elements between two
+    const mt_group *group;     // the ranks that share them; NULL: none, or each rank takes its part alone
+    bool gathered;             // every rank computes the whole
+    bool transposed;           // the products X^T X are the smaller ones, or sums over ranks
+    int64_t counted_rows;      // the first rows here: no other rank has a copy of them
+    int64_t out, in;           // the shape that determines the factor
+    double *sums;              // [count]
+} mt_muon_batch;
+
+typedef struct mt_muon {
+    double *sums[2]; // of the matrices here outside experts, and of experts
+    int64_t num_sums[2];
+    int64_t elements, sides; // the largest of a batch: of its matrices, of their squares
+    void *x, *next, *squares, *polynomial;
+} mt_muon;
+
+/* True if two matrices, beginning at these parameters, have the same shape here. */
+static bool mt_muon_alike(const mt_param *a, const mt_param *b, int64_t pieces) {
+    for (int64_t i = 0; i < pieces; i++)
+        if (a[i].rows != b[i].rows || a[i].cols != b[i].cols || a[i].shard_dim != b[i].shard_dim ||
+            a[i].whole_rows != b[i].whole_rows || a[i].whole_cols != b[i].whole_cols || a[i].counted != b[i].counted ||
+            b[i].joins != (i > 0))
+            return false;
+    return true;
+}
+
+/* The end of the matrix that begins at a parameter. */
+static int64_t mt_matrix_end(const mt_model *m, int64_t first) {
+    int64_t end = first + 1;
+    while (end < m->num_params && m->params[end].joins) end++;
+    return end;
+}
+
+/* The matrices of this rank's shards from parameter batch->end on; false: none is left. */
+static bool mt_muon_next(const mt_model *m, mt_muon_batch *batch) {
+    const mt_muon_options *o = &m->options->muon;
+    int64_t first = batch->end;
+    for (; first < m->num_params; first = mt_matrix_end(m, first)) {
+        const mt_param *param = &m->params[first];
+        const mt_bucket *b = &m->buckets[param->bucket];
+        if (b->trained && mt_param_is_matrix(param) && param->offset >= b->shard_first &&
+            param->offset < b->shard_first + b->shard_count)
+            break;
+    }
+    if (first == m->num_params) return false;
+    const mt_param *params = &m->params[first];
+    const mt_bucket *b = &m->buckets[params->bucket];
+    const mt_group *group = params->expert >= 0 ? &m->grid->expert_tensor : &m->grid->tensor;
+    *batch = (mt_muon_batch){.first = first, .end = mt_matrix_end(m, first), .count = 1, .cols = params->cols};
+    batch->pieces = batch->end - first;
+    bool is_cut = false;
+    for (const mt_param *piece = params; piece < params + batch->pieces; piece++) {
+        batch->rows += piece->rows, batch->out += piece->whole_rows, is_cut |= piece->shard_dim >= 0;
+        batch->counted_rows += piece->counted ? piece->rows : 0;
+    }
+    batch->in = params->whole_cols;
+    if (is_cut && group->size > 1 && o->tp_mode != MT_MUON_BLOCKWISE) batch->group = group;
+    batch->gathered = batch->group && o->tp_mode == MT_MUON_DUPLICATED;
+    if (!batch->group) batch->out = batch->rows, batch->in = batch->cols, batch->counted_rows = batch->rows;
+    if (batch->gathered) batch->rows = batch->counted_rows = batch->out, batch->cols = batch->in;
+    batch->transposed = batch->rows > batch->cols;
+    if (batch->group && !batch->gathered) batch->transposed = params->shard_dim == 0;
+    while (batch->end < m->num_params) {
+        const mt_param *next = &m->params[batch->end];
+        int64_t distance = next->offset - next[-batch->pieces].offset;
+        if (next->bucket != params->bucket || !mt_param_is_matrix(next) || batch->end + batch->pieces > m->num_params ||
+            next->offset >= b->shard_first + b->shard_count || !mt_muon_alike(params, next, batch->pieces) ||
+            mt_matrix_end(m, batch->end) != batch->end + batch->pieces ||
+            (batch->count > 1 && distance != batch->stride) ||
+            (batch->count + 1) * batch->rows * batch->cols > MT_MUON_BATCH)
+            break;
+        batch->stride = distance, batch->count++, batch->end += batch->pieces;
+    }
+    return true;
+}
+
+static void mt_muon_open(mt_model *m) {
+    if (m->plan.train && mt_optimizer_rows[m->options->optimizer].steps == MT_STEPS_MATRICES)
+        m->muon = mt_model_calloc(m, (int64_t)sizeof *m->muon);
+}
+
+/* Memory of the sums, and of the largest batch's values, squares and polynomials. */
+static void mt_plan_muon(mt_model *m, mt_arena *arena) {
+    mt_muon *muon = m->muon;
+    int64_t size = m->options->muon.fp32_matmul_prec == MT_MUON_MEDIUM ? 2 : 4;
+    memset(muon, 0, sizeof *muon);
+    for (mt_muon_batch batch = {0}; mt_muon_next(m, &batch);) {
+        int64_t side = batch.transposed ? batch.cols : batch.rows;
+        muon->num_sums[m->params[batch.first].expert >= 0] += batch.count;
+        muon->elements = mt_max(muon->elements, batch.count * batch.rows * batch.cols);
+        muon->sides = mt_max(muon->sides, batch.count * side * side);
+    }
+    for (int kind = 0; kind < 2; kind++) muon->sums[kind] = mt_arena_alloc(arena, muon->num_sums[kind] * 8);
+    muon->x = mt_arena_alloc(arena, muon->elements * size), muon->next = mt_arena_alloc(arena, muon->elements * size);
+    muon->squares = mt_arena_alloc(arena, muon->sides * size);
+    muon->polynomial = mt_arena_alloc(arena, muon->sides * size);
+}
+
+/* Calls an operation on each piece of a batch's matrices, whose values are at x. `counted`: only where this rank's copy
+ * is the one that counts. */
+static void mt_muon_pieces(mt_model *m, const mt_muon_batch *batch, mt_update_operation *operation, void *x,
+                           const mt_update *update, bool counted) {
+    const mt_muon_options *o = &m->options->muon;
+    mt_dtype dtype = o->fp32_matmul_prec == MT_MUON_MEDIUM ? MT_BF16 : MT_F32;
+    int64_t row = 0;
+    for (int64_t i = batch->first; i < batch->first + batch->pieces; i++) {
+        const mt_param *param = &m->params[i];
+        const mt_bucket *b = &m->buckets[param->bucket];
+        mt_matrices matrices = {batch->count, param->rows, param->cols, batch->stride, .dtype = dtype};
+        int64_t at = row * batch->cols;
+        if (batch->gathered) at += param->first_row * batch->cols + param->first_col;
+        row += batch->gathered ? param->whole_rows : param->rows;
+        if (counted && !param->counted) continue;
+        matrices.x = mt_at(x, at, dtype), matrices.x_stride = batch->rows * batch->cols;
+        matrices.row_stride = batch->cols, matrices.sums = batch->sums;
+        matrices.counted = param->counted || o->tp_mode == MT_MUON_BLOCKWISE;
+        matrices.factor = mt_muon_factor(o, batch->out, batch->in), matrices.nesterov = o->nesterov;
+        mt_update_args a = mt_bucket_update(m, b, param->offset - b->shard_first, param->rows * param->cols);
+        a.v = NULL, a.matrices = &matrices;
+        operation(&a, update, m->stream);
+    }
+}
+
+/* Gives each batch the sums of its matrices, one batch after another. */
+static void mt_muon_set_sums(const mt_model *m, mt_muon_batch *batch, int64_t used[2]) {
+    int kind = m->params[batch->first].expert >= 0;
+    batch->sums = m->muon->sums[kind] + used[kind];
+    used[kind] += batch->count;
+}
+
+static void mt_muon_run(mt_model *m, float lr, float weight_decay) {
+    const mt_muon_options *o = &m->options->muon;
+    mt_muon *muon = m->muon;
+    mt_dtype dtype = o->fp32_matmul_prec == MT_MUON_MEDIUM ? MT_BF16 : MT_F32;
+    mt_update update = {.lr = lr, .beta1 = (float)o->momentum, .weight_decay = weight_decay};
+    const mt_group *groups[2] = {&m->grid->tensor, &m->grid->expert_tensor};
+    for (int kind = 0; kind < 2; kind++)
+        if (muon->num_sums[kind] > 0) m->ops->memory_zero(muon->sums[kind], muon->num_sums[kind] * 8, m->stream);
+    int64_t used[2] = {0};
+    for (mt_muon_batch batch = {0}; mt_muon_next(m, &batch);) {
+        mt_muon_set_sums(m, &batch, used);
+        mt_muon_pieces(m, &batch, m->ops->muon_momentum, muon->x, &update, false);
+    }
+    for (int kind = 0; kind < 2 && o->tp_mode != MT_MUON_BLOCKWISE; kind++)
+        m->ops->all_reduce(muon->sums[kind], muon->num_sums[kind], MT_SUM, MT_F64, groups[kind], m->stream);
+    memset(used, 0, sizeof used);
+    for (mt_muon_batch batch = {0}; mt_muon_next(m, &batch);) {
+        int64_t elements = batch.count * batch.rows * batch.cols;
+        mt_muon_set_sums(m, &batch, used);
+        if (batch.gathered) m->ops->memory_zero(muon->x, elements * mt_dtype_size(dtype), m->stream);
+        mt_muon_pieces(m, &batch, m->ops->muon_normalize, muon->x, &update, batch.gathered);
+        if (batch.gathered) m->ops->all_reduce(muon->x, elements, MT_SUM, dtype, batch.group, m->stream);
+        mt_iterate iterate = {batch.count, batch.rows, batch.cols, batch.counted_rows, .transposed = batch.transposed};
+        iterate.x = muon->x, iterate.next = muon->next;
+        iterate.squares = muon->squares, iterate.polynomial = muon->polynomial;
+        iterate.group = batch.gathered ? NULL : batch.group;
+        mt_newton_schulz(m->ops, o, &iterate, m->stream);
+        mt_muon_pieces(m, &batch, m->ops->muon_step, iterate.x, &update, false);
+    }
+}
+
+/* The numbers of a step on elements except the weight decay, which vectors lack. */
 static mt_update mt_update_of_step(const mt_options *o, const mt_run_state *state) {
     mt_update u = {.lr = (float)mt_learning_rate(o, state->consumed_train_samples)};
-    switch (o->optimizer) {
+    switch (mt_element_optimizer(o)) {
     case MT_OPTIMIZER_SGD:
         u.beta1 = (float)o->sgd_momentum;
         break;
@@ -10612,19 +11117,19 @@ static mt_update mt_update_of_step(const mt_options *o, const mt_run_state *stat
 /* The optimizer's step on the shards of this rank. A failed check makes grad_scale negative: no update. */
 static void mt_optimizer_step(mt_model *m, const mt_run_state *state) {
     const mt_options *o = m->options;
-    mt_update_operation *step = mt_optimizer_operation(m->ops, o->optimizer);
+    mt_update_operation *step = mt_optimizer_operation(m->ops, mt_element_optimizer(o));
     mt_phase_begin(m, "optimizer", -1, -1);
     mt_wait_reader(m);
     float weight_decay = (float)mt_weight_decay(o, state->consumed_train_samples);
     mt_update update = mt_update_of_step(o, state);
+    if (m->muon) mt_muon_run(m, update.lr, weight_decay);
     if (m->host_optimizer) mt_host_optimizer_begin(m);
     if (m->state_amax) mt_optimizer_step_scaled(m, &update, weight_decay);
     for (int64_t i = m->num_trained_buckets - 1; !m->state_amax && i >= 0; i--) { // the host's first
         int64_t start[3];
-        mt_update_args whole = mt_bucket_update(m, &m->buckets[i]);
         mt_bucket_decays(&m->buckets[i], start);
-        for (int k = 0; k < 2; k++) {
-            mt_update_args a = mt_update_part(&whole, start[k], start[k + 1] - start[k]);
+        for (int k = m->buckets[i].matrix_count > 0; k < 2; k++) { // the decayed ones may be matrices
+            mt_update_args a = mt_bucket_update(m, &m->buckets[i], start[k], start[k + 1] - start[k]);
             update.weight_decay = k == 0 ? weight_decay : 0;
             if (m->buckets[i].on_host)
                 mt_host_optimizer_update(m, &a, &update);
@@ -11599,6 +12104,7 @@ static void mt_plan_memory(mt_model *m, mt_arena *arena) {
     mt_plan_buckets(m); // first: they begin the host's memory too, also after a rest
     if (m->host_optimizer) mt_plan_host_optimizer(m);
     if (m->plan.train) mt_plan_bucket_buffers(m, arena);
+    if (m->muon) mt_plan_muon(m, arena);
     m->bytes[MT_PLAN_BUFFERS] = arena->used;
     int64_t start = arena->used;
     if (m->plan.train) mt_plan_value_buffers(m, arena);
@@ -12246,6 +12752,7 @@ static int mt_model_partition(mt_model *m, mt_error *error) {
     mt_buckets_size(m);
     mt_buckets_find(m);
     mt_host_optimizer_open(m);
+    mt_muon_open(m);
     mt_model_micro_batches(m);
     mt_experts_open(m, o);
     mt_model_linears(m);

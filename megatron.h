@@ -263,14 +263,45 @@ typedef enum mt_cp_comm_type {
     MT_CP_A2A,        // all-to-all: ranks exchange tokens for heads
     MT_CP_A2A_P2P     // a2a within groups of neighbours, a ring across them
 } mt_cp_comm_type;
-/* Optimizers, one row each: its operation, OPERATION_step; its name as --optimizer; the names of an element's states in
- * checkpoints, where NULL is none. */
+/* Optimizers, one row each: its operation, OPERATION_step; what a step updates, ELEMENTS or whole MATRICES; its name as
+ * --optimizer; the names of an element's states in checkpoints, where NULL is none. */
 #define MT_OPTIMIZERS(X)                                                                                               \
-    X(ADAMW, adamw, "adam", "exp_avg", "exp_avg_sq")                                                                   \
-    X(SGD, sgd, "sgd", "momentum_buffer", NULL)                                                                        \
-    X(LION, lion, "lion", "exp_avg", NULL)
+    X(ADAMW, adamw, ELEMENTS, "adam", "exp_avg", "exp_avg_sq")                                                         \
+    X(SGD, sgd, ELEMENTS, "sgd", "momentum_buffer", NULL)                                                              \
+    X(LION, lion, ELEMENTS, "lion", "exp_avg", NULL)                                                                   \
+    X(MUON, muon, MATRICES, "muon", "momentum_buffer", NULL)
 #define MT_OPTIMIZER_NAME(name, ...) MT_OPTIMIZER_##name,
 typedef enum mt_optimizer { MT_OPTIMIZERS(MT_OPTIMIZER_NAME) MT_NUM_OPTIMIZERS } mt_optimizer;
+
+/* Muon: factor of the update of a matrix of `out` rows and `in` columns: the root of max(out, in); of out / in; of
+ * max(1, out / in). */
+typedef enum mt_muon_scale { MT_MUON_SPECTRAL, MT_MUON_UNIT_RMS_NORM, MT_MUON_SHAPE_SCALING } mt_muon_scale;
+/* Operands of its products: bf16, fp32 with products in TF32 (on a GPU), or fp32. */
+typedef enum mt_muon_precision { MT_MUON_MEDIUM, MT_MUON_HIGH, MT_MUON_HIGHEST } mt_muon_precision;
+/* Coefficients of its polynomials; mt_muon_coefficients has the numbers. */
+typedef enum mt_muon_type {
+    MT_MUON_QUINTIC,
+    MT_MUON_SIMPLE,
+    MT_MUON_POLAR_EXPRESS,
+    MT_MUON_CANS,
+    MT_MUON_AOL,
+    MT_MUON_DEEPSEEKV4
+} mt_muon_type;
+/* A matrix that tensor-parallel ranks share: each orthogonalises its part as a matrix of its own; each gathers the
+ * whole and computes everything; or each computes its part from sums over all. */
+typedef enum mt_muon_tp_mode { MT_MUON_BLOCKWISE, MT_MUON_DUPLICATED, MT_MUON_DISTRIBUTED } mt_muon_tp_mode;
+typedef enum mt_muon_scalar { MT_MUON_ADAM, MT_MUON_LION } mt_muon_scalar;
+
+typedef struct mt_muon_options {
+    double momentum, extra_scale_factor;
+    bool split_qkv, nesterov;
+    mt_muon_scale scale_mode;
+    mt_muon_precision fp32_matmul_prec;
+    mt_muon_type coefficient_type;
+    int64_t num_ns_steps;
+    mt_muon_tp_mode tp_mode;
+    mt_muon_scalar scalar_optimizer; // of all that is no matrix of a layer
+} mt_muon_options;
 
 /* Types of gradients and moments between steps. */
 typedef enum mt_optimizer_dtype {
@@ -530,6 +561,7 @@ typedef struct mt_options {
     double weight_decay, start_weight_decay, end_weight_decay, clip_grad;
     mt_optimizer optimizer;
     double adam_beta1, adam_beta2, adam_eps, sgd_momentum, lion_beta1, lion_beta2;
+    mt_muon_options muon;
     bool use_precision_aware_optimizer;
     mt_optimizer_dtype main_grads_dtype, exp_avg_dtype, exp_avg_sq_dtype;
     mt_main_params_dtype main_params_dtype;
@@ -658,7 +690,7 @@ typedef struct mt_options {
     int64_t top_k, max_new_tokens, max_sequences, num_return_sequences;
     int64_t inference_max_requests, inference_dynamic_batching_block_size, kv_cache_tokens;
     mt_strings stop;
-    uint64_t given[36];     // a bit per byte above: the user gave the option of the field that begins there (MT_GIVEN)
+    uint64_t given[40];     // a bit per byte above: the user gave the option of the field that begins there (MT_GIVEN)
     mt_strings typed_names; // pairs for messages: an option, and the other name that the user typed
     mt_strings sharded_names; // that mt_options_finish accepts only if data-parallel ranks shard
     mt_strings config_keys;   // of --role: line, key, option, why it has no effect; for --print-config
@@ -1557,11 +1589,26 @@ typedef struct mt_sample_args {
 
 /* ---- optimizer, over any range of a bucket; initialisation and conversion */
 
-/* The numbers of an optimizer's step. `beta1` and `beta2` are those of AdamW or Lion; beta1 is SGD's momentum. */
+/* The numbers of an optimizer's step. `beta1` and `beta2` are those of AdamW or Lion; beta1 is SGD's or Muon's
+ * momentum.
+ */
 typedef struct mt_update {
     float lr, beta1, beta2, eps, weight_decay;
     float bias_correction1, bias_correction2; // AdamW: 1 - beta^updates, unless mt_update_args.corrections has them
 } mt_update;
+
+/* The matrices of a step on whole matrices: `count` of one shape, their parts here [rows, cols], one matrix `stride`
+ * elements after another in the parameters and in the state. The values that are orthogonalised lie elsewhere. */
+typedef struct mt_matrices {
+    int64_t count, rows, cols, stride;
+    void *x; // the first element here of the first matrix's values
+    mt_dtype dtype;
+    int64_t x_stride, row_stride; // between two matrices' values; between their rows
+    double *sums;                 // [count] sums of squares of the momentum
+    bool counted;                 // this part adds to them
+    float factor;                 // of the update
+    bool nesterov;                // orthogonalises the momentum of the next step, if its gradient is this one's
+} mt_matrices;
 
 /* The operands of a step on n elements: gradient in MT_F32 or MT_BF16, master weights in MT_F32 or MT_F16, moments in
  * any of these or in MT_F8_E4M3. A state is rounded to nearest even after the step, which itself uses the fp32 value.
@@ -1579,6 +1626,7 @@ typedef struct mt_update_args {
     float *new_amax;           // [3] the same after the step, which adamw_amax computes
     mt_dtype dtype;            // of param
     mt_dtype master_dtype, m_dtype, v_dtype, grad_dtype;
+    const mt_matrices *matrices; // of a step on matrices, whose operands begin at the first matrix; n is not read
 } mt_update_args;
 
 /* True if a state of this type has a scale; the scale of a tensor with this largest absolute value (0 if that is 0):
@@ -1595,6 +1643,24 @@ static inline int64_t mt_update_bytes(const mt_update_args *a) {
     int64_t moments = 2 * (mt_dtype_size(a->m_dtype) + (a->v ? mt_dtype_size(a->v_dtype) : 0));
     return a->n * (weights + mt_dtype_size(a->grad_dtype) + moments);
 }
+
+/* The same of steps on matrices: of the momentum; of the values to orthogonalise, read or written, and `other` bytes of
+ * each element. */
+static inline int64_t mt_matrices_bytes(const mt_update_args *a, int64_t other, bool values) {
+    const mt_matrices *x = a->matrices;
+    return x->count * x->rows * x->cols * (other + (values ? mt_dtype_size(x->dtype) : 0));
+}
+
+/* Products of `count` pairs of matrices, each without gaps, one after another: out[M, N] = scale a b + add_scale add.
+ * Operands: a[M, K], or [K, M] if transposed; b[K, N], or [N, K]. add NULL: none; out is none of the operands. tf32: a
+ * GPU may round operands in MT_F32 to TF32. */
+typedef struct mt_product_args {
+    int64_t M, N, K, count;
+    const void *a, *b, *add;
+    void *out;
+    bool a_transposed, b_transposed, tf32;
+    float scale, add_scale;
+} mt_product_args;
 
 /* The rules of step_guard; a step that violates one is bad. */
 typedef struct mt_guard_rules {
@@ -1661,6 +1727,21 @@ enum {
      * (1 - beta1) g)), m = beta2 m + (1 - beta2) g. */                                                                \
     OP(lion_step, mt_work_bytes(mt_update_bytes(a), MT_U8), (a, update, stream), const mt_update_args *a,              \
        const mt_update *update, mt_stream *stream)                                                                     \
+    /* Muon on a->matrices, in three operations around matrix products. The first: m = momentum m + (1 - momentum) g;  \
+     * sums[i] += the squares of matrix i of u, which is m, or with Nesterov's rule momentum m + (1 - momentum) g. */  \
+    OP(muon_momentum, mt_work_bytes(mt_matrices_bytes(a, 8 + mt_dtype_size(a->grad_dtype), false), MT_U8),             \
+       (a, update, stream), const mt_update_args *a, const mt_update *update, mt_stream *stream)                       \
+    /* The second: x = u / max(sqrt(sums[i]), 1e-7). */                                                                \
+    OP(muon_normalize,                                                                                                 \
+       mt_work_bytes(mt_matrices_bytes(a, 4 + (a->matrices->nesterov ? mt_dtype_size(a->grad_dtype) : 0), true),       \
+                     MT_U8),                                                                                           \
+       (a, update, stream), const mt_update_args *a, const mt_update *update, mt_stream *stream)                       \
+    /* The last, on the orthogonalised x: w -= lr (weight_decay w + factor x). */                                      \
+    OP(muon_step, mt_work_bytes(mt_matrices_bytes(a, a->master ? 10 : 8, true), MT_U8), (a, update, stream),           \
+       const mt_update_args *a, const mt_update *update, mt_stream *stream)                                            \
+    /* The sums are fp32; out is rounded once. */                                                                      \
+    OP(batched_product, mt_work_product(a->count * a->M, a->N, a->K), (a, dtype, stream), const mt_product_args *a,    \
+       mt_dtype dtype, mt_stream *stream)                                                                              \
     /* param[i] = mean + std * normal(key, first + i) with Box-Muller on Philox: the same on every layout. */          \
     OP(random_normal, mt_work_bytes(n, dtype), (param, n, key, first, mean, std, dtype, stream), void *param,          \
        int64_t n, uint64_t key, int64_t first, float mean, float std, mt_dtype dtype, mt_stream *stream)               \
@@ -1718,6 +1799,10 @@ enum { MT_MAILBOX_RANKS = 64, MT_MAILBOX_OWN = 8 * MT_MAILBOX_RANKS }; // maximu
     OP(all_to_all_v, mt_work_sent(MT_OPERATION_all_to_all_v, mt_sent_to_others(in_counts, group), dtype, group),       \
        (out, out_counts, in, in_counts, dtype, group, stream), void *out, const int64_t *out_counts, const void *in,   \
        const int64_t *in_counts, mt_dtype dtype, const mt_group *group, mt_stream *stream)                             \
+    /* out[count] of rank `root` = the sum over the group of in[count]; `out` may be `in`, and is not read on others.  \
+     * Types and sums as in all_reduce. */                                                                             \
+    OP(reduce, mt_work_sent(MT_OPERATION_reduce, count, dtype, group), (out, in, count, dtype, root, group, stream),   \
+       void *out, const void *in, int64_t count, mt_dtype dtype, int root, const mt_group *group, mt_stream *stream)   \
     /* buffer[count] = the buffer of rank `root`. Any type. */                                                         \
     OP(broadcast, mt_work_sent(MT_OPERATION_broadcast, count, dtype, group),                                           \
        (buffer, count, dtype, root, group, stream), void *buffer, int64_t count, mt_dtype dtype, int root,             \
@@ -2469,6 +2554,8 @@ typedef struct mt_param {
     mt_init init;
     double init_std;
     bool weight_decay;
+    mt_optimizer optimizer; // that steps it
+    bool joins;             // a step on matrices: it and the parameter before it are one matrix
     int64_t bucket, offset; // of its first element in the bucket
     bool continues;         // the parameter before it in the bucket, without a gap: both are one operand
     size_t field;           // private: where the model's code finds it
@@ -2479,20 +2566,29 @@ typedef struct mt_param {
     bool counted; // in the global norm and in checkpoints: exactly one rank's copy of every element is
 } mt_param;
 
+/* Elements of a bucket. */
+typedef struct mt_share {
+    int64_t first, count;
+} mt_share;
+
 /* The parameters of a unit in one flat array: matrices, which decay, before vectors, which do not. If data-parallel
  * ranks shard it (--data-parallel-sharding-strategy), this rank's shard is the elements [shard_first, shard_first +
- * shard_count), else the whole. */
+ * shard_count), else the whole. Shards are equal, unless the optimizer steps whole matrices: then each begins and ends
+ * at one, and a rank's may be empty. */
 typedef struct mt_bucket {
-    int64_t count;       // elements, padded
-    int64_t decay_count; // the leading elements with weight decay
+    int64_t count;        // elements, padded
+    int64_t decay_count;  // the leading elements with weight decay
+    int64_t matrix_count; // the leading elements of matrices that a step takes whole: all with weight decay, or 0
     int64_t shard_first, shard_count;
+    mt_share *shares;    // [group->size] the shards of all ranks; NULL: equal ones, or one
     void *params;        // [count] bf16 or fp32; NULL while this rank has the shard only
     float *grads;        // [count] fp32; products add to them; NULL while only main_grads or the shard exist
     void *main_grads;    // [count] summed over micro-batches: grads itself if fp32; NULL with a shard only
     void *param_shard;   // [shard_count], inside params where those always exist
     void *grad_shard;    // [shard_count], inside main_grads where those exist; the sum over ranks
     void *master;        // [shard_count] fp32 or fp16 weights of bf16 parameters, else NULL
-    void *m, *v;         // [shard_count] the optimizer's states; v NULL: it has one
+    void *m, *v;         // [shard_count], [v_count] the optimizer's states; v NULL: it has one
+    int64_t v_count;     // the last elements of the shard, whose optimizer has two
     int64_t first_param; // rows [first_param, first_param + num_params) of the table
     int64_t num_params;
     mt_strategy strategy;  // MT_NO_SHARD for a group of one
@@ -2902,6 +2998,19 @@ typedef enum mt_param_state {
     MT_STATE_EXP_AVG_SQ, // the second one, which only AdamW has
     MT_NUM_STATES
 } mt_param_state;
+
+/* Muon's factor of the update of a matrix; and its iterations on matrices x, each [rows, cols], of MT_BF16 or MT_F32 as
+ * fp32_matmul_prec says. x and next change places in each. `squares` and `polynomial` are [count, side, side], where
+ * side is cols if transposed, which is for the shorter side, else rows. With a group, ranks have different rows (if
+ * transposed, else columns) of the same matrices; counted_rows first ones are no copies of another rank's. */
+typedef struct mt_iterate {
+    int64_t count, rows, cols, counted_rows;
+    bool transposed;
+    void *x, *next, *squares, *polynomial;
+    const mt_group *group; // NULL: none
+} mt_iterate;
+float mt_muon_factor(const mt_muon_options *o, int64_t rows, int64_t cols);
+void mt_newton_schulz(const mt_ops *ops, const mt_muon_options *o, mt_iterate *x, mt_stream *stream);
 
 /* The name of an optimizer as --optimizer. With it parameters have the states [0, mt_num_states), and in files these
  * names: "" for the weights. */

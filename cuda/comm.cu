@@ -216,6 +216,19 @@ extern "C" void mt_cuda_reduce_scatter(void *out, const void *in, int64_t count,
 #endif
 }
 
+extern "C" void mt_cuda_reduce(void *out, const void *in, int64_t count, mt_dtype dtype, int root,
+                               const mt_group *group, mt_stream *stream) {
+    if (group->size == 1) mt_copy_alone(out, in, count * mt_dtype_size(dtype), stream);
+    if (group->size == 1 || count == 0) return;
+#ifdef MT_HAVE_NCCL
+    mt_watch_note("reduce", group->name);
+    MT_NCCL(group, ncclReduce(in, out, (size_t)count, mt_nccl_type(dtype), ncclSum, root, mt_comm(group),
+                              mt_cuda_stream(stream)));
+#else
+    (void)root;
+#endif
+}
+
 extern "C" void mt_cuda_all_to_all_v(void *out, const int64_t *out_counts, const void *in, const int64_t *in_counts,
                                      mt_dtype dtype, const mt_group *group, mt_stream *stream) {
     int64_t width = mt_dtype_size(dtype);

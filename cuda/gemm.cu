@@ -28,6 +28,8 @@ typedef struct product {
     bool fast_sums;     // fp8: Hopper's tensor cores sum all of the inner dimension, in 14 bits of fraction
     int64_t d_stride;   // as a_stride
     uint32_t alignment; // common to all operands, set by plan_for; a slice of a larger matrix may begin at any row
+    int64_t count;      // products of matrices without gaps, one after another; 0: one
+    bool tf32;          // fp32 operands are rounded to TF32
 } product;
 
 /* Operands of a product. `aux` has the shape of D: the argument of GELU (output of the forward, input of the backward);
@@ -37,7 +39,9 @@ typedef struct operands {
     const void *a, *b, *bias;
     void *aux;
     const float *a_scales, *b_scales;
-    float scale; // of the product; 0: 1
+    float scale;            // of the product; 0: 1
+    const void *add = NULL; // add_scale times it is added; NULL: none
+    float add_scale = 0;
 } operands;
 
 /* An algorithm that was chosen for a shape. Micro-batches may have any number of tokens: where candidates are timed,
@@ -86,7 +90,7 @@ static bool same_shape(const product *a, const product *b) {
            a->a_dtype == b->a_dtype && a->b_dtype == b->b_dtype && a->out_dtype == b->out_dtype &&
            a->a_stride == b->a_stride && a->b_stride == b->b_stride && a->a_blocks == b->a_blocks &&
            a->b_blocks == b->b_blocks && a->fast_sums == b->fast_sums && a->d_stride == b->d_stride &&
-           a->alignment == b->alignment;
+           a->alignment == b->alignment && a->count == b->count && a->tf32 == b->tf32;
 }
 
 /* The dimension of a product that is a number of tokens: the summed one in a weight's gradient, else the columns. */
@@ -146,7 +150,8 @@ static void describe(plan *p) {
     const product *s = &p->shape;
     cublasOperation_t transpose_a = s->transpose_a ? CUBLAS_OP_T : CUBLAS_OP_N;
     cublasOperation_t transpose_b = s->transpose_b ? CUBLAS_OP_T : CUBLAS_OP_N;
-    MT_CUBLAS(cublasLtMatmulDescCreate(&p->operation, CUBLAS_COMPUTE_32F, CUDA_R_32F));
+    const cublasComputeType_t type = s->tf32 ? CUBLAS_COMPUTE_32F_FAST_TF32 : CUBLAS_COMPUTE_32F;
+    MT_CUBLAS(cublasLtMatmulDescCreate(&p->operation, type, CUDA_R_32F));
     MT_CUBLAS(
         cublasLtMatmulDescSetAttribute(p->operation, CUBLASLT_MATMUL_DESC_TRANSA, &transpose_a, sizeof transpose_a));
     MT_CUBLAS(
@@ -161,6 +166,18 @@ static void describe(plan *p) {
     MT_CUBLAS(cublasLtMatrixLayoutCreate(&p->d, cuda_type(s->out_dtype), s->rows, s->cols,
                                          s->d_stride ? s->d_stride : s->rows));
     if (is_fp8(s)) describe_fp8(p);
+    if (s->count <= 1) return;
+    const int32_t count = (int32_t)s->count;
+    const struct {
+        cublasLtMatrixLayout_t layout;
+        int64_t distance;
+    } layouts[] = {{p->a, a_rows * a_cols}, {p->b, b_rows * b_cols}, {p->d, s->rows * s->cols}};
+    for (const auto &of : layouts) {
+        MT_CUBLAS(
+            cublasLtMatrixLayoutSetAttribute(of.layout, CUBLASLT_MATRIX_LAYOUT_BATCH_COUNT, &count, sizeof count));
+        MT_CUBLAS(cublasLtMatrixLayoutSetAttribute(of.layout, CUBLASLT_MATRIX_LAYOUT_STRIDED_BATCH_OFFSET, &of.distance,
+                                                   sizeof of.distance));
+    }
 }
 
 /* The largest power of two, up to 256, that divides the address. cuBLASLt selects its vector loads by it. */
@@ -171,7 +188,7 @@ static uint32_t alignment(const void *pointer) {
 
 /* The common alignment of all operands, up to 16 bytes (the widest load). */
 static uint32_t shared_alignment(const operands *o) {
-    uintptr_t all = (uintptr_t)o->a | (uintptr_t)o->b | (uintptr_t)o->d | (uintptr_t)o->aux | 16;
+    uintptr_t all = (uintptr_t)o->a | (uintptr_t)o->b | (uintptr_t)o->d | (uintptr_t)o->aux | (uintptr_t)o->add | 16;
     return (uint32_t)(all & -all);
 }
 
@@ -195,8 +212,9 @@ static void set_pointers(const plan *p, const operands *o) {
 
 static void multiply(const plan *p, void *d, const operands *o, const cublasLtMatmulAlgo_t *algorithm,
                      mt_stream *stream) {
-    const float alpha = o->scale != 0 ? o->scale : 1, beta = p->shape.accumulate ? 1 : 0;
-    MT_CUBLAS(cublasLtMatmul(stream->cublas, p->operation, &alpha, o->a, p->a, o->b, p->b, &beta, d, p->d, d, p->d,
+    const float alpha = o->scale != 0 ? o->scale : 1, beta = p->shape.accumulate ? 1 : o->add_scale;
+    const void *c = o->add ? o->add : d;
+    MT_CUBLAS(cublasLtMatmul(stream->cublas, p->operation, &alpha, o->a, p->a, o->b, p->b, &beta, c, p->d, d, p->d,
                              algorithm, stream->workspace, (size_t)stream->workspace_bytes, stream->stream));
 }
 
@@ -549,6 +567,17 @@ extern "C" void mt_cuda_strided_backward_weight(const mt_grouped_args *a, mt_dty
     product shape = {false, true, a->accumulate, CUBLASLT_EPILOGUE_DEFAULT, a->K, a->N, a->M, dtype, dtype, MT_F32};
     shape.a_stride = a->x_stride, shape.b_stride = a->y_stride;
     run(&shape, a->dw, a->x, a->dy, NULL, stream);
+}
+
+/* out^T [N, M] = op(b)^T op(a)^T: the first operand is b. */
+extern "C" void mt_cuda_batched_product(const mt_product_args *a, mt_dtype dtype, mt_stream *stream) {
+    product shape = {a->b_transposed, a->a_transposed, false, CUBLASLT_EPILOGUE_DEFAULT, a->N, a->M, a->K,
+                     dtype,           dtype,           dtype};
+    shape.count = a->count, shape.tf32 = a->tf32 && dtype == MT_F32;
+    operands o = {a->out, a->b, a->a, NULL, NULL, NULL, NULL, a->scale, a->add, a->add ? a->add_scale : 0};
+    bool is_new;
+    plan *p = plan_for(&shape, &o, &is_new, stream);
+    multiply(p, a->out, &o, &p->chosen->algorithm, stream);
 }
 
 /* ---- fp8 products -------------------------------------------------------------------------------------------------

@@ -344,6 +344,162 @@ extern "C" void mt_cuda_lion_step(const mt_update_args *a, const mt_update *upda
     by_type(a->grad_dtype, [&](auto g) { launch_update<lion_rule, decltype(g), float, float>(a, update, stream); });
 }
 
+/* ---- steps on matrices --------------------------------------------------------------------------------------------
+ */
+
+/* The values of mt_muon_value of megatron.c. */
+__device__ static inline float muon_value(const mt_update &u, bool nesterov, float m, float g) {
+    return nesterov ? __fmaf_rn(u.beta1, m, (1 - u.beta1) * g) : m;
+}
+
+/* partial[matrix, block] = the sum of squares of every gridDim.x-th chunk of a matrix. Reads the gradient, reads and
+ * writes the momentum. */
+template <class G, int N>
+__global__ void __launch_bounds__(norm_threads)
+    muon_momentum(double *partial, float *m, const G *grad, const float *scale, int64_t n, int64_t stride, mt_update u,
+                  bool nesterov) {
+    float grad_scale = scale[0];
+    double sum = 0;
+    if (grad_scale < 0) return;
+    m += blockIdx.y * stride, grad += blockIdx.y * stride;
+    for (int64_t i = ((int64_t)blockIdx.x * norm_threads + threadIdx.x) * N; i < n;
+         i += (int64_t)gridDim.x * norm_threads * N) {
+        mt_pack<float, N> ms = mt_load<N>(m + i), gs = mt_to_float(mt_load<N>(grad + i));
+        float squares = 0;
+        for (int k = 0; k < N; k++) {
+            float g = gs.value[k] * grad_scale;
+            ms.value[k] = __fmaf_rn(u.beta1, ms.value[k], (1 - u.beta1) * g);
+            float value = muon_value(u, nesterov, ms.value[k], g);
+            squares += value * value;
+        }
+        mt_store(m + i, ms);
+        sum += squares;
+    }
+    sum = block_sum(sum);
+    if (threadIdx.x == 0) partial[(int64_t)blockIdx.y * gridDim.x + blockIdx.x] = sum;
+}
+
+__global__ void __launch_bounds__(norm_threads)
+    add_matrix_norms(double *sums, const double *partial, int count, const float *scale) {
+    double total = 0;
+    if (scale[0] < 0) return;
+    for (int i = threadIdx.x; i < count; i += norm_threads) total += partial[(int64_t)blockIdx.x * count + i];
+    total = block_sum(total);
+    if (threadIdx.x == 0) sums[blockIdx.x] += total;
+}
+
+/* Calls body(width) with the vectors' width: 4 if every row begins at a multiple of 4 elements. */
+template <class Body> static void by_width(const mt_update_args *a, bool values, Body body) {
+    const mt_matrices *x = a->matrices;
+    uintptr_t all = (uintptr_t)a->m | (uintptr_t)(a->master ? a->master : a->param);
+    if (a->grad_dtype == MT_F32) all |= (uintptr_t)a->grad;
+    int64_t strides = x->cols | x->stride * (x->count > 1);
+    if (values) strides |= x->row_stride | x->x_stride * (x->count > 1);
+    bool halves = (a->grad_dtype == MT_BF16 && (uintptr_t)a->grad % 8) || (a->master && (uintptr_t)a->param % 8) ||
+                  (values && (uintptr_t)x->x % (4 * (size_t)mt_dtype_size(x->dtype)));
+    if (all % 16 == 0 && strides % 4 == 0 && !halves)
+        body(std::integral_constant<int, 4>());
+    else
+        body(std::integral_constant<int, 1>());
+}
+
+extern "C" void mt_cuda_muon_momentum(const mt_update_args *a, const mt_update *update, mt_stream *stream) {
+    const mt_matrices *x = a->matrices;
+    int64_t n = x->rows * x->cols, resident = 8 * mt_cuda_device()->multiProcessorCount;
+    by_width(a, false, [&](auto width) {
+        by_type(a->grad_dtype, [&](auto grad) {
+            using G = decltype(grad);
+            constexpr int N = decltype(width)::value;
+            enum { MATRICES = 4096 }; // of one launch
+            for (int64_t first = 0; first < x->count; first += MATRICES) {
+                int64_t count = x->count - first < MATRICES ? x->count - first : MATRICES, blocks = resident / count;
+                if (blocks > mt_divide_up(n, norm_threads * N)) blocks = mt_divide_up(n, norm_threads * N);
+                if (blocks < 1) blocks = 1;
+                double *partial = (double *)mt_cuda_workspace(stream, count * blocks * (int64_t)sizeof *partial);
+                dim3 grid((unsigned)blocks, (unsigned)count);
+                muon_momentum<G, N><<<grid, norm_threads, 0, mt_cuda_stream(stream)>>>(
+                    partial, (float *)a->m + first * x->stride, (const G *)a->grad + first * x->stride, a->scale, n,
+                    x->stride, *update, x->nesterov);
+                MT_CUDA_LAUNCHED();
+                if (!x->counted) continue;
+                add_matrix_norms<<<(unsigned)count, norm_threads, 0, mt_cuda_stream(stream)>>>(x->sums + first, partial,
+                                                                                               (int)blocks, a->scale);
+                MT_CUDA_LAUNCHED();
+            }
+        });
+    });
+}
+
+/* Positions of element i of the matrices of a step: in the parameters, and among the values. */
+__device__ static inline int64_t muon_positions(const mt_matrices &x, uint32_t i, int64_t *value) {
+    uint32_t row = i / (uint32_t)x.cols, col = i - row * (uint32_t)x.cols;
+    *value = blockIdx.y * x.x_stride + row * x.row_stride + col;
+    return blockIdx.y * x.stride + i;
+}
+
+/* Reads the momentum, with Nesterov's rule the gradient too; writes the values. */
+template <class G, class X, int N>
+__global__ void __launch_bounds__(256)
+    muon_normalize(const float *m, const G *grad, const float *scale, mt_matrices x, mt_update u) {
+    uint32_t i = (blockIdx.x * 256 + threadIdx.x) * N;
+    if (i >= x.rows * x.cols) return;
+    int64_t to, from = muon_positions(x, i, &to);
+    float norm = (float)sqrt(x.sums[blockIdx.y]), divisor = norm < 1e-7f ? 1e-7f : norm;
+    mt_pack<float, N> ms = mt_load<N>(m + from), gs = {};
+    if (x.nesterov) gs = mt_to_float(mt_load<N>(grad + from));
+    for (int k = 0; k < N; k++) ms.value[k] = muon_value(u, x.nesterov, ms.value[k], gs.value[k] * scale[0]) / divisor;
+    mt_store((X *)x.x + to, mt_from_float<X>(ms));
+}
+
+/* Reads the values, reads and writes the fp32 weights, and writes their bf16 copy. */
+template <class X, int N>
+__global__ void __launch_bounds__(256)
+    muon_step(float *weights, __nv_bfloat16 *copy, const float *scale, mt_matrices x, mt_update u) {
+    uint32_t i = (blockIdx.x * 256 + threadIdx.x) * N;
+    if (i >= x.rows * x.cols || scale[0] < 0) return;
+    int64_t from, to = muon_positions(x, i, &from);
+    float decay = __fmaf_rn(-u.lr, u.weight_decay, 1), rate = u.lr * x.factor;
+    mt_pack<float, N> xs = mt_to_float(mt_load<N>((const X *)x.x + from)), ws = mt_load<N>(weights + to);
+    for (int k = 0; k < N; k++) ws.value[k] = __fmaf_rn(ws.value[k], decay, -(rate * xs.value[k]));
+    mt_store(weights + to, ws);
+    if (copy) mt_store(copy + to, mt_from_float<__nv_bfloat16>(ws));
+}
+
+/* Calls body(grid, width). */
+template <class Body> static void launch_matrices(const mt_update_args *a, Body body) {
+    const mt_matrices *x = a->matrices;
+    MT_CHECK(x->rows * x->cols < INT64_C(1) << 31);
+    by_width(a, true, [&](auto width) {
+        constexpr int N = decltype(width)::value;
+        MT_CHECK(x->count < 65536);
+        body(dim3(mt_grid_size(x->rows * x->cols, 256 * N), (unsigned)x->count), width);
+        MT_CUDA_LAUNCHED();
+    });
+}
+
+extern "C" void mt_cuda_muon_normalize(const mt_update_args *a, const mt_update *update, mt_stream *stream) {
+    launch_matrices(a, [&](dim3 grid, auto width) {
+        by_type(a->grad_dtype, [&](auto grad) {
+            by_type(a->matrices->dtype, [&](auto value) {
+                using G = decltype(grad);
+                muon_normalize<G, decltype(value), decltype(width)::value><<<grid, 256, 0, mt_cuda_stream(stream)>>>(
+                    (const float *)a->m, (const G *)a->grad, a->scale, *a->matrices, *update);
+            });
+        });
+    });
+}
+
+extern "C" void mt_cuda_muon_step(const mt_update_args *a, const mt_update *update, mt_stream *stream) {
+    float *weights = (float *)(a->master ? a->master : a->param);
+    __nv_bfloat16 *copy = a->master ? (__nv_bfloat16 *)a->param : NULL;
+    launch_matrices(a, [&](dim3 grid, auto width) {
+        by_type(a->matrices->dtype, [&](auto value) {
+            muon_step<decltype(value), decltype(width)::value>
+                <<<grid, 256, 0, mt_cuda_stream(stream)>>>(weights, copy, a->scale, *a->matrices, *update);
+        });
+    });
+}
+
 /* ---- initial parameters ------------------------------------------------------------------------------------------ */
 
 /* Converts two uniform words to two normal numbers (Box & Muller), as mt_box_muller of megatron.c. */

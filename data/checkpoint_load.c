@@ -162,11 +162,10 @@ static bool mt_tensor_serves(const mt_tensor_info *tensor, const mt_param *param
 }
 
 /* The tensor that holds one state of a parameter. */
-static const mt_tensor_info *mt_state_find(const mt_safetensors *set, const mt_param *param, mt_optimizer optimizer,
-                                           mt_param_state state) {
+static const mt_tensor_info *mt_state_find(const mt_safetensors *set, const mt_param *param, mt_param_state state) {
     char name[192];
     if (state == MT_STATE_WEIGHTS) return mt_weight_find(set, param->hf_name);
-    mt_state_tensor_name(name, sizeof name, optimizer, state, param->hf_name);
+    mt_state_tensor_name(name, sizeof name, param->optimizer, state, param->hf_name);
     return mt_safetensors_find(set, name);
 }
 
@@ -178,7 +177,7 @@ static int mt_state_missing(const mt_param *param, mt_param_state state, const m
         return mt_error_set(error,
                             "%s: the optimizer's state has no tensor \"%s.%s\"; go on without it by --no-load-optim, "
                             "or get the folder again",
-                            folder, mt_state_name(options->optimizer, state), param->hf_name);
+                            folder, mt_state_name(param->optimizer, state), param->hf_name);
     if (param->is_head && options->head_type == MT_HEAD_LM)
         return mt_error_set(error,
                             "%s: has no tensor \"%s\"; if the model is tied, set tie_word_embeddings in config.json to "
@@ -324,12 +323,14 @@ static int mt_stem_open(mt_safetensors **set, const char *folder, const char *st
     return -1;
 }
 
-/* The states in a stem's files: [*first, the result). The optimizer of an fp32 run has no master weights. */
-static int mt_stem_states(const mt_safetensors *set, bool weights, const mt_param *row, mt_optimizer optimizer,
-                          int *first) {
-    bool masters = !weights && mt_state_find(set, row, optimizer, MT_STATE_MASTER);
-    *first = weights ? MT_STATE_WEIGHTS : masters ? MT_STATE_MASTER : MT_STATE_EXP_AVG;
-    return weights ? MT_STATE_MASTER : mt_num_states(optimizer);
+/* The states in a stem's files: [the result, mt_stem_end). The optimizer of an fp32 run has no master weights. */
+static int mt_stem_first(const mt_safetensors *set, bool weights, const mt_param *row) {
+    bool masters = !weights && mt_state_find(set, row, MT_STATE_MASTER);
+    return weights ? MT_STATE_WEIGHTS : masters ? MT_STATE_MASTER : MT_STATE_EXP_AVG;
+}
+
+static int mt_stem_end(bool weights, const mt_param *row) {
+    return weights ? MT_STATE_MASTER : mt_num_states(row->optimizer);
 }
 
 /* True for the value head that --value-head adds to a language model. */
@@ -364,10 +365,10 @@ static int mt_stem_check(const mt_safetensors *set, const char *stem, const mt_a
     bool weights = strcmp(stem, "optimizer") != 0;
     for (int64_t i = 0; i < all; i++)
         if (mt_stem_holds(stem, &rows[i])) rows[count++] = rows[i];
-    int first, end = mt_stem_states(set, weights, &rows[0], options->optimizer, &first), status = 0;
+    int first = mt_stem_first(set, weights, &rows[0]), status = 0;
     for (int64_t i = 0; i < count; i++)
-        for (int state = first; state < end && status == 0; state++) {
-            const mt_tensor_info *tensor = mt_state_find(set, &rows[i], options->optimizer, (mt_param_state)state);
+        for (int state = first; state < mt_stem_end(weights, &rows[i]) && status == 0; state++) {
+            const mt_tensor_info *tensor = mt_state_find(set, &rows[i], (mt_param_state)state);
             if (tensor && !mt_tensor_serves(tensor, &rows[i], options)) tensor = NULL;
             if (!tensor && weights && mt_param_grows(&rows[i], options)) continue;
             mt_adapter_shape shape;
@@ -1019,13 +1020,12 @@ static int mt_stem_load(mt_model *m, const char *folder, const char *stem, const
     int64_t num_params, count = 0;
     const mt_param *params = mt_model_params(m, &num_params);
     mt_target *targets = mt_calloc(mt_max(num_params * MT_NUM_STATES, 1) * (int64_t)sizeof *targets);
-    mt_optimizer optimizer = mt_model_options(m)->optimizer;
-    int first = 0, end = num_params > 0 ? mt_stem_states(set, weights, &params[0], optimizer, &first) : 0;
+    int first = num_params > 0 ? mt_stem_first(set, weights, &params[0]) : 0;
     for (int64_t i = 0; i < num_params; i++)
-        for (int state = first; state < end && mt_stem_holds(stem, &params[i]); state++) {
+        for (int state = first; state < mt_stem_end(weights, &params[i]) && mt_stem_holds(stem, &params[i]); state++) {
             mt_target *t = &targets[count];
             *t = (mt_target){.param = &params[i], .state = (mt_param_state)state, .weights = weights, .factor = 1};
-            t->tensor = mt_state_find(set, &params[i], optimizer, (mt_param_state)state);
+            t->tensor = mt_state_find(set, &params[i], (mt_param_state)state);
             t->shards[0] = mt_bucket_shard(m, params[i].bucket, (mt_param_state)state);
             if (weights && mt_model_dtype(m) != MT_F32 && params[i].trained)
                 t->shards[1] = mt_bucket_shard(m, params[i].bucket, MT_STATE_MASTER);
@@ -1218,8 +1218,7 @@ static void mt_optimizer_zero(mt_model *m) {
     int64_t num_params;
     const mt_param *params = mt_model_params(m, &num_params);
     for (int64_t i = 0; i < num_params && mt_model_get_plan(m)->train; i++)
-        for (int state = MT_STATE_EXP_AVG; state < mt_num_states(mt_model_options(m)->optimizer) && params[i].trained;
-             state++) {
+        for (int state = MT_STATE_EXP_AVG; state < mt_num_states(params[i].optimizer) && params[i].trained; state++) {
             mt_shard shard = mt_bucket_shard(m, params[i].bucket, (mt_param_state)state);
             mt_shard_write(m, &shard, params[i].offset, NULL, params[i].rows * params[i].cols);
         }

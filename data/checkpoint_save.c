@@ -63,17 +63,16 @@ static int64_t mt_params_of_tensor(const mt_param *rows, int64_t count, int64_t 
 }
 
 /* Appends one state of every parameter of the whole model that the set's stem holds. */
-static void mt_saved_add(mt_saved_set *set, const mt_param *rows, int64_t count, mt_optimizer optimizer,
-                         mt_param_state state, mt_dtype dtype) {
+static void mt_saved_add(mt_saved_set *set, const mt_param *rows, int64_t count, mt_param_state state, mt_dtype dtype) {
     for (int64_t i = 0; i < count; i = mt_params_of_tensor(rows, count, i)) {
         const mt_param *param = &rows[i];
-        if (!mt_stem_holds(set->stem, param)) continue;
+        if (!mt_stem_holds(set->stem, param) || (int)state >= mt_num_states(param->optimizer)) continue;
         mt_saved_tensor *tensor = &set->tensors[set->count++];
         *tensor = (mt_saved_tensor){.state = state};
         tensor->dtype = param->unit == MT_UNIT_UNTRAINED ? MT_F32 : dtype;
         tensor->num_dims = mt_param_shape(param, tensor->shape);
         tensor->bytes = param->hf_rows_total * param->whole_cols * mt_dtype_size(tensor->dtype);
-        mt_state_tensor_name(tensor->name, sizeof tensor->name, optimizer, state, param->hf_name);
+        mt_state_tensor_name(tensor->name, sizeof tensor->name, param->optimizer, state, param->hf_name);
     }
 }
 
@@ -88,12 +87,12 @@ static mt_dtype mt_saved_dtype(const mt_model *m, mt_param_state state) {
 static void mt_saved_find_params(mt_saved_set *set, const mt_model *m) {
     int64_t num_params;
     const mt_param *params = mt_model_params(m, &num_params);
-    mt_optimizer optimizer = mt_model_options(m)->optimizer;
     for (int64_t i = 0, next; i < num_params; i = next) {
         next = mt_params_of_tensor(params, num_params, i);
-        for (int state = 0; state < mt_num_states(optimizer); state++) {
+        for (int state = 0; state < mt_num_states(params[i].optimizer); state++) {
             mt_saved_tensor key;
-            mt_state_tensor_name(key.name, sizeof key.name, optimizer, (mt_param_state)state, params[i].hf_name);
+            mt_state_tensor_name(key.name, sizeof key.name, params[i].optimizer, (mt_param_state)state,
+                                 params[i].hf_name);
             mt_saved_tensor *tensor = bsearch(&key, set->tensors, (size_t)set->count, sizeof key, mt_saved_compare);
             if (tensor) tensor->params = &params[i], tensor->num_params = next - i;
         }
@@ -135,11 +134,10 @@ static void mt_saved_plan(mt_saved_set *set, const mt_model *m, const char *stem
     int64_t filled = 0, count = mt_params_build(&rows, mt_model_options(m), NULL);
     bool weights = strcmp(stem, "optimizer") != 0;
     *set = (mt_saved_set){.stem = stem, .num_files = 1, .first_file = first_file};
-    mt_optimizer optimizer = mt_model_options(m)->optimizer;
     set->tensors = mt_malloc(MT_NUM_STATES * count * (int64_t)sizeof *set->tensors);
-    for (int state = 0; state < mt_num_states(optimizer); state++)
+    for (int state = 0; state < MT_NUM_STATES; state++)
         if (weights == (state == MT_STATE_WEIGHTS) && (state != MT_STATE_MASTER || mt_model_dtype(m) != MT_F32))
-            mt_saved_add(set, rows, count, optimizer, (mt_param_state)state, mt_saved_dtype(m, (mt_param_state)state));
+            mt_saved_add(set, rows, count, (mt_param_state)state, mt_saved_dtype(m, (mt_param_state)state));
     free(rows);
     qsort(set->tensors, (size_t)set->count, sizeof *set->tensors, mt_saved_compare);
     for (int64_t i = 0; i < set->count; i++) {
@@ -884,13 +882,20 @@ static bool mt_saves_optimizer(const mt_model *m) {
     return mt_model_get_plan(m)->train && !mt_model_options(m)->no_save_optim;
 }
 
-/* Elements of the weights in a checkpoint: of the model, or of its adapters. */
-static int64_t mt_saved_elements(const mt_options *o) {
+/* Bytes of a checkpoint's weights, of the model or of its adapters, and of the optimizer's states. */
+static double mt_saved_bytes(const mt_model *m) {
+    const mt_options *o = mt_model_options(m);
     mt_param *rows;
-    int64_t total = 0, count = mt_params_build(&rows, o, NULL);
-    for (int64_t i = 0; i < count; i++)
-        if (mt_stem_holds(o->lora_rank > 0 ? "adapter_model" : "model", &rows[i]))
-            total += rows[i].rows_stored * rows[i].whole_cols;
+    double total = 0;
+    int64_t count = mt_params_build(&rows, o, NULL);
+    int first = mt_model_dtype(m) == MT_F32 ? MT_STATE_EXP_AVG : MT_STATE_MASTER;
+    for (int64_t i = 0; i < count; i++) {
+        if (!mt_stem_holds(o->lora_rank > 0 ? "adapter_model" : "model", &rows[i])) continue;
+        int64_t each = mt_dtype_size(mt_model_dtype(m));
+        for (int state = first; state < mt_num_states(rows[i].optimizer) && mt_saves_optimizer(m); state++)
+            each += mt_dtype_size(mt_saved_dtype(m, (mt_param_state)state));
+        total += (double)(rows[i].rows_stored * rows[i].whole_cols * each);
+    }
     free(rows);
     return total;
 }
@@ -920,11 +925,7 @@ static int mt_checkpoint_check_folder(const mt_model *m, const char *folder, mt_
     if (access(folder, W_OK) != 0) return mt_file_write_error(error, folder, "--save");
     if (statvfs(folder, &disk) != 0 || disk.f_blocks == 0)
         return 0; // unknown: a write will fail if there is too little
-    double each = (double)mt_dtype_size(mt_model_dtype(m)), room = (double)disk.f_bavail * (double)disk.f_frsize;
-    for (int state = mt_model_dtype(m) == MT_F32 ? MT_STATE_EXP_AVG : MT_STATE_MASTER;
-         state < mt_num_states(mt_model_options(m)->optimizer) && mt_saves_optimizer(m); state++)
-        each += (double)mt_dtype_size(mt_saved_dtype(m, (mt_param_state)state));
-    double bytes = (double)mt_saved_elements(mt_model_options(m)) * each;
+    double bytes = mt_saved_bytes(m), room = (double)disk.f_bavail * (double)disk.f_frsize;
     if (room >= bytes) return 0;
     return mt_error_set(error,
                         "%s: a checkpoint takes %.1f MB and the disk has %.1f MB left; free some or choose another "

@@ -302,11 +302,11 @@ static const struct {
      "fine-grained-offloading-max-inflight-offloads min-offloaded-tensor-size moe-paged-stash "
      "moe-paged-stash-buffer-size-factor-cpu moe-paged-stash-buffer-size-factor-cuda moe-paged-stash-page-size "
      "no-pin-cpu-grads no-pin-cpu-params use-torch-optimizer-for-cpu-offload"},
-    {MT_NAME_UNSUPPORTED, "optimizers other than AdamW, SGD and Lion",
-     "adaptive-muon-beta2 adaptive-muon-eps adaptive-muon-moment2-method muon-coefficient-type "
-     "muon-extra-scale-factor muon-fp32-matmul-prec muon-momentum muon-nesterov muon-no-split-qkv "
-     "muon-num-ns-steps muon-scalar-optimizer muon-scale-mode muon-split-qkv muon-tp-mode muon-use-syrk "
-     "no-use-layer-wise-param-layout soap-shampoo-beta soap-use-kl-shampoo use-layer-wise-distributed-optimizer"},
+    {MT_NAME_UNSUPPORTED, "optimizers other than AdamW, SGD, Lion and Muon",
+     "adaptive-muon-beta2 adaptive-muon-eps adaptive-muon-moment2-method soap-shampoo-beta soap-use-kl-shampoo"},
+    {MT_NAME_UNSUPPORTED, "other kernels than matrix products for Muon's symmetric matrices", "muon-use-syrk"},
+    {MT_NAME_UNSUPPORTED, "--use-distributed-optimizer gives each rank whole matrices with --optimizer muon",
+     "no-use-layer-wise-param-layout use-layer-wise-distributed-optimizer"},
     {MT_NAME_UNSUPPORTED, "other forms of master weights than those of --main-params-dtype", "store-param-remainders"},
     {MT_NAME_UNSUPPORTED, "CUDA graphs other than those of decoding, which are always on",
      "cuda-graph-impl cuda-graph-modules cuda-graph-retain-backward-graph cuda-graph-scope "

@@ -630,7 +630,7 @@ static const mt_role_key keys[] = {
      "muon_coefficient_type muon_extra_scale_factor muon_fp32_matmul_prec muon_match_adamw_update_rms muon_momentum "
      "muon_nesterov "
      "muon_num_ns_steps muon_scalar_optimizer muon_scale_mode muon_split_qkv muon_tp_mode",
-     MT_KEY_UNUSED, "the optimizer muon, which is not supported"},
+     MT_KEY_UNUSED, "the optimizer muon, which these files do not choose"},
     {"verl.optim", "beta1", MT_KEY_OPTION, "adam-beta1"},
     {"verl.optim", "beta2", MT_KEY_OPTION, "adam-beta2"},
     {"verl.optim", "betas", MT_KEY_BETAS, "adam-beta1"},

@@ -306,6 +306,7 @@ static mt_collective mt_sim_collective(mt_operation operation) {
     if (operation == MT_OPERATION_all_reduce || operation == MT_OPERATION_broadcast) return MT_RING_REDUCE;
     if (operation == MT_OPERATION_mailbox_exchange) return MT_COPY_ENGINE;
     bool gathers = operation == MT_OPERATION_all_gather || operation == MT_OPERATION_reduce_scatter;
+    gathers |= operation == MT_OPERATION_reduce;
     return gathers ? MT_RING_GATHER : MT_EXCHANGE;
 }
 
@@ -395,6 +396,16 @@ static void mt_product_grouped_linear_backward_weight(const mt_grouped_args *a, 
         mt_sim_enqueue(MT_OPERATION_grouped_linear_backward_weight, mt_work_product(a->M, a->N, a->K),
                        seconds / machine->grouped_share, stream);
     call->shape[0] = E * a->N, call->shape[1] = a->K, call->shape[2] = a->M / E;
+}
+
+/* Operands of fp32 take about 8 times as long as in bf16, of TF32 twice. */
+static void mt_product_batched_product(const mt_product_args *a, mt_dtype dtype, mt_stream *stream) {
+    double slower = dtype == MT_BF16 ? 1 : a->tf32 ? 2 : 8, size = (double)mt_dtype_size(dtype) * (a->add ? 2 : 1);
+    double written = size * (double)(a->count * a->M * a->N);
+    double seconds = mt_machine_product_seconds(mt_device_model.machine, a->count * a->M, a->N, a->K, written, false);
+    mt_simulated_call *call = mt_sim_enqueue(MT_OPERATION_batched_product, mt_work_product(a->count * a->M, a->N, a->K),
+                                             seconds * slower, stream);
+    call->shape[0] = a->count * a->M, call->shape[1] = a->N, call->shape[2] = a->K;
 }
 
 static void mt_product_fp8_product(const mt_fp8_product_args *a, mt_stream *stream) {
@@ -505,7 +516,7 @@ static const mt_ops *mt_sim_ops(const mt_machine *machine) {
     ops->grouped_linear_forward = mt_product_grouped_linear_forward;
     ops->grouped_linear_backward_input = mt_product_grouped_linear_backward_input;
     ops->grouped_linear_backward_weight = mt_product_grouped_linear_backward_weight;
-    ops->fp8_product = mt_product_fp8_product;
+    ops->fp8_product = mt_product_fp8_product, ops->batched_product = mt_product_batched_product;
     ops->attention_forward = mt_product_attention_forward, ops->attention_backward = mt_product_attention_backward;
     ops->dispatch_plan = mt_product_dispatch_plan, ops->all_gather = mt_product_all_gather;
     ops->memory_copy = mt_product_memory_copy;
@@ -556,6 +567,9 @@ static mt_step_part mt_part_of(const mt_simulated_call *call) {
         MT_OPTIMIZERS(MT_OPTIMIZER_CASE)
 #undef MT_OPTIMIZER_CASE
     case MT_OPERATION_adamw_amax:
+    case MT_OPERATION_muon_momentum:
+    case MT_OPERATION_muon_normalize:
+    case MT_OPERATION_batched_product:
     case MT_OPERATION_squared_norm:
         return MT_PART_ADAMW;
     default:

@@ -67,6 +67,7 @@ typedef struct row {
 // Marks models whose widths are multiples of 64: --fp8-param-gather needs multiples of 16 on each rank.
 #define WIDE    "--ffn-hidden-size 64"
 #define STAGES  "--pipeline-model-parallel-size"
+#define MUON    "--optimizer muon --muon-fp32-matmul-prec highest --muon-extra-scale-factor 0.1 --muon-tp-mode "
 #define DROPOUT "--hidden-dropout 0 --attention-dropout 0;--hidden-dropout 0.1 --attention-dropout 0.1"
 
 /* Of the model and the run. A new capability adds a row here, or below. */
@@ -78,8 +79,12 @@ static const row model_rows[] = {
      "--fp8-format e4m3 --fp8-recipe mxfp8;--fp8-format hybrid --fp8-margin 2 --first-last-layers-bf16 "
      "--num-layers-at-start-in-bf16 0 --num-layers-at-end-in-bf16 1"},
     {15, "", "", "--bf16"},
+    // In fp32: products in bf16 would round the momentum of another order of sums to other values everywhere.
+    {10, "", "--bf16&--fp8-format",
+     MUON "duplicated;" MUON "distributed;" MUON "duplicated --muon-no-split-qkv --muon-nesterov;" MUON
+          "distributed --muon-no-split-qkv --muon-scalar-optimizer lion"},
     {10, "--bf16", "", "--use-precision-aware-optimizer --main-params-dtype fp16 --exp-avg-dtype fp16"},
-    {10, "", "use-precision",
+    {10, "", "use-precision&muon",
      "--use-precision-aware-optimizer --main-grads-dtype bf16;--use-precision-aware-optimizer --exp-avg-dtype bf16 "
      "--exp-avg-sq-dtype bf16;--use-precision-aware-optimizer --exp-avg-dtype fp8 --exp-avg-sq-dtype fp16"},
     // In a narrow type a sum of another order soon gives other roundings everywhere. With small steps the runs stay
@@ -232,10 +237,10 @@ static const row layout_rows[] = {
     {10, "", "", "--profile;--log-straggler;--profile --log-straggler"},
     {20, "--save", "", "--async-save"},
     {25, "", "", "--ddp-bucket-size 1000;--ddp-bucket-size 10000;--ddp-bucket-size 1000000"},
-    {20, "", "dtype fp16&dtype fp8",
+    {20, "", "dtype fp16&dtype fp8&muon",
      "--optimizer-cpu-offload;--optimizer-cpu-offload --optimizer-offload-fraction 0.5;--optimizer-cpu-offload "
      "--optimizer-offload-fraction 0.3 --overlap-cpu-optimizer-d2h-h2d"},
-    {15, "", "use-precision",
+    {15, "", "use-precision&muon",
      "--use-precision-aware-optimizer;--use-precision-aware-optimizer --main-grads-dtype fp32 --exp-avg-dtype fp32 "
      "--exp-avg-sq-dtype fp32"},
     {90, "--fp8-format&sharding-strategy optim&" WIDE, "blockwise&mxfp8&tp-only-amax-red", "--fp8-param-gather"},

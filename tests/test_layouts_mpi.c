@@ -361,6 +361,75 @@ static void small_files_have_the_same_bytes(void **state) {
     rank_0_runs("rm -r '%s'%s", reference, "");
 }
 
+/* ---- Muon */
+
+/* The values of a parameter's state on this rank, where nothing is sharded; free them. */
+static float *own_state(const mt_model *model, const mt_param *param, mt_param_state state) {
+    int64_t n = param->rows * param->cols;
+    mt_shard shard = mt_bucket_shard(model, param->bucket, state);
+    float *values = mt_malloc(n * 4);
+    backend->memory_copy(values, (const float *)shard.data + param->offset, n * 4, mt_model_stream(model));
+    if (mt_model_stream(model)) backend->stream_synchronize(mt_model_stream(model));
+    return values;
+}
+
+/* A matrix [rows, cols] after a step: before - lr (decay before + factor orthogonalised momentum). */
+static void muon_expected(float *w, const float *momentum, int64_t rows, int64_t cols, const mt_options *o, float lr) {
+    int64_t side = mt_min(rows, cols), n = rows * cols;
+    double squares = 0;
+    float *memory = mt_malloc((2 * n + 2 * side * side) * 4), factor = mt_muon_factor(&o->muon, rows, cols);
+    for (int64_t i = 0; i < n; i++) squares += (double)momentum[i] * (double)momentum[i];
+    for (int64_t i = 0; i < n; i++) memory[i] = momentum[i] / (float)sqrt(squares);
+    mt_iterate x = {1, rows, cols, rows, .transposed = rows > cols, .x = memory, .next = memory + n};
+    x.squares = memory + 2 * n, x.polynomial = memory + 2 * n + side * side;
+    mt_newton_schulz(&mt_cpu_ops, &o->muon, &x, NULL);
+    for (int64_t i = 0; i < n; i++)
+        w[i] = w[i] * (1 - lr * (float)o->weight_decay) - lr * factor * ((const float *)x.x)[i];
+    free(memory);
+}
+
+/* With --muon-tp-mode blockwise, the part of a matrix on a rank is a matrix of its own: gate and up one, q, k and v one
+ * each. */
+static void blockwise_muon_takes_each_part_for_a_matrix(void **state) {
+    (void)state;
+    static const layout two = {.words = "--tensor-model-parallel-size 2"};
+    const char *words = "--optimizer muon --muon-fp32-matmul-prec highest --weight-decay 0.1 --lr 1e-2 --min-lr 1e-2";
+    trainee t;
+    int64_t count, checked = 0;
+    open_trainee(&t, "llama", &two, words);
+    load(&t, "tests/golden/hf/llama");
+    const mt_param *params = mt_model_params(t.f.model, &count);
+    float **before = mt_calloc(count * (int64_t)sizeof *before);
+    for (int64_t i = 0; i < count; i++) before[i] = own_state(t.f.model, &params[i], MT_STATE_WEIGHTS);
+    float lr = (float)mt_learning_rate(&t.f.options, 0);
+    train(&t, 1, NULL);
+    for (int64_t i = 0, next; i < count; i = next) {
+        int64_t rows = params[i].rows, cols = params[i].cols, n = 0;
+        for (next = i + 1; next < count && params[next].joins;) rows += params[next++].rows;
+        if (params[i].optimizer != MT_OPTIMIZER_MUON) continue;
+        float *w = mt_malloc(3 * rows * cols * 4), *momentum = w + rows * cols, *after = momentum + rows * cols;
+        for (int64_t k = i; k < next; k++) {
+            size_t bytes = (size_t)(params[k].rows * cols) * 4;
+            float *m = own_state(t.f.model, &params[k], MT_STATE_EXP_AVG);
+            float *now = own_state(t.f.model, &params[k], MT_STATE_WEIGHTS);
+            memcpy(w + n, before[k], bytes), memcpy(momentum + n, m, bytes), memcpy(after + n, now, bytes);
+            n += params[k].rows * cols;
+            free(m), free(now);
+        }
+        muon_expected(w, momentum, rows, cols, &t.f.options, lr);
+        float bound = 1e-4f * lr * mt_muon_factor(&t.f.options.muon, rows, cols);
+        for (int64_t k = 0; k < n; k++)
+            if (!(fabsf(w[k] - after[k]) <= bound))
+                fail_msg("%s: element %d is %.9g, not %.9g", params[i].hf_name, (int)k, (double)after[k], (double)w[k]);
+        free(w);
+        checked++;
+    }
+    assert_int_equal(checked, 6 * t.f.options.num_layers); // q, k, v, o, gate with up, down
+    for (int64_t i = 0; i < count; i++) free(before[i]);
+    free(before);
+    close_trainee(&t);
+}
+
 /* ---- errors */
 
 /* Only one stage needs the missing tensor. */
@@ -590,6 +659,7 @@ int main(int argc, char **argv) {
         cmocka_unit_test(every_layout_saves_the_scales_of_one_rank),
         cmocka_unit_test(a_folder_in_fp8_loads_on_every_layout_as_on_one_rank),
         cmocka_unit_test(small_files_have_the_same_bytes),
+        cmocka_unit_test(blockwise_muon_takes_each_part_for_a_matrix),
         cmocka_unit_test(a_missing_tensor_is_an_error_on_every_rank),
         cmocka_unit_test(a_failed_write_is_an_error_on_every_rank),
     };
