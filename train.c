@@ -145,7 +145,8 @@ static void train(mt_run *r) {
     if (validated != r->state.iteration)
         stop = evaluate(r, MT_SPLIT_VALID, "validation", r->state.consumed_valid_samples);
     if (stop || evaluate(r, MT_SPLIT_TEST, "test", 0))
-        mt_report_line(&r->report, "stopped early, in an evaluation after iteration %lld", (long long)r->state.iteration);
+        mt_report_line(&r->report, "stopped early, in an evaluation after iteration %lld",
+                       (long long)r->state.iteration);
 }
 
 int main(int argc, char **argv) {

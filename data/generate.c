@@ -108,8 +108,8 @@ int mt_rollout_generate(mt_model *model, const mt_rollout *rollout, const int32_
         return mt_error_set(error, "the model has no key/value cache; add one to its plan with mt_plan_generation");
     if (begin_samples(model, rollout, prompts, num_tokens, count, samples, error) != 0) return -1;
     mt_generator *generator = mt_generator_create(model, &sampling, &rollout->stops);
-    int status = mt_sequences_generate(mt_model_grid(model), generator, samples, num_samples, rollout->is_stopped,
-                                       error);
+    int status =
+        mt_sequences_generate(mt_model_grid(model), generator, samples, num_samples, rollout->is_stopped, error);
     mt_generator_destroy(generator);
     for (int64_t i = 0; i < num_samples && status != 0; i++) mt_sequence_end(&samples[i]);
     return status;

@@ -43,8 +43,8 @@ typedef struct mt_rollout {
  * log-probabilities and the reason of the end; free each with mt_sequence_end. A training program calls it between
  * steps, for a model whose plan has mt_plan_generation; a sample ends at the plan's max_position at the latest. Every
  * rank calls it with the same prompts and gets all samples. Errors: a plan without a cache; a prompt that is empty, too
- * long or has a token outside the vocabulary; logits that are not finite. Then, and if it returns MT_GENERATION_STOPPED,
- * there are no samples. */
+ * long or has a token outside the vocabulary; logits that are not finite. Then, and if it returns
+ * MT_GENERATION_STOPPED, there are no samples. */
 int mt_rollout_generate(mt_model *model, const mt_rollout *rollout, const int32_t *const *prompts,
                         const int64_t *num_tokens, int64_t count, mt_sequence *samples, mt_error *error);
 

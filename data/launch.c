@@ -173,9 +173,10 @@ static const int mt_signals[MT_NUM_SIGNALS] = {[MT_EXIT_SIGTERM] = SIGTERM,
                                                [MT_EXIT_SIGUSR2] = SIGUSR2,
                                                [MT_HANGUP] = SIGHUP};
 static volatile sig_atomic_t mt_signal_counts[MT_NUM_SIGNALS];
-static volatile sig_atomic_t mt_signal_ends, mt_signal_noted; // a first SIGTERM, SIGINT or SIGHUP came; its line is written
-static double mt_signal_first;                                // when
-static double mt_signal_grace;                                // mt_launch_grace's
+static volatile sig_atomic_t mt_signal_ends;  // a first SIGTERM, SIGINT or SIGHUP came
+static volatile sig_atomic_t mt_signal_noted; // its line is written
+static double mt_signal_first;                // when it came
+static double mt_signal_grace;                // mt_launch_grace's
 
 /* The line of the first signal: for one that mpirun follows by a SIGKILL, and for all others. The handler reads the
  * pair that is not being written. */

@@ -41,9 +41,9 @@ void mt_launch_print_grace(const mt_options *options, FILE *file);
  * a quarter of a second count as one. SIGXFSZ is ignored. */
 void mt_signals_hold(void);
 
-/* Once options are parsed: SIGTERM, SIGINT, SIGHUP and --exit-signal request a stop, under mpirun also SIGUSR1 if --exit-signal
- * is absent. All other signals have their default effect again, also one that has come already. So have these with
- * --no-exit-signal-handler and in a run that only prints. */
+/* Once options are parsed: SIGTERM, SIGINT, SIGHUP and --exit-signal request a stop, under mpirun also SIGUSR1 if
+ * --exit-signal is absent. All other signals have their default effect again, also one that has come already. So have
+ * these with --no-exit-signal-handler and in a run that only prints. */
 void mt_signals_select(const mt_options *options);
 
 /* For the line that the first signal writes on standard error of rank 0: the iteration of the last checkpoint, -1: none
