@@ -24,11 +24,10 @@ static bool prompts_equal(const mt_sequence *a, const mt_sequence *b) {
 
 int mt_sequences_generate(const mt_grid *grid, mt_generator *generator, mt_sequence *sequences, int64_t count,
                           bool (*is_stopped)(void), mt_error *error) {
-    enum { STEPS = 8 }; // between two looks at is_stopped, for which ranks meet
     const mt_group *data = &grid->data;
     mt_sequence *own = mt_malloc(mt_max(count, 1) * (int64_t)sizeof *own);
     int *owner = mt_malloc(mt_max(count, 1) * (int64_t)sizeof *owner);
-    int64_t prompts = 0, num_own = 0, left, steps = 0;
+    int64_t prompts = 0, num_own = 0, left;
     double stopped = 0;
     for (int64_t i = 0; i < count; i++) { // samples of one prompt share pages, so they stay on one rank
         prompts += i > 0 && !prompts_equal(&sequences[i], &sequences[i - 1]);
@@ -37,7 +36,7 @@ int mt_sequences_generate(const mt_grid *grid, mt_generator *generator, mt_seque
     }
     do {
         left = mt_generator_step(generator, own, num_own, error);
-        if (is_stopped && left > 0 && ++steps % STEPS == 0) stopped = mt_generator_agree(generator, is_stopped());
+        if (is_stopped && left > 0) stopped = mt_generator_agree(generator, is_stopped());
     } while (left > 0 && stopped == 0);
     int status = mt_agree(&grid->world, left < 0, error);
     if (is_stopped && status == 0) mt_all_reduce_max(&grid->world, &stopped, 1, MT_F64);
