@@ -1146,8 +1146,8 @@ static int mt_trainer_read(const mt_model *m, mt_run_state *state, mt_loss_avera
     const char *optimizer = named ? json_string_value(named) : mt_optimizer_name(MT_OPTIMIZER_ADAMW);
     const char *own = mt_optimizer_name(o->optimizer);
     if (status == 0 && !optimizer)
-        status = mt_error_set(error, "%s: \"optimizer\" is not a name; begin anew from these weights by --finetune",
-                              path);
+        status =
+            mt_error_set(error, "%s: \"optimizer\" is not a name; begin anew from these weights by --finetune", path);
     if (status == 0 && state->iteration > 0 && !o->no_load_optim && strcmp(optimizer, own) != 0)
         status = mt_error_set(error,
                               "%s: the run was begun with --optimizer %s, not %s; give that, or begin with new states "
