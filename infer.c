@@ -55,7 +55,8 @@ static void generate(mt_inference *r, mt_sequence *sequences, int64_t count, boo
             mt_inference_check(r, shown, &unwritten); // other ranks learn it at the end
         if (left == 0) break;
         if (r->grid.data.size > 1) {
-            mt_inference_check(r, mt_sequences_generate(&r->grid, r->generator, sequences, count, &error), &error);
+            mt_inference_check(r, mt_sequences_generate(&r->grid, r->generator, sequences, count, NULL, &error),
+                               &error);
             left = 0;
         } else {
             left = mt_generator_step(r->generator, sequences, count, &error);

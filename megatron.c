@@ -11789,14 +11789,22 @@ int mt_train_step(mt_model *m, mt_run_state *state, int64_t micro_batches, mt_ba
     return 0;
 }
 
-int mt_evaluate(mt_model *m, int64_t micro_batches, mt_batch_source *source, void *context, mt_batch *batch,
-                double *loss, mt_error *error) {
-    double sums[2];
+int mt_evaluate_sums(mt_model *m, int64_t micro_batches, mt_batch_source *source, void *context, mt_batch *batch,
+                     double *sums, mt_error *error) {
+    double these[2];
     mt_source from = {micro_batches, source, context, batch, .training = false};
     mt_sums_begin(m);
     if (mt_run_schedule(m, &from, error) != 0) return -1;
     mt_sums_finish(m, false);
-    mt_copy_wait(m, sums, m->numbers->sums, 2 * 8);
+    mt_copy_wait(m, these, m->numbers->sums, 2 * 8);
+    sums[0] += these[0], sums[1] += these[1];
+    return 0;
+}
+
+int mt_evaluate(mt_model *m, int64_t micro_batches, mt_batch_source *source, void *context, mt_batch *batch,
+                double *loss, mt_error *error) {
+    double sums[2] = {0};
+    if (mt_evaluate_sums(m, micro_batches, source, context, batch, sums, error) != 0) return -1;
     *loss = mt_mean_loss(sums);
     return 0;
 }
@@ -13512,6 +13520,14 @@ int64_t mt_generator_step(mt_generator *g, mt_sequence *sequences, int64_t count
     if (g->together) mt_all_reduce_sum(g->together, sums, 2, MT_F64);
     if (sums[1] == 0) return (int64_t)sums[0];
     return g->together ? mt_agree(g->together, status != 0, error) : -1;
+}
+
+bool mt_generator_agree(const mt_generator *g, bool wanted) {
+    double any = wanted;
+    mt_all_reduce_max(&g->model->grid->tensor_context, &any, 1, MT_F64);
+    mt_all_reduce_max(&g->model->grid->pipeline, &any, 1, MT_F64);
+    if (g->together) mt_all_reduce_max(g->together, &any, 1, MT_F64);
+    return any > 0;
 }
 
 mt_generator_totals mt_generator_read_totals(const mt_generator *generator) {

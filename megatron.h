@@ -3189,7 +3189,10 @@ typedef struct mt_fp8_state {
 mt_fp8_state mt_train_fp8_state(mt_model *model); // to free; entry 0 of the history is 0
 void mt_train_set_fp8_state(mt_model *model, const mt_fp8_state *state);
 
-/* Mean loss of `micro_batches` micro-batches per rank, without training. */
+/* Mean loss of `micro_batches` micro-batches per rank, without training. mt_evaluate_sums adds its numerator and
+ * denominator to sums[2], for an evaluation of several calls. */
+int mt_evaluate_sums(mt_model *model, int64_t micro_batches, mt_batch_source *source, void *context, mt_batch *batch,
+                     double *sums, mt_error *error);
 int mt_evaluate(mt_model *model, int64_t micro_batches, mt_batch_source *source, void *context, mt_batch *batch,
                 double *loss, mt_error *error);
 
@@ -3260,6 +3263,9 @@ void mt_generator_destroy(mt_generator *generator);
  * or -1 with error if logits are not finite. Where data-parallel ranks share experts or the shards of parameters, each
  * calls it with its own sequences, perhaps none, until it returns 0: the number is the sum. */
 int64_t mt_generator_step(mt_generator *generator, mt_sequence *sequences, int64_t count, mt_error *error);
+
+/* True if `wanted` is true on any of the ranks that step together; each of them calls it after the same step. */
+bool mt_generator_agree(const mt_generator *generator, bool wanted);
 
 /* Totals of a generator: a step that computes prompts is a prefill, any other a decode step. */
 typedef struct mt_generator_totals {

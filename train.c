@@ -7,6 +7,8 @@
 #include "data/trace.h"
 #include "data/watchdog.h"
 
+#include <math.h>
+
 /* True when a signal or --exit-duration-in-mins ends the run early; every rank must see the same answer. Nothing is
  * printed before the save that follows: an ending mpirun no longer reads. */
 static bool should_stop(const mt_run *r) {
@@ -35,19 +37,25 @@ static source take_samples(mt_run *r, mt_feed *feed) {
     return (source){mt_reference_batch, r->reference};
 }
 
-/* Mean loss over the batches of a split from a sample on. */
-static void evaluate(mt_run *r, mt_split split, const char *name, int64_t first) {
+/* Mean loss over the batches of a split from a sample on. It may take long, so a stop ends it after a batch; true
+ * then. */
+static bool evaluate(mt_run *r, mt_split split, const char *name, int64_t first) {
     mt_error error;
-    double loss;
-    if (evaluated_samples(r, split) == 0) return;
+    double sums[2] = {0};
+    int64_t end = first + evaluated_samples(r, split), batch = r->options.global_batch_size;
+    if (end == first) return false;
     mt_run_check(r, mt_train_finish(r->model, &error), &error);
-    if (mt_train_bad_iteration(r->model) > 0) return;
-    mt_feed feed = mt_feed_begin(r->loaders[split], first, evaluated_samples(r, split), &r->grid);
-    source from = take_samples(r, &feed);
-    mt_run_check(r, mt_evaluate(r->model, feed.micro_batches, from.read, from.context, &r->batch, &loss, &error),
-                 &error);
-    mt_run_check(r, mt_feed_check(&feed, &r->grid, r->state.iteration, &error), &error);
-    mt_report_evaluation(&r->report, &r->state, name, loss);
+    if (mt_train_bad_iteration(r->model) > 0) return false;
+    for (; first < end; first += batch) {
+        mt_feed feed = mt_feed_begin(r->loaders[split], first, batch, &r->grid);
+        source from = take_samples(r, &feed);
+        int64_t count = feed.micro_batches;
+        mt_run_check(r, mt_evaluate_sums(r->model, count, from.read, from.context, &r->batch, sums, &error), &error);
+        mt_run_check(r, mt_feed_check(&feed, &r->grid, r->state.iteration, &error), &error);
+        if (first + batch < end && should_stop(r)) return true;
+    }
+    mt_report_evaluation(&r->report, &r->state, name, sums[1] > 0 ? sums[0] / sums[1] : NAN);
+    return false;
 }
 
 /* As soon as its steps are over, or with the run. */
@@ -122,9 +130,8 @@ static void train(mt_run *r) {
         if (validates) r->state.consumed_valid_samples += evaluated_samples(r, MT_SPLIT_VALID);
         if (stop || (o->save_interval > 0 && iteration % o->save_interval == 0)) mt_run_save_progress(r);
         if (!validates) continue;
-        evaluate(r, MT_SPLIT_VALID, "validation", first);
+        stop = evaluate(r, MT_SPLIT_VALID, "validation", first) || stop || should_stop(r);
         validated = iteration;
-        stop = stop || should_stop(r);
         if (stop) mt_run_save_progress(r);
     }
     mt_run_check(r, mt_train_finish(r->model, &error), &error);
@@ -135,8 +142,11 @@ static void train(mt_run *r) {
     }
     // saved first, as in Megatron: a longer run, which skips this evaluation, resumes with its own validation samples
     if (r->last_saved != r->state.iteration) mt_run_save(r); // also without a step: converts
-    if (validated != r->state.iteration) evaluate(r, MT_SPLIT_VALID, "validation", r->state.consumed_valid_samples);
-    evaluate(r, MT_SPLIT_TEST, "test", 0);
+    if (validated != r->state.iteration)
+        stop = evaluate(r, MT_SPLIT_VALID, "validation", r->state.consumed_valid_samples);
+    if (stop || evaluate(r, MT_SPLIT_TEST, "test", 0))
+        mt_report_line(&r->report, "stopped early, in an evaluation after iteration %lld",
+                       (long long)r->state.iteration);
 }
 
 int main(int argc, char **argv) {

@@ -1142,9 +1142,12 @@ static int mt_trainer_read(const mt_model *m, mt_run_state *state, mt_loss_avera
         status = mt_trainer_int(json, "sft", 1, path, &sft, error);
         if (status == 0) status = mt_trainer_int(json, "sequence_packing", 1, path, &packed, error);
     }
-    const char *optimizer = json_string_value(json_object_get(json, "optimizer"));
+    const json_t *named = json_object_get(json, "optimizer"); // older files lack it
+    const char *optimizer = named ? json_string_value(named) : mt_optimizer_name(MT_OPTIMIZER_ADAMW);
     const char *own = mt_optimizer_name(o->optimizer);
-    if (!optimizer) optimizer = mt_optimizer_name(MT_OPTIMIZER_ADAMW); // older files lack it
+    if (status == 0 && !optimizer)
+        status =
+            mt_error_set(error, "%s: \"optimizer\" is not a name; begin anew from these weights by --finetune", path);
     if (status == 0 && state->iteration > 0 && !o->no_load_optim && strcmp(optimizer, own) != 0)
         status = mt_error_set(error,
                               "%s: the run was begun with --optimizer %s, not %s; give that, or begin with new states "

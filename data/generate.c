@@ -23,19 +23,24 @@ static bool prompts_equal(const mt_sequence *a, const mt_sequence *b) {
 }
 
 int mt_sequences_generate(const mt_grid *grid, mt_generator *generator, mt_sequence *sequences, int64_t count,
-                          mt_error *error) {
+                          bool (*is_stopped)(void), mt_error *error) {
     const mt_group *data = &grid->data;
     mt_sequence *own = mt_malloc(mt_max(count, 1) * (int64_t)sizeof *own);
     int *owner = mt_malloc(mt_max(count, 1) * (int64_t)sizeof *owner);
     int64_t prompts = 0, num_own = 0, left;
+    double stopped = 0;
     for (int64_t i = 0; i < count; i++) { // samples of one prompt share pages, so they stay on one rank
         prompts += i > 0 && !prompts_equal(&sequences[i], &sequences[i - 1]);
         owner[i] = (int)(prompts % data->size);
         if (owner[i] == data->rank) own[num_own++] = sequences[i];
     }
-    do left = mt_generator_step(generator, own, num_own, error);
-    while (left > 0);
+    do {
+        left = mt_generator_step(generator, own, num_own, error);
+        if (is_stopped && left > 0) stopped = mt_generator_agree(generator, is_stopped());
+    } while (left > 0 && stopped == 0);
     int status = mt_agree(&grid->world, left < 0, error);
+    if (is_stopped && status == 0) mt_all_reduce_max(&grid->world, &stopped, 1, MT_F64);
+    if (stopped > 0) status = MT_GENERATION_STOPPED;
     for (int64_t i = 0, k = 0; i < count && status == 0; i++) {
         if (owner[i] == data->rank) sequences[i] = own[k++];
         broadcast_sequence(&sequences[i], data, owner[i]);
@@ -64,7 +69,7 @@ int mt_generate(mt_model *model, int32_t *tokens, int64_t *num_tokens, int64_t c
             mt_sequence_begin(&sequences[s], s, tokens + s * max_tokens, num_tokens[s], max_tokens, &options, error);
     if (status == 0) {
         mt_generator *generator = mt_generator_create(model, sampling ? sampling : &greedy, stops ? stops : &none);
-        status = mt_sequences_generate(mt_model_grid(model), generator, sequences, count, error);
+        status = mt_sequences_generate(mt_model_grid(model), generator, sequences, count, NULL, error);
         mt_generator_destroy(generator);
     }
     for (int64_t s = 0; s < count; s++) {
@@ -102,7 +107,8 @@ int mt_rollout_generate(mt_model *model, const mt_rollout *rollout, const int32_
         return mt_error_set(error, "the model has no key/value cache; add one to its plan with mt_plan_generation");
     if (begin_samples(model, rollout, prompts, num_tokens, count, samples, error) != 0) return -1;
     mt_generator *generator = mt_generator_create(model, &sampling, &rollout->stops);
-    int status = mt_sequences_generate(mt_model_grid(model), generator, samples, num_samples, error);
+    int status =
+        mt_sequences_generate(mt_model_grid(model), generator, samples, num_samples, rollout->is_stopped, error);
     mt_generator_destroy(generator);
     for (int64_t i = 0; i < num_samples && status != 0; i++) mt_sequence_end(&samples[i]);
     return status;

@@ -14,9 +14,11 @@ mt_model_plan mt_generator_plan(int64_t count, int64_t max_tokens, int64_t promp
 
 /* Completes begun sequences. Every rank of the generator's model, whose grid is given, calls it with the same ones and
  * gets all results; data-parallel ranks share them, neighbours with equal prompts on one rank. An error on any rank is
- * every rank's. */
+ * every rank's. Gives up soon after is_stopped (NULL: never) is true on any rank, and returns MT_GENERATION_STOPPED on
+ * all. */
+enum { MT_GENERATION_STOPPED = 1 };
 int mt_sequences_generate(const mt_grid *grid, mt_generator *generator, mt_sequence *sequences, int64_t count,
-                          mt_error *error);
+                          bool (*is_stopped)(void), mt_error *error);
 
 /* Continues `count` >= 1 prompts until each ends at a stop token, which it includes, or at max_tokens.
  * tokens[count, max_tokens] holds prompt s in the first num_tokens[s] elements of row s; afterwards num_tokens[s]
@@ -34,13 +36,15 @@ typedef struct mt_rollout {
     int64_t first_id; // id of the first sample, whose draws it determines with sampling.seed; the others follow
     mt_sampling sampling;
     mt_stops stops;
+    bool (*is_stopped)(void); // true: give up; NULL: never
 } mt_rollout;
 
 /* Generates samples[count, num_return_sequences] of prompts[count], whose lengths are num_tokens[count]: tokens,
  * log-probabilities and the reason of the end; free each with mt_sequence_end. A training program calls it between
  * steps, for a model whose plan has mt_plan_generation; a sample ends at the plan's max_position at the latest. Every
  * rank calls it with the same prompts and gets all samples. Errors: a plan without a cache; a prompt that is empty, too
- * long or has a token outside the vocabulary; logits that are not finite. Then there are no samples. */
+ * long or has a token outside the vocabulary; logits that are not finite. Then, and if it returns
+ * MT_GENERATION_STOPPED, there are no samples. */
 int mt_rollout_generate(mt_model *model, const mt_rollout *rollout, const int32_t *const *prompts,
                         const int64_t *num_tokens, int64_t count, mt_sequence *samples, mt_error *error);
 

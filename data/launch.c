@@ -164,14 +164,19 @@ int mt_launch_print(mt_options *o, FILE *file, mt_error *error) {
 
 /* ---- signals */
 
-enum { MT_NUM_SIGNALS = 4 };
+enum { MT_HANGUP = 4, MT_NUM_SIGNALS };
 
-static const int mt_signals[MT_NUM_SIGNALS] = {
-    [MT_EXIT_SIGTERM] = SIGTERM, [MT_EXIT_SIGINT] = SIGINT, [MT_EXIT_SIGUSR1] = SIGUSR1, [MT_EXIT_SIGUSR2] = SIGUSR2};
+/* Those of --exit-signal, and that of a terminal that is closed. */
+static const int mt_signals[MT_NUM_SIGNALS] = {[MT_EXIT_SIGTERM] = SIGTERM,
+                                               [MT_EXIT_SIGINT] = SIGINT,
+                                               [MT_EXIT_SIGUSR1] = SIGUSR1,
+                                               [MT_EXIT_SIGUSR2] = SIGUSR2,
+                                               [MT_HANGUP] = SIGHUP};
 static volatile sig_atomic_t mt_signal_counts[MT_NUM_SIGNALS];
-static volatile sig_atomic_t mt_signal_ends, mt_signal_noted; // a first SIGTERM or SIGINT came; its line is written
-static double mt_signal_first;                                // when
-static double mt_signal_grace;                                // mt_launch_grace's
+static volatile sig_atomic_t mt_signal_ends;  // a first SIGTERM, SIGINT or SIGHUP came
+static volatile sig_atomic_t mt_signal_noted; // its line is written
+static double mt_signal_first;                // when it came
+static double mt_signal_grace;                // mt_launch_grace's
 
 /* The line of the first signal: for one that mpirun follows by a SIGKILL, and for all others. The handler reads the
  * pair that is not being written. */
@@ -192,7 +197,7 @@ double mt_launch_grace(void) {
  * another. */
 static bool mt_signal_stops(const mt_options *o, int i) {
     bool spare = i == MT_EXIT_SIGUSR1 && !MT_GIVEN(o, exit_signal) && isfinite(mt_launch_grace());
-    return i == MT_EXIT_SIGTERM || i == MT_EXIT_SIGINT || i == (int)o->exit_signal || spare;
+    return i == MT_EXIT_SIGTERM || i == MT_EXIT_SIGINT || i == MT_HANGUP || i == (int)o->exit_signal || spare;
 }
 
 static const char *mt_signal_spare(const mt_options *o) {
@@ -233,7 +238,7 @@ void mt_signals_set_saved(const mt_options *o, int64_t iteration) {
  * twice within a moment. */
 static void mt_signal_count(int number) {
     const double moment = 0.25;
-    bool ends = number == SIGTERM || number == SIGINT;
+    bool ends = number == SIGTERM || number == SIGINT || number == SIGHUP;
     int i = 0;
     while (mt_signals[i] != number) i++;
     mt_signal_counts[i] = mt_signal_counts[i] + 1;
@@ -266,9 +271,16 @@ static void mt_signal_catch(int number, int flags) {
     sigaction(number, &action, NULL);
 }
 
+/* True for the signal of a closed terminal under nohup. */
+static bool mt_signal_is_ignored(int number) {
+    struct sigaction action;
+    return number == SIGHUP && sigaction(number, NULL, &action) == 0 && action.sa_handler == SIG_IGN;
+}
+
 void mt_signals_hold(void) {
     mt_signal_grace = mt_launch_grace();
-    for (int i = 0; i < MT_NUM_SIGNALS; i++) mt_signal_catch(mt_signals[i], SA_RESTART);
+    for (int i = 0; i < MT_NUM_SIGNALS; i++)
+        if (!mt_signal_is_ignored(mt_signals[i])) mt_signal_catch(mt_signals[i], SA_RESTART);
     signal(SIGXFSZ, SIG_IGN); // exceeding a file size limit is then a write error
 }
 
@@ -276,6 +288,7 @@ void mt_signals_select(const mt_options *o) {
     bool saves = !o->plan && !o->explain && !o->print_config && !o->print_schedule && o->print_launch == 0;
     if (saves && o->exit_signal_handler) mt_signals_set_saved(o, -1);
     for (int i = 0; i < MT_NUM_SIGNALS; i++) {
+        if (mt_signal_is_ignored(mt_signals[i])) continue;
         if (saves && mt_signal_stops(o, i) && o->exit_signal_handler) {
             mt_signal_catch(mt_signals[i], 0); // ends a print to a terminal that an ending mpirun no longer reads
             continue;

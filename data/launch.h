@@ -36,14 +36,14 @@ double mt_launch_grace(void);
  * on without killing. */
 void mt_launch_print_grace(const mt_options *options, FILE *file);
 
-/* Catches SIGTERM, SIGINT, SIGUSR1 and SIGUSR2 from here on; before options are parsed, so that none is lost. The
- * second SIGTERM or SIGINT, in any pair, ends the program at once; two within a quarter of a second count as one.
- * SIGXFSZ is ignored. */
+/* Catches SIGTERM, SIGINT, SIGUSR1, SIGUSR2 and, unless nohup ignores it, SIGHUP from here on; before options are
+ * parsed, so that none is lost. The second SIGTERM, SIGINT or SIGHUP, in any pair, ends the program at once; two within
+ * a quarter of a second count as one. SIGXFSZ is ignored. */
 void mt_signals_hold(void);
 
-/* Once options are parsed: SIGTERM, SIGINT and --exit-signal request a stop, under mpirun also SIGUSR1 if --exit-signal
- * is absent. All other signals have their default effect again, also one that has come already. So have these with
- * --no-exit-signal-handler and in a run that only prints. */
+/* Once options are parsed: SIGTERM, SIGINT, SIGHUP and --exit-signal request a stop, under mpirun also SIGUSR1 if
+ * --exit-signal is absent. All other signals have their default effect again, also one that has come already. So have
+ * these with --no-exit-signal-handler and in a run that only prints. */
 void mt_signals_select(const mt_options *options);
 
 /* For the line that the first signal writes on standard error of rank 0: the iteration of the last checkpoint, -1: none

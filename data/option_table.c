@@ -173,8 +173,8 @@ const mt_option mt_option_table[] = {
     {"exit-duration-in-mins", MT_REAL, MT_AT(exit_duration_in_mins), MT_TRAIN, MT_OF_RUN, NULL, "(0,1e9]",
      "save and stop after this many minutes"},
     {"exit-signal-handler", MT_FLAG, MT_AT(exit_signal_handler), MT_TRAIN, MT_OF_RUN, "true", NULL,
-     "after the step under way save and stop on SIGTERM, Ctrl-C (SIGINT) and --exit-signal; a second SIGTERM or Ctrl-C "
-     "ends the run at once"},
+     "after the step under way save and stop on SIGTERM, Ctrl-C (SIGINT), a closed terminal (SIGHUP, but not under "
+     "nohup) and --exit-signal; a second SIGTERM or Ctrl-C ends the run at once"},
     {"no-exit-signal-handler", MT_NO, MT_AT(exit_signal_handler), MT_TRAIN, MT_OF_RUN, NULL, NULL,
      "let these signals end the run at once"},
     {"exit-signal", MT_CHOICE, MT_AT(exit_signal), MT_TRAIN, MT_OF_RUN, "SIGTERM", "SIGTERM|SIGINT|SIGUSR1|SIGUSR2",

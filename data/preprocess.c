@@ -815,7 +815,8 @@ static int preprocess(const settings *s, const mt_tokenizer *tokenizer, const mt
     j.progress = (progress){.began = mt_time(), .terminal = isatty(2), .file_bytes = j.reader.file_bytes};
     if (result == 0) result = start_threads(&j, error);
     if (result == 0) result = run_job(&j, error);
-    if (interrupted) { // workers may be inside of a long document
+    if (interrupted) {                            // workers may be inside of a long document
+        if (result == 0) fail_interrupted(error); // a signal during the last write
         for (int64_t key = 0; key < s->json_keys.count; key++) mt_indexed_writer_close(j.writers[key]);
         fprintf(stderr, "%serror: %s\n", j.progress.terminal ? "\r\033[K" : "", error->text);
         _exit(1);

@@ -171,7 +171,8 @@ cat >"$work/probe.cu" <<'CUDA'
 __global__ void kernel(float *x) { *x = 1; }
 int main(void) { cublasHandle_t handle; kernel<<<1, 1>>>(0); return cublasCreate(&handle); }
 CUDA
-capabilities=$(nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null | sort -u)
+# A driver that does not answer is reported on the same output.
+capabilities=$(nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null | grep -x '[0-9.]*' | sort -u)
 if [ -n "${CUDA_ARCH:-}" ] || echo "$capabilities" | awk '$1 + 0 >= 8 { found = 1 } END { exit !found }'; then
     compiled=''
 elif [ -n "$capabilities" ]; then

@@ -19,6 +19,7 @@
 #include "report.h"
 #include "response.h"
 #include "generate.h"
+#include "launch.h"
 #include "rollouts.h"
 #include "special_tokens.h"
 #include "stage.h"
@@ -585,7 +586,7 @@ static int generate(mt_rl *rl, int64_t position, int64_t prompts, mt_error *erro
     const int32_t **texts = mt_malloc(prompts * (int64_t)sizeof *texts);
     mt_sequence *sequences = mt_calloc(count * (int64_t)sizeof *sequences);
     mt_rollout rollout = {.num_return_sequences = group, .max_new_tokens = o->max_new_tokens};
-    rollout.first_id = position * group, rollout.sampling = sampling_of(o);
+    rollout.first_id = position * group, rollout.sampling = sampling_of(o), rollout.is_stopped = mt_stop_requested;
     int status = find_stops(rl, &rollout.stops, error);
     mt_responses responses = mt_responses_open(rl->config.tokenizer, &o->stop, rollout.first_id, count);
     if (o->stop.count > 0) rollout.stops.ends_text = mt_responses_end, rollout.stops.context = &responses;
@@ -619,7 +620,8 @@ static int generate(mt_rl *rl, int64_t position, int64_t prompts, mt_error *erro
     }
     mt_responses_close(&responses);
     free(order), free(lengths), free(texts), free(sequences);
-    return status == 0 ? mt_model_role_use(generator, MT_USE_NOTHING, error) : status;
+    if (status == MT_GENERATION_STOPPED) status = MT_RL_STOPPED;
+    return status >= 0 && mt_model_role_use(generator, MT_USE_NOTHING, error) != 0 ? -1 : status;
 }
 
 /* ---- micro-batches */

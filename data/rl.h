@@ -46,7 +46,7 @@ void mt_rl_close(mt_rl *rl);
 /* One iteration: responses to the next prompts, their rewards, and steps on all of them. Updates `state`; its iteration
  * counts these. metrics: of the actor's last step (NULL: not wanted). A pure function of weights, prompts, seed and
  * state. Every rank calls it. Errors: those of mt_train_step. Without rewards, all is as before the call: the reward
- * failed, which `error` describes, or a signal requested a stop while the run waited for rewards. */
+ * failed, which `error` describes, or a signal requested a stop while responses were written or rewards awaited. */
 enum { MT_RL_UNREWARDED = 1, MT_RL_STOPPED = 2 };
 int mt_rl_step(mt_rl *rl, mt_run_state *state, mt_batch *batch, mt_metrics *metrics, mt_error *error);
 

@@ -999,10 +999,28 @@ static void drop_idle_in_loss(reader *r, const char *root) {
     }
 }
 
+/* True if the file has what a default needs. */
+static bool has_condition(reader *r, const char *with) {
+    const char *equals = strchr(with, '=');
+    if (strncmp(with, "key ", 4) == 0) {
+        bool is_on = false;
+        for (const mt_role_entry *entry = r->config->entries; entry < r->config->entries + r->config->count; entry++)
+            if (mt_text_ends_with(entry->key, with + 4) && entry->values.count > 0)
+                is_on = mt_parse_bool(entry->values.items[0], &is_on) && is_on;
+        return is_on;
+    }
+    if (!equals) return is_set(r, with);
+    char option[80];
+    snprintf(option, sizeof option, "%.*s", (int)(equals - with), with);
+    const mt_role_entry *entry = find_option(r, option);
+    return entry && strcmp(entry->values.items[0], equals + 1) == 0;
+}
+
 /* One option has the estimator of the divergence in rewards and of that in the loss: ROLL's in the loss is k3. */
 static void settle_divergence(reader *r) {
     const mt_role_entry *coef = find_option(r, "kl-loss-coef");
-    bool in_reward = is_set(r, "kl-in-reward"), in_loss = coef && strtod(coef->values.items[0], NULL) > 0;
+    bool in_reward = is_set(r, "kl-in-reward");
+    bool in_loss = coef ? strtod(coef->values.items[0], NULL) > 0 : has_condition(r, "key actor.use_kl_loss"); // verl's
     const char *of_loss = "k3", *of_reward = "k1"; // the defaults
     mt_role_entry *reward = NULL, *flag = NULL;
     for (mt_role_entry *entry = r->config->entries; entry < r->config->entries + r->config->count; entry++) {
@@ -1037,23 +1055,6 @@ static double derive_default(reader *r, const char *root, const char *rule) {
     if (strcmp(rule, "=prompt + response") == 0) return response > 0 ? prompt + response : 0;
     MT_CHECK(strcmp(rule, "=sequence - prompt") == 0);
     return fmax(option_number(r, "seq-length") - path_number(r, "prompt_length", prompt), 0);
-}
-
-/* True if the file has what a default needs. */
-static bool has_condition(reader *r, const char *with) {
-    const char *equals = strchr(with, '=');
-    if (strncmp(with, "key ", 4) == 0) {
-        bool is_on = false;
-        for (const mt_role_entry *entry = r->config->entries; entry < r->config->entries + r->config->count; entry++)
-            if (mt_text_ends_with(entry->key, with + 4) && entry->values.count > 0)
-                is_on = mt_parse_bool(entry->values.items[0], &is_on) && is_on;
-        return is_on;
-    }
-    if (!equals) return is_set(r, with);
-    char option[80];
-    snprintf(option, sizeof option, "%.*s", (int)(equals - with), with);
-    const mt_role_entry *entry = find_option(r, option);
-    return entry && strcmp(entry->values.items[0], equals + 1) == 0;
 }
 
 /* True if the file gives an option a value, or says that it has its default here. */

@@ -54,6 +54,6 @@ if [ ! -x "$bin/train" ]; then
     exit 1
 fi
 layer "one GPU" "" || exit 1
-[ "$(nvidia-smi -L 2>/dev/null | wc -l)" -ge 4 ] && command -v mpirun >/dev/null || exit 0
+[ "$(nvidia-smi -L 2>/dev/null | grep -c '^GPU')" -ge 4 ] && command -v mpirun >/dev/null || exit 0
 if [ "$(id -u)" = 0 ]; then export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1; fi
 layer "four GPUs, two experts each" "mpirun -np 4" --global-batch-size 4 --expert-model-parallel-size 4

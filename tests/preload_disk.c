@@ -7,6 +7,7 @@
  *   HANGING_WRITE=TEXT      writing a file with TEXT in its path never ends
  *   SIGNAL_AT_START=NUMBER  statvfs, which train calls before the first step, raises this signal twice, as timeout(1)
  *                           may: to the process and to its group
+ *   SIGNAL_IN_WRITE=NUMBER  an fwrite of a mebibyte or more raises this signal
  *   BEFORE_LOCK=COMMAND     a shell runs this before the program locks a file
  *   ONLY_RANK=N             all of this on one rank only */
 #ifndef _GNU_SOURCE
@@ -79,6 +80,14 @@ ssize_t write(int descriptor, const void *data, size_t bytes) {
     while (is_file(descriptor, setting("HANGING_WRITE"))) pause();
     find(&real, "write");
     return real(descriptor, data, bytes);
+}
+
+size_t fwrite(const void *data, size_t size, size_t count, FILE *file) {
+    size_t (*real)(const void *, size_t, size_t, FILE *);
+    const char *number = size * count >= 1 << 20 ? setting("SIGNAL_IN_WRITE") : NULL;
+    if (number) raise(atoi(number));
+    find(&real, "fwrite");
+    return real(data, size, count, file);
 }
 
 int statvfs(const char *path, struct statvfs *buffer) {

@@ -53,6 +53,8 @@ run_ranks() {
 ranks_of() {
     case $1 in *_mpi8) ranks=8 ;; *) ranks=4 ;; esac
     case $1 in cuda_*) gpus=$(nvidia-smi -L 2>/dev/null | grep -c '^GPU') ;; *) gpus=0 ;; esac
+    visible=$(echo "${CUDA_VISIBLE_DEVICES:-}" | awk -F, '{ print NF }') # GPUs of these, 0: of all
+    [ "$visible" = 0 ] || [ "$gpus" -le "$visible" ] || gpus=$visible
     while [ "$gpus" -gt 0 ] && [ $ranks -gt "$gpus" ]; do ranks=$((ranks / 2)); done # a power of two, as layouts have
     echo $ranks
 }

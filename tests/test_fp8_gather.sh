@@ -138,7 +138,7 @@ check widths_that_cut_blocks_are_refused widths_that_cut_blocks_are_refused
 check one_collective_for_all_scales one_collective_for_all_scales
 check operations_before_linears_quantize operations_before_linears_quantize
 # shellcheck disable=SC2086
-if [ "$(nvidia-smi -L 2>/dev/null | wc -l)" -ge 2 ] &&
+if [ "$(nvidia-smi -L 2>/dev/null | grep -c '^GPU')" -ge 2 ] &&
     ! $(mpirun_here) -np 2 "$train" $model --device cuda 2>&1 </dev/null | grep -q 'this build'; then
     check weights_are_gathered_in_8_bits_on_two_gpus weights_are_gathered_in_8_bits cuda
     check blocks_are_gathered_in_8_bits_on_two_gpus blocks_are_gathered_in_8_bits cuda 2 optim 2

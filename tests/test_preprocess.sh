@@ -201,6 +201,19 @@ for first in TERM HUP; do # a shell starts its background programs with SIGINT i
 done
 
 cat >"$scratch/test" <<'END'
+head -c 2000000 /dev/zero | tr '\0' 'a' >"$scratch/long.txt"
+! ASAN_OPTIONS="${ASAN_OPTIONS:-}:verify_asan_link_order=0" LD_PRELOAD="$scratch/disk.so" SIGNAL_IN_WRITE=15 $program \
+    --input "$scratch/long.txt" --documents file --output-prefix "$scratch/n" $bytes 2>"$scratch/err"
+same "$(cat "$scratch/err")" "error: interrupted; nothing was written"
+nothing n_
+END
+if ${CC:-cc} -shared -fPIC -o "$scratch/disk.so" tests/preload_disk.c -ldl 2>/dev/null; then
+    script a_signal_during_the_last_write_is_named
+else
+    echo "skipped: a_signal_during_the_last_write_is_named: a library to preload cannot be compiled here"
+fi
+
+cat >"$scratch/test" <<'END'
 printf '{"text":"a"}\n{"text":"b"}\n' >"$scratch/j.txt"
 refused "first lines are JSON objects" $program --input "$scratch/j.txt" --output-prefix "$scratch/n" $bytes
 for json in '[{"text":"a"},\n{"text":"b"}]\n' ' [\n {\n  "text": "a"}]' '{\n  "text": "a"\n}\n'; do

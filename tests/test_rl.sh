@@ -447,6 +447,25 @@ EOF
         says 'stopped early after iteration 2' "$work/out" && [ $(($(date +%s) - began)) -lt $hang ]
 }
 
+# Responses that take seconds; nothing is trained on them, so the run goes on as if it had not stopped.
+a_signal_ends_the_writing_of_responses() {
+    set -- "$train" --stage rl --load "$work/base" --finetune --data-path "$work/rl.jsonl" --seq-length 16 --lr 1e-3 \
+        --max-new-tokens 12 --micro-batch-size 4 --rollout-batch-size 600 --num-return-sequences 200 --train-iters 2 \
+        --global-batch-size 120000 --save "$work/written"
+    # shellcheck disable=SC2046
+    [ -z "${HAVE_MPI:-}" ] || set -- $(mpirun_here) -np 4 "$@" --pipeline-model-parallel-size 2
+    # shellcheck disable=SC2086
+    "$@" --exit-signal SIGUSR1 $common >"$work/out" 2>"$work/err" </dev/null &
+    process=$!
+    until grep -q ' prompts, .* the longest has' "$work/out"; do
+        kill -0 $process || return 1
+        sleep 0.1
+    done
+    sleep 0.3
+    kill -USR1 $process
+    wait $process && says 'stopped early after iteration 0$' "$work/out"
+}
+
 # On a small model, with a few lines.
 recipes_run() {
     set -- --load "$work/base" --seq-length 16 --chat-template plain --device cpu --hidden-dropout 0 \
@@ -550,6 +569,7 @@ check epochs_are_iterations epochs_are_iterations
 check fewer_ranks_are_launched fewer_ranks_are_launched
 check iterations_without_a_step_are_skipped iterations_without_a_step_are_skipped
 check stop_strings_end_responses stop_strings_end_responses
+check a_signal_ends_the_writing_of_responses a_signal_ends_the_writing_of_responses
 check rewards_that_end_lose_nothing rewards_that_end_lose_nothing
 check dpo_learns_an_order dpo_learns
 check dropout_is_off_unless_given dropout_is_off_unless_given

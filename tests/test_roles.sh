@@ -407,6 +407,10 @@ divergences_have_their_estimators() {
     printf '%s\n' "$verl kl_loss_type: mse}}" 'algorithm: {kl_penalty: kl, use_kl_in_reward: true}' >"$work/kl.yaml"
     refused 'kl_penalty differs from the estimator in the loss' "$train" --config "$work/kl.yaml" \
         --role actor_train --print-config || return 1
+    printf '%s\n' 'actor_rollout_ref: {model: {path: a/b}, actor: {use_kl_loss: true}}' \
+        'algorithm: {use_kl_in_reward: true}' >"$work/kl.yaml"
+    refused 'use_kl_in_reward differs from the estimator in the loss' "$train" --config "$work/kl.yaml" \
+        --role actor_train --print-config || return 1
     printf '%s\n' "$verl kl_loss_type: kl}}" 'algorithm: {use_kl_in_reward: true}' >"$work/kl.yaml"
     prints "$work/kl.yaml" actor_train && sets actor_rollout_ref.actor.kl_loss_type kl-loss-type k1 || return 1
     set -- 'actor_train: {model_args: {}}' 'use_kl_loss: true' 'kl_loss_coef: 0.1' 'kl_penalty: kl'

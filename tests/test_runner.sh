@@ -103,6 +103,9 @@ expect_ranks a_cuda_suite_has_a_rank_for_each_of_two_gpus 2 cuda_layouts_mpi '2 
 expect_ranks a_cuda_suite_has_a_power_of_two_of_ranks 3 cuda_layouts_mpi '2 passed, 0 failed, 0 skipped'
 expect_ranks a_cuda_suite_has_one_rank_for_one_gpu 1 cuda_layouts_mpi '1 passed, 0 failed, 0 skipped'
 expect_ranks eight_ranks_become_four_on_four_gpus 4 cuda_large_mpi8 '4 passed, 0 failed, 0 skipped'
+CUDA_VISIBLE_DEVICES=2,5 && export CUDA_VISIBLE_DEVICES
+expect_ranks visible_gpus_alone_have_ranks 8 cuda_layouts_mpi '2 passed, 0 failed, 0 skipped'
+unset CUDA_VISIBLE_DEVICES
 expect_ranks a_suite_of_four_gpus_is_skipped_on_two 2 cuda_trace_mpi '0 passed, 0 failed, 1 skipped'
 expect_ranks without_a_gpu_the_suite_says_so_itself 0 cuda_trace_mpi '4 passed, 0 failed, 0 skipped'
 expect_ranks other_suites_do_not_ask_for_gpus 2 plain_mpi '4 passed, 0 failed, 0 skipped'

@@ -101,6 +101,9 @@ old_gpus_are_left_out() {
     if with_gpus '' CUDA_ARCH='80 75'; then return 1; fi
     says 'CUDA_ARCH=80 75: GPUs below compute capability 8.0 are not supported yet; leave out 75' "$work/out" ||
         return 1
+    rm -rf "$work/tree/build" # so that it looks for libraries again
+    with_gpus 'NVIDIA-SMI has failed: the driver does not answer.\n' && ! grep 'below 8.0\|not supported' "$work/out" ||
+        return 1
     with_gpus '7.5\n8.6\n' &&
         says 'capability 7.5 is not supported yet: building for CUDA_ARCH=86$' "$work/out"
 }

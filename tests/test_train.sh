@@ -143,6 +143,55 @@ sigterm_saves_and_ends_the_run() {
         grep -q "stopped early after iteration $iteration" "$work/out"
 }
 
+# A closed terminal takes its output with it; nohup has the run go on.
+a_closed_terminal_saves_and_ends_the_run() {
+    # shellcheck disable=SC2086
+    env --default-signal=HUP "$train" $small --train-iters 100000000 --save "$work/hung" --metrics "$work/m.jsonl" \
+        >"$work/out" 2>&1 &
+    process=$!
+    until [ "$(wc -l 2>/dev/null <"$work/m.jsonl" || echo 0)" -gt 3 ] || ! kill -0 $process; do sleep 0.1; done
+    kill -HUP $process
+    wait $process && [ "$(cat "$work/hung/latest_checkpointed_iteration.txt")" -gt 0 ] || return 1
+    rm "$work/m.jsonl"
+    # shellcheck disable=SC2086
+    env --ignore-signal=HUP "$train" $small --train-iters 100000000 --save "$work/nohup" --metrics "$work/m.jsonl" \
+        >"$work/out" 2>&1 &
+    process=$!
+    for lines in 3 30; do
+        until [ "$(wc -l 2>/dev/null <"$work/m.jsonl" || echo 0)" -gt $lines ]; do
+            kill -0 $process || return 1
+            sleep 0.1
+        done
+        kill -HUP $process
+    done
+    kill -TERM $process
+    wait $process && [ "$(cat "$work/nohup/latest_checkpointed_iteration.txt")" -gt 30 ]
+}
+
+# One of the run, and the one at its end.
+a_signal_ends_an_evaluation_and_the_run_is_saved() {
+    for interval in 2 100; do
+        rm -rf "$work/stopped" "$work/m.jsonl"
+        # shellcheck disable=SC2086
+        "$train" $small --train-iters 3 --eval-interval $interval --eval-iters 10000000 --save "$work/stopped" \
+            --metrics "$work/m.jsonl" >"$work/out" 2>&1 &
+        process=$! waited=0
+        until [ "$(wc -l 2>/dev/null <"$work/m.jsonl" || echo 0)" = $((interval == 2 ? 2 : 3)) ]; do
+            kill -0 $process || return 1
+            sleep 0.1
+        done
+        sleep 0.3
+        kill -TERM $process
+        while kill -0 $process 2>/dev/null && [ $waited -lt $((10 * hang)) ]; do
+            sleep 0.1
+            waited=$((waited + 1))
+        done
+        kill -KILL $process 2>/dev/null
+        wait $process && [ "$(cat "$work/stopped/latest_checkpointed_iteration.txt")" = $((interval == 2 ? 2 : 3)) ] &&
+            says 'stopped early' "$work/out" && ! grep 'validation loss' "$work/out" || return 1
+    done
+}
+
 the_time_limit_saves_and_ends_the_run() {
     small_run --train-iters 100000000 --exit-duration-in-mins 0.01 --save "$work/timed" &&
         [ "$(cat "$work/timed/latest_checkpointed_iteration.txt")" -gt 0 ]
@@ -451,6 +500,12 @@ check a_non_finite_router_is_named a_non_finite_router_is_named
 check unreported_steps_change_nothing unreported_steps_change_nothing
 check a_resumed_run_repeats_bit_for_bit a_resumed_run_repeats_bit_for_bit
 check sigterm_saves_and_ends_the_run sigterm_saves_and_ends_the_run
+if env --default-signal=HUP --ignore-signal=INT true 2>/dev/null; then
+    check a_closed_terminal_saves_and_ends_the_run a_closed_terminal_saves_and_ends_the_run
+else
+    echo "skipped: a_closed_terminal_saves_and_ends_the_run: env does not set signals here"
+fi
+check a_signal_ends_an_evaluation_and_the_run_is_saved a_signal_ends_an_evaluation_and_the_run_is_saved
 check the_time_limit_saves_and_ends_the_run the_time_limit_saves_and_ends_the_run
 check yaml_equals_the_command_line yaml_equals_the_command_line
 check the_loss_falls_on_mock_data the_loss_falls_on_mock_data

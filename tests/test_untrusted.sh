@@ -112,7 +112,12 @@ whole_numbers_of_trainer_json_have_a_range() {
     done
     sed 's/"loss_average": [^,]*/"loss_average": "x"/; s/"version": 2/"version": 1/' \
         "$work/run/iter_0000002/trainer.json" >"$folder/trainer.json"
-    refused 'trainer.json: has no number "loss_average"' trains --load "$work/copy"
+    refused 'trainer.json: has no number "loss_average"' trains --load "$work/copy" || return 1
+    for value in 5 null '[]'; do
+        sed "s/\"optimizer\": [^,]*/\"optimizer\": $value/; s/\"version\": 2/\"version\": 1/" \
+            "$work/run/iter_0000002/trainer.json" >"$folder/trainer.json"
+        refused 'trainer.json: "optimizer" is not a name' trains --load "$work/copy" || return 1
+    done
 }
 
 # The tokenizer's files are copied into every checkpoint, so none may be somebody's secret.
