@@ -145,21 +145,27 @@ def behind(messages, i, generates=False):
     return around(messages, i, generates)[1]
 
 
-# Where the first message is a response: behind the header that follows a message of the user.
+def unclear(i, what):
+    raise Refused("message %d: the template rewrites earlier turns, and the %s of this response in its text is not "
+                  "clear; end the conversation with it, or mark responses with {%% generation %%} in the template" %
+                  (i + 1, what))
+
+
+# Where the first message is a response: behind the header that follows a message of the user, or the part of it that
+# the template writes in conversations.
 def first_of_all(messages, full):
     user = [{"role": "user", "content": "x"}]
     alone, prompt, before = attempt(user), attempt(user, True), around(messages, 0)[0]
-    if None not in (alone, prompt, before) and prompt.startswith(alone) and len(prompt) > len(alone):
-        at = before.rfind(prompt[len(alone):])
-        if at >= 0 and full.startswith(before[:at + len(prompt) - len(alone)]):
-            return at + len(prompt) - len(alone)
+    if None in (alone, prompt, before) or not prompt.startswith(alone):
+        unclear(0, "beginning")
+    header = prompt[len(alone):]
+    at = before.rfind(header) if header else -1
+    if at >= 0 and full.startswith(before[:at + len(header)]):
+        return at + len(header)
+    for n in range(len(header), 0, -1):
+        if before.endswith(header[:n]) and TOKEN.search(header, 0, n) and full.startswith(before):
+            return len(before)
     unclear(0, "beginning")
-
-
-def unclear(i, what):
-    raise Refused("message %d: the template writes its earlier turns otherwise than alone, and the %s of this response "
-                  "is not clear; mark responses with {%% generation %%} in the template, or choose another" %
-                  (i + 1, what))
 
 
 # Where response i begins: behind the text that the model gets to write it.
@@ -177,7 +183,7 @@ def first_of(messages, i, full):
         if n > len(base):
             return n
     given, whole = behind(messages[:i], i - 1, True), behind(messages, i - 1)
-    if given and whole:
+    if given is not None and whole is not None:
         n = common(given, whole)
         if n > 0 and full.endswith(whole[n:]):
             return len(full) - len(whole) + n
@@ -192,14 +198,14 @@ def end_of(messages, i, full):
     if through is not None and full.startswith(through):
         return len(through)
     alone, whole = behind(messages[:i + 1], i), behind(messages, i)
-    if not alone or not whole:
+    if alone is None or whole is None:
         unclear(i, "end")
     n = common(alone, whole)
     if n < len(alone) and not TOKEN.search(alone, 0, n):
         # it ends with one token, and another one where it is the last
         last, token = TOKEN.fullmatch(alone.strip()), TOKEN.match(whole)
         n = token.end() if last and token else 0
-    if n == 0 or not full.endswith(whole[n:]):
+    if n == 0 and alone or not full.endswith(whole[n:]):
         unclear(i, "end")
     return len(full) - len(whole) + n
 
@@ -235,8 +241,8 @@ def responses(messages, full, found):
             unclear(i, "beginning")
         content = messages[i].get("content")
         last = content.split("</think>")[-1].strip() if isinstance(content, str) else ""
-        if last in full and last not in full[start:end]:
-            unclear(i, "beginning")
+        if last not in full[start:end] and "tool_calls" not in messages[i]:
+            raise Refused("message %d: the template does not write the content of this response as it is" % (i + 1))
         spans.append((start, end, i))
     return spans
 
