@@ -210,15 +210,24 @@ def end_of(messages, i, full):
     return len(full) - len(whole) + n
 
 
-# The message that each {% generation %} block belongs to.
-def owners_of(messages, turns, count):
-    if len(turns) == count:
-        return turns
-    owners = []
-    for i in turns:
+# The visible end of a message's content, which its response has too.
+def visible(message):
+    content = message.get("content")
+    if not isinstance(content, str) or "tool_calls" in message:
+        return ""
+    return content.split("</think>")[-1].strip()
+
+
+# The message that each {% generation %} block belongs to: one block for each response, or only for the last ones, or
+# as many as a response adds to the text.
+def owners_of(messages, turns, blocks):
+    count, added = len(blocks), []
+    for i in turns if count > len(turns) else []:
         render(messages[:i + 1])
-        owners += [i] * (len(marks) - len(owners))
-    if len(owners) != count:
+        added += [i] * (len(marks) - len(added))
+    owners = added if count > len(turns) else turns[len(turns) - count:]
+    texts = {i: "".join(text for (_, text), owner in zip(blocks, owners) if owner == i) for i in owners}
+    if len(owners) != count or any(visible(messages[i]) not in text for i, text in texts.items()):
         raise Refused("the template's {% generation %} blocks are not those of its responses; it must write one for "
                       "each")
     return owners
@@ -228,7 +237,7 @@ def responses(messages, full, found):
     turns = [i for i, message in enumerate(messages) if message.get("role") == "assistant"]
     spans = []
     if is_marked:
-        owners = owners_of(messages, turns, len(found))
+        owners = owners_of(messages, turns, found)
         for (start, text), turn in zip(found, owners):
             if full[start:start + len(text)] != text:
                 raise Refused("a {% generation %} block of the template stands in a macro or a captured block, where "
@@ -239,9 +248,7 @@ def responses(messages, full, found):
         start, end = first_of(messages, i, full), end_of(messages, i, full)
         if start > end or spans and start < spans[-1][1]:
             unclear(i, "beginning")
-        content = messages[i].get("content")
-        last = content.split("</think>")[-1].strip() if isinstance(content, str) else ""
-        if last not in full[start:end] and "tool_calls" not in messages[i]:
+        if visible(messages[i]) not in full[start:end]:
             raise Refused("message %d: the template does not write the content of this response as it is" % (i + 1))
         spans.append((start, end, i))
     return spans
