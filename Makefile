@@ -426,9 +426,10 @@ clean:
 # ---- Packages --------------------------------------------------------------------------------------------------------
 
 APT := build-essential pkg-config libopenmpi-dev openmpi-bin libopenblas-openmp-dev libdnnl-dev libjansson-dev \
-	libyaml-dev libpcre2-dev libutf8proc-dev libcmocka-dev gnuplot-nox patch
+	libyaml-dev libpcre2-dev libutf8proc-dev libcmocka-dev gnuplot-nox patch \
+	python3-jinja2
 DNF := gcc make pkgconf-pkg-config openmpi-devel openblas-devel onednn-devel jansson-devel libyaml-devel \
-	pcre2-devel utf8proc-devel libcmocka-devel gnuplot patch
+	pcre2-devel utf8proc-devel libcmocka-devel gnuplot patch python3-jinja2
 BREW := gcc make pkg-config open-mpi openblas libomp onednn jansson libyaml pcre2 utf8proc cmocka gnuplot
 
 # Installs the packages $1 that are missing, without asking. $2 and $3: their names for dnf and brew.

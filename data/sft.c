@@ -145,8 +145,8 @@ static int cut_behind_response(reader *r, mt_error *error) {
     if (last < 0) return 0; // an error of its own
     if (r->num_messages > 0 && r->turns.data[last] != r->num_messages - 1)
         return mt_error_set(error, "does not end with a message of the assistant, at whose end the value is read");
-    bool ends = mt_tokenizer_is_special(r->tokenizer, r->ids.data[last]);
-    if (!ends && r->num_messages > 0 && last + 1 < r->ids.count)
+    // a {% generation %} block may lack the token that ends the turn
+    if (r->num_messages > 0 && last + 1 < r->ids.count && !mt_tokenizer_is_special(r->tokenizer, r->ids.data[last]))
         last += mt_tokenizer_is_special(r->tokenizer, r->ids.data[last + 1]);
     r->ids.count = r->turns.count = last + 1;
     return 0;

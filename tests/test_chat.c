@@ -4,6 +4,7 @@
 
 #include "data/file.h"
 #include "data/jinja.h"
+#include "data/sft.h"
 
 #include <setjmp.h>
 #include <stdarg.h>
@@ -622,6 +623,36 @@ static void the_template_is_found_in_the_folder(void **state) {
     if (!renders) skip();
 }
 
+/* Training a value head ends where a response that a model writes ends, in every template. */
+static void a_value_head_is_read_at_the_end_of_a_turn(void **state) {
+    (void)state;
+    mt_error error;
+    json_t *golden = mt_json_read("tests/golden/chat/jinja.json", &error), *text = json_string(CHATML);
+    mt_tokenizer *tokenizer;
+    mt_samples samples;
+    char *paths[] = {(char *)at("value.jsonl")}, folder[512];
+    mt_sft_config config = {.paths = {1, paths}, .vocab_size = 2000, .seq_length = 100, .whole = true, .pairs = true};
+    write_model(golden, text);
+    snprintf(folder, sizeof folder, "%s", at("jinja"));
+    write_text(paths[0], "{\"prompt\": \"Q\", \"chosen\": \"Hi\", \"rejected\": \"No\"}\n");
+    assert_int_equal(mt_tokenizer_open_folder(&tokenizer, folder, &error), 0);
+    config.tokenizer_path = folder;
+    static const mt_chat_template templates[] = {MT_CHAT_AUTO, MT_CHAT_CHATML, MT_CHAT_QWEN2_5, MT_CHAT_QWEN3,
+                                                 MT_CHAT_MISTRAL};
+    for (int i = 0; i < 5; i++) {
+        config.chat_template = templates[i];
+        if (mt_samples_read(&samples, &config, tokenizer, &error) != 0) fail_msg("%s", error.text);
+        const char *end = templates[i] == MT_CHAT_MISTRAL ? "</s>" : "<|im_end|>";
+        for (int64_t s = 0; s < 2; s++) // the last input; a token without meaning follows
+            assert_int_equal(samples.tokens[samples.offsets[s + 1] - 2],
+                             mt_tokenizer_find(tokenizer, end, (int64_t)strlen(end)));
+        mt_samples_free(&samples);
+    }
+    mt_tokenizer_close(tokenizer);
+    json_decref(text);
+    json_decref(golden);
+}
+
 int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(texts_equal_those_of_transformers),
@@ -635,6 +666,7 @@ int main(void) {
         cmocka_unit_test(templates_in_jinja_give_the_tokens_of_transformers),
         cmocka_unit_test(the_end_of_a_response_is_learnt_from_the_template),
         cmocka_unit_test(unclear_conversations_are_refused),
+        cmocka_unit_test(a_value_head_is_read_at_the_end_of_a_turn),
         cmocka_unit_test(the_template_is_found_in_the_folder),
     };
     return cmocka_run_group_tests(tests, make_root, remove_root);
