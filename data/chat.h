@@ -81,8 +81,8 @@ typedef struct mt_chat_extras {
     const json_t *const *fields; // [messages] objects with a message's other fields, such as "tool_calls"; or NULL
 } mt_chat_extras;
 
-/* Sets them for the next conversations, until they are set again; extras NULL: none. What they point to must stay. True
- * of mt_chat_takes_extras: the template is a folder's. */
+/* Sets them for the next conversations, until they are set again; extras NULL: none. Their pointers must stay valid.
+ * True of mt_chat_takes_extras: the template is a folder's. */
 void mt_chat_set_extras(mt_chat *chat, const mt_chat_extras *extras);
 bool mt_chat_takes_extras(const mt_chat *chat);
 
