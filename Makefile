@@ -144,7 +144,7 @@ CUDA_LINK := $(NCCL_LIBS) $(CUDNN_LIBS) $(CUDA_LIBS)
 CUDA_EXAMPLES := $(patsubst %.cu,$(B)/%,$(wildcard notes/examples/*.cu))
 endif
 
-ALL_CFLAGS := -std=c11 -D_GNU_SOURCE -pthread -I. $(OPT) -g $(WARNINGS) $(MATHS) $(CHECKS) $(FOUND_CFLAGS) \
+ALL_CFLAGS := -std=c11 -D_GNU_SOURCE -pthread -I. -I$(B) $(OPT) -g $(WARNINGS) $(MATHS) $(CHECKS) $(FOUND_CFLAGS) \
 	$(if $(CUDA_DEFINES),$(CUDA_CFLAGS) $(CUDA_DEFINES)) $(CFLAGS)
 ALL_NVCCFLAGS := -std=c++17 -O3 -lineinfo -Xcompiler -fPIC $(foreach a,$(ARCHS),-gencode=arch=compute_$a,code=sm_$a) \
 	$(if $(filter 80,$(ARCHS)),-gencode=arch=compute_80$(comma)code=compute_80) -I. \
@@ -200,6 +200,11 @@ $(FUZZ_PROGRAMS): %: %.o $(OBJECTS) $(B)/flags
 $(B)/%.o: %.c $(B)/flags
 	@mkdir -p $(@D); $(call progress,CC $<)
 	$(Q)$(CC) $(ALL_CFLAGS) $(if $(filter tests/%,$<),$(CMOCKA_CFLAGS)) -MMD -MP -c $< -o $@
+# The program in Python that renders chat templates, as a text of C.
+$(B)/data/jinja_program.h: data/jinja.py $(B)/flags
+	@mkdir -p $(@D)
+	@sed 's/\\/\\\\/g; s/"/\\"/g; s/.*/"&\\n"/' $< >$@
+$(B)/data/jinja.o $(B)/pic/data/jinja.o: $(B)/data/jinja_program.h
 $(B)/%.cu.o: %.cu $(B)/flags
 	@mkdir -p $(@D); $(call progress,NVCC $<)
 	$(Q)$(NVCC) $(ALL_NVCCFLAGS) -MMD -MP -MF $(@:.o=.d) -c $< -o $@
@@ -421,9 +426,10 @@ clean:
 # ---- Packages --------------------------------------------------------------------------------------------------------
 
 APT := build-essential pkg-config libopenmpi-dev openmpi-bin libopenblas-openmp-dev libdnnl-dev libjansson-dev \
-	libyaml-dev libpcre2-dev libutf8proc-dev libcmocka-dev gnuplot-nox patch
+	libyaml-dev libpcre2-dev libutf8proc-dev libcmocka-dev gnuplot-nox patch \
+	python3-jinja2
 DNF := gcc make pkgconf-pkg-config openmpi-devel openblas-devel onednn-devel jansson-devel libyaml-devel \
-	pcre2-devel utf8proc-devel libcmocka-devel gnuplot patch
+	pcre2-devel utf8proc-devel libcmocka-devel gnuplot patch python3-jinja2
 BREW := gcc make pkg-config open-mpi openblas libomp onednn jansson libyaml pcre2 utf8proc cmocka gnuplot
 
 # Installs the packages $1 that are missing, without asking. $2 and $3: their names for dnf and brew.

@@ -60,11 +60,14 @@ void mt_inference_open_model(mt_inference *r, mt_model_plan *plan) {
 /* The template's end of a turn ends responses to conversations: those of --chat, or lines of --prompts. */
 static int add_turn_end(const mt_inference *r, mt_stops *stops, mt_error *error) {
     const mt_options *o = &r->options;
-    mt_chat *chat = NULL;
-    if (!r->chat && o->prompts && mt_chat_open(&chat, o->chat_template, r->tokenizer, r->tokenizer_path, error) != 0)
+    mt_chat *own = NULL;
+    if (!r->chat && o->prompts && mt_chat_open(&own, o->chat_template, r->tokenizer, r->tokenizer_path, error) != 0)
         return -1;
-    int32_t end = r->chat ? mt_chat_end(r->chat) : chat ? mt_chat_end(chat) : -1;
-    mt_chat_close(chat);
+    mt_chat *chat = r->chat ? r->chat : own;
+    int status = chat ? mt_chat_prepare(chat, error) : 0;
+    int32_t end = chat && status == 0 ? mt_chat_end(chat) : -1;
+    mt_chat_close(own);
+    if (status != 0) return -1;
     if (end < 0 || mt_stops_add(stops, end)) return 0;
     return mt_error_set(error, "%s: \"eos_token_id\" leaves no room for the end of a turn; shorten the list",
                         r->folder);

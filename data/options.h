@@ -120,8 +120,8 @@ void mt_options_print(const mt_options *options, mt_program program, FILE *file)
  * that could take less memory. */
 void mt_options_warn(const mt_options *options, FILE *file);
 
-/* Prints a line for each option that was given at its default and has no effect, because another one is missing or takes
- * its place. Other values of such options are errors. mt_options_warn does this itself. */
+/* Prints a line for each option that was given at its default and has no effect, because another one is missing or
+ * takes its place. Other values of such options are errors. mt_options_warn does this itself. */
 void mt_options_warn_defaults(const mt_options *options, mt_program program, FILE *file);
 
 /* Prints a message, or changes one, so that it names options as the user gave them: by another name of an option

@@ -37,7 +37,7 @@ typedef struct mt_report {
     double step_flops;    // of the samples of the last step; 0: those of mt_flops for sequences of --seq-length
     const mt_report_number *numbers; // [num_numbers] set by the caller; of each iteration
     int64_t num_numbers;
-    const char *untrained; // why the iteration has trained on nothing; NULL: it has
+    const char *untrained;              // why the iteration has trained on nothing; NULL: it has
     const mt_loss_metric *loss_metrics; // of the model's loss; NULL: none
     double peak_flops;                  // of the device for the model's type, as its maker states; 0: unknown
     double start;
@@ -83,7 +83,8 @@ mt_token_work mt_token_work_of(const mt_options *options);
 void mt_report_line(const mt_report *report, const char *format, ...) __attribute__((format(printf, 2, 3)));
 
 /* Prints the paragraph at the start of a run: its model, weights, device, ranks, data (NULL: it trains no step), and
- * where it saves. `start`: where it begins (mt_checkpoint_peek). The options are finished, and `ops` is the backend that will compute. */
+ * where it saves. `start`: where it begins (mt_checkpoint_peek). The options are finished, and `ops` is the backend
+ * that will compute. */
 void mt_report_opening(const mt_options *options, const mt_run_state *start, const mt_ops *ops, const mt_grid *grid,
                        const mt_dataset *data, FILE *file);
 

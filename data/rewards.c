@@ -1,19 +1,14 @@
 /* rewards.c: rewards of responses: exact answers, numbers, patterns, a program of the user's. */
-#ifndef _GNU_SOURCE
-#define _GNU_SOURCE // environ, waitid
-#endif
 #include "rewards.h"
 
+#include "child.h"
 #include "launch.h"
 #include "tokenizer_internal.h"
 
 #include <ctype.h>
 #include <errno.h>
-#include <fcntl.h>
 #include <math.h>
 #include <poll.h>
-#include <signal.h>
-#include <spawn.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/wait.h>
@@ -32,8 +27,7 @@ struct mt_reward_function {
     void *pattern, *match, *context, *stack; // pcre2
     int answer_group;                        // of the pattern; 0: none
 
-    pid_t process;             // the command; 0: none, or ended
-    int to, from;              // its standard input and output; -1: closed
+    mt_child child;            // the command
     mt_text repaired, request; // scratch; the line that is being sent
     mt_text received;          // output without its whole lines
     int64_t lines;             // of output, since the start
@@ -417,77 +411,16 @@ static int score_pattern(mt_reward_function *r, const mt_reward_item *item, doub
 /* ---- command -------------------------------------------------------------------------------------------------------
  */
 
-/* A pipe that other programs do not inherit; the end `own` does not block. */
-static int open_pipe(int ends[2], int own) {
-    if (pipe(ends) != 0) return -1;
-    for (int i = 0; i < 2; i++)
-        if (fcntl(ends[i], F_SETFD, FD_CLOEXEC) != 0) return -1;
-    return fcntl(ends[own], F_SETFL, O_NONBLOCK);
-}
-
-static void close_end(int *end) {
-    if (*end >= 0) close(*end);
-    *end = -1;
-}
-
-/* posix_spawn, since fork copies the page tables of a large process and MPI warns of it. */
-static int spawn_shell(mt_reward_function *r, int input, int output) {
-    char *arguments[] = {"sh", "-c", r->argument, NULL};
-    posix_spawn_file_actions_t files;
-    posix_spawnattr_t attributes;
-    sigset_t none, defaults;
-    sigemptyset(&none);
-    sigemptyset(&defaults);
-    sigaddset(&defaults, SIGPIPE);
-    sigaddset(&defaults, SIGXFSZ);
-    posix_spawn_file_actions_init(&files);
-    posix_spawn_file_actions_adddup2(&files, input, STDIN_FILENO);
-    posix_spawn_file_actions_adddup2(&files, output, STDOUT_FILENO);
-    posix_spawnattr_init(&attributes);
-    posix_spawnattr_setflags(&attributes, POSIX_SPAWN_SETPGROUP | POSIX_SPAWN_SETSIGMASK | POSIX_SPAWN_SETSIGDEF);
-    posix_spawnattr_setpgroup(&attributes, 0);
-    posix_spawnattr_setsigmask(&attributes, &none);
-    posix_spawnattr_setsigdefault(&attributes, &defaults);
-    int status = posix_spawn(&r->process, "/bin/sh", &files, &attributes, arguments, environ);
-    posix_spawnattr_destroy(&attributes);
-    posix_spawn_file_actions_destroy(&files);
-    if (status != 0) r->process = 0;
-    return status;
-}
-
 static int open_command(mt_reward_function *r, mt_error *error) {
-    int input[2] = {-1, -1}, output[2] = {-1, -1};
-    int status = open_pipe(input, 1) != 0 || open_pipe(output, 0) != 0 ? errno : spawn_shell(r, input[0], output[1]);
-    close_end(&input[0]);
-    close_end(&output[1]);
-    r->to = input[1], r->from = output[0];
+    char *arguments[] = {"sh", "-c", r->argument, NULL};
+    int status = mt_child_start(&r->child, "/bin/sh", arguments);
     if (status == 0) return 0;
     return mt_error_set(error, "the reward command \"%s\" cannot be started: %s", r->argument, strerror(status));
 }
 
-/* Waits at most `seconds` for the command's end, then kills it. Returns its status, of waitpid; -1: it was killed here.
- * Children in its group are killed as well, before its number becomes free. */
-static int end_command(mt_reward_function *r, double seconds) {
-    double until = mt_time() + seconds;
-    int status = -1;
-    siginfo_t info = {0};
-    close_end(&r->to);
-    close_end(&r->from);
-    if (r->process == 0) return -1;
-    while (waitid(P_PID, (id_t)r->process, &info, WEXITED | WNOHANG | WNOWAIT) == 0 && info.si_pid == 0 &&
-           mt_time() < until)
-        poll(NULL, 0, 10);
-    bool ended = info.si_pid != 0;
-    kill(-r->process, SIGKILL);
-    if (!ended) kill(r->process, SIGKILL);
-    while (waitpid(r->process, &status, 0) < 0 && errno == EINTR) continue;
-    r->process = 0;
-    return ended ? status : -1;
-}
-
 /* The command's output ended. */
 static int report_end(mt_reward_function *r, int64_t answered, int64_t count, mt_error *error) {
-    int status = end_command(r, 1);
+    int status = mt_child_end(&r->child, 1);
     char how[96] = "closed its output";
     if (status != -1 && WIFEXITED(status))
         snprintf(how, sizeof how, "ended with exit status %d%s", WEXITSTATUS(status),
@@ -592,7 +525,7 @@ static int take_lines(mt_reward_function *r, batch *b, mt_error *error) {
 /* Reads the bytes that are available. */
 static int receive(mt_reward_function *r, batch *b, mt_error *error) {
     char piece[65536];
-    ssize_t bytes = read(r->from, piece, sizeof piece);
+    ssize_t bytes = read(r->child.from, piece, sizeof piece);
     if (bytes < 0 && (errno == EAGAIN || errno == EINTR)) return 0;
     if (bytes <= 0) return report_end(r, b->answered, b->count, error);
     mt_text_append(&r->received, piece, bytes);
@@ -601,11 +534,7 @@ static int receive(mt_reward_function *r, batch *b, mt_error *error) {
 
 /* Writes as much as the pipe takes. A command that reads no more is noticed where its output ends. */
 static void send_request(mt_reward_function *r, batch *b) {
-    ssize_t bytes = write(r->to, r->request.data + b->sent, (size_t)(r->request.bytes - b->sent));
-    if (bytes > 0)
-        b->sent += bytes;
-    else if (errno != EAGAIN && errno != EINTR)
-        close_end(&r->to);
+    b->sent += mt_child_write(&r->child, r->request.data + b->sent, (size_t)(r->request.bytes - b->sent));
 }
 
 /* A signal that comes just before poll is seen after this time. */
@@ -614,12 +543,12 @@ enum { STOP_MILLISECONDS = 200 };
 /* 0, -1 or MT_REWARD_STOPPED. */
 static int exchange(mt_reward_function *r, batch *b, mt_error *error) {
     double until = mt_time() + r->seconds;
-    struct pollfd from = {r->from, POLLIN, 0};
+    struct pollfd from = {r->child.from, POLLIN, 0};
     char surplus;
     b->sent = r->request.bytes = 0;
-    if (r->to < 0) return report_end(r, 0, b->count, error);
+    if (r->child.to < 0) return report_end(r, 0, b->count, error);
     if (poll(&from, 1, 0) > 0) { // before anything was asked
-        ssize_t bytes = read(r->from, &surplus, 1);
+        ssize_t bytes = read(r->child.from, &surplus, 1);
         if (bytes > 0) return report_surplus(r, error);
         if (bytes == 0) return report_end(r, 0, b->count, error);
     }
@@ -628,8 +557,8 @@ static int exchange(mt_reward_function *r, batch *b, mt_error *error) {
             write_request(r, &b->items[b->next++]);
             b->sent = 0;
         }
-        bool sends = b->sent < r->request.bytes && r->to >= 0;
-        struct pollfd ends[] = {{r->from, POLLIN, 0}, {sends ? r->to : -1, POLLOUT, 0}};
+        bool sends = b->sent < r->request.bytes && r->child.to >= 0;
+        struct pollfd ends[] = {{r->child.from, POLLIN, 0}, {sends ? r->child.to : -1, POLLOUT, 0}};
         double left = until - mt_time();
         if (left <= 0)
             return mt_error_set(error,
@@ -644,24 +573,12 @@ static int exchange(mt_reward_function *r, batch *b, mt_error *error) {
     return 0;
 }
 
-/* A write to a command that has died must not end this program: SIGPIPE is blocked in this thread, and one that came
- * is taken. */
 static int score_by_command(mt_reward_function *r, const mt_reward_item *items, int64_t count, double *scores,
                             mt_error *error) {
     batch b = {.items = items, .count = count, .scores = scores};
-    sigset_t pipe_signal, before, pending;
-    int number;
-    if (r->process == 0) return mt_error_set(error, "the reward command \"%s\" has ended", r->argument);
-    sigemptyset(&pipe_signal);
-    sigaddset(&pipe_signal, SIGPIPE);
-    pthread_sigmask(SIG_BLOCK, &pipe_signal, &before);
-    sigpending(&pending);
-    bool was_pending = sigismember(&pending, SIGPIPE);
+    if (r->child.process == 0) return mt_error_set(error, "the reward command \"%s\" has ended", r->argument);
     int status = exchange(r, &b, error);
-    if (status != 0) end_command(r, 0);
-    sigpending(&pending);
-    if (!was_pending && sigismember(&pending, SIGPIPE)) sigwait(&pipe_signal, &number);
-    pthread_sigmask(SIG_SETMASK, &before, NULL);
+    if (status != 0) mt_child_end(&r->child, 0);
     return status;
 }
 
@@ -677,7 +594,7 @@ int mt_reward_open(mt_reward_function **out, mt_reward_kind kind, const char *ar
     mt_reward_function *r = mt_calloc(sizeof *r);
     r->kind = kind, r->seconds = seconds;
     r->argument = mt_strdup(argument ? argument : "");
-    r->to = r->from = -1;
+    r->child.to = r->child.from = -1;
     int status = 0;
     if (kind == MT_REWARD_REGEX) status = open_pattern(r, error);
     if (kind == MT_REWARD_COMMAND) status = open_command(r, error);
@@ -690,7 +607,7 @@ int mt_reward_open(mt_reward_function **out, mt_reward_kind kind, const char *ar
 
 void mt_reward_close(mt_reward_function *r) {
     if (!r) return;
-    end_command(r, 2);
+    mt_child_end(&r->child, 2);
     if (r->pattern) close_pattern(r);
     free(r->repaired.data);
     free(r->request.data);

@@ -63,6 +63,7 @@ struct mt_rl {
     int64_t critic_steps; // AdamW steps of the critic
     mt_samples prompts;
     int64_t *quotas;            // prompts of an iteration of each of --prompt-shares
+    mt_stops stops;             // tokens that end a response
     mt_reward_function *reward; // of rank 0; NULL: a model's, or another rank
     mt_rollouts rollouts;
     mt_rollout_config rollout_config;
@@ -449,6 +450,24 @@ static void configure_rollouts(mt_rl *rl) {
     rl->shape = plan_shape_of(o);
 }
 
+/* The tokens that end a response: of the model's folder, of the tokenizer, and of the chat template. */
+static int find_stops(const mt_rl *rl, mt_stops *stops, mt_error *error) {
+    const mt_rl_config *c = &rl->config;
+    mt_chat *chat;
+    if (mt_chat_open(&chat, c->options->chat_template, c->tokenizer, c->tokenizer_path, error) != 0) return -1;
+    int status = mt_chat_prepare(chat, error);
+    const int32_t ends[] = {mt_tokenizer_eod(c->tokenizer), status == 0 ? mt_chat_end(chat) : -1};
+    mt_chat_close(chat);
+    if (status != 0 || mt_stops_of_options(stops, c->options, error) != 0) return -1;
+    for (int i = 0; i < 2; i++)
+        if (ends[i] >= 0 && !mt_stops_add(stops, ends[i]))
+            return mt_error_set(error,
+                                "--load %s: \"eos_token_id\" leaves no room for the end of a response; shorten "
+                                "the list",
+                                c->options->load);
+    return 0;
+}
+
 int mt_rl_open(mt_rl **out, const mt_rl_config *config, mt_model *actor, const mt_model_plan *plan, mt_run_state *state,
                mt_error *error) {
     mt_rl *rl = mt_calloc(sizeof *rl);
@@ -461,6 +480,7 @@ int mt_rl_open(mt_rl **out, const mt_rl_config *config, mt_model *actor, const m
     int status = mt_prompt_quotas(rl->quotas, &o->prompt_shares, o->rollout_batch_size, error);
     if (status == 0) status = read_prompts(&rl->prompts, config, config->log, error);
     if (status == 0) status = check_prompts(rl, state, error);
+    if (status == 0) status = find_stops(rl, &rl->stops, error);
     if (status == 0) status = mt_model_role_use(&rl->actor, MT_USE_NOTHING, error); // room for the others
     if (status == 0) status = open_reference(rl, plan, state, error);
     if (status == 0) status = mt_model_role_use(&rl->reference.role, MT_USE_NOTHING, error);
@@ -525,23 +545,6 @@ static void lap(mt_rl *rl, int phase, double *then) {
     *then = now;
 }
 
-/* The tokens that end a response: of the model's folder, of the tokenizer, and of the chat template. */
-static int find_stops(const mt_rl *rl, mt_stops *stops, mt_error *error) {
-    const mt_rl_config *c = &rl->config;
-    mt_chat *chat;
-    if (mt_chat_open(&chat, c->options->chat_template, c->tokenizer, c->tokenizer_path, error) != 0) return -1;
-    const int32_t ends[] = {mt_tokenizer_eod(c->tokenizer), mt_chat_end(chat)};
-    mt_chat_close(chat);
-    if (mt_stops_of_options(stops, c->options, error) != 0) return -1;
-    for (int i = 0; i < 2; i++)
-        if (ends[i] >= 0 && !mt_stops_add(stops, ends[i]))
-            return mt_error_set(error,
-                                "--load %s: \"eos_token_id\" leaves no room for the end of a response; shorten "
-                                "the list",
-                                c->options->load);
-    return 0;
-}
-
 static mt_sampling sampling_of(const mt_options *o) {
     return (mt_sampling){.temperature = o->temperature,
                          .top_p = o->top_p,
@@ -587,7 +590,8 @@ static int generate(mt_rl *rl, int64_t position, int64_t prompts, mt_error *erro
     mt_sequence *sequences = mt_calloc(count * (int64_t)sizeof *sequences);
     mt_rollout rollout = {.num_return_sequences = group, .max_new_tokens = o->max_new_tokens};
     rollout.first_id = position * group, rollout.sampling = sampling_of(o), rollout.is_stopped = mt_stop_requested;
-    int status = find_stops(rl, &rollout.stops, error);
+    rollout.stops = rl->stops;
+    int status = 0;
     mt_responses responses = mt_responses_open(rl->config.tokenizer, &o->stop, rollout.first_id, count);
     if (o->stop.count > 0) rollout.stops.ends_text = mt_responses_end, rollout.stops.context = &responses;
     if (o->prompt_shares.count > 0)

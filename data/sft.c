@@ -44,10 +44,14 @@ uint64_t mt_samples_fingerprint(const mt_samples *samples) {
 
 typedef struct reader {
     const mt_sft_config *config;
+    const mt_tokenizer *tokenizer;
     mt_chat *chat;
     // of the line
     mt_chat_message *messages;
-    bool *untrained; // [num_messages]: marked as an answer that is not to be imitated
+    bool *untrained;  // [num_messages]: marked as an answer that is not to be imitated
+    json_t **fields;  // [num_messages]: a message's other fields, for templates that take them; or NULL
+    json_t *tools;    // definitions of tools; NULL: none
+    json_t *settings; // further variables of the template; NULL: none
     int64_t num_messages, message_capacity;
     mt_text joined; // an instruction and its input
     // of the sample
@@ -117,17 +121,41 @@ static int check_tokenizer(const reader *r, mt_error *error) {
                                "--load a model with one");
 }
 
-/* The tokens of the messages; all of them are in the scratch of the reader. */
-static int encode_sample(reader *r, mt_error *error) {
+/* The tokens of the messages; all of them are in the scratch of the reader. `generates`: up to the header of a
+ * response. */
+static int encode_messages(reader *r, bool generates, mt_error *error) {
+    const mt_chat_extras extras = {r->tools, r->settings, (const json_t *const *)r->fields};
     r->ids.count = r->turns.count = 0;
     if (check_tokenizer(r, error) != 0) return -1;
-    if (mt_chat_encode(r->chat, r->messages, r->num_messages, false, &r->ids, &r->turns, error) != 0) return -1;
-    return check_tokens(r, error);
+    mt_chat_set_extras(r->chat, &extras);
+    int status = mt_chat_encode(r->chat, r->messages, r->num_messages, generates, &r->ids, &r->turns, error);
+    mt_chat_set_extras(r->chat, NULL);
+    return status == 0 ? check_tokens(r, error) : -1;
+}
+
+static int encode_sample(reader *r, mt_error *error) {
+    return encode_messages(r, false, error);
+}
+
+/* A value head is read at the end of the last response, where a response that a model writes ends too; templates may
+ * write more behind it. */
+static int cut_behind_response(reader *r, mt_error *error) {
+    int64_t last = r->turns.count - 1;
+    while (last >= 0 && r->turns.data[last] < 0) last--;
+    if (last < 0) return 0; // an error of its own
+    if (r->num_messages > 0 && r->turns.data[last] != r->num_messages - 1)
+        return mt_error_set(error, "does not end with a message of the assistant, at whose end the value is read");
+    // a {% generation %} block may lack the token that ends the turn
+    if (r->num_messages > 0 && last + 1 < r->ids.count && !mt_tokenizer_is_special(r->tokenizer, r->ids.data[last]))
+        last += mt_tokenizer_is_special(r->tokenizer, r->ids.data[last + 1]);
+    r->ids.count = r->turns.count = last + 1;
+    return 0;
 }
 
 /* Takes the encoded sample: whole, truncated, or not at all if it is too long. */
 static int take_sample(reader *r, mt_error *error) {
     bool whole = r->config->whole;
+    if (whole && cut_behind_response(r, error) != 0) return -1;
     int64_t count = mt_min(r->ids.count, r->config->seq_length + !whole);
     bool is_long = r->ids.count > count;
     if (is_long && r->config->refuses_long)
@@ -157,13 +185,19 @@ static int take_sample(reader *r, mt_error *error) {
 /* ---- one line ------------------------------------------------------------------------------------------------------
  */
 
+static void remove_messages(reader *r) {
+    while (r->num_messages > 0) json_decref(r->fields[--r->num_messages]);
+}
+
 static void add_message(reader *r, const char *role, const char *content, int64_t bytes) {
     if (r->num_messages == r->message_capacity) {
         r->message_capacity = 2 * r->message_capacity + 16;
         r->messages = mt_realloc(r->messages, r->message_capacity * (int64_t)sizeof *r->messages);
         r->untrained = mt_realloc(r->untrained, r->message_capacity * (int64_t)sizeof *r->untrained);
+        r->fields = mt_realloc(r->fields, r->message_capacity * (int64_t)sizeof *r->fields);
     }
     r->untrained[r->num_messages] = false;
+    r->fields[r->num_messages] = NULL;
     r->messages[r->num_messages++] = (mt_chat_message){role, content, bytes};
 }
 
@@ -242,6 +276,11 @@ static const json_t *content_of(const json_t *message) {
     return content ? content : json_object_get(message, "value");
 }
 
+/* True if the template takes tools, their calls and thoughts: that of the tokenizer's folder. */
+static bool takes_extras(const reader *r) {
+    return r->chat && mt_chat_takes_extras(r->chat);
+}
+
 static bool is_one_of(const char *key, const char *const *names) {
     while (*names && strcmp(*names, key) != 0) names++;
     return *names != NULL;
@@ -276,28 +315,59 @@ static int check_more_fields(reader *r, const json_t *message, const char *name,
                                 "\"%s\": a message has \"%s\", which is not supported; mark an answer that the loss "
                                 "must not count by \"train\": false",
                                 name, key);
-        if (!is_one_of(key, read) && !is_one_of(key, marks) && has_value(value)) note_field(r, key);
+        bool is_read = is_one_of(key, read) || is_one_of(key, marks) || takes_extras(r);
+        if (!is_read && has_value(value)) note_field(r, key);
     }
     return 0;
 }
 
+/* The fields of a message that are read here; a template in Jinja takes the others. */
+static json_t *other_fields(const json_t *message) {
+    static const char *const own[] = {"role", "from", "content", "value"};
+    json_t *fields = json_copy((json_t *)message);
+    for (int i = 0; i < 4; i++) json_object_del(fields, own[i]);
+    return fields;
+}
+
+/* ShareGPT's roles for tools, "function_call" and "observation", are no roles of templates. */
+static bool is_usual_role(const char *role) {
+    return strcmp(role, "system") == 0 || strcmp(role, "user") == 0 || strcmp(role, "assistant") == 0 ||
+           strcmp(role, "tool") == 0;
+}
+
 static int read_message(reader *r, const json_t *message, const char *name, mt_error *error) {
-    static const char *const refused[] = {"tool_calls", "function_call", "tool_call_id", "tools",           "functions",
-                                          "images",     "audios",        "videos",       "training_detail", "prefix",
-                                          NULL};
+    static const char *const never[] = {"function_call", "tools",           "functions", "images", "audios",
+                                        "videos",        "training_detail", "prefix",    NULL};
+    static const char *const calls[] = {"tool_calls", "tool_call_id", NULL};
     static const char *const thoughts[] = {"reasoning_content", "reasoning", "thinking", NULL};
     const json_t *content = content_of(message);
-    const char *role = role_of(message), *field = first_with_value(message, refused);
+    const char *role = role_of(message), *field = first_with_value(message, never);
+    bool takes = takes_extras(r);
     if (!role) return mt_error_set(error, "\"%s\": a message has no \"role\"", name);
-    if (field) return mt_error_set(error, "\"%s\": a message has \"%s\", which are not supported", name, field);
-    if ((field = first_with_value(message, thoughts)))
+    if (!field && !takes) field = first_with_value(message, calls);
+    if (field)
+        return mt_error_set(
+            error, "\"%s\": a message has \"%s\", which %s", name, field,
+            strncmp(field, "tool_call", 9) != 0
+                ? "are not supported"
+                : "this template cannot write; --chat-template auto takes that of the tokenizer's folder");
+    if (!takes && (field = first_with_value(message, thoughts)))
         return mt_error_set(error,
                             "\"%s\": a message has \"%s\", which is not supported; put it into the content, between "
                             "<think> and </think>",
                             name, field);
-    if (!json_is_string(content)) return mt_error_set(error, "\"%s\": a message's \"content\" is not a text", name);
+    if (takes && !json_object_get(message, "role") && !is_usual_role(role))
+        return mt_error_set(error,
+                            "\"%s\": a message is \"from\" \"%.40s\", which is no role of a template; write calls of "
+                            "tools as \"tool_calls\" of the assistant, and results with the \"role\" \"tool\"",
+                            name, role);
+    bool calls_only = takes && (!content || json_is_null(content)) && strcmp(role, "assistant") == 0 &&
+                      has_value(json_object_get(message, "tool_calls"));
+    if (!json_is_string(content) && !calls_only)
+        return mt_error_set(error, "\"%s\": a message's \"content\" is not a text", name);
     if (check_more_fields(r, message, name, error) != 0) return -1;
     add_message(r, role, json_string_value(content), (int64_t)json_string_length(content));
+    if (takes) r->fields[r->num_messages - 1] = other_fields(message);
     return mark_message(r, message, name, error);
 }
 
@@ -480,7 +550,7 @@ static int encode_choice(reader *r, const json_t *object, const char *choice, mt
     const char *name;
     const json_t *prompt = find_field(object, r->config->prompt_key, "prompt", "instruction", &name);
     const json_t *response = json_object_get(object, choice);
-    r->num_messages = 0;
+    remove_messages(r);
     if (!response) return mt_error_set(error, "has no \"%s\", but a preference needs chosen and rejected", choice);
     if (!prompt && json_is_string(response) && strncmp(json_string_value(response), "\n\nHuman:", 8) == 0)
         return mt_error_set(error,
@@ -644,11 +714,10 @@ static int read_question(reader *r, const json_t *object, mt_error *error) {
     if (status == 0)
         status = messages ? read_messages(r, messages, name, NULL, error)
                           : read_prompt(r, prompt, prompt_name, object, error);
-    r->ids.count = r->turns.count = 0;
-    if (status == 0 && (r->num_messages == 0 || strcmp(r->messages[r->num_messages - 1].role, "user") != 0))
+    const char *role = r->num_messages > 0 ? r->messages[r->num_messages - 1].role : "";
+    if (status == 0 && strcmp(role, "user") != 0 && !(takes_extras(r) && strcmp(role, "tool") == 0))
         return mt_error_set(error, "\"%s\" does not end with a message of the user", messages ? name : prompt_name);
-    if (status == 0) status = mt_chat_encode(r->chat, r->messages, r->num_messages, true, &r->ids, &r->turns, error);
-    if (status != 0 || check_tokens(r, error) != 0) return -1;
+    if (status != 0 || encode_messages(r, true, error) != 0) return -1;
     if (r->ids.count == 0) return mt_error_set(error, "the prompt is empty");
     for (int64_t i = 0; i < r->turns.count; i++) r->turns.data[i] = 0;
     const mt_chat_message *last = &r->messages[r->num_messages - 1];
@@ -674,9 +743,31 @@ static int read_question(reader *r, const json_t *object, mt_error *error) {
     return 0;
 }
 
+/* The tools of a line, a list or its text in JSON, and the further variables of its template. */
+static int read_settings(reader *r, const json_t *object, mt_error *error) {
+    const json_t *tools = json_object_get(object, "tools"), *settings = json_object_get(object, "chat_template_kwargs");
+    json_t *list = json_is_string(tools) ? json_loads(json_string_value(tools), 0, NULL) : json_incref((json_t *)tools);
+    bool has_tools = has_value(tools) && !(json_is_array(list) && json_array_size(list) == 0);
+    json_decref(r->tools);
+    r->tools = has_tools ? json_incref(list) : NULL;
+    r->settings = has_value(settings) ? (json_t *)settings : NULL;
+    json_decref(list);
+    if (!has_tools && !r->settings) return 0;
+    if (!takes_extras(r))
+        return mt_error_set(error,
+                            "has \"%s\", which %s; --chat-template auto takes the template of the tokenizer's folder",
+                            has_tools ? "tools" : "chat_template_kwargs",
+                            r->chat ? "this template cannot write" : "needs a tokenizer and its template");
+    if (has_tools && !json_is_array(r->tools))
+        return mt_error_set(error, "\"tools\" is not a list of definitions, or one as a text in JSON");
+    if (r->settings && !json_is_object(r->settings))
+        return mt_error_set(error, "\"chat_template_kwargs\" is not an object");
+    return 0;
+}
+
 /* Fields of a line that would make another sample of it. */
 static int check_line(const json_t *object, mt_error *error) {
-    static const char *const refused[] = {"tools", "functions", "images", "image", "videos", "audios", NULL};
+    static const char *const refused[] = {"functions", "images", "image", "videos", "audios", NULL};
     static const char *const of_tokens[] = {"input_ids", "labels", "loss_mask", "mask"};
     bool trained = true;
     const char *mark, *field = first_with_value(object, refused);
@@ -701,8 +792,10 @@ static bool is_read(const reader *r, const json_t *object, const char *key) {
     const json_t *prompt = find_field(object, c->prompt_key, "prompt", "instruction", &prompt_name);
     find_field(object, c->response_key, "response", "output", &response_name);
     find_field(object, c->query_key, "input", NULL, &query_name);
-    const char *read[12] = {"system"};
+    const char *read[14] = {"system"};
     int count = 1;
+    if (takes_extras(r)) read[count++] = "tools";
+    if (takes_extras(r)) read[count++] = "chat_template_kwargs";
     if (c->prompts) read[count++] = c->answer_key ? c->answer_key : "answer";
     if (c->shares.count > 0) read[count++] = "domain", read[count++] = c->tag_key ? c->tag_key : "tag";
     if (json_is_array(json_object_get(object, "tokens")) && !c->pairs && !c->prompts) {
@@ -735,17 +828,18 @@ static void note_unread(reader *r, json_t *object) {
 }
 
 static int read_line(reader *r, const char *line, int64_t bytes, mt_error *error) {
-    // Numbers are unused; reading them as reals accepts integers of any size. NUL is an ordinary character.
-    const size_t flags = JSON_DECODE_INT_AS_REAL | JSON_ALLOW_NUL | JSON_REJECT_DUPLICATES;
+    // NUL is an ordinary character. Integers stay ones: templates write those of tools.
+    const size_t flags = JSON_ALLOW_NUL | JSON_REJECT_DUPLICATES;
     json_t *object = mt_json_parse(line, bytes, flags, NULL, error);
     if (!object) return -1;
-    r->num_messages = 0;
     int status = check_line(object, error);
+    if (status == 0) status = read_settings(r, object, error);
     if (status == 0)
         status = r->config->prompts ? read_question(r, object, error)
                  : r->config->pairs ? read_pair(r, object, error)
                                     : read_single(r, object, error);
     if (status == 0) note_unread(r, object);
+    remove_messages(r);
     json_decref(object);
     return status;
 }
@@ -882,7 +976,7 @@ static int check_count(const reader *r, mt_error *error) {
 }
 
 int mt_samples_read(mt_samples *samples, const mt_sft_config *config, const mt_tokenizer *tokenizer, mt_error *error) {
-    reader r = {.config = config, .samples.pairs = config->pairs};
+    reader r = {.config = config, .tokenizer = tokenizer, .samples.pairs = config->pairs};
     *samples = (mt_samples){0};
     int status = tokenizer ? mt_chat_open(&r.chat, config->chat_template, tokenizer, config->tokenizer_path, error) : 0;
     for (int64_t i = 0; i < config->paths.count && status == 0; i++)
@@ -892,8 +986,11 @@ int mt_samples_read(mt_samples *samples, const mt_sft_config *config, const mt_t
     if (status != 0) mt_samples_free(&r.samples);
     *samples = r.samples;
     mt_chat_close(r.chat);
+    remove_messages(&r);
+    json_decref(r.tools);
     free(r.messages);
     free(r.untrained);
+    free(r.fields);
     free(r.unread.data);
     free(r.joined.data);
     free(r.ids.data);

@@ -70,6 +70,8 @@ struct mt_encoder {
     int64_t growth;                               // of the text: bytes by which normalizers may still lengthen it
     bool part;                                    // special tokens are not recognised
     bool first;                                   // the text begins a document
+    mt_ids *places;                               // of added tokens, for mt_encode_places; NULL: not wanted
+    mt_trie controls;                             // SentencePiece's control tokens, once they are needed
 };
 
 /* The pattern of GPT-2's encoder.py. */
@@ -1089,6 +1091,7 @@ void mt_encoder_close(mt_encoder *encoder) {
     if (!encoder) return;
     close_patterns(encoder);
     for (int i = 0; i < MT_MAX_STEPS; i++) free(encoder->prefixed[i].data);
+    mt_trie_free(&encoder->controls);
     free(encoder->normalized[0].data);
     free(encoder->normalized[1].data);
     free(encoder->repaired.data);
@@ -1125,6 +1128,14 @@ static void strip_around(const mt_added_token *added, const char *text, int64_t 
     }
 }
 
+/* Notes that ids[index] is an added token which stands for the text's bytes [start, end). */
+static void push_place(mt_encoder *encoder, int64_t index, int64_t start, int64_t end) {
+    if (!encoder->places) return;
+    mt_ids_push(encoder->places, (int32_t)index);
+    mt_ids_push(encoder->places, (int32_t)start);
+    mt_ids_push(encoder->places, (int32_t)end);
+}
+
 static int encode_parts(mt_encoder *encoder, int pass, bool first, const char *text, int64_t bytes, mt_ids *ids,
                         mt_error *error);
 
@@ -1155,6 +1166,7 @@ static int encode_parts(mt_encoder *encoder, int pass, bool first, const char *t
         strip_around(added, text, bytes, done, &start, &end);
         if (start > done && encode_part(encoder, pass, first && done == 0, text + done, start - done, ids, error))
             return -1;
+        if (pass == 0) push_place(encoder, ids->count, start, end);
         mt_ids_push(ids, added->id);
         done = end;
     }
@@ -1198,6 +1210,42 @@ int mt_encode(mt_encoder *encoder, const char *text, int64_t bytes, mt_ids *ids,
 
 int mt_encode_part(mt_encoder *encoder, const char *text, int64_t bytes, bool first, mt_ids *ids, mt_error *error) {
     return encode_as(encoder, true, first, text, bytes, ids, error);
+}
+
+/* Finds SentencePiece's control tokens, which its own encoder leaves as texts. */
+static int encode_controls(mt_encoder *encoder, const char *text, int64_t bytes, mt_ids *ids, mt_error *error) {
+    const mt_tokenizer *tokenizer = encoder->tokenizer;
+    int64_t done = 0;
+    for (int32_t id = 0; id < tokenizer->vocab_size && encoder->controls.count == 0; id++)
+        if (tokenizer->tokens[id].type == MT_TOKEN_CONTROL && tokenizer->tokens[id].text_bytes > 0)
+            mt_trie_insert(&encoder->controls, mt_token_text(tokenizer, id), tokenizer->tokens[id].text_bytes, id);
+    for (int64_t at = 0; at < bytes && encoder->controls.count > 0;) {
+        int32_t id = 0;
+        int64_t length = mt_trie_longest(&encoder->controls, text + at, bytes - at, &id);
+        int64_t end = at + mt_max(length, 1);
+        if (length > 0) {
+            if (mt_encode_part(encoder, text + done, at - done, done == 0, ids, error) != 0) return -1;
+            push_place(encoder, ids->count, at, end);
+            mt_ids_push(ids, id);
+            done = end;
+        }
+        at = end;
+    }
+    return mt_encode_part(encoder, text + done, bytes - done, done == 0, ids, error);
+}
+
+int mt_encode_places(mt_encoder *encoder, const char *text, int64_t bytes, mt_ids *ids, mt_ids *places,
+                     mt_error *error) {
+    mt_tokenizer_kind kind = encoder->tokenizer->kind;
+    bool controls = kind == MT_KIND_SENTENCEPIECE_BPE || kind == MT_KIND_UNIGRAM;
+    int64_t before = ids->count;
+    MT_CHECK(bytes <= MT_MAX_TEXT && mt_utf8_is_valid(text, bytes));
+    encoder->places = places;
+    int status =
+        controls ? encode_controls(encoder, text, bytes, ids, error) : mt_encode(encoder, text, bytes, ids, error);
+    encoder->places = NULL;
+    if (status != 0) ids->count = before;
+    return status;
 }
 
 int mt_tokenizer_encode(const mt_tokenizer *tokenizer, const char *text, int64_t bytes, mt_ids *ids, mt_error *error) {

@@ -213,6 +213,12 @@ void mt_rule_free(mt_rule *rule);
 /* Applies all normalizers. *text and *bytes become the result, which is valid until the encoder's next call. */
 int mt_normalize(mt_encoder *encoder, const char **text, int64_t *bytes, mt_error *error);
 
+/* mt_encode for valid UTF-8 of at most MT_MAX_TEXT bytes that also recognises SentencePiece's control tokens. Appends
+ * to `places` for each special or other added token: its index in `ids`, and its first byte and the byte behind its
+ * last in the text. Tokens that a file matches only after normalization have no place. */
+int mt_encode_places(mt_encoder *encoder, const char *text, int64_t bytes, mt_ids *ids, mt_ids *places,
+                     mt_error *error);
+
 /* Sets words_at_spaces where true; call it when the vocabulary is complete. */
 void mt_tokenizer_find_words(mt_tokenizer *tokenizer);
 

@@ -3,11 +3,14 @@
 #include "data/chat.h"
 
 #include "data/file.h"
+#include "data/jinja.h"
+#include "data/sft.h"
 
 #include <setjmp.h>
 #include <stdarg.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/wait.h>
 
 #include <cmocka.h>
 
@@ -250,41 +253,316 @@ static void write_text(const char *path, const char *text) {
     assert_int_equal(fclose(file), 0);
 }
 
-/* The parts of official templates that distinguish them. */
-static void templates_are_recognised(void **state) {
+/* ---- templates in Jinja --------------------------------------------------------------------------------------------
+ */
+
+#define CHATML                                                                                                         \
+    "{% for message in messages %}{{'<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>' + "   \
+    "'\\n'}}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+
+/* A published template is known by the whole of its text; a line break at its end makes no difference in Jinja. */
+static void only_whole_templates_are_recognised(void **state) {
     (void)state;
-    static const struct {
-        const char *jinja;
-        mt_chat_template template;
-    } cases[] = {
-        {"{% for message in messages %}{{'<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>' "
-         "+ '\\n'}}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}",
-         MT_CHAT_CHATML},
-        {"{%- if tools %}...{{- '<|im_start|>system\\nYou are Qwen, created by Alibaba Cloud. You are a helpful "
-         "assistant.<|im_end|>\\n' }}",
-         MT_CHAT_QWEN2_5},
-        {"'<|im_start|>system\\nYou are a helpful assistant.<|im_end|>\\n' <|im_end|>", MT_CHAT_AUTO},
-        {"<|im_start|> {%- set ns.last_query_index = index %} {%- if enable_thinking is defined and enable_thinking is "
-         "false %}",
-         MT_CHAT_QWEN3},
-        {"'<|start_header_id|>' + message['role'] + '<|end_header_id|>\n\n'+ message['content'] | trim + '<|eot_id|>'",
-         MT_CHAT_LLAMA3},
-        {"<|start_header_id|>system<|end_header_id|>\n\nCutting Knowledge Date: December 2023<|eot_id|>", MT_CHAT_AUTO},
-        {"{{- \"[AVAILABLE_TOOLS] [\" }} {{- \"[INST] \" + message[\"content\"] + \"[/INST]\" }}", MT_CHAT_MISTRAL},
-        {"{{ '[INST] ' + message['content'] + ' [/INST]' }}", MT_CHAT_AUTO},
-        {"is_first_sp=true {{'<\xEF\xBD\x9CUser\xEF\xBD\x9C>' + message['content']}} <\xEF\xBD\x9C"
-         "Assistant\xEF\xBD\x9C>",
-         MT_CHAT_DEEPSEEK3},
-        {"is_first_sp=true {{'<\xEF\xBD\x9CUser\xEF\xBD\x9C>'}} <\xEF\xBD\x9C"
-         "Assistant\xEF\xBD\x9C> split('</think>')",
-         MT_CHAT_AUTO},
-        {"", MT_CHAT_AUTO},
-    };
-    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++)
-        assert_int_equal(mt_chat_recognise(cases[i].jinja), cases[i].template);
+    static const char *const others[] = {
+        "{{ bos_token }}" CHATML,
+        CHATML "{{ eos_token }}",
+        CHATML " ",
+        "\n" CHATML,
+        CHATML "\n\n",
+        "<|im_start|> <|im_end|>",
+        "'<|start_header_id|>' + message['role'] + '<|end_header_id|>\n\n'+ message['content'] | trim + '<|eot_id|>'",
+        "{{- \"[AVAILABLE_TOOLS] [\" }} {{- \"[INST] \" + message[\"content\"] + \"[/INST]\" }}",
+        ""};
+    assert_int_equal(mt_chat_recognise(CHATML), MT_CHAT_CHATML);
+    assert_int_equal(mt_chat_recognise(CHATML "\n"), MT_CHAT_CHATML);
+    for (size_t i = 0; i < sizeof others / sizeof *others; i++)
+        assert_int_equal(mt_chat_recognise(others[i]), MT_CHAT_AUTO);
+    char changed[] = CHATML;
+    for (size_t i = 0; i + 1 < sizeof changed; i++) {
+        changed[i] ^= 1;
+        assert_int_equal(mt_chat_recognise(changed), MT_CHAT_AUTO);
+        changed[i] ^= 1;
+    }
 }
 
-/* Opens the template of a folder with the tokenizer of qwen3. */
+/* Asks a template about one message of the user; returns the reply, to decref, or NULL with error. */
+static json_t *ask(const char *template, double seconds, mt_error *error) {
+    json_t *templates = json_pack("{s:s}", "default", template), *tokens = json_object();
+    json_t *request = json_pack("{s:[{s:s, s:s}], s:b}", "messages", "role", "user", "content", "Hi", "generates", 0);
+    mt_jinja *jinja = mt_jinja_open(templates, tokens, "folder/chat_template.jinja", seconds);
+    json_t *reply = mt_jinja_ask(jinja, request, error);
+    mt_jinja_close(jinja);
+    json_decref(templates);
+    json_decref(tokens);
+    json_decref(request);
+    assert_int_equal(waitpid(-1, NULL, WNOHANG), -1); // no process is left
+    return reply;
+}
+
+/* False, with a message, where python3-jinja2 is absent. */
+static bool has_jinja(void) {
+    mt_error error;
+    json_t *reply = ask("{{ messages[0].content }}", 60, &error);
+    bool found = reply != NULL;
+    if (!found) assert_non_null(strstr(error.text, "needs python3-jinja2"));
+    if (!found) printf("skipped: python3-jinja2 is absent\n");
+    if (found) assert_string_equal(json_string_value(json_object_get(reply, "text")), "Hi");
+    json_decref(reply);
+    return found;
+}
+
+static void an_absent_jinja2_is_named(void **state) {
+    (void)state;
+    mt_error error;
+    write_text(at("python"), "#!/bin/sh\nexit 3\n"); // as data/jinja.py ends without jinja2
+    assert_int_equal(chmod(at("python"), 0700), 0);
+    const char *const absent[] = {at("nowhere"), at("python")};
+    for (int i = 0; i < 2; i++) {
+        setenv("MT_PYTHON", absent[i], 1);
+        assert_null(ask("x", 60, &error));
+        assert_non_null(strstr(error.text, "folder/chat_template.jinja: the chat template is a program in Jinja, which "
+                                           "needs python3-jinja2"));
+        assert_non_null(strstr(error.text, "or choose a template with --chat-template"));
+    }
+    unsetenv("MT_PYTHON");
+}
+
+/* A process that breaks off, or writes something else, is one line and no hang. */
+static void a_process_that_fails_is_an_error(void **state) {
+    (void)state;
+    static const struct {
+        const char *script, *says;
+    } cases[] = {
+        {"#!/bin/sh\nexit 5\n", "ended before it could render"},
+        {"#!/bin/sh\necho\nexit 6\n", "ended with exit status 6"},
+        {"#!/bin/sh\necho\nread line\nkill -KILL $$\n", "was ended by signal 9"},
+        {"#!/bin/sh\necho\nread line\necho no JSON\nread line\n", "JSON"},
+        {"#!/bin/sh\necho\nread line\necho '{}'\nexec <&-\nexit 7\n", "ended with exit status 7"},
+    };
+    mt_error error;
+    setenv("MT_PYTHON", at("python"), 1);
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        write_text(at("python"), cases[i].script);
+        assert_int_equal(chmod(at("python"), 0700), 0);
+        assert_null(ask("x", 60, &error));
+        if (!strstr(error.text, cases[i].says)) fail_msg("case %zu: %s", i, error.text);
+    }
+    unsetenv("MT_PYTHON");
+}
+
+static void a_bad_template_is_an_error(void **state) {
+    (void)state;
+    static const struct {
+        const char *template, *says;
+        double seconds;
+    } cases[] = {
+        {"{{ raise_exception('roles must\nalternate') }}", "line 1 of the template: roles must?alternate", 60},
+        {"\n{% for m in messages %}", "line 2 of the template: TemplateSyntaxError: ", 60},
+        {"a\n{{ messages[7].content.x }}", "line 2 of the template: UndefinedError: ", 60},
+        {"{% for i in range(99999) %}{% for k in range(99999) %}{% endfor %}{% endfor %}",
+         "takes more than 0.2 s of processor time", 0.2},
+        {"{{ 'x' * 100000000000 }}", "MemoryError", 60},
+        {"{% for i in range(99999) %}{{ 'x' * 100000 }}{% endfor %}", "its text has over", 60},
+        {"{{ raise_exception.__globals__ }}{{ messages.append(1) }}", "SecurityError", 60},
+        {"{{ '\\ud800' }}", "UnicodeEncodeError", 60},
+    };
+    mt_error error;
+    if (!has_jinja()) skip();
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        assert_null(ask(cases[i].template, cases[i].seconds, &error));
+        if (!strstr(error.text, cases[i].says) || strncmp(error.text, "folder/chat_template.jinja: ", 28) != 0)
+            fail_msg("case %zu: %s", i, error.text);
+    }
+}
+
+/* The templates of jinja.json, in a folder with the demo's tokenizer and the special tokens of all of them. */
+static void write_model(const json_t *golden, const json_t *template) {
+    mt_error error;
+    size_t i;
+    json_t *tokenizer = mt_json_read("data/demo-tokenizer.json", &error), *text, *list = json_array(), *config;
+    const char *name;
+    assert_non_null(tokenizer);
+    json_int_t vocab = (json_int_t)json_object_size(json_object_get(json_object_get(tokenizer, "model"), "vocab"));
+    json_array_foreach(json_object_get(golden, "special"), i, text) json_array_append_new(
+        json_object_get(tokenizer, "added_tokens"),
+        json_pack("{s:I, s:O, s:b, s:b, s:b, s:b, s:b}", "id", vocab + (json_int_t)i, "content", text, "single_word", 0,
+                  "lstrip", 0, "rstrip", 0, "normalized", 0, "special", 1));
+    json_object_foreach((json_t *)template, name, text)
+        json_array_append_new(list, json_pack("{s:s, s:O}", "name", name, "template", text));
+    config = json_pack("{s:s, s:{s:s}, s:O}", "bos_token", "<s>", "eos_token", "content", "</s>", "chat_template",
+                       json_is_string(template) ? template : list);
+    mkdir(at("jinja"), 0700);
+    assert_int_equal(json_dump_file(tokenizer, at("jinja/tokenizer.json"), 0), 0);
+    assert_int_equal(json_dump_file(config, at("jinja/tokenizer_config.json"), 0), 0);
+    json_decref(config);
+    json_decref(list);
+    json_decref(tokenizer);
+}
+
+/* The tokens of a response decode to its text. */
+static void check_response(const mt_tokenizer *tokenizer, const mt_ids *ids, const mt_ids *turns,
+                           const json_t *response, const char *name) {
+    mt_error error;
+    mt_text text = {0};
+    const json_t *wanted = json_array_get(response, 1);
+    mt_text_append(&text, "", 1);
+    text.bytes = 0;
+    for (int64_t i = 0; i < ids->count; i++)
+        if (turns->data[i] == json_integer_value(json_array_get(response, 0)))
+            assert_int_equal(mt_tokenizer_decode(tokenizer, &ids->data[i], 1, &text, &error), 0);
+    if (text.bytes != (int64_t)json_string_length(wanted) ||
+        memcmp(text.data, json_string_value(wanted), (size_t)text.bytes) != 0)
+        fail_msg("%s: the response \"%.*s\" is not \"%s\"", name, (int)text.bytes, text.data,
+                 json_string_value(wanted));
+    free(text.data);
+}
+
+static void check_vector(mt_chat *chat, const mt_tokenizer *tokenizer, const json_t *vector, const char *name) {
+    mt_chat_message messages[MAX_MESSAGES];
+    const json_t *fields[MAX_MESSAGES], *mask = json_object_get(vector, "mask");
+    json_t *item, *copy;
+    size_t i;
+    mt_error error;
+    mt_ids ids = {0}, turns = {0};
+    int64_t count = read_messages(messages, vector);
+    bool generates = json_is_true(json_object_get(vector, "generates"));
+    json_array_foreach(json_object_get(vector, "messages"), i, item) {
+        copy = json_copy(item);
+        json_object_del(copy, "role");
+        json_object_del(copy, "content");
+        fields[i] = copy;
+    }
+    const mt_chat_extras extras = {json_object_get(vector, "tools"), json_object_get(vector, "variables"), fields};
+    mt_chat_set_extras(chat, &extras);
+    if (mt_chat_encode(chat, messages, count, generates, &ids, &turns, &error) != 0)
+        fail_msg("%s: %s", name, error.text);
+    assert_int_equal(turns.count, ids.count);
+    json_t *found = json_array();
+    for (int64_t t = 0; t < ids.count; t++) json_array_append_new(found, json_integer(ids.data[t]));
+    if (!json_equal(found, json_object_get(vector, "ids")))
+        fail_msg("%s: other tokens of %s", name, json_string_value(json_object_get(vector, "text")));
+    json_array_foreach(json_object_get(vector, "responses"), i, item)
+        check_response(tokenizer, &ids, &turns, item, name);
+    json_array_foreach(mask, i, item) assert_int_equal(json_integer_value(item), turns.data[i] >= 0);
+    for (int64_t m = 0; m < count; m++) json_decref((json_t *)fields[m]);
+    json_decref(found);
+    free(ids.data);
+    free(turns.data);
+}
+
+/* Twelve forms of templates and their tools, against transformers. */
+static void templates_in_jinja_give_the_tokens_of_transformers(void **state) {
+    (void)state;
+    mt_error error;
+    json_t *golden = mt_json_read("tests/golden/chat/jinja.json", &error), *kase, *vector;
+    size_t c, v;
+    assert_non_null(golden);
+    assert_in_range(json_array_size(json_object_get(golden, "cases")), 12, 100);
+    if (!has_jinja()) {
+        json_decref(golden);
+        skip();
+    }
+    json_array_foreach(json_object_get(golden, "cases"), c, kase) {
+        const char *name = json_string_value(json_object_get(kase, "name"));
+        mt_tokenizer *tokenizer;
+        mt_chat *chat;
+        write_model(golden, json_object_get(kase, "template"));
+        if (mt_tokenizer_open_folder(&tokenizer, at("jinja"), &error) != 0) fail_msg("%s", error.text);
+        if (mt_chat_open(&chat, MT_CHAT_AUTO, tokenizer, at("jinja"), &error) != 0) fail_msg("%s", error.text);
+        assert_true(mt_chat_takes_extras(chat));
+        json_array_foreach(json_object_get(kase, "vectors"), v, vector) check_vector(chat, tokenizer, vector, name);
+        mt_chat_close(chat);
+        mt_tokenizer_close(tokenizer);
+    }
+    json_decref(golden);
+}
+
+/* Opens a model of one template; NULL where jinja2 is absent. */
+static mt_chat *open_model(mt_tokenizer **tokenizer, const char *template) {
+    mt_error error;
+    mt_chat *chat;
+    if (!has_jinja()) return NULL;
+    json_t *golden = mt_json_read("tests/golden/chat/jinja.json", &error), *text = json_string(template);
+    write_model(golden, text);
+    json_decref(text);
+    json_decref(golden);
+    assert_int_equal(mt_tokenizer_open_folder(tokenizer, at("jinja"), &error), 0);
+    assert_int_equal(mt_chat_open(&chat, MT_CHAT_AUTO, *tokenizer, at("jinja"), &error), 0);
+    return chat;
+}
+
+static void the_end_of_a_response_is_learnt_from_the_template(void **state) {
+    (void)state;
+    static const char *const templates[][2] = {
+        {"{% for m in messages %}<turn>{{ m.content }}<end_of_turn>\n{% endfor %}", "<end_of_turn>"},
+        {"{% for m in messages %}{{ m.content + eos_token }}{% endfor %}", "</s>"},
+        {"{% for m in messages %}{{ m.role + ': ' + m.content + '\n' }}{% endfor %}", "</s>"}, // the end of a document
+    };
+    for (size_t i = 0; i < sizeof templates / sizeof *templates; i++) {
+        mt_error error;
+        mt_tokenizer *tokenizer;
+        mt_chat *chat = open_model(&tokenizer, templates[i][0]);
+        if (!chat) skip();
+        if (mt_chat_prepare(chat, &error) != 0) fail_msg("%s", error.text);
+        assert_int_equal(mt_chat_end(chat),
+                         mt_tokenizer_find(tokenizer, templates[i][1], (int64_t)strlen(templates[i][1])));
+        mt_chat_close(chat);
+        mt_tokenizer_close(tokenizer);
+    }
+}
+
+/* Responses that cannot be found in a text are refused, and so is what the template would leave out. */
+static void unclear_conversations_are_refused(void **state) {
+    (void)state;
+    static const struct {
+        const char *template, *says;
+    } cases[] = {
+        {"{% for m in messages[::-1] %}{{ m.content }}{% endfor %}", "message 2: the template rewrites earlier turns"},
+        {"{% for m in messages %}{{ m.role }}{% endfor %}", "message 2: the template does not write the content"},
+        {"{% macro m(x) %}: {% generation %}{{ x }}{% endgeneration %}{% endmacro %}{% for k in messages %}{{ k.role }}"
+         "{{ m(k.content) if k.role == 'assistant' else k.content }}{% endfor %}",
+         "stands in a macro or a captured block"},
+        {"{% for m in messages %}{{ m.content }}{% if loop.last %}{% generation %}a{% endgeneration %}{% generation %}b"
+         "{% endgeneration %}{% endif %}{% endfor %}",
+         "blocks are not those of its responses"},
+    };
+    static const mt_chat_message messages[] = {
+        {"user", "aa", 2}, {"assistant", "bb", 2}, {"user", "cc", 2}, {"assistant", "dd", 2}};
+    mt_error error;
+    mt_tokenizer *tokenizer;
+    mt_chat *chat;
+    mt_ids ids = {0}, turns = {0};
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        chat = open_model(&tokenizer, cases[i].template);
+        if (!chat) skip();
+        assert_int_equal(mt_chat_encode(chat, messages, 4, false, &ids, &turns, &error), -1);
+        if (!strstr(error.text, cases[i].says)) fail_msg("case %zu: %s", i, error.text);
+        assert_int_equal(ids.count, 0);
+        mt_chat_close(chat);
+        mt_tokenizer_close(tokenizer);
+    }
+    chat = open_model(&tokenizer, "{% for m in messages %}<turn>{{ m.content }}<end_of_turn>{% endfor %}");
+    json_t *call = json_pack("{s:[{s:s}]}", "tool_calls", "type", "function"),
+           *thought = json_pack("{s:s}", "reasoning_content", "x");
+    const json_t *with_call[] = {NULL, call, NULL, NULL}, *with_thought[] = {NULL, NULL, NULL, thought};
+    const mt_chat_extras extras[] = {{call, NULL, NULL}, {NULL, NULL, with_call}, {NULL, NULL, with_thought}};
+    static const char *const names[] = {"\"tools\"", "\"tool_calls\"", "\"reasoning_content\""};
+    for (int i = 0; i < 3; i++) {
+        mt_chat_set_extras(chat, &extras[i]);
+        assert_int_equal(mt_chat_encode(chat, messages, 4, false, &ids, &turns, &error), -1);
+        assert_non_null(strstr(error.text, names[i]));
+    }
+    mt_chat_set_extras(chat, NULL);
+    assert_int_equal(mt_chat_encode(chat, messages, 4, false, &ids, &turns, &error), 0);
+    json_decref(call);
+    json_decref(thought);
+    mt_chat_close(chat);
+    mt_tokenizer_close(tokenizer);
+    free(ids.data);
+    free(turns.data);
+}
+
+/* Opens the template of a folder with a tokenizer. */
 static int open_found(const mt_tokenizer *tokenizer, const char *path, mt_error *error) {
     mt_chat *chat;
     int status = mt_chat_open(&chat, MT_CHAT_AUTO, tokenizer, path, error);
@@ -292,34 +570,87 @@ static int open_found(const mt_tokenizer *tokenizer, const char *path, mt_error 
     return status;
 }
 
+/* The text that the folder's template writes first. */
+static void writes(const mt_tokenizer *tokenizer, const char *folder, const char *text) {
+    static const mt_chat_message messages[] = {{"user", "", 0}};
+    mt_chat *chat;
+    mt_error error;
+    mt_ids ids = {0}, turns = {0};
+    mt_text found = {0};
+    assert_int_equal(mt_chat_open(&chat, MT_CHAT_AUTO, tokenizer, folder, &error), 0);
+    if (mt_chat_encode(chat, messages, 1, true, &ids, &turns, &error) != 0) fail_msg("%s", error.text);
+    assert_int_equal(mt_tokenizer_decode(tokenizer, ids.data, ids.count, &found, &error), 0);
+    assert_int_equal(found.bytes, strlen(text));
+    assert_memory_equal(found.data, text, strlen(text));
+    mt_chat_close(chat);
+    free(ids.data);
+    free(turns.data);
+    free(found.data);
+}
+
+/* In the order of transformers: files of templates, or else those of tokenizer_config.json. */
 static void the_template_is_found_in_the_folder(void **state) {
     (void)state;
-    const char *path = shared_tokenizer("qwen3_tokenizer.json");
     mt_tokenizer *tokenizer;
     mt_error error;
     char folder[512];
-    if (!path) skip();
-    assert_int_equal(mt_tokenizer_open(&tokenizer, MT_TOKENIZER_HUGGINGFACE, path, &error), 0);
+    bool renders = has_jinja();
+    assert_int_equal(mt_tokenizer_open(&tokenizer, MT_TOKENIZER_HUGGINGFACE, "data/demo-tokenizer.json", &error), 0);
     snprintf(folder, sizeof folder, "%s", at("model"));
     assert_int_equal(mkdir(folder, 0700), 0);
     assert_int_equal(open_found(tokenizer, folder, &error), -1);
     assert_non_null(strstr(error.text, "model: has no chat template; choose one with --chat-template"));
-    write_text(at("model/tokenizer_config.json"), "{\"chat_template\": \"<|im_start|> <|im_end|>\"}");
-    assert_int_equal(open_found(tokenizer, folder, &error), 0);
+    write_text(at("model/tokenizer_config.json"), "{\"chat_template\": \"string\"}");
+    if (renders) writes(tokenizer, folder, "string");
     write_text(at("model/a_file"), "");
-    assert_int_equal(open_found(tokenizer, at("model/a_file"), &error), 0);
-    write_text(at("model/tokenizer_config.json"),
-               "{\"chat_template\": [{\"name\": \"rag\", \"template\": \"x\"}, "
-               "{\"name\": \"default\", \"template\": \"<|im_start|> <|im_end|>\"}]}");
-    assert_int_equal(open_found(tokenizer, folder, &error), 0);
-    write_text(at("model/chat_template.jinja"), "{{ messages }}"); // comes first
+    if (renders) writes(tokenizer, at("model/a_file"), "string");
+    write_text(at("model/tokenizer_config.json"), "{\"chat_template\": [{\"name\": \"rag\", \"template\": \"x\"}, "
+                                                  "{\"name\": \"default\", \"template\": \"list\"}]}");
+    if (renders) writes(tokenizer, folder, "list");
+    write_text(at("model/tokenizer_config.json"), "{\"chat_template\": [{\"name\": \"rag\", \"template\": \"x\"}]}");
     assert_int_equal(open_found(tokenizer, folder, &error), -1);
-    assert_non_null(strstr(error.text, "its chat template is none of chatml|"));
-    write_text(at("model/chat_template.jinja"), "<|start_header_id|> <|end_header_id|> <|eot_id|>");
+    assert_non_null(strstr(error.text, "has several chat templates and none is named default"));
+    write_text(at("model/chat_template.jinja"), "file\n");
+    if (renders) writes(tokenizer, folder, "file");
+    assert_int_equal(mkdir(at("model/additional_chat_templates"), 0700), 0);
+    write_text(at("model/additional_chat_templates/rag.jinja"), "other");
+    if (renders) writes(tokenizer, folder, "file");
+    write_text(at("model/chat_template.jinja"), CHATML);
     assert_int_equal(open_found(tokenizer, folder, &error), -1);
-    assert_non_null(strstr(error.text, "--chat-template llama3 needs the token <|begin_of_text|>"));
+    assert_non_null(strstr(error.text, "--chat-template chatml needs the token <|im_start|>"));
     assert_int_equal(open_found(tokenizer, NULL, &error), -1);
     mt_tokenizer_close(tokenizer);
+    if (!renders) skip();
+}
+
+/* Training a value head ends where a response that a model writes ends, in every template. */
+static void a_value_head_is_read_at_the_end_of_a_turn(void **state) {
+    (void)state;
+    mt_error error;
+    json_t *golden = mt_json_read("tests/golden/chat/jinja.json", &error), *text = json_string(CHATML);
+    mt_tokenizer *tokenizer;
+    mt_samples samples;
+    char *paths[] = {(char *)at("value.jsonl")}, folder[512];
+    mt_sft_config config = {.paths = {1, paths}, .vocab_size = 2000, .seq_length = 100, .whole = true, .pairs = true};
+    write_model(golden, text);
+    snprintf(folder, sizeof folder, "%s", at("jinja"));
+    write_text(paths[0], "{\"prompt\": \"Q\", \"chosen\": \"Hi\", \"rejected\": \"No\"}\n");
+    assert_int_equal(mt_tokenizer_open_folder(&tokenizer, folder, &error), 0);
+    config.tokenizer_path = folder;
+    static const mt_chat_template templates[] = {MT_CHAT_AUTO, MT_CHAT_CHATML, MT_CHAT_QWEN2_5, MT_CHAT_QWEN3,
+                                                 MT_CHAT_MISTRAL};
+    for (int i = 0; i < 5; i++) {
+        config.chat_template = templates[i];
+        if (mt_samples_read(&samples, &config, tokenizer, &error) != 0) fail_msg("%s", error.text);
+        const char *end = templates[i] == MT_CHAT_MISTRAL ? "</s>" : "<|im_end|>";
+        for (int64_t s = 0; s < 2; s++) // the last input; a token without meaning follows
+            assert_int_equal(samples.tokens[samples.offsets[s + 1] - 2],
+                             mt_tokenizer_find(tokenizer, end, (int64_t)strlen(end)));
+        mt_samples_free(&samples);
+    }
+    mt_tokenizer_close(tokenizer);
+    json_decref(text);
+    json_decref(golden);
 }
 
 int main(void) {
@@ -328,7 +659,14 @@ int main(void) {
         cmocka_unit_test(tokens_equal_those_of_transformers),
         cmocka_unit_test(contents_make_no_special_tokens),
         cmocka_unit_test(mistral_keeps_the_system_message_before_a_response),
-        cmocka_unit_test(templates_are_recognised),
+        cmocka_unit_test(only_whole_templates_are_recognised),
+        cmocka_unit_test(an_absent_jinja2_is_named),
+        cmocka_unit_test(a_process_that_fails_is_an_error),
+        cmocka_unit_test(a_bad_template_is_an_error),
+        cmocka_unit_test(templates_in_jinja_give_the_tokens_of_transformers),
+        cmocka_unit_test(the_end_of_a_response_is_learnt_from_the_template),
+        cmocka_unit_test(unclear_conversations_are_refused),
+        cmocka_unit_test(a_value_head_is_read_at_the_end_of_a_turn),
         cmocka_unit_test(the_template_is_found_in_the_folder),
     };
     return cmocka_run_group_tests(tests, make_root, remove_root);

@@ -384,6 +384,21 @@ static void fingerprints_distinguish_samples(void **state) {
     assert_true(prints[0] != prints[1] && prints[0] != prints[2]);
 }
 
+/* A value head is read at the token that ends the response, as in reinforcement learning, not at the line break behind
+ * it; a text that no response ends has no such token. */
+static void a_value_head_is_read_at_the_end_of_the_response(void **state) {
+    (void)state;
+    const mt_sft_config c = {.whole = true};
+    mt_samples samples;
+    mt_error error;
+    if (read_lines(&samples, c, "{\"prompt\": \"p\", \"response\": \"a\"}", &error) != 0) fail_msg("%s", error.text);
+    assert_int_equal(samples.offsets[1], 4); // with the token behind the last input
+    assert_int_equal(samples.tokens[2], 256);
+    mt_samples_free(&samples);
+    expect_error(c, "{\"messages\": [" USER("u") ", " ASSISTANT("a") ", " USER("v") "]}",
+                 "does not end with a message of the assistant");
+}
+
 int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(every_form_of_a_line_is_read),
@@ -400,6 +415,7 @@ int main(void) {
         cmocka_unit_test(bad_lines_are_named_and_counted),
         cmocka_unit_test(what_is_not_a_sample_is_refused),
         cmocka_unit_test(files_that_cannot_be_read_are_refused),
+        cmocka_unit_test(a_value_head_is_read_at_the_end_of_the_response),
         cmocka_unit_test(fingerprints_distinguish_samples),
     };
     return cmocka_run_group_tests(tests, make_root, remove_root);

@@ -89,8 +89,13 @@ the_recipe_of_qwen3_runs() {
     special_tokenizer "$work/special.json"
     trains_special --mock-data --seq-length 64 --train-iters 1 --lr 1e-4 --save "$work/qwen3" || return 1
     for folder in "$work"/qwen3/iter*; do :; done
-    marks='<|im_start|> set ns.last_query_index = index if enable_thinking is defined and enable_thinking is false'
-    echo "{\"chat_template\": \"$marks\"}" >"$folder/tokenizer_config.json"
+    # ChatML as published
+    tr -d '\n' >"$folder/chat_template.jinja" <<'E2'
+{% for message in messages %}
+{{'<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n'}}
+{% endfor %}
+{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}
+E2
     "$train" --config data/recipes/sft-qwen3-0.6b.yaml --load "$folder" --data-path data/sft-demo.jsonl \
         --save "$work/tuned" --device cpu --seq-length 512 --train-epochs 1 >"$work/out" 2>"$work/err" &&
         echo Hello | "$infer" --load "$work/tuned" --chat --system-prompt 'Answer briefly.' --max-new-tokens 4 \
