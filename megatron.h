@@ -464,7 +464,8 @@ typedef enum mt_dataloader_type { MT_DATALOADER_SINGLE, MT_DATALOADER_CYCLIC } m
     X(GELU_TANH, gelu_tanh, false, offsetof(mt_options, openai_gelu), "gelu_new|gelu_pytorch_tanh")                    \
     X(SQUARED_RELU, squared_relu, false, offsetof(mt_options, squared_relu), "relu2")                                  \
     X(GEGLU, gelu_tanh, true, offsetof(mt_options, geglu), "gelu_pytorch_tanh|gelu_new")                               \
-    X(SWIGLU, silu, true, offsetof(mt_options, swiglu), "silu|swish")
+    X(SWIGLU, silu, true, offsetof(mt_options, swiglu), "silu|swish")                                                  \
+    X(QUICK_GEGLU, quick_gelu, true, offsetof(mt_options, quick_geglu), "quick_gelu")
 #define MT_ACTIVATION_NAME(name, ...) MT_ACTIVATION_##name,
 typedef enum mt_activation { MT_ACTIVATIONS(MT_ACTIVATION_NAME) MT_NUM_ACTIVATIONS } mt_activation;
 
@@ -510,7 +511,8 @@ typedef struct mt_options {
     /* model */
     int64_t num_layers, hidden_size, ffn_hidden_size, num_attention_heads, num_query_groups, kv_channels;
     int64_t max_position_embeddings, vocab_size, make_vocab_size_divisible_by;
-    bool group_query_attention, swiglu, geglu, openai_gelu, squared_relu;
+    bool group_query_attention, swiglu, geglu, quick_geglu, openai_gelu, squared_relu;
+    double activation_func_clamp_value, glu_linear_offset; // of gated activations; 0: none
     bool qk_layernorm, qk_layernorm_all_heads, untie_embeddings_and_output_weights;
     bool add_bias_linear, add_qkv_bias;
     bool multi_latent_attention;
@@ -726,6 +728,13 @@ typedef struct mt_options {
 mt_options mt_options_plain(int64_t num_layers, int64_t hidden_size, int64_t num_attention_heads, int64_t vocab_size,
                             int64_t seq_length);
 
+/* The operands of a gated activation: f(min(gate, clamp)) (max(-clamp, min(up, clamp)) + offset), as in gpt-oss. NaN
+ * stays NaN. The gradient of an operand beyond the clamp is 0. */
+typedef struct mt_glu {
+    float clamp;  // 0: none
+    float offset; // 0: none
+} mt_glu;
+
 /* The row of an activation, and the activation of a model. */
 typedef struct mt_activation_row {
     bool gated;
@@ -734,6 +743,12 @@ typedef struct mt_activation_row {
 } mt_activation_row;
 extern const mt_activation_row mt_activation_rows[MT_NUM_ACTIVATIONS];
 mt_activation mt_options_activation(const mt_options *options);
+mt_glu mt_options_glu(const mt_options *options);
+
+/* True if a gated activation multiplies other values than f(gate) and up. */
+static inline bool mt_glu_bounds(const mt_glu *glu) {
+    return glu->clamp > 0 || glu->offset != 0;
+}
 
 /* True if the embedding is the head's weight too. */
 bool mt_options_tied(const mt_options *options);
@@ -1293,12 +1308,14 @@ typedef struct mt_activation_args {
     /* if quantize.rows is set: the result, rounded to the dtype first, goes to these rows in fp8 instead of y or dx,
      * and the memory of y or dx may have room for them only. bf16; quantize has a scale; dx is not x then */
     mt_quantize_args quantize;
+    mt_glu glu; // of a gated activation
 } mt_activation_args;
 
 #define MT_ACTIVATION_OPERATIONS(OP)                                                                                   \
     /* y[T, F] = f(x[T, F]); gated: f(gate) * up, with x[T, 2F] = gate, then up (Shazeer, "GLU variants improve        \
      * transformer"). Unless weights[T] is NULL it scales y: an expert's probabilities, so that the backward does not  \
-     * need the expert's output. GELU is exact (erf), GELU_TANH its approximation (Hendrycks & Gimpel). */             \
+     * need the expert's output. GELU is exact (erf), GELU_TANH its approximation (Hendrycks & Gimpel);                \
+     * QUICK_GEGLU has f(x) = x sigmoid(1.702 x). */                                                                   \
     OP(activation_forward,                                                                                             \
        mt_work_bytes((mt_activation_rows[a->activation].gated ? 3 : 2) * a->T * a->F * mt_dtype_size(dtype) -          \
                          (a->quantize.rows.data ? a->quantize.R * a->quantize.C : 0),                                  \

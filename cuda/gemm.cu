@@ -467,7 +467,7 @@ extern "C" void mt_cuda_linear_gelu_forward(void *y, void *pre, const void *x, c
                                             int64_t T, int64_t N, int64_t K, mt_dtype dtype, mt_stream *stream) {
     auto unfused = [&] {
         mt_cuda_linear_forward(pre, x, w, bias, T, N, K, dtype, stream);
-        mt_activation_args a = {T, N, MT_ACTIVATION_GELU_TANH, pre, NULL, y, NULL, NULL, NULL, {}};
+        mt_activation_args a = {T, N, MT_ACTIVATION_GELU_TANH, pre, NULL, y, NULL, NULL, NULL, {}, {}};
         mt_cuda_activation_forward(&a, dtype, stream);
     };
     if (T <= mt_gemv_rows(N, K, dtype) || !gelu_in_epilogue(N, K, dtype)) return unfused();
@@ -481,7 +481,7 @@ extern "C" void mt_cuda_linear_backward_gelu(void *dpre, const void *dy, const v
                                              int64_t N, int64_t K, mt_dtype dtype, mt_stream *stream) {
     auto unfused = [&] {
         mt_cuda_linear_backward_input(dpre, dy, w, T, N, K, dtype, stream);
-        mt_activation_args a = {T, K, MT_ACTIVATION_GELU_TANH, pre, NULL, NULL, dpre, dpre, NULL, {}};
+        mt_activation_args a = {T, K, MT_ACTIVATION_GELU_TANH, pre, NULL, NULL, dpre, dpre, NULL, {}, {}};
         mt_cuda_activation_backward(&a, dtype, stream);
     };
     if (!gelu_in_epilogue(N, K, dtype)) return unfused();

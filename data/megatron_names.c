@@ -314,8 +314,7 @@ static const struct {
      "external-cuda-graph inference-cuda-graph-all-prefills inference-cuda-graph-max-tokens "
      "inference-cuda-graph-scope megatron-fsdp-cuda-graph-mode moe-pad-experts-for-cuda-graph-inference "
      "optimizer-cuda-graph"},
-    {MT_NAME_UNSUPPORTED, "activations other than GELU, squared ReLU and SwiGLU",
-     "activation-func-clamp-value glu-linear-offset quick-geglu use-fused-weighted-squared-relu"},
+    {MT_NAME_UNSUPPORTED, "a fused kernel of squared ReLU with weights", "use-fused-weighted-squared-relu"},
     {MT_NAME_UNSUPPORTED, "attention other than multi-head, grouped and multi-head latent attention",
      "apply-query-key-layer-scaling attention-output-gate dsa-indexer-head-dim dsa-indexer-k-norm-epsilon "
      "dsa-indexer-k-norm-fp32 dsa-indexer-loss-coeff dsa-indexer-n-heads dsa-indexer-rope-interleaved "

@@ -195,6 +195,8 @@ static void every_gradient_is_the_slope_of_the_loss(void **state) {
         "--num-layers 2 --softmax-type off-by-one --softmax-scale 0.7",
         "--num-layers 2 --position-embedding-type rope --no-rope-freq 2 --window-size 4 --window-rotary-base 100",
         EVERY_EXPERT " --norm-placement both --softmax-type learnable",
+        "--num-layers 2 --quick-geglu --activation-func-clamp-value 7 --glu-linear-offset 1",
+        EVERY_EXPERT " --quick-geglu --activation-func-clamp-value 7 --glu-linear-offset 1",
         EVERY_EXPERT,
         EVERY_EXPERT " --openai-gelu --disable-bias-linear",
         EVERY_EXPERT " --swiglu",

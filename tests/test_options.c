@@ -336,6 +336,9 @@ static void shapes_that_cannot_be_are_refused(void **state) {
                  "--num-attention-heads 4 must be a multiple of --num-query-groups 3");
     expect_error(RUN "--position-embedding-type rope --kv-channels 15", "(for RoPE) = 15 must be a multiple of 2");
     expect_error(RUN "--swiglu --openai-gelu", "--swiglu and --openai-gelu exclude each other");
+    expect_error(RUN "--quick-geglu --swiglu", "--quick-geglu and --swiglu exclude each other");
+    expect_error(RUN "--activation-func-clamp-value 7", "--activation-func-clamp-value needs a gated MLP");
+    expect_error(RUN "--squared-relu --glu-linear-offset 1", "--glu-linear-offset needs a gated MLP");
     expect_error(RUN "--swiglu --hidden-size 16", "--ffn-hidden-size is missing");
     expect_error(RUN "--rotary-base 5", "--rotary-base needs --position-embedding-type rope");
     expect_error(RUN "--position-embedding-type rope --use-rope-scaling --rope-scaling-type linear",
@@ -2138,7 +2141,7 @@ static void bad_configs_are_refused_by_key(void **state) {
     expect_config_error(LLAMA ", \"rms_norm_eps\": \"x\"}", "\"rms_norm_eps\" must be a number");
     expect_config_error(LLAMA ", \"num_key_value_heads\": 3}", "the 4 heads do not divide into 3 groups");
     expect_config_error(LLAMA ", \"hidden_act\": \"relu\"}",
-                        "is not supported; gelu_pytorch_tanh|gelu_new|silu|swish is");
+                        "is not supported; gelu_pytorch_tanh|gelu_new|silu|swish|quick_gelu is");
     expect_config_error(LLAMA ", \"tie_word_embeddings\": 1}", "must be true or false");
     expect_config_error(LLAMA ", \"quantization_config\": {}}", "quantized weights");
     expect_config_error(LLAMA ", \"quantization_config\": {\"quant_method\": \"awq\", \"bits\": 4}}",
@@ -2412,6 +2415,10 @@ static void written_configs_read_back_as_the_same_model(void **state) {
     expect_round_trip("--hf-config tests/golden/hf/deepseek_v3/config.json --moe-aux-loss-coeff 0.01 " LENGTHS,
                       "deepseek_v3");
     expect_round_trip(LIKE_LLAMA LATENT "--q-lora-rank 24", "deepseek_v3");
+    expect_round_trip(LIKE_LLAMA "--swiglu=false --quick-geglu", "llama");
+    expect_round_trip(LIKE_LLAMA "--swiglu=false --quick-geglu --activation-func-clamp-value 7 --glu-linear-offset 1",
+                      "megatron");
+    expect_round_trip(LIKE_LLAMA "--activation-func-clamp-value 10", "megatron");
     expect_round_trip(LIKE_LLAMA LATENT "--rotary-interleaved", "deepseek_v3");
     expect_round_trip(LIKE_LLAMA LATENT "--window-size 4", "megatron");
     expect_round_trip(RUN, "gpt2");
