@@ -2575,10 +2575,10 @@ static void mt_cpu_sample(const mt_sample_args *a, mt_dtype dtype, mt_stream *st
  * rounding can make different scores equal. */
 
 /* Every sum runs over the channels in order, for any number of rows. */
-static void mt_cpu_router_logits(float *logits, const void *x, const void *w, int64_t T, int64_t E, int64_t C,
-                                 mt_dtype dtype, mt_stream *stream) {
+static void mt_cpu_router_logits(float *logits, const void *x, const void *w, const void *bias, int64_t T, int64_t E,
+                                 int64_t C, mt_dtype dtype, mt_stream *stream) {
     enum { TOKENS = 16 }; // per read of the weights
-    mt_scratch scratch = mt_scratch_reserve(mt_matrix_scratch(TOKENS, C, dtype));
+    mt_scratch scratch = mt_scratch_reserve(mt_max(mt_matrix_scratch(TOKENS, C, dtype), E));
 #pragma omp parallel for if (T * E * C > MT_PARALLEL)
     for (int64_t first = 0; first < T; first += TOKENS) {
         int64_t tokens = mt_min(TOKENS, T - first);
@@ -2594,6 +2594,9 @@ static void mt_cpu_router_logits(float *logits, const void *x, const void *w, in
                 for (int64_t i = 0; i < mt_min(4, E - e); i++) logits[(first + t) * E + e + i] = sums[i];
             }
         }
+        if (!bias) continue;
+        const float *add = mt_row_load(mt_scratch_slice(scratch), bias, 0, E, dtype); // the tokens are read
+        for (int64_t i = first * E; i < (first + tokens) * E; i++) logits[i] += add[i % E];
     }
 }
 
@@ -4760,7 +4763,7 @@ static int64_t mt_linear_rows(const mt_tensor_parallel *tp, const mt_linear *l, 
 void mt_linear_forward(const mt_tensor_parallel *tp, const mt_linear *l, const mt_linear_io *io) {
     mt_fp8_begin(tp, l, io);
     if (l->kind == MT_LINEAR_ROUTER)
-        tp->ops->router_logits(io->y, io->x, l->weight.w, tp->rows, l->N, l->K, tp->dtype, tp->stream);
+        tp->ops->router_logits(io->y, io->x, l->weight.w, l->bias.w, tp->rows, l->N, l->K, tp->dtype, tp->stream);
     else if (l->kind == MT_LINEAR_COLUMN)
         mt_column_forward(tp, l, io);
     else if (l->kind == MT_LINEAR_ROW)
@@ -5325,6 +5328,7 @@ static int64_t mt_dimension_size(const mt_options *o, mt_dimension dimension) {
     X(MLP_BIAS, o->mlp_bias, "--disable-bias-linear")                                                                  \
     X(ROUTER, has_experts, "--moe-layer-freq")                                                                         \
     X(ROUTER_BIAS, has_experts && o->moe_router_enable_expert_bias, "--moe-router-enable-expert-bias")                 \
+    X(ROUTER_LINEAR_BIAS, has_experts && o->moe_router_linear_bias, "--moe-router-linear-bias")                        \
     X(EXPERTS, has_experts, "--num-experts")                                                                           \
     X(SHARED, has_experts && o->moe_shared_expert_intermediate_size > 0, "--moe-shared-expert-intermediate-size")      \
     X(SHARED_GATE, has_experts && o->moe_shared_expert_gate, "--moe-shared-expert-gate")                               \
@@ -5505,6 +5509,8 @@ static const mt_role_row mt_role_rows[] = {
              "mlp.c_fc.bias"),
     MT_ROLE(DOWN_BIAS, LAYER, ROW_BIAS, C, ONE, down.bias, MT_HAS(MLP_BIAS), MT_HAS(EXPERTS), "mlp.down_proj.bias",
             "mlp.c_proj.bias"),
+    MT_ROLE(ROUTER_LINEAR_BIAS, LAYER, NORM_BIAS, E, ONE, router.bias, MT_HAS(ROUTER_LINEAR_BIAS), 0, "mlp.gate.bias",
+            NULL, "block_sparse_moe.gate.bias"),
     /* experts: gate and up of each in turn, then down of each, so that each is one operand of a grouped product; then
      * their biases in the same order */
     MT_ROLE(EXPERT_GATE, EXPERTS, COLUMN, EXPERT_F, C, expert_fc1.weight, MT_HAS(EXPERTS) | MT_HAS(GATED), 0,

@@ -545,6 +545,7 @@ typedef struct mt_options {
     mt_load_balancing moe_router_load_balancing_type;
     mt_token_dispatcher moe_token_dispatcher_type;
     mt_token_drop_policy moe_token_drop_policy;
+    bool moe_router_linear_bias;
     bool moe_router_pre_softmax, moe_router_enable_expert_bias, moe_pad_expert_input_to_capacity, moe_grouped_gemm;
     bool moe_permute_fusion, moe_shared_expert_gate;
     double moe_router_topk_scaling_factor, moe_router_bias_update_rate, moe_aux_loss_coeff, moe_z_loss_coeff;
@@ -1411,9 +1412,11 @@ typedef struct mt_aux_loss_args {
 enum { MT_SINKHORN_ROUNDS = 1000 };
 
 #define MT_ROUTER_OPERATIONS(OP)                                                                                       \
-    /* logits[T, E] = x[T, C] w[E, C]^T in fp32 for any type of x and w. Its backward is that of a linear layer. */    \
-    OP(router_logits, mt_work_product(T, E, C), (logits, x, w, T, E, C, dtype, stream), float *logits, const void *x,  \
-       const void *w, int64_t T, int64_t E, int64_t C, mt_dtype dtype, mt_stream *stream)                              \
+    /* logits[T, E] = x[T, C] w[E, C]^T + bias[E] (may be NULL) in fp32 for any type of x, w and bias. Its backward is \
+     * that of a linear layer. */                                                                                      \
+    OP(router_logits, mt_work_product(T, E, C), (logits, x, w, bias, T, E, C, dtype, stream), float *logits,           \
+       const void *x, const void *w, const void *bias, int64_t T, int64_t E, int64_t C, mt_dtype dtype,                \
+       mt_stream *stream)                                                                                              \
     /* experts[T, k], the greatest score first, and probs[T, k], from logits[T, E]. bias[E] (may be NULL) is added to  \
      * sigmoid scores for the choice only. invalid[0] += tokens whose logits are not all finite; those choose experts  \
      * 0 to k - 1 with NaN probabilities. Tokens with a negative token_index[T] (may be NULL) are padding: their k     \
@@ -2519,7 +2522,8 @@ typedef enum mt_role {
     MT_ATTENTION_OUT_NORM_BIAS,
     MT_MLP_OUT_NORM,
     MT_MLP_OUT_NORM_BIAS,
-    MT_SINKS, // a logit of each head
+    MT_SINKS,              // a logit of each head
+    MT_ROUTER_LINEAR_BIAS, // of the router's logits, trained; MT_ROUTER_BIAS is of the choice alone
     MT_NUM_ROLES
 } mt_role;
 

@@ -228,6 +228,8 @@ const mt_option mt_option_table[] = {
      "groups to choose a token's experts from", .needs = "moe-router-num-groups"},
     {"moe-router-topk-scaling-factor", MT_REAL, MT_AT(moe_router_topk_scaling_factor), MT_TRAIN, MT_OF_MODEL, "1",
      "(0,1e6]", "factor of the routing probabilities", .needs = "num-experts"},
+    {"moe-router-linear-bias", MT_FLAG, MT_AT(moe_router_linear_bias), MT_TRAIN, MT_OF_WEIGHTS, NULL, NULL,
+     "trained bias of the router's logits, as in gpt-oss", .needs = "num-experts", .own = true},
     {"moe-router-enable-expert-bias", MT_FLAG, MT_AT(moe_router_enable_expert_bias), MT_TRAIN, MT_OF_WEIGHTS, NULL,
      NULL, "add a bias to each expert's score and adjust it after each step to balance the loads",
      .needs = "num-experts, any: moe-router-score-function sigmoid"},

@@ -559,10 +559,11 @@ static int32_t *sequences_of(run *r, const int64_t *n) {
     return n[3] & ONE_SEQUENCE ? NULL : integers(r, n[0], 0, n[6], false);
 }
 
-static void router_logits(run *r, const int64_t *n) { // T, E, C
+static void router_logits(run *r, const int64_t *n) { // T, E, C, bias
     float *logits = float_output(r, n[0] * n[1]);
     void *x = input(r, n[0] * n[2]), *w = input(r, n[1] * n[2]);
-    r->ops->router_logits(logits, x, w, n[0], n[1], n[2], r->dtype, r->stream);
+    void *bias = n[3] ? input(r, n[1]) : NULL;
+    r->ops->router_logits(logits, x, w, bias, n[0], n[1], n[2], r->dtype, r->stream);
 }
 
 static void route_forward(run *r, const int64_t *n) {
@@ -1174,7 +1175,8 @@ static const int64_t router_shapes[][MAX_SIZES] = {{1, 1, 1, PRE_SOFTMAX, 0, 0, 
                                                    {41, 520, 4, PADDED | PRE_SOFTMAX | WRONG, 130, 2, 2},
                                                    {50, 33, 1, PADDED | SIGMOID, 0, 0, 1},
                                                    {0}};
-static const int64_t router_logit_shapes[][MAX_SIZES] = {{1, 8, 16}, {7, 33, 17}, {130, 8, 96}, {333, 128, 512}, {0}};
+static const int64_t router_logit_shapes[][MAX_SIZES] = {
+    {1, 8, 16}, {7, 33, 17}, {130, 8, 96}, {333, 128, 512}, {1, 8, 16, 1}, {130, 33, 96, 1}, {333, 128, 512, 1}, {0}};
 /* T, E, k, first, count, capacity, by position */
 static const int64_t drop_shapes[][MAX_SIZES] = {{1, 1, 1, 0, 1, 1, 0},
                                                  {40, 4, 2, 0, 40, 5, 0},

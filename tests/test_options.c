@@ -336,6 +336,7 @@ static void shapes_that_cannot_be_are_refused(void **state) {
                  "--num-attention-heads 4 must be a multiple of --num-query-groups 3");
     expect_error(RUN "--position-embedding-type rope --kv-channels 15", "(for RoPE) = 15 must be a multiple of 2");
     expect_error(RUN "--swiglu --openai-gelu", "--swiglu and --openai-gelu exclude each other");
+    expect_error(RUN "--moe-router-linear-bias", "--moe-router-linear-bias needs --num-experts");
     expect_error(RUN "--quick-geglu --swiglu", "--quick-geglu and --swiglu exclude each other");
     expect_error(RUN "--activation-func-clamp-value 7", "--activation-func-clamp-value needs a gated MLP");
     expect_error(RUN "--squared-relu --glu-linear-offset 1", "--glu-linear-offset needs a gated MLP");
@@ -2416,6 +2417,7 @@ static void written_configs_read_back_as_the_same_model(void **state) {
                       "deepseek_v3");
     expect_round_trip(LIKE_LLAMA LATENT "--q-lora-rank 24", "deepseek_v3");
     expect_round_trip(LIKE_LLAMA "--swiglu=false --quick-geglu", "llama");
+    expect_round_trip(LIKE_LLAMA "--num-experts 4 --moe-router-topk 2 --moe-router-linear-bias", "megatron");
     expect_round_trip(LIKE_LLAMA "--swiglu=false --quick-geglu --activation-func-clamp-value 7 --glu-linear-offset 1",
                       "megatron");
     expect_round_trip(LIKE_LLAMA "--activation-func-clamp-value 10", "megatron");
