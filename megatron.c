@@ -285,6 +285,7 @@ mt_options mt_options_plain(int64_t num_layers, int64_t hidden_size, int64_t num
         .rope_high_freq_factor = 4,
         .yarn_beta_fast = 32,
         .yarn_beta_slow = 1,
+        .yarn_correction_range_round_to_int = true,
         .kv_lora_rank = 32,
         .qk_head_dim = 128,
         .qk_pos_emb_head_dim = 64,
@@ -6007,8 +6008,7 @@ static double mt_yarn_pair(const mt_options *o, double rotations, int64_t R) {
     return (double)R * log(context / (rotations * 2 * M_PI)) / (2 * log(o->rotary_base));
 }
 
-/* Frequency of channel pair i of R rotary channels, after the model's scaling; as Hugging Face computes it. */
-static double mt_rope_frequency(const mt_options *o, mt_layer_rope which, int64_t i, int64_t R) {
+double mt_rope_frequency(const mt_options *o, mt_layer_rope which, int64_t i, int64_t R) {
     if (which == MT_ROPE_WINDOW) return pow(o->window_rotary_base, -2.0 * (double)i / (double)R);
     double frequency = pow(o->rotary_base, -2.0 * (double)i / (double)R), factor = o->rope_scaling_factor;
     if (o->rope_scaling_type == MT_ROPE_SCALING_LINEAR) return frequency / factor;
@@ -6019,8 +6019,9 @@ static double mt_rope_frequency(const mt_options *o, mt_layer_rope which, int64_
         return (1 - smooth) * frequency / factor + smooth * frequency;
     }
     if (o->rope_scaling_type == MT_ROPE_SCALING_YARN) {
-        double low = fmax(floor(mt_yarn_pair(o, o->yarn_beta_fast, R)), 0);
-        double high = fmin(ceil(mt_yarn_pair(o, o->yarn_beta_slow, R)), (double)R - 1);
+        double low = mt_yarn_pair(o, o->yarn_beta_fast, R), high = mt_yarn_pair(o, o->yarn_beta_slow, R);
+        if (o->yarn_correction_range_round_to_int) low = floor(low), high = ceil(high);
+        low = fmax(low, 0), high = fmin(high, (double)R - 1);
         if (low == high) high += 0.001;
         double ramp = fmin(fmax(((double)i - low) / (high - low), 0), 1); // 0: extrapolate, 1: interpolate
         return frequency * (1 - ramp) + frequency / factor * ramp;

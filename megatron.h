@@ -536,6 +536,7 @@ typedef struct mt_options {
     mt_rope_scaling rope_scaling_type;
     double rope_scaling_factor, rope_low_freq_factor, rope_high_freq_factor, yarn_beta_fast, yarn_beta_slow;
     double yarn_mscale, yarn_mscale_all_dim, yarn_attention_factor;
+    bool yarn_correction_range_round_to_int;
     int64_t original_max_position_embeddings;
     /* mixture of experts; num_experts 0: none */
     int64_t num_experts, moe_router_topk, moe_router_num_groups, moe_router_group_topk;
@@ -789,6 +790,9 @@ typedef struct mt_layer_kind {
     mt_layer_rope rope;
     int64_t window; // keys that a query sees, its own included; 0: all
 } mt_layer_kind;
+
+/* Frequency of channel pair i of R rotary channels, after the model's scaling; as Hugging Face computes it. */
+double mt_rope_frequency(const mt_options *options, mt_layer_rope which, int64_t i, int64_t R);
 
 /* The kind of a layer. Modules of multi-token prediction are numbered from num_layers on, and are as the last layer. */
 mt_layer_kind mt_layer_kind_of(const mt_options *options, int64_t layer);

@@ -37,6 +37,7 @@ static const struct {
     {"use-rotary-position-embeddings", "position-embedding-type", "rope"},
     {"virtual-pipeline-model-parallel-size", "num-virtual-stages-per-pipeline-rank"},
     {"yaml-cfg", "config"},
+    {"yarn-correction-range-round-to-int", "no-yarn-correction-range-round-to-int", "!"},
     {"yarn-original-max-position-embeddings", "original-max-position-embeddings"},
     // transformers' TrainingArguments
     {"adam-epsilon", "adam-eps"},
@@ -90,8 +91,6 @@ static const struct {
      "ckpt-fully-parallel-save fully-parallel-load fully-parallel-save", "true"},
     {MT_NAME_ALWAYS, "checkpoints have checksums, which are verified when they are loaded", "verify-integrity", "true"},
     {MT_NAME_ALWAYS, "the tokenizer is saved with each checkpoint", "save-tokenizer-assets", "true"},
-    {MT_NAME_ALWAYS, "YaRN's range is rounded to whole channels", "yarn-correction-range-round-to-int", "true"},
-    {MT_NAME_ALWAYS, "YaRN's range is rounded to whole channels", "no-yarn-correction-range-round-to-int", "false"},
     {MT_NAME_ALWAYS, "weights that are not loaded are initialized", "perform-initialization", "true"},
     {MT_NAME_ALWAYS, "printed lines and --metrics have the throughput", "log-throughput", "true"},
     {MT_NAME_ALWAYS, "this program contacts no other service", "disable-msc no-one-logger", "true"},

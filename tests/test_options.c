@@ -2018,8 +2018,48 @@ static void rope_is_read_in_both_forms(void **state) {
     mt_options_free(&o);
     expect_config_error(LLAMA ", \"rope_parameters\": {\"full_attention\": {\"rope_type\": \"default\"}}}",
                         "parameters of its own for \"full_attention\"");
-    expect_config_error(LLAMA ", \"rope_parameters\": {\"rope_type\": \"yarn\", \"factor\": 2, \"truncate\": false}}",
-                        "truncate");
+    expect_config(&o, LLAMA ", \"rope_parameters\": {\"rope_type\": \"yarn\", \"factor\": 2, \"truncate\": false}}");
+    assert_false(o.yarn_correction_range_round_to_int);
+    mt_options_free(&o);
+    expect_config(&o, LLAMA ", \"rope_parameters\": {\"rope_type\": \"yarn\", \"factor\": 2}}");
+    assert_true(o.yarn_correction_range_round_to_int);
+    mt_options_free(&o);
+}
+
+/* Frequency of pair i in modeling_rope_utils.py of transformers: find_correction_range and linear_ramp_factor. */
+static double yarn_frequency(int i, double dim, double base, double factor, double context, bool truncate) {
+    double low = dim * log(context / (32 * 2 * M_PI)) / (2 * log(base));
+    double high = dim * log(context / (1 * 2 * M_PI)) / (2 * log(base));
+    if (truncate) low = floor(low), high = ceil(high);
+    low = fmax(low, 0), high = fmin(high, dim - 1);
+    if (low == high) high += 0.001;
+    double ramp = fmax(0, fmin(1, (i - low) / (high - low))), position = pow(base, 2 * i / dim);
+    return 1 / (factor * position) * ramp + 1 / position * (1 - ramp);
+}
+
+static void yarn_without_rounded_ranges_is_that_of_transformers(void **state) {
+    (void)state;
+    static const double shapes[][4] = {{64, 150000, 32, 4096}, {16, 150000, 4, 4096}, {128, 10000, 4, 2048}};
+    for (int k = 0; k < 6; k++) {
+        const double *s = shapes[k / 2];
+        bool truncate = k % 2 == 0, differs = false;
+        char json[600];
+        mt_options o;
+        snprintf(json, sizeof json,
+                 LLAMA ", \"rope_parameters\": {\"rope_type\": \"yarn\", \"rope_theta\": %.17g, \"factor\": %g, "
+                       "\"beta_fast\": 32, \"beta_slow\": 1, \"original_max_position_embeddings\": %g%s}}",
+                 s[1], s[2], s[3], truncate ? "" : ", \"truncate\": false");
+        expect_config(&o, json);
+        assert_true(o.yarn_correction_range_round_to_int == truncate);
+        for (int i = 0; i < (int)s[0] / 2; i++) {
+            double want = yarn_frequency(i, s[0], s[1], s[2], s[3], truncate);
+            double got = mt_rope_frequency(&o, MT_ROPE_MODEL, i, (int64_t)s[0]);
+            assert_true(fabs(got - want) <= 1e-12 * want);
+            differs |= fabs(want - yarn_frequency(i, s[0], s[1], s[2], s[3], !truncate)) > 1e-6 * want;
+        }
+        assert_true(differs);
+        mt_options_free(&o);
+    }
 }
 
 static void expect_window(const char *json, int64_t window) {
@@ -2433,6 +2473,10 @@ static void written_configs_read_back_as_the_same_model(void **state) {
     expect_round_trip(LIKE_LLAMA "--rope-scaling-type yarn --rope-scaling-factor 4 --yarn-beta-slow 2 "
                                  "--original-max-position-embeddings 4",
                       "llama");
+    expect_round_trip(LIKE_LLAMA
+                      "--rope-scaling-type yarn --rope-scaling-factor 4 --original-max-position-embeddings 4 "
+                      "--no-yarn-correction-range-round-to-int",
+                      "llama");
     expect_round_trip(LIKE_LLAMA "--window-size 8", "mistral");
     expect_round_trip(LIKE_LLAMA "--window-size 8 --window-attn-skip-freq 2", "smollm3");
     expect_round_trip(LIKE_LLAMA "--qk-layernorm --window-size 8 --window-attn-skip-freq ([0]*1+[1]*1)", "qwen3");
@@ -2819,6 +2863,7 @@ static const struct CMUnitTest tests[] = {
     cmocka_unit_test(the_model_of_hf_config_must_be_that_of_load),
     cmocka_unit_test(the_latest_checkpoint_of_a_folder_is_described),
     cmocka_unit_test(rope_is_read_in_both_forms),
+    cmocka_unit_test(yarn_without_rounded_ranges_is_that_of_transformers),
     cmocka_unit_test(windows_are_read_for_each_layer),
     cmocka_unit_test(biases_are_read_apart),
     cmocka_unit_test(bad_configs_are_refused_by_key),
