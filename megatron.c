@@ -285,6 +285,7 @@ mt_options mt_options_plain(int64_t num_layers, int64_t hidden_size, int64_t num
         .rope_high_freq_factor = 4,
         .yarn_beta_fast = 32,
         .yarn_beta_slow = 1,
+        .yarn_correction_range_round_to_int = true,
         .kv_lora_rank = 32,
         .qk_head_dim = 128,
         .qk_pos_emb_head_dim = 64,
@@ -352,6 +353,10 @@ mt_activation mt_options_activation(const mt_options *o) {
         if (field > 0 && *(const bool *)((const char *)o + field)) break;
     }
     return (mt_activation)activation;
+}
+
+mt_glu mt_options_glu(const mt_options *o) {
+    return (mt_glu){(float)o->activation_func_clamp_value, (float)o->glu_linear_offset};
 }
 
 static bool mt_options_gated(const mt_options *o) {
@@ -2140,7 +2145,8 @@ static inline float mt_normal_cdf(float x) {
 
 /* Each activation f as a f(x) and its slope as a f'(x), multiplied from the left. gelu(x) = x cdf(x), with slope
  * cdf(x) + x density(x). The approximation (1 + tanh(u)) / 2 of cdf is s = sigmoid(2 u), u = sqrt(2 / pi) (x + 0.044715
- * x^3); its slope is s + x s (1 - s) 2 u'. silu(x) = x sigmoid(x). squared_relu(x) = max(0, x)^2. */
+ * x^3); its slope is s + x s (1 - s) 2 u'. silu(x) = x sigmoid(x). quick_gelu(x) = x sigmoid(1.702 x).
+ * squared_relu(x) = max(0, x)^2. */
 static inline float mt_gelu(float a, float x) {
     return a * x * mt_normal_cdf(x);
 }
@@ -2181,6 +2187,15 @@ static inline float mt_silu_slope(float a, float x) {
     return a * s * (1.0f + x * (1.0f - s));
 }
 
+static inline float mt_quick_gelu(float a, float x) {
+    return a * x * mt_sigmoid(1.702f * x);
+}
+
+static inline float mt_quick_gelu_slope(float a, float x) {
+    float s = mt_sigmoid(1.702f * x);
+    return a * s * (1.0f + 1.702f * x * (1.0f - s));
+}
+
 /* The loops over n elements of a row: y = weight f(x) up; dx, dup and sum(dy f(x) up). No `up` unless gated. */
 #define MT_CPU_ACTIVATION(name, f, gated, ...)                                                                         \
     static void mt_row_##name(float *y, const float *x, const float *up, float weight, int64_t n) {                    \
@@ -2207,19 +2222,36 @@ static const struct {
     float (*backward)(float *dx, float *dup, const float *dy, const float *x, const float *up, float weight, int64_t n);
 } mt_cpu_activations[MT_NUM_ACTIVATIONS] = {MT_ACTIVATIONS(MT_CPU_ACTIVATION_ROW)};
 
+/* Replaces rows = {gate, up} of a gated activation by the bounded operands, which `to` holds. Unless NULL, slopes[2]
+ * are their derivatives, 0 or 1. Comparisons with NaN are false, so that NaN stays. */
+static void mt_glu_rows(const mt_glu *glu, const float *rows[2], float to[2][MT_BLOCK], float slopes[2][MT_BLOCK],
+                        int64_t n) {
+    float high = glu->clamp > 0 ? glu->clamp : INFINITY, offset = glu->offset;
+    const float *gate = rows[0], *up = rows[1];
+    for (int64_t i = 0; i < n; i++) {
+        bool gate_beyond = gate[i] > high, up_above = up[i] > high, up_below = up[i] < -high;
+        if (slopes) slopes[0][i] = !gate_beyond, slopes[1][i] = !(up_above || up_below);
+        to[0][i] = gate_beyond ? high : gate[i];
+        to[1][i] = (up_above ? high : up_below ? -high : up[i]) + offset;
+    }
+    rows[0] = to[0], rows[1] = to[1];
+}
+
 static void mt_cpu_activation_forward(const mt_activation_args *a, mt_dtype dtype, mt_stream *stream) {
     int64_t T = a->T, F = a->F;
     void *y = mt_result_open(&a->quantize, a->y, T * F, dtype);
     bool gated = mt_activation_rows[a->activation].gated;
     int64_t blocks = mt_divide_up(F, MT_BLOCK), width = gated ? 2 * F : F;
+    MT_CHECK(gated || !mt_glu_bounds(&a->glu));
 #pragma omp parallel for if (T * F > MT_PARALLEL)
     for (int64_t i = 0; i < T * blocks; i++) {
-        float scratch[3][MT_BLOCK];
+        float scratch[3][MT_BLOCK], bounded[2][MT_BLOCK];
         int64_t t = i / blocks, f = i % blocks * MT_BLOCK, n = mt_min(MT_BLOCK, F - f);
-        const float *in = mt_row_load(scratch[0], a->x, t * width + f, n, dtype);
-        const float *up = gated ? mt_row_load(scratch[1], a->x, t * width + F + f, n, dtype) : NULL;
+        const float *in[2] = {mt_row_load(scratch[0], a->x, t * width + f, n, dtype), NULL};
+        if (gated) in[1] = mt_row_load(scratch[1], a->x, t * width + F + f, n, dtype);
         float *out = mt_row_open(scratch[2], y, t * F + f, dtype);
-        mt_cpu_activations[a->activation].forward(out, in, up, a->weights ? a->weights[t] : 1, n);
+        if (mt_glu_bounds(&a->glu)) mt_glu_rows(&a->glu, in, bounded, NULL, n);
+        mt_cpu_activations[a->activation].forward(out, in[0], in[1], a->weights ? a->weights[t] : 1, n);
         mt_row_close(y, t * F + f, out, n, dtype);
     }
     mt_result_close(&a->quantize, y, dtype, stream);
@@ -2228,21 +2260,25 @@ static void mt_cpu_activation_forward(const mt_activation_args *a, mt_dtype dtyp
 static void mt_cpu_activation_backward(const mt_activation_args *a, mt_dtype dtype, mt_stream *stream) {
     int64_t T = a->T, F = a->F;
     bool gated = mt_activation_rows[a->activation].gated;
+    bool bounds = mt_glu_bounds(&a->glu);
     int64_t width = gated ? 2 * F : F;
+    MT_CHECK(gated || !bounds);
     void *dx = mt_result_open(&a->quantize, a->dx, T * width, dtype);
 #pragma omp parallel for if (T * F > MT_PARALLEL)
     for (int64_t t = 0; t < T; t++) {
-        float scratch[5][MT_BLOCK];
+        float scratch[5][MT_BLOCK], bounded[2][MT_BLOCK], slopes[2][MT_BLOCK];
         double dweight = 0;
         for (int64_t f = 0; f < F; f += MT_BLOCK) {
             int64_t n = mt_min(MT_BLOCK, F - f), at = t * width + f;
-            const float *in = mt_row_load(scratch[0], a->x, at, n, dtype);
-            const float *up = gated ? mt_row_load(scratch[1], a->x, at + F, n, dtype) : NULL;
+            const float *in[2] = {mt_row_load(scratch[0], a->x, at, n, dtype), NULL};
+            if (gated) in[1] = mt_row_load(scratch[1], a->x, at + F, n, dtype);
+            if (bounds) mt_glu_rows(&a->glu, in, bounded, slopes, n);
             const float *d = mt_row_load(scratch[2], a->dy, t * F + f, n, dtype);
             float *out = mt_row_open(scratch[3], dx, at, dtype);
             float *dup = gated ? mt_row_open(scratch[4], dx, at + F, dtype) : NULL;
-            dweight += (double)mt_cpu_activations[a->activation].backward(out, dup, d, in, up,
+            dweight += (double)mt_cpu_activations[a->activation].backward(out, dup, d, in[0], in[1],
                                                                           a->weights ? a->weights[t] : 1, n);
+            for (int64_t i = 0; bounds && i < n; i++) out[i] *= slopes[0][i], dup[i] *= slopes[1][i];
             mt_row_close(dx, at, out, n, dtype);
             if (gated) mt_row_close(dx, at + F, dup, n, dtype);
         }
@@ -2540,10 +2576,10 @@ static void mt_cpu_sample(const mt_sample_args *a, mt_dtype dtype, mt_stream *st
  * rounding can make different scores equal. */
 
 /* Every sum runs over the channels in order, for any number of rows. */
-static void mt_cpu_router_logits(float *logits, const void *x, const void *w, int64_t T, int64_t E, int64_t C,
-                                 mt_dtype dtype, mt_stream *stream) {
+static void mt_cpu_router_logits(float *logits, const void *x, const void *w, const void *bias, int64_t T, int64_t E,
+                                 int64_t C, mt_dtype dtype, mt_stream *stream) {
     enum { TOKENS = 16 }; // per read of the weights
-    mt_scratch scratch = mt_scratch_reserve(mt_matrix_scratch(TOKENS, C, dtype));
+    mt_scratch scratch = mt_scratch_reserve(mt_max(mt_matrix_scratch(TOKENS, C, dtype), E));
 #pragma omp parallel for if (T * E * C > MT_PARALLEL)
     for (int64_t first = 0; first < T; first += TOKENS) {
         int64_t tokens = mt_min(TOKENS, T - first);
@@ -2559,6 +2595,9 @@ static void mt_cpu_router_logits(float *logits, const void *x, const void *w, in
                 for (int64_t i = 0; i < mt_min(4, E - e); i++) logits[(first + t) * E + e + i] = sums[i];
             }
         }
+        if (!bias) continue;
+        const float *add = mt_row_load(mt_scratch_slice(scratch), bias, 0, E, dtype); // the tokens are read
+        for (int64_t i = first * E; i < (first + tokens) * E; i++) logits[i] += add[i % E];
     }
 }
 
@@ -4725,7 +4764,7 @@ static int64_t mt_linear_rows(const mt_tensor_parallel *tp, const mt_linear *l, 
 void mt_linear_forward(const mt_tensor_parallel *tp, const mt_linear *l, const mt_linear_io *io) {
     mt_fp8_begin(tp, l, io);
     if (l->kind == MT_LINEAR_ROUTER)
-        tp->ops->router_logits(io->y, io->x, l->weight.w, tp->rows, l->N, l->K, tp->dtype, tp->stream);
+        tp->ops->router_logits(io->y, io->x, l->weight.w, l->bias.w, tp->rows, l->N, l->K, tp->dtype, tp->stream);
     else if (l->kind == MT_LINEAR_COLUMN)
         mt_column_forward(tp, l, io);
     else if (l->kind == MT_LINEAR_ROW)
@@ -5290,6 +5329,7 @@ static int64_t mt_dimension_size(const mt_options *o, mt_dimension dimension) {
     X(MLP_BIAS, o->mlp_bias, "--disable-bias-linear")                                                                  \
     X(ROUTER, has_experts, "--moe-layer-freq")                                                                         \
     X(ROUTER_BIAS, has_experts && o->moe_router_enable_expert_bias, "--moe-router-enable-expert-bias")                 \
+    X(ROUTER_LINEAR_BIAS, has_experts && o->moe_router_linear_bias, "--moe-router-linear-bias")                        \
     X(EXPERTS, has_experts, "--num-experts")                                                                           \
     X(SHARED, has_experts && o->moe_shared_expert_intermediate_size > 0, "--moe-shared-expert-intermediate-size")      \
     X(SHARED_GATE, has_experts && o->moe_shared_expert_gate, "--moe-shared-expert-gate")                               \
@@ -5470,6 +5510,8 @@ static const mt_role_row mt_role_rows[] = {
              "mlp.c_fc.bias"),
     MT_ROLE(DOWN_BIAS, LAYER, ROW_BIAS, C, ONE, down.bias, MT_HAS(MLP_BIAS), MT_HAS(EXPERTS), "mlp.down_proj.bias",
             "mlp.c_proj.bias"),
+    MT_ROLE(ROUTER_LINEAR_BIAS, LAYER, NORM_BIAS, E, ONE, router.bias, MT_HAS(ROUTER_LINEAR_BIAS), 0, "mlp.gate.bias",
+            NULL, "block_sparse_moe.gate.bias"),
     /* experts: gate and up of each in turn, then down of each, so that each is one operand of a grouped product; then
      * their biases in the same order */
     MT_ROLE(EXPERT_GATE, EXPERTS, COLUMN, EXPERT_F, C, expert_fc1.weight, MT_HAS(EXPERTS) | MT_HAS(GATED), 0,
@@ -5966,8 +6008,7 @@ static double mt_yarn_pair(const mt_options *o, double rotations, int64_t R) {
     return (double)R * log(context / (rotations * 2 * M_PI)) / (2 * log(o->rotary_base));
 }
 
-/* Frequency of channel pair i of R rotary channels, after the model's scaling; as Hugging Face computes it. */
-static double mt_rope_frequency(const mt_options *o, mt_layer_rope which, int64_t i, int64_t R) {
+double mt_rope_frequency(const mt_options *o, mt_layer_rope which, int64_t i, int64_t R) {
     if (which == MT_ROPE_WINDOW) return pow(o->window_rotary_base, -2.0 * (double)i / (double)R);
     double frequency = pow(o->rotary_base, -2.0 * (double)i / (double)R), factor = o->rope_scaling_factor;
     if (o->rope_scaling_type == MT_ROPE_SCALING_LINEAR) return frequency / factor;
@@ -5978,8 +6019,9 @@ static double mt_rope_frequency(const mt_options *o, mt_layer_rope which, int64_
         return (1 - smooth) * frequency / factor + smooth * frequency;
     }
     if (o->rope_scaling_type == MT_ROPE_SCALING_YARN) {
-        double low = fmax(floor(mt_yarn_pair(o, o->yarn_beta_fast, R)), 0);
-        double high = fmin(ceil(mt_yarn_pair(o, o->yarn_beta_slow, R)), (double)R - 1);
+        double low = mt_yarn_pair(o, o->yarn_beta_fast, R), high = mt_yarn_pair(o, o->yarn_beta_slow, R);
+        if (o->yarn_correction_range_round_to_int) low = floor(low), high = ceil(high);
+        low = fmax(low, 0), high = fmin(high, (double)R - 1);
         if (low == high) high += 0.001;
         double ramp = fmin(fmax(((double)i - low) / (high - low), 0), 1); // 0: extrapolate, 1: interpolate
         return frequency * (1 - ramp) + frequency / factor * ramp;
@@ -6845,7 +6887,7 @@ static void mt_mlp_slots(const mt_model *m, mt_slots *s, const mt_layer *w) {
 /* a->y = activation(a->x), stored as `reader` reads its x. offsets: of experts' rows. */
 static void mt_activation_forward(const mt_model *m, const mt_pass *p, const mt_linear *reader, const int32_t *offsets,
                                   mt_activation_args *a) {
-    a->activation = mt_options_activation(m->options);
+    a->activation = mt_options_activation(m->options), a->glu = mt_options_glu(m->options);
     a->quantize = mt_fp8_args(&p->tp, reader, MT_FP8_X, a->y, a->T, offsets);
     m->ops->activation_forward(a, m->dtype, p->stream);
 }
@@ -6853,7 +6895,7 @@ static void mt_activation_forward(const mt_model *m, const mt_pass *p, const mt_
 /* a->dx = the gradient of a->x, stored as `reader` reads its dy. */
 static void mt_activation_backward(const mt_model *m, const mt_pass *p, const mt_linear *reader, const int32_t *offsets,
                                    mt_activation_args *a) {
-    a->activation = mt_options_activation(m->options);
+    a->activation = mt_options_activation(m->options), a->glu = mt_options_glu(m->options);
     a->quantize = mt_fp8_args(&p->tp, reader, MT_FP8_DY, a->dx, a->T, offsets);
     m->ops->activation_backward(a, m->dtype, p->stream);
 }

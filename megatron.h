@@ -464,7 +464,8 @@ typedef enum mt_dataloader_type { MT_DATALOADER_SINGLE, MT_DATALOADER_CYCLIC } m
     X(GELU_TANH, gelu_tanh, false, offsetof(mt_options, openai_gelu), "gelu_new|gelu_pytorch_tanh")                    \
     X(SQUARED_RELU, squared_relu, false, offsetof(mt_options, squared_relu), "relu2")                                  \
     X(GEGLU, gelu_tanh, true, offsetof(mt_options, geglu), "gelu_pytorch_tanh|gelu_new")                               \
-    X(SWIGLU, silu, true, offsetof(mt_options, swiglu), "silu|swish")
+    X(SWIGLU, silu, true, offsetof(mt_options, swiglu), "silu|swish")                                                  \
+    X(QUICK_GEGLU, quick_gelu, true, offsetof(mt_options, quick_geglu), "quick_gelu")
 #define MT_ACTIVATION_NAME(name, ...) MT_ACTIVATION_##name,
 typedef enum mt_activation { MT_ACTIVATIONS(MT_ACTIVATION_NAME) MT_NUM_ACTIVATIONS } mt_activation;
 
@@ -510,7 +511,8 @@ typedef struct mt_options {
     /* model */
     int64_t num_layers, hidden_size, ffn_hidden_size, num_attention_heads, num_query_groups, kv_channels;
     int64_t max_position_embeddings, vocab_size, make_vocab_size_divisible_by;
-    bool group_query_attention, swiglu, geglu, openai_gelu, squared_relu;
+    bool group_query_attention, swiglu, geglu, quick_geglu, openai_gelu, squared_relu;
+    double activation_func_clamp_value, glu_linear_offset; // of gated activations; 0: none
     bool qk_layernorm, qk_layernorm_all_heads, untie_embeddings_and_output_weights;
     bool add_bias_linear, add_qkv_bias;
     bool multi_latent_attention;
@@ -534,6 +536,7 @@ typedef struct mt_options {
     mt_rope_scaling rope_scaling_type;
     double rope_scaling_factor, rope_low_freq_factor, rope_high_freq_factor, yarn_beta_fast, yarn_beta_slow;
     double yarn_mscale, yarn_mscale_all_dim, yarn_attention_factor;
+    bool yarn_correction_range_round_to_int;
     int64_t original_max_position_embeddings;
     /* mixture of experts; num_experts 0: none */
     int64_t num_experts, moe_router_topk, moe_router_num_groups, moe_router_group_topk;
@@ -543,6 +546,7 @@ typedef struct mt_options {
     mt_load_balancing moe_router_load_balancing_type;
     mt_token_dispatcher moe_token_dispatcher_type;
     mt_token_drop_policy moe_token_drop_policy;
+    bool moe_router_linear_bias;
     bool moe_router_pre_softmax, moe_router_enable_expert_bias, moe_pad_expert_input_to_capacity, moe_grouped_gemm;
     bool moe_permute_fusion, moe_shared_expert_gate;
     double moe_router_topk_scaling_factor, moe_router_bias_update_rate, moe_aux_loss_coeff, moe_z_loss_coeff;
@@ -726,6 +730,13 @@ typedef struct mt_options {
 mt_options mt_options_plain(int64_t num_layers, int64_t hidden_size, int64_t num_attention_heads, int64_t vocab_size,
                             int64_t seq_length);
 
+/* The operands of a gated activation: f(min(gate, clamp)) (max(-clamp, min(up, clamp)) + offset), as in gpt-oss. NaN
+ * stays NaN. The gradient of an operand beyond the clamp is 0. */
+typedef struct mt_glu {
+    float clamp;  // 0: none
+    float offset; // 0: none
+} mt_glu;
+
 /* The row of an activation, and the activation of a model. */
 typedef struct mt_activation_row {
     bool gated;
@@ -734,6 +745,12 @@ typedef struct mt_activation_row {
 } mt_activation_row;
 extern const mt_activation_row mt_activation_rows[MT_NUM_ACTIVATIONS];
 mt_activation mt_options_activation(const mt_options *options);
+mt_glu mt_options_glu(const mt_options *options);
+
+/* True if a gated activation multiplies other values than f(gate) and up. */
+static inline bool mt_glu_bounds(const mt_glu *glu) {
+    return glu->clamp > 0 || glu->offset != 0;
+}
 
 /* True if the embedding is the head's weight too. */
 bool mt_options_tied(const mt_options *options);
@@ -773,6 +790,9 @@ typedef struct mt_layer_kind {
     mt_layer_rope rope;
     int64_t window; // keys that a query sees, its own included; 0: all
 } mt_layer_kind;
+
+/* Frequency of channel pair i of R rotary channels, after the model's scaling; as Hugging Face computes it. */
+double mt_rope_frequency(const mt_options *options, mt_layer_rope which, int64_t i, int64_t R);
 
 /* The kind of a layer. Modules of multi-token prediction are numbered from num_layers on, and are as the last layer. */
 mt_layer_kind mt_layer_kind_of(const mt_options *options, int64_t layer);
@@ -1293,12 +1313,14 @@ typedef struct mt_activation_args {
     /* if quantize.rows is set: the result, rounded to the dtype first, goes to these rows in fp8 instead of y or dx,
      * and the memory of y or dx may have room for them only. bf16; quantize has a scale; dx is not x then */
     mt_quantize_args quantize;
+    mt_glu glu; // of a gated activation
 } mt_activation_args;
 
 #define MT_ACTIVATION_OPERATIONS(OP)                                                                                   \
     /* y[T, F] = f(x[T, F]); gated: f(gate) * up, with x[T, 2F] = gate, then up (Shazeer, "GLU variants improve        \
      * transformer"). Unless weights[T] is NULL it scales y: an expert's probabilities, so that the backward does not  \
-     * need the expert's output. GELU is exact (erf), GELU_TANH its approximation (Hendrycks & Gimpel). */             \
+     * need the expert's output. GELU is exact (erf), GELU_TANH its approximation (Hendrycks & Gimpel);                \
+     * QUICK_GEGLU has f(x) = x sigmoid(1.702 x). */                                                                   \
     OP(activation_forward,                                                                                             \
        mt_work_bytes((mt_activation_rows[a->activation].gated ? 3 : 2) * a->T * a->F * mt_dtype_size(dtype) -          \
                          (a->quantize.rows.data ? a->quantize.R * a->quantize.C : 0),                                  \
@@ -1394,9 +1416,11 @@ typedef struct mt_aux_loss_args {
 enum { MT_SINKHORN_ROUNDS = 1000 };
 
 #define MT_ROUTER_OPERATIONS(OP)                                                                                       \
-    /* logits[T, E] = x[T, C] w[E, C]^T in fp32 for any type of x and w. Its backward is that of a linear layer. */    \
-    OP(router_logits, mt_work_product(T, E, C), (logits, x, w, T, E, C, dtype, stream), float *logits, const void *x,  \
-       const void *w, int64_t T, int64_t E, int64_t C, mt_dtype dtype, mt_stream *stream)                              \
+    /* logits[T, E] = x[T, C] w[E, C]^T + bias[E] (may be NULL) in fp32 for any type of x, w and bias. Its backward is \
+     * that of a linear layer. */                                                                                      \
+    OP(router_logits, mt_work_product(T, E, C), (logits, x, w, bias, T, E, C, dtype, stream), float *logits,           \
+       const void *x, const void *w, const void *bias, int64_t T, int64_t E, int64_t C, mt_dtype dtype,                \
+       mt_stream *stream)                                                                                              \
     /* experts[T, k], the greatest score first, and probs[T, k], from logits[T, E]. bias[E] (may be NULL) is added to  \
      * sigmoid scores for the choice only. invalid[0] += tokens whose logits are not all finite; those choose experts  \
      * 0 to k - 1 with NaN probabilities. Tokens with a negative token_index[T] (may be NULL) are padding: their k     \
@@ -2502,7 +2526,8 @@ typedef enum mt_role {
     MT_ATTENTION_OUT_NORM_BIAS,
     MT_MLP_OUT_NORM,
     MT_MLP_OUT_NORM_BIAS,
-    MT_SINKS, // a logit of each head
+    MT_SINKS,              // a logit of each head
+    MT_ROUTER_LINEAR_BIAS, // of the router's logits, trained; MT_ROUTER_BIAS is of the choice alone
     MT_NUM_ROLES
 } mt_role;
 

@@ -9,10 +9,21 @@ static constexpr int packs_per_thread = 4;
 
 /* ---- activations ------------------------------------------------------------------------------------------------- */
 
-/* Calls body(f, gated) with the types of an activation's row. */
-template <class Body> static void with_activation(mt_activation activation, Body body) {
+/* Calls body(f, gated, glu) with the types of an activation's row and its operands. */
+template <class F, bool gated, class Body> static void with_glu(const mt_glu *glu, Body body) {
+    std::integral_constant<bool, gated> is_gated;
+    if constexpr (gated)
+        if (mt_glu_bounds(glu)) {
+            body(F{}, is_gated, bounded_glu{glu->clamp > 0 ? glu->clamp : INFINITY, glu->offset});
+            return;
+        }
+    body(F{}, is_gated, plain_glu{});
+}
+
+template <class Body> static void with_activation(const mt_activation_args *a, Body body) {
+    MT_CHECK(mt_activation_rows[a->activation].gated || !mt_glu_bounds(&a->glu));
 #define MT_CUDA_ACTIVATION(name, f, gated, ...)                                                                        \
-    if (activation == MT_ACTIVATION_##name) body(f{}, std::integral_constant<bool, gated>{});
+    if (a->activation == MT_ACTIVATION_##name) with_glu<f, gated>(&a->glu, body);
     MT_ACTIVATIONS(MT_CUDA_ACTIVATION)
 }
 
@@ -56,7 +67,8 @@ __global__ void activation_backward(T *dx, const T *dy, const T *x, int64_t begi
 }
 
 /* Gated, no weights: y = f(gate) up. Reads gate and up, writes y: 6 bytes per element of y in bf16, 12 in fp32. */
-template <class F, class T, int N> __global__ void gated_forward(T *y, const T *x, int width, int blocks_per_row) {
+template <class F, class Glu, class T, int N>
+__global__ void gated_forward(T *y, const T *x, int width, int blocks_per_row, Glu glu) {
     constexpr int K = packs_per_thread / 2;
     mt_begin_next();
     mt_wait_for_previous();
@@ -74,15 +86,15 @@ template <class F, class T, int N> __global__ void gated_forward(T *y, const T *
     for (int k = 0; k < K; k++) {
         if (first + k * step >= width) break;
         mt_pack<float, N> gate = mt_to_float(gates[k]), up = mt_to_float(ups[k]);
-        for (int i = 0; i < N; i++) gate.value[i] = F::value(gate.value[i]) * up.value[i];
+        for (int i = 0; i < N; i++) gate.value[i] = F::value(glu.gate(gate.value[i])) * glu.up(up.value[i]);
         mt_store(y + row * width + first + k * step, mt_from_float<T>(gate));
     }
 }
 
 /* dup = dy f(gate), dgate = dy up f'(gate). Reads dy, gate and up, writes dgate and dup: 10 bytes per element of y in
  * bf16, 20 in fp32. */
-template <class F, class T, int N>
-__global__ void gated_backward(T *dx, const T *dy, const T *x, int width, int blocks_per_row) {
+template <class F, class Glu, class T, int N>
+__global__ void gated_backward(T *dx, const T *dy, const T *x, int width, int blocks_per_row, Glu glu) {
     constexpr int K = packs_per_thread / 2;
     int64_t row = blockIdx.x / blocks_per_row;
     int first = (blockIdx.x % blocks_per_row * K * blockDim.x + threadIdx.x) * N, step = blockDim.x * N;
@@ -101,9 +113,9 @@ __global__ void gated_backward(T *dx, const T *dy, const T *x, int width, int bl
         if (first + k * step >= width) break;
         mt_pack<float, N> gate = mt_to_float(gates[k]), up = mt_to_float(ups[k]), d = mt_to_float(dys[k]);
         for (int i = 0; i < N; i++) {
-            float g = gate.value[i];
-            gate.value[i] = d.value[i] * up.value[i] * F::slope(g);
-            up.value[i] = d.value[i] * F::value(g);
+            float g = gate.value[i], u = up.value[i], bounded = glu.gate(g);
+            gate.value[i] = d.value[i] * glu.up(u) * F::slope(bounded) * glu.gate_slope(g);
+            up.value[i] = d.value[i] * F::value(bounded) * glu.up_slope(u);
         }
         mt_store(dgate_row + first + k * step, mt_from_float<T>(gate));
         mt_store(dup_row + first + k * step, mt_from_float<T>(up));
@@ -172,8 +184,9 @@ static void with_rows(const mt_quantize_args *quantize, void *to, int64_t width,
 
 /* y = weight f(x), or weight f(gate) up; the weight is 1 unless `weighted`. Reads x, writes y: 6 bytes per element of y
  * in bf16, 12 in fp32 (4 and 8 if not gated), and 4 per row; one byte less per element where y is in fp8. */
-template <class F, bool gated, bool weighted, class T, int N, class Rows>
-__global__ void weighted_forward(Rows y, const T *x, const float *weights, int64_t M, int width, int blocks_per_row) {
+template <class F, class Glu, bool gated, bool weighted, class T, int N, class Rows>
+__global__ void weighted_forward(Rows y, const T *x, const float *weights, int64_t M, int width, int blocks_per_row,
+                                 Glu glu) {
     constexpr int K = 2;
     int64_t row = (int64_t)(blockIdx.x / blocks_per_row) * blockDim.y + threadIdx.y;
     int first = (blockIdx.x % blocks_per_row * K * blockDim.x + threadIdx.x) * N, step = blockDim.x * N;
@@ -193,7 +206,8 @@ __global__ void weighted_forward(Rows y, const T *x, const float *weights, int64
         if (first + k * step >= width) break;
         mt_pack<float, N> in = mt_to_float(ins[k]), up = {};
         if (gated) up = mt_to_float(ups[k]);
-        for (int i = 0; i < N; i++) in.value[i] = F::value(in.value[i]) * (gated ? up.value[i] : 1) * weight;
+        for (int i = 0; i < N; i++)
+            in.value[i] = F::value(glu.gate(in.value[i])) * (gated ? glu.up(up.value[i]) : 1) * weight;
         y.store(first + k * step, in);
     }
     y.finish();
@@ -202,9 +216,9 @@ __global__ void weighted_forward(Rows y, const T *x, const float *weights, int64
 /* The gradients for weight dy, and if `weighted` dweight = sum(dy f(gate) up). blockDim.x threads share a row. Reads dy
  * and x, writes dx: 10 bytes per element of y in bf16, 20 in fp32 (6 and 12 if not gated), and 8 per row; less where dx
  * is in fp8. */
-template <class F, bool gated, bool weighted, class T, int N, class Rows>
+template <class F, class Glu, bool gated, bool weighted, class T, int N, class Rows>
 __global__ void weighted_backward(Rows dx, float *dweights, const T *dy, const T *x, const float *weights, int64_t M,
-                                  int width) {
+                                  int width, Glu glu) {
     constexpr int K = std::is_same_v<Rows, plain_rows<T>> ? 2 : 1; // in fp8 fewer registers are faster
     int64_t row = (int64_t)blockIdx.x * blockDim.y + threadIdx.y;
     bool valid = row < M;
@@ -228,10 +242,11 @@ __global__ void weighted_backward(Rows dx, float *dweights, const T *dy, const T
             mt_pack<float, N> in = mt_to_float(ins[k]), d = mt_to_float(dys[k]), up = {};
             if (gated) up = mt_to_float(ups[k]);
             for (int i = 0; i < N; i++) {
-                float value = d.value[i] * F::value(in.value[i]), u = gated ? up.value[i] : 1;
+                float bounded = glu.gate(in.value[i]), u = gated ? glu.up(up.value[i]) : 1;
+                float value = d.value[i] * F::value(bounded);
                 dweight[0] += value * u;
-                in.value[i] = weight * d.value[i] * u * F::slope(in.value[i]);
-                up.value[i] = weight * value;
+                in.value[i] = weight * d.value[i] * u * F::slope(bounded) * glu.gate_slope(in.value[i]);
+                up.value[i] = weight * value * glu.up_slope(up.value[i]);
             }
             dx.store(first + k * step, in);
             if (gated) dx.store(width + first + k * step, up);
@@ -244,8 +259,8 @@ __global__ void weighted_backward(Rows dx, float *dweights, const T *dy, const T
 
 /* Calls launch(f, type, begin, end, width) for packs of a flat array of n elements. */
 template <class Launch>
-static void flat_activation(mt_activation activation, mt_dtype dtype, int64_t n, bool wide, Launch launch) {
-    with_activation(activation, [&](auto f, auto gated) {
+static void flat_activation(const mt_activation_args *a, mt_dtype dtype, int64_t n, bool wide, Launch launch) {
+    with_activation(a, [&](auto f, auto gated, auto) {
         if constexpr (!decltype(gated)::value)
             mt_by_type(dtype, true, [&](auto type, auto width) {
                 mt_split<decltype(width)::value>(
@@ -261,17 +276,17 @@ extern "C" void mt_cuda_activation_forward(const mt_activation_args *a, mt_dtype
     if (T == 0) return;
     if (!by_rows && !mt_activation_rows[a->activation].gated) {
         bool wide = mt_wide(dtype, {a->y, a->x}, {});
-        flat_activation(
-            a->activation, dtype, T * F, wide, [&](auto f, auto type, int64_t begin, int64_t end, auto pack) {
-                using E = decltype(type);
-                constexpr int N = decltype(pack)::value;
-                unsigned blocks = mt_grid_size(end - begin, 256 * packs_per_thread * N);
-                activation_forward<decltype(f), E, N><<<blocks, 256, 0, s>>>((E *)a->y, (const E *)a->x, begin, end);
-                MT_CUDA_LAUNCHED();
-            });
+        flat_activation(a, dtype, T * F, wide, [&](auto f, auto type, int64_t begin, int64_t end, auto pack) {
+            using E = decltype(type);
+            constexpr int N = decltype(pack)::value;
+            unsigned blocks = mt_grid_size(end - begin, 256 * packs_per_thread * N);
+            activation_forward<decltype(f), E, N><<<blocks, 256, 0, s>>>((E *)a->y, (const E *)a->x, begin, end);
+            MT_CUDA_LAUNCHED();
+        });
         return;
     }
-    with_activation(a->activation, [&](auto f, auto gate) {
+    with_activation(a, [&](auto f, auto gate, auto glu) {
+        using Glu = decltype(glu);
         mt_by_type(dtype, mt_wide(dtype, {a->y, a->x, a->quantize.rows.data}, {F}), [&](auto type, auto width) {
             using E = decltype(type);
             constexpr int N = decltype(width)::value;
@@ -282,15 +297,15 @@ extern "C" void mt_cuda_activation_forward(const mt_activation_args *a, mt_dtype
                 with_rows<E, N>(&a->quantize, a->y, F, [&](auto y) {
                     using rows = decltype(y);
                     constexpr bool in_fp8 = !std::is_same_v<rows, plain_rows<E>>;
-                    auto kernel = weighted_forward<decltype(f), gated, true, E, N, rows>;
+                    auto kernel = weighted_forward<decltype(f), Glu, gated, true, E, N, rows>;
                     if constexpr (in_fp8)
-                        if (!a->weights) kernel = weighted_forward<decltype(f), gated, false, E, N, rows>;
+                        if (!a->weights) kernel = weighted_forward<decltype(f), Glu, gated, false, E, N, rows>;
                     kernel<<<many.blocks, many.block, 0, s>>>(y, (const E *)a->x, a->weights, T, (int)F,
-                                                              many.blocks_per_row);
+                                                              many.blocks_per_row, glu);
                 });
             else if constexpr (gated)
-                mt_launch_early(gated_forward<decltype(f), E, N>, (unsigned)T * grid.blocks_per_row, grid.threads, 0, s,
-                                (E *)a->y, (const E *)a->x, (int)F, grid.blocks_per_row);
+                mt_launch_early(gated_forward<decltype(f), Glu, E, N>, (unsigned)T * grid.blocks_per_row, grid.threads,
+                                0, s, (E *)a->y, (const E *)a->x, (int)F, grid.blocks_per_row, glu);
             MT_CUDA_LAUNCHED();
         });
     });
@@ -303,18 +318,18 @@ extern "C" void mt_cuda_activation_backward(const mt_activation_args *a, mt_dtyp
     if (T == 0) return;
     if (!by_rows && !mt_activation_rows[a->activation].gated) {
         bool wide = mt_wide(dtype, {a->dx, a->dy, a->x}, {});
-        flat_activation(a->activation, dtype, T * F, wide,
-                        [&](auto f, auto type, int64_t begin, int64_t end, auto pack) {
-                            using E = decltype(type);
-                            constexpr int N = decltype(pack)::value;
-                            unsigned blocks = mt_grid_size(end - begin, 256 * packs_per_thread / 2 * N);
-                            activation_backward<decltype(f), E, N>
-                                <<<blocks, 256, 0, s>>>((E *)a->dx, (const E *)a->dy, (const E *)a->x, begin, end);
-                            MT_CUDA_LAUNCHED();
-                        });
+        flat_activation(a, dtype, T * F, wide, [&](auto f, auto type, int64_t begin, int64_t end, auto pack) {
+            using E = decltype(type);
+            constexpr int N = decltype(pack)::value;
+            unsigned blocks = mt_grid_size(end - begin, 256 * packs_per_thread / 2 * N);
+            activation_backward<decltype(f), E, N>
+                <<<blocks, 256, 0, s>>>((E *)a->dx, (const E *)a->dy, (const E *)a->x, begin, end);
+            MT_CUDA_LAUNCHED();
+        });
         return;
     }
-    with_activation(a->activation, [&](auto f, auto gate) {
+    with_activation(a, [&](auto f, auto gate, auto glu) {
+        using Glu = decltype(glu);
         mt_by_type(dtype, mt_wide(dtype, {a->dx, a->dy, a->x, a->quantize.rows.data}, {F}), [&](auto type, auto width) {
             using E = decltype(type);
             constexpr int N = decltype(width)::value;
@@ -325,15 +340,15 @@ extern "C" void mt_cuda_activation_backward(const mt_activation_args *a, mt_dtyp
                 with_rows<E, N>(&a->quantize, a->dx, (gated ? 2 : 1) * F, [&](auto dx) {
                     using rows = decltype(dx);
                     constexpr bool in_fp8 = !std::is_same_v<rows, plain_rows<E>>;
-                    auto kernel = weighted_backward<decltype(f), gated, true, E, N, rows>;
+                    auto kernel = weighted_backward<decltype(f), Glu, gated, true, E, N, rows>;
                     if constexpr (in_fp8)
-                        if (!a->weights) kernel = weighted_backward<decltype(f), gated, false, E, N, rows>;
+                        if (!a->weights) kernel = weighted_backward<decltype(f), Glu, gated, false, E, N, rows>;
                     kernel<<<mt_grid_size(T, block.y), block, 0, s>>>(dx, a->dweights, (const E *)a->dy,
-                                                                      (const E *)a->x, a->weights, T, (int)F);
+                                                                      (const E *)a->x, a->weights, T, (int)F, glu);
                 });
             else if constexpr (gated)
-                gated_backward<decltype(f), E, N><<<(unsigned)T * grid.blocks_per_row, grid.threads, 0, s>>>(
-                    (E *)a->dx, (const E *)a->dy, (const E *)a->x, (int)F, grid.blocks_per_row);
+                gated_backward<decltype(f), Glu, E, N><<<(unsigned)T * grid.blocks_per_row, grid.threads, 0, s>>>(
+                    (E *)a->dx, (const E *)a->dy, (const E *)a->x, (int)F, grid.blocks_per_row, glu);
             MT_CUDA_LAUNCHED();
         });
     });

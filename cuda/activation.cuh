@@ -71,6 +71,48 @@ struct silu {
     }
 };
 
+struct quick_gelu {
+    __device__ static float value(float x) {
+        return x * sigmoid(1.702f * x);
+    }
+    __device__ static float slope(float x) {
+        float s = sigmoid(1.702f * x);
+        return s * (1 + 1.702f * x * (1 - s));
+    }
+};
+
+/* The operands of a gated activation as they are, or by an mt_glu: f(gate(x)) up(x), and the slopes of both. */
+struct plain_glu {
+    __device__ static float gate(float x) {
+        return x;
+    }
+    __device__ static float up(float x) {
+        return x;
+    }
+    __device__ static float gate_slope(float) {
+        return 1;
+    }
+    __device__ static float up_slope(float) {
+        return 1;
+    }
+};
+
+struct bounded_glu { // comparisons are false for NaN, which stays
+    float high, offset;
+    __device__ float gate(float x) const {
+        return x > high ? high : x;
+    }
+    __device__ float up(float x) const {
+        return (x > high ? high : x < -high ? -high : x) + offset;
+    }
+    __device__ float gate_slope(float x) const {
+        return x > high ? 0 : 1;
+    }
+    __device__ float up_slope(float x) const {
+        return x > high || x < -high ? 0 : 1;
+    }
+};
+
 /* For kernels that read the row at run time: f(x), and whether the layer computes f(gate) up. */
 __device__ static inline float mt_activate(mt_activation activation, float x) {
     switch (activation) {

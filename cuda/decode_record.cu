@@ -94,7 +94,7 @@ static void name_all_fields(const mt_norm_args &norm, const mt_qk_args &qk, cons
                                       cache_rows] = qk;
     }
     { [[maybe_unused]] const auto &[cos, sin, positions, R, interleaved] = rotation; }
-    { [[maybe_unused]] const auto &[T, F, kind, x, weights, y, dy, dx, dweights, quantize] = activation; }
+    { [[maybe_unused]] const auto &[T, F, kind, x, weights, y, dy, dx, dweights, quantize, glu] = activation; }
     { [[maybe_unused]] const auto &[T, C, first_channel, token_index, x, residual, out, dropout] = end; }
 }
 
@@ -140,7 +140,7 @@ static bool layer_fits(const layer_operations *o) {
         return false;
     if (o->mlp_norm.x != l[MT_DECODE_OUT].y || o->mlp_norm.residual != o->input) return false;
     if (o->activation.x != l[MT_DECODE_FC1].y || o->activation.T != T || o->activation.weights ||
-        o->activation.quantize.rows.data)
+        o->activation.quantize.rows.data || mt_glu_bounds(&o->activation.glu))
         return false;
     return o->end.x == l[MT_DECODE_FC2].y && o->end.residual == o->mlp_norm.sum && o->end.T == T && o->end.C == C &&
            o->end.first_channel == 0 && o->end.dropout.p <= 0;

@@ -467,7 +467,7 @@ extern "C" void mt_cuda_linear_gelu_forward(void *y, void *pre, const void *x, c
                                             int64_t T, int64_t N, int64_t K, mt_dtype dtype, mt_stream *stream) {
     auto unfused = [&] {
         mt_cuda_linear_forward(pre, x, w, bias, T, N, K, dtype, stream);
-        mt_activation_args a = {T, N, MT_ACTIVATION_GELU_TANH, pre, NULL, y, NULL, NULL, NULL, {}};
+        mt_activation_args a = {T, N, MT_ACTIVATION_GELU_TANH, pre, NULL, y, NULL, NULL, NULL, {}, {}};
         mt_cuda_activation_forward(&a, dtype, stream);
     };
     if (T <= mt_gemv_rows(N, K, dtype) || !gelu_in_epilogue(N, K, dtype)) return unfused();
@@ -481,7 +481,7 @@ extern "C" void mt_cuda_linear_backward_gelu(void *dpre, const void *dy, const v
                                              int64_t N, int64_t K, mt_dtype dtype, mt_stream *stream) {
     auto unfused = [&] {
         mt_cuda_linear_backward_input(dpre, dy, w, T, N, K, dtype, stream);
-        mt_activation_args a = {T, K, MT_ACTIVATION_GELU_TANH, pre, NULL, NULL, dpre, dpre, NULL, {}};
+        mt_activation_args a = {T, K, MT_ACTIVATION_GELU_TANH, pre, NULL, NULL, dpre, dpre, NULL, {}, {}};
         mt_cuda_activation_backward(&a, dtype, stream);
     };
     if (!gelu_in_epilogue(N, K, dtype)) return unfused();
@@ -490,12 +490,24 @@ extern "C" void mt_cuda_linear_backward_gelu(void *dpre, const void *dy, const v
     run_gelu(&shape, &o, unfused, stream);
 }
 
+template <class E> __global__ void add_bias(float *out, const E *bias, int64_t M, int64_t N) {
+    const int64_t i = (int64_t)blockIdx.x * blockDim.x + threadIdx.x;
+    if (i < M * N) out[i] += mt_to_float(bias[i % N]);
+}
+
 /* Products of two bf16 are exact in fp32, so routing is fp32 for both types of x. */
-extern "C" void mt_cuda_router_logits(float *logits, const void *x, const void *w, int64_t T, int64_t E, int64_t C,
-                                      mt_dtype dtype, mt_stream *stream) {
+extern "C" void mt_cuda_router_logits(float *logits, const void *x, const void *w, const void *bias, int64_t T,
+                                      int64_t E, int64_t C, mt_dtype dtype, mt_stream *stream) {
     if (T == 0) return;
     product shape = {true, false, false, CUBLASLT_EPILOGUE_DEFAULT, E, T, C, dtype, dtype, MT_F32};
     run(&shape, logits, w, x, NULL, stream);
+    if (!bias) return;
+    const unsigned blocks = (unsigned)mt_divide_up(T * E, 256);
+    if (dtype == MT_F32)
+        add_bias<<<blocks, 256, 0, stream->stream>>>(logits, (const float *)bias, T, E);
+    else
+        add_bias<<<blocks, 256, 0, stream->stream>>>(logits, (const __nv_bfloat16 *)bias, T, E);
+    MT_CUDA_LAUNCHED();
 }
 
 /* A block sums 32 columns over a chunk of the tokens, 8 tokens at a time; partial is [chunks, N]. Reads T N elements,
@@ -582,11 +594,6 @@ extern "C" void mt_cuda_batched_product(const mt_product_args *a, mt_dtype dtype
 
 /* ---- fp8 products -------------------------------------------------------------------------------------------------
  */
-
-static __global__ void add_bias(float *out, const float *bias, int64_t M, int64_t N) {
-    const int64_t i = (int64_t)blockIdx.x * blockDim.x + threadIdx.x;
-    if (i < M * N) out[i] += bias[i % N];
-}
 
 /* True if cuBLASLt takes the product; `inner`: the number of summed elements. Its rows are multiples of 16 bytes, and
  * operands and scales begin at such. With scales per vector, activations have a multiple of 8 rows (also in Transformer

@@ -252,6 +252,7 @@ static const mt_hf_key mt_rope_keys[] = {
     {"beta_fast", YARN, MT_AT(yarn_beta_fast)},
     {"beta_slow", YARN, MT_AT(yarn_beta_slow)},
     {"attention_factor", YARN, MT_AT(yarn_attention_factor)},
+    {"truncate", YARN, MT_AT(yarn_correction_range_round_to_int), READ, "true"},
     {"mscale", YARN, MT_AT(yarn_mscale), NONZERO},
     {"mscale_all_dim", YARN, MT_AT(yarn_mscale_all_dim), NONZERO},
 };
@@ -556,8 +557,6 @@ static void mt_config_read_rope(mt_config *config, mt_options *shape) {
     double partial = mt_config_real(config, config->root, "partial_rotary_factor", 1);
     if (mt_config_real(config, rope, "partial_rotary_factor", partial) != 1)
         mt_config_fail(config, "\"partial_rotary_factor\" other than 1 is not supported");
-    if (!mt_config_bool(config, rope, "truncate", true))
-        mt_config_fail(config, "RoPE with \"truncate\": false is not supported");
     if (index > 0) {
         shape->rope_scaling_type = (mt_rope_scaling)index;
         if (!mt_config_get(rope, "factor")) mt_config_fail(config, "RoPE of type \"%s\" needs a \"factor\"", type);
@@ -982,6 +981,8 @@ static json_t *mt_config_rope(const mt_options *o, bool newer) {
     mt_json_set_string(rope, "rope_type", mt_rope_types[o->rope_scaling_type]);
     if (newer) mt_json_set_real(rope, "rope_theta", o->rotary_base);
     mt_config_write_keys(rope, mt_rope_keys, NUM_ROPE_KEYS, 1u << o->rope_scaling_type, o);
+    if (o->rope_scaling_type == MT_ROPE_SCALING_YARN && !o->yarn_correction_range_round_to_int)
+        mt_json_set_bool(rope, "truncate", false); // older versions of transformers warn of the key
     return rope;
 }
 

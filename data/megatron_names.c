@@ -37,6 +37,7 @@ static const struct {
     {"use-rotary-position-embeddings", "position-embedding-type", "rope"},
     {"virtual-pipeline-model-parallel-size", "num-virtual-stages-per-pipeline-rank"},
     {"yaml-cfg", "config"},
+    {"yarn-correction-range-round-to-int", "no-yarn-correction-range-round-to-int", "!"},
     {"yarn-original-max-position-embeddings", "original-max-position-embeddings"},
     // transformers' TrainingArguments
     {"adam-epsilon", "adam-eps"},
@@ -90,8 +91,6 @@ static const struct {
      "ckpt-fully-parallel-save fully-parallel-load fully-parallel-save", "true"},
     {MT_NAME_ALWAYS, "checkpoints have checksums, which are verified when they are loaded", "verify-integrity", "true"},
     {MT_NAME_ALWAYS, "the tokenizer is saved with each checkpoint", "save-tokenizer-assets", "true"},
-    {MT_NAME_ALWAYS, "YaRN's range is rounded to whole channels", "yarn-correction-range-round-to-int", "true"},
-    {MT_NAME_ALWAYS, "YaRN's range is rounded to whole channels", "no-yarn-correction-range-round-to-int", "false"},
     {MT_NAME_ALWAYS, "weights that are not loaded are initialized", "perform-initialization", "true"},
     {MT_NAME_ALWAYS, "printed lines and --metrics have the throughput", "log-throughput", "true"},
     {MT_NAME_ALWAYS, "this program contacts no other service", "disable-msc no-one-logger", "true"},
@@ -314,8 +313,7 @@ static const struct {
      "external-cuda-graph inference-cuda-graph-all-prefills inference-cuda-graph-max-tokens "
      "inference-cuda-graph-scope megatron-fsdp-cuda-graph-mode moe-pad-experts-for-cuda-graph-inference "
      "optimizer-cuda-graph"},
-    {MT_NAME_UNSUPPORTED, "activations other than GELU, squared ReLU and SwiGLU",
-     "activation-func-clamp-value glu-linear-offset quick-geglu use-fused-weighted-squared-relu"},
+    {MT_NAME_UNSUPPORTED, "a fused kernel of squared ReLU with weights", "use-fused-weighted-squared-relu"},
     {MT_NAME_UNSUPPORTED, "attention other than multi-head, grouped and multi-head latent attention",
      "apply-query-key-layer-scaling attention-output-gate dsa-indexer-head-dim dsa-indexer-k-norm-epsilon "
      "dsa-indexer-k-norm-fp32 dsa-indexer-loss-coeff dsa-indexer-n-heads dsa-indexer-rope-interleaved "

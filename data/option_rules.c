@@ -61,7 +61,11 @@ void mt_options_derive_biases(mt_options *o) {
 /* Sizes and biases of the model. */
 static int mt_options_derive_model(mt_options *o, mt_error *error) {
     int64_t C = o->hidden_size, heads = o->num_attention_heads, groups = o->num_query_groups;
+    bool bounds = o->activation_func_clamp_value > 0, shifts = o->glu_linear_offset != 0;
+    bool gated = mt_activation_rows[mt_options_activation(o)].gated;
     const mt_constraint before[] = {
+        {bounds && !gated, "--activation-func-clamp-value needs a gated MLP: --swiglu, --geglu or --quick-geglu"},
+        {shifts && !gated, "--glu-linear-offset needs a gated MLP: --swiglu, --geglu or --quick-geglu"},
         {C == 0, "--hidden-size is missing: give the model's shape by its options, --hf-config or --load"},
         {heads == 0, "--num-attention-heads is missing: give the model's shape by its options, --hf-config or --load"},
         {MT_GIVEN(o, group_query_attention) && !o->group_query_attention && groups > 0 && groups != heads,

@@ -87,7 +87,7 @@ typedef struct mt_rollouts {
 void mt_prompts_order(int64_t num_prompts, bool shuffles, int64_t seed, int64_t first, int64_t count, int64_t *order);
 
 /* The prompts of an iteration of `batch` that belong to each of `count` shares "TAG,TAG=SHARE", rounded down, the last
- * what is left, in quotas[count]. Error: a share without a prompt, or one that is no number. */
+ * the rest, in quotas[count]. Error: a share without a prompt, or one that is no number. */
 int mt_prompt_quotas(int64_t *quotas, const mt_strings *shares, int64_t batch, mt_error *error);
 
 /* mt_prompts_order where the prompts of an iteration belong to shares (mt_question.share). The prompts of a share

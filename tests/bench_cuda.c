@@ -250,7 +250,7 @@ static double embedding_backward(bench *b, const int64_t *n) { // T, C, vocabula
 static double router_logits(bench *b, const int64_t *n) {
     void *x = elements(b, n[0] * n[1]), *w = elements(b, n[3] * n[1]);
     float *logits = floats(b, n[0] * n[3]);
-    ENQUEUE(router_logits, logits, x, w, n[0], n[3], n[1], b->dtype);
+    ENQUEUE(router_logits, logits, x, w, NULL, n[0], n[3], n[1], b->dtype);
     return size(b) * (double)(n[0] * n[1] + n[3] * n[1]) + 4 * (double)(n[0] * n[3]);
 }
 

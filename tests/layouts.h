@@ -161,8 +161,9 @@ static const struct {
                  " --moe-aux-loss-coeff 1e-2 --moe-z-loss-coeff 1e-3 --moe-layer-freq ([0]*1+[1]*3)"
                  " --global-batch-size 8",
                  1},
-    [GATED_BIASES] = {" --swiglu --num-layers 4 --untie-embeddings-and-output-weights --num-experts 8"
-                      " --moe-ffn-hidden-size 16 --moe-router-topk 4 --moe-aux-loss-coeff 1e-2"
+    [GATED_BIASES] = {" --quick-geglu --activation-func-clamp-value 7 --glu-linear-offset 1 --moe-router-linear-bias"
+                      " --num-layers 4 --untie-embeddings-and-output-weights --num-experts 8 --moe-ffn-hidden-size 16 "
+                      "--moe-router-topk 4 --moe-aux-loss-coeff 1e-2"
                       " --moe-z-loss-coeff 1e-3 --global-batch-size 8",
                       1},
     [SINKHORN] = {EXPERTS_LIKE " --moe-aux-loss-coeff 0 --moe-router-load-balancing-type sinkhorn"

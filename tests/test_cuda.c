@@ -348,14 +348,19 @@ static void qk_backward_offset(run *r, const int64_t *n) {
     with_offset(qk_backward, r, n);
 }
 
-/* T, F, activation, weights, elements before the first */
+/* The clamp is within the values of the inputs. */
+static mt_glu glu_of(const int64_t *n) {
+    return n[5] ? (mt_glu){0.75f, n[5] > 1 ? 1 : 0} : (mt_glu){0, 0};
+}
+
+/* T, F, activation, weights, elements before the first, clamped (2: and an offset) */
 static void activation_forward(run *r, const int64_t *n) {
     int64_t size = mt_dtype_size(r->dtype), width = mt_activation_rows[n[2]].gated ? 2 * n[1] : n[1];
     char *y = output(r, n[4] + n[0] * n[1]), *x = input(r, n[4] + n[0] * width);
     float *weights = n[3] ? float_input(r, n[0], NORMAL) : NULL;
-    r->ops->activation_forward(
-        &(mt_activation_args){n[0], n[1], (mt_activation)n[2], x + n[4] * size, weights, .y = y + n[4] * size},
-        r->dtype, r->stream);
+    r->ops->activation_forward(&(mt_activation_args){n[0], n[1], (mt_activation)n[2], x + n[4] * size, weights,
+                                                     .y = y + n[4] * size, .glu = glu_of(n)},
+                               r->dtype, r->stream);
 }
 
 /* In place: of x if gated, else of dy. */
@@ -366,7 +371,7 @@ static void activation_backward(run *r, const int64_t *n) {
     float *dweights = n[3] ? float_output(r, n[0]) : NULL, *weights = n[3] ? float_input(r, n[0], NORMAL) : NULL;
     const char *x = gated ? changes : reads, *dy = gated ? reads : changes;
     r->ops->activation_backward(&(mt_activation_args){n[0], n[1], (mt_activation)n[2], x + at, weights, .dy = dy + at,
-                                                      .dx = changes + at, .dweights = dweights},
+                                                      .dx = changes + at, .dweights = dweights, .glu = glu_of(n)},
                                 r->dtype, r->stream);
 }
 
@@ -554,10 +559,11 @@ static int32_t *sequences_of(run *r, const int64_t *n) {
     return n[3] & ONE_SEQUENCE ? NULL : integers(r, n[0], 0, n[6], false);
 }
 
-static void router_logits(run *r, const int64_t *n) { // T, E, C
+static void router_logits(run *r, const int64_t *n) { // T, E, C, bias
     float *logits = float_output(r, n[0] * n[1]);
     void *x = input(r, n[0] * n[2]), *w = input(r, n[1] * n[2]);
-    r->ops->router_logits(logits, x, w, n[0], n[1], n[2], r->dtype, r->stream);
+    void *bias = n[3] ? input(r, n[1]) : NULL;
+    r->ops->router_logits(logits, x, w, bias, n[0], n[1], n[2], r->dtype, r->stream);
 }
 
 static void route_forward(run *r, const int64_t *n) {
@@ -1068,7 +1074,7 @@ static const int64_t latent_shapes[][MAX_SIZES] = {
 static const int64_t element_shapes[][MAX_SIZES] = {
     {1, 0, 0}, {3, 1, 1}, {8, 0, 1}, {1000, 0, 0}, {100003, 0, 1}, {100003, 64, 0}, {8192, 3, 1}, {300001, 0, 5}, {0}};
 static const int64_t square_shapes[][MAX_SIZES] = {{1, 0}, {3, 1}, {1000, 0}, {100003, 64}, {5000001, 0}, {0}};
-/* T, F, activation, weights, elements before the first: {elements} as one row, and rows of all activations */
+/* T, F, activation, weights, elements before the first, clamped: {elements} as one row, and rows of all activations */
 #define ROWS_OF(activation, weights)                                                                                   \
     {1, 1, activation, weights, 0}, {1, 24, activation, weights, 0}, {7, 33, activation, weights, 0},                  \
         {129, 344, activation, weights, 0}, {33, 14336, activation, weights, 0}, {5, 4099, activation, weights, 0},    \
@@ -1085,6 +1091,15 @@ static const int64_t activation_shapes[][MAX_SIZES] = {{1, 100003, MT_ACTIVATION
                                                        ROWS_OF(MT_ACTIVATION_SQUARED_RELU, 1),
                                                        ROWS_OF(MT_ACTIVATION_SWIGLU, 0),
                                                        ROWS_OF(MT_ACTIVATION_SWIGLU, 1),
+                                                       ROWS_OF(MT_ACTIVATION_QUICK_GEGLU, 0),
+                                                       ROWS_OF(MT_ACTIVATION_QUICK_GEGLU, 1),
+                                                       {1, 24, MT_ACTIVATION_QUICK_GEGLU, 0, 0, 2},
+                                                       {7, 33, MT_ACTIVATION_QUICK_GEGLU, 1, 0, 2},
+                                                       {129, 344, MT_ACTIVATION_QUICK_GEGLU, 0, 0, 2},
+                                                       {1001, 768, MT_ACTIVATION_QUICK_GEGLU, 1, 0, 2},
+                                                       {129, 344, MT_ACTIVATION_SWIGLU, 1, 0, 1},
+                                                       {33, 768, MT_ACTIVATION_SWIGLU, 0, 0, 1},
+                                                       {33, 768, MT_ACTIVATION_GEGLU, 0, 0, 2},
                                                        {0}};
 static const int64_t dropout_shapes[][MAX_SIZES] = {{1, 1, 0, 50, 1},      {1, 24, 0, 0, 1},        {33, 64, 64, 10, 1},
                                                     {129, 1600, 0, 50, 0}, {7, 33, 3, 30, 1},       {65, 128, 2, 20, 0},
@@ -1160,7 +1175,8 @@ static const int64_t router_shapes[][MAX_SIZES] = {{1, 1, 1, PRE_SOFTMAX, 0, 0, 
                                                    {41, 520, 4, PADDED | PRE_SOFTMAX | WRONG, 130, 2, 2},
                                                    {50, 33, 1, PADDED | SIGMOID, 0, 0, 1},
                                                    {0}};
-static const int64_t router_logit_shapes[][MAX_SIZES] = {{1, 8, 16}, {7, 33, 17}, {130, 8, 96}, {333, 128, 512}, {0}};
+static const int64_t router_logit_shapes[][MAX_SIZES] = {
+    {1, 8, 16}, {7, 33, 17}, {130, 8, 96}, {333, 128, 512}, {1, 8, 16, 1}, {130, 33, 96, 1}, {333, 128, 512, 1}, {0}};
 /* T, E, k, first, count, capacity, by position */
 static const int64_t drop_shapes[][MAX_SIZES] = {{1, 1, 1, 0, 1, 1, 0},
                                                  {40, 4, 2, 0, 40, 5, 0},

@@ -685,18 +685,25 @@ static void router_logits_are_fp32_and_independent_of_other_rows(void **state) {
     enum { T = 37, E = 10, C = 83 };
     for (int d = 0; d < 2; d++) {
         double *x = random_values(T * C), *w = random_values(E * C), *want = mt_calloc(T * E * 8);
-        void *xs = store(x, T * C, both[d]), *ws = store(w, E * C, both[d]);
+        double *bias = random_values(E);
+        void *xs = store(x, T * C, both[d]), *ws = store(w, E * C, both[d]), *added = store(bias, E, both[d]);
         float *logits = nans(T * E, MT_F32), alone[E];
         for (int64_t i = 0; i < T * E; i++)
             for (int64_t c = 0; c < C; c++) want[i] += x[i / E * C + c] * w[i % E * C + c];
-        ops->router_logits(logits, xs, ws, T, E, C, both[d], NULL);
+        ops->router_logits(logits, xs, ws, NULL, T, E, C, both[d], NULL);
         double *got = load(logits, T * E, MT_F32);
         assert_near("logits", got, want, T * E, 1e-6);
+        for (int64_t i = 0; i < T * E; i++) want[i] += bias[i % E];
+        free(got);
+        ops->router_logits(logits, xs, ws, added, T, E, C, both[d], NULL);
+        got = load(logits, T * E, MT_F32);
+        assert_near("logits with a bias", got, want, T * E, 1e-6);
         for (int64_t t = 0; t < T; t++) {
-            ops->router_logits(alone, (char *)xs + t * C * mt_dtype_size(both[d]), ws, 1, E, C, both[d], NULL);
+            const void *row = (char *)xs + t * C * mt_dtype_size(both[d]);
+            ops->router_logits(alone, row, ws, added, 1, E, C, both[d], NULL);
             assert_memory_equal(alone, logits + t * E, sizeof alone);
         }
-        free(x), free(w), free(want), free(xs), free(ws), free(logits), free(got);
+        free(x), free(w), free(want), free(xs), free(ws), free(logits), free(got), free(bias), free(added);
     }
 }
 
@@ -1129,7 +1136,7 @@ static void a_shared_experts_gate_is_a_router_with_one_expert(void **state) {
     float *x = store(in, GATED_INPUTS, MT_F32), *w = x + T * C, *gate_up = w + C, *d = store(dy, T * F, MT_F32);
     float logits[T], gates[T], y[T * F], dgates[T], dlogits[T], gradients[GATED_INPUTS];
     int32_t experts[T], invalid = 0;
-    ops->router_logits(logits, x, w, T, 1, C, MT_F32, NULL);
+    ops->router_logits(logits, x, w, NULL, T, 1, C, MT_F32, NULL);
     ops->route_forward(gates, experts, &invalid, logits, NULL, NULL, T, &one, NULL);
     ops->activation_forward(&(mt_activation_args){T, F, MT_ACTIVATION_SWIGLU, gate_up, gates, .y = y}, MT_F32, NULL);
     gated_reference(want, in, NULL);
@@ -1254,7 +1261,7 @@ static uint64_t hash_routing(mt_dtype dtype) {
     double *x = random_values(T * C), *w = random_values(E * C);
     void *xs = store(x, T * C, dtype), *ws = store(w, E * C, dtype);
     for (int t = 0; t < T; t++) sequence[t] = t % S;
-    ops->router_logits(logits, xs, ws, T, E, C, dtype, NULL);
+    ops->router_logits(logits, xs, ws, NULL, T, E, C, dtype, NULL);
     for (int i = 0; i < NUM_ROUTERS; i++) {
         mt_router router = routers[i];
         router.num_experts = E, router.topk = smaller(router.topk, 4);

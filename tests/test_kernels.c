@@ -1024,6 +1024,7 @@ typedef struct activation_case {
     mt_activation activation;
     int64_t T, F;
     bool weighted;
+    mt_glu glu;
 } activation_case;
 
 /* out: y[T, F]; in: x[T, F or 2F] and weights[T]. */
@@ -1033,11 +1034,15 @@ static void activation_reference(double *y, const double *in, const void *shape)
     for (int64_t i = 0; i < s->T * F; i++) {
         int64_t t = i / F;
         double x = in[t * width + i % F], up = width > F ? in[t * width + F + i % F] : 1;
+        double high = s->glu.clamp > 0 ? (double)s->glu.clamp : INFINITY;
+        if (width > F) x = fmin(x, high), up = fmax(-high, fmin(up, high)) + (double)s->glu.offset;
         double weight = s->weighted ? in[s->T * width + t] : 1, u = sqrt(2 / M_PI) * (x + 0.044715 * x * x * x);
         const double f[MT_NUM_ACTIVATIONS] = {[MT_ACTIVATION_GELU] = 0.5 * x * erfc(-x / sqrt(2)),
                                               [MT_ACTIVATION_GELU_TANH] = 0.5 * x * (1 + tanh(u)),
                                               [MT_ACTIVATION_SQUARED_RELU] = x > 0 ? x * x : 0,
-                                              [MT_ACTIVATION_SWIGLU] = x / (1 + exp(-x))};
+                                              [MT_ACTIVATION_SWIGLU] = x / (1 + exp(-x)),
+                                              [MT_ACTIVATION_GEGLU] = 0.5 * x * (1 + tanh(u)),
+                                              [MT_ACTIVATION_QUICK_GEGLU] = x / (1 + exp(-1.702 * x))};
         y[i] = weight * f[s->activation] * up;
     }
 }
@@ -1055,10 +1060,10 @@ static void expect_activation(const activation_case *s, mt_dtype dtype) {
     float *dw = s->weighted ? dweights : NULL, *dw_again = s->weighted ? again : NULL;
     matrix x_m = matrix_from(in, 1, inputs, inputs, dtype), y_m = matrix_new(1, n, n, dtype);
     matrix dy_m = matrix_from(dy, 1, n, n, dtype), dx_m = matrix_new(1, inputs, inputs, dtype);
-    ops->activation_forward(&(mt_activation_args){T, s->F, s->activation, x_m.data, w, .y = y_m.data}, dtype, NULL);
-    ops->activation_backward(
-        &(mt_activation_args){T, s->F, s->activation, x_m.data, w, .dy = dy_m.data, .dx = dx_m.data, .dweights = dw},
-        dtype, NULL);
+    mt_activation_args a = {T, s->F, s->activation, x_m.data, w, .y = y_m.data, .glu = s->glu};
+    ops->activation_forward(&a, dtype, NULL);
+    a.dy = dy_m.data, a.dx = dx_m.data, a.dweights = dw;
+    ops->activation_backward(&a, dtype, NULL);
     if (!gated) { // in place of dy, which is as wide
         matrix d = matrix_from(dy, 1, n, n, dtype);
         ops->activation_backward(&(mt_activation_args){T, s->F, s->activation, x_m.data, w, .dy = d.data, .dx = d.data,
@@ -1067,9 +1072,8 @@ static void expect_activation(const activation_case *s, mt_dtype dtype) {
         assert_memory_equal(dx_m.data, d.data, (size_t)(n * mt_dtype_size(dtype)));
         matrix_take(&d, NULL);
     }
-    ops->activation_backward(&(mt_activation_args){T, s->F, s->activation, x_m.data, w, .dy = dy_m.data, .dx = x_m.data,
-                                                   .dweights = dw_again},
-                             dtype, NULL);
+    a.dx = x_m.data, a.dweights = dw_again;
+    ops->activation_backward(&a, dtype, NULL);
     assert_memory_equal(dx_m.data, x_m.data, (size_t)(inputs * mt_dtype_size(dtype)));
     if (s->weighted) assert_memory_equal(dweights, again, (size_t)T * 4);
     matrix_take(&y_m, y);
@@ -1087,9 +1091,26 @@ static void activations_match_float64_and_finite_differences(void **state) {
     static const int64_t shapes[4][2] = {{1, 1}, {3, 37}, {70, 301}, {2, 1300}};
     for (int activation = 0; activation < MT_NUM_ACTIVATIONS; activation++)
         for (int k = 0; k < 16; k++) {
-            activation_case s = {(mt_activation)activation, shapes[k / 4][0], shapes[k / 4][1], k / 2 % 2};
+            activation_case s = {(mt_activation)activation, shapes[k / 4][0], shapes[k / 4][1], k / 2 % 2, {0, 0}};
             expect_activation(&s, both[k % 2]);
+            // no value is as near to the clamp as the step of finite differences
+            s.glu = (mt_glu){k % 3 > 0 ? 1.252f : 0, k % 3 > 1 ? 0 : 1};
+            if (mt_activation_rows[activation].gated) expect_activation(&s, both[k % 2]);
         }
+}
+
+/* Values at a clamp have the slope of values within it, as in PyTorch; NaN is no value within a clamp. */
+static void a_clamped_activation_keeps_nan_and_has_no_gradient_beyond_the_clamp(void **state) {
+    (void)state;
+    enum { F = 6 };
+    const float x[2 * F] = {7, 8, -90, NAN, 1, 1, /* up */ 1, 7.5f, -7.5f, 1, NAN, -7}, dy[F] = {1, 1, 1, 1, 1, 1};
+    float y[F], dx[2 * F];
+    mt_activation_args a = {1, F, MT_ACTIVATION_QUICK_GEGLU, x, NULL, .y = y, .dy = dy, .dx = dx, .glu = {7, 1}};
+    ops->activation_forward(&a, MT_F32, NULL);
+    ops->activation_backward(&a, MT_F32, NULL);
+    assert_true(fabsf(y[0] - 14) < 1e-3f && fabsf(y[1] - 56) < 1e-3f && isnan(y[3]) && isnan(y[4]));
+    assert_true(dx[0] > 1.9f && dx[1] == 0 && isnan(dx[3]) && isnan(dx[4]));
+    assert_true(dx[F] > 6 && dx[F + 1] == 0 && dx[F + 2] == 0 && isnan(dx[F + 3]) && dx[F + 5] > 0.5f);
 }
 
 /* ==== residual stream and rows =================================================================================== */
@@ -1894,6 +1915,7 @@ int main(void) {
         cmocka_unit_test(rope_matches_float64_and_finite_differences),
         cmocka_unit_test(attention_matches_float64_and_finite_differences),
         cmocka_unit_test(activations_match_float64_and_finite_differences),
+        cmocka_unit_test(a_clamped_activation_keeps_nan_and_has_no_gradient_beyond_the_clamp),
         cmocka_unit_test(sums_of_elements_and_of_rows_match_float64),
         cmocka_unit_test(dropout_add_matches_float64_and_finite_differences),
         cmocka_unit_test(dropout_keeps_its_share_and_does_not_depend_on_where_a_row_lies),

@@ -336,6 +336,10 @@ static void shapes_that_cannot_be_are_refused(void **state) {
                  "--num-attention-heads 4 must be a multiple of --num-query-groups 3");
     expect_error(RUN "--position-embedding-type rope --kv-channels 15", "(for RoPE) = 15 must be a multiple of 2");
     expect_error(RUN "--swiglu --openai-gelu", "--swiglu and --openai-gelu exclude each other");
+    expect_error(RUN "--moe-router-linear-bias", "--moe-router-linear-bias needs --num-experts");
+    expect_error(RUN "--quick-geglu --swiglu", "--quick-geglu and --swiglu exclude each other");
+    expect_error(RUN "--activation-func-clamp-value 7", "--activation-func-clamp-value needs a gated MLP");
+    expect_error(RUN "--squared-relu --glu-linear-offset 1", "--glu-linear-offset needs a gated MLP");
     expect_error(RUN "--swiglu --hidden-size 16", "--ffn-hidden-size is missing");
     expect_error(RUN "--rotary-base 5", "--rotary-base needs --position-embedding-type rope");
     expect_error(RUN "--position-embedding-type rope --use-rope-scaling --rope-scaling-type linear",
@@ -1109,11 +1113,11 @@ static void names_that_state_what_is_so_take_no_other_value(void **state) {
     expect_error(RUN "--ckpt-format fsdp_dtensor", "--ckpt-format is not supported (a checkpoint is a Hugging Face");
     expect_error(RUN "--use-megatron-fsdp --ckpt-format torch_dist", "--ckpt-format is not supported");
     expect_error(RUN "--use-megatron-fsdp --ckpt-format", "--ckpt-format is not supported");
-    expect_error(RUN "--softmax-type learnable", "--softmax-type can only be vanilla here");
+    expect_error(RUN "--softmax-type banana", "banana");
     expect_good(&options, RUN "--moe-shared-expert-overlap --perform-rl-step=False");
     mt_options_free(&options);
     expect_error(RUN "--attention-softmax-in-fp32=1", "expects true or false, got '1'");
-    expect_error(RUN "--softmax-type", "--softmax-type expects vanilla, got nothing");
+    expect_error(RUN "--softmax-type", "--softmax-type expects");
 }
 
 static void a_blend_may_be_one_text(void **state) {
@@ -2014,8 +2018,48 @@ static void rope_is_read_in_both_forms(void **state) {
     mt_options_free(&o);
     expect_config_error(LLAMA ", \"rope_parameters\": {\"full_attention\": {\"rope_type\": \"default\"}}}",
                         "parameters of its own for \"full_attention\"");
-    expect_config_error(LLAMA ", \"rope_parameters\": {\"rope_type\": \"yarn\", \"factor\": 2, \"truncate\": false}}",
-                        "truncate");
+    expect_config(&o, LLAMA ", \"rope_parameters\": {\"rope_type\": \"yarn\", \"factor\": 2, \"truncate\": false}}");
+    assert_false(o.yarn_correction_range_round_to_int);
+    mt_options_free(&o);
+    expect_config(&o, LLAMA ", \"rope_parameters\": {\"rope_type\": \"yarn\", \"factor\": 2}}");
+    assert_true(o.yarn_correction_range_round_to_int);
+    mt_options_free(&o);
+}
+
+/* Frequency of pair i in modeling_rope_utils.py of transformers: find_correction_range and linear_ramp_factor. */
+static double yarn_frequency(int i, double dim, double base, double factor, double context, bool truncate) {
+    double low = dim * log(context / (32 * 2 * M_PI)) / (2 * log(base));
+    double high = dim * log(context / (1 * 2 * M_PI)) / (2 * log(base));
+    if (truncate) low = floor(low), high = ceil(high);
+    low = fmax(low, 0), high = fmin(high, dim - 1);
+    if (low == high) high += 0.001;
+    double ramp = fmax(0, fmin(1, (i - low) / (high - low))), position = pow(base, 2 * i / dim);
+    return 1 / (factor * position) * ramp + 1 / position * (1 - ramp);
+}
+
+static void yarn_without_rounded_ranges_is_that_of_transformers(void **state) {
+    (void)state;
+    static const double shapes[][4] = {{64, 150000, 32, 4096}, {16, 150000, 4, 4096}, {128, 10000, 4, 2048}};
+    for (int k = 0; k < 6; k++) {
+        const double *s = shapes[k / 2];
+        bool truncate = k % 2 == 0, differs = false;
+        char json[600];
+        mt_options o;
+        snprintf(json, sizeof json,
+                 LLAMA ", \"rope_parameters\": {\"rope_type\": \"yarn\", \"rope_theta\": %.17g, \"factor\": %g, "
+                       "\"beta_fast\": 32, \"beta_slow\": 1, \"original_max_position_embeddings\": %g%s}}",
+                 s[1], s[2], s[3], truncate ? "" : ", \"truncate\": false");
+        expect_config(&o, json);
+        assert_true(o.yarn_correction_range_round_to_int == truncate);
+        for (int i = 0; i < (int)s[0] / 2; i++) {
+            double want = yarn_frequency(i, s[0], s[1], s[2], s[3], truncate);
+            double got = mt_rope_frequency(&o, MT_ROPE_MODEL, i, (int64_t)s[0]);
+            assert_true(fabs(got - want) <= 1e-12 * want);
+            differs |= fabs(want - yarn_frequency(i, s[0], s[1], s[2], s[3], !truncate)) > 1e-6 * want;
+        }
+        assert_true(differs);
+        mt_options_free(&o);
+    }
 }
 
 static void expect_window(const char *json, int64_t window) {
@@ -2138,7 +2182,7 @@ static void bad_configs_are_refused_by_key(void **state) {
     expect_config_error(LLAMA ", \"rms_norm_eps\": \"x\"}", "\"rms_norm_eps\" must be a number");
     expect_config_error(LLAMA ", \"num_key_value_heads\": 3}", "the 4 heads do not divide into 3 groups");
     expect_config_error(LLAMA ", \"hidden_act\": \"relu\"}",
-                        "is not supported; gelu_pytorch_tanh|gelu_new|silu|swish is");
+                        "is not supported; gelu_pytorch_tanh|gelu_new|silu|swish|quick_gelu is");
     expect_config_error(LLAMA ", \"tie_word_embeddings\": 1}", "must be true or false");
     expect_config_error(LLAMA ", \"quantization_config\": {}}", "quantized weights");
     expect_config_error(LLAMA ", \"quantization_config\": {\"quant_method\": \"awq\", \"bits\": 4}}",
@@ -2412,6 +2456,11 @@ static void written_configs_read_back_as_the_same_model(void **state) {
     expect_round_trip("--hf-config tests/golden/hf/deepseek_v3/config.json --moe-aux-loss-coeff 0.01 " LENGTHS,
                       "deepseek_v3");
     expect_round_trip(LIKE_LLAMA LATENT "--q-lora-rank 24", "deepseek_v3");
+    expect_round_trip(LIKE_LLAMA "--swiglu=false --quick-geglu", "llama");
+    expect_round_trip(LIKE_LLAMA "--num-experts 4 --moe-router-topk 2 --moe-router-linear-bias", "megatron");
+    expect_round_trip(LIKE_LLAMA "--swiglu=false --quick-geglu --activation-func-clamp-value 7 --glu-linear-offset 1",
+                      "megatron");
+    expect_round_trip(LIKE_LLAMA "--activation-func-clamp-value 10", "megatron");
     expect_round_trip(LIKE_LLAMA LATENT "--rotary-interleaved", "deepseek_v3");
     expect_round_trip(LIKE_LLAMA LATENT "--window-size 4", "megatron");
     expect_round_trip(RUN, "gpt2");
@@ -2423,6 +2472,10 @@ static void written_configs_read_back_as_the_same_model(void **state) {
     expect_round_trip(LIKE_LLAMA "--rope-scaling-type linear --rope-scaling-factor 2.5 --kv-channels 32", "llama");
     expect_round_trip(LIKE_LLAMA "--rope-scaling-type yarn --rope-scaling-factor 4 --yarn-beta-slow 2 "
                                  "--original-max-position-embeddings 4",
+                      "llama");
+    expect_round_trip(LIKE_LLAMA
+                      "--rope-scaling-type yarn --rope-scaling-factor 4 --original-max-position-embeddings 4 "
+                      "--no-yarn-correction-range-round-to-int",
                       "llama");
     expect_round_trip(LIKE_LLAMA "--window-size 8", "mistral");
     expect_round_trip(LIKE_LLAMA "--window-size 8 --window-attn-skip-freq 2", "smollm3");
@@ -2810,6 +2863,7 @@ static const struct CMUnitTest tests[] = {
     cmocka_unit_test(the_model_of_hf_config_must_be_that_of_load),
     cmocka_unit_test(the_latest_checkpoint_of_a_folder_is_described),
     cmocka_unit_test(rope_is_read_in_both_forms),
+    cmocka_unit_test(yarn_without_rounded_ranges_is_that_of_transformers),
     cmocka_unit_test(windows_are_read_for_each_layer),
     cmocka_unit_test(biases_are_read_apart),
     cmocka_unit_test(bad_configs_are_refused_by_key),

@@ -225,8 +225,8 @@ epochs_are_iterations() {
         says 'in each of 3 iterations' "$work/out" && says '^  *3/3 ' "$work/out" &&
         [ "$(series reward "$work/epochs" | wc -l)" = 3 ] &&
         refused 'train-epochs and --train-iters exclude' "$train" --stage rl --load "$work/base" --finetune \
-            --data-path "$work/fifty.jsonl" --seq-length 16 --max-new-tokens 4 --lr 1e-3 --train-epochs 1 \
-            --train-iters 1
+            --data-path "$work/fifty.jsonl" --chat-template plain --seq-length 16 --max-new-tokens 4 --lr 1e-3 \
+            --rollout-batch-size 40 --train-epochs 2 --train-iters 1
 }
 
 # The responses of an iteration are the batch, whatever the number of ranks: launch.sh starts as many as divide it.

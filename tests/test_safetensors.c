@@ -1,8 +1,10 @@
 /* Safetensors files, single and as folders with an index: accepted, or refused with a message. */
 #include "../data/checkpoint.h"
+#include "../data/mxfp4.h"
 #include "folder.h"
 
 #include <dirent.h>
+#include <math.h>
 #include <setjmp.h>
 #include <stdarg.h>
 #include <stdlib.h>
@@ -331,6 +333,74 @@ static void folders_without_safetensors_say_what_to_do(void **state) {
     assert_folder_refused("pytorch_model.bin", "save_pretrained");
 }
 
+/* ==== MXFP4 ====================================================================================================== */
+
+/* Two stacked matrices of 3 rows and 64 columns; byte i of the values is i % 256, the scales are as given. */
+static int open_mxfp4(mt_safetensors **file, char **image, const char *scales_type, const char *scales_shape) {
+    char header[400];
+    int64_t bytes;
+    mt_error error;
+    snprintf(header, sizeof header,
+             "{\"w_blocks\":{\"dtype\":\"U8\",\"shape\":[2,3,2,16],\"data_offsets\":[0,192]},"
+             "\"w_scales\":{\"dtype\":\"%s\",\"shape\":%s,\"data_offsets\":[192,204]}}",
+             scales_type, scales_shape);
+    *image = make_image(header, 204, &bytes);
+    return mt_safetensors_open_memory(file, *image, bytes, "image", &error);
+}
+
+static void mxfp4_has_the_sixteen_values_of_e2m1_times_a_power_of_two(void **state) {
+    (void)state;
+    static const double values[16] = {0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6};
+    static const int scales[12] = {127, 128, 126, 0, 1, 254, 255, 120, 130, 127, 64, 190};
+    mt_safetensors *file;
+    mt_error error;
+    mt_mxfp4 w;
+    char *image;
+    float all[6 * 64], some[2 * 64];
+    assert_int_equal(open_mxfp4(&file, &image, "U8", "[2,3,2]"), 0);
+    char *data = (char *)(uintptr_t)mt_safetensors_find(file, "w_blocks")->data;
+    for (int i = 0; i < 12; i++) data[192 + i] = (char)scales[i];
+    assert_int_equal(mt_mxfp4_find(&w, file, "w", &error), 0);
+    assert_true(w.rows == 6 && w.cols == 64 && w.matrices == 2 && w.row_count == 3);
+    mt_mxfp4_to_f32(all, &w, 0, 6);
+    for (int i = 0; i < 6 * 64; i++) {
+        int byte = i / 2, code = i % 2 == 0 ? byte % 16 : byte / 16; // the low half is first
+        float want = (float)(values[code] * pow(2, scales[i / 32] - 127));
+        if (scales[i / 32] == 255)
+            assert_true(isnan(all[i]));
+        else
+            assert_true(all[i] == want && signbit(all[i]) == signbit(want));
+    }
+    mt_mxfp4_to_f32(some, &w, 1, 2);
+    assert_memory_equal(some, all + 64, sizeof some);
+    assert_int_equal(mt_mxfp4_find(&w, file, "v", &error), 1);
+    mt_safetensors_close(file);
+    free(image);
+}
+
+static void mxfp4_with_parts_that_do_not_fit_is_refused(void **state) {
+    (void)state;
+    static const char *const cases[][2] = {{"I8", "[2,3,2]"}, {"U8", "[2,2,3]"}, {"U8", "[6,2]"}, {"U8", "[12]"}};
+    mt_safetensors *file;
+    mt_error error;
+    mt_mxfp4 w;
+    char *image;
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        assert_int_equal(open_mxfp4(&file, &image, cases[i][0], cases[i][1]), 0);
+        assert_int_equal(mt_mxfp4_find(&w, file, "w", &error), -1);
+        assert_one_line(&error, "image:");
+        assert_non_null(strstr(error.text, "\"w_blocks\" and \"w_scales\" must be U8"));
+        mt_safetensors_close(file);
+        free(image);
+    }
+    const char *alone = "{\"w_blocks\":{\"dtype\":\"U8\",\"shape\":[3,2,16],\"data_offsets\":[0,96]}}";
+    assert_int_equal(open_header(&file, alone, 96, &image, &error), 0);
+    assert_int_equal(mt_mxfp4_find(&w, file, "w", &error), -1);
+    assert_non_null(strstr(error.text, "\"w_scales\" is missing"));
+    mt_safetensors_close(file);
+    free(image);
+}
+
 int main(void) {
 #define FOLDER_TEST(test) cmocka_unit_test_setup_teardown(test, make_root, remove_root)
     const struct CMUnitTest tests[] = {
@@ -344,6 +414,8 @@ int main(void) {
         cmocka_unit_test(messages_stay_one_line_whatever_names_hold),
         cmocka_unit_test(damage_anywhere_is_refused_or_harmless),
         cmocka_unit_test(what_is_not_a_readable_file_is_named),
+        cmocka_unit_test(mxfp4_has_the_sixteen_values_of_e2m1_times_a_power_of_two),
+        cmocka_unit_test(mxfp4_with_parts_that_do_not_fit_is_refused),
         FOLDER_TEST(a_folder_with_an_index_is_one_set_of_tensors),
         FOLDER_TEST(an_index_that_does_not_fit_its_files_is_refused),
         FOLDER_TEST(file_names_in_an_index_do_not_leave_the_folder),
