@@ -3873,10 +3873,6 @@ static int64_t mt_reduce_slice(const mt_group *group) {
     return mt_max(1024, (1 << 20) / group->size);
 }
 
-static int64_t mt_clamp(int64_t x, int64_t low, int64_t high) {
-    return mt_min(mt_max(x, low), high);
-}
-
 /* out = the reduction of slice `rank` over the group. Slice r is in[r * stride, r * stride + n), cut at `end`. Ranks
  * send before they reduce, so `out` may be inside this rank's own slice. */
 static void mt_mpi_reduce_slices(void *out, const char *in, int64_t stride, int64_t n, int64_t end,

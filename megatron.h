@@ -99,6 +99,11 @@ static inline int64_t mt_max(int64_t a, int64_t b) {
     return a > b ? a : b;
 }
 
+/* x cut to [low, high]. */
+static inline int64_t mt_clamp(int64_t x, int64_t low, int64_t high) {
+    return mt_min(mt_max(x, low), high);
+}
+
 /* The smaller and the larger of two numbers, and x cut to [low, high]. NaN if an argument is NaN (mt_bounded: if x is
  * not finite), so that it reaches the check of the step; fmin, fmax and a comparison drop it. */
 static inline double mt_minimum(double a, double b) {
