@@ -179,7 +179,7 @@ offloaded_modules_without_a_layer_say_so() {
     prints '^  host memory ' --num-layers 3 $offload attn_norm mlp_norm && ! grep 'no effect' "$work/out"
 }
 check offloaded_modules_without_a_layer_say_so offloaded_modules_without_a_layer_say_so
-check names_that_change_nothing_say_so prints 'attention-softmax-in-fp32, --softmax-type: always so here, no effect' \
+check names_that_change_nothing_say_so prints 'attention-softmax-in-fp32: always so here, no effect' \
     --attention-softmax-in-fp32 --softmax-type vanilla
 check a_plain_run_has_no_idle_option prints_nothing_idle
 exit $failed
