@@ -6904,8 +6904,8 @@ static bool mt_fuses_activation(const mt_model *m, const mt_pass *p, const mt_li
 
 /* out = down(activation(fc1(x[R, C]))); out NULL: only the values that the backward reads. gates[T] scale a shared
  * expert's activation, or NULL. */
-static void mt_gated_mlp_forward(const mt_model *m, const mt_pass *p, const mt_layer *w, mt_activations *a,
-                                 const void *x, const float *gates, void *out) {
+static void mt_scaled_mlp_forward(const mt_model *m, const mt_pass *p, const mt_layer *w, mt_activations *a,
+                                  const void *x, const float *gates, void *out) {
     bool fused = mt_fuses_activation(m, p, &w->fc1, gates);
     mt_linear_io fc1 = {.x = x, .y = a->mlp_hidden, .gelu = fused ? a->mlp_active : NULL};
     if (!p->replay) fc1.x_transposed = mt_saved_x(a, &w->fc1);
@@ -6917,8 +6917,8 @@ static void mt_gated_mlp_forward(const mt_model *m, const mt_pass *p, const mt_l
 
 /* dx, and dgates[T], from dout, the gradient of the MLP's output. In a split backward `halves` are those of `down`, and
  * the caller defers its weights' half: the stash is still in use here. */
-static void mt_gated_mlp_backward(mt_model *m, const mt_pass *p, mt_layer *w, mt_activations *a, const void *x,
-                                  const float *gates, const void *dout, float *dgates, void *dx, int halves) {
+static void mt_scaled_mlp_backward(mt_model *m, const mt_pass *p, mt_layer *w, mt_activations *a, const void *x,
+                                   const float *gates, const void *dout, float *dgates, void *dx, int halves) {
     mt_layer_scratch *s = &m->scratch;
     bool fused = mt_fuses_activation(m, p, &w->down, gates);
     mt_linear_io down = {.x = a->mlp_active, .x_transposed = mt_saved_x(a, &w->down), .dy = dout};
@@ -6934,7 +6934,7 @@ static void mt_gated_mlp_backward(mt_model *m, const mt_pass *p, mt_layer *w, mt
 /* The MLP of a layer without experts. */
 static void mt_mlp_forward(mt_model *m, const mt_pass *p, const mt_layer *w, mt_activations *a, const void *x,
                            void *out) {
-    mt_gated_mlp_forward(m, p, w, a, x, NULL, out);
+    mt_scaled_mlp_forward(m, p, w, a, x, NULL, out);
 }
 
 static void mt_mlp_replay(mt_model *m, const mt_pass *p, const mt_layer *w, mt_activations *a, const void *x) {
@@ -6945,7 +6945,7 @@ static mt_deferred mt_mlp_backward(mt_model *m, const mt_pass *p, mt_layer *w, m
                                    const void *dout, void *dx, bool leaves_weight) {
     int halves = mt_layer_linear_halves(p, w, a, &w->down, a->mlp_active);
     MT_CHECK(!leaves_weight);
-    mt_gated_mlp_backward(m, p, w, a, x, NULL, dout, NULL, dx, halves);
+    mt_scaled_mlp_backward(m, p, w, a, x, NULL, dout, NULL, dx, halves);
     return halves == MT_BACKWARD_INPUT ? (mt_deferred){&w->down, a->mlp_active, dout} : (mt_deferred){0};
 }
 
@@ -7415,15 +7415,16 @@ static void mt_shared_gate_forward(mt_model *m, const mt_pass *p, const mt_layer
     if (p->tp.sequence_parallel) m->ops->all_gather(r->gates, own, p->rows, MT_F32, &m->grid->tensor, p->stream);
 }
 
-/* scratch.dnormed[R, C] += gradient of x from experts.dgates[T]. */
-static void mt_shared_gate_backward(mt_model *m, const mt_pass *p, mt_layer *w, const mt_routing *r, const void *x) {
+/* dx[R, C] += gradient of x from experts.dgates[T]. */
+static void mt_shared_gate_backward(mt_model *m, const mt_pass *p, mt_layer *w, const mt_routing *r, const void *x,
+                                    void *dx) {
     const mt_experts *e = m->experts;
     float *own = e->dgates + mt_own_gate_offset(m, p);
     if (p->tp.sequence_parallel) m->ops->reduce_scatter(own, e->dgates, p->rows, MT_F32, &m->grid->tensor, p->stream);
     m->ops->route_backward(e->dlogits, own, e->gate_experts, r->gate_logits, p->rows, &mt_shared_gate_router,
                            p->stream);
     mt_router_linear_backward(m, p, &w->shared_gate, x);
-    mt_add_to(m, p, m->scratch.dnormed, e->router_dx);
+    mt_add_to(m, p, dx, e->router_dx);
 }
 
 /* ---- dispatchers: operations of several */
@@ -7813,7 +7814,7 @@ static void mt_shared_expert_forward(mt_model *m, const mt_pass *p, const mt_lay
                                      void *out) {
     if (w->F == 0) return;
     if (a->routing->gates) mt_shared_gate_forward(m, p, w, a->routing, x);
-    mt_gated_mlp_forward(m, p, w, a, x, a->routing->gates, out);
+    mt_scaled_mlp_forward(m, p, w, a, x, a->routing->gates, out);
 }
 
 /* out = weighted sum of the chosen experts of each token of x[R, C], plus the shared expert, which computes during the
@@ -7861,8 +7862,8 @@ static mt_deferred mt_experts_backward(mt_model *m, const mt_pass *p, mt_layer *
     if (d->exchange) d->exchange(m, p, r, dout, NULL);
     mt_pass both = *p;
     both.halves = MT_BACKWARD_BOTH;
-    if (w->F > 0) mt_gated_mlp_backward(m, &both, w, a, x, r->gates, dout, e->dgates, dx, MT_BACKWARD_BOTH);
-    if (w->F > 0 && r->gates) mt_shared_gate_backward(m, p, w, r, x);
+    if (w->F > 0) mt_scaled_mlp_backward(m, &both, w, a, x, r->gates, dout, e->dgates, dx, MT_BACKWARD_BOTH);
+    if (w->F > 0 && r->gates) mt_shared_gate_backward(m, p, w, r, x, dx);
     mt_arrived arrived = d->arrive(m, p, r, dout, NULL);
     mt_permute_to_experts(m, p, r, &arrived, e->rows.input, NULL, &w->expert_down, MT_FP8_DY);
     mt_expert_mlp_backward(m, p, w, r);
@@ -12364,7 +12365,8 @@ static bool mt_fp8_in_place(const mt_model *m, const mt_linear *l, const mt_laye
     if (l->kind == MT_LINEAR_GROUPED) return !mt_scales_output(m) && m->experts->order.capacity == 0;
     if (m->tp.overlaps) return false; // takes the rows in parts
     if (operand == MT_FP8_DY) return l == &w->fc1 && !m->options->mlp_bias;
-    bool is_normed = l == &w->qkv || (l == &w->fc1 && w->expert_bucket < 0); // else a router reads it too
+    bool follows = mt_norms_before(m->options); // a norm stores x; and no router reads it too
+    bool is_normed = follows && (l == &w->qkv || (l == &w->fc1 && w->expert_bucket < 0));
     return l == &w->down || (is_normed && !m->tp.sequence_parallel);
 }
 

@@ -106,6 +106,25 @@ static void bf16_trains_to_within_two_percent_of_fp32(void **state) {
     }
 }
 
+/* Of models with norms before the blocks, after them, and on both sides: a norm stores its result in fp8 if a linear
+ * reads it alone. */
+static void fp8_trains_to_within_five_percent_of_fp32_wherever_norms_stand(void **state) {
+    (void)state;
+    static const char *const subjects[] = {"qwen3", "olmo3", "gemma3"};
+    if (backend && backend->limits.no_fp8) skip();
+    for (int k = 0; k < 3; k++) {
+        double losses[STEPS], norms[STEPS], reference[STEPS];
+        train_ten_steps(subjects[k], &mt_grid_of_one, 2, false, reference, norms);
+        more_options = " --fp8-format hybrid";
+        train_ten_steps(subjects[k], &mt_grid_of_one, 2, true, losses, norms);
+        more_options = "";
+        for (int i = 0; i < STEPS; i++)
+            if (!(fabs(losses[i] - reference[i]) <= 0.05 * reference[i]))
+                fail_msg("%s step %d: loss %g in fp8, %g in fp32", subjects[k], i + 1, losses[i], reference[i]);
+        assert_true(losses[STEPS - 1] != reference[STEPS - 1]); // fp8 does round
+    }
+}
+
 static void two_runs_repeat_bit_for_bit(void **state) {
     (void)state;
     more_options = " --deterministic-mode";
@@ -309,6 +328,7 @@ int main(void) {
         cmocka_unit_test(every_gradient_equals_transformers),
         cmocka_unit_test(ten_steps_equal_pytorch_for_any_micro_batch_size),
         cmocka_unit_test(bf16_trains_to_within_two_percent_of_fp32),
+        cmocka_unit_test(fp8_trains_to_within_five_percent_of_fp32_wherever_norms_stand),
         cmocka_unit_test(two_runs_repeat_bit_for_bit),
         cmocka_unit_test(unread_metrics_change_nothing),
         cmocka_unit_test(a_non_finite_loss_is_reported_with_its_step_within_two_steps),

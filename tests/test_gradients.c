@@ -313,12 +313,12 @@ static void gradients_of_chosen_experts_are_slopes_of_the_loss(void **state) {
                                              " --moe-expert-capacity-factor 1.5 --moe-pad-expert-input-to-capacity"};
     static const char *const kinds[] = {"", " --openai-gelu", " --squared-relu", " --swiglu"};
     static const char *const ways[] = {"", " --no-moe-permute-fusion", " --no-moe-grouped-gemm"};
-    for (int k = 0; k < 27; k++) {
+    for (int k = 0; k < 3 * 4 * 3; k++) {
         char words[400];
         subject s;
         int roles = 0;
-        snprintf(words, sizeof words, "--num-layers 1 --num-experts 8 --moe-ffn-hidden-size 8%s%s%s", capacities[k / 9],
-                 kinds[k / 3 % 3], ways[k % 3]);
+        snprintf(words, sizeof words, "--num-layers 1 --num-experts 8 --moe-ffn-hidden-size 8%s%s%s",
+                 capacities[k / 12], kinds[k / 3 % 4], ways[k % 3]);
         subject_open(&s, words);
         for (int role = MT_EXPERT_GATE; role <= MT_EXPERT_DOWN; role++) roles += expect_slope(&s, (mt_role)role, words);
         for (int role = MT_EXPERT_GATE_BIAS; role <= MT_EXPERT_DOWN_BIAS; role++)

@@ -896,6 +896,48 @@ static void a_nan_in_attention_stays_a_nan(void **state) {
     }
 }
 
+/* Attention with a sink equals the softmax over one column more, whose value is 0; lse counts that column. */
+static void a_sink_is_a_column_without_a_value(void **state) {
+    (void)state;
+    enum { T = 24, H = 4, G = 2, D = 8 };
+    static const mt_span span = {0, T, 0, T, true};
+    for (int k = 0; k < 2 * 2; k++) {
+        mt_dtype dtype = both[k % 2];
+        bool learnable = k / 2; // else off by one: the column's logit is 0
+        double *in[] = {random_values(T * H * D), random_values(T * G * D), random_values(T * G * D), random_values(H)};
+        matrix q = matrix_from(in[0], T, H * D, H * D, dtype), key = matrix_from(in[1], T, G * D, G * D, dtype);
+        matrix v = matrix_from(in[2], T, G * D, G * D, dtype), out = matrix_new(T, H * D, H * D, dtype);
+        matrix lse = matrix_new(T, H, H, MT_F32), sinks = matrix_from(in[3], 1, H, H, dtype);
+        mt_attention call = {.num_heads = H, .num_groups = G, .head_size = D, .value_size = D};
+        call.q_stride = call.out_stride = H * D, call.k_stride = call.v_stride = G * D;
+        call.spans = (mt_spans){&span, &span, 1}, call.scale = 0.3f;
+        call.q = q.data, call.k = key.data, call.v = v.data, call.out = out.data, call.lse = (float *)lse.data;
+        ops->attention_forward(&call, dtype, NULL);
+        mt_sink_args sink = {.spans = &call.spans, .H = H, .Dv = D, .out_stride = H * D, .out = out.data};
+        sink.lse = call.lse, sink.sinks = learnable ? sinks.data : NULL;
+        ops->sink_forward(&sink, dtype, NULL);
+        double *got = zeros(T * H * D), *got_lse = zeros(T * H);
+        matrix_take(&out, got), matrix_take(&lse, got_lse);
+        for (int64_t i = 0; i < T * H; i++) {
+            int64_t t = i / H, h = i % H, g = h / (H / G);
+            double total = exp(learnable ? in[3][h] : 0), sum[D] = {0};
+            for (int64_t j = 0; j <= t; j++) {
+                double dot = 0;
+                for (int64_t c = 0; c < D; c++) dot += in[0][i * D + c] * in[1][(j * G + g) * D + c];
+                double p = exp(0.3 * dot);
+                total += p;
+                for (int64_t c = 0; c < D; c++) sum[c] += p * in[2][(j * G + g) * D + c];
+            }
+            double most = dtype == MT_F32 ? 1e-5 : 2 * 0x1p-8; // out is rounded twice
+            assert_true(fabs(got_lse[i] - log(total)) <= 1e-4);
+            for (int64_t c = 0; c < D; c++)
+                assert_true(fabs(got[i * D + c] - sum[c] / total) <= most * fmax(fabs(sum[c] / total), 0.1));
+        }
+        matrix_take(&q, NULL), matrix_take(&key, NULL), matrix_take(&v, NULL), matrix_take(&sinks, NULL);
+        free(got), free(got_lse), free(in[0]), free(in[1]), free(in[2]), free(in[3]);
+    }
+}
+
 /* A NaN of either side of a merge of attention reaches out and lse. */
 static void a_nan_in_merged_attention_stays_a_nan(void **state) {
     (void)state;
@@ -1939,6 +1981,7 @@ int main(void) {
         cmocka_unit_test(attention_over_pages_equals_attention_over_rows),
         cmocka_unit_test(attention_merge_matches_float64),
         cmocka_unit_test(a_nan_in_attention_stays_a_nan),
+        cmocka_unit_test(a_sink_is_a_column_without_a_value),
         cmocka_unit_test(a_nan_in_merged_attention_stays_a_nan),
         cmocka_unit_test(accumulate_rows_adds_the_rows_of_the_spans_alone),
         cmocka_unit_test(latent_heads_match_float64_and_finite_differences),
