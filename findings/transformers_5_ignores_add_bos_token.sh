@@ -2,8 +2,8 @@
 # A surprise about Hugging Face transformers: from version 5 on `add_bos_token` and `add_eos_token` of
 # tokenizer_config.json have no effect on a folder with a tokenizer.json; version 4 obeys them.
 #
-#   A good guess:  a folder gives the same ids in both versions, and a Llama tokenizer that is told to put BOS and EOS
-#                  around a text puts them there.
+#   A good guess:  a folder gives the same ids in both versions, and a Llama tokenizer with both fields true puts BOS
+#                  and EOS around a text.
 #   What happens:  4.57 replaces the post-processor of tokenizer.json by one that follows the two fields. 5.24 takes
 #                  the post-processor as it stands in tokenizer.json, here none, and prints nothing; its tokenizer then
 #                  says that add_bos_token is false. A model trained with BOS on one version is asked without it on the
