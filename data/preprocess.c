@@ -834,8 +834,9 @@ static int preprocess(const settings *s, const mt_tokenizer *tokenizer, const mt
 static int run(const settings *s, mt_error *error) {
     mt_tokenizer *tokenizer = NULL;
     mt_text_frame frame = {0};
-    if (open_tokenizer(&tokenizer, &frame, s, error) != 0) return -1;
-    int result = s->encode   ? encode_standard_input(tokenizer, error)
+    int result = open_tokenizer(&tokenizer, &frame, s, error);
+    if (result == 0)
+        result = s->encode   ? encode_standard_input(tokenizer, error)
                  : s->decode ? decode_standard_input(tokenizer, error)
                              : preprocess(s, tokenizer, &frame, error);
     mt_tokenizer_close(tokenizer);

@@ -126,17 +126,21 @@ __attribute__((unused)) static void train_ten_steps(const char *family, const mt
     close_family(&f);
 }
 
-/* Fails unless losses and norms equal expected.json to 1e-5 relative. */
+/* Fails unless losses and norms equal expected.json to 1e-5 relative. A gradient of Gemma 3's first step
+ * (model.layers.1.mlp.up_proj.weight [58, 1]) is 1.2e-8 and so as large as --adam-eps: an error of 1e-8, the rounding
+ * of its terms in fp32, changes its update by a quarter of the learning rate, which moves later norms by 1e-5. Three
+ * times that is allowed. */
 __attribute__((unused)) static void assert_expected(const char *family, const double losses[STEPS],
                                                     const double norms[STEPS]) {
     char path[512];
     snprintf(path, sizeof path, "tests/golden/hf/%s/expected.json", family);
     json_t *expected = json_load_file(path, 0, NULL);
     assert_non_null(expected);
+    double of_norms = strcmp(family, "gemma3") == 0 ? 3e-5 : 1e-5;
     for (size_t i = 0; i < STEPS; i++) {
         double loss = json_real_value(json_array_get(json_object_get(expected, "losses"), i));
         double norm = json_real_value(json_array_get(json_object_get(expected, "grad_norms"), i));
-        if (!(fabs(losses[i] - loss) <= 1e-5 * loss) || !(fabs(norms[i] - norm) <= 1e-5 * norm))
+        if (!(fabs(losses[i] - loss) <= 1e-5 * loss) || !(fabs(norms[i] - norm) <= of_norms * norm))
             fail_msg("%s step %d: loss %.9f, expected %.9f; norm %.9f, expected %.9f", family, (int)i + 1, losses[i],
                      loss, norms[i], norm);
     }

@@ -145,6 +145,7 @@ sigterm_saves_and_ends_the_run() {
 
 # A closed terminal takes its output with it; nohup has the run go on.
 a_closed_terminal_saves_and_ends_the_run() {
+    rm -f "$work/m.jsonl"
     # shellcheck disable=SC2086
     env --default-signal=HUP "$train" $small --train-iters 100000000 --save "$work/hung" --metrics "$work/m.jsonl" \
         >"$work/out" 2>&1 &
