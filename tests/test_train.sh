@@ -133,6 +133,7 @@ a_resumed_run_repeats_bit_for_bit() {
 }
 
 sigterm_saves_and_ends_the_run() {
+    rm -f "$work/m.jsonl"
     # shellcheck disable=SC2086
     "$train" $small --train-iters 100000000 --save "$work/stopped" --metrics "$work/m.jsonl" >"$work/out" 2>&1 &
     process=$!
