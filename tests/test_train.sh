@@ -167,7 +167,7 @@ a_closed_terminal_saves_and_ends_the_run() {
         kill -HUP $process
     done
     kill -TERM $process
-    wait $process && [ "$(cat "$work/nohup/latest_checkpointed_iteration.txt")" -gt 30 ]
+    wait $process && [ "$(cat "$work/nohup/latest_checkpointed_iteration.txt")" -ge 30 ]
 }
 
 # One of the run, and the one at its end.
