@@ -159,7 +159,7 @@ a_closed_terminal_saves_and_ends_the_run() {
     env --ignore-signal=HUP "$train" $small --train-iters 100000000 --save "$work/nohup" --metrics "$work/m.jsonl" \
         >"$work/out" 2>&1 &
     process=$!
-    for lines in 3 30; do
+    for lines in 3 30; do # with a line of validation for every fourth iteration
         until [ "$(wc -l 2>/dev/null <"$work/m.jsonl" || echo 0)" -gt $lines ]; do
             kill -0 $process || return 1
             sleep 0.1
@@ -167,7 +167,7 @@ a_closed_terminal_saves_and_ends_the_run() {
         kill -HUP $process
     done
     kill -TERM $process
-    wait $process && [ "$(cat "$work/nohup/latest_checkpointed_iteration.txt")" -ge 30 ]
+    wait $process && [ "$(cat "$work/nohup/latest_checkpointed_iteration.txt")" -ge 20 ]
 }
 
 # One of the run, and the one at its end.
