@@ -1,6 +1,6 @@
 /* Any bytes as config.json: read or refused, and what is read can be written and read again. */
-#include "../data/options.h"
-#include "../data/report.h"
+#include "../data/options/options.h"
+#include "../data/report/report.h"
 
 #include <stdlib.h>
 #include <string.h>

@@ -1,6 +1,6 @@
 /* Any bytes as a YAML file of options or of roles: read or refused, and never past the validator with a value out of
  * range. */
-#include "../data/options.h"
+#include "../data/options/options.h"
 
 #include <stdlib.h>
 #include <string.h>

@@ -1,7 +1,7 @@
 /* test_adapters.c: low-rank adapters equal peft's: log-probabilities, gradients, five steps, files; on every family
  * their gradients follow from those of the merged model. */
-#include "../data/adapter.h"
-#include "../data/file.h"
+#include "../data/checkpoint/adapter.h"
+#include "../data/base/file.h"
 #include "golden.h"
 
 #include "folder.h"

@@ -9,10 +9,10 @@
 #ifdef MT_HAVE_CUDA
 #include "../cuda/attention.h"
 #include "../cuda/decode.h"
-#include "../data/checkpoint.h"
-#include "../data/options.h"
-#include "../data/prompts.h"
-#include "../data/generate.h"
+#include "../data/checkpoint/checkpoint.h"
+#include "../data/options/options.h"
+#include "../data/tokens/prompts.h"
+#include "../data/models/generate.h"
 #include "families.h"
 
 #include <jansson.h>

@@ -1,5 +1,5 @@
 /* Gradients of whole models against central differences of the loss. */
-#include "data/options.h"
+#include "data/options/options.h"
 #include "megatron.h"
 
 #include <setjmp.h>

@@ -1,7 +1,7 @@
 /* test_heads.c: models with a value head equal Hugging Face transformers: values, gradients, folders read and written;
  * a language model's folder that gets one; and what is refused. */
-#include "../data/checkpoint.h"
-#include "../data/options.h"
+#include "../data/checkpoint/checkpoint.h"
+#include "../data/options/options.h"
 #include "families.h"
 #include "folder.h"
 

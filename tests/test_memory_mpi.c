@@ -1,5 +1,5 @@
 /* test_memory_mpi.c: the memory plans of a machine's ranks are added up. Run by mpirun. */
-#include "../data/options.h"
+#include "../data/options/options.h"
 
 #include <setjmp.h>
 #include <stdarg.h>

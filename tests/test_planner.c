@@ -1,7 +1,7 @@
 /* The search for layouts, called as a library: it ends after a number of simulations. */
-#include "../data/layouts.h"
-#include "../data/machine.h"
-#include "../data/options.h"
+#include "../data/plan/layouts.h"
+#include "../data/plan/machine.h"
+#include "../data/options/options.h"
 
 #include <setjmp.h>
 #include <stdarg.h>

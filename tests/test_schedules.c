@@ -1,8 +1,8 @@
 /* Learning rate, weight decay, batch ramp, operation counts and pipeline schedules, compared with Megatron-LM's
  * results.
  */
-#include "../data/options.h"
-#include "../data/report.h"
+#include "../data/options/options.h"
+#include "../data/report/report.h"
 
 #include <math.h>
 #include <setjmp.h>

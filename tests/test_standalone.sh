@@ -44,7 +44,7 @@ header_is_cxx() {
 
 # The headers that make install copies.
 companions_are_cxx() {
-    for header in data/*.h; do
+    for header in data/*/*.h; do
         case $header in *_internal.h) ;; *) echo "#include \"$header\"" ;; esac
     done >"$work/companions.cc"
     # shellcheck disable=SC2086
@@ -58,7 +58,7 @@ opens_no_file() {
 
 # Writes a line "CALLER CALLEE" for every pair of objects of the library where one calls a function of the other.
 list_calls() {
-    nm -A -g "$1"/megatron.o "$1"/data/*.o | awk '{
+    nm -A -g "$1"/megatron.o "$1"/data/*/*.o | awk '{
         split($1, place, /:/)
         sub(/.*\//, "", place[1])
         if ($(NF - 1) == "U") calls[place[1] " " $NF] = 1
@@ -84,9 +84,9 @@ calls_no_companion() {
 
 # with_gpus CAPABILITIES ARGUMENTS...: flags and messages of make on a machine with such GPUs, in a copy of the tree.
 with_gpus() {
-    mkdir -p "$work/bin" "$work/tree/data" && printf '#!/bin/sh\nprintf "%s"\n' "$1" >"$work/bin/nvidia-smi" &&
+    mkdir -p "$work/bin" "$work/tree/data/scripts" && printf '#!/bin/sh\nprintf "%s"\n' "$1" >"$work/bin/nvidia-smi" &&
         chmod +x "$work/bin/nvidia-smi" && cp Makefile megatron.c megatron.h "$work/tree" &&
-        cp data/probe.sh "$work/tree/data" || return 1
+        cp data/scripts/probe.sh "$work/tree/data/scripts" || return 1
     shift
     # without the settings of the make that runs the suite
     (PATH=$work/bin:$PATH && cd "$work/tree" && unset SANITIZE WITHOUT CC OPT &&
