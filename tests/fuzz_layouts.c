@@ -19,7 +19,9 @@
  * many as there are GPUs.
  */
 #include "../data/base/file.h"
+#include "../data/options/option_table.h"
 #include "../data/options/options.h"
+#include "../data/checkpoint/run_options.h"
 #include "folder.h"
 
 #include <errno.h>

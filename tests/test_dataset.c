@@ -1,4 +1,5 @@
 /* test_dataset.c: indexed datasets, Megatron's order of samples, samplers and batches. */
+#include "data/base/file.h"
 #include "data/datasets/dataset.h"
 
 #include <jansson.h>

@@ -1,5 +1,6 @@
 /* test_experts.c: the CPU's operations of mixtures of experts against Megatron's numbers, references in float64, finite
  * differences of the references, and direct implementations of the contracts. */
+#include "../data/base/file.h"
 #include "../data/report/profile.h"
 
 #include <jansson.h>

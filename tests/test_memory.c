@@ -2,7 +2,9 @@
  * that the machine and its control groups leave. */
 #include "../data/base/file.h"
 #include "../data/base/host_memory.h"
+#include "../data/options/option_table.h"
 #include "../data/options/options.h"
+#include "../data/checkpoint/run_options.h"
 #include "../data/report/report.h"
 #include "folder.h"
 

@@ -1,7 +1,14 @@
 /* Options: command line, YAML, config.json, derivation and every class of bad input. */
 #include "../data/options/megatron_names.h"
+#include "../data/options/option_help.h"
+#include "../data/options/option_reader.h"
+#include "../data/options/option_rules.h"
 #include "../data/options/option_table.h"
+#include "../data/options/option_typed.h"
+#include "../data/options/option_warn.h"
 #include "../data/options/options.h"
+#include "../data/models/hf_config.h"
+#include "../data/checkpoint/run_options.h"
 #include "../data/report/report.h"
 
 #include <fcntl.h>

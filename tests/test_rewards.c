@@ -1,4 +1,5 @@
 /* test_rewards.c: rewards by comparing answers, by patterns, and by programs that behave and misbehave. */
+#include "data/base/file.h"
 #include "data/learn/rewards.h"
 
 #include <errno.h>

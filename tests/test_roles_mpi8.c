@@ -1,9 +1,11 @@
 /* test_roles_mpi8.c: several models on grids of their own over the same ranks, and weights that move between them in
  * memory. The reference is a model that loads the source's checkpoint. Run by mpirun on eight ranks. */
-#include "../data/checkpoint/checkpoint.h"
+#include "../data/base/watchdog.h"
+#include "../data/options/option_table.h"
 #include "../data/options/options.h"
 #include "../data/models/transfer.h"
-#include "../data/base/watchdog.h"
+#include "../data/checkpoint/checkpoint.h"
+#include "../data/checkpoint/run_options.h"
 #include "folder.h"
 
 #include <math.h>

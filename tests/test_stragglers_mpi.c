@@ -1,5 +1,8 @@
 /* --log-straggler on four ranks: operations of one rank are delayed; the report names the rank and the part. */
+#include "../data/base/file.h"
+#include "../data/options/option_table.h"
 #include "../data/options/options.h"
+#include "../data/checkpoint/run_options.h"
 #include "../data/report/profile.h"
 #include "../data/report/report.h"
 

@@ -1,9 +1,11 @@
 /* adapter.c: adapter_config.json of peft, and which matrices have adapters. */
 #include "adapter.h"
 
-#include "checkpoint_internal.h"
-#include "../run/launch.h"
+#include "../base/file.h"
+#include "../options/option_rules.h"
 #include "../options/option_table.h"
+#include "checkpoint.h"
+#include "resume.h"
 
 #include <math.h>
 #include <stdlib.h>
@@ -16,19 +18,6 @@
 
 /* Begins a target that is a pattern, as peft has it where target_modules is one text. */
 #define MT_TARGET_REGEX "regex:"
-
-bool mt_options_adapts(const mt_options *options) {
-    return options->lora_rank > 0 || options->load_adapter;
-}
-
-char **mt_options_run_folder(mt_options *options) {
-    return mt_options_adapts(options) ? &options->load_adapter : &options->load;
-}
-
-bool mt_options_falls_back(const mt_options *options) {
-    const char *folder = mt_options_adapts(options) ? options->load_adapter : options->load;
-    return folder && options->save && mt_path_same(folder, options->save);
-}
 
 /* ---- targets */
 

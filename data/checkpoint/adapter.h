@@ -9,15 +9,6 @@
 extern "C" {
 #endif
 
-/* True if the model has adapters: --lora-rank or --load-adapter. */
-bool mt_options_adapts(const mt_options *options);
-
-/* The folder that a run continues, an option's string: --load, or with adapters --load-adapter. */
-char **mt_options_run_folder(mt_options *options);
-
-/* True for a run that loads from its own --save: it continues from an older checkpoint if the last one is damaged. */
-bool mt_options_falls_back(const mt_options *options);
-
 /* Takes rank, alpha, dropout and targets of the adapter_config.json in options->load_adapter (NULL: does nothing),
  * except a dropout or targets that were given. Errors: a rank or alpha that was given and differs; a feature of peft
  * that this program does not have. */

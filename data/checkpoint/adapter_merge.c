@@ -1,8 +1,10 @@
 /* adapter_merge.c: the product of adapters is added to their matrices, and the merged model is a Hugging Face folder.
  */
+#include "../base/file.h"
+#include "../tokens/special_tokens.h"
+#include "../models/hf_config.h"
 #include "adapter.h"
-
-#include "checkpoint_internal.h"
+#include "checkpoint.h"
 
 #include <stdlib.h>
 #include <string.h>

@@ -5,7 +5,7 @@
 #ifndef MT_CHECKPOINT_H
 #define MT_CHECKPOINT_H
 
-#include "../base/safetensors.h"
+#include "../../megatron.h"
 
 #ifdef __cplusplus
 extern "C" {
@@ -102,9 +102,6 @@ void mt_hf_close(mt_hf *hf);
  * without options->overwrite, the run would start below the newest iteration there. Does nothing without
  * options->save. Every rank calls it and returns the same. */
 int mt_checkpoint_claim(const mt_options *options, const mt_group *world, mt_error *error);
-
-/* True if the run loads from its own --save: from the folder, or from a checkpoint in it. */
-bool mt_checkpoint_continues(const mt_options *options);
 
 /* Creates `folder` and checks that a checkpoint can be saved there: it can be written, has the space, and is no other
  * model's Hugging Face folder. Saving does this too; a driver calls it before training. */

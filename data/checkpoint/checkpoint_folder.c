@@ -1,5 +1,7 @@
 /* checkpoint_folder.c: which checkpoint of a folder: --save writes folders iter_NNNNNNN, and
  * latest_checkpointed_iteration.txt names the last one. */
+#include "../base/file.h"
+#include "checkpoint.h"
 #include "checkpoint_internal.h"
 
 #include <ctype.h>

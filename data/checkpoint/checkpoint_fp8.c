@@ -5,6 +5,8 @@
  *   largest                       [3]        largest number of the formats of x, w, dy
  *   layers.N.LINEAR.scale         [D, 3]     D: data-parallel ranks, 1 without --tp-only-amax-red
  *   layers.N.LINEAR.amax_history  [D, H, 3]  entry 0 is that of the next step, 0; then the oldest first */
+#include "../base/file.h"
+#include "checkpoint.h"
 #include "checkpoint_internal.h"
 
 #include <math.h>

@@ -2,10 +2,7 @@
 #ifndef MT_CHECKPOINT_INTERNAL_H
 #define MT_CHECKPOINT_INTERNAL_H
 
-#include "checkpoint.h"
-#include "../base/file.h"
-#include "../options/options.h"
-#include "../tokens/special_tokens.h"
+#include "../base/safetensors.h"
 
 enum {
     MT_TRAINER_VERSION = 2, // of trainer.json; from version 2 on a checkpoint has checksums.json

@@ -1,12 +1,19 @@
 /* checkpoint_load.c: loads checkpoints and Hugging Face folders. Each row of the parameter table says which rows of
  * which tensor it is. Invariants: every rank checks the whole folder before anything is set; a tensor that no row takes
  * is refused unless it is known to hold no weights. */
-#include "checkpoint_internal.h"
-
-#include "adapter.h"
+#include "../base/file.h"
+#include "../base/watchdog.h"
+#include "../tokens/special_tokens.h"
+#include "../options/option_agree.h"
+#include "../options/option_reader.h"
+#include "../options/option_rules.h"
 #include "../models/generate.h"
 #include "../models/transfer.h"
-#include "../base/watchdog.h"
+#include "adapter.h"
+#include "checkpoint.h"
+#include "checkpoint_internal.h"
+#include "resume.h"
+#include "run_options.h"
 
 #include <ctype.h>
 #include <errno.h>

@@ -5,10 +5,14 @@
  * during the copies. The threads call no MPI; of the device they only wait for the copies. A checkpoint is written into
  * a folder with a temporary name beside its final one, brought to the disk, and renamed. Invariant: nothing
  * half-written ever replaces something whole. */
-#include "checkpoint_internal.h"
-
-#include "adapter.h"
+#include "../base/file.h"
 #include "../base/watchdog.h"
+#include "../tokens/special_tokens.h"
+#include "../models/hf_config.h"
+#include "adapter.h"
+#include "checkpoint.h"
+#include "checkpoint_internal.h"
+#include "resume.h"
 
 #include <errno.h>
 #include <fcntl.h>
@@ -931,15 +935,6 @@ static int mt_checkpoint_check_folder(const mt_model *m, const char *folder, mt_
                         "%s: a checkpoint takes %.1f MB and the disk has %.1f MB left; free some or choose another "
                         "--save",
                         folder, bytes / 1e6, room / 1e6);
-}
-
-bool mt_checkpoint_continues(const mt_options *o) {
-    if (o->auto_resume || mt_options_falls_back(o)) return true;
-    const char *folder = o->lora_rank > 0 ? o->load_adapter : o->load;
-    char *parent = folder && o->save ? mt_path_join(folder, "..") : NULL;
-    bool continues = parent && mt_path_same(parent, o->save);
-    free(parent);
-    return continues;
 }
 
 /* The first iteration of a run that loads from its own --save; INT64_MAX: after the newest whole checkpoint. */

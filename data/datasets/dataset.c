@@ -1,6 +1,8 @@
 /* dataset.c: the splits of a run; mock data and token files. */
-#include "../options/options.h"
-#include "../report/report.h"
+#include "dataset.h"
+
+#include "../base/file.h"
+#include "../options/option_rules.h"
 #include "sft.h"
 
 #include <math.h>

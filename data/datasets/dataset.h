@@ -12,7 +12,7 @@
 #ifndef MT_DATASET_H
 #define MT_DATASET_H
 
-#include "../base/file.h"
+#include "../options/flops.h"
 
 #ifdef __cplusplus
 extern "C" {
@@ -114,12 +114,6 @@ void mt_torch_randperm(uint32_t *permutation, int64_t count, uint64_t seed);
 /* ---- datasets ---------------------------------------------------------------------------------------------------- */
 
 typedef enum mt_split { MT_SPLIT_TRAIN, MT_SPLIT_VALID, MT_SPLIT_TEST, MT_NUM_SPLITS } mt_split;
-
-/* Predicted work of forward and backward, in FLOPs: of a token, of a pair of tokens of one sample (its length squared),
- * and the time of a token's keys and values on the links of context parallelism, as the FLOPs of that time. */
-typedef struct mt_token_work {
-    double per_token, per_pair, per_exchange;
-} mt_token_work;
 
 /* The data options, named as in Megatron. Exactly one of data_path, split_data_path, mock_data and tokens_file is
  * set. */

@@ -4,6 +4,7 @@
  * overlap by one token (the last label); shuffle the samples. Sample s of the stream begins at token s * seq_length, so
  * a table of the first token of each document is enough to find it.
  */
+#include "../base/file.h"
 #include "dataset.h"
 
 #include <errno.h>

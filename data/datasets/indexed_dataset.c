@@ -1,7 +1,8 @@
 /* indexed_dataset.c: Megatron's .bin/.idx pair, read through a memory map and written atomically. For little-endian
  * hosts: the format is little-endian. */
-#include "dataset.h"
+#include "../base/file.h"
 #include "../base/watchdog.h"
+#include "dataset.h"
 
 #include <stdlib.h>
 #include <string.h>

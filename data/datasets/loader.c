@@ -2,10 +2,11 @@
  *
  * Megatron-LM, megatron/training/datasets/data_samplers.py, and _get_ltor_masks_and_position_ids in gpt_dataset.py.
  */
-#include "../options/options.h"
-#include "sft.h"
-#include "../report/timeline.h"
+#include "../base/file.h"
 #include "../base/watchdog.h"
+#include "../options/option_rules.h"
+#include "sft.h"
+#include "step_plan_print.h"
 
 #include <stdlib.h>
 #include <string.h>

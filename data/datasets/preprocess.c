@@ -4,13 +4,13 @@
  * threads tokenize. The batches are in a ring of fixed size, so memory does not grow with the input, except for the
  * index (12 bytes per document).
  */
-#include "dataset.h"
 #include "../base/file.h"
 #include "../base/hf_cache.h"
-#include "../options/options.h"
-#include "../tokens/prompts.h"
 #include "../base/text.h"
+#include "../tokens/prompts.h"
 #include "../tokens/tokenizer.h"
+#include "../options/option_table.h"
+#include "dataset.h"
 
 #include <errno.h>
 #include <fcntl.h>

@@ -1,8 +1,9 @@
 /* sft.c: JSON Lines of conversations, prompts with responses, or texts -> samples to train on. */
 #include "sft.h"
 
-#include "../tokens/chat.h"
+#include "../base/file.h"
 #include "../base/text.h"
+#include "../tokens/chat.h"
 
 #include <math.h>
 #include <stdlib.h>

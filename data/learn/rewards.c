@@ -2,7 +2,7 @@
 #include "rewards.h"
 
 #include "../base/child.h"
-#include "../run/launch.h"
+#include "../base/signals.h"
 #include "../tokens/tokenizer_internal.h"
 
 #include <ctype.h>

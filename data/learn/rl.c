@@ -10,20 +10,20 @@
  */
 #include "rl.h"
 
-#include "../checkpoint/adapter.h"
-#include "../tokens/chat.h"
 #include "../base/file.h"
-#include "../options/options.h"
-#include "../models/model_role.h"
+#include "../base/signals.h"
+#include "../tokens/chat.h"
 #include "../tokens/prompts.h"
-#include "../report/report.h"
 #include "../tokens/response.h"
-#include "../models/generate.h"
-#include "../run/launch.h"
-#include "rollouts.h"
 #include "../tokens/special_tokens.h"
-#include "stage.h"
+#include "../options/option_table.h"
+#include "../models/generate.h"
+#include "../models/model_role.h"
 #include "../models/transfer.h"
+#include "../checkpoint/resume.h"
+#include "../report/report.h"
+#include "rollouts.h"
+#include "stage.h"
 
 #include <math.h>
 #include <stdlib.h>

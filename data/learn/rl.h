@@ -3,10 +3,9 @@
 #ifndef MT_RL_H
 #define MT_RL_H
 
-#include "../checkpoint/checkpoint.h"
-#include "../datasets/dataset.h"
-#include "../report/report.h"
 #include "../tokens/tokenizer.h"
+#include "../checkpoint/checkpoint.h"
+#include "../report/report.h"
 
 #ifdef __cplusplus
 extern "C" {

@@ -2,10 +2,14 @@
  * distillation. */
 #include "stage.h"
 
-#include "../checkpoint/checkpoint.h"
 #include "../base/file.h"
+#include "../options/option_reader.h"
+#include "../options/option_rules.h"
 #include "../options/option_table.h"
+#include "../models/hf_config.h"
 #include "../models/model_role.h"
+#include "../checkpoint/checkpoint.h"
+#include "../checkpoint/run_options.h"
 #include "../report/report.h"
 
 #include <math.h>

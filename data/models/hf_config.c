@@ -2,9 +2,12 @@
  * family's file holds, with their keys, and the values that all its models share. A model belongs to a family if
  * its file, written and read again, gives the same model. A model that no family of transformers computes is written as
  * "megatron", under the names of this program's options. */
+#include "hf_config.h"
+
 #include "../base/file.h"
-#include "../options/option_table.h"
 #include "../tokens/special_tokens.h"
+#include "../options/option_rules.h"
+#include "../options/option_table.h"
 
 #include <math.h>
 #include <stdarg.h>

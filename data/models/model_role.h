@@ -3,31 +3,11 @@
 #ifndef MT_MODEL_ROLE_H
 #define MT_MODEL_ROLE_H
 
-#include "../../megatron.h"
+#include "../options/role_sizes.h"
 
 #ifdef __cplusplus
 extern "C" {
 #endif
-
-/* A layout that options name for a role. 0: not given. Then tensor and pipeline sizes are the run's; expert and context
- * sizes are the run's if all given sizes are, otherwise 1. The other ranks are data-parallel. */
-typedef struct mt_model_role_sizes {
-    int64_t tensor, pipeline, expert, context;
-    bool whole;  // weights are not sharded over data-parallel ranks
-    bool trains; // data-parallel ranks shard what the run's shard
-} mt_model_role_sizes;
-
-/* The layouts of --rollout-*, --teacher-*, --ref-*, --critic-* and --reward-*. Without one of its options, the
- * generator is the actor. */
-mt_model_role_sizes mt_model_role_sizes_of_generator(const mt_options *options);
-mt_model_role_sizes mt_model_role_sizes_of_teacher(const mt_options *options);
-mt_model_role_sizes mt_model_role_sizes_of_reference(const mt_options *options);
-mt_model_role_sizes mt_model_role_sizes_of_critic(const mt_options *options);
-mt_model_role_sizes mt_model_role_sizes_of_reward(const mt_options *options);
-
-/* Gives options the layout, if it is another than they have; returns true then. They must be derived again. A model
- * that trains keeps the sharding of its weights, gradients and optimizer. */
-bool mt_model_role_sizes_apply(mt_options *options, mt_model_role_sizes sizes);
 
 /* A role stays at its address, since `grid` may point into it. A struct of zeros is a role without a model. */
 typedef struct mt_model_role {
@@ -50,9 +30,6 @@ void mt_model_role_begin(mt_model_role *role, const char *name, const mt_options
 
 /* The trained model of a run as a role, all of it awake. The caller destroys the model. */
 void mt_model_role_lend(mt_model_role *role, const char *name, mt_model *trained);
-
-/* True if the options' reference is the base of the trained model's adapters on the trained model's layout. */
-bool mt_options_refer_to_base(const mt_options *options);
 
 /* The base of a role's adapters as another role: the same model, with its adapters switched off while it scores.
  * `adapted` says which parts rest. */

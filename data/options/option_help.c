@@ -1,4 +1,6 @@
 /* option_help.c: the option table as text: --help, the printed configuration, a man page, a bash completion. */
+#include "option_help.h"
+
 #include "../base/file.h"
 #include "megatron_names.h"
 #include "option_table.h"

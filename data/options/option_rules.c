@@ -2,6 +2,10 @@
  * arithmetic; the option table (option_table.c) has the ranges, and the options that one needs or excludes. Needs
  * megatron.c alone. Invariants: a message names both sides of a rule; mt_options_derive keeps no memory and may be
  * called again. */
+#include "option_rules.h"
+
+#include "option_rules.h"
+
 #include "options.h"
 
 #include <ctype.h>

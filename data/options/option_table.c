@@ -3,6 +3,7 @@
 
 #include "../tokens/chat.h"
 #include "../tokens/tokenizer.h"
+#include "option_rules.h"
 
 #include <errno.h>
 #include <math.h>

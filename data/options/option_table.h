@@ -149,29 +149,14 @@ char *mt_layer_freq_expand(const char *text, mt_layer_freq_rule rule, int64_t nu
 /* The letters as a value of the option, ([0]*3+[1]*58); to free. */
 char *mt_layer_freq_print(const char *layers, mt_layer_freq_rule rule);
 
-/* ---- the table as text (option_help.c) */
+/* The Levenshtein distance of two names, for "did you mean": '_' in `a` equals '-'; names are cut after 64 letters. */
+int mt_edit_distance(const char *a, size_t a_length, const char *b);
 
-/* Answers --help, --help WORD and --version on rank 0, and ends the program; returns if they are not among the
- * arguments. */
-void mt_options_help(mt_program program, int argc, char **argv);
+/* Sets every option to its default, in a struct that is not in use; frees the strings of a struct. */
+void mt_options_default(mt_options *options);
+void mt_options_free(mt_options *options);
 
-/* Prints how many keys of the file of --role set options, and the others by reason. */
-void mt_options_print_unused(const mt_options *options, FILE *file);
-
-/* ---- config.json (hf_config.c) */
-
-/* Copies the model of config.json into the options that were not given. With weights, a given value that they do not
- * have is an error. */
-int mt_options_take_shape(mt_options *options, const char *json, int64_t bytes, const char *path, bool has_weights,
-                          mt_error *error);
-
-/* Compares the model of a config.json at `path`, which `option` names, with that of the loaded weights, which the
- * options have: every option that was not given must have the same value in both, after derived sizes are filled in.
- * *head (NULL: not wanted) is that model's head. */
-int mt_options_check_shape(const mt_options *options, const char *json, int64_t bytes, const char *option,
-                           const char *path, mt_head_type *head, mt_error *error);
-
-/* Keeps the family of config.json if it computes this model, otherwise takes the first family that does. */
-void mt_options_derive_family(mt_options *options);
+/* The index of `text` among the choices "a|b|c", or -1. */
+int mt_choice_index(const char *choices, const char *text);
 
 #endif

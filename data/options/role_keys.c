@@ -2,7 +2,7 @@
  * table has a row of that name. */
 #include "role_keys.h"
 
-#include "options.h"
+#include "option_table.h"
 
 #include <stdio.h>
 #include <string.h>

@@ -2,10 +2,12 @@
  * layers that make a simulated step shorter. */
 #include "balance.h"
 
+#include "../options/option_rules.h"
 #include "../options/option_table.h"
 #include "../options/options.h"
-#include "simulate.h"
+#include "../checkpoint/run_options.h"
 #include "../report/timeline.h"
+#include "simulate.h"
 
 #include <math.h>
 #include <stdlib.h>

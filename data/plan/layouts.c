@@ -4,9 +4,11 @@
  * their memory is counted, and layouts with room are simulated, until no least time can be among the best. */
 #include "layouts.h"
 
+#include "../options/option_rules.h"
 #include "../options/option_table.h"
 #include "../options/options.h"
-#include "../report/report.h"
+#include "../checkpoint/run_options.h"
+#include "balance.h"
 
 #include <math.h>
 #include <stdlib.h>

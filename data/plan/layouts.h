@@ -2,8 +2,6 @@
 #ifndef MT_LAYOUTS_H
 #define MT_LAYOUTS_H
 
-#include "balance.h"
-#include "../options/options.h"
 #include "simulate.h"
 
 #ifdef __cplusplus

@@ -1,7 +1,8 @@
 /* planner.c: prints simulated steps, and finds the fastest layout of a model. */
 #include "planner.h"
 
-#include "../options/options.h"
+#include "../options/option_warn.h"
+#include "layouts.h"
 
 #include <math.h>
 #include <stdlib.h>

@@ -2,7 +2,7 @@
 #ifndef MT_PLANNER_H
 #define MT_PLANNER_H
 
-#include "layouts.h"
+#include "../../megatron.h"
 
 #ifdef __cplusplus
 extern "C" {

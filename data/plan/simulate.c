@@ -7,11 +7,10 @@
  * stream's clock never runs backwards; an operation starts when its stream is free and the host has enqueued it. */
 #include "simulate.h"
 
-#include "../../cuda/limits.h"
-#include "../options/options.h"
-#include "../report/report.h"
-#include "../learn/stage.h"
+#include "../options/flops.h"
+#include "../options/option_rules.h"
 #include "../report/timeline.h"
+#include "../../cuda/limits.h"
 
 #include <math.h>
 #include <stdlib.h>

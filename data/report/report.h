@@ -71,14 +71,6 @@ void mt_report_stragglers(mt_report *report, const mt_grid *grid, const mt_run_s
  * with the options as the user named them. Every rank calls it with the status of the same check. */
 void mt_report_refusal(mt_grid *grid, const mt_options *options, int status, mt_error *error);
 
-/* Floating-point operations of forward and backward over `num_sequences` (Megatron's num_floating_point_operations;
- * recomputation is not counted; with --window-size only the keys of the window are). */
-double mt_flops(const mt_options *options, int64_t num_sequences);
-
-/* The predicted work of a model's tokens: the linear and the quadratic term of mt_flops, and the FLOPs that
- * an H200 computes while it receives a token's keys and values, forward and backward, over NVLink. */
-mt_token_work mt_token_work_of(const mt_options *options);
-
 /* Prints a line on rank 0. */
 void mt_report_line(const mt_report *report, const char *format, ...) __attribute__((format(printf, 2, 3)));
 

@@ -2,7 +2,7 @@
 #ifndef MT_TIMELINE_H
 #define MT_TIMELINE_H
 
-#include "../datasets/sft.h"
+#include "../../megatron.h"
 
 #ifdef __cplusplus
 extern "C" {
@@ -42,11 +42,6 @@ void mt_timeline_free(mt_timeline *timeline);
  * forward and each part of a backward take one unit), peak live micro-batches and bubble. Draws the schedule into the
  * option's SVG file unless that is "-". An unwritable file is an error. */
 int mt_schedule_print(const mt_options *options, FILE *file, mt_error *error);
-
-/* --print-schedule with --dynamic-context-parallel: prints the blocks of ranks of a step, one row per rank and time
- * from left to right. Draws the step into an SVG file, unless `path` is "-": a box for each sample, as high as its
- * ranks. */
-int mt_step_plan_print(const mt_step_plan *plan, bool meets, const char *path, FILE *file, mt_error *error);
 
 /* Draws a timeline as SVG elements with its corner at (x, y) and `unit` pixels per unit of time: one row per rank, with
  * the rank on the left and its peak of live micro-batches on the right. */

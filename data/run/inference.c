@@ -3,10 +3,16 @@
 
 #include "../base/file.h"
 #include "../base/host_memory.h"
-#include "launch.h"
-#include "../report/report.h"
-#include "../tokens/special_tokens.h"
 #include "../base/watchdog.h"
+#include "../tokens/prompts.h"
+#include "../tokens/special_tokens.h"
+#include "../options/option_agree.h"
+#include "../options/option_help.h"
+#include "../options/option_table.h"
+#include "../checkpoint/checkpoint.h"
+#include "../checkpoint/run_options.h"
+#include "../report/report.h"
+#include "launch.h"
 
 #include <errno.h>
 #include <poll.h>

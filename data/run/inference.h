@@ -4,13 +4,9 @@
 #define MT_INFERENCE_H
 
 #include "../tokens/chat.h"
-#include "../checkpoint/checkpoint.h"
-#include "../options/options.h"
-#include "../tokens/prompts.h"
 #include "../tokens/response.h"
-#include "../models/generate.h"
-#include "../datasets/sft.h"
 #include "../tokens/tokenizer.h"
+#include "../datasets/sft.h"
 
 #ifdef __cplusplus
 extern "C" {

@@ -28,18 +28,9 @@ void mt_launch_answer_environment(FILE *file);
  * the error of that number if none can. */
 int mt_launch_print(mt_options *options, FILE *file, mt_error *error);
 
-/* Seconds from a SIGTERM or SIGINT to Open MPI's mpirun until it kills its ranks; INFINITY if another launcher, or
- * none, started this process. A setting in mpirun's parameter files is not seen. */
-double mt_launch_grace(void);
-
 /* A paragraph on that for a run with --save under mpirun, unless --exit-signal already is a signal that mpirun passes
  * on without killing. */
 void mt_launch_print_grace(const mt_options *options, FILE *file);
-
-/* Catches SIGTERM, SIGINT, SIGUSR1, SIGUSR2 and, unless nohup ignores it, SIGHUP from here on; before options are
- * parsed, so that none is lost. The second SIGTERM, SIGINT or SIGHUP, in any pair, ends the program at once; two within
- * a quarter of a second count as one. SIGXFSZ is ignored. */
-void mt_signals_hold(void);
 
 /* Once options are parsed: SIGTERM, SIGINT, SIGHUP and --exit-signal request a stop, under mpirun also SIGUSR1 if
  * --exit-signal is absent. All other signals have their default effect again, also one that has come already. So have
@@ -49,9 +40,6 @@ void mt_signals_select(const mt_options *options);
 /* For the line that the first signal writes on standard error of rank 0: the iteration of the last checkpoint, -1: none
  * yet. */
 void mt_signals_set_saved(const mt_options *options, int64_t iteration);
-
-/* True after a signal that requests a stop. */
-bool mt_stop_requested(void);
 
 #ifdef __cplusplus
 }

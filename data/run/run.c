@@ -1,16 +1,26 @@
 /* run.c: start, checkpoints and end of a run of train. */
 #include "run.h"
 
-#include "../checkpoint/adapter.h"
 #include "../base/file.h"
 #include "../base/host_memory.h"
-#include "launch.h"
-#include "../plan/layouts.h"
-#include "../plan/planner.h"
+#include "../base/signals.h"
+#include "../base/watchdog.h"
+#include "../options/option_agree.h"
+#include "../options/option_help.h"
+#include "../options/option_rules.h"
+#include "../options/option_table.h"
+#include "../options/option_typed.h"
+#include "../options/option_warn.h"
+#include "../checkpoint/adapter.h"
+#include "../checkpoint/resume.h"
+#include "../checkpoint/run_options.h"
 #include "../report/profile.h"
 #include "../report/timeline.h"
 #include "../report/trace.h"
-#include "../base/watchdog.h"
+#include "../plan/balance.h"
+#include "../plan/layouts.h"
+#include "../plan/planner.h"
+#include "launch.h"
 
 #include <stdlib.h>
 #include <string.h>

@@ -2,13 +2,12 @@
 #ifndef MT_RUN_H
 #define MT_RUN_H
 
-#include "../checkpoint/checkpoint.h"
+#include "../tokens/tokenizer.h"
 #include "../datasets/dataset.h"
-#include "../options/options.h"
+#include "../checkpoint/checkpoint.h"
 #include "../report/report.h"
 #include "../learn/rl.h"
 #include "../learn/stage.h"
-#include "../tokens/tokenizer.h"
 
 #ifdef __cplusplus
 extern "C" {

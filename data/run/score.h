@@ -2,7 +2,7 @@
 #ifndef MT_SCORE_H
 #define MT_SCORE_H
 
-#include "../datasets/sft.h"
+#include "../tokens/tokenizer.h"
 
 #ifdef __cplusplus
 extern "C" {

@@ -2,6 +2,7 @@
 #ifndef MT_CHAT_H
 #define MT_CHAT_H
 
+#include "../base/file.h"
 #include "tokenizer.h"
 
 #include <jansson.h>

@@ -2,7 +2,7 @@
 #ifndef MT_JINJA_H
 #define MT_JINJA_H
 
-#include "../../megatron.h"
+#include "../base/file.h"
 
 #include <jansson.h>
 

@@ -4,7 +4,7 @@
 #ifndef MT_SPECIAL_TOKENS_H
 #define MT_SPECIAL_TOKENS_H
 
-#include "../../megatron.h"
+#include "../base/file.h"
 
 #include <jansson.h>
 

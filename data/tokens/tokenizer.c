@@ -1,7 +1,8 @@
 /* tokenizer.c: opens, saves and closes tokenizers, and decodes ids to text. */
-#include "tokenizer_internal.h"
+#include "tokenizer.h"
 
 #include "../base/file.h"
+#include "tokenizer_internal.h"
 
 #include <stdlib.h>
 #include <string.h>
