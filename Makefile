@@ -61,8 +61,8 @@ endif
 
 # ---- Sources ---------------------------------------------------------------------------------------------------------
 
-MAINS := $(wildcard train.c infer.c data/preprocess.c)
-LIBRARY := $(filter-out $(MAINS),megatron.c $(wildcard data/*.c))
+MAINS := $(wildcard train.c infer.c data/datasets/preprocess.c)
+LIBRARY := $(filter-out $(MAINS),megatron.c $(wildcard data/*/*.c))
 ALL_SUITES := $(sort $(patsubst tests/test_%,%,$(basename $(wildcard tests/test_*.c tests/test_*.sh))))
 SLOW_SUITES := $(shell sed -n 's/^\([a-z0-9_]*\) .*/\1/p' tests/slow_suites 2>/dev/null)
 SUITES ?= $(filter-out $(SLOW_SUITES),$(ALL_SUITES))
@@ -70,7 +70,8 @@ TESTS = $(if $(HAVE_CMOCKA),$(filter-out $(if $(HAVE_MPI),,%_mpi.c %_mpi8.c),$(w
 BENCHES := $(wildcard tests/bench_*.c)
 FUZZERS := $(if $(TARGET),tests/fuzz_$(TARGET).c,$(filter-out %/fuzz_layouts.c,$(wildcard tests/fuzz_*.c)))
 
-PROGRAMS := $(MAINS:%.c=$(BIN)%)
+PROGRAM_NAMES := $(patsubst data/datasets/%,data/%,$(MAINS:%.c=%))
+PROGRAMS := $(PROGRAM_NAMES:%=$(BIN)%)
 TEST_PROGRAMS = $(TESTS:%.c=$(B)/%)
 BENCH_PROGRAMS := $(BENCHES:%.c=$(B)/%)
 FUZZ_PROGRAMS := $(FUZZERS:%.c=$(B)/%)
@@ -107,7 +108,7 @@ $(filter-out $(firstword $(MAKECMDGOALS)),$(MAKECMDGOALS)): $(firstword $(MAKECM
 	@:
 else
 
-# ---- What the machine has (data/probe.sh), unless nothing is compiled ------------------------------------------------
+# ---- What the machine has (data/scripts/probe.sh), unless nothing is compiled ----------------------------------------
 
 COMPILES := $(filter-out help notes puzzle clean deps deps-dev lint sizes format format-check plot probe fuzz \
 	test-all test-slow uninstall,$(or $(MAKECMDGOALS),all))
@@ -158,8 +159,8 @@ $(B)/compiler: FORCE
 	+@mkdir -p $(@D); $(CC) --version 2>&1 | head -n 1 >$@.new; cmp -s $@.new $@ && rm $@.new || mv $@.new $@
 $(B)/flags: FORCE
 	+@mkdir -p $(@D); echo '$(ALL_FLAGS)' >$@.new; cmp -s $@.new $@ && rm $@.new || mv $@.new $@
-$(B)/config.mk: Makefile data/probe.sh $(B)/compiler
-	@CC='$(CC)' WITHOUT='$(WITHOUT)' CUDA_ARCH='$(CUDA_ARCH)' data/probe.sh $@
+$(B)/config.mk: Makefile data/scripts/probe.sh $(B)/compiler
+	@CC='$(CC)' WITHOUT='$(WITHOUT)' CUDA_ARCH='$(CUDA_ARCH)' data/scripts/probe.sh $@
 
 # A line for each file that is built: "[3/25] CC train.c". A dry run counts them first.
 ifeq ($(V)$(COUNTING),)
@@ -180,7 +181,9 @@ define link_program
 $(Q)$(CC) $(filter %.o,$^) -o $@ $1 $(ALL_LIBS)
 endef
 
-$(PROGRAMS): $(BIN)%: $(B)/%.o $(OBJECTS) $(B)/flags
+$(filter-out $(BIN)data/%,$(PROGRAMS)): $(BIN)%: $(B)/%.o $(OBJECTS) $(B)/flags
+	$(call link_program)
+$(filter $(BIN)data/%,$(PROGRAMS)): $(BIN)data/%: $(B)/data/datasets/%.o $(OBJECTS) $(B)/flags
 	$(call link_program)
 $(TEST_PROGRAMS): %: %.o $(OBJECTS) $(B)/flags
 	$(call link_program,$(CMOCKA_LIBS))
@@ -201,10 +204,10 @@ $(B)/%.o: %.c $(B)/flags
 	@mkdir -p $(@D); $(call progress,CC $<)
 	$(Q)$(CC) $(ALL_CFLAGS) $(if $(filter tests/%,$<),$(CMOCKA_CFLAGS)) -MMD -MP -c $< -o $@
 # The program in Python that renders chat templates, as a text of C.
-$(B)/data/jinja_program.h: data/jinja.py $(B)/flags
+$(B)/data/tokens/jinja_program.h: data/tokens/jinja.py $(B)/flags
 	@mkdir -p $(@D)
 	@sed 's/\\/\\\\/g; s/"/\\"/g; s/.*/"&\\n"/' $< >$@
-$(B)/data/jinja.o $(B)/pic/data/jinja.o: $(B)/data/jinja_program.h
+$(B)/data/tokens/jinja.o $(B)/pic/data/tokens/jinja.o: $(B)/data/tokens/jinja_program.h
 $(B)/%.cu.o: %.cu $(B)/flags
 	@mkdir -p $(@D); $(call progress,NVCC $<)
 	$(Q)$(NVCC) $(ALL_NVCCFLAGS) -MMD -MP -MF $(@:.o=.d) -c $< -o $@
@@ -218,7 +221,8 @@ VERSION = $(shell sed -n 's/^\#define MT_VERSION *"\(.*\)"/\1/p' megatron.h)
 SONAME = libmegatron.so.$(firstword $(subst ., ,$(VERSION)))
 LIBRARY_OBJECTS := $(patsubst $(B)/%.o,$(B)/pic/%.o,$(filter-out %.cu.o,$(OBJECTS))) $(filter %.cu.o,$(OBJECTS))
 LIBRARIES_BUILT := $(B)/libmegatron.a $(B)/libmegatron.so
-HEADERS := megatron.h $(filter-out %_internal.h,$(wildcard data/*.h))
+HEADERS := megatron.h $(filter-out %_internal.h,$(wildcard data/*/*.h))
+HEADER_FOLDERS := $(sort $(dir $(filter data/%,$(HEADERS))))
 
 library: $(LIBRARIES_BUILT)
 $(B)/libmegatron.a: $(LIBRARY_OBJECTS)
@@ -253,7 +257,7 @@ Libs.private: $(strip $(ALL_LIBS))
 endef
 export PC_FILE
 
-# The programs print their own man page and completion (data/option_help.c).
+# The programs print their own man page and completion (data/options/option_help.c).
 MANUALS := $(addprefix $(B)/megatron-,train.1 infer.1 train.bash infer.bash)
 manual: $(MANUALS)
 $(B)/megatron-%.1: $(BIN)%
@@ -264,14 +268,14 @@ $(B)/megatron-%.bash: $(BIN)%
 	$(Q)$(if $(BIN),,./)$< --help bash-completion >$@
 
 install: all library manual
-	install -d $(addprefix $(DESTDIR),$(BINDIR) $(LIBDIR)/pkgconfig $(INCLUDEDIR)/data $(MANDIR) $(COMPLETIONDIR) \
-		$(MACHINEDIR))
+	install -d $(addprefix $(DESTDIR),$(BINDIR) $(LIBDIR)/pkgconfig $(MANDIR) $(COMPLETIONDIR) $(MACHINEDIR) \
+		$(HEADER_FOLDERS:%=$(INCLUDEDIR)/%))
 	install -m 644 data/machines/*.json $(DESTDIR)$(MACHINEDIR)
 	install -m 644 $(filter %.1,$(MANUALS)) $(DESTDIR)$(MANDIR)
 	$(foreach p,train infer,install -m 644 $(B)/megatron-$p.bash $(DESTDIR)$(COMPLETIONDIR)/megatron-$p &&) :
 	$(foreach p,$(PROGRAMS),install $p $(DESTDIR)$(BINDIR)/megatron-$(notdir $p) &&) :
 	install -m 644 megatron.h $(DESTDIR)$(INCLUDEDIR)
-	install -m 644 $(filter data/%,$(HEADERS)) $(DESTDIR)$(INCLUDEDIR)/data
+	$(foreach d,$(HEADER_FOLDERS),install -m 644 $(filter $d%,$(HEADERS)) $(DESTDIR)$(INCLUDEDIR)/$d &&) :
 	install -m 644 $(B)/libmegatron.a $(DESTDIR)$(LIBDIR)
 	install $(B)/libmegatron.so $(DESTDIR)$(LIBDIR)/libmegatron.so.$(VERSION)
 	ln -sf libmegatron.so.$(VERSION) $(DESTDIR)$(LIBDIR)/$(SONAME)
@@ -282,12 +286,12 @@ install: all library manual
 		echo "programs find $(SONAME) after: sudo ldconfig $(LIBDIR)   or with LD_LIBRARY_PATH=$(LIBDIR)"
 
 uninstall:
-	rm -f $(foreach p,$(MAINS:%.c=%),$(DESTDIR)$(BINDIR)/megatron-$(notdir $p))
+	rm -f $(foreach p,$(PROGRAM_NAMES),$(DESTDIR)$(BINDIR)/megatron-$(notdir $p))
 	rm -f $(foreach p,train infer,$(DESTDIR)$(MANDIR)/megatron-$p.1 $(DESTDIR)$(COMPLETIONDIR)/megatron-$p)
 	rm -f $(DESTDIR)$(LIBDIR)/libmegatron.* $(DESTDIR)$(LIBDIR)/pkgconfig/megatron.pc
 	rm -rf $(DESTDIR)$(MACHINEDIR)
 	rm -rf $(DESTDIR)$(INCLUDEDIR)
--include $(wildcard $(B)/*.d $(B)/*/*.d $(B)/*/*/*.d)
+-include $(wildcard $(B)/*.d $(B)/*/*.d $(B)/*/*/*.d $(B)/*/*/*/*.d)
 
 # ---- Tests, benchmarks, demo -----------------------------------------------------------------------------------------
 
@@ -370,18 +374,18 @@ notes:
 CORES := $(shell nproc 2>/dev/null || sysctl -n hw.ncpu 2>/dev/null)
 DEMO_RANKS = $(or $(RANKS),$(if $(HAVE_MPI),$(if $(filter-out 1 2 3,$(CORES)),4,$(if $(filter 1,$(CORES)),1,2)),1))
 demo: all
-	@MT_BIN='$(or $(BIN:%/=%),.)' DEMO_RANKS='$(DEMO_RANKS)' data/demo.sh
+	@MT_BIN='$(or $(BIN:%/=%),.)' DEMO_RANKS='$(DEMO_RANKS)' data/scripts/demo.sh
 
 demo-rl: all
 	@MT_BIN='$(or $(BIN:%/=%),.)' DEMO_RANKS='$(or $(RANKS),$(if $(filter cuda,$(DEVICE)),1,$(DEMO_RANKS)))' \
-		DEMO_MODEL='$(MODEL)' DEMO_DEVICE='$(or $(DEVICE),cpu)' data/demo-rl.sh
+		DEMO_MODEL='$(MODEL)' DEMO_DEVICE='$(or $(DEVICE),cpu)' data/scripts/demo-rl.sh
 
 plot:
-	@data/plot.sh "$$RUN" $${OUT:+"$$OUT"}
+	@data/scripts/plot.sh "$$RUN" $${OUT:+"$$OUT"}
 
 trace: all
 	@MT_BIN='$(or $(BIN:%/=%),.)' RANKS='$(if $(HAVE_MPI),$(or $(RANKS),4),1)' OPTIONS='$(OPTIONS)' \
-		data/trace.sh '$(or $(OUT),build/trace.html)' $(TRACE)
+		data/scripts/trace.sh '$(or $(OUT),build/trace.html)' $(TRACE)
 
 FUZZ_SECONDS ?= 600
 fuzz:
@@ -400,7 +404,7 @@ fuzz-layouts: all $(FUZZ_LAYOUTS)
 
 # ---- Lint, format, help ----------------------------------------------------------------------------------------------
 
-FORMATTED = $(wildcard *.c *.h data/*.c data/*.h tests/*.c tests/*.h notes/*.c notes/examples/*.c* cuda/*.cu \
+FORMATTED = $(wildcard *.c *.h data/*/*.c data/*/*.h tests/*.c tests/*.h notes/*.c notes/examples/*.c* cuda/*.cu \
 	cuda/*.cuh cuda/*.h)
 CLANG_FORMAT ?= clang-format
 

@@ -1,11 +1,13 @@
 /* infer.c: continues texts with a trained model, or scores given tokens. Options: ./infer --help. How a token is
- * generated is in megatron.c §16; what a run opens, and where its prompts come from: data/inference.c. Several ranks
- * hold the model together and do the same; rank 0 reads and prints. */
-#include "data/adapter.h"
-#include "data/file.h"
-#include "data/inference.h"
-#include "data/report.h"
-#include "data/score.h"
+ * generated is in megatron.c §16; what a run opens, and where its prompts come from: data/run/inference.c. Several
+ * ranks hold the model together and do the same; rank 0 reads and prints. */
+#include "data/base/file.h"
+#include "data/tokens/prompts.h"
+#include "data/models/generate.h"
+#include "data/checkpoint/adapter.h"
+#include "data/report/report.h"
+#include "data/run/inference.h"
+#include "data/run/score.h"
 
 #include <stdlib.h>
 #include <string.h>

@@ -250,9 +250,9 @@ uint64_t mt_random_key(uint64_t seed, uint64_t purpose, uint64_t index) {
 }
 
 /* ==== §2 options ================================================================================================== */
-/* One flat struct describes a run. data/options.c reads and writes it as text (command line, YAML, config.json,
- * --help), and data/option_rules.c derives the values that were left open and checks the rules between values. This
- * section has the questions that layers ask about the struct, and the limits of backends. */
+/* One flat struct describes a run. data/options/options.c reads and writes it as text (command line, YAML, config.json,
+ * --help), and data/options/option_rules.c derives the values that were left open and checks the rules between values.
+ * This section has the questions that layers ask about the struct, and the limits of backends. */
 
 _Static_assert(offsetof(mt_options, given) <= 8 * sizeof((mt_options *)0)->given, "a bit of given for every byte");
 
@@ -830,7 +830,7 @@ static void mt_matmul_prepare(void) {
 
 #ifdef MT_HAVE_DNNL
 /* oneDNN 2.6 keeps values of a product below the stack pointer. A signal that interrupts it would overwrite them,
- * unless its handler has a stack of its own. The main thread's handlers have (data/launch.c); other threads take no
+ * unless its handler has a stack of its own. The main thread's handlers have (data/run/launch.c); other threads take no
  * signals but those of faults. */
 static void mt_shelter_from_signals(void) {
     static _Thread_local bool sheltered;
@@ -10726,7 +10726,7 @@ static mt_update_args mt_bucket_update(const mt_model *m, const mt_bucket *b, in
 enum { MT_HOST_PIECE = 1 << 22 }; // elements
 
 typedef struct mt_host_task {
-    mt_update_args args; // in a slot and in host memory; first, for data/simulate.c
+    mt_update_args args; // in a slot and in host memory; first, for data/plan/simulate.c
     mt_update update;
     mt_update_operation *step; // of the CPU
     void *param;               // on the device

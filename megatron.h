@@ -26,9 +26,9 @@
  *   MT_HAVE_SM90A     kernels with wgmma and TMA. nvcc compiles for sm_90a.
  *
  * and in data/, whose files need -D_GNU_SOURCE and jansson:
- *   MT_HAVE_YAML      --config FILE.yaml (data/options.c). Link -lyaml.
- *   MT_HAVE_PCRE2     tokenizers that split text by a pattern (data/tokenizer_encode.c). Link -lpcre2-8.
- *   MT_HAVE_UTF8PROC  tokenizers with a Unicode normal form (data/tokenizer_encode.c). Link -lutf8proc.
+ *   MT_HAVE_YAML      --config FILE.yaml (data/options/options.c). Link -lyaml.
+ *   MT_HAVE_PCRE2     tokenizers that split text by a pattern (data/tokens/tokenizer_encode.c). Link -lpcre2-8.
+ *   MT_HAVE_UTF8PROC  tokenizers with a Unicode normal form (data/tokens/tokenizer_encode.c). Link -lutf8proc.
  */
 #ifndef MEGATRON_H
 #define MEGATRON_H
@@ -200,7 +200,7 @@ typedef struct mt_ints {
     int64_t count, items[MT_MAX_INTS];
 } mt_ints;
 
-/* Choices: an enum's values stand in the order of the choices in the option's row (data/option_table.c). */
+/* Choices: an enum's values stand in the order of the choices in the option's row (data/options/option_table.c). */
 typedef enum mt_normalization { MT_LAYERNORM, MT_RMSNORM } mt_normalization;
 typedef enum mt_position_embedding {
     MT_POSITION_LEARNED_ABSOLUTE,
@@ -423,7 +423,7 @@ typedef enum mt_preference_variant {
     MT_PREFERENCE_IPO,     // (h - 1 / (2 beta))^2 (2310.12036)
     MT_PREFERENCE_HINGE,   // max(0, 1 - beta h) (SLiC-HF, 2305.10425)
 } mt_preference_variant;
-/* Estimators of advantages: see data/advantages.h. */
+/* Estimators of advantages: see data/learn/advantages.h. */
 typedef enum mt_adv_estimator {
     MT_ADV_GAE,                 // arXiv 1506.02438; with a critic
     MT_ADV_GRPO,                // score - the group's mean, also divided by its deviation (2402.03300)
@@ -440,7 +440,7 @@ typedef enum mt_divergence_type {
     MT_SKEWED_REVERSE_KL, // KL(p | lambda p + (1 - lambda) q)
     MT_JS_DIVERGENCE,     // (KL(q | m) + KL(p | m)) / 2 with m = (p + q) / 2
 } mt_divergence_type;
-/* Rewards of responses: see data/rewards.h; MODEL: by a reward model. */
+/* Rewards of responses: see data/learn/rewards.h; MODEL: by a reward model. */
 typedef enum mt_reward_kind {
     MT_REWARD_EXACT,   // 1 if the response is the answer, apart from white space around them; else 0
     MT_REWARD_NUMBER,  // 1 if the response's number is the answer's; else 0
@@ -476,8 +476,8 @@ typedef enum mt_activation { MT_ACTIVATIONS(MT_ACTIVATION_NAME) MT_NUM_ACTIVATIO
 
 /* Families of Hugging Face transformers, one row each: "model_type" of config.json, its class, and of its tensors the
  * column of names in the parameter table, the prefix of a layer's names, and true if a layer's matrices are stored
- * [in, out]; data/hf_config.c has the keys of config.json. A model belongs to the first family whose file can hold it;
- * MEGATRON, for which transformers has no class, holds every model. */
+ * [in, out]; data/models/hf_config.c has the keys of config.json. A model belongs to the first family whose file can
+ * hold it; MEGATRON, for which transformers has no class, holds every model. */
 #define MT_HF_FAMILIES(X)                                                                                              \
     X(GPT2, "gpt2", "GPT2LMHeadModel", GPT2, "transformer.h.", true)                                                   \
     X(LLAMA, "llama", "LlamaForCausalLM", LLAMA, "model.layers.", false)                                               \
@@ -509,9 +509,9 @@ typedef enum mt_head_type {
     MT_HEAD_TOKEN     // of every token: *ForTokenClassification, a critic
 } mt_head_type;
 
-/* Every option by its Megatron name, with underscores. data/option_table.c has each one's default, range and help. A
- * number 0 and a string NULL mean "not given"; mt_options_finish (data/options.h) derives such values and checks all
- * rules. The struct owns its strings and lists; everything else is plain values, about 2 KB. */
+/* Every option by its Megatron name, with underscores. data/options/option_table.c has each one's default, range and
+ * help. A number 0 and a string NULL mean "not given"; mt_options_finish (data/options/options.h) derives such values
+ * and checks all rules. The struct owns its strings and lists; everything else is plain values, about 2 KB. */
 typedef struct mt_options {
     /* model */
     int64_t num_layers, hidden_size, ffn_hidden_size, num_attention_heads, num_query_groups, kv_channels;
@@ -609,7 +609,7 @@ typedef struct mt_options {
     mt_schedule_kind pipeline_schedule;
     char *print_schedule; // an SVG file, or "-": print only
     int64_t print_launch; // of so many ranks at most: print only
-    bool plan, explain;   // print only; see data/planner.h
+    bool plan, explain;   // print only; see data/plan/planner.h
     int64_t gpus, gpus_per_host, explain_rank;
     char *gpu; // the name of a machine, or its file
     bool use_distributed_optimizer, overlap_grad_reduce, overlap_param_gather;
@@ -811,8 +811,8 @@ int64_t mt_options_common_window(const mt_options *options);
  *
  * A backend implements the operations below. The CPU's, in plain C, defines each result; the GPU's is in cuda/. Each
  * family of operations is a list of rows. The list generates everything that exists once per operation: the type
- * mt_NAME_fn, the entry of the table mt_ops, a backend's prototypes, and the timed copies of data/profile.c. A row has
- * one of two forms:
+ * mt_NAME_fn, the entry of the table mt_ops, a backend's prototypes, and the timed copies of data/report/profile.c. A
+ * row has one of two forms:
  *
  *   OP(name, result, parameters...)             is not timed
  *   OP(name, work, (arguments), parameters...)  enqueues work on the stream, and is timed; returns nothing
@@ -1982,7 +1982,7 @@ typedef struct mt_ops {
 #define MT_OPERATION_FIELD(name, ...) mt_##name##_fn *name;
     MT_ALL_OPERATIONS(MT_OPERATION_FIELD)
 #undef MT_OPERATION_FIELD
-    mt_phase_begin_fn *phase_begin; // both NULL unless a profile records the step (data/profile.h)
+    mt_phase_begin_fn *phase_begin; // both NULL unless a profile records the step (data/report/profile.h)
     mt_phase_end_fn *phase_end;
 } mt_ops;
 
@@ -2098,7 +2098,7 @@ void mt_grid_start(mt_grid *grid, int *argc, char ***argv);
  *     mt_grid actor = mt_grid_new(&job), generator = mt_grid_new(&job);
  *     mt_grid_build(&actor, &actor_options, &error), mt_grid_build(&generator, &generator_options, &error);
  *     const mt_ops *ops = mt_backend_open(device, &actor, &error); // and for the generator's grid
- *     ... models; mt_transfer_run of data/transfer.h moves weights between them
+ *     ... models; mt_transfer_run of data/models/transfer.h moves weights between them
  *     mt_grid_clear(&generator), mt_grid_clear(&actor), mt_grid_stop(&job);
  *
  * All ranks work on the models in the same order. On GPUs, groups with the same members share a communicator. The
@@ -2141,8 +2141,8 @@ int mt_agree(const mt_group *world, bool failed, mt_error *error);
 void mt_send(const mt_group *group, const void *buffer, int64_t bytes, int to);
 void mt_receive(const mt_group *group, void *buffer, int64_t bytes, int from);
 
-/* The calls that a watchdog receives; mt_watch is NULL by default. mt_watch_start of data/watchdog.h sets it: a program
- * without that companion has no watchdog, and waits for a rank that hangs until it is ended from outside. */
+/* The calls that a watchdog receives; mt_watch is NULL by default. mt_watch_start of data/base/watchdog.h sets it: a
+ * program without that companion has no watchdog, and waits for a rank that hangs until it is ended from outside. */
 typedef struct mt_watch_hooks {
     void (*start)(const mt_options *options, int rank); // mt_grid_build made the groups of several ranks
     void (*stop)(bool built); // mt_grid_clear; built: of such a grid. false: also mt_grid_build for one rank
@@ -2993,9 +2993,9 @@ typedef struct mt_schedule {
  * gradients `rank` micro-batches late, where they fill idle time. Forward-only: evaluation. */
 int64_t mt_schedule_actions(mt_action *actions, const mt_schedule *schedule, int64_t rank);
 
-/* Fills stages[chunk * pp + rank] from finished options, whose layers data/option_rules.c has checked: equal stages;
- * first and last stages of other sizes; equal stages with the embedding and the loss counted as layers; or the stages
- * of pipeline_letters. */
+/* Fills stages[chunk * pp + rank] from finished options, whose layers data/options/option_rules.c has checked: equal
+ * stages; first and last stages of other sizes; equal stages with the embedding and the loss counted as layers; or the
+ * stages of pipeline_letters. */
 void mt_pipeline_layout_build(mt_stage *stages, const mt_options *options);
 
 /* Number of virtual stages in the letters of a layout. */
@@ -3163,8 +3163,8 @@ int64_t mt_score_logits(mt_model *model, int64_t t, float *logits);
  * it may follow in one of the next two calls, or in mt_train_finish: stop    an error. skip    a warning; an error
  * after more than options->max_bad_steps_in_a_row bad steps in succession. rewind  mt_train_step returns MT_REWIND, and
  * the device is idle. The caller restores parameters, optimizer and `state` from a checkpoint and calls
- * mt_train_rewound; mt_checkpoint_rewind (data/checkpoint.h) does both. Until then every call returns MT_REWIND.
- * Afterwards, bad steps up to this iteration are skipped.
+ * mt_train_rewound; mt_checkpoint_rewind (data/checkpoint/checkpoint.h) does both. Until then every call returns
+ * MT_REWIND. Afterwards, bad steps up to this iteration are skipped.
  *
  * A step whose tokens are all masked makes no update either. It is not bad: a warning reports it, at once or in the
  * same later calls.

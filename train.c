@@ -1,11 +1,13 @@
 /* train.c: trains a GPT-family model. Options: ./train --help. A step: mt_train_step in megatron.c §14; what a run
- * opens, saves and closes: data/run.c. */
-#include "data/checkpoint.h"
-#include "data/launch.h"
-#include "data/profile.h"
-#include "data/run.h"
-#include "data/trace.h"
-#include "data/watchdog.h"
+ * opens, saves and closes: data/run/run.c. */
+#include "data/base/signals.h"
+#include "data/base/watchdog.h"
+#include "data/options/option_rules.h"
+#include "data/checkpoint/checkpoint.h"
+#include "data/report/profile.h"
+#include "data/report/trace.h"
+#include "data/run/launch.h"
+#include "data/run/run.h"
 
 #include <math.h>
 

@@ -1,5 +1,5 @@
 /* limits.h: the limits of the CUDA backend's table, which its kernels' shared memory and registers set. Plain C: a
- * simulated GPU has them too (data/simulate.c). */
+ * simulated GPU has them too (data/plan/simulate.c). */
 #ifndef MT_CUDA_LIMITS_H
 #define MT_CUDA_LIMITS_H
 

@@ -6,14 +6,18 @@
  * calls: a mask is computed by attention, a bucket by the parameter table, a schedule is the list that the training
  * step runs. Such a picture is wrong only if the program is wrong. Curves of costs draw the formulas of their chapter.
  */
-#include "../data/dataset.h"
-#include "../data/file.h"
-#include "../data/layouts.h"
-#include "../data/options.h"
-#include "../data/report.h"
-#include "../data/simulate.h"
-#include "../data/sft.h"
-#include "../data/timeline.h"
+#include "../data/base/file.h"
+#include "../data/options/option_rules.h"
+#include "../data/options/option_table.h"
+#include "../data/options/options.h"
+#include "../data/datasets/dataset.h"
+#include "../data/datasets/sft.h"
+#include "../data/checkpoint/run_options.h"
+#include "../data/report/report.h"
+#include "../data/report/timeline.h"
+#include "../data/plan/balance.h"
+#include "../data/plan/layouts.h"
+#include "../data/plan/simulate.h"
 #include "../megatron.h"
 
 #include <math.h>

@@ -1,12 +1,12 @@
-/* bench_calibrate.c: measures the numbers of a machine's file (data/machine.h) and writes the file.
+/* bench_calibrate.c: measures the numbers of a machine's file (data/plan/machine.h) and writes the file.
  *
  *   usage: bench_calibrate BASE.json OUT.json              one GPU: products, attention, copies
  *          mpirun -np N bench_calibrate BASE.json OUT.json  and the links between N GPUs of a host
  *
  * The name and numbers that are not measured here, such as the peak rate, are those of BASE.json. Each is measured for
  * some seconds, so that a GPU that throttles in training does so here. */
-#include "../data/file.h"
-#include "../data/machine.h"
+#include "../data/base/file.h"
+#include "../data/plan/machine.h"
 
 #include <math.h>
 #include <stdlib.h>

@@ -10,8 +10,11 @@
  * Shown are medians, with the fastest and slowest round and the time of all processors (user and system). Writes end
  * with fsync, for dd as for a save. Before reads the file's pages leave the cache, for dd as for a load. dd runs
  * through the page cache and past it (oflag=direct, iflag=direct); the comparison is with its better median. */
-#include "../data/checkpoint.h"
-#include "../data/options.h"
+#include "../data/options/option_rules.h"
+#include "../data/options/option_table.h"
+#include "../data/options/options.h"
+#include "../data/checkpoint/checkpoint.h"
+#include "../data/checkpoint/run_options.h"
 
 #include <dirent.h>
 #include <fcntl.h>

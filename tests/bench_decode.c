@@ -8,9 +8,12 @@
  * TEXTS, PROMPT and NEW: only so many texts at once with prompts and new tokens of this number, by three ways of
  * sampling. The limit then counts the keys and values that a step reads, too.
  */
-#include "../data/options.h"
-#include "../data/prompts.h"
-#include "../data/generate.h"
+#include "../data/tokens/prompts.h"
+#include "../data/options/option_rules.h"
+#include "../data/options/option_table.h"
+#include "../data/options/options.h"
+#include "../data/models/generate.h"
+#include "../data/checkpoint/run_options.h"
 
 #include <stdlib.h>
 #include <string.h>

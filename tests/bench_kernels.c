@@ -1,7 +1,7 @@
 /* How near each kernel of the CPU is to what this machine can do: bytes against the copy and read rates, products
  * against the sgemm rate, all measured here. Shapes: one training step of GPT-2 124M on 4 x 64 tokens in one
  * micro-batch, and the decoding of one token by llama2.c's 110M model. */
-#include "../data/profile.h"
+#include "../data/report/profile.h"
 
 #ifndef MT_HAVE_OPENMP
 #pragma GCC diagnostic ignored "-Wunknown-pragmas" // one thread then does it all

@@ -11,9 +11,11 @@
  *
  * Prints tokens per second of dynamic over static, and the time of the solver.
  */
-#include "data/options.h"
-#include "data/report.h"
-#include "data/sft.h"
+#include "data/options/option_reader.h"
+#include "data/options/options.h"
+#include "data/datasets/sft.h"
+#include "data/checkpoint/run_options.h"
+#include "data/report/report.h"
 
 #include <math.h>
 #include <stdlib.h>

@@ -3,8 +3,10 @@
  *
  *   usage: bench_train [OPTIONS OF train, such as --bf16 or another --hf-config]
  */
-#include "../data/options.h"
-#include "../data/profile.h"
+#include "../data/options/option_table.h"
+#include "../data/options/options.h"
+#include "../data/checkpoint/run_options.h"
+#include "../data/report/profile.h"
 
 #include <stdlib.h>
 

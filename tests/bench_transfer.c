@@ -11,8 +11,11 @@
  *       --device cuda --num-layers 32 --hidden-size 4096 --num-attention-heads 32 --group-query-attention \
  *       --num-query-groups 8 --ffn-hidden-size 14336 --vocab-size 128256
  */
-#include "../data/options.h"
-#include "../data/transfer.h"
+#include "../data/options/option_rules.h"
+#include "../data/options/option_table.h"
+#include "../data/options/options.h"
+#include "../data/models/transfer.h"
+#include "../data/checkpoint/run_options.h"
 
 #include <stdlib.h>
 #include <string.h>

@@ -3,7 +3,7 @@
 #ifndef MT_TESTS_CONTEXT_PARALLEL_H
 #define MT_TESTS_CONTEXT_PARALLEL_H
 
-#include "../data/options.h"
+#include "../data/options/options.h"
 
 #include <math.h>
 #include <setjmp.h>

@@ -1,6 +1,9 @@
 /* Any bytes as config.json: read or refused, and what is read can be written and read again. */
-#include "../data/options.h"
-#include "../data/report.h"
+#include "../data/options/option_table.h"
+#include "../data/options/options.h"
+#include "../data/models/hf_config.h"
+#include "../data/checkpoint/run_options.h"
+#include "../data/report/report.h"
 
 #include <stdlib.h>
 #include <string.h>

@@ -1,10 +1,14 @@
 /* fuzz_folder.c: one file of a checkpoint is any bytes: the folder is refused with one line, or loads whole. The first
  * byte selects the file; the rest is its contents. */
-#include "../data/checkpoint.h"
-#include "../data/file.h"
-#include "../data/options.h"
-#include "../data/special_tokens.h"
-#include "../data/generate.h"
+#include "../data/base/file.h"
+#include "../data/base/safetensors.h"
+#include "../data/tokens/special_tokens.h"
+#include "../data/options/option_reader.h"
+#include "../data/options/option_rules.h"
+#include "../data/options/options.h"
+#include "../data/models/generate.h"
+#include "../data/checkpoint/checkpoint.h"
+#include "../data/checkpoint/run_options.h"
 #include "new_folder.h"
 
 #include <ftw.h>

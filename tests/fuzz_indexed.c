@@ -1,6 +1,6 @@
 /* fuzz_indexed.c: the .idx parser on arbitrary bytes. The first eight bytes are the size of the .bin; every sequence of
  * an accepted index must lie inside it. */
-#include "data/dataset.h"
+#include "data/datasets/dataset.h"
 
 #include <string.h>
 

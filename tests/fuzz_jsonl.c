@@ -1,5 +1,5 @@
 /* fuzz_jsonl.c: splitting of arbitrary bytes into documents, JSONL or plain text. The first byte selects the format. */
-#include "data/text.h"
+#include "data/base/text.h"
 
 #include <string.h>
 

@@ -18,8 +18,10 @@
  * with five times as many. FUZZ_DEVICE is train's --device (cpu), FUZZ_RANKS the most ranks of a layout (8): on GPUs as
  * many as there are GPUs.
  */
-#include "../data/file.h"
-#include "../data/options.h"
+#include "../data/base/file.h"
+#include "../data/options/option_table.h"
+#include "../data/options/options.h"
+#include "../data/checkpoint/run_options.h"
 #include "folder.h"
 
 #include <errno.h>

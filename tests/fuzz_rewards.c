@@ -1,5 +1,5 @@
 /* fuzz_rewards.c: arbitrary bytes as responses and answers. Equal texts get 1; no byte is read outside the texts. */
-#include "data/rewards.h"
+#include "data/learn/rewards.h"
 
 #include <stdlib.h>
 #include <string.h>

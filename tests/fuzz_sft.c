@@ -1,7 +1,7 @@
 /* fuzz_sft.c: JSON Lines of arbitrary bytes -> samples. The first byte selects pairs, the loss, the treatment of
  * long samples, prompts, and log-probabilities of pairs. Bad lines are left out, so that each input reaches its last
  * line. */
-#include "data/sft.h"
+#include "data/datasets/sft.h"
 
 #include <stdlib.h>
 #include <string.h>

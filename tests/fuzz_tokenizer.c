@@ -2,7 +2,7 @@
  * tokenizer that opens must encode and decode a text without a fault, within libFuzzer's limits of memory and time.
  *
  * clang -fsanitize=fuzzer,address,undefined ... tests/fuzz_tokenizer.c, then ./fuzz_tokenizer CORPUS */
-#include "../data/tokenizer_internal.h"
+#include "../data/tokens/tokenizer_internal.h"
 
 #include <stdlib.h>
 #include <string.h>

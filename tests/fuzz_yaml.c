@@ -1,6 +1,10 @@
 /* Any bytes as a YAML file of options or of roles: read or refused, and never past the validator with a value out of
  * range. */
-#include "../data/options.h"
+#include "../data/options/option_help.h"
+#include "../data/options/option_rules.h"
+#include "../data/options/option_table.h"
+#include "../data/options/options.h"
+#include "../data/checkpoint/run_options.h"
 
 #include <stdlib.h>
 #include <string.h>

@@ -2,8 +2,11 @@
 #ifndef MT_TESTS_GOLDEN_H
 #define MT_TESTS_GOLDEN_H
 
-#include "../data/checkpoint.h"
-#include "../data/options.h"
+#include "../data/base/file.h"
+#include "../data/options/option_table.h"
+#include "../data/options/options.h"
+#include "../data/checkpoint/checkpoint.h"
+#include "../data/checkpoint/run_options.h"
 #include "families.h"
 
 #include <jansson.h>

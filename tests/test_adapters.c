@@ -1,9 +1,9 @@
 /* test_adapters.c: low-rank adapters equal peft's: log-probabilities, gradients, five steps, files; on every family
  * their gradients follow from those of the merged model. */
-#include "../data/adapter.h"
-#include "../data/file.h"
+#include "../data/base/file.h"
+#include "../data/base/safetensors.h"
+#include "../data/checkpoint/adapter.h"
 #include "golden.h"
-
 #include "folder.h"
 
 #define PEFT "tests/golden/tune/lora"

@@ -1,7 +1,9 @@
 /* test_bad_steps_mpi.c: bad steps on four ranks. Injects faults into the results of operations, and compares runs that
  * skip, rewind or rerun the step bit for bit with a run without the fault. */
-#include "../data/checkpoint.h"
-#include "../data/options.h"
+#include "../data/options/option_table.h"
+#include "../data/options/options.h"
+#include "../data/checkpoint/checkpoint.h"
+#include "../data/checkpoint/run_options.h"
 #include "new_folder.h"
 
 #include <math.h>

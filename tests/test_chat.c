@@ -1,10 +1,10 @@
 /* test_chat.c: chat templates against transformers.apply_chat_template: rendered texts, tokens, and the tokens of
  * responses. */
-#include "data/chat.h"
+#include "data/tokens/chat.h"
 
-#include "data/file.h"
-#include "data/jinja.h"
-#include "data/sft.h"
+#include "data/base/file.h"
+#include "data/tokens/jinja.h"
+#include "data/datasets/sft.h"
 
 #include <setjmp.h>
 #include <stdarg.h>
@@ -314,7 +314,7 @@ static bool has_jinja(void) {
 static void an_absent_jinja2_is_named(void **state) {
     (void)state;
     mt_error error;
-    write_text(at("python"), "#!/bin/sh\nexit 3\n"); // as data/jinja.py ends without jinja2
+    write_text(at("python"), "#!/bin/sh\nexit 3\n"); // as data/tokens/jinja.py ends without jinja2
     assert_int_equal(chmod(at("python"), 0700), 0);
     const char *const absent[] = {at("nowhere"), at("python")};
     for (int i = 0; i < 2; i++) {

@@ -1,6 +1,7 @@
 /* Checkpoints: load and save weights of every family, save without harm to older checkpoints, resume bit for bit. */
 #include "folder.h"
 #include "golden.h"
+#include "../data/base/safetensors.h"
 
 #include <dirent.h>
 #include <errno.h>

@@ -1,7 +1,7 @@
 /* Collectives and channels of the CPU backend through MPI, in groups of 1, 2, 3, 4 and 8 ranks: sums have the bits of a
  * sum in rank order on the host, and what only moves arrives where it should. Run by mpirun. */
-#include "../data/options.h"
-
+#include "../data/options/option_table.h"
+#include "../data/options/options.h"
 #include "collectives.h"
 
 #include <mpi.h>

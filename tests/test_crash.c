@@ -3,9 +3,11 @@
  * succeed. Each time a whole checkpoint must load: the one before, or the new one.
  *
  * Runs on one rank, or under mpirun on more (test_crash.sh), where one of eight writes fails; MT_CRASH_ALL=1: all. */
-#include "../data/checkpoint.h"
-#include "../data/file.h"
-#include "../data/options.h"
+#include "../data/base/file.h"
+#include "../data/options/option_table.h"
+#include "../data/options/options.h"
+#include "../data/checkpoint/checkpoint.h"
+#include "../data/checkpoint/run_options.h"
 #include "crash_shim.h"
 #include "new_folder.h"
 

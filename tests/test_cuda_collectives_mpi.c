@@ -1,8 +1,8 @@
 /* Collectives and channels of the CUDA backend through NCCL, a GPU for each rank: the same checks as those of the CPU
  * (tests/collectives.h), with sums near the exact ones, alike on every rank and in every run. Run by mpirun with as
  * many ranks as there are GPUs. */
-#include "../data/options.h"
-
+#include "../data/options/option_table.h"
+#include "../data/options/options.h"
 #include "collectives.h"
 
 #include <mpi.h>

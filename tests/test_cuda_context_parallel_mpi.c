@@ -1,6 +1,7 @@
 /* Context parallelism on GPUs, one a rank: the checks of the CPU's (tests/context_parallel.h) against the CPU on one
  * rank. Run by mpirun with a power of two of ranks and as many GPUs. */
 #include "context_parallel.h"
+#include "../data/options/option_table.h"
 
 int main(int argc, char **argv) {
     mt_options options;

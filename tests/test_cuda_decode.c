@@ -9,10 +9,13 @@
 #ifdef MT_HAVE_CUDA
 #include "../cuda/attention.h"
 #include "../cuda/decode.h"
-#include "../data/checkpoint.h"
-#include "../data/options.h"
-#include "../data/prompts.h"
-#include "../data/generate.h"
+#include "../data/base/file.h"
+#include "../data/tokens/prompts.h"
+#include "../data/options/option_table.h"
+#include "../data/options/options.h"
+#include "../data/models/generate.h"
+#include "../data/checkpoint/checkpoint.h"
+#include "../data/checkpoint/run_options.h"
 #include "families.h"
 
 #include <jansson.h>

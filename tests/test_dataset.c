@@ -1,5 +1,6 @@
 /* test_dataset.c: indexed datasets, Megatron's order of samples, samplers and batches. */
-#include "data/dataset.h"
+#include "data/base/file.h"
+#include "data/datasets/dataset.h"
 
 #include <jansson.h>
 #include <math.h>

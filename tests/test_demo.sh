@@ -13,7 +13,8 @@ export DEMO_DIR="$work/demo" DEMO_ITERS=2
 
 # Nine in ten generated words are words of the text; of a model that has learned nothing, hardly any is.
 the_demo_generates_words() {
-    (unset DEMO_ITERS && DEMO_DIR=$work/whole DEMO_RANKS=${HAVE_MPI:+4} data/demo.sh) >"$work/out" 2>"$work/err" ||
+    (unset DEMO_ITERS && DEMO_DIR=$work/whole DEMO_RANKS=${HAVE_MPI:+4} data/scripts/demo.sh) >"$work/out" \
+        2>"$work/err" ||
         return 1
     cp "$work/out" "$work/whole.out"
     counts=$(sed -n 's/^6\. words: \([0-9]*\) of the \([0-9]*\) generated words occur in the text$/\1 \2/p' "$work/out")
@@ -42,7 +43,7 @@ readme_shows_what_the_demo_prints() {
 }
 
 the_demo_prints_a_line_for_each_phase() {
-    DEMO_RANKS=${HAVE_MPI:+4} data/demo.sh >"$work/out" 2>"$work/err" || return 1
+    DEMO_RANKS=${HAVE_MPI:+4} data/scripts/demo.sh >"$work/out" 2>"$work/err" || return 1
     [ ! -s "$work/err" ] && [ "$(grep -c '^[1-6]\. ' "$work/out")" = 6 ] && ! grep '^replacing' "$work/out" || return 1
     # before the generated text nothing else
     sed '/^5\. /q' "$work/out" >"$work/phases"
@@ -53,7 +54,7 @@ the_demo_prints_a_line_for_each_phase() {
 
 # As a further demo would, without its minutes.
 a_demo_says_that_it_replaces_a_run() {
-    sh -c 'set -eu; model=$1 log=$1/other.log; . data/demo-steps.sh; begin_log' sh "$work/whole" >"$work/out" &&
+    sh -c 'set -eu; model=$1 log=$1/other.log; . data/scripts/demo-steps.sh; begin_log' sh "$work/whole" >"$work/out" &&
         [ "$(cat "$work/out")" = "replacing the earlier run in $work/whole" ]
 }
 
@@ -72,19 +73,21 @@ the_demo_generates_text() {
 }
 
 the_log_has_every_command() {
-    for program in data/preprocess train data/plot.sh; do says "^\$ .*$program " "$work/demo/demo.log" || return 1; done
+    for program in data/preprocess train data/scripts/plot.sh; do
+        says "^\$ .*$program " "$work/demo/demo.log" || return 1
+    done
     says '2/2 100%  loss ' "$work/demo/demo.log"
 }
 
 progress_on_a_terminal_is_in_place() {
-    script -qec 'DEMO_RANKS=1 data/demo.sh' /dev/null <"$work/empty" >"$work/out" 2>"$work/err" || return 1
+    script -qec 'DEMO_RANKS=1 data/scripts/demo.sh' /dev/null <"$work/empty" >"$work/out" 2>"$work/err" || return 1
     tr '\r' '\n' <"$work/out" >"$work/lines"
     says '     2/2 100%  loss ' "$work/lines" || return 1
     [ "$(grep -c 'loss .*grad norm' "$work/out")" -le 1 ] # one line, however many updates
 }
 
 a_failure_shows_the_end_of_the_log() {
-    if DEMO_RANKS=1 DEMO_ITERS=-1 data/demo.sh >"$work/out" 2>"$work/err"; then return 1; fi
+    if DEMO_RANKS=1 DEMO_ITERS=-1 data/scripts/demo.sh >"$work/out" 2>"$work/err"; then return 1; fi
     says 'error: --train-iters' "$work/err"
 }
 

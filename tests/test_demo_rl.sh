@@ -5,7 +5,7 @@ set -u
 
 # Rewards are means: of 256 responses of the first iteration, and of the last 20 iterations.
 the_demo_learns_to_sort() {
-    DEMO_DIR=$work/demo DEMO_RANKS=${HAVE_MPI:+2} data/demo-rl.sh >"$work/out" 2>"$work/err" || return 1
+    DEMO_DIR=$work/demo DEMO_RANKS=${HAVE_MPI:+2} data/scripts/demo-rl.sh >"$work/out" 2>"$work/err" || return 1
     [ ! -s "$work/err" ] || return 1
     set -- $(sed -n 's/^3\. task: .* reward \([0-9.]*\) to \([0-9.]*\)$/\1 \2/p' "$work/out")
     echo "reward from $1 to $2" >>"$work/err"
@@ -24,7 +24,7 @@ the_demo_leaves_its_files() {
 # As on a GPU: the shape of a file, with its batches and learning rates, but few steps.
 the_demo_takes_a_shape() {
     DEMO_DIR=$work/shape DEMO_MODEL=tiny-gpt2 DEMO_ITERS=2 DEMO_FORMAT='--train-iters 3' \
-        DEMO_TASK='--rollout-batch-size 32' data/demo-rl.sh >"$work/out" 2>"$work/err" || return 1
+        DEMO_TASK='--rollout-batch-size 32' data/scripts/demo-rl.sh >"$work/out" 2>"$work/err" || return 1
     says '^3\. task: 2 iterations of GRPO' "$work/out" && says '"model_type": "gpt2"' "$work/shape/sorts/config.json" &&
         says '"n_layer": 4' "$work/shape/sorts/config.json" || return 1
     for phase in generation reward scoring training; do

@@ -1,6 +1,7 @@
 /* test_experts.c: the CPU's operations of mixtures of experts against Megatron's numbers, references in float64, finite
  * differences of the references, and direct implementations of the contracts. */
-#include "../data/profile.h"
+#include "../data/base/file.h"
+#include "../data/report/profile.h"
 
 #include <jansson.h>
 #include <math.h>

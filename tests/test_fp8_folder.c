@@ -1,7 +1,7 @@
 /* test_fp8_folder.c: Hugging Face folders with weights in fp8 and a scale per block, as DeepSeek-V3's, load to the
  * values that the same folder without quantization has; bad scales are refused by name. */
-#include "../data/checkpoint.h"
-#include "../data/safetensors.h"
+#include "../data/checkpoint/checkpoint.h"
+#include "../data/base/safetensors.h"
 #include "families.h"
 #include "folder.h"
 

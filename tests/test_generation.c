@@ -1,12 +1,14 @@
 /* Generation: sampling compared with its definition, the key/value cache with full forwards, greedy continuations with
  * Hugging Face transformers. */
 #include "../cuda/decode.h"
-#include "../data/checkpoint.h"
-#include "../data/options.h"
-#include "../data/prompts.h"
-#include "../data/response.h"
-#include "../data/special_tokens.h"
-#include "../data/generate.h"
+#include "../data/tokens/prompts.h"
+#include "../data/tokens/response.h"
+#include "../data/tokens/special_tokens.h"
+#include "../data/options/option_table.h"
+#include "../data/options/options.h"
+#include "../data/models/generate.h"
+#include "../data/checkpoint/checkpoint.h"
+#include "../data/checkpoint/run_options.h"
 
 #include <jansson.h>
 #include <math.h>

@@ -1,6 +1,7 @@
 /* test_golden.c: tiny models of every family equal Hugging Face transformers in float64: logits, losses, every
  * gradient, ten training steps. */
 #include "golden.h"
+#include "../data/base/safetensors.h"
 
 #include <unistd.h>
 

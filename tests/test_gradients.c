@@ -1,5 +1,7 @@
 /* Gradients of whole models against central differences of the loss. */
-#include "data/options.h"
+#include "data/options/option_table.h"
+#include "data/options/options.h"
+#include "data/checkpoint/run_options.h"
 #include "megatron.h"
 
 #include <setjmp.h>

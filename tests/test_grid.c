@@ -1,6 +1,7 @@
 /* The rank grid: which ranks make a group, against coordinates counted out one by one and Megatron-LM's own example. */
-#include "../data/options.h"
-#include "../data/report.h"
+#include "../data/options/option_table.h"
+#include "../data/options/options.h"
+#include "../data/report/report.h"
 
 #include <setjmp.h>
 #include <stdarg.h>

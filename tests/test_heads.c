@@ -1,7 +1,12 @@
 /* test_heads.c: models with a value head equal Hugging Face transformers: values, gradients, folders read and written;
  * a language model's folder that gets one; and what is refused. */
-#include "../data/checkpoint.h"
-#include "../data/options.h"
+#include "../data/base/file.h"
+#include "../data/base/safetensors.h"
+#include "../data/options/option_table.h"
+#include "../data/options/options.h"
+#include "../data/models/hf_config.h"
+#include "../data/checkpoint/checkpoint.h"
+#include "../data/checkpoint/run_options.h"
 #include "families.h"
 #include "folder.h"
 

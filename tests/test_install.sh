@@ -20,7 +20,7 @@ prefix=$work/usr
 cat >"$work/program.c" <<'C'
 #include "megatron.h"
 
-#include "data/options.h"
+#include "data/options/options.h"
 
 #include <string.h>
 
@@ -34,7 +34,7 @@ C
 installs() {
     make install PREFIX="$prefix" DESTDIR="$1" >"$work/out" 2>"$work/err" || return 1
     for file in bin/megatron-train bin/megatron-infer bin/megatron-preprocess include/megatron/megatron.h \
-        include/megatron/data/options.h share/man/man1/megatron-train.1 share/man/man1/megatron-infer.1 \
+        include/megatron/data/options/options.h share/man/man1/megatron-train.1 share/man/man1/megatron-infer.1 \
         share/bash-completion/completions/megatron-train share/bash-completion/completions/megatron-infer \
         share/megatron/machines/h200.json lib/libmegatron.a lib/libmegatron.so lib/pkgconfig/megatron.pc; do
         [ -s "$1$prefix/$file" ] || { echo "no $file" && return 1; }

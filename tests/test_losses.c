@@ -1,7 +1,8 @@
 /* Losses after pre-training against verl's numbers and TRL's formulas in float64 (tests/golden/losses/losses.json, or
  * the file that MT_LOSSES_GOLDEN names); divergences and reward losses against formulas written again here and finite
  * differences. Every entry of the file is computed; an unknown one fails. */
-#include "../data/advantages.h"
+#include "../data/base/file.h"
+#include "../data/learn/advantages.h"
 
 #include <math.h>
 #include <setjmp.h>

@@ -1,9 +1,11 @@
 /* test_memory.c: the memory plan. The logits share memory with scratch that is unused while they exist. And the memory
  * that the machine and its control groups leave. */
-#include "../data/file.h"
-#include "../data/host_memory.h"
-#include "../data/options.h"
-#include "../data/report.h"
+#include "../data/base/file.h"
+#include "../data/base/host_memory.h"
+#include "../data/options/option_table.h"
+#include "../data/options/options.h"
+#include "../data/checkpoint/run_options.h"
+#include "../data/report/report.h"
 #include "folder.h"
 
 #include <math.h>

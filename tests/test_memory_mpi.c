@@ -1,5 +1,7 @@
 /* test_memory_mpi.c: the memory plans of a machine's ranks are added up. Run by mpirun. */
-#include "../data/options.h"
+#include "../data/options/option_table.h"
+#include "../data/options/options.h"
+#include "../data/checkpoint/run_options.h"
 
 #include <setjmp.h>
 #include <stdarg.h>

@@ -1,6 +1,8 @@
 /* test_mtp.c: multi-token prediction. Losses and gradients equal those of a reference model in double, written below
  * for one sequence and one module at a time; loading and saving folders with modules; errors. */
-#include "../data/report.h"
+#include "../data/options/option_rules.h"
+#include "../data/models/hf_config.h"
+#include "../data/report/report.h"
 #include "folder.h"
 #include "golden.h"
 

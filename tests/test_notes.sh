@@ -56,14 +56,14 @@ quotes_are_the_source() {
 # tag.
 list_known() {
     { # also a variable of a library
-        ls megatron.[ch] data/*.[ch] cuda/* tests/*.[ch] tests/*.sh data/*.sh notes/*.c notes/examples/*.c* train.c \
-            infer.c Makefile launch.sh | grep -v test_notes | xargs cat
+        ls megatron.[ch] data/*/*.[ch] cuda/* tests/*.[ch] tests/*.sh data/scripts/*.sh notes/*.c notes/examples/*.c* \
+            train.c infer.c Makefile launch.sh | grep -v test_notes | xargs cat
         echo OPENBLAS_CORETYPE
         ls tests/test_* | sed 's|tests/test_||' # suites
     } | tr -cs 'A-Za-z0-9_' '\n' | sort -u | awk '{ print "word\t" $0 }'
     ls notes/[0-9]*.md | sed 's|notes/0*\([0-9][0-9]*\)-.*|chapter\t\1|'
     { # and those of mpirun and compute-sanitizer
-        "$train" --help && "$infer" --help && "$tree/data/preprocess" --help && cat Makefile data/probe.sh &&
+        "$train" --help && "$infer" --help && "$tree/data/preprocess" --help && cat Makefile data/scripts/probe.sh &&
             echo '--hostfile --oversubscribe --tool'
     } 2>/dev/null | tr -cs 'a-z0-9-' '\n' | grep '^--[a-z]' | sort -u | awk '{ print "option\t" $0 }'
     awk '/^\/\* =+ §/ { n = split($0, tags, "§"); for (i = 2; i <= n; i++) sub(/ .*/, "", tags[i]) }

@@ -1,8 +1,15 @@
 /* Options: command line, YAML, config.json, derivation and every class of bad input. */
-#include "../data/megatron_names.h"
-#include "../data/option_table.h"
-#include "../data/options.h"
-#include "../data/report.h"
+#include "../data/options/megatron_names.h"
+#include "../data/options/option_help.h"
+#include "../data/options/option_reader.h"
+#include "../data/options/option_rules.h"
+#include "../data/options/option_table.h"
+#include "../data/options/option_typed.h"
+#include "../data/options/option_warn.h"
+#include "../data/options/options.h"
+#include "../data/models/hf_config.h"
+#include "../data/checkpoint/run_options.h"
+#include "../data/report/report.h"
 
 #include <fcntl.h>
 #include <math.h>
@@ -912,8 +919,8 @@ static void every_name_of_megatron_has_one_answer(void **state) {
         mt_megatron_name megatron = mt_megatron_name_find(name, strlen(name));
         if (is_row == (megatron.kind != MT_NAME_UNKNOWN))
             fail_msg("--%s: %s", name,
-                     is_row ? "is an option; remove it from data/megatron_names.c"
-                            : "has no answer in data/megatron_names.c");
+                     is_row ? "is an option; remove it from data/options/megatron_names.c"
+                            : "has no answer in data/options/megatron_names.c");
         if (megatron.kind == MT_NAME_ALIAS) assert_non_null(mt_option_find(megatron.text, strlen(megatron.text)));
         for (const char *at = megatron.text; at && (at = strstr(at, "--")); at += 2) { // options that an answer names
             size_t length = strspn(at + 2, "abcdefghijklmnopqrstuvwxyz0123456789-");

@@ -1,8 +1,8 @@
 /* test_packing.c: rows of samples of any length, micro-batches with even work, and training on them. */
 #include "golden.h"
-
-#include "data/report.h"
-#include "data/sft.h"
+#include "data/options/option_reader.h"
+#include "data/datasets/sft.h"
+#include "data/report/report.h"
 
 #include <math.h>
 

@@ -1,7 +1,10 @@
 /* Pipeline schedules: comparison with Megatron's tables; the lists of all ranks run together; time, layouts, pictures.
  */
-#include "../data/options.h"
-#include "../data/timeline.h"
+#include "../data/base/file.h"
+#include "../data/options/option_table.h"
+#include "../data/options/options.h"
+#include "../data/checkpoint/run_options.h"
+#include "../data/report/timeline.h"
 #include "folder.h"
 
 #include <fcntl.h>

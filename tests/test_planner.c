@@ -1,7 +1,9 @@
 /* The search for layouts, called as a library: it ends after a number of simulations. */
-#include "../data/layouts.h"
-#include "../data/machine.h"
-#include "../data/options.h"
+#include "../data/options/option_table.h"
+#include "../data/options/options.h"
+#include "../data/checkpoint/run_options.h"
+#include "../data/plan/layouts.h"
+#include "../data/plan/machine.h"
 
 #include <setjmp.h>
 #include <stdarg.h>

@@ -1,6 +1,8 @@
 /* --profile: timed operations change no result, count the work of the model, and add up to the time of the step. */
-#include "../data/options.h"
-#include "../data/profile.h"
+#include "../data/options/option_table.h"
+#include "../data/options/options.h"
+#include "../data/checkpoint/run_options.h"
+#include "../data/report/profile.h"
 
 #include <setjmp.h>
 #include <stdarg.h>

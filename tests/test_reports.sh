@@ -162,7 +162,7 @@ plot_runs_nothing_from_a_files_name() {
 system("touch $RAN")
 #' 'x`touch $RAN`%s\n COLUMN'; do
         cp "$work/a.jsonl" "$work/$title.jsonl"
-        data/plot.sh "$work/$title.jsonl" >"$work/out" 2>"$work/err" || return 1
+        data/scripts/plot.sh "$work/$title.jsonl" >"$work/out" 2>"$work/err" || return 1
         [ -s "$work/$title.svg" ] && ! [ -e "$work/ran" ] || return 1
     done
     grep -q '>x`touch $RAN`%s\\n COLUMN<' "$work/$title.svg"

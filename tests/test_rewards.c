@@ -1,5 +1,6 @@
 /* test_rewards.c: rewards by comparing answers, by patterns, and by programs that behave and misbehave. */
-#include "data/rewards.h"
+#include "data/base/file.h"
+#include "data/learn/rewards.h"
 
 #include <errno.h>
 #include <jansson.h>

@@ -1,9 +1,11 @@
 /* test_roles_mpi8.c: several models on grids of their own over the same ranks, and weights that move between them in
  * memory. The reference is a model that loads the source's checkpoint. Run by mpirun on eight ranks. */
-#include "../data/checkpoint.h"
-#include "../data/options.h"
-#include "../data/transfer.h"
-#include "../data/watchdog.h"
+#include "../data/base/watchdog.h"
+#include "../data/options/option_table.h"
+#include "../data/options/options.h"
+#include "../data/models/transfer.h"
+#include "../data/checkpoint/checkpoint.h"
+#include "../data/checkpoint/run_options.h"
 #include "folder.h"
 
 #include <math.h>
@@ -14,7 +16,7 @@
 
 #include <cmocka.h>
 
-enum { ROW_LENGTH = 16, VOCABULARY = 61, WATCHED_FILES = 16 }; // of data/watchdog.c
+enum { ROW_LENGTH = 16, VOCABULARY = 61, WATCHED_FILES = 16 }; // of data/base/watchdog.c
 
 static mt_grid job;
 

@@ -1,8 +1,10 @@
 /* Samples for reinforcement learning between training steps, on four ranks in many layouts: tokens, log-probabilities
  * and the losses of the steps are those of one rank. Run by mpirun. */
-#include "../data/options.h"
-#include "../data/prompts.h"
-#include "../data/generate.h"
+#include "../data/tokens/prompts.h"
+#include "../data/options/option_table.h"
+#include "../data/options/options.h"
+#include "../data/models/generate.h"
+#include "../data/checkpoint/run_options.h"
 
 #include <math.h>
 #include <setjmp.h>

@@ -1,6 +1,6 @@
 /* Safetensors files, single and as folders with an index: accepted, or refused with a message. */
-#include "../data/checkpoint.h"
-#include "../data/mxfp4.h"
+#include "../data/checkpoint/checkpoint.h"
+#include "../data/checkpoint/mxfp4.h"
 #include "folder.h"
 
 #include <dirent.h>

@@ -1,8 +1,12 @@
 /* Learning rate, weight decay, batch ramp, operation counts and pipeline schedules, compared with Megatron-LM's
  * results.
  */
-#include "../data/options.h"
-#include "../data/report.h"
+#include "../data/base/file.h"
+#include "../data/options/option_reader.h"
+#include "../data/options/option_rules.h"
+#include "../data/options/options.h"
+#include "../data/checkpoint/run_options.h"
+#include "../data/report/report.h"
 
 #include <math.h>
 #include <setjmp.h>

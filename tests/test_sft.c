@@ -1,5 +1,5 @@
 /* test_sft.c: JSON Lines become samples: their tokens, the tokens that the loss counts, lengths, and bad lines. */
-#include "data/sft.h"
+#include "data/datasets/sft.h"
 
 #include <setjmp.h>
 #include <stdarg.h>

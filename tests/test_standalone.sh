@@ -44,7 +44,7 @@ header_is_cxx() {
 
 # The headers that make install copies.
 companions_are_cxx() {
-    for header in data/*.h; do
+    for header in data/*/*.h; do
         case $header in *_internal.h) ;; *) echo "#include \"$header\"" ;; esac
     done >"$work/companions.cc"
     # shellcheck disable=SC2086
@@ -56,11 +56,13 @@ opens_no_file() {
     ! grep -nE '\b(fopen|fdopen|open|openat|creat|opendir|mkstemp|mmap|popen)\(' megatron.c >"$work/out"
 }
 
-# Writes a line "CALLER CALLEE" for every pair of objects of the library where one calls a function of the other.
+# Writes a line "CALLER CALLEE" for every pair of objects of the library where one uses a symbol of the other.
 list_calls() {
-    nm -A -g "$1"/megatron.o "$1"/data/*.o | awk '{
+    sources=$(echo data/*/*.c) # an object of a source that has moved may be left
+    # File names of the project have no spaces.
+    # shellcheck disable=SC2046
+    (cd "$1" && nm -A -g megatron.o $(echo "$sources" | sed 's/\.c\( \|$\)/.o\1/g')) | awk '{
         split($1, place, /:/)
-        sub(/.*\//, "", place[1])
         if ($(NF - 1) == "U") calls[place[1] " " $NF] = 1
         else home[$NF] = place[1]
     } END {
@@ -74,8 +76,29 @@ list_calls() {
 # A circle of calls fails here: tsort finds no order.
 calls_have_an_order() {
     list_calls "$objects" >"$work/calls"
-    grep -q '^checkpoint_load.o megatron.o$' "$work/calls" || return 1 # the list is not empty
+    grep -q '^data/checkpoint/checkpoint_load.o megatron.o$' "$work/calls" || return 1 # the list is not empty
     tsort "$work/calls" >"$work/out" 2>"$work/err"
+}
+
+# The wings of data/ in their order are those of tests/lint: an object uses no symbol of a later wing.
+wings_use_earlier_ones() {
+    wings=$(sed -n "s/^wings='\(.*\)'$/\1/p" tests/lint)
+    grep -q '^data/run/run.o data/base/' "$work/calls" && [ -n "$wings" ] || return 1
+    awk -v wings="$wings" 'BEGIN { n = split(wings, name, " "); for (i = 1; i <= n; i++) wing[name[i]] = i }
+        {
+            split($1, from, "/"); split($2, to, "/")
+            for (i = 1; i <= 2; i++)
+                if ($i ~ /^data\// && !((i == 1 ? from[2] : to[2]) in wing)) print $i " is in no wing"
+            if (to[1] == "data" && from[1] == "data" && wing[to[2]] > wing[from[2]]) print
+        }' "$work/calls" >"$work/out"
+    [ ! -s "$work/out" ]
+}
+
+# A circle of wings fails here.
+wings_have_no_circle() {
+    sed -n 's|^data/\([a-z]*\)/[^ ]* data/\([a-z]*\)/.*|\1 \2|p' "$work/calls" | awk '$1 != $2' | sort -u \
+        >"$work/wings"
+    [ "$(wc -l <"$work/wings")" -gt 9 ] && tsort "$work/wings" >"$work/out" 2>"$work/err"
 }
 
 calls_no_companion() {
@@ -84,9 +107,9 @@ calls_no_companion() {
 
 # with_gpus CAPABILITIES ARGUMENTS...: flags and messages of make on a machine with such GPUs, in a copy of the tree.
 with_gpus() {
-    mkdir -p "$work/bin" "$work/tree/data" && printf '#!/bin/sh\nprintf "%s"\n' "$1" >"$work/bin/nvidia-smi" &&
+    mkdir -p "$work/bin" "$work/tree/data/scripts" && printf '#!/bin/sh\nprintf "%s"\n' "$1" >"$work/bin/nvidia-smi" &&
         chmod +x "$work/bin/nvidia-smi" && cp Makefile megatron.c megatron.h "$work/tree" &&
-        cp data/probe.sh "$work/tree/data" || return 1
+        cp data/scripts/probe.sh "$work/tree/data/scripts" || return 1
     shift
     # without the settings of the make that runs the suite
     (PATH=$work/bin:$PATH && cd "$work/tree" && unset SANITIZE WITHOUT CC OPT &&
@@ -131,6 +154,8 @@ objects=${MT_TESTS:-build/tests}/..
 if [ -f "$objects/megatron.o" ] && command -v nm >/dev/null; then
     check calls_have_an_order calls_have_an_order
     check calls_no_companion calls_no_companion
+    check wings_use_earlier_ones wings_use_earlier_ones
+    check wings_have_no_circle wings_have_no_circle
 else
     echo "skipped: no object files, or no nm, to find who calls whom"
 fi

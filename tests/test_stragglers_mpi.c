@@ -1,7 +1,10 @@
 /* --log-straggler on four ranks: operations of one rank are delayed; the report names the rank and the part. */
-#include "../data/options.h"
-#include "../data/profile.h"
-#include "../data/report.h"
+#include "../data/base/file.h"
+#include "../data/options/option_table.h"
+#include "../data/options/options.h"
+#include "../data/checkpoint/run_options.h"
+#include "../data/report/profile.h"
+#include "../data/report/report.h"
 
 #include <setjmp.h>
 #include <stdarg.h>

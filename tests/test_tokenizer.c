@@ -1,6 +1,7 @@
 /* test_tokenizer.c: ids and texts equal those of the reference libraries; damaged files give an error of one line. */
-#include "../data/options.h"
-#include "../data/tokenizer_internal.h"
+#include "../data/tokens/tokenizer_internal.h"
+#include "../data/options/option_table.h"
+#include "../data/options/options.h"
 
 #include <jansson.h>
 #include <pthread.h>
@@ -460,7 +461,7 @@ static void threads_share_a_tokenizer(void **state) {
     pthread_t threads[4];
     for (int i = 0; i < 4; i++) {
         workers[i].tokenizer = tokenizer;
-        workers[i].text = read_whole("data/tokenizer.c");
+        workers[i].text = read_whole("data/tokens/tokenizer.c");
         assert_int_equal(pthread_create(&threads[i], NULL, encode_all, &workers[i]), 0);
     }
     for (int i = 0; i < 4; i++) pthread_join(threads[i], NULL);

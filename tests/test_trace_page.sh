@@ -10,7 +10,8 @@ if [ -n "${HAVE_MPI:-}" ] && command -v mpirun >/dev/null; then ranks=2; fi
 
 writes_a_page() {
     export OPTIONS="--device cpu --num-layers 2 --hidden-size 32 --pipeline-model-parallel-size $ranks"
-    RANKS=$ranks MT_BIN=$(dirname "$train") OMP_NUM_THREADS=1 data/trace.sh "$page" >"$work/out" 2>"$work/err" &&
+    RANKS=$ranks MT_BIN=$(dirname "$train") OMP_NUM_THREADS=1 data/scripts/trace.sh "$page" >"$work/out" \
+        2>"$work/err" &&
         says 'open it in a browser' "$work/out" && ! grep -E '(src|href)=|https?:' "$page"
 }
 
@@ -44,7 +45,7 @@ the_picture_has_boxes() {
 }
 
 refuses_other_files() {
-    refused 'README.md: is no file of train --trace' data/trace.sh "$work/other.html" README.md &&
+    refused 'README.md: is no file of train --trace' data/scripts/trace.sh "$work/other.html" README.md &&
         ! [ -e "$work/other.html" ]
 }
 

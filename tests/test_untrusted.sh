@@ -189,7 +189,7 @@ a_save_replaces_a_tracker_that_is_a_pipe_or_a_link() {
 a_plot_of_a_pipe_is_refused() {
     command -v gnuplot >/dev/null || { echo "skipped: gnuplot is absent" && return 0; }
     mkfifo "$work/plot.jsonl"
-    ! timeout $hang data/plot.sh "$work/plot.jsonl" >"$work/out" 2>"$work/err" </dev/null &&
+    ! timeout $hang data/scripts/plot.sh "$work/plot.jsonl" >"$work/out" 2>"$work/err" </dev/null &&
         says "plot.jsonl: cannot be read, or is not a regular file" "$work/err"
 }
 

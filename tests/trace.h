@@ -2,8 +2,8 @@
 #ifndef MT_TESTS_TRACE_H
 #define MT_TESTS_TRACE_H
 
-#include "../data/profile.h"
-#include "../data/trace.h"
+#include "../data/report/profile.h"
+#include "../data/report/trace.h"
 #include "golden.h"
 
 #include <mpi.h>

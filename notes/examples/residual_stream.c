@@ -9,8 +9,10 @@
  * DIR is a Hugging Face folder; options are those of ./infer with underscores. The operations are those of the CPU,
  * with one replaced by a function that looks at its operand first. Chapter 27 uses it.
  */
-#include "data/checkpoint.h"
-#include "data/options.h"
+#include "data/options/option_reader.h"
+#include "data/options/options.h"
+#include "data/checkpoint/checkpoint.h"
+#include "data/checkpoint/run_options.h"
 
 #include <math.h>
 #include <stdlib.h>

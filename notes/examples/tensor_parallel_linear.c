@@ -6,7 +6,7 @@
  *
  * Runs on any number of ranks that divides 8, one included. Chapter 11 explains the regions.
  */
-#include "data/options.h"
+#include "data/options/options.h"
 
 #include <math.h>
 

@@ -1,0 +1,97 @@
+/* adapter_merge.c: the product of adapters is added to their matrices, and the merged model is a Hugging Face folder.
+ */
+#include "../base/file.h"
+#include "../tokens/special_tokens.h"
+#include "../models/hf_config.h"
+#include "adapter.h"
+#include "checkpoint.h"
+
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+
+/* The row of this bucket with a role, an adapter's half and an expert. Matrices of one tensor share A. */
+static const mt_param *mt_bucket_find(const mt_param *params, const mt_bucket *b, mt_role role, const mt_param *of) {
+    size_t module = strlen(of->hf_name) - strlen("B.weight"); // "....lora_"
+    for (const mt_param *p = params + b->first_param; p < params + b->first_param + b->num_params; p++)
+        if (p->role == role && p->expert == of->expert &&
+            (role != MT_LORA_A || strncmp(p->hf_name, of->hf_name, module) == 0))
+            return p;
+    return NULL;
+}
+
+void mt_model_merge_adapters(mt_model *m) {
+    int64_t num_buckets, num_params;
+    const mt_options *o = mt_model_options(m);
+    const mt_ops *ops = mt_model_ops(m);
+    mt_dtype dtype = mt_model_dtype(m);
+    const mt_bucket *buckets = mt_model_buckets(m, &num_buckets);
+    const mt_param *params = mt_model_params(m, &num_params);
+    for (const mt_param *b = params; b < params + num_params; b++) {
+        if (b->role != MT_LORA_B) continue;
+        const mt_bucket *adapters = &buckets[b->bucket], *base = buckets;
+        while (params[base->first_param].layer != b->layer || mt_param_is_adapter(&params[base->first_param]) ||
+               (params[base->first_param].expert < 0) != (b->expert < 0))
+            base++;
+        const mt_param *a = mt_bucket_find(params, adapters, MT_LORA_A, b);
+        const mt_param *w = mt_bucket_find(params, base, b->adapts, b);
+        MT_CHECK(a && w && adapters->params && base->params);
+        char *b_values = (char *)adapters->params + b->offset * mt_dtype_size(dtype);
+        mt_grouped_args product = {.M = b->rows, .N = o->lora_rank, .K = w->cols, .E = 1, .accumulate = true};
+        product.dy = b_values, product.w = (char *)adapters->params + a->offset * mt_dtype_size(dtype);
+        product.dx = (char *)base->params + w->offset * mt_dtype_size(dtype);
+        product.scale = (float)(o->lora_alpha / (double)o->lora_rank);
+        ops->grouped_linear_backward_input(&product, dtype, mt_model_stream(m));
+    }
+    for (const mt_param *b = params; b < params + num_params; b++) {
+        mt_shard shard = mt_bucket_shard(m, b->bucket, MT_STATE_WEIGHTS);
+        if (b->role == MT_LORA_B) mt_shard_write(m, &shard, b->offset, NULL, b->rows * b->cols);
+    }
+}
+
+/* The small files of a whole model, on rank 0. config.json, by which a folder holds a model, is the last one. */
+static int mt_merged_write(const mt_options *o, mt_error *error) {
+    char *config = mt_options_write_hf_config(o), *path = mt_path_join(o->merge_adapter, "config.json");
+    int status = mt_generation_config_write(o, o->merge_adapter, error);
+    if (status == 0) status = mt_file_write(path, config, (int64_t)strlen(config), "--merge-adapter", error);
+    free(config), free(path);
+    return status;
+}
+
+/* True for the names of weights and of their index. */
+static bool mt_is_merged(const char *name) {
+    return strncmp(name, "model", 5) == 0 && strstr(name, ".safetensors");
+}
+
+static int mt_merged_refuse(const char *folder, const char *name, void *error) {
+    if (!mt_is_merged(name)) return 0;
+    return mt_error_set(error,
+                        "--merge-adapter %s: holds %s but no config.json, as after a merge that was killed; "
+                        "remove it, or name another folder",
+                        folder, name);
+}
+
+static int mt_merged_remove(const char *folder, const char *name, void *context) {
+    char *path = mt_path_join(folder, name);
+    (void)context;
+    if (mt_is_merged(name)) unlink(path);
+    free(path);
+    return 0;
+}
+
+int mt_adapter_merge(mt_model *m, mt_error *error) {
+    const mt_options *o = mt_model_options(m);
+    const mt_group *world = &mt_model_grid(m)->world;
+    int status = 0;
+    if (world->rank == 0) status = mt_folder_create(o->merge_adapter, "--merge-adapter", error);
+    if (world->rank == 0 && status == 0 && mt_folder_has_weights(o->merge_adapter))
+        status =
+            mt_error_set(error, "--merge-adapter %s: holds a model already; name another folder", o->merge_adapter);
+    if (world->rank == 0 && status == 0) status = mt_folder_visit(o->merge_adapter, mt_merged_refuse, error);
+    if (mt_agree(world, status != 0, error) != 0) return -1;
+    mt_model_merge_adapters(m);
+    status = mt_safetensors_save_folder(m, o->merge_adapter, "model", 5000000000, error);
+    if (status == 0) status = mt_agree(world, world->rank == 0 && mt_merged_write(o, error) != 0, error);
+    if (status != 0 && world->rank == 0) mt_folder_visit(o->merge_adapter, mt_merged_remove, NULL); // for another try
+    return status;
+}

@@ -1,0 +1,198 @@
+/* checkpoint_folder.c: which checkpoint of a folder: --save writes folders iter_NNNNNNN, and
+ * latest_checkpointed_iteration.txt names the last one. */
+#include "../base/file.h"
+#include "checkpoint.h"
+#include "checkpoint_internal.h"
+
+#include <ctype.h>
+#include <errno.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+int64_t mt_iteration_of(const char *name) {
+    if (strncmp(name, "iter_", 5) != 0 || strlen(name) < 12 || strlen(name) > 14) return -1;
+    if (strspn(name + 5, "0123456789") != strlen(name + 5)) return -1;
+    return strtoll(name + 5, NULL, 10);
+}
+
+static int mt_iterations_add(const char *folder, const char *name, void *context) {
+    mt_iterations *found = context;
+    int64_t number = mt_iteration_of(name);
+    (void)folder;
+    if (number < 0) return 0;
+    found->numbers = mt_realloc(found->numbers, (found->count + 1) * 8);
+    found->numbers[found->count++] = number;
+    return 0;
+}
+
+static int mt_number_descending(const void *a, const void *b) {
+    int64_t x = *(const int64_t *)a, y = *(const int64_t *)b;
+    return (x < y) - (x > y);
+}
+
+mt_iterations mt_iterations_list(const char *folder) {
+    mt_iterations found = {0};
+    mt_folder_visit(folder, mt_iterations_add, &found);
+    if (found.count > 0) qsort(found.numbers, (size_t)found.count, 8, mt_number_descending);
+    return found;
+}
+
+char *mt_iteration_path(const char *folder, int64_t number) {
+    char name[64];
+    snprintf(name, sizeof name, "iter_%07lld", (long long)number);
+    return mt_path_join(folder, name);
+}
+
+int mt_checkpoint_verify(const char *folder, bool whole, mt_error *error) {
+    mt_checksums sums;
+    if (mt_checksums_read(&sums, folder, error) != 0) return -1;
+    int status = sums.count > 0 ? mt_checksums_verify(&sums, folder, whole, error) : 0;
+    bool has_sums = sums.count > 0;
+    mt_checksums_free(&sums);
+    if (status != 0 || has_sums || !mt_folder_has(folder, "trainer.json")) return status;
+    char *path = mt_path_join(folder, "trainer.json");
+    json_t *json = mt_json_read(path, error);
+    if (!json || json_integer_value(json_object_get(json, "version")) >= MT_TRAINER_VERSION)
+        status = mt_error_set(error, "%s: damaged: %s; take another checkpoint", json ? folder : path,
+                              json ? "its checksums.json is not there" : "it is not JSON");
+    json_decref(json);
+    free(path);
+    return status;
+}
+
+/* The iteration that latest_checkpointed_iteration.txt names, or -1 with error. */
+static int64_t mt_checkpoint_latest(const char *path, mt_error *error) {
+    int64_t bytes;
+    char *text = mt_file_read(path, 64, &bytes, error);
+    if (!text) return -1;
+    char *end = text;
+    long long iteration = isdigit((unsigned char)*text) ? strtoll(text, &end, 10) : -1;
+    while (isspace((unsigned char)*end)) end++;
+    bool is_number = iteration >= 0 && iteration <= 999999999 && end == text + bytes;
+    free(text);
+    if (is_number) return iteration;
+    return mt_error_set(error, "%s: holds no iteration number; write the number of a folder iter_NNNNNNN in it", path);
+}
+
+bool mt_folder_has_weights(const char *folder) {
+    return mt_folder_has(folder, "config.json") || mt_folder_has(folder, "adapter_config.json");
+}
+
+bool mt_is_own_link(const char *folder, const char *name) {
+    static const char start[] = "latest/";
+    char target[sizeof start - 1];
+    char *path = mt_path_join(folder, name);
+    ssize_t length = readlink(path, target, sizeof target);
+    free(path);
+    return length == (ssize_t)sizeof target && memcmp(target, start, sizeof target) == 0;
+}
+
+/* The format of a checkpoint of Megatron-LM, as its --ckpt-format names it; NULL if a folder holds none. */
+static const char *mt_megatron_format(const char *folder) {
+    if (mt_folder_has(folder, ".metadata") || mt_folder_has(folder, "common.pt")) return "torch_dist";
+    if (mt_folder_has(folder, "mp_rank_00") || mt_folder_has(folder, "mp_rank_00_000")) return "torch";
+    return NULL;
+}
+
+/* Refuses an iter_NNNNNNN of Megatron-LM, or a folder with one that its tracker names ("release" for weights alone).
+ * Megatron-LM writes a tracker of the same name as this program's. */
+static int mt_megatron_refuse(const char *folder, mt_error *error) {
+    int64_t bytes;
+    mt_error ignored;
+    char *tracker = mt_path_join(folder, "latest_checkpointed_iteration.txt");
+    char *text = mt_file_read(tracker, 64, &bytes, &ignored), name[40] = "release";
+    if (text && isdigit((unsigned char)*text)) snprintf(name, sizeof name, "iter_%07lld", strtoll(text, NULL, 10));
+    char *path = mt_megatron_format(folder) ? mt_strdup(folder) : mt_path_join(folder, name);
+    const char *format = mt_megatron_format(path);
+    int status = 0;
+    if (format)
+        status = mt_error_set(
+            error,
+            "%s: a checkpoint of Megatron-LM (--ckpt-format %s); checkpoints here are Hugging Face folders: convert it "
+            "%swith Megatron Bridge, examples/conversion/convert_checkpoints.py export --hf-model ORG/NAME "
+            "--megatron-path %s --hf-path OUT, and give --load OUT",
+            path, format,
+            strcmp(format, "torch") == 0
+                ? "to torch_dist with Megatron-LM's --ckpt-convert-format and --ckpt-convert-save, then "
+                : "",
+            path);
+    free(tracker), free(text), free(path);
+    return status;
+}
+
+char *mt_checkpoint_resolve(const char *folder, mt_error *error) {
+    struct stat status;
+    bool found = stat(folder, &status) == 0;
+    if (!found || !S_ISDIR(status.st_mode)) {
+        mt_error_set(error, "%s: %s; name a folder that holds config.json, or one that --save wrote", folder,
+                     found ? "is a file, not a folder" : strerror(errno));
+        return NULL;
+    }
+    bool has_config = mt_folder_has_weights(folder);
+    if (!has_config && mt_megatron_refuse(folder, error) != 0) return NULL;
+    if (!mt_folder_has(folder, "latest_checkpointed_iteration.txt")) {
+        bool is_link = mt_is_own_link(folder, "config.json") || mt_is_own_link(folder, "adapter_config.json");
+        if (has_config && !is_link) return mt_strdup(folder);
+        mt_iterations found = mt_iterations_list(folder);
+        free(found.numbers);
+        int64_t newest = found.count > 0 ? mt_checkpoint_whole_before(folder, INT64_MAX, error) : -1;
+        if (found.count > 0) return newest >= 0 ? mt_iteration_path(folder, newest) : NULL;
+        if (mt_link_check(folder, "config.json", error) != 0) return NULL;
+        if (mt_link_check(folder, "adapter_config.json", error) != 0) return NULL;
+        if (mt_link_check(folder, "latest_checkpointed_iteration.txt", error) != 0) return NULL;
+        mt_error_set(error,
+                     "%s: holds neither config.json nor latest_checkpointed_iteration.txt; name a Hugging Face "
+                     "folder, or one that --save wrote",
+                     folder);
+        return NULL;
+    }
+    char *path = mt_path_join(folder, "latest_checkpointed_iteration.txt");
+    int64_t iteration = mt_checkpoint_latest(path, error);
+    free(path);
+    if (iteration < 0) return NULL;
+    path = mt_iteration_path(folder, iteration);
+    if (mt_folder_has_weights(path)) return path;
+    mt_error_set(error,
+                 "%s: has no config.json, but latest_checkpointed_iteration.txt beside it names iteration %lld; "
+                 "write the number of a whole iter_NNNNNNN in it",
+                 path, (long long)iteration);
+    free(path);
+    return NULL;
+}
+
+int64_t mt_checkpoint_whole_before(const char *folder, int64_t before, mt_error *error) {
+    mt_iterations found = mt_iterations_list(folder);
+    int64_t number = -1;
+    mt_error_set(error, "%s: holds no checkpoint; begin anew, or name another folder", folder);
+    for (int64_t i = 0; i < found.count && number < 0; i++) {
+        if (found.numbers[i] >= before) continue;
+        char *path = mt_iteration_path(folder, found.numbers[i]);
+        if (!mt_folder_has_weights(path) || !mt_folder_has(path, "trainer.json"))
+            mt_error_set(error, "%s: has no config.json or no trainer.json; take another checkpoint", path);
+        else if (mt_checkpoint_verify(path, false, error) == 0)
+            number = found.numbers[i];
+        free(path);
+    }
+    free(found.numbers);
+    return number;
+}
+
+bool mt_checkpoint_exists(const char *folder) {
+    mt_iterations found = mt_iterations_list(folder);
+    free(found.numbers);
+    return found.count > 0 || mt_folder_has(folder, "latest_checkpointed_iteration.txt") ||
+           mt_folder_has_weights(folder);
+}
+
+char *mt_checkpoint_resolve_whole(const char *folder, mt_error *error) {
+    mt_error damage;
+    char *path = mt_checkpoint_resolve(folder, &damage);
+    if (path && mt_checkpoint_verify(path, false, &damage) == 0) return path;
+    int64_t number = path && strrchr(path, '/') ? mt_iteration_of(strrchr(path, '/') + 1) : INT64_MAX;
+    free(path);
+    number = mt_checkpoint_whole_before(folder, number < 0 ? INT64_MAX : number, error);
+    if (number < 0) *error = damage;
+    return number < 0 ? NULL : mt_iteration_path(folder, number);
+}

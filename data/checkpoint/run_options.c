@@ -1,0 +1,103 @@
+/* run_options.c: the options of a run together with the folders of its model. */
+#include "run_options.h"
+
+#include "../base/file.h"
+#include "../base/hf_cache.h"
+#include "../tokens/special_tokens.h"
+#include "../options/option_roles.h"
+#include "../options/option_rules.h"
+#include "../options/option_table.h"
+#include "../options/option_typed.h"
+#include "../models/hf_config.h"
+#include "adapter.h"
+#include "resume.h"
+
+#include <stdlib.h>
+
+/* A conversion keeps the seed and the sequence length of the run that saved the folder, unless they are given. The
+ * loader reports what is wrong with trainer.json. */
+static void mt_options_take_run(mt_options *o, const char *folder) {
+    static const struct {
+        const char *key;
+        size_t offset;
+    } rows[] = {{"seed", MT_AT(seed)}, {"seq_length", MT_AT(seq_length)}};
+    char *path = mt_path_join(folder, "trainer.json");
+    mt_error ignored;
+    json_t *json = mt_json_read(path, &ignored);
+    for (size_t i = 0; json && i < sizeof rows / sizeof *rows; i++) {
+        const mt_option *row = mt_option_of(rows[i].offset);
+        const json_t *value = json_object_get(json, rows[i].key);
+        bool good = json_is_integer(value) && mt_option_in_range(row, json_number_value(value));
+        if (good && !mt_options_gave(o, row->offset)) *mt_option_int(o, row) = json_integer_value(value);
+    }
+    json_decref(json);
+    free(path);
+}
+
+/* Takes the model of a config.json; if the options have the model of --load already, compares the two. */
+static int mt_options_read_json(mt_options *options, const char *path, bool has_weights, mt_error *error) {
+    int64_t bytes;
+    char *json = mt_file_read(path, MT_CONFIG_BYTES, &bytes, error);
+    int status = !json ? -1
+                 : options->load && !has_weights
+                     ? mt_options_check_shape(options, json, bytes, "--hf-config", path, NULL, error)
+                     : mt_options_take_shape(options, json, bytes, path, has_weights, error);
+    free(json);
+    return status;
+}
+
+/* Models named ORG/NAME, where the local cache of Hugging Face has them. */
+static int mt_options_find_models(mt_options *o, mt_error *error) {
+    if (mt_hf_cache_find(&o->load, NULL, "--load", error) != 0) return -1;
+    if (mt_hf_cache_find(&o->hf_config, "config.json", "--hf-config", error) != 0) return -1;
+    if (mt_hf_cache_find(&o->load_adapter, NULL, "--load-adapter", error) != 0) return -1;
+    if (mt_hf_cache_find(&o->ref_load, NULL, "--ref-load", error) != 0) return -1;
+    if (mt_hf_cache_find(&o->teacher_load, NULL, "--teacher-load", error) != 0) return -1;
+    if (mt_hf_cache_find(&o->reward_load, NULL, "--reward-load", error) != 0) return -1;
+    if (mt_hf_cache_find(&o->critic_load, NULL, "--critic-load", error) != 0) return -1;
+    return mt_hf_cache_find(&o->tokenizer_model, NULL, "--tokenizer-model", error);
+}
+
+int mt_options_read_shape(mt_options *options, mt_error *error) {
+    if (mt_options_find_models(options, error) != 0) return -1;
+    char *folder = options->load ? mt_options_load_folder(options, error) : NULL;
+    if (options->load && !folder) return -1;
+    if (folder && mt_options_converts(options)) mt_options_take_run(options, folder);
+    char *path = folder ? mt_path_join(folder, "config.json") : NULL;
+    int status = 0;
+    if (folder && !mt_folder_has(folder, "config.json"))
+        status = mt_error_set(error,
+                              "--load %s: holds an adapter; name its base by --load and this folder by "
+                              "--load-adapter",
+                              options->load);
+    if (status == 0 && path) status = mt_options_read_json(options, path, true, error);
+    if (status == 0 && path) status = mt_generation_config_read(options, folder, error);
+    if (status == 0 && options->hf_config) status = mt_options_read_json(options, options->hf_config, false, error);
+    if (status == 0) status = mt_adapter_read_options(options, error);
+    if (status == 0) mt_options_yield_experts(options);
+    free(path), free(folder);
+    return status;
+}
+
+int mt_options_parse(mt_options *options, mt_program program, int argc, char **argv, mt_error *error) {
+    if (mt_options_read(options, program, argc, argv, error) != 0) return -1;
+    if (options->print_config) return 0;
+    if (program == MT_PROGRAM_TRAIN && mt_options_find_checkpoint(options, error) != 0) return -1;
+    return mt_options_read_shape(options, error);
+}
+
+int mt_options_finish(mt_options *options, mt_program program, int64_t world_size, mt_error *error) {
+    return mt_options_finish_by(options, program, world_size, NULL, error);
+}
+
+int mt_options_finish_by(mt_options *options, mt_program program, int64_t world_size, mt_stage_balancer *balance,
+                         mt_error *error) {
+    int status = mt_options_complete(options, program, world_size, balance, error);
+    if (status == 0 && !mt_options_draws_schedule(options)) {
+        mt_options_derive_family(options);
+        status = mt_options_derive_adapters(options, error);
+        if (status == 0) status = mt_options_check_run(options, program, error);
+    }
+    if (status != 0) mt_options_name_typed(options, error);
+    return status;
+}

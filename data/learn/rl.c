@@ -1,0 +1,953 @@
+/* rl.c: an iteration of reinforcement learning. All ranks hold all responses and their numbers in host memory, so that
+ * each computes the same advantages; models score and train micro-batches that are dealt to data-parallel ranks. The
+ * models are roles (model_role.h), which take turns.
+ *
+ *   transfer  weights of the actor to the generator, if that has a layout of its own
+ *   generate  responses of the actor             generate.c
+ *   reward    scores of the responses            rewards.c, or a reward model
+ *   score     log-probabilities of the actor and of the reference, values of the critic
+ *   train     ppo_epochs x mini-batches: steps of the actor and of the critic
+ */
+#include "rl.h"
+
+#include "../base/file.h"
+#include "../base/signals.h"
+#include "../tokens/chat.h"
+#include "../tokens/prompts.h"
+#include "../tokens/response.h"
+#include "../tokens/special_tokens.h"
+#include "../options/option_table.h"
+#include "../models/generate.h"
+#include "../models/model_role.h"
+#include "../models/transfer.h"
+#include "../checkpoint/resume.h"
+#include "../report/report.h"
+#include "rollouts.h"
+#include "stage.h"
+
+#include <math.h>
+#include <stdlib.h>
+#include <string.h>
+
+/* A model beside the actor. */
+typedef struct partner {
+    mt_model_role role;
+    char *folder;        // NULL: role.options.load
+    bool owns_options;   // role.options, strings too, are not the actor's
+    mt_plan_shape shape; // of the micro-batches that it trains on
+    mt_stage_loss loss;
+} partner;
+
+/* The phases of an iteration, and their costs: seconds of this rank, and tokens of all ranks. A response that is
+ * written or rewarded counts its own tokens; a model that scores or trains counts those of its sequences, each time. */
+enum { TRANSFER, GENERATION, REWARDS, SCORING, TRAINING, NUM_PHASES };
+static const struct {
+    const char *name, *seconds, *tokens; // tokens NULL: has none
+} phases[NUM_PHASES] = {[TRANSFER] = {"transfer", "transfer seconds", NULL},
+                        [GENERATION] = {"generation", "generation seconds", "generation tokens"},
+                        [REWARDS] = {"reward", "reward seconds", "reward tokens"},
+                        [SCORING] = {"scoring", "scoring seconds", "scoring tokens"},
+                        [TRAINING] = {"training", "training seconds", "training tokens"}};
+typedef struct phase_times {
+    double seconds[NUM_PHASES], tokens[NUM_PHASES];
+    double all_seconds; // of the iteration
+} phase_times;
+
+struct mt_rl {
+    mt_rl_config config;
+    mt_model_role actor, generator;
+    partner reference, critic, reward_model;
+    mt_transfer *transfer; // from actor to generator; NULL: the actor generates
+    mt_saver *critic_saver;
+    char *critic_folder;  // that it saves to
+    int64_t critic_steps; // AdamW steps of the critic
+    mt_samples prompts;
+    int64_t *quotas;            // prompts of an iteration of each of --prompt-shares
+    mt_stops stops;             // tokens that end a response
+    mt_reward_function *reward; // of rank 0; NULL: a model's, or another rank
+    mt_rollouts rollouts;
+    mt_rollout_config rollout_config;
+    mt_plan_shape shape; // of micro-batches on the actor's grid
+    /* of the iteration */
+    // The generator's log-probabilities of all tokens of the responses, one after another, at --temperature and of all
+    // tokens of the vocabulary; NULL: none
+    float *generated;
+    int64_t rounds; // of responses
+    double value_loss;
+    phase_times times;
+    double entropy;               // of the actor, summed over the tokens that count
+    int64_t untrained, bad_steps; // iterations of this run without a step; steps without an update, as last reported
+    mt_report_number numbers[MT_MAX_REPORT_NUMBERS];
+    int64_t num_numbers;
+    mt_step_plan plan; // the micro-batches at hand
+    /* of the run */
+    int64_t num_iterations;
+    phase_times total; // of the iterations first_timed to last_timed
+    int64_t first_timed, last_timed;
+};
+
+/* ---- models */
+
+/* Adds the memory for responses to the plan of a model with `options`. */
+static void plan_generation(mt_model_plan *plan, const mt_options *o) {
+    int64_t responses = mt_divide_up(o->rollout_batch_size * o->num_return_sequences, o->data_parallel_size);
+    plan->page_rows = o->inference_dynamic_batching_block_size;
+    mt_plan_generation(plan, mt_min(responses, o->inference_max_requests), o->seq_length, o->kv_cache_tokens);
+}
+
+void mt_rl_plan(mt_model_plan *plan, const mt_options *o) {
+    mt_options apart = *o;
+    if (!mt_model_role_sizes_apply(&apart, mt_model_role_sizes_of_generator(o))) plan_generation(plan, o);
+}
+
+static int load_partner(mt_rl *rl, partner *p, mt_run_state *state, mt_error *error) {
+    const char *folder = p->folder ? p->folder : p->role.options.load;
+    if (!folder) mt_model_init(p->role.model);
+    if (folder && mt_checkpoint_load(p->role.model, state, folder, error) != 0) return -1;
+    mt_report_role(&p->role, rl->config.log);
+    return 0;
+}
+
+/* Creates a model for scoring, or with a loss for training. */
+static int create_partner(mt_rl *rl, partner *p, const mt_model_plan *actor_plan, const mt_loss *loss,
+                          mt_error *error) {
+    mt_model_plan plan = mt_model_role_plan(&p->role, actor_plan, rl->config.options->context_parallel_size);
+    plan.train = loss != NULL, plan.loss = loss;
+    return mt_model_role_create(&p->role, &plan, error);
+}
+
+/* Opens a partner that only scores. */
+static int open_partner(mt_rl *rl, partner *p, const mt_model_plan *actor_plan, mt_error *error) {
+    mt_run_state unused = {0};
+    if (create_partner(rl, p, actor_plan, NULL, error) != 0) return -1;
+    return load_partner(rl, p, &unused, error);
+}
+
+/* Begins a partner with its folder. */
+static void begin_partner(mt_rl *rl, partner *p, const char *name, const char *folder) {
+    const mt_rl_config *c = &rl->config;
+    mt_model_role_begin(&p->role, name, c->options, c->grid, c->ops);
+    p->role.options.lora_rank = 0; // only the actor has adapters
+    p->folder = folder ? mt_strdup(folder) : NULL;
+}
+
+/* Micro-batches of a model with these options. */
+static mt_plan_shape plan_shape_of(const mt_options *o) {
+    return (mt_plan_shape){.num_ranks = o->data_parallel_size,
+                           .micro_batch_size = o->micro_batch_size,
+                           .row_length = o->seq_length,
+                           .regroups = true,
+                           .work = mt_token_work_of(o),
+                           .slot_group = o->microbatch_group_size_per_virtual_pipeline_stage,
+                           .slot_rest = o->pipeline_model_parallel_size};
+}
+
+/* The reference has the actor's shape. */
+static int open_reference(mt_rl *rl, const mt_model_plan *plan, const mt_run_state *state, mt_error *error) {
+    const mt_options *o = rl->config.options;
+    partner *p = &rl->reference;
+    if (o->kl_loss_coef == 0 && !o->kl_in_reward) return 0;
+    if (mt_options_refer_to_base(o)) {
+        mt_model_role_lend_base(&p->role, "reference", &rl->actor);
+        mt_report_role(&p->role, rl->config.log);
+        return 0;
+    }
+    if (!o->ref_load && state->iteration > 0 && o->lora_rank == 0)
+        return mt_error_set(error,
+                            "the run resumes at iteration %lld; name the model that it started from by --ref-load",
+                            (long long)state->iteration);
+    begin_partner(rl, p, "reference", o->ref_load);
+    int status =
+        o->ref_load ? mt_options_check_folder(o, o->ref_load, "--ref-load", &p->role.options.head_type, error) : 0;
+    if (mt_agree(&rl->config.grid->world, status != 0, error) != 0) return -1;
+    if (p->role.options.head_type != MT_HEAD_LM)
+        return mt_error_set(error, "--ref-load %s: is a model with a value head; take a language model's folder",
+                            o->ref_load);
+    if (mt_model_role_place(&p->role, mt_model_role_sizes_of_reference(o), "--ref-*-model-parallel-size", error) != 0)
+        return -1;
+    return open_partner(rl, p, plan, error);
+}
+
+/* The folder of the critic that was saved with the actor's checkpoint of an iteration, beside it; to free. The run's
+ * folder is loaded, or that of one checkpoint. */
+static char *saved_critic(const mt_rl *rl, int64_t iteration) {
+    const mt_options *o = rl->config.options;
+    const char *loaded = o->lora_rank > 0 ? o->load_adapter : o->load;
+    char *whole = realpath(loaded, NULL), *name = whole ? strrchr(whole, '/') : NULL;
+    bool is_checkpoint = name && mt_iteration_of(name + 1) >= 0;
+    if (is_checkpoint) *name = 0;
+    char *critics = mt_path_join(is_checkpoint ? whole : loaded, "critic");
+    char *path = mt_iteration_path(critics, iteration);
+    free(whole), free(critics);
+    return path;
+}
+
+static int verify_critic(const mt_rl *rl, int64_t iteration, bool whole, mt_error *error) {
+    char *path = saved_critic(rl, iteration);
+    bool exists = mt_folder_has_weights(path);
+    int status = mt_checkpoint_verify(path, whole, error);
+    if (!exists)
+        status = mt_error_set(error, "%s: the critic that was saved with iteration %lld is not there", path,
+                              (long long)iteration);
+    free(path);
+    return status;
+}
+
+/* The iteration of the newest checkpoint, up to `number`, whose actor and critic are intact, on every rank; -1 with the
+ * damage of the critic of `number` if there is none. Only a run that loads from its own --save goes back. whole: all
+ * bytes of the critics are compared. */
+static int64_t choose_critic(const mt_rl *rl, int64_t number, bool whole, mt_error *error) {
+    const mt_options *o = rl->config.options;
+    const mt_group *world = &rl->config.grid->world;
+    mt_error damage, ignored;
+    int64_t chosen = number;
+    if (world->rank == 0 && verify_critic(rl, number, whole, &damage) != 0) {
+        do chosen = mt_options_falls_back(o) ? mt_checkpoint_whole_before(o->save, chosen, &ignored) : -1;
+        while (chosen >= 0 && verify_critic(rl, chosen, whole, &ignored) != 0);
+        if (chosen >= 0) fprintf(stderr, "warning: %s; going on from iteration %lld\n", damage.text, (long long)chosen);
+    }
+    mt_broadcast(world, &chosen, sizeof chosen, 0);
+    if (chosen < 0) mt_error_set(error, "%s; name a critic by --critic-load", world->rank == 0 ? damage.text : "");
+    return mt_agree(world, chosen < 0, error) == 0 ? chosen : -1;
+}
+
+/* Takes a resumed run to the newest checkpoint, up to the loaded one, with an intact critic. */
+static int settle_critic(mt_rl *rl, mt_run_state *state, bool whole, mt_error *error) {
+    const mt_run_state before = *state;
+    const mt_options *o = rl->config.options;
+    mt_model *actor = rl->actor.model;
+    int64_t chosen = choose_critic(rl, state->iteration, whole, error);
+    if (chosen < 0 || chosen == state->iteration) return chosen < 0 ? -1 : 0;
+    if (mt_model_role_use(&rl->actor, MT_USE_TRAINING, error) != 0) return -1;
+    char *path = mt_iteration_path(o->save, chosen);
+    int status = o->lora_rank > 0 ? mt_checkpoint_load_adapter(actor, state, path, false, error)
+                                  : mt_checkpoint_load(actor, state, path, error);
+    free(path);
+    state->prompts_fingerprint = before.prompts_fingerprint;
+    return status == 0 ? mt_model_role_use(&rl->actor, MT_USE_NOTHING, error) : -1;
+}
+
+/* Loads the critic; one whose files turn out to be damaged is followed by the one before, with its actor. */
+static int load_critic(mt_rl *rl, mt_run_state *state, bool is_saved, mt_error *error) {
+    partner *p = &rl->critic;
+    mt_run_state loaded = {0};
+    int64_t iteration = state->iteration;
+    int status = load_partner(rl, p, &loaded, error);
+    if (status != 0 && is_saved) {
+        mt_error cause = *error;
+        if (mt_model_role_use(&p->role, MT_USE_NOTHING, error) != 0) return -1;
+        if (settle_critic(rl, state, true, error) != 0) return -1;
+        if (mt_model_role_use(&p->role, MT_USE_TRAINING, error) != 0) return -1;
+        if (state->iteration == iteration) { // its files are as they were saved
+            *error = cause;
+            return -1;
+        }
+        free(p->folder);
+        p->folder = saved_critic(rl, state->iteration);
+        status = load_partner(rl, p, &loaded, error);
+    }
+    rl->critic_steps = loaded.optimizer_step;
+    return status;
+}
+
+/* The critic's options in another shape than the actor's: the folder's model, which trains as the run does. */
+static int take_critic_shape(mt_options *own, const mt_options *o, const char *folder, const char *option,
+                             int64_t world_size, mt_error *error) {
+    mt_model_role_sizes sizes = mt_model_role_sizes_of_critic(o);
+    if (mt_options_of_learner(own, o, folder, error) != 0) return -1;
+    if (mt_options_check_expert_ranks(own, sizes.expert, "critic", error) != 0) return -1;
+    mt_head_type head = own->head_type;
+    own->lr = o->critic_lr, own->min_lr = fmin(o->min_lr, o->critic_lr);
+    (void)mt_model_role_sizes_apply(own, sizes);
+    if (mt_options_finish_model(own, o, option, "critic", world_size, error) != 0) return -1;
+    own->head_type = head;
+    own->stage = o->stage, own->global_batch_size = o->global_batch_size; // an iteration is the run's
+    own->train_iters = o->train_iters, own->num_iterations = o->num_iterations;
+    return 0;
+}
+
+/* Options and grid of the critic of a folder, which `option` names, or of the model that the run begins with. In
+ * another shape than the actor's it has a grid of its own. */
+static int place_critic(mt_rl *rl, const char *folder, const char *option, mt_error *error) {
+    const mt_options *o = rl->config.options;
+    const mt_group *world = &rl->config.grid->world;
+    partner *p = &rl->critic;
+    mt_options *own = &p->role.options;
+    mt_model_role_sizes sizes = mt_model_role_sizes_of_critic(o);
+    mt_error difference;
+    begin_partner(rl, p, "critic", folder);
+    bool fits = !folder || mt_options_check_folder(o, folder, option, &own->head_type, &difference) == 0;
+    p->owns_options = !fits;
+    int status = fits ? mt_options_check_expert_ranks(own, sizes.expert, "critic", error)
+                      : take_critic_shape(own, o, folder, option, world->size, error);
+    if (mt_agree(world, status != 0, error) != 0) return -1;
+    status = fits ? mt_model_role_place(&p->role, sizes, "--critic-*-model-parallel-size", error)
+                  : mt_model_role_build_grid(&p->role, error);
+    p->shape = plan_shape_of(own);
+    own->value_head = own->head_type != MT_HEAD_TOKEN;    // a reward model's has no bias
+    own->finetune = own->finetune || own->value_head;     // it becomes a critic, and its own run does not go on
+    if (o->keep_checkpoints > 0) own->keep_checkpoints++; // it is saved before the actor
+    own->head_type = MT_HEAD_TOKEN;
+    own->lr = o->critic_lr, own->min_lr = fmin(o->min_lr, o->critic_lr);
+    return status;
+}
+
+/* The critic of a run that resumes is the one that was saved with the actor, beside its checkpoints; --critic-load is
+ * for a run that begins, or resumes elsewhere than in its own --save. */
+static int open_critic(mt_rl *rl, const mt_model_plan *plan, mt_run_state *state, mt_error *error) {
+    const mt_options *o = rl->config.options;
+    partner *p = &rl->critic;
+    bool again = o->critic_load && mt_options_falls_back(o); // a restart repeats the whole command
+    bool is_saved = state->iteration > 0 && (!o->critic_load || again);
+    if (o->adv_estimator != MT_ADV_GAE) return 0;
+    if (is_saved && settle_critic(rl, state, false, error) != 0) {
+        if (!again) return -1;
+        is_saved = false;
+    }
+    char *folder = rl->critic_folder = o->save ? mt_path_join(o->save, "critic") : NULL;
+    char *saved = is_saved ? saved_critic(rl, state->iteration) : NULL;
+    int status = place_critic(rl, saved ? saved : o->critic_load, saved ? "--load" : "--critic-load", error);
+    if (status == 0) status = create_partner(rl, p, plan, mt_stage_critic_loss(&p->loss, o), error);
+    if (status == 0) status = load_critic(rl, state, is_saved, error);
+    if (status == 0 && o->save && rl->config.grid->world.rank == 0)
+        status = mt_checkpoint_prepare(p->role.model, folder, error);
+    status = mt_agree(&rl->config.grid->world, status != 0, error);
+    if (status == 0 && o->save)
+        mt_saver_open(&rl->critic_saver, p->role.model, folder, rl->config.extra, rl->config.context, false);
+    free(saved);
+    return status;
+}
+
+/* The reward model may have another shape than the actor, and another layout. */
+static int open_reward_model(mt_rl *rl, const mt_model_plan *plan, mt_error *error) {
+    const mt_rl_config *c = &rl->config;
+    partner *p = &rl->reward_model;
+    mt_options *own = &p->role.options;
+    mt_model_role_sizes sizes = mt_model_role_sizes_of_reward(c->options);
+    mt_model_role_begin(&p->role, "reward model", c->options, c->grid, c->ops);
+    p->owns_options = true;
+    int status = mt_options_of_model(own, c->options, c->options->reward_load, error);
+    if (status == 0) status = mt_options_check_expert_ranks(own, sizes.expert, "reward", error);
+    if (status == 0 && own->head_type == MT_HEAD_LM)
+        status = mt_error_set(error, "--reward-load %s: is a language model; --stage rm makes a reward model of one",
+                              own->load);
+    own->stage = MT_STAGE_RM; // whose models have value heads
+    bool apart = status == 0 && mt_model_role_sizes_apply(own, sizes);
+    if (own->num_experts > 0 && !apart) // on the actor's grid, also if the actor has none
+        own->expert_model_parallel_size = c->grid->expert.size,
+        own->expert_tensor_parallel_size = c->grid->expert_tensor.size;
+    if (status == 0)
+        status = mt_options_finish_model(own, c->options, "--reward-load", "reward", c->grid->world.size, error);
+    if (mt_agree(&c->grid->world, status != 0, error) != 0) return -1;
+    if (apart && mt_model_role_build_grid(&p->role, error) != 0) return -1;
+    return open_partner(rl, p, plan, error);
+}
+
+static int open_reward(mt_rl *rl, const mt_model_plan *plan, mt_error *error) {
+    const mt_options *o = rl->config.options;
+    const mt_group *world = &rl->config.grid->world;
+    int status = 0;
+    if (o->reward == MT_REWARD_MODEL) return open_reward_model(rl, plan, error);
+    const char *argument = o->reward == MT_REWARD_REGEX ? o->reward_pattern : o->reward_command;
+    if (world->rank == 0) status = mt_reward_open(&rl->reward, o->reward, argument, o->reward_timeout_seconds, error);
+    return mt_agree(world, status != 0, error);
+}
+
+/* The generator of another layout than the actor's: a model that gets the actor's weights in each iteration, with
+ * adapters its base once. */
+static int open_generator(mt_rl *rl, const mt_model_plan *actor_plan, mt_error *error) {
+    const mt_rl_config *c = &rl->config;
+    mt_model_role *role = &rl->generator;
+    bool adapts = c->options->lora_rank > 0;
+    mt_model_plan plan = {.max_tokens = mt_min(c->options->seq_length, MT_PREFILL_TOKENS)};
+    mt_transfer *base = NULL;
+    mt_model_role_begin(role, "generator", c->options, c->grid, c->ops);
+    mt_model_role_sizes sizes = mt_model_role_sizes_of_generator(c->options);
+    if (mt_model_role_place(role, sizes, "--rollout-tensor-model-parallel-size", error) != 0) return -1;
+    if (!mt_model_role_is_apart(role)) return 0;
+    plan_generation(&plan, &role->options);
+    plan.host_memory = actor_plan->host_memory;
+    if (mt_model_role_create(role, &plan, error) != 0) return -1;
+    mt_report_role(role, c->log);
+    if (adapts && mt_transfer_open(&base, role->model, rl->actor.model, false, 0, error) != 0) return -1;
+    if (adapts) mt_transfer_run(base);
+    mt_transfer_close(base);
+    if (mt_transfer_open(&rl->transfer, role->model, rl->actor.model, adapts, 0, error) != 0) return -1;
+    return mt_model_role_use(role, MT_USE_NOTHING, error);
+}
+
+/* ---- opening */
+
+/* Every rank has the same prompts, and a run that resumes has those of its start. */
+static int check_prompts(mt_rl *rl, mt_run_state *state, mt_error *error) {
+    const mt_options *o = rl->config.options;
+    const char *name = "prompts";
+    uint64_t print = mt_samples_fingerprint(&rl->prompts);
+    for (int64_t i = 0; i < o->prompt_shares.count; i++) {
+        const char *share = o->prompt_shares.items[i];
+        uint64_t both[] = {print, mt_contents_fingerprint(share, (int64_t)strlen(share), true)};
+        print = mt_contents_fingerprint(both, sizeof both, true);
+    }
+    if (mt_fingerprints_agree(&print, &name, 1, &rl->config.grid->world, error) != 0) return -1;
+    int64_t before = state->iteration > 0 && !o->no_load_rng ? state->prompts_fingerprint : 0;
+    state->prompts_fingerprint = (int64_t)(print >> 1); // as JSON holds it
+    if (before == 0 || before == state->prompts_fingerprint) return 0;
+    return mt_error_set(error, "--data-path: the prompts are not those of the start of the run (their texts, tokens "
+                               "and answers); give these, go on with others by --no-load-rng, or begin anew by "
+                               "--finetune");
+}
+
+/* The prompts of all files, on every rank. */
+static int read_prompts(mt_samples *prompts, const mt_rl_config *c, FILE *log, mt_error *error) {
+    const mt_options *o = c->options;
+    mt_sft_config files = {.paths = o->data_path,
+                           .tokenizer_path = c->tokenizer_path,
+                           .vocab_size = o->vocab_size,
+                           .seq_length = o->seq_length - o->max_new_tokens,
+                           .chat_template = o->chat_template,
+                           .skip_bad_samples = o->skip_bad_samples,
+                           .messages_key = o->messages_key,
+                           .prompt_key = o->prompt_key,
+                           .query_key = o->query_key,
+                           .prompts = true,
+                           .shares = o->prompt_shares,
+                           .tag_key = o->tag_key,
+                           .answer_key = o->answer_key,
+                           .needs_answer = o->reward == MT_REWARD_EXACT || o->reward == MT_REWARD_NUMBER,
+                           .check_answer = o->reward == MT_REWARD_NUMBER ? mt_reward_check_number : NULL,
+                           .log = log};
+    int status = mt_samples_read(prompts, &files, c->tokenizer, error);
+    return mt_agree(&c->grid->world, status != 0, error);
+}
+
+int64_t mt_rl_count_prompts(const mt_rl_config *config, mt_error *error) {
+    mt_samples prompts = {0};
+    int status = read_prompts(&prompts, config, NULL, error);
+    int64_t count = prompts.count;
+    mt_samples_free(&prompts);
+    return status == 0 ? count : -1;
+}
+
+static void configure_rollouts(mt_rl *rl) {
+    const mt_options *o = rl->config.options;
+    double penalty = o->overlong_buffer_length > 0 ? o->overlong_penalty_factor : o->overlong_penalty;
+    rl->rollout_config = (mt_rollout_config){.overlong = penalty > 0        ? MT_OVERLONG_PENALTY
+                                                         : o->overlong_mask ? MT_OVERLONG_MASK
+                                                                            : MT_OVERLONG_KEEP,
+                                             .overlong_penalty = penalty,
+                                             .overlong_buffer = o->overlong_buffer_length,
+                                             .max_new_tokens = o->max_new_tokens,
+                                             .reward_clip = o->reward_clip,
+                                             .dynamic_sampling = o->dynamic_sampling,
+                                             .kl_type = o->kl_loss_type,
+                                             .kl_in_reward = o->kl_in_reward ? o->kl_coef : 0,
+                                             .advantage = {.estimator = o->adv_estimator,
+                                                           .gamma = o->gamma,
+                                                           .lambda = o->lam,
+                                                           .norm_by_std = o->norm_adv_by_std,
+                                                           .whiten = o->whiten_advantages,
+                                                           .advantage_clip = o->advantage_clip}};
+    rl->shape = plan_shape_of(o);
+}
+
+/* The tokens that end a response: of the model's folder, of the tokenizer, and of the chat template. */
+static int find_stops(const mt_rl *rl, mt_stops *stops, mt_error *error) {
+    const mt_rl_config *c = &rl->config;
+    mt_chat *chat;
+    if (mt_chat_open(&chat, c->options->chat_template, c->tokenizer, c->tokenizer_path, error) != 0) return -1;
+    int status = mt_chat_prepare(chat, error);
+    const int32_t ends[] = {mt_tokenizer_eod(c->tokenizer), status == 0 ? mt_chat_end(chat) : -1};
+    mt_chat_close(chat);
+    if (status != 0 || mt_stops_of_options(stops, c->options, error) != 0) return -1;
+    for (int i = 0; i < 2; i++)
+        if (ends[i] >= 0 && !mt_stops_add(stops, ends[i]))
+            return mt_error_set(error,
+                                "--load %s: \"eos_token_id\" leaves no room for the end of a response; shorten "
+                                "the list",
+                                c->options->load);
+    return 0;
+}
+
+int mt_rl_open(mt_rl **out, const mt_rl_config *config, mt_model *actor, const mt_model_plan *plan, mt_run_state *state,
+               mt_error *error) {
+    mt_rl *rl = mt_calloc(sizeof *rl);
+    rl->config = *config;
+    mt_model_role_lend(&rl->actor, "actor", actor);
+    mt_report_role(&rl->actor, config->log);
+    configure_rollouts(rl);
+    const mt_options *o = config->options;
+    rl->quotas = mt_calloc((o->prompt_shares.count + 1) * 8);
+    int status = mt_prompt_quotas(rl->quotas, &o->prompt_shares, o->rollout_batch_size, error);
+    if (status == 0) status = read_prompts(&rl->prompts, config, config->log, error);
+    if (status == 0) status = check_prompts(rl, state, error);
+    if (status == 0) status = find_stops(rl, &rl->stops, error);
+    if (status == 0) status = mt_model_role_use(&rl->actor, MT_USE_NOTHING, error); // room for the others
+    if (status == 0) status = open_reference(rl, plan, state, error);
+    if (status == 0) status = mt_model_role_use(&rl->reference.role, MT_USE_NOTHING, error);
+    if (status == 0) status = open_critic(rl, plan, state, error);
+    if (status == 0) status = mt_model_role_use(&rl->critic.role, MT_USE_NOTHING, error);
+    if (status == 0) status = open_reward(rl, plan, error);
+    if (status == 0) status = mt_model_role_use(&rl->reward_model.role, MT_USE_NOTHING, error);
+    if (status == 0) status = open_generator(rl, plan, error);
+    if (status == 0) status = mt_model_role_use(&rl->actor, MT_USE_TRAINING, error);
+    *out = status == 0 ? rl : NULL;
+    if (status != 0) mt_rl_close(rl);
+    return status;
+}
+
+static void close_partner(partner *p) {
+    mt_options options = p->role.options;
+    mt_model_role_close(&p->role);
+    if (p->owns_options) mt_options_free(&options);
+    free(p->folder);
+}
+
+void mt_rl_close(mt_rl *rl) {
+    if (!rl) return;
+    mt_saver_close(rl->critic_saver);
+    mt_step_plan_free(&rl->plan);
+    free(rl->critic_folder);
+    mt_reward_close(rl->reward);
+    mt_transfer_close(rl->transfer);
+    mt_model_role_close(&rl->generator);
+    close_partner(&rl->reward_model), close_partner(&rl->critic), close_partner(&rl->reference);
+    mt_rollouts_free(&rl->rollouts);
+    free(rl->generated);
+    mt_samples_free(&rl->prompts);
+    free(rl->quotas);
+    free(rl);
+}
+
+int mt_rl_save(mt_rl *rl, const mt_run_state *state, mt_error *error) {
+    mt_model_role *critic = &rl->critic.role;
+    mt_run_state own = *state;
+    if (!rl->critic_saver) return 0;
+    own.optimizer_step = rl->critic_steps;
+    if (mt_train_finish(critic->model, error) != 0) return -1;
+    if (mt_model_role_use(&rl->actor, MT_USE_NOTHING, error) != 0 ||
+        mt_model_role_use(critic, MT_USE_TRAINING, error) != 0)
+        return -1;
+    if (mt_saver_save(rl->critic_saver, &own, error) != 0) return -1;
+    if (mt_model_role_use(critic, MT_USE_NOTHING, error) != 0) return -1;
+    return mt_model_role_use(&rl->actor, MT_USE_TRAINING, error);
+}
+
+int mt_rl_finish(mt_rl *rl, mt_error *error) {
+    return mt_saver_finish(rl->critic_saver, error);
+}
+
+/* ---- generation and rewards */
+
+/* Adds the seconds since *then, which becomes now, to a phase. */
+static void lap(mt_rl *rl, int phase, double *then) {
+    double now = mt_time();
+    rl->times.seconds[phase] += now - *then;
+    *then = now;
+}
+
+static mt_sampling sampling_of(const mt_options *o) {
+    return (mt_sampling){.temperature = o->temperature,
+                         .top_p = o->top_p,
+                         .top_k = o->top_k,
+                         .min_p = o->min_p,
+                         .repetition_penalty = o->repetition_penalty,
+                         .seed = (uint64_t)o->seed,
+                         .logprobs = true,
+                         .logp_scale = (float)(1 / o->temperature)}; // as in training
+}
+
+/* Takes a response and its log-probabilities; `tokens` come before it. */
+static void take_response(mt_rl *rl, int64_t s, const mt_sequence *q, int64_t tokens) {
+    int64_t written = q->num_tokens - q->num_prompt;
+    mt_rollouts_set(&rl->rollouts, s, q->tokens + q->num_prompt, written, q->finish == MT_FINISH_LENGTH);
+    memcpy(rl->generated + tokens, q->logps, (size_t)written * 4);
+}
+
+/* The model that writes responses. */
+static mt_model_role *generator_of(mt_rl *rl) {
+    return rl->transfer ? &rl->generator : &rl->actor;
+}
+
+/* Gives a generator apart the actor's present weights; parts of the actor rest. */
+static int prepare_generator(mt_rl *rl, mt_error *error) {
+    mt_model_role *actor = &rl->actor, *generator = &rl->generator;
+    if (!rl->transfer) return mt_model_role_use(actor, MT_USE_GENERATION, error);
+    if (mt_train_finish(actor->model, error) != 0) return -1;
+    if (mt_model_role_use(actor, MT_USE_NOTHING, error) != 0) return -1;
+    if (mt_model_role_use(generator, MT_USE_GENERATION, error) != 0) return -1;
+    mt_transfer_run(rl->transfer);
+    generator->ops->stream_synchronize(mt_model_stream(generator->model));
+    return 0;
+}
+
+/* Responses to the next `prompts` prompts of the run, which has used `position` prompts before. */
+static int generate(mt_rl *rl, int64_t position, int64_t prompts, mt_error *error) {
+    const mt_options *o = rl->config.options;
+    mt_rollouts *r = &rl->rollouts;
+    int64_t group = o->num_return_sequences, count = prompts * group, first = r->count, tokens = 0, more = 0;
+    int64_t *order = mt_malloc(prompts * 8), *lengths = mt_malloc(prompts * 8);
+    const int32_t **texts = mt_malloc(prompts * (int64_t)sizeof *texts);
+    mt_sequence *sequences = mt_calloc(count * (int64_t)sizeof *sequences);
+    mt_rollout rollout = {.num_return_sequences = group, .max_new_tokens = o->max_new_tokens};
+    rollout.first_id = position * group, rollout.sampling = sampling_of(o), rollout.is_stopped = mt_stop_requested;
+    rollout.stops = rl->stops;
+    int status = 0;
+    mt_responses responses = mt_responses_open(rl->config.tokenizer, &o->stop, rollout.first_id, count);
+    if (o->stop.count > 0) rollout.stops.ends_text = mt_responses_end, rollout.stops.context = &responses;
+    if (o->prompt_shares.count > 0)
+        mt_prompts_order_shares(&rl->prompts, rl->quotas, o->prompt_shares.count, o->shuffle_prompts, o->seed, position,
+                                prompts, order);
+    else
+        mt_prompts_order(rl->prompts.count, o->shuffle_prompts, o->seed, position, prompts, order);
+    for (int64_t i = 0; i < prompts; i++) {
+        texts[i] = rl->prompts.tokens + rl->prompts.offsets[order[i]];
+        lengths[i] = rl->prompts.offsets[order[i] + 1] - rl->prompts.offsets[order[i]];
+    }
+    mt_model_role *generator = generator_of(rl);
+    if (status == 0) status = mt_model_role_use(generator, MT_USE_GENERATION, error);
+    if (status == 0)
+        status = mt_rollout_generate(generator->model, &rollout, texts, lengths, prompts, sequences, error);
+    if (status == 0) {
+        if (first == 0)
+            mt_rollouts_begin(r, &rl->prompts, order, prompts, group);
+        else
+            mt_rollouts_extend(r, order, prompts);
+        for (int64_t s = 0; s < first; s++) tokens += r->response_tokens[s];
+        for (int64_t i = 0; i < count; i++) more += sequences[i].num_tokens - sequences[i].num_prompt;
+        rl->generated = mt_realloc(rl->generated, mt_max(tokens + more, 1) * 4);
+        for (int64_t i = 0; i < count; i++) {
+            take_response(rl, first + i, &sequences[i], tokens);
+            tokens += r->response_tokens[first + i];
+            mt_sequence_end(&sequences[i]);
+        }
+        rl->times.tokens[GENERATION] += (double)more;
+    }
+    mt_responses_close(&responses);
+    free(order), free(lengths), free(texts), free(sequences);
+    if (status == MT_GENERATION_STOPPED) status = MT_RL_STOPPED;
+    return status >= 0 && mt_model_role_use(generator, MT_USE_NOTHING, error) != 0 ? -1 : status;
+}
+
+/* ---- micro-batches */
+
+static void plan_batches(mt_rl *rl, const int64_t *sequences, int64_t count, const mt_plan_shape *shape) {
+    mt_step_plan_free(&rl->plan);
+    mt_rollouts_plan(&rl->plan, &rl->rollouts, sequences, count, rl->config.options->sequence_packing, shape);
+}
+
+/* The source of scoring: a planned micro-batch of any data-parallel rank. */
+static int fill_batch_of(void *context, int64_t slot, int64_t rank, mt_batch *batch, mt_error *error) {
+    const mt_rl *rl = context;
+    (void)error;
+    mt_step_plan_fill(&rl->plan, slot, rank, &rl->rollouts.samples, 0, batch);
+    mt_rollouts_load(&rl->rollouts, batch);
+    return 0;
+}
+
+/* The source of training: a micro-batch of this rank in the grid of the role that trains. */
+typedef struct learner {
+    mt_rl *rl;
+    const mt_model_role *role;
+} learner;
+
+static int fill_batch(void *context, int64_t index, mt_batch *batch, mt_error *error) {
+    const learner *l = context;
+    return fill_batch_of(l->rl, index, l->role->grid->data.rank, batch, error);
+}
+
+/* The numbers that a role computes of all sequences. */
+typedef struct scoring {
+    mt_rollouts *rollouts;
+    mt_loss_input input;
+    const mt_grid *grid;
+    double entropy; // summed over the tokens that count
+} scoring;
+
+/* The sink of scoring, on the ranks with the loss: one of each replica keeps the numbers. */
+static void store(void *context, int64_t micro_batch, const mt_batch *batch, const double *numbers,
+                  const double *entropy) {
+    scoring *s = context;
+    (void)micro_batch;
+    if (s->grid->tensor.rank > 0 || s->grid->context.rank > 0) return;
+    mt_rollouts_store(s->rollouts, s->input, batch, numbers);
+    for (int64_t t = 0; t < batch->num_tokens && entropy; t++) s->entropy += batch->loss_mask[t] != 0 ? entropy[t] : 0;
+}
+
+/* Tokens of the sequences. */
+static double sequence_tokens(const mt_rl *rl) {
+    return (double)rl->rollouts.samples.offsets[rl->rollouts.samples.count];
+}
+
+/* Scores the planned micro-batches by a role; afterwards all ranks have the numbers of all sequences. */
+static int score(mt_rl *rl, mt_model_role *role, mt_loss_input input, mt_batch *batch, mt_error *error) {
+    scoring s = {&rl->rollouts, input, role->grid, 0};
+    if (!role->model) return 0;
+    rl->times.tokens[role == &rl->reward_model.role ? REWARDS : SCORING] += sequence_tokens(rl);
+    if (mt_model_role_score(role, rl->plan.num_slots, rl->plan.num_ranks, fill_batch_of, rl, batch, store, &s, error) !=
+        0)
+        return -1;
+    mt_all_reduce_sum(&rl->config.grid->world, rl->rollouts.inputs[input], rl->rollouts.T, MT_F64);
+    mt_all_reduce_sum(&rl->config.grid->world, &s.entropy, 1, MT_F64);
+    if (input == MT_OLD_LOGP) rl->entropy = s.entropy;
+    return 0;
+}
+
+static int64_t *all_sequences(const mt_rl *rl) {
+    int64_t *sequences = mt_malloc(mt_max(rl->rollouts.samples.count, 1) * 8);
+    for (int64_t i = 0; i < rl->rollouts.samples.count; i++) sequences[i] = i;
+    return sequences;
+}
+
+/* The reward model's value of each response from `first` on, at its last token. */
+static int score_by_model(mt_rl *rl, int64_t first, mt_batch *batch, mt_error *error) {
+    mt_rollouts *r = &rl->rollouts;
+    mt_rollout_config later = {.max_new_tokens = rl->config.options->max_new_tokens, .first = first, .whole = true};
+    mt_rollouts_select(r, &later);
+    int64_t *sequences = all_sequences(rl);
+    plan_batches(rl, sequences, r->samples.count, &rl->shape);
+    int status = score(rl, &rl->reward_model.role, MT_OLD_VALUES, batch, error);
+    for (int64_t s = 0; s < r->samples.count && status == 0; s++)
+        r->scores[r->response_of[s]] = r->inputs[MT_OLD_VALUES][r->spans[s].q_start + r->spans[s].q_len - 1];
+    free(sequences);
+    return status;
+}
+
+/* Scores of the responses from `first` on by rank 0's reward function, for all ranks; MT_RL_STOPPED or MT_RL_UNREWARDED
+ * if it gave none. */
+static int score_by_function(mt_rl *rl, int64_t first, mt_error *error) {
+    mt_rollouts *r = &rl->rollouts;
+    const mt_group *world = &rl->config.grid->world;
+    const mt_strings *stops = &rl->config.options->stop;
+    int status = world->rank == 0 ? mt_rollouts_score(r, first, rl->reward, rl->config.tokenizer, stops, error) : 0;
+    mt_broadcast(world, &status, sizeof status, 0);
+    if (status == MT_REWARD_STOPPED) return MT_RL_STOPPED;
+    if (mt_agree(world, status != 0, error) != 0) return MT_RL_UNREWARDED;
+    mt_broadcast(world, r->scores, r->count * 8, 0);
+    for (int64_t s = first; s < r->count; s++) rl->times.tokens[REWARDS] += (double)r->response_tokens[s];
+    return 0;
+}
+
+/* Responses and their rewards. With dynamic sampling other prompts replace the dropped ones, in a number of rounds. */
+static int roll_out(mt_rl *rl, const mt_run_state *state, mt_batch *batch, mt_error *error) {
+    const mt_options *o = rl->config.options;
+    mt_rollouts *r = &rl->rollouts;
+    int64_t most = o->dynamic_sampling ? o->dynamic_sampling_max_rounds : 1, missing = o->rollout_batch_size;
+    double then = mt_time();
+    int status = prepare_generator(rl, error);
+    lap(rl, TRANSFER, &then);
+    mt_rollouts_free(r);
+    for (rl->rounds = 0; missing > 0 && rl->rounds < most && status == 0; rl->rounds++) {
+        int64_t first = r->count;
+        status = generate(rl, state->consumed_prompts + r->num_prompts, missing, error);
+        lap(rl, GENERATION, &then);
+        if (status == 0)
+            status = rl->reward_model.role.model ? score_by_model(rl, first, batch, error)
+                                                 : score_by_function(rl, first, error);
+        if (status == 0) mt_rollouts_select(r, &rl->rollout_config);
+        lap(rl, REWARDS, &then);
+        missing = o->rollout_batch_size - (r->num_prompts - r->stats.groups_dropped);
+    }
+    return status;
+}
+
+/* ---- an iteration */
+
+/* The largest difference between the log-probabilities of the generator and of training. */
+static double generation_gap(const mt_rl *rl) {
+    const mt_rollouts *r = &rl->rollouts;
+    int64_t *first = mt_malloc((r->count + 1) * 8);
+    double gap = 0;
+    first[0] = 0;
+    for (int64_t s = 0; s < r->count; s++) first[s + 1] = first[s] + r->response_tokens[s];
+    for (int64_t k = 0; k < r->samples.count; k++) {
+        int64_t response = r->response_of[k], n = r->response_tokens[response];
+        int64_t end = r->spans[k].q_start + r->spans[k].q_len;
+        for (int64_t i = 0; i < n; i++)
+            if (r->mask[end - n + i] != 0)
+                gap = mt_maximum(
+                    gap, fabs((double)rl->generated[first[response] + i] - r->inputs[MT_OLD_LOGP][end - n + i]));
+    }
+    free(first);
+    return gap;
+}
+
+/* Steps of a role on all mini-batches, in micro-batches of `shape`. metrics: of the last one (NULL: not wanted). */
+static int train_role(mt_rl *rl, mt_model_role *role, const mt_plan_shape *shape, const mt_run_state *state,
+                      int64_t *optimizer_step, mt_batch *batch, mt_metrics *metrics, mt_error *error) {
+    const mt_options *o = rl->config.options;
+    const mt_rollouts *r = &rl->rollouts;
+    int64_t mini_batches = mt_divide_up(r->samples.count, o->global_batch_size), *sequences = all_sequences(rl);
+    int64_t steps = o->ppo_epochs * mini_batches;
+    learner source = {rl, role};
+    if (mt_model_role_is_apart(role)) batch = &role->batch;
+    int status = mt_model_role_use(role, MT_USE_TRAINING, error);
+    for (int64_t i = 0; i < steps && status == 0; i++) {
+        int64_t count = mt_rollouts_mini_batch(r, o->shuffle_mini_batches, o->seed, state->iteration, i / mini_batches,
+                                               i % mini_batches, mini_batches, sequences);
+        mt_run_state inner = *state;
+        inner.optimizer_step = *optimizer_step;
+        plan_batches(rl, sequences, count, shape);
+        status = mt_train_step(role->model, &inner, rl->plan.num_slots, fill_batch, &source, batch,
+                               i + 1 == steps ? metrics : NULL, error);
+        *optimizer_step = inner.optimizer_step;
+    }
+    if (status == 0) role->ops->stream_synchronize(mt_model_stream(role->model)); // its seconds end here
+    rl->times.tokens[TRAINING] += (double)o->ppo_epochs * sequence_tokens(rl);
+    free(sequences);
+    return status;
+}
+
+/* The critic first: the actor stays awake for the end of the iteration. */
+static int train(mt_rl *rl, mt_run_state *state, mt_batch *batch, mt_metrics *metrics, mt_error *error) {
+    mt_model_role *critic = &rl->critic.role;
+    mt_metrics of_critic = {0};
+    int status = 0;
+    if (critic->model) {
+        status = train_role(rl, critic, &rl->critic.shape, state, &rl->critic_steps, batch, metrics ? &of_critic : NULL,
+                            error);
+        if (status == 0) status = mt_model_role_use(critic, MT_USE_NOTHING, error);
+    }
+    if (status == 0)
+        status = train_role(rl, &rl->actor, &rl->shape, state, &state->optimizer_step, batch, metrics, error);
+    rl->value_loss = of_critic.loss;
+    return status;
+}
+
+static bool are_finite(const double *numbers, const float *mask, int64_t n) {
+    bool finite = true;
+    for (int64_t i = 0; i < n; i++) finite &= (mask && mask[i] == 0) || isfinite(numbers[i]);
+    return finite;
+}
+
+/* The first of the numbers of all sequences that is not finite, for the message about the step that reads it. NULL:
+ * none, or the actor's own. */
+static const char *name_fault(const mt_rl *rl) {
+    const mt_rollouts *r = &rl->rollouts;
+    if (!are_finite(r->inputs[MT_OLD_LOGP], r->mask, r->T)) return NULL;
+    if (!are_finite(r->rewards, NULL, r->samples.count)) return "the rewards";
+    if (!are_finite(r->inputs[MT_REF_LOGP], r->mask, r->T))
+        return "the log-probabilities of the reference model (--ref-load)";
+    return are_finite(r->inputs[MT_OLD_VALUES], r->mask, r->T) ? NULL : "the values of the critic";
+}
+
+/* Scores the sequences and trains on them. */
+static int learn(mt_rl *rl, mt_run_state *state, mt_batch *batch, mt_metrics *metrics, mt_error *error) {
+    double then = mt_time();
+    int64_t *sequences = all_sequences(rl);
+    plan_batches(rl, sequences, rl->rollouts.samples.count, &rl->shape);
+    free(sequences);
+    int status = score(rl, &rl->actor, MT_OLD_LOGP, batch, error);
+    if (status == 0) status = score(rl, &rl->reference.role, MT_REF_LOGP, batch, error);
+    if (status == 0) status = score(rl, &rl->critic.role, MT_OLD_VALUES, batch, error);
+    if (status == 0) mt_rollouts_advantages(&rl->rollouts, &rl->rollout_config);
+    const char *fault = status == 0 ? name_fault(rl) : NULL;
+    mt_train_name_fault(rl->actor.model, fault);
+    if (rl->critic.role.model) mt_train_name_fault(rl->critic.role.model, fault);
+    lap(rl, SCORING, &then);
+    if (status == 0) status = train(rl, state, batch, metrics, error);
+    lap(rl, TRAINING, &then);
+    return status;
+}
+
+/* The first phase that takes time: with one layout and without rest, nothing is transferred. */
+static int first_phase(const mt_rl *rl) {
+    return rl->transfer || rl->actor.rests ? TRANSFER : GENERATION;
+}
+
+/* Adds up the times of the run. The first iteration counts only if it is the last: a device loads kernels in it. */
+static void add_times(mt_rl *rl, int64_t iteration) {
+    if (rl->num_iterations++ <= 1) rl->total = (phase_times){0}, rl->first_timed = iteration;
+    for (int i = 0; i < NUM_PHASES; i++)
+        rl->total.seconds[i] += rl->times.seconds[i], rl->total.tokens[i] += rl->times.tokens[i];
+    rl->total.all_seconds += rl->times.all_seconds;
+    rl->last_timed = iteration;
+}
+
+static void print_row(FILE *file, const char *name, double tokens, double seconds, double all_seconds) {
+    fprintf(file, "  %-10s", name);
+    if (tokens > 0)
+        fprintf(file, " %12.0f %10.3f %12.0f", tokens, seconds, tokens / seconds);
+    else
+        fprintf(file, " %12s %10.3f %12s", "", seconds, "");
+    fprintf(file, " %6.1f%%\n", 100 * seconds / all_seconds);
+}
+
+void mt_rl_print_times(const mt_rl *rl, FILE *file) {
+    const phase_times *t = &rl->total;
+    double other = t->all_seconds;
+    if (!file || rl->num_iterations == 0) return;
+    fprintf(file, "phases of iterations %lld to %lld\n  %-10s %12s %10s %12s %7s\n", (long long)rl->first_timed,
+            (long long)rl->last_timed, "", "tokens", "seconds", "tokens/s", "share");
+    for (int i = first_phase(rl); i < NUM_PHASES; i++) {
+        print_row(file, phases[i].name, t->tokens[i], t->seconds[i], t->all_seconds);
+        other -= t->seconds[i];
+    }
+    print_row(file, "other", 0, other, t->all_seconds);
+    print_row(file, "iteration", 0, t->all_seconds, t->all_seconds);
+}
+
+static void add_number(mt_rl *rl, const char *name, double value, bool on_line) {
+    MT_CHECK(rl->num_numbers < MT_MAX_REPORT_NUMBERS);
+    rl->numbers[rl->num_numbers++] = (mt_report_number){name, value, on_line};
+}
+
+/* The numbers that the iteration has. */
+static void collect_numbers(mt_rl *rl) {
+    const mt_rollout_stats *stats = &rl->rollouts.stats;
+    const mt_options *o = rl->config.options;
+    double counted = (double)mt_rollouts_count(&rl->rollouts);
+    bool trained = counted > 0, samples = o->dynamic_sampling;
+    rl->num_numbers = 0;
+    add_number(rl, "reward", stats->score, true);
+    add_number(rl, "reward deviation", stats->score_deviation, true);
+    add_number(rl, "response tokens", stats->response_tokens, true);
+    add_number(rl, "overlong", stats->overlong, true);
+    if (samples) add_number(rl, "groups dropped", (double)stats->groups_dropped, true);
+    if (samples) add_number(rl, "sampling rounds", (double)rl->rounds, false);
+    if (trained) add_number(rl, "generation gap", generation_gap(rl), true);
+    if (trained && rl->critic.role.model) add_number(rl, "value loss", rl->value_loss, true);
+    if (trained && rl->critic.role.model) add_number(rl, "value target", stats->value_target, false);
+    if (trained) add_number(rl, "advantage", stats->advantage, false);
+    if (trained) add_number(rl, "entropy", rl->entropy / counted, false);
+    if (trained && rl->rollout_config.kl_in_reward != 0) add_number(rl, "kl in reward", stats->kl, false);
+    for (int i = first_phase(rl); i < NUM_PHASES; i++) {
+        add_number(rl, phases[i].seconds, rl->times.seconds[i], false);
+        if (phases[i].tokens) add_number(rl, phases[i].tokens, rl->times.tokens[i], false);
+    }
+}
+
+void mt_rl_report(const mt_rl *rl, mt_report *report) {
+    report->numbers = rl->numbers, report->num_numbers = rl->num_numbers;
+    report->untrained = mt_rollouts_count(&rl->rollouts) > 0 ? NULL
+                        : rl->rollouts.samples.count > 0     ? "all responses are overlong"
+                                                             : "no prompt has rewards that differ";
+}
+
+int mt_rl_step(mt_rl *rl, mt_run_state *state, mt_batch *batch, mt_metrics *metrics, mt_error *error) {
+    const mt_rollouts *r = &rl->rollouts;
+    double begin = mt_time();
+    rl->times = (phase_times){0};
+    state->consumed_train_samples = state->iteration * rl->config.options->global_batch_size; // that of schedules
+    if (metrics) *metrics = (mt_metrics){.loss = NAN};
+    if (metrics) metrics->learning_rate = mt_learning_rate(rl->config.options, state->consumed_train_samples);
+    int status = roll_out(rl, state, batch, error);
+    bool trains = mt_rollouts_count(r) > 0;
+    if (status == 0 && trains) status = learn(rl, state, batch, metrics, error);
+    mt_error cause;
+    if (status >= 0 && mt_model_role_use(&rl->actor, MT_USE_TRAINING, &cause) != 0) // also without rewards or steps
+        return mt_error_set(error, "%s", cause.text);
+    if (status != 0) return status;
+    rl->untrained += !trains;
+    rl->times.all_seconds = mt_time() - begin;
+    add_times(rl, state->iteration + 1);
+    collect_numbers(rl);
+    if (metrics) { // of the iteration, not of its last step
+        metrics->tokens = sequence_tokens(rl), metrics->seconds = rl->times.all_seconds;
+        if (trains) rl->bad_steps = metrics->skipped;
+        metrics->skipped = rl->bad_steps + rl->untrained;
+    }
+    state->iteration++;
+    state->consumed_train_samples = state->iteration * rl->config.options->global_batch_size;
+    state->consumed_prompts += r->num_prompts;
+    return 0;
+}

@@ -1,0 +1,1115 @@
+/* hf_config.c: config.json of Hugging Face, read and written from one table: the options of the model that each
+ * family's file holds, with their keys, and the values that all its models share. A model belongs to a family if
+ * its file, written and read again, gives the same model. A model that no family of transformers computes is written as
+ * "megatron", under the names of this program's options. */
+#include "hf_config.h"
+
+#include "../base/file.h"
+#include "../tokens/special_tokens.h"
+#include "../options/option_rules.h"
+#include "../options/option_table.h"
+
+#include <math.h>
+#include <stdarg.h>
+#include <stdlib.h>
+#include <string.h>
+
+/* ---- families */
+
+const char *mt_hf_family_name(mt_hf_family family) {
+    return mt_hf_families[family].model_type;
+}
+
+mt_hf_family mt_hf_family_find(const char *name) {
+    int family = MT_NUM_HF_FAMILIES - 1;
+    while (family > 0 && strcmp(name, mt_hf_families[family].model_type) != 0) family--;
+    return (mt_hf_family)family;
+}
+
+/* ---- keys */
+
+#define MT_HF_FAMILY_BIT(name, ...) name = 1 << MT_HF_##name,
+
+/* Families as bits; DeepSeek-V3 has a second bit for its layers of experts, which a model may do without. */
+enum {
+    MT_HF_FAMILIES(MT_HF_FAMILY_BIT) DEEPSEEK_MOE = 1 << MT_NUM_HF_FAMILIES,
+    QWEN_MOE = QWEN2_MOE | QWEN3_MOE,
+    QWENS = QWEN2 | QWEN3 | QWEN_MOE,
+    WINDOWED = GEMMA3 | OLMO3, // some layers have a window
+    BLOCKS = LLAMA | MISTRAL | MIXTRAL | QWENS | DEEPSEEK_V3 | SMOLLM3 | WINDOWED,
+    MOE = MIXTRAL | QWEN_MOE | DEEPSEEK_MOE,
+    ALL = GPT2 | BLOCKS | MEGATRON,
+};
+
+enum {
+    REQUIRED = 1,           // a file without it is refused
+    NEGATED = 2,            // a flag that is true where the option is false
+    NULLABLE = 4,           // null is the option's 0
+    NONZERO = 8,            // written unless it is 0
+    PLAIN = 16,             // a flag of the struct that is no option
+    FIXED = 32,             // no option: `absent` lists the supported words; the first is written
+    READ = 64,              // read only
+    WRITE = 128,            // written only, or read by mt_config_read_later
+    OWN = 256,              // an option under its own name; its range is checked at the end, for 0 is often "not given"
+    PLAIN_ACTIVATION = 512, // the name of an activation that is not gated
+    GATED_ACTIVATION = 1024, // the name of an activation that is gated
+    NULL_IS_ZERO = 4096,     // null is the option's 0, which is written as a number
+    SAME = 2048,             // another number for the option of the row above: both must be equal
+};
+
+/* A number of the file that means something else than the option that it stands for. */
+typedef struct mt_hf_conversion {
+    void (*read)(mt_options *shape); // after the option was set to the file's number
+    int64_t (*write)(const mt_options *o);
+} mt_hf_conversion;
+
+/* A key of config.json and the option that it stands for. */
+typedef struct mt_hf_key {
+    const char *key; // NULL: none; every model of the families has the value `absent`, and no other model is theirs
+    unsigned families;
+    size_t offset; // of the option
+    unsigned flags;
+    const char *absent; // its value (JSON) in a file without it, as in transformers 5; NULL: none, or the option's
+    const mt_hf_conversion *conversion; // NULL: the file's number is the option's
+} mt_hf_key;
+
+/* The shared experts' width as a multiple of an expert's. */
+static void mt_shared_experts_read(mt_options *shape) {
+    shape->moe_shared_expert_intermediate_size *= shape->moe_ffn_hidden_size;
+}
+
+static int64_t mt_shared_experts_write(const mt_options *o) {
+    return o->moe_shared_expert_intermediate_size / o->moe_ffn_hidden_size;
+}
+
+/* One group, or all groups chosen: no groups. */
+static void mt_groups_read(mt_options *shape) {
+    if (shape->moe_router_num_groups == 1 || shape->moe_router_num_groups == shape->moe_router_group_topk)
+        shape->moe_router_num_groups = shape->moe_router_group_topk = 0;
+}
+
+static int64_t mt_groups_write(const mt_options *o) {
+    return mt_max(o->moe_router_num_groups, 1);
+}
+
+static int64_t mt_group_topk_write(const mt_options *o) {
+    return mt_max(o->moe_router_group_topk, 1);
+}
+
+/* A group's score is the sum of its two best ones. */
+static void mt_group_best_read(mt_options *shape) {
+    shape->moe_router_group_best = 2;
+}
+
+/* The file has the number of channels whose square root divides the products of queries and keys. */
+static void mt_softmax_scale_read(mt_options *shape) {
+    bool usual = shape->softmax_scale == (double)shape->kv_channels;
+    shape->softmax_scale = usual ? 0 : 1 / sqrt(shape->softmax_scale);
+}
+
+static int64_t mt_softmax_scale_write(const mt_options *o) {
+    return o->softmax_scale == 0 ? o->kv_channels : llround(1 / (o->softmax_scale * o->softmax_scale));
+}
+
+/* The embedding's output is scaled by the square root of its width. */
+static void mt_root_of_width_read(mt_options *shape) {
+    shape->embedding_multiplier = sqrt((double)shape->hidden_size);
+}
+
+static const mt_hf_conversion mt_softmax_scale = {mt_softmax_scale_read, mt_softmax_scale_write};
+static const mt_hf_conversion mt_root_of_width = {mt_root_of_width_read, NULL};
+static const mt_hf_conversion mt_group_best = {mt_group_best_read, NULL};
+static const mt_hf_conversion mt_shared_experts = {mt_shared_experts_read, mt_shared_experts_write};
+static const mt_hf_conversion mt_groups = {NULL, mt_groups_write},
+                              mt_group_topk = {mt_groups_read, mt_group_topk_write};
+
+#pragma GCC diagnostic ignored "-Wmissing-field-initializers" // most keys have no flags
+
+static const mt_hf_key mt_hf_keys[] = {
+    {"vocab_size", ALL, MT_AT(vocab_size), REQUIRED},
+    {"initializer_range", ALL & ~MEGATRON, MT_AT(init_method_std), 0, "0.02"},
+    {"initializer_range", MEGATRON, MT_AT(init_method_std)},
+    {"tie_word_embeddings", GPT2, MT_AT(untie_embeddings_and_output_weights), NEGATED, "true"},
+    {"tie_word_embeddings", BLOCKS & ~(GEMMA3 | SMOLLM3), MT_AT(untie_embeddings_and_output_weights), NEGATED, "false"},
+    {"tie_word_embeddings", GEMMA3 | SMOLLM3, MT_AT(untie_embeddings_and_output_weights), NEGATED, "true"},
+    {"tie_word_embeddings", MEGATRON, MT_AT(untie_embeddings_and_output_weights), NEGATED | WRITE},
+    {"use_cache", ALL, 0, FIXED | WRITE, "true"},
+    {"scale_attn_weights", ALL, 0, FIXED | READ, "true"},
+    {"scale_attn_by_inverse_layer_idx", ALL, 0, FIXED | READ, "false"},
+    {"reorder_and_upcast_attn", ALL, 0, FIXED | READ, "false"},
+    {"add_cross_attention", ALL, 0, FIXED | READ, "false"},
+    {"is_encoder_decoder", ALL, 0, FIXED | READ, "false"},
+    {"use_mrope", ALL, 0, FIXED | READ, "false"},
+    {"is_causal", ALL, 0, FIXED | READ, "true"},
+
+    {"n_layer", GPT2, MT_AT(num_layers), REQUIRED},
+    {"n_embd", GPT2, MT_AT(hidden_size), REQUIRED},
+    {"n_head", GPT2, MT_AT(num_attention_heads), REQUIRED},
+    {"n_positions", GPT2, MT_AT(max_position_embeddings), REQUIRED},
+    {"n_inner", GPT2, MT_AT(ffn_hidden_size)},
+    {"activation_function", GPT2, 0, PLAIN_ACTIVATION, "\"gelu_new\""},
+    {"layer_norm_epsilon", GPT2, MT_AT(norm_epsilon), 0, "1e-5"},
+    {"embd_pdrop", GPT2, MT_AT(hidden_dropout), 0, "0.1"},
+    {"resid_pdrop", GPT2, MT_AT(hidden_dropout), SAME, "0.1"},
+    {"attn_pdrop", GPT2, MT_AT(attention_dropout), 0, "0.1"},
+
+    {"num_hidden_layers", BLOCKS, MT_AT(num_layers), REQUIRED},
+    {"hidden_size", BLOCKS, MT_AT(hidden_size), REQUIRED},
+    {"intermediate_size", BLOCKS, MT_AT(ffn_hidden_size), REQUIRED},
+    {"num_attention_heads", BLOCKS, MT_AT(num_attention_heads), REQUIRED},
+    {"num_key_value_heads", LLAMA | OLMO3, MT_AT(num_query_groups), NULLABLE},
+    {"num_key_value_heads", SMOLLM3, MT_AT(num_query_groups), NULLABLE, "4"},
+    {"num_key_value_heads", BLOCKS & ~(LLAMA | OLMO3 | SMOLLM3), MT_AT(num_query_groups), REQUIRED | NULLABLE},
+    {"head_dim", LLAMA | MISTRAL | MIXTRAL | QWEN2 | QWEN_MOE | SMOLLM3 | OLMO3, MT_AT(kv_channels), NULLABLE},
+    {"head_dim", GEMMA3, MT_AT(kv_channels), 0, "256"},
+    {"query_pre_attn_scalar", GEMMA3, MT_AT(softmax_scale), 0, "256", &mt_softmax_scale},
+    {"head_dim", QWEN3, MT_AT(kv_channels), NULLABLE, "128"},
+    {"head_dim", DEEPSEEK_V3, MT_AT(qk_pos_emb_head_dim), WRITE},
+    {"max_position_embeddings", BLOCKS, MT_AT(max_position_embeddings), REQUIRED},
+    {"hidden_act", BLOCKS & ~GEMMA3, 0, GATED_ACTIVATION, "\"silu\""},
+    {"hidden_activation", GEMMA3, 0, GATED_ACTIVATION, "\"gelu_pytorch_tanh\""},
+    {"attn_logit_softcapping", GEMMA3, 0, FIXED | READ, "null"},
+    {"final_logit_softcapping", GEMMA3, 0, FIXED | READ, "null"},
+    {"use_bidirectional_attention", GEMMA3, 0, FIXED | READ, "false"},
+    {"rms_norm_eps", BLOCKS & ~(MIXTRAL | OLMO3), MT_AT(norm_epsilon), 0, "1e-6"},
+    {"rms_norm_eps", MIXTRAL | OLMO3, MT_AT(norm_epsilon), 0, "1e-5"},
+    {"attention_dropout", BLOCKS, MT_AT(attention_dropout), 0, "0.0"},
+    {"hidden_dropout", BLOCKS, MT_AT(hidden_dropout), NONZERO, "0.0"}, // this program's; transformers has none
+    {"attention_bias", LLAMA | QWEN3 | QWEN3_MOE | SMOLLM3 | WINDOWED, MT_AT(attention_output_bias), PLAIN, "false"},
+    {"attention_bias", DEEPSEEK_V3, 0, FIXED, "false"},
+    {"qkv_bias", QWEN2_MOE, MT_AT(add_qkv_bias), 0, "true"},
+    {"mlp_bias", LLAMA | SMOLLM3, MT_AT(mlp_bias), PLAIN, "false"},
+    {"rope_theta", BLOCKS & ~(MIXTRAL | SMOLLM3 | WINDOWED), MT_AT(rotary_base), WRITE,
+     "10000.0"}, // for transformers before 5
+    {"rope_theta", SMOLLM3, MT_AT(rotary_base), WRITE, "2000000.0"},
+    {"rope_theta", GEMMA3, MT_AT(rotary_base), WRITE, "1000000.0"},
+    {"rope_theta", OLMO3, MT_AT(rotary_base), WRITE, "500000.0"},
+    {"rope_theta", MIXTRAL, MT_AT(rotary_base), WRITE, "1000000.0"},
+    {"sliding_window", MISTRAL, MT_AT(window_size), NULLABLE, "4096"},
+    {"sliding_window", MIXTRAL, MT_AT(window_size), NULLABLE},
+    {"sliding_window", QWENS | WINDOWED, MT_AT(window_size), NULLABLE | WRITE, "4096"},
+    {"sliding_window", SMOLLM3, MT_AT(window_size), NULLABLE | WRITE},
+    {"use_sliding_window", QWENS | SMOLLM3, 0, FIXED | READ, "true|false"},
+
+    {"q_lora_rank", DEEPSEEK_V3, MT_AT(q_lora_rank), NULLABLE, "1536"},
+    {"kv_lora_rank", DEEPSEEK_V3, MT_AT(kv_lora_rank), REQUIRED},
+    {"qk_nope_head_dim", DEEPSEEK_V3, MT_AT(qk_head_dim), REQUIRED},
+    {"qk_rope_head_dim", DEEPSEEK_V3, MT_AT(qk_pos_emb_head_dim), REQUIRED},
+    {"qk_head_dim", DEEPSEEK_V3, MT_AT(kv_channels), WRITE},
+    {"v_head_dim", DEEPSEEK_V3, MT_AT(v_head_dim), REQUIRED},
+    {"rope_interleave", DEEPSEEK_V3, MT_AT(rotary_interleaved), 0, "true"},
+    {"num_nextn_predict_layers", DEEPSEEK_V3, MT_AT(mtp_num_layers), WRITE},
+    {"mtp_num_layers", DEEPSEEK_V3, MT_AT(mtp_num_layers), NONZERO}, // this program's: the folder has their weights
+
+    {"intermediate_size", MIXTRAL, MT_AT(moe_ffn_hidden_size), REQUIRED},
+    {"moe_intermediate_size", QWEN_MOE | DEEPSEEK_MOE, MT_AT(moe_ffn_hidden_size), REQUIRED},
+    {"num_local_experts", MIXTRAL | QWEN_MOE, MT_AT(num_experts)},
+    {"num_local_experts", DEEPSEEK_MOE, MT_AT(num_experts), READ},
+    {"num_experts", QWEN_MOE, MT_AT(num_experts)}, // for transformers before 5
+    {"num_experts", MIXTRAL | DEEPSEEK_MOE, MT_AT(num_experts), READ},
+    {"n_routed_experts", DEEPSEEK_MOE, MT_AT(num_experts)},
+    {"n_routed_experts", MIXTRAL | QWEN_MOE, MT_AT(num_experts), READ},
+    {"num_experts_per_tok", MOE, MT_AT(moe_router_topk), REQUIRED},
+    {"router_aux_loss_coef", MIXTRAL | QWEN_MOE, MT_AT(moe_aux_loss_coeff), 0, "0.001"},
+    {"router_aux_loss_coef", DEEPSEEK_MOE, MT_AT(moe_aux_loss_coeff), NONZERO, "0.0"}, // this program's
+    {"router_jitter_noise", MIXTRAL, 0, FIXED | READ, "0.0|0"},
+    {"output_router_logits", MIXTRAL | QWEN_MOE, 0, FIXED | WRITE, "false"},
+    {"norm_topk_prob", QWEN_MOE, MT_AT(moe_router_pre_softmax), NEGATED, "false"},
+    {"norm_topk_prob", DEEPSEEK_MOE, 0, FIXED, "true"},
+    {"shared_expert_intermediate_size", QWEN2_MOE, MT_AT(moe_shared_expert_intermediate_size), REQUIRED},
+
+    {"n_shared_experts", DEEPSEEK_MOE, MT_AT(moe_shared_expert_intermediate_size), NULL_IS_ZERO, "1",
+     &mt_shared_experts},
+    {"n_group", DEEPSEEK_MOE, MT_AT(moe_router_num_groups), NULL_IS_ZERO, "8", &mt_groups},
+    {"topk_group", DEEPSEEK_MOE, MT_AT(moe_router_group_topk), NULL_IS_ZERO, "4", &mt_group_topk},
+    {"routed_scaling_factor", DEEPSEEK_MOE, MT_AT(moe_router_topk_scaling_factor), 0, "2.5"},
+    {"scoring_func", DEEPSEEK_MOE, 0, FIXED | WRITE, "sigmoid"},
+    {"topk_method", DEEPSEEK_MOE, 0, FIXED | WRITE, "noaux_tc"},
+
+    {NULL, BLOCKS, MT_AT(normalization), 0, "\"RMSNorm\""},
+    {NULL, BLOCKS, MT_AT(position_embedding_type), 0, "\"rope\""},
+    {NULL, QWEN3 | QWEN3_MOE | WINDOWED, MT_AT(qk_layernorm), 0, "true"},
+    {NULL, OLMO3, MT_AT(qk_layernorm_all_heads), 0, "true"},
+    {NULL, GEMMA3, MT_AT(norm_placement), 0, "\"both\""},
+    {NULL, OLMO3, MT_AT(norm_placement), 0, "\"after\""},
+    {NULL, GEMMA3, MT_AT(layernorm_zero_centered_gamma), 0, "true"},
+    {NULL, GEMMA3, MT_AT(embedding_multiplier), 0, "1", &mt_root_of_width},
+    {NULL, QWEN2, MT_AT(add_qkv_bias), 0, "true"},
+    {NULL, DEEPSEEK_V3, MT_AT(multi_latent_attention), 0, "true"},
+    {NULL, QWEN2_MOE, MT_AT(moe_shared_expert_gate), 0, "true"},
+    {NULL, DEEPSEEK_MOE, MT_AT(moe_router_score_function), 0, "\"sigmoid\""},
+    {NULL, DEEPSEEK_MOE, MT_AT(moe_router_enable_expert_bias), 0, "true", &mt_group_best},
+
+    {"attention_output_bias", MEGATRON, MT_AT(attention_output_bias), PLAIN},
+    {"mlp_bias", MEGATRON, MT_AT(mlp_bias), PLAIN},
+};
+
+/* Keys of RoPE's parameters; here a bit stands for a type of scaling. */
+enum { LINEAR = 1 << MT_ROPE_SCALING_LINEAR, LLAMA3 = 1 << MT_ROPE_SCALING_LLAMA3, YARN = 1 << MT_ROPE_SCALING_YARN };
+
+static const mt_hf_key mt_rope_keys[] = {
+    {"factor", LINEAR | LLAMA3 | YARN, MT_AT(rope_scaling_factor), REQUIRED},
+    {"original_max_position_embeddings", LLAMA3 | YARN, MT_AT(original_max_position_embeddings)},
+    {"low_freq_factor", LLAMA3, MT_AT(rope_low_freq_factor)},
+    {"high_freq_factor", LLAMA3, MT_AT(rope_high_freq_factor)},
+    {"beta_fast", YARN, MT_AT(yarn_beta_fast)},
+    {"beta_slow", YARN, MT_AT(yarn_beta_slow)},
+    {"attention_factor", YARN, MT_AT(yarn_attention_factor)},
+    {"truncate", YARN, MT_AT(yarn_correction_range_round_to_int), READ, "true"},
+    {"mscale", YARN, MT_AT(yarn_mscale), NONZERO},
+    {"mscale_all_dim", YARN, MT_AT(yarn_mscale_all_dim), NONZERO},
+};
+
+static const char *const mt_rope_types[] = {
+    [MT_ROPE_SCALING_NONE] = "default",
+    [MT_ROPE_SCALING_LINEAR] = "linear",
+    [MT_ROPE_SCALING_LLAMA3] = "llama3",
+    [MT_ROPE_SCALING_YARN] = "yarn",
+};
+
+enum {
+    NUM_KEYS = sizeof mt_hf_keys / sizeof *mt_hf_keys,
+    NUM_ROPE_KEYS = sizeof mt_rope_keys / sizeof *mt_rope_keys,
+    NUM_ROPE_TYPES = sizeof mt_rope_types / sizeof *mt_rope_types,
+};
+
+/* The key of an option in the files that transformers writes today: the last row that is written. */
+static const char *mt_hf_key_name(size_t offset, unsigned families) {
+    const mt_hf_key *key = mt_hf_keys + NUM_KEYS - 1;
+    while (key->offset != offset || !(key->families & families) || key->flags & READ) key--;
+    return key->key;
+}
+
+/* The key of an option of the model under its own name; false for another option. */
+static bool mt_hf_key_of(mt_hf_key *key, char name[80], const mt_option *row) {
+    if (!row->name || row->origin == MT_OF_RUN || mt_option_of(row->offset) != row) return false;
+    mt_option_key(name, row);
+    *key = (mt_hf_key){name, MEGATRON, row->offset, row->type == MT_NO ? OWN | NEGATED : OWN};
+    return true;
+}
+
+/* ---- reading */
+
+/* A config.json that is read. Only the first error is kept, so that readers need not check after each key. */
+typedef struct mt_config {
+    json_t *root;
+    const char *path;
+    mt_error *error;
+    bool failed;
+    char note[300]; // for the user, where the file holds something without effect; "": none
+} mt_config;
+
+__attribute__((format(printf, 2, 3))) static void mt_config_fail(mt_config *config, const char *format, ...) {
+    char text[800];
+    va_list arguments;
+    va_start(arguments, format);
+    vsnprintf(text, sizeof text, format, arguments);
+    va_end(arguments);
+    if (!config->failed) mt_error_set(config->error, "%.200s: %s", config->path, text);
+    config->failed = true;
+}
+
+/* The value of a key; NULL when it is absent or null. */
+static json_t *mt_config_get(const json_t *object, const char *key) {
+    json_t *value = json_object_get(object, key);
+    return json_is_null(value) ? NULL : value;
+}
+
+/* A value of another type than its key has: the message names the key and the value. */
+static void mt_config_refuse_type(mt_config *config, const char *key, const json_t *value, const char *wanted) {
+    char *text = json_dumps(value, JSON_COMPACT | JSON_ENCODE_ANY);
+    mt_config_fail(config, "\"%s\" must be %s, not %.60s", key, wanted, text ? text : "this");
+    free(text);
+}
+
+/* Readers of a key by the type of its value; `fallback` where it is absent or null. */
+static int64_t mt_config_int(mt_config *config, const json_t *object, const char *key, int64_t fallback) {
+    const json_t *value = mt_config_get(object, key);
+    if (value && !json_is_integer(value)) mt_config_refuse_type(config, key, value, "a whole number");
+    return json_is_integer(value) ? json_integer_value(value) : fallback;
+}
+
+static double mt_config_real(mt_config *config, const json_t *object, const char *key, double fallback) {
+    const json_t *value = mt_config_get(object, key);
+    if (value && !json_is_number(value)) mt_config_refuse_type(config, key, value, "a number");
+    return json_is_number(value) ? json_number_value(value) : fallback;
+}
+
+static bool mt_config_bool(mt_config *config, const json_t *object, const char *key, bool fallback) {
+    const json_t *value = mt_config_get(object, key);
+    if (value && !json_is_boolean(value)) mt_config_refuse_type(config, key, value, "true or false");
+    return json_is_boolean(value) ? json_is_true(value) : fallback;
+}
+
+static json_t *mt_config_list(mt_config *config, const json_t *object, const char *key) {
+    json_t *value = mt_config_get(object, key);
+    if (value && !json_is_array(value)) mt_config_refuse_type(config, key, value, "a list");
+    return json_is_array(value) ? value : NULL;
+}
+
+static json_t *mt_config_object(mt_config *config, const json_t *object, const char *key) {
+    json_t *value = mt_config_get(object, key);
+    if (value && !json_is_object(value)) mt_config_refuse_type(config, key, value, "an object");
+    return json_is_object(value) ? value : NULL;
+}
+
+static const char *mt_config_string(mt_config *config, const json_t *object, const char *key, const char *fallback) {
+    const json_t *value = mt_config_get(object, key);
+    if (value && !json_is_string(value)) mt_config_refuse_type(config, key, value, "a string");
+    return json_is_string(value) ? json_string_value(value) : fallback;
+}
+
+/* A key whose value must be one of the words that are supported. */
+static void mt_config_check_fixed(mt_config *config, const mt_hf_key *key, const json_t *value) {
+    char *text = json_dumps(value, JSON_ENCODE_ANY);
+    bool is_flag = *key->absent == 't' || *key->absent == 'f', is_number = *key->absent >= '0' && *key->absent <= '9';
+    if (is_flag && !json_is_boolean(value))
+        mt_config_refuse_type(config, key->key, value, "true or false");
+    else if (is_number && !json_is_number(value))
+        mt_config_refuse_type(config, key->key, value, "a number");
+    else if (mt_choice_index(key->absent, json_is_string(value) ? json_string_value(value) : text) < 0)
+        mt_config_fail(config, "\"%s\": %.40s is not supported; %s is", key->key, text, key->absent);
+    free(text);
+}
+
+/* Sets the option of the activation that a key names. */
+static void mt_config_set_activation(mt_config *config, const mt_hf_key *key, const json_t *value, mt_options *shape) {
+    char supported[200] = "", *text = json_dumps(value, JSON_ENCODE_ANY);
+    bool found = false;
+    for (const mt_activation_row *row = mt_activation_rows; row < mt_activation_rows + MT_NUM_ACTIVATIONS; row++) {
+        if (row->gated != ((key->flags & GATED_ACTIVATION) != 0)) continue;
+        size_t end = strlen(supported);
+        snprintf(supported + end, sizeof supported - end, "%s%s", end ? "|" : "", row->config_names);
+        if (!json_is_string(value) || mt_choice_index(row->config_names, json_string_value(value)) < 0) continue;
+        found = true;
+        if (row->field) *(bool *)((char *)shape + row->field) = true;
+    }
+    if (!found) mt_config_fail(config, "\"%s\": %.40s is not supported; %s is", key->key, text, supported);
+    free(text);
+}
+
+/* Sets the option of a key; the table of options says its type and range. */
+static void mt_config_set(mt_config *config, const mt_hf_key *key, const json_t *value, mt_options *shape) {
+    mt_error problem;
+    const mt_option *row = key->flags & PLAIN ? NULL : mt_option_of(key->offset);
+    mt_option_type type = row ? row->type : MT_FLAG;
+    double before = key->flags & SAME ? *mt_option_real(shape, row) : 0;
+    bool is_int = type == MT_INT, is_real = type == MT_REAL, is_text = type == MT_CHOICE || type == MT_STRING;
+    if (is_text ? !json_is_string(value) : is_int ? !json_is_integer(value) : is_real && !json_is_number(value))
+        mt_config_refuse_type(config, key->key, value, is_text ? "a string" : is_int ? "a whole number" : "a number");
+    else if (is_text && mt_option_set(shape, row, json_string_value(value), key->key, &problem))
+        mt_config_fail(config, "%s", problem.text);
+    else if (is_int)
+        *mt_option_int(shape, row) = json_integer_value(value);
+    else if (is_real)
+        *mt_option_real(shape, row) = json_number_value(value);
+    else if (!is_text && !json_is_boolean(value))
+        mt_config_refuse_type(config, key->key, value, "true or false");
+    else if (!is_text)
+        *(bool *)((char *)shape + key->offset) = json_is_true(value) != ((key->flags & NEGATED) != 0);
+    if ((is_int || is_real) && !(key->flags & OWN) && !mt_option_in_range(row, json_number_value(value)))
+        mt_config_fail(config, "\"%s\" is %g, must be in %s", key->key, json_number_value(value), row->values);
+    if (key->flags & SAME && *mt_option_real(shape, row) != before)
+        mt_config_fail(config, "\"%s\" and \"%s\" differ; one --%s is supported: make them equal", key[-1].key,
+                       key->key, row->name);
+    if (!config->failed && key->conversion && key->conversion->read) key->conversion->read(shape);
+}
+
+/* The keys of `object` that the families (or types) of `mask` have. */
+static void mt_config_read_keys(mt_config *config, const json_t *object, const mt_hf_key *keys, size_t count,
+                                unsigned mask, mt_options *shape) {
+    for (const mt_hf_key *key = keys; key < keys + count; key++) {
+        json_t *value = key->key ? json_object_get(object, key->key) : NULL, *absent = NULL;
+        if (!(key->families & mask) || key->flags & WRITE) continue;
+        if (json_is_null(value) && key->flags & (NULLABLE | NULL_IS_ZERO)) continue;
+        if (json_is_null(value)) value = NULL;
+        if (value && key->flags & FIXED) mt_config_check_fixed(config, key, value);
+        if (key->flags & FIXED) continue;
+        if (!value && key->absent) value = absent = json_loads(key->absent, JSON_DECODE_ANY, NULL);
+        if (value && key->flags & (PLAIN_ACTIVATION | GATED_ACTIVATION))
+            mt_config_set_activation(config, key, value, shape);
+        else if (value)
+            mt_config_set(config, key, value, shape);
+        else if (key->flags & REQUIRED)
+            mt_config_fail(config, "\"%s\" is missing", key->key);
+        json_decref(absent);
+    }
+}
+
+/* A key whose object or effect depends on other keys. */
+static void mt_config_read_later(mt_config *config, const json_t *object, const char *name, unsigned mask,
+                                 mt_options *shape) {
+    for (const mt_hf_key *row = mt_hf_keys; row < mt_hf_keys + NUM_KEYS; row++) {
+        if (!row->key || strcmp(row->key, name) != 0 || !(row->families & mask) || !(row->flags & WRITE)) continue;
+        mt_hf_key key = *row;
+        key.flags &= ~(unsigned)WRITE;
+        mt_config_read_keys(config, object, &key, 1, mask, shape);
+    }
+}
+
+/* Tokens that begin and end texts in files of a family without these keys. */
+static const struct {
+    unsigned families;
+    int64_t bos, eos;
+} mt_hf_tokens[] = {
+    {GPT2, 50256, 50256},
+    {LLAMA | MISTRAL | MIXTRAL, 1, 2},
+    {DEEPSEEK_V3, 0, 1},
+    {ALL, -1, -1},
+};
+
+/* A token id that was checked, or the first of a list; -1 if there is none or the vocabulary does not hold it. */
+static int64_t mt_config_token(const mt_config *config, const char *key, int64_t absent, int64_t vocab_size) {
+    const json_t *value = json_object_get(config->root, key);
+    if (json_is_array(value)) value = json_array_get(value, 0);
+    int64_t token = json_is_integer(value) ? json_integer_value(value) : -1;
+    if (!json_object_get(config->root, key)) token = absent;
+    return token >= 0 && token < vocab_size ? token : -1;
+}
+
+static void mt_config_read_tokens(mt_config *config, unsigned mask, mt_options *shape) {
+    mt_error problem;
+    size_t row = 0;
+    while (!(mt_hf_tokens[row].families & mask)) row++;
+    if (!config->failed && mt_special_tokens_check(config->root, config->path, &problem) != 0)
+        config->failed = true, *config->error = problem;
+    shape->bos_token_id = mt_config_token(config, "bos_token_id", mt_hf_tokens[row].bos, shape->vocab_size);
+    shape->eos_token_id = mt_config_token(config, "eos_token_id", mt_hf_tokens[row].eos, shape->vocab_size);
+    mt_special_tokens_take(shape, config->root);
+}
+
+/* A type of RoPE's scaling as mt_rope_scaling; -1: not in the table. */
+static int mt_config_rope_type(mt_config *config, const char *type) {
+    char supported[100] = "";
+    for (int i = 0; i < NUM_ROPE_TYPES; i++) {
+        size_t end = strlen(supported);
+        if (strcmp(type, mt_rope_types[i]) == 0) return i;
+        const char *before = i == 0 ? "" : i + 1 < NUM_ROPE_TYPES ? ", " : " and ";
+        snprintf(supported + end, sizeof supported - end, "%s%s", before, mt_rope_types[i]);
+    }
+    mt_config_fail(config, "RoPE of type \"%.40s\" is not supported; %s are", type, supported);
+    return -1;
+}
+
+/* True if RoPE's parameters are an object for each type of layer. */
+static bool mt_config_rope_by_type(const json_t *rope) {
+    return json_is_object(mt_config_get(rope, "full_attention")) &&
+           json_is_object(mt_config_get(rope, "sliding_attention"));
+}
+
+/* The object of RoPE's parameters: rope_parameters, or rope_scaling, which older files have beside rope_theta and which
+ * replaces rope_parameters as a whole, as in transformers 5. *window: that of layers with a window, if it has its own.
+ */
+static const json_t *mt_config_rope_object(mt_config *config, unsigned mask, const json_t **window) {
+    const json_t *newer = mt_config_object(config, config->root, "rope_parameters");
+    const json_t *older = mt_config_object(config, config->root, "rope_scaling"), *value;
+    const char *key;
+    const json_t *rope = json_object_size(older) > 0 ? older : newer;
+    const json_t *base = rope == older ? mt_config_get(newer, "rope_theta") : NULL;
+    if (base && !mt_config_get(rope, "rope_theta") && !mt_config_get(config->root, "rope_theta"))
+        snprintf(
+            config->note, sizeof config->note,
+            "\"rope_scaling\" replaces \"rope_parameters\", as in transformers 5, so that its \"rope_theta\" %g is "
+            "unused; write it into \"rope_scaling\" too",
+            json_number_value(base));
+    *window = NULL;
+    if (mask & WINDOWED && mt_config_rope_by_type(rope)) {
+        *window = mt_config_get(rope, "sliding_attention");
+        rope = mt_config_get(rope, "full_attention");
+    }
+    json_object_foreach((json_t *)rope, key, value) {
+        if (json_is_object(value))
+            mt_config_fail(config, "RoPE with parameters of its own for \"%.60s\" is not supported", key);
+    }
+    return rope;
+}
+
+/* RoPE of layers with a window: a base of their own, and no scaling. Older files of Gemma 3 have the base beside the
+ * object; OLMo 3's have only the base of all layers. */
+static void mt_config_read_window_rope(mt_config *config, const json_t *window, unsigned mask, mt_options *shape) {
+    const char *type = mt_config_string(config, window, "rope_type", "default");
+    double older = mt_config_real(config, config->root, "rope_local_base_freq", mask & GEMMA3 ? 10000 : 0);
+    double base = mt_config_real(config, window, "rope_theta", window && !(mask & GEMMA3) ? shape->rotary_base : older);
+    if (!(mask & WINDOWED)) return;
+    if (base == 0) base = shape->rotary_base;
+    if (base <= 0) mt_config_fail(config, "RoPE of layers with a window has a base of %g, must be above 0", base);
+    if (type && strcmp(type, "default") != 0)
+        mt_config_fail(config, "RoPE of type \"%.40s\" in layers with a window is not supported", type);
+    bool same = base == shape->rotary_base && shape->rope_scaling_type == MT_ROPE_SCALING_NONE;
+    shape->window_rotary_base = same ? 0 : base;
+}
+
+/* The context before its extension. A value beside the object wins. */
+static void mt_config_read_original_context(mt_config *config, const json_t *rope, int type, mt_options *shape) {
+    static const char key[] = "original_max_position_embeddings";
+    int64_t inside = mt_config_int(config, rope, key, shape->max_position_embeddings);
+    int64_t beside = mt_config_int(config, config->root, key, inside);
+    if (type == MT_ROPE_SCALING_LINEAR) return;
+    if (beside < 1) mt_config_fail(config, "\"%s\" is %lld, must be positive", key, (long long)beside);
+    shape->original_max_position_embeddings = beside;
+}
+
+static void mt_config_read_rope(mt_config *config, mt_options *shape) {
+    unsigned mask = 1u << shape->hf_family;
+    const json_t *window, *rope = mt_config_rope_object(config, mask, &window);
+    mt_config_real(config, config->root, "rope_theta", 0); // its type counts even where the object's own replaces it
+    mt_config_read_later(config, mt_config_get(rope, "rope_theta") ? rope : config->root, "rope_theta", mask, shape);
+    const char *older = mt_config_string(config, rope, "type", "default");
+    const char *type = mt_config_string(config, rope, "rope_type", older);
+    int index = mt_config_rope_type(config, type);
+    double partial = mt_config_real(config, config->root, "partial_rotary_factor", 1);
+    if (mt_config_real(config, rope, "partial_rotary_factor", partial) != 1)
+        mt_config_fail(config, "\"partial_rotary_factor\" other than 1 is not supported");
+    if (index > 0) {
+        shape->rope_scaling_type = (mt_rope_scaling)index;
+        if (!mt_config_get(rope, "factor")) mt_config_fail(config, "RoPE of type \"%s\" needs a \"factor\"", type);
+        mt_config_read_keys(config, rope, mt_rope_keys, NUM_ROPE_KEYS, 1u << index, shape);
+        mt_config_read_original_context(config, rope, index, shape);
+    }
+    mt_config_read_window_rope(config, window, mask, shape);
+}
+
+/* Sets `letters` [num_layers] to the layers that layer_types says to have a sliding window, '1'; false without that
+ * list. */
+static bool mt_config_read_layer_types(mt_config *config, char *letters, int64_t num_layers) {
+    const json_t *types = mt_config_list(config, config->root, "layer_types");
+    if (!types) return false;
+    if ((int64_t)json_array_size(types) != num_layers)
+        mt_config_fail(config, "\"layer_types\" must list %lld layers", (long long)num_layers);
+    for (size_t i = 0; i < json_array_size(types) && (int64_t)i < num_layers; i++) {
+        const char *type = json_string_value(json_array_get(types, i));
+        if (!type || mt_choice_index("full_attention|sliding_attention", type) < 0)
+            mt_config_fail(config, "\"layer_types\" holds %.40s; full_attention and sliding_attention are supported",
+                           type ? type : "values other than strings");
+        else
+            letters[i] = *type == 's' ? '1' : '0';
+    }
+    return true;
+}
+
+/* Layer i has a window where no list says it, as in transformers 5. Qwen: layers from max_window_layers on; in
+ * Qwen2-MoE every second one before; in Qwen3-MoE all, whatever a list says. Gemma 3 and OLMo 3: all but every
+ * sliding_window_pattern-th. */
+static bool mt_config_slides(mt_config *config, unsigned mask, int64_t i) {
+    int64_t first = mt_config_int(config, config->root, "max_window_layers", 28);
+    int64_t older = mt_config_int(config, config->root, "sliding_window_pattern", mask & GEMMA3 ? 6 : 4);
+    int64_t pattern = mask & GEMMA3 ? mt_config_int(config, config->root, "_sliding_window_pattern", older) : 4;
+    if (pattern < 1) mt_config_fail(config, "\"sliding_window_pattern\" is %lld, must be positive", (long long)pattern);
+    if (mask & WINDOWED) return pattern > 0 && (i + 1) % pattern != 0;
+    if (mask & QWEN2_MOE) return i < first && i % 2 == 0;
+    return mask & QWENS && !(mask & QWEN3_MOE) ? i >= first : true;
+}
+
+/* The sliding window and the layers that have it. Mistral and Mixtral: all, and a list that says otherwise is of
+ * another model; Qwen and SmolLM3: only with use_sliding_window. */
+static void mt_config_read_windows(mt_config *config, unsigned mask, mt_options *shape) {
+    bool uses = mt_config_bool(config, config->root, "use_sliding_window", false) || !(mask & (QWENS | SMOLLM3));
+    if (config->failed || shape->num_layers < 1) return;
+    char *listed = mt_calloc(shape->num_layers + 1), *letters = mt_calloc(shape->num_layers + 1);
+    bool lists = mt_config_read_layer_types(config, listed, shape->num_layers);
+    if (uses)
+        mt_config_read_later(config, config->root, "sliding_window", mask, shape);
+    else // any number: transformers 5 writes 0 for Qwen2-MoE
+        mt_config_int(config, config->root, "sliding_window", 0);
+    if (!uses) shape->window_size = 0;
+    for (int64_t i = 0; i < shape->num_layers; i++)
+        letters[i] = mt_config_slides(config, mask, i) && shape->window_size > 0 ? '1' : '0';
+    if (lists && strchr(listed, '1') && shape->window_size == 0)
+        mt_config_fail(config,
+                       "\"layer_types\" holds sliding_attention without a window; %sgive a \"sliding_window\", or list "
+                       "full_attention",
+                       mask & (QWENS | SMOLLM3) ? "set \"use_sliding_window\" to true and " : "");
+    else if (lists && mask & (MISTRAL | MIXTRAL | QWEN3_MOE) && strcmp(listed, letters) != 0)
+        mt_config_fail(config,
+                       "\"layer_types\" lists other layers with a sliding window than this family has, which is "
+                       "all of them with a \"sliding_window\"; make them agree");
+    if (lists && shape->window_size > 0) memcpy(letters, listed, (size_t)shape->num_layers);
+    if (!strchr(letters, '1')) shape->window_size = 0, shape->window_rotary_base = 0;
+    if (strchr(letters, '1') && strchr(letters, '0')) {
+        free(shape->window_attn_skip_freq);
+        shape->window_attn_skip_freq = mt_layer_freq_print(letters, MT_WINDOW_LAYERS);
+    }
+    free(listed), free(letters);
+}
+
+/* SmolLM3's layers with RoPE: a list, or all but every no_rope_layer_interval-th. */
+static void mt_config_read_rope_layers(mt_config *config, mt_options *shape) {
+    const json_t *list = mt_config_list(config, config->root, "no_rope_layers");
+    int64_t every = mt_config_int(config, config->root, "no_rope_layer_interval", 4), value;
+    if (config->failed || shape->num_layers < 1) return;
+    if (every < 1) mt_config_fail(config, "\"no_rope_layer_interval\" is %lld, must be positive", (long long)every);
+    if (list && (int64_t)json_array_size(list) != shape->num_layers)
+        mt_config_fail(config, "\"no_rope_layers\" must list %lld layers", (long long)shape->num_layers);
+    if (config->failed) return;
+    char *letters = mt_calloc(shape->num_layers + 1);
+    for (int64_t i = 0; i < shape->num_layers; i++) {
+        value = (i + 1) % every != 0;
+        if (list && !mt_json_int(json_array_get(list, (size_t)i), 0, 1, &value))
+            mt_config_refuse_type(config, "no_rope_layers", list, "a list of 0 and 1");
+        letters[i] = value ? '1' : '0';
+    }
+    free(shape->no_rope_freq);
+    shape->no_rope_freq = strchr(letters, '0') ? mt_layer_freq_print(letters, MT_ROPE_LAYERS) : NULL;
+    free(letters);
+}
+
+/* The first layer of a DeepSeek-V3 with experts. */
+static int64_t mt_config_first_expert_layer(mt_config *config) {
+    return mt_config_int(config, config->root, "first_k_dense_replace", 3);
+}
+
+/* The layers with experts, as --moe-layer-freq. */
+static void mt_config_read_expert_layers(mt_config *config, mt_options *shape) {
+    bool deepseek = shape->hf_family == MT_HF_DEEPSEEK_V3;
+    const json_t *dense = deepseek ? NULL : mt_config_list(config, config->root, "mlp_only_layers");
+    int64_t every = deepseek ? 1 : mt_config_int(config, config->root, "decoder_sparse_step", 1);
+    int64_t leading = deepseek ? mt_config_first_expert_layer(config) : 0;
+    if (every < 1) mt_config_fail(config, "\"decoder_sparse_step\" must be a number above 0");
+    if (config->failed || shape->num_layers == 0) return;
+    char *layers = mt_calloc(shape->num_layers + 1);
+    for (int64_t i = 0; i < shape->num_layers; i++) layers[i] = i >= leading && (i + 1) % every == 0 ? '1' : '0';
+    for (size_t i = 0; i < json_array_size(dense); i++) {
+        int64_t layer = json_integer_value(json_array_get(dense, i));
+        if (!json_is_integer(json_array_get(dense, i)))
+            mt_config_refuse_type(config, "mlp_only_layers", dense, "a list of layers' numbers");
+        if (layer >= 0 && layer < shape->num_layers) layers[layer] = '0';
+    }
+    if (!strchr(layers, '1')) mt_config_fail(config, "no layer has experts");
+    free(shape->moe_layer_freq);
+    shape->moe_layer_freq = strchr(layers, '0') ? mt_layer_freq_print(layers, MT_EXPERT_LAYERS) : mt_strdup("1");
+    free(layers);
+}
+
+/* The number of experts, and the layers that have them. */
+static void mt_config_finish_experts(mt_config *config, unsigned mask, mt_options *shape) {
+    if (shape->num_experts == 0) mt_config_fail(config, "\"%s\" is missing", mt_hf_key_name(MT_AT(num_experts), mask));
+    if (!(mask & MIXTRAL)) mt_config_read_expert_layers(config, shape);
+}
+
+/* Values of Llama's block that follow from several keys. */
+static void mt_config_finish_block(mt_config *config, unsigned mask, mt_options *shape) {
+    shape->add_qkv_bias |= shape->attention_output_bias;
+    shape->add_bias_linear = shape->attention_output_bias && shape->mlp_bias;
+    if (shape->num_query_groups == shape->num_attention_heads) shape->num_query_groups = 0; // a group for each head
+    shape->group_query_attention = shape->num_query_groups != 0;
+    mt_config_read_rope(config, shape);
+    if (mask & (MISTRAL | MIXTRAL | QWENS | SMOLLM3 | WINDOWED)) mt_config_read_windows(config, mask, shape);
+    if (mask & SMOLLM3) mt_config_read_rope_layers(config, shape);
+    if (mask & MOE) mt_config_finish_experts(config, mask, shape);
+    if (!(mask & DEEPSEEK_V3)) return;
+    const json_t *modules = mt_config_get(config->root, "num_nextn_predict_layers");
+    if (!modules) modules = mt_config_get(config->root, "num_mtp_layers"); // its other name in transformers 5
+    shape->mtp_layers_stored = 1;
+    if (modules && !mt_json_int(modules, 0, 10000, &shape->mtp_layers_stored))
+        mt_config_fail(config, "\"num_nextn_predict_layers\" must be a whole number from 0 to 10000");
+    if (shape->group_query_attention)
+        mt_config_fail(config,
+                       "\"num_key_value_heads\" is %lld and \"num_attention_heads\" %lld; with a latent every head has "
+                       "its own key and value: make them equal",
+                       (long long)shape->num_query_groups, (long long)shape->num_attention_heads);
+}
+
+/* A model that no family of transformers describes: this program's own options, under their names. */
+static void mt_config_read_megatron(mt_config *config, mt_options *shape) {
+    char name[80];
+    mt_hf_key key;
+    for (const mt_option *row = mt_option_table; row->help; row++)
+        if (mt_hf_key_of(&key, name, row)) mt_config_read_keys(config, config->root, &key, 1, MEGATRON, shape);
+    shape->mtp_layers_stored = shape->mtp_num_layers;
+}
+
+/* Weights in fp8 with a scale per block, as in DeepSeek-V3's folders. */
+static void mt_config_read_quantization(mt_config *config, mt_options *shape) {
+    const json_t *quantization = mt_config_object(config, config->root, "quantization_config");
+    if (!quantization) return;
+    const char *method = mt_config_string(config, quantization, "quant_method", NULL);
+    const char *format = mt_config_string(config, quantization, "fmt", "e4m3");
+    const char *activations = mt_config_string(config, quantization, "activation_scheme", "dynamic");
+    const json_t *sizes = mt_config_get(quantization, "weight_block_size");
+    if (!method || strcmp(method, "fp8") != 0 || !format || strcmp(format, "e4m3") != 0)
+        mt_config_fail(config,
+                       "quantized weights (\"quantization_config\") of \"quant_method\" %.60s, \"fmt\" %.60s are not "
+                       "supported, only fp8 and e4m3; load the fp32, bf16 or fp16 model",
+                       method ? method : "missing", format ? format : "missing");
+    if (activations && strcmp(activations, "dynamic") != 0)
+        mt_config_fail(config,
+                       "\"activation_scheme\" of \"quantization_config\" is %.60s; supported: dynamic; load the fp32, "
+                       "bf16 or fp16 model",
+                       activations);
+    for (size_t i = 0; i < 2; i++)
+        if (json_array_size(sizes) != 2 ||
+            !mt_json_int(json_array_get(sizes, i), 1, 1 << 20, &shape->weight_block_size[i]))
+            mt_config_fail(config,
+                           "\"weight_block_size\" of \"quantization_config\" must be two whole numbers, the rows "
+                           "and columns per scale; load the fp32, bf16 or fp16 model");
+}
+
+/* The ends of class names of models with a value head, by mt_head_type. */
+static const char *const mt_head_classes[] = {NULL, "ForSequenceClassification", "ForTokenClassification"};
+
+/* The head, by the model's class. A value head has one label; files without id2label mean two. */
+static void mt_config_read_head(mt_config *config, mt_options *shape) {
+    const json_t *labels = mt_config_object(config, config->root, "id2label");
+    const json_t *classes = mt_config_list(config, config->root, "architectures");
+    const char *class = json_string_value(json_array_get(classes, 0));
+    int64_t number = mt_config_int(config, config->root, "num_labels", 2);
+    int64_t count = labels ? (int64_t)json_object_size(labels) : number;
+    if (json_array_size(classes) > 0 && !class)
+        mt_config_refuse_type(config, "architectures", classes, "a list of classes' names");
+    for (int head = MT_HEAD_SEQUENCE; class && head <= MT_HEAD_TOKEN; head++)
+        if (mt_text_ends_with(class, mt_head_classes[head])) shape->head_type = (mt_head_type)head;
+    if (shape->head_type == MT_HEAD_LM) return;
+    if (count != 1)
+        mt_config_fail(config, "%.80s has %lld labels; value heads have one: \"id2label\": {\"0\": \"LABEL_0\"}", class,
+                       (long long)count);
+    shape->mtp_num_layers = 0;
+}
+
+/* GPT2LMHeadModel or LlamaForCausalLM -> GPT2ForTokenClassification, LlamaForTokenClassification. */
+static void mt_config_write_head(json_t *root, const mt_options *o) {
+    const char *class = mt_hf_families[o->hf_family].model_class, *end = strstr(class, "ForCausalLM");
+    char name[128];
+    if (!end) end = strstr(class, "LMHeadModel");
+    snprintf(name, sizeof name, "%s", class);
+    if (o->head_type != MT_HEAD_LM)
+        snprintf(name, sizeof name, "%.*s%s", (int)(end - class), class, mt_head_classes[o->head_type]);
+    json_object_set_new(root, "architectures", json_pack("[s]", name));
+    if (o->head_type == MT_HEAD_LM) return;
+    json_object_set_new(root, "id2label", json_pack("{ss}", "0", "LABEL_0"));
+    json_object_set_new(root, "label2id", json_pack("{si}", "LABEL_0", 0));
+}
+
+/* Sets `shape`, which holds defaults, to the model of a file of a supported family. */
+static void mt_config_read_family(mt_config *config, mt_options *shape) {
+    mt_error problem;
+    unsigned mask = 1u << shape->hf_family;
+    int64_t layers = mt_config_int(config, config->root, "num_hidden_layers", 0);
+    if (mask & DEEPSEEK_V3 && mt_config_first_expert_layer(config) < layers) mask |= DEEPSEEK_MOE;
+    mt_config_read_quantization(config, shape);
+    mt_config_read_keys(config, config->root, mt_hf_keys, NUM_KEYS, mask, shape);
+    mt_config_read_tokens(config, mask, shape);
+    if (mask & BLOCKS) mt_config_finish_block(config, mask, shape);
+    if (mask & MEGATRON) mt_config_read_megatron(config, shape);
+    mt_config_read_head(config, shape);
+    memset(shape->given, 0, sizeof shape->given);
+    if (mt_options_check_ranges(shape, MT_PROGRAM_TRAIN, &problem)) mt_config_fail(config, "%s", problem.text);
+    int64_t heads = shape->num_attention_heads, groups = shape->num_query_groups;
+    if (!config->failed && groups > 0 && heads % groups != 0)
+        mt_config_fail(config, "the %lld heads do not divide into %lld groups", (long long)heads, (long long)groups);
+}
+
+#define MT_HF_FAMILY_TYPE(name, model_type, ...) " " model_type
+
+/* The family whose class "architectures" names: Kimi K2's model_type is its own, and its class is DeepSeek-V3's. */
+static mt_hf_family mt_config_family_of_class(const mt_config *config) {
+    const char *name = json_string_value(json_array_get(json_object_get(config->root, "architectures"), 0));
+    int family = MT_NUM_HF_FAMILIES - 1;
+    while (family > 0 && (!name || strcmp(name, mt_hf_families[family].model_class) != 0)) family--;
+    return (mt_hf_family)family;
+}
+
+/* Sets `shape`, which holds defaults, to the model of a file, and a note about it for the user ("": none). */
+static int mt_config_read(mt_options *shape, const char *json, int64_t bytes, const char *path, char note[300],
+                          mt_error *error) {
+    mt_config config = {.path = path, .error = error};
+    config.root = mt_json_parse(json, bytes, JSON_REJECT_DUPLICATES, path, error);
+    if (!config.root) return -1;
+    const char *family = mt_config_string(&config, config.root, "model_type", NULL);
+    shape->hf_family = family ? mt_hf_family_find(family) : MT_HF_UNKNOWN;
+    if (shape->hf_family == MT_HF_UNKNOWN) shape->hf_family = mt_config_family_of_class(&config);
+    if (shape->hf_family == MT_HF_UNKNOWN)
+        mt_config_fail(&config,
+                       "\"model_type\" is %.60s, a kind of model that is not supported; supported:" MT_HF_FAMILIES(
+                           MT_HF_FAMILY_TYPE) " (megatron: saved by this program, as no other family has its shape)",
+                       family ? family : "missing");
+    else
+        mt_config_read_family(&config, shape);
+    json_decref(config.root);
+    memcpy(note, config.note, sizeof config.note);
+    return config.failed ? -1 : 0;
+}
+
+/* True if a given value means another model than the weights are of. A list of layers can be written in several ways;
+ * the width of the MLP has no meaning where every layer has experts of a given width; 0 query groups are one per head;
+ * biases of all linear layers include those of queries, keys and values. */
+static bool mt_option_differs(const mt_options *options, const mt_options *shape, const mt_option *row) {
+    mt_error ignored;
+    int64_t count = shape->num_experts > 0 ? shape->num_layers : 0;
+    char *given = mt_option_text(options, row), *theirs = mt_option_text(shape, row);
+    bool differs = strcmp(given, theirs) != 0;
+    if (differs && count > 0 && row->offset == MT_AT(moe_layer_freq)) {
+        char *asked =
+            mt_layer_freq_expand(given, MT_EXPERT_LAYERS, count, !MT_GIVEN(options, moe_layer_freq), &ignored);
+        char *stored = mt_layer_freq_expand(theirs, MT_EXPERT_LAYERS, count, false, &ignored);
+        differs = !asked || !stored || strcmp(asked, stored) != 0;
+        free(asked), free(stored);
+    } else if (differs && row->offset == MT_AT(no_rope_freq) && *given && *theirs) {
+        char *asked = mt_layer_freq_expand(given, MT_ROPE_LAYERS, shape->num_layers, true, &ignored);
+        char *stored = mt_layer_freq_expand(theirs, MT_ROPE_LAYERS, shape->num_layers, false, &ignored);
+        differs = !asked || !stored || strcmp(asked, stored) != 0;
+        free(asked), free(stored);
+    } else if (differs && count > 0 && row->offset == MT_AT(ffn_hidden_size)) {
+        char *stored = mt_layer_freq_expand(shape->moe_layer_freq, MT_EXPERT_LAYERS, count, false, &ignored);
+        differs = !stored || strchr(stored, '0') || !MT_GIVEN(options, moe_ffn_hidden_size);
+        free(stored);
+    } else if (differs && row->offset == MT_AT(num_query_groups)) {
+        differs = options->num_query_groups != 0 || shape->num_query_groups != shape->num_attention_heads;
+    } else if (differs && row->offset == MT_AT(add_qkv_bias)) {
+        differs = !shape->add_bias_linear || (!options->add_qkv_bias && !options->add_bias_linear);
+    }
+    free(given), free(theirs);
+    return differs;
+}
+
+/* Weights were trained with one value of these options; another value that the user gave is an error. */
+static int mt_options_check_weights(const mt_options *options, const mt_options *shape, const char *path,
+                                    mt_error *error) {
+    bool learned = shape->position_embedding_type == MT_POSITION_LEARNED_ABSOLUTE;
+    for (const mt_option *row = mt_option_table; row->help; row++) {
+        if (!row->name || !mt_options_gave(options, row->offset)) continue;
+        if (row->origin != MT_OF_WEIGHTS && !(learned && row->offset == MT_AT(max_position_embeddings))) continue;
+        if (!mt_option_differs(options, shape, row)) continue;
+        char *given = mt_option_text(options, row), *theirs = mt_option_text(shape, row);
+        mt_error_set(error, "--%s is %.60s, but the weights have %.60s (%.200s); leave the option out", row->name,
+                     given, theirs, path);
+        free(given), free(theirs);
+        return -1;
+    }
+    return 0;
+}
+
+int mt_options_take_shape(mt_options *options, const char *json, int64_t bytes, const char *path, bool has_weights,
+                          mt_error *error) {
+    mt_options shape;
+    char note[300] = "";
+    mt_options_default(&shape);
+    int result = mt_config_read(&shape, json, bytes, path, note, error);
+    if (!result && *note && mt_launch_rank() <= 0) fprintf(stderr, "warning: %s: %s\n", path, note);
+    if (!result && has_weights) {
+        mt_options_derive_sizes(&shape);
+        result = mt_options_check_weights(options, &shape, path, error);
+    }
+    if (!result) {
+        // config.json has biases apart; --disable-bias-linear changes all of them.
+        bool same_biases = !MT_GIVEN(options, add_bias_linear) || options->add_bias_linear == shape.add_bias_linear;
+        options->attention_output_bias = same_biases && shape.attention_output_bias;
+        options->mlp_bias = same_biases && shape.mlp_bias;
+        options->moe_router_group_best = shape.moe_router_group_best;
+        options->mtp_layers_stored = shape.mtp_layers_stored;
+        options->bos_token_id = shape.bos_token_id;
+        options->eos_token_id = shape.eos_token_id;
+        mt_string_set(&options->special_tokens, shape.special_tokens);
+        options->hf_family = shape.hf_family;
+        options->head_type = shape.head_type;
+        memcpy(options->weight_block_size, shape.weight_block_size, sizeof shape.weight_block_size);
+        for (const mt_option *row = mt_option_table; row->help; row++)
+            if (row->name && row->origin != MT_OF_RUN && !mt_options_gave(options, row->offset))
+                mt_option_copy(options, &shape, row);
+    }
+    mt_options_free(&shape);
+    return result;
+}
+
+int mt_options_check_shape(const mt_options *options, const char *json, int64_t bytes, const char *option,
+                           const char *path, mt_head_type *head, mt_error *error) {
+    mt_options shape;
+    char note[300];
+    mt_options_default(&shape);
+    int status = mt_config_read(&shape, json, bytes, path, note, error);
+    for (const mt_option *row = mt_option_table; row->help; row++)
+        if (row->name && row->origin != MT_OF_RUN && mt_options_gave(options, row->offset))
+            mt_option_copy(&shape, options, row); // sizes may derive from it
+    mt_options_derive_sizes(&shape);
+    for (const mt_option *row = mt_option_table; row->help && status == 0; row++) {
+        bool drops = row->offset == MT_AT(hidden_dropout) || row->offset == MT_AT(attention_dropout); // --load's holds
+        if (!row->name || row->origin == MT_OF_RUN || drops || mt_options_gave(options, row->offset)) continue;
+        if (!mt_option_differs(&shape, options, row)) continue;
+        char *ours = mt_option_text(&shape, row), *theirs = mt_option_text(options, row);
+        status = mt_error_set(error,
+                              "%s %s: has --%s %.60s, but the model of --load %s has %.60s; leave %s out, or name "
+                              "another folder",
+                              option, path, row->name, ours, options->load, theirs, option);
+        free(ours), free(theirs);
+    }
+    if (head) *head = shape.head_type;
+    mt_options_free(&shape);
+    return status;
+}
+
+int mt_options_read_hf_config(mt_options *options, const char *json, int64_t bytes, const char *path, mt_error *error) {
+    return mt_options_take_shape(options, json, bytes, path, false, error);
+}
+
+/* ---- writing */
+
+/* The value of a key in the options of a model. */
+static json_t *mt_config_value(const mt_hf_key *key, const mt_options *o) {
+    const mt_option *row = key->flags & (PLAIN | FIXED) ? NULL : mt_option_of(key->offset);
+    const char *names = mt_activation_rows[mt_options_activation(o)].config_names;
+    if (key->flags & (PLAIN_ACTIVATION | GATED_ACTIVATION)) return json_stringn(names, strcspn(names, "|"));
+    if (key->conversion) return json_integer(key->conversion->write(o));
+    if (key->flags & FIXED && mt_choice_index("true|false", key->absent) >= 0) return json_boolean(*key->absent == 't');
+    if (key->flags & FIXED) return json_stringn(key->absent, strcspn(key->absent, "|"));
+    if (row && row->type == MT_INT) return json_integer(*mt_option_int(o, row));
+    if (row && row->type == MT_REAL) return json_real(*mt_option_real(o, row));
+    if (!row || row->type == MT_FLAG || row->type == MT_NO)
+        return json_boolean(*(const bool *)((const char *)o + key->offset) != ((key->flags & NEGATED) != 0));
+    char *text = mt_option_text(o, row);
+    json_t *value = json_string(text);
+    free(text);
+    return value;
+}
+
+/* The keys that the families (or types) of `mask` have. */
+static void mt_config_write_keys(json_t *object, const mt_hf_key *keys, size_t count, unsigned mask,
+                                 const mt_options *o) {
+    for (const mt_hf_key *key = keys; key < keys + count; key++) {
+        if (!(key->families & mask) || key->flags & READ || !key->key) continue;
+        json_t *value = mt_config_value(key, o);
+        bool zero = json_is_number(value) && json_number_value(value) == 0;
+        bool none = key->flags & OWN && json_is_string(value) && !*json_string_value(value);
+        if (none)
+            (void)0; // an option that is not given
+        else if (!zero || !(key->flags & (NULLABLE | NONZERO)))
+            json_object_set(object, key->key, value);
+        else if (key->flags & NULLABLE)
+            json_object_set_new(object, key->key, json_null());
+        json_decref(value);
+    }
+}
+
+/* RoPE's parameters as an object; the newer form holds the base too. */
+static json_t *mt_config_rope(const mt_options *o, bool newer) {
+    json_t *rope = json_object();
+    mt_json_set_string(rope, "rope_type", mt_rope_types[o->rope_scaling_type]);
+    if (newer) mt_json_set_real(rope, "rope_theta", o->rotary_base);
+    mt_config_write_keys(rope, mt_rope_keys, NUM_ROPE_KEYS, 1u << o->rope_scaling_type, o);
+    if (o->rope_scaling_type == MT_ROPE_SCALING_YARN && !o->yarn_correction_range_round_to_int)
+        mt_json_set_bool(rope, "truncate", false); // older versions of transformers warn of the key
+    return rope;
+}
+
+/* The first layer with experts; num_layers without. */
+static int64_t mt_first_expert_layer(const mt_options *o) {
+    int64_t first = 0;
+    while (first < o->num_layers && !mt_layer_has_experts(o, first)) first++;
+    return first;
+}
+
+/* The layers with sliding windows, without RoPE, and with experts. */
+static void mt_config_write_layers(json_t *root, unsigned mask, const mt_options *o) {
+    json_t *types = json_array(), *dense = json_array(), *rope = json_array();
+    int64_t full = 0;
+    for (int64_t i = 0; i < o->num_layers; i++) {
+        mt_layer_kind kind = mt_layer_kind_of(o, i);
+        bool has_experts = kind.feed_forward == MT_FEED_FORWARD_EXPERTS;
+        if (full == i && kind.window == 0) full++;
+        json_array_append_new(types, json_string(kind.window > 0 ? "sliding_attention" : "full_attention"));
+        json_array_append_new(rope, json_integer(kind.rope != MT_ROPE_NONE));
+        if (!has_experts) json_array_append_new(dense, json_integer(i));
+    }
+    if (mask & (QWENS | SMOLLM3 | WINDOWED)) json_object_set(root, "layer_types", types);
+    if (mask & (QWENS | SMOLLM3)) {
+        mt_json_set_bool(root, "use_sliding_window", o->window_size > 0);
+        mt_json_set_int(root, "max_window_layers", full); // for transformers before 5
+    }
+    if (mask & SMOLLM3) json_object_set(root, "no_rope_layers", rope);
+    if (mask & QWEN_MOE) {
+        json_object_set(root, "mlp_only_layers", dense);
+        mt_json_set_int(root, "decoder_sparse_step", 1);
+    }
+    if (mask & DEEPSEEK_V3) mt_json_set_int(root, "first_k_dense_replace", mt_first_expert_layer(o));
+    json_decref(types), json_decref(dense), json_decref(rope);
+}
+
+/* RoPE's parameters for each type of layer. */
+static json_t *mt_config_rope_of_types(const mt_options *o) {
+    json_t *all = json_object(), *window = json_object();
+    mt_json_set_string(window, "rope_type", "default");
+    mt_json_set_real(window, "rope_theta", o->window_rotary_base > 0 ? o->window_rotary_base : o->rotary_base);
+    json_object_set_new(all, "full_attention", mt_config_rope(o, true));
+    json_object_set_new(all, "sliding_attention", window);
+    return all;
+}
+
+/* Keys of Llama's block that are no single option. */
+static void mt_config_write_block(json_t *root, unsigned mask, const mt_options *o) {
+    bool by_type = mask & WINDOWED;
+    json_object_set_new(root, "rope_parameters", by_type ? mt_config_rope_of_types(o) : mt_config_rope(o, true));
+    if (mask & GEMMA3) // these two: for transformers before 5
+        mt_json_set_real(root, "rope_local_base_freq",
+                         o->window_rotary_base > 0 ? o->window_rotary_base : o->rotary_base);
+    if (!by_type)
+        json_object_set_new(root, "rope_scaling",
+                            o->rope_scaling_type == MT_ROPE_SCALING_NONE ? json_null() : mt_config_rope(o, false));
+    mt_config_write_layers(root, mask, o);
+}
+
+char *mt_options_write_hf_config(const mt_options *o) {
+    const char *dtype = o->bf16 ? "bfloat16" : "float32";
+    unsigned mask = 1u << o->hf_family;
+    char name[80];
+    mt_hf_key key;
+    json_t *root = json_object();
+    if (mask & DEEPSEEK_V3 && mt_num_expert_layers(o) > 0) mask |= DEEPSEEK_MOE;
+    mt_config_write_head(root, o);
+    mt_json_set_string(root, "model_type", mt_hf_families[o->hf_family].model_type);
+    mt_config_write_keys(root, mt_hf_keys, NUM_KEYS, mask, o);
+    mt_special_tokens_set(root, o, true);
+    mt_json_set_string(root, "dtype", dtype);
+    mt_json_set_string(root, "torch_dtype", dtype); // for transformers before 5
+    if (mask & BLOCKS) mt_config_write_block(root, mask, o);
+    for (const mt_option *row = mt_option_table; mask & MEGATRON && row->help; row++)
+        if (mt_hf_key_of(&key, name, row)) mt_config_write_keys(root, &key, 1, MEGATRON, o);
+    char *text = mt_json_print(root);
+    json_decref(root);
+    return text;
+}
+
+/* ---- the family of a model */
+
+/* Options of the model that stand for others: activation, biases and groups are compared as such. */
+static bool mt_option_stands_for_others(const mt_option *row) {
+    for (int i = 0; i < MT_NUM_ACTIVATIONS; i++)
+        if (mt_activation_rows[i].field > 0 && row->offset == mt_activation_rows[i].field) return true;
+    return row->offset == MT_AT(add_bias_linear) || row->offset == MT_AT(group_query_attention);
+}
+
+/* True if a finished model is the same as one that was read. */
+static bool mt_models_equal(const mt_options *model, const mt_options *read) {
+    bool groups = mt_num_expert_layers(model) > 0 && model->moe_router_num_groups > 0;
+    if (model->attention_output_bias != read->attention_output_bias || model->mlp_bias != read->mlp_bias) return false;
+    if (mt_options_activation(model) != mt_options_activation(read)) return false;
+    if (groups && model->moe_router_group_best != read->moe_router_group_best) return false;
+    for (const mt_option *row = mt_option_table; row->help; row++)
+        if (row->name && row->origin != MT_OF_RUN && !mt_option_stands_for_others(row) &&
+            mt_option_differs(model, read, row))
+            return false;
+    return true;
+}
+
+/* True if the family's config.json, written and read again, gives the same model. */
+static bool mt_family_fits(mt_hf_family family, const mt_options *o) {
+    mt_options written = *o, read;
+    mt_error unread;
+    char note[300];
+    if (family == MT_HF_UNKNOWN || family == MT_HF_MEGATRON) return family == MT_HF_MEGATRON;
+    written.hf_family = family;
+    char *json = mt_options_write_hf_config(&written);
+    mt_options_default(&read);
+    bool fits = mt_config_read(&read, json, (int64_t)strlen(json), "config.json", note, &unread) == 0;
+    if (fits) {
+        mt_options_derive_sizes(&read);
+        mt_options_derive_biases(&read);
+        fits = mt_models_equal(o, &read);
+    }
+    mt_options_free(&read);
+    free(json);
+    return fits;
+}
+
+void mt_options_derive_family(mt_options *o) {
+    if (mt_family_fits(o->hf_family, o)) return;
+    o->hf_family = MT_HF_UNKNOWN; // no model fits it
+    while (!mt_family_fits(o->hf_family, o)) o->hf_family++;
+}

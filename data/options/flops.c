@@ -1,0 +1,64 @@
+/* flops.c: the floating-point operations of a model, from its options. */
+#include "flops.h"
+
+/* Mean number of keys that a query of a layer sees: half of the sequence, as Megatron counts; with a window its size,
+ * and fewer at the start. */
+static double mean_keys(const mt_options *o, int64_t layer) {
+    double T = (double)o->seq_length, window = (double)mt_layer_kind_of(o, layer).window;
+    return window > 0 && window < T ? window - window * window / (2 * T) : T / 2;
+}
+
+/* Multiplications per token of queries times keys and probabilities times values, of one layer. */
+static double attention_multiplications(const mt_options *o, int64_t layer) {
+    double values = (double)(o->multi_latent_attention ? o->v_head_dim : o->kv_channels);
+    return (double)o->num_attention_heads * ((double)o->kv_channels + values) * mean_keys(o, layer);
+}
+
+/* Multiplications per token of latent attention's projections, including its norms, as Megatron counts them. */
+static double latent_multiplications(const mt_options *o) {
+    double heads = (double)o->num_attention_heads, C = (double)o->hidden_size;
+    double q_rank = (double)o->q_lora_rank, kv_rank = (double)o->kv_lora_rank, nope = (double)o->qk_head_dim;
+    double rope = (double)o->qk_pos_emb_head_dim, values = (double)o->v_head_dim, width = heads * (nope + rope);
+    double queries = q_rank > 0 ? q_rank * (C + width + 1) : C * width;
+    double keys = kv_rank * (C + heads * (nope + values) + 1) + C * rope;
+    return queries + keys + heads * values * C;
+}
+
+double mt_flops(const mt_options *o, int64_t num_sequences) {
+    double heads = (double)o->num_attention_heads, groups = (double)o->num_query_groups, D = (double)o->kv_channels;
+    double C = (double)o->hidden_size, F = (double)o->ffn_hidden_size, T = (double)o->seq_length;
+    double projections = C * (heads + 2 * groups) * D + heads * D * C; // q, k, v and output; multiplications per token
+    double attention = 0;                                              // q k and p v, of all layers
+    double matrices = mt_activation_rows[mt_options_activation(o)].gated ? 3 : 2, mlp = matrices * C * F;
+    double experts = (double)mt_num_expert_layers(o);
+    double visited = (double)(o->moe_router_topk * o->moe_ffn_hidden_size + o->moe_shared_expert_intermediate_size);
+    double mlps = ((double)o->num_layers - experts) * mlp + experts * matrices * C * visited;
+    if (o->multi_latent_attention) projections = latent_multiplications(o);
+    for (int64_t i = 0; i < o->num_layers; i++) attention += attention_multiplications(o, i);
+    double output = C * (double)o->padded_vocab_size;
+    double layers = (double)o->num_layers * projections + attention + mlps;
+    bool sparse = mt_layer_has_experts(o, o->num_layers - 1);
+    double module = 2 * C * C + projections + attention_multiplications(o, o->num_layers);
+    module += (sparse ? matrices * C * visited : mlp) + output;
+    double per_token = layers + output + (double)o->mtp_num_layers * module;
+    return 6 * (double)num_sequences * T * per_token; // forward once, backward twice; a multiply and an add each
+}
+
+mt_token_work mt_token_work_of(const mt_options *options) {
+    // Of H200s: matrix products in bf16, and an exchange that explains the 8% that a ring of four costs (notes/lab.md).
+    const double flops_per_byte = 600e12 / 170e9;
+    mt_options one = *options, many = *options; // their strings are not used
+    // Without the padding that depends on the layout: any has the same micro-batches.
+    one.padded_vocab_size = many.padded_vocab_size = options->vocab_size;
+    one.seq_length = 1, many.seq_length = 1 << 20;
+    bool has_window = options->window_size > 0 && options->window_size < many.seq_length;
+    if (has_window) one.seq_length = options->window_size; // linear from there on
+    double least = (double)one.seq_length, most = (double)many.seq_length;
+    double short_rate = mt_flops(&one, 1) / least, long_rate = mt_flops(&many, 1) / most;
+    double width = (double)(options->num_query_groups * options->kv_channels);
+    mt_token_work work = {.per_pair = (long_rate - short_rate) / (most - least)};
+    work.per_token = short_rate - work.per_pair * least;
+    // keys and values in bf16: once forward, once backward, and their gradients
+    work.per_exchange = 3 * 2 * width * 2 * (double)options->num_layers * flops_per_byte;
+    return work;
+}

@@ -1,0 +1,278 @@
+/* option_reader.c: reads values of options from texts: names, their answers, refusals. */
+#include "option_reader.h"
+
+#include "option_rules.h"
+#include "option_typed.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+/* True if two names have the same words, in another order. */
+static bool mt_has_same_words(const char *name, size_t length, const char *other) {
+    size_t other_length = strlen(other), words = 0;
+    if (length != other_length) return false;
+    for (const char *at = other; *at; at += strcspn(at, "-"), at += *at == '-') {
+        size_t word = strcspn(at, "-"), from = 0;
+        for (; from < length; from += strcspn(name + from, "-_") + 1)
+            if (strcspn(name + from, "-_=") == word && strncmp(name + from, at, word) == 0) break;
+        if (from >= length) return false;
+        words++;
+    }
+    return words > 1;
+}
+
+/* The program's option with the nearest name; NULL when none is near. */
+static const mt_option *mt_option_nearest(const char *name, size_t length, int program) {
+    const mt_option *nearest = NULL;
+    int least = length < 6 ? 2 : 2 + (int)length / 4;
+    if (length > 64) return NULL;
+    for (const mt_option *row = mt_option_table; row->help; row++) {
+        if (!row->name || !(row->programs & program)) continue;
+        int distance = mt_has_same_words(name, length, row->name) ? 0 : mt_edit_distance(name, length, row->name);
+        if (distance < least) least = distance, nearest = row;
+    }
+    return nearest;
+}
+
+/* ---- names: an option, another name of one, or a reason why it is refused */
+
+enum { MT_MAX_REFUSALS = 100 }; // that are searched for a similar name and printed; others are counted
+
+mt_setting mt_setting_find(const char *name, size_t length) {
+    mt_setting setting = {.row = mt_option_find(name, length)};
+    if (!setting.row) setting.megatron = mt_megatron_name_find(name, length);
+    if (setting.megatron.kind == MT_NAME_ALIAS)
+        setting.row = mt_option_find(setting.megatron.text, strlen(setting.megatron.text));
+    return setting;
+}
+
+bool mt_setting_is_accepted(const mt_setting *setting, mt_program program) {
+    return setting->row ? setting->row->programs & (int)program : setting->megatron.kind == MT_NAME_ALWAYS;
+}
+
+bool mt_setting_is_flag(const mt_setting *setting) {
+    const char *value = setting->megatron.value;
+    if (setting->megatron.kind == MT_NAME_ALWAYS)
+        return mt_choice_index("true|false", value) >= 0 || !strcmp(value, "true|false");
+    return value || setting->row->type == MT_FLAG || setting->row->type == MT_NO;
+}
+
+const char *mt_setting_metavar(const mt_setting *setting) {
+    const mt_option *row = setting->row;
+    if (mt_setting_is_flag(setting)) return "true or false";
+    if (!row) return setting->megatron.value;
+    return row->type == MT_INT ? "a whole number" : row->type == MT_REAL ? "a number" : row->values;
+}
+
+mt_refusal *mt_option_reader_add_refusal(mt_option_reader *reader) {
+    if (reader->num_refused == MT_MAX_REFUSALS) {
+        reader->num_uncollected++;
+        return NULL;
+    }
+    reader->refused = mt_realloc(reader->refused, (reader->num_refused + 1) * (int64_t)sizeof *reader->refused);
+    mt_refusal *refusal = &reader->refused[reader->num_refused++];
+    *refusal = (mt_refusal){0};
+    return refusal;
+}
+
+#define NO_MEANING "has no meaning here"
+
+void mt_option_reader_refuse(mt_option_reader *reader, const mt_setting *setting, const char *position,
+                             const char *name, size_t length, const char *value) {
+    const char *dashes = *position ? "" : "--", *text = setting->megatron.text;
+    bool is_on, infers = reader->program == MT_PROGRAM_INFER;
+    mt_name_kind kind = setting->megatron.kind;
+    if (kind == MT_NAME_UNSUPPORTED && value && mt_parse_bool(value, &is_on) && !is_on) return;
+    mt_refusal *refusal = mt_option_reader_add_refusal(reader);
+    if (!refusal) return;
+    refusal->unless_sharded =
+        kind == MT_NAME_UNSUPPORTED && value && setting->megatron.value && strcmp(value, setting->megatron.value) == 0;
+    snprintf(refusal->position, sizeof refusal->position, "%s", position);
+    snprintf(refusal->name, sizeof refusal->name, "%s%.*s", dashes, length < 100 ? (int)length : 100, name);
+    size_t room = sizeof refusal->reason;
+    if (setting->row)
+        snprintf(refusal->reason, room, "is an option of %s, not of %s", infers ? "train" : "infer",
+                 infers ? "infer" : "train");
+    else if (kind == MT_NAME_NAMED)
+        snprintf(refusal->reason, room, "is named %s here", text);
+    else if (kind == MT_NAME_NO_MEANING)
+        snprintf(refusal->reason, room, NO_MEANING " (%s)", text);
+    else if (kind == MT_NAME_UNSUPPORTED)
+        snprintf(refusal->reason, room, "is not supported (%s)", text);
+    const mt_option *nearest = *refusal->reason ? NULL : mt_option_nearest(name, length, (int)reader->program);
+    char key[80];
+    if (!nearest) return;
+    mt_option_key(key, nearest);
+    snprintf(refusal->nearest, sizeof refusal->nearest, "%s%s", dashes, *position ? key : nearest->name);
+}
+
+void mt_option_reader_accept_sharded(mt_option_reader *reader) {
+    int64_t kept = 0;
+    char where[sizeof reader->refused->position + sizeof reader->refused->name];
+    if (reader->options->data_parallel_sharding_strategy == MT_NO_SHARD) return;
+    for (int64_t i = 0; i < reader->num_refused; i++) {
+        const mt_refusal *refusal = &reader->refused[i];
+        snprintf(where, sizeof where, "%s%s", refusal->position, refusal->name);
+        if (refusal->unless_sharded)
+            mt_strings_add(&reader->always, where);
+        else
+            reader->refused[kept++] = *refusal;
+    }
+    reader->num_refused = kept;
+}
+
+/* Appends the names that were refused for the reason of `first`. */
+static void mt_refusals_print(FILE *file, const mt_refusal *first, const mt_refusal *end) {
+    bool is_idle = strncmp(first->reason, NO_MEANING, strlen(NO_MEANING)) == 0;
+    fprintf(file, "\n  %s%s: ", *first->reason ? first->reason : "is unknown", is_idle ? "; leave out" : "");
+    for (const mt_refusal *r = first; r < end; r++) {
+        if (strcmp(r->reason, first->reason) != 0) continue;
+        fprintf(file, r > first ? ", %s%s" : "%s%s", r->position, r->name);
+        if (*r->nearest) fprintf(file, " (did you mean %s?)", r->nearest);
+    }
+}
+
+int mt_option_reader_report(const mt_option_reader *reader, mt_error *error) {
+    if (reader->num_refused == 0) return 0;
+    const mt_refusal *first = reader->refused, *end = first + reader->num_refused;
+    if (end == first + 1 && *first->reason)
+        return mt_error_set(error, "%s%s %s%s", first->position, first->name, first->reason,
+                            strncmp(first->reason, NO_MEANING, strlen(NO_MEANING)) == 0 ? "; leave it out" : "");
+    if (end == first + 1 && *first->nearest)
+        return mt_error_set(error, "%sunknown option %s; did you mean %s?", first->position, first->name,
+                            first->nearest);
+    if (end == first + 1)
+        return mt_error_set(error, "%sunknown option %s; --help lists them all", first->position, first->name);
+    char *text = NULL;
+    size_t size;
+    FILE *file = open_memstream(&text, &size);
+    MT_CHECK(file);
+    fprintf(file, "%lld options cannot be used", (long long)(reader->num_refused + reader->num_uncollected));
+    if (reader->num_uncollected > 0) fprintf(file, ", here the first %lld", (long long)reader->num_refused);
+    fprintf(file, ":");
+    for (const mt_refusal *r = first; r < end; r++) {
+        const mt_refusal *same = first;
+        while (strcmp(same->reason, r->reason) != 0) same++;
+        if (same == r) mt_refusals_print(file, r, end);
+    }
+    MT_CHECK(fclose(file) == 0);
+    mt_text_clean(text, true);
+    if (snprintf(error->text, sizeof error->text, "%s", text) >= (int)sizeof error->text)
+        strcpy(error->text + sizeof error->text - sizeof " ...", " ...");
+    free(text);
+    return -1;
+}
+
+void mt_option_reader_print_always(const mt_option_reader *reader) {
+    if (reader->always.count == 0 || mt_launch_rank() != 0) return;
+    for (int64_t i = 0; i < reader->always.count; i++) printf(i ? ", %s" : "%s", reader->always.items[i]);
+    printf(": always so here, no effect\n");
+}
+
+void mt_option_reader_free(mt_option_reader *reader) {
+    free(reader->refused);
+    mt_strings_free(&reader->always);
+    mt_strings_free(&reader->named);
+}
+
+/* Adds the words of a blend in one text, "0.7 a 0.3 b", or else one prefix, which may have blanks. */
+static int mt_option_add_paths(mt_options *options, const mt_option *row, const char *text, const char *where,
+                               mt_error *error) {
+    static const char blanks[] = " \t\r\n"; // a text of YAML may have several lines
+    char *end, *words, *rest = NULL;
+    if (!*text) return mt_error_set(error, "%s expects %s, got nothing", where, row->values);
+    (void)strtod(text, &end);
+    words = mt_strdup(text);
+    bool is_blend = end > text && *end && strchr(blanks, *end);
+    int status = is_blend ? 0 : mt_option_set(options, row, text, where, error);
+    for (char *word = is_blend ? strtok_r(words, blanks, &rest) : NULL; word && !status;
+         word = strtok_r(NULL, blanks, &rest))
+        status = mt_option_set(options, row, word, where, error);
+    free(words);
+    return status;
+}
+
+/* The value that `text` has here: "theirs=ours|...". */
+static const char *mt_setting_translate(const char *values, const char *text, char *translated, size_t room) {
+    size_t length = strlen(text);
+    for (const char *at = values; *at; at += strcspn(at, "|"), at += *at == '|') {
+        if (strcspn(at, "=") != length || strncmp(at, text, length) != 0) continue;
+        const char *ours = at + length + 1;
+        snprintf(translated, room, "%.*s", (int)strcspn(ours, "|"), ours);
+        return translated;
+    }
+    return text;
+}
+
+int mt_setting_set(mt_option_reader *reader, const mt_setting *setting, const char *text, const char *where,
+                   mt_error *error) {
+    const mt_option *row = setting->row;
+    const char *value = setting->megatron.value;
+    bool is_true = false;
+    char translated[80];
+    if (row && setting->megatron.values) {
+        text = mt_setting_translate(setting->megatron.values, text, translated, sizeof translated);
+        if (!*text) return 0; // the default
+    }
+    if (mt_setting_is_flag(setting)) {
+        if (!mt_parse_bool(text, &is_true))
+            return mt_error_set(error, "%s expects true or false, got '%.100s'", where, text);
+        text = is_true ? "true" : "false";
+    }
+    if (!row) {
+        if (*text && mt_choice_index(value, text) < 0)
+            return mt_error_set(error, "%s can only be %s here: %s", where, value, setting->megatron.text);
+        mt_strings_add(&reader->always, where);
+        return 0;
+    }
+    bool negates = value && *value == '!', weak = value && *value == '?';
+    if (value && !negates && (!is_true || (weak && mt_options_gave(reader->options, row->offset)))) return 0;
+    mt_options_note_name(reader->options, row, where, value != NULL);
+    if (row->type == MT_LIST && strcmp(row->values, MT_PREFIXES) == 0)
+        return mt_option_add_paths(reader->options, row, text, where, error);
+    if (!value) return mt_option_set(reader->options, row, text, where, error);
+    if (negates) return mt_option_set(reader->options, row, is_true ? "false" : "true", where, error);
+    return mt_option_set(reader->options, row, value + weak, where, error);
+}
+
+void mt_option_print_name(char where[112], const char *name, size_t length) {
+    snprintf(where, 112, "--%.*s", length < 100 ? (int)length : 100, name);
+    for (char *c = where; *c; c++)
+        if (*c == '_') *c = '-';
+}
+
+/* Gives a list the words of a text; if it has none, the text itself. */
+static int mt_setting_set_words(mt_option_reader *reader, const mt_setting *setting, const char *text,
+                                const char *where, mt_error *error) {
+    int status = 0;
+    char *words = mt_strdup(text), *rest = NULL, *word = strtok_r(words, " ", &rest);
+    mt_option_clear(reader->options, setting->row);
+    if (!word) status = mt_setting_set(reader, setting, text, where, error);
+    for (; word && !status; word = strtok_r(NULL, " ", &rest))
+        status = mt_setting_set(reader, setting, word, where, error);
+    free(words);
+    return status;
+}
+
+int mt_options_set(mt_options *options, const char *name, const char *value, mt_error *error) {
+    char where[112];
+    mt_option_reader reader = {.options = options, .program = MT_PROGRAM_LIBRARY};
+    if (strncmp(name, "--", 2) == 0) name += 2;
+    mt_setting setting = mt_setting_find(name, strlen(name));
+    int status = 0;
+    mt_option_print_name(where, name, strlen(name));
+    if (setting.row && setting.row->offset == MT_AT(config))
+        return mt_error_set(error, "%s is for a command line; read the file by mt_options_read_yaml", where);
+    if (!mt_setting_is_accepted(&setting, reader.program)) {
+        mt_option_reader_refuse(&reader, &setting, "", name, strlen(name), value);
+        bool waits = reader.num_refused > 0 && reader.refused->unless_sharded;
+        if (waits) mt_strings_add(&options->sharded_names, where);
+        status = waits ? 0 : mt_option_reader_report(&reader, error);
+    } else if (setting.row && mt_option_is_list(setting.row)) {
+        status = mt_setting_set_words(&reader, &setting, value, where, error);
+    } else {
+        status = mt_setting_set(&reader, &setting, value, where, error);
+    }
+    mt_option_reader_free(&reader);
+    return status;
+}

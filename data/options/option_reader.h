@@ -1,0 +1,86 @@
+/* option_reader.h: reads values of options from texts: names, their answers, refusals. */
+#ifndef MT_OPTION_READER_H
+#define MT_OPTION_READER_H
+
+#include "megatron_names.h"
+#include "option_table.h"
+#include "options.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* A name that was refused. */
+typedef struct mt_refusal {
+    char position[300]; // in a file ("run.yaml:3: "), or "" for the command line
+    char name[112];
+    char reason[300];    // reads after the name; "": unknown
+    char nearest[112];   // the option with the nearest name, or ""
+    bool unless_sharded; // accepted without effect when the data-parallel ranks shard, as --use-megatron-fsdp sets
+} mt_refusal;
+
+/* A pass over a file and the command line. */
+typedef struct mt_option_reader {
+    mt_options *options;
+    mt_program program;
+    mt_refusal *refused;
+    int64_t num_refused, num_uncollected;
+    bool role_rests;                                                   // the role of the file does not train
+    mt_strings always;                                                 // names that state a property that always holds
+    mt_strings named;                                                  // see mt_option_reader_compare_names
+    uint64_t typed[sizeof((mt_options *)0)->given / sizeof(uint64_t)]; // options of the command line
+} mt_option_reader;
+
+/* The option, or the answer, that a name stands for. */
+typedef struct mt_setting {
+    const mt_option *row;      // NULL: no option takes the value
+    mt_megatron_name megatron; // the answer to a name that is no row
+} mt_setting;
+
+/* Finds the option or the answer of a name with dashes or underscores; both are empty for an unknown name. */
+mt_setting mt_setting_find(const char *name, size_t length);
+
+/* True if the program takes the setting, with or without effect. */
+bool mt_setting_is_accepted(const mt_setting *setting, mt_program program);
+
+/* True if the command line gives it without a value. */
+bool mt_setting_is_flag(const mt_setting *setting);
+
+/* The kind of value that it expects, for messages. */
+const char *mt_setting_metavar(const mt_setting *setting);
+
+/* A further refusal to fill in; NULL if there are enough. */
+mt_refusal *mt_option_reader_add_refusal(mt_option_reader *reader);
+
+/* Records a name that was refused; `value` is its value, or NULL. A feature that is not supported may be off. */
+void mt_option_reader_refuse(mt_option_reader *reader, const mt_setting *setting, const char *position,
+                             const char *name, size_t length, const char *value);
+
+/* Once all options are read: accepts the names that have no effect when the data-parallel ranks shard. */
+void mt_option_reader_accept_sharded(mt_option_reader *reader);
+
+/* One error for all names that were refused: a line for each reason. */
+int mt_option_reader_report(const mt_option_reader *reader, mt_error *error);
+
+/* Prints the names that have no effect, because they state a property that always holds. */
+void mt_option_reader_print_always(const mt_option_reader *reader);
+
+/* Frees what the reader owns; its options stay. */
+void mt_option_reader_free(mt_option_reader *reader);
+
+/* Gives a setting that is accepted its value, or the next one of a list. `where` names it in messages. */
+int mt_setting_set(mt_option_reader *reader, const mt_setting *setting, const char *text, const char *where,
+                   mt_error *error);
+
+/* The name of an option for messages, as the command line spells it. */
+void mt_option_print_name(char where[112], const char *name, size_t length);
+
+/* Sets one option by its name ("lr", "--lr", "micro_batch_size"), as --NAME=VALUE does on the command line, with the
+ * same messages; mt_options_finish checks what depends on other options. `value` is one word, the words of a list with
+ * blanks between them, or "true" or "false" for a flag. */
+int mt_options_set(mt_options *options, const char *name, const char *value, mt_error *error);
+
+#ifdef __cplusplus
+}
+#endif
+#endif

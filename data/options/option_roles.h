@@ -1,0 +1,32 @@
+/* option_roles.h: options in a file with roles, and what gives way to the command line. */
+#ifndef MT_OPTION_ROLES_H
+#define MT_OPTION_ROLES_H
+
+#include "option_reader.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* Reads a text as mt_options_read_role does; refusals wait for mt_option_reader_report. */
+int mt_option_reader_read_role(mt_option_reader *reader, const char *role, const char *text, int64_t bytes,
+                               const char *path, mt_error *error);
+
+/* True if the command line has the option. */
+bool mt_option_is_typed(const mt_option_reader *reader, size_t offset);
+
+/* --clip-ratio of the command line wins over the file's two sides of the range, a side over its --clip-ratio. */
+void mt_option_reader_yield_ratios(mt_option_reader *reader);
+
+/* The command line wins over a file of roles: an option of the file that breaks a rule together with an option of the
+ * command line gets its default. A run with fewer steps by --train-iters keeps the learning rates of the file's number
+ * of steps. */
+void mt_option_reader_yield(mt_option_reader *reader, int64_t file_iters);
+
+/* Options of a file of roles that are for experts give way where the model has none. */
+void mt_options_yield_experts(mt_options *options);
+
+#ifdef __cplusplus
+}
+#endif
+#endif

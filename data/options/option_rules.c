@@ -1,0 +1,901 @@
+/* option_rules.c: derives the option values that were left open, and checks the rules between values that need
+ * arithmetic; the option table (option_table.c) has the ranges, and the options that one needs or excludes. Needs
+ * megatron.c alone. Invariants: a message names both sides of a rule; mt_options_derive keeps no memory and may be
+ * called again. */
+#include "option_rules.h"
+
+#include "option_rules.h"
+
+#include "options.h"
+
+#include <ctype.h>
+#include <errno.h>
+#include <math.h>
+#include <stdlib.h>
+#include <string.h>
+
+#pragma GCC diagnostic ignored "-Wmissing-field-initializers" // most constraints have no numbers
+
+/* `a` must be a multiple of `b`, or where a row allows it a divisor; messages show both with their names. */
+typedef struct mt_multiple {
+    const char *a_name;
+    int64_t a;
+    const char *b_name; // NULL: a plain number
+    int64_t b;
+    const char *advice; // NULL: none
+    bool or_divisor;
+} mt_multiple;
+
+static int mt_multiples_check(const mt_multiple *rows, size_t count, mt_error *error) {
+    for (const mt_multiple *row = rows; row < rows + count; row++)
+        if (row->a % row->b != 0 && !(row->or_divisor && row->b % row->a == 0))
+            return mt_error_set(error, "%s %lld must be a multiple%s of %s%s%lld%s%s", row->a_name, (long long)row->a,
+                                row->or_divisor ? " or a divisor" : "", row->b_name ? row->b_name : "",
+                                row->b_name ? " " : "", (long long)row->b, row->advice ? "; " : "",
+                                row->advice ? row->advice : "");
+    return 0;
+}
+
+#define MT_CHECK_MULTIPLES(rows, error) mt_multiples_check(rows, sizeof rows / sizeof *rows, error)
+
+/* ---- sizes, positions, lengths */
+
+bool mt_options_converts(const mt_options *o) {
+    return MT_GIVEN(o, train_iters) && o->train_iters == 0 && o->train_samples == 0 && o->load && o->save;
+}
+
+void mt_options_derive_sizes(mt_options *o) {
+    bool gated = mt_activation_rows[mt_options_activation(o)].gated;
+    if (o->ffn_hidden_size == 0) o->ffn_hidden_size = gated ? 4 * o->hidden_size * 2 / 3 / 64 * 64 : 4 * o->hidden_size;
+    bool one_group = o->group_query_attention && !MT_GIVEN(o, num_query_groups);
+    if (o->num_query_groups == 0) o->num_query_groups = one_group ? 1 : o->num_attention_heads;
+    if (o->multi_latent_attention) {
+        o->kv_channels = o->qk_head_dim + o->qk_pos_emb_head_dim;
+        o->qk_layernorm = true;
+    }
+    if (o->kv_channels == 0 && o->num_attention_heads > 0) o->kv_channels = o->hidden_size / o->num_attention_heads;
+}
+
+void mt_options_derive_biases(mt_options *o) {
+    if (!o->add_bias_linear) return;
+    o->attention_output_bias = o->mlp_bias = true;
+    o->add_qkv_bias = !o->multi_latent_attention; // as in Megatron
+}
+
+/* Sizes and biases of the model. */
+static int mt_options_derive_model(mt_options *o, mt_error *error) {
+    int64_t C = o->hidden_size, heads = o->num_attention_heads, groups = o->num_query_groups;
+    bool bounds = o->activation_func_clamp_value > 0, shifts = o->glu_linear_offset != 0;
+    bool gated = mt_activation_rows[mt_options_activation(o)].gated;
+    const mt_constraint before[] = {
+        {bounds && !gated, "--activation-func-clamp-value needs a gated MLP: --swiglu, --geglu or --quick-geglu"},
+        {shifts && !gated, "--glu-linear-offset needs a gated MLP: --swiglu, --geglu or --quick-geglu"},
+        {C == 0, "--hidden-size is missing: give the model's shape by its options, --hf-config or --load"},
+        {heads == 0, "--num-attention-heads is missing: give the model's shape by its options, --hf-config or --load"},
+        {MT_GIVEN(o, group_query_attention) && !o->group_query_attention && groups > 0 && groups != heads,
+         "--num-query-groups %lld needs --group-query-attention",
+         {groups}},
+    };
+    if (MT_CHECK_CONSTRAINTS(before, error)) return -1;
+    const mt_multiple multiples[] = {
+        {"--hidden-size", C, "--num-attention-heads (without --kv-channels) =",
+         o->kv_channels == 0 && !o->multi_latent_attention ? heads : 1},
+        {"--num-attention-heads", heads, "--num-query-groups", mt_max(groups, 1)},
+        {"--num-query-groups", groups,
+         "--num-attention-heads (for --multi-latent-attention) =", o->multi_latent_attention ? heads : 1},
+    };
+    if (MT_CHECK_MULTIPLES(multiples, error)) return -1;
+    mt_options_derive_sizes(o);
+    mt_options_derive_biases(o);
+    if (o->ffn_hidden_size == 0)
+        return mt_error_set(error, "--ffn-hidden-size is missing: --hidden-size %lld is too small to derive it",
+                            (long long)C);
+    double attention = (double)heads * (double)o->kv_channels, mlp = (double)o->ffn_hidden_size;
+    double parameters = (double)o->num_layers * (double)C * (4 * attention + 3 * mlp);
+    if (parameters <= 1e15) return 0;
+    return mt_error_set(error,
+                        "--num-layers, --hidden-size, --ffn-hidden-size, --num-attention-heads and --kv-channels "
+                        "make %.3g parameters; at most 1e15 are supported",
+                        parameters);
+}
+
+/* RoPE: its channels, and the numbers of its scaling. */
+static int mt_options_derive_rope(mt_options *o, mt_error *error) {
+    bool llama3 = o->rope_scaling_type == MT_ROPE_SCALING_LLAMA3, yarn = o->rope_scaling_type == MT_ROPE_SCALING_YARN;
+    if (o->position_embedding_type != MT_POSITION_ROPE) return 0;
+    int64_t channels = (int64_t)((double)o->kv_channels * o->rotary_percent), latent = o->qk_pos_emb_head_dim;
+    if (o->multi_latent_attention) channels = latent;
+    const mt_multiple multiples[] = {
+        {"--qk-pos-emb-head-dim", latent, NULL, o->multi_latent_attention ? 2 : 1},
+        {"--kv-channels x --rotary-percent (for RoPE) =", channels, NULL, 2},
+    };
+    if (MT_CHECK_MULTIPLES(multiples, error)) return -1;
+    if (channels < 2)
+        return mt_error_set(error, "--kv-channels %lld times --rotary-percent %g leaves no channels for RoPE",
+                            (long long)o->kv_channels, o->rotary_percent);
+    if (llama3 && o->rope_scaling_factor == 0) o->rope_scaling_factor = 8;
+    if (llama3 && o->original_max_position_embeddings == 0) o->original_max_position_embeddings = 8192;
+    if (llama3 && o->rope_low_freq_factor >= o->rope_high_freq_factor)
+        return mt_error_set(error, "--rope-low-freq-factor %g must be less than --rope-high-freq-factor %g",
+                            o->rope_low_freq_factor, o->rope_high_freq_factor);
+    if (yarn && o->yarn_attention_factor == 0) {
+        bool both = o->yarn_mscale > 0 && o->yarn_mscale_all_dim > 0;
+        o->yarn_attention_factor = mt_yarn_mscale(o->rope_scaling_factor, both ? o->yarn_mscale : 1);
+        if (both) o->yarn_attention_factor /= mt_yarn_mscale(o->rope_scaling_factor, o->yarn_mscale_all_dim);
+    }
+    return 0;
+}
+
+/* Multi-token prediction; generation and scoring do without it. */
+static int mt_options_derive_mtp(mt_options *o, mt_program program, mt_error *error) {
+    if (program == MT_PROGRAM_INFER) o->mtp_num_layers = 0;
+    if (o->mtp_num_layers == 0 || o->seq_length == 0 || o->seq_length > o->mtp_num_layers) return 0;
+    return mt_error_set(error, "--mtp-num-layers %lld must be less than --seq-length %lld",
+                        (long long)o->mtp_num_layers, (long long)o->seq_length);
+}
+
+/* Recomputation: defaults are Megatron's, except that full recomputation without a method is uniform. */
+static int mt_options_derive_recompute(mt_options *o, mt_error *error) {
+    bool full = o->recompute_granularity == MT_RECOMPUTE_FULL, distributes = o->distribute_saved_activations;
+    const mt_multiple multiples[] = {{"--distribute-saved-activations: --hidden-size", distributes ? o->hidden_size : 0,
+                                      "--tensor-model-parallel-size", o->tensor_model_parallel_size}};
+    if (MT_CHECK_MULTIPLES(multiples, error)) return -1;
+    bool selective = o->recompute_granularity == MT_RECOMPUTE_SELECTIVE;
+    if (selective && o->recompute_modules == 0) o->recompute_modules = MT_MODULE_CORE_ATTN;
+    if (full && o->recompute_method == MT_RECOMPUTE_DEFAULT) o->recompute_method = MT_RECOMPUTE_UNIFORM;
+    if (full && o->recompute_num_layers == 0) o->recompute_num_layers = 1;
+    return 0;
+}
+
+/* --first-last-layers-bf16 leaves a layer for fp8. */
+static int mt_options_check_fp8(const mt_options *o, mt_error *error) {
+    int64_t start = o->num_layers_at_start_in_bf16, end = o->num_layers_at_end_in_bf16;
+    if (!o->first_last_layers_bf16 || start + end < o->num_layers) return 0;
+    return mt_error_set(error,
+                        "--num-layers-at-start-in-bf16 %lld and --num-layers-at-end-in-bf16 %lld leave no layer of "
+                        "%lld in fp8; lower them or leave out --first-last-layers-bf16",
+                        (long long)start, (long long)end, (long long)o->num_layers);
+}
+
+/* Vocabulary, positions and sequence length. */
+static int mt_options_derive_lengths(mt_options *o, mt_program program, mt_error *error) {
+    bool learned = o->position_embedding_type == MT_POSITION_LEARNED_ABSOLUTE, trains = program != MT_PROGRAM_INFER;
+    bool converts = mt_options_converts(o);
+    int64_t rows = o->make_vocab_size_divisible_by * o->tensor_model_parallel_size;
+    const mt_constraint rules[] = {
+        {o->vocab_size == 0, "the vocabulary is unknown: give --vocab-size, or --tokenizer-type and --tokenizer-model"},
+        {o->seq_length == 0 && trains && !converts, "--seq-length is missing"},
+    };
+    if (MT_CHECK_CONSTRAINTS(rules, error)) return -1;
+    o->padded_vocab_size = (o->vocab_size + rows - 1) / rows * rows;
+    if (o->seq_length == 0 && converts) { // a few tokens, which the context ranks can split
+        o->seq_length = 2 * o->tensor_model_parallel_size * o->context_parallel_size * (1 + o->mtp_num_layers);
+        if (o->max_position_embeddings > 0) o->seq_length = mt_min(o->seq_length, o->max_position_embeddings);
+    }
+    if (o->max_position_embeddings == 0) o->max_position_embeddings = o->seq_length;
+    if (o->seq_length == 0) o->seq_length = o->max_position_embeddings;
+    if (o->seq_length > o->max_position_embeddings && (learned || trains))
+        return mt_error_set(error, "--seq-length %lld is more than --max-position-embeddings %lld; %s",
+                            (long long)o->seq_length, (long long)o->max_position_embeddings,
+                            learned && o->load ? "the weights have no more" : "lower the one or raise the other");
+    return 0;
+}
+
+/* ---- ranks and experts: how ranks split the model, sequences and the batch */
+
+/* Everything that ranks split evenly. */
+static int mt_options_check_multiples(const mt_options *o, int64_t world_size, mt_error *error) {
+    int64_t tp = o->tensor_model_parallel_size, cp = o->context_parallel_size, pp = o->pipeline_model_parallel_size;
+    int64_t ep = o->expert_model_parallel_size, etp = mt_max(o->expert_tensor_parallel_size, 1);
+    const char *tensor = "--tensor-model-parallel-size";
+    const mt_multiple rows[] = {
+        {"the number of ranks", world_size,
+         "--tensor-model-parallel-size x --pipeline-model-parallel-size x --context-parallel-size =", tp * pp * cp,
+         "start others or lower a size"},
+        {"--num-attention-heads", o->num_attention_heads, tensor, tp},
+        {"--num-query-groups", o->num_query_groups, tensor, tp, .or_divisor = true},
+        {"--ffn-hidden-size", mt_num_expert_layers(o) == o->num_layers ? 0 : o->ffn_hidden_size, tensor, tp},
+        {"--num-experts", o->num_experts, "--expert-model-parallel-size", ep},
+        {"--moe-ffn-hidden-size", o->moe_ffn_hidden_size, "--expert-tensor-parallel-size", etp},
+        {"--moe-shared-expert-intermediate-size", o->moe_shared_expert_intermediate_size, tensor, tp},
+        {"the number of ranks", world_size,
+         "--expert-tensor-parallel-size x --expert-model-parallel-size x --pipeline-model-parallel-size =",
+         o->num_experts > 0 ? ep * etp * pp : 1},
+    };
+    return MT_CHECK_MULTIPLES(rows, error);
+}
+
+/* The data-parallel size: ranks / (tensor, pipeline and context sizes). */
+static int mt_options_derive_parallel(mt_options *o, int64_t world_size, mt_error *error) {
+    int64_t tp = o->tensor_model_parallel_size, pp = o->pipeline_model_parallel_size, cp = o->context_parallel_size;
+    if (mt_options_check_multiples(o, world_size, error)) return -1;
+    o->data_parallel_size = world_size / (tp * pp * cp);
+    return 0;
+}
+
+/* Sinkhorn computes the probabilities of the chosen experts itself, as in Megatron. */
+static int mt_options_check_sinkhorn(const mt_options *o, mt_error *error) {
+    if (o->moe_router_load_balancing_type != MT_BALANCING_SINKHORN) return 0;
+    const mt_constraint rules[] = {
+        {o->moe_router_topk == 1 && o->moe_router_score_function != MT_SCORE_SIGMOID,
+         "--moe-router-load-balancing-type sinkhorn with --moe-router-topk 1 needs --moe-router-score-function "
+         "sigmoid"},
+        {o->moe_router_topk > 1 && !o->moe_router_pre_softmax,
+         "--moe-router-load-balancing-type sinkhorn with --moe-router-topk %lld needs --moe-router-pre-softmax",
+         {o->moe_router_topk}},
+    };
+    return MT_CHECK_CONSTRAINTS(rules, error);
+}
+
+/* How the router chooses experts. */
+static int mt_options_check_router(const mt_options *o, mt_error *error) {
+    int64_t E = o->num_experts, k = o->moe_router_topk, groups = o->moe_router_num_groups;
+    int64_t group_topk = o->moe_router_group_topk, choice = groups > 0 ? E / groups * group_topk : E;
+    bool sigmoid = o->moe_router_score_function == MT_SCORE_SIGMOID, pre_softmax = o->moe_router_pre_softmax;
+    const mt_constraint rules[] = {
+        {o->moe_shared_expert_intermediate_size > 0 && (o->mlp_bias || o->add_bias_linear),
+         "--moe-shared-expert-intermediate-size needs --disable-bias-linear: a shared expert has no biases"},
+        {k > E, "--moe-router-topk %lld must be at most --num-experts %lld", {k, E}},
+        {!sigmoid && k == 1 && !pre_softmax, "--moe-router-topk 1 needs --moe-router-pre-softmax: the softmax of one "
+                                             "chosen expert is 1 and teaches nothing"},
+        {groups > 0 && (group_topk > groups || group_topk > k),
+         "--moe-router-group-topk %lld must be at most --moe-router-num-groups %lld and --moe-router-topk %lld",
+         {group_topk, groups, k}},
+        {groups > 0 && k > choice,
+         "--moe-router-topk %lld is more than the %lld experts of --moe-router-group-topk %lld groups; raise it or "
+         "lower --moe-router-num-groups",
+         {k, choice, group_topk}},
+    };
+    const mt_multiple multiples[] = {{"--num-experts", E, "--moe-router-num-groups", mt_max(groups, 1)}};
+    if (MT_CHECK_MULTIPLES(multiples, error) || MT_CHECK_CONSTRAINTS(rules, error)) return -1;
+    return mt_options_check_sinkhorn(o, error);
+}
+
+/* Experts. */
+static int mt_options_derive_experts(mt_options *o, int64_t world_size, mt_error *error) {
+    int64_t tp = o->tensor_model_parallel_size,
+            others = o->expert_model_parallel_size * o->pipeline_model_parallel_size;
+    if (o->num_experts == 0) return 0;
+    if (o->moe_ffn_hidden_size == 0) o->moe_ffn_hidden_size = o->ffn_hidden_size;
+    if (o->expert_tensor_parallel_size == 0) // split as the layer is, where the experts' widths and the ranks allow it
+        o->expert_tensor_parallel_size = o->moe_ffn_hidden_size % tp || world_size % (tp * others) ? 1 : tp;
+    if (o->moe_router_group_best == 0 && o->moe_router_group_topk > 0)
+        o->moe_router_group_best = mt_max(o->moe_router_topk / o->moe_router_group_topk, 1); // as in Megatron
+    return mt_options_check_router(o, error);
+}
+
+bool mt_trains_on_pairs(const mt_options *o) {
+    return o->stage == MT_STAGE_RM || o->stage == MT_STAGE_DPO;
+}
+
+int64_t mt_row_length(const mt_options *o) {
+    return o->seq_length * (mt_trains_on_pairs(o) ? 2 : 1);
+}
+
+/* Context parallelism: the ranks that exchange tokens for heads, and the layouts that a sliding window allows. With one
+ * context rank --cp-comm-type has no effect, as in Megatron. */
+static int mt_options_derive_context(mt_options *o, mt_error *error) {
+    int64_t tp = o->tensor_model_parallel_size, cp = o->context_parallel_size;
+    int64_t heads = o->num_attention_heads / tp, groups = o->num_query_groups < tp ? 1 : o->num_query_groups / tp;
+    const mt_ints *sizes = &o->hierarchical_context_parallel_sizes;
+    bool hierarchical = o->cp_comm_type == MT_CP_A2A_P2P && (cp > 1 || sizes->count > 0);
+    int64_t a2a = hierarchical ? sizes->items[0] : o->cp_comm_type == MT_CP_A2A ? cp : 1;
+    if (hierarchical && (sizes->count != 2 || a2a < 1 || a2a > cp || a2a * sizes->items[1] != cp))
+        return mt_error_set(error,
+                            "--cp-comm-type a2a+p2p needs --hierarchical-context-parallel-sizes A2A RING, two numbers "
+                            "whose product is --context-parallel-size %lld",
+                            (long long)cp);
+    const char *ranks = "the ranks over which --cp-comm-type a2a splits them,", *advice = "take p2p or all_gather";
+    const mt_multiple multiples[] = {
+        {"--num-attention-heads / --tensor-model-parallel-size =", heads, ranks, a2a, advice},
+        {"--num-query-groups / --tensor-model-parallel-size =", groups, ranks, a2a, advice},
+    };
+    if (MT_CHECK_MULTIPLES(multiples, error)) return -1;
+    bool chosen = MT_GIVEN(o, cp_comm_type);
+    if (o->window_size > 0 && cp > 1 && !chosen) o->cp_comm_type = MT_CP_ALL_GATHER;
+    if (o->window_size > 0 && cp > a2a && o->cp_comm_type != MT_CP_ALL_GATHER)
+        return mt_error_set(error,
+                            "--window-size %lld does not work with --cp-comm-type %s, whose blocks of keys are far "
+                            "apart; take all_gather or a2a",
+                            (long long)o->window_size, hierarchical ? "a2a+p2p" : "p2p");
+    o->context_a2a_size = a2a;
+    if (!o->dynamic_context_parallel) return 0;
+    if (!MT_GIVEN(o, max_seqlen_per_dp_cp_rank))
+        o->max_seqlen_per_dp_cp_rank = mt_rank_tokens(o, o->micro_batch_size * mt_row_length(o));
+    int64_t smallest = o->min_dynamic_context_parallel_size, most = o->max_seqlen_per_dp_cp_rank;
+    mt_load_balancing balancing = o->num_experts > 0 ? o->moe_router_load_balancing_type : MT_BALANCING_NONE;
+    const mt_constraint rules[] = {
+        {(cp & (cp - 1)) != 0 || cp > 2 << MT_CONTEXT_BLOCKS,
+         "--dynamic-context-parallel needs a power of two up to %lld as --context-parallel-size, not %lld",
+         {2 << MT_CONTEXT_BLOCKS, cp}},
+        {(smallest & (smallest - 1)) != 0 || smallest > cp,
+         "--min-dynamic-context-parallel-size %lld must be a power of two, at most --context-parallel-size %lld",
+         {smallest, cp}},
+        {most * cp < o->seq_length,
+         "--max-seqlen-per-dp-cp-rank %lld on --context-parallel-size %lld ranks holds %lld tokens, fewer than "
+         "--seq-length %lld; raise one of the first two",
+         {most, cp, most * cp, o->seq_length}},
+        {most * cp < mt_row_length(o),
+         "--max-seqlen-per-dp-cp-rank %lld on --context-parallel-size %lld ranks holds %lld tokens, fewer than a pair "
+         "of samples of --seq-length %lld; raise one of the first two",
+         {most, cp, most * cp, o->seq_length}},
+        {!o->sft && o->reset_position_ids != o->reset_attention_mask,
+         "--dynamic-context-parallel gives whole documents to ranks: --reset-position-ids and --reset-attention-mask "
+         "need each other"},
+        {!o->sft && o->dataloader_type == MT_DATALOADER_CYCLIC,
+         "--dynamic-context-parallel and --dataloader-type cyclic exclude each other; leave one out"},
+        {balancing == MT_BALANCING_SEQ_AUX_LOSS || balancing == MT_BALANCING_SINKHORN,
+         "--dynamic-context-parallel gives the ranks of a context group different samples, which "
+         "--moe-router-load-balancing-type seq_aux_loss and sinkhorn do not distinguish; take aux_loss"},
+        {o->num_experts > 0 && o->moe_expert_capacity_factor > 0,
+         "--moe-expert-capacity-factor counts the tokens of a context group, whose ranks have different samples with "
+         "--dynamic-context-parallel; leave one out"},
+    };
+    const mt_multiple shares[] = {{"--max-seqlen-per-dp-cp-rank", most, "--tensor-model-parallel-size",
+                                   o->sequence_parallel ? tp : 1,
+                                   "its ranks share the tokens with --sequence-parallel"}};
+    return MT_CHECK_CONSTRAINTS(rules, error) ? -1 : MT_CHECK_MULTIPLES(shares, error);
+}
+
+/* ---- stages, batches, schedules */
+
+/* Virtual stages per rank: given, from the layers of a stage, or from the letters of a layout. */
+static int mt_options_derive_stages(mt_options *o, mt_error *error) {
+    int64_t pp = o->pipeline_model_parallel_size, per_stage = o->num_layers_per_virtual_pipeline_stage;
+    int64_t extra = o->account_for_embedding_in_pipeline_split + o->account_for_loss_in_pipeline_split;
+    int64_t layers = o->num_layers + extra, *vp = &o->num_virtual_stages_per_pipeline_rank;
+    int64_t stages = o->pipeline_letters ? mt_pipeline_layout_count(o->pipeline_letters) : pp;
+    const mt_multiple multiples[] = {
+        {"--pipeline-model-parallel-layout's number of stages", stages, "--pipeline-model-parallel-size", pp},
+        {extra ? "--num-layers, with the layers that --account-for-* adds," : "--num-layers", layers,
+         "--pipeline-model-parallel-size x --num-layers-per-virtual-pipeline-stage =",
+         o->pipeline_letters ? 1 : mt_max(pp * per_stage, 1)},
+    };
+    if (MT_CHECK_MULTIPLES(multiples, error)) return -1;
+    bool typed = MT_GIVEN(o, num_virtual_stages_per_pipeline_rank);
+    int64_t follows = o->pipeline_letters ? stages / pp : per_stage > 0 ? layers / (pp * per_stage) : *vp;
+    if (typed && follows != *vp)
+        return mt_error_set(error,
+                            "--%s makes %lld virtual stages, and --num-virtual-stages-per-pipeline-rank is %lld: "
+                            "the two exclude each other unless they agree; leave one out",
+                            o->pipeline_letters ? "pipeline-model-parallel-layout"
+                                                : "num-layers-per-virtual-pipeline-stage",
+                            (long long)follows, (long long)*vp);
+    if (o->pipeline_letters)
+        *vp = stages / pp;
+    else if (per_stage > 0)
+        *vp = layers / (pp * per_stage);
+    else if (!typed)
+        *vp = 1;
+    if (pp * *vp <= 1000000) return 0;
+    return mt_error_set(error, "--num-virtual-stages-per-pipeline-rank %lld is too many for %lld ranks", (long long)*vp,
+                        (long long)pp);
+}
+
+/* The schedule, which must fit the number of virtual stages. */
+static int mt_options_derive_order(mt_options *o, mt_error *error) {
+    int64_t pp = o->pipeline_model_parallel_size, vp = o->num_virtual_stages_per_pipeline_rank;
+    int64_t *group = &o->microbatch_group_size_per_virtual_pipeline_stage;
+    if (pp > 1 && !MT_GIVEN(o, pipeline_schedule))
+        o->pipeline_schedule = vp > 1 ? MT_SCHEDULE_INTERLEAVED : MT_SCHEDULE_1F1B;
+    if (!MT_GIVEN(o, microbatch_group_size_per_virtual_pipeline_stage)) *group = vp > 1 ? pp : 0;
+    mt_schedule_kind kind = o->pipeline_schedule;
+    const mt_constraint rules[] = {
+        {kind == MT_SCHEDULE_INTERLEAVED && vp == 1,
+         "--pipeline-schedule interleaved needs several virtual stages: give --num-virtual-stages-per-pipeline-rank"},
+        {kind != MT_SCHEDULE_INTERLEAVED && vp > 1,
+         "--pipeline-schedule 1f1b or zb-h1 has one stage per rank, but there are %lld: leave it out, or leave out "
+         "--num-virtual-stages-per-pipeline-rank and other options that make virtual stages",
+         {vp}},
+        {vp == 1 && *group > 0, "--microbatch-group-size-per-virtual-pipeline-stage needs several virtual stages: give "
+                                "--num-virtual-stages-per-pipeline-rank"},
+        {vp > 1 && *group < pp,
+         "--microbatch-group-size-per-virtual-pipeline-stage %lld must be at least --pipeline-model-parallel-size %lld",
+         {*group, pp}},
+        {*group - pp + 1 >= 2 * MT_CHANNEL_TICKETS, // messages in flight; each end holds half of them
+         "--microbatch-group-size-per-virtual-pipeline-stage %lld must be less than --pipeline-model-parallel-size "
+         "%lld + %lld: more messages would be in flight than fit",
+         {*group, pp, 2 * MT_CHANNEL_TICKETS - 1}},
+    };
+    return MT_CHECK_CONSTRAINTS(rules, error);
+}
+
+/* Interleaved groups of micro-batches must be full, or the last one long enough to fill the pipeline. */
+static int mt_options_check_micro_batches(const mt_options *o, int64_t batch, mt_error *error) {
+    int64_t micro_batches = batch / (o->micro_batch_size * o->data_parallel_size);
+    int64_t pp = o->pipeline_model_parallel_size, group = o->microbatch_group_size_per_virtual_pipeline_stage;
+    if (o->num_virtual_stages_per_pipeline_rank == 1) return 0;
+    int64_t rest = micro_batches % group;
+    const mt_constraint rules[] = {
+        {micro_batches < group,
+         "a batch of %lld sequences is %lld micro-batches, fewer than the %lld of "
+         "--microbatch-group-size-per-virtual-pipeline-stage (default: --pipeline-model-parallel-size); raise the "
+         "batch",
+         {batch, micro_batches, group}},
+        {rest != 0 && rest < pp,
+         "a batch of %lld sequences is %lld micro-batches; groups of %lld leave %lld over, fewer than "
+         "--pipeline-model-parallel-size %lld: change the batch or --microbatch-group-size-per-virtual-pipeline-stage",
+         {batch, micro_batches, group, rest, pp}},
+    };
+    return MT_CHECK_CONSTRAINTS(rules, error);
+}
+
+/* A batch of `value` sequences must split into micro-batches for every data-parallel rank. */
+static int mt_options_check_batch(const mt_options *o, const char *name, int64_t value, mt_error *error) {
+    int64_t unit = o->micro_batch_size * o->data_parallel_size, less = value / unit * unit;
+    char other[64] = "", advice[160];
+    if (less > 0) snprintf(other, sizeof other, "%lld or ", (long long)less);
+    snprintf(advice, sizeof advice, "try %s%lld", other, (long long)(less + unit));
+    const mt_multiple rows[] = {{name, value, "--micro-batch-size x the data-parallel size =", unit, advice}};
+    return MT_CHECK_MULTIPLES(rows, error);
+}
+
+static int mt_options_derive_batches(mt_options *o, mt_error *error) {
+    const int64_t *ramp = o->rampup_batch_size.items, steps = o->gradient_accumulation_steps, longest = 1073741824;
+    if (steps > longest / (o->micro_batch_size * o->data_parallel_size))
+        return mt_error_set(error,
+                            "--micro-batch-size %lld x --gradient-accumulation-steps %lld x %lld data-parallel ranks "
+                            "make a batch of more than %lld sequences",
+                            (long long)o->micro_batch_size, (long long)steps, (long long)o->data_parallel_size,
+                            (long long)longest);
+    int64_t product = o->micro_batch_size * steps * o->data_parallel_size;
+    if (steps > 0 && MT_GIVEN(o, global_batch_size) && o->global_batch_size != product)
+        return mt_error_set(error,
+                            "--micro-batch-size %lld x --gradient-accumulation-steps %lld x %lld data-parallel ranks "
+                            "is not --global-batch-size %lld: --gradient-accumulation-steps and --global-batch-size "
+                            "exclude each other unless they agree; leave one out",
+                            (long long)o->micro_batch_size, (long long)steps, (long long)o->data_parallel_size,
+                            (long long)o->global_batch_size);
+    if (steps > 0) o->global_batch_size = product;
+    if (o->global_batch_size == 0) o->global_batch_size = o->micro_batch_size * o->data_parallel_size;
+    int64_t responses = o->rollout_batch_size * o->num_return_sequences;
+    if (o->stage == MT_STAGE_RL && o->global_batch_size > responses)
+        return mt_error_set(error,
+                            "%s %lld is more than the responses of an iteration, --rollout-batch-size %lld x "
+                            "--num-return-sequences %lld = %lld; lower it, or leave it out",
+                            steps > 0 ? "--micro-batch-size x --gradient-accumulation-steps x data-parallel ranks ="
+                                      : "--global-batch-size",
+                            (long long)o->global_batch_size, (long long)o->rollout_batch_size,
+                            (long long)o->num_return_sequences, (long long)responses);
+    bool of_responses = o->stage == MT_STAGE_RL && !MT_GIVEN(o, global_batch_size) && steps == 0;
+    const char *name = of_responses
+                           ? "--rollout-batch-size x --num-return-sequences, the default --global-batch-size, ="
+                           : "--global-batch-size";
+    if (mt_options_check_batch(o, name, o->global_batch_size, error)) return -1;
+    if (mt_options_check_micro_batches(o, o->global_batch_size, error)) return -1;
+    if (o->rampup_batch_size.count == 0) return 0;
+    bool good = o->rampup_batch_size.count == 3;
+    for (int i = 0; i < 3 && good; i++) good = ramp[i] > 0 && ramp[i] <= 1000000000000;
+    if (!good) return mt_error_set(error, "--rampup-batch-size expects three numbers: START INCREMENT SAMPLES");
+    if (ramp[0] > o->global_batch_size)
+        return mt_error_set(error, "--rampup-batch-size's start %lld must be at most --global-batch-size %lld",
+                            (long long)ramp[0], (long long)o->global_batch_size);
+    const mt_multiple multiples[] = {{"--global-batch-size less --rampup-batch-size's start =",
+                                      o->global_batch_size - ramp[0], "--rampup-batch-size's increment", ramp[1]}};
+    if (MT_CHECK_MULTIPLES(multiples, error)) return -1;
+    if (mt_options_check_batch(o, "--rampup-batch-size's start", ramp[0], error)) return -1;
+    if (mt_options_check_batch(o, "--rampup-batch-size's increment", ramp[1], error)) return -1;
+    for (int64_t size = ramp[0]; o->num_virtual_stages_per_pipeline_rank > 1 && size < o->global_batch_size;
+         size += ramp[1])
+        if (mt_options_check_micro_batches(o, size, error)) return -1;
+    return 0;
+}
+
+/* The letters of the stages: one E at the start, one L at the end, the MTP modules right before L. */
+static int mt_options_check_letters(const mt_options *o, mt_error *error) {
+    const char *letters = o->pipeline_letters, *last = letters + strlen(letters) - (*letters != 0), *mtp = last;
+    bool good = *letters == 'E' && *last == 'L';
+    int64_t layers = 0;
+    while (mtp > letters && mtp[-1] == 'm') mtp--;
+    int64_t modules = last - mtp;
+    for (const char *at = letters; *at; at++) {
+        if ((*at == 'E' && at != letters) || (*at == 'L' && at != last)) good = false;
+        if (*at == 'm' && at < mtp) modules = -1; // a module before other letters
+        layers += *at == 't';
+    }
+    if (!good)
+        return mt_error_set(error,
+                            "--pipeline-model-parallel-layout '%.200s' must begin with E and end with L, once each",
+                            o->pipeline_model_parallel_layout);
+    if (modules != o->mtp_num_layers)
+        return mt_error_set(error,
+                            "--pipeline-model-parallel-layout '%.200s' must have --mtp-num-layers %lld times m, right "
+                            "before L and in its stage",
+                            o->pipeline_model_parallel_layout, (long long)o->mtp_num_layers);
+    if (layers != o->num_layers)
+        return mt_error_set(error,
+                            "--pipeline-model-parallel-layout '%.200s' has %lld layers, but --num-layers is %lld",
+                            o->pipeline_model_parallel_layout, (long long)layers, (long long)o->num_layers);
+    return 0;
+}
+
+/* `ranks` ranks have equal shares of `layers`; `name` names the layers in the error. */
+static int mt_options_check_share(const mt_options *o, const char *name, int64_t layers, int64_t ranks,
+                                  mt_error *error) {
+    int64_t vp = o->num_virtual_stages_per_pipeline_rank;
+    if (layers >= 0 && layers % (ranks * vp) == 0) return 0;
+    return mt_error_set(error,
+                        "%s, %lld, must be a multiple of %lld pipeline ranks times %lld virtual stages: change "
+                        "--num-layers, --pipeline-model-parallel-size or --num-virtual-stages-per-pipeline-rank",
+                        name, (long long)layers, (long long)ranks, (long long)vp);
+}
+
+/* The layers of stages, for mt_pipeline_layout_build. */
+static int mt_options_check_layout(const mt_options *o, mt_error *error) {
+    int64_t pp = o->pipeline_model_parallel_size, first = o->decoder_first_pipeline_num_layers;
+    int64_t last = o->decoder_last_pipeline_num_layers, middle = pp - (first > 0) - (last > 0);
+    int64_t extra = o->account_for_embedding_in_pipeline_split + o->account_for_loss_in_pipeline_split;
+    int64_t rest = o->num_layers + extra - first - last;
+    if (o->pipeline_letters) return mt_options_check_letters(o, error);
+    if (first == 0 && last == 0) {
+        const char *name = extra > 0 ? "--num-layers plus the layers that --account-for-* adds" : "--num-layers";
+        return mt_options_check_share(o, name, rest, pp, error);
+    }
+    if (rest < 0 || (middle == 0 && rest > 0))
+        return mt_error_set(error,
+                            "--decoder-first-pipeline-num-layers and --decoder-last-pipeline-num-layers, %lld "
+                            "together, do not fit --num-layers %lld on %lld ranks",
+                            (long long)(first + last), (long long)o->num_layers, (long long)pp);
+    if (mt_options_check_share(o, "--decoder-first-pipeline-num-layers", first, 1, error)) return -1;
+    if (mt_options_check_share(o, "--decoder-last-pipeline-num-layers", last, 1, error)) return -1;
+    return middle > 0 ? mt_options_check_share(o, "the layers of the other ranks", rest, middle, error) : 0;
+}
+
+/* Stages, their schedule, and the batches, which the ranks that hold the same stage share. */
+static int mt_options_derive_pipeline(mt_options *o, mt_error *error) {
+    if (mt_options_derive_stages(o, error) || mt_options_derive_order(o, error)) return -1;
+    return mt_options_check_layout(o, error) || mt_options_derive_batches(o, error) ? -1 : 0;
+}
+
+/* Steps for train_samples: whole batches, each of the size at its first sample, as Megatron counts them. */
+static int64_t mt_options_count_iterations(const mt_options *o) {
+    if (o->train_samples == 0) return o->train_iters;
+    if (o->rampup_batch_size.count == 0) return o->train_samples / o->global_batch_size;
+    int64_t iterations = 0, consumed = 0, end = mt_min(o->rampup_batch_size.items[2], o->train_samples);
+    while (consumed <= end) {
+        int64_t batch = mt_global_batch_size(o, consumed), low = 1, high = (end - consumed) / batch + 1;
+        while (low < high) { // bisect for the step where the batch grows; it never shrinks
+            int64_t middle = low + (high - low + 1) / 2;
+            if (mt_global_batch_size(o, consumed + (middle - 1) * batch) == batch)
+                low = middle;
+            else
+                high = middle - 1;
+        }
+        iterations += low, consumed += low * batch;
+    }
+    if (o->train_samples > consumed) iterations += (o->train_samples - consumed) / o->global_batch_size;
+    return iterations;
+}
+
+/* Weight decay starts and ends at --weight-decay unless it has a schedule. */
+static int mt_options_derive_weight_decay(mt_options *o, mt_error *error) {
+    bool constant = o->weight_decay_incr_style == MT_WEIGHT_DECAY_CONSTANT;
+    bool start = MT_GIVEN(o, start_weight_decay), end = MT_GIVEN(o, end_weight_decay);
+    const mt_constraint rules[] = {
+        {constant && (start || end),
+         "--start-weight-decay and --end-weight-decay need --weight-decay-incr-style linear or cosine"},
+        {!constant && (!start || !end || o->start_weight_decay > o->end_weight_decay),
+         "--weight-decay-incr-style linear and cosine need --start-weight-decay and --end-weight-decay, the first at "
+         "most the second"},
+    };
+    if (MT_CHECK_CONSTRAINTS(rules, error)) return -1;
+    if (constant) o->start_weight_decay = o->end_weight_decay = o->weight_decay;
+    return 0;
+}
+
+/* --train-iters and --train-samples that agree; the durations of the learning rate decide which of them stays. */
+static int mt_options_derive_length(mt_options *o, mt_error *error) {
+    bool by_samples = o->lr_decay_samples > 0 || o->lr_warmup_samples > 0 || o->lr_wsd_decay_samples > 0;
+    bool by_iters = o->lr_decay_iters > 0 || o->lr_warmup_iters > 0 || o->lr_wsd_decay_iters > 0;
+    if (o->train_iters == 0 || o->train_samples == 0) return 0;
+    int64_t samples = mt_consumed_samples(o, o->train_iters);
+    if (samples != o->train_samples)
+        return mt_error_set(error,
+                            "--train-iters %lld are %lld samples, and --train-samples is %lld: --train-iters and "
+                            "--train-samples exclude each other unless they agree; leave one out",
+                            (long long)o->train_iters, (long long)samples, (long long)o->train_samples);
+    if (by_samples && by_iters)
+        return mt_error_set(error, "--lr-*-iters and --lr-*-samples exclude each other; leave one kind out");
+    *(by_samples || o->rampup_batch_size.count > 0 ? &o->train_iters : &o->train_samples) = 0;
+    return 0;
+}
+
+/* The length of training, and the schedules of learning rate and weight decay. */
+static int mt_options_derive_schedules(mt_options *o, mt_error *error) {
+    bool wsd = o->lr_decay_style == MT_LR_WSD;
+    o->num_iterations = 0;
+    if (mt_options_converts(o)) return 0;
+    if (mt_options_derive_length(o, error) != 0) return -1;
+    if ((o->train_iters > 0) == (o->train_samples > 0))
+        return mt_error_set(error, "give one of --train-iters and --train-samples: how long to train");
+    o->num_iterations = mt_options_count_iterations(o);
+    if (o->num_iterations == 0)
+        return mt_error_set(error, "--train-samples %lld is less than one --global-batch-size %lld",
+                            (long long)o->train_samples, (long long)o->global_batch_size);
+    if (o->lr == 0) return mt_error_set(error, "--lr is missing");
+    if (o->min_lr > o->lr) return mt_error_set(error, "--min-lr %g must be at most --lr %g", o->min_lr, o->lr);
+    if (o->lr_warmup_init > o->lr)
+        return mt_error_set(error, "--lr-warmup-init %g must be at most --lr %g", o->lr_warmup_init, o->lr);
+    mt_durations d = mt_options_durations(o);
+    double given = (double)(o->train_samples > 0 ? o->lr_warmup_samples : o->lr_warmup_iters * o->global_batch_size);
+    if (o->lr_warmup_fraction > 0 && given > 0 && fabs(given - d.warmup) > 1e-9 * d.warmup)
+        return mt_error_set(error,
+                            "--lr-warmup-fraction %g is %g samples, and --lr-warmup-%s %g: the two exclude each other "
+                            "unless they agree; leave one out",
+                            o->lr_warmup_fraction, d.warmup, o->train_samples > 0 ? "samples" : "iters x the batch",
+                            given);
+    const char *unit = o->train_samples > 0 ? "samples" : "iters";
+    if (d.warmup >= d.decay)
+        return mt_error_set(error, "--lr-warmup-%s must be less than --lr-decay-%s (default: --train-%s)", unit, unit,
+                            unit);
+    if (wsd && (d.wsd_decay == 0 || d.wsd_decay > d.decay))
+        return mt_error_set(error, "--lr-decay-style WSD needs --lr-wsd-decay-%s, at most --lr-decay-%s", unit, unit);
+    return mt_options_derive_weight_decay(o, error);
+}
+
+/* cuDNN's attention in training; mt_options_check_cudnn compares sizes with its limits. Generation has no dropout, so
+ * this is no rule of the option table. */
+static int mt_options_check_attention(const mt_options *o, mt_program program, mt_error *error) {
+    bool has_dropout = program != MT_PROGRAM_INFER && o->attention_dropout > 0;
+    if (o->attention_backend != MT_ATTENTION_CUDNN || !has_dropout) return 0;
+    return mt_error_set(error, "--attention-backend cudnn needs --attention-dropout 0, not %g", o->attention_dropout);
+}
+
+enum { MT_PIPELINE_LETTERS = 100000 };
+
+char *mt_pipeline_layout_unfold(const char *layout, mt_error *error) {
+    char *letters = mt_malloc(MT_PIPELINE_LETTERS + 1);
+    int64_t count = 0, open = -1, last = 0; // the open bracket; the begin of the last repeatable unit
+    const char *at = layout, *problem = NULL;
+    for (; *at && !problem; at++) {
+        if (*at == ',') continue;
+        if (*at == '(' && open < 0)
+            open = count;
+        else if (*at == ')' && open >= 0 && at[1] == '*')
+            last = open, open = -1;
+        else if (*at == '*' && at > layout && (strchr("EtL|m", at[-1]) || at[-1] == ')') &&
+                 isdigit((unsigned char)at[1])) {
+            char *end;
+            errno = 0;
+            int64_t times = strtoll(at + 1, &end, 10), length = count - last;
+            if (errno || times < 1 || times > MT_PIPELINE_LETTERS ||
+                count + (times - 1) * length > MT_PIPELINE_LETTERS) {
+                problem = "repeats too often, or not at all";
+                break;
+            }
+            for (; times > 1; times--, count += length) memcpy(letters + count, letters + last, (size_t)length);
+            at = end - 1;
+        } else if (strchr("EtmL|", *at) && count < MT_PIPELINE_LETTERS) {
+            last = count;
+            letters[count++] = *at;
+        } else
+            problem = "not understood";
+        if (problem) break;
+    }
+    if (!problem && open >= 0) problem = "a bracket is not closed";
+    letters[count] = 0;
+    if (!problem) return letters;
+    free(letters);
+    mt_error_set(error,
+                 "--pipeline-model-parallel-layout '%.200s': %s at '%.20s'; letters are E, t, m, L and |, and (tt|)*3 "
+                 "repeats",
+                 layout, problem, at);
+    return NULL;
+}
+
+/* --print-schedule needs no ranks: with one rank, the rest of the grid is imagined. */
+static int mt_options_derive_printed(mt_options *o, int64_t world_size, mt_error *error) {
+    int64_t pp = o->pipeline_model_parallel_size, model = o->tensor_model_parallel_size * pp * o->context_parallel_size;
+    const mt_multiple multiples[] = {
+        {"the number of ranks", world_size > 1 ? world_size : 0,
+         "--tensor-model-parallel-size x --pipeline-model-parallel-size x --context-parallel-size =", model}};
+    if (MT_CHECK_MULTIPLES(multiples, error)) return -1;
+    o->data_parallel_size = mt_max(world_size / model, 1);
+    return mt_options_derive_pipeline(o, error);
+}
+
+/* The limit of the start is also that of a step, unless a step has its own. A save may take at least as long. */
+static void mt_options_derive_timeouts(mt_options *o) {
+    if (MT_GIVEN(o, distributed_timeout_minutes) && !MT_GIVEN(o, distributed_timeout_seconds))
+        o->distributed_timeout_seconds = (int64_t)ceil(60 * o->distributed_timeout_minutes);
+    if (!MT_GIVEN(o, save_timeout_seconds))
+        o->save_timeout_seconds = mt_max(o->save_timeout_seconds, o->distributed_timeout_seconds);
+}
+
+/* The head of the stage. A reward model has a value head; all others are language models. */
+static int mt_options_derive_head(mt_options *o, mt_program program, mt_error *error) {
+    bool rewards = o->stage == MT_STAGE_RM, has_head = o->head_type != MT_HEAD_LM;
+    if (program == MT_PROGRAM_INFER) return 0;
+    if (o->logits_topk > o->vocab_size && o->vocab_size > 0)
+        return mt_error_set(error, "--logits-topk %lld is more than the vocabulary, %lld tokens; 0 takes all of them",
+                            (long long)o->logits_topk, (long long)o->vocab_size);
+    if (o->mtp_num_layers > 0 && o->stage > MT_STAGE_SFT)
+        return mt_error_set(error, "--mtp-num-layers %lld is for --stage pt and sft; set it to 0",
+                            (long long)o->mtp_num_layers);
+    if (!rewards && has_head)
+        return mt_error_set(error,
+                            "--load %s: is a model with a value head, which --stage rm trains; take a language "
+                            "model's folder",
+                            o->load ? o->load : "");
+    if (rewards && has_head && o->value_head && !o->head_is_new)
+        return mt_error_set(error, "--value-head: %s has one already; leave it out", o->load);
+    if (rewards && !has_head && o->load && !o->value_head)
+        return mt_error_set(error, "--stage rm: %s is a language model; --value-head gives it a value head", o->load);
+    if (rewards && !has_head) o->head_type = MT_HEAD_SEQUENCE, o->head_is_new = true;
+    return 0;
+}
+
+/* Options of reinforcement learning that others can leave without effect. */
+static const struct {
+    const char *name;
+    size_t offset;
+} mt_idle_in_rl[] = {{"ref-load", offsetof(mt_options, ref_load)},
+                     {"ref-tensor-model-parallel-size", offsetof(mt_options, ref_tensor_model_parallel_size)},
+                     {"ref-pipeline-model-parallel-size", offsetof(mt_options, ref_pipeline_model_parallel_size)},
+                     {"ref-expert-model-parallel-size", offsetof(mt_options, ref_expert_model_parallel_size)},
+                     {"kl-loss-type", offsetof(mt_options, kl_loss_type)},
+                     {"clip-ratio", offsetof(mt_options, clip_ratio)},
+                     {"clip-ratio-low", offsetof(mt_options, clip_ratio_low)},
+                     {"clip-ratio-high", offsetof(mt_options, clip_ratio_high)}};
+enum { MT_NUM_IDLE_IN_RL = sizeof mt_idle_in_rl / sizeof *mt_idle_in_rl };
+
+const char *mt_options_idle_in_rl(const mt_options *o, size_t offset) {
+    bool listed = false, diverges = o->kl_loss_coef > 0 || o->kl_in_reward;
+    for (int i = 0; i < MT_NUM_IDLE_IN_RL; i++) listed |= mt_idle_in_rl[i].offset == offset;
+    if (o->stage != MT_STAGE_RL || !listed) return NULL;
+    bool clips = offset == offsetof(mt_options, clip_ratio) || offset == offsetof(mt_options, clip_ratio_low) ||
+                 offset == offsetof(mt_options, clip_ratio_high);
+    if (!clips) return diverges ? NULL : "without --kl-loss-coef or --kl-in-reward";
+    if (o->pg_variant == MT_POLICY_GPG) return "with --pg-variant gpg, which does not clip";
+    bool both = MT_GIVEN(o, clip_ratio_low) && MT_GIVEN(o, clip_ratio_high);
+    return both && offset == offsetof(mt_options, clip_ratio) ? "beside --clip-ratio-low and --clip-ratio-high" : NULL;
+}
+
+static int mt_options_check_idle_in_rl(const mt_options *o, mt_error *error) {
+    for (int i = 0; i < MT_NUM_IDLE_IN_RL; i++) {
+        const char *reason = mt_options_idle_in_rl(o, mt_idle_in_rl[i].offset);
+        bool is_ratio = mt_idle_in_rl[i].offset == offsetof(mt_options, clip_ratio) && o->pg_variant != MT_POLICY_GPG;
+        bool agrees = is_ratio && o->clip_ratio == o->clip_ratio_low && o->clip_ratio == o->clip_ratio_high;
+        if (agrees) continue;
+        if (reason && mt_options_gave(o, mt_idle_in_rl[i].offset))
+            return mt_error_set(error, "--%s has no effect %s; leave it out", mt_idle_in_rl[i].name, reason);
+    }
+    return 0;
+}
+
+/* Stages that compare two responses, or log-probabilities with a reference's or the generator's, have no dropout, as
+ * trl's trainers; distillation has the model's. A run that resumes has that of its own config.json. */
+static void mt_options_derive_dropout(mt_options *o) {
+    bool resumes = o->load && o->save && strcmp(o->load, o->save) == 0 && !o->finetune;
+    bool compares = o->stage == MT_STAGE_RM || o->stage == MT_STAGE_DPO || o->stage == MT_STAGE_RL;
+    if (!compares || resumes) return;
+    if (!MT_GIVEN(o, hidden_dropout)) o->hidden_dropout = 0;
+    if (!MT_GIVEN(o, attention_dropout)) o->attention_dropout = 0;
+}
+
+/* Generation, by infer or for --stage rl. */
+static int mt_options_check_generation(const mt_options *o, mt_error *error) {
+    int64_t page = o->inference_dynamic_batching_block_size;
+    for (int64_t i = 0; i < o->stop.count; i++)
+        if (!o->stop.items[i][0]) return mt_error_set(error, "--stop: a text is empty; leave it out");
+    if ((page & (page - 1)) == 0) return 0;
+    return mt_error_set(error, "--inference-dynamic-batching-block-size %lld is not a power of two; give %d",
+                        (long long)page, MT_PAGE_ROWS);
+}
+
+/* Reinforcement learning: the sizes of an iteration, and the ranges of ratios. */
+static int mt_options_derive_rl(mt_options *o, mt_error *error) {
+    if (o->stage == MT_STAGE_RL && !MT_GIVEN(o, num_return_sequences)) o->num_return_sequences = 8;
+    int64_t responses = o->rollout_batch_size * o->num_return_sequences;
+    bool groups = o->adv_estimator == MT_ADV_GRPO || o->adv_estimator == MT_ADV_RLOO;
+    if (o->stage != MT_STAGE_RL) return 0;
+    bool by_sequence = o->pg_variant == MT_POLICY_GSPO || o->pg_variant == MT_POLICY_GMPO;
+    if (mt_options_check_idle_in_rl(o, error) != 0) return -1;
+    if (by_sequence && !MT_GIVEN(o, loss_agg_mode)) o->loss_agg_mode = MT_SEQ_MEAN_TOKEN_MEAN;
+    if (!MT_GIVEN(o, sequence_packing)) o->sequence_packing = true;
+    if (o->clip_ratio_low == 0) o->clip_ratio_low = o->clip_ratio;
+    if (o->clip_ratio_high == 0) o->clip_ratio_high = o->clip_ratio;
+    if (o->critic_lr == 0) o->critic_lr = o->lr;
+    if (o->global_batch_size == 0) o->global_batch_size = responses;
+    const mt_constraint rules[] = {
+        {groups && o->num_return_sequences == 1,
+         "--adv-estimator grpo and rloo compare the responses to a prompt: --num-return-sequences must be 2 or more"},
+        {o->dynamic_sampling && o->num_return_sequences == 1,
+         "--dynamic-sampling compares the responses to a prompt: --num-return-sequences must be 2 or more"},
+        {o->max_new_tokens == 0, "--max-new-tokens 0: --stage rl needs responses"},
+        {o->max_new_tokens >= o->seq_length,
+         "--max-new-tokens %lld leaves no room for a prompt in --seq-length %lld",
+         {o->max_new_tokens, o->seq_length}},
+        {by_sequence && o->loss_agg_mode != MT_SEQ_MEAN_TOKEN_MEAN,
+         "--pg-variant gspo and gmpo have one ratio for each sequence, and --loss-agg-mode seq-mean-token-mean; leave "
+         "it out"},
+        {o->overlong_buffer_length > o->max_new_tokens,
+         "--overlong-buffer-length %lld must be at most --max-new-tokens %lld",
+         {o->overlong_buffer_length, o->max_new_tokens}},
+        {MT_GIVEN(o, eval_iters) && o->eval_iters > 0,
+         "--eval-iters %lld: --stage rl has no evaluation, and its metrics have the rewards of every iteration; leave "
+         "it out",
+         {o->eval_iters}},
+        {!o->tokenizer_type && !o->load, "--stage rl needs a tokenizer: --tokenizer-type, or --load a model with one"},
+        {o->reward == MT_REWARD_COMMAND && o->reward_timeout_seconds >= (double)o->distributed_timeout_seconds,
+         "--reward-timeout-seconds must be less than --distributed-timeout-seconds %lld: other ranks wait for rewards",
+         {o->distributed_timeout_seconds}},
+        {o->temperature == 0, "--temperature 0 gives a prompt one response only; --stage rl needs several"},
+    };
+    return MT_CHECK_CONSTRAINTS(rules, error);
+}
+
+static int mt_options_derive_trace(mt_options *o, mt_error *error) {
+    if (!o->trace) return 0;
+    if (o->trace_first_step == 0) o->trace_first_step = 2; // the first step allocates
+    if (o->trace_last_step == 0) o->trace_last_step = o->trace_first_step + 1;
+    if (o->trace_last_step >= o->trace_first_step) return 0;
+    return mt_error_set(error, "--trace-last-step %lld comes before --trace-first-step %lld",
+                        (long long)o->trace_last_step, (long long)o->trace_first_step);
+}
+
+int mt_options_derive(mt_options *o, mt_program program, int64_t world_size, mt_error *error) {
+    MT_CHECK(world_size >= 1);
+    if (o->num_layers == 0)
+        return mt_error_set(error, "--num-layers is missing: give the model's shape by its options, --hf-config or "
+                                   "--load");
+    o->data_parallel_size = world_size;
+    mt_options_derive_timeouts(o);
+    if (o->print_schedule && !o->dynamic_context_parallel) return mt_options_derive_printed(o, world_size, error);
+    if (o->print_schedule && world_size == 1) // the ranks are imagined
+        world_size = o->tensor_model_parallel_size * o->pipeline_model_parallel_size * o->context_parallel_size;
+    mt_options_derive_dropout(o);
+    if (o->rerun_mode != MT_RERUN_DISABLED && o->device != MT_DEVICE_CPU) o->deterministic_mode = true; // compares bits
+    if (mt_options_derive_model(o, error) || mt_options_derive_rope(o, error)) return -1;
+    if (mt_options_derive_head(o, program, error) || mt_options_check_generation(o, error)) return -1;
+    if (mt_options_derive_rl(o, error)) return -1;
+    if (mt_options_derive_mtp(o, program, error) || mt_options_derive_lengths(o, program, error)) return -1;
+    if (mt_options_derive_recompute(o, error) || mt_options_check_fp8(o, error)) return -1;
+    if (mt_options_check_attention(o, program, error) || mt_options_derive_experts(o, world_size, error)) return -1;
+    if (mt_options_derive_parallel(o, world_size, error) || mt_options_derive_context(o, error)) return -1;
+    if (mt_options_derive_pipeline(o, error)) return -1;
+    if (program == MT_PROGRAM_INFER && o->logits_out && o->data_parallel_size * o->context_parallel_size > 1)
+        return mt_error_set(error,
+                            "--logits-out: needs all sequences on the ranks of one model, and there are %lld "
+                            "ranks; start --tensor-model-parallel-size %lld x --pipeline-model-parallel-size "
+                            "%lld ranks without --context-parallel-size",
+                            (long long)world_size, (long long)o->tensor_model_parallel_size,
+                            (long long)o->pipeline_model_parallel_size);
+    if (program == MT_PROGRAM_INFER) return 0;
+    return mt_options_derive_schedules(o, error) || mt_options_derive_trace(o, error) ? -1 : 0;
+}
+
+int64_t mt_consumed_samples(const mt_options *options, int64_t iterations) {
+    return mt_consumed_samples_from(options, 0, 0, iterations);
+}
+
+int64_t mt_consumed_samples_from(const mt_options *options, int64_t from, int64_t consumed, int64_t iterations) {
+    for (int64_t i = from; i < iterations; i++) {
+        int64_t batch = mt_global_batch_size(options, consumed);
+        if (batch == options->global_batch_size) return consumed + (iterations - i) * batch; // the ramp has ended
+        consumed += batch;
+    }
+    return consumed;
+}
+
+int64_t mt_num_parameters(const mt_options *options) {
+    mt_param *params;
+    int64_t count = mt_params_build(&params, options, NULL), total = 0;
+    for (int64_t i = 0; i < count; i++)
+        if (!mt_param_is_adapter(&params[i])) total += params[i].rows_stored * params[i].whole_cols;
+    free(params);
+    return total;
+}
+
+int64_t mt_global_batch_size(const mt_options *options, int64_t consumed_samples) {
+    if (options->rampup_batch_size.count == 0) return options->global_batch_size;
+    const int64_t *ramp = options->rampup_batch_size.items, start = ramp[0], increment = ramp[1], samples = ramp[2];
+    int64_t increments = (options->global_batch_size - start) / increment;
+    if (consumed_samples > samples || increments == 0) return options->global_batch_size;
+    double samples_per_increment = (double)samples / (double)increments;
+    return start + (int64_t)((double)consumed_samples / samples_per_increment) * increment;
+}
+
+bool mt_options_gave(const mt_options *options, size_t offset) {
+    return options->given[offset / 64] >> offset % 64 & 1;
+}

@@ -1,0 +1,218 @@
+/* option_warn.c: options that change nothing, and values that were chosen. */
+#include "option_warn.h"
+
+#include "option_rules.h"
+#include "option_table.h"
+#include "option_typed.h"
+#include "role_sizes.h"
+
+#include <math.h>
+#include <stdlib.h>
+#include <string.h>
+
+/* MiB of saved activations per rank and micro-batch that sequence parallelism would save: of the inputs of the
+ * two norms of each layer, a rank would keep its part. */
+static double mt_sequence_parallel_saves(const mt_options *o) {
+    double tp = (double)o->tensor_model_parallel_size, width = o->bf16 ? 2 : 4;
+    double tokens = (double)(o->micro_batch_size * o->seq_length / o->context_parallel_size);
+    double layers = (double)o->num_layers / (double)o->pipeline_model_parallel_size;
+    return 2.0 / (1 << 20) * layers * tokens * (double)o->hidden_size * width * (tp - 1) / tp;
+}
+
+/* An option that changes nothing in this run, and why. */
+typedef struct mt_idle_option {
+    bool is_idle;
+    const char *name, *reason;
+} mt_idle_option;
+
+static void mt_idle_options_print(const mt_idle_option *options, size_t count, FILE *file) {
+    for (size_t i = 0; i < count; i++)
+        if (options[i].is_idle) fprintf(file, "--%s has no effect: %s\n", options[i].name, options[i].reason);
+}
+
+static void mt_options_print_idle(const mt_options *o, FILE *file) {
+    bool one = o->data_parallel_size * o->context_parallel_size == 1, cpu = o->device == MT_DEVICE_CPU;
+    bool warms_up = o->lr_warmup_iters > 0 || o->lr_warmup_samples > 0 || o->lr_warmup_fraction > 0;
+    bool constant = o->lr_decay_style == MT_LR_CONSTANT, resumes = o->auto_resume || (o->load && o->save);
+    unsigned modules = o->recompute_modules, offloaded = o->offload_modules;
+    unsigned expert_inputs = offloaded & (MT_OFFLOAD_EXPERT_FC1 | MT_OFFLOAD_MOE_ACT);
+    bool varies = o->expert_model_parallel_size * o->expert_tensor_parallel_size > 1 &&
+                  (!o->moe_pad_expert_input_to_capacity || o->moe_token_dispatcher_type != MT_DISPATCHER_ALLTOALL);
+    bool all_recomputed = o->recompute_granularity == MT_RECOMPUTE_FULL && o->recompute_method == MT_RECOMPUTE_UNIFORM;
+    bool experts = mt_num_expert_layers(o) > 0, mlps = mt_num_expert_layers(o) < o->num_layers;
+    const char *alone = "there is one data-parallel rank", *dense = "no layer has experts";
+    bool unwatched = !mt_launched_by_mpi();
+    const char *no_watch = "without mpirun, no time limits are watched";
+    const char *own = "samples of --sft have attention and positions of their own in any case";
+    const mt_idle_option options[] = {
+        {o->sft && o->reset_position_ids, "reset-position-ids", own},
+        {o->sft && o->reset_attention_mask, "reset-attention-mask", own},
+        {one && o->overlap_grad_reduce, "overlap-grad-reduce", alone},
+        {one && o->overlap_param_gather, "overlap-param-gather", alone},
+        {one && o->use_distributed_optimizer, "use-distributed-optimizer", alone},
+        {one && MT_GIVEN(o, data_parallel_sharding_strategy) && o->data_parallel_sharding_strategy != MT_NO_SHARD,
+         "data-parallel-sharding-strategy", alone},
+        {one && o->ddp_bucket_size > 0, "ddp-bucket-size", alone},
+        {one && o->fp8_param_gather, "fp8-param-gather", alone},
+        {o->add_bias_linear && MT_GIVEN(o, add_qkv_bias) && o->add_qkv_bias, "add-qkv-bias",
+         "all linear layers have biases"},
+        {!one && o->ddp_bucket_size > 0 && o->data_parallel_sharding_strategy >= MT_SHARD_GRADS, "ddp-bucket-size",
+         "a layer's gradients are sharded before the next layer's are computed"},
+        {o->context_parallel_size == 1 && MT_GIVEN(o, cp_comm_type), "cp-comm-type", "--context-parallel-size is 1"},
+        {cpu && o->deterministic_mode, "deterministic-mode", "on the CPU, runs always repeat bit for bit"},
+        {cpu && o->attention_backend == MT_ATTENTION_FLASH, "attention-backend flash", "the CPU has one attention"},
+        {o->window_size >= o->seq_length, "window-size", "no sequence is longer"},
+        {o->multi_latent_attention && MT_GIVEN(o, qk_layernorm), "qk-layernorm",
+         "with --multi-latent-attention, the latents always have norms"},
+        {constant && MT_GIVEN(o, min_lr), "min-lr", "--lr-decay-style is constant"},
+        {constant && MT_GIVEN(o, lr_decay_iters), "lr-decay-iters", "--lr-decay-style is constant"},
+        {!warms_up && MT_GIVEN(o, lr_warmup_init), "lr-warmup-init", "there is no warm-up"},
+        {o->overwrite && !o->save && !o->metrics, "overwrite", "neither --save nor --metrics is given"},
+        {unwatched && MT_GIVEN(o, distributed_timeout_minutes), "distributed-timeout-minutes", no_watch},
+        {unwatched && MT_GIVEN(o, distributed_timeout_seconds), "distributed-timeout-seconds", no_watch},
+        {unwatched && MT_GIVEN(o, save_timeout_seconds), "save-timeout-seconds", no_watch},
+        {o->eval_iters == 0 && MT_GIVEN(o, eval_interval), "eval-interval", "--eval-iters is 0"},
+        {o->load && MT_GIVEN(o, init_method_std), "init-method-std", "the weights are loaded"},
+        {o->exit_on_missing_checkpoint && !resumes, "exit-on-missing-checkpoint", "the run does not resume"},
+        {o->expert_model_parallel_size * o->expert_tensor_parallel_size == 1 && MT_GIVEN(o, moe_token_dispatcher_type),
+         "moe-token-dispatcher-type", "--expert-model-parallel-size and --expert-tensor-parallel-size are 1"},
+        {modules & MT_MODULE_CORE_ATTN, "recompute-modules core_attn", "attention never keeps its probabilities"},
+        {modules & MT_MODULE_MLP && !mlps, "recompute-modules mlp", "every layer has experts instead of an MLP"},
+        {modules & MT_MODULE_MOE && !experts, "recompute-modules moe", dense},
+        {modules & MT_MODULE_MOE_ACT && !experts, "recompute-modules moe_act", dense},
+        {modules & MT_MODULE_SHARED_EXPERTS && (!experts || o->moe_shared_expert_intermediate_size == 0),
+         "recompute-modules shared_experts", "no layer has a shared expert"},
+        {offloaded & ~(unsigned)MT_OFFLOAD_ATTN_NORM && all_recomputed, "offload-modules other than attn_norm",
+         "full recomputation keeps the input of a unit alone"},
+        {offloaded & MT_OFFLOAD_MLP && !mlps, "offload-modules mlp", "every layer has experts instead of an MLP"},
+        {expert_inputs && !experts, "offload-modules expert_fc1, moe_act", dense},
+        {expert_inputs && experts && varies, "offload-modules expert_fc1, moe_act",
+         "the number of their rows depends on the data; --moe-pad-expert-input-to-capacity fixes it"},
+    };
+    mt_idle_options_print(options, sizeof options / sizeof *options, file);
+}
+
+static void mt_options_print_idle_optimizer(const mt_options *o, FILE *file) {
+    bool typed = MT_GIVEN(o, main_grads_dtype) || MT_GIVEN(o, main_params_dtype) || MT_GIVEN(o, exp_avg_dtype) ||
+                 MT_GIVEN(o, exp_avg_sq_dtype);
+    const mt_idle_option options[] = {
+        {o->device == MT_DEVICE_CPU && o->optimizer_cpu_offload, "optimizer-cpu-offload",
+         "on the CPU, the optimizer is in host memory already; only its order of work is simulated"},
+        {o->use_precision_aware_optimizer && !typed, "use-precision-aware-optimizer",
+         "none of --main-grads-dtype, --main-params-dtype, --exp-avg-dtype and --exp-avg-sq-dtype is given"},
+    };
+    mt_idle_options_print(options, sizeof options / sizeof *options, file);
+}
+
+/* Options of models that take turns. */
+static void mt_options_print_idle_roles(const mt_options *o, FILE *file) {
+    bool rests = o->param_offload || o->grad_offload || o->optimizer_offload;
+    const mt_idle_option options[] = {
+        {o->device == MT_DEVICE_CPU && (o->param_offload || o->optimizer_offload), "param-offload, optimizer-offload",
+         "on the CPU all memory is the host's"},
+        {o->stage == MT_STAGE_DPO && rests && mt_options_refer_to_base(o),
+         "param-offload, grad-offload, optimizer-offload",
+         "no other model works: the reference is this one with its adapters switched off"},
+        {o->ref_expert_model_parallel_size > 1 && o->num_experts == 0, "ref-expert-model-parallel-size",
+         "no layer has experts"},
+    };
+    mt_idle_options_print(options, sizeof options / sizeof *options, file);
+}
+
+/* Options of another optimizer. */
+static void mt_options_print_idle_betas(const mt_options *o, FILE *file) {
+    const char *name = mt_optimizer_name(o->optimizer);
+    bool other = o->optimizer != MT_OPTIMIZER_ADAMW;
+    char reason[40];
+    snprintf(reason, sizeof reason, "--optimizer is %s", name);
+    const mt_idle_option options[] = {{other && MT_GIVEN(o, adam_beta1), "adam-beta1", reason},
+                                      {other && MT_GIVEN(o, adam_beta2), "adam-beta2", reason},
+                                      {other && MT_GIVEN(o, adam_eps), "adam-eps", reason}};
+    mt_idle_options_print(options, sizeof options / sizeof *options, file);
+}
+
+/* The first rule by which an option has no effect: one that it needs, or (*is_needed: false) one beside which it has
+ * none. False: it has an effect. Rules with a condition are for values other than the default. */
+static bool mt_option_find_idle_rule(const mt_options *o, const mt_option *option, mt_program program,
+                                     mt_option_rule *rule, bool *is_needed) {
+    for (const mt_option *row = mt_option_table; row->help; row++) {
+        if (!row->name) continue;
+        bool is_own = row->offset == option->offset;
+        *is_needed = true;
+        for (const char *column = is_own ? row->needs : NULL; mt_option_next_rule(&column, rule);)
+            if (!rule->condition && rule->other->programs & (int)program &&
+                !mt_option_has(o, rule->other, rule->choices))
+                return true;
+        *is_needed = false;
+        for (const char *column = is_own ? row->excludes : NULL; mt_option_next_rule(&column, rule);)
+            if (!rule->condition && !rule->choices && mt_option_used(o, rule->other)) return true;
+        bool excludes = !is_own && row->programs & (int)program;
+        for (const char *column = excludes ? row->excludes : NULL; mt_option_next_rule(&column, rule);) {
+            if (rule->other->offset != option->offset || rule->choices || !mt_option_rule_holds(o, row, rule)) continue;
+            rule->choices = rule->condition && row->type == MT_CHOICE ? "" : NULL;
+            rule->other = row;
+            return true;
+        }
+    }
+    return false;
+}
+
+void mt_options_warn_defaults(const mt_options *o, mt_program program, FILE *file) {
+    for (const mt_option *row = mt_option_table; row->help; row++) {
+        if (!row->name || mt_option_of(row->offset) != row || !(row->programs & (int)program)) continue;
+        if (!mt_options_gave(o, row->offset) || !mt_option_is_default(o, row)) continue;
+        bool once = row->offset == MT_AT(dataloader_type) && o->sft && o->stage != MT_STAGE_RL; // it reads once
+        if (once) continue;
+        bool is_flag = row->type == MT_FLAG || row->type == MT_NO, needed, from_file = false;
+        if (is_flag && !*mt_option_bool(o, row)) continue; // off, as it says
+        for (int64_t i = 2; i < o->config_keys.count; i += 4)
+            from_file |= strcmp(o->config_keys.items[i], row->name) == 0; // listed with the keys of its file
+        mt_option_rule rule;
+        if (from_file || !mt_option_find_idle_rule(o, row, program, &rule, &needed)) continue;
+        if (mt_option_is_form_of(row, rule.other) || mt_option_is_form_of(rule.other, row)) continue;
+        const mt_option *shown = row;
+        for (const mt_option *other = row; row->type == MT_NO && other->help && shown->type == MT_NO; other++)
+            if (other->name && other->offset == row->offset && other->type == MT_FLAG) shown = other;
+        char *value = rule.choices && !*rule.choices ? mt_option_text(o, rule.other) : mt_strdup("");
+        const char *choices = *value ? value : rule.choices ? rule.choices : "";
+        fprintf(file, "--%s has no effect: %s --%s%s%s\n", shown->name, needed ? "it needs" : "not beside",
+                rule.other->name, *choices ? " " : "", choices);
+        free(value);
+    }
+}
+
+static void mt_options_print_chosen(const mt_options *o, FILE *file) {
+    long long tp = o->tensor_model_parallel_size, etp = o->expert_tensor_parallel_size;
+    bool experts = o->num_experts > 0;
+    if (experts && o->sequence_parallel && !MT_GIVEN(o, sequence_parallel))
+        fprintf(
+            file,
+            "--sequence-parallel is on: with experts, each of the %lld tensor-parallel ranks routes its own tokens\n",
+            tp);
+    if (experts && etp != tp && !MT_GIVEN(o, expert_tensor_parallel_size))
+        fprintf(file,
+                "--expert-tensor-parallel-size is %lld: experts or ranks do not divide by "
+                "--tensor-model-parallel-size %lld\n",
+                etp, tp);
+    if (tp > 1 && !o->sequence_parallel)
+        fprintf(file,
+                "--tensor-model-parallel-size %lld without --sequence-parallel: with it, each rank would keep at least "
+                "%.3g MiB less per micro-batch\n",
+                tp, mt_sequence_parallel_saves(o));
+}
+
+void mt_options_warn(const mt_options *o, FILE *file) {
+    char *text = NULL;
+    size_t size;
+    FILE *lines = open_memstream(&text, &size);
+    MT_CHECK(lines);
+    mt_options_print_chosen(o, lines);
+    mt_options_print_idle(o, lines);
+    mt_options_print_idle_optimizer(o, lines);
+    mt_options_print_idle_roles(o, lines);
+    mt_options_print_idle_betas(o, lines);
+    mt_options_warn_defaults(o, MT_PROGRAM_TRAIN, lines);
+    MT_CHECK(fclose(lines) == 0);
+    mt_options_print_typed(o, text, file);
+    free(text);
+}

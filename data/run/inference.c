@@ -1,0 +1,262 @@
+/* inference.c: start and end of a run of infer, and the sources of its prompts. */
+#include "inference.h"
+
+#include "../base/file.h"
+#include "../base/host_memory.h"
+#include "../base/watchdog.h"
+#include "../tokens/prompts.h"
+#include "../tokens/special_tokens.h"
+#include "../options/option_agree.h"
+#include "../options/option_help.h"
+#include "../options/option_table.h"
+#include "../checkpoint/checkpoint.h"
+#include "../checkpoint/run_options.h"
+#include "../report/report.h"
+#include "launch.h"
+
+#include <errno.h>
+#include <poll.h>
+#include <signal.h>
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+
+enum { NOTHING_YET = -2, FAILED = -3 }; // instead of a line's bytes
+
+void mt_inference_check(mt_inference *r, int status, mt_error *error) {
+    mt_report_refusal(&r->grid, &r->options, status, error);
+}
+
+/* ---- tokenizer and model */
+
+void mt_inference_open_tokenizer(mt_inference *r) {
+    const mt_options *o = &r->options;
+    mt_error error;
+    bool begins;
+    r->bos = -1;
+    if (o->prompt_tokens && o->print_tokens && o->stop.count == 0) return;
+    int status = o->tokenizer_type ? mt_tokenizer_open(&r->tokenizer, o->tokenizer_type, o->tokenizer_model, &error)
+                                   : mt_tokenizer_open_folder(&r->tokenizer, r->folder, &error);
+    if (status != 0 && o->score && !o->tokenizer_type) { // the lines may be tokens
+        r->tokenizer = NULL, r->no_tokenizer = error;
+        return;
+    }
+    if (status != 0) {
+        mt_error why = error;
+        mt_error_set(&error, "%s; without a tokenizer: --prompt-tokens 1,2,3 --print-tokens", why.text);
+    }
+    mt_inference_check(r, status, &error);
+    r->tokenizer_path = o->tokenizer_model ? o->tokenizer_model : r->folder;
+    mt_inference_check(r, mt_prompt_begins_with_bos(r->tokenizer_path, &begins, &error), &error);
+    if (begins && o->bos_token_id >= 0) r->bos = mt_tokenizer_bos(r->tokenizer);
+}
+
+void mt_inference_open_model(mt_inference *r, mt_model_plan *plan) {
+    mt_error error;
+    mt_run_state state = {0};
+    const mt_ops *ops = mt_backend_open(r->options.device, &r->grid, &error);
+    plan->host_memory = mt_host_memory_available("");
+    int status = r->is_first ? mt_checkpoint_check(&r->options, r->options.load, &error) : 0;
+    mt_inference_check(r, status, &error);
+    mt_inference_check(r, ops ? mt_model_create(&r->model, &r->options, &r->grid, ops, plan, &error) : -1, &error);
+    mt_inference_check(r, mt_checkpoint_load(r->model, &state, r->options.load, &error), &error);
+    mt_watch_enter(MT_WATCH_STEP);
+}
+
+/* The template's end of a turn ends responses to conversations: those of --chat, or lines of --prompts. */
+static int add_turn_end(const mt_inference *r, mt_stops *stops, mt_error *error) {
+    const mt_options *o = &r->options;
+    mt_chat *own = NULL;
+    if (!r->chat && o->prompts && mt_chat_open(&own, o->chat_template, r->tokenizer, r->tokenizer_path, error) != 0)
+        return -1;
+    mt_chat *chat = r->chat ? r->chat : own;
+    int status = chat ? mt_chat_prepare(chat, error) : 0;
+    int32_t end = chat && status == 0 ? mt_chat_end(chat) : -1;
+    mt_chat_close(own);
+    if (status != 0) return -1;
+    if (end < 0 || mt_stops_add(stops, end)) return 0;
+    return mt_error_set(error, "%s: \"eos_token_id\" leaves no room for the end of a turn; shorten the list",
+                        r->folder);
+}
+
+void mt_inference_open_generator(mt_inference *r, int64_t prompts, int64_t max_tokens, int64_t prompt_tokens) {
+    const mt_options *o = &r->options;
+    mt_sampling sampling = {.temperature = o->temperature, .top_p = o->top_p, .top_k = o->top_k};
+    mt_model_plan plan = {.max_tokens = mt_min(prompt_tokens, MT_PREFILL_TOKENS)};
+    mt_stops stops;
+    mt_error error;
+    int64_t replicas = r->grid.data.size, each = (prompts + replicas - 1) / replicas * o->num_return_sequences;
+    sampling.min_p = o->min_p, sampling.repetition_penalty = o->repetition_penalty;
+    sampling.seed = (uint64_t)o->seed, sampling.logprobs = o->out != NULL;
+    mt_inference_check(r, mt_stops_of_options(&stops, o, &error), &error);
+    mt_inference_check(r, add_turn_end(r, &stops, &error), &error);
+    if (stops.count == 0 && r->tokenizer) stops = (mt_stops){.ids = {mt_tokenizer_eod(r->tokenizer)}, .count = 1};
+    if (o->stop.count > 0) stops.ends_text = mt_responses_end, stops.context = &r->responses;
+    plan.page_rows = o->inference_dynamic_batching_block_size;
+    mt_plan_generation(&plan, mt_min(each, o->inference_max_requests), max_tokens, o->kv_cache_tokens);
+    mt_inference_open_model(r, &plan);
+    if (r->is_first) mt_report_inference(r->model, r->context, stderr);
+    r->generator = mt_generator_create(r->model, &sampling, &stops);
+}
+
+/* ---- prompts */
+
+int mt_inference_begin_text(const mt_inference *r, mt_sequence *sequence, int64_t id, const char *text, int64_t bytes,
+                            mt_error *error) {
+    mt_ids ids = {mt_malloc(4), 0, 1};
+    if (r->bos >= 0) ids.data[ids.count++] = r->bos;
+    int status = mt_tokenizer_encode(r->tokenizer, text, bytes, &ids, error);
+    if (status == 0) status = mt_sequence_begin(sequence, id, ids.data, ids.count, r->context, &r->options, error);
+    free(ids.data);
+    return status;
+}
+
+mt_samples mt_inference_read_prompts(mt_inference *r) {
+    char *path = r->options.prompts;
+    const char *name = "prompts";
+    mt_samples prompts;
+    mt_error error;
+    mt_sft_config config = {.paths = {1, &path}, .tokenizer_path = r->tokenizer_path, .prompts = true};
+    config.chat_template = r->options.chat_template, config.vocab_size = r->options.vocab_size;
+    config.seq_length = r->context - 1, config.refuses_long = true; // a line of results for each line
+    mt_inference_check(r, mt_samples_read(&prompts, &config, r->tokenizer, &error), &error);
+    uint64_t print = mt_samples_fingerprint(&prompts);
+    mt_inference_check(r, mt_fingerprints_agree(&print, &name, 1, &r->grid.world, &error), &error);
+    return prompts;
+}
+
+int mt_inference_begin_prompt(const mt_inference *r, const mt_samples *prompts, int64_t i, mt_sequence *sequence,
+                              int64_t id, mt_error *error) {
+    const mt_options *o = &r->options;
+    if (o->prompt_tokens) return mt_sequence_parse(sequence, id, o->prompt_tokens, r->context, o, error);
+    if (o->prompt.count > 0)
+        return mt_inference_begin_text(r, sequence, id, o->prompt.items[i], (int64_t)strlen(o->prompt.items[i]), error);
+    int64_t first = prompts->offsets[i], tokens = prompts->offsets[i + 1] - first;
+    return mt_sequence_begin(sequence, id, prompts->tokens + first, tokens, r->context, o, error);
+}
+
+/* ---- a conversation */
+
+void mt_inference_open_chat(mt_inference *r) {
+    const mt_options *o = &r->options;
+    mt_error error;
+    mt_inference_check(r, mt_chat_open(&r->chat, o->chat_template, r->tokenizer, r->tokenizer_path, &error), &error);
+    if (o->system_prompt)
+        mt_conversation_add(&r->conversation, "system", o->system_prompt, (int64_t)strlen(o->system_prompt));
+}
+
+/* Begins the response to the conversation as sequence `id`. The generator's cache has the turns before it. */
+static int begin_response(mt_inference *r, mt_sequence *sequence, int64_t id, mt_error *error) {
+    const mt_conversation *c = &r->conversation;
+    mt_ids ids = {0}, turns = {0};
+    int status = mt_chat_encode(r->chat, c->messages, c->count, true, &ids, &turns, error);
+    if (status == 0) status = mt_sequence_begin(sequence, id, ids.data, ids.count, r->context, &r->options, error);
+    free(ids.data);
+    free(turns.data);
+    return status;
+}
+
+int mt_inference_begin_turn(mt_inference *r, mt_sequence *sequence, int64_t id, const char *line, int64_t bytes,
+                            mt_error *error) {
+    mt_conversation *c = &r->conversation;
+    int64_t first = r->options.system_prompt != NULL;
+    mt_conversation_add(c, "user", line, bytes);
+    int status = begin_response(r, sequence, id, error);
+    if (status != 0 && c->count > first + 1) {
+        mt_conversation_cut(c, first);
+        mt_conversation_add(c, "user", line, bytes);
+        status = begin_response(r, sequence, id, error);
+        if (status == 0 && r->is_first)
+            fprintf(stderr, "note: the context of %lld tokens is full; the conversation starts again\n",
+                    (long long)r->context);
+    }
+    if (status != 0) mt_conversation_cut(c, c->count - 1);
+    return status;
+}
+
+void mt_inference_end_turn(mt_inference *r, const mt_sequence *sequence) {
+    const mt_response *response = mt_responses_update(&r->responses, sequence);
+    mt_conversation_add(&r->conversation, "assistant", response->text.data + response->prompt_bytes,
+                        response->text.bytes - response->prompt_bytes);
+}
+
+/* ---- standard input */
+
+/* While it waits for input, sends a sign of life to the other ranks, which would end the job after a timeout. */
+static void await_input(const mt_inference *r) {
+    struct pollfd input = {.fd = STDIN_FILENO, .events = POLLIN};
+    int64_t bytes = NOTHING_YET, seconds = r->options.distributed_timeout_seconds;
+    while (poll(&input, 1, seconds < 120 ? (int)seconds * 500 : 60000) == 0)
+        mt_broadcast(&r->grid.world, &bytes, sizeof bytes, 0);
+}
+
+char *mt_inference_next_line(mt_inference *r, int64_t *bytes) {
+    char *line = NULL;
+    size_t capacity = 0;
+    mt_error error;
+    *bytes = -1;
+    if (r->is_first && r->grid.world.size > 1) await_input(r);
+    if (r->is_first && (*bytes = getline(&line, &capacity, stdin)) > 0) {
+        if (line[*bytes - 1] == '\n') --*bytes;
+        if (*bytes > 0 && line[*bytes - 1] == '\r') --*bytes;
+    }
+    if (r->is_first && ferror(stdin))
+        *bytes = FAILED, mt_error_set(&error, "standard input: cannot be read: %s", strerror(errno));
+    do mt_broadcast(&r->grid.world, bytes, sizeof *bytes, 0);
+    while (*bytes == NOTHING_YET);
+    if (*bytes == FAILED) mt_inference_check(r, r->is_first ? -1 : 0, &error);
+    if (*bytes >= 0) {
+        line = mt_realloc(line, *bytes + 1);
+        mt_broadcast(&r->grid.world, line, *bytes, 0);
+        return line;
+    }
+    free(line);
+    return NULL;
+}
+
+/* ---- the whole */
+
+/* --print-config, instead of generation. */
+static void print_config(mt_inference *r) {
+    mt_error error;
+    int64_t ranks = mt_options_printed_ranks(&r->options, r->grid.world.size);
+    int status = mt_options_read_shape(&r->options, &error);
+    if (status == 0) status = mt_options_finish(&r->options, MT_PROGRAM_INFER, ranks, &error);
+    if (r->is_first) mt_options_print_config(&r->options, MT_PROGRAM_INFER, ranks, status != 0 ? &error : NULL, stdout);
+    mt_options_free(&r->options);
+    mt_grid_stop(&r->grid);
+}
+
+bool mt_inference_open(mt_inference *r, int *argc, char ***argv) {
+    *r = (mt_inference){0};
+    mt_options *o = &r->options;
+    mt_error error;
+    mt_launch_threads(*argv);
+    signal(SIGXFSZ, SIG_IGN); // exceeding a file size limit is then a write error
+    if (mt_launch_check(*argv, &error) != 0) mt_die("%s", error.text);
+    int status = mt_options_parse(o, MT_PROGRAM_INFER, *argc, *argv, &error);
+    mt_watch_start(o);
+    mt_grid_start(&r->grid, argc, argv);
+    r->is_first = r->grid.world.rank == 0;
+    mt_inference_check(r, status, &error);
+    if (o->print_config) return print_config(r), false;
+    mt_inference_check(r, mt_options_finish(o, MT_PROGRAM_INFER, r->grid.world.size, &error), &error);
+    mt_inference_check(r, mt_options_agree(o, &r->grid.world, &error), &error);
+    mt_inference_check(r, mt_grid_build(&r->grid, o, &error), &error);
+    r->folder = mt_checkpoint_resolve(o->load, &error);
+    mt_inference_check(r, r->folder ? 0 : -1, &error);
+    r->context = o->max_position_embeddings;
+    return true;
+}
+
+void mt_inference_close(mt_inference *r) {
+    mt_generator_destroy(r->generator);
+    mt_model_destroy(r->model);
+    mt_chat_close(r->chat);
+    mt_conversation_cut(&r->conversation, 0);
+    free(r->conversation.messages);
+    mt_tokenizer_close(r->tokenizer);
+    mt_options_free(&r->options);
+    free(r->folder);
+    mt_grid_stop(&r->grid);
+}

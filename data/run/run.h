@@ -1,0 +1,61 @@
+/* run.h: start, checkpoints and end of a run of train. */
+#ifndef MT_RUN_H
+#define MT_RUN_H
+
+#include "../tokens/tokenizer.h"
+#include "../datasets/dataset.h"
+#include "../checkpoint/checkpoint.h"
+#include "../report/report.h"
+#include "../learn/rl.h"
+#include "../learn/stage.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+typedef struct mt_run {
+    mt_options options;
+    mt_grid grid;
+    const mt_ops *ops; // of the device
+    mt_tokenizer *tokenizer;
+    mt_tokenizer *kept;     // files of a tokenizer that this program cannot open, to be saved; NULL: none
+    char *tokenizer_folder; // of the checkpoint that has it; NULL: --tokenizer-type
+    mt_data_config data_config;
+    mt_data *data;
+    mt_loader *loaders[MT_NUM_SPLITS];
+    mt_stage_loss loss;
+    mt_model *model;
+    mt_reference *reference; // NULL: the stage has none
+    mt_rl *rl;               // NULL: not --stage rl
+    mt_saver *saver;
+    mt_batch batch;
+    mt_run_state state;
+    mt_run_state begin; // iteration and samples of the run that goes on (mt_checkpoint_peek)
+    mt_report report;
+    int64_t saved;      // iteration of the last checkpoint that was reported as saved
+    int64_t last_saved; // of the last one that was saved, perhaps still under way; -1: none
+    double start;
+} mt_run;
+
+/* Opens what the command line asks for, up to the first step: ranks, tokenizer, data, models, reports. Returns false
+ * if it asked to print something instead (--print-config, --print-launch, --print-schedule, --plan, --explain),
+ * which is done then. Ends the program with one line of error if something is wrong, before anything is saved. Every
+ * rank calls each function of this file. */
+bool mt_run_open(mt_run *run, int *argc, char ***argv);
+void mt_run_close(mt_run *run); // waits for the save under way, and reports it
+
+/* Ends the program with the error, after the save under way, if status is not 0. It must be the same on every rank. */
+void mt_run_check(mt_run *run, int status, mt_error *error);
+
+/* Saves a checkpoint if --save is given; not after a bad step, because the run returns to the checkpoint before it.
+ * _progress: only if this run has trained since its last checkpoint. */
+void mt_run_save(mt_run *run);
+void mt_run_save_progress(mt_run *run);
+
+/* Reports the last checkpoint that came into its place. */
+void mt_run_report_saved(mt_run *run);
+
+#ifdef __cplusplus
+}
+#endif
+#endif

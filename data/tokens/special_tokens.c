@@ -1,0 +1,131 @@
+/* special_tokens.c: ids of special tokens and settings of generation, which a model's folder hands on. */
+#include "special_tokens.h"
+
+#include "../base/file.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+static const char *const keys[] = {"bos_token_id", "eos_token_id", "pad_token_id"};
+
+enum { BOS, EOS, PAD, NUM_KEYS };
+
+/* True for a token's id; -1 stands for none where older files pad. */
+static bool is_token(const json_t *value, int64_t low) {
+    int64_t id;
+    return mt_json_int(value, low, INT32_MAX, &id);
+}
+
+int mt_special_tokens_check(const json_t *object, const char *path, mt_error *error) {
+    for (int i = 0; i < NUM_KEYS; i++) {
+        const json_t *value = json_object_get(object, keys[i]), *item;
+        size_t k;
+        bool good = !value || json_is_null(value) || is_token(value, i == PAD ? -1 : 0);
+        if (i == EOS && json_is_array(value)) {
+            good = true;
+            json_array_foreach(value, k, item) good = good && is_token(item, 0);
+        }
+        if (good) continue;
+        char *text = json_dumps(value, JSON_COMPACT | JSON_ENCODE_ANY);
+        mt_error_set(error, "%s: \"%s\" is %.60s, must be a token%s: a whole number from 0; correct the file", path,
+                     keys[i], text ? text : "no JSON", i == EOS ? " or a list of tokens" : "");
+        free(text);
+        return -1;
+    }
+    return 0;
+}
+
+void mt_special_tokens_take(mt_options *options, const json_t *config) {
+    json_t *object = json_object();
+    for (int i = 0; i < NUM_KEYS; i++) {
+        json_t *value = json_object_get(config, keys[i]);
+        if (value) json_object_set(object, keys[i], value);
+    }
+    free(options->special_tokens);
+    options->special_tokens = json_object_size(object) > 0 ? json_dumps(object, JSON_COMPACT) : NULL;
+    json_decref(object);
+}
+
+void mt_special_tokens_set(json_t *object, const mt_options *options, bool nulls) {
+    const int64_t own[] = {options->bos_token_id, options->eos_token_id, -1};
+    json_t *taken = options->special_tokens ? json_loads(options->special_tokens, 0, NULL) : NULL;
+    for (int i = 0; i < NUM_KEYS; i++) {
+        json_t *value = json_object_get(taken, keys[i]);
+        if (value && (nulls || !json_is_null(value)))
+            json_object_set(object, keys[i], value);
+        else if (!value && own[i] >= 0)
+            json_object_set_new(object, keys[i], json_integer(own[i]));
+        else if (!value && nulls && i != PAD)
+            json_object_set_new(object, keys[i], json_null());
+    }
+    json_decref(taken);
+}
+
+int mt_generation_config_read(mt_options *options, const char *folder, mt_error *error) {
+    int64_t bytes;
+    free(options->generation_config);
+    options->generation_config = NULL;
+    if (mt_link_check(folder, "generation_config.json", error) != 0) return -1;
+    if (!mt_folder_has(folder, "generation_config.json")) return 0;
+    char *path = mt_path_join(folder, "generation_config.json");
+    char *text = mt_file_read(path, 100000000, &bytes, error);
+    json_t *json = text ? mt_json_parse(text, bytes, JSON_REJECT_DUPLICATES, path, error) : NULL;
+    int status = json ? mt_special_tokens_check(json, path, error) : -1;
+    json_decref(json);
+    free(path);
+    if (status == 0)
+        options->generation_config = text;
+    else
+        free(text);
+    return status;
+}
+
+int mt_generation_config_write(const mt_options *options, const char *folder, mt_error *error) {
+    json_t *json = json_object();
+    mt_special_tokens_set(json, options, false);
+    char *text = options->generation_config   ? mt_strdup(options->generation_config)
+                 : json_object_size(json) > 0 ? mt_json_print(json)
+                                              : NULL;
+    char *path = mt_path_join(folder, "generation_config.json");
+    int status = text ? mt_file_write(path, text, (int64_t)strlen(text), NULL, error) : 0;
+    json_decref(json);
+    free(text), free(path);
+    return status;
+}
+
+bool mt_stops_add(mt_stops *stops, int64_t id) {
+    for (int64_t i = 0; i < stops->count; i++)
+        if (stops->ids[i] == id) return true;
+    if (stops->count == MT_MAX_STOPS) return false;
+    stops->ids[stops->count++] = (int32_t)id;
+    return true;
+}
+
+/* Adds the end tokens of an object that was checked. */
+static bool add_ends(mt_stops *stops, const json_t *object) {
+    const json_t *ends = json_object_get(object, keys[EOS]), *item;
+    size_t i;
+    bool fits = true;
+    if (json_is_integer(ends)) fits = mt_stops_add(stops, json_integer_value(ends));
+    json_array_foreach(ends, i, item) fits = fits && mt_stops_add(stops, json_integer_value(item));
+    return fits;
+}
+
+int mt_stops_of_options(mt_stops *stops, const mt_options *o, mt_error *error) {
+    mt_error ignored; // the text was read before
+    json_t *json = o->generation_config
+                       ? mt_json_parse(o->generation_config, (int64_t)strlen(o->generation_config), 0, NULL, &ignored)
+                       : NULL;
+    *stops = (mt_stops){.count = 0};
+    bool fits = add_ends(stops, json);
+    json_decref(json);
+    if (stops->count == 0) {
+        json = json_object();
+        mt_special_tokens_set(json, o, false);
+        fits = add_ends(stops, json);
+        json_decref(json);
+    }
+    if (fits) return 0;
+    return mt_error_set(error, "--load %s: \"eos_token_id\" lists more than %d tokens; shorten the list", o->load,
+                        (int)MT_MAX_STOPS);
+}
