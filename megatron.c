@@ -5591,7 +5591,8 @@ static void mt_param_set_name(const mt_param_table *table, const mt_role_row *ro
  */
 static void mt_param_stack(const mt_param_table *table, const mt_role_row *row, mt_param *param) {
     const mt_role_row *other = row->fused ? row - 1 : row + 1;
-    bool paired = strcmp(mt_role_row_name(row, table->family->names), mt_role_row_name(other, table->family->names)) == 0;
+    int names = table->family->names;
+    bool paired = strcmp(mt_role_row_name(row, names), mt_role_row_name(other, names)) == 0;
     param->hf_stack = table->options->num_experts, param->hf_transposed = true;
     param->hf_stride = paired ? 2 : 1;
     param->hf_row = param->expert * param->hf_stride * param->whole_rows + row->fused;

@@ -2571,7 +2571,7 @@ typedef struct mt_param {
     int64_t hf_row;                 // its first row in that tensor (GPT-2 stores q, k and v as one)
     int64_t hf_rows_total;          // rows of that whole tensor
     bool hf_transposed;             // GPT-2 stores linear weights [in, out]
-    int64_t hf_stack;               // experts in that tensor, of equal rows (gpt-oss); 0: it is of this parameter's alone
+    int64_t hf_stack;               // experts in that tensor, of equal rows, as in gpt-oss; 0: it holds no others
     int64_t hf_stride;              // its rows from one row of the parameter to the next: 1, of gpt-oss's gate and up 2
     int64_t rows, cols;             // shape on this rank; cols == 1 and is_vector for one-dimensional parameters
     int64_t whole_rows, whole_cols; // shape in the whole model

@@ -903,8 +903,7 @@ static void mt_target_decode_fp8(const mt_reader *r, const mt_target *t, int64_t
                                  const unsigned char *bits, float *values) {
     const int64_t *block = mt_model_options(r->model)->weight_block_size;
     const mt_tensor_info *scales = t->scales;
-    const char *of_row =
-        (const char *)scales->data + row / block[0] * scales->shape[1] * mt_dtype_size(scales->dtype);
+    const char *of_row = (const char *)scales->data + row / block[0] * scales->shape[1] * mt_dtype_size(scales->dtype);
     for (int64_t first = col, end; col < first + cols; col = end) {
         float scale;
         mt_stored_to_f32(&scale, 1, of_row + col / block[1] * mt_dtype_size(scales->dtype), scales->dtype, 1);

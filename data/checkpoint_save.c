@@ -292,8 +292,8 @@ static int mt_saved_begin(const mt_saved_set *set, const char *folder, bool alon
 /* ---- the writer: threads that write pieces of host memory to files */
 
 /* Elements in host memory that belong to a rectangle of a file's matrix, whose lines begin `pitch` bytes apart there.
- * `transposed`: memory holds [parts, rows, cols], the file cols lines, in which the parts take turns: row r of part p is
- * element r stride + p. */
+ * `transposed`: memory holds [parts, rows, cols], the file cols lines, in which the parts take turns: row r of part p
+ * is element r stride + p. */
 typedef struct mt_piece {
     int64_t file, offset, pitch; // offset of the first line
     int64_t rows, cols, size;    // size: bytes of an element
@@ -473,8 +473,7 @@ static int mt_piece_write(mt_writer *w, const mt_output_file *out, const mt_piec
     }
     bool gaps = piece->transposed && piece->stride > piece->parts; // elements of other pieces, perhaps of other ranks
     int status = 0, watched = mt_watch_file_begin(out->path, MT_FILE_SAVE);
-    if (!gaps)
-        status = mt_lines_write(w, out, piece->file, piece->offset, piece->pitch, data, line, lines);
+    if (!gaps) status = mt_lines_write(w, out, piece->file, piece->offset, piece->pitch, data, line, lines);
     for (int64_t i = 0; i < lines && status == 0 && gaps; i++)
         status = mt_lines_write(w, out, piece->file, piece->offset + i * piece->pitch, piece->stride * piece->size,
                                 data + i * line, piece->size, piece->rows);
@@ -692,12 +691,11 @@ static int64_t mt_part_copy(mt_model *m, mt_writer *w, mt_saved_part own, const 
         int64_t to_row = place.row + (param->first_row + row) * place.stride, to_col = param->first_col + col;
         mt_piece piece = {.file = file, .rows = rows, .cols = width, .size = size, .transposed = place.transposed};
         piece.parts = own.parts, piece.stride = place.stride, piece.pitch = place.width * size;
-        piece.offset = slice + (piece.transposed ? to_col * piece.pitch + to_row * size
-                                                 : to_row * piece.pitch + to_col * size);
+        piece.offset =
+            slice + (piece.transposed ? to_col * piece.pitch + to_row * size : to_row * piece.pitch + to_col * size);
         int64_t bytes = mt_piece_size(&piece), each = bytes / own.parts;
         char *to = w ? mt_writer_reserve(w, piece.offset, bytes) : NULL;
-        if (to && has_scale)
-            mt_state_read(m, param, tensor->state, own.begin, (float *)(void *)to, rows * width);
+        if (to && has_scale) mt_state_read(m, param, tensor->state, own.begin, (float *)(void *)to, rows * width);
         for (int64_t i = 0; i < own.parts && to && !has_scale; i++)
             mt_copy_to_host(m, w, to + i * each, own.from[i], each);
         piece.data = to;

@@ -1,5 +1,5 @@
-/* test_fp8_folder.c: Hugging Face folders with weights in fp8 and a scale per block, as DeepSeek-V3's, or with experts in
- * MXFP4, as gpt-oss's, load to the values that the same folder without quantization has; bad scales are refused by
+/* test_fp8_folder.c: Hugging Face folders with weights in fp8 and a scale per block, as DeepSeek-V3's, or with experts
+ * in MXFP4, as gpt-oss's, load to the values that the same folder without quantization has; bad scales are refused by
  * name. */
 #include "../data/checkpoint.h"
 #include "../data/safetensors.h"
@@ -121,8 +121,8 @@ static const char large_config[] =
 /* A model without biases of attention; other keys have the defaults of transformers. */
 static const char large_experts_config[] =
     "{\"model_type\": \"gpt_oss\", \"vocab_size\": 64, \"hidden_size\": 256, \"intermediate_size\": 3008, "
-    "\"num_hidden_layers\": 1, \"num_attention_heads\": 4, \"num_key_value_heads\": 4, \"attention_bias\": false, "
-    "\"head_dim\": 64, \"num_local_experts\": 2, \"num_experts_per_tok\": 2}";
+    "\"num_hidden_layers\": 1, \"num_attention_heads\": 4, \"num_key_value_heads\": 4, "
+    "\"attention_bias\": false, \"head_dim\": 64, \"num_local_experts\": 2, \"num_experts_per_tok\": 2}";
 
 /* Embeddings, the output layer, routers, norms, biases and stacked experts stay as they are. */
 static bool is_quantized(const matrix *m) {
@@ -212,8 +212,8 @@ static void add_quantized(matrix *m, const int64_t block[2], mt_dtype dtype, fau
     free(scales);
 }
 
-/* Quantizes stacked matrices [experts, in, out] in place and appends their blocks [experts, out, in / 32, 16] and scales
- * to the file. */
+/* Quantizes stacked matrices [experts, in, out] in place and appends their blocks [experts, out, in / 32, 16] and
+ * scales to the file. */
 static void add_mxfp4(matrix *m, fault how) {
     static const float grid[8] = {0, 0.5f, 1, 1.5f, 2, 3, 4, 6};
     enum { BLOCK = 32, HALF = BLOCK / 2 };

@@ -2294,7 +2294,7 @@ static char *describe(mt_options *o) {
 
 #define GPT_OSS "{\"model_type\": \"gpt_oss\""
 #define GPT_OSS_ROPE                                                                                                   \
-    "{\"rope_type\": \"yarn\", \"factor\": 32.0, \"beta_fast\": 32.0, \"beta_slow\": 1.0, \"truncate\": false, "             \
+    "{\"rope_type\": \"yarn\", \"factor\": 32.0, \"beta_fast\": 32.0, \"beta_slow\": 1.0, \"truncate\": false, "       \
     "\"original_max_position_embeddings\": 4096"
 
 /* The defaults of transformers 5 (configuration_FAMILY.py). */
@@ -2342,9 +2342,9 @@ static void a_key_that_a_family_omits_has_the_familys_default(void **state) {
           "\"rms_norm_eps\": 1e-5", "\"rope_theta\": 150000", "\"swiglu_limit\": 7.0", "\"swiglu_alpha\": 1.702",
           "\"attention_bias\": true"}},
         {GPT_OSS,
-         {"\"num_experts_per_tok\": 4", "\"router_aux_loss_coef\": 0.001", "\"rope_parameters\": null", "\"rope_parameters\": " GPT_OSS_ROPE ", \"rope_theta\": 150000}",
-          "\"rope_scaling\": " GPT_OSS_ROPE "}", "\"num_experts\": 128",
-          "\"quantization_config\": {\"quant_method\": \"mxfp4\"}"}},
+         {"\"num_experts_per_tok\": 4", "\"router_aux_loss_coef\": 0.001", "\"rope_parameters\": null",
+          "\"rope_parameters\": " GPT_OSS_ROPE ", \"rope_theta\": 150000}", "\"rope_scaling\": " GPT_OSS_ROPE "}",
+          "\"num_experts\": 128", "\"quantization_config\": {\"quant_method\": \"mxfp4\"}"}},
     };
     for (size_t i = 0; i < sizeof families / sizeof *families; i++) {
         mt_options sparse, full;
