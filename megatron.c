@@ -5348,7 +5348,15 @@ static unsigned mt_layer_conditions(const mt_options *o, int64_t layer) {
 
 /* The columns of tensor names, and each family's. REPEATED: of the copy that DeepSeek's files have in each module of
  * multi-token prediction. */
-enum { MT_NAMES_LLAMA, MT_NAMES_GPT2, MT_NAMES_MIXTRAL, MT_NAMES_QWEN2_MOE, MT_NAMES_REPEATED, MT_NUM_NAMES };
+enum {
+    MT_NAMES_LLAMA,
+    MT_NAMES_GPT2,
+    MT_NAMES_MIXTRAL,
+    MT_NAMES_QWEN2_MOE,
+    MT_NAMES_REPEATED,
+    MT_NAMES_GPT_OSS,
+    MT_NUM_NAMES
+};
 
 #define MT_HF_FAMILY_ROW(family, type, class, names, layers, transposed)                                               \
     {type, class, layers, transposed, MT_NAMES_##names},
@@ -5409,7 +5417,8 @@ typedef struct mt_role_row {
     size_t field;                    // of its mt_weight in mt_layer, or in mt_outer for units outside the layers
     unsigned when, unless;           // conditions: all of `when` and none of `unless`
     bool fused;                      // continues the row above, if that exists, and is found by that one's field
-    const char *names[MT_NUM_NAMES]; // after the layer's prefix; # is the expert's number; NULL: as Llama
+    const char *names[MT_NUM_NAMES]; // after the layer's prefix; # is the expert's number, without which a tensor holds
+                                     // all experts of a layer; NULL: as Llama
 } mt_role_row;
 
 /* MT_ROLE: a parameter of a layer; MT_FUSED: one that may continue the row above; MT_OUTSIDE: outside the layers. */
@@ -5457,7 +5466,7 @@ static const mt_role_row mt_role_rows[] = {
     MT_ROLE(SHARED_DOWN, LAYER, ROW, C, SHARED_F, down.weight, MT_HAS(SHARED), 0, "mlp.shared_experts.down_proj.weight",
             NULL, NULL, "mlp.shared_expert.down_proj.weight"),
     MT_ROLE(ROUTER, LAYER, ROUTING, E, C, router.weight, MT_HAS(ROUTER), 0, "mlp.gate.weight", NULL,
-            "block_sparse_moe.gate.weight"),
+            "block_sparse_moe.gate.weight", NULL, NULL, "mlp.router.weight"),
     MT_ROLE(SHARED_EXPERT_GATE, LAYER, ROUTING, ONE, C, shared_gate.weight, MT_HAS(SHARED_GATE), 0,
             "mlp.shared_expert_gate.weight"),
     /* multi-token prediction; its norms are the first vectors */
@@ -5507,21 +5516,25 @@ static const mt_role_row mt_role_rows[] = {
     MT_ROLE(DOWN_BIAS, LAYER, ROW_BIAS, C, ONE, down.bias, MT_HAS(MLP_BIAS), MT_HAS(EXPERTS), "mlp.down_proj.bias",
             "mlp.c_proj.bias"),
     MT_ROLE(ROUTER_LINEAR_BIAS, LAYER, NORM_BIAS, E, ONE, router.bias, MT_HAS(ROUTER_LINEAR_BIAS), 0, "mlp.gate.bias",
-            NULL, "block_sparse_moe.gate.bias"),
+            NULL, "block_sparse_moe.gate.bias", NULL, NULL, "mlp.router.bias"),
     /* experts: gate and up of each in turn, then down of each, so that each is one operand of a grouped product; then
      * their biases in the same order */
     MT_ROLE(EXPERT_GATE, EXPERTS, COLUMN, EXPERT_F, C, expert_fc1.weight, MT_HAS(EXPERTS) | MT_HAS(GATED), 0,
-            "mlp.experts.#.gate_proj.weight", NULL, "block_sparse_moe.experts.#.w1.weight"),
+            "mlp.experts.#.gate_proj.weight", NULL, "block_sparse_moe.experts.#.w1.weight", NULL, NULL,
+            "mlp.experts.gate_up_proj"),
     MT_FUSED(EXPERT_UP, EXPERTS, COLUMN, EXPERT_F, C, expert_fc1.weight, MT_HAS(EXPERTS), 0,
-             "mlp.experts.#.up_proj.weight", NULL, "block_sparse_moe.experts.#.w3.weight"),
+             "mlp.experts.#.up_proj.weight", NULL, "block_sparse_moe.experts.#.w3.weight", NULL, NULL,
+             "mlp.experts.gate_up_proj"),
     MT_ROLE(EXPERT_DOWN, EXPERTS, ROW, C, EXPERT_F, expert_down.weight, MT_HAS(EXPERTS), 0,
-            "mlp.experts.#.down_proj.weight", NULL, "block_sparse_moe.experts.#.w2.weight"),
+            "mlp.experts.#.down_proj.weight", NULL, "block_sparse_moe.experts.#.w2.weight", NULL, NULL,
+            "mlp.experts.down_proj"),
     MT_ROLE(EXPERT_GATE_BIAS, EXPERTS, COLUMN_BIAS, EXPERT_F, ONE, expert_fc1.bias,
-            MT_HAS(EXPERTS) | MT_HAS(MLP_BIAS) | MT_HAS(GATED), 0, "mlp.experts.#.gate_proj.bias"),
+            MT_HAS(EXPERTS) | MT_HAS(MLP_BIAS) | MT_HAS(GATED), 0, "mlp.experts.#.gate_proj.bias", NULL, NULL, NULL,
+            NULL, "mlp.experts.gate_up_proj_bias"),
     MT_FUSED(EXPERT_UP_BIAS, EXPERTS, COLUMN_BIAS, EXPERT_F, ONE, expert_fc1.bias, MT_HAS(EXPERTS) | MT_HAS(MLP_BIAS),
-             0, "mlp.experts.#.up_proj.bias"),
+             0, "mlp.experts.#.up_proj.bias", NULL, NULL, NULL, NULL, "mlp.experts.gate_up_proj_bias"),
     MT_ROLE(EXPERT_DOWN_BIAS, EXPERTS, ROW_BIAS, C, ONE, expert_down.bias, MT_HAS(EXPERTS) | MT_HAS(MLP_BIAS), 0,
-            "mlp.experts.#.down_proj.bias"),
+            "mlp.experts.#.down_proj.bias", NULL, NULL, NULL, NULL, "mlp.experts.down_proj_bias"),
     /* output */
     MT_OUTSIDE(LM_HEAD, OUTPUT, COLUMN, VOCAB, C, head.weight, MT_HAS(LM_HEAD), 0, "lm_head.weight", NULL, NULL, NULL,
                "shared_head.head.weight"),
@@ -5572,6 +5585,18 @@ static void mt_param_set_name(const mt_param_table *table, const mt_role_row *ro
     if (number) snprintf(expert, sizeof expert, "%lld", (long long)param->expert);
     snprintf(param->hf_name, sizeof param->hf_name, "%s%.*s%s%s", layer, (int)strcspn(name, "#"), name, expert,
              number ? number + 1 : "");
+}
+
+/* An expert's part of the tensor that holds all experts, matrices [in, out]: gate and up take turns, output by output.
+ */
+static void mt_param_stack(const mt_param_table *table, const mt_role_row *row, mt_param *param) {
+    const mt_role_row *other = row->fused ? row - 1 : row + 1;
+    int names = table->family->names;
+    bool paired = strcmp(mt_role_row_name(row, names), mt_role_row_name(other, names)) == 0;
+    param->hf_stack = table->options->num_experts, param->hf_transposed = true;
+    param->hf_stride = paired ? 2 : 1;
+    param->hf_row = param->expert * param->hf_stride * param->whole_rows + row->fused;
+    param->hf_rows_total = param->hf_stack * param->hf_stride * param->whole_rows;
 }
 
 /* Rows with one name are parts of one Hugging Face tensor, one after another: GPT-2's q, k and v. */
@@ -5643,10 +5668,15 @@ static void mt_param_add(mt_param_table *table, const mt_role_row *row, int64_t 
     param->field = row->field, param->field_name = row->field_name;
     mt_param_set_name(table, row, param);
     param->hf_transposed = table->family->transposed && layer >= 0 && !param->is_vector;
+    param->hf_stride = 1;
     param->is_head = row->when & (MT_HAS(LM_HEAD) | MT_HAS(SEQUENCE_HEAD) | MT_HAS(TOKEN_HEAD));
-    param->can_adapt =
-        param->is_linear && layer >= 0 && param->linear != MT_LINEAR_ROUTER && !(row->when & MT_HAS(MTP));
-    mt_param_join_tensor(table);
+    bool stacked = row->unit == MT_UNIT_EXPERTS && !strchr(mt_role_row_name(row, table->family->names), '#');
+    param->can_adapt = param->is_linear && layer >= 0 && param->linear != MT_LINEAR_ROUTER &&
+                       !(row->when & MT_HAS(MTP)) && !stacked; // an adapter's file names modules
+    if (stacked)
+        mt_param_stack(table, row, param);
+    else
+        mt_param_join_tensor(table);
     mt_param_cut(table, mt_param_kinds[row->kind].cut, param);
 }
 

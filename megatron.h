@@ -491,6 +491,7 @@ typedef enum mt_activation { MT_ACTIVATIONS(MT_ACTIVATION_NAME) MT_NUM_ACTIVATIO
     X(SMOLLM3, "smollm3", "SmolLM3ForCausalLM", LLAMA, "model.layers.", false)                                         \
     X(GEMMA3, "gemma3_text", "Gemma3ForCausalLM", LLAMA, "model.layers.", false)                                       \
     X(OLMO3, "olmo3", "Olmo3ForCausalLM", LLAMA, "model.layers.", false)                                               \
+    X(GPT_OSS, "gpt_oss", "GptOssForCausalLM", GPT_OSS, "model.layers.", false)                                        \
     X(MEGATRON, "megatron", "MegatronForCausalLM", LLAMA, "model.layers.", false)
 #define MT_HF_FAMILY_NAME(name, ...) MT_HF_##name,
 typedef enum mt_hf_family { MT_HF_UNKNOWN, MT_HF_FAMILIES(MT_HF_FAMILY_NAME) MT_NUM_HF_FAMILIES } mt_hf_family;
@@ -2570,6 +2571,8 @@ typedef struct mt_param {
     int64_t hf_row;                 // its first row in that tensor (GPT-2 stores q, k and v as one)
     int64_t hf_rows_total;          // rows of that whole tensor
     bool hf_transposed;             // GPT-2 stores linear weights [in, out]
+    int64_t hf_stack;               // experts in that tensor, of equal rows, as in gpt-oss; 0: it holds no others
+    int64_t hf_stride;              // its rows from one row of the parameter to the next: 1, of gpt-oss's gate and up 2
     int64_t rows, cols;             // shape on this rank; cols == 1 and is_vector for one-dimensional parameters
     int64_t whole_rows, whole_cols; // shape in the whole model
     int64_t first_row, first_col;   // of this rank's part in the whole

@@ -15,7 +15,8 @@ static const char *const families[] = {"gpt2",
                                        "deepseek_v3_no_q_latent",
                                        "smollm3",
                                        "gemma3",
-                                       "olmo3"};
+                                       "olmo3",
+                                       "gpt_oss"};
 enum { NUM_FAMILIES = sizeof families / sizeof *families };
 
 #endif

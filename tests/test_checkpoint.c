@@ -304,9 +304,8 @@ static void every_stored_type_loads_exactly(void **state) {
             const float *data = mt_safetensors_find(original, p->hf_name)->data;
             for (int64_t r = 0; r < p->rows_stored; r++)
                 for (int64_t c = 0; c < p->cols; c++) {
-                    int64_t row = p->hf_row + r, e = p->offset + r * p->cols + c;
-                    float stored =
-                        rounded(data[p->hf_transposed ? c * p->hf_rows_total + row : row * p->cols + c], how.dtype);
+                    int64_t e = p->offset + r * p->cols + c;
+                    float stored = rounded(data[stored_at(p, r, c)], how.dtype);
                     assert_true(((const float *)buckets[p->bucket].params)[e] == stored);
                     assert_true(((const float *)halves[p->bucket].master)[e] == stored);
                     assert_int_equal(((const uint16_t *)halves[p->bucket].params)[e], mt_f32_to_bf16(stored));

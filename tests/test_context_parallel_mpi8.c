@@ -90,7 +90,8 @@ static void every_comm_type_trains_like_pytorch_on_one_rank(void **state) {
     (void)state;
     if (grid.world.size != 8) skip();
     for (int k = 0; k < NUM_FAMILIES; k++) { // a ring has no windows
-        bool has_windows = strcmp(families[k], "gemma3") == 0 || strcmp(families[k], "olmo3") == 0;
+        bool has_windows = strcmp(families[k], "gemma3") == 0 || strcmp(families[k], "olmo3") == 0 ||
+                           strcmp(families[k], "gpt_oss") == 0;
         train_over(families[k], 4, has_windows ? "all_gather" : "p2p");
     }
     train_over("gemma3", 2, "a2a");

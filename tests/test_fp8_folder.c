@@ -1,5 +1,6 @@
-/* test_fp8_folder.c: Hugging Face folders with weights in fp8 and a scale per block, as DeepSeek-V3's, load to the
- * values that the same folder without quantization has; bad scales are refused by name. */
+/* test_fp8_folder.c: Hugging Face folders with weights in fp8 and a scale per block, as DeepSeek-V3's, or with experts
+ * in MXFP4, as gpt-oss's, load to the values that the same folder without quantization has; bad scales are refused by
+ * name. */
 #include "../data/checkpoint/checkpoint.h"
 #include "../data/base/safetensors.h"
 #include "families.h"
@@ -14,7 +15,7 @@
 
 typedef struct matrix {
     char name[128];
-    int64_t shape[2], num_dims;
+    int64_t shape[3], num_dims;
     float *values;
 } matrix;
 
@@ -26,7 +27,9 @@ typedef struct tensors {
 static tensors all;
 
 static int64_t num_values(const matrix *m) {
-    return m->shape[0] * (m->num_dims == 2 ? m->shape[1] : 1);
+    int64_t count = 1;
+    for (int64_t i = 0; i < m->num_dims; i++) count *= m->shape[i];
+    return count;
 }
 
 static void tensors_free(void) {
@@ -54,6 +57,19 @@ static void read_family(const char *family) {
     mt_safetensors_close(set);
 }
 
+/* Tensors of drawn values. */
+static void make_tensors(const matrix *rows, int count) {
+    uint32_t random = 1;
+    tensors_free();
+    for (; all.count < count; all.count++) {
+        matrix *m = &all.list[all.count];
+        *m = rows[all.count];
+        m->values = mt_malloc(num_values(m) * 4);
+        for (int64_t i = 0; i < num_values(m); i++)
+            m->values[i] = (float)((random = random * 1664525 + 1013904223) >> 8) * 0x1p-24f - 0.5f;
+    }
+}
+
 /* One layer whose matrices are larger than the reader's segments and buffers. */
 static void make_large(void) {
     static const matrix rows[] = {
@@ -70,15 +86,30 @@ static void make_large(void) {
         {"model.layers.0.self_attn.v_proj.weight", {256, 256}, 2, NULL},
         {"model.norm.weight", {256}, 1, NULL},
     };
-    uint32_t random = 1;
-    tensors_free();
-    for (; all.count < (int)(sizeof rows / sizeof *rows); all.count++) {
-        matrix *m = &all.list[all.count];
-        *m = rows[all.count];
-        m->values = mt_malloc(num_values(m) * 4);
-        for (int64_t i = 0; i < num_values(m); i++)
-            m->values[i] = (float)((random = random * 1664525 + 1013904223) >> 8) * 0x1p-24f - 0.5f;
-    }
+    make_tensors(rows, sizeof rows / sizeof *rows);
+}
+
+/* The same of a gpt-oss with two experts. */
+static void make_large_experts(void) {
+    static const matrix rows[] = {
+        {"lm_head.weight", {64, 256}, 2, NULL},
+        {"model.embed_tokens.weight", {64, 256}, 2, NULL},
+        {"model.layers.0.input_layernorm.weight", {256}, 1, NULL},
+        {"model.layers.0.mlp.experts.down_proj", {2, 3008, 256}, 3, NULL},
+        {"model.layers.0.mlp.experts.down_proj_bias", {2, 256}, 2, NULL},
+        {"model.layers.0.mlp.experts.gate_up_proj", {2, 256, 6016}, 3, NULL},
+        {"model.layers.0.mlp.experts.gate_up_proj_bias", {2, 6016}, 2, NULL},
+        {"model.layers.0.mlp.router.bias", {2}, 1, NULL},
+        {"model.layers.0.mlp.router.weight", {2, 256}, 2, NULL},
+        {"model.layers.0.post_attention_layernorm.weight", {256}, 1, NULL},
+        {"model.layers.0.self_attn.k_proj.weight", {256, 256}, 2, NULL},
+        {"model.layers.0.self_attn.o_proj.weight", {256, 256}, 2, NULL},
+        {"model.layers.0.self_attn.q_proj.weight", {256, 256}, 2, NULL},
+        {"model.layers.0.self_attn.sinks", {4}, 1, NULL},
+        {"model.layers.0.self_attn.v_proj.weight", {256, 256}, 2, NULL},
+        {"model.norm.weight", {256}, 1, NULL},
+    };
+    make_tensors(rows, sizeof rows / sizeof *rows);
 }
 
 static const char large_config[] =
@@ -87,9 +118,15 @@ static const char large_config[] =
     "\"max_position_embeddings\": 64, \"rms_norm_eps\": 1e-5, \"rope_theta\": 1e4, \"tie_word_embeddings\": false, "
     "\"attention_bias\": false, \"mlp_bias\": false, \"initializer_range\": 0.02}";
 
-/* Embeddings, the output layer, routers and norms stay as they are. */
+/* A model without biases of attention; other keys have the defaults of transformers. */
+static const char large_experts_config[] =
+    "{\"model_type\": \"gpt_oss\", \"vocab_size\": 64, \"hidden_size\": 256, \"intermediate_size\": 3008, "
+    "\"num_hidden_layers\": 1, \"num_attention_heads\": 4, \"num_key_value_heads\": 4, "
+    "\"attention_bias\": false, \"head_dim\": 64, \"num_local_experts\": 2, \"num_experts_per_tok\": 2}";
+
+/* Embeddings, the output layer, routers, norms, biases and stacked experts stay as they are. */
 static bool is_quantized(const matrix *m) {
-    return m->num_dims == 2 && (strstr(m->name, "_proj") || strstr(m->name, ".c_"));
+    return m->num_dims == 2 && !strstr(m->name, "_bias") && (strstr(m->name, "_proj") || strstr(m->name, ".c_"));
 }
 
 /* ---- folders */
@@ -106,7 +143,9 @@ typedef enum fault {
     SCALES_EXTRA,  // of a tensor that is not in fp8
     CONFIG_PLAIN,  // no quantization_config
     VECTOR_IN_FP8, // a norm
-    E5M2
+    E5M2,
+    BLOCKS_SHAPE, // of MXFP4
+    BLOCKS_CUT
 } fault;
 
 static struct {
@@ -114,14 +153,18 @@ static struct {
     int64_t used, bytes;
 } file;
 
-static void add_tensor(const char *name, const char *dtype, int64_t num_dims, int64_t rows, int64_t cols,
-                       int64_t bytes) {
+static void add_shaped(const char *name, const char *dtype, int64_t num_dims, const int64_t *shape, int64_t bytes) {
     file.used += sprintf(file.header + file.used, "%s\"%s\":{\"dtype\":\"%s\",\"shape\":[%d", file.used ? "," : "{",
-                         name, dtype, (int)rows);
-    if (num_dims == 2) file.used += sprintf(file.header + file.used, ",%d", (int)cols);
+                         name, dtype, (int)shape[0]);
+    for (int64_t i = 1; i < num_dims; i++) file.used += sprintf(file.header + file.used, ",%d", (int)shape[i]);
     file.used +=
         sprintf(file.header + file.used, "],\"data_offsets\":[%d,%d]}", (int)file.bytes, (int)(file.bytes + bytes));
     file.bytes += bytes;
+}
+
+static void add_tensor(const char *name, const char *dtype, int64_t num_dims, int64_t rows, int64_t cols,
+                       int64_t bytes) {
+    add_shaped(name, dtype, num_dims, (const int64_t[]){rows, cols}, bytes);
 }
 
 /* Value of a code of e4m3: sign, 4 bits of exponent with bias 7, 3 bits of mantissa. */
@@ -169,6 +212,38 @@ static void add_quantized(matrix *m, const int64_t block[2], mt_dtype dtype, fau
     free(scales);
 }
 
+/* Quantizes stacked matrices [experts, in, out] in place and appends their blocks [experts, out, in / 32, 16] and
+ * scales to the file. */
+static void add_mxfp4(matrix *m, fault how) {
+    static const float grid[8] = {0, 0.5f, 1, 1.5f, 2, 3, 4, 6};
+    enum { BLOCK = 32, HALF = BLOCK / 2 };
+    int64_t in = m->shape[1], out = m->shape[2], blocks = m->shape[0] * out * in / BLOCK;
+    unsigned char *codes = (unsigned char *)file.data + file.bytes, *scales = codes + blocks * HALF;
+    int64_t shape[] = {m->shape[0], out, in / BLOCK, HALF};
+    char name[192];
+    memset(codes, 0, (size_t)blocks * HALF);
+    for (int64_t b = 0; b < blocks; b++) {
+        int64_t row = b / shape[2], first = b % shape[2] * BLOCK; // output row % out of expert row / out
+        float *values = m->values + row / out * in * out + row % out + first * out, amax = 0;
+        for (int64_t i = 0; i < BLOCK; i++) amax = fmaxf(amax, fabsf(values[i * out]));
+        int exponent = amax > 0 ? ilogbf(amax) - 2 : 0;
+        scales[b] = (unsigned char)(exponent + 127);
+        for (int64_t i = 0; i < BLOCK; i++) {
+            float value = ldexpf(values[i * out], -exponent);
+            int code = 0;
+            for (int k = 1; k < 8; k++)
+                if (fabsf(fabsf(value) - grid[k]) < fabsf(fabsf(value) - grid[code])) code = k;
+            values[i * out] = ldexpf(value < 0 ? -grid[code] : grid[code], exponent);
+            codes[b * HALF + i / 2] |= (unsigned char)((code | (value < 0 ? 8 : 0)) << (i % 2 ? 4 : 0));
+        }
+    }
+    snprintf(name, sizeof name, "%s_blocks", m->name);
+    if (how == BLOCKS_SHAPE) shape[0] *= 2, shape[1] /= 2;
+    add_shaped(name, "U8", 4, shape, blocks * HALF);
+    snprintf(name, sizeof name, "%s_scales", m->name);
+    if (how != BLOCKS_CUT) add_shaped(name, "U8", 3, shape, blocks);
+}
+
 static void write_file(const char *path, const char *begin, int64_t bytes, const char *end) {
     FILE *out = fopen(path, "wb");
     assert_non_null(out);
@@ -177,6 +252,9 @@ static void write_file(const char *path, const char *begin, int64_t bytes, const
     if (end == file.data) assert_int_equal(fwrite(end, 1, (size_t)file.bytes, out), file.bytes);
     assert_int_equal(fclose(out), 0);
 }
+
+/* A block of these rows: experts in MXFP4. */
+enum { MXFP4 = -1 };
 
 /* Writes the tensors to the folder root/NAME, quantized in blocks or, with block NULL, as they are. The tensor of
  * `faulty` has the fault. */
@@ -188,14 +266,17 @@ static void write_folder(const char *name, const char *config, const int64_t *bl
     for (int i = 0; i < all.count; i++) {
         matrix *m = &all.list[i];
         bool is_faulty = faulty && strcmp(m->name, faulty) == 0;
-        if (block && is_quantized(m)) {
+        if (block && *block == MXFP4 && m->num_dims == 3) {
+            add_mxfp4(m, is_faulty ? how : NONE);
+            continue;
+        }
+        if (block && *block != MXFP4 && is_quantized(m)) {
             add_quantized(m, block, scale_dtype, is_faulty ? how : NONE);
             continue;
         }
         bool in_fp8 = is_faulty && how == VECTOR_IN_FP8;
         memcpy(file.data + file.bytes, m->values, (size_t)num_values(m) * 4);
-        add_tensor(m->name, in_fp8 ? "F8_E4M3" : "F32", m->num_dims, m->shape[0], m->shape[1],
-                   num_values(m) * (in_fp8 ? 1 : 4));
+        add_shaped(m->name, in_fp8 ? "F8_E4M3" : "F32", m->num_dims, m->shape, num_values(m) * (in_fp8 ? 1 : 4));
         if (is_faulty && how == SCALES_EXTRA) {
             memset(file.data + file.bytes, 0, 4);
             snprintf(path, sizeof path, "%s_scale_inv", m->name);
@@ -207,7 +288,11 @@ static void write_folder(const char *name, const char *config, const int64_t *bl
     write_file(path, file.header, file.used, file.data);
     int length = snprintf(text, sizeof text, "%s", config);
     while (length > 0 && text[length - 1] != '}') length--;
-    if (block && how != CONFIG_PLAIN)
+    if (block && *block == MXFP4)
+        length = length - 1 +
+                 sprintf(text + length - 1, ", \"quantization_config\": {\"quant_method\": \"mxfp4\", "
+                                            "\"modules_to_not_convert\": [\"lm_head\"]}}");
+    else if (block && how != CONFIG_PLAIN)
         length = length - 1 +
                  sprintf(text + length - 1,
                          ", \"quantization_config\": {\"quant_method\": \"fp8\", \"fmt\": \"e4m3\", "
@@ -277,6 +362,50 @@ static void matrices_larger_than_the_buffers_load(void **state) {
     tensors_free();
 }
 
+static void experts_in_mxfp4_load_to_the_values_of_the_grid(void **state) {
+    (void)state;
+    static const int64_t block[2] = {MXFP4, MXFP4};
+    char *config = family_config("gpt_oss");
+    read_family("gpt_oss");
+    write_folder("quantized", config, block, MT_U8, NONE, NULL);
+    write_folder("plain", config, NULL, MT_F32, NONE, NULL);
+    assert_same_weights("quantized", "plain");
+    make_large_experts();
+    write_folder("large_quantized", large_experts_config, block, MT_U8, NONE, NULL);
+    write_folder("large_plain", large_experts_config, NULL, MT_F32, NONE, NULL);
+    assert_same_weights("large_quantized", "large_plain");
+    free(config);
+    tensors_free();
+}
+
+static void blocks_of_another_shape_or_without_scales_are_refused(void **state) {
+    (void)state;
+    static const int64_t block[2] = {MXFP4, MXFP4};
+    static const char down[] = "model.layers.1.mlp.experts.down_proj";
+    static const struct {
+        fault how;
+        const char *words;
+    } cases[] = {
+        {BLOCKS_SHAPE, "\"model.layers.1.mlp.experts.down_proj_blocks\" is [16, 16, 1, 16], and the model's 8 matrices "
+                       "of 32 x 32 need [8, 32, 1, 16]; check"},
+        {BLOCKS_CUT, "\"model.layers.1.mlp.experts.down_proj_scales\" is missing;"},
+    };
+    const char *const settings[] = {"device", "cpu", NULL};
+    char *config = family_config("gpt_oss"), name[16];
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        mt_grid grid = mt_grid_of_one;
+        mt_hf *hf;
+        mt_error error;
+        read_family("gpt_oss");
+        snprintf(name, sizeof name, "%d", (int)i);
+        write_folder(name, config, block, MT_U8, cases[i].how, down);
+        assert_int_equal(mt_hf_open(&hf, at(name), settings, 1, 8, &grid, &error), -1);
+        if (!strstr(error.text, cases[i].words)) fail_msg("\"%s\" does not say \"%s\"", error.text, cases[i].words);
+    }
+    free(config);
+    tensors_free();
+}
+
 static void bad_scales_are_refused_by_name(void **state) {
     (void)state;
     static const char up[] = "model.layers.2.mlp.up_proj.weight";
@@ -320,6 +449,8 @@ int main(void) {
     const struct CMUnitTest tests[] = {
         ROOT_TEST(every_family_loads_the_product_of_codes_and_scales),
         ROOT_TEST(matrices_larger_than_the_buffers_load),
+        ROOT_TEST(experts_in_mxfp4_load_to_the_values_of_the_grid),
+        ROOT_TEST(blocks_of_another_shape_or_without_scales_are_refused),
         ROOT_TEST(bad_scales_are_refused_by_name),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);

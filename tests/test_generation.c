@@ -22,7 +22,8 @@
 #include <cmocka.h>
 
 static const char *const families[] = {"gpt2",      "llama", "llama3_rope_tied",  "qwen2",
-                                       "qwen2_moe", "qwen3", "deepseek_v3_dense", "deepseek_v3_no_q_latent"};
+                                       "qwen2_moe", "qwen3", "deepseek_v3_dense", "deepseek_v3_no_q_latent",
+                                       "gpt_oss"};
 enum { NUM_FAMILIES = sizeof families / sizeof *families };
 static const mt_stops no_stops = {.count = 0};
 static const mt_sampling greedy = {.temperature = 0, .top_p = 1};

@@ -42,9 +42,8 @@ static void add_gradient_error(const mt_model *model, const mt_param *param, con
     mt_model_ops(model)->stream_synchronize(mt_model_stream(model));
     for (int64_t row = 0; row < param->rows_stored; row++)
         for (int64_t col = 0; col < param->cols; col++) {
-            int64_t hf_row = param->hf_row + row;
-            int64_t at = param->hf_transposed ? col * param->hf_rows_total + hf_row : hf_row * param->cols + col;
-            double e = expected[at], d = (double)grad[row * param->cols + col] / TOKENS - e;
+            double e = expected[stored_at(param, row, col)];
+            double d = (double)grad[row * param->cols + col] / TOKENS - e;
             *distance += d * d, *norm += e * e;
         }
     free(grad);

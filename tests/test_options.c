@@ -2299,6 +2299,11 @@ static char *describe(mt_options *o) {
     "\"decoder_sparse_step\": 1", "\"norm_topk_prob\": false", "\"router_aux_loss_coef\": 0.001",                      \
         "\"mlp_only_layers\": null", "\"mlp_only_layers\": []"
 
+#define GPT_OSS "{\"model_type\": \"gpt_oss\""
+#define GPT_OSS_ROPE                                                                                                   \
+    "{\"rope_type\": \"yarn\", \"factor\": 32.0, \"beta_fast\": 32.0, \"beta_slow\": 1.0, \"truncate\": false, "       \
+    "\"original_max_position_embeddings\": 4096"
+
 /* The defaults of transformers 5 (configuration_FAMILY.py). */
 static void a_key_that_a_family_omits_has_the_familys_default(void **state) {
     (void)state;
@@ -2337,6 +2342,16 @@ static void a_key_that_a_family_omits_has_the_familys_default(void **state) {
           "\"routed_scaling_factor\": 2.5", "\"first_k_dense_replace\": 3", "\"norm_topk_prob\": true",
           "\"attention_bias\": false", "\"num_nextn_predict_layers\": 1", "\"num_mtp_layers\": 1",
           "\"bos_token_id\": 0", "\"eos_token_id\": 1"}},
+        {GPT_OSS,
+         {COMMON, "\"num_hidden_layers\": 36", "\"num_local_experts\": 128", "\"vocab_size\": 201088",
+          "\"hidden_size\": 2880", "\"intermediate_size\": 2880", "\"head_dim\": 64", "\"num_attention_heads\": 64",
+          "\"num_key_value_heads\": 8", "\"sliding_window\": 128", "\"max_position_embeddings\": 131072",
+          "\"rms_norm_eps\": 1e-5", "\"rope_theta\": 150000", "\"swiglu_limit\": 7.0", "\"swiglu_alpha\": 1.702",
+          "\"attention_bias\": true"}},
+        {GPT_OSS,
+         {"\"num_experts_per_tok\": 4", "\"router_aux_loss_coef\": 0.001", "\"rope_parameters\": null",
+          "\"rope_parameters\": " GPT_OSS_ROPE ", \"rope_theta\": 150000}", "\"rope_scaling\": " GPT_OSS_ROPE "}",
+          "\"num_experts\": 128", "\"quantization_config\": {\"quant_method\": \"mxfp4\"}"}},
     };
     for (size_t i = 0; i < sizeof families / sizeof *families; i++) {
         mt_options sparse, full;
@@ -2419,6 +2434,11 @@ static void values_of_a_wrong_type_are_refused_with_their_key(void **state) {
         }
     expect_config_error(LLAMA ", \"rope_scaling\": {\"type\": \"linear\", \"factor\": \"2\"}}",
                         "\"factor\" must be a number");
+    expect_config_error(GPT_OSS ", \"swiglu_alpha\": 1.5}", "\"swiglu_alpha\": 1.5 is not supported; 1.702 is");
+    expect_config_error(GPT_OSS ", \"swiglu_limit\": 0}", "\"swiglu_limit\" is 0, must be in (0,1048576]");
+    expect_config_error(GPT_OSS ", \"hidden_act\": \"gelu\"}", "\"hidden_act\": \"gelu\" is not supported; silu is");
+    expect_config_error(GPT_OSS ", \"quantization_config\": {\"quant_method\": \"awq\"}}", "\"quant_method\" awq");
+    expect_config_error(LLAMA ", \"quantization_config\": {\"quant_method\": \"mxfp4\"}}", "\"quant_method\" mxfp4");
     expect_config_error(LLAMA ", \"rope_parameters\": {\"rope_type\": \"yarn\", \"factor\": 2, \"truncate\": 0}}",
                         "\"truncate\" must be true or false");
     expect_config_error(LLAMA ", \"architectures\": [\"LlamaForTokenClassification\"], \"num_labels\": \"1\"}",
@@ -2447,6 +2467,10 @@ static void expect_round_trip(const char *line, const char *family) {
 #define LATENT     "--multi-latent-attention --kv-lora-rank 16 --qk-head-dim 8 --qk-pos-emb-head-dim 4 --v-head-dim 6 "
 #define GATED      "--num-experts 8 --moe-shared-expert-intermediate-size 24 --moe-shared-expert-gate "
 #define LIKE_LLAMA RUN "--swiglu --normalization RMSNorm --position-embedding-type rope --disable-bias-linear "
+#define LIKE_GPT_OSS                                                                                                   \
+    RUN "--normalization RMSNorm --position-embedding-type rope --rope-scaling-type yarn --rope-scaling-factor 4 "     \
+        "--original-max-position-embeddings 4 --no-yarn-correction-range-round-to-int --num-experts 4 --quick-geglu "  \
+        "--activation-func-clamp-value 7 --glu-linear-offset 1 --softmax-type learnable --moe-router-linear-bias "
 
 static void written_configs_read_back_as_the_same_model(void **state) {
     (void)state;
@@ -2511,6 +2535,15 @@ static void written_configs_read_back_as_the_same_model(void **state) {
     expect_round_trip(RUN "--swiglu --normalization RMSNorm --position-embedding-type rope --num-experts 4",
                       "megatron");
     expect_round_trip(LIKE_LLAMA "--num-experts 4", "mixtral");
+    expect_round_trip(LIKE_GPT_OSS, "gpt_oss");
+    expect_round_trip(LIKE_GPT_OSS "--activation-func-clamp-value 3.5 --window-size 8", "gpt_oss");
+    expect_round_trip(LIKE_GPT_OSS "--window-size 8 --window-attn-skip-freq ([0]*1+[1]*1)", "gpt_oss");
+    expect_round_trip(LIKE_GPT_OSS "--disable-bias-linear", "megatron"); // its experts have biases
+    expect_round_trip(LIKE_GPT_OSS "--softmax-type off-by-one", "megatron");
+    expect_round_trip(LIKE_GPT_OSS "--glu-linear-offset 0.5", "megatron");
+    expect_round_trip(LIKE_GPT_OSS "--moe-router-pre-softmax", "megatron");
+    expect_round_trip(LIKE_GPT_OSS "--moe-layer-freq ([1]*1+[0]*1)", "megatron");
+    expect_round_trip("--hf-config tests/golden/hf/gpt_oss/config.json " LENGTHS, "gpt_oss");
     expect_round_trip(RUN "--swiglu --normalization RMSNorm --position-embedding-type rope", "llama");
     expect_round_trip(RUN "--swiglu --position-embedding-type rope --rotary-percent 0.5", "megatron");
     expect_round_trip(RUN "--position-embedding-type none --disable-bias-linear --window-size 3", "megatron");

@@ -119,8 +119,9 @@ int mt_experts_unstack(mt_safetensors *set, const mt_options *o, mt_error *error
     mt_param *rows;
     int status = 0;
     int64_t count = mt_params_build(&rows, o, NULL);
-    const mt_param *router = mt_row_find(rows, count, MT_ROUTER);
-    for (int64_t i = 0; i < all && status == 0; i++) {
+    const mt_param *router = mt_row_find(rows, count, MT_ROUTER), *down = mt_row_find(rows, count, MT_EXPERT_DOWN);
+    bool keeps = down && down->hf_stack > 0;
+    for (int64_t i = 0; i < all && status == 0 && !keeps; i++) {
         const char *name = mt_safetensors_get(set, i)->name;
         const mt_stack *stack = mt_stack_find(name);
         if (stack)

@@ -28,11 +28,25 @@ void mt_state_tensor_name(char *name, size_t size, mt_optimizer optimizer, mt_pa
 
 /* Cuts the tensors that hold all experts of a layer, as transformers 5 has them in memory and writes them with
  * save_original_format=False, into the matrices of each expert under the names of the parameter table: gate_up_proj
- * [experts, 2 width, hidden], gate first, and down_proj [experts, hidden, width]. Errors: another shape. */
+ * [experts, 2 width, hidden], gate first, and down_proj [experts, hidden, width]. A family whose table has such tensors
+ * keeps them. Errors: another shape. */
 int mt_experts_unstack(mt_safetensors *set, const mt_options *options, mt_error *error);
 
-/* The shape of the whole Hugging Face tensor that holds a parameter; returns the number of dimensions. */
-int64_t mt_param_shape(const mt_param *param, int64_t shape[2]);
+/* Place of a parameter in a tensor of a file. The tensor holds `slices` slices of equal size, and the parameter lies in
+ * one of them, which is a matrix with lines of `width` elements: element (r, c) of the whole parameter is at (row + r
+ * stride, c), or transposed at (c, row + r stride). */
+typedef struct mt_placement {
+    bool transposed;
+    int64_t row, stride, width;
+    int64_t slice, slices;
+} mt_placement;
+
+/* The place of one state. The optimizer's states of experts that are stacked (hf_stack) lie in their tensor as the
+ * parameters lie in memory, gate before up: parts of a shard are then long runs of the file. */
+mt_placement mt_param_placement(const mt_param *param, mt_param_state state);
+
+/* The shape of the whole tensor that holds one state of a parameter; returns the number of dimensions. */
+int64_t mt_param_shape(const mt_param *param, mt_param_state state, int64_t shape[3]);
 
 /* Numbers of the checkpoints in a folder, in descending order; free the numbers. */
 typedef struct mt_iterations {

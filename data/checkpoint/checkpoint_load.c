@@ -14,6 +14,7 @@
 #include "checkpoint_internal.h"
 #include "resume.h"
 #include "run_options.h"
+#include "mxfp4.h"
 
 #include <ctype.h>
 #include <errno.h>
@@ -34,10 +35,25 @@ void mt_state_tensor_name(char *name, size_t size, mt_optimizer optimizer, mt_pa
     snprintf(name, size, "%s%s%s", prefix, *prefix ? "." : "", hf_name);
 }
 
-int64_t mt_param_shape(const mt_param *param, int64_t shape[2]) {
-    shape[0] = param->hf_transposed ? param->whole_cols : param->hf_rows_total;
-    shape[1] = param->hf_transposed ? param->hf_rows_total : param->whole_cols;
-    return param->is_vector ? 1 : 2;
+mt_placement mt_param_placement(const mt_param *param, mt_param_state state) {
+    int64_t slices = mt_max(param->hf_stack, 1), rows = param->hf_rows_total / slices, row = param->hf_row % rows;
+    mt_placement place = {.row = row, .stride = 1, .width = param->whole_cols, .slices = slices};
+    place.slice = param->hf_row / rows;
+    if (param->hf_transposed && (state == MT_STATE_WEIGHTS || param->hf_stack == 0))
+        place.transposed = true, place.width = rows, place.stride = param->hf_stride;
+    else if (param->hf_stack > 0)
+        place.row = row * param->whole_rows; // part `row` of hf_stride ones
+    return place;
+}
+
+int64_t mt_param_shape(const mt_param *param, mt_param_state state, int64_t shape[3]) {
+    mt_placement place = mt_param_placement(param, state);
+    int64_t rows = param->hf_rows_total / place.slices, dims = 0;
+    if (param->hf_stack > 0) shape[dims++] = place.slices;
+    if (place.transposed && !param->is_vector) shape[dims++] = param->whole_cols;
+    shape[dims++] = rows;
+    if (!place.transposed && !param->is_vector) shape[dims++] = param->whole_cols;
+    return dims;
 }
 
 static const char *mt_shape_print(char out[256], const int64_t *shape, int64_t num_dims) {
@@ -55,14 +71,32 @@ static const mt_tensor_info *mt_scales_find(const mt_safetensors *set, const mt_
     return mt_safetensors_find(set, name);
 }
 
-/* True for the scales of a tensor in fp8. */
-static bool mt_tensor_is_scales(const mt_safetensors *set, const mt_tensor_info *tensor) {
+/* The tensor of another name, which has `to` in the place of its end `from`; NULL: none, or no such end. */
+static const mt_tensor_info *mt_tensor_beside(const mt_safetensors *set, const mt_tensor_info *tensor, const char *from,
+                                              const char *to) {
     char name[256];
-    size_t length = strlen(tensor->name), suffix = strlen("_scale_inv");
-    if (!mt_text_ends_with(tensor->name, ".weight_scale_inv") || length >= sizeof name) return false;
-    snprintf(name, sizeof name, "%.*s", (int)(length - suffix), tensor->name);
-    const mt_tensor_info *scaled = mt_safetensors_find(set, name);
-    return scaled && scaled->dtype == MT_F8_E4M3;
+    size_t length = strlen(tensor->name), end = strlen(from);
+    if (!mt_text_ends_with(tensor->name, from) || length + strlen(to) >= sizeof name) return NULL;
+    snprintf(name, sizeof name, "%.*s%s", (int)(length - end), tensor->name, to);
+    return mt_safetensors_find(set, name);
+}
+
+/* Ends of names in MXFP4. */
+#define MT_BLOCKS "_blocks"
+#define MT_SCALES "_scales"
+
+/* True for the scales of a tensor in fp8 or MXFP4. */
+static bool mt_tensor_is_scales(const mt_safetensors *set, const mt_tensor_info *tensor) {
+    const mt_tensor_info *scaled = mt_tensor_beside(set, tensor, ".weight_scale_inv", ".weight");
+    if (scaled) return scaled->dtype == MT_F8_E4M3;
+    scaled = mt_tensor_beside(set, tensor, MT_SCALES, MT_BLOCKS);
+    return scaled && scaled->dtype == MT_U8;
+}
+
+/* to[n] = elements 0, stride, 2 stride ... of stored values, by their bytes. */
+static void mt_stored_gather(char *to, const char *from, int64_t stride, int64_t size, int64_t n) {
+    for (int64_t i = 0; i < n; i++)
+        for (int64_t k = 0; k < size; k++) to[i * size + k] = from[i * stride * size + k];
 }
 
 /* out[i * out_stride] = element i of stored values, i < n; `in` need not be aligned. */
@@ -129,12 +163,32 @@ static int mt_scales_check(const mt_options *options, const mt_safetensors *set,
     return 0;
 }
 
-/* A parameter's tensor must have its shape and a floating-point type; `set` has its scales. */
-static int mt_param_check(const mt_param *param, const mt_tensor_info *tensor, const mt_options *options,
-                          const mt_safetensors *set, mt_error *error) {
-    int64_t shape[2], num_dims = mt_param_shape(param, shape);
+/* Stacked matrices in MXFP4: [experts, rows, columns / 32, 16], not transposed. */
+static int mt_param_check_mxfp4(const mt_param *param, const mt_tensor_info *tensor, const mt_safetensors *set,
+                                mt_error *error) {
+    int64_t rows = param->hf_rows_total / param->hf_stack, cols = param->whole_cols;
+    char name[256], found[256];
+    mt_mxfp4 matrix;
+    snprintf(name, sizeof name, "%.*s", (int)(strlen(tensor->name) - strlen(MT_BLOCKS)), tensor->name);
+    if (mt_mxfp4_find(&matrix, set, name, error) != 0) return -1;
+    if (tensor->num_dims == 4 && matrix.matrices == param->hf_stack && matrix.row_count == rows && matrix.cols == cols)
+        return 0;
+    return mt_error_set(error,
+                        "%s: tensor \"%s\" is %s, and the model's %lld matrices of %lld x %lld need [%lld, %lld, %lld, "
+                        "16]; check %s or config.json",
+                        tensor->file, tensor->name, mt_shape_print(found, tensor->shape, tensor->num_dims),
+                        (long long)param->hf_stack, (long long)rows, (long long)cols, (long long)param->hf_stack,
+                        (long long)rows, (long long)mt_divide_up(cols, MT_MXFP4_BLOCK), param->rows_option);
+}
+
+/* A tensor with one state of a parameter must have its shape and a floating-point type; `set` has its scales. */
+static int mt_param_check(const mt_param *param, mt_param_state state, const mt_tensor_info *tensor,
+                          const mt_options *options, const mt_safetensors *set, mt_error *error) {
+    int64_t shape[3], num_dims = mt_param_shape(param, state, shape);
     char found[256], expected[256];
     const char *rows_option = param->rows_option ? param->rows_option : param->exists_option;
+    bool has_blocks = tensor->dtype == MT_U8 && mt_text_ends_with(tensor->name, MT_BLOCKS);
+    if (has_blocks && param->hf_stack > 0 && !param->is_vector) return mt_param_check_mxfp4(param, tensor, set, error);
     if (tensor->dtype == MT_F8_E4M3 && mt_scales_check(options, set, tensor, error) != 0) return -1;
     if (tensor->dtype != MT_F32 && tensor->dtype != MT_BF16 && tensor->dtype != MT_F16 && tensor->dtype != MT_F64 &&
         tensor->dtype != MT_F8_E4M3)
@@ -143,23 +197,32 @@ static int mt_param_check(const mt_param *param, const mt_tensor_info *tensor, c
                             "blocks, so take a checkpoint that is not quantized",
                             tensor->file, tensor->name, mt_dtype_name(tensor->dtype));
     if (tensor->num_dims == num_dims && memcmp(shape, tensor->shape, (size_t)num_dims * sizeof *shape) == 0) return 0;
-    bool cols_differ =
-        tensor->num_dims == 2 && num_dims == 2 && tensor->shape[!param->hf_transposed] != param->whole_cols;
+    bool is_matrix = !param->is_vector && tensor->num_dims == num_dims;
+    int64_t cols_at = num_dims - 1 - mt_param_placement(param, state).transposed;
+    bool cols_differ = is_matrix && tensor->shape[cols_at] != param->whole_cols;
     return mt_error_set(error, "%s: tensor \"%s\" is %s and the model's %s; check %s or config.json", tensor->file,
                         tensor->name, mt_shape_print(found, tensor->shape, tensor->num_dims),
                         mt_shape_print(expected, shape, num_dims), cols_differ ? param->cols_option : rows_option);
+}
+
+/* A tensor, or its blocks in MXFP4. */
+static const mt_tensor_info *mt_weight_find_named(const mt_safetensors *set, const char *name) {
+    char blocks[256];
+    const mt_tensor_info *tensor = mt_safetensors_find(set, name);
+    snprintf(blocks, sizeof blocks, "%.200s" MT_BLOCKS, name);
+    return tensor ? tensor : mt_safetensors_find(set, blocks);
 }
 
 /* The tensor of a weight's name. In a model saved without its head, names lack their first word. A critic may begin as
  * a reward model, whose head GPT-2 names otherwise. */
 static const mt_tensor_info *mt_weight_find(const mt_safetensors *set, const char *name) {
     static const char *const prefixes[] = {"model.", "transformer."};
-    const mt_tensor_info *tensor = mt_safetensors_find(set, name);
+    const mt_tensor_info *tensor = mt_weight_find_named(set, name);
     if (!tensor && strcmp(name, "classifier.weight") == 0) tensor = mt_safetensors_find(set, "score.weight");
     bool embeds = mt_text_ends_with(name, ".embed_tokens.weight") || mt_text_ends_with(name, ".wte.weight");
     for (int i = 0; !tensor && i < 2; i++)
         if (strncmp(name, prefixes[i], strlen(prefixes[i])) == 0)
-            tensor = mt_safetensors_find(set, name + strlen(prefixes[i]));
+            tensor = mt_weight_find_named(set, name + strlen(prefixes[i]));
     return tensor || !embeds ? tensor : mt_safetensors_find(set, "lm_head.weight"); // mt_tensor_serves
 }
 
@@ -385,7 +448,7 @@ static int mt_stem_check(const mt_safetensors *set, const char *stem, const mt_a
             if (tensor && !shape.exists)
                 status = mt_tensor_refuse(tensor, stem, error);
             else
-                status = tensor ? mt_param_check(&row, tensor, options, set, error)
+                status = tensor ? mt_param_check(&row, (mt_param_state)state, tensor, options, set, error)
                                 : mt_state_missing(&row, (mt_param_state)state, options, folder, set, error);
         }
     if (status == 0 && weights) status = mt_weights_check_unused(rows, count, options, stem, set, error);
@@ -690,7 +753,8 @@ static void mt_reader_return(mt_reader *r, float *memory, int64_t bytes) {
  * and as master weights, which keep the stored precision. */
 typedef struct mt_target {
     const mt_param *param;
-    const mt_tensor_info *tensor, *scales; // scales: of a tensor in fp8, else NULL
+    const mt_tensor_info *tensor, *scales; // of stacked experts: the expert's slice; scales: of fp8 or MXFP4, else NULL
+    mt_placement place;                    // in the tensor
     mt_param_state state;                  // of shards[0]
     mt_shard shards[2];                    // either may have no data
     bool weights;
@@ -775,12 +839,34 @@ static void mt_target_rows(const mt_target *t, int64_t *first, int64_t *end) {
     if (*end == 0) *first = 0;
 }
 
-/* The rows and columns of the tensor that this rank loads. */
+/* True for a tensor in MXFP4, whose elements are bytes of two values. */
+static bool mt_target_is_mxfp4(const mt_target *t) {
+    return t->tensor->dtype == MT_U8;
+}
+
+/* The first row of the parameter in the tensor's view. */
+static int64_t mt_target_row(const mt_target *t) {
+    return t->place.stride > 1 ? 0 : t->place.row;
+}
+
+/* The view of a tensor has one column for each value, and of rows that take turns (place.stride) the parameter's own
+ * alone. This is the view's part of a rectangle of elements. */
+static mt_rectangle mt_target_view(const mt_target *t, mt_rectangle given) {
+    int64_t *first = t->place.transposed ? &given.col : &given.row;
+    int64_t *count = t->place.transposed ? &given.cols : &given.rows, stride = t->place.stride;
+    if (mt_target_is_mxfp4(t)) given.col *= 2, given.cols *= 2;
+    if (stride == 1) return given;
+    int64_t end = mt_divide_up(mt_max(*first + *count - t->place.row, 0), stride);
+    *first = mt_divide_up(mt_max(*first - t->place.row, 0), stride), *count = end - *first;
+    return given;
+}
+
+/* The rows and columns of the tensor's view that this rank loads. */
 static mt_rectangle mt_target_rectangle(const mt_target *t) {
     const mt_param *param = t->param;
     mt_rectangle own = mt_param_rectangle(param);
-    own.row += param->hf_row;
-    if (!param->hf_transposed) return own;
+    own.row += mt_target_row(t);
+    if (!t->place.transposed) return own;
     int64_t first, end;
     mt_target_rows(t, &first, &end);
     return (mt_rectangle){own.col, own.cols, own.row + first, end - first};
@@ -798,13 +884,13 @@ static void mt_stored_transpose(float *to, int64_t pitch, const char *from, int6
     }
 }
 
-/* Loads this rank's part of a rectangle of the tensor, whose elements are at `data`, row after row. */
+/* Loads this rank's part of a rectangle of the tensor's view, whose elements are at `data`, row after row. */
 static void mt_target_load_rectangle(mt_reader *r, mt_target *t, mt_rectangle given, const char *data, mt_dtype dtype) {
     const mt_param *param = t->param;
     mt_rectangle own = mt_target_rectangle(t), part = mt_rectangle_intersect(given, own);
     int64_t size = mt_dtype_size(dtype), cols = param->cols;
     if (part.rows == 0 || part.cols == 0) return;
-    if (param->hf_transposed) {
+    if (t->place.transposed) {
         if (!t->transposed) t->transposed = mt_reader_borrow(r, own.rows * own.cols * 4);
         mt_stored_transpose(t->transposed + (part.col - own.col) * cols + part.row - own.row, cols,
                             data + ((part.row - given.row) * given.cols + part.col - given.col) * size, given.cols,
@@ -819,49 +905,74 @@ static void mt_target_load_rectangle(mt_reader *r, mt_target *t, mt_rectangle gi
     }
 }
 
-/* values = the elements of a rectangle of a tensor in fp8, which are at `data` in rows `pitch` apart. */
-static void mt_target_decode(const mt_reader *r, const mt_target *t, mt_rectangle part, const char *data, int64_t pitch,
-                             float *values) {
+/* values[cols] = a row of the tensor's view from column `col` on, for a tensor in fp8; the elements are at `bits`. */
+static void mt_target_decode_fp8(const mt_reader *r, const mt_target *t, int64_t row, int64_t col, int64_t cols,
+                                 const unsigned char *bits, float *values) {
     const int64_t *block = mt_model_options(r->model)->weight_block_size;
     const mt_tensor_info *scales = t->scales;
-    for (int64_t row = 0; row < part.rows; row++) {
-        const unsigned char *bits = (const unsigned char *)data + row * pitch;
-        const char *of_row =
-            (const char *)scales->data + (part.row + row) / block[0] * scales->shape[1] * mt_dtype_size(scales->dtype);
-        for (int64_t col = part.col, end; col < part.col + part.cols; col = end) {
-            float scale;
-            mt_stored_to_f32(&scale, 1, of_row + col / block[1] * mt_dtype_size(scales->dtype), scales->dtype, 1);
-            end = mt_min((col / block[1] + 1) * block[1], part.col + part.cols);
-            for (int64_t i = col; i < end; i++) *values++ = r->f8_values[bits[i - part.col]] * scale;
+    const char *of_row = (const char *)scales->data + row / block[0] * scales->shape[1] * mt_dtype_size(scales->dtype);
+    for (int64_t first = col, end; col < first + cols; col = end) {
+        float scale;
+        mt_stored_to_f32(&scale, 1, of_row + col / block[1] * mt_dtype_size(scales->dtype), scales->dtype, 1);
+        end = mt_min((col / block[1] + 1) * block[1], first + cols);
+        for (int64_t i = col; i < end; i++) *values++ = r->f8_values[bits[i - first]] * scale;
+    }
+}
+
+/* values = a part of the tensor's view. The rectangle `given` of the tensor is at `data`, row after row. */
+static void mt_target_decode(const mt_reader *r, const mt_target *t, mt_rectangle part, mt_rectangle given,
+                             const char *data, float *values) {
+    enum { GATHERED = 512 };
+    const mt_placement *place = &t->place;
+    int64_t size = mt_dtype_size(t->tensor->dtype), stride = place->stride;
+    bool mxfp4 = mt_target_is_mxfp4(t);
+    for (int64_t i = 0; i < part.rows; i++, values += part.cols) {
+        int64_t row = part.row + i, col = part.col;
+        if (stride > 1 && !place->transposed) row = place->row + row * stride;
+        if (stride > 1 && place->transposed) col = place->row + col * stride;
+        if (mxfp4) col /= 2;
+        const char *from = data + ((row - given.row) * given.cols + col - given.col) * size;
+        if (mxfp4) {
+            const unsigned char *scales = t->scales->data;
+            mt_mxfp4_row_to_f32(values, (const unsigned char *)from,
+                                scales + row * t->param->whole_cols / MT_MXFP4_BLOCK, part.col, part.cols);
+        } else if (t->scales) {
+            mt_target_decode_fp8(r, t, row, col, part.cols, (const unsigned char *)from, values);
+        } else {
+            double gathered[GATHERED]; // of any type
+            for (int64_t k = 0, n; k < part.cols; k += n) {
+                n = mt_min(part.cols - k, GATHERED);
+                mt_stored_gather((char *)gathered, from + k * stride * size, stride, size, n);
+                mt_stored_to_f32(values + k, 1, gathered, t->tensor->dtype, n);
+            }
         }
     }
 }
 
-/* mt_target_load_rectangle for a tensor in fp8: decodes this rank's part, then loads it as fp32. */
-static void mt_target_load_blocks(mt_reader *r, mt_target *t, mt_rectangle given, const char *data) {
-    mt_rectangle part = mt_rectangle_intersect(given, mt_target_rectangle(t));
+/* mt_target_load_rectangle for a rectangle of a tensor whose view is not the tensor itself: decodes this rank's part,
+ * then loads it as fp32. */
+static void mt_target_load_view(mt_reader *r, mt_target *t, mt_rectangle given, const char *data) {
+    mt_rectangle part = mt_rectangle_intersect(mt_target_view(t, given), mt_target_rectangle(t));
     int64_t cols = mt_min(part.cols, MT_STAGED), rows = mt_max(MT_STAGED / mt_max(cols, 1), 1);
     for (int64_t row = 0; row < part.rows; row += rows)
         for (int64_t col = 0; col < part.cols; col += cols) {
             mt_rectangle piece = {part.row + row, mt_min(rows, part.rows - row), part.col + col,
                                   mt_min(cols, part.cols - col)};
-            const char *from = data + (piece.row - given.row) * given.cols + piece.col - given.col;
-            mt_target_decode(r, t, piece, from, given.cols, r->decoded);
+            mt_target_decode(r, t, piece, given, data, r->decoded);
             mt_target_load_rectangle(r, t, piece, (const char *)r->decoded, MT_F32);
         }
 }
 
 /* Loads this rank's part of elements [begin, end) of the tensor. */
 static void mt_target_load_elements(mt_reader *r, mt_target *t, int64_t begin, int64_t end, const char *data) {
-    const mt_param *param = t->param;
-    int64_t width = param->hf_transposed ? param->hf_rows_total : param->whole_cols;
-    if (mt_param_is_adapter(param)) width = t->tensor->shape[1]; // perhaps of a smaller rank
+    int64_t width = mt_target_is_mxfp4(t) ? t->place.width / 2 : t->place.width;
+    if (mt_param_is_adapter(t->param)) width = t->tensor->shape[1]; // perhaps of a smaller rank
     int64_t size = mt_dtype_size(t->tensor->dtype);
     mt_rectangle given[3];
     int count = mt_rectangles_of_run(given, begin, end, width);
     for (int i = 0; i < count; data += given[i].rows * given[i].cols * size, i++)
-        if (t->scales)
-            mt_target_load_blocks(r, t, given[i], data);
+        if (t->scales || t->place.stride > 1)
+            mt_target_load_view(r, t, given[i], data);
         else
             mt_target_load_rectangle(r, t, given[i], data, t->tensor->dtype);
 }
@@ -872,7 +983,7 @@ static void mt_target_finish(mt_reader *r, mt_target *t) {
     int64_t stored = mt_param_rows_stored(param) * param->cols, padding = param->rows * param->cols - stored;
     if (t->transposed) {
         mt_rectangle own = mt_target_rectangle(t);
-        int64_t first_row = own.col - param->hf_row - param->first_row;
+        int64_t first_row = own.col - mt_target_row(t) - param->first_row;
         mt_target_write(r, t, first_row * param->cols, t->transposed, own.rows * own.cols);
         mt_reader_return(r, t->transposed, own.rows * own.cols * 4);
         t->transposed = NULL;
@@ -1003,6 +1114,42 @@ static int mt_target_begin_adapter(mt_model *m, mt_target *t, const mt_adapter_f
     return 0;
 }
 
+/* Slices of tensors that hold all experts of a layer. */
+typedef struct mt_slices {
+    mt_tensor_info *items;
+    int64_t count;
+} mt_slices;
+
+/* Room for every state of some parameters, and their scales. */
+static mt_slices mt_slices_new(int64_t num_params) {
+    mt_tensor_info *items = mt_calloc(mt_max(2 * num_params * MT_NUM_STATES, 1) * (int64_t)sizeof *items);
+    return (mt_slices){items, 0};
+}
+
+/* Appends one of the equal slices of a tensor. */
+static const mt_tensor_info *mt_slices_add(mt_slices *slices, const mt_tensor_info *tensor, int64_t number) {
+    mt_tensor_info *slice = &slices->items[slices->count++];
+    *slice = *tensor;
+    slice->bytes /= tensor->shape[0], slice->num_dims--;
+    memmove(slice->shape, slice->shape + 1, (size_t)slice->num_dims * sizeof *slice->shape);
+    slice->data = (const char *)tensor->data + number * slice->bytes;
+    return slice;
+}
+
+/* Finds the scales of the target's tensor, and the parameter's place. */
+static void mt_target_place(mt_target *t, const mt_safetensors *set, mt_slices *slices) {
+    const mt_param *param = t->param;
+    t->place = mt_param_placement(param, t->weights ? MT_STATE_WEIGHTS : t->state);
+    if (t->tensor->dtype == MT_F8_E4M3) t->scales = mt_scales_find(set, t->tensor);
+    if (mt_target_is_mxfp4(t)) { // rows of the matrix, not transposed
+        t->scales = mt_tensor_beside(set, t->tensor, MT_BLOCKS, MT_SCALES);
+        t->place.transposed = false, t->place.width = param->whole_cols;
+    }
+    if (param->hf_stack == 0) return;
+    t->tensor = mt_slices_add(slices, t->tensor, t->place.slice);
+    if (t->scales) t->scales = mt_slices_add(slices, t->scales, t->place.slice);
+}
+
 /* Loads the weights (stem "model", or "adapter_model"), or the moments and any master weights (stem "optimizer"). A
  * bf16 run may continue in fp32, from its master weights, and an fp32 run in bf16, with its weights as master weights.
  */
@@ -1027,6 +1174,7 @@ static int mt_stem_load(mt_model *m, const char *folder, const char *stem, const
     int64_t num_params, count = 0;
     const mt_param *params = mt_model_params(m, &num_params);
     mt_target *targets = mt_calloc(mt_max(num_params * MT_NUM_STATES, 1) * (int64_t)sizeof *targets);
+    mt_slices slices = mt_slices_new(num_params);
     int first = num_params > 0 ? mt_stem_first(set, weights, &params[0]) : 0;
     for (int64_t i = 0; i < num_params; i++)
         for (int state = first; state < mt_stem_end(weights, &params[i]) && mt_stem_holds(stem, &params[i]); state++) {
@@ -1040,7 +1188,7 @@ static int mt_stem_load(mt_model *m, const char *folder, const char *stem, const
             if (!t->tensor && !adapter) mt_param_init(m, &params[i]); // mt_param_grows
             if (!t->tensor) continue;
             count++;
-            if (t->tensor->dtype == MT_F8_E4M3) t->scales = mt_scales_find(set, t->tensor);
+            mt_target_place(t, set, &slices);
         }
     mt_adapter_file_close(adapter);
     status = mt_agree(world, status != 0, error);
@@ -1049,7 +1197,7 @@ static int mt_stem_load(mt_model *m, const char *folder, const char *stem, const
         for (int64_t i = 0; i < count && status == 0; i++) status = mt_target_check_finite(m, &targets[i], error);
         status = mt_agree(world, status != 0, error);
     }
-    free(targets);
+    free(targets), free(slices.items);
     mt_safetensors_close(set);
     return status;
 }

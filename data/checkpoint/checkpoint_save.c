@@ -36,7 +36,7 @@ typedef struct mt_saved_tensor {
     int64_t num_params;
     mt_param_state state;
     mt_dtype dtype;
-    int64_t shape[2], num_dims;
+    int64_t shape[3], num_dims;
     int64_t file, offset, bytes; // number in the set; offset in the file
 } mt_saved_tensor;
 
@@ -74,7 +74,7 @@ static void mt_saved_add(mt_saved_set *set, const mt_param *rows, int64_t count,
         mt_saved_tensor *tensor = &set->tensors[set->count++];
         *tensor = (mt_saved_tensor){.state = state};
         tensor->dtype = param->unit == MT_UNIT_UNTRAINED ? MT_F32 : dtype;
-        tensor->num_dims = mt_param_shape(param, tensor->shape);
+        tensor->num_dims = mt_param_shape(param, state, tensor->shape);
         tensor->bytes = param->hf_rows_total * param->whole_cols * mt_dtype_size(tensor->dtype);
         mt_state_tensor_name(tensor->name, sizeof tensor->name, param->optimizer, state, param->hf_name);
     }
@@ -118,7 +118,8 @@ static void mt_saved_finish_file(mt_saved_set *set, int64_t number, int64_t firs
         const mt_saved_tensor *tensor = &set->tensors[i];
         used += sprintf(text + used, ",\"%s\":{\"dtype\":\"%s\",\"shape\":[%lld", tensor->name,
                         mt_dtype_name(tensor->dtype), (long long)tensor->shape[0]);
-        if (tensor->num_dims == 2) used += sprintf(text + used, ",%lld", (long long)tensor->shape[1]);
+        for (int64_t k = 1; k < tensor->num_dims; k++)
+            used += sprintf(text + used, ",%lld", (long long)tensor->shape[k]);
         used += sprintf(text + used, "],\"data_offsets\":[%lld,%lld]}", (long long)tensor->offset,
                         (long long)(tensor->offset + tensor->bytes));
     }
@@ -295,15 +296,22 @@ static int mt_saved_begin(const mt_saved_set *set, const char *folder, bool alon
 /* ---- the writer: threads that write pieces of host memory to files */
 
 /* Elements in host memory that belong to a rectangle of a file's matrix, whose lines begin `pitch` bytes apart there.
- * `transposed`: memory holds [rows, cols], the file [cols, rows]. */
+ * `transposed`: memory holds [parts, rows, cols], the file cols lines, in which the parts take turns: row r of part p
+ * is element r stride + p. */
 typedef struct mt_piece {
     int64_t file, offset, pitch; // offset of the first line
     int64_t rows, cols, size;    // size: bytes of an element
+    int64_t parts, stride;       // parts: stride, or 1, whose lines have gaps if the stride is above 1
     bool transposed;
     const char *data;
     int64_t end; // where its memory ends, in bytes ever reserved
     bool done;
 } mt_piece;
+
+/* Bytes of a piece in memory. */
+static int64_t mt_piece_size(const mt_piece *piece) {
+    return piece->parts * piece->rows * piece->cols * piece->size;
+}
 
 /* MT_PIECE_BYTES: most bytes of a piece, unless a line is longer. MT_RING_PIECES: pieces that the ring holds. */
 enum { MT_PIECE_BYTES = 8 << 20, MT_RING_PIECES = 4, MT_WRITERS = 2 };
@@ -386,7 +394,7 @@ static char *mt_writer_reserve(mt_writer *w, int64_t offset, int64_t bytes) {
 
 /* True if `next` only makes `piece` longer, in memory and in the file. */
 static bool mt_piece_continues(const mt_piece *piece, const mt_piece *next) {
-    int64_t bytes = piece->rows * piece->cols * piece->size, more = next->rows * next->cols * next->size;
+    int64_t bytes = mt_piece_size(piece), more = mt_piece_size(next);
     bool lines = piece->cols * piece->size != piece->pitch || next->cols * next->size != next->pitch;
     return !piece->transposed && !next->transposed && !lines && piece->file == next->file &&
            bytes + more <= MT_PIECE_BYTES && piece->offset + bytes == next->offset && piece->data + bytes == next->data;
@@ -397,7 +405,7 @@ static void mt_writer_submit(mt_writer *w, mt_piece piece) {
     pthread_mutex_lock(&w->lock);
     mt_piece *last = w->num_pieces > w->next ? &w->pieces[w->num_pieces - 1] : NULL;
     if (last && mt_piece_continues(last, &piece)) {
-        int64_t bytes = last->rows * last->cols * last->size + piece.rows * piece.cols * piece.size;
+        int64_t bytes = mt_piece_size(last) + mt_piece_size(&piece);
         last->rows = 1, last->cols = bytes, last->size = 1, last->pitch = bytes, last->end = piece.end;
     } else {
         if (w->num_pieces == w->room) {
@@ -418,15 +426,18 @@ static void mt_writer_end(mt_writer *w) {
     pthread_mutex_unlock(&w->lock);
 }
 
-/* to[cols, rows] = from[rows, cols] transposed, elements of 2 or 4 bytes; blocks of 64 rows stay in the cache. */
-static void mt_transpose(void *to, const void *from, int64_t rows, int64_t cols, int64_t size) {
-    for (int64_t first = 0; first < rows; first += 64)
+/* to[cols, rows, parts] = from[parts, rows, cols], elements of 2 or 4 bytes; blocks of 64 rows stay in the cache. */
+static void mt_transpose(void *to, const void *from, int64_t parts, int64_t rows, int64_t cols, int64_t size) {
+    int64_t lines = parts * rows; // of `from`
+    for (int64_t first = 0; first < lines; first += 64)
         for (int64_t c = 0; c < cols; c++)
-            for (int64_t r = first; r < rows && r < first + 64; r++)
+            for (int64_t i = first; i < lines && i < first + 64; i++) {
+                int64_t at = c * lines + i % rows * parts + i / rows;
                 if (size == 4)
-                    ((uint32_t *)to)[c * rows + r] = ((const uint32_t *)from)[r * cols + c];
+                    ((uint32_t *)to)[at] = ((const uint32_t *)from)[i * cols + c];
                 else
-                    ((uint16_t *)to)[c * rows + r] = ((const uint16_t *)from)[r * cols + c];
+                    ((uint16_t *)to)[at] = ((const uint16_t *)from)[i * cols + c];
+            }
 }
 
 /* A thread's memory for transposed pieces; it grows to the largest. */
@@ -444,20 +455,32 @@ static char *mt_transposed_at(mt_transposed *room, int64_t bytes, int64_t offset
     return mt_align_direct(room->memory) + (offset & (MT_DIRECT - 1));
 }
 
+/* Writes lines of `line` bytes that begin `pitch` bytes apart in the file. */
+static int mt_lines_write(mt_writer *w, const mt_output_file *out, int64_t file, int64_t offset, int64_t pitch,
+                          const char *data, int64_t line, int64_t lines) {
+    int status = 0;
+    if (line == pitch) line *= lines, lines = 1;
+    mt_checksums_add_lines(&w->sums.files[file], offset, pitch, data, line, lines);
+    for (int64_t i = 0; i < lines && status == 0; i++)
+        status = mt_output_file_write(out, offset + i * pitch, data + i * line, line);
+    return status;
+}
+
 static int mt_piece_write(mt_writer *w, const mt_output_file *out, const mt_piece *piece, mt_transposed *room) {
     int64_t lines = piece->transposed ? piece->cols : piece->rows;
-    int64_t bytes = piece->rows * piece->cols * piece->size, line = bytes / lines;
+    int64_t bytes = mt_piece_size(piece), line = bytes / lines;
     const char *data = piece->data;
     if (piece->transposed) {
         char *transposed = mt_transposed_at(room, bytes, piece->offset);
-        mt_transpose(transposed, piece->data, piece->rows, piece->cols, piece->size);
+        mt_transpose(transposed, piece->data, piece->parts, piece->rows, piece->cols, piece->size);
         data = transposed;
     }
-    if (line == piece->pitch) lines = 1, line = bytes;
+    bool gaps = piece->transposed && piece->stride > piece->parts; // elements of other pieces, perhaps of other ranks
     int status = 0, watched = mt_watch_file_begin(out->path, MT_FILE_SAVE);
-    mt_checksums_add_lines(&w->sums.files[piece->file], piece->offset, piece->pitch, data, line, lines);
-    for (int64_t i = 0; i < lines && status == 0; i++)
-        status = mt_output_file_write(out, piece->offset + i * piece->pitch, data + i * line, line);
+    if (!gaps) status = mt_lines_write(w, out, piece->file, piece->offset, piece->pitch, data, line, lines);
+    for (int64_t i = 0; i < lines && status == 0 && gaps; i++)
+        status = mt_lines_write(w, out, piece->file, piece->offset + i * piece->pitch, piece->stride * piece->size,
+                                data + i * line, piece->size, piece->rows);
 #ifdef SYNC_FILE_RANGE_WRITE // starts the page cache's writes to the disk now; the fsync at the end then waits less
     int64_t span = (lines - 1) * piece->pitch + line;
     if (status == 0 && bytes >= MT_SUM_BLOCK && (lines > 1 || out->direct < 0))
@@ -556,17 +579,20 @@ static bool mt_writer_is_done(mt_writer *w) {
 
 /* The elements [*begin, *end) of this rank's part of a parameter that this rank writes. If the data group shards the
  * state: its shard. If every rank of the group has all: its part of the rows; but where rows are the file's columns,
- * parts would be short lines, so one rank writes the whole parameter. Returns the address of the first element, or NULL
- * if there is none. */
+ * parts would be short lines, so one rank writes the whole parameter. Where they are every second column, only both
+ * parameters together are a line. Returns the address of the first element, or NULL if there is none. */
 static const char *mt_param_share(const mt_model *m, const mt_param *param, mt_param_state state, int64_t *begin,
                                   int64_t *end) {
     const mt_bucket *b = mt_bucket_get(m, param->bucket);
     const mt_group *group = b->group;
     mt_shard shard = mt_bucket_shard(m, param->bucket, state);
     int64_t rows = mt_param_rows_stored(param), cols = param->cols;
+    mt_placement place = mt_param_placement(param, state);
+    bool has_all = b->strategy == MT_NO_SHARD || (place.stride > 1 && b->strategy != MT_SHARD_PARAMS);
     if (!param->counted) return NULL;
-    if (b->strategy == MT_NO_SHARD && param->hf_transposed) { // by role and layer, so that ranks have equal shares
-        *begin = 0, *end = (param->role + param->layer) % group->size == group->rank ? rows * cols : 0;
+    if (has_all && place.transposed) { // by role and layer, or expert, so that ranks have equal shares
+        int64_t number = (place.stride > 1 ? param->expert : (int64_t)param->role) + param->layer;
+        *begin = 0, *end = number % group->size == group->rank ? rows * cols : 0;
     } else if (b->strategy == MT_NO_SHARD) {
         *begin = rows * group->rank / group->size * cols, *end = rows * (group->rank + 1) / group->size * cols;
     } else {
@@ -639,37 +665,64 @@ static void mt_copies_make(mt_model *m, mt_writer *w) {
     w->num_copies = 0;
 }
 
-/* Copies elements [begin, end) of a parameter, which begin at `from`, to host memory and submits them as rectangles of
- * their tensor. A state with scales is converted there at once. Returns the host memory that this takes; without a
- * writer it only counts. */
-static int64_t mt_share_copy(mt_model *m, mt_writer *w, const mt_param *param, const mt_saved_tensor *tensor,
-                             int64_t file, const char *from, int64_t begin, int64_t end) {
+/* Elements [begin, end) of a parameter, and their addresses; `parts`: of so many parameters, one after another in the
+ * table, that take turns in the file. */
+typedef struct mt_saved_part {
+    const mt_param *param;
+    int64_t begin, end;
+    const char *from[2];
+    int64_t parts;
+} mt_saved_part;
+
+/* The most bytes of a part's pieces: whole lines, if all rows are on this rank. */
+static int64_t mt_part_most(const mt_saved_part *own, mt_placement place, int64_t size) {
+    return mt_max(MT_PIECE_BYTES, own->param->cols * size * (place.transposed ? place.width : 1));
+}
+
+/* Copies a part to host memory and submits it as rectangles of its tensor. A state with scales is converted there at
+ * once. Returns the host memory that this takes; without a writer it only counts. */
+static int64_t mt_part_copy(mt_model *m, mt_writer *w, mt_saved_part own, const mt_saved_tensor *tensor, int64_t file) {
+    const mt_param *param = own.param;
     int64_t cols = param->cols, size = mt_dtype_size(tensor->dtype), taken = 0;
-    int64_t most = mt_max(MT_PIECE_BYTES / (cols * size), 1);
+    mt_placement place = mt_param_placement(param, tensor->state);
+    int64_t most = mt_max(mt_part_most(&own, place, size) / (own.parts * cols * size), 1);
+    int64_t slice = tensor->offset + place.slice * (tensor->bytes / place.slices);
     bool has_scale = param->trained && mt_state_has_scale(mt_state_dtype(m, tensor->state));
-    if (param->hf_transposed) most = mt_max(most, param->hf_rows_total); // whole lines, if all rows are on this rank
-    while (begin < end) {
-        int64_t row = begin / cols, col = begin % cols, rows = mt_min((end - begin) / cols, most), width = cols;
-        if (col > 0 || rows == 0) rows = 1, width = mt_min(cols - col, end - begin);
-        int64_t bytes = rows * width * size;
-        int64_t to_row = param->hf_row + param->first_row + row, to_col = param->first_col + col;
-        mt_piece piece = {.file = file, .rows = rows, .cols = width, .size = size, .transposed = param->hf_transposed};
-        piece.pitch = (piece.transposed ? param->hf_rows_total : param->whole_cols) * size;
-        piece.offset = tensor->offset +
-                       (piece.transposed ? to_col * piece.pitch + to_row * size : to_row * piece.pitch + to_col * size);
-        if (w) {
-            char *to = mt_writer_reserve(w, piece.offset, bytes);
-            if (has_scale)
-                mt_state_read(m, param, tensor->state, begin, (float *)(void *)to, rows * width);
-            else
-                mt_copy_to_host(m, w, to, from, bytes);
-            piece.data = to;
-            mt_writer_submit(w, piece);
-        }
+    while (own.begin < own.end) {
+        int64_t row = own.begin / cols, col = own.begin % cols, width = cols;
+        int64_t rows = mt_min((own.end - own.begin) / cols, most);
+        if (col > 0 || rows == 0) rows = 1, width = mt_min(cols - col, own.end - own.begin);
+        int64_t to_row = place.row + (param->first_row + row) * place.stride, to_col = param->first_col + col;
+        mt_piece piece = {.file = file, .rows = rows, .cols = width, .size = size, .transposed = place.transposed};
+        piece.parts = own.parts, piece.stride = place.stride, piece.pitch = place.width * size;
+        piece.offset =
+            slice + (piece.transposed ? to_col * piece.pitch + to_row * size : to_row * piece.pitch + to_col * size);
+        int64_t bytes = mt_piece_size(&piece), each = bytes / own.parts;
+        char *to = w ? mt_writer_reserve(w, piece.offset, bytes) : NULL;
+        if (to && has_scale) mt_state_read(m, param, tensor->state, own.begin, (float *)(void *)to, rows * width);
+        for (int64_t i = 0; i < own.parts && to && !has_scale; i++)
+            mt_copy_to_host(m, w, to + i * each, own.from[i], each);
+        piece.data = to;
+        if (w) mt_writer_submit(w, piece);
         taken += mt_piece_bytes(bytes);
-        from += bytes, begin += rows * width;
+        for (int64_t i = 0; i < own.parts; i++) own.from[i] += each;
+        own.begin += rows * width;
     }
     return taken;
+}
+
+/* This rank's share of the tensor's parameter k, and of the next one if both take turns in the file and it has the same
+ * elements of both. */
+static mt_saved_part mt_part_of(const mt_model *m, const mt_saved_tensor *tensor, int64_t k) {
+    mt_saved_part own = {.param = &tensor->params[k], .parts = 1};
+    const mt_param *next = own.param + 1;
+    int64_t begin, end;
+    own.from[0] = mt_param_share(m, own.param, tensor->state, &own.begin, &own.end);
+    mt_placement place = mt_param_placement(own.param, tensor->state);
+    if (!own.from[0] || place.stride == 1 || place.row > 0 || k + 1 == tensor->num_params) return own;
+    own.from[1] = mt_param_share(m, next, tensor->state, &begin, &end);
+    if (own.from[1] && begin == own.begin && end == own.end) own.parts = 2;
+    return own;
 }
 
 /* Submits this rank's share of a set. Returns the host memory that this takes, and in *largest that of the largest
@@ -680,15 +733,13 @@ static int64_t mt_set_copy(const mt_saved_set *set, mt_model *m, mt_writer *w, i
     for (int64_t i = 0; i < set->count; i++) {
         const mt_saved_tensor *tensor = &set->tensors[i];
         int64_t size = mt_dtype_size(tensor->dtype);
-        for (int64_t k = 0; k < tensor->num_params; k++) {
-            int64_t from, to;
-            const mt_param *param = &tensor->params[k];
-            const char *data = mt_param_share(m, param, tensor->state, &from, &to);
-            int64_t most =
-                mt_max(MT_PIECE_BYTES, param->cols * size * (param->hf_transposed ? param->hf_rows_total : 1));
-            if (!data) continue;
-            *largest = mt_max(*largest, mt_min(most, mt_piece_bytes((to - from) * size)));
-            taken += mt_share_copy(m, w, param, tensor, set->first_file + tensor->file, data, from, to);
+        for (int64_t k = 0, parts; k < tensor->num_params; k += parts) {
+            mt_saved_part own = mt_part_of(m, tensor, k);
+            parts = own.parts;
+            if (!own.from[0]) continue;
+            int64_t most = mt_part_most(&own, mt_param_placement(own.param, tensor->state), size);
+            *largest = mt_max(*largest, mt_min(most, mt_piece_bytes(parts * (own.end - own.begin) * size)));
+            taken += mt_part_copy(m, w, own, tensor, set->first_file + tensor->file);
         }
     }
     return taken;

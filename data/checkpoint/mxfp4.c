@@ -34,17 +34,23 @@ int mt_mxfp4_find(mt_mxfp4 *matrix, const mt_safetensors *set, const char *name,
     return 0;
 }
 
-void mt_mxfp4_to_f32(float *to, const mt_mxfp4 *matrix, int64_t first, int64_t rows) {
+void mt_mxfp4_row_to_f32(float *to, const unsigned char *bytes, const unsigned char *scales, int64_t first,
+                         int64_t count) {
     static const float magnitudes[8] = {0, 0.5f, 1, 1.5f, 2, 3, 4, 6}; // of e2m1; the fourth bit is the sign
-    enum { BYTES = MT_MXFP4_BLOCK / 2, NAN_SCALE = 255, BIAS = 127 };
-    int64_t per_row = matrix->cols / MT_MXFP4_BLOCK, end = (first + rows) * per_row;
-    for (int64_t block = first * per_row; block < end; block++, to += MT_MXFP4_BLOCK) {
-        const unsigned char *bytes = matrix->blocks + block * BYTES;
-        int scale = matrix->scales[block];
-        for (int i = 0; i < MT_MXFP4_BLOCK; i++) {
-            int code = i % 2 == 0 ? bytes[i / 2] & 15 : bytes[i / 2] >> 4;
-            float value = code < 8 ? magnitudes[code] : -magnitudes[code - 8];
-            to[i] = scale == NAN_SCALE ? NAN : ldexpf(value, scale - BIAS);
+    enum { NAN_SCALE = 255, BIAS = 127 };
+    float scale = 0;
+    for (int64_t i = first; i < first + count; i++) {
+        if (i == first || i % MT_MXFP4_BLOCK == 0) {
+            int exponent = scales[i / MT_MXFP4_BLOCK];
+            scale = exponent == NAN_SCALE ? NAN : ldexpf(1, exponent - BIAS);
         }
+        int byte = bytes[i / 2 - first / 2], code = i % 2 == 0 ? byte & 15 : byte >> 4;
+        *to++ = (code < 8 ? magnitudes[code] : -magnitudes[code - 8]) * scale;
     }
+}
+
+void mt_mxfp4_to_f32(float *to, const mt_mxfp4 *matrix, int64_t first, int64_t rows) {
+    for (int64_t row = first; row < first + rows; row++, to += matrix->cols)
+        mt_mxfp4_row_to_f32(to, matrix->blocks + row * matrix->cols / 2,
+                            matrix->scales + row * matrix->cols / MT_MXFP4_BLOCK, 0, matrix->cols);
 }

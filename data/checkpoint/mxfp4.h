@@ -24,7 +24,12 @@ typedef struct mt_mxfp4 {
  * there is neither, -1 with an error if one is missing or a type or shape is another. */
 int mt_mxfp4_find(mt_mxfp4 *matrix, const mt_safetensors *set, const char *name, mt_error *error);
 
-/* to[rows, cols] = the values of rows [first, first + rows). The scale 255 stands for NaN. */
+/* to[count] = values [first, first + count) of a row. `bytes` is the address of the byte with the first of them,
+ * `scales` that of the row's scales. The scale 255 stands for NaN. */
+void mt_mxfp4_row_to_f32(float *to, const unsigned char *bytes, const unsigned char *scales, int64_t first,
+                         int64_t count);
+
+/* to[rows, cols] = the values of rows [first, first + rows). */
 void mt_mxfp4_to_f32(float *to, const mt_mxfp4 *matrix, int64_t first, int64_t rows);
 
 #ifdef __cplusplus

@@ -35,9 +35,9 @@ enum {
     MT_HF_FAMILIES(MT_HF_FAMILY_BIT) DEEPSEEK_MOE = 1 << MT_NUM_HF_FAMILIES,
     QWEN_MOE = QWEN2_MOE | QWEN3_MOE,
     QWENS = QWEN2 | QWEN3 | QWEN_MOE,
-    WINDOWED = GEMMA3 | OLMO3, // some layers have a window
-    BLOCKS = LLAMA | MISTRAL | MIXTRAL | QWENS | DEEPSEEK_V3 | SMOLLM3 | WINDOWED,
-    MOE = MIXTRAL | QWEN_MOE | DEEPSEEK_MOE,
+    WINDOWED = GEMMA3 | OLMO3, // some layers have a window, and RoPE of their own
+    BLOCKS = LLAMA | MISTRAL | MIXTRAL | QWENS | DEEPSEEK_V3 | SMOLLM3 | WINDOWED | GPT_OSS,
+    MOE = MIXTRAL | QWEN_MOE | DEEPSEEK_MOE | GPT_OSS,
     ALL = GPT2 | BLOCKS | MEGATRON,
 };
 
@@ -126,7 +126,8 @@ static const mt_hf_conversion mt_groups = {NULL, mt_groups_write},
 #pragma GCC diagnostic ignored "-Wmissing-field-initializers" // most keys have no flags
 
 static const mt_hf_key mt_hf_keys[] = {
-    {"vocab_size", ALL, MT_AT(vocab_size), REQUIRED},
+    {"vocab_size", ALL & ~GPT_OSS, MT_AT(vocab_size), REQUIRED},
+    {"vocab_size", GPT_OSS, MT_AT(vocab_size), 0, "201088"},
     {"initializer_range", ALL & ~MEGATRON, MT_AT(init_method_std), 0, "0.02"},
     {"initializer_range", MEGATRON, MT_AT(init_method_std)},
     {"tie_word_embeddings", GPT2, MT_AT(untie_embeddings_and_output_weights), NEGATED, "true"},
@@ -153,42 +154,56 @@ static const mt_hf_key mt_hf_keys[] = {
     {"resid_pdrop", GPT2, MT_AT(hidden_dropout), SAME, "0.1"},
     {"attn_pdrop", GPT2, MT_AT(attention_dropout), 0, "0.1"},
 
-    {"num_hidden_layers", BLOCKS, MT_AT(num_layers), REQUIRED},
-    {"hidden_size", BLOCKS, MT_AT(hidden_size), REQUIRED},
-    {"intermediate_size", BLOCKS, MT_AT(ffn_hidden_size), REQUIRED},
-    {"num_attention_heads", BLOCKS, MT_AT(num_attention_heads), REQUIRED},
+    {"num_hidden_layers", BLOCKS & ~GPT_OSS, MT_AT(num_layers), REQUIRED},
+    {"num_hidden_layers", GPT_OSS, MT_AT(num_layers), 0, "36"},
+    {"hidden_size", BLOCKS & ~GPT_OSS, MT_AT(hidden_size), REQUIRED},
+    {"hidden_size", GPT_OSS, MT_AT(hidden_size), 0, "2880"},
+    {"intermediate_size", BLOCKS & ~GPT_OSS, MT_AT(ffn_hidden_size), REQUIRED},
+    {"intermediate_size", GPT_OSS, MT_AT(ffn_hidden_size), 0, "2880"},
+    {"num_attention_heads", BLOCKS & ~GPT_OSS, MT_AT(num_attention_heads), REQUIRED},
+    {"num_attention_heads", GPT_OSS, MT_AT(num_attention_heads), 0, "64"},
     {"num_key_value_heads", LLAMA | OLMO3, MT_AT(num_query_groups), NULLABLE},
     {"num_key_value_heads", SMOLLM3, MT_AT(num_query_groups), NULLABLE, "4"},
-    {"num_key_value_heads", BLOCKS & ~(LLAMA | OLMO3 | SMOLLM3), MT_AT(num_query_groups), REQUIRED | NULLABLE},
+    {"num_key_value_heads", GPT_OSS, MT_AT(num_query_groups), NULLABLE, "8"},
+    {"num_key_value_heads", BLOCKS & ~(LLAMA | OLMO3 | SMOLLM3 | GPT_OSS), MT_AT(num_query_groups),
+     REQUIRED | NULLABLE},
     {"head_dim", LLAMA | MISTRAL | MIXTRAL | QWEN2 | QWEN_MOE | SMOLLM3 | OLMO3, MT_AT(kv_channels), NULLABLE},
     {"head_dim", GEMMA3, MT_AT(kv_channels), 0, "256"},
+    {"head_dim", GPT_OSS, MT_AT(kv_channels), NULLABLE, "64"},
     {"query_pre_attn_scalar", GEMMA3, MT_AT(softmax_scale), 0, "256", &mt_softmax_scale},
     {"head_dim", QWEN3, MT_AT(kv_channels), NULLABLE, "128"},
     {"head_dim", DEEPSEEK_V3, MT_AT(qk_pos_emb_head_dim), WRITE},
-    {"max_position_embeddings", BLOCKS, MT_AT(max_position_embeddings), REQUIRED},
-    {"hidden_act", BLOCKS & ~GEMMA3, 0, GATED_ACTIVATION, "\"silu\""},
+    {"max_position_embeddings", BLOCKS & ~GPT_OSS, MT_AT(max_position_embeddings), REQUIRED},
+    {"max_position_embeddings", GPT_OSS, MT_AT(max_position_embeddings), 0, "131072"},
+    {"hidden_act", BLOCKS & ~(GEMMA3 | GPT_OSS), 0, GATED_ACTIVATION, "\"silu\""},
+    {"hidden_act", GPT_OSS, 0, FIXED, "silu"}, // the activation is that of the next two keys
+    {"swiglu_alpha", GPT_OSS, 0, FIXED, "1.702"},
+    {"swiglu_limit", GPT_OSS, MT_AT(activation_func_clamp_value), 0, "7.0"},
     {"hidden_activation", GEMMA3, 0, GATED_ACTIVATION, "\"gelu_pytorch_tanh\""},
     {"attn_logit_softcapping", GEMMA3, 0, FIXED | READ, "null"},
     {"final_logit_softcapping", GEMMA3, 0, FIXED | READ, "null"},
     {"use_bidirectional_attention", GEMMA3, 0, FIXED | READ, "false"},
-    {"rms_norm_eps", BLOCKS & ~(MIXTRAL | OLMO3), MT_AT(norm_epsilon), 0, "1e-6"},
-    {"rms_norm_eps", MIXTRAL | OLMO3, MT_AT(norm_epsilon), 0, "1e-5"},
+    {"rms_norm_eps", BLOCKS & ~(MIXTRAL | OLMO3 | GPT_OSS), MT_AT(norm_epsilon), 0, "1e-6"},
+    {"rms_norm_eps", MIXTRAL | OLMO3 | GPT_OSS, MT_AT(norm_epsilon), 0, "1e-5"},
     {"attention_dropout", BLOCKS, MT_AT(attention_dropout), 0, "0.0"},
     {"hidden_dropout", BLOCKS, MT_AT(hidden_dropout), NONZERO, "0.0"}, // this program's; transformers has none
     {"attention_bias", LLAMA | QWEN3 | QWEN3_MOE | SMOLLM3 | WINDOWED, MT_AT(attention_output_bias), PLAIN, "false"},
+    {"attention_bias", GPT_OSS, MT_AT(attention_output_bias), PLAIN, "true"},
     {"attention_bias", DEEPSEEK_V3, 0, FIXED, "false"},
     {"qkv_bias", QWEN2_MOE, MT_AT(add_qkv_bias), 0, "true"},
     {"mlp_bias", LLAMA | SMOLLM3, MT_AT(mlp_bias), PLAIN, "false"},
-    {"rope_theta", BLOCKS & ~(MIXTRAL | SMOLLM3 | WINDOWED), MT_AT(rotary_base), WRITE,
+    {"rope_theta", BLOCKS & ~(MIXTRAL | SMOLLM3 | WINDOWED | GPT_OSS), MT_AT(rotary_base), WRITE,
      "10000.0"}, // for transformers before 5
     {"rope_theta", SMOLLM3, MT_AT(rotary_base), WRITE, "2000000.0"},
     {"rope_theta", GEMMA3, MT_AT(rotary_base), WRITE, "1000000.0"},
     {"rope_theta", OLMO3, MT_AT(rotary_base), WRITE, "500000.0"},
     {"rope_theta", MIXTRAL, MT_AT(rotary_base), WRITE, "1000000.0"},
+    {"rope_theta", GPT_OSS, MT_AT(rotary_base), WRITE, "150000.0"},
     {"sliding_window", MISTRAL, MT_AT(window_size), NULLABLE, "4096"},
     {"sliding_window", MIXTRAL, MT_AT(window_size), NULLABLE},
     {"sliding_window", QWENS | WINDOWED, MT_AT(window_size), NULLABLE | WRITE, "4096"},
     {"sliding_window", SMOLLM3, MT_AT(window_size), NULLABLE | WRITE},
+    {"sliding_window", GPT_OSS, MT_AT(window_size), NULLABLE | WRITE, "128"},
     {"use_sliding_window", QWENS | SMOLLM3, 0, FIXED | READ, "true|false"},
 
     {"q_lora_rank", DEEPSEEK_V3, MT_AT(q_lora_rank), NULLABLE, "1536"},
@@ -202,18 +217,21 @@ static const mt_hf_key mt_hf_keys[] = {
     {"mtp_num_layers", DEEPSEEK_V3, MT_AT(mtp_num_layers), NONZERO}, // this program's: the folder has their weights
 
     {"intermediate_size", MIXTRAL, MT_AT(moe_ffn_hidden_size), REQUIRED},
+    {"intermediate_size", GPT_OSS, MT_AT(moe_ffn_hidden_size), 0, "2880"},
     {"moe_intermediate_size", QWEN_MOE | DEEPSEEK_MOE, MT_AT(moe_ffn_hidden_size), REQUIRED},
     {"num_local_experts", MIXTRAL | QWEN_MOE, MT_AT(num_experts)},
     {"num_local_experts", DEEPSEEK_MOE, MT_AT(num_experts), READ},
     {"num_experts", QWEN_MOE, MT_AT(num_experts)}, // for transformers before 5
-    {"num_experts", MIXTRAL | DEEPSEEK_MOE, MT_AT(num_experts), READ},
+    {"num_local_experts", GPT_OSS, MT_AT(num_experts), 0, "128"},
+    {"num_experts", MIXTRAL | DEEPSEEK_MOE | GPT_OSS, MT_AT(num_experts), READ},
     {"n_routed_experts", DEEPSEEK_MOE, MT_AT(num_experts)},
     {"n_routed_experts", MIXTRAL | QWEN_MOE, MT_AT(num_experts), READ},
-    {"num_experts_per_tok", MOE, MT_AT(moe_router_topk), REQUIRED},
-    {"router_aux_loss_coef", MIXTRAL | QWEN_MOE, MT_AT(moe_aux_loss_coeff), 0, "0.001"},
+    {"num_experts_per_tok", MOE & ~GPT_OSS, MT_AT(moe_router_topk), REQUIRED},
+    {"num_experts_per_tok", GPT_OSS, MT_AT(moe_router_topk), 0, "4"},
+    {"router_aux_loss_coef", MIXTRAL | QWEN_MOE | GPT_OSS, MT_AT(moe_aux_loss_coeff), 0, "0.001"},
     {"router_aux_loss_coef", DEEPSEEK_MOE, MT_AT(moe_aux_loss_coeff), NONZERO, "0.0"}, // this program's
     {"router_jitter_noise", MIXTRAL, 0, FIXED | READ, "0.0|0"},
-    {"output_router_logits", MIXTRAL | QWEN_MOE, 0, FIXED | WRITE, "false"},
+    {"output_router_logits", MIXTRAL | QWEN_MOE | GPT_OSS, 0, FIXED | WRITE, "false"},
     {"norm_topk_prob", QWEN_MOE, MT_AT(moe_router_pre_softmax), NEGATED, "false"},
     {"norm_topk_prob", DEEPSEEK_MOE, 0, FIXED, "true"},
     {"shared_expert_intermediate_size", QWEN2_MOE, MT_AT(moe_shared_expert_intermediate_size), REQUIRED},
@@ -230,6 +248,11 @@ static const mt_hf_key mt_hf_keys[] = {
     {NULL, BLOCKS, MT_AT(position_embedding_type), 0, "\"rope\""},
     {NULL, QWEN3 | QWEN3_MOE | WINDOWED, MT_AT(qk_layernorm), 0, "true"},
     {NULL, OLMO3, MT_AT(qk_layernorm_all_heads), 0, "true"},
+    {NULL, GPT_OSS, MT_AT(quick_geglu), 0, "true"},
+    {NULL, GPT_OSS, MT_AT(glu_linear_offset), 0, "1"},
+    {NULL, GPT_OSS, MT_AT(softmax_type), 0, "\"learnable\""},
+    {NULL, GPT_OSS, MT_AT(moe_router_linear_bias), 0, "true"},
+    {NULL, GPT_OSS, MT_AT(mlp_bias), PLAIN, "true"},
     {NULL, GEMMA3, MT_AT(norm_placement), 0, "\"both\""},
     {NULL, OLMO3, MT_AT(norm_placement), 0, "\"after\""},
     {NULL, GEMMA3, MT_AT(layernorm_zero_centered_gamma), 0, "true"},
@@ -549,8 +572,16 @@ static void mt_config_read_original_context(mt_config *config, const json_t *rop
     shape->original_max_position_embeddings = beside;
 }
 
+/* RoPE of a gpt-oss whose file does not say it. */
+static json_t *mt_gpt_oss_rope(void) {
+    return json_pack("{s:s, s:f, s:f, s:f, s:b, s:i}", "rope_type", "yarn", "factor", 32.0, "beta_fast", 32.0,
+                     "beta_slow", 1.0, "truncate", 0, "original_max_position_embeddings", 4096);
+}
+
 static void mt_config_read_rope(mt_config *config, mt_options *shape) {
     unsigned mask = 1u << shape->hf_family;
+    if (mask & GPT_OSS && !mt_config_get(config->root, "rope_parameters")) // as in transformers
+        json_object_set_new(config->root, "rope_parameters", mt_gpt_oss_rope());
     const json_t *window, *rope = mt_config_rope_object(config, mask, &window);
     mt_config_real(config, config->root, "rope_theta", 0); // its type counts even where the object's own replaces it
     mt_config_read_later(config, mt_config_get(rope, "rope_theta") ? rope : config->root, "rope_theta", mask, shape);
@@ -589,7 +620,7 @@ static bool mt_config_read_layer_types(mt_config *config, char *letters, int64_t
 
 /* Layer i has a window where no list says it, as in transformers 5. Qwen: layers from max_window_layers on; in
  * Qwen2-MoE every second one before; in Qwen3-MoE all, whatever a list says. Gemma 3 and OLMo 3: all but every
- * sliding_window_pattern-th. */
+ * sliding_window_pattern-th. gpt-oss: every second one from the first on. */
 static bool mt_config_slides(mt_config *config, unsigned mask, int64_t i) {
     int64_t first = mt_config_int(config, config->root, "max_window_layers", 28);
     int64_t older = mt_config_int(config, config->root, "sliding_window_pattern", mask & GEMMA3 ? 6 : 4);
@@ -597,6 +628,7 @@ static bool mt_config_slides(mt_config *config, unsigned mask, int64_t i) {
     if (pattern < 1) mt_config_fail(config, "\"sliding_window_pattern\" is %lld, must be positive", (long long)pattern);
     if (mask & WINDOWED) return pattern > 0 && (i + 1) % pattern != 0;
     if (mask & QWEN2_MOE) return i < first && i % 2 == 0;
+    if (mask & GPT_OSS) return i % 2 == 0;
     return mask & QWENS && !(mask & QWEN3_MOE) ? i >= first : true;
 }
 
@@ -683,7 +715,7 @@ static void mt_config_read_expert_layers(mt_config *config, mt_options *shape) {
 /* The number of experts, and the layers that have them. */
 static void mt_config_finish_experts(mt_config *config, unsigned mask, mt_options *shape) {
     if (shape->num_experts == 0) mt_config_fail(config, "\"%s\" is missing", mt_hf_key_name(MT_AT(num_experts), mask));
-    if (!(mask & MIXTRAL)) mt_config_read_expert_layers(config, shape);
+    if (!(mask & (MIXTRAL | GPT_OSS))) mt_config_read_expert_layers(config, shape);
 }
 
 /* Values of Llama's block that follow from several keys. */
@@ -693,7 +725,7 @@ static void mt_config_finish_block(mt_config *config, unsigned mask, mt_options 
     if (shape->num_query_groups == shape->num_attention_heads) shape->num_query_groups = 0; // a group for each head
     shape->group_query_attention = shape->num_query_groups != 0;
     mt_config_read_rope(config, shape);
-    if (mask & (MISTRAL | MIXTRAL | QWENS | SMOLLM3 | WINDOWED)) mt_config_read_windows(config, mask, shape);
+    if (mask & (MISTRAL | MIXTRAL | QWENS | SMOLLM3 | WINDOWED | GPT_OSS)) mt_config_read_windows(config, mask, shape);
     if (mask & SMOLLM3) mt_config_read_rope_layers(config, shape);
     if (mask & MOE) mt_config_finish_experts(config, mask, shape);
     if (!(mask & DEEPSEEK_V3)) return;
@@ -718,7 +750,8 @@ static void mt_config_read_megatron(mt_config *config, mt_options *shape) {
     shape->mtp_layers_stored = shape->mtp_num_layers;
 }
 
-/* Weights in fp8 with a scale per block, as in DeepSeek-V3's folders. */
+/* Weights in fp8 with a scale per block, as in DeepSeek-V3's folders; experts in MXFP4, as in gpt-oss's: what their
+ * tensors' names and types say. A model is saved as it is trained, without this key. */
 static void mt_config_read_quantization(mt_config *config, mt_options *shape) {
     const json_t *quantization = mt_config_object(config, config->root, "quantization_config");
     if (!quantization) return;
@@ -726,6 +759,7 @@ static void mt_config_read_quantization(mt_config *config, mt_options *shape) {
     const char *format = mt_config_string(config, quantization, "fmt", "e4m3");
     const char *activations = mt_config_string(config, quantization, "activation_scheme", "dynamic");
     const json_t *sizes = mt_config_get(quantization, "weight_block_size");
+    if (method && strcmp(method, "mxfp4") == 0 && shape->hf_family == MT_HF_GPT_OSS) return;
     if (!method || strcmp(method, "fp8") != 0 || !format || strcmp(format, "e4m3") != 0)
         mt_config_fail(config,
                        "quantized weights (\"quantization_config\") of \"quant_method\" %.60s, \"fmt\" %.60s are not "
@@ -949,6 +983,7 @@ static json_t *mt_config_value(const mt_hf_key *key, const mt_options *o) {
     if (key->flags & (PLAIN_ACTIVATION | GATED_ACTIVATION)) return json_stringn(names, strcspn(names, "|"));
     if (key->conversion) return json_integer(key->conversion->write(o));
     if (key->flags & FIXED && mt_choice_index("true|false", key->absent) >= 0) return json_boolean(*key->absent == 't');
+    if (key->flags & FIXED && *key->absent >= '0' && *key->absent <= '9') return json_real(strtod(key->absent, NULL));
     if (key->flags & FIXED) return json_stringn(key->absent, strcspn(key->absent, "|"));
     if (row && row->type == MT_INT) return json_integer(*mt_option_int(o, row));
     if (row && row->type == MT_REAL) return json_real(*mt_option_real(o, row));
@@ -1008,7 +1043,7 @@ static void mt_config_write_layers(json_t *root, unsigned mask, const mt_options
         json_array_append_new(rope, json_integer(kind.rope != MT_ROPE_NONE));
         if (!has_experts) json_array_append_new(dense, json_integer(i));
     }
-    if (mask & (QWENS | SMOLLM3 | WINDOWED)) json_object_set(root, "layer_types", types);
+    if (mask & (QWENS | SMOLLM3 | WINDOWED | GPT_OSS)) json_object_set(root, "layer_types", types);
     if (mask & (QWENS | SMOLLM3)) {
         mt_json_set_bool(root, "use_sliding_window", o->window_size > 0);
         mt_json_set_int(root, "max_window_layers", full); // for transformers before 5
