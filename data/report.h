@@ -79,8 +79,8 @@ double mt_flops(const mt_options *options, int64_t num_sequences);
  * an H200 computes while it receives a token's keys and values, forward and backward, over NVLink. */
 mt_token_work mt_token_work_of(const mt_options *options);
 
-/* Brings what was printed to the standard output. A full disk or closed pipe there must not end a run: the first failure
- * is reported on standard error. */
+/* Brings what was printed to the standard output. A full disk or closed pipe there must not end a run: the first
+ * failure is reported on standard error. */
 void mt_report_flush(void);
 
 /* Prints a line on rank 0. */
