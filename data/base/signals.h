@@ -28,7 +28,11 @@ void mt_signals_note(const char *graceful, const char *killed);
  * already. */
 void mt_signals_keep(const bool stops[MT_NUM_SIGNALS]);
 
-/* True after a signal that requests a stop. */
+/* From here on, a pipe of the standard output that nobody reads any more requests a stop, as a closed terminal does,
+ * and SIGPIPE is ignored. Under nohup the run goes on without output. */
+void mt_signals_watch_output(void);
+
+/* True after a signal or a closed pipe that requests a stop. */
 bool mt_stop_requested(void);
 
 #ifdef __cplusplus

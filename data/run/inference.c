@@ -9,6 +9,7 @@
 #include "../options/option_agree.h"
 #include "../options/option_help.h"
 #include "../options/option_table.h"
+#include "../options/option_warn.h"
 #include "../checkpoint/checkpoint.h"
 #include "../checkpoint/run_options.h"
 #include "../report/report.h"
@@ -226,6 +227,7 @@ static void print_config(mt_inference *r) {
     int status = mt_options_read_shape(&r->options, &error);
     if (status == 0) status = mt_options_finish(&r->options, MT_PROGRAM_INFER, ranks, &error);
     if (r->is_first) mt_options_print_config(&r->options, MT_PROGRAM_INFER, ranks, status != 0 ? &error : NULL, stdout);
+    mt_inference_check(r, mt_file_flush_output(&error), &error);
     mt_options_free(&r->options);
     mt_grid_stop(&r->grid);
 }
@@ -245,6 +247,7 @@ bool mt_inference_open(mt_inference *r, int *argc, char ***argv) {
     if (o->print_config) return print_config(r), false;
     mt_inference_check(r, mt_options_finish(o, MT_PROGRAM_INFER, r->grid.world.size, &error), &error);
     mt_inference_check(r, mt_options_agree(o, &r->grid.world, &error), &error);
+    if (r->is_first) mt_options_warn(o, MT_PROGRAM_INFER, stderr);
     mt_inference_check(r, mt_grid_build(&r->grid, o, &error), &error);
     r->folder = mt_checkpoint_resolve(o->load, &error);
     mt_inference_check(r, r->folder ? 0 : -1, &error);

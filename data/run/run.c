@@ -356,7 +356,7 @@ static void print_opening(const mt_run *r) {
     mt_report_opening(o, &r->begin, r->ops, &r->grid, r->data ? mt_data_split(r->data, MT_SPLIT_TRAIN) : NULL, stdout);
     mt_launch_print_grace(o, stdout);
     mt_options_print(o, MT_PROGRAM_TRAIN, stdout);
-    mt_options_warn(o, stdout);
+    mt_options_warn(o, MT_PROGRAM_TRAIN, stdout);
     if (o->save) mt_adapter_warn(o, stdout);
     mt_launch_answer_environment(stdout);
     int64_t consumed = r->begin.consumed_train_samples, left = o->num_iterations - r->begin.iteration;
@@ -431,7 +431,7 @@ bool mt_run_open(mt_run *r, int *argc, char ***argv) {
     mt_report_long_step(&r->report, &r->state);
     status = r->options.trace ? mt_trace_open(&r->options, &r->grid, &r->state, &error) : 0;
     refuse(r, status, &error);
-    fflush(stdout); // the first step may take long
+    mt_report_flush(); // the first step may take long
     return true;
 }
 
@@ -460,5 +460,6 @@ void mt_run_close(mt_run *r) {
     mt_reference_close(r->reference);
     mt_model_destroy(r->model);
     print_profile(r);
+    mt_report_flush();
     stop(r);
 }
