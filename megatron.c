@@ -5886,11 +5886,11 @@ typedef struct mt_pass {
 
 /* Buffers that all layers share. A union names the values that a buffer holds one after the other. */
 typedef struct mt_layer_scratch {
-    void *dresidual;      // [R, C] gradient of the residual stream
-    void *dresidual_next; // [R, C] second buffer for it: a split backward keeps the gradient before a norm
-    void *block_out;      // [R, C] a block's output before it is added to the residual stream, and its gradient
-    void *dout;           // [R, C] gradient of a block's output before the norm after it
-    void *dnormed;        // [R, C] gradient of a norm's output
+    void *dresidual; // [R, C] gradient of the residual stream
+    void *dmiddle;   // [R, C] split backward: that between the blocks of a layer; both are read until the layer's end
+    void *block_out; // [R, C] a block's output before it is added to the residual stream, and its gradient
+    void *dout;      // [R, C] gradient of a block's output before the norm after it
+    void *dnormed;   // [R, C] gradient of a norm's output
     union {
         void *dqkv;        // [T, (H + 2G) D]; latent attention: dq, then dkv
         void *dmlp_hidden; // [T, 2F] or [T, F]
@@ -6415,12 +6415,11 @@ typedef struct mt_next_norm {
     const mt_layer *layer; // of the norm, if it is to be acquired before the norm
 } mt_next_norm;
 
-/* out = residual + dropout(scratch.block_out), then the next norm of out (w NULL: none); one operation if the backend
- * has it. */
-static void mt_residual_forward(const mt_model *m, const mt_pass *p, void *out, const void *residual, int64_t number,
-                                int which, mt_next_norm next) {
+/* out = residual + dropout(x), then the next norm of out (w NULL: none); one operation if the backend has it. */
+static void mt_residual_forward(const mt_model *m, const mt_pass *p, void *out, const void *residual, const void *x,
+                                int64_t number, int which, mt_next_norm next) {
     mt_dropout_add_args sum = mt_dropout_operands(m, p, number, which);
-    sum.x = m->scratch.block_out, sum.residual = residual, sum.out = out;
+    sum.x = x, sum.residual = residual, sum.out = out;
     // a replayed norm runs alone, and the two may sum in different orders
     bool fuses = m->ops->residual_norm_forward && !(m->recompute_modules & MT_MODULE_LAYERNORM);
     if (next.w && fuses) {
@@ -6433,25 +6432,14 @@ static void mt_residual_forward(const mt_model *m, const mt_pass *p, void *out, 
     if (next.w) mt_norm_forward(m, p, next.w, next.n, out);
 }
 
-/* Returns the gradient of a block's output: scratch.dresidual, or with dropout scratch.block_out. */
-static const void *mt_residual_backward(const mt_model *m, const mt_pass *p, int64_t number, int which) {
-    const mt_layer_scratch *s = &m->scratch;
+/* Returns dx, the gradient of x, from dout; without dropout they are the same, and it returns dout. */
+static const void *mt_residual_backward(const mt_model *m, const mt_pass *p, const void *dout, void *dx, int64_t number,
+                                        int which) {
     mt_dropout_add_args a = mt_dropout_operands(m, p, number, which);
-    if (a.dropout.p == 0) return s->dresidual;
-    a.x = s->dresidual, a.out = s->block_out;
+    if (a.dropout.p == 0) return dout;
+    a.x = dout, a.out = dx;
     m->ops->dropout_add_backward(&a, m->dtype, p->stream);
-    return s->block_out;
-}
-
-/* scratch.dresidual += gradient of x through a block's norm, from dy, that of the norm's output. A split backward
- * writes the sum to the other buffer: the old dresidual is dy of the block's last linear, which is deferred afterwards.
- */
-static void mt_residual_norm_backward(mt_model *m, const mt_pass *p, const mt_norm *w, const mt_normed *n,
-                                      const void *dy, const void *x) {
-    mt_layer_scratch *s = &m->scratch;
-    void *old = s->dresidual;
-    if (p->halves != MT_BACKWARD_BOTH) s->dresidual = s->dresidual_next, s->dresidual_next = old;
-    mt_norm_backward(m, p, w, n, s->dresidual, old, dy, x);
+    return dx;
 }
 
 /* ==== §9d attention =============================================================================================== */
@@ -8050,21 +8038,28 @@ static void mt_layer_slots(const mt_model *m, mt_slots *s, const mt_layer *w) {
 
 /* ---- blocks */
 
-/* output = input + dropout(after(kind(x))), and the next norm, if any. output NULL: only the values that the backward
- * reads. */
+/* The place of a result [R, C], and the layer whose input it is, with its saved values; reader NULL: of none. out NULL:
+ * only the values that the backward reads are computed. */
+typedef struct mt_layer_result {
+    void *out;
+    const mt_layer *reader;
+    const mt_activations *reader_values;
+} mt_layer_result;
+
+/* result = input + dropout(after(kind(x))), and the next norm, if any. */
 static void mt_block_forward(mt_model *m, const mt_pass *p, const mt_layer *w, mt_activations *a, const mt_block *b,
-                             void *output, mt_next_norm next) {
-    void *sum = m->scratch.block_out, *out = b->after ? b->out : output ? sum : NULL;
+                             mt_layer_result result, mt_next_norm next) {
+    void *sum = m->scratch.block_out, *out = b->after ? b->out : result.out ? sum : NULL;
     b->kind->forward(m, p, w, a, mt_block_x(b), out);
     if (b->after) {
         mt_normed normed = b->out_normed;
         normed.y = sum;
         mt_norm_forward(m, p, b->after, &normed, out);
     }
-    if (!output) return;
-    if (output == a[1].input) mt_offload_claim(m, p, w + 1, a + 1); // of the layer after this one
+    if (!result.out) return;
+    if (result.reader) mt_offload_claim(m, p, result.reader, result.reader_values);
     if (next.layer) mt_bucket_acquire(m, next.layer->bucket);
-    mt_residual_forward(m, p, output, b->input, w->number, b->drop, next);
+    mt_residual_forward(m, p, result.out, b->input, sum, w->number, b->drop, next);
 }
 
 /* Selective recomputation. */
@@ -8073,32 +8068,33 @@ static void mt_block_replay(mt_model *m, const mt_pass *p, const mt_layer *w, mt
     if (b->kind->replay) b->kind->replay(m, p, w, a, mt_block_x(b));
 }
 
-/* scratch.dresidual: gradient of the block's output in, of its input out. */
+/* dinput[R, C], the gradient of the block's input, from that of its output. They may be the same, but not in a split
+ * backward: doutput is dy of the block's last linear, which is deferred at the end. */
 static void mt_block_backward(mt_model *m, const mt_pass *p, mt_layer *w, mt_activations *a, const mt_block *b,
-                              bool leaves_weight) {
+                              const void *doutput, void *dinput, bool leaves_weight) {
     mt_layer_scratch *s = &m->scratch;
-    const void *x = mt_block_x(b), *dout = mt_residual_backward(m, p, w->number, b->drop);
+    const void *x = mt_block_x(b), *dout = mt_residual_backward(m, p, doutput, s->block_out, w->number, b->drop);
     if (b->after) {
         mt_norm_backward(m, p, b->after, &b->out_normed, s->dout, NULL, dout, b->out);
         dout = s->dout;
     }
     mt_deferred last = b->kind->backward(m, p, w, a, x, dout, s->dnormed, leaves_weight);
     if (b->before)
-        mt_residual_norm_backward(m, p, b->before, &b->normed, s->dnormed, b->input);
+        mt_norm_backward(m, p, b->before, &b->normed, dinput, doutput, s->dnormed, b->input);
     else
-        mt_add_to(m, p, s->dresidual, s->dnormed);
+        m->ops->add(dinput, doutput, s->dnormed, p->rows * m->C, m->dtype, p->stream);
     if (last.linear) mt_defer_weight(m, p, w, a, last.linear, last.x, last.dy);
 }
 
 /* ---- the two blocks of a layer */
 
-/* output[R, C] from the input and its norm, which are in `a`; and the next norm, if any. */
-static void mt_layer_forward(mt_model *m, const mt_pass *p, const mt_layer *w, mt_activations *a, void *output,
-                             mt_next_norm next) {
+/* The result of the layer, from the input and its norm, which are in `a`; and the next norm, if any. */
+static void mt_layer_forward(mt_model *m, const mt_pass *p, const mt_layer *w, mt_activations *a,
+                             mt_layer_result result, mt_next_norm next) {
     mt_block mixer = mt_mixer_block(m, w, a), feed_forward = mt_feed_forward_block(m, w, a);
     mt_next_norm mlp_norm = {.w = feed_forward.before, .n = &a->mlp_norm};
-    mt_block_forward(m, p, w, a, &mixer, a->middle, mlp_norm);
-    mt_block_forward(m, p, w, a, &feed_forward, output, next);
+    mt_block_forward(m, p, w, a, &mixer, (mt_layer_result){.out = a->middle}, mlp_norm);
+    mt_block_forward(m, p, w, a, &feed_forward, result, next);
     mt_offload_store(m, p, w, a);
 }
 
@@ -8112,20 +8108,23 @@ static bool mt_gathers_ahead(const mt_model *m, const mt_pass *p, const mt_layer
     return gathers && at_once && !replays && splits && leaves;
 }
 
-/* The values of modules that are recomputed are in the layer's buffer, or else computed again. With `ahead` the
- * gradient for the experts of the layer below is gathered beside the gradient of qkv's weight. */
-static void mt_layer_backward(mt_model *m, const mt_pass *p, mt_layer *w, mt_activations *a, bool ahead) {
+/* dresidual[R, C]: the gradient of the layer's output in, that of its input out. The values of modules that are
+ * recomputed are in the layer's buffer, or else computed again. With `ahead` the gradient for the experts of the layer
+ * below is gathered beside the gradient of qkv's weight. */
+static void mt_layer_backward(mt_model *m, const mt_pass *p, mt_layer *w, mt_activations *a, void *dresidual,
+                              bool ahead) {
     mt_block mixer = mt_mixer_block(m, w, a), feed_forward = mt_feed_forward_block(m, w, a);
+    void *dmiddle = p->halves == MT_BACKWARD_BOTH ? dresidual : m->scratch.dmiddle;
     mt_pass replay = *p;
     replay.replay = true;
     bool replays = m->recompute_modules && m->recomputed != a;
     if (replays) mt_block_replay(m, &replay, w, a, &feed_forward);
-    mt_block_backward(m, p, w, a, &feed_forward, false);
+    mt_block_backward(m, p, w, a, &feed_forward, dresidual, dmiddle, false);
     if (replays) mt_block_replay(m, &replay, w, a, &mixer);
     if (replays) m->recomputed = a;
-    mt_block_backward(m, p, w, a, &mixer, ahead);
+    mt_block_backward(m, p, w, a, &mixer, dmiddle, dresidual, ahead);
     if (!ahead) return;
-    mt_dispatch_gather(m, p, m->scratch.dresidual);
+    mt_dispatch_gather(m, p, dresidual);
     m->experts->gathered_ahead = true;
     mt_linear_backward_weight(&p->tp, &w->qkv, &(mt_linear_io){.x = mt_block_x(&mixer), .dy = m->scratch.dqkv});
 }
@@ -9024,9 +9023,9 @@ static void mt_distill(mt_model *m, const mt_pass *p, const mt_output *out, bool
     if (!backward) mt_whole_gather(p, h->numbers[MT_HOST_DIVERGENCE], h->staged[MT_HOST_DIVERGENCE]);
 }
 
-/* scratch.dnormed = the gradient of the normalised hidden states. The head's gradients stay acquired. */
-static void mt_head_backward(mt_model *m, const mt_pass *p, const mt_output *out, const int32_t *labels) {
-    const mt_linear_io head = {.x = out->norm.y, .dy = out->logits, .dx = m->scratch.dnormed};
+/* dx = the gradient of the normalised hidden states. The head's gradients stay acquired. */
+static void mt_head_backward(mt_model *m, const mt_pass *p, const mt_output *out, const int32_t *labels, void *dx) {
+    const mt_linear_io head = {.x = out->norm.y, .dy = out->logits, .dx = dx};
     const mt_cross_entropy_args tokens = mt_head_tokens(m, p, out, labels);
     if (m->options->head_type == MT_HEAD_LM)
         m->ops->cross_entropy_backward(&tokens, m->dtype, p->stream);
@@ -9068,25 +9067,40 @@ static void mt_recompute_unit_input(mt_model *m, const mt_pass *p, mt_activation
                             count * mt_dtype_size(m->dtype), p->stream);
 }
 
-/* Layers [begin, end) of the chunk, from the first one's saved input to `output` and its norm, if any; output NULL:
- * only the values that the backward reads. Each layer also computes the next layer's input norm; the first layer's is
- * computed here, so that a forward of the whole unit and its replay run the same operations. */
-static void mt_layers_forward(mt_model *m, const mt_pass *p, int64_t begin, int64_t end, void *output,
-                              mt_next_norm output_norm) {
+/* The saved values of a layer of the chunk; in generation all layers share one set. */
+static mt_activations *mt_values_of(const mt_model *m, const mt_pass *p, int64_t layer) {
+    return &p->mb->layers[m->plan.train ? layer : 0];
+}
+
+/* The input of a layer of the chunk as the result of the layer before. */
+static mt_layer_result mt_input_of(const mt_model *m, const mt_pass *p, int64_t layer) {
+    const mt_activations *values = mt_values_of(m, p, layer);
+    return (mt_layer_result){values->input, &m->layers[m->first_local[p->mb->chunk] + layer], values};
+}
+
+/* Layers [begin, end) of the chunk, from the first one's saved input to `result` and its norm, if any. Each layer also
+ * computes the next layer's input norm; the first layer's is computed here, so that a forward of the whole unit and its
+ * replay run the same operations. */
+static void mt_layers_forward(mt_model *m, const mt_pass *p, int64_t begin, int64_t end, mt_layer_result result,
+                              mt_next_norm result_norm) {
     mt_layer *layers = m->layers + m->first_local[p->mb->chunk];
     bool before = mt_norms_before(m->options);
     for (int64_t i = begin; i < end; i++) {
         mt_layer *w = &layers[i];
-        mt_activations *a = &p->mb->layers[m->plan.train ? i : 0], *after = m->plan.train ? a + 1 : a;
-        mt_next_norm next = output_norm;
+        mt_activations *a = mt_values_of(m, p, i);
+        bool is_last = i + 1 == end;
+        mt_next_norm next = result_norm;
         if (i == begin) {
             mt_bucket_acquire(m, w->bucket);
             mt_recompute_unit_input(m, p, a);
             if (before) mt_norm_forward(m, p, &w->input_norm, &a->input_norm, a->input);
         }
         if (w->expert_bucket >= 0) mt_bucket_acquire(m, w->expert_bucket);
-        if (i + 1 < end) next = (mt_next_norm){before ? &w[1].input_norm : NULL, &after->input_norm, &w[1]};
-        mt_layer_forward(m, p, w, a, i + 1 < end ? after->input : output, next);
+        if (!is_last) {
+            mt_layer *reader = &layers[i + 1];
+            next = (mt_next_norm){before ? &reader->input_norm : NULL, &mt_values_of(m, p, i + 1)->input_norm, reader};
+        }
+        mt_layer_forward(m, p, w, a, is_last ? result : mt_input_of(m, p, i + 1), next);
         if (w->expert_bucket >= 0) mt_bucket_release(m, w->expert_bucket);
         mt_bucket_release(m, w->bucket);
         m->recomputed = w->recomputed || m->recompute_modules ? a : m->recomputed;
@@ -9098,7 +9112,7 @@ static void mt_recompute_unit_replay(mt_model *m, const mt_pass *p, int64_t begi
     mt_pass replay = *p;
     replay.replay = true;
     if (!m->layers[m->first_local[p->mb->chunk] + begin].recomputed || m->recomputed == &p->mb->layers[end - 1]) return;
-    mt_layers_forward(m, &replay, begin, end, NULL, (mt_next_norm){0});
+    mt_layers_forward(m, &replay, begin, end, (mt_layer_result){0}, (mt_next_norm){0});
 }
 
 /* Starts the copy of the last offloaded values of the chunk's layers and modules [0, end) back to the device. */
@@ -9200,15 +9214,14 @@ static mt_layer *mt_mtp_layer(const mt_model *m, const mt_pass *p, int64_t k) {
     return &m->layers[m->first_local[p->mb->chunk] + mt_mtp_index(m, p, k)];
 }
 
-/* The norm that writes one half of joined[R, 2C]: 0: embedding, 1: hidden state. */
+/* The norm that writes one half of joined[R, 2C]: 0: embedding, 1: hidden state. The backward adds dy and dx. */
 static mt_norm_args mt_mtp_norm(const mt_model *m, const mt_pass *p, int64_t k, int half) {
     const mt_layer *w = mt_mtp_layer(m, p, k);
     const mt_output *a = &p->mb->outputs[1 + k];
     mt_normed n = {.rstd = half ? a->hidden_rstd : a->embedded_rstd, .y = mt_at(a->joined, half * m->C, m->dtype)};
     mt_norm_args norm = mt_norm_operands(m, p, half ? &w->mtp_hidden_norm : &w->mtp_embedding_norm, &n);
     norm.x = half ? p->mb->outputs[k].norm.y : a->embedded; // output 0 is the main model's
-    norm.y_stride = norm.dy_stride = 2 * m->C, norm.dy = mt_at(m->mtp->djoined, half * m->C, m->dtype);
-    norm.dx = half ? m->mtp->dhidden : m->scratch.dresidual;
+    norm.y_stride = norm.dy_stride = 2 * m->C;
     return norm;
 }
 
@@ -9222,13 +9235,15 @@ static void mt_mtp_join_forward(mt_model *m, const mt_pass *p, int64_t k, void *
     mt_linear_forward(&p->tp, &mt_mtp_layer(m, p, k)->mtp_projection, &projection);
 }
 
-/* Gradient of eh_proj's output in scratch.dresidual -> gradient of the hidden state in mtp.dhidden and of the embedding
- * in scratch.dresidual. */
-static void mt_mtp_join_backward(mt_model *m, const mt_pass *p, int64_t k) {
-    mt_linear_io projection = {.x = p->mb->outputs[1 + k].joined, .dy = m->scratch.dresidual, .dx = m->mtp->djoined};
+/* Gradients of the hidden state and of the embedding, from that of eh_proj's output; dembedded may be dout. */
+static void mt_mtp_join_backward(mt_model *m, const mt_pass *p, int64_t k, const void *dout, void *dhidden,
+                                 void *dembedded) {
+    void *djoined = m->mtp->djoined;
+    mt_linear_io projection = {.x = p->mb->outputs[1 + k].joined, .dy = dout, .dx = djoined};
     mt_linear_backward(&p->tp, &mt_mtp_layer(m, p, k)->mtp_projection, &projection, MT_BACKWARD_BOTH);
     for (int half = 1; half >= 0; half--) {
         mt_norm_args norm = mt_mtp_norm(m, p, k, half);
+        norm.dy = mt_at(djoined, half * m->C, m->dtype), norm.dx = half ? dhidden : dembedded;
         m->ops->rmsnorm_backward(&norm, m->dtype, p->stream);
     }
 }
@@ -9243,7 +9258,7 @@ static void mt_mtp_forward(mt_model *m, const mt_pass *p) {
         mt_bucket_acquire(m, w->bucket);
         mt_offload_claim(m, p, w, a);
         mt_mtp_join_forward(m, p, k, a->input);
-        mt_layers_forward(m, p, mt_mtp_index(m, p, k), mt_mtp_index(m, p, k) + 1, out->hidden,
+        mt_layers_forward(m, p, mt_mtp_index(m, p, k), mt_mtp_index(m, p, k) + 1, (mt_layer_result){.out = out->hidden},
                           (mt_next_norm){.w = &w->mtp_final_norm, .n = &out->norm});
         mt_bucket_release(m, w->bucket);
         mt_head_forward(m, p, out);
@@ -9252,25 +9267,25 @@ static void mt_mtp_forward(mt_model *m, const mt_pass *p) {
     }
 }
 
-/* mtp.dhidden = gradient of the main model's hidden state from all modules. */
-static void mt_mtp_backward(mt_model *m, const mt_pass *p) {
+/* dhidden = gradient of the main model's hidden state from all modules. */
+static void mt_mtp_backward(mt_model *m, const mt_pass *p, void *dhidden) {
+    void *dnormed = m->scratch.dnormed, *dresidual = m->scratch.dresidual;
     int64_t word = mt_word_bucket(m);
     for (int64_t k = m->mtp->count - 1; k >= 0; k--) {
         mt_layer *w = mt_mtp_layer(m, p, k);
         mt_output *out = &p->mb->outputs[1 + k];
-        mt_head_backward(m, p, out, p->batch->mtp_labels + k * p->T);
+        mt_head_backward(m, p, out, p->batch->mtp_labels + k * p->T, dnormed);
         if (word != m->head_bucket) mt_bucket_gradients_release(m, m->head_bucket, false);
-        if (k + 1 < m->mtp->count) mt_add_to(m, p, m->scratch.dnormed, m->mtp->dhidden);
+        if (k + 1 < m->mtp->count) mt_add_to(m, p, dnormed, dhidden);
         mt_layer_acquire(m, w, true, true);
-        mt_norm_backward(m, p, &w->mtp_final_norm, &out->norm, m->scratch.dresidual, NULL, m->scratch.dnormed,
-                         out->hidden);
+        mt_norm_backward(m, p, &w->mtp_final_norm, &out->norm, dresidual, NULL, dnormed, out->hidden);
         mt_offload_fetch(m, p, mt_mtp_index(m, p, k));
         mt_recompute_unit_replay(m, p, mt_mtp_index(m, p, k), mt_mtp_index(m, p, k) + 1);
-        mt_layer_backward(m, p, w, &p->mb->layers[mt_mtp_index(m, p, k)], false);
-        mt_mtp_join_backward(m, p, k);
+        mt_layer_backward(m, p, w, &p->mb->layers[mt_mtp_index(m, p, k)], dresidual, false);
+        mt_mtp_join_backward(m, p, k, dresidual, dhidden, dresidual);
         mt_layer_release(m, p, w, true, true);
         bool last = p->last && k == 0 && !m->has_embedding && word != m->head_bucket;
-        mt_embed_backward(m, p, m->scratch.dresidual, p->batch->mtp_tokens + k * p->T, w->number, last);
+        mt_embed_backward(m, p, dresidual, p->batch->mtp_tokens + k * p->T, w->number, last);
     }
 }
 
@@ -9535,17 +9550,17 @@ static void mt_loss_forward(mt_model *m, const mt_pass *p) {
     if (p->training) mt_mtp_forward(m, p);
 }
 
-/* scratch.dresidual = the gradient of the last layer's output. A tied head's gradient is complete only when the
- * embedding has added its own. */
-static void mt_loss_backward(mt_model *m, const mt_pass *p) {
+/* dhidden = the gradient of the last layer's output. A tied head's gradient is complete only when the embedding has
+ * added its own. */
+static void mt_loss_backward(mt_model *m, const mt_pass *p, void *dhidden) {
     const mt_output *out = &p->mb->outputs[0];
-    mt_mtp_backward(m, p);
+    void *dnormed = m->scratch.dnormed, *dnormed_of_modules = m->mtp->dhidden;
+    mt_mtp_backward(m, p, dnormed_of_modules);
     mt_bucket_acquire(m, m->output_bucket);
     mt_bucket_gradients_acquire(m, m->output_bucket);
-    mt_head_backward(m, p, out, p->batch->labels);
-    if (m->mtp->count > 0) mt_add_to(m, p, m->scratch.dnormed, m->mtp->dhidden);
-    mt_norm_backward(m, p, &m->outer.final_norm, &out->norm, m->scratch.dresidual, NULL, m->scratch.dnormed,
-                     out->hidden);
+    mt_head_backward(m, p, out, p->batch->labels, dnormed);
+    if (m->mtp->count > 0) mt_add_to(m, p, dnormed, dnormed_of_modules);
+    mt_norm_backward(m, p, &m->outer.final_norm, &out->norm, dhidden, NULL, dnormed, out->hidden);
     mt_bucket_gradients_release(m, m->output_bucket, p->last);
     if (m->head_bucket != m->output_bucket && m->head_bucket != m->word_bucket)
         mt_bucket_gradients_release(m, m->head_bucket, p->last);
@@ -9571,13 +9586,14 @@ static void mt_chunk_forward(mt_model *m, const mt_pass *p) {
     if (stage->embedding) mt_embed_forward(m, p, mt_chunk_input(m, p), p->batch->tokens, -1);
     for (int64_t begin = 0, end; begin < stage->num_layers; begin = end) {
         end = mt_recompute_unit_end(m, p->mb->chunk, begin);
-        void *output = end < stage->num_layers ? p->mb->layers[end].input : p->mb->outputs[0].hidden;
-        mt_layers_forward(m, p, begin, end, output, (mt_next_norm){0});
+        bool is_last = end == stage->num_layers;
+        mt_layer_result result = {.out = p->mb->outputs[0].hidden};
+        mt_layers_forward(m, p, begin, end, is_last ? result : mt_input_of(m, p, end), (mt_next_norm){0});
     }
 }
 
-/* scratch.dresidual: gradient of the chunk's output in, gradient of its input out. */
-static void mt_chunk_backward(mt_model *m, const mt_pass *p) {
+/* dresidual[R, C]: the gradient of the chunk's output in, that of its input out. */
+static void mt_chunk_backward(mt_model *m, const mt_pass *p, void *dresidual) {
     const mt_stage *stage = &m->stages[p->mb->chunk];
     for (int64_t i = stage->num_layers - 1; i >= 0; i--) {
         mt_layer *w = &m->layers[m->first_local[p->mb->chunk] + i];
@@ -9585,10 +9601,10 @@ static void mt_chunk_backward(mt_model *m, const mt_pass *p) {
         if (i + 1 == mt_recompute_unit_end(m, p->mb->chunk, i))
             mt_recompute_unit_replay(m, p, w->recompute_unit, i + 1);
         mt_layer_acquire(m, w, true, p->halves == MT_BACKWARD_BOTH);
-        mt_layer_backward(m, p, w, &p->mb->layers[i], i > 0 && mt_gathers_ahead(m, p, w - 1));
+        mt_layer_backward(m, p, w, &p->mb->layers[i], dresidual, i > 0 && mt_gathers_ahead(m, p, w - 1));
         mt_layer_release(m, p, w, true, p->halves == MT_BACKWARD_BOTH);
     }
-    if (stage->embedding) mt_embed_backward(m, p, m->scratch.dresidual, p->batch->tokens, -1, p->last);
+    if (stage->embedding) mt_embed_backward(m, p, dresidual, p->batch->tokens, -1, p->last);
 }
 
 static void mt_chunk_backward_weight(mt_model *m, const mt_pass *p) {
@@ -9647,13 +9663,14 @@ static void mt_stage_forward(mt_model *m, const mt_pass *p) {
 
 static void mt_stage_backward(mt_model *m, const mt_pass *p) {
     const mt_stage *stage = &m->stages[p->mb->chunk];
+    void *dresidual = m->scratch.dresidual;
     mt_offload_prefetch(m, p, stage->num_layers + stage->num_mtp);
     if (stage->loss)
-        mt_loss_backward(m, p);
+        mt_loss_backward(m, p, dresidual);
     else
-        mt_link_receive(m, p, &m->links[MT_LINK_RECV_BACKWARD], m->scratch.dresidual);
-    mt_chunk_backward(m, p);
-    if (!stage->embedding) mt_link_send(m, p, &m->links[MT_LINK_SEND_BACKWARD], m->scratch.dresidual);
+        mt_link_receive(m, p, &m->links[MT_LINK_RECV_BACKWARD], dresidual);
+    mt_chunk_backward(m, p, dresidual);
+    if (!stage->embedding) mt_link_send(m, p, &m->links[MT_LINK_SEND_BACKWARD], dresidual);
 }
 
 /* The live micro-batch `index` of a chunk, or with index -1 a free one. */
@@ -12083,7 +12100,7 @@ static void mt_plan_scratch(mt_model *m, mt_arena *arena) {
     if (latent) out_width = mt_max(out_width, m->C); // see mt_latent_qkv_backward
     if (m->plan.train) {
         s->dresidual = mt_arena_alloc(arena, R * m->C * size);
-        if (mt_splits_backward(m)) s->dresidual_next = mt_arena_alloc(arena, R * m->C * size);
+        if (mt_splits_backward(m)) s->dmiddle = mt_arena_alloc(arena, R * m->C * size);
         s->dnormed = mt_arena_alloc(arena, R * m->C * size);
         if (mt_norms_after(o)) s->dout = mt_arena_alloc(arena, R * m->C * size);
     }
