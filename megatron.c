@@ -6095,6 +6095,16 @@ typedef struct mt_deferred {
 
 enum { MT_MAX_DEFERRED = 8 };
 
+/* The operands of the backward of a block of a layer, a mixer or a feed-forward: dx from dout and x. */
+typedef struct mt_block_gradients {
+    const void *x;    // [R, C] the forward's operand
+    const void *dout; // [R, C]
+    bool gathered;    // the dispatcher of experts has gathered dout
+    void *dx;         // [R, C]
+    mt_deferred
+        *left; // not NULL: the product with x that gives a weight's gradient is stored here for the caller to run
+} mt_block_gradients;
+
 /* Saved values of a layer. R: the micro-batch's T tokens, or with sequence parallelism this rank's share of them. H, G
  * and F: this rank's share. The slots of a layer define its fields and their sizes; other fields are NULL. */
 typedef struct mt_activations {
@@ -6546,15 +6556,6 @@ static mt_qkv_view mt_latent_view(const mt_model *m, const mt_pass *p, void *q, 
     return (mt_qkv_view){q, kv, mt_at(kv, p->T * m->H * m->D, m->dtype), m->H * m->D, m->H * m->Dv};
 }
 
-/* Their gradients, in scratch. */
-static mt_qkv_view mt_fused_gradients(const mt_model *m) {
-    return mt_fused_view(m, m->scratch.dqkv, m->scratch.dqk);
-}
-static mt_qkv_view mt_latent_gradients(const mt_model *m, const mt_pass *p) {
-    void *dq = m->scratch.dqkv;
-    return mt_latent_view(m, p, dq, mt_at(dq, p->T * m->H * m->D, m->dtype));
-}
-
 double mt_yarn_mscale(double factor, double mscale) {
     return 0.1 * mscale * log(factor) + 1;
 }
@@ -6660,19 +6661,20 @@ static void mt_qk_forward(const mt_model *m, const mt_pass *p, const mt_layer *w
     if (qk.rotation.R > 0 || qk.q_w || p->decode) m->ops->qk_forward(&qk, m->dtype, p->stream);
 }
 
-/* Gradients of rotated q and k (in scratch.dqkv; in dqk with q/k norm) -> gradients of the fused product, dqkv. */
-static void mt_qk_backward(const mt_model *m, const mt_pass *p, mt_layer *w, const mt_activations *a) {
+/* Gradients of rotated q and k (in dqkv; with q/k norm in dqk) -> gradients of the fused product, dqkv. */
+static void mt_qk_backward(const mt_model *m, const mt_pass *p, mt_layer *w, const mt_activations *a, void *dqk,
+                           void *dqkv) {
     mt_qk_args qk = mt_qk_operands(m, p, w, a);
-    mt_qkv_view d = mt_fused_gradients(m);
+    mt_qkv_view d = mt_fused_view(m, dqkv, dqk);
     if (qk.rotation.R == 0 && !qk.q_w) return;
-    qk.dqkv = m->scratch.dqkv, qk.dqk = d.q, qk.dqk_stride = d.qk_stride;
+    qk.dqkv = dqkv, qk.dqk = d.q, qk.dqk_stride = d.qk_stride;
     m->ops->qk_backward(&qk, m->dtype, p->stream);
 }
 
 /* ---- q/k norm over all heads, of this rank and of the other tensor-parallel ranks (OLMo 2). Each rank has as many
  * channels, so the mean over a row is the mean of the ranks' means. */
 
-/* The norm of q (k false) or of k. */
+/* The norm of q (k false) or of k. The backward adds dy and dx. */
 static mt_norm_args mt_all_heads_norm(const mt_model *m, const mt_pass *p, const mt_layer *w, const mt_activations *a,
                                       bool k) {
     const mt_weight *weight = k ? &w->k_norm : &w->q_norm;
@@ -6680,20 +6682,19 @@ static mt_norm_args mt_all_heads_norm(const mt_model *m, const mt_pass *p, const
     mt_norm_args n = {.T = p->T, .H = 1, .C = (k ? m->G : m->H) * m->D, .w = weight->w, .dw = weight->dw};
     n.eps = (float)m->options->norm_epsilon, n.w_offset = mt_norm_offset(m->options);
     n.x = mt_at(a->qkv, skip, m->dtype), n.y = mt_at(a->qk, skip, m->dtype), n.rstd = k ? a->k_rstd : a->q_rstd;
-    n.dy = mt_at(m->scratch.dqk, skip, m->dtype), n.dx = mt_at(m->scratch.dqkv, skip, m->dtype);
     n.x_stride = n.dx_stride = mt_qkv_width(m), n.y_stride = n.dy_stride = (m->H + m->G) * m->D;
-    if (m->grid->tensor.size > 1) n.means = m->scratch.means + (k ? p->T : 0);
     return n;
 }
 
-/* Averages the means of q's and of k's row over the ranks. a and b: the operands, of q and of k. */
-static void mt_all_heads_means(const mt_model *m, const mt_pass *p, const mt_norm_args norms[2], bool backward) {
+/* Gives the norms of q and of k the means of their rows, averaged over the ranks. */
+static void mt_all_heads_means(const mt_model *m, const mt_pass *p, mt_norm_args norms[2], bool backward) {
     const mt_group *tensor = &m->grid->tensor;
     float *means = m->scratch.means;
     if (tensor->size == 1) return;
     for (int k = 0; k < 2; k++) {
-        const mt_norm_args *n = &norms[k];
+        mt_norm_args *n = &norms[k];
         mt_row_means_args args = {.T = n->T, .C = n->C, .means = means + k * p->T, .a = n->x, .b = n->x};
+        n->means = args.means;
         args.a_stride = args.b_stride = n->x_stride, args.w_offset = n->w_offset;
         if (backward) args.b = n->dy, args.b_stride = n->dy_stride, args.w = n->w;
         m->ops->row_means(&args, m->dtype, p->stream);
@@ -6723,10 +6724,15 @@ static void mt_all_heads_forward(const mt_model *m, const mt_pass *p, const mt_l
     if (rope.rotation.R > 0) m->ops->rope_forward(&rope, m->dtype, p->stream);
 }
 
-/* Gradients of q and k in scratch.dqkv from those of the rotated ones in scratch.dqk. */
-static void mt_all_heads_backward(const mt_model *m, const mt_pass *p, mt_layer *w, const mt_activations *a) {
+/* Gradients of q and k in dqkv from those of the rotated ones in dqk. */
+static void mt_all_heads_backward(const mt_model *m, const mt_pass *p, mt_layer *w, const mt_activations *a, void *dqk,
+                                  void *dqkv) {
     mt_norm_args norms[2] = {mt_all_heads_norm(m, p, w, a, false), mt_all_heads_norm(m, p, w, a, true)};
-    mt_rope_args rope = mt_all_heads_rope(m, p, w, m->scratch.dqk);
+    mt_rope_args rope = mt_all_heads_rope(m, p, w, dqk);
+    for (int k = 0; k < 2; k++) {
+        int64_t skip = k ? m->H * m->D : 0;
+        norms[k].dy = mt_at(dqk, skip, m->dtype), norms[k].dx = mt_at(dqkv, skip, m->dtype);
+    }
     if (rope.rotation.R > 0) m->ops->rope_backward(&rope, m->dtype, p->stream);
     mt_all_heads_means(m, p, norms, true);
     for (int k = 0; k < 2; k++) m->ops->rmsnorm_backward(&norms[k], m->dtype, p->stream);
@@ -6744,18 +6750,19 @@ static void mt_attention_forward(mt_model *m, const mt_pass *p, const mt_layer *
     mt_layer_linear_forward(p, a, &w->o, a->attended, out);
 }
 
-/* dx from dout; with leaves_weight the caller computes the gradient of qkv's weight, from scratch.dqkv. */
-static mt_deferred mt_attention_backward(mt_model *m, const mt_pass *p, mt_layer *w, mt_activations *a, const void *x,
-                                         const void *dout, void *dx, bool leaves_weight) {
-    mt_layer_scratch *s = &m->scratch;
-    mt_deferred out = mt_attention_out_backward(p, w, a, dout, s->dattended);
-    mt_core_attention_backward(m, p, w, a, mt_fused_view(m, a->qkv, a->qk), mt_fused_gradients(m), s->dattended);
-    (m->options->qk_layernorm_all_heads ? mt_all_heads_backward : mt_qk_backward)(m, p, w, a);
-    mt_linear_io qkv = {.x = x, .dy = s->dqkv, .dx = dx};
-    if (leaves_weight)
+static mt_deferred mt_attention_backward(mt_model *m, const mt_pass *p, mt_layer *w, mt_activations *a,
+                                         const mt_block_gradients *d) {
+    void *dqkv = m->scratch.dqkv, *dqk = m->scratch.dqk, *dattended = m->scratch.dattended;
+    mt_deferred out = mt_attention_out_backward(p, w, a, d->dout, dattended);
+    mt_core_attention_backward(m, p, w, a, mt_fused_view(m, a->qkv, a->qk), mt_fused_view(m, dqkv, dqk), dattended);
+    (m->options->qk_layernorm_all_heads ? mt_all_heads_backward : mt_qk_backward)(m, p, w, a, dqk, dqkv);
+    mt_linear_io qkv = {.x = d->x, .dy = dqkv, .dx = d->dx};
+    if (d->left) {
         mt_linear_backward_input(&p->tp, &w->qkv, &qkv);
-    else
+        *d->left = (mt_deferred){&w->qkv, d->x, dqkv};
+    } else {
         mt_layer_linear_backward(m, p, w, a, &w->qkv, &qkv);
+    }
     return out;
 }
 
@@ -6767,18 +6774,27 @@ static mt_deferred mt_attention_backward(mt_model *m, const mt_pass *p, mt_layer
 /* The epsilon of Hugging Face transformers, independent of rms_norm_eps. */
 static const float mt_latent_epsilon = 1e-6f;
 
-/* The norm of the query's latent (kv 0), or of the key's and value's, which follows it in a row. */
+/* The norm of the query's latent (kv 0), or of the key's and value's, which follows it in a row. The backward adds dy
+ * and dx. */
 static mt_norm_args mt_latent_norm(const mt_model *m, const mt_pass *p, const mt_layer *w, const mt_activations *a,
                                    int kv) {
     const mt_weight *weight = kv ? &w->kv_a_norm : &w->q_a_norm;
     int64_t q_rank = m->options->q_lora_rank, rank = kv ? m->options->kv_lora_rank : q_rank, column = kv ? q_rank : 0;
     mt_norm_args n = {.T = p->rows, .H = 1, .C = rank, .w = weight->w, .dw = weight->dw, .eps = mt_latent_epsilon};
-    n.x = mt_at(a->latent, column, m->dtype), n.dx = mt_at(m->scratch.dlatent, column, m->dtype);
+    n.x = mt_at(a->latent, column, m->dtype);
     n.y = kv ? a->kv_latent : a->q_latent, n.rstd = kv ? a->kv_latent_rstd : a->q_latent_rstd;
     n.w_offset = mt_norm_offset(m->options);
-    n.dy = m->scratch.dlatent_norm, n.y_stride = n.dy_stride = rank;
+    n.y_stride = n.dy_stride = rank;
     n.x_stride = n.dx_stride = mt_latent_width(m->options);
     return n;
+}
+
+/* dlatent, the gradient of the latents before the norm, from dy, that of the latent after it. */
+static void mt_latent_norm_backward(const mt_model *m, const mt_pass *p, const mt_layer *w, const mt_activations *a,
+                                    int kv, const void *dy, void *dlatent) {
+    mt_norm_args norm = mt_latent_norm(m, p, w, a, kv);
+    norm.dy = dy, norm.dx = mt_at(dlatent, kv ? m->options->q_lora_rank : 0, m->dtype);
+    m->ops->rmsnorm_backward(&norm, m->dtype, p->stream);
 }
 
 /* RoPE of the shared rope channels of the keys; and the assembly of the heads. */
@@ -6842,12 +6858,11 @@ static void mt_latent_qkv_backward(const mt_model *m, const mt_pass *p, mt_layer
 
     mt_linear_io kv_b = {.x = a->kv_latent, .dy = s->kv_b_out, .dx = s->dlatent_norm};
     mt_layer_linear_backward(m, p, w, a, &w->kv_b, &kv_b);
-    mt_norm_args q_norm = mt_latent_norm(m, p, w, a, 0), kv_norm = mt_latent_norm(m, p, w, a, 1);
-    m->ops->rmsnorm_backward(&kv_norm, m->dtype, p->stream);
+    mt_latent_norm_backward(m, p, w, a, 1, s->dlatent_norm, s->dlatent);
     mt_linear_io q_b = {.x = has_q_latent ? a->q_latent : x, .dy = d.q};
     q_b.dx = has_q_latent ? s->dlatent_norm : dx;
     mt_layer_linear_backward(m, p, w, a, &w->q_b, &q_b);
-    if (has_q_latent) m->ops->rmsnorm_backward(&q_norm, m->dtype, p->stream);
+    if (has_q_latent) mt_latent_norm_backward(m, p, w, a, 0, s->dlatent_norm, s->dlatent);
     mt_linear_io latent = {.x = x, .dy = s->dlatent, .dx = has_q_latent ? dx : s->dinput};
     mt_layer_linear_backward(m, p, w, a, &w->latent, &latent);
     if (!has_q_latent) mt_add_to(m, p, dx, s->dinput);
@@ -6868,14 +6883,14 @@ static void mt_latent_attention_replay(mt_model *m, const mt_pass *p, const mt_l
     if (m->recompute_modules & MT_MODULE_MLA_UP_PROJ) mt_latent_up_forward(m, p, w, a, x);
 }
 
-/* dx from dout. */
 static mt_deferred mt_latent_attention_backward(mt_model *m, const mt_pass *p, mt_layer *w, mt_activations *a,
-                                                const void *x, const void *dout, void *dx, bool leaves_weight) {
-    mt_qkv_view d = mt_latent_gradients(m, p);
-    MT_CHECK(!leaves_weight);
-    mt_deferred out = mt_attention_out_backward(p, w, a, dout, m->scratch.dattended);
-    mt_core_attention_backward(m, p, w, a, mt_latent_view(m, p, a->q, a->kv), d, m->scratch.dattended);
-    mt_latent_qkv_backward(m, p, w, a, x, d, dx);
+                                                const mt_block_gradients *d) {
+    void *dattended = m->scratch.dattended, *dq = m->scratch.dqkv;
+    mt_qkv_view dqkv = mt_latent_view(m, p, dq, mt_at(dq, p->T * m->H * m->D, m->dtype));
+    MT_CHECK(!d->left);
+    mt_deferred out = mt_attention_out_backward(p, w, a, d->dout, dattended);
+    mt_core_attention_backward(m, p, w, a, mt_latent_view(m, p, a->q, a->kv), dqkv, dattended);
+    mt_latent_qkv_backward(m, p, w, a, d->x, dqkv, d->dx);
     return out;
 }
 
@@ -6959,12 +6974,12 @@ static void mt_mlp_replay(mt_model *m, const mt_pass *p, const mt_layer *w, mt_a
     if (m->recompute_modules & MT_MODULE_MLP) mt_mlp_forward(m, p, w, a, x, NULL);
 }
 
-static mt_deferred mt_mlp_backward(mt_model *m, const mt_pass *p, mt_layer *w, mt_activations *a, const void *x,
-                                   const void *dout, void *dx, bool leaves_weight) {
+static mt_deferred mt_mlp_backward(mt_model *m, const mt_pass *p, mt_layer *w, mt_activations *a,
+                                   const mt_block_gradients *d) {
     int halves = mt_layer_linear_halves(p, w, a, &w->down, a->mlp_active);
-    MT_CHECK(!leaves_weight);
-    mt_scaled_mlp_backward(m, p, w, a, x, NULL, dout, NULL, dx, halves);
-    return halves == MT_BACKWARD_INPUT ? (mt_deferred){&w->down, a->mlp_active, dout} : (mt_deferred){0};
+    MT_CHECK(!d->left);
+    mt_scaled_mlp_backward(m, p, w, a, d->x, NULL, d->dout, NULL, d->dx, halves);
+    return halves == MT_BACKWARD_INPUT ? (mt_deferred){&w->down, a->mlp_active, d->dout} : (mt_deferred){0};
 }
 
 /* ==== §9f mixture of experts ====================================================================================== */
@@ -7060,7 +7075,6 @@ typedef struct mt_experts {
     int64_t sequences;         // S, sequences with an auxiliary loss of their own
     const mt_group *group;     // ranks that exchange tokens
     mt_stream *comm;           // stream of the exchange
-    bool gathered_ahead;       // mt_layer_backward of the layer above has gathered this layer's gradient
     mt_expert_rows rows;       // gradients, and rows before they are sent
     mt_expert_rows dispatched; // exchanged rows, sorted by source rank
     mt_expert_rows *results;   // whose input has the experts' results until they are combined
@@ -7868,15 +7882,16 @@ static void mt_experts_replay(mt_model *m, const mt_pass *p, const mt_layer *w, 
     mt_expert_activation_forward(m, p, w, a->routing);
 }
 
-/* dx from dout[R, C]. A split backward computes the weights' half here too: its inputs are too large to keep. */
-static mt_deferred mt_experts_backward(mt_model *m, const mt_pass *p, mt_layer *w, mt_activations *a, const void *x,
-                                       const void *dout, void *dx, bool leaves_weight) {
+/* A split backward computes the weights' half here too: its inputs are too large to keep. */
+static mt_deferred mt_experts_backward(mt_model *m, const mt_pass *p, mt_layer *w, mt_activations *a,
+                                       const mt_block_gradients *gradients) {
     mt_experts *e = m->experts;
     const mt_dispatcher *d = e->dispatcher;
+    const void *x = gradients->x, *dout = gradients->dout;
+    void *dx = gradients->dx;
     mt_routing *r = a->routing;
-    MT_CHECK(!leaves_weight);
-    if (!e->gathered_ahead) mt_dispatch_gather(m, p, dout);
-    e->gathered_ahead = false;
+    MT_CHECK(!gradients->left);
+    if (!gradients->gathered) mt_dispatch_gather(m, p, dout);
     if (d->exchange) d->exchange(m, p, r, dout, NULL);
     mt_pass both = *p;
     both.halves = MT_BACKWARD_BOTH;
@@ -7913,11 +7928,10 @@ typedef struct mt_block_kind {
     /* Computes the values that --recompute-modules does not keep; NULL: none. */
     void (*replay)(mt_model *m, const mt_pass *p, const mt_layer *w, mt_activations *a, const void *x);
     /* Returns the product whose weight's gradient the caller defers: its stash is in use until the caller is done with
-     * the block's input. leaves_weight: the caller computes the gradient of the weight that reads x. */
-    mt_deferred (*backward)(mt_model *m, const mt_pass *p, mt_layer *w, mt_activations *a, const void *x,
-                            const void *dout, void *dx, bool leaves_weight);
-    bool may_leave_weight;
-    size_t last; // offset in mt_layer of the linear that a split backward defers: the last one
+     * the block's input. */
+    mt_deferred (*backward)(mt_model *m, const mt_pass *p, mt_layer *w, mt_activations *a, const mt_block_gradients *d);
+    bool may_leave_weight; // see mt_block_gradients
+    size_t last;           // offset in mt_layer of the linear that a split backward defers: the last one
 } mt_block_kind;
 
 static const mt_block_kind mt_mixer_kinds[] = {
@@ -8068,21 +8082,23 @@ static void mt_block_replay(mt_model *m, const mt_pass *p, const mt_layer *w, mt
     if (b->kind->replay) b->kind->replay(m, p, w, a, mt_block_x(b));
 }
 
-/* dinput[R, C], the gradient of the block's input, from that of its output. They may be the same, but not in a split
- * backward: doutput is dy of the block's last linear, which is deferred at the end. */
+/* d.dx, the gradient of the block's input, from d.dout, that of its output. They may be the same, but not in a split
+ * backward: dout is dy of the block's last linear, which is deferred at the end. */
 static void mt_block_backward(mt_model *m, const mt_pass *p, mt_layer *w, mt_activations *a, const mt_block *b,
-                              const void *doutput, void *dinput, bool leaves_weight) {
+                              mt_block_gradients d) {
     mt_layer_scratch *s = &m->scratch;
-    const void *x = mt_block_x(b), *dout = mt_residual_backward(m, p, doutput, s->block_out, w->number, b->drop);
+    const void *dout = mt_residual_backward(m, p, d.dout, s->block_out, w->number, b->drop);
+    mt_block_gradients inner = {.x = mt_block_x(b), .gathered = d.gathered, .dx = s->dnormed, .left = d.left};
     if (b->after) {
         mt_norm_backward(m, p, b->after, &b->out_normed, s->dout, NULL, dout, b->out);
         dout = s->dout;
     }
-    mt_deferred last = b->kind->backward(m, p, w, a, x, dout, s->dnormed, leaves_weight);
+    inner.dout = dout;
+    mt_deferred last = b->kind->backward(m, p, w, a, &inner);
     if (b->before)
-        mt_norm_backward(m, p, b->before, &b->normed, dinput, doutput, s->dnormed, b->input);
+        mt_norm_backward(m, p, b->before, &b->normed, d.dx, d.dout, inner.dx, b->input);
     else
-        m->ops->add(dinput, doutput, s->dnormed, p->rows * m->C, m->dtype, p->stream);
+        m->ops->add(d.dx, d.dout, inner.dx, p->rows * m->C, m->dtype, p->stream);
     if (last.linear) mt_defer_weight(m, p, w, a, last.linear, last.x, last.dy);
 }
 
@@ -8098,35 +8114,37 @@ static void mt_layer_forward(mt_model *m, const mt_pass *p, const mt_layer *w, m
     mt_offload_store(m, p, w, a);
 }
 
-/* True if the layer above may gather the gradient for this layer's experts: nothing is computed before the gather, and
- * qkv's weight gradient can be computed by itself. */
-static bool mt_gathers_ahead(const mt_model *m, const mt_pass *p, const mt_layer *w) {
-    bool gathers = w->expert_bucket >= 0 && m->experts->dispatcher->gathers;
-    bool replays = m->recompute_modules || w->recomputed, splits = p->halves == MT_BACKWARD_BOTH && !m->fp8;
+/* True if layer w may gather the gradient for the experts of the layer below: nothing is computed before the gather,
+ * and w's mixer can leave its first weight's gradient until then. */
+static bool mt_gathers_ahead(const mt_model *m, const mt_pass *p, const mt_layer *w, const mt_layer *below) {
+    bool gathers = below->expert_bucket >= 0 && m->experts->dispatcher->gathers;
+    bool replays = m->recompute_modules || below->recomputed, whole = p->halves == MT_BACKWARD_BOTH && !m->fp8;
     bool leaves = mt_mixer_kinds[w->kind.mixer].may_leave_weight && !mt_norms_after(m->options);
-    bool at_once = w->F == 0 && m->options->hidden_dropout == 0 && m->grid->tensor.size == 1;
-    return gathers && at_once && !replays && splits && leaves;
+    bool at_once = below->F == 0 && m->options->hidden_dropout == 0 && m->grid->tensor.size == 1;
+    return gathers && at_once && !replays && whole && leaves;
 }
 
 /* dresidual[R, C]: the gradient of the layer's output in, that of its input out. The values of modules that are
- * recomputed are in the layer's buffer, or else computed again. With `ahead` the gradient for the experts of the layer
- * below is gathered beside the gradient of qkv's weight. */
+ * recomputed are in the layer's buffer, or else computed again. gathered: the layer above has gathered dresidual for
+ * the experts. With `ahead` that is done here for the layer below, beside the gradient of the mixer's first weight. */
 static void mt_layer_backward(mt_model *m, const mt_pass *p, mt_layer *w, mt_activations *a, void *dresidual,
-                              bool ahead) {
+                              bool gathered, bool ahead) {
     mt_block mixer = mt_mixer_block(m, w, a), feed_forward = mt_feed_forward_block(m, w, a);
     void *dmiddle = p->halves == MT_BACKWARD_BOTH ? dresidual : m->scratch.dmiddle;
     mt_pass replay = *p;
     replay.replay = true;
     bool replays = m->recompute_modules && m->recomputed != a;
     if (replays) mt_block_replay(m, &replay, w, a, &feed_forward);
-    mt_block_backward(m, p, w, a, &feed_forward, dresidual, dmiddle, false);
+    mt_block_backward(m, p, w, a, &feed_forward,
+                      (mt_block_gradients){.dout = dresidual, .gathered = gathered, .dx = dmiddle});
     if (replays) mt_block_replay(m, &replay, w, a, &mixer);
     if (replays) m->recomputed = a;
-    mt_block_backward(m, p, w, a, &mixer, dmiddle, dresidual, ahead);
+    mt_deferred left;
+    mt_block_backward(m, p, w, a, &mixer,
+                      (mt_block_gradients){.dout = dmiddle, .dx = dresidual, .left = ahead ? &left : NULL});
     if (!ahead) return;
     mt_dispatch_gather(m, p, dresidual);
-    m->experts->gathered_ahead = true;
-    mt_linear_backward_weight(&p->tp, &w->qkv, &(mt_linear_io){.x = mt_block_x(&mixer), .dy = m->scratch.dqkv});
+    mt_linear_backward_weight(&p->tp, left.linear, &(mt_linear_io){.x = left.x, .dy = left.dy});
 }
 
 /* ==== §9h context parallelism ===================================================================================== */
@@ -9281,7 +9299,7 @@ static void mt_mtp_backward(mt_model *m, const mt_pass *p, void *dhidden) {
         mt_norm_backward(m, p, &w->mtp_final_norm, &out->norm, dresidual, NULL, dnormed, out->hidden);
         mt_offload_fetch(m, p, mt_mtp_index(m, p, k));
         mt_recompute_unit_replay(m, p, mt_mtp_index(m, p, k), mt_mtp_index(m, p, k) + 1);
-        mt_layer_backward(m, p, w, &p->mb->layers[mt_mtp_index(m, p, k)], dresidual, false);
+        mt_layer_backward(m, p, w, &p->mb->layers[mt_mtp_index(m, p, k)], dresidual, false, false);
         mt_mtp_join_backward(m, p, k, dresidual, dhidden, dresidual);
         mt_layer_release(m, p, w, true, true);
         bool last = p->last && k == 0 && !m->has_embedding && word != m->head_bucket;
@@ -9595,13 +9613,17 @@ static void mt_chunk_forward(mt_model *m, const mt_pass *p) {
 /* dresidual[R, C]: the gradient of the chunk's output in, that of its input out. */
 static void mt_chunk_backward(mt_model *m, const mt_pass *p, void *dresidual) {
     const mt_stage *stage = &m->stages[p->mb->chunk];
+    mt_layer *layers = m->layers + m->first_local[p->mb->chunk];
+    bool gathered = false; // dresidual, for the experts of the next layer
     for (int64_t i = stage->num_layers - 1; i >= 0; i--) {
         mt_layer *w = &m->layers[m->first_local[p->mb->chunk] + i];
         mt_offload_fetch(m, p, i);
         if (i + 1 == mt_recompute_unit_end(m, p->mb->chunk, i))
             mt_recompute_unit_replay(m, p, w->recompute_unit, i + 1);
         mt_layer_acquire(m, w, true, p->halves == MT_BACKWARD_BOTH);
-        mt_layer_backward(m, p, w, &p->mb->layers[i], dresidual, i > 0 && mt_gathers_ahead(m, p, w - 1));
+        bool ahead = i > 0 && mt_gathers_ahead(m, p, w, &layers[i - 1]);
+        mt_layer_backward(m, p, w, &p->mb->layers[i], dresidual, gathered, ahead);
+        gathered = ahead;
         mt_layer_release(m, p, w, true, p->halves == MT_BACKWARD_BOTH);
     }
     if (stage->embedding) mt_embed_backward(m, p, dresidual, p->batch->tokens, -1, p->last);
