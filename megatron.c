@@ -7053,12 +7053,14 @@ typedef struct mt_dispatcher {
     void (*exchange)(mt_model *m, const mt_pass *p, const mt_routing *r, const void *x, const float *probs);
     /* Waits for the rows; mt_permute_to_experts then sorts them by expert. */
     mt_arrived (*arrive)(mt_model *m, const mt_pass *p, const mt_routing *r, const void *x, const float *probs);
-    /* Starts to send the results back; out and base as in `combine`. */
-    void (*exchange_back)(mt_model *m, const mt_pass *p, const mt_routing *r, void *out, const void *base);
+    /* Starts to send the results[M, C] of the experts back; out and base as in `combine`. */
+    void (*exchange_back)(mt_model *m, const mt_pass *p, const mt_routing *r, void *results, void *out,
+                          const void *base);
     /* out[R, C] = base + the sum of each token's results; base may be NULL, or out. */
-    void (*combine)(mt_model *m, const mt_pass *p, const mt_routing *r, void *out, const void *base);
-    /* Backward: mt_experts.dprobs of this rank's tokens, from the gradients in mt_experts.rows.weights. */
-    void (*combine_weights)(mt_model *m, const mt_pass *p, const mt_routing *r);
+    void (*combine)(mt_model *m, const mt_pass *p, const mt_routing *r, const void *results, void *out,
+                    const void *base);
+    /* Backward: the part of dprobs[N, k] for this rank's tokens, from dweights[M], which is overwritten. */
+    void (*combine_weights)(mt_model *m, const mt_pass *p, const mt_routing *r, float *dprobs, float *dweights);
 } mt_dispatcher;
 
 /* The experts of this rank, and buffers that all layers share. */
@@ -7077,7 +7079,7 @@ typedef struct mt_experts {
     mt_stream *comm;           // stream of the exchange
     mt_expert_rows rows;       // gradients, and rows before they are sent
     mt_expert_rows dispatched; // exchanged rows, sorted by source rank
-    mt_expert_rows *results;   // whose input has the experts' results until they are combined
+    mt_expert_rows *results;   // whose input is the memory of the experts' results until they are combined
     mt_tensor_parallel exchange; // allgather and flex: rows of all ranks, `gathered` and `partial` are one [N, C]
     void *scattered;             // [R, C] sums to which a base is added
     float *sums;                 // [N, C], without permute fusion
@@ -7400,30 +7402,32 @@ static void mt_route_forward(mt_model *m, const mt_pass *p, const mt_layer *w, m
     if (mt_has_capacity(m)) mt_drop_over_capacity(m, p, w, r->kept + own, r->experts + own, r->probs + own);
 }
 
-/* experts.router_dx = gradient of x[R, C] from experts.dlogits, which the products take in the model's type. */
-static void mt_router_linear_backward(mt_model *m, const mt_pass *p, const mt_linear *router, const void *x) {
-    const mt_experts *e = m->experts;
-    mt_linear_io io = {.x = x, .dy = e->dlogits, .dx = e->router_dx};
+/* dx[R, C] from dlogits, which the products take in the model's type. */
+static void mt_router_linear_backward(mt_model *m, const mt_pass *p, const mt_linear *router, const void *x,
+                                      const float *dlogits, void *dx) {
+    void *rounded = m->experts->dlogits_rounded;
+    mt_linear_io io = {.x = x, .dy = dlogits, .dx = dx};
     if (m->dtype != MT_F32) {
-        m->ops->convert(e->dlogits_rounded, m->dtype, e->dlogits, MT_F32, p->rows * router->N, p->stream);
-        io.dy = e->dlogits_rounded;
+        m->ops->convert(rounded, m->dtype, dlogits, MT_F32, p->rows * router->N, p->stream);
+        io.dy = rounded;
     }
     mt_linear_backward(&p->tp, router, &io, MT_BACKWARD_BOTH);
 }
 
-/* experts.router_dx = gradient of x, from the gradients of the probabilities and from the auxiliary losses. */
-static void mt_route_backward(mt_model *m, const mt_pass *p, mt_layer *w, mt_routing *r, const void *x) {
+/* dx[R, C], from dprobs[N, k] and from the auxiliary losses. */
+static void mt_route_backward(mt_model *m, const mt_pass *p, mt_layer *w, mt_routing *r, const void *x,
+                              const float *dprobs, void *dx) {
     mt_experts *e = m->experts;
     const mt_options *o = m->options;
     int64_t R = p->rows, E = e->router.num_experts, own = mt_own_offset(m, p);
-    m->ops->route_backward(e->dlogits, e->dprobs + own, r->experts + own, r->logits, R, &e->router, p->stream);
+    m->ops->route_backward(e->dlogits, dprobs + own, r->experts + own, r->logits, R, &e->router, p->stream);
     if (mt_has_aux_loss(m)) {
         mt_aux_loss_args a = mt_aux_loss_operands(m, p, r);
         a.counts = r->aux_stats + a.S * E, a.dlogits = e->dlogits;
         a.aux_scale = (float)o->moe_aux_loss_coeff, a.z_scale = (float)o->moe_z_loss_coeff;
         m->ops->aux_loss_backward(&a, p->stream);
     }
-    mt_router_linear_backward(m, p, &w->router, x);
+    mt_router_linear_backward(m, p, &w->router, x, e->dlogits, dx);
 }
 
 /* ---- the shared expert's gate: a router with a single expert and a sigmoid score, which scales the activation as the
@@ -7447,16 +7451,17 @@ static void mt_shared_gate_forward(mt_model *m, const mt_pass *p, const mt_layer
     if (p->tp.sequence_parallel) m->ops->all_gather(r->gates, own, p->rows, MT_F32, &m->grid->tensor, p->stream);
 }
 
-/* dx[R, C] += gradient of x from experts.dgates[T]. */
+/* dx[R, C] += gradient of x from dgates[T], which is overwritten. */
 static void mt_shared_gate_backward(mt_model *m, const mt_pass *p, mt_layer *w, const mt_routing *r, const void *x,
-                                    void *dx) {
+                                    float *dgates, void *dx) {
     const mt_experts *e = m->experts;
-    float *own = e->dgates + mt_own_gate_offset(m, p);
-    if (p->tp.sequence_parallel) m->ops->reduce_scatter(own, e->dgates, p->rows, MT_F32, &m->grid->tensor, p->stream);
+    float *own = dgates + mt_own_gate_offset(m, p);
+    void *own_dx = e->router_dx;
+    if (p->tp.sequence_parallel) m->ops->reduce_scatter(own, dgates, p->rows, MT_F32, &m->grid->tensor, p->stream);
     m->ops->route_backward(e->dlogits, own, e->gate_experts, r->gate_logits, p->rows, &mt_shared_gate_router,
                            p->stream);
-    mt_router_linear_backward(m, p, &w->shared_gate, x);
-    mt_add_to(m, p, dx, e->router_dx);
+    mt_router_linear_backward(m, p, &w->shared_gate, x, e->dlogits, own_dx);
+    mt_add_to(m, p, dx, own_dx);
 }
 
 /* ---- dispatchers: operations of several */
@@ -7515,11 +7520,10 @@ static void mt_permute_to_experts(const mt_model *m, const mt_pass *p, const mt_
 
 /* out[N, C] = base + the sum of the results of each of the tokens [first, first + N); base may be NULL, or out. Fused:
  * one gather per token. Unfused, for all tokens only: rows are added to zeros, in a fixed order. */
-static void mt_combine_results(mt_model *m, const mt_pass *p, const mt_routing *r, void *out, const void *base,
-                               int64_t first, int64_t N) {
+static void mt_combine_results(mt_model *m, const mt_pass *p, const mt_routing *r, const void *results, void *out,
+                               const void *base, int64_t first, int64_t N) {
     mt_experts *e = m->experts;
     int64_t n = e->order.topk * e->order.copies;
-    const void *results = e->results->input;
     if (m->options->moe_permute_fusion) {
         m->ops->combine_rows(out, results, r->position + first * n, base, N, n, m->C, m->dtype, p->stream);
         return;
@@ -7549,14 +7553,16 @@ static mt_arrived mt_alone_arrive(mt_model *m, const mt_pass *p, const mt_routin
     return (mt_arrived){x, p->rows, probs, r->token, r->choice, r->position, copies};
 }
 
-static void mt_alone_combine(mt_model *m, const mt_pass *p, const mt_routing *r, void *out, const void *base) {
-    mt_combine_results(m, p, r, out, base, 0, p->rows);
+static void mt_alone_combine(mt_model *m, const mt_pass *p, const mt_routing *r, const void *results, void *out,
+                             const void *base) {
+    mt_combine_results(m, p, r, results, out, base, 0, p->rows);
 }
 
-static void mt_alone_combine_weights(mt_model *m, const mt_pass *p, const mt_routing *r) {
-    const mt_experts *e = m->experts;
-    m->ops->combine_rows(e->dprobs, e->rows.weights, r->position, NULL, p->rows * e->order.topk, e->order.copies, 1,
-                         MT_F32, p->stream);
+static void mt_alone_combine_weights(mt_model *m, const mt_pass *p, const mt_routing *r, float *dprobs,
+                                     float *dweights) {
+    const mt_dispatch *order = &m->experts->order;
+    m->ops->combine_rows(dprobs, dweights, r->position, NULL, p->rows * order->topk, order->copies, 1, MT_F32,
+                         p->stream);
 }
 
 /* ---- alltoall: each row goes to the ranks that hold its expert */
@@ -7638,26 +7644,30 @@ static mt_arrived mt_alltoall_arrive(mt_model *m, const mt_pass *p, const mt_rou
     return (mt_arrived){d->input, r->num_rows, probs ? d->weights : NULL, to_expert, to_expert, r->rows.from_expert, 1};
 }
 
-static void mt_alltoall_exchange_back(mt_model *m, const mt_pass *p, const mt_routing *r, void *out, const void *base) {
+/* In place. */
+static void mt_alltoall_exchange_back(mt_model *m, const mt_pass *p, const mt_routing *r, void *results, void *out,
+                                      const void *base) {
     mt_experts *e = m->experts;
     (void)out, (void)base;
-    mt_permute_rows(m, p, e->rows.input, e->dispatched.input, r->rows.from_expert, r->num_rows);
+    mt_permute_rows(m, p, e->rows.input, results, r->rows.from_expert, r->num_rows);
     mt_wait_stream(m, e->comm, p->stream);
-    mt_exchange_rows(m, r, e->dispatched.input, e->rows.input, m->C, m->dtype, true);
+    mt_exchange_rows(m, r, results, e->rows.input, m->C, m->dtype, true);
 }
 
-static void mt_alltoall_combine(mt_model *m, const mt_pass *p, const mt_routing *r, void *out, const void *base) {
+static void mt_alltoall_combine(mt_model *m, const mt_pass *p, const mt_routing *r, const void *results, void *out,
+                                const void *base) {
     mt_wait_stream(m, p->stream, m->experts->comm);
-    mt_alone_combine(m, p, r, out, base);
+    mt_alone_combine(m, p, r, results, out, base);
 }
 
-static void mt_alltoall_combine_weights(mt_model *m, const mt_pass *p, const mt_routing *r) {
+static void mt_alltoall_combine_weights(mt_model *m, const mt_pass *p, const mt_routing *r, float *dprobs,
+                                        float *dweights) {
     mt_experts *e = m->experts;
-    mt_permute_weights(m, p, e->dispatched.weights, e->rows.weights, r->rows.from_expert, r->num_rows);
+    mt_permute_weights(m, p, e->dispatched.weights, dweights, r->rows.from_expert, r->num_rows);
     mt_wait_stream(m, e->comm, p->stream);
-    mt_exchange_rows(m, r, e->rows.weights, e->dispatched.weights, 1, MT_F32, true);
+    mt_exchange_rows(m, r, dweights, e->dispatched.weights, 1, MT_F32, true);
     mt_wait_stream(m, p->stream, e->comm);
-    mt_alone_combine_weights(m, p, r);
+    mt_alone_combine_weights(m, p, r, dprobs, dweights);
 }
 
 /* ---- allgather: all tokens go to all ranks, and each rank selects the rows of its own experts */
@@ -7690,46 +7700,51 @@ static mt_arrived mt_allgather_arrive(mt_model *m, const mt_pass *p, const mt_ro
 }
 
 /* The sums of the results here for each token; the ranks add them up in `out`, or beside it if there is a base. */
-static void mt_allgather_exchange_back(mt_model *m, const mt_pass *p, const mt_routing *r, void *out,
+static void mt_allgather_exchange_back(mt_model *m, const mt_pass *p, const mt_routing *r, void *results, void *out,
                                        const void *base) {
     const mt_tensor_parallel *x = &m->experts->exchange;
-    mt_combine_results(m, p, r, x->partial, NULL, 0, x->T);
+    mt_combine_results(m, p, r, results, x->partial, NULL, 0, x->T);
     mt_scatter_begin(x, base ? m->experts->scattered : out, m->C);
 }
 
-static void mt_allgather_combine(mt_model *m, const mt_pass *p, const mt_routing *r, void *out, const void *base) {
+static void mt_allgather_combine(mt_model *m, const mt_pass *p, const mt_routing *r, const void *results, void *out,
+                                 const void *base) {
     void *sum = base ? m->experts->scattered : out;
-    (void)r;
+    (void)r, (void)results;
     mt_scatter_end(&m->experts->exchange, sum, m->C);
     if (base) m->ops->add(out, base, sum, p->rows * m->C, m->dtype, p->stream);
 }
 
-static void mt_allgather_combine_weights(mt_model *m, const mt_pass *p, const mt_routing *r) {
+static void mt_allgather_combine_weights(mt_model *m, const mt_pass *p, const mt_routing *r, float *dprobs,
+                                         float *dweights) {
     const mt_experts *e = m->experts;
     int64_t choices = mt_dispatched_rows(m, p) * e->order.topk;
-    m->ops->combine_rows(e->dprobs, e->rows.weights, r->position, NULL, e->group->size * choices, 1, 1, MT_F32,
-                         p->stream);
-    m->ops->reduce_scatter(e->dprobs + mt_own_offset(m, p), e->dprobs, choices, MT_F32, e->group, p->stream);
+    m->ops->combine_rows(dprobs, dweights, r->position, NULL, e->group->size * choices, 1, 1, MT_F32, p->stream);
+    m->ops->reduce_scatter(dprobs + mt_own_offset(m, p), dprobs, choices, MT_F32, e->group, p->stream);
 }
 
 /* ---- flex: allgather by copies into the other ranks' memory. Each rank's tokens are summed by themselves: the sums
  * for one rank are sent while the next are computed, and this rank's own, with the base, are computed last. */
 
-static void mt_flex_exchange_back(mt_model *m, const mt_pass *p, const mt_routing *r, void *out, const void *base) {
+static void mt_flex_exchange_back(mt_model *m, const mt_pass *p, const mt_routing *r, void *results, void *out,
+                                  const void *base) {
     const mt_tensor_parallel *x = &m->experts->exchange;
     (void)out, (void)base;
     for (int step = 1; step < x->group->size; step++) {
         int owner = mt_tensor_rank_after(x, step);
-        mt_combine_results(m, p, r, mt_rows_of_rank(x, x->partial, owner, m->C), NULL, owner * x->rows, x->rows);
+        void *sums = mt_rows_of_rank(x, x->partial, owner, m->C);
+        mt_combine_results(m, p, r, results, sums, NULL, owner * x->rows, x->rows);
         mt_wait_stream(m, x->comm, p->stream);
         mt_scatter_step(x, m->C, step);
     }
 }
 
-static void mt_flex_combine(mt_model *m, const mt_pass *p, const mt_routing *r, void *out, const void *base) {
+static void mt_flex_combine(mt_model *m, const mt_pass *p, const mt_routing *r, const void *results, void *out,
+                            const void *base) {
     const mt_tensor_parallel *x = &m->experts->exchange;
     int own = x->group->rank;
-    mt_combine_results(m, p, r, mt_rows_of_rank(x, x->partial, own, m->C), base, own * x->rows, p->rows);
+    void *sums = mt_rows_of_rank(x, x->partial, own, m->C);
+    mt_combine_results(m, p, r, results, sums, base, own * x->rows, p->rows);
     mt_scatter_end(x, out, m->C);
 }
 
@@ -7797,29 +7812,27 @@ static void mt_expert_activation_forward(const mt_model *m, const mt_pass *p, co
     mt_activation_forward(m, p, &w->expert_down, r->expert_offsets, &a);
 }
 
-/* experts.results = experts(rows.input), scaled by rows.weights; with `replay` only the values that the backward
- * reads, not the output. */
-static void mt_expert_mlp_forward(mt_model *m, const mt_pass *p, const mt_layer *w, const mt_routing *r, bool replay) {
-    const mt_experts *e = m->experts;
+/* results[M, C] = experts(rows.input), scaled by rows.weights; NULL: only the values that the backward reads. */
+static void mt_expert_mlp_forward(mt_model *m, const mt_pass *p, const mt_layer *w, const mt_routing *r,
+                                  void *results) {
     const mt_expert_rows *rows = &r->rows;
     mt_row_groups groups = mt_expert_groups(m, r);
     mt_linear_io fc1 = {.groups = &groups}, down = fc1;
     fc1.x = rows->input, fc1.x_transposed = rows->input_transposed, fc1.y = rows->hidden;
     down.x = rows->active, down.x_transposed = rows->active_transposed;
-    down.y = mt_scales_output(m) ? rows->output : e->results->input;
+    down.y = mt_scales_output(m) ? rows->output : results;
     down.omits_bias = m->grid->expert_tensor.rank > 0;
     mt_linear_forward(&p->tp, &w->expert_fc1, &fc1);
     mt_expert_activation_forward(m, p, w, r);
-    if (!replay || mt_scales_output(m)) mt_linear_forward(&p->tp, &w->expert_down, &down);
-    if (!replay && mt_scales_output(m))
-        m->ops->scale_rows_forward(e->results->input, rows->output, rows->weights, r->num_rows, m->C, m->dtype,
-                                   p->stream);
+    if (results || mt_scales_output(m)) mt_linear_forward(&p->tp, &w->expert_down, &down);
+    if (results && mt_scales_output(m))
+        m->ops->scale_rows_forward(results, rows->output, rows->weights, r->num_rows, m->C, m->dtype, p->stream);
 }
 
-/* experts.results = gradient of rows.input, from the gradient of the results in experts.rows.input; experts.rows also
- * receives the gradients of hidden and weights. */
-static void mt_expert_mlp_backward(mt_model *m, const mt_pass *p, mt_layer *w, const mt_routing *r) {
-    const mt_expert_rows *rows = &r->rows, *d = &m->experts->rows;
+/* dinput[M, C], the gradient of rows.input, from that of the results, d->input. The other gradients are stored in d. */
+static void mt_expert_mlp_backward(mt_model *m, const mt_pass *p, mt_layer *w, const mt_routing *r,
+                                   const mt_expert_rows *d, void *dinput) {
+    const mt_expert_rows *rows = &r->rows;
     mt_row_groups groups = mt_expert_groups(m, r), copies = groups;
     mt_linear_io fc1 = {.groups = &groups}, down = {.groups = &copies};
     mt_activation_args activation = {.T = r->num_rows, .F = m->experts->F, .x = rows->hidden, .dy = d->active};
@@ -7835,7 +7848,7 @@ static void mt_expert_mlp_backward(mt_model *m, const mt_pass *p, mt_layer *w, c
     }
     mt_linear_backward(&p->tp, &w->expert_down, &down, MT_BACKWARD_BOTH);
     mt_activation_backward(m, p, &w->expert_fc1, r->expert_offsets, &activation);
-    fc1.dy = d->hidden, fc1.dx = m->experts->results->input;
+    fc1.dy = d->hidden, fc1.dx = dinput;
     mt_linear_backward_input(&p->tp, &w->expert_fc1, &fc1);
 }
 
@@ -7855,7 +7868,7 @@ static void mt_experts_forward(mt_model *m, const mt_pass *p, const mt_layer *w,
                                void *out) {
     const mt_dispatcher *d = m->experts->dispatcher;
     mt_routing *r = a->routing;
-    void *base = w->F > 0 ? out : NULL;
+    void *base = w->F > 0 ? out : NULL, *results;
     mt_dispatch_gather(m, p, x);
     mt_route_forward(m, p, w, r, x);
     d->count(m, p, w, r);
@@ -7863,10 +7876,11 @@ static void mt_experts_forward(mt_model *m, const mt_pass *p, const mt_layer *w,
     mt_shared_expert_forward(m, p, w, a, x, out);
     mt_arrived arrived = d->arrive(m, p, r, x, r->probs);
     mt_permute_to_experts(m, p, r, &arrived, r->rows.input, r->rows.weights, &w->expert_fc1, MT_FP8_X);
-    mt_expert_mlp_forward(m, p, w, r, !out);
+    results = out ? m->experts->results->input : NULL; // whose memory d->count may have moved
+    mt_expert_mlp_forward(m, p, w, r, results);
     if (!out) return;
-    if (d->exchange_back) d->exchange_back(m, p, r, out, base);
-    d->combine(m, p, r, out, base);
+    if (d->exchange_back) d->exchange_back(m, p, r, results, out, base);
+    d->combine(m, p, r, results, out, base);
 }
 
 /* Selective recomputation. */
@@ -7888,7 +7902,8 @@ static mt_deferred mt_experts_backward(mt_model *m, const mt_pass *p, mt_layer *
     mt_experts *e = m->experts;
     const mt_dispatcher *d = e->dispatcher;
     const void *x = gradients->x, *dout = gradients->dout;
-    void *dx = gradients->dx;
+    void *dx = gradients->dx, *router_dx = e->router_dx, *dinput = e->results->input;
+    const mt_expert_rows *drows = &e->rows;
     mt_routing *r = a->routing;
     MT_CHECK(!gradients->left);
     if (!gradients->gathered) mt_dispatch_gather(m, p, dout);
@@ -7896,20 +7911,20 @@ static mt_deferred mt_experts_backward(mt_model *m, const mt_pass *p, mt_layer *
     mt_pass both = *p;
     both.halves = MT_BACKWARD_BOTH;
     if (w->F > 0) mt_scaled_mlp_backward(m, &both, w, a, x, r->gates, dout, e->dgates, dx, MT_BACKWARD_BOTH);
-    if (w->F > 0 && r->gates) mt_shared_gate_backward(m, p, w, r, x, dx);
+    if (w->F > 0 && r->gates) mt_shared_gate_backward(m, p, w, r, x, e->dgates, dx);
     mt_arrived arrived = d->arrive(m, p, r, dout, NULL);
-    mt_permute_to_experts(m, p, r, &arrived, e->rows.input, NULL, &w->expert_down, MT_FP8_DY);
-    mt_expert_mlp_backward(m, p, w, r);
-    if (d->exchange_back) d->exchange_back(m, p, r, dx, e->router_dx);
+    mt_permute_to_experts(m, p, r, &arrived, drows->input, NULL, &w->expert_down, MT_FP8_DY);
+    mt_expert_mlp_backward(m, p, w, r, drows, dinput);
+    if (d->exchange_back) d->exchange_back(m, p, r, dinput, dx, router_dx);
     mt_row_groups groups = mt_expert_groups(m, r);
     groups.x_source = r->source;
     mt_linear_io fc1 = {.groups = &groups, .x = r->rows.input, .x_transposed = r->rows.input_transposed};
-    fc1.dy = e->rows.hidden;
+    fc1.dy = drows->hidden;
     mt_linear_backward_weight(&p->tp, &w->expert_fc1, &fc1);
-    d->combine_weights(m, p, r);
-    mt_route_backward(m, p, w, r, x);
-    if (w->F > 0) mt_add_to(m, p, e->router_dx, dx);
-    d->combine(m, p, r, dx, e->router_dx);
+    d->combine_weights(m, p, r, e->dprobs, drows->weights);
+    mt_route_backward(m, p, w, r, x, e->dprobs, router_dx);
+    if (w->F > 0) mt_add_to(m, p, router_dx, dx);
+    d->combine(m, p, r, dinput, dx, router_dx);
     return (mt_deferred){0};
 }
 
