@@ -6097,12 +6097,12 @@ enum { MT_MAX_DEFERRED = 8 };
 
 /* The operands of the backward of a block of a layer, a mixer or a feed-forward: dx from dout and x. */
 typedef struct mt_block_gradients {
-    const void *x;    // [R, C] the forward's operand
-    const void *dout; // [R, C]
-    bool gathered;    // the dispatcher of experts has gathered dout
-    void *dx;         // [R, C]
-    mt_deferred
-        *left; // not NULL: the product with x that gives a weight's gradient is stored here for the caller to run
+    const void *x;     // [R, C] the forward's operand
+    size_t x_field;    // its offset in mt_activations
+    const void *dout;  // [R, C]
+    bool gathered;     // the dispatcher of experts has gathered dout
+    void *dx;          // [R, C]
+    mt_deferred *left; // not NULL: the caller computes the gradient of the weight that reads x, by this product
 } mt_block_gradients;
 
 /* Saved values of a layer. R: the micro-batch's T tokens, or with sequence parallelism this rank's share of them. H, G
@@ -6292,6 +6292,14 @@ static mt_recompute_buffer *mt_recompute_buffer_of(const mt_model *m, const mt_l
  * product. x is saved in any case. dy overwrites a slot that only the input's half reads, so a split backward needs no
  * extra memory. */
 
+/* The slot of a layer's saved value, by its offset in mt_activations. */
+static const mt_slot *mt_slot_of(const mt_layer *w, size_t field) {
+    const mt_slot *slot = w->slots->slots, *end = slot + w->slots->count;
+    while (slot < end && slot->field != field) slot++;
+    MT_CHECK(slot < end);
+    return slot;
+}
+
 /* The slot in which a split backward keeps dy of a linear. */
 static const mt_slot *mt_stash_slot(const mt_layer *w, const mt_linear *linear) {
     const mt_slot *slot = w->slots->slots, *end = slot + w->slots->count;
@@ -6301,16 +6309,12 @@ static const mt_slot *mt_stash_slot(const mt_layer *w, const mt_linear *linear) 
     return slot;
 }
 
-/* The halves of a linear's backward to compute now. A split backward defers the weights' half if x and the stash keep
- * their values until then. */
-static int mt_layer_linear_halves(const mt_pass *p, const mt_layer *w, const mt_activations *a, const mt_linear *linear,
-                                  const void *x) {
-    const mt_slot *slot = w->slots->slots, *end = slot + w->slots->count;
+/* The halves of a linear's backward to compute now. A split backward defers the weights' half if x, which is `field` of
+ * mt_activations, and the stash keep their values until then. */
+static int mt_layer_linear_halves(const mt_pass *p, const mt_layer *w, const mt_linear *linear, size_t field) {
     if (p->halves != MT_BACKWARD_INPUT) return p->halves;
-    if (mt_saved_x(a, linear)) x = mt_saved_x(a, linear);
-    while (slot < end && mt_slot_read(a, slot) != x) slot++;
-    MT_CHECK(slot < end);
-    bool kept = slot->residency == MT_KEEP && mt_stash_slot(w, linear)->residency == MT_KEEP;
+    if (linear->fp8 && linear->fp8->saved_x) field = linear->fp8->saved_x;
+    bool kept = mt_slot_of(w, field)->residency == MT_KEEP && mt_stash_slot(w, linear)->residency == MT_KEEP;
     return kept ? MT_BACKWARD_INPUT : MT_BACKWARD_BOTH;
 }
 
@@ -6332,10 +6336,11 @@ static void mt_layer_linear_forward(const mt_pass *p, const mt_activations *a, c
     mt_linear_forward(&p->tp, linear, &(mt_linear_io){.x = x, .x_transposed = x_transposed, .y = y});
 }
 
-/* Backward of a linear in a layer; MT_BACKWARD_INPUT alone defers the weight's gradient. */
+/* Backward of a linear in a layer, whose io->x is `field` of mt_activations; MT_BACKWARD_INPUT alone defers the
+ * weight's gradient. */
 static void mt_layer_linear_backward(const mt_model *m, const mt_pass *p, const mt_layer *w, mt_activations *a,
-                                     const mt_linear *linear, mt_linear_io *io) {
-    int halves = mt_layer_linear_halves(p, w, a, linear, io->x);
+                                     const mt_linear *linear, size_t field, mt_linear_io *io) {
+    int halves = mt_layer_linear_halves(p, w, linear, field);
     io->x_transposed = mt_saved_x(a, linear);
     mt_linear_backward(&p->tp, linear, io, halves);
     if (halves == MT_BACKWARD_INPUT) mt_defer_weight(m, p, w, a, linear, io->x, io->dy);
@@ -6624,7 +6629,7 @@ static void mt_core_attention_backward(mt_model *m, const mt_pass *p, const mt_l
 /* Backward of the output linear: dattended from dout. Returns the product that the caller defers. */
 static mt_deferred mt_attention_out_backward(const mt_pass *p, const mt_layer *w, mt_activations *a, const void *dout,
                                              void *dattended) {
-    int halves = mt_layer_linear_halves(p, w, a, &w->o, a->attended);
+    int halves = mt_layer_linear_halves(p, w, &w->o, offsetof(mt_activations, attended));
     mt_linear_io o = {.x = a->attended, .x_transposed = mt_saved_x(a, &w->o), .dy = dout, .dx = dattended};
     mt_linear_backward(&p->tp, &w->o, &o, halves);
     return halves == MT_BACKWARD_INPUT ? (mt_deferred){&w->o, a->attended, dout} : (mt_deferred){0};
@@ -6761,7 +6766,7 @@ static mt_deferred mt_attention_backward(mt_model *m, const mt_pass *p, mt_layer
         mt_linear_backward_input(&p->tp, &w->qkv, &qkv);
         *d->left = (mt_deferred){&w->qkv, d->x, dqkv};
     } else {
-        mt_layer_linear_backward(m, p, w, a, &w->qkv, &qkv);
+        mt_layer_linear_backward(m, p, w, a, &w->qkv, d->x_field, &qkv);
     }
     return out;
 }
@@ -6840,10 +6845,12 @@ static void mt_latent_up_forward(const mt_model *m, const mt_pass *p, const mt_l
     m->ops->latent_heads_forward(&heads, m->dtype, p->stream);
 }
 
-/* dx from the gradients d of q, k and v. */
-static void mt_latent_qkv_backward(const mt_model *m, const mt_pass *p, mt_layer *w, mt_activations *a, const void *x,
-                                   mt_qkv_view d, void *dx) {
+/* The block's dx from the gradients d of q, k and v. */
+static void mt_latent_qkv_backward(const mt_model *m, const mt_pass *p, mt_layer *w, mt_activations *a, mt_qkv_view d,
+                                   const mt_block_gradients *block) {
     const mt_layer_scratch *s = &m->scratch;
+    const void *x = block->x;
+    void *dx = block->dx;
     bool has_q_latent = m->options->q_lora_rank > 0;
     int64_t R = m->rotary_dim;
     mt_latent_heads_args heads = mt_latent_heads(m, p, w);
@@ -6857,14 +6864,15 @@ static void mt_latent_qkv_backward(const mt_model *m, const mt_pass *p, mt_layer
     m->ops->rope_backward(&rope, m->dtype, p->stream);
 
     mt_linear_io kv_b = {.x = a->kv_latent, .dy = s->kv_b_out, .dx = s->dlatent_norm};
-    mt_layer_linear_backward(m, p, w, a, &w->kv_b, &kv_b);
+    mt_layer_linear_backward(m, p, w, a, &w->kv_b, offsetof(mt_activations, kv_latent), &kv_b);
     mt_latent_norm_backward(m, p, w, a, 1, s->dlatent_norm, s->dlatent);
     mt_linear_io q_b = {.x = has_q_latent ? a->q_latent : x, .dy = d.q};
     q_b.dx = has_q_latent ? s->dlatent_norm : dx;
-    mt_layer_linear_backward(m, p, w, a, &w->q_b, &q_b);
+    size_t q_field = has_q_latent ? offsetof(mt_activations, q_latent) : block->x_field;
+    mt_layer_linear_backward(m, p, w, a, &w->q_b, q_field, &q_b);
     if (has_q_latent) mt_latent_norm_backward(m, p, w, a, 0, s->dlatent_norm, s->dlatent);
     mt_linear_io latent = {.x = x, .dy = s->dlatent, .dx = has_q_latent ? dx : s->dinput};
-    mt_layer_linear_backward(m, p, w, a, &w->latent, &latent);
+    mt_layer_linear_backward(m, p, w, a, &w->latent, block->x_field, &latent);
     if (!has_q_latent) mt_add_to(m, p, dx, s->dinput);
 }
 
@@ -6890,7 +6898,7 @@ static mt_deferred mt_latent_attention_backward(mt_model *m, const mt_pass *p, m
     MT_CHECK(!d->left);
     mt_deferred out = mt_attention_out_backward(p, w, a, d->dout, dattended);
     mt_core_attention_backward(m, p, w, a, mt_latent_view(m, p, a->q, a->kv), dqkv, dattended);
-    mt_latent_qkv_backward(m, p, w, a, d->x, dqkv, d->dx);
+    mt_latent_qkv_backward(m, p, w, a, dqkv, d);
     return out;
 }
 
@@ -6948,20 +6956,20 @@ static void mt_scaled_mlp_forward(const mt_model *m, const mt_pass *p, const mt_
     if (out) mt_layer_linear_forward(p, a, &w->down, a->mlp_active, out);
 }
 
-/* dx, and dgates[T], from dout, the gradient of the MLP's output. In a split backward `halves` are those of `down`, and
- * the caller defers its weights' half: the stash is still in use here. */
-static void mt_scaled_mlp_backward(mt_model *m, const mt_pass *p, mt_layer *w, mt_activations *a, const void *x,
-                                   const float *gates, const void *dout, float *dgates, void *dx, int halves) {
+/* d->dx, and dgates[T], from d->dout, the gradient of the MLP's output. In a split backward `halves` are those of
+ * `down`, and the caller defers its weights' half: the stash is still in use here. */
+static void mt_scaled_mlp_backward(mt_model *m, const mt_pass *p, mt_layer *w, mt_activations *a,
+                                   const mt_block_gradients *d, const float *gates, float *dgates, int halves) {
     mt_layer_scratch *s = &m->scratch;
     bool fused = mt_fuses_activation(m, p, &w->down, gates);
-    mt_linear_io down = {.x = a->mlp_active, .x_transposed = mt_saved_x(a, &w->down), .dy = dout};
+    mt_linear_io down = {.x = a->mlp_active, .x_transposed = mt_saved_x(a, &w->down), .dy = d->dout};
     down.dx = fused ? s->dmlp_hidden : s->dmlp_active, down.gelu_of = fused ? a->mlp_hidden : NULL;
     mt_linear_backward(&p->tp, &w->down, &down, halves);
     mt_activation_args activation = {.T = p->T, .F = w->F, .x = a->mlp_hidden, .weights = gates, .dy = s->dmlp_active};
     activation.dx = s->dmlp_hidden, activation.dweights = gates ? dgates : NULL;
     if (!fused) mt_activation_backward(m, p, &w->fc1, NULL, &activation);
-    mt_linear_io fc1 = {.x = x, .dy = s->dmlp_hidden, .dx = dx};
-    mt_layer_linear_backward(m, p, w, a, &w->fc1, &fc1);
+    mt_linear_io fc1 = {.x = d->x, .dy = s->dmlp_hidden, .dx = d->dx};
+    mt_layer_linear_backward(m, p, w, a, &w->fc1, d->x_field, &fc1);
 }
 
 /* The MLP of a layer without experts. */
@@ -6976,9 +6984,9 @@ static void mt_mlp_replay(mt_model *m, const mt_pass *p, const mt_layer *w, mt_a
 
 static mt_deferred mt_mlp_backward(mt_model *m, const mt_pass *p, mt_layer *w, mt_activations *a,
                                    const mt_block_gradients *d) {
-    int halves = mt_layer_linear_halves(p, w, a, &w->down, a->mlp_active);
+    int halves = mt_layer_linear_halves(p, w, &w->down, offsetof(mt_activations, mlp_active));
     MT_CHECK(!d->left);
-    mt_scaled_mlp_backward(m, p, w, a, d->x, NULL, d->dout, NULL, d->dx, halves);
+    mt_scaled_mlp_backward(m, p, w, a, d, NULL, NULL, halves);
     return halves == MT_BACKWARD_INPUT ? (mt_deferred){&w->down, a->mlp_active, d->dout} : (mt_deferred){0};
 }
 
@@ -7910,7 +7918,7 @@ static mt_deferred mt_experts_backward(mt_model *m, const mt_pass *p, mt_layer *
     if (d->exchange) d->exchange(m, p, r, dout, NULL);
     mt_pass both = *p;
     both.halves = MT_BACKWARD_BOTH;
-    if (w->F > 0) mt_scaled_mlp_backward(m, &both, w, a, x, r->gates, dout, e->dgates, dx, MT_BACKWARD_BOTH);
+    if (w->F > 0) mt_scaled_mlp_backward(m, &both, w, a, gradients, r->gates, e->dgates, MT_BACKWARD_BOTH);
     if (w->F > 0 && r->gates) mt_shared_gate_backward(m, p, w, r, x, e->dgates, dx);
     mt_arrived arrived = d->arrive(m, p, r, dout, NULL);
     mt_permute_to_experts(m, p, r, &arrived, drows->input, NULL, &w->expert_down, MT_FP8_DY);
@@ -7970,10 +7978,19 @@ typedef struct mt_block {
     const mt_norm *before, *after; // NULL: none
     const void *input;             // [R, C] the residual stream
     mt_normed normed;              // of `before`
+    size_t x_field;                // offset in mt_activations of the operand of the kind
     void *out;                     // [R, C] of the kind, if a norm follows
     mt_normed out_normed;          // of `after`; y NULL
     int drop;                      // MT_DROP_*
 } mt_block;
+
+/* Offsets in mt_activations of the operands of the two blocks: of a norm's output, or of the residual stream. */
+static size_t mt_mixer_x(const mt_model *m) {
+    return mt_norms_before(m->options) ? offsetof(mt_activations, input_norm.y) : offsetof(mt_activations, input);
+}
+static size_t mt_feed_forward_x(const mt_model *m) {
+    return mt_norms_before(m->options) ? offsetof(mt_activations, mlp_norm.y) : offsetof(mt_activations, middle);
+}
 
 static mt_block mt_mixer_block(const mt_model *m, const mt_layer *w, const mt_activations *a) {
     return (mt_block){.kind = &mt_mixer_kinds[w->kind.mixer],
@@ -7981,6 +7998,7 @@ static mt_block mt_mixer_block(const mt_model *m, const mt_layer *w, const mt_ac
                       .after = mt_norms_after(m->options) ? &w->attention_out_norm : NULL,
                       .input = a->input,
                       .normed = a->input_norm,
+                      .x_field = mt_mixer_x(m),
                       .out = a->attention_out,
                       .out_normed = a->attention_out_norm,
                       .drop = MT_DROP_ATTENTION_OUT};
@@ -7992,6 +8010,7 @@ static mt_block mt_feed_forward_block(const mt_model *m, const mt_layer *w, cons
                       .after = mt_norms_after(m->options) ? &w->mlp_out_norm : NULL,
                       .input = a->middle,
                       .normed = a->mlp_norm,
+                      .x_field = mt_feed_forward_x(m),
                       .out = a->mlp_out,
                       .out_normed = a->mlp_out_norm,
                       .drop = MT_DROP_MLP_OUT};
@@ -8009,16 +8028,15 @@ static void mt_transposed_slots(const mt_model *m, mt_slots *s, const mt_layer *
     bool has_q_latent = m->options->q_lora_rank > 0; // else latent and q_b read the same x
     bool up_again = m->recompute_modules & MT_MODULE_MLA_UP_PROJ, mlp_again = m->recompute_modules & MT_MODULE_MLP;
     bool normed = mt_norms_before(m->options); // else the residual stream, which others read too
-    size_t x = normed ? offsetof(mt_activations, input_norm.y) : offsetof(mt_activations, input),
-           to = offsetof(mt_activations, x_transposed), step = sizeof(void *);
-    size_t mlp_x = normed ? offsetof(mt_activations, mlp_norm.y) : offsetof(mt_activations, middle);
+    size_t x = mt_mixer_x(m), to = offsetof(mt_activations, x_transposed), step = sizeof(void *);
     mt_slot_add_transposed(m, s, x, &w->qkv, to, !normed);
     mt_slot_add_transposed(m, s, x, &w->latent, to, !normed || !has_q_latent);
     if (has_q_latent) x = offsetof(mt_activations, q_latent);
     mt_slot_add_transposed(m, s, x, &w->q_b, to + step, !has_q_latent || up_again);
     mt_slot_add_transposed(m, s, offsetof(mt_activations, kv_latent), &w->kv_b, to + 2 * step, up_again);
     mt_slot_add_transposed(m, s, offsetof(mt_activations, attended), &w->o, to + 3 * step, true);
-    mt_slot_add_transposed(m, s, mlp_x, &w->fc1, to + 4 * step, !normed || w->expert_bucket >= 0 || mlp_again);
+    mt_slot_add_transposed(m, s, mt_feed_forward_x(m), &w->fc1, to + 4 * step,
+                           !normed || w->expert_bucket >= 0 || mlp_again);
     mt_slot_add_transposed(m, s, offsetof(mt_activations, mlp_active), &w->down, to + 5 * step, false);
 }
 
@@ -8103,7 +8121,8 @@ static void mt_block_backward(mt_model *m, const mt_pass *p, mt_layer *w, mt_act
                               mt_block_gradients d) {
     mt_layer_scratch *s = &m->scratch;
     const void *dout = mt_residual_backward(m, p, d.dout, s->block_out, w->number, b->drop);
-    mt_block_gradients inner = {.x = mt_block_x(b), .gathered = d.gathered, .dx = s->dnormed, .left = d.left};
+    mt_block_gradients inner = {
+        .x = mt_block_x(b), .x_field = b->x_field, .gathered = d.gathered, .dx = s->dnormed, .left = d.left};
     if (b->after) {
         mt_norm_backward(m, p, b->after, &b->out_normed, s->dout, NULL, dout, b->out);
         dout = s->dout;
