@@ -4343,8 +4343,9 @@ static void mt_scatter_end(const mt_tensor_parallel *tp, void *dx, int64_t C) {
 /* Every matrix product with a parameter. A column-parallel weight is cut by rows, [N / t, K]: each tensor-parallel rank
  * computes a share of the outputs. A row-parallel weight is cut by columns, [N, K / t]: each rank computes a partial
  * sum. With a group of one both are plain products. Experts use grouped products. This section handles communication,
- * its overlap, GELU within a product, fp8, and accumulation of gradients; layers know none of them. Invariants:
- * gradients of weights need no communication; a step's first product overwrites dw, later ones add to it. */
+ * its overlap, fp8, adapters, and accumulation of gradients; layers know none of them. fp8 stands before the product,
+ * adapters after it. Invariants: gradients of weights need no communication; a step's first product overwrites dw,
+ * later ones add to it. */
 
 /* ---- fp8: quantizes the operands of a product. Products need both operands with the summed dimension contiguous:
  *
@@ -4352,9 +4353,7 @@ static void mt_scatter_end(const mt_tensor_parallel *tp, void *dx, int64_t C) {
  *   dx[T, K] = dy w          from dy [T, N] and w^T [K, N]
  *   dw[N, K] = dy^T x        from dy^T [N, T] and x^T [K, T]
  *
- * so that all three are quantized as they are and transposed, in one pass. Quantized operands live until the end of the
- * call, in scratch; x^T until the backward, if its layer has a slot for it (else the backward quantizes x again);
- * quantized weights until the weights change, unless they are sharded. */
+ * so that all three are quantized as they are and transposed, in one pass. See mt_fp8_linear for their lifetimes. */
 
 /* Space for x[R, C] in fp8; of experts' rows, or `count` matrices. */
 static mt_fp8_matrix mt_fp8_allocate(mt_arena *arena, int64_t count, int64_t R, int64_t C, mt_dtype format,
@@ -4397,28 +4396,52 @@ static int64_t mt_fp8_scratch_bytes(const mt_linear *l, int64_t T, int64_t piece
     return mt_max(forward.used, backward.used);
 }
 
+/* A product of a linear: a use of the linear, or a part of its rows, which a step of an overlapped region computes. */
+typedef struct mt_product {
+    mt_linear_pass pass;
+    const mt_tensor_parallel *tp;
+    const mt_linear *l;
+    mt_linear_io io;             // of these rows
+    int64_t T, first_row;        // rows, and the index of the first of them in the micro-batch
+    bool omits_bias;             // forward: y is a partial sum; another rank adds the bias
+    void *gelu;                  // forward: gelu(y), or NULL
+    const void *gelu_of;         // backward: x is gelu(gelu_of), and dx the gradient of gelu_of; or NULL
+    mt_fp8_matrix left, right;   // fp8: the operands of the product at hand
+    mt_fp8_matrix dy_transposed; // fp8: of the product of the weight
+} mt_product;
+
 /* Offsets of the rows of each weight; NULL: there is one weight. */
-static const int32_t *mt_row_offsets(const mt_linear_io *io) {
-    return io->groups ? io->groups->offsets : NULL;
+static const int32_t *mt_row_offsets(const mt_product *p) {
+    return p->io.groups ? p->io.groups->offsets : NULL;
 }
 
+/* True if a product adds to dw, which holds a gradient afterwards. */
+static bool mt_weight_accumulates(const mt_weight *weight) {
+    bool accumulates = weight->has_gradient && *weight->has_gradient;
+    if (weight->has_gradient) *weight->has_gradient = true;
+    return accumulates;
+}
+
+/* ---- before a product in fp8 */
+
 /* Begins a call: its operands overwrite those of the call before. Only experts' rows can need more than was planned. */
-static void mt_fp8_begin(const mt_tensor_parallel *tp, const mt_linear *l, const mt_linear_io *io) {
+static void mt_fp8_begin(const mt_linear_pass *pass, const mt_linear *l, const mt_linear_io *io) {
     if (!l->fp8) return;
+    const mt_ops *ops = pass->tp->ops;
     mt_arena *scratch = &l->fp8->recipe->scratch;
     int64_t bytes = io->groups ? mt_fp8_scratch_bytes(l, io->groups->num_rows, 1) : 0;
     scratch->used = 0;
     if (!l->fp8->recipe->keeps_weights) l->fp8->w_transposed.data = NULL;
     if (!l->fp8->recipe->keeps_weights && !l->fp8->gathered) l->fp8->w.data = NULL;
     if (bytes <= scratch->capacity) return;
-    if (scratch->base) tp->ops->memory_free_ordered(scratch->base, tp->stream);
-    scratch->capacity = bytes * 9 / 8, scratch->base = tp->ops->memory_alloc_ordered(scratch->capacity, tp->stream);
+    if (scratch->base) ops->memory_free_ordered(scratch->base, pass->tp->stream);
+    scratch->capacity = bytes * 9 / 8, scratch->base = ops->memory_alloc_ordered(scratch->capacity, pass->tp->stream);
 }
 
 /* How x, w or dy of a linear is quantized; R: rows of x. Where it returns rows, which lie in x, the operation that
  * computes x stores them; else the linear quantizes x. */
-static mt_quantize_args mt_fp8_args(const mt_tensor_parallel *tp, const mt_linear *l, mt_fp8_operand operand,
-                                    const void *x, int64_t R, const int32_t *offsets) {
+static mt_quantize_args mt_fp8_args(bool training, const mt_linear *l, mt_fp8_operand operand, const void *x, int64_t R,
+                                    const int32_t *offsets) {
     const mt_fp8_linear *f = l ? l->fp8 : NULL;
     bool is_dy = operand == MT_FP8_DY;
     if (!f) return (mt_quantize_args){0};
@@ -4430,15 +4453,16 @@ static mt_quantize_args mt_fp8_args(const mt_tensor_parallel *tp, const mt_linea
     }
     if (f->recipe->delayed) a.scale = f->scale + operand;
     // not recorded in an evaluation; but a weight that it quantized serves the next step too
-    if (!f->recipe->delayed || tp->training || operand == MT_FP8_W) a.amax = f->amax + operand;
+    if (!f->recipe->delayed || training || operand == MT_FP8_W) a.amax = f->amax + operand;
     return a;
 }
 
 /* w, or its transpose. */
-static mt_fp8_matrix mt_fp8_weight(const mt_tensor_parallel *tp, const mt_linear *l, bool transposed) {
+static mt_fp8_matrix mt_fp8_weight(const mt_product *p, bool transposed) {
+    const mt_linear *l = p->l;
     mt_fp8_linear *f = l->fp8;
     mt_fp8_matrix *w = transposed ? &f->w_transposed : &f->w;
-    mt_quantize_args a = mt_fp8_args(tp, l, MT_FP8_W, l->weight.w, l->N, NULL);
+    mt_quantize_args a = mt_fp8_args(p->pass.training, l, MT_FP8_W, l->weight.w, l->N, NULL);
     a.count = mt_max(l->num_experts, 1);
     if (f->recipe->keeps_weights ? f->version == f->recipe->version : w->data != NULL) return *w;
     f->version = f->recipe->version;
@@ -4447,275 +4471,334 @@ static mt_fp8_matrix mt_fp8_weight(const mt_tensor_parallel *tp, const mt_linear
     if (f->recipe->keeps_weights || !transposed || f->gathered) a.rows = f->w;
     if (f->recipe->keeps_weights || transposed) a.columns = f->w_transposed;
     if (f->gathered)
-        tp->ops->fp8_transpose(&a, tp->stream);
+        p->tp->ops->fp8_transpose(&a, p->tp->stream);
     else
-        tp->ops->quantize(&a, tp->dtype, tp->stream);
+        p->tp->ops->quantize(&a, p->tp->dtype, p->tp->stream);
     return *w;
 }
 
-/* T rows of x or dy in fp8, and their transpose, which for x may be the saved one. */
-static mt_quantize_args mt_fp8_rows(const mt_tensor_parallel *tp, const mt_linear *l, const mt_linear_io *io,
-                                    mt_fp8_operand operand, int64_t T, bool rows, bool columns) {
+/* The rows of x or dy in fp8, and their transpose, which for x may be the saved one. */
+static mt_quantize_args mt_fp8_rows(const mt_product *p, mt_fp8_operand operand, bool rows, bool columns) {
+    const mt_linear *l = p->l;
+    const mt_row_groups *groups = p->io.groups;
     mt_fp8 *recipe = l->fp8->recipe;
-    mt_arena saved = {.base = io->x_transposed, .capacity = INT64_MAX};
-    bool in_place = l->fp8->in_place[operand], keeps = operand == MT_FP8_X && io->x_transposed;
-    mt_dtype format = operand == MT_FP8_DY ? recipe->gradient_format : recipe->format;
-    mt_quantize_args a = mt_fp8_args(tp, l, operand, operand == MT_FP8_DY ? io->dy : io->x, T, mt_row_offsets(io));
-    if (rows && !in_place) a.rows = mt_fp8_allocate(&recipe->scratch, 1, T, a.C, format, recipe->blocks);
-    if (columns) a.columns = mt_fp8_allocate_columns(keeps ? &saved : &recipe->scratch, l, T, a.C, format);
-    if (keeps && !rows) return a; // the forward stored it
-    if (in_place) a.compact = T;
-    if (in_place && io->groups) a.source = operand == MT_FP8_DY ? io->groups->dy_source : io->groups->x_source;
-    if (in_place && columns) tp->ops->fp8_transpose(&a, tp->stream);
-    if (!in_place && (rows || columns)) tp->ops->quantize(&a, tp->dtype, tp->stream);
+    mt_arena saved = {.base = p->io.x_transposed, .capacity = INT64_MAX};
+    bool is_dy = operand == MT_FP8_DY, in_place = l->fp8->in_place[operand], is_saved = !is_dy && saved.base;
+    mt_dtype format = is_dy ? recipe->gradient_format : recipe->format;
+    mt_quantize_args a = mt_fp8_args(p->pass.training, l, operand, is_dy ? p->io.dy : p->io.x, p->T, mt_row_offsets(p));
+    if (rows && !in_place) a.rows = mt_fp8_allocate(&recipe->scratch, 1, p->T, a.C, format, recipe->blocks);
+    if (columns) a.columns = mt_fp8_allocate_columns(is_saved ? &saved : &recipe->scratch, l, p->T, a.C, format);
+    if (is_saved && !rows) return a; // the forward stored it
+    if (in_place) a.compact = p->T;
+    if (in_place && groups) a.source = is_dy ? groups->dy_source : groups->x_source;
+    if (in_place && columns) p->tp->ops->fp8_transpose(&a, p->tp->stream);
+    if (!in_place && (rows || columns)) p->tp->ops->quantize(&a, p->tp->dtype, p->tp->stream);
     return a;
 }
 
-/* Quantizes T rows of dy for the products of the selected halves of the backward. */
-static void mt_fp8_gradient(const mt_tensor_parallel *tp, const mt_linear *l, mt_linear_io *io, int64_t T, int halves) {
-    if (!l->fp8) return;
-    bool weight = (halves & MT_BACKWARD_WEIGHT) && l->fp8->recipe->wgrad && l->weight.dw;
-    mt_quantize_args a = mt_fp8_rows(tp, l, io, MT_FP8_DY, T, halves & MT_BACKWARD_INPUT, weight);
-    io->dy_fp8 = a.rows, io->dy_transposed = a.columns;
+static void mt_fp8_before_forward(mt_product *p) {
+    if (!p->l->fp8) return;
+    p->right = mt_fp8_weight(p, false);
+    p->left = mt_fp8_rows(p, MT_FP8_X, true, p->io.x_transposed).rows;
 }
 
-/* The product of `a`, of experts' rows where io has them. Scales per block need sums in fp32. */
-static void mt_fp8_run_product(const mt_tensor_parallel *tp, const mt_linear *l, const mt_linear_io *io,
-                               mt_fp8_product_args a) {
-    a.exact_sums = a.exact_sums || l->fp8->recipe->blocks != MT_FP8_TENSOR;
-    a.offsets = mt_row_offsets(io), a.num_experts = l->num_experts;
-    tp->ops->fp8_product(&a, tp->stream);
+/* Quantizes dy for the products of the selected halves of the backward, in one pass. */
+static void mt_fp8_before_backward(mt_product *p, int halves) {
+    if (!p->l->fp8) return;
+    bool weight = (halves & MT_BACKWARD_WEIGHT) && p->l->fp8->recipe->wgrad && p->l->weight.dw;
+    mt_quantize_args a = mt_fp8_rows(p, MT_FP8_DY, halves & MT_BACKWARD_INPUT, weight);
+    p->left = a.rows, p->dy_transposed = a.columns;
 }
 
-/* ---- adapters: h = scale dropout(x) a^T, and y += h b^T; backward: dh = scale dy b, dx += dropout(dh a), da += dh^T
- * dropout(x), db += dy^T h. The backward computes h again. If x is cut among ranks, h and db are partial sums over
- * them; otherwise da is. */
-
-/* True if a product adds to dw, which holds a gradient afterwards. */
-static bool mt_weight_accumulates(const mt_weight *weight) {
-    bool accumulates = weight->has_gradient && *weight->has_gradient;
-    if (weight->has_gradient) *weight->has_gradient = true;
-    return accumulates;
+static void mt_fp8_before_backward_input(mt_product *p) {
+    if (p->l->fp8) p->right = mt_fp8_weight(p, true);
 }
 
-/* The operands of the products of T rows with b of a part, or with a (part -1); x of a is io->x. */
-static mt_grouped_args mt_adapter_args(const mt_tensor_parallel *tp, const mt_linear *l, const mt_linear_io *io,
-                                       int64_t part, int64_t T) {
-    const mt_adapter *adapter = &l->adapter;
-    const mt_adapter_part *p = &adapter->parts[mt_max(part, 0)];
-    void *h = io->groups ? io->groups->adapter_rows : tp->adapter_rows, *dh = mt_at(h, T * adapter->R, tp->dtype);
-    mt_grouped_args a = {T, adapter->R, l->K, mt_max(l->num_experts, 1), mt_row_offsets(io), .x = io->x, .y = h};
-    a.dy = dh, a.dx = io->dx, a.w = adapter->a.w, a.dw = adapter->a.dw;
+static void mt_fp8_before_backward_weight(mt_product *p) {
+    if (p->dy_transposed.data) p->right = mt_fp8_rows(p, MT_FP8_X, false, true).columns;
+}
+
+/* The product of quantized operands. Scales per block need sums in fp32. */
+static void mt_fp8_run_product(const mt_product *p, mt_fp8_product_args a) {
+    a.b = p->right;
+    a.exact_sums = a.exact_sums || p->l->fp8->recipe->blocks != MT_FP8_TENSOR;
+    a.offsets = mt_row_offsets(p), a.num_experts = p->l->num_experts;
+    p->tp->ops->fp8_product(&a, p->tp->stream);
+}
+
+/* ---- after a product: adapters. h = scale dropout(x) a^T, and y += h b^T; backward: dh = scale dy b, dx += dropout(dh
+ * a), da += dh^T dropout(x), db += dy^T h. The backward computes h again. If x is cut among ranks, h and db are partial
+ * sums over them; otherwise da is. */
+
+/* True if a linear has adapters that are switched on. */
+static bool mt_linear_adapts(const mt_linear *l) {
+    return l->adapter.R > 0 && !*l->adapter.off;
+}
+
+/* The operands of the products with b of a part, or with a (part -1); x of a is io.x. */
+static mt_grouped_args mt_adapter_args(const mt_product *p, int64_t part) {
+    const mt_adapter *adapter = &p->l->adapter;
+    const mt_adapter_part *b = &adapter->parts[mt_max(part, 0)];
+    mt_dtype dtype = p->tp->dtype;
+    void *h = adapter->scratch->rows, *dh = mt_at(h, p->T * adapter->R, dtype);
+    mt_grouped_args a = {p->T, adapter->R, p->l->K, mt_max(p->l->num_experts, 1), mt_row_offsets(p), .x = p->io.x};
+    a.y = h, a.dy = dh, a.dx = p->io.dx, a.w = adapter->a.w, a.dw = adapter->a.dw;
     if (part >= 0) {
         int64_t column = part * adapter->rank;
-        a.N = p->N, a.K = adapter->rank, a.w = p->b.w, a.dw = p->b.dw;
-        a.x = mt_at(h, column, tp->dtype), a.dx = mt_at(dh, column, tp->dtype);
-        a.y = mt_at(io->y, p->first, tp->dtype), a.dy = mt_at(io->dy, p->first, tp->dtype);
+        a.N = b->N, a.K = adapter->rank, a.w = b->b.w, a.dw = b->b.dw;
+        a.x = mt_at(h, column, dtype), a.dx = mt_at(dh, column, dtype);
+        a.y = mt_at(p->io.y, b->first, dtype), a.dy = mt_at(p->io.dy, b->first, dtype);
     }
-    a.x_stride = part < 0 ? l->K : adapter->R, a.y_stride = part < 0 ? adapter->R : l->N;
+    a.x_stride = part < 0 ? p->l->K : adapter->R, a.y_stride = part < 0 ? adapter->R : p->l->N;
     return a;
 }
 
-/* out = residual + dropout(x), for T rows of l->K elements; returns out. */
-static void *mt_adapter_dropout(const mt_tensor_parallel *tp, const mt_linear *l, const mt_linear_io *io, int64_t T,
-                                void *out, const void *x, const void *residual) {
-    bool is_part = l->kind == MT_LINEAR_REPLICATED && tp->sequence_parallel;
-    mt_dropout_add_args a = {T, l->K, l->adapter.first_channel, .x = x, .residual = residual, .out = out};
-    a.token_index = tp->token_index + (is_part ? tp->group->rank * tp->rows : io->first_row);
-    a.dropout = l->adapter.dropout;
+static bool mt_adapter_drops(const mt_product *p) {
+    return p->pass.training && p->l->adapter.dropout.p > 0;
+}
+
+/* out = residual + dropout(x), for rows of l->K elements; returns out. */
+static void *mt_adapter_dropout(const mt_product *p, void *out, const void *x, const void *residual) {
+    const mt_tensor_parallel *tp = p->tp;
+    bool is_part = p->l->kind == MT_LINEAR_REPLICATED && tp->sequence_parallel;
+    mt_dropout_add_args a = {p->T, p->l->K, p->l->adapter.first_channel, .x = x, .residual = residual, .out = out};
+    a.token_index = p->pass.token_index + (is_part ? tp->group->rank * tp->rows : p->first_row);
+    a.dropout = p->l->adapter.dropout;
     tp->ops->dropout_add_forward(&a, tp->dtype, tp->stream);
     return out;
 }
 
 /* Computes h; returns dropout(x). */
-static const void *mt_adapter_down(const mt_tensor_parallel *tp, const mt_linear *l, const mt_linear_io *io,
-                                   int64_t T) {
-    mt_grouped_args a = mt_adapter_args(tp, l, io, -1, T);
-    a.scale = l->adapter.scale;
-    if (tp->training && l->adapter.dropout.p > 0) a.x = mt_adapter_dropout(tp, l, io, T, tp->adapter_x, io->x, NULL);
-    tp->ops->grouped_linear_forward(&a, tp->dtype, tp->stream);
+static const void *mt_adapter_down(const mt_product *p) {
+    mt_grouped_args a = mt_adapter_args(p, -1);
+    a.scale = p->l->adapter.scale;
+    if (mt_adapter_drops(p)) a.x = mt_adapter_dropout(p, p->l->adapter.scratch->x, p->io.x, NULL);
+    p->tp->ops->grouped_linear_forward(&a, p->tp->dtype, p->tp->stream);
     return a.x;
 }
 
-/* True if a linear has adapters that are switched on. */
-static bool mt_adapts(const mt_tensor_parallel *tp, const mt_linear *l) {
-    return l->adapter.R > 0 && !tp->adapters_off;
-}
-
 /* y += the adapters' outputs. */
-static void mt_adapter_forward(const mt_tensor_parallel *tp, const mt_linear *l, const mt_linear_io *io, int64_t T) {
-    mt_adapter_down(tp, l, io, T);
-    for (int64_t part = 0; part < l->adapter.num_parts; part++) {
-        mt_grouped_args a = mt_adapter_args(tp, l, io, part, T);
+static void mt_adapter_forward(const mt_product *p) {
+    mt_adapter_down(p);
+    for (int64_t part = 0; part < p->l->adapter.num_parts; part++) {
+        mt_grouped_args a = mt_adapter_args(p, part);
         a.accumulate = true;
-        tp->ops->grouped_linear_forward(&a, tp->dtype, tp->stream);
+        p->tp->ops->grouped_linear_forward(&a, p->tp->dtype, p->tp->stream);
     }
 }
 
 /* Computes dh. */
-static void mt_adapter_up_backward(const mt_tensor_parallel *tp, const mt_linear *l, const mt_linear_io *io,
-                                   int64_t T) {
-    for (int64_t part = 0; part < l->adapter.num_parts; part++) {
-        mt_grouped_args a = mt_adapter_args(tp, l, io, part, T);
-        a.scale = l->adapter.scale;
-        tp->ops->grouped_linear_backward_input(&a, tp->dtype, tp->stream);
+static void mt_adapter_up_backward(const mt_product *p) {
+    for (int64_t part = 0; part < p->l->adapter.num_parts; part++) {
+        mt_grouped_args a = mt_adapter_args(p, part);
+        a.scale = p->l->adapter.scale;
+        p->tp->ops->grouped_linear_backward_input(&a, p->tp->dtype, p->tp->stream);
     }
 }
 
 /* dx += the gradient through the adapters. */
-static void mt_adapter_backward_input(const mt_tensor_parallel *tp, const mt_linear *l, const mt_linear_io *io,
-                                      int64_t T) {
-    mt_grouped_args a = mt_adapter_args(tp, l, io, -1, T);
-    bool drops = tp->training && l->adapter.dropout.p > 0;
-    mt_adapter_up_backward(tp, l, io, T);
-    a.dx = drops ? tp->adapter_x : io->dx, a.accumulate = !drops;
-    tp->ops->grouped_linear_backward_input(&a, tp->dtype, tp->stream);
-    if (drops) mt_adapter_dropout(tp, l, io, T, io->dx, tp->adapter_x, io->dx);
+static void mt_adapter_backward_input(const mt_product *p) {
+    mt_grouped_args a = mt_adapter_args(p, -1);
+    void *dropped = p->l->adapter.scratch->x;
+    bool drops = mt_adapter_drops(p);
+    mt_adapter_up_backward(p);
+    a.dx = drops ? dropped : p->io.dx, a.accumulate = !drops;
+    p->tp->ops->grouped_linear_backward_input(&a, p->tp->dtype, p->tp->stream);
+    if (drops) mt_adapter_dropout(p, p->io.dx, dropped, p->io.dx);
 }
 
 /* The gradients of a and b. */
-static void mt_adapter_backward_weight(const mt_tensor_parallel *tp, const mt_linear *l, const mt_linear_io *io,
-                                       int64_t T) {
-    const void *x = mt_adapter_down(tp, l, io, T);
-    mt_adapter_up_backward(tp, l, io, T);
-    for (int64_t part = -1; part < l->adapter.num_parts; part++) {
-        mt_grouped_args a = mt_adapter_args(tp, l, io, part, T);
-        a.accumulate = mt_weight_accumulates(part < 0 ? &l->adapter.a : &l->adapter.parts[part].b);
+static void mt_adapter_backward_weight(const mt_product *p) {
+    const mt_adapter *adapter = &p->l->adapter;
+    const void *x = mt_adapter_down(p);
+    mt_adapter_up_backward(p);
+    for (int64_t part = -1; part < adapter->num_parts; part++) {
+        mt_grouped_args a = mt_adapter_args(p, part);
+        a.accumulate = mt_weight_accumulates(part < 0 ? &adapter->a : &adapter->parts[part].b);
         if (part < 0) a.x = x;
-        tp->ops->grouped_linear_backward_weight(&a, tp->dtype, tp->stream);
+        p->tp->ops->grouped_linear_backward_weight(&a, p->tp->dtype, p->tp->stream);
     }
 }
 
-/* ---- the product alone, on T rows */
+/* ---- the product alone */
 
-bool mt_linear_fuses_gelu(const mt_tensor_parallel *tp, const mt_linear *l) {
+bool mt_linear_fuses_gelu(const mt_ops *ops, const mt_linear *l) {
     bool plain = (l->kind == MT_LINEAR_COLUMN || l->kind == MT_LINEAR_ROW || l->kind == MT_LINEAR_REPLICATED) &&
-                 !l->fp8 && !mt_adapts(tp, l);
-    return plain && tp->ops->linear_gelu_forward && tp->ops->linear_backward_gelu;
+                 !l->fp8 && !mt_linear_adapts(l);
+    return plain && ops->linear_gelu_forward && ops->linear_backward_gelu;
 }
 
-/* y = x w^T + bias. */
-static void mt_product_forward(const mt_tensor_parallel *tp, const mt_linear *l, const mt_linear_io *io, int64_t T) {
-    const mt_ops *ops = tp->ops;
-    const void *bias = io->omits_bias ? NULL : l->bias.w;
+/* The operands of a grouped product in the type of activations. */
+static mt_grouped_args mt_product_groups(const mt_product *p) {
+    const mt_row_groups *groups = p->io.groups;
+    return (mt_grouped_args){.M = p->T,
+                             .N = p->l->N,
+                             .K = p->l->K,
+                             .E = p->l->num_experts,
+                             .offsets = groups->offsets,
+                             .host_offsets = groups->host_offsets,
+                             .x = p->io.x,
+                             .y = p->io.y,
+                             .dy = p->io.dy,
+                             .dx = p->io.dx,
+                             .w = p->l->weight.w,
+                             .dw = p->l->weight.dw};
+}
+
+static void mt_multiply_forward(const mt_product *p) {
+    const mt_ops *ops = p->tp->ops;
+    const mt_linear *l = p->l;
+    const mt_linear_io *io = &p->io;
+    const void *bias = p->omits_bias ? NULL : l->bias.w;
+    mt_dtype dtype = p->tp->dtype;
+    mt_stream *stream = p->tp->stream;
     if (l->fp8) {
-        mt_fp8_product_args a = {.b = mt_fp8_weight(tp, l, false), .M = T, .N = l->N, .K = l->K};
-        a.a = mt_fp8_rows(tp, l, io, MT_FP8_X, T, true, tp->training && io->x_transposed).rows;
-        a.out = io->y, a.out_dtype = tp->dtype, a.bias = io->groups ? NULL : bias;
-        mt_fp8_run_product(tp, l, io, a);
+        mt_fp8_product_args a = {.a = p->left, .M = p->T, .N = l->N, .K = l->K, .out = io->y, .out_dtype = dtype};
+        a.bias = io->groups ? NULL : bias;
+        mt_fp8_run_product(p, a);
     } else if (io->groups) {
-        mt_grouped_args a = {T, l->N, l->K, l->num_experts, io->groups->offsets, io->x, l->weight.w, .y = io->y};
-        a.host_offsets = io->groups->host_offsets;
-        ops->grouped_linear_forward(&a, tp->dtype, tp->stream);
-    } else if (io->gelu) {
-        ops->linear_gelu_forward(io->gelu, io->y, io->x, l->weight.w, bias, T, l->N, l->K, tp->dtype, tp->stream);
+        mt_grouped_args a = mt_product_groups(p);
+        ops->grouped_linear_forward(&a, dtype, stream);
+    } else if (p->gelu) {
+        ops->linear_gelu_forward(p->gelu, io->y, io->x, l->weight.w, bias, p->T, l->N, l->K, dtype, stream);
     } else {
-        ops->linear_forward(io->y, io->x, l->weight.w, bias, T, l->N, l->K, tp->dtype, tp->stream);
+        ops->linear_forward(io->y, io->x, l->weight.w, bias, p->T, l->N, l->K, dtype, stream);
     }
     if (io->groups && bias)
-        ops->grouped_bias_forward(io->y, bias, io->groups->offsets, T, l->N, l->num_experts, tp->dtype, tp->stream);
-    if (mt_adapts(tp, l)) mt_adapter_forward(tp, l, io, T);
+        ops->grouped_bias_forward(io->y, bias, io->groups->offsets, p->T, l->N, l->num_experts, dtype, stream);
+}
+
+static void mt_multiply_backward_input(const mt_product *p) {
+    const mt_ops *ops = p->tp->ops;
+    const mt_linear *l = p->l;
+    const mt_linear_io *io = &p->io;
+    mt_dtype dtype = p->tp->dtype;
+    mt_stream *stream = p->tp->stream;
+    if (l->fp8) {
+        mt_fp8_product_args a = {.a = p->left, .M = p->T, .N = l->K, .K = l->N, .out = io->dx, .out_dtype = dtype};
+        a.exact_sums = true;
+        mt_fp8_run_product(p, a);
+    } else if (io->groups) {
+        mt_grouped_args a = mt_product_groups(p);
+        ops->grouped_linear_backward_input(&a, dtype, stream);
+    } else if (p->gelu_of) {
+        ops->linear_backward_gelu(io->dx, io->dy, l->weight.w, p->gelu_of, p->T, l->N, l->K, dtype, stream);
+    } else {
+        ops->linear_backward_input(io->dx, io->dy, l->weight.w, p->T, l->N, l->K, dtype, stream);
+    }
+}
+
+static void mt_multiply_backward_weight(const mt_product *p) {
+    const mt_ops *ops = p->tp->ops;
+    const mt_linear *l = p->l;
+    const mt_linear_io *io = &p->io;
+    mt_dtype dtype = p->tp->dtype;
+    mt_stream *stream = p->tp->stream;
+    bool accumulate = mt_weight_accumulates(&l->weight);
+    if (p->dy_transposed.data) { // in fp8
+        mt_fp8_product_args a = {.a = p->dy_transposed, .M = l->N, .N = l->K, .K = p->T, .out = l->weight.dw};
+        a.out_dtype = MT_F32, a.accumulate = accumulate, a.exact_sums = a.sums_rows = true;
+        mt_fp8_run_product(p, a);
+        if (l->bias.dw && !io->groups) ops->column_sums(l->bias.dw, io->dy, p->T, l->N, dtype, stream);
+    } else if (io->groups) {
+        mt_grouped_args a = mt_product_groups(p);
+        a.accumulate = accumulate;
+        ops->grouped_linear_backward_weight(&a, dtype, stream);
+    } else {
+        ops->linear_backward_weight(l->weight.dw, l->bias.dw, io->dy, io->x, p->T, l->N, l->K, accumulate, dtype,
+                                    stream);
+    }
+    if (io->groups && l->bias.dw)
+        ops->grouped_bias_backward(l->bias.dw, io->dy, io->groups->offsets, p->T, l->N, l->num_experts, dtype, stream);
+}
+
+/* ---- quantization, the product, adapters */
+
+/* y = x w^T + bias. */
+static void mt_product_forward(mt_product p) {
+    mt_fp8_before_forward(&p);
+    mt_multiply_forward(&p);
+    if (mt_linear_adapts(p.l)) mt_adapter_forward(&p);
 }
 
 /* dx = dy w. */
-static void mt_product_backward_input(const mt_tensor_parallel *tp, const mt_linear *l, const mt_linear_io *io,
-                                      int64_t T) {
-    const mt_ops *ops = tp->ops;
-    if (l->fp8) {
-        mt_fp8_product_args a = {.a = io->dy_fp8, .b = mt_fp8_weight(tp, l, true), .M = T, .N = l->K, .K = l->N};
-        a.out = io->dx, a.out_dtype = tp->dtype, a.exact_sums = true;
-        mt_fp8_run_product(tp, l, io, a);
-    } else if (io->groups) {
-        mt_grouped_args a = {
-            T, l->N, l->K, l->num_experts, io->groups->offsets, .w = l->weight.w, .dy = io->dy, .dx = io->dx};
-        a.host_offsets = io->groups->host_offsets;
-        ops->grouped_linear_backward_input(&a, tp->dtype, tp->stream);
-    } else if (io->gelu_of) {
-        ops->linear_backward_gelu(io->dx, io->dy, l->weight.w, io->gelu_of, T, l->N, l->K, tp->dtype, tp->stream);
-    } else {
-        ops->linear_backward_input(io->dx, io->dy, l->weight.w, T, l->N, l->K, tp->dtype, tp->stream);
-    }
-    if (mt_adapts(tp, l)) mt_adapter_backward_input(tp, l, io, T);
+static void mt_product_backward_input(mt_product p) {
+    mt_fp8_before_backward_input(&p);
+    mt_multiply_backward_input(&p);
+    if (mt_linear_adapts(p.l)) mt_adapter_backward_input(&p);
 }
 
 /* dw = dy^T x, or += if dw holds a gradient; dbias += column sums of dy; frozen: only the adapters' gradients. */
-static void mt_product_backward_weight(const mt_tensor_parallel *tp, const mt_linear *l, const mt_linear_io *io,
-                                       int64_t T) {
-    const mt_ops *ops = tp->ops;
-    if (mt_adapts(tp, l)) mt_adapter_backward_weight(tp, l, io, T);
-    if (!l->weight.dw) return;
-    bool accumulate = mt_weight_accumulates(&l->weight);
-    if (io->dy_transposed.data) { // in fp8
-        mt_fp8_product_args a = {.a = io->dy_transposed, .M = l->N, .N = l->K, .K = T};
-        a.b = mt_fp8_rows(tp, l, io, MT_FP8_X, T, false, true).columns;
-        a.out = l->weight.dw, a.out_dtype = MT_F32, a.accumulate = accumulate, a.exact_sums = a.sums_rows = true;
-        mt_fp8_run_product(tp, l, io, a);
-        if (l->bias.dw && !io->groups) ops->column_sums(l->bias.dw, io->dy, T, l->N, tp->dtype, tp->stream);
-    } else if (io->groups) {
-        mt_grouped_args a = {
-            T, l->N, l->K, l->num_experts, io->groups->offsets, io->x, .dy = io->dy, .dw = l->weight.dw};
-        a.accumulate = accumulate, a.host_offsets = io->groups->host_offsets;
-        ops->grouped_linear_backward_weight(&a, tp->dtype, tp->stream);
-    } else {
-        ops->linear_backward_weight(l->weight.dw, l->bias.dw, io->dy, io->x, T, l->N, l->K, accumulate, tp->dtype,
-                                    tp->stream);
+static void mt_product_backward_weight(mt_product p) {
+    if (p.l->weight.dw) {
+        mt_fp8_before_backward_weight(&p);
+        mt_multiply_backward_weight(&p);
     }
-    if (io->groups && l->bias.dw)
-        ops->grouped_bias_backward(l->bias.dw, io->dy, io->groups->offsets, T, l->N, l->num_experts, tp->dtype,
-                                   tp->stream);
+    if (mt_linear_adapts(p.l)) mt_adapter_backward_weight(&p);
 }
 
 /* ---- column parallel: x[rows, K] -> y[T, N], this rank's outputs */
 
-static void mt_column_forward(const mt_tensor_parallel *tp, const mt_linear *l, const mt_linear_io *io) {
-    mt_linear_io at = *io;
+static void mt_column_forward(const mt_product *whole) {
+    const mt_tensor_parallel *tp = whole->tp;
+    const mt_linear *l = whole->l;
+    const mt_linear_io *io = &whole->io;
+    mt_product part = *whole;
+    part.T = tp->overlaps ? tp->rows : tp->T;
     if (!tp->overlaps) {
-        at.x = mt_region_enter_forward(tp, io->x, l->K, tp->stream);
-        mt_product_forward(tp, l, &at, tp->T);
+        part.io.x = mt_region_enter_forward(tp, io->x, l->K, tp->stream);
+        mt_product_forward(part);
         return;
     }
     for (int step = 0, owner; step < tp->group->size; step++) { // overlaps the transfer of the next rank's rows
-        at.x = mt_gather_step(tp, io->x, l->K, step, &owner);
-        at.y = mt_rows_of_rank(tp, io->y, owner, l->N), at.first_row = owner * tp->rows;
-        if (io->gelu) at.gelu = mt_rows_of_rank(tp, io->gelu, owner, l->N);
-        mt_product_forward(tp, l, &at, tp->rows);
+        part.io.x = mt_gather_step(tp, io->x, l->K, step, &owner);
+        part.io.y = mt_rows_of_rank(tp, io->y, owner, l->N), part.first_row = owner * tp->rows;
+        if (whole->gelu) part.gelu = mt_rows_of_rank(tp, whole->gelu, owner, l->N);
+        mt_product_forward(part);
     }
 }
 
 /* The gather of x overlaps the input's product; the reduction of dx overlaps the weight's product. */
-static void mt_column_backward(const mt_tensor_parallel *tp, const mt_linear *l, const mt_linear_io *io, int halves) {
-    mt_linear_io at = *io;
+static void mt_column_backward(const mt_product *whole, int halves) {
+    const mt_tensor_parallel *tp = whole->tp;
+    const mt_linear *l = whole->l;
+    const mt_linear_io *io = &whole->io;
+    mt_product p = *whole;
     bool parallel = tp->group->size > 1;
+    p.T = tp->T;
     if (parallel && (halves & MT_BACKWARD_WEIGHT)) {
         tp->ops->stream_wait_stream(tp->comm, tp->stream);
-        at.x = mt_gather_overlapped(tp, io->x, l->K);
+        p.io.x = mt_gather_overlapped(tp, io->x, l->K);
     }
-    mt_fp8_gradient(tp, l, &at, tp->T, halves);
-    at.dx = mt_region_partial(tp, io->dx);
-    if (halves & MT_BACKWARD_INPUT) mt_product_backward_input(tp, l, &at, tp->T);
+    mt_fp8_before_backward(&p, halves);
+    p.io.dx = mt_region_partial(tp, io->dx);
+    if (halves & MT_BACKWARD_INPUT) mt_product_backward_input(p);
     if (parallel && (halves & MT_BACKWARD_WEIGHT)) tp->ops->stream_wait_stream(tp->stream, tp->comm);
     if (parallel && (halves & MT_BACKWARD_INPUT)) mt_scatter_begin(tp, io->dx, l->K);
-    if (halves & MT_BACKWARD_WEIGHT) mt_product_backward_weight(tp, l, &at, tp->T);
+    if (halves & MT_BACKWARD_WEIGHT) mt_product_backward_weight(p);
     if (parallel && (halves & MT_BACKWARD_INPUT)) mt_scatter_end(tp, io->dx, l->K);
 }
 
 /* ---- row parallel: x[T, K], this rank's inputs -> y[rows, N], the sum over ranks */
 
 /* Only the first rank adds the bias. */
-static void mt_row_forward(const mt_tensor_parallel *tp, const mt_linear *l, const mt_linear_io *io) {
-    mt_linear_io at = *io;
-    at.omits_bias = tp->group->rank > 0;
+static void mt_row_forward(const mt_product *whole) {
+    const mt_tensor_parallel *tp = whole->tp;
+    const mt_linear *l = whole->l;
+    const mt_linear_io *io = &whole->io;
+    mt_product part = *whole;
+    part.T = tp->overlaps ? tp->rows : tp->T, part.omits_bias = tp->group->rank > 0;
     if (!tp->overlaps) {
-        at.y = mt_region_partial(tp, io->y);
-        mt_product_forward(tp, l, &at, tp->T);
+        part.io.y = mt_region_partial(tp, io->y);
+        mt_product_forward(part);
         mt_region_leave_forward(tp, io->y, l->N);
         return;
     }
     for (int step = 1; step <= tp->group->size; step++) { // the transfer of one rank's part overlaps the next product
         int owner = mt_tensor_rank_after(tp, step);
-        at.y = mt_rows_of_rank(tp, tp->partial, owner, l->N), at.x = mt_rows_of_rank(tp, io->x, owner, l->K);
-        at.first_row = owner * tp->rows;
-        mt_product_forward(tp, l, &at, tp->rows);
+        part.io.y = mt_rows_of_rank(tp, tp->partial, owner, l->N), part.io.x = mt_rows_of_rank(tp, io->x, owner, l->K);
+        part.first_row = owner * tp->rows;
+        mt_product_forward(part);
         if (step == tp->group->size) break; // this rank's own
         tp->ops->stream_wait_stream(tp->comm, tp->stream);
         mt_scatter_step(tp, l->N, step);
@@ -4724,15 +4807,18 @@ static void mt_row_forward(const mt_tensor_parallel *tp, const mt_linear *l, con
 }
 
 /* dx from dy[rows, N], one rank's rows at a time; returns dy of all rows. */
-static const void *mt_row_backward_input_overlapped(const mt_tensor_parallel *tp, const mt_linear *l,
-                                                    const mt_linear_io *io) {
-    mt_linear_io at = *io;
+static const void *mt_row_backward_input_overlapped(const mt_product *whole) {
+    const mt_tensor_parallel *tp = whole->tp;
+    const mt_linear *l = whole->l;
+    const mt_linear_io *io = &whole->io;
+    mt_product part = *whole;
+    part.T = tp->rows;
     for (int step = 0, owner; step < tp->group->size; step++) {
-        at.dy = mt_gather_step(tp, io->dy, l->N, step, &owner);
-        at.dx = mt_rows_of_rank(tp, io->dx, owner, l->K), at.first_row = owner * tp->rows;
-        if (io->gelu_of) at.gelu_of = mt_rows_of_rank(tp, io->gelu_of, owner, l->K);
-        mt_fp8_gradient(tp, l, &at, tp->rows, MT_BACKWARD_INPUT);
-        mt_product_backward_input(tp, l, &at, tp->rows);
+        part.io.dy = mt_gather_step(tp, io->dy, l->N, step, &owner);
+        part.io.dx = mt_rows_of_rank(tp, io->dx, owner, l->K), part.first_row = owner * tp->rows;
+        if (whole->gelu_of) part.gelu_of = mt_rows_of_rank(tp, whole->gelu_of, owner, l->K);
+        mt_fp8_before_backward(&part, MT_BACKWARD_INPUT);
+        mt_product_backward_input(part);
     }
     const void *dy = mt_gather_own(tp, io->dy, l->N);
     tp->ops->stream_wait_stream(tp->stream, tp->comm);
@@ -4740,63 +4826,95 @@ static const void *mt_row_backward_input_overlapped(const mt_tensor_parallel *tp
 }
 
 /* Every rank computes the same dbias over all rows. */
-static void mt_row_backward(const mt_tensor_parallel *tp, const mt_linear *l, const mt_linear_io *io, int halves) {
-    mt_linear_io at = *io;
+static void mt_row_backward(const mt_product *whole, int halves) {
+    const mt_tensor_parallel *tp = whole->tp;
+    const void *dy = whole->io.dy;
+    mt_product p = *whole;
     bool in_steps = tp->overlaps && (halves & MT_BACKWARD_INPUT);
-    at.dy = in_steps ? mt_row_backward_input_overlapped(tp, l, io) : mt_region_leave_backward(tp, io->dy, l->N);
+    p.T = tp->T;
+    p.io.dy = in_steps ? mt_row_backward_input_overlapped(whole) : mt_region_leave_backward(tp, dy, whole->l->N);
     if (in_steps) halves &= ~MT_BACKWARD_INPUT;
-    mt_fp8_gradient(tp, l, &at, tp->T, halves);
-    if (halves & MT_BACKWARD_WEIGHT) mt_product_backward_weight(tp, l, &at, tp->T);
-    if (halves & MT_BACKWARD_INPUT) mt_product_backward_input(tp, l, &at, tp->T);
+    mt_fp8_before_backward(&p, halves);
+    if (halves & MT_BACKWARD_WEIGHT) mt_product_backward_weight(p);
+    if (halves & MT_BACKWARD_INPUT) mt_product_backward_input(p);
 }
 
-/* ---- the three functions */
+/* ---- the functions for layers */
 
-/* Rows of x and y of a linear that is not cut among ranks. */
-static int64_t mt_linear_rows(const mt_tensor_parallel *tp, const mt_linear *l, const mt_linear_io *io) {
-    return l->kind == MT_LINEAR_GROUPED ? io->groups->num_rows : tp->rows;
+/* A use of a linear; T is that of one that is not cut among ranks. */
+static mt_product mt_linear_use(mt_linear_pass pass, const mt_linear *l, const mt_linear_io *io) {
+    return (mt_product){.pass = pass,
+                        .tp = pass.tp,
+                        .l = l,
+                        .io = *io,
+                        .T = l->kind == MT_LINEAR_GROUPED ? io->groups->num_rows : pass.tp->rows,
+                        .omits_bias = l->omits_bias};
 }
 
-void mt_linear_forward(const mt_tensor_parallel *tp, const mt_linear *l, const mt_linear_io *io) {
-    mt_fp8_begin(tp, l, io);
+static void mt_use_forward(const mt_product *p) {
+    const mt_tensor_parallel *tp = p->tp;
+    const mt_linear *l = p->l;
+    mt_fp8_begin(&p->pass, l, &p->io);
     if (l->kind == MT_LINEAR_ROUTER)
-        tp->ops->router_logits(io->y, io->x, l->weight.w, l->bias.w, tp->rows, l->N, l->K, tp->dtype, tp->stream);
+        tp->ops->router_logits(p->io.y, p->io.x, l->weight.w, l->bias.w, tp->rows, l->N, l->K, tp->dtype, tp->stream);
     else if (l->kind == MT_LINEAR_COLUMN)
-        mt_column_forward(tp, l, io);
+        mt_column_forward(p);
     else if (l->kind == MT_LINEAR_ROW)
-        mt_row_forward(tp, l, io);
+        mt_row_forward(p);
     else
-        mt_product_forward(tp, l, io, mt_linear_rows(tp, l, io));
+        mt_product_forward(*p);
 }
 
 /* True if a backward computes gradients of parameters. */
 static bool mt_linear_trains(const mt_linear *l) {
-    return l->weight.dw || l->adapter.R > 0;
+    return l->weight.dw || mt_linear_adapts(l);
 }
 
-void mt_linear_backward(const mt_tensor_parallel *tp, const mt_linear *l, const mt_linear_io *io, int halves) {
-    mt_linear_io at = *io;
-    int64_t rows = mt_linear_rows(tp, l, io);
-    if (!mt_linear_trains(l)) halves &= MT_BACKWARD_INPUT;
+static void mt_use_backward(const mt_product *use, int halves) {
+    mt_product p = *use;
+    if (!mt_linear_trains(p.l)) halves &= MT_BACKWARD_INPUT;
     if (halves == 0) return;
-    mt_fp8_begin(tp, l, io);
-    if (l->kind == MT_LINEAR_COLUMN) {
-        mt_column_backward(tp, l, io, halves);
-    } else if (l->kind == MT_LINEAR_ROW) {
-        mt_row_backward(tp, l, io, halves);
+    mt_fp8_begin(&p.pass, p.l, &p.io);
+    if (p.l->kind == MT_LINEAR_COLUMN) {
+        mt_column_backward(use, halves);
+    } else if (p.l->kind == MT_LINEAR_ROW) {
+        mt_row_backward(use, halves);
     } else {
-        mt_fp8_gradient(tp, l, &at, rows, halves);
-        if (halves & MT_BACKWARD_INPUT) mt_product_backward_input(tp, l, &at, rows);
-        if (halves & MT_BACKWARD_WEIGHT) mt_product_backward_weight(tp, l, &at, rows);
+        mt_fp8_before_backward(&p, halves);
+        if (halves & MT_BACKWARD_INPUT) mt_product_backward_input(p);
+        if (halves & MT_BACKWARD_WEIGHT) mt_product_backward_weight(p);
     }
 }
 
-void mt_linear_backward_input(const mt_tensor_parallel *tp, const mt_linear *l, const mt_linear_io *io) {
-    mt_linear_backward(tp, l, io, MT_BACKWARD_INPUT);
+void mt_linear_forward(mt_linear_pass pass, const mt_linear *l, const mt_linear_io *io) {
+    mt_product use = mt_linear_use(pass, l, io);
+    mt_use_forward(&use);
 }
 
-void mt_linear_backward_weight(const mt_tensor_parallel *tp, const mt_linear *l, const mt_linear_io *io) {
-    mt_linear_backward(tp, l, io, MT_BACKWARD_WEIGHT);
+void mt_linear_gelu_forward(mt_linear_pass pass, const mt_linear *l, const mt_linear_io *io, void *gelu) {
+    mt_product use = mt_linear_use(pass, l, io);
+    use.gelu = gelu;
+    mt_use_forward(&use);
+}
+
+void mt_linear_backward(mt_linear_pass pass, const mt_linear *l, const mt_linear_io *io, int halves) {
+    mt_product use = mt_linear_use(pass, l, io);
+    mt_use_backward(&use, halves);
+}
+
+void mt_linear_gelu_backward(mt_linear_pass pass, const mt_linear *l, const mt_linear_io *io, const void *gelu_of,
+                             int halves) {
+    mt_product use = mt_linear_use(pass, l, io);
+    use.gelu_of = gelu_of;
+    mt_use_backward(&use, halves);
+}
+
+void mt_linear_backward_input(mt_linear_pass pass, const mt_linear *l, const mt_linear_io *io) {
+    mt_linear_backward(pass, l, io, MT_BACKWARD_INPUT);
+}
+
+void mt_linear_backward_weight(mt_linear_pass pass, const mt_linear *l, const mt_linear_io *io) {
+    mt_linear_backward(pass, l, io, MT_BACKWARD_WEIGHT);
 }
 
 /* ==== §7a vocabulary-parallel embedding and loss ================================================================= */
@@ -5964,6 +6082,8 @@ struct mt_model {
     mt_batch local_batch;  // this rank's shard of a batch, with context parallelism
     mt_layer_scratch scratch;
     mt_tensor_parallel tp;
+    mt_adapter_scratch adapter_scratch; // of all linears but experts'
+    bool adapters_off;                  // see mt_model_use_adapters
     /* recomputation */
     unsigned recompute_modules;                    // MT_MODULE_*: of selective recomputation
     struct mt_recompute_buffer *recompute_buffers; // [num_recompute_buffers] one for each layer of a unit
@@ -6288,6 +6408,11 @@ static mt_recompute_buffer *mt_recompute_buffer_of(const mt_model *m, const mt_l
     return &m->recompute_buffers[w->recomputed ? w->index - w->recompute_unit : 0];
 }
 
+/* The pass as linears see it. */
+static mt_linear_pass mt_linears(const mt_pass *p) {
+    return (mt_linear_pass){.tp = &p->tp, .training = p->training, .token_index = p->batch->token_index};
+}
+
 /* ---- split backward (Qi et al., "Zero bubble pipeline parallelism"): the weights' half needs x and dy of every
  * product. x is saved in any case. dy overwrites a slot that only the input's half reads, so a split backward needs no
  * extra memory. */
@@ -6330,10 +6455,15 @@ static void mt_defer_weight(const mt_model *m, const mt_pass *p, const mt_layer 
     a->deferred[a->num_deferred++] = (mt_deferred){linear, x, stash};
 }
 
+/* Where a forward stores x^T of a linear, or NULL. */
+static void *mt_stored_x(const mt_pass *p, const mt_activations *a, const mt_linear *linear) {
+    return p->training && !p->replay ? mt_saved_x(a, linear) : NULL;
+}
+
 static void mt_layer_linear_forward(const mt_pass *p, const mt_activations *a, const mt_linear *linear, const void *x,
                                     void *y) {
-    void *x_transposed = p->replay ? NULL : mt_saved_x(a, linear);
-    mt_linear_forward(&p->tp, linear, &(mt_linear_io){.x = x, .x_transposed = x_transposed, .y = y});
+    void *x_transposed = mt_stored_x(p, a, linear);
+    mt_linear_forward(mt_linears(p), linear, &(mt_linear_io){.x = x, .x_transposed = x_transposed, .y = y});
 }
 
 /* Backward of a linear in a layer, whose io->x is `field` of mt_activations; MT_BACKWARD_INPUT alone defers the
@@ -6342,14 +6472,14 @@ static void mt_layer_linear_backward(const mt_model *m, const mt_pass *p, const 
                                      const mt_linear *linear, size_t field, mt_linear_io *io) {
     int halves = mt_layer_linear_halves(p, w, linear, field);
     io->x_transposed = mt_saved_x(a, linear);
-    mt_linear_backward(&p->tp, linear, io, halves);
+    mt_linear_backward(mt_linears(p), linear, io, halves);
     if (halves == MT_BACKWARD_INPUT) mt_defer_weight(m, p, w, a, linear, io->x, io->dy);
 }
 
 /* The weights' half of a split backward. */
 static void mt_layer_backward_weight(const mt_pass *p, mt_activations *a) {
     for (const mt_deferred *d = a->deferred; d < a->deferred + a->num_deferred; d++)
-        mt_linear_backward_weight(&p->tp, d->linear,
+        mt_linear_backward_weight(mt_linears(p), d->linear,
                                   &(mt_linear_io){.x = d->x, .x_transposed = mt_saved_x(a, d->linear), .dy = d->dy});
     a->num_deferred = 0;
 }
@@ -6397,7 +6527,7 @@ static mt_norm_args mt_norm_operands(const mt_model *m, const mt_pass *p, const 
     mt_norm_args a = {.T = p->rows, .H = 1, .C = m->C, .w = w->weight.w, .b = w->bias.w, .y = n->y};
     a.mean = n->mean, a.rstd = n->rstd, a.dw = w->weight.dw, a.db = w->bias.dw;
     a.w_offset = mt_norm_offset(m->options);
-    a.quantize = mt_fp8_args(&p->tp, w->reader, MT_FP8_X, n->y, p->rows, NULL);
+    a.quantize = mt_fp8_args(p->training, w->reader, MT_FP8_X, n->y, p->rows, NULL);
     a.x_stride = a.y_stride = a.dx_stride = a.dy_stride = m->C, a.eps = (float)m->options->norm_epsilon;
     return a;
 }
@@ -6631,7 +6761,7 @@ static mt_deferred mt_attention_out_backward(const mt_pass *p, const mt_layer *w
                                              void *dattended) {
     int halves = mt_layer_linear_halves(p, w, &w->o, offsetof(mt_activations, attended));
     mt_linear_io o = {.x = a->attended, .x_transposed = mt_saved_x(a, &w->o), .dy = dout, .dx = dattended};
-    mt_linear_backward(&p->tp, &w->o, &o, halves);
+    mt_linear_backward(mt_linears(p), &w->o, &o, halves);
     return halves == MT_BACKWARD_INPUT ? (mt_deferred){&w->o, a->attended, dout} : (mt_deferred){0};
 }
 
@@ -6763,7 +6893,7 @@ static mt_deferred mt_attention_backward(mt_model *m, const mt_pass *p, mt_layer
     (m->options->qk_layernorm_all_heads ? mt_all_heads_backward : mt_qk_backward)(m, p, w, a, dqk, dqkv);
     mt_linear_io qkv = {.x = d->x, .dy = dqkv, .dx = d->dx};
     if (d->left) {
-        mt_linear_backward_input(&p->tp, &w->qkv, &qkv);
+        mt_linear_backward_input(mt_linears(p), &w->qkv, &qkv);
         *d->left = (mt_deferred){&w->qkv, d->x, dqkv};
     } else {
         mt_layer_linear_backward(m, p, w, a, &w->qkv, d->x_field, &qkv);
@@ -6925,7 +7055,7 @@ static void mt_mlp_slots(const mt_model *m, mt_slots *s, const mt_layer *w) {
 static void mt_activation_forward(const mt_model *m, const mt_pass *p, const mt_linear *reader, const int32_t *offsets,
                                   mt_activation_args *a) {
     a->activation = mt_options_activation(m->options), a->glu = mt_options_glu(m->options);
-    a->quantize = mt_fp8_args(&p->tp, reader, MT_FP8_X, a->y, a->T, offsets);
+    a->quantize = mt_fp8_args(p->training, reader, MT_FP8_X, a->y, a->T, offsets);
     m->ops->activation_forward(a, m->dtype, p->stream);
 }
 
@@ -6933,26 +7063,28 @@ static void mt_activation_forward(const mt_model *m, const mt_pass *p, const mt_
 static void mt_activation_backward(const mt_model *m, const mt_pass *p, const mt_linear *reader, const int32_t *offsets,
                                    mt_activation_args *a) {
     a->activation = mt_options_activation(m->options), a->glu = mt_options_glu(m->options);
-    a->quantize = mt_fp8_args(&p->tp, reader, MT_FP8_DY, a->dx, a->T, offsets);
+    a->quantize = mt_fp8_args(p->training, reader, MT_FP8_DY, a->dx, a->T, offsets);
     m->ops->activation_backward(a, m->dtype, p->stream);
 }
 
 /* True if the product before the activation, or in the backward the one behind it, computes the activation. */
-static bool mt_fuses_activation(const mt_model *m, const mt_pass *p, const mt_linear *linear, const float *gates) {
+static bool mt_fuses_activation(const mt_model *m, const mt_linear *linear, const float *gates) {
     bool is_gelu = mt_options_activation(m->options) == MT_ACTIVATION_GELU_TANH && !gates;
-    return is_gelu && mt_linear_fuses_gelu(&p->tp, linear);
+    return is_gelu && mt_linear_fuses_gelu(m->ops, linear);
 }
 
 /* out = down(activation(fc1(x[R, C]))); out NULL: only the values that the backward reads. gates[T] scale a shared
  * expert's activation, or NULL. */
 static void mt_scaled_mlp_forward(const mt_model *m, const mt_pass *p, const mt_layer *w, mt_activations *a,
                                   const void *x, const float *gates, void *out) {
-    bool fused = mt_fuses_activation(m, p, &w->fc1, gates);
-    mt_linear_io fc1 = {.x = x, .y = a->mlp_hidden, .gelu = fused ? a->mlp_active : NULL};
-    if (!p->replay) fc1.x_transposed = mt_saved_x(a, &w->fc1);
-    mt_linear_forward(&p->tp, &w->fc1, &fc1);
+    mt_linear_io fc1 = {.x = x, .x_transposed = mt_stored_x(p, a, &w->fc1), .y = a->mlp_hidden};
     mt_activation_args activation = {.T = p->T, .F = w->F, .x = a->mlp_hidden, .weights = gates, .y = a->mlp_active};
-    if (!fused) mt_activation_forward(m, p, &w->down, NULL, &activation);
+    if (mt_fuses_activation(m, &w->fc1, gates)) {
+        mt_linear_gelu_forward(mt_linears(p), &w->fc1, &fc1, a->mlp_active);
+    } else {
+        mt_linear_forward(mt_linears(p), &w->fc1, &fc1);
+        mt_activation_forward(m, p, &w->down, NULL, &activation);
+    }
     if (out) mt_layer_linear_forward(p, a, &w->down, a->mlp_active, out);
 }
 
@@ -6961,13 +7093,17 @@ static void mt_scaled_mlp_forward(const mt_model *m, const mt_pass *p, const mt_
 static void mt_scaled_mlp_backward(mt_model *m, const mt_pass *p, mt_layer *w, mt_activations *a,
                                    const mt_block_gradients *d, const float *gates, float *dgates, int halves) {
     mt_layer_scratch *s = &m->scratch;
-    bool fused = mt_fuses_activation(m, p, &w->down, gates);
     mt_linear_io down = {.x = a->mlp_active, .x_transposed = mt_saved_x(a, &w->down), .dy = d->dout};
-    down.dx = fused ? s->dmlp_hidden : s->dmlp_active, down.gelu_of = fused ? a->mlp_hidden : NULL;
-    mt_linear_backward(&p->tp, &w->down, &down, halves);
     mt_activation_args activation = {.T = p->T, .F = w->F, .x = a->mlp_hidden, .weights = gates, .dy = s->dmlp_active};
     activation.dx = s->dmlp_hidden, activation.dweights = gates ? dgates : NULL;
-    if (!fused) mt_activation_backward(m, p, &w->fc1, NULL, &activation);
+    if (mt_fuses_activation(m, &w->down, gates)) {
+        down.dx = s->dmlp_hidden;
+        mt_linear_gelu_backward(mt_linears(p), &w->down, &down, a->mlp_hidden, halves);
+    } else {
+        down.dx = s->dmlp_active;
+        mt_linear_backward(mt_linears(p), &w->down, &down, halves);
+        mt_activation_backward(m, p, &w->fc1, NULL, &activation);
+    }
     mt_linear_io fc1 = {.x = d->x, .dy = s->dmlp_hidden, .dx = d->dx};
     mt_layer_linear_backward(m, p, w, a, &w->fc1, d->x_field, &fc1);
 }
@@ -7010,7 +7146,7 @@ typedef struct mt_expert_rows {
     void *active;                               // [M, F]
     void *output;                               // [M, C] before scaling, if the output is scaled
     void *input_transposed, *active_transposed; // in fp8
-    void *adapter;                              // [2, M, R] of experts.rows: see mt_row_groups
+    mt_adapter_scratch adapter;                 // of experts.rows
     int32_t *to_expert, *from_expert;           // [M] permutation from source order to expert order, and its inverse
 } mt_expert_rows;
 
@@ -7238,7 +7374,7 @@ static void mt_expert_rows_allocate(const mt_model *m, mt_expert_rows *rows, mt_
     mt_expert_rows_slots(m, &slots, 0, plan->M, plan->dispatched, plan->layer);
     int64_t widest = 2 * MT_MAX_ADAPTER_PARTS * m->options->lora_rank;
     if (!plan->layer && !plan->dispatched)
-        mt_slot_add(&slots, "adapter", offsetof(mt_expert_rows, adapter), plan->M, widest, m->dtype);
+        mt_slot_add(&slots, "adapter", offsetof(mt_expert_rows, adapter.rows), plan->M, widest, m->dtype);
     mt_slots_place(m, &slots, plan->layer);
     mt_slots_allocate(&slots, plan->residency, rows, arena);
     rows->capacity = plan->M;
@@ -7398,7 +7534,7 @@ static void mt_route_sinkhorn(mt_model *m, const mt_pass *p, const mt_layer *w, 
 static void mt_route_forward(mt_model *m, const mt_pass *p, const mt_layer *w, mt_routing *r, const void *x) {
     mt_experts *e = m->experts;
     int64_t R = p->rows, E = e->router.num_experts, k = e->router.topk, own = mt_own_offset(m, p);
-    mt_linear_forward(&p->tp, &w->router, &(mt_linear_io){.x = x, .y = r->logits});
+    mt_linear_forward(mt_linears(p), &w->router, &(mt_linear_io){.x = x, .y = r->logits});
     if (p->training && mt_has_sinkhorn(m))
         mt_route_sinkhorn(m, p, w, r);
     else
@@ -7419,7 +7555,7 @@ static void mt_router_linear_backward(mt_model *m, const mt_pass *p, const mt_li
         m->ops->convert(rounded, m->dtype, dlogits, MT_F32, p->rows * router->N, p->stream);
         io.dy = rounded;
     }
-    mt_linear_backward(&p->tp, router, &io, MT_BACKWARD_BOTH);
+    mt_linear_backward(mt_linears(p), router, &io, MT_BACKWARD_BOTH);
 }
 
 /* dx[R, C], from dprobs[N, k] and from the auxiliary losses. */
@@ -7453,7 +7589,7 @@ static int64_t mt_own_gate_offset(const mt_model *m, const mt_pass *p) {
 static void mt_shared_gate_forward(mt_model *m, const mt_pass *p, const mt_layer *w, mt_routing *r, const void *x) {
     const mt_experts *e = m->experts;
     float *own = r->gates + mt_own_gate_offset(m, p);
-    mt_linear_forward(&p->tp, &w->shared_gate, &(mt_linear_io){.x = x, .y = r->gate_logits});
+    mt_linear_forward(mt_linears(p), &w->shared_gate, &(mt_linear_io){.x = x, .y = r->gate_logits});
     m->ops->route_forward(own, e->gate_experts, e->discarded, r->gate_logits, NULL, NULL, p->rows,
                           &mt_shared_gate_router, p->stream);
     if (p->tp.sequence_parallel) m->ops->all_gather(r->gates, own, p->rows, MT_F32, &m->grid->tensor, p->stream);
@@ -7516,7 +7652,7 @@ static void mt_routing_reserve(mt_model *m, const mt_layer *w, mt_routing *r) {
  * that arrived is quantized once. */
 static void mt_permute_to_experts(const mt_model *m, const mt_pass *p, const mt_routing *r, const mt_arrived *arrived,
                                   void *rows, float *weights, const mt_linear *reader, mt_fp8_operand kind) {
-    mt_quantize_args a = mt_fp8_args(&p->tp, reader, kind, rows, arrived->R, NULL);
+    mt_quantize_args a = mt_fp8_args(p->training, reader, kind, rows, arrived->R, NULL);
     a.x = arrived->x, a.position = arrived->position, a.copies = arrived->copies;
     a.compact = r->source ? r->num_rows : 0; // in the half of the rows' memory that fp8 leaves free
     if (a.rows.data)
@@ -7806,8 +7942,7 @@ static void mt_dispatch_gather(mt_model *m, const mt_pass *p, const void *x) {
 static mt_row_groups mt_expert_groups(const mt_model *m, const mt_routing *r) {
     return (mt_row_groups){.offsets = r->expert_offsets,
                            .host_offsets = m->options->moe_grouped_gemm ? NULL : r->host_offsets,
-                           .num_rows = r->num_rows,
-                           .adapter_rows = m->experts->rows.adapter};
+                           .num_rows = r->num_rows};
 }
 
 /* ---- the experts' MLPs; probabilities scale the activation or the output */
@@ -7826,13 +7961,13 @@ static void mt_expert_mlp_forward(mt_model *m, const mt_pass *p, const mt_layer 
     const mt_expert_rows *rows = &r->rows;
     mt_row_groups groups = mt_expert_groups(m, r);
     mt_linear_io fc1 = {.groups = &groups}, down = fc1;
-    fc1.x = rows->input, fc1.x_transposed = rows->input_transposed, fc1.y = rows->hidden;
-    down.x = rows->active, down.x_transposed = rows->active_transposed;
+    fc1.x = rows->input, fc1.y = rows->hidden;
+    down.x = rows->active;
+    if (p->training) fc1.x_transposed = rows->input_transposed, down.x_transposed = rows->active_transposed;
     down.y = mt_scales_output(m) ? rows->output : results;
-    down.omits_bias = m->grid->expert_tensor.rank > 0;
-    mt_linear_forward(&p->tp, &w->expert_fc1, &fc1);
+    mt_linear_forward(mt_linears(p), &w->expert_fc1, &fc1);
     mt_expert_activation_forward(m, p, w, r);
-    if (results || mt_scales_output(m)) mt_linear_forward(&p->tp, &w->expert_down, &down);
+    if (results || mt_scales_output(m)) mt_linear_forward(mt_linears(p), &w->expert_down, &down);
     if (results && mt_scales_output(m))
         m->ops->scale_rows_forward(results, rows->output, rows->weights, r->num_rows, m->C, m->dtype, p->stream);
 }
@@ -7854,10 +7989,10 @@ static void mt_expert_mlp_backward(mt_model *m, const mt_pass *p, mt_layer *w, c
     } else {
         activation.weights = rows->weights, activation.dweights = d->weights;
     }
-    mt_linear_backward(&p->tp, &w->expert_down, &down, MT_BACKWARD_BOTH);
+    mt_linear_backward(mt_linears(p), &w->expert_down, &down, MT_BACKWARD_BOTH);
     mt_activation_backward(m, p, &w->expert_fc1, r->expert_offsets, &activation);
     fc1.dy = d->hidden, fc1.dx = dinput;
-    mt_linear_backward_input(&p->tp, &w->expert_fc1, &fc1);
+    mt_linear_backward_input(mt_linears(p), &w->expert_fc1, &fc1);
 }
 
 /* ---- forward and backward */
@@ -7928,7 +8063,7 @@ static mt_deferred mt_experts_backward(mt_model *m, const mt_pass *p, mt_layer *
     groups.x_source = r->source;
     mt_linear_io fc1 = {.groups = &groups, .x = r->rows.input, .x_transposed = r->rows.input_transposed};
     fc1.dy = drows->hidden;
-    mt_linear_backward_weight(&p->tp, &w->expert_fc1, &fc1);
+    mt_linear_backward_weight(mt_linears(p), &w->expert_fc1, &fc1);
     d->combine_weights(m, p, r, e->dprobs, drows->weights);
     mt_route_backward(m, p, w, r, x, e->dprobs, router_dx);
     if (w->F > 0) mt_add_to(m, p, router_dx, dx);
@@ -8178,7 +8313,7 @@ static void mt_layer_backward(mt_model *m, const mt_pass *p, mt_layer *w, mt_act
                       (mt_block_gradients){.dout = dmiddle, .dx = dresidual, .left = ahead ? &left : NULL});
     if (!ahead) return;
     mt_dispatch_gather(m, p, dresidual);
-    mt_linear_backward_weight(&p->tp, left.linear, &(mt_linear_io){.x = left.x, .dy = left.dy});
+    mt_linear_backward_weight(mt_linears(p), left.linear, &(mt_linear_io){.x = left.x, .dy = left.dy});
 }
 
 /* ==== §9h context parallelism ===================================================================================== */
@@ -8857,7 +8992,7 @@ static void mt_embed_backward(mt_model *m, const mt_pass *p, void *dx, const int
 /* Logits of the normalised hidden states. */
 static void mt_head_forward(mt_model *m, const mt_pass *p, const mt_output *out) {
     mt_bucket_acquire(m, m->head_bucket);
-    mt_linear_forward(&p->tp, &m->outer.head, &(mt_linear_io){.x = out->norm.y, .y = out->logits});
+    mt_linear_forward(mt_linears(p), &m->outer.head, &(mt_linear_io){.x = out->norm.y, .y = out->logits});
     mt_bucket_release(m, m->head_bucket);
 }
 
@@ -9086,7 +9221,7 @@ static void mt_head_backward(mt_model *m, const mt_pass *p, const mt_output *out
     if (m->plan.loss->distillation) mt_distill(m, p, out, true);
     mt_bucket_acquire(m, m->head_bucket);
     mt_bucket_gradients_acquire(m, m->head_bucket);
-    mt_linear_backward(&p->tp, &m->outer.head, &head, MT_BACKWARD_BOTH);
+    mt_linear_backward(mt_linears(p), &m->outer.head, &head, MT_BACKWARD_BOTH);
     mt_bucket_release(m, m->head_bucket);
 }
 
@@ -9284,7 +9419,7 @@ static void mt_mtp_join_forward(mt_model *m, const mt_pass *p, int64_t k, void *
         m->ops->rmsnorm_forward(&norm, m->dtype, p->stream);
     }
     mt_linear_io projection = {.x = p->mb->outputs[1 + k].joined, .y = out};
-    mt_linear_forward(&p->tp, &mt_mtp_layer(m, p, k)->mtp_projection, &projection);
+    mt_linear_forward(mt_linears(p), &mt_mtp_layer(m, p, k)->mtp_projection, &projection);
 }
 
 /* Gradients of the hidden state and of the embedding, from that of eh_proj's output; dembedded may be dout. */
@@ -9292,7 +9427,7 @@ static void mt_mtp_join_backward(mt_model *m, const mt_pass *p, int64_t k, const
                                  void *dembedded) {
     void *djoined = m->mtp->djoined;
     mt_linear_io projection = {.x = p->mb->outputs[1 + k].joined, .dy = dout, .dx = djoined};
-    mt_linear_backward(&p->tp, &mt_mtp_layer(m, p, k)->mtp_projection, &projection, MT_BACKWARD_BOTH);
+    mt_linear_backward(mt_linears(p), &mt_mtp_layer(m, p, k)->mtp_projection, &projection, MT_BACKWARD_BOTH);
     for (int half = 1; half >= 0; half--) {
         mt_norm_args norm = mt_mtp_norm(m, p, k, half);
         norm.dy = mt_at(djoined, half * m->C, m->dtype), norm.dx = half ? dhidden : dembedded;
@@ -9492,7 +9627,7 @@ int mt_batch_check(const mt_model *m, const mt_batch *batch, mt_error *error) {
 /* A pass over a micro-batch on the device. The caller sets training, replay, decode, halves and last. */
 static mt_pass mt_pass_begin(mt_model *m, mt_micro_batch *mb) {
     mt_pass p = {.mb = mb, .batch = &mb->batch, .tp = m->tp, .stream = m->stream, .T = mb->T, .rows = mb->rows};
-    p.tp.T = mb->T, p.tp.rows = mb->rows, p.tp.token_index = mb->batch.token_index;
+    p.tp.T = mb->T, p.tp.rows = mb->rows;
     p.first_row = m->tp.sequence_parallel ? m->grid->tensor.rank * mb->rows : 0, p.message_rows = mb->rows;
     p.halves = MT_BACKWARD_BOTH, p.unpadded = mb->unpadded;
     p.spans = (mt_spans){.host = mb->host_spans, .device = mb->batch.spans, .count = mb->num_spans};
@@ -9557,14 +9692,14 @@ static mt_pass mt_load_batch(mt_model *m, mt_micro_batch *mb, const mt_batch *wh
     mt_batch_block block = mt_batch_block_open(m, mb, batch, !m->staged);
     size_t T = (size_t)batch->num_tokens, parts = m->tp.sequence_parallel ? (size_t)m->grid->tensor.size : 1;
     mb->rows = (int64_t)(T / parts), mb->unpadded = whole->num_tokens;
-    MT_CHECK(T % parts == 0 && !(training && m->tp.adapters_off));
+    MT_CHECK(T % parts == 0 && !(training && m->adapters_off));
     if (!m->ops->is_imagined) mt_batch_block_fill(m, mb, &block, batch, whole);
     if (training && m->stages[mb->chunk].loss) mt_mtp_load(m, mb->context, &block, whole);
     int64_t bytes = (char *)(block.mtp_weights + (size_t)m->mtp->count * T) - (char *)block.spans;
     m->ops->memory_copy(mb->batch.spans, block.spans, bytes, m->stream);
     m->ops->event_record(m->copied[m->staged], m->stream);
     mt_pass p = mt_pass_begin(m, mb);
-    p.training = p.tp.training = training, p.whole = whole;
+    p.training = training, p.whole = whole;
     return p;
 }
 
@@ -11477,7 +11612,7 @@ static void mt_action_backward(mt_model *m, const mt_action *action, int64_t *re
     if (action->kind == MT_ACTION_BACKWARD_WEIGHT) remaining += m->num_chunks;
     mt_micro_batch *mb = mt_micro_batch_find(m, action->chunk, action->micro_batch);
     mt_pass p = mt_pass_begin(m, mb);
-    p.training = p.tp.training = true, p.message_rows = m->max_rows;
+    p.training = true, p.message_rows = m->max_rows;
     p.halves = action->kind == MT_ACTION_BACKWARD ? MT_BACKWARD_BOTH : MT_BACKWARD_INPUT;
     p.last = --remaining[action->chunk] == 0;
     if (action->kind == MT_ACTION_BACKWARD_WEIGHT)
@@ -11567,7 +11702,7 @@ static int64_t mt_count_alone(mt_schedule *schedule, bool is_warm) {
 /* Runs this rank's list of actions. */
 static int mt_run_schedule(mt_model *m, mt_source *from, mt_error *error) {
     if (!from->training && from->micro_batches <= 0) return 0;
-    bool *is_warm = m->trainer->is_warm[m->tp.adapters_off];
+    bool *is_warm = m->trainer->is_warm[m->adapters_off];
     mt_schedule schedule = mt_schedule_of(m->options, from->micro_batches);
     if (!from->training) schedule.kind = MT_SCHEDULE_FORWARD_ONLY;
     MT_CHECK(mt_schedule_is_legal(&schedule));
@@ -12214,8 +12349,8 @@ static void mt_plan_workspace(mt_model *m, mt_arena *arena) {
     int64_t widest = 0, size = mt_dtype_size(m->dtype), R = MT_MAX_ADAPTER_PARTS * m->options->lora_rank;
     for (const mt_param *param = m->params; param < m->params + m->num_params; param++)
         if (param->role == MT_LORA_A && m->options->lora_dropout > 0) widest = mt_max(widest, param->cols);
-    m->tp.adapter_rows = mt_arena_alloc(arena, 2 * T * R * size);
-    m->tp.adapter_x = mt_arena_alloc(arena, T * widest * size);
+    m->adapter_scratch.rows = mt_arena_alloc(arena, 2 * T * R * size);
+    m->adapter_scratch.x = mt_arena_alloc(arena, T * widest * size);
     mt_plan_scratch(m, arena);
     mt_plan_experts(m, arena);
     int64_t context_bytes = 0;
@@ -12429,7 +12564,10 @@ static void mt_model_linears(mt_model *m) {
         if (!param->continues) {
             linear = is_tied_head ? &m->outer.head : (mt_linear *)(void *)mt_param_weight(m, param);
             *linear = (mt_linear){.kind = param->linear, .K = param->cols};
-            if (linear->kind == MT_LINEAR_GROUPED) linear->num_experts = m->experts->num_local;
+            if (linear->kind == MT_LINEAR_GROUPED) {
+                linear->num_experts = m->experts->num_local;
+                linear->omits_bias = param->shard_dim == 1 && m->grid->expert_tensor.rank > 0;
+            }
             expert = param->expert;
         }
         if (param->expert == expert) linear->N += param->rows; // grouped: rows of one expert
@@ -12450,6 +12588,8 @@ static void mt_model_adapters(mt_model *m) {
             adapter->rank = o->lora_rank, adapter->scale = (float)(o->lora_alpha / (double)o->lora_rank);
             adapter->dropout.key = mt_random_key((uint64_t)o->seed, MT_RANDOM_ADAPTER, index);
             adapter->dropout.p = o->lora_dropout, adapter->first_channel = param->first_col;
+            adapter->off = &m->adapters_off;
+            adapter->scratch = param->expert >= 0 ? &m->experts->rows.adapter : &m->adapter_scratch;
         }
         if (is_a && param->expert == expert) adapter->R += param->rows;
         if (is_b && !param->continues) adapter->parts[adapter->num_parts++].first = param->first_output;
@@ -12462,7 +12602,7 @@ static void mt_model_adapters(mt_model *m) {
  * ranks. */
 static bool mt_fp8_in_place(const mt_model *m, const mt_linear *l, const mt_layer *w, mt_fp8_operand operand) {
     const mt_fp8 *recipe = l->fp8->recipe;
-    if (!recipe->delayed || !recipe->wgrad || m->dtype != MT_BF16 || l->adapter.R > 0 || operand == MT_FP8_W)
+    if (!recipe->delayed || !recipe->wgrad || m->dtype != MT_BF16 || mt_linear_adapts(l) || operand == MT_FP8_W)
         return false;
     if (l->N % MT_FP8_WIDTH != 0 || l->K % MT_FP8_WIDTH != 0) return false;
     if (l->kind == MT_LINEAR_GROUPED) return !mt_scales_output(m) && m->experts->order.capacity == 0;
@@ -13121,7 +13261,7 @@ void mt_model_forward(mt_model *m, const mt_batch *batch, bool training) {
 }
 
 void mt_model_use_adapters(mt_model *m, bool used) {
-    m->tp.adapters_off = !used;
+    m->adapters_off = !used;
 }
 
 void mt_model_replay(mt_model *m) {
@@ -13253,7 +13393,7 @@ static void mt_decode_enqueue(mt_model *m, const mt_batch *batch, const int32_t 
                               int64_t num_rows) {
     int64_t T = batch->num_tokens;
     mt_decode_prepare(m, batch, cache_rows, rows, num_rows);
-    bool is_step = m->ops->graph_begin && !m->tp.adapters_off && mt_decode_is_step(m, batch, rows, num_rows);
+    bool is_step = m->ops->graph_begin && !m->adapters_off && mt_decode_is_step(m, batch, rows, num_rows);
     mt_decode_graph *step = is_step ? &m->decode_graphs[T] : NULL;
     if (!is_step || !step->has_run) {
         mt_decode_pass(m, num_rows, is_step);
