@@ -1053,55 +1053,89 @@ static void mt_matrix_store(void *y, int64_t offset, float *block, int64_t rows,
     }
 }
 
-/* The results of the three products. */
-typedef enum mt_linear_result { MT_LINEAR_Y, MT_LINEAR_DX, MT_LINEAR_DW } mt_linear_result;
+/* Blocks of tokens and of features, and scratch for one of each: what the three products of a linear share. */
+typedef struct mt_linear_blocks {
+    int64_t T, N, x_stride, y_stride; // T and N of a block
+    bool in_place;                    // results are computed where they are stored: fp32, not scaled
+    float *x, *w, *y, *row;           // scratch
+} mt_linear_blocks;
 
-/* y = x w^T + bias, dx = dy w, or dw = dy^T x of a->M rows; a->offsets and a->E are not read. */
-static void mt_linear_product(const mt_grouped_args *a, mt_linear_result result, const void *bias, mt_dtype dtype) {
-    int64_t T = a->M, N = a->N, K = a->K, x_stride = a->x_stride ? a->x_stride : K, y_stride = a->y_stride;
-    bool in_place = dtype == MT_F32 && a->scale == 0, adds = in_place && a->accumulate;
-    if (result == MT_LINEAR_Y && T <= 8 && a->x_stride == 0) {
-        mt_linear_forward_small(a->y, a->x, a->w, bias, T, N, K, dtype);
+static mt_linear_blocks mt_linear_blocks_of(const mt_grouped_args *a, mt_dtype dtype) {
+    mt_linear_blocks b = {.x_stride = a->x_stride ? a->x_stride : a->K, .y_stride = a->y_stride ? a->y_stride : a->N};
+    b.T = mt_linear_block(a->M, 512, dtype), b.N = mt_linear_block(a->N, 1024, dtype);
+    b.in_place = dtype == MT_F32 && a->scale == 0;
+    int64_t x_floats = b.in_place ? 0 : b.T * a->K, y_floats = b.in_place ? 0 : b.T * b.N;
+    int64_t w_floats = mt_matrix_scratch(b.N, a->K, dtype);
+    b.x = mt_scratch_grow(x_floats + w_floats + y_floats + mt_max(b.N, a->K));
+    b.w = b.x + x_floats, b.y = b.w + w_floats, b.row = b.y + y_floats;
+    return b;
+}
+
+/* y = x w^T + bias of a->M rows; a->offsets and a->E are not read, here and in the two functions below. */
+static void mt_linear_product_forward(const mt_grouped_args *a, const void *bias, mt_dtype dtype) {
+    int64_t K = a->K;
+    if (a->M <= 8 && a->x_stride == 0) {
+        mt_linear_forward_small(a->y, a->x, a->w, bias, a->M, a->N, K, dtype);
         return;
     }
-    if (y_stride == 0) y_stride = N;
-    int64_t T_block = mt_linear_block(T, 512, dtype), N_block = mt_linear_block(N, 1024, dtype);
-    int64_t x_floats = in_place ? 0 : T_block * K, w_floats = mt_matrix_scratch(N_block, K, dtype);
-    int64_t y_floats = in_place ? 0 : T_block * N_block;
-    float *x_scratch = mt_scratch_grow(x_floats + w_floats + y_floats + mt_max(N_block, K));
-    float *w_scratch = x_scratch + x_floats, *y_scratch = w_scratch + w_floats, *row = y_scratch + y_floats;
-    for (int64_t t = 0; t < T; t += T_block) {
-        int64_t rows = mt_min(T_block, T - t);
-        mt_matrix x = {0}, dy = {0}, w = {0};
-        float *dx = in_place && result == MT_LINEAR_DX ? (float *)a->dx + t * x_stride : x_scratch;
-        if (result != MT_LINEAR_DX) x = mt_matrix_load(x_scratch, a->x, t * x_stride, rows, K, x_stride, dtype);
-        for (int64_t n = 0; n < N; n += N_block) {
-            int64_t columns = mt_min(N_block, N - n), at = t * y_stride + n, stride = in_place ? y_stride : columns;
-            if (result != MT_LINEAR_DW) w = mt_matrix_load(w_scratch, a->w, n * K, columns, K, K, dtype);
-            if (result != MT_LINEAR_Y) dy = mt_matrix_load(y_scratch, a->dy, at, rows, columns, y_stride, dtype);
-            if (result == MT_LINEAR_DW)
-                mt_matmul(a->dw + n * K, K, mt_transposed(dy), x, columns, K, rows, a->accumulate || t > 0);
-            if (result == MT_LINEAR_DX) mt_matmul(dx, in_place ? x_stride : K, dy, w, rows, K, columns, adds || n > 0);
-            if (result != MT_LINEAR_Y) continue;
-            float *y = in_place ? (float *)a->y + at : y_scratch;
-            const float *b = bias ? mt_row_load(row, bias, n, columns, dtype) : NULL;
+    mt_linear_blocks b = mt_linear_blocks_of(a, dtype);
+    for (int64_t t = 0; t < a->M; t += b.T) {
+        int64_t rows = mt_min(b.T, a->M - t);
+        mt_matrix x = mt_matrix_load(b.x, a->x, t * b.x_stride, rows, K, b.x_stride, dtype);
+        for (int64_t n = 0; n < a->N; n += b.N) {
+            int64_t columns = mt_min(b.N, a->N - n), at = t * b.y_stride + n,
+                    stride = b.in_place ? b.y_stride : columns;
+            mt_matrix w = mt_matrix_load(b.w, a->w, n * K, columns, K, K, dtype);
+            float *y = b.in_place ? (float *)a->y + at : b.y;
+            const float *add = bias ? mt_row_load(b.row, bias, n, columns, dtype) : NULL;
 #pragma omp parallel for if (rows * columns > MT_PARALLEL)
-            for (int64_t r = 0; r < (b ? rows : 0); r++) memcpy(y + r * stride, b, (size_t)columns * sizeof *b);
-            mt_matmul(y, stride, x, mt_transposed(w), rows, columns, K, b || adds);
-            if (!in_place) mt_matrix_store(a->y, at, y, rows, columns, y_stride, a, dtype);
+            for (int64_t r = 0; r < (add ? rows : 0); r++) memcpy(y + r * stride, add, (size_t)columns * sizeof *add);
+            mt_matmul(y, stride, x, mt_transposed(w), rows, columns, K, add || (b.in_place && a->accumulate));
+            if (!b.in_place) mt_matrix_store(a->y, at, y, rows, columns, b.y_stride, a, dtype);
         }
-        if (result == MT_LINEAR_DX && !in_place) mt_matrix_store(a->dx, t * x_stride, dx, rows, K, x_stride, a, dtype);
+    }
+}
+
+/* dx = dy w. */
+static void mt_linear_product_backward_input(const mt_grouped_args *a, mt_dtype dtype) {
+    mt_linear_blocks b = mt_linear_blocks_of(a, dtype);
+    int64_t K = a->K;
+    for (int64_t t = 0; t < a->M; t += b.T) {
+        int64_t rows = mt_min(b.T, a->M - t), stride = b.in_place ? b.x_stride : K;
+        float *dx = b.in_place ? (float *)a->dx + t * b.x_stride : b.x;
+        for (int64_t n = 0; n < a->N; n += b.N) {
+            int64_t columns = mt_min(b.N, a->N - n);
+            mt_matrix w = mt_matrix_load(b.w, a->w, n * K, columns, K, K, dtype);
+            mt_matrix dy = mt_matrix_load(b.y, a->dy, t * b.y_stride + n, rows, columns, b.y_stride, dtype);
+            mt_matmul(dx, stride, dy, w, rows, K, columns, (b.in_place && a->accumulate) || n > 0);
+        }
+        if (!b.in_place) mt_matrix_store(a->dx, t * b.x_stride, dx, rows, K, b.x_stride, a, dtype);
+    }
+}
+
+/* dw = dy^T x. */
+static void mt_linear_product_backward_weight(const mt_grouped_args *a, mt_dtype dtype) {
+    mt_linear_blocks b = mt_linear_blocks_of(a, dtype);
+    int64_t K = a->K;
+    for (int64_t t = 0; t < a->M; t += b.T) {
+        int64_t rows = mt_min(b.T, a->M - t);
+        mt_matrix x = mt_matrix_load(b.x, a->x, t * b.x_stride, rows, K, b.x_stride, dtype);
+        for (int64_t n = 0; n < a->N; n += b.N) {
+            int64_t columns = mt_min(b.N, a->N - n);
+            mt_matrix dy = mt_matrix_load(b.y, a->dy, t * b.y_stride + n, rows, columns, b.y_stride, dtype);
+            mt_matmul(a->dw + n * K, K, mt_transposed(dy), x, columns, K, rows, a->accumulate || t > 0);
+        }
     }
 }
 
 static void mt_cpu_linear_forward(void *y, const void *x, const void *w, const void *bias, int64_t T, int64_t N,
                                   int64_t K, mt_dtype dtype, mt_stream *stream) {
-    mt_linear_product(&(mt_grouped_args){T, N, K, .x = x, .w = w, .y = y}, MT_LINEAR_Y, bias, dtype);
+    mt_linear_product_forward(&(mt_grouped_args){T, N, K, .x = x, .w = w, .y = y}, bias, dtype);
 }
 
 static void mt_cpu_linear_backward_input(void *dx, const void *dy, const void *w, int64_t T, int64_t N, int64_t K,
                                          mt_dtype dtype, mt_stream *stream) {
-    mt_linear_product(&(mt_grouped_args){T, N, K, .w = w, .dy = dy, .dx = dx}, MT_LINEAR_DX, NULL, dtype);
+    mt_linear_product_backward_input(&(mt_grouped_args){T, N, K, .w = w, .dy = dy, .dx = dx}, dtype);
 }
 
 /* out[C] += column sums of x[T, C], each in token order. */
@@ -1122,7 +1156,7 @@ static void mt_cpu_column_sums(float *out, const void *x, int64_t T, int64_t C, 
 static void mt_cpu_linear_backward_weight(float *dw, float *dbias, const void *dy, const void *x, int64_t T, int64_t N,
                                           int64_t K, bool accumulate, mt_dtype dtype, mt_stream *stream) {
     const mt_grouped_args a = {T, N, K, .x = x, .dy = dy, .dw = dw, .accumulate = accumulate};
-    mt_linear_product(&a, MT_LINEAR_DW, NULL, dtype);
+    mt_linear_product_backward_weight(&a, dtype);
     if (dbias) mt_cpu_column_sums(dbias, dy, T, N, dtype, stream);
 }
 
@@ -2998,9 +3032,10 @@ static void mt_cpu_combine_rows(void *out, const void *in, const int32_t *positi
     }
 }
 
-/* A product for the rows of each expert. Each thread computes whole experts, or if there are few experts, all threads
- * share every product; the results are the same. */
-static void mt_grouped_product(const mt_grouped_args *a, mt_linear_result result, mt_dtype dtype) {
+/* A product for the rows of each expert that has rows. Each thread computes whole experts, or if there are few experts,
+ * all threads share every product; the results are the same. */
+static void mt_grouped_product(const mt_grouped_args *a, mt_dtype dtype,
+                               void (*product)(const mt_grouped_args *a, mt_dtype dtype)) {
     int64_t x_stride = a->x_stride ? a->x_stride : a->K, y_stride = a->y_stride ? a->y_stride : a->N;
     int64_t weight = a->N * a->K;
     mt_matmul_prepare();
@@ -3012,21 +3047,28 @@ static void mt_grouped_product(const mt_grouped_args *a, mt_linear_result result
         own.w = mt_at(a->w, e * weight, dtype), own.dw = mt_at(a->dw, e * weight, MT_F32);
         own.x = mt_at(a->x, begin * x_stride, dtype), own.dx = mt_at(a->dx, begin * x_stride, dtype);
         own.y = mt_at(a->y, begin * y_stride, dtype), own.dy = mt_at(a->dy, begin * y_stride, dtype);
-        if (own.M > 0)
-            mt_linear_product(&own, result, NULL, dtype);
-        else if (result == MT_LINEAR_DW && !a->accumulate)
-            memset(own.dw, 0, (size_t)weight * sizeof *own.dw);
+        if (own.M > 0) product(&own, dtype);
     }
 }
 
+static void mt_expert_product_forward(const mt_grouped_args *a, mt_dtype dtype) {
+    mt_linear_product_forward(a, NULL, dtype);
+}
+
 static void mt_cpu_grouped_linear_forward(const mt_grouped_args *a, mt_dtype dtype, mt_stream *stream) {
-    mt_grouped_product(a, MT_LINEAR_Y, dtype);
+    mt_grouped_product(a, dtype, mt_expert_product_forward);
 }
 static void mt_cpu_grouped_linear_backward_input(const mt_grouped_args *a, mt_dtype dtype, mt_stream *stream) {
-    mt_grouped_product(a, MT_LINEAR_DX, dtype);
+    mt_grouped_product(a, dtype, mt_linear_product_backward_input);
 }
+
+/* An expert without rows has the gradient 0. */
 static void mt_cpu_grouped_linear_backward_weight(const mt_grouped_args *a, mt_dtype dtype, mt_stream *stream) {
-    mt_grouped_product(a, MT_LINEAR_DW, dtype);
+    int64_t weight = a->N * a->K;
+    for (int64_t e = 0; e < (a->accumulate ? 0 : a->E); e++)
+        if (a->offsets ? a->offsets[e] == a->offsets[e + 1] : a->M == 0)
+            memset(a->dw + e * weight, 0, (size_t)weight * sizeof *a->dw);
+    mt_grouped_product(a, dtype, mt_linear_product_backward_weight);
 }
 
 static void mt_cpu_grouped_bias_forward(void *y, const void *bias, const int32_t *offsets, int64_t M, int64_t N,
@@ -8913,19 +8955,25 @@ typedef struct mt_micro_batch {
     mt_output outputs[1 + MT_MAX_MTP_LAYERS]; // of the chunk (with a head on the stage with the loss); of the modules
 } mt_micro_batch;
 
-/* The numbers of a training step, on the device; one copy brings them to the host. */
 /* The operands that a loss on the host reads per token, for the message about a step whose loss is not finite: the
  * operands of the batch, then these. */
 enum { MT_OPERAND_TEACHER = MT_NUM_LOSS_INPUTS, MT_OPERAND_OWN, MT_NUM_OPERANDS };
 
+/* The report of a loss on the host: sums. */
+typedef struct mt_loss_report {
+    double metrics[MT_MAX_LOSS_METRICS];
+    double not_finite[MT_NUM_OPERANDS]; // tokens whose number is not finite
+} mt_loss_report;
+enum { MT_LOSS_REPORT_NUMBERS = sizeof(mt_loss_report) / sizeof(double) };
+
+/* The numbers of a training step, on the device; one copy brings them to the host. */
 typedef struct mt_step_numbers {
     double sums[4]; // loss, unmasked tokens, squared norm, the loss once more
     double guard[MT_GUARD_NUMBERS];
-    double replayed[2];                       // sums of a replay, discarded
-    double own[2];                            // with reruns: this rank's loss and squared norm before sums over ranks
-    double mtp[2 * MT_MAX_MTP_LAYERS];        // [modules, 2] loss and sum of its weights
-    double loss_metrics[MT_MAX_LOSS_METRICS]; // of a loss on the host
-    double not_finite[MT_NUM_OPERANDS];       // of a loss on the host, tokens whose number is not finite; follows these
+    double replayed[2];                // sums of a replay, discarded
+    double own[2];                     // with reruns: this rank's loss and squared norm before sums over ranks
+    double mtp[2 * MT_MAX_MTP_LAYERS]; // [modules, 2] loss and sum of its weights
+    mt_loss_report report;
     float grad_scale, grad_norm;
 } mt_step_numbers;
 
@@ -9068,8 +9116,8 @@ enum { MT_HOST_LOGP, MT_HOST_ENTROPY, MT_HOST_DLOGP, MT_HOST_DENTROPY, MT_HOST_D
 
 /* Sums of the step so far. */
 typedef struct mt_host_sums {
-    mt_loss_sums loss;
-    double not_finite[MT_NUM_OPERANDS]; // as in mt_step_numbers
+    double sums[2]; // loss and count
+    mt_loss_report report;
 } mt_host_sums;
 
 typedef struct mt_host_loss {
@@ -9152,62 +9200,86 @@ static void mt_host_loss_forward(mt_model *m, const mt_pass *p, const mt_output 
     mt_host_loss_scatter(m, p, MT_HOST_DLOGP, out->dlogp);
     if (uses_entropy) mt_host_loss_scatter(m, p, MT_HOST_DENTROPY, out->dentropy);
     if (p->replay || (p->context && p->context->plan.ring->rank + p->context->plan.a2a->rank > 0)) return;
-    mt_loss_sums *all = &h->sums->loss;
-    all->loss += sums.loss, all->count += sums.count;
-    for (int i = 0; i < MT_MAX_LOSS_METRICS; i++) all->metrics[i] += sums.metrics[i];
-    if (!isfinite(sums.loss)) mt_host_loss_suspect(h->sums->not_finite, &tokens, h->numbers[MT_HOST_LOGP]);
-    m->ops->memory_copy(m->numbers->sums, &all->loss, 2 * 8, p->stream);
-    m->ops->memory_copy(m->numbers->loss_metrics, all->metrics, (MT_MAX_LOSS_METRICS + MT_NUM_OPERANDS) * 8, p->stream);
+    mt_host_sums *all = h->sums;
+    all->sums[0] += sums.loss, all->sums[1] += sums.count;
+    for (int i = 0; i < MT_MAX_LOSS_METRICS; i++) all->report.metrics[i] += sums.metrics[i];
+    if (!isfinite(sums.loss)) mt_host_loss_suspect(all->report.not_finite, &tokens, h->numbers[MT_HOST_LOGP]);
+    m->ops->memory_copy(m->numbers->sums, all->sums, (int64_t)sizeof all->sums, p->stream);
+    m->ops->memory_copy(&m->numbers->report, &all->report, (int64_t)sizeof all->report, p->stream);
 }
 
 /* ---- distillation: the student's logits at the teacher's ids go to the host, in pieces, and derivatives of the
  * divergence are added to the gradients of these logits. A tensor-parallel rank has the ids of its share. */
 
-/* Forward: the divergence of every token; its derivatives replace the teacher's logits. Backward: after that of the
- * cross-entropy. */
-static void mt_distill(mt_model *m, const mt_pass *p, const mt_output *out, bool backward) {
-    const mt_distillation_config *c = m->plan.loss->distillation;
+/* A piece of a micro-batch's tokens: as many as the host has room for. */
+typedef struct mt_distilled {
+    const int32_t *tokens; // [rows] ascending
+    int64_t rows, n;       // n: rows of K numbers
+    float *own, *teacher;  // [rows, K] logits of the student at the teacher's ids, and the teacher's or derivatives
+    void *logits;          // on the device, of the first token: those of h->index
+} mt_distilled;
+
+/* The piece after `piece` (zero: the first one); false: there is none. own: 0 at ids of other ranks. */
+static bool mt_distill_next(mt_model *m, const mt_pass *p, const mt_output *out, mt_distilled *piece) {
     const mt_teacher_logits *teacher = p->mb->teacher;
     mt_host_loss *h = m->host_loss;
     MT_CHECK(teacher && teacher->K <= h->capacity && !p->replay);
-    int64_t K = teacher->K, size = mt_dtype_size(m->dtype), rows;
-    float *own = mt_row_open(h->floats, h->values, 0, m->dtype), *other = teacher->logits;
-    if (!backward) memset(h->staged[MT_HOST_DIVERGENCE], 0, (size_t)p->T * 4);
-    for (const int32_t *t = teacher->tokens, *end = t + teacher->count; t < end; t += rows, other += rows * K) {
-        for (rows = 0; t + rows < end && (rows + 1) * K <= h->capacity && (t[rows] - t[0] + 1) * m->V < INT32_MAX;
-             rows++)
-            for (int64_t k = 0; k < K; k++) {
-                int64_t id = (teacher->ids ? teacher->ids[(t - teacher->tokens + rows) * K + k] : k) - m->vocab_first;
-                bool here = id >= 0 && id < m->vocab_count;
-                h->index[rows * K + k] = here ? (int32_t)((t[rows] - t[0]) * m->V + id) : -1;
-            }
-        int64_t n = rows * K;
-        void *at = mt_at(out->logits, t[0] * m->V, m->dtype);
-        m->ops->memory_copy(h->device_index, h->index, n * 4, p->stream);
-        m->ops->gather_rows(h->device_values, at, h->device_index, n, 1, 1, 1, m->dtype, p->stream);
-        mt_copy_wait(m, h->values, h->device_values, n * size);
-        (void)mt_row_load(own, h->values, 0, n, m->dtype);
-        if (backward) {
-            n = 0; // those on this rank
-            for (int64_t i = 0; i < rows * K; i++)
-                if (h->index[i] >= 0) h->index[n] = h->index[i], own[n++] = own[i] + other[i];
-            mt_row_close(h->values, 0, own, n, m->dtype);
-            m->ops->memory_copy(h->device_index, h->index, n * 4, p->stream);
-            m->ops->memory_copy(h->device_values, h->values, n * size, p->stream);
-            m->ops->scatter_rows(at, h->device_values, h->device_index, n, 1, 1, 1, m->dtype, p->stream);
-            m->ops->stream_synchronize(p->stream);
-            continue;
+    int64_t K = teacher->K, rows = 0, first = piece->tokens ? piece->tokens + piece->rows - teacher->tokens : 0;
+    const int32_t *t = teacher->tokens + first, *end = teacher->tokens + teacher->count;
+    if (t >= end) return false;
+    for (; t + rows < end && (rows + 1) * K <= h->capacity && (t[rows] - t[0] + 1) * m->V < INT32_MAX; rows++)
+        for (int64_t k = 0; k < K; k++) {
+            int64_t id = (teacher->ids ? teacher->ids[(first + rows) * K + k] : k) - m->vocab_first;
+            bool here = id >= 0 && id < m->vocab_count;
+            h->index[rows * K + k] = here ? (int32_t)((t[rows] - t[0]) * m->V + id) : -1;
         }
-        mt_all_reduce_sum(&m->grid->tensor, own, n, MT_F32);
+    *piece = (mt_distilled){.tokens = t, .rows = rows, .n = rows * K, .teacher = teacher->logits + first * K};
+    piece->own = mt_row_open(h->floats, h->values, 0, m->dtype);
+    piece->logits = mt_at(out->logits, t[0] * m->V, m->dtype);
+    m->ops->memory_copy(h->device_index, h->index, piece->n * 4, p->stream);
+    m->ops->gather_rows(h->device_values, piece->logits, h->device_index, piece->n, 1, 1, 1, m->dtype, p->stream);
+    mt_copy_wait(m, h->values, h->device_values, piece->n * mt_dtype_size(m->dtype));
+    (void)mt_row_load(piece->own, h->values, 0, piece->n, m->dtype);
+    return true;
+}
+
+/* The divergence of every token; its derivatives replace the teacher's logits. */
+static void mt_distill_forward(mt_model *m, const mt_pass *p, const mt_output *out) {
+    const mt_distillation_config *c = m->plan.loss->distillation;
+    mt_host_loss *h = m->host_loss;
+    mt_distilled piece = {0};
+    memset(h->staged[MT_HOST_DIVERGENCE], 0, (size_t)p->T * 4);
+    while (mt_distill_next(m, p, out, &piece)) {
+        int64_t K = piece.n / piece.rows;
+        mt_all_reduce_sum(&m->grid->tensor, piece.own, piece.n, MT_F32);
 #pragma omp parallel for
-        for (int64_t r = 0; r < rows; r++) {
-            double *student = h->doubles + 3 * r * K, *taught = student + K, *dstudent = taught + K;
-            for (int64_t k = 0; k < K; k++) student[k] = (double)own[r * K + k], taught[k] = (double)other[r * K + k];
-            h->staged[MT_HOST_DIVERGENCE][t[r]] = (float)mt_divergence(&c->divergence, student, taught, K, dstudent);
-            for (int64_t k = 0; k < K; k++) other[r * K + k] = (float)(c->weight * dstudent[k]);
+        for (int64_t r = 0; r < piece.rows; r++) {
+            const float *own = piece.own + r * K;
+            float *other = piece.teacher + r * K;
+            double *student = h->doubles + 3 * r * K, *taught = student + K, *dstudent = taught + K, divergence;
+            for (int64_t k = 0; k < K; k++) student[k] = (double)own[k], taught[k] = (double)other[k];
+            divergence = mt_divergence(&c->divergence, student, taught, K, dstudent);
+            h->staged[MT_HOST_DIVERGENCE][piece.tokens[r]] = (float)divergence;
+            for (int64_t k = 0; k < K; k++) other[k] = (float)(c->weight * dstudent[k]);
         }
     }
-    if (!backward) mt_whole_gather(p, h->numbers[MT_HOST_DIVERGENCE], h->staged[MT_HOST_DIVERGENCE]);
+    mt_whole_gather(p, h->numbers[MT_HOST_DIVERGENCE], h->staged[MT_HOST_DIVERGENCE]);
+}
+
+/* Adds the derivatives to the gradients of the logits, which the backward of the cross-entropy has stored there. */
+static void mt_distill_backward(mt_model *m, const mt_pass *p, const mt_output *out) {
+    mt_host_loss *h = m->host_loss;
+    mt_distilled piece = {0};
+    while (mt_distill_next(m, p, out, &piece)) {
+        int64_t n = 0; // those on this rank
+        for (int64_t i = 0; i < piece.n; i++)
+            if (h->index[i] >= 0) h->index[n] = h->index[i], piece.own[n++] = piece.own[i] + piece.teacher[i];
+        mt_row_close(h->values, 0, piece.own, n, m->dtype);
+        m->ops->memory_copy(h->device_index, h->index, n * 4, p->stream);
+        m->ops->memory_copy(h->device_values, h->values, n * mt_dtype_size(m->dtype), p->stream);
+        m->ops->scatter_rows(piece.logits, h->device_values, h->device_index, n, 1, 1, 1, m->dtype, p->stream);
+        m->ops->stream_synchronize(p->stream);
+    }
 }
 
 /* dx = the gradient of the normalised hidden states. The head's gradients stay acquired. */
@@ -9218,7 +9290,7 @@ static void mt_head_backward(mt_model *m, const mt_pass *p, const mt_output *out
         m->ops->cross_entropy_backward(&tokens, m->dtype, p->stream);
     else
         m->ops->convert(out->logits, m->dtype, out->dlogp + p->first_row, MT_F32, p->rows, p->stream);
-    if (m->plan.loss->distillation) mt_distill(m, p, out, true);
+    if (m->plan.loss->distillation) mt_distill_backward(m, p, out);
     mt_bucket_acquire(m, m->head_bucket);
     mt_bucket_gradients_acquire(m, m->head_bucket);
     mt_linear_backward(mt_linears(p), &m->outer.head, &head, MT_BACKWARD_BOTH);
@@ -9728,7 +9800,7 @@ static void mt_loss_forward(mt_model *m, const mt_pass *p) {
         mt_head_values(m, p, out), entropy = NULL;
     if (m->plan.loss->host || scores) mt_host_loss_gather(m, p, entropy);
     p->mb->teacher = p->whole->teacher;
-    if (m->plan.loss->distillation && !scores) mt_distill(m, p, out, false);
+    if (m->plan.loss->distillation && !scores) mt_distill_forward(m, p, out);
     if (scores)
         h->sink(h->sink_context, h->micro_batch, p->whole, h->numbers[MT_HOST_LOGP],
                 entropy ? h->numbers[MT_HOST_ENTROPY] : NULL);
@@ -11725,7 +11797,7 @@ static int mt_run_schedule(mt_model *m, mt_source *from, mt_error *error) {
 /* Zeroes the sums of a step's losses, and the squared norm. */
 static void mt_sums_begin(mt_model *m) {
     m->ops->memory_zero(m->numbers->sums, 3 * 8, m->stream);
-    m->ops->memory_zero(m->numbers->loss_metrics, (MT_MAX_LOSS_METRICS + MT_NUM_OPERANDS) * 8, m->stream);
+    m->ops->memory_zero(&m->numbers->report, (int64_t)sizeof m->numbers->report, m->stream);
     if (m->host_loss) *m->host_loss->sums = (mt_host_sums){0};
 }
 
@@ -11736,8 +11808,7 @@ static void mt_sums_finish(mt_model *m, bool training) {
     for (int i = 0; i < 2; i++) {
         m->ops->all_reduce(m->numbers->sums, 2, MT_SUM, MT_F64, groups[i], m->stream);
         if (m->plan.loss->host)
-            m->ops->all_reduce(m->numbers->loss_metrics, MT_MAX_LOSS_METRICS + MT_NUM_OPERANDS, MT_SUM, MT_F64,
-                               groups[i], m->stream);
+            m->ops->all_reduce(&m->numbers->report, MT_LOSS_REPORT_NUMBERS, MT_SUM, MT_F64, groups[i], m->stream);
         if (modules > 0) m->ops->all_reduce(m->numbers->mtp, 2 * modules, MT_SUM, MT_F64, groups[i], m->stream);
     }
 }
@@ -11813,9 +11884,9 @@ static const char *mt_step_operand(const mt_step_result *result, const char *fau
                  {MT_ADVANTAGES, "the advantages"},
                  {MT_RETURNS, "the returns"}};
     if (fault) return fault;
-    if (result->numbers.not_finite[MT_OPERAND_OWN] > 0) return NULL;
+    if (result->numbers.report.not_finite[MT_OPERAND_OWN] > 0) return NULL;
     for (size_t i = 0; i < sizeof names / sizeof *names; i++)
-        if (result->numbers.not_finite[names[i].operand] > 0) return names[i].name;
+        if (result->numbers.report.not_finite[names[i].operand] > 0) return names[i].name;
     return NULL;
 }
 
@@ -12054,7 +12125,7 @@ int mt_train_step(mt_model *m, mt_run_state *state, int64_t micro_batches, mt_ba
                                 .data_seconds = m->trainer->data_seconds};
         for (int64_t k = 0; k < m->options->mtp_num_layers; k++)
             metrics->mtp_losses[k] = mt_mean_loss(result->numbers.mtp + 2 * k);
-        memcpy(metrics->loss_metrics, result->numbers.loss_metrics, sizeof metrics->loss_metrics);
+        memcpy(metrics->loss_metrics, result->numbers.report.metrics, sizeof metrics->loss_metrics);
         metrics->loss_count = result->numbers.sums[1];
         metrics->seconds = m->trainer->unread_seconds * metrics->tokens / m->trainer->unread_tokens;
         mt_experts_report(m, result, metrics);
