@@ -2243,11 +2243,11 @@ extern const mt_fp8 mt_fp8_recipes[]; // by mt_fp8_recipe: the fields that --fp8
 /* The fp8 state of one linear. With delayed scaling the operands x, w, dy have a scale each, and the largest absolute
  * values of this step. Lifetimes of quantized operands:
  *
- *   x, dy, dy^T   until the end of the call, in recipe->scratch; with in_place the operation that computes x or dy
- * stores it in fp8, in the memory that it has in the type of activations x^T           the same, or with saved_x from
- * the forward to the backward, in its layer's values w, w^T        with recipe->keeps_weights while `version` is
- * recipe->version, which counts changes of the weights; else until the end of the call. With `gathered` w arrives in
- * fp8, as the parameters do, and w^T is computed from it */
+ *   x, dy, dy^T   until the end of the call, in recipe->scratch. With in_place the operation that computes x or dy
+ *                 stores it in fp8, in the memory that it would have in the type of activations
+ *   x^T           the same, or with saved_x from the forward to the backward, in its layer's values
+ *   w, w^T        until the end of the call, or with recipe->keeps_weights while `version` is recipe->version, which
+ *                 counts the changes of the weights. With `gathered` w arrives in fp8, and only w^T is computed */
 typedef enum mt_fp8_operand { MT_FP8_X, MT_FP8_W, MT_FP8_DY, MT_NUM_FP8_OPERANDS } mt_fp8_operand;
 enum { MT_FP8_SCALE_STEP = 4 }; // floats between inverse scales: cuBLASLt reads scales at multiples of 16 bytes only
 typedef struct mt_fp8_linear {
@@ -2262,6 +2262,12 @@ typedef struct mt_fp8_linear {
     int64_t first_amax, num_amaxes;     // `gathered`: of w's in mt_bucket.fp8_amaxes
 } mt_fp8_linear;
 
+/* Memory for the adapters of one product at a time. */
+typedef struct mt_adapter_scratch {
+    void *rows; // [2, T, widest R]
+    void *x;    // [T, widest K]: with dropout
+} mt_adapter_scratch;
+
 /* Low-rank adapters of a linear with a frozen weight (Hu et al., "LoRA"): y += scale dropout(x) A^T B^T. A fused linear
  * has several: their A are one matrix, so that one product computes h[T, R] = scale dropout(x) a^T. */
 typedef struct mt_adapter_part {
@@ -2269,10 +2275,6 @@ typedef struct mt_adapter_part {
     int64_t first, N; // outputs [first, first + N) of the linear; part i reads columns [i rank, (i + 1) rank) of h
 } mt_adapter_part;
 enum { MT_MAX_ADAPTER_PARTS = 3 }; // q, k and v
-typedef struct mt_adapter_scratch {
-    void *rows;       // [2, T, widest R]
-    void *x;          // [T, widest K]: with dropout
-} mt_adapter_scratch; // of one product
 typedef struct mt_adapter {
     mt_weight a; // [R, K], or [num_experts, R, K]
     mt_adapter_part parts[MT_MAX_ADAPTER_PARTS];
