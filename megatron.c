@@ -4356,16 +4356,16 @@ static const void *mt_gather_overlapped(const mt_tensor_parallel *tp, const void
 
 /* One step of the reduce-scatter: sends this rank's partial sums [rows, C] for the rank at distance `step`. */
 static void mt_scatter_step(const mt_tensor_parallel *tp, int64_t C, int step) {
-    int64_t first = ((char *)tp->parts - (char *)tp->gathered) / mt_dtype_size(tp->dtype);
-    mt_mailbox_send(tp, mt_rows_of_rank(tp, tp->partial, mt_tensor_rank_after(tp, step), C), first, tp->max_rows, C,
-                    step);
+    const void *sent = mt_rows_of_rank(tp, tp->partial, mt_tensor_rank_after(tp, step), C);
+    mt_mailbox_send(tp, sent, tp->first_part, tp->max_rows, C, step);
 }
 
 /* After all steps: out[rows, C] = the fp32 sum of this rank's part and all received parts. */
 static void mt_scatter_sum(const mt_tensor_parallel *tp, void *out, int64_t C) {
     const void *own = mt_rows_of_rank(tp, tp->partial, tp->group->rank, C);
     tp->ops->stream_wait_stream(tp->stream, tp->comm);
-    tp->ops->combine_rows(out, tp->parts, tp->part_rows, own, tp->rows, tp->group->size, C, tp->dtype, tp->stream);
+    const void *parts = mt_at(tp->gathered, tp->first_part, tp->dtype);
+    tp->ops->combine_rows(out, parts, tp->part_rows, own, tp->rows, tp->group->size, C, tp->dtype, tp->stream);
 }
 
 /* Backward of mt_region_enter on tp->comm, from `partial` or dx, overlapped with the caller's work; and its end. */
@@ -12182,11 +12182,12 @@ static bool mt_logits_overlap(const mt_model *m) {
 }
 
 /* `gathered` of the second pair of regions, for rows of up to `widest` channels; if it overlaps, in a mailbox with
- * `parts`. */
+ * the parts. */
 static void mt_plan_exchange(mt_tensor_parallel *tp, int64_t widest, mt_arena *arena) {
-    int64_t whole = tp->group->size * tp->max_rows * widest * mt_dtype_size(tp->dtype);
+    tp->first_part = tp->group->size * tp->max_rows * widest;
+    int64_t whole = tp->first_part * mt_dtype_size(tp->dtype);
     tp->mailbox_bytes = tp->overlaps ? 2 * whole + MT_MAILBOX_OWN : whole;
-    tp->gathered = mt_arena_alloc(arena, tp->mailbox_bytes), tp->parts = mt_at(tp->gathered, whole, MT_U8);
+    tp->gathered = mt_arena_alloc(arena, tp->mailbox_bytes);
     if (tp->overlaps) tp->part_rows = mt_arena_alloc(arena, tp->max_rows * tp->group->size * 4);
 }
 
@@ -12670,18 +12671,20 @@ static void mt_model_adapters(mt_model *m) {
 
 /* True if the operation that computes x or dy of a layer's linear stores it in fp8, instead of in the model's type.
  * Then only products read it: no adapter, no gradient of a bias or of a weight in bf16, no exchange of rows between
- * ranks. */
-static bool mt_fp8_in_place(const mt_model *m, const mt_linear *l, const mt_layer *w, mt_fp8_operand operand) {
+ * ranks. field: the linear's offset in mt_layer. */
+static bool mt_fp8_in_place(const mt_model *m, const mt_linear *l, const mt_layer *w, size_t field,
+                            mt_fp8_operand operand) {
     const mt_fp8 *recipe = l->fp8->recipe;
     if (!recipe->delayed || !recipe->wgrad || m->dtype != MT_BF16 || mt_linear_adapts(l) || operand == MT_FP8_W)
         return false;
     if (l->N % MT_FP8_WIDTH != 0 || l->K % MT_FP8_WIDTH != 0) return false;
     if (l->kind == MT_LINEAR_GROUPED) return !mt_scales_output(m) && m->experts->order.capacity == 0;
     if (m->tp.overlaps) return false; // takes the rows in parts
-    if (operand == MT_FP8_DY) return l == &w->fc1 && !m->options->mlp_bias;
+    bool is_qkv = field == offsetof(mt_layer, qkv), is_fc1 = field == offsetof(mt_layer, fc1);
+    if (operand == MT_FP8_DY) return is_fc1 && !m->options->mlp_bias;
     bool follows = mt_norms_before(m->options); // a norm stores x; and no router reads it too
-    bool is_normed = follows && (l == &w->qkv || (l == &w->fc1 && w->expert_bucket < 0));
-    return l == &w->down || (is_normed && !m->tp.sequence_parallel);
+    bool is_normed = follows && (is_qkv || (is_fc1 && w->expert_bucket < 0));
+    return field == offsetof(mt_layer, down) || (is_normed && !m->tp.sequence_parallel);
 }
 
 /* Gives the linears of layers their fp8 recipe. */
@@ -12709,9 +12712,10 @@ static int mt_model_fp8(mt_model *m, const mt_options *o, mt_error *error) {
         l->fp8 = &f->linears[f->num_linears++], l->fp8->recipe = &f->recipe;
         l->fp8->gathered = o->fp8_param_gather && b->strategy != MT_NO_SHARD;
         mt_layer *w = mt_layer_find(m, number);
-        for (int i = 0; i < MT_NUM_FP8_OPERANDS; i++) l->fp8->in_place[i] = mt_fp8_in_place(m, l, w, (mt_fp8_operand)i);
-        if (l->fp8->in_place[MT_FP8_X] && l == &w->qkv) w->input_norm.reader = l;
-        if (l->fp8->in_place[MT_FP8_X] && l == &w->fc1) w->mlp_norm.reader = l;
+        for (int i = 0; i < MT_NUM_FP8_OPERANDS; i++)
+            l->fp8->in_place[i] = mt_fp8_in_place(m, l, w, param->field, (mt_fp8_operand)i);
+        if (l->fp8->in_place[MT_FP8_X] && param->field == offsetof(mt_layer, qkv)) w->input_norm.reader = l;
+        if (l->fp8->in_place[MT_FP8_X] && param->field == offsetof(mt_layer, fc1)) w->mlp_norm.reader = l;
         int64_t N_multiple = l->fp8->gathered ? MT_FP8_WIDTH : mt_max(m->ops->limits.fp8_multiple, 1);
         int64_t K_multiple = l->fp8->gathered ? mt_fp8_stride(1, f->recipe.weight_blocks) : N_multiple;
         if (l->N % N_multiple != 0 || l->K % K_multiple != 0)

@@ -2185,9 +2185,9 @@ typedef struct mt_tensor_parallel {
     /* sequence parallelism: [T, C or wider] a whole operand, and a partial sum before it is scattered */
     void *gathered, *partial;
     /* overlap only */
-    mt_mailbox *mailbox; // `gathered` and, behind it, `parts`
-    void *parts;         // [group size, max_rows, C or wider] other ranks' parts of the sums of these rows
-    int32_t *part_rows;  // [max_rows, group size] the rows of `parts` that add up to each row's sum
+    mt_mailbox *mailbox; // the memory of `gathered`, and then of parts: [group size, max_rows, C or wider]
+    int64_t first_part;  // elements before the parts, which are other ranks' parts of the sums of these rows
+    int32_t *part_rows;  // [max_rows, group size] the rows of the parts that add up to each row's sum
     int64_t max_rows, mailbox_bytes;
     float *loss_parts; // [group size, 4, T] for the vocabulary-parallel loss
 } mt_tensor_parallel;
