@@ -1053,55 +1053,89 @@ static void mt_matrix_store(void *y, int64_t offset, float *block, int64_t rows,
     }
 }
 
-/* The results of the three products. */
-typedef enum mt_linear_result { MT_LINEAR_Y, MT_LINEAR_DX, MT_LINEAR_DW } mt_linear_result;
+/* Blocks of tokens and of features, and scratch for one of each: what the three products of a linear share. */
+typedef struct mt_linear_blocks {
+    int64_t T, N, x_stride, y_stride; // T and N of a block
+    bool in_place;                    // results are computed where they are stored: fp32, not scaled
+    float *x, *w, *y, *row;           // scratch
+} mt_linear_blocks;
 
-/* y = x w^T + bias, dx = dy w, or dw = dy^T x of a->M rows; a->offsets and a->E are not read. */
-static void mt_linear_product(const mt_grouped_args *a, mt_linear_result result, const void *bias, mt_dtype dtype) {
-    int64_t T = a->M, N = a->N, K = a->K, x_stride = a->x_stride ? a->x_stride : K, y_stride = a->y_stride;
-    bool in_place = dtype == MT_F32 && a->scale == 0, adds = in_place && a->accumulate;
-    if (result == MT_LINEAR_Y && T <= 8 && a->x_stride == 0) {
-        mt_linear_forward_small(a->y, a->x, a->w, bias, T, N, K, dtype);
+static mt_linear_blocks mt_linear_blocks_of(const mt_grouped_args *a, mt_dtype dtype) {
+    mt_linear_blocks b = {.x_stride = a->x_stride ? a->x_stride : a->K, .y_stride = a->y_stride ? a->y_stride : a->N};
+    b.T = mt_linear_block(a->M, 512, dtype), b.N = mt_linear_block(a->N, 1024, dtype);
+    b.in_place = dtype == MT_F32 && a->scale == 0;
+    int64_t x_floats = b.in_place ? 0 : b.T * a->K, y_floats = b.in_place ? 0 : b.T * b.N;
+    int64_t w_floats = mt_matrix_scratch(b.N, a->K, dtype);
+    b.x = mt_scratch_grow(x_floats + w_floats + y_floats + mt_max(b.N, a->K));
+    b.w = b.x + x_floats, b.y = b.w + w_floats, b.row = b.y + y_floats;
+    return b;
+}
+
+/* y = x w^T + bias of a->M rows; a->offsets and a->E are not read, here and in the two functions below. */
+static void mt_linear_product_forward(const mt_grouped_args *a, const void *bias, mt_dtype dtype) {
+    int64_t K = a->K;
+    if (a->M <= 8 && a->x_stride == 0) {
+        mt_linear_forward_small(a->y, a->x, a->w, bias, a->M, a->N, K, dtype);
         return;
     }
-    if (y_stride == 0) y_stride = N;
-    int64_t T_block = mt_linear_block(T, 512, dtype), N_block = mt_linear_block(N, 1024, dtype);
-    int64_t x_floats = in_place ? 0 : T_block * K, w_floats = mt_matrix_scratch(N_block, K, dtype);
-    int64_t y_floats = in_place ? 0 : T_block * N_block;
-    float *x_scratch = mt_scratch_grow(x_floats + w_floats + y_floats + mt_max(N_block, K));
-    float *w_scratch = x_scratch + x_floats, *y_scratch = w_scratch + w_floats, *row = y_scratch + y_floats;
-    for (int64_t t = 0; t < T; t += T_block) {
-        int64_t rows = mt_min(T_block, T - t);
-        mt_matrix x = {0}, dy = {0}, w = {0};
-        float *dx = in_place && result == MT_LINEAR_DX ? (float *)a->dx + t * x_stride : x_scratch;
-        if (result != MT_LINEAR_DX) x = mt_matrix_load(x_scratch, a->x, t * x_stride, rows, K, x_stride, dtype);
-        for (int64_t n = 0; n < N; n += N_block) {
-            int64_t columns = mt_min(N_block, N - n), at = t * y_stride + n, stride = in_place ? y_stride : columns;
-            if (result != MT_LINEAR_DW) w = mt_matrix_load(w_scratch, a->w, n * K, columns, K, K, dtype);
-            if (result != MT_LINEAR_Y) dy = mt_matrix_load(y_scratch, a->dy, at, rows, columns, y_stride, dtype);
-            if (result == MT_LINEAR_DW)
-                mt_matmul(a->dw + n * K, K, mt_transposed(dy), x, columns, K, rows, a->accumulate || t > 0);
-            if (result == MT_LINEAR_DX) mt_matmul(dx, in_place ? x_stride : K, dy, w, rows, K, columns, adds || n > 0);
-            if (result != MT_LINEAR_Y) continue;
-            float *y = in_place ? (float *)a->y + at : y_scratch;
-            const float *b = bias ? mt_row_load(row, bias, n, columns, dtype) : NULL;
+    mt_linear_blocks b = mt_linear_blocks_of(a, dtype);
+    for (int64_t t = 0; t < a->M; t += b.T) {
+        int64_t rows = mt_min(b.T, a->M - t);
+        mt_matrix x = mt_matrix_load(b.x, a->x, t * b.x_stride, rows, K, b.x_stride, dtype);
+        for (int64_t n = 0; n < a->N; n += b.N) {
+            int64_t columns = mt_min(b.N, a->N - n), at = t * b.y_stride + n,
+                    stride = b.in_place ? b.y_stride : columns;
+            mt_matrix w = mt_matrix_load(b.w, a->w, n * K, columns, K, K, dtype);
+            float *y = b.in_place ? (float *)a->y + at : b.y;
+            const float *add = bias ? mt_row_load(b.row, bias, n, columns, dtype) : NULL;
 #pragma omp parallel for if (rows * columns > MT_PARALLEL)
-            for (int64_t r = 0; r < (b ? rows : 0); r++) memcpy(y + r * stride, b, (size_t)columns * sizeof *b);
-            mt_matmul(y, stride, x, mt_transposed(w), rows, columns, K, b || adds);
-            if (!in_place) mt_matrix_store(a->y, at, y, rows, columns, y_stride, a, dtype);
+            for (int64_t r = 0; r < (add ? rows : 0); r++) memcpy(y + r * stride, add, (size_t)columns * sizeof *add);
+            mt_matmul(y, stride, x, mt_transposed(w), rows, columns, K, add || (b.in_place && a->accumulate));
+            if (!b.in_place) mt_matrix_store(a->y, at, y, rows, columns, b.y_stride, a, dtype);
         }
-        if (result == MT_LINEAR_DX && !in_place) mt_matrix_store(a->dx, t * x_stride, dx, rows, K, x_stride, a, dtype);
+    }
+}
+
+/* dx = dy w. */
+static void mt_linear_product_backward_input(const mt_grouped_args *a, mt_dtype dtype) {
+    mt_linear_blocks b = mt_linear_blocks_of(a, dtype);
+    int64_t K = a->K;
+    for (int64_t t = 0; t < a->M; t += b.T) {
+        int64_t rows = mt_min(b.T, a->M - t), stride = b.in_place ? b.x_stride : K;
+        float *dx = b.in_place ? (float *)a->dx + t * b.x_stride : b.x;
+        for (int64_t n = 0; n < a->N; n += b.N) {
+            int64_t columns = mt_min(b.N, a->N - n);
+            mt_matrix w = mt_matrix_load(b.w, a->w, n * K, columns, K, K, dtype);
+            mt_matrix dy = mt_matrix_load(b.y, a->dy, t * b.y_stride + n, rows, columns, b.y_stride, dtype);
+            mt_matmul(dx, stride, dy, w, rows, K, columns, (b.in_place && a->accumulate) || n > 0);
+        }
+        if (!b.in_place) mt_matrix_store(a->dx, t * b.x_stride, dx, rows, K, b.x_stride, a, dtype);
+    }
+}
+
+/* dw = dy^T x. */
+static void mt_linear_product_backward_weight(const mt_grouped_args *a, mt_dtype dtype) {
+    mt_linear_blocks b = mt_linear_blocks_of(a, dtype);
+    int64_t K = a->K;
+    for (int64_t t = 0; t < a->M; t += b.T) {
+        int64_t rows = mt_min(b.T, a->M - t);
+        mt_matrix x = mt_matrix_load(b.x, a->x, t * b.x_stride, rows, K, b.x_stride, dtype);
+        for (int64_t n = 0; n < a->N; n += b.N) {
+            int64_t columns = mt_min(b.N, a->N - n);
+            mt_matrix dy = mt_matrix_load(b.y, a->dy, t * b.y_stride + n, rows, columns, b.y_stride, dtype);
+            mt_matmul(a->dw + n * K, K, mt_transposed(dy), x, columns, K, rows, a->accumulate || t > 0);
+        }
     }
 }
 
 static void mt_cpu_linear_forward(void *y, const void *x, const void *w, const void *bias, int64_t T, int64_t N,
                                   int64_t K, mt_dtype dtype, mt_stream *stream) {
-    mt_linear_product(&(mt_grouped_args){T, N, K, .x = x, .w = w, .y = y}, MT_LINEAR_Y, bias, dtype);
+    mt_linear_product_forward(&(mt_grouped_args){T, N, K, .x = x, .w = w, .y = y}, bias, dtype);
 }
 
 static void mt_cpu_linear_backward_input(void *dx, const void *dy, const void *w, int64_t T, int64_t N, int64_t K,
                                          mt_dtype dtype, mt_stream *stream) {
-    mt_linear_product(&(mt_grouped_args){T, N, K, .w = w, .dy = dy, .dx = dx}, MT_LINEAR_DX, NULL, dtype);
+    mt_linear_product_backward_input(&(mt_grouped_args){T, N, K, .w = w, .dy = dy, .dx = dx}, dtype);
 }
 
 /* out[C] += column sums of x[T, C], each in token order. */
@@ -1122,7 +1156,7 @@ static void mt_cpu_column_sums(float *out, const void *x, int64_t T, int64_t C, 
 static void mt_cpu_linear_backward_weight(float *dw, float *dbias, const void *dy, const void *x, int64_t T, int64_t N,
                                           int64_t K, bool accumulate, mt_dtype dtype, mt_stream *stream) {
     const mt_grouped_args a = {T, N, K, .x = x, .dy = dy, .dw = dw, .accumulate = accumulate};
-    mt_linear_product(&a, MT_LINEAR_DW, NULL, dtype);
+    mt_linear_product_backward_weight(&a, dtype);
     if (dbias) mt_cpu_column_sums(dbias, dy, T, N, dtype, stream);
 }
 
@@ -2998,9 +3032,10 @@ static void mt_cpu_combine_rows(void *out, const void *in, const int32_t *positi
     }
 }
 
-/* A product for the rows of each expert. Each thread computes whole experts, or if there are few experts, all threads
- * share every product; the results are the same. */
-static void mt_grouped_product(const mt_grouped_args *a, mt_linear_result result, mt_dtype dtype) {
+/* A product for the rows of each expert that has rows. Each thread computes whole experts, or if there are few experts,
+ * all threads share every product; the results are the same. */
+static void mt_grouped_product(const mt_grouped_args *a, mt_dtype dtype,
+                               void (*product)(const mt_grouped_args *a, mt_dtype dtype)) {
     int64_t x_stride = a->x_stride ? a->x_stride : a->K, y_stride = a->y_stride ? a->y_stride : a->N;
     int64_t weight = a->N * a->K;
     mt_matmul_prepare();
@@ -3012,21 +3047,28 @@ static void mt_grouped_product(const mt_grouped_args *a, mt_linear_result result
         own.w = mt_at(a->w, e * weight, dtype), own.dw = mt_at(a->dw, e * weight, MT_F32);
         own.x = mt_at(a->x, begin * x_stride, dtype), own.dx = mt_at(a->dx, begin * x_stride, dtype);
         own.y = mt_at(a->y, begin * y_stride, dtype), own.dy = mt_at(a->dy, begin * y_stride, dtype);
-        if (own.M > 0)
-            mt_linear_product(&own, result, NULL, dtype);
-        else if (result == MT_LINEAR_DW && !a->accumulate)
-            memset(own.dw, 0, (size_t)weight * sizeof *own.dw);
+        if (own.M > 0) product(&own, dtype);
     }
 }
 
+static void mt_expert_product_forward(const mt_grouped_args *a, mt_dtype dtype) {
+    mt_linear_product_forward(a, NULL, dtype);
+}
+
 static void mt_cpu_grouped_linear_forward(const mt_grouped_args *a, mt_dtype dtype, mt_stream *stream) {
-    mt_grouped_product(a, MT_LINEAR_Y, dtype);
+    mt_grouped_product(a, dtype, mt_expert_product_forward);
 }
 static void mt_cpu_grouped_linear_backward_input(const mt_grouped_args *a, mt_dtype dtype, mt_stream *stream) {
-    mt_grouped_product(a, MT_LINEAR_DX, dtype);
+    mt_grouped_product(a, dtype, mt_linear_product_backward_input);
 }
+
+/* An expert without rows has the gradient 0. */
 static void mt_cpu_grouped_linear_backward_weight(const mt_grouped_args *a, mt_dtype dtype, mt_stream *stream) {
-    mt_grouped_product(a, MT_LINEAR_DW, dtype);
+    int64_t weight = a->N * a->K;
+    for (int64_t e = 0; e < (a->accumulate ? 0 : a->E); e++)
+        if (a->offsets ? a->offsets[e] == a->offsets[e + 1] : a->M == 0)
+            memset(a->dw + e * weight, 0, (size_t)weight * sizeof *a->dw);
+    mt_grouped_product(a, dtype, mt_linear_product_backward_weight);
 }
 
 static void mt_cpu_grouped_bias_forward(void *y, const void *bias, const int32_t *offsets, int64_t M, int64_t N,
@@ -4314,16 +4356,16 @@ static const void *mt_gather_overlapped(const mt_tensor_parallel *tp, const void
 
 /* One step of the reduce-scatter: sends this rank's partial sums [rows, C] for the rank at distance `step`. */
 static void mt_scatter_step(const mt_tensor_parallel *tp, int64_t C, int step) {
-    int64_t first = ((char *)tp->parts - (char *)tp->gathered) / mt_dtype_size(tp->dtype);
-    mt_mailbox_send(tp, mt_rows_of_rank(tp, tp->partial, mt_tensor_rank_after(tp, step), C), first, tp->max_rows, C,
-                    step);
+    const void *sent = mt_rows_of_rank(tp, tp->partial, mt_tensor_rank_after(tp, step), C);
+    mt_mailbox_send(tp, sent, tp->first_part, tp->max_rows, C, step);
 }
 
 /* After all steps: out[rows, C] = the fp32 sum of this rank's part and all received parts. */
 static void mt_scatter_sum(const mt_tensor_parallel *tp, void *out, int64_t C) {
     const void *own = mt_rows_of_rank(tp, tp->partial, tp->group->rank, C);
     tp->ops->stream_wait_stream(tp->stream, tp->comm);
-    tp->ops->combine_rows(out, tp->parts, tp->part_rows, own, tp->rows, tp->group->size, C, tp->dtype, tp->stream);
+    const void *parts = mt_at(tp->gathered, tp->first_part, tp->dtype);
+    tp->ops->combine_rows(out, parts, tp->part_rows, own, tp->rows, tp->group->size, C, tp->dtype, tp->stream);
 }
 
 /* Backward of mt_region_enter on tp->comm, from `partial` or dx, overlapped with the caller's work; and its end. */
@@ -4343,8 +4385,9 @@ static void mt_scatter_end(const mt_tensor_parallel *tp, void *dx, int64_t C) {
 /* Every matrix product with a parameter. A column-parallel weight is cut by rows, [N / t, K]: each tensor-parallel rank
  * computes a share of the outputs. A row-parallel weight is cut by columns, [N, K / t]: each rank computes a partial
  * sum. With a group of one both are plain products. Experts use grouped products. This section handles communication,
- * its overlap, GELU within a product, fp8, and accumulation of gradients; layers know none of them. Invariants:
- * gradients of weights need no communication; a step's first product overwrites dw, later ones add to it. */
+ * its overlap, fp8, adapters, and accumulation of gradients; layers know none of them. fp8 stands before the product,
+ * adapters after it. Invariants: gradients of weights need no communication; a step's first product overwrites dw,
+ * later ones add to it. */
 
 /* ---- fp8: quantizes the operands of a product. Products need both operands with the summed dimension contiguous:
  *
@@ -4352,9 +4395,7 @@ static void mt_scatter_end(const mt_tensor_parallel *tp, void *dx, int64_t C) {
  *   dx[T, K] = dy w          from dy [T, N] and w^T [K, N]
  *   dw[N, K] = dy^T x        from dy^T [N, T] and x^T [K, T]
  *
- * so that all three are quantized as they are and transposed, in one pass. Quantized operands live until the end of the
- * call, in scratch; x^T until the backward, if its layer has a slot for it (else the backward quantizes x again);
- * quantized weights until the weights change, unless they are sharded. */
+ * so that all three are quantized as they are and transposed, in one pass. See mt_fp8_linear for their lifetimes. */
 
 /* Space for x[R, C] in fp8; of experts' rows, or `count` matrices. */
 static mt_fp8_matrix mt_fp8_allocate(mt_arena *arena, int64_t count, int64_t R, int64_t C, mt_dtype format,
@@ -4397,28 +4438,52 @@ static int64_t mt_fp8_scratch_bytes(const mt_linear *l, int64_t T, int64_t piece
     return mt_max(forward.used, backward.used);
 }
 
+/* A product of a linear: a use of the linear, or a part of its rows, which a step of an overlapped region computes. */
+typedef struct mt_product {
+    mt_linear_pass pass;
+    const mt_tensor_parallel *tp;
+    const mt_linear *l;
+    mt_linear_io io;             // of these rows
+    int64_t T, first_row;        // rows, and the index of the first of them in the micro-batch
+    bool omits_bias;             // forward: y is a partial sum; another rank adds the bias
+    void *gelu;                  // forward: gelu(y), or NULL
+    const void *gelu_of;         // backward: x is gelu(gelu_of), and dx the gradient of gelu_of; or NULL
+    mt_fp8_matrix left, right;   // fp8: the operands of the product at hand
+    mt_fp8_matrix dy_transposed; // fp8: of the product of the weight
+} mt_product;
+
 /* Offsets of the rows of each weight; NULL: there is one weight. */
-static const int32_t *mt_row_offsets(const mt_linear_io *io) {
-    return io->groups ? io->groups->offsets : NULL;
+static const int32_t *mt_row_offsets(const mt_product *p) {
+    return p->io.groups ? p->io.groups->offsets : NULL;
 }
 
+/* True if a product adds to dw, which holds a gradient afterwards. */
+static bool mt_weight_accumulates(const mt_weight *weight) {
+    bool accumulates = weight->has_gradient && *weight->has_gradient;
+    if (weight->has_gradient) *weight->has_gradient = true;
+    return accumulates;
+}
+
+/* ---- before a product in fp8 */
+
 /* Begins a call: its operands overwrite those of the call before. Only experts' rows can need more than was planned. */
-static void mt_fp8_begin(const mt_tensor_parallel *tp, const mt_linear *l, const mt_linear_io *io) {
+static void mt_fp8_begin(const mt_linear_pass *pass, const mt_linear *l, const mt_linear_io *io) {
     if (!l->fp8) return;
+    const mt_ops *ops = pass->tp->ops;
     mt_arena *scratch = &l->fp8->recipe->scratch;
     int64_t bytes = io->groups ? mt_fp8_scratch_bytes(l, io->groups->num_rows, 1) : 0;
     scratch->used = 0;
     if (!l->fp8->recipe->keeps_weights) l->fp8->w_transposed.data = NULL;
     if (!l->fp8->recipe->keeps_weights && !l->fp8->gathered) l->fp8->w.data = NULL;
     if (bytes <= scratch->capacity) return;
-    if (scratch->base) tp->ops->memory_free_ordered(scratch->base, tp->stream);
-    scratch->capacity = bytes * 9 / 8, scratch->base = tp->ops->memory_alloc_ordered(scratch->capacity, tp->stream);
+    if (scratch->base) ops->memory_free_ordered(scratch->base, pass->tp->stream);
+    scratch->capacity = bytes * 9 / 8, scratch->base = ops->memory_alloc_ordered(scratch->capacity, pass->tp->stream);
 }
 
 /* How x, w or dy of a linear is quantized; R: rows of x. Where it returns rows, which lie in x, the operation that
  * computes x stores them; else the linear quantizes x. */
-static mt_quantize_args mt_fp8_args(const mt_tensor_parallel *tp, const mt_linear *l, mt_fp8_operand operand,
-                                    const void *x, int64_t R, const int32_t *offsets) {
+static mt_quantize_args mt_fp8_args(bool training, const mt_linear *l, mt_fp8_operand operand, const void *x, int64_t R,
+                                    const int32_t *offsets) {
     const mt_fp8_linear *f = l ? l->fp8 : NULL;
     bool is_dy = operand == MT_FP8_DY;
     if (!f) return (mt_quantize_args){0};
@@ -4430,15 +4495,16 @@ static mt_quantize_args mt_fp8_args(const mt_tensor_parallel *tp, const mt_linea
     }
     if (f->recipe->delayed) a.scale = f->scale + operand;
     // not recorded in an evaluation; but a weight that it quantized serves the next step too
-    if (!f->recipe->delayed || tp->training || operand == MT_FP8_W) a.amax = f->amax + operand;
+    if (!f->recipe->delayed || training || operand == MT_FP8_W) a.amax = f->amax + operand;
     return a;
 }
 
 /* w, or its transpose. */
-static mt_fp8_matrix mt_fp8_weight(const mt_tensor_parallel *tp, const mt_linear *l, bool transposed) {
+static mt_fp8_matrix mt_fp8_weight(const mt_product *p, bool transposed) {
+    const mt_linear *l = p->l;
     mt_fp8_linear *f = l->fp8;
     mt_fp8_matrix *w = transposed ? &f->w_transposed : &f->w;
-    mt_quantize_args a = mt_fp8_args(tp, l, MT_FP8_W, l->weight.w, l->N, NULL);
+    mt_quantize_args a = mt_fp8_args(p->pass.training, l, MT_FP8_W, l->weight.w, l->N, NULL);
     a.count = mt_max(l->num_experts, 1);
     if (f->recipe->keeps_weights ? f->version == f->recipe->version : w->data != NULL) return *w;
     f->version = f->recipe->version;
@@ -4447,275 +4513,334 @@ static mt_fp8_matrix mt_fp8_weight(const mt_tensor_parallel *tp, const mt_linear
     if (f->recipe->keeps_weights || !transposed || f->gathered) a.rows = f->w;
     if (f->recipe->keeps_weights || transposed) a.columns = f->w_transposed;
     if (f->gathered)
-        tp->ops->fp8_transpose(&a, tp->stream);
+        p->tp->ops->fp8_transpose(&a, p->tp->stream);
     else
-        tp->ops->quantize(&a, tp->dtype, tp->stream);
+        p->tp->ops->quantize(&a, p->tp->dtype, p->tp->stream);
     return *w;
 }
 
-/* T rows of x or dy in fp8, and their transpose, which for x may be the saved one. */
-static mt_quantize_args mt_fp8_rows(const mt_tensor_parallel *tp, const mt_linear *l, const mt_linear_io *io,
-                                    mt_fp8_operand operand, int64_t T, bool rows, bool columns) {
+/* The rows of x or dy in fp8, and their transpose, which for x may be the saved one. */
+static mt_quantize_args mt_fp8_rows(const mt_product *p, mt_fp8_operand operand, bool rows, bool columns) {
+    const mt_linear *l = p->l;
+    const mt_row_groups *groups = p->io.groups;
     mt_fp8 *recipe = l->fp8->recipe;
-    mt_arena saved = {.base = io->x_transposed, .capacity = INT64_MAX};
-    bool in_place = l->fp8->in_place[operand], keeps = operand == MT_FP8_X && io->x_transposed;
-    mt_dtype format = operand == MT_FP8_DY ? recipe->gradient_format : recipe->format;
-    mt_quantize_args a = mt_fp8_args(tp, l, operand, operand == MT_FP8_DY ? io->dy : io->x, T, mt_row_offsets(io));
-    if (rows && !in_place) a.rows = mt_fp8_allocate(&recipe->scratch, 1, T, a.C, format, recipe->blocks);
-    if (columns) a.columns = mt_fp8_allocate_columns(keeps ? &saved : &recipe->scratch, l, T, a.C, format);
-    if (keeps && !rows) return a; // the forward stored it
-    if (in_place) a.compact = T;
-    if (in_place && io->groups) a.source = operand == MT_FP8_DY ? io->groups->dy_source : io->groups->x_source;
-    if (in_place && columns) tp->ops->fp8_transpose(&a, tp->stream);
-    if (!in_place && (rows || columns)) tp->ops->quantize(&a, tp->dtype, tp->stream);
+    mt_arena saved = {.base = p->io.x_transposed, .capacity = INT64_MAX};
+    bool is_dy = operand == MT_FP8_DY, in_place = l->fp8->in_place[operand], is_saved = !is_dy && saved.base;
+    mt_dtype format = is_dy ? recipe->gradient_format : recipe->format;
+    mt_quantize_args a = mt_fp8_args(p->pass.training, l, operand, is_dy ? p->io.dy : p->io.x, p->T, mt_row_offsets(p));
+    if (rows && !in_place) a.rows = mt_fp8_allocate(&recipe->scratch, 1, p->T, a.C, format, recipe->blocks);
+    if (columns) a.columns = mt_fp8_allocate_columns(is_saved ? &saved : &recipe->scratch, l, p->T, a.C, format);
+    if (is_saved && !rows) return a; // the forward stored it
+    if (in_place) a.compact = p->T;
+    if (in_place && groups) a.source = is_dy ? groups->dy_source : groups->x_source;
+    if (in_place && columns) p->tp->ops->fp8_transpose(&a, p->tp->stream);
+    if (!in_place && (rows || columns)) p->tp->ops->quantize(&a, p->tp->dtype, p->tp->stream);
     return a;
 }
 
-/* Quantizes T rows of dy for the products of the selected halves of the backward. */
-static void mt_fp8_gradient(const mt_tensor_parallel *tp, const mt_linear *l, mt_linear_io *io, int64_t T, int halves) {
-    if (!l->fp8) return;
-    bool weight = (halves & MT_BACKWARD_WEIGHT) && l->fp8->recipe->wgrad && l->weight.dw;
-    mt_quantize_args a = mt_fp8_rows(tp, l, io, MT_FP8_DY, T, halves & MT_BACKWARD_INPUT, weight);
-    io->dy_fp8 = a.rows, io->dy_transposed = a.columns;
+static void mt_fp8_before_forward(mt_product *p) {
+    if (!p->l->fp8) return;
+    p->right = mt_fp8_weight(p, false);
+    p->left = mt_fp8_rows(p, MT_FP8_X, true, p->io.x_transposed).rows;
 }
 
-/* The product of `a`, of experts' rows where io has them. Scales per block need sums in fp32. */
-static void mt_fp8_run_product(const mt_tensor_parallel *tp, const mt_linear *l, const mt_linear_io *io,
-                               mt_fp8_product_args a) {
-    a.exact_sums = a.exact_sums || l->fp8->recipe->blocks != MT_FP8_TENSOR;
-    a.offsets = mt_row_offsets(io), a.num_experts = l->num_experts;
-    tp->ops->fp8_product(&a, tp->stream);
+/* Quantizes dy for the products of the selected halves of the backward, in one pass. */
+static void mt_fp8_before_backward(mt_product *p, int halves) {
+    if (!p->l->fp8) return;
+    bool weight = (halves & MT_BACKWARD_WEIGHT) && p->l->fp8->recipe->wgrad && p->l->weight.dw;
+    mt_quantize_args a = mt_fp8_rows(p, MT_FP8_DY, halves & MT_BACKWARD_INPUT, weight);
+    p->left = a.rows, p->dy_transposed = a.columns;
 }
 
-/* ---- adapters: h = scale dropout(x) a^T, and y += h b^T; backward: dh = scale dy b, dx += dropout(dh a), da += dh^T
- * dropout(x), db += dy^T h. The backward computes h again. If x is cut among ranks, h and db are partial sums over
- * them; otherwise da is. */
-
-/* True if a product adds to dw, which holds a gradient afterwards. */
-static bool mt_weight_accumulates(const mt_weight *weight) {
-    bool accumulates = weight->has_gradient && *weight->has_gradient;
-    if (weight->has_gradient) *weight->has_gradient = true;
-    return accumulates;
+static void mt_fp8_before_backward_input(mt_product *p) {
+    if (p->l->fp8) p->right = mt_fp8_weight(p, true);
 }
 
-/* The operands of the products of T rows with b of a part, or with a (part -1); x of a is io->x. */
-static mt_grouped_args mt_adapter_args(const mt_tensor_parallel *tp, const mt_linear *l, const mt_linear_io *io,
-                                       int64_t part, int64_t T) {
-    const mt_adapter *adapter = &l->adapter;
-    const mt_adapter_part *p = &adapter->parts[mt_max(part, 0)];
-    void *h = io->groups ? io->groups->adapter_rows : tp->adapter_rows, *dh = mt_at(h, T * adapter->R, tp->dtype);
-    mt_grouped_args a = {T, adapter->R, l->K, mt_max(l->num_experts, 1), mt_row_offsets(io), .x = io->x, .y = h};
-    a.dy = dh, a.dx = io->dx, a.w = adapter->a.w, a.dw = adapter->a.dw;
+static void mt_fp8_before_backward_weight(mt_product *p) {
+    if (p->dy_transposed.data) p->right = mt_fp8_rows(p, MT_FP8_X, false, true).columns;
+}
+
+/* The product of quantized operands. Scales per block need sums in fp32. */
+static void mt_fp8_run_product(const mt_product *p, mt_fp8_product_args a) {
+    a.b = p->right;
+    a.exact_sums = a.exact_sums || p->l->fp8->recipe->blocks != MT_FP8_TENSOR;
+    a.offsets = mt_row_offsets(p), a.num_experts = p->l->num_experts;
+    p->tp->ops->fp8_product(&a, p->tp->stream);
+}
+
+/* ---- after a product: adapters. h = scale dropout(x) a^T, and y += h b^T; backward: dh = scale dy b, dx += dropout(dh
+ * a), da += dh^T dropout(x), db += dy^T h. The backward computes h again. If x is cut among ranks, h and db are partial
+ * sums over them; otherwise da is. */
+
+/* True if a linear has adapters that are switched on. */
+static bool mt_linear_adapts(const mt_linear *l) {
+    return l->adapter.R > 0 && !*l->adapter.off;
+}
+
+/* The operands of the products with b of a part, or with a (part -1); x of a is io.x. */
+static mt_grouped_args mt_adapter_args(const mt_product *p, int64_t part) {
+    const mt_adapter *adapter = &p->l->adapter;
+    const mt_adapter_part *b = &adapter->parts[mt_max(part, 0)];
+    mt_dtype dtype = p->tp->dtype;
+    void *h = adapter->scratch->rows, *dh = mt_at(h, p->T * adapter->R, dtype);
+    mt_grouped_args a = {p->T, adapter->R, p->l->K, mt_max(p->l->num_experts, 1), mt_row_offsets(p), .x = p->io.x};
+    a.y = h, a.dy = dh, a.dx = p->io.dx, a.w = adapter->a.w, a.dw = adapter->a.dw;
     if (part >= 0) {
         int64_t column = part * adapter->rank;
-        a.N = p->N, a.K = adapter->rank, a.w = p->b.w, a.dw = p->b.dw;
-        a.x = mt_at(h, column, tp->dtype), a.dx = mt_at(dh, column, tp->dtype);
-        a.y = mt_at(io->y, p->first, tp->dtype), a.dy = mt_at(io->dy, p->first, tp->dtype);
+        a.N = b->N, a.K = adapter->rank, a.w = b->b.w, a.dw = b->b.dw;
+        a.x = mt_at(h, column, dtype), a.dx = mt_at(dh, column, dtype);
+        a.y = mt_at(p->io.y, b->first, dtype), a.dy = mt_at(p->io.dy, b->first, dtype);
     }
-    a.x_stride = part < 0 ? l->K : adapter->R, a.y_stride = part < 0 ? adapter->R : l->N;
+    a.x_stride = part < 0 ? p->l->K : adapter->R, a.y_stride = part < 0 ? adapter->R : p->l->N;
     return a;
 }
 
-/* out = residual + dropout(x), for T rows of l->K elements; returns out. */
-static void *mt_adapter_dropout(const mt_tensor_parallel *tp, const mt_linear *l, const mt_linear_io *io, int64_t T,
-                                void *out, const void *x, const void *residual) {
-    bool is_part = l->kind == MT_LINEAR_REPLICATED && tp->sequence_parallel;
-    mt_dropout_add_args a = {T, l->K, l->adapter.first_channel, .x = x, .residual = residual, .out = out};
-    a.token_index = tp->token_index + (is_part ? tp->group->rank * tp->rows : io->first_row);
-    a.dropout = l->adapter.dropout;
+static bool mt_adapter_drops(const mt_product *p) {
+    return p->pass.training && p->l->adapter.dropout.p > 0;
+}
+
+/* out = residual + dropout(x), for rows of l->K elements; returns out. */
+static void *mt_adapter_dropout(const mt_product *p, void *out, const void *x, const void *residual) {
+    const mt_tensor_parallel *tp = p->tp;
+    bool is_part = p->l->kind == MT_LINEAR_REPLICATED && tp->sequence_parallel;
+    mt_dropout_add_args a = {p->T, p->l->K, p->l->adapter.first_channel, .x = x, .residual = residual, .out = out};
+    a.token_index = p->pass.token_index + (is_part ? tp->group->rank * tp->rows : p->first_row);
+    a.dropout = p->l->adapter.dropout;
     tp->ops->dropout_add_forward(&a, tp->dtype, tp->stream);
     return out;
 }
 
 /* Computes h; returns dropout(x). */
-static const void *mt_adapter_down(const mt_tensor_parallel *tp, const mt_linear *l, const mt_linear_io *io,
-                                   int64_t T) {
-    mt_grouped_args a = mt_adapter_args(tp, l, io, -1, T);
-    a.scale = l->adapter.scale;
-    if (tp->training && l->adapter.dropout.p > 0) a.x = mt_adapter_dropout(tp, l, io, T, tp->adapter_x, io->x, NULL);
-    tp->ops->grouped_linear_forward(&a, tp->dtype, tp->stream);
+static const void *mt_adapter_down(const mt_product *p) {
+    mt_grouped_args a = mt_adapter_args(p, -1);
+    a.scale = p->l->adapter.scale;
+    if (mt_adapter_drops(p)) a.x = mt_adapter_dropout(p, p->l->adapter.scratch->x, p->io.x, NULL);
+    p->tp->ops->grouped_linear_forward(&a, p->tp->dtype, p->tp->stream);
     return a.x;
 }
 
-/* True if a linear has adapters that are switched on. */
-static bool mt_adapts(const mt_tensor_parallel *tp, const mt_linear *l) {
-    return l->adapter.R > 0 && !tp->adapters_off;
-}
-
 /* y += the adapters' outputs. */
-static void mt_adapter_forward(const mt_tensor_parallel *tp, const mt_linear *l, const mt_linear_io *io, int64_t T) {
-    mt_adapter_down(tp, l, io, T);
-    for (int64_t part = 0; part < l->adapter.num_parts; part++) {
-        mt_grouped_args a = mt_adapter_args(tp, l, io, part, T);
+static void mt_adapter_forward(const mt_product *p) {
+    mt_adapter_down(p);
+    for (int64_t part = 0; part < p->l->adapter.num_parts; part++) {
+        mt_grouped_args a = mt_adapter_args(p, part);
         a.accumulate = true;
-        tp->ops->grouped_linear_forward(&a, tp->dtype, tp->stream);
+        p->tp->ops->grouped_linear_forward(&a, p->tp->dtype, p->tp->stream);
     }
 }
 
 /* Computes dh. */
-static void mt_adapter_up_backward(const mt_tensor_parallel *tp, const mt_linear *l, const mt_linear_io *io,
-                                   int64_t T) {
-    for (int64_t part = 0; part < l->adapter.num_parts; part++) {
-        mt_grouped_args a = mt_adapter_args(tp, l, io, part, T);
-        a.scale = l->adapter.scale;
-        tp->ops->grouped_linear_backward_input(&a, tp->dtype, tp->stream);
+static void mt_adapter_up_backward(const mt_product *p) {
+    for (int64_t part = 0; part < p->l->adapter.num_parts; part++) {
+        mt_grouped_args a = mt_adapter_args(p, part);
+        a.scale = p->l->adapter.scale;
+        p->tp->ops->grouped_linear_backward_input(&a, p->tp->dtype, p->tp->stream);
     }
 }
 
 /* dx += the gradient through the adapters. */
-static void mt_adapter_backward_input(const mt_tensor_parallel *tp, const mt_linear *l, const mt_linear_io *io,
-                                      int64_t T) {
-    mt_grouped_args a = mt_adapter_args(tp, l, io, -1, T);
-    bool drops = tp->training && l->adapter.dropout.p > 0;
-    mt_adapter_up_backward(tp, l, io, T);
-    a.dx = drops ? tp->adapter_x : io->dx, a.accumulate = !drops;
-    tp->ops->grouped_linear_backward_input(&a, tp->dtype, tp->stream);
-    if (drops) mt_adapter_dropout(tp, l, io, T, io->dx, tp->adapter_x, io->dx);
+static void mt_adapter_backward_input(const mt_product *p) {
+    mt_grouped_args a = mt_adapter_args(p, -1);
+    void *dropped = p->l->adapter.scratch->x;
+    bool drops = mt_adapter_drops(p);
+    mt_adapter_up_backward(p);
+    a.dx = drops ? dropped : p->io.dx, a.accumulate = !drops;
+    p->tp->ops->grouped_linear_backward_input(&a, p->tp->dtype, p->tp->stream);
+    if (drops) mt_adapter_dropout(p, p->io.dx, dropped, p->io.dx);
 }
 
 /* The gradients of a and b. */
-static void mt_adapter_backward_weight(const mt_tensor_parallel *tp, const mt_linear *l, const mt_linear_io *io,
-                                       int64_t T) {
-    const void *x = mt_adapter_down(tp, l, io, T);
-    mt_adapter_up_backward(tp, l, io, T);
-    for (int64_t part = -1; part < l->adapter.num_parts; part++) {
-        mt_grouped_args a = mt_adapter_args(tp, l, io, part, T);
-        a.accumulate = mt_weight_accumulates(part < 0 ? &l->adapter.a : &l->adapter.parts[part].b);
+static void mt_adapter_backward_weight(const mt_product *p) {
+    const mt_adapter *adapter = &p->l->adapter;
+    const void *x = mt_adapter_down(p);
+    mt_adapter_up_backward(p);
+    for (int64_t part = -1; part < adapter->num_parts; part++) {
+        mt_grouped_args a = mt_adapter_args(p, part);
+        a.accumulate = mt_weight_accumulates(part < 0 ? &adapter->a : &adapter->parts[part].b);
         if (part < 0) a.x = x;
-        tp->ops->grouped_linear_backward_weight(&a, tp->dtype, tp->stream);
+        p->tp->ops->grouped_linear_backward_weight(&a, p->tp->dtype, p->tp->stream);
     }
 }
 
-/* ---- the product alone, on T rows */
+/* ---- the product alone */
 
-bool mt_linear_fuses_gelu(const mt_tensor_parallel *tp, const mt_linear *l) {
+bool mt_linear_fuses_gelu(const mt_ops *ops, const mt_linear *l) {
     bool plain = (l->kind == MT_LINEAR_COLUMN || l->kind == MT_LINEAR_ROW || l->kind == MT_LINEAR_REPLICATED) &&
-                 !l->fp8 && !mt_adapts(tp, l);
-    return plain && tp->ops->linear_gelu_forward && tp->ops->linear_backward_gelu;
+                 !l->fp8 && !mt_linear_adapts(l);
+    return plain && ops->linear_gelu_forward && ops->linear_backward_gelu;
 }
 
-/* y = x w^T + bias. */
-static void mt_product_forward(const mt_tensor_parallel *tp, const mt_linear *l, const mt_linear_io *io, int64_t T) {
-    const mt_ops *ops = tp->ops;
-    const void *bias = io->omits_bias ? NULL : l->bias.w;
+/* The operands of a grouped product in the type of activations. */
+static mt_grouped_args mt_product_groups(const mt_product *p) {
+    const mt_row_groups *groups = p->io.groups;
+    return (mt_grouped_args){.M = p->T,
+                             .N = p->l->N,
+                             .K = p->l->K,
+                             .E = p->l->num_experts,
+                             .offsets = groups->offsets,
+                             .host_offsets = groups->host_offsets,
+                             .x = p->io.x,
+                             .y = p->io.y,
+                             .dy = p->io.dy,
+                             .dx = p->io.dx,
+                             .w = p->l->weight.w,
+                             .dw = p->l->weight.dw};
+}
+
+static void mt_multiply_forward(const mt_product *p) {
+    const mt_ops *ops = p->tp->ops;
+    const mt_linear *l = p->l;
+    const mt_linear_io *io = &p->io;
+    const void *bias = p->omits_bias ? NULL : l->bias.w;
+    mt_dtype dtype = p->tp->dtype;
+    mt_stream *stream = p->tp->stream;
     if (l->fp8) {
-        mt_fp8_product_args a = {.b = mt_fp8_weight(tp, l, false), .M = T, .N = l->N, .K = l->K};
-        a.a = mt_fp8_rows(tp, l, io, MT_FP8_X, T, true, tp->training && io->x_transposed).rows;
-        a.out = io->y, a.out_dtype = tp->dtype, a.bias = io->groups ? NULL : bias;
-        mt_fp8_run_product(tp, l, io, a);
+        mt_fp8_product_args a = {.a = p->left, .M = p->T, .N = l->N, .K = l->K, .out = io->y, .out_dtype = dtype};
+        a.bias = io->groups ? NULL : bias;
+        mt_fp8_run_product(p, a);
     } else if (io->groups) {
-        mt_grouped_args a = {T, l->N, l->K, l->num_experts, io->groups->offsets, io->x, l->weight.w, .y = io->y};
-        a.host_offsets = io->groups->host_offsets;
-        ops->grouped_linear_forward(&a, tp->dtype, tp->stream);
-    } else if (io->gelu) {
-        ops->linear_gelu_forward(io->gelu, io->y, io->x, l->weight.w, bias, T, l->N, l->K, tp->dtype, tp->stream);
+        mt_grouped_args a = mt_product_groups(p);
+        ops->grouped_linear_forward(&a, dtype, stream);
+    } else if (p->gelu) {
+        ops->linear_gelu_forward(p->gelu, io->y, io->x, l->weight.w, bias, p->T, l->N, l->K, dtype, stream);
     } else {
-        ops->linear_forward(io->y, io->x, l->weight.w, bias, T, l->N, l->K, tp->dtype, tp->stream);
+        ops->linear_forward(io->y, io->x, l->weight.w, bias, p->T, l->N, l->K, dtype, stream);
     }
     if (io->groups && bias)
-        ops->grouped_bias_forward(io->y, bias, io->groups->offsets, T, l->N, l->num_experts, tp->dtype, tp->stream);
-    if (mt_adapts(tp, l)) mt_adapter_forward(tp, l, io, T);
+        ops->grouped_bias_forward(io->y, bias, io->groups->offsets, p->T, l->N, l->num_experts, dtype, stream);
+}
+
+static void mt_multiply_backward_input(const mt_product *p) {
+    const mt_ops *ops = p->tp->ops;
+    const mt_linear *l = p->l;
+    const mt_linear_io *io = &p->io;
+    mt_dtype dtype = p->tp->dtype;
+    mt_stream *stream = p->tp->stream;
+    if (l->fp8) {
+        mt_fp8_product_args a = {.a = p->left, .M = p->T, .N = l->K, .K = l->N, .out = io->dx, .out_dtype = dtype};
+        a.exact_sums = true;
+        mt_fp8_run_product(p, a);
+    } else if (io->groups) {
+        mt_grouped_args a = mt_product_groups(p);
+        ops->grouped_linear_backward_input(&a, dtype, stream);
+    } else if (p->gelu_of) {
+        ops->linear_backward_gelu(io->dx, io->dy, l->weight.w, p->gelu_of, p->T, l->N, l->K, dtype, stream);
+    } else {
+        ops->linear_backward_input(io->dx, io->dy, l->weight.w, p->T, l->N, l->K, dtype, stream);
+    }
+}
+
+static void mt_multiply_backward_weight(const mt_product *p) {
+    const mt_ops *ops = p->tp->ops;
+    const mt_linear *l = p->l;
+    const mt_linear_io *io = &p->io;
+    mt_dtype dtype = p->tp->dtype;
+    mt_stream *stream = p->tp->stream;
+    bool accumulate = mt_weight_accumulates(&l->weight);
+    if (p->dy_transposed.data) { // in fp8
+        mt_fp8_product_args a = {.a = p->dy_transposed, .M = l->N, .N = l->K, .K = p->T, .out = l->weight.dw};
+        a.out_dtype = MT_F32, a.accumulate = accumulate, a.exact_sums = a.sums_rows = true;
+        mt_fp8_run_product(p, a);
+        if (l->bias.dw && !io->groups) ops->column_sums(l->bias.dw, io->dy, p->T, l->N, dtype, stream);
+    } else if (io->groups) {
+        mt_grouped_args a = mt_product_groups(p);
+        a.accumulate = accumulate;
+        ops->grouped_linear_backward_weight(&a, dtype, stream);
+    } else {
+        ops->linear_backward_weight(l->weight.dw, l->bias.dw, io->dy, io->x, p->T, l->N, l->K, accumulate, dtype,
+                                    stream);
+    }
+    if (io->groups && l->bias.dw)
+        ops->grouped_bias_backward(l->bias.dw, io->dy, io->groups->offsets, p->T, l->N, l->num_experts, dtype, stream);
+}
+
+/* ---- quantization, the product, adapters */
+
+/* y = x w^T + bias. */
+static void mt_product_forward(mt_product p) {
+    mt_fp8_before_forward(&p);
+    mt_multiply_forward(&p);
+    if (mt_linear_adapts(p.l)) mt_adapter_forward(&p);
 }
 
 /* dx = dy w. */
-static void mt_product_backward_input(const mt_tensor_parallel *tp, const mt_linear *l, const mt_linear_io *io,
-                                      int64_t T) {
-    const mt_ops *ops = tp->ops;
-    if (l->fp8) {
-        mt_fp8_product_args a = {.a = io->dy_fp8, .b = mt_fp8_weight(tp, l, true), .M = T, .N = l->K, .K = l->N};
-        a.out = io->dx, a.out_dtype = tp->dtype, a.exact_sums = true;
-        mt_fp8_run_product(tp, l, io, a);
-    } else if (io->groups) {
-        mt_grouped_args a = {
-            T, l->N, l->K, l->num_experts, io->groups->offsets, .w = l->weight.w, .dy = io->dy, .dx = io->dx};
-        a.host_offsets = io->groups->host_offsets;
-        ops->grouped_linear_backward_input(&a, tp->dtype, tp->stream);
-    } else if (io->gelu_of) {
-        ops->linear_backward_gelu(io->dx, io->dy, l->weight.w, io->gelu_of, T, l->N, l->K, tp->dtype, tp->stream);
-    } else {
-        ops->linear_backward_input(io->dx, io->dy, l->weight.w, T, l->N, l->K, tp->dtype, tp->stream);
-    }
-    if (mt_adapts(tp, l)) mt_adapter_backward_input(tp, l, io, T);
+static void mt_product_backward_input(mt_product p) {
+    mt_fp8_before_backward_input(&p);
+    mt_multiply_backward_input(&p);
+    if (mt_linear_adapts(p.l)) mt_adapter_backward_input(&p);
 }
 
 /* dw = dy^T x, or += if dw holds a gradient; dbias += column sums of dy; frozen: only the adapters' gradients. */
-static void mt_product_backward_weight(const mt_tensor_parallel *tp, const mt_linear *l, const mt_linear_io *io,
-                                       int64_t T) {
-    const mt_ops *ops = tp->ops;
-    if (mt_adapts(tp, l)) mt_adapter_backward_weight(tp, l, io, T);
-    if (!l->weight.dw) return;
-    bool accumulate = mt_weight_accumulates(&l->weight);
-    if (io->dy_transposed.data) { // in fp8
-        mt_fp8_product_args a = {.a = io->dy_transposed, .M = l->N, .N = l->K, .K = T};
-        a.b = mt_fp8_rows(tp, l, io, MT_FP8_X, T, false, true).columns;
-        a.out = l->weight.dw, a.out_dtype = MT_F32, a.accumulate = accumulate, a.exact_sums = a.sums_rows = true;
-        mt_fp8_run_product(tp, l, io, a);
-        if (l->bias.dw && !io->groups) ops->column_sums(l->bias.dw, io->dy, T, l->N, tp->dtype, tp->stream);
-    } else if (io->groups) {
-        mt_grouped_args a = {
-            T, l->N, l->K, l->num_experts, io->groups->offsets, io->x, .dy = io->dy, .dw = l->weight.dw};
-        a.accumulate = accumulate, a.host_offsets = io->groups->host_offsets;
-        ops->grouped_linear_backward_weight(&a, tp->dtype, tp->stream);
-    } else {
-        ops->linear_backward_weight(l->weight.dw, l->bias.dw, io->dy, io->x, T, l->N, l->K, accumulate, tp->dtype,
-                                    tp->stream);
+static void mt_product_backward_weight(mt_product p) {
+    if (p.l->weight.dw) {
+        mt_fp8_before_backward_weight(&p);
+        mt_multiply_backward_weight(&p);
     }
-    if (io->groups && l->bias.dw)
-        ops->grouped_bias_backward(l->bias.dw, io->dy, io->groups->offsets, T, l->N, l->num_experts, tp->dtype,
-                                   tp->stream);
+    if (mt_linear_adapts(p.l)) mt_adapter_backward_weight(&p);
 }
 
 /* ---- column parallel: x[rows, K] -> y[T, N], this rank's outputs */
 
-static void mt_column_forward(const mt_tensor_parallel *tp, const mt_linear *l, const mt_linear_io *io) {
-    mt_linear_io at = *io;
+static void mt_column_forward(const mt_product *whole) {
+    const mt_tensor_parallel *tp = whole->tp;
+    const mt_linear *l = whole->l;
+    const mt_linear_io *io = &whole->io;
+    mt_product part = *whole;
+    part.T = tp->overlaps ? tp->rows : tp->T;
     if (!tp->overlaps) {
-        at.x = mt_region_enter_forward(tp, io->x, l->K, tp->stream);
-        mt_product_forward(tp, l, &at, tp->T);
+        part.io.x = mt_region_enter_forward(tp, io->x, l->K, tp->stream);
+        mt_product_forward(part);
         return;
     }
     for (int step = 0, owner; step < tp->group->size; step++) { // overlaps the transfer of the next rank's rows
-        at.x = mt_gather_step(tp, io->x, l->K, step, &owner);
-        at.y = mt_rows_of_rank(tp, io->y, owner, l->N), at.first_row = owner * tp->rows;
-        if (io->gelu) at.gelu = mt_rows_of_rank(tp, io->gelu, owner, l->N);
-        mt_product_forward(tp, l, &at, tp->rows);
+        part.io.x = mt_gather_step(tp, io->x, l->K, step, &owner);
+        part.io.y = mt_rows_of_rank(tp, io->y, owner, l->N), part.first_row = owner * tp->rows;
+        if (whole->gelu) part.gelu = mt_rows_of_rank(tp, whole->gelu, owner, l->N);
+        mt_product_forward(part);
     }
 }
 
 /* The gather of x overlaps the input's product; the reduction of dx overlaps the weight's product. */
-static void mt_column_backward(const mt_tensor_parallel *tp, const mt_linear *l, const mt_linear_io *io, int halves) {
-    mt_linear_io at = *io;
+static void mt_column_backward(const mt_product *whole, int halves) {
+    const mt_tensor_parallel *tp = whole->tp;
+    const mt_linear *l = whole->l;
+    const mt_linear_io *io = &whole->io;
+    mt_product p = *whole;
     bool parallel = tp->group->size > 1;
+    p.T = tp->T;
     if (parallel && (halves & MT_BACKWARD_WEIGHT)) {
         tp->ops->stream_wait_stream(tp->comm, tp->stream);
-        at.x = mt_gather_overlapped(tp, io->x, l->K);
+        p.io.x = mt_gather_overlapped(tp, io->x, l->K);
     }
-    mt_fp8_gradient(tp, l, &at, tp->T, halves);
-    at.dx = mt_region_partial(tp, io->dx);
-    if (halves & MT_BACKWARD_INPUT) mt_product_backward_input(tp, l, &at, tp->T);
+    mt_fp8_before_backward(&p, halves);
+    p.io.dx = mt_region_partial(tp, io->dx);
+    if (halves & MT_BACKWARD_INPUT) mt_product_backward_input(p);
     if (parallel && (halves & MT_BACKWARD_WEIGHT)) tp->ops->stream_wait_stream(tp->stream, tp->comm);
     if (parallel && (halves & MT_BACKWARD_INPUT)) mt_scatter_begin(tp, io->dx, l->K);
-    if (halves & MT_BACKWARD_WEIGHT) mt_product_backward_weight(tp, l, &at, tp->T);
+    if (halves & MT_BACKWARD_WEIGHT) mt_product_backward_weight(p);
     if (parallel && (halves & MT_BACKWARD_INPUT)) mt_scatter_end(tp, io->dx, l->K);
 }
 
 /* ---- row parallel: x[T, K], this rank's inputs -> y[rows, N], the sum over ranks */
 
 /* Only the first rank adds the bias. */
-static void mt_row_forward(const mt_tensor_parallel *tp, const mt_linear *l, const mt_linear_io *io) {
-    mt_linear_io at = *io;
-    at.omits_bias = tp->group->rank > 0;
+static void mt_row_forward(const mt_product *whole) {
+    const mt_tensor_parallel *tp = whole->tp;
+    const mt_linear *l = whole->l;
+    const mt_linear_io *io = &whole->io;
+    mt_product part = *whole;
+    part.T = tp->overlaps ? tp->rows : tp->T, part.omits_bias = tp->group->rank > 0;
     if (!tp->overlaps) {
-        at.y = mt_region_partial(tp, io->y);
-        mt_product_forward(tp, l, &at, tp->T);
+        part.io.y = mt_region_partial(tp, io->y);
+        mt_product_forward(part);
         mt_region_leave_forward(tp, io->y, l->N);
         return;
     }
     for (int step = 1; step <= tp->group->size; step++) { // the transfer of one rank's part overlaps the next product
         int owner = mt_tensor_rank_after(tp, step);
-        at.y = mt_rows_of_rank(tp, tp->partial, owner, l->N), at.x = mt_rows_of_rank(tp, io->x, owner, l->K);
-        at.first_row = owner * tp->rows;
-        mt_product_forward(tp, l, &at, tp->rows);
+        part.io.y = mt_rows_of_rank(tp, tp->partial, owner, l->N), part.io.x = mt_rows_of_rank(tp, io->x, owner, l->K);
+        part.first_row = owner * tp->rows;
+        mt_product_forward(part);
         if (step == tp->group->size) break; // this rank's own
         tp->ops->stream_wait_stream(tp->comm, tp->stream);
         mt_scatter_step(tp, l->N, step);
@@ -4724,15 +4849,18 @@ static void mt_row_forward(const mt_tensor_parallel *tp, const mt_linear *l, con
 }
 
 /* dx from dy[rows, N], one rank's rows at a time; returns dy of all rows. */
-static const void *mt_row_backward_input_overlapped(const mt_tensor_parallel *tp, const mt_linear *l,
-                                                    const mt_linear_io *io) {
-    mt_linear_io at = *io;
+static const void *mt_row_backward_input_overlapped(const mt_product *whole) {
+    const mt_tensor_parallel *tp = whole->tp;
+    const mt_linear *l = whole->l;
+    const mt_linear_io *io = &whole->io;
+    mt_product part = *whole;
+    part.T = tp->rows;
     for (int step = 0, owner; step < tp->group->size; step++) {
-        at.dy = mt_gather_step(tp, io->dy, l->N, step, &owner);
-        at.dx = mt_rows_of_rank(tp, io->dx, owner, l->K), at.first_row = owner * tp->rows;
-        if (io->gelu_of) at.gelu_of = mt_rows_of_rank(tp, io->gelu_of, owner, l->K);
-        mt_fp8_gradient(tp, l, &at, tp->rows, MT_BACKWARD_INPUT);
-        mt_product_backward_input(tp, l, &at, tp->rows);
+        part.io.dy = mt_gather_step(tp, io->dy, l->N, step, &owner);
+        part.io.dx = mt_rows_of_rank(tp, io->dx, owner, l->K), part.first_row = owner * tp->rows;
+        if (whole->gelu_of) part.gelu_of = mt_rows_of_rank(tp, whole->gelu_of, owner, l->K);
+        mt_fp8_before_backward(&part, MT_BACKWARD_INPUT);
+        mt_product_backward_input(part);
     }
     const void *dy = mt_gather_own(tp, io->dy, l->N);
     tp->ops->stream_wait_stream(tp->stream, tp->comm);
@@ -4740,63 +4868,95 @@ static const void *mt_row_backward_input_overlapped(const mt_tensor_parallel *tp
 }
 
 /* Every rank computes the same dbias over all rows. */
-static void mt_row_backward(const mt_tensor_parallel *tp, const mt_linear *l, const mt_linear_io *io, int halves) {
-    mt_linear_io at = *io;
+static void mt_row_backward(const mt_product *whole, int halves) {
+    const mt_tensor_parallel *tp = whole->tp;
+    const void *dy = whole->io.dy;
+    mt_product p = *whole;
     bool in_steps = tp->overlaps && (halves & MT_BACKWARD_INPUT);
-    at.dy = in_steps ? mt_row_backward_input_overlapped(tp, l, io) : mt_region_leave_backward(tp, io->dy, l->N);
+    p.T = tp->T;
+    p.io.dy = in_steps ? mt_row_backward_input_overlapped(whole) : mt_region_leave_backward(tp, dy, whole->l->N);
     if (in_steps) halves &= ~MT_BACKWARD_INPUT;
-    mt_fp8_gradient(tp, l, &at, tp->T, halves);
-    if (halves & MT_BACKWARD_WEIGHT) mt_product_backward_weight(tp, l, &at, tp->T);
-    if (halves & MT_BACKWARD_INPUT) mt_product_backward_input(tp, l, &at, tp->T);
+    mt_fp8_before_backward(&p, halves);
+    if (halves & MT_BACKWARD_WEIGHT) mt_product_backward_weight(p);
+    if (halves & MT_BACKWARD_INPUT) mt_product_backward_input(p);
 }
 
-/* ---- the three functions */
+/* ---- the functions for layers */
 
-/* Rows of x and y of a linear that is not cut among ranks. */
-static int64_t mt_linear_rows(const mt_tensor_parallel *tp, const mt_linear *l, const mt_linear_io *io) {
-    return l->kind == MT_LINEAR_GROUPED ? io->groups->num_rows : tp->rows;
+/* A use of a linear; T is that of one that is not cut among ranks. */
+static mt_product mt_linear_use(mt_linear_pass pass, const mt_linear *l, const mt_linear_io *io) {
+    return (mt_product){.pass = pass,
+                        .tp = pass.tp,
+                        .l = l,
+                        .io = *io,
+                        .T = l->kind == MT_LINEAR_GROUPED ? io->groups->num_rows : pass.tp->rows,
+                        .omits_bias = l->omits_bias};
 }
 
-void mt_linear_forward(const mt_tensor_parallel *tp, const mt_linear *l, const mt_linear_io *io) {
-    mt_fp8_begin(tp, l, io);
+static void mt_use_forward(const mt_product *p) {
+    const mt_tensor_parallel *tp = p->tp;
+    const mt_linear *l = p->l;
+    mt_fp8_begin(&p->pass, l, &p->io);
     if (l->kind == MT_LINEAR_ROUTER)
-        tp->ops->router_logits(io->y, io->x, l->weight.w, l->bias.w, tp->rows, l->N, l->K, tp->dtype, tp->stream);
+        tp->ops->router_logits(p->io.y, p->io.x, l->weight.w, l->bias.w, tp->rows, l->N, l->K, tp->dtype, tp->stream);
     else if (l->kind == MT_LINEAR_COLUMN)
-        mt_column_forward(tp, l, io);
+        mt_column_forward(p);
     else if (l->kind == MT_LINEAR_ROW)
-        mt_row_forward(tp, l, io);
+        mt_row_forward(p);
     else
-        mt_product_forward(tp, l, io, mt_linear_rows(tp, l, io));
+        mt_product_forward(*p);
 }
 
 /* True if a backward computes gradients of parameters. */
 static bool mt_linear_trains(const mt_linear *l) {
-    return l->weight.dw || l->adapter.R > 0;
+    return l->weight.dw || mt_linear_adapts(l);
 }
 
-void mt_linear_backward(const mt_tensor_parallel *tp, const mt_linear *l, const mt_linear_io *io, int halves) {
-    mt_linear_io at = *io;
-    int64_t rows = mt_linear_rows(tp, l, io);
-    if (!mt_linear_trains(l)) halves &= MT_BACKWARD_INPUT;
+static void mt_use_backward(const mt_product *use, int halves) {
+    mt_product p = *use;
+    if (!mt_linear_trains(p.l)) halves &= MT_BACKWARD_INPUT;
     if (halves == 0) return;
-    mt_fp8_begin(tp, l, io);
-    if (l->kind == MT_LINEAR_COLUMN) {
-        mt_column_backward(tp, l, io, halves);
-    } else if (l->kind == MT_LINEAR_ROW) {
-        mt_row_backward(tp, l, io, halves);
+    mt_fp8_begin(&p.pass, p.l, &p.io);
+    if (p.l->kind == MT_LINEAR_COLUMN) {
+        mt_column_backward(use, halves);
+    } else if (p.l->kind == MT_LINEAR_ROW) {
+        mt_row_backward(use, halves);
     } else {
-        mt_fp8_gradient(tp, l, &at, rows, halves);
-        if (halves & MT_BACKWARD_INPUT) mt_product_backward_input(tp, l, &at, rows);
-        if (halves & MT_BACKWARD_WEIGHT) mt_product_backward_weight(tp, l, &at, rows);
+        mt_fp8_before_backward(&p, halves);
+        if (halves & MT_BACKWARD_INPUT) mt_product_backward_input(p);
+        if (halves & MT_BACKWARD_WEIGHT) mt_product_backward_weight(p);
     }
 }
 
-void mt_linear_backward_input(const mt_tensor_parallel *tp, const mt_linear *l, const mt_linear_io *io) {
-    mt_linear_backward(tp, l, io, MT_BACKWARD_INPUT);
+void mt_linear_forward(mt_linear_pass pass, const mt_linear *l, const mt_linear_io *io) {
+    mt_product use = mt_linear_use(pass, l, io);
+    mt_use_forward(&use);
 }
 
-void mt_linear_backward_weight(const mt_tensor_parallel *tp, const mt_linear *l, const mt_linear_io *io) {
-    mt_linear_backward(tp, l, io, MT_BACKWARD_WEIGHT);
+void mt_linear_gelu_forward(mt_linear_pass pass, const mt_linear *l, const mt_linear_io *io, void *gelu) {
+    mt_product use = mt_linear_use(pass, l, io);
+    use.gelu = gelu;
+    mt_use_forward(&use);
+}
+
+void mt_linear_backward(mt_linear_pass pass, const mt_linear *l, const mt_linear_io *io, int halves) {
+    mt_product use = mt_linear_use(pass, l, io);
+    mt_use_backward(&use, halves);
+}
+
+void mt_linear_gelu_backward(mt_linear_pass pass, const mt_linear *l, const mt_linear_io *io, const void *gelu_of,
+                             int halves) {
+    mt_product use = mt_linear_use(pass, l, io);
+    use.gelu_of = gelu_of;
+    mt_use_backward(&use, halves);
+}
+
+void mt_linear_backward_input(mt_linear_pass pass, const mt_linear *l, const mt_linear_io *io) {
+    mt_linear_backward(pass, l, io, MT_BACKWARD_INPUT);
+}
+
+void mt_linear_backward_weight(mt_linear_pass pass, const mt_linear *l, const mt_linear_io *io) {
+    mt_linear_backward(pass, l, io, MT_BACKWARD_WEIGHT);
 }
 
 /* ==== §7a vocabulary-parallel embedding and loss ================================================================= */
@@ -5886,11 +6046,11 @@ typedef struct mt_pass {
 
 /* Buffers that all layers share. A union names the values that a buffer holds one after the other. */
 typedef struct mt_layer_scratch {
-    void *dresidual;      // [R, C] gradient of the residual stream
-    void *dresidual_next; // [R, C] second buffer for it: a split backward keeps the gradient before a norm
-    void *block_out;      // [R, C] a block's output before it is added to the residual stream, and its gradient
-    void *dout;           // [R, C] gradient of a block's output before the norm after it
-    void *dnormed;        // [R, C] gradient of a norm's output
+    void *dresidual; // [R, C] gradient of the residual stream
+    void *dmiddle;   // [R, C] split backward: that between the blocks of a layer; both are read until the layer's end
+    void *block_out; // [R, C] a block's output before it is added to the residual stream, and its gradient
+    void *dout;      // [R, C] gradient of a block's output before the norm after it
+    void *dnormed;   // [R, C] gradient of a norm's output
     union {
         void *dqkv;        // [T, (H + 2G) D]; latent attention: dq, then dkv
         void *dmlp_hidden; // [T, 2F] or [T, F]
@@ -5964,6 +6124,8 @@ struct mt_model {
     mt_batch local_batch;  // this rank's shard of a batch, with context parallelism
     mt_layer_scratch scratch;
     mt_tensor_parallel tp;
+    mt_adapter_scratch adapter_scratch; // of all linears but experts'
+    bool adapters_off;                  // see mt_model_use_adapters
     /* recomputation */
     unsigned recompute_modules;                    // MT_MODULE_*: of selective recomputation
     struct mt_recompute_buffer *recompute_buffers; // [num_recompute_buffers] one for each layer of a unit
@@ -6094,6 +6256,16 @@ typedef struct mt_deferred {
 } mt_deferred;
 
 enum { MT_MAX_DEFERRED = 8 };
+
+/* The operands of the backward of a block of a layer, a mixer or a feed-forward: dx from dout and x. */
+typedef struct mt_block_gradients {
+    const void *x;     // [R, C] the forward's operand
+    size_t x_field;    // its offset in mt_activations
+    const void *dout;  // [R, C]
+    bool gathered;     // the dispatcher of experts has gathered dout
+    void *dx;          // [R, C]
+    mt_deferred *left; // not NULL: the caller computes the gradient of the weight that reads x, by this product
+} mt_block_gradients;
 
 /* Saved values of a layer. R: the micro-batch's T tokens, or with sequence parallelism this rank's share of them. H, G
  * and F: this rank's share. The slots of a layer define its fields and their sizes; other fields are NULL. */
@@ -6278,9 +6450,22 @@ static mt_recompute_buffer *mt_recompute_buffer_of(const mt_model *m, const mt_l
     return &m->recompute_buffers[w->recomputed ? w->index - w->recompute_unit : 0];
 }
 
+/* The pass as linears see it. */
+static mt_linear_pass mt_linears(const mt_pass *p) {
+    return (mt_linear_pass){.tp = &p->tp, .training = p->training, .token_index = p->batch->token_index};
+}
+
 /* ---- split backward (Qi et al., "Zero bubble pipeline parallelism"): the weights' half needs x and dy of every
  * product. x is saved in any case. dy overwrites a slot that only the input's half reads, so a split backward needs no
  * extra memory. */
+
+/* The slot of a layer's saved value, by its offset in mt_activations. */
+static const mt_slot *mt_slot_of(const mt_layer *w, size_t field) {
+    const mt_slot *slot = w->slots->slots, *end = slot + w->slots->count;
+    while (slot < end && slot->field != field) slot++;
+    MT_CHECK(slot < end);
+    return slot;
+}
 
 /* The slot in which a split backward keeps dy of a linear. */
 static const mt_slot *mt_stash_slot(const mt_layer *w, const mt_linear *linear) {
@@ -6291,16 +6476,12 @@ static const mt_slot *mt_stash_slot(const mt_layer *w, const mt_linear *linear) 
     return slot;
 }
 
-/* The halves of a linear's backward to compute now. A split backward defers the weights' half if x and the stash keep
- * their values until then. */
-static int mt_layer_linear_halves(const mt_pass *p, const mt_layer *w, const mt_activations *a, const mt_linear *linear,
-                                  const void *x) {
-    const mt_slot *slot = w->slots->slots, *end = slot + w->slots->count;
+/* The halves of a linear's backward to compute now. A split backward defers the weights' half if x, which is `field` of
+ * mt_activations, and the stash keep their values until then. */
+static int mt_layer_linear_halves(const mt_pass *p, const mt_layer *w, const mt_linear *linear, size_t field) {
     if (p->halves != MT_BACKWARD_INPUT) return p->halves;
-    if (mt_saved_x(a, linear)) x = mt_saved_x(a, linear);
-    while (slot < end && mt_slot_read(a, slot) != x) slot++;
-    MT_CHECK(slot < end);
-    bool kept = slot->residency == MT_KEEP && mt_stash_slot(w, linear)->residency == MT_KEEP;
+    if (linear->fp8 && linear->fp8->saved_x) field = linear->fp8->saved_x;
+    bool kept = mt_slot_of(w, field)->residency == MT_KEEP && mt_stash_slot(w, linear)->residency == MT_KEEP;
     return kept ? MT_BACKWARD_INPUT : MT_BACKWARD_BOTH;
 }
 
@@ -6316,25 +6497,31 @@ static void mt_defer_weight(const mt_model *m, const mt_pass *p, const mt_layer 
     a->deferred[a->num_deferred++] = (mt_deferred){linear, x, stash};
 }
 
-static void mt_layer_linear_forward(const mt_pass *p, const mt_activations *a, const mt_linear *linear, const void *x,
-                                    void *y) {
-    void *x_transposed = p->replay ? NULL : mt_saved_x(a, linear);
-    mt_linear_forward(&p->tp, linear, &(mt_linear_io){.x = x, .x_transposed = x_transposed, .y = y});
+/* Where a forward stores x^T of a linear, or NULL. */
+static void *mt_stored_x(const mt_pass *p, const mt_activations *a, const mt_linear *linear) {
+    return p->training && !p->replay ? mt_saved_x(a, linear) : NULL;
 }
 
-/* Backward of a linear in a layer; MT_BACKWARD_INPUT alone defers the weight's gradient. */
+static void mt_layer_linear_forward(const mt_pass *p, const mt_activations *a, const mt_linear *linear, const void *x,
+                                    void *y) {
+    void *x_transposed = mt_stored_x(p, a, linear);
+    mt_linear_forward(mt_linears(p), linear, &(mt_linear_io){.x = x, .x_transposed = x_transposed, .y = y});
+}
+
+/* Backward of a linear in a layer, whose io->x is `field` of mt_activations; MT_BACKWARD_INPUT alone defers the
+ * weight's gradient. */
 static void mt_layer_linear_backward(const mt_model *m, const mt_pass *p, const mt_layer *w, mt_activations *a,
-                                     const mt_linear *linear, mt_linear_io *io) {
-    int halves = mt_layer_linear_halves(p, w, a, linear, io->x);
+                                     const mt_linear *linear, size_t field, mt_linear_io *io) {
+    int halves = mt_layer_linear_halves(p, w, linear, field);
     io->x_transposed = mt_saved_x(a, linear);
-    mt_linear_backward(&p->tp, linear, io, halves);
+    mt_linear_backward(mt_linears(p), linear, io, halves);
     if (halves == MT_BACKWARD_INPUT) mt_defer_weight(m, p, w, a, linear, io->x, io->dy);
 }
 
 /* The weights' half of a split backward. */
 static void mt_layer_backward_weight(const mt_pass *p, mt_activations *a) {
     for (const mt_deferred *d = a->deferred; d < a->deferred + a->num_deferred; d++)
-        mt_linear_backward_weight(&p->tp, d->linear,
+        mt_linear_backward_weight(mt_linears(p), d->linear,
                                   &(mt_linear_io){.x = d->x, .x_transposed = mt_saved_x(a, d->linear), .dy = d->dy});
     a->num_deferred = 0;
 }
@@ -6382,7 +6569,7 @@ static mt_norm_args mt_norm_operands(const mt_model *m, const mt_pass *p, const 
     mt_norm_args a = {.T = p->rows, .H = 1, .C = m->C, .w = w->weight.w, .b = w->bias.w, .y = n->y};
     a.mean = n->mean, a.rstd = n->rstd, a.dw = w->weight.dw, a.db = w->bias.dw;
     a.w_offset = mt_norm_offset(m->options);
-    a.quantize = mt_fp8_args(&p->tp, w->reader, MT_FP8_X, n->y, p->rows, NULL);
+    a.quantize = mt_fp8_args(p->training, w->reader, MT_FP8_X, n->y, p->rows, NULL);
     a.x_stride = a.y_stride = a.dx_stride = a.dy_stride = m->C, a.eps = (float)m->options->norm_epsilon;
     return a;
 }
@@ -6415,12 +6602,11 @@ typedef struct mt_next_norm {
     const mt_layer *layer; // of the norm, if it is to be acquired before the norm
 } mt_next_norm;
 
-/* out = residual + dropout(scratch.block_out), then the next norm of out (w NULL: none); one operation if the backend
- * has it. */
-static void mt_residual_forward(const mt_model *m, const mt_pass *p, void *out, const void *residual, int64_t number,
-                                int which, mt_next_norm next) {
+/* out = residual + dropout(x), then the next norm of out (w NULL: none); one operation if the backend has it. */
+static void mt_residual_forward(const mt_model *m, const mt_pass *p, void *out, const void *residual, const void *x,
+                                int64_t number, int which, mt_next_norm next) {
     mt_dropout_add_args sum = mt_dropout_operands(m, p, number, which);
-    sum.x = m->scratch.block_out, sum.residual = residual, sum.out = out;
+    sum.x = x, sum.residual = residual, sum.out = out;
     // a replayed norm runs alone, and the two may sum in different orders
     bool fuses = m->ops->residual_norm_forward && !(m->recompute_modules & MT_MODULE_LAYERNORM);
     if (next.w && fuses) {
@@ -6433,25 +6619,14 @@ static void mt_residual_forward(const mt_model *m, const mt_pass *p, void *out, 
     if (next.w) mt_norm_forward(m, p, next.w, next.n, out);
 }
 
-/* Returns the gradient of a block's output: scratch.dresidual, or with dropout scratch.block_out. */
-static const void *mt_residual_backward(const mt_model *m, const mt_pass *p, int64_t number, int which) {
-    const mt_layer_scratch *s = &m->scratch;
+/* Returns dx, the gradient of x, from dout; without dropout they are the same, and it returns dout. */
+static const void *mt_residual_backward(const mt_model *m, const mt_pass *p, const void *dout, void *dx, int64_t number,
+                                        int which) {
     mt_dropout_add_args a = mt_dropout_operands(m, p, number, which);
-    if (a.dropout.p == 0) return s->dresidual;
-    a.x = s->dresidual, a.out = s->block_out;
+    if (a.dropout.p == 0) return dout;
+    a.x = dout, a.out = dx;
     m->ops->dropout_add_backward(&a, m->dtype, p->stream);
-    return s->block_out;
-}
-
-/* scratch.dresidual += gradient of x through a block's norm, from dy, that of the norm's output. A split backward
- * writes the sum to the other buffer: the old dresidual is dy of the block's last linear, which is deferred afterwards.
- */
-static void mt_residual_norm_backward(mt_model *m, const mt_pass *p, const mt_norm *w, const mt_normed *n,
-                                      const void *dy, const void *x) {
-    mt_layer_scratch *s = &m->scratch;
-    void *old = s->dresidual;
-    if (p->halves != MT_BACKWARD_BOTH) s->dresidual = s->dresidual_next, s->dresidual_next = old;
-    mt_norm_backward(m, p, w, n, s->dresidual, old, dy, x);
+    return dx;
 }
 
 /* ==== §9d attention =============================================================================================== */
@@ -6558,15 +6733,6 @@ static mt_qkv_view mt_latent_view(const mt_model *m, const mt_pass *p, void *q, 
     return (mt_qkv_view){q, kv, mt_at(kv, p->T * m->H * m->D, m->dtype), m->H * m->D, m->H * m->Dv};
 }
 
-/* Their gradients, in scratch. */
-static mt_qkv_view mt_fused_gradients(const mt_model *m) {
-    return mt_fused_view(m, m->scratch.dqkv, m->scratch.dqk);
-}
-static mt_qkv_view mt_latent_gradients(const mt_model *m, const mt_pass *p) {
-    void *dq = m->scratch.dqkv;
-    return mt_latent_view(m, p, dq, mt_at(dq, p->T * m->H * m->D, m->dtype));
-}
-
 double mt_yarn_mscale(double factor, double mscale) {
     return 0.1 * mscale * log(factor) + 1;
 }
@@ -6635,9 +6801,9 @@ static void mt_core_attention_backward(mt_model *m, const mt_pass *p, const mt_l
 /* Backward of the output linear: dattended from dout. Returns the product that the caller defers. */
 static mt_deferred mt_attention_out_backward(const mt_pass *p, const mt_layer *w, mt_activations *a, const void *dout,
                                              void *dattended) {
-    int halves = mt_layer_linear_halves(p, w, a, &w->o, a->attended);
+    int halves = mt_layer_linear_halves(p, w, &w->o, offsetof(mt_activations, attended));
     mt_linear_io o = {.x = a->attended, .x_transposed = mt_saved_x(a, &w->o), .dy = dout, .dx = dattended};
-    mt_linear_backward(&p->tp, &w->o, &o, halves);
+    mt_linear_backward(mt_linears(p), &w->o, &o, halves);
     return halves == MT_BACKWARD_INPUT ? (mt_deferred){&w->o, a->attended, dout} : (mt_deferred){0};
 }
 
@@ -6672,19 +6838,20 @@ static void mt_qk_forward(const mt_model *m, const mt_pass *p, const mt_layer *w
     if (qk.rotation.R > 0 || qk.q_w || p->decode) m->ops->qk_forward(&qk, m->dtype, p->stream);
 }
 
-/* Gradients of rotated q and k (in scratch.dqkv; in dqk with q/k norm) -> gradients of the fused product, dqkv. */
-static void mt_qk_backward(const mt_model *m, const mt_pass *p, mt_layer *w, const mt_activations *a) {
+/* Gradients of rotated q and k (in dqkv; with q/k norm in dqk) -> gradients of the fused product, dqkv. */
+static void mt_qk_backward(const mt_model *m, const mt_pass *p, mt_layer *w, const mt_activations *a, void *dqk,
+                           void *dqkv) {
     mt_qk_args qk = mt_qk_operands(m, p, w, a);
-    mt_qkv_view d = mt_fused_gradients(m);
+    mt_qkv_view d = mt_fused_view(m, dqkv, dqk);
     if (qk.rotation.R == 0 && !qk.q_w) return;
-    qk.dqkv = m->scratch.dqkv, qk.dqk = d.q, qk.dqk_stride = d.qk_stride;
+    qk.dqkv = dqkv, qk.dqk = d.q, qk.dqk_stride = d.qk_stride;
     m->ops->qk_backward(&qk, m->dtype, p->stream);
 }
 
 /* ---- q/k norm over all heads, of this rank and of the other tensor-parallel ranks (OLMo 2). Each rank has as many
  * channels, so the mean over a row is the mean of the ranks' means. */
 
-/* The norm of q (k false) or of k. */
+/* The norm of q (k false) or of k. The backward adds dy and dx. */
 static mt_norm_args mt_all_heads_norm(const mt_model *m, const mt_pass *p, const mt_layer *w, const mt_activations *a,
                                       bool k) {
     const mt_weight *weight = k ? &w->k_norm : &w->q_norm;
@@ -6692,20 +6859,19 @@ static mt_norm_args mt_all_heads_norm(const mt_model *m, const mt_pass *p, const
     mt_norm_args n = {.T = p->T, .H = 1, .C = (k ? m->G : m->H) * m->D, .w = weight->w, .dw = weight->dw};
     n.eps = (float)m->options->norm_epsilon, n.w_offset = mt_norm_offset(m->options);
     n.x = mt_at(a->qkv, skip, m->dtype), n.y = mt_at(a->qk, skip, m->dtype), n.rstd = k ? a->k_rstd : a->q_rstd;
-    n.dy = mt_at(m->scratch.dqk, skip, m->dtype), n.dx = mt_at(m->scratch.dqkv, skip, m->dtype);
     n.x_stride = n.dx_stride = mt_qkv_width(m), n.y_stride = n.dy_stride = (m->H + m->G) * m->D;
-    if (m->grid->tensor.size > 1) n.means = m->scratch.means + (k ? p->T : 0);
     return n;
 }
 
-/* Averages the means of q's and of k's row over the ranks. a and b: the operands, of q and of k. */
-static void mt_all_heads_means(const mt_model *m, const mt_pass *p, const mt_norm_args norms[2], bool backward) {
+/* Gives the norms of q and of k the means of their rows, averaged over the ranks. */
+static void mt_all_heads_means(const mt_model *m, const mt_pass *p, mt_norm_args norms[2], bool backward) {
     const mt_group *tensor = &m->grid->tensor;
     float *means = m->scratch.means;
     if (tensor->size == 1) return;
     for (int k = 0; k < 2; k++) {
-        const mt_norm_args *n = &norms[k];
+        mt_norm_args *n = &norms[k];
         mt_row_means_args args = {.T = n->T, .C = n->C, .means = means + k * p->T, .a = n->x, .b = n->x};
+        n->means = args.means;
         args.a_stride = args.b_stride = n->x_stride, args.w_offset = n->w_offset;
         if (backward) args.b = n->dy, args.b_stride = n->dy_stride, args.w = n->w;
         m->ops->row_means(&args, m->dtype, p->stream);
@@ -6735,10 +6901,15 @@ static void mt_all_heads_forward(const mt_model *m, const mt_pass *p, const mt_l
     if (rope.rotation.R > 0) m->ops->rope_forward(&rope, m->dtype, p->stream);
 }
 
-/* Gradients of q and k in scratch.dqkv from those of the rotated ones in scratch.dqk. */
-static void mt_all_heads_backward(const mt_model *m, const mt_pass *p, mt_layer *w, const mt_activations *a) {
+/* Gradients of q and k in dqkv from those of the rotated ones in dqk. */
+static void mt_all_heads_backward(const mt_model *m, const mt_pass *p, mt_layer *w, const mt_activations *a, void *dqk,
+                                  void *dqkv) {
     mt_norm_args norms[2] = {mt_all_heads_norm(m, p, w, a, false), mt_all_heads_norm(m, p, w, a, true)};
-    mt_rope_args rope = mt_all_heads_rope(m, p, w, m->scratch.dqk);
+    mt_rope_args rope = mt_all_heads_rope(m, p, w, dqk);
+    for (int k = 0; k < 2; k++) {
+        int64_t skip = k ? m->H * m->D : 0;
+        norms[k].dy = mt_at(dqk, skip, m->dtype), norms[k].dx = mt_at(dqkv, skip, m->dtype);
+    }
     if (rope.rotation.R > 0) m->ops->rope_backward(&rope, m->dtype, p->stream);
     mt_all_heads_means(m, p, norms, true);
     for (int k = 0; k < 2; k++) m->ops->rmsnorm_backward(&norms[k], m->dtype, p->stream);
@@ -6756,18 +6927,19 @@ static void mt_attention_forward(mt_model *m, const mt_pass *p, const mt_layer *
     mt_layer_linear_forward(p, a, &w->o, a->attended, out);
 }
 
-/* dx from dout; with leaves_weight the caller computes the gradient of qkv's weight, from scratch.dqkv. */
-static mt_deferred mt_attention_backward(mt_model *m, const mt_pass *p, mt_layer *w, mt_activations *a, const void *x,
-                                         const void *dout, void *dx, bool leaves_weight) {
-    mt_layer_scratch *s = &m->scratch;
-    mt_deferred out = mt_attention_out_backward(p, w, a, dout, s->dattended);
-    mt_core_attention_backward(m, p, w, a, mt_fused_view(m, a->qkv, a->qk), mt_fused_gradients(m), s->dattended);
-    (m->options->qk_layernorm_all_heads ? mt_all_heads_backward : mt_qk_backward)(m, p, w, a);
-    mt_linear_io qkv = {.x = x, .dy = s->dqkv, .dx = dx};
-    if (leaves_weight)
-        mt_linear_backward_input(&p->tp, &w->qkv, &qkv);
-    else
-        mt_layer_linear_backward(m, p, w, a, &w->qkv, &qkv);
+static mt_deferred mt_attention_backward(mt_model *m, const mt_pass *p, mt_layer *w, mt_activations *a,
+                                         const mt_block_gradients *d) {
+    void *dqkv = m->scratch.dqkv, *dqk = m->scratch.dqk, *dattended = m->scratch.dattended;
+    mt_deferred out = mt_attention_out_backward(p, w, a, d->dout, dattended);
+    mt_core_attention_backward(m, p, w, a, mt_fused_view(m, a->qkv, a->qk), mt_fused_view(m, dqkv, dqk), dattended);
+    (m->options->qk_layernorm_all_heads ? mt_all_heads_backward : mt_qk_backward)(m, p, w, a, dqk, dqkv);
+    mt_linear_io qkv = {.x = d->x, .dy = dqkv, .dx = d->dx};
+    if (d->left) {
+        mt_linear_backward_input(mt_linears(p), &w->qkv, &qkv);
+        *d->left = (mt_deferred){&w->qkv, d->x, dqkv};
+    } else {
+        mt_layer_linear_backward(m, p, w, a, &w->qkv, d->x_field, &qkv);
+    }
     return out;
 }
 
@@ -6779,18 +6951,27 @@ static mt_deferred mt_attention_backward(mt_model *m, const mt_pass *p, mt_layer
 /* The epsilon of Hugging Face transformers, independent of rms_norm_eps. */
 static const float mt_latent_epsilon = 1e-6f;
 
-/* The norm of the query's latent (kv 0), or of the key's and value's, which follows it in a row. */
+/* The norm of the query's latent (kv 0), or of the key's and value's, which follows it in a row. The backward adds dy
+ * and dx. */
 static mt_norm_args mt_latent_norm(const mt_model *m, const mt_pass *p, const mt_layer *w, const mt_activations *a,
                                    int kv) {
     const mt_weight *weight = kv ? &w->kv_a_norm : &w->q_a_norm;
     int64_t q_rank = m->options->q_lora_rank, rank = kv ? m->options->kv_lora_rank : q_rank, column = kv ? q_rank : 0;
     mt_norm_args n = {.T = p->rows, .H = 1, .C = rank, .w = weight->w, .dw = weight->dw, .eps = mt_latent_epsilon};
-    n.x = mt_at(a->latent, column, m->dtype), n.dx = mt_at(m->scratch.dlatent, column, m->dtype);
+    n.x = mt_at(a->latent, column, m->dtype);
     n.y = kv ? a->kv_latent : a->q_latent, n.rstd = kv ? a->kv_latent_rstd : a->q_latent_rstd;
     n.w_offset = mt_norm_offset(m->options);
-    n.dy = m->scratch.dlatent_norm, n.y_stride = n.dy_stride = rank;
+    n.y_stride = n.dy_stride = rank;
     n.x_stride = n.dx_stride = mt_latent_width(m->options);
     return n;
+}
+
+/* dlatent, the gradient of the latents before the norm, from dy, that of the latent after it. */
+static void mt_latent_norm_backward(const mt_model *m, const mt_pass *p, const mt_layer *w, const mt_activations *a,
+                                    int kv, const void *dy, void *dlatent) {
+    mt_norm_args norm = mt_latent_norm(m, p, w, a, kv);
+    norm.dy = dy, norm.dx = mt_at(dlatent, kv ? m->options->q_lora_rank : 0, m->dtype);
+    m->ops->rmsnorm_backward(&norm, m->dtype, p->stream);
 }
 
 /* RoPE of the shared rope channels of the keys; and the assembly of the heads. */
@@ -6836,10 +7017,12 @@ static void mt_latent_up_forward(const mt_model *m, const mt_pass *p, const mt_l
     m->ops->latent_heads_forward(&heads, m->dtype, p->stream);
 }
 
-/* dx from the gradients d of q, k and v. */
-static void mt_latent_qkv_backward(const mt_model *m, const mt_pass *p, mt_layer *w, mt_activations *a, const void *x,
-                                   mt_qkv_view d, void *dx) {
+/* The block's dx from the gradients d of q, k and v. */
+static void mt_latent_qkv_backward(const mt_model *m, const mt_pass *p, mt_layer *w, mt_activations *a, mt_qkv_view d,
+                                   const mt_block_gradients *block) {
     const mt_layer_scratch *s = &m->scratch;
+    const void *x = block->x;
+    void *dx = block->dx;
     bool has_q_latent = m->options->q_lora_rank > 0;
     int64_t R = m->rotary_dim;
     mt_latent_heads_args heads = mt_latent_heads(m, p, w);
@@ -6853,15 +7036,15 @@ static void mt_latent_qkv_backward(const mt_model *m, const mt_pass *p, mt_layer
     m->ops->rope_backward(&rope, m->dtype, p->stream);
 
     mt_linear_io kv_b = {.x = a->kv_latent, .dy = s->kv_b_out, .dx = s->dlatent_norm};
-    mt_layer_linear_backward(m, p, w, a, &w->kv_b, &kv_b);
-    mt_norm_args q_norm = mt_latent_norm(m, p, w, a, 0), kv_norm = mt_latent_norm(m, p, w, a, 1);
-    m->ops->rmsnorm_backward(&kv_norm, m->dtype, p->stream);
+    mt_layer_linear_backward(m, p, w, a, &w->kv_b, offsetof(mt_activations, kv_latent), &kv_b);
+    mt_latent_norm_backward(m, p, w, a, 1, s->dlatent_norm, s->dlatent);
     mt_linear_io q_b = {.x = has_q_latent ? a->q_latent : x, .dy = d.q};
     q_b.dx = has_q_latent ? s->dlatent_norm : dx;
-    mt_layer_linear_backward(m, p, w, a, &w->q_b, &q_b);
-    if (has_q_latent) m->ops->rmsnorm_backward(&q_norm, m->dtype, p->stream);
+    size_t q_field = has_q_latent ? offsetof(mt_activations, q_latent) : block->x_field;
+    mt_layer_linear_backward(m, p, w, a, &w->q_b, q_field, &q_b);
+    if (has_q_latent) mt_latent_norm_backward(m, p, w, a, 0, s->dlatent_norm, s->dlatent);
     mt_linear_io latent = {.x = x, .dy = s->dlatent, .dx = has_q_latent ? dx : s->dinput};
-    mt_layer_linear_backward(m, p, w, a, &w->latent, &latent);
+    mt_layer_linear_backward(m, p, w, a, &w->latent, block->x_field, &latent);
     if (!has_q_latent) mt_add_to(m, p, dx, s->dinput);
 }
 
@@ -6880,14 +7063,14 @@ static void mt_latent_attention_replay(mt_model *m, const mt_pass *p, const mt_l
     if (m->recompute_modules & MT_MODULE_MLA_UP_PROJ) mt_latent_up_forward(m, p, w, a, x);
 }
 
-/* dx from dout. */
 static mt_deferred mt_latent_attention_backward(mt_model *m, const mt_pass *p, mt_layer *w, mt_activations *a,
-                                                const void *x, const void *dout, void *dx, bool leaves_weight) {
-    mt_qkv_view d = mt_latent_gradients(m, p);
-    MT_CHECK(!leaves_weight);
-    mt_deferred out = mt_attention_out_backward(p, w, a, dout, m->scratch.dattended);
-    mt_core_attention_backward(m, p, w, a, mt_latent_view(m, p, a->q, a->kv), d, m->scratch.dattended);
-    mt_latent_qkv_backward(m, p, w, a, x, d, dx);
+                                                const mt_block_gradients *d) {
+    void *dattended = m->scratch.dattended, *dq = m->scratch.dqkv;
+    mt_qkv_view dqkv = mt_latent_view(m, p, dq, mt_at(dq, p->T * m->H * m->D, m->dtype));
+    MT_CHECK(!d->left);
+    mt_deferred out = mt_attention_out_backward(p, w, a, d->dout, dattended);
+    mt_core_attention_backward(m, p, w, a, mt_latent_view(m, p, a->q, a->kv), dqkv, dattended);
+    mt_latent_qkv_backward(m, p, w, a, dqkv, d);
     return out;
 }
 
@@ -6914,7 +7097,7 @@ static void mt_mlp_slots(const mt_model *m, mt_slots *s, const mt_layer *w) {
 static void mt_activation_forward(const mt_model *m, const mt_pass *p, const mt_linear *reader, const int32_t *offsets,
                                   mt_activation_args *a) {
     a->activation = mt_options_activation(m->options), a->glu = mt_options_glu(m->options);
-    a->quantize = mt_fp8_args(&p->tp, reader, MT_FP8_X, a->y, a->T, offsets);
+    a->quantize = mt_fp8_args(p->training, reader, MT_FP8_X, a->y, a->T, offsets);
     m->ops->activation_forward(a, m->dtype, p->stream);
 }
 
@@ -6922,43 +7105,49 @@ static void mt_activation_forward(const mt_model *m, const mt_pass *p, const mt_
 static void mt_activation_backward(const mt_model *m, const mt_pass *p, const mt_linear *reader, const int32_t *offsets,
                                    mt_activation_args *a) {
     a->activation = mt_options_activation(m->options), a->glu = mt_options_glu(m->options);
-    a->quantize = mt_fp8_args(&p->tp, reader, MT_FP8_DY, a->dx, a->T, offsets);
+    a->quantize = mt_fp8_args(p->training, reader, MT_FP8_DY, a->dx, a->T, offsets);
     m->ops->activation_backward(a, m->dtype, p->stream);
 }
 
 /* True if the product before the activation, or in the backward the one behind it, computes the activation. */
-static bool mt_fuses_activation(const mt_model *m, const mt_pass *p, const mt_linear *linear, const float *gates) {
+static bool mt_fuses_activation(const mt_model *m, const mt_linear *linear, const float *gates) {
     bool is_gelu = mt_options_activation(m->options) == MT_ACTIVATION_GELU_TANH && !gates;
-    return is_gelu && mt_linear_fuses_gelu(&p->tp, linear);
+    return is_gelu && mt_linear_fuses_gelu(m->ops, linear);
 }
 
 /* out = down(activation(fc1(x[R, C]))); out NULL: only the values that the backward reads. gates[T] scale a shared
  * expert's activation, or NULL. */
 static void mt_scaled_mlp_forward(const mt_model *m, const mt_pass *p, const mt_layer *w, mt_activations *a,
                                   const void *x, const float *gates, void *out) {
-    bool fused = mt_fuses_activation(m, p, &w->fc1, gates);
-    mt_linear_io fc1 = {.x = x, .y = a->mlp_hidden, .gelu = fused ? a->mlp_active : NULL};
-    if (!p->replay) fc1.x_transposed = mt_saved_x(a, &w->fc1);
-    mt_linear_forward(&p->tp, &w->fc1, &fc1);
+    mt_linear_io fc1 = {.x = x, .x_transposed = mt_stored_x(p, a, &w->fc1), .y = a->mlp_hidden};
     mt_activation_args activation = {.T = p->T, .F = w->F, .x = a->mlp_hidden, .weights = gates, .y = a->mlp_active};
-    if (!fused) mt_activation_forward(m, p, &w->down, NULL, &activation);
+    if (mt_fuses_activation(m, &w->fc1, gates)) {
+        mt_linear_gelu_forward(mt_linears(p), &w->fc1, &fc1, a->mlp_active);
+    } else {
+        mt_linear_forward(mt_linears(p), &w->fc1, &fc1);
+        mt_activation_forward(m, p, &w->down, NULL, &activation);
+    }
     if (out) mt_layer_linear_forward(p, a, &w->down, a->mlp_active, out);
 }
 
-/* dx, and dgates[T], from dout, the gradient of the MLP's output. In a split backward `halves` are those of `down`, and
- * the caller defers its weights' half: the stash is still in use here. */
-static void mt_scaled_mlp_backward(mt_model *m, const mt_pass *p, mt_layer *w, mt_activations *a, const void *x,
-                                   const float *gates, const void *dout, float *dgates, void *dx, int halves) {
+/* d->dx, and dgates[T], from d->dout, the gradient of the MLP's output. In a split backward `halves` are those of
+ * `down`, and the caller defers its weights' half: the stash is still in use here. */
+static void mt_scaled_mlp_backward(mt_model *m, const mt_pass *p, mt_layer *w, mt_activations *a,
+                                   const mt_block_gradients *d, const float *gates, float *dgates, int halves) {
     mt_layer_scratch *s = &m->scratch;
-    bool fused = mt_fuses_activation(m, p, &w->down, gates);
-    mt_linear_io down = {.x = a->mlp_active, .x_transposed = mt_saved_x(a, &w->down), .dy = dout};
-    down.dx = fused ? s->dmlp_hidden : s->dmlp_active, down.gelu_of = fused ? a->mlp_hidden : NULL;
-    mt_linear_backward(&p->tp, &w->down, &down, halves);
+    mt_linear_io down = {.x = a->mlp_active, .x_transposed = mt_saved_x(a, &w->down), .dy = d->dout};
     mt_activation_args activation = {.T = p->T, .F = w->F, .x = a->mlp_hidden, .weights = gates, .dy = s->dmlp_active};
     activation.dx = s->dmlp_hidden, activation.dweights = gates ? dgates : NULL;
-    if (!fused) mt_activation_backward(m, p, &w->fc1, NULL, &activation);
-    mt_linear_io fc1 = {.x = x, .dy = s->dmlp_hidden, .dx = dx};
-    mt_layer_linear_backward(m, p, w, a, &w->fc1, &fc1);
+    if (mt_fuses_activation(m, &w->down, gates)) {
+        down.dx = s->dmlp_hidden;
+        mt_linear_gelu_backward(mt_linears(p), &w->down, &down, a->mlp_hidden, halves);
+    } else {
+        down.dx = s->dmlp_active;
+        mt_linear_backward(mt_linears(p), &w->down, &down, halves);
+        mt_activation_backward(m, p, &w->fc1, NULL, &activation);
+    }
+    mt_linear_io fc1 = {.x = d->x, .dy = s->dmlp_hidden, .dx = d->dx};
+    mt_layer_linear_backward(m, p, w, a, &w->fc1, d->x_field, &fc1);
 }
 
 /* The MLP of a layer without experts. */
@@ -6971,12 +7160,12 @@ static void mt_mlp_replay(mt_model *m, const mt_pass *p, const mt_layer *w, mt_a
     if (m->recompute_modules & MT_MODULE_MLP) mt_mlp_forward(m, p, w, a, x, NULL);
 }
 
-static mt_deferred mt_mlp_backward(mt_model *m, const mt_pass *p, mt_layer *w, mt_activations *a, const void *x,
-                                   const void *dout, void *dx, bool leaves_weight) {
-    int halves = mt_layer_linear_halves(p, w, a, &w->down, a->mlp_active);
-    MT_CHECK(!leaves_weight);
-    mt_scaled_mlp_backward(m, p, w, a, x, NULL, dout, NULL, dx, halves);
-    return halves == MT_BACKWARD_INPUT ? (mt_deferred){&w->down, a->mlp_active, dout} : (mt_deferred){0};
+static mt_deferred mt_mlp_backward(mt_model *m, const mt_pass *p, mt_layer *w, mt_activations *a,
+                                   const mt_block_gradients *d) {
+    int halves = mt_layer_linear_halves(p, w, &w->down, offsetof(mt_activations, mlp_active));
+    MT_CHECK(!d->left);
+    mt_scaled_mlp_backward(m, p, w, a, d, NULL, NULL, halves);
+    return halves == MT_BACKWARD_INPUT ? (mt_deferred){&w->down, a->mlp_active, d->dout} : (mt_deferred){0};
 }
 
 /* ==== §9f mixture of experts ====================================================================================== */
@@ -6999,7 +7188,7 @@ typedef struct mt_expert_rows {
     void *active;                               // [M, F]
     void *output;                               // [M, C] before scaling, if the output is scaled
     void *input_transposed, *active_transposed; // in fp8
-    void *adapter;                              // [2, M, R] of experts.rows: see mt_row_groups
+    mt_adapter_scratch adapter;                 // of experts.rows
     int32_t *to_expert, *from_expert;           // [M] permutation from source order to expert order, and its inverse
 } mt_expert_rows;
 
@@ -7050,12 +7239,14 @@ typedef struct mt_dispatcher {
     void (*exchange)(mt_model *m, const mt_pass *p, const mt_routing *r, const void *x, const float *probs);
     /* Waits for the rows; mt_permute_to_experts then sorts them by expert. */
     mt_arrived (*arrive)(mt_model *m, const mt_pass *p, const mt_routing *r, const void *x, const float *probs);
-    /* Starts to send the results back; out and base as in `combine`. */
-    void (*exchange_back)(mt_model *m, const mt_pass *p, const mt_routing *r, void *out, const void *base);
+    /* Starts to send the results[M, C] of the experts back; out and base as in `combine`. */
+    void (*exchange_back)(mt_model *m, const mt_pass *p, const mt_routing *r, void *results, void *out,
+                          const void *base);
     /* out[R, C] = base + the sum of each token's results; base may be NULL, or out. */
-    void (*combine)(mt_model *m, const mt_pass *p, const mt_routing *r, void *out, const void *base);
-    /* Backward: mt_experts.dprobs of this rank's tokens, from the gradients in mt_experts.rows.weights. */
-    void (*combine_weights)(mt_model *m, const mt_pass *p, const mt_routing *r);
+    void (*combine)(mt_model *m, const mt_pass *p, const mt_routing *r, const void *results, void *out,
+                    const void *base);
+    /* Backward: the part of dprobs[N, k] for this rank's tokens, from dweights[M], which is overwritten. */
+    void (*combine_weights)(mt_model *m, const mt_pass *p, const mt_routing *r, float *dprobs, float *dweights);
 } mt_dispatcher;
 
 /* The experts of this rank, and buffers that all layers share. */
@@ -7072,10 +7263,9 @@ typedef struct mt_experts {
     int64_t sequences;         // S, sequences with an auxiliary loss of their own
     const mt_group *group;     // ranks that exchange tokens
     mt_stream *comm;           // stream of the exchange
-    bool gathered_ahead;       // mt_layer_backward of the layer above has gathered this layer's gradient
     mt_expert_rows rows;       // gradients, and rows before they are sent
     mt_expert_rows dispatched; // exchanged rows, sorted by source rank
-    mt_expert_rows *results;   // whose input has the experts' results until they are combined
+    mt_expert_rows *results;   // whose input is the memory of the experts' results until they are combined
     mt_tensor_parallel exchange; // allgather and flex: rows of all ranks, `gathered` and `partial` are one [N, C]
     void *scattered;             // [R, C] sums to which a base is added
     float *sums;                 // [N, C], without permute fusion
@@ -7226,7 +7416,7 @@ static void mt_expert_rows_allocate(const mt_model *m, mt_expert_rows *rows, mt_
     mt_expert_rows_slots(m, &slots, 0, plan->M, plan->dispatched, plan->layer);
     int64_t widest = 2 * MT_MAX_ADAPTER_PARTS * m->options->lora_rank;
     if (!plan->layer && !plan->dispatched)
-        mt_slot_add(&slots, "adapter", offsetof(mt_expert_rows, adapter), plan->M, widest, m->dtype);
+        mt_slot_add(&slots, "adapter", offsetof(mt_expert_rows, adapter.rows), plan->M, widest, m->dtype);
     mt_slots_place(m, &slots, plan->layer);
     mt_slots_allocate(&slots, plan->residency, rows, arena);
     rows->capacity = plan->M;
@@ -7386,7 +7576,7 @@ static void mt_route_sinkhorn(mt_model *m, const mt_pass *p, const mt_layer *w, 
 static void mt_route_forward(mt_model *m, const mt_pass *p, const mt_layer *w, mt_routing *r, const void *x) {
     mt_experts *e = m->experts;
     int64_t R = p->rows, E = e->router.num_experts, k = e->router.topk, own = mt_own_offset(m, p);
-    mt_linear_forward(&p->tp, &w->router, &(mt_linear_io){.x = x, .y = r->logits});
+    mt_linear_forward(mt_linears(p), &w->router, &(mt_linear_io){.x = x, .y = r->logits});
     if (p->training && mt_has_sinkhorn(m))
         mt_route_sinkhorn(m, p, w, r);
     else
@@ -7398,30 +7588,32 @@ static void mt_route_forward(mt_model *m, const mt_pass *p, const mt_layer *w, m
     if (mt_has_capacity(m)) mt_drop_over_capacity(m, p, w, r->kept + own, r->experts + own, r->probs + own);
 }
 
-/* experts.router_dx = gradient of x[R, C] from experts.dlogits, which the products take in the model's type. */
-static void mt_router_linear_backward(mt_model *m, const mt_pass *p, const mt_linear *router, const void *x) {
-    const mt_experts *e = m->experts;
-    mt_linear_io io = {.x = x, .dy = e->dlogits, .dx = e->router_dx};
+/* dx[R, C] from dlogits, which the products take in the model's type. */
+static void mt_router_linear_backward(mt_model *m, const mt_pass *p, const mt_linear *router, const void *x,
+                                      const float *dlogits, void *dx) {
+    void *rounded = m->experts->dlogits_rounded;
+    mt_linear_io io = {.x = x, .dy = dlogits, .dx = dx};
     if (m->dtype != MT_F32) {
-        m->ops->convert(e->dlogits_rounded, m->dtype, e->dlogits, MT_F32, p->rows * router->N, p->stream);
-        io.dy = e->dlogits_rounded;
+        m->ops->convert(rounded, m->dtype, dlogits, MT_F32, p->rows * router->N, p->stream);
+        io.dy = rounded;
     }
-    mt_linear_backward(&p->tp, router, &io, MT_BACKWARD_BOTH);
+    mt_linear_backward(mt_linears(p), router, &io, MT_BACKWARD_BOTH);
 }
 
-/* experts.router_dx = gradient of x, from the gradients of the probabilities and from the auxiliary losses. */
-static void mt_route_backward(mt_model *m, const mt_pass *p, mt_layer *w, mt_routing *r, const void *x) {
+/* dx[R, C], from dprobs[N, k] and from the auxiliary losses. */
+static void mt_route_backward(mt_model *m, const mt_pass *p, mt_layer *w, mt_routing *r, const void *x,
+                              const float *dprobs, void *dx) {
     mt_experts *e = m->experts;
     const mt_options *o = m->options;
     int64_t R = p->rows, E = e->router.num_experts, own = mt_own_offset(m, p);
-    m->ops->route_backward(e->dlogits, e->dprobs + own, r->experts + own, r->logits, R, &e->router, p->stream);
+    m->ops->route_backward(e->dlogits, dprobs + own, r->experts + own, r->logits, R, &e->router, p->stream);
     if (mt_has_aux_loss(m)) {
         mt_aux_loss_args a = mt_aux_loss_operands(m, p, r);
         a.counts = r->aux_stats + a.S * E, a.dlogits = e->dlogits;
         a.aux_scale = (float)o->moe_aux_loss_coeff, a.z_scale = (float)o->moe_z_loss_coeff;
         m->ops->aux_loss_backward(&a, p->stream);
     }
-    mt_router_linear_backward(m, p, &w->router, x);
+    mt_router_linear_backward(m, p, &w->router, x, e->dlogits, dx);
 }
 
 /* ---- the shared expert's gate: a router with a single expert and a sigmoid score, which scales the activation as the
@@ -7439,22 +7631,23 @@ static int64_t mt_own_gate_offset(const mt_model *m, const mt_pass *p) {
 static void mt_shared_gate_forward(mt_model *m, const mt_pass *p, const mt_layer *w, mt_routing *r, const void *x) {
     const mt_experts *e = m->experts;
     float *own = r->gates + mt_own_gate_offset(m, p);
-    mt_linear_forward(&p->tp, &w->shared_gate, &(mt_linear_io){.x = x, .y = r->gate_logits});
+    mt_linear_forward(mt_linears(p), &w->shared_gate, &(mt_linear_io){.x = x, .y = r->gate_logits});
     m->ops->route_forward(own, e->gate_experts, e->discarded, r->gate_logits, NULL, NULL, p->rows,
                           &mt_shared_gate_router, p->stream);
     if (p->tp.sequence_parallel) m->ops->all_gather(r->gates, own, p->rows, MT_F32, &m->grid->tensor, p->stream);
 }
 
-/* dx[R, C] += gradient of x from experts.dgates[T]. */
+/* dx[R, C] += gradient of x from dgates[T], which is overwritten. */
 static void mt_shared_gate_backward(mt_model *m, const mt_pass *p, mt_layer *w, const mt_routing *r, const void *x,
-                                    void *dx) {
+                                    float *dgates, void *dx) {
     const mt_experts *e = m->experts;
-    float *own = e->dgates + mt_own_gate_offset(m, p);
-    if (p->tp.sequence_parallel) m->ops->reduce_scatter(own, e->dgates, p->rows, MT_F32, &m->grid->tensor, p->stream);
+    float *own = dgates + mt_own_gate_offset(m, p);
+    void *own_dx = e->router_dx;
+    if (p->tp.sequence_parallel) m->ops->reduce_scatter(own, dgates, p->rows, MT_F32, &m->grid->tensor, p->stream);
     m->ops->route_backward(e->dlogits, own, e->gate_experts, r->gate_logits, p->rows, &mt_shared_gate_router,
                            p->stream);
-    mt_router_linear_backward(m, p, &w->shared_gate, x);
-    mt_add_to(m, p, dx, e->router_dx);
+    mt_router_linear_backward(m, p, &w->shared_gate, x, e->dlogits, own_dx);
+    mt_add_to(m, p, dx, own_dx);
 }
 
 /* ---- dispatchers: operations of several */
@@ -7501,7 +7694,7 @@ static void mt_routing_reserve(mt_model *m, const mt_layer *w, mt_routing *r) {
  * that arrived is quantized once. */
 static void mt_permute_to_experts(const mt_model *m, const mt_pass *p, const mt_routing *r, const mt_arrived *arrived,
                                   void *rows, float *weights, const mt_linear *reader, mt_fp8_operand kind) {
-    mt_quantize_args a = mt_fp8_args(&p->tp, reader, kind, rows, arrived->R, NULL);
+    mt_quantize_args a = mt_fp8_args(p->training, reader, kind, rows, arrived->R, NULL);
     a.x = arrived->x, a.position = arrived->position, a.copies = arrived->copies;
     a.compact = r->source ? r->num_rows : 0; // in the half of the rows' memory that fp8 leaves free
     if (a.rows.data)
@@ -7513,11 +7706,10 @@ static void mt_permute_to_experts(const mt_model *m, const mt_pass *p, const mt_
 
 /* out[N, C] = base + the sum of the results of each of the tokens [first, first + N); base may be NULL, or out. Fused:
  * one gather per token. Unfused, for all tokens only: rows are added to zeros, in a fixed order. */
-static void mt_combine_results(mt_model *m, const mt_pass *p, const mt_routing *r, void *out, const void *base,
-                               int64_t first, int64_t N) {
+static void mt_combine_results(mt_model *m, const mt_pass *p, const mt_routing *r, const void *results, void *out,
+                               const void *base, int64_t first, int64_t N) {
     mt_experts *e = m->experts;
     int64_t n = e->order.topk * e->order.copies;
-    const void *results = e->results->input;
     if (m->options->moe_permute_fusion) {
         m->ops->combine_rows(out, results, r->position + first * n, base, N, n, m->C, m->dtype, p->stream);
         return;
@@ -7547,14 +7739,16 @@ static mt_arrived mt_alone_arrive(mt_model *m, const mt_pass *p, const mt_routin
     return (mt_arrived){x, p->rows, probs, r->token, r->choice, r->position, copies};
 }
 
-static void mt_alone_combine(mt_model *m, const mt_pass *p, const mt_routing *r, void *out, const void *base) {
-    mt_combine_results(m, p, r, out, base, 0, p->rows);
+static void mt_alone_combine(mt_model *m, const mt_pass *p, const mt_routing *r, const void *results, void *out,
+                             const void *base) {
+    mt_combine_results(m, p, r, results, out, base, 0, p->rows);
 }
 
-static void mt_alone_combine_weights(mt_model *m, const mt_pass *p, const mt_routing *r) {
-    const mt_experts *e = m->experts;
-    m->ops->combine_rows(e->dprobs, e->rows.weights, r->position, NULL, p->rows * e->order.topk, e->order.copies, 1,
-                         MT_F32, p->stream);
+static void mt_alone_combine_weights(mt_model *m, const mt_pass *p, const mt_routing *r, float *dprobs,
+                                     float *dweights) {
+    const mt_dispatch *order = &m->experts->order;
+    m->ops->combine_rows(dprobs, dweights, r->position, NULL, p->rows * order->topk, order->copies, 1, MT_F32,
+                         p->stream);
 }
 
 /* ---- alltoall: each row goes to the ranks that hold its expert */
@@ -7636,26 +7830,30 @@ static mt_arrived mt_alltoall_arrive(mt_model *m, const mt_pass *p, const mt_rou
     return (mt_arrived){d->input, r->num_rows, probs ? d->weights : NULL, to_expert, to_expert, r->rows.from_expert, 1};
 }
 
-static void mt_alltoall_exchange_back(mt_model *m, const mt_pass *p, const mt_routing *r, void *out, const void *base) {
+/* In place. */
+static void mt_alltoall_exchange_back(mt_model *m, const mt_pass *p, const mt_routing *r, void *results, void *out,
+                                      const void *base) {
     mt_experts *e = m->experts;
     (void)out, (void)base;
-    mt_permute_rows(m, p, e->rows.input, e->dispatched.input, r->rows.from_expert, r->num_rows);
+    mt_permute_rows(m, p, e->rows.input, results, r->rows.from_expert, r->num_rows);
     mt_wait_stream(m, e->comm, p->stream);
-    mt_exchange_rows(m, r, e->dispatched.input, e->rows.input, m->C, m->dtype, true);
+    mt_exchange_rows(m, r, results, e->rows.input, m->C, m->dtype, true);
 }
 
-static void mt_alltoall_combine(mt_model *m, const mt_pass *p, const mt_routing *r, void *out, const void *base) {
+static void mt_alltoall_combine(mt_model *m, const mt_pass *p, const mt_routing *r, const void *results, void *out,
+                                const void *base) {
     mt_wait_stream(m, p->stream, m->experts->comm);
-    mt_alone_combine(m, p, r, out, base);
+    mt_alone_combine(m, p, r, results, out, base);
 }
 
-static void mt_alltoall_combine_weights(mt_model *m, const mt_pass *p, const mt_routing *r) {
+static void mt_alltoall_combine_weights(mt_model *m, const mt_pass *p, const mt_routing *r, float *dprobs,
+                                        float *dweights) {
     mt_experts *e = m->experts;
-    mt_permute_weights(m, p, e->dispatched.weights, e->rows.weights, r->rows.from_expert, r->num_rows);
+    mt_permute_weights(m, p, e->dispatched.weights, dweights, r->rows.from_expert, r->num_rows);
     mt_wait_stream(m, e->comm, p->stream);
-    mt_exchange_rows(m, r, e->rows.weights, e->dispatched.weights, 1, MT_F32, true);
+    mt_exchange_rows(m, r, dweights, e->dispatched.weights, 1, MT_F32, true);
     mt_wait_stream(m, p->stream, e->comm);
-    mt_alone_combine_weights(m, p, r);
+    mt_alone_combine_weights(m, p, r, dprobs, dweights);
 }
 
 /* ---- allgather: all tokens go to all ranks, and each rank selects the rows of its own experts */
@@ -7688,46 +7886,51 @@ static mt_arrived mt_allgather_arrive(mt_model *m, const mt_pass *p, const mt_ro
 }
 
 /* The sums of the results here for each token; the ranks add them up in `out`, or beside it if there is a base. */
-static void mt_allgather_exchange_back(mt_model *m, const mt_pass *p, const mt_routing *r, void *out,
+static void mt_allgather_exchange_back(mt_model *m, const mt_pass *p, const mt_routing *r, void *results, void *out,
                                        const void *base) {
     const mt_tensor_parallel *x = &m->experts->exchange;
-    mt_combine_results(m, p, r, x->partial, NULL, 0, x->T);
+    mt_combine_results(m, p, r, results, x->partial, NULL, 0, x->T);
     mt_scatter_begin(x, base ? m->experts->scattered : out, m->C);
 }
 
-static void mt_allgather_combine(mt_model *m, const mt_pass *p, const mt_routing *r, void *out, const void *base) {
+static void mt_allgather_combine(mt_model *m, const mt_pass *p, const mt_routing *r, const void *results, void *out,
+                                 const void *base) {
     void *sum = base ? m->experts->scattered : out;
-    (void)r;
+    (void)r, (void)results;
     mt_scatter_end(&m->experts->exchange, sum, m->C);
     if (base) m->ops->add(out, base, sum, p->rows * m->C, m->dtype, p->stream);
 }
 
-static void mt_allgather_combine_weights(mt_model *m, const mt_pass *p, const mt_routing *r) {
+static void mt_allgather_combine_weights(mt_model *m, const mt_pass *p, const mt_routing *r, float *dprobs,
+                                         float *dweights) {
     const mt_experts *e = m->experts;
     int64_t choices = mt_dispatched_rows(m, p) * e->order.topk;
-    m->ops->combine_rows(e->dprobs, e->rows.weights, r->position, NULL, e->group->size * choices, 1, 1, MT_F32,
-                         p->stream);
-    m->ops->reduce_scatter(e->dprobs + mt_own_offset(m, p), e->dprobs, choices, MT_F32, e->group, p->stream);
+    m->ops->combine_rows(dprobs, dweights, r->position, NULL, e->group->size * choices, 1, 1, MT_F32, p->stream);
+    m->ops->reduce_scatter(dprobs + mt_own_offset(m, p), dprobs, choices, MT_F32, e->group, p->stream);
 }
 
 /* ---- flex: allgather by copies into the other ranks' memory. Each rank's tokens are summed by themselves: the sums
  * for one rank are sent while the next are computed, and this rank's own, with the base, are computed last. */
 
-static void mt_flex_exchange_back(mt_model *m, const mt_pass *p, const mt_routing *r, void *out, const void *base) {
+static void mt_flex_exchange_back(mt_model *m, const mt_pass *p, const mt_routing *r, void *results, void *out,
+                                  const void *base) {
     const mt_tensor_parallel *x = &m->experts->exchange;
     (void)out, (void)base;
     for (int step = 1; step < x->group->size; step++) {
         int owner = mt_tensor_rank_after(x, step);
-        mt_combine_results(m, p, r, mt_rows_of_rank(x, x->partial, owner, m->C), NULL, owner * x->rows, x->rows);
+        void *sums = mt_rows_of_rank(x, x->partial, owner, m->C);
+        mt_combine_results(m, p, r, results, sums, NULL, owner * x->rows, x->rows);
         mt_wait_stream(m, x->comm, p->stream);
         mt_scatter_step(x, m->C, step);
     }
 }
 
-static void mt_flex_combine(mt_model *m, const mt_pass *p, const mt_routing *r, void *out, const void *base) {
+static void mt_flex_combine(mt_model *m, const mt_pass *p, const mt_routing *r, const void *results, void *out,
+                            const void *base) {
     const mt_tensor_parallel *x = &m->experts->exchange;
     int own = x->group->rank;
-    mt_combine_results(m, p, r, mt_rows_of_rank(x, x->partial, own, m->C), base, own * x->rows, p->rows);
+    void *sums = mt_rows_of_rank(x, x->partial, own, m->C);
+    mt_combine_results(m, p, r, results, sums, base, own * x->rows, p->rows);
     mt_scatter_end(x, out, m->C);
 }
 
@@ -7781,8 +7984,7 @@ static void mt_dispatch_gather(mt_model *m, const mt_pass *p, const void *x) {
 static mt_row_groups mt_expert_groups(const mt_model *m, const mt_routing *r) {
     return (mt_row_groups){.offsets = r->expert_offsets,
                            .host_offsets = m->options->moe_grouped_gemm ? NULL : r->host_offsets,
-                           .num_rows = r->num_rows,
-                           .adapter_rows = m->experts->rows.adapter};
+                           .num_rows = r->num_rows};
 }
 
 /* ---- the experts' MLPs; probabilities scale the activation or the output */
@@ -7795,29 +7997,27 @@ static void mt_expert_activation_forward(const mt_model *m, const mt_pass *p, co
     mt_activation_forward(m, p, &w->expert_down, r->expert_offsets, &a);
 }
 
-/* experts.results = experts(rows.input), scaled by rows.weights; with `replay` only the values that the backward
- * reads, not the output. */
-static void mt_expert_mlp_forward(mt_model *m, const mt_pass *p, const mt_layer *w, const mt_routing *r, bool replay) {
-    const mt_experts *e = m->experts;
+/* results[M, C] = experts(rows.input), scaled by rows.weights; NULL: only the values that the backward reads. */
+static void mt_expert_mlp_forward(mt_model *m, const mt_pass *p, const mt_layer *w, const mt_routing *r,
+                                  void *results) {
     const mt_expert_rows *rows = &r->rows;
     mt_row_groups groups = mt_expert_groups(m, r);
     mt_linear_io fc1 = {.groups = &groups}, down = fc1;
-    fc1.x = rows->input, fc1.x_transposed = rows->input_transposed, fc1.y = rows->hidden;
-    down.x = rows->active, down.x_transposed = rows->active_transposed;
-    down.y = mt_scales_output(m) ? rows->output : e->results->input;
-    down.omits_bias = m->grid->expert_tensor.rank > 0;
-    mt_linear_forward(&p->tp, &w->expert_fc1, &fc1);
+    fc1.x = rows->input, fc1.y = rows->hidden;
+    down.x = rows->active;
+    if (p->training) fc1.x_transposed = rows->input_transposed, down.x_transposed = rows->active_transposed;
+    down.y = mt_scales_output(m) ? rows->output : results;
+    mt_linear_forward(mt_linears(p), &w->expert_fc1, &fc1);
     mt_expert_activation_forward(m, p, w, r);
-    if (!replay || mt_scales_output(m)) mt_linear_forward(&p->tp, &w->expert_down, &down);
-    if (!replay && mt_scales_output(m))
-        m->ops->scale_rows_forward(e->results->input, rows->output, rows->weights, r->num_rows, m->C, m->dtype,
-                                   p->stream);
+    if (results || mt_scales_output(m)) mt_linear_forward(mt_linears(p), &w->expert_down, &down);
+    if (results && mt_scales_output(m))
+        m->ops->scale_rows_forward(results, rows->output, rows->weights, r->num_rows, m->C, m->dtype, p->stream);
 }
 
-/* experts.results = gradient of rows.input, from the gradient of the results in experts.rows.input; experts.rows also
- * receives the gradients of hidden and weights. */
-static void mt_expert_mlp_backward(mt_model *m, const mt_pass *p, mt_layer *w, const mt_routing *r) {
-    const mt_expert_rows *rows = &r->rows, *d = &m->experts->rows;
+/* dinput[M, C], the gradient of rows.input, from that of the results, d->input. The other gradients are stored in d. */
+static void mt_expert_mlp_backward(mt_model *m, const mt_pass *p, mt_layer *w, const mt_routing *r,
+                                   const mt_expert_rows *d, void *dinput) {
+    const mt_expert_rows *rows = &r->rows;
     mt_row_groups groups = mt_expert_groups(m, r), copies = groups;
     mt_linear_io fc1 = {.groups = &groups}, down = {.groups = &copies};
     mt_activation_args activation = {.T = r->num_rows, .F = m->experts->F, .x = rows->hidden, .dy = d->active};
@@ -7831,10 +8031,10 @@ static void mt_expert_mlp_backward(mt_model *m, const mt_pass *p, mt_layer *w, c
     } else {
         activation.weights = rows->weights, activation.dweights = d->weights;
     }
-    mt_linear_backward(&p->tp, &w->expert_down, &down, MT_BACKWARD_BOTH);
+    mt_linear_backward(mt_linears(p), &w->expert_down, &down, MT_BACKWARD_BOTH);
     mt_activation_backward(m, p, &w->expert_fc1, r->expert_offsets, &activation);
-    fc1.dy = d->hidden, fc1.dx = m->experts->results->input;
-    mt_linear_backward_input(&p->tp, &w->expert_fc1, &fc1);
+    fc1.dy = d->hidden, fc1.dx = dinput;
+    mt_linear_backward_input(mt_linears(p), &w->expert_fc1, &fc1);
 }
 
 /* ---- forward and backward */
@@ -7853,7 +8053,7 @@ static void mt_experts_forward(mt_model *m, const mt_pass *p, const mt_layer *w,
                                void *out) {
     const mt_dispatcher *d = m->experts->dispatcher;
     mt_routing *r = a->routing;
-    void *base = w->F > 0 ? out : NULL;
+    void *base = w->F > 0 ? out : NULL, *results;
     mt_dispatch_gather(m, p, x);
     mt_route_forward(m, p, w, r, x);
     d->count(m, p, w, r);
@@ -7861,10 +8061,11 @@ static void mt_experts_forward(mt_model *m, const mt_pass *p, const mt_layer *w,
     mt_shared_expert_forward(m, p, w, a, x, out);
     mt_arrived arrived = d->arrive(m, p, r, x, r->probs);
     mt_permute_to_experts(m, p, r, &arrived, r->rows.input, r->rows.weights, &w->expert_fc1, MT_FP8_X);
-    mt_expert_mlp_forward(m, p, w, r, !out);
+    results = out ? m->experts->results->input : NULL; // whose memory d->count may have moved
+    mt_expert_mlp_forward(m, p, w, r, results);
     if (!out) return;
-    if (d->exchange_back) d->exchange_back(m, p, r, out, base);
-    d->combine(m, p, r, out, base);
+    if (d->exchange_back) d->exchange_back(m, p, r, results, out, base);
+    d->combine(m, p, r, results, out, base);
 }
 
 /* Selective recomputation. */
@@ -7880,33 +8081,35 @@ static void mt_experts_replay(mt_model *m, const mt_pass *p, const mt_layer *w, 
     mt_expert_activation_forward(m, p, w, a->routing);
 }
 
-/* dx from dout[R, C]. A split backward computes the weights' half here too: its inputs are too large to keep. */
-static mt_deferred mt_experts_backward(mt_model *m, const mt_pass *p, mt_layer *w, mt_activations *a, const void *x,
-                                       const void *dout, void *dx, bool leaves_weight) {
+/* A split backward computes the weights' half here too: its inputs are too large to keep. */
+static mt_deferred mt_experts_backward(mt_model *m, const mt_pass *p, mt_layer *w, mt_activations *a,
+                                       const mt_block_gradients *gradients) {
     mt_experts *e = m->experts;
     const mt_dispatcher *d = e->dispatcher;
+    const void *x = gradients->x, *dout = gradients->dout;
+    void *dx = gradients->dx, *router_dx = e->router_dx, *dinput = e->results->input;
+    const mt_expert_rows *drows = &e->rows;
     mt_routing *r = a->routing;
-    MT_CHECK(!leaves_weight);
-    if (!e->gathered_ahead) mt_dispatch_gather(m, p, dout);
-    e->gathered_ahead = false;
+    MT_CHECK(!gradients->left);
+    if (!gradients->gathered) mt_dispatch_gather(m, p, dout);
     if (d->exchange) d->exchange(m, p, r, dout, NULL);
     mt_pass both = *p;
     both.halves = MT_BACKWARD_BOTH;
-    if (w->F > 0) mt_scaled_mlp_backward(m, &both, w, a, x, r->gates, dout, e->dgates, dx, MT_BACKWARD_BOTH);
-    if (w->F > 0 && r->gates) mt_shared_gate_backward(m, p, w, r, x, dx);
+    if (w->F > 0) mt_scaled_mlp_backward(m, &both, w, a, gradients, r->gates, e->dgates, MT_BACKWARD_BOTH);
+    if (w->F > 0 && r->gates) mt_shared_gate_backward(m, p, w, r, x, e->dgates, dx);
     mt_arrived arrived = d->arrive(m, p, r, dout, NULL);
-    mt_permute_to_experts(m, p, r, &arrived, e->rows.input, NULL, &w->expert_down, MT_FP8_DY);
-    mt_expert_mlp_backward(m, p, w, r);
-    if (d->exchange_back) d->exchange_back(m, p, r, dx, e->router_dx);
+    mt_permute_to_experts(m, p, r, &arrived, drows->input, NULL, &w->expert_down, MT_FP8_DY);
+    mt_expert_mlp_backward(m, p, w, r, drows, dinput);
+    if (d->exchange_back) d->exchange_back(m, p, r, dinput, dx, router_dx);
     mt_row_groups groups = mt_expert_groups(m, r);
     groups.x_source = r->source;
     mt_linear_io fc1 = {.groups = &groups, .x = r->rows.input, .x_transposed = r->rows.input_transposed};
-    fc1.dy = e->rows.hidden;
-    mt_linear_backward_weight(&p->tp, &w->expert_fc1, &fc1);
-    d->combine_weights(m, p, r);
-    mt_route_backward(m, p, w, r, x);
-    if (w->F > 0) mt_add_to(m, p, e->router_dx, dx);
-    d->combine(m, p, r, dx, e->router_dx);
+    fc1.dy = drows->hidden;
+    mt_linear_backward_weight(mt_linears(p), &w->expert_fc1, &fc1);
+    d->combine_weights(m, p, r, e->dprobs, drows->weights);
+    mt_route_backward(m, p, w, r, x, e->dprobs, router_dx);
+    if (w->F > 0) mt_add_to(m, p, router_dx, dx);
+    d->combine(m, p, r, dinput, dx, router_dx);
     return (mt_deferred){0};
 }
 
@@ -7925,11 +8128,10 @@ typedef struct mt_block_kind {
     /* Computes the values that --recompute-modules does not keep; NULL: none. */
     void (*replay)(mt_model *m, const mt_pass *p, const mt_layer *w, mt_activations *a, const void *x);
     /* Returns the product whose weight's gradient the caller defers: its stash is in use until the caller is done with
-     * the block's input. leaves_weight: the caller computes the gradient of the weight that reads x. */
-    mt_deferred (*backward)(mt_model *m, const mt_pass *p, mt_layer *w, mt_activations *a, const void *x,
-                            const void *dout, void *dx, bool leaves_weight);
-    bool may_leave_weight;
-    size_t last; // offset in mt_layer of the linear that a split backward defers: the last one
+     * the block's input. */
+    mt_deferred (*backward)(mt_model *m, const mt_pass *p, mt_layer *w, mt_activations *a, const mt_block_gradients *d);
+    bool may_leave_weight; // see mt_block_gradients
+    size_t last;           // offset in mt_layer of the linear that a split backward defers: the last one
 } mt_block_kind;
 
 static const mt_block_kind mt_mixer_kinds[] = {
@@ -7953,10 +8155,19 @@ typedef struct mt_block {
     const mt_norm *before, *after; // NULL: none
     const void *input;             // [R, C] the residual stream
     mt_normed normed;              // of `before`
+    size_t x_field;                // offset in mt_activations of the operand of the kind
     void *out;                     // [R, C] of the kind, if a norm follows
     mt_normed out_normed;          // of `after`; y NULL
     int drop;                      // MT_DROP_*
 } mt_block;
+
+/* Offsets in mt_activations of the operands of the two blocks: of a norm's output, or of the residual stream. */
+static size_t mt_mixer_x(const mt_model *m) {
+    return mt_norms_before(m->options) ? offsetof(mt_activations, input_norm.y) : offsetof(mt_activations, input);
+}
+static size_t mt_feed_forward_x(const mt_model *m) {
+    return mt_norms_before(m->options) ? offsetof(mt_activations, mlp_norm.y) : offsetof(mt_activations, middle);
+}
 
 static mt_block mt_mixer_block(const mt_model *m, const mt_layer *w, const mt_activations *a) {
     return (mt_block){.kind = &mt_mixer_kinds[w->kind.mixer],
@@ -7964,6 +8175,7 @@ static mt_block mt_mixer_block(const mt_model *m, const mt_layer *w, const mt_ac
                       .after = mt_norms_after(m->options) ? &w->attention_out_norm : NULL,
                       .input = a->input,
                       .normed = a->input_norm,
+                      .x_field = mt_mixer_x(m),
                       .out = a->attention_out,
                       .out_normed = a->attention_out_norm,
                       .drop = MT_DROP_ATTENTION_OUT};
@@ -7975,6 +8187,7 @@ static mt_block mt_feed_forward_block(const mt_model *m, const mt_layer *w, cons
                       .after = mt_norms_after(m->options) ? &w->mlp_out_norm : NULL,
                       .input = a->middle,
                       .normed = a->mlp_norm,
+                      .x_field = mt_feed_forward_x(m),
                       .out = a->mlp_out,
                       .out_normed = a->mlp_out_norm,
                       .drop = MT_DROP_MLP_OUT};
@@ -7992,16 +8205,15 @@ static void mt_transposed_slots(const mt_model *m, mt_slots *s, const mt_layer *
     bool has_q_latent = m->options->q_lora_rank > 0; // else latent and q_b read the same x
     bool up_again = m->recompute_modules & MT_MODULE_MLA_UP_PROJ, mlp_again = m->recompute_modules & MT_MODULE_MLP;
     bool normed = mt_norms_before(m->options); // else the residual stream, which others read too
-    size_t x = normed ? offsetof(mt_activations, input_norm.y) : offsetof(mt_activations, input),
-           to = offsetof(mt_activations, x_transposed), step = sizeof(void *);
-    size_t mlp_x = normed ? offsetof(mt_activations, mlp_norm.y) : offsetof(mt_activations, middle);
+    size_t x = mt_mixer_x(m), to = offsetof(mt_activations, x_transposed), step = sizeof(void *);
     mt_slot_add_transposed(m, s, x, &w->qkv, to, !normed);
     mt_slot_add_transposed(m, s, x, &w->latent, to, !normed || !has_q_latent);
     if (has_q_latent) x = offsetof(mt_activations, q_latent);
     mt_slot_add_transposed(m, s, x, &w->q_b, to + step, !has_q_latent || up_again);
     mt_slot_add_transposed(m, s, offsetof(mt_activations, kv_latent), &w->kv_b, to + 2 * step, up_again);
     mt_slot_add_transposed(m, s, offsetof(mt_activations, attended), &w->o, to + 3 * step, true);
-    mt_slot_add_transposed(m, s, mlp_x, &w->fc1, to + 4 * step, !normed || w->expert_bucket >= 0 || mlp_again);
+    mt_slot_add_transposed(m, s, mt_feed_forward_x(m), &w->fc1, to + 4 * step,
+                           !normed || w->expert_bucket >= 0 || mlp_again);
     mt_slot_add_transposed(m, s, offsetof(mt_activations, mlp_active), &w->down, to + 5 * step, false);
 }
 
@@ -8050,21 +8262,28 @@ static void mt_layer_slots(const mt_model *m, mt_slots *s, const mt_layer *w) {
 
 /* ---- blocks */
 
-/* output = input + dropout(after(kind(x))), and the next norm, if any. output NULL: only the values that the backward
- * reads. */
+/* The place of a result [R, C], and the layer whose input it is, with its saved values; reader NULL: of none. out NULL:
+ * only the values that the backward reads are computed. */
+typedef struct mt_layer_result {
+    void *out;
+    const mt_layer *reader;
+    const mt_activations *reader_values;
+} mt_layer_result;
+
+/* result = input + dropout(after(kind(x))), and the next norm, if any. */
 static void mt_block_forward(mt_model *m, const mt_pass *p, const mt_layer *w, mt_activations *a, const mt_block *b,
-                             void *output, mt_next_norm next) {
-    void *sum = m->scratch.block_out, *out = b->after ? b->out : output ? sum : NULL;
+                             mt_layer_result result, mt_next_norm next) {
+    void *sum = m->scratch.block_out, *out = b->after ? b->out : result.out ? sum : NULL;
     b->kind->forward(m, p, w, a, mt_block_x(b), out);
     if (b->after) {
         mt_normed normed = b->out_normed;
         normed.y = sum;
         mt_norm_forward(m, p, b->after, &normed, out);
     }
-    if (!output) return;
-    if (output == a[1].input) mt_offload_claim(m, p, w + 1, a + 1); // of the layer after this one
+    if (!result.out) return;
+    if (result.reader) mt_offload_claim(m, p, result.reader, result.reader_values);
     if (next.layer) mt_bucket_acquire(m, next.layer->bucket);
-    mt_residual_forward(m, p, output, b->input, w->number, b->drop, next);
+    mt_residual_forward(m, p, result.out, b->input, sum, w->number, b->drop, next);
 }
 
 /* Selective recomputation. */
@@ -8073,61 +8292,70 @@ static void mt_block_replay(mt_model *m, const mt_pass *p, const mt_layer *w, mt
     if (b->kind->replay) b->kind->replay(m, p, w, a, mt_block_x(b));
 }
 
-/* scratch.dresidual: gradient of the block's output in, of its input out. */
+/* d.dx, the gradient of the block's input, from d.dout, that of its output. They may be the same, but not in a split
+ * backward: dout is dy of the block's last linear, which is deferred at the end. */
 static void mt_block_backward(mt_model *m, const mt_pass *p, mt_layer *w, mt_activations *a, const mt_block *b,
-                              bool leaves_weight) {
+                              mt_block_gradients d) {
     mt_layer_scratch *s = &m->scratch;
-    const void *x = mt_block_x(b), *dout = mt_residual_backward(m, p, w->number, b->drop);
+    const void *dout = mt_residual_backward(m, p, d.dout, s->block_out, w->number, b->drop);
+    mt_block_gradients inner = {
+        .x = mt_block_x(b), .x_field = b->x_field, .gathered = d.gathered, .dx = s->dnormed, .left = d.left};
     if (b->after) {
         mt_norm_backward(m, p, b->after, &b->out_normed, s->dout, NULL, dout, b->out);
         dout = s->dout;
     }
-    mt_deferred last = b->kind->backward(m, p, w, a, x, dout, s->dnormed, leaves_weight);
+    inner.dout = dout;
+    mt_deferred last = b->kind->backward(m, p, w, a, &inner);
     if (b->before)
-        mt_residual_norm_backward(m, p, b->before, &b->normed, s->dnormed, b->input);
+        mt_norm_backward(m, p, b->before, &b->normed, d.dx, d.dout, inner.dx, b->input);
     else
-        mt_add_to(m, p, s->dresidual, s->dnormed);
+        m->ops->add(d.dx, d.dout, inner.dx, p->rows * m->C, m->dtype, p->stream);
     if (last.linear) mt_defer_weight(m, p, w, a, last.linear, last.x, last.dy);
 }
 
 /* ---- the two blocks of a layer */
 
-/* output[R, C] from the input and its norm, which are in `a`; and the next norm, if any. */
-static void mt_layer_forward(mt_model *m, const mt_pass *p, const mt_layer *w, mt_activations *a, void *output,
-                             mt_next_norm next) {
+/* The result of the layer, from the input and its norm, which are in `a`; and the next norm, if any. */
+static void mt_layer_forward(mt_model *m, const mt_pass *p, const mt_layer *w, mt_activations *a,
+                             mt_layer_result result, mt_next_norm next) {
     mt_block mixer = mt_mixer_block(m, w, a), feed_forward = mt_feed_forward_block(m, w, a);
     mt_next_norm mlp_norm = {.w = feed_forward.before, .n = &a->mlp_norm};
-    mt_block_forward(m, p, w, a, &mixer, a->middle, mlp_norm);
-    mt_block_forward(m, p, w, a, &feed_forward, output, next);
+    mt_block_forward(m, p, w, a, &mixer, (mt_layer_result){.out = a->middle}, mlp_norm);
+    mt_block_forward(m, p, w, a, &feed_forward, result, next);
     mt_offload_store(m, p, w, a);
 }
 
-/* True if the layer above may gather the gradient for this layer's experts: nothing is computed before the gather, and
- * qkv's weight gradient can be computed by itself. */
-static bool mt_gathers_ahead(const mt_model *m, const mt_pass *p, const mt_layer *w) {
-    bool gathers = w->expert_bucket >= 0 && m->experts->dispatcher->gathers;
-    bool replays = m->recompute_modules || w->recomputed, splits = p->halves == MT_BACKWARD_BOTH && !m->fp8;
+/* True if layer w may gather the gradient for the experts of the layer below: nothing is computed before the gather,
+ * and w's mixer can leave its first weight's gradient until then. */
+static bool mt_gathers_ahead(const mt_model *m, const mt_pass *p, const mt_layer *w, const mt_layer *below) {
+    bool gathers = below->expert_bucket >= 0 && m->experts->dispatcher->gathers;
+    bool replays = m->recompute_modules || below->recomputed, whole = p->halves == MT_BACKWARD_BOTH && !m->fp8;
     bool leaves = mt_mixer_kinds[w->kind.mixer].may_leave_weight && !mt_norms_after(m->options);
-    bool at_once = w->F == 0 && m->options->hidden_dropout == 0 && m->grid->tensor.size == 1;
-    return gathers && at_once && !replays && splits && leaves;
+    bool at_once = below->F == 0 && m->options->hidden_dropout == 0 && m->grid->tensor.size == 1;
+    return gathers && at_once && !replays && whole && leaves;
 }
 
-/* The values of modules that are recomputed are in the layer's buffer, or else computed again. With `ahead` the
- * gradient for the experts of the layer below is gathered beside the gradient of qkv's weight. */
-static void mt_layer_backward(mt_model *m, const mt_pass *p, mt_layer *w, mt_activations *a, bool ahead) {
+/* dresidual[R, C]: the gradient of the layer's output in, that of its input out. The values of modules that are
+ * recomputed are in the layer's buffer, or else computed again. gathered: the layer above has gathered dresidual for
+ * the experts. With `ahead` that is done here for the layer below, beside the gradient of the mixer's first weight. */
+static void mt_layer_backward(mt_model *m, const mt_pass *p, mt_layer *w, mt_activations *a, void *dresidual,
+                              bool gathered, bool ahead) {
     mt_block mixer = mt_mixer_block(m, w, a), feed_forward = mt_feed_forward_block(m, w, a);
+    void *dmiddle = p->halves == MT_BACKWARD_BOTH ? dresidual : m->scratch.dmiddle;
     mt_pass replay = *p;
     replay.replay = true;
     bool replays = m->recompute_modules && m->recomputed != a;
     if (replays) mt_block_replay(m, &replay, w, a, &feed_forward);
-    mt_block_backward(m, p, w, a, &feed_forward, false);
+    mt_block_backward(m, p, w, a, &feed_forward,
+                      (mt_block_gradients){.dout = dresidual, .gathered = gathered, .dx = dmiddle});
     if (replays) mt_block_replay(m, &replay, w, a, &mixer);
     if (replays) m->recomputed = a;
-    mt_block_backward(m, p, w, a, &mixer, ahead);
+    mt_deferred left;
+    mt_block_backward(m, p, w, a, &mixer,
+                      (mt_block_gradients){.dout = dmiddle, .dx = dresidual, .left = ahead ? &left : NULL});
     if (!ahead) return;
-    mt_dispatch_gather(m, p, m->scratch.dresidual);
-    m->experts->gathered_ahead = true;
-    mt_linear_backward_weight(&p->tp, &w->qkv, &(mt_linear_io){.x = mt_block_x(&mixer), .dy = m->scratch.dqkv});
+    mt_dispatch_gather(m, p, dresidual);
+    mt_linear_backward_weight(mt_linears(p), left.linear, &(mt_linear_io){.x = left.x, .dy = left.dy});
 }
 
 /* ==== §9h context parallelism ===================================================================================== */
@@ -8727,19 +8955,25 @@ typedef struct mt_micro_batch {
     mt_output outputs[1 + MT_MAX_MTP_LAYERS]; // of the chunk (with a head on the stage with the loss); of the modules
 } mt_micro_batch;
 
-/* The numbers of a training step, on the device; one copy brings them to the host. */
 /* The operands that a loss on the host reads per token, for the message about a step whose loss is not finite: the
  * operands of the batch, then these. */
 enum { MT_OPERAND_TEACHER = MT_NUM_LOSS_INPUTS, MT_OPERAND_OWN, MT_NUM_OPERANDS };
 
+/* The report of a loss on the host: sums. */
+typedef struct mt_loss_report {
+    double metrics[MT_MAX_LOSS_METRICS];
+    double not_finite[MT_NUM_OPERANDS]; // tokens whose number is not finite
+} mt_loss_report;
+enum { MT_LOSS_REPORT_NUMBERS = sizeof(mt_loss_report) / sizeof(double) };
+
+/* The numbers of a training step, on the device; one copy brings them to the host. */
 typedef struct mt_step_numbers {
     double sums[4]; // loss, unmasked tokens, squared norm, the loss once more
     double guard[MT_GUARD_NUMBERS];
-    double replayed[2];                       // sums of a replay, discarded
-    double own[2];                            // with reruns: this rank's loss and squared norm before sums over ranks
-    double mtp[2 * MT_MAX_MTP_LAYERS];        // [modules, 2] loss and sum of its weights
-    double loss_metrics[MT_MAX_LOSS_METRICS]; // of a loss on the host
-    double not_finite[MT_NUM_OPERANDS];       // of a loss on the host, tokens whose number is not finite; follows these
+    double replayed[2];                // sums of a replay, discarded
+    double own[2];                     // with reruns: this rank's loss and squared norm before sums over ranks
+    double mtp[2 * MT_MAX_MTP_LAYERS]; // [modules, 2] loss and sum of its weights
+    mt_loss_report report;
     float grad_scale, grad_norm;
 } mt_step_numbers;
 
@@ -8806,7 +9040,7 @@ static void mt_embed_backward(mt_model *m, const mt_pass *p, void *dx, const int
 /* Logits of the normalised hidden states. */
 static void mt_head_forward(mt_model *m, const mt_pass *p, const mt_output *out) {
     mt_bucket_acquire(m, m->head_bucket);
-    mt_linear_forward(&p->tp, &m->outer.head, &(mt_linear_io){.x = out->norm.y, .y = out->logits});
+    mt_linear_forward(mt_linears(p), &m->outer.head, &(mt_linear_io){.x = out->norm.y, .y = out->logits});
     mt_bucket_release(m, m->head_bucket);
 }
 
@@ -8882,8 +9116,8 @@ enum { MT_HOST_LOGP, MT_HOST_ENTROPY, MT_HOST_DLOGP, MT_HOST_DENTROPY, MT_HOST_D
 
 /* Sums of the step so far. */
 typedef struct mt_host_sums {
-    mt_loss_sums loss;
-    double not_finite[MT_NUM_OPERANDS]; // as in mt_step_numbers
+    double sums[2]; // loss and count
+    mt_loss_report report;
 } mt_host_sums;
 
 typedef struct mt_host_loss {
@@ -8966,76 +9200,100 @@ static void mt_host_loss_forward(mt_model *m, const mt_pass *p, const mt_output 
     mt_host_loss_scatter(m, p, MT_HOST_DLOGP, out->dlogp);
     if (uses_entropy) mt_host_loss_scatter(m, p, MT_HOST_DENTROPY, out->dentropy);
     if (p->replay || (p->context && p->context->plan.ring->rank + p->context->plan.a2a->rank > 0)) return;
-    mt_loss_sums *all = &h->sums->loss;
-    all->loss += sums.loss, all->count += sums.count;
-    for (int i = 0; i < MT_MAX_LOSS_METRICS; i++) all->metrics[i] += sums.metrics[i];
-    if (!isfinite(sums.loss)) mt_host_loss_suspect(h->sums->not_finite, &tokens, h->numbers[MT_HOST_LOGP]);
-    m->ops->memory_copy(m->numbers->sums, &all->loss, 2 * 8, p->stream);
-    m->ops->memory_copy(m->numbers->loss_metrics, all->metrics, (MT_MAX_LOSS_METRICS + MT_NUM_OPERANDS) * 8, p->stream);
+    mt_host_sums *all = h->sums;
+    all->sums[0] += sums.loss, all->sums[1] += sums.count;
+    for (int i = 0; i < MT_MAX_LOSS_METRICS; i++) all->report.metrics[i] += sums.metrics[i];
+    if (!isfinite(sums.loss)) mt_host_loss_suspect(all->report.not_finite, &tokens, h->numbers[MT_HOST_LOGP]);
+    m->ops->memory_copy(m->numbers->sums, all->sums, (int64_t)sizeof all->sums, p->stream);
+    m->ops->memory_copy(&m->numbers->report, &all->report, (int64_t)sizeof all->report, p->stream);
 }
 
 /* ---- distillation: the student's logits at the teacher's ids go to the host, in pieces, and derivatives of the
  * divergence are added to the gradients of these logits. A tensor-parallel rank has the ids of its share. */
 
-/* Forward: the divergence of every token; its derivatives replace the teacher's logits. Backward: after that of the
- * cross-entropy. */
-static void mt_distill(mt_model *m, const mt_pass *p, const mt_output *out, bool backward) {
-    const mt_distillation_config *c = m->plan.loss->distillation;
+/* A piece of a micro-batch's tokens: as many as the host has room for. */
+typedef struct mt_distilled {
+    const int32_t *tokens; // [rows] ascending
+    int64_t rows, n;       // n: rows of K numbers
+    float *own, *teacher;  // [rows, K] logits of the student at the teacher's ids, and the teacher's or derivatives
+    void *logits;          // on the device, of the first token: those of h->index
+} mt_distilled;
+
+/* The piece after `piece` (zero: the first one); false: there is none. own: 0 at ids of other ranks. */
+static bool mt_distill_next(mt_model *m, const mt_pass *p, const mt_output *out, mt_distilled *piece) {
     const mt_teacher_logits *teacher = p->mb->teacher;
     mt_host_loss *h = m->host_loss;
     MT_CHECK(teacher && teacher->K <= h->capacity && !p->replay);
-    int64_t K = teacher->K, size = mt_dtype_size(m->dtype), rows;
-    float *own = mt_row_open(h->floats, h->values, 0, m->dtype), *other = teacher->logits;
-    if (!backward) memset(h->staged[MT_HOST_DIVERGENCE], 0, (size_t)p->T * 4);
-    for (const int32_t *t = teacher->tokens, *end = t + teacher->count; t < end; t += rows, other += rows * K) {
-        for (rows = 0; t + rows < end && (rows + 1) * K <= h->capacity && (t[rows] - t[0] + 1) * m->V < INT32_MAX;
-             rows++)
-            for (int64_t k = 0; k < K; k++) {
-                int64_t id = (teacher->ids ? teacher->ids[(t - teacher->tokens + rows) * K + k] : k) - m->vocab_first;
-                bool here = id >= 0 && id < m->vocab_count;
-                h->index[rows * K + k] = here ? (int32_t)((t[rows] - t[0]) * m->V + id) : -1;
-            }
-        int64_t n = rows * K;
-        void *at = mt_at(out->logits, t[0] * m->V, m->dtype);
-        m->ops->memory_copy(h->device_index, h->index, n * 4, p->stream);
-        m->ops->gather_rows(h->device_values, at, h->device_index, n, 1, 1, 1, m->dtype, p->stream);
-        mt_copy_wait(m, h->values, h->device_values, n * size);
-        (void)mt_row_load(own, h->values, 0, n, m->dtype);
-        if (backward) {
-            n = 0; // those on this rank
-            for (int64_t i = 0; i < rows * K; i++)
-                if (h->index[i] >= 0) h->index[n] = h->index[i], own[n++] = own[i] + other[i];
-            mt_row_close(h->values, 0, own, n, m->dtype);
-            m->ops->memory_copy(h->device_index, h->index, n * 4, p->stream);
-            m->ops->memory_copy(h->device_values, h->values, n * size, p->stream);
-            m->ops->scatter_rows(at, h->device_values, h->device_index, n, 1, 1, 1, m->dtype, p->stream);
-            m->ops->stream_synchronize(p->stream);
-            continue;
+    int64_t K = teacher->K, rows = 0, first = piece->tokens ? piece->tokens + piece->rows - teacher->tokens : 0;
+    const int32_t *t = teacher->tokens + first, *end = teacher->tokens + teacher->count;
+    if (t >= end) return false;
+    for (; t + rows < end && (rows + 1) * K <= h->capacity && (t[rows] - t[0] + 1) * m->V < INT32_MAX; rows++)
+        for (int64_t k = 0; k < K; k++) {
+            int64_t id = (teacher->ids ? teacher->ids[(first + rows) * K + k] : k) - m->vocab_first;
+            bool here = id >= 0 && id < m->vocab_count;
+            h->index[rows * K + k] = here ? (int32_t)((t[rows] - t[0]) * m->V + id) : -1;
         }
-        mt_all_reduce_sum(&m->grid->tensor, own, n, MT_F32);
-#pragma omp parallel for
-        for (int64_t r = 0; r < rows; r++) {
-            double *student = h->doubles + 3 * r * K, *taught = student + K, *dstudent = taught + K;
-            for (int64_t k = 0; k < K; k++) student[k] = (double)own[r * K + k], taught[k] = (double)other[r * K + k];
-            h->staged[MT_HOST_DIVERGENCE][t[r]] = (float)mt_divergence(&c->divergence, student, taught, K, dstudent);
-            for (int64_t k = 0; k < K; k++) other[r * K + k] = (float)(c->weight * dstudent[k]);
-        }
-    }
-    if (!backward) mt_whole_gather(p, h->numbers[MT_HOST_DIVERGENCE], h->staged[MT_HOST_DIVERGENCE]);
+    *piece = (mt_distilled){.tokens = t, .rows = rows, .n = rows * K, .teacher = teacher->logits + first * K};
+    piece->own = mt_row_open(h->floats, h->values, 0, m->dtype);
+    piece->logits = mt_at(out->logits, t[0] * m->V, m->dtype);
+    m->ops->memory_copy(h->device_index, h->index, piece->n * 4, p->stream);
+    m->ops->gather_rows(h->device_values, piece->logits, h->device_index, piece->n, 1, 1, 1, m->dtype, p->stream);
+    mt_copy_wait(m, h->values, h->device_values, piece->n * mt_dtype_size(m->dtype));
+    (void)mt_row_load(piece->own, h->values, 0, piece->n, m->dtype);
+    return true;
 }
 
-/* scratch.dnormed = the gradient of the normalised hidden states. The head's gradients stay acquired. */
-static void mt_head_backward(mt_model *m, const mt_pass *p, const mt_output *out, const int32_t *labels) {
-    const mt_linear_io head = {.x = out->norm.y, .dy = out->logits, .dx = m->scratch.dnormed};
+/* The divergence of every token; its derivatives replace the teacher's logits. */
+static void mt_distill_forward(mt_model *m, const mt_pass *p, const mt_output *out) {
+    const mt_distillation_config *c = m->plan.loss->distillation;
+    mt_host_loss *h = m->host_loss;
+    mt_distilled piece = {0};
+    memset(h->staged[MT_HOST_DIVERGENCE], 0, (size_t)p->T * 4);
+    while (mt_distill_next(m, p, out, &piece)) {
+        int64_t K = piece.n / piece.rows;
+        mt_all_reduce_sum(&m->grid->tensor, piece.own, piece.n, MT_F32);
+#pragma omp parallel for
+        for (int64_t r = 0; r < piece.rows; r++) {
+            const float *own = piece.own + r * K;
+            float *other = piece.teacher + r * K;
+            double *student = h->doubles + 3 * r * K, *taught = student + K, *dstudent = taught + K, divergence;
+            for (int64_t k = 0; k < K; k++) student[k] = (double)own[k], taught[k] = (double)other[k];
+            divergence = mt_divergence(&c->divergence, student, taught, K, dstudent);
+            h->staged[MT_HOST_DIVERGENCE][piece.tokens[r]] = (float)divergence;
+            for (int64_t k = 0; k < K; k++) other[k] = (float)(c->weight * dstudent[k]);
+        }
+    }
+    mt_whole_gather(p, h->numbers[MT_HOST_DIVERGENCE], h->staged[MT_HOST_DIVERGENCE]);
+}
+
+/* Adds the derivatives to the gradients of the logits, which the backward of the cross-entropy has stored there. */
+static void mt_distill_backward(mt_model *m, const mt_pass *p, const mt_output *out) {
+    mt_host_loss *h = m->host_loss;
+    mt_distilled piece = {0};
+    while (mt_distill_next(m, p, out, &piece)) {
+        int64_t n = 0; // those on this rank
+        for (int64_t i = 0; i < piece.n; i++)
+            if (h->index[i] >= 0) h->index[n] = h->index[i], piece.own[n++] = piece.own[i] + piece.teacher[i];
+        mt_row_close(h->values, 0, piece.own, n, m->dtype);
+        m->ops->memory_copy(h->device_index, h->index, n * 4, p->stream);
+        m->ops->memory_copy(h->device_values, h->values, n * mt_dtype_size(m->dtype), p->stream);
+        m->ops->scatter_rows(piece.logits, h->device_values, h->device_index, n, 1, 1, 1, m->dtype, p->stream);
+        m->ops->stream_synchronize(p->stream);
+    }
+}
+
+/* dx = the gradient of the normalised hidden states. The head's gradients stay acquired. */
+static void mt_head_backward(mt_model *m, const mt_pass *p, const mt_output *out, const int32_t *labels, void *dx) {
+    const mt_linear_io head = {.x = out->norm.y, .dy = out->logits, .dx = dx};
     const mt_cross_entropy_args tokens = mt_head_tokens(m, p, out, labels);
     if (m->options->head_type == MT_HEAD_LM)
         m->ops->cross_entropy_backward(&tokens, m->dtype, p->stream);
     else
         m->ops->convert(out->logits, m->dtype, out->dlogp + p->first_row, MT_F32, p->rows, p->stream);
-    if (m->plan.loss->distillation) mt_distill(m, p, out, true);
+    if (m->plan.loss->distillation) mt_distill_backward(m, p, out);
     mt_bucket_acquire(m, m->head_bucket);
     mt_bucket_gradients_acquire(m, m->head_bucket);
-    mt_linear_backward(&p->tp, &m->outer.head, &head, MT_BACKWARD_BOTH);
+    mt_linear_backward(mt_linears(p), &m->outer.head, &head, MT_BACKWARD_BOTH);
     mt_bucket_release(m, m->head_bucket);
 }
 
@@ -9068,25 +9326,40 @@ static void mt_recompute_unit_input(mt_model *m, const mt_pass *p, mt_activation
                             count * mt_dtype_size(m->dtype), p->stream);
 }
 
-/* Layers [begin, end) of the chunk, from the first one's saved input to `output` and its norm, if any; output NULL:
- * only the values that the backward reads. Each layer also computes the next layer's input norm; the first layer's is
- * computed here, so that a forward of the whole unit and its replay run the same operations. */
-static void mt_layers_forward(mt_model *m, const mt_pass *p, int64_t begin, int64_t end, void *output,
-                              mt_next_norm output_norm) {
+/* The saved values of a layer of the chunk; in generation all layers share one set. */
+static mt_activations *mt_values_of(const mt_model *m, const mt_pass *p, int64_t layer) {
+    return &p->mb->layers[m->plan.train ? layer : 0];
+}
+
+/* The input of a layer of the chunk as the result of the layer before. */
+static mt_layer_result mt_input_of(const mt_model *m, const mt_pass *p, int64_t layer) {
+    const mt_activations *values = mt_values_of(m, p, layer);
+    return (mt_layer_result){values->input, &m->layers[m->first_local[p->mb->chunk] + layer], values};
+}
+
+/* Layers [begin, end) of the chunk, from the first one's saved input to `result` and its norm, if any. Each layer also
+ * computes the next layer's input norm; the first layer's is computed here, so that a forward of the whole unit and its
+ * replay run the same operations. */
+static void mt_layers_forward(mt_model *m, const mt_pass *p, int64_t begin, int64_t end, mt_layer_result result,
+                              mt_next_norm result_norm) {
     mt_layer *layers = m->layers + m->first_local[p->mb->chunk];
     bool before = mt_norms_before(m->options);
     for (int64_t i = begin; i < end; i++) {
         mt_layer *w = &layers[i];
-        mt_activations *a = &p->mb->layers[m->plan.train ? i : 0], *after = m->plan.train ? a + 1 : a;
-        mt_next_norm next = output_norm;
+        mt_activations *a = mt_values_of(m, p, i);
+        bool is_last = i + 1 == end;
+        mt_next_norm next = result_norm;
         if (i == begin) {
             mt_bucket_acquire(m, w->bucket);
             mt_recompute_unit_input(m, p, a);
             if (before) mt_norm_forward(m, p, &w->input_norm, &a->input_norm, a->input);
         }
         if (w->expert_bucket >= 0) mt_bucket_acquire(m, w->expert_bucket);
-        if (i + 1 < end) next = (mt_next_norm){before ? &w[1].input_norm : NULL, &after->input_norm, &w[1]};
-        mt_layer_forward(m, p, w, a, i + 1 < end ? after->input : output, next);
+        if (!is_last) {
+            mt_layer *reader = &layers[i + 1];
+            next = (mt_next_norm){before ? &reader->input_norm : NULL, &mt_values_of(m, p, i + 1)->input_norm, reader};
+        }
+        mt_layer_forward(m, p, w, a, is_last ? result : mt_input_of(m, p, i + 1), next);
         if (w->expert_bucket >= 0) mt_bucket_release(m, w->expert_bucket);
         mt_bucket_release(m, w->bucket);
         m->recomputed = w->recomputed || m->recompute_modules ? a : m->recomputed;
@@ -9098,7 +9371,7 @@ static void mt_recompute_unit_replay(mt_model *m, const mt_pass *p, int64_t begi
     mt_pass replay = *p;
     replay.replay = true;
     if (!m->layers[m->first_local[p->mb->chunk] + begin].recomputed || m->recomputed == &p->mb->layers[end - 1]) return;
-    mt_layers_forward(m, &replay, begin, end, NULL, (mt_next_norm){0});
+    mt_layers_forward(m, &replay, begin, end, (mt_layer_result){0}, (mt_next_norm){0});
 }
 
 /* Starts the copy of the last offloaded values of the chunk's layers and modules [0, end) back to the device. */
@@ -9200,15 +9473,14 @@ static mt_layer *mt_mtp_layer(const mt_model *m, const mt_pass *p, int64_t k) {
     return &m->layers[m->first_local[p->mb->chunk] + mt_mtp_index(m, p, k)];
 }
 
-/* The norm that writes one half of joined[R, 2C]: 0: embedding, 1: hidden state. */
+/* The norm that writes one half of joined[R, 2C]: 0: embedding, 1: hidden state. The backward adds dy and dx. */
 static mt_norm_args mt_mtp_norm(const mt_model *m, const mt_pass *p, int64_t k, int half) {
     const mt_layer *w = mt_mtp_layer(m, p, k);
     const mt_output *a = &p->mb->outputs[1 + k];
     mt_normed n = {.rstd = half ? a->hidden_rstd : a->embedded_rstd, .y = mt_at(a->joined, half * m->C, m->dtype)};
     mt_norm_args norm = mt_norm_operands(m, p, half ? &w->mtp_hidden_norm : &w->mtp_embedding_norm, &n);
     norm.x = half ? p->mb->outputs[k].norm.y : a->embedded; // output 0 is the main model's
-    norm.y_stride = norm.dy_stride = 2 * m->C, norm.dy = mt_at(m->mtp->djoined, half * m->C, m->dtype);
-    norm.dx = half ? m->mtp->dhidden : m->scratch.dresidual;
+    norm.y_stride = norm.dy_stride = 2 * m->C;
     return norm;
 }
 
@@ -9219,16 +9491,18 @@ static void mt_mtp_join_forward(mt_model *m, const mt_pass *p, int64_t k, void *
         m->ops->rmsnorm_forward(&norm, m->dtype, p->stream);
     }
     mt_linear_io projection = {.x = p->mb->outputs[1 + k].joined, .y = out};
-    mt_linear_forward(&p->tp, &mt_mtp_layer(m, p, k)->mtp_projection, &projection);
+    mt_linear_forward(mt_linears(p), &mt_mtp_layer(m, p, k)->mtp_projection, &projection);
 }
 
-/* Gradient of eh_proj's output in scratch.dresidual -> gradient of the hidden state in mtp.dhidden and of the embedding
- * in scratch.dresidual. */
-static void mt_mtp_join_backward(mt_model *m, const mt_pass *p, int64_t k) {
-    mt_linear_io projection = {.x = p->mb->outputs[1 + k].joined, .dy = m->scratch.dresidual, .dx = m->mtp->djoined};
-    mt_linear_backward(&p->tp, &mt_mtp_layer(m, p, k)->mtp_projection, &projection, MT_BACKWARD_BOTH);
+/* Gradients of the hidden state and of the embedding, from that of eh_proj's output; dembedded may be dout. */
+static void mt_mtp_join_backward(mt_model *m, const mt_pass *p, int64_t k, const void *dout, void *dhidden,
+                                 void *dembedded) {
+    void *djoined = m->mtp->djoined;
+    mt_linear_io projection = {.x = p->mb->outputs[1 + k].joined, .dy = dout, .dx = djoined};
+    mt_linear_backward(mt_linears(p), &mt_mtp_layer(m, p, k)->mtp_projection, &projection, MT_BACKWARD_BOTH);
     for (int half = 1; half >= 0; half--) {
         mt_norm_args norm = mt_mtp_norm(m, p, k, half);
+        norm.dy = mt_at(djoined, half * m->C, m->dtype), norm.dx = half ? dhidden : dembedded;
         m->ops->rmsnorm_backward(&norm, m->dtype, p->stream);
     }
 }
@@ -9243,7 +9517,7 @@ static void mt_mtp_forward(mt_model *m, const mt_pass *p) {
         mt_bucket_acquire(m, w->bucket);
         mt_offload_claim(m, p, w, a);
         mt_mtp_join_forward(m, p, k, a->input);
-        mt_layers_forward(m, p, mt_mtp_index(m, p, k), mt_mtp_index(m, p, k) + 1, out->hidden,
+        mt_layers_forward(m, p, mt_mtp_index(m, p, k), mt_mtp_index(m, p, k) + 1, (mt_layer_result){.out = out->hidden},
                           (mt_next_norm){.w = &w->mtp_final_norm, .n = &out->norm});
         mt_bucket_release(m, w->bucket);
         mt_head_forward(m, p, out);
@@ -9252,25 +9526,25 @@ static void mt_mtp_forward(mt_model *m, const mt_pass *p) {
     }
 }
 
-/* mtp.dhidden = gradient of the main model's hidden state from all modules. */
-static void mt_mtp_backward(mt_model *m, const mt_pass *p) {
+/* dhidden = gradient of the main model's hidden state from all modules. */
+static void mt_mtp_backward(mt_model *m, const mt_pass *p, void *dhidden) {
+    void *dnormed = m->scratch.dnormed, *dresidual = m->scratch.dresidual;
     int64_t word = mt_word_bucket(m);
     for (int64_t k = m->mtp->count - 1; k >= 0; k--) {
         mt_layer *w = mt_mtp_layer(m, p, k);
         mt_output *out = &p->mb->outputs[1 + k];
-        mt_head_backward(m, p, out, p->batch->mtp_labels + k * p->T);
+        mt_head_backward(m, p, out, p->batch->mtp_labels + k * p->T, dnormed);
         if (word != m->head_bucket) mt_bucket_gradients_release(m, m->head_bucket, false);
-        if (k + 1 < m->mtp->count) mt_add_to(m, p, m->scratch.dnormed, m->mtp->dhidden);
+        if (k + 1 < m->mtp->count) mt_add_to(m, p, dnormed, dhidden);
         mt_layer_acquire(m, w, true, true);
-        mt_norm_backward(m, p, &w->mtp_final_norm, &out->norm, m->scratch.dresidual, NULL, m->scratch.dnormed,
-                         out->hidden);
+        mt_norm_backward(m, p, &w->mtp_final_norm, &out->norm, dresidual, NULL, dnormed, out->hidden);
         mt_offload_fetch(m, p, mt_mtp_index(m, p, k));
         mt_recompute_unit_replay(m, p, mt_mtp_index(m, p, k), mt_mtp_index(m, p, k) + 1);
-        mt_layer_backward(m, p, w, &p->mb->layers[mt_mtp_index(m, p, k)], false);
-        mt_mtp_join_backward(m, p, k);
+        mt_layer_backward(m, p, w, &p->mb->layers[mt_mtp_index(m, p, k)], dresidual, false, false);
+        mt_mtp_join_backward(m, p, k, dresidual, dhidden, dresidual);
         mt_layer_release(m, p, w, true, true);
         bool last = p->last && k == 0 && !m->has_embedding && word != m->head_bucket;
-        mt_embed_backward(m, p, m->scratch.dresidual, p->batch->mtp_tokens + k * p->T, w->number, last);
+        mt_embed_backward(m, p, dresidual, p->batch->mtp_tokens + k * p->T, w->number, last);
     }
 }
 
@@ -9425,7 +9699,7 @@ int mt_batch_check(const mt_model *m, const mt_batch *batch, mt_error *error) {
 /* A pass over a micro-batch on the device. The caller sets training, replay, decode, halves and last. */
 static mt_pass mt_pass_begin(mt_model *m, mt_micro_batch *mb) {
     mt_pass p = {.mb = mb, .batch = &mb->batch, .tp = m->tp, .stream = m->stream, .T = mb->T, .rows = mb->rows};
-    p.tp.T = mb->T, p.tp.rows = mb->rows, p.tp.token_index = mb->batch.token_index;
+    p.tp.T = mb->T, p.tp.rows = mb->rows;
     p.first_row = m->tp.sequence_parallel ? m->grid->tensor.rank * mb->rows : 0, p.message_rows = mb->rows;
     p.halves = MT_BACKWARD_BOTH, p.unpadded = mb->unpadded;
     p.spans = (mt_spans){.host = mb->host_spans, .device = mb->batch.spans, .count = mb->num_spans};
@@ -9490,14 +9764,14 @@ static mt_pass mt_load_batch(mt_model *m, mt_micro_batch *mb, const mt_batch *wh
     mt_batch_block block = mt_batch_block_open(m, mb, batch, !m->staged);
     size_t T = (size_t)batch->num_tokens, parts = m->tp.sequence_parallel ? (size_t)m->grid->tensor.size : 1;
     mb->rows = (int64_t)(T / parts), mb->unpadded = whole->num_tokens;
-    MT_CHECK(T % parts == 0 && !(training && m->tp.adapters_off));
+    MT_CHECK(T % parts == 0 && !(training && m->adapters_off));
     if (!m->ops->is_imagined) mt_batch_block_fill(m, mb, &block, batch, whole);
     if (training && m->stages[mb->chunk].loss) mt_mtp_load(m, mb->context, &block, whole);
     int64_t bytes = (char *)(block.mtp_weights + (size_t)m->mtp->count * T) - (char *)block.spans;
     m->ops->memory_copy(mb->batch.spans, block.spans, bytes, m->stream);
     m->ops->event_record(m->copied[m->staged], m->stream);
     mt_pass p = mt_pass_begin(m, mb);
-    p.training = p.tp.training = training, p.whole = whole;
+    p.training = training, p.whole = whole;
     return p;
 }
 
@@ -9526,7 +9800,7 @@ static void mt_loss_forward(mt_model *m, const mt_pass *p) {
         mt_head_values(m, p, out), entropy = NULL;
     if (m->plan.loss->host || scores) mt_host_loss_gather(m, p, entropy);
     p->mb->teacher = p->whole->teacher;
-    if (m->plan.loss->distillation && !scores) mt_distill(m, p, out, false);
+    if (m->plan.loss->distillation && !scores) mt_distill_forward(m, p, out);
     if (scores)
         h->sink(h->sink_context, h->micro_batch, p->whole, h->numbers[MT_HOST_LOGP],
                 entropy ? h->numbers[MT_HOST_ENTROPY] : NULL);
@@ -9535,17 +9809,17 @@ static void mt_loss_forward(mt_model *m, const mt_pass *p) {
     if (p->training) mt_mtp_forward(m, p);
 }
 
-/* scratch.dresidual = the gradient of the last layer's output. A tied head's gradient is complete only when the
- * embedding has added its own. */
-static void mt_loss_backward(mt_model *m, const mt_pass *p) {
+/* dhidden = the gradient of the last layer's output. A tied head's gradient is complete only when the embedding has
+ * added its own. */
+static void mt_loss_backward(mt_model *m, const mt_pass *p, void *dhidden) {
     const mt_output *out = &p->mb->outputs[0];
-    mt_mtp_backward(m, p);
+    void *dnormed = m->scratch.dnormed, *dnormed_of_modules = m->mtp->dhidden;
+    mt_mtp_backward(m, p, dnormed_of_modules);
     mt_bucket_acquire(m, m->output_bucket);
     mt_bucket_gradients_acquire(m, m->output_bucket);
-    mt_head_backward(m, p, out, p->batch->labels);
-    if (m->mtp->count > 0) mt_add_to(m, p, m->scratch.dnormed, m->mtp->dhidden);
-    mt_norm_backward(m, p, &m->outer.final_norm, &out->norm, m->scratch.dresidual, NULL, m->scratch.dnormed,
-                     out->hidden);
+    mt_head_backward(m, p, out, p->batch->labels, dnormed);
+    if (m->mtp->count > 0) mt_add_to(m, p, dnormed, dnormed_of_modules);
+    mt_norm_backward(m, p, &m->outer.final_norm, &out->norm, dhidden, NULL, dnormed, out->hidden);
     mt_bucket_gradients_release(m, m->output_bucket, p->last);
     if (m->head_bucket != m->output_bucket && m->head_bucket != m->word_bucket)
         mt_bucket_gradients_release(m, m->head_bucket, p->last);
@@ -9571,24 +9845,29 @@ static void mt_chunk_forward(mt_model *m, const mt_pass *p) {
     if (stage->embedding) mt_embed_forward(m, p, mt_chunk_input(m, p), p->batch->tokens, -1);
     for (int64_t begin = 0, end; begin < stage->num_layers; begin = end) {
         end = mt_recompute_unit_end(m, p->mb->chunk, begin);
-        void *output = end < stage->num_layers ? p->mb->layers[end].input : p->mb->outputs[0].hidden;
-        mt_layers_forward(m, p, begin, end, output, (mt_next_norm){0});
+        bool is_last = end == stage->num_layers;
+        mt_layer_result result = {.out = p->mb->outputs[0].hidden};
+        mt_layers_forward(m, p, begin, end, is_last ? result : mt_input_of(m, p, end), (mt_next_norm){0});
     }
 }
 
-/* scratch.dresidual: gradient of the chunk's output in, gradient of its input out. */
-static void mt_chunk_backward(mt_model *m, const mt_pass *p) {
+/* dresidual[R, C]: the gradient of the chunk's output in, that of its input out. */
+static void mt_chunk_backward(mt_model *m, const mt_pass *p, void *dresidual) {
     const mt_stage *stage = &m->stages[p->mb->chunk];
+    mt_layer *layers = m->layers + m->first_local[p->mb->chunk];
+    bool gathered = false; // dresidual, for the experts of the next layer
     for (int64_t i = stage->num_layers - 1; i >= 0; i--) {
         mt_layer *w = &m->layers[m->first_local[p->mb->chunk] + i];
         mt_offload_fetch(m, p, i);
         if (i + 1 == mt_recompute_unit_end(m, p->mb->chunk, i))
             mt_recompute_unit_replay(m, p, w->recompute_unit, i + 1);
         mt_layer_acquire(m, w, true, p->halves == MT_BACKWARD_BOTH);
-        mt_layer_backward(m, p, w, &p->mb->layers[i], i > 0 && mt_gathers_ahead(m, p, w - 1));
+        bool ahead = i > 0 && mt_gathers_ahead(m, p, w, &layers[i - 1]);
+        mt_layer_backward(m, p, w, &p->mb->layers[i], dresidual, gathered, ahead);
+        gathered = ahead;
         mt_layer_release(m, p, w, true, p->halves == MT_BACKWARD_BOTH);
     }
-    if (stage->embedding) mt_embed_backward(m, p, m->scratch.dresidual, p->batch->tokens, -1, p->last);
+    if (stage->embedding) mt_embed_backward(m, p, dresidual, p->batch->tokens, -1, p->last);
 }
 
 static void mt_chunk_backward_weight(mt_model *m, const mt_pass *p) {
@@ -9647,13 +9926,14 @@ static void mt_stage_forward(mt_model *m, const mt_pass *p) {
 
 static void mt_stage_backward(mt_model *m, const mt_pass *p) {
     const mt_stage *stage = &m->stages[p->mb->chunk];
+    void *dresidual = m->scratch.dresidual;
     mt_offload_prefetch(m, p, stage->num_layers + stage->num_mtp);
     if (stage->loss)
-        mt_loss_backward(m, p);
+        mt_loss_backward(m, p, dresidual);
     else
-        mt_link_receive(m, p, &m->links[MT_LINK_RECV_BACKWARD], m->scratch.dresidual);
-    mt_chunk_backward(m, p);
-    if (!stage->embedding) mt_link_send(m, p, &m->links[MT_LINK_SEND_BACKWARD], m->scratch.dresidual);
+        mt_link_receive(m, p, &m->links[MT_LINK_RECV_BACKWARD], dresidual);
+    mt_chunk_backward(m, p, dresidual);
+    if (!stage->embedding) mt_link_send(m, p, &m->links[MT_LINK_SEND_BACKWARD], dresidual);
 }
 
 /* The live micro-batch `index` of a chunk, or with index -1 a free one. */
@@ -11404,7 +11684,7 @@ static void mt_action_backward(mt_model *m, const mt_action *action, int64_t *re
     if (action->kind == MT_ACTION_BACKWARD_WEIGHT) remaining += m->num_chunks;
     mt_micro_batch *mb = mt_micro_batch_find(m, action->chunk, action->micro_batch);
     mt_pass p = mt_pass_begin(m, mb);
-    p.training = p.tp.training = true, p.message_rows = m->max_rows;
+    p.training = true, p.message_rows = m->max_rows;
     p.halves = action->kind == MT_ACTION_BACKWARD ? MT_BACKWARD_BOTH : MT_BACKWARD_INPUT;
     p.last = --remaining[action->chunk] == 0;
     if (action->kind == MT_ACTION_BACKWARD_WEIGHT)
@@ -11494,7 +11774,7 @@ static int64_t mt_count_alone(mt_schedule *schedule, bool is_warm) {
 /* Runs this rank's list of actions. */
 static int mt_run_schedule(mt_model *m, mt_source *from, mt_error *error) {
     if (!from->training && from->micro_batches <= 0) return 0;
-    bool *is_warm = m->trainer->is_warm[m->tp.adapters_off];
+    bool *is_warm = m->trainer->is_warm[m->adapters_off];
     mt_schedule schedule = mt_schedule_of(m->options, from->micro_batches);
     if (!from->training) schedule.kind = MT_SCHEDULE_FORWARD_ONLY;
     MT_CHECK(mt_schedule_is_legal(&schedule));
@@ -11517,7 +11797,7 @@ static int mt_run_schedule(mt_model *m, mt_source *from, mt_error *error) {
 /* Zeroes the sums of a step's losses, and the squared norm. */
 static void mt_sums_begin(mt_model *m) {
     m->ops->memory_zero(m->numbers->sums, 3 * 8, m->stream);
-    m->ops->memory_zero(m->numbers->loss_metrics, (MT_MAX_LOSS_METRICS + MT_NUM_OPERANDS) * 8, m->stream);
+    m->ops->memory_zero(&m->numbers->report, (int64_t)sizeof m->numbers->report, m->stream);
     if (m->host_loss) *m->host_loss->sums = (mt_host_sums){0};
 }
 
@@ -11528,8 +11808,7 @@ static void mt_sums_finish(mt_model *m, bool training) {
     for (int i = 0; i < 2; i++) {
         m->ops->all_reduce(m->numbers->sums, 2, MT_SUM, MT_F64, groups[i], m->stream);
         if (m->plan.loss->host)
-            m->ops->all_reduce(m->numbers->loss_metrics, MT_MAX_LOSS_METRICS + MT_NUM_OPERANDS, MT_SUM, MT_F64,
-                               groups[i], m->stream);
+            m->ops->all_reduce(&m->numbers->report, MT_LOSS_REPORT_NUMBERS, MT_SUM, MT_F64, groups[i], m->stream);
         if (modules > 0) m->ops->all_reduce(m->numbers->mtp, 2 * modules, MT_SUM, MT_F64, groups[i], m->stream);
     }
 }
@@ -11605,9 +11884,9 @@ static const char *mt_step_operand(const mt_step_result *result, const char *fau
                  {MT_ADVANTAGES, "the advantages"},
                  {MT_RETURNS, "the returns"}};
     if (fault) return fault;
-    if (result->numbers.not_finite[MT_OPERAND_OWN] > 0) return NULL;
+    if (result->numbers.report.not_finite[MT_OPERAND_OWN] > 0) return NULL;
     for (size_t i = 0; i < sizeof names / sizeof *names; i++)
-        if (result->numbers.not_finite[names[i].operand] > 0) return names[i].name;
+        if (result->numbers.report.not_finite[names[i].operand] > 0) return names[i].name;
     return NULL;
 }
 
@@ -11846,7 +12125,7 @@ int mt_train_step(mt_model *m, mt_run_state *state, int64_t micro_batches, mt_ba
                                 .data_seconds = m->trainer->data_seconds};
         for (int64_t k = 0; k < m->options->mtp_num_layers; k++)
             metrics->mtp_losses[k] = mt_mean_loss(result->numbers.mtp + 2 * k);
-        memcpy(metrics->loss_metrics, result->numbers.loss_metrics, sizeof metrics->loss_metrics);
+        memcpy(metrics->loss_metrics, result->numbers.report.metrics, sizeof metrics->loss_metrics);
         metrics->loss_count = result->numbers.sums[1];
         metrics->seconds = m->trainer->unread_seconds * metrics->tokens / m->trainer->unread_tokens;
         mt_experts_report(m, result, metrics);
@@ -11903,11 +12182,12 @@ static bool mt_logits_overlap(const mt_model *m) {
 }
 
 /* `gathered` of the second pair of regions, for rows of up to `widest` channels; if it overlaps, in a mailbox with
- * `parts`. */
+ * the parts. */
 static void mt_plan_exchange(mt_tensor_parallel *tp, int64_t widest, mt_arena *arena) {
-    int64_t whole = tp->group->size * tp->max_rows * widest * mt_dtype_size(tp->dtype);
+    tp->first_part = tp->group->size * tp->max_rows * widest;
+    int64_t whole = tp->first_part * mt_dtype_size(tp->dtype);
     tp->mailbox_bytes = tp->overlaps ? 2 * whole + MT_MAILBOX_OWN : whole;
-    tp->gathered = mt_arena_alloc(arena, tp->mailbox_bytes), tp->parts = mt_at(tp->gathered, whole, MT_U8);
+    tp->gathered = mt_arena_alloc(arena, tp->mailbox_bytes);
     if (tp->overlaps) tp->part_rows = mt_arena_alloc(arena, tp->max_rows * tp->group->size * 4);
 }
 
@@ -12083,7 +12363,7 @@ static void mt_plan_scratch(mt_model *m, mt_arena *arena) {
     if (latent) out_width = mt_max(out_width, m->C); // see mt_latent_qkv_backward
     if (m->plan.train) {
         s->dresidual = mt_arena_alloc(arena, R * m->C * size);
-        if (mt_splits_backward(m)) s->dresidual_next = mt_arena_alloc(arena, R * m->C * size);
+        if (mt_splits_backward(m)) s->dmiddle = mt_arena_alloc(arena, R * m->C * size);
         s->dnormed = mt_arena_alloc(arena, R * m->C * size);
         if (mt_norms_after(o)) s->dout = mt_arena_alloc(arena, R * m->C * size);
     }
@@ -12141,8 +12421,8 @@ static void mt_plan_workspace(mt_model *m, mt_arena *arena) {
     int64_t widest = 0, size = mt_dtype_size(m->dtype), R = MT_MAX_ADAPTER_PARTS * m->options->lora_rank;
     for (const mt_param *param = m->params; param < m->params + m->num_params; param++)
         if (param->role == MT_LORA_A && m->options->lora_dropout > 0) widest = mt_max(widest, param->cols);
-    m->tp.adapter_rows = mt_arena_alloc(arena, 2 * T * R * size);
-    m->tp.adapter_x = mt_arena_alloc(arena, T * widest * size);
+    m->adapter_scratch.rows = mt_arena_alloc(arena, 2 * T * R * size);
+    m->adapter_scratch.x = mt_arena_alloc(arena, T * widest * size);
     mt_plan_scratch(m, arena);
     mt_plan_experts(m, arena);
     int64_t context_bytes = 0;
@@ -12356,7 +12636,10 @@ static void mt_model_linears(mt_model *m) {
         if (!param->continues) {
             linear = is_tied_head ? &m->outer.head : (mt_linear *)(void *)mt_param_weight(m, param);
             *linear = (mt_linear){.kind = param->linear, .K = param->cols};
-            if (linear->kind == MT_LINEAR_GROUPED) linear->num_experts = m->experts->num_local;
+            if (linear->kind == MT_LINEAR_GROUPED) {
+                linear->num_experts = m->experts->num_local;
+                linear->omits_bias = param->shard_dim == 1 && m->grid->expert_tensor.rank > 0;
+            }
             expert = param->expert;
         }
         if (param->expert == expert) linear->N += param->rows; // grouped: rows of one expert
@@ -12377,6 +12660,8 @@ static void mt_model_adapters(mt_model *m) {
             adapter->rank = o->lora_rank, adapter->scale = (float)(o->lora_alpha / (double)o->lora_rank);
             adapter->dropout.key = mt_random_key((uint64_t)o->seed, MT_RANDOM_ADAPTER, index);
             adapter->dropout.p = o->lora_dropout, adapter->first_channel = param->first_col;
+            adapter->off = &m->adapters_off;
+            adapter->scratch = param->expert >= 0 ? &m->experts->rows.adapter : &m->adapter_scratch;
         }
         if (is_a && param->expert == expert) adapter->R += param->rows;
         if (is_b && !param->continues) adapter->parts[adapter->num_parts++].first = param->first_output;
@@ -12386,18 +12671,20 @@ static void mt_model_adapters(mt_model *m) {
 
 /* True if the operation that computes x or dy of a layer's linear stores it in fp8, instead of in the model's type.
  * Then only products read it: no adapter, no gradient of a bias or of a weight in bf16, no exchange of rows between
- * ranks. */
-static bool mt_fp8_in_place(const mt_model *m, const mt_linear *l, const mt_layer *w, mt_fp8_operand operand) {
+ * ranks. field: the linear's offset in mt_layer. */
+static bool mt_fp8_in_place(const mt_model *m, const mt_linear *l, const mt_layer *w, size_t field,
+                            mt_fp8_operand operand) {
     const mt_fp8 *recipe = l->fp8->recipe;
-    if (!recipe->delayed || !recipe->wgrad || m->dtype != MT_BF16 || l->adapter.R > 0 || operand == MT_FP8_W)
+    if (!recipe->delayed || !recipe->wgrad || m->dtype != MT_BF16 || mt_linear_adapts(l) || operand == MT_FP8_W)
         return false;
     if (l->N % MT_FP8_WIDTH != 0 || l->K % MT_FP8_WIDTH != 0) return false;
     if (l->kind == MT_LINEAR_GROUPED) return !mt_scales_output(m) && m->experts->order.capacity == 0;
     if (m->tp.overlaps) return false; // takes the rows in parts
-    if (operand == MT_FP8_DY) return l == &w->fc1 && !m->options->mlp_bias;
+    bool is_qkv = field == offsetof(mt_layer, qkv), is_fc1 = field == offsetof(mt_layer, fc1);
+    if (operand == MT_FP8_DY) return is_fc1 && !m->options->mlp_bias;
     bool follows = mt_norms_before(m->options); // a norm stores x; and no router reads it too
-    bool is_normed = follows && (l == &w->qkv || (l == &w->fc1 && w->expert_bucket < 0));
-    return l == &w->down || (is_normed && !m->tp.sequence_parallel);
+    bool is_normed = follows && (is_qkv || (is_fc1 && w->expert_bucket < 0));
+    return field == offsetof(mt_layer, down) || (is_normed && !m->tp.sequence_parallel);
 }
 
 /* Gives the linears of layers their fp8 recipe. */
@@ -12425,9 +12712,10 @@ static int mt_model_fp8(mt_model *m, const mt_options *o, mt_error *error) {
         l->fp8 = &f->linears[f->num_linears++], l->fp8->recipe = &f->recipe;
         l->fp8->gathered = o->fp8_param_gather && b->strategy != MT_NO_SHARD;
         mt_layer *w = mt_layer_find(m, number);
-        for (int i = 0; i < MT_NUM_FP8_OPERANDS; i++) l->fp8->in_place[i] = mt_fp8_in_place(m, l, w, (mt_fp8_operand)i);
-        if (l->fp8->in_place[MT_FP8_X] && l == &w->qkv) w->input_norm.reader = l;
-        if (l->fp8->in_place[MT_FP8_X] && l == &w->fc1) w->mlp_norm.reader = l;
+        for (int i = 0; i < MT_NUM_FP8_OPERANDS; i++)
+            l->fp8->in_place[i] = mt_fp8_in_place(m, l, w, param->field, (mt_fp8_operand)i);
+        if (l->fp8->in_place[MT_FP8_X] && param->field == offsetof(mt_layer, qkv)) w->input_norm.reader = l;
+        if (l->fp8->in_place[MT_FP8_X] && param->field == offsetof(mt_layer, fc1)) w->mlp_norm.reader = l;
         int64_t N_multiple = l->fp8->gathered ? MT_FP8_WIDTH : mt_max(m->ops->limits.fp8_multiple, 1);
         int64_t K_multiple = l->fp8->gathered ? mt_fp8_stride(1, f->recipe.weight_blocks) : N_multiple;
         if (l->N % N_multiple != 0 || l->K % K_multiple != 0)
@@ -13048,7 +13336,7 @@ void mt_model_forward(mt_model *m, const mt_batch *batch, bool training) {
 }
 
 void mt_model_use_adapters(mt_model *m, bool used) {
-    m->tp.adapters_off = !used;
+    m->adapters_off = !used;
 }
 
 void mt_model_replay(mt_model *m) {
@@ -13180,7 +13468,7 @@ static void mt_decode_enqueue(mt_model *m, const mt_batch *batch, const int32_t 
                               int64_t num_rows) {
     int64_t T = batch->num_tokens;
     mt_decode_prepare(m, batch, cache_rows, rows, num_rows);
-    bool is_step = m->ops->graph_begin && !m->tp.adapters_off && mt_decode_is_step(m, batch, rows, num_rows);
+    bool is_step = m->ops->graph_begin && !m->adapters_off && mt_decode_is_step(m, batch, rows, num_rows);
     mt_decode_graph *step = is_step ? &m->decode_graphs[T] : NULL;
     if (!is_step || !step->has_run) {
         mt_decode_pass(m, num_rows, is_step);

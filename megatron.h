@@ -947,13 +947,12 @@ typedef struct mt_quantize_args {
      * offsets[num_experts] on are neither read nor written. NULL: none */
     const int32_t *offsets;
     int64_t num_experts;
-    /* rows at other places: row r of x goes to the rows position[r * copies + i] of `rows`, i < copies, as far as these
-     * are not negative; amax is that of the rows with such a place. With `scale`, without `columns`; count is 1. NULL:
-     * row r is row r */
-    const int32_t *position;
-    int64_t copies;
-    int64_t compact;       // with positions, > 0: row r goes to row compact + r as well
-    const int32_t *source; // fp8_transpose, rows of experts: row m is compact + source[m] of `rows`; NULL: m
+    /* copies of rows, where a token goes to several experts; NULL: row r is row r. quantize: row r of x[R, C] goes to
+     * the rows position[r * copies + i] of `rows`, i < copies, as far as these are not negative, and with compact > 0
+     * to row compact + r too; amax is that of the rows with such a place. With `scale`, without `columns`; count is 1.
+     * fp8_transpose reads a row that has copies once, where it is compact: row m is compact + source[m] of `rows` */
+    const int32_t *position, *source;
+    int64_t copies, compact;
 } mt_quantize_args;
 
 /* A rank's part of weights: elements [first, first + n) of w[count, R, C], whose rows are C wide. Other ranks have the
@@ -2180,23 +2179,17 @@ typedef struct mt_tensor_parallel {
     const mt_group *group;
     mt_stream *stream, *comm; // products; communication beside them (may be the same stream)
     mt_dtype dtype;           // of activations and weights
-    bool training;            // fp8, delayed scaling: products record the largest values of their operands
     bool sequence_parallel;
-    bool overlaps; // --tp-comm-overlap or flex: one rank's rows are computed while those of the next are in transfer
+    bool overlaps; // one rank's rows are computed while those of the next are in transfer: --tp-comm-overlap, flex
     int64_t T, rows;
     /* sequence parallelism: [T, C or wider] a whole operand, and a partial sum before it is scattered */
     void *gathered, *partial;
     /* overlap only */
-    mt_mailbox *mailbox; // `gathered` and, behind it, `parts`
-    void *parts;         // [group size, max_rows, C or wider] other ranks' parts of the sums of these rows
-    int32_t *part_rows;  // [max_rows, group size] the rows of `parts` that add up to each row's sum
+    mt_mailbox *mailbox; // the memory of `gathered`, and then of parts: [group size, max_rows, C or wider]
+    int64_t first_part;  // elements before the parts, which are other ranks' parts of the sums of these rows
+    int32_t *part_rows;  // [max_rows, group size] the rows of the parts that add up to each row's sum
     int64_t max_rows, mailbox_bytes;
     float *loss_parts; // [group size, 4, T] for the vocabulary-parallel loss
-    /* adapters only: scratch of one product */
-    void *adapter_rows;         // [2, T, widest R]
-    void *adapter_x;            // [T, widest K]: with dropout
-    const int64_t *token_index; // [T] for dropout
-    bool adapters_off;          // forward: y of the base; see mt_model_use_adapters
 } mt_tensor_parallel;
 
 /* The four regions (Shoeybi et al., "Megatron-LM"; Korthikanti et al., "Reducing activation recomputation in large
@@ -2241,20 +2234,26 @@ typedef struct mt_fp8 {
     bool delayed;                        // scales of earlier steps; else of the operand itself
     mt_dtype format, gradient_format;    // of x and w; of dy
     bool wgrad;                          // also the weights' gradients
-    bool keeps_weights;                  // quantized weights are kept until the weights change
+    bool keeps_weights;                  // between calls: not where weights are sharded
     int64_t version;                     // number of changes of the weights
     mt_arena scratch;                    // operands of the product at hand
 } mt_fp8;
 extern const mt_fp8 mt_fp8_recipes[]; // by mt_fp8_recipe: the fields that --fp8-recipe sets
 
 /* The fp8 state of one linear. With delayed scaling the operands x, w, dy have a scale each, and the largest absolute
- * values of this step. */
+ * values of this step. Lifetimes of quantized operands:
+ *
+ *   x, dy, dy^T   until the end of the call, in recipe->scratch. With in_place the operation that computes x or dy
+ *                 stores it in fp8, in the memory that it would have in the type of activations
+ *   x^T           the same, or with saved_x from the forward to the backward, in its layer's values
+ *   w, w^T        until the end of the call, or with recipe->keeps_weights while `version` is recipe->version, which
+ *                 counts the changes of the weights. With `gathered` w arrives in fp8, and only w^T is computed */
 typedef enum mt_fp8_operand { MT_FP8_X, MT_FP8_W, MT_FP8_DY, MT_NUM_FP8_OPERANDS } mt_fp8_operand;
 enum { MT_FP8_SCALE_STEP = 4 }; // floats between inverse scales: cuBLASLt reads scales at multiples of 16 bytes only
 typedef struct mt_fp8_linear {
     mt_fp8 *recipe;
-    float *scale, *amax;                // [MT_NUM_FP8_OPERANDS]: delayed scaling's; else amax is scratch
-    mt_fp8_matrix w, w_transposed;      // with keeps_weights until the weights change, else for one call
+    float *scale, *amax; // [MT_NUM_FP8_OPERANDS]: delayed scaling's; else amax is scratch
+    mt_fp8_matrix w, w_transposed;
     int64_t version;                    // of the weights that these are
     bool gathered;                      // --fp8-param-gather: w arrives in fp8
     bool in_place[MT_NUM_FP8_OPERANDS]; // delayed scaling: x or dy of a product holds rows in fp8
@@ -2262,6 +2261,12 @@ typedef struct mt_fp8_linear {
     float *inverse_scales;              // [MT_NUM_FP8_OPERANDS, MT_FP8_SCALE_STEP] with in_place: the first of a row
     int64_t first_amax, num_amaxes;     // `gathered`: of w's in mt_bucket.fp8_amaxes
 } mt_fp8_linear;
+
+/* Memory for the adapters of one product at a time. */
+typedef struct mt_adapter_scratch {
+    void *rows; // [2, T, widest R]
+    void *x;    // [T, widest K]: with dropout
+} mt_adapter_scratch;
 
 /* Low-rank adapters of a linear with a frozen weight (Hu et al., "LoRA"): y += scale dropout(x) A^T B^T. A fused linear
  * has several: their A are one matrix, so that one product computes h[T, R] = scale dropout(x) a^T. */
@@ -2277,6 +2282,8 @@ typedef struct mt_adapter {
     float scale;           // alpha / rank
     mt_dropout dropout;    // of x; not for experts
     int64_t first_channel; // of x, in the whole model
+    const bool *off;       // the model's switch: true: y is that of the base
+    const mt_adapter_scratch *scratch;
 } mt_adapter;
 
 /* y = x w^T + bias. N and K are this rank's sizes. */
@@ -2285,6 +2292,7 @@ typedef struct mt_linear {
     int64_t N, K;
     int64_t num_experts; // grouped
     mt_linear_kind kind;
+    bool omits_bias;    // grouped: y is a partial sum, and another rank adds the bias
     mt_fp8_linear *fp8; // NULL: products in the type of activations
     mt_adapter adapter; // R 0: none
 } mt_linear;
@@ -2297,39 +2305,44 @@ typedef struct mt_row_groups {
     /* With mt_fp8_linear.in_place, if rows of x, or of dy, are copies of fewer rows, which follow them once: row r is
      * that of source[r]. NULL: they are not */
     const int32_t *x_source, *dy_source;
-    void *adapter_rows; // scratch [2, num_rows, R] of the adapters
 } mt_row_groups;
+
+/* The pass that a linear is used in. */
+typedef struct mt_linear_pass {
+    const mt_tensor_parallel *tp;
+    bool training;              // delayed scaling records the largest values of operands; adapters drop out
+    const int64_t *token_index; // [T], for the adapters' dropout
+} mt_linear_pass;
 
 /* The operands of one use of a linear; a function reads those it needs. */
 typedef struct mt_linear_io {
     const void *x;
-    void *x_transposed; // fp8: the forward of a training step stores x^T, the backward reads it; NULL: neither
+    void *x_transposed; // fp8: the forward stores x^T here, and the backward reads it; NULL: neither
     void *y;
     const void *dy;
     void *dx;
-    /* The one activation within a product, where mt_linear_fuses_gelu: GELU's tanh approximation. NULL: none */
-    void *gelu;                          // forward: gelu(y), beside y; not for a row-parallel linear
-    const void *gelu_of;                 // backward: x is gelu(gelu_of), and dx the gradient of gelu_of
-    const mt_row_groups *groups;         // of a grouped linear
-    int64_t first_row;                   // set by products on some of the T rows: the first of them
-    bool omits_bias;                     // forward: y is a partial sum; another rank adds the bias
-    mt_fp8_matrix dy_fp8, dy_transposed; // set by the backward of a linear with fp8
+    const mt_row_groups *groups; // of a grouped linear
 } mt_linear_io;
 
 /* The halves of a backward: gradient of the input, gradient of the weights, or both. */
 enum { MT_BACKWARD_INPUT = 1, MT_BACKWARD_WEIGHT = 2, MT_BACKWARD_BOTH = 3 };
 
-/* True if the backend computes GELU within the products of this linear. */
-bool mt_linear_fuses_gelu(const mt_tensor_parallel *tp, const mt_linear *linear);
-
 /* y from x. Communication of column- and row-parallel kinds is included: results are complete on tp->stream. */
-void mt_linear_forward(const mt_tensor_parallel *tp, const mt_linear *linear, const mt_linear_io *io);
+void mt_linear_forward(mt_linear_pass pass, const mt_linear *linear, const mt_linear_io *io);
 /* dx from dy. */
-void mt_linear_backward_input(const mt_tensor_parallel *tp, const mt_linear *linear, const mt_linear_io *io);
+void mt_linear_backward_input(mt_linear_pass pass, const mt_linear *linear, const mt_linear_io *io);
 /* dw and dbias from dy and x. */
-void mt_linear_backward_weight(const mt_tensor_parallel *tp, const mt_linear *linear, const mt_linear_io *io);
+void mt_linear_backward_weight(mt_linear_pass pass, const mt_linear *linear, const mt_linear_io *io);
 /* Both, or the selected `halves`; the communication of one half overlaps the product of the other. */
-void mt_linear_backward(const mt_tensor_parallel *tp, const mt_linear *linear, const mt_linear_io *io, int halves);
+void mt_linear_backward(mt_linear_pass pass, const mt_linear *linear, const mt_linear_io *io, int halves);
+
+/* The one activation within a product: GELU's tanh approximation, where the backend has it and the linear allows it.
+ * Forward: y and gelu = gelu(y); not for a row-parallel linear. Backward: x is gelu(gelu_of), and dx is the gradient of
+ * gelu_of. */
+bool mt_linear_fuses_gelu(const mt_ops *ops, const mt_linear *linear);
+void mt_linear_gelu_forward(mt_linear_pass pass, const mt_linear *linear, const mt_linear_io *io, void *gelu);
+void mt_linear_gelu_backward(mt_linear_pass pass, const mt_linear *linear, const mt_linear_io *io, const void *gelu_of,
+                             int halves);
 
 /* Vocabulary-parallel embedding: out[rows, C] = the table's rows of ids[T]; this rank holds w, rows [first, first +
  * count). The backward adds to w.dw. */

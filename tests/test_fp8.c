@@ -124,7 +124,6 @@ static void bind(fixture *f) {
                                  .stream = f->stream,
                                  .comm = f->stream,
                                  .dtype = MT_BF16,
-                                 .training = true,
                                  .T = T,
                                  .rows = T};
 }
@@ -162,12 +161,17 @@ static double relative_distance(const float *actual, const float *expected, int6
     return sqrt(distance / norm);
 }
 
+/* A pass of training with a fixture's linears. */
+static mt_linear_pass training(const mt_tensor_parallel *tp) {
+    return (mt_linear_pass){.tp = tp, .training = true};
+}
+
 static void check_step(fixture *f, const recipe *r, int64_t step) {
     mt_linear_io io = {.x = f->x, .y = f->y, .dy = f->dy, .dx = f->dx};
     put(f, f->x, tensor("x.%d", NULL, step, T * K * 2), T * K * 2);
     put(f, f->dy, tensor("dy.%d", NULL, step, T * N * 2), T * N * 2);
-    mt_linear_forward(&f->tp, &f->linear, &io);
-    mt_linear_backward(&f->tp, &f->linear, &io, MT_BACKWARD_BOTH);
+    mt_linear_forward(training(&f->tp), &f->linear, &io);
+    mt_linear_backward(training(&f->tp), &f->linear, &io, MT_BACKWARD_BOTH);
     uint16_t *y = fetch(f, f->y, T * N * 2), *dx = fetch(f, f->dx, T * K * 2);
     float *dw = fetch(f, f->linear.weight.dw, N * K * 4);
     uint16_t *expected = mt_malloc(T * mt_max(N, K) * 2);
@@ -347,7 +351,7 @@ static void mlp_open(mlp *m, const mt_ops *ops, mt_fp8_recipe recipe, bool in_pl
     m->dactive = mlp_bf16(m, TOKENS * F, 7), m->dhidden = mlp_bf16(m, TOKENS * WIDTH, 8),
     m->dnormed = mlp_bf16(m, TOKENS * CHANNELS, 9);
     m->tp = (mt_tensor_parallel){.ops = &m->ops, .group = &mt_grid_of_one.tensor, .stream = m->stream};
-    m->tp.comm = m->stream, m->tp.dtype = MT_BF16, m->tp.training = true, m->tp.T = m->tp.rows = TOKENS;
+    m->tp.comm = m->stream, m->tp.dtype = MT_BF16, m->tp.T = m->tp.rows = TOKENS;
     for (int i = 0; i < 2 && saves; i++) m->saved[i] = mlp_memory(m, 1 << 16);
 }
 
@@ -380,16 +384,16 @@ static void mlp_run(mlp *m) {
     mt_linear_io down = {.x = m->active, .x_transposed = m->saved[1], .y = m->y, .dy = m->dy, .dx = m->dactive};
     mt_activation_args activation = {TOKENS, F, MT_ACTIVATION_SWIGLU, m->hidden, .y = m->active, .dy = m->dactive};
     activation.dx = m->dhidden;
-    mt_linear_forward(&m->tp, &m->fc1, &fc1);
+    mt_linear_forward(training(&m->tp), &m->fc1, &fc1);
     mlp_activation_result(&activation, &m->states[1], MT_FP8_X, m->active, F);
     m->ops.activation_forward(&activation, MT_BF16, m->stream);
-    mt_linear_forward(&m->tp, &m->down, &down);
+    mt_linear_forward(training(&m->tp), &m->down, &down);
     if (m->saved[0])
         m->ops.memory_zero(m->normed, TOKENS * CHANNELS * 2, m->stream), fc1.x = down.x = NULL; // read by no backward
-    mt_linear_backward(&m->tp, &m->down, &down, MT_BACKWARD_BOTH);
+    mt_linear_backward(training(&m->tp), &m->down, &down, MT_BACKWARD_BOTH);
     mlp_activation_result(&activation, &m->states[0], MT_FP8_DY, m->dhidden, WIDTH);
     m->ops.activation_backward(&activation, MT_BF16, m->stream);
-    mt_linear_backward(&m->tp, &m->fc1, &fc1, MT_BACKWARD_BOTH);
+    mt_linear_backward(training(&m->tp), &m->fc1, &fc1, MT_BACKWARD_BOTH);
 }
 
 static void same_bits(mlp *stored, mlp *quantized, const char *what, const void *got, const void *want, int64_t bytes) {

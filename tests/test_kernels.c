@@ -1928,11 +1928,11 @@ static void the_first_product_of_a_step_overwrites_a_gradient(void **state) {
         first.kind = kind >= MT_LINEAR_GROUPED ? MT_LINEAR_GROUPED : (mt_linear_kind)kind;
         if (kind > MT_LINEAR_GROUPED) groups.host_offsets = offsets;
         for (int i = 0; i < E * N * K; i++) once[i] = dw[i] = 1000;
-        for (int i = 0; i < 2; i++) mt_linear_backward_weight(&tp, &first, &io);
+        for (int i = 0; i < 2; i++) mt_linear_backward_weight((mt_linear_pass){.tp = &tp}, &first, &io);
         first.weight = (mt_weight){.dw = dw, .has_gradient = &has_gradient};
         second = first;
         for (int uses = 1; uses <= 3; uses++) {
-            mt_linear_backward_weight(&tp, uses == 2 ? &second : &first, &io);
+            mt_linear_backward_weight((mt_linear_pass){.tp = &tp}, uses == 2 ? &second : &first, &io);
             assert_true(has_gradient);
             for (int64_t i = 0; i < size; i++)
                 if (fabsf(dw[i] - (float)uses * once[i]) > 1e-4f || fabsf(once[i]) > 100)

@@ -16,19 +16,19 @@ static float x[TOKENS * INPUT], hidden[TOKENS * HIDDEN], y[TOKENS * OUTPUT]; // 
 static float a[HIDDEN * INPUT], b[OUTPUT * HIDDEN], da[HIDDEN * INPUT], db[OUTPUT * HIDDEN];
 static float dx[TOKENS * INPUT], dhidden[TOKENS * HIDDEN], dy[TOKENS * OUTPUT];
 
-static void forward(const mt_tensor_parallel *tp, const mt_linear *column, const mt_linear *row) {
-    mt_linear_forward(tp, column, &(mt_linear_io){.x = x, .y = hidden}); // no communication: x is whole on every rank
-    mt_linear_forward(tp, row, &(mt_linear_io){.x = hidden, .y = y});    // partial sums, then an all-reduce
+static void forward(mt_linear_pass pass, const mt_linear *column, const mt_linear *row) {
+    mt_linear_forward(pass, column, &(mt_linear_io){.x = x, .y = hidden}); // no communication: x is whole on every rank
+    mt_linear_forward(pass, row, &(mt_linear_io){.x = hidden, .y = y});    // partial sums, then an all-reduce
 }
 
 /* The derivative of the loss with respect to *weight, which one rank has changed: every rank takes part in the sums. */
-static double difference(const mt_tensor_parallel *tp, const mt_linear *column, const mt_linear *row, float *weight) {
+static double difference(mt_linear_pass pass, const mt_linear *column, const mt_linear *row, float *weight) {
     const float step = 1e-2f; // the loss is linear in every weight: a large step costs no accuracy
     double losses[2] = {0};
     for (int sign = 0; sign < 2; sign++) {
         float before = weight ? *weight : 0;
         if (weight) *weight += sign ? step : -step;
-        forward(tp, column, row);
+        forward(pass, column, row);
         for (int i = 0; i < TOKENS * OUTPUT; i++) losses[sign] += (double)y[i] * (double)dy[i];
         if (weight) *weight = before;
     }
@@ -52,20 +52,21 @@ int main(int argc, char **argv) {
     ops->random_normal(b, OUTPUT * part, 99 + (uint64_t)rank, 0, 0, 1, MT_F32, NULL);
 
     mt_tensor_parallel tp = {.ops = ops, .group = &grid.world, .dtype = MT_F32, .T = TOKENS, .rows = TOKENS};
+    mt_linear_pass pass = {.tp = &tp};
     mt_linear column = {.weight = {.w = a, .dw = da}, .N = part, .K = INPUT, .kind = MT_LINEAR_COLUMN};
     mt_linear row = {.weight = {.w = b, .dw = db}, .N = OUTPUT, .K = part, .kind = MT_LINEAR_ROW};
 
     /* The backward goes the other way: dy is whole on every rank, and dx is summed over the ranks. */
-    forward(&tp, &column, &row);
-    mt_linear_backward(&tp, &row, &(mt_linear_io){.x = hidden, .dy = dy, .dx = dhidden}, MT_BACKWARD_BOTH);
-    mt_linear_backward(&tp, &column, &(mt_linear_io){.x = x, .dy = dhidden, .dx = dx}, MT_BACKWARD_BOTH);
+    forward(pass, &column, &row);
+    mt_linear_backward(pass, &row, &(mt_linear_io){.x = hidden, .dy = dy, .dx = dhidden}, MT_BACKWARD_BOTH);
+    mt_linear_backward(pass, &column, &(mt_linear_io){.x = x, .dy = dhidden, .dx = dx}, MT_BACKWARD_BOTH);
 
     double worst = 0;
     for (int owner = 0; owner < ranks; owner++) // one rank after another changes its weights
         for (int64_t i = 0; i < part * (INPUT + OUTPUT); i++) {
             bool of_a = i < part * INPUT, mine = owner == rank;
             float *weight = of_a ? &a[i] : &b[i - part * INPUT];
-            double expected = difference(&tp, &column, &row, mine ? weight : NULL);
+            double expected = difference(pass, &column, &row, mine ? weight : NULL);
             double gradient = (double)(of_a ? da[i] : db[i - part * INPUT]);
             if (mine) worst = fmax(worst, fabs(expected - gradient) / (1 + fabs(expected)));
         }
