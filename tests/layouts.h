@@ -1512,7 +1512,7 @@ static const family_layout families_on_layouts[] = {
     {4, "gpt_oss", 1, TP "2" SP EP "2" SHARD "optim" PREFETCH},
     {4, "gpt_oss", 1, PP "2" CP "2" BY "all_gather"},
     {8, "gpt_oss", 1, TP "2" SP PP "2" ETP "1" EP "4" SHARD "optim_grads_params"},
-    {8, "gpt_oss", 2, TP "2" SP CP "2" BY "a2a" EP "2" FLEX},
+    {4, "gpt_oss", 2, CP "2" BY "a2a" EP "2" FLEX},
     {2, "gpt2", 1, TP "2" SP},
     {2, "llama3_rope_tied", 1, PP "2" VP "2"},
     {2, "qwen3", 2, CP "2" BY "a2a"},
