@@ -2289,6 +2289,12 @@ static char *describe(mt_options *o) {
 #define GPT2                                                                                                           \
     "{\"model_type\": \"gpt2\", \"n_layer\": 1, \"n_head\": 2, \"n_embd\": 8, \"n_positions\": 8, "                    \
     "\"vocab_size\": 60000"
+#define LARGE_VOCABULARY                                                                                               \
+    "\"num_hidden_layers\": 8, \"hidden_size\": 64, \"intermediate_size\": 128, \"num_attention_heads\": 4, "          \
+    "\"max_position_embeddings\": 4096, \"vocab_size\": 130000"
+#define SMOLLM3 "{\"model_type\": \"smollm3\", " LARGE_VOCABULARY
+#define GEMMA3  "{\"model_type\": \"gemma3_text\", \"num_key_value_heads\": 2, " LARGE_VOCABULARY
+#define OLMO3   "{\"model_type\": \"olmo3\", " LARGE_VOCABULARY
 #define COMMON                                                                                                         \
     "\"initializer_range\": 0.02", "\"tie_word_embeddings\": false", "\"hidden_act\": \"silu\"",                       \
         "\"attention_dropout\": 0.0", "\"use_cache\": true", "\"rope_parameters\": null", "\"rope_scaling\": null"
@@ -2352,6 +2358,27 @@ static void a_key_that_a_family_omits_has_the_familys_default(void **state) {
          {"\"num_experts_per_tok\": 4", "\"router_aux_loss_coef\": 0.001", "\"rope_parameters\": null",
           "\"rope_parameters\": " GPT_OSS_ROPE ", \"rope_theta\": 150000}", "\"rope_scaling\": " GPT_OSS_ROPE "}",
           "\"num_experts\": 128", "\"quantization_config\": {\"quant_method\": \"mxfp4\"}"}},
+        {SMOLLM3,
+         {"\"tie_word_embeddings\": true", "\"rms_norm_eps\": 1e-6", "\"rope_theta\": 2000000.0",
+          "\"num_key_value_heads\": 4", "\"num_key_value_heads\": null", "\"head_dim\": null", "\"mlp_bias\": false",
+          "\"attention_bias\": false", "\"use_sliding_window\": false", "\"sliding_window\": null",
+          "\"no_rope_layers\": null", "\"no_rope_layers\": [1, 1, 1, 0, 1, 1, 1, 0]", "\"no_rope_layer_interval\": 4",
+          "\"bos_token_id\": 128000", "\"eos_token_id\": 128001", "\"pad_token_id\": 128004",
+          "\"hidden_act\": \"silu\""}},
+        {GEMMA3,
+         {"\"tie_word_embeddings\": true", "\"rms_norm_eps\": 1e-6", "\"rope_theta\": 1000000.0", "\"head_dim\": 256",
+          "\"rope_local_base_freq\": 10000.0", "\"query_pre_attn_scalar\": 256", "\"sliding_window\": 4096",
+          "\"sliding_window_pattern\": 6", "\"_sliding_window_pattern\": 6", "\"layer_types\": null",
+          "\"hidden_activation\": \"gelu_pytorch_tanh\"", "\"attention_bias\": false",
+          "\"rope_parameters\": {\"rope_theta\": 1000000.0, \"rope_type\": \"default\"}",
+          "\"rope_parameters\": {\"sliding_attention\": {\"rope_theta\": 10000.0}}", "\"attn_logit_softcapping\": null",
+          "\"use_bidirectional_attention\": null", "\"bos_token_id\": 2", "\"eos_token_id\": 1",
+          "\"pad_token_id\": 0"}},
+        {OLMO3,
+         {COMMON, "\"rms_norm_eps\": 1e-5", "\"rope_theta\": 500000.0", "\"num_key_value_heads\": 4",
+          "\"sliding_window\": 4096", "\"layer_types\": null", "\"attention_bias\": false",
+          "\"rope_parameters\": {\"full_attention\": {\"rope_theta\": 500000.0}}", "\"bos_token_id\": null",
+          "\"eos_token_id\": 50279", "\"pad_token_id\": 1"}},
     };
     for (size_t i = 0; i < sizeof families / sizeof *families; i++) {
         mt_options sparse, full;
@@ -2369,6 +2396,127 @@ static void a_key_that_a_family_omits_has_the_familys_default(void **state) {
             free(found), mt_options_free(&full);
         }
         free(expected), mt_options_free(&sparse);
+    }
+}
+
+/* Transformers 5.23: rope_parameters has an object for each type of layer, rope_scaling goes into that of full layers,
+ * and what stands beside these objects is a default for few keys. */
+static void rope_of_layers_with_a_window_is_read_as_in_transformers(void **state) {
+    (void)state;
+    static const struct {
+        const char *keys;
+        double gemma[2], olmo[2]; // bases of full layers and of layers with a window; 0: refused
+        double factor;
+    } cases[] = {
+        {"\"rope_parameters\": {\"full_attention\": {\"rope_theta\": 7}}", {7, 1e4}, {7, 5e5}, 1},
+        {"\"rope_parameters\": {\"full_attention\": {\"rope_theta\": 7}, \"sliding_attention\": {\"rope_theta\": 5}}",
+         {7, 5},
+         {7, 5},
+         1},
+        {"\"rope_parameters\": {\"sliding_attention\": {\"rope_theta\": 5}}", {1e6, 5}, {5e5, 5}, 1},
+        {"\"rope_parameters\": {}, \"rope_theta\": 7", {7, 1e4}, {0}, 1},
+        {"\"rope_local_base_freq\": 6, \"rope_theta\": 7", {7, 6}, {0}, 1},
+        {"\"rope_parameters\": {\"sliding_attention\": {\"rope_theta\": 5}}, \"rope_theta\": 7", {7, 5}, {7, 5}, 1},
+        {"\"rope_scaling\": {\"rope_type\": \"linear\", \"factor\": 4}", {1e6, 1e4}, {5e5, 5e5}, 4},
+        {"\"rope_scaling\": {\"rope_type\": \"linear\", \"factor\": 4}, \"rope_parameters\": {\"full_attention\": "
+         "{\"rope_theta\": 7, \"rope_type\": \"default\"}, \"sliding_attention\": {\"rope_theta\": 5}}",
+         {7, 5},
+         {7, 5},
+         4},
+        {"\"rope_parameters\": {\"full_attention\": {\"type\": \"linear\", \"factor\": 4}}", {1e6, 1e4}, {5e5, 5e5}, 4},
+        {"\"rope_scaling\": {\"type\": \"linear\", \"factor\": 4}", {0}, {0}, 4},
+        {"\"rope_parameters\": {\"rope_type\": \"linear\", \"factor\": 4}", {0}, {0}, 4},
+        {"\"rope_parameters\": {\"rope_type\": \"default\", \"rope_theta\": 7}", {0}, {0}, 1},
+        {"\"rope_parameters\": {\"full_attention\": {\"rope_theta\": null}}", {0}, {0}, 1},
+        {"\"rope_parameters\": {\"full_attention\": {\"rope_type\": \"yarn\", \"factor\": 4}}, "
+         "\"original_max_position_embeddings\": 1024",
+         {0},
+         {0},
+         4},
+    };
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++)
+        for (int k = 0; k < 2; k++) {
+            const double *bases = k == 0 ? cases[i].gemma : cases[i].olmo;
+            char json[1000];
+            mt_options o;
+            snprintf(json, sizeof json, "%s, %s}", k == 0 ? GEMMA3 : OLMO3, cases[i].keys);
+            if (bases[0] == 0) {
+                expect_config_error(json, "rope_");
+                continue;
+            }
+            expect_config(&o, json);
+            double window = o.window_rotary_base > 0 ? o.window_rotary_base : o.rotary_base;
+            bool scales = o.rope_scaling_type == MT_ROPE_SCALING_LINEAR && o.rope_scaling_factor == cases[i].factor;
+            if (o.rotary_base != bases[0] || window != bases[1] || (cases[i].factor != 1) != scales)
+                fail_msg("%s\n  gives bases %g and %g, factor %g", json, o.rotary_base, window, o.rope_scaling_factor);
+            mt_options_free(&o);
+        }
+    expect_config_error(OLMO3 ", \"rope_parameters\": {\"sliding_attention\": {\"type\": \"linear\", \"factor\": 4}}}",
+                        "\"linear\" in layers with a window is not supported");
+    expect_config_error(GEMMA3 ", \"_sliding_window_pattern\": 4}", "give \"layer_types\"");
+    expect_config_error(LLAMA ", \"rope_scaling\": {\"rope_type\": \"llama3\", \"factor\": 8, "
+                              "\"high_freq_factor\": 4}}",
+                        "\"low_freq_factor\" is missing");
+    expect_config_error(LLAMA ", \"rope_parameters\": {\"rope_type\": null}}",
+                        "\"rope_type\" of RoPE's parameters is null");
+}
+
+/* A flag that is null is false; a number or word that is null has no meaning where its absence has one. */
+static void null_is_no_default(void **state) {
+    (void)state;
+    static const char *const numbers[][2] = {
+        {LLAMA, "rms_norm_eps"},
+        {LLAMA, "hidden_act"},
+        {LLAMA, "initializer_range"},
+        {GPT2, "layer_norm_epsilon"},
+        {GPT2, "activation_function"},
+        {GPT2, "embd_pdrop"},
+        {GEMMA3, "head_dim"},
+        {GEMMA3, "query_pre_attn_scalar"},
+        {MIXTRAL, "router_aux_loss_coef"},
+        {MIXTRAL, "router_jitter_noise"},
+        {DEEPSEEK_V3, "routed_scaling_factor"},
+    };
+    char json[2000], expected[100];
+    mt_options o;
+    for (size_t i = 0; i < sizeof numbers / sizeof *numbers; i++) {
+        snprintf(json, sizeof json, "%s, \"%s\": null}", numbers[i][0], numbers[i][1]);
+        snprintf(expected, sizeof expected, "\"%s\" is null; give a value, or leave the key out for ", numbers[i][1]);
+        expect_config_error(json, expected);
+    }
+    expect_config(&o, DEEPSEEK_V3 ", \"rope_interleave\": null}");
+    assert_false(o.rotary_interleaved);
+    mt_options_free(&o);
+    expect_config(&o, QWEN2MOE ", \"qkv_bias\": null}");
+    assert_false(o.add_qkv_bias);
+    mt_options_free(&o);
+    expect_config(&o, GPT2 ", \"tie_word_embeddings\": null}");
+    assert_true(o.untie_embeddings_and_output_weights);
+    mt_options_free(&o);
+    expect_config_error(DEEPSEEK_V3 ", \"norm_topk_prob\": null}", "\"norm_topk_prob\": false is not supported");
+    expect_config_error(LLAMA ", \"is_causal\": null}", "\"is_causal\": false is not supported");
+}
+
+/* A family's padding token is written where the vocabulary holds it; else no token, for transformers fails on one that
+ * the embedding does not hold. */
+static void a_familys_padding_token_is_written_only_if_the_vocabulary_holds_it(void **state) {
+    (void)state;
+    static const char *const cases[][2] = {
+        {SMOLLM3, "\"pad_token_id\": 128004"},
+        {"{\"model_type\": \"smollm3\", " LLAMA_SIZES, "\"pad_token_id\": null"},
+        {GEMMA3, "\"pad_token_id\": 0"},
+        {GEMMA3 ", \"pad_token_id\": null", "\"pad_token_id\": null"},
+        {GEMMA3 ", \"pad_token_id\": 3", "\"pad_token_id\": 3"},
+        {LLAMA, "\"pad_token_id\": null"},
+    };
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        mt_options o;
+        char json[1000];
+        snprintf(json, sizeof json, "%s}", cases[i][0]);
+        expect_config(&o, json);
+        char *written = mt_options_write_hf_config(&o);
+        if (!strstr(written, cases[i][1])) fail_msg("%s\n  is written as %s", json, written);
+        free(written), mt_options_free(&o);
     }
 }
 
@@ -2910,6 +3058,9 @@ static const struct CMUnitTest tests[] = {
     cmocka_unit_test(what_a_family_cannot_compute_is_refused),
     cmocka_unit_test(tokens_are_the_first_of_a_list),
     cmocka_unit_test(a_key_that_a_family_omits_has_the_familys_default),
+    cmocka_unit_test(rope_of_layers_with_a_window_is_read_as_in_transformers),
+    cmocka_unit_test(null_is_no_default),
+    cmocka_unit_test(a_familys_padding_token_is_written_only_if_the_vocabulary_holds_it),
     cmocka_unit_test(a_class_that_is_known_stands_for_an_unknown_type),
     cmocka_unit_test(values_of_a_wrong_type_are_refused_with_their_key),
     cmocka_unit_test(bad_steps_have_rules_that_go_together),

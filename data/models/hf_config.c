@@ -273,8 +273,8 @@ enum { LINEAR = 1 << MT_ROPE_SCALING_LINEAR, LLAMA3 = 1 << MT_ROPE_SCALING_LLAMA
 static const mt_hf_key mt_rope_keys[] = {
     {"factor", LINEAR | LLAMA3 | YARN, MT_AT(rope_scaling_factor), REQUIRED},
     {"original_max_position_embeddings", LLAMA3 | YARN, MT_AT(original_max_position_embeddings)},
-    {"low_freq_factor", LLAMA3, MT_AT(rope_low_freq_factor)},
-    {"high_freq_factor", LLAMA3, MT_AT(rope_high_freq_factor)},
+    {"low_freq_factor", LLAMA3, MT_AT(rope_low_freq_factor), REQUIRED},
+    {"high_freq_factor", LLAMA3, MT_AT(rope_high_freq_factor), REQUIRED},
     {"beta_fast", YARN, MT_AT(yarn_beta_fast)},
     {"beta_slow", YARN, MT_AT(yarn_beta_slow)},
     {"attention_factor", YARN, MT_AT(yarn_attention_factor)},
@@ -438,6 +438,19 @@ static void mt_config_set(mt_config *config, const mt_hf_key *key, const json_t 
     if (!config->failed && key->conversion && key->conversion->read) key->conversion->read(shape);
 }
 
+/* The value of a key that is null: no value if the file may say so, false for a flag, and an error where a file without
+ * the key has a default. */
+static json_t *mt_config_null(mt_config *config, const mt_hf_key *key) {
+    const mt_option *row = key->flags & (PLAIN | FIXED) ? NULL : mt_option_of(key->offset);
+    bool is_word = key->flags & (PLAIN_ACTIVATION | GATED_ACTIVATION);
+    bool is_flag = key->flags & PLAIN || (row && !is_word && (row->type == MT_FLAG || row->type == MT_NO));
+    if (key->flags & FIXED && key->absent) is_flag = *key->absent == 't' || *key->absent == 'f';
+    if (is_flag) return json_false();
+    if (key->absent && strcmp(key->absent, "null") != 0)
+        mt_config_fail(config, "\"%s\" is null; give a value, or leave the key out for %s", key->key, key->absent);
+    return NULL;
+}
+
 /* The keys of `object` that the families (or types) of `mask` have. */
 static void mt_config_read_keys(mt_config *config, const json_t *object, const mt_hf_key *keys, size_t count,
                                 unsigned mask, mt_options *shape) {
@@ -445,7 +458,7 @@ static void mt_config_read_keys(mt_config *config, const json_t *object, const m
         json_t *value = key->key ? json_object_get(object, key->key) : NULL, *absent = NULL;
         if (!(key->families & mask) || key->flags & WRITE) continue;
         if (json_is_null(value) && key->flags & (NULLABLE | NULL_IS_ZERO)) continue;
-        if (json_is_null(value)) value = NULL;
+        if (json_is_null(value)) value = mt_config_null(config, key);
         if (value && key->flags & FIXED) mt_config_check_fixed(config, key, value);
         if (key->flags & FIXED) continue;
         if (!value && key->absent) value = absent = json_loads(key->absent, JSON_DECODE_ANY, NULL);
@@ -470,15 +483,14 @@ static void mt_config_read_later(mt_config *config, const json_t *object, const 
     }
 }
 
-/* Tokens that begin and end texts in files of a family without these keys. */
+/* Tokens that begin, end and pad texts in files of a family without these keys. */
 static const struct {
     unsigned families;
-    int64_t bos, eos;
+    int64_t bos, eos, pad;
 } mt_hf_tokens[] = {
-    {GPT2, 50256, 50256},
-    {LLAMA | MISTRAL | MIXTRAL, 1, 2},
-    {DEEPSEEK_V3, 0, 1},
-    {ALL, -1, -1},
+    {GPT2, 50256, 50256, -1}, {LLAMA | MISTRAL | MIXTRAL, 1, 2, -1}, {DEEPSEEK_V3, 0, 1, -1},
+    {GEMMA3, 2, 1, 0},        {SMOLLM3, 128000, 128001, 128004},     {OLMO3, -1, 50279, 1},
+    {ALL, -1, -1, -1},
 };
 
 /* A token id that was checked, or the first of a list; -1 if there is none or the vocabulary does not hold it. */
@@ -498,6 +510,8 @@ static void mt_config_read_tokens(mt_config *config, unsigned mask, mt_options *
         config->failed = true, *config->error = problem;
     shape->bos_token_id = mt_config_token(config, "bos_token_id", mt_hf_tokens[row].bos, shape->vocab_size);
     shape->eos_token_id = mt_config_token(config, "eos_token_id", mt_hf_tokens[row].eos, shape->vocab_size);
+    int64_t pad = mt_config_token(config, "pad_token_id", mt_hf_tokens[row].pad, shape->vocab_size);
+    if (pad >= 0 && !json_object_get(config->root, "pad_token_id")) mt_json_set_int(config->root, "pad_token_id", pad);
     mt_special_tokens_take(shape, config->root);
 }
 
@@ -514,18 +528,37 @@ static int mt_config_rope_type(mt_config *config, const char *type) {
     return -1;
 }
 
-/* True if RoPE's parameters are an object for each type of layer. */
-static bool mt_config_rope_by_type(const json_t *rope) {
-    return json_is_object(mt_config_get(rope, "full_attention")) &&
-           json_is_object(mt_config_get(rope, "sliding_attention"));
+/* RoPE's parameters of families whose layers with a window have their own: rope_parameters has an object for each type
+ * of layer, and rope_scaling replaces keys of the full layers' object, as in transformers 5, which reads no others. */
+static json_t *mt_config_rope_by_type(mt_config *config, unsigned mask, json_t *newer, json_t *older,
+                                      const json_t **window) {
+    const char *key;
+    json_t *value, *full = mt_config_object(config, newer, "full_attention");
+    *window = mt_config_object(config, newer, "sliding_attention");
+    json_object_foreach(newer, key, value) {
+        bool is_type = strcmp(key, "full_attention") == 0 || strcmp(key, "sliding_attention") == 0;
+        const char *word = json_string_value(value);
+        bool is_default = strcmp(key, "rope_type") == 0 && word && strcmp(word, "default") == 0;
+        if (strcmp(key, "rope_theta") == 0) is_default = json_number_value(value) == (mask & GEMMA3 ? 1e6 : 5e5);
+        if (!is_type && !is_default)
+            mt_config_fail(config,
+                           "\"rope_parameters\" holds \"%.60s\", which has no effect in this family; write it into its "
+                           "objects \"full_attention\" and \"sliding_attention\"",
+                           key);
+    }
+    if (mt_config_get(older, "type") && !mt_config_get(older, "rope_type"))
+        mt_config_fail(config, "\"rope_scaling\" has a \"type\", which transformers 5 does not read in this family; "
+                               "rename it to \"rope_type\"");
+    if (full && older) json_object_update(full, older);
+    return full ? full : older;
 }
 
 /* The object of RoPE's parameters: rope_parameters, or rope_scaling, which older files have beside rope_theta and which
  * replaces rope_parameters as a whole, as in transformers 5. *window: that of layers with a window, if it has its own.
  */
 static const json_t *mt_config_rope_object(mt_config *config, unsigned mask, const json_t **window) {
-    const json_t *newer = mt_config_object(config, config->root, "rope_parameters");
-    const json_t *older = mt_config_object(config, config->root, "rope_scaling"), *value;
+    json_t *newer = mt_config_object(config, config->root, "rope_parameters");
+    json_t *older = mt_config_object(config, config->root, "rope_scaling"), *value;
     const char *key;
     const json_t *rope = json_object_size(older) > 0 ? older : newer;
     const json_t *base = rope == older ? mt_config_get(newer, "rope_theta") : NULL;
@@ -536,25 +569,32 @@ static const json_t *mt_config_rope_object(mt_config *config, unsigned mask, con
             "unused; write it into \"rope_scaling\" too",
             json_number_value(base));
     *window = NULL;
-    if (mask & WINDOWED && mt_config_rope_by_type(rope)) {
-        *window = mt_config_get(rope, "sliding_attention");
-        rope = mt_config_get(rope, "full_attention");
-    }
+    if (mask & WINDOWED) rope = mt_config_rope_by_type(config, mask, newer, older, window);
     json_object_foreach((json_t *)rope, key, value) {
+        if (json_is_null(value) && mt_choice_index("rope_theta|rope_type", key) >= 0)
+            mt_config_fail(config, "\"%s\" of RoPE's parameters is null; give a value or leave the key out", key);
         if (json_is_object(value))
             mt_config_fail(config, "RoPE with parameters of its own for \"%.60s\" is not supported", key);
     }
     return rope;
 }
 
-/* RoPE of layers with a window: a base of their own, and no scaling. Older files of Gemma 3 have the base beside the
- * object; OLMo 3's have only the base of all layers. */
+/* RoPE of layers with a window: a base of their own, and no scaling. Files of Gemma 3 may have the base beside the
+ * object. OLMo 3's have 500000 where the object has none; a base of all layers beside it is theirs in transformers 4
+ * only. */
 static void mt_config_read_window_rope(mt_config *config, const json_t *window, unsigned mask, mt_options *shape) {
-    const char *type = mt_config_string(config, window, "rope_type", "default");
-    double older = mt_config_real(config, config->root, "rope_local_base_freq", mask & GEMMA3 ? 10000 : 0);
-    double base = mt_config_real(config, window, "rope_theta", window && !(mask & GEMMA3) ? shape->rotary_base : older);
     if (!(mask & WINDOWED)) return;
-    if (base == 0) base = shape->rotary_base;
+    const char *older = mt_config_string(config, window, "type", "default");
+    const char *type = mt_config_string(config, window, "rope_type", older);
+    bool gemma = mask & GEMMA3;
+    double beside = gemma ? mt_config_real(config, config->root, "rope_local_base_freq", 10000) : 500000;
+    double base = mt_config_real(config, window, "rope_theta", beside);
+    double all = mt_config_real(config, config->root, "rope_theta", beside);
+    if (!gemma && !mt_config_get(window, "rope_theta") && all != beside)
+        mt_config_fail(config,
+                       "\"rope_theta\" is %g, which layers with a window have in transformers 4 and not in 5; write "
+                       "it into \"full_attention\" and \"sliding_attention\" of \"rope_parameters\"",
+                       all);
     if (base <= 0) mt_config_fail(config, "RoPE of layers with a window has a base of %g, must be above 0", base);
     if (type && strcmp(type, "default") != 0)
         mt_config_fail(config, "RoPE of type \"%.40s\" in layers with a window is not supported", type);
@@ -562,13 +602,19 @@ static void mt_config_read_window_rope(mt_config *config, const json_t *window, 
     shape->window_rotary_base = same ? 0 : base;
 }
 
-/* The context before its extension. A value beside the object wins. */
+/* The context before its extension. A value beside the object wins, except where types of layers have objects. */
 static void mt_config_read_original_context(mt_config *config, const json_t *rope, int type, mt_options *shape) {
     static const char key[] = "original_max_position_embeddings";
+    unsigned mask = 1u << shape->hf_family;
     int64_t inside = mt_config_int(config, rope, key, shape->max_position_embeddings);
     int64_t beside = mt_config_int(config, config->root, key, inside);
     if (type == MT_ROPE_SCALING_LINEAR) return;
     if (beside < 1) mt_config_fail(config, "\"%s\" is %lld, must be positive", key, (long long)beside);
+    if (mask & WINDOWED && beside != inside)
+        mt_config_fail(config,
+                       "\"%s\" has no effect beside \"rope_parameters\" in this family; write it into its "
+                       "\"full_attention\"",
+                       key);
     shape->original_max_position_embeddings = beside;
 }
 
@@ -624,7 +670,7 @@ static bool mt_config_read_layer_types(mt_config *config, char *letters, int64_t
 static bool mt_config_slides(mt_config *config, unsigned mask, int64_t i) {
     int64_t first = mt_config_int(config, config->root, "max_window_layers", 28);
     int64_t older = mt_config_int(config, config->root, "sliding_window_pattern", mask & GEMMA3 ? 6 : 4);
-    int64_t pattern = mask & GEMMA3 ? mt_config_int(config, config->root, "_sliding_window_pattern", older) : 4;
+    int64_t pattern = mask & GEMMA3 ? older : 4;
     if (pattern < 1) mt_config_fail(config, "\"sliding_window_pattern\" is %lld, must be positive", (long long)pattern);
     if (mask & WINDOWED) return pattern > 0 && (i + 1) % pattern != 0;
     if (mask & QWEN2_MOE) return i < first && i % 2 == 0;
@@ -638,6 +684,7 @@ static void mt_config_read_windows(mt_config *config, unsigned mask, mt_options 
     bool uses = mt_config_bool(config, config->root, "use_sliding_window", false) || !(mask & (QWENS | SMOLLM3));
     if (config->failed || shape->num_layers < 1) return;
     char *listed = mt_calloc(shape->num_layers + 1), *letters = mt_calloc(shape->num_layers + 1);
+    int64_t pattern = mt_config_int(config, config->root, "sliding_window_pattern", 6);
     bool lists = mt_config_read_layer_types(config, listed, shape->num_layers);
     if (uses)
         mt_config_read_later(config, config->root, "sliding_window", mask, shape);
@@ -655,6 +702,9 @@ static void mt_config_read_windows(mt_config *config, unsigned mask, mt_options 
         mt_config_fail(config,
                        "\"layer_types\" lists other layers with a sliding window than this family has, which is "
                        "all of them with a \"sliding_window\"; make them agree");
+    if (mask & GEMMA3 && !lists && mt_config_int(config, config->root, "_sliding_window_pattern", pattern) != pattern)
+        mt_config_fail(config, "\"_sliding_window_pattern\" is read by nothing; give \"layer_types\", or name it "
+                               "\"sliding_window_pattern\"");
     if (lists && shape->window_size > 0) memcpy(letters, listed, (size_t)shape->num_layers);
     if (!strchr(letters, '1')) shape->window_size = 0, shape->window_rotary_base = 0;
     if (strchr(letters, '1') && strchr(letters, '0')) {

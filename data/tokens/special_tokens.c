@@ -55,7 +55,7 @@ void mt_special_tokens_set(json_t *object, const mt_options *options, bool nulls
             json_object_set(object, keys[i], value);
         else if (!value && own[i] >= 0)
             json_object_set_new(object, keys[i], json_integer(own[i]));
-        else if (!value && nulls && i != PAD)
+        else if (!value && nulls)
             json_object_set_new(object, keys[i], json_null());
     }
     json_decref(taken);
