@@ -1244,6 +1244,58 @@ static void yaml_has_the_booleans_of_yaml_1_1(void **state) {
     }
 }
 
+static int read_yaml(mt_options *options, const char *text, mt_error *error) {
+    mt_options_default(options);
+    return mt_options_read_yaml(options, MT_PROGRAM_TRAIN, text, (int64_t)strlen(text), "run.yaml", error);
+}
+
+/* As PyYAML reads them; an octal number, 017, would be another one for most who write it. */
+static void yaml_has_the_numbers_of_yaml_1_1(void **state) {
+    (void)state;
+    static const struct {
+        const char *text;
+        double value; // of --seq-length or --lr; 0: refused
+    } cases[] = {
+        {"seq_length: 1_000", 1000},
+        {"seq_length: 0x1F", 31},
+        {"seq_length: 0b101", 5},
+        {"seq_length: +12", 12},
+        {"seq_length: 0xf_f", 255},
+        {"seq_length: '017'", 17},
+        {"lr: 1_0.5", 10.5},
+        {"lr: .5", .5},
+        {"lr: 1_0e-1_0", 1e-9},
+        {"seq_length: 017", 0},
+        {"seq_length: 00", 0},
+        {"seq_length: 0o17", 0},
+        {"seq_length: 1__0", 0},
+        {"seq_length: _10", 0},
+        {"seq_length: 10_", 0},
+        {"seq_length: 0x", 0},
+        {"seq_length: 0xFG", 0},
+        {"seq_length: 0b12", 0},
+        {"seq_length: 1:30", 0},
+        {"seq_length: 1e3", 0},
+        {"seq_length: +-1", 0},
+        {"lr: .inf", 0},
+        {"lr: .nan", 0},
+        {"lr: 1_.5", 0},
+        {"lr: 1e_5", 0},
+        {"bf16: tRue", 0},
+        {"bf16: oN", 0},
+        {"bf16: y", 0},
+    };
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        mt_options options;
+        mt_error error = {""};
+        int status = read_yaml(&options, cases[i].text, &error);
+        double found = status != 0 ? 0 : cases[i].text[0] == 'l' ? options.lr : (double)options.seq_length;
+        if (found != cases[i].value || (status != 0) != (cases[i].value == 0))
+            fail_msg("%s gives %g: %s", cases[i].text, found, error.text);
+        mt_options_free(&options);
+    }
+}
+
 static void yaml_lists_the_layers_with_experts(void **state) {
     (void)state;
     mt_options options;
@@ -3021,6 +3073,7 @@ static const struct CMUnitTest tests[] = {
 #ifdef MT_HAVE_YAML
     cmocka_unit_test(yaml_sets_options_and_the_command_line_wins),
     cmocka_unit_test(yaml_has_the_booleans_of_yaml_1_1),
+    cmocka_unit_test(yaml_has_the_numbers_of_yaml_1_1),
     cmocka_unit_test(yaml_lists_the_layers_with_experts),
     cmocka_unit_test(bad_yaml_is_refused_with_file_and_line),
     cmocka_unit_test(deep_yaml_is_refused_before_it_is_parsed),

@@ -126,7 +126,7 @@ absent_keys_have_their_defaults() {
 # A file of verl that leaves keys out has the values of verl's generated file; n counts once.
 a_partial_file_of_verl_has_its_defaults() {
     cat >"$work/partial.yaml" <<EOF
-data: {train_files: $work/say.jsonl, train_batch_size: 4, max_prompt_length: 32}
+data: {train_files: $work/say.jsonl, train_batch_size: 4, max_prompt_length: 0x20}
 actor_rollout_ref:
   model: {path: a/b}
   actor: {ppo_mini_batch_size: 4, ppo_micro_batch_size_per_gpu: 1, use_kl_loss: true}
@@ -831,6 +831,12 @@ references_lead_somewhere() {
         refuses 'could need\|itself' \
             'sft_train: &a {model_args: {}, <<: [*a, *a, *a, *a, *a, *a, *a, *a, *a, *a, *a]}' ||
         return 1
+    printf '%s\n' 'seeds: {list: [5, {seed: "${..0}"}], last: "${.list.1.seed}"}' 'seed: ${seeds.last}' \
+        'sft_train: {model_args: {}, infer_batch_size: "${..seed}"}' >"$work/relative.yaml"
+    prints "$work/relative.yaml" sft_train && sets seed seed 5 &&
+        refuses 'bad.yaml:1: ${.nothing}: the file has no such key' 'seed: ${.nothing}' 'sft_train: {}' &&
+        refuses 'bad.yaml:1: ${..seeds}: the file has no such key' 'seed: ${..seeds}' 'seeds: 3' 'sft_train: {}' &&
+        refuses 'refers to itself' 'seed: ${.seed}' 'sft_train: {model_args: {}}' || return 1
     printf '%s\n' 'seed: ${oc.env:MT_NUMBER,4}' 'sft_train: {model_args: {}}' >"$work/env.yaml"
     prints "$work/env.yaml" sft_train && sets seed seed 4 || return 1
     (export MT_NUMBER=9 && prints "$work/env.yaml" sft_train && sets seed seed 9)

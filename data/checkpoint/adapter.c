@@ -712,7 +712,8 @@ char *mt_adapter_print_config(const mt_options *o) {
 void mt_adapter_warn(const mt_options *o, FILE *out) {
     mt_param *rows;
     char module[160] = "";
-    if (o->lora_rank == 0 || o->num_experts == 0) return;
+    // peft asks for the family: a DeepSeek-V3 without experts is treated alike
+    if (o->lora_rank == 0 || (o->num_experts == 0 && o->hf_family != MT_HF_DEEPSEEK_V3)) return;
     int64_t count = mt_params_build(&rows, o, NULL);
     for (int64_t i = 0; i < count && !*module; i++) {
         if (!rows[i].can_adapt || !(o->lora_roles >> rows[i].role & 1) || rows[i].unit == MT_UNIT_EXPERTS) continue;
@@ -722,7 +723,7 @@ void mt_adapter_warn(const mt_options *o, FILE *out) {
     if (!*module) return;
     fprintf(
         out,
-        "warning: peft (0.21) drops the adapters of dense layers and shared experts of a model with experts, such as "
+        "warning: peft (0.21) drops the adapters of dense layers and shared experts of a family with experts, such as "
         "%s; this program loads them; for other programs merge them by infer --merge-adapter, or name matrices of "
         "attention alone by --lora-target\n",
         module);

@@ -1379,26 +1379,42 @@ void mt_options_free(mt_options *options) {
 }
 
 bool mt_parse_bool(const char *text, bool *value) {
-    static const char *const words[] = {"true", "false", "yes", "no", "on", "off"};
-    for (size_t i = 0; i < sizeof words / sizeof *words; i++) {
-        *value = i % 2 == 0;
-        if (strcasecmp(text, words[i]) == 0) return true;
+    *value = mt_choice_index("true|True|TRUE|yes|Yes|YES|on|On|ON", text) >= 0;
+    return *value || mt_choice_index("false|False|FALSE|no|No|NO|off|Off|OFF", text) >= 0;
+}
+
+enum { MT_NUMBER_TEXT = 400 }; // bytes of a number's text
+
+/* Copies a number without the underscores between its digits, 1_000; false where one stands elsewhere. */
+static bool mt_number_copy(char out[MT_NUMBER_TEXT], const char *text) {
+    static const char digits[] = "0123456789";
+    size_t length = 0;
+    for (const char *at = text; *at; at++) {
+        bool between = at > text && at[1] && strchr(digits, at[-1]) && strchr(digits, at[1]);
+        if (*at == '_' && !between) return false;
+        if (*at == '_') continue;
+        if (length == MT_NUMBER_TEXT - 1) return false;
+        out[length++] = *at;
     }
-    return false;
+    out[length] = 0;
+    return length > 0;
 }
 
 bool mt_parse_int(const char *text, int64_t *value) {
-    const char *digits = text + (*text == '-');
+    char number[MT_NUMBER_TEXT];
+    if (!mt_number_copy(number, text)) return false;
+    const char *digits = number + (*number == '-' || *number == '+');
     if (!*digits || strspn(digits, "0123456789") != strlen(digits)) return false;
     errno = 0;
-    *value = strtoll(text, NULL, 10);
+    *value = strtoll(number, NULL, 10);
     return errno == 0;
 }
 
 static bool mt_parse_real(const char *text, double *value) {
-    char *end;
-    if (!*text || strspn(text, "0123456789+-.eE") != strlen(text)) return false; // no inf, nan or hexadecimal
-    *value = strtod(text, &end);
+    char *end, number[MT_NUMBER_TEXT];
+    if (!mt_number_copy(number, text)) return false;
+    if (strspn(number, "0123456789+-.eE") != strlen(number)) return false; // no inf, nan or hexadecimal
+    *value = strtod(number, &end);
     return *end == 0 && isfinite(*value);
 }
 

@@ -94,10 +94,11 @@ void mt_string_set(char **string, const char *text);
 void mt_strings_add(mt_strings *strings, const char *text);
 void mt_strings_free(mt_strings *strings);
 
-/* Reads true or false, or YAML 1.1's yes, no, on and off, in any case. False if `text` is none of them. */
+/* Reads true or false, or YAML 1.1's yes, no, on and off, in YAML's three cases (true, True, TRUE). False if `text` is
+ * none of them. */
 bool mt_parse_bool(const char *text, bool *value);
 
-/* Reads a plain decimal; strtoll alone would accept leading blanks. False if `text` is none. */
+/* Reads a whole number as Python's int: 12, +12, 1_000. False if `text` is none. */
 bool mt_parse_int(const char *text, int64_t *value);
 
 /* Sets a value from its text and marks the option as given; `where` names it in messages. Appends to a list. */

@@ -87,6 +87,9 @@ static int mt_yaml_read_layers(mt_yaml *yaml, const mt_setting *setting, const c
 /* Reads the value of a setting: the current event is a scalar or begins a sequence. */
 static int mt_yaml_read_value(mt_yaml *yaml, const mt_setting *setting, const char *where) {
     const char *text;
+    char decimal[32];
+    mt_option_type type = setting->row ? setting->row->type : MT_STRING;
+    bool takes_number = type == MT_INT || type == MT_REAL || type == MT_INTS;
     bool is_sequence = yaml->event.type == YAML_SEQUENCE_START_EVENT;
     if (is_sequence && setting->row && setting->row->offset == MT_AT(moe_layer_freq))
         return mt_yaml_read_layers(yaml, setting, where);
@@ -97,7 +100,12 @@ static int mt_yaml_read_value(mt_yaml *yaml, const mt_setting *setting, const ch
     while (yaml->event.type != YAML_SEQUENCE_END_EVENT) {
         if (yaml->event.type != YAML_SCALAR_EVENT)
             return mt_error_set(yaml->error, "%s expects plain values in its list", where);
-        if (mt_yaml_scalar(yaml, &text) || mt_setting_set(yaml->reader, setting, text, where, yaml->error)) return -1;
+        bool is_plain = yaml->event.data.scalar.style == YAML_PLAIN_SCALAR_STYLE;
+        if (mt_yaml_scalar(yaml, &text)) return -1;
+        if (is_plain && mt_yaml_is_octal(text))
+            return mt_yaml_refuse_octal(yaml->path, (long long)yaml->event.start_mark.line + 1, text, yaml->error);
+        if (takes_number && is_plain && mt_yaml_decimal(decimal, text)) text = decimal;
+        if (mt_setting_set(yaml->reader, setting, text, where, yaml->error)) return -1;
         if (!is_sequence) return 0;
         if (mt_yaml_next(yaml)) return -1;
     }

@@ -146,10 +146,33 @@ static const char *reference_end(const char *text) {
 
 static int follow(reader *r, yaml_node_t **node, int depth);
 
-/* The node of a path "a.b.0" from the root of the file. */
+/* The section or list that a node is in, the first of the file if aliases put it into several; NULL: none. */
+static yaml_node_t *parent_of(reader *r, const yaml_node_t *child) {
+    yaml_node_t *first = r->document.nodes.start, *end = r->document.nodes.top;
+    if (child < first || child >= end) return NULL;
+    int index = (int)(child - first) + 1;
+    r->visited += (end - first) / 64; // a search is quicker than visits; too many are an error of the next one
+    for (yaml_node_t *node = first; node < end; node++) {
+        if (node->type == YAML_SEQUENCE_NODE) {
+            const yaml_node_item_t *item = node->data.sequence.items.start;
+            for (; item < node->data.sequence.items.top; item++)
+                if (*item == index) return node;
+        } else if (is_mapping(node)) {
+            const yaml_node_pair_t *pair = node->data.mapping.pairs.start;
+            for (; pair < node->data.mapping.pairs.top; pair++)
+                if (pair->value == index) return node;
+        }
+    }
+    return NULL;
+}
+
+/* The node of a path: "a.b.0" from the root of the file, ".b" from the section that `from` is in, "..b" from the one
+ * around that. */
 static int find_path(reader *r, const char *path, const yaml_node_t *from, yaml_node_t **found, int depth) {
     yaml_node_t *node = yaml_document_get_root_node(&r->document);
-    for (const char *at = path; node && *at;) {
+    const char *at = path;
+    for (const yaml_node_t *inner = from; *at == '.' && node; at++) inner = node = parent_of(r, inner);
+    while (node && *at) {
         size_t length = strcspn(at, ".");
         if (follow(r, &node, depth) != 0) return -1;
         if (node->type == YAML_SEQUENCE_NODE && length > 0 && strspn(at, "0123456789") == length) {
@@ -275,6 +298,17 @@ static int follow(reader *r, yaml_node_t **node, int depth) {
     }
 }
 
+/* The text of a scalar with its references replaced, to free. A whole number of YAML, 1_000 or 0x1F, is in decimal, for
+ * all who compare or convert it. */
+static char *scalar_value(reader *r, const yaml_node_t *scalar) {
+    char *text = expand(r, scalar, scalar_text(scalar), 0);
+    bool is_plain = scalar->type == YAML_SCALAR_NODE && scalar->data.scalar.style == YAML_PLAIN_SCALAR_STYLE;
+    char decimal[32];
+    if (!text || !is_plain || !mt_yaml_decimal(decimal, text)) return text;
+    free(text);
+    return mt_strdup(decimal);
+}
+
 /* The text of a key of the section that the value at hand is in, or of the root, to free; NULL: there is none. */
 static char *sibling_text(reader *r, const yaml_node_t *mapping, const char *name) {
     mt_error *error = r->error, ignored;
@@ -282,8 +316,7 @@ static char *sibling_text(reader *r, const yaml_node_t *mapping, const char *nam
     if (!node) return NULL;
     r->error = &ignored;
     char *text = NULL;
-    if (follow(r, &node, 0) == 0 && node->type == YAML_SCALAR_NODE && !is_null(node))
-        text = expand(r, node, scalar_text(node), 0);
+    if (follow(r, &node, 0) == 0 && node->type == YAML_SCALAR_NODE && !is_null(node)) text = scalar_value(r, node);
     r->error = error;
     return text;
 }
@@ -343,8 +376,13 @@ static int take_values(reader *r, const mt_role_key *row, const char *option, ya
         yaml_node_t *scalar = is_list ? get_node(r, *item) : node;
         if (visit(r, scalar) != 0 || follow(r, &scalar, 0) != 0) return -1;
         if (scalar->type != YAML_SCALAR_NODE) return expects_value(r, scalar, line);
-        char *text = expand(r, scalar, scalar_text(scalar), 0);
-        if (!text) return -1;
+        char *text = scalar_value(r, scalar);
+        bool is_octal = scalar->data.scalar.style == YAML_PLAIN_SCALAR_STYLE && mt_yaml_is_octal(scalar_text(scalar));
+        if (text && is_octal) mt_yaml_refuse_octal(r->path, line_of(scalar), text, r->error);
+        if (!text || is_octal) {
+            free(text);
+            return -1;
+        }
         add_value(r, index, row, text);
         free(text);
         if (!is_list) return 0;
@@ -484,7 +522,7 @@ static double path_number(reader *r, const char *path, double fallback) {
     double value = fallback;
     r->error = &ignored;
     if (find_path(r, path, yaml_document_get_root_node(&r->document), &node, 0) == 0 && follow(r, &node, 0) == 0) {
-        char *text = expand(r, node, scalar_text(node), 0);
+        char *text = scalar_value(r, node);
         if (text && *text && strspn(text, "0123456789.eE+-") == strlen(text)) value = strtod(text, NULL);
         free(text);
     }
@@ -1134,6 +1172,35 @@ static int read_document(reader *r) {
     if (r->has_role) return 0;
     if (!*roles) return mt_error_set(r->error, "--role %.80s: %s has no sections of roles", r->role, r->path);
     return mt_error_set(r->error, "--role %.80s: %s has the roles %s", r->role, r->path, roles);
+}
+
+bool mt_yaml_decimal(char decimal[32], const char *text) {
+    const char *at = text + (*text == '-' || *text == '+');
+    int base = strncmp(at, "0x", 2) == 0 ? 16 : strncmp(at, "0b", 2) == 0 ? 2 : 10;
+    const char *digits = base == 16 ? "0123456789abcdefABCDEF" : base == 2 ? "01" : "0123456789";
+    int64_t value = 0;
+    if (base == 10 && !strchr(at, '_')) return false; // decimal, or no number
+    if (base != 10) at += 2;
+    if (!strchr(digits, *at) || !*at || at[strlen(at) - 1] == '_' || strstr(at, "__")) return false;
+    for (; *at; at++) {
+        char digit[2] = {*at, 0};
+        if (*at == '_') continue;
+        if (!strchr(digits, *at) || value > INT64_MAX / base - 1) return false;
+        value = base * value + strtoll(digit, NULL, base);
+    }
+    snprintf(decimal, 32, "%s%lld", *text == '-' ? "-" : "", (long long)value);
+    return true;
+}
+
+bool mt_yaml_is_octal(const char *text) {
+    const char *digits = text + (*text == '-' || *text == '+');
+    return *digits == '0' && digits[1] && strspn(digits, "01234567_") == strlen(digits);
+}
+
+int mt_yaml_refuse_octal(const char *path, long long line, const char *text, mt_error *error) {
+    return mt_error_set(
+        error, "%s:%lld: '%.40s' is an octal number in YAML; write it in decimal, or in quotes if it is a text", path,
+        line, text);
 }
 
 long long mt_yaml_line(const char *text, int64_t bytes, size_t mark) {

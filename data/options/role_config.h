@@ -53,6 +53,14 @@ int mt_yaml_check_nesting(const char *text, int64_t bytes, const char *path, mt_
 /* The number of the line of a mark of libyaml, which at the end of a text may lie behind its last line. */
 long long mt_yaml_line(const char *text, int64_t bytes, size_t mark);
 
+/* Writes in decimal what YAML 1.1 reads as a whole number of another form: 0x1F, 0b101, 1_000. False for other texts.
+ */
+bool mt_yaml_decimal(char decimal[32], const char *text);
+
+/* True for a plain scalar that YAML 1.1 reads as an octal number, 017, and the error about one. */
+bool mt_yaml_is_octal(const char *text);
+int mt_yaml_refuse_octal(const char *path, long long line, const char *text, mt_error *error);
+
 /* True with the names of the roles in `roles`, if a YAML text has any. */
 bool mt_role_config_detect(char roles[400], const char *text, int64_t bytes);
 
