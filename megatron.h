@@ -646,6 +646,7 @@ typedef struct mt_options {
     bool sft, sequence_packing, variable_seq_lengths;
     int64_t train_epochs, skip_bad_samples;
     mt_chat_template chat_template;
+    char *chat_template_kwargs; // JSON
     mt_loss_on loss_on;
     mt_long_samples long_samples;
     char *messages_key, *prompt_key, *query_key, *response_key;

@@ -571,13 +571,18 @@ static int open_found(const mt_tokenizer *tokenizer, const char *path, mt_error 
 }
 
 /* The text that the folder's template writes first. */
-static void writes(const mt_tokenizer *tokenizer, const char *folder, const char *text) {
+/* The folder's template writes this text, with variables of the run, in JSON, and of a line, if there are any. */
+static void writes_with(const mt_tokenizer *tokenizer, const char *folder, const char *of_run, const json_t *of_line,
+                        const char *text) {
     static const mt_chat_message messages[] = {{"user", "", 0}};
     mt_chat *chat;
     mt_error error;
     mt_ids ids = {0}, turns = {0};
     mt_text found = {0};
+    const mt_chat_extras extras = {.variables = of_line};
     assert_int_equal(mt_chat_open(&chat, MT_CHAT_AUTO, tokenizer, folder, &error), 0);
+    assert_int_equal(mt_chat_set_variables(chat, of_run, &error), 0);
+    mt_chat_set_extras(chat, &extras);
     if (mt_chat_encode(chat, messages, 1, true, &ids, &turns, &error) != 0) fail_msg("%s", error.text);
     assert_int_equal(mt_tokenizer_decode(tokenizer, ids.data, ids.count, &found, &error), 0);
     assert_int_equal(found.bytes, strlen(text));
@@ -586,6 +591,48 @@ static void writes(const mt_tokenizer *tokenizer, const char *folder, const char
     free(ids.data);
     free(turns.data);
     free(found.data);
+}
+
+static void writes(const mt_tokenizer *tokenizer, const char *folder, const char *text) {
+    writes_with(tokenizer, folder, NULL, NULL, text);
+}
+
+/* --chat-template-kwargs, which those of a line replace one by one; and the day, which the environment can fix. */
+static void a_template_gets_the_variables_of_the_run(void **state) {
+    (void)state;
+    mt_tokenizer *tokenizer;
+    mt_chat *chat;
+    mt_error error;
+    char folder[512];
+    json_t *line = json_pack("{s:i}", "age", 2);
+    bool renders = has_jinja();
+    static const char *const wrong[] = {"", "{", "[1]", "3", "{\"a\": 1, \"a\": 2}"};
+    assert_int_equal(mt_tokenizer_open(&tokenizer, MT_TOKENIZER_HUGGINGFACE, "data/demo-tokenizer.json", &error), 0);
+    snprintf(folder, sizeof folder, "%s", at("variables"));
+    assert_int_equal(mkdir(folder, 0700), 0);
+    write_text(at("variables/chat_template.jinja"), "{{ name }} {{ age }}");
+    if (renders) {
+        writes_with(tokenizer, folder, "{\"name\": \"a\", \"age\": 1}", NULL, "a 1");
+        writes_with(tokenizer, folder, "{\"name\": \"a\", \"age\": 1}", line, "a 2");
+        writes_with(tokenizer, folder, "{}", line, " 2");
+        write_text(at("variables/chat_template.jinja"), "{{ strftime_now('%d %b %Y') }}");
+        assert_int_equal(setenv("SOURCE_DATE_EPOCH", "1000000000", 1), 0);
+        writes(tokenizer, folder, "09 Sep 2001");
+        assert_int_equal(unsetenv("SOURCE_DATE_EPOCH"), 0);
+    }
+    assert_int_equal(mt_chat_open(&chat, MT_CHAT_AUTO, tokenizer, folder, &error), 0);
+    for (size_t i = 0; i < sizeof wrong / sizeof *wrong; i++) {
+        assert_int_equal(mt_chat_set_variables(chat, wrong[i], &error), -1);
+        assert_non_null(strstr(error.text, "--chat-template-kwargs expects an object of JSON"));
+    }
+    mt_chat_close(chat);
+    assert_int_equal(mt_chat_open(&chat, MT_CHAT_PLAIN, tokenizer, folder, &error), 0);
+    assert_int_equal(mt_chat_set_variables(chat, "{\"a\": 1}", &error), -1);
+    assert_non_null(strstr(error.text, "--chat-template plain has no variables"));
+    mt_chat_close(chat);
+    mt_tokenizer_close(tokenizer);
+    json_decref(line);
+    if (!renders) skip();
 }
 
 /* In the order of transformers: files of templates, or else those of tokenizer_config.json. */
@@ -668,6 +715,7 @@ int main(void) {
         cmocka_unit_test(unclear_conversations_are_refused),
         cmocka_unit_test(a_value_head_is_read_at_the_end_of_a_turn),
         cmocka_unit_test(the_template_is_found_in_the_folder),
+        cmocka_unit_test(a_template_gets_the_variables_of_the_run),
     };
     return cmocka_run_group_tests(tests, make_root, remove_root);
 }

@@ -182,10 +182,14 @@ actor_rollout_ref:
 algorithm: {adv_estimator: grpo}
 trainer: {val_only: false}
 EOF
-    prints "$work/data.yaml" actor_train && sets data.shuffle shuffle-prompts false &&
+    sed 's/kwargs: {}/kwargs: {enable_thinking: false, day: "3", at: [0x10, null, 1.5, {a: yes, b: "${data.shuffle}"}]}/' \
+        "$work/data.yaml" >"$work/kwargs.yaml" && prints "$work/kwargs.yaml" actor_train &&
+        sets data.apply_chat_template_kwargs chat-template-kwargs \
+            '{"enable_thinking": false, "day": "3", "at": \[16, null, 1.5, {"a": true, "b": false}\]}' &&
+        prints "$work/data.yaml" actor_train && sets data.shuffle shuffle-prompts false &&
         refuses_changes data 's/truncation: error/truncation: left=truncation can only be error' \
             's/{path: null/{path: my.py=path is not supported: prompts are' \
-            's/kwargs: {}/kwargs: {enable_thinking: false}=apply_chat_template_kwargs is not supported' \
+            's/kwargs: {}/kwargs: 3=apply_chat_template_kwargs expects a section' \
             's/custom_chat_template: null/custom_chat_template: x=custom_chat_template is not supported' \
             's/multi_turn: {/multi_turn: {enable: true, =enable is not supported: a prompt has one response' \
             's/single_turn_agent/tool_agent=default_agent_loop can only be single_turn_agent' \

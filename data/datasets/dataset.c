@@ -343,6 +343,7 @@ static int read_samples(mt_samples *samples, const mt_strings *paths, const mt_d
                            .vocab_size = config->vocab_size,
                            .seq_length = o->seq_length,
                            .chat_template = o->chat_template,
+                           .chat_template_kwargs = o->chat_template_kwargs,
                            .loss_on = o->loss_on,
                            .long_samples = o->long_samples,
                            .skip_bad_samples = o->skip_bad_samples,

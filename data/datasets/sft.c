@@ -980,6 +980,9 @@ int mt_samples_read(mt_samples *samples, const mt_sft_config *config, const mt_t
     reader r = {.config = config, .tokenizer = tokenizer, .samples.pairs = config->pairs};
     *samples = (mt_samples){0};
     int status = tokenizer ? mt_chat_open(&r.chat, config->chat_template, tokenizer, config->tokenizer_path, error) : 0;
+    if (status == 0 && r.chat) status = mt_chat_set_variables(r.chat, config->chat_template_kwargs, error);
+    if (!tokenizer && config->chat_template_kwargs)
+        status = mt_error_set(error, "--chat-template-kwargs needs a tokenizer whose folder has a chat template");
     for (int64_t i = 0; i < config->paths.count && status == 0; i++)
         status = read_file(&r, config->paths.items[i], error);
     if (status == 0) status = check_count(&r, error);

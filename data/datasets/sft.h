@@ -47,6 +47,7 @@ typedef struct mt_sft_config {
     int64_t vocab_size;         // tokens must be below it
     int64_t seq_length;         // positions of the longest sample
     mt_chat_template chat_template;
+    const char *chat_template_kwargs; // JSON; NULL: none
     mt_loss_on loss_on;
     mt_long_samples long_samples;
     int64_t skip_bad_samples; // bad lines that are left out; one more is an error

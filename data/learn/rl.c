@@ -405,6 +405,7 @@ static int read_prompts(mt_samples *prompts, const mt_rl_config *c, FILE *log, m
                            .vocab_size = o->vocab_size,
                            .seq_length = o->seq_length - o->max_new_tokens,
                            .chat_template = o->chat_template,
+                           .chat_template_kwargs = o->chat_template_kwargs,
                            .skip_bad_samples = o->skip_bad_samples,
                            .messages_key = o->messages_key,
                            .prompt_key = o->prompt_key,
@@ -455,7 +456,8 @@ static int find_stops(const mt_rl *rl, mt_stops *stops, mt_error *error) {
     const mt_rl_config *c = &rl->config;
     mt_chat *chat;
     if (mt_chat_open(&chat, c->options->chat_template, c->tokenizer, c->tokenizer_path, error) != 0) return -1;
-    int status = mt_chat_prepare(chat, error);
+    int status = mt_chat_set_variables(chat, c->options->chat_template_kwargs, error);
+    if (status == 0) status = mt_chat_prepare(chat, error);
     const int32_t ends[] = {mt_tokenizer_eod(c->tokenizer), status == 0 ? mt_chat_end(chat) : -1};
     mt_chat_close(chat);
     if (status != 0 || mt_stops_of_options(stops, c->options, error) != 0) return -1;

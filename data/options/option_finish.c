@@ -230,8 +230,10 @@ static int mt_options_check_infer(const mt_options *o, mt_error *error) {
         return mt_error_set(error, "--out needs --score, --prompt, --prompts or --prompt-tokens");
     if (o->num_return_sequences > 1 && !prompted)
         return mt_error_set(error, "--num-return-sequences needs --prompt, --prompts or --prompt-tokens");
-    if (MT_GIVEN(o, chat_template) && !o->chat && !o->score && !o->prompts)
-        return mt_error_set(error, "--chat-template needs --chat, --prompts or --score");
+    bool of_chat = MT_GIVEN(o, chat_template) || o->chat_template_kwargs;
+    if (of_chat && !o->chat && !o->score && !o->prompts)
+        return mt_error_set(error, "--chat-template%s needs --chat, --prompts or --score",
+                            o->chat_template_kwargs ? "-kwargs" : "");
     if (o->score && o->seq_length == 0 && !mt_text_ends_with(o->score, ".jsonl"))
         return mt_error_set(error, "--seq-length is missing: --score needs it for sequences of int32 tokens");
     return 0;

@@ -658,6 +658,13 @@ const mt_option mt_option_table[] = {
     {"chat-template", MT_CHOICE, MT_AT(chat_template), MT_BOTH, MT_OF_RUN, "auto", "auto|" MT_CHAT_TEMPLATES,
      "how a conversation becomes tokens; auto: as in the tokenizer's folder; plain: the texts alone", .needs = "sft",
      .excludes = "mock-data"},
+    {"chat-template-kwargs", MT_STRING, MT_AT(chat_template_kwargs), MT_BOTH, MT_OF_RUN, NULL, "JSON",
+     "further variables of the chat template of the tokenizer's folder, such as {\"enable_thinking\": false}; those of "
+     "a "
+     "line win",
+     .needs = "sft", .excludes = "mock-data", .own = true},
+    {"apply-chat-template-kwargs", MT_STRING, MT_AT(chat_template_kwargs), MT_BOTH, MT_OF_RUN, NULL, "JSON",
+     "--chat-template-kwargs", .needs = "sft", .excludes = "mock-data", .own = true},
     {"loss-on", MT_CHOICE, MT_AT(loss_on), MT_TRAIN, MT_OF_RUN, "responses", "responses|last|all",
      "tokens that the loss counts: of all responses, of the last one, or all", .needs = "sft", .excludes = "mock-data",
      .own = true},

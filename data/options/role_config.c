@@ -684,6 +684,72 @@ static void take_refused(reader *r, const mt_role_key *row, const yaml_node_t *n
     free(enable);
 }
 
+/* The value of a node in JSON, with the types that YAML 1.1 gives it; NULL with error. */
+static json_t *json_of(reader *r, yaml_node_t *node, int depth) {
+    mt_error *error = r->error;
+    json_t *value = NULL;
+    int64_t whole;
+    bool flag;
+    char *end;
+    if (visit(r, node) != 0 || follow(r, &node, 0) != 0) return NULL;
+    if (depth > MAX_DEPTH) mt_error_set(error, "%s:%lld: is nested too deeply", r->path, line_of(node));
+    if (depth > MAX_DEPTH) return NULL;
+    if (node->type == YAML_SEQUENCE_NODE) {
+        json_t *list = json_array();
+        const yaml_node_item_t *item = node->data.sequence.items.start;
+        for (; item < node->data.sequence.items.top; item++) {
+            value = json_of(r, get_node(r, *item), depth + 1);
+            if (value) json_array_append_new(list, value);
+            if (!value) json_decref(list);
+            if (!value) return NULL;
+        }
+        return list;
+    }
+    if (is_mapping(node)) {
+        json_t *object = json_object();
+        const yaml_node_pair_t *pair = node->data.mapping.pairs.start;
+        for (; pair < node->data.mapping.pairs.top; pair++) {
+            value = json_of(r, get_node(r, pair->value), depth + 1);
+            if (value) json_object_set_new(object, scalar_text(get_node(r, pair->key)), value);
+            if (!value) json_decref(object);
+            if (!value) return NULL;
+        }
+        return object;
+    }
+    if (is_null(node)) return json_null();
+    char *text = scalar_value(r, node);
+    bool is_plain = node->data.scalar.style == YAML_PLAIN_SCALAR_STYLE;
+    double number = text ? strtod(text, &end) : 0;
+    bool is_number = text && *text && strspn(text, "0123456789+-.eE") == strlen(text) && *end == 0;
+    if (text && is_plain && mt_parse_bool(text, &flag))
+        value = json_boolean(flag);
+    else if (text && is_plain && mt_parse_int(text, &whole))
+        value = json_integer(whole);
+    else if (text && is_plain && is_number)
+        value = json_real(number);
+    else if (text)
+        value = json_string(text);
+    if (text && !value) fail_at(r, node, "holds a text that is not UTF-8");
+    free(text);
+    return value;
+}
+
+/* A section as one text of an option. */
+static int take_json(reader *r, const mt_role_key *row, yaml_node_t *node, long long line) {
+    if (is_empty(node)) {
+        add_entry(r, MT_ENTRY_FIXED, line, "empty");
+        return 0;
+    }
+    if (!is_mapping(node)) return mt_error_set(r->error, "%s:%lld: %s expects a section", r->path, line, r->key);
+    json_t *json = json_of(r, node, 0);
+    char *text = json ? json_dumps(json, 0) : NULL;
+    json_decref(json);
+    if (!text) return -1;
+    add_option(r, line, row->text, text);
+    free(text);
+    return 0;
+}
+
 /* Shares of domains or files, a mapping, a list or a text with commas: one share is all of them. */
 static int take_shares(reader *r, const mt_role_key *row, const yaml_node_t *node, long long line) {
     bool is_text = node->type == YAML_SCALAR_NODE, is_one = false;
@@ -767,6 +833,7 @@ static int take_row(reader *r, const mt_role_key *row, const yaml_node_t *mappin
     if (row->kind == MT_KEY_ADDITIONAL && node->type == YAML_SCALAR_NODE) return take_file(r, row, node, line);
     if (row->kind == MT_KEY_ADDITIONAL) return is_empty(node) ? 0 : take_section(r, node, row->text, line);
     if (row->kind == MT_KEY_DOMAINS) return take_domains(r, row, node, line);
+    if (row->kind == MT_KEY_JSON) return take_json(r, row, node, line);
     if (row->kind == MT_KEY_SHARES) return take_shares(r, row, node, line);
     if (row->kind == MT_KEY_REFUSED && node->type != YAML_SCALAR_NODE) {
         take_refused(r, row, node, line);

@@ -749,7 +749,7 @@ static const mt_role_key keys[] = {
     {"verl.data", "shuffle", MT_KEY_OPTION, "shuffle-prompts", NULL, LEARNER},
     {"verl.data", "seed", MT_KEY_UNUSED, "the order of prompts, which is drawn from --seed"},
     {"verl.data", "truncation", MT_KEY_FIXED, "longer prompts are left out, and their number is printed", "error"},
-    {"verl.data", "apply_chat_template_kwargs", MT_KEY_REFUSED, TEMPLATES},
+    {"verl.data", "apply_chat_template_kwargs", MT_KEY_JSON, "chat-template-kwargs", NULL, "actor_train"},
     {"verl.data", "tool_config_path function_tool_path", MT_KEY_REFUSED, "prompts have no tools"},
     {"verl.data", "custom_cls sampler datagen", MT_KEY_SECTION, "verl.custom"},
     {"verl.custom", "path class_path", MT_KEY_REFUSED, "prompts are the lines of JSON files, in this program's order"},

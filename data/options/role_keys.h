@@ -24,6 +24,7 @@ typedef enum mt_role_key_kind {
     MT_KEY_REWARD_KL,   // the estimator of the divergence in rewards
     MT_KEY_LR_SHARE,    // as a share of the section's `lr`
     MT_KEY_ENABLED,     // as it is, if the section's `enable` is true
+    MT_KEY_JSON,        // a section that is the option's text, in JSON
     MT_KEY_BETAS,       // two numbers: --adam-beta1 and --adam-beta2
     MT_KEY_ADDITIONAL,  // MT_KEY_SECTION, or the path of a JSON file with its keys
     MT_KEY_DOMAINS,     // shares of the domains of `rewards`, with their tags; one share is all

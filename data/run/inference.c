@@ -70,7 +70,8 @@ static int add_turn_end(const mt_inference *r, mt_stops *stops, mt_error *error)
     if (!r->chat && o->prompts && mt_chat_open(&own, o->chat_template, r->tokenizer, r->tokenizer_path, error) != 0)
         return -1;
     mt_chat *chat = r->chat ? r->chat : own;
-    int status = chat ? mt_chat_prepare(chat, error) : 0;
+    int status = own ? mt_chat_set_variables(own, o->chat_template_kwargs, error) : 0;
+    if (status == 0 && chat) status = mt_chat_prepare(chat, error);
     int32_t end = chat && status == 0 ? mt_chat_end(chat) : -1;
     mt_chat_close(own);
     if (status != 0) return -1;
@@ -117,6 +118,7 @@ mt_samples mt_inference_read_prompts(mt_inference *r) {
     mt_samples prompts;
     mt_error error;
     mt_sft_config config = {.paths = {1, &path}, .tokenizer_path = r->tokenizer_path, .prompts = true};
+    config.chat_template_kwargs = r->options.chat_template_kwargs;
     config.chat_template = r->options.chat_template, config.vocab_size = r->options.vocab_size;
     config.seq_length = r->context - 1, config.refuses_long = true; // a line of results for each line
     mt_inference_check(r, mt_samples_read(&prompts, &config, r->tokenizer, &error), &error);
@@ -141,6 +143,7 @@ void mt_inference_open_chat(mt_inference *r) {
     const mt_options *o = &r->options;
     mt_error error;
     mt_inference_check(r, mt_chat_open(&r->chat, o->chat_template, r->tokenizer, r->tokenizer_path, &error), &error);
+    mt_inference_check(r, mt_chat_set_variables(r->chat, o->chat_template_kwargs, &error), &error);
     if (o->system_prompt)
         mt_conversation_add(&r->conversation, "system", o->system_prompt, (int64_t)strlen(o->system_prompt));
 }

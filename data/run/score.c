@@ -61,6 +61,7 @@ static int open_samples(mt_scoring *s, const mt_tokenizer *tokenizer, const char
     char *path = o->score;
     mt_sft_config config = {.paths = {1, &path}, .tokenizer_path = tokenizer_path, .vocab_size = o->vocab_size};
     config.seq_length = o->seq_length > 0 ? o->seq_length : o->max_position_embeddings;
+    config.chat_template_kwargs = o->chat_template_kwargs;
     config.chat_template = o->chat_template, config.whole = o->head_type != MT_HEAD_LM;
     config.scores = config.refuses_long = true; // a line of results for each line
     if (o->entropy_out || o->logits_out)

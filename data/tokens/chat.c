@@ -9,6 +9,7 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/stat.h>
+#include <time.h>
 
 enum { MAX_TOKENS = 6 };
 
@@ -442,6 +443,22 @@ static void add_pieces(json_t *tokens, const mt_tokenizer *tokenizer) {
                 json_stringn_nocheck(mt_token_text(tokenizer, ids[i]), (size_t)tokenizer->tokens[ids[i]].text_bytes));
 }
 
+/* A template that writes the date makes other tokens tomorrow, which the user should know, once. */
+static void note_date(const json_t *texts, const char *file) {
+    static bool is_noted;
+    const char *title;
+    json_t *text;
+    json_object_foreach((json_t *)texts, title, text) {
+        bool writes = strstr(json_string_value(text), "strftime_now") && !getenv("SOURCE_DATE_EPOCH");
+        if (!writes || is_noted || mt_launch_rank() > 0) continue;
+        fprintf(stderr,
+                "note: %s: the chat template writes the date; SOURCE_DATE_EPOCH=%lld in the environment makes it "
+                "today's, also of a run that goes on later\n",
+                file, (long long)time(NULL));
+        is_noted = true;
+    }
+}
+
 /* Seconds of processor time that a template may take for a conversation. */
 enum { RENDER_SECONDS = 60 };
 
@@ -477,6 +494,7 @@ static int find_template(mt_jinja **jinja, json_t **texts, mt_chat_template *kin
         if (*kind == MT_CHAT_LLAMA3 && (!bos || strcmp(bos, rows[*kind].tokens[0]) != 0))
             *kind = MT_CHAT_AUTO; // it begins with the folder's bos_token
         *jinja = mt_jinja_open(t.texts, tokens, file, RENDER_SECONDS);
+        note_date(t.texts, file);
         *texts = json_incref(t.texts);
         free(file);
     }
@@ -503,6 +521,7 @@ struct mt_chat {
     mt_jinja *jinja;
     json_t *texts;          // templates by name
     int32_t jinja_end;      // the token that ends a response; -1: none, or not known yet
+    json_t *variables;      // of all conversations; NULL: none
     mt_chat_extras extras;  // of the conversation
     mt_ids places;          // of special tokens, as of mt_encode_places
     int64_t *starts, *ends; // [token_capacity] bytes of the text that each of its tokens stands for
@@ -556,12 +575,55 @@ void mt_chat_close(mt_chat *chat) {
     mt_chat_text_free(&chat->rendered);
     mt_jinja_close(chat->jinja);
     json_decref(chat->texts);
+    json_decref(chat->variables);
     free(chat->header.data);
     free(chat->repaired.data);
     free(chat->places.data);
     free(chat->starts);
     free(chat->ends);
     free(chat);
+}
+
+/* A variable that the templates do not name is without effect, which the user should know, once. */
+static void note_unnamed(const mt_chat *chat) {
+    static bool is_noted;
+    const char *name, *title;
+    json_t *value, *text;
+    json_object_foreach(chat->variables, name, value) {
+        bool is_named = false;
+        json_object_foreach(chat->texts, title, text) is_named |= strstr(json_string_value(text), name) != NULL;
+        if (is_named || is_noted || mt_launch_rank() > 0) continue;
+        fprintf(stderr,
+                "note: --chat-template-kwargs: the chat template of the tokenizer's folder does not name \"%s\"\n",
+                name);
+        is_noted = true;
+    }
+}
+
+int mt_chat_set_variables(mt_chat *chat, const char *json, mt_error *error) {
+    mt_error why;
+    json_decref(chat->variables);
+    chat->variables = NULL;
+    if (!json) return 0;
+    if (!chat->jinja)
+        return mt_error_set(error,
+                            "--chat-template-kwargs: --chat-template %s has no variables; --chat-template auto takes "
+                            "the template of the tokenizer's folder",
+                            rows[chat->template].name);
+    json_t *object = mt_json_parse(json, (int64_t)strlen(json), JSON_REJECT_DUPLICATES, NULL, &why);
+    if (!json_is_object(object)) {
+        json_decref(object);
+        return mt_error_set(error,
+                            "--chat-template-kwargs expects an object of JSON, {\"enable_thinking\": false}, got "
+                            "'%.100s'",
+                            json);
+    }
+    if (json_object_size(object) > 0)
+        chat->variables = object;
+    else
+        json_decref(object);
+    note_unnamed(chat);
+    return 0;
 }
 
 int32_t mt_chat_end(const mt_chat *chat) {
@@ -799,7 +861,9 @@ static int encode_jinja(mt_chat *chat, const mt_chat_message *messages, int64_t 
     json_object_set_new(request, "messages", list);
     json_object_set_new(request, "generates", json_boolean(generates));
     if (e->tools) json_object_set(request, "tools", (json_t *)e->tools);
-    if (e->variables) json_object_set(request, "variables", (json_t *)e->variables);
+    json_t *variables = chat->variables ? json_copy(chat->variables) : json_object();
+    if (e->variables) json_object_update(variables, (json_t *)e->variables);
+    json_object_set_new(request, "variables", variables);
     json_t *reply = mt_jinja_ask(chat->jinja, request, error);
     json_decref(request);
     int status = reply ? encode_reply(chat, reply, ids, turns, error) : -1;
@@ -813,7 +877,7 @@ static const char *extra_of(const mt_chat *chat, const mt_chat_message *messages
     const char *key;
     json_t *value;
     if (e->tools) return "tools";
-    if (e->variables) return "chat_template_kwargs";
+    if (e->variables || chat->variables) return "chat_template_kwargs";
     for (int64_t i = 0; i < count; i++) {
         if (e->fields && e->fields[i]) {
             json_object_foreach((json_t *)e->fields[i], key, value) return key;

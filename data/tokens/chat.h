@@ -75,6 +75,10 @@ int mt_chat_open(mt_chat **out, mt_chat_template kind, const mt_tokenizer *token
                  mt_error *error);
 void mt_chat_close(mt_chat *chat);
 
+/* Gives the template these variables, an object of JSON, in all conversations; --chat-template-kwargs. NULL: none.
+ * Errors: no object, or a template that is not the folder's. */
+int mt_chat_set_variables(mt_chat *chat, const char *json, mt_error *error);
+
 /* The parts of a conversation beside roles and contents, which the templates of a folder take. NULL: none. */
 typedef struct mt_chat_extras {
     const json_t *tools;         // a list of definitions

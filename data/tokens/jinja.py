@@ -65,10 +65,13 @@ def check_name(name):
         raise jinja2.exceptions.SecurityError("a namespace has no attributes that begin with _: %r" % name)
 
 
+# All conversations have the time of the first one: a run across midnight has one day.
 def now(form):
+    global clock
     fixed = os.environ.get("SOURCE_DATE_EPOCH")
-    time = datetime.datetime.fromtimestamp(int(fixed), datetime.timezone.utc) if fixed else datetime.datetime.now()
-    return time.strftime(form)
+    if clock is None:
+        clock = datetime.datetime.fromtimestamp(int(fixed), datetime.timezone.utc) if fixed else datetime.datetime.now()
+    return clock.strftime(form)
 
 
 def raise_exception(message):
@@ -321,5 +324,5 @@ def main():
         sys.stdout.buffer.flush()
 
 
-templates, tokens, marks, length = {}, {}, [], 0
+templates, tokens, marks, length, clock = {}, {}, [], 0, None
 main()
