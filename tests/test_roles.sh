@@ -182,7 +182,8 @@ actor_rollout_ref:
 algorithm: {adv_estimator: grpo}
 trainer: {val_only: false}
 EOF
-    sed 's/kwargs: {}/kwargs: {enable_thinking: false, day: "3", at: [0x10, null, 1.5, {a: yes, b: "${data.shuffle}"}]}/' \
+    values='{enable_thinking: false, day: "3", at: [0x10, null, 1.5, {a: yes, b: "${data.shuffle}"}]}'
+    sed "s/kwargs: {}/kwargs: $values/" \
         "$work/data.yaml" >"$work/kwargs.yaml" && prints "$work/kwargs.yaml" actor_train &&
         sets data.apply_chat_template_kwargs chat-template-kwargs \
             '{"enable_thinking": false, "day": "3", "at": \[16, null, 1.5, {"a": true, "b": false}\]}' &&
