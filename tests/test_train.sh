@@ -239,6 +239,38 @@ a_bad_folder_is_refused_before_training() {
     refuses "$work/file" $small --train-iters 3 --save "$work/file/under"
 }
 
+# reads_until_a_step PROGRAM...: its standard output goes to a reader that ends after the line of the first step.
+reads_until_a_step() {
+    rm -f "$work/pipe"
+    mkfifo "$work/pipe" || return 1
+    "$@" >"$work/pipe" 2>"$work/err" </dev/null &
+    process=$!
+    sed -n '/^ *1\/100000000 /q' "$work/pipe"
+}
+
+# As "train | tee log" meets it when Ctrl-C ends tee, or "train | head": nothing is lost. Under nohup it goes on.
+a_closed_pipe_of_the_output_saves_and_ends_the_run() {
+    rm -f "$work/m.jsonl"
+    # shellcheck disable=SC2086
+    reads_until_a_step env --default-signal=HUP,PIPE "$train" $small --train-iters 100000000 --save "$work/piped"
+    wait $process && [ "$(cat "$work/piped/latest_checkpointed_iteration.txt")" -gt 0 ] &&
+        says '^nobody reads the standard output any more: stopping after this step; ' "$work/err" || return 1
+    # shellcheck disable=SC2086
+    reads_until_a_step env --ignore-signal=HUP --default-signal=PIPE "$train" $small --train-iters 100000000 \
+        --save "$work/unread" --metrics "$work/m.jsonl"
+    lines=$(wc -l <"$work/m.jsonl")
+    until [ "$(wc -l <"$work/m.jsonl")" -gt $((lines + 3)) ]; do
+        kill -0 $process || return 1
+        sleep 0.1
+    done
+    kill -TERM $process
+    wait $process && [ "$(cat "$work/unread/latest_checkpointed_iteration.txt")" -gt 3 ] &&
+        says '^warning: standard output: cannot be written: Broken pipe; training goes on' "$work/err" || return 1
+    # shellcheck disable=SC2086
+    reads_until_a_step env --default-signal=HUP,PIPE "$train" $small --train-iters 100000000 --no-exit-signal-handler
+    ! wait $process
+}
+
 # Files may have at most 8 blocks of 512 bytes here, which is more than a library writes when it is loaded. Before that
 # limit whole lines are written; then training goes on without them.
 a_full_disk_is_reported_once_and_training_goes_on() {
@@ -252,7 +284,12 @@ a_full_disk_is_reported_once_and_training_goes_on() {
         says '^warning: .*/board/events.*too large .*; training goes on without these records' "$work/out" &&
         grep -q '"lm_loss"' "$work/m.jsonl" && ! grep -v '^{.*}$' "$work/m.jsonl" || return 1
     [ -w /dev/full ] || return 0
-    small_run --train-iters 3 --metrics /dev/full && says '^warning: /dev/full: cannot be written: No space' "$work/err"
+    small_run --train-iters 3 --metrics /dev/full &&
+        says '^warning: /dev/full: cannot be written: No space' "$work/err" || return 1
+    rm -rf "$work/saved"
+    # shellcheck disable=SC2086
+    "$train" $small --train-iters 3 --save "$work/saved" >/dev/full 2>"$work/err" && [ -e "$work/saved/iter_0000003" ] &&
+        [ "$(grep -c '^warning: standard output: cannot be written: No space' "$work/err")" = 1 ]
 }
 
 # A run that only prints has failed where nothing could be printed.
@@ -512,6 +549,7 @@ check the_time_limit_saves_and_ends_the_run the_time_limit_saves_and_ends_the_ru
 check yaml_equals_the_command_line yaml_equals_the_command_line
 check the_loss_falls_on_mock_data the_loss_falls_on_mock_data
 check a_bad_folder_is_refused_before_training a_bad_folder_is_refused_before_training
+check a_closed_pipe_of_the_output_saves_and_ends_the_run a_closed_pipe_of_the_output_saves_and_ends_the_run
 check a_full_disk_is_reported_once_and_training_goes_on a_full_disk_is_reported_once_and_training_goes_on
 check a_print_to_a_full_disk_is_an_error a_print_to_a_full_disk_is_an_error
 check a_question_about_the_launch_opens_nothing a_question_about_the_launch_opens_nothing

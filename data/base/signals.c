@@ -2,6 +2,7 @@
 #include "signals.h"
 
 #include <math.h>
+#include <poll.h>
 #include <signal.h>
 #include <stdlib.h>
 #include <string.h>
@@ -16,6 +17,7 @@ static const int mt_signals[MT_NUM_SIGNALS] = {[MT_EXIT_SIGTERM] = SIGTERM,
 static volatile sig_atomic_t mt_signal_counts[MT_NUM_SIGNALS];
 static volatile sig_atomic_t mt_signal_ends;  // a first SIGTERM, SIGINT or SIGHUP came
 static volatile sig_atomic_t mt_signal_noted; // its line is written
+static bool mt_output_is_watched;             // a closed pipe of the standard output requests a stop
 static double mt_signal_first;                // when it came
 static double mt_signal_grace;                // mt_launch_grace's
 
@@ -93,6 +95,8 @@ void mt_signals_hold(void) {
 }
 
 void mt_signals_keep(const bool stops[MT_NUM_SIGNALS]) {
+    mt_output_is_watched = stops[MT_HANGUP] && !mt_signal_is_ignored(SIGHUP);
+    if (stops[MT_HANGUP]) signal(SIGPIPE, SIG_IGN);
     for (int i = 0; i < MT_NUM_SIGNALS; i++) {
         if (mt_signal_is_ignored(mt_signals[i])) continue;
         if (stops[i]) {
@@ -105,8 +109,22 @@ void mt_signals_keep(const bool stops[MT_NUM_SIGNALS]) {
     }
 }
 
+/* True once nobody reads the pipe of the standard output any more; the first time, says so. Not every closed pipe is
+ * the user's wish to stop: Ctrl-C ends the tee behind a run before the run has saved. */
+static bool mt_output_is_closed(void) {
+    static bool closed;
+    struct pollfd output = {.fd = STDOUT_FILENO};
+    if (closed || !mt_output_is_watched) return closed;
+    closed = poll(&output, 1, 0) > 0 && (output.revents & POLLERR) != 0;
+    const char *note = mt_signal_notes[mt_signal_note][MT_GRACEFUL];
+    if (!closed || mt_signal_noted || !*note) return closed;
+    mt_signal_noted = true;
+    fprintf(stderr, "nobody reads the standard output any more: %s", note);
+    return true;
+}
+
 bool mt_stop_requested(void) {
-    bool any = false;
+    bool any = mt_output_is_closed();
     for (int i = 0; i < MT_NUM_SIGNALS; i++) any = any || mt_signal_counts[i] > 0;
     return any;
 }

@@ -337,6 +337,16 @@ void mt_report_refusal(mt_grid *grid, const mt_options *options, int status, mt_
     exit(1);
 }
 
+void mt_report_flush(void) {
+    static bool failed;
+    mt_error error;
+    if (mt_file_flush_output(&error) == 0) return;
+    bool interrupted = errno == EINTR; // by a signal that stops the run, where an ending mpirun no longer reads
+    if (!failed && !interrupted) fprintf(stderr, "warning: %s; training goes on without the lines that it prints\n", error.text);
+    failed = failed || !interrupted;
+    clearerr(stdout); // there may be room for later lines
+}
+
 void mt_report_line(const mt_report *report, const char *format, ...) {
     if (!report->prints) return;
     va_list arguments;
@@ -344,7 +354,7 @@ void mt_report_line(const mt_report *report, const char *format, ...) {
     vprintf(format, arguments);
     va_end(arguments);
     printf("\n");
-    fflush(stdout);
+    mt_report_flush();
 }
 
 /* A line under construction. */

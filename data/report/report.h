@@ -71,6 +71,10 @@ void mt_report_stragglers(mt_report *report, const mt_grid *grid, const mt_run_s
  * with the options as the user named them. Every rank calls it with the status of the same check. */
 void mt_report_refusal(mt_grid *grid, const mt_options *options, int status, mt_error *error);
 
+/* Brings what was printed to the standard output. A full disk or closed pipe there must not end a run: the first
+ * failure is reported on standard error. */
+void mt_report_flush(void);
+
 /* Prints a line on rank 0. */
 void mt_report_line(const mt_report *report, const char *format, ...) __attribute__((format(printf, 2, 3)));
 

@@ -431,7 +431,7 @@ bool mt_run_open(mt_run *r, int *argc, char ***argv) {
     mt_report_long_step(&r->report, &r->state);
     status = r->options.trace ? mt_trace_open(&r->options, &r->grid, &r->state, &error) : 0;
     refuse(r, status, &error);
-    fflush(stdout); // the first step may take long
+    mt_report_flush(); // the first step may take long
     return true;
 }
 
@@ -460,5 +460,6 @@ void mt_run_close(mt_run *r) {
     mt_reference_close(r->reference);
     mt_model_destroy(r->model);
     print_profile(r);
+    mt_report_flush();
     stop(r);
 }
