@@ -192,6 +192,35 @@ refuses_bad_scores() {
         [ "$(cat "$work/kept")" = good ] && [ "$(find "$work" -name '*.tmp*')" = '' ]
 }
 
+# idle OPTIONS ARGUMENTS...: infer says of these options that they have no effect, and of no others.
+idle() {
+    names=$1
+    shift
+    "$infer" "$@" --device cpu >"$work/out" 2>"$work/err" || return 1
+    told=$(sed -n 's/^--\(.*\) has no effect: ..*/\1/p' "$work/err" | sort | paste -sd ' ')
+    [ "$told" = "$names" ] || {
+        echo "expected \"$names\" from $*, got \"$told\""
+        return 1
+    }
+}
+
+# As train does, each once; what has an effect is not named.
+tells_of_options_without_effect() {
+    score="--load $golden/llama --score $golden/llama/tokens.i32 --seq-length 32 --out $work/idle"
+    tokens="--load $golden/llama --prompt-tokens 5 --print-tokens --max-new-tokens 2"
+    # shellcheck disable=SC2086
+    idle '' $tokens --temperature 0.5 --top-k 3 --top-p 0.5 --min-p 0.1 --seed 3 && idle '' $score &&
+        idle 'min-p seed top-k top-p' $tokens --temperature 0 --top-k 3 --top-p 0.5 --min-p 0.1 --seed 3 &&
+        idle 'attention-backend flash cp-comm-type deterministic-mode distributed-timeout-seconds' $tokens \
+            --deterministic-mode --cp-comm-type a2a --distributed-timeout-seconds 5 --attention-backend flash &&
+        idle 'moe-grouped-gemm moe-token-dispatcher-type' $tokens --moe-token-dispatcher-type allgather \
+            --no-moe-grouped-gemm &&
+        idle tokenizer-type $tokens --tokenizer-type ByteLevel && idle 'top-p' $score --top-p 1 &&
+        idle 'cp-comm-type max-new-tokens seed temperature top-k' --load $golden/llama --load-adapter \
+            tests/golden/tune/lora --merge-adapter "$work/merged" --temperature 0.5 --top-k 3 --max-new-tokens 4 \
+            --seed 1 --cp-comm-type p2p
+}
+
 # A limit on the size of files simulates a full disk.
 reports_a_full_disk() {
     echo good >"$work/kept"
@@ -457,6 +486,7 @@ check a_stop_string_ends_a_text ends_at_stop_strings
 check min_p_and_the_penalty_restrict_tokens restricts_sampling
 check bad_options_of_generation_are_refused refuses_bad_generation
 check bad_scores_are_refused_and_leave_no_files refuses_bad_scores
+check tells_of_options_without_effect tells_of_options_without_effect
 check a_full_disk_is_reported_and_keeps_the_old_file reports_a_full_disk
 if [ -n "${HAVE_MPI:-}" ] && command -v mpirun >/dev/null; then
     check ranks_continue_as_transformers_and_one_rank ranks_continue_as_one

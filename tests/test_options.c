@@ -508,7 +508,7 @@ static void options_at_their_default_without_effect_are_named(void **state) {
                               "--micro-batch-size 1 --sequence-parallel false");
     FILE *file = open_memstream(&text, &size);
     assert_non_null(file);
-    mt_options_warn(&options, file);
+    mt_options_warn(&options, MT_PROGRAM_TRAIN, file);
     assert_int_equal(fclose(file), 0);
     int lines = 0;
     for (const char *at = text; (at = strstr(at, "has no effect")) != NULL; at++) lines++;
@@ -531,7 +531,7 @@ static void warnings_have_the_names_that_were_given(void **state) {
                     "--dp-comm-overlap-bucket-size 1000 --use-flash-attn --moe-token-dispatcher-type allgather");
     FILE *file = open_memstream(&text, &size);
     assert_non_null(file);
-    mt_options_warn(&options, file);
+    mt_options_warn(&options, MT_PROGRAM_TRAIN, file);
     assert_int_equal(fclose(file), 0);
     const char *const lines[] = {
         "--data-parallel-sharding-strategy (by --use-megatron-fsdp) has no effect: there is one",

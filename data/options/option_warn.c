@@ -30,8 +30,58 @@ static void mt_idle_options_print(const mt_idle_option *options, size_t count, F
         if (options[i].is_idle) fprintf(file, "--%s has no effect: %s\n", options[i].name, options[i].reason);
 }
 
+/* Of both programs. */
+static void mt_options_print_idle_common(const mt_options *o, FILE *file) {
+    bool cpu = o->device == MT_DEVICE_CPU, unwatched = !mt_launched_by_mpi();
+    const char *no_watch = "without mpirun, no time limits are watched";
+    const mt_idle_option options[] = {
+        {o->context_parallel_size == 1 && MT_GIVEN(o, cp_comm_type), "cp-comm-type", "--context-parallel-size is 1"},
+        {cpu && o->deterministic_mode, "deterministic-mode", "on the CPU, runs always repeat bit for bit"},
+        {cpu && o->attention_backend == MT_ATTENTION_FLASH, "attention-backend flash", "the CPU has one attention"},
+        {unwatched && MT_GIVEN(o, distributed_timeout_minutes), "distributed-timeout-minutes", no_watch},
+        {unwatched && MT_GIVEN(o, distributed_timeout_seconds), "distributed-timeout-seconds", no_watch},
+        {mt_num_expert_layers(o) > 0 && o->expert_model_parallel_size * o->expert_tensor_parallel_size == 1 &&
+             MT_GIVEN(o, moe_token_dispatcher_type),
+         "moe-token-dispatcher-type", "--expert-model-parallel-size and --expert-tensor-parallel-size are 1"},
+    };
+    mt_idle_options_print(options, sizeof options / sizeof *options, file);
+}
+
+/* Of a finished infer. */
+static void mt_options_print_idle_inference(const mt_options *o, FILE *file) {
+    bool generates = !o->score && !o->merge_adapter, argmax = generates && o->temperature == 0;
+    bool no_text = o->prompt_tokens && o->print_tokens && o->stop.count == 0, dense = mt_num_expert_layers(o) == 0;
+    const char *top = "--temperature 0 takes the most probable token", *merges = "--merge-adapter generates no text";
+    const mt_idle_option options[] = {
+        {argmax && MT_GIVEN(o, seed), "seed", top},
+        {argmax && o->top_k > 0, "top-k", top},
+        {argmax && o->top_p < 1, "top-p", top},
+        {argmax && o->min_p > 0, "min-p", top},
+        {no_text && MT_GIVEN(o, tokenizer_type), "tokenizer-type", "tokens are read and printed"},
+        {no_text && MT_GIVEN(o, tokenizer_model), "tokenizer-model", "tokens are read and printed"},
+        {dense && MT_GIVEN(o, moe_token_dispatcher_type), "moe-token-dispatcher-type", "no layer has experts"},
+        {dense && MT_GIVEN(o, moe_grouped_gemm), "moe-grouped-gemm", "no layer has experts"},
+        {dense && MT_GIVEN(o, moe_permute_fusion), "moe-permute-fusion", "no layer has experts"},
+        {o->merge_adapter && MT_GIVEN(o, seed), "seed", merges},
+        {o->merge_adapter && MT_GIVEN(o, temperature), "temperature", merges},
+        {o->merge_adapter && MT_GIVEN(o, top_k), "top-k", merges},
+        {o->merge_adapter && MT_GIVEN(o, top_p), "top-p", merges},
+        {o->merge_adapter && MT_GIVEN(o, min_p), "min-p", merges},
+        {o->merge_adapter && MT_GIVEN(o, repetition_penalty), "repetition-penalty", merges},
+        {o->merge_adapter && MT_GIVEN(o, max_new_tokens), "max-new-tokens", merges},
+        {o->merge_adapter && o->stop.count > 0, "stop", merges},
+        {o->merge_adapter && MT_GIVEN(o, kv_cache_tokens), "kv-cache-tokens", merges},
+        {o->merge_adapter && MT_GIVEN(o, inference_max_requests), "inference-max-requests", merges},
+        {o->merge_adapter && MT_GIVEN(o, inference_dynamic_batching_block_size),
+         "inference-dynamic-batching-block-size", merges},
+        {o->merge_adapter && MT_GIVEN(o, tokenizer_type), "tokenizer-type", "the tokenizer of --load is copied"},
+        {o->merge_adapter && MT_GIVEN(o, tokenizer_model), "tokenizer-model", "the tokenizer of --load is copied"},
+    };
+    mt_idle_options_print(options, sizeof options / sizeof *options, file);
+}
+
 static void mt_options_print_idle(const mt_options *o, FILE *file) {
-    bool one = o->data_parallel_size * o->context_parallel_size == 1, cpu = o->device == MT_DEVICE_CPU;
+    bool one = o->data_parallel_size * o->context_parallel_size == 1;
     bool warms_up = o->lr_warmup_iters > 0 || o->lr_warmup_samples > 0 || o->lr_warmup_fraction > 0;
     bool constant = o->lr_decay_style == MT_LR_CONSTANT, resumes = o->auto_resume || (o->load && o->save);
     unsigned modules = o->recompute_modules, offloaded = o->offload_modules;
@@ -58,9 +108,6 @@ static void mt_options_print_idle(const mt_options *o, FILE *file) {
          "all linear layers have biases"},
         {!one && o->ddp_bucket_size > 0 && o->data_parallel_sharding_strategy >= MT_SHARD_GRADS, "ddp-bucket-size",
          "a layer's gradients are sharded before the next layer's are computed"},
-        {o->context_parallel_size == 1 && MT_GIVEN(o, cp_comm_type), "cp-comm-type", "--context-parallel-size is 1"},
-        {cpu && o->deterministic_mode, "deterministic-mode", "on the CPU, runs always repeat bit for bit"},
-        {cpu && o->attention_backend == MT_ATTENTION_FLASH, "attention-backend flash", "the CPU has one attention"},
         {o->window_size >= o->seq_length, "window-size", "no sequence is longer"},
         {o->multi_latent_attention && MT_GIVEN(o, qk_layernorm), "qk-layernorm",
          "with --multi-latent-attention, the latents always have norms"},
@@ -68,14 +115,10 @@ static void mt_options_print_idle(const mt_options *o, FILE *file) {
         {constant && MT_GIVEN(o, lr_decay_iters), "lr-decay-iters", "--lr-decay-style is constant"},
         {!warms_up && MT_GIVEN(o, lr_warmup_init), "lr-warmup-init", "there is no warm-up"},
         {o->overwrite && !o->save && !o->metrics, "overwrite", "neither --save nor --metrics is given"},
-        {unwatched && MT_GIVEN(o, distributed_timeout_minutes), "distributed-timeout-minutes", no_watch},
-        {unwatched && MT_GIVEN(o, distributed_timeout_seconds), "distributed-timeout-seconds", no_watch},
         {unwatched && MT_GIVEN(o, save_timeout_seconds), "save-timeout-seconds", no_watch},
         {o->eval_iters == 0 && MT_GIVEN(o, eval_interval), "eval-interval", "--eval-iters is 0"},
         {o->load && MT_GIVEN(o, init_method_std), "init-method-std", "the weights are loaded"},
         {o->exit_on_missing_checkpoint && !resumes, "exit-on-missing-checkpoint", "the run does not resume"},
-        {o->expert_model_parallel_size * o->expert_tensor_parallel_size == 1 && MT_GIVEN(o, moe_token_dispatcher_type),
-         "moe-token-dispatcher-type", "--expert-model-parallel-size and --expert-tensor-parallel-size are 1"},
         {modules & MT_MODULE_CORE_ATTN, "recompute-modules core_attn", "attention never keeps its probabilities"},
         {modules & MT_MODULE_MLP && !mlps, "recompute-modules mlp", "every layer has experts instead of an MLP"},
         {modules & MT_MODULE_MOE && !experts, "recompute-modules moe", dense},
@@ -201,17 +244,22 @@ static void mt_options_print_chosen(const mt_options *o, FILE *file) {
                 tp, mt_sequence_parallel_saves(o));
 }
 
-void mt_options_warn(const mt_options *o, FILE *file) {
+void mt_options_warn(const mt_options *o, mt_program program, FILE *file) {
     char *text = NULL;
     size_t size;
     FILE *lines = open_memstream(&text, &size);
     MT_CHECK(lines);
-    mt_options_print_chosen(o, lines);
-    mt_options_print_idle(o, lines);
-    mt_options_print_idle_optimizer(o, lines);
-    mt_options_print_idle_roles(o, lines);
-    mt_options_print_idle_betas(o, lines);
-    mt_options_warn_defaults(o, MT_PROGRAM_TRAIN, lines);
+    mt_options_print_idle_common(o, lines);
+    if (program == MT_PROGRAM_INFER) {
+        mt_options_print_idle_inference(o, lines);
+    } else {
+        mt_options_print_chosen(o, lines);
+        mt_options_print_idle(o, lines);
+        mt_options_print_idle_optimizer(o, lines);
+        mt_options_print_idle_roles(o, lines);
+        mt_options_print_idle_betas(o, lines);
+    }
+    mt_options_warn_defaults(o, program, lines);
     MT_CHECK(fclose(lines) == 0);
     mt_options_print_typed(o, text, file);
     free(text);

@@ -217,7 +217,7 @@ static int mt_explain_step(const mt_simulation *s, const mt_options *o, int64_t 
     fprintf(file, "a training step on %lld x %s, simulated:\n", (long long)ranks, machine->name);
     mt_plan_print_rows(o, file);
     mt_plan_print_rank(s, &rank, machine, "  ", file);
-    mt_options_warn(&on_gpu, file);
+    mt_options_warn(&on_gpu, MT_PROGRAM_TRAIN, file);
     fprintf(file, "\nOperations of pipeline rank %lld of %lld", (long long)number, (long long)s->pipeline_ranks);
     if (s->micro_batches_shown < s->micro_batches)
         fprintf(file, " in %lld of %lld micro-batches", (long long)s->micro_batches_shown, (long long)s->micro_batches);

@@ -35,8 +35,8 @@ void mt_launch_print_grace(const mt_options *options, FILE *file);
 /* Once options are parsed: SIGTERM, SIGINT, SIGHUP and --exit-signal request a stop, under mpirun also SIGUSR1 if
  * --exit-signal is absent. All other signals have their default effect again, also one that has come already. So have
  * these with --no-exit-signal-handler and in a run that only prints. In other runs a pipe of the standard output that
- * nobody reads any more (of head, or of a tee that Ctrl-C ended) requests a stop, as a closed terminal does; under nohup
- * such a run goes on without output. */
+ * nobody reads any more (of head, or of a tee that Ctrl-C ended) requests a stop, as a closed terminal does; under
+ * nohup such a run goes on without output. */
 void mt_signals_select(const mt_options *options);
 
 /* For the line that the first signal writes on standard error of rank 0: the iteration of the last checkpoint, -1: none

@@ -356,7 +356,7 @@ static void print_opening(const mt_run *r) {
     mt_report_opening(o, &r->begin, r->ops, &r->grid, r->data ? mt_data_split(r->data, MT_SPLIT_TRAIN) : NULL, stdout);
     mt_launch_print_grace(o, stdout);
     mt_options_print(o, MT_PROGRAM_TRAIN, stdout);
-    mt_options_warn(o, stdout);
+    mt_options_warn(o, MT_PROGRAM_TRAIN, stdout);
     if (o->save) mt_adapter_warn(o, stdout);
     mt_launch_answer_environment(stdout);
     int64_t consumed = r->begin.consumed_train_samples, left = o->num_iterations - r->begin.iteration;
