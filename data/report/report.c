@@ -342,7 +342,8 @@ void mt_report_flush(void) {
     mt_error error;
     if (mt_file_flush_output(&error) == 0) return;
     bool interrupted = errno == EINTR; // by a signal that stops the run, where an ending mpirun no longer reads
-    if (!failed && !interrupted) fprintf(stderr, "warning: %s; training goes on without the lines that it prints\n", error.text);
+    if (!failed && !interrupted)
+        fprintf(stderr, "warning: %s; training goes on without the lines that it prints\n", error.text);
     failed = failed || !interrupted;
     clearerr(stdout); // there may be room for later lines
 }
