@@ -60,11 +60,13 @@ static bool evaluate(mt_run *r, mt_split split, const char *name, int64_t first)
     return false;
 }
 
-/* As soon as its steps are over, or with the run. */
+/* As soon as its steps are over, or with the run. Like other reports, a trace without room does not end the run. */
 static void write_trace(mt_run *r) {
     mt_error error;
-    mt_run_check(r, mt_trace_write(&error), &error);
-    mt_report_line(&r->report, "wrote the trace to %s", r->options.trace);
+    if (mt_trace_write(&error) == 0)
+        mt_report_line(&r->report, "wrote the trace to %s", r->options.trace);
+    else if (r->grid.world.rank == 0)
+        fprintf(stderr, "warning: %s; training goes on without the trace\n", error.text);
 }
 
 /* One iteration of reinforcement learning, or none if a stop is requested first. A reward that fails ends the run, but

@@ -192,20 +192,20 @@ refuses_bad_scores() {
         [ "$(cat "$work/kept")" = good ] && [ "$(find "$work" -name '*.tmp*')" = '' ]
 }
 
-# idle OPTIONS ARGUMENTS...: infer says of these options that they have no effect, and of no others.
+# idle OPTIONS ARGUMENTS...: infer reports of these options that they have no effect, and of no others.
 idle() {
     names=$1
     shift
     "$infer" "$@" --device cpu >"$work/out" 2>"$work/err" || return 1
-    told=$(sed -n 's/^--\(.*\) has no effect: ..*/\1/p' "$work/err" | sort | paste -sd ' ')
-    [ "$told" = "$names" ] || {
-        echo "expected \"$names\" from $*, got \"$told\""
+    named=$(sed -n 's/^--\(.*\) has no effect: ..*/\1/p' "$work/err" | sort | paste -sd ' ')
+    [ "$named" = "$names" ] || {
+        echo "expected \"$names\" from $*, got \"$named\""
         return 1
     }
 }
 
 # As train does, each once; what has an effect is not named.
-tells_of_options_without_effect() {
+options_without_effect_are_named() {
     score="--load $golden/llama --score $golden/llama/tokens.i32 --seq-length 32 --out $work/idle"
     tokens="--load $golden/llama --prompt-tokens 5 --print-tokens --max-new-tokens 2"
     # shellcheck disable=SC2086
@@ -232,6 +232,8 @@ reports_a_full_disk() {
     [ -w /dev/full ] || return 0
     "$infer" --load $golden/llama --prompt-tokens 5 --print-tokens >/dev/full 2>"$work/err" && return 1
     grep -q 'standard output' "$work/err" || return 1
+    # shellcheck disable=SC2016
+    refused 'standard output' sh -c '"$1" --load "$2" --print-config >/dev/full' sh "$infer" $golden/llama || return 1
     [ -n "${HAVE_MPI:-}" ] || return 0
     # Of two ranks, the first one writes. mpirun's own output is another.
     # shellcheck disable=SC2016
@@ -486,7 +488,7 @@ check a_stop_string_ends_a_text ends_at_stop_strings
 check min_p_and_the_penalty_restrict_tokens restricts_sampling
 check bad_options_of_generation_are_refused refuses_bad_generation
 check bad_scores_are_refused_and_leave_no_files refuses_bad_scores
-check tells_of_options_without_effect tells_of_options_without_effect
+check options_without_effect_are_named options_without_effect_are_named
 check a_full_disk_is_reported_and_keeps_the_old_file reports_a_full_disk
 if [ -n "${HAVE_MPI:-}" ] && command -v mpirun >/dev/null; then
     check ranks_continue_as_transformers_and_one_rank ranks_continue_as_one

@@ -53,6 +53,14 @@ a_merge_that_fails_leaves_nothing() {
         ulimit -f 8
         refused 'again/model.safetensors: cannot be written: too large for the limit' "$@"
     ) && [ -z "$(ls "$work/again")" ] || return 1
+    if mkdir "$work/disk" && mount -t tmpfs -o size=64k tmpfs "$work/disk" 2>/dev/null; then
+        refused 'disk/again/model.safetensors: cannot be written: No space left .*another --merge-adapter' "$infer" \
+            --load $base --load-adapter "$work/merges" --merge-adapter "$work/disk/again" --device cpu &&
+            [ -z "$(ls "$work/disk/again")" ]
+        merged=$?
+        umount "$work/disk"
+        [ $merged = 0 ] || return 1
+    fi
     echo killed >"$work/again/model.safetensors"
     refused 'again: holds model.safetensors but no config.json' "$@" && rm "$work/again/model.safetensors" &&
         "$@" >"$work/out" 2>"$work/err" </dev/null && says 'wrote the merged model' "$work/out"

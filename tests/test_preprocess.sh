@@ -163,7 +163,9 @@ for ids in '1 x' '1 2.5' '-1' '99999999999' '1 256 257'; do
     echo "$ids" >"$scratch/ids"
     refused "" sh -c "$program --decode $bytes <$scratch/ids"
 done
-[ ! -e /dev/full ] || refused "No space left" sh -c "echo text | $program --encode $bytes >/dev/full"
+for task in "--encode $bytes" --help --version "--input $scratch/a.jsonl --output-prefix $scratch/full $bytes"; do
+    [ ! -e /dev/full ] || refused "No space left" sh -c "echo text | $program $task >/dev/full"
+done
 END
 script bad_ids_and_a_full_output_are_refused
 

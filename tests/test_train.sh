@@ -283,12 +283,20 @@ a_full_disk_is_reported_once_and_training_goes_on() {
         says '^warning: .*/m.jsonl: .*too large for the limit on file sizes' "$work/out" &&
         says '^warning: .*/board/events.*too large .*; training goes on without these records' "$work/out" &&
         grep -q '"lm_loss"' "$work/m.jsonl" && ! grep -v '^{.*}$' "$work/m.jsonl" || return 1
+    (
+        ulimit -f 8
+        # shellcheck disable=SC2086
+        exec "$train" $small --train-iters 12 --trace "$work/t.json" --trace-first-step 1 --trace-last-step 9
+    ) >"$work/out" 2>"$work/err" && says ' 12/12 100% ' "$work/out" && [ ! -e "$work/t.json" ] &&
+        says '^warning: .*/t.json: cannot be written: too large .*; training goes on without the trace' "$work/err" ||
+        return 1
     [ -w /dev/full ] || return 0
     small_run --train-iters 3 --metrics /dev/full &&
         says '^warning: /dev/full: cannot be written: No space' "$work/err" || return 1
     rm -rf "$work/saved"
     # shellcheck disable=SC2086
-    "$train" $small --train-iters 3 --save "$work/saved" >/dev/full 2>"$work/err" && [ -e "$work/saved/iter_0000003" ] &&
+    "$train" $small --train-iters 3 --save "$work/saved" >/dev/full 2>"$work/err" &&
+        [ -e "$work/saved/iter_0000003" ] &&
         [ "$(grep -c '^warning: standard output: cannot be written: No space' "$work/err")" = 1 ]
 }
 
@@ -541,15 +549,15 @@ check a_resumed_run_repeats_bit_for_bit a_resumed_run_repeats_bit_for_bit
 check sigterm_saves_and_ends_the_run sigterm_saves_and_ends_the_run
 if env --default-signal=HUP --ignore-signal=INT true 2>/dev/null; then
     check a_closed_terminal_saves_and_ends_the_run a_closed_terminal_saves_and_ends_the_run
+    check a_closed_pipe_of_the_output_saves_and_ends_the_run a_closed_pipe_of_the_output_saves_and_ends_the_run
 else
-    echo "skipped: a_closed_terminal_saves_and_ends_the_run: env does not set signals here"
+    echo "skipped: closed terminals and pipes: env does not set signals here"
 fi
 check a_signal_ends_an_evaluation_and_the_run_is_saved a_signal_ends_an_evaluation_and_the_run_is_saved
 check the_time_limit_saves_and_ends_the_run the_time_limit_saves_and_ends_the_run
 check yaml_equals_the_command_line yaml_equals_the_command_line
 check the_loss_falls_on_mock_data the_loss_falls_on_mock_data
 check a_bad_folder_is_refused_before_training a_bad_folder_is_refused_before_training
-check a_closed_pipe_of_the_output_saves_and_ends_the_run a_closed_pipe_of_the_output_saves_and_ends_the_run
 check a_full_disk_is_reported_once_and_training_goes_on a_full_disk_is_reported_once_and_training_goes_on
 check a_print_to_a_full_disk_is_an_error a_print_to_a_full_disk_is_an_error
 check a_question_about_the_launch_opens_nothing a_question_about_the_launch_opens_nothing

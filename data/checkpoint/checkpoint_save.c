@@ -48,7 +48,7 @@ typedef struct mt_saved_file {
 
 /* The tensors of a stem ("model" or "optimizer") by name, and their files. */
 typedef struct mt_saved_set {
-    const char *stem;
+    const char *stem, *option; // option: the one that names the folder
     mt_saved_tensor *tensors;
     int64_t count, bytes;
     mt_saved_file *files;
@@ -132,13 +132,17 @@ static void mt_saved_finish_file(mt_saved_set *set, int64_t number, int64_t firs
     file->bytes = set->tensors[end - 1].offset + set->tensors[end - 1].bytes;
 }
 
+static const char *mt_saved_option(const mt_model *m) {
+    return mt_model_options(m)->merge_adapter ? "--merge-adapter" : "--save";
+}
+
 /* Plans the files of a stem: tensors by name, as transformers writes them, in files of at most max_shard_bytes. */
 static void mt_saved_plan(mt_saved_set *set, const mt_model *m, const char *stem, int64_t first_file,
                           int64_t max_shard_bytes) {
     mt_param *rows;
     int64_t filled = 0, count = mt_params_build(&rows, mt_model_options(m), NULL);
     bool weights = strcmp(stem, "optimizer") != 0;
-    *set = (mt_saved_set){.stem = stem, .num_files = 1, .first_file = first_file};
+    *set = (mt_saved_set){.stem = stem, .option = mt_saved_option(m), .num_files = 1, .first_file = first_file};
     set->tensors = mt_malloc(MT_NUM_STATES * count * (int64_t)sizeof *set->tensors);
     for (int state = 0; state < MT_NUM_STATES; state++)
         if (weights == (state == MT_STATE_WEIGHTS) && (state != MT_STATE_MASTER || mt_model_dtype(m) != MT_F32))
@@ -170,20 +174,20 @@ static void mt_saved_free(mt_saved_set *set) {
 /* A file that several threads and ranks write at computed offsets. */
 typedef struct mt_output_file {
     int descriptor, direct; // direct: past the page cache, -1 where that is not possible
-    const char *path;
+    const char *path, *option;
     mt_error *error;
 } mt_output_file;
 
-/* `flags`: O_EXCL for a file that must not exist. */
-static int mt_output_file_open(mt_output_file *out, const char *path, int flags, mt_error *error) {
+/* `option` names its folder; `flags`: O_EXCL for a file that must not exist. */
+static int mt_output_file_open(mt_output_file *out, const char *path, const char *option, int flags, mt_error *error) {
     int watched = mt_watch_file_begin(path, MT_FILE_SAVE);
-    *out = (mt_output_file){.path = path, .error = error, .direct = -1};
+    *out = (mt_output_file){.path = path, .option = option, .error = error, .direct = -1};
     out->descriptor = open(path, O_CREAT | O_WRONLY | O_CLOEXEC | flags, 0666);
     mt_watch_file_end(watched);
     if (out->descriptor < 0 && errno == ENOENT && !(flags & O_EXCL))
-        return mt_error_set(
-            error, "%s: rank 0 made its folder, which is not here; choose a --save that every host sees", path);
-    if (out->descriptor < 0) return mt_file_write_error(error, path, "--save");
+        return mt_error_set(error, "%s: rank 0 made its folder, which is not here; choose a %s that every host sees",
+                            path, option);
+    if (out->descriptor < 0) return mt_file_write_error(error, path, option);
     if (!(flags & O_EXCL)) out->direct = mt_open_direct(path, O_WRONLY);
     return 0;
 }
@@ -197,7 +201,7 @@ static int mt_output_file_write_by(const mt_output_file *out, int descriptor, in
             descriptor = out->descriptor;
             continue;
         }
-        if (wrote < 0) return mt_file_write_error(out->error, out->path, "--save");
+        if (wrote < 0) return mt_file_write_error(out->error, out->path, out->option);
         done += wrote;
     }
     return 0;
@@ -221,8 +225,8 @@ static int mt_output_file_write(const mt_output_file *out, int64_t offset, const
 static int mt_output_file_close(const mt_output_file *out, bool sync, int status) {
     int watched = mt_watch_file_begin(out->path, MT_FILE_SAVE);
     if (status == 0 && sync && fsync(out->descriptor) != 0)
-        status = mt_file_write_error(out->error, out->path, "--save");
-    if (close(out->descriptor) != 0 && status == 0) status = mt_file_write_error(out->error, out->path, "--save");
+        status = mt_file_write_error(out->error, out->path, out->option);
+    if (close(out->descriptor) != 0 && status == 0) status = mt_file_write_error(out->error, out->path, out->option);
     if (out->direct >= 0) close(out->direct);
     mt_watch_file_end(watched);
     return status;
@@ -230,15 +234,16 @@ static int mt_output_file_close(const mt_output_file *out, bool sync, int status
 
 /* Writes a file's header and reserves the file's space. `alone`: no other rank writes yet, so a file that exists is an
  * error. */
-static int mt_saved_begin_file(const mt_saved_file *file, const char *folder, bool alone, mt_error *error) {
+static int mt_saved_begin_file(const mt_saved_file *file, const char *folder, const char *option, bool alone,
+                               mt_error *error) {
     mt_output_file out;
     char *path = mt_path_join(folder, file->name);
-    int status = mt_output_file_open(&out, path, alone ? O_EXCL : 0, error);
+    int status = mt_output_file_open(&out, path, option, alone ? O_EXCL : 0, error);
     if (status == 0) {
         status = mt_output_file_write_by(&out, out.descriptor, 0, file->header, file->header_bytes);
 #ifdef FALLOC_FL_KEEP_SIZE // other errors: the file system cannot reserve space, and makes room as it goes
         if (status == 0 && fallocate(out.descriptor, 0, 0, file->bytes) != 0 && (errno == ENOSPC || errno == EFBIG))
-            status = mt_file_write_error(error, path, "--save");
+            status = mt_file_write_error(error, path, option);
 #endif
         status = mt_output_file_close(&out, false, status);
     }
@@ -249,11 +254,11 @@ static int mt_saved_begin_file(const mt_saved_file *file, const char *folder, bo
 /* Writes a file and reads it again, because its checksum is computed from the file: a write that was lost would count
  * as right. */
 static int mt_small_file_write(const char *folder, const char *name, const char *data, int64_t length,
-                               mt_error *error) {
+                               const char *option, mt_error *error) {
     char *path = mt_path_join(folder, name), *again = NULL;
     int64_t bytes;
     int watched = mt_watch_file_begin(path, MT_FILE_SAVE);
-    int status = mt_file_write(path, data, length, "--save", error);
+    int status = mt_file_write(path, data, length, option, error);
     if (status == 0 && !(again = mt_file_read(path, length, &bytes, error))) status = -1;
     if (again && (bytes != length || memcmp(again, data, (size_t)length) != 0))
         status = mt_error_set(error, "%s: does not hold what was written to it; check the disk", path);
@@ -264,13 +269,15 @@ static int mt_small_file_write(const char *folder, const char *name, const char 
 }
 
 static int mt_text_write(const char *folder, const char *name, const char *text, mt_error *error) {
-    return mt_small_file_write(folder, name, text, (int64_t)strlen(text), error);
+    return mt_small_file_write(folder, name, text, (int64_t)strlen(text), "--save", error);
 }
 
-static int mt_json_write(const char *folder, const char *name, const json_t *json, mt_error *error) {
+static int mt_json_write(const char *folder, const char *name, const json_t *json, const char *option,
+                         mt_error *error) {
     char *text = mt_json_print(json);
     text = mt_realloc(text, (int64_t)strlen(text) + 2);
-    int status = mt_text_write(folder, name, strcat(text, "\n"), error);
+    strcat(text, "\n");
+    int status = mt_small_file_write(folder, name, text, (int64_t)strlen(text), option, error);
     free(text);
     return status;
 }
@@ -280,7 +287,7 @@ static int mt_json_write(const char *folder, const char *name, const json_t *jso
 static int mt_saved_begin(const mt_saved_set *set, const char *folder, bool alone, mt_error *error) {
     int status = 0;
     for (int64_t i = 0; i < set->num_files && status == 0; i++)
-        status = mt_saved_begin_file(&set->files[i], folder, alone, error);
+        status = mt_saved_begin_file(&set->files[i], folder, set->option, alone, error);
     if (status != 0 || strcmp(set->stem, "adapter_model") == 0) return status; // peft reads no index
     char name[64];
     json_t *map = json_object();
@@ -288,7 +295,7 @@ static int mt_saved_begin(const mt_saved_set *set, const char *folder, bool alon
         mt_json_set_string(map, set->tensors[i].name, set->files[set->tensors[i].file].name);
     json_t *index = json_pack("{s:{s:I}, s:o}", "metadata", "total_size", (json_int_t)set->bytes, "weight_map", map);
     snprintf(name, sizeof name, "%s.safetensors.index.json", set->stem);
-    status = mt_json_write(folder, name, index, error);
+    status = mt_json_write(folder, name, index, set->option, error);
     json_decref(index);
     return status;
 }
@@ -335,10 +342,10 @@ typedef struct mt_writer {
     bool holds_all;           // the memory has room for everything: copies are collected and made together
     mt_copy *copies;
     int64_t num_copies, copy_room;
-    mt_stream *stream; // of the copies, with holds_all; NULL on the CPU
-    mt_event *copied;  // the copies are made
-    const char *folder;
-    mt_checksums sums; // of the files, which they name
+    mt_stream *stream;           // of the copies, with holds_all; NULL on the CPU
+    mt_event *copied;            // the copies are made
+    const char *folder, *option; // option: the one that names the folder
+    mt_checksums sums;           // of the files, which they name
     bool started;
     int busy; // threads that are not at their end
     int status;
@@ -528,7 +535,7 @@ static void *mt_writer_run(void *context) {
             free(path);
             path = mt_path_join(w->folder, w->sums.files[open = piece.file].name);
             out.descriptor = -1;
-            if (status == 0) status = mt_output_file_open(&out, path, 0, &error);
+            if (status == 0) status = mt_output_file_open(&out, path, w->option, 0, &error);
         }
         if (status == 0) status = mt_piece_write(w, &out, &piece, &room);
         mt_writer_release(w, number, status, &error); // after an error too: the copies wait for room
@@ -791,7 +798,7 @@ static int mt_trainer_write(const mt_model *m, const mt_run_state *state, const 
     mt_json_set_int(json, "world_size", mt_model_grid(m)->world.size);
     mt_json_set_string(json, "dtype", mt_dtype_name(mt_model_dtype(m)));
     mt_json_set_real(json, "learning_rate", o->lr > 0 ? mt_learning_rate(o, state->consumed_train_samples) : 0);
-    int status = mt_json_write(folder, "trainer.json", json, error);
+    int status = mt_json_write(folder, "trainer.json", json, "--save", error);
     json_decref(json);
     return status;
 }
@@ -1094,6 +1101,7 @@ static void mt_save_open(mt_save *s, mt_model *m, const char *const *stems, int6
     }
     total = holds_all ? mt_max(total, mt_piece_bytes(0)) : mt_ring_bytes(total, largest);
     mt_writer_open(&s->writer, mt_model_ops(m), total, holds_all);
+    s->writer.option = mt_saved_option(m);
 }
 
 static void mt_save_close(mt_save *s) {
@@ -1211,7 +1219,7 @@ static void *mt_saver_begin(void *context) {
         status = mt_small_files_write(s->save.model, &s->state, &s->loss_average, s->temporary, s->extra, s->context,
                                       &s->work_error);
     if (status == 0 && s->fp8)
-        status = mt_small_file_write(s->temporary, MT_FP8_FILE, s->fp8, s->fp8_bytes, &s->work_error);
+        status = mt_small_file_write(s->temporary, MT_FP8_FILE, s->fp8, s->fp8_bytes, "--save", &s->work_error);
     return mt_saver_worked(s, status);
 }
 

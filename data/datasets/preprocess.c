@@ -856,6 +856,7 @@ int main(int argc, char **argv) {
         printf("preprocess (megatron.c) %s\n", mt_version());
     else if (result == 0)
         result = run(&s, &error);
+    if (result == 0) result = mt_file_flush_output(&error);
     if (result != 0) fprintf(stderr, "error: %s\n", error.text);
     return result == 0 ? 0 : 1;
 }

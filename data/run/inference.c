@@ -226,6 +226,7 @@ static void print_config(mt_inference *r) {
     int status = mt_options_read_shape(&r->options, &error);
     if (status == 0) status = mt_options_finish(&r->options, MT_PROGRAM_INFER, ranks, &error);
     if (r->is_first) mt_options_print_config(&r->options, MT_PROGRAM_INFER, ranks, status != 0 ? &error : NULL, stdout);
+    mt_inference_check(r, mt_file_flush_output(&error), &error);
     mt_options_free(&r->options);
     mt_grid_stop(&r->grid);
 }
