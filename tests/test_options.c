@@ -1045,6 +1045,12 @@ static void answers_name_the_option_to_use(void **state) {
     expect_error(RUN "--attention-backend fused", "--attention-backend fused: it is cudnn here");
     expect_error(RUN "--manual-gc", "; leave it out");
     expect_error(RUN "--cpu-offload-optimizer", "did you mean --optimizer-cpu-offload?");
+    expect_error(RUN "--offload-optimizer", "is named --optimizer-cpu-offload here");
+    // the opposite of a flag has an answer too
+    expect_error(RUN "--no-ckpt-fully-parallel-save", "is not supported (all ranks write");
+    expect_error(RUN "--no-use-mcore-models", "has no meaning here (there is one implementation");
+    expect_error(RUN "--no-log-energy", "leave it out");
+    expect_error(RUN "--no-such-flag", "unknown option --no-such-flag");
     expect_error(RUN "--cpu-offloading", "--fine-grained-activation-offloading keeps the activations");
     expect_error(RUN "--grad-reduce-in-bf16", "not supported (other types of the residual stream");
     expect_error(RUN "--moe-shared-expert-overlap=false", "can only be true here: a shared expert runs during");

@@ -625,6 +625,19 @@ a_run_of_the_command_line_goes_on() {
     prints "$roles/roll.yaml" sft_train --load "$work/none" --finetune && says '^  finetune  *true$' "$work/out"
 }
 
+# A ratio alone is for both sides, also where they are null; one side alone leaves the other to it.
+a_ratio_alone_is_for_both_sides() {
+    for lines in '' '\n    clip_ratio_low: null\n    clip_ratio_high: null'; do
+        sed "s/^    use_kl_loss: false/&\n    clip_ratio: 0.3$lines/" "$roles/verl.yaml" >"$work/ratio.yaml"
+        prints "$work/ratio.yaml" actor_train && sets actor_rollout_ref.actor.clip_ratio clip-ratio 0.3 &&
+            ! grep 'clip-ratio-[lh]' "$work/out" || return 1
+    done
+    sed 's/^    use_kl_loss: false/&\n    clip_ratio: 0.3\n    clip_ratio_low: 0.1/' "$roles/verl.yaml" \
+        >"$work/ratio.yaml"
+    prints "$work/ratio.yaml" actor_train && sets actor_rollout_ref.actor.clip_ratio clip-ratio 0.3 &&
+        sets actor_rollout_ref.actor.clip_ratio_low clip-ratio-low 0.1 && ! grep 'clip-ratio-high' "$work/out"
+}
+
 # --clip-ratio of the command line is for both sides; sides of the command line, for the file's clip_ratio.
 ratios_of_the_command_line_win() {
     sed 's/^    use_kl_loss: false/&\n    clip_ratio_low: 0.1\n    clip_ratio_high: 0.3/' "$roles/verl.yaml" \
@@ -1045,6 +1058,7 @@ check examples_of_verl_are_read examples_of_verl_are_read
 check trinity_is_read trinity_is_read
 check idle_options_of_rl_are_unused idle_options_of_rl_are_unused
 check a_run_of_the_command_line_goes_on a_run_of_the_command_line_goes_on
+check a_ratio_alone_is_for_both_sides a_ratio_alone_is_for_both_sides
 check ratios_of_the_command_line_win ratios_of_the_command_line_win
 check layouts_of_other_roles_are_read layouts_of_other_roles_are_read
 check absent_options_are_named absent_options_are_named

@@ -17,7 +17,7 @@ static const int mt_signals[MT_NUM_SIGNALS] = {[MT_EXIT_SIGTERM] = SIGTERM,
 static volatile sig_atomic_t mt_signal_counts[MT_NUM_SIGNALS];
 static volatile sig_atomic_t mt_signal_ends;  // a first SIGTERM, SIGINT or SIGHUP came
 static volatile sig_atomic_t mt_signal_noted; // its line is written
-static bool mt_output_is_watched;             // a closed pipe of the standard output stops the run
+static bool mt_output_is_watched;             // a closed pipe of the standard output requests a stop
 static double mt_signal_first;                // when it came
 static double mt_signal_grace;                // mt_launch_grace's
 
@@ -95,6 +95,8 @@ void mt_signals_hold(void) {
 }
 
 void mt_signals_keep(const bool stops[MT_NUM_SIGNALS]) {
+    mt_output_is_watched = stops[MT_HANGUP] && !mt_signal_is_ignored(SIGHUP);
+    if (stops[MT_HANGUP]) signal(SIGPIPE, SIG_IGN);
     for (int i = 0; i < MT_NUM_SIGNALS; i++) {
         if (mt_signal_is_ignored(mt_signals[i])) continue;
         if (stops[i]) {
@@ -105,11 +107,6 @@ void mt_signals_keep(const bool stops[MT_NUM_SIGNALS]) {
         if (mt_signal_counts[i] > 0) raise(mt_signals[i]);
         mt_signal_counts[i] = 0;
     }
-}
-
-void mt_signals_watch_output(void) {
-    mt_output_is_watched = !mt_signal_is_ignored(SIGHUP);
-    signal(SIGPIPE, SIG_IGN);
 }
 
 /* True once nobody reads the pipe of the standard output any more; the first time, says so. Not every closed pipe is

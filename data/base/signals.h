@@ -25,12 +25,9 @@ void mt_signals_hold(void);
 void mt_signals_note(const char *graceful, const char *killed);
 
 /* Keeps catching the signals that request a stop. All others have their default effect again, also one that has come
- * already. */
+ * already. If SIGHUP is kept, so is SIGPIPE, and a pipe of the standard output that nobody reads any more requests a
+ * stop too; under nohup it requests none. */
 void mt_signals_keep(const bool stops[MT_NUM_SIGNALS]);
-
-/* From here on, a pipe of the standard output that nobody reads any more requests a stop, as a closed terminal does,
- * and SIGPIPE is ignored. Under nohup the run goes on without output. */
-void mt_signals_watch_output(void);
 
 /* True after a signal or a closed pipe that requests a stop. */
 bool mt_stop_requested(void);

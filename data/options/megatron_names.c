@@ -157,6 +157,8 @@ static const struct {
     {MT_NAME_NAMED, "--lr-warmup-iters or --lr-warmup-samples", "lr-warmup-steps"},
     {MT_NAME_NAMED, "--train-iters", "num-steps steps"},
     {MT_NAME_NAMED, "--lr-warmup-fraction", "warmup"},
+    {MT_NAME_NAMED, "--optimizer-cpu-offload",
+     "cpu-offload-optimizer-states offload-optimizer offload-optimizer-states optimizer-offload-to-cpu"},
     {MT_NAME_NAMED, "--lr-warmup-iters", "warmup-iters"},
     {MT_NAME_NAMED, "--global-batch-size", "train-batch-size"},
     {MT_NAME_NAMED, "--hidden-size", "d-model n-embd"},
@@ -454,7 +456,7 @@ static bool mt_name_is_listed(const char *names, const char *name, size_t length
     return false;
 }
 
-mt_megatron_name mt_megatron_name_find(const char *name, size_t length) {
+static mt_megatron_name mt_name_find(const char *name, size_t length) {
     for (size_t i = 0; i < sizeof aliases / sizeof *aliases; i++)
         if (mt_name_equals(name, length, aliases[i].name, strlen(aliases[i].name)))
             return (mt_megatron_name){MT_NAME_ALIAS, aliases[i].option, aliases[i].value, aliases[i].values};
@@ -462,4 +464,22 @@ mt_megatron_name mt_megatron_name_find(const char *name, size_t length) {
         if (mt_name_is_listed(groups[i].names, name, length))
             return (mt_megatron_name){groups[i].kind, groups[i].text, groups[i].value, NULL};
     return (mt_megatron_name){MT_NAME_UNKNOWN, NULL, NULL, NULL};
+}
+
+/* The opposite of a flag that has an answer. Properties that always hold cannot be switched off; other features are
+ * off. */
+static mt_megatron_name mt_name_negate(mt_megatron_name flag) {
+    bool is_off = flag.kind == MT_NAME_ALWAYS && strcmp(flag.value, "false") == 0;
+    if (is_off) return (mt_megatron_name){MT_NAME_ALWAYS, flag.text, "true", NULL};
+    if (flag.kind == MT_NAME_ALWAYS && strcmp(flag.value, "true") == 0)
+        return (mt_megatron_name){MT_NAME_UNSUPPORTED, flag.text, NULL, NULL};
+    if (flag.kind == MT_NAME_UNSUPPORTED || flag.kind == MT_NAME_NO_MEANING)
+        return (mt_megatron_name){MT_NAME_NO_MEANING, flag.text, NULL, NULL};
+    return (mt_megatron_name){MT_NAME_UNKNOWN, NULL, NULL, NULL};
+}
+
+mt_megatron_name mt_megatron_name_find(const char *name, size_t length) {
+    mt_megatron_name found = mt_name_find(name, length);
+    bool negates = found.kind == MT_NAME_UNKNOWN && length > 3 && mt_name_equals(name, 3, "no-", 3);
+    return negates ? mt_name_negate(mt_name_find(name + 3, length - 3)) : found;
 }

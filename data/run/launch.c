@@ -207,10 +207,7 @@ void mt_signals_set_saved(const mt_options *o, int64_t iteration) {
 void mt_signals_select(const mt_options *o) {
     bool saves = !o->plan && !o->explain && !o->print_config && !o->print_schedule && o->print_launch == 0;
     bool stops[MT_NUM_SIGNALS];
-    if (saves && o->exit_signal_handler) {
-        mt_signals_set_saved(o, -1);
-        mt_signals_watch_output();
-    }
+    if (saves && o->exit_signal_handler) mt_signals_set_saved(o, -1);
     for (int i = 0; i < MT_NUM_SIGNALS; i++) stops[i] = saves && mt_signal_stops(o, i) && o->exit_signal_handler;
     mt_signals_keep(stops);
 }
