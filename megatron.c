@@ -46,6 +46,9 @@
  *   §15b creation
  *   §15c forward, backward, decoding
  *   §16  generation
+ *   §17  gated delta net
+ *   §17a its kernels
+ *   §17b the mixer
  */
 #ifndef _GNU_SOURCE
 #define _GNU_SOURCE // clock_gettime, madvise
@@ -434,6 +437,10 @@ int mt_options_check_limits(const mt_options *o, const mt_limits *l, mt_error *e
         {l->no_fp8 && o->fp8_format, "--fp8-format needs a GPU of compute capability 8.9 or more; leave it out"},
         {l->no_mxfp8 && o->fp8_format && mt_fp8_recipes[o->fp8_recipe].blocks == MT_FP8_VECTOR_32,
          "--fp8-recipe mxfp8 needs a GPU of compute capability 10.0 (Blackwell) or --device cpu; take blockwise"},
+        {l->no_plain && o->linear_layers,
+         "--experimental-attention-variant gated_delta_net runs on the CPU only so far; take --device cpu"},
+        {l->no_plain && o->attention_output_gate,
+         "--attention-output-gate runs on the CPU only so far; take --device cpu"},
         {sinkhorn && mt_exceeds(E, l->sinkhorn_experts),
          "--num-experts is %lld, and --moe-router-load-balancing-type sinkhorn on this device takes at most %lld "
          "experts",
@@ -490,6 +497,7 @@ static mt_optimizer mt_element_optimizer(const mt_options *o) {
 /* The prototype of each operation, from the lists that also make the table at the end of this section. */
 #define MT_CPU_PROTOTYPE(name, ...) static mt_##name##_fn mt_cpu_##name;
 MT_OPERATIONS(MT_CPU_PROTOTYPE)
+MT_PLAIN_OPERATIONS(MT_CPU_PROTOTYPE)
 
 /* ==== §3a threads, elements, memory ============================================================================== */
 /* Rows are computed as floats: an fp32 row in place, a bf16 row in scratch. One body serves both types: mt_row_load for
@@ -3449,7 +3457,8 @@ static void mt_cpu_convert(void *to, mt_dtype to_dtype, const void *from, mt_dty
 }
 
 #define MT_CPU_ENTRY(name, ...) .name = mt_cpu_##name,
-const mt_ops mt_cpu_ops = {.name = "cpu", .limits = {.one_attention = true}, MT_OPERATIONS(MT_CPU_ENTRY)};
+const mt_ops mt_cpu_ops = {
+    .name = "cpu", .limits = {.one_attention = true}, MT_OPERATIONS(MT_CPU_ENTRY) MT_PLAIN_OPERATIONS(MT_CPU_ENTRY)};
 
 #ifndef MT_HAVE_CUDA
 const mt_ops *mt_cuda_open(int device, mt_error *error) {
@@ -5356,6 +5365,11 @@ typedef struct mt_layer {
     mt_linear latent;              // C -> q_lora_rank + kv_lora_rank + R: q_a_proj, then kv_a_proj_with_mqa
     mt_weight q_a_norm, kv_a_norm; // [q_lora_rank], [kv_lora_rank]
     mt_linear q_b, kv_b;           // q_lora_rank (C without a latent) -> H D; kv_lora_rank -> H (D - R + Dv)
+    mt_linear gate;                // C -> H D: of attention's output
+    mt_linear delta_in;            // C -> q, k, v, z, b, a of a gated delta net
+    mt_weight conv;                // [q, k and v, taps]
+    mt_weight A_log, dt_bias;      // [value heads]
+    mt_weight delta_norm;          // [channels of a value head]
     mt_linear o;                   // H Dv -> C
     mt_norm attention_out_norm;    // of the output of attention
     mt_norm mlp_norm;
@@ -5404,7 +5418,9 @@ mt_layer_kind mt_layer_kind_of(const mt_options *o, int64_t layer) {
     bool has_window = o->window_size > 0 && (!o->window_layers || o->window_layers[letter] == '1');
     bool has_rope =
         o->position_embedding_type == MT_POSITION_ROPE && (!o->rope_layers || o->rope_layers[letter] == '1');
+    bool is_linear = o->linear_layers && o->linear_layers[letter] == '1';
     mt_layer_kind kind = {.mixer = o->multi_latent_attention ? MT_MIXER_LATENT_ATTENTION : MT_MIXER_ATTENTION};
+    if (is_linear) kind.mixer = MT_MIXER_GATED_DELTA_NET, has_window = has_rope = false;
     kind.feed_forward = has_experts ? MT_FEED_FORWARD_EXPERTS : MT_FEED_FORWARD_DENSE;
     kind.window = has_window ? o->window_size : 0;
     kind.rope = !has_rope ? MT_ROPE_NONE : has_window && o->window_rotary_base > 0 ? MT_ROPE_WINDOW : MT_ROPE_MODEL;
@@ -5449,7 +5465,13 @@ int64_t mt_num_expert_layers(const mt_options *o) {
     X(F, o->ffn_hidden_size, "--ffn-hidden-size")                                                                      \
     X(SHARED_F, o->moe_shared_expert_intermediate_size, "--moe-shared-expert-intermediate-size")                       \
     X(EXPERT_F, o->moe_ffn_hidden_size, "--moe-ffn-hidden-size")                                                       \
-    X(E, o->num_experts, "--num-experts")
+    X(E, o->num_experts, "--num-experts")                                                                              \
+    X(KEYS, o->linear_num_key_heads * o->linear_key_head_dim, "--linear-num-key-heads and --linear-key-head-dim")      \
+    X(VALUES, o->linear_num_value_heads * o->linear_value_head_dim,                                                    \
+      "--linear-num-value-heads and --linear-value-head-dim")                                                          \
+    X(VALUE_HEADS, o->linear_num_value_heads, "--linear-num-value-heads")                                              \
+    X(VALUE_CHANNELS, o->linear_value_head_dim, "--linear-value-head-dim")                                             \
+    X(TAPS, o->linear_conv_kernel_dim, "--linear-conv-kernel-dim")
 
 #define MT_DIMENSION_NAME(name, size, option)   MT_DIM_##name,
 #define MT_DIMENSION_SIZE(name, size, option)   size,
@@ -5475,13 +5497,15 @@ static int64_t mt_dimension_size(const mt_options *o, mt_dimension dimension) {
     X(LAYERNORM, o->normalization == MT_LAYERNORM, "--normalization")                                                  \
     X(NORMS_BEFORE, mt_norms_before(o), "--norm-placement")                                                            \
     X(NORMS_AFTER, mt_norms_after(o), "--norm-placement")                                                              \
-    X(LATENT, o->multi_latent_attention, "--multi-latent-attention")                                                   \
-    X(Q_LATENT, o->multi_latent_attention && o->q_lora_rank > 0, "--q-lora-rank")                                      \
-    X(HEAD_NORMS, mt_norms_heads(o) && !o->qk_layernorm_all_heads, "--qk-layernorm")                                   \
-    X(ALL_HEADS_NORMS, mt_norms_heads(o) && o->qk_layernorm_all_heads, "--qk-layernorm-all-heads")                     \
-    X(SINKS, o->softmax_type == MT_SOFTMAX_LEARNABLE, "--softmax-type")                                                \
-    X(QKV_BIAS, o->add_qkv_bias, "--add-qkv-bias")                                                                     \
-    X(O_BIAS, o->attention_output_bias, "--disable-bias-linear")                                                       \
+    X(DELTA, is_delta, "--linear-attention-freq")                                                                      \
+    X(LATENT, !is_delta && o->multi_latent_attention, "--multi-latent-attention")                                      \
+    X(Q_LATENT, !is_delta && o->multi_latent_attention && o->q_lora_rank > 0, "--q-lora-rank")                         \
+    X(HEAD_NORMS, !is_delta && mt_norms_heads(o) && !o->qk_layernorm_all_heads, "--qk-layernorm")                      \
+    X(ALL_HEADS_NORMS, !is_delta && mt_norms_heads(o) && o->qk_layernorm_all_heads, "--qk-layernorm-all-heads")        \
+    X(SINKS, !is_delta && o->softmax_type == MT_SOFTMAX_LEARNABLE, "--softmax-type")                                   \
+    X(OUTPUT_GATE, !is_delta && o->attention_output_gate, "--attention-output-gate")                                   \
+    X(QKV_BIAS, !is_delta && o->add_qkv_bias, "--add-qkv-bias")                                                        \
+    X(O_BIAS, !is_delta && o->attention_output_bias, "--disable-bias-linear")                                          \
     X(MLP_BIAS, o->mlp_bias, "--disable-bias-linear")                                                                  \
     X(ROUTER, has_experts, "--moe-layer-freq")                                                                         \
     X(ROUTER_BIAS, has_experts && o->moe_router_enable_expert_bias, "--moe-router-enable-expert-bias")                 \
@@ -5503,6 +5527,7 @@ static const char *const mt_condition_option[MT_NUM_CONDITIONS] = {MT_CONDITIONS
 /* A bit for each condition that holds. */
 static unsigned mt_layer_conditions(const mt_options *o, int64_t layer) {
     bool has_experts = layer >= 0 && mt_layer_has_experts(o, layer);
+    bool is_delta = layer >= 0 && mt_layer_kind_of(o, layer).mixer == MT_MIXER_GATED_DELTA_NET;
     return 0 MT_CONDITIONS(MT_CONDITION_BIT);
 }
 
@@ -5515,6 +5540,7 @@ enum {
     MT_NAMES_QWEN2_MOE,
     MT_NAMES_REPEATED,
     MT_NAMES_GPT_OSS,
+    MT_NAMES_QWEN3_NEXT,
     MT_NUM_NAMES
 };
 
@@ -5542,7 +5568,9 @@ typedef enum mt_param_kind {
     MT_HEAD_NORM,    // one weight for all heads
     MT_HEAD_LOGITS,  // a number of each query head
     MT_Q_HEADS_NORM, // of all query heads together
-    MT_KV_HEADS_NORM
+    MT_KV_HEADS_NORM,
+    MT_TAPS,      // of a convolution, channel by channel
+    MT_LOG_DECAYS // a number of each value head
 } mt_param_kind;
 
 static const struct {
@@ -5566,6 +5594,8 @@ static const struct {
     [MT_HEAD_LOGITS] = {MT_CUT_ROWS, MT_INIT_NORMAL, MT_GRADIENT_WHOLE, 0},
     [MT_Q_HEADS_NORM] = {MT_CUT_ROWS, MT_INIT_ONES, MT_GRADIENT_WHOLE, 0},
     [MT_KV_HEADS_NORM] = {MT_CUT_KV_HEADS, MT_INIT_ONES, MT_GRADIENT_REPLICA, 0},
+    [MT_TAPS] = {MT_CUT_ROWS, MT_INIT_TAPS, MT_GRADIENT_WHOLE, 0},
+    [MT_LOG_DECAYS] = {MT_CUT_ROWS, MT_INIT_LOG_DECAY, MT_GRADIENT_WHOLE, 0},
 };
 
 typedef struct mt_role_row {
@@ -5609,22 +5639,47 @@ static const mt_role_row mt_role_rows[] = {
     MT_ROLE(Q_B, LAYER, COLUMN, HD, Q_LORA, q_b.weight, MT_HAS(Q_LATENT), 0, "self_attn.q_b_proj.weight"),
     MT_ROLE(Q, LAYER, COLUMN, HD, C, q_b.weight, MT_HAS(LATENT), MT_HAS(Q_LATENT), "self_attn.q_proj.weight"),
     MT_ROLE(KV_B, LAYER, COLUMN, H_NOPE_DV, KV_LORA, kv_b.weight, MT_HAS(LATENT), 0, "self_attn.kv_b_proj.weight"),
-    MT_ROLE(Q, LAYER, COLUMN, HD, C, qkv.weight, 0, MT_HAS(LATENT), "self_attn.q_proj.weight", "attn.c_attn.weight"),
-    MT_FUSED(K, LAYER, COLUMN_KV, GD, C, qkv.weight, 0, MT_HAS(LATENT), "self_attn.k_proj.weight",
+    MT_ROLE(ATTENTION_GATE, LAYER, COLUMN, HD, C, gate.weight, MT_HAS(OUTPUT_GATE), 0, "self_attn.q_proj.weight"),
+    MT_ROLE(Q, LAYER, COLUMN, HD, C, qkv.weight, 0, MT_HAS(LATENT) | MT_HAS(DELTA), "self_attn.q_proj.weight",
+            "attn.c_attn.weight"),
+    MT_FUSED(K, LAYER, COLUMN_KV, GD, C, qkv.weight, 0, MT_HAS(LATENT) | MT_HAS(DELTA), "self_attn.k_proj.weight",
              "attn.c_attn.weight"),
-    MT_FUSED(V, LAYER, COLUMN_KV, GD, C, qkv.weight, 0, MT_HAS(LATENT), "self_attn.v_proj.weight",
+    MT_FUSED(V, LAYER, COLUMN_KV, GD, C, qkv.weight, 0, MT_HAS(LATENT) | MT_HAS(DELTA), "self_attn.v_proj.weight",
              "attn.c_attn.weight"),
-    MT_ROLE(O, LAYER, ROW, C, HDV, o.weight, 0, 0, "self_attn.o_proj.weight", "attn.c_proj.weight"),
+    MT_ROLE(O, LAYER, ROW, C, HDV, o.weight, 0, MT_HAS(DELTA), "self_attn.o_proj.weight", "attn.c_proj.weight"),
+    /* gated delta net */
+    MT_ROLE(DELTA_Q, LAYER, COLUMN, KEYS, C, delta_in.weight, MT_HAS(DELTA), 0,
+            "linear_attn.in_proj_qkv.weight", [MT_NAMES_QWEN3_NEXT] = "linear_attn.in_proj_qkvz.weight"),
+    MT_FUSED(DELTA_K, LAYER, COLUMN, KEYS, C, delta_in.weight, MT_HAS(DELTA), 0,
+             "linear_attn.in_proj_qkv.weight", [MT_NAMES_QWEN3_NEXT] = "linear_attn.in_proj_qkvz.weight"),
+    MT_FUSED(DELTA_V, LAYER, COLUMN, VALUES, C, delta_in.weight, MT_HAS(DELTA), 0, "linear_attn.in_proj_qkv.weight",
+
+             [MT_NAMES_QWEN3_NEXT] = "linear_attn.in_proj_qkvz.weight"),
+    MT_FUSED(DELTA_Z, LAYER, COLUMN, VALUES, C, delta_in.weight, MT_HAS(DELTA), 0,
+             "linear_attn.in_proj_z.weight", [MT_NAMES_QWEN3_NEXT] = "linear_attn.in_proj_qkvz.weight"),
+    MT_FUSED(DELTA_B, LAYER, COLUMN, VALUE_HEADS, C, delta_in.weight, MT_HAS(DELTA), 0, "linear_attn.in_proj_b.weight",
+
+             [MT_NAMES_QWEN3_NEXT] = "linear_attn.in_proj_ba.weight"),
+    MT_FUSED(DELTA_A, LAYER, COLUMN, VALUE_HEADS, C, delta_in.weight, MT_HAS(DELTA), 0, "linear_attn.in_proj_a.weight",
+
+             [MT_NAMES_QWEN3_NEXT] = "linear_attn.in_proj_ba.weight"),
+    MT_ROLE(O, LAYER, ROW, C, VALUES, o.weight, MT_HAS(DELTA), 0, "linear_attn.out_proj.weight"),
+    MT_ROLE(CONV_Q, LAYER, TAPS, KEYS, TAPS, conv, MT_HAS(DELTA), 0, "linear_attn.conv1d.weight"),
+    MT_FUSED(CONV_K, LAYER, TAPS, KEYS, TAPS, conv, MT_HAS(DELTA), 0, "linear_attn.conv1d.weight"),
+    MT_FUSED(CONV_V, LAYER, TAPS, VALUES, TAPS, conv, MT_HAS(DELTA), 0, "linear_attn.conv1d.weight"),
     /* MLP, or shared expert and router */
     MT_ROLE(GATE, LAYER, COLUMN, F, C, fc1.weight, MT_HAS(GATED), MT_HAS(EXPERTS), "mlp.gate_proj.weight"),
     MT_FUSED(UP, LAYER, COLUMN, F, C, fc1.weight, 0, MT_HAS(EXPERTS), "mlp.up_proj.weight", "mlp.c_fc.weight"),
     MT_ROLE(DOWN, LAYER, ROW, C, F, down.weight, 0, MT_HAS(EXPERTS), "mlp.down_proj.weight", "mlp.c_proj.weight"),
     MT_ROLE(SHARED_GATE, LAYER, COLUMN, SHARED_F, C, fc1.weight, MT_HAS(SHARED) | MT_HAS(GATED), 0,
-            "mlp.shared_experts.gate_proj.weight", NULL, NULL, "mlp.shared_expert.gate_proj.weight"),
+            "mlp.shared_experts.gate_proj.weight", NULL, NULL,
+            "mlp.shared_expert.gate_proj.weight", [MT_NAMES_QWEN3_NEXT] = "mlp.shared_expert.gate_proj.weight"),
     MT_FUSED(SHARED_UP, LAYER, COLUMN, SHARED_F, C, fc1.weight, MT_HAS(SHARED), 0, "mlp.shared_experts.up_proj.weight",
-             NULL, NULL, "mlp.shared_expert.up_proj.weight"),
+             NULL, NULL,
+             "mlp.shared_expert.up_proj.weight", [MT_NAMES_QWEN3_NEXT] = "mlp.shared_expert.up_proj.weight"),
     MT_ROLE(SHARED_DOWN, LAYER, ROW, C, SHARED_F, down.weight, MT_HAS(SHARED), 0, "mlp.shared_experts.down_proj.weight",
-            NULL, NULL, "mlp.shared_expert.down_proj.weight"),
+            NULL, NULL,
+            "mlp.shared_expert.down_proj.weight", [MT_NAMES_QWEN3_NEXT] = "mlp.shared_expert.down_proj.weight"),
     MT_ROLE(ROUTER, LAYER, ROUTING, E, C, router.weight, MT_HAS(ROUTER), 0, "mlp.gate.weight", NULL,
             "block_sparse_moe.gate.weight", NULL, NULL, "mlp.router.weight"),
     MT_ROLE(SHARED_EXPERT_GATE, LAYER, ROUTING, ONE, C, shared_gate.weight, MT_HAS(SHARED_GATE), 0,
@@ -5661,6 +5716,9 @@ static const mt_role_row mt_role_rows[] = {
     MT_ROLE(K_NORM, LAYER, HEAD_NORM, D, ONE, k_norm, MT_HAS(HEAD_NORMS), 0, "self_attn.k_norm.weight"),
     MT_ROLE(Q_NORM, LAYER, Q_HEADS_NORM, HD, ONE, q_norm, MT_HAS(ALL_HEADS_NORMS), 0, "self_attn.q_norm.weight"),
     MT_ROLE(K_NORM, LAYER, KV_HEADS_NORM, GD, ONE, k_norm, MT_HAS(ALL_HEADS_NORMS), 0, "self_attn.k_norm.weight"),
+    MT_ROLE(DELTA_NORM, LAYER, HEAD_NORM, VALUE_CHANNELS, ONE, delta_norm, MT_HAS(DELTA), 0, "linear_attn.norm.weight"),
+    MT_ROLE(A_LOG, LAYER, LOG_DECAYS, VALUE_HEADS, ONE, A_log, MT_HAS(DELTA), 0, "linear_attn.A_log"),
+    MT_ROLE(DT_BIAS, LAYER, Q_HEADS_NORM, VALUE_HEADS, ONE, dt_bias, MT_HAS(DELTA), 0, "linear_attn.dt_bias"),
     MT_ROLE(SINKS, LAYER, HEAD_LOGITS, H, ONE, sinks, MT_HAS(SINKS), 0, "self_attn.sinks"),
     MT_ROLE(Q_BIAS, LAYER, COLUMN_BIAS, HD, ONE, qkv.bias, MT_HAS(QKV_BIAS), 0, "self_attn.q_proj.bias",
             "attn.c_attn.bias"),
@@ -5759,13 +5817,31 @@ static void mt_param_stack(const mt_param_table *table, const mt_role_row *row, 
     param->hf_rows_total = param->hf_stack * param->hf_stride * param->whole_rows;
 }
 
-/* Rows with one name are parts of one Hugging Face tensor, one after another: GPT-2's q, k and v. */
+/* Groups of rows in the Hugging Face tensor of a role: one for each head, with all that the head has, or 1. */
+static int64_t mt_hf_groups(const mt_options *o, mt_role role) {
+    bool is_delta = role >= MT_DELTA_Q && role <= MT_DELTA_A;
+    if (is_delta && o->hf_family == MT_HF_QWEN3_NEXT) return o->linear_num_key_heads;
+    return o->attention_output_gate && (role == MT_Q || role == MT_ATTENTION_GATE) ? o->num_attention_heads : 1;
+}
+
+int64_t mt_param_hf_row(const mt_param *param, int64_t row) {
+    int64_t rows = param->whole_rows / param->hf_groups;
+    return param->hf_row + row / rows * (param->hf_rows_total / param->hf_groups) + row % rows;
+}
+
+/* Rows with one name are parts of one Hugging Face tensor, in the order of their roles: GPT-2's q, k and v. */
 static void mt_param_join_tensor(mt_param_table *table) {
-    mt_param *param = &table->rows[table->count - 1], *before = param;
-    for (; before > table->rows && strcmp(before[-1].hf_name, param->hf_name) == 0; before--)
-        before[-1].hf_rows_total += param->whole_rows;
-    if (before == param) return;
-    param->hf_row = param[-1].hf_row + param[-1].whole_rows, param->hf_rows_total = param[-1].hf_rows_total;
+    mt_param *param = &table->rows[table->count - 1], *first = param;
+    while (first > table->rows && strcmp(first[-1].hf_name, param->hf_name) == 0) first--;
+    mt_role role = param->adapts ? param->adapts : param->role;
+    for (mt_param *other = first; other < param; other++) {
+        other->hf_rows_total += param->whole_rows;
+        param->hf_rows_total += other->whole_rows;
+        if ((other->adapts ? other->adapts : other->role) < role)
+            param->hf_row += other->whole_rows / other->hf_groups;
+        else
+            other->hf_row += param->whole_rows / param->hf_groups;
+    }
 }
 
 /* Leaves of a parameter the share `index` of `parts` equal ones of its dimension `dim`. */
@@ -5812,10 +5888,14 @@ static void mt_param_add(mt_param_table *table, const mt_role_row *row, int64_t 
     param->cols = param->whole_cols = mt_dimension_size(o, row->cols);
     param->rows_stored = param->hf_rows_total = row->rows == MT_DIM_VOCAB ? o->vocab_size : param->rows;
     param->is_vector = row->cols == MT_DIM_ONE, param->weight_decay = !param->is_vector;
-    param->is_linear = !param->is_vector && row->unit != MT_UNIT_WORDS && row->unit != MT_UNIT_POSITIONS;
+    param->is_linear =
+        !param->is_vector && row->unit != MT_UNIT_WORDS && row->unit != MT_UNIT_POSITIONS && row->kind != MT_TAPS;
+    param->hf_groups = mt_hf_groups(o, row->role), param->hf_has_channel = row->kind == MT_TAPS;
     param->trained = row->unit != MT_UNIT_UNTRAINED, param->init = mt_param_kinds[row->kind].init;
-    if (param->init == MT_INIT_ONES && o->layernorm_zero_centered_gamma) param->init = MT_INIT_ZEROS;
+    bool is_norm = row->role != MT_DELTA_NORM && row->role != MT_DT_BIAS; // whose weight may be added to 1
+    if (param->init == MT_INIT_ONES && o->layernorm_zero_centered_gamma && is_norm) param->init = MT_INIT_ZEROS;
     param->init_std = o->init_method_std / (param->init == MT_INIT_OUTPUT ? sqrt(2.0 * (double)o->num_layers) : 1);
+    if (param->init == MT_INIT_TAPS) param->init_std = 1 / sqrt(3 * (double)param->cols);
     param->gradient = mt_param_kinds[row->kind].gradient;
     param->linear = row->unit == MT_UNIT_EXPERTS ? MT_LINEAR_GROUPED : mt_param_kinds[row->kind].linear;
     param->rows_option = mt_dimension_option[row->rows], param->cols_option = mt_dimension_option[row->cols];
@@ -5823,7 +5903,7 @@ static void mt_param_add(mt_param_table *table, const mt_role_row *row, int64_t 
         if (row->when >> i & 1) param->exists_option = mt_condition_option[i];
     param->bucket = table->bucket, param->continues = continues;
     bool in_layer = row->unit == MT_UNIT_LAYER || row->unit == MT_UNIT_EXPERTS;
-    param->optimizer = in_layer && !param->is_vector ? o->optimizer : mt_element_optimizer(o);
+    param->optimizer = in_layer && param->is_linear ? o->optimizer : mt_element_optimizer(o);
     param->joins = mt_param_joins(o, param);
     param->field = row->field, param->field_name = row->field_name;
     mt_param_set_name(table, row, param);
@@ -5833,6 +5913,7 @@ static void mt_param_add(mt_param_table *table, const mt_role_row *row, int64_t 
     bool stacked = row->unit == MT_UNIT_EXPERTS && !strchr(mt_role_row_name(row, table->family->names), '#');
     param->can_adapt = param->is_linear && layer >= 0 && param->linear != MT_LINEAR_ROUTER &&
                        !(row->when & MT_HAS(MTP)) && !stacked; // an adapter's file names modules
+    param->can_adapt &= param->hf_groups == 1 && (row->role < MT_DELTA_Q || row->role > MT_DELTA_A);
     if (stacked)
         mt_param_stack(table, row, param);
     else
@@ -5942,17 +6023,22 @@ static void mt_param_add_adapter(mt_param_table *table, const mt_param *base, mt
     mt_param_join_tensor(table);
 }
 
+/* The matrices that can have adapters are of the first 64 roles. */
+static bool mt_role_has_adapters(const mt_options *o, mt_role role) {
+    return role < 64 && o->lora_roles >> role & 1;
+}
+
 /* Appends the adapters of rows[count], the matrices of one linear. Matrices of one tensor share A (GPT-2's q, k, v). */
 static void mt_params_add_linear_adapters(mt_param_table *table, const mt_param *rows, int64_t count) {
     const mt_options *o = table->options;
     int64_t first = table->count, output = 0;
     size_t parts = 0;
     for (const mt_param *base = rows; base < rows + count; base++)
-        if (o->lora_roles >> base->role & 1 && base->hf_row == 0)
+        if (mt_role_has_adapters(o, base->role) && base->hf_row == 0)
             mt_param_add_adapter(table, base, MT_LORA_A, table->count > first);
     for (const mt_param *base = rows; base < rows + count && base->expert == rows->expert; output += base++->rows)
         for (const mt_param *other = base; other < rows + count; other++) { // of all experts
-            if (!(o->lora_roles >> base->role & 1) || other->role != base->role) continue;
+            if (!mt_role_has_adapters(o, base->role) || other->role != base->role) continue;
             bool continues = other > base || base->hf_row > 0;
             mt_param_add_adapter(table, other, MT_LORA_B, continues);
             parts += !continues;
@@ -6060,9 +6146,11 @@ typedef struct mt_layer_scratch {
         void *dmlp_active; // [T, F]
         void *dinput;      // [R, C] a second gradient of a norm's output
     };
-    void *dqk;      // [T, (H + G) D], with q/k norm
-    float *means;   // [2, T], with q/k norm over all heads
-    float *row_dot; // [T, H]
+    void *dqk;            // [T, (H + G) D], with q/k norm
+    float *means;         // [2, T], with q/k norm over all heads
+    float *row_dot;       // [T, H]
+    void *dgate;          // [T, H Dv] gradient of the output gate
+    void *dconv, *ddelta; // gradients of conv and delta_out of a gated delta net
     /* latent attention */
     void *kv_b_out;     // [T, H (D - rotary + Dv)] output of kv_b, and its gradient
     void *k_rope;       // [T, rotary] rotary channels of the keys, and their gradient
@@ -6149,7 +6237,8 @@ struct mt_model {
     mt_sampled *sampled;                   // [max_logits]
     struct mt_decode_graph *decode_graphs; // [max_logits + 1], indexed by number of sequences
     mt_span *step_spans;                   // [max_logits] longest spans of a decode step
-    void **k_cache, **v_cache;             // [num_layers] of [cache_rows, G D] and [cache_rows, G Dv]
+    void **k_cache, **v_cache;             // [num_layers] of [cache_rows, G D] and [cache_rows, G Dv]; of a gated delta
+                                           // net the states of its rule and of its convolution
     struct mt_step_numbers *numbers;       // on the device
     struct mt_trainer *trainer;
     float (*state_amax)[3]; // [2, num_params] amax and new_amax of mt_update_args; NULL: no state has a scale
@@ -6283,6 +6372,10 @@ typedef struct mt_activations {
     float *q_latent_rstd, *kv_latent_rstd; // [R]
     void *attended;                        // [T, H Dv]
     float *lse;                            // [T, H]
+    void *gate, *gated;                    // [T, H Dv] the output gate, and attended times its sigmoid
+    void *delta_in;                        // [T, q, k, v, z, b, a] of a gated delta net
+    void *conv;                            // [T, q, k, v] after the short convolution
+    void *delta_out;                       // [T, value heads, channels] of the delta rule
     void *attention_out;                   // [R, C] before the norm after it
     mt_normed attention_out_norm;          // its y is not kept, as that of mlp_out_norm
     void *middle;                          // [R, C] residual stream between attention and MLP
@@ -6323,6 +6416,12 @@ typedef struct mt_slots {
 
 static mt_slot *mt_slot_add(mt_slots *list, const char *name, size_t field, int64_t rows, int64_t width,
                             mt_dtype dtype) {
+    for (mt_slot *slot = list->slots; slot < list->slots + list->count; slot++) { // of another mixer of the model
+        if (slot->field != field) continue;
+        if (mt_dtype_size(dtype) * rows * width > mt_dtype_size(slot->dtype) * slot->rows * slot->width)
+            slot->rows = rows, slot->width = width, slot->dtype = dtype;
+        return slot;
+    }
     MT_CHECK(list->count < MT_MAX_SLOTS);
     list->slots[list->count] = (mt_slot){.name = name, .field = field, .rows = rows, .width = width, .dtype = dtype};
     return &list->slots[list->count++];
@@ -6683,6 +6782,31 @@ static void mt_core_attention_slots(const mt_model *m, mt_slots *s) {
     MT_SLOT(s, lse, T, m->H, MT_F32)->input = MT_OFFLOAD_CORE_ATTN;
 }
 
+/* Rows of the cache between the first keys of two sequences, and the number of such places, one of them for padding. */
+static int64_t mt_cache_slot_rows(const mt_model_plan *plan) {
+    int64_t rows = mt_max(plan->page_rows, 1);
+    return mt_divide_up(plan->max_position, rows) * rows;
+}
+static int64_t mt_cache_slots(const mt_model_plan *plan) {
+    return mt_max(plan->cache_sequences, plan->cache_rows / mt_cache_slot_rows(plan)) + 1;
+}
+
+/* The sizes of a gated delta net on this rank. */
+typedef struct mt_delta_sizes {
+    int64_t Hk, Hv, Dk, Dv; // heads and their channels
+    int64_t conv, in;       // channels of q, k and v; columns of delta_in
+} mt_delta_sizes;
+
+static mt_delta_sizes mt_delta_sizes_of(const mt_model *m) {
+    const mt_options *o = m->options;
+    int64_t ranks = m->grid->tensor.size;
+    if (!o->linear_layers) return (mt_delta_sizes){0};
+    mt_delta_sizes z = {.Hk = o->linear_num_key_heads / ranks, .Hv = o->linear_num_value_heads / ranks};
+    z.Dk = o->linear_key_head_dim, z.Dv = o->linear_value_head_dim;
+    z.conv = 2 * z.Hk * z.Dk + z.Hv * z.Dv, z.in = z.conv + z.Hv * (z.Dv + 2);
+    return z;
+}
+
 static void mt_latent_slots(const mt_model *m, mt_slots *s, const mt_layer *w) {
     const mt_options *o = m->options;
     (void)w;
@@ -6711,6 +6835,9 @@ static void mt_attention_slots(const mt_model *m, mt_slots *s, const mt_layer *w
         MT_SLOT(s, k_rstd, T, together ? 1 : m->G, MT_F32);
     }
     mt_core_attention_slots(m, s);
+    if (!m->options->attention_output_gate) return;
+    MT_SLOT(s, gate, T, m->H * m->Dv, m->dtype)->stash_of = offsetof(mt_layer, gate);
+    MT_SLOT(s, gated, T, m->H * m->Dv, m->dtype)->input = MT_OFFLOAD_ATTN_PROJ;
 }
 
 /* q, k and v of attention, or their gradients, with the strides between tokens. */
@@ -6798,13 +6925,15 @@ static void mt_core_attention_backward(mt_model *m, const mt_pass *p, const mt_l
         mt_attend_backward(m->ops, &call, m->dtype, p->stream);
 }
 
-/* Backward of the output linear: dattended from dout. Returns the product that the caller defers. */
-static mt_deferred mt_attention_out_backward(const mt_pass *p, const mt_layer *w, mt_activations *a, const void *dout,
-                                             void *dattended) {
-    int halves = mt_layer_linear_halves(p, w, &w->o, offsetof(mt_activations, attended));
-    mt_linear_io o = {.x = a->attended, .x_transposed = mt_saved_x(a, &w->o), .dy = dout, .dx = dattended};
+/* Backward of the output linear, which reads the value of a field of mt_activations: dx from dout. Returns the product
+ * that the caller defers. */
+static mt_deferred mt_attention_out_backward(const mt_pass *p, const mt_layer *w, mt_activations *a, size_t field,
+                                             const void *dout, void *dx) {
+    const void *x = mt_slot_read(a, mt_slot_of(w, field));
+    int halves = mt_layer_linear_halves(p, w, &w->o, field);
+    mt_linear_io o = {.x = x, .x_transposed = mt_saved_x(a, &w->o), .dy = dout, .dx = dx};
     mt_linear_backward(mt_linears(p), &w->o, &o, halves);
-    return halves == MT_BACKWARD_INPUT ? (mt_deferred){&w->o, a->attended, dout} : (mt_deferred){0};
+    return halves == MT_BACKWARD_INPUT ? (mt_deferred){&w->o, x, dout} : (mt_deferred){0};
 }
 
 /* RoPE of a layer for the tokens from `first_row` on. */
@@ -6915,6 +7044,27 @@ static void mt_all_heads_backward(const mt_model *m, const mt_pass *p, mt_layer 
     for (int k = 0; k < 2; k++) m->ops->rmsnorm_backward(&norms[k], m->dtype, p->stream);
 }
 
+/* ---- the output gate (Qiu et al., "Gated attention for large language models"): a->gated = a->attended sigmoid(x
+ * w_gate) */
+
+static void mt_output_gate_forward(const mt_model *m, const mt_pass *p, const mt_layer *w, mt_activations *a,
+                                   const void *x) {
+    mt_layer_linear_forward(p, a, &w->gate, x, a->gate);
+    mt_gate_args gate = {.n = p->T * m->H * m->Dv, .x = a->attended, .z = a->gate, .y = a->gated};
+    m->ops->gate_forward(&gate, m->dtype, p->stream);
+}
+
+/* d: the gradient of a->gated in, of a->attended out; and that of the gate. */
+static void mt_output_gate_backward(const mt_model *m, const mt_pass *p, const mt_activations *a, void *d,
+                                    void *dgate) {
+    mt_gate_args gate = {.n = p->T * m->H * m->Dv, .x = a->attended, .z = a->gate, .dy = d, .dx = d, .dz = dgate};
+    m->ops->gate_backward(&gate, m->dtype, p->stream);
+}
+
+/* The field of mt_activations that the output linear reads. */
+static size_t mt_attention_out_x(const mt_model *m) {
+    return m->options->attention_output_gate ? offsetof(mt_activations, gated) : offsetof(mt_activations, attended);
+}
 /* ---- the mixer */
 
 /* out = attention(x[R, C]). */
@@ -6924,13 +7074,16 @@ static void mt_attention_forward(mt_model *m, const mt_pass *p, const mt_layer *
     bool together = m->options->qk_layernorm_all_heads;
     (together ? mt_all_heads_forward : mt_qk_forward)(m, p, w, a);
     mt_core_attention_forward(m, p, w, a, mt_fused_view(m, a->qkv, a->qk), together);
-    mt_layer_linear_forward(p, a, &w->o, a->attended, out);
+    if (m->options->attention_output_gate) mt_output_gate_forward(m, p, w, a, x);
+    mt_layer_linear_forward(p, a, &w->o, m->options->attention_output_gate ? a->gated : a->attended, out);
 }
 
 static mt_deferred mt_attention_backward(mt_model *m, const mt_pass *p, mt_layer *w, mt_activations *a,
                                          const mt_block_gradients *d) {
     void *dqkv = m->scratch.dqkv, *dqk = m->scratch.dqk, *dattended = m->scratch.dattended;
-    mt_deferred out = mt_attention_out_backward(p, w, a, d->dout, dattended);
+    bool has_gate = m->options->attention_output_gate;
+    mt_deferred out = mt_attention_out_backward(p, w, a, mt_attention_out_x(m), d->dout, dattended);
+    if (has_gate) mt_output_gate_backward(m, p, a, dattended, m->scratch.dgate);
     mt_core_attention_backward(m, p, w, a, mt_fused_view(m, a->qkv, a->qk), mt_fused_view(m, dqkv, dqk), dattended);
     (m->options->qk_layernorm_all_heads ? mt_all_heads_backward : mt_qk_backward)(m, p, w, a, dqk, dqkv);
     mt_linear_io qkv = {.x = d->x, .dy = dqkv, .dx = d->dx};
@@ -6940,6 +7093,10 @@ static mt_deferred mt_attention_backward(mt_model *m, const mt_pass *p, mt_layer
     } else {
         mt_layer_linear_backward(m, p, w, a, &w->qkv, d->x_field, &qkv);
     }
+    if (!has_gate) return out;
+    mt_linear_io gate = {.x = d->x, .dy = m->scratch.dgate, .dx = m->scratch.dinput};
+    mt_layer_linear_backward(m, p, w, a, &w->gate, d->x_field, &gate);
+    mt_add_to(m, p, d->dx, m->scratch.dinput);
     return out;
 }
 
@@ -7068,7 +7225,7 @@ static mt_deferred mt_latent_attention_backward(mt_model *m, const mt_pass *p, m
     void *dattended = m->scratch.dattended, *dq = m->scratch.dqkv;
     mt_qkv_view dqkv = mt_latent_view(m, p, dq, mt_at(dq, p->T * m->H * m->D, m->dtype));
     MT_CHECK(!d->left);
-    mt_deferred out = mt_attention_out_backward(p, w, a, d->dout, dattended);
+    mt_deferred out = mt_attention_out_backward(p, w, a, offsetof(mt_activations, attended), d->dout, dattended);
     mt_core_attention_backward(m, p, w, a, mt_latent_view(m, p, a->q, a->kv), dqkv, dattended);
     mt_latent_qkv_backward(m, p, w, a, dqkv, d);
     return out;
@@ -8134,12 +8291,21 @@ typedef struct mt_block_kind {
     size_t last;           // offset in mt_layer of the linear that a split backward defers: the last one
 } mt_block_kind;
 
+/* §17 */
+static void mt_delta_slots(const mt_model *m, mt_slots *s, const mt_layer *w);
+static void mt_delta_forward(mt_model *m, const mt_pass *p, const mt_layer *w, mt_activations *a, const void *x,
+                             void *out);
+static mt_deferred mt_delta_backward(mt_model *m, const mt_pass *p, mt_layer *w, mt_activations *a,
+                                     const mt_block_gradients *block);
+
 static const mt_block_kind mt_mixer_kinds[] = {
     [MT_MIXER_ATTENTION] = {"attention", mt_attention_slots, mt_attention_forward, NULL, mt_attention_backward, true,
                             offsetof(mt_layer, o)},
     [MT_MIXER_LATENT_ATTENTION] = {"latent attention", mt_latent_slots, mt_latent_attention_forward,
                                    mt_latent_attention_replay, mt_latent_attention_backward, false,
                                    offsetof(mt_layer, o)},
+    [MT_MIXER_GATED_DELTA_NET] = {"gated delta net", mt_delta_slots, mt_delta_forward, NULL, mt_delta_backward, false,
+                                  offsetof(mt_layer, o)},
 };
 
 static const mt_block_kind mt_feed_forward_kinds[] = {
@@ -8242,6 +8408,8 @@ static void mt_layer_slots(const mt_model *m, mt_slots *s, const mt_layer *w) {
         mt_norm_slots(s, m, "input_norm", offsetof(mt_activations, input_norm), MT_OFFLOAD_QKV_LINEAR,
                       w ? &w->input_norm : NULL);
     mixer->slots(m, s, w);
+    for (int64_t i = 1; !w && i < m->options->num_layers; i++) // the list is of layers with other mixers too
+        mt_mixer_kinds[mt_layer_kind_of(m->options, i).mixer].slots(m, s, w);
     if (after) {
         MT_SLOT(s, attention_out, m->max_rows, m->C, m->dtype)->stash_of = mixer->last;
         mt_norm_statistics_slots(s, m, "attention_out_norm", offsetof(mt_activations, attention_out_norm));
@@ -8330,7 +8498,8 @@ static void mt_layer_forward(mt_model *m, const mt_pass *p, const mt_layer *w, m
 static bool mt_gathers_ahead(const mt_model *m, const mt_pass *p, const mt_layer *w, const mt_layer *below) {
     bool gathers = below->expert_bucket >= 0 && m->experts->dispatcher->gathers;
     bool replays = m->recompute_modules || below->recomputed, whole = p->halves == MT_BACKWARD_BOTH && !m->fp8;
-    bool leaves = mt_mixer_kinds[w->kind.mixer].may_leave_weight && !mt_norms_after(m->options);
+    bool leaves = mt_mixer_kinds[w->kind.mixer].may_leave_weight && !mt_norms_after(m->options) &&
+                  !m->options->attention_output_gate;
     bool at_once = below->F == 0 && m->options->hidden_dropout == 0 && m->grid->tensor.size == 1;
     return gathers && at_once && !replays && whole && leaves;
 }
@@ -10809,6 +10978,13 @@ static void mt_plan_buckets(mt_model *m) {
         m->state_amax = mt_arena_alloc(optimizer, 2 * m->num_params * (int64_t)sizeof *m->state_amax);
     for (int64_t layer = 0; layer < m->num_layers && m->plan.cache_rows > 0; layer++) {
         int64_t heads_bytes = m->plan.cache_rows * m->G * mt_dtype_size(m->dtype);
+        if (m->layers[layer].kind.mixer == MT_MIXER_GATED_DELTA_NET) {
+            mt_delta_sizes z = mt_delta_sizes_of(m);
+            int64_t slots = mt_cache_slots(&m->plan), taps = o->linear_conv_kernel_dim;
+            m->k_cache[layer] = mt_arena_alloc(cache, slots * z.Hv * z.Dk * z.Dv * 4);
+            m->v_cache[layer] = mt_arena_alloc(cache, slots * (taps - 1) * z.conv * 4);
+            continue;
+        }
         m->k_cache[layer] = mt_arena_alloc(cache, heads_bytes * m->D);
         m->v_cache[layer] = mt_arena_alloc(cache, heads_bytes * m->Dv);
     }
@@ -12360,7 +12536,9 @@ static void mt_plan_scratch(mt_model *m, mt_arena *arena) {
     const mt_options *o = m->options;
     mt_layer_scratch *s = &m->scratch;
     bool latent = o->multi_latent_attention;
-    if (latent) out_width = mt_max(out_width, m->C); // see mt_latent_qkv_backward
+    if (latent || o->attention_output_gate) out_width = mt_max(out_width, m->C); // a second gradient of the input
+    mt_delta_sizes delta = mt_delta_sizes_of(m);
+    out_width = mt_max(out_width, delta.Hv * delta.Dv);
     if (m->plan.train) {
         s->dresidual = mt_arena_alloc(arena, R * m->C * size);
         if (mt_splits_backward(m)) s->dmiddle = mt_arena_alloc(arena, R * m->C * size);
@@ -12370,11 +12548,14 @@ static void mt_plan_scratch(mt_model *m, mt_arena *arena) {
     int64_t start = arena->used;
     s->block_out = mt_arena_alloc(arena, R * m->C * size);
     if (m->plan.train) {
-        s->dqkv = mt_arena_alloc(arena, T * mt_max(mt_fc1_width(m, m->F), mt_qkv_width(m)) * size);
+        s->dqkv = mt_arena_alloc(arena, T * mt_max(mt_fc1_width(m, m->F), mt_max(mt_qkv_width(m), delta.in)) * size);
         s->dattended = mt_arena_alloc(arena, T * mt_max(m->F, out_width) * size);
         if (mt_norms_heads(o)) s->dqk = mt_arena_alloc(arena, T * (q_width + kv_width) * size);
         if (o->qk_layernorm_all_heads) s->means = mt_arena_alloc(arena, 2 * T * 4);
         s->row_dot = mt_arena_alloc(arena, T * m->H * 4);
+        if (o->attention_output_gate) s->dgate = mt_arena_alloc(arena, T * m->H * m->Dv * size);
+        s->dconv = mt_arena_alloc(arena, T * delta.conv * size);
+        s->ddelta = mt_arena_alloc(arena, T * delta.Hv * delta.Dv * size);
     }
     if (latent) {
         s->kv_b_out = mt_arena_alloc(arena, T * m->H * (o->qk_head_dim + m->Dv) * size);
@@ -13226,6 +13407,20 @@ int64_t mt_param_rows_stored(const mt_param *param) {
     return mt_max(mt_min(param->rows_stored - param->first_row, param->rows), 0);
 }
 
+/* The log of a uniform number in [1, 16) for elements [begin, end) of a bucket, with indices from `first` on. */
+static void mt_param_init_decays(mt_model *m, const mt_shard *shard, int64_t begin, int64_t end, uint64_t key,
+                                 int64_t first) {
+    void *values = mt_malloc((end - begin) * mt_dtype_size(shard->dtype));
+    for (int64_t i = 0; i < end - begin; i++) {
+        uint32_t words[4];
+        mt_philox(words, key, (uint64_t)(first + i), 0);
+        float value = logf(1 + 15 * (float)(words[0] >> 8) * 0x1p-24f);
+        mt_row_store(values, i, &value, 1, shard->dtype);
+    }
+    mt_shard_write(m, shard, begin, values, end - begin);
+    free(values);
+}
+
 /* Draws initial values for bucket elements [at, at + n), as far as `part` holds them. Element `at` has index `first` in
  * the whole parameter. */
 static void mt_param_init_run(mt_model *m, const mt_param *param, const mt_shard *shard, int64_t at, int64_t n,
@@ -13236,6 +13431,10 @@ static void mt_param_init_run(mt_model *m, const mt_param *param, const mt_shard
     uint64_t role = (uint64_t)param->role + (mt_param_is_adapter(param) ? 128 + (uint64_t)param->adapts : 0);
     uint64_t index = (uint64_t)(param->expert + 1) << 40 | (uint64_t)(param->layer + 1) << 8 | role;
     uint64_t key = mt_random_key((uint64_t)m->options->seed, MT_RANDOM_PARAMETER, index);
+    if (param->init == MT_INIT_LOG_DECAY) {
+        mt_param_init_decays(m, shard, begin, end, key, first + begin - at);
+        return;
+    }
     m->ops->random_normal(mt_at(shard->data, begin - shard->first, shard->dtype), end - begin, key, first + begin - at,
                           mean, std, shard->dtype, m->stream);
 }
@@ -13511,6 +13710,7 @@ void mt_model_decode_sample(mt_model *m, const mt_batch *batch, const int32_t *c
 
 void mt_model_cache_copy(mt_model *m, const mt_cache_copy *copy) {
     for (int64_t layer = 0; layer < m->num_layers; layer++) {
+        if (m->layers[layer].kind.mixer == MT_MIXER_GATED_DELTA_NET) continue;
         void *caches[] = {m->k_cache[layer], m->v_cache[layer]};
         for (int i = 0; i < 2; i++) {
             int64_t width = m->G * (i ? m->Dv : m->D);
@@ -13657,6 +13857,7 @@ static bool mt_batcher_grow(mt_batcher *b, mt_sequence *sequences, int64_t i) {
 /* Leading tokens of a sequence that it can take from a slot: whole pages, which both may read, or up to the last token
  * that is computed, which can be copied. At least one token is left, whose logits are needed. */
 static int64_t mt_cache_slot_common(const mt_batcher *b, const mt_cache_slot *s, const mt_sequence *sequence) {
+    if (b->plan.has_states) return 0;
     int64_t limit = mt_min(s->num_cached, sequence->num_tokens - 1), n = 0;
     while (n < limit && s->tokens[n] == sequence->tokens[n]) n++;
     return mt_max(mt_min(n, s->num_computed), n / b->plan.page_rows * b->plan.page_rows);
@@ -13795,6 +13996,7 @@ mt_generator *mt_generator_create(mt_model *model, const mt_sampling *sampling, 
     if (together > 1 && !mt_forward_is_own(model)) g->together = &model->grid->data;
     mt_batcher_plan batching = {.max_sequences = most, .max_length = plan->max_position, .page_rows = plan->page_rows};
     batching.max_tokens = model->max_rows, batching.num_pages = plan->cache_rows / plan->page_rows - 1;
+    batching.has_states = model->options->linear_layers != NULL;
     g->batcher = mt_batcher_create(&batching);
     if (sampling->repetition_penalty > 0 && sampling->repetition_penalty != 1)
         g->logits = mt_malloc(most * model->options->vocab_size * 4);
@@ -13890,4 +14092,647 @@ bool mt_generator_agree(const mt_generator *g, bool wanted) {
 
 mt_generator_totals mt_generator_read_totals(const mt_generator *generator) {
     return generator->totals;
+}
+
+/* ==== §17 gated delta net ========================================================================================= */
+/* A mixer with a state of fixed size instead of keys and values of all tokens (Yang et al., "Gated delta networks:
+ * improving Mamba2 with delta rule"; Qwen3-Next, Qwen3.5). One product gives q, k, v, the gate z of the output, and two
+ * numbers a value head, b and a. A short convolution mixes each channel of q, k and v with the tokens just before it.
+ * Each value head then has a matrix S[Dk, Dv], a memory that maps keys to values:
+ *
+ *   S_t = exp(g_t) S_t-1 + k_t u_t^T,  u_t = beta_t (v_t - exp(g_t) S_t-1^T k_t),  o_t = S_t^T q_t
+ *
+ * It forgets by exp(g), then replaces what it holds for the key k by the value v, as far as beta says. Invariant: a
+ * state begins with zeros at each span, so packed sequences do not see one another. */
+
+/* ==== §17a its kernels ============================================================================================ */
+/* The recurrence in chunks of L tokens, so that most work is products of matrices. Let G_t be the sum of g from the
+ * chunk's first token to t, and S the state before the chunk. Unrolled,
+ *
+ *   u_t = beta_t (v_t - e^G_t S^T k_t) - sum over i < t of A_ti u_i,   A_ti = beta_t e^(G_t - G_i) k_t.k_i
+ *   o_t = e^G_t S^T q_t + sum over i <= t of P_ti u_i,                 P_ti = e^(G_t - G_i) q_t.k_i
+ *   S'  = e^G_L S + sum over i of e^(G_L - G_i) k_i u_i^T
+ *
+ * The first line is a triangular system (I + A) U = B. No exponent is positive. Backward, from dO and dS':
+ *
+ *   dU = P^T dO + K' dS', with rows k'_i = e^(G_L - G_i) k_i;   dP = dO U^T
+ *   dB = (I + A)^-T dU;   dA = -dB U^T
+ *   dS = e^G_L dS' + Q^T (e^G dO) - K^T (beta e^G dB)
+ *
+ * and each of A, P, B, K' passes its gradient on to its factors. The backward computes the states before all chunks of
+ * a span again, then takes the chunks in reverse. A task is a key head with its value heads. */
+#pragma GCC diagnostic push
+#pragma GCC diagnostic ignored "-Wunused-parameter" // streams
+
+enum { MT_CHUNK = 64 };
+
+/* ---- short convolution */
+
+/* The state of a span; NULL: none. */
+static float *mt_state_of(const mt_states *states, const mt_span *span, int64_t elements) {
+    return states->memory ? states->memory + span->k_start / states->slot_rows * elements : NULL;
+}
+
+/* A channel block of the row that lies `back` rows before row t of a span: of x, or of the state; NULL: zeros. */
+static const float *mt_conv_row(float *scratch, const mt_conv_args *a, const mt_span *span, const float *state,
+                                int64_t t, int64_t back, int64_t c, int64_t width, mt_dtype dtype) {
+    int64_t row = t - back;
+    if (row >= 0) return mt_row_load(scratch, a->x, (span->q_start + row) * a->x_stride + c, width, dtype);
+    return state && span->k_len > span->q_len ? state + (a->K - 1 + row) * a->C + c : NULL;
+}
+
+/* sums[width] = bias + the taps' products, of channels c... of row t of a span. */
+static void mt_conv_sum(float *sums, float *scratch, const mt_conv_args *a, const mt_span *span, const float *state,
+                        const float *w, int64_t t, int64_t c, int64_t width, mt_dtype dtype) {
+    const float *bias = a->bias ? mt_row_load(scratch, a->bias, c, width, dtype) : NULL;
+    for (int64_t i = 0; i < width; i++) sums[i] = bias ? bias[i] : 0;
+    for (int64_t j = 0; j < a->K; j++) {
+        const float *x = mt_conv_row(scratch, a, span, state, t, a->K - 1 - j, c, width, dtype);
+        for (int64_t i = 0; i < width && x; i++) sums[i] += w[i * a->K + j] * x[i];
+    }
+}
+
+/* Leaves the last K - 1 rows of x in the state. */
+static void mt_conv_keep(float *state, float *scratch, const mt_conv_args *a, const mt_span *span, mt_dtype dtype) {
+    int64_t C = a->C, rows = a->K - 1;
+    for (int64_t j = 0; j < rows; j++) { // ascending: a row of the state moves towards the first
+        const float *x = mt_conv_row(scratch, a, span, state, span->q_len, rows - j, 0, C, dtype);
+        for (int64_t i = 0; i < C; i++) state[j * C + i] = x ? x[i] : 0;
+    }
+}
+
+static void mt_cpu_short_conv_forward(const mt_conv_args *a, mt_dtype dtype, mt_stream *stream) {
+    int64_t C = a->C, K = a->K;
+    mt_scratch scratch = mt_scratch_reserve(C * K + 2 * C);
+    for (int64_t s = 0; s < a->spans->count; s++) {
+        const mt_span *span = &a->spans->host[s];
+        float *state = mt_state_of(&a->states, span, (K - 1) * C);
+#pragma omp parallel for if (span->q_len * C * K > MT_PARALLEL)
+        for (int64_t t = 0; t < span->q_len; t++) {
+            float *slice = mt_scratch_slice(scratch), *sums = slice + C * K;
+            const float *w = mt_row_load(slice, a->w, 0, C * K, dtype);
+            int64_t to = (span->q_start + t) * a->y_stride;
+            mt_conv_sum(sums, sums + C, a, span, state, w, t, 0, C, dtype);
+            for (int64_t i = 0; i < C && a->silu; i++) sums[i] = mt_silu(1, sums[i]);
+            mt_row_store(a->y, to, sums, C, dtype);
+        }
+        if (state) mt_conv_keep(state, mt_scratch_slice(scratch), a, span, dtype);
+    }
+}
+
+/* The gradients of channels [c, c + width) of a span: row by row, dx as soon as all sums that read it are known. */
+static void mt_conv_backward_channels(const mt_conv_args *a, const mt_span *span, const float *w, float *dw,
+                                      float *dbias, int64_t c, int64_t width, mt_dtype dtype) {
+    int64_t K = a->K;
+    float ring[MT_MAX_TAPS][MT_COLUMNS], sums[MT_COLUMNS], scratch[MT_COLUMNS]; // ring: gradients of the last K sums
+    for (int64_t t = 0; t < span->q_len + K - 1; t++) {
+        float *d = ring[t % K];
+        memset(d, 0, sizeof *ring);
+        if (t < span->q_len) {
+            const float *dy = mt_row_load(scratch, a->dy, (span->q_start + t) * a->dy_stride + c, width, dtype);
+            memcpy(d, dy, (size_t)width * sizeof *d);
+            if (a->silu) mt_conv_sum(sums, scratch, a, span, NULL, w, t, c, width, dtype);
+            for (int64_t i = 0; i < width && a->silu; i++) d[i] *= mt_silu_slope(1, sums[i]);
+            for (int64_t j = 0; j < K; j++) {
+                const float *x = mt_conv_row(scratch, a, span, NULL, t, K - 1 - j, c, width, dtype);
+                for (int64_t i = 0; i < width && x; i++) dw[i * K + j] += d[i] * x[i];
+            }
+            for (int64_t i = 0; i < width; i++) dbias[i] += d[i];
+        }
+        int64_t row = t - (K - 1); // its sums are those of rows row, ..., t
+        if (row < 0) continue;
+        for (int64_t i = 0; i < width; i++) sums[i] = 0;
+        for (int64_t j = 0; j < K; j++)
+            for (int64_t i = 0; i < width; i++) sums[i] += w[i * K + j] * ring[(row + K - 1 - j) % K][i];
+        mt_row_store(a->dx, (span->q_start + row) * a->dx_stride + c, sums, width, dtype);
+    }
+}
+
+static void mt_cpu_short_conv_backward(const mt_conv_args *a, mt_dtype dtype, mt_stream *stream) {
+    int64_t C = a->C, K = a->K;
+    MT_CHECK(K <= MT_MAX_TAPS);
+#pragma omp parallel for
+    for (int64_t c = 0; c < C; c += MT_COLUMNS) {
+        float loaded[MT_COLUMNS * MT_MAX_TAPS], dw[MT_COLUMNS * MT_MAX_TAPS] = {0}, dbias[MT_COLUMNS] = {0};
+        int64_t width = mt_min(MT_COLUMNS, C - c);
+        const float *w = mt_row_load(loaded, a->w, c * K, width * K, dtype);
+        for (const mt_span *span = a->spans->host; span < a->spans->host + a->spans->count; span++)
+            mt_conv_backward_channels(a, span, w, dw, dbias, c, width, dtype);
+        for (int64_t i = 0; i < width * K && a->dw; i++) a->dw[c * K + i] += dw[i];
+        for (int64_t i = 0; i < width && a->dbias; i++) a->dbias[c + i] += dbias[i];
+    }
+}
+
+/* ---- the gated delta rule */
+
+/* A chunk of one key head, and of one of its value heads at a time. Names as in the formulas above. */
+typedef struct mt_delta_chunk {
+    const mt_delta_args *a;
+    mt_dtype dtype;
+    int64_t row, L;             // its first token, and its tokens
+    float *q, *k;               // [L, Dk] as the rule takes them
+    float *q_factor, *k_factor; // [L] 1 / length
+    float *qk, *kk;             // [L, L] q_t.k_i and k_t.k_i
+    /* of the value head */
+    float *v, *beta, *g, *G; // [L, Dv], [L]
+    float *A, *P;            // [L, L], 0 above the diagonal
+    float *U, *ks;           // [L, Dv] U, and S^T k_t
+    float *k_last;           // [L, Dk] K'
+    /* of the backward */
+    float *dq, *dk;           // [L, Dk] sums over the value heads
+    float *dA, *dP;           // [L, L]
+    float *dO, *dU, *product; // [L, Dv]; dU becomes dB
+    float *dk_last;           // [L, Dk]
+    float *dbeta, *dG;        // [L]
+} mt_delta_chunk;
+
+/* Lays the arrays of a chunk into scratch and returns their end; scratch NULL: counts. */
+static float *mt_delta_place(mt_delta_chunk *c, const mt_delta_args *a, float *scratch) {
+    int64_t by_key = MT_CHUNK * a->Dk, by_value = MT_CHUNK * a->Dv, square = MT_CHUNK * MT_CHUNK;
+    const struct {
+        float **array;
+        int64_t floats;
+    } arrays[] = {{&c->q, by_key},         {&c->k, by_key},       {&c->k_last, by_key}, {&c->dq, by_key},
+                  {&c->dk, by_key},        {&c->dk_last, by_key}, {&c->v, by_value},    {&c->U, by_value},
+                  {&c->ks, by_value},      {&c->dO, by_value},    {&c->dU, by_value},   {&c->product, by_value},
+                  {&c->qk, square},        {&c->kk, square},      {&c->A, square},      {&c->P, square},
+                  {&c->dA, square},        {&c->dP, square},      {&c->beta, MT_CHUNK}, {&c->g, MT_CHUNK},
+                  {&c->G, MT_CHUNK},       {&c->dbeta, MT_CHUNK}, {&c->dG, MT_CHUNK},   {&c->q_factor, MT_CHUNK},
+                  {&c->k_factor, MT_CHUNK}};
+    for (size_t i = 0; i < sizeof arrays / sizeof *arrays; i++) {
+        *arrays[i].array = scratch;
+        scratch += arrays[i].floats;
+    }
+    return scratch;
+}
+
+static int64_t mt_delta_chunk_floats(const mt_delta_args *a) {
+    return MT_CHUNK * (6 * a->Dk + 6 * a->Dv + 6 * MT_CHUNK + 7);
+}
+
+/* unit[L, Dk] = x / length, times `scale`; of one head of q or k. */
+static void mt_delta_load_unit(const mt_delta_chunk *c, float *unit, float *factors, const void *x, int64_t stride,
+                               int64_t head, float scale) {
+    int64_t Dk = c->a->Dk;
+    for (int64_t t = 0; t < c->L; t++) {
+        const float *in = mt_row_load(unit + t * Dk, x, (c->row + t) * stride + head * Dk, Dk, c->dtype);
+        float sum = 0;
+#pragma omp simd reduction(+ : sum)
+        for (int64_t i = 0; i < Dk; i++) sum += in[i] * in[i];
+        factors[t] = 1 / sqrtf(sum + 1e-6f);
+        for (int64_t i = 0; i < Dk; i++) unit[t * Dk + i] = in[i] * factors[t] * scale;
+    }
+}
+
+static void mt_delta_load_keys(mt_delta_chunk *c, int64_t key_head) {
+    int64_t L = c->L, Dk = c->a->Dk;
+    mt_matrix q = {.data = c->q, .stride = Dk}, k = {.data = c->k, .stride = Dk};
+    mt_delta_load_unit(c, c->q, c->q_factor, c->a->q, c->a->q_stride, key_head, 1 / sqrtf((float)Dk));
+    mt_delta_load_unit(c, c->k, c->k_factor, c->a->k, c->a->k_stride, key_head, 1);
+    mt_matmul(c->qk, L, q, mt_transposed(k), L, L, Dk, false);
+    mt_matmul(c->kk, L, k, mt_transposed(k), L, L, Dk, false);
+}
+
+/* log(1 + exp(x)). */
+static float mt_softplus(float x) {
+    return x > 20 ? x : log1pf(expf(x));
+}
+
+/* v, beta and the decay of a value head; A_log and dt_bias of the head. */
+static void mt_delta_load_values(mt_delta_chunk *c, int64_t head, float A_log, float dt_bias) {
+    const mt_delta_args *a = c->a;
+    int64_t Dv = a->Dv;
+    for (int64_t t = 0; t < c->L; t++) {
+        float b, decay, scratch[2];
+        int64_t row = c->row + t, gate = row * a->gate_stride + head;
+        b = *mt_row_load(scratch, a->b, gate, 1, c->dtype), decay = *mt_row_load(scratch + 1, a->a, gate, 1, c->dtype);
+        c->beta[t] = 1 / (1 + expf(-b));
+        c->g[t] = -expf(A_log) * mt_softplus(decay + dt_bias);
+        c->G[t] = c->g[t] + (t > 0 ? c->G[t - 1] : 0);
+        const float *v = mt_row_load(c->v + t * Dv, a->v, row * a->v_stride + head * Dv, Dv, c->dtype);
+        if (v != c->v + t * Dv) memcpy(c->v + t * Dv, v, (size_t)Dv * sizeof *v);
+    }
+}
+
+/* A, P, K' and U, from the state S before the chunk. */
+static void mt_delta_solve(const mt_delta_chunk *c, const float *S) {
+    int64_t L = c->L, Dk = c->a->Dk, Dv = c->a->Dv;
+    mt_matmul(c->ks, Dv, (mt_matrix){.data = c->k, .stride = Dk}, (mt_matrix){.data = S, .stride = Dv}, L, Dv, Dk,
+              false);
+    for (int64_t t = 0; t < L; t++) {
+        float *U = c->U + t * Dv, grown = expf(c->G[t]), last = expf(c->G[L - 1] - c->G[t]);
+        for (int64_t i = 0; i < L; i++) {
+            float factor = i <= t ? expf(c->G[t] - c->G[i]) : 0;
+            c->A[t * L + i] = i < t ? c->beta[t] * factor * c->kk[t * L + i] : 0;
+            c->P[t * L + i] = i <= t ? factor * c->qk[t * L + i] : 0;
+        }
+        for (int64_t i = 0; i < Dk; i++) c->k_last[t * Dk + i] = last * c->k[t * Dk + i];
+        for (int64_t i = 0; i < Dv; i++) U[i] = c->beta[t] * (c->v[t * Dv + i] - grown * c->ks[t * Dv + i]);
+        for (int64_t s = 0; s < t; s++) {
+            float factor = c->A[t * L + s];
+#pragma omp simd
+            for (int64_t i = 0; i < Dv; i++) U[i] -= factor * c->U[s * Dv + i];
+        }
+    }
+}
+
+/* S becomes the state after the chunk. */
+static void mt_delta_advance(const mt_delta_chunk *c, float *S) {
+    int64_t L = c->L, Dk = c->a->Dk, Dv = c->a->Dv;
+    float factor = expf(c->G[L - 1]);
+    for (int64_t i = 0; i < Dk * Dv; i++) S[i] *= factor;
+    mt_matmul(S, Dv, mt_transposed((mt_matrix){.data = c->k_last, .stride = Dk}),
+              (mt_matrix){.data = c->U, .stride = Dv}, Dk, Dv, L, true);
+}
+
+/* out of the chunk, from the state S before it. */
+static void mt_delta_read(const mt_delta_chunk *c, int64_t head, const float *S) {
+    int64_t L = c->L, Dk = c->a->Dk, Dv = c->a->Dv;
+    float *out = c->product;
+    mt_matmul(out, Dv, (mt_matrix){.data = c->q, .stride = Dk}, (mt_matrix){.data = S, .stride = Dv}, L, Dv, Dk, false);
+    for (int64_t t = 0; t < L; t++)
+        for (int64_t i = 0; i < Dv; i++) out[t * Dv + i] *= expf(c->G[t]);
+    mt_matmul(out, Dv, (mt_matrix){.data = c->P, .stride = L}, (mt_matrix){.data = c->U, .stride = Dv}, L, Dv, L, true);
+    for (int64_t t = 0; t < L; t++)
+        mt_row_store(c->a->out, ((c->row + t) * c->a->Hv + head) * Dv, out + t * Dv, Dv, c->dtype);
+}
+
+/* The parameters of a value head. */
+static void mt_delta_head(const mt_delta_args *a, int64_t head, mt_dtype dtype, float *A_log, float *dt_bias) {
+    float scratch;
+    *A_log = *mt_row_load(&scratch, a->A_log, head, 1, dtype);
+    *dt_bias = *mt_row_load(&scratch, a->dt_bias, head, 1, dtype);
+}
+
+static void mt_cpu_delta_rule_forward(const mt_delta_args *a, mt_dtype dtype, mt_stream *stream) {
+    int64_t heads = a->Hv / a->Hk, size = a->Dk * a->Dv;
+    mt_scratch scratch = mt_scratch_reserve(mt_delta_chunk_floats(a) + heads * size);
+#pragma omp parallel for collapse(2) schedule(dynamic)
+    for (int64_t s = 0; s < a->spans->count; s++)
+        for (int64_t key_head = 0; key_head < a->Hk; key_head++) {
+            const mt_span *span = &a->spans->host[s];
+            mt_delta_chunk c = {.a = a, .dtype = dtype};
+            float *own = mt_delta_place(&c, a, mt_scratch_slice(scratch)), A_log, dt_bias;
+            float *kept = mt_state_of(&a->states, span, a->Hv * size), *S = kept ? kept + key_head * heads * size : own;
+            if (!kept || span->k_len == span->q_len) memset(S, 0, (size_t)(heads * size) * sizeof *S);
+            for (int64_t t = 0; t < span->q_len; t += c.L) {
+                c.row = span->q_start + t, c.L = mt_min(MT_CHUNK, span->q_len - t);
+                mt_delta_load_keys(&c, key_head);
+                for (int64_t h = 0; h < heads; h++) {
+                    mt_delta_head(a, key_head * heads + h, dtype, &A_log, &dt_bias);
+                    mt_delta_load_values(&c, key_head * heads + h, A_log, dt_bias);
+                    mt_delta_solve(&c, S + h * size);
+                    mt_delta_read(&c, key_head * heads + h, S + h * size);
+                    mt_delta_advance(&c, S + h * size);
+                }
+            }
+        }
+}
+
+/* dS of the state after the chunk becomes that of the state S before it. Adds to dq and dk, sets dv (in product),
+ * dbeta and dG. */
+static void mt_delta_chunk_backward(const mt_delta_chunk *c, const float *S, float *dS) {
+    int64_t L = c->L, Dk = c->a->Dk, Dv = c->a->Dv;
+    const mt_matrix q = {.data = c->q, .stride = Dk}, k = {.data = c->k, .stride = Dk},
+                    state = {.data = S, .stride = Dv};
+    const mt_matrix U = {.data = c->U, .stride = Dv}, dO = {.data = c->dO, .stride = Dv};
+    const mt_matrix dU = {.data = c->dU, .stride = Dv}, product = {.data = c->product, .stride = Dv};
+    const mt_matrix dstate = {.data = dS, .stride = Dv}, P = {.data = c->P, .stride = L},
+                    dP = {.data = c->dP, .stride = L}, dA = {.data = c->dA, .stride = L};
+    float last = expf(c->G[L - 1]), sum = 0;
+    memset(c->dG, 0, (size_t)L * sizeof *c->dG), memset(c->dbeta, 0, (size_t)L * sizeof *c->dbeta);
+    /* S' = e^G_L S + K'^T U */
+    mt_matmul(c->dU, Dv, (mt_matrix){.data = c->k_last, .stride = Dk}, dstate, L, Dv, Dk, false);
+    mt_matmul(c->dk_last, Dk, U, mt_transposed(dstate), L, Dk, Dv, false);
+    for (int64_t t = 0; t < L; t++) {
+        float factor = expf(c->G[L - 1] - c->G[t]), dot = 0;
+        for (int64_t i = 0; i < Dk; i++) {
+            dot += c->k_last[t * Dk + i] * c->dk_last[t * Dk + i];
+            c->dk[t * Dk + i] += factor * c->dk_last[t * Dk + i];
+        }
+        c->dG[t] -= dot, c->dG[L - 1] += dot;
+    }
+    for (int64_t i = 0; i < Dk * Dv; i++) sum += S[i] * dS[i], dS[i] *= last;
+    c->dG[L - 1] += last * sum;
+    /* O = e^G Q S + P U */
+    mt_matmul(c->dP, L, dO, mt_transposed(U), L, L, Dv, false);
+    mt_matmul(c->dU, Dv, mt_transposed(P), dO, L, Dv, L, true);
+    mt_matmul(c->product, Dv, q, state, L, Dv, Dk, false);
+    for (int64_t t = 0; t < L; t++) {
+        float grown = expf(c->G[t]), dot = 0;
+        for (int64_t i = 0; i < Dv; i++) {
+            dot += c->dO[t * Dv + i] * c->product[t * Dv + i];
+            c->product[t * Dv + i] = grown * c->dO[t * Dv + i];
+        }
+        c->dG[t] += grown * dot;
+    }
+    mt_matmul(c->dq, Dk, product, mt_transposed(state), L, Dk, Dv, true);
+    mt_matmul(dS, Dv, mt_transposed(q), product, Dk, Dv, L, true);
+    /* (I + A) U = B */
+    for (int64_t t = L - 1; t > 0; t--)
+        for (int64_t s = 0; s < t; s++) {
+            float factor = c->A[t * L + s];
+#pragma omp simd
+            for (int64_t i = 0; i < Dv; i++) c->dU[s * Dv + i] -= factor * c->dU[t * Dv + i];
+        }
+    mt_matmul(c->dA, L, dU, mt_transposed(U), L, L, Dv, false);
+    /* B = beta (V - e^G K S) */
+    for (int64_t t = 0; t < L; t++) {
+        float grown = expf(c->G[t]), of_v = 0, of_s = 0;
+        for (int64_t i = 0; i < Dv; i++) {
+            of_v += c->dU[t * Dv + i] * c->v[t * Dv + i];
+            of_s += c->dU[t * Dv + i] * grown * c->ks[t * Dv + i];
+            c->product[t * Dv + i] = -c->beta[t] * grown * c->dU[t * Dv + i];
+        }
+        c->dbeta[t] += of_v - of_s, c->dG[t] -= c->beta[t] * of_s;
+    }
+    mt_matmul(c->dk, Dk, product, mt_transposed(state), L, Dk, Dv, true);
+    mt_matmul(dS, Dv, mt_transposed(k), product, Dk, Dv, L, true);
+    /* A and P, which become the gradients of k_t.k_i and q_t.k_i */
+    for (int64_t t = 0; t < L; t++)
+        for (int64_t i = 0; i < L; i++) {
+            float factor = i <= t ? expf(c->G[t] - c->G[i]) : 0, of_A = i < t ? -c->dA[t * L + i] : 0;
+            float of_P = i <= t ? c->dP[t * L + i] : 0, both = of_A * c->A[t * L + i] + of_P * c->P[t * L + i];
+            c->dbeta[t] += i < t ? of_A * factor * c->kk[t * L + i] : 0;
+            c->dG[t] += both, c->dG[i] -= both;
+            c->dA[t * L + i] = of_A * c->beta[t] * factor, c->dP[t * L + i] = of_P * factor;
+        }
+    mt_matmul(c->dq, Dk, dP, k, L, Dk, L, true);
+    mt_matmul(c->dk, Dk, mt_transposed(dP), q, L, Dk, L, true);
+    mt_matmul(c->dk, Dk, dA, k, L, Dk, L, true);
+    mt_matmul(c->dk, Dk, mt_transposed(dA), k, L, Dk, L, true);
+    for (int64_t t = 0; t < L; t++)
+        for (int64_t i = 0; i < Dv; i++) c->product[t * Dv + i] = c->beta[t] * c->dU[t * Dv + i];
+}
+
+/* Stores dv, db and da of a value head, and adds to the gradients of its parameters. */
+static void mt_delta_store_values(const mt_delta_chunk *c, int64_t head, float A_log, float dt_bias, float *dA_log,
+                                  float *ddt_bias) {
+    const mt_delta_args *a = c->a;
+    float dg = 0; // the sum of dG from t on
+    for (int64_t t = c->L - 1; t >= 0; t--) {
+        float scratch;
+        int64_t row = c->row + t, gate = row * a->gate_stride + head, to = row * a->dgate_stride + head;
+        float decay = *mt_row_load(&scratch, a->a, gate, 1, c->dtype) + dt_bias;
+        dg += c->dG[t];
+        float da = -expf(A_log) / (1 + expf(-decay)) * dg, db = c->dbeta[t] * c->beta[t] * (1 - c->beta[t]);
+        *ddt_bias += da, *dA_log += dg * c->g[t];
+        mt_row_store(a->da, to, &da, 1, c->dtype);
+        mt_row_store(a->db, to, &db, 1, c->dtype);
+        mt_row_store(a->dv, row * a->dv_stride + head * a->Dv, c->product + t * a->Dv, a->Dv, c->dtype);
+    }
+}
+
+/* dx of x / length times `scale`, from d, the gradient of the result, which is `unit`. */
+static void mt_delta_store_unit(const mt_delta_chunk *c, void *dx, int64_t stride, const float *unit,
+                                const float *factors, float *d, int64_t head, float scale) {
+    int64_t Dk = c->a->Dk;
+    for (int64_t t = 0; t < c->L; t++) {
+        const float *u = unit + t * Dk;
+        float dot = 0, *row = d + t * Dk;
+        for (int64_t i = 0; i < Dk; i++) dot += u[i] * row[i];
+        for (int64_t i = 0; i < Dk; i++) row[i] = factors[t] * (scale * row[i] - u[i] / scale * dot);
+        mt_row_store(dx, (c->row + t) * stride + head * Dk, row, Dk, c->dtype);
+    }
+}
+
+/* Of one key head of a span. states: [chunks, value heads of the key head, Dk, Dv]; dS: [value heads, Dk, Dv]. */
+static void mt_delta_span_backward(mt_delta_chunk *c, const mt_span *span, int64_t key_head, float *states, float *dS,
+                                   float *dA_log, float *ddt_bias) {
+    const mt_delta_args *a = c->a;
+    int64_t heads = a->Hv / a->Hk, size = a->Dk * a->Dv, Dv = a->Dv, chunks = mt_divide_up(span->q_len, MT_CHUNK);
+    float A_log, dt_bias;
+    memset(states, 0, (size_t)(heads * size) * sizeof *states), memset(dS, 0, (size_t)(heads * size) * sizeof *dS);
+    for (int64_t step = 0; step < 2 * chunks - 1; step++) { // the states before all chunks; then the chunks in reverse
+        bool forward = step < chunks - 1;
+        int64_t n = forward ? step : 2 * chunks - 2 - step;
+        c->row = span->q_start + n * MT_CHUNK, c->L = mt_min(MT_CHUNK, span->q_len - n * MT_CHUNK);
+        mt_delta_load_keys(c, key_head);
+        memset(c->dq, 0, (size_t)(c->L * a->Dk) * sizeof *c->dq),
+            memset(c->dk, 0, (size_t)(c->L * a->Dk) * sizeof *c->dk);
+        for (int64_t h = 0; h < heads; h++) {
+            int64_t head = key_head * heads + h;
+            float *S = states + (n * heads + h) * size, *next = S + heads * size;
+            mt_delta_head(a, head, c->dtype, &A_log, &dt_bias);
+            mt_delta_load_values(c, head, A_log, dt_bias);
+            mt_delta_solve(c, S);
+            if (forward) {
+                memcpy(next, S, (size_t)size * sizeof *S);
+                mt_delta_advance(c, next);
+                continue;
+            }
+            for (int64_t t = 0; t < c->L; t++) {
+                float *to = c->dO + t * Dv;
+                const float *d = mt_row_load(to, a->dout, ((c->row + t) * a->Hv + head) * Dv, Dv, c->dtype);
+                if (d != to) memcpy(to, d, (size_t)Dv * sizeof *d);
+            }
+            mt_delta_chunk_backward(c, S, dS + h * size);
+            mt_delta_store_values(c, head, A_log, dt_bias, &dA_log[h], &ddt_bias[h]);
+        }
+        if (forward) continue;
+        mt_delta_store_unit(c, a->dq, a->dq_stride, c->q, c->q_factor, c->dq, key_head, 1 / sqrtf((float)a->Dk));
+        mt_delta_store_unit(c, a->dk, a->dk_stride, c->k, c->k_factor, c->dk, key_head, 1);
+    }
+}
+
+static void mt_cpu_delta_rule_backward(const mt_delta_args *a, mt_dtype dtype, mt_stream *stream) {
+    int64_t heads = a->Hv / a->Hk, size = a->Dk * a->Dv;
+    int64_t chunks = mt_divide_up(mt_spans_measure(a->spans).max_queries, MT_CHUNK);
+    mt_scratch scratch = mt_scratch_reserve(mt_delta_chunk_floats(a) + heads * (size * (chunks + 1) + 2));
+#pragma omp parallel for schedule(dynamic)
+    for (int64_t key_head = 0; key_head < a->Hk; key_head++) { // one thread adds all spans, in order
+        mt_delta_chunk c = {.a = a, .dtype = dtype};
+        float *dS = mt_delta_place(&c, a, mt_scratch_slice(scratch)), *dA_log = dS + heads * size;
+        float *ddt_bias = dA_log + heads, *states = ddt_bias + heads;
+        memset(dA_log, 0, (size_t)(2 * heads) * sizeof *dA_log);
+        for (const mt_span *span = a->spans->host; span < a->spans->host + a->spans->count; span++)
+            mt_delta_span_backward(&c, span, key_head, states, dS, dA_log, ddt_bias);
+        for (int64_t h = 0; h < heads; h++) {
+            if (a->dA_log) a->dA_log[key_head * heads + h] += dA_log[h];
+            if (a->ddt_bias) a->ddt_bias[key_head * heads + h] += ddt_bias[h];
+        }
+    }
+}
+
+/* ---- gates */
+
+static void mt_cpu_gate_forward(const mt_gate_args *a, mt_dtype dtype, mt_stream *stream) {
+#pragma omp parallel for if (a->n > MT_PARALLEL)
+    for (int64_t block = 0; block < a->n; block += MT_BLOCK) {
+        float x_scratch[MT_BLOCK], z_scratch[MT_BLOCK], y_scratch[MT_BLOCK];
+        int64_t n = mt_min(MT_BLOCK, a->n - block);
+        const float *x = mt_row_load(x_scratch, a->x, block, n, dtype),
+                    *z = mt_row_load(z_scratch, a->z, block, n, dtype);
+        float *y = mt_row_open(y_scratch, a->y, block, dtype);
+        for (int64_t i = 0; i < n; i++) y[i] = x[i] * mt_sigmoid(z[i]);
+        mt_row_close(a->y, block, y, n, dtype);
+    }
+}
+
+static void mt_cpu_gate_backward(const mt_gate_args *a, mt_dtype dtype, mt_stream *stream) {
+#pragma omp parallel for if (a->n > MT_PARALLEL)
+    for (int64_t block = 0; block < a->n; block += MT_BLOCK) {
+        float scratch[3][MT_BLOCK], dx[MT_BLOCK], dz[MT_BLOCK];
+        int64_t n = mt_min(MT_BLOCK, a->n - block);
+        const float *x = mt_row_load(scratch[0], a->x, block, n, dtype),
+                    *z = mt_row_load(scratch[1], a->z, block, n, dtype);
+        const float *dy = mt_row_load(scratch[2], a->dy, block, n, dtype);
+        for (int64_t i = 0; i < n; i++) {
+            float open = mt_sigmoid(z[i]);
+            dz[i] = dy[i] * x[i] * open * (1 - open), dx[i] = dy[i] * open;
+        }
+        mt_row_store(a->dz, block, dz, n, dtype);
+        mt_row_store(a->dx, block, dx, n, dtype);
+    }
+}
+
+/* ---- gated norm */
+
+static void mt_cpu_gated_norm_forward(const mt_gated_norm_args *a, mt_dtype dtype, mt_stream *stream) {
+    int64_t H = a->H, D = a->D;
+    mt_scratch scratch = mt_scratch_reserve(4 * D);
+#pragma omp parallel for if (a->T * H * D > MT_PARALLEL)
+    for (int64_t r = 0; r < a->T * H; r++) {
+        float *slice = mt_scratch_slice(scratch), sum = 0;
+        const float *x = mt_row_load(slice, a->x, r * D, D, dtype), *w = mt_row_load(slice + D, a->w, 0, D, dtype);
+        const float *z = mt_row_load(slice + 2 * D, a->z, r / H * a->z_stride + r % H * D, D, dtype);
+        float *y = mt_row_open(slice + 3 * D, a->y, r * D, dtype);
+#pragma omp simd reduction(+ : sum)
+        for (int64_t c = 0; c < D; c++) sum += x[c] * x[c];
+        float factor = 1 / sqrtf(sum / (float)D + a->eps);
+        for (int64_t c = 0; c < D; c++) y[c] = x[c] * factor * w[c] * mt_silu(1, z[c]);
+        mt_row_close(a->y, r * D, y, D, dtype);
+    }
+}
+
+/* dw[D] += sum over the rows of dy n silu(z), with n = x / sqrt(...). One thread adds all rows, in order. */
+static void mt_gated_norm_weight(const mt_gated_norm_args *a, mt_dtype dtype) {
+    int64_t H = a->H, D = a->D;
+    mt_scratch scratch = mt_scratch_reserve(4 * D);
+    float *slice = mt_scratch_slice(scratch), *sums = slice + 3 * D;
+    memset(sums, 0, (size_t)D * sizeof *sums);
+    for (int64_t r = 0; r < a->T * H; r++) {
+        const float *x = mt_row_load(slice, a->x, r * D, D, dtype),
+                    *dy = mt_row_load(slice + D, a->dy, r * D, D, dtype);
+        const float *z = mt_row_load(slice + 2 * D, a->z, r / H * a->z_stride + r % H * D, D, dtype);
+        float sum = 0;
+#pragma omp simd reduction(+ : sum)
+        for (int64_t c = 0; c < D; c++) sum += x[c] * x[c];
+        float factor = 1 / sqrtf(sum / (float)D + a->eps);
+        for (int64_t c = 0; c < D; c++) sums[c] += dy[c] * x[c] * factor * mt_silu(1, z[c]);
+    }
+    for (int64_t c = 0; c < D; c++) a->dw[c] += sums[c];
+}
+
+static void mt_cpu_gated_norm_backward(const mt_gated_norm_args *a, mt_dtype dtype, mt_stream *stream) {
+    int64_t H = a->H, D = a->D;
+    if (a->dw) mt_gated_norm_weight(a, dtype);
+    mt_scratch scratch = mt_scratch_reserve(6 * D);
+#pragma omp parallel for if (a->T * H * D > MT_PARALLEL)
+    for (int64_t r = 0; r < a->T * H; r++) {
+        float *slice = mt_scratch_slice(scratch), sum = 0, dot = 0;
+        int64_t z_row = r / H * a->z_stride + r % H * D, dz_row = r / H * a->dz_stride + r % H * D;
+        const float *x = mt_row_load(slice, a->x, r * D, D, dtype), *w = mt_row_load(slice + D, a->w, 0, D, dtype);
+        const float *z = mt_row_load(slice + 2 * D, a->z, z_row, D, dtype);
+        const float *dy = mt_row_load(slice + 3 * D, a->dy, r * D, D, dtype);
+        float *dx = mt_row_open(slice + 4 * D, a->dx, r * D, dtype),
+              *dz = mt_row_open(slice + 5 * D, a->dz, dz_row, dtype);
+#pragma omp simd reduction(+ : sum)
+        for (int64_t c = 0; c < D; c++) sum += x[c] * x[c];
+        float factor = 1 / sqrtf(sum / (float)D + a->eps);
+        for (int64_t c = 0; c < D; c++) dot += dy[c] * w[c] * mt_silu(1, z[c]) * x[c];
+        float projection = dot * factor * factor / (float)D;
+        for (int64_t c = 0; c < D; c++) {
+            float d = dy[c] * w[c] * mt_silu(1, z[c]);
+            dz[c] = dy[c] * x[c] * factor * w[c] * mt_silu_slope(1, z[c]);
+            dx[c] = factor * (d - x[c] * projection);
+        }
+        mt_row_close(a->dx, r * D, dx, D, dtype);
+        mt_row_close(a->dz, dz_row, dz, D, dtype);
+    }
+}
+#pragma GCC diagnostic pop
+
+/* ==== §17b the mixer ============================================================================================== */
+/* Tensor-parallel ranks share the heads: each has the same share of q, k, v, z, b, a, of the taps and of the state, and
+ * the output linear sums over the ranks. */
+
+static void mt_delta_slots(const mt_model *m, mt_slots *s, const mt_layer *w) {
+    mt_delta_sizes z = mt_delta_sizes_of(m);
+    int64_t T = m->plan.max_tokens;
+    (void)w;
+    MT_SLOT(s, delta_in, T, z.in, m->dtype)->stash_of = offsetof(mt_layer, delta_in);
+    MT_SLOT(s, conv, T, z.conv, m->dtype);
+    MT_SLOT(s, delta_out, T, z.Hv * z.Dv, m->dtype);
+    MT_SLOT(s, attended, T, z.Hv * z.Dv, m->dtype)->input = MT_OFFLOAD_ATTN_PROJ;
+}
+
+/* The operands that forward and backward share. In generation the layer's caches are the states, a slot a sequence. */
+
+static mt_conv_args mt_delta_conv(const mt_model *m, const mt_pass *p, const mt_layer *w, const mt_activations *a) {
+    mt_delta_sizes z = mt_delta_sizes_of(m);
+    mt_conv_args conv = {.spans = &p->spans, .C = z.conv, .K = m->options->linear_conv_kernel_dim, .silu = true};
+    conv.x = a->delta_in, conv.x_stride = conv.dx_stride = z.in, conv.y = a->conv;
+    conv.y_stride = conv.dy_stride = z.conv, conv.w = w->conv.w, conv.dw = w->conv.dw;
+    if (p->decode) conv.states = (mt_states){m->v_cache[w - m->layers], mt_cache_slot_rows(&m->plan)};
+    return conv;
+}
+
+static mt_delta_args mt_delta_rule(const mt_model *m, const mt_pass *p, const mt_layer *w, const mt_activations *a) {
+    mt_delta_sizes z = mt_delta_sizes_of(m);
+    int64_t keys = z.Hk * z.Dk, b = z.in - 2 * z.Hv;
+    mt_delta_args d = {.spans = &p->spans, .Hk = z.Hk, .Hv = z.Hv, .Dk = z.Dk, .Dv = z.Dv, .out = a->delta_out};
+    d.q = a->conv, d.k = mt_at(a->conv, keys, m->dtype), d.v = mt_at(a->conv, 2 * keys, m->dtype);
+    d.b = mt_at(a->delta_in, b, m->dtype), d.a = mt_at(a->delta_in, b + z.Hv, m->dtype);
+    d.q_stride = d.k_stride = d.v_stride = d.dq_stride = d.dk_stride = d.dv_stride = z.conv;
+    d.gate_stride = d.dgate_stride = z.in;
+    d.A_log = w->A_log.w, d.dt_bias = w->dt_bias.w, d.dA_log = w->A_log.dw, d.ddt_bias = w->dt_bias.dw;
+    if (p->decode) d.states = (mt_states){m->k_cache[w - m->layers], mt_cache_slot_rows(&m->plan)};
+    return d;
+}
+
+static mt_gated_norm_args mt_delta_norm(const mt_model *m, const mt_pass *p, const mt_layer *w,
+                                        const mt_activations *a) {
+    mt_delta_sizes z = mt_delta_sizes_of(m);
+    mt_gated_norm_args n = {.T = p->T, .H = z.Hv, .D = z.Dv, .x = a->delta_out, .y = a->attended};
+    n.z = mt_at(a->delta_in, z.conv, m->dtype), n.z_stride = n.dz_stride = z.in;
+    n.w = w->delta_norm.w, n.dw = w->delta_norm.dw, n.eps = (float)m->options->norm_epsilon;
+    return n;
+}
+
+/* out = mixer(x[R, C]). */
+static void mt_delta_forward(mt_model *m, const mt_pass *p, const mt_layer *w, mt_activations *a, const void *x,
+                             void *out) {
+    mt_conv_args conv = mt_delta_conv(m, p, w, a);
+    mt_delta_args rule = mt_delta_rule(m, p, w, a);
+    mt_gated_norm_args norm = mt_delta_norm(m, p, w, a);
+    mt_layer_linear_forward(p, a, &w->delta_in, x, a->delta_in);
+    m->ops->short_conv_forward(&conv, m->dtype, p->stream);
+    m->ops->delta_rule_forward(&rule, m->dtype, p->stream);
+    m->ops->gated_norm_forward(&norm, m->dtype, p->stream);
+    mt_layer_linear_forward(p, a, &w->o, a->attended, out);
+}
+
+/* scratch.dqkv: the gradient of delta_in. */
+static mt_deferred mt_delta_backward(mt_model *m, const mt_pass *p, mt_layer *w, mt_activations *a,
+                                     const mt_block_gradients *block) {
+    mt_layer_scratch *s = &m->scratch;
+    mt_delta_sizes z = mt_delta_sizes_of(m);
+    mt_conv_args conv = mt_delta_conv(m, p, w, a);
+    mt_delta_args rule = mt_delta_rule(m, p, w, a);
+    mt_gated_norm_args norm = mt_delta_norm(m, p, w, a);
+    int64_t keys = z.Hk * z.Dk, b = z.in - 2 * z.Hv;
+    MT_CHECK(!block->left);
+    mt_deferred out = mt_attention_out_backward(p, w, a, offsetof(mt_activations, attended), block->dout, s->dattended);
+    norm.dy = s->dattended, norm.dx = s->ddelta, norm.dz = mt_at(s->dqkv, z.conv, m->dtype);
+    m->ops->gated_norm_backward(&norm, m->dtype, p->stream);
+    rule.dout = s->ddelta, rule.dq = s->dconv, rule.dk = mt_at(s->dconv, keys, m->dtype);
+    rule.dv = mt_at(s->dconv, 2 * keys, m->dtype);
+    rule.db = mt_at(s->dqkv, b, m->dtype), rule.da = mt_at(s->dqkv, b + z.Hv, m->dtype);
+    m->ops->delta_rule_backward(&rule, m->dtype, p->stream);
+    conv.dy = s->dconv, conv.dx = s->dqkv;
+    m->ops->short_conv_backward(&conv, m->dtype, p->stream);
+    mt_linear_io in = {.x = block->x, .dy = s->dqkv, .dx = block->dx};
+    mt_layer_linear_backward(m, p, w, a, &w->delta_in, block->x_field, &in);
+    return out;
 }

@@ -492,6 +492,9 @@ typedef enum mt_activation { MT_ACTIVATIONS(MT_ACTIVATION_NAME) MT_NUM_ACTIVATIO
     X(GEMMA3, "gemma3_text", "Gemma3ForCausalLM", LLAMA, "model.layers.", false)                                       \
     X(OLMO3, "olmo3", "Olmo3ForCausalLM", LLAMA, "model.layers.", false)                                               \
     X(GPT_OSS, "gpt_oss", "GptOssForCausalLM", GPT_OSS, "model.layers.", false)                                        \
+    X(QWEN3_NEXT, "qwen3_next", "Qwen3NextForCausalLM", QWEN3_NEXT, "model.layers.", false)                            \
+    X(QWEN3_5, "qwen3_5_text", "Qwen3_5ForCausalLM", LLAMA, "model.layers.", false)                                    \
+    X(QWEN3_5_MOE, "qwen3_5_moe_text", "Qwen3_5MoeForCausalLM", QWEN2_MOE, "model.layers.", false)                     \
     X(MEGATRON, "megatron", "MegatronForCausalLM", LLAMA, "model.layers.", false)
 #define MT_HF_FAMILY_NAME(name, ...) MT_HF_##name,
 typedef enum mt_hf_family { MT_HF_UNKNOWN, MT_HF_FAMILIES(MT_HF_FAMILY_NAME) MT_NUM_HF_FAMILIES } mt_hf_family;
@@ -509,6 +512,9 @@ typedef enum mt_head_type {
     MT_HEAD_SEQUENCE, // of a sequence, at its last token: *ForSequenceClassification, a reward model
     MT_HEAD_TOKEN     // of every token: *ForTokenClassification, a critic
 } mt_head_type;
+
+/* Mixers of linear attention (--experimental-attention-variant). */
+typedef enum mt_attention_variant { MT_VARIANT_NONE, MT_VARIANT_GATED_DELTA_NET } mt_attention_variant;
 
 /* Every option by its Megatron name, with underscores. data/options/option_table.c has each one's default, range and
  * help. A number 0 and a string NULL mean "not given"; mt_options_finish (data/options/options.h) derives such values
@@ -530,6 +536,11 @@ typedef struct mt_options {
     double embedding_multiplier;        // of the embedding's output; 1: none
     double softmax_scale;               // of q k^T; 0: 1 / sqrt(channels of a head)
     mt_softmax_type softmax_type;
+    bool attention_output_gate; // attention's output times the sigmoid of a product with the layer's input
+    mt_attention_variant experimental_attention_variant; // of the layers in linear_layers
+    char *linear_attention_freq;                         // as text; see linear_layers
+    int64_t linear_num_key_heads, linear_num_value_heads, linear_key_head_dim, linear_value_head_dim;
+    int64_t linear_conv_kernel_dim;
     mt_position_embedding position_embedding_type;
     double norm_epsilon, init_method_std, hidden_dropout, attention_dropout;
     int64_t window_size;         // sliding window: keys that a query sees, its own included; 0: all
@@ -715,6 +726,7 @@ typedef struct mt_options {
     char *window_layers;       // [num_layers] letters, '1' for a layer with the sliding window; NULL: all or, without
                                // window_size, none
     char *rope_layers;         // [num_layers] letters, '1' for a layer with RoPE; NULL: all have it, or none
+    char *linear_layers;       // [num_layers] letters, '1' for a layer of linear attention; NULL: none
     char *pipeline_letters;    // the stages: E embedding, t layer, m MTP module, L loss, | between stages; NULL: none
     int64_t num_iterations;    // steps of the run, from train_iters or train_samples
     int64_t mtp_layers_stored; // MTP modules that the folder to load may hold, in use or not
@@ -784,7 +796,7 @@ double mt_yarn_mscale(double factor, double mscale);
 int64_t mt_num_expert_layers(const mt_options *options);
 
 /* A layer: which mixer and feed-forward it has, and the numbers that are its own. */
-typedef enum mt_mixer_kind { MT_MIXER_ATTENTION, MT_MIXER_LATENT_ATTENTION } mt_mixer_kind;
+typedef enum mt_mixer_kind { MT_MIXER_ATTENTION, MT_MIXER_LATENT_ATTENTION, MT_MIXER_GATED_DELTA_NET } mt_mixer_kind;
 typedef enum mt_feed_forward_kind { MT_FEED_FORWARD_DENSE, MT_FEED_FORWARD_EXPERTS } mt_feed_forward_kind;
 typedef enum mt_layer_rope {
     MT_ROPE_NONE,
@@ -1303,6 +1315,101 @@ typedef struct mt_accumulate_args {
        mt_work_bytes(((a->first ? 4 : 8) + mt_dtype_size(dtype)) * mt_span_rows(a->spans, a->of_keys) * a->width,      \
                      MT_U8),                                                                                           \
        (a, dtype, stream), const mt_accumulate_args *a, mt_dtype dtype, mt_stream *stream)
+
+/* ---- linear attention: short convolutions, the gated delta rule, the norm behind it */
+
+/* States that a recurrence keeps between calls, in generation. The slot of a span is k_start / slot_rows. A span that
+ * has earlier tokens (k_len > q_len) begins with the state of its slot, another one with zeros; each leaves its last
+ * state there. */
+typedef struct mt_states {
+    float *memory; // [slots, elements of a state]; NULL: no span has earlier tokens, and no state is kept
+    int64_t slot_rows;
+} mt_states;
+
+/* The operands of a causal convolution over the tokens of a span, channel by channel (depthwise). */
+typedef struct mt_conv_args {
+    const mt_spans *spans;
+    int64_t C, K;      // channels; taps, at most MT_MAX_TAPS
+    const void *x;     // [T, C]
+    const void *w;     // [C, K], the last tap is the token's own
+    const void *bias;  // [C] or NULL
+    void *y;           // [T, C]
+    const void *dy;    // of the backward
+    void *dx;          // [T, C]
+    float *dw, *dbias; // [C, K] +=, [C] +=; NULL: frozen, or without bias
+    int64_t x_stride, y_stride, dx_stride, dy_stride;
+    bool silu;        // of the sum
+    mt_states states; // a state is [K - 1, C]: x of the tokens before; the forward only
+} mt_conv_args;
+
+enum { MT_MAX_TAPS = 8 };
+
+/* The operands of the gated delta rule (Yang et al., "Gated delta networks"). A key head serves Hv / Hk adjacent value
+ * heads. */
+typedef struct mt_delta_args {
+    const mt_spans *spans;
+    int64_t Hk, Hv, Dk, Dv;               // heads of q and k, and of v; their channels
+    const void *q, *k, *v;                // [T, Hk, Dk], [T, Hk, Dk], [T, Hv, Dv]
+    const void *b, *a;                    // [T, Hv] of beta and of the decay
+    const void *A_log, *dt_bias;          // [Hv]
+    void *out;                            // [T, Hv, Dv], without gaps
+    const void *dout;                     // likewise
+    void *dq, *dk, *dv, *db, *da;         // gradients of q, k, v, b, a
+    float *dA_log, *ddt_bias;             // [Hv] +=; NULL: frozen
+    int64_t q_stride, k_stride, v_stride; // elements between tokens
+    int64_t dq_stride, dk_stride, dv_stride;
+    int64_t gate_stride, dgate_stride; // of b and a, of db and da
+    mt_states states;                  // a state is [Hv, Dk, Dv]; the forward only
+} mt_delta_args;
+
+/* The operands of a norm of the heads of linear attention, gated. */
+typedef struct mt_gated_norm_args {
+    int64_t T, H, D; // tokens, heads, channels of a head
+    const void *x;   // [T, H, D]
+    const void *z;   // [T, H, D], z_stride between tokens
+    const void *w;   // [D]
+    void *y;         // [T, H, D]
+    const void *dy;  // [T, H, D]
+    void *dx, *dz;   // [T, H, D]; of z with dz_stride
+    float *dw;       // [D] +=; NULL: frozen
+    int64_t z_stride, dz_stride;
+    float eps;
+} mt_gated_norm_args;
+
+/* The operands of a gate on attention's output. */
+typedef struct mt_gate_args {
+    int64_t n;         // elements of each
+    const void *x, *z; // attention's output, and the gate
+    void *y;
+    const void *dy;
+    void *dx, *dz; // dx may be dy
+} mt_gate_args;
+
+/* Operations that the plain C backend alone has so far: mt_options_check_limits refuses their models elsewhere. */
+#define MT_PLAIN_OPERATIONS(OP)                                                                                        \
+    /* y[t, c] = f(bias[c] + sum over j of w[c, j] x[t - (K - 1) + j, c]), where x before the span is 0 or its state;  \
+     * f is SiLU or nothing. */                                                                                        \
+    OP(short_conv_forward, mt_work_bytes(2 * mt_span_rows(a->spans, false) * a->C, dtype), (a, dtype, stream),         \
+       const mt_conv_args *a, mt_dtype dtype, mt_stream *stream)                                                       \
+    OP(short_conv_backward, mt_work_bytes(3 * mt_span_rows(a->spans, false) * a->C, dtype), (a, dtype, stream),        \
+       const mt_conv_args *a, mt_dtype dtype, mt_stream *stream)                                                       \
+    /* Of each value head, token by token from S = 0 before a span: S = exp(g) S; S += k (beta (v - S^T k))^T; out =   \
+     * S^T q, where g = -exp(A_log) softplus(a + dt_bias), beta = sigmoid(b), and q and k are divided by their length, \
+     * sqrt(sum of squares + 1e-6), q by sqrt(Dk) too. */                                                              \
+    OP(delta_rule_forward, mt_work_product(mt_span_rows(a->spans, false) * a->Hv, a->Dk, 3 * a->Dv),                   \
+       (a, dtype, stream), const mt_delta_args *a, mt_dtype dtype, mt_stream *stream)                                  \
+    OP(delta_rule_backward, mt_work_product(mt_span_rows(a->spans, false) * a->Hv, a->Dk, 6 * a->Dv),                  \
+       (a, dtype, stream), const mt_delta_args *a, mt_dtype dtype, mt_stream *stream)                                  \
+    /* y = x / sqrt(mean(x^2) + eps) w silu(z), each head by itself. */                                                \
+    OP(gated_norm_forward, mt_work_bytes(3 * a->T * a->H * a->D, dtype), (a, dtype, stream),                           \
+       const mt_gated_norm_args *a, mt_dtype dtype, mt_stream *stream)                                                 \
+    OP(gated_norm_backward, mt_work_bytes(5 * a->T * a->H * a->D, dtype), (a, dtype, stream),                          \
+       const mt_gated_norm_args *a, mt_dtype dtype, mt_stream *stream)                                                 \
+    /* y = x sigmoid(z). */                                                                                            \
+    OP(gate_forward, mt_work_bytes(3 * a->n, dtype), (a, dtype, stream), const mt_gate_args *a, mt_dtype dtype,        \
+       mt_stream *stream)                                                                                              \
+    OP(gate_backward, mt_work_bytes(5 * a->n, dtype), (a, dtype, stream), const mt_gate_args *a, mt_dtype dtype,       \
+       mt_stream *stream)
 
 /* ---- activations */
 
@@ -1941,10 +2048,14 @@ typedef struct mt_graph mt_graph;
     MT_UNTIMED_OPERATIONS(OP)                                                                                          \
     MT_TIMED_OPERATIONS(OP)
 
-#define MT_ALL_OPERATIONS(OP)                                                                                          \
+#define MT_CUDA_OPERATIONS(OP)                                                                                         \
     MT_OPERATIONS(OP)                                                                                                  \
     MT_GRAPH_OPERATIONS(OP)                                                                                            \
     MT_FUSED_OPERATIONS(OP)
+
+#define MT_ALL_OPERATIONS(OP)                                                                                          \
+    MT_CUDA_OPERATIONS(OP)                                                                                             \
+    MT_PLAIN_OPERATIONS(OP)
 
 #define MT_UNTIMED_TYPE(name, result, ...)        typedef result mt_##name##_fn(__VA_ARGS__);
 #define MT_TIMED_TYPE(name, work, arguments, ...) typedef void mt_##name##_fn(__VA_ARGS__);
@@ -1952,6 +2063,7 @@ MT_UNTIMED_OPERATIONS(MT_UNTIMED_TYPE)
 MT_TIMED_OPERATIONS(MT_TIMED_TYPE)
 MT_GRAPH_OPERATIONS(MT_UNTIMED_TYPE)
 MT_FUSED_OPERATIONS(MT_TIMED_TYPE)
+MT_PLAIN_OPERATIONS(MT_TIMED_TYPE)
 #undef MT_UNTIMED_TYPE
 #undef MT_TIMED_TYPE
 
@@ -1968,6 +2080,7 @@ typedef struct mt_limits {
      * of cudnn_latent_channels with values of cudnn_channels. All 0: a build without cuDNN. */
     int64_t cudnn_tokens, cudnn_channels, cudnn_latent_channels;
     bool no_fp8, no_mxfp8; // without fp8 products; without those of MT_FP8_VECTOR_32
+    bool no_plain;         // without MT_PLAIN_OPERATIONS
 } mt_limits;
 
 /* Phases are the parts of a training step, for a profile: the forward or backward of a micro-batch on a chunk (-1: of
@@ -2548,6 +2661,19 @@ typedef enum mt_role {
     MT_MLP_OUT_NORM_BIAS,
     MT_SINKS,              // a logit of each head
     MT_ROUTER_LINEAR_BIAS, // of the router's logits, trained; MT_ROUTER_BIAS is of the choice alone
+    MT_ATTENTION_GATE,     // of attention's output
+    MT_DELTA_Q,            // this and the next eleven: a gated delta net
+    MT_DELTA_K,
+    MT_DELTA_V,
+    MT_DELTA_Z, // gate of the output
+    MT_DELTA_B, // beta of each value head, before the sigmoid
+    MT_DELTA_A, // decay of each value head
+    MT_CONV_Q,  // taps of the short convolutions
+    MT_CONV_K,
+    MT_CONV_V,
+    MT_DELTA_NORM,
+    MT_A_LOG,
+    MT_DT_BIAS,
     MT_NUM_ROLES
 } mt_role;
 
@@ -2564,7 +2690,14 @@ typedef enum mt_unit {
 } mt_unit;
 
 /* Initial values; OUTPUT: normal with init_method_std / sqrt(2 num_layers) (Radford et al., GPT-2). */
-typedef enum mt_init { MT_INIT_NORMAL, MT_INIT_OUTPUT, MT_INIT_ONES, MT_INIT_ZEROS } mt_init;
+typedef enum mt_init {
+    MT_INIT_NORMAL,
+    MT_INIT_OUTPUT,
+    MT_INIT_ONES,
+    MT_INIT_ZEROS,
+    MT_INIT_TAPS,     // normal with the variance of PyTorch's convolutions, 1 / (3 taps)
+    MT_INIT_LOG_DECAY // log of uniform numbers in [1, 16)
+} mt_init;
 
 /* The content of a parameter's gradient on one rank after the backward, and so the sum that completes it. */
 typedef enum mt_gradient {
@@ -2579,15 +2712,17 @@ typedef struct mt_param {
     mt_role role;
     mt_role adapts; // MT_LORA_A, MT_LORA_B: the role of the matrix that they add to
     mt_unit unit;
-    int64_t layer;                  // number in the whole model; -1: outside the layers
-    int64_t expert;                 // number in the layer; -1: none
-    char hf_name[160];              // the Hugging Face tensor that holds it
-    int64_t hf_row;                 // its first row in that tensor (GPT-2 stores q, k and v as one)
-    int64_t hf_rows_total;          // rows of that whole tensor
-    bool hf_transposed;             // GPT-2 stores linear weights [in, out]
-    int64_t hf_stack;               // experts in that tensor, of equal rows, as in gpt-oss; 0: it holds no others
-    int64_t hf_stride;              // its rows from one row of the parameter to the next: 1, of gpt-oss's gate and up 2
-    int64_t rows, cols;             // shape on this rank; cols == 1 and is_vector for one-dimensional parameters
+    int64_t layer;         // number in the whole model; -1: outside the layers
+    int64_t expert;        // number in the layer; -1: none
+    char hf_name[160];     // the Hugging Face tensor that holds it
+    int64_t hf_row;        // its first row in that tensor (GPT-2 stores q, k and v as one)
+    int64_t hf_rows_total; // rows of that whole tensor
+    int64_t hf_groups;     // the tensor's rows stand in so many groups, and each has a share of the parameter's
+    bool hf_has_channel;   // the tensor is [rows, 1, cols]
+    bool hf_transposed;    // GPT-2 stores linear weights [in, out]
+    int64_t hf_stack;      // experts in that tensor, of equal rows, as in gpt-oss; 0: it holds no others
+    int64_t hf_stride;     // its rows from one row of the parameter to the next: 1, of gpt-oss's gate and up 2
+    int64_t rows, cols;    // shape on this rank; cols == 1 and is_vector for one-dimensional parameters
     int64_t whole_rows, whole_cols; // shape in the whole model
     int64_t first_row, first_col;   // of this rank's part in the whole
     int64_t rows_stored;            // of whole_rows, the rows in Hugging Face: the vocabulary without its padding
@@ -2666,6 +2801,9 @@ typedef struct mt_partition {
     int64_t tp, tp_rank;
     int64_t ep, ep_rank, etp, etp_rank;
 } mt_partition;
+
+/* The row of the Hugging Face tensor that holds a row of the whole parameter (of one that is not transposed). */
+int64_t mt_param_hf_row(const mt_param *param, int64_t row);
 
 /* Fills `params` (to free) with the rows of a partition, or of the whole model if `partition` is NULL; returns their
  * number. Order of buckets, as far as the partition has them: word embedding; learned positions; each layer and its
@@ -3330,6 +3468,7 @@ typedef struct mt_batcher_plan {
     int64_t max_tokens;    // of a forward
     int64_t page_rows;
     int64_t num_pages; // for at least one sequence of max_length; the page after them is for mt_batcher_pad
+    bool has_states;   // layers keep states: a text is read from its start, and shares no prefix with another
 } mt_batcher_plan;
 
 typedef struct mt_batcher {

@@ -78,7 +78,7 @@ static inline cudaStream_t mt_cuda_stream(mt_stream *stream) {
 
 /* Prototypes of every operation of the table, with C linkage. */
 #define MT_CUDA_PROTOTYPE(name, ...) extern "C" mt_##name##_fn mt_cuda_##name;
-MT_ALL_OPERATIONS(MT_CUDA_PROTOTYPE)
+MT_CUDA_OPERATIONS(MT_CUDA_PROTOTYPE)
 #undef MT_CUDA_PROTOTYPE
 
 /* y[T, N] = x[T, K] w^T + bias[N] for few rows; bias may be NULL. Serves up to mt_gemv_rows rows whose operands allow

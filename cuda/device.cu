@@ -309,7 +309,7 @@ struct named<Result(Arguments...), function, name> {
 };
 
 #define MT_CUDA_NAME(name, ...) static constexpr char name_of_##name[] = #name;
-MT_ALL_OPERATIONS(MT_CUDA_NAME)
+MT_CUDA_OPERATIONS(MT_CUDA_NAME)
 #undef MT_CUDA_NAME
 
 /* mt_cuda_open sets the limits. */
@@ -318,7 +318,7 @@ static mt_ops cuda_ops = {"cuda",
                           false,
                           {},
 #define MT_CUDA_ENTRY(name, ...) named<mt_##name##_fn, mt_cuda_##name, name_of_##name>::call,
-                          MT_ALL_OPERATIONS(MT_CUDA_ENTRY)
+                          MT_CUDA_OPERATIONS(MT_CUDA_ENTRY)
 #undef MT_CUDA_ENTRY
 };
 

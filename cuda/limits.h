@@ -35,6 +35,7 @@ static inline void mt_cuda_set_limits(mt_limits *limits, bool has_fp8, bool has_
     limits->cudnn_channels = has_cudnn ? MT_CUDNN_CHANNELS : 0;
     limits->cudnn_latent_channels = has_cudnn ? MT_CUDNN_LATENT_CHANNELS : 0;
     limits->no_fp8 = !has_fp8, limits->no_mxfp8 = true;
+    limits->no_plain = true;
 }
 
 #endif

@@ -140,6 +140,12 @@ __attribute__((unused)) static void train_ten_steps(const char *family, const mt
     close_family(&f);
 }
 
+/* The relative error that a gradient's norm may have: transformers computes the gated delta rule in float32 whatever
+ * the model's type. */
+__attribute__((unused)) static double linear_attention_error(const char *family, double otherwise) {
+    return strncmp(family, "qwen3_next", 10) == 0 || strncmp(family, "qwen3_5", 7) == 0 ? 3e-4 : otherwise;
+}
+
 /* Fails unless losses and norms equal expected.json to 1e-5 relative. A gradient of Gemma 3's first step
  * (model.layers.1.mlp.up_proj.weight [58, 1]) is 1.2e-8 and so as large as --adam-eps: an error of 1e-8, the rounding
  * of its terms in fp32, changes its update by a quarter of the learning rate, which moves later norms by 1e-5. Three
@@ -150,7 +156,7 @@ __attribute__((unused)) static void assert_expected(const char *family, const do
     snprintf(path, sizeof path, "tests/golden/hf/%s/expected.json", family);
     json_t *expected = json_load_file(path, 0, NULL);
     assert_non_null(expected);
-    double of_norms = strcmp(family, "gemma3") == 0 ? 3e-5 : 1e-5;
+    double of_norms = linear_attention_error(family, strcmp(family, "gemma3") == 0 ? 3e-5 : 1e-5);
     for (size_t i = 0; i < STEPS; i++) {
         double loss = json_real_value(json_array_get(json_object_get(expected, "losses"), i));
         double norm = json_real_value(json_array_get(json_object_get(expected, "grad_norms"), i));

@@ -1408,7 +1408,7 @@ static void every_operation_is_tested(void **state) {
     (void)state;
     static const char *const all[] = {
 #define NAME(name, ...) #name,
-        MT_ALL_OPERATIONS(NAME)
+        MT_CUDA_OPERATIONS(NAME)
 #undef NAME
     };
     for (size_t i = 0; i < sizeof all / sizeof *all; i++) {

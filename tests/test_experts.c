@@ -1339,6 +1339,7 @@ static void the_profile_times_every_operation(void **state) {
     const mt_ops *timed = mt_profile_open(ops);
 #define PRESENT(name, ...) assert_non_null(timed->name);
     MT_OPERATIONS(PRESENT)
+    MT_PLAIN_OPERATIONS(PRESENT)
 #undef PRESENT
     float loads[3] = {0}, bias[3] = {0};
     const int32_t experts[4] = {0, 0, -1, 2};

@@ -33,13 +33,17 @@ void mt_state_tensor_name(char *name, size_t size, mt_optimizer optimizer, mt_pa
 int mt_experts_unstack(mt_safetensors *set, const mt_options *options, mt_error *error);
 
 /* Place of a parameter in a tensor of a file. The tensor holds `slices` slices of equal size, and the parameter lies in
- * one of them, which is a matrix with lines of `width` elements: element (r, c) of the whole parameter is at (row + r
- * stride, c), or transposed at (c, row + r stride). */
+ * one of them, which is a matrix with lines of `width` elements: element (r, c) of the whole parameter is at
+ * (mt_placement_row(r), c), or transposed at (c, mt_placement_row(r)). */
 typedef struct mt_placement {
     bool transposed;
     int64_t row, stride, width;
     int64_t slice, slices;
+    int64_t group_rows, group_pitch; // groups of rows of the parameter, and the distance of their first rows
 } mt_placement;
+
+/* The row of the slice that holds row r of the whole parameter; without groups row + r stride. */
+int64_t mt_placement_row(const mt_placement *place, int64_t r);
 
 /* The place of one state. The optimizer's states of experts that are stacked (hf_stack) lie in their tensor as the
  * parameters lie in memory, gate before up: parts of a shard are then long runs of the file. */

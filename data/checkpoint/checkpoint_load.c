@@ -39,11 +39,17 @@ mt_placement mt_param_placement(const mt_param *param, mt_param_state state) {
     int64_t slices = mt_max(param->hf_stack, 1), rows = param->hf_rows_total / slices, row = param->hf_row % rows;
     mt_placement place = {.row = row, .stride = 1, .width = param->whole_cols, .slices = slices};
     place.slice = param->hf_row / rows;
+    place.group_rows = param->whole_rows / param->hf_groups, place.group_pitch = rows / param->hf_groups;
     if (param->hf_transposed && (state == MT_STATE_WEIGHTS || param->hf_stack == 0))
         place.transposed = true, place.width = rows, place.stride = param->hf_stride;
     else if (param->hf_stack > 0)
         place.row = row * param->whole_rows; // part `row` of hf_stride ones
     return place;
+}
+
+int64_t mt_placement_row(const mt_placement *place, int64_t r) {
+    int64_t rows = place->group_rows;
+    return place->row + r / rows * place->group_pitch + r % rows * place->stride;
 }
 
 int64_t mt_param_shape(const mt_param *param, mt_param_state state, int64_t shape[3]) {
@@ -52,6 +58,7 @@ int64_t mt_param_shape(const mt_param *param, mt_param_state state, int64_t shap
     if (param->hf_stack > 0) shape[dims++] = place.slices;
     if (place.transposed && !param->is_vector) shape[dims++] = param->whole_cols;
     shape[dims++] = rows;
+    if (param->hf_has_channel) shape[dims++] = 1;
     if (!place.transposed && !param->is_vector) shape[dims++] = param->whole_cols;
     return dims;
 }
@@ -861,11 +868,21 @@ static mt_rectangle mt_target_view(const mt_target *t, mt_rectangle given) {
     return given;
 }
 
-/* The rows and columns of the tensor's view that this rank loads. */
-static mt_rectangle mt_target_rectangle(const mt_target *t) {
+/* Groups of rows of this rank's part that are apart in the tensor. */
+static int64_t mt_target_groups(const mt_target *t) {
+    const mt_param *param = t->param;
+    return param->hf_groups > 1 ? mt_max(param->rows / t->place.group_rows, 1) : 1;
+}
+
+/* The rows and columns of the tensor's view that this rank loads, in its group of rows `group`. */
+static mt_rectangle mt_target_rectangle(const mt_target *t, int64_t group) {
     const mt_param *param = t->param;
     mt_rectangle own = mt_param_rectangle(param);
-    own.row += mt_target_row(t);
+    own.rows /= mt_target_groups(t);
+    if (param->hf_groups > 1)
+        own.row = mt_placement_row(&t->place, own.row + group * own.rows);
+    else
+        own.row += mt_target_row(t);
     if (!t->place.transposed) return own;
     int64_t first, end;
     mt_target_rows(t, &first, &end);
@@ -884,10 +901,12 @@ static void mt_stored_transpose(float *to, int64_t pitch, const char *from, int6
     }
 }
 
-/* Loads this rank's part of a rectangle of the tensor's view, whose elements are at `data`, row after row. */
-static void mt_target_load_rectangle(mt_reader *r, mt_target *t, mt_rectangle given, const char *data, mt_dtype dtype) {
+/* Loads this rank's part of a rectangle of the tensor's view, whose elements are at `data`, row after row; of its group
+ * of rows `group`. */
+static void mt_target_load_group(mt_reader *r, mt_target *t, int64_t group, mt_rectangle given, const char *data,
+                                 mt_dtype dtype) {
     const mt_param *param = t->param;
-    mt_rectangle own = mt_target_rectangle(t), part = mt_rectangle_intersect(given, own);
+    mt_rectangle own = mt_target_rectangle(t, group), part = mt_rectangle_intersect(given, own);
     int64_t size = mt_dtype_size(dtype), cols = param->cols;
     if (part.rows == 0 || part.cols == 0) return;
     if (t->place.transposed) {
@@ -900,9 +919,13 @@ static void mt_target_load_rectangle(mt_reader *r, mt_target *t, mt_rectangle gi
     bool contiguous = part.cols == given.cols && part.cols == cols; // whole rows in the tensor and in the bucket
     for (int64_t row = 0, rows = contiguous ? part.rows : 1; row < part.rows; row += rows) {
         const char *from = data + ((part.row + row - given.row) * given.cols + part.col - given.col) * size;
-        int64_t to_row = part.row + row - own.row, to_col = part.col - own.col;
+        int64_t to_row = group * own.rows + part.row + row - own.row, to_col = part.col - own.col;
         mt_target_write_stored(r, t, to_row * cols + to_col, from, dtype, rows * part.cols);
     }
+}
+
+static void mt_target_load_rectangle(mt_reader *r, mt_target *t, mt_rectangle given, const char *data, mt_dtype dtype) {
+    for (int64_t group = 0; group < mt_target_groups(t); group++) mt_target_load_group(r, t, group, given, data, dtype);
 }
 
 /* values[cols] = a row of the tensor's view from column `col` on, for a tensor in fp8; the elements are at `bits`. */
@@ -952,7 +975,8 @@ static void mt_target_decode(const mt_reader *r, const mt_target *t, mt_rectangl
 /* mt_target_load_rectangle for a rectangle of a tensor whose view is not the tensor itself: decodes this rank's part,
  * then loads it as fp32. */
 static void mt_target_load_view(mt_reader *r, mt_target *t, mt_rectangle given, const char *data) {
-    mt_rectangle part = mt_rectangle_intersect(mt_target_view(t, given), mt_target_rectangle(t));
+    mt_rectangle part = mt_target_view(t, given);
+    if (mt_target_groups(t) == 1) part = mt_rectangle_intersect(part, mt_target_rectangle(t, 0));
     int64_t cols = mt_min(part.cols, MT_STAGED), rows = mt_max(MT_STAGED / mt_max(cols, 1), 1);
     for (int64_t row = 0; row < part.rows; row += rows)
         for (int64_t col = 0; col < part.cols; col += cols) {
@@ -982,7 +1006,7 @@ static void mt_target_finish(mt_reader *r, mt_target *t) {
     const mt_param *param = t->param;
     int64_t stored = mt_param_rows_stored(param) * param->cols, padding = param->rows * param->cols - stored;
     if (t->transposed) {
-        mt_rectangle own = mt_target_rectangle(t);
+        mt_rectangle own = mt_target_rectangle(t, 0);
         int64_t first_row = own.col - mt_target_row(t) - param->first_row;
         mt_target_write(r, t, first_row * param->cols, t->transposed, own.rows * own.cols);
         mt_reader_return(r, t->transposed, own.rows * own.cols * 4);

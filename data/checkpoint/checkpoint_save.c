@@ -699,7 +699,8 @@ static int64_t mt_part_copy(mt_model *m, mt_writer *w, mt_saved_part own, const 
         int64_t row = own.begin / cols, col = own.begin % cols, width = cols;
         int64_t rows = mt_min((own.end - own.begin) / cols, most);
         if (col > 0 || rows == 0) rows = 1, width = mt_min(cols - col, own.end - own.begin);
-        int64_t to_row = place.row + (param->first_row + row) * place.stride, to_col = param->first_col + col;
+        rows = mt_min(rows, place.group_rows - (param->first_row + row) % place.group_rows);
+        int64_t to_row = mt_placement_row(&place, param->first_row + row), to_col = param->first_col + col;
         mt_piece piece = {.file = file, .rows = rows, .cols = width, .size = size, .transposed = place.transposed};
         piece.parts = own.parts, piece.stride = place.stride, piece.pitch = place.width * size;
         piece.offset =

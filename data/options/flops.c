@@ -8,10 +8,12 @@ static double mean_keys(const mt_options *o, int64_t layer) {
     return window > 0 && window < T ? window - window * window / (2 * T) : T / 2;
 }
 
-/* Multiplications per token of queries times keys and probabilities times values, of one layer. */
-static double attention_multiplications(const mt_options *o, int64_t layer) {
-    double values = (double)(o->multi_latent_attention ? o->v_head_dim : o->kv_channels);
-    return (double)o->num_attention_heads * ((double)o->kv_channels + values) * mean_keys(o, layer);
+/* Multiplications per token of a gated delta net between its two linears: the convolution, and the rule's three
+ * products with the state. */
+static double delta_multiplications(const mt_options *o) {
+    double keys = (double)(o->linear_num_key_heads * o->linear_key_head_dim);
+    double values = (double)(o->linear_num_value_heads * o->linear_value_head_dim);
+    return (2 * keys + values) * (double)o->linear_conv_kernel_dim + 3 * values * (double)o->linear_key_head_dim;
 }
 
 /* Multiplications per token of latent attention's projections, including its norms, as Megatron counts them. */
@@ -24,21 +26,38 @@ static double latent_multiplications(const mt_options *o) {
     return queries + keys + heads * values * C;
 }
 
-double mt_flops(const mt_options *o, int64_t num_sequences) {
+/* Multiplications per token of a layer's projections: of q, k, v and output; of a gated delta net its two linears. */
+static double projection_multiplications(const mt_options *o, int64_t layer) {
     double heads = (double)o->num_attention_heads, groups = (double)o->num_query_groups, D = (double)o->kv_channels;
+    double C = (double)o->hidden_size, keys = (double)(o->linear_num_key_heads * o->linear_key_head_dim);
+    double values = (double)(o->linear_num_value_heads * o->linear_value_head_dim);
+    if (mt_layer_kind_of(o, layer).mixer == MT_MIXER_GATED_DELTA_NET)
+        return C * (2 * keys + 3 * values + 2 * (double)o->linear_num_value_heads);
+    if (o->multi_latent_attention) return latent_multiplications(o);
+    return C * ((o->attention_output_gate ? 2 : 1) * heads + 2 * groups) * D + heads * D * C;
+}
+
+/* Multiplications per token of queries times keys and probabilities times values, of one layer. */
+static double attention_multiplications(const mt_options *o, int64_t layer) {
+    if (mt_layer_kind_of(o, layer).mixer == MT_MIXER_GATED_DELTA_NET) return delta_multiplications(o);
+    double values = (double)(o->multi_latent_attention ? o->v_head_dim : o->kv_channels);
+    return (double)o->num_attention_heads * ((double)o->kv_channels + values) * mean_keys(o, layer);
+}
+
+double mt_flops(const mt_options *o, int64_t num_sequences) {
     double C = (double)o->hidden_size, F = (double)o->ffn_hidden_size, T = (double)o->seq_length;
-    double projections = C * (heads + 2 * groups) * D + heads * D * C; // q, k, v and output; multiplications per token
-    double attention = 0;                                              // q k and p v, of all layers
+    double mixers = 0; // multiplications per token, of all layers
     double matrices = mt_activation_rows[mt_options_activation(o)].gated ? 3 : 2, mlp = matrices * C * F;
     double experts = (double)mt_num_expert_layers(o);
     double visited = (double)(o->moe_router_topk * o->moe_ffn_hidden_size + o->moe_shared_expert_intermediate_size);
     double mlps = ((double)o->num_layers - experts) * mlp + experts * matrices * C * visited;
-    if (o->multi_latent_attention) projections = latent_multiplications(o);
-    for (int64_t i = 0; i < o->num_layers; i++) attention += attention_multiplications(o, i);
+    for (int64_t i = 0; i < o->num_layers; i++)
+        mixers += projection_multiplications(o, i) + attention_multiplications(o, i);
     double output = C * (double)o->padded_vocab_size;
-    double layers = (double)o->num_layers * projections + attention + mlps;
+    double layers = mixers + mlps;
     bool sparse = mt_layer_has_experts(o, o->num_layers - 1);
-    double module = 2 * C * C + projections + attention_multiplications(o, o->num_layers);
+    double module = 2 * C * C + projection_multiplications(o, o->num_layers);
+    module += attention_multiplications(o, o->num_layers);
     module += (sparse ? matrices * C * visited : mlp) + output;
     double per_token = layers + output + (double)o->mtp_num_layers * module;
     return 6 * (double)num_sequences * T * per_token; // forward once, backward twice; a multiply and an add each

@@ -106,6 +106,28 @@ static int mt_options_list_attention_layers(mt_options *o, mt_error *error) {
     return 0;
 }
 
+/* Layers of linear attention. */
+static int mt_options_list_linear_layers(mt_options *o, mt_error *error) {
+    mt_string_set(&o->linear_layers, NULL);
+    if (o->num_layers == 0 || o->experimental_attention_variant == MT_VARIANT_NONE) return 0;
+    if (!o->linear_attention_freq)
+        return mt_error_set(error,
+                            "--experimental-attention-variant gated_delta_net needs --linear-attention-freq, the "
+                            "layers that have it: 4 for all but every fourth");
+    o->linear_layers = mt_layer_freq_expand(o->linear_attention_freq, MT_LINEAR_LAYERS, o->num_layers,
+                                            !MT_GIVEN(o, linear_attention_freq), error);
+    if (!o->linear_layers) return -1;
+    if (!strchr(o->linear_layers, '1'))
+        return mt_error_set(error,
+                            "--linear-attention-freq %.60s gives no layer linear attention; leave out "
+                            "--experimental-attention-variant",
+                            o->linear_attention_freq);
+    char *list = mt_layer_freq_print(o->linear_layers, MT_LINEAR_LAYERS);
+    mt_string_set(&o->linear_attention_freq, list);
+    free(list);
+    return 0;
+}
+
 /* The trace's file takes the place of any file with its name. */
 static int mt_options_check_trace(const mt_options *o, mt_error *error) {
     if (!o->trace || !o->metrics || !mt_path_same(o->metrics, o->trace)) return 0;
@@ -323,7 +345,7 @@ int mt_options_complete(mt_options *options, mt_program program, int64_t world_s
                         mt_error *error) {
     if (mt_options_check_sharded_names(options, error)) return -1;
     if (mt_options_check_ranges(options, program, error) || mt_options_list_expert_layers(options, error) ||
-        mt_options_list_attention_layers(options, error))
+        mt_options_list_attention_layers(options, error) || mt_options_list_linear_layers(options, error))
         return -1;
     if (mt_options_resolve(options, program, error) || mt_options_check_columns(options, program, error)) return -1;
     if (mt_options_unfold_layout(options, world_size, balance, error)) return -1;

@@ -111,6 +111,28 @@ const mt_option mt_option_table[] = {
     {"softmax-type", MT_CHOICE, MT_AT(softmax_type), MT_TRAIN, MT_OF_WEIGHTS, "vanilla", "vanilla|off-by-one|learnable",
      "sum of attention's exponentials; off-by-one: plus 1; learnable: plus the exponential of a parameter of each head "
      "(attention sinks, as in gpt-oss)"},
+    {"attention-output-gate", MT_FLAG, MT_AT(attention_output_gate), MT_TRAIN, MT_OF_WEIGHTS, NULL, NULL,
+     "multiply attention's output by the sigmoid of one more product with the layer's input",
+     .excludes = "multi-latent-attention"},
+    {"experimental-attention-variant", MT_CHOICE, MT_AT(experimental_attention_variant), MT_TRAIN, MT_OF_WEIGHTS,
+     "none", "none|gated_delta_net",
+     "linear attention in place of attention, in the layers of --linear-attention-freq; gated_delta_net: as in "
+     "Qwen3-Next and Qwen3.5; on the CPU only so far"},
+    {"linear-attention-freq", MT_STRING, MT_AT(linear_attention_freq), MT_TRAIN, MT_OF_WEIGHTS, NULL,
+     "N or '([1]*3+[0]*1)*2'",
+     "layers of linear attention: all but every N-th, or a 1 (linear) or 0 (attention) for each layer",
+     .needs = "experimental-attention-variant gated_delta_net"},
+    {"linear-num-key-heads", MT_INT, MT_AT(linear_num_key_heads), MT_TRAIN, MT_OF_WEIGHTS, "16", "[1,65536]",
+     "heads of queries and keys of linear attention", .needs = "experimental-attention-variant gated_delta_net"},
+    {"linear-num-value-heads", MT_INT, MT_AT(linear_num_value_heads), MT_TRAIN, MT_OF_WEIGHTS, "32", "[1,65536]",
+     "heads of values of linear attention", .needs = "experimental-attention-variant gated_delta_net"},
+    {"linear-key-head-dim", MT_INT, MT_AT(linear_key_head_dim), MT_TRAIN, MT_OF_WEIGHTS, "128", "[1,4096]",
+     "channels of a query or key head of linear attention", .needs = "experimental-attention-variant gated_delta_net"},
+    {"linear-value-head-dim", MT_INT, MT_AT(linear_value_head_dim), MT_TRAIN, MT_OF_WEIGHTS, "128", "[1,4096]",
+     "channels of a value head of linear attention", .needs = "experimental-attention-variant gated_delta_net"},
+    {"linear-conv-kernel-dim", MT_INT, MT_AT(linear_conv_kernel_dim), MT_TRAIN, MT_OF_WEIGHTS, "4", "[1,8]",
+     "tokens that the short convolution of linear attention mixes",
+     .needs = "experimental-attention-variant gated_delta_net"},
 
     {.help = "positions"},
     {"position-embedding-type", MT_CHOICE, MT_AT(position_embedding_type), MT_TRAIN, MT_OF_WEIGHTS, "learned_absolute",
@@ -1220,6 +1242,7 @@ char *mt_layer_freq_expand(const char *text, mt_layer_freq_rule rule, int64_t nu
         [MT_EXPERT_LAYERS] = {"--moe-layer-freq", "([0]*1+[1]*%lld)", false, true, false},
         [MT_WINDOW_LAYERS] = {"--window-attn-skip-freq", "([0]*1+[1]*%lld)", true, false, false},
         [MT_ROPE_LAYERS] = {"--no-rope-freq", "([1]*1+[0]*%lld)", true, false, true},
+        [MT_LINEAR_LAYERS] = {"--linear-attention-freq", "([0]*1+[1]*%lld)", true, false, false},
     };
     char example[64];
     int64_t every = 0;
@@ -1382,6 +1405,7 @@ void mt_options_free(mt_options *options) {
     mt_string_set(&options->moe_layers, NULL);
     mt_string_set(&options->window_layers, NULL);
     mt_string_set(&options->rope_layers, NULL);
+    mt_string_set(&options->linear_layers, NULL);
     mt_string_set(&options->pipeline_letters, NULL);
 }
 

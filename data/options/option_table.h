@@ -139,7 +139,8 @@ void mt_real_print(char text[32], double value);
 typedef enum mt_layer_freq_rule {
     MT_EXPERT_LAYERS, // --moe-layer-freq: the first of each N layers; 1: experts
     MT_WINDOW_LAYERS, // --window-attn-skip-freq: all but the last of each N; 1: a window
-    MT_ROPE_LAYERS    // --no-rope-freq: all but the last of each N have RoPE; 1: no RoPE
+    MT_ROPE_LAYERS,   // --no-rope-freq: all but the last of each N have RoPE; 1: no RoPE
+    MT_LINEAR_LAYERS  // --linear-attention-freq: all but the last of each N; 1: linear attention
 } mt_layer_freq_rule;
 
 /* A value of such an option as a letter per layer, '1' with (experts, a window, RoPE) and '0' without; to free. NULL

@@ -46,7 +46,8 @@ static void mt_few_seconds_add(mt_few_seconds *few, int64_t micro_batches) {
 
 int mt_layer_cost(const mt_options *o, int64_t layer) {
     mt_layer_kind kind = mt_layer_kind_of(o, layer);
-    return (kind.feed_forward == MT_FEED_FORWARD_EXPERTS) + 2 * (kind.window > 0);
+    bool linear = kind.mixer == MT_MIXER_GATED_DELTA_NET;
+    return (kind.feed_forward == MT_FEED_FORWARD_EXPERTS) + 2 * (kind.window > 0) + 4 * linear;
 }
 
 /* Counts the bytes of a model of `count` layers of one cost, and simulates its step of `micro_batches`.
@@ -56,6 +57,7 @@ static int mt_few_simulate(mt_few_seconds *few, const mt_options *o, int64_t ran
     mt_options model = *o; // its strings are not freed
     mt_simulation simulation;
     char experts[3] = {cost & 1 ? '1' : '0', cost & 1 ? '1' : '0', 0};
+    char linears[3] = {cost & 4 ? '1' : '0', cost & 4 ? '1' : '0', 0};
     char windows[3] = {cost & 2 ? '1' : '0', cost & 2 ? '1' : '0', 0};
     model.num_layers = count, model.pipeline_letters = NULL, model.mtp_num_layers = 0;
     model.bf16 = true, model.stage = MT_STAGE_PT, model.optimizer_cpu_offload = model.dynamic_context_parallel = false;
@@ -63,6 +65,7 @@ static int mt_few_simulate(mt_few_seconds *few, const mt_options *o, int64_t ran
     model.decoder_first_pipeline_num_layers = model.decoder_last_pipeline_num_layers = 0;
     if (o->moe_layers) model.moe_layers = experts;
     if (o->window_layers) model.window_layers = windows;
+    if (o->linear_layers) model.linear_layers = linears;
     model.rope_layers = NULL;
     mt_machine other = *machine;
     other.memory_gib = 0; // counts only: a batch of millions of tokens takes long to simulate

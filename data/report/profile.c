@@ -243,6 +243,7 @@ mt_work mt_work_sent(mt_operation operation, int64_t elements, mt_dtype dtype, c
     }
 MT_TIMED_OPERATIONS(MT_TIMED_FUNCTION)
 MT_FUSED_OPERATIONS(MT_TIMED_FUNCTION)
+MT_PLAIN_OPERATIONS(MT_TIMED_FUNCTION)
 #undef MT_TIMED_FUNCTION
 
 /* Marks the record that was begun as one of a message; both ends give it the same number. */
@@ -283,6 +284,7 @@ static mt_ops mt_profile_timed_ops(const mt_ops *ops) {
 #define MT_NO_ENTRY(name, ...)    timed.name = NULL;
     MT_TIMED_OPERATIONS(MT_TIMED_ENTRY)
     MT_FUSED_OPERATIONS(MT_TIMED_ENTRY)
+    MT_PLAIN_OPERATIONS(MT_TIMED_ENTRY)
     MT_GRAPH_OPERATIONS(MT_NO_ENTRY)
 #undef MT_TIMED_ENTRY
 #undef MT_NO_ENTRY

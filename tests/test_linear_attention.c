@@ -1,0 +1,373 @@
+/* The kernels of linear attention against their definitions, token by token in float64. */
+#include "megatron.h"
+
+#include <setjmp.h>
+#include <stdarg.h>
+#include <stddef.h>
+#include <math.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include <cmocka.h>
+
+static const mt_ops *const ops = &mt_cpu_ops;
+
+/* The same numbers everywhere. */
+static double uniform(void) {
+    static uint64_t state = 88172645463325252u;
+    state ^= state << 13, state ^= state >> 7, state ^= state << 17;
+    return (double)(state >> 11) / 9007199254740992.0 * 2 - 1;
+}
+
+enum { MAX_OPERANDS = 8 };
+
+/* Operands of an operation in float64, all in one array, and their gradients. */
+typedef struct operands {
+    int64_t counts[MAX_OPERANDS], starts[MAX_OPERANDS], total;
+    int num;
+    double *values;
+} operands;
+
+static operands operands_new(int num, const int64_t *counts) {
+    operands o = {.num = num};
+    for (int i = 0; i < num; i++) o.counts[i] = counts[i], o.starts[i] = o.total, o.total += counts[i];
+    o.values = calloc((size_t)o.total, sizeof *o.values);
+    for (int64_t i = 0; i < o.total; i++) o.values[i] = (double)(float)uniform();
+    return o;
+}
+
+static double *part(const operands *o, int i) {
+    return o->values + o->starts[i];
+}
+
+/* out[count] of the operands, by definition. */
+typedef void definition(const void *shape, const operands *o, double *out);
+
+static double weighted(definition *define, const void *shape, const operands *o, const double *weights, int64_t count,
+                       double *out) {
+    double sum = 0;
+    define(shape, o, out);
+    for (int64_t i = 0; i < count; i++) sum += weights[i] * out[i];
+    return sum;
+}
+
+/* got, the gradients of all operands, against central differences of sum(weights out); every `step`th element. */
+static void expect_gradients(definition *define, const void *shape, operands *o, const double *weights, int64_t count,
+                             const float *got, int64_t step) {
+    double *out = calloc((size_t)count, sizeof *out);
+    const double h = 1e-5;
+    for (int i = 0; i < o->num; i++) {
+        double largest = 0;
+        for (int64_t k = 0; k < o->counts[i]; k++) largest = fmax(largest, fabs((double)got[o->starts[i] + k]));
+        assert_true(largest > 0);
+        for (int64_t k = 0; k<o->counts[i]; k += o->counts[i]> 100 ? step : 1) {
+            double *value = &part(o, i)[k], before = *value;
+            *value = before + h;
+            double above = weighted(define, shape, o, weights, count, out);
+            *value = before - h;
+            double below = weighted(define, shape, o, weights, count, out);
+            *value = before;
+            double wanted = (above - below) / (2 * h), actual = (double)got[o->starts[i] + k];
+            if (!(fabs(wanted - actual) <= 1e-4 * largest))
+                fail_msg("operand %d, element %lld: gradient %g, wanted %g", i, (long long)k, actual, wanted);
+        }
+    }
+    free(out);
+}
+
+static void expect_equal(const float *actual, const double *wanted, int64_t count, double most) {
+    double largest = 0;
+    for (int64_t i = 0; i < count; i++) largest = fmax(largest, fabs(wanted[i]));
+    for (int64_t i = 0; i < count; i++)
+        if (!(fabs((double)actual[i] - wanted[i]) <= most * largest))
+            fail_msg("element %lld: %g, wanted %g", (long long)i, (double)actual[i], wanted[i]);
+}
+
+static float *floats_of(const double *values, int64_t count) {
+    float *floats = calloc((size_t)count, sizeof *floats);
+    for (int64_t i = 0; i < count; i++) floats[i] = (float)values[i];
+    return floats;
+}
+
+/* Values rounded to bf16, and back. */
+static uint16_t *bf16_of(float *values, int64_t count) {
+    uint16_t *bits = calloc((size_t)count, sizeof *bits);
+    ops->convert(bits, MT_BF16, values, MT_F32, count, NULL);
+    ops->convert(values, MT_F32, bits, MT_BF16, count, NULL);
+    return bits;
+}
+
+/* ---- the gated delta rule. Operands: q, k, v, b, a, A_log, dt_bias. Tokens beyond the spans do not exist. */
+
+typedef struct delta_shape {
+    int64_t T, Hk, Hv, Dk, Dv;
+    int num_spans;
+    mt_span spans[4];
+} delta_shape;
+
+static const delta_shape delta_shapes[] = {
+    {7, 1, 1, 4, 4, 1, {{0, 7, 0, 7, true}}},
+    {150, 2, 4, 8, 6, 3, {{0, 65, 0, 65, true}, {65, 1, 65, 1, true}, {66, 84, 66, 84, true}}},
+    {64, 3, 3, 5, 16, 1, {{0, 64, 0, 64, true}}},
+    {131, 1, 4, 16, 8, 2, {{0, 128, 0, 128, true}, {128, 3, 128, 3, true}}},
+};
+enum { NUM_DELTA_SHAPES = sizeof delta_shapes / sizeof *delta_shapes };
+
+static operands delta_operands(const delta_shape *s) {
+    int64_t keys = s->T * s->Hk * s->Dk, gates = s->T * s->Hv;
+    operands o = operands_new(7, (int64_t[]){keys, keys, s->T * s->Hv * s->Dv, gates, gates, s->Hv, s->Hv});
+    for (int64_t i = 0; i < s->Hv; i++) part(&o, 5)[i] = (double)(float)(part(&o, 5)[i] - 1); // slow and fast decays
+    return o;
+}
+
+static void unit(double *to, const double *x, int64_t n, double scale) {
+    double sum = 0;
+    for (int64_t i = 0; i < n; i++) sum += x[i] * x[i];
+    for (int64_t i = 0; i < n; i++) to[i] = x[i] / sqrt(sum + 1e-6) * scale;
+}
+
+static void delta_definition(const void *shape, const operands *o, double *out) {
+    const delta_shape *s = shape;
+    double S[16 * 16], q[16], k[16];
+    for (const mt_span *span = s->spans; span < s->spans + s->num_spans; span++)
+        for (int64_t h = 0; h < s->Hv; h++) {
+            int64_t key_head = h / (s->Hv / s->Hk);
+            memset(S, 0, sizeof S);
+            for (int64_t t = span->q_start; t < span->q_start + span->q_len; t++) {
+                double a = part(o, 4)[t * s->Hv + h] + part(o, 6)[h], beta = 1 / (1 + exp(-part(o, 3)[t * s->Hv + h]));
+                double decay = exp(-exp(part(o, 5)[h]) * log1p(exp(a)));
+                const double *v = part(o, 2) + (t * s->Hv + h) * s->Dv;
+                unit(q, part(o, 0) + (t * s->Hk + key_head) * s->Dk, s->Dk, 1 / sqrt((double)s->Dk));
+                unit(k, part(o, 1) + (t * s->Hk + key_head) * s->Dk, s->Dk, 1);
+                for (int64_t j = 0; j < s->Dv; j++) {
+                    double read = 0, result = 0;
+                    for (int64_t i = 0; i < s->Dk; i++) read += (S[i * 16 + j] *= decay) * k[i];
+                    for (int64_t i = 0; i < s->Dk; i++) S[i * 16 + j] += k[i] * beta * (v[j] - read);
+                    for (int64_t i = 0; i < s->Dk; i++) result += S[i * 16 + j] * q[i];
+                    out[(t * s->Hv + h) * s->Dv + j] = result;
+                }
+            }
+        }
+}
+
+/* The operation's operands and gradients at `in` and `gradients`, in the order of `o`. */
+static mt_delta_args delta_args(const delta_shape *s, const mt_spans *spans, const operands *o, mt_dtype dtype,
+                                const void *in, void *gradients, float *dA_log, float *ddt_bias) {
+    int64_t size = mt_dtype_size(dtype);
+    mt_delta_args a = {.spans = spans, .Hk = s->Hk, .Hv = s->Hv, .Dk = s->Dk, .Dv = s->Dv};
+#define IN(i)  ((const char *)in + o->starts[i] * size)
+#define OUT(i) ((char *)gradients + o->starts[i] * size)
+    a.q = IN(0), a.k = IN(1), a.v = IN(2), a.b = IN(3), a.a = IN(4), a.A_log = IN(5), a.dt_bias = IN(6);
+    if (gradients) a.dq = OUT(0), a.dk = OUT(1), a.dv = OUT(2), a.db = OUT(3), a.da = OUT(4);
+#undef IN
+#undef OUT
+    a.q_stride = a.k_stride = a.dq_stride = a.dk_stride = s->Hk * s->Dk, a.v_stride = a.dv_stride = s->Hv * s->Dv;
+    a.gate_stride = a.dgate_stride = s->Hv, a.dA_log = dA_log, a.ddt_bias = ddt_bias;
+    return a;
+}
+
+static void the_delta_rule_equals_its_recurrence_in_float64(void **state) {
+    (void)state;
+    for (int n = 0; n < NUM_DELTA_SHAPES; n++) {
+        const delta_shape *s = &delta_shapes[n];
+        const mt_spans spans = {s->spans, s->spans, s->num_spans};
+        operands o = delta_operands(s);
+        int64_t count = s->T * s->Hv * s->Dv;
+        float *in = floats_of(o.values, o.total), *gradients = calloc((size_t)o.total, sizeof *gradients);
+        float *out = calloc((size_t)count, sizeof *out);
+        double *wanted = calloc((size_t)count, sizeof *wanted), *weights = calloc((size_t)count, sizeof *weights);
+        for (int64_t i = 0; i < count; i++) weights[i] = (double)(float)uniform();
+        float *dout = floats_of(weights, count);
+        mt_delta_args a =
+            delta_args(s, &spans, &o, MT_F32, in, gradients, gradients + o.starts[5], gradients + o.starts[6]);
+        a.out = out, a.dout = dout;
+        ops->delta_rule_forward(&a, MT_F32, NULL);
+        delta_definition(s, &o, wanted);
+        expect_equal(out, wanted, count, 1e-5);
+        ops->delta_rule_backward(&a, MT_F32, NULL);
+        expect_gradients(delta_definition, s, &o, weights, count, gradients, 37);
+        free(in), free(gradients), free(out), free(wanted), free(weights), free(dout), free(o.values);
+    }
+}
+
+/* bf16 operands: as fp32 of the same values, rounded once. */
+static void the_delta_rule_rounds_its_results_once(void **state) {
+    (void)state;
+    const delta_shape *s = &delta_shapes[1];
+    const mt_spans spans = {s->spans, s->spans, s->num_spans};
+    operands o = delta_operands(s);
+    int64_t count = s->T * s->Hv * s->Dv, trained = o.starts[5];
+    float *in = floats_of(o.values, o.total), *gradients = calloc((size_t)o.total, sizeof *gradients);
+    float *out = calloc((size_t)count, sizeof *out), *dout = floats_of(o.values, count), vectors[2][2][4] = {{{0}}};
+    uint16_t *in_bits = bf16_of(in, o.total), *dout_bits = bf16_of(dout, count);
+    uint16_t *gradient_bits = calloc((size_t)o.total, 2), *out_bits = calloc((size_t)count, 2);
+    mt_delta_args a = delta_args(s, &spans, &o, MT_F32, in, gradients, vectors[0][0], vectors[0][1]);
+    a.out = out, a.dout = dout;
+    ops->delta_rule_forward(&a, MT_F32, NULL), ops->delta_rule_backward(&a, MT_F32, NULL);
+    mt_delta_args b = delta_args(s, &spans, &o, MT_BF16, in_bits, gradient_bits, vectors[1][0], vectors[1][1]);
+    b.out = out_bits, b.dout = dout_bits;
+    ops->delta_rule_forward(&b, MT_BF16, NULL), ops->delta_rule_backward(&b, MT_BF16, NULL);
+    uint16_t *wanted = calloc((size_t)o.total, 2);
+    ops->convert(wanted, MT_BF16, out, MT_F32, count, NULL);
+    assert_memory_equal(wanted, out_bits, (size_t)count * 2);
+    ops->convert(wanted, MT_BF16, gradients, MT_F32, trained, NULL);
+    assert_memory_equal(wanted, gradient_bits, (size_t)trained * 2);
+    assert_memory_equal(vectors[0], vectors[1], sizeof vectors[0]);
+    free(in), free(gradients), free(out), free(dout), free(in_bits), free(dout_bits), free(gradient_bits);
+    free(out_bits), free(wanted), free(o.values);
+}
+
+/* A span read in pieces, whose state waits in a slot between them. */
+static void a_state_continues_a_text(void **state) {
+    (void)state;
+    enum { T = 100, SLOTS = 3 };
+    static const int64_t ends[] = {1, 2, 66, 70, T};
+    const delta_shape s = {T, 2, 4, 8, 6, 1, {{0, T, 0, T, true}}};
+    const mt_spans spans = {s.spans, s.spans, 1};
+    operands o = delta_operands(&s);
+    int64_t row = s.Hv * s.Dv, conv_width = 9;
+    float *in = floats_of(o.values, o.total), whole[T * 4 * 6], pieces[T * 4 * 6], memory[SLOTS * 4 * 8 * 6];
+    float conv_whole[T * 9], conv_pieces[T * 9], conv_memory[SLOTS * 3 * 9];
+    for (size_t i = 0; i < sizeof memory / sizeof *memory; i++) memory[i] = NAN; // of another text
+    for (size_t i = 0; i < sizeof conv_memory / sizeof *conv_memory; i++) conv_memory[i] = NAN;
+    mt_delta_args a = delta_args(&s, &spans, &o, MT_F32, in, NULL, NULL, NULL);
+    mt_conv_args c = {.spans = &spans, .C = conv_width, .K = 4, .x = in, .w = in + o.starts[2], .silu = true};
+    c.x_stride = c.y_stride = conv_width, c.y = conv_whole, a.out = whole;
+    ops->delta_rule_forward(&a, MT_F32, NULL), ops->short_conv_forward(&c, MT_F32, NULL);
+    a.out = pieces, a.states = (mt_states){memory, T}, c.y = conv_pieces,
+    c.states = (mt_states){conv_memory, T};
+    for (int i = 0; i < 5; i++) {
+        int64_t begin = i > 0 ? ends[i - 1] : 0;
+        const mt_span span = {begin, ends[i] - begin, T, ends[i], true};
+        const mt_spans piece = {&span, &span, 1};
+        a.spans = c.spans = &piece;
+        ops->delta_rule_forward(&a, MT_F32, NULL), ops->short_conv_forward(&c, MT_F32, NULL);
+    }
+    for (int64_t i = 0; i < T * row; i++) assert_true(fabsf(whole[i] - pieces[i]) <= 1e-5f);
+    assert_memory_equal(conv_whole, conv_pieces, sizeof conv_whole);
+    assert_true(isnan(memory[0]) && isnan(memory[2 * 4 * 8 * 6])); // others' slots
+    free(in), free(o.values);
+}
+
+/* A NaN in an operand of token 3 reaches every output of its head from there on, in its span, and no other: tokens
+ * before it may multiply it by 0. */
+static void a_nan_in_the_delta_rule_stays_a_nan(void **state) {
+    (void)state;
+    const delta_shape s = {80, 2, 2, 4, 4, 2, {{0, 70, 0, 70, true}, {70, 10, 70, 10, true}}};
+    const mt_spans spans = {s.spans, s.spans, s.num_spans};
+    for (int operand = 0; operand < 5; operand++) {
+        operands o = delta_operands(&s);
+        float *in = floats_of(o.values, o.total), out[80 * 2 * 4];
+        in[o.starts[operand] + (operand < 3 ? 3 * 8 + 4 : 3 * 2 + 1)] = NAN; // of head 1
+        mt_delta_args a = delta_args(&s, &spans, &o, MT_F32, in, NULL, NULL, NULL);
+        a.out = out;
+        ops->delta_rule_forward(&a, MT_F32, NULL);
+        for (int64_t i = 0; i < 80 * 2 * 4; i++) {
+            int64_t t = i / 8, last = operand == 0 ? 4 : 70; // q is in no state
+            bool reached = i / 4 % 2 == 1 && t >= 3 && t < last;
+            if (operand == 2 && i % 4 != 0) reached = false; // v: one channel
+            assert_true(reached ? isnan(out[i]) : t < 3 || isfinite(out[i]));
+        }
+        free(in), free(o.values);
+    }
+}
+
+/* ---- short convolution. Operands: x, w, bias. */
+
+typedef struct conv_shape {
+    int64_t T, C, K;
+    bool silu, bias;
+    int num_spans;
+    mt_span spans[3];
+} conv_shape;
+
+static void conv_definition(const void *shape, const operands *o, double *out) {
+    const conv_shape *s = shape;
+    for (const mt_span *span = s->spans; span < s->spans + s->num_spans; span++)
+        for (int64_t t = 0; t < span->q_len; t++)
+            for (int64_t c = 0; c < s->C; c++) {
+                double sum = s->bias ? part(o, 2)[c] : 0;
+                for (int64_t j = 0; j < s->K; j++) {
+                    int64_t row = t - (s->K - 1) + j;
+                    if (row >= 0) sum += part(o, 1)[c * s->K + j] * part(o, 0)[(span->q_start + row) * s->C + c];
+                }
+                out[(span->q_start + t) * s->C + c] = s->silu ? sum / (1 + exp(-sum)) : sum;
+            }
+}
+
+static void a_short_convolution_equals_its_definition(void **state) {
+    (void)state;
+    static const conv_shape shapes[] = {{20, 5, 4, true, false, 2, {{0, 17, 0, 17, true}, {17, 3, 17, 3, true}}},
+                                        {9, 3, 3, false, false, 1, {{0, 9, 0, 9, true}}},
+                                        {40, 70, 2, true, true, 1, {{0, 40, 0, 40, true}}},
+                                        {3, 2, 8, true, true, 2, {{0, 2, 0, 2, true}, {2, 1, 2, 1, true}}}};
+    for (size_t n = 0; n < sizeof shapes / sizeof *shapes; n++) {
+        const conv_shape *s = &shapes[n];
+        const mt_spans spans = {s->spans, s->spans, s->num_spans};
+        int64_t count = s->T * s->C;
+        operands o = operands_new(s->bias ? 3 : 2, (int64_t[]){count, s->C * s->K, s->C});
+        float *in = floats_of(o.values, o.total), *gradients = calloc((size_t)o.total, sizeof *gradients);
+        double *wanted = calloc((size_t)count, sizeof *wanted), *weights = calloc((size_t)count, sizeof *weights);
+        for (int64_t i = 0; i < count; i++) weights[i] = (double)(float)uniform();
+        float *dy = floats_of(weights, count), *y = calloc((size_t)count, sizeof *y);
+        mt_conv_args a = {.spans = &spans, .C = s->C, .K = s->K, .x = in, .w = in + o.starts[1], .y = y, .dy = dy};
+        a.x_stride = a.y_stride = a.dx_stride = a.dy_stride = s->C, a.silu = s->silu;
+        a.dx = gradients, a.dw = gradients + o.starts[1];
+        if (s->bias) a.bias = in + o.starts[2], a.dbias = gradients + o.starts[2];
+        ops->short_conv_forward(&a, MT_F32, NULL);
+        conv_definition(s, &o, wanted);
+        expect_equal(y, wanted, count, 1e-6);
+        ops->short_conv_backward(&a, MT_F32, NULL);
+        expect_gradients(conv_definition, s, &o, weights, count, gradients, 7);
+        free(in), free(gradients), free(wanted), free(weights), free(dy), free(y), free(o.values);
+    }
+}
+
+/* ---- gated norm. Operands: x, z, w. */
+
+typedef struct norm_shape {
+    int64_t T, H, D;
+} norm_shape;
+
+static void gated_norm_definition(const void *shape, const operands *o, double *out) {
+    const norm_shape *s = shape;
+    for (int64_t r = 0; r < s->T * s->H; r++) {
+        const double *x = part(o, 0) + r * s->D, *z = part(o, 1) + r * s->D;
+        double sum = 0;
+        for (int64_t c = 0; c < s->D; c++) sum += x[c] * x[c];
+        for (int64_t c = 0; c < s->D; c++)
+            out[r * s->D + c] = x[c] / sqrt(sum / (double)s->D + 1e-5) * part(o, 2)[c] * z[c] / (1 + exp(-z[c]));
+    }
+}
+
+static void a_gated_norm_equals_its_definition(void **state) {
+    (void)state;
+    const norm_shape s = {13, 3, 6};
+    int64_t count = s.T * s.H * s.D;
+    operands o = operands_new(3, (int64_t[]){count, count, s.D});
+    float *in = floats_of(o.values, o.total), *gradients = calloc((size_t)o.total, sizeof *gradients);
+    double *wanted = calloc((size_t)count, sizeof *wanted), *weights = calloc((size_t)count, sizeof *weights);
+    for (int64_t i = 0; i < count; i++) weights[i] = (double)(float)uniform();
+    float *dy = floats_of(weights, count), *y = calloc((size_t)count, sizeof *y);
+    mt_gated_norm_args a = {.T = s.T, .H = s.H, .D = s.D, .x = in, .z = in + o.starts[1], .w = in + o.starts[2]};
+    a.y = y, a.dy = dy, a.dx = gradients, a.dz = gradients + o.starts[1], a.dw = gradients + o.starts[2];
+    a.z_stride = a.dz_stride = s.H * s.D, a.eps = 1e-5f;
+    ops->gated_norm_forward(&a, MT_F32, NULL);
+    gated_norm_definition(&s, &o, wanted);
+    expect_equal(y, wanted, count, 1e-6);
+    ops->gated_norm_backward(&a, MT_F32, NULL);
+    expect_gradients(gated_norm_definition, &s, &o, weights, count, gradients, 1);
+    free(in), free(gradients), free(wanted), free(weights), free(dy), free(y), free(o.values);
+}
+
+int main(void) {
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(the_delta_rule_equals_its_recurrence_in_float64),
+        cmocka_unit_test(the_delta_rule_rounds_its_results_once),
+        cmocka_unit_test(a_state_continues_a_text),
+        cmocka_unit_test(a_nan_in_the_delta_rule_stays_a_nan),
+        cmocka_unit_test(a_short_convolution_equals_its_definition),
+        cmocka_unit_test(a_gated_norm_equals_its_definition),
+    };
+    return cmocka_run_group_tests(tests, NULL, NULL);
+}
