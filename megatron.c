@@ -1680,6 +1680,19 @@ static void mt_cpu_rope_backward(const mt_rope_args *a, mt_dtype dtype, mt_strea
     mt_rope_rotate(a, -1.0f, dtype);
 }
 
+static void mt_cpu_position_scale(const mt_position_scale_args *a, mt_dtype dtype, mt_stream *stream) {
+    mt_scratch scratch = mt_scratch_reserve(a->width);
+#pragma omp parallel for if (a->T * a->width > MT_PARALLEL)
+    for (int64_t t = 0; t < a->T; t++) {
+        float scale = (float)(1 + a->beta * log(1 + (double)(a->positions[t] / a->context)));
+        float *slice = mt_scratch_slice(scratch);
+        const float *in = mt_row_load(slice, a->x, t * a->x_stride, a->width, dtype);
+        float *out = mt_row_open(slice, a->x, t * a->x_stride, dtype);
+        for (int64_t i = 0; i < a->width; i++) out[i] = scale * in[i];
+        mt_row_close(a->x, t * a->x_stride, out, a->width, dtype);
+    }
+}
+
 /* The norm of q's heads (k 0) or of k's, forward and backward. */
 static mt_norm_args mt_qk_norm(const mt_qk_args *a, int k, mt_dtype dtype) {
     int64_t skip = k * a->H * a->D;
@@ -2694,10 +2707,10 @@ static void mt_route_choose(int32_t *experts, const float *logits, const float *
     float *keys = slice, *scores = slice + E, *spare = slice + 2 * E;
     for (int64_t e = 0; e < E; e++) {
         scores[e] = router->sigmoid ? mt_sigmoid(logits[e]) : logits[e];
-        if (router->sigmoid && bias) scores[e] += bias[e];
-        keys[e] = router->sigmoid && bias ? scores[e] : logits[e];
+        keys[e] = logits[e];
     }
-    if (!router->sigmoid && router->pre_softmax) mt_row_softmax(scores, logits, E);
+    if (!router->sigmoid && (router->pre_softmax || bias)) mt_row_softmax(scores, logits, E);
+    for (int64_t e = 0; e < E && bias; e++) keys[e] = scores[e] += bias[e];
     if (router->num_groups > 0) mt_route_limit_groups(keys, scores, spare, router);
     for (int64_t i = 0; i < router->topk; i++) {
         experts[i] = (int32_t)mt_row_greatest(keys, E);
@@ -2731,7 +2744,7 @@ static void mt_cpu_route_forward(float *probs, int32_t *experts, int32_t *invali
                                  mt_stream *stream) {
     int64_t E = router->num_experts, k = router->topk;
     int32_t wrong = 0;
-    bool biased = router->sigmoid && bias, finite = !biased || mt_row_is_finite(bias, E);
+    bool finite = !bias || mt_row_is_finite(bias, E);
     mt_scratch scratch = mt_scratch_reserve(4 * E);
 #pragma omp parallel for reduction(+ : wrong) if (T * E > MT_PARALLEL)
     for (int64_t t = 0; t < T; t++) {
@@ -5509,6 +5522,7 @@ static int64_t mt_dimension_size(const mt_options *o, mt_dimension dimension) {
     X(MLP_BIAS, o->mlp_bias, "--disable-bias-linear")                                                                  \
     X(ROUTER, has_experts, "--moe-layer-freq")                                                                         \
     X(ROUTER_BIAS, has_experts && o->moe_router_enable_expert_bias, "--moe-router-enable-expert-bias")                 \
+    X(ROW_OF_BIAS, o->hf_family == MT_HF_ERNIE4_5_MOE, NULL) /* that bias is [1, E] */                                 \
     X(ROUTER_LINEAR_BIAS, has_experts && o->moe_router_linear_bias, "--moe-router-linear-bias")                        \
     X(EXPERTS, has_experts, "--num-experts")                                                                           \
     X(SHARED, has_experts && o->moe_shared_expert_intermediate_size > 0, "--moe-shared-expert-intermediate-size")      \
@@ -5540,6 +5554,10 @@ enum {
     MT_NAMES_QWEN2_MOE,
     MT_NAMES_REPEATED,
     MT_NAMES_GPT_OSS,
+    MT_NAMES_HY_V3,
+    MT_NAMES_EXAONE_MOE,
+    MT_NAMES_ERNIE4_5_MOE,
+    MT_NAMES_MIMO,
     MT_NAMES_QWEN3_NEXT,
     MT_NUM_NAMES
 };
@@ -5672,23 +5690,27 @@ static const mt_role_row mt_role_rows[] = {
     MT_FUSED(UP, LAYER, COLUMN, F, C, fc1.weight, 0, MT_HAS(EXPERTS), "mlp.up_proj.weight", "mlp.c_fc.weight"),
     MT_ROLE(DOWN, LAYER, ROW, C, F, down.weight, 0, MT_HAS(EXPERTS), "mlp.down_proj.weight", "mlp.c_proj.weight"),
     MT_ROLE(SHARED_GATE, LAYER, COLUMN, SHARED_F, C, fc1.weight, MT_HAS(SHARED) | MT_HAS(GATED), 0,
-            "mlp.shared_experts.gate_proj.weight", NULL, NULL,
-            "mlp.shared_expert.gate_proj.weight", [MT_NAMES_QWEN3_NEXT] = "mlp.shared_expert.gate_proj.weight"),
+            "mlp.shared_experts.gate_proj.weight", NULL, NULL, "mlp.shared_expert.gate_proj.weight", NULL, NULL,
+            "mlp.shared_mlp.gate_proj.weight", [MT_NAMES_QWEN3_NEXT] = "mlp.shared_expert.gate_proj.weight"),
     MT_FUSED(SHARED_UP, LAYER, COLUMN, SHARED_F, C, fc1.weight, MT_HAS(SHARED), 0, "mlp.shared_experts.up_proj.weight",
-             NULL, NULL,
-             "mlp.shared_expert.up_proj.weight", [MT_NAMES_QWEN3_NEXT] = "mlp.shared_expert.up_proj.weight"),
+             NULL, NULL, "mlp.shared_expert.up_proj.weight", NULL, NULL,
+             "mlp.shared_mlp.up_proj.weight", [MT_NAMES_QWEN3_NEXT] = "mlp.shared_expert.up_proj.weight"),
     MT_ROLE(SHARED_DOWN, LAYER, ROW, C, SHARED_F, down.weight, MT_HAS(SHARED), 0, "mlp.shared_experts.down_proj.weight",
-            NULL, NULL,
-            "mlp.shared_expert.down_proj.weight", [MT_NAMES_QWEN3_NEXT] = "mlp.shared_expert.down_proj.weight"),
+            NULL, NULL, "mlp.shared_expert.down_proj.weight", NULL, NULL,
+            "mlp.shared_mlp.down_proj.weight", [MT_NAMES_QWEN3_NEXT] = "mlp.shared_expert.down_proj.weight"),
     MT_ROLE(ROUTER, LAYER, ROUTING, E, C, router.weight, MT_HAS(ROUTER), 0, "mlp.gate.weight", NULL,
-            "block_sparse_moe.gate.weight", NULL, NULL, "mlp.router.weight"),
+            "block_sparse_moe.gate.weight", NULL, NULL, "mlp.router.weight", "mlp.router.gate.weight"),
     MT_ROLE(SHARED_EXPERT_GATE, LAYER, ROUTING, ONE, C, shared_gate.weight, MT_HAS(SHARED_GATE), 0,
             "mlp.shared_expert_gate.weight"),
     /* multi-token prediction; its norms are the first vectors */
-    MT_ROLE(MTP_PROJECTION, LAYER, REPLICATED, C, 2C, mtp_projection.weight, MT_HAS(MTP), 0, "eh_proj.weight"),
-    MT_ROLE(MTP_EMBEDDING_NORM, LAYER, NORM, C, ONE, mtp_embedding_norm.weight, MT_HAS(MTP), 0, "enorm.weight"),
-    MT_ROLE(MTP_HIDDEN_NORM, LAYER, NORM, C, ONE, mtp_hidden_norm.weight, MT_HAS(MTP), 0, "hnorm.weight"),
-    MT_ROLE(MTP_FINAL_NORM, LAYER, NORM, C, ONE, mtp_final_norm.weight, MT_HAS(MTP), 0, "shared_head.norm.weight"),
+    MT_ROLE(MTP_PROJECTION, LAYER, REPLICATED, C, 2C, mtp_projection.weight, MT_HAS(MTP), 0,
+            "eh_proj.weight", [MT_NAMES_MIMO] = "input_proj.weight"),
+    MT_ROLE(MTP_EMBEDDING_NORM, LAYER, NORM, C, ONE, mtp_embedding_norm.weight, MT_HAS(MTP), 0,
+            "enorm.weight", [MT_NAMES_MIMO] = "token_layernorm.weight"),
+    MT_ROLE(MTP_HIDDEN_NORM, LAYER, NORM, C, ONE, mtp_hidden_norm.weight, MT_HAS(MTP), 0,
+            "hnorm.weight", [MT_NAMES_MIMO] = "hidden_layernorm.weight"),
+    MT_ROLE(MTP_FINAL_NORM, LAYER, NORM, C, ONE, mtp_final_norm.weight, MT_HAS(MTP), 0,
+            "shared_head.norm.weight", [MT_NAMES_MIMO] = "final_layernorm.weight"),
     /* vectors */
     MT_ROLE(INPUT_NORM, LAYER, NORM, C, ONE, input_norm.weight, MT_HAS(NORMS_BEFORE), 0, "input_layernorm.weight",
             "ln_1.weight"),
@@ -5766,8 +5788,11 @@ static const mt_role_row mt_role_rows[] = {
     MT_OUTSIDE(SCORE_BIAS, OUTPUT, NORM_BIAS, ONE, ONE, head.bias, MT_HAS(TOKEN_HEAD), 0, "score.bias",
                "classifier.bias"),
     /* not trained by the optimizer: moved towards equal loads */
-    MT_ROLE(ROUTER_BIAS, UNTRAINED, ROW_BIAS, E, ONE, router_bias, MT_HAS(ROUTER_BIAS), 0,
-            "mlp.gate.e_score_correction_bias"),
+    MT_ROLE(ROUTER_BIAS, UNTRAINED, ROW_BIAS, E, ONE, router_bias, MT_HAS(ROUTER_BIAS), MT_HAS(ROW_OF_BIAS),
+            "mlp.gate.e_score_correction_bias", NULL, "block_sparse_moe.e_score_correction_bias", NULL, NULL, NULL,
+            "mlp.expert_bias", "mlp.e_score_correction_bias"),
+    MT_ROLE(ROUTER_BIAS, UNTRAINED, ROW_BIAS, ONE, E, router_bias, MT_HAS(ROUTER_BIAS) | MT_HAS(ROW_OF_BIAS), 0,
+            "mlp.moe_statics.e_score_correction_bias"),
 };
 
 enum { MT_NUM_ROLE_ROWS = sizeof mt_role_rows / sizeof *mt_role_rows };
@@ -5799,7 +5824,11 @@ const char *mt_shared_tensor(const mt_options *options, const char *name, bool i
 static void mt_param_set_name(const mt_param_table *table, const mt_role_row *row, mt_param *param) {
     const char *name = mt_role_row_name(row, table->family->names), *number = strchr(name, '#');
     char layer[64] = "", expert[32] = "";
-    if (param->layer >= 0) snprintf(layer, sizeof layer, "%s%lld.", table->family->layers, (long long)param->layer);
+    int64_t module = param->layer - table->options->num_layers; // of multi-token prediction
+    if (module >= 0 && table->family->names == MT_NAMES_MIMO)
+        snprintf(layer, sizeof layer, "model.mtp_layers.%lld.", (long long)module);
+    else if (param->layer >= 0)
+        snprintf(layer, sizeof layer, "%s%lld.", table->family->layers, (long long)param->layer);
     if (number) snprintf(expert, sizeof expert, "%lld", (long long)param->expert);
     snprintf(param->hf_name, sizeof param->hf_name, "%s%.*s%s%s", layer, (int)strcspn(name, "#"), name, expert,
              number ? number + 1 : "");
@@ -5888,10 +5917,10 @@ static void mt_param_add(mt_param_table *table, const mt_role_row *row, int64_t 
     param->cols = param->whole_cols = mt_dimension_size(o, row->cols);
     param->rows_stored = param->hf_rows_total = row->rows == MT_DIM_VOCAB ? o->vocab_size : param->rows;
     param->is_vector = row->cols == MT_DIM_ONE, param->weight_decay = !param->is_vector;
-    param->is_linear =
-        !param->is_vector && row->unit != MT_UNIT_WORDS && row->unit != MT_UNIT_POSITIONS && row->kind != MT_TAPS;
-    param->hf_groups = mt_hf_groups(o, row->role), param->hf_has_channel = row->kind == MT_TAPS;
     param->trained = row->unit != MT_UNIT_UNTRAINED, param->init = mt_param_kinds[row->kind].init;
+    param->is_linear = !param->is_vector && param->trained && row->unit != MT_UNIT_WORDS &&
+                       row->unit != MT_UNIT_POSITIONS && row->kind != MT_TAPS;
+    param->hf_groups = mt_hf_groups(o, row->role), param->hf_has_channel = row->kind == MT_TAPS;
     bool is_norm = row->role != MT_DELTA_NORM && row->role != MT_DT_BIAS; // whose weight may be added to 1
     if (param->init == MT_INIT_ONES && o->layernorm_zero_centered_gamma && is_norm) param->init = MT_INIT_ZEROS;
     param->init_std = o->init_method_std / (param->init == MT_INIT_OUTPUT ? sqrt(2.0 * (double)o->num_layers) : 1);
@@ -7065,6 +7094,15 @@ static void mt_output_gate_backward(const mt_model *m, const mt_pass *p, const m
 static size_t mt_attention_out_x(const mt_model *m) {
     return m->options->attention_output_gate ? offsetof(mt_activations, gated) : offsetof(mt_activations, attended);
 }
+
+/* Queries, or their gradients, scaled by their position, where the model does so. */
+static void mt_scale_queries(const mt_model *m, const mt_pass *p, mt_qkv_view view) {
+    mt_position_scale_args a = {.T = p->T, .width = m->H * m->D, .x = view.q, .x_stride = view.qk_stride};
+    a.positions = p->batch->positions, a.beta = m->options->llama_4_scaling_beta;
+    a.context = m->options->original_max_position_embeddings;
+    if (a.beta != 0) m->ops->position_scale(&a, m->dtype, p->stream);
+}
+
 /* ---- the mixer */
 
 /* out = attention(x[R, C]). */
@@ -7073,6 +7111,7 @@ static void mt_attention_forward(mt_model *m, const mt_pass *p, const mt_layer *
     mt_layer_linear_forward(p, a, &w->qkv, x, a->qkv);
     bool together = m->options->qk_layernorm_all_heads;
     (together ? mt_all_heads_forward : mt_qk_forward)(m, p, w, a);
+    mt_scale_queries(m, p, mt_fused_view(m, a->qkv, a->qk));
     mt_core_attention_forward(m, p, w, a, mt_fused_view(m, a->qkv, a->qk), together);
     if (m->options->attention_output_gate) mt_output_gate_forward(m, p, w, a, x);
     mt_layer_linear_forward(p, a, &w->o, m->options->attention_output_gate ? a->gated : a->attended, out);
@@ -7085,6 +7124,7 @@ static mt_deferred mt_attention_backward(mt_model *m, const mt_pass *p, mt_layer
     mt_deferred out = mt_attention_out_backward(p, w, a, mt_attention_out_x(m), d->dout, dattended);
     if (has_gate) mt_output_gate_backward(m, p, a, dattended, m->scratch.dgate);
     mt_core_attention_backward(m, p, w, a, mt_fused_view(m, a->qkv, a->qk), mt_fused_view(m, dqkv, dqk), dattended);
+    mt_scale_queries(m, p, mt_fused_view(m, dqkv, dqk));
     (m->options->qk_layernorm_all_heads ? mt_all_heads_backward : mt_qk_backward)(m, p, w, a, dqk, dqkv);
     mt_linear_io qkv = {.x = d->x, .dy = dqkv, .dx = d->dx};
     if (d->left) {
@@ -9642,11 +9682,17 @@ static mt_layer *mt_mtp_layer(const mt_model *m, const mt_pass *p, int64_t k) {
     return &m->layers[m->first_local[p->mb->chunk] + mt_mtp_index(m, p, k)];
 }
 
-/* The norm that writes one half of joined[R, 2C]: 0: embedding, 1: hidden state. The backward adds dy and dx. */
+/* The first column of a half of joined[R, 2C]: 0: embedding, 1: hidden state, which comes first in MiMo. */
+static int64_t mt_mtp_column(const mt_model *m, int half) {
+    return (m->options->hf_family == MT_HF_MIMO ? !half : half) * m->C;
+}
+
+/* The norm that writes a half of joined. The backward adds dy and dx. */
 static mt_norm_args mt_mtp_norm(const mt_model *m, const mt_pass *p, int64_t k, int half) {
     const mt_layer *w = mt_mtp_layer(m, p, k);
     const mt_output *a = &p->mb->outputs[1 + k];
-    mt_normed n = {.rstd = half ? a->hidden_rstd : a->embedded_rstd, .y = mt_at(a->joined, half * m->C, m->dtype)};
+    mt_normed n = {.rstd = half ? a->hidden_rstd : a->embedded_rstd,
+                   .y = mt_at(a->joined, mt_mtp_column(m, half), m->dtype)};
     mt_norm_args norm = mt_norm_operands(m, p, half ? &w->mtp_hidden_norm : &w->mtp_embedding_norm, &n);
     norm.x = half ? p->mb->outputs[k].norm.y : a->embedded; // output 0 is the main model's
     norm.y_stride = norm.dy_stride = 2 * m->C;
@@ -9671,7 +9717,7 @@ static void mt_mtp_join_backward(mt_model *m, const mt_pass *p, int64_t k, const
     mt_linear_backward(mt_linears(p), &mt_mtp_layer(m, p, k)->mtp_projection, &projection, MT_BACKWARD_BOTH);
     for (int half = 1; half >= 0; half--) {
         mt_norm_args norm = mt_mtp_norm(m, p, k, half);
-        norm.dy = mt_at(djoined, half * m->C, m->dtype), norm.dx = half ? dhidden : dembedded;
+        norm.dy = mt_at(djoined, mt_mtp_column(m, half), m->dtype), norm.dx = half ? dhidden : dembedded;
         m->ops->rmsnorm_backward(&norm, m->dtype, p->stream);
     }
 }

@@ -492,6 +492,18 @@ typedef enum mt_activation { MT_ACTIVATIONS(MT_ACTIVATION_NAME) MT_NUM_ACTIVATIO
     X(GEMMA3, "gemma3_text", "Gemma3ForCausalLM", LLAMA, "model.layers.", false)                                       \
     X(OLMO3, "olmo3", "Olmo3ForCausalLM", LLAMA, "model.layers.", false)                                               \
     X(GPT_OSS, "gpt_oss", "GptOssForCausalLM", GPT_OSS, "model.layers.", false)                                        \
+    X(SEED_OSS, "seed_oss", "SeedOssForCausalLM", LLAMA, "model.layers.", false)                                       \
+    X(DOTS1, "dots1", "Dots1ForCausalLM", LLAMA, "model.layers.", false)                                               \
+    X(EXAONE4, "exaone4", "Exaone4ForCausalLM", LLAMA, "model.layers.", false)                                         \
+    X(GLM4_MOE, "glm4_moe", "Glm4MoeForCausalLM", LLAMA, "model.layers.", false)                                       \
+    X(MINIMAX_M2, "minimax_m2", "MiniMaxM2ForCausalLM", MIXTRAL, "model.layers.", false)                               \
+    X(HY_V3, "hy_v3", "HYV3ForCausalLM", HY_V3, "model.layers.", false)                                                \
+    X(SOLAR_OPEN, "solar_open", "SolarOpenForCausalLM", LLAMA, "model.layers.", false)                                 \
+    X(EXAONE_MOE, "exaone_moe", "ExaoneMoeForCausalLM", EXAONE_MOE, "model.layers.", false)                            \
+    X(MINISTRAL3, "ministral3", "Ministral3ForCausalLM", LLAMA, "model.layers.", false)                                \
+    X(ERNIE4_5_MOE, "ernie4_5_moe", "Ernie4_5_MoeForCausalLM", ERNIE4_5_MOE, "model.layers.", false)                   \
+    X(MIMO, "mimo", "MiMoForCausalLM", MIMO, "model.layers.", false)                                                   \
+    X(GLM4_MOE_LITE, "glm4_moe_lite", "Glm4MoeLiteForCausalLM", LLAMA, "model.layers.", false)                         \
     X(QWEN3_NEXT, "qwen3_next", "Qwen3NextForCausalLM", QWEN3_NEXT, "model.layers.", false)                            \
     X(QWEN3_5, "qwen3_5_text", "Qwen3_5ForCausalLM", LLAMA, "model.layers.", false)                                    \
     X(QWEN3_5_MOE, "qwen3_5_moe_text", "Qwen3_5MoeForCausalLM", QWEN2_MOE, "model.layers.", false)                     \
@@ -555,6 +567,7 @@ typedef struct mt_options {
     double yarn_mscale, yarn_mscale_all_dim, yarn_attention_factor;
     bool yarn_correction_range_round_to_int;
     int64_t original_max_position_embeddings;
+    double llama_4_scaling_beta; // queries are scaled by their position; 0: not
     /* mixture of experts; num_experts 0: none */
     int64_t num_experts, moe_router_topk, moe_router_num_groups, moe_router_group_topk;
     int64_t moe_ffn_hidden_size, moe_shared_expert_intermediate_size;
@@ -1172,6 +1185,16 @@ typedef struct mt_qk_args {
     const int32_t *cache_rows; // [T]
 } mt_qk_args;
 
+/* The scale of queries by their position: 1 + beta log(1 + floor(position / context)) (Llama 4, Ministral 3). */
+typedef struct mt_position_scale_args {
+    int64_t T, width;         // channels of all heads
+    void *x;                  // [T, width]: queries, or their gradients
+    int64_t x_stride;         // elements between tokens
+    const int32_t *positions; // [T]
+    double beta;
+    int64_t context;
+} mt_position_scale_args;
+
 #define MT_ROPE_OPERATIONS(OP)                                                                                         \
     /* y = x rotated. In place, the channels that do not rotate are neither read nor written. */                       \
     OP(rope_forward, mt_work_bytes(2 * a->T * a->H * (a->y == a->x ? a->rotation.R : a->D), dtype),                    \
@@ -1179,6 +1202,9 @@ typedef struct mt_qk_args {
     /* y, the gradient of the input, = x, the gradient of the output, rotated back. */                                 \
     OP(rope_backward, mt_work_bytes(2 * a->T * a->H * (a->y == a->x ? a->rotation.R : a->D), dtype),                   \
        (a, dtype, stream), const mt_rope_args *a, mt_dtype dtype, mt_stream *stream)                                   \
+    /* x scaled in place; the backward is the same. */                                                                 \
+    OP(position_scale, mt_work_bytes(2 * a->T * a->width, dtype), (a, dtype, stream), const mt_position_scale_args *a, \
+       mt_dtype dtype, mt_stream *stream)                                                                              \
     /* RMSNorm over D of each head, then the rotation. */                                                              \
     OP(qk_forward,                                                                                                     \
        mt_work_bytes(2 * a->T *                                                                                        \
@@ -1491,7 +1517,8 @@ typedef struct mt_dropout_add_args {
 
 /* The choice of experts and their weights, as Megatron's topk_routing_with_score_function. Scores are the softmax of
  * the logits, or with pre_softmax false the logits themselves, with the softmax over the chosen ones; or sigmoids,
- * which are then divided by the sum of the chosen ones + 1e-20 where topk > 1. With num_groups > 0 only experts of the
+ * which are then divided by the sum of the chosen ones + 1e-20 where topk > 1. A bias is added to the sigmoids, or to
+ * the softmax of all logits, and decides on the choice alone. With num_groups > 0 only experts of the
  * group_topk groups whose group_best best scores have the greatest sums can be chosen (DeepSeek-AI, "DeepSeek-V3").
  * Among equals the lowest number wins. */
 typedef struct mt_router {

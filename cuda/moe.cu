@@ -253,12 +253,13 @@ template <int V>
 __device__ static inline int choose(float *prob, per_expert<float, V> &x, const softmax_of &softmax,
                                     const float *logits, const float *bias, uint32_t *group_keys, const routing &r) {
     int lane = threadIdx.x % 32;
-    bool biased = r.sigmoid && bias;
-    each_expert<V>(
-        r.E, [&](int v, int e) { x[v] = __uint_as_float(sortable_key(biased ? logistic(x[v]) + bias[e] : x[v])); });
+    auto score = [&](float value) { return r.sigmoid ? logistic(value) : softmax(value); };
+    each_expert<V>(r.E,
+                   [&](int v, int e) { x[v] = __uint_as_float(sortable_key(bias ? score(x[v]) + bias[e] : x[v])); });
     if (r.groups > 0)
         limit_groups<V>(x, group_keys, r, [&](float value) {
-            if (r.sigmoid) return biased ? value : logistic(value);
+            if (bias) return value;
+            if (r.sigmoid) return logistic(value);
             return r.pre_softmax ? softmax(value) : value;
         });
     int mine = first_keys<V>(r.k, r.E, [&](int v, int) { return __float_as_uint(x[v]); });
@@ -294,11 +295,11 @@ __global__ void route_forward(float *probs, int32_t *experts, int32_t *invalid, 
     logits += t * r.E;
     read_row<V>(x, logits, r.E);
     softmax_of softmax = {0, 1};
-    if (r.pre_softmax && !r.sigmoid) softmax = softmax_over<V>(x, r.E);
+    if ((r.pre_softmax || bias) && !r.sigmoid) softmax = softmax_over<V>(x, r.E);
     float prob = NAN;
     int expert = lane;
     bool finite = true; // of this lane's biases
-    each_expert<V>(r.sigmoid && bias ? r.E : 0, [&](int, int e) { finite &= isfinite(bias[e]) != 0; });
+    each_expert<V>(bias ? r.E : 0, [&](int, int e) { finite &= isfinite(bias[e]) != 0; });
     if (all_finite<V>(x, r.E) && __all_sync(all_lanes, finite))
         expert = choose<V>(&prob, x, softmax, logits, bias, (uint32_t *)warp_memory, r);
     else if (lane == 0)

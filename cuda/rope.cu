@@ -721,3 +721,31 @@ extern "C" void mt_cuda_latent_heads_forward(const mt_latent_heads_args *a, mt_d
 extern "C" void mt_cuda_latent_heads_backward(const mt_latent_heads_args *a, mt_dtype dtype, mt_stream *stream) {
     launch_latent_heads(a, a->dq, a->dkv, a->dk_rope, (void *)a->dk, (void *)a->dv, -1, dtype, stream);
 }
+
+/* ---- queries scaled by their position ---------------------------------------------------------------------------- */
+
+/* x *= 1 + beta log(1 + position / context). Reads and writes x: 4 bytes per element in bf16, 8 in fp32. */
+template <class T, int N>
+__global__ void position_scale(T *x, const int32_t *positions, int64_t tokens, int width, int64_t stride, float beta,
+                               int32_t context, int blocks_per_row) {
+    int64_t row = (int64_t)(blockIdx.x / blocks_per_row) * blockDim.y + threadIdx.y;
+    int c = (blockIdx.x % blocks_per_row * blockDim.x + threadIdx.x) * N;
+    if (row >= tokens || c >= width) return;
+    float scale = 1 + beta * logf((float)(1 + positions[row] / context));
+    mt_pack<float, N> pack = mt_to_float(mt_load<N>(x + row * stride + c));
+    for (int i = 0; i < N; i++) pack.value[i] *= scale;
+    mt_store(x + row * stride + c, mt_from_float<T>(pack));
+}
+
+extern "C" void mt_cuda_position_scale(const mt_position_scale_args *a, mt_dtype dtype, mt_stream *stream) {
+    if (a->T == 0) return;
+    mt_by_type(dtype, mt_wide(dtype, {a->x}, {a->width, a->x_stride}), [&](auto type, auto width) {
+        using E = decltype(type);
+        constexpr int N = decltype(width)::value;
+        mt_many_row_grid grid = mt_many_rows(a->T, mt_divide_up(a->width, N), 1);
+        position_scale<E, N><<<grid.blocks, grid.block, 0, mt_cuda_stream(stream)>>>(
+            (E *)a->x, a->positions, a->T, (int)a->width, a->x_stride, (float)a->beta, (int32_t)a->context,
+            grid.blocks_per_row);
+        MT_CUDA_LAUNCHED();
+    });
+}

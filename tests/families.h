@@ -16,7 +16,20 @@ static const char *const families[] = {"gpt2",
                                        "smollm3",
                                        "gemma3",
                                        "olmo3",
-                                       "gpt_oss"};
-enum { NUM_FAMILIES = sizeof families / sizeof *families };
+                                       "gpt_oss",
+                                       "seed_oss",
+                                       "dots1",
+                                       "exaone4",
+                                       "glm4_moe",
+                                       "glm4_moe_qk",
+                                       "minimax_m2",
+                                       "hy_v3",
+                                       "solar_open",
+                                       "exaone_moe",
+                                       "glm4_moe_lite",
+                                       "ministral3",
+                                       "ernie4_5_moe"};
+/* The first NUM_KINDS have every kind of parameter; the others arrange the same parts otherwise. */
+enum { NUM_FAMILIES = sizeof families / sizeof *families, NUM_KINDS = 14 };
 
 #endif

@@ -123,6 +123,7 @@ static const row model_rows[] = {
     {15, "type rope", "",
      "--rope-scaling-type linear --rope-scaling-factor 2;--use-rope-scaling;--rope-scaling-type yarn "
      "--rope-scaling-factor 4 --original-max-position-embeddings 8"},
+    {40, "yarn", "latent", "--llama-4-scaling-beta 0.3"},
     {60, "", "", "--swiglu"},
     {20, "", "swiglu", "--openai-gelu;--squared-relu;--geglu"},
     {25, "", "", "--norm-placement both;--norm-placement after"},
@@ -166,6 +167,7 @@ static const row model_rows[] = {
      "--moe-aux-loss-coeff 1e-2 --moe-router-load-balancing-type global_aux_loss"},
     {30, EXPERTS, "", "--moe-z-loss-coeff 1e-3"},
     {30, "sigmoid", "", "--moe-router-enable-expert-bias --moe-router-bias-update-rate 0.02"},
+    {10, EXPERTS, "sigmoid&sinkhorn", "--moe-router-enable-expert-bias --moe-router-bias-update-rate 0.02"},
     {20, EXPERTS, "sinkhorn&--sft",
      "--moe-expert-capacity-factor 1;--moe-expert-capacity-factor 1.25 --moe-token-drop-policy position;"
      "--moe-expert-capacity-factor 1.5 --moe-pad-expert-input-to-capacity"},

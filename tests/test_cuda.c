@@ -454,6 +454,12 @@ static void add(run *r, const int64_t *n) { // elements, elements before the fir
     r->ops->add(y + n[1] * size, a + n[1] * size, b + n[1] * size, n[0], r->dtype, r->stream);
 }
 
+static void position_scale(run *r, const int64_t *n) { // T, width, gap
+    mt_position_scale_args a = {.T = n[0], .width = n[1], .x_stride = n[1] + n[2], .beta = 0.1, .context = 7};
+    a.x = changed(r, n[0] * a.x_stride), a.positions = integers(r, n[0], 0, 100, false);
+    r->ops->position_scale(&a, r->dtype, r->stream);
+}
+
 static void scatter_add_rows(run *r, const int64_t *n) { // T, C, -, rows of the sum, row numbers
     float *sum = float_changed(r, n[3] * n[1], NORMAL);
     void *from = input(r, n[0] * n[1]);
@@ -1255,6 +1261,7 @@ static operation operations[] = {
     {"scale", scale, ONCE, add_shapes, {0}},
     {"add", add, ONCE, add_shapes, {0}},
     {"scatter_add_rows", scatter_add_rows, ONCE, scatter_add_shapes, {0}},
+    {"position_scale", position_scale, ONCE, row_shapes, {0}},
     {"scatter_rows", scatter_rows, ONCE, row_shapes, {0}},
     {"gather_rows", gather_rows, ONCE, row_shapes, {0}},
     {"memory_copy_rows", copy_rows, ONCE, row_shapes, {0}},

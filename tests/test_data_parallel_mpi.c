@@ -607,9 +607,9 @@ static void train_family(const char *family, const mt_grid *ranks, int strategy)
     close_family(&f);
 }
 
-static void every_strategy_trains_every_family_like_pytorch_on_one(void **state) {
+static void every_strategy_trains_every_kind_of_parameter_like_pytorch_on_one(void **state) {
     (void)state;
-    for (int k = 0; k < NUM_FAMILIES; k++)
+    for (int k = 0; k < NUM_KINDS; k++)
         for (int strategy = 0; strategy < NUM_STRATEGIES; strategy++)
             for (int ranks = 2; ranks <= MAX_RANKS; ranks += 2)
                 if (is_in_grid(ranks)) train_family(families[k], &first_ranks[ranks], strategy);
@@ -1062,7 +1062,7 @@ int main(int argc, char **argv) {
         cmocka_unit_test(a_model_that_rests_changes_no_bit),
         cmocka_unit_test(an_optimizer_on_the_host_changes_no_bit),
         cmocka_unit_test(streams_wait_for_the_host),
-        cmocka_unit_test(every_strategy_trains_every_family_like_pytorch_on_one),
+        cmocka_unit_test(every_strategy_trains_every_kind_of_parameter_like_pytorch_on_one),
         cmocka_unit_test(layers_reduced_together_train_bit_for_bit_like_layers_alone),
         cmocka_unit_test(every_rank_ends_with_the_same_weights),
         cmocka_unit_test(initial_weights_do_not_depend_on_the_strategy),

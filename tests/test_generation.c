@@ -21,8 +21,29 @@
 
 #include <cmocka.h>
 
-static const char *const families[] = {"gpt2",      "llama", "llama3_rope_tied",  "qwen2",
-                                       "qwen2_moe", "qwen3", "deepseek_v3_dense", "deepseek_v3_no_q_latent",
+static const char *const families[] = {"gpt2",
+                                       "llama",
+                                       "llama3_rope_tied",
+                                       "qwen2",
+                                       "qwen2_moe",
+                                       "qwen3",
+                                       "deepseek_v3_dense",
+                                       "deepseek_v3_no_q_latent",
+                                       "smollm3",
+                                       "gemma3",
+                                       "olmo3",
+                                       "seed_oss",
+                                       "dots1",
+                                       "exaone4",
+                                       "glm4_moe",
+                                       "glm4_moe_qk",
+                                       "minimax_m2",
+                                       "hy_v3",
+                                       "solar_open",
+                                       "exaone_moe",
+                                       "glm4_moe_lite",
+                                       "ministral3",
+                                       "ernie4_5_moe",
                                        "gpt_oss"};
 enum { NUM_FAMILIES = sizeof families / sizeof *families };
 static const mt_stops no_stops = {.count = 0};

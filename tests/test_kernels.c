@@ -581,6 +581,37 @@ static void rope_matches_float64_and_finite_differences(void **state) {
     }
 }
 
+typedef struct position_shape {
+    int64_t T, width;
+    const int32_t *positions;
+} position_shape;
+
+/* y = x (1 + 0.3 log(1 + floor(position / 5))). */
+static void position_scale_reference(double *y, const double *x, const void *shape) {
+    const position_shape *s = shape;
+    for (int64_t i = 0; i < s->T * s->width; i++)
+        y[i] = x[i] * (1 + 0.3 * log(1 + floor((double)s->positions[i / s->width] / 5)));
+}
+
+static void queries_scaled_by_position_match_float64(void **state) {
+    (void)state;
+    static const int32_t positions[6] = {0, 4, 5, 9, 10, 123};
+    enum { T = 6, WIDTH = 7, STRIDE = 11 };
+    for (int d = 0; d < 2; d++) {
+        mt_dtype dtype = d ? MT_BF16 : MT_F32;
+        double *x = random_values(T * WIDTH), *y = mt_malloc(T * WIDTH * 8), *want = mt_malloc(T * WIDTH * 8);
+        const position_shape shape = {T, WIDTH, positions};
+        matrix m = matrix_from(x, T, WIDTH, STRIDE, dtype);
+        const mt_position_scale_args a = {
+            .T = T, .width = WIDTH, .x = m.data, .x_stride = STRIDE, .positions = positions, .beta = 0.3, .context = 5};
+        ops->position_scale(&a, dtype, NULL);
+        matrix_take(&m, y);
+        position_scale_reference(want, x, &shape);
+        assert_forward("queries", y, want, T * WIDTH, dtype);
+        free(x), free(y), free(want);
+    }
+}
+
 /* ==== heads of latent attention ================================================================================== */
 
 typedef struct latent_shape {
@@ -1955,6 +1986,7 @@ int main(void) {
         cmocka_unit_test(embedding_matches_float64_and_finite_differences),
         cmocka_unit_test(norms_match_float64_and_finite_differences),
         cmocka_unit_test(rope_matches_float64_and_finite_differences),
+        cmocka_unit_test(queries_scaled_by_position_match_float64),
         cmocka_unit_test(attention_matches_float64_and_finite_differences),
         cmocka_unit_test(activations_match_float64_and_finite_differences),
         cmocka_unit_test(a_clamped_activation_keeps_nan_and_has_no_gradient_beyond_the_clamp),

@@ -1898,8 +1898,8 @@ static void experts_that_cannot_be_are_refused(void **state) {
     static const char *const words[][2] = {
         {"--moe-router-topk 9", "--moe-router-topk 9 must be at most --num-experts 8"},
         {"--moe-router-topk 1", "--moe-router-topk 1 needs --moe-router-pre-softmax"},
-        {"--moe-router-enable-expert-bias",
-         "--moe-router-enable-expert-bias needs --moe-router-score-function sigmoid"},
+        {"--moe-router-enable-expert-bias --moe-router-load-balancing-type sinkhorn",
+         "--moe-router-enable-expert-bias"},
         {"--moe-router-num-groups 4", "--moe-router-num-groups needs --moe-router-group-topk"},
         {"--moe-router-num-groups 3 --moe-router-group-topk 1",
          "--num-experts 8 must be a multiple of --moe-router-num-groups 3"},
@@ -2344,6 +2344,20 @@ static char *describe(mt_options *o) {
     "{\"model_type\": \"deepseek_v3\", \"num_key_value_heads\": 4, \"kv_lora_rank\": 8, \"qk_nope_head_dim\": 4, "     \
     "\"qk_rope_head_dim\": 4, \"v_head_dim\": 4" FAMILY_EXPERTS ", \"num_hidden_layers\": 5, \"hidden_size\": 64, "    \
     "\"intermediate_size\": 128, \"num_attention_heads\": 4, \"max_position_embeddings\": 4096, \"vocab_size\": 100"
+/* A family with Llama's sizes, and one with experts too. */
+#define SIZES_OF(type) "{\"model_type\": \"" type "\", \"num_key_value_heads\": 2, " LLAMA_SIZES
+#define EXPERTS_OF(type, count)                                                                                        \
+    SIZES_OF(type) ", \"num_experts_per_tok\": 8, \"" count "\": 16, \"moe_intermediate_size\": 16"
+#define DOTS1        EXPERTS_OF("dots1", "n_routed_experts") ", \"norm_topk_prob\": true, \"n_shared_experts\": 1"
+#define GLM4_MOE     EXPERTS_OF("glm4_moe", "n_routed_experts")
+#define MINIMAX_M2   SIZES_OF("minimax_m2") ", \"num_experts_per_tok\": 8, \"num_local_experts\": 16"
+#define HY_V3        EXPERTS_OF("hy_v3", "num_experts")
+#define SOLAR_OPEN   EXPERTS_OF("solar_open", "n_routed_experts")
+#define EXAONE_MOE   EXPERTS_OF("exaone_moe", "num_experts")
+#define ERNIE4_5_MOE SIZES_OF("ernie4_5_moe") ", \"moe_num_experts\": 16, \"moe_intermediate_size\": 16"
+#define GLM4_MOE_LITE                                                                                                  \
+    "{\"model_type\": \"glm4_moe_lite\", \"num_key_value_heads\": 4, \"kv_lora_rank\": 8, \"qk_nope_head_dim\": 4, "   \
+    "\"qk_rope_head_dim\": 4, \"v_head_dim\": 4, " LLAMA_SIZES FAMILY_EXPERTS
 #define GPT2                                                                                                           \
     "{\"model_type\": \"gpt2\", \"n_layer\": 1, \"n_head\": 2, \"n_embd\": 8, \"n_positions\": 8, "                    \
     "\"vocab_size\": 60000"
@@ -2356,6 +2370,7 @@ static char *describe(mt_options *o) {
 #define COMMON                                                                                                         \
     "\"initializer_range\": 0.02", "\"tie_word_embeddings\": false", "\"hidden_act\": \"silu\"",                       \
         "\"attention_dropout\": 0.0", "\"use_cache\": true", "\"rope_parameters\": null", "\"rope_scaling\": null"
+#define GROUPS "\"n_group\": 1", "\"topk_group\": 1", "\"norm_topk_prob\": true", "\"n_shared_experts\": 1"
 #define QWEN_WINDOW                                                                                                    \
     "\"use_sliding_window\": false", "\"sliding_window\": 4096", "\"max_window_layers\": 28", "\"layer_types\": null", \
         "\"bos_token_id\": null", "\"eos_token_id\": null"
@@ -2437,6 +2452,51 @@ static void a_key_that_a_family_omits_has_the_familys_default(void **state) {
           "\"sliding_window\": 4096", "\"layer_types\": null", "\"attention_bias\": false",
           "\"rope_parameters\": {\"full_attention\": {\"rope_theta\": 500000.0}}", "\"bos_token_id\": null",
           "\"eos_token_id\": 50279", "\"pad_token_id\": 1"}},
+        {SIZES_OF("seed_oss"),
+         {"\"attention_dropout\": 0.1", "\"residual_dropout\": 0.1", "\"attention_bias\": true", "\"mlp_bias\": false",
+          "\"attention_out_bias\": false", "\"head_dim\": 128", "\"rms_norm_eps\": 1e-6", "\"rope_theta\": 10000.0",
+          "\"bos_token_id\": 0", "\"eos_token_id\": 2"}},
+        {DOTS1,
+         {COMMON, "\"n_group\": 1", "\"topk_group\": 1", "\"routed_scaling_factor\": 1.0",
+          "\"first_k_dense_replace\": 0", "\"sliding_window\": 4096", "\"max_window_layers\": 62",
+          "\"attention_bias\": false", "\"head_dim\": 16", "\"rms_norm_eps\": 1e-6", "\"rope_theta\": 10000.0"}},
+        {SIZES_OF("exaone4"),
+         {COMMON, "\"sliding_window\": 4096", "\"sliding_window_pattern\": 4", "\"head_dim\": 16",
+          "\"layer_types\": [\"sliding_attention\", \"sliding_attention\"]", "\"rms_norm_eps\": 1e-5",
+          "\"rope_theta\": 10000.0", "\"bos_token_id\": 0", "\"eos_token_id\": 2"}},
+        {GLM4_MOE,
+         {COMMON, GROUPS, "\"partial_rotary_factor\": 0.5", "\"use_qk_norm\": false", "\"attention_bias\": false",
+          "\"rms_norm_eps\": 1e-5", "\"rope_theta\": 10000.0", "\"routed_scaling_factor\": 1.0",
+          "\"first_k_dense_replace\": 1", "\"num_nextn_predict_layers\": 1", "\"head_dim\": 16"}},
+        {MINIMAX_M2,
+         {COMMON, "\"rotary_dim\": 128", "\"head_dim\": 128", "\"rms_norm_eps\": 1e-6", "\"rope_theta\": 5000000.0",
+          "\"router_aux_loss_coef\": 0.001", "\"router_jitter_noise\": 0.0", "\"use_qk_norm\": true",
+          "\"qk_norm_type\": \"per_layer\"", "\"scoring_func\": \"sigmoid\"", "\"bos_token_id\": 200034"}},
+        {HY_V3,
+         {"\"initializer_range\": 0.006", "\"tie_word_embeddings\": false", "\"hidden_act\": \"silu\"",
+          "\"attention_bias\": false", "\"mlp_bias\": false", "\"num_shared_experts\": 1", "\"head_dim\": 128",
+          "\"router_scaling_factor\": 2.826", "\"enable_moe_fp32_combine\": true", "\"rms_norm_eps\": 1e-5",
+          "\"mlp_layer_types\": [\"dense\", \"sparse\"]", "\"rope_theta\": 11158840.0"}},
+        {SOLAR_OPEN,
+         {COMMON, GROUPS, "\"partial_rotary_factor\": 1.0", "\"attention_bias\": false", "\"rms_norm_eps\": 1e-5",
+          "\"rope_theta\": 1000000.0", "\"routed_scaling_factor\": 1.0", "\"head_dim\": 128"}},
+        {EXAONE_MOE,
+         {COMMON, "\"n_group\": 1", "\"topk_group\": 1", "\"num_shared_experts\": 1", "\"routed_scaling_factor\": 2.5",
+          "\"first_k_dense_replace\": 1", "\"mlp_layer_types\": [\"dense\", \"sparse\"]", "\"sliding_window\": 4096",
+          "\"sliding_window_pattern\": 4", "\"rms_norm_eps\": 1e-5", "\"bos_token_id\": 1", "\"eos_token_id\": 53"}},
+        {SIZES_OF("ministral3"),
+         {COMMON, "\"head_dim\": 128", "\"rms_norm_eps\": 1e-5", "\"sliding_window\": null",
+          "\"rope_parameters\": {\"rope_type\": \"yarn\", \"factor\": 16, \"original_max_position_embeddings\": 16384, "
+          "\"rope_theta\": 1e6, \"mscale\": 1, \"mscale_all_dim\": 1, \"llama_4_scaling_beta\": 0.1}"}},
+        {ERNIE4_5_MOE,
+         {"\"tie_word_embeddings\": true", "\"moe_k\": 6", "\"num_experts_per_tok\": 6",
+          "\"moe_num_shared_experts\": 2", "\"moe_layer_start_index\": 1", "\"moe_layer_end_index\": -1",
+          "\"moe_layer_end_index\": 1", "\"moe_layer_interval\": 1", "\"moe_norm_min\": 1e-12", "\"use_bias\": false",
+          "\"rms_norm_eps\": 1e-5", "\"rope_theta\": 500000.0", "\"router_aux_loss_coef\": 0.001"}},
+        {GLM4_MOE_LITE,
+         {COMMON, GROUPS, "\"q_lora_rank\": 768", "\"rope_interleave\": true", "\"attention_bias\": false",
+          "\"routed_scaling_factor\": 1.8", "\"mlp_layer_types\": [\"dense\", \"sparse\"]", "\"rms_norm_eps\": 1e-5",
+          "\"rope_theta\": 10000.0", "\"bos_token_id\": 0", "\"eos_token_id\": 1"}},
     };
     for (size_t i = 0; i < sizeof families / sizeof *families; i++) {
         mt_options sparse, full;
@@ -2578,6 +2638,75 @@ static void a_familys_padding_token_is_written_only_if_the_vocabulary_holds_it(v
     }
 }
 
+/* Parts that a family arranges in its own way, from the keys of released files. */
+static void families_keys_set_their_parts(void **state) {
+    (void)state;
+    mt_options o;
+    expect_config(&o, GLM4_MOE ", \"rope_scaling\": null, \"rope_theta\": 1e6, \"partial_rotary_factor\": 0.25}");
+    assert_true(o.rotary_percent == 0.25 && o.rotary_base == 1e6 && !o.qk_layernorm && !o.add_qkv_bias);
+    mt_options_free(&o);
+    expect_config(&o, GLM4_MOE ", \"rope_parameters\": {\"rope_type\": \"default\", \"partial_rotary_factor\": 1.0}, "
+                               "\"use_qk_norm\": true, \"attention_bias\": true}");
+    assert_true(o.rotary_percent == 1 && o.qk_layernorm && o.add_qkv_bias && !o.attention_output_bias);
+    mt_options_free(&o);
+    expect_config(&o, MINIMAX_M2 ", \"rotary_dim\": 64, \"head_dim\": 128}");
+    assert_true(o.rotary_percent == 0.5 && o.qk_layernorm_all_heads && o.moe_ffn_hidden_size == 128);
+    mt_options_free(&o);
+    expect_config(&o,
+                  SIZES_OF("exaone4") ", \"sliding_window\": 8, \"sliding_window_pattern\": \"LG\", \"layer_types\": "
+                                      "[\"sliding_attention\", \"full_attention\"]}");
+    assert_true(mt_layer_kind_of(&o, 0).window == 8 && mt_layer_kind_of(&o, 0).rope == MT_ROPE_MODEL);
+    assert_true(mt_layer_kind_of(&o, 1).window == 0 && mt_layer_kind_of(&o, 1).rope == MT_ROPE_NONE);
+    mt_options_free(&o);
+    expect_config(&o, SIZES_OF("exaone4") ", \"sliding_window\": null, \"sliding_window_pattern\": null}");
+    for (int i = 0; i < 2; i++) assert_true(mt_layer_kind_of(&o, i).rope == MT_ROPE_MODEL && o.window_size == 0);
+    mt_options_free(&o);
+    expect_config(&o, ERNIE4_5_MOE ", \"moe_layer_start_index\": 0, \"moe_layer_interval\": 2}");
+    assert_true(!mt_layer_has_experts(&o, 0) && mt_layer_has_experts(&o, 1) && o.rotary_interleaved);
+    mt_options_free(&o);
+    expect_config(&o, HY_V3 ", \"mlp_layer_types\": [\"sparse\", \"dense\"]}");
+    assert_true(mt_layer_has_experts(&o, 0) && !mt_layer_has_experts(&o, 1));
+    mt_options_free(&o);
+}
+
+static void other_arrangements_of_a_family_are_refused(void **state) {
+    (void)state;
+    static const char *const cases[][2] = {
+        {EXPERTS_OF("dots1", "n_routed_experts"), "\"norm_topk_prob\" is missing"},
+        {EXPERTS_OF("dots1", "n_routed_experts") ", \"norm_topk_prob\": true", "\"n_shared_experts\" is missing"},
+        {GLM4_MOE ", \"norm_topk_prob\": false", "\"norm_topk_prob\": false is not supported"},
+        {GLM4_MOE ", \"hidden_act\": \"gelu\"", "\"hidden_act\": \"gelu\" is not supported"},
+        {GLM4_MOE ", \"partial_rotary_factor\": 1.5", "\"partial_rotary_factor\" is 1.5"},
+        {GLM4_MOE ", \"first_k_dense_replace\": 2", "no layer has experts"},
+        {LLAMA ", \"partial_rotary_factor\": 0.5", "\"partial_rotary_factor\" other than 1 is not supported"},
+        {GLM4_MOE_LITE ", \"partial_rotary_factor\": 0.5", "\"partial_rotary_factor\" other than 1"},
+        {GLM4_MOE_LITE ", \"attention_bias\": true", "\"attention_bias\": true is not supported"},
+        {MINIMAX_M2 ", \"rotary_dim\": 130, \"head_dim\": 128", "\"rotary_dim\" is 130, must be from 2"},
+        {MINIMAX_M2 ", \"use_qk_norm\": false", "\"use_qk_norm\": false is not supported"},
+        {MINIMAX_M2 ", \"qk_norm_type\": \"per_head\"", "\"qk_norm_type\": \"per_head\" is not supported"},
+        {MINIMAX_M2 ", \"shared_intermediate_size\": 64", "\"shared_intermediate_size\": 64 is not supported"},
+        {HY_V3 ", \"mlp_bias\": true", "\"mlp_bias\": true is not supported"},
+        {HY_V3 ", \"mlp_layer_types\": [\"dense\"]", "\"mlp_layer_types\" must list 2 layers"},
+        {HY_V3 ", \"mlp_layer_types\": [\"dense\", \"moe\"]", "\"mlp_layer_types\" holds moe"},
+        {SIZES_OF("exaone4") ", \"layer_types\": [\"full_attention\", \"full_attention\"]", "without RoPE"},
+        {SIZES_OF("exaone4") ", \"sliding_window_pattern\": \"LLLG\"", "\"sliding_window_pattern\" must be a whole"},
+        {SIZES_OF("seed_oss") ", \"attention_bias\": false, \"attention_out_bias\": true", "\"attention_out_bias\""},
+        {ERNIE4_5_MOE ", \"use_bias\": true", "\"use_bias\": true is not supported"},
+        {ERNIE4_5_MOE ", \"moe_norm_min\": 0.1", "\"moe_norm_min\" above 1e-6"},
+        {ERNIE4_5_MOE ", \"moe_layer_interval\": 0", "\"moe_layer_interval\" is 0"},
+        {SIZES_OF("ministral3") ", \"rope_parameters\": {\"rope_theta\": 1e6, \"llama_4_scaling_beta\": 0.1}",
+         "\"llama_4_scaling_beta\" needs RoPE of type yarn or llama3"},
+        {SIZES_OF("ministral3") ", \"rope_parameters\": {\"rope_type\": \"yarn\", \"factor\": 2}",
+         "\"llama_4_scaling_beta\" is missing"},
+        {LLAMA ", \"rope_parameters\": {\"rope_theta\": 1e6, \"llama_4_scaling_beta\": 0.1}", "ministral3 only"},
+    };
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        char json[2000];
+        snprintf(json, sizeof json, "%s}", cases[i][0]);
+        expect_config_error(json, cases[i][1]);
+    }
+}
+
 /* Kimi K2 has a model_type of its own, and the class of DeepSeek-V3; what has neither is named with the families. */
 static void a_class_that_is_known_stands_for_an_unknown_type(void **state) {
     (void)state;
@@ -2672,6 +2801,8 @@ static void expect_round_trip(const char *line, const char *family) {
 #define LENGTHS    "--mock-data --seq-length 16 --train-iters 10 --lr 1e-3"
 #define LATENT     "--multi-latent-attention --kv-lora-rank 16 --qk-head-dim 8 --qk-pos-emb-head-dim 4 --v-head-dim 6 "
 #define GATED      "--num-experts 8 --moe-shared-expert-intermediate-size 24 --moe-shared-expert-gate "
+#define SHARED     "--moe-ffn-hidden-size 8 --moe-shared-expert-intermediate-size 16 "
+#define SIGMOIDS   "--num-experts 8 --moe-router-score-function sigmoid --moe-router-enable-expert-bias "
 #define LIKE_LLAMA RUN "--swiglu --normalization RMSNorm --position-embedding-type rope --disable-bias-linear "
 #define LIKE_GPT_OSS                                                                                                   \
     RUN "--normalization RMSNorm --position-embedding-type rope --rope-scaling-type yarn --rope-scaling-factor 4 "     \
@@ -2754,6 +2885,23 @@ static void written_configs_read_back_as_the_same_model(void **state) {
     expect_round_trip(RUN "--swiglu --position-embedding-type rope --rotary-percent 0.5", "megatron");
     expect_round_trip(RUN "--position-embedding-type none --disable-bias-linear --window-size 3", "megatron");
     expect_round_trip(LIKE_LLAMA "--rotary-interleaved --add-qkv-bias", "megatron");
+    expect_round_trip(LIKE_LLAMA
+                      "--rope-scaling-type yarn --rope-scaling-factor 4 --original-max-position-embeddings 4 "
+                      "--llama-4-scaling-beta 0.2",
+                      "ministral3");
+    expect_round_trip(LIKE_LLAMA "--qk-layernorm --norm-placement after", "exaone4");
+    expect_round_trip(LIKE_LLAMA "--qk-layernorm --norm-placement after --no-rope-freq 2", "megatron");
+    expect_round_trip(LIKE_LLAMA "--qk-layernorm --norm-placement after --window-size 8 --window-attn-skip-freq 2 "
+                                 "--no-rope-freq 2",
+                      "exaone4");
+    expect_round_trip(LIKE_LLAMA SIGMOIDS SHARED "--rotary-percent 0.5 --moe-layer-freq ([0]*1+[1]*1)", "glm4_moe");
+    expect_round_trip(LIKE_LLAMA SIGMOIDS SHARED "--rotary-percent 0.5 --moe-layer-freq ([1]*1+[0]*1)", "megatron");
+    expect_round_trip(LIKE_LLAMA SIGMOIDS SHARED "--qk-layernorm", "dots1");
+    expect_round_trip(LIKE_LLAMA SIGMOIDS SHARED "--qk-layernorm --moe-layer-freq ([1]*1+[0]*1)", "hy_v3");
+    expect_round_trip(LIKE_LLAMA SIGMOIDS "--qk-layernorm --qk-layernorm-all-heads", "minimax_m2");
+    expect_round_trip(LIKE_LLAMA "--num-experts 8 --moe-router-enable-expert-bias", "megatron");
+    expect_round_trip(LIKE_LLAMA "--num-experts 8 --moe-router-enable-expert-bias --rotary-interleaved",
+                      "ernie4_5_moe");
     expect_round_trip(LIKE_LLAMA "--qk-layernorm --add-qkv-bias", "megatron");
 }
 
@@ -3120,6 +3268,8 @@ static const struct CMUnitTest tests[] = {
     cmocka_unit_test(rope_of_layers_with_a_window_is_read_as_in_transformers),
     cmocka_unit_test(null_is_no_default),
     cmocka_unit_test(a_familys_padding_token_is_written_only_if_the_vocabulary_holds_it),
+    cmocka_unit_test(families_keys_set_their_parts),
+    cmocka_unit_test(other_arrangements_of_a_family_are_refused),
     cmocka_unit_test(a_class_that_is_known_stands_for_an_unknown_type),
     cmocka_unit_test(values_of_a_wrong_type_are_refused_with_their_key),
     cmocka_unit_test(bad_steps_have_rules_that_go_together),

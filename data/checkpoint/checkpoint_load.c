@@ -270,14 +270,16 @@ static int mt_state_missing(const mt_param *param, mt_param_state state, const m
 }
 
 /* The number of a tensor's layer, or -1; *rest is the name behind it. */
-static int64_t mt_tensor_layer(const char *name, const char **rest) {
+static int64_t mt_tensor_layer(const mt_options *options, const char *name, const char **rest) {
     char *end;
     if (strncmp(name, "model.", 6) == 0) name += 6;
+    bool is_module = options->hf_family == MT_HF_MIMO && strncmp(name, "mtp_", 4) == 0; // after the layers
+    if (is_module) name += 4;
     if (strncmp(name, "layers.", 7) != 0 || !isdigit((unsigned char)name[7])) return -1;
     errno = 0;
     int64_t layer = strtoll(name + 7, &end, 10);
     *rest = end + (*end == '.');
-    return *end == '.' && errno == 0 ? layer : -1;
+    return *end == '.' && errno == 0 ? layer + (is_module ? options->num_layers : 0) : -1;
 }
 
 /* The embedding, for the head of a tied language model; NULL for any other tensor. */
@@ -292,7 +294,7 @@ static const char *mt_tensor_tied_to(const mt_options *options, const char *name
 static const char *mt_tensor_repeats(const mt_options *options, const char *name) {
     const char *rest;
     if (mt_tensor_tied_to(options, name)) return mt_tensor_tied_to(options, name);
-    int64_t module = mt_tensor_layer(name, &rest) - options->num_layers;
+    int64_t module = mt_tensor_layer(options, name, &rest) - options->num_layers;
     if (module < 0 || module >= options->mtp_num_layers) return NULL;
     return mt_shared_tensor(options, rest, true);
 }
@@ -338,14 +340,21 @@ static int mt_tensor_check_repeated(const mt_options *options, const mt_safetens
 /* Ends of the names of computed tensors: tables of RoPE, and the masks of GPT-2. */
 static const char *const mt_computed[] = {"rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias"};
 
+/* Beginnings of the names of modules of multi-token prediction in K-EXAONE's and ERNIE's folders, which transformers
+ * leaves out, too. */
+static const char *const mt_other_modules[] = {"mtp.", "model.mtp_"};
+
 /* True for tensors without weights of this model: computed tables, masks and the tied head of old checkpoints, the
  * output layer of a language model that got a value head, and modules of multi-token prediction that the model does not
  * have. */
 static bool mt_tensor_is_harmless(const mt_options *options, const char *name) {
     const char *rest;
-    int64_t layer = mt_tensor_layer(name, &rest), end = options->num_layers + options->mtp_layers_stored;
+    int64_t layer = mt_tensor_layer(options, name, &rest), end = options->num_layers + options->mtp_layers_stored;
     if (layer >= options->num_layers + options->mtp_num_layers && layer < end) return true;
     if (mt_tensor_repeats(options, name)) return true;
+    bool leaves_out = options->hf_family == MT_HF_EXAONE_MOE || options->hf_family == MT_HF_ERNIE4_5_MOE;
+    for (int i = 0; i < 2 && leaves_out; i++)
+        if (strncmp(name, mt_other_modules[i], strlen(mt_other_modules[i])) == 0) return true;
     for (size_t i = 0; i < sizeof mt_computed / sizeof *mt_computed; i++)
         if (mt_text_ends_with(name, mt_computed[i])) return true;
     const char *holder = mt_shared_tensor(options, name, false);

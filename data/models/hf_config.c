@@ -28,16 +28,31 @@ mt_hf_family mt_hf_family_find(const char *name) {
 
 /* ---- keys */
 
-#define MT_HF_FAMILY_BIT(name, ...) name = 1 << MT_HF_##name,
+#define MT_HF_FAMILY_BIT(name, ...) name = 1ull << MT_HF_##name,
 
 /* Families as bits; DeepSeek-V3 has a second bit for its layers of experts, which a model may do without. */
 enum {
-    MT_HF_FAMILIES(MT_HF_FAMILY_BIT) DEEPSEEK_MOE = 1 << MT_NUM_HF_FAMILIES,
+    MT_HF_FAMILIES(MT_HF_FAMILY_BIT) DEEPSEEK_MOE = 1ull << MT_NUM_HF_FAMILIES,
     QWEN_MOE = QWEN2_MOE | QWEN3_MOE,
-    QWENS = QWEN2 | QWEN3 | QWEN_MOE,
-    WINDOWED = GEMMA3 | OLMO3, // some layers have a window, and RoPE of their own
-    BLOCKS = LLAMA | MISTRAL | MIXTRAL | QWENS | DEEPSEEK_V3 | SMOLLM3 | WINDOWED | GPT_OSS,
-    MOE = MIXTRAL | QWEN_MOE | DEEPSEEK_MOE | GPT_OSS,
+    QWENS = QWEN2 | MIMO | QWEN3 | QWEN_MOE,
+    WINDOWED = GEMMA3 | OLMO3,      // some layers have a window, and RoPE of their own
+    EXAONES = EXAONE4 | EXAONE_MOE, // some layers have a window, and only these have RoPE
+    LATENT = DEEPSEEK_V3 | GLM4_MOE_LITE,
+    GROUPED = DEEPSEEK_MOE | DOTS1 | GLM4_MOE | SOLAR_OPEN | EXAONE_MOE | GLM4_MOE_LITE, // DeepSeek-V3's router
+    MISTRALS = MISTRAL | MINISTRAL3,
+    SIGMOID = GROUPED | MINIMAX_M2 | HY_V3, // a router with sigmoids and a bias that balances the loads
+    NUM_SHARED = EXAONE_MOE | HY_V3,        // num_experts and num_shared_experts instead of n_routed_experts and n_...
+    N_ROUTED = GROUPED & ~EXAONE_MOE,
+    LEADING_DENSE = DEEPSEEK_V3 | DOTS1 | GLM4_MOE | EXAONE_MOE, // first_k_dense_replace
+    LAYER_LIST = EXAONE_MOE | HY_V3 | GLM4_MOE_LITE,             // mlp_layer_types
+    PARTIAL = GLM4_MOE | MINIMAX_M2 | SOLAR_OPEN,                // RoPE on a part of the channels
+    EPSILON_5 = MIXTRAL | OLMO3 | EXAONES | GLM4_MOE | HY_V3 | SOLAR_OPEN | GLM4_MOE_LITE | MINISTRAL3 | ERNIE4_5_MOE |
+                GPT_OSS,                                                    // rms_norm_eps is 1e-5
+    OTHER_THETA = MINIMAX_M2 | HY_V3 | SOLAR_OPEN | ERNIE4_5_MOE | GPT_OSS, // rope_theta is not 10000
+    OWN_BLOCKS = SEED_OSS | DOTS1 | EXAONES | GLM4_MOE | MINIMAX_M2 | HY_V3 | SOLAR_OPEN | GLM4_MOE_LITE | MINISTRAL3 |
+                 ERNIE4_5_MOE,
+    BLOCKS = LLAMA | MISTRAL | MIXTRAL | QWENS | DEEPSEEK_V3 | SMOLLM3 | WINDOWED | OWN_BLOCKS | GPT_OSS,
+    MOE = MIXTRAL | QWEN_MOE | SIGMOID | ERNIE4_5_MOE | GPT_OSS,
     ALL = GPT2 | BLOCKS | MEGATRON,
 };
 
@@ -66,7 +81,7 @@ typedef struct mt_hf_conversion {
 /* A key of config.json and the option that it stands for. */
 typedef struct mt_hf_key {
     const char *key; // NULL: none; every model of the families has the value `absent`, and no other model is theirs
-    unsigned families;
+    uint64_t families;
     size_t offset; // of the option
     unsigned flags;
     const char *absent; // its value (JSON) in a file without it, as in transformers 5; NULL: none, or the option's
@@ -79,7 +94,7 @@ static void mt_shared_experts_read(mt_options *shape) {
 }
 
 static int64_t mt_shared_experts_write(const mt_options *o) {
-    return o->moe_shared_expert_intermediate_size / o->moe_ffn_hidden_size;
+    return o->moe_shared_expert_intermediate_size / mt_max(o->moe_ffn_hidden_size, 1);
 }
 
 /* One group, or all groups chosen: no groups. */
@@ -128,11 +143,14 @@ static const mt_hf_conversion mt_groups = {NULL, mt_groups_write},
 static const mt_hf_key mt_hf_keys[] = {
     {"vocab_size", ALL & ~GPT_OSS, MT_AT(vocab_size), REQUIRED},
     {"vocab_size", GPT_OSS, MT_AT(vocab_size), 0, "201088"},
-    {"initializer_range", ALL & ~MEGATRON, MT_AT(init_method_std), 0, "0.02"},
+    {"initializer_range", ALL & ~(MEGATRON | HY_V3), MT_AT(init_method_std), 0, "0.02"},
+    {"initializer_range", HY_V3, MT_AT(init_method_std), 0, "0.006"},
     {"initializer_range", MEGATRON, MT_AT(init_method_std)},
     {"tie_word_embeddings", GPT2, MT_AT(untie_embeddings_and_output_weights), NEGATED, "true"},
-    {"tie_word_embeddings", BLOCKS & ~(GEMMA3 | SMOLLM3), MT_AT(untie_embeddings_and_output_weights), NEGATED, "false"},
-    {"tie_word_embeddings", GEMMA3 | SMOLLM3, MT_AT(untie_embeddings_and_output_weights), NEGATED, "true"},
+    {"tie_word_embeddings", BLOCKS & ~(GEMMA3 | SMOLLM3 | ERNIE4_5_MOE), MT_AT(untie_embeddings_and_output_weights),
+     NEGATED, "false"},
+    {"tie_word_embeddings", GEMMA3 | SMOLLM3 | ERNIE4_5_MOE, MT_AT(untie_embeddings_and_output_weights), NEGATED,
+     "true"},
     {"tie_word_embeddings", MEGATRON, MT_AT(untie_embeddings_and_output_weights), NEGATED | WRITE},
     {"use_cache", ALL, 0, FIXED | WRITE, "true"},
     {"scale_attn_weights", ALL, 0, FIXED | READ, "true"},
@@ -158,7 +176,8 @@ static const mt_hf_key mt_hf_keys[] = {
     {"num_hidden_layers", GPT_OSS, MT_AT(num_layers), 0, "36"},
     {"hidden_size", BLOCKS & ~GPT_OSS, MT_AT(hidden_size), REQUIRED},
     {"hidden_size", GPT_OSS, MT_AT(hidden_size), 0, "2880"},
-    {"intermediate_size", BLOCKS & ~GPT_OSS, MT_AT(ffn_hidden_size), REQUIRED},
+    {"intermediate_size", BLOCKS & ~(GPT_OSS | SOLAR_OPEN), MT_AT(ffn_hidden_size), REQUIRED},
+    {"moe_intermediate_size", SOLAR_OPEN, MT_AT(ffn_hidden_size), REQUIRED}, // every layer has experts
     {"intermediate_size", GPT_OSS, MT_AT(ffn_hidden_size), 0, "2880"},
     {"num_attention_heads", BLOCKS & ~GPT_OSS, MT_AT(num_attention_heads), REQUIRED},
     {"num_attention_heads", GPT_OSS, MT_AT(num_attention_heads), 0, "64"},
@@ -167,11 +186,12 @@ static const mt_hf_key mt_hf_keys[] = {
     {"num_key_value_heads", GPT_OSS, MT_AT(num_query_groups), NULLABLE, "8"},
     {"num_key_value_heads", BLOCKS & ~(LLAMA | OLMO3 | SMOLLM3 | GPT_OSS), MT_AT(num_query_groups),
      REQUIRED | NULLABLE},
-    {"head_dim", LLAMA | MISTRAL | MIXTRAL | QWEN2 | QWEN_MOE | SMOLLM3 | OLMO3, MT_AT(kv_channels), NULLABLE},
+    {"head_dim", LLAMA | MISTRAL | MIXTRAL | QWEN2 | MIMO | QWEN_MOE | SMOLLM3 | OLMO3, MT_AT(kv_channels), NULLABLE},
+    {"head_dim", DOTS1 | EXAONES | GLM4_MOE | ERNIE4_5_MOE, MT_AT(kv_channels), NULLABLE},
     {"head_dim", GEMMA3, MT_AT(kv_channels), 0, "256"},
     {"head_dim", GPT_OSS, MT_AT(kv_channels), NULLABLE, "64"},
     {"query_pre_attn_scalar", GEMMA3, MT_AT(softmax_scale), 0, "256", &mt_softmax_scale},
-    {"head_dim", QWEN3, MT_AT(kv_channels), NULLABLE, "128"},
+    {"head_dim", QWEN3 | SEED_OSS | MINIMAX_M2 | HY_V3 | SOLAR_OPEN | MINISTRAL3, MT_AT(kv_channels), NULLABLE, "128"},
     {"head_dim", DEEPSEEK_V3, MT_AT(qk_pos_emb_head_dim), WRITE},
     {"max_position_embeddings", BLOCKS & ~GPT_OSS, MT_AT(max_position_embeddings), REQUIRED},
     {"max_position_embeddings", GPT_OSS, MT_AT(max_position_embeddings), 0, "131072"},
@@ -183,85 +203,129 @@ static const mt_hf_key mt_hf_keys[] = {
     {"attn_logit_softcapping", GEMMA3, 0, FIXED | READ, "null"},
     {"final_logit_softcapping", GEMMA3, 0, FIXED | READ, "null"},
     {"use_bidirectional_attention", GEMMA3, 0, FIXED | READ, "false"},
-    {"rms_norm_eps", BLOCKS & ~(MIXTRAL | OLMO3 | GPT_OSS), MT_AT(norm_epsilon), 0, "1e-6"},
-    {"rms_norm_eps", MIXTRAL | OLMO3 | GPT_OSS, MT_AT(norm_epsilon), 0, "1e-5"},
-    {"attention_dropout", BLOCKS, MT_AT(attention_dropout), 0, "0.0"},
-    {"hidden_dropout", BLOCKS, MT_AT(hidden_dropout), NONZERO, "0.0"}, // this program's; transformers has none
-    {"attention_bias", LLAMA | QWEN3 | QWEN3_MOE | SMOLLM3 | WINDOWED, MT_AT(attention_output_bias), PLAIN, "false"},
+    {"rms_norm_eps", BLOCKS & ~EPSILON_5, MT_AT(norm_epsilon), 0, "1e-6"},
+    {"rms_norm_eps", EPSILON_5, MT_AT(norm_epsilon), 0, "1e-5"},
+    {"attention_dropout", BLOCKS & ~SEED_OSS, MT_AT(attention_dropout), 0, "0.0"},
+    {"attention_dropout", SEED_OSS, MT_AT(attention_dropout), 0, "0.1"},
+    {"hidden_dropout", BLOCKS & ~SEED_OSS, MT_AT(hidden_dropout), NONZERO, "0.0"}, // this program's
+    {"residual_dropout", SEED_OSS, MT_AT(hidden_dropout), 0, "0.1"},
+    {"attention_bias", LLAMA | QWEN3 | QWEN3_MOE | SMOLLM3 | WINDOWED | DOTS1 | HY_V3, MT_AT(attention_output_bias),
+     PLAIN, "false"},
     {"attention_bias", GPT_OSS, MT_AT(attention_output_bias), PLAIN, "true"},
-    {"attention_bias", DEEPSEEK_V3, 0, FIXED, "false"},
+    {"attention_bias", LATENT, 0, FIXED, "false"},
+    {"attention_bias", MIMO, 0, FIXED, "true"},
+    {"use_bias", ERNIE4_5_MOE, 0, FIXED, "false"},
+    {"attention_bias", SEED_OSS, MT_AT(add_qkv_bias), 0, "true"},
+    {"attention_bias", GLM4_MOE | SOLAR_OPEN, MT_AT(add_qkv_bias), 0, "false"},
+    {"attention_out_bias", SEED_OSS, MT_AT(attention_output_bias), PLAIN, "false"},
+    {"use_qk_norm", GLM4_MOE, MT_AT(qk_layernorm), 0, "false"},
+    {"use_qk_norm", MINIMAX_M2, 0, FIXED | READ, "true"}, // these five: transformers has nothing else
+    {"qk_norm_type", MINIMAX_M2, 0, FIXED | READ, "per_layer"},
+    {"use_routing_bias", MINIMAX_M2, 0, FIXED | READ, "true"},
+    {"scoring_func", MINIMAX_M2, 0, FIXED | READ, "sigmoid"},
+    {"shared_intermediate_size", MINIMAX_M2, 0, FIXED | READ, "0"},
     {"qkv_bias", QWEN2_MOE, MT_AT(add_qkv_bias), 0, "true"},
-    {"mlp_bias", LLAMA | SMOLLM3, MT_AT(mlp_bias), PLAIN, "false"},
-    {"rope_theta", BLOCKS & ~(MIXTRAL | SMOLLM3 | WINDOWED | GPT_OSS), MT_AT(rotary_base), WRITE,
+    {"mlp_bias", LLAMA | SMOLLM3 | SEED_OSS, MT_AT(mlp_bias), PLAIN, "false"},
+    {"mlp_bias", HY_V3, 0, FIXED, "false"},
+    {"rope_theta", BLOCKS & ~(MIXTRAL | SMOLLM3 | WINDOWED | OTHER_THETA), MT_AT(rotary_base), WRITE,
      "10000.0"}, // for transformers before 5
     {"rope_theta", SMOLLM3, MT_AT(rotary_base), WRITE, "2000000.0"},
     {"rope_theta", GEMMA3, MT_AT(rotary_base), WRITE, "1000000.0"},
     {"rope_theta", OLMO3, MT_AT(rotary_base), WRITE, "500000.0"},
-    {"rope_theta", MIXTRAL, MT_AT(rotary_base), WRITE, "1000000.0"},
+    {"rope_theta", ERNIE4_5_MOE, MT_AT(rotary_base), WRITE, "500000.0"},
+    {"rope_theta", MIXTRAL | SOLAR_OPEN, MT_AT(rotary_base), WRITE, "1000000.0"},
+    {"rope_theta", MINIMAX_M2, MT_AT(rotary_base), WRITE, "5000000.0"},
+    {"rope_theta", HY_V3, MT_AT(rotary_base), WRITE, "11158840.0"},
+    {"partial_rotary_factor", PARTIAL & ~GLM4_MOE, MT_AT(rotary_percent), WRITE, "1.0"},
+    {"partial_rotary_factor", GLM4_MOE, MT_AT(rotary_percent), WRITE, "0.5"},
     {"rope_theta", GPT_OSS, MT_AT(rotary_base), WRITE, "150000.0"},
     {"sliding_window", MISTRAL, MT_AT(window_size), NULLABLE, "4096"},
-    {"sliding_window", MIXTRAL, MT_AT(window_size), NULLABLE},
-    {"sliding_window", QWENS | WINDOWED, MT_AT(window_size), NULLABLE | WRITE, "4096"},
+    {"sliding_window", MIXTRAL | MINISTRAL3, MT_AT(window_size), NULLABLE},
+    {"sliding_window", QWENS | WINDOWED | DOTS1 | EXAONES, MT_AT(window_size), NULLABLE | WRITE, "4096"},
     {"sliding_window", SMOLLM3, MT_AT(window_size), NULLABLE | WRITE},
     {"sliding_window", GPT_OSS, MT_AT(window_size), NULLABLE | WRITE, "128"},
     {"use_sliding_window", QWENS | SMOLLM3, 0, FIXED | READ, "true|false"},
 
     {"q_lora_rank", DEEPSEEK_V3, MT_AT(q_lora_rank), NULLABLE, "1536"},
-    {"kv_lora_rank", DEEPSEEK_V3, MT_AT(kv_lora_rank), REQUIRED},
-    {"qk_nope_head_dim", DEEPSEEK_V3, MT_AT(qk_head_dim), REQUIRED},
-    {"qk_rope_head_dim", DEEPSEEK_V3, MT_AT(qk_pos_emb_head_dim), REQUIRED},
-    {"qk_head_dim", DEEPSEEK_V3, MT_AT(kv_channels), WRITE},
-    {"v_head_dim", DEEPSEEK_V3, MT_AT(v_head_dim), REQUIRED},
-    {"rope_interleave", DEEPSEEK_V3, MT_AT(rotary_interleaved), 0, "true"},
-    {"num_nextn_predict_layers", DEEPSEEK_V3, MT_AT(mtp_num_layers), WRITE},
-    {"mtp_num_layers", DEEPSEEK_V3, MT_AT(mtp_num_layers), NONZERO}, // this program's: the folder has their weights
+    {"q_lora_rank", GLM4_MOE_LITE, MT_AT(q_lora_rank), NULLABLE, "768"},
+    {"kv_lora_rank", LATENT, MT_AT(kv_lora_rank), REQUIRED},
+    {"qk_nope_head_dim", LATENT, MT_AT(qk_head_dim), REQUIRED},
+    {"qk_rope_head_dim", LATENT, MT_AT(qk_pos_emb_head_dim), REQUIRED},
+    {"qk_head_dim", LATENT, MT_AT(kv_channels), WRITE},
+    {"v_head_dim", LATENT, MT_AT(v_head_dim), REQUIRED},
+    {"rope_interleave", LATENT, MT_AT(rotary_interleaved), 0, "true"},
+    {"num_nextn_predict_layers", DEEPSEEK_V3 | GLM4_MOE | MIMO, MT_AT(mtp_num_layers), WRITE},
+    {"num_nextn_predict_layers", GLM4_MOE_LITE, MT_AT(mtp_num_layers), WRITE | NONZERO},
+    {"mtp_num_layers", LATENT | GLM4_MOE | MIMO, MT_AT(mtp_num_layers),
+     NONZERO}, // this program's: the folder has the weights
 
-    {"intermediate_size", MIXTRAL, MT_AT(moe_ffn_hidden_size), REQUIRED},
+    {"intermediate_size", MIXTRAL | MINIMAX_M2, MT_AT(moe_ffn_hidden_size), REQUIRED},
     {"intermediate_size", GPT_OSS, MT_AT(moe_ffn_hidden_size), 0, "2880"},
-    {"moe_intermediate_size", QWEN_MOE | DEEPSEEK_MOE, MT_AT(moe_ffn_hidden_size), REQUIRED},
-    {"num_local_experts", MIXTRAL | QWEN_MOE, MT_AT(num_experts)},
-    {"num_local_experts", DEEPSEEK_MOE, MT_AT(num_experts), READ},
+    {"moe_intermediate_size", QWEN_MOE | GROUPED | HY_V3 | ERNIE4_5_MOE, MT_AT(moe_ffn_hidden_size), REQUIRED},
+    {"num_local_experts", MIXTRAL | QWEN_MOE | MINIMAX_M2, MT_AT(num_experts)},
+    {"num_local_experts", N_ROUTED | NUM_SHARED, MT_AT(num_experts), READ},
     {"num_experts", QWEN_MOE, MT_AT(num_experts)}, // for transformers before 5
+    {"num_experts", NUM_SHARED, MT_AT(num_experts)},
     {"num_local_experts", GPT_OSS, MT_AT(num_experts), 0, "128"},
-    {"num_experts", MIXTRAL | DEEPSEEK_MOE | GPT_OSS, MT_AT(num_experts), READ},
-    {"n_routed_experts", DEEPSEEK_MOE, MT_AT(num_experts)},
+    {"num_experts", MIXTRAL | N_ROUTED | MINIMAX_M2 | GPT_OSS, MT_AT(num_experts), READ},
+    {"n_routed_experts", N_ROUTED, MT_AT(num_experts)},
     {"n_routed_experts", MIXTRAL | QWEN_MOE, MT_AT(num_experts), READ},
-    {"num_experts_per_tok", MOE & ~GPT_OSS, MT_AT(moe_router_topk), REQUIRED},
+    {"num_experts", ERNIE4_5_MOE, MT_AT(num_experts), READ},
+    {"num_local_experts", ERNIE4_5_MOE, MT_AT(num_experts), READ},
+    {"moe_num_experts", ERNIE4_5_MOE, MT_AT(num_experts)},
+    {"num_experts_per_tok", MOE & ~(ERNIE4_5_MOE | GPT_OSS), MT_AT(moe_router_topk), REQUIRED},
     {"num_experts_per_tok", GPT_OSS, MT_AT(moe_router_topk), 0, "4"},
-    {"router_aux_loss_coef", MIXTRAL | QWEN_MOE | GPT_OSS, MT_AT(moe_aux_loss_coeff), 0, "0.001"},
-    {"router_aux_loss_coef", DEEPSEEK_MOE, MT_AT(moe_aux_loss_coeff), NONZERO, "0.0"}, // this program's
-    {"router_jitter_noise", MIXTRAL, 0, FIXED | READ, "0.0|0"},
-    {"output_router_logits", MIXTRAL | QWEN_MOE | GPT_OSS, 0, FIXED | WRITE, "false"},
+    {"moe_k", ERNIE4_5_MOE, MT_AT(moe_router_topk), 0, "6"},
+    {"num_experts_per_tok", ERNIE4_5_MOE, MT_AT(moe_router_topk), READ}, // its other name in transformers 5
+    {"router_aux_loss_coef", MIXTRAL | QWEN_MOE | MINIMAX_M2 | ERNIE4_5_MOE | GPT_OSS, MT_AT(moe_aux_loss_coeff), 0,
+     "0.001"},
+    {"router_aux_loss_coef", GROUPED | HY_V3, MT_AT(moe_aux_loss_coeff), NONZERO, "0.0"}, // this program's
+    {"router_jitter_noise", MIXTRAL | MINIMAX_M2, 0, FIXED | READ, "0.0|0"},
+    {"output_router_logits", MOE & ~DEEPSEEK_MOE, 0, FIXED | WRITE, "false"},
     {"norm_topk_prob", QWEN_MOE, MT_AT(moe_router_pre_softmax), NEGATED, "false"},
-    {"norm_topk_prob", DEEPSEEK_MOE, 0, FIXED, "true"},
+    {"norm_topk_prob", GROUPED & ~DOTS1, 0, FIXED, "true"},
+    {"norm_topk_prob", DOTS1, 0, FIXED | REQUIRED, "true"}, // absent: false
     {"shared_expert_intermediate_size", QWEN2_MOE, MT_AT(moe_shared_expert_intermediate_size), REQUIRED},
 
-    {"n_shared_experts", DEEPSEEK_MOE, MT_AT(moe_shared_expert_intermediate_size), NULL_IS_ZERO, "1",
+    {"n_shared_experts", N_ROUTED & ~DOTS1, MT_AT(moe_shared_expert_intermediate_size), NULL_IS_ZERO, "1",
+     &mt_shared_experts},
+    {"n_shared_experts", DOTS1, MT_AT(moe_shared_expert_intermediate_size), REQUIRED, NULL, &mt_shared_experts},
+    {"moe_num_shared_experts", ERNIE4_5_MOE, MT_AT(moe_shared_expert_intermediate_size), NULL_IS_ZERO | OWN, "2",
+     &mt_shared_experts},
+    {"num_shared_experts", NUM_SHARED, MT_AT(moe_shared_expert_intermediate_size), NULL_IS_ZERO, "1",
      &mt_shared_experts},
     {"n_group", DEEPSEEK_MOE, MT_AT(moe_router_num_groups), NULL_IS_ZERO, "8", &mt_groups},
     {"topk_group", DEEPSEEK_MOE, MT_AT(moe_router_group_topk), NULL_IS_ZERO, "4", &mt_group_topk},
-    {"routed_scaling_factor", DEEPSEEK_MOE, MT_AT(moe_router_topk_scaling_factor), 0, "2.5"},
+    {"n_group", GROUPED & ~DEEPSEEK_MOE, MT_AT(moe_router_num_groups), NULL_IS_ZERO, "1", &mt_groups},
+    {"topk_group", GROUPED & ~DEEPSEEK_MOE, MT_AT(moe_router_group_topk), NULL_IS_ZERO, "1", &mt_group_topk},
+    {"routed_scaling_factor", DEEPSEEK_MOE | EXAONE_MOE, MT_AT(moe_router_topk_scaling_factor), 0, "2.5"},
+    {"routed_scaling_factor", DOTS1 | GLM4_MOE | SOLAR_OPEN, MT_AT(moe_router_topk_scaling_factor), 0, "1.0"},
+    {"routed_scaling_factor", GLM4_MOE_LITE, MT_AT(moe_router_topk_scaling_factor), 0, "1.8"},
+    {"router_scaling_factor", HY_V3, MT_AT(moe_router_topk_scaling_factor), 0, "2.826"},
+    {"enable_moe_fp32_combine", HY_V3, 0, FIXED, "true|false"}, // rounding of the sum with the shared expert
     {"scoring_func", DEEPSEEK_MOE, 0, FIXED | WRITE, "sigmoid"},
     {"topk_method", DEEPSEEK_MOE, 0, FIXED | WRITE, "noaux_tc"},
 
     {NULL, BLOCKS, MT_AT(normalization), 0, "\"RMSNorm\""},
     {NULL, BLOCKS, MT_AT(position_embedding_type), 0, "\"rope\""},
-    {NULL, QWEN3 | QWEN3_MOE | WINDOWED, MT_AT(qk_layernorm), 0, "true"},
-    {NULL, OLMO3, MT_AT(qk_layernorm_all_heads), 0, "true"},
+    {NULL, QWEN3 | QWEN3_MOE | WINDOWED | DOTS1 | EXAONES | MINIMAX_M2 | HY_V3, MT_AT(qk_layernorm), 0, "true"},
+    {NULL, OLMO3 | MINIMAX_M2, MT_AT(qk_layernorm_all_heads), 0, "true"},
     {NULL, GPT_OSS, MT_AT(quick_geglu), 0, "true"},
     {NULL, GPT_OSS, MT_AT(glu_linear_offset), 0, "1"},
     {NULL, GPT_OSS, MT_AT(softmax_type), 0, "\"learnable\""},
     {NULL, GPT_OSS, MT_AT(moe_router_linear_bias), 0, "true"},
     {NULL, GPT_OSS, MT_AT(mlp_bias), PLAIN, "true"},
     {NULL, GEMMA3, MT_AT(norm_placement), 0, "\"both\""},
-    {NULL, OLMO3, MT_AT(norm_placement), 0, "\"after\""},
+    {NULL, OLMO3 | EXAONE4, MT_AT(norm_placement), 0, "\"after\""},
     {NULL, GEMMA3, MT_AT(layernorm_zero_centered_gamma), 0, "true"},
     {NULL, GEMMA3, MT_AT(embedding_multiplier), 0, "1", &mt_root_of_width},
-    {NULL, QWEN2, MT_AT(add_qkv_bias), 0, "true"},
-    {NULL, DEEPSEEK_V3, MT_AT(multi_latent_attention), 0, "true"},
+    {NULL, QWEN2 | MIMO, MT_AT(add_qkv_bias), 0, "true"},
+    {NULL, LATENT, MT_AT(multi_latent_attention), 0, "true"},
     {NULL, QWEN2_MOE, MT_AT(moe_shared_expert_gate), 0, "true"},
-    {NULL, DEEPSEEK_MOE, MT_AT(moe_router_score_function), 0, "\"sigmoid\""},
-    {NULL, DEEPSEEK_MOE, MT_AT(moe_router_enable_expert_bias), 0, "true", &mt_group_best},
+    {NULL, SIGMOID, MT_AT(moe_router_score_function), 0, "\"sigmoid\""},
+    {NULL, GROUPED, MT_AT(moe_router_enable_expert_bias), 0, "true", &mt_group_best},
+    {NULL, MINIMAX_M2 | HY_V3 | ERNIE4_5_MOE, MT_AT(moe_router_enable_expert_bias), 0, "true"},
+    {NULL, ERNIE4_5_MOE, MT_AT(rotary_interleaved), 0, "true"},
 
     {"attention_output_bias", MEGATRON, MT_AT(attention_output_bias), PLAIN},
     {"mlp_bias", MEGATRON, MT_AT(mlp_bias), PLAIN},
@@ -297,7 +361,7 @@ enum {
 };
 
 /* The key of an option in the files that transformers writes today: the last row that is written. */
-static const char *mt_hf_key_name(size_t offset, unsigned families) {
+static const char *mt_hf_key_name(size_t offset, uint64_t families) {
     const mt_hf_key *key = mt_hf_keys + NUM_KEYS - 1;
     while (key->offset != offset || !(key->families & families) || key->flags & READ) key--;
     return key->key;
@@ -453,13 +517,16 @@ static json_t *mt_config_null(mt_config *config, const mt_hf_key *key) {
 
 /* The keys of `object` that the families (or types) of `mask` have. */
 static void mt_config_read_keys(mt_config *config, const json_t *object, const mt_hf_key *keys, size_t count,
-                                unsigned mask, mt_options *shape) {
+                                uint64_t mask, mt_options *shape) {
     for (const mt_hf_key *key = keys; key < keys + count; key++) {
         json_t *value = key->key ? json_object_get(object, key->key) : NULL, *absent = NULL;
         if (!(key->families & mask) || key->flags & WRITE) continue;
         if (json_is_null(value) && key->flags & (NULLABLE | NULL_IS_ZERO)) continue;
         if (json_is_null(value)) value = mt_config_null(config, key);
         if (value && key->flags & FIXED) mt_config_check_fixed(config, key, value);
+        if (!value && key->flags & FIXED && key->flags & REQUIRED)
+            mt_config_fail(config, "\"%s\" is missing, which means another value than %s, the only one supported",
+                           key->key, key->absent);
         if (key->flags & FIXED) continue;
         if (!value && key->absent) value = absent = json_loads(key->absent, JSON_DECODE_ANY, NULL);
         if (value && key->flags & (PLAIN_ACTIVATION | GATED_ACTIVATION))
@@ -473,7 +540,7 @@ static void mt_config_read_keys(mt_config *config, const json_t *object, const m
 }
 
 /* A key whose object or effect depends on other keys. */
-static void mt_config_read_later(mt_config *config, const json_t *object, const char *name, unsigned mask,
+static void mt_config_read_later(mt_config *config, const json_t *object, const char *name, uint64_t mask,
                                  mt_options *shape) {
     for (const mt_hf_key *row = mt_hf_keys; row < mt_hf_keys + NUM_KEYS; row++) {
         if (!row->key || strcmp(row->key, name) != 0 || !(row->families & mask) || !(row->flags & WRITE)) continue;
@@ -485,11 +552,21 @@ static void mt_config_read_later(mt_config *config, const json_t *object, const 
 
 /* Tokens that begin, end and pad texts in files of a family without these keys. */
 static const struct {
-    unsigned families;
+    uint64_t families;
     int64_t bos, eos, pad;
 } mt_hf_tokens[] = {
-    {GPT2, 50256, 50256, -1}, {LLAMA | MISTRAL | MIXTRAL, 1, 2, -1}, {DEEPSEEK_V3, 0, 1, -1},
-    {GEMMA3, 2, 1, 0},        {SMOLLM3, 128000, 128001, 128004},     {OLMO3, -1, 50279, 1},
+    {GPT2, 50256, 50256, -1},
+    {LLAMA | MISTRAL | MIXTRAL, 1, 2, -1},
+    {LATENT, 0, 1, -1},
+    {GEMMA3, 2, 1, 0},
+    {SMOLLM3, 128000, 128001, 128004},
+    {OLMO3, -1, 50279, 1},
+    {SEED_OSS, 0, 2, 1},
+    {EXAONE4, 0, 2, -1},
+    {EXAONE_MOE, 1, 53, 0},
+    {MINISTRAL3, 1, 2, 11},
+    {ERNIE4_5_MOE, 1, 2, 0},
+    {MINIMAX_M2, 200034, 200020, -1},
     {ALL, -1, -1, -1},
 };
 
@@ -502,7 +579,7 @@ static int64_t mt_config_token(const mt_config *config, const char *key, int64_t
     return token >= 0 && token < vocab_size ? token : -1;
 }
 
-static void mt_config_read_tokens(mt_config *config, unsigned mask, mt_options *shape) {
+static void mt_config_read_tokens(mt_config *config, uint64_t mask, mt_options *shape) {
     mt_error problem;
     size_t row = 0;
     while (!(mt_hf_tokens[row].families & mask)) row++;
@@ -530,7 +607,7 @@ static int mt_config_rope_type(mt_config *config, const char *type) {
 
 /* RoPE's parameters of families whose layers with a window have their own: rope_parameters has an object for each type
  * of layer, and rope_scaling replaces keys of the full layers' object, as in transformers 5, which reads no others. */
-static json_t *mt_config_rope_by_type(mt_config *config, unsigned mask, json_t *newer, json_t *older,
+static json_t *mt_config_rope_by_type(mt_config *config, uint64_t mask, json_t *newer, json_t *older,
                                       const json_t **window) {
     const char *key;
     json_t *value, *full = mt_config_object(config, newer, "full_attention");
@@ -556,7 +633,7 @@ static json_t *mt_config_rope_by_type(mt_config *config, unsigned mask, json_t *
 /* The object of RoPE's parameters: rope_parameters, or rope_scaling, which older files have beside rope_theta and which
  * replaces rope_parameters as a whole, as in transformers 5. *window: that of layers with a window, if it has its own.
  */
-static const json_t *mt_config_rope_object(mt_config *config, unsigned mask, const json_t **window) {
+static const json_t *mt_config_rope_object(mt_config *config, uint64_t mask, const json_t **window) {
     json_t *newer = mt_config_object(config, config->root, "rope_parameters");
     json_t *older = mt_config_object(config, config->root, "rope_scaling"), *value;
     const char *key;
@@ -582,7 +659,7 @@ static const json_t *mt_config_rope_object(mt_config *config, unsigned mask, con
 /* RoPE of layers with a window: a base of their own, and no scaling. Files of Gemma 3 may have the base beside the
  * object. OLMo 3's have 500000 where the object has none; a base of all layers beside it is theirs in transformers 4
  * only. */
-static void mt_config_read_window_rope(mt_config *config, const json_t *window, unsigned mask, mt_options *shape) {
+static void mt_config_read_window_rope(mt_config *config, const json_t *window, uint64_t mask, mt_options *shape) {
     if (!(mask & WINDOWED)) return;
     const char *older = mt_config_string(config, window, "type", "default");
     const char *type = mt_config_string(config, window, "rope_type", older);
@@ -605,7 +682,7 @@ static void mt_config_read_window_rope(mt_config *config, const json_t *window, 
 /* The context before its extension. A value beside the object wins, except where types of layers have objects. */
 static void mt_config_read_original_context(mt_config *config, const json_t *rope, int type, mt_options *shape) {
     static const char key[] = "original_max_position_embeddings";
-    unsigned mask = 1u << shape->hf_family;
+    uint64_t mask = 1ull << shape->hf_family;
     int64_t inside = mt_config_int(config, rope, key, shape->max_position_embeddings);
     int64_t beside = mt_config_int(config, config->root, key, inside);
     if (type == MT_ROPE_SCALING_LINEAR) return;
@@ -624,26 +701,68 @@ static json_t *mt_gpt_oss_rope(void) {
                      "beta_slow", 1.0, "truncate", 0, "original_max_position_embeddings", 4096);
 }
 
+/* The part of a head's channels with RoPE. MiniMax-M2's released files have it as a number of channels. */
+static void mt_config_read_partial_rope(mt_config *config, const json_t *rope, uint64_t mask, mt_options *shape) {
+    static const char key[] = "partial_rotary_factor";
+    int64_t heads = mt_max(shape->num_attention_heads, 1);
+    int64_t channels = mask & MINIMAX_M2 ? mt_config_int(config, config->root, "rotary_dim", 0) : 0;
+    double beside = mt_config_real(config, config->root, key, 1), inside = mt_config_real(config, rope, key, beside);
+    if (!(mask & PARTIAL)) {
+        if (inside != 1) mt_config_fail(config, "\"%s\" other than 1 is not supported", key);
+        return;
+    }
+    mt_config_read_later(config, mt_config_get(rope, key) ? rope : config->root, key, mask, shape);
+    if (channels == 0 || mt_config_get(rope, key) || mt_config_get(config->root, key)) return;
+    int64_t all = shape->kv_channels > 0 ? shape->kv_channels : shape->hidden_size / heads;
+    if (channels < 2 || channels > all)
+        mt_config_fail(config, "\"rotary_dim\" is %lld, must be from 2 to \"head_dim\" %lld", (long long)channels,
+                       (long long)all);
+    shape->rotary_percent = (double)channels / (double)mt_max(all, 1);
+}
+
+/* RoPE of Ministral 3 where a file has no parameters. */
+static const char mt_ministral_rope[] =
+    "{\"rope_type\": \"yarn\", \"rope_theta\": 1000000.0, \"factor\": 16.0, \"beta_fast\": 32.0, \"beta_slow\": 1.0, "
+    "\"original_max_position_embeddings\": 16384, \"mscale\": 1.0, \"mscale_all_dim\": 1.0, "
+    "\"llama_4_scaling_beta\": 0.1}";
+
+/* The scale of queries by their position, after RoPE's other parameters: it counts contexts before their extension. */
+static void mt_config_read_query_scale(mt_config *config, const json_t *rope, uint64_t mask, mt_options *shape) {
+    static const char key[] = "llama_4_scaling_beta";
+    double beta = mt_config_real(config, rope, key, 0);
+    if (!(mask & MINISTRAL3)) {
+        if (beta != 0) mt_config_fail(config, "\"%s\" is supported in \"model_type\" ministral3 only", key);
+        return;
+    }
+    if (!mt_config_get(rope, key)) mt_config_fail(config, "\"%s\" is missing in \"rope_parameters\"", key);
+    if (beta < 0) mt_config_fail(config, "\"%s\" is %g, must be at least 0", key, beta);
+    if (beta > 0 && shape->original_max_position_embeddings == 0)
+        mt_config_fail(config, "\"%s\" needs RoPE of type yarn or llama3", key);
+    shape->llama_4_scaling_beta = beta;
+}
+
 static void mt_config_read_rope(mt_config *config, mt_options *shape) {
-    unsigned mask = 1u << shape->hf_family;
+    uint64_t mask = 1ull << shape->hf_family;
     if (mask & GPT_OSS && !mt_config_get(config->root, "rope_parameters")) // as in transformers
         json_object_set_new(config->root, "rope_parameters", mt_gpt_oss_rope());
     const json_t *window, *rope = mt_config_rope_object(config, mask, &window);
+    json_t *absent = mask & MINISTRAL3 && json_object_size(rope) == 0 ? json_loads(mt_ministral_rope, 0, NULL) : NULL;
+    if (absent) rope = absent;
     mt_config_real(config, config->root, "rope_theta", 0); // its type counts even where the object's own replaces it
     mt_config_read_later(config, mt_config_get(rope, "rope_theta") ? rope : config->root, "rope_theta", mask, shape);
     const char *older = mt_config_string(config, rope, "type", "default");
     const char *type = mt_config_string(config, rope, "rope_type", older);
     int index = mt_config_rope_type(config, type);
-    double partial = mt_config_real(config, config->root, "partial_rotary_factor", 1);
-    if (mt_config_real(config, rope, "partial_rotary_factor", partial) != 1)
-        mt_config_fail(config, "\"partial_rotary_factor\" other than 1 is not supported");
+    mt_config_read_partial_rope(config, rope, mask, shape);
     if (index > 0) {
         shape->rope_scaling_type = (mt_rope_scaling)index;
         if (!mt_config_get(rope, "factor")) mt_config_fail(config, "RoPE of type \"%s\" needs a \"factor\"", type);
         mt_config_read_keys(config, rope, mt_rope_keys, NUM_ROPE_KEYS, 1u << index, shape);
         mt_config_read_original_context(config, rope, index, shape);
     }
+    mt_config_read_query_scale(config, rope, mask, shape);
     mt_config_read_window_rope(config, window, mask, shape);
+    json_decref(absent);
 }
 
 /* Sets `letters` [num_layers] to the layers that layer_types says to have a sliding window, '1'; false without that
@@ -665,40 +784,50 @@ static bool mt_config_read_layer_types(mt_config *config, char *letters, int64_t
 }
 
 /* Layer i has a window where no list says it, as in transformers 5. Qwen: layers from max_window_layers on; in
- * Qwen2-MoE every second one before; in Qwen3-MoE all, whatever a list says. Gemma 3 and OLMo 3: all but every
+ * Qwen2-MoE every second one before; in Qwen3-MoE all, whatever a list says. Gemma 3, OLMo 3, EXAONE: all but every
  * sliding_window_pattern-th. gpt-oss: every second one from the first on. */
-static bool mt_config_slides(mt_config *config, unsigned mask, int64_t i) {
-    int64_t first = mt_config_int(config, config->root, "max_window_layers", 28);
+static bool mt_config_slides(mt_config *config, uint64_t mask, int64_t i) {
+    int64_t first = mt_config_int(config, config->root, "max_window_layers", mask & DOTS1 ? 62 : 28);
     int64_t older = mt_config_int(config, config->root, "sliding_window_pattern", mask & GEMMA3 ? 6 : 4);
-    int64_t pattern = mask & GEMMA3 ? older : 4;
+    int64_t pattern = mask & (GEMMA3 | EXAONES) ? older : 4;
     if (pattern < 1) mt_config_fail(config, "\"sliding_window_pattern\" is %lld, must be positive", (long long)pattern);
-    if (mask & WINDOWED) return pattern > 0 && (i + 1) % pattern != 0;
+    if (mask & (WINDOWED | EXAONES)) return pattern > 0 && (i + 1) % pattern != 0;
     if (mask & QWEN2_MOE) return i < first && i % 2 == 0;
     if (mask & GPT_OSS) return i % 2 == 0;
-    return mask & QWENS && !(mask & QWEN3_MOE) ? i >= first : true;
+    return mask & (QWENS | DOTS1) && !(mask & QWEN3_MOE) ? i >= first : true;
+}
+
+/* EXAONE with a window: RoPE in the layers that have it, none in the others. */
+static void mt_config_take_rope_of_windows(mt_config *config, const char *letters, mt_options *shape) {
+    if (!strchr(letters, '1'))
+        mt_config_fail(config, "a \"sliding_window\" that no layer has leaves the model without RoPE, which is not "
+                               "supported; set it to null for RoPE in all layers");
+    free(shape->no_rope_freq);
+    shape->no_rope_freq = strchr(letters, '0') ? mt_layer_freq_print(letters, MT_ROPE_LAYERS) : NULL;
 }
 
 /* The sliding window and the layers that have it. Mistral and Mixtral: all, and a list that says otherwise is of
  * another model; Qwen and SmolLM3: only with use_sliding_window. */
-static void mt_config_read_windows(mt_config *config, unsigned mask, mt_options *shape) {
+static void mt_config_read_windows(mt_config *config, uint64_t mask, mt_options *shape) {
     bool uses = mt_config_bool(config, config->root, "use_sliding_window", false) || !(mask & (QWENS | SMOLLM3));
     if (config->failed || shape->num_layers < 1) return;
     char *listed = mt_calloc(shape->num_layers + 1), *letters = mt_calloc(shape->num_layers + 1);
-    int64_t pattern = mt_config_int(config, config->root, "sliding_window_pattern", 6);
+    int64_t pattern = mask & GEMMA3 ? mt_config_int(config, config->root, "sliding_window_pattern", 6) : 6;
     bool lists = mt_config_read_layer_types(config, listed, shape->num_layers);
     if (uses)
         mt_config_read_later(config, config->root, "sliding_window", mask, shape);
     else // any number: transformers 5 writes 0 for Qwen2-MoE
         mt_config_int(config, config->root, "sliding_window", 0);
     if (!uses) shape->window_size = 0;
+    bool asks = !(mask & EXAONES) || (!lists && shape->window_size > 0); // EXAONE's pattern may be a text beside a list
     for (int64_t i = 0; i < shape->num_layers; i++)
-        letters[i] = mt_config_slides(config, mask, i) && shape->window_size > 0 ? '1' : '0';
+        letters[i] = asks && mt_config_slides(config, mask, i) && shape->window_size > 0 ? '1' : '0';
     if (lists && strchr(listed, '1') && shape->window_size == 0)
         mt_config_fail(config,
                        "\"layer_types\" holds sliding_attention without a window; %sgive a \"sliding_window\", or list "
                        "full_attention",
                        mask & (QWENS | SMOLLM3) ? "set \"use_sliding_window\" to true and " : "");
-    else if (lists && mask & (MISTRAL | MIXTRAL | QWEN3_MOE) && strcmp(listed, letters) != 0)
+    else if (lists && mask & (MISTRALS | MIXTRAL | QWEN3_MOE) && strcmp(listed, letters) != 0)
         mt_config_fail(config,
                        "\"layer_types\" lists other layers with a sliding window than this family has, which is "
                        "all of them with a \"sliding_window\"; make them agree");
@@ -706,6 +835,7 @@ static void mt_config_read_windows(mt_config *config, unsigned mask, mt_options 
         mt_config_fail(config, "\"_sliding_window_pattern\" is read by nothing; give \"layer_types\", or name it "
                                "\"sliding_window_pattern\"");
     if (lists && shape->window_size > 0) memcpy(letters, listed, (size_t)shape->num_layers);
+    if (mask & EXAONES && shape->window_size > 0) mt_config_take_rope_of_windows(config, letters, shape);
     if (!strchr(letters, '1')) shape->window_size = 0, shape->window_rotary_base = 0;
     if (strchr(letters, '1') && strchr(letters, '0')) {
         free(shape->window_attn_skip_freq);
@@ -735,21 +865,53 @@ static void mt_config_read_rope_layers(mt_config *config, mt_options *shape) {
     free(letters);
 }
 
-/* The first layer of a DeepSeek-V3 with experts. */
-static int64_t mt_config_first_expert_layer(mt_config *config) {
-    return mt_config_int(config, config->root, "first_k_dense_replace", 3);
+/* The first layer with experts in families whose first layers may have none. */
+static int64_t mt_config_first_expert_layer(mt_config *config, uint64_t mask) {
+    if (mask & (HY_V3 | GLM4_MOE_LITE)) return 1;
+    if (!(mask & LEADING_DENSE)) return 0;
+    int64_t absent = mask & DEEPSEEK_V3 ? 3 : mask & DOTS1 ? 0 : 1;
+    return mt_config_int(config, config->root, "first_k_dense_replace", absent);
+}
+
+/* Sets `layers` [num_layers], '1' for experts, by the list mlp_layer_types if there is one. */
+static void mt_config_read_mlp_types(mt_config *config, char *layers, int64_t num_layers) {
+    const json_t *types = mt_config_list(config, config->root, "mlp_layer_types");
+    if (types && (int64_t)json_array_size(types) != num_layers)
+        mt_config_fail(config, "\"mlp_layer_types\" must list %lld layers", (long long)num_layers);
+    for (size_t i = 0; i < json_array_size(types) && (int64_t)i < num_layers; i++) {
+        const char *type = json_string_value(json_array_get(types, i));
+        if (!type || mt_choice_index("dense|sparse", type) < 0)
+            mt_config_fail(config, "\"mlp_layer_types\" holds %.40s; dense and sparse are supported",
+                           type ? type : "values other than strings");
+        else
+            layers[i] = *type == 's' ? '1' : '0';
+    }
+}
+
+/* Sets `layers` [num_layers], '1' for experts, by ERNIE's first and last layer with experts and their distance. */
+static void mt_config_read_layer_range(mt_config *config, char *layers, int64_t num_layers) {
+    int64_t first = mt_config_int(config, config->root, "moe_layer_start_index", 1);
+    int64_t last = mt_config_int(config, config->root, "moe_layer_end_index", -1);
+    int64_t every = mt_config_int(config, config->root, "moe_layer_interval", 1);
+    if (every < 1) mt_config_fail(config, "\"moe_layer_interval\" is %lld, must be positive", (long long)every);
+    if (mt_config_real(config, config->root, "moe_norm_min", 1e-12) > 1e-6) // bounds the sum of the chosen scores
+        mt_config_fail(config, "\"moe_norm_min\" above 1e-6 is not supported");
+    if (last == -1) last = num_layers - 1;
+    for (int64_t i = 0; i < num_layers; i++)
+        layers[i] = i >= first && i <= last && (i + 1) % mt_max(every, 1) == 0 ? '1' : '0';
 }
 
 /* The layers with experts, as --moe-layer-freq. */
-static void mt_config_read_expert_layers(mt_config *config, mt_options *shape) {
-    bool deepseek = shape->hf_family == MT_HF_DEEPSEEK_V3;
-    const json_t *dense = deepseek ? NULL : mt_config_list(config, config->root, "mlp_only_layers");
-    int64_t every = deepseek ? 1 : mt_config_int(config, config->root, "decoder_sparse_step", 1);
-    int64_t leading = deepseek ? mt_config_first_expert_layer(config) : 0;
+static void mt_config_read_expert_layers(mt_config *config, uint64_t mask, mt_options *shape) {
+    const json_t *dense = mask & QWEN_MOE ? mt_config_list(config, config->root, "mlp_only_layers") : NULL;
+    int64_t every = mask & QWEN_MOE ? mt_config_int(config, config->root, "decoder_sparse_step", 1) : 1;
+    int64_t leading = mt_config_first_expert_layer(config, mask);
     if (every < 1) mt_config_fail(config, "\"decoder_sparse_step\" must be a number above 0");
     if (config->failed || shape->num_layers == 0) return;
     char *layers = mt_calloc(shape->num_layers + 1);
     for (int64_t i = 0; i < shape->num_layers; i++) layers[i] = i >= leading && (i + 1) % every == 0 ? '1' : '0';
+    if (mask & LAYER_LIST) mt_config_read_mlp_types(config, layers, shape->num_layers);
+    if (mask & ERNIE4_5_MOE) mt_config_read_layer_range(config, layers, shape->num_layers);
     for (size_t i = 0; i < json_array_size(dense); i++) {
         int64_t layer = json_integer_value(json_array_get(dense, i));
         if (!json_is_integer(json_array_get(dense, i)))
@@ -763,28 +925,35 @@ static void mt_config_read_expert_layers(mt_config *config, mt_options *shape) {
 }
 
 /* The number of experts, and the layers that have them. */
-static void mt_config_finish_experts(mt_config *config, unsigned mask, mt_options *shape) {
+static void mt_config_finish_experts(mt_config *config, uint64_t mask, mt_options *shape) {
     if (shape->num_experts == 0) mt_config_fail(config, "\"%s\" is missing", mt_hf_key_name(MT_AT(num_experts), mask));
-    if (!(mask & (MIXTRAL | GPT_OSS))) mt_config_read_expert_layers(config, shape);
+    if (!(mask & (MIXTRAL | GPT_OSS | MINIMAX_M2 | SOLAR_OPEN))) mt_config_read_expert_layers(config, mask, shape);
 }
 
 /* Values of Llama's block that follow from several keys. */
-static void mt_config_finish_block(mt_config *config, unsigned mask, mt_options *shape) {
+static void mt_config_finish_block(mt_config *config, uint64_t mask, mt_options *shape) {
+    if (mask & SEED_OSS && shape->attention_output_bias && !shape->add_qkv_bias)
+        mt_config_fail(config, "\"attention_out_bias\" without \"attention_bias\" is not supported");
     shape->add_qkv_bias |= shape->attention_output_bias;
     shape->add_bias_linear = shape->attention_output_bias && shape->mlp_bias;
     if (shape->num_query_groups == shape->num_attention_heads) shape->num_query_groups = 0; // a group for each head
     shape->group_query_attention = shape->num_query_groups != 0;
+    if (mask & SEED_OSS && shape->hidden_dropout > 0)
+        snprintf(config->note, sizeof config->note,
+                 "\"residual_dropout\" %g becomes --hidden-dropout, which drops channels of the embedding too",
+                 shape->hidden_dropout);
     mt_config_read_rope(config, shape);
-    if (mask & (MISTRAL | MIXTRAL | QWENS | SMOLLM3 | WINDOWED | GPT_OSS)) mt_config_read_windows(config, mask, shape);
+    if (mask & (MISTRALS | MIXTRAL | QWENS | SMOLLM3 | WINDOWED | GPT_OSS | DOTS1 | EXAONES))
+        mt_config_read_windows(config, mask, shape);
     if (mask & SMOLLM3) mt_config_read_rope_layers(config, shape);
     if (mask & MOE) mt_config_finish_experts(config, mask, shape);
-    if (!(mask & DEEPSEEK_V3)) return;
+    if (!(mask & (LATENT | GLM4_MOE | HY_V3 | MIMO))) return;
     const json_t *modules = mt_config_get(config->root, "num_nextn_predict_layers");
     if (!modules) modules = mt_config_get(config->root, "num_mtp_layers"); // its other name in transformers 5
     shape->mtp_layers_stored = 1;
     if (modules && !mt_json_int(modules, 0, 10000, &shape->mtp_layers_stored))
         mt_config_fail(config, "\"num_nextn_predict_layers\" must be a whole number from 0 to 10000");
-    if (shape->group_query_attention)
+    if (mask & LATENT && shape->group_query_attention)
         mt_config_fail(config,
                        "\"num_key_value_heads\" is %lld and \"num_attention_heads\" %lld; with a latent every head has "
                        "its own key and value: make them equal",
@@ -866,9 +1035,9 @@ static void mt_config_write_head(json_t *root, const mt_options *o) {
 /* Sets `shape`, which holds defaults, to the model of a file of a supported family. */
 static void mt_config_read_family(mt_config *config, mt_options *shape) {
     mt_error problem;
-    unsigned mask = 1u << shape->hf_family;
+    uint64_t mask = 1ull << shape->hf_family;
     int64_t layers = mt_config_int(config, config->root, "num_hidden_layers", 0);
-    if (mask & DEEPSEEK_V3 && mt_config_first_expert_layer(config) < layers) mask |= DEEPSEEK_MOE;
+    if (mask & DEEPSEEK_V3 && mt_config_first_expert_layer(config, mask) < layers) mask |= DEEPSEEK_MOE;
     mt_config_read_quantization(config, shape);
     mt_config_read_keys(config, config->root, mt_hf_keys, NUM_KEYS, mask, shape);
     mt_config_read_tokens(config, mask, shape);
@@ -1032,7 +1201,8 @@ static json_t *mt_config_value(const mt_hf_key *key, const mt_options *o) {
     const char *names = mt_activation_rows[mt_options_activation(o)].config_names;
     if (key->flags & (PLAIN_ACTIVATION | GATED_ACTIVATION)) return json_stringn(names, strcspn(names, "|"));
     if (key->conversion) return json_integer(key->conversion->write(o));
-    if (key->flags & FIXED && mt_choice_index("true|false", key->absent) >= 0) return json_boolean(*key->absent == 't');
+    bool is_flag = key->flags & FIXED && (strncmp(key->absent, "true", 4) == 0 || strcmp(key->absent, "false") == 0);
+    if (is_flag) return json_boolean(*key->absent == 't');
     if (key->flags & FIXED && *key->absent >= '0' && *key->absent <= '9') return json_real(strtod(key->absent, NULL));
     if (key->flags & FIXED) return json_stringn(key->absent, strcspn(key->absent, "|"));
     if (row && row->type == MT_INT) return json_integer(*mt_option_int(o, row));
@@ -1046,7 +1216,7 @@ static json_t *mt_config_value(const mt_hf_key *key, const mt_options *o) {
 }
 
 /* The keys that the families (or types) of `mask` have. */
-static void mt_config_write_keys(json_t *object, const mt_hf_key *keys, size_t count, unsigned mask,
+static void mt_config_write_keys(json_t *object, const mt_hf_key *keys, size_t count, uint64_t mask,
                                  const mt_options *o) {
     for (const mt_hf_key *key = keys; key < keys + count; key++) {
         if (!(key->families & mask) || key->flags & READ || !key->key) continue;
@@ -1066,11 +1236,18 @@ static void mt_config_write_keys(json_t *object, const mt_hf_key *keys, size_t c
 /* RoPE's parameters as an object; the newer form holds the base too. */
 static json_t *mt_config_rope(const mt_options *o, bool newer) {
     json_t *rope = json_object();
+    bool partial = newer && (1ull << o->hf_family) & PARTIAL;
+    if (partial) mt_json_set_real(rope, "partial_rotary_factor", o->rotary_percent);
     mt_json_set_string(rope, "rope_type", mt_rope_types[o->rope_scaling_type]);
     if (newer) mt_json_set_real(rope, "rope_theta", o->rotary_base);
     mt_config_write_keys(rope, mt_rope_keys, NUM_ROPE_KEYS, 1u << o->rope_scaling_type, o);
     if (o->rope_scaling_type == MT_ROPE_SCALING_YARN && !o->yarn_correction_range_round_to_int)
         mt_json_set_bool(rope, "truncate", false); // older versions of transformers warn of the key
+    if (o->hf_family == MT_HF_MINISTRAL3) {
+        mt_json_set_real(rope, "llama_4_scaling_beta", o->llama_4_scaling_beta);
+        mt_json_set_int(rope, "max_position_embeddings", o->max_position_embeddings);
+        mt_json_set_string(rope, "type", mt_rope_types[o->rope_scaling_type]);
+    }
     return rope;
 }
 
@@ -1081,9 +1258,20 @@ static int64_t mt_first_expert_layer(const mt_options *o) {
     return first;
 }
 
+/* ERNIE's first and last layer with experts, and their distance. */
+static void mt_config_write_layer_range(json_t *root, const mt_options *o) {
+    int64_t first = mt_first_expert_layer(o), second = first + 1, last = o->num_layers - 1;
+    while (second < o->num_layers && !mt_layer_has_experts(o, second)) second++;
+    while (last > first && !mt_layer_has_experts(o, last)) last--;
+    mt_json_set_real(root, "moe_norm_min", 1e-12);
+    mt_json_set_int(root, "moe_layer_start_index", first);
+    mt_json_set_int(root, "moe_layer_end_index", last);
+    mt_json_set_int(root, "moe_layer_interval", second < o->num_layers ? second - first : 1);
+}
+
 /* The layers with sliding windows, without RoPE, and with experts. */
-static void mt_config_write_layers(json_t *root, unsigned mask, const mt_options *o) {
-    json_t *types = json_array(), *dense = json_array(), *rope = json_array();
+static void mt_config_write_layers(json_t *root, uint64_t mask, const mt_options *o) {
+    json_t *types = json_array(), *dense = json_array(), *rope = json_array(), *mlps = json_array();
     int64_t full = 0;
     for (int64_t i = 0; i < o->num_layers; i++) {
         mt_layer_kind kind = mt_layer_kind_of(o, i);
@@ -1091,9 +1279,12 @@ static void mt_config_write_layers(json_t *root, unsigned mask, const mt_options
         if (full == i && kind.window == 0) full++;
         json_array_append_new(types, json_string(kind.window > 0 ? "sliding_attention" : "full_attention"));
         json_array_append_new(rope, json_integer(kind.rope != MT_ROPE_NONE));
+        json_array_append_new(mlps, json_string(has_experts ? "sparse" : "dense"));
         if (!has_experts) json_array_append_new(dense, json_integer(i));
     }
-    if (mask & (QWENS | SMOLLM3 | WINDOWED | GPT_OSS)) json_object_set(root, "layer_types", types);
+    if (mask & (QWENS | SMOLLM3 | WINDOWED | GPT_OSS | DOTS1 | EXAONES)) json_object_set(root, "layer_types", types);
+    if (mask & DOTS1) mt_json_set_int(root, "max_window_layers", full);
+    if (mask & LAYER_LIST) json_object_set(root, "mlp_layer_types", mlps);
     if (mask & (QWENS | SMOLLM3)) {
         mt_json_set_bool(root, "use_sliding_window", o->window_size > 0);
         mt_json_set_int(root, "max_window_layers", full); // for transformers before 5
@@ -1103,8 +1294,10 @@ static void mt_config_write_layers(json_t *root, unsigned mask, const mt_options
         json_object_set(root, "mlp_only_layers", dense);
         mt_json_set_int(root, "decoder_sparse_step", 1);
     }
-    if (mask & DEEPSEEK_V3) mt_json_set_int(root, "first_k_dense_replace", mt_first_expert_layer(o));
-    json_decref(types), json_decref(dense), json_decref(rope);
+    if (mask & (LEADING_DENSE | GLM4_MOE_LITE))
+        mt_json_set_int(root, "first_k_dense_replace", mt_first_expert_layer(o));
+    if (mask & ERNIE4_5_MOE) mt_config_write_layer_range(root, o);
+    json_decref(types), json_decref(dense), json_decref(rope), json_decref(mlps);
 }
 
 /* RoPE's parameters for each type of layer. */
@@ -1118,8 +1311,10 @@ static json_t *mt_config_rope_of_types(const mt_options *o) {
 }
 
 /* Keys of Llama's block that are no single option. */
-static void mt_config_write_block(json_t *root, unsigned mask, const mt_options *o) {
+static void mt_config_write_block(json_t *root, uint64_t mask, const mt_options *o) {
     bool by_type = mask & WINDOWED;
+    if (mask & MINIMAX_M2) // as in released files
+        mt_json_set_int(root, "rotary_dim", (int64_t)((double)o->kv_channels * o->rotary_percent));
     json_object_set_new(root, "rope_parameters", by_type ? mt_config_rope_of_types(o) : mt_config_rope(o, true));
     if (mask & GEMMA3) // these two: for transformers before 5
         mt_json_set_real(root, "rope_local_base_freq",
@@ -1132,7 +1327,7 @@ static void mt_config_write_block(json_t *root, unsigned mask, const mt_options 
 
 char *mt_options_write_hf_config(const mt_options *o) {
     const char *dtype = o->bf16 ? "bfloat16" : "float32";
-    unsigned mask = 1u << o->hf_family;
+    uint64_t mask = 1ull << o->hf_family;
     char name[80];
     mt_hf_key key;
     json_t *root = json_object();

@@ -170,6 +170,10 @@ const mt_option mt_option_table[] = {
     {"original-max-position-embeddings", MT_INT, MT_AT(original_max_position_embeddings), MT_TRAIN, MT_OF_MODEL, NULL,
      "[1,1073741824]", "llama3, yarn: positions before scaling (default for llama3: 8192)",
      .needs = "rope-scaling-type llama3|yarn"},
+    {"llama-4-scaling-beta", MT_REAL, MT_AT(llama_4_scaling_beta), MT_TRAIN, MT_OF_WEIGHTS, NULL, "(0,1024]",
+     "scale queries by 1 + this x log(1 + position / --original-max-position-embeddings, rounded down), as in "
+     "Ministral 3 (default: not)",
+     .needs = "rope-scaling-type llama3|yarn", .excludes = "multi-latent-attention", .own = true},
     {"yarn-beta-fast", MT_REAL, MT_AT(yarn_beta_fast), MT_TRAIN, MT_OF_MODEL, "32", "(0,1048576]",
      "yarn: keep channels with more rotations than this", .needs = "rope-scaling-type yarn"},
     {"yarn-beta-slow", MT_REAL, MT_AT(yarn_beta_slow), MT_TRAIN, MT_OF_MODEL, "1", "(0,1048576]",
@@ -257,8 +261,11 @@ const mt_option mt_option_table[] = {
     {"moe-router-linear-bias", MT_FLAG, MT_AT(moe_router_linear_bias), MT_TRAIN, MT_OF_WEIGHTS, NULL, NULL,
      "trained bias of the router's logits, as in gpt-oss", .needs = "num-experts", .own = true},
     {"moe-router-enable-expert-bias", MT_FLAG, MT_AT(moe_router_enable_expert_bias), MT_TRAIN, MT_OF_WEIGHTS, NULL,
-     NULL, "add a bias to each expert's score and adjust it after each step to balance the loads",
-     .needs = "num-experts, any: moe-router-score-function sigmoid"},
+     NULL,
+     "add a bias to each expert's score (the sigmoid, or the softmax over all experts) and adjust it after each step "
+     "to "
+     "balance the loads",
+     .needs = "num-experts"},
     {"moe-router-bias-update-rate", MT_REAL, MT_AT(moe_router_bias_update_rate), MT_TRAIN, MT_OF_RUN, "1e-3", "[0,1e6]",
      "change of that bias per step", .needs = "moe-router-enable-expert-bias"},
     {"moe-router-load-balancing-type", MT_CHOICE, MT_AT(moe_router_load_balancing_type), MT_TRAIN, MT_OF_RUN,
