@@ -250,9 +250,9 @@ uint64_t mt_random_key(uint64_t seed, uint64_t purpose, uint64_t index) {
 }
 
 /* ==== §2 options ================================================================================================== */
-/* One flat struct describes a run. data/options/options.c reads and writes it as text (command line, YAML, config.json,
- * --help), and data/options/option_rules.c derives the values that were left open and checks the rules between values.
- * This section has the questions that layers ask about the struct, and the limits of backends. */
+/* One flat struct describes a run. data/options/ reads and writes it as text (command line, YAML, --help);
+ * data/options/option_rules.c derives the values that were left open and checks the rules between values. This section
+ * has the questions that layers ask about the struct, and the limits of backends. */
 
 _Static_assert(offsetof(mt_options, given) <= 8 * sizeof((mt_options *)0)->given, "a bit of given for every byte");
 

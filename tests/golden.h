@@ -6,9 +6,9 @@
 #include "../data/options/option_table.h"
 #include "../data/options/options.h"
 #include "../data/base/safetensors.h"
-#include "../data/checkpoint/checkpoint.h"
+#include "../data/checkpoint/checkpoint_load.h"
+#include "../data/checkpoint/checkpoint_tensors.h"
 #include "../data/checkpoint/run_options.h"
-#include "../data/checkpoint/checkpoint_internal.h"
 #include "families.h"
 
 #include <jansson.h>

@@ -7,7 +7,8 @@
 #include "../data/options/option_table.h"
 #include "../data/options/options.h"
 #include "../data/models/generate.h"
-#include "../data/checkpoint/checkpoint.h"
+#include "../data/checkpoint/checkpoint_load.h"
+#include "../data/checkpoint/hf_folder.h"
 #include "../data/checkpoint/run_options.h"
 
 #include <jansson.h>
