@@ -221,7 +221,7 @@ VERSION = $(shell sed -n 's/^\#define MT_VERSION *"\(.*\)"/\1/p' megatron.h)
 SONAME = libmegatron.so.$(firstword $(subst ., ,$(VERSION)))
 LIBRARY_OBJECTS := $(patsubst $(B)/%.o,$(B)/pic/%.o,$(filter-out %.cu.o,$(OBJECTS))) $(filter %.cu.o,$(OBJECTS))
 LIBRARIES_BUILT := $(B)/libmegatron.a $(B)/libmegatron.so
-HEADERS := megatron.h $(filter-out %_internal.h,$(wildcard data/*/*.h))
+HEADERS := megatron.h $(wildcard data/*/*.h)
 HEADER_FOLDERS := $(sort $(dir $(filter data/%,$(HEADERS))))
 
 library: $(LIBRARIES_BUILT)

@@ -5,6 +5,7 @@
 #include "data/tokens/prompts.h"
 #include "data/models/generate.h"
 #include "data/checkpoint/adapter.h"
+#include "data/checkpoint/adapter_merge.h"
 #include "data/report/report.h"
 #include "data/run/inference.h"
 #include "data/run/score.h"

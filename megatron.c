@@ -253,9 +253,9 @@ uint64_t mt_random_key(uint64_t seed, uint64_t purpose, uint64_t index) {
 }
 
 /* ==== §2 options ================================================================================================== */
-/* One flat struct describes a run. data/options/options.c reads and writes it as text (command line, YAML, config.json,
- * --help), and data/options/option_rules.c derives the values that were left open and checks the rules between values.
- * This section has the questions that layers ask about the struct, and the limits of backends. */
+/* One flat struct describes a run. data/options/ reads and writes it as text (command line, YAML, --help);
+ * data/options/option_rules.c derives the values that were left open and checks the rules between values. This section
+ * has the questions that layers ask about the struct, and the limits of backends. */
 
 _Static_assert(offsetof(mt_options, given) <= 8 * sizeof((mt_options *)0)->given, "a bit of given for every byte");
 
@@ -5851,11 +5851,6 @@ static int64_t mt_hf_groups(const mt_options *o, mt_role role) {
     bool is_delta = role >= MT_DELTA_Q && role <= MT_DELTA_A;
     if (is_delta && o->hf_family == MT_HF_QWEN3_NEXT) return o->linear_num_key_heads;
     return o->attention_output_gate && (role == MT_Q || role == MT_ATTENTION_GATE) ? o->num_attention_heads : 1;
-}
-
-int64_t mt_param_hf_row(const mt_param *param, int64_t row) {
-    int64_t rows = param->whole_rows / param->hf_groups;
-    return param->hf_row + row / rows * (param->hf_rows_total / param->hf_groups) + row % rows;
 }
 
 /* Rows with one name are parts of one Hugging Face tensor, in the order of their roles: GPT-2's q, k and v. */

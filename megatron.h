@@ -26,7 +26,7 @@
  *   MT_HAVE_SM90A     kernels with wgmma and TMA. nvcc compiles for sm_90a.
  *
  * and in data/, whose files need -D_GNU_SOURCE and jansson:
- *   MT_HAVE_YAML      --config FILE.yaml (data/options/options.c). Link -lyaml.
+ *   MT_HAVE_YAML      --config FILE.yaml (data/options/option_yaml.c). Link -lyaml.
  *   MT_HAVE_PCRE2     tokenizers that split text by a pattern (data/tokens/tokenizer_encode.c). Link -lpcre2-8.
  *   MT_HAVE_UTF8PROC  tokenizers with a Unicode normal form (data/tokens/tokenizer_encode.c). Link -lutf8proc.
  */
@@ -529,8 +529,8 @@ typedef enum mt_head_type {
 typedef enum mt_attention_variant { MT_VARIANT_NONE, MT_VARIANT_GATED_DELTA_NET } mt_attention_variant;
 
 /* Every option by its Megatron name, with underscores. data/options/option_table.c has each one's default, range and
- * help. A number 0 and a string NULL mean "not given"; mt_options_finish (data/options/options.h) derives such values
- * and checks all rules. The struct owns its strings and lists; everything else is plain values, about 2 KB. */
+ * help. A number 0 and a string NULL mean "not given"; mt_options_finish (data/checkpoint/run_options.h) derives such
+ * values and checks all rules. The struct owns its strings and lists; everything else is plain values, about 2 KB. */
 typedef struct mt_options {
     /* model */
     int64_t num_layers, hidden_size, ffn_hidden_size, num_attention_heads, num_query_groups, kv_channels;
@@ -2829,9 +2829,6 @@ typedef struct mt_partition {
     int64_t ep, ep_rank, etp, etp_rank;
 } mt_partition;
 
-/* The row of the Hugging Face tensor that holds a row of the whole parameter (of one that is not transposed). */
-int64_t mt_param_hf_row(const mt_param *param, int64_t row);
-
 /* Fills `params` (to free) with the rows of a partition, or of the whole model if `partition` is NULL; returns their
  * number. Order of buckets, as far as the partition has them: word embedding; learned positions; each layer and its
  * experts; modules of multi-token prediction likewise; the word embedding again, for these modules or a tied output
@@ -3345,8 +3342,8 @@ int64_t mt_score_logits(mt_model *model, int64_t t, float *logits);
  * it may follow in one of the next two calls, or in mt_train_finish: stop    an error. skip    a warning; an error
  * after more than options->max_bad_steps_in_a_row bad steps in succession. rewind  mt_train_step returns MT_REWIND, and
  * the device is idle. The caller restores parameters, optimizer and `state` from a checkpoint and calls
- * mt_train_rewound; mt_checkpoint_rewind (data/checkpoint/checkpoint.h) does both. Until then every call returns
- * MT_REWIND. Afterwards, bad steps up to this iteration are skipped.
+ * mt_train_rewound; mt_checkpoint_rewind (data/checkpoint/checkpoint_save.h) does both. Until then every call
+ * returns MT_REWIND. Afterwards, bad steps up to this iteration are skipped.
  *
  * A step whose tokens are all masked makes no update either. It is not bad: a warning reports it, at once or in the
  * same later calls.

@@ -3,7 +3,6 @@
 #include "data/base/signals.h"
 #include "data/base/watchdog.h"
 #include "data/options/option_rules.h"
-#include "data/checkpoint/checkpoint.h"
 #include "data/report/profile.h"
 #include "data/report/trace.h"
 #include "data/run/launch.h"

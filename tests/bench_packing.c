@@ -13,6 +13,7 @@
  */
 #include "data/options/option_reader.h"
 #include "data/options/options.h"
+#include "data/datasets/packing.h"
 #include "data/datasets/sft.h"
 #include "data/checkpoint/run_options.h"
 #include "data/report/report.h"

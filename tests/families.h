@@ -16,6 +16,7 @@ static const char *const families[] = {"gpt2",
                                        "smollm3",
                                        "gemma3",
                                        "olmo3",
+                                       "qwen3_next",
                                        "gpt_oss",
                                        "seed_oss",
                                        "dots1",
@@ -28,8 +29,10 @@ static const char *const families[] = {"gpt2",
                                        "exaone_moe",
                                        "glm4_moe_lite",
                                        "ministral3",
-                                       "ernie4_5_moe"};
+                                       "ernie4_5_moe",
+                                       "qwen3_5",
+                                       "qwen3_5_moe"};
 /* The first NUM_KINDS have every kind of parameter; the others arrange the same parts otherwise. */
-enum { NUM_FAMILIES = sizeof families / sizeof *families, NUM_KINDS = 14 };
+enum { NUM_FAMILIES = sizeof families / sizeof *families, NUM_KINDS = 16 };
 
 #endif

@@ -7,7 +7,9 @@
 #include "../data/options/option_rules.h"
 #include "../data/options/options.h"
 #include "../data/models/generate.h"
-#include "../data/checkpoint/checkpoint.h"
+#include "../data/checkpoint/checkpoint_folder.h"
+#include "../data/checkpoint/checkpoint_load.h"
+#include "../data/checkpoint/checkpoint_save.h"
 #include "../data/checkpoint/run_options.h"
 #include "new_folder.h"
 

@@ -1,6 +1,7 @@
 /* fuzz_indexed.c: the .idx parser on arbitrary bytes. The first eight bytes are the size of the .bin; every sequence of
  * an accepted index must lie inside it. */
 #include "data/datasets/dataset.h"
+#include "data/datasets/indexed_dataset.h"
 
 #include <string.h>
 

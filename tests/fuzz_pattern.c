@@ -1,6 +1,7 @@
 /* fuzz_pattern.c: any bytes as the regular expression of a tokenizer.json, on a text of any bytes. A pattern is refused
  * with one line, or cuts the text: the tokens spell it again. The first two bytes are the length of the pattern. */
-#include "../data/tokens/tokenizer_internal.h"
+#include "../data/tokens/tokenizer_encode.h"
+#include "../data/tokens/tokenizer_json.h"
 
 #include <jansson.h>
 #include <stdlib.h>

@@ -1,6 +1,5 @@
 /* Fuzzes the safetensors reader: it refuses any bytes with one line, or returns tensors that can be read whole. */
 #include "../data/base/safetensors.h"
-#include "../data/checkpoint/checkpoint.h"
 
 #include <stdlib.h>
 #include <string.h>

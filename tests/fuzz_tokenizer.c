@@ -2,7 +2,9 @@
  * tokenizer that opens must encode and decode a text without a fault, within libFuzzer's limits of memory and time.
  *
  * clang -fsanitize=fuzzer,address,undefined ... tests/fuzz_tokenizer.c, then ./fuzz_tokenizer CORPUS */
-#include "../data/tokens/tokenizer_internal.h"
+#include "../data/tokens/tokenizer_encode.h"
+#include "../data/tokens/tokenizer_json.h"
+#include "../data/tokens/tokenizer_sentencepiece.h"
 
 #include <stdlib.h>
 #include <string.h>

@@ -6,9 +6,9 @@
 #include "../data/options/option_table.h"
 #include "../data/options/options.h"
 #include "../data/base/safetensors.h"
-#include "../data/checkpoint/checkpoint.h"
+#include "../data/checkpoint/checkpoint_load.h"
+#include "../data/checkpoint/checkpoint_tensors.h"
 #include "../data/checkpoint/run_options.h"
-#include "../data/checkpoint/checkpoint_internal.h"
 #include "families.h"
 
 #include <jansson.h>
@@ -119,7 +119,7 @@ static void fill_batch(const fixture *f, int64_t step, int64_t first, int64_t se
 __attribute__((unused)) static int64_t stored_at(const mt_param *param, int64_t row, int64_t col) {
     mt_placement place = mt_param_placement(param, MT_STATE_WEIGHTS);
     int64_t slice = place.slice * (param->hf_rows_total * param->whole_cols / place.slices);
-    row = place.row + (param->first_row + row) * place.stride, col += param->first_col;
+    row = mt_placement_row(&place, param->first_row + row), col += param->first_col;
     return slice + (place.transposed ? col * place.width + row : row * place.width + col);
 }
 

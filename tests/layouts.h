@@ -5,6 +5,8 @@
 
 #include "golden.h"
 #include "new_folder.h"
+#include "../data/checkpoint/checkpoint_fp8.h"
+#include "../data/checkpoint/checkpoint_save.h"
 
 #include <mpi.h>
 #include <unistd.h>

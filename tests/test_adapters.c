@@ -3,6 +3,8 @@
 #include "../data/base/file.h"
 #include "../data/base/safetensors.h"
 #include "../data/checkpoint/adapter.h"
+#include "../data/checkpoint/adapter_merge.h"
+#include "../data/checkpoint/checkpoint_save.h"
 #include "golden.h"
 #include "folder.h"
 

@@ -2,7 +2,8 @@
  * skip, rewind or rerun the step bit for bit with a run without the fault. */
 #include "../data/options/option_table.h"
 #include "../data/options/options.h"
-#include "../data/checkpoint/checkpoint.h"
+#include "../data/checkpoint/checkpoint_load.h"
+#include "../data/checkpoint/checkpoint_save.h"
 #include "../data/checkpoint/run_options.h"
 #include "new_folder.h"
 

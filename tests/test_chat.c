@@ -1,9 +1,9 @@
 /* test_chat.c: chat templates against transformers.apply_chat_template: rendered texts, tokens, and the tokens of
  * responses. */
-#include "data/tokens/chat.h"
-
 #include "data/base/file.h"
+#include "data/tokens/chat.h"
 #include "data/tokens/jinja.h"
+#include "data/tokens/tokenizer_vocab.h"
 #include "data/datasets/sft.h"
 
 #include <setjmp.h>

@@ -2,6 +2,9 @@
 #include "folder.h"
 #include "golden.h"
 #include "../data/base/safetensors.h"
+#include "../data/checkpoint/checkpoint_folder.h"
+#include "../data/checkpoint/checkpoint_fp8.h"
+#include "../data/checkpoint/checkpoint_save.h"
 
 #include <dirent.h>
 #include <errno.h>

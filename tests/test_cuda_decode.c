@@ -14,7 +14,7 @@
 #include "../data/options/option_table.h"
 #include "../data/options/options.h"
 #include "../data/models/generate.h"
-#include "../data/checkpoint/checkpoint.h"
+#include "../data/checkpoint/checkpoint_load.h"
 #include "../data/checkpoint/run_options.h"
 #include "families.h"
 

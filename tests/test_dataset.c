@@ -1,6 +1,8 @@
 /* test_dataset.c: indexed datasets, Megatron's order of samples, samplers and batches. */
 #include "data/base/file.h"
 #include "data/datasets/dataset.h"
+#include "data/datasets/gpt_dataset.h"
+#include "data/datasets/loader.h"
 
 #include <jansson.h>
 #include <math.h>

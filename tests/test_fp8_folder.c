@@ -1,8 +1,8 @@
 /* test_fp8_folder.c: Hugging Face folders with weights in fp8 and a scale per block, as DeepSeek-V3's, or with experts
  * in MXFP4, as gpt-oss's, load to the values that the same folder without quantization has; bad scales are refused by
  * name. */
-#include "../data/checkpoint/checkpoint.h"
 #include "../data/base/safetensors.h"
+#include "../data/checkpoint/hf_folder.h"
 #include "families.h"
 #include "folder.h"
 

@@ -7,7 +7,8 @@
 #include "../data/options/option_table.h"
 #include "../data/options/options.h"
 #include "../data/models/generate.h"
-#include "../data/checkpoint/checkpoint.h"
+#include "../data/checkpoint/checkpoint_load.h"
+#include "../data/checkpoint/hf_folder.h"
 #include "../data/checkpoint/run_options.h"
 
 #include <jansson.h>
@@ -44,7 +45,10 @@ static const char *const families[] = {"gpt2",
                                        "glm4_moe_lite",
                                        "ministral3",
                                        "ernie4_5_moe",
-                                       "gpt_oss"};
+                                       "gpt_oss",
+                                       "qwen3_next",
+                                       "qwen3_5",
+                                       "qwen3_5_moe"};
 enum { NUM_FAMILIES = sizeof families / sizeof *families };
 static const mt_stops no_stops = {.count = 0};
 static const mt_sampling greedy = {.temperature = 0, .top_p = 1};

@@ -2,6 +2,7 @@
  * continues the run. Run by mpirun on four ranks. */
 #include "golden.h"
 #include "new_folder.h"
+#include "../data/checkpoint/checkpoint_save.h"
 
 #include <mpi.h>
 #include <signal.h>

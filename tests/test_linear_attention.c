@@ -234,8 +234,7 @@ static void a_state_continues_a_text(void **state) {
     mt_conv_args c = {.spans = &spans, .C = conv_width, .K = 4, .x = in, .w = in + o.starts[2], .silu = true};
     c.x_stride = c.y_stride = conv_width, c.y = conv_whole, a.out = whole;
     ops->delta_rule_forward(&a, MT_F32, NULL), ops->short_conv_forward(&c, MT_F32, NULL);
-    a.out = pieces, a.states = (mt_states){memory, T}, c.y = conv_pieces,
-    c.states = (mt_states){conv_memory, T};
+    a.out = pieces, a.states = (mt_states){memory, T}, c.y = conv_pieces, c.states = (mt_states){conv_memory, T};
     for (int i = 0; i < 5; i++) {
         int64_t begin = i > 0 ? ends[i - 1] : 0;
         const mt_span span = {begin, ends[i] - begin, T, ends[i], true};

@@ -2,6 +2,7 @@
  * for one sequence and one module at a time; loading and saving folders with modules; errors. */
 #include "../data/options/option_rules.h"
 #include "../data/models/hf_config.h"
+#include "../data/checkpoint/checkpoint_save.h"
 #include "../data/report/report.h"
 #include "folder.h"
 #include "golden.h"

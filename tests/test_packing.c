@@ -1,6 +1,9 @@
 /* test_packing.c: rows of samples of any length, micro-batches with even work, and training on them. */
 #include "golden.h"
 #include "data/options/option_reader.h"
+#include "data/datasets/gpt_dataset.h"
+#include "data/datasets/loader.h"
+#include "data/datasets/packing.h"
 #include "data/datasets/sft.h"
 #include "data/report/report.h"
 

@@ -4,7 +4,8 @@
 #include "../data/options/option_table.h"
 #include "../data/options/options.h"
 #include "../data/models/transfer.h"
-#include "../data/checkpoint/checkpoint.h"
+#include "../data/checkpoint/checkpoint_load.h"
+#include "../data/checkpoint/checkpoint_save.h"
 #include "../data/checkpoint/run_options.h"
 #include "folder.h"
 

@@ -1,6 +1,7 @@
 /* test_rollouts.c: prompts of reinforcement learning, the order in which a run reads them, and a step's responses on
  * their way to scores, advantages and micro-batches. */
 #include "data/base/file.h"
+#include "data/tokens/tokenizer_vocab.h"
 #include "data/learn/rollouts.h"
 
 #include <jansson.h>

@@ -1,5 +1,4 @@
 /* Safetensors files, single and as folders with an index: accepted, or refused with a message. */
-#include "../data/checkpoint/checkpoint.h"
 #include "../data/checkpoint/mxfp4.h"
 #include "folder.h"
 

@@ -44,9 +44,7 @@ header_is_cxx() {
 
 # The headers that make install copies.
 companions_are_cxx() {
-    for header in data/*/*.h; do
-        case $header in *_internal.h) ;; *) echo "#include \"$header\"" ;; esac
-    done >"$work/companions.cc"
+    for header in data/*/*.h; do echo "#include \"$header\""; done >"$work/companions.cc"
     # shellcheck disable=SC2086
     "$1" -std=c++17 $strict -I. -fsyntax-only "$work/companions.cc" >"$work/out" 2>"$work/err"
 }
@@ -91,6 +89,22 @@ wings_use_earlier_ones() {
                 if ($i ~ /^data\// && !((i == 1 ? from[2] : to[2]) in wing)) print $i " is in no wing"
             if (to[1] == "data" && from[1] == "data" && wing[to[2]] > wing[from[2]]) print
         }' "$work/calls" >"$work/out"
+    [ ! -s "$work/out" ]
+}
+
+# A symbol that an object of data/ defines is declared in the header of its source and in no other one.
+headers_declare_their_own() {
+    sources=$(echo data/*/*.c)
+    # File names of the project have no spaces.
+    # shellcheck disable=SC2046
+    (cd "$objects" && nm -A -g --defined-only $(echo "$sources" | sed 's/\.c\( \|$\)/.o\1/g')) |
+        sed 's/\.o:.* / /' >"$work/homes"
+    grep -q '^data/base/file mt_file_read$' "$work/homes" || return 1
+    awk 'FNR == NR { home[$2] = $1; next }
+        /^[A-Za-z]/ && match($0, /mt_[a-z0-9_]+[(\[]/) {
+            name = substr($0, RSTART, RLENGTH - 1)
+            if (name in home && FILENAME != home[name] ".h") print FILENAME ": " name " is defined in " home[name] ".c"
+        }' "$work/homes" data/*/*.h >"$work/out"
     [ ! -s "$work/out" ]
 }
 
@@ -156,6 +170,7 @@ if [ -f "$objects/megatron.o" ] && command -v nm >/dev/null; then
     check calls_no_companion calls_no_companion
     check wings_use_earlier_ones wings_use_earlier_ones
     check wings_have_no_circle wings_have_no_circle
+    check headers_declare_their_own headers_declare_their_own
 else
     echo "skipped: no object files, or no nm, to find who calls whom"
 fi

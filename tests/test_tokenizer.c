@@ -1,5 +1,7 @@
 /* test_tokenizer.c: ids and texts equal those of the reference libraries; damaged files give an error of one line. */
-#include "../data/tokens/tokenizer_internal.h"
+#include "../data/tokens/tokenizer_encode.h"
+#include "../data/tokens/tokenizer_json.h"
+#include "../data/tokens/tokenizer_sentencepiece.h"
 #include "../data/options/option_table.h"
 #include "../data/options/options.h"
 

@@ -4,7 +4,7 @@
 #include "../base/file.h"
 #include "../options/option_rules.h"
 #include "../options/option_table.h"
-#include "checkpoint.h"
+#include "checkpoint_folder.h"
 #include "resume.h"
 
 #include <math.h>

@@ -1,5 +1,5 @@
 /* adapter.h: low-rank adapters as folders of peft: adapter_config.json and adapter_model.safetensors. The tensors are
- * rows of the parameter table, so checkpoint.h loads and saves them. */
+ * rows of the parameter table, so checkpoint_load.h and checkpoint_save.h have them too. */
 #ifndef MT_ADAPTER_H
 #define MT_ADAPTER_H
 
@@ -42,14 +42,6 @@ void mt_adapter_warn(const mt_options *options, FILE *out);
  * adapter is smaller or not there has zeros, which training leaves zeros. Errors: a name without a matrix, with the
  * nearest one; some of the matrices of a role only, unless the file of load_adapter says so. */
 int mt_options_derive_adapters(mt_options *options, mt_error *error);
-
-/* Adds the product of each adapter to its matrix, in fp32 and rounded once, and clears its B: the model computes the
- * same. Not for parameters that data-parallel ranks shard, and not between a forward and its backward. */
-void mt_model_merge_adapters(mt_model *model);
-
-/* Writes the whole model with its adapters merged, a Hugging Face folder, to options->merge_adapter, and merges them in
- * `model` too. Every rank calls it. */
-int mt_adapter_merge(mt_model *model, mt_error *error);
 
 #ifdef __cplusplus
 }

@@ -1,10 +1,14 @@
 /* adapter_merge.c: the product of adapters is added to their matrices, and the merged model is a Hugging Face folder.
  */
+#include "adapter_merge.h"
+
+#include "adapter_merge.h"
+
 #include "../base/file.h"
 #include "../tokens/special_tokens.h"
 #include "../models/hf_config.h"
-#include "adapter.h"
-#include "checkpoint.h"
+#include "checkpoint_folder.h"
+#include "checkpoint_save.h"
 
 #include <stdlib.h>
 #include <string.h>

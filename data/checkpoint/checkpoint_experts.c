@@ -1,8 +1,11 @@
 /* checkpoint_experts.c: tensors that hold all experts of a layer, cut into the matrices of each expert. The cut is one
  * of names and addresses: the bytes of an expert's matrix lie together in the stacked tensor. */
+#include "checkpoint_experts.h"
+
+#include "checkpoint_experts.h"
+
 #include "../base/file.h"
 #include "../base/safetensors.h"
-#include "checkpoint_internal.h"
 
 #include <stdlib.h>
 #include <string.h>

@@ -1,8 +1,12 @@
 /* checkpoint_folder.c: which checkpoint of a folder: --save writes folders iter_NNNNNNN, and
  * latest_checkpointed_iteration.txt names the last one. */
+#include "checkpoint_folder.h"
+
+#include "checkpoint_folder.h"
+
 #include "../base/file.h"
-#include "checkpoint.h"
-#include "checkpoint_internal.h"
+#include "../base/safetensors.h"
+#include "checkpoint_trainer.h"
 
 #include <ctype.h>
 #include <errno.h>

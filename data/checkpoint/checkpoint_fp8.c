@@ -5,9 +5,12 @@
  *   largest                       [3]        largest number of the formats of x, w, dy
  *   layers.N.LINEAR.scale         [D, 3]     D: data-parallel ranks, 1 without --tp-only-amax-red
  *   layers.N.LINEAR.amax_history  [D, H, 3]  entry 0 is that of the next step, 0; then the oldest first */
+#include "checkpoint_fp8.h"
+
+#include "checkpoint_fp8.h"
+
 #include "../base/file.h"
-#include "checkpoint.h"
-#include "checkpoint_internal.h"
+#include "../base/safetensors.h"
 
 #include <math.h>
 #include <stdlib.h>
@@ -227,7 +230,7 @@ static void mt_fp8_report(const mt_group *world, const char *path, int64_t histo
                 saved > history_length ? "cut to the newest entries" : "longer and fill up step by step");
 }
 
-int mt_fp8_load(mt_model *m, const char *folder, bool continues, mt_error *error) {
+int mt_fp8_state_load(mt_model *m, const char *folder, bool continues, mt_error *error) {
     const mt_group *world = &mt_model_grid(m)->world;
     mt_fp8_state state = mt_train_fp8_state(m);
     bool delayed = state.history_length > 0, exists = continues && mt_folder_has(folder, MT_FP8_FILE);

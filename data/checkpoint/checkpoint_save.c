@@ -5,13 +5,21 @@
  * during the copies. The threads call no MPI; of the device they only wait for the copies. A checkpoint is written into
  * a folder with a temporary name beside its final one, brought to the disk, and renamed. Invariant: nothing
  * half-written ever replaces something whole. */
+#include "checkpoint_save.h"
+
+#include "checkpoint_save.h"
+
+#include "../base/direct.h"
 #include "../base/file.h"
 #include "../base/watchdog.h"
 #include "../tokens/special_tokens.h"
 #include "../models/hf_config.h"
 #include "adapter.h"
-#include "checkpoint.h"
-#include "checkpoint_internal.h"
+#include "checkpoint_folder.h"
+#include "checkpoint_fp8.h"
+#include "checkpoint_load.h"
+#include "checkpoint_tensors.h"
+#include "checkpoint_trainer.h"
 #include "resume.h"
 
 #include <errno.h>

@@ -3,7 +3,7 @@
 
 #include "../base/file.h"
 #include "../options/option_table.h"
-#include "checkpoint.h"
+#include "checkpoint_folder.h"
 
 #include <stdio.h>
 #include <stdlib.h>

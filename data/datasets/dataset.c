@@ -3,6 +3,8 @@
 
 #include "../base/file.h"
 #include "../options/option_rules.h"
+#include "gpt_dataset.h"
+#include "packing.h"
 #include "sft.h"
 
 #include <math.h>

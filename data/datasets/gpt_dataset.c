@@ -4,8 +4,13 @@
  * overlap by one token (the last label); shuffle the samples. Sample s of the stream begins at token s * seq_length, so
  * a table of the first token of each document is enough to find it.
  */
+#include "gpt_dataset.h"
+
+#include "gpt_dataset.h"
+
 #include "../base/file.h"
 #include "dataset.h"
+#include "indexed_dataset.h"
 
 #include <errno.h>
 #include <math.h>

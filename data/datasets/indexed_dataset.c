@@ -1,8 +1,11 @@
 /* indexed_dataset.c: Megatron's .bin/.idx pair, read through a memory map and written atomically. For little-endian
  * hosts: the format is little-endian. */
+#include "indexed_dataset.h"
+
+#include "indexed_dataset.h"
+
 #include "../base/file.h"
 #include "../base/watchdog.h"
-#include "dataset.h"
 
 #include <stdlib.h>
 #include <string.h>

@@ -2,9 +2,14 @@
  *
  * Megatron-LM, megatron/training/datasets/data_samplers.py, and _get_ltor_masks_and_position_ids in gpt_dataset.py.
  */
+#include "loader.h"
+
+#include "loader.h"
+
 #include "../base/file.h"
 #include "../base/watchdog.h"
 #include "../options/option_rules.h"
+#include "gpt_dataset.h"
 #include "sft.h"
 #include "step_plan_print.h"
 

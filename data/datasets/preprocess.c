@@ -9,8 +9,9 @@
 #include "../base/text.h"
 #include "../tokens/prompts.h"
 #include "../tokens/tokenizer.h"
+#include "../tokens/tokenizer_encode.h"
 #include "../options/option_table.h"
-#include "dataset.h"
+#include "indexed_dataset.h"
 
 #include <errno.h>
 #include <fcntl.h>

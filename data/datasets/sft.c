@@ -4,6 +4,7 @@
 #include "../base/file.h"
 #include "../base/text.h"
 #include "../tokens/chat.h"
+#include "../tokens/tokenizer_vocab.h"
 
 #include <math.h>
 #include <stdlib.h>

@@ -2,7 +2,7 @@
 #ifndef MT_STEP_PLAN_PRINT_H
 #define MT_STEP_PLAN_PRINT_H
 
-#include "sft.h"
+#include "packing.h"
 
 #ifdef __cplusplus
 extern "C" {

@@ -3,7 +3,8 @@
 
 #include "../base/child.h"
 #include "../base/signals.h"
-#include "../tokens/tokenizer_internal.h"
+#include "../tokens/tokenizer.h"
+#include "../tokens/tokenizer_vocab.h"
 
 #include <ctype.h>
 #include <errno.h>

@@ -20,6 +20,8 @@
 #include "../models/generate.h"
 #include "../models/model_role.h"
 #include "../models/transfer.h"
+#include "../checkpoint/checkpoint_folder.h"
+#include "../checkpoint/checkpoint_load.h"
 #include "../checkpoint/resume.h"
 #include "../report/report.h"
 #include "rollouts.h"

@@ -4,7 +4,7 @@
 #define MT_RL_H
 
 #include "../tokens/tokenizer.h"
-#include "../checkpoint/checkpoint.h"
+#include "../checkpoint/checkpoint_save.h"
 #include "../report/report.h"
 
 #ifdef __cplusplus

@@ -2,6 +2,8 @@
 #include "rollouts.h"
 
 #include "../tokens/response.h"
+#include "../tokens/tokenizer_vocab.h"
+#include "../datasets/gpt_dataset.h"
 
 #include <math.h>
 #include <stdlib.h>

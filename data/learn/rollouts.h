@@ -14,9 +14,10 @@
 #ifndef MT_ROLLOUTS_H
 #define MT_ROLLOUTS_H
 
+#include "../datasets/packing.h"
+#include "../datasets/sft.h"
 #include "advantages.h"
 #include "rewards.h"
-#include "../datasets/sft.h"
 
 #ifdef __cplusplus
 extern "C" {

@@ -8,7 +8,8 @@
 #include "../options/option_table.h"
 #include "../models/hf_config.h"
 #include "../models/model_role.h"
-#include "../checkpoint/checkpoint.h"
+#include "../checkpoint/checkpoint_folder.h"
+#include "../checkpoint/checkpoint_load.h"
 #include "../checkpoint/run_options.h"
 #include "../report/report.h"
 

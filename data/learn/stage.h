@@ -3,7 +3,7 @@
 #ifndef MT_STAGE_H
 #define MT_STAGE_H
 
-#include "../datasets/dataset.h"
+#include "../datasets/loader.h"
 
 #ifdef __cplusplus
 extern "C" {

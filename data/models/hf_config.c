@@ -45,14 +45,16 @@ enum {
     N_ROUTED = GROUPED & ~EXAONE_MOE,
     LEADING_DENSE = DEEPSEEK_V3 | DOTS1 | GLM4_MOE | EXAONE_MOE, // first_k_dense_replace
     LAYER_LIST = EXAONE_MOE | HY_V3 | GLM4_MOE_LITE,             // mlp_layer_types
-    PARTIAL = GLM4_MOE | MINIMAX_M2 | SOLAR_OPEN,                // RoPE on a part of the channels
+    DELTA_MOE = QWEN3_NEXT | QWEN3_5_MOE,
+    DELTA = DELTA_MOE | QWEN3_5,                          // gated delta nets
+    PARTIAL = GLM4_MOE | MINIMAX_M2 | SOLAR_OPEN | DELTA, // RoPE on a part of the channels
     EPSILON_5 = MIXTRAL | OLMO3 | EXAONES | GLM4_MOE | HY_V3 | SOLAR_OPEN | GLM4_MOE_LITE | MINISTRAL3 | ERNIE4_5_MOE |
                 GPT_OSS,                                                    // rms_norm_eps is 1e-5
     OTHER_THETA = MINIMAX_M2 | HY_V3 | SOLAR_OPEN | ERNIE4_5_MOE | GPT_OSS, // rope_theta is not 10000
     OWN_BLOCKS = SEED_OSS | DOTS1 | EXAONES | GLM4_MOE | MINIMAX_M2 | HY_V3 | SOLAR_OPEN | GLM4_MOE_LITE | MINISTRAL3 |
-                 ERNIE4_5_MOE,
+                 ERNIE4_5_MOE | DELTA,
     BLOCKS = LLAMA | MISTRAL | MIXTRAL | QWENS | DEEPSEEK_V3 | SMOLLM3 | WINDOWED | OWN_BLOCKS | GPT_OSS,
-    MOE = MIXTRAL | QWEN_MOE | SIGMOID | ERNIE4_5_MOE | GPT_OSS,
+    MOE = MIXTRAL | QWEN_MOE | SIGMOID | ERNIE4_5_MOE | GPT_OSS | DELTA_MOE,
     ALL = GPT2 | BLOCKS | MEGATRON,
 };
 
@@ -188,7 +190,7 @@ static const mt_hf_key mt_hf_keys[] = {
      REQUIRED | NULLABLE},
     {"head_dim", LLAMA | MISTRAL | MIXTRAL | QWEN2 | MIMO | QWEN_MOE | SMOLLM3 | OLMO3, MT_AT(kv_channels), NULLABLE},
     {"head_dim", DOTS1 | EXAONES | GLM4_MOE | ERNIE4_5_MOE, MT_AT(kv_channels), NULLABLE},
-    {"head_dim", GEMMA3, MT_AT(kv_channels), 0, "256"},
+    {"head_dim", GEMMA3 | DELTA, MT_AT(kv_channels), 0, "256"},
     {"head_dim", GPT_OSS, MT_AT(kv_channels), NULLABLE, "64"},
     {"query_pre_attn_scalar", GEMMA3, MT_AT(softmax_scale), 0, "256", &mt_softmax_scale},
     {"head_dim", QWEN3 | SEED_OSS | MINIMAX_M2 | HY_V3 | SOLAR_OPEN | MINISTRAL3, MT_AT(kv_channels), NULLABLE, "128"},
@@ -212,7 +214,7 @@ static const mt_hf_key mt_hf_keys[] = {
     {"attention_bias", LLAMA | QWEN3 | QWEN3_MOE | SMOLLM3 | WINDOWED | DOTS1 | HY_V3, MT_AT(attention_output_bias),
      PLAIN, "false"},
     {"attention_bias", GPT_OSS, MT_AT(attention_output_bias), PLAIN, "true"},
-    {"attention_bias", LATENT, 0, FIXED, "false"},
+    {"attention_bias", LATENT | DELTA, 0, FIXED, "false"},
     {"attention_bias", MIMO, 0, FIXED, "true"},
     {"use_bias", ERNIE4_5_MOE, 0, FIXED, "false"},
     {"attention_bias", SEED_OSS, MT_AT(add_qkv_bias), 0, "true"},
@@ -236,7 +238,8 @@ static const mt_hf_key mt_hf_keys[] = {
     {"rope_theta", MIXTRAL | SOLAR_OPEN, MT_AT(rotary_base), WRITE, "1000000.0"},
     {"rope_theta", MINIMAX_M2, MT_AT(rotary_base), WRITE, "5000000.0"},
     {"rope_theta", HY_V3, MT_AT(rotary_base), WRITE, "11158840.0"},
-    {"partial_rotary_factor", PARTIAL & ~GLM4_MOE, MT_AT(rotary_percent), WRITE, "1.0"},
+    {"partial_rotary_factor", PARTIAL & ~(GLM4_MOE | DELTA), MT_AT(rotary_percent), WRITE, "1.0"},
+    {"partial_rotary_factor", DELTA, MT_AT(rotary_percent), WRITE, "0.25"},
     {"partial_rotary_factor", GLM4_MOE, MT_AT(rotary_percent), WRITE, "0.5"},
     {"rope_theta", GPT_OSS, MT_AT(rotary_base), WRITE, "150000.0"},
     {"sliding_window", MISTRAL, MT_AT(window_size), NULLABLE, "4096"},
@@ -261,10 +264,17 @@ static const mt_hf_key mt_hf_keys[] = {
 
     {"intermediate_size", MIXTRAL | MINIMAX_M2, MT_AT(moe_ffn_hidden_size), REQUIRED},
     {"intermediate_size", GPT_OSS, MT_AT(moe_ffn_hidden_size), 0, "2880"},
-    {"moe_intermediate_size", QWEN_MOE | GROUPED | HY_V3 | ERNIE4_5_MOE, MT_AT(moe_ffn_hidden_size), REQUIRED},
+    {"linear_num_key_heads", DELTA, MT_AT(linear_num_key_heads), 0, "16"},
+    {"linear_num_value_heads", DELTA, MT_AT(linear_num_value_heads), 0, "32"},
+    {"linear_key_head_dim", DELTA, MT_AT(linear_key_head_dim), 0, "128"},
+    {"linear_value_head_dim", DELTA, MT_AT(linear_value_head_dim), 0, "128"},
+    {"linear_conv_kernel_dim", DELTA, MT_AT(linear_conv_kernel_dim), 0, "4"},
+
+    {"moe_intermediate_size", DELTA_MOE | QWEN_MOE | GROUPED | HY_V3 | ERNIE4_5_MOE, MT_AT(moe_ffn_hidden_size),
+     REQUIRED},
     {"num_local_experts", MIXTRAL | QWEN_MOE | MINIMAX_M2, MT_AT(num_experts)},
-    {"num_local_experts", N_ROUTED | NUM_SHARED, MT_AT(num_experts), READ},
-    {"num_experts", QWEN_MOE, MT_AT(num_experts)}, // for transformers before 5
+    {"num_local_experts", N_ROUTED | NUM_SHARED | DELTA_MOE, MT_AT(num_experts), READ},
+    {"num_experts", QWEN_MOE | DELTA_MOE, MT_AT(num_experts)}, // for transformers before 5
     {"num_experts", NUM_SHARED, MT_AT(num_experts)},
     {"num_local_experts", GPT_OSS, MT_AT(num_experts), 0, "128"},
     {"num_experts", MIXTRAL | N_ROUTED | MINIMAX_M2 | GPT_OSS, MT_AT(num_experts), READ},
@@ -277,15 +287,16 @@ static const mt_hf_key mt_hf_keys[] = {
     {"num_experts_per_tok", GPT_OSS, MT_AT(moe_router_topk), 0, "4"},
     {"moe_k", ERNIE4_5_MOE, MT_AT(moe_router_topk), 0, "6"},
     {"num_experts_per_tok", ERNIE4_5_MOE, MT_AT(moe_router_topk), READ}, // its other name in transformers 5
-    {"router_aux_loss_coef", MIXTRAL | QWEN_MOE | MINIMAX_M2 | ERNIE4_5_MOE | GPT_OSS, MT_AT(moe_aux_loss_coeff), 0,
-     "0.001"},
+    {"router_aux_loss_coef", MIXTRAL | QWEN_MOE | DELTA_MOE | MINIMAX_M2 | ERNIE4_5_MOE | GPT_OSS,
+     MT_AT(moe_aux_loss_coeff), 0, "0.001"},
     {"router_aux_loss_coef", GROUPED | HY_V3, MT_AT(moe_aux_loss_coeff), NONZERO, "0.0"}, // this program's
     {"router_jitter_noise", MIXTRAL | MINIMAX_M2, 0, FIXED | READ, "0.0|0"},
     {"output_router_logits", MOE & ~DEEPSEEK_MOE, 0, FIXED | WRITE, "false"},
     {"norm_topk_prob", QWEN_MOE, MT_AT(moe_router_pre_softmax), NEGATED, "false"},
+    {"norm_topk_prob", DELTA_MOE, MT_AT(moe_router_pre_softmax), NEGATED, "true"},
     {"norm_topk_prob", GROUPED & ~DOTS1, 0, FIXED, "true"},
     {"norm_topk_prob", DOTS1, 0, FIXED | REQUIRED, "true"}, // absent: false
-    {"shared_expert_intermediate_size", QWEN2_MOE, MT_AT(moe_shared_expert_intermediate_size), REQUIRED},
+    {"shared_expert_intermediate_size", QWEN2_MOE | DELTA_MOE, MT_AT(moe_shared_expert_intermediate_size), REQUIRED},
 
     {"n_shared_experts", N_ROUTED & ~DOTS1, MT_AT(moe_shared_expert_intermediate_size), NULL_IS_ZERO, "1",
      &mt_shared_experts},
@@ -308,7 +319,9 @@ static const mt_hf_key mt_hf_keys[] = {
 
     {NULL, BLOCKS, MT_AT(normalization), 0, "\"RMSNorm\""},
     {NULL, BLOCKS, MT_AT(position_embedding_type), 0, "\"rope\""},
-    {NULL, QWEN3 | QWEN3_MOE | WINDOWED | DOTS1 | EXAONES | MINIMAX_M2 | HY_V3, MT_AT(qk_layernorm), 0, "true"},
+    {NULL, DELTA, MT_AT(experimental_attention_variant), 0, "\"gated_delta_net\""},
+    {NULL, DELTA, MT_AT(attention_output_gate), 0, "true"},
+    {NULL, QWEN3 | QWEN3_MOE | WINDOWED | DELTA | DOTS1 | EXAONES | MINIMAX_M2 | HY_V3, MT_AT(qk_layernorm), 0, "true"},
     {NULL, OLMO3 | MINIMAX_M2, MT_AT(qk_layernorm_all_heads), 0, "true"},
     {NULL, GPT_OSS, MT_AT(quick_geglu), 0, "true"},
     {NULL, GPT_OSS, MT_AT(glu_linear_offset), 0, "1"},
@@ -317,11 +330,11 @@ static const mt_hf_key mt_hf_keys[] = {
     {NULL, GPT_OSS, MT_AT(mlp_bias), PLAIN, "true"},
     {NULL, GEMMA3, MT_AT(norm_placement), 0, "\"both\""},
     {NULL, OLMO3 | EXAONE4, MT_AT(norm_placement), 0, "\"after\""},
-    {NULL, GEMMA3, MT_AT(layernorm_zero_centered_gamma), 0, "true"},
+    {NULL, GEMMA3 | DELTA, MT_AT(layernorm_zero_centered_gamma), 0, "true"},
     {NULL, GEMMA3, MT_AT(embedding_multiplier), 0, "1", &mt_root_of_width},
     {NULL, QWEN2 | MIMO, MT_AT(add_qkv_bias), 0, "true"},
     {NULL, LATENT, MT_AT(multi_latent_attention), 0, "true"},
-    {NULL, QWEN2_MOE, MT_AT(moe_shared_expert_gate), 0, "true"},
+    {NULL, QWEN2_MOE | DELTA_MOE, MT_AT(moe_shared_expert_gate), 0, "true"},
     {NULL, SIGMOID, MT_AT(moe_router_score_function), 0, "\"sigmoid\""},
     {NULL, GROUPED, MT_AT(moe_router_enable_expert_bias), 0, "true", &mt_group_best},
     {NULL, MINIMAX_M2 | HY_V3 | ERNIE4_5_MOE, MT_AT(moe_router_enable_expert_bias), 0, "true"},
@@ -844,6 +857,29 @@ static void mt_config_read_windows(mt_config *config, uint64_t mask, mt_options 
     free(listed), free(letters);
 }
 
+/* Layers with a gated delta net: a list, or all but every full_attention_interval-th. */
+static void mt_config_read_linear_layers(mt_config *config, mt_options *shape) {
+    const json_t *types = mt_config_list(config, config->root, "layer_types");
+    int64_t every = mt_config_int(config, config->root, "full_attention_interval", 4);
+    if (config->failed || shape->num_layers < 1) return;
+    if (every < 1) mt_config_fail(config, "\"full_attention_interval\" is %lld, must be positive", (long long)every);
+    if (types && (int64_t)json_array_size(types) != shape->num_layers)
+        mt_config_fail(config, "\"layer_types\" must list %lld layers", (long long)shape->num_layers);
+    if (config->failed) return;
+    char *letters = mt_calloc(shape->num_layers + 1);
+    for (int64_t i = 0; i < shape->num_layers; i++) {
+        const char *type = types ? json_string_value(json_array_get(types, (size_t)i)) : NULL;
+        letters[i] = type ? (*type == 'l' ? '1' : '0') : (i + 1) % every != 0 ? '1' : '0';
+        if (types && (!type || mt_choice_index("full_attention|linear_attention", type) < 0))
+            mt_config_fail(config, "\"layer_types\" holds %.40s; full_attention and linear_attention are supported",
+                           type ? type : "values other than strings");
+    }
+    if (!strchr(letters, '1')) mt_config_fail(config, "\"layer_types\" lists no layer of linear_attention");
+    free(shape->linear_attention_freq);
+    shape->linear_attention_freq = mt_layer_freq_print(letters, MT_LINEAR_LAYERS);
+    free(letters);
+}
+
 /* SmolLM3's layers with RoPE: a list, or all but every no_rope_layer_interval-th. */
 static void mt_config_read_rope_layers(mt_config *config, mt_options *shape) {
     const json_t *list = mt_config_list(config, config->root, "no_rope_layers");
@@ -903,8 +939,9 @@ static void mt_config_read_layer_range(mt_config *config, char *layers, int64_t 
 
 /* The layers with experts, as --moe-layer-freq. */
 static void mt_config_read_expert_layers(mt_config *config, uint64_t mask, mt_options *shape) {
-    const json_t *dense = mask & QWEN_MOE ? mt_config_list(config, config->root, "mlp_only_layers") : NULL;
-    int64_t every = mask & QWEN_MOE ? mt_config_int(config, config->root, "decoder_sparse_step", 1) : 1;
+    bool lists = mask & (QWEN_MOE | QWEN3_NEXT);
+    const json_t *dense = lists ? mt_config_list(config, config->root, "mlp_only_layers") : NULL;
+    int64_t every = lists ? mt_config_int(config, config->root, "decoder_sparse_step", 1) : 1;
     int64_t leading = mt_config_first_expert_layer(config, mask);
     if (every < 1) mt_config_fail(config, "\"decoder_sparse_step\" must be a number above 0");
     if (config->failed || shape->num_layers == 0) return;
@@ -946,6 +983,7 @@ static void mt_config_finish_block(mt_config *config, uint64_t mask, mt_options 
     if (mask & (MISTRALS | MIXTRAL | QWENS | SMOLLM3 | WINDOWED | GPT_OSS | DOTS1 | EXAONES))
         mt_config_read_windows(config, mask, shape);
     if (mask & SMOLLM3) mt_config_read_rope_layers(config, shape);
+    if (mask & DELTA) mt_config_read_linear_layers(config, shape);
     if (mask & MOE) mt_config_finish_experts(config, mask, shape);
     if (!(mask & (LATENT | GLM4_MOE | HY_V3 | MIMO))) return;
     const json_t *modules = mt_config_get(config->root, "num_nextn_predict_layers");
@@ -1096,9 +1134,11 @@ static bool mt_option_differs(const mt_options *options, const mt_options *shape
         char *stored = mt_layer_freq_expand(theirs, MT_EXPERT_LAYERS, count, false, &ignored);
         differs = !asked || !stored || strcmp(asked, stored) != 0;
         free(asked), free(stored);
-    } else if (differs && row->offset == MT_AT(no_rope_freq) && *given && *theirs) {
-        char *asked = mt_layer_freq_expand(given, MT_ROPE_LAYERS, shape->num_layers, true, &ignored);
-        char *stored = mt_layer_freq_expand(theirs, MT_ROPE_LAYERS, shape->num_layers, false, &ignored);
+    } else if (differs && (row->offset == MT_AT(no_rope_freq) || row->offset == MT_AT(linear_attention_freq)) &&
+               *given && *theirs) {
+        mt_layer_freq_rule rule = row->offset == MT_AT(no_rope_freq) ? MT_ROPE_LAYERS : MT_LINEAR_LAYERS;
+        char *asked = mt_layer_freq_expand(given, rule, shape->num_layers, true, &ignored);
+        char *stored = mt_layer_freq_expand(theirs, rule, shape->num_layers, false, &ignored);
         differs = !asked || !stored || strcmp(asked, stored) != 0;
         free(asked), free(stored);
     } else if (differs && count > 0 && row->offset == MT_AT(ffn_hidden_size)) {
@@ -1277,12 +1317,15 @@ static void mt_config_write_layers(json_t *root, uint64_t mask, const mt_options
         mt_layer_kind kind = mt_layer_kind_of(o, i);
         bool has_experts = kind.feed_forward == MT_FEED_FORWARD_EXPERTS;
         if (full == i && kind.window == 0) full++;
-        json_array_append_new(types, json_string(kind.window > 0 ? "sliding_attention" : "full_attention"));
+        const char *attention = kind.window > 0 ? "sliding_attention" : "full_attention";
+        if (kind.mixer == MT_MIXER_GATED_DELTA_NET) attention = "linear_attention";
+        json_array_append_new(types, json_string(attention));
         json_array_append_new(rope, json_integer(kind.rope != MT_ROPE_NONE));
         json_array_append_new(mlps, json_string(has_experts ? "sparse" : "dense"));
         if (!has_experts) json_array_append_new(dense, json_integer(i));
     }
-    if (mask & (QWENS | SMOLLM3 | WINDOWED | GPT_OSS | DOTS1 | EXAONES)) json_object_set(root, "layer_types", types);
+    if (mask & (DELTA | QWENS | SMOLLM3 | WINDOWED | GPT_OSS | DOTS1 | EXAONES))
+        json_object_set(root, "layer_types", types);
     if (mask & DOTS1) mt_json_set_int(root, "max_window_layers", full);
     if (mask & LAYER_LIST) json_object_set(root, "mlp_layer_types", mlps);
     if (mask & (QWENS | SMOLLM3)) {
@@ -1290,7 +1333,7 @@ static void mt_config_write_layers(json_t *root, uint64_t mask, const mt_options
         mt_json_set_int(root, "max_window_layers", full); // for transformers before 5
     }
     if (mask & SMOLLM3) json_object_set(root, "no_rope_layers", rope);
-    if (mask & QWEN_MOE) {
+    if (mask & (QWEN_MOE | QWEN3_NEXT)) {
         json_object_set(root, "mlp_only_layers", dense);
         mt_json_set_int(root, "decoder_sparse_step", 1);
     }

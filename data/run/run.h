@@ -4,7 +4,6 @@
 
 #include "../tokens/tokenizer.h"
 #include "../datasets/dataset.h"
-#include "../checkpoint/checkpoint.h"
 #include "../report/report.h"
 #include "../learn/rl.h"
 #include "../learn/stage.h"

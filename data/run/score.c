@@ -3,6 +3,7 @@
 #include "score.h"
 
 #include "../base/file.h"
+#include "../datasets/packing.h"
 #include "../datasets/sft.h"
 #include "../models/model_role.h"
 

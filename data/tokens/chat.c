@@ -4,7 +4,7 @@
 #include "../base/file.h"
 #include "jinja.h"
 #include "prompts.h"
-#include "tokenizer_internal.h"
+#include "tokenizer_encode.h"
 
 #include <stdlib.h>
 #include <string.h>

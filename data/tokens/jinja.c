@@ -4,6 +4,7 @@
 #include "../base/child.h"
 #include "../base/file.h"
 #include "tokenizer.h"
+#include "tokenizer_vocab.h"
 
 #include <errno.h>
 #include <poll.h>

@@ -2,6 +2,7 @@
 #include "prompts.h"
 
 #include "../base/file.h"
+#include "tokenizer_vocab.h"
 
 #include <errno.h>
 #include <stdlib.h>

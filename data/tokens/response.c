@@ -2,6 +2,7 @@
 #include "response.h"
 
 #include "../base/file.h"
+#include "tokenizer_vocab.h"
 
 #include <stdlib.h>
 #include <string.h>

@@ -2,7 +2,9 @@
 #include "tokenizer.h"
 
 #include "../base/file.h"
-#include "tokenizer_internal.h"
+#include "tokenizer_encode.h"
+#include "tokenizer_json.h"
+#include "tokenizer_sentencepiece.h"
 
 #include <stdlib.h>
 #include <string.h>

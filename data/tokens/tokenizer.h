@@ -33,11 +33,6 @@ typedef struct mt_text {
     int64_t bytes, capacity;
 } mt_text;
 
-/* Append one id; make room for `more` bytes; append bytes. */
-void mt_ids_push(mt_ids *ids, int32_t id);
-void mt_text_reserve(mt_text *text, int64_t more);
-void mt_text_append(mt_text *text, const char *data, int64_t bytes);
-
 /* The names of mt_tokenizer_type, in its order. */
 #define MT_TOKENIZER_TYPES "auto|HuggingFaceTokenizer|SentencePieceTokenizer|GPT2BPETokenizer|ByteLevel"
 
@@ -95,23 +90,6 @@ int32_t mt_tokenizer_find(const mt_tokenizer *tokenizer, const char *text, int64
 /* True for ids without text, such as <s> or <|im_end|>; a program that shows text skips them. */
 bool mt_tokenizer_is_special(const mt_tokenizer *tokenizer, int32_t id);
 
-/* An encoder for one thread; the tokenizer must outlive it. */
-mt_encoder *mt_encoder_open(const mt_tokenizer *tokenizer);
-void mt_encoder_close(mt_encoder *encoder);
-
-/* Appends the ids of `text` to `ids`; adds no BOS and no EOD. Added tokens (such as <|endoftext|>) are recognised in
- * the text, as by `tokenizers`; SentencePiece's control tokens are not, as by `sentencepiece`. Errors: text over 1 GiB;
- * a pattern that exceeds PCRE2's match limit. On error `ids` is unchanged. */
-int mt_encode(mt_encoder *encoder, const char *text, int64_t bytes, mt_ids *ids, mt_error *error);
-
-/* mt_encode for a part of a text. Special tokens are not recognised in it (Hugging Face: split_special_tokens), other
- * added tokens are. `first`: the part begins the text; other parts get no space before them (SentencePiece's dummy
- * prefix, Metaspace's prefix). */
-int mt_encode_part(mt_encoder *encoder, const char *text, int64_t bytes, bool first, mt_ids *ids, mt_error *error);
-
-/* mt_encode with a temporary encoder, for a few texts. */
-int mt_tokenizer_encode(const mt_tokenizer *tokenizer, const char *text, int64_t bytes, mt_ids *ids, mt_error *error);
-
 /* Appends the text of `ids` [count] to `text`: valid UTF-8 if the ids are those of a whole text. An id outside the
  * vocabulary is an error and leaves `text` unchanged. */
 int mt_tokenizer_decode(const mt_tokenizer *tokenizer, const int32_t *ids, int64_t count, mt_text *text,
@@ -126,5 +104,8 @@ int mt_decode_next(mt_decoder *decoder, int32_t id, mt_text *text, mt_error *err
 
 /* Ends the text: an incomplete character becomes U+FFFD. The decoder is then at the start of a new text. */
 void mt_decode_end(mt_decoder *decoder, mt_text *text);
+
+/* An empty tokenizer for a loader; `path` is for messages. */
+mt_tokenizer *mt_tokenizer_new(const char *path);
 
 #endif

@@ -7,7 +7,9 @@
  *
  * Regular expressions run on PCRE2 (compiled to machine code where possible), Unicode normalization on utf8proc.
  */
-#include "tokenizer_internal.h"
+#include "tokenizer_encode.h"
+
+#include "tokenizer_encode.h"
 
 #include <stdlib.h>
 #include <string.h>

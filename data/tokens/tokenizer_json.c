@@ -1,8 +1,11 @@
 /* tokenizer_json.c: reads Hugging Face's tokenizer.json, and GPT-2's vocab.json with merges.txt. Every component of the
  * file is either implemented exactly or refused by name; unknown keys are ignored, as by `tokenizers`. */
-#include "tokenizer_internal.h"
+#include "tokenizer_json.h"
+
+#include "tokenizer_json.h"
 
 #include "../base/file.h"
+#include "tokenizer_encode.h"
 
 #include <stdlib.h>
 #include <string.h>

@@ -1,6 +1,10 @@
 /* tokenizer_sentencepiece.c: reads SentencePiece models (Kudo and Richardson 2018), BPE and unigram. The file is one
  * protobuf message, sentencepiece_model.proto's ModelProto; only the fields for encoding and decoding are read. */
-#include "tokenizer_internal.h"
+#include "tokenizer_sentencepiece.h"
+
+#include "tokenizer_sentencepiece.h"
+
+#include "tokenizer_encode.h"
 
 #include <float.h>
 #include <math.h>

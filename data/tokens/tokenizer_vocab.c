@@ -1,5 +1,9 @@
 /* tokenizer_vocab.c: hash tables, the prefix tree, growable arrays, UTF-8 and the vocabulary of a tokenizer. */
-#include "tokenizer_internal.h"
+#include "tokenizer_vocab.h"
+
+#include "tokenizer_vocab.h"
+
+#include "tokenizer.h"
 
 #include <stdlib.h>
 #include <string.h>

@@ -5,10 +5,11 @@
  * DIR is a folder that transformers saved, or ./train --save. Without a prompt the program begins with token 1, prints
  * token ids, and needs no tokenizer.
  */
-#include "data/checkpoint/checkpoint.h"
 #include "data/tokens/prompts.h"
-#include "data/models/generate.h"
 #include "data/tokens/tokenizer.h"
+#include "data/tokens/tokenizer_encode.h"
+#include "data/models/generate.h"
+#include "data/checkpoint/hf_folder.h"
 
 #include <stdlib.h>
 #include <string.h>

@@ -11,7 +11,7 @@
  */
 #include "data/options/option_reader.h"
 #include "data/options/options.h"
-#include "data/checkpoint/checkpoint.h"
+#include "data/checkpoint/checkpoint_load.h"
 #include "data/checkpoint/run_options.h"
 
 #include <math.h>

@@ -1,16 +1,12 @@
-/* tokenizer_internal.h: shared by the files of the tokenizer. Each file calls only the files above it in this list:
- *
- *   tokenizer_vocab.c          hash tables, the prefix tree, growable arrays, UTF-8, the vocabulary
- *   tokenizer_encode.c         text to ids: normalizers, pre-tokenizers, BPE, unigram, added tokens
- *   tokenizer_json.c           reads tokenizer.json, or vocab.json and merges.txt, into an mt_tokenizer
- *   tokenizer_sentencepiece.c  reads a SentencePiece model into an mt_tokenizer
- *   tokenizer.c                open, save, decode
- */
-#ifndef MT_TOKENIZER_INTERNAL_H
-#define MT_TOKENIZER_INTERNAL_H
+/* tokenizer_vocab.h: hash tables, the prefix tree, UTF-8, and the vocabulary of a tokenizer with its rules. */
+#ifndef MT_TOKENIZER_VOCAB_H
+#define MT_TOKENIZER_VOCAB_H
 
-#include "../base/file.h"
 #include "tokenizer.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
 
 #define MT_MAX_VOCAB (1 << 22) // larger ids are errors, so that a small damaged file cannot claim much memory
 #define MT_MAX_STEPS 16        // steps of a normalizer, a pre-tokenizer or a decoder
@@ -18,8 +14,6 @@
 // By how much the rules of a file may lengthen a text. NFKD may make 18 bytes of one.
 #define MT_TEXT_GROWTH(bytes) (64 * (bytes) + (1 << 20))
 #define MT_SPACE_SYMBOL       "\xE2\x96\x81" // U+2581, which SentencePiece writes for a space
-
-/* ---- tokenizer_vocab.c ----------------------------------------------------------------------------------------- */
 
 /* A hash table from uint64 to uint64 with open addressing. Keys are below 2^64 - 1. */
 typedef struct mt_map {
@@ -200,44 +194,12 @@ const char *mt_token_text(const mt_tokenizer *tokenizer, int32_t id);
 int32_t mt_token_index(mt_tokenizer *tokenizer, int32_t id); // adds it to `lookup`; returns the id found if taken
 int32_t mt_token_find(const mt_tokenizer *tokenizer, const char *text, int64_t bytes); // -1 if absent
 
-/* ---- tokenizer_encode.c ---------------------------------------------------------------------------------------- */
+/* Append one id; make room for `more` bytes; append bytes. */
+void mt_ids_push(mt_ids *ids, int32_t id);
+void mt_text_reserve(mt_text *text, int64_t more);
+void mt_text_append(mt_text *text, const char *data, int64_t bytes);
 
-extern const char mt_gpt2_pattern[];
-
-/* A regular expression (refused without PCRE2), or a literal string. */
-int mt_pattern_compile(mt_pattern *out, const char *path, const char *regex, int64_t bytes, mt_error *error);
-void mt_pattern_literal(mt_pattern *out, const char *text, int64_t bytes);
-void mt_pattern_free(mt_pattern *pattern);
-void mt_rule_free(mt_rule *rule);
-
-/* Applies all normalizers. *text and *bytes become the result, which is valid until the encoder's next call. */
-int mt_normalize(mt_encoder *encoder, const char **text, int64_t *bytes, mt_error *error);
-
-/* mt_encode for valid UTF-8 of at most MT_MAX_TEXT bytes that also recognises SentencePiece's control tokens. Appends
- * to `places` for each special or other added token: its index in `ids`, and its first byte and the byte behind its
- * last in the text. Tokens that a file matches only after normalization have no place. */
-int mt_encode_places(mt_encoder *encoder, const char *text, int64_t bytes, mt_ids *ids, mt_ids *places,
-                     mt_error *error);
-
-/* Sets words_at_spaces where true; call it when the vocabulary is complete. */
-void mt_tokenizer_find_words(mt_tokenizer *tokenizer);
-
-/* ---- tokenizer_json.c, tokenizer_sentencepiece.c --------------------------------------------------------------- */
-
-/* The loaders fill a zeroed tokenizer from memory and refuse unknown parts by name; `path` is for messages. `config`,
- * the tokenizer_config.json beside it, may be NULL. */
-int mt_tokenizer_load_json(mt_tokenizer *tokenizer, const char *path, const mt_text *json, const mt_text *config,
-                           mt_error *error);
-int mt_tokenizer_load_gpt2(mt_tokenizer *tokenizer, const char *vocab_path, const mt_text *vocab,
-                           const char *merges_path, const mt_text *merges, mt_error *error);
-int mt_tokenizer_load_sentencepiece(mt_tokenizer *tokenizer, const char *path, const mt_text *model, mt_error *error);
-
-/* An error if a value of tokenizer_config.json that this program reads has another type. */
-int mt_tokenizer_config_check(const json_t *config, const char *path, mt_error *error);
-
-/* ---- tokenizer.c ----------------------------------------------------------------------------------------------- */
-
-/* An empty tokenizer for a loader; `path` is for messages. */
-mt_tokenizer *mt_tokenizer_new(const char *path);
-
+#ifdef __cplusplus
+}
+#endif
 #endif

@@ -1,0 +1,23 @@
+/* adapter_merge.h: the product of adapters is added to their matrices, and the merged model is a Hugging Face folder.
+ */
+#ifndef MT_ADAPTER_MERGE_H
+#define MT_ADAPTER_MERGE_H
+
+#include "../../megatron.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* Adds the product of each adapter to its matrix, in fp32 and rounded once, and clears its B: the model computes the
+ * same. Not for parameters that data-parallel ranks shard, and not between a forward and its backward. */
+void mt_model_merge_adapters(mt_model *model);
+
+/* Writes the whole model with its adapters merged, a Hugging Face folder, to options->merge_adapter, and merges them in
+ * `model` too. Every rank calls it. */
+int mt_adapter_merge(mt_model *model, mt_error *error);
+
+#ifdef __cplusplus
+}
+#endif
+#endif

@@ -1,0 +1,54 @@
+/* checkpoint_folder.h: which checkpoint of a folder: --save writes folders iter_NNNNNNN, and
+ * latest_checkpointed_iteration.txt names the last one. */
+#ifndef MT_CHECKPOINT_FOLDER_H
+#define MT_CHECKPOINT_FOLDER_H
+
+#include "../../megatron.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* The folder that holds config.json, or adapter_config.json: `folder` itself, its latest iter_NNNNNNN, or, without
+ * latest_checkpointed_iteration.txt, the newest one that is whole. Returns text to free, or NULL with error. */
+char *mt_checkpoint_resolve(const char *folder, mt_error *error);
+
+/* mt_checkpoint_resolve for a folder of --save: if the latest checkpoint is damaged as far as mt_checkpoint_verify sees
+ * without reading tensors, the one before. NULL with the error of the latest if none is whole. */
+char *mt_checkpoint_resolve_whole(const char *folder, mt_error *error);
+
+/* True when a folder holds a checkpoint, damaged or not. */
+bool mt_checkpoint_exists(const char *folder);
+
+/* Compares one checkpoint's folder, an iter_NNNNNNN, with its checksums.json: every file exists and has its size; files
+ * without tensors, or with `whole` all files, have their sums. Returns 0 also where there is no checksums.json: in a
+ * Hugging Face folder, or one of an older version. */
+int mt_checkpoint_verify(const char *folder, bool whole, mt_error *error);
+
+/* "FOLDER/iter_NNNNNNN" to free. */
+char *mt_iteration_path(const char *folder, int64_t number);
+
+/* The number of a name iter_NNNNNNN, or -1 for any other name. */
+int64_t mt_iteration_of(const char *name);
+
+/* True when a folder holds a model's config.json or an adapter's adapter_config.json. */
+bool mt_folder_has_weights(const char *folder);
+
+/* The latest checkpoint of a folder before iteration `before` that mt_checkpoint_verify finds whole without reading its
+ * tensors, and that has trainer.json. -1 if there is none; the error is that of the first checkpoint tried, or that the
+ * folder has no checkpoint. */
+int64_t mt_checkpoint_whole_before(const char *folder, int64_t before, mt_error *error);
+
+/* Numbers of the checkpoints in a folder, in descending order; free the numbers. */
+typedef struct mt_iterations {
+    int64_t *numbers, count;
+} mt_iterations;
+mt_iterations mt_iterations_list(const char *folder);
+
+/* True when folder/name is a link into the latest iteration. */
+bool mt_is_own_link(const char *folder, const char *name);
+
+#ifdef __cplusplus
+}
+#endif
+#endif

@@ -1,0 +1,157 @@
+/* checkpoint_trainer.c: reads trainer.json, with which a run continues bit for bit. */
+#include "checkpoint_trainer.h"
+
+#include "../base/file.h"
+#include "checkpoint_folder.h"
+#include "resume.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+/* The most iterations and samples of a run, like --train-iters and --train-samples: sums of these do not overflow. */
+static const int64_t MT_MOST_COUNTED = 1000000000000;
+
+/* Reads a whole number of trainer.json in [0, high]. */
+static int mt_trainer_int(const json_t *json, const char *key, int64_t high, const char *path, int64_t *value,
+                          mt_error *error) {
+    const json_t *item = json_object_get(json, key);
+    if (mt_json_int(item, 0, high, value)) return 0;
+    return mt_error_set(error, "%s: has no whole number \"%s\"%s; begin anew from these weights by --finetune", path,
+                        key, json_is_integer(item) ? " in its range" : "");
+}
+
+/* The number and the order of samples depend on these options, so a run keeps them. */
+static int mt_trainer_agrees(const char *path, const char *option, int64_t then, int64_t now, mt_error *error) {
+    if (then == now) return 0;
+    return mt_error_set(error, "%s: the run was begun with %s %lld, not %lld; give that, or begin anew by --finetune",
+                        path, option, (long long)then, (long long)now);
+}
+
+/* Reads the sizes that the data were ordered for; older files lack them. */
+static int mt_trainer_read_plans(const json_t *json, mt_run_state *state, const char *path, mt_error *error) {
+    const json_t *plans = json_object_get(json, "data_plans"), *plan;
+    size_t i;
+    state->data.num_plans = 0;
+    if (!plans) return 0;
+    bool good = json_is_array(plans) && json_array_size(plans) <= MT_MAX_DATA_PLANS;
+    json_array_foreach(plans, i, plan) {
+        for (size_t k = 0; k < 2 && good; k++) {
+            int64_t low = i > 0 ? state->data.plans[i - 1][k] : 0;
+            good = mt_json_int(json_array_get(plan, k), low, MT_MOST_COUNTED, &state->data.plans[i][k]);
+        }
+        if (!good) break;
+        state->data.num_plans++;
+    }
+    if (good) return 0;
+    return mt_error_set(error,
+                        "%s: \"data_plans\" is not a list of up to %d pairs of ascending sizes; begin anew from "
+                        "these weights by --finetune",
+                        path, MT_MAX_DATA_PLANS);
+}
+
+/* Reads what identifies the training data; older files lack it, and then all is 0. */
+static int mt_trainer_read_data(const json_t *json, mt_run_state *state, const char *path, mt_error *error) {
+    state->data.documents = state->data.tokens = state->data.fingerprint = state->data.group = 0;
+    if (mt_trainer_read_plans(json, state, path, error) != 0) return -1;
+    if (!json_object_get(json, "data_fingerprint")) return 0;
+    if (mt_trainer_int(json, "data_documents", INT64_MAX, path, &state->data.documents, error) != 0) return -1;
+    if (mt_trainer_int(json, "data_tokens", INT64_MAX, path, &state->data.tokens, error) != 0) return -1;
+    if (mt_trainer_int(json, "data_group", INT64_MAX, path, &state->data.group, error) != 0) return -1;
+    return mt_trainer_int(json, "data_fingerprint", INT64_MAX, path, &state->data.fingerprint, error);
+}
+
+int mt_trainer_read(const mt_model *m, mt_run_state *state, mt_loss_average *average, const char *path,
+                    mt_error *error) {
+    const mt_options *o = mt_model_options(m);
+    int64_t version, seed, seq_length, sft = o->sft, packed = o->sequence_packing, stage = o->stage;
+    int64_t prompts = o->rollout_batch_size, group = o->num_return_sequences;
+    int64_t loader = o->dataloader_type;
+    json_t *json = mt_json_read(path, error);
+    int status = json ? mt_trainer_int(json, "version", INT64_MAX, path, &version, error) : -1;
+#define MT_READ_STATE(field)                                                                                           \
+    if (status == 0) status = mt_trainer_int(json, #field, MT_MOST_COUNTED, path, &state->field, error);
+    MT_RUN_STATE_FIELDS(MT_READ_STATE)
+#undef MT_READ_STATE
+    if (status == 0 && json_object_get(json, "loss_average")) {
+        average->mean = json_number_value(json_object_get(json, "loss_average"));
+        if (!json_is_number(json_object_get(json, "loss_average")))
+            status = mt_error_set(
+                error, "%s: has no number \"loss_average\"; begin anew from these weights by --finetune", path);
+        if (status == 0)
+            status = mt_trainer_int(json, "loss_average_steps", MT_MOST_COUNTED, path, &average->steps, error);
+    }
+    if (status == 0 && json_object_get(json, "stage"))
+        status = mt_trainer_int(json, "stage", MT_STAGE_KD, path, &stage, error);
+    if (status == 0 && json_object_get(json, "rollout_batch_size")) {
+        status = mt_trainer_int(json, "rollout_batch_size", INT64_MAX, path, &prompts, error);
+        if (status == 0) status = mt_trainer_int(json, "num_return_sequences", INT64_MAX, path, &group, error);
+    }
+    int64_t each = mt_max(o->rollout_batch_size, 1); // per iteration; older files lack the next two keys
+    if (status == 0 && o->stage == MT_STAGE_RL)
+        state->consumed_prompts = mt_min(state->iteration, MT_MOST_COUNTED / each) * each;
+    if (status == 0 && json_object_get(json, "consumed_prompts")) {
+        status = mt_trainer_int(json, "consumed_prompts", MT_MOST_COUNTED, path, &state->consumed_prompts, error);
+        if (status == 0)
+            status = mt_trainer_int(json, "prompts_fingerprint", INT64_MAX, path, &state->prompts_fingerprint, error);
+    }
+    if (status == 0) status = mt_trainer_int(json, "seed", INT64_MAX, path, &seed, error);
+    if (status == 0) status = mt_trainer_int(json, "seq_length", INT64_MAX, path, &seq_length, error);
+    if (status == 0 && json_object_get(json, "sft")) { // older files lack these
+        status = mt_trainer_int(json, "sft", 1, path, &sft, error);
+        if (status == 0) status = mt_trainer_int(json, "sequence_packing", 1, path, &packed, error);
+    }
+    const json_t *named = json_object_get(json, "optimizer"); // older files lack it
+    const char *optimizer = named ? json_string_value(named) : mt_optimizer_name(MT_OPTIMIZER_ADAMW);
+    const char *own = mt_optimizer_name(o->optimizer);
+    if (status == 0 && !optimizer)
+        status =
+            mt_error_set(error, "%s: \"optimizer\" is not a name; begin anew from these weights by --finetune", path);
+    if (status == 0 && state->iteration > 0 && !o->no_load_optim && strcmp(optimizer, own) != 0)
+        status = mt_error_set(error,
+                              "%s: the run was begun with --optimizer %s, not %s; give that, or begin with new states "
+                              "by --no-load-optim",
+                              path, optimizer, own);
+    if (status == 0) status = mt_trainer_read_data(json, state, path, error);
+    if (status == 0 && json_object_get(json, "dataloader_type"))
+        status = mt_trainer_int(json, "dataloader_type", MT_DATALOADER_CYCLIC, path, &loader, error);
+    json_decref(json);
+    if (status != 0) return -1;
+    if (version > MT_TRAINER_VERSION)
+        return mt_error_set(error, "%s: version %lld was written by a later version of this program; update it", path,
+                            (long long)version);
+    if (state->iteration == 0) return 0; // converted weights: the order of samples begins here
+    if (!o->no_load_rng && mt_trainer_agrees(path, "--seed", seed, o->seed, error) != 0) return -1;
+    if (stage != (int64_t)o->stage && (stage > MT_STAGE_SFT || o->stage > MT_STAGE_SFT))
+        return mt_error_set(error, "%s: the run was begun with another --stage; give that, or begin anew by --finetune",
+                            path);
+    bool writes = o->stage == MT_STAGE_RL; // prompts and responses are numbered by these sizes
+    if (writes && mt_trainer_agrees(path, "--rollout-batch-size", prompts, o->rollout_batch_size, error) != 0)
+        return -1;
+    if (writes && mt_trainer_agrees(path, "--num-return-sequences", group, o->num_return_sequences, error) != 0)
+        return -1;
+    if (mt_trainer_agrees(path, "--sft", sft, o->sft, error) != 0) return -1;
+    bool reorders = !o->no_load_rng && loader != (int64_t)o->dataloader_type;
+    if (reorders)
+        return mt_error_set(error,
+                            "%s: the run was begun with --dataloader-type %s; give that, or begin anew by "
+                            "--finetune",
+                            path, loader == MT_DATALOADER_CYCLIC ? "cyclic" : "single");
+    if (!writes && mt_trainer_agrees(path, "--sequence-packing", packed, o->sequence_packing, error) != 0) return -1;
+    return mt_trainer_agrees(path, "--seq-length", seq_length, o->seq_length, error);
+}
+
+void mt_checkpoint_peek(const mt_options *options, mt_run_state *state) {
+    mt_error ignored;
+    const char *from = mt_options_adapts(options) ? options->load_adapter : options->load;
+    if (!from || options->finetune) return;
+    char *folder =
+        mt_options_adapts(options) ? mt_checkpoint_resolve(from, &ignored) : mt_options_load_folder(options, &ignored);
+    char *path = folder ? mt_path_join(folder, "trainer.json") : NULL;
+    json_t *json = path ? mt_json_read(path, &ignored) : NULL;
+    int64_t iteration, samples;
+    if (json && mt_trainer_int(json, "iteration", MT_MOST_COUNTED, path, &iteration, &ignored) == 0 &&
+        mt_trainer_int(json, "consumed_train_samples", MT_MOST_COUNTED, path, &samples, &ignored) == 0)
+        state->iteration = iteration, state->consumed_train_samples = samples;
+    json_decref(json);
+    free(path), free(folder);
+}

@@ -1,0 +1,89 @@
+/* gpt_dataset.h: samples by index, in Megatron-LM's order, id for id; blends. */
+#ifndef MT_GPT_DATASET_H
+#define MT_GPT_DATASET_H
+
+#include "dataset.h"
+#include "indexed_dataset.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* ---- the random numbers of NumPy and PyTorch ---------------------------------------------------------------------
+ * Megatron's two shuffles, bit for bit, so that the order of samples is the same. Both draw from MT19937 (Matsumoto and
+ * Nishimura, "Mersenne Twister", 1998).
+ */
+typedef struct mt_mt19937 {
+    uint32_t state[624];
+    int position;
+} mt_mt19937;
+
+/* init_genrand and genrand_int32 of the authors' code, as in numpy.random.RandomState and torch.Generator. */
+void mt_mt19937_seed(mt_mt19937 *random, uint32_t seed);
+uint32_t mt_mt19937_next(mt_mt19937 *random);
+
+/* numpy.random.RandomState.shuffle of a one-dimensional array. */
+void mt_numpy_shuffle(mt_mt19937 *random, uint32_t *items, int64_t count);
+
+/* torch.randperm(count, generator=torch.Generator().manual_seed(seed)) on the CPU. */
+void mt_torch_randperm(uint32_t *permutation, int64_t count, uint64_t seed);
+
+/* Copies the tokens [seq_length + 1] of sample `index`, in [0, num_samples). A pure function of the index. */
+int mt_dataset_get(const mt_dataset *dataset, int64_t index, int32_t *tokens, mt_error *error);
+void mt_dataset_free(mt_dataset *dataset);
+
+/* ---- the parts of mt_data_open, for callers that build datasets themselves ----------------------------------------
+ * Megatron-LM, megatron/core/datasets/gpt_dataset.py, blended_dataset.py, blended_megatron_dataset_builder.py.
+ */
+
+/* Samples of the sequences [begin, end) of an indexed dataset, which must stay open. Has whole epochs: as many as
+ * num_samples needs, or one if num_samples is negative. `config` gives seq_length, seed and vocab_size. */
+int mt_gpt_dataset_create(mt_dataset **dataset, const mt_indexed_dataset *indexed, int64_t begin, int64_t end,
+                          int64_t num_samples, const mt_data_config *config, mt_error *error);
+
+/* The same for a run that was extended: sizes[i] samples, ascending, were asked for at its start (i 0) and by its
+ * extensions. The samples of the first come in the order of a run of sizes[0] samples, whole epochs of it; where these
+ * do not reach sizes[i], whole epochs with a shuffle of their own follow, so no extension changes an earlier order. */
+int mt_gpt_dataset_extend(mt_dataset **dataset, const mt_indexed_dataset *indexed, int64_t begin, int64_t end,
+                          const int64_t *sizes, int64_t count, const mt_data_config *config, mt_error *error);
+
+/* Draws `size` samples from `sources` [num_sources] in proportion to `weights`. Takes ownership of the sources, even on
+ * error. */
+int mt_blended_dataset_create(mt_dataset **dataset, mt_dataset *const *sources, const double *weights,
+                              int64_t num_sources, int64_t size, mt_error *error);
+
+/* The source of sample `index` of a blend, and the index of the sample in that source. */
+void mt_blended_dataset_locate(const mt_dataset *blend, int64_t index, int64_t *source, int64_t *source_index);
+
+/* Returns the number of sources of a blend and sets `sources` to them; 0 for any other dataset. */
+int64_t mt_blended_dataset_sources(const mt_dataset *dataset, mt_dataset *const **sources);
+
+/* The prefix of the indexed dataset that a dataset of mt_gpt_dataset_create samples; NULL for any other. */
+const char *mt_gpt_dataset_prefix(const mt_dataset *dataset);
+
+/* Samples that a source of normalized weight `weight` contributes to a blend of `size`; and the size to create its
+ * dataset with: Megatron adds 0.5% so that rounding never exhausts it. */
+int64_t mt_blend_target(double weight, int64_t size);
+int64_t mt_blend_surplus(int64_t target);
+
+/* weights / numpy.sum(weights), bit for bit. */
+void mt_weights_normalize(double *normalized, const double *weights, int64_t count);
+
+/* Parses shares such as "969,30,1" to fractions: split i is [edges[i], edges[i + 1]), empty if they are equal. */
+int mt_split_parse(double edges[MT_NUM_SPLITS + 1], const char *split, mt_error *error);
+
+/* A list of paths, with or without weights. `paths` point into `words`. */
+typedef struct mt_blend {
+    int64_t count;
+    const char **paths;
+    double *weights; // NULL: without weights
+} mt_blend;
+
+/* `option` is the name of the option with the value `words`, for messages. */
+int mt_blend_parse(mt_blend *blend, const mt_strings *words, const char *option, mt_error *error);
+void mt_blend_free(mt_blend *blend);
+
+#ifdef __cplusplus
+}
+#endif
+#endif

@@ -1,0 +1,25 @@
+/* tokenizer_json.h: reads tokenizer.json, or vocab.json and merges.txt, into an mt_tokenizer. */
+#ifndef MT_TOKENIZER_JSON_H
+#define MT_TOKENIZER_JSON_H
+
+#include "../base/file.h"
+#include "tokenizer.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* The loaders fill a zeroed tokenizer from memory and refuse unknown parts by name; `path` is for messages. `config`,
+ * the tokenizer_config.json beside it, may be NULL. */
+int mt_tokenizer_load_json(mt_tokenizer *tokenizer, const char *path, const mt_text *json, const mt_text *config,
+                           mt_error *error);
+int mt_tokenizer_load_gpt2(mt_tokenizer *tokenizer, const char *vocab_path, const mt_text *vocab,
+                           const char *merges_path, const mt_text *merges, mt_error *error);
+
+/* An error if a value of tokenizer_config.json that this program reads has another type. */
+int mt_tokenizer_config_check(const json_t *config, const char *path, mt_error *error);
+
+#ifdef __cplusplus
+}
+#endif
+#endif
