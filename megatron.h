@@ -526,7 +526,11 @@ typedef enum mt_head_type {
 } mt_head_type;
 
 /* Mixers of linear attention (--experimental-attention-variant). */
-typedef enum mt_attention_variant { MT_VARIANT_NONE, MT_VARIANT_GATED_DELTA_NET } mt_attention_variant;
+typedef enum mt_attention_variant {
+    MT_VARIANT_NONE,
+    MT_VARIANT_GATED_DELTA_NET,
+    MT_VARIANT_GDN // its other name in Megatron-LM, until options are finished
+} mt_attention_variant;
 
 /* Every option by its Megatron name, with underscores. data/options/option_table.c has each one's default, range and
  * help. A number 0 and a string NULL mean "not given"; mt_options_finish (data/checkpoint/run_options.h) derives such

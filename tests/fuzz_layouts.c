@@ -66,6 +66,7 @@ typedef struct row {
 
 #define LATENT  "--multi-latent-attention --normalization RMSNorm --position-embedding-type rope --kv-lora-rank "
 #define EXPERTS "--num-experts"
+#define DELTA   "--experimental-attention-variant gated_delta_net --linear-attention-freq "
 // Marks models whose widths are multiples of 64: --fp8-param-gather needs multiples of 16 on each rank.
 #define WIDE    "--ffn-hidden-size 64"
 #define STAGES  "--pipeline-model-parallel-size"
@@ -131,6 +132,14 @@ static const row model_rows[] = {
     {10, "", "", "--embedding-multiplier 3.5"},
     {20, "", "", "--softmax-type learnable;--softmax-type off-by-one"},
     {10, "", "latent", "--softmax-scale 0.4"},
+    {10, "", "latent", "--attention-output-gate"},
+    // Heads of few channels may be short vectors: 1 / length enlarges the rounding of another order of sums. So do a
+    // norm of the block's small output and rounding to fp8.
+    {8, "", "norm-placement&--fp8-format",
+     DELTA
+     "2 --linear-num-key-heads 2 --linear-num-value-heads 4 --linear-key-head-dim 18 --linear-value-head-dim 12;" DELTA
+     "3 --linear-num-key-heads 4 --linear-num-value-heads 4 --linear-key-head-dim 16 --linear-value-head-dim 20 "
+     "--linear-conv-kernel-dim 2"},
     {15, "type rope", "latent", "--no-rope-freq 2;--no-rope-freq 3"},
     {60, "", "", "--disable-bias-linear"},
     {20, "", "latent", "--add-qkv-bias"},
@@ -263,7 +272,7 @@ static int most_ranks = 8;
 typedef struct item {
     part part;
     const row *row; // NULL: a size of the layout
-    char text[200];
+    char text[320];
 } item;
 
 typedef struct config {

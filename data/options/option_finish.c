@@ -109,6 +109,8 @@ static int mt_options_list_attention_layers(mt_options *o, mt_error *error) {
 /* Layers of linear attention. */
 static int mt_options_list_linear_layers(mt_options *o, mt_error *error) {
     mt_string_set(&o->linear_layers, NULL);
+    if (o->experimental_attention_variant == MT_VARIANT_GDN)
+        o->experimental_attention_variant = MT_VARIANT_GATED_DELTA_NET;
     if (o->num_layers == 0 || o->experimental_attention_variant == MT_VARIANT_NONE) return 0;
     if (!o->linear_attention_freq)
         return mt_error_set(error,

@@ -115,8 +115,8 @@ const mt_option mt_option_table[] = {
      "multiply attention's output by the sigmoid of one more product with the layer's input",
      .excludes = "multi-latent-attention"},
     {"experimental-attention-variant", MT_CHOICE, MT_AT(experimental_attention_variant), MT_TRAIN, MT_OF_WEIGHTS,
-     "none", "none|gated_delta_net",
-     "linear attention in place of attention, in the layers of --linear-attention-freq; gated_delta_net: as in "
+     "none", "none|gated_delta_net|gdn",
+     "linear attention in place of attention, in the layers of --linear-attention-freq; gated_delta_net (gdn): as in "
      "Qwen3-Next and Qwen3.5; on the CPU only so far"},
     {"linear-attention-freq", MT_STRING, MT_AT(linear_attention_freq), MT_TRAIN, MT_OF_WEIGHTS, NULL,
      "N or '([1]*3+[0]*1)*2'",
