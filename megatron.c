@@ -5707,7 +5707,7 @@ static const mt_role_row mt_role_rows[] = {
     /* multi-token prediction; its norms are the first vectors */
     MT_ROLE(MTP_PROJECTION, LAYER, REPLICATED, C, 2C, mtp_projection.weight, MT_HAS(MTP), 0,
             "eh_proj.weight", [MT_NAMES_MIMO] = "input_proj.weight"),
-    /* taps, which no optimizer of matrices steps: behind those that one does */
+    /* taps, which no optimizer of matrices steps, behind the matrices */
     MT_ROLE(CONV_Q, LAYER, TAPS, KEYS, TAPS, conv, MT_HAS(DELTA), 0, "linear_attn.conv1d.weight"),
     MT_FUSED(CONV_K, LAYER, TAPS, KEYS, TAPS, conv, MT_HAS(DELTA), 0, "linear_attn.conv1d.weight"),
     MT_FUSED(CONV_V, LAYER, TAPS, VALUES, TAPS, conv, MT_HAS(DELTA), 0, "linear_attn.conv1d.weight"),

@@ -2,6 +2,9 @@
 #ifndef MT_TEST_FAMILIES_H
 #define MT_TEST_FAMILIES_H
 
+#include <stdbool.h>
+#include <string.h>
+
 static const char *const families[] = {"gpt2",
                                        "llama",
                                        "llama3_rope_tied",
@@ -34,5 +37,10 @@ static const char *const families[] = {"gpt2",
                                        "qwen3_5_moe"};
 /* The first NUM_KINDS have every kind of parameter; the others arrange the same parts otherwise. */
 enum { NUM_FAMILIES = sizeof families / sizeof *families, NUM_KINDS = 16 };
+
+/* Families with linear attention, which the CPU alone computes. */
+__attribute__((unused)) static bool is_linear_family(const char *family) {
+    return strncmp(family, "qwen3_next", 10) == 0 || strncmp(family, "qwen3_5", 7) == 0;
+}
 
 #endif

@@ -177,8 +177,8 @@ static void save_and_resume(const char *family, const layout *saves, const layou
 
 /* The gated delta nets have two key heads, and run without context parallelism. */
 static bool takes_layout(const char *family, const layout *l) {
-    bool is_linear = strncmp(family, "qwen3_next", 10) == 0 || strncmp(family, "qwen3_5", 7) == 0;
-    return !is_linear || (!strstr(l->words, "--tensor-model-parallel-size 4") && !strstr(l->words, "--context"));
+    return !is_linear_family(family) ||
+           (!strstr(l->words, "--tensor-model-parallel-size 4") && !strstr(l->words, "--context"));
 }
 
 static void a_run_continues_from_any_layout_on_any_other(void **state) {
