@@ -2466,7 +2466,11 @@ typedef struct texts {
 
 /* `alike`: all prompts are equal. */
 static void texts_begin(texts *t, const int *new_tokens, bool alike) {
-    mt_batcher_plan plan = {TEXT_SLOTS, TEXT_LENGTH, TEXT_FORWARD, TEXT_ROWS, 16};
+    const mt_batcher_plan plan = {.max_sequences = TEXT_SLOTS,
+                                  .max_length = TEXT_LENGTH,
+                                  .max_tokens = TEXT_FORWARD,
+                                  .page_rows = TEXT_ROWS,
+                                  .num_pages = 16};
     t->batcher = mt_batcher_create(&plan);
     for (int i = 0; i < TEXTS; i++) {
         for (int j = 0; j < TEXT_PROMPT; j++) t->tokens[i][j] = alike ? 2 + j : 100 * i + j;
