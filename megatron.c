@@ -5592,8 +5592,10 @@ typedef enum mt_param_kind {
     MT_HEAD_LOGITS,  // a number of each query head
     MT_Q_HEADS_NORM, // of all query heads together
     MT_KV_HEADS_NORM,
-    MT_TAPS,      // of a convolution, channel by channel
-    MT_LOG_DECAYS // a number of each value head
+    MT_TAPS,         // of a convolution, channel by channel
+    MT_LOG_DECAYS,   // a number of each value head
+    MT_DECAY_BIASES, // likewise
+    MT_GATED_NORM    // one weight for all value heads, never 1 + weight
 } mt_param_kind;
 
 static const struct {
@@ -5611,14 +5613,16 @@ static const struct {
     [MT_COLUMN_BIAS] = {MT_CUT_ROWS, MT_INIT_ZEROS, MT_GRADIENT_WHOLE, 0},
     [MT_COLUMN_KV_BIAS] = {MT_CUT_KV_HEADS, MT_INIT_ZEROS, MT_GRADIENT_REPLICA, 0},
     [MT_ROW_BIAS] = {MT_CUT_NONE, MT_INIT_ZEROS, MT_GRADIENT_WHOLE, 0},
-    [MT_NORM] = {MT_CUT_NONE, MT_INIT_ONES, MT_GRADIENT_ROWS, 0},
+    [MT_NORM] = {MT_CUT_NONE, MT_INIT_GAIN, MT_GRADIENT_ROWS, 0},
     [MT_NORM_BIAS] = {MT_CUT_NONE, MT_INIT_ZEROS, MT_GRADIENT_ROWS, 0},
-    [MT_HEAD_NORM] = {MT_CUT_NONE, MT_INIT_ONES, MT_GRADIENT_HEADS, 0},
+    [MT_HEAD_NORM] = {MT_CUT_NONE, MT_INIT_GAIN, MT_GRADIENT_HEADS, 0},
     [MT_HEAD_LOGITS] = {MT_CUT_ROWS, MT_INIT_NORMAL, MT_GRADIENT_WHOLE, 0},
-    [MT_Q_HEADS_NORM] = {MT_CUT_ROWS, MT_INIT_ONES, MT_GRADIENT_WHOLE, 0},
-    [MT_KV_HEADS_NORM] = {MT_CUT_KV_HEADS, MT_INIT_ONES, MT_GRADIENT_REPLICA, 0},
+    [MT_Q_HEADS_NORM] = {MT_CUT_ROWS, MT_INIT_GAIN, MT_GRADIENT_WHOLE, 0},
+    [MT_KV_HEADS_NORM] = {MT_CUT_KV_HEADS, MT_INIT_GAIN, MT_GRADIENT_REPLICA, 0},
     [MT_TAPS] = {MT_CUT_ROWS, MT_INIT_TAPS, MT_GRADIENT_WHOLE, 0},
     [MT_LOG_DECAYS] = {MT_CUT_ROWS, MT_INIT_LOG_DECAY, MT_GRADIENT_WHOLE, 0},
+    [MT_DECAY_BIASES] = {MT_CUT_ROWS, MT_INIT_ONES, MT_GRADIENT_WHOLE, 0},
+    [MT_GATED_NORM] = {MT_CUT_NONE, MT_INIT_ONES, MT_GRADIENT_HEADS, 0},
 };
 
 typedef struct mt_role_row {
@@ -5744,9 +5748,10 @@ static const mt_role_row mt_role_rows[] = {
     MT_ROLE(K_NORM, LAYER, HEAD_NORM, D, ONE, k_norm, MT_HAS(HEAD_NORMS), 0, "self_attn.k_norm.weight"),
     MT_ROLE(Q_NORM, LAYER, Q_HEADS_NORM, HD, ONE, q_norm, MT_HAS(ALL_HEADS_NORMS), 0, "self_attn.q_norm.weight"),
     MT_ROLE(K_NORM, LAYER, KV_HEADS_NORM, GD, ONE, k_norm, MT_HAS(ALL_HEADS_NORMS), 0, "self_attn.k_norm.weight"),
-    MT_ROLE(DELTA_NORM, LAYER, HEAD_NORM, VALUE_CHANNELS, ONE, delta_norm, MT_HAS(DELTA), 0, "linear_attn.norm.weight"),
+    MT_ROLE(DELTA_NORM, LAYER, GATED_NORM, VALUE_CHANNELS, ONE, delta_norm, MT_HAS(DELTA), 0,
+            "linear_attn.norm.weight"),
     MT_ROLE(A_LOG, LAYER, LOG_DECAYS, VALUE_HEADS, ONE, A_log, MT_HAS(DELTA), 0, "linear_attn.A_log"),
-    MT_ROLE(DT_BIAS, LAYER, Q_HEADS_NORM, VALUE_HEADS, ONE, dt_bias, MT_HAS(DELTA), 0, "linear_attn.dt_bias"),
+    MT_ROLE(DT_BIAS, LAYER, DECAY_BIASES, VALUE_HEADS, ONE, dt_bias, MT_HAS(DELTA), 0, "linear_attn.dt_bias"),
     MT_ROLE(SINKS, LAYER, HEAD_LOGITS, H, ONE, sinks, MT_HAS(SINKS), 0, "self_attn.sinks"),
     MT_ROLE(Q_BIAS, LAYER, COLUMN_BIAS, HD, ONE, qkv.bias, MT_HAS(QKV_BIAS), 0, "self_attn.q_proj.bias",
             "attn.c_attn.bias"),
@@ -5922,8 +5927,7 @@ static void mt_param_add(mt_param_table *table, const mt_role_row *row, int64_t 
     param->is_linear = !param->is_vector && param->trained && row->unit != MT_UNIT_WORDS &&
                        row->unit != MT_UNIT_POSITIONS && row->kind != MT_TAPS;
     param->hf_groups = mt_hf_groups(o, row->role), param->hf_has_channel = row->kind == MT_TAPS;
-    bool is_norm = row->role != MT_DELTA_NORM && row->role != MT_DT_BIAS; // whose weight may be added to 1
-    if (param->init == MT_INIT_ONES && o->layernorm_zero_centered_gamma && is_norm) param->init = MT_INIT_ZEROS;
+    if (param->init == MT_INIT_GAIN) param->init = o->layernorm_zero_centered_gamma ? MT_INIT_ZEROS : MT_INIT_ONES;
     param->init_std = o->init_method_std / (param->init == MT_INIT_OUTPUT ? sqrt(2.0 * (double)o->num_layers) : 1);
     if (param->init == MT_INIT_TAPS) param->init_std = 1 / sqrt(3 * (double)param->cols);
     param->gradient = mt_param_kinds[row->kind].gradient;
@@ -6267,8 +6271,8 @@ struct mt_model {
     mt_sampled *sampled;                   // [max_logits]
     struct mt_decode_graph *decode_graphs; // [max_logits + 1], indexed by number of sequences
     mt_span *step_spans;                   // [max_logits] longest spans of a decode step
-    void **k_cache, **v_cache;             // [num_layers] of [cache_rows, G D] and [cache_rows, G Dv]; of a gated delta
-                                           // net the states of its rule and of its convolution
+    void **k_cache, **v_cache;             // [num_layers] of [cache_rows, G D] and [cache_rows, G Dv]
+    float **rule_states, **conv_states;    // [num_layers] of [slots, state] of gated delta nets
     struct mt_step_numbers *numbers;       // on the device
     struct mt_trainer *trainer;
     float (*state_amax)[3]; // [2, num_params] amax and new_amax of mt_update_args; NULL: no state has a scale
@@ -6406,6 +6410,7 @@ typedef struct mt_activations {
     void *delta_in;                        // [T, q, k, v, z, b, a] of a gated delta net
     void *conv;                            // [T, q, k, v] after the short convolution
     void *delta_out;                       // [T, value heads, channels] of the delta rule
+    float *delta_rstd;                     // [T, value heads] of its norm
     void *attention_out;                   // [R, C] before the norm after it
     mt_normed attention_out_norm;          // its y is not kept, as that of mlp_out_norm
     void *middle;                          // [R, C] residual stream between attention and MLP
@@ -6812,10 +6817,13 @@ static void mt_core_attention_slots(const mt_model *m, mt_slots *s) {
     MT_SLOT(s, lse, T, m->H, MT_F32)->input = MT_OFFLOAD_CORE_ATTN;
 }
 
-/* Rows of the cache between the first keys of two sequences, and the number of such places, one of them for padding. */
+/* Rows of the cache between the first keys of two sequences, whole pages, and the number of such places, the last for
+ * padding. */
+static int64_t mt_text_rows(int64_t max_length, int64_t page_rows) {
+    return mt_divide_up(max_length, page_rows) * page_rows;
+}
 static int64_t mt_cache_slot_rows(const mt_model_plan *plan) {
-    int64_t rows = mt_max(plan->page_rows, 1);
-    return mt_divide_up(plan->max_position, rows) * rows;
+    return mt_text_rows(plan->max_position, mt_max(plan->page_rows, 1));
 }
 static int64_t mt_cache_slots(const mt_model_plan *plan) {
     return mt_max(plan->cache_sequences, plan->cache_rows / mt_cache_slot_rows(plan)) + 1;
@@ -11028,8 +11036,8 @@ static void mt_plan_buckets(mt_model *m) {
         if (m->layers[layer].kind.mixer == MT_MIXER_GATED_DELTA_NET) {
             mt_delta_sizes z = mt_delta_sizes_of(m);
             int64_t slots = mt_cache_slots(&m->plan), taps = o->linear_conv_kernel_dim;
-            m->k_cache[layer] = mt_arena_alloc(cache, slots * z.Hv * z.Dk * z.Dv * 4);
-            m->v_cache[layer] = mt_arena_alloc(cache, slots * (taps - 1) * z.conv * 4);
+            m->rule_states[layer] = mt_arena_alloc(cache, slots * z.Hv * z.Dk * z.Dv * 4);
+            m->conv_states[layer] = mt_arena_alloc(cache, slots * (taps - 1) * z.conv * 4);
             continue;
         }
         m->k_cache[layer] = mt_arena_alloc(cache, heads_bytes * m->D);
@@ -13342,6 +13350,8 @@ static int mt_model_partition(mt_model *m, mt_error *error) {
     m->buckets = mt_model_calloc(m, m->num_buckets * (int64_t)sizeof(mt_bucket));
     m->k_cache = mt_model_calloc(m, 2 * m->num_layers * (int64_t)sizeof(void *));
     m->v_cache = m->k_cache + m->num_layers;
+    m->rule_states = mt_model_calloc(m, 2 * m->num_layers * (int64_t)sizeof(float *));
+    m->conv_states = m->rule_states + m->num_layers;
     mt_sharding_open(m);
     mt_buckets_size(m);
     mt_buckets_find(m);
@@ -13815,7 +13825,7 @@ typedef struct mt_cache_slot {
 } mt_cache_slot;
 
 static int64_t mt_pages_per_slot(const mt_batcher_plan *plan) {
-    return mt_divide_up(plan->max_length, plan->page_rows);
+    return mt_text_rows(plan->max_length, plan->page_rows) / plan->page_rows;
 }
 
 mt_batcher *mt_batcher_create(const mt_batcher_plan *plan) {
@@ -14180,7 +14190,10 @@ enum { MT_CHUNK = 64 };
 
 /* The state of a span; NULL: none. */
 static float *mt_state_of(const mt_states *states, const mt_span *span, int64_t elements) {
-    return states->memory ? states->memory + span->k_start / states->slot_rows * elements : NULL;
+    if (!states->memory) return NULL;
+    int64_t slot = span->k_start / states->slot_rows;
+    MT_CHECK(slot < states->slots);
+    return states->memory + slot * elements;
 }
 
 /* A channel block of the row that lies `back` rows before row t of a span: of x, or of the state; NULL: zeros. */
@@ -14214,19 +14227,19 @@ static void mt_conv_keep(float *state, float *scratch, const mt_conv_args *a, co
 static void mt_cpu_short_conv_forward(const mt_conv_args *a, mt_dtype dtype, mt_stream *stream) {
     int64_t C = a->C, K = a->K;
     mt_scratch scratch = mt_scratch_reserve(C * K + 2 * C);
+    const float *w = mt_row_load(mt_scratch_slice(scratch), a->w, 0, C * K, dtype); // for all threads
     for (int64_t s = 0; s < a->spans->count; s++) {
         const mt_span *span = &a->spans->host[s];
         float *state = mt_state_of(&a->states, span, (K - 1) * C);
 #pragma omp parallel for if (span->q_len * C * K > MT_PARALLEL)
         for (int64_t t = 0; t < span->q_len; t++) {
-            float *slice = mt_scratch_slice(scratch), *sums = slice + C * K;
-            const float *w = mt_row_load(slice, a->w, 0, C * K, dtype);
+            float *sums = mt_scratch_slice(scratch) + C * K;
             int64_t to = (span->q_start + t) * a->y_stride;
             mt_conv_sum(sums, sums + C, a, span, state, w, t, 0, C, dtype);
             for (int64_t i = 0; i < C && a->silu; i++) sums[i] = mt_silu(1, sums[i]);
             mt_row_store(a->y, to, sums, C, dtype);
         }
-        if (state) mt_conv_keep(state, mt_scratch_slice(scratch), a, span, dtype);
+        if (state) mt_conv_keep(state, mt_scratch_slice(scratch) + C * K, a, span, dtype);
     }
 }
 
@@ -14285,6 +14298,8 @@ typedef struct mt_delta_chunk {
     float *qk, *kk;             // [L, L] q_t.k_i and k_t.k_i
     /* of the value head */
     float *v, *beta, *g, *G; // [L, Dv], [L]
+    float *decays;           // [L, L] e^(G_t - G_i), 0 above the diagonal
+    float *grown;            // [L] e^G_t
     float *A, *P;            // [L, L], 0 above the diagonal
     float *U, *ks;           // [L, Dv] U, and S^T k_t
     float *k_last;           // [L, Dk] K'
@@ -14296,28 +14311,25 @@ typedef struct mt_delta_chunk {
     float *dbeta, *dG;        // [L]
 } mt_delta_chunk;
 
-/* Lays the arrays of a chunk into scratch and returns their end; scratch NULL: counts. */
-static float *mt_delta_place(mt_delta_chunk *c, const mt_delta_args *a, float *scratch) {
-    int64_t by_key = MT_CHUNK * a->Dk, by_value = MT_CHUNK * a->Dv, square = MT_CHUNK * MT_CHUNK;
+/* Lays the arrays of a chunk into scratch and returns the floats that they take; scratch NULL: only counts. */
+static int64_t mt_delta_place(mt_delta_chunk *c, const mt_delta_args *a, float *scratch) {
+    int64_t by_key = MT_CHUNK * a->Dk, by_value = MT_CHUNK * a->Dv, square = MT_CHUNK * MT_CHUNK, used = 0;
+    float **const keys[] = {&c->q, &c->k, &c->k_last, &c->dq, &c->dk, &c->dk_last};
+    float **const values[] = {&c->v, &c->U, &c->ks, &c->dO, &c->dU, &c->product};
+    float **const squares[] = {&c->qk, &c->kk, &c->decays, &c->A, &c->P, &c->dA, &c->dP};
+    float **const numbers[] = {&c->q_factor, &c->k_factor, &c->beta, &c->g, &c->G, &c->grown, &c->dbeta, &c->dG};
     const struct {
-        float **array;
-        int64_t floats;
-    } arrays[] = {{&c->q, by_key},         {&c->k, by_key},       {&c->k_last, by_key}, {&c->dq, by_key},
-                  {&c->dk, by_key},        {&c->dk_last, by_key}, {&c->v, by_value},    {&c->U, by_value},
-                  {&c->ks, by_value},      {&c->dO, by_value},    {&c->dU, by_value},   {&c->product, by_value},
-                  {&c->qk, square},        {&c->kk, square},      {&c->A, square},      {&c->P, square},
-                  {&c->dA, square},        {&c->dP, square},      {&c->beta, MT_CHUNK}, {&c->g, MT_CHUNK},
-                  {&c->G, MT_CHUNK},       {&c->dbeta, MT_CHUNK}, {&c->dG, MT_CHUNK},   {&c->q_factor, MT_CHUNK},
-                  {&c->k_factor, MT_CHUNK}};
-    for (size_t i = 0; i < sizeof arrays / sizeof *arrays; i++) {
-        *arrays[i].array = scratch;
-        scratch += arrays[i].floats;
-    }
-    return scratch;
-}
-
-static int64_t mt_delta_chunk_floats(const mt_delta_args *a) {
-    return MT_CHUNK * (6 * a->Dk + 6 * a->Dv + 6 * MT_CHUNK + 7);
+        float **const *arrays;
+        size_t count;
+        int64_t floats; // of each
+    } kinds[] = {{keys, sizeof keys / sizeof *keys, by_key},
+                 {values, sizeof values / sizeof *values, by_value},
+                 {squares, sizeof squares / sizeof *squares, square},
+                 {numbers, sizeof numbers / sizeof *numbers, MT_CHUNK}};
+    for (size_t k = 0; k < sizeof kinds / sizeof *kinds; k++)
+        for (size_t n = 0; n < kinds[k].count; n++, used += kinds[k].floats)
+            if (scratch) *kinds[k].arrays[n] = scratch + used;
+    return used;
 }
 
 /* unit[L, Dk] = x / length, times `scale`; of one head of q or k. */
@@ -14335,12 +14347,15 @@ static void mt_delta_load_unit(const mt_delta_chunk *c, float *unit, float *fact
 }
 
 static void mt_delta_load_keys(mt_delta_chunk *c, int64_t key_head) {
-    int64_t L = c->L, Dk = c->a->Dk;
-    mt_matrix q = {.data = c->q, .stride = Dk}, k = {.data = c->k, .stride = Dk};
-    mt_delta_load_unit(c, c->q, c->q_factor, c->a->q, c->a->q_stride, key_head, 1 / sqrtf((float)Dk));
+    mt_matrix k = {.data = c->k, .stride = c->a->Dk};
     mt_delta_load_unit(c, c->k, c->k_factor, c->a->k, c->a->k_stride, key_head, 1);
-    mt_matmul(c->qk, L, q, mt_transposed(k), L, L, Dk, false);
-    mt_matmul(c->kk, L, k, mt_transposed(k), L, L, Dk, false);
+    mt_matmul(c->kk, c->L, k, mt_transposed(k), c->L, c->L, c->a->Dk, false);
+}
+
+static void mt_delta_load_queries(mt_delta_chunk *c, int64_t key_head) {
+    mt_matrix q = {.data = c->q, .stride = c->a->Dk}, k = {.data = c->k, .stride = c->a->Dk};
+    mt_delta_load_unit(c, c->q, c->q_factor, c->a->q, c->a->q_stride, key_head, 1 / sqrtf((float)c->a->Dk));
+    mt_matmul(c->qk, c->L, q, mt_transposed(k), c->L, c->L, c->a->Dk, false);
 }
 
 /* log(1 + exp(x)). */
@@ -14348,36 +14363,36 @@ static float mt_softplus(float x) {
     return x > 20 ? x : log1pf(expf(x));
 }
 
-/* v, beta and the decay of a value head; A_log and dt_bias of the head. */
+/* v, beta and the decays of a value head, whose parameters are A_log and dt_bias. */
 static void mt_delta_load_values(mt_delta_chunk *c, int64_t head, float A_log, float dt_bias) {
     const mt_delta_args *a = c->a;
     int64_t Dv = a->Dv;
+    float rate = expf(A_log);
     for (int64_t t = 0; t < c->L; t++) {
         float b, decay, scratch[2];
         int64_t row = c->row + t, gate = row * a->gate_stride + head;
         b = *mt_row_load(scratch, a->b, gate, 1, c->dtype), decay = *mt_row_load(scratch + 1, a->a, gate, 1, c->dtype);
         c->beta[t] = 1 / (1 + expf(-b));
-        c->g[t] = -expf(A_log) * mt_softplus(decay + dt_bias);
+        c->g[t] = -rate * mt_softplus(decay + dt_bias);
         c->G[t] = c->g[t] + (t > 0 ? c->G[t - 1] : 0);
         const float *v = mt_row_load(c->v + t * Dv, a->v, row * a->v_stride + head * Dv, Dv, c->dtype);
         if (v != c->v + t * Dv) memcpy(c->v + t * Dv, v, (size_t)Dv * sizeof *v);
+        c->grown[t] = expf(c->G[t]);
+        for (int64_t i = 0; i < c->L; i++) c->decays[t * c->L + i] = i <= t ? expf(c->G[t] - c->G[i]) : 0;
     }
 }
 
-/* A, P, K' and U, from the state S before the chunk. */
+/* A, K' and U, from the state S before the chunk. */
 static void mt_delta_solve(const mt_delta_chunk *c, const float *S) {
     int64_t L = c->L, Dk = c->a->Dk, Dv = c->a->Dv;
     mt_matmul(c->ks, Dv, (mt_matrix){.data = c->k, .stride = Dk}, (mt_matrix){.data = S, .stride = Dv}, L, Dv, Dk,
               false);
     for (int64_t t = 0; t < L; t++) {
-        float *U = c->U + t * Dv, grown = expf(c->G[t]), last = expf(c->G[L - 1] - c->G[t]);
-        for (int64_t i = 0; i < L; i++) {
-            float factor = i <= t ? expf(c->G[t] - c->G[i]) : 0;
-            c->A[t * L + i] = i < t ? c->beta[t] * factor * c->kk[t * L + i] : 0;
-            c->P[t * L + i] = i <= t ? factor * c->qk[t * L + i] : 0;
-        }
+        float *U = c->U + t * Dv, last = c->decays[(L - 1) * L + t];
+        for (int64_t i = 0; i < L; i++)
+            c->A[t * L + i] = i < t ? c->beta[t] * c->decays[t * L + i] * c->kk[t * L + i] : 0;
         for (int64_t i = 0; i < Dk; i++) c->k_last[t * Dk + i] = last * c->k[t * Dk + i];
-        for (int64_t i = 0; i < Dv; i++) U[i] = c->beta[t] * (c->v[t * Dv + i] - grown * c->ks[t * Dv + i]);
+        for (int64_t i = 0; i < Dv; i++) U[i] = c->beta[t] * (c->v[t * Dv + i] - c->grown[t] * c->ks[t * Dv + i]);
         for (int64_t s = 0; s < t; s++) {
             float factor = c->A[t * L + s];
 #pragma omp simd
@@ -14386,11 +14401,17 @@ static void mt_delta_solve(const mt_delta_chunk *c, const float *S) {
     }
 }
 
+/* P, from the products of queries and keys. */
+static void mt_delta_score(const mt_delta_chunk *c) {
+    for (int64_t t = 0; t < c->L; t++)
+        for (int64_t i = 0; i < c->L; i++)
+            c->P[t * c->L + i] = i <= t ? c->decays[t * c->L + i] * c->qk[t * c->L + i] : 0;
+}
+
 /* S becomes the state after the chunk. */
 static void mt_delta_advance(const mt_delta_chunk *c, float *S) {
     int64_t L = c->L, Dk = c->a->Dk, Dv = c->a->Dv;
-    float factor = expf(c->G[L - 1]);
-    for (int64_t i = 0; i < Dk * Dv; i++) S[i] *= factor;
+    for (int64_t i = 0; i < Dk * Dv; i++) S[i] *= c->grown[L - 1];
     mt_matmul(S, Dv, mt_transposed((mt_matrix){.data = c->k_last, .stride = Dk}),
               (mt_matrix){.data = c->U, .stride = Dv}, Dk, Dv, L, true);
 }
@@ -14401,7 +14422,7 @@ static void mt_delta_read(const mt_delta_chunk *c, int64_t head, const float *S)
     float *out = c->product;
     mt_matmul(out, Dv, (mt_matrix){.data = c->q, .stride = Dk}, (mt_matrix){.data = S, .stride = Dv}, L, Dv, Dk, false);
     for (int64_t t = 0; t < L; t++)
-        for (int64_t i = 0; i < Dv; i++) out[t * Dv + i] *= expf(c->G[t]);
+        for (int64_t i = 0; i < Dv; i++) out[t * Dv + i] *= c->grown[t];
     mt_matmul(out, Dv, (mt_matrix){.data = c->P, .stride = L}, (mt_matrix){.data = c->U, .stride = Dv}, L, Dv, L, true);
     for (int64_t t = 0; t < L; t++)
         mt_row_store(c->a->out, ((c->row + t) * c->a->Hv + head) * Dv, out + t * Dv, Dv, c->dtype);
@@ -14416,22 +14437,24 @@ static void mt_delta_head(const mt_delta_args *a, int64_t head, mt_dtype dtype, 
 
 static void mt_cpu_delta_rule_forward(const mt_delta_args *a, mt_dtype dtype, mt_stream *stream) {
     int64_t heads = a->Hv / a->Hk, size = a->Dk * a->Dv;
-    mt_scratch scratch = mt_scratch_reserve(mt_delta_chunk_floats(a) + heads * size);
+    mt_scratch scratch = mt_scratch_reserve(mt_delta_place(&(mt_delta_chunk){0}, a, NULL) + heads * size);
 #pragma omp parallel for collapse(2) schedule(dynamic)
     for (int64_t s = 0; s < a->spans->count; s++)
         for (int64_t key_head = 0; key_head < a->Hk; key_head++) {
             const mt_span *span = &a->spans->host[s];
             mt_delta_chunk c = {.a = a, .dtype = dtype};
-            float *own = mt_delta_place(&c, a, mt_scratch_slice(scratch)), A_log, dt_bias;
+            float *slice = mt_scratch_slice(scratch), *own = slice + mt_delta_place(&c, a, slice), A_log, dt_bias;
             float *kept = mt_state_of(&a->states, span, a->Hv * size), *S = kept ? kept + key_head * heads * size : own;
             if (!kept || span->k_len == span->q_len) memset(S, 0, (size_t)(heads * size) * sizeof *S);
             for (int64_t t = 0; t < span->q_len; t += c.L) {
                 c.row = span->q_start + t, c.L = mt_min(MT_CHUNK, span->q_len - t);
                 mt_delta_load_keys(&c, key_head);
+                mt_delta_load_queries(&c, key_head);
                 for (int64_t h = 0; h < heads; h++) {
                     mt_delta_head(a, key_head * heads + h, dtype, &A_log, &dt_bias);
                     mt_delta_load_values(&c, key_head * heads + h, A_log, dt_bias);
                     mt_delta_solve(&c, S + h * size);
+                    mt_delta_score(&c);
                     mt_delta_read(&c, key_head * heads + h, S + h * size);
                     mt_delta_advance(&c, S + h * size);
                 }
@@ -14449,13 +14472,13 @@ static void mt_delta_chunk_backward(const mt_delta_chunk *c, const float *S, flo
     const mt_matrix dU = {.data = c->dU, .stride = Dv}, product = {.data = c->product, .stride = Dv};
     const mt_matrix dstate = {.data = dS, .stride = Dv}, P = {.data = c->P, .stride = L},
                     dP = {.data = c->dP, .stride = L}, dA = {.data = c->dA, .stride = L};
-    float last = expf(c->G[L - 1]), sum = 0;
+    float last = c->grown[L - 1], sum = 0;
     memset(c->dG, 0, (size_t)L * sizeof *c->dG), memset(c->dbeta, 0, (size_t)L * sizeof *c->dbeta);
     /* S' = e^G_L S + K'^T U */
     mt_matmul(c->dU, Dv, (mt_matrix){.data = c->k_last, .stride = Dk}, dstate, L, Dv, Dk, false);
     mt_matmul(c->dk_last, Dk, U, mt_transposed(dstate), L, Dk, Dv, false);
     for (int64_t t = 0; t < L; t++) {
-        float factor = expf(c->G[L - 1] - c->G[t]), dot = 0;
+        float factor = c->decays[(L - 1) * L + t], dot = 0;
         for (int64_t i = 0; i < Dk; i++) {
             dot += c->k_last[t * Dk + i] * c->dk_last[t * Dk + i];
             c->dk[t * Dk + i] += factor * c->dk_last[t * Dk + i];
@@ -14469,7 +14492,7 @@ static void mt_delta_chunk_backward(const mt_delta_chunk *c, const float *S, flo
     mt_matmul(c->dU, Dv, mt_transposed(P), dO, L, Dv, L, true);
     mt_matmul(c->product, Dv, q, state, L, Dv, Dk, false);
     for (int64_t t = 0; t < L; t++) {
-        float grown = expf(c->G[t]), dot = 0;
+        float grown = c->grown[t], dot = 0;
         for (int64_t i = 0; i < Dv; i++) {
             dot += c->dO[t * Dv + i] * c->product[t * Dv + i];
             c->product[t * Dv + i] = grown * c->dO[t * Dv + i];
@@ -14488,7 +14511,7 @@ static void mt_delta_chunk_backward(const mt_delta_chunk *c, const float *S, flo
     mt_matmul(c->dA, L, dU, mt_transposed(U), L, L, Dv, false);
     /* B = beta (V - e^G K S) */
     for (int64_t t = 0; t < L; t++) {
-        float grown = expf(c->G[t]), of_v = 0, of_s = 0;
+        float grown = c->grown[t], of_v = 0, of_s = 0;
         for (int64_t i = 0; i < Dv; i++) {
             of_v += c->dU[t * Dv + i] * c->v[t * Dv + i];
             of_s += c->dU[t * Dv + i] * grown * c->ks[t * Dv + i];
@@ -14501,7 +14524,7 @@ static void mt_delta_chunk_backward(const mt_delta_chunk *c, const float *S, flo
     /* A and P, which become the gradients of k_t.k_i and q_t.k_i */
     for (int64_t t = 0; t < L; t++)
         for (int64_t i = 0; i < L; i++) {
-            float factor = i <= t ? expf(c->G[t] - c->G[i]) : 0, of_A = i < t ? -c->dA[t * L + i] : 0;
+            float factor = c->decays[t * L + i], of_A = i < t ? -c->dA[t * L + i] : 0;
             float of_P = i <= t ? c->dP[t * L + i] : 0, both = of_A * c->A[t * L + i] + of_P * c->P[t * L + i];
             c->dbeta[t] += i < t ? of_A * factor * c->kk[t * L + i] : 0;
             c->dG[t] += both, c->dG[i] -= both;
@@ -14558,8 +14581,11 @@ static void mt_delta_span_backward(mt_delta_chunk *c, const mt_span *span, int64
         int64_t n = forward ? step : 2 * chunks - 2 - step;
         c->row = span->q_start + n * MT_CHUNK, c->L = mt_min(MT_CHUNK, span->q_len - n * MT_CHUNK);
         mt_delta_load_keys(c, key_head);
-        memset(c->dq, 0, (size_t)(c->L * a->Dk) * sizeof *c->dq),
+        if (!forward) {
+            mt_delta_load_queries(c, key_head);
+            memset(c->dq, 0, (size_t)(c->L * a->Dk) * sizeof *c->dq);
             memset(c->dk, 0, (size_t)(c->L * a->Dk) * sizeof *c->dk);
+        }
         for (int64_t h = 0; h < heads; h++) {
             int64_t head = key_head * heads + h;
             float *S = states + (n * heads + h) * size, *next = S + heads * size;
@@ -14576,6 +14602,7 @@ static void mt_delta_span_backward(mt_delta_chunk *c, const mt_span *span, int64
                 const float *d = mt_row_load(to, a->dout, ((c->row + t) * a->Hv + head) * Dv, Dv, c->dtype);
                 if (d != to) memcpy(to, d, (size_t)Dv * sizeof *d);
             }
+            mt_delta_score(c);
             mt_delta_chunk_backward(c, S, dS + h * size);
             mt_delta_store_values(c, head, A_log, dt_bias, &dA_log[h], &ddt_bias[h]);
         }
@@ -14588,11 +14615,13 @@ static void mt_delta_span_backward(mt_delta_chunk *c, const mt_span *span, int64
 static void mt_cpu_delta_rule_backward(const mt_delta_args *a, mt_dtype dtype, mt_stream *stream) {
     int64_t heads = a->Hv / a->Hk, size = a->Dk * a->Dv;
     int64_t chunks = mt_divide_up(mt_spans_measure(a->spans).max_queries, MT_CHUNK);
-    mt_scratch scratch = mt_scratch_reserve(mt_delta_chunk_floats(a) + heads * (size * (chunks + 1) + 2));
+    int64_t floats = mt_delta_place(&(mt_delta_chunk){0}, a, NULL) + heads * (size * (chunks + 1) + 2);
+    mt_scratch scratch = mt_scratch_reserve(floats);
 #pragma omp parallel for schedule(dynamic)
     for (int64_t key_head = 0; key_head < a->Hk; key_head++) { // one thread adds all spans, in order
         mt_delta_chunk c = {.a = a, .dtype = dtype};
-        float *dS = mt_delta_place(&c, a, mt_scratch_slice(scratch)), *dA_log = dS + heads * size;
+        float *slice = mt_scratch_slice(scratch), *dS = slice + mt_delta_place(&c, a, slice);
+        float *dA_log = dS + heads * size;
         float *ddt_bias = dA_log + heads, *states = ddt_bias + heads;
         memset(dA_log, 0, (size_t)(2 * heads) * sizeof *dA_log);
         for (const mt_span *span = a->spans->host; span < a->spans->host + a->spans->count; span++)
@@ -14649,54 +14678,51 @@ static void mt_cpu_gated_norm_forward(const mt_gated_norm_args *a, mt_dtype dtyp
         float *y = mt_row_open(slice + 3 * D, a->y, r * D, dtype);
 #pragma omp simd reduction(+ : sum)
         for (int64_t c = 0; c < D; c++) sum += x[c] * x[c];
-        float factor = 1 / sqrtf(sum / (float)D + a->eps);
+        float factor = a->rstd[r] = 1 / sqrtf(sum / (float)D + a->eps);
         for (int64_t c = 0; c < D; c++) y[c] = x[c] * factor * w[c] * mt_silu(1, z[c]);
         mt_row_close(a->y, r * D, y, D, dtype);
     }
 }
 
-/* dw[D] += sum over the rows of dy n silu(z), with n = x / sqrt(...). One thread adds all rows, in order. */
+/* dw[D] += sum over the rows of dy x rstd silu(z). Tasks are columns, so each sum has one order. */
 static void mt_gated_norm_weight(const mt_gated_norm_args *a, mt_dtype dtype) {
+    enum { COLUMNS = 16 };
     int64_t H = a->H, D = a->D;
-    mt_scratch scratch = mt_scratch_reserve(4 * D);
-    float *slice = mt_scratch_slice(scratch), *sums = slice + 3 * D;
-    memset(sums, 0, (size_t)D * sizeof *sums);
-    for (int64_t r = 0; r < a->T * H; r++) {
-        const float *x = mt_row_load(slice, a->x, r * D, D, dtype),
-                    *dy = mt_row_load(slice + D, a->dy, r * D, D, dtype);
-        const float *z = mt_row_load(slice + 2 * D, a->z, r / H * a->z_stride + r % H * D, D, dtype);
-        float sum = 0;
-#pragma omp simd reduction(+ : sum)
-        for (int64_t c = 0; c < D; c++) sum += x[c] * x[c];
-        float factor = 1 / sqrtf(sum / (float)D + a->eps);
-        for (int64_t c = 0; c < D; c++) sums[c] += dy[c] * x[c] * factor * mt_silu(1, z[c]);
+#pragma omp parallel for if (a->T * H * D > MT_PARALLEL)
+    for (int64_t c = 0; c < D; c += COLUMNS) {
+        float x_scratch[COLUMNS], z_scratch[COLUMNS], dy_scratch[COLUMNS], sums[COLUMNS] = {0};
+        int64_t width = mt_min(COLUMNS, D - c);
+        for (int64_t r = 0; r < a->T * H; r++) {
+            const float *x = mt_row_load(x_scratch, a->x, r * D + c, width, dtype);
+            const float *z = mt_row_load(z_scratch, a->z, r / H * a->z_stride + r % H * D + c, width, dtype);
+            const float *dy = mt_row_load(dy_scratch, a->dy, r * D + c, width, dtype);
+            for (int64_t i = 0; i < width; i++) sums[i] += dy[i] * x[i] * a->rstd[r] * mt_silu(1, z[i]);
+        }
+        for (int64_t i = 0; i < width; i++) a->dw[c + i] += sums[i];
     }
-    for (int64_t c = 0; c < D; c++) a->dw[c] += sums[c];
 }
 
+/* With n = x rstd and g = dy w silu(z), dx = rstd (g - n mean(g n)). */
 static void mt_cpu_gated_norm_backward(const mt_gated_norm_args *a, mt_dtype dtype, mt_stream *stream) {
     int64_t H = a->H, D = a->D;
     if (a->dw) mt_gated_norm_weight(a, dtype);
-    mt_scratch scratch = mt_scratch_reserve(6 * D);
+    mt_scratch scratch = mt_scratch_reserve(7 * D);
 #pragma omp parallel for if (a->T * H * D > MT_PARALLEL)
     for (int64_t r = 0; r < a->T * H; r++) {
-        float *slice = mt_scratch_slice(scratch), sum = 0, dot = 0;
+        float *slice = mt_scratch_slice(scratch), *g = slice + 6 * D, dot = 0, factor = a->rstd[r];
         int64_t z_row = r / H * a->z_stride + r % H * D, dz_row = r / H * a->dz_stride + r % H * D;
         const float *x = mt_row_load(slice, a->x, r * D, D, dtype), *w = mt_row_load(slice + D, a->w, 0, D, dtype);
         const float *z = mt_row_load(slice + 2 * D, a->z, z_row, D, dtype);
         const float *dy = mt_row_load(slice + 3 * D, a->dy, r * D, D, dtype);
-        float *dx = mt_row_open(slice + 4 * D, a->dx, r * D, dtype),
-              *dz = mt_row_open(slice + 5 * D, a->dz, dz_row, dtype);
-#pragma omp simd reduction(+ : sum)
-        for (int64_t c = 0; c < D; c++) sum += x[c] * x[c];
-        float factor = 1 / sqrtf(sum / (float)D + a->eps);
-        for (int64_t c = 0; c < D; c++) dot += dy[c] * w[c] * mt_silu(1, z[c]) * x[c];
-        float projection = dot * factor * factor / (float)D;
+        float *dx = mt_row_open(slice + 4 * D, a->dx, r * D, dtype);
+        float *dz = mt_row_open(slice + 5 * D, a->dz, dz_row, dtype);
         for (int64_t c = 0; c < D; c++) {
-            float d = dy[c] * w[c] * mt_silu(1, z[c]);
+            g[c] = dy[c] * w[c] * mt_silu(1, z[c]);
             dz[c] = dy[c] * x[c] * factor * w[c] * mt_silu_slope(1, z[c]);
-            dx[c] = factor * (d - x[c] * projection);
+            dot += g[c] * x[c];
         }
+        float projection = dot * factor * factor / (float)D;
+        for (int64_t c = 0; c < D; c++) dx[c] = factor * (g[c] - x[c] * projection);
         mt_row_close(a->dx, r * D, dx, D, dtype);
         mt_row_close(a->dz, dz_row, dz, D, dtype);
     }
@@ -14714,17 +14740,22 @@ static void mt_delta_slots(const mt_model *m, mt_slots *s, const mt_layer *w) {
     MT_SLOT(s, delta_in, T, z.in, m->dtype)->stash_of = offsetof(mt_layer, delta_in);
     MT_SLOT(s, conv, T, z.conv, m->dtype);
     MT_SLOT(s, delta_out, T, z.Hv * z.Dv, m->dtype);
+    MT_SLOT(s, delta_rstd, T, z.Hv, MT_F32);
     MT_SLOT(s, attended, T, z.Hv * z.Dv, m->dtype)->input = MT_OFFLOAD_ATTN_PROJ;
 }
 
 /* The operands that forward and backward share. In generation the layer's caches are the states, a slot a sequence. */
+
+static mt_states mt_states_of(const mt_model *m, float *memory) {
+    return (mt_states){memory, mt_cache_slot_rows(&m->plan), mt_cache_slots(&m->plan)};
+}
 
 static mt_conv_args mt_delta_conv(const mt_model *m, const mt_pass *p, const mt_layer *w, const mt_activations *a) {
     mt_delta_sizes z = mt_delta_sizes_of(m);
     mt_conv_args conv = {.spans = &p->spans, .C = z.conv, .K = m->options->linear_conv_kernel_dim, .silu = true};
     conv.x = a->delta_in, conv.x_stride = conv.dx_stride = z.in, conv.y = a->conv;
     conv.y_stride = conv.dy_stride = z.conv, conv.w = w->conv.w, conv.dw = w->conv.dw;
-    if (p->decode) conv.states = (mt_states){m->v_cache[w - m->layers], mt_cache_slot_rows(&m->plan)};
+    if (p->decode) conv.states = mt_states_of(m, m->conv_states[w - m->layers]);
     return conv;
 }
 
@@ -14737,7 +14768,7 @@ static mt_delta_args mt_delta_rule(const mt_model *m, const mt_pass *p, const mt
     d.q_stride = d.k_stride = d.v_stride = d.dq_stride = d.dk_stride = d.dv_stride = z.conv;
     d.gate_stride = d.dgate_stride = z.in;
     d.A_log = w->A_log.w, d.dt_bias = w->dt_bias.w, d.dA_log = w->A_log.dw, d.ddt_bias = w->dt_bias.dw;
-    if (p->decode) d.states = (mt_states){m->k_cache[w - m->layers], mt_cache_slot_rows(&m->plan)};
+    if (p->decode) d.states = mt_states_of(m, m->rule_states[w - m->layers]);
     return d;
 }
 
@@ -14746,7 +14777,7 @@ static mt_gated_norm_args mt_delta_norm(const mt_model *m, const mt_pass *p, con
     mt_delta_sizes z = mt_delta_sizes_of(m);
     mt_gated_norm_args n = {.T = p->T, .H = z.Hv, .D = z.Dv, .x = a->delta_out, .y = a->attended};
     n.z = mt_at(a->delta_in, z.conv, m->dtype), n.z_stride = n.dz_stride = z.in;
-    n.w = w->delta_norm.w, n.dw = w->delta_norm.dw, n.eps = (float)m->options->norm_epsilon;
+    n.rstd = a->delta_rstd, n.w = w->delta_norm.w, n.dw = w->delta_norm.dw, n.eps = (float)m->options->norm_epsilon;
     return n;
 }
 

@@ -1353,7 +1353,7 @@ typedef struct mt_accumulate_args {
  * state there. */
 typedef struct mt_states {
     float *memory; // [slots, elements of a state]; NULL: no span has earlier tokens, and no state is kept
-    int64_t slot_rows;
+    int64_t slot_rows, slots;
 } mt_states;
 
 /* The operands of a causal convolution over the tokens of a span, channel by channel (depthwise). */
@@ -1398,6 +1398,7 @@ typedef struct mt_gated_norm_args {
     const void *x;   // [T, H, D]
     const void *z;   // [T, H, D], z_stride between tokens
     const void *w;   // [D]
+    float *rstd;     // [T, H]: the forward writes it, the backward reads it
     void *y;         // [T, H, D]
     const void *dy;  // [T, H, D]
     void *dx, *dz;   // [T, H, D]; of z with dz_stride
@@ -2703,7 +2704,7 @@ typedef enum mt_role {
     MT_CONV_K,
     MT_CONV_V,
     MT_DELTA_NORM,
-    MT_A_LOG,
+    MT_A_LOG, // log of the decay of each value head
     MT_DT_BIAS,
     MT_NUM_ROLES
 } mt_role;
@@ -2725,6 +2726,7 @@ typedef enum mt_init {
     MT_INIT_NORMAL,
     MT_INIT_OUTPUT,
     MT_INIT_ONES,
+    MT_INIT_GAIN, // of a norm: ones, or zeros where norms scale by 1 + weight
     MT_INIT_ZEROS,
     MT_INIT_TAPS,     // normal with the variance of PyTorch's convolutions, 1 / (3 taps)
     MT_INIT_LOG_DECAY // log of uniform numbers in [1, 16)

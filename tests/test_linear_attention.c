@@ -234,7 +234,8 @@ static void a_state_continues_a_text(void **state) {
     mt_conv_args c = {.spans = &spans, .C = conv_width, .K = 4, .x = in, .w = in + o.starts[2], .silu = true};
     c.x_stride = c.y_stride = conv_width, c.y = conv_whole, a.out = whole;
     ops->delta_rule_forward(&a, MT_F32, NULL), ops->short_conv_forward(&c, MT_F32, NULL);
-    a.out = pieces, a.states = (mt_states){memory, T}, c.y = conv_pieces, c.states = (mt_states){conv_memory, T};
+    a.out = pieces, a.states = (mt_states){memory, T, SLOTS}, c.y = conv_pieces,
+    c.states = (mt_states){conv_memory, T, SLOTS};
     for (int i = 0; i < 5; i++) {
         int64_t begin = i > 0 ? ends[i - 1] : 0;
         const mt_span span = {begin, ends[i] - begin, T, ends[i], true};
@@ -349,7 +350,8 @@ static void a_gated_norm_equals_its_definition(void **state) {
     for (int64_t i = 0; i < count; i++) weights[i] = (double)(float)uniform();
     float *dy = floats_of(weights, count), *y = calloc((size_t)count, sizeof *y);
     mt_gated_norm_args a = {.T = s.T, .H = s.H, .D = s.D, .x = in, .z = in + o.starts[1], .w = in + o.starts[2]};
-    a.y = y, a.dy = dy, a.dx = gradients, a.dz = gradients + o.starts[1], a.dw = gradients + o.starts[2];
+    float rstd[13 * 3];
+    a.rstd = rstd, a.y = y, a.dy = dy, a.dx = gradients, a.dz = gradients + o.starts[1], a.dw = gradients + o.starts[2];
     a.z_stride = a.dz_stride = s.H * s.D, a.eps = 1e-5f;
     ops->gated_norm_forward(&a, MT_F32, NULL);
     gated_norm_definition(&s, &o, wanted);
