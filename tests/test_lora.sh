@@ -111,6 +111,18 @@ a_folder_does_not_lose_its_tokenizer() {
         --device cpu
 }
 
+# Matrices whose rows stand by head, or all experts in one tensor, have no adapters.
+what_all_linear_leaves_out_is_said() {
+    for case in 'qwen3_next=in_proj_qkvz, in_proj_ba, q_proj' 'gpt_oss=gate_up_proj, down_proj' llama=; do
+        name=${case%%=*}
+        "$train" --load "tests/golden/hf/$name" --tokens-file "tests/golden/hf/$name/tokens.i32" --seq-length 32 \
+            --lr 1e-2 --device cpu --lora-rank 2 --lora-target all-linear --train-iters 1 >"$work/out" 2>"$work/err" \
+            </dev/null || return 1
+        sed -n 's/^--lora-target all-linear leaves out \(.*\): no .*/\1/p' "$work/out" >"$work/left"
+        [ "$(cat "$work/left")" = "${case#*=}" ] || return 1
+    done
+}
+
 # peft 0.21 goes by the family: also where a model of it has no experts, it drops adapters of the MLP.
 what_peft_drops_is_said() {
     for name in deepseek_v3 deepseek_v3_dense; do
@@ -311,6 +323,7 @@ check a_merged_model_scores_like_its_adapter a_merged_model_scores_like_its_adap
 check a_merge_that_fails_leaves_nothing a_merge_that_fails_leaves_nothing
 check what_a_folder_says_goes_with_every_save what_a_folder_says_goes_with_every_save
 check a_folder_does_not_lose_its_tokenizer a_folder_does_not_lose_its_tokenizer
+check what_all_linear_leaves_out_is_said what_all_linear_leaves_out_is_said
 check what_peft_drops_is_said what_peft_drops_is_said
 check a_list_of_targets_has_no_limit a_list_of_targets_has_no_limit
 check adapters_that_differ_from_matrix_to_matrix_equal_peft adapters_that_differ_from_matrix_to_matrix_equal_peft

@@ -23,7 +23,8 @@
 
 /* The module of a matrix: its name without ".weight". */
 static void mt_module_name(char name[160], const mt_param *param) {
-    snprintf(name, 160, "%.*s", (int)(strlen(param->hf_name) - strlen(".weight")), param->hf_name);
+    bool has_end = mt_text_ends_with(param->hf_name, ".weight"); // not gpt-oss's experts
+    snprintf(name, 160, "%.*s", (int)(strlen(param->hf_name) - (has_end ? strlen(".weight") : 0)), param->hf_name);
 }
 
 /* True if the target is a module's name, or its last words: the part after a dot. */
@@ -707,6 +708,29 @@ char *mt_adapter_print_config(const mt_options *o) {
     char *text = mt_json_print(json);
     json_decref(json);
     return text;
+}
+
+void mt_adapter_print_left_out(const mt_options *o, FILE *out) {
+    bool all = false;
+    char module[160];
+    mt_param *rows;
+    for (int64_t i = 0; i < o->lora_target.count; i++) all |= strcmp(o->lora_target.items[i], "all-linear") == 0;
+    if (o->lora_rank == 0 || !all) return;
+    json_t *words = json_array();
+    int64_t count = mt_params_build(&rows, o, NULL);
+    for (int64_t i = 0; i < count; i++) {
+        bool is_linear = rows[i].is_linear && rows[i].linear != MT_LINEAR_ROUTER && !mt_param_is_adapter(&rows[i]);
+        if (rows[i].can_adapt || !is_linear || rows[i].layer < 0 || rows[i].layer >= o->num_layers) continue;
+        mt_module_name(module, &rows[i]);
+        if (!mt_json_lists(words, mt_module_word(module)))
+            json_array_append_new(words, json_string(mt_module_word(module)));
+    }
+    for (size_t i = 0; i < json_array_size(words); i++)
+        fprintf(out, "%s%s", i == 0 ? "--lora-target all-linear leaves out " : ", ",
+                json_string_value(json_array_get(words, i)));
+    if (json_array_size(words) > 0) fprintf(out, ": no adapters of these here\n");
+    json_decref(words);
+    free(rows);
 }
 
 void mt_adapter_warn(const mt_options *o, FILE *out) {

@@ -33,6 +33,10 @@ int mt_adapter_file_find(const mt_adapter_file *file, const mt_param *row, mt_ad
 /* adapter_config.json of finished options, to free: peft and this program load it. */
 char *mt_adapter_print_config(const mt_options *options);
 
+/* Prints to `out` the matrices of layers that all-linear leaves without adapters, if any: those of gated delta nets and
+ * queries with an output gate, and experts stacked in one tensor. */
+void mt_adapter_print_left_out(const mt_options *options, FILE *out);
+
 /* Prints to `out` which adapters of a model with experts peft drops, if any. */
 void mt_adapter_warn(const mt_options *options, FILE *out);
 

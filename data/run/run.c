@@ -361,6 +361,7 @@ static void print_opening(const mt_run *r) {
     mt_launch_print_grace(o, stdout);
     mt_options_print(o, MT_PROGRAM_TRAIN, stdout);
     mt_options_warn(o, MT_PROGRAM_TRAIN, stdout);
+    mt_adapter_print_left_out(o, stdout);
     if (o->save) mt_adapter_warn(o, stdout);
     mt_launch_answer_environment(stdout);
     int64_t consumed = r->begin.consumed_train_samples, left = o->num_iterations - r->begin.iteration;
