@@ -570,7 +570,6 @@ static int open_found(const mt_tokenizer *tokenizer, const char *path, mt_error 
     return status;
 }
 
-/* The text that the folder's template writes first. */
 /* The folder's template writes this text, with variables of the run, in JSON, and of a line, if there are any. */
 static void writes_with(const mt_tokenizer *tokenizer, const char *folder, const char *of_run, const json_t *of_line,
                         const char *text) {

@@ -376,8 +376,22 @@ static void write_stacked(const fixture *f, const char *to, bool transposed, int
                                                  {"w2", NULL, "block_sparse_moe.experts."}};
     static const char *const of_others[2][3] = {{"gate_proj", "up_proj", "mlp.experts."},
                                                 {"down_proj", NULL, "mlp.experts."}};
+    /* Ends of names that transformers 5 has otherwise in memory, of all families or of one. */
+    static const struct {
+        mt_hf_family family;
+        const char *end, *in_memory;
+    } renamed[] = {{MT_HF_UNKNOWN, "block_sparse_moe.gate.weight", "mlp.gate.weight"},
+                   {MT_HF_UNKNOWN, "block_sparse_moe.e_score_correction_bias", "mlp.e_score_correction_bias"},
+                   {MT_HF_HY_V3, "mlp.router.gate.weight", "mlp.gate.weight"},
+                   {MT_HF_HY_V3, "mlp.expert_bias", "mlp.e_score_correction_bias"},
+                   {MT_HF_HY_V3, "mlp.shared_mlp.gate_proj.weight", "mlp.shared_experts.gate_proj.weight"},
+                   {MT_HF_HY_V3, "mlp.shared_mlp.up_proj.weight", "mlp.shared_experts.up_proj.weight"},
+                   {MT_HF_HY_V3, "mlp.shared_mlp.down_proj.weight", "mlp.shared_experts.down_proj.weight"},
+                   {MT_HF_EXAONE_MOE, "mlp.e_score_correction_bias", "mlp.gate.e_score_correction_bias"},
+                   {MT_HF_ERNIE4_5_MOE, "mlp.moe_statics.e_score_correction_bias",
+                    "mlp.gate.moe_statics.e_score_correction_bias"}};
     static written tensors[512];
-    bool is_mixtral = f->options.hf_family == MT_HF_MIXTRAL;
+    bool is_mixtral = f->options.hf_family == MT_HF_MIXTRAL || f->options.hf_family == MT_HF_MINIMAX_M2;
     int64_t count = 0, first_stacked;
     char command[1024], layer[64];
     snprintf(command, sizeof command, "mkdir -p %s && cp %s/config.json %s", to, f->folder, to);
@@ -387,10 +401,14 @@ static void write_stacked(const fixture *f, const char *to, bool transposed, int
         const mt_tensor_info *tensor = mt_safetensors_get(file, i);
         if (strstr(tensor->name, ".experts.")) continue;
         written *t = &tensors[count++];
-        *t = (written){.shape = {tensor->shape[0], tensor->num_dims > 1 ? tensor->shape[1] : 0}};
-        const char *router = is_mixtral ? strstr(tensor->name, "block_sparse_moe.gate.weight") : NULL;
-        int64_t length = router ? router - tensor->name : (int64_t)strlen(tensor->name);
-        snprintf(t->name, sizeof t->name, "%.*s%s", (int)length, tensor->name, router ? "mlp.gate.weight" : "");
+        *t = (written){.shape = {tensor->shape[0], tensor->num_dims > 1 ? tensor->shape[1] : 0,
+                                 tensor->num_dims > 2 ? tensor->shape[2] : 0}};
+        snprintf(t->name, sizeof t->name, "%s", tensor->name);
+        for (size_t k = 0; k < sizeof renamed / sizeof *renamed; k++) {
+            const char *end = strstr(tensor->name, renamed[k].end);
+            if (!end || (renamed[k].family != MT_HF_UNKNOWN && renamed[k].family != f->options.hf_family)) continue;
+            snprintf(t->name, sizeof t->name, "%.*s%s", (int)(end - tensor->name), tensor->name, renamed[k].in_memory);
+        }
         t->data = memcpy(mt_malloc(tensor->bytes), tensor->data, (size_t)tensor->bytes), t->bytes = tensor->bytes;
     }
     first_stacked = count;
@@ -417,8 +435,9 @@ static void write_stacked(const fixture *f, const char *to, bool transposed, int
 /* Saved again, each expert is apart, which every version of transformers reads. */
 static void stacked_experts_load_and_are_saved_apart(void **state) {
     (void)state;
-    static const char *const moe[] = {"mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v3"};
-    for (int k = 0; k < 4; k++) {
+    static const char *const moe[] = {"mixtral", "qwen2_moe",  "qwen3_moe",    "deepseek_v3", "glm4_moe",
+                                      "hy_v3",   "exaone_moe", "ernie4_5_moe", "minimax_m2",  "qwen3_next"};
+    for (size_t k = 0; k < sizeof moe / sizeof *moe; k++) {
         fixture f = open_family(moe[k], 4, 1, false);
         mt_run_state run = {0};
         create_model(&f, &mt_grid_of_one);

@@ -481,8 +481,11 @@ static void modules_that_no_family_names_are_left_out(void **state) {
     static const char *const cases[][2] = {{"exaone_moe", "mtp.norm.weight"},
                                            {"ernie4_5_moe", "model.mtp_emb_norm.0.weight"},
                                            {"hy_v3", "model.layers.4.eh_proj.weight"},
+                                           {"qwen3_next", "mtp.layers.0.input_layernorm.weight"},
+                                           {"qwen3_5", "mtp.fc.weight"},
+                                           {"qwen3_5_moe", "mtp.norm.weight"},
                                            {"llama", "mtp.norm.weight"}};
-    for (int k = 0; k < 4; k++) {
+    for (int k = 0; k < 7; k++) {
         fixture f;
         mt_options o;
         mt_error error;
@@ -491,7 +494,7 @@ static void modules_that_no_family_names_are_left_out(void **state) {
         save_weights(&f, folder);
         add_copy(folder, cases[k][1], "model.norm.weight", false);
         parse_load(&o, MT_PROGRAM_TRAIN, folder, TRAIN);
-        assert_int_equal(load_folder(&o, folder, true, &error), k == 3 ? -1 : 0);
+        assert_int_equal(load_folder(&o, folder, true, &error), k == 6 ? -1 : 0);
         mt_options_free(&o);
         close_family(&f);
     }

@@ -2,8 +2,6 @@
  */
 #include "adapter_merge.h"
 
-#include "adapter_merge.h"
-
 #include "../base/file.h"
 #include "../tokens/special_tokens.h"
 #include "../models/hf_config.h"

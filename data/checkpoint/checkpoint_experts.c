@@ -2,8 +2,6 @@
  * of names and addresses: the bytes of an expert's matrix lie together in the stacked tensor. */
 #include "checkpoint_experts.h"
 
-#include "checkpoint_experts.h"
-
 #include "../base/file.h"
 #include "../base/safetensors.h"
 
@@ -103,15 +101,36 @@ static int mt_stack_cut(mt_safetensors *set, int64_t index, const mt_stack *stac
     return 0;
 }
 
-/* Mixtral's router has another name beside stacked experts. */
-static void mt_router_rename(mt_safetensors *set, int64_t index, const char *in_layer) {
-    static const char stacked[] = "mlp.gate.weight";
+/* Other tensors whose names beside stacked experts are not those of the file's original form, by the ends of these
+ * names: Mixtral's and MiniMax's router, Hy3's shared expert, and the biases that balance loads. */
+static const struct {
+    const char *end;
+    mt_role role;
+} mt_renamed[] = {{"gate.weight", MT_ROUTER},
+                  {"shared_experts.gate_proj.weight", MT_SHARED_GATE},
+                  {"shared_experts.up_proj.weight", MT_SHARED_UP},
+                  {"shared_experts.down_proj.weight", MT_SHARED_DOWN},
+                  {"e_score_correction_bias", MT_ROUTER_BIAS},
+                  {"gate.e_score_correction_bias", MT_ROUTER_BIAS},
+                  {"gate.moe_statics.e_score_correction_bias", MT_ROUTER_BIAS}};
+
+/* Gives a tensor beside stacked experts the name of the parameter table. */
+static void mt_tensor_rename(mt_safetensors *set, int64_t index, const mt_param *rows, int64_t count,
+                             const mt_options *o) {
     mt_tensor_info tensor = *mt_safetensors_get(set, index);
-    int64_t prefix = (int64_t)(strlen(tensor.name) - strlen(stacked)), room = prefix + (int64_t)strlen(in_layer) + 1;
-    char *name = mt_malloc(room);
-    snprintf(name, (size_t)room, "%.*s%s", (int)prefix, tensor.name, in_layer);
-    tensor.name = name;
-    mt_safetensors_replace(set, index, &tensor, 1);
+    const char *in_mlp = strstr(tensor.name, ".mlp.");
+    for (size_t i = 0; in_mlp && i < sizeof mt_renamed / sizeof *mt_renamed; i++) {
+        if (strcmp(in_mlp + strlen(".mlp."), mt_renamed[i].end) != 0) continue;
+        const mt_param *row = mt_row_find(rows, count, mt_renamed[i].role);
+        if (!row) return;
+        const char *in_layer = mt_row_name_in_layer(row, o);
+        int64_t prefix = in_mlp + 1 - tensor.name, room = prefix + (int64_t)strlen(in_layer) + 1;
+        char *name = mt_malloc(room);
+        snprintf(name, (size_t)room, "%.*s%s", (int)prefix, tensor.name, in_layer);
+        tensor.name = name;
+        mt_safetensors_replace(set, index, &tensor, 1);
+        return;
+    }
 }
 
 int mt_experts_unstack(mt_safetensors *set, const mt_options *o, mt_error *error) {
@@ -122,15 +141,15 @@ int mt_experts_unstack(mt_safetensors *set, const mt_options *o, mt_error *error
     mt_param *rows;
     int status = 0;
     int64_t count = mt_params_build(&rows, o, NULL);
-    const mt_param *router = mt_row_find(rows, count, MT_ROUTER), *down = mt_row_find(rows, count, MT_EXPERT_DOWN);
+    const mt_param *down = mt_row_find(rows, count, MT_EXPERT_DOWN);
     bool keeps = down && down->hf_stack > 0;
     for (int64_t i = 0; i < all && status == 0 && !keeps; i++) {
         const char *name = mt_safetensors_get(set, i)->name;
         const mt_stack *stack = mt_stack_find(name);
         if (stack)
             status = mt_stack_cut(set, i, stack, rows, count, o, error);
-        else if (router && mt_text_ends_with(name, ".mlp.gate.weight"))
-            mt_router_rename(set, i, mt_row_name_in_layer(router, o));
+        else
+            mt_tensor_rename(set, i, rows, count, o);
     }
     free(rows);
     mt_safetensors_sort(set);

@@ -2,8 +2,6 @@
  * latest_checkpointed_iteration.txt names the last one. */
 #include "checkpoint_folder.h"
 
-#include "checkpoint_folder.h"
-
 #include "../base/file.h"
 #include "../base/safetensors.h"
 #include "checkpoint_trainer.h"

@@ -7,8 +7,6 @@
  *   layers.N.LINEAR.amax_history  [D, H, 3]  entry 0 is that of the next step, 0; then the oldest first */
 #include "checkpoint_fp8.h"
 
-#include "checkpoint_fp8.h"
-
 #include "../base/file.h"
 #include "../base/safetensors.h"
 

@@ -7,8 +7,6 @@
  * half-written ever replaces something whole. */
 #include "checkpoint_save.h"
 
-#include "checkpoint_save.h"
-
 #include "../base/direct.h"
 #include "../base/file.h"
 #include "../base/watchdog.h"

@@ -313,9 +313,15 @@ static int mt_tensor_check_repeated(const mt_options *options, const mt_safetens
 /* Ends of the names of computed tensors: tables of RoPE, and the masks of GPT-2. */
 static const char *const mt_computed[] = {"rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias"};
 
-/* Beginnings of the names of modules of multi-token prediction in K-EXAONE's and ERNIE's folders, which transformers
- * leaves out, too. */
-static const char *const mt_other_modules[] = {"mtp.", "model.mtp_"};
+/* Families whose modules of multi-token prediction transformers leaves out, too, and how their tensors' names begin. */
+static const struct {
+    mt_hf_family family;
+    const char *begins;
+} mt_other_modules[] = {{MT_HF_EXAONE_MOE, "mtp."},
+                        {MT_HF_ERNIE4_5_MOE, "model.mtp_"},
+                        {MT_HF_QWEN3_NEXT, "mtp."},
+                        {MT_HF_QWEN3_5, "mtp."},
+                        {MT_HF_QWEN3_5_MOE, "mtp."}};
 
 /* True for tensors without weights of this model: computed tables, masks and the tied head of old checkpoints, the
  * output layer of a language model that got a value head, and modules of multi-token prediction that the model does not
@@ -325,9 +331,10 @@ static bool mt_tensor_is_harmless(const mt_options *options, const char *name) {
     int64_t layer = mt_tensor_layer(options, name, &rest), end = options->num_layers + options->mtp_layers_stored;
     if (layer >= options->num_layers + options->mtp_num_layers && layer < end) return true;
     if (mt_tensor_repeats(options, name)) return true;
-    bool leaves_out = options->hf_family == MT_HF_EXAONE_MOE || options->hf_family == MT_HF_ERNIE4_5_MOE;
-    for (int i = 0; i < 2 && leaves_out; i++)
-        if (strncmp(name, mt_other_modules[i], strlen(mt_other_modules[i])) == 0) return true;
+    for (size_t i = 0; i < sizeof mt_other_modules / sizeof *mt_other_modules; i++)
+        if (mt_other_modules[i].family == options->hf_family &&
+            strncmp(name, mt_other_modules[i].begins, strlen(mt_other_modules[i].begins)) == 0)
+            return true;
     for (size_t i = 0; i < sizeof mt_computed / sizeof *mt_computed; i++)
         if (mt_text_ends_with(name, mt_computed[i])) return true;
     const char *holder = mt_shared_tensor(options, name, false);

@@ -6,8 +6,6 @@
  */
 #include "gpt_dataset.h"
 
-#include "gpt_dataset.h"
-
 #include "../base/file.h"
 #include "dataset.h"
 #include "indexed_dataset.h"

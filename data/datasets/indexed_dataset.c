@@ -2,8 +2,6 @@
  * hosts: the format is little-endian. */
 #include "indexed_dataset.h"
 
-#include "indexed_dataset.h"
-
 #include "../base/file.h"
 #include "../base/watchdog.h"
 

@@ -4,8 +4,6 @@
  */
 #include "loader.h"
 
-#include "loader.h"
-
 #include "../base/file.h"
 #include "../base/watchdog.h"
 #include "../options/option_rules.h"

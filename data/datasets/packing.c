@@ -1,8 +1,6 @@
 /* packing.c: rows of samples of any length, and the micro-batches of a step with even work. */
 #include "packing.h"
 
-#include "packing.h"
-
 #include "gpt_dataset.h"
 #include "sft.h"
 

@@ -178,8 +178,8 @@ static const mt_hf_key mt_hf_keys[] = {
     {"num_hidden_layers", GPT_OSS, MT_AT(num_layers), 0, "36"},
     {"hidden_size", BLOCKS & ~GPT_OSS, MT_AT(hidden_size), REQUIRED},
     {"hidden_size", GPT_OSS, MT_AT(hidden_size), 0, "2880"},
-    {"intermediate_size", BLOCKS & ~(GPT_OSS | SOLAR_OPEN), MT_AT(ffn_hidden_size), REQUIRED},
-    {"moe_intermediate_size", SOLAR_OPEN, MT_AT(ffn_hidden_size), REQUIRED}, // every layer has experts
+    {"intermediate_size", BLOCKS & ~(QWEN3_5_MOE | GPT_OSS | SOLAR_OPEN), MT_AT(ffn_hidden_size), REQUIRED},
+    {"moe_intermediate_size", SOLAR_OPEN | QWEN3_5_MOE, MT_AT(ffn_hidden_size), REQUIRED}, // every layer has experts
     {"intermediate_size", GPT_OSS, MT_AT(ffn_hidden_size), 0, "2880"},
     {"num_attention_heads", BLOCKS & ~GPT_OSS, MT_AT(num_attention_heads), REQUIRED},
     {"num_attention_heads", GPT_OSS, MT_AT(num_attention_heads), 0, "64"},
@@ -293,7 +293,8 @@ static const mt_hf_key mt_hf_keys[] = {
     {"router_jitter_noise", MIXTRAL | MINIMAX_M2, 0, FIXED | READ, "0.0|0"},
     {"output_router_logits", MOE & ~DEEPSEEK_MOE, 0, FIXED | WRITE, "false"},
     {"norm_topk_prob", QWEN_MOE, MT_AT(moe_router_pre_softmax), NEGATED, "false"},
-    {"norm_topk_prob", DELTA_MOE, MT_AT(moe_router_pre_softmax), NEGATED, "true"},
+    {"norm_topk_prob", QWEN3_NEXT, MT_AT(moe_router_pre_softmax), NEGATED, "true"},
+    {"norm_topk_prob", QWEN3_5_MOE, 0, FIXED | READ, "true"},
     {"norm_topk_prob", GROUPED & ~DOTS1, 0, FIXED, "true"},
     {"norm_topk_prob", DOTS1, 0, FIXED | REQUIRED, "true"}, // absent: false
     {"shared_expert_intermediate_size", QWEN2_MOE | DELTA_MOE, MT_AT(moe_shared_expert_intermediate_size), REQUIRED},
@@ -321,6 +322,7 @@ static const mt_hf_key mt_hf_keys[] = {
     {NULL, BLOCKS, MT_AT(position_embedding_type), 0, "\"rope\""},
     {NULL, DELTA, MT_AT(experimental_attention_variant), 0, "\"gated_delta_net\""},
     {NULL, DELTA, MT_AT(attention_output_gate), 0, "true"},
+    {NULL, QWEN3_5_MOE, MT_AT(moe_router_pre_softmax), 0, "false"},
     {NULL, QWEN3 | QWEN3_MOE | WINDOWED | DELTA | DOTS1 | EXAONES | MINIMAX_M2 | HY_V3, MT_AT(qk_layernorm), 0, "true"},
     {NULL, OLMO3 | MINIMAX_M2, MT_AT(qk_layernorm_all_heads), 0, "true"},
     {NULL, GPT_OSS, MT_AT(quick_geglu), 0, "true"},
@@ -1108,7 +1110,13 @@ static int mt_config_read(mt_options *shape, const char *json, int64_t bytes, co
     const char *family = mt_config_string(&config, config.root, "model_type", NULL);
     shape->hf_family = family ? mt_hf_family_find(family) : MT_HF_UNKNOWN;
     if (shape->hf_family == MT_HF_UNKNOWN) shape->hf_family = mt_config_family_of_class(&config);
-    if (shape->hf_family == MT_HF_UNKNOWN)
+    if (shape->hf_family == MT_HF_UNKNOWN && json_is_object(json_object_get(config.root, "text_config")))
+        mt_config_fail(
+            &config,
+            "\"model_type\" is %.60s, whose text model is in \"text_config\"; only text models are read: save "
+            "it by AutoModelForCausalLM.from_pretrained(...).save_pretrained(...) of transformers",
+            family ? family : "missing");
+    else if (shape->hf_family == MT_HF_UNKNOWN)
         mt_config_fail(&config,
                        "\"model_type\" is %.60s, a kind of model that is not supported; supported:" MT_HF_FAMILIES(
                            MT_HF_FAMILY_TYPE) " (megatron: saved by this program, as no other family has its shape)",

@@ -4,8 +4,6 @@
  * called again. */
 #include "option_rules.h"
 
-#include "option_rules.h"
-
 #include "options.h"
 
 #include <ctype.h>

@@ -9,8 +9,6 @@
  */
 #include "tokenizer_encode.h"
 
-#include "tokenizer_encode.h"
-
 #include <stdlib.h>
 #include <string.h>
 #include <time.h>

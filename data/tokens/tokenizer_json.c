@@ -2,8 +2,6 @@
  * file is either implemented exactly or refused by name; unknown keys are ignored, as by `tokenizers`. */
 #include "tokenizer_json.h"
 
-#include "tokenizer_json.h"
-
 #include "../base/file.h"
 #include "tokenizer_encode.h"
 

@@ -2,8 +2,6 @@
  * protobuf message, sentencepiece_model.proto's ModelProto; only the fields for encoding and decoding are read. */
 #include "tokenizer_sentencepiece.h"
 
-#include "tokenizer_sentencepiece.h"
-
 #include "tokenizer_encode.h"
 
 #include <float.h>

@@ -1,8 +1,6 @@
 /* tokenizer_vocab.c: hash tables, the prefix tree, growable arrays, UTF-8 and the vocabulary of a tokenizer. */
 #include "tokenizer_vocab.h"
 
-#include "tokenizer_vocab.h"
-
 #include "tokenizer.h"
 
 #include <stdlib.h>
