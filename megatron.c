@@ -5945,9 +5945,10 @@ static void mt_param_add(mt_param_table *table, const mt_role_row *row, int64_t 
     param->hf_stride = 1;
     param->is_head = row->when & (MT_HAS(LM_HEAD) | MT_HAS(SEQUENCE_HEAD) | MT_HAS(TOKEN_HEAD));
     bool stacked = row->unit == MT_UNIT_EXPERTS && !strchr(mt_role_row_name(row, table->family->names), '#');
-    param->can_adapt = param->is_linear && layer >= 0 && param->linear != MT_LINEAR_ROUTER &&
-                       !(row->when & MT_HAS(MTP)) && !stacked; // an adapter's file names modules
-    param->can_adapt &= param->hf_groups == 1 && (row->role < MT_DELTA_Q || row->role > MT_DELTA_A);
+    bool of_layer = param->is_linear && layer >= 0 && param->linear != MT_LINEAR_ROUTER && !(row->when & MT_HAS(MTP));
+    param->takes_fp8 = of_layer && !continues;
+    param->can_adapt = of_layer && !stacked && param->hf_groups == 1; // an adapter's file names modules
+    param->can_adapt &= row->role < MT_DELTA_Q || row->role > MT_DELTA_A;
     if (stacked)
         mt_param_stack(table, row, param);
     else
@@ -6044,7 +6045,8 @@ static void mt_param_add_adapter(mt_param_table *table, const mt_param *base, mt
         table->options->lora_rank;
     *(is_a ? &param->rows_option : &param->cols_option) = "--lora-rank";
     param->exists_option = "--lora-target", param->rows_stored = param->hf_rows_total = param->whole_rows;
-    param->hf_row = 0, param->hf_transposed = param->can_adapt = false, param->trained = true;
+    param->hf_row = 0, param->trained = true;
+    param->hf_transposed = param->can_adapt = param->takes_fp8 = false;
     snprintf(param->hf_name, sizeof param->hf_name, "base_model.model.%.*s.lora_%c.weight",
              (int)(strlen(base->hf_name) - strlen(".weight")), base->hf_name, is_a ? 'A' : 'B');
     param->init = is_a ? MT_INIT_NORMAL : MT_INIT_ZEROS, param->init_std = 1 / sqrt(3 * (double)base->whole_cols);
@@ -8422,11 +8424,14 @@ static void mt_transposed_slots(const mt_model *m, mt_slots *s, const mt_layer *
     bool normed = mt_norms_before(m->options); // else the residual stream, which others read too
     size_t x = mt_mixer_x(m), to = offsetof(mt_activations, x_transposed), step = sizeof(void *);
     mt_slot_add_transposed(m, s, x, &w->qkv, to, !normed);
+    mt_slot_add_transposed(m, s, x, &w->gate, to + step, !normed);
+    mt_slot_add_transposed(m, s, x, &w->delta_in, to, !normed);
     mt_slot_add_transposed(m, s, x, &w->latent, to, !normed || !has_q_latent);
     if (has_q_latent) x = offsetof(mt_activations, q_latent);
     mt_slot_add_transposed(m, s, x, &w->q_b, to + step, !has_q_latent || up_again);
     mt_slot_add_transposed(m, s, offsetof(mt_activations, kv_latent), &w->kv_b, to + 2 * step, up_again);
-    mt_slot_add_transposed(m, s, offsetof(mt_activations, attended), &w->o, to + 3 * step, true);
+    size_t attended = w->kind.mixer == MT_MIXER_ATTENTION ? mt_attention_out_x(m) : offsetof(mt_activations, attended);
+    mt_slot_add_transposed(m, s, attended, &w->o, to + 3 * step, true);
     mt_slot_add_transposed(m, s, mt_feed_forward_x(m), &w->fc1, to + 4 * step,
                            !normed || w->expert_bucket >= 0 || mlp_again);
     mt_slot_add_transposed(m, s, offsetof(mt_activations, mlp_active), &w->down, to + 5 * step, false);
@@ -10352,12 +10357,6 @@ static mt_weight *mt_param_weight(mt_model *m, const mt_param *param) {
     return (mt_weight *)(void *)(fields + param->field);
 }
 
-/* True for the first parameter of a linear whose products --fp8-format computes in fp8: those of layers, except the
- * router and the projection of a module of multi-token prediction. */
-static bool mt_param_takes_fp8(const mt_param *param) {
-    return param->can_adapt && !param->continues;
-}
-
 /* fp8 of this rank's layers. Delayed scaling has one scale for every operand of every linear. */
 typedef struct mt_fp8_model {
     mt_fp8 recipe;
@@ -10369,7 +10368,7 @@ typedef struct mt_fp8_model {
 
 /* The fp8 linear that begins with this parameter, or NULL. */
 static const mt_linear *mt_param_fp8_linear(mt_model *m, const mt_param *param) {
-    if (!m->fp8 || !mt_param_takes_fp8(param)) return NULL;
+    if (!m->fp8 || !param->takes_fp8) return NULL;
     const mt_linear *linear = (const mt_linear *)(const void *)mt_param_weight(m, param);
     return linear->fp8 ? linear : NULL;
 }
@@ -12915,8 +12914,9 @@ static bool mt_fp8_in_place(const mt_model *m, const mt_linear *l, const mt_laye
         return false;
     if (l->N % MT_FP8_WIDTH != 0 || l->K % MT_FP8_WIDTH != 0) return false;
     if (l->kind == MT_LINEAR_GROUPED) return !mt_scales_output(m) && m->experts->order.capacity == 0;
-    if (m->tp.overlaps) return false; // takes the rows in parts
-    bool is_qkv = field == offsetof(mt_layer, qkv), is_fc1 = field == offsetof(mt_layer, fc1);
+    if (m->tp.overlaps) return false;                                                     // takes the rows in parts
+    bool is_qkv = field == offsetof(mt_layer, qkv) && !m->options->attention_output_gate; // else the gate reads x too
+    bool is_fc1 = field == offsetof(mt_layer, fc1);
     if (operand == MT_FP8_DY) return is_fc1 && !m->options->mlp_bias;
     bool follows = mt_norms_before(m->options); // a norm stores x; and no router reads it too
     bool is_normed = follows && (is_qkv || (is_fc1 && w->expert_bucket < 0));
@@ -12938,7 +12938,7 @@ static int mt_model_fp8(mt_model *m, const mt_options *o, mt_error *error) {
     for (const mt_param *param = m->params; param < m->params + m->num_params; param++) {
         mt_bucket *b = &m->buckets[param->bucket];
         int64_t number = param->layer, size = mt_dtype_size(b->dtype);
-        bool in_fp8 = mt_param_takes_fp8(param) && number >= first && number < end;
+        bool in_fp8 = param->takes_fp8 && number >= first && number < end;
         if (!in_fp8 && !param->continues && param->offset * size < b->count) b->fp8_first = b->count * size;
         if (!in_fp8) continue;
         mt_linear *l = (mt_linear *)(void *)mt_param_weight(m, param);

@@ -2764,6 +2764,7 @@ typedef struct mt_param {
     bool is_linear;        // of a matrix product, which writes the gradient first; others only add to it
     bool is_head;          // of logits or values
     bool can_adapt;        // a matrix that can have adapters: of attention, an MLP or an expert
+    bool takes_fp8;        // the first parameter of a linear whose products --fp8-format computes in fp8
     bool trained;          // by the optimizer
     mt_linear_kind linear; // of a matrix
     mt_init init;

@@ -130,6 +130,31 @@ operations_before_linears_quantize() {
         )
 }
 
+# A linear of a layer is quantized 9 times in a step: its weight once, x and dy of 4 micro-batches. The gate of an
+# attention layer is the fifth linear. In a delta net's layer the projections of its input and of its output replace
+# those of attention. The experts of gpt-oss are stored in one tensor: 2 linears in each of 4 layers, which quantize x
+# of the 4 micro-batches, gathered from its rows, again in the backward of one of them. Saved transposes leave all
+# losses as a replay gives them.
+every_linear_of_a_layer_computes_in_fp8() {
+    delta='--experimental-attention-variant gated_delta_net --linear-attention-freq 2 --linear-num-key-heads 2
+        --linear-num-value-heads 4 --linear-key-head-dim 16 --linear-value-head-dim 16'
+    # shellcheck disable=SC2086
+    quantizes 1 90 0 --fp8-recipe tensorwise --attention-output-gate &&
+        quantizes 1 72 0 --fp8-recipe tensorwise $delta &&
+        quantizes 1 81 0 --fp8-recipe tensorwise $delta --attention-output-gate &&
+        quantizes 1 66 24 --fp8-recipe delayed --attention-output-gate &&
+        (
+            model="${model#*--vocab-size 256}"
+            quantizes 1 160 0 --fp8-recipe tensorwise --load tests/golden/hf/gpt_oss
+        ) || return 1
+    for recipe in tensorwise delayed; do
+        shape="--device cpu --fp8-recipe $recipe $delta --attention-output-gate"
+        # shellcheck disable=SC2086
+        trace 1 "$work/saved" $shape && trace 1 "$work/replayed" $shape --recompute-granularity full &&
+            same_losses "$work/saved" "$work/replayed" || return 1
+    done
+}
+
 check weights_are_gathered_in_8_bits weights_are_gathered_in_8_bits cpu
 check blocks_are_gathered_in_8_bits_for_the_optimizer blocks_are_gathered_in_8_bits cpu 2 optim 2
 check blocks_are_gathered_in_8_bits_for_every_use blocks_are_gathered_in_8_bits cpu 2 optim_grads_params 5
@@ -137,6 +162,7 @@ check blocks_of_four_ranks_are_gathered_in_8_bits blocks_are_gathered_in_8_bits 
 check widths_that_cut_blocks_are_refused widths_that_cut_blocks_are_refused
 check one_collective_for_all_scales one_collective_for_all_scales
 check operations_before_linears_quantize operations_before_linears_quantize
+check every_linear_of_a_layer_computes_in_fp8 every_linear_of_a_layer_computes_in_fp8
 # shellcheck disable=SC2086
 if [ "$(nvidia-smi -L 2>/dev/null | grep -c '^GPU')" -ge 2 ] &&
     ! $(mpirun_here) -np 2 "$train" $model --device cuda 2>&1 </dev/null | grep -q 'this build'; then
