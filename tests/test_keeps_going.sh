@@ -362,7 +362,7 @@ ctrl_c_saves_and_a_second_signal_ends_the_run_at_once() {
     begin "$train" $small --train-iters 100000000 --save "$work/save" --metrics "$work/m.jsonl" || return 1
     kill -INT $job
     wait $job && saved_its_last_step &&
-        says '^stopping after this step; this run has saved nothing so far; a second SIGTERM or Ctrl-C ends' \
+        says '^stopping after this step; this run has saved nothing so far; the second SIGTERM or Ctrl-C ends' \
             "$work/err" || return 1
     has_disk || return 0
     for pair in INT-INT TERM-TERM TERM-INT INT-TERM; do

@@ -254,7 +254,8 @@ a_closed_pipe_of_the_output_saves_and_ends_the_run() {
     # shellcheck disable=SC2086
     reads_until_a_step env --default-signal=HUP,PIPE "$train" $small --train-iters 100000000 --save "$work/piped"
     wait $process && [ "$(cat "$work/piped/latest_checkpointed_iteration.txt")" -gt 0 ] &&
-        says '^nobody reads the standard output any more: stopping after this step; ' "$work/err" || return 1
+        says '^nobody reads the standard output any more: stopping after this step; ' "$work/err" &&
+        ! grep 'training goes on' "$work/err" || return 1
     # shellcheck disable=SC2086
     reads_until_a_step env --ignore-signal=HUP --default-signal=PIPE "$train" $small --train-iters 100000000 \
         --save "$work/unread" --metrics "$work/m.jsonl"
@@ -268,7 +269,8 @@ a_closed_pipe_of_the_output_saves_and_ends_the_run() {
         says '^warning: standard output: cannot be written: Broken pipe; training goes on' "$work/err" || return 1
     # shellcheck disable=SC2086
     reads_until_a_step env --default-signal=HUP,PIPE "$train" $small --train-iters 100000000 --no-exit-signal-handler
-    ! wait $process
+    wait $process
+    [ $? = 141 ] # 128 + SIGPIPE
 }
 
 # Files may have at most 8 blocks of 512 bytes here, which is more than a library writes when it is loaded. Before that

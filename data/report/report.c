@@ -3,6 +3,7 @@
 
 #include "../base/file.h"
 #include "../base/safetensors.h"
+#include "../base/signals.h"
 #include "../base/watchdog.h"
 #include "../options/option_rules.h"
 #include "../options/option_typed.h"
@@ -342,10 +343,10 @@ void mt_report_flush(void) {
     static bool failed;
     mt_error error;
     if (mt_file_flush_output(&error) == 0) return;
-    bool interrupted = errno == EINTR; // by a signal that stops the run, where an ending mpirun no longer reads
-    if (!failed && !interrupted)
+    bool stops = errno == EINTR || mt_stop_requested(); // then a line of its own has said so
+    if (!failed && !stops)
         fprintf(stderr, "warning: %s; training goes on without the lines that it prints\n", error.text);
-    failed = failed || !interrupted;
+    failed = failed || !stops;
     clearerr(stdout); // there may be room for later lines
 }
 

@@ -196,7 +196,7 @@ void mt_signals_set_saved(const mt_options *o, int64_t iteration) {
     else
         snprintf(saved, sizeof saved, "saved so far: iteration %lld", (long long)iteration);
     snprintf(graceful, sizeof graceful,
-             "stopping after this step; %s; a second SIGTERM or Ctrl-C ends the run at once\n", saved);
+             "stopping after this step; %s; the second SIGTERM or Ctrl-C ends the run at once\n", saved);
     snprintf(killed, sizeof killed,
              "stopping after this step, but mpirun kills its ranks %g s after this signal; %s; kill -%s on mpirun "
              "would wait for the step and its save\n",
