@@ -1302,17 +1302,21 @@ static void yaml_has_the_numbers_of_yaml_1_1(void **state) {
     }
 }
 
-static void yaml_lists_the_layers_with_experts(void **state) {
+static void yaml_lists_the_layers_of_every_option_that_names_them(void **state) {
     (void)state;
-    mt_options options;
-    mt_error error = {""};
-    const char *text = "num_layers: 3\nmoe_layer_freq: [0, 1, 1]\nnum_moe_experts: 2\n";
-    mt_options_default(&options);
-    if (mt_options_read_yaml(&options, MT_PROGRAM_TRAIN, text, (int64_t)strlen(text), "run.yaml", &error) != 0)
-        fail_msg("%s", error.text);
-    assert_string_equal(options.moe_layer_freq, "[0,1,1]");
-    assert_int_equal(options.num_experts, 2);
-    mt_options_free(&options);
+    static const char *const keys[] = {"moe_layer_freq", "window_attn_skip_freq", "no_rope_freq",
+                                       "linear_attention_freq"};
+    for (size_t i = 0; i < sizeof keys / sizeof *keys; i++) {
+        char text[80];
+        mt_options options;
+        mt_error error = {""};
+        snprintf(text, sizeof text, "num_layers: 3\n%s: [0, 1, 1]\n", keys[i]);
+        if (read_yaml(&options, text, &error) != 0) fail_msg("%s", error.text);
+        const char *const found[] = {options.moe_layer_freq, options.window_attn_skip_freq, options.no_rope_freq,
+                                     options.linear_attention_freq};
+        assert_string_equal(found[i], "[0,1,1]");
+        mt_options_free(&options);
+    }
 }
 
 static void expect_yaml_error(const char *text, const char *expected) {
@@ -3228,7 +3232,7 @@ static const struct CMUnitTest tests[] = {
     cmocka_unit_test(yaml_sets_options_and_the_command_line_wins),
     cmocka_unit_test(yaml_has_the_booleans_of_yaml_1_1),
     cmocka_unit_test(yaml_has_the_numbers_of_yaml_1_1),
-    cmocka_unit_test(yaml_lists_the_layers_with_experts),
+    cmocka_unit_test(yaml_lists_the_layers_of_every_option_that_names_them),
     cmocka_unit_test(bad_yaml_is_refused_with_file_and_line),
     cmocka_unit_test(deep_yaml_is_refused_before_it_is_parsed),
     cmocka_unit_test(many_unknown_names_are_counted),

@@ -1133,18 +1133,12 @@ static int mt_config_read(mt_options *shape, const char *json, int64_t bytes, co
  * biases of all linear layers include those of queries, keys and values. */
 static bool mt_option_differs(const mt_options *options, const mt_options *shape, const mt_option *row) {
     mt_error ignored;
+    mt_layer_freq_rule rule;
     int64_t count = shape->num_experts > 0 ? shape->num_layers : 0;
     char *given = mt_option_text(options, row), *theirs = mt_option_text(shape, row);
     bool differs = strcmp(given, theirs) != 0;
-    if (differs && count > 0 && row->offset == MT_AT(moe_layer_freq)) {
-        char *asked =
-            mt_layer_freq_expand(given, MT_EXPERT_LAYERS, count, !MT_GIVEN(options, moe_layer_freq), &ignored);
-        char *stored = mt_layer_freq_expand(theirs, MT_EXPERT_LAYERS, count, false, &ignored);
-        differs = !asked || !stored || strcmp(asked, stored) != 0;
-        free(asked), free(stored);
-    } else if (differs && (row->offset == MT_AT(no_rope_freq) || row->offset == MT_AT(linear_attention_freq)) &&
-               *given && *theirs) {
-        mt_layer_freq_rule rule = row->offset == MT_AT(no_rope_freq) ? MT_ROPE_LAYERS : MT_LINEAR_LAYERS;
+    bool has_layers = mt_option_names_layers(row, &rule) && (rule != MT_EXPERT_LAYERS || count > 0);
+    if (differs && has_layers && *given && *theirs) {
         char *asked = mt_layer_freq_expand(given, rule, shape->num_layers, true, &ignored);
         char *stored = mt_layer_freq_expand(theirs, rule, shape->num_layers, false, &ignored);
         differs = !asked || !stored || strcmp(asked, stored) != 0;

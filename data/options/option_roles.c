@@ -92,7 +92,8 @@ static int mt_option_reader_take_values(mt_option_reader *reader, const mt_role_
         mt_options_note_key(reader->options, entry, "", setting->megatron.text);
         return 0;
     }
-    bool is_layers = row && row->offset == MT_AT(moe_layer_freq) && entry->is_sequence;
+    mt_layer_freq_rule rule;
+    bool is_layers = entry->is_sequence && mt_option_names_layers(row, &rule);
     if (entry->is_sequence && !is_layers && (!row || !mt_option_is_list(row)))
         return mt_error_set(error, "%s expects %s, not a list", where, mt_setting_metavar(setting));
     if (row && !setting->megatron.value) mt_option_clear(reader->options, row);

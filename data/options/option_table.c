@@ -1239,6 +1239,16 @@ static int64_t mt_layer_freq_parse(const char *text, char *layers, int64_t max) 
     return good && mt_layer_freq_take(&freq, 0) ? freq.count : -1;
 }
 
+bool mt_option_names_layers(const mt_option *row, mt_layer_freq_rule *rule) {
+    static const size_t offsets[] = {[MT_EXPERT_LAYERS] = MT_AT(moe_layer_freq),
+                                     [MT_WINDOW_LAYERS] = MT_AT(window_attn_skip_freq),
+                                     [MT_ROPE_LAYERS] = MT_AT(no_rope_freq),
+                                     [MT_LINEAR_LAYERS] = MT_AT(linear_attention_freq)};
+    for (size_t i = 0; row && i < sizeof offsets / sizeof *offsets; i++)
+        if (row->offset == offsets[i]) return *rule = (mt_layer_freq_rule)i, true;
+    return false;
+}
+
 char *mt_layer_freq_expand(const char *text, mt_layer_freq_rule rule, int64_t num_layers, bool may_be_longer,
                            mt_error *error) {
     static const struct {

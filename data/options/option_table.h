@@ -143,6 +143,9 @@ typedef enum mt_layer_freq_rule {
     MT_LINEAR_LAYERS  // --linear-attention-freq: all but the last of each N; 1: linear attention
 } mt_layer_freq_rule;
 
+/* True for an option that names layers; its rule. */
+bool mt_option_names_layers(const mt_option *row, mt_layer_freq_rule *rule);
+
 /* A value of such an option as a letter per layer, '1' with (experts, a window, RoPE) and '0' without; to free. NULL
  * with error. A list that may be longer is cut off. */
 char *mt_layer_freq_expand(const char *text, mt_layer_freq_rule rule, int64_t num_layers, bool may_be_longer,

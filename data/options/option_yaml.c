@@ -91,8 +91,8 @@ static int mt_yaml_read_value(mt_yaml *yaml, const mt_setting *setting, const ch
     mt_option_type type = setting->row ? setting->row->type : MT_STRING;
     bool takes_number = type == MT_INT || type == MT_REAL || type == MT_INTS;
     bool is_sequence = yaml->event.type == YAML_SEQUENCE_START_EVENT;
-    if (is_sequence && setting->row && setting->row->offset == MT_AT(moe_layer_freq))
-        return mt_yaml_read_layers(yaml, setting, where);
+    mt_layer_freq_rule rule;
+    if (is_sequence && mt_option_names_layers(setting->row, &rule)) return mt_yaml_read_layers(yaml, setting, where);
     if (is_sequence && (!setting->row || !mt_option_is_list(setting->row)))
         return mt_error_set(yaml->error, "%s expects %s, not a list", where, mt_setting_metavar(setting));
     if (setting->row && !setting->megatron.value) mt_option_clear(yaml->reader->options, setting->row);
