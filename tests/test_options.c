@@ -2375,6 +2375,12 @@ static char *describe(mt_options *o) {
     "\"initializer_range\": 0.02", "\"tie_word_embeddings\": false", "\"hidden_act\": \"silu\"",                       \
         "\"attention_dropout\": 0.0", "\"use_cache\": true", "\"rope_parameters\": null", "\"rope_scaling\": null"
 #define GROUPS "\"n_group\": 1", "\"topk_group\": 1", "\"norm_topk_prob\": true", "\"n_shared_experts\": 1"
+#define DELTA_KEYS                                                                                                     \
+    "\"rms_norm_eps\": 1e-6", "\"rope_theta\": 10000.0", "\"head_dim\": 256", "\"partial_rotary_factor\": 0.25",       \
+        "\"attention_bias\": false", "\"linear_conv_kernel_dim\": 4", "\"linear_key_head_dim\": 128",                  \
+        "\"linear_value_head_dim\": 128", "\"linear_num_key_heads\": 16", "\"linear_num_value_heads\": 32",            \
+        "\"layer_types\": null", "\"full_attention_interval\": 4",                                                     \
+        "\"layer_types\": [\"linear_attention\", \"linear_attention\"]"
 #define QWEN_WINDOW                                                                                                    \
     "\"use_sliding_window\": false", "\"sliding_window\": 4096", "\"max_window_layers\": 28", "\"layer_types\": null", \
         "\"bos_token_id\": null", "\"eos_token_id\": null"
@@ -2501,6 +2507,14 @@ static void a_key_that_a_family_omits_has_the_familys_default(void **state) {
          {COMMON, GROUPS, "\"q_lora_rank\": 768", "\"rope_interleave\": true", "\"attention_bias\": false",
           "\"routed_scaling_factor\": 1.8", "\"mlp_layer_types\": [\"dense\", \"sparse\"]", "\"rms_norm_eps\": 1e-5",
           "\"rope_theta\": 10000.0", "\"bos_token_id\": 0", "\"eos_token_id\": 1"}},
+        {EXPERTS_OF("qwen3_next", "num_experts") ", \"shared_expert_intermediate_size\": 16",
+         {COMMON, DELTA_KEYS, "\"norm_topk_prob\": true"}},
+        {EXPERTS_OF("qwen3_next", "num_experts") ", \"shared_expert_intermediate_size\": 16",
+         {"\"decoder_sparse_step\": 1", "\"mlp_only_layers\": null", "\"mlp_only_layers\": []",
+          "\"router_aux_loss_coef\": 0.001"}},
+        {SIZES_OF("qwen3_5_text"), {COMMON, DELTA_KEYS}},
+        {EXPERTS_OF("qwen3_5_moe_text", "num_experts") ", \"shared_expert_intermediate_size\": 16",
+         {COMMON, DELTA_KEYS, "\"router_aux_loss_coef\": 0.001", "\"norm_topk_prob\": true"}},
     };
     for (size_t i = 0; i < sizeof families / sizeof *families; i++) {
         mt_options sparse, full;
