@@ -192,6 +192,8 @@ EOF
         refuses_changes data 's/truncation: error/truncation: left=truncation can only be error' \
             's/{path: null/{path: my.py=path is not supported: prompts are' \
             's/kwargs: {}/kwargs: 3=apply_chat_template_kwargs expects a section' \
+            's/kwargs: {}/kwargs: {a: 017}=is an octal number' \
+            's/kwargs: {}/kwargs: {a: 1, a: 2}=a is given twice in this section' \
             's/custom_chat_template: null/custom_chat_template: x=custom_chat_template is not supported' \
             's/multi_turn: {/multi_turn: {enable: true, =enable is not supported: a prompt has one response' \
             's/single_turn_agent/tool_agent=default_agent_loop can only be single_turn_agent' \

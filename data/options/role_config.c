@@ -684,13 +684,66 @@ static void take_refused(reader *r, const mt_role_key *row, const yaml_node_t *n
     free(enable);
 }
 
-/* The value of a node in JSON, with the types that YAML 1.1 gives it; NULL with error. */
-static json_t *json_of(reader *r, yaml_node_t *node, int depth) {
-    mt_error *error = r->error;
+/* True for two plain values with the same text. */
+static bool values_agree(const yaml_node_t *a, const yaml_node_t *b) {
+    bool are_scalars = a->type == YAML_SCALAR_NODE && b->type == YAML_SCALAR_NODE;
+    return are_scalars && strcmp(scalar_text(a), scalar_text(b)) == 0;
+}
+
+/* An error if a key stands twice in a section with two values. */
+static int check_keys(reader *r, const yaml_node_t *mapping) {
+    const yaml_node_pair_t *first = mapping->data.mapping.pairs.start, *end = mapping->data.mapping.pairs.top;
+    if (end - first > MAX_NODES / 10) return fail_at(r, mapping, "holds more than a file of roles could need");
+    for (const yaml_node_pair_t *pair = first; pair < end; pair++) {
+        const yaml_node_t *key = get_node(r, pair->key);
+        const char *name = scalar_text(key);
+        if (visit(r, key) != 0) return -1;
+        if (key->type != YAML_SCALAR_NODE || !*name || strchr(name, '.'))
+            return fail_at(r, key, "expects the name of a key");
+        for (const yaml_node_pair_t *other = first; other < pair; other++)
+            if (strcmp(scalar_text(get_node(r, other->key)), name) == 0 &&
+                !values_agree(get_node(r, other->value), get_node(r, pair->value)))
+                return mt_error_set(r->error, "%s:%lld: %.80s is given twice in this section", r->path, line_of(key),
+                                    name);
+    }
+    return 0;
+}
+
+/* A plain scalar is null, a boolean or a number if it reads as one; every other one is a text. */
+static json_t *json_of_scalar(reader *r, const yaml_node_t *node) {
     json_t *value = NULL;
     int64_t whole;
     bool flag;
     char *end;
+    if (is_null(node)) return json_null();
+    char *text = scalar_value(r, node);
+    if (!text) return NULL;
+    bool is_plain = node->data.scalar.style == YAML_PLAIN_SCALAR_STYLE;
+    bool is_octal = is_plain && mt_yaml_is_octal(scalar_text(node));
+    double number = strtod(text, &end);
+    bool is_real = *text && strspn(text, "0123456789+-.eE") == strlen(text) && *end == 0 && isfinite(number);
+    if (is_plain && mt_parse_bool(text, &flag))
+        value = json_boolean(flag);
+    else if (is_plain && mt_parse_int(text, &whole))
+        value = json_integer(whole);
+    else if (is_plain && is_real)
+        value = json_real(number);
+    else
+        value = json_string(text);
+    if (is_octal) {
+        json_decref(value), value = NULL;
+        mt_yaml_refuse_octal(r->path, line_of(node), text, r->error);
+    } else if (!value) {
+        fail_at(r, node, "holds a text that is not UTF-8");
+    }
+    free(text);
+    return value;
+}
+
+/* The value of a node in JSON, with the types that YAML 1.1 gives it; NULL with error. */
+static json_t *json_of(reader *r, yaml_node_t *node, int depth) {
+    mt_error *error = r->error;
+    json_t *value;
     if (visit(r, node) != 0 || follow(r, &node, 0) != 0) return NULL;
     if (depth > MAX_DEPTH) mt_error_set(error, "%s:%lld: is nested too deeply", r->path, line_of(node));
     if (depth > MAX_DEPTH) return NULL;
@@ -706,6 +759,7 @@ static json_t *json_of(reader *r, yaml_node_t *node, int depth) {
         return list;
     }
     if (is_mapping(node)) {
+        if (check_keys(r, node) != 0) return NULL;
         json_t *object = json_object();
         const yaml_node_pair_t *pair = node->data.mapping.pairs.start;
         for (; pair < node->data.mapping.pairs.top; pair++) {
@@ -716,22 +770,7 @@ static json_t *json_of(reader *r, yaml_node_t *node, int depth) {
         }
         return object;
     }
-    if (is_null(node)) return json_null();
-    char *text = scalar_value(r, node);
-    bool is_plain = node->data.scalar.style == YAML_PLAIN_SCALAR_STYLE;
-    double number = text ? strtod(text, &end) : 0;
-    bool is_number = text && *text && strspn(text, "0123456789+-.eE") == strlen(text) && *end == 0;
-    if (text && is_plain && mt_parse_bool(text, &flag))
-        value = json_boolean(flag);
-    else if (text && is_plain && mt_parse_int(text, &whole))
-        value = json_integer(whole);
-    else if (text && is_plain && is_number)
-        value = json_real(number);
-    else if (text)
-        value = json_string(text);
-    if (text && !value) fail_at(r, node, "holds a text that is not UTF-8");
-    free(text);
-    return value;
+    return json_of_scalar(r, node);
 }
 
 /* A section as one text of an option. */
@@ -943,31 +982,6 @@ static int take_key(reader *r, const yaml_node_t *mapping, const yaml_node_t *ke
     if (follow(r, &node, 0) != 0) return -1;
     if (is_megatron) return take_megatron(r, section, name, node, line_of(key));
     return is_null(node) ? 0 : take_row(r, row, mapping, node, line_of(key));
-}
-
-/* True for two plain values with the same text. */
-static bool values_agree(const yaml_node_t *a, const yaml_node_t *b) {
-    bool are_scalars = a->type == YAML_SCALAR_NODE && b->type == YAML_SCALAR_NODE;
-    return are_scalars && strcmp(scalar_text(a), scalar_text(b)) == 0;
-}
-
-/* An error if a key stands twice in a section with two values. */
-static int check_keys(reader *r, const yaml_node_t *mapping) {
-    const yaml_node_pair_t *first = mapping->data.mapping.pairs.start, *end = mapping->data.mapping.pairs.top;
-    if (end - first > MAX_NODES / 10) return fail_at(r, mapping, "holds more than a file of roles could need");
-    for (const yaml_node_pair_t *pair = first; pair < end; pair++) {
-        const yaml_node_t *key = get_node(r, pair->key);
-        const char *name = scalar_text(key);
-        if (visit(r, key) != 0) return -1;
-        if (key->type != YAML_SCALAR_NODE || !*name || strchr(name, '.'))
-            return fail_at(r, key, "expects the name of a key");
-        for (const yaml_node_pair_t *other = first; other < pair; other++)
-            if (strcmp(scalar_text(get_node(r, other->key)), name) == 0 &&
-                !values_agree(get_node(r, other->value), get_node(r, pair->value)))
-                return mt_error_set(r->error, "%s:%lld: %.80s is given twice in this section", r->path, line_of(key),
-                                    name);
-    }
-    return 0;
 }
 
 /* Takes the keys of a mapping; at depth > 0, where "<<" merges it, only the keys that `outer` does not have. */
