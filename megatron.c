@@ -5857,10 +5857,14 @@ static void mt_param_stack(const mt_param_table *table, const mt_role_row *row, 
     param->hf_rows_total = param->hf_stack * param->hf_stride * param->whole_rows;
 }
 
+/* True for the matrices of a gated delta net's input, which are one linear. */
+static bool mt_is_delta_in(mt_role role) {
+    return role >= MT_DELTA_Q && role <= MT_DELTA_A;
+}
+
 /* Groups of rows in the Hugging Face tensor of a role: one for each head, with all that the head has, or 1. */
 static int64_t mt_hf_groups(const mt_options *o, mt_role role) {
-    bool is_delta = role >= MT_DELTA_Q && role <= MT_DELTA_A;
-    if (is_delta && o->hf_family == MT_HF_QWEN3_NEXT) return o->linear_num_key_heads;
+    if (mt_is_delta_in(role) && o->hf_family == MT_HF_QWEN3_NEXT) return o->linear_num_key_heads;
     return o->attention_output_gate && (role == MT_Q || role == MT_ATTENTION_GATE) ? o->num_attention_heads : 1;
 }
 
@@ -5947,8 +5951,9 @@ static void mt_param_add(mt_param_table *table, const mt_role_row *row, int64_t 
     bool stacked = row->unit == MT_UNIT_EXPERTS && !strchr(mt_role_row_name(row, table->family->names), '#');
     bool of_layer = param->is_linear && layer >= 0 && param->linear != MT_LINEAR_ROUTER && !(row->when & MT_HAS(MTP));
     param->takes_fp8 = of_layer && !continues;
-    param->can_adapt = of_layer && !stacked && param->hf_groups == 1; // an adapter's file names modules
-    param->can_adapt &= row->role < MT_DELTA_Q || row->role > MT_DELTA_A;
+    // an adapter's file names modules
+    param->can_adapt = of_layer && !stacked && param->hf_groups == 1 && !mt_is_delta_in(row->role);
+    MT_CHECK(!param->can_adapt || row->role < 64); // mt_options.lora_roles has 64 bits
     if (stacked)
         mt_param_stack(table, row, param);
     else

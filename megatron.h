@@ -2694,7 +2694,7 @@ typedef enum mt_role {
     MT_SINKS,              // a logit of each head
     MT_ROUTER_LINEAR_BIAS, // of the router's logits, trained; MT_ROUTER_BIAS is of the choice alone
     MT_ATTENTION_GATE,     // of attention's output
-    MT_DELTA_Q,            // this and the next eleven: a gated delta net
+    MT_DELTA_Q,            // this and the next eleven: a gated delta net; to MT_DELTA_A: of its input
     MT_DELTA_K,
     MT_DELTA_V,
     MT_DELTA_Z, // gate of the output
@@ -2750,12 +2750,12 @@ typedef struct mt_param {
     char hf_name[160];     // the Hugging Face tensor that holds it
     int64_t hf_row;        // its first row in that tensor (GPT-2 stores q, k and v as one)
     int64_t hf_rows_total; // rows of that whole tensor
-    int64_t hf_groups;     // the tensor's rows stand in so many groups, and each has a share of the parameter's
-    bool hf_has_channel;   // the tensor is [rows, 1, cols]
-    bool hf_transposed;    // GPT-2 stores linear weights [in, out]
-    int64_t hf_stack;      // experts in that tensor, of equal rows, as in gpt-oss; 0: it holds no others
-    int64_t hf_stride;     // its rows from one row of the parameter to the next: 1, of gpt-oss's gate and up 2
-    int64_t rows, cols;    // shape on this rank; cols == 1 and is_vector for one-dimensional parameters
+    int64_t hf_groups;   // the tensor's rows are so many groups, one after the other, each with a part of the parameter
+    bool hf_has_channel; // the tensor is [rows, 1, cols]
+    bool hf_transposed;  // GPT-2 stores linear weights [in, out]
+    int64_t hf_stack;  // experts in that tensor, each with as many rows, as in gpt-oss; 0: it is of one expert, or none
+    int64_t hf_stride; // rows of that tensor from a row of the parameter to its next one: 2 for gpt-oss's gate and up
+    int64_t rows, cols;             // shape on this rank; cols == 1 and is_vector for one-dimensional parameters
     int64_t whole_rows, whole_cols; // shape in the whole model
     int64_t first_row, first_col;   // of this rank's part in the whole
     int64_t rows_stored;            // of whole_rows, the rows in Hugging Face: the vocabulary without its padding

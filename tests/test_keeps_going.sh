@@ -240,6 +240,7 @@ await() {
 }
 
 a_signal_ends_a_pause_at_once() {
+    rm -f "$work/err"
     # shellcheck disable=SC2086
     MPIRUN=false ./launch.sh -n 2 --pause 1000 "$train" $small --train-iters 5 --save "$work/save" \
         >"$work/out" 2>"$work/err" </dev/null &
@@ -400,6 +401,7 @@ signals_do_not_change_what_a_step_computes() {
         --global-batch-size 400 --train-iters 2 --exit-signal SIGUSR1"
     # shellcheck disable=SC2086
     "$train" $products --metrics "$work/a.jsonl" >"$work/out" 2>"$work/err" </dev/null || return 1
+    rm "$work/out"
     # shellcheck disable=SC2086
     "$train" $products --metrics "$work/b.jsonl" >"$work/out" 2>"$work/err" </dev/null &
     job=$!
@@ -411,6 +413,7 @@ signals_do_not_change_what_a_step_computes() {
 
 # A step of 10^18 operations is announced, and two signals end the run in it.
 a_long_step_is_announced_and_two_signals_end_it() {
+    rm -f "$work/out"
     # shellcheck disable=SC2086
     "$train" $small --seq-length 20000 --max-position-embeddings 20000 --hidden-size 64 --global-batch-size 4000000 \
         --train-iters 2 >"$work/out" 2>"$work/err" </dev/null &

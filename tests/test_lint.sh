@@ -108,6 +108,9 @@ done
 echo '#include "../tokens/chat.h"' >data/base/thing.c
 expect include_of_a_later_wing '^data/base/thing.c:1: wings: base/ comes before tokens/, .*include data/tokens/chat.h'
 
+echo '#include "../../data/tokens/chat.h"' >data/base/thing.c
+expect include_of_a_later_wing_by_way_of_the_root '^data/base/thing.c:1: wings: base/ comes before tokens/'
+
 printf '#pragma once\n\n# include "data/run/launch.h" // why\n' >data/tokens/thing.h
 expect include_of_a_later_wing_from_the_root '^data/tokens/thing.h:3: wings: tokens/ comes before run/'
 

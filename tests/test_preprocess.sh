@@ -184,6 +184,7 @@ script a_signal_ends_a_job_inside_of_a_document
 
 # Two signals, of two kinds so that neither is lost, while the disk hangs: the first one's message never comes.
 cat >"$scratch/test" <<'END'
+rm -f "$scratch/err" # of the job before
 LD_PRELOAD=$work/disk.so HANGING_FSYNC=n_text $program --input "$scratch/w.jsonl" --output-prefix "$scratch/n" \
     $bytes 2>"$scratch/err" &
 pid=$!

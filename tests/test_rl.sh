@@ -449,6 +449,7 @@ EOF
 
 # Responses that take seconds; nothing is trained on them, so the run goes on as if it had not stopped.
 a_signal_ends_the_writing_of_responses() {
+    rm -f "$work/out"
     set -- "$train" --stage rl --load "$work/base" --finetune --data-path "$work/rl.jsonl" --seq-length 16 --lr 1e-3 \
         --max-new-tokens 12 --micro-batch-size 4 --rollout-batch-size 600 --num-return-sequences 200 --train-iters 2 \
         --global-batch-size 120000 --save "$work/written"

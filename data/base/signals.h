@@ -25,8 +25,8 @@ void mt_signals_hold(void);
 void mt_signals_note(const char *graceful, const char *killed);
 
 /* Keeps catching the signals that request a stop. All others have their default effect again, also one that has come
- * already. If SIGHUP is kept, so is SIGPIPE, and a pipe of the standard output that nobody reads any more requests a
- * stop too; under nohup it requests none. */
+ * already. If SIGHUP is among those kept, SIGPIPE is ignored, and a pipe of the standard output that nobody reads any
+ * more requests a stop too; under nohup it requests none. */
 void mt_signals_keep(const bool stops[MT_NUM_SIGNALS]);
 
 /* True after a signal or a closed pipe that requests a stop. */

@@ -688,9 +688,8 @@ const mt_option mt_option_table[] = {
      "how a conversation becomes tokens; auto: as in the tokenizer's folder; plain: the texts alone", .needs = "sft",
      .excludes = "mock-data"},
     {"chat-template-kwargs", MT_STRING, MT_AT(chat_template_kwargs), MT_BOTH, MT_OF_RUN, NULL, "JSON",
-     "further variables of the chat template of the tokenizer's folder, such as {\"enable_thinking\": false}; those of "
-     "a "
-     "line win",
+     "further variables of the chat template of the tokenizer's folder, such as {\"enable_thinking\": false}; a "
+     "variable that a line of the data has wins",
      .needs = "sft", .excludes = "mock-data", .own = true},
     {"apply-chat-template-kwargs", MT_STRING, MT_AT(chat_template_kwargs), MT_BOTH, MT_OF_RUN, NULL, "JSON",
      "--chat-template-kwargs", .needs = "sft", .excludes = "mock-data", .own = true},

@@ -1,4 +1,4 @@
-/* options.h: the options of a run, as text: command line, YAML, config.json of Hugging Face, --help. */
+/* options.h: reads the options of a run: command line, YAML, config.json of Hugging Face. */
 #ifndef MT_OPTIONS_H
 #define MT_OPTIONS_H
 
