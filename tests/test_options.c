@@ -1494,7 +1494,10 @@ static void published_shapes_have_their_published_numbers_of_parameters(void **s
         {"qwen3-30b-a3b", "qwen3_moe", 30532122624},
         {"mixtral-8x7b", "mixtral", 46702792704},
         {"qwen1.5-moe-a2.7b", "qwen2_moe", 14315784192},
-        {"deepseek-v3", "deepseek_v3", 671026419200}, // the biases of its routers too
+        {"deepseek-v3", "deepseek_v3", 671026419200},      // the biases of its routers too
+        {"glm-4.5-air", "glm4_moe", 106852251264},         // likewise; without its module that predicts a second token
+        {"qwen3-next-80b-a3b", "qwen3_next", 79674391296}, // likewise
+        {"qwen3.5-35b-a3b", "qwen3_5_moe_text", 34660610688},
         {"tiny-gpt2", "gpt2", 0},
         {"tiny-llama", "llama", 0},
         {"tiny-qwen3", "qwen3", 0},

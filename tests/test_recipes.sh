@@ -131,6 +131,21 @@ the_dockerfile_is_sound() {
         END { if (continued) { print "the last line continues"; bad = 1 } exit bad }' $file >"$work/out"
 }
 
+# recipe NAME GPUS: the simulation of a recipe gives the memory and the time that its comment names.
+recipe() {
+    comment=$(sed -n 's/^# *//p' "data/recipes/$1.yaml" | tr '\n' ' ')
+    "$train" --config "data/recipes/$1.yaml" --mock-data --explain --gpu h200 --gpus "$2" >"$work/out" 2>"$work/err" &&
+        figures=$(awk '$1 == "step" && !s { s = sprintf("%.1f", $2 / 1000) }
+            $1 == "memory" && !g { sub(/.*libraries /, ""); g = sprintf("%.0f", $1) }
+            END { print "a GPU needs " g " GiB, and a step takes " s " s" }' "$work/out") || return 1
+    case $comment in *"$figures"*) ;; *) echo "the comment does not say: $figures" && return 1 ;; esac
+}
+
+recipes_say_what_the_planner_finds() {
+    recipe gpt-oss-20b-eight-h200 8 && recipe glm-4.5-air-64-h200 64
+}
+
+check recipes_say_what_the_planner_finds recipes_say_what_the_planner_finds
 check torchrun_is_answered_with_the_command_to_use torchrun_is_answered_with_the_command_to_use
 check variables_of_the_environment_have_an_answer variables_of_the_environment_have_an_answer
 check tensor_groups_across_hosts_are_named tensor_groups_across_hosts_are_named
