@@ -3028,6 +3028,141 @@ static void draw_planner(const char *folder) {
     picture_close(&p);
 }
 
+/* ---- 29: linear attention ---------------------------------------------------------------------------------------- */
+
+enum { PAIRS = 128, MEMORY_HEADS = 64, MEMORY_D = 32, RECALLED = 8 };
+
+typedef struct recall {
+    float keys[2 * PAIRS][MEMORY_HEADS][MEMORY_D], values[2 * PAIRS][MEMORY_HEADS][MEMORY_D];
+    float out[2 * PAIRS][MEMORY_HEADS][MEMORY_D], beta[2 * PAIRS][MEMORY_HEADS], decay[2 * PAIRS][MEMORY_HEADS];
+    float A_log[MEMORY_HEADS], dt_bias[MEMORY_HEADS];
+} recall;
+
+/* Writes PAIRS pairs into the memory of the gated delta rule, whose state fades by exp(-forgetting) with each, and then
+ * reads them all. */
+static void recall_by_delta_rule(recall *r, float forgetting) {
+    mt_span span = {0, 2 * PAIRS, 0, 2 * PAIRS, true};
+    mt_spans spans = {&span, &span, 1};
+    for (int t = 0; t < 2 * PAIRS; t++)
+        for (int h = 0; h < MEMORY_HEADS; h++) {
+            r->beta[t][h] = t < PAIRS ? 40 : -40;
+            r->decay[t][h] = t < PAIRS && forgetting > 0 ? logf(expf(forgetting) - 1) : -40;
+        }
+    mt_delta_args a = {.spans = &spans, .Hk = MEMORY_HEADS, .Hv = MEMORY_HEADS, .Dk = MEMORY_D, .Dv = MEMORY_D};
+    a.q = r->keys, a.k = r->keys, a.v = r->values, a.b = r->beta, a.a = r->decay, a.A_log = r->A_log;
+    a.dt_bias = r->dt_bias, a.out = r->out;
+    a.q_stride = a.k_stride = a.v_stride = MEMORY_HEADS * MEMORY_D, a.gate_stride = MEMORY_HEADS;
+    mt_cpu_ops.delta_rule_forward(&a, MT_F32, NULL);
+    for (int t = PAIRS; t < 2 * PAIRS; t++) // the operation divides queries by sqrt(D)
+        for (int h = 0; h < MEMORY_HEADS; h++)
+            for (int c = 0; c < MEMORY_D; c++) r->out[t][h][c] *= sqrtf(MEMORY_D);
+}
+
+/* The same from the sum of k v^T: causal linear attention with queries that see all pairs. */
+static void recall_by_sum(recall *r) {
+    for (int h = 0; h < MEMORY_HEADS; h++) {
+        double S[MEMORY_D][MEMORY_D] = {{0}};
+        for (int t = 0; t < 2 * PAIRS; t++) {
+            double length = 0, k[MEMORY_D];
+            for (int i = 0; i < MEMORY_D; i++) length += pow((double)r->keys[t][h][i], 2);
+            for (int i = 0; i < MEMORY_D; i++) k[i] = (double)r->keys[t][h][i] / sqrt(length);
+            for (int c = 0; c < MEMORY_D; c++) {
+                double read = 0;
+                for (int i = 0; i < MEMORY_D; i++) read += S[i][c] * k[i];
+                if (t >= PAIRS) r->out[t][h][c] = (float)read;
+                for (int i = 0; i < MEMORY_D && t < PAIRS; i++) S[i][c] += k[i] * (double)r->values[t][h][c];
+            }
+        }
+    }
+}
+
+/* The error of the value read over the length of the value written, by the number of pairs written since. */
+static void draw_recall(picture *p, const chart *c, const recall *r, const char *stroke) {
+    double age[PAIRS], error[PAIRS];
+    for (int i = 0; i < PAIRS; i++) {
+        int first = PAIRS - 1 - i, last = first + RECALLED < PAIRS ? first + RECALLED : PAIRS;
+        double difference = 0, length = 0;
+        for (int t = first; t < last; t++)
+            for (int h = 0; h < MEMORY_HEADS; h++)
+                for (int d = 0; d < MEMORY_D; d++) {
+                    double v = (double)r->values[t][h][d];
+                    difference += pow((double)r->out[PAIRS + t][h][d] - v, 2), length += v * v;
+                }
+        age[i] = i, error[i] = sqrt(difference / length);
+    }
+    chart_curve(p, c, age, error, PAIRS, stroke);
+}
+
+/* MiB that a text of `tokens` holds in generation, in bf16, if `linear` of the layers keep states. */
+static double held_mib(const mt_options *o, double tokens, int64_t linear) {
+    double state = (double)(o->linear_num_value_heads * o->linear_key_head_dim * o->linear_value_head_dim);
+    double taps = (double)((o->linear_conv_kernel_dim - 1) * (2 * o->linear_num_key_heads * o->linear_key_head_dim +
+                                                              o->linear_num_value_heads * o->linear_value_head_dim));
+    double row = (double)(o->num_query_groups * 2 * o->kv_channels);
+    return ((double)(o->num_layers - linear) * row * 2 * tokens + (double)linear * 4 * (state + taps)) / 0x1p20;
+}
+
+static void draw_held(picture *p, const chart *c, const mt_options *o, int64_t linear, const char *stroke) {
+    enum { POINTS = 81 };
+    double tokens[POINTS], mib[POINTS];
+    for (int i = 0; i < POINTS; i++) {
+        tokens[i] = c->x_low * pow(c->x_high / c->x_low, (double)i / (POINTS - 1));
+        mib[i] = held_mib(o, tokens[i], linear);
+    }
+    chart_curve(p, c, tokens, mib, POINTS, stroke);
+}
+
+static void draw_linear_attention(const char *folder) {
+    static const char *const rules[] = {"sum of all pairs", "delta rule", "delta rule, a twentieth fades at each pair"};
+    static const char *const lengths[] = {"256", "4,096", "65,536", "1 million"};
+    static const char *const layers[] = {"48 layers of attention", "12 of attention, 36 delta nets", "48 delta nets"};
+    chart left = {.left = 70, .top = 70, .width = 330, .height = 250, .x_high = PAIRS - 1, .y_high = 2.4};
+    chart right = {.left = 530, .top = 70, .width = 330, .height = 250, .x_log = true, .y_log = true};
+    right.x_low = 256, right.x_high = 1048576, right.y_low = 10, right.y_high = 1e5;
+    picture p = picture_open(folder, "29-memory", "What a state remembers, and the memory of a text", 900, 430);
+    recall *r = mt_calloc(sizeof *r);
+    mt_cpu_ops.random_normal(r->keys, PAIRS * MEMORY_HEADS * MEMORY_D, 1, 0, 0, 1, MT_F32, NULL);
+    mt_cpu_ops.random_normal(r->values, PAIRS * MEMORY_HEADS * MEMORY_D, 2, 0, 0, 1, MT_F32, NULL);
+    memcpy(r->keys[PAIRS], r->keys[0], sizeof r->keys / 2);
+    text(&p, 20, 30, START, "128 pairs in a state of 32 x 32 numbers");
+    for (int i = 0; i <= 120; i += 40) {
+        char label[16];
+        snprintf(label, sizeof label, "%d", i);
+        chart_mark_x(&p, &left, i, label);
+    }
+    for (int i = 0; i <= 2; i++) {
+        char label[16];
+        snprintf(label, sizeof label, "%d", i);
+        chart_mark_y(&p, &left, i, label);
+    }
+    chart_titles(&p, &left, "error of the value read / its length", "pairs written since");
+    for (int rule = 0; rule < 3; rule++) {
+        if (rule == 0)
+            recall_by_sum(r);
+        else
+            recall_by_delta_rule(r, rule == 2 ? 0.05f : 0);
+        draw_recall(&p, &left, r, strokes[rule]);
+        chart_legend(&p, 70, 376 + 18 * rule, strokes[rule], rules[rule]);
+    }
+    free(r);
+    mt_options o;
+    open_shape(&o, "data/configs/qwen3-next-80b-a3b.json");
+    text(&p, 450, 30, START, "What a text holds in generation, Qwen3-Next-80B");
+    for (int i = 0; i < 4; i++) chart_mark_x(&p, &right, 256 << 4 * i, lengths[i]);
+    for (int power = 1; power <= 5; power++) {
+        static const char *const labels[] = {"10", "100", "1,000", "10,000", "100,000"};
+        chart_mark_y(&p, &right, pow(10, power), labels[power - 1]);
+    }
+    chart_titles(&p, &right, "MiB, bf16, states in fp32", "tokens");
+    const int64_t linear[] = {0, o.num_layers * 3 / 4, o.num_layers};
+    for (int i = 0; i < 3; i++) {
+        draw_held(&p, &right, &o, linear[i], strokes[i]);
+        chart_legend(&p, 530, 376 + 18 * i, strokes[i], layers[i]);
+    }
+    mt_options_free(&o);
+    picture_close(&p);
+}
+
 int main(int argc, char **argv) {
     if (argc != 2) mt_die("usage: draw FOLDER (in the root of the project)");
     draw_mini(argv[1]);
@@ -3062,5 +3197,6 @@ int main(int argc, char **argv) {
     draw_adapters(argv[1]);
     draw_divergence(argv[1]);
     draw_planner(argv[1]);
+    draw_linear_attention(argv[1]);
     return 0;
 }

@@ -36,6 +36,12 @@ attends() {
     "$examples/one_attention_call" >"$work/out" 2>"$work/err" && says ': ok$' "$work/out"
 }
 
+# The operation is the recurrence, and remembers the newest pairs better than the oldest, which a sum does not.
+remembers() {
+    "$examples/associative_memory" >"$work/out" 2>"$work/err" && says ': ok$' "$work/out" &&
+        awk '$1 == "0" { newest = $3; sum = $2 } $1 == "64" { exit !(newest < 0.6 && $3 > 1 && sum > 1.5) }' "$work/out"
+}
+
 # linear RANKS
 linear() {
     # shellcheck disable=SC2046
@@ -58,6 +64,7 @@ else
 fi
 check load_and_generate_refuses_a_folder_without_a_model refuses_what_is_no_model
 check one_attention_call attends
+check associative_memory remembers
 if [ -x "$examples/norm_ladder" ]; then
     check norm_ladder climbs
 else
