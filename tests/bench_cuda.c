@@ -622,7 +622,9 @@ static void make_plan(bench *b, int64_t which, int64_t T, int64_t k, int64_t E) 
         for (int64_t j = i / k * k; j < i; j++)
             if (experts[j] == experts[i]) experts[i] = (int32_t)((experts[i] + 1) % E), j = i / k * k - 1;
     }
-    mt_cpu_ops.dispatch_plan(offsets, position, choice, token, experts, T, M, &dispatch, NULL);
+    mt_cpu_ops.dispatch_plan(&(mt_dispatch_args){T, M, &dispatch, .experts = experts, .offsets = offsets,
+                                                 .position = position, .row_choice = choice, .row_token = token},
+                             NULL);
     b->plans[which].experts = upload(b, experts, M * 4);
     b->plans[which].position = upload(b, position, M * 4);
     b->plans[which].token = upload(b, token, M * 4);
