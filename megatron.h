@@ -919,7 +919,7 @@ typedef void mt_host_function(void *context);
 
 /* ---- linear layers; weights are [N, K] as torch.nn.Linear stores them */
 
-/* Operands of a linear layer. Each operation reads and writes those that its comment names. */
+/* Operands of a linear layer. The comment of an operation names its operands; it does not read the others. */
 typedef struct mt_linear_args {
     int64_t T, N, K;
     const void *x;    // [T, K]
@@ -1555,7 +1555,7 @@ typedef struct mt_router {
     float scaling;      // of the probabilities; 1: none
 } mt_router;
 
-/* Operands of a router. Each operation reads and writes those that its comment names. */
+/* Operands of a router. The comment of an operation names its operands; it does not read the others. */
 typedef struct mt_route_args {
     int64_t T;
     const mt_router *router;
