@@ -1141,14 +1141,12 @@ static void mt_linear_product_backward_weight(const mt_grouped_args *a, mt_dtype
     }
 }
 
-static void mt_cpu_linear_forward(void *y, const void *x, const void *w, const void *bias, int64_t T, int64_t N,
-                                  int64_t K, mt_dtype dtype, mt_stream *stream) {
-    mt_linear_product_forward(&(mt_grouped_args){T, N, K, .x = x, .w = w, .y = y}, bias, dtype);
+static void mt_cpu_linear_forward(const mt_linear_args *a, mt_dtype dtype, mt_stream *stream) {
+    mt_linear_product_forward(&(mt_grouped_args){a->T, a->N, a->K, .x = a->x, .w = a->w, .y = a->y}, a->bias, dtype);
 }
 
-static void mt_cpu_linear_backward_input(void *dx, const void *dy, const void *w, int64_t T, int64_t N, int64_t K,
-                                         mt_dtype dtype, mt_stream *stream) {
-    mt_linear_product_backward_input(&(mt_grouped_args){T, N, K, .w = w, .dy = dy, .dx = dx}, dtype);
+static void mt_cpu_linear_backward_input(const mt_linear_args *a, mt_dtype dtype, mt_stream *stream) {
+    mt_linear_product_backward_input(&(mt_grouped_args){a->T, a->N, a->K, .w = a->w, .dy = a->dy, .dx = a->dx}, dtype);
 }
 
 /* out[C] += column sums of x[T, C], each in token order. */
@@ -1166,11 +1164,11 @@ static void mt_cpu_column_sums(float *out, const void *x, int64_t T, int64_t C, 
     }
 }
 
-static void mt_cpu_linear_backward_weight(float *dw, float *dbias, const void *dy, const void *x, int64_t T, int64_t N,
-                                          int64_t K, bool accumulate, mt_dtype dtype, mt_stream *stream) {
-    const mt_grouped_args a = {T, N, K, .x = x, .dy = dy, .dw = dw, .accumulate = accumulate};
-    mt_linear_product_backward_weight(&a, dtype);
-    if (dbias) mt_cpu_column_sums(dbias, dy, T, N, dtype, stream);
+static void mt_cpu_linear_backward_weight(const mt_linear_args *a, mt_dtype dtype, mt_stream *stream) {
+    const mt_grouped_args product = {
+        a->T, a->N, a->K, .x = a->x, .dy = a->dy, .dw = a->dw, .accumulate = a->accumulate};
+    mt_linear_product_backward_weight(&product, dtype);
+    if (a->dbias) mt_cpu_column_sums(a->dbias, a->dy, a->T, a->N, dtype, stream);
 }
 
 /* ---- fp8: operands are rounded to the grid of e4m3 or e5m2, and their products summed in fp32 */
@@ -1719,11 +1717,13 @@ static void mt_cpu_qk_forward(const mt_qk_args *a, mt_dtype dtype, mt_stream *st
         mt_cpu_rmsnorm_forward(&norm, dtype, stream);
     }
     if (a->rotation.R > 0) mt_cpu_rope_forward(&rope, dtype, stream);
-    for (int v = 0; v < 2 && a->cache_rows; v++)
-        mt_cpu_scatter_rows(v ? a->v_cache : a->k_cache,
-                            v ? mt_at(a->qkv, (a->H + a->G) * a->D, dtype) : mt_at(a->qk, a->H * a->D, dtype),
-                            a->cache_rows, a->T, a->G * a->D, a->G * a->D, v ? a->qkv_stride : a->qk_stride, dtype,
-                            stream);
+    if (!a->cache_rows) return;
+    int64_t width = a->G * a->D;
+    mt_row_args k = {a->T, width, a->cache_rows, .from = mt_at(a->qk, a->H * a->D, dtype), .to = a->k_cache};
+    mt_row_args v = {a->T, width, a->cache_rows, .from = mt_at(a->qkv, (a->H + a->G) * a->D, dtype), .to = a->v_cache};
+    k.from_stride = a->qk_stride, v.from_stride = a->qkv_stride;
+    mt_cpu_scatter_rows(&k, dtype, stream);
+    mt_cpu_scatter_rows(&v, dtype, stream);
 }
 
 static void mt_cpu_qk_backward(const mt_qk_args *a, mt_dtype dtype, mt_stream *stream) {
@@ -2395,28 +2395,28 @@ static void mt_cpu_scale(void *x, float factor, int64_t n, mt_dtype dtype, mt_st
     }
 }
 
-static void mt_cpu_scatter_add_rows(float *sum, const void *from, const int32_t *rows, int64_t T, int64_t C,
-                                    int64_t count, mt_dtype dtype, mt_stream *stream) {
-    mt_embedding_args a = {T, C, 0, count, rows, .dout = from, .dw = sum};
-    mt_cpu_embedding_backward(&a, dtype, stream);
+static void mt_cpu_scatter_add_rows(const mt_row_args *a, mt_dtype dtype, mt_stream *stream) {
+    mt_embedding_args sums = {a->T, a->width, 0, a->count, a->index, .dout = a->from, .dw = a->to};
+    mt_cpu_embedding_backward(&sums, dtype, stream);
 }
 
-static void mt_cpu_scatter_rows(void *to, const void *from, const int32_t *rows, int64_t T, int64_t width,
-                                int64_t to_stride, int64_t from_stride, mt_dtype dtype, mt_stream *stream) {
-    int64_t size = mt_dtype_size(dtype);
-#pragma omp parallel for if (T * width > MT_PARALLEL)
-    for (int64_t t = 0; t < T; t++) mt_copy_elements(to, rows[t] * to_stride, from, t * from_stride, width, size);
+static void mt_cpu_scatter_rows(const mt_row_args *a, mt_dtype dtype, mt_stream *stream) {
+    int64_t size = mt_dtype_size(dtype), width = a->width;
+    int64_t to_stride = a->to_stride ? a->to_stride : width, from_stride = a->from_stride ? a->from_stride : width;
+#pragma omp parallel for if (a->T * width > MT_PARALLEL)
+    for (int64_t t = 0; t < a->T; t++)
+        mt_copy_elements(a->to, a->index[t] * to_stride, a->from, t * from_stride, width, size);
 }
 
-static void mt_cpu_gather_rows(void *to, const void *from, const int32_t *rows, int64_t T, int64_t width,
-                               int64_t to_stride, int64_t from_stride, mt_dtype dtype, mt_stream *stream) {
-    int64_t size = mt_dtype_size(dtype);
-#pragma omp parallel for if (T * width > MT_PARALLEL)
-    for (int64_t t = 0; t < T; t++)
-        if (rows[t] < 0)
-            memset((char *)to + t * to_stride * size, 0, (size_t)(width * size));
+static void mt_cpu_gather_rows(const mt_row_args *a, mt_dtype dtype, mt_stream *stream) {
+    int64_t size = mt_dtype_size(dtype), width = a->width;
+    int64_t to_stride = a->to_stride ? a->to_stride : width, from_stride = a->from_stride ? a->from_stride : width;
+#pragma omp parallel for if (a->T * width > MT_PARALLEL)
+    for (int64_t t = 0; t < a->T; t++)
+        if (a->index[t] < 0)
+            memset((char *)a->to + t * to_stride * size, 0, (size_t)(width * size));
         else
-            mt_copy_elements(to, t * to_stride, from, rows[t] * from_stride, width, size);
+            mt_copy_elements(a->to, t * to_stride, a->from, a->index[t] * from_stride, width, size);
 }
 
 /* ==== §3g cross-entropy, sampling ================================================================================ */
@@ -2636,27 +2636,28 @@ static void mt_cpu_sample(const mt_sample_args *a, mt_dtype dtype, mt_stream *st
  * rounding can make different scores equal. */
 
 /* Every sum runs over the channels in order, for any number of rows. */
-static void mt_cpu_router_logits(float *logits, const void *x, const void *w, const void *bias, int64_t T, int64_t E,
-                                 int64_t C, mt_dtype dtype, mt_stream *stream) {
+static void mt_cpu_router_logits(const mt_linear_args *a, mt_dtype dtype, mt_stream *stream) {
     enum { TOKENS = 16 }; // per read of the weights
+    int64_t T = a->T, E = a->N, C = a->K;
+    float *logits = a->y;
     mt_scratch scratch = mt_scratch_reserve(mt_max(mt_matrix_scratch(TOKENS, C, dtype), E));
 #pragma omp parallel for if (T * E * C > MT_PARALLEL)
     for (int64_t first = 0; first < T; first += TOKENS) {
         int64_t tokens = mt_min(TOKENS, T - first);
         const float *rows[TOKENS];
         for (int64_t t = 0; t < tokens; t++)
-            rows[t] = mt_row_load(mt_scratch_slice(scratch) + t * C, x, (first + t) * C, C, dtype);
+            rows[t] = mt_row_load(mt_scratch_slice(scratch) + t * C, a->x, (first + t) * C, C, dtype);
         for (int64_t e = 0; e < E; e += 4) {
             const void *weights[4];
-            for (int64_t i = 0; i < 4; i++) weights[i] = mt_at(w, mt_min(e + i, E - 1) * C, dtype);
+            for (int64_t i = 0; i < 4; i++) weights[i] = mt_at(a->w, mt_min(e + i, E - 1) * C, dtype);
             for (int64_t t = 0; t < tokens; t++) {
                 float sums[4];
                 mt_dot_four(sums, rows[t], weights, C, dtype);
                 for (int64_t i = 0; i < mt_min(4, E - e); i++) logits[(first + t) * E + e + i] = sums[i];
             }
         }
-        if (!bias) continue;
-        const float *add = mt_row_load(mt_scratch_slice(scratch), bias, 0, E, dtype); // the tokens are read
+        if (!a->bias) continue;
+        const float *add = mt_row_load(mt_scratch_slice(scratch), a->bias, 0, E, dtype); // the tokens are read
         for (int64_t i = first * E; i < (first + tokens) * E; i++) logits[i] += add[i % E];
     }
 }
@@ -2744,27 +2745,28 @@ static bool mt_is_padding(const int64_t *token_index, int64_t t) {
     return token_index && token_index[t] < 0;
 }
 
-static void mt_cpu_route_forward(float *probs, int32_t *experts, int32_t *invalid, const float *logits,
-                                 const float *bias, const int64_t *token_index, int64_t T, const mt_router *router,
-                                 mt_stream *stream) {
+static void mt_cpu_route_forward(const mt_route_args *a, mt_stream *stream) {
+    const mt_router *router = a->router;
     int64_t E = router->num_experts, k = router->topk;
     int32_t wrong = 0;
-    bool finite = !bias || mt_row_is_finite(bias, E);
+    bool finite = !a->bias || mt_row_is_finite(a->bias, E);
     mt_scratch scratch = mt_scratch_reserve(4 * E);
-#pragma omp parallel for reduction(+ : wrong) if (T * E > MT_PARALLEL)
-    for (int64_t t = 0; t < T; t++) {
-        float *slice = mt_scratch_slice(scratch), *p = probs + t * k;
-        bool padding = mt_is_padding(token_index, t);
-        if (!padding && finite && mt_row_is_finite(logits + t * E, E)) {
-            mt_route_choose(experts + t * k, logits + t * E, bias, slice, router);
-            mt_route_weigh(p, experts + t * k, logits + t * E, slice, router);
+#pragma omp parallel for reduction(+ : wrong) if (a->T * E > MT_PARALLEL)
+    for (int64_t t = 0; t < a->T; t++) {
+        float *slice = mt_scratch_slice(scratch), *p = a->probs + t * k;
+        const float *x = a->logits + t * E;
+        int32_t *chosen = a->experts + t * k;
+        bool padding = mt_is_padding(a->token_index, t);
+        if (!padding && finite && mt_row_is_finite(x, E)) {
+            mt_route_choose(chosen, x, a->bias, slice, router);
+            mt_route_weigh(p, chosen, x, slice, router);
             for (int64_t j = 0; j < k; j++) p[j] *= router->scaling;
         } else {
             wrong += !padding;
-            for (int64_t j = 0; j < k; j++) experts[t * k + j] = padding ? -1 : (int32_t)j, p[j] = padding ? 0 : NAN;
+            for (int64_t j = 0; j < k; j++) chosen[j] = padding ? -1 : (int32_t)j, p[j] = padding ? 0 : NAN;
         }
     }
-    invalid[0] += wrong;
+    a->invalid[0] += wrong;
 }
 
 /* One round: factors weight[T] for row sums of 1 / tokens, then scale[E], previously `old`, for column sums of 1 / E.
@@ -2791,10 +2793,9 @@ static double mt_sinkhorn_round(double *scale, double *old, double *weight, cons
     return change / (double)E;
 }
 
-static void mt_cpu_route_sinkhorn(float *probs, int32_t *experts, int32_t *invalid, const float *logits,
-                                  const int64_t *token_index, int64_t T, int64_t first, int64_t count,
-                                  const mt_router *router, mt_stream *stream) {
-    int64_t E = router->num_experts, k = router->topk;
+static void mt_cpu_route_sinkhorn(const mt_route_args *a, mt_stream *stream) {
+    const mt_router *router = a->router;
+    int64_t T = a->T, E = router->num_experts, k = router->topk;
     double *cost = (double *)mt_scratch_grow(2 * (T * E + 2 * T + 2 * E) + E), *guard = cost + T * E;
     double *weight = guard + T, *scale = weight + T, *old = scale + E;
     float *slice = (float *)(old + E);
@@ -2804,8 +2805,8 @@ static void mt_cpu_route_sinkhorn(float *probs, int32_t *experts, int32_t *inval
     int64_t tokens = 0;
 #pragma omp parallel for reduction(+ : tokens) if (T * E > MT_PARALLEL)
     for (int64_t t = 0; t < T; t++) {
-        const float *x = logits + t * E;
-        bool counts = mt_row_is_finite(x, E) && !mt_is_padding(token_index, t);
+        const float *x = a->logits + t * E;
+        bool counts = mt_row_is_finite(x, E) && !mt_is_padding(a->token_index, t);
         double max = counts ? (double)mt_row_max(x, E) : 0;
         for (int64_t e = 0; e < E; e++) cost[t * E + e] = counts ? exp((double)x[e] - max) : 0;
         guard[t] = counts ? 1e-8 * exp(-max) : INFINITY;
@@ -2814,37 +2815,38 @@ static void mt_cpu_route_sinkhorn(float *probs, int32_t *experts, int32_t *inval
     for (int64_t e = 0; e < E; e++) scale[e] = 1;
     for (int round = 0; round < MT_SINKHORN_ROUNDS && tokens > 0; round++)
         if (mt_sinkhorn_round(scale, old, weight, cost, guard, tokens, T, E) <= 1e-4) break;
-    for (int64_t t = 0; t < count; t++) {
-        double *keys = cost + (first + t) * E;
-        const float *x = logits + (first + t) * E;
-        bool padding = mt_is_padding(token_index, first + t), finite = !padding && mt_row_is_finite(x, E);
-        invalid[0] += !finite && !padding;
+    for (int64_t t = 0; t < a->count; t++) {
+        double *keys = cost + (a->first + t) * E;
+        const float *x = a->logits + (a->first + t) * E;
+        float *p = a->probs + t * k;
+        int32_t *chosen = a->experts + t * k;
+        bool padding = mt_is_padding(a->token_index, a->first + t), finite = !padding && mt_row_is_finite(x, E);
+        a->invalid[0] += !finite && !padding;
         for (int64_t e = 0; e < E; e++) keys[e] *= scale[e];
         for (int64_t j = 0; j < k; j++) {
             int64_t best = finite ? 0 : j;
             for (int64_t e = 1; e < E && finite; e++)
                 if (keys[e] > keys[best]) best = e;
-            experts[t * k + j] = padding ? -1 : (int32_t)best;
+            chosen[j] = padding ? -1 : (int32_t)best;
             keys[best] = -1;
         }
-        if (finite) mt_route_weigh(probs + t * k, experts + t * k, x, slice, router);
-        for (int64_t j = 0; j < k; j++)
-            probs[t * k + j] = finite ? probs[t * k + j] * router->scaling : padding ? 0 : NAN;
+        if (finite) mt_route_weigh(p, chosen, x, slice, router);
+        for (int64_t j = 0; j < k; j++) p[j] = finite ? p[j] * router->scaling : padding ? 0 : NAN;
     }
 }
 
 /* From probabilities q over some experts and their gradients g, the gradient of the logits: q (g - sum(g q)) for a
  * softmax; the same times 1 - s for sigmoids s divided by their sum; g s (1 - s) for a single sigmoid. */
-static void mt_cpu_route_backward(float *dlogits, const float *dprobs, const int32_t *experts, const float *logits,
-                                  int64_t T, const mt_router *router, mt_stream *stream) {
+static void mt_cpu_route_backward(const mt_route_args *a, mt_stream *stream) {
+    const mt_router *router = a->router;
     int64_t E = router->num_experts, k = router->topk;
     bool all = !router->sigmoid && router->pre_softmax; // the softmax includes experts that were not chosen
     mt_scratch scratch = mt_scratch_reserve(E + k);
-#pragma omp parallel for if (T * E > MT_PARALLEL)
-    for (int64_t t = 0; t < T; t++) {
-        float *slice = mt_scratch_slice(scratch), *q = slice + E, *d = dlogits + t * E, mean = 0;
-        const float *x = logits + t * E, *g = dprobs + t * k;
-        const int32_t *chosen = experts + t * k;
+#pragma omp parallel for if (a->T * E > MT_PARALLEL)
+    for (int64_t t = 0; t < a->T; t++) {
+        float *slice = mt_scratch_slice(scratch), *q = slice + E, *d = a->dlogits + t * E, mean = 0;
+        const float *x = a->logits + t * E, *g = a->dprobs + t * k;
+        const int32_t *chosen = a->experts + t * k;
         for (int64_t e = 0; e < E; e++) d[e] = 0;
         if (chosen[0] < 0) continue; // padding
         mt_route_weigh(q, chosen, x, slice, router);
@@ -2991,15 +2993,14 @@ static int64_t mt_dispatch_destination(int32_t expert, const mt_dispatch *d) {
     return e / d->num_local * d->copies * d->num_local + e % d->num_local;
 }
 
-static void mt_cpu_dispatch_plan(int32_t *offsets, int32_t *position, int32_t *choice, int32_t *token,
-                                 const int32_t *experts, int64_t T, int64_t M, const mt_dispatch *dispatch,
-                                 mt_stream *stream) {
+static void mt_cpu_dispatch_plan(const mt_dispatch_args *a, mt_stream *stream) {
+    const mt_dispatch *dispatch = a->dispatch;
     int64_t k = dispatch->topk, copies = dispatch->copies, destinations = dispatch->count * copies;
     int64_t capacity = dispatch->capacity;
-    int32_t *next = (int32_t *)mt_scratch_grow(destinations); // next free row
+    int32_t *offsets = a->offsets, *next = (int32_t *)mt_scratch_grow(destinations); // next free row
     memset(next, 0, (size_t)destinations * sizeof *next);
-    for (int64_t i = 0; i < T * k; i++) {
-        int64_t first = mt_dispatch_destination(experts[i], dispatch);
+    for (int64_t i = 0; i < a->T * k; i++) {
+        int64_t first = mt_dispatch_destination(a->experts[i], dispatch);
         for (int64_t copy = 0; first >= 0 && copy < copies; copy++) next[first + copy * dispatch->num_local]++;
     }
     offsets[0] = 0;
@@ -3007,15 +3008,15 @@ static void mt_cpu_dispatch_plan(int32_t *offsets, int32_t *position, int32_t *c
         offsets[d + 1] = offsets[d] + (capacity > 0 ? (int32_t)capacity : next[d]);
         next[d] = offsets[d];
     }
-    for (int64_t m = 0; m < M; m++) choice[m] = token[m] = -1;
-    for (int64_t i = 0; i < T * k; i++) {
-        int64_t first = mt_dispatch_destination(experts[i], dispatch);
+    for (int64_t m = 0; m < a->M; m++) a->row_choice[m] = a->row_token[m] = -1;
+    for (int64_t i = 0; i < a->T * k; i++) {
+        int64_t first = mt_dispatch_destination(a->experts[i], dispatch);
         for (int64_t copy = 0; copy < copies; copy++) {
             int64_t d = first + copy * dispatch->num_local;
             bool room = first >= 0 && next[d] < offsets[d + 1]; // rows past the capacity belong to the next expert
             int32_t row = room ? next[d]++ : -1;
-            position[i * copies + copy] = row;
-            if (room) choice[row] = (int32_t)i, token[row] = (int32_t)(i / k);
+            a->position[i * copies + copy] = row;
+            if (room) a->row_choice[row] = (int32_t)i, a->row_token[row] = (int32_t)(i / k);
         }
     }
 }
@@ -3040,21 +3041,22 @@ static void mt_cpu_exchange_order(int32_t *to_expert, int32_t *from_expert, int3
     offsets[local] = row;
 }
 
-static void mt_cpu_combine_rows(void *out, const void *in, const int32_t *position, const void *base, int64_t T,
-                                int64_t n, int64_t C, mt_dtype dtype, mt_stream *stream) {
+static void mt_cpu_combine_rows(const mt_combine_args *a, mt_dtype dtype, mt_stream *stream) {
+    int64_t n = a->n, C = a->C;
     mt_scratch scratch = mt_scratch_reserve(3 * C);
-#pragma omp parallel for if (T * n * C > MT_PARALLEL)
-    for (int64_t t = 0; t < T; t++) {
-        float *slice = mt_scratch_slice(scratch), *sum = mt_row_open(slice, out, t * C, dtype);
-        const float *first = base ? mt_row_load(slice + C, base, t * C, C, dtype) : NULL;
+#pragma omp parallel for if (a->T * n * C > MT_PARALLEL)
+    for (int64_t t = 0; t < a->T; t++) {
+        float *slice = mt_scratch_slice(scratch), *sum = mt_row_open(slice, a->out, t * C, dtype);
+        const float *first = a->base ? mt_row_load(slice + C, a->base, t * C, C, dtype) : NULL;
         for (int64_t c = 0; c < C; c++) sum[c] = first ? first[c] : 0.0f;
         for (int64_t i = 0; i < n; i++) {
-            if (position[t * n + i] < 0) continue;
-            const float *row = mt_row_load(slice + 2 * C, in, position[t * n + i] * C, C, dtype);
+            int64_t from = a->position[t * n + i];
+            if (from < 0) continue;
+            const float *row = mt_row_load(slice + 2 * C, a->in, from * C, C, dtype);
 #pragma omp simd
             for (int64_t c = 0; c < C; c++) sum[c] += row[c];
         }
-        mt_row_close(out, t * C, sum, C, dtype);
+        mt_row_close(a->out, t * C, sum, C, dtype);
     }
 }
 
@@ -3121,39 +3123,40 @@ static void mt_cpu_grouped_bias_backward(float *dbias, const void *dy, const int
     }
 }
 
-static void mt_cpu_scale_rows_forward(void *y, const void *x, const float *weights, int64_t M, int64_t C,
-                                      mt_dtype dtype, mt_stream *stream) {
+static void mt_cpu_scale_rows_forward(const mt_scale_rows_args *a, mt_dtype dtype, mt_stream *stream) {
+    int64_t C = a->C;
     mt_scratch scratch = mt_scratch_reserve(2 * C);
-#pragma omp parallel for if (M * C > MT_PARALLEL)
-    for (int64_t m = 0; m < M; m++) {
-        float *slice = mt_scratch_slice(scratch), *out = mt_row_open(slice, y, m * C, dtype);
-        const float *in = mt_row_load(slice + C, x, m * C, C, dtype);
+#pragma omp parallel for if (a->M * C > MT_PARALLEL)
+    for (int64_t m = 0; m < a->M; m++) {
+        float *slice = mt_scratch_slice(scratch), *out = mt_row_open(slice, a->y, m * C, dtype), weight = a->weights[m];
+        const float *in = mt_row_load(slice + C, a->x, m * C, C, dtype);
 #pragma omp simd
-        for (int64_t c = 0; c < C; c++) out[c] = weights[m] * in[c];
-        mt_row_close(y, m * C, out, C, dtype);
+        for (int64_t c = 0; c < C; c++) out[c] = weight * in[c];
+        mt_row_close(a->y, m * C, out, C, dtype);
     }
 }
 
-static void mt_cpu_scale_rows_backward(void *dx, float *dweights, const void *dy, const void *x, const float *weights,
-                                       int64_t M, int64_t C, mt_dtype dtype, mt_stream *stream) {
+static void mt_cpu_scale_rows_backward(const mt_scale_rows_args *a, mt_dtype dtype, mt_stream *stream) {
+    int64_t C = a->C;
     mt_scratch scratch = mt_scratch_reserve(3 * C);
-#pragma omp parallel for if (M * C > MT_PARALLEL)
-    for (int64_t m = 0; m < M; m++) {
-        float *slice = mt_scratch_slice(scratch), *out = mt_row_open(slice, dx, m * C, dtype);
-        const float *d = mt_row_load(slice + C, dy, m * C, C, dtype);
-        const float *in = mt_row_load(slice + 2 * C, x, m * C, C, dtype);
+#pragma omp parallel for if (a->M * C > MT_PARALLEL)
+    for (int64_t m = 0; m < a->M; m++) {
+        float *slice = mt_scratch_slice(scratch), *out = mt_row_open(slice, a->dx, m * C, dtype),
+              weight = a->weights[m];
+        const float *d = mt_row_load(slice + C, a->dy, m * C, C, dtype);
+        const float *in = mt_row_load(slice + 2 * C, a->x, m * C, C, dtype);
         double dweight = 0;
         for (int64_t block = 0; block < C; block += MT_BLOCK) {
             float sum = 0;
 #pragma omp simd reduction(+ : sum)
             for (int64_t c = block; c < mt_min(block + MT_BLOCK, C); c++) {
                 sum += d[c] * in[c];
-                out[c] = weights[m] * d[c];
+                out[c] = weight * d[c];
             }
             dweight += (double)sum;
         }
-        dweights[m] = (float)dweight;
-        mt_row_close(dx, m * C, out, C, dtype);
+        a->dweights[m] = (float)dweight;
+        mt_row_close(a->dx, m * C, out, C, dtype);
     }
 }
 
@@ -4181,12 +4184,12 @@ static int mt_cpu_mailbox_open(mt_mailbox **mailbox, const mt_group *group, void
     return 0;
 }
 
-static void mt_cpu_mailbox_exchange(mt_mailbox *mailbox, const void *in, int64_t count, int64_t first, int64_t stride,
-                                    mt_dtype dtype, int to, int from, mt_stream *stream) {
-    int64_t bytes = count * mt_dtype_size(dtype), at = (first + from * stride) * mt_dtype_size(dtype);
+static void mt_cpu_mailbox_exchange(const mt_mailbox_args *a, mt_dtype dtype, mt_stream *stream) {
+    const mt_mailbox *mailbox = a->mailbox;
+    int64_t bytes = a->count * mt_dtype_size(dtype), at = (a->first + a->from * a->stride) * mt_dtype_size(dtype);
     MT_CHECK(at + bytes <= mailbox->bytes - MT_MAILBOX_OWN);
     mt_watch_begin("mailbox_exchange", mailbox->group->name);
-    mt_message_exchange(mailbox->group, MT_TAG_COLLECTIVE, in, bytes, to, mailbox->memory + at, bytes, from);
+    mt_message_exchange(mailbox->group, MT_TAG_COLLECTIVE, a->in, bytes, a->to, mailbox->memory + at, bytes, a->from);
     mt_watch_end();
 }
 
@@ -4351,8 +4354,10 @@ static int mt_tensor_rank_after(const mt_tensor_parallel *tp, int step) {
  * `first` on. Runs on tp->comm, as all mailbox transfers. */
 static void mt_mailbox_send(const mt_tensor_parallel *tp, const void *sent, int64_t first, int64_t stride, int64_t C,
                             int step) {
-    tp->ops->mailbox_exchange(tp->mailbox, sent, tp->rows * C, first, stride * C, tp->dtype,
-                              mt_tensor_rank_after(tp, step), mt_tensor_rank_after(tp, -step), tp->comm);
+    tp->ops->mailbox_exchange(&(mt_mailbox_args){tp->mailbox, sent, .count = tp->rows * C, .first = first,
+                                                 .stride = stride * C, .to = mt_tensor_rank_after(tp, step),
+                                                 .from = mt_tensor_rank_after(tp, -step)},
+                              tp->dtype, tp->comm);
 }
 
 /* Gathers x[rows, C] of all ranks in t steps. Each step returns the rows of one rank, `owner`, while those of the next
@@ -4392,7 +4397,9 @@ static void mt_scatter_sum(const mt_tensor_parallel *tp, void *out, int64_t C) {
     const void *own = mt_rows_of_rank(tp, tp->partial, tp->group->rank, C);
     tp->ops->stream_wait_stream(tp->stream, tp->comm);
     const void *parts = mt_at(tp->gathered, tp->first_part, tp->dtype);
-    tp->ops->combine_rows(out, parts, tp->part_rows, own, tp->rows, tp->group->size, C, tp->dtype, tp->stream);
+    tp->ops->combine_rows(&(mt_combine_args){tp->rows, tp->group->size, C, .in = parts, .position = tp->part_rows,
+                                             .base = own, .out = out},
+                          tp->dtype, tp->stream);
 }
 
 /* Backward of mt_region_enter on tp->comm, from `partial` or dx, overlapped with the caller's work; and its end. */
@@ -4728,10 +4735,14 @@ static void mt_multiply_forward(const mt_product *p) {
     } else if (io->groups) {
         mt_grouped_args a = mt_product_groups(p);
         ops->grouped_linear_forward(&a, dtype, stream);
-    } else if (p->gelu) {
-        ops->linear_gelu_forward(p->gelu, io->y, io->x, l->weight.w, bias, p->T, l->N, l->K, dtype, stream);
     } else {
-        ops->linear_forward(io->y, io->x, l->weight.w, bias, p->T, l->N, l->K, dtype, stream);
+        mt_linear_args a = {p->T, l->N, l->K, .x = io->x, .w = l->weight.w, .bias = bias, .y = io->y};
+        if (p->gelu) {
+            a.pre = io->y, a.y = p->gelu;
+            ops->linear_gelu_forward(&a, dtype, stream);
+        } else {
+            ops->linear_forward(&a, dtype, stream);
+        }
     }
     if (io->groups && bias)
         ops->grouped_bias_forward(io->y, bias, io->groups->offsets, p->T, l->N, l->num_experts, dtype, stream);
@@ -4750,10 +4761,9 @@ static void mt_multiply_backward_input(const mt_product *p) {
     } else if (io->groups) {
         mt_grouped_args a = mt_product_groups(p);
         ops->grouped_linear_backward_input(&a, dtype, stream);
-    } else if (p->gelu_of) {
-        ops->linear_backward_gelu(io->dx, io->dy, l->weight.w, p->gelu_of, p->T, l->N, l->K, dtype, stream);
     } else {
-        ops->linear_backward_input(io->dx, io->dy, l->weight.w, p->T, l->N, l->K, dtype, stream);
+        mt_linear_args a = {p->T, l->N, l->K, .x = p->gelu_of, .w = l->weight.w, .dy = io->dy, .dx = io->dx};
+        (p->gelu_of ? ops->linear_backward_gelu : ops->linear_backward_input)(&a, dtype, stream);
     }
 }
 
@@ -4774,8 +4784,9 @@ static void mt_multiply_backward_weight(const mt_product *p) {
         a.accumulate = accumulate;
         ops->grouped_linear_backward_weight(&a, dtype, stream);
     } else {
-        ops->linear_backward_weight(l->weight.dw, l->bias.dw, io->dy, io->x, p->T, l->N, l->K, accumulate, dtype,
-                                    stream);
+        mt_linear_args a = {p->T, l->N, l->K, .x = io->x, .dy = io->dy, .dw = l->weight.dw, .dbias = l->bias.dw};
+        a.accumulate = accumulate;
+        ops->linear_backward_weight(&a, dtype, stream);
     }
     if (io->groups && l->bias.dw)
         ops->grouped_bias_backward(l->bias.dw, io->dy, io->groups->offsets, p->T, l->N, l->num_experts, dtype, stream);
@@ -4925,7 +4936,9 @@ static void mt_use_forward(const mt_product *p) {
     const mt_linear *l = p->l;
     mt_fp8_begin(&p->pass, l, &p->io);
     if (l->kind == MT_LINEAR_ROUTER)
-        tp->ops->router_logits(p->io.y, p->io.x, l->weight.w, l->bias.w, tp->rows, l->N, l->K, tp->dtype, tp->stream);
+        tp->ops->router_logits(
+            &(mt_linear_args){tp->rows, l->N, l->K, .x = p->io.x, .w = l->weight.w, .bias = l->bias.w, .y = p->io.y},
+            tp->dtype, tp->stream);
     else if (l->kind == MT_LINEAR_COLUMN)
         mt_column_forward(p);
     else if (l->kind == MT_LINEAR_ROW)
@@ -6938,9 +6951,11 @@ static mt_attention mt_attention_call(const mt_model *m, const mt_pass *p, const
 static void mt_cache_update(const mt_model *m, const mt_pass *p, const mt_layer *w, mt_attention *call, bool writes) {
     int64_t k_width = m->G * m->D, v_width = m->G * m->Dv, layer = w - m->layers;
     if (writes) {
-        m->ops->scatter_rows(m->k_cache[layer], call->k, p->batch->cache_rows, p->T, k_width, k_width, call->k_stride,
+        m->ops->scatter_rows(&(mt_row_args){p->T, k_width, p->batch->cache_rows, .from = call->k,
+                                            .to = m->k_cache[layer], .from_stride = call->k_stride},
                              m->dtype, p->stream);
-        m->ops->scatter_rows(m->v_cache[layer], call->v, p->batch->cache_rows, p->T, v_width, v_width, call->v_stride,
+        m->ops->scatter_rows(&(mt_row_args){p->T, v_width, p->batch->cache_rows, .from = call->v,
+                                            .to = m->v_cache[layer], .from_stride = call->v_stride},
                              m->dtype, p->stream);
     }
     call->k = m->k_cache[layer], call->k_stride = k_width, call->v = m->v_cache[layer], call->v_stride = v_width;
@@ -7704,8 +7719,12 @@ static void mt_aux_loss_global_counts(mt_model *m, const mt_pass *p, const mt_la
     int64_t E = e->router.num_experts;
     float *global = e->global + w->moe_index * E;
     m->ops->all_gather(e->rank_counts, counts, E, MT_F32, data, p->stream);
-    m->ops->combine_rows(counts, e->rank_counts, e->data_ranks, global, 1, data->rank + 1, E, MT_F32, p->stream);
-    m->ops->combine_rows(global, e->rank_counts, e->data_ranks, global, 1, data->size, E, MT_F32, p->stream);
+    m->ops->combine_rows(&(mt_combine_args){1, data->rank + 1, E, .in = e->rank_counts, .position = e->data_ranks,
+                                            .base = global, .out = counts},
+                         MT_F32, p->stream);
+    m->ops->combine_rows(&(mt_combine_args){1, data->size, E, .in = e->rank_counts, .position = e->data_ranks,
+                                            .base = global, .out = global},
+                         MT_F32, p->stream);
 }
 
 /* Counter of a layer's tokens with logits that are not finite; a replay's counts are discarded. */
@@ -7781,8 +7800,10 @@ static void mt_route_sinkhorn(mt_model *m, const mt_pass *p, const mt_layer *w, 
     const float *logits = mt_gather_shared_rows(m, p, e->all_logits, r->logits, e->router.num_experts, MT_F32);
     const int64_t *index = p->batch->token_index + p->first_row;
     index = mt_gather_shared_rows(m, p, e->all_index, index, 1, MT_I64);
-    m->ops->route_sinkhorn(r->probs + own, r->experts + own, mt_invalid_count(e, p, w), logits, index, group->size * R,
-                           group->rank * R, R, &e->router, p->stream);
+    m->ops->route_sinkhorn(&(mt_route_args){group->size * R, &e->router, logits, .token_index = index,
+                                            .first = group->rank * R, .count = R, .probs = r->probs + own,
+                                            .experts = r->experts + own, .invalid = mt_invalid_count(e, p, w)},
+                           p->stream);
 }
 
 /* Logits, probabilities and chosen experts of x[R, C]. */
@@ -7793,8 +7814,11 @@ static void mt_route_forward(mt_model *m, const mt_pass *p, const mt_layer *w, m
     if (p->training && mt_has_sinkhorn(m))
         mt_route_sinkhorn(m, p, w, r);
     else
-        m->ops->route_forward(r->probs + own, r->experts + own, mt_invalid_count(e, p, w), r->logits, w->router_bias.w,
-                              p->decode ? NULL : p->batch->token_index + p->first_row, R, &e->router, p->stream);
+        m->ops->route_forward(&(mt_route_args){R, &e->router, r->logits, .bias = w->router_bias.w,
+                                               .token_index = p->decode ? NULL : p->batch->token_index + p->first_row,
+                                               .probs = r->probs + own, .experts = r->experts + own,
+                                               .invalid = mt_invalid_count(e, p, w)},
+                              p->stream);
     if (p->training && !p->replay)
         m->ops->count_experts(e->loads + w->moe_index * E, r->experts + own, R * k, E, p->stream);
     if (p->training && !p->replay && mt_has_aux_loss(m)) mt_aux_loss(m, p, w, r);
@@ -7819,7 +7843,9 @@ static void mt_route_backward(mt_model *m, const mt_pass *p, mt_layer *w, mt_rou
     mt_experts *e = m->experts;
     const mt_options *o = m->options;
     int64_t R = p->rows, E = e->router.num_experts, own = mt_own_offset(m, p);
-    m->ops->route_backward(e->dlogits, dprobs + own, r->experts + own, r->logits, R, &e->router, p->stream);
+    m->ops->route_backward(&(mt_route_args){R, &e->router, r->logits, .experts = r->experts + own,
+                                            .dprobs = dprobs + own, .dlogits = e->dlogits},
+                           p->stream);
     if (mt_has_aux_loss(m)) {
         mt_aux_loss_args a = mt_aux_loss_operands(m, p, r);
         a.counts = r->aux_stats + a.S * E, a.dlogits = e->dlogits;
@@ -7845,8 +7871,9 @@ static void mt_shared_gate_forward(mt_model *m, const mt_pass *p, const mt_layer
     const mt_experts *e = m->experts;
     float *own = r->gates + mt_own_gate_offset(m, p);
     mt_linear_forward(mt_linears(p), &w->shared_gate, &(mt_linear_io){.x = x, .y = r->gate_logits});
-    m->ops->route_forward(own, e->gate_experts, e->discarded, r->gate_logits, NULL, NULL, p->rows,
-                          &mt_shared_gate_router, p->stream);
+    m->ops->route_forward(&(mt_route_args){p->rows, &mt_shared_gate_router, r->gate_logits, .probs = own,
+                                           .experts = e->gate_experts, .invalid = e->discarded},
+                          p->stream);
     if (p->tp.sequence_parallel) m->ops->all_gather(r->gates, own, p->rows, MT_F32, &m->grid->tensor, p->stream);
 }
 
@@ -7857,7 +7884,8 @@ static void mt_shared_gate_backward(mt_model *m, const mt_pass *p, mt_layer *w, 
     float *own = dgates + mt_own_gate_offset(m, p);
     void *own_dx = e->router_dx;
     if (p->tp.sequence_parallel) m->ops->reduce_scatter(own, dgates, p->rows, MT_F32, &m->grid->tensor, p->stream);
-    m->ops->route_backward(e->dlogits, own, e->gate_experts, r->gate_logits, p->rows, &mt_shared_gate_router,
+    m->ops->route_backward(&(mt_route_args){p->rows, &mt_shared_gate_router, r->gate_logits, .experts = e->gate_experts,
+                                            .dprobs = own, .dlogits = e->dlogits},
                            p->stream);
     mt_router_linear_backward(m, p, &w->shared_gate, x, e->dlogits, own_dx);
     mt_add_to(m, p, dx, own_dx);
@@ -7867,12 +7895,12 @@ static void mt_shared_gate_backward(mt_model *m, const mt_pass *p, mt_layer *w, 
 
 static void mt_permute_rows(const mt_model *m, const mt_pass *p, void *to, const void *from, const int32_t *rows,
                             int64_t count) {
-    m->ops->gather_rows(to, from, rows, count, m->C, m->C, m->C, m->dtype, p->stream);
+    m->ops->gather_rows(&(mt_row_args){count, m->C, rows, .from = from, .to = to}, m->dtype, p->stream);
 }
 
 static void mt_permute_weights(const mt_model *m, const mt_pass *p, float *to, const float *from, const int32_t *rows,
                                int64_t count) {
-    m->ops->gather_rows(to, from, rows, count, 1, 1, 1, MT_F32, p->stream);
+    m->ops->gather_rows(&(mt_row_args){count, 1, rows, .from = from, .to = to}, MT_F32, p->stream);
 }
 
 /* The order of the rows that the choices of N tokens make. num_rows includes choices of nothing. */
@@ -7880,7 +7908,9 @@ static void mt_order_choices(mt_model *m, const mt_pass *p, mt_routing *r, const
     const mt_experts *e = m->experts;
     int64_t N = mt_dispatched_rows(m, p) * e->num_sources;
     int64_t P = order->capacity > 0 ? e->num_destinations * order->capacity : N * order->topk * order->copies;
-    m->ops->dispatch_plan(r->offsets, r->position, r->choice, r->token, r->kept, N, P, order, p->stream);
+    m->ops->dispatch_plan(&(mt_dispatch_args){N, P, order, .experts = r->kept, .offsets = r->offsets,
+                                              .position = r->position, .row_choice = r->choice, .row_token = r->token},
+                          p->stream);
     r->num_rows = r->num_choices = P;
 }
 
@@ -7924,12 +7954,15 @@ static void mt_combine_results(mt_model *m, const mt_pass *p, const mt_routing *
     mt_experts *e = m->experts;
     int64_t n = e->order.topk * e->order.copies;
     if (m->options->moe_permute_fusion) {
-        m->ops->combine_rows(out, results, r->position + first * n, base, N, n, m->C, m->dtype, p->stream);
+        m->ops->combine_rows(&(mt_combine_args){N, n, m->C, .in = results, .position = r->position + first * n,
+                                                .base = base, .out = out},
+                             m->dtype, p->stream);
         return;
     }
     void *sum = base ? e->scattered : out;
     m->ops->memory_zero(e->sums, N * m->C * 4, p->stream);
-    m->ops->scatter_add_rows(e->sums, results, r->token, r->num_choices, m->C, N, m->dtype, p->stream);
+    m->ops->scatter_add_rows(&(mt_row_args){r->num_choices, m->C, r->token, .from = results, .to = e->sums, .count = N},
+                             m->dtype, p->stream);
     m->ops->convert(sum, m->dtype, e->sums, MT_F32, N * m->C, p->stream);
     if (base) m->ops->add(out, base, sum, N * m->C, m->dtype, p->stream);
 }
@@ -7960,8 +7993,9 @@ static void mt_alone_combine(mt_model *m, const mt_pass *p, const mt_routing *r,
 static void mt_alone_combine_weights(mt_model *m, const mt_pass *p, const mt_routing *r, float *dprobs,
                                      float *dweights) {
     const mt_dispatch *order = &m->experts->order;
-    m->ops->combine_rows(dprobs, dweights, r->position, NULL, p->rows * order->topk, order->copies, 1, MT_F32,
-                         p->stream);
+    m->ops->combine_rows(&(mt_combine_args){p->rows * order->topk, order->copies, 1, .in = dweights,
+                                            .position = r->position, .out = dprobs},
+                         MT_F32, p->stream);
 }
 
 /* ---- alltoall: each row goes to the ranks that hold its expert */
@@ -8118,7 +8152,9 @@ static void mt_allgather_combine_weights(mt_model *m, const mt_pass *p, const mt
                                          float *dweights) {
     const mt_experts *e = m->experts;
     int64_t choices = mt_dispatched_rows(m, p) * e->order.topk;
-    m->ops->combine_rows(dprobs, dweights, r->position, NULL, e->group->size * choices, 1, 1, MT_F32, p->stream);
+    m->ops->combine_rows(
+        &(mt_combine_args){e->group->size * choices, 1, 1, .in = dweights, .position = r->position, .out = dprobs},
+        MT_F32, p->stream);
     m->ops->reduce_scatter(dprobs + mt_own_offset(m, p), dprobs, choices, MT_F32, e->group, p->stream);
 }
 
@@ -8224,7 +8260,9 @@ static void mt_expert_mlp_forward(mt_model *m, const mt_pass *p, const mt_layer 
     mt_expert_activation_forward(m, p, w, r);
     if (results || mt_scales_output(m)) mt_linear_forward(mt_linears(p), &w->expert_down, &down);
     if (results && mt_scales_output(m))
-        m->ops->scale_rows_forward(results, rows->output, rows->weights, r->num_rows, m->C, m->dtype, p->stream);
+        m->ops->scale_rows_forward(
+            &(mt_scale_rows_args){r->num_rows, m->C, rows->weights, .x = rows->output, .y = results}, m->dtype,
+            p->stream);
 }
 
 /* dinput[M, C], the gradient of rows.input, from that of the results, d->input. The other gradients are stored in d. */
@@ -8238,7 +8276,8 @@ static void mt_expert_mlp_backward(mt_model *m, const mt_pass *p, mt_layer *w, c
     down.x = rows->active, down.x_transposed = rows->active_transposed, down.dy = d->input, down.dx = d->active;
     copies.dy_source = r->source;
     if (mt_scales_output(m)) {
-        m->ops->scale_rows_backward(d->output, d->weights, d->input, rows->output, rows->weights, r->num_rows, m->C,
+        m->ops->scale_rows_backward(&(mt_scale_rows_args){r->num_rows, m->C, rows->weights, .x = rows->output,
+                                                          .dy = d->input, .dx = d->output, .dweights = d->weights},
                                     m->dtype, p->stream);
         down.dy = d->output;
     } else {
@@ -8912,7 +8951,9 @@ void mt_context_load(mt_context *c, const mt_batch *whole, mt_stream *stream) {
 /* to[t] = from[t] for rows of `width` elements. */
 static void mt_context_copy_rows(const mt_context *c, void *to, int64_t to_stride, const void *from,
                                  int64_t from_stride, int64_t rows, int64_t width, mt_stream *stream) {
-    c->ops->gather_rows(to, from, c->identity, rows, width, to_stride, from_stride, c->plan.dtype, stream);
+    c->ops->gather_rows(&(mt_row_args){rows, width, c->identity, .from = from, .to = to, .from_stride = from_stride,
+                                       .to_stride = to_stride},
+                        c->plan.dtype, stream);
 }
 
 /* Packs keys and values of this rank into kv[0]: [M, G D + G Dv]. */
@@ -9023,7 +9064,8 @@ static mt_attention mt_gather_kv(mt_context *c, const mt_attention *call, mt_str
     int64_t k_width = call->num_groups * call->head_size, kv = k_width + call->num_groups * call->value_size;
     mt_context_pack_kv(c, call, stream);
     c->ops->all_gather(c->gathered, c->kv[0], c->M * kv, c->plan.dtype, c->plan.ring, stream);
-    c->ops->scatter_rows(c->ordered, c->gathered, c->rows, c->N, kv, kv, kv, c->plan.dtype, stream);
+    c->ops->scatter_rows(&(mt_row_args){c->N, kv, c->rows, .from = c->gathered, .to = c->ordered}, c->plan.dtype,
+                         stream);
     mt_attention whole = *call;
     whole.k = c->ordered, whole.v = mt_at(c->ordered, k_width, c->plan.dtype), whole.k_stride = whole.v_stride = kv;
     whole.k_index = c->index, whole.spans = c->lists[0];
@@ -9043,7 +9085,7 @@ static void mt_gather_backward(mt_context *c, const mt_attention *call, mt_strea
     whole.dk = c->dkv_ordered, whole.dv = mt_at(c->dkv_ordered, call->num_groups * call->head_size, c->plan.dtype);
     c->ops->memory_zero(c->dkv_ordered, all * mt_dtype_size(dtype), stream); // no span covers the last keys
     c->ops->attention_backward(&whole, dtype, stream);
-    c->ops->gather_rows(c->gathered, c->dkv_ordered, c->rows, c->N, kv, kv, kv, dtype, stream);
+    c->ops->gather_rows(&(mt_row_args){c->N, kv, c->rows, .from = c->dkv_ordered, .to = c->gathered}, dtype, stream);
     if (dtype != MT_F32) c->ops->convert(c->wide, MT_F32, c->gathered, dtype, all, stream);
     c->ops->reduce_scatter(c->dkv_sum[0], dtype == MT_F32 ? c->gathered : c->wide, c->M * kv, MT_F32, c->plan.ring,
                            stream);
@@ -9465,7 +9507,8 @@ static bool mt_distill_next(mt_model *m, const mt_pass *p, const mt_output *out,
     piece->own = mt_row_open(h->floats, h->values, 0, m->dtype);
     piece->logits = mt_at(out->logits, t[0] * m->V, m->dtype);
     m->ops->memory_copy(h->device_index, h->index, piece->n * 4, p->stream);
-    m->ops->gather_rows(h->device_values, piece->logits, h->device_index, piece->n, 1, 1, 1, m->dtype, p->stream);
+    m->ops->gather_rows(&(mt_row_args){piece->n, 1, h->device_index, .from = piece->logits, .to = h->device_values},
+                        m->dtype, p->stream);
     mt_copy_wait(m, h->values, h->device_values, piece->n * mt_dtype_size(m->dtype));
     (void)mt_row_load(piece->own, h->values, 0, piece->n, m->dtype);
     return true;
@@ -9505,7 +9548,8 @@ static void mt_distill_backward(mt_model *m, const mt_pass *p, const mt_output *
         mt_row_close(h->values, 0, piece.own, n, m->dtype);
         m->ops->memory_copy(h->device_index, h->index, n * 4, p->stream);
         m->ops->memory_copy(h->device_values, h->values, n * mt_dtype_size(m->dtype), p->stream);
-        m->ops->scatter_rows(piece.logits, h->device_values, h->device_index, n, 1, 1, 1, m->dtype, p->stream);
+        m->ops->scatter_rows(&(mt_row_args){n, 1, h->device_index, .from = h->device_values, .to = piece.logits},
+                             m->dtype, p->stream);
         m->ops->stream_synchronize(p->stream);
     }
 }
@@ -13698,8 +13742,8 @@ static void mt_decode_pass(mt_model *m, int64_t rows, bool is_step) {
     if (rows == 0 || !m->has_loss) return; // part of a prompt, or the logits are on another rank
     void *hidden = p.mb->outputs[0].hidden;
     if (!is_step)
-        m->ops->gather_rows(m->scratch.block_out, hidden, p.batch->logit_rows, rows, m->C, m->C, m->C, m->dtype,
-                            m->stream);
+        m->ops->gather_rows(&(mt_row_args){rows, m->C, p.batch->logit_rows, .from = hidden, .to = m->scratch.block_out},
+                            m->dtype, m->stream);
     p.T = p.tp.T = p.rows = p.tp.rows = rows;
     mt_output_forward(m, &p, is_step ? hidden : m->scratch.block_out);
 }

@@ -919,17 +919,31 @@ typedef void mt_host_function(void *context);
 
 /* ---- linear layers; weights are [N, K] as torch.nn.Linear stores them */
 
+/* Operands of a linear layer. The comment of an operation names its operands; it does not read the others. */
+typedef struct mt_linear_args {
+    int64_t T, N, K;
+    const void *x;    // [T, K]
+    const void *w;    // [N, K]
+    const void *bias; // [N]; NULL: none
+    void *y;          // [T, N]: the forward's result
+    const void *dy;   // [T, N]: gradient of y
+    void *dx;         // [T, K]: gradient of x, the result of backward_input
+    float *dw;        // [N, K]: gradient of w, a result of backward_weight
+    float *dbias;     // [N] +=: gradient of bias; NULL: none
+    bool accumulate;  // dw +=
+    void *pre;        // [T, N]: y before GELU, a result of linear_gelu_forward
+} mt_linear_args;
+
 #define MT_LINEAR_OPERATIONS(OP)                                                                                       \
-    /* y[T, N] = x[T, K] w^T + bias[N] (bias may be NULL). */                                                          \
-    OP(linear_forward, mt_work_product(T, N, K), (y, x, w, bias, T, N, K, dtype, stream), void *y, const void *x,      \
-       const void *w, const void *bias, int64_t T, int64_t N, int64_t K, mt_dtype dtype, mt_stream *stream)            \
+    /* y[T, N] = x[T, K] w^T + bias[N]. */                                                                             \
+    OP(linear_forward, mt_work_product(a->T, a->N, a->K), (a, dtype, stream), const mt_linear_args *a, mt_dtype dtype, \
+       mt_stream *stream)                                                                                              \
     /* dx[T, K] = dy[T, N] w. */                                                                                       \
-    OP(linear_backward_input, mt_work_product(T, N, K), (dx, dy, w, T, N, K, dtype, stream), void *dx, const void *dy, \
-       const void *w, int64_t T, int64_t N, int64_t K, mt_dtype dtype, mt_stream *stream)                              \
-    /* dw[N, K] = dy^T x, or += when accumulate, and dbias[N] += column sums of dy (dbias may be NULL), both in fp32.  \
-     * Separate from the input's gradient so that a zero-bubble schedule can move it. */                               \
-    OP(linear_backward_weight, mt_work_product(T, N, K), (dw, dbias, dy, x, T, N, K, accumulate, dtype, stream),       \
-       float *dw, float *dbias, const void *dy, const void *x, int64_t T, int64_t N, int64_t K, bool accumulate,       \
+    OP(linear_backward_input, mt_work_product(a->T, a->N, a->K), (a, dtype, stream), const mt_linear_args *a,          \
+       mt_dtype dtype, mt_stream *stream)                                                                              \
+    /* dw[N, K] = dy^T x, or += when accumulate, and dbias[N] += column sums of dy, both in fp32. Separate from the    \
+     * input's gradient so that a zero-bubble schedule can move it. */                                                 \
+    OP(linear_backward_weight, mt_work_product(a->T, a->N, a->K), (a, dtype, stream), const mt_linear_args *a,         \
        mt_dtype dtype, mt_stream *stream)
 
 /* ---- fp8 products: operands in eight bits with scales (Micikevicius et al., "FP8 formats for deep learning") */
@@ -1488,6 +1502,17 @@ typedef struct mt_dropout_add_args {
     mt_dropout dropout;
 } mt_dropout_add_args;
 
+/* T rows of `width` elements that move between `from` and `to`. index[T] numbers the rows of `to` in a scatter, and
+ * those of `from` in a gather. */
+typedef struct mt_row_args {
+    int64_t T, width;
+    const int32_t *index;
+    const void *from;
+    void *to;
+    int64_t from_stride, to_stride; // elements between rows; 0: width
+    int64_t count;                  // rows of `to`; scatter_add_rows only
+} mt_row_args;
+
 #define MT_ROW_OPERATIONS(OP)                                                                                          \
     /* out[T, C] = residual + dropout(x). With i = first_channel + c, element (t, c) is kept when word i % 4 of Philox \
      * at (token_index[t], i / 4) is at least the integer part of p 2^32, and then scaled by 1 / (1 - p). */           \
@@ -1502,20 +1527,16 @@ typedef struct mt_dropout_add_args {
     /* x[n] *= factor, in fp32 and rounded once. */                                                                    \
     OP(scale, mt_work_bytes(2 * n, dtype), (x, factor, n, dtype, stream), void *x, float factor, int64_t n,            \
        mt_dtype dtype, mt_stream *stream)                                                                              \
-    /* to[rows[t]] = from[t], for T rows of `width` elements. */                                                       \
-    OP(scatter_rows, mt_work_bytes(2 * T * width, dtype),                                                              \
-       (to, from, rows, T, width, to_stride, from_stride, dtype, stream), void *to, const void *from,                  \
-       const int32_t *rows, int64_t T, int64_t width, int64_t to_stride, int64_t from_stride, mt_dtype dtype,          \
-       mt_stream *stream)                                                                                              \
-    /* sum[rows[t]] += from[t] in fp32 and in a fixed order, for T rows of C elements; rows[t] < 0 adds nothing.       \
-     * sum[count, C] is fp32. */                                                                                       \
-    OP(scatter_add_rows, mt_work_bytes((T * C), dtype), (sum, from, rows, T, C, count, dtype, stream), float *sum,     \
-       const void *from, const int32_t *rows, int64_t T, int64_t C, int64_t count, mt_dtype dtype, mt_stream *stream)  \
-    /* to[t] = from[rows[t]], or zeros where rows[t] < 0. */                                                           \
-    OP(gather_rows, mt_work_bytes(2 * T * width, dtype),                                                               \
-       (to, from, rows, T, width, to_stride, from_stride, dtype, stream), void *to, const void *from,                  \
-       const int32_t *rows, int64_t T, int64_t width, int64_t to_stride, int64_t from_stride, mt_dtype dtype,          \
-       mt_stream *stream)
+    /* to[index[t]] = from[t]. */                                                                                      \
+    OP(scatter_rows, mt_work_bytes(2 * a->T * a->width, dtype), (a, dtype, stream), const mt_row_args *a,              \
+       mt_dtype dtype, mt_stream *stream)                                                                              \
+    /* to[index[t]] += from[t] in a fixed order; to[count, width] is fp32. index[t] < 0 adds nothing. Rows are packed: \
+     * no strides. */                                                                                                  \
+    OP(scatter_add_rows, mt_work_bytes((a->T * a->width), dtype), (a, dtype, stream), const mt_row_args *a,            \
+       mt_dtype dtype, mt_stream *stream)                                                                              \
+    /* to[t] = from[index[t]], or zeros where index[t] < 0. */                                                         \
+    OP(gather_rows, mt_work_bytes(2 * a->T * a->width, dtype), (a, dtype, stream), const mt_row_args *a,               \
+       mt_dtype dtype, mt_stream *stream)
 
 /* ---- mixture of experts: a router chooses k of E experts for every token. Each choice becomes a row; rows are sorted
  * by expert and pass through linear layers grouped by expert; every token sums its rows. Choice -1: dropped. */
@@ -1533,6 +1554,21 @@ typedef struct mt_router {
     int64_t group_best; // scores of a group that are summed; 0: topk / group_topk
     float scaling;      // of the probabilities; 1: none
 } mt_router;
+
+/* Operands of a router. The comment of an operation names its operands; it does not read the others. */
+typedef struct mt_route_args {
+    int64_t T;
+    const mt_router *router;
+    const float *logits;        // [T, E]
+    const float *bias;          // [E], added to the scores for the choice only; NULL: none
+    const int64_t *token_index; // [T] negative: padding, whose k choices are -1 with probability 0; NULL: none
+    int64_t first, count;       // route_sinkhorn: the tokens of the result
+    float *probs;               // [T, k], of route_sinkhorn [count, k]: a result of the forward
+    int32_t *experts;           // as probs, the greatest score first: a result of the forward, read by the backward
+    int32_t *invalid;           // [1] += tokens of the result whose logits are not all finite
+    const float *dprobs;        // [T, k]: gradient of probs
+    float *dlogits;             // [T, E]: gradient of logits, the backward's result
+} mt_route_args;
 
 /* The choices of tokens; an expert keeps at most `capacity` of them. */
 typedef struct mt_drop_args {
@@ -1561,19 +1597,14 @@ typedef struct mt_aux_loss_args {
 enum { MT_SINKHORN_ROUNDS = 1000 };
 
 #define MT_ROUTER_OPERATIONS(OP)                                                                                       \
-    /* logits[T, E] = x[T, C] w[E, C]^T + bias[E] (may be NULL) in fp32 for any type of x, w and bias. Its backward is \
-     * that of a linear layer. */                                                                                      \
-    OP(router_logits, mt_work_product(T, E, C), (logits, x, w, bias, T, E, C, dtype, stream), float *logits,           \
-       const void *x, const void *w, const void *bias, int64_t T, int64_t E, int64_t C, mt_dtype dtype,                \
+    /* As linear_forward, in fp32 for any type of x, w and bias: y[T, N] is fp32. Its backward is that of a linear     \
+     * layer. */                                                                                                       \
+    OP(router_logits, mt_work_product(a->T, a->N, a->K), (a, dtype, stream), const mt_linear_args *a, mt_dtype dtype,  \
        mt_stream *stream)                                                                                              \
-    /* experts[T, k], the greatest score first, and probs[T, k], from logits[T, E]. bias[E] (may be NULL) is added to  \
-     * sigmoid scores for the choice only. invalid[0] += tokens whose logits are not all finite; those choose experts  \
-     * 0 to k - 1 with NaN probabilities. Tokens with a negative token_index[T] (may be NULL) are padding: their k     \
-     * choices are -1 with probability 0. */                                                                           \
-    OP(route_forward, mt_work_bytes((router->num_experts + 2 * router->topk) * T, MT_F32),                             \
-       (probs, experts, invalid, logits, bias, token_index, T, router, stream), float *probs, int32_t *experts,        \
-       int32_t *invalid, const float *logits, const float *bias, const int64_t *token_index, int64_t T,                \
-       const mt_router *router, mt_stream *stream)                                                                     \
+    /* probs and experts from logits. Tokens whose logits are not all finite choose experts 0 to k - 1 with NaN        \
+     * probabilities. */                                                                                               \
+    OP(route_forward, mt_work_bytes((a->router->num_experts + 2 * a->router->topk) * a->T, MT_F32), (a, stream),       \
+       const mt_route_args *a, mt_stream *stream)                                                                      \
     /* The same for rows [first, first + count) of T, with a choice that balances all T tokens: the rows and columns   \
      * of cost = exp(logits) are scaled in turn until they sum to 1 / T and 1 / E, and a token's experts are those of  \
      * its k greatest scaled costs (Sinkhorn & Knopp, "Concerning nonnegative matrices and doubly stochastic           \
@@ -1581,15 +1612,12 @@ enum { MT_SINKHORN_ROUNDS = 1000 };
      * most on the mean, or MT_SINKHORN_ROUNDS times). Sums are in float64: the order of tokens does not matter.       \
      * Tokens that are not finite, and padding, are left out. No groups, no bias; sigmoids with topk 1, or             \
      * pre_softmax. */                                                                                                 \
-    OP(route_sinkhorn, mt_work_bytes(2 * count * router->topk + T * router->num_experts, MT_F32),                      \
-       (probs, experts, invalid, logits, token_index, T, first, count, router, stream), float *probs,                  \
-       int32_t *experts, int32_t *invalid, const float *logits, const int64_t *token_index, int64_t T, int64_t first,  \
-       int64_t count, const mt_router *router, mt_stream *stream)                                                      \
-    /* dlogits[T, E], zero where an expert neither was chosen nor takes part in the softmax; a token of choices -1 has \
-     * none. */                                                                                                        \
-    OP(route_backward, mt_work_bytes(2 * T * (router->num_experts + router->topk), MT_F32),                            \
-       (dlogits, dprobs, experts, logits, T, router, stream), float *dlogits, const float *dprobs,                     \
-       const int32_t *experts, const float *logits, int64_t T, const mt_router *router, mt_stream *stream)             \
+    OP(route_sinkhorn, mt_work_bytes(2 * a->count * a->router->topk + a->T * a->router->num_experts, MT_F32),          \
+       (a, stream), const mt_route_args *a, mt_stream *stream)                                                         \
+    /* dlogits from dprobs, experts and logits: zero where an expert neither was chosen nor takes part in the softmax; \
+     * a token of choices -1 has none. */                                                                              \
+    OP(route_backward, mt_work_bytes(2 * a->T * (a->router->num_experts + a->router->topk), MT_F32), (a, stream),      \
+       const mt_route_args *a, mt_stream *stream)                                                                      \
     /* The numbers of the auxiliary loss. sums[0, S, E] = sums over tokens of the scores (softmax of the logits, or    \
      * sigmoids divided by their sum + 1e-20), sums[1, S, E] = number of tokens that have expert e among their k       \
      * greatest scores, without groups and bias. z_sum[0] += sum of logsumexp(logits)^2. Sums are in float64. */       \
@@ -1624,6 +1652,36 @@ typedef struct mt_dispatch {
     int64_t topk, first, count, num_local, copies, capacity;
 } mt_dispatch;
 
+/* The rows of T tokens' choices: M rows, sorted by destination. */
+typedef struct mt_dispatch_args {
+    int64_t T, M;
+    const mt_dispatch *dispatch;
+    const int32_t *experts;          // [T, k] choices
+    int32_t *offsets;                // [count copies + 1]: the first row of each destination
+    int32_t *position;               // [T, k copies]: the row of (token, choice, copy); -1: none
+    int32_t *row_choice, *row_token; // [M]: of each row, t k + j and t; -1: a row without token
+} mt_dispatch_args;
+
+/* Sums of n rows a token. */
+typedef struct mt_combine_args {
+    int64_t T, n, C;
+    const void *in;          // [rows, C]
+    const int32_t *position; // [T, n] rows of `in`; negative: adds nothing
+    const void *base;        // [T, C], may be out; NULL: zeros
+    void *out;               // [T, C]
+} mt_combine_args;
+
+/* M rows of C elements, each with a weight. */
+typedef struct mt_scale_rows_args {
+    int64_t M, C;
+    const float *weights; // [M]
+    const void *x;        // [M, C]
+    void *y;              // [M, C], may be x: the forward's result
+    const void *dy;       // [M, C]: gradient of y
+    void *dx;             // [M, C], may be dy or x: gradient of x
+    float *dweights;      // [M]: gradient of weights
+} mt_scale_rows_args;
+
 /* Linear layers of E experts: rows [offsets[e], offsets[e + 1]) with w[e]. offsets[E + 1] is on the device, ascends,
  * and offsets[E] <= M, the allocated rows. Rows of no expert are not written, and their contents do not affect results.
  * Without offsets E is 1: one weight for all M rows. */
@@ -1643,14 +1701,11 @@ typedef struct mt_grouped_args {
 } mt_grouped_args;
 
 #define MT_EXPERT_OPERATIONS(OP)                                                                                       \
-    /* offsets[count copies + 1]: the first row of each destination. position[T, k copies]: the row of (token, choice, \
-     * copy), -1 where the choice is -1 or not of these experts. For M rows: choice[m] = t k + j and token[m] = t,     \
-     * both -1 for a row without token. The rows of a destination are in token order. M is count copies capacity, or   \
-     * at least the number of choices. */                                                                              \
-    OP(dispatch_plan, mt_work_bytes((1 + dispatch->copies) * T * dispatch->topk + 2 * M, MT_F32),                      \
-       (offsets, position, choice, token, experts, T, M, dispatch, stream), int32_t *offsets, int32_t *position,       \
-       int32_t *choice, int32_t *token, const int32_t *experts, int64_t T, int64_t M, const mt_dispatch *dispatch,     \
-       mt_stream *stream)                                                                                              \
+    /* offsets, position, row_choice and row_token from experts. position is -1 where the choice is -1 or not of these \
+     * experts, or without room. The rows of a destination are in token order. M is count copies capacity, or at least \
+     * the number of choices. */                                                                                       \
+    OP(dispatch_plan, mt_work_bytes((1 + a->dispatch->copies) * a->T * a->dispatch->topk + 2 * a->M, MT_F32),          \
+       (a, stream), const mt_dispatch_args *a, mt_stream *stream)                                                      \
     /* For rows that arrive from `sources` ranks, counts[sources, local] for each expert here, one source after        \
      * another and within it sorted by expert: to_expert[m] is the arrived row that is row m when all are sorted by    \
      * expert, then source; from_expert is the inverse; offsets[local + 1], the first row of each expert. M is the sum \
@@ -1658,12 +1713,11 @@ typedef struct mt_grouped_args {
     OP(exchange_order, mt_work_bytes(2 * M, MT_F32),                                                                   \
        (to_expert, from_expert, offsets, counts, sources, local, M, stream), int32_t *to_expert, int32_t *from_expert, \
        int32_t *offsets, const int32_t *counts, int64_t sources, int64_t local, int64_t M, mt_stream *stream)          \
-    /* out[T, C] = base[T, C] (zero where NULL; may be out) + the sum of rows in[position[t, i]] for i < n, in fp32    \
-     * and in this order; negative positions add nothing. The backward of gather_rows, and gather_rows is its          \
-     * backward. The work counts every position as a row: the host does not know their number. */                      \
-    OP(combine_rows, mt_work_bytes((n + (base ? 2 : 1)) * T * C, dtype),                                               \
-       (out, in, position, base, T, n, C, dtype, stream), void *out, const void *in, const int32_t *position,          \
-       const void *base, int64_t T, int64_t n, int64_t C, mt_dtype dtype, mt_stream *stream)                           \
+    /* out[T, C] = base[T, C] + the sum of rows in[position[t, i]] for i < n, in fp32 and in this order. The backward  \
+     * of gather_rows, and gather_rows is its backward. The work counts every position as a row: the host does not     \
+     * know their number. */                                                                                           \
+    OP(combine_rows, mt_work_bytes((a->n + (a->base ? 2 : 1)) * a->T * a->C, dtype), (a, dtype, stream),               \
+       const mt_combine_args *a, mt_dtype dtype, mt_stream *stream)                                                    \
     /* y = x w^T; the work counts M rows. */                                                                           \
     OP(grouped_linear_forward, mt_work_product(a->M, a->N, a->K), (a, dtype, stream), const mt_grouped_args *a,        \
        mt_dtype dtype, mt_stream *stream)                                                                              \
@@ -1679,12 +1733,11 @@ typedef struct mt_grouped_args {
     /* dbias[E, N] += column sums of dy over each expert's rows, in fp32. */                                           \
     OP(grouped_bias_backward, mt_work_bytes(M *N, dtype), (dbias, dy, offsets, M, N, E, dtype, stream), float *dbias,  \
        const void *dy, const int32_t *offsets, int64_t M, int64_t N, int64_t E, mt_dtype dtype, mt_stream *stream)     \
-    /* y[M, C] = weights[M] x[M, C]; y may be x. The activation's weights replace it where possible. */                \
-    OP(scale_rows_forward, mt_work_bytes(2 * M * C, dtype), (y, x, weights, M, C, dtype, stream), void *y,             \
-       const void *x, const float *weights, int64_t M, int64_t C, mt_dtype dtype, mt_stream *stream)                   \
-    /* dx[M, C] = weights dy and dweights[M] = sum(dy x); dx may be dy or x. */                                        \
-    OP(scale_rows_backward, mt_work_bytes(3 * M * C, dtype), (dx, dweights, dy, x, weights, M, C, dtype, stream),      \
-       void *dx, float *dweights, const void *dy, const void *x, const float *weights, int64_t M, int64_t C,           \
+    /* y[M, C] = weights[M] x[M, C]. The activation's weights replace it where possible. */                            \
+    OP(scale_rows_forward, mt_work_bytes(2 * a->M * a->C, dtype), (a, dtype, stream), const mt_scale_rows_args *a,     \
+       mt_dtype dtype, mt_stream *stream)                                                                              \
+    /* dx[M, C] = weights dy and dweights[M] = sum(dy x). */                                                           \
+    OP(scale_rows_backward, mt_work_bytes(3 * a->M * a->C, dtype), (a, dtype, stream), const mt_scale_rows_args *a,    \
        mt_dtype dtype, mt_stream *stream)
 
 /* ---- cross-entropy of a vocabulary that ranks may share; sampling, for generation */
@@ -1944,6 +1997,15 @@ typedef struct mt_mailbox {
 } mt_mailbox;
 enum { MT_MAILBOX_RANKS = 64, MT_MAILBOX_OWN = 8 * MT_MAILBOX_RANKS }; // maximum number of ranks; bytes of counters
 
+/* A block of `count` elements for another rank's mailbox, and one from another rank. Every rank writes into a place of
+ * its own: rank r's block is at element first + r * stride of the mailbox that receives it. */
+typedef struct mt_mailbox_args {
+    mt_mailbox *mailbox;
+    const void *in; // [count]
+    int64_t count, first, stride;
+    int to, from; // ranks of the group
+} mt_mailbox_args;
+
 #define MT_COLLECTIVE_OPERATIONS(OP)                                                                                   \
     /* buffer[count] = its sum or maximum over the group; MT_F32, MT_BF16 or MT_F64. The CPU sums bf16 in fp32 and     \
      * rounds once. */                                                                                                 \
@@ -1976,12 +2038,11 @@ enum { MT_MAILBOX_RANKS = 64, MT_MAILBOX_OWN = 8 * MT_MAILBOX_RANKS }; // maximu
     OP(broadcast, mt_work_sent(MT_OPERATION_broadcast, count, dtype, group),                                           \
        (buffer, count, dtype, root, group, stream), void *buffer, int64_t count, mt_dtype dtype, int root,             \
        const mt_group *group, mt_stream *stream)                                                                       \
-    /* Writes in[count] into rank `to`'s mailbox at element first + r * stride, where r is this rank; meanwhile rank   \
-     * `from` writes count elements into this rank's, at first + from * stride. They arrive after the earlier          \
-     * operations of `stream` and before its later ones. Ranks call in one order, in matching pairs, on one stream. */ \
-    OP(mailbox_exchange, mt_work_sent(MT_OPERATION_mailbox_exchange, count, dtype, mailbox->group),                    \
-       (mailbox, in, count, first, stride, dtype, to, from, stream), mt_mailbox *mailbox, const void *in,              \
-       int64_t count, int64_t first, int64_t stride, mt_dtype dtype, int to, int from, mt_stream *stream)
+    /* Writes in[count] into rank `to`'s mailbox; meanwhile rank `from` writes count elements into this rank's. They   \
+     * arrive after the earlier operations of `stream` and before its later ones. Ranks call in one order, in matching \
+     * pairs, on one stream. */                                                                                        \
+    OP(mailbox_exchange, mt_work_sent(MT_OPERATION_mailbox_exchange, a->count, dtype, a->mailbox->group),              \
+       (a, dtype, stream), const mt_mailbox_args *a, mt_dtype dtype, mt_stream *stream)
 
 /* ---- channels: ordered messages from one rank of a group to another, for pipelines and rings. Channels never wait for
  * each other: each has its own tag on the CPU, its own stream and communicator on a GPU. */
@@ -2039,14 +2100,12 @@ typedef struct mt_graph mt_graph;
  * call the separate operations, which define the result. */
 
 #define MT_FUSED_OPERATIONS(OP)                                                                                        \
-    /* With the tanh approximation: pre[T, N] = x[T, K] w^T + bias[N] (or NULL) and y = gelu(pre). */                  \
-    OP(linear_gelu_forward, mt_work_product(T, N, K), (y, pre, x, w, bias, T, N, K, dtype, stream), void *y,           \
-       void *pre, const void *x, const void *w, const void *bias, int64_t T, int64_t N, int64_t K, mt_dtype dtype,     \
-       mt_stream *stream)                                                                                              \
-    /* dpre[T, K], the gradient of pre, from dy[T, N], that of gelu(pre) w^T. */                                       \
-    OP(linear_backward_gelu, mt_work_product(T, N, K), (dpre, dy, w, pre, T, N, K, dtype, stream), void *dpre,         \
-       const void *dy, const void *w, const void *pre, int64_t T, int64_t N, int64_t K, mt_dtype dtype,                \
-       mt_stream *stream)                                                                                              \
+    /* With the tanh approximation: pre[T, N] = x[T, K] w^T + bias[N] and y = gelu(pre). */                            \
+    OP(linear_gelu_forward, mt_work_product(a->T, a->N, a->K), (a, dtype, stream), const mt_linear_args *a,            \
+       mt_dtype dtype, mt_stream *stream)                                                                              \
+    /* dx[T, K] from dy[T, N], for y = gelu(x) w^T: x is the argument of GELU. */                                      \
+    OP(linear_backward_gelu, mt_work_product(a->T, a->N, a->K), (a, dtype, stream), const mt_linear_args *a,           \
+       mt_dtype dtype, mt_stream *stream)                                                                              \
     /* sum = residual + dropout(x), then y = LayerNorm(sum), or RMSNorm(sum) where mean is NULL. */                    \
     OP(residual_norm_forward,                                                                                          \
        mt_work_bytes(4 * a->T * a->C * mt_dtype_size(dtype) - mt_norm_saved_bytes(a, dtype), MT_U8),                   \

@@ -507,29 +507,30 @@ __global__ void __launch_bounds__(256, 8)
     }
 }
 
-static void launch_copy_rows(void *to, const void *from, const int32_t *to_rows, const int32_t *from_rows, int64_t T,
-                             int64_t width, int64_t to_stride, int64_t from_stride, mt_dtype dtype, mt_stream *stream) {
-    if (T == 0) return;
+static void launch_copy_rows(const mt_row_args *a, const int32_t *to_rows, const int32_t *from_rows, mt_dtype dtype,
+                             mt_stream *stream) {
+    if (a->T == 0) return;
+    int64_t T = a->T, width = a->width;
+    int64_t to_stride = a->to_stride ? a->to_stride : width, from_stride = a->from_stride ? a->from_stride : width;
     bool striped = from_rows && T >= striped_rows && width * mt_dtype_size(dtype) >= striped_bytes;
     int64_t stripe = striped ? mt_divide_up(T, stripes) : 0;
-    mt_by_type(dtype, mt_wide(dtype, {to, from}, {width, to_stride, from_stride}), [&](auto type, auto pack) {
+    mt_by_type(dtype, mt_wide(dtype, {a->to, a->from}, {width, to_stride, from_stride}), [&](auto type, auto pack) {
         using E = decltype(type);
         constexpr int N = decltype(pack)::value;
         int64_t packs = mt_divide_up(width, N);
         mt_many_row_grid grid = mt_many_rows(striped ? stripe * stripes : T, packs, packs_per_thread);
-        mt_launch_early(copy_rows<E, N>, grid.blocks, grid.block, 0, mt_cuda_stream(stream), (E *)to, (const E *)from,
-                        to_rows, from_rows, T, stripe, (int)width, to_stride, from_stride, grid.blocks_per_row);
+        mt_launch_early(copy_rows<E, N>, grid.blocks, grid.block, 0, mt_cuda_stream(stream), (E *)a->to,
+                        (const E *)a->from, to_rows, from_rows, T, stripe, (int)width, to_stride, from_stride,
+                        grid.blocks_per_row);
     });
 }
 
-extern "C" void mt_cuda_scatter_rows(void *to, const void *from, const int32_t *rows, int64_t T, int64_t width,
-                                     int64_t to_stride, int64_t from_stride, mt_dtype dtype, mt_stream *stream) {
-    launch_copy_rows(to, from, rows, NULL, T, width, to_stride, from_stride, dtype, stream);
+extern "C" void mt_cuda_scatter_rows(const mt_row_args *a, mt_dtype dtype, mt_stream *stream) {
+    launch_copy_rows(a, a->index, NULL, dtype, stream);
 }
 
-extern "C" void mt_cuda_gather_rows(void *to, const void *from, const int32_t *rows, int64_t T, int64_t width,
-                                    int64_t to_stride, int64_t from_stride, mt_dtype dtype, mt_stream *stream) {
-    launch_copy_rows(to, from, NULL, rows, T, width, to_stride, from_stride, dtype, stream);
+extern "C" void mt_cuda_gather_rows(const mt_row_args *a, mt_dtype dtype, mt_stream *stream) {
+    launch_copy_rows(a, NULL, a->index, dtype, stream);
 }
 
 /* ---- embedding --------------------------------------------------------------------------------------------------- */
@@ -779,11 +780,11 @@ extern "C" void mt_cuda_embedding_backward(const mt_embedding_args *a, mt_dtype 
     });
 }
 
-extern "C" void mt_cuda_scatter_add_rows(float *sum, const void *from, const int32_t *rows, int64_t T, int64_t C,
-                                         int64_t count, mt_dtype dtype, mt_stream *stream) {
-    mt_embedding_args a = {};
-    a.T = T, a.C = C, a.count = count, a.ids = rows, a.dout = from, a.dw = sum;
-    mt_cuda_embedding_backward(&a, dtype, stream);
+extern "C" void mt_cuda_scatter_add_rows(const mt_row_args *a, mt_dtype dtype, mt_stream *stream) {
+    mt_embedding_args sums = {};
+    sums.T = a->T, sums.C = a->width, sums.count = a->count, sums.ids = a->index, sums.dout = a->from;
+    sums.dw = (float *)a->to;
+    mt_cuda_embedding_backward(&sums, dtype, stream);
 }
 
 /* ---- conversions ------------------------------------------------------------------------------------------------- */

@@ -546,27 +546,26 @@ static CUdeviceptr mt_mailbox_counter(const mt_cuda_mailbox *mailbox, int owner,
 
 /* A stream wait returns when the counter is at least the value; writes enqueued before the counter's write are visible
  * then. */
-extern "C" void mt_cuda_mailbox_exchange(mt_mailbox *head, const void *in, int64_t count, int64_t first, int64_t stride,
-                                         mt_dtype dtype, int to, int from, mt_stream *stream) {
+extern "C" void mt_cuda_mailbox_exchange(const mt_mailbox_args *a, mt_dtype dtype, mt_stream *stream) {
     static CUresult (*write)(CUstream, CUdeviceptr, cuuint32_t, unsigned);
     static CUresult (*wait)(CUstream, CUdeviceptr, cuuint32_t, unsigned);
     if (!write) write = mt_driver_function<decltype(write)>("cuStreamWriteValue32");
     if (!wait) wait = mt_driver_function<decltype(wait)>("cuStreamWaitValue32");
-    mt_cuda_mailbox *mailbox = (mt_cuda_mailbox *)head;
-    const mt_group *group = head->group;
-    int rank = group->rank;
+    mt_cuda_mailbox *mailbox = (mt_cuda_mailbox *)a->mailbox;
+    const mt_group *group = a->mailbox->group;
+    int rank = group->rank, to = a->to, from = a->from;
     int64_t width = mt_dtype_size(dtype);
     cudaStream_t on = mt_cuda_stream(stream);
-    int64_t last = first + (rank > from ? rank : from) * stride + count;
-    MT_CHECK(to != rank && from != rank && last * width <= head->bytes - MT_MAILBOX_OWN);
+    int64_t last = a->first + (rank > from ? rank : from) * a->stride + a->count;
+    MT_CHECK(to != rank && from != rank && last * width <= a->mailbox->bytes - MT_MAILBOX_OWN);
     mt_watch_note("mailbox_exchange", group->name);
     uint32_t sent = ++mailbox->sent[to], received = ++mailbox->received[from];
     const char *call = "stream memory operation";
     mt_driver_check(write(on, mt_mailbox_counter(mailbox, from, rank, false), received, 0), call, group);
     mt_driver_check(wait(on, mt_mailbox_counter(mailbox, rank, to, false), sent, CU_STREAM_WAIT_VALUE_GEQ), call,
                     group);
-    MT_CUDA(cudaMemcpyAsync(mailbox->memory[to] + (first + rank * stride) * width, in, (size_t)(count * width),
-                            cudaMemcpyDefault, on));
+    MT_CUDA(cudaMemcpyAsync(mailbox->memory[to] + (a->first + rank * a->stride) * width, a->in,
+                            (size_t)(a->count * width), cudaMemcpyDefault, on));
     mt_driver_check(write(on, mt_mailbox_counter(mailbox, to, rank, true), sent, 0), call, group);
     mt_driver_check(wait(on, mt_mailbox_counter(mailbox, rank, from, true), received, CU_STREAM_WAIT_VALUE_GEQ), call,
                     group);

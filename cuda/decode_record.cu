@@ -342,24 +342,24 @@ bool mt_decode_record_rmsnorm_forward(const mt_norm_args *a, mt_dtype dtype, mt_
     return record_norm(a, dtype, stream, mt_cuda_rmsnorm_forward);
 }
 
-bool mt_decode_record_linear_forward(void *y, const void *x, const void *w, const void *bias, int64_t T, int64_t N,
-                                     int64_t K, mt_dtype dtype, mt_stream *stream) {
+bool mt_decode_record_linear_forward(const mt_linear_args *a, mt_dtype dtype, mt_stream *stream) {
     mt_decode_record *r = expecting(stream, dtype, {QKV, OUT, FC1, FC2});
+    mt_linear_args call = *a;
     if (!r) return false;
     record_state state = r->state;
     int j = state == QKV ? MT_DECODE_QKV : state == OUT ? MT_DECODE_OUT : state == FC1 ? MT_DECODE_FC1 : MT_DECODE_FC2;
-    r->now.linears[j] = {y, x, w, bias, T, N, K};
-    return keep(r, (record_state)(state + 1), [=] { mt_cuda_linear_forward(y, x, w, bias, T, N, K, dtype, stream); });
+    r->now.linears[j] = {a->y, a->x, a->w, a->bias, a->T, a->N, a->K};
+    return keep(r, (record_state)(state + 1), [=] { mt_cuda_linear_forward(&call, dtype, stream); });
 }
 
-bool mt_decode_record_linear_gelu_forward(void *y, void *pre, const void *x, const void *w, const void *bias, int64_t T,
-                                          int64_t N, int64_t K, mt_dtype dtype, mt_stream *stream) {
+bool mt_decode_record_linear_gelu_forward(const mt_linear_args *a, mt_dtype dtype, mt_stream *stream) {
     mt_decode_record *r = expecting(stream, dtype, {FC1});
+    mt_linear_args call = *a;
     if (!r) return false;
-    r->now.linears[MT_DECODE_FC1] = {pre, x, w, bias, T, N, K};
-    mt_activation_args *a = &r->now.activation;
-    a->T = T, a->F = N, a->activation = MT_ACTIVATION_GELU_TANH, a->x = pre, a->y = y;
-    return keep(r, FC2, [=] { mt_cuda_linear_gelu_forward(y, pre, x, w, bias, T, N, K, dtype, stream); });
+    r->now.linears[MT_DECODE_FC1] = {a->pre, a->x, a->w, a->bias, a->T, a->N, a->K};
+    mt_activation_args *gelu = &r->now.activation;
+    gelu->T = a->T, gelu->F = a->N, gelu->activation = MT_ACTIVATION_GELU_TANH, gelu->x = a->pre, gelu->y = a->y;
+    return keep(r, FC2, [=] { mt_cuda_linear_gelu_forward(&call, dtype, stream); });
 }
 
 bool mt_decode_record_qk_forward(const mt_qk_args *a, mt_dtype dtype, mt_stream *stream) {

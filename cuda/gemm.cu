@@ -440,19 +440,17 @@ static void run_gelu(const product *shape, const operands *o, Unfused unfused, m
 
 /* ---- linear layers ----------------------------------------------------------------------------------------------- */
 
-extern "C" void mt_cuda_linear_forward(void *y, const void *x, const void *w, const void *bias, int64_t T, int64_t N,
-                                       int64_t K, mt_dtype dtype, mt_stream *stream) {
-    if (mt_cuda_gemv_hopper(y, x, w, bias, T, N, K, dtype, stream)) return;
-    if (mt_cuda_gemv(y, x, w, bias, T, N, K, dtype, stream)) return;
-    cublasLtEpilogue_t epilogue = bias ? CUBLASLT_EPILOGUE_BIAS : CUBLASLT_EPILOGUE_DEFAULT;
-    product shape = {true, false, false, epilogue, N, T, K, dtype, dtype, dtype};
-    run(&shape, y, w, x, bias, stream);
+extern "C" void mt_cuda_linear_forward(const mt_linear_args *a, mt_dtype dtype, mt_stream *stream) {
+    if (mt_cuda_gemv_hopper(a->y, a->x, a->w, a->bias, a->T, a->N, a->K, dtype, stream)) return;
+    if (mt_cuda_gemv(a->y, a->x, a->w, a->bias, a->T, a->N, a->K, dtype, stream)) return;
+    cublasLtEpilogue_t epilogue = a->bias ? CUBLASLT_EPILOGUE_BIAS : CUBLASLT_EPILOGUE_DEFAULT;
+    product shape = {true, false, false, epilogue, a->N, a->T, a->K, dtype, dtype, dtype};
+    run(&shape, a->y, a->w, a->x, a->bias, stream);
 }
 
-extern "C" void mt_cuda_linear_backward_input(void *dx, const void *dy, const void *w, int64_t T, int64_t N, int64_t K,
-                                              mt_dtype dtype, mt_stream *stream) {
-    product shape = {false, false, false, CUBLASLT_EPILOGUE_DEFAULT, K, T, N, dtype, dtype, dtype};
-    run(&shape, dx, w, dy, NULL, stream);
+extern "C" void mt_cuda_linear_backward_input(const mt_linear_args *a, mt_dtype dtype, mt_stream *stream) {
+    product shape = {false, false, false, CUBLASLT_EPILOGUE_DEFAULT, a->K, a->T, a->N, dtype, dtype, dtype};
+    run(&shape, a->dx, a->w, a->dy, NULL, stream);
 }
 
 /* GELU and its gradient as epilogues. Per element of [T, N] in bf16, the fused forward reads 2 bytes less than a
@@ -463,30 +461,30 @@ static bool gelu_in_epilogue(int64_t N, int64_t K, mt_dtype dtype) {
     return dtype == MT_BF16 && N % 8 == 0 && K % 8 == 0;
 }
 
-extern "C" void mt_cuda_linear_gelu_forward(void *y, void *pre, const void *x, const void *w, const void *bias,
-                                            int64_t T, int64_t N, int64_t K, mt_dtype dtype, mt_stream *stream) {
+extern "C" void mt_cuda_linear_gelu_forward(const mt_linear_args *a, mt_dtype dtype, mt_stream *stream) {
     auto unfused = [&] {
-        mt_cuda_linear_forward(pre, x, w, bias, T, N, K, dtype, stream);
-        mt_activation_args a = {T, N, MT_ACTIVATION_GELU_TANH, pre, NULL, y, NULL, NULL, NULL, {}, {}};
-        mt_cuda_activation_forward(&a, dtype, stream);
+        mt_linear_args linear = *a;
+        linear.y = a->pre;
+        mt_cuda_linear_forward(&linear, dtype, stream);
+        mt_activation_args gelu = {a->T, a->N, MT_ACTIVATION_GELU_TANH, a->pre, NULL, a->y, NULL, NULL, NULL, {}, {}};
+        mt_cuda_activation_forward(&gelu, dtype, stream);
     };
-    if (T <= mt_gemv_rows(N, K, dtype) || !gelu_in_epilogue(N, K, dtype)) return unfused();
-    cublasLtEpilogue_t epilogue = bias ? CUBLASLT_EPILOGUE_GELU_AUX_BIAS : CUBLASLT_EPILOGUE_GELU_AUX;
-    product shape = {true, false, false, epilogue, N, T, K, dtype, dtype, dtype};
-    operands o = {y, w, x, bias, pre, NULL, NULL, 0};
+    if (a->T <= mt_gemv_rows(a->N, a->K, dtype) || !gelu_in_epilogue(a->N, a->K, dtype)) return unfused();
+    cublasLtEpilogue_t epilogue = a->bias ? CUBLASLT_EPILOGUE_GELU_AUX_BIAS : CUBLASLT_EPILOGUE_GELU_AUX;
+    product shape = {true, false, false, epilogue, a->N, a->T, a->K, dtype, dtype, dtype};
+    operands o = {a->y, a->w, a->x, a->bias, a->pre, NULL, NULL, 0};
     run_gelu(&shape, &o, unfused, stream);
 }
 
-extern "C" void mt_cuda_linear_backward_gelu(void *dpre, const void *dy, const void *w, const void *pre, int64_t T,
-                                             int64_t N, int64_t K, mt_dtype dtype, mt_stream *stream) {
+extern "C" void mt_cuda_linear_backward_gelu(const mt_linear_args *a, mt_dtype dtype, mt_stream *stream) {
     auto unfused = [&] {
-        mt_cuda_linear_backward_input(dpre, dy, w, T, N, K, dtype, stream);
-        mt_activation_args a = {T, K, MT_ACTIVATION_GELU_TANH, pre, NULL, NULL, dpre, dpre, NULL, {}, {}};
-        mt_cuda_activation_backward(&a, dtype, stream);
+        mt_cuda_linear_backward_input(a, dtype, stream);
+        mt_activation_args gelu = {a->T, a->K, MT_ACTIVATION_GELU_TANH, a->x, NULL, NULL, a->dx, a->dx, NULL, {}, {}};
+        mt_cuda_activation_backward(&gelu, dtype, stream);
     };
-    if (!gelu_in_epilogue(N, K, dtype)) return unfused();
-    product shape = {false, false, false, CUBLASLT_EPILOGUE_DGELU, K, T, N, dtype, dtype, dtype};
-    operands o = {dpre, w, dy, NULL, (void *)pre, NULL, NULL, 0};
+    if (!gelu_in_epilogue(a->N, a->K, dtype)) return unfused();
+    product shape = {false, false, false, CUBLASLT_EPILOGUE_DGELU, a->K, a->T, a->N, dtype, dtype, dtype};
+    operands o = {a->dx, a->w, a->dy, NULL, (void *)a->x, NULL, NULL, 0};
     run_gelu(&shape, &o, unfused, stream);
 }
 
@@ -496,17 +494,17 @@ template <class E> __global__ void add_bias(float *out, const E *bias, int64_t M
 }
 
 /* Products of two bf16 are exact in fp32, so routing is fp32 for both types of x. */
-extern "C" void mt_cuda_router_logits(float *logits, const void *x, const void *w, const void *bias, int64_t T,
-                                      int64_t E, int64_t C, mt_dtype dtype, mt_stream *stream) {
-    if (T == 0) return;
-    product shape = {true, false, false, CUBLASLT_EPILOGUE_DEFAULT, E, T, C, dtype, dtype, MT_F32};
-    run(&shape, logits, w, x, NULL, stream);
-    if (!bias) return;
-    const unsigned blocks = (unsigned)mt_divide_up(T * E, 256);
+extern "C" void mt_cuda_router_logits(const mt_linear_args *a, mt_dtype dtype, mt_stream *stream) {
+    if (a->T == 0) return;
+    product shape = {true, false, false, CUBLASLT_EPILOGUE_DEFAULT, a->N, a->T, a->K, dtype, dtype, MT_F32};
+    run(&shape, a->y, a->w, a->x, NULL, stream);
+    if (!a->bias) return;
+    const unsigned blocks = (unsigned)mt_divide_up(a->T * a->N, 256);
+    float *logits = (float *)a->y;
     if (dtype == MT_F32)
-        add_bias<<<blocks, 256, 0, stream->stream>>>(logits, (const float *)bias, T, E);
+        add_bias<<<blocks, 256, 0, stream->stream>>>(logits, (const float *)a->bias, a->T, a->N);
     else
-        add_bias<<<blocks, 256, 0, stream->stream>>>(logits, (const __nv_bfloat16 *)bias, T, E);
+        add_bias<<<blocks, 256, 0, stream->stream>>>(logits, (const __nv_bfloat16 *)a->bias, a->T, a->N);
     MT_CUDA_LAUNCHED();
 }
 
@@ -554,12 +552,10 @@ extern "C" void mt_cuda_column_sums(float *dbias, const void *dy, int64_t T, int
     MT_CUDA_LAUNCHED();
 }
 
-extern "C" void mt_cuda_linear_backward_weight(float *dw, float *dbias, const void *dy, const void *x, int64_t T,
-                                               int64_t N, int64_t K, bool accumulate, mt_dtype dtype,
-                                               mt_stream *stream) {
-    product shape = {false, true, accumulate, CUBLASLT_EPILOGUE_DEFAULT, K, N, T, dtype, dtype, MT_F32};
-    run(&shape, dw, x, dy, NULL, stream);
-    if (dbias) mt_cuda_column_sums(dbias, dy, T, N, dtype, stream);
+extern "C" void mt_cuda_linear_backward_weight(const mt_linear_args *a, mt_dtype dtype, mt_stream *stream) {
+    product shape = {false, true, a->accumulate, CUBLASLT_EPILOGUE_DEFAULT, a->K, a->N, a->T, dtype, dtype, MT_F32};
+    run(&shape, a->dw, a->x, a->dy, NULL, stream);
+    if (a->dbias) mt_cuda_column_sums(a->dbias, a->dy, a->T, a->N, dtype, stream);
 }
 
 /* The three products with strides, for one weight. */

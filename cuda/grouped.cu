@@ -333,8 +333,8 @@ template <class Product> static void each_expert(const mt_grouped_args *a, mt_dt
     auto at = [&](const void *base, int64_t elements) { return base ? (char *)base + elements * size : NULL; };
     for (int64_t e = 0; e < a->E; e++) {
         const int64_t first = a->host_offsets[e];
-        mt_grouped_args own = *a;
-        own.M = a->host_offsets[e + 1] - first;
+        mt_linear_args own = {};
+        own.T = a->host_offsets[e + 1] - first, own.N = a->N, own.K = a->K, own.accumulate = a->accumulate;
         own.x = at(a->x, first * a->K), own.dx = at(a->dx, first * a->K), own.w = at(a->w, e * weight);
         own.y = at(a->y, first * a->N), own.dy = at(a->dy, first * a->N), own.dw = a->dw ? a->dw + e * weight : NULL;
         product(own);
@@ -344,8 +344,8 @@ template <class Product> static void each_expert(const mt_grouped_args *a, mt_dt
 extern "C" void mt_cuda_grouped_linear_forward(const mt_grouped_args *a, mt_dtype dtype, mt_stream *stream) {
     if (!a->offsets) return mt_cuda_strided_forward(a, dtype, stream);
     if (a->host_offsets)
-        return each_expert(a, dtype, [&](const mt_grouped_args &own) {
-            if (own.M > 0) mt_cuda_linear_forward(own.y, own.x, own.w, NULL, own.M, own.N, own.K, dtype, stream);
+        return each_expert(a, dtype, [&](const mt_linear_args &own) {
+            if (own.T > 0) mt_cuda_linear_forward(&own, dtype, stream);
         });
     run({MT_GROUPED_FORWARD, a->y, a->x, a->w, a->offsets, a->M, a->N, a->K, a->E, a->accumulate, dtype, stream,
          a->x_stride, 0, a->y_stride, a->scale});
@@ -354,8 +354,8 @@ extern "C" void mt_cuda_grouped_linear_forward(const mt_grouped_args *a, mt_dtyp
 extern "C" void mt_cuda_grouped_linear_backward_input(const mt_grouped_args *a, mt_dtype dtype, mt_stream *stream) {
     if (!a->offsets) return mt_cuda_strided_backward_input(a, dtype, stream);
     if (a->host_offsets)
-        return each_expert(a, dtype, [&](const mt_grouped_args &own) {
-            if (own.M > 0) mt_cuda_linear_backward_input(own.dx, own.dy, own.w, own.M, own.N, own.K, dtype, stream);
+        return each_expert(a, dtype, [&](const mt_linear_args &own) {
+            if (own.T > 0) mt_cuda_linear_backward_input(&own, dtype, stream);
         });
     run({MT_GROUPED_BACKWARD_INPUT, a->dx, a->dy, a->w, a->offsets, a->M, a->N, a->K, a->E, a->accumulate, dtype,
          stream, a->y_stride, 0, a->x_stride, a->scale});
@@ -364,10 +364,9 @@ extern "C" void mt_cuda_grouped_linear_backward_input(const mt_grouped_args *a, 
 extern "C" void mt_cuda_grouped_linear_backward_weight(const mt_grouped_args *a, mt_dtype dtype, mt_stream *stream) {
     if (!a->offsets) return mt_cuda_strided_backward_weight(a, dtype, stream);
     if (a->host_offsets)
-        return each_expert(a, dtype, [&](const mt_grouped_args &own) {
-            if (own.M > 0)
-                mt_cuda_linear_backward_weight(own.dw, NULL, own.dy, own.x, own.M, own.N, own.K, own.accumulate, dtype,
-                                               stream);
+        return each_expert(a, dtype, [&](const mt_linear_args &own) {
+            if (own.T > 0)
+                mt_cuda_linear_backward_weight(&own, dtype, stream);
             else if (!own.accumulate)
                 mt_cuda_memory_zero(own.dw, own.N * own.K * (int64_t)sizeof *own.dw, stream);
         });

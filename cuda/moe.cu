@@ -309,15 +309,13 @@ __global__ void route_forward(float *probs, int32_t *experts, int32_t *invalid, 
     experts[t * r.k + lane] = expert;
 }
 
-extern "C" void mt_cuda_route_forward(float *probs, int32_t *experts, int32_t *invalid, const float *logits,
-                                      const float *bias, const int64_t *token_index, int64_t T, const mt_router *router,
-                                      mt_stream *stream) {
-    if (T == 0) return;
-    routing r = routing_of(router);
+extern "C" void mt_cuda_route_forward(const mt_route_args *a, mt_stream *stream) {
+    if (a->T == 0) return;
+    routing r = routing_of(a->router);
     with_slots(r.E, 1, mt_divide_up(r.groups, 32) * 128, 8, [&](auto slots, unsigned warps, size_t bytes) {
-        mt_launch_early(route_forward<decltype(slots)::value>, mt_grid_size(T, warps), warps * 32, (int64_t)bytes,
-                        mt_cuda_stream(stream), probs, experts, invalid, logits, bias, token_index, T, r,
-                        (int)(bytes / warps));
+        mt_launch_early(route_forward<decltype(slots)::value>, mt_grid_size(a->T, warps), warps * 32, (int64_t)bytes,
+                        mt_cuda_stream(stream), a->probs, a->experts, a->invalid, a->logits, a->bias, a->token_index,
+                        a->T, r, (int)(bytes / warps));
     });
 }
 
@@ -379,20 +377,20 @@ __global__ void route_backward_chosen(float *dlogits, const float *dprobs, const
     if (chosen) dlogits[t * r.E + expert] = r.scaling * q * (g - mean) * (r.sigmoid ? logistic(-logit) : 1.0f);
 }
 
-extern "C" void mt_cuda_route_backward(float *dlogits, const float *dprobs, const int32_t *experts, const float *logits,
-                                       int64_t T, const mt_router *router, mt_stream *stream) {
-    if (T == 0) return;
-    routing r = routing_of(router);
+extern "C" void mt_cuda_route_backward(const mt_route_args *a, mt_stream *stream) {
+    if (a->T == 0) return;
+    routing r = routing_of(a->router);
     int width = 1;
     while (width < r.k) width *= 2;
     if (r.sigmoid || !r.pre_softmax) {
-        mt_launch_early(route_backward_chosen, mt_grid_size(T, 256 / width), 256, 0, mt_cuda_stream(stream), dlogits,
-                        dprobs, experts, logits, T, r, width);
+        mt_launch_early(route_backward_chosen, mt_grid_size(a->T, 256 / width), 256, 0, mt_cuda_stream(stream),
+                        a->dlogits, a->dprobs, a->experts, a->logits, a->T, r, width);
         return;
     }
     with_slots(r.E, 1, 0, 8, [&](auto slots, unsigned warps, size_t bytes) {
-        mt_launch_early(route_backward_all<decltype(slots)::value>, mt_grid_size(T, warps), warps * 32, (int64_t)bytes,
-                        mt_cuda_stream(stream), dlogits, dprobs, experts, logits, T, r, (int)(bytes / warps));
+        mt_launch_early(route_backward_all<decltype(slots)::value>, mt_grid_size(a->T, warps), warps * 32,
+                        (int64_t)bytes, mt_cuda_stream(stream), a->dlogits, a->dprobs, a->experts, a->logits, a->T, r,
+                        (int)(bytes / warps));
     });
 }
 
@@ -845,11 +843,10 @@ __global__ void plan_place(int32_t *offsets, int32_t *position, int32_t *choice,
     clear_free_rows(choice, token, first, M, s);
 }
 
-extern "C" void mt_cuda_dispatch_plan(int32_t *offsets, int32_t *position, int32_t *choice, int32_t *token,
-                                      const int32_t *experts, int64_t T, int64_t M, const mt_dispatch *dispatch,
-                                      mt_stream *stream) {
-    int64_t n = T * dispatch->topk;
-    MT_CHECK(n < INT_MAX && M < INT_MAX && dispatch->capacity < INT_MAX);
+extern "C" void mt_cuda_dispatch_plan(const mt_dispatch_args *a, mt_stream *stream) {
+    const mt_dispatch *dispatch = a->dispatch;
+    int64_t n = a->T * dispatch->topk;
+    MT_CHECK(n < INT_MAX && a->M < INT_MAX && dispatch->capacity < INT_MAX);
     dispatch_info s = {mt_counting_of(n, dispatch->count), (int)dispatch->topk,   (int)dispatch->first,
                        (int)dispatch->num_local,           (int)dispatch->copies, (int)dispatch->capacity};
     int32_t *counts = (int32_t *)mt_cuda_workspace(stream, mt_counting_bytes(s.sort));
@@ -857,9 +854,9 @@ extern "C" void mt_cuda_dispatch_plan(int32_t *offsets, int32_t *position, int32
     mt_by_items(s.sort, [&](auto items) {
         if (n > 0)
             mt_launch_early(plan_count<decltype(items)::value>, (unsigned)s.sort.blocks, s.sort.threads,
-                            s.sort.stride * 4, on, counts, experts, s);
-        mt_launch_ranks(plan_place<decltype(items)::value>, s.sort, on, offsets, position, choice, token, counts,
-                        experts, M, s);
+                            s.sort.stride * 4, on, counts, a->experts, s);
+        mt_launch_ranks(plan_place<decltype(items)::value>, s.sort, on, a->offsets, a->position, a->row_choice,
+                        a->row_token, counts, a->experts, a->M, s);
     });
 }
 
@@ -939,15 +936,15 @@ __global__ void __launch_bounds__(256, 4) combine_rows(T *out, const T *in, cons
     mt_store(out + t * C + c, mt_from_float<T>(sum));
 }
 
-extern "C" void mt_cuda_combine_rows(void *out, const void *in, const int32_t *position, const void *base, int64_t T,
-                                     int64_t n, int64_t C, mt_dtype dtype, mt_stream *stream) {
-    if (T == 0) return;
-    mt_by_type(dtype, mt_wide(dtype, {out, in, base}, {C}), [&](auto type, auto width) {
+extern "C" void mt_cuda_combine_rows(const mt_combine_args *a, mt_dtype dtype, mt_stream *stream) {
+    if (a->T == 0) return;
+    mt_by_type(dtype, mt_wide(dtype, {a->out, a->in, a->base}, {a->C}), [&](auto type, auto width) {
         using E = decltype(type);
         constexpr int N = decltype(width)::value;
-        mt_many_row_grid grid = mt_many_rows(T, mt_divide_up(C, N), 1);
+        mt_many_row_grid grid = mt_many_rows(a->T, mt_divide_up(a->C, N), 1);
         combine_rows<E, N><<<grid.blocks, grid.block, 0, mt_cuda_stream(stream)>>>(
-            (E *)out, (const E *)in, position, (const E *)base, T, (int)n, (int)C, grid.blocks_per_row);
+            (E *)a->out, (const E *)a->in, a->position, (const E *)a->base, a->T, (int)a->n, (int)a->C,
+            grid.blocks_per_row);
         MT_CUDA_LAUNCHED();
     });
 }
@@ -1037,15 +1034,14 @@ __global__ void scale_rows_forward(T *y, const T *x, const float *weights, int64
     mt_store(y + row * C + c, mt_from_float<T>(pack));
 }
 
-extern "C" void mt_cuda_scale_rows_forward(void *y, const void *x, const float *weights, int64_t M, int64_t C,
-                                           mt_dtype dtype, mt_stream *stream) {
-    if (M == 0) return;
-    mt_by_type(dtype, mt_wide(dtype, {y, x}, {C}), [&](auto type, auto width) {
+extern "C" void mt_cuda_scale_rows_forward(const mt_scale_rows_args *a, mt_dtype dtype, mt_stream *stream) {
+    if (a->M == 0) return;
+    mt_by_type(dtype, mt_wide(dtype, {a->y, a->x}, {a->C}), [&](auto type, auto width) {
         using E = decltype(type);
         constexpr int N = decltype(width)::value;
-        mt_many_row_grid grid = mt_many_rows(M, mt_divide_up(C, N), 1);
+        mt_many_row_grid grid = mt_many_rows(a->M, mt_divide_up(a->C, N), 1);
         scale_rows_forward<E, N><<<grid.blocks, grid.block, 0, mt_cuda_stream(stream)>>>(
-            (E *)y, (const E *)x, weights, M, (int)C, grid.blocks_per_row);
+            (E *)a->y, (const E *)a->x, a->weights, a->M, (int)a->C, grid.blocks_per_row);
         MT_CUDA_LAUNCHED();
     });
 }
@@ -1071,16 +1067,14 @@ __global__ void scale_rows_backward(T *dx, float *dweights, const T *dy, const T
     if (valid && threadIdx.x == 0) dweights[row] = dweight[0];
 }
 
-extern "C" void mt_cuda_scale_rows_backward(void *dx, float *dweights, const void *dy, const void *x,
-                                            const float *weights, int64_t M, int64_t C, mt_dtype dtype,
-                                            mt_stream *stream) {
-    if (M == 0) return;
-    mt_by_type(dtype, mt_wide(dtype, {dx, dy, x}, {C}), [&](auto type, auto width) {
+extern "C" void mt_cuda_scale_rows_backward(const mt_scale_rows_args *a, mt_dtype dtype, mt_stream *stream) {
+    if (a->M == 0) return;
+    mt_by_type(dtype, mt_wide(dtype, {a->dx, a->dy, a->x}, {a->C}), [&](auto type, auto width) {
         using E = decltype(type);
         constexpr int N = decltype(width)::value;
-        dim3 block = mt_reduction_block(mt_divide_up(C, N), 3, 256, 512);
-        scale_rows_backward<E, N><<<mt_grid_size(M, block.y), block, 0, mt_cuda_stream(stream)>>>(
-            (E *)dx, dweights, (const E *)dy, (const E *)x, weights, M, (int)C);
+        dim3 block = mt_reduction_block(mt_divide_up(a->C, N), 3, 256, 512);
+        scale_rows_backward<E, N><<<mt_grid_size(a->M, block.y), block, 0, mt_cuda_stream(stream)>>>(
+            (E *)a->dx, a->dweights, (const E *)a->dy, (const E *)a->x, a->weights, a->M, (int)a->C);
         MT_CUDA_LAUNCHED();
     });
 }

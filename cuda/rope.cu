@@ -300,10 +300,11 @@ static mt_norm_args norm_of(const mt_qk_args *a, bool k, mt_dtype dtype) {
 /* Writes k of qk, and v after it in qkv, to the cache. */
 static void cache_keys(const mt_qk_args *a, mt_dtype dtype, mt_stream *stream) {
     int64_t width = a->G * a->D, k = a->H * a->D;
-    mt_cuda_scatter_rows(a->k_cache, at(a->qk, k, dtype), a->cache_rows, a->T, width, width, a->qk_stride, dtype,
-                         stream);
-    mt_cuda_scatter_rows(a->v_cache, at(a->qkv, k + width, dtype), a->cache_rows, a->T, width, width, a->qkv_stride,
-                         dtype, stream);
+    mt_row_args keys = {a->T, width, a->cache_rows, at(a->qk, k, dtype), a->k_cache, a->qk_stride, width, 0};
+    mt_row_args values = {a->T,       width,         a->cache_rows, at(a->qkv, k + width, dtype),
+                          a->v_cache, a->qkv_stride, width,         0};
+    mt_cuda_scatter_rows(&keys, dtype, stream);
+    mt_cuda_scatter_rows(&values, dtype, stream);
 }
 
 extern "C" void mt_cuda_qk_forward(const mt_qk_args *a, mt_dtype dtype, mt_stream *stream) {

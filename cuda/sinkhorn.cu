@@ -141,21 +141,21 @@ __global__ void choose(float *probs, int32_t *experts, int32_t *invalid, const f
     }
 }
 
-extern "C" void mt_cuda_route_sinkhorn(float *probs, int32_t *experts, int32_t *invalid, const float *logits,
-                                       const int64_t *token_index, int64_t T, int64_t first, int64_t count,
-                                       const mt_router *router, mt_stream *stream) {
-    int64_t E = router->num_experts;
+extern "C" void mt_cuda_route_sinkhorn(const mt_route_args *a, mt_stream *stream) {
+    const mt_router *router = a->router;
+    int64_t T = a->T, E = router->num_experts;
     MT_CHECK(router->sigmoid ? router->topk == 1 : router->pre_softmax);
-    if (T == 0 || count == 0) return;
+    if (T == 0 || a->count == 0) return;
     // `factors` and `parts` fit in the default 48 KiB of shared memory, with a margin for the rest.
     MT_CHECK(E <= MT_CUDA_SINKHORN_EXPERTS);
     double *scale = (double *)mt_cuda_workspace(stream, (E + T) * 8 + T * 4), *weight = scale + E;
     float *row_max = (float *)(weight + T);
     cudaStream_t on = mt_cuda_stream(stream);
-    sinkhorn<<<1, threads, (size_t)(E * 8), on>>>(scale, weight, row_max, logits, token_index, T, (int)E);
+    sinkhorn<<<1, threads, (size_t)(E * 8), on>>>(scale, weight, row_max, a->logits, a->token_index, T, (int)E);
     MT_CUDA_LAUNCHED();
-    choose<<<(unsigned)mt_divide_up(count, 8), 256, 0, on>>>(
-        probs, experts, invalid, logits + first * E, scale, row_max + first, token_index ? token_index + first : NULL,
-        count, (int)E, (int)router->topk, router->sigmoid, router->scaling);
+    choose<<<(unsigned)mt_divide_up(a->count, 8), 256, 0, on>>>(
+        a->probs, a->experts, a->invalid, a->logits + a->first * E, scale, row_max + a->first,
+        a->token_index ? a->token_index + a->first : NULL, a->count, (int)E, (int)router->topk, router->sigmoid,
+        router->scaling);
     MT_CUDA_LAUNCHED();
 }

@@ -1107,23 +1107,19 @@ static void recorded_product(mt_stream *stream, int64_t T, int64_t N, int64_t K,
     record(stream, (double)(T * N * K) * 1e-5, weights);
 }
 
-static void recorded_forward(void *y, const void *x, const void *w, const void *bias, int64_t T, int64_t N, int64_t K,
-                             mt_dtype dtype, mt_stream *stream) {
-    (void)y, (void)x, (void)bias, (void)dtype;
-    recorded_product(stream, T, N, K, w);
+static void recorded_forward(const mt_linear_args *a, mt_dtype dtype, mt_stream *stream) {
+    (void)dtype;
+    recorded_product(stream, a->T, a->N, a->K, a->w);
 }
 
-static void recorded_backward_input(void *dx, const void *dy, const void *w, int64_t T, int64_t N, int64_t K,
-                                    mt_dtype dtype, mt_stream *stream) {
-    (void)dx, (void)dy, (void)dtype;
-    recorded_product(stream, T, N, K, w);
+static void recorded_backward_input(const mt_linear_args *a, mt_dtype dtype, mt_stream *stream) {
+    recorded_forward(a, dtype, stream);
     recorder.stretches[recorder.count - 1].backward = true;
 }
 
-static void recorded_backward_weight(float *dw, float *dbias, const void *dy, const void *x, int64_t T, int64_t N,
-                                     int64_t K, bool accumulate, mt_dtype dtype, mt_stream *stream) {
-    (void)dbias, (void)dy, (void)x, (void)accumulate, (void)dtype;
-    recorded_product(stream, T, N, K, dw);
+static void recorded_backward_weight(const mt_linear_args *a, mt_dtype dtype, mt_stream *stream) {
+    (void)dtype;
+    recorded_product(stream, a->T, a->N, a->K, a->dw);
     recorder.stretches[recorder.count - 1].backward = true;
 }
 
@@ -1430,10 +1426,9 @@ static void noted_norm_back(const mt_norm_args *a, mt_dtype dtype, mt_stream *st
     mt_cpu_ops.rmsnorm_backward(a, dtype, stream);
 }
 
-static void noted_linear(void *y, const void *x, const void *w, const void *bias, int64_t T, int64_t N, int64_t K,
-                         mt_dtype dtype, mt_stream *stream) {
-    note(N == acts.hidden ? partial : "column-parallel linear", T, N, 0);
-    mt_cpu_ops.linear_forward(y, x, w, bias, T, N, K, dtype, stream);
+static void noted_linear(const mt_linear_args *a, mt_dtype dtype, mt_stream *stream) {
+    note(a->N == acts.hidden ? partial : "column-parallel linear", a->T, a->N, 0);
+    mt_cpu_ops.linear_forward(a, dtype, stream);
 }
 
 static void noted_attention(const mt_attention *a, mt_dtype dtype, mt_stream *stream) {
@@ -1735,7 +1730,8 @@ static void draw_routers(const char *folder) {
          CHOICES, EXPERTS);
     routed_logits(logits);
     for (int t = 0; t < ROUTED; t++) index[t] = t;
-    ops->route_forward(probs, experts, &invalid, logits, NULL, NULL, ROUTED, &router, NULL);
+    ops->route_forward(
+        &(mt_route_args){ROUTED, &router, logits, .probs = probs, .experts = experts, .invalid = &invalid}, NULL);
     draw_routing(&p, 20, "the greatest scores", experts, experts);
     mt_drop_args drop = {.T = ROUTED, .k = CHOICES, .count = ROUTED, .capacity = ROUTED * CHOICES / EXPERTS};
     drop.experts = experts, drop.probs = probs, drop.token_index = index, drop.kept = kept;
@@ -1743,12 +1739,16 @@ static void draw_routers(const char *folder) {
     draw_routing(&p, 243, "and a capacity of 8", experts, kept);
     for (int step = 0; step < BIAS_STEPS; step++) {
         float loads[EXPERTS] = {0};
-        ops->route_forward(probs, experts, &invalid, logits, bias, NULL, ROUTED, &router, NULL);
+        ops->route_forward(&(mt_route_args){ROUTED, &router, logits, .bias = bias, .probs = probs, .experts = experts,
+                                            .invalid = &invalid},
+                           NULL);
         ops->count_experts(loads, experts, ROUTED * CHOICES, EXPERTS, NULL);
         ops->expert_bias_step(bias, loads, &scale, EXPERTS, 0.002f, NULL);
     }
     draw_routing(&p, 466, "a bias after 200 steps", experts, experts);
-    ops->route_sinkhorn(probs, experts, &invalid, logits, NULL, ROUTED, 0, ROUTED, &together, NULL);
+    ops->route_sinkhorn(&(mt_route_args){ROUTED, &together, logits, .count = ROUTED, .probs = probs, .experts = experts,
+                                         .invalid = &invalid},
+                        NULL);
     draw_routing(&p, 689, "Sinkhorn", experts, experts);
     picture_close(&p);
 }

@@ -79,7 +79,7 @@ static void copy(bench *b, const int64_t *n) {
 
 static void product(bench *b, const int64_t *n) { // T, N, K
     char *y = b->pool, *x = b->pool + ((int64_t)2 << 30), *w = b->pool + ((int64_t)4 << 30);
-    b->ops->linear_forward(y, x, w, NULL, n[0], n[1], n[2], MT_BF16, b->stream);
+    b->ops->linear_forward(&(mt_linear_args){n[0], n[1], n[2], .x = x, .w = w, .y = y}, MT_BF16, b->stream);
 }
 
 static void measure_copies(bench *b) {

@@ -94,7 +94,7 @@ static double layernorm_backward(bench *b, const int64_t *n) {
 
 static double linear_forward(bench *b, const int64_t *n) { // T, N, K
     void *y = elements(b, n[0] * n[1]), *x = elements(b, n[0] * n[2]), *w = elements(b, n[1] * n[2]);
-    ENQUEUE(linear_forward, y, x, w, NULL, n[0], n[1], n[2], b->dtype);
+    ENQUEUE(linear_forward, &(mt_linear_args){n[0], n[1], n[2], .x = x, .w = w, .y = y}, b->dtype);
     return size(b) * (double)(n[0] * n[1] + n[0] * n[2] + n[1] * n[2]);
 }
 
@@ -221,7 +221,7 @@ static double transpose_codes(bench *b, const int64_t *n) { // R, C
 
 static double scatter_rows(bench *b, const int64_t *n) { // T, width
     void *to = elements(b, MAX_TOKENS * n[1]), *from = elements(b, n[0] * n[1]);
-    ENQUEUE(scatter_rows, to, from, b->rows, n[0], n[1], n[1], n[1], b->dtype);
+    ENQUEUE(scatter_rows, &(mt_row_args){n[0], n[1], b->rows, .from = from, .to = to}, b->dtype);
     return 2 * size(b) * (double)(n[0] * n[1]);
 }
 
@@ -250,7 +250,7 @@ static double embedding_backward(bench *b, const int64_t *n) { // T, C, vocabula
 static double router_logits(bench *b, const int64_t *n) {
     void *x = elements(b, n[0] * n[1]), *w = elements(b, n[3] * n[1]);
     float *logits = floats(b, n[0] * n[3]);
-    ENQUEUE(router_logits, logits, x, w, NULL, n[0], n[3], n[1], b->dtype);
+    ENQUEUE(router_logits, &(mt_linear_args){n[0], n[3], n[1], .x = x, .w = w, .y = logits}, b->dtype);
     return size(b) * (double)(n[0] * n[1] + n[3] * n[1]) + 4 * (double)(n[0] * n[3]);
 }
 
@@ -258,14 +258,16 @@ static double route_forward(bench *b, const int64_t *n) {
     mt_router router = {.num_experts = n[3], .topk = n[2], .scaling = 1};
     float *probs = floats(b, n[0] * n[2]), *logits = floats(b, n[0] * n[3]);
     int32_t *experts = mt_arena_alloc(&b->arena, n[0] * n[2] * 4), *invalid = mt_arena_alloc(&b->arena, 4);
-    ENQUEUE(route_forward, probs, experts, invalid, logits, NULL, NULL, n[0], &router);
+    ENQUEUE(route_forward,
+            &(mt_route_args){n[0], &router, logits, .probs = probs, .experts = experts, .invalid = invalid});
     return 4 * (double)(n[0] * (n[3] + 2 * n[2]));
 }
 
 static double route_backward(bench *b, const int64_t *n) {
     mt_router router = {.num_experts = n[3], .topk = n[2], .scaling = 1};
     float *dlogits = floats(b, n[0] * n[3]), *logits = floats(b, n[0] * n[3]), *dprobs = floats(b, n[0] * n[2]);
-    ENQUEUE(route_backward, dlogits, dprobs, b->plans[n[3] > 8].experts, logits, n[0], &router);
+    ENQUEUE(route_backward, &(mt_route_args){n[0], &router, logits, .experts = b->plans[n[3] > 8].experts,
+                                             .dprobs = dprobs, .dlogits = dlogits});
     return 4 * (double)(n[0] * (n[3] + 3 * n[2])); // of the logits only those chosen
 }
 
@@ -290,7 +292,9 @@ static double dispatch_plan(bench *b, const int64_t *n) {
     int64_t M = n[0] * n[2];
     int32_t *offsets = mt_arena_alloc(&b->arena, (n[3] + 1) * 4), *position = mt_arena_alloc(&b->arena, M * 4);
     int32_t *choice = mt_arena_alloc(&b->arena, M * 4), *token = mt_arena_alloc(&b->arena, M * 4);
-    ENQUEUE(dispatch_plan, offsets, position, choice, token, b->plans[n[3] > 8].experts, n[0], M, &dispatch);
+    ENQUEUE(dispatch_plan,
+            &(mt_dispatch_args){n[0], M, &dispatch, .experts = b->plans[n[3] > 8].experts, .offsets = offsets,
+                                .position = position, .row_choice = choice, .row_token = token});
     return 16 * (double)M;
 }
 
@@ -305,19 +309,22 @@ static double drop_tokens(bench *b, const int64_t *n) {
 
 static double permute(bench *b, const int64_t *n) {
     void *rows = elements(b, n[0] * n[2] * n[1]), *x = elements(b, n[0] * n[1]);
-    ENQUEUE(gather_rows, rows, x, b->plans[n[3] > 8].token, n[0] * n[2], n[1], n[1], n[1], b->dtype);
+    ENQUEUE(gather_rows, &(mt_row_args){n[0] * n[2], n[1], b->plans[n[3] > 8].token, .from = x, .to = rows}, b->dtype);
     return size(b) * (double)(n[0] * (n[2] + 1) * n[1]);
 }
 
 static double permute_weights(bench *b, const int64_t *n) {
     float *rows = floats(b, n[0] * n[2]), *probs = floats(b, n[0] * n[2]);
-    ENQUEUE(gather_rows, rows, probs, b->plans[n[3] > 8].position, n[0] * n[2], 1, 1, 1, MT_F32);
+    ENQUEUE(gather_rows, &(mt_row_args){n[0] * n[2], 1, b->plans[n[3] > 8].position, .from = probs, .to = rows},
+            MT_F32);
     return 12 * (double)(n[0] * n[2]);
 }
 
 static double combine_rows(bench *b, const int64_t *n) {
     void *out = elements(b, n[0] * n[1]), *rows = elements(b, n[0] * n[2] * n[1]);
-    ENQUEUE(combine_rows, out, rows, b->plans[n[3] > 8].position, NULL, n[0], n[2], n[1], b->dtype);
+    ENQUEUE(combine_rows,
+            &(mt_combine_args){n[0], n[2], n[1], .in = rows, .position = b->plans[n[3] > 8].position, .out = out},
+            b->dtype);
     return size(b) * (double)(n[0] * (n[2] + 1) * n[1]);
 }
 
@@ -622,7 +629,9 @@ static void make_plan(bench *b, int64_t which, int64_t T, int64_t k, int64_t E) 
         for (int64_t j = i / k * k; j < i; j++)
             if (experts[j] == experts[i]) experts[i] = (int32_t)((experts[i] + 1) % E), j = i / k * k - 1;
     }
-    mt_cpu_ops.dispatch_plan(offsets, position, choice, token, experts, T, M, &dispatch, NULL);
+    mt_cpu_ops.dispatch_plan(&(mt_dispatch_args){T, M, &dispatch, .experts = experts, .offsets = offsets,
+                                                 .position = position, .row_choice = choice, .row_token = token},
+                             NULL);
     b->plans[which].experts = upload(b, experts, M * 4);
     b->plans[which].position = upload(b, position, M * 4);
     b->plans[which].token = upload(b, token, M * 4);

@@ -72,11 +72,12 @@ static bool run(const bench *b, const mt_fp8_rung *rung, int set) {
         b->ops->grouped_linear_forward(&(mt_grouped_args){M, N, K, E, p->offsets, x, y, .y = p->out}, MT_BF16,
                                        b->stream);
     else if (p->out_dtype == MT_F32)
-        b->ops->linear_backward_weight(p->out, NULL, x, y, K, M, N, true, MT_BF16, b->stream);
+        b->ops->linear_backward_weight(&(mt_linear_args){K, M, N, .x = y, .dy = x, .dw = p->out, .accumulate = true},
+                                       MT_BF16, b->stream);
     else if (b->is_gradient)
-        b->ops->linear_backward_input(p->out, x, y, M, K, N, MT_BF16, b->stream);
+        b->ops->linear_backward_input(&(mt_linear_args){M, K, N, .w = y, .dy = x, .dx = p->out}, MT_BF16, b->stream);
     else
-        b->ops->linear_forward(p->out, x, y, NULL, M, N, K, MT_BF16, b->stream);
+        b->ops->linear_forward(&(mt_linear_args){M, N, K, .x = x, .w = y, .y = p->out}, MT_BF16, b->stream);
     return true;
 }
 

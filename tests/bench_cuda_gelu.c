@@ -30,23 +30,26 @@ typedef struct bench {
 
 static void forward_separate(const bench *b) {
     mt_activation_args a = {.T = b->T, .F = b->F, .activation = MT_ACTIVATION_GELU_TANH, .x = b->pre, .y = b->y};
-    b->ops->linear_forward(b->pre, b->x, b->w1, NULL, b->T, b->F, b->C, MT_BF16, b->stream);
+    b->ops->linear_forward(&(mt_linear_args){b->T, b->F, b->C, .x = b->x, .w = b->w1, .y = b->pre}, MT_BF16, b->stream);
     b->ops->activation_forward(&a, MT_BF16, b->stream);
 }
 
 static void forward(const bench *b) {
-    b->ops->linear_gelu_forward(b->y, b->pre, b->x, b->w1, NULL, b->T, b->F, b->C, MT_BF16, b->stream);
+    b->ops->linear_gelu_forward(&(mt_linear_args){b->T, b->F, b->C, .x = b->x, .w = b->w1, .pre = b->pre, .y = b->y},
+                                MT_BF16, b->stream);
 }
 
 static void backward_separate(const bench *b) {
     mt_activation_args a = {.T = b->T, .F = b->F, .activation = MT_ACTIVATION_GELU_TANH, .x = b->pre};
     a.dy = a.dx = b->y;
-    b->ops->linear_backward_input(b->y, b->x, b->w2, b->T, b->C, b->F, MT_BF16, b->stream);
+    b->ops->linear_backward_input(&(mt_linear_args){b->T, b->C, b->F, .w = b->w2, .dy = b->x, .dx = b->y}, MT_BF16,
+                                  b->stream);
     b->ops->activation_backward(&a, MT_BF16, b->stream);
 }
 
 static void backward(const bench *b) {
-    b->ops->linear_backward_gelu(b->y, b->x, b->w2, b->pre, b->T, b->C, b->F, MT_BF16, b->stream);
+    b->ops->linear_backward_gelu(&(mt_linear_args){b->T, b->C, b->F, .x = b->pre, .w = b->w2, .dy = b->x, .dx = b->y},
+                                 MT_BF16, b->stream);
 }
 
 static int compare_doubles(const void *a, const void *b) {

@@ -79,12 +79,16 @@ static void run_linear(const bench *b, int64_t first, int64_t rows, int64_t e) {
     const char *a = (const char *)c->a + first * a_width * 2, *w = (const char *)c->b + e * N * K * 2;
     if (rows == 0) return;
     if (c->kind == MT_GROUPED_FORWARD)
-        b->ops->linear_forward((char *)c->out + first * N * 2, a, w, NULL, rows, N, K, MT_BF16, b->stream);
+        b->ops->linear_forward(&(mt_linear_args){rows, N, K, .x = a, .w = w, .y = (char *)c->out + first * N * 2},
+                               MT_BF16, b->stream);
     else if (c->kind == MT_GROUPED_BACKWARD_INPUT)
-        b->ops->linear_backward_input((char *)c->out + first * K * 2, a, w, rows, N, K, MT_BF16, b->stream);
+        b->ops->linear_backward_input(
+            &(mt_linear_args){rows, N, K, .w = w, .dy = a, .dx = (char *)c->out + first * K * 2}, MT_BF16, b->stream);
     else
-        b->ops->linear_backward_weight((float *)c->out + e * N * K, NULL, a, (const char *)c->b + first * K * 2, rows,
-                                       N, K, c->accumulate, MT_BF16, b->stream);
+        b->ops->linear_backward_weight(&(mt_linear_args){rows, N, K, .x = (const char *)c->b + first * K * 2, .dy = a,
+                                                         .dw = (float *)c->out + e * N * K,
+                                                         .accumulate = c->accumulate},
+                                       MT_BF16, b->stream);
 }
 static bool run_dense(const bench *b, const void *unused) {
     (void)unused;

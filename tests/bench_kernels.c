@@ -39,16 +39,20 @@ static double best_time(bench_fn *function) {
 }
 
 static void linear_fc1(void) {
-    ops->linear_forward(buffers[0], buffers[1], buffers[2], buffers[3], T, F, C, dtype, NULL);
+    ops->linear_forward(
+        &(mt_linear_args){T, F, C, .x = buffers[1], .w = buffers[2], .bias = buffers[3], .y = buffers[0]}, dtype, NULL);
 }
 static void linear_fc1_backward_input(void) {
-    ops->linear_backward_input(buffers[0], buffers[1], buffers[2], T, F, C, dtype, NULL);
+    ops->linear_backward_input(&(mt_linear_args){T, F, C, .w = buffers[2], .dy = buffers[1], .dx = buffers[0]}, dtype,
+                               NULL);
 }
 static void linear_fc1_backward_weight(void) {
-    ops->linear_backward_weight(buffers[0], buffers[4], buffers[1], buffers[2], T, F, C, true, dtype, NULL);
+    ops->linear_backward_weight(&(mt_linear_args){T, F, C, .x = buffers[2], .dy = buffers[1], .dw = buffers[0],
+                                                  .dbias = buffers[4], .accumulate = true},
+                                dtype, NULL);
 }
 static void linear_head(void) {
-    ops->linear_forward(buffers[0], buffers[1], buffers[2], NULL, T, V, C, dtype, NULL);
+    ops->linear_forward(&(mt_linear_args){T, V, C, .x = buffers[1], .w = buffers[2], .y = buffers[0]}, dtype, NULL);
 }
 static void embedding_forward(void) {
     ops->embedding_forward(&(mt_embedding_args){T, C, 0, V, ids, buffers[1], buffers[0], .accumulate = false}, dtype,
@@ -189,13 +193,18 @@ static void decode_token(void) { // the linear layers of one token, dim 768, hid
     int64_t size = mt_dtype_size(dtype);
     char *w = buffers[1];
     for (int layer = 0; layer < 12; layer++, w += (int64_t)(4 * 768 * 768 + 3 * 768 * 2048) * size) {
-        ops->linear_forward(buffers[0], buffers[2], w, NULL, 1, 3 * 768, 768, dtype, NULL);
-        ops->linear_forward(buffers[0], buffers[2], w + 3 * 768 * 768 * size, NULL, 1, 768, 768, dtype, NULL);
-        ops->linear_forward(buffers[0], buffers[2], w + 4 * 768 * 768 * size, NULL, 1, 2 * 2048, 768, dtype, NULL);
-        ops->linear_forward(buffers[0], buffers[2], w + (4 * 768 + 2 * 2048) * 768 * size, NULL, 1, 768, 2048, dtype,
-                            NULL);
+        ops->linear_forward(&(mt_linear_args){1, 3 * 768, 768, .x = buffers[2], .w = w, .y = buffers[0]}, dtype, NULL);
+        ops->linear_forward(
+            &(mt_linear_args){1, 768, 768, .x = buffers[2], .w = w + 3 * 768 * 768 * size, .y = buffers[0]}, dtype,
+            NULL);
+        ops->linear_forward(
+            &(mt_linear_args){1, 2 * 2048, 768, .x = buffers[2], .w = w + 4 * 768 * 768 * size, .y = buffers[0]}, dtype,
+            NULL);
+        ops->linear_forward(&(mt_linear_args){1, 768, 2048, .x = buffers[2], .w = w + (4 * 768 + 2 * 2048) * 768 * size,
+                                              .y = buffers[0]},
+                            dtype, NULL);
     }
-    ops->linear_forward(buffers[0], buffers[2], w, NULL, 1, 32000, 768, dtype, NULL);
+    ops->linear_forward(&(mt_linear_args){1, 32000, 768, .x = buffers[2], .w = w, .y = buffers[0]}, dtype, NULL);
 }
 static void decode_attention(void) { // one query of every sequence against 1024 cached keys a layer
     mt_span span = {0, 1, 0, 1024, true};

@@ -293,8 +293,10 @@ static void check_mailbox(const mt_group *group) {
     for (int round = 0; round < ROUNDS; round++) {
         int64_t n = round % 3 == 2 ? 1 : PIECE - round * 7;
         for (int step = 1; step < group->size; step++)
-            ops->mailbox_exchange(mailbox, in[round], n, FIRST, PIECE, MT_BF16, (group->rank + step) % group->size,
-                                  (group->rank + group->size - step) % group->size, stream);
+            ops->mailbox_exchange(&(mt_mailbox_args){mailbox, in[round], .count = n, .first = FIRST, .stride = PIECE,
+                                                     .to = (group->rank + step) % group->size,
+                                                     .from = (group->rank + group->size - step) % group->size},
+                                  MT_BF16, stream);
         int64_t whole = group->size * PIECE * 2; // of the next round nothing may come before this is read
         ops->memory_copy(seen + round * whole, memory + FIRST * 2, whole, stream);
     }

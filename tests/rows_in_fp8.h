@@ -109,7 +109,7 @@ static void rows_check_positions(stored_rows *e, int64_t T, int64_t k, bool comp
     a.R = T, a.position = positions, a.copies = k, a.offsets = NULL, a.compact = compact ? e->M : 0;
     e->ops->quantize(&a, MT_BF16, e->on);
     a.R = e->M, a.source = compact ? tokens : NULL;
-    e->ops->gather_rows(gathered, x, tokens, e->M, e->C, e->C, e->C, MT_BF16, e->on);
+    e->ops->gather_rows(&(mt_row_args){e->M, e->C, tokens, .from = x, .to = gathered}, MT_BF16, e->on);
     rows_check(e, "positions", a, gathered, offsets);
     e->ops->memory_free(x), e->ops->memory_free(gathered), e->ops->memory_free(tokens);
     e->ops->memory_free(positions), e->ops->memory_free(e->offsets);

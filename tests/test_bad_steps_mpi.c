@@ -39,10 +39,9 @@ static bool is_faulty(bool here) {
     return true;
 }
 
-static void faulty_backward_weight(float *dw, float *dbias, const void *dy, const void *x, int64_t T, int64_t N,
-                                   int64_t K, bool accumulate, mt_dtype dtype, mt_stream *stream) {
-    mt_cpu_ops.linear_backward_weight(dw, dbias, dy, x, T, N, K, accumulate, dtype, stream);
-    if (is_faulty(fault.gradient)) dw[K / 2] = fault.value;
+static void faulty_backward_weight(const mt_linear_args *a, mt_dtype dtype, mt_stream *stream) {
+    mt_cpu_ops.linear_backward_weight(a, dtype, stream);
+    if (is_faulty(fault.gradient)) a->dw[a->K / 2] = fault.value;
 }
 
 static void faulty_fp8_product(const mt_fp8_product_args *a, mt_stream *stream) {

@@ -134,19 +134,22 @@ static int64_t *token_names(run *r, int64_t count) {
 static void linear_forward(run *r, const int64_t *n) { // T, N, K, bias
     void *y = output(r, n[0] * n[1]), *x = input(r, n[0] * n[2]), *w = input(r, n[1] * n[2]);
     void *bias = n[3] ? input(r, n[1]) : NULL;
-    r->ops->linear_forward(y, x, w, bias, n[0], n[1], n[2], r->dtype, r->stream);
+    r->ops->linear_forward(&(mt_linear_args){n[0], n[1], n[2], .x = x, .w = w, .bias = bias, .y = y}, r->dtype,
+                           r->stream);
 }
 
 static void linear_backward_input(run *r, const int64_t *n) {
     void *dx = output(r, n[0] * n[2]), *dy = input(r, n[0] * n[1]), *w = input(r, n[1] * n[2]);
-    r->ops->linear_backward_input(dx, dy, w, n[0], n[1], n[2], r->dtype, r->stream);
+    r->ops->linear_backward_input(&(mt_linear_args){n[0], n[1], n[2], .w = w, .dy = dy, .dx = dx}, r->dtype, r->stream);
 }
 
 static void linear_backward_weight(run *r, const int64_t *n) {
     float *dw = n[4] ? float_output(r, n[1] * n[2]) : float_changed(r, n[1] * n[2], NORMAL);
     float *dbias = n[3] ? float_changed(r, n[1], NORMAL) : NULL;
     void *dy = input(r, n[0] * n[1]), *x = input(r, n[0] * n[2]);
-    r->ops->linear_backward_weight(dw, dbias, dy, x, n[0], n[1], n[2], !n[4], r->dtype, r->stream);
+    r->ops->linear_backward_weight(
+        &(mt_linear_args){n[0], n[1], n[2], .x = x, .dy = dy, .dw = dw, .dbias = dbias, .accumulate = !n[4]}, r->dtype,
+        r->stream);
 }
 
 static void column_sums(run *r, const int64_t *n) { // R, C
@@ -331,7 +334,9 @@ static void qk_forward_to_cache(run *r, const int64_t *n) {
     if (a.q_w) a.q_rstd = float_output(r, a.T * a.H), a.k_rstd = float_output(r, a.T * a.G);
     a.k_cache = changed(r, rows * kv), a.v_cache = changed(r, rows * kv), a.cache_rows = to;
     r->ops->qk_forward(&a, r->dtype, r->stream);
-    r->ops->scatter_rows(changed(r, rows * q), a.qk, to, a.T, q, q, a.qk_stride, r->dtype, r->stream);
+    r->ops->scatter_rows(
+        &(mt_row_args){a.T, q, to, .from = a.qk, .to = changed(r, rows * q), .from_stride = a.qk_stride}, r->dtype,
+        r->stream);
 }
 
 static void qk_backward(run *r, const int64_t *n) {
@@ -380,10 +385,12 @@ static void linear_gelu_forward(run *r, const int64_t *n) { // T, N, K, bias
     void *y = output(r, n[0] * n[1]), *pre = output(r, n[0] * n[1]);
     void *x = input(r, n[0] * n[2]), *w = input(r, n[1] * n[2]), *bias = n[3] ? input(r, n[1]) : NULL;
     if (r->ops->linear_gelu_forward) {
-        r->ops->linear_gelu_forward(y, pre, x, w, bias, n[0], n[1], n[2], r->dtype, r->stream);
+        r->ops->linear_gelu_forward(
+            &(mt_linear_args){n[0], n[1], n[2], .x = x, .w = w, .bias = bias, .pre = pre, .y = y}, r->dtype, r->stream);
         return;
     }
-    r->ops->linear_forward(pre, x, w, bias, n[0], n[1], n[2], r->dtype, r->stream);
+    r->ops->linear_forward(&(mt_linear_args){n[0], n[1], n[2], .x = x, .w = w, .bias = bias, .y = pre}, r->dtype,
+                           r->stream);
     r->ops->activation_forward(&(mt_activation_args){n[0], n[1], MT_ACTIVATION_GELU_TANH, pre, NULL, .y = y}, r->dtype,
                                r->stream);
 }
@@ -392,10 +399,12 @@ static void linear_backward_gelu(run *r, const int64_t *n) {
     void *dpre = output(r, n[0] * n[2]), *dy = input(r, n[0] * n[1]), *w = input(r, n[1] * n[2]);
     void *pre = input(r, n[0] * n[2]);
     if (r->ops->linear_backward_gelu) {
-        r->ops->linear_backward_gelu(dpre, dy, w, pre, n[0], n[1], n[2], r->dtype, r->stream);
+        r->ops->linear_backward_gelu(&(mt_linear_args){n[0], n[1], n[2], .x = pre, .w = w, .dy = dy, .dx = dpre},
+                                     r->dtype, r->stream);
         return;
     }
-    r->ops->linear_backward_input(dpre, dy, w, n[0], n[1], n[2], r->dtype, r->stream);
+    r->ops->linear_backward_input(&(mt_linear_args){n[0], n[1], n[2], .w = w, .dy = dy, .dx = dpre}, r->dtype,
+                                  r->stream);
     r->ops->activation_backward(
         &(mt_activation_args){n[0], n[2], MT_ACTIVATION_GELU_TANH, pre, NULL, .dy = dpre, .dx = dpre}, r->dtype,
         r->stream);
@@ -464,19 +473,24 @@ static void scatter_add_rows(run *r, const int64_t *n) { // T, C, -, rows of the
     float *sum = float_changed(r, n[3] * n[1], NORMAL);
     void *from = input(r, n[0] * n[1]);
     int32_t *rows = integers(r, n[0], -1, n[4], false);
-    r->ops->scatter_add_rows(sum, from, rows, n[0], n[1], n[3], r->dtype, r->stream);
+    r->ops->scatter_add_rows(&(mt_row_args){n[0], n[1], rows, .from = from, .to = sum, .count = n[3]}, r->dtype,
+                             r->stream);
 }
 
 static void scatter_rows(run *r, const int64_t *n) { // T, width, to's gap, from's gap
     void *to = output(r, 2 * n[0] * (n[1] + n[2])), *from = input(r, n[0] * (n[1] + n[3]));
     int32_t *rows = integers(r, n[0], 0, 2 * n[0], true);
-    r->ops->scatter_rows(to, from, rows, n[0], n[1], n[1] + n[2], n[1] + n[3], r->dtype, r->stream);
+    r->ops->scatter_rows(
+        &(mt_row_args){n[0], n[1], rows, .from = from, .to = to, .from_stride = n[1] + n[3], .to_stride = n[1] + n[2]},
+        r->dtype, r->stream);
 }
 
 static void gather_rows(run *r, const int64_t *n) {
     void *to = output(r, n[0] * (n[1] + n[2])), *from = input(r, 2 * n[0] * (n[1] + n[3]));
     int32_t *rows = integers(r, n[0], -3, 2 * n[0], false); // some are zeros
-    r->ops->gather_rows(to, from, rows, n[0], n[1], n[1] + n[2], n[1] + n[3], r->dtype, r->stream);
+    r->ops->gather_rows(
+        &(mt_row_args){n[0], n[1], rows, .from = from, .to = to, .from_stride = n[1] + n[3], .to_stride = n[1] + n[2]},
+        r->dtype, r->stream);
 }
 
 static void copy_rows(run *r, const int64_t *n) { // the first half through host memory
@@ -569,7 +583,8 @@ static void router_logits(run *r, const int64_t *n) { // T, E, C, bias
     float *logits = float_output(r, n[0] * n[1]);
     void *x = input(r, n[0] * n[2]), *w = input(r, n[1] * n[2]);
     void *bias = n[3] ? input(r, n[1]) : NULL;
-    r->ops->router_logits(logits, x, w, bias, n[0], n[1], n[2], r->dtype, r->stream);
+    r->ops->router_logits(&(mt_linear_args){n[0], n[1], n[2], .x = x, .w = w, .bias = bias, .y = logits}, r->dtype,
+                          r->stream);
 }
 
 static void route_forward(run *r, const int64_t *n) {
@@ -577,7 +592,9 @@ static void route_forward(run *r, const int64_t *n) {
     float *probs = float_output(r, n[0] * n[2]), *logits = logits_of(r, n);
     float *bias = n[3] & BIASED ? float_input(r, n[1], POSITIVE) : NULL;
     int32_t *experts = int_output(r, n[0] * n[2]), *invalid = int_output(r, 1);
-    r->ops->route_forward(probs, experts, invalid, logits, bias, padding_of(r, n), n[0], &router, r->stream);
+    r->ops->route_forward(&(mt_route_args){n[0], &router, logits, .bias = bias, .token_index = padding_of(r, n),
+                                           .probs = probs, .experts = experts, .invalid = invalid},
+                          r->stream);
 }
 
 static void route_sinkhorn(run *r, const int64_t *n) { // a part of the tokens
@@ -586,7 +603,9 @@ static void route_sinkhorn(run *r, const int64_t *n) { // a part of the tokens
     int64_t first = n[0] / 3, count = n[0] - n[0] / 2;
     float *probs = float_output(r, count * n[2]), *logits = logits_of(r, n);
     int32_t *experts = int_output(r, count * n[2]), *invalid = int_output(r, 1);
-    r->ops->route_sinkhorn(probs, experts, invalid, logits, padding_of(r, n), n[0], first, count, &router, r->stream);
+    r->ops->route_sinkhorn(&(mt_route_args){n[0], &router, logits, .token_index = padding_of(r, n), .first = first,
+                                            .count = count, .probs = probs, .experts = experts, .invalid = invalid},
+                           r->stream);
 }
 
 static void route_backward(run *r, const int64_t *n) {
@@ -594,7 +613,8 @@ static void route_backward(run *r, const int64_t *n) {
     float *dlogits = float_output(r, n[0] * n[1]), *dprobs = float_input(r, n[0] * n[2], NORMAL);
     float *logits = float_input(r, n[0] * n[1], NORMAL);
     int32_t *experts = choices_of(r, n[0], n[1], n[2], n[3] & PADDED ? -3 : 0);
-    r->ops->route_backward(dlogits, dprobs, experts, logits, n[0], &router, r->stream);
+    r->ops->route_backward(
+        &(mt_route_args){n[0], &router, logits, .experts = experts, .dprobs = dprobs, .dlogits = dlogits}, r->stream);
 }
 
 static void aux_loss_forward(run *r, const int64_t *n) {
@@ -650,7 +670,9 @@ static void dispatch_plan(run *r, const int64_t *n) { // T, E, k, first, count, 
     int64_t places = n[4] * n[6], choices = n[0] * n[2] * n[6], M = n[7] > 0 ? places * n[7] : choices + 5;
     int32_t *offsets = int_output(r, places + 1), *position = int_output(r, choices);
     int32_t *choice = int_output(r, M), *token = int_output(r, M), *experts = choices_of(r, n[0], n[1], n[2], 17);
-    r->ops->dispatch_plan(offsets, position, choice, token, experts, n[0], M, &dispatch, r->stream);
+    r->ops->dispatch_plan(&(mt_dispatch_args){n[0], M, &dispatch, .experts = experts, .offsets = offsets,
+                                              .position = position, .row_choice = choice, .row_token = token},
+                          r->stream);
 }
 
 static void exchange_order(run *r, const int64_t *n) { // sources, local, most rows
@@ -670,7 +692,8 @@ static void combine_rows(run *r, const int64_t *n) { // T, rows for each, C, bas
     void *out = n[3] == 2 ? changed(r, n[0] * n[2]) : output(r, n[0] * n[2]);
     void *base = n[3] == 2 ? out : n[3] == 1 ? input(r, n[0] * n[2]) : NULL, *in = input(r, 50 * n[2]);
     int32_t *position = integers(r, n[0] * n[1], -9, 50, false);
-    r->ops->combine_rows(out, in, position, base, n[0], n[1], n[2], r->dtype, r->stream);
+    r->ops->combine_rows(&(mt_combine_args){n[0], n[1], n[2], .in = in, .position = position, .base = base, .out = out},
+                         r->dtype, r->stream);
 }
 
 /* Offsets of E experts: few rows for the first, and a tenth of the M rows of no expert. */
@@ -695,13 +718,16 @@ static void grouped_bias_backward(run *r, const int64_t *n) {
 
 static void scale_rows_forward(run *r, const int64_t *n) { // M, C
     void *y = output(r, n[0] * n[1]), *x = input(r, n[0] * n[1]);
-    r->ops->scale_rows_forward(y, x, float_input(r, n[0], NORMAL), n[0], n[1], r->dtype, r->stream);
+    r->ops->scale_rows_forward(&(mt_scale_rows_args){n[0], n[1], float_input(r, n[0], NORMAL), .x = x, .y = y},
+                               r->dtype, r->stream);
 }
 
 static void scale_rows_backward(run *r, const int64_t *n) {
     void *dx = changed(r, n[0] * n[1]), *x = input(r, n[0] * n[1]);
     float *dweights = float_output(r, n[0]), *weights = float_input(r, n[0], NORMAL);
-    r->ops->scale_rows_backward(dx, dweights, dx, x, weights, n[0], n[1], r->dtype, r->stream);
+    r->ops->scale_rows_backward(
+        &(mt_scale_rows_args){n[0], n[1], weights, .x = x, .dy = dx, .dx = dx, .dweights = dweights}, r->dtype,
+        r->stream);
 }
 
 static void expert_bias_step(run *r, const int64_t *n) { // -, E

@@ -355,8 +355,9 @@ static void what_decoding_does_not_ask_for_is_left_to_other_rungs(void **state) 
 /* y of T rows; the elements after it stay POISON. */
 static buffer linear(const buffer *x, const buffer *w, const buffer *bias, int64_t T, int64_t N, int64_t K) {
     buffer y = new_buffer(x->dtype, T * N + 64, 0);
-    gpu->linear_forward(y.device, x->device, w->device, bias ? bias->device : NULL, T, N, K, x->dtype,
-                        deterministic_stream);
+    gpu->linear_forward(
+        &(mt_linear_args){T, N, K, .x = x->device, .w = w->device, .bias = bias ? bias->device : NULL, .y = y.device},
+        x->dtype, deterministic_stream);
     fetch(&y);
     for (int64_t i = T * N; i < y.count; i++) assert_true(element(&y, i) == POISON);
     return y;

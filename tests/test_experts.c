@@ -167,7 +167,9 @@ static void assert_routes(const json_t *c, const mt_router *router, const float 
     double *want_map = json_numbers(json_object_get(c, "map"), T * E);
     double *got_probs = mt_calloc(T * E * 8), *got_map = mt_calloc(T * E * 8);
     int32_t *experts = mt_malloc(T * k * 4), invalid = 3;
-    ops->route_forward(probs, experts, &invalid, logits, bias, NULL, T, router, NULL);
+    ops->route_forward(
+        &(mt_route_args){T, router, logits, .bias = bias, .probs = probs, .experts = experts, .invalid = &invalid},
+        NULL);
     assert_int_equal(invalid, 3);
     for (int64_t i = 0; i < T * k; i++) {
         got_probs[i / k * E + experts[i]] = (double)probs[i];
@@ -307,8 +309,9 @@ static void routes_match_float64_and_finite_differences(void **state) {
         float *x = store(logits, n, MT_F32), *b = bias ? store(bias, E, MT_F32) : NULL, *p = mt_malloc(T * k * 4);
         float *dp = store(dprobs, T * k, MT_F32), *dx = nans(n, MT_F32);
         int32_t *experts = mt_malloc(T * k * 4), *chosen = mt_malloc(T * k * 4), invalid = 0;
-        ops->route_forward(p, experts, &invalid, x, b, NULL, T, r, NULL);
-        ops->route_backward(dx, dp, experts, x, T, r, NULL);
+        ops->route_forward(&(mt_route_args){T, r, x, .bias = b, .probs = p, .experts = experts, .invalid = &invalid},
+                           NULL);
+        ops->route_backward(&(mt_route_args){T, r, x, .experts = experts, .dprobs = dp, .dlogits = dx}, NULL);
         for (int64_t t = 0; t < T; t++) reference_choice(chosen + t * k, logits + t * E, bias, r);
         assert_memory_equal(experts, chosen, T * k * 4);
         route_shape shape = {T, r, experts};
@@ -331,14 +334,18 @@ static void equal_scores_choose_the_lowest_expert(void **state) {
     mt_router router = {.num_experts = 8, .topk = 3, .sigmoid = true, .scaling = 1};
     float probs[6], bias[8] = {0};
     int32_t experts[6], invalid = 0;
-    ops->route_forward(probs, experts, &invalid, &logits[0][0], NULL, NULL, 2, &router, NULL);
+    ops->route_forward(
+        &(mt_route_args){2, &router, &logits[0][0], .probs = probs, .experts = experts, .invalid = &invalid}, NULL);
     assert_memory_equal(experts, plain, sizeof plain);
     bias[7] = 0.01f;
-    ops->route_forward(probs, experts, &invalid, &logits[0][0], bias, NULL, 1, &router, NULL);
+    ops->route_forward(&(mt_route_args){1, &router, &logits[0][0], .bias = bias, .probs = probs, .experts = experts,
+                                        .invalid = &invalid},
+                       NULL);
     assert_true(experts[0] == 7 && experts[1] == 1 && experts[2] == 2);
     for (int j = 0; j < 3; j++) assert_true(fabsf(probs[j] - 1.0f / 3) < 1e-6f);
     mt_router grouped = {.num_experts = 8, .topk = 2, .num_groups = 4, .group_topk = 1, .scaling = 1};
-    ops->route_forward(probs, experts, &invalid, &logits[0][0], NULL, NULL, 1, &grouped, NULL);
+    ops->route_forward(
+        &(mt_route_args){1, &grouped, &logits[0][0], .probs = probs, .experts = experts, .invalid = &invalid}, NULL);
     assert_true(experts[0] == 4 && experts[1] == 5);
 }
 
@@ -353,7 +360,9 @@ static void a_bias_that_is_not_finite_makes_every_token_invalid(void **state) {
         float *logits = store(values, T * E, MT_F32), *probs = mt_malloc(T * k * 4), *bias = mt_calloc(E * 4);
         int32_t *experts = mt_malloc(T * k * 4), invalid = 0;
         bias[E - 1 - i % 2] = i % 3 == 0 ? NAN : i % 3 == 1 ? INFINITY : -INFINITY;
-        ops->route_forward(probs, experts, &invalid, logits, bias, NULL, T, r, NULL);
+        ops->route_forward(
+            &(mt_route_args){T, r, logits, .bias = bias, .probs = probs, .experts = experts, .invalid = &invalid},
+            NULL);
         assert_int_equal(invalid, T);
         for (int64_t t = 0; t < T * k; t++) assert_true(isnan(probs[t]));
         free(values), free(logits), free(probs), free(bias), free(experts);
@@ -371,9 +380,11 @@ static void non_finite_logits_are_counted_and_affect_their_token_only(void **sta
         float *sums = mt_malloc(2 * 2 * E * 4);
         int32_t *experts = mt_malloc(2 * T * k * 4), *clean_experts = experts + T * k, invalid = 0;
         int32_t sequence[T] = {0, 1, 0, 1, 0, 1, 0};
-        ops->route_forward(clean, clean_experts, &invalid, logits, NULL, NULL, T, r, NULL);
+        ops->route_forward(
+            &(mt_route_args){T, r, logits, .probs = clean, .experts = clean_experts, .invalid = &invalid}, NULL);
         logits[1 * E + E - 1] = NAN, logits[3 * E] = INFINITY, logits[5 * E + 1] = -INFINITY;
-        ops->route_forward(probs, experts, &invalid, logits, NULL, NULL, T, r, NULL);
+        ops->route_forward(&(mt_route_args){T, r, logits, .probs = probs, .experts = experts, .invalid = &invalid},
+                           NULL);
         assert_int_equal(invalid, 3);
         for (int64_t t = 0; t < T; t++)
             for (int64_t j = 0; j < k; j++) {
@@ -449,7 +460,8 @@ static void sinkhorn_routing_equals_megatrons_in_float64(void **state) {
             int64_t rank = rank_of(scaled + j / E * E, E, j % E);
             if (rank < k) chosen[j / E * k + rank] = (int32_t)(j % E);
         }
-        ops->route_sinkhorn(p, experts, &invalid, x, NULL, T, 0, T, r, NULL);
+        ops->route_sinkhorn(&(mt_route_args){T, r, x, .count = T, .probs = p, .experts = experts, .invalid = &invalid},
+                            NULL);
         assert_memory_equal(experts, chosen, T * k * 4);
         route_shape shape = {T, r, experts};
         route_reference(want, logits, &shape);
@@ -457,8 +469,11 @@ static void sinkhorn_routing_equals_megatrons_in_float64(void **state) {
         assert_near("probs", got, want, T * k, 1e-6);
         memset(experts, 0xff, T * k * 4);
         float *parts = nans(T * k, MT_F32);
-        ops->route_sinkhorn(parts, experts, &invalid, x, NULL, T, 0, FIRST, r, NULL);
-        ops->route_sinkhorn(parts + FIRST * k, experts + FIRST * k, &invalid, x, NULL, T, FIRST, T - FIRST, r, NULL);
+        ops->route_sinkhorn(
+            &(mt_route_args){T, r, x, .count = FIRST, .probs = parts, .experts = experts, .invalid = &invalid}, NULL);
+        ops->route_sinkhorn(&(mt_route_args){T, r, x, .first = FIRST, .count = T - FIRST, .probs = parts + FIRST * k,
+                                             .experts = experts + FIRST * k, .invalid = &invalid},
+                            NULL);
         assert_memory_equal(experts, chosen, T * k * 4);
         assert_memory_equal(parts, p, T * k * 4);
         assert_int_equal(invalid, 5);
@@ -481,9 +496,10 @@ static void sinkhorn_evens_loads_that_topk_does_not(void **state) {
     double *logits = uneven_logits(T, E);
     float *x = store(logits, T * E, MT_F32), *p = mt_malloc(T * 4);
     int32_t *experts = mt_malloc(T * 4), invalid = 0;
-    ops->route_forward(p, experts, &invalid, x, NULL, NULL, T, r, NULL);
+    ops->route_forward(&(mt_route_args){T, r, x, .probs = p, .experts = experts, .invalid = &invalid}, NULL);
     assert_true(greatest_load(experts, T, E) > 3 * T / E);
-    ops->route_sinkhorn(p, experts, &invalid, x, NULL, T, 0, T, r, NULL);
+    ops->route_sinkhorn(&(mt_route_args){T, r, x, .count = T, .probs = p, .experts = experts, .invalid = &invalid},
+                        NULL);
     assert_true(greatest_load(experts, T, E) < 1.25 * T / E);
     free(logits), free(x), free(p), free(experts);
 }
@@ -495,19 +511,24 @@ static void sinkhorn_ignores_non_finite_tokens_and_ends_for_all_others(void **st
     double *logits = uneven_logits(T, E);
     float *x = store(logits, T * E, MT_F32), p[T * K], clean[T * K];
     int32_t experts[T * K], others[T * K], invalid = 0;
-    ops->route_sinkhorn(clean, others, &invalid, x + E, NULL, T - 1, 0, T - 1, r, NULL);
+    ops->route_sinkhorn(
+        &(mt_route_args){T - 1, r, x + E, .count = T - 1, .probs = clean, .experts = others, .invalid = &invalid},
+        NULL);
     x[3] = NAN;
-    ops->route_sinkhorn(p, experts, &invalid, x, NULL, T, 0, T, r, NULL);
+    ops->route_sinkhorn(&(mt_route_args){T, r, x, .count = T, .probs = p, .experts = experts, .invalid = &invalid},
+                        NULL);
     assert_true(invalid == 1 && experts[0] == 0 && experts[1] == 1 && isnan(p[0]) && isnan(p[1]));
     assert_memory_equal(experts + K, others, (T - 1) * K * 4);
     assert_memory_equal(p + K, clean, (T - 1) * K * 4);
     for (int64_t i = 0; i < T * E; i++) x[i] = i % E == 0 ? 3e38f : i / E % 2 ? -3e38f : 1000.0f * (float)(i % 5);
     invalid = 0;
-    ops->route_sinkhorn(p, experts, &invalid, x, NULL, T, 0, T, r, NULL);
+    ops->route_sinkhorn(&(mt_route_args){T, r, x, .count = T, .probs = p, .experts = experts, .invalid = &invalid},
+                        NULL);
     for (int64_t i = 0; i < T * K; i++) assert_true(experts[i] >= 0 && experts[i] < E && isfinite(p[i]));
     for (int64_t t = 0; t < T; t++) assert_true(experts[t * K] != experts[t * K + 1]);
     for (int64_t i = 0; i < T * E; i++) x[i] = INFINITY;
-    ops->route_sinkhorn(p, experts, &invalid, x, NULL, T, 0, T, r, NULL);
+    ops->route_sinkhorn(&(mt_route_args){T, r, x, .count = T, .probs = p, .experts = experts, .invalid = &invalid},
+                        NULL);
     assert_int_equal(invalid, T);
     free(logits), free(x);
 }
@@ -543,20 +564,29 @@ static void padding_visits_no_expert_and_changes_nothing(void **state) {
         float p[T * MOST_K], spread_p[2 * T * MOST_K], sums[2][2 * S * MOST_E], spread_dx[2 * T * MOST_E];
         int32_t experts[T * MOST_K], spread_experts[2 * T * MOST_K], invalid = 0;
         if (i < NUM_ROUTERS) {
-            ops->route_forward(p, experts, &invalid, x, NULL, NULL, T, r, NULL);
-            ops->route_forward(spread_p, spread_experts, &invalid, spread, NULL, index, 2 * T, r, NULL);
+            ops->route_forward(&(mt_route_args){T, r, x, .probs = p, .experts = experts, .invalid = &invalid}, NULL);
+            ops->route_forward(&(mt_route_args){2 * T, r, spread, .token_index = index, .probs = spread_p,
+                                                .experts = spread_experts, .invalid = &invalid},
+                               NULL);
         } else {
-            ops->route_sinkhorn(p, experts, &invalid, x, NULL, T, 0, T, r, NULL);
-            ops->route_sinkhorn(spread_p, spread_experts, &invalid, spread, index, 2 * T, 0, 8, r, NULL);
-            ops->route_sinkhorn(spread_p + 8 * k, spread_experts + 8 * k, &invalid, spread, index, 2 * T, 8, 2 * T - 8,
-                                r, NULL);
+            ops->route_sinkhorn(
+                &(mt_route_args){T, r, x, .count = T, .probs = p, .experts = experts, .invalid = &invalid}, NULL);
+            ops->route_sinkhorn(&(mt_route_args){2 * T, r, spread, .token_index = index, .count = 8, .probs = spread_p,
+                                                 .experts = spread_experts, .invalid = &invalid},
+                                NULL);
+            ops->route_sinkhorn(&(mt_route_args){2 * T, r, spread, .token_index = index, .first = 8, .count = 2 * T - 8,
+                                                 .probs = spread_p + 8 * k, .experts = spread_experts + 8 * k,
+                                                 .invalid = &invalid},
+                                NULL);
         }
         assert_int_equal(invalid, 0);
         assert_spread(spread_p, p, T, k, 0);
         for (int64_t j = 0; j < 2 * T * k; j++)
             assert_int_equal(spread_experts[j], j / k % 2 ? experts[j / k / 2 * k + j % k] : -1);
-        ops->route_backward(dx, dp, experts, x, T, r, NULL);
-        ops->route_backward(spread_dx, spread_dp, spread_experts, spread, 2 * T, r, NULL);
+        ops->route_backward(&(mt_route_args){T, r, x, .experts = experts, .dprobs = dp, .dlogits = dx}, NULL);
+        ops->route_backward(
+            &(mt_route_args){2 * T, r, spread, .experts = spread_experts, .dprobs = spread_dp, .dlogits = spread_dx},
+            NULL);
         assert_spread(spread_dx, dx, T, E, 0);
         mt_aux_loss_args a = {S, T, r, x, packed_sequence, NULL, sums[0], &z[0], sums[0] + S * E, 0.5f, 0.25f, dx};
         mt_aux_loss_args b = {S,     2 * T,           r,    spread, sequence, index, sums[1],
@@ -691,17 +721,17 @@ static void router_logits_are_fp32_and_independent_of_other_rows(void **state) {
         float *logits = nans(T * E, MT_F32), alone[E];
         for (int64_t i = 0; i < T * E; i++)
             for (int64_t c = 0; c < C; c++) want[i] += x[i / E * C + c] * w[i % E * C + c];
-        ops->router_logits(logits, xs, ws, NULL, T, E, C, both[d], NULL);
+        ops->router_logits(&(mt_linear_args){T, E, C, .x = xs, .w = ws, .y = logits}, both[d], NULL);
         double *got = load(logits, T * E, MT_F32);
         assert_near("logits", got, want, T * E, 1e-6);
         for (int64_t i = 0; i < T * E; i++) want[i] += bias[i % E];
         free(got);
-        ops->router_logits(logits, xs, ws, added, T, E, C, both[d], NULL);
+        ops->router_logits(&(mt_linear_args){T, E, C, .x = xs, .w = ws, .bias = added, .y = logits}, both[d], NULL);
         got = load(logits, T * E, MT_F32);
         assert_near("logits with a bias", got, want, T * E, 1e-6);
         for (int64_t t = 0; t < T; t++) {
             const void *row = (char *)xs + t * C * mt_dtype_size(both[d]);
-            ops->router_logits(alone, row, ws, added, 1, E, C, both[d], NULL);
+            ops->router_logits(&(mt_linear_args){1, E, C, .x = row, .w = ws, .bias = added, .y = alone}, both[d], NULL);
             assert_memory_equal(alone, logits + t * E, sizeof alone);
         }
         free(x), free(w), free(want), free(xs), free(ws), free(logits), free(got), free(bias), free(added);
@@ -772,7 +802,9 @@ static plan make_plan(const int32_t *experts, int64_t T, int64_t spare, const mt
     p.offsets = nans(p.slots + 1, MT_F32), p.position = nans(T * d->topk * d->copies, MT_F32);
     p.choice = nans(p.rows, MT_F32), p.token = nans(p.rows, MT_F32);
     for (int64_t m = 0; m < p.rows; m++) p.choice[m] = p.token[m] = 12345;
-    ops->dispatch_plan(p.offsets, p.position, p.choice, p.token, experts, T, p.rows, d, NULL);
+    ops->dispatch_plan(&(mt_dispatch_args){T, p.rows, d, .experts = experts, .offsets = p.offsets,
+                                           .position = p.position, .row_choice = p.choice, .row_token = p.token},
+                       NULL);
     return p;
 }
 
@@ -872,7 +904,7 @@ static void missing_rows_gather_zeros_and_are_not_combined(void **state) {
         double *x = random_values(FROM * C);
         char *from = store(x, FROM * C, both[d]), *to = nans(T * (C + 2), both[d]);
         int64_t size = mt_dtype_size(both[d]);
-        ops->gather_rows(to, from, rows, T, C, C + 2, C, both[d], NULL);
+        ops->gather_rows(&(mt_row_args){T, C, rows, .from = from, .to = to, .to_stride = C + 2}, both[d], NULL);
         for (int64_t t = 0; t < T; t++) {
             double *row = load(to + t * (C + 2) * size, C, both[d]);
             for (int64_t c = 0; c < C; c++) assert_true(row[c] == (rows[t] < 0 ? 0 : x[rows[t] * C + c]));
@@ -899,11 +931,16 @@ static void combine_adds_rows_in_their_order_to_the_base(void **state) {
             }
             void *rows = store(in, M * C, both[d]), *added = store(base, T * C, both[d]);
             void *out = nans(T * C, both[d]);
-            ops->combine_rows(out, rows, position, with_base ? added : NULL, T, N, C, both[d], NULL);
+            ops->combine_rows(&(mt_combine_args){T, N, C, .in = rows, .position = position,
+                                                 .base = with_base ? added : NULL, .out = out},
+                              both[d], NULL);
             double *got = load(out, T * C, both[d]);
             assert_memory_equal(got, want, T * C * 8);
             free(got);
-            if (with_base) ops->combine_rows(added, rows, position, added, T, N, C, both[d], NULL);
+            if (with_base)
+                ops->combine_rows(
+                    &(mt_combine_args){T, N, C, .in = rows, .position = position, .base = added, .out = added}, both[d],
+                    NULL);
             if (with_base) assert_memory_equal(added, out, T * C * mt_dtype_size(both[d]));
             free(in), free(base), free(want), free(rows), free(added), free(out);
         }
@@ -924,8 +961,9 @@ static void gather_and_combine_are_each_others_backward(void **state) {
         double left = 0, right = 0;
         for (int64_t i = 0; i < T * C; i++) x[i] = (float)random_below(64) - 32;
         for (int64_t i = 0; i < p.rows * C; i++) y[i] = (float)random_below(64) - 32;
-        ops->gather_rows(gathered, x, p.token, p.rows, C, C, C, MT_F32, NULL);
-        ops->combine_rows(combined, y, p.position, NULL, T, 2 * d.copies, C, MT_F32, NULL);
+        ops->gather_rows(&(mt_row_args){p.rows, C, p.token, .from = x, .to = gathered}, MT_F32, NULL);
+        ops->combine_rows(&(mt_combine_args){T, 2 * d.copies, C, .in = y, .position = p.position, .out = combined},
+                          MT_F32, NULL);
         for (int64_t i = 0; i < p.rows * C; i++) left += (double)gathered[i] * (double)y[i];
         for (int64_t i = 0; i < T * C; i++) right += (double)x[i] * (double)combined[i];
         assert_true(left == right);
@@ -1095,16 +1133,19 @@ static void scaled_rows_match_float64_and_finite_differences(void **state) {
         void *x = store(in, n, dtype), *dys = store(dy, n, dtype), *y = nans(n, dtype);
         void *dx = nans(n, dtype);
         float *weights = store(in + n, s->M, MT_F32), *dweights = nans(s->M, MT_F32);
-        ops->scale_rows_forward(y, x, weights, s->M, s->F, dtype, NULL);
-        ops->scale_rows_backward(dx, dweights, dys, x, weights, s->M, s->F, dtype, NULL);
+        ops->scale_rows_forward(&(mt_scale_rows_args){s->M, s->F, weights, .x = x, .y = y}, dtype, NULL);
+        ops->scale_rows_backward(
+            &(mt_scale_rows_args){s->M, s->F, weights, .x = x, .dy = dys, .dx = dx, .dweights = dweights}, dtype, NULL);
         scaling_reference(want, in, s);
         double *got = load(y, n, dtype), *slopes = load(dx, n, dtype), *dw = load(dweights, s->M, MT_F32);
         assert_rounded("y", got, want, n, dtype);
         slopes = realloc(slopes, (size_t)(n + s->M) * 8);
         memcpy(slopes + n, dw, (size_t)s->M * 8);
         assert_gradient("dx and dweights", slopes, scaling_reference, s, in, n + s->M, dy, n, dtype);
-        ops->scale_rows_backward(dys, dweights, dys, x, weights, s->M, s->F, dtype, NULL); // in place
-        ops->scale_rows_forward(x, x, weights, s->M, s->F, dtype, NULL);
+        ops->scale_rows_backward(
+            &(mt_scale_rows_args){s->M, s->F, weights, .x = x, .dy = dys, .dx = dys, .dweights = dweights}, dtype,
+            NULL); // in place
+        ops->scale_rows_forward(&(mt_scale_rows_args){s->M, s->F, weights, .x = x, .y = x}, dtype, NULL);
         assert_memory_equal(dys, dx, n * mt_dtype_size(dtype));
         assert_memory_equal(x, y, n * mt_dtype_size(dtype));
         free(in), free(dy), free(want), free(x), free(dys), free(y), free(dx), free(weights), free(dweights);
@@ -1137,8 +1178,9 @@ static void a_shared_experts_gate_is_a_router_with_one_expert(void **state) {
     float *x = store(in, GATED_INPUTS, MT_F32), *w = x + T * C, *gate_up = w + C, *d = store(dy, T * F, MT_F32);
     float logits[T], gates[T], y[T * F], dgates[T], dlogits[T], gradients[GATED_INPUTS];
     int32_t experts[T], invalid = 0;
-    ops->router_logits(logits, x, w, NULL, T, 1, C, MT_F32, NULL);
-    ops->route_forward(gates, experts, &invalid, logits, NULL, NULL, T, &one, NULL);
+    ops->router_logits(&(mt_linear_args){T, 1, C, .x = x, .w = w, .y = logits}, MT_F32, NULL);
+    ops->route_forward(&(mt_route_args){T, &one, logits, .probs = gates, .experts = experts, .invalid = &invalid},
+                       NULL);
     ops->activation_forward(&(mt_activation_args){T, F, MT_ACTIVATION_SWIGLU, gate_up, gates, .y = y}, MT_F32, NULL);
     gated_reference(want, in, NULL);
     double *got = load(y, T * F, MT_F32);
@@ -1146,9 +1188,11 @@ static void a_shared_experts_gate_is_a_router_with_one_expert(void **state) {
     ops->activation_backward(&(mt_activation_args){T, F, MT_ACTIVATION_SWIGLU, gate_up, gates, .dy = d,
                                                    .dx = gradients + T * C + C, .dweights = dgates},
                              MT_F32, NULL);
-    ops->route_backward(dlogits, dgates, experts, logits, T, &one, NULL);
-    ops->linear_backward_weight(gradients + T * C, NULL, dlogits, x, T, 1, C, false, MT_F32, NULL);
-    ops->linear_backward_input(gradients, dlogits, w, T, 1, C, MT_F32, NULL);
+    ops->route_backward(&(mt_route_args){T, &one, logits, .experts = experts, .dprobs = dgates, .dlogits = dlogits},
+                        NULL);
+    ops->linear_backward_weight(&(mt_linear_args){T, 1, C, .x = x, .dy = dlogits, .dw = gradients + T * C}, MT_F32,
+                                NULL);
+    ops->linear_backward_input(&(mt_linear_args){T, 1, C, .w = w, .dy = dlogits, .dx = gradients}, MT_F32, NULL);
     double *slopes = load(gradients, GATED_INPUTS, MT_F32);
     assert_gradient("gate", slopes, gated_reference, NULL, in, GATED_INPUTS, dy, T * F, MT_F32);
     assert_int_equal(invalid, 0);
@@ -1184,8 +1228,8 @@ static void layer_forward(void *out, const void *x, const void *w1, const void *
     char *rows = nans(M * C, dtype), *gate_up = nans(M * 2 * F, dtype), *y = nans(M * F, dtype);
     char *back = nans(M * C, dtype);
     float *weights = nans(M, MT_F32);
-    ops->gather_rows(rows, x, p.token, M, C, C, C, dtype, NULL);
-    ops->gather_rows(weights, probs, p.choice, M, 1, 1, 1, MT_F32, NULL);
+    ops->gather_rows(&(mt_row_args){M, C, p.token, .from = x, .to = rows}, dtype, NULL);
+    ops->gather_rows(&(mt_row_args){M, 1, p.choice, .from = probs, .to = weights}, MT_F32, NULL);
     memset(rows + used * C * size, 0xff, (size_t)((M - used) * C * size));
     for (int64_t m = used; m < M; m++) weights[m] = NAN;
     ops->grouped_linear_forward(&(mt_grouped_args){M, 2 * F, C, E, p.offsets, rows, w1, .y = gate_up}, dtype, NULL);
@@ -1193,11 +1237,12 @@ static void layer_forward(void *out, const void *x, const void *w1, const void *
                             dtype, NULL);
     ops->grouped_linear_forward(&(mt_grouped_args){M, C, F, E, p.offsets, y, w2, .y = back}, dtype, NULL);
     float *sums = mt_calloc(LAYER_T * C * 4);
-    if (!fused) ops->scale_rows_forward(back, back, weights, M, C, dtype, NULL);
+    if (!fused) ops->scale_rows_forward(&(mt_scale_rows_args){M, C, weights, .x = back, .y = back}, dtype, NULL);
     if (!fused)
         ops->embedding_backward(&(mt_embedding_args){M, C, 0, LAYER_T, p.token, .dout = back, .dw = sums}, dtype, NULL);
     if (fused)
-        ops->combine_rows(out, back, p.position, NULL, LAYER_T, K, C, dtype, NULL);
+        ops->combine_rows(&(mt_combine_args){LAYER_T, K, C, .in = back, .position = p.position, .out = out}, dtype,
+                          NULL);
     else
         ops->convert(out, dtype, sums, MT_F32, LAYER_T * C, NULL);
     free_plan(&p), free(rows), free(gate_up), free(y), free(back), free(weights), free(sums);
@@ -1262,20 +1307,24 @@ static uint64_t hash_routing(mt_dtype dtype) {
     double *x = random_values(T * C), *w = random_values(E * C);
     void *xs = store(x, T * C, dtype), *ws = store(w, E * C, dtype);
     for (int t = 0; t < T; t++) sequence[t] = t % S;
-    ops->router_logits(logits, xs, ws, NULL, T, E, C, dtype, NULL);
+    ops->router_logits(&(mt_linear_args){T, E, C, .x = xs, .w = ws, .y = logits}, dtype, NULL);
     for (int i = 0; i < NUM_ROUTERS; i++) {
         mt_router router = routers[i];
         router.num_experts = E, router.topk = smaller(router.topk, 4);
         if (router.num_groups) router.num_groups = 4;
-        ops->route_forward(probs, experts, &invalid, logits, NULL, NULL, T, &router, NULL);
-        ops->route_backward(dlogits, probs, experts, logits, T, &router, NULL);
+        ops->route_forward(
+            &(mt_route_args){T, &router, logits, .probs = probs, .experts = experts, .invalid = &invalid}, NULL);
+        ops->route_backward(
+            &(mt_route_args){T, &router, logits, .experts = experts, .dprobs = probs, .dlogits = dlogits}, NULL);
         ops->aux_loss_forward(&(mt_aux_loss_args){S, T, &router, logits, sequence, NULL, sums, .z_sum = &z_sum}, NULL);
         ops->aux_loss_backward(&(mt_aux_loss_args){S, T, &router, logits, sequence, .counts = sums + S * E,
                                                    .aux_scale = 0.5f, .z_scale = 0.25f, .dlogits = dlogits},
                                NULL);
         hash = hash_bytes(hash, probs, T * router.topk * 4);
         router = sinkhorn_routers[i % 2], router.num_experts = E;
-        ops->route_sinkhorn(probs, experts, &invalid, logits, NULL, T, 0, T, &router, NULL);
+        ops->route_sinkhorn(
+            &(mt_route_args){T, &router, logits, .count = T, .probs = probs, .experts = experts, .invalid = &invalid},
+            NULL);
         hash = hash_bytes(hash, experts, T * router.topk * 4);
         hash = hash_bytes(hash, dlogits, sizeof dlogits);
         hash = hash_bytes(hash_bytes(hash, sums, sizeof sums), &z_sum, 8);
@@ -1296,8 +1345,8 @@ static uint64_t hash_experts(mt_dtype dtype) {
     float *weights = store(probs, T * K, MT_F32), *dw = mt_calloc(E * 2 * F * C * 4), *dweights = mt_malloc(M * 4);
     float *gathered = mt_malloc(M * 4);
     void *rows = mt_malloc(M * C * size), *gate_up = mt_malloc(M * 2 * F * size), *y = mt_malloc(M * F * size);
-    ops->gather_rows(rows, xs, p.token, M, C, C, C, dtype, NULL);
-    ops->gather_rows(gathered, weights, p.choice, M, 1, 1, 1, MT_F32, NULL);
+    ops->gather_rows(&(mt_row_args){M, C, p.token, .from = xs, .to = rows}, dtype, NULL);
+    ops->gather_rows(&(mt_row_args){M, 1, p.choice, .from = weights, .to = gathered}, MT_F32, NULL);
     ops->grouped_linear_forward(&(mt_grouped_args){M, 2 * F, C, E, p.offsets, rows, ws, .y = gate_up}, dtype, NULL);
     ops->activation_forward(&(mt_activation_args){M, F, MT_ACTIVATION_SWIGLU, gate_up, gathered, .y = y}, dtype, NULL);
     ops->activation_backward(&(mt_activation_args){M, F, MT_ACTIVATION_SWIGLU, gate_up, gathered, .dy = y,
@@ -1307,7 +1356,8 @@ static uint64_t hash_experts(mt_dtype dtype) {
         &(mt_grouped_args){M, 2 * F, C, E, p.offsets, rows, .dy = gate_up, .dw = dw, .accumulate = true}, dtype, NULL);
     ops->grouped_linear_backward_input(
         &(mt_grouped_args){M, 2 * F, C, E, p.offsets, .w = ws, .dy = gate_up, .dx = rows}, dtype, NULL);
-    ops->combine_rows(xs, rows, p.position, xs, T, K, C, dtype, NULL);
+    ops->combine_rows(&(mt_combine_args){T, K, C, .in = rows, .position = p.position, .base = xs, .out = xs}, dtype,
+                      NULL);
     uint64_t hash = hash_bytes(hash_bytes(3, xs, T * C * size), y, M * F * size);
     hash = hash_bytes(hash_bytes(hash, dw, E * 2 * F * C * 4), dweights, M * 4);
     free_plan(&p), free(experts), free(x), free(w), free(probs), free(xs), free(ws), free(weights), free(dw);

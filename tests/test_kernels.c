@@ -342,15 +342,19 @@ static void check_linear(const linear_shape *s, mt_dtype dtype) {
     double *y = zeros(T * N), *want = zeros(T * N), *grad = zeros(n_in);
     matrix x_m = matrix_from(in, T, K, K, dtype), w_m = matrix_from(in + T * K, N, K, K, dtype);
     matrix b_m = matrix_from(in + T * K + N * K, 1, N, N, dtype), y_m = matrix_new(T, N, N, dtype);
-    ops->linear_forward(y_m.data, x_m.data, w_m.data, s->bias ? b_m.data : NULL, T, N, K, dtype, NULL);
+    ops->linear_forward(
+        &(mt_linear_args){T, N, K, .x = x_m.data, .w = w_m.data, .bias = s->bias ? b_m.data : NULL, .y = y_m.data},
+        dtype, NULL);
     matrix_take(&y_m, y);
     linear_reference(want, in, s);
     assert_forward("y", y, want, T * N, dtype);
     matrix dy_m = matrix_from(dy, T, N, N, dtype), dx_m = matrix_new(T, K, K, dtype);
     matrix dw_m = matrix_from(start, N, K, K, MT_F32), db_m = matrix_from(start + N * K, 1, N, N, MT_F32);
-    ops->linear_backward_input(dx_m.data, dy_m.data, w_m.data, T, N, K, dtype, NULL);
-    ops->linear_backward_weight((float *)dw_m.data, s->bias ? (float *)db_m.data : NULL, dy_m.data, x_m.data, T, N, K,
-                                true, dtype, NULL);
+    ops->linear_backward_input(&(mt_linear_args){T, N, K, .w = w_m.data, .dy = dy_m.data, .dx = dx_m.data}, dtype,
+                               NULL);
+    ops->linear_backward_weight(&(mt_linear_args){T, N, K, .x = x_m.data, .dy = dy_m.data, .dw = (float *)dw_m.data,
+                                                  .dbias = s->bias ? (float *)db_m.data : NULL, .accumulate = true},
+                                dtype, NULL);
     matrix_take(&dx_m, grad);
     matrix_take(&dw_m, grad + T * K);
     matrix_take(&db_m, grad + T * K + N * K);
@@ -380,10 +384,12 @@ static void linear_is_exact_on_integers_past_every_block(void **state) {
         matrix x_m = matrix_from(x, T, K, K, both[d]), w_m = matrix_from(w, N, K, K, both[d]);
         matrix dy_m = matrix_from(dy, T, N, N, both[d]), y_m = matrix_new(T, N, N, both[d]);
         matrix dx_m = matrix_new(T, K, K, both[d]), dw_m = matrix_from(zero, N, K, K, MT_F32);
-        ops->linear_forward(y_m.data, x_m.data, w_m.data, NULL, T, N, K, both[d], NULL);
-        ops->linear_backward_input(dx_m.data, dy_m.data, w_m.data, T, N, K, both[d], NULL);
+        ops->linear_forward(&(mt_linear_args){T, N, K, .x = x_m.data, .w = w_m.data, .y = y_m.data}, both[d], NULL);
+        ops->linear_backward_input(&(mt_linear_args){T, N, K, .w = w_m.data, .dy = dy_m.data, .dx = dx_m.data}, both[d],
+                                   NULL);
         for (int64_t i = 0; i < N * K; i++) ((float *)dw_m.data)[i] = NAN; // is written, not added to
-        ops->linear_backward_weight((float *)dw_m.data, NULL, dy_m.data, x_m.data, T, N, K, false, both[d], NULL);
+        ops->linear_backward_weight(
+            &(mt_linear_args){T, N, K, .x = x_m.data, .dy = dy_m.data, .dw = (float *)dw_m.data}, both[d], NULL);
         for (int64_t i = 0; i < 3000; i++) {
             int64_t t = (int64_t)(random_word() % (uint64_t)T), n = (int64_t)(random_word() % (uint64_t)N);
             int64_t k = (int64_t)(random_word() % (uint64_t)K);
@@ -1074,7 +1080,9 @@ static void sums_of_elements_and_of_rows_match_float64(void **state) {
         double *a = random_values(n), *b = random_values(n), *sum = random_values(SUMS * WIDTH), *got = zeros(n);
         matrix a_m = matrix_from(a, ROWS, WIDTH, WIDTH, both[d]), b_m = matrix_from(b, ROWS, WIDTH, WIDTH, both[d]);
         matrix y = matrix_new(ROWS, WIDTH, WIDTH, both[d]), sum_m = matrix_from(sum, SUMS, WIDTH, WIDTH, MT_F32);
-        ops->scatter_add_rows((float *)sum_m.data, b_m.data, rows, ROWS, WIDTH, SUMS, both[d], NULL);
+        ops->scatter_add_rows(
+            &(mt_row_args){ROWS, WIDTH, rows, .from = b_m.data, .to = (float *)sum_m.data, .count = SUMS}, both[d],
+            NULL);
         for (int64_t i = 0; i < n; i++)
             if (rows[i / WIDTH] >= 0) sum[rows[i / WIDTH] * WIDTH + i % WIDTH] += b[i];
         matrix_take(&sum_m, got);
@@ -1274,8 +1282,10 @@ static void rows_scatter_and_gather_within_their_width(void **state) {
         bool written[8] = {true, false, true, true, false, false, true, false};
         matrix a = matrix_from(from, 4, 5, 7, both[d]), b = matrix_new(8, 5, 9, both[d]),
                c = matrix_new(4, 5, 6, both[d]);
-        ops->scatter_rows(b.data, a.data, rows, 4, 5, 9, 7, both[d], NULL);
-        ops->gather_rows(c.data, b.data, rows, 4, 5, 6, 9, both[d], NULL);
+        ops->scatter_rows(&(mt_row_args){4, 5, rows, .from = a.data, .to = b.data, .from_stride = 7, .to_stride = 9},
+                          both[d], NULL);
+        ops->gather_rows(&(mt_row_args){4, 5, rows, .from = b.data, .to = c.data, .from_stride = 9, .to_stride = 6},
+                         both[d], NULL);
         matrix_take_rows(&b, got, written);
         for (int t = 0; t < 4; t++) assert_memory_equal(got + rows[t] * 5, from + t * 5, 5 * 8);
         matrix_take(&c, got);
@@ -1808,10 +1818,15 @@ static uint64_t hash_linear(mt_dtype dtype) {
     operands o;
     int64_t T = REPEAT_T, C = REPEAT_C;
     operands_fill(&o, dtype);
-    ops->linear_forward(o.out[0], o.in[0], o.in[1], o.in[2], T, 3 * C + 5, C, dtype, NULL);
-    ops->linear_forward(o.out[1], o.in[0], o.in[1], o.in[2], 2, 3 * C + 5, C, dtype, NULL);
-    ops->linear_backward_input(o.out[2], o.in[0], o.in[1], T, 3 * C + 5, C, dtype, NULL);
-    ops->linear_backward_weight(o.grads[0], o.grads[1], o.in[0], o.in[2], T, 3 * C + 5, C, true, dtype, NULL);
+    ops->linear_forward(&(mt_linear_args){T, 3 * C + 5, C, .x = o.in[0], .w = o.in[1], .bias = o.in[2], .y = o.out[0]},
+                        dtype, NULL);
+    ops->linear_forward(&(mt_linear_args){2, 3 * C + 5, C, .x = o.in[0], .w = o.in[1], .bias = o.in[2], .y = o.out[1]},
+                        dtype, NULL);
+    ops->linear_backward_input(&(mt_linear_args){T, 3 * C + 5, C, .w = o.in[1], .dy = o.in[0], .dx = o.out[2]}, dtype,
+                               NULL);
+    ops->linear_backward_weight(&(mt_linear_args){T, 3 * C + 5, C, .x = o.in[2], .dy = o.in[0], .dw = o.grads[0],
+                                                  .dbias = o.grads[1], .accumulate = true},
+                                dtype, NULL);
     return operands_take(&o, 1);
 }
 

@@ -115,20 +115,22 @@ static void residual_norm_forward(const mt_norm_args *a, mt_dtype dtype, mt_stre
     (a->mean ? mt_cpu_ops.layernorm_forward : mt_cpu_ops.rmsnorm_forward)(&norm, dtype, stream);
 }
 
-static void linear_gelu_forward(void *y, void *pre, const void *x, const void *w, const void *bias, int64_t T,
-                                int64_t N, int64_t K, mt_dtype dtype, mt_stream *stream) {
-    mt_cpu_ops.linear_forward(pre, x, w, bias, T, N, K, dtype, stream);
-    mt_cpu_ops.activation_forward(&(mt_activation_args){T, N, MT_ACTIVATION_GELU_TANH, pre, NULL, .y = y}, dtype,
-                                  stream);
+static void linear_gelu_forward(const mt_linear_args *a, mt_dtype dtype, mt_stream *stream) {
+    mt_linear_args linear = *a;
+    linear.y = a->pre;
+    mt_cpu_ops.linear_forward(&linear, dtype, stream);
+    mt_cpu_ops.activation_forward(&(mt_activation_args){a->T, a->N, MT_ACTIVATION_GELU_TANH, a->pre, NULL, .y = a->y},
+                                  dtype, stream);
 }
 
-static void linear_backward_gelu(void *dpre, const void *dy, const void *w, const void *pre, int64_t T, int64_t N,
-                                 int64_t K, mt_dtype dtype, mt_stream *stream) {
-    void *dy_w = mt_malloc(T * K * mt_dtype_size(dtype));
-    mt_cpu_ops.linear_backward_input(dy_w, dy, w, T, N, K, dtype, stream);
+static void linear_backward_gelu(const mt_linear_args *a, mt_dtype dtype, mt_stream *stream) {
+    mt_linear_args linear = *a;
+    linear.dx = mt_malloc(a->T * a->K * mt_dtype_size(dtype));
+    mt_cpu_ops.linear_backward_input(&linear, dtype, stream);
     mt_cpu_ops.activation_backward(
-        &(mt_activation_args){T, K, MT_ACTIVATION_GELU_TANH, pre, NULL, .dy = dy_w, .dx = dpre}, dtype, stream);
-    free(dy_w);
+        &(mt_activation_args){a->T, a->K, MT_ACTIVATION_GELU_TANH, a->x, NULL, .dy = linear.dx, .dx = a->dx}, dtype,
+        stream);
+    free(linear.dx);
 }
 
 static void expect_same(const mt_metrics *a, const mt_metrics *b) {

@@ -337,33 +337,27 @@ static void mt_sim_product(mt_operation operation, int64_t M, int64_t N, int64_t
     call->shape[0] = M, call->shape[1] = N, call->shape[2] = K;
 }
 
-static void mt_product_linear_forward(void *y, const void *x, const void *w, const void *bias, int64_t T, int64_t N,
-                                      int64_t K, mt_dtype dtype, mt_stream *stream) {
-    mt_sim_product(MT_OPERATION_linear_forward, T, N, K, 2 * (double)(T * N), false, stream);
+static void mt_product_linear_forward(const mt_linear_args *a, mt_dtype dtype, mt_stream *stream) {
+    mt_sim_product(MT_OPERATION_linear_forward, a->T, a->N, a->K, 2 * (double)(a->T * a->N), false, stream);
 }
 
-static void mt_product_linear_backward_input(void *dx, const void *dy, const void *w, int64_t T, int64_t N, int64_t K,
-                                             mt_dtype dtype, mt_stream *stream) {
-    mt_sim_product(MT_OPERATION_linear_backward_input, T, K, N, 2 * (double)(T * K), false, stream);
+static void mt_product_linear_backward_input(const mt_linear_args *a, mt_dtype dtype, mt_stream *stream) {
+    mt_sim_product(MT_OPERATION_linear_backward_input, a->T, a->K, a->N, 2 * (double)(a->T * a->K), false, stream);
 }
 
-static void mt_product_linear_backward_weight(float *dw, float *dbias, const void *dy, const void *x, int64_t T,
-                                              int64_t N, int64_t K, bool accumulate, mt_dtype dtype,
-                                              mt_stream *stream) {
-    double written = (accumulate ? 8 : 4) * (double)(N * K);
-    mt_sim_product(MT_OPERATION_linear_backward_weight, N, K, T, written, false, stream);
-    if (dbias) mt_sim_column_sums(dbias, dy, T, N, dtype, stream);
+static void mt_product_linear_backward_weight(const mt_linear_args *a, mt_dtype dtype, mt_stream *stream) {
+    double written = (a->accumulate ? 8 : 4) * (double)(a->N * a->K);
+    mt_sim_product(MT_OPERATION_linear_backward_weight, a->N, a->K, a->T, written, false, stream);
+    if (a->dbias) mt_sim_column_sums(a->dbias, a->dy, a->T, a->N, dtype, stream);
 }
 
 /* GELU in the epilogue: both results are written, or the argument of GELU is read as well. */
-static void mt_product_linear_gelu_forward(void *y, void *pre, const void *x, const void *w, const void *bias,
-                                           int64_t T, int64_t N, int64_t K, mt_dtype dtype, mt_stream *stream) {
-    mt_sim_product(MT_OPERATION_linear_gelu_forward, T, N, K, 4 * (double)(T * N), false, stream);
+static void mt_product_linear_gelu_forward(const mt_linear_args *a, mt_dtype dtype, mt_stream *stream) {
+    mt_sim_product(MT_OPERATION_linear_gelu_forward, a->T, a->N, a->K, 4 * (double)(a->T * a->N), false, stream);
 }
 
-static void mt_product_linear_backward_gelu(void *dpre, const void *dy, const void *w, const void *pre, int64_t T,
-                                            int64_t N, int64_t K, mt_dtype dtype, mt_stream *stream) {
-    mt_sim_product(MT_OPERATION_linear_backward_gelu, T, K, N, 4 * (double)(T * K), false, stream);
+static void mt_product_linear_backward_gelu(const mt_linear_args *a, mt_dtype dtype, mt_stream *stream) {
+    mt_sim_product(MT_OPERATION_linear_backward_gelu, a->T, a->K, a->N, 4 * (double)(a->T * a->K), false, stream);
 }
 
 /* Grouped products: half a tile of 128 rows of each expert is empty. */
@@ -445,12 +439,11 @@ static void mt_product_attention_backward(const mt_attention *a, mt_dtype dtype,
 
 /* ---- values that the host reads from the device: the rows of experts, spread evenly */
 
-static void mt_product_dispatch_plan(int32_t *offsets, int32_t *position, int32_t *choice, int32_t *token,
-                                     const int32_t *experts, int64_t T, int64_t M, const mt_dispatch *dispatch,
-                                     mt_stream *stream) {
-    mt_device_model.offsets = offsets, mt_device_model.num_offsets = dispatch->count * dispatch->copies + 1;
-    mt_device_model.num_choices = M * dispatch->count / mt_device_model.num_experts;
-    mt_sim_dispatch_plan(offsets, position, choice, token, experts, T, M, dispatch, stream);
+static void mt_product_dispatch_plan(const mt_dispatch_args *a, mt_stream *stream) {
+    mt_device_model.offsets = a->offsets;
+    mt_device_model.num_offsets = a->dispatch->count * a->dispatch->copies + 1;
+    mt_device_model.num_choices = a->M * a->dispatch->count / mt_device_model.num_experts;
+    mt_sim_dispatch_plan(a, stream);
 }
 
 static void mt_product_all_gather(void *out, const void *in, int64_t count, mt_dtype dtype, const mt_group *group,

@@ -332,7 +332,7 @@ static double mt_profile_best(void *to, const void *from, int64_t bytes, const v
         mt_moment_mark(&moments[0], stream);
         for (int i = 0; i < CALLS; i++)
             if (n > 0)
-                ops->linear_forward(to, from, w, NULL, n, n, n, dtype, stream);
+                ops->linear_forward(&(mt_linear_args){n, n, n, .x = from, .w = w, .y = to}, dtype, stream);
             else
                 ops->memory_copy(to, from, bytes, stream);
         mt_moment_mark(&moments[1], stream);
@@ -350,7 +350,7 @@ double mt_cpu_matmul_rate(int64_t n) {
     double best = 1e30, begin = mt_time();
     for (int64_t run = 0; run < 4 || (run < 20 && mt_time() - begin < 0.5); run++) {
         double start = mt_time();
-        mt_cpu_ops.linear_forward(y, x, w, NULL, n, n, n, MT_F32, NULL);
+        mt_cpu_ops.linear_forward(&(mt_linear_args){n, n, n, .x = x, .w = w, .y = y}, MT_F32, NULL);
         best = fmin(best, mt_time() - start);
     }
     mt_cpu_ops.memory_free(memory);
