@@ -201,9 +201,7 @@ static void merge(mt_inference *r) {
     else if (r->is_first && mt_tokenizer_open_folder(&r->tokenizer, r->folder, &error) != 0) // ByteLevel, or none
         r->tokenizer = NULL;
     mt_inference_check(r, status, &error);
-    mt_inference_check(r, mt_adapter_merge(r->model, &error), &error);
-    if (r->tokenizer) status = mt_tokenizer_save(r->tokenizer, r->options.merge_adapter, &error);
-    mt_inference_check(r, status, &error);
+    mt_inference_check(r, mt_adapter_merge(r->model, r->tokenizer, &error), &error);
     if (r->is_first) printf("wrote the merged model to %s\n", r->options.merge_adapter);
 }
 

@@ -60,12 +60,13 @@ static bool evaluate(mt_run *r, mt_split split, const char *name, int64_t first)
 }
 
 /* As soon as its steps are over, or with the run. Like other reports, a trace without room does not end the run. */
-static void write_trace(mt_run *r) {
+static void write_trace(mt_run *r, bool goes_on) {
     mt_error error;
     if (mt_trace_write(&error) == 0)
         mt_report_line(&r->report, "wrote the trace to %s", r->options.trace);
     else if (r->grid.world.rank == 0)
-        fprintf(stderr, "warning: %s; training goes on without the trace\n", error.text);
+        fprintf(stderr, "warning: %s; %s\n", error.text,
+                goes_on ? "training goes on without the trace" : "this run leaves no trace");
 }
 
 /* One iteration of reinforcement learning, or none if a stop is requested first. A reward that fails ends the run, but
@@ -108,7 +109,7 @@ static bool step(mt_run *r) {
     mt_run_check(r, status, &error);
     r->state.consumed_train_samples = consumed + feed.read; // also where micro-batches hold other than whole rows
     mt_run_check(r, mt_feed_check(&feed, &r->grid, r->state.iteration, &error), &error);
-    if (mt_trace_is_complete()) write_trace(r);
+    if (mt_trace_is_complete()) write_trace(r, r->state.iteration < o->num_iterations);
     if (reported && feed.tokens > 0) metrics.tokens = feed.tokens;
     r->report.step_flops = feed.flops;
     if (reported) mt_report_iteration(&r->report, &r->state, &metrics);
@@ -138,7 +139,7 @@ static void train(mt_run *r) {
         if (stop) mt_run_save_progress(r);
     }
     mt_run_check(r, mt_train_finish(r->model, &error), &error);
-    if (mt_trace_is_open()) write_trace(r);
+    if (mt_trace_is_open()) write_trace(r, false);
     if (stop) {
         mt_report_line(&r->report, "stopped early after iteration %lld", (long long)r->state.iteration);
         return;

@@ -407,8 +407,8 @@ static void a_merged_folder_is_a_whole_model(void **state) {
     create_model(&f, &mt_grid_of_one);
     create_model(&whole, &mt_grid_of_one);
     f.options.merge_adapter = mt_strdup(at("merged"));
-    if (mt_adapter_merge(f.model, &error) != 0) fail_msg("%s", error.text);
-    assert_int_equal(mt_adapter_merge(f.model, &error), -1); // the folder holds a model now
+    if (mt_adapter_merge(f.model, NULL, &error) != 0) fail_msg("%s", error.text);
+    assert_int_equal(mt_adapter_merge(f.model, NULL, &error), -1); // the folder holds a model now
     if (mt_checkpoint_load(whole.model, &ignored, at("merged"), &error) != 0) fail_msg("%s", error.text);
     fill_batch(&f, 0, 0, SEQUENCES, &f.batch);
     mt_model_forward(whole.model, &f.batch, false);

@@ -61,6 +61,11 @@ a_merge_that_fails_leaves_nothing() {
         umount "$work/disk"
         [ $merged = 0 ] || return 1
     fi
+    cp -R $base "$work/texts" && chmod -R u+w "$work/texts" && mkdir -p "$work/late/tokenizer.json" || return 1
+    echo '{"model": {"type": "Unigram", "vocab": []}}' >"$work/texts/tokenizer.json" # which cannot be written there
+    refused 'late/tokenizer.json: cannot be written' "$infer" --load "$work/texts" --load-adapter "$work/merges" \
+        --merge-adapter "$work/late" --device cpu && [ ! -e "$work/late/config.json" ] &&
+        [ ! -e "$work/late/model.safetensors" ] || return 1
     echo killed >"$work/again/model.safetensors"
     refused 'again: holds model.safetensors but no config.json' "$@" && rm "$work/again/model.safetensors" &&
         "$@" >"$work/out" 2>"$work/err" </dev/null && says 'wrote the merged model' "$work/out"

@@ -144,6 +144,26 @@ later_errors_have_the_names_that_were_given() {
         -np 1 "$train" $small --distributed-timeout-seconds-after-init 61 >"$work/out" 2>"$work/err" && return 1
     says "^error: rank 1 has --distributed-timeout-seconds-after-init '61' and rank 0 '60'" "$work/err"
 }
+# Tensors have the names of the folder's model_type, so no option may make it another one.
+options_that_a_loaded_family_lacks_are_named() {
+    for pair in 'qwen3_next --mtp-num-layers 1' 'gpt_oss --moe-router-pre-softmax' 'gpt2 --window-size 4'; do
+        # shellcheck disable=SC2086
+        set -- $pair
+        refused "\"model_type\" is $1, and no model of this type has $2; leave" "$train" \
+            --load "tests/golden/hf/$1" "$2" ${3:+"$3"} --mock-data --seq-length 8 --train-iters 1 --lr 1e-3 \
+            --device cpu --hidden-dropout 0 || return 1
+    done
+}
+check options_that_a_loaded_family_lacks_are_named options_that_a_loaded_family_lacks_are_named
+every_note_about_a_folder_is_printed() {
+    mkdir "$work/noted"
+    sed 's/"residual_dropout": [0-9.]*/"residual_dropout": 0.1/; s/^{/{"rope_scaling": {"rope_type": "default"},/' \
+        tests/golden/hf/seed_oss/config.json >"$work/noted/config.json"
+    "$train" --hf-config "$work/noted/config.json" --mock-data --seq-length 8 --train-iters 1 --lr 1e-3 \
+        --device cpu >"$work/out" 2>"$work/err" && says 'residual_dropout.* becomes --hidden-dropout' "$work/err" &&
+        says 'rope_scaling.* replaces' "$work/err"
+}
+check every_note_about_a_folder_is_printed every_note_about_a_folder_is_printed
 check later_errors_have_the_names_that_were_given later_errors_have_the_names_that_were_given
 check options_with_an_effect_say_nothing options_with_an_effect_say_nothing
 modules_without_a_layer_say_so() {

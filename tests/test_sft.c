@@ -153,7 +153,8 @@ static void answers_that_are_marked_are_not_trained(void **state) {
     expect_error(c, "{\"messages\": [" USER("u") ", " MARKED("a", "weight\": 0") "]}", "no token to train on");
     static const char *const strange[] = {"masked\": true", "mask\": 0",       "trained\": false",
                                           "loss_mask\": 0", "loss_scale\": 0", "train_detail\": [1]",
-                                          "ignore\": true", "skip_loss\": 1",  "supervised\": false"};
+                                          "ignore\": true", "skip_loss\": 1",  "supervised\": false",
+                                          "Weight\": 0",    "isLoss\": false", "label\": false"};
     for (size_t i = 0; i < sizeof strange / sizeof *strange; i++) {
         snprintf(line, sizeof line,
                  "{\"messages\": [" USER("u") ", {\"role\": \"assistant\", \"content\": \"a\", \"%s}]}", strange[i]);
@@ -207,9 +208,12 @@ static void fields_that_are_not_read_are_named(void **state) {
     (void)state;
     char log[2000] = "";
     mt_sft_config c = {.log = fmemopen(log, sizeof log, "w")};
-    expect_one(c, "{\"prompt\": \"a\", \"response\": \"b\", \"thoughts\": \"t\", \"id\": 5, \"x\": \"\"}", "a[b|]");
+    expect_one(c,
+               "{\"prompt\": \"a\", \"response\": \"b\", \"thoughts\": \"t\", \"id\": 5, \"x\": \"\", "
+               "\"train_on_input\": true, \"good\": true}",
+               "a[b|]");
     fclose(c.log);
-    assert_non_null(strstr(log, "not read: \"thoughts\"\n"));
+    assert_non_null(strstr(log, "not read: \"thoughts\", \"train_on_input\"\n"));
     c = (mt_sft_config){.pairs = true, .log = fmemopen(log, sizeof log, "w")};
     const char *const pair[] = {"what is the sum?[what is the sum? 4|]", "what is the sum?[what is the sum? 5|]"};
     expect(c,

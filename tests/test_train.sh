@@ -292,6 +292,12 @@ a_full_disk_is_reported_once_and_training_goes_on() {
     ) >"$work/out" 2>"$work/err" && says ' 12/12 100% ' "$work/out" && [ ! -e "$work/t.json" ] &&
         says '^warning: .*/t.json: cannot be written: too large .*; training goes on without the trace' "$work/err" ||
         return 1
+    (
+        ulimit -f 8
+        # shellcheck disable=SC2086
+        exec "$train" $small --train-iters 12 --trace "$work/t.json" --trace-first-step 1 --trace-last-step 12
+    ) >"$work/out" 2>"$work/err" &&
+        says '^warning: .*/t.json: cannot be written: too large .*; this run leaves no trace' "$work/err" || return 1
     [ -w /dev/full ] || return 0
     small_run --train-iters 3 --metrics /dev/full &&
         says '^warning: /dev/full: cannot be written: No space' "$work/err" || return 1

@@ -52,9 +52,10 @@ void mt_model_merge_adapters(mt_model *m) {
 }
 
 /* The small files of a whole model, on rank 0. config.json, by which a folder holds a model, is the last one. */
-static int mt_merged_write(const mt_options *o, mt_error *error) {
+static int mt_merged_write(const mt_options *o, const mt_tokenizer *tokenizer, mt_error *error) {
     char *config = mt_options_write_hf_config(o), *path = mt_path_join(o->merge_adapter, "config.json");
     int status = mt_generation_config_write(o, o->merge_adapter, error);
+    if (status == 0 && tokenizer) status = mt_tokenizer_save(tokenizer, o->merge_adapter, error);
     if (status == 0) status = mt_file_write(path, config, (int64_t)strlen(config), "--merge-adapter", error);
     free(config), free(path);
     return status;
@@ -81,7 +82,7 @@ static int mt_merged_remove(const char *folder, const char *name, void *context)
     return 0;
 }
 
-int mt_adapter_merge(mt_model *m, mt_error *error) {
+int mt_adapter_merge(mt_model *m, const mt_tokenizer *tokenizer, mt_error *error) {
     const mt_options *o = mt_model_options(m);
     const mt_group *world = &mt_model_grid(m)->world;
     int status = 0;
@@ -93,7 +94,7 @@ int mt_adapter_merge(mt_model *m, mt_error *error) {
     if (mt_agree(world, status != 0, error) != 0) return -1;
     mt_model_merge_adapters(m);
     status = mt_safetensors_save_folder(m, o->merge_adapter, "model", 5000000000, error);
-    if (status == 0) status = mt_agree(world, world->rank == 0 && mt_merged_write(o, error) != 0, error);
+    if (status == 0) status = mt_agree(world, world->rank == 0 && mt_merged_write(o, tokenizer, error) != 0, error);
     if (status != 0 && world->rank == 0) mt_folder_visit(o->merge_adapter, mt_merged_remove, NULL); // for another try
     return status;
 }

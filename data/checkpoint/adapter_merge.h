@@ -3,7 +3,7 @@
 #ifndef MT_ADAPTER_MERGE_H
 #define MT_ADAPTER_MERGE_H
 
-#include "../../megatron.h"
+#include "../tokens/tokenizer.h"
 
 #ifdef __cplusplus
 extern "C" {
@@ -14,8 +14,8 @@ extern "C" {
 void mt_model_merge_adapters(mt_model *model);
 
 /* Writes the whole model with its adapters merged, a Hugging Face folder, to options->merge_adapter, and merges them in
- * `model` too. Every rank calls it. */
-int mt_adapter_merge(mt_model *model, mt_error *error);
+ * `model` too. Every rank calls it; rank 0 writes the files of the tokenizer (NULL: none). */
+int mt_adapter_merge(mt_model *model, const mt_tokenizer *tokenizer, mt_error *error);
 
 #ifdef __cplusplus
 }

@@ -94,8 +94,10 @@ int mt_options_finish_by(mt_options *options, mt_program program, int64_t world_
                          mt_error *error) {
     int status = mt_options_complete(options, program, world_size, balance, error);
     if (status == 0 && !mt_options_draws_schedule(options)) {
+        mt_hf_family stored = options->hf_family;
         mt_options_derive_family(options);
-        status = mt_options_derive_adapters(options, error);
+        status = mt_options_check_names(options, stored, error);
+        if (status == 0) status = mt_options_derive_adapters(options, error);
         if (status == 0) status = mt_options_check_run(options, program, error);
     }
     if (status != 0) mt_options_name_typed(options, error);

@@ -9,6 +9,7 @@
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>
+#include <strings.h>
 
 void mt_samples_free(mt_samples *samples) {
     free(samples->offsets);
@@ -290,11 +291,12 @@ static bool is_one_of(const char *key, const char *const *names) {
 
 /* True for a field that may well say what is trained, such as torchtune's "masked", in a way that is not known. */
 static bool is_strange_mark(const char *key, const json_t *value) {
-    static const char *const parts[] = {"train", "loss", "mask", "weight", "ignore", "supervised", "learn"};
+    static const char *const parts[] = {"train", "loss", "mask", "weight", "ignore", "supervised", "learn", "label"};
     bool speaks = json_is_boolean(value) || json_is_number(value) || has_value(value);
     if (!speaks || is_one_of(key, marks)) return false;
     for (size_t i = 0; i < sizeof parts / sizeof *parts; i++)
-        if (strstr(key, parts[i])) return true;
+        for (const char *at = key; *at; at++)
+            if (strncasecmp(at, parts[i], strlen(parts[i])) == 0) return true;
     return false;
 }
 
@@ -819,13 +821,14 @@ static bool is_read(const reader *r, const json_t *object, const char *key) {
     return false;
 }
 
-/* Remembers the names of fields that hold a text or a list and are not read. */
+/* Remembers the names of fields that are not read and hold a text, a list, or a switch that may say what is trained. */
 static void note_unread(reader *r, json_t *object) {
     const char *key;
     json_t *value;
     json_object_foreach(object, key, value) {
-        bool known = is_read(r, object, key) || !has_value(value) || json_is_number(value) || json_is_true(value);
-        if (!known) note_field(r, key);
+        bool is_switch = json_is_boolean(value) && is_strange_mark(key, value) && strcmp(key, "label") != 0;
+        bool holds = has_value(value) && !json_is_number(value) && !json_is_true(value);
+        if ((is_switch || holds) && !is_read(r, object, key)) note_field(r, key);
     }
 }
 

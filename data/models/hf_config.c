@@ -392,13 +392,15 @@ static bool mt_hf_key_of(mt_hf_key *key, char name[80], const mt_option *row) {
 
 /* ---- reading */
 
+enum { MT_NOTE = 800 };
+
 /* A config.json that is read. Only the first error is kept, so that readers need not check after each key. */
 typedef struct mt_config {
     json_t *root;
     const char *path;
     mt_error *error;
     bool failed;
-    char note[300]; // for the user, where the file holds something without effect; "": none
+    char note[MT_NOTE]; // for the user, where the file holds something without effect; "": none
 } mt_config;
 
 __attribute__((format(printf, 2, 3))) static void mt_config_fail(mt_config *config, const char *format, ...) {
@@ -409,6 +411,17 @@ __attribute__((format(printf, 2, 3))) static void mt_config_fail(mt_config *conf
     va_end(arguments);
     if (!config->failed) mt_error_set(config->error, "%.200s: %s", config->path, text);
     config->failed = true;
+}
+
+/* Adds a sentence to the note. */
+__attribute__((format(printf, 2, 3))) static void mt_config_note(mt_config *config, const char *format, ...) {
+    size_t length = strlen(config->note);
+    va_list arguments;
+    if (length > 0) length += (size_t)snprintf(config->note + length, sizeof config->note - length, "; ");
+    if (length >= sizeof config->note) return;
+    va_start(arguments, format);
+    vsnprintf(config->note + length, sizeof config->note - length, format, arguments);
+    va_end(arguments);
 }
 
 /* The value of a key; NULL when it is absent or null. */
@@ -655,8 +668,8 @@ static const json_t *mt_config_rope_object(mt_config *config, uint64_t mask, con
     const json_t *rope = json_object_size(older) > 0 ? older : newer;
     const json_t *base = rope == older ? mt_config_get(newer, "rope_theta") : NULL;
     if (base && !mt_config_get(rope, "rope_theta") && !mt_config_get(config->root, "rope_theta"))
-        snprintf(
-            config->note, sizeof config->note,
+        mt_config_note(
+            config,
             "\"rope_scaling\" replaces \"rope_parameters\", as in transformers 5, so that its \"rope_theta\" %g is "
             "unused; write it into \"rope_scaling\" too",
             json_number_value(base));
@@ -978,9 +991,9 @@ static void mt_config_finish_block(mt_config *config, uint64_t mask, mt_options 
     if (shape->num_query_groups == shape->num_attention_heads) shape->num_query_groups = 0; // a group for each head
     shape->group_query_attention = shape->num_query_groups != 0;
     if (mask & SEED_OSS && shape->hidden_dropout > 0)
-        snprintf(config->note, sizeof config->note,
-                 "\"residual_dropout\" %g becomes --hidden-dropout, which drops channels of the embedding too",
-                 shape->hidden_dropout);
+        mt_config_note(config,
+                       "\"residual_dropout\" %g becomes --hidden-dropout, which drops channels of the embedding too",
+                       shape->hidden_dropout);
     mt_config_read_rope(config, shape);
     if (mask & (MISTRALS | MIXTRAL | QWENS | SMOLLM3 | WINDOWED | GPT_OSS | DOTS1 | EXAONES))
         mt_config_read_windows(config, mask, shape);
@@ -1102,7 +1115,7 @@ static mt_hf_family mt_config_family_of_class(const mt_config *config) {
 }
 
 /* Sets `shape`, which holds defaults, to the model of a file, and a note about it for the user ("": none). */
-static int mt_config_read(mt_options *shape, const char *json, int64_t bytes, const char *path, char note[300],
+static int mt_config_read(mt_options *shape, const char *json, int64_t bytes, const char *path, char note[MT_NOTE],
                           mt_error *error) {
     mt_config config = {.path = path, .error = error};
     config.root = mt_json_parse(json, bytes, JSON_REJECT_DUPLICATES, path, error);
@@ -1176,7 +1189,7 @@ static int mt_options_check_weights(const mt_options *options, const mt_options 
 int mt_options_take_shape(mt_options *options, const char *json, int64_t bytes, const char *path, bool has_weights,
                           mt_error *error) {
     mt_options shape;
-    char note[300] = "";
+    char note[MT_NOTE] = "";
     mt_options_default(&shape);
     int result = mt_config_read(&shape, json, bytes, path, note, error);
     if (!result && *note && mt_launch_rank() <= 0) fprintf(stderr, "warning: %s: %s\n", path, note);
@@ -1208,7 +1221,7 @@ int mt_options_take_shape(mt_options *options, const char *json, int64_t bytes, 
 int mt_options_check_shape(const mt_options *options, const char *json, int64_t bytes, const char *option,
                            const char *path, mt_head_type *head, mt_error *error) {
     mt_options shape;
-    char note[300];
+    char note[MT_NOTE];
     mt_options_default(&shape);
     int status = mt_config_read(&shape, json, bytes, path, note, error);
     for (const mt_option *row = mt_option_table; row->help; row++)
@@ -1417,7 +1430,7 @@ static bool mt_models_equal(const mt_options *model, const mt_options *read) {
 static bool mt_family_fits(mt_hf_family family, const mt_options *o) {
     mt_options written = *o, read;
     mt_error unread;
-    char note[300];
+    char note[MT_NOTE];
     if (family == MT_HF_UNKNOWN || family == MT_HF_MEGATRON) return family == MT_HF_MEGATRON;
     written.hf_family = family;
     char *json = mt_options_write_hf_config(&written);
@@ -1437,4 +1450,34 @@ void mt_options_derive_family(mt_options *o) {
     if (mt_family_fits(o->hf_family, o)) return;
     o->hf_family = MT_HF_UNKNOWN; // no model fits it
     while (!mt_family_fits(o->hf_family, o)) o->hf_family++;
+}
+
+/* Appends the names of the given options of the model without which `family` computes it; of all that were given, where
+ * no single one is the cause. */
+static void mt_family_append_causes(char *text, int room, mt_hf_family family, const mt_options *o) {
+    int length = 0;
+    mt_options plain;
+    mt_options_default(&plain);
+    for (int single = 1; single >= 0 && length == 0; single--) {
+        for (const mt_option *row = mt_option_table; row->help; row++) {
+            bool is_given = row->name && row->origin == MT_OF_MODEL && mt_options_gave(o, row->offset);
+            bool is_text = row->type == MT_STRING || row->type == MT_OPTIONAL;
+            mt_options without = *o; // borrows the texts and lists
+            if (!is_given || (single && is_text)) continue;
+            if (single) mt_option_copy(&without, &plain, row);
+            if (single && !mt_family_fits(family, &without)) continue;
+            if (length < room)
+                length += snprintf(text + length, (size_t)(room - length), "%s--%s", length ? ", " : "", row->name);
+        }
+    }
+    mt_options_free(&plain);
+}
+
+int mt_options_check_names(const mt_options *o, mt_hf_family stored, mt_error *error) {
+    char causes[300] = "";
+    bool same = mt_hf_families[stored].names == mt_hf_families[o->hf_family].names;
+    if (!o->load || stored == MT_HF_UNKNOWN || same) return 0;
+    mt_family_append_causes(causes, sizeof causes, stored, o);
+    return mt_error_set(error, "--load %s: its \"model_type\" is %s, and no model of this type has %s; leave that out",
+                        o->load, mt_hf_family_name(stored), *causes ? causes : "this shape");
 }

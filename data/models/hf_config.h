@@ -34,6 +34,10 @@ int mt_options_check_shape(const mt_options *options, const char *json, int64_t 
 /* Keeps the family of config.json if it computes this model, otherwise takes the first family that does. */
 void mt_options_derive_family(mt_options *options);
 
+/* Refuses options that give a model loaded by --load, of the family `stored`, a family whose tensors have other names.
+ */
+int mt_options_check_names(const mt_options *options, mt_hf_family stored, mt_error *error);
+
 #ifdef __cplusplus
 }
 #endif
