@@ -49,6 +49,7 @@
  *   §17  gated delta net
  *   §17a its kernels
  *   §17b the mixer
+ *   §17c the gated short convolution
  */
 #ifndef _GNU_SOURCE
 #define _GNU_SOURCE // clock_gettime, madvise
@@ -443,7 +444,7 @@ int mt_options_check_limits(const mt_options *o, const mt_limits *l, mt_error *e
         {l->no_mxfp8 && o->fp8_format && mt_fp8_recipes[o->fp8_recipe].blocks == MT_FP8_VECTOR_32,
          "--fp8-recipe mxfp8 needs a GPU of compute capability 10.0 (Blackwell) or --device cpu; take blockwise"},
         {l->no_plain && o->linear_layers,
-         "--experimental-attention-variant gated_delta_net runs on the CPU only so far; take --device cpu"},
+         "--experimental-attention-variant runs on the CPU only so far; take --device cpu"},
         {l->no_plain && o->attention_output_gate,
          "--attention-output-gate runs on the CPU only so far; take --device cpu"},
         {sinkhorn && mt_exceeds(E, l->sinkhorn_experts),
@@ -5401,6 +5402,7 @@ typedef struct mt_layer {
     mt_weight conv;                // [q, k and v, taps]
     mt_weight A_log, dt_bias;      // [value heads]
     mt_weight delta_norm;          // [channels of a value head]
+    mt_linear short_in;            // C -> B, C, x of a gated short convolution
     mt_linear o;                   // H Dv -> C
     mt_norm attention_out_norm;    // of the output of attention
     mt_norm mlp_norm;
@@ -5451,7 +5453,8 @@ mt_layer_kind mt_layer_kind_of(const mt_options *o, int64_t layer) {
         o->position_embedding_type == MT_POSITION_ROPE && (!o->rope_layers || o->rope_layers[letter] == '1');
     bool is_linear = o->linear_layers && o->linear_layers[letter] == '1';
     mt_layer_kind kind = {.mixer = o->multi_latent_attention ? MT_MIXER_LATENT_ATTENTION : MT_MIXER_ATTENTION};
-    if (is_linear) kind.mixer = MT_MIXER_GATED_DELTA_NET, has_window = has_rope = false;
+    bool is_conv = o->experimental_attention_variant == MT_VARIANT_SHORT_CONV;
+    if (is_linear) kind.mixer = is_conv ? MT_MIXER_SHORT_CONV : MT_MIXER_GATED_DELTA_NET, has_window = has_rope = false;
     kind.feed_forward = has_experts ? MT_FEED_FORWARD_EXPERTS : MT_FEED_FORWARD_DENSE;
     kind.window = has_window ? o->window_size : 0;
     kind.rope = !has_rope ? MT_ROPE_NONE : has_window && o->window_rotary_base > 0 ? MT_ROPE_WINDOW : MT_ROPE_MODEL;
@@ -5529,14 +5532,16 @@ static int64_t mt_dimension_size(const mt_options *o, mt_dimension dimension) {
     X(NORMS_BEFORE, mt_norms_before(o), "--norm-placement")                                                            \
     X(NORMS_AFTER, mt_norms_after(o), "--norm-placement")                                                              \
     X(DELTA, is_delta, "--linear-attention-freq")                                                                      \
-    X(LATENT, !is_delta && o->multi_latent_attention, "--multi-latent-attention")                                      \
-    X(Q_LATENT, !is_delta && o->multi_latent_attention && o->q_lora_rank > 0, "--q-lora-rank")                         \
-    X(HEAD_NORMS, !is_delta && mt_norms_heads(o) && !o->qk_layernorm_all_heads, "--qk-layernorm")                      \
-    X(ALL_HEADS_NORMS, !is_delta && mt_norms_heads(o) && o->qk_layernorm_all_heads, "--qk-layernorm-all-heads")        \
-    X(SINKS, !is_delta && o->softmax_type == MT_SOFTMAX_LEARNABLE, "--softmax-type")                                   \
-    X(OUTPUT_GATE, !is_delta && o->attention_output_gate, "--attention-output-gate")                                   \
-    X(QKV_BIAS, !is_delta && o->add_qkv_bias, "--add-qkv-bias")                                                        \
-    X(O_BIAS, !is_delta && o->attention_output_bias, "--disable-bias-linear")                                          \
+    X(SHORT_CONV, is_conv, "--linear-attention-freq")                                                                  \
+    X(NO_ATTENTION, !attends, "--linear-attention-freq")                                                               \
+    X(LATENT, attends && o->multi_latent_attention, "--multi-latent-attention")                                        \
+    X(Q_LATENT, attends && o->multi_latent_attention && o->q_lora_rank > 0, "--q-lora-rank")                           \
+    X(HEAD_NORMS, attends &&mt_norms_heads(o) && !o->qk_layernorm_all_heads, "--qk-layernorm")                         \
+    X(ALL_HEADS_NORMS, attends &&mt_norms_heads(o) && o->qk_layernorm_all_heads, "--qk-layernorm-all-heads")           \
+    X(SINKS, attends && o->softmax_type == MT_SOFTMAX_LEARNABLE, "--softmax-type")                                     \
+    X(OUTPUT_GATE, attends && o->attention_output_gate, "--attention-output-gate")                                     \
+    X(QKV_BIAS, attends && o->add_qkv_bias, "--add-qkv-bias")                                                          \
+    X(O_BIAS, attends && o->attention_output_bias, "--disable-bias-linear")                                            \
     X(MLP_BIAS, o->mlp_bias, "--disable-bias-linear")                                                                  \
     X(ROUTER, has_experts, "--moe-layer-freq")                                                                         \
     X(ROUTER_BIAS, has_experts && o->moe_router_enable_expert_bias, "--moe-router-enable-expert-bias")                 \
@@ -5559,7 +5564,9 @@ static const char *const mt_condition_option[MT_NUM_CONDITIONS] = {MT_CONDITIONS
 /* A bit for each condition that holds. */
 static unsigned mt_layer_conditions(const mt_options *o, int64_t layer) {
     bool has_experts = layer >= 0 && mt_layer_has_experts(o, layer);
-    bool is_delta = layer >= 0 && mt_layer_kind_of(o, layer).mixer == MT_MIXER_GATED_DELTA_NET;
+    mt_mixer_kind mixer = layer >= 0 ? mt_layer_kind_of(o, layer).mixer : MT_MIXER_ATTENTION;
+    bool is_delta = mixer == MT_MIXER_GATED_DELTA_NET, is_conv = mixer == MT_MIXER_SHORT_CONV;
+    bool attends = !is_delta && !is_conv;
     return 0 MT_CONDITIONS(MT_CONDITION_BIT);
 }
 
@@ -5577,6 +5584,7 @@ enum {
     MT_NAMES_ERNIE4_5_MOE,
     MT_NAMES_MIMO,
     MT_NAMES_QWEN3_NEXT,
+    MT_NAMES_LFM2,
     MT_NUM_NAMES
 };
 
@@ -5680,13 +5688,14 @@ static const mt_role_row mt_role_rows[] = {
     MT_ROLE(Q, LAYER, COLUMN, HD, C, q_b.weight, MT_HAS(LATENT), MT_HAS(Q_LATENT), "self_attn.q_proj.weight"),
     MT_ROLE(KV_B, LAYER, COLUMN, H_NOPE_DV, KV_LORA, kv_b.weight, MT_HAS(LATENT), 0, "self_attn.kv_b_proj.weight"),
     MT_ROLE(ATTENTION_GATE, LAYER, COLUMN, HD, C, gate.weight, MT_HAS(OUTPUT_GATE), 0, "self_attn.q_proj.weight"),
-    MT_ROLE(Q, LAYER, COLUMN, HD, C, qkv.weight, 0, MT_HAS(LATENT) | MT_HAS(DELTA), "self_attn.q_proj.weight",
+    MT_ROLE(Q, LAYER, COLUMN, HD, C, qkv.weight, 0, MT_HAS(LATENT) | MT_HAS(NO_ATTENTION), "self_attn.q_proj.weight",
             "attn.c_attn.weight"),
-    MT_FUSED(K, LAYER, COLUMN_KV, GD, C, qkv.weight, 0, MT_HAS(LATENT) | MT_HAS(DELTA), "self_attn.k_proj.weight",
-             "attn.c_attn.weight"),
-    MT_FUSED(V, LAYER, COLUMN_KV, GD, C, qkv.weight, 0, MT_HAS(LATENT) | MT_HAS(DELTA), "self_attn.v_proj.weight",
-             "attn.c_attn.weight"),
-    MT_ROLE(O, LAYER, ROW, C, HDV, o.weight, 0, MT_HAS(DELTA), "self_attn.o_proj.weight", "attn.c_proj.weight"),
+    MT_FUSED(K, LAYER, COLUMN_KV, GD, C, qkv.weight, 0, MT_HAS(LATENT) | MT_HAS(NO_ATTENTION),
+             "self_attn.k_proj.weight", "attn.c_attn.weight"),
+    MT_FUSED(V, LAYER, COLUMN_KV, GD, C, qkv.weight, 0, MT_HAS(LATENT) | MT_HAS(NO_ATTENTION),
+             "self_attn.v_proj.weight", "attn.c_attn.weight"),
+    MT_ROLE(O, LAYER, ROW, C, HDV, o.weight, 0, MT_HAS(NO_ATTENTION), "self_attn.o_proj.weight",
+            "attn.c_proj.weight", [MT_NAMES_LFM2] = "self_attn.out_proj.weight"),
     /* gated delta net */
     MT_ROLE(DELTA_Q, LAYER, COLUMN, KEYS, C, delta_in.weight, MT_HAS(DELTA), 0,
             "linear_attn.in_proj_qkv.weight", [MT_NAMES_QWEN3_NEXT] = "linear_attn.in_proj_qkvz.weight"),
@@ -5704,10 +5713,18 @@ static const mt_role_row mt_role_rows[] = {
 
              [MT_NAMES_QWEN3_NEXT] = "linear_attn.in_proj_ba.weight"),
     MT_ROLE(O, LAYER, ROW, C, VALUES, o.weight, MT_HAS(DELTA), 0, "linear_attn.out_proj.weight"),
+    /* gated short convolution */
+    MT_ROLE(SHORT_B, LAYER, COLUMN, C, C, short_in.weight, MT_HAS(SHORT_CONV), 0, "conv.in_proj.weight"),
+    MT_FUSED(SHORT_C, LAYER, COLUMN, C, C, short_in.weight, MT_HAS(SHORT_CONV), 0, "conv.in_proj.weight"),
+    MT_FUSED(SHORT_X, LAYER, COLUMN, C, C, short_in.weight, MT_HAS(SHORT_CONV), 0, "conv.in_proj.weight"),
+    MT_ROLE(O, LAYER, ROW, C, C, o.weight, MT_HAS(SHORT_CONV), 0, "conv.out_proj.weight"),
     /* MLP, or shared expert and router */
-    MT_ROLE(GATE, LAYER, COLUMN, F, C, fc1.weight, MT_HAS(GATED), MT_HAS(EXPERTS), "mlp.gate_proj.weight"),
-    MT_FUSED(UP, LAYER, COLUMN, F, C, fc1.weight, 0, MT_HAS(EXPERTS), "mlp.up_proj.weight", "mlp.c_fc.weight"),
-    MT_ROLE(DOWN, LAYER, ROW, C, F, down.weight, 0, MT_HAS(EXPERTS), "mlp.down_proj.weight", "mlp.c_proj.weight"),
+    MT_ROLE(GATE, LAYER, COLUMN, F, C, fc1.weight, MT_HAS(GATED), MT_HAS(EXPERTS),
+            "mlp.gate_proj.weight", [MT_NAMES_LFM2] = "feed_forward.w1.weight"),
+    MT_FUSED(UP, LAYER, COLUMN, F, C, fc1.weight, 0, MT_HAS(EXPERTS), "mlp.up_proj.weight",
+             "mlp.c_fc.weight", [MT_NAMES_LFM2] = "feed_forward.w3.weight"),
+    MT_ROLE(DOWN, LAYER, ROW, C, F, down.weight, 0, MT_HAS(EXPERTS), "mlp.down_proj.weight",
+            "mlp.c_proj.weight", [MT_NAMES_LFM2] = "feed_forward.w2.weight"),
     MT_ROLE(SHARED_GATE, LAYER, COLUMN, SHARED_F, C, fc1.weight, MT_HAS(SHARED) | MT_HAS(GATED), 0,
             "mlp.shared_experts.gate_proj.weight", NULL, NULL, "mlp.shared_expert.gate_proj.weight", NULL, NULL,
             "mlp.shared_mlp.gate_proj.weight", [MT_NAMES_QWEN3_NEXT] = "mlp.shared_expert.gate_proj.weight"),
@@ -5728,6 +5745,7 @@ static const mt_role_row mt_role_rows[] = {
     MT_ROLE(CONV_Q, LAYER, TAPS, KEYS, TAPS, conv, MT_HAS(DELTA), 0, "linear_attn.conv1d.weight"),
     MT_FUSED(CONV_K, LAYER, TAPS, KEYS, TAPS, conv, MT_HAS(DELTA), 0, "linear_attn.conv1d.weight"),
     MT_FUSED(CONV_V, LAYER, TAPS, VALUES, TAPS, conv, MT_HAS(DELTA), 0, "linear_attn.conv1d.weight"),
+    MT_ROLE(SHORT_TAPS, LAYER, TAPS, C, TAPS, conv, MT_HAS(SHORT_CONV), 0, "conv.conv.weight"),
     MT_ROLE(MTP_EMBEDDING_NORM, LAYER, NORM, C, ONE, mtp_embedding_norm.weight, MT_HAS(MTP), 0,
             "enorm.weight", [MT_NAMES_MIMO] = "token_layernorm.weight"),
     MT_ROLE(MTP_HIDDEN_NORM, LAYER, NORM, C, ONE, mtp_hidden_norm.weight, MT_HAS(MTP), 0,
@@ -5736,7 +5754,7 @@ static const mt_role_row mt_role_rows[] = {
             "shared_head.norm.weight", [MT_NAMES_MIMO] = "final_layernorm.weight"),
     /* vectors */
     MT_ROLE(INPUT_NORM, LAYER, NORM, C, ONE, input_norm.weight, MT_HAS(NORMS_BEFORE), 0, "input_layernorm.weight",
-            "ln_1.weight"),
+            "ln_1.weight", [MT_NAMES_LFM2] = "operator_norm.weight"),
     MT_ROLE(INPUT_NORM_BIAS, LAYER, NORM_BIAS, C, ONE, input_norm.bias, MT_HAS(NORMS_BEFORE) | MT_HAS(LAYERNORM), 0,
             "input_layernorm.bias", "ln_1.bias"),
     MT_ROLE(ATTENTION_OUT_NORM, LAYER, NORM, C, ONE, attention_out_norm.weight, MT_HAS(NORMS_AFTER), 0,
@@ -5744,7 +5762,7 @@ static const mt_role_row mt_role_rows[] = {
     MT_ROLE(ATTENTION_OUT_NORM_BIAS, LAYER, NORM_BIAS, C, ONE, attention_out_norm.bias,
             MT_HAS(NORMS_AFTER) | MT_HAS(LAYERNORM), 0, "post_attention_layernorm.bias"),
     MT_ROLE(MLP_NORM, LAYER, NORM, C, ONE, mlp_norm.weight, MT_HAS(NORMS_BEFORE), MT_HAS(NORMS_AFTER),
-            "post_attention_layernorm.weight", "ln_2.weight"),
+            "post_attention_layernorm.weight", "ln_2.weight", [MT_NAMES_LFM2] = "ffn_norm.weight"),
     MT_ROLE(MLP_NORM, LAYER, NORM, C, ONE, mlp_norm.weight, MT_HAS(NORMS_BEFORE) | MT_HAS(NORMS_AFTER), 0,
             "pre_feedforward_layernorm.weight"),
     MT_ROLE(MLP_NORM_BIAS, LAYER, NORM_BIAS, C, ONE, mlp_norm.bias, MT_HAS(NORMS_BEFORE) | MT_HAS(LAYERNORM),
@@ -5757,8 +5775,10 @@ static const mt_role_row mt_role_rows[] = {
             "post_feedforward_layernorm.bias"),
     MT_ROLE(Q_A_NORM, LAYER, NORM, Q_LORA, ONE, q_a_norm, MT_HAS(Q_LATENT), 0, "self_attn.q_a_layernorm.weight"),
     MT_ROLE(KV_A_NORM, LAYER, NORM, KV_LORA, ONE, kv_a_norm, MT_HAS(LATENT), 0, "self_attn.kv_a_layernorm.weight"),
-    MT_ROLE(Q_NORM, LAYER, HEAD_NORM, D, ONE, q_norm, MT_HAS(HEAD_NORMS), 0, "self_attn.q_norm.weight"),
-    MT_ROLE(K_NORM, LAYER, HEAD_NORM, D, ONE, k_norm, MT_HAS(HEAD_NORMS), 0, "self_attn.k_norm.weight"),
+    MT_ROLE(Q_NORM, LAYER, HEAD_NORM, D, ONE, q_norm, MT_HAS(HEAD_NORMS), 0,
+            "self_attn.q_norm.weight", [MT_NAMES_LFM2] = "self_attn.q_layernorm.weight"),
+    MT_ROLE(K_NORM, LAYER, HEAD_NORM, D, ONE, k_norm, MT_HAS(HEAD_NORMS), 0,
+            "self_attn.k_norm.weight", [MT_NAMES_LFM2] = "self_attn.k_layernorm.weight"),
     MT_ROLE(Q_NORM, LAYER, Q_HEADS_NORM, HD, ONE, q_norm, MT_HAS(ALL_HEADS_NORMS), 0, "self_attn.q_norm.weight"),
     MT_ROLE(K_NORM, LAYER, KV_HEADS_NORM, GD, ONE, k_norm, MT_HAS(ALL_HEADS_NORMS), 0, "self_attn.k_norm.weight"),
     MT_ROLE(DELTA_NORM, LAYER, GATED_NORM, VALUE_CHANNELS, ONE, delta_norm, MT_HAS(DELTA), 0,
@@ -5806,7 +5826,7 @@ static const mt_role_row mt_role_rows[] = {
     MT_OUTSIDE(SCORE, OUTPUT, REPLICATED, ONE, C, head.weight, MT_HAS(TOKEN_HEAD), 0, "score.weight",
                "classifier.weight"),
     MT_OUTSIDE(FINAL_NORM, OUTPUT, NORM, C, ONE, final_norm.weight, 0, 0, "model.norm.weight",
-               "transformer.ln_f.weight"),
+               "transformer.ln_f.weight", [MT_NAMES_LFM2] = "model.embedding_norm.weight"),
     MT_OUTSIDE(FINAL_NORM_BIAS, OUTPUT, NORM_BIAS, C, ONE, final_norm.bias, MT_HAS(LAYERNORM), 0, "model.norm.bias",
                "transformer.ln_f.bias"),
     MT_OUTSIDE(SCORE_BIAS, OUTPUT, NORM_BIAS, ONE, ONE, head.bias, MT_HAS(TOKEN_HEAD), 0, "score.bias",
@@ -6205,6 +6225,7 @@ typedef struct mt_layer_scratch {
     float *row_dot;       // [T, H]
     void *dgate;          // [T, H Dv] gradient of the output gate
     void *dconv, *ddelta; // gradients of conv and delta_out of a gated delta net
+    void *dshort_x;       // [T, C / tp] gradient of a short convolution's input
     /* latent attention */
     void *kv_b_out;     // [T, H (D - rotary + Dv)] output of kv_b, and its gradient
     void *k_rope;       // [T, rotary] rotary channels of the keys, and their gradient
@@ -6292,7 +6313,7 @@ struct mt_model {
     struct mt_decode_graph *decode_graphs; // [max_logits + 1], indexed by number of sequences
     mt_span *step_spans;                   // [max_logits] longest spans of a decode step
     void **k_cache, **v_cache;             // [num_layers] of [cache_rows, G D] and [cache_rows, G Dv]
-    float **rule_states, **conv_states;    // [num_layers] of [slots, state] of gated delta nets
+    float **rule_states, **conv_states;    // [num_layers] of [slots, state] of mixers that have them
     struct mt_step_numbers *numbers;       // on the device
     struct mt_trainer *trainer;
     float (*state_amax)[3]; // [2, num_params] amax and new_amax of mt_update_args; NULL: no state has a scale
@@ -6431,6 +6452,7 @@ typedef struct mt_activations {
     void *conv;                            // [T, q, k, v] after the short convolution
     void *delta_out;                       // [T, value heads, channels] of the delta rule
     float *delta_rstd;                     // [T, value heads] of its norm
+    void *short_in, *short_x;              // [T, B, C, x] of a gated short convolution, and its input B x
     void *attention_out;                   // [R, C] before the norm after it
     mt_normed attention_out_norm;          // its y is not kept, as that of mlp_out_norm
     void *middle;                          // [R, C] residual stream between attention and MLP
@@ -6858,11 +6880,16 @@ typedef struct mt_delta_sizes {
 static mt_delta_sizes mt_delta_sizes_of(const mt_model *m) {
     const mt_options *o = m->options;
     int64_t ranks = m->grid->tensor.size;
-    if (!o->linear_layers) return (mt_delta_sizes){0};
+    if (o->experimental_attention_variant != MT_VARIANT_GATED_DELTA_NET) return (mt_delta_sizes){0};
     mt_delta_sizes z = {.Hk = o->linear_num_key_heads / ranks, .Hv = o->linear_num_value_heads / ranks};
     z.Dk = o->linear_key_head_dim, z.Dv = o->linear_value_head_dim;
     z.conv = 2 * z.Hk * z.Dk + z.Hv * z.Dv, z.in = z.conv + z.Hv * (z.Dv + 2);
     return z;
+}
+
+/* Channels of a gated short convolution on this rank; 0: the model has none. */
+static int64_t mt_short_channels(const mt_model *m) {
+    return m->options->experimental_attention_variant == MT_VARIANT_SHORT_CONV ? m->C / m->grid->tensor.size : 0;
 }
 
 static void mt_latent_slots(const mt_model *m, mt_slots *s, const mt_layer *w) {
@@ -8393,6 +8420,12 @@ static void mt_delta_forward(mt_model *m, const mt_pass *p, const mt_layer *w, m
 static mt_deferred mt_delta_backward(mt_model *m, const mt_pass *p, mt_layer *w, mt_activations *a,
                                      const mt_block_gradients *block);
 
+static void mt_short_slots(const mt_model *m, mt_slots *s, const mt_layer *w);
+static void mt_short_forward(mt_model *m, const mt_pass *p, const mt_layer *w, mt_activations *a, const void *x,
+                             void *out);
+static mt_deferred mt_short_backward(mt_model *m, const mt_pass *p, mt_layer *w, mt_activations *a,
+                                     const mt_block_gradients *block);
+
 static const mt_block_kind mt_mixer_kinds[] = {
     [MT_MIXER_ATTENTION] = {"attention", mt_attention_slots, mt_attention_forward, NULL, mt_attention_backward, true,
                             offsetof(mt_layer, o)},
@@ -8401,6 +8434,8 @@ static const mt_block_kind mt_mixer_kinds[] = {
                                    offsetof(mt_layer, o)},
     [MT_MIXER_GATED_DELTA_NET] = {"gated delta net", mt_delta_slots, mt_delta_forward, NULL, mt_delta_backward, false,
                                   offsetof(mt_layer, o)},
+    [MT_MIXER_SHORT_CONV] = {"gated short convolution", mt_short_slots, mt_short_forward, NULL, mt_short_backward,
+                             false, offsetof(mt_layer, o)},
 };
 
 static const mt_block_kind mt_feed_forward_kinds[] = {
@@ -8470,6 +8505,7 @@ static void mt_transposed_slots(const mt_model *m, mt_slots *s, const mt_layer *
     mt_slot_add_transposed(m, s, x, &w->qkv, to, !normed);
     mt_slot_add_transposed(m, s, x, &w->gate, to + step, !normed);
     mt_slot_add_transposed(m, s, x, &w->delta_in, to, !normed);
+    mt_slot_add_transposed(m, s, x, &w->short_in, to, !normed);
     mt_slot_add_transposed(m, s, x, &w->latent, to, !normed || !has_q_latent);
     if (has_q_latent) x = offsetof(mt_activations, q_latent);
     mt_slot_add_transposed(m, s, x, &w->q_b, to + step, !has_q_latent || up_again);
@@ -11081,11 +11117,12 @@ static void mt_plan_buckets(mt_model *m) {
         m->state_amax = mt_arena_alloc(optimizer, 2 * m->num_params * (int64_t)sizeof *m->state_amax);
     for (int64_t layer = 0; layer < m->num_layers && m->plan.cache_rows > 0; layer++) {
         int64_t heads_bytes = m->plan.cache_rows * m->G * mt_dtype_size(m->dtype);
-        if (m->layers[layer].kind.mixer == MT_MIXER_GATED_DELTA_NET) {
+        mt_mixer_kind mixer = m->layers[layer].kind.mixer;
+        if (mixer == MT_MIXER_GATED_DELTA_NET || mixer == MT_MIXER_SHORT_CONV) {
             mt_delta_sizes z = mt_delta_sizes_of(m);
             int64_t slots = mt_cache_slots(&m->plan), taps = o->linear_conv_kernel_dim;
             m->rule_states[layer] = mt_arena_alloc(cache, slots * z.Hv * z.Dk * z.Dv * 4);
-            m->conv_states[layer] = mt_arena_alloc(cache, slots * (taps - 1) * z.conv * 4);
+            m->conv_states[layer] = mt_arena_alloc(cache, slots * (taps - 1) * (z.conv + mt_short_channels(m)) * 4);
             continue;
         }
         m->k_cache[layer] = mt_arena_alloc(cache, heads_bytes * m->D);
@@ -12641,7 +12678,9 @@ static void mt_plan_scratch(mt_model *m, mt_arena *arena) {
     bool latent = o->multi_latent_attention;
     if (latent || o->attention_output_gate) out_width = mt_max(out_width, m->C); // a second gradient of the input
     mt_delta_sizes delta = mt_delta_sizes_of(m);
-    out_width = mt_max(out_width, delta.Hv * delta.Dv);
+    int64_t short_width = mt_short_channels(m);
+    out_width = mt_max(out_width, mt_max(delta.Hv * delta.Dv, short_width));
+    int64_t in_width = mt_max(mt_qkv_width(m), mt_max(delta.in, 3 * short_width));
     if (m->plan.train) {
         s->dresidual = mt_arena_alloc(arena, R * m->C * size);
         if (mt_splits_backward(m)) s->dmiddle = mt_arena_alloc(arena, R * m->C * size);
@@ -12651,14 +12690,15 @@ static void mt_plan_scratch(mt_model *m, mt_arena *arena) {
     int64_t start = arena->used;
     s->block_out = mt_arena_alloc(arena, R * m->C * size);
     if (m->plan.train) {
-        s->dqkv = mt_arena_alloc(arena, T * mt_max(mt_fc1_width(m, m->F), mt_max(mt_qkv_width(m), delta.in)) * size);
+        s->dqkv = mt_arena_alloc(arena, T * mt_max(mt_fc1_width(m, m->F), in_width) * size);
         s->dattended = mt_arena_alloc(arena, T * mt_max(m->F, out_width) * size);
         if (mt_norms_heads(o)) s->dqk = mt_arena_alloc(arena, T * (q_width + kv_width) * size);
         if (o->qk_layernorm_all_heads) s->means = mt_arena_alloc(arena, 2 * T * 4);
         s->row_dot = mt_arena_alloc(arena, T * m->H * 4);
         if (o->attention_output_gate) s->dgate = mt_arena_alloc(arena, T * m->H * m->Dv * size);
-        s->dconv = mt_arena_alloc(arena, T * delta.conv * size);
+        s->dconv = mt_arena_alloc(arena, T * (delta.conv + short_width) * size);
         s->ddelta = mt_arena_alloc(arena, T * delta.Hv * delta.Dv * size);
+        s->dshort_x = mt_arena_alloc(arena, T * short_width * size);
     }
     if (latent) {
         s->kv_b_out = mt_arena_alloc(arena, T * m->H * (o->qk_head_dim + m->Dv) * size);
@@ -13816,7 +13856,7 @@ void mt_model_decode_sample(mt_model *m, const mt_batch *batch, const int32_t *c
 
 void mt_model_cache_copy(mt_model *m, const mt_cache_copy *copy) {
     for (int64_t layer = 0; layer < m->num_layers; layer++) {
-        if (m->layers[layer].kind.mixer == MT_MIXER_GATED_DELTA_NET) continue;
+        if (m->conv_states[layer]) continue; // of the slot's whole text
         void *caches[] = {m->k_cache[layer], m->v_cache[layer]};
         for (int i = 0; i < 2; i++) {
             int64_t width = m->G * (i ? m->Dv : m->D);
@@ -14682,6 +14722,38 @@ static void mt_cpu_delta_rule_backward(const mt_delta_args *a, mt_dtype dtype, m
     }
 }
 
+/* ---- products */
+
+static void mt_cpu_multiply_forward(const mt_multiply_args *a, mt_dtype dtype, mt_stream *stream) {
+    int64_t C = a->C;
+    mt_scratch scratch = mt_scratch_reserve(3 * C);
+#pragma omp parallel for if (a->T * C > MT_PARALLEL)
+    for (int64_t t = 0; t < a->T; t++) {
+        float *slice = mt_scratch_slice(scratch), *y = mt_row_open(slice + 2 * C, a->y, t * a->y_stride, dtype);
+        const float *x = mt_row_load(slice, a->x, t * a->x_stride, C, dtype),
+                    *z = mt_row_load(slice + C, a->z, t * a->z_stride, C, dtype);
+        for (int64_t i = 0; i < C; i++) y[i] = x[i] * z[i];
+        mt_row_close(a->y, t * a->y_stride, y, C, dtype);
+    }
+}
+
+static void mt_cpu_multiply_backward(const mt_multiply_args *a, mt_dtype dtype, mt_stream *stream) {
+    int64_t C = a->C;
+    mt_scratch scratch = mt_scratch_reserve(5 * C);
+#pragma omp parallel for if (a->T * C > MT_PARALLEL)
+    for (int64_t t = 0; t < a->T; t++) {
+        float *slice = mt_scratch_slice(scratch);
+        const float *x = mt_row_load(slice, a->x, t * a->x_stride, C, dtype),
+                    *z = mt_row_load(slice + C, a->z, t * a->z_stride, C, dtype),
+                    *dy = mt_row_load(slice + 2 * C, a->dy, t * a->dy_stride, C, dtype);
+        float *dx = mt_row_open(slice + 3 * C, a->dx, t * a->dx_stride, dtype),
+              *dz = mt_row_open(slice + 4 * C, a->dz, t * a->dz_stride, dtype);
+        for (int64_t i = 0; i < C; i++) dx[i] = dy[i] * z[i], dz[i] = dy[i] * x[i];
+        mt_row_close(a->dx, t * a->dx_stride, dx, C, dtype);
+        mt_row_close(a->dz, t * a->dz_stride, dz, C, dtype);
+    }
+}
+
 /* ---- gates */
 
 static void mt_cpu_gate_forward(const mt_gate_args *a, mt_dtype dtype, mt_stream *stream) {
@@ -14864,5 +14936,77 @@ static mt_deferred mt_delta_backward(mt_model *m, const mt_pass *p, mt_layer *w,
     m->ops->short_conv_backward(&conv, m->dtype, p->stream);
     mt_linear_io in = {.x = block->x, .dy = s->dqkv, .dx = block->dx};
     mt_layer_linear_backward(m, p, w, a, &w->delta_in, block->x_field, &in);
+    return out;
+}
+
+/* ==== §17c the gated short convolution ============================================================================ */
+/* LFM2's mixer: one product gives B, C and x of each channel; out = o(C conv(B x)). Tensor-parallel ranks share the
+ * channels: each has the same share of B, C, x and the taps, and the output linear sums over the ranks. */
+
+static void mt_short_slots(const mt_model *m, mt_slots *s, const mt_layer *w) {
+    int64_t T = m->plan.max_tokens, width = mt_short_channels(m);
+    (void)w;
+    MT_SLOT(s, short_in, T, 3 * width, m->dtype)->stash_of = offsetof(mt_layer, short_in);
+    MT_SLOT(s, short_x, T, width, m->dtype);
+    MT_SLOT(s, conv, T, width, m->dtype);
+    MT_SLOT(s, attended, T, width, m->dtype)->input = MT_OFFLOAD_ATTN_PROJ;
+}
+
+/* The operands that forward and backward share: of B x, of the convolution, and of the product with C. */
+
+static mt_multiply_args mt_short_enter(const mt_model *m, const mt_pass *p, const mt_activations *a) {
+    int64_t width = mt_short_channels(m);
+    mt_multiply_args product = {.T = p->T, .C = width, .x = mt_at(a->short_in, 2 * width, m->dtype), .z = a->short_in};
+    product.x_stride = product.z_stride = product.dx_stride = product.dz_stride = 3 * width;
+    product.y = a->short_x, product.y_stride = product.dy_stride = width;
+    return product;
+}
+
+static mt_conv_args mt_short_conv(const mt_model *m, const mt_pass *p, const mt_layer *w, const mt_activations *a) {
+    int64_t width = mt_short_channels(m);
+    mt_conv_args conv = {.spans = &p->spans, .C = width, .K = m->options->linear_conv_kernel_dim};
+    conv.x = a->short_x, conv.y = a->conv, conv.w = w->conv.w, conv.dw = w->conv.dw;
+    conv.x_stride = conv.y_stride = conv.dx_stride = conv.dy_stride = width;
+    if (p->decode) conv.states = mt_states_of(m, m->conv_states[w - m->layers]);
+    return conv;
+}
+
+static mt_multiply_args mt_short_leave(const mt_model *m, const mt_pass *p, const mt_activations *a) {
+    int64_t width = mt_short_channels(m);
+    mt_multiply_args product = {.T = p->T, .C = width, .x = a->conv, .z = mt_at(a->short_in, width, m->dtype)};
+    product.x_stride = product.y_stride = product.dx_stride = product.dy_stride = width;
+    product.z_stride = product.dz_stride = 3 * width, product.y = a->attended;
+    return product;
+}
+
+/* out = mixer(x[R, C]). */
+static void mt_short_forward(mt_model *m, const mt_pass *p, const mt_layer *w, mt_activations *a, const void *x,
+                             void *out) {
+    mt_multiply_args enter = mt_short_enter(m, p, a), leave = mt_short_leave(m, p, a);
+    mt_conv_args conv = mt_short_conv(m, p, w, a);
+    mt_layer_linear_forward(p, a, &w->short_in, x, a->short_in);
+    m->ops->multiply_forward(&enter, m->dtype, p->stream);
+    m->ops->short_conv_forward(&conv, m->dtype, p->stream);
+    m->ops->multiply_forward(&leave, m->dtype, p->stream);
+    mt_layer_linear_forward(p, a, &w->o, a->attended, out);
+}
+
+/* scratch.dqkv: the gradient of short_in. */
+static mt_deferred mt_short_backward(mt_model *m, const mt_pass *p, mt_layer *w, mt_activations *a,
+                                     const mt_block_gradients *block) {
+    mt_layer_scratch *s = &m->scratch;
+    int64_t width = mt_short_channels(m);
+    mt_multiply_args enter = mt_short_enter(m, p, a), leave = mt_short_leave(m, p, a);
+    mt_conv_args conv = mt_short_conv(m, p, w, a);
+    MT_CHECK(!block->left);
+    mt_deferred out = mt_attention_out_backward(p, w, a, offsetof(mt_activations, attended), block->dout, s->dattended);
+    leave.dy = s->dattended, leave.dx = s->dconv, leave.dz = mt_at(s->dqkv, width, m->dtype);
+    m->ops->multiply_backward(&leave, m->dtype, p->stream);
+    conv.dy = s->dconv, conv.dx = s->dshort_x;
+    m->ops->short_conv_backward(&conv, m->dtype, p->stream);
+    enter.dy = s->dshort_x, enter.dx = mt_at(s->dqkv, 2 * width, m->dtype), enter.dz = s->dqkv;
+    m->ops->multiply_backward(&enter, m->dtype, p->stream);
+    mt_linear_io in = {.x = block->x, .dy = s->dqkv, .dx = block->dx};
+    mt_layer_linear_backward(m, p, w, a, &w->short_in, block->x_field, &in);
     return out;
 }

@@ -507,6 +507,7 @@ typedef enum mt_activation { MT_ACTIVATIONS(MT_ACTIVATION_NAME) MT_NUM_ACTIVATIO
     X(QWEN3_NEXT, "qwen3_next", "Qwen3NextForCausalLM", QWEN3_NEXT, "model.layers.", false)                            \
     X(QWEN3_5, "qwen3_5_text", "Qwen3_5ForCausalLM", LLAMA, "model.layers.", false)                                    \
     X(QWEN3_5_MOE, "qwen3_5_moe_text", "Qwen3_5MoeForCausalLM", QWEN2_MOE, "model.layers.", false)                     \
+    X(LFM2, "lfm2", "Lfm2ForCausalLM", LFM2, "model.layers.", false)                                                   \
     X(MEGATRON, "megatron", "MegatronForCausalLM", LLAMA, "model.layers.", false)
 #define MT_HF_FAMILY_NAME(name, ...) MT_HF_##name,
 typedef enum mt_hf_family { MT_HF_UNKNOWN, MT_HF_FAMILIES(MT_HF_FAMILY_NAME) MT_NUM_HF_FAMILIES } mt_hf_family;
@@ -525,11 +526,12 @@ typedef enum mt_head_type {
     MT_HEAD_TOKEN     // of every token: *ForTokenClassification, a critic
 } mt_head_type;
 
-/* Mixers of linear attention (--experimental-attention-variant). */
+/* Mixers in place of attention (--experimental-attention-variant). */
 typedef enum mt_attention_variant {
     MT_VARIANT_NONE,
     MT_VARIANT_GATED_DELTA_NET,
-    MT_VARIANT_GDN // its other name in Megatron-LM, until options are finished
+    MT_VARIANT_GDN,       // its other name in Megatron-LM, until options are finished
+    MT_VARIANT_SHORT_CONV // a gated short convolution, as in LFM2
 } mt_attention_variant;
 
 /* Every option by its Megatron name, with underscores. data/options/option_table.c has each one's default, range and
@@ -743,7 +745,7 @@ typedef struct mt_options {
     char *window_layers;       // [num_layers] letters, '1' for a layer with the sliding window; NULL: all or, without
                                // window_size, none
     char *rope_layers;         // [num_layers] letters, '1' for a layer with RoPE; NULL: all have it, or none
-    char *linear_layers;       // [num_layers] letters, '1' for a layer of linear attention; NULL: none
+    char *linear_layers;       // [num_layers] letters, '1' for a layer of experimental_attention_variant; NULL: none
     char *pipeline_letters;    // the stages: E embedding, t layer, m MTP module, L loss, | between stages; NULL: none
     int64_t num_iterations;    // steps of the run, from train_iters or train_samples
     int64_t mtp_layers_stored; // MTP modules that the folder to load may hold, in use or not
@@ -813,7 +815,12 @@ double mt_yarn_mscale(double factor, double mscale);
 int64_t mt_num_expert_layers(const mt_options *options);
 
 /* A layer: which mixer and feed-forward it has, and the numbers that are its own. */
-typedef enum mt_mixer_kind { MT_MIXER_ATTENTION, MT_MIXER_LATENT_ATTENTION, MT_MIXER_GATED_DELTA_NET } mt_mixer_kind;
+typedef enum mt_mixer_kind {
+    MT_MIXER_ATTENTION,
+    MT_MIXER_LATENT_ATTENTION,
+    MT_MIXER_GATED_DELTA_NET,
+    MT_MIXER_SHORT_CONV
+} mt_mixer_kind;
 typedef enum mt_feed_forward_kind { MT_FEED_FORWARD_DENSE, MT_FEED_FORWARD_EXPERTS } mt_feed_forward_kind;
 typedef enum mt_layer_rope {
     MT_ROPE_NONE,
@@ -1421,6 +1428,17 @@ typedef struct mt_gated_norm_args {
     float eps;
 } mt_gated_norm_args;
 
+/* The operands of a product, element by element. */
+typedef struct mt_multiply_args {
+    int64_t T, C;      // tokens, channels
+    const void *x, *z; // [T, C]
+    void *y;
+    const void *dy; // of the backward
+    void *dx, *dz;
+    int64_t x_stride, z_stride, y_stride;    // elements between tokens
+    int64_t dx_stride, dz_stride, dy_stride; // likewise
+} mt_multiply_args;
+
 /* The operands of a gate on attention's output. */
 typedef struct mt_gate_args {
     int64_t n;         // elements of each
@@ -1450,6 +1468,11 @@ typedef struct mt_gate_args {
        const mt_gated_norm_args *a, mt_dtype dtype, mt_stream *stream)                                                 \
     OP(gated_norm_backward, mt_work_bytes(5 * a->T * a->H * a->D, dtype), (a, dtype, stream),                          \
        const mt_gated_norm_args *a, mt_dtype dtype, mt_stream *stream)                                                 \
+    /* y = x z. */                                                                                                     \
+    OP(multiply_forward, mt_work_bytes(3 * a->T * a->C, dtype), (a, dtype, stream), const mt_multiply_args *a,         \
+       mt_dtype dtype, mt_stream *stream)                                                                              \
+    OP(multiply_backward, mt_work_bytes(5 * a->T * a->C, dtype), (a, dtype, stream), const mt_multiply_args *a,        \
+       mt_dtype dtype, mt_stream *stream)                                                                              \
     /* y = x sigmoid(z). */                                                                                            \
     OP(gate_forward, mt_work_bytes(3 * a->n, dtype), (a, dtype, stream), const mt_gate_args *a, mt_dtype dtype,        \
        mt_stream *stream)                                                                                              \
@@ -2753,6 +2776,9 @@ typedef enum mt_role {
     MT_SINKS,              // a logit of each head
     MT_ROUTER_LINEAR_BIAS, // of the router's logits, trained; MT_ROUTER_BIAS is of the choice alone
     MT_ATTENTION_GATE,     // of attention's output
+    MT_SHORT_B,            // this and the next two: of a gated short convolution's input: its gate,
+    MT_SHORT_C,            // the gate of its output,
+    MT_SHORT_X,            // and its values
     MT_DELTA_Q,            // this and the next eleven: a gated delta net; to MT_DELTA_A: of its input
     MT_DELTA_K,
     MT_DELTA_V,
@@ -2765,6 +2791,7 @@ typedef enum mt_role {
     MT_DELTA_NORM,
     MT_A_LOG, // log of the decay of each value head
     MT_DT_BIAS,
+    MT_SHORT_TAPS,
     MT_NUM_ROLES
 } mt_role;
 

@@ -34,13 +34,19 @@ static const char *const families[] = {"gpt2",
                                        "ministral3",
                                        "ernie4_5_moe",
                                        "qwen3_5",
-                                       "qwen3_5_moe"};
+                                       "qwen3_5_moe",
+                                       "lfm2"};
 /* The first NUM_KINDS have every kind of parameter; the others arrange the same parts otherwise. */
 enum { NUM_FAMILIES = sizeof families / sizeof *families, NUM_KINDS = 16 };
 
-/* Families with linear attention, which the CPU alone computes. */
-__attribute__((unused)) static bool is_linear_family(const char *family) {
+/* Families with gated delta nets. */
+__attribute__((unused)) static bool has_delta_nets(const char *family) {
     return strncmp(family, "qwen3_next", 10) == 0 || strncmp(family, "qwen3_5", 7) == 0;
+}
+
+/* Families with these or short convolutions, which the CPU alone computes, without context parallelism. */
+__attribute__((unused)) static bool is_linear_family(const char *family) {
+    return has_delta_nets(family) || strcmp(family, "lfm2") == 0;
 }
 
 #endif

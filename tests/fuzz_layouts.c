@@ -140,6 +140,9 @@ static const row model_rows[] = {
      "2 --linear-num-key-heads 2 --linear-num-value-heads 4 --linear-key-head-dim 18 --linear-value-head-dim 12;" DELTA
      "3 --linear-num-key-heads 4 --linear-num-value-heads 4 --linear-key-head-dim 16 --linear-value-head-dim 20 "
      "--linear-conv-kernel-dim 2"},
+    {8, "", "gated_delta_net",
+     "--experimental-attention-variant short_conv --linear-attention-freq 2;--experimental-attention-variant "
+     "short_conv --linear-attention-freq 3 --linear-conv-kernel-dim 3"},
     {15, "type rope", "latent", "--no-rope-freq 2;--no-rope-freq 3"},
     {60, "", "", "--disable-bias-linear"},
     {20, "", "latent", "--add-qkv-bias"},

@@ -361,6 +361,37 @@ static void a_gated_norm_equals_its_definition(void **state) {
     free(in), free(gradients), free(wanted), free(weights), free(dy), free(y), free(o.values);
 }
 
+/* ---- products. Operands: x, z. */
+
+static void product_definition(const void *shape, const operands *o, double *out) {
+    const norm_shape *s = shape;
+    for (int64_t i = 0; i < s->T * s->D; i++) out[i] = part(o, 0)[i] * part(o, 1)[i];
+}
+
+static void a_product_equals_its_definition(void **state) {
+    (void)state;
+    const norm_shape s = {13, 1, 6};
+    enum { COUNT = 13 * 6, STRIDE = 8 };
+    operands o = operands_new(2, (int64_t[]){COUNT, COUNT});
+    double wanted[COUNT], weights[COUNT];
+    float x[13 * STRIDE], dx[13 * STRIDE], dy[COUNT], y[COUNT], gradients[2 * COUNT];
+    for (int64_t i = 0; i < COUNT; i++) weights[i] = (double)(float)uniform(), dy[i] = (float)weights[i];
+    for (int64_t i = 0; i < 13 * STRIDE; i++) x[i] = NAN, dx[i] = 7;
+    float *in = floats_of(o.values, o.total);
+    for (int64_t i = 0; i < COUNT; i++) x[i / 6 * STRIDE + i % 6] = in[i];
+    mt_multiply_args a = {.T = s.T, .C = s.D, .x = x, .z = in + COUNT, .y = y, .dy = dy, .dx = dx};
+    a.x_stride = a.dx_stride = STRIDE, a.z_stride = a.y_stride = a.dy_stride = a.dz_stride = s.D;
+    a.dz = gradients + COUNT;
+    ops->multiply_forward(&a, MT_F32, NULL);
+    product_definition(&s, &o, wanted);
+    expect_equal(y, wanted, COUNT, 1e-6);
+    ops->multiply_backward(&a, MT_F32, NULL);
+    for (int64_t i = 0; i < COUNT; i++) gradients[i] = dx[i / 6 * STRIDE + i % 6];
+    for (int64_t i = 0; i < 13 * STRIDE; i++) assert_true(i % STRIDE < 6 || dx[i] == 7);
+    expect_gradients(product_definition, &s, &o, weights, COUNT, gradients, 1);
+    free(in), free(o.values);
+}
+
 int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(the_delta_rule_equals_its_recurrence_in_float64),
@@ -369,6 +400,7 @@ int main(void) {
         cmocka_unit_test(a_nan_in_the_delta_rule_stays_a_nan),
         cmocka_unit_test(a_short_convolution_equals_its_definition),
         cmocka_unit_test(a_gated_norm_equals_its_definition),
+        cmocka_unit_test(a_product_equals_its_definition),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

@@ -2518,6 +2518,13 @@ static void a_key_that_a_family_omits_has_the_familys_default(void **state) {
         {SIZES_OF("qwen3_5_text"), {COMMON, DELTA_KEYS}},
         {EXPERTS_OF("qwen3_5_moe_text", "num_experts") ", \"shared_expert_intermediate_size\": 16",
          {COMMON, DELTA_KEYS, "\"router_aux_loss_coef\": 0.001", "\"norm_topk_prob\": true"}},
+        {SIZES_OF("lfm2") ", \"full_attn_idxs\": [2]",
+         {"\"initializer_range\": 0.02", "\"tie_word_embeddings\": true", "\"tie_embedding\": true",
+          "\"attention_dropout\": 0.0", "\"norm_eps\": 1e-5", "\"rope_theta\": 1000000.0", "\"head_dim\": 16",
+          "\"conv_L_cache\": 3", "\"conv_bias\": false", "\"block_auto_adjust_ff_dim\": true",
+          "\"block_ffn_dim_multiplier\": 1.0", "\"block_multiple_of\": 256", "\"block_ff_dim\": 128",
+          "\"layer_types\": [\"conv\", \"conv\"]", "\"rope_parameters\": null", "\"bos_token_id\": 1",
+          "\"eos_token_id\": 2", "\"pad_token_id\": 0", "\"block_auto_adjust_ff_dim\": false, \"block_ff_dim\": 256"}},
     };
     for (size_t i = 0; i < sizeof families / sizeof *families; i++) {
         mt_options sparse, full;

@@ -161,6 +161,89 @@ static void gpt2_vocab_and_merges_match_tokenizers(void **state) {
     check_golden(MT_TOKENIZER_GPT2_BPE, "gpt2", "gpt2");
 }
 
+/* Kimi's and Moonlight's tokenizer: also saved and opened again. */
+static void tiktoken_model_matches_tiktoken(void **state) {
+    (void)state;
+    skip_without_libraries();
+    char root[] = "/tmp/mt_tokenizer_XXXXXX", file[64];
+    assert_non_null(mkdtemp(root));
+    json_t *expected = read_json(GOLDEN "kimi/expected.json"), *answer;
+    mt_tokenizer *first = open_or_fail(MT_TOKENIZER_HUGGINGFACE, GOLDEN "kimi/tiktoken.model"), *tokenizer;
+    mt_error error;
+    assert_int_equal(mt_tokenizer_save(first, root, &error), 0);
+    if (mt_tokenizer_open_folder(&tokenizer, root, &error)) fail_msg("%s", error.text);
+    assert_int_equal(mt_tokenizer_fingerprint(tokenizer), mt_tokenizer_fingerprint(first));
+    assert_int_equal(mt_tokenizer_vocab_size(tokenizer), 900 + 256);
+    assert_int_equal(mt_tokenizer_bos(tokenizer), 900);
+    assert_int_equal(mt_tokenizer_eod(tokenizer), 901);
+    assert_true(mt_tokenizer_is_special(tokenizer, 905)); // a reserved one
+    size_t i;
+    json_array_foreach(expected, i, answer) {
+        const json_t *string = json_object_get(answer, "string");
+        const char *text = json_string_value(string);
+        mt_ids ids = {0};
+        mt_text out = {0};
+        assert_int_equal(mt_tokenizer_encode(tokenizer, text, (int64_t)json_string_length(string), &ids, &error), 0);
+        assert_ids(&ids, json_object_get(answer, "ids"), text);
+        assert_int_equal(mt_tokenizer_decode(tokenizer, ids.data, ids.count, &out, &error), 0);
+        assert_int_equal(out.bytes, json_string_length(string));
+        if (out.bytes) assert_memory_equal(out.data, text, (size_t)out.bytes);
+        free(ids.data), free(out.data);
+    }
+    mt_tokenizer_close(first), mt_tokenizer_close(tokenizer);
+    json_decref(expected);
+    snprintf(file, sizeof file, "%s/tiktoken.model", root), unlink(file);
+    snprintf(file, sizeof file, "%s/tokenizer_config.json", root), unlink(file);
+    rmdir(root);
+}
+
+static void damaged_tiktoken_models_are_refused_by_line(void **state) {
+    (void)state;
+    skip_without_libraries();
+    mt_text whole = read_whole(GOLDEN "kimi/tiktoken.model");
+    static const struct {
+        const char *replaced, *by, *config, *message;
+    } cases[] = {
+        {"AQ== 1\n", "AQ== 1 1\n", NULL, "x/tiktoken.model:2: is not a token in base64"},
+        {"AQ== 1\n", "AQ= 1\n", NULL, "x/tiktoken.model:2: is not a token in base64"},
+        {"AQ== 1\n", "A=Q= 1\n", NULL, "x/tiktoken.model:2: is not a token in base64"},
+        {"AQ== 1\n", " 1\n", NULL, "x/tiktoken.model:2: is not a token in base64"},
+        {"AQ== 1\n", "AQ== -1\n", NULL, "x/tiktoken.model:2: is not a token in base64"},
+        {"AQ== 1\n", "AQ== 9999999999\n", NULL, "x/tiktoken.model:2: is not a token in base64"},
+        {"AQ== 1\n", "AA== 1\n", NULL, "x/tiktoken.model:2: the token of rank 1 has another rank too"},
+        {"AQ== 1\n", "AQ== 2\n", NULL, "have the same id, 2"},
+        {"AQ== 1\n", "", NULL, "has 899 tokens, and ranks up to 899"},
+        {"AQ== 1\n", "enp6enp6enp6 1\n", NULL, "has no token for the byte 1"},
+        {"", "", "{\"tokenizer_class\": \"QWenTokenizer\"}", "QWenTokenizer, whose words are not known"},
+        {"", "", "{\"added_tokens_decoder\": {\"899\": {\"content\": \"x\"}}}", "has '899', and must have ids of 900"},
+        {"", "", "{\"added_tokens_decoder\": {\"901\": {}}}", "an added token lacks its id or its content"},
+    };
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        mt_tokenizer *tokenizer;
+        mt_error error = {0};
+        char root[] = "/tmp/mt_tokenizer_XXXXXX", path[64], config[64];
+        assert_non_null(mkdtemp(root));
+        snprintf(path, sizeof path, "%s/tiktoken.model", root);
+        snprintf(config, sizeof config, "%s/tokenizer_config.json", root);
+        const char *at = strstr(whole.data, cases[i].replaced);
+        assert_non_null(at);
+        FILE *file = fopen(path, "wb");
+        fwrite(whole.data, 1, (size_t)(at - whole.data), file);
+        fprintf(file, "%s%s", cases[i].by, at + strlen(cases[i].replaced));
+        fclose(file);
+        if (cases[i].config) {
+            file = fopen(config, "wb");
+            fprintf(file, "%s", cases[i].config);
+            fclose(file);
+        }
+        assert_int_equal(mt_tokenizer_open_folder(&tokenizer, root, &error), -1);
+        const char *message = cases[i].message + (*cases[i].message == 'x');
+        if (!strstr(error.text, message)) fail_msg("'%s' instead of '%s'", error.text, message);
+        unlink(path), unlink(config), rmdir(root);
+    }
+    free(whole.data);
+}
+
 static void sentencepiece_unigram_matches_sentencepiece(void **state) {
     (void)state;
     check_golden(MT_TOKENIZER_SENTENCEPIECE, "unigram.model", "unigram_model");
@@ -732,6 +815,8 @@ int main(void) {
         cmocka_unit_test(searches_of_a_text_have_a_limit_of_time),
         cmocka_unit_test(a_match_is_found_behind_any_number_of_starts),
         cmocka_unit_test(rules_that_multiply_texts_are_refused),
+        cmocka_unit_test(tiktoken_model_matches_tiktoken),
+        cmocka_unit_test(damaged_tiktoken_models_are_refused_by_line),
         cmocka_unit_test(byte_level_json_matches_tokenizers),
         cmocka_unit_test(normalizers_and_splits_match_tokenizers),
         cmocka_unit_test(encode_matches_reference_vectors_of_qwen2),

@@ -49,10 +49,10 @@ enum {
     DELTA = DELTA_MOE | QWEN3_5,                          // gated delta nets
     PARTIAL = GLM4_MOE | MINIMAX_M2 | SOLAR_OPEN | DELTA, // RoPE on a part of the channels
     EPSILON_5 = MIXTRAL | OLMO3 | EXAONES | GLM4_MOE | HY_V3 | SOLAR_OPEN | GLM4_MOE_LITE | MINISTRAL3 | ERNIE4_5_MOE |
-                GPT_OSS,                                                    // rms_norm_eps is 1e-5
-    OTHER_THETA = MINIMAX_M2 | HY_V3 | SOLAR_OPEN | ERNIE4_5_MOE | GPT_OSS, // rope_theta is not 10000
+                GPT_OSS,                                                           // rms_norm_eps is 1e-5
+    OTHER_THETA = MINIMAX_M2 | HY_V3 | SOLAR_OPEN | ERNIE4_5_MOE | GPT_OSS | LFM2, // rope_theta is not 10000
     OWN_BLOCKS = SEED_OSS | DOTS1 | EXAONES | GLM4_MOE | MINIMAX_M2 | HY_V3 | SOLAR_OPEN | GLM4_MOE_LITE | MINISTRAL3 |
-                 ERNIE4_5_MOE | DELTA,
+                 ERNIE4_5_MOE | DELTA | LFM2,
     BLOCKS = LLAMA | MISTRAL | MIXTRAL | QWENS | DEEPSEEK_V3 | SMOLLM3 | WINDOWED | OWN_BLOCKS | GPT_OSS,
     MOE = MIXTRAL | QWEN_MOE | SIGMOID | ERNIE4_5_MOE | GPT_OSS | DELTA_MOE,
     ALL = GPT2 | BLOCKS | MEGATRON,
@@ -149,10 +149,11 @@ static const mt_hf_key mt_hf_keys[] = {
     {"initializer_range", HY_V3, MT_AT(init_method_std), 0, "0.006"},
     {"initializer_range", MEGATRON, MT_AT(init_method_std)},
     {"tie_word_embeddings", GPT2, MT_AT(untie_embeddings_and_output_weights), NEGATED, "true"},
-    {"tie_word_embeddings", BLOCKS & ~(GEMMA3 | SMOLLM3 | ERNIE4_5_MOE), MT_AT(untie_embeddings_and_output_weights),
-     NEGATED, "false"},
-    {"tie_word_embeddings", GEMMA3 | SMOLLM3 | ERNIE4_5_MOE, MT_AT(untie_embeddings_and_output_weights), NEGATED,
+    {"tie_word_embeddings", BLOCKS & ~(GEMMA3 | SMOLLM3 | ERNIE4_5_MOE | LFM2),
+     MT_AT(untie_embeddings_and_output_weights), NEGATED, "false"},
+    {"tie_word_embeddings", GEMMA3 | SMOLLM3 | ERNIE4_5_MOE | LFM2, MT_AT(untie_embeddings_and_output_weights), NEGATED,
      "true"},
+    {"tie_embedding", LFM2, MT_AT(untie_embeddings_and_output_weights), NEGATED | READ}, // replaces the key above
     {"tie_word_embeddings", MEGATRON, MT_AT(untie_embeddings_and_output_weights), NEGATED | WRITE},
     {"use_cache", ALL, 0, FIXED | WRITE, "true"},
     {"scale_attn_weights", ALL, 0, FIXED | READ, "true"},
@@ -178,7 +179,10 @@ static const mt_hf_key mt_hf_keys[] = {
     {"num_hidden_layers", GPT_OSS, MT_AT(num_layers), 0, "36"},
     {"hidden_size", BLOCKS & ~GPT_OSS, MT_AT(hidden_size), REQUIRED},
     {"hidden_size", GPT_OSS, MT_AT(hidden_size), 0, "2880"},
-    {"intermediate_size", BLOCKS & ~(QWEN3_5_MOE | GPT_OSS | SOLAR_OPEN), MT_AT(ffn_hidden_size), REQUIRED},
+    {"intermediate_size", BLOCKS & ~(QWEN3_5_MOE | GPT_OSS | SOLAR_OPEN | LFM2), MT_AT(ffn_hidden_size), REQUIRED},
+    {"intermediate_size", LFM2, MT_AT(ffn_hidden_size), 0, "12288"},
+    {"block_ff_dim", LFM2, MT_AT(ffn_hidden_size), READ}, // replaces the key above
+    {"block_auto_adjust_ff_dim", LFM2, 0, FIXED | WRITE, "false"},
     {"moe_intermediate_size", SOLAR_OPEN | QWEN3_5_MOE, MT_AT(ffn_hidden_size), REQUIRED}, // every layer has experts
     {"intermediate_size", GPT_OSS, MT_AT(ffn_hidden_size), 0, "2880"},
     {"num_attention_heads", BLOCKS & ~GPT_OSS, MT_AT(num_attention_heads), REQUIRED},
@@ -188,7 +192,8 @@ static const mt_hf_key mt_hf_keys[] = {
     {"num_key_value_heads", GPT_OSS, MT_AT(num_query_groups), NULLABLE, "8"},
     {"num_key_value_heads", BLOCKS & ~(LLAMA | OLMO3 | SMOLLM3 | GPT_OSS), MT_AT(num_query_groups),
      REQUIRED | NULLABLE},
-    {"head_dim", LLAMA | MISTRAL | MIXTRAL | QWEN2 | MIMO | QWEN_MOE | SMOLLM3 | OLMO3, MT_AT(kv_channels), NULLABLE},
+    {"head_dim", LLAMA | MISTRAL | MIXTRAL | QWEN2 | MIMO | QWEN_MOE | SMOLLM3 | OLMO3 | LFM2, MT_AT(kv_channels),
+     NULLABLE},
     {"head_dim", DOTS1 | EXAONES | GLM4_MOE | ERNIE4_5_MOE, MT_AT(kv_channels), NULLABLE},
     {"head_dim", GEMMA3 | DELTA, MT_AT(kv_channels), 0, "256"},
     {"head_dim", GPT_OSS, MT_AT(kv_channels), NULLABLE, "64"},
@@ -197,7 +202,7 @@ static const mt_hf_key mt_hf_keys[] = {
     {"head_dim", DEEPSEEK_V3, MT_AT(qk_pos_emb_head_dim), WRITE},
     {"max_position_embeddings", BLOCKS & ~GPT_OSS, MT_AT(max_position_embeddings), REQUIRED},
     {"max_position_embeddings", GPT_OSS, MT_AT(max_position_embeddings), 0, "131072"},
-    {"hidden_act", BLOCKS & ~(GEMMA3 | GPT_OSS), 0, GATED_ACTIVATION, "\"silu\""},
+    {"hidden_act", BLOCKS & ~(GEMMA3 | GPT_OSS | LFM2), 0, GATED_ACTIVATION, "\"silu\""},
     {"hidden_act", GPT_OSS, 0, FIXED, "silu"}, // the activation is that of the next two keys
     {"swiglu_alpha", GPT_OSS, 0, FIXED, "1.702"},
     {"swiglu_limit", GPT_OSS, MT_AT(activation_func_clamp_value), 0, "7.0"},
@@ -205,7 +210,8 @@ static const mt_hf_key mt_hf_keys[] = {
     {"attn_logit_softcapping", GEMMA3, 0, FIXED | READ, "null"},
     {"final_logit_softcapping", GEMMA3, 0, FIXED | READ, "null"},
     {"use_bidirectional_attention", GEMMA3, 0, FIXED | READ, "false"},
-    {"rms_norm_eps", BLOCKS & ~EPSILON_5, MT_AT(norm_epsilon), 0, "1e-6"},
+    {"rms_norm_eps", BLOCKS & ~(EPSILON_5 | LFM2), MT_AT(norm_epsilon), 0, "1e-6"},
+    {"norm_eps", LFM2, MT_AT(norm_epsilon), 0, "1e-5"},
     {"rms_norm_eps", EPSILON_5, MT_AT(norm_epsilon), 0, "1e-5"},
     {"attention_dropout", BLOCKS & ~SEED_OSS, MT_AT(attention_dropout), 0, "0.0"},
     {"attention_dropout", SEED_OSS, MT_AT(attention_dropout), 0, "0.1"},
@@ -235,7 +241,7 @@ static const mt_hf_key mt_hf_keys[] = {
     {"rope_theta", GEMMA3, MT_AT(rotary_base), WRITE, "1000000.0"},
     {"rope_theta", OLMO3, MT_AT(rotary_base), WRITE, "500000.0"},
     {"rope_theta", ERNIE4_5_MOE, MT_AT(rotary_base), WRITE, "500000.0"},
-    {"rope_theta", MIXTRAL | SOLAR_OPEN, MT_AT(rotary_base), WRITE, "1000000.0"},
+    {"rope_theta", MIXTRAL | SOLAR_OPEN | LFM2, MT_AT(rotary_base), WRITE, "1000000.0"},
     {"rope_theta", MINIMAX_M2, MT_AT(rotary_base), WRITE, "5000000.0"},
     {"rope_theta", HY_V3, MT_AT(rotary_base), WRITE, "11158840.0"},
     {"partial_rotary_factor", PARTIAL & ~(GLM4_MOE | DELTA), MT_AT(rotary_percent), WRITE, "1.0"},
@@ -269,6 +275,8 @@ static const mt_hf_key mt_hf_keys[] = {
     {"linear_key_head_dim", DELTA, MT_AT(linear_key_head_dim), 0, "128"},
     {"linear_value_head_dim", DELTA, MT_AT(linear_value_head_dim), 0, "128"},
     {"linear_conv_kernel_dim", DELTA, MT_AT(linear_conv_kernel_dim), 0, "4"},
+    {"conv_L_cache", LFM2, MT_AT(linear_conv_kernel_dim), 0, "3"},
+    {"conv_bias", LFM2, 0, FIXED, "false"},
 
     {"moe_intermediate_size", DELTA_MOE | QWEN_MOE | GROUPED | HY_V3 | ERNIE4_5_MOE, MT_AT(moe_ffn_hidden_size),
      REQUIRED},
@@ -321,9 +329,12 @@ static const mt_hf_key mt_hf_keys[] = {
     {NULL, BLOCKS, MT_AT(normalization), 0, "\"RMSNorm\""},
     {NULL, BLOCKS, MT_AT(position_embedding_type), 0, "\"rope\""},
     {NULL, DELTA, MT_AT(experimental_attention_variant), 0, "\"gated_delta_net\""},
+    {NULL, LFM2, MT_AT(experimental_attention_variant), 0, "\"short_conv\""},
+    {NULL, LFM2, MT_AT(swiglu), 0, "true"},
     {NULL, DELTA, MT_AT(attention_output_gate), 0, "true"},
     {NULL, QWEN3_5_MOE, MT_AT(moe_router_pre_softmax), 0, "false"},
-    {NULL, QWEN3 | QWEN3_MOE | WINDOWED | DELTA | DOTS1 | EXAONES | MINIMAX_M2 | HY_V3, MT_AT(qk_layernorm), 0, "true"},
+    {NULL, QWEN3 | QWEN3_MOE | WINDOWED | DELTA | DOTS1 | EXAONES | MINIMAX_M2 | HY_V3 | LFM2, MT_AT(qk_layernorm), 0,
+     "true"},
     {NULL, OLMO3 | MINIMAX_M2, MT_AT(qk_layernorm_all_heads), 0, "true"},
     {NULL, GPT_OSS, MT_AT(quick_geglu), 0, "true"},
     {NULL, GPT_OSS, MT_AT(glu_linear_offset), 0, "1"},
@@ -595,6 +606,7 @@ static const struct {
     {MINISTRAL3, 1, 2, 11},
     {ERNIE4_5_MOE, 1, 2, 0},
     {MINIMAX_M2, 200034, 200020, -1},
+    {LFM2, 1, 2, 0},
     {ALL, -1, -1, -1},
 };
 
@@ -872,8 +884,41 @@ static void mt_config_read_windows(mt_config *config, uint64_t mask, mt_options 
     free(listed), free(letters);
 }
 
-/* Layers with a gated delta net: a list, or all but every full_attention_interval-th. */
-static void mt_config_read_linear_layers(mt_config *config, mt_options *shape) {
+/* True if full_attn_idxs, or its absence, gives a layer of LFM2 attention. */
+static bool mt_config_attends(mt_config *config, int64_t layer) {
+    const json_t *layers = mt_config_list(config, config->root, "full_attn_idxs"), *value;
+    size_t i;
+    bool found = !layers;
+    json_array_foreach(layers, i, value) {
+        if (!json_is_integer(value))
+            mt_config_refuse_type(config, "full_attn_idxs", layers, "a list of layers' numbers");
+        found |= json_integer_value(value) == layer;
+    }
+    return found;
+}
+
+/* The width of LFM2's MLP, which a file may have before a reduction that transformers computes. */
+static void mt_config_read_adjusted_width(mt_config *config, mt_options *shape) {
+    bool adjusts = mt_config_bool(config, config->root, "block_auto_adjust_ff_dim", true);
+    double factor = mt_config_real(config, config->root, "block_ffn_dim_multiplier", 1);
+    int64_t multiple = mt_config_int(config, config->root, "block_multiple_of", 256);
+    if (config->failed || !adjusts) return;
+    if (multiple < 1) mt_config_fail(config, "\"block_multiple_of\" is %lld, must be positive", (long long)multiple);
+    if (!(factor > 0 && factor <= 1024))
+        mt_config_fail(config, "\"block_ffn_dim_multiplier\" is %g, must be in (0,1024]", factor);
+    if (config->failed) return;
+    bool multiplies = !json_is_null(json_object_get(config->root, "block_ffn_dim_multiplier"));
+    shape->ffn_hidden_size = 2 * shape->ffn_hidden_size / 3;
+    if (multiplies)
+        shape->ffn_hidden_size =
+            ((int64_t)(factor * (double)shape->ffn_hidden_size) + multiple - 1) / multiple * multiple;
+}
+
+/* Layers with a gated delta net: a list, or all but every full_attention_interval-th. Layers with a short convolution:
+ * a list, or all but those of full_attn_idxs. */
+static void mt_config_read_linear_layers(mt_config *config, uint64_t mask, mt_options *shape) {
+    const char *word = mask & LFM2 ? "conv" : "linear_attention";
+    const char *words = mask & LFM2 ? "full_attention|conv" : "full_attention|linear_attention";
     const json_t *types = mt_config_list(config, config->root, "layer_types");
     int64_t every = mt_config_int(config, config->root, "full_attention_interval", 4);
     if (config->failed || shape->num_layers < 1) return;
@@ -884,12 +929,13 @@ static void mt_config_read_linear_layers(mt_config *config, mt_options *shape) {
     char *letters = mt_calloc(shape->num_layers + 1);
     for (int64_t i = 0; i < shape->num_layers; i++) {
         const char *type = types ? json_string_value(json_array_get(types, (size_t)i)) : NULL;
-        letters[i] = type ? (*type == 'l' ? '1' : '0') : (i + 1) % every != 0 ? '1' : '0';
-        if (types && (!type || mt_choice_index("full_attention|linear_attention", type) < 0))
-            mt_config_fail(config, "\"layer_types\" holds %.40s; full_attention and linear_attention are supported",
-                           type ? type : "values other than strings");
+        bool replaced = mask & LFM2 ? !mt_config_attends(config, i) : (i + 1) % every != 0;
+        letters[i] = (type ? strcmp(type, word) == 0 : replaced) ? '1' : '0';
+        if (types && (!type || mt_choice_index(words, type) < 0))
+            mt_config_fail(config, "\"layer_types\" holds %.40s; full_attention and %s are supported",
+                           type ? type : "values other than strings", word);
     }
-    if (!strchr(letters, '1')) mt_config_fail(config, "\"layer_types\" lists no layer of linear_attention");
+    if (!strchr(letters, '1')) mt_config_fail(config, "\"layer_types\" lists no layer of %s", word);
     free(shape->linear_attention_freq);
     shape->linear_attention_freq = mt_layer_freq_print(letters, MT_LINEAR_LAYERS);
     free(letters);
@@ -998,7 +1044,8 @@ static void mt_config_finish_block(mt_config *config, uint64_t mask, mt_options 
     if (mask & (MISTRALS | MIXTRAL | QWENS | SMOLLM3 | WINDOWED | GPT_OSS | DOTS1 | EXAONES))
         mt_config_read_windows(config, mask, shape);
     if (mask & SMOLLM3) mt_config_read_rope_layers(config, shape);
-    if (mask & DELTA) mt_config_read_linear_layers(config, shape);
+    if (mask & (DELTA | LFM2)) mt_config_read_linear_layers(config, mask, shape);
+    if (mask & LFM2) mt_config_read_adjusted_width(config, shape);
     if (mask & MOE) mt_config_finish_experts(config, mask, shape);
     if (!(mask & (LATENT | GLM4_MOE | HY_V3 | MIMO))) return;
     const json_t *modules = mt_config_get(config->root, "num_nextn_predict_layers");
@@ -1334,12 +1381,13 @@ static void mt_config_write_layers(json_t *root, uint64_t mask, const mt_options
         if (full == i && kind.window == 0) full++;
         const char *attention = kind.window > 0 ? "sliding_attention" : "full_attention";
         if (kind.mixer == MT_MIXER_GATED_DELTA_NET) attention = "linear_attention";
+        if (kind.mixer == MT_MIXER_SHORT_CONV) attention = "conv";
         json_array_append_new(types, json_string(attention));
         json_array_append_new(rope, json_integer(kind.rope != MT_ROPE_NONE));
         json_array_append_new(mlps, json_string(has_experts ? "sparse" : "dense"));
         if (!has_experts) json_array_append_new(dense, json_integer(i));
     }
-    if (mask & (DELTA | QWENS | SMOLLM3 | WINDOWED | GPT_OSS | DOTS1 | EXAONES))
+    if (mask & (DELTA | LFM2 | QWENS | SMOLLM3 | WINDOWED | GPT_OSS | DOTS1 | EXAONES))
         json_object_set(root, "layer_types", types);
     if (mask & DOTS1) mt_json_set_int(root, "max_window_layers", full);
     if (mask & LAYER_LIST) json_object_set(root, "mlp_layer_types", mlps);

@@ -106,7 +106,7 @@ static int mt_options_list_attention_layers(mt_options *o, mt_error *error) {
     return 0;
 }
 
-/* Layers of linear attention. */
+/* Layers of --experimental-attention-variant. */
 static int mt_options_list_linear_layers(mt_options *o, mt_error *error) {
     mt_string_set(&o->linear_layers, NULL);
     if (o->experimental_attention_variant == MT_VARIANT_GDN)
@@ -114,15 +114,15 @@ static int mt_options_list_linear_layers(mt_options *o, mt_error *error) {
     if (o->num_layers == 0 || o->experimental_attention_variant == MT_VARIANT_NONE) return 0;
     if (!o->linear_attention_freq)
         return mt_error_set(error,
-                            "--experimental-attention-variant gated_delta_net needs --linear-attention-freq, the "
-                            "layers that have it: 4 for all but every fourth");
+                            "--experimental-attention-variant needs --linear-attention-freq, the layers that have it: "
+                            "4 for all but every fourth");
     o->linear_layers = mt_layer_freq_expand(o->linear_attention_freq, MT_LINEAR_LAYERS, o->num_layers,
                                             !MT_GIVEN(o, linear_attention_freq), error);
     if (!o->linear_layers) return -1;
     if (!strchr(o->linear_layers, '1'))
         return mt_error_set(error,
-                            "--linear-attention-freq %.60s gives no layer linear attention; leave out "
-                            "--experimental-attention-variant",
+                            "--linear-attention-freq %.60s gives no layer --experimental-attention-variant; leave "
+                            "both out",
                             o->linear_attention_freq);
     char *list = mt_layer_freq_print(o->linear_layers, MT_LINEAR_LAYERS);
     mt_string_set(&o->linear_attention_freq, list);

@@ -186,6 +186,7 @@ static int mt_options_check_multiples(const mt_options *o, int64_t world_size, m
     int64_t tp = o->tensor_model_parallel_size, cp = o->context_parallel_size, pp = o->pipeline_model_parallel_size;
     int64_t ep = o->expert_model_parallel_size, etp = mt_max(o->expert_tensor_parallel_size, 1);
     const char *tensor = "--tensor-model-parallel-size";
+    bool has_delta = o->linear_layers && o->experimental_attention_variant == MT_VARIANT_GATED_DELTA_NET;
     const mt_multiple rows[] = {
         {"the number of ranks", world_size,
          "--tensor-model-parallel-size x --pipeline-model-parallel-size x --context-parallel-size =", tp * pp * cp,
@@ -193,9 +194,10 @@ static int mt_options_check_multiples(const mt_options *o, int64_t world_size, m
         {"--num-attention-heads", o->num_attention_heads, tensor, tp},
         {"--num-query-groups", o->num_query_groups, tensor, tp, .or_divisor = true},
         {"--ffn-hidden-size", mt_num_expert_layers(o) == o->num_layers ? 0 : o->ffn_hidden_size, tensor, tp},
-        {"--linear-num-value-heads", o->linear_layers ? o->linear_num_value_heads : 0, "--linear-num-key-heads",
+        {"--linear-num-value-heads", has_delta ? o->linear_num_value_heads : 0, "--linear-num-key-heads",
          mt_max(o->linear_num_key_heads, 1)},
-        {"--linear-num-key-heads", o->linear_layers ? o->linear_num_key_heads : 0, tensor, tp},
+        {"--linear-num-key-heads", has_delta ? o->linear_num_key_heads : 0, tensor, tp},
+        {"--hidden-size", o->linear_layers && !has_delta ? o->hidden_size : 0, tensor, tp}, // channels
         {"--num-experts", o->num_experts, "--expert-model-parallel-size", ep},
         {"--moe-ffn-hidden-size", o->moe_ffn_hidden_size, "--expert-tensor-parallel-size", etp},
         {"--moe-shared-expert-intermediate-size", o->moe_shared_expert_intermediate_size, tensor, tp},
@@ -278,11 +280,11 @@ int64_t mt_row_length(const mt_options *o) {
 static int mt_options_derive_context(mt_options *o, mt_error *error) {
     int64_t tp = o->tensor_model_parallel_size, cp = o->context_parallel_size;
     if (o->linear_layers && cp > 1)
-        return mt_error_set(
-            error,
-            "--experimental-attention-variant gated_delta_net does not run with --context-parallel-size "
-            "%lld yet; take tensor, pipeline or data parallelism",
-            (long long)cp);
+        return mt_error_set(error,
+                            "--experimental-attention-variant does not run with --context-parallel-size %lld yet; take "
+                            "tensor, pipeline "
+                            "or data parallelism",
+                            (long long)cp);
     int64_t heads = o->num_attention_heads / tp, groups = o->num_query_groups < tp ? 1 : o->num_query_groups / tp;
     const mt_ints *sizes = &o->hierarchical_context_parallel_sizes;
     bool hierarchical = o->cp_comm_type == MT_CP_A2A_P2P && (cp > 1 || sizes->count > 0);

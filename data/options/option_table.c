@@ -115,13 +115,13 @@ const mt_option mt_option_table[] = {
      "multiply attention's output by the sigmoid of one more product with the layer's input",
      .excludes = "multi-latent-attention"},
     {"experimental-attention-variant", MT_CHOICE, MT_AT(experimental_attention_variant), MT_TRAIN, MT_OF_WEIGHTS,
-     "none", "none|gated_delta_net|gdn",
-     "linear attention in place of attention, in the layers of --linear-attention-freq; gated_delta_net (gdn): as in "
-     "Qwen3-Next and Qwen3.5; on the CPU only so far"},
+     "none", "none|gated_delta_net|gdn|short_conv",
+     "mixer in place of attention in the layers of --linear-attention-freq; gated_delta_net (gdn): linear attention as "
+     "in Qwen3-Next and Qwen3.5; short_conv: a gated short convolution as in LFM2; on the CPU only so far"},
     {"linear-attention-freq", MT_STRING, MT_AT(linear_attention_freq), MT_TRAIN, MT_OF_WEIGHTS, NULL,
      "N or '([1]*3+[0]*1)*2'",
-     "layers of linear attention: all but every N-th, or a 1 (linear) or 0 (attention) for each layer",
-     .needs = "experimental-attention-variant gated_delta_net"},
+     "layers of --experimental-attention-variant: all but every N-th, or a 1 (variant) or 0 (attention) for each layer",
+     .needs = "experimental-attention-variant gated_delta_net|short_conv"},
     {"linear-num-key-heads", MT_INT, MT_AT(linear_num_key_heads), MT_TRAIN, MT_OF_WEIGHTS, "16", "[1,65536]",
      "heads of queries and keys of linear attention", .needs = "experimental-attention-variant gated_delta_net"},
     {"linear-num-value-heads", MT_INT, MT_AT(linear_num_value_heads), MT_TRAIN, MT_OF_WEIGHTS, "32", "[1,65536]",
@@ -131,8 +131,7 @@ const mt_option mt_option_table[] = {
     {"linear-value-head-dim", MT_INT, MT_AT(linear_value_head_dim), MT_TRAIN, MT_OF_WEIGHTS, "128", "[1,4096]",
      "channels of a value head of linear attention", .needs = "experimental-attention-variant gated_delta_net"},
     {"linear-conv-kernel-dim", MT_INT, MT_AT(linear_conv_kernel_dim), MT_TRAIN, MT_OF_WEIGHTS, "4", "[1,8]",
-     "tokens that the short convolution of linear attention mixes",
-     .needs = "experimental-attention-variant gated_delta_net"},
+     "tokens that a short convolution mixes", .needs = "experimental-attention-variant gated_delta_net|short_conv"},
 
     {.help = "positions"},
     {"position-embedding-type", MT_CHOICE, MT_AT(position_embedding_type), MT_TRAIN, MT_OF_WEIGHTS, "learned_absolute",

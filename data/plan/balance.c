@@ -46,7 +46,7 @@ static void mt_few_seconds_add(mt_few_seconds *few, int64_t micro_batches) {
 
 int mt_layer_cost(const mt_options *o, int64_t layer) {
     mt_layer_kind kind = mt_layer_kind_of(o, layer);
-    bool linear = kind.mixer == MT_MIXER_GATED_DELTA_NET;
+    bool linear = kind.mixer == MT_MIXER_GATED_DELTA_NET || kind.mixer == MT_MIXER_SHORT_CONV;
     return (kind.feed_forward == MT_FEED_FORWARD_EXPERTS) + 2 * (kind.window > 0) + 4 * linear;
 }
 

@@ -112,7 +112,11 @@ static int keep_beside(mt_tokenizer *tokenizer, const char *folder, const char *
  * and the forms that other programs read. transformers keeps further templates in a folder. */
 static const char *const beside[] = {"tokenizer_config.json", "chat_template.jinja", "chat_template.json",
                                      "special_tokens_map.json", "added_tokens.json"};
-static const char *const other_forms[] = {"tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt"};
+static const char *const other_forms[] = {"tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt",
+                                          "tiktoken.model"};
+/* The code by which transformers reads tiktoken.model. */
+static const char *const tiktoken_code[] = {"tokenization_kimi.py", "tokenization_moonshot.py",
+                                            "tool_declaration_ts.py"};
 #define TEMPLATES "additional_chat_templates"
 
 typedef struct templates {
@@ -156,6 +160,20 @@ static int open_json(mt_tokenizer *tokenizer, const char *path, mt_error *error)
     if (!failed)
         failed = mt_tokenizer_load_json(tokenizer, path, &tokenizer->files[0].content, config ? &config->content : NULL,
                                         error);
+    free(folder);
+    return failed;
+}
+
+static int open_tiktoken(mt_tokenizer *tokenizer, const char *path, mt_error *error) {
+    if (keep_file(tokenizer, path, "tiktoken.model", !tokenizer->in_folder, error)) return -1;
+    char *folder = folder_of(path);
+    int failed = keep_beside(tokenizer, folder, "tokenizer_config.json", error);
+    for (size_t i = 0; i < sizeof tiktoken_code / sizeof *tiktoken_code && !failed; i++)
+        failed = keep_beside(tokenizer, folder, tiktoken_code[i], error);
+    const mt_file *config = find_file(tokenizer, "tokenizer_config.json");
+    if (!failed)
+        failed = mt_tokenizer_load_tiktoken(tokenizer, path, &tokenizer->files[0].content,
+                                            config ? &config->content : NULL, error);
     free(folder);
     return failed;
 }
@@ -207,6 +225,15 @@ static int open_in(mt_tokenizer *tokenizer, const char *folder, const char *name
     return failed;
 }
 
+/* tokenizer.json, or tiktoken.model where a folder has no other. */
+static int open_huggingface(mt_tokenizer *tokenizer, const char *path, bool folder, mt_error *error) {
+    bool ranks = folder ? !mt_folder_has(path, "tokenizer.json") && mt_folder_has(path, "tiktoken.model")
+                        : mt_text_ends_with(path, "tiktoken.model");
+    if (folder && ranks) return open_in(tokenizer, path, "tiktoken.model", open_tiktoken, error);
+    if (folder) return open_in(tokenizer, path, "tokenizer.json", open_json, error);
+    return ranks ? open_tiktoken(tokenizer, path, error) : open_json(tokenizer, path, error);
+}
+
 static int finish_open(mt_tokenizer **out, mt_tokenizer *tokenizer, int failed) {
     if (failed) mt_tokenizer_close(tokenizer);
     *out = failed ? NULL : tokenizer;
@@ -226,8 +253,7 @@ int mt_tokenizer_open(mt_tokenizer **out, mt_tokenizer_type type, const char *pa
     if (bytes)
         failed = open_bytes(tokenizer);
     else if (type == MT_TOKENIZER_HUGGINGFACE)
-        failed =
-            folder ? open_in(tokenizer, path, "tokenizer.json", open_json, error) : open_json(tokenizer, path, error);
+        failed = open_huggingface(tokenizer, path, folder, error);
     else if (type == MT_TOKENIZER_SENTENCEPIECE)
         failed = folder ? open_in(tokenizer, path, "tokenizer.model", open_sentencepiece, error)
                         : open_sentencepiece(tokenizer, path, error);
@@ -258,11 +284,12 @@ int mt_tokenizer_open_folder(mt_tokenizer **out, const char *folder, mt_error *e
         return mt_tokenizer_open(out, MT_TOKENIZER_SENTENCEPIECE, folder, error);
     if (mt_folder_has(folder, "vocab.json") && mt_folder_has(folder, "merges.txt"))
         return mt_tokenizer_open(out, MT_TOKENIZER_GPT2_BPE, folder, error);
+    if (mt_folder_has(folder, "tiktoken.model")) return mt_tokenizer_open(out, MT_TOKENIZER_HUGGINGFACE, folder, error);
     for (size_t i = 0; i < sizeof other_forms / sizeof *other_forms; i++)
         if (mt_link_check(folder, other_forms[i], error) != 0) return -1;
     return mt_error_set(error,
-                        "%s: holds no tokenizer (tokenizer.json, tokenizer.model, or vocab.json and merges.txt); copy "
-                        "one there, or name one with --tokenizer-type and --tokenizer-model",
+                        "%s: holds no tokenizer (tokenizer.json, tokenizer.model, tiktoken.model, or vocab.json and "
+                        "merges.txt); copy one there, or name one with --tokenizer-type and --tokenizer-model",
                         folder);
 }
 
@@ -271,7 +298,8 @@ bool mt_folder_has_tokenizer(const char *folder) {
     for (size_t i = 0; i < sizeof other_forms / sizeof *other_forms; i++)
         if (mt_link_check(folder, other_forms[i], &ignored) != 0) return true; // that is, not whole
     bool merges = mt_folder_has(folder, "vocab.json") && mt_folder_has(folder, "merges.txt");
-    return merges || mt_folder_has(folder, "tokenizer.json") || mt_folder_has(folder, "tokenizer.model");
+    return merges || mt_folder_has(folder, "tokenizer.json") || mt_folder_has(folder, "tokenizer.model") ||
+           mt_folder_has(folder, "tiktoken.model");
 }
 
 int mt_tokenizer_keep_folder(mt_tokenizer **out, const char *folder, mt_error *error) {

@@ -5,8 +5,9 @@
  *   mt_decoder    turns ids that arrive one at a time into whole UTF-8 characters, for generation
  *
  * Formats: Hugging Face tokenizer.json with a BPE model (byte-level as GPT-2, Qwen and Llama 3; metaspace with byte
- * fallback as Llama 2), GPT-2's vocab.json + merges.txt, SentencePiece .model (BPE and unigram), and raw bytes. The
- * ids equal those of the `tokenizers` and `sentencepiece` libraries. An unsupported part of a file is an error that
+ * fallback as Llama 2), GPT-2's vocab.json + merges.txt, SentencePiece .model (BPE and unigram), tiktoken.model as Kimi
+ * and Moonlight have it, and raw bytes. The ids equal those of the `tokenizers`, `sentencepiece` and `tiktoken`
+ * libraries. An unsupported part of a file is an error that
  * names the part.
  *
  * Text is bytes with a length: NUL is an ordinary character. Invalid UTF-8 is encoded as U+FFFD, as in the reference
@@ -37,7 +38,7 @@ typedef struct mt_text {
 #define MT_TOKENIZER_TYPES "auto|HuggingFaceTokenizer|SentencePieceTokenizer|GPT2BPETokenizer|ByteLevel"
 
 /* Opens a tokenizer. `type` and `path`:
- *   HuggingFaceTokenizer    tokenizer.json, or a folder that holds one
+ *   HuggingFaceTokenizer    tokenizer.json or tiktoken.model, or a folder that holds one
  *   SentencePieceTokenizer  a .model file, or a folder that holds tokenizer.model
  *   GPT2BPETokenizer        a folder with vocab.json and merges.txt; or "VOCAB.json,MERGES.txt"; or X-vocab.json, with
  *                           X-merges.txt beside it
@@ -47,7 +48,7 @@ typedef struct mt_text {
 int mt_tokenizer_open(mt_tokenizer **out, mt_tokenizer_type type, const char *path, mt_error *error);
 
 /* Opens the tokenizer of a model folder. Looks, in this order, for: the ByteLevel marker that mt_tokenizer_save writes,
- * tokenizer.json, tokenizer.model, vocab.json with merges.txt. A folder with none of them is an error. */
+ * tokenizer.json, tokenizer.model, vocab.json with merges.txt, tiktoken.model. A folder with none of them is an error. */
 int mt_tokenizer_open_folder(mt_tokenizer **out, const char *folder, mt_error *error);
 
 /* True if a folder holds files of a tokenizer, of any kind. */

@@ -1,5 +1,6 @@
-/* tokenizer_json.c: reads Hugging Face's tokenizer.json, and GPT-2's vocab.json with merges.txt. Every component of the
- * file is either implemented exactly or refused by name; unknown keys are ignored, as by `tokenizers`. */
+/* tokenizer_json.c: reads Hugging Face's tokenizer.json, GPT-2's vocab.json with merges.txt, and Kimi's tiktoken.model.
+ * Every component of the file is either implemented exactly or refused by name; unknown keys are ignored, as by
+ * `tokenizers`. */
 #include "tokenizer_json.h"
 
 #include "../base/file.h"
@@ -715,21 +716,26 @@ static int load_json(loader *l, const json_t *root, const json_t *config) {
     return check_config(l, root, config);
 }
 
+/* Sets *config to the tokenizer_config.json beside the file at `path`, or to NULL if there is none. */
+static int read_config(json_t **config, const char *path, const mt_text *json, mt_error *error) {
+    *config = NULL;
+    if (!json || !json->bytes) return 0;
+    const char *slash = strrchr(path, '/');
+    int folder = slash ? (int)(slash + 1 - path) : 0;
+    char *config_path = mt_malloc(folder + (int64_t)sizeof "tokenizer_config.json");
+    sprintf(config_path, "%.*stokenizer_config.json", folder, path);
+    *config = parse_json(config_path, json, error);
+    int wrong = *config ? mt_tokenizer_config_check(*config, config_path, error) : -1;
+    free(config_path);
+    if (wrong) json_decref(*config);
+    return wrong;
+}
+
 int mt_tokenizer_load_json(mt_tokenizer *tokenizer, const char *path, const mt_text *json, const mt_text *config_json,
                            mt_error *error) {
     loader l = {.tokenizer = tokenizer, .path = path, .error = error};
-    json_t *config = NULL;
-    if (config_json && config_json->bytes) {
-        const char *slash = strrchr(path, '/');
-        int folder = slash ? (int)(slash + 1 - path) : 0;
-        char *config_path = mt_malloc(folder + (int64_t)sizeof "tokenizer_config.json");
-        sprintf(config_path, "%.*stokenizer_config.json", folder, path);
-        config = parse_json(config_path, config_json, error);
-        int wrong = config ? mt_tokenizer_config_check(config, config_path, error) : -1;
-        free(config_path);
-        if (wrong) json_decref(config);
-        if (wrong) return -1;
-    }
+    json_t *config;
+    if (read_config(&config, path, config_json, error)) return -1;
     json_t *root = parse_json(path, json, error);
     int failed = root ? load_json(&l, root, config) : -1;
     free(l.keys);
@@ -785,5 +791,169 @@ int mt_tokenizer_load_gpt2(mt_tokenizer *tokenizer, const char *vocab_path, cons
     int failed = root ? load_gpt2(&l, root, merges_path, merges) : -1;
     free(l.keys);
     json_decref(root);
+    return failed;
+}
+
+/* ---- tiktoken.model: a line for each token, its bytes in base64 and its rank. The rank is the id, and two neighbours
+ * merge wherever their bytes are a token, the lowest rank first. --------------------------------------------------- */
+
+/* Kimi's and Moonlight's pattern (pat_str of their tokenization code). PCRE2 has no intersection of classes, so a
+ * look-ahead keeps Han characters out; HAN is their script alone, as in Rust, without the punctuation that other
+ * scripts share. */
+#define KIMI_LETTERS(han, letters) "(?:(?!" han ")[" letters "\\p{Lm}\\p{Lo}\\p{M}])"
+#define KIMI_PATTERN(han)                                                                                              \
+    han "+"                                                                                                            \
+        "|[^\\r\\n\\p{L}\\p{N}]?" KIMI_LETTERS(han, "\\p{Lu}\\p{Lt}") "*" KIMI_LETTERS(                                \
+            han,                                                                                                       \
+            "\\p{Ll}") "+"                                                                                             \
+                       "(?i:'s|'t|'re|'ve|'m|'ll|'d)?"                                                                 \
+                       "|[^\\r\\n\\p{L}\\p{N}]?" KIMI_LETTERS(han, "\\p{Lu}\\p{Lt}") "+" KIMI_LETTERS(                 \
+                           han,                                                                                        \
+                           "\\p{Ll}") "*"                                                                              \
+                                      "(?i:'s|'t|'re|'ve|'m|'ll|'d)?"                                                  \
+                                      "|\\p{N}{1,3}| ?[^\\s\\p{L}\\p{N}]+[\\r\\n]*|\\s*[\\r\\n]+|\\s+(?!\\S)|\\s+"
+
+enum { KIMI_SPECIAL_TOKENS = 256 }; // ids behind the ranks, named by tokenizer_config.json or reserved
+
+/* PCRE2 before 10.40 has no sc:, and there \p{Han} means the script. */
+static int set_kimi_pattern(loader *l) {
+    mt_rule *step = &l->tokenizer->pretokenizer[l->tokenizer->pretokenizer_steps++];
+    mt_error unknown, *error = l->error;
+    l->error = &unknown;
+    int failed = set_regex(l, step, MT_ISOLATED, KIMI_PATTERN("\\p{sc:Han}"));
+    l->error = error;
+    return failed ? set_regex(l, step, MT_ISOLATED, KIMI_PATTERN("\\p{Han}")) : 0;
+}
+
+/* Appends the bytes that text[bytes] is in base64; false if it is not. */
+static bool append_base64(mt_text *out, const char *text, int64_t bytes) {
+    static const char digits[] = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/";
+    if (bytes == 0 || bytes % 4 != 0) return false;
+    int64_t padding = text[bytes - 1] != '=' ? 0 : text[bytes - 2] != '=' ? 1 : 2;
+    uint32_t bits = 0;
+    for (int64_t i = 0; i < bytes; i++) {
+        const char *digit = text[i] ? strchr(digits, text[i]) : NULL;
+        if (!digit && i < bytes - padding) return false;
+        bits = bits << 6 | (digit ? (uint32_t)(digit - digits) : 0);
+        if (i % 4 != 3) continue;
+        char three[] = {(char)(bits >> 16), (char)(bits >> 8), (char)bits};
+        mt_text_append(out, three, i + 1 < bytes ? 3 : 3 - padding);
+    }
+    return true;
+}
+
+/* Adds the token of a line. */
+static int add_ranked_token(loader *l, mt_text *scratch, int64_t number, const char *line, int64_t bytes) {
+    const char *space = memchr(line, ' ', (size_t)bytes);
+    int64_t rank = 0, digits = space ? line + bytes - space - 1 : 0;
+    scratch->bytes = 0;
+    bool good = digits > 0 && digits < 10 && append_base64(scratch, line, space - line);
+    for (int64_t i = 1; i <= digits && good; i++) {
+        good = space[i] >= '0' && space[i] <= '9';
+        rank = 10 * rank + (space[i] - '0');
+    }
+    if (!good)
+        return mt_error_set(l->error, "%s:%lld: is not a token in base64, a space and a rank; get the file again",
+                            l->path, (long long)number);
+    if (mt_token_add(l->tokenizer, rank, scratch->data, scratch->bytes, MT_TOKEN_NORMAL, l->error)) return -1;
+    if (mt_token_index(l->tokenizer, (int32_t)rank) == (int32_t)rank) return 0;
+    return mt_error_set(l->error, "%s:%lld: the token of rank %lld has another rank too; get the file again", l->path,
+                        (long long)number, (long long)rank);
+}
+
+static int read_ranks(loader *l, const mt_text *model) {
+    mt_text scratch = {0};
+    int64_t number = 1, tokens = 0;
+    int failed = 0;
+    const char *line = model->bytes ? model->data : "", *end = line + model->bytes, *next;
+    for (; line < end && !failed; line = next, number++) {
+        const char *stop = memchr(line, '\n', (size_t)(end - line));
+        next = stop ? stop + 1 : end;
+        int64_t bytes = (stop ? stop : end) - line;
+        if (bytes && line[bytes - 1] == '\r') bytes--;
+        if (!bytes) continue;
+        failed = add_ranked_token(l, &scratch, number, line, bytes);
+        tokens++;
+    }
+    free(scratch.data);
+    if (!failed && tokens != l->tokenizer->vocab_size)
+        return mt_error_set(l->error, "%s: has %lld tokens, and ranks up to %lld; get the file again", l->path,
+                            (long long)tokens, (long long)l->tokenizer->vocab_size - 1);
+    return failed;
+}
+
+/* All pairs of tokens whose bytes together are a token. */
+static void add_ranked_merges(mt_tokenizer *tokenizer) {
+    for (int32_t id = 0; id < tokenizer->vocab_size; id++) {
+        const char *text = mt_token_text(tokenizer, id);
+        int64_t bytes = tokenizer->tokens[id].text_bytes;
+        for (int64_t at = 1; at < bytes; at++) {
+            int32_t left = mt_token_find(tokenizer, text, at);
+            int32_t right = left < 0 ? -1 : mt_token_find(tokenizer, text + at, bytes - at);
+            if (right >= 0) merge_add(tokenizer, left, right, id, id);
+        }
+    }
+}
+
+/* The added tokens as tokenizer.json lists them: those of added_tokens_decoder, and the ids that it leaves reserved. */
+static json_t *list_special_tokens(loader *l, const json_t *named) {
+    json_t *list = json_array(), *value;
+    const char *key;
+    int64_t first = l->tokenizer->vocab_size;
+    json_object_foreach((json_t *)named, key, value) {
+        char *end;
+        long long id = strtoll(key, &end, 10);
+        if (!*key || *end || id < first || id >= MT_MAX_VOCAB || !json_is_object(value)) {
+            mt_error_set(l->error,
+                         "%s: \"added_tokens_decoder\" of tokenizer_config.json has '%.40s', and must have ids of %lld "
+                         "or more with objects",
+                         l->path, key, (long long)first);
+            json_decref(list);
+            return NULL;
+        }
+        json_t *token = json_copy(value);
+        json_object_set_new(token, "id", json_integer(id));
+        json_array_append_new(list, token);
+    }
+    for (int64_t id = first; id < first + KIMI_SPECIAL_TOKENS; id++) {
+        char number[24], name[48];
+        snprintf(number, sizeof number, "%lld", (long long)id);
+        snprintf(name, sizeof name, "<|reserved_token_%lld|>", (long long)id);
+        if (json_object_get(named, number)) continue;
+        json_array_append_new(list, json_pack("{s:s, s:b, s:I}", "content", name, "special", 1, "id", (json_int_t)id));
+    }
+    return list;
+}
+
+static int load_tiktoken(loader *l, const mt_text *model, const json_t *config) {
+    mt_tokenizer *tokenizer = l->tokenizer;
+    mt_text class = get_text(config, "tokenizer_class");
+    if (class.bytes && !equals(class, "TikTokenTokenizer"))
+        return mt_error_set(l->error,
+                            "%s: \"tokenizer_class\" of tokenizer_config.json is %.60s, whose words are not known; "
+                            "TikTokenTokenizer is supported, which Kimi and Moonlight have",
+                            l->path, class.data);
+    tokenizer->kind = MT_KIND_BPE;
+    tokenizer->byte_level = tokenizer->ignore_merges = true;
+    if (set_kimi_pattern(l) || read_ranks(l, model)) return -1;
+    find_byte_tokens(tokenizer);
+    for (int byte = 0; byte < 256; byte++)
+        if (tokenizer->byte_ids[byte] < 0)
+            return mt_error_set(l->error, "%s: has no token for the byte %d; get the file again", l->path, byte);
+    add_ranked_merges(tokenizer);
+    json_t *special = list_special_tokens(l, json_object_get(config, "added_tokens_decoder"));
+    int failed = special ? read_added_tokens(l, special) : -1;
+    json_decref(special);
+    if (!failed) find_ends(tokenizer, config);
+    return failed;
+}
+
+int mt_tokenizer_load_tiktoken(mt_tokenizer *tokenizer, const char *path, const mt_text *model,
+                               const mt_text *config_json, mt_error *error) {
+    loader l = {.tokenizer = tokenizer, .path = path, .error = error};
+    json_t *config;
+    if (read_config(&config, path, config_json, error)) return -1;
+    int failed = load_tiktoken(&l, model, config);
+    json_decref(config);
     return failed;
 }

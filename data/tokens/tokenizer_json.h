@@ -1,4 +1,4 @@
-/* tokenizer_json.h: reads tokenizer.json, or vocab.json and merges.txt, into an mt_tokenizer. */
+/* tokenizer_json.h: reads tokenizer.json, vocab.json and merges.txt, or tiktoken.model into an mt_tokenizer. */
 #ifndef MT_TOKENIZER_JSON_H
 #define MT_TOKENIZER_JSON_H
 
@@ -15,6 +15,8 @@ int mt_tokenizer_load_json(mt_tokenizer *tokenizer, const char *path, const mt_t
                            mt_error *error);
 int mt_tokenizer_load_gpt2(mt_tokenizer *tokenizer, const char *vocab_path, const mt_text *vocab,
                            const char *merges_path, const mt_text *merges, mt_error *error);
+int mt_tokenizer_load_tiktoken(mt_tokenizer *tokenizer, const char *path, const mt_text *model, const mt_text *config,
+                               mt_error *error);
 
 /* An error if a value of tokenizer_config.json that this program reads has another type. */
 int mt_tokenizer_config_check(const json_t *config, const char *path, mt_error *error);
