@@ -175,10 +175,10 @@ static void save_and_resume(const char *family, const layout *saves, const layou
     rank_0_runs("rm -r '%s'%s", folder, "");
 }
 
-/* The gated delta nets have two key heads, and run without context parallelism. */
+/* The gated delta nets have two key heads, and pass states along one ring of context ranks. */
 static bool takes_layout(const char *family, const layout *l) {
     return !is_linear_family(family) ||
-           (!strstr(l->words, "--tensor-model-parallel-size 4") && !strstr(l->words, "--context"));
+           (!strstr(l->words, "--tensor-model-parallel-size 4") && !strstr(l->words, "a2a+p2p"));
 }
 
 static void a_run_continues_from_any_layout_on_any_other(void **state) {

@@ -162,7 +162,7 @@ static mt_delta_args delta_args(const delta_shape *s, const mt_spans *spans, con
 #undef IN
 #undef OUT
     a.q_stride = a.k_stride = a.dq_stride = a.dk_stride = s->Hk * s->Dk, a.v_stride = a.dv_stride = s->Hv * s->Dv;
-    a.gate_stride = a.dgate_stride = s->Hv, a.dA_log = dA_log, a.ddt_bias = ddt_bias;
+    a.decays = 1, a.b_stride = a.a_stride = a.db_stride = a.da_stride = s->Hv, a.dA_log = dA_log, a.ddt_bias = ddt_bias;
     return a;
 }
 
@@ -234,8 +234,8 @@ static void a_state_continues_a_text(void **state) {
     mt_conv_args c = {.spans = &spans, .C = conv_width, .K = 4, .x = in, .w = in + o.starts[2], .silu = true};
     c.x_stride = c.y_stride = conv_width, c.y = conv_whole, a.out = whole;
     ops->delta_rule_forward(&a, MT_F32, NULL), ops->short_conv_forward(&c, MT_F32, NULL);
-    a.out = pieces, a.states = (mt_states){memory, T, SLOTS}, c.y = conv_pieces,
-    c.states = (mt_states){conv_memory, T, SLOTS};
+    a.out = pieces, a.states = (mt_states){.memory = memory, .slot_rows = T, .slots = SLOTS}, c.y = conv_pieces,
+    c.states = (mt_states){.memory = conv_memory, .slot_rows = T, .slots = SLOTS};
     for (int i = 0; i < 5; i++) {
         int64_t begin = i > 0 ? ends[i - 1] : 0;
         const mt_span span = {begin, ends[i] - begin, T, ends[i], true};
