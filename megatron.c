@@ -6209,11 +6209,11 @@ typedef struct mt_layer_scratch {
         void *dmlp_active; // [T, F]
         void *dinput;      // [R, C] a second gradient of a norm's output
     };
-    void *dqk;            // [T, (H + G) D], with q/k norm
-    float *means;         // [2, T], with q/k norm over all heads
-    float *row_dot;       // [T, H]
-    void *dgate;          // [T, H Dv] gradient of the output gate
-    void *dconv, *ddelta; // gradients of conv and delta_out of a gated delta net
+    void *dqk;                       // [T, (H + G) D], with q/k norm
+    float *means;                    // [2, T], with q/k norm over all heads
+    float *row_dot;                  // [T, H]
+    void *dgate;                     // [T, H Dv] gradient of the output gate
+    void *dconv, *ddelta;            // gradients of conv and delta_out of a gated delta net
     mt_carry conv_carry, rule_carry; // its states in context parallelism
     float *rule_maps, *drule_maps;   // [MT_PIECES, Hv, Dk, Dv + Dk] and [MT_PIECES, Hv, Dk, Dv]: see mt_delta_args
     /* latent attention */
@@ -8750,8 +8750,8 @@ typedef struct mt_piece {
     bool continues, goes_on; // a sequence reaches over its begin, and over its end
 } mt_piece;
 
-/* Recurrences in context parallelism. With p2p and all_gather a rank has a piece on the way up the ranks of the ring and
- * one on the way down (the last rank has one, of both chunks), with a2a one piece. A group of both is refused. */
+/* Recurrences in context parallelism. With p2p and all_gather a rank has a piece on the way up the ranks of the ring
+ * and one on the way down (the last rank has one, of both chunks), with a2a one piece. A group of both is refused. */
 typedef struct mt_context_pieces_of {
     const mt_group *group;
     int64_t count;
@@ -9271,7 +9271,8 @@ static void mt_context_carry(const mt_context *c, const mt_carry *carry,
     for (int64_t n = 0; n < p->count; n++) {
         int64_t slot = backward ? p->count - 1 - n : n;
         const mt_piece *piece = &p->pieces[slot];
-        bool arrives = backward ? piece->goes_on : piece->continues, leaves = backward ? piece->continues : piece->goes_on;
+        bool arrives = backward ? piece->goes_on : piece->continues,
+             leaves = backward ? piece->continues : piece->goes_on;
         int from = backward ? piece->after : piece->before, to = backward ? piece->before : piece->after;
         float *in = (backward ? carry->dstates : carry->states) + slot * carry->elements, *out = carry->sent;
         if (arrives)
@@ -14388,8 +14389,8 @@ mt_generator_totals mt_generator_read_totals(const mt_generator *generator) {
  *   o_t = S^T q'_t + sum over i <= t of P_ti u_i,                 P_ti = q_t . e^(G_t - G_i) k_i
  *   S'  = e^G_L S + K"^T U
  *
- * The second line is a triangular system (I + beta R) U = beta (V - K' S) = B. No exponent is positive: with a decay per
- * channel R and P are made in blocks of tokens, whose products are e^(G_t - G_s) x e^(G_s - G_i) around the block's
+ * The second line is a triangular system (I + beta R) U = beta (V - K' S) = B. No exponent is positive: with a decay
+ * per channel R and P are made in blocks of tokens, whose products are e^(G_t - G_s) x e^(G_s - G_i) around the block's
  * first token s. Backward, from dO and dS':
  *
  *   dU = P^T dO + K" dS';   dB = (I + beta R)^-T dU
@@ -14400,10 +14401,10 @@ mt_generator_totals mt_generator_read_totals(const mt_generator *generator) {
  * its negative for G_i. The backward computes the states before all chunks of a span again, then takes the chunks in
  * reverse. A task is a key head with its value heads.
  *
- * Context parallelism cuts a sequence into pieces on several ranks. Over a piece the state S becomes S_local + M S: S' is
- * linear in U and U in S. Both are found without S, as the recurrence of [S_local, M] from [0, I] with values [V, 0];
- * then states pass from piece to piece, a product of Dk x Dk by Dk x Dv a head each, and the outputs follow from the
- * state before the piece. The line for dS does not read S: dS before a piece is dS_local + M^T dS', where dS_local
+ * Context parallelism cuts a sequence into pieces on several ranks. Over a piece the state S becomes S_local + M S: S'
+ * is linear in U and U in S. Both are found without S, as the recurrence of [S_local, M] from [0, I] with values [V,
+ * 0]; then states pass from piece to piece, a product of Dk x Dk by Dk x Dv a head each, and the outputs follow from
+ * the state before the piece. The line for dS does not read S: dS before a piece is dS_local + M^T dS', where dS_local
  * follows from dO with dS' = 0, so that gradients pass the same way back, again after each rank's own work. */
 #pragma GCC diagnostic push
 #pragma GCC diagnostic ignored "-Wunused-parameter" // streams
@@ -14632,9 +14633,9 @@ typedef struct mt_delta_chunk {
 /* Lays the arrays of a chunk into scratch and returns the floats that they take; scratch NULL: only counts. */
 static int64_t mt_delta_place(mt_delta_chunk *c, const mt_delta_args *a, int64_t W, float *scratch) {
     int64_t by_key = MT_CHUNK * a->Dk, by_value = MT_CHUNK * W, square = MT_CHUNK * MT_CHUNK, used = 0;
-    float **const keys[] = {&c->q,        &c->k,        &c->g,        &c->G,        &c->grown,         &c->rest,
-                            &c->q_grown,  &c->k_grown,  &c->k_rest,   &c->q_block,  &c->k_block,       &c->k_before,
-                            &c->dq,       &c->dk,       &c->dq_grown, &c->dk_grown, &c->dk_rest,       &c->dG,
+    float **const keys[] = {&c->q,        &c->k,        &c->g,        &c->G,        &c->grown,          &c->rest,
+                            &c->q_grown,  &c->k_grown,  &c->k_rest,   &c->q_block,  &c->k_block,        &c->k_before,
+                            &c->dq,       &c->dk,       &c->dq_grown, &c->dk_grown, &c->dk_rest,        &c->dG,
                             &c->dq_later, &c->dk_later, &c->product,  &c->to_block, &c->grown_in_block, &c->dk_sooner};
     float **const values[] = {&c->v, &c->U, &c->ks, &c->dO, &c->dU, &c->dV};
     float **const squares[] = {&c->qk, &c->kk, &c->decays, &c->R, &c->P, &c->dR, &c->dP};
@@ -14784,8 +14785,7 @@ static void mt_delta_load_head(const mt_delta_chunk *c, int64_t head) {
     const mt_delta_args *a = c->a;
     int64_t L = c->L, Dv = a->Dv;
     mt_delta_load_rows(c, c->v, c->W, a->v, a->v_stride, head, Dv);
-    for (int64_t t = 0; t < L && c->W > Dv; t++)
-        memset(c->v + t * c->W + Dv, 0, (size_t)(c->W - Dv) * sizeof *c->v);
+    for (int64_t t = 0; t < L && c->W > Dv; t++) memset(c->v + t * c->W + Dv, 0, (size_t)(c->W - Dv) * sizeof *c->v);
     mt_delta_load_rows(c, c->beta, 1, a->b, a->b_stride, head, 1);
     for (int64_t t = 0; t < L; t++) c->beta[t] = 1 / (1 + expf(-c->beta[t]));
     mt_delta_load_decays(c, head);
@@ -14839,7 +14839,8 @@ static void mt_cpu_delta_rule_forward(const mt_delta_args *a, mt_dtype dtype, mt
             mt_delta_chunk c = {.a = a, .dtype = dtype};
             float *slice = mt_scratch_slice(scratch), *own = slice + mt_delta_place(&c, a, a->Dv, slice);
             const float *before = mt_state_before(&a->states, a->spans, s, a->Hv * size);
-            float *kept = mt_state_kept(&a->states, span, a->Hv * size), *S = kept ? kept + key_head * heads * size : own;
+            float *kept = mt_state_kept(&a->states, span, a->Hv * size),
+                  *S = kept ? kept + key_head * heads * size : own;
             if (before) before += key_head * heads * size;
             if (!before) memset(S, 0, (size_t)(heads * size) * sizeof *S);
             if (before && before != S) memcpy(S, before, (size_t)(heads * size) * sizeof *S);
@@ -14940,8 +14941,7 @@ static void mt_delta_chunk_backward(const mt_delta_chunk *c, const float *S, flo
     mt_matmul(c->dk_grown, Dk, mt_delta_rows(c->dV, Dv), state, L, Dk, Dv, false); // negative
     for (int64_t t = 0; t < L; t++) {
         c->dbeta[t] = 0;
-        for (int64_t i = 0; i < Dv; i++)
-            c->dbeta[t] += c->dU[t * Dv + i] * (c->v[t * Dv + i] - c->ks[t * Dv + i]);
+        for (int64_t i = 0; i < Dv; i++) c->dbeta[t] += c->dU[t * Dv + i] * (c->v[t * Dv + i] - c->ks[t * Dv + i]);
         for (int64_t i = 0; i < L; i++) {
             c->dbeta[t] -= i < t ? c->dR[t * L + i] * c->R[t * L + i] : 0;
             c->dR[t * L + i] = i < t ? -c->beta[t] * c->dR[t * L + i] : 0;
@@ -15228,10 +15228,11 @@ static void mt_cpu_gated_norm_backward(const mt_gated_norm_args *a, mt_dtype dty
 
 /* ==== §17b the mixer ============================================================================================== */
 /* Tensor-parallel ranks share the heads: each has the same share of q, k, v, z, b, a, of the taps and of the state, and
- * the output linear sums over the ranks. Context-parallel ranks pass states: first the convolution's K - 1 tokens, then,
- * when each has computed the map of its own pieces, the states of the rule; the backward passes their gradients back in
- * the reverse order. It passes the states once more too, so that no more is saved than on one rank. Cost: the map is
- * about as much work as half a forward; a state of Hv Dk Dv floats goes over 2 cp - 2 links one after another. */
+ * the output linear sums over the ranks. Context-parallel ranks pass states: first the convolution's K - 1 tokens,
+ * then, when each has computed the map of its own pieces, the states of the rule; the backward passes their gradients
+ * back in the reverse order. It passes the states once more too, so that no more is saved than on one rank. Cost: the
+ * map is about as much work as half a forward; a state of Hv Dk Dv floats goes over 2 cp - 2 links one after another.
+ */
 
 static void mt_delta_slots(const mt_model *m, mt_slots *s, const mt_layer *w) {
     mt_delta_sizes z = mt_delta_sizes_of(m);

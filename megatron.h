@@ -1362,10 +1362,11 @@ typedef struct mt_accumulate_args {
 
 /* ---- linear attention: short convolutions, the gated delta rule, the norm behind it */
 
-/* States that a recurrence keeps between calls. In generation the slot of a span is k_start / slot_rows: a span that has
- * earlier tokens (k_len > q_len) begins with the state of its slot, another one with zeros; each leaves its last state
- * there. In context parallelism slot i has the state before span first[i], whose sequence begins on another rank, and
- * the state after span last[i] goes to another rank; -1: no span. Other spans begin with zeros, and none is kept. */
+/* States that a recurrence keeps between calls. In generation the slot of a span is k_start / slot_rows: a span that
+ * has earlier tokens (k_len > q_len) begins with the state of its slot, another one with zeros; each leaves its last
+ * state there. In context parallelism slot i has the state before span first[i], whose sequence begins on another rank,
+ * and the state after span last[i] goes to another rank; -1: no span. Other spans begin with zeros, and none is kept.
+ */
 typedef struct mt_states {
     float *memory; // [slots, elements of a state]; NULL: no span has earlier tokens, and no state is kept
     int64_t slot_rows, slots;
@@ -1456,10 +1457,10 @@ typedef struct mt_gate_args {
        const mt_conv_args *a, mt_dtype dtype, mt_stream *stream)                                                       \
     /* The state after a slot's last span from the one before it, and the gradient of the state before its first span  \
      * from that after it. */                                                                                          \
-    OP(short_conv_carry_forward, mt_work_bytes(2 * (a->K - 1) * a->C, MT_F32), (a, state, dtype, stream),               \
-       const mt_conv_args *a, const mt_carried_state *state, mt_dtype dtype, mt_stream *stream)                         \
-    OP(short_conv_carry_backward, mt_work_bytes(2 * (a->K - 1) * a->C, MT_F32), (a, state, dtype, stream),              \
-       const mt_conv_args *a, const mt_carried_state *state, mt_dtype dtype, mt_stream *stream)                         \
+    OP(short_conv_carry_forward, mt_work_bytes(2 * (a->K - 1) * a->C, MT_F32), (a, state, dtype, stream),              \
+       const mt_conv_args *a, const mt_carried_state *state, mt_dtype dtype, mt_stream *stream)                        \
+    OP(short_conv_carry_backward, mt_work_bytes(2 * (a->K - 1) * a->C, MT_F32), (a, state, dtype, stream),             \
+       const mt_conv_args *a, const mt_carried_state *state, mt_dtype dtype, mt_stream *stream)                        \
     /* Of each value head, token by token from S = 0 before a span: S = exp(g) S; S += k (beta (v - S^T k))^T; out =   \
      * S^T q, where g = -exp(A_log) softplus(a + dt_bias), beta = sigmoid(b), and q and k are divided by their length, \
      * sqrt(sum of squares + 1e-6), q by sqrt(Dk) too. With Dk decays, each is that of a row of S. */                  \
@@ -1475,10 +1476,10 @@ typedef struct mt_gate_args {
     OP(delta_rule_map_backward, mt_work_product(mt_span_rows(a->spans, false) * a->Hv, a->Dk, 3 * a->Dv),              \
        (a, dtype, stream), const mt_delta_args *a, mt_dtype dtype, mt_stream *stream)                                  \
     /* out = S_local + M in; out = dmaps + M^T in, the latter if one span is the slot's first and last. */             \
-    OP(delta_rule_carry_forward, mt_work_product(a->Hv * a->Dk, a->Dk, a->Dv), (a, state, dtype, stream),               \
-       const mt_delta_args *a, const mt_carried_state *state, mt_dtype dtype, mt_stream *stream)                        \
-    OP(delta_rule_carry_backward, mt_work_product(a->Hv * a->Dk, a->Dk, a->Dv), (a, state, dtype, stream),              \
-       const mt_delta_args *a, const mt_carried_state *state, mt_dtype dtype, mt_stream *stream)                        \
+    OP(delta_rule_carry_forward, mt_work_product(a->Hv * a->Dk, a->Dk, a->Dv), (a, state, dtype, stream),              \
+       const mt_delta_args *a, const mt_carried_state *state, mt_dtype dtype, mt_stream *stream)                       \
+    OP(delta_rule_carry_backward, mt_work_product(a->Hv * a->Dk, a->Dk, a->Dv), (a, state, dtype, stream),             \
+       const mt_delta_args *a, const mt_carried_state *state, mt_dtype dtype, mt_stream *stream)                       \
     /* y = x / sqrt(mean(x^2) + eps) w silu(z), each head by itself. */                                                \
     OP(gated_norm_forward, mt_work_bytes(3 * a->T * a->H * a->D, dtype), (a, dtype, stream),                           \
        const mt_gated_norm_args *a, mt_dtype dtype, mt_stream *stream)                                                 \
