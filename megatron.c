@@ -9017,7 +9017,7 @@ static void mt_context_cut_pieces(mt_context *c, const mt_batch *whole) {
     }
 }
 
-/* Lists the pieces' spans, and those that begin or end at a border which their sequence crosses. */
+/* Lists the spans of the pieces, and finds the spans whose sequence crosses the border of a piece. */
 static void mt_context_list_pieces(mt_context *c, const mt_batch *whole, mt_stream *stream) {
     mt_context_pieces_of *p = &c->pieces;
     int64_t count = 0, row = 0;
@@ -9261,9 +9261,9 @@ static void mt_context_message(const mt_context *c, mt_channel *channel, float *
     mt_channel_finish(c->ops, channel, stream);
 }
 
-/* Passes states along the pieces in order of position: carry->states becomes what comes before each piece, and `step`
- * computes what comes after it. Backward: carry->dstates becomes the gradients of what comes after each piece, and
- * `step` computes those of what comes before. A piece without tokens passes on what it gets. */
+/* Passes states along the pieces in order of position: carry->states receives the state before each piece, from which
+ * `step` computes the state after it. Backward: carry->dstates receives the gradient of the state after each piece,
+ * from which `step` computes the gradient of the state before it. A piece without tokens passes on the message. */
 static void mt_context_carry(const mt_context *c, const mt_carry *carry,
                              void (*step)(const void *call, const mt_carried_state *state, bool backward),
                              const void *call, bool backward, mt_stream *stream) {

@@ -108,7 +108,6 @@ static void every_comm_type_trains_like_pytorch_on_one_rank(void **state) {
         train_over(families[k], 4, has_windows(families[k]) ? "all_gather" : "p2p");
     train_over("qwen3_next", 8, "p2p");
     train_over("qwen3_5", 2, "a2a");
-    train_over("qwen3_5_moe", 8, "all_gather");
     train_over("gemma3", 2, "a2a");
     train_over("llama", 8, "p2p");
     train_over("gpt2", 8, "all_gather");

@@ -352,8 +352,7 @@ static void the_delta_rule_in_pieces_equals_that_of_whole_sequences(void **state
         float *in = floats_of(o.values, o.total), *dout = floats_of(o.values, count);
         float *results = calloc((size_t)(2 * all), sizeof *results); // gradients, then out: of the whole, of the pieces
         float *states = calloc((size_t)((2 * PIECES + 2) * elements), sizeof *states);
-        for (int64_t i = 0; i < (2 * PIECES + 2) * elements; i++)
-            states[i] = NAN; // what no piece passes on is not read
+        for (int64_t i = 0; i < (2 * PIECES + 2) * elements; i++) states[i] = NAN; // must not be read unless written
         for (int pieces = 0; pieces < 2; pieces++) {
             float *got = results + pieces * all;
             mt_delta_args a = delta_args(&s, &spans, &o, MT_F32, in, got, got + o.starts[5], got + o.starts[6]);
