@@ -3559,6 +3559,7 @@ static void mt_share_threads(const mt_group *world) {
     X(EXPERT_DATA, expert_data, "expert-data", 1, 0, 0, 1, 0)                                                          \
     X(EXPERT_EXCHANGE, expert_exchange, "expert-exchange", 1, 1, 1, 0, 0)                                              \
     X(KV_REPLICAS, kv_replicas, "kv-replicas", 0, 1, 0, 0, 0)                                                          \
+    X(KEY_REPLICAS, key_replicas, "key-replicas", 0, 1, 0, 0, 0)                                                       \
     X(CONTEXT_A2A, context_a2a, "context-a2a", 0, 0, 1, 0, 0)                                                          \
     X(CONTEXT_RING, context_ring, "context-ring", 0, 0, 1, 0, 0)                                                       \
     X(CONTEXT_2, context_blocks[0], "context-2", 0, 0, 1, 0, 0)                                                        \
@@ -3593,7 +3594,8 @@ mt_grid_shape mt_grid_shape_of(const mt_options *options, int64_t world_size) {
                            .expert_tensor = 1,
                            .num_query_groups = options->num_query_groups,
                            .context_a2a = options->context_a2a_size,
-                           .context_blocks = options->dynamic_context_parallel};
+                           .context_blocks = options->dynamic_context_parallel,
+                           .linear_key_heads = options->linear_layers ? options->linear_num_key_heads : 0};
     if (options->num_experts > 0)
         shape.expert = options->expert_model_parallel_size, shape.expert_tensor = options->expert_tensor_parallel_size;
     shape.data = world_size / (shape.tensor * shape.context * shape.pipeline);
@@ -3649,9 +3651,10 @@ int mt_grid_members(int *members, const mt_grid_shape *s, mt_group_kind kind, in
         int block = 2 << (kind - MT_GROUP_CONTEXT_2);
         return mt_grid_keep_level(members, count, s->context_blocks && block < count ? block : 1, true, rank);
     }
-    int64_t groups = s->num_query_groups, copies = groups > 0 && groups < count ? count / groups : 1;
-    // ranks that hold the same key and value head are adjacent
-    return kind == MT_GROUP_KV_REPLICAS ? mt_grid_keep_level(members, count, (int)copies, true, rank) : count;
+    if (kind != MT_GROUP_KV_REPLICAS && kind != MT_GROUP_KEY_REPLICAS) return count;
+    int64_t heads = kind == MT_GROUP_KV_REPLICAS ? s->num_query_groups : s->linear_key_heads;
+    int64_t copies = heads > 0 && heads < count ? count / heads : 1; // ranks that hold the same head are adjacent
+    return mt_grid_keep_level(members, count, (int)copies, true, rank);
 }
 
 void mt_grid_start(mt_grid *grid, int *argc, char ***argv) {
@@ -5585,17 +5588,19 @@ enum {
 const mt_hf_family_row mt_hf_families[] = {{"", "", "model.layers.", false, MT_NAMES_LLAMA},
                                            MT_HF_FAMILIES(MT_HF_FAMILY_ROW)};
 
-/* How tensor-parallel ranks divide a parameter. With fewer kv heads than ranks, neighbours hold the same one. */
-typedef enum mt_cut { MT_CUT_NONE, MT_CUT_ROWS, MT_CUT_COLS, MT_CUT_KV_HEADS } mt_cut;
+/* How tensor-parallel ranks divide a parameter. With fewer kv heads, or key heads of linear attention, than ranks,
+ * neighbours hold the same one. */
+typedef enum mt_cut { MT_CUT_NONE, MT_CUT_ROWS, MT_CUT_COLS, MT_CUT_KV_HEADS, MT_CUT_KEY_HEADS } mt_cut;
 
 /* Kinds of parameters. */
 typedef enum mt_param_kind {
-    MT_EMBEDDING,  // rows of the vocabulary
-    MT_COLUMN,     // column-parallel linear: a share of the outputs
-    MT_COLUMN_KV,  // the same for key and value heads
-    MT_ROW,        // row-parallel linear: a share of the inputs
-    MT_REPLICATED, // whole on every rank
-    MT_ROUTING,    // the same in fp32
+    MT_EMBEDDING,   // rows of the vocabulary
+    MT_COLUMN,      // column-parallel linear: a share of the outputs
+    MT_COLUMN_KV,   // the same for key and value heads
+    MT_COLUMN_KEYS, // the same for key heads of linear attention
+    MT_ROW,         // row-parallel linear: a share of the inputs
+    MT_REPLICATED,  // whole on every rank
+    MT_ROUTING,     // the same in fp32
     MT_COLUMN_BIAS,
     MT_COLUMN_KV_BIAS,
     MT_ROW_BIAS,
@@ -5606,6 +5611,7 @@ typedef enum mt_param_kind {
     MT_Q_HEADS_NORM, // of all query heads together
     MT_KV_HEADS_NORM,
     MT_TAPS,         // of a convolution, channel by channel
+    MT_KEY_TAPS,     // the same for channels of key heads
     MT_LOG_DECAYS,   // a number of each value head
     MT_DECAY_BIASES, // likewise
     MT_GATED_NORM    // one weight for all value heads, never 1 + weight
@@ -5620,6 +5626,7 @@ static const struct {
     [MT_EMBEDDING] = {MT_CUT_ROWS, MT_INIT_NORMAL, MT_GRADIENT_WHOLE, MT_LINEAR_COLUMN}, // also a tied output layer
     [MT_COLUMN] = {MT_CUT_ROWS, MT_INIT_NORMAL, MT_GRADIENT_WHOLE, MT_LINEAR_COLUMN},
     [MT_COLUMN_KV] = {MT_CUT_KV_HEADS, MT_INIT_NORMAL, MT_GRADIENT_REPLICA, MT_LINEAR_COLUMN},
+    [MT_COLUMN_KEYS] = {MT_CUT_KEY_HEADS, MT_INIT_NORMAL, MT_GRADIENT_KEY_REPLICA, MT_LINEAR_COLUMN},
     [MT_ROW] = {MT_CUT_COLS, MT_INIT_OUTPUT, MT_GRADIENT_WHOLE, MT_LINEAR_ROW},
     [MT_REPLICATED] = {MT_CUT_NONE, MT_INIT_NORMAL, MT_GRADIENT_ROWS, MT_LINEAR_REPLICATED},
     [MT_ROUTING] = {MT_CUT_NONE, MT_INIT_NORMAL, MT_GRADIENT_ROWS, MT_LINEAR_ROUTER},
@@ -5633,6 +5640,7 @@ static const struct {
     [MT_Q_HEADS_NORM] = {MT_CUT_ROWS, MT_INIT_GAIN, MT_GRADIENT_WHOLE, 0},
     [MT_KV_HEADS_NORM] = {MT_CUT_KV_HEADS, MT_INIT_GAIN, MT_GRADIENT_REPLICA, 0},
     [MT_TAPS] = {MT_CUT_ROWS, MT_INIT_TAPS, MT_GRADIENT_WHOLE, 0},
+    [MT_KEY_TAPS] = {MT_CUT_KEY_HEADS, MT_INIT_TAPS, MT_GRADIENT_KEY_REPLICA, 0},
     [MT_LOG_DECAYS] = {MT_CUT_ROWS, MT_INIT_LOG_DECAY, MT_GRADIENT_WHOLE, 0},
     [MT_DECAY_BIASES] = {MT_CUT_ROWS, MT_INIT_ONES, MT_GRADIENT_WHOLE, 0},
     [MT_GATED_NORM] = {MT_CUT_NONE, MT_INIT_ONES, MT_GRADIENT_HEADS, 0},
@@ -5688,9 +5696,9 @@ static const mt_role_row mt_role_rows[] = {
              "attn.c_attn.weight"),
     MT_ROLE(O, LAYER, ROW, C, HDV, o.weight, 0, MT_HAS(DELTA), "self_attn.o_proj.weight", "attn.c_proj.weight"),
     /* gated delta net */
-    MT_ROLE(DELTA_Q, LAYER, COLUMN, KEYS, C, delta_in.weight, MT_HAS(DELTA), 0,
+    MT_ROLE(DELTA_Q, LAYER, COLUMN_KEYS, KEYS, C, delta_in.weight, MT_HAS(DELTA), 0,
             "linear_attn.in_proj_qkv.weight", [MT_NAMES_QWEN3_NEXT] = "linear_attn.in_proj_qkvz.weight"),
-    MT_FUSED(DELTA_K, LAYER, COLUMN, KEYS, C, delta_in.weight, MT_HAS(DELTA), 0,
+    MT_FUSED(DELTA_K, LAYER, COLUMN_KEYS, KEYS, C, delta_in.weight, MT_HAS(DELTA), 0,
              "linear_attn.in_proj_qkv.weight", [MT_NAMES_QWEN3_NEXT] = "linear_attn.in_proj_qkvz.weight"),
     MT_FUSED(DELTA_V, LAYER, COLUMN, VALUES, C, delta_in.weight, MT_HAS(DELTA), 0, "linear_attn.in_proj_qkv.weight",
 
@@ -5725,8 +5733,8 @@ static const mt_role_row mt_role_rows[] = {
     MT_ROLE(MTP_PROJECTION, LAYER, REPLICATED, C, 2C, mtp_projection.weight, MT_HAS(MTP), 0,
             "eh_proj.weight", [MT_NAMES_MIMO] = "input_proj.weight"),
     /* taps, which no optimizer of matrices steps, behind the matrices */
-    MT_ROLE(CONV_Q, LAYER, TAPS, KEYS, TAPS, conv, MT_HAS(DELTA), 0, "linear_attn.conv1d.weight"),
-    MT_FUSED(CONV_K, LAYER, TAPS, KEYS, TAPS, conv, MT_HAS(DELTA), 0, "linear_attn.conv1d.weight"),
+    MT_ROLE(CONV_Q, LAYER, KEY_TAPS, KEYS, TAPS, conv, MT_HAS(DELTA), 0, "linear_attn.conv1d.weight"),
+    MT_FUSED(CONV_K, LAYER, KEY_TAPS, KEYS, TAPS, conv, MT_HAS(DELTA), 0, "linear_attn.conv1d.weight"),
     MT_FUSED(CONV_V, LAYER, TAPS, VALUES, TAPS, conv, MT_HAS(DELTA), 0, "linear_attn.conv1d.weight"),
     MT_ROLE(MTP_EMBEDDING_NORM, LAYER, NORM, C, ONE, mtp_embedding_norm.weight, MT_HAS(MTP), 0,
             "enorm.weight", [MT_NAMES_MIMO] = "token_layernorm.weight"),
@@ -5911,9 +5919,11 @@ static void mt_param_cut(const mt_param_table *table, mt_cut cut, mt_param *para
     param->counted = rank == 0;
     if (cut == MT_CUT_ROWS) mt_param_shard(param, 0, parts, rank);
     if (cut == MT_CUT_COLS) mt_param_shard(param, 1, parts, rank);
-    if (cut != MT_CUT_KV_HEADS) return;
-    int64_t kv_parts = mt_min(table->options->num_query_groups, parts), replicas = parts / kv_parts;
-    mt_param_shard(param, 0, kv_parts, rank / replicas);
+    if (cut != MT_CUT_KV_HEADS && cut != MT_CUT_KEY_HEADS) return;
+    const mt_options *o = table->options;
+    int64_t heads = cut == MT_CUT_KV_HEADS ? o->num_query_groups : o->linear_num_key_heads;
+    int64_t head_parts = mt_min(heads, parts), replicas = parts / head_parts;
+    mt_param_shard(param, 0, head_parts, rank / replicas);
     param->counted = rank % replicas == 0;
     if (replicas == 1) param->gradient = MT_GRADIENT_WHOLE;
 }
@@ -5942,8 +5952,9 @@ static void mt_param_add(mt_param_table *table, const mt_role_row *row, int64_t 
     param->is_vector = row->cols == MT_DIM_ONE, param->weight_decay = !param->is_vector;
     param->trained = row->unit != MT_UNIT_UNTRAINED, param->init = mt_param_kinds[row->kind].init;
     param->is_linear = !param->is_vector && param->trained && row->unit != MT_UNIT_WORDS &&
-                       row->unit != MT_UNIT_POSITIONS && row->kind != MT_TAPS;
-    param->hf_groups = mt_hf_groups(o, row->role), param->hf_has_channel = row->kind == MT_TAPS;
+                       row->unit != MT_UNIT_POSITIONS && row->kind != MT_TAPS && row->kind != MT_KEY_TAPS;
+    param->hf_groups = mt_hf_groups(o, row->role),
+    param->hf_has_channel = row->kind == MT_TAPS || row->kind == MT_KEY_TAPS;
     if (param->init == MT_INIT_GAIN) param->init = o->layernorm_zero_centered_gamma ? MT_INIT_ZEROS : MT_INIT_ONES;
     param->init_std = o->init_method_std / (param->init == MT_INIT_OUTPUT ? sqrt(2.0 * (double)o->num_layers) : 1);
     if (param->init == MT_INIT_TAPS) param->init_std = 1 / sqrt(3 * (double)param->cols);
@@ -6870,7 +6881,7 @@ static mt_delta_sizes mt_delta_sizes_of(const mt_model *m) {
     const mt_options *o = m->options;
     int64_t ranks = m->grid->tensor.size;
     if (!o->linear_layers) return (mt_delta_sizes){0};
-    mt_delta_sizes z = {.Hk = o->linear_num_key_heads / ranks, .Hv = o->linear_num_value_heads / ranks};
+    mt_delta_sizes z = {.Hk = mt_max(o->linear_num_key_heads / ranks, 1), .Hv = o->linear_num_value_heads / ranks};
     z.Dk = o->linear_key_head_dim, z.Dv = o->linear_value_head_dim;
     z.conv = 2 * z.Hk * z.Dk + z.Hv * z.Dv, z.in = z.conv + z.Hv * (z.Dv + 2);
     return z;
@@ -11153,6 +11164,7 @@ static int64_t mt_gradient_run(const mt_model *m, const mt_param *first, const m
 static const mt_group *mt_gradient_group(const mt_model *m, const mt_param *param) {
     if (!param->trained) return NULL;
     if (param->gradient == MT_GRADIENT_REPLICA) return &m->grid->kv_replicas;
+    if (param->gradient == MT_GRADIENT_KEY_REPLICA) return &m->grid->key_replicas;
     if (param->expert >= 0 && param->gradient == MT_GRADIENT_HEADS)
         return m->grid->expert_tensor.size > 1 ? &m->grid->expert_tensor : NULL;
     bool in_parts =
@@ -14627,7 +14639,7 @@ typedef struct mt_delta_chunk {
     float *dq_grown, *dk_grown, *dk_rest;   // [L, Dk]
     float *dq_later, *dk_later, *dk_sooner; // [L, Dk] from P and R, as tokens t and i
     float *product;                         // [L, Dk]
-    float *dbeta, *dG;                      // [L], [L, Dk]
+    float *dbeta, *dG;                      // [L], [L, Dk] whose first `decays` columns are used
 } mt_delta_chunk;
 
 /* Lays the arrays of a chunk into scratch and returns the floats that they take; scratch NULL: only counts. */
@@ -14878,12 +14890,19 @@ static void mt_delta_state_backward(const mt_delta_chunk *c, float *dS) {
     for (int64_t i = 0; i < L * Dv; i++) c->dV[i] = -c->dV[i];
 }
 
-/* dq_later, dk_later and dk_sooner from dP and dR: of the queries and keys of tokens t, and of the keys of tokens i. */
+/* dq_later, dk_later and dk_sooner from dP and dR: of the queries and keys of tokens t, and of the keys of tokens i.
+ * Adds to dG the same number once for t and once, negative, for i: the sums of dG from a token on need that. */
 static void mt_delta_score_backward(const mt_delta_chunk *c) {
     int64_t L = c->L, Dk = c->a->Dk;
     const mt_matrix q = mt_delta_rows(c->q, Dk), k = mt_delta_rows(c->k, Dk);
     const mt_matrix dP = mt_delta_rows(c->dP, L), dR = mt_delta_rows(c->dR, L);
-    for (int64_t n = 0; n < L * L; n++) c->dP[n] *= c->decays[n], c->dR[n] *= c->decays[n];
+    for (int64_t t = 0; t < L; t++)
+        for (int64_t i = 0; i < L; i++) {
+            int64_t n = t * L + i;
+            float of_G = c->dP[n] * c->P[n] + c->dR[n] * c->R[n];
+            c->dG[t * Dk] += of_G, c->dG[i * Dk] -= of_G;
+            c->dP[n] *= c->decays[n], c->dR[n] *= c->decays[n];
+        }
     mt_matmul(c->dq_later, Dk, dP, k, L, Dk, L, false);
     mt_matmul(c->dk_later, Dk, dR, k, L, Dk, L, false);
     mt_matmul(c->dk_sooner, Dk, mt_transposed(dP), q, L, Dk, L, false);
@@ -14923,17 +14942,21 @@ static void mt_delta_score_channels_backward(const mt_delta_chunk *c) {
                 }
             }
     }
+    for (int64_t n = 0; n < L * Dk; n++)
+        c->dG[n] += c->q[n] * c->dq_later[n] + c->k[n] * (c->dk_later[n] - c->dk_sooner[n]);
 }
 
 /* dS of the state after the chunk becomes that of the state S before it. Adds to dq and dk, sets dV, dbeta and dG. */
 static void mt_delta_chunk_backward(const mt_delta_chunk *c, const float *S, float *dS) {
     int64_t L = c->L, Dk = c->a->Dk, Dv = c->a->Dv;
+    bool by_channel = c->a->decays > 1;
     const mt_matrix state = mt_transposed(mt_delta_rows(S, Dv)), U = mt_transposed(mt_delta_rows(c->U, Dv));
     float *last = c->dG + (L - 1) * Dk;
     memset(c->dG, 0, (size_t)(L * Dk) * sizeof *c->dG);
     mt_matmul(c->dk_rest, Dk, mt_delta_rows(c->U, Dv), mt_transposed(mt_delta_rows(dS, Dv)), L, Dk, Dv, false);
     for (int64_t i = 0; i < Dk; i++)
-        for (int64_t j = 0; j < Dv; j++) last[i] += c->grown[(L - 1) * Dk + i] * S[i * Dv + j] * dS[i * Dv + j];
+        for (int64_t j = 0; j < Dv; j++)
+            last[by_channel ? i : 0] += c->grown[(L - 1) * Dk + i] * S[i * Dv + j] * dS[i * Dv + j];
     mt_delta_state_backward(c, dS);
     mt_matmul(c->dP, L, mt_delta_rows(c->dO, Dv), U, L, L, Dv, false);
     mt_matmul(c->dR, L, mt_delta_rows(c->dU, Dv), U, L, L, Dv, false);
@@ -14948,14 +14971,18 @@ static void mt_delta_chunk_backward(const mt_delta_chunk *c, const float *S, flo
             if (i > t) c->dP[t * L + i] = 0;
         }
     }
-    (c->a->decays > 1 ? mt_delta_score_channels_backward : mt_delta_score_backward)(c);
-    for (int64_t n = 0; n < L * Dk; n++) {
-        float of_rest = c->k_rest[n] * c->dk_rest[n];
-        c->dq[n] += c->grown[n] * c->dq_grown[n] + c->dq_later[n];
-        c->dk[n] += c->rest[n] * c->dk_rest[n] - c->grown[n] * c->dk_grown[n] + c->dk_later[n] + c->dk_sooner[n];
-        c->dG[n] += c->q_grown[n] * c->dq_grown[n] + c->q[n] * c->dq_later[n];
-        c->dG[n] += c->k[n] * (c->dk_later[n] - c->dk_sooner[n]) - c->k_grown[n] * c->dk_grown[n] - of_rest;
-        last[n % Dk] += of_rest;
+    (by_channel ? mt_delta_score_channels_backward : mt_delta_score_backward)(c);
+    for (int64_t t = 0; t < L; t++) {
+        float grown = 0, rest = 0;
+        for (int64_t i = 0, n = t * Dk; i < Dk; i++, n++) {
+            float of_grown = c->q_grown[n] * c->dq_grown[n] - c->k_grown[n] * c->dk_grown[n];
+            float of_rest = c->k_rest[n] * c->dk_rest[n];
+            c->dq[n] += c->grown[n] * c->dq_grown[n] + c->dq_later[n];
+            c->dk[n] += c->rest[n] * c->dk_rest[n] - c->grown[n] * c->dk_grown[n] + c->dk_later[n] + c->dk_sooner[n];
+            if (by_channel) c->dG[n] += of_grown - of_rest, last[i] += of_rest;
+            grown += of_grown, rest += of_rest;
+        }
+        if (!by_channel) c->dG[t * Dk] += grown - rest, last[0] += rest;
     }
 }
 
@@ -14965,8 +14992,6 @@ static void mt_delta_store_head(const mt_delta_chunk *c, int64_t head, float *dA
     int64_t D = a->decays, Dk = a->Dk, L = c->L;
     const float *dt_bias;
     float rate = expf(mt_delta_parameters(a, head, c->dtype, c->product, &dt_bias));
-    for (int64_t t = 0; t < L && D == 1; t++)
-        for (int64_t i = 1; i < Dk; i++) c->dG[t * Dk] += c->dG[t * Dk + i];
     mt_delta_load_rows(c, c->G, D, a->a, a->a_stride, head, D);
     for (int64_t i = 0; i < D; i++) {
         float dg = 0; // the sum of dG from t on
@@ -15228,10 +15253,11 @@ static void mt_cpu_gated_norm_backward(const mt_gated_norm_args *a, mt_dtype dty
 
 /* ==== §17b the mixer ============================================================================================== */
 /* Tensor-parallel ranks share the heads: each has the same share of q, k, v, z, b, a, of the taps and of the state, and
- * the output linear sums over the ranks. Context-parallel ranks pass states: first the convolution's K - 1 tokens,
- * then, when each has computed the map of its own pieces, the states of the rule; the backward passes their gradients
- * back in the reverse order. It passes the states once more too, so that no more is saved than on one rank. Cost: the
- * map is about as much work as half a forward; a state of Hv Dk Dv floats goes over 2 cp - 2 links one after another.
+ * the output linear sums over the ranks. With fewer key heads than ranks, neighbours compute the same q and k, for
+ * value heads of their own. Context-parallel ranks pass states: first the convolution's K - 1 tokens, then, when each
+ * has computed the map of its own pieces, the states of the rule; the backward passes their gradients back in the
+ * reverse order. It passes the states once more too, so that no more is saved than on one rank. Cost: the map is about
+ * as much work as half a forward; a state of Hv Dk Dv floats goes over 2 cp - 2 links one after another.
  */
 
 static void mt_delta_slots(const mt_model *m, mt_slots *s, const mt_layer *w) {

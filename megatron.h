@@ -2272,6 +2272,7 @@ typedef enum mt_group_kind {
     MT_GROUP_EXPERT_DATA,
     MT_GROUP_EXPERT_EXCHANGE,
     MT_GROUP_KV_REPLICAS,
+    MT_GROUP_KEY_REPLICAS,
     MT_GROUP_CONTEXT_A2A,
     MT_GROUP_CONTEXT_RING,
     MT_GROUP_CONTEXT_2,
@@ -2301,6 +2302,7 @@ typedef struct mt_grid {
     mt_group context_a2a;     // neighbours in the context group that exchange tokens for heads (all-to-all)
     mt_group context_ring;    // ranks with the same index in their context_a2a groups: the ring of attention
     mt_group kv_replicas;     // ranks of the tensor group that hold the same key and value head
+    mt_group key_replicas;    // the same of a key head of linear attention
     mt_group context_blocks[MT_CONTEXT_BLOCKS]; // dynamic context parallelism: 2, 4, 8 ... neighbours in `context`
 } mt_grid;
 
@@ -2313,8 +2315,9 @@ typedef struct mt_grid_shape {
     int64_t tensor, context, data, pipeline;
     int64_t expert_tensor, expert, expert_data;
     int64_t num_query_groups;
-    int64_t context_a2a; // size of that group; 0 means 1
-    bool context_blocks; // dynamic context parallelism; the size of `context` is then a power of two
+    int64_t context_a2a;      // size of that group; 0 means 1
+    bool context_blocks;      // dynamic context parallelism; the size of `context` is then a power of two
+    int64_t linear_key_heads; // 0: no linear attention
 } mt_grid_shape;
 
 /* The shape that finished options give `world_size` ranks. */
@@ -2828,10 +2831,11 @@ typedef enum mt_init {
 
 /* The content of a parameter's gradient on one rank after the backward, and so the sum that completes it. */
 typedef enum mt_gradient {
-    MT_GRADIENT_WHOLE,   // complete
-    MT_GRADIENT_ROWS,    // from this rank's rows under sequence parallelism: sum over the tensor group
-    MT_GRADIENT_HEADS,   // from this rank's heads: sum over the tensor group
-    MT_GRADIENT_REPLICA, // of a kv head on several ranks, from this rank's query heads: sum over kv_replicas
+    MT_GRADIENT_WHOLE,       // complete
+    MT_GRADIENT_ROWS,        // from this rank's rows under sequence parallelism: sum over the tensor group
+    MT_GRADIENT_HEADS,       // from this rank's heads: sum over the tensor group
+    MT_GRADIENT_REPLICA,     // of a kv head on several ranks, from this rank's query heads: sum over kv_replicas
+    MT_GRADIENT_KEY_REPLICA, // the same of a key head of linear attention: sum over key_replicas
 } mt_gradient;
 
 /* One row per parameter. Allocation, initialisation, gradients, decay and checkpoints read only this. */
