@@ -3560,6 +3560,7 @@ static void mt_share_threads(const mt_group *world) {
     X(EXPERT_DATA, expert_data, "expert-data", 1, 0, 0, 1, 0)                                                          \
     X(EXPERT_EXCHANGE, expert_exchange, "expert-exchange", 1, 1, 1, 0, 0)                                              \
     X(KV_REPLICAS, kv_replicas, "kv-replicas", 0, 1, 0, 0, 0)                                                          \
+    X(KEY_REPLICAS, key_replicas, "key-replicas", 0, 1, 0, 0, 0)                                                       \
     X(CONTEXT_A2A, context_a2a, "context-a2a", 0, 0, 1, 0, 0)                                                          \
     X(CONTEXT_RING, context_ring, "context-ring", 0, 0, 1, 0, 0)                                                       \
     X(CONTEXT_2, context_blocks[0], "context-2", 0, 0, 1, 0, 0)                                                        \
@@ -3594,7 +3595,8 @@ mt_grid_shape mt_grid_shape_of(const mt_options *options, int64_t world_size) {
                            .expert_tensor = 1,
                            .num_query_groups = options->num_query_groups,
                            .context_a2a = options->context_a2a_size,
-                           .context_blocks = options->dynamic_context_parallel};
+                           .context_blocks = options->dynamic_context_parallel,
+                           .linear_key_heads = options->linear_layers ? options->linear_num_key_heads : 0};
     if (options->num_experts > 0)
         shape.expert = options->expert_model_parallel_size, shape.expert_tensor = options->expert_tensor_parallel_size;
     shape.data = world_size / (shape.tensor * shape.context * shape.pipeline);
@@ -3650,9 +3652,10 @@ int mt_grid_members(int *members, const mt_grid_shape *s, mt_group_kind kind, in
         int block = 2 << (kind - MT_GROUP_CONTEXT_2);
         return mt_grid_keep_level(members, count, s->context_blocks && block < count ? block : 1, true, rank);
     }
-    int64_t groups = s->num_query_groups, copies = groups > 0 && groups < count ? count / groups : 1;
-    // ranks that hold the same key and value head are adjacent
-    return kind == MT_GROUP_KV_REPLICAS ? mt_grid_keep_level(members, count, (int)copies, true, rank) : count;
+    if (kind != MT_GROUP_KV_REPLICAS && kind != MT_GROUP_KEY_REPLICAS) return count;
+    int64_t heads = kind == MT_GROUP_KV_REPLICAS ? s->num_query_groups : s->linear_key_heads;
+    int64_t copies = heads > 0 && heads < count ? count / heads : 1; // ranks that hold the same head are adjacent
+    return mt_grid_keep_level(members, count, (int)copies, true, rank);
 }
 
 void mt_grid_start(mt_grid *grid, int *argc, char ***argv) {
@@ -5593,17 +5596,19 @@ enum {
 const mt_hf_family_row mt_hf_families[] = {{"", "", "model.layers.", false, MT_NAMES_LLAMA},
                                            MT_HF_FAMILIES(MT_HF_FAMILY_ROW)};
 
-/* How tensor-parallel ranks divide a parameter. With fewer kv heads than ranks, neighbours hold the same one. */
-typedef enum mt_cut { MT_CUT_NONE, MT_CUT_ROWS, MT_CUT_COLS, MT_CUT_KV_HEADS } mt_cut;
+/* How tensor-parallel ranks divide a parameter. With fewer kv heads, or key heads of linear attention, than ranks,
+ * neighbours hold the same one. */
+typedef enum mt_cut { MT_CUT_NONE, MT_CUT_ROWS, MT_CUT_COLS, MT_CUT_KV_HEADS, MT_CUT_KEY_HEADS } mt_cut;
 
 /* Kinds of parameters. */
 typedef enum mt_param_kind {
-    MT_EMBEDDING,  // rows of the vocabulary
-    MT_COLUMN,     // column-parallel linear: a share of the outputs
-    MT_COLUMN_KV,  // the same for key and value heads
-    MT_ROW,        // row-parallel linear: a share of the inputs
-    MT_REPLICATED, // whole on every rank
-    MT_ROUTING,    // the same in fp32
+    MT_EMBEDDING,   // rows of the vocabulary
+    MT_COLUMN,      // column-parallel linear: a share of the outputs
+    MT_COLUMN_KV,   // the same for key and value heads
+    MT_COLUMN_KEYS, // the same for key heads of linear attention
+    MT_ROW,         // row-parallel linear: a share of the inputs
+    MT_REPLICATED,  // whole on every rank
+    MT_ROUTING,     // the same in fp32
     MT_COLUMN_BIAS,
     MT_COLUMN_KV_BIAS,
     MT_ROW_BIAS,
@@ -5614,6 +5619,7 @@ typedef enum mt_param_kind {
     MT_Q_HEADS_NORM, // of all query heads together
     MT_KV_HEADS_NORM,
     MT_TAPS,         // of a convolution, channel by channel
+    MT_KEY_TAPS,     // the same for channels of key heads
     MT_LOG_DECAYS,   // a number of each value head
     MT_DECAY_BIASES, // likewise
     MT_GATED_NORM    // one weight for all value heads, never 1 + weight
@@ -5628,6 +5634,7 @@ static const struct {
     [MT_EMBEDDING] = {MT_CUT_ROWS, MT_INIT_NORMAL, MT_GRADIENT_WHOLE, MT_LINEAR_COLUMN}, // also a tied output layer
     [MT_COLUMN] = {MT_CUT_ROWS, MT_INIT_NORMAL, MT_GRADIENT_WHOLE, MT_LINEAR_COLUMN},
     [MT_COLUMN_KV] = {MT_CUT_KV_HEADS, MT_INIT_NORMAL, MT_GRADIENT_REPLICA, MT_LINEAR_COLUMN},
+    [MT_COLUMN_KEYS] = {MT_CUT_KEY_HEADS, MT_INIT_NORMAL, MT_GRADIENT_KEY_REPLICA, MT_LINEAR_COLUMN},
     [MT_ROW] = {MT_CUT_COLS, MT_INIT_OUTPUT, MT_GRADIENT_WHOLE, MT_LINEAR_ROW},
     [MT_REPLICATED] = {MT_CUT_NONE, MT_INIT_NORMAL, MT_GRADIENT_ROWS, MT_LINEAR_REPLICATED},
     [MT_ROUTING] = {MT_CUT_NONE, MT_INIT_NORMAL, MT_GRADIENT_ROWS, MT_LINEAR_ROUTER},
@@ -5641,6 +5648,7 @@ static const struct {
     [MT_Q_HEADS_NORM] = {MT_CUT_ROWS, MT_INIT_GAIN, MT_GRADIENT_WHOLE, 0},
     [MT_KV_HEADS_NORM] = {MT_CUT_KV_HEADS, MT_INIT_GAIN, MT_GRADIENT_REPLICA, 0},
     [MT_TAPS] = {MT_CUT_ROWS, MT_INIT_TAPS, MT_GRADIENT_WHOLE, 0},
+    [MT_KEY_TAPS] = {MT_CUT_KEY_HEADS, MT_INIT_TAPS, MT_GRADIENT_KEY_REPLICA, 0},
     [MT_LOG_DECAYS] = {MT_CUT_ROWS, MT_INIT_LOG_DECAY, MT_GRADIENT_WHOLE, 0},
     [MT_DECAY_BIASES] = {MT_CUT_ROWS, MT_INIT_ONES, MT_GRADIENT_WHOLE, 0},
     [MT_GATED_NORM] = {MT_CUT_NONE, MT_INIT_ONES, MT_GRADIENT_HEADS, 0},
@@ -5697,9 +5705,9 @@ static const mt_role_row mt_role_rows[] = {
     MT_ROLE(O, LAYER, ROW, C, HDV, o.weight, 0, MT_HAS(NO_ATTENTION), "self_attn.o_proj.weight",
             "attn.c_proj.weight", [MT_NAMES_LFM2] = "self_attn.out_proj.weight"),
     /* gated delta net */
-    MT_ROLE(DELTA_Q, LAYER, COLUMN, KEYS, C, delta_in.weight, MT_HAS(DELTA), 0,
+    MT_ROLE(DELTA_Q, LAYER, COLUMN_KEYS, KEYS, C, delta_in.weight, MT_HAS(DELTA), 0,
             "linear_attn.in_proj_qkv.weight", [MT_NAMES_QWEN3_NEXT] = "linear_attn.in_proj_qkvz.weight"),
-    MT_FUSED(DELTA_K, LAYER, COLUMN, KEYS, C, delta_in.weight, MT_HAS(DELTA), 0,
+    MT_FUSED(DELTA_K, LAYER, COLUMN_KEYS, KEYS, C, delta_in.weight, MT_HAS(DELTA), 0,
              "linear_attn.in_proj_qkv.weight", [MT_NAMES_QWEN3_NEXT] = "linear_attn.in_proj_qkvz.weight"),
     MT_FUSED(DELTA_V, LAYER, COLUMN, VALUES, C, delta_in.weight, MT_HAS(DELTA), 0, "linear_attn.in_proj_qkv.weight",
 
@@ -5742,8 +5750,8 @@ static const mt_role_row mt_role_rows[] = {
     MT_ROLE(MTP_PROJECTION, LAYER, REPLICATED, C, 2C, mtp_projection.weight, MT_HAS(MTP), 0,
             "eh_proj.weight", [MT_NAMES_MIMO] = "input_proj.weight"),
     /* taps, which no optimizer of matrices steps, behind the matrices */
-    MT_ROLE(CONV_Q, LAYER, TAPS, KEYS, TAPS, conv, MT_HAS(DELTA), 0, "linear_attn.conv1d.weight"),
-    MT_FUSED(CONV_K, LAYER, TAPS, KEYS, TAPS, conv, MT_HAS(DELTA), 0, "linear_attn.conv1d.weight"),
+    MT_ROLE(CONV_Q, LAYER, KEY_TAPS, KEYS, TAPS, conv, MT_HAS(DELTA), 0, "linear_attn.conv1d.weight"),
+    MT_FUSED(CONV_K, LAYER, KEY_TAPS, KEYS, TAPS, conv, MT_HAS(DELTA), 0, "linear_attn.conv1d.weight"),
     MT_FUSED(CONV_V, LAYER, TAPS, VALUES, TAPS, conv, MT_HAS(DELTA), 0, "linear_attn.conv1d.weight"),
     MT_ROLE(SHORT_TAPS, LAYER, TAPS, C, TAPS, conv, MT_HAS(SHORT_CONV), 0, "conv.conv.weight"),
     MT_ROLE(MTP_EMBEDDING_NORM, LAYER, NORM, C, ONE, mtp_embedding_norm.weight, MT_HAS(MTP), 0,
@@ -5931,9 +5939,11 @@ static void mt_param_cut(const mt_param_table *table, mt_cut cut, mt_param *para
     param->counted = rank == 0;
     if (cut == MT_CUT_ROWS) mt_param_shard(param, 0, parts, rank);
     if (cut == MT_CUT_COLS) mt_param_shard(param, 1, parts, rank);
-    if (cut != MT_CUT_KV_HEADS) return;
-    int64_t kv_parts = mt_min(table->options->num_query_groups, parts), replicas = parts / kv_parts;
-    mt_param_shard(param, 0, kv_parts, rank / replicas);
+    if (cut != MT_CUT_KV_HEADS && cut != MT_CUT_KEY_HEADS) return;
+    const mt_options *o = table->options;
+    int64_t heads = cut == MT_CUT_KV_HEADS ? o->num_query_groups : o->linear_num_key_heads;
+    int64_t head_parts = mt_min(heads, parts), replicas = parts / head_parts;
+    mt_param_shard(param, 0, head_parts, rank / replicas);
     param->counted = rank % replicas == 0;
     if (replicas == 1) param->gradient = MT_GRADIENT_WHOLE;
 }
@@ -5962,8 +5972,9 @@ static void mt_param_add(mt_param_table *table, const mt_role_row *row, int64_t 
     param->is_vector = row->cols == MT_DIM_ONE, param->weight_decay = !param->is_vector;
     param->trained = row->unit != MT_UNIT_UNTRAINED, param->init = mt_param_kinds[row->kind].init;
     param->is_linear = !param->is_vector && param->trained && row->unit != MT_UNIT_WORDS &&
-                       row->unit != MT_UNIT_POSITIONS && row->kind != MT_TAPS;
-    param->hf_groups = mt_hf_groups(o, row->role), param->hf_has_channel = row->kind == MT_TAPS;
+                       row->unit != MT_UNIT_POSITIONS && row->kind != MT_TAPS && row->kind != MT_KEY_TAPS;
+    param->hf_groups = mt_hf_groups(o, row->role),
+    param->hf_has_channel = row->kind == MT_TAPS || row->kind == MT_KEY_TAPS;
     if (param->init == MT_INIT_GAIN) param->init = o->layernorm_zero_centered_gamma ? MT_INIT_ZEROS : MT_INIT_ONES;
     param->init_std = o->init_method_std / (param->init == MT_INIT_OUTPUT ? sqrt(2.0 * (double)o->num_layers) : 1);
     if (param->init == MT_INIT_TAPS) param->init_std = 1 / sqrt(3 * (double)param->cols);
@@ -6204,6 +6215,15 @@ typedef struct mt_pass {
     bool last;               // the last backward of this chunk in this step
 } mt_pass;
 
+/* States at the borders of this rank's pieces in context parallelism: see mt_context_carry. */
+enum { MT_PIECES = 2 };
+typedef struct mt_carry {
+    int64_t elements; // of a state
+    float *states;    // [MT_PIECES, elements] before the pieces
+    float *dstates;   // [MT_PIECES, elements] gradients of the states after them
+    float *sent;      // [elements]
+} mt_carry;
+
 /* Buffers that all layers share. A union names the values that a buffer holds one after the other. */
 typedef struct mt_layer_scratch {
     void *dresidual; // [R, C] gradient of the residual stream
@@ -6220,12 +6240,14 @@ typedef struct mt_layer_scratch {
         void *dmlp_active; // [T, F]
         void *dinput;      // [R, C] a second gradient of a norm's output
     };
-    void *dqk;            // [T, (H + G) D], with q/k norm
-    float *means;         // [2, T], with q/k norm over all heads
-    float *row_dot;       // [T, H]
-    void *dgate;          // [T, H Dv] gradient of the output gate
-    void *dconv, *ddelta; // gradients of conv and delta_out of a gated delta net
-    void *dshort_x;       // [T, C / tp] gradient of a short convolution's input
+    void *dqk;                       // [T, (H + G) D], with q/k norm
+    float *means;                    // [2, T], with q/k norm over all heads
+    float *row_dot;                  // [T, H]
+    void *dgate;                     // [T, H Dv] gradient of the output gate
+    void *dconv, *ddelta;            // gradients of conv and delta_out of a gated delta net
+    void *dshort_x;                  // [T, C / tp] gradient of a short convolution's input
+    mt_carry conv_carry, rule_carry; // its states in context parallelism
+    float *rule_maps, *drule_maps;   // [MT_PIECES, Hv, Dk, Dv + Dk] and [MT_PIECES, Hv, Dk, Dv]: see mt_delta_args
     /* latent attention */
     void *kv_b_out;     // [T, H (D - rotary + Dv)] output of kv_b, and its gradient
     void *k_rope;       // [T, rotary] rotary channels of the keys, and their gradient
@@ -6881,7 +6903,7 @@ static mt_delta_sizes mt_delta_sizes_of(const mt_model *m) {
     const mt_options *o = m->options;
     int64_t ranks = m->grid->tensor.size;
     if (o->experimental_attention_variant != MT_VARIANT_GATED_DELTA_NET) return (mt_delta_sizes){0};
-    mt_delta_sizes z = {.Hk = o->linear_num_key_heads / ranks, .Hv = o->linear_num_value_heads / ranks};
+    mt_delta_sizes z = {.Hk = mt_max(o->linear_num_key_heads / ranks, 1), .Hv = o->linear_num_value_heads / ranks};
     z.Dk = o->linear_key_head_dim, z.Dv = o->linear_value_head_dim;
     z.conv = 2 * z.Hk * z.Dk + z.Hv * z.Dv, z.in = z.conv + z.Hv * (z.Dv + 2);
     return z;
@@ -8768,6 +8790,27 @@ typedef struct mt_ring_shift {
     mt_channel *to, *from;
 } mt_ring_shift;
 
+/* A piece of this rank: adjacent tokens, as many as there are between two cuts. */
+typedef struct mt_piece {
+    int64_t begin, end;      // in the whole micro-batch; they may be equal
+    int before, after;       // ranks of the group with the adjacent pieces; -1: none
+    bool continues, goes_on; // a sequence reaches over its begin, and over its end
+} mt_piece;
+
+/* Recurrences in context parallelism. With p2p and all_gather a rank has a piece on the way up the ranks of the ring
+ * and one on the way down (the last rank has one, of both chunks), with a2a one piece. A group of both is refused. */
+typedef struct mt_context_pieces_of {
+    const mt_group *group;
+    int64_t count;
+    mt_piece pieces[MT_PIECES];
+    int64_t first[MT_PIECES], last[MT_PIECES]; // see mt_states
+    mt_span *device, *host;                    // [max_tokens] pieces of sequences, a span each
+    mt_spans spans;
+    struct {
+        mt_channel *to, *from;
+    } lower, higher; // the ranks rank - 1 and rank + 1 of the group
+} mt_context_pieces_of;
+
 struct mt_context {
     mt_context_plan plan;
     const mt_ops *ops;
@@ -8791,6 +8834,7 @@ struct mt_context {
     /* all_gather: keys and values of all ranks, ordered by rank and by position; gradients */
     void *gathered, *ordered, *dkv_ordered;
     float *wide;
+    mt_context_pieces_of pieces; // with plan.recurs
 };
 
 /* ---- memory */
@@ -8843,6 +8887,7 @@ static void mt_context_plan_memory(mt_context *c, mt_arena *arena) {
     if (c->plan.comm_type == MT_CP_ALL_GATHER) c->rows = mt_arena_alloc(arena, c->N * 4);
     c->index = mt_arena_alloc(arena, c->N * 8);
     c->spans = mt_arena_alloc(arena, mt_context_num_lists(&c->plan) * c->M * (int64_t)sizeof(mt_span));
+    if (c->plan.recurs) c->pieces.device = mt_arena_alloc(arena, c->plan.max_tokens * (int64_t)sizeof(mt_span));
     if (c->plan.ring->size > 1) mt_context_plan_ring(c, arena);
     if (c->plan.a2a->size > 1) mt_context_plan_a2a(c, arena);
 }
@@ -8867,6 +8912,22 @@ static void mt_context_open_ring(mt_context *c) {
         }
 }
 
+/* Channels between ranks r and r + 1, both ways; opened as those of the ring. */
+static void mt_context_open_pieces(mt_context *c) {
+    mt_context_pieces_of *p = &c->pieces;
+    if (!c->plan.recurs) return;
+    MT_CHECK(c->plan.ring->size == 1 || c->plan.a2a->size == 1);
+    p->group = c->plan.ring->size > 1 ? c->plan.ring : c->plan.a2a;
+    p->host = mt_malloc(c->plan.max_tokens * (int64_t)sizeof(mt_span));
+    for (int up = 0; up < 2; up++)
+        for (int from = !up; from < p->group->size - up; from++) {
+            int to = up ? from + 1 : from - 1, rank = p->group->rank;
+            mt_channel *channel = c->ops->channel_open(p->group, from, to, 2 + up);
+            if (from == rank) *(up ? &p->higher.to : &p->lower.to) = channel;
+            if (to == rank) *(up ? &p->lower.from : &p->higher.from) = channel;
+        }
+}
+
 mt_context *mt_context_create(const mt_context_plan *plan, const mt_ops *ops, void *memory, mt_stream *stream) {
     mt_context *c = mt_calloc(sizeof *c);
     int64_t heads = plan->num_heads, groups = plan->num_groups, A = plan->a2a->size;
@@ -8882,13 +8943,17 @@ mt_context *mt_context_create(const mt_context_plan *plan, const mt_ops *ops, vo
     ops->memory_copy(c->identity, c->host_rows, mt_context_copied_rows(plan) * 4, stream);
     ops->stream_synchronize(stream);
     mt_context_open_ring(c);
+    mt_context_open_pieces(c);
     return c;
 }
 
 void mt_context_destroy(mt_context *c) {
     if (!c) return;
-    mt_channel *channels[] = {c->kv_shift.to, c->kv_shift.from, c->sum_shift.to, c->sum_shift.from};
-    mt_channels_close(c->ops, channels, 4);
+    const mt_context_pieces_of *p = &c->pieces;
+    mt_channel *channels[] = {c->kv_shift.to, c->kv_shift.from, c->sum_shift.to, c->sum_shift.from,
+                              p->lower.to,    p->lower.from,    p->higher.to,    p->higher.from};
+    mt_channels_close(c->ops, channels, 8);
+    free(c->pieces.host);
     free(c->host_rows);
     free(c->host_index);
     free(c->host_spans);
@@ -8971,6 +9036,61 @@ void mt_context_shard(const mt_context *c, mt_batch *local, const mt_batch *whol
     for (int64_t t = 0, s = 0; sequence && t < T; t++) sequence[t] = (int32_t)(s = mt_span_of_token(whole, s, rows[t]));
 }
 
+/* True if a sequence has tokens on both sides of place `at`. */
+static bool mt_context_inside(const mt_batch *whole, int64_t at) {
+    if (at <= 0 || at >= whole->num_tokens) return false;
+    return whole->spans[mt_span_of_token(whole, 0, at)].q_start < at;
+}
+
+/* The pieces of this rank, in order of position. */
+static void mt_context_cut_pieces(mt_context *c, const mt_batch *whole) {
+    mt_context_pieces_of *p = &c->pieces;
+    int ranks = p->group->size, r = p->group->rank;
+    p->count = 1;
+    if (c->plan.ring->size == 1) {
+        p->pieces[0] = (mt_piece){.begin = r * c->T, .end = (r + 1) * c->T, .before = r - 1, .after = r + 1};
+        if (r + 1 == ranks) p->pieces[0].after = -1;
+    } else if (r + 1 == ranks) {
+        p->pieces[0] = (mt_piece){.begin = c->cuts[r], .end = c->cuts[r + 2], .before = r - 1, .after = r - 1};
+    } else {
+        const int64_t *down = &c->cuts[2 * ranks - 1 - r];
+        p->count = 2;
+        p->pieces[0] = (mt_piece){.begin = c->cuts[r], .end = c->cuts[r + 1], .before = r - 1, .after = r + 1};
+        p->pieces[1] = (mt_piece){.begin = down[0], .end = down[1], .before = r + 1, .after = r - 1};
+    }
+    for (mt_piece *piece = p->pieces; piece < p->pieces + p->count; piece++) {
+        piece->continues = mt_context_inside(whole, piece->begin);
+        piece->goes_on = mt_context_inside(whole, piece->end);
+    }
+}
+
+/* Lists the spans of the pieces, and finds the spans whose sequence crosses the border of a piece. */
+static void mt_context_list_pieces(mt_context *c, const mt_batch *whole, mt_stream *stream) {
+    mt_context_pieces_of *p = &c->pieces;
+    int64_t count = 0, row = 0;
+    if (!c->plan.recurs) return;
+    mt_context_cut_pieces(c, whole);
+    for (int64_t slot = 0; slot < MT_PIECES; slot++) {
+        const mt_piece *piece = &p->pieces[slot];
+        int64_t begun = count;
+        p->first[slot] = p->last[slot] = -1;
+        if (slot >= p->count) continue;
+        for (int64_t s = 0; s < whole->num_spans; s++) {
+            const mt_span *sequence = &whole->spans[s];
+            int64_t begin = mt_max(sequence->q_start, piece->begin);
+            int64_t tokens = mt_min(sequence->q_start + sequence->q_len, piece->end) - begin;
+            if (tokens <= 0) continue;
+            p->host[count++] = (mt_span){row, tokens, row, tokens, true};
+            row += tokens;
+        }
+        if (count == begun) continue;
+        if (piece->continues) p->first[slot] = begun;
+        if (piece->goes_on) p->last[slot] = count - 1;
+    }
+    p->spans = (mt_spans){.host = p->host, .device = p->device, .count = count};
+    c->ops->memory_copy(p->device, p->host, count * (int64_t)sizeof(mt_span), stream);
+}
+
 void mt_context_load(mt_context *c, const mt_batch *whole, mt_stream *stream) {
     int64_t P = c->plan.ring->size;
     bool gather = c->plan.comm_type == MT_CP_ALL_GATHER;
@@ -8981,6 +9101,7 @@ void mt_context_load(mt_context *c, const mt_batch *whole, mt_stream *stream) {
     for (int64_t i = 0; i < c->N; i++) c->host_index[i] = whole->token_index[gather ? i : c->host_rows[i]];
     c->ops->memory_copy(c->index, c->host_index, c->N * 8, stream);
     mt_context_list_spans(c, whole, stream);
+    mt_context_list_pieces(c, whole, stream);
     if (gather) c->ops->memory_copy(c->rows, c->host_rows, c->N * 4, stream);
 }
 
@@ -9167,6 +9288,49 @@ static mt_attention mt_a2a_begin(mt_context *c, const mt_attention *call, mt_str
     if (call->sinks) inner.sinks = mt_at(call->sinks, skip, c->plan.dtype);
     if (call->dsinks) inner.dsinks = call->dsinks + skip;
     return inner;
+}
+
+/* ---- states of recurrences, from piece to piece */
+
+static const mt_spans *mt_context_pieces(const mt_context *c) {
+    return &c->pieces.spans;
+}
+
+/* The states before the pieces, whose memory mt_context_carry fills. */
+static mt_states mt_context_states(const mt_context *c, float *memory) {
+    return (mt_states){.memory = memory, .slots = MT_PIECES, .first = c->pieces.first, .last = c->pieces.last};
+}
+
+/* Waits for one message of a state: sends it, or receives it. */
+static void mt_context_message(const mt_context *c, mt_channel *channel, float *state, int64_t elements,
+                               mt_stream *stream) {
+    mt_channel_start(c->ops, channel, state, elements, MT_F32, stream);
+    mt_channel_finish(c->ops, channel, stream);
+}
+
+/* Passes states along the pieces in order of position: carry->states receives the state before each piece, from which
+ * `step` computes the state after it. Backward: carry->dstates receives the gradient of the state after each piece,
+ * from which `step` computes the gradient of the state before it. A piece without tokens passes on the message. */
+static void mt_context_carry(const mt_context *c, const mt_carry *carry,
+                             void (*step)(const void *call, const mt_carried_state *state, bool backward),
+                             const void *call, bool backward, mt_stream *stream) {
+    const mt_context_pieces_of *p = &c->pieces;
+    for (int64_t n = 0; n < p->count; n++) {
+        int64_t slot = backward ? p->count - 1 - n : n;
+        const mt_piece *piece = &p->pieces[slot];
+        bool arrives = backward ? piece->goes_on : piece->continues,
+             leaves = backward ? piece->continues : piece->goes_on;
+        int from = backward ? piece->after : piece->before, to = backward ? piece->before : piece->after;
+        float *in = (backward ? carry->dstates : carry->states) + slot * carry->elements, *out = carry->sent;
+        if (arrives)
+            mt_context_message(c, from < p->group->rank ? p->lower.from : p->higher.from, in, carry->elements, stream);
+        if (!leaves) continue;
+        if (piece->begin == piece->end)
+            out = in;
+        else
+            step(call, &(mt_carried_state){slot, arrives ? in : NULL, out}, backward);
+        mt_context_message(c, to < p->group->rank ? p->lower.to : p->higher.to, out, carry->elements, stream);
+    }
 }
 
 /* ---- numbers of tokens, in host memory */
@@ -11036,6 +11200,7 @@ static int64_t mt_gradient_run(const mt_model *m, const mt_param *first, const m
 static const mt_group *mt_gradient_group(const mt_model *m, const mt_param *param) {
     if (!param->trained) return NULL;
     if (param->gradient == MT_GRADIENT_REPLICA) return &m->grid->kv_replicas;
+    if (param->gradient == MT_GRADIENT_KEY_REPLICA) return &m->grid->key_replicas;
     if (param->expert >= 0 && param->gradient == MT_GRADIENT_HEADS)
         return m->grid->expert_tensor.size > 1 ? &m->grid->expert_tensor : NULL;
     bool in_parts =
@@ -12611,6 +12776,7 @@ static mt_context_plan mt_model_context_plan(const mt_model *m, int level) {
     plan.window = mt_options_common_window(m->options), plan.max_tokens = m->plan.max_tokens,
     plan.train = m->plan.train;
     plan.num_heads = m->H, plan.num_groups = m->G, plan.head_size = m->D, plan.value_size = m->Dv;
+    plan.recurs = m->options->linear_layers != NULL;
     return plan;
 }
 
@@ -12667,6 +12833,14 @@ static void mt_plan_parallel(mt_model *m, mt_arena *arena) {
             m->links[i].buffers[k] = mt_arena_alloc(arena, m->max_rows * m->C * size);
 }
 
+static mt_carry mt_carry_plan(const mt_model *m, int64_t elements, mt_arena *arena) {
+    mt_carry carry = {.elements = elements};
+    carry.states = mt_arena_alloc(arena, MT_PIECES * elements * 4);
+    carry.sent = mt_arena_alloc(arena, elements * 4);
+    if (m->plan.train) carry.dstates = mt_arena_alloc(arena, MT_PIECES * elements * 4);
+    return carry;
+}
+
 /* Scratch of the layers. If logits share memory with it (mt_logits_overlap), they take the buffers that hold no value
  * between the last layer's forward and its backward: only the output layer runs then, and it writes only dresidual and
  * dnormed. */
@@ -12699,6 +12873,13 @@ static void mt_plan_scratch(mt_model *m, mt_arena *arena) {
         s->dconv = mt_arena_alloc(arena, T * (delta.conv + short_width) * size);
         s->ddelta = mt_arena_alloc(arena, T * delta.Hv * delta.Dv * size);
         s->dshort_x = mt_arena_alloc(arena, T * short_width * size);
+    }
+    if (m->num_contexts > 0 && delta.conv + short_width > 0)
+        s->conv_carry = mt_carry_plan(m, (o->linear_conv_kernel_dim - 1) * mt_max(delta.conv, short_width), arena);
+    if (m->num_contexts > 0 && delta.conv > 0) {
+        s->rule_carry = mt_carry_plan(m, delta.Hv * delta.Dk * delta.Dv, arena);
+        s->rule_maps = mt_arena_alloc(arena, MT_PIECES * delta.Hv * delta.Dk * (delta.Dv + delta.Dk) * 4);
+        if (m->plan.train) s->drule_maps = mt_arena_alloc(arena, MT_PIECES * s->rule_carry.elements * 4);
     }
     if (latent) {
         s->kv_b_out = mt_arena_alloc(arena, T * m->H * (o->qk_head_dim + m->Dv) * size);
@@ -14253,20 +14434,31 @@ mt_generator_totals mt_generator_read_totals(const mt_generator *generator) {
 
 /* ==== §17a its kernels ============================================================================================ */
 /* The recurrence in chunks of L tokens, so that most work is products of matrices. Let G_t be the sum of g from the
- * chunk's first token to t, and S the state before the chunk. Unrolled,
+ * chunk's first token to t, and S the state before the chunk. Kimi delta attention has a g for each channel of the key
+ * head: then e^G is the diagonal matrix of its channels, else the same number for all. Unrolled, with rows of Q, K,
  *
- *   u_t = beta_t (v_t - e^G_t S^T k_t) - sum over i < t of A_ti u_i,   A_ti = beta_t e^(G_t - G_i) k_t.k_i
- *   o_t = e^G_t S^T q_t + sum over i <= t of P_ti u_i,                 P_ti = e^(G_t - G_i) q_t.k_i
- *   S'  = e^G_L S + sum over i of e^(G_L - G_i) k_i u_i^T
+ *   q'_t = e^G_t q_t,   k'_t = e^G_t k_t,   k"_t = e^(G_L - G_t) k_t
+ *   u_t = beta_t (v_t - S^T k'_t - sum over i < t of R_ti u_i),   R_ti = k_t . e^(G_t - G_i) k_i
+ *   o_t = S^T q'_t + sum over i <= t of P_ti u_i,                 P_ti = q_t . e^(G_t - G_i) k_i
+ *   S'  = e^G_L S + K"^T U
  *
- * The first line is a triangular system (I + A) U = B. No exponent is positive. Backward, from dO and dS':
+ * The second line is a triangular system (I + beta R) U = beta (V - K' S) = B. No exponent is positive: with a decay
+ * per channel R and P are made in blocks of tokens, whose products are e^(G_t - G_s) x e^(G_s - G_i) around the block's
+ * first token s. Backward, from dO and dS':
  *
- *   dU = P^T dO + K' dS', with rows k'_i = e^(G_L - G_i) k_i;   dP = dO U^T
- *   dB = (I + A)^-T dU;   dA = -dB U^T
- *   dS = e^G_L dS' + Q^T (e^G dO) - K^T (beta e^G dB)
+ *   dU = P^T dO + K" dS';   dB = (I + beta R)^-T dU
+ *   dS = e^G_L dS' + Q'^T dO - K'^T (beta dB)
+ *   dP = dO U^T;   dR = -beta dB U^T;   dQ' = dO S^T;   dK' = -beta dB S^T;   dK" = U dS'^T;   dV = beta dB
  *
- * and each of A, P, B, K' passes its gradient on to its factors. The backward computes the states before all chunks of
- * a span again, then takes the chunks in reverse. A task is a key head with its value heads. */
+ * and each passes its gradient on to its factors; the gradient of an e^(G_t - G_i) x is x times that of x, for G_t, and
+ * its negative for G_i. The backward computes the states before all chunks of a span again, then takes the chunks in
+ * reverse. A task is a key head with its value heads.
+ *
+ * Context parallelism cuts a sequence into pieces on several ranks. Over a piece the state S becomes S_local + M S: S'
+ * is linear in U and U in S. Both are found without S, as the recurrence of [S_local, M] from [0, I] with values [V,
+ * 0]; then states pass from piece to piece, a product of Dk x Dk by Dk x Dv a head each, and the outputs follow from
+ * the state before the piece. The line for dS does not read S: dS before a piece is dS_local + M^T dS', where dS_local
+ * follows from dO with dS' = 0, so that gradients pass the same way back, again after each rank's own work. */
 #pragma GCC diagnostic push
 #pragma GCC diagnostic ignored "-Wunused-parameter" // streams
 #ifdef __clang__
@@ -14275,22 +14467,51 @@ mt_generator_totals mt_generator_read_totals(const mt_generator *generator) {
 
 enum { MT_CHUNK = 64 };
 
-/* ---- short convolution */
+/* ---- states */
 
-/* The state of a span; NULL: none. */
-static float *mt_state_of(const mt_states *states, const mt_span *span, int64_t elements) {
+/* The slot whose list has span s; -1: none. */
+static int64_t mt_state_slot(const int64_t *list, int64_t slots, int64_t s) {
+    for (int64_t slot = 0; slot < slots; slot++)
+        if (list[slot] == s) return slot;
+    return -1;
+}
+
+/* The state before span s; NULL: zeros. */
+static const float *mt_state_before(const mt_states *states, const mt_spans *spans, int64_t s, int64_t elements) {
+    const mt_span *span = &spans->host[s];
     if (!states->memory) return NULL;
+    if (!states->first && span->k_len == span->q_len) return NULL;
+    int64_t slot = states->first ? mt_state_slot(states->first, states->slots, s) : span->k_start / states->slot_rows;
+    MT_CHECK(slot < states->slots);
+    return slot < 0 ? NULL : states->memory + slot * elements;
+}
+
+/* Where a span leaves its last state; NULL: nowhere. */
+static float *mt_state_kept(const mt_states *states, const mt_span *span, int64_t elements) {
+    if (!states->memory || states->first) return NULL;
     int64_t slot = span->k_start / states->slot_rows;
     MT_CHECK(slot < states->slots);
     return states->memory + slot * elements;
 }
 
-/* A channel block of the row that lies `back` rows before row t of a span: of x, or of the state; NULL: zeros. */
+/* The gradient of the state after span s; NULL: zeros. */
+static const float *mt_dstate_after(const mt_states *states, const float *dstates, int64_t s, int64_t elements) {
+    int64_t slot = dstates ? mt_state_slot(states->last, states->slots, s) : -1;
+    return slot < 0 ? NULL : dstates + slot * elements;
+}
+
+/* True if one span is both the first and the last of a slot: the state before it reaches the one after it. */
+static bool mt_state_crosses(const mt_states *states, int64_t slot) {
+    return states->first[slot] >= 0 && states->first[slot] == states->last[slot];
+}
+
+/* ---- short convolution */
+
+/* A channel block of row `row` of a span: of x, or of the state [K - 1, C] before it; NULL: zeros. */
 static const float *mt_conv_row(float *scratch, const mt_conv_args *a, const mt_span *span, const float *state,
-                                int64_t t, int64_t back, int64_t c, int64_t width, mt_dtype dtype) {
-    int64_t row = t - back;
+                                int64_t row, int64_t c, int64_t width, mt_dtype dtype) {
     if (row >= 0) return mt_row_load(scratch, a->x, (span->q_start + row) * a->x_stride + c, width, dtype);
-    return state && span->k_len > span->q_len ? state + (a->K - 1 + row) * a->C + c : NULL;
+    return state ? state + (a->K - 1 + row) * a->C + c : NULL;
 }
 
 /* sums[width] = bias + the taps' products, of channels c... of row t of a span. */
@@ -14299,17 +14520,18 @@ static void mt_conv_sum(float *sums, float *scratch, const mt_conv_args *a, cons
     const float *bias = a->bias ? mt_row_load(scratch, a->bias, c, width, dtype) : NULL;
     for (int64_t i = 0; i < width; i++) sums[i] = bias ? bias[i] : 0;
     for (int64_t j = 0; j < a->K; j++) {
-        const float *x = mt_conv_row(scratch, a, span, state, t, a->K - 1 - j, c, width, dtype);
+        const float *x = mt_conv_row(scratch, a, span, state, t - (a->K - 1 - j), c, width, dtype);
         for (int64_t i = 0; i < width && x; i++) sums[i] += w[i * a->K + j] * x[i];
     }
 }
 
-/* Leaves the last K - 1 rows of x in the state. */
-static void mt_conv_keep(float *state, float *scratch, const mt_conv_args *a, const mt_span *span, mt_dtype dtype) {
+/* after[K - 1, C] = the last rows of the state before a span and of x; the two states may be one. */
+static void mt_conv_keep(float *after, float *scratch, const mt_conv_args *a, const mt_span *span, const float *before,
+                         mt_dtype dtype) {
     int64_t C = a->C, rows = a->K - 1;
     for (int64_t j = 0; j < rows; j++) { // ascending: a row of the state moves towards the first
-        const float *x = mt_conv_row(scratch, a, span, state, span->q_len, rows - j, 0, C, dtype);
-        for (int64_t i = 0; i < C; i++) state[j * C + i] = x ? x[i] : 0;
+        const float *x = mt_conv_row(scratch, a, span, before, span->q_len - (rows - j), 0, C, dtype);
+        for (int64_t i = 0; i < C; i++) after[j * C + i] = x ? x[i] : 0;
     }
 }
 
@@ -14319,44 +14541,72 @@ static void mt_cpu_short_conv_forward(const mt_conv_args *a, mt_dtype dtype, mt_
     const float *w = mt_row_load(mt_scratch_slice(scratch), a->w, 0, C * K, dtype); // for all threads
     for (int64_t s = 0; s < a->spans->count; s++) {
         const mt_span *span = &a->spans->host[s];
-        float *state = mt_state_of(&a->states, span, (K - 1) * C);
+        const float *before = mt_state_before(&a->states, a->spans, s, (K - 1) * C);
+        float *kept = mt_state_kept(&a->states, span, (K - 1) * C);
 #pragma omp parallel for if (span->q_len * C * K > MT_PARALLEL)
         for (int64_t t = 0; t < span->q_len; t++) {
             float *sums = mt_scratch_slice(scratch) + C * K;
             int64_t to = (span->q_start + t) * a->y_stride;
-            mt_conv_sum(sums, sums + C, a, span, state, w, t, 0, C, dtype);
+            mt_conv_sum(sums, sums + C, a, span, before, w, t, 0, C, dtype);
             for (int64_t i = 0; i < C && a->silu; i++) sums[i] = mt_silu(1, sums[i]);
             mt_row_store(a->y, to, sums, C, dtype);
         }
-        if (state) mt_conv_keep(state, mt_scratch_slice(scratch) + C * K, a, span, dtype);
+        if (kept) mt_conv_keep(kept, mt_scratch_slice(scratch) + C * K, a, span, before, dtype);
     }
 }
 
-/* The gradients of channels [c, c + width) of a span: row by row, dx as soon as all sums that read it are known. */
-static void mt_conv_backward_channels(const mt_conv_args *a, const mt_span *span, const float *w, float *dw,
-                                      float *dbias, int64_t c, int64_t width, mt_dtype dtype) {
-    int64_t K = a->K;
-    float ring[MT_MAX_TAPS][MT_COLUMNS], sums[MT_COLUMNS], scratch[MT_COLUMNS]; // ring: gradients of the last K sums
-    for (int64_t t = 0; t < span->q_len + K - 1; t++) {
+/* Channels [c, c + width) of a span in the backward of a convolution. */
+typedef struct mt_conv_channels {
+    const mt_conv_args *a;
+    const mt_span *span;
+    const float *before, *dafter; // the state before the span, and the gradient of the one after it; NULL: zeros
+    const float *w;               // [width, K]
+    int64_t c, width;
+    mt_dtype dtype;
+} mt_conv_channels;
+
+/* d[width] = the gradient of row t's sums, before SiLU. */
+static void mt_conv_dsums(float *d, const mt_conv_channels *b, int64_t t) {
+    const mt_conv_args *a = b->a;
+    float sums[MT_COLUMNS], scratch[MT_COLUMNS];
+    const float *dy = mt_row_load(scratch, a->dy, (b->span->q_start + t) * a->dy_stride + b->c, b->width, b->dtype);
+    memcpy(d, dy, (size_t)b->width * sizeof *d);
+    if (!a->silu) return;
+    mt_conv_sum(sums, scratch, a, b->span, b->before, b->w, t, b->c, b->width, b->dtype);
+    for (int64_t i = 0; i < b->width; i++) d[i] *= mt_silu_slope(1, sums[i]);
+}
+
+/* dx[width] of row `row`, which may be one of the state before the span; ring[t % K] has the gradients of the sums of
+ * the rows t that read it, zeros for those behind the span. */
+static void mt_conv_dx(float *dx, const mt_conv_channels *b, float ring[MT_MAX_TAPS][MT_COLUMNS], int64_t row) {
+    int64_t K = b->a->K, later = row - b->span->q_len + K - 1; // its row in the state after the span
+    for (int64_t i = 0; i < b->width; i++) dx[i] = b->dafter && later >= 0 ? b->dafter[later * b->a->C + b->c + i] : 0;
+    for (int64_t j = 0; j < K; j++) {
+        int64_t t = row + K - 1 - j;
+        for (int64_t i = 0; i < b->width && t >= 0; i++) dx[i] += b->w[i * K + j] * ring[t % K][i];
+    }
+}
+
+/* Row by row, dx as soon as all sums that read it are known. */
+static void mt_conv_backward_channels(const mt_conv_channels *b, float *dw, float *dbias) {
+    const mt_conv_args *a = b->a;
+    int64_t K = a->K, width = b->width;
+    float ring[MT_MAX_TAPS][MT_COLUMNS], dx[MT_COLUMNS], scratch[MT_COLUMNS];
+    for (int64_t t = 0; t < b->span->q_len + K - 1; t++) {
         float *d = ring[t % K];
         memset(d, 0, sizeof *ring);
-        if (t < span->q_len) {
-            const float *dy = mt_row_load(scratch, a->dy, (span->q_start + t) * a->dy_stride + c, width, dtype);
-            memcpy(d, dy, (size_t)width * sizeof *d);
-            if (a->silu) mt_conv_sum(sums, scratch, a, span, NULL, w, t, c, width, dtype);
-            for (int64_t i = 0; i < width && a->silu; i++) d[i] *= mt_silu_slope(1, sums[i]);
+        if (t < b->span->q_len) {
+            mt_conv_dsums(d, b, t);
             for (int64_t j = 0; j < K; j++) {
-                const float *x = mt_conv_row(scratch, a, span, NULL, t, K - 1 - j, c, width, dtype);
+                const float *x = mt_conv_row(scratch, a, b->span, b->before, t - (K - 1 - j), b->c, width, b->dtype);
                 for (int64_t i = 0; i < width && x; i++) dw[i * K + j] += d[i] * x[i];
             }
             for (int64_t i = 0; i < width; i++) dbias[i] += d[i];
         }
-        int64_t row = t - (K - 1); // its sums are those of rows row, ..., t
+        int64_t row = t - (K - 1);
         if (row < 0) continue;
-        for (int64_t i = 0; i < width; i++) sums[i] = 0;
-        for (int64_t j = 0; j < K; j++)
-            for (int64_t i = 0; i < width; i++) sums[i] += w[i * K + j] * ring[(row + K - 1 - j) % K][i];
-        mt_row_store(a->dx, (span->q_start + row) * a->dx_stride + c, sums, width, dtype);
+        mt_conv_dx(dx, b, ring, row);
+        mt_row_store(a->dx, (b->span->q_start + row) * a->dx_stride + b->c, dx, width, b->dtype);
     }
 }
 
@@ -14368,45 +14618,81 @@ static void mt_cpu_short_conv_backward(const mt_conv_args *a, mt_dtype dtype, mt
         float loaded[MT_COLUMNS * MT_MAX_TAPS], dw[MT_COLUMNS * MT_MAX_TAPS] = {0}, dbias[MT_COLUMNS] = {0};
         int64_t width = mt_min(MT_COLUMNS, C - c);
         const float *w = mt_row_load(loaded, a->w, c * K, width * K, dtype);
-        for (const mt_span *span = a->spans->host; span < a->spans->host + a->spans->count; span++)
-            mt_conv_backward_channels(a, span, w, dw, dbias, c, width, dtype);
+        for (int64_t s = 0; s < a->spans->count; s++) {
+            mt_conv_channels b = {.a = a, .span = &a->spans->host[s], .w = w, .c = c, .width = width, .dtype = dtype};
+            b.before = mt_state_before(&a->states, a->spans, s, (K - 1) * C);
+            b.dafter = mt_dstate_after(&a->states, a->dstates, s, (K - 1) * C);
+            mt_conv_backward_channels(&b, dw, dbias);
+        }
         for (int64_t i = 0; i < width * K && a->dw; i++) a->dw[c * K + i] += dw[i];
         for (int64_t i = 0; i < width && a->dbias; i++) a->dbias[c + i] += dbias[i];
     }
 }
 
-/* ---- the gated delta rule */
+static void mt_cpu_short_conv_carry_forward(const mt_conv_args *a, const mt_carried_state *state, mt_dtype dtype,
+                                            mt_stream *stream) {
+    mt_scratch scratch = mt_scratch_reserve(a->C);
+    const float *before = mt_state_crosses(&a->states, state->slot) ? state->in : NULL;
+    mt_conv_keep(state->out, mt_scratch_slice(scratch), a, &a->spans->host[a->states.last[state->slot]], before, dtype);
+}
+
+static void mt_cpu_short_conv_carry_backward(const mt_conv_args *a, const mt_carried_state *state, mt_dtype dtype,
+                                             mt_stream *stream) {
+    int64_t C = a->C, K = a->K, s = a->states.first[state->slot];
+    mt_conv_channels b = {.a = a, .span = &a->spans->host[s], .dtype = dtype};
+    b.before = mt_state_before(&a->states, a->spans, s, (K - 1) * C);
+    b.dafter = mt_state_crosses(&a->states, state->slot) ? state->in : NULL;
+    for (b.c = 0; b.c < C; b.c += MT_COLUMNS) {
+        float loaded[MT_COLUMNS * MT_MAX_TAPS], ring[MT_MAX_TAPS][MT_COLUMNS] = {{0}};
+        b.width = mt_min(MT_COLUMNS, C - b.c), b.w = mt_row_load(loaded, a->w, b.c * K, b.width * K, dtype);
+        for (int64_t t = 0; t < mt_min(K - 1, b.span->q_len); t++) mt_conv_dsums(ring[t], &b, t);
+        for (int64_t row = 1 - K; row < 0; row++) mt_conv_dx(state->out + (K - 1 + row) * C + b.c, &b, ring, row);
+    }
+}
+
+/* ---- the delta rule */
+
+enum { MT_DELTA_BLOCK = 16 }; // tokens around whose first one decays per channel are split
 
 /* A chunk of one key head, and of one of its value heads at a time. Names as in the formulas above. */
 typedef struct mt_delta_chunk {
     const mt_delta_args *a;
     mt_dtype dtype;
     int64_t row, L;             // its first token, and its tokens
+    int64_t W;                  // columns of S, U and V: Dv, or with those of M
     float *q, *k;               // [L, Dk] as the rule takes them
     float *q_factor, *k_factor; // [L] 1 / length
-    float *qk, *kk;             // [L, L] q_t.k_i and k_t.k_i
+    float *qk, *kk;             // [L, L] q_t.k_i and k_t.k_i; not with a decay per channel
     /* of the value head */
-    float *v, *beta, *g, *G; // [L, Dv], [L]
-    float *decays;           // [L, L] e^(G_t - G_i), 0 above the diagonal
-    float *grown;            // [L] e^G_t
-    float *A, *P;            // [L, L], 0 above the diagonal
-    float *U, *ks;           // [L, Dv] U, and S^T k_t
-    float *k_last;           // [L, Dk] K'
+    float *v, *beta;                     // [L, W], [L]
+    float *g, *G;                        // [L, decays]
+    float *grown, *rest;                 // [L, Dk] e^G_t and e^(G_L - G_t)
+    float *decays;                       // [L, L] e^(G_t - G_i), 0 above the diagonal; not with a decay per channel
+    float *R, *P;                        // [L, L], 0 above the diagonal
+    float *q_grown, *k_grown, *k_rest;   // [L, Dk] Q', K', K"
+    float *U, *ks;                       // [L, W] U and K' S
+    float *grown_in_block, *to_block;    // [L, Dk] e^(G_t - G_s), e^(G_s - G_i): see mt_delta_block
+    float *q_block, *k_block, *k_before; // [L, Dk] q and k times the former, k times the latter
     /* of the backward */
-    float *dq, *dk;           // [L, Dk] sums over the value heads
-    float *dA, *dP;           // [L, L]
-    float *dO, *dU, *product; // [L, Dv]; dU becomes dB
-    float *dk_last;           // [L, Dk]
-    float *dbeta, *dG;        // [L]
+    float *dq, *dk;                         // [L, Dk] sums over the value heads
+    float *dR, *dP;                         // [L, L]
+    float *dO, *dU, *dV;                    // [L, Dv]; dU becomes dB
+    float *dq_grown, *dk_grown, *dk_rest;   // [L, Dk]
+    float *dq_later, *dk_later, *dk_sooner; // [L, Dk] from P and R, as tokens t and i
+    float *product;                         // [L, Dk]
+    float *dbeta, *dG;                      // [L], [L, Dk] whose first `decays` columns are used
 } mt_delta_chunk;
 
 /* Lays the arrays of a chunk into scratch and returns the floats that they take; scratch NULL: only counts. */
-static int64_t mt_delta_place(mt_delta_chunk *c, const mt_delta_args *a, float *scratch) {
-    int64_t by_key = MT_CHUNK * a->Dk, by_value = MT_CHUNK * a->Dv, square = MT_CHUNK * MT_CHUNK, used = 0;
-    float **const keys[] = {&c->q, &c->k, &c->k_last, &c->dq, &c->dk, &c->dk_last};
-    float **const values[] = {&c->v, &c->U, &c->ks, &c->dO, &c->dU, &c->product};
-    float **const squares[] = {&c->qk, &c->kk, &c->decays, &c->A, &c->P, &c->dA, &c->dP};
-    float **const numbers[] = {&c->q_factor, &c->k_factor, &c->beta, &c->g, &c->G, &c->grown, &c->dbeta, &c->dG};
+static int64_t mt_delta_place(mt_delta_chunk *c, const mt_delta_args *a, int64_t W, float *scratch) {
+    int64_t by_key = MT_CHUNK * a->Dk, by_value = MT_CHUNK * W, square = MT_CHUNK * MT_CHUNK, used = 0;
+    float **const keys[] = {&c->q,        &c->k,        &c->g,        &c->G,        &c->grown,          &c->rest,
+                            &c->q_grown,  &c->k_grown,  &c->k_rest,   &c->q_block,  &c->k_block,        &c->k_before,
+                            &c->dq,       &c->dk,       &c->dq_grown, &c->dk_grown, &c->dk_rest,        &c->dG,
+                            &c->dq_later, &c->dk_later, &c->product,  &c->to_block, &c->grown_in_block, &c->dk_sooner};
+    float **const values[] = {&c->v, &c->U, &c->ks, &c->dO, &c->dU, &c->dV};
+    float **const squares[] = {&c->qk, &c->kk, &c->decays, &c->R, &c->P, &c->dR, &c->dP};
+    float **const numbers[] = {&c->q_factor, &c->k_factor, &c->beta, &c->dbeta};
     const struct {
         float **const *arrays;
         size_t count;
@@ -14418,7 +14704,12 @@ static int64_t mt_delta_place(mt_delta_chunk *c, const mt_delta_args *a, float *
     for (size_t k = 0; k < sizeof kinds / sizeof *kinds; k++)
         for (size_t n = 0; n < kinds[k].count; n++, used += kinds[k].floats)
             if (scratch) *kinds[k].arrays[n] = scratch + used;
+    c->W = W;
     return used;
+}
+
+static mt_matrix mt_delta_rows(const float *rows, int64_t stride) {
+    return (mt_matrix){.data = rows, .stride = stride};
 }
 
 /* unit[L, Dk] = x / length, times `scale`; of one head of q or k. */
@@ -14435,16 +14726,16 @@ static void mt_delta_load_unit(const mt_delta_chunk *c, float *unit, float *fact
     }
 }
 
-static void mt_delta_load_keys(mt_delta_chunk *c, int64_t key_head) {
-    mt_matrix k = {.data = c->k, .stride = c->a->Dk};
-    mt_delta_load_unit(c, c->k, c->k_factor, c->a->k, c->a->k_stride, key_head, 1);
-    mt_matmul(c->kk, c->L, k, mt_transposed(k), c->L, c->L, c->a->Dk, false);
-}
-
-static void mt_delta_load_queries(mt_delta_chunk *c, int64_t key_head) {
-    mt_matrix q = {.data = c->q, .stride = c->a->Dk}, k = {.data = c->k, .stride = c->a->Dk};
-    mt_delta_load_unit(c, c->q, c->q_factor, c->a->q, c->a->q_stride, key_head, 1 / sqrtf((float)c->a->Dk));
-    mt_matmul(c->qk, c->L, q, mt_transposed(k), c->L, c->L, c->a->Dk, false);
+/* Chunk n of a span: its queries and keys. */
+static void mt_delta_load(mt_delta_chunk *c, const mt_span *span, int64_t n, int64_t key_head) {
+    const mt_delta_args *a = c->a;
+    c->row = span->q_start + n * MT_CHUNK, c->L = mt_min(MT_CHUNK, span->q_len - n * MT_CHUNK);
+    mt_delta_load_unit(c, c->k, c->k_factor, a->k, a->k_stride, key_head, 1);
+    mt_delta_load_unit(c, c->q, c->q_factor, a->q, a->q_stride, key_head, 1 / sqrtf((float)a->Dk));
+    if (a->decays > 1) return;
+    mt_matrix q = mt_delta_rows(c->q, a->Dk), k = mt_delta_rows(c->k, a->Dk);
+    mt_matmul(c->kk, c->L, k, mt_transposed(k), c->L, c->L, a->Dk, false);
+    mt_matmul(c->qk, c->L, q, mt_transposed(k), c->L, c->L, a->Dk, false);
 }
 
 /* log(1 + exp(x)). */
@@ -14452,98 +14743,165 @@ static float mt_softplus(float x) {
     return x > 20 ? x : log1pf(expf(x));
 }
 
-/* v, beta and the decays of a value head, whose parameters are A_log and dt_bias. */
-static void mt_delta_load_values(mt_delta_chunk *c, int64_t head, float A_log, float dt_bias) {
-    const mt_delta_args *a = c->a;
-    int64_t Dv = a->Dv;
-    float rate = expf(A_log);
+/* x[L, width] of a head, of rows with `stride` elements, to rows of `to_width`. */
+static void mt_delta_load_rows(const mt_delta_chunk *c, float *to, int64_t to_width, const void *x, int64_t stride,
+                               int64_t head, int64_t width) {
     for (int64_t t = 0; t < c->L; t++) {
-        float b, decay, scratch[2];
-        int64_t row = c->row + t, gate = row * a->gate_stride + head;
-        b = *mt_row_load(scratch, a->b, gate, 1, c->dtype), decay = *mt_row_load(scratch + 1, a->a, gate, 1, c->dtype);
-        c->beta[t] = 1 / (1 + expf(-b));
-        c->g[t] = -rate * mt_softplus(decay + dt_bias);
-        c->G[t] = c->g[t] + (t > 0 ? c->G[t - 1] : 0);
-        const float *v = mt_row_load(c->v + t * Dv, a->v, row * a->v_stride + head * Dv, Dv, c->dtype);
-        if (v != c->v + t * Dv) memcpy(c->v + t * Dv, v, (size_t)Dv * sizeof *v);
-        c->grown[t] = expf(c->G[t]);
-        for (int64_t i = 0; i < c->L; i++) c->decays[t * c->L + i] = i <= t ? expf(c->G[t] - c->G[i]) : 0;
+        const float *row = mt_row_load(to + t * to_width, x, (c->row + t) * stride + head * width, width, c->dtype);
+        if (row != to + t * to_width) memcpy(to + t * to_width, row, (size_t)width * sizeof *row);
     }
 }
 
-/* A, K' and U, from the state S before the chunk. */
+/* The parameters of a value head: A_log, and dt_bias[decays] at `scratch` or where it is. */
+static float mt_delta_parameters(const mt_delta_args *a, int64_t head, mt_dtype dtype, float *scratch,
+                                 const float **dt_bias) {
+    float A_log;
+    *dt_bias = mt_row_load(scratch, a->dt_bias, head * a->decays, a->decays, dtype);
+    return *mt_row_load(&A_log, a->A_log, head, 1, dtype);
+}
+
+/* g, G and their exponentials. */
+static void mt_delta_load_decays(const mt_delta_chunk *c, int64_t head) {
+    const mt_delta_args *a = c->a;
+    int64_t D = a->decays, Dk = a->Dk, L = c->L;
+    const float *dt_bias;
+    float rate = expf(mt_delta_parameters(a, head, c->dtype, c->product, &dt_bias));
+    mt_delta_load_rows(c, c->g, D, a->a, a->a_stride, head, D);
+    for (int64_t t = 0; t < L; t++)
+        for (int64_t i = 0; i < D; i++) {
+            c->g[t * D + i] = -rate * mt_softplus(c->g[t * D + i] + dt_bias[i]);
+            c->G[t * D + i] = c->g[t * D + i] + (t > 0 ? c->G[(t - 1) * D + i] : 0);
+        }
+    for (int64_t t = 0; t < L; t++)
+        for (int64_t i = 0; i < Dk; i++) {
+            bool same = D == 1 && i > 0; // as of the channel before
+            c->grown[t * Dk + i] = same ? c->grown[t * Dk] : expf(c->G[t * D + i]);
+            c->rest[t * Dk + i] = same ? c->rest[t * Dk] : expf(c->G[(L - 1) * D + i] - c->G[t * D + i]);
+        }
+}
+
+/* Decays per channel, of a block of `rows` tokens from s = begin on: q_block, k_block of its tokens, k_before of those
+ * before it. */
+static void mt_delta_block(const mt_delta_chunk *c, int64_t begin, int64_t rows) {
+    int64_t Dk = c->a->Dk;
+    const float *first = c->G + begin * Dk;
+    for (int64_t n = 0; n < rows * Dk; n++) {
+        float decay = c->grown_in_block[n] = mt_exp(c->G[begin * Dk + n] - first[n % Dk]);
+        c->q_block[n] = decay * c->q[begin * Dk + n], c->k_block[n] = decay * c->k[begin * Dk + n];
+    }
+    for (int64_t n = 0; n < begin * Dk; n++) {
+        c->to_block[n] = mt_exp(first[n % Dk] - c->G[n]);
+        c->k_before[n] = c->to_block[n] * c->k[n];
+    }
+}
+
+/* R and P with a decay per channel: a block with the tokens before it, then within it. */
+static void mt_delta_score_channels(const mt_delta_chunk *c) {
+    int64_t L = c->L, Dk = c->a->Dk;
+    memset(c->R, 0, (size_t)(L * L) * sizeof *c->R), memset(c->P, 0, (size_t)(L * L) * sizeof *c->P);
+    for (int64_t begin = 0; begin < L; begin += MT_DELTA_BLOCK) {
+        int64_t rows = mt_min(MT_DELTA_BLOCK, L - begin);
+        mt_matrix q = mt_delta_rows(c->q_block, Dk), k = mt_delta_rows(c->k_block, Dk);
+        mt_matrix before = mt_transposed(mt_delta_rows(c->k_before, Dk));
+        mt_delta_block(c, begin, rows);
+        if (begin > 0) {
+            mt_matmul(c->P + begin * L, L, q, before, rows, begin, Dk, false);
+            mt_matmul(c->R + begin * L, L, k, before, rows, begin, Dk, false);
+        }
+        for (int64_t t = begin; t < begin + rows; t++)
+            for (int64_t i = begin; i <= t; i++) {
+                float of_q = 0, of_k = 0;
+#pragma omp simd reduction(+ : of_q, of_k)
+                for (int64_t d = 0; d < Dk; d++) {
+                    float key = mt_exp(c->G[t * Dk + d] - c->G[i * Dk + d]) * c->k[i * Dk + d];
+                    of_q += c->q[t * Dk + d] * key, of_k += c->k[t * Dk + d] * key;
+                }
+                c->P[t * L + i] = of_q;
+                if (i < t) c->R[t * L + i] = of_k;
+            }
+    }
+}
+
+/* R and P with one decay. */
+static void mt_delta_score(const mt_delta_chunk *c) {
+    int64_t L = c->L;
+    for (int64_t t = 0; t < L; t++)
+        for (int64_t i = 0; i < L; i++) {
+            float decay = c->decays[t * L + i] = i <= t ? expf(c->G[t] - c->G[i]) : 0;
+            c->P[t * L + i] = i <= t ? decay * c->qk[t * L + i] : 0;
+            c->R[t * L + i] = i < t ? decay * c->kk[t * L + i] : 0;
+        }
+}
+
+/* All that the chunk of a value head has but the state: V (with zeros for M), beta, decays, R, P, Q', K' and K". */
+static void mt_delta_load_head(const mt_delta_chunk *c, int64_t head) {
+    const mt_delta_args *a = c->a;
+    int64_t L = c->L, Dv = a->Dv;
+    mt_delta_load_rows(c, c->v, c->W, a->v, a->v_stride, head, Dv);
+    for (int64_t t = 0; t < L && c->W > Dv; t++) memset(c->v + t * c->W + Dv, 0, (size_t)(c->W - Dv) * sizeof *c->v);
+    mt_delta_load_rows(c, c->beta, 1, a->b, a->b_stride, head, 1);
+    for (int64_t t = 0; t < L; t++) c->beta[t] = 1 / (1 + expf(-c->beta[t]));
+    mt_delta_load_decays(c, head);
+    (a->decays > 1 ? mt_delta_score_channels : mt_delta_score)(c);
+    for (int64_t n = 0; n < L * a->Dk; n++) {
+        c->q_grown[n] = c->grown[n] * c->q[n], c->k_grown[n] = c->grown[n] * c->k[n];
+        c->k_rest[n] = c->rest[n] * c->k[n];
+    }
+}
+
+/* U, from the state S before the chunk. */
 static void mt_delta_solve(const mt_delta_chunk *c, const float *S) {
-    int64_t L = c->L, Dk = c->a->Dk, Dv = c->a->Dv;
-    mt_matmul(c->ks, Dv, (mt_matrix){.data = c->k, .stride = Dk}, (mt_matrix){.data = S, .stride = Dv}, L, Dv, Dk,
-              false);
+    int64_t L = c->L, Dk = c->a->Dk, W = c->W;
+    mt_matmul(c->ks, W, mt_delta_rows(c->k_grown, Dk), mt_delta_rows(S, W), L, W, Dk, false);
     for (int64_t t = 0; t < L; t++) {
-        float *U = c->U + t * Dv, last = c->decays[(L - 1) * L + t];
-        for (int64_t i = 0; i < L; i++)
-            c->A[t * L + i] = i < t ? c->beta[t] * c->decays[t * L + i] * c->kk[t * L + i] : 0;
-        for (int64_t i = 0; i < Dk; i++) c->k_last[t * Dk + i] = last * c->k[t * Dk + i];
-        for (int64_t i = 0; i < Dv; i++) U[i] = c->beta[t] * (c->v[t * Dv + i] - c->grown[t] * c->ks[t * Dv + i]);
+        float *U = c->U + t * W;
+        for (int64_t i = 0; i < W; i++) U[i] = c->beta[t] * (c->v[t * W + i] - c->ks[t * W + i]);
         for (int64_t s = 0; s < t; s++) {
-            float factor = c->A[t * L + s];
+            float factor = c->beta[t] * c->R[t * L + s];
 #pragma omp simd
-            for (int64_t i = 0; i < Dv; i++) U[i] -= factor * c->U[s * Dv + i];
+            for (int64_t i = 0; i < W; i++) U[i] -= factor * c->U[s * W + i];
         }
     }
 }
 
-/* P, from the products of queries and keys. */
-static void mt_delta_score(const mt_delta_chunk *c) {
-    for (int64_t t = 0; t < c->L; t++)
-        for (int64_t i = 0; i < c->L; i++)
-            c->P[t * c->L + i] = i <= t ? c->decays[t * c->L + i] * c->qk[t * c->L + i] : 0;
-}
-
 /* S becomes the state after the chunk. */
 static void mt_delta_advance(const mt_delta_chunk *c, float *S) {
-    int64_t L = c->L, Dk = c->a->Dk, Dv = c->a->Dv;
-    for (int64_t i = 0; i < Dk * Dv; i++) S[i] *= c->grown[L - 1];
-    mt_matmul(S, Dv, mt_transposed((mt_matrix){.data = c->k_last, .stride = Dk}),
-              (mt_matrix){.data = c->U, .stride = Dv}, Dk, Dv, L, true);
+    int64_t L = c->L, Dk = c->a->Dk, W = c->W;
+    for (int64_t i = 0; i < Dk; i++)
+        for (int64_t j = 0; j < W; j++) S[i * W + j] *= c->grown[(L - 1) * Dk + i];
+    mt_matmul(S, W, mt_transposed(mt_delta_rows(c->k_rest, Dk)), mt_delta_rows(c->U, W), Dk, W, L, true);
 }
 
 /* out of the chunk, from the state S before it. */
 static void mt_delta_read(const mt_delta_chunk *c, int64_t head, const float *S) {
     int64_t L = c->L, Dk = c->a->Dk, Dv = c->a->Dv;
-    float *out = c->product;
-    mt_matmul(out, Dv, (mt_matrix){.data = c->q, .stride = Dk}, (mt_matrix){.data = S, .stride = Dv}, L, Dv, Dk, false);
-    for (int64_t t = 0; t < L; t++)
-        for (int64_t i = 0; i < Dv; i++) out[t * Dv + i] *= c->grown[t];
-    mt_matmul(out, Dv, (mt_matrix){.data = c->P, .stride = L}, (mt_matrix){.data = c->U, .stride = Dv}, L, Dv, L, true);
+    float *out = c->ks; // read
+    mt_matmul(out, Dv, mt_delta_rows(c->q_grown, Dk), mt_delta_rows(S, Dv), L, Dv, Dk, false);
+    mt_matmul(out, Dv, mt_delta_rows(c->P, L), mt_delta_rows(c->U, Dv), L, Dv, L, true);
     for (int64_t t = 0; t < L; t++)
         mt_row_store(c->a->out, ((c->row + t) * c->a->Hv + head) * Dv, out + t * Dv, Dv, c->dtype);
 }
 
-/* The parameters of a value head. */
-static void mt_delta_head(const mt_delta_args *a, int64_t head, mt_dtype dtype, float *A_log, float *dt_bias) {
-    float scratch;
-    *A_log = *mt_row_load(&scratch, a->A_log, head, 1, dtype);
-    *dt_bias = *mt_row_load(&scratch, a->dt_bias, head, 1, dtype);
-}
-
 static void mt_cpu_delta_rule_forward(const mt_delta_args *a, mt_dtype dtype, mt_stream *stream) {
     int64_t heads = a->Hv / a->Hk, size = a->Dk * a->Dv;
-    mt_scratch scratch = mt_scratch_reserve(mt_delta_place(&(mt_delta_chunk){0}, a, NULL) + heads * size);
+    mt_scratch scratch = mt_scratch_reserve(mt_delta_place(&(mt_delta_chunk){0}, a, a->Dv, NULL) + heads * size);
 #pragma omp parallel for collapse(2) schedule(dynamic)
     for (int64_t s = 0; s < a->spans->count; s++)
         for (int64_t key_head = 0; key_head < a->Hk; key_head++) {
             const mt_span *span = &a->spans->host[s];
             mt_delta_chunk c = {.a = a, .dtype = dtype};
-            float *slice = mt_scratch_slice(scratch), *own = slice + mt_delta_place(&c, a, slice), A_log, dt_bias;
-            float *kept = mt_state_of(&a->states, span, a->Hv * size), *S = kept ? kept + key_head * heads * size : own;
-            if (!kept || span->k_len == span->q_len) memset(S, 0, (size_t)(heads * size) * sizeof *S);
-            for (int64_t t = 0; t < span->q_len; t += c.L) {
-                c.row = span->q_start + t, c.L = mt_min(MT_CHUNK, span->q_len - t);
-                mt_delta_load_keys(&c, key_head);
-                mt_delta_load_queries(&c, key_head);
+            float *slice = mt_scratch_slice(scratch), *own = slice + mt_delta_place(&c, a, a->Dv, slice);
+            const float *before = mt_state_before(&a->states, a->spans, s, a->Hv * size);
+            float *kept = mt_state_kept(&a->states, span, a->Hv * size),
+                  *S = kept ? kept + key_head * heads * size : own;
+            if (before) before += key_head * heads * size;
+            if (!before) memset(S, 0, (size_t)(heads * size) * sizeof *S);
+            if (before && before != S) memcpy(S, before, (size_t)(heads * size) * sizeof *S);
+            for (int64_t n = 0; n < mt_divide_up(span->q_len, MT_CHUNK); n++) {
+                mt_delta_load(&c, span, n, key_head);
                 for (int64_t h = 0; h < heads; h++) {
-                    mt_delta_head(a, key_head * heads + h, dtype, &A_log, &dt_bias);
-                    mt_delta_load_values(&c, key_head * heads + h, A_log, dt_bias);
+                    mt_delta_load_head(&c, key_head * heads + h);
                     mt_delta_solve(&c, S + h * size);
-                    mt_delta_score(&c);
                     mt_delta_read(&c, key_head * heads + h, S + h * size);
                     mt_delta_advance(&c, S + h * size);
                 }
@@ -14551,97 +14909,146 @@ static void mt_cpu_delta_rule_forward(const mt_delta_args *a, mt_dtype dtype, mt
         }
 }
 
-/* dS of the state after the chunk becomes that of the state S before it. Adds to dq and dk, sets dv (in product),
- * dbeta and dG. */
-static void mt_delta_chunk_backward(const mt_delta_chunk *c, const float *S, float *dS) {
+/* dU becomes dB, dV is set, and dS of the state after the chunk becomes that of the state before it: from dO, without
+ * states. */
+static void mt_delta_state_backward(const mt_delta_chunk *c, float *dS) {
     int64_t L = c->L, Dk = c->a->Dk, Dv = c->a->Dv;
-    const mt_matrix q = {.data = c->q, .stride = Dk}, k = {.data = c->k, .stride = Dk},
-                    state = {.data = S, .stride = Dv};
-    const mt_matrix U = {.data = c->U, .stride = Dv}, dO = {.data = c->dO, .stride = Dv};
-    const mt_matrix dU = {.data = c->dU, .stride = Dv}, product = {.data = c->product, .stride = Dv};
-    const mt_matrix dstate = {.data = dS, .stride = Dv}, P = {.data = c->P, .stride = L},
-                    dP = {.data = c->dP, .stride = L}, dA = {.data = c->dA, .stride = L};
-    float last = c->grown[L - 1], sum = 0;
-    memset(c->dG, 0, (size_t)L * sizeof *c->dG), memset(c->dbeta, 0, (size_t)L * sizeof *c->dbeta);
-    /* S' = e^G_L S + K'^T U */
-    mt_matmul(c->dU, Dv, (mt_matrix){.data = c->k_last, .stride = Dk}, dstate, L, Dv, Dk, false);
-    mt_matmul(c->dk_last, Dk, U, mt_transposed(dstate), L, Dk, Dv, false);
-    for (int64_t t = 0; t < L; t++) {
-        float factor = c->decays[(L - 1) * L + t], dot = 0;
-        for (int64_t i = 0; i < Dk; i++) {
-            dot += c->k_last[t * Dk + i] * c->dk_last[t * Dk + i];
-            c->dk[t * Dk + i] += factor * c->dk_last[t * Dk + i];
-        }
-        c->dG[t] -= dot, c->dG[L - 1] += dot;
-    }
-    for (int64_t i = 0; i < Dk * Dv; i++) sum += S[i] * dS[i], dS[i] *= last;
-    c->dG[L - 1] += last * sum;
-    /* O = e^G Q S + P U */
-    mt_matmul(c->dP, L, dO, mt_transposed(U), L, L, Dv, false);
-    mt_matmul(c->dU, Dv, mt_transposed(P), dO, L, Dv, L, true);
-    mt_matmul(c->product, Dv, q, state, L, Dv, Dk, false);
-    for (int64_t t = 0; t < L; t++) {
-        float grown = c->grown[t], dot = 0;
-        for (int64_t i = 0; i < Dv; i++) {
-            dot += c->dO[t * Dv + i] * c->product[t * Dv + i];
-            c->product[t * Dv + i] = grown * c->dO[t * Dv + i];
-        }
-        c->dG[t] += grown * dot;
-    }
-    mt_matmul(c->dq, Dk, product, mt_transposed(state), L, Dk, Dv, true);
-    mt_matmul(dS, Dv, mt_transposed(q), product, Dk, Dv, L, true);
-    /* (I + A) U = B */
+    const mt_matrix dO = mt_delta_rows(c->dO, Dv), dstate = mt_delta_rows(dS, Dv);
+    mt_matmul(c->dU, Dv, mt_delta_rows(c->k_rest, Dk), dstate, L, Dv, Dk, false);
+    mt_matmul(c->dU, Dv, mt_transposed(mt_delta_rows(c->P, L)), dO, L, Dv, L, true);
     for (int64_t t = L - 1; t > 0; t--)
         for (int64_t s = 0; s < t; s++) {
-            float factor = c->A[t * L + s];
+            float factor = c->beta[t] * c->R[t * L + s];
 #pragma omp simd
             for (int64_t i = 0; i < Dv; i++) c->dU[s * Dv + i] -= factor * c->dU[t * Dv + i];
         }
-    mt_matmul(c->dA, L, dU, mt_transposed(U), L, L, Dv, false);
-    /* B = beta (V - e^G K S) */
-    for (int64_t t = 0; t < L; t++) {
-        float grown = c->grown[t], of_v = 0, of_s = 0;
-        for (int64_t i = 0; i < Dv; i++) {
-            of_v += c->dU[t * Dv + i] * c->v[t * Dv + i];
-            of_s += c->dU[t * Dv + i] * grown * c->ks[t * Dv + i];
-            c->product[t * Dv + i] = -c->beta[t] * grown * c->dU[t * Dv + i];
-        }
-        c->dbeta[t] += of_v - of_s, c->dG[t] -= c->beta[t] * of_s;
-    }
-    mt_matmul(c->dk, Dk, product, mt_transposed(state), L, Dk, Dv, true);
-    mt_matmul(dS, Dv, mt_transposed(k), product, Dk, Dv, L, true);
-    /* A and P, which become the gradients of k_t.k_i and q_t.k_i */
+    for (int64_t i = 0; i < Dk; i++)
+        for (int64_t j = 0; j < Dv; j++) dS[i * Dv + j] *= c->grown[(L - 1) * Dk + i];
+    mt_matmul(dS, Dv, mt_transposed(mt_delta_rows(c->q_grown, Dk)), dO, Dk, Dv, L, true);
     for (int64_t t = 0; t < L; t++)
-        for (int64_t i = 0; i < L; i++) {
-            float factor = c->decays[t * L + i], of_A = i < t ? -c->dA[t * L + i] : 0;
-            float of_P = i <= t ? c->dP[t * L + i] : 0, both = of_A * c->A[t * L + i] + of_P * c->P[t * L + i];
-            c->dbeta[t] += i < t ? of_A * factor * c->kk[t * L + i] : 0;
-            c->dG[t] += both, c->dG[i] -= both;
-            c->dA[t * L + i] = of_A * c->beta[t] * factor, c->dP[t * L + i] = of_P * factor;
-        }
-    mt_matmul(c->dq, Dk, dP, k, L, Dk, L, true);
-    mt_matmul(c->dk, Dk, mt_transposed(dP), q, L, Dk, L, true);
-    mt_matmul(c->dk, Dk, dA, k, L, Dk, L, true);
-    mt_matmul(c->dk, Dk, mt_transposed(dA), k, L, Dk, L, true);
-    for (int64_t t = 0; t < L; t++)
-        for (int64_t i = 0; i < Dv; i++) c->product[t * Dv + i] = c->beta[t] * c->dU[t * Dv + i];
+        for (int64_t i = 0; i < Dv; i++) c->dV[t * Dv + i] = -c->beta[t] * c->dU[t * Dv + i];
+    mt_matmul(dS, Dv, mt_transposed(mt_delta_rows(c->k_grown, Dk)), mt_delta_rows(c->dV, Dv), Dk, Dv, L, true);
+    for (int64_t i = 0; i < L * Dv; i++) c->dV[i] = -c->dV[i];
 }
 
-/* Stores dv, db and da of a value head, and adds to the gradients of its parameters. */
-static void mt_delta_store_values(const mt_delta_chunk *c, int64_t head, float A_log, float dt_bias, float *dA_log,
-                                  float *ddt_bias) {
+/* dq_later, dk_later and dk_sooner from dP and dR: of the queries and keys of tokens t, and of the keys of tokens i.
+ * Adds to dG the same number once for t and once, negative, for i: the sums of dG from a token on need that. */
+static void mt_delta_score_backward(const mt_delta_chunk *c) {
+    int64_t L = c->L, Dk = c->a->Dk;
+    const mt_matrix q = mt_delta_rows(c->q, Dk), k = mt_delta_rows(c->k, Dk);
+    const mt_matrix dP = mt_delta_rows(c->dP, L), dR = mt_delta_rows(c->dR, L);
+    for (int64_t t = 0; t < L; t++)
+        for (int64_t i = 0; i < L; i++) {
+            int64_t n = t * L + i;
+            float of_G = c->dP[n] * c->P[n] + c->dR[n] * c->R[n];
+            c->dG[t * Dk] += of_G, c->dG[i * Dk] -= of_G;
+            c->dP[n] *= c->decays[n], c->dR[n] *= c->decays[n];
+        }
+    mt_matmul(c->dq_later, Dk, dP, k, L, Dk, L, false);
+    mt_matmul(c->dk_later, Dk, dR, k, L, Dk, L, false);
+    mt_matmul(c->dk_sooner, Dk, mt_transposed(dP), q, L, Dk, L, false);
+    mt_matmul(c->dk_sooner, Dk, mt_transposed(dR), k, L, Dk, L, true);
+}
+
+/* The same with a decay per channel. */
+static void mt_delta_score_channels_backward(const mt_delta_chunk *c) {
+    int64_t L = c->L, Dk = c->a->Dk;
+    memset(c->dq_later, 0, (size_t)(L * Dk) * sizeof *c->dq_later);
+    memset(c->dk_later, 0, (size_t)(L * Dk) * sizeof *c->dk_later);
+    memset(c->dk_sooner, 0, (size_t)(L * Dk) * sizeof *c->dk_sooner);
+    for (int64_t begin = 0; begin < L; begin += MT_DELTA_BLOCK) {
+        int64_t rows = mt_min(MT_DELTA_BLOCK, L - begin);
+        const mt_matrix before = mt_delta_rows(c->k_before, Dk);
+        const mt_matrix dP = mt_delta_rows(c->dP + begin * L, L), dR = mt_delta_rows(c->dR + begin * L, L);
+        mt_delta_block(c, begin, rows);
+        if (begin > 0) {
+            mt_matmul(c->dq_later + begin * Dk, Dk, dP, before, rows, Dk, begin, false);
+            mt_matmul(c->dk_later + begin * Dk, Dk, dR, before, rows, Dk, begin, false);
+            mt_matmul(c->product, Dk, mt_transposed(dP), mt_delta_rows(c->q_block, Dk), begin, Dk, rows, false);
+            mt_matmul(c->product, Dk, mt_transposed(dR), mt_delta_rows(c->k_block, Dk), begin, Dk, rows, true);
+        }
+        for (int64_t n = 0; n < begin * Dk; n++) c->dk_sooner[n] += c->to_block[n] * c->product[n];
+        for (int64_t n = 0; n < rows * Dk; n++) {
+            c->dq_later[begin * Dk + n] *= c->grown_in_block[n];
+            c->dk_later[begin * Dk + n] *= c->grown_in_block[n];
+        }
+        for (int64_t t = begin; t < begin + rows; t++)
+            for (int64_t i = begin; i <= t; i++) {
+                float of_P = c->dP[t * L + i], of_R = c->dR[t * L + i];
+#pragma omp simd
+                for (int64_t d = 0; d < Dk; d++) {
+                    float decay = mt_exp(c->G[t * Dk + d] - c->G[i * Dk + d]), key = decay * c->k[i * Dk + d];
+                    c->dq_later[t * Dk + d] += of_P * key, c->dk_later[t * Dk + d] += of_R * key;
+                    c->dk_sooner[i * Dk + d] += decay * (of_P * c->q[t * Dk + d] + of_R * c->k[t * Dk + d]);
+                }
+            }
+    }
+    for (int64_t n = 0; n < L * Dk; n++)
+        c->dG[n] += c->q[n] * c->dq_later[n] + c->k[n] * (c->dk_later[n] - c->dk_sooner[n]);
+}
+
+/* dS of the state after the chunk becomes that of the state S before it. Adds to dq and dk, sets dV, dbeta and dG. */
+static void mt_delta_chunk_backward(const mt_delta_chunk *c, const float *S, float *dS) {
+    int64_t L = c->L, Dk = c->a->Dk, Dv = c->a->Dv;
+    bool by_channel = c->a->decays > 1;
+    const mt_matrix state = mt_transposed(mt_delta_rows(S, Dv)), U = mt_transposed(mt_delta_rows(c->U, Dv));
+    float *last = c->dG + (L - 1) * Dk;
+    memset(c->dG, 0, (size_t)(L * Dk) * sizeof *c->dG);
+    mt_matmul(c->dk_rest, Dk, mt_delta_rows(c->U, Dv), mt_transposed(mt_delta_rows(dS, Dv)), L, Dk, Dv, false);
+    for (int64_t i = 0; i < Dk; i++)
+        for (int64_t j = 0; j < Dv; j++)
+            last[by_channel ? i : 0] += c->grown[(L - 1) * Dk + i] * S[i * Dv + j] * dS[i * Dv + j];
+    mt_delta_state_backward(c, dS);
+    mt_matmul(c->dP, L, mt_delta_rows(c->dO, Dv), U, L, L, Dv, false);
+    mt_matmul(c->dR, L, mt_delta_rows(c->dU, Dv), U, L, L, Dv, false);
+    mt_matmul(c->dq_grown, Dk, mt_delta_rows(c->dO, Dv), state, L, Dk, Dv, false);
+    mt_matmul(c->dk_grown, Dk, mt_delta_rows(c->dV, Dv), state, L, Dk, Dv, false); // negative
+    for (int64_t t = 0; t < L; t++) {
+        c->dbeta[t] = 0;
+        for (int64_t i = 0; i < Dv; i++) c->dbeta[t] += c->dU[t * Dv + i] * (c->v[t * Dv + i] - c->ks[t * Dv + i]);
+        for (int64_t i = 0; i < L; i++) {
+            c->dbeta[t] -= i < t ? c->dR[t * L + i] * c->R[t * L + i] : 0;
+            c->dR[t * L + i] = i < t ? -c->beta[t] * c->dR[t * L + i] : 0;
+            if (i > t) c->dP[t * L + i] = 0;
+        }
+    }
+    (by_channel ? mt_delta_score_channels_backward : mt_delta_score_backward)(c);
+    for (int64_t t = 0; t < L; t++) {
+        float grown = 0, rest = 0;
+        for (int64_t i = 0, n = t * Dk; i < Dk; i++, n++) {
+            float of_grown = c->q_grown[n] * c->dq_grown[n] - c->k_grown[n] * c->dk_grown[n];
+            float of_rest = c->k_rest[n] * c->dk_rest[n];
+            c->dq[n] += c->grown[n] * c->dq_grown[n] + c->dq_later[n];
+            c->dk[n] += c->rest[n] * c->dk_rest[n] - c->grown[n] * c->dk_grown[n] + c->dk_later[n] + c->dk_sooner[n];
+            if (by_channel) c->dG[n] += of_grown - of_rest, last[i] += of_rest;
+            grown += of_grown, rest += of_rest;
+        }
+        if (!by_channel) c->dG[t * Dk] += grown - rest, last[0] += rest;
+    }
+}
+
+/* Stores dv, db and da of a value head, and adds to the gradients of its parameters; da is made where g was. */
+static void mt_delta_store_head(const mt_delta_chunk *c, int64_t head, float *dA_log, float *ddt_bias) {
     const mt_delta_args *a = c->a;
-    float dg = 0; // the sum of dG from t on
-    for (int64_t t = c->L - 1; t >= 0; t--) {
-        float scratch;
-        int64_t row = c->row + t, gate = row * a->gate_stride + head, to = row * a->dgate_stride + head;
-        float decay = *mt_row_load(&scratch, a->a, gate, 1, c->dtype) + dt_bias;
-        dg += c->dG[t];
-        float da = -expf(A_log) / (1 + expf(-decay)) * dg, db = c->dbeta[t] * c->beta[t] * (1 - c->beta[t]);
-        *ddt_bias += da, *dA_log += dg * c->g[t];
-        mt_row_store(a->da, to, &da, 1, c->dtype);
-        mt_row_store(a->db, to, &db, 1, c->dtype);
-        mt_row_store(a->dv, row * a->dv_stride + head * a->Dv, c->product + t * a->Dv, a->Dv, c->dtype);
+    int64_t D = a->decays, Dk = a->Dk, L = c->L;
+    const float *dt_bias;
+    float rate = expf(mt_delta_parameters(a, head, c->dtype, c->product, &dt_bias));
+    mt_delta_load_rows(c, c->G, D, a->a, a->a_stride, head, D);
+    for (int64_t i = 0; i < D; i++) {
+        float dg = 0; // the sum of dG from t on
+        for (int64_t t = L - 1; t >= 0; t--) {
+            dg += c->dG[t * Dk + i];
+            *dA_log += dg * c->g[t * D + i];
+            c->g[t * D + i] = -rate / (1 + expf(-c->G[t * D + i] - dt_bias[i])) * dg;
+            ddt_bias[i] += c->g[t * D + i];
+        }
+    }
+    for (int64_t t = 0; t < L; t++) {
+        float db = c->dbeta[t] * c->beta[t] * (1 - c->beta[t]);
+        int64_t row = c->row + t;
+        mt_row_store(a->da, row * a->da_stride + head * D, c->g + t * D, D, c->dtype);
+        mt_row_store(a->db, row * a->db_stride + head, &db, 1, c->dtype);
+        mt_row_store(a->dv, row * a->dv_stride + head * a->Dv, c->dV + t * a->Dv, a->Dv, c->dtype);
     }
 }
 
@@ -14658,42 +15065,37 @@ static void mt_delta_store_unit(const mt_delta_chunk *c, void *dx, int64_t strid
     }
 }
 
-/* Of one key head of a span. states: [chunks, value heads of the key head, Dk, Dv]; dS: [value heads, Dk, Dv]. */
-static void mt_delta_span_backward(mt_delta_chunk *c, const mt_span *span, int64_t key_head, float *states, float *dS,
+/* Of one key head of span s. states: [chunks, value heads of the key head, Dk, Dv]; dS: [value heads, Dk, Dv]. */
+static void mt_delta_span_backward(mt_delta_chunk *c, int64_t s, int64_t key_head, float *states, float *dS,
                                    float *dA_log, float *ddt_bias) {
     const mt_delta_args *a = c->a;
-    int64_t heads = a->Hv / a->Hk, size = a->Dk * a->Dv, Dv = a->Dv, chunks = mt_divide_up(span->q_len, MT_CHUNK);
-    float A_log, dt_bias;
-    memset(states, 0, (size_t)(heads * size) * sizeof *states), memset(dS, 0, (size_t)(heads * size) * sizeof *dS);
+    const mt_span *span = &a->spans->host[s];
+    int64_t heads = a->Hv / a->Hk, size = a->Dk * a->Dv, chunks = mt_divide_up(span->q_len, MT_CHUNK);
+    size_t bytes = (size_t)(heads * size) * sizeof *dS;
+    const float *before = mt_state_before(&a->states, a->spans, s, a->Hv * size);
+    const float *after = mt_dstate_after(&a->states, a->dstates, s, a->Hv * size);
+    memset(states, 0, bytes), memset(dS, 0, bytes);
+    if (before) memcpy(states, before + key_head * heads * size, bytes);
+    if (after) memcpy(dS, after + key_head * heads * size, bytes);
     for (int64_t step = 0; step < 2 * chunks - 1; step++) { // the states before all chunks; then the chunks in reverse
         bool forward = step < chunks - 1;
         int64_t n = forward ? step : 2 * chunks - 2 - step;
-        c->row = span->q_start + n * MT_CHUNK, c->L = mt_min(MT_CHUNK, span->q_len - n * MT_CHUNK);
-        mt_delta_load_keys(c, key_head);
-        if (!forward) {
-            mt_delta_load_queries(c, key_head);
-            memset(c->dq, 0, (size_t)(c->L * a->Dk) * sizeof *c->dq);
-            memset(c->dk, 0, (size_t)(c->L * a->Dk) * sizeof *c->dk);
-        }
+        mt_delta_load(c, span, n, key_head);
+        memset(c->dq, 0, (size_t)(c->L * a->Dk) * sizeof *c->dq);
+        memset(c->dk, 0, (size_t)(c->L * a->Dk) * sizeof *c->dk);
         for (int64_t h = 0; h < heads; h++) {
             int64_t head = key_head * heads + h;
             float *S = states + (n * heads + h) * size, *next = S + heads * size;
-            mt_delta_head(a, head, c->dtype, &A_log, &dt_bias);
-            mt_delta_load_values(c, head, A_log, dt_bias);
+            mt_delta_load_head(c, head);
             mt_delta_solve(c, S);
             if (forward) {
                 memcpy(next, S, (size_t)size * sizeof *S);
                 mt_delta_advance(c, next);
                 continue;
             }
-            for (int64_t t = 0; t < c->L; t++) {
-                float *to = c->dO + t * Dv;
-                const float *d = mt_row_load(to, a->dout, ((c->row + t) * a->Hv + head) * Dv, Dv, c->dtype);
-                if (d != to) memcpy(to, d, (size_t)Dv * sizeof *d);
-            }
-            mt_delta_score(c);
+            mt_delta_load_rows(c, c->dO, a->Dv, a->dout, a->Hv * a->Dv, head, a->Dv);
             mt_delta_chunk_backward(c, S, dS + h * size);
-            mt_delta_store_values(c, head, A_log, dt_bias, &dA_log[h], &ddt_bias[h]);
+            mt_delta_store_head(c, head, &dA_log[h], &ddt_bias[h * a->decays]);
         }
         if (forward) continue;
         mt_delta_store_unit(c, a->dq, a->dq_stride, c->q, c->q_factor, c->dq, key_head, 1 / sqrtf((float)a->Dk));
@@ -14702,23 +15104,95 @@ static void mt_delta_span_backward(mt_delta_chunk *c, const mt_span *span, int64
 }
 
 static void mt_cpu_delta_rule_backward(const mt_delta_args *a, mt_dtype dtype, mt_stream *stream) {
-    int64_t heads = a->Hv / a->Hk, size = a->Dk * a->Dv;
+    int64_t heads = a->Hv / a->Hk, size = a->Dk * a->Dv, decays = heads * a->decays;
     int64_t chunks = mt_divide_up(mt_spans_measure(a->spans).max_queries, MT_CHUNK);
-    int64_t floats = mt_delta_place(&(mt_delta_chunk){0}, a, NULL) + heads * (size * (chunks + 1) + 2);
-    mt_scratch scratch = mt_scratch_reserve(floats);
+    int64_t floats = mt_delta_place(&(mt_delta_chunk){0}, a, a->Dv, NULL) + heads * size * (chunks + 1);
+    mt_scratch scratch = mt_scratch_reserve(floats + heads + decays);
 #pragma omp parallel for schedule(dynamic)
     for (int64_t key_head = 0; key_head < a->Hk; key_head++) { // one thread adds all spans, in order
         mt_delta_chunk c = {.a = a, .dtype = dtype};
-        float *slice = mt_scratch_slice(scratch), *dS = slice + mt_delta_place(&c, a, slice);
+        float *slice = mt_scratch_slice(scratch), *dS = slice + mt_delta_place(&c, a, a->Dv, slice);
         float *dA_log = dS + heads * size;
-        float *ddt_bias = dA_log + heads, *states = ddt_bias + heads;
-        memset(dA_log, 0, (size_t)(2 * heads) * sizeof *dA_log);
-        for (const mt_span *span = a->spans->host; span < a->spans->host + a->spans->count; span++)
-            mt_delta_span_backward(&c, span, key_head, states, dS, dA_log, ddt_bias);
-        for (int64_t h = 0; h < heads; h++) {
-            if (a->dA_log) a->dA_log[key_head * heads + h] += dA_log[h];
-            if (a->ddt_bias) a->ddt_bias[key_head * heads + h] += ddt_bias[h];
+        float *ddt_bias = dA_log + heads, *states = ddt_bias + decays;
+        memset(dA_log, 0, (size_t)(heads + decays) * sizeof *dA_log);
+        for (int64_t s = 0; s < a->spans->count; s++)
+            mt_delta_span_backward(&c, s, key_head, states, dS, dA_log, ddt_bias);
+        for (int64_t h = 0; h < heads && a->dA_log; h++) a->dA_log[key_head * heads + h] += dA_log[h];
+        for (int64_t i = 0; i < decays && a->ddt_bias; i++) a->ddt_bias[key_head * decays + i] += ddt_bias[i];
+    }
+}
+
+/* ---- the delta rule over the pieces of context parallelism */
+
+static void mt_cpu_delta_rule_map_forward(const mt_delta_args *a, mt_dtype dtype, mt_stream *stream) {
+    int64_t heads = a->Hv / a->Hk, W = a->Dv + a->Dk;
+    mt_scratch scratch = mt_scratch_reserve(mt_delta_place(&(mt_delta_chunk){0}, a, W, NULL));
+#pragma omp parallel for collapse(2) schedule(dynamic)
+    for (int64_t slot = 0; slot < a->states.slots; slot++)
+        for (int64_t key_head = 0; key_head < a->Hk; key_head++) {
+            if (a->states.last[slot] < 0) continue;
+            const mt_span *span = &a->spans->host[a->states.last[slot]];
+            mt_delta_chunk c = {.a = a, .dtype = dtype};
+            mt_delta_place(&c, a, W, mt_scratch_slice(scratch));
+            float *S = a->maps + (slot * a->Hv + key_head * heads) * a->Dk * W;
+            memset(S, 0, (size_t)(heads * a->Dk * W) * sizeof *S);
+            for (int64_t i = 0; i < heads * a->Dk && mt_state_crosses(&a->states, slot); i++)
+                S[i * W + a->Dv + i % a->Dk] = 1;
+            for (int64_t n = 0; n < mt_divide_up(span->q_len, MT_CHUNK); n++) {
+                mt_delta_load(&c, span, n, key_head);
+                for (int64_t h = 0; h < heads; h++) {
+                    mt_delta_load_head(&c, key_head * heads + h);
+                    mt_delta_solve(&c, S + h * a->Dk * W);
+                    mt_delta_advance(&c, S + h * a->Dk * W);
+                }
+            }
         }
+}
+
+static void mt_cpu_delta_rule_map_backward(const mt_delta_args *a, mt_dtype dtype, mt_stream *stream) {
+    int64_t heads = a->Hv / a->Hk, size = a->Dk * a->Dv;
+    mt_scratch scratch = mt_scratch_reserve(mt_delta_place(&(mt_delta_chunk){0}, a, a->Dv, NULL));
+#pragma omp parallel for collapse(2) schedule(dynamic)
+    for (int64_t slot = 0; slot < a->states.slots; slot++)
+        for (int64_t key_head = 0; key_head < a->Hk; key_head++) {
+            if (a->states.first[slot] < 0) continue;
+            const mt_span *span = &a->spans->host[a->states.first[slot]];
+            mt_delta_chunk c = {.a = a, .dtype = dtype};
+            mt_delta_place(&c, a, a->Dv, mt_scratch_slice(scratch));
+            float *dS = a->dmaps + (slot * a->Hv + key_head * heads) * size;
+            memset(dS, 0, (size_t)(heads * size) * sizeof *dS);
+            for (int64_t n = mt_divide_up(span->q_len, MT_CHUNK) - 1; n >= 0; n--) {
+                mt_delta_load(&c, span, n, key_head);
+                for (int64_t h = 0; h < heads; h++) {
+                    int64_t head = key_head * heads + h;
+                    mt_delta_load_head(&c, head);
+                    mt_delta_load_rows(&c, c.dO, a->Dv, a->dout, a->Hv * a->Dv, head, a->Dv);
+                    mt_delta_state_backward(&c, dS + h * size);
+                }
+            }
+        }
+}
+
+static void mt_cpu_delta_rule_carry_forward(const mt_delta_args *a, const mt_carried_state *state, mt_dtype dtype,
+                                            mt_stream *stream) {
+    int64_t Dk = a->Dk, Dv = a->Dv, W = Dv + Dk;
+    for (int64_t h = 0; h < a->Hv; h++) {
+        const float *map = a->maps + (state->slot * a->Hv + h) * Dk * W;
+        float *out = state->out + h * Dk * Dv;
+        for (int64_t i = 0; i < Dk; i++) memcpy(out + i * Dv, map + i * W, (size_t)Dv * sizeof *out);
+        if (!mt_state_crosses(&a->states, state->slot)) continue;
+        mt_matmul(out, Dv, mt_delta_rows(map + Dv, W), mt_delta_rows(state->in + h * Dk * Dv, Dv), Dk, Dv, Dk, true);
+    }
+}
+
+static void mt_cpu_delta_rule_carry_backward(const mt_delta_args *a, const mt_carried_state *state, mt_dtype dtype,
+                                             mt_stream *stream) {
+    int64_t Dk = a->Dk, Dv = a->Dv, W = Dv + Dk, size = a->Hv * Dk * Dv;
+    memcpy(state->out, a->dmaps + state->slot * size, (size_t)size * sizeof *state->out);
+    for (int64_t h = 0; h < a->Hv && mt_state_crosses(&a->states, state->slot); h++) {
+        const mt_matrix map = mt_delta_rows(a->maps + (state->slot * a->Hv + h) * Dk * W + Dv, W);
+        mt_matmul(state->out + h * Dk * Dv, Dv, mt_transposed(map), mt_delta_rows(state->in + h * Dk * Dv, Dv), Dk, Dv,
+                  Dk, true);
     }
 }
 
@@ -14852,7 +15326,12 @@ static void mt_cpu_gated_norm_backward(const mt_gated_norm_args *a, mt_dtype dty
 
 /* ==== §17b the mixer ============================================================================================== */
 /* Tensor-parallel ranks share the heads: each has the same share of q, k, v, z, b, a, of the taps and of the state, and
- * the output linear sums over the ranks. */
+ * the output linear sums over the ranks. With fewer key heads than ranks, neighbours compute the same q and k, for
+ * value heads of their own. Context-parallel ranks pass states: first the convolution's K - 1 tokens, then, when each
+ * has computed the map of its own pieces, the states of the rule; the backward passes their gradients back in the
+ * reverse order. It passes the states once more too, so that no more is saved than on one rank. Cost: the map is about
+ * as much work as half a forward; a state of Hv Dk Dv floats goes over 2 cp - 2 links one after another.
+ */
 
 static void mt_delta_slots(const mt_model *m, mt_slots *s, const mt_layer *w) {
     mt_delta_sizes z = mt_delta_sizes_of(m);
@@ -14868,28 +15347,34 @@ static void mt_delta_slots(const mt_model *m, mt_slots *s, const mt_layer *w) {
 /* The operands that forward and backward share. In generation the layer's caches are the states, a slot a sequence. */
 
 static mt_states mt_states_of(const mt_model *m, float *memory) {
-    return (mt_states){memory, mt_cache_slot_rows(&m->plan), mt_cache_slots(&m->plan)};
+    return (mt_states){.memory = memory, .slot_rows = mt_cache_slot_rows(&m->plan), .slots = mt_cache_slots(&m->plan)};
 }
 
 static mt_conv_args mt_delta_conv(const mt_model *m, const mt_pass *p, const mt_layer *w, const mt_activations *a) {
     mt_delta_sizes z = mt_delta_sizes_of(m);
-    mt_conv_args conv = {.spans = &p->spans, .C = z.conv, .K = m->options->linear_conv_kernel_dim, .silu = true};
+    mt_conv_args conv = {.C = z.conv, .K = m->options->linear_conv_kernel_dim, .silu = true};
+    conv.spans = p->context ? mt_context_pieces(p->context) : &p->spans;
     conv.x = a->delta_in, conv.x_stride = conv.dx_stride = z.in, conv.y = a->conv;
     conv.y_stride = conv.dy_stride = z.conv, conv.w = w->conv.w, conv.dw = w->conv.dw;
     if (p->decode) conv.states = mt_states_of(m, m->conv_states[w - m->layers]);
+    if (p->context) conv.states = mt_context_states(p->context, m->scratch.conv_carry.states);
     return conv;
 }
 
 static mt_delta_args mt_delta_rule(const mt_model *m, const mt_pass *p, const mt_layer *w, const mt_activations *a) {
     mt_delta_sizes z = mt_delta_sizes_of(m);
     int64_t keys = z.Hk * z.Dk, b = z.in - 2 * z.Hv;
-    mt_delta_args d = {.spans = &p->spans, .Hk = z.Hk, .Hv = z.Hv, .Dk = z.Dk, .Dv = z.Dv, .out = a->delta_out};
+    mt_delta_args d = {.Hk = z.Hk, .Hv = z.Hv, .Dk = z.Dk, .Dv = z.Dv, .decays = 1, .out = a->delta_out};
+    d.spans = p->context ? mt_context_pieces(p->context) : &p->spans;
     d.q = a->conv, d.k = mt_at(a->conv, keys, m->dtype), d.v = mt_at(a->conv, 2 * keys, m->dtype);
     d.b = mt_at(a->delta_in, b, m->dtype), d.a = mt_at(a->delta_in, b + z.Hv, m->dtype);
     d.q_stride = d.k_stride = d.v_stride = d.dq_stride = d.dk_stride = d.dv_stride = z.conv;
-    d.gate_stride = d.dgate_stride = z.in;
+    d.b_stride = d.a_stride = d.db_stride = d.da_stride = z.in;
     d.A_log = w->A_log.w, d.dt_bias = w->dt_bias.w, d.dA_log = w->A_log.dw, d.ddt_bias = w->dt_bias.dw;
     if (p->decode) d.states = mt_states_of(m, m->rule_states[w - m->layers]);
+    if (!p->context) return d;
+    d.states = mt_context_states(p->context, m->scratch.rule_carry.states);
+    d.maps = m->scratch.rule_maps, d.dmaps = m->scratch.drule_maps;
     return d;
 }
 
@@ -14902,6 +15387,47 @@ static mt_gated_norm_args mt_delta_norm(const mt_model *m, const mt_pass *p, con
     return n;
 }
 
+/* Steps of context parallelism: see mt_context_carry. */
+
+typedef struct mt_conv_carry {
+    const mt_model *m;
+    const mt_pass *p;
+    const mt_conv_args *args;
+} mt_conv_carry;
+
+static void mt_conv_carry_step(const void *call, const mt_carried_state *state, bool backward) {
+    const mt_conv_carry *c = call;
+    const mt_ops *ops = c->m->ops;
+    (backward ? ops->short_conv_carry_backward : ops->short_conv_carry_forward)(c->args, state, c->m->dtype,
+                                                                                c->p->stream);
+}
+
+static void mt_conv_carry_states(mt_model *m, const mt_pass *p, const mt_conv_args *args, bool backward) {
+    mt_carry *carry = &m->scratch.conv_carry;
+    if (!p->context) return;
+    mt_context_carry(p->context, carry, mt_conv_carry_step, &(mt_conv_carry){m, p, args}, backward, p->stream);
+}
+
+typedef struct mt_delta_carry {
+    const mt_model *m;
+    const mt_pass *p;
+    const mt_delta_args *args;
+} mt_delta_carry;
+
+static void mt_delta_carry_step(const void *call, const mt_carried_state *state, bool backward) {
+    const mt_delta_carry *c = call;
+    const mt_ops *ops = c->m->ops;
+    (backward ? ops->delta_rule_carry_backward : ops->delta_rule_carry_forward)(c->args, state, c->m->dtype,
+                                                                                c->p->stream);
+}
+
+static void mt_delta_carry_states(mt_model *m, const mt_pass *p, const mt_delta_args *args, bool backward) {
+    mt_carry *carry = &m->scratch.rule_carry;
+    if (!p->context) return;
+    (backward ? m->ops->delta_rule_map_backward : m->ops->delta_rule_map_forward)(args, m->dtype, p->stream);
+    mt_context_carry(p->context, carry, mt_delta_carry_step, &(mt_delta_carry){m, p, args}, backward, p->stream);
+}
+
 /* out = mixer(x[R, C]). */
 static void mt_delta_forward(mt_model *m, const mt_pass *p, const mt_layer *w, mt_activations *a, const void *x,
                              void *out) {
@@ -14909,7 +15435,9 @@ static void mt_delta_forward(mt_model *m, const mt_pass *p, const mt_layer *w, m
     mt_delta_args rule = mt_delta_rule(m, p, w, a);
     mt_gated_norm_args norm = mt_delta_norm(m, p, w, a);
     mt_layer_linear_forward(p, a, &w->delta_in, x, a->delta_in);
+    mt_conv_carry_states(m, p, &conv, false);
     m->ops->short_conv_forward(&conv, m->dtype, p->stream);
+    mt_delta_carry_states(m, p, &rule, false);
     m->ops->delta_rule_forward(&rule, m->dtype, p->stream);
     m->ops->gated_norm_forward(&norm, m->dtype, p->stream);
     mt_layer_linear_forward(p, a, &w->o, a->attended, out);
@@ -14931,8 +15459,14 @@ static mt_deferred mt_delta_backward(mt_model *m, const mt_pass *p, mt_layer *w,
     rule.dout = s->ddelta, rule.dq = s->dconv, rule.dk = mt_at(s->dconv, keys, m->dtype);
     rule.dv = mt_at(s->dconv, 2 * keys, m->dtype);
     rule.db = mt_at(s->dqkv, b, m->dtype), rule.da = mt_at(s->dqkv, b + z.Hv, m->dtype);
+    mt_conv_carry_states(m, p, &conv, false);
+    mt_delta_carry_states(m, p, &rule, false);
+    mt_delta_carry_states(m, p, &rule, true);
+    if (p->context) rule.dstates = s->rule_carry.dstates;
     m->ops->delta_rule_backward(&rule, m->dtype, p->stream);
     conv.dy = s->dconv, conv.dx = s->dqkv;
+    mt_conv_carry_states(m, p, &conv, true);
+    if (p->context) conv.dstates = s->conv_carry.dstates;
     m->ops->short_conv_backward(&conv, m->dtype, p->stream);
     mt_linear_io in = {.x = block->x, .dy = s->dqkv, .dx = block->dx};
     mt_layer_linear_backward(m, p, w, a, &w->delta_in, block->x_field, &in);
@@ -14964,10 +15498,12 @@ static mt_multiply_args mt_short_enter(const mt_model *m, const mt_pass *p, cons
 
 static mt_conv_args mt_short_conv(const mt_model *m, const mt_pass *p, const mt_layer *w, const mt_activations *a) {
     int64_t width = mt_short_channels(m);
-    mt_conv_args conv = {.spans = &p->spans, .C = width, .K = m->options->linear_conv_kernel_dim};
+    mt_conv_args conv = {.C = width, .K = m->options->linear_conv_kernel_dim};
+    conv.spans = p->context ? mt_context_pieces(p->context) : &p->spans;
     conv.x = a->short_x, conv.y = a->conv, conv.w = w->conv.w, conv.dw = w->conv.dw;
     conv.x_stride = conv.y_stride = conv.dx_stride = conv.dy_stride = width;
     if (p->decode) conv.states = mt_states_of(m, m->conv_states[w - m->layers]);
+    if (p->context) conv.states = mt_context_states(p->context, m->scratch.conv_carry.states);
     return conv;
 }
 
@@ -14986,6 +15522,7 @@ static void mt_short_forward(mt_model *m, const mt_pass *p, const mt_layer *w, m
     mt_conv_args conv = mt_short_conv(m, p, w, a);
     mt_layer_linear_forward(p, a, &w->short_in, x, a->short_in);
     m->ops->multiply_forward(&enter, m->dtype, p->stream);
+    mt_conv_carry_states(m, p, &conv, false);
     m->ops->short_conv_forward(&conv, m->dtype, p->stream);
     m->ops->multiply_forward(&leave, m->dtype, p->stream);
     mt_layer_linear_forward(p, a, &w->o, a->attended, out);
@@ -15003,6 +15540,9 @@ static mt_deferred mt_short_backward(mt_model *m, const mt_pass *p, mt_layer *w,
     leave.dy = s->dattended, leave.dx = s->dconv, leave.dz = mt_at(s->dqkv, width, m->dtype);
     m->ops->multiply_backward(&leave, m->dtype, p->stream);
     conv.dy = s->dconv, conv.dx = s->dshort_x;
+    mt_conv_carry_states(m, p, &conv, false);
+    mt_conv_carry_states(m, p, &conv, true);
+    if (p->context) conv.dstates = s->conv_carry.dstates;
     m->ops->short_conv_backward(&conv, m->dtype, p->stream);
     enter.dy = s->dshort_x, enter.dx = mt_at(s->dqkv, 2 * width, m->dtype), enter.dz = s->dqkv;
     m->ops->multiply_backward(&enter, m->dtype, p->stream);

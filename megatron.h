@@ -1369,13 +1369,25 @@ typedef struct mt_accumulate_args {
 
 /* ---- linear attention: short convolutions, the gated delta rule, the norm behind it */
 
-/* States that a recurrence keeps between calls, in generation. The slot of a span is k_start / slot_rows. A span that
+/* States that a recurrence keeps between calls. In generation the slot of a span is k_start / slot_rows: a span that
  * has earlier tokens (k_len > q_len) begins with the state of its slot, another one with zeros; each leaves its last
- * state there. */
+ * state there. In context parallelism slot i has the state before span first[i], whose sequence begins on another rank,
+ * and the state after span last[i] goes to another rank; -1: no span. Other spans begin with zeros, and none is kept.
+ */
 typedef struct mt_states {
     float *memory; // [slots, elements of a state]; NULL: no span has earlier tokens, and no state is kept
     int64_t slot_rows, slots;
+    const int64_t *first, *last; // [slots] spans; NULL: generation
 } mt_states;
+
+/* One state that context parallelism passes on: `in` comes before the span last[slot] of mt_states and `out` is after
+ * it; in the backward gradients, `in` of the state after first[slot] and `out` of the one before it. in NULL: the span
+ * begins its sequence; in the backward: no rank continues it. */
+typedef struct mt_carried_state {
+    int64_t slot;
+    const float *in;
+    float *out;
+} mt_carried_state;
 
 /* The operands of a causal convolution over the tokens of a span, channel by channel (depthwise). */
 typedef struct mt_conv_args {
@@ -1389,28 +1401,33 @@ typedef struct mt_conv_args {
     void *dx;          // [T, C]
     float *dw, *dbias; // [C, K] +=, [C] +=; NULL: frozen, or without bias
     int64_t x_stride, y_stride, dx_stride, dy_stride;
-    bool silu;        // of the sum
-    mt_states states; // a state is [K - 1, C]: x of the tokens before; the forward only
+    bool silu;            // of the sum
+    mt_states states;     // a state is [K - 1, C]: x of the tokens before; the backward reads those of other ranks only
+    const float *dstates; // [slots, K - 1, C] of the states after the spans states.last, of the backward
 } mt_conv_args;
 
 enum { MT_MAX_TAPS = 8 };
 
-/* The operands of the gated delta rule (Yang et al., "Gated delta networks"). A key head serves Hv / Hk adjacent value
- * heads. */
+/* The operands of the gated delta rule (Yang et al., "Gated delta networks"), and of Kimi delta attention (Kimi Team,
+ * "Kimi Linear"), which has a decay for each channel of a key. A key head serves Hv / Hk adjacent value heads. */
 typedef struct mt_delta_args {
     const mt_spans *spans;
     int64_t Hk, Hv, Dk, Dv;               // heads of q and k, and of v; their channels
+    int64_t decays;                       // of a value head: 1, or Dk
     const void *q, *k, *v;                // [T, Hk, Dk], [T, Hk, Dk], [T, Hv, Dv]
-    const void *b, *a;                    // [T, Hv] of beta and of the decay
-    const void *A_log, *dt_bias;          // [Hv]
+    const void *b, *a;                    // [T, Hv] of beta, [T, Hv, decays]
+    const void *A_log, *dt_bias;          // [Hv], [Hv, decays]
     void *out;                            // [T, Hv, Dv], without gaps
     const void *dout;                     // likewise
     void *dq, *dk, *dv, *db, *da;         // gradients of q, k, v, b, a
-    float *dA_log, *ddt_bias;             // [Hv] +=; NULL: frozen
+    float *dA_log, *ddt_bias;             // [Hv] +=, [Hv, decays] +=; NULL: frozen
     int64_t q_stride, k_stride, v_stride; // elements between tokens
     int64_t dq_stride, dk_stride, dv_stride;
-    int64_t gate_stride, dgate_stride; // of b and a, of db and da
-    mt_states states;                  // a state is [Hv, Dk, Dv]; the forward only
+    int64_t b_stride, a_stride, db_stride, da_stride;
+    mt_states states;     // a state is [Hv, Dk, Dv]; the backward reads those of other ranks only
+    const float *dstates; // [slots, Hv, Dk, Dv] of the states after the spans states.last, of the backward
+    float *maps;          // [slots, Hv, Dk, Dv + Dk]: see delta_rule_map_forward
+    float *dmaps;         // [slots, Hv, Dk, Dv]: see delta_rule_map_backward
 } mt_delta_args;
 
 /* The operands of a norm of the heads of linear attention, gated. */
@@ -1456,13 +1473,31 @@ typedef struct mt_gate_args {
        const mt_conv_args *a, mt_dtype dtype, mt_stream *stream)                                                       \
     OP(short_conv_backward, mt_work_bytes(3 * mt_span_rows(a->spans, false) * a->C, dtype), (a, dtype, stream),        \
        const mt_conv_args *a, mt_dtype dtype, mt_stream *stream)                                                       \
+    /* The state after a slot's last span from the one before it, and the gradient of the state before its first span  \
+     * from that after it. */                                                                                          \
+    OP(short_conv_carry_forward, mt_work_bytes(2 * (a->K - 1) * a->C, MT_F32), (a, state, dtype, stream),              \
+       const mt_conv_args *a, const mt_carried_state *state, mt_dtype dtype, mt_stream *stream)                        \
+    OP(short_conv_carry_backward, mt_work_bytes(2 * (a->K - 1) * a->C, MT_F32), (a, state, dtype, stream),             \
+       const mt_conv_args *a, const mt_carried_state *state, mt_dtype dtype, mt_stream *stream)                        \
     /* Of each value head, token by token from S = 0 before a span: S = exp(g) S; S += k (beta (v - S^T k))^T; out =   \
      * S^T q, where g = -exp(A_log) softplus(a + dt_bias), beta = sigmoid(b), and q and k are divided by their length, \
-     * sqrt(sum of squares + 1e-6), q by sqrt(Dk) too. */                                                              \
+     * sqrt(sum of squares + 1e-6), q by sqrt(Dk) too. With Dk decays, each is that of a row of S. */                  \
     OP(delta_rule_forward, mt_work_product(mt_span_rows(a->spans, false) * a->Hv, a->Dk, 3 * a->Dv),                   \
        (a, dtype, stream), const mt_delta_args *a, mt_dtype dtype, mt_stream *stream)                                  \
     OP(delta_rule_backward, mt_work_product(mt_span_rows(a->spans, false) * a->Hv, a->Dk, 6 * a->Dv),                  \
        (a, dtype, stream), const mt_delta_args *a, mt_dtype dtype, mt_stream *stream)                                  \
+    /* The states of context parallelism. A span maps the state S before it to S_local + M S after it: writes          \
+     * [S_local, M] of each slot's last span to `maps`; M = 0 where that span begins its sequence. */                  \
+    OP(delta_rule_map_forward, mt_work_product(mt_span_rows(a->spans, false) * a->Hv, a->Dk, 2 * (a->Dv + a->Dk)),     \
+       (a, dtype, stream), const mt_delta_args *a, mt_dtype dtype, mt_stream *stream)                                  \
+    /* The gradient of the state before each slot's first span, as far as its own outputs give it, to dmaps. */        \
+    OP(delta_rule_map_backward, mt_work_product(mt_span_rows(a->spans, false) * a->Hv, a->Dk, 3 * a->Dv),              \
+       (a, dtype, stream), const mt_delta_args *a, mt_dtype dtype, mt_stream *stream)                                  \
+    /* out = S_local + M in; out = dmaps + M^T in, the latter if one span is the slot's first and last. */             \
+    OP(delta_rule_carry_forward, mt_work_product(a->Hv * a->Dk, a->Dk, a->Dv), (a, state, dtype, stream),              \
+       const mt_delta_args *a, const mt_carried_state *state, mt_dtype dtype, mt_stream *stream)                       \
+    OP(delta_rule_carry_backward, mt_work_product(a->Hv * a->Dk, a->Dk, a->Dv), (a, state, dtype, stream),             \
+       const mt_delta_args *a, const mt_carried_state *state, mt_dtype dtype, mt_stream *stream)                       \
     /* y = x / sqrt(mean(x^2) + eps) w silu(z), each head by itself. */                                                \
     OP(gated_norm_forward, mt_work_bytes(3 * a->T * a->H * a->D, dtype), (a, dtype, stream),                           \
        const mt_gated_norm_args *a, mt_dtype dtype, mt_stream *stream)                                                 \
@@ -2260,6 +2295,7 @@ typedef enum mt_group_kind {
     MT_GROUP_EXPERT_DATA,
     MT_GROUP_EXPERT_EXCHANGE,
     MT_GROUP_KV_REPLICAS,
+    MT_GROUP_KEY_REPLICAS,
     MT_GROUP_CONTEXT_A2A,
     MT_GROUP_CONTEXT_RING,
     MT_GROUP_CONTEXT_2,
@@ -2289,6 +2325,7 @@ typedef struct mt_grid {
     mt_group context_a2a;     // neighbours in the context group that exchange tokens for heads (all-to-all)
     mt_group context_ring;    // ranks with the same index in their context_a2a groups: the ring of attention
     mt_group kv_replicas;     // ranks of the tensor group that hold the same key and value head
+    mt_group key_replicas;    // the same of a key head of linear attention
     mt_group context_blocks[MT_CONTEXT_BLOCKS]; // dynamic context parallelism: 2, 4, 8 ... neighbours in `context`
 } mt_grid;
 
@@ -2301,8 +2338,9 @@ typedef struct mt_grid_shape {
     int64_t tensor, context, data, pipeline;
     int64_t expert_tensor, expert, expert_data;
     int64_t num_query_groups;
-    int64_t context_a2a; // size of that group; 0 means 1
-    bool context_blocks; // dynamic context parallelism; the size of `context` is then a power of two
+    int64_t context_a2a;      // size of that group; 0 means 1
+    bool context_blocks;      // dynamic context parallelism; the size of `context` is then a power of two
+    int64_t linear_key_heads; // 0: no linear attention
 } mt_grid_shape;
 
 /* The shape that finished options give `world_size` ranks. */
@@ -2820,10 +2858,11 @@ typedef enum mt_init {
 
 /* The content of a parameter's gradient on one rank after the backward, and so the sum that completes it. */
 typedef enum mt_gradient {
-    MT_GRADIENT_WHOLE,   // complete
-    MT_GRADIENT_ROWS,    // from this rank's rows under sequence parallelism: sum over the tensor group
-    MT_GRADIENT_HEADS,   // from this rank's heads: sum over the tensor group
-    MT_GRADIENT_REPLICA, // of a kv head on several ranks, from this rank's query heads: sum over kv_replicas
+    MT_GRADIENT_WHOLE,       // complete
+    MT_GRADIENT_ROWS,        // from this rank's rows under sequence parallelism: sum over the tensor group
+    MT_GRADIENT_HEADS,       // from this rank's heads: sum over the tensor group
+    MT_GRADIENT_REPLICA,     // of a kv head on several ranks, from this rank's query heads: sum over kv_replicas
+    MT_GRADIENT_KEY_REPLICA, // the same of a key head of linear attention: sum over key_replicas
 } mt_gradient;
 
 /* One row per parameter. Allocation, initialisation, gradients, decay and checkpoints read only this. */
@@ -3025,6 +3064,7 @@ typedef struct mt_context_plan {
     int64_t window; // for mt_context_cut
     mt_dtype dtype;
     bool train;
+    bool recurs; // some layers pass states from rank to rank; not with both groups
 } mt_context_plan;
 
 /* The attention of context parallelism over one micro-batch after another. Nothing is allocated after its creation. */

@@ -3048,10 +3048,11 @@ static void recall_by_delta_rule(recall *r, float forgetting) {
             r->beta[t][h] = t < PAIRS ? 40 : -40;
             r->decay[t][h] = t < PAIRS && forgetting > 0 ? logf(expf(forgetting) - 1) : -40;
         }
-    mt_delta_args a = {.spans = &spans, .Hk = MEMORY_HEADS, .Hv = MEMORY_HEADS, .Dk = MEMORY_D, .Dv = MEMORY_D};
+    mt_delta_args a = {
+        .spans = &spans, .Hk = MEMORY_HEADS, .Hv = MEMORY_HEADS, .Dk = MEMORY_D, .Dv = MEMORY_D, .decays = 1};
     a.q = r->keys, a.k = r->keys, a.v = r->values, a.b = r->beta, a.a = r->decay, a.A_log = r->A_log;
     a.dt_bias = r->dt_bias, a.out = r->out;
-    a.q_stride = a.k_stride = a.v_stride = MEMORY_HEADS * MEMORY_D, a.gate_stride = MEMORY_HEADS;
+    a.q_stride = a.k_stride = a.v_stride = MEMORY_HEADS * MEMORY_D, a.b_stride = a.a_stride = MEMORY_HEADS;
     mt_cpu_ops.delta_rule_forward(&a, MT_F32, NULL);
     for (int t = PAIRS; t < 2 * PAIRS; t++) // the operation divides queries by sqrt(D)
         for (int h = 0; h < MEMORY_HEADS; h++)

@@ -213,7 +213,7 @@ static const row layout_rows[] = {
      "--dynamic-context-parallel;--dynamic-context-parallel "
      "--max-seqlen-per-dp-cp-rank 60"},
     {100, "context-parallel-size&window", "", "--cp-comm-type all_gather;--cp-comm-type a2a"},
-    {40, "context-parallel-size 4", "--cp-comm-type&window",
+    {40, "context-parallel-size 4", "--cp-comm-type&window&gated_delta_net",
      "--cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes 2 2"},
     {40, STAGES, "",
      "--num-virtual-stages-per-pipeline-rank 2;--num-layers-per-virtual-pipeline-stage 1;"

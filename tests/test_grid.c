@@ -34,9 +34,9 @@ static void count_places(place *places, const mt_grid_shape *s) {
                 }
 }
 
-static bool same_head(const mt_grid_shape *s, int64_t tp, int64_t other) {
-    if (s->num_query_groups >= s->tensor) return tp == other;
-    int64_t ranks_a_head = s->tensor / s->num_query_groups;
+static bool same_head(const mt_grid_shape *s, int64_t heads, int64_t tp, int64_t other) {
+    if (heads == 0 || heads >= s->tensor) return tp == other;
+    int64_t ranks_a_head = s->tensor / heads;
     return tp / ranks_a_head == other / ranks_a_head;
 }
 
@@ -72,7 +72,9 @@ static bool together(const mt_grid_shape *s, mt_group_kind kind, const place *a,
     case MT_GROUP_EXPERT_EXCHANGE:
         return a->edp == b->edp && pp;
     case MT_GROUP_KV_REPLICAS:
-        return cp && dp && pp && same_head(s, a->tp, b->tp);
+        return cp && dp && pp && same_head(s, s->num_query_groups, a->tp, b->tp);
+    case MT_GROUP_KEY_REPLICAS:
+        return cp && dp && pp && same_head(s, s->linear_key_heads, a->tp, b->tp);
     case MT_GROUP_CONTEXT_A2A:
         return tp && dp && pp && a->cp / s->context_a2a == b->cp / s->context_a2a;
     case MT_GROUP_CONTEXT_RING:
@@ -121,8 +123,17 @@ static void groups_are_those_of_the_coordinates_for_many_sizes(void **state) {
                             for (int64_t etp = 1; etp <= 2; etp++) {
                                 int64_t stage = tp * cp * dp;
                                 if (stage * pp > 96 || stage % (ep * etp) != 0) continue;
-                                mt_grid_shape s = {
-                                    tp, cp, dp, pp, etp, ep, stage / (ep * etp), heads, cp % 2 == 0 ? 2 : cp, cp == 4};
+                                mt_grid_shape s = {tp,
+                                                   cp,
+                                                   dp,
+                                                   pp,
+                                                   etp,
+                                                   ep,
+                                                   stage / (ep * etp),
+                                                   heads,
+                                                   cp % 2 == 0 ? 2 : cp,
+                                                   cp == 4,
+                                                   pp % 2 ? 0 : heads};
                                 check_shape(&s);
                                 shapes++;
                             }
@@ -138,7 +149,7 @@ static void expect_members(const mt_grid_shape *s, mt_group_kind kind, int rank,
 /* The docstring of initialize_model_parallel: 16 GPUs, 2 tensor and 4 pipeline ranks. */
 static void groups_are_those_of_megatrons_example(void **state) {
     (void)state;
-    mt_grid_shape s = {2, 1, 2, 4, 1, 1, 4, 8, 1, false};
+    mt_grid_shape s = {2, 1, 2, 4, 1, 1, 4, 8, 1, false, 0};
     expect_members(&s, MT_GROUP_DATA, 0, 2, (int[]){0, 2});
     expect_members(&s, MT_GROUP_DATA, 7, 2, (int[]){5, 7});
     expect_members(&s, MT_GROUP_DATA, 12, 2, (int[]){12, 14});
@@ -154,7 +165,7 @@ static void groups_are_those_of_megatrons_example(void **state) {
  * the same odevity the second. */
 static void the_levels_of_context_parallelism_are_megatrons(void **state) {
     (void)state;
-    mt_grid_shape s = {1, 8, 1, 1, 1, 1, 8, 8, 2, false};
+    mt_grid_shape s = {1, 8, 1, 1, 1, 1, 8, 8, 2, false, 0};
     expect_members(&s, MT_GROUP_CONTEXT_A2A, 5, 2, (int[]){4, 5});
     expect_members(&s, MT_GROUP_CONTEXT_RING, 5, 4, (int[]){1, 3, 5, 7});
     s.context_a2a = 0; // p2p and all_gather: one level
@@ -165,7 +176,7 @@ static void the_levels_of_context_parallelism_are_megatrons(void **state) {
 /* Dynamic context parallelism: aligned blocks; none where they are not asked for, or as large as the whole group. */
 static void blocks_of_a_context_group_are_aligned_neighbours(void **state) {
     (void)state;
-    mt_grid_shape s = {1, 8, 2, 1, 1, 1, 16, 8, 1, true};
+    mt_grid_shape s = {1, 8, 2, 1, 1, 1, 16, 8, 1, true, 0};
     expect_members(&s, MT_GROUP_CONTEXT_2, 5, 2, (int[]){4, 5});
     expect_members(&s, MT_GROUP_CONTEXT_4, 13, 4, (int[]){12, 13, 14, 15});
     expect_members(&s, MT_GROUP_CONTEXT_8, 13, 1, (int[]){13});
@@ -176,11 +187,13 @@ static void blocks_of_a_context_group_are_aligned_neighbours(void **state) {
 /* With 2 heads over 8 tensor ranks, four neighbours hold the same one. */
 static void ranks_with_the_same_key_head_are_neighbours(void **state) {
     (void)state;
-    mt_grid_shape s = {8, 1, 2, 1, 1, 1, 16, 2, 1, false};
+    mt_grid_shape s = {8, 1, 2, 1, 1, 1, 16, 2, 1, false, 0};
     expect_members(&s, MT_GROUP_KV_REPLICAS, 5, 4, (int[]){4, 5, 6, 7});
     expect_members(&s, MT_GROUP_KV_REPLICAS, 8, 4, (int[]){8, 9, 10, 11});
-    s.num_query_groups = 8;
+    expect_members(&s, MT_GROUP_KEY_REPLICAS, 5, 1, (int[]){5});
+    s.num_query_groups = 8, s.linear_key_heads = 4;
     expect_members(&s, MT_GROUP_KV_REPLICAS, 5, 1, (int[]){5});
+    expect_members(&s, MT_GROUP_KEY_REPLICAS, 5, 2, (int[]){4, 5});
 }
 
 static void the_table_is_compact_for_64_ranks(void **state) {

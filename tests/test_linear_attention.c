@@ -100,22 +100,25 @@ static uint16_t *bf16_of(float *values, int64_t count) {
 /* ---- the gated delta rule. Operands: q, k, v, b, a, A_log, dt_bias. Tokens beyond the spans do not exist. */
 
 typedef struct delta_shape {
-    int64_t T, Hk, Hv, Dk, Dv;
+    int64_t T, Hk, Hv, Dk, Dv, decays;
     int num_spans;
     mt_span spans[4];
 } delta_shape;
 
 static const delta_shape delta_shapes[] = {
-    {7, 1, 1, 4, 4, 1, {{0, 7, 0, 7, true}}},
-    {150, 2, 4, 8, 6, 3, {{0, 65, 0, 65, true}, {65, 1, 65, 1, true}, {66, 84, 66, 84, true}}},
-    {64, 3, 3, 5, 16, 1, {{0, 64, 0, 64, true}}},
-    {131, 1, 4, 16, 8, 2, {{0, 128, 0, 128, true}, {128, 3, 128, 3, true}}},
+    {7, 1, 1, 4, 4, 1, 1, {{0, 7, 0, 7, true}}},
+    {150, 2, 4, 8, 6, 1, 3, {{0, 65, 0, 65, true}, {65, 1, 65, 1, true}, {66, 84, 66, 84, true}}},
+    {64, 3, 3, 5, 16, 1, 1, {{0, 64, 0, 64, true}}},
+    {131, 1, 4, 16, 8, 1, 2, {{0, 128, 0, 128, true}, {128, 3, 128, 3, true}}},
+    {150, 2, 2, 8, 6, 8, 3, {{0, 65, 0, 65, true}, {65, 1, 65, 1, true}, {66, 84, 66, 84, true}}},
+    {20, 3, 3, 16, 4, 16, 1, {{0, 20, 0, 20, true}}},
 };
 enum { NUM_DELTA_SHAPES = sizeof delta_shapes / sizeof *delta_shapes };
 
 static operands delta_operands(const delta_shape *s) {
     int64_t keys = s->T * s->Hk * s->Dk, gates = s->T * s->Hv;
-    operands o = operands_new(7, (int64_t[]){keys, keys, s->T * s->Hv * s->Dv, gates, gates, s->Hv, s->Hv});
+    operands o = operands_new(
+        7, (int64_t[]){keys, keys, s->T * s->Hv * s->Dv, gates, gates * s->decays, s->Hv, s->Hv * s->decays});
     for (int64_t i = 0; i < s->Hv; i++) part(&o, 5)[i] = (double)(float)(part(&o, 5)[i] - 1); // slow and fast decays
     return o;
 }
@@ -134,14 +137,18 @@ static void delta_definition(const void *shape, const operands *o, double *out) 
             int64_t key_head = h / (s->Hv / s->Hk);
             memset(S, 0, sizeof S);
             for (int64_t t = span->q_start; t < span->q_start + span->q_len; t++) {
-                double a = part(o, 4)[t * s->Hv + h] + part(o, 6)[h], beta = 1 / (1 + exp(-part(o, 3)[t * s->Hv + h]));
-                double decay = exp(-exp(part(o, 5)[h]) * log1p(exp(a)));
+                double beta = 1 / (1 + exp(-part(o, 3)[t * s->Hv + h])), decay[16];
+                for (int64_t i = 0; i < s->Dk; i++) {
+                    int64_t channel = h * s->decays + i % s->decays;
+                    double a = part(o, 4)[t * s->Hv * s->decays + channel] + part(o, 6)[channel];
+                    decay[i] = exp(-exp(part(o, 5)[h]) * log1p(exp(a)));
+                }
                 const double *v = part(o, 2) + (t * s->Hv + h) * s->Dv;
                 unit(q, part(o, 0) + (t * s->Hk + key_head) * s->Dk, s->Dk, 1 / sqrt((double)s->Dk));
                 unit(k, part(o, 1) + (t * s->Hk + key_head) * s->Dk, s->Dk, 1);
                 for (int64_t j = 0; j < s->Dv; j++) {
                     double read = 0, result = 0;
-                    for (int64_t i = 0; i < s->Dk; i++) read += (S[i * 16 + j] *= decay) * k[i];
+                    for (int64_t i = 0; i < s->Dk; i++) read += (S[i * 16 + j] *= decay[i]) * k[i];
                     for (int64_t i = 0; i < s->Dk; i++) S[i * 16 + j] += k[i] * beta * (v[j] - read);
                     for (int64_t i = 0; i < s->Dk; i++) result += S[i * 16 + j] * q[i];
                     out[(t * s->Hv + h) * s->Dv + j] = result;
@@ -162,7 +169,8 @@ static mt_delta_args delta_args(const delta_shape *s, const mt_spans *spans, con
 #undef IN
 #undef OUT
     a.q_stride = a.k_stride = a.dq_stride = a.dk_stride = s->Hk * s->Dk, a.v_stride = a.dv_stride = s->Hv * s->Dv;
-    a.gate_stride = a.dgate_stride = s->Hv, a.dA_log = dA_log, a.ddt_bias = ddt_bias;
+    a.decays = s->decays, a.b_stride = a.db_stride = s->Hv, a.a_stride = a.da_stride = s->Hv * s->decays,
+    a.dA_log = dA_log, a.ddt_bias = ddt_bias;
     return a;
 }
 
@@ -222,7 +230,7 @@ static void a_state_continues_a_text(void **state) {
     (void)state;
     enum { T = 100, SLOTS = 3 };
     static const int64_t ends[] = {1, 2, 66, 70, T};
-    const delta_shape s = {T, 2, 4, 8, 6, 1, {{0, T, 0, T, true}}};
+    const delta_shape s = {T, 2, 4, 8, 6, 1, 1, {{0, T, 0, T, true}}};
     const mt_spans spans = {s.spans, s.spans, 1};
     operands o = delta_operands(&s);
     int64_t row = s.Hv * s.Dv, conv_width = 9;
@@ -234,8 +242,8 @@ static void a_state_continues_a_text(void **state) {
     mt_conv_args c = {.spans = &spans, .C = conv_width, .K = 4, .x = in, .w = in + o.starts[2], .silu = true};
     c.x_stride = c.y_stride = conv_width, c.y = conv_whole, a.out = whole;
     ops->delta_rule_forward(&a, MT_F32, NULL), ops->short_conv_forward(&c, MT_F32, NULL);
-    a.out = pieces, a.states = (mt_states){memory, T, SLOTS}, c.y = conv_pieces,
-    c.states = (mt_states){conv_memory, T, SLOTS};
+    a.out = pieces, a.states = (mt_states){.memory = memory, .slot_rows = T, .slots = SLOTS}, c.y = conv_pieces,
+    c.states = (mt_states){.memory = conv_memory, .slot_rows = T, .slots = SLOTS};
     for (int i = 0; i < 5; i++) {
         int64_t begin = i > 0 ? ends[i - 1] : 0;
         const mt_span span = {begin, ends[i] - begin, T, ends[i], true};
@@ -253,7 +261,7 @@ static void a_state_continues_a_text(void **state) {
  * before it may multiply it by 0. */
 static void a_nan_in_the_delta_rule_stays_a_nan(void **state) {
     (void)state;
-    const delta_shape s = {80, 2, 2, 4, 4, 2, {{0, 70, 0, 70, true}, {70, 10, 70, 10, true}}};
+    const delta_shape s = {80, 2, 2, 4, 4, 1, 2, {{0, 70, 0, 70, true}, {70, 10, 70, 10, true}}};
     const mt_spans spans = {s.spans, s.spans, s.num_spans};
     for (int operand = 0; operand < 5; operand++) {
         operands o = delta_operands(&s);
@@ -270,6 +278,142 @@ static void a_nan_in_the_delta_rule_stays_a_nan(void **state) {
         }
         free(in), free(o.values);
     }
+}
+
+/* ---- pieces of a sequence, as context parallelism cuts it */
+
+/* The tokens of three sequences, 70, 5 and 61, in pieces: a rank's slots hold two pieces each, and a piece may be one
+ * token or none. */
+enum { PIECES_T = 136, PIECES = 8 };
+static const mt_span sequences[] = {{0, 70, 0, 70, true}, {70, 5, 70, 5, true}, {75, 61, 75, 61, true}};
+static const int64_t piece_ends[PIECES] = {1, 3, 3, 40, 72, 75, 77, PIECES_T};
+
+/* A piece's spans, and its lists of borders: see mt_states. */
+typedef struct piece {
+    mt_span spans[3];
+    mt_spans list;
+    int64_t first, last;
+    bool continues, goes_on, empty;
+} piece;
+
+static piece piece_of(int n) {
+    piece p = {.first = -1, .last = -1};
+    int64_t begin = n > 0 ? piece_ends[n - 1] : 0, end = piece_ends[n];
+    for (int s = 0; s < 3; s++) {
+        int64_t from = sequences[s].q_start, to = from + sequences[s].q_len;
+        int64_t start = begin > from ? begin : from, tokens = (end < to ? end : to) - start;
+        p.continues |= from < begin && begin < to, p.goes_on |= from < end && end < to;
+        if (tokens > 0) p.spans[p.list.count++] = (mt_span){start, tokens, start, tokens, true};
+    }
+    p.empty = p.list.count == 0;
+    if (p.continues && !p.empty) p.first = 0;
+    if (p.goes_on && !p.empty) p.last = p.list.count - 1;
+    return p;
+}
+
+/* Piece after piece by the operations of context parallelism, in pieces' order and back: states[PIECES + 1][elements]
+ * are those before the pieces, dstates those after them. */
+static void carry_delta(mt_delta_args a, float *states, float *dstates, int64_t elements, int64_t map_elements) {
+    float *maps = calloc((size_t)map_elements, sizeof *maps), *dmaps = calloc((size_t)elements, sizeof *dmaps);
+    for (int step = 0; step < 2 * PIECES; step++) {
+        int n = step < PIECES ? step : 2 * PIECES - 1 - step;
+        piece p = piece_of(n);
+        p.list.host = p.list.device = p.spans;
+        float *before = states + n * elements, *after = dstates + n * elements;
+        a.spans = &p.list, a.maps = maps, a.dmaps = dmaps, a.dstates = NULL;
+        a.states = (mt_states){.memory = before, .slots = 1, .first = &p.first, .last = &p.last};
+        mt_carried_state forth = {0, p.continues ? before : NULL, before + elements};
+        mt_carried_state back = {0, p.goes_on ? after : NULL, after - elements};
+        if (p.empty && step < PIECES) memcpy(forth.out, before, (size_t)elements * sizeof *before);
+        if (p.empty && step >= PIECES) memcpy(back.out, after, (size_t)elements * sizeof *after);
+        if (p.empty) continue;
+        ops->delta_rule_map_forward(&a, MT_F32, NULL);
+        if (step < PIECES) {
+            if (p.goes_on) ops->delta_rule_carry_forward(&a, &forth, MT_F32, NULL);
+            ops->delta_rule_forward(&a, MT_F32, NULL);
+            continue;
+        }
+        ops->delta_rule_map_backward(&a, MT_F32, NULL);
+        if (p.continues) ops->delta_rule_carry_backward(&a, &back, MT_F32, NULL);
+        a.dstates = after;
+        ops->delta_rule_backward(&a, MT_F32, NULL);
+    }
+    free(maps), free(dmaps);
+}
+
+static void the_delta_rule_in_pieces_equals_that_of_whole_sequences(void **state) {
+    (void)state;
+    static const int64_t decays[] = {1, 8};
+    for (int n = 0; n < 2; n++) {
+        const delta_shape s = {PIECES_T, decays[n] > 1 ? 4 : 2, 4, 8, 6, decays[n], 3, {{0}}};
+        const mt_spans spans = {sequences, sequences, 3};
+        operands o = delta_operands(&s);
+        int64_t count = s.T * s.Hv * s.Dv, elements = s.Hv * s.Dk * s.Dv, all = o.total + count;
+        float *in = floats_of(o.values, o.total), *dout = floats_of(o.values, count);
+        float *results = calloc((size_t)(2 * all), sizeof *results); // gradients, then out: of the whole, of the pieces
+        float *states = calloc((size_t)((2 * PIECES + 2) * elements), sizeof *states);
+        for (int64_t i = 0; i < (2 * PIECES + 2) * elements; i++) states[i] = NAN; // must not be read unless written
+        for (int pieces = 0; pieces < 2; pieces++) {
+            float *got = results + pieces * all;
+            mt_delta_args a = delta_args(&s, &spans, &o, MT_F32, in, got, got + o.starts[5], got + o.starts[6]);
+            a.out = got + o.total, a.dout = dout;
+            if (pieces) carry_delta(a, states, states + (PIECES + 2) * elements, elements, s.Hv * s.Dk * (s.Dk + s.Dv));
+            if (!pieces) ops->delta_rule_forward(&a, MT_F32, NULL), ops->delta_rule_backward(&a, MT_F32, NULL);
+        }
+        double *wanted = calloc((size_t)all, sizeof *wanted);
+        for (int64_t i = 0; i < all; i++) wanted[i] = (double)results[i];
+        for (int i = 0; i < o.num; i++)
+            expect_equal(results + all + o.starts[i], wanted + o.starts[i], o.counts[i], 1e-5);
+        expect_equal(results + all + o.total, wanted + o.total, count, 1e-5);
+        free(in), free(dout), free(results), free(states), free(wanted), free(o.values);
+    }
+}
+
+static void carry_conv(mt_conv_args a, float *states, float *dstates, int64_t elements) {
+    for (int step = 0; step < 2 * PIECES; step++) {
+        int n = step < PIECES ? step : 2 * PIECES - 1 - step;
+        piece p = piece_of(n);
+        p.list.host = p.list.device = p.spans;
+        float *before = states + n * elements, *after = dstates + n * elements;
+        a.spans = &p.list, a.dstates = NULL;
+        a.states = (mt_states){.memory = before, .slots = 1, .first = &p.first, .last = &p.last};
+        mt_carried_state forth = {0, p.continues ? before : NULL, before + elements};
+        mt_carried_state back = {0, p.goes_on ? after : NULL, after - elements};
+        if (p.empty && step < PIECES) memcpy(forth.out, before, (size_t)elements * sizeof *before);
+        if (p.empty && step >= PIECES) memcpy(back.out, after, (size_t)elements * sizeof *after);
+        if (p.empty) continue;
+        if (step < PIECES) {
+            if (p.goes_on) ops->short_conv_carry_forward(&a, &forth, MT_F32, NULL);
+            ops->short_conv_forward(&a, MT_F32, NULL);
+            continue;
+        }
+        if (p.continues) ops->short_conv_carry_backward(&a, &back, MT_F32, NULL);
+        a.dstates = after;
+        ops->short_conv_backward(&a, MT_F32, NULL);
+    }
+}
+
+static void a_short_convolution_in_pieces_equals_that_of_whole_sequences(void **state) {
+    (void)state;
+    enum { C = 70, K = 4, COUNT = PIECES_T * C, STATE = (K - 1) * C, ALL = 2 * COUNT + C * K + C };
+    const mt_spans spans = {sequences, sequences, 3};
+    operands o = operands_new(4, (int64_t[]){COUNT, C * K, C, COUNT});
+    float *in = floats_of(o.values, o.total), *results = calloc(2 * ALL, sizeof *results);
+    float *states = calloc((2 * PIECES + 2) * STATE, sizeof *states);
+    double *wanted = calloc(ALL, sizeof *wanted);
+    for (int64_t i = 0; i < (2 * PIECES + 2) * STATE; i++) states[i] = NAN;
+    for (int pieces = 0; pieces < 2; pieces++) {
+        float *got = results + pieces * ALL; // dx, y, dw, dbias
+        mt_conv_args a = {.spans = &spans, .C = C, .K = K, .x = in, .w = in + o.starts[1], .bias = in + o.starts[2]};
+        a.dy = in + o.starts[3], a.dx = got, a.y = got + COUNT, a.dw = got + 2 * COUNT, a.dbias = a.dw + C * K;
+        a.x_stride = a.y_stride = a.dx_stride = a.dy_stride = C, a.silu = true;
+        if (pieces) carry_conv(a, states, states + (PIECES + 2) * STATE, STATE);
+        if (!pieces) ops->short_conv_forward(&a, MT_F32, NULL), ops->short_conv_backward(&a, MT_F32, NULL);
+    }
+    for (int64_t i = 0; i < ALL; i++) wanted[i] = (double)results[i];
+    expect_equal(results + ALL, wanted, 2 * COUNT, 1e-5);
+    expect_equal(results + ALL + 2 * COUNT, wanted + 2 * COUNT, C * K + C, 1e-5);
+    free(in), free(results), free(states), free(wanted), free(o.values);
 }
 
 /* ---- short convolution. Operands: x, w, bias. */
@@ -398,6 +542,8 @@ int main(void) {
         cmocka_unit_test(the_delta_rule_rounds_its_results_once),
         cmocka_unit_test(a_state_continues_a_text),
         cmocka_unit_test(a_nan_in_the_delta_rule_stays_a_nan),
+        cmocka_unit_test(the_delta_rule_in_pieces_equals_that_of_whole_sequences),
+        cmocka_unit_test(a_short_convolution_in_pieces_equals_that_of_whole_sequences),
         cmocka_unit_test(a_short_convolution_equals_its_definition),
         cmocka_unit_test(a_gated_norm_equals_its_definition),
         cmocka_unit_test(a_product_equals_its_definition),

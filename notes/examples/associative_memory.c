@@ -29,14 +29,14 @@ static void fill(const mt_ops *ops) {
 static void read_by_delta_rule(const mt_ops *ops, float forgetting) {
     mt_span span = {0, TOKENS, 0, TOKENS, true};
     mt_spans spans = {&span, &span, 1};
-    mt_delta_args a = {.spans = &spans, .Hk = HEADS, .Hv = HEADS, .Dk = D, .Dv = D};
+    mt_delta_args a = {.spans = &spans, .Hk = HEADS, .Hv = HEADS, .Dk = D, .Dv = D, .decays = 1};
     for (int t = 0; t < TOKENS; t++)
         for (int h = 0; h < HEADS; h++) {
             beta[t][h] = t < PAIRS ? 40 : -40;
             decay[t][h] = t < PAIRS && forgetting > 0 ? logf(expf(forgetting) - 1) : -40;
         }
     a.q = keys, a.k = keys, a.v = values, a.b = beta, a.a = decay, a.A_log = A_log, a.dt_bias = dt_bias, a.out = out;
-    a.q_stride = a.k_stride = a.v_stride = HEADS * D, a.gate_stride = HEADS;
+    a.q_stride = a.k_stride = a.v_stride = HEADS * D, a.b_stride = a.a_stride = HEADS;
     ops->delta_rule_forward(&a, MT_F32, NULL);
     for (int t = 0; t < TOKENS; t++)
         for (int h = 0; h < HEADS; h++)
