@@ -157,7 +157,7 @@ __attribute__((unused)) static void train_ten_steps(const char *family, const mt
 
 /* True if the backend computes a family. */
 __attribute__((unused)) static bool runs(const char *family) {
-    return !backend->limits.no_plain || !is_linear_family(family);
+    return !backend->limits.no_plain || !needs_the_cpu(family);
 }
 
 /* The relative error that a gradient's norm may have: transformers computes the gated delta rule in float32 whatever
