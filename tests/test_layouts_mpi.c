@@ -175,7 +175,8 @@ static void save_and_resume(const char *family, const layout *saves, const layou
     rank_0_runs("rm -r '%s'%s", folder, "");
 }
 
-/* Gated delta nets and the full layers of MiMo-V2-Flash have two key heads, which tensor-parallel ranks do not share. */
+/* Gated delta nets and the full layers of MiMo-V2-Flash have two key heads, which no more tensor-parallel ranks share.
+ */
 static bool takes_layout(const char *family, const layout *l) {
     bool has_few_heads = has_delta_nets(family) || strcmp(family, "mimo_v2_flash") == 0;
     if (has_few_heads && strstr(l->words, "--tensor-model-parallel-size 4")) return false;
