@@ -1213,12 +1213,38 @@ static mt_hf_family mt_config_family_of_class(const mt_config *config) {
     return (mt_hf_family)family;
 }
 
+/* A Qwen3.5 of the hub has a text model beside a vision tower: the text model's keys become the file's. Whether the
+ * embedding is tied, and the tokens, may stand beside it. */
+static void mt_config_take_text(mt_config *config) {
+    static const char *const types[][2] = {{"qwen3_5", "qwen3_5_text"}, {"qwen3_5_moe", "qwen3_5_moe_text"}};
+    static const char *const beside[] = {"tie_word_embeddings", "bos_token_id", "eos_token_id", "pad_token_id",
+                                         "quantization_config"};
+    const char *type = json_string_value(json_object_get(config->root, "model_type")), *of_text = NULL;
+    for (size_t i = 0; type && i < sizeof types / sizeof *types; i++)
+        if (strcmp(type, types[i][0]) == 0) of_text = types[i][1];
+    json_t *text = of_text ? mt_config_object(config, config->root, "text_config") : NULL;
+    if (!text) return;
+    for (size_t i = 0; i < sizeof beside / sizeof *beside; i++) {
+        json_t *outer = json_object_get(config->root, beside[i]), *inner = json_object_get(text, beside[i]);
+        if (outer && inner && i == 0 && !json_equal(outer, inner))
+            mt_config_fail(config, "\"%s\" differs from that in \"text_config\"; make them equal", beside[i]);
+        if (outer && !inner) json_object_set(text, beside[i], outer);
+    }
+    if (!json_object_get(text, "model_type")) mt_json_set_string(text, "model_type", of_text);
+    snprintf(config->note, sizeof config->note,
+             "the text model of \"text_config\" is read; the vision tower is not, and folders are saved without it");
+    json_incref(text);
+    json_decref(config->root);
+    config->root = text;
+}
+
 /* Sets `shape`, which holds defaults, to the model of a file, and a note about it for the user ("": none). */
 static int mt_config_read(mt_options *shape, const char *json, int64_t bytes, const char *path, char note[MT_NOTE],
                           mt_error *error) {
     mt_config config = {.path = path, .error = error};
     config.root = mt_json_parse(json, bytes, JSON_REJECT_DUPLICATES, path, error);
     if (!config.root) return -1;
+    mt_config_take_text(&config);
     const char *family = mt_config_string(&config, config.root, "model_type", NULL);
     shape->hf_family = family ? mt_hf_family_find(family) : MT_HF_UNKNOWN;
     if (shape->hf_family == MT_HF_UNKNOWN) shape->hf_family = mt_config_family_of_class(&config);
