@@ -5458,7 +5458,7 @@ mt_layer_kind mt_layer_kind_of(const mt_options *o, int64_t layer) {
     bool has_window = o->window_size > 0 && (!o->window_layers || o->window_layers[letter] == '1');
     bool has_rope =
         o->position_embedding_type == MT_POSITION_ROPE && (!o->rope_layers || o->rope_layers[letter] == '1');
-    bool is_linear = o->linear_layers && o->linear_layers[letter] == '1';
+    bool is_linear = o->linear_layers && layer < o->num_layers && o->linear_layers[layer] == '1'; // modules attend
     mt_layer_kind kind = {.mixer = o->multi_latent_attention ? MT_MIXER_LATENT_ATTENTION : MT_MIXER_ATTENTION};
     bool is_conv = o->experimental_attention_variant == MT_VARIANT_SHORT_CONV;
     if (is_linear) kind.mixer = is_conv ? MT_MIXER_SHORT_CONV : MT_MIXER_GATED_DELTA_NET, has_window = has_rope = false;
@@ -5881,15 +5881,33 @@ const char *mt_shared_tensor(const mt_options *options, const char *name, bool i
     return NULL;
 }
 
+/* The names that Qwen3-Next and Qwen3.5 give the parameters around the layer of their one module of multi-token
+ * prediction; the layer's own are in mtp.layers. */
+static const struct {
+    mt_role role;
+    const char *name;
+} mt_qwen_module_names[] = {
+    {MT_MTP_PROJECTION, "mtp.fc.weight"},
+    {MT_MTP_EMBEDDING_NORM, "mtp.pre_fc_norm_embedding.weight"},
+    {MT_MTP_HIDDEN_NORM, "mtp.pre_fc_norm_hidden.weight"},
+    {MT_MTP_FINAL_NORM, "mtp.norm.weight"},
+};
+
 static void mt_param_set_name(const mt_param_table *table, const mt_role_row *row, mt_param *param) {
     const char *name = mt_role_row_name(row, table->family->names), *number = strchr(name, '#');
+    mt_hf_family family = table->options->hf_family;
+    bool of_qwen = family == MT_HF_QWEN3_NEXT || family == MT_HF_QWEN3_5 || family == MT_HF_QWEN3_5_MOE;
     char layer[64] = "", expert[32] = "";
     int64_t module = param->layer - table->options->num_layers; // of multi-token prediction
     if (module >= 0 && table->family->names == MT_NAMES_MIMO)
         snprintf(layer, sizeof layer, "model.mtp_layers.%lld.", (long long)module);
+    else if (module >= 0 && of_qwen)
+        snprintf(layer, sizeof layer, "mtp.layers.%lld.", (long long)module);
     else if (param->layer >= 0)
         snprintf(layer, sizeof layer, "%s%lld.", table->family->layers, (long long)param->layer);
     if (number) snprintf(expert, sizeof expert, "%lld", (long long)param->expert);
+    for (size_t i = 0; i < sizeof mt_qwen_module_names / sizeof *mt_qwen_module_names && of_qwen; i++)
+        if (mt_qwen_module_names[i].role == row->role) name = mt_qwen_module_names[i].name, *layer = 0;
     snprintf(param->hf_name, sizeof param->hf_name, "%s%.*s%s%s", layer, (int)strcspn(name, "#"), name, expert,
              number ? number + 1 : "");
 }

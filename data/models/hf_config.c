@@ -277,7 +277,8 @@ static const mt_hf_key mt_hf_keys[] = {
     {"rope_interleave", LATENT, MT_AT(rotary_interleaved), 0, "true"},
     {"num_nextn_predict_layers", DEEPSEEK_V3 | GLM4_MOE | MIMO, MT_AT(mtp_num_layers), WRITE},
     {"num_nextn_predict_layers", GLM4_MOE_LITE, MT_AT(mtp_num_layers), WRITE | NONZERO},
-    {"mtp_num_layers", LATENT | GLM4_MOE | MIMO, MT_AT(mtp_num_layers),
+    {"mtp_num_hidden_layers", DELTA, MT_AT(mtp_num_layers), WRITE | NONZERO},
+    {"mtp_num_layers", LATENT | GLM4_MOE | MIMO | DELTA, MT_AT(mtp_num_layers),
      NONZERO}, // this program's: the folder has the weights
 
     {"intermediate_size", MIXTRAL | MINIMAX_M2, MT_AT(moe_ffn_hidden_size), REQUIRED},
@@ -1099,6 +1100,9 @@ static void mt_config_finish_block(mt_config *config, uint64_t mask, mt_options 
     if (mask & (DELTA | LFM2)) mt_config_read_linear_layers(config, mask, shape);
     if (mask & LFM2) mt_config_read_adjusted_width(config, shape);
     if (mask & MOE) mt_config_finish_experts(config, mask, shape);
+    if (mask & DELTA && shape->mtp_num_layers > 1)
+        mt_config_fail(config, "\"mtp_num_layers\" is %lld; this family has one module of multi-token prediction",
+                       (long long)shape->mtp_num_layers);
     if (!(mask & (LATENT | GLM4_MOE | HY_V3 | MIMO))) return;
     const json_t *modules = mt_config_get(config->root, "num_nextn_predict_layers");
     if (!modules) modules = mt_config_get(config->root, "num_mtp_layers"); // its other name in transformers 5
