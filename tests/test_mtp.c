@@ -371,14 +371,19 @@ static void a_run_with_modules_continues_bit_for_bit(void **state) {
 }
 
 /* Parses the options of `train` or `infer` with --load. */
-static void parse_load(mt_options *options, mt_program program, const char *folder, const char *words) {
+static int try_parse_load(mt_options *options, mt_program program, const char *folder, const char *words,
+                          mt_error *error) {
     char line[512], *arguments[32];
     int count = 0;
-    mt_error error;
     snprintf(line, sizeof line, "x --load %s --device cpu %s", folder, words);
     for (char *word = strtok(line, " "); word; word = strtok(NULL, " ")) arguments[count++] = word;
-    if (mt_options_parse(options, program, count, arguments, &error) != 0) fail_msg("%s", error.text);
-    if (mt_options_finish(options, program, 1, &error) != 0) fail_msg("%s", error.text);
+    if (mt_options_parse(options, program, count, arguments, error) != 0) return -1;
+    return mt_options_finish(options, program, 1, error);
+}
+
+static void parse_load(mt_options *options, mt_program program, const char *folder, const char *words) {
+    mt_error error;
+    if (try_parse_load(options, program, folder, words, &error) != 0) fail_msg("%s", error.text);
 }
 
 static int load_folder(const mt_options *options, const char *folder, bool train, mt_error *error) {
@@ -416,9 +421,9 @@ static void the_number_of_modules_is_read_from_the_folder(void **state) {
         assert_int_equal(o.mtp_num_layers, 0);
         if (load_folder(&o, at(subjects[k]), false, &error) != 0) fail_msg("%s", error.text);
         mt_options_free(&o);
-        parse_load(&o, MT_PROGRAM_TRAIN, f.folder,
-                   TRAIN "--mtp-num-layers 1"); // saved by transformers: without modules
-        assert_int_equal(load_folder(&o, f.folder, true, &error), -1);
+        // saved by transformers: without modules, which some families do not have
+        if (try_parse_load(&o, MT_PROGRAM_TRAIN, f.folder, TRAIN "--mtp-num-layers 1", &error) == 0)
+            assert_int_equal(load_folder(&o, f.folder, true, &error), -1);
         if (!strstr(error.text, "--mtp-num-layers")) fail_msg("%s", error.text);
         mt_options_free(&o);
         close_family(&f);
