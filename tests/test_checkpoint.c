@@ -5,6 +5,7 @@
 #include "../data/checkpoint/checkpoint_folder.h"
 #include "../data/checkpoint/checkpoint_fp8.h"
 #include "../data/checkpoint/checkpoint_save.h"
+#include "../data/models/hf_config.h"
 
 #include <dirent.h>
 #include <errno.h>

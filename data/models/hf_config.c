@@ -1217,8 +1217,8 @@ static mt_hf_family mt_config_family_of_class(const mt_config *config) {
     return (mt_hf_family)family;
 }
 
-/* A Qwen3.5 of the hub has a text model beside a vision tower: the text model's keys become the file's. Whether the
- * embedding is tied, and the tokens, may stand beside it. */
+/* A Qwen3.5 of the hub has a text model beside a vision tower: the text model's keys become the file's. The tokens, and
+ * the key that ties the embedding, may stand beside it. */
 static void mt_config_take_text(mt_config *config) {
     static const char *const types[][2] = {{"qwen3_5", "qwen3_5_text"}, {"qwen3_5_moe", "qwen3_5_moe_text"}};
     static const char *const beside[] = {"tie_word_embeddings", "bos_token_id", "eos_token_id", "pad_token_id",
