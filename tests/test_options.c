@@ -3151,6 +3151,20 @@ static void what_exceeds_a_backends_limits_is_refused_in_one_line(void **state) 
                  &limits,
                  "--num-experts is 65, and --moe-router-load-balancing-type sinkhorn on this device takes at most 64 "
                  "experts");
+    const mt_limits plain = {.no_plain = true};
+    static const char *const alone[][2] = {
+        {RUN "--value-channels 8", "--value-channels other than --kv-channels"},
+        {RUN "--attention-value-scale 0.5", "--attention-value-scale"},
+        {RUN "--window-size 4 --window-num-query-groups 2", "--window-num-query-groups"},
+        {RUN "--experimental-attention-variant short_conv --linear-attention-freq 2",
+         "--experimental-attention-variant"},
+    };
+    for (size_t i = 0; i < sizeof alone / sizeof *alone; i++) {
+        char message[120];
+        snprintf(message, sizeof message, "%s runs on the CPU only so far; take --device cpu", alone[i][1]);
+        check_limits(alone[i][0], &none, NULL);
+        check_limits(alone[i][0], &plain, message);
+    }
     check_limits(RUN "--attention-backend unfused", &none, NULL);
     check_limits(RUN "--attention-backend unfused", &mt_cpu_ops.limits,
                  "--attention-backend unfused needs a GPU, and this run is on the CPU; leave it out");
