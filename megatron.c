@@ -280,6 +280,7 @@ mt_options mt_options_plain(int64_t num_layers, int64_t hidden_size, int64_t num
         .mlp_bias = true,
         .norm_epsilon = 1e-5,
         .embedding_multiplier = 1,
+        .attention_value_scale = 1,
         .init_method_std = 0.02,
         .hidden_dropout = 0.1,
         .attention_dropout = 0.1,
@@ -409,6 +410,10 @@ static int mt_options_check_cudnn(const mt_options *o, const mt_limits *l, mt_er
     return MT_CHECK_CONSTRAINTS(rules, error);
 }
 
+int64_t mt_value_channels(const mt_options *o) {
+    return o->multi_latent_attention ? o->v_head_dim : o->value_channels > 0 ? o->value_channels : o->kv_channels;
+}
+
 int mt_options_check_limits(const mt_options *o, const mt_limits *l, mt_error *error) {
     int64_t D = o->kv_channels, E = o->num_experts, k = o->moe_router_topk;
     int64_t groups = mt_divide_up(o->moe_router_num_groups, 32) * 32;
@@ -445,6 +450,12 @@ int mt_options_check_limits(const mt_options *o, const mt_limits *l, mt_error *e
          "--fp8-recipe mxfp8 needs a GPU of compute capability 10.0 (Blackwell) or --device cpu; take blockwise"},
         {l->no_plain && o->linear_layers,
          "--experimental-attention-variant runs on the CPU only so far; take --device cpu"},
+        {l->no_plain && !o->multi_latent_attention && mt_value_channels(o) != o->kv_channels,
+         "--value-channels other than --kv-channels runs on the CPU only so far; take --device cpu"},
+        {l->no_plain && o->attention_value_scale != 1,
+         "--attention-value-scale runs on the CPU only so far; take --device cpu"},
+        {l->no_plain && o->window_num_query_groups > 0,
+         "--window-num-query-groups runs on the CPU only so far; take --device cpu"},
         {l->no_plain && o->attention_output_gate,
          "--attention-output-gate runs on the CPU only so far; take --device cpu"},
         {sinkhorn && mt_exceeds(E, l->sinkhorn_experts),
@@ -5387,6 +5398,7 @@ typedef struct mt_layer {
     int64_t expert_bucket;  // -1: an MLP, no experts
     int64_t moe_index;      // among this rank's layers with experts
     int64_t F;              // width here of the MLP or the shared expert; 0: none
+    int64_t G;              // heads here of keys and values
     struct mt_slots *slots; // saved by its forward
     int64_t recompute_unit; // index in its chunk of the first layer of its unit of recomputation: mt_layers_forward
     bool recomputed;        // full recomputation: of a unit only the input is kept
@@ -5426,11 +5438,6 @@ typedef struct mt_outer {
     mt_linear head; // C -> V, the vocabulary; or C -> 1, a value
 } mt_outer;
 
-/* Channels of a head's value. */
-static int64_t mt_value_channels(const mt_options *o) {
-    return o->multi_latent_attention ? o->v_head_dim : o->kv_channels;
-}
-
 /* Norms before and after each block of a layer. */
 static bool mt_norms_before(const mt_options *o) {
     return o->norm_placement != MT_NORM_AFTER;
@@ -5454,12 +5461,14 @@ mt_layer_kind mt_layer_kind_of(const mt_options *o, int64_t layer) {
     bool has_window = o->window_size > 0 && (!o->window_layers || o->window_layers[letter] == '1');
     bool has_rope =
         o->position_embedding_type == MT_POSITION_ROPE && (!o->rope_layers || o->rope_layers[letter] == '1');
-    bool is_linear = o->linear_layers && o->linear_layers[letter] == '1';
+    bool is_linear = o->linear_layers && layer < o->num_layers && o->linear_layers[layer] == '1'; // modules attend
     mt_layer_kind kind = {.mixer = o->multi_latent_attention ? MT_MIXER_LATENT_ATTENTION : MT_MIXER_ATTENTION};
     bool is_conv = o->experimental_attention_variant == MT_VARIANT_SHORT_CONV;
     if (is_linear) kind.mixer = is_conv ? MT_MIXER_SHORT_CONV : MT_MIXER_GATED_DELTA_NET, has_window = has_rope = false;
     kind.feed_forward = has_experts ? MT_FEED_FORWARD_EXPERTS : MT_FEED_FORWARD_DENSE;
     kind.window = has_window ? o->window_size : 0;
+    kind.groups = has_window && o->window_num_query_groups > 0 ? o->window_num_query_groups : o->num_query_groups;
+    kind.softmax = has_window || !o->sinks_in_windows_only ? o->softmax_type : MT_SOFTMAX_VANILLA;
     kind.rope = !has_rope ? MT_ROPE_NONE : has_window && o->window_rotary_base > 0 ? MT_ROPE_WINDOW : MT_ROPE_MODEL;
     return kind;
 }
@@ -5469,7 +5478,8 @@ bool mt_layer_has_experts(const mt_options *o, int64_t layer) {
 }
 
 bool mt_layer_kinds_equal(mt_layer_kind a, mt_layer_kind b) {
-    return a.mixer == b.mixer && a.feed_forward == b.feed_forward && a.rope == b.rope && a.window == b.window;
+    return a.mixer == b.mixer && a.feed_forward == b.feed_forward && a.rope == b.rope && a.window == b.window &&
+           a.groups == b.groups && a.softmax == b.softmax;
 }
 
 int64_t mt_options_common_window(const mt_options *o) {
@@ -5493,7 +5503,8 @@ int64_t mt_num_expert_layers(const mt_options *o) {
     X(H, o->num_attention_heads, "--num-attention-heads")                                                              \
     X(D, o->kv_channels, "--kv-channels")                                                                              \
     X(HD, o->num_attention_heads * o->kv_channels, "--num-attention-heads and --kv-channels")                          \
-    X(GD, o->num_query_groups * o->kv_channels, "--num-query-groups and --kv-channels")                                \
+    X(GD, groups * o->kv_channels, "--num-query-groups and --kv-channels")                                             \
+    X(GDV, groups *mt_value_channels(o), "--num-query-groups and --kv-channels")                                       \
     X(HDV, o->num_attention_heads *mt_value_channels(o), "--num-attention-heads and --kv-channels")                    \
     X(Q_LORA, o->q_lora_rank, "--q-lora-rank")                                                                         \
     X(KV_LORA, o->kv_lora_rank, "--kv-lora-rank")                                                                      \
@@ -5518,7 +5529,9 @@ typedef enum mt_dimension { MT_DIMENSIONS(MT_DIMENSION_NAME) MT_NUM_DIMENSIONS }
 
 static const char *const mt_dimension_option[MT_NUM_DIMENSIONS] = {MT_DIMENSIONS(MT_DIMENSION_OPTION)};
 
-static int64_t mt_dimension_size(const mt_options *o, mt_dimension dimension) {
+/* Of a layer; -1: outside the layers. */
+static int64_t mt_dimension_size(const mt_options *o, int64_t layer, mt_dimension dimension) {
+    int64_t groups = layer < 0 ? 0 : mt_layer_kind_of(o, layer).groups;
     const int64_t sizes[MT_NUM_DIMENSIONS] = {MT_DIMENSIONS(MT_DIMENSION_SIZE)};
     return sizes[dimension];
 }
@@ -5541,7 +5554,7 @@ static int64_t mt_dimension_size(const mt_options *o, mt_dimension dimension) {
     X(Q_LATENT, attends && o->multi_latent_attention && o->q_lora_rank > 0, "--q-lora-rank")                           \
     X(HEAD_NORMS, attends &&mt_norms_heads(o) && !o->qk_layernorm_all_heads, "--qk-layernorm")                         \
     X(ALL_HEADS_NORMS, attends &&mt_norms_heads(o) && o->qk_layernorm_all_heads, "--qk-layernorm-all-heads")           \
-    X(SINKS, attends && o->softmax_type == MT_SOFTMAX_LEARNABLE, "--softmax-type")                                     \
+    X(SINKS, attends &&has_sinks, "--softmax-type")                                                                    \
     X(OUTPUT_GATE, attends && o->attention_output_gate, "--attention-output-gate")                                     \
     X(QKV_BIAS, attends && o->add_qkv_bias, "--add-qkv-bias")                                                          \
     X(O_BIAS, attends && o->attention_output_bias, "--disable-bias-linear")                                            \
@@ -5570,6 +5583,7 @@ static unsigned mt_layer_conditions(const mt_options *o, int64_t layer) {
     mt_mixer_kind mixer = layer >= 0 ? mt_layer_kind_of(o, layer).mixer : MT_MIXER_ATTENTION;
     bool is_delta = mixer == MT_MIXER_GATED_DELTA_NET, is_conv = mixer == MT_MIXER_SHORT_CONV;
     bool attends = !is_delta && !is_conv;
+    bool has_sinks = layer >= 0 && mt_layer_kind_of(o, layer).softmax == MT_SOFTMAX_LEARNABLE;
     return 0 MT_CONDITIONS(MT_CONDITION_BIT);
 }
 
@@ -5588,6 +5602,7 @@ enum {
     MT_NAMES_MIMO,
     MT_NAMES_QWEN3_NEXT,
     MT_NAMES_LFM2,
+    MT_NAMES_MIMO_V2,
     MT_NUM_NAMES
 };
 
@@ -5700,7 +5715,7 @@ static const mt_role_row mt_role_rows[] = {
             "attn.c_attn.weight"),
     MT_FUSED(K, LAYER, COLUMN_KV, GD, C, qkv.weight, 0, MT_HAS(LATENT) | MT_HAS(NO_ATTENTION),
              "self_attn.k_proj.weight", "attn.c_attn.weight"),
-    MT_FUSED(V, LAYER, COLUMN_KV, GD, C, qkv.weight, 0, MT_HAS(LATENT) | MT_HAS(NO_ATTENTION),
+    MT_FUSED(V, LAYER, COLUMN_KV, GDV, C, qkv.weight, 0, MT_HAS(LATENT) | MT_HAS(NO_ATTENTION),
              "self_attn.v_proj.weight", "attn.c_attn.weight"),
     MT_ROLE(O, LAYER, ROW, C, HDV, o.weight, 0, MT_HAS(NO_ATTENTION), "self_attn.o_proj.weight",
             "attn.c_proj.weight", [MT_NAMES_LFM2] = "self_attn.out_proj.weight"),
@@ -5793,12 +5808,13 @@ static const mt_role_row mt_role_rows[] = {
             "linear_attn.norm.weight"),
     MT_ROLE(A_LOG, LAYER, LOG_DECAYS, VALUE_HEADS, ONE, A_log, MT_HAS(DELTA), 0, "linear_attn.A_log"),
     MT_ROLE(DT_BIAS, LAYER, DECAY_BIASES, VALUE_HEADS, ONE, dt_bias, MT_HAS(DELTA), 0, "linear_attn.dt_bias"),
-    MT_ROLE(SINKS, LAYER, HEAD_LOGITS, H, ONE, sinks, MT_HAS(SINKS), 0, "self_attn.sinks"),
+    MT_ROLE(SINKS, LAYER, HEAD_LOGITS, H, ONE, sinks, MT_HAS(SINKS), 0,
+            "self_attn.sinks", [MT_NAMES_MIMO_V2] = "self_attn.attention_sink_bias"),
     MT_ROLE(Q_BIAS, LAYER, COLUMN_BIAS, HD, ONE, qkv.bias, MT_HAS(QKV_BIAS), 0, "self_attn.q_proj.bias",
             "attn.c_attn.bias"),
     MT_FUSED(K_BIAS, LAYER, COLUMN_KV_BIAS, GD, ONE, qkv.bias, MT_HAS(QKV_BIAS), 0, "self_attn.k_proj.bias",
              "attn.c_attn.bias"),
-    MT_FUSED(V_BIAS, LAYER, COLUMN_KV_BIAS, GD, ONE, qkv.bias, MT_HAS(QKV_BIAS), 0, "self_attn.v_proj.bias",
+    MT_FUSED(V_BIAS, LAYER, COLUMN_KV_BIAS, GDV, ONE, qkv.bias, MT_HAS(QKV_BIAS), 0, "self_attn.v_proj.bias",
              "attn.c_attn.bias"),
     MT_ROLE(O_BIAS, LAYER, ROW_BIAS, C, ONE, o.bias, MT_HAS(O_BIAS), 0, "self_attn.o_proj.bias", "attn.c_proj.bias"),
     MT_ROLE(GATE_BIAS, LAYER, COLUMN_BIAS, F, ONE, fc1.bias, MT_HAS(MLP_BIAS) | MT_HAS(GATED), MT_HAS(EXPERTS),
@@ -5873,15 +5889,33 @@ const char *mt_shared_tensor(const mt_options *options, const char *name, bool i
     return NULL;
 }
 
+/* The names that Qwen3-Next and Qwen3.5 give the parameters around the layer of their one module of multi-token
+ * prediction; the layer's own are in mtp.layers. */
+static const struct {
+    mt_role role;
+    const char *name;
+} mt_qwen_module_names[] = {
+    {MT_MTP_PROJECTION, "mtp.fc.weight"},
+    {MT_MTP_EMBEDDING_NORM, "mtp.pre_fc_norm_embedding.weight"},
+    {MT_MTP_HIDDEN_NORM, "mtp.pre_fc_norm_hidden.weight"},
+    {MT_MTP_FINAL_NORM, "mtp.norm.weight"},
+};
+
 static void mt_param_set_name(const mt_param_table *table, const mt_role_row *row, mt_param *param) {
     const char *name = mt_role_row_name(row, table->family->names), *number = strchr(name, '#');
+    mt_hf_family family = table->options->hf_family;
+    bool of_qwen = family == MT_HF_QWEN3_NEXT || family == MT_HF_QWEN3_5 || family == MT_HF_QWEN3_5_MOE;
     char layer[64] = "", expert[32] = "";
     int64_t module = param->layer - table->options->num_layers; // of multi-token prediction
     if (module >= 0 && table->family->names == MT_NAMES_MIMO)
         snprintf(layer, sizeof layer, "model.mtp_layers.%lld.", (long long)module);
+    else if (module >= 0 && of_qwen)
+        snprintf(layer, sizeof layer, "mtp.layers.%lld.", (long long)module);
     else if (param->layer >= 0)
         snprintf(layer, sizeof layer, "%s%lld.", table->family->layers, (long long)param->layer);
     if (number) snprintf(expert, sizeof expert, "%lld", (long long)param->expert);
+    for (size_t i = 0; i < sizeof mt_qwen_module_names / sizeof *mt_qwen_module_names && of_qwen; i++)
+        if (mt_qwen_module_names[i].role == row->role) name = mt_qwen_module_names[i].name, *layer = 0;
     snprintf(param->hf_name, sizeof param->hf_name, "%s%.*s%s%s", layer, (int)strcspn(name, "#"), name, expert,
              number ? number + 1 : "");
 }
@@ -5941,7 +5975,7 @@ static void mt_param_cut(const mt_param_table *table, mt_cut cut, mt_param *para
     if (cut == MT_CUT_COLS) mt_param_shard(param, 1, parts, rank);
     if (cut != MT_CUT_KV_HEADS && cut != MT_CUT_KEY_HEADS) return;
     const mt_options *o = table->options;
-    int64_t heads = cut == MT_CUT_KV_HEADS ? o->num_query_groups : o->linear_num_key_heads;
+    int64_t heads = cut == MT_CUT_KV_HEADS ? mt_layer_kind_of(o, param->layer).groups : o->linear_num_key_heads;
     int64_t head_parts = mt_min(heads, parts), replicas = parts / head_parts;
     mt_param_shard(param, 0, head_parts, rank / replicas);
     param->counted = rank % replicas == 0;
@@ -5966,8 +6000,8 @@ static void mt_param_add(mt_param_table *table, const mt_role_row *row, int64_t 
     const mt_options *o = table->options;
     mt_param *param = &table->rows[table->count++];
     *param = (mt_param){.role = row->role, .unit = row->unit, .layer = layer, .expert = expert, .shard_dim = -1};
-    param->rows = param->whole_rows = mt_dimension_size(o, row->rows);
-    param->cols = param->whole_cols = mt_dimension_size(o, row->cols);
+    param->rows = param->whole_rows = mt_dimension_size(o, layer, row->rows);
+    param->cols = param->whole_cols = mt_dimension_size(o, layer, row->cols);
     param->rows_stored = param->hf_rows_total = row->rows == MT_DIM_VOCAB ? o->vocab_size : param->rows;
     param->is_vector = row->cols == MT_DIM_ONE, param->weight_decay = !param->is_vector;
     param->trained = row->unit != MT_UNIT_UNTRAINED, param->init = mt_param_kinds[row->kind].init;
@@ -6829,9 +6863,14 @@ static const void *mt_residual_backward(const mt_model *m, const mt_pass *p, con
 
 /* ==== §9d attention =============================================================================================== */
 
-/* Elements of a token's q, k and v. */
-static int64_t mt_qkv_width(const mt_model *m) {
-    return m->H * m->D + m->G * (m->D + m->Dv);
+/* Heads here of a layer's keys and values; w NULL: the most of any layer. */
+static int64_t mt_layer_groups(const mt_model *m, const mt_layer *w) {
+    return w ? w->G : m->G;
+}
+
+/* Elements of a token's q, k and v; w NULL: the most of any layer. */
+static int64_t mt_qkv_width(const mt_model *m, const mt_layer *w) {
+    return m->H * m->D + mt_layer_groups(m, w) * (m->D + m->Dv);
 }
 
 /* Elements of a token's latents and of the rope channels of its key. */
@@ -6933,13 +6972,13 @@ static void mt_latent_slots(const mt_model *m, mt_slots *s, const mt_layer *w) {
 static void mt_attention_slots(const mt_model *m, mt_slots *s, const mt_layer *w) {
     int64_t T = m->plan.max_tokens;
     (void)w;
-    mt_slot *qkv = MT_SLOT(s, qkv, T, mt_qkv_width(m), m->dtype);
+    mt_slot *qkv = MT_SLOT(s, qkv, T, mt_qkv_width(m, w), m->dtype);
     qkv->stash_of = offsetof(mt_layer, qkv), qkv->input = MT_OFFLOAD_CORE_ATTN;
     if (mt_norms_heads(m->options)) {
-        MT_SLOT(s, qk, T, (m->H + m->G) * m->D, m->dtype)->input = MT_OFFLOAD_CORE_ATTN;
+        MT_SLOT(s, qk, T, (m->H + mt_layer_groups(m, w)) * m->D, m->dtype)->input = MT_OFFLOAD_CORE_ATTN;
         bool together = m->options->qk_layernorm_all_heads;
         MT_SLOT(s, q_rstd, T, together ? 1 : m->H, MT_F32);
-        MT_SLOT(s, k_rstd, T, together ? 1 : m->G, MT_F32);
+        MT_SLOT(s, k_rstd, T, together ? 1 : mt_layer_groups(m, w), MT_F32);
     }
     mt_core_attention_slots(m, s);
     if (!m->options->attention_output_gate) return;
@@ -6954,8 +6993,8 @@ typedef struct mt_qkv_view {
 } mt_qkv_view;
 
 /* q, k and v lie in the fused product; with q/k norm, q and k lie in `qk` instead. */
-static mt_qkv_view mt_fused_view(const mt_model *m, void *qkv, void *qk) {
-    int64_t q_width = m->H * m->D, k_width = m->G * m->D, stride = mt_qkv_width(m);
+static mt_qkv_view mt_fused_view(const mt_model *m, const mt_layer *w, void *qkv, void *qk) {
+    int64_t q_width = m->H * m->D, k_width = w->G * m->D, stride = mt_qkv_width(m, w);
     mt_qkv_view view = {qkv, mt_at(qkv, q_width, m->dtype), mt_at(qkv, q_width + k_width, m->dtype), stride, stride};
     if (mt_norms_heads(m->options))
         view.q = qk, view.k = mt_at(qk, q_width, m->dtype), view.qk_stride = q_width + k_width;
@@ -6984,21 +7023,21 @@ static float mt_attention_scale(const mt_options *o) {
 /* The attention call of a layer, with the operands of the forward; the backward adds its own. */
 static mt_attention mt_attention_call(const mt_model *m, const mt_pass *p, const mt_layer *w, const mt_activations *a,
                                       mt_qkv_view qkv) {
-    mt_attention call = {.num_heads = m->H, .num_groups = m->G, .head_size = m->D, .value_size = m->Dv};
+    mt_attention call = {.num_heads = m->H, .num_groups = w->G, .head_size = m->D, .value_size = m->Dv};
     call.q = qkv.q, call.k = qkv.k, call.v = qkv.v, call.out = a->attended, call.lse = a->lse;
     call.q_stride = call.k_stride = qkv.qk_stride, call.v_stride = qkv.v_stride, call.out_stride = m->H * m->Dv;
     call.spans = p->spans, call.window = w->kind.window, call.scale = mt_attention_scale(m->options);
     call.dropout = mt_model_dropout(m, p, w->number, MT_DROP_ATTENTION);
     call.q_index = call.k_index = p->batch->token_index, call.first_head = m->grid->tensor.rank * m->H;
     call.backend = m->options->attention_backend;
-    call.has_sink = m->options->softmax_type != MT_SOFTMAX_VANILLA;
+    call.has_sink = w->kind.softmax != MT_SOFTMAX_VANILLA;
     call.sinks = w->sinks.w, call.dsinks = w->sinks.dw;
     return call;
 }
 
 /* Generation: attention reads the cache. With `writes` k and v are written to it here. */
 static void mt_cache_update(const mt_model *m, const mt_pass *p, const mt_layer *w, mt_attention *call, bool writes) {
-    int64_t k_width = m->G * m->D, v_width = m->G * m->Dv, layer = w - m->layers;
+    int64_t k_width = w->G * m->D, v_width = w->G * m->Dv, layer = w - m->layers;
     if (writes) {
         m->ops->scatter_rows(&(mt_row_args){p->T, k_width, p->batch->cache_rows, .from = call->k,
                                             .to = m->k_cache[layer], .from_stride = call->k_stride},
@@ -7057,30 +7096,36 @@ static mt_rotation mt_layer_rotation(const mt_model *m, const mt_pass *p, const 
 
 /* Operands of q/k norm and RoPE that forward and backward share. */
 static mt_qk_args mt_qk_operands(const mt_model *m, const mt_pass *p, const mt_layer *w, const mt_activations *a) {
-    mt_qk_args qk = {.T = p->T, .H = m->H, .G = m->G, .D = m->D, .rotation = mt_layer_rotation(m, p, w, 0)};
+    mt_qk_args qk = {.T = p->T, .H = m->H, .G = w->G, .D = m->D, .rotation = mt_layer_rotation(m, p, w, 0)};
     qk.w_offset = mt_norm_offset(m->options);
-    qk.qkv = a->qkv, qk.qkv_stride = qk.dqkv_stride = (m->H + 2 * m->G) * m->D;
+    qk.qkv = a->qkv, qk.qkv_stride = qk.dqkv_stride = mt_qkv_width(m, w);
     qk.q_w = w->q_norm.w, qk.k_w = w->k_norm.w, qk.q_rstd = a->q_rstd, qk.k_rstd = a->k_rstd;
     qk.dq_w = w->q_norm.dw, qk.dk_w = w->k_norm.dw, qk.eps = (float)m->options->norm_epsilon;
     return qk;
 }
 
-/* q/k norm, then RoPE, of q and k in the fused product; without q/k norm in place. In generation it also writes k
- * and v to the cache. */
+/* True if q/k norm and RoPE write k and v to the cache in generation: in one kernel, for values as keys. */
+static bool mt_qk_writes_cache(const mt_model *m) {
+    const mt_options *o = m->options;
+    return !o->qk_layernorm_all_heads && m->Dv == m->D && o->attention_value_scale == 1;
+}
+
+/* q/k norm, then RoPE, of q and k in the fused product; without q/k norm in place. */
 static void mt_qk_forward(const mt_model *m, const mt_pass *p, const mt_layer *w, mt_activations *a) {
     mt_qk_args qk = mt_qk_operands(m, p, w, a);
-    mt_qkv_view view = mt_fused_view(m, a->qkv, a->qk);
+    mt_qkv_view view = mt_fused_view(m, w, a->qkv, a->qk);
+    bool writes = p->decode && mt_qk_writes_cache(m);
     qk.qk = view.q, qk.qk_stride = view.qk_stride;
-    if (p->decode) qk.cache_rows = p->batch->cache_rows;
-    if (p->decode) qk.k_cache = m->k_cache[w - m->layers], qk.v_cache = m->v_cache[w - m->layers];
-    if (qk.rotation.R > 0 || qk.q_w || p->decode) m->ops->qk_forward(&qk, m->dtype, p->stream);
+    if (writes) qk.cache_rows = p->batch->cache_rows;
+    if (writes) qk.k_cache = m->k_cache[w - m->layers], qk.v_cache = m->v_cache[w - m->layers];
+    if (qk.rotation.R > 0 || qk.q_w || writes) m->ops->qk_forward(&qk, m->dtype, p->stream);
 }
 
 /* Gradients of rotated q and k (in dqkv; with q/k norm in dqk) -> gradients of the fused product, dqkv. */
 static void mt_qk_backward(const mt_model *m, const mt_pass *p, mt_layer *w, const mt_activations *a, void *dqk,
                            void *dqkv) {
     mt_qk_args qk = mt_qk_operands(m, p, w, a);
-    mt_qkv_view d = mt_fused_view(m, dqkv, dqk);
+    mt_qkv_view d = mt_fused_view(m, w, dqkv, dqk);
     if (qk.rotation.R == 0 && !qk.q_w) return;
     qk.dqkv = dqkv, qk.dqk = d.q, qk.dqk_stride = d.qk_stride;
     m->ops->qk_backward(&qk, m->dtype, p->stream);
@@ -7094,10 +7139,10 @@ static mt_norm_args mt_all_heads_norm(const mt_model *m, const mt_pass *p, const
                                       bool k) {
     const mt_weight *weight = k ? &w->k_norm : &w->q_norm;
     int64_t skip = k ? m->H * m->D : 0;
-    mt_norm_args n = {.T = p->T, .H = 1, .C = (k ? m->G : m->H) * m->D, .w = weight->w, .dw = weight->dw};
+    mt_norm_args n = {.T = p->T, .H = 1, .C = (k ? w->G : m->H) * m->D, .w = weight->w, .dw = weight->dw};
     n.eps = (float)m->options->norm_epsilon, n.w_offset = mt_norm_offset(m->options);
     n.x = mt_at(a->qkv, skip, m->dtype), n.y = mt_at(a->qk, skip, m->dtype), n.rstd = k ? a->k_rstd : a->q_rstd;
-    n.x_stride = n.dx_stride = mt_qkv_width(m), n.y_stride = n.dy_stride = (m->H + m->G) * m->D;
+    n.x_stride = n.dx_stride = mt_qkv_width(m, w), n.y_stride = n.dy_stride = (m->H + w->G) * m->D;
     return n;
 }
 
@@ -7120,7 +7165,7 @@ static void mt_all_heads_means(const mt_model *m, const mt_pass *p, mt_norm_args
 
 /* RoPE of q and k after the norm, in place. */
 static mt_rope_args mt_all_heads_rope(const mt_model *m, const mt_pass *p, const mt_layer *w, void *qk) {
-    int64_t heads = m->H + m->G;
+    int64_t heads = m->H + w->G;
     return (mt_rope_args){.T = p->T,
                           .H = heads,
                           .D = m->D,
@@ -7185,14 +7230,22 @@ static void mt_scale_queries(const mt_model *m, const mt_pass *p, mt_qkv_view vi
 
 /* ---- the mixer */
 
+/* Values, or their gradients, times their scale. */
+static void mt_scale_values(const mt_model *m, const mt_pass *p, const mt_layer *w, mt_qkv_view view) {
+    float scale = (float)m->options->attention_value_scale;
+    if (scale != 1) m->ops->scale_rows(view.v, scale, p->T, w->G * m->Dv, view.v_stride, m->dtype, p->stream);
+}
+
 /* out = attention(x[R, C]). */
 static void mt_attention_forward(mt_model *m, const mt_pass *p, const mt_layer *w, mt_activations *a, const void *x,
                                  void *out) {
     mt_layer_linear_forward(p, a, &w->qkv, x, a->qkv);
     bool together = m->options->qk_layernorm_all_heads;
     (together ? mt_all_heads_forward : mt_qk_forward)(m, p, w, a);
-    mt_scale_queries(m, p, mt_fused_view(m, a->qkv, a->qk));
-    mt_core_attention_forward(m, p, w, a, mt_fused_view(m, a->qkv, a->qk), together);
+    mt_qkv_view view = mt_fused_view(m, w, a->qkv, a->qk);
+    mt_scale_queries(m, p, view);
+    mt_scale_values(m, p, w, view);
+    mt_core_attention_forward(m, p, w, a, view, !mt_qk_writes_cache(m));
     if (m->options->attention_output_gate) mt_output_gate_forward(m, p, w, a, x);
     mt_layer_linear_forward(p, a, &w->o, m->options->attention_output_gate ? a->gated : a->attended, out);
 }
@@ -7203,8 +7256,10 @@ static mt_deferred mt_attention_backward(mt_model *m, const mt_pass *p, mt_layer
     bool has_gate = m->options->attention_output_gate;
     mt_deferred out = mt_attention_out_backward(p, w, a, mt_attention_out_x(m), d->dout, dattended);
     if (has_gate) mt_output_gate_backward(m, p, a, dattended, m->scratch.dgate);
-    mt_core_attention_backward(m, p, w, a, mt_fused_view(m, a->qkv, a->qk), mt_fused_view(m, dqkv, dqk), dattended);
-    mt_scale_queries(m, p, mt_fused_view(m, dqkv, dqk));
+    mt_qkv_view gradients = mt_fused_view(m, w, dqkv, dqk);
+    mt_core_attention_backward(m, p, w, a, mt_fused_view(m, w, a->qkv, a->qk), gradients, dattended);
+    mt_scale_queries(m, p, gradients);
+    mt_scale_values(m, p, w, gradients);
     (m->options->qk_layernorm_all_heads ? mt_all_heads_backward : mt_qk_backward)(m, p, w, a, dqk, dqkv);
     mt_linear_io qkv = {.x = d->x, .dy = dqkv, .dx = d->dx};
     if (d->left) {
@@ -11281,7 +11336,7 @@ static void mt_plan_buckets(mt_model *m) {
     if (m->plan.train && has_scales)
         m->state_amax = mt_arena_alloc(optimizer, 2 * m->num_params * (int64_t)sizeof *m->state_amax);
     for (int64_t layer = 0; layer < m->num_layers && m->plan.cache_rows > 0; layer++) {
-        int64_t heads_bytes = m->plan.cache_rows * m->G * mt_dtype_size(m->dtype);
+        int64_t heads_bytes = m->plan.cache_rows * m->layers[layer].G * mt_dtype_size(m->dtype);
         mt_mixer_kind mixer = m->layers[layer].kind.mixer;
         if (mixer == MT_MIXER_GATED_DELTA_NET || mixer == MT_MIXER_SHORT_CONV) {
             mt_delta_sizes z = mt_delta_sizes_of(m);
@@ -12854,7 +12909,7 @@ static void mt_plan_scratch(mt_model *m, mt_arena *arena) {
     mt_delta_sizes delta = mt_delta_sizes_of(m);
     int64_t short_width = mt_short_channels(m);
     out_width = mt_max(out_width, mt_max(delta.Hv * delta.Dv, short_width));
-    int64_t in_width = mt_max(mt_qkv_width(m), mt_max(delta.in, 3 * short_width));
+    int64_t in_width = mt_max(mt_qkv_width(m, NULL), mt_max(delta.in, 3 * short_width));
     if (m->plan.train) {
         s->dresidual = mt_arena_alloc(arena, R * m->C * size);
         if (mt_splits_backward(m)) s->dmiddle = mt_arena_alloc(arena, R * m->C * size);
@@ -13122,6 +13177,7 @@ static void mt_model_stages(mt_model *m, const mt_options *o) {
             mt_layer *w = &m->layers[i];
             w->index = i - m->first_local[chunk], w->number = m->stages[chunk].first_layer + w->index;
             w->kind = mt_layer_kind_of(o, w->number);
+            w->G = mt_max(w->kind.groups / m->grid->tensor.size, 1), m->G = mt_max(m->G, w->G);
             w->F = mt_layer_has_experts(o, w->number) ? o->moe_shared_expert_intermediate_size : o->ffn_hidden_size;
             w->F /= m->grid->tensor.size, w->expert_bucket = -1, m->F = mt_max(m->F, w->F);
         }
@@ -14040,7 +14096,7 @@ void mt_model_cache_copy(mt_model *m, const mt_cache_copy *copy) {
         if (m->conv_states[layer]) continue; // of the slot's whole text
         void *caches[] = {m->k_cache[layer], m->v_cache[layer]};
         for (int i = 0; i < 2; i++) {
-            int64_t width = m->G * (i ? m->Dv : m->D);
+            int64_t width = m->layers[layer].G * (i ? m->Dv : m->D);
             m->ops->memory_copy(mt_at(caches[i], copy->to * width, m->dtype),
                                 mt_at(caches[i], copy->from * width, m->dtype),
                                 copy->rows * width * mt_dtype_size(m->dtype), m->stream);
@@ -15197,6 +15253,18 @@ static void mt_cpu_delta_rule_carry_backward(const mt_delta_args *a, const mt_ca
 }
 
 /* ---- products */
+
+static void mt_cpu_scale_rows(void *x, float factor, int64_t T, int64_t C, int64_t stride, mt_dtype dtype,
+                              mt_stream *stream) {
+    mt_scratch scratch = mt_scratch_reserve(2 * C);
+#pragma omp parallel for if (T * C > MT_PARALLEL)
+    for (int64_t t = 0; t < T; t++) {
+        float *slice = mt_scratch_slice(scratch), *to = slice + C;
+        const float *from = mt_row_load(slice, x, t * stride, C, dtype);
+        for (int64_t i = 0; i < C; i++) to[i] = factor * from[i];
+        mt_row_store(x, t * stride, to, C, dtype);
+    }
+}
 
 static void mt_cpu_multiply_forward(const mt_multiply_args *a, mt_dtype dtype, mt_stream *stream) {
     int64_t C = a->C;

@@ -508,6 +508,7 @@ typedef enum mt_activation { MT_ACTIVATIONS(MT_ACTIVATION_NAME) MT_NUM_ACTIVATIO
     X(QWEN3_5, "qwen3_5_text", "Qwen3_5ForCausalLM", LLAMA, "model.layers.", false)                                    \
     X(QWEN3_5_MOE, "qwen3_5_moe_text", "Qwen3_5MoeForCausalLM", QWEN2_MOE, "model.layers.", false)                     \
     X(LFM2, "lfm2", "Lfm2ForCausalLM", LFM2, "model.layers.", false)                                                   \
+    X(MIMO_V2_FLASH, "mimo_v2_flash", "MiMoV2FlashForCausalLM", MIMO_V2, "model.layers.", false)                       \
     X(MEGATRON, "megatron", "MegatronForCausalLM", LLAMA, "model.layers.", false)
 #define MT_HF_FAMILY_NAME(name, ...) MT_HF_##name,
 typedef enum mt_hf_family { MT_HF_UNKNOWN, MT_HF_FAMILIES(MT_HF_FAMILY_NAME) MT_NUM_HF_FAMILIES } mt_hf_family;
@@ -554,7 +555,11 @@ typedef struct mt_options {
     double embedding_multiplier;        // of the embedding's output; 1: none
     double softmax_scale;               // of q k^T; 0: 1 / sqrt(channels of a head)
     mt_softmax_type softmax_type;
-    bool attention_output_gate; // attention's output times the sigmoid of a product with the layer's input
+    bool sinks_in_windows_only;      // softmax_type is of layers with a window only
+    int64_t window_num_query_groups; // of layers with a window; 0: as in other layers
+    int64_t value_channels;          // of a head, where these are not kv_channels, without latent attention; else 0
+    double attention_value_scale;    // of values; 1: none
+    bool attention_output_gate;      // attention's output times the sigmoid of a product with the layer's input
     mt_attention_variant experimental_attention_variant; // of the layers in linear_layers
     char *linear_attention_freq;                         // as text; see linear_layers
     int64_t linear_num_key_heads, linear_num_value_heads, linear_key_head_dim, linear_value_head_dim;
@@ -811,6 +816,9 @@ mt_durations mt_options_durations(const mt_options *options);
 /* YaRN's g(m), which determines the scale of attention (Peng et al., "YaRN"; DeepSeek's two factors). */
 double mt_yarn_mscale(double factor, double mscale);
 
+/* Channels of a head's value. */
+int64_t mt_value_channels(const mt_options *options);
+
 /* Layers with experts. */
 int64_t mt_num_expert_layers(const mt_options *options);
 
@@ -832,6 +840,8 @@ typedef struct mt_layer_kind {
     mt_feed_forward_kind feed_forward;
     mt_layer_rope rope;
     int64_t window; // keys that a query sees, its own included; 0: all
+    int64_t groups; // heads of keys and values, in the whole model
+    mt_softmax_type softmax;
 } mt_layer_kind;
 
 /* Frequency of channel pair i of R rotary channels, after the model's scaling; as Hugging Face computes it. */
@@ -1508,6 +1518,9 @@ typedef struct mt_gate_args {
        mt_dtype dtype, mt_stream *stream)                                                                              \
     OP(multiply_backward, mt_work_bytes(5 * a->T * a->C, dtype), (a, dtype, stream), const mt_multiply_args *a,        \
        mt_dtype dtype, mt_stream *stream)                                                                              \
+    /* x[t, c] *= factor, of T rows of C that are `stride` apart. */                                                   \
+    OP(scale_rows, mt_work_bytes(2 * T * C, dtype), (x, factor, T, C, stride, dtype, stream), void *x, float factor,   \
+       int64_t T, int64_t C, int64_t stride, mt_dtype dtype, mt_stream *stream)                                        \
     /* y = x sigmoid(z). */                                                                                            \
     OP(gate_forward, mt_work_bytes(3 * a->n, dtype), (a, dtype, stream), const mt_gate_args *a, mt_dtype dtype,        \
        mt_stream *stream)                                                                                              \

@@ -2518,6 +2518,31 @@ static void a_key_that_a_family_omits_has_the_familys_default(void **state) {
         {SIZES_OF("qwen3_5_text"), {COMMON, DELTA_KEYS}},
         {EXPERTS_OF("qwen3_5_moe_text", "num_experts") ", \"shared_expert_intermediate_size\": 16",
          {COMMON, DELTA_KEYS, "\"router_aux_loss_coef\": 0.001", "\"norm_topk_prob\": true"}},
+        {EXPERTS_OF("mimo_v2_flash", "n_routed_experts"),
+         {"\"initializer_range\": 0.02",
+          "\"tie_word_embeddings\": false",
+          "\"hidden_act\": \"silu\"",
+          "\"head_dim\": 192",
+          "\"swa_head_dim\": 192",
+          "\"v_head_dim\": 128",
+          "\"swa_v_head_dim\": 128",
+          "\"attention_value_scale\": 0.707",
+          "\"sliding_window\": 129",
+          "\"sliding_window_size\": 128",
+          "\"swa_num_attention_heads\": 4",
+          "\"swa_num_key_value_heads\": 4",
+          "\"attention_bias\": false",
+          "\"layer_types\": [\"full_attention\", \"sliding_attention\"]",
+          "\"rms_norm_eps\": 1e-5",
+          "\"mlp_layer_types\": [\"dense\", \"sparse\"]",
+          "\"routed_scaling_factor\": 1.0",
+          "\"routed_scaling_factor\": null",
+          "\"n_group\": 1",
+          "\"topk_group\": 1",
+          "\"norm_topk_prob\": true",
+          "\"rope_theta\": 5000000.0, \"swa_rope_theta\": 10000.0, \"partial_rotary_factor\": 0.334",
+          "\"rope_parameters\": {\"full_attention\": {\"rope_theta\": 5e6, \"partial_rotary_factor\": 0.334}, "
+          "\"sliding_attention\": {\"rope_theta\": 1e4, \"partial_rotary_factor\": 0.334}}"}},
         {SIZES_OF("lfm2") ", \"full_attn_idxs\": [2]",
          {"\"initializer_range\": 0.02", "\"tie_word_embeddings\": true", "\"tie_embedding\": true",
           "\"attention_dropout\": 0.0", "\"norm_eps\": 1e-5", "\"rope_theta\": 1000000.0", "\"head_dim\": 16",
@@ -2727,6 +2752,27 @@ static void other_arrangements_of_a_family_are_refused(void **state) {
         {SIZES_OF("ministral3") ", \"rope_parameters\": {\"rope_type\": \"yarn\", \"factor\": 2}",
          "\"llama_4_scaling_beta\" is missing"},
         {LLAMA ", \"rope_parameters\": {\"rope_theta\": 1e6, \"llama_4_scaling_beta\": 0.1}", "ministral3 only"},
+        {EXPERTS_OF("mimo_v2_flash", "n_routed_experts") ", \"swa_head_dim\": 128",
+         "\"head_dim\" and \"swa_head_dim\" differ"},
+        {EXPERTS_OF("mimo_v2_flash", "n_routed_experts") ", \"swa_v_head_dim\": 64",
+         "\"v_head_dim\" and \"swa_v_head_dim\" differ"},
+        {EXPERTS_OF("mimo_v2_flash", "n_routed_experts") ", \"swa_num_attention_heads\": 8",
+         "\"swa_num_attention_heads\" is 8"},
+        {EXPERTS_OF("mimo_v2_flash", "n_routed_experts") ", \"swa_num_key_value_heads\": 2",
+         "have twice \"num_key_value_heads\" 2"},
+        {EXPERTS_OF("mimo_v2_flash", "n_routed_experts") ", \"sliding_window_size\": -1",
+         "\"sliding_window_size\" is -1"},
+        {EXPERTS_OF("mimo_v2_flash", "n_routed_experts") ", \"attention_bias\": true",
+         "\"attention_bias\": true is not supported"},
+        {EXPERTS_OF(
+             "mimo_v2_flash",
+             "n_routed_experts") ", \"rope_parameters\": {\"sliding_attention\": {\"partial_rotary_factor\": 0.5}}",
+         "\"partial_rotary_factor\" is 0.5 in layers with a window and 0.334 in others"},
+        {SIZES_OF("lfm2") ", \"conv_bias\": true", "\"conv_bias\": true is not supported"},
+        {SIZES_OF("lfm2"), "\"layer_types\" lists no layer of conv"},
+        {SIZES_OF("lfm2") ", \"layer_types\": [\"conv\", \"mamba\"]", "full_attention and conv are supported"},
+        {SIZES_OF("lfm2") ", \"full_attn_idxs\": [0], \"block_multiple_of\": 0", "\"block_multiple_of\" is 0"},
+        {SIZES_OF("lfm2") ", \"full_attn_idxs\": [0], \"block_ffn_dim_multiplier\": -1", "must be in (0,1024]"},
     };
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
         char json[2000];
@@ -3105,6 +3151,20 @@ static void what_exceeds_a_backends_limits_is_refused_in_one_line(void **state) 
                  &limits,
                  "--num-experts is 65, and --moe-router-load-balancing-type sinkhorn on this device takes at most 64 "
                  "experts");
+    const mt_limits plain = {.no_plain = true};
+    static const char *const alone[][2] = {
+        {RUN "--value-channels 8", "--value-channels other than --kv-channels"},
+        {RUN "--attention-value-scale 0.5", "--attention-value-scale"},
+        {RUN "--window-size 4 --window-num-query-groups 2", "--window-num-query-groups"},
+        {RUN "--experimental-attention-variant short_conv --linear-attention-freq 2",
+         "--experimental-attention-variant"},
+    };
+    for (size_t i = 0; i < sizeof alone / sizeof *alone; i++) {
+        char message[120];
+        snprintf(message, sizeof message, "%s runs on the CPU only so far; take --device cpu", alone[i][1]);
+        check_limits(alone[i][0], &none, NULL);
+        check_limits(alone[i][0], &plain, message);
+    }
     check_limits(RUN "--attention-backend unfused", &none, NULL);
     check_limits(RUN "--attention-backend unfused", &mt_cpu_ops.limits,
                  "--attention-backend unfused needs a GPU, and this run is on the CPU; leave it out");

@@ -146,7 +146,8 @@ later_errors_have_the_names_that_were_given() {
 }
 # Tensors have the names of the folder's model_type, so no option may make it another one.
 options_that_a_loaded_family_lacks_are_named() {
-    for pair in 'qwen3_next --mtp-num-layers 1' 'gpt_oss --moe-router-pre-softmax' 'gpt2 --window-size 4'; do
+    for pair in 'qwen3_next --mtp-num-layers 2' 'mixtral --mtp-num-layers 1' \
+        'gpt_oss --moe-router-pre-softmax' 'gpt2 --window-size 4'; do
         # shellcheck disable=SC2086
         set -- $pair
         refused "\"model_type\" is $1, and no model of this type has $2; leave" "$train" \
