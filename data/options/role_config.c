@@ -660,6 +660,8 @@ static int take_file(reader *r, const mt_role_key *row, const yaml_node_t *node,
     int64_t bytes, first = r->config->count;
     char *text = path ? mt_file_read(path, MAX_FILE, &bytes, r->error) : NULL;
     yaml_document_t outer = r->document;
+    const char *outer_path = r->path;
+    if (path) r->path = path;
     int status = text ? load_document(r, text, bytes) : -1;
     if (status == 0) {
         yaml_node_t *root = yaml_document_get_root_node(&r->document);
@@ -668,6 +670,7 @@ static int take_file(reader *r, const mt_role_key *row, const yaml_node_t *node,
         for (int64_t i = first; i < r->config->count; i++) r->config->entries[i].line = line;
     }
     r->document = outer;
+    r->path = outer_path;
     free(text);
     free(path);
     return status;
@@ -915,6 +918,9 @@ static int take_row(reader *r, const mt_role_key *row, const yaml_node_t *mappin
         free(entry->values.items[--entry->values.count]);
         entry->is_sequence = false;
         add_option(r, line, "adam-beta2", value);
+    } else if (row->kind == MT_KEY_WARMUP) {
+        double share = strtod(first, NULL);
+        if (share > 0 && share < 1) mt_string_set(&entry->option, "lr-warmup-fraction");
     } else if (row->kind == MT_KEY_OPTION) {
         const mt_option *option = mt_option_find(row->text, strlen(row->text));
         if (option && option->type == MT_STRING) expand_home(entry);

@@ -162,7 +162,7 @@ static const mt_role_key keys[] = {
     {"roll", "importance_sampling", MT_KEY_OPTION, "pg-variant", "token=ppo|seq=gspo", LEARNER},
     {"roll",
      "difficulty_loss_weight length_loss_weight error_max_len_clip use_topr_loss balance_length whiten_rewards "
-     "use_reward_scaling use_reward_norm add_len_reward",
+     "use_reward_scaling use_reward_norm add_len_reward reward_norm reward_shift reward_scale",
      MT_KEY_REFUSED, "responses are weighted by their advantages alone"},
     {"roll", "async_generation_ratio", MT_KEY_FIXED, "the present weights generate the responses", "0|0.0"},
     {"roll", "critic_warmup", MT_KEY_FIXED, "actor and critic train from the first iteration on", "0"},
@@ -341,7 +341,7 @@ static const mt_role_key keys[] = {
     {"training_args", "learning_rate", MT_KEY_OPTION, "lr"},
     {"training_args", "per_device_train_batch_size", MT_KEY_OPTION, "micro-batch-size"},
     {"training_args", "gradient_accumulation_steps", MT_KEY_OPTION, "gradient-accumulation-steps"},
-    {"training_args", "warmup_steps", MT_KEY_OPTION, "lr-warmup-iters"},
+    {"training_args", "warmup_steps", MT_KEY_WARMUP, "lr-warmup-iters"},
     {"training_args", "warmup_ratio", MT_KEY_OPTION, "lr-warmup-fraction"},
     {"training_args", "num_train_epochs", MT_KEY_OPTION, "train-epochs"},
     {"training_args", "max_steps", MT_KEY_OPTION, "train-iters", "-1=|0="},
