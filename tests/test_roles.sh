@@ -179,7 +179,10 @@ actor_rollout_ref:
   actor: {strategy: megatron, optim: {}, megatron: {use_dist_checkpointing: false, dist_checkpointing_path: a}}
   rollout: {mode: async, n: 2, multi_turn: {max_assistant_turns: 3}, agent: {default_agent_loop: single_turn_agent},
             over_sample_rate: 0, quantization: null}
+  ref: {strategy: megatron, megatron: {use_dist_checkpointing: False, dist_checkpointing_path: b}}
 algorithm: {adv_estimator: grpo}
+critic: {strategy: megatron, megatron: {use_dist_checkpointing: False, dist_checkpointing_path: c}}
+skip: {_target_: a.b, rollout: {enable: false, action: cache}, async_rollout: {enable: false}}
 trainer: {val_only: false}
 EOF
     # shellcheck disable=SC2016 # the reference is the YAML's
@@ -199,16 +202,23 @@ EOF
             's/single_turn_agent/tool_agent=default_agent_loop can only be single_turn_agent' \
             's/rate: 0/rate: 0.1=over_sample_rate can only be 0' \
             's/quantization: null/quantization: fp8=quantization is not supported' \
-            's/strategy: megatron/strategy: banana=strategy can only be megatron' \
+            's/actor: {strategy: megatron/actor: {strategy: banana=strategy can only be megatron' \
+            's/ref: {strategy: megatron/ref: {strategy: banana=strategy can only be megatron' \
+            's/critic: {strategy: megatron/critic: {strategy: banana=strategy can only be megatron' \
+            's/False, dist_checkpointing_path: b/true=use_dist_checkpointing is not supported: weights' \
+            's/False, dist_checkpointing_path: c/true=use_dist_checkpointing is not supported: weights' \
+            's/rollout: {enable: false/rollout: {enable: true=rollout is not supported: each iteration' \
             's/mode: async/mode: a=mode can only be sync' 's/val_only: false/val_only: true=val_only is not' \
             's/_checkpointing: false, dist_checkpointing_path: a/_checkpointing: true=use_dist_checkpointing is not' \
             's/use_dist_checkpointing: false, /=dist_checkpointing_path is not supported: weights' || return 1
     printf '%s\n' 'actor_train: {data_args: {interleave_probs: "1.0"}, model_args: {model_type: trl},' \
-        '  strategy_args: {strategy_name: megatron_train}, model_update_frequency: 1}' >"$work/data.yaml"
+        '  strategy_args: {strategy_name: megatron_train}, model_update_frequency: 1}' \
+        'reference: {strategy_args: {strategy_name: hf_infer}}' >"$work/data.yaml"
     prints "$work/data.yaml" actor_train &&
         refuses_changes data 's/"1.0"/"0.3,0.7"=interleave_probs is not supported: samples come' \
             's/type: trl/type: banana=model_type can only be' \
             's/megatron_train/banana=strategy_name can only be megatron_train|' \
+            's/hf_infer/banana=strategy_name can only be megatron_train|' \
             's/frequency: 1/frequency: 2=model_update_frequency can only be 1'
 }
 

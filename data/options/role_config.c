@@ -943,6 +943,14 @@ static int take_other(reader *r, const yaml_node_t *mapping, yaml_node_t *node, 
                       long long line) {
     const mt_role_key *row = mt_role_key_find(section, name, r->role);
     if (!row) return take_megatron(r, section, name, node, line);
+    bool is_engine = strcmp(name, "strategy_name") == 0 || strcmp(name, "strategy") == 0;
+    if (is_engine && row->kind == MT_KEY_FIXED && node->type == YAML_SCALAR_NODE && !is_null(node)) {
+        char *engine = expand(r, node, scalar_text(node), 0), known[80], reason[400];
+        if (!engine) return -1;
+        snprintf(reason, sizeof reason, "can only be %s", row->values);
+        if (!mt_role_key_translate(row, engine, known, sizeof known)) add_entry(r, MT_ENTRY_REFUSED, line, reason);
+        free(engine);
+    }
     if (!is_mapping(node)) return 0;
     if (row->kind == MT_KEY_STRATEGY) return take_strategy(r, row, mapping, node, line);
     bool is_section = row->kind == MT_KEY_SECTION || row->kind == MT_KEY_ADAPTER || row->kind == MT_KEY_ADDITIONAL;
