@@ -8736,6 +8736,11 @@ static int64_t mt_cut_steps(int64_t error, int64_t slope, int64_t most, int64_t 
     return (error < 0) == (slope < 0) ? most : mt_max(mt_min(-error / slope, most), 1);
 }
 
+/* Sequences a of 11 tokens and b of 13 on two ranks of 12 tokens. The queries of rank 0 see 79 keys, of rank 1 78:
+ *
+ *   sequence   a a a a a a a a a a a b b b b b b b b b b b b b
+ *   chunk      0 0 0 0 0 0 0 0 0 0 0 1 1 1 1 1 1 2 2 2 2 2 2 3
+ *   rank       0 0 0 0 0 0 0 0 0 0 0 1 1 1 1 1 1 1 1 1 1 1 1 0 */
 void mt_context_cut(int64_t *cuts, const mt_batch *whole, int64_t ranks, int64_t window) {
     const mt_span *spans = whole->spans;
     int64_t begin = 0, end = whole->num_tokens, T = end / ranks, keys = mt_keys_seen(whole, 0, end, window);
