@@ -691,6 +691,10 @@ static void mt_cpu_memory_zero(void *memory, int64_t bytes, mt_stream *stream) {
         memset((char *)memory + i * piece, 0, (size_t)mt_min(piece, bytes - i * piece));
 }
 
+static bool mt_cpu_first_use_waits(void) {
+    return true;
+}
+
 static int64_t mt_cpu_workspace_bytes(int64_t T, int64_t C, int64_t H, int64_t D) {
     return 0;
 }
@@ -3688,9 +3692,8 @@ void mt_grid_start(mt_grid *grid, int *argc, char ***argv) {
     grid->world.members = mt_malloc(grid->world.size * (int64_t)sizeof(int));
     for (int i = 0; i < grid->world.size; i++) grid->world.members[i] = i;
     mt_share_threads(&grid->world);
-    // Loading a kernel at its first launch may wait for all work on the GPU. If that includes a receive whose sender
-    // waits for this rank, both wait forever. So CUDA loads the kernels of this program and of NCCL when it starts;
-    // those of cuBLASLt load later (mt_count_alone).
+    // For ops->first_use_waits: CUDA then loads the kernels of this program and of NCCL when it starts. Those of
+    // cuBLASLt still load at their first use.
     if (grid->world.size > 1) setenv("CUDA_MODULE_LOADING", "EAGER", 0);
 #else
     const char *size = getenv("OMPI_COMM_WORLD_SIZE");
@@ -4294,24 +4297,35 @@ const void *mt_reduce_from_tensor_region_backward(const void *dx) {
     return dx;
 }
 
+/* all[T, C] = own[T / t, C] of every rank, in rank order. */
+static void mt_all_gather_rows(const mt_tensor_parallel *tp, void *all, const void *own, int64_t C, mt_stream *stream) {
+    tp->ops->all_gather(all, own, tp->rows * C, tp->dtype, tp->group, stream);
+}
+
+/* own[T / t, C] = this rank's rows of the sum of `partial`[T, C] over the ranks. */
+static void mt_reduce_scatter_rows(const mt_tensor_parallel *tp, void *own, const void *partial, int64_t C,
+                                   mt_stream *stream) {
+    tp->ops->reduce_scatter(own, partial, tp->rows * C, tp->dtype, tp->group, stream);
+}
+
 /* Forward: x[T / t, C], this rank's rows -> y[T, C], all rows. Backward: dy[T, C], a partial sum per rank ->
  * dx[T / t, C], this rank's rows of the sum. */
 void mt_gather_from_sequence_region_forward(const mt_tensor_parallel *tp, void *y, const void *x, int64_t C,
                                             mt_stream *stream) {
-    tp->ops->all_gather(y, x, tp->rows * C, tp->dtype, tp->group, stream);
+    mt_all_gather_rows(tp, y, x, C, stream);
 }
 void mt_gather_from_sequence_region_backward(const mt_tensor_parallel *tp, void *dx, const void *dy, int64_t C,
                                              mt_stream *stream) {
-    tp->ops->reduce_scatter(dx, dy, tp->rows * C, tp->dtype, tp->group, stream);
+    mt_reduce_scatter_rows(tp, dx, dy, C, stream);
 }
 
 /* Forward: x[T, C], a partial sum per rank -> y[T / t, C], this rank's rows of the sum. Backward: dy[T / t, C] ->
  * dx[T, C], all rows. */
 void mt_reduce_scatter_to_sequence_region_forward(const mt_tensor_parallel *tp, void *y, const void *x, int64_t C) {
-    mt_gather_from_sequence_region_backward(tp, y, x, C, tp->stream);
+    mt_reduce_scatter_rows(tp, y, x, C, tp->stream);
 }
 void mt_reduce_scatter_to_sequence_region_backward(const mt_tensor_parallel *tp, void *dx, const void *dy, int64_t C) {
-    mt_gather_from_sequence_region_forward(tp, dx, dy, C, tp->stream);
+    mt_all_gather_rows(tp, dx, dy, C, tp->stream);
 }
 
 /* ---- the first pair, or with sequence parallelism the second */
@@ -7836,9 +7850,10 @@ static int32_t *mt_invalid_count(const mt_experts *e, const mt_pass *p, const mt
     return p->replay ? e->discarded : e->invalid + w->moe_index;
 }
 
-/* own[rows, width] of all ranks that share the micro-batch, which is in `all` if there are several. */
-static const void *mt_gather_shared_rows(const mt_model *m, const mt_pass *p, void *all, const void *own, int64_t width,
-                                         mt_dtype dtype) {
+/* The rows of the whole micro-batch, from own[rows, width] of each rank that shares it: `all`, or `own` itself where
+ * one rank has them all. */
+static const void *mt_micro_batch_all_rows(const mt_model *m, const mt_pass *p, void *all, const void *own,
+                                           int64_t width, mt_dtype dtype) {
     const mt_group *group = &m->grid->tensor_context;
     if (group->size == 1) return own;
     m->ops->all_gather(all, own, p->rows * width, dtype, group, p->stream);
@@ -7876,10 +7891,10 @@ static void mt_drop_over_capacity(mt_model *m, const mt_pass *p, const mt_layer 
     const int64_t *index = p->batch->token_index + p->first_row;
     mt_drop_args drop = {.T = tokens, .k = k, .first = m->grid->tensor_context.rank * R, .count = R, .kept = kept};
     drop.capacity = mt_expert_capacity(m, p->decode ? tokens : p->unpadded);
-    drop.experts = mt_gather_shared_rows(m, p, e->all_experts, experts, k, MT_I32);
-    drop.token_index = mt_gather_shared_rows(m, p, e->all_index, index, 1, MT_I64);
+    drop.experts = mt_micro_batch_all_rows(m, p, e->all_experts, experts, k, MT_I32);
+    drop.token_index = mt_micro_batch_all_rows(m, p, e->all_index, index, 1, MT_I64);
     if (m->options->moe_token_drop_policy != MT_DROP_POSITION)
-        drop.probs = mt_gather_shared_rows(m, p, e->all_probs, probs, k, MT_F32);
+        drop.probs = mt_micro_batch_all_rows(m, p, e->all_probs, probs, k, MT_F32);
     m->ops->drop_tokens(&drop, p->stream);
     if (p->training && !p->replay) m->ops->count_experts(e->kept + w->moe_index * E, kept, R * k, E, p->stream);
 }
@@ -7901,9 +7916,9 @@ static void mt_route_sinkhorn(mt_model *m, const mt_pass *p, const mt_layer *w, 
     mt_experts *e = m->experts;
     const mt_group *group = &m->grid->tensor_context;
     int64_t R = p->rows, own = mt_own_offset(m, p);
-    const float *logits = mt_gather_shared_rows(m, p, e->all_logits, r->logits, e->router.num_experts, MT_F32);
+    const float *logits = mt_micro_batch_all_rows(m, p, e->all_logits, r->logits, e->router.num_experts, MT_F32);
     const int64_t *index = p->batch->token_index + p->first_row;
-    index = mt_gather_shared_rows(m, p, e->all_index, index, 1, MT_I64);
+    index = mt_micro_batch_all_rows(m, p, e->all_index, index, 1, MT_I64);
     m->ops->route_sinkhorn(&(mt_route_args){group->size * R, &e->router, logits, .token_index = index,
                                             .first = group->rank * R, .count = R, .probs = r->probs + own,
                                             .experts = r->experts + own, .invalid = mt_invalid_count(e, p, w)},
@@ -7997,14 +8012,14 @@ static void mt_shared_gate_backward(mt_model *m, const mt_pass *p, mt_layer *w, 
 
 /* ---- dispatchers: operations of several */
 
-static void mt_permute_rows(const mt_model *m, const mt_pass *p, void *to, const void *from, const int32_t *rows,
+static void mt_permute_rows(const mt_model *m, const mt_pass *p, void *to, const void *from, const int32_t *index,
                             int64_t count) {
-    m->ops->gather_rows(&(mt_row_args){count, m->C, rows, .from = from, .to = to}, m->dtype, p->stream);
+    m->ops->gather_rows(&(mt_row_args){count, m->C, index, .from = from, .to = to}, m->dtype, p->stream);
 }
 
-static void mt_permute_weights(const mt_model *m, const mt_pass *p, float *to, const float *from, const int32_t *rows,
+static void mt_permute_weights(const mt_model *m, const mt_pass *p, float *to, const float *from, const int32_t *index,
                                int64_t count) {
-    m->ops->gather_rows(&(mt_row_args){count, 1, rows, .from = from, .to = to}, MT_F32, p->stream);
+    m->ops->gather_rows(&(mt_row_args){count, 1, index, .from = from, .to = to}, MT_F32, p->stream);
 }
 
 /* The order of the rows that the choices of N tokens make. num_rows includes choices of nothing. */
@@ -8776,6 +8791,11 @@ static int64_t mt_cut_steps(int64_t error, int64_t slope, int64_t most, int64_t 
     return (error < 0) == (slope < 0) ? most : mt_max(mt_min(-error / slope, most), 1);
 }
 
+/* Sequences a of 11 tokens and b of 13 on two ranks of 12 tokens. The queries of rank 0 see 79 keys, of rank 1 78:
+ *
+ *   sequence   a a a a a a a a a a a b b b b b b b b b b b b b
+ *   chunk      0 0 0 0 0 0 0 0 0 0 0 1 1 1 1 1 1 2 2 2 2 2 2 3
+ *   rank       0 0 0 0 0 0 0 0 0 0 0 1 1 1 1 1 1 1 1 1 1 1 1 0 */
 void mt_context_cut(int64_t *cuts, const mt_batch *whole, int64_t ranks, int64_t window) {
     const mt_span *spans = whole->spans;
     int64_t begin = 0, end = whole->num_tokens, T = end / ranks, keys = mt_keys_seen(whole, 0, end, window);
@@ -8802,17 +8822,17 @@ void mt_context_cut(int64_t *cuts, const mt_batch *whole, int64_t ranks, int64_t
     }
 }
 
-void mt_context_rows(int32_t *rows, const int64_t *cuts, int64_t ranks, int64_t rank) {
+void mt_context_tokens(int32_t *tokens, const int64_t *cuts, int64_t ranks, int64_t rank) {
     int64_t owned[2] = {rank, 2 * ranks - 1 - rank};
     for (int half = 0; half < 2; half++)
-        for (int64_t t = cuts[owned[half]]; t < cuts[owned[half] + 1]; t++) *rows++ = (int32_t)t;
+        for (int64_t t = cuts[owned[half]]; t < cuts[owned[half] + 1]; t++) *tokens++ = (int32_t)t;
 }
 
-void mt_batch_take(mt_batch *part, const mt_batch *whole, const int32_t *rows, int64_t T) {
+void mt_batch_take(mt_batch *part, const mt_batch *whole, const int32_t *token_of_row, int64_t T) {
     int64_t s = 0, of_span = -1;
     part->num_tokens = T, part->num_spans = 0;
     for (int64_t t = 0; t < T; t++) {
-        int64_t from = rows[t];
+        int64_t from = token_of_row[t];
         part->tokens[t] = whole->tokens[from], part->labels[t] = whole->labels[from];
         part->loss_mask[t] = whole->loss_mask[from], part->positions[t] = whole->positions[from];
         part->token_index[t] = whole->token_index[from];
@@ -8870,14 +8890,14 @@ struct mt_context {
     mt_context_plan plan;
     const mt_ops *ops;
     /* the micro-batch */
-    int64_t T, M, N;    // rows of this rank, of its a2a group, of the whole batch
-    int32_t *identity;  // 0, 1, 2, ...: see mt_context_copied_rows
-    int32_t *rows;      // all_gather: positions [N] of received rows
-    int64_t *index;     // token_index: [ring ranks, M]; with all_gather [N] in order of position
-    mt_span *spans;     // the lists on the device, one after another
-    mt_spans *lists;    // [ring ranks] spans of this rank's queries and a rank's keys; all_gather: one, of all keys
-    int64_t *cuts;      // [2 ring ranks + 1]: see mt_context_cut
-    int32_t *host_rows; // [N]
+    int64_t T, M, N;       // rows of this rank, of its a2a group, of the whole batch
+    int32_t *identity;     // 0, 1, 2, ...: see mt_context_copied_rows
+    int32_t *token_of_row; // all_gather: [N] of received rows
+    int64_t *index;        // token_index: [ring ranks, M]; with all_gather [N] in order of position
+    mt_span *spans;        // the lists on the device, one after another
+    mt_spans *lists;       // [ring ranks] spans of this rank's queries and a rank's keys; all_gather: one, of all keys
+    int64_t *cuts;         // [2 ring ranks + 1]: see mt_context_cut
+    int32_t *host_token_of_row; // [N]
     int64_t *host_index;
     mt_span *host_spans;
     /* a2a: one operand [T, widest] by head; operands with all rows of the group and a share of the heads */
@@ -8939,7 +8959,7 @@ static int64_t mt_context_copied_rows(const mt_context_plan *plan) {
 static void mt_context_plan_memory(mt_context *c, mt_arena *arena) {
     c->M = c->plan.max_tokens * c->plan.a2a->size, c->N = c->M * c->plan.ring->size;
     c->identity = mt_arena_alloc(arena, mt_context_copied_rows(&c->plan) * 4);
-    if (c->plan.comm_type == MT_CP_ALL_GATHER) c->rows = mt_arena_alloc(arena, c->N * 4);
+    if (c->plan.comm_type == MT_CP_ALL_GATHER) c->token_of_row = mt_arena_alloc(arena, c->N * 4);
     c->index = mt_arena_alloc(arena, c->N * 8);
     c->spans = mt_arena_alloc(arena, mt_context_num_lists(&c->plan) * c->M * (int64_t)sizeof(mt_span));
     if (c->plan.recurs) c->pieces.device = mt_arena_alloc(arena, c->plan.max_tokens * (int64_t)sizeof(mt_span));
@@ -8990,12 +9010,12 @@ mt_context *mt_context_create(const mt_context_plan *plan, const mt_ops *ops, vo
     c->plan = *plan, c->ops = ops;
     mt_arena arena = {.base = memory, .capacity = mt_context_bytes(plan)};
     mt_context_plan_memory(c, &arena);
-    c->host_rows = mt_malloc(c->N * 4), c->host_index = mt_malloc(c->N * 8);
+    c->host_token_of_row = mt_malloc(c->N * 4), c->host_index = mt_malloc(c->N * 8);
     c->host_spans = mt_malloc(mt_context_num_lists(plan) * c->M * (int64_t)sizeof(mt_span));
     c->lists = mt_calloc(mt_context_num_lists(plan) * (int64_t)sizeof(mt_spans));
     c->cuts = mt_malloc((2 * plan->ring->size + 1) * 8);
-    for (int64_t i = 0; i < c->M; i++) c->host_rows[i] = (int32_t)i;
-    ops->memory_copy(c->identity, c->host_rows, mt_context_copied_rows(plan) * 4, stream);
+    for (int64_t i = 0; i < c->M; i++) c->host_token_of_row[i] = (int32_t)i;
+    ops->memory_copy(c->identity, c->host_token_of_row, mt_context_copied_rows(plan) * 4, stream);
     ops->stream_synchronize(stream);
     mt_context_open_ring(c);
     mt_context_open_pieces(c);
@@ -9009,7 +9029,7 @@ void mt_context_destroy(mt_context *c) {
                               p->lower.to,    p->lower.from,    p->higher.to,    p->higher.from};
     mt_channels_close(c->ops, channels, 8);
     free(c->pieces.host);
-    free(c->host_rows);
+    free(c->host_token_of_row);
     free(c->host_index);
     free(c->host_spans);
     free(c->lists);
@@ -9052,8 +9072,8 @@ int64_t mt_ring_spans(mt_span *spans, const mt_batch *whole, const int64_t *cuts
 }
 
 /* all_gather: the queries of a sequence in one of the rank's chunks attend to all keys up to the last of them. */
-static int64_t mt_gather_spans(mt_span *spans, const mt_batch *whole, const int64_t *cuts, int64_t ranks,
-                               int64_t rank) {
+static int64_t mt_context_gather_spans(mt_span *spans, const mt_batch *whole, const int64_t *cuts, int64_t ranks,
+                                       int64_t rank) {
     const int64_t *chunks[2] = {&cuts[rank], &cuts[2 * ranks - 1 - rank]};
     int64_t count = 0, row = 0;
     for (int half = 0; half < 2; half++)
@@ -9074,7 +9094,7 @@ static void mt_context_list_spans(mt_context *c, const mt_batch *whole, mt_strea
     for (int64_t list = 0; list < mt_context_num_lists(&c->plan); list++) {
         mt_span *host = c->host_spans + count;
         c->lists[list] = (mt_spans){.host = host, .device = c->spans + count};
-        c->lists[list].count = gather ? mt_gather_spans(host, whole, c->cuts, P, rank)
+        c->lists[list].count = gather ? mt_context_gather_spans(host, whole, c->cuts, P, rank)
                                       : mt_ring_spans(host, whole, c->cuts, P, rank, list);
         count += c->lists[list].count;
     }
@@ -9085,10 +9105,11 @@ void mt_context_shard(const mt_context *c, mt_batch *local, const mt_batch *whol
     int64_t P = c->plan.ring->size, T = whole->num_tokens / P / c->plan.a2a->size;
     MT_CHECK(T <= c->plan.max_tokens && T * P * c->plan.a2a->size == whole->num_tokens);
     mt_context_cut(c->cuts, whole, P, c->plan.window);
-    mt_context_rows(c->host_rows, c->cuts, P, c->plan.ring->rank);
-    const int32_t *rows = c->host_rows + c->plan.a2a->rank * T;
-    mt_batch_take(local, whole, rows, T);
-    for (int64_t t = 0, s = 0; sequence && t < T; t++) sequence[t] = (int32_t)(s = mt_span_of_token(whole, s, rows[t]));
+    mt_context_tokens(c->host_token_of_row, c->cuts, P, c->plan.ring->rank);
+    const int32_t *token_of_row = c->host_token_of_row + c->plan.a2a->rank * T;
+    mt_batch_take(local, whole, token_of_row, T);
+    for (int64_t t = 0, s = 0; sequence && t < T; t++)
+        sequence[t] = (int32_t)(s = mt_span_of_token(whole, s, token_of_row[t]));
 }
 
 /* True if a sequence has tokens on both sides of place `at`. */
@@ -9152,12 +9173,12 @@ void mt_context_load(mt_context *c, const mt_batch *whole, mt_stream *stream) {
     c->N = whole->num_tokens, c->M = c->N / P, c->T = c->M / c->plan.a2a->size;
     MT_CHECK(c->T <= c->plan.max_tokens && c->T * c->plan.a2a->size * P == c->N);
     mt_context_cut(c->cuts, whole, P, c->plan.window);
-    for (int64_t rank = 0; rank < P; rank++) mt_context_rows(c->host_rows + rank * c->M, c->cuts, P, rank);
-    for (int64_t i = 0; i < c->N; i++) c->host_index[i] = whole->token_index[gather ? i : c->host_rows[i]];
+    for (int64_t rank = 0; rank < P; rank++) mt_context_tokens(c->host_token_of_row + rank * c->M, c->cuts, P, rank);
+    for (int64_t i = 0; i < c->N; i++) c->host_index[i] = whole->token_index[gather ? i : c->host_token_of_row[i]];
     c->ops->memory_copy(c->index, c->host_index, c->N * 8, stream);
     mt_context_list_spans(c, whole, stream);
     mt_context_list_pieces(c, whole, stream);
-    if (gather) c->ops->memory_copy(c->rows, c->host_rows, c->N * 4, stream);
+    if (gather) c->ops->memory_copy(c->token_of_row, c->host_token_of_row, c->N * 4, stream);
 }
 
 /* to[t] = from[t] for rows of `width` elements. */
@@ -9272,32 +9293,33 @@ static void mt_ring_backward(mt_context *c, const mt_attention *call, mt_stream 
  * models") */
 
 /* The call with the keys and values of all ranks, in order of position; q_index stays local. */
-static mt_attention mt_gather_kv(mt_context *c, const mt_attention *call, mt_stream *stream) {
+static mt_attention mt_context_gather_kv(mt_context *c, const mt_attention *call, mt_stream *stream) {
     int64_t k_width = call->num_groups * call->head_size, kv = k_width + call->num_groups * call->value_size;
     mt_context_pack_kv(c, call, stream);
     c->ops->all_gather(c->gathered, c->kv[0], c->M * kv, c->plan.dtype, c->plan.ring, stream);
-    c->ops->scatter_rows(&(mt_row_args){c->N, kv, c->rows, .from = c->gathered, .to = c->ordered}, c->plan.dtype,
-                         stream);
+    c->ops->scatter_rows(&(mt_row_args){c->N, kv, c->token_of_row, .from = c->gathered, .to = c->ordered},
+                         c->plan.dtype, stream);
     mt_attention whole = *call;
     whole.k = c->ordered, whole.v = mt_at(c->ordered, k_width, c->plan.dtype), whole.k_stride = whole.v_stride = kv;
     whole.k_index = c->index, whole.spans = c->lists[0];
     return whole;
 }
 
-static void mt_gather_forward(mt_context *c, const mt_attention *call, mt_stream *stream) {
-    mt_attention whole = mt_gather_kv(c, call, stream);
+static void mt_context_gather_forward(mt_context *c, const mt_attention *call, mt_stream *stream) {
+    mt_attention whole = mt_context_gather_kv(c, call, stream);
     c->ops->attention_forward(&whole, c->plan.dtype, stream);
 }
 
 /* Every rank has a partial gradient of all keys and values; a reduce-scatter sums them for their owners. */
-static void mt_gather_backward(mt_context *c, const mt_attention *call, mt_stream *stream) {
+static void mt_context_gather_backward(mt_context *c, const mt_attention *call, mt_stream *stream) {
     mt_dtype dtype = c->plan.dtype;
-    mt_attention whole = mt_gather_kv(c, call, stream);
+    mt_attention whole = mt_context_gather_kv(c, call, stream);
     int64_t kv = whole.k_stride, all = c->N * kv;
     whole.dk = c->dkv_ordered, whole.dv = mt_at(c->dkv_ordered, call->num_groups * call->head_size, c->plan.dtype);
     c->ops->memory_zero(c->dkv_ordered, all * mt_dtype_size(dtype), stream); // no span covers the last keys
     c->ops->attention_backward(&whole, dtype, stream);
-    c->ops->gather_rows(&(mt_row_args){c->N, kv, c->rows, .from = c->dkv_ordered, .to = c->gathered}, dtype, stream);
+    c->ops->gather_rows(&(mt_row_args){c->N, kv, c->token_of_row, .from = c->dkv_ordered, .to = c->gathered}, dtype,
+                        stream);
     if (dtype != MT_F32) c->ops->convert(c->wide, MT_F32, c->gathered, dtype, all, stream);
     c->ops->reduce_scatter(c->dkv_sum[0], dtype == MT_F32 ? c->gathered : c->wide, c->M * kv, MT_F32, c->plan.ring,
                            stream);
@@ -9392,7 +9414,7 @@ static void mt_context_carry(const mt_context *c, const mt_carry *carry,
 
 /* Position in the loaded micro-batch of token t of this rank. */
 static int64_t mt_context_position(const mt_context *c, int64_t t) {
-    return c->host_rows[c->plan.ring->rank * c->M + c->plan.a2a->rank * c->T + t];
+    return c->host_token_of_row[c->plan.ring->rank * c->M + c->plan.a2a->rank * c->T + t];
 }
 
 /* whole[N] = local[T] of every rank. */
@@ -9417,10 +9439,10 @@ static void mt_context_attention(mt_context *c, const mt_attention *call, bool b
     }
     own.spans = c->lists[gathers ? 0 : c->plan.ring->rank];
     if (backward) {
-        (gathers ? mt_gather_backward : mt_ring_backward)(c, call, stream);
+        (gathers ? mt_context_gather_backward : mt_ring_backward)(c, call, stream);
         mt_attend_sink_backward(c->ops, &own, c->plan.dtype, stream);
     } else {
-        (gathers ? mt_gather_forward : mt_ring_forward)(c, call, stream);
+        (gathers ? mt_context_gather_forward : mt_ring_forward)(c, call, stream);
         mt_attend_sink_forward(c->ops, &own, c->plan.dtype, stream);
     }
 }
@@ -9570,7 +9592,7 @@ static void mt_head_forward(mt_model *m, const mt_pass *p, const mt_output *out)
 }
 
 static void mt_nll_forward(const mt_ops *ops, const mt_loss_args *a, mt_stream *stream) {
-    ops->nll_loss(a->sums, a->dlogp, a->tokens->logp, a->weights, a->tokens->T, stream);
+    ops->nll_loss(a->sums, a->dlogp, a->cross_entropy->logp, a->weights, a->cross_entropy->T, stream);
 }
 
 const mt_loss mt_nll = {.forward = mt_nll_forward};
@@ -9605,9 +9627,9 @@ MT_HOST_LOSS(mt_policy, .inputs = 1 << MT_OLD_LOGP | 1 << MT_ADVANTAGES, .metric
 MT_HOST_LOSS(mt_value, .of_values = true, .inputs = 1 << MT_RETURNS | 1 << MT_OLD_VALUES, .metrics = mt_value_metrics)
 MT_HOST_LOSS(mt_distillation, .metrics = mt_distillation_metrics)
 
-/* The cross-entropy of an output's logits, which its backward overwrites with their gradient. */
-static mt_cross_entropy_args mt_head_tokens(const mt_model *m, const mt_pass *p, const mt_output *out,
-                                            const int32_t *labels) {
+/* The operands of the cross-entropy of an output's logits. Its backward overwrites the logits with their gradient. */
+static mt_cross_entropy_args mt_head_cross_entropy(const mt_model *m, const mt_pass *p, const mt_output *out,
+                                                   const int32_t *labels) {
     mt_cross_entropy_args a = {.T = p->T, .stride = m->V, .first = m->vocab_first, .count = m->vocab_count};
     a.logits = a.dlogits = out->logits, a.labels = labels, a.stats = m->row_stats;
     a.entropy = out->entropy, a.lse = out->lse, a.dlogp = out->dlogp, a.dentropy = out->dentropy;
@@ -9618,11 +9640,11 @@ static mt_cross_entropy_args mt_head_tokens(const mt_model *m, const mt_pass *p,
 /* Log-probabilities logp[T] of labels[T], entropies unless `entropy` is NULL, and a loss on the device. */
 static void mt_head_loss(mt_model *m, const mt_pass *p, const mt_output *out, const int32_t *labels,
                          const float *weights, double *sums, float *logp, float *entropy) {
-    mt_cross_entropy_args tokens = mt_head_tokens(m, p, out, labels);
-    mt_loss_args a = {&tokens, weights, p->replay ? m->numbers->replayed : sums, out->dlogp, out->dentropy};
-    tokens.logp = logp;
-    if (entropy) tokens.entropy = entropy;
-    mt_vocab_cross_entropy_forward(&p->tp, &tokens);
+    mt_cross_entropy_args cross_entropy = mt_head_cross_entropy(m, p, out, labels);
+    mt_loss_args a = {&cross_entropy, weights, p->replay ? m->numbers->replayed : sums, out->dlogp, out->dentropy};
+    cross_entropy.logp = logp;
+    if (entropy) cross_entropy.entropy = entropy;
+    mt_vocab_cross_entropy_forward(&p->tp, &cross_entropy);
     if (m->plan.loss->forward) m->plan.loss->forward(m->ops, &a, p->stream);
 }
 
@@ -9812,9 +9834,9 @@ static void mt_distill_backward(mt_model *m, const mt_pass *p, const mt_output *
 /* dx = the gradient of the normalised hidden states. The head's gradients stay acquired. */
 static void mt_head_backward(mt_model *m, const mt_pass *p, const mt_output *out, const int32_t *labels, void *dx) {
     const mt_linear_io head = {.x = out->norm.y, .dy = out->logits, .dx = dx};
-    const mt_cross_entropy_args tokens = mt_head_tokens(m, p, out, labels);
+    const mt_cross_entropy_args cross_entropy = mt_head_cross_entropy(m, p, out, labels);
     if (m->options->head_type == MT_HEAD_LM)
-        m->ops->cross_entropy_backward(&tokens, m->dtype, p->stream);
+        m->ops->cross_entropy_backward(&cross_entropy, m->dtype, p->stream);
     else
         m->ops->convert(out->logits, m->dtype, out->dlogp + p->first_row, MT_F32, p->rows, p->stream);
     if (m->plan.loss->distillation) mt_distill_backward(m, p, out);
@@ -12290,17 +12312,17 @@ static int mt_run_alone(mt_model *m, int64_t count, mt_source *from, int64_t *re
     return status;
 }
 
-/* Returns how many micro-batches run alone and leaves the others to the schedule: in the first step two; with
- * interleaving a group, after which no rank needs more live micro-batches; all if the others would be no legal
- * schedule. Later none.
+/* Returns the number of micro-batches that run alone, and removes them from the schedule. Where the first use of an
+ * operation waits for all work (ops->first_use_waits), these are, in the first step: two micro-batches; with
+ * interleaving a group, so that no rank needs more live micro-batches afterwards; all of them if the others would be no
+ * legal schedule.
  *
- * A GPU loads a kernel when it is first used, and may wait for all its work then, messages included: if the message's
- * receiver is a rank that loads a kernel too, both wait forever. When a micro-batch runs alone, a rank computes only
- * after its message has come, and the receiver of its last one waits for it. The second micro-batch adds to the
- * gradients of the first, by other kernels. The CPU, which has no need of it, does the same. */
-static int64_t mt_count_alone(mt_schedule *schedule, bool is_warm) {
+ * Two ranks that wait in a first use, each for a message to the other one, would wait forever. While a micro-batch runs
+ * alone, a rank computes only after its message has arrived, and the receiver of its own message already waits for it.
+ * Two micro-batches use all operations: the second one adds to the gradients of the first. */
+static int64_t mt_count_alone(mt_schedule *schedule, const mt_ops *ops, bool is_warm) {
     int64_t alone = schedule->kind == MT_SCHEDULE_INTERLEAVED ? schedule->group : 2;
-    if (schedule->pp == 1 || is_warm) return 0;
+    if (schedule->pp == 1 || is_warm || !ops->first_use_waits()) return 0;
     schedule->micro_batches -= alone;
     if (mt_schedule_is_legal(schedule)) return alone;
     alone += schedule->micro_batches, schedule->micro_batches = 0;
@@ -12314,7 +12336,7 @@ static int mt_run_schedule(mt_model *m, mt_source *from, mt_error *error) {
     mt_schedule schedule = mt_schedule_of(m->options, from->micro_batches);
     if (!from->training) schedule.kind = MT_SCHEDULE_FORWARD_ONLY;
     MT_CHECK(mt_schedule_is_legal(&schedule));
-    int64_t alone = mt_count_alone(&schedule, is_warm[from->training]), ahead[2] = {0};
+    int64_t alone = mt_count_alone(&schedule, m->ops, is_warm[from->training]), ahead[2] = {0};
     int64_t count = schedule.micro_batches > 0 ? mt_list_actions(m, &schedule) : 0;
     int64_t *remaining = mt_malloc(2 * m->num_chunks * 8);
     for (int64_t i = 0; i < 2 * m->num_chunks; i++) remaining[i] = from->micro_batches;

@@ -893,6 +893,9 @@ typedef void mt_host_function(void *context);
 #define MT_DEVICE_OPERATIONS(OP)                                                                                       \
     /* Bytes that a model may use: the GPU's free memory, or all of the host's. */                                     \
     OP(memory_available, int64_t, void)                                                                                \
+    /* True if the first use of an operation may wait for all work of the device, messages included. The CPU returns   \
+     * true as well: its pipelines then run in a GPU's order. */                                                       \
+    OP(first_use_waits, bool, void)                                                                                    \
     OP(memory_alloc, void *, int64_t bytes)                                                                            \
     OP(memory_free, void, void *memory)                                                                                \
     /* Stream-ordered, for memory that grows during a step, when memory_free could deadlock: it may wait for the whole \
@@ -3044,9 +3047,9 @@ int64_t mt_rank_tokens(const mt_options *options, int64_t tokens);
  * ranks of a layout share tokens evenly. */
 void mt_batch_pad(mt_batch *batch, int64_t multiple);
 
-/* Writes the tokens rows[T] of `whole`, ascending, and their sequences to `part`, which has room for them. The spans of
- * `whole` are adjacent causal sequences. */
-void mt_batch_take(mt_batch *part, const mt_batch *whole, const int32_t *rows, int64_t T);
+/* Writes the tokens token_of_row[T] of `whole`, ascending, and their sequences to `part`, which has room for them. The
+ * spans of `whole` are adjacent causal sequences. */
+void mt_batch_take(mt_batch *part, const mt_batch *whole, const int32_t *token_of_row, int64_t T);
 
 /* ---- context parallelism: the tokens of a micro-batch are distributed over the ranks of the context group */
 
@@ -3056,8 +3059,8 @@ void mt_batch_take(mt_batch *part, const mt_batch *whole, const int32_t *rows, i
  * sequence is cut into equal chunks (Zhu's ring-flash-attention calls this zig-zag). window: see mt_attention. */
 void mt_context_cut(int64_t *cuts, const mt_batch *whole, int64_t ranks, int64_t window);
 
-/* The tokens of rank `rank`, ascending: rows[num_tokens / ranks]. */
-void mt_context_rows(int32_t *rows, const int64_t *cuts, int64_t ranks, int64_t rank);
+/* The tokens of rank `rank`, ascending: tokens[num_tokens / ranks]. */
+void mt_context_tokens(int32_t *tokens, const int64_t *cuts, int64_t ranks, int64_t rank);
 
 /* The spans of rank `rank` of a ring in the step in which it holds the keys of rank `source`: at most one per sequence
  * of `whole`; queries are rows of its own tokens, keys rows of the source's. Returns their number. Over all sources,
@@ -3110,10 +3113,10 @@ typedef struct mt_model mt_model;
 /* A loss maps numbers of each token to a scalar and to the coefficients of d logp and d entropy. With these
  * cross_entropy_backward computes the gradient of the logits. */
 typedef struct mt_loss_args {
-    const mt_cross_entropy_args *tokens; // T, logp, lse, and entropy for a loss that uses it, are read
-    const float *weights;                // [T] of each token in the sums
-    double *sums;                        // sums[0] += the loss, sums[1] += the weights
-    float *dlogp, *dentropy;             // [T] results; dentropy only for a loss that uses entropy
+    const mt_cross_entropy_args *cross_entropy; // T, logp, lse, and entropy for a loss that uses it, are read
+    const float *weights;                       // [T] of each token in the sums
+    double *sums;                               // sums[0] += the loss, sums[1] += the weights
+    float *dlogp, *dentropy;                    // [T] results; dentropy only for a loss that uses entropy
 } mt_loss_args;
 
 /* A metric of a loss: mt_loss_sums.metrics[number] divided by metrics[divisor], or by the count where divisor is -1. */

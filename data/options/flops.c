@@ -39,8 +39,8 @@ static double projection_multiplications(const mt_options *o, int64_t layer) {
     return C * (((o->attention_output_gate ? 2 : 1) * heads + groups) * D + groups * Dv) + heads * Dv * C;
 }
 
-/* Multiplications per token between a layer's projections: of queries times keys and probabilities times values; of
- * other mixers, of the operations between their two linears. */
+/* Multiplications per token of queries times keys and probabilities times values, of one layer; of other mixers: of
+ * the part between their linears. */
 static double attention_multiplications(const mt_options *o, int64_t layer) {
     bool is_conv = mt_layer_kind_of(o, layer).mixer == MT_MIXER_SHORT_CONV;
     if (is_conv) return (double)(o->hidden_size * (o->linear_conv_kernel_dim + 2)); // and the products with B and C
