@@ -14,7 +14,7 @@ typedef enum mt_step_part {
     MT_STEP_PART_PRODUCTS,
     MT_STEP_PART_ATTENTION,
     MT_STEP_PART_MEMORY,        // operations limited by memory, without the optimizer's
-    MT_STEP_PART_OPTIMIZER,         // the optimizer, and the gradients' norm
+    MT_STEP_PART_OPTIMIZER,     // the optimizer, and the gradients' norm
     MT_STEP_PART_COMMUNICATION, // exposed: no computation runs beside it
     MT_STEP_PART_IDLE,          // the rank waits for its host, or its device has no work
     MT_STEP_PART_BUBBLE,        // the rank waits for other pipeline stages
