@@ -4,8 +4,8 @@
 #
 #   A good guess:  a vocabulary's pattern with \p{Han}, such as that of Kimi-K2, splits texts alike in PCRE2 and in
 #                  tiktoken, for which it was written.
-#   What happens:  since 10.40 PCRE2 reads \p{Han} as \p{scx:Han}, script extensions. A word of Chinese then has the full
-#                  stop in it, and merges across it give other tokens. \p{sc:Han} is the script alone.
+#   What happens:  since 10.40 PCRE2 reads \p{Han} as \p{scx:Han}, script extensions. A word of Chinese then has the
+#                  full stop in it, and merges across it give other tokens. \p{sc:Han} is the script alone.
 #
 # tiktoken gets one merge, of the last byte of U+4EAC and the first of U+3002: it applies only within one word.
 #
