@@ -3603,6 +3603,7 @@ mt_group *mt_grid_group(mt_grid *grid, mt_group_kind kind) {
 }
 
 mt_grid_shape mt_grid_shape_of(const mt_options *options, int64_t world_size) {
+    bool has_delta = mt_has_mixer(options, MT_MIXER_GATED_DELTA_NET);
     mt_grid_shape shape = {.tensor = options->tensor_model_parallel_size,
                            .context = options->context_parallel_size,
                            .pipeline = options->pipeline_model_parallel_size,
@@ -3611,7 +3612,7 @@ mt_grid_shape mt_grid_shape_of(const mt_options *options, int64_t world_size) {
                            .num_query_groups = options->num_query_groups,
                            .context_a2a = options->context_a2a_size,
                            .context_blocks = options->dynamic_context_parallel,
-                           .linear_key_heads = options->linear_layers ? options->linear_num_key_heads : 0};
+                           .linear_key_heads = has_delta ? options->linear_num_key_heads : 0};
     if (options->num_experts > 0)
         shape.expert = options->expert_model_parallel_size, shape.expert_tensor = options->expert_tensor_parallel_size;
     shape.data = world_size / (shape.tensor * shape.context * shape.pipeline);
@@ -5485,6 +5486,12 @@ mt_layer_kind mt_layer_kind_of(const mt_options *o, int64_t layer) {
     kind.softmax = has_window || !o->sinks_in_windows_only ? o->softmax_type : MT_SOFTMAX_VANILLA;
     kind.rope = !has_rope ? MT_ROPE_NONE : has_window && o->window_rotary_base > 0 ? MT_ROPE_WINDOW : MT_ROPE_MODEL;
     return kind;
+}
+
+bool mt_has_mixer(const mt_options *o, mt_mixer_kind mixer) {
+    for (int64_t i = 0; i < o->num_layers; i++)
+        if (mt_layer_kind_of(o, i).mixer == mixer) return true;
+    return false;
 }
 
 bool mt_layer_has_experts(const mt_options *o, int64_t layer) {

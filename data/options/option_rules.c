@@ -188,7 +188,7 @@ static int mt_options_check_multiples(const mt_options *o, int64_t world_size, m
     int64_t tp = o->tensor_model_parallel_size, cp = o->context_parallel_size, pp = o->pipeline_model_parallel_size;
     int64_t ep = o->expert_model_parallel_size, etp = mt_max(o->expert_tensor_parallel_size, 1);
     const char *tensor = "--tensor-model-parallel-size";
-    bool has_delta = o->linear_layers && o->experimental_attention_variant == MT_VARIANT_GATED_DELTA_NET;
+    bool has_delta = mt_has_mixer(o, MT_MIXER_GATED_DELTA_NET);
     const mt_multiple rows[] = {
         {"the number of ranks", world_size,
          "--tensor-model-parallel-size x --pipeline-model-parallel-size x --context-parallel-size =", tp * pp * cp,
