@@ -6301,7 +6301,7 @@ typedef struct mt_layer_scratch {
     void *dgate;                     // [T, H Dv] gradient of the output gate
     void *dconv, *ddelta;            // gradients of conv and delta_out of a gated delta net
     void *dshort_x;                  // [T, C / tp] gradient of a short convolution's input
-    mt_carry conv_carry, rule_carry; // its states in context parallelism
+    mt_carry conv_carry, rule_carry; // context parallelism: states of a mixer's convolution, of the delta rule
     float *rule_maps, *drule_maps;   // [MT_PIECES, Hv, Dk, Dv + Dk] and [MT_PIECES, Hv, Dk, Dv]: see mt_delta_args
     /* latent attention */
     void *kv_b_out;     // [T, H (D - rotary + Dv)] output of kv_b, and its gradient
@@ -15425,10 +15425,10 @@ static void mt_cpu_gated_norm_backward(const mt_gated_norm_args *a, mt_dtype dty
 /* Tensor-parallel ranks share the heads: each has the same share of q, k, v, z, b, a, of the taps and of the state, and
  * the output linear sums over the ranks. With fewer key heads than ranks, neighbours compute the same q and k, for
  * value heads of their own. Context-parallel ranks pass states: first the convolution's K - 1 tokens, then, when each
- * has computed the map of its own pieces, the states of the rule; the backward passes their gradients back in the
- * reverse order. It passes the states once more too, so that no more is saved than on one rank. Cost: the map is about
- * as much work as half a forward; a state of Hv Dk Dv floats goes over 2 cp - 2 links one after another.
- */
+ * has computed the map of its own pieces, the states of the rule. The backward computes maps and passes states again,
+ * so that no more is saved than on one rank: the convolution's backward reads the tokens before a piece, the rule's the
+ * state before it, and gradients pass through the map. These pass from the last piece to the first. Cost: the map is
+ * about as much work as half a forward; a state of Hv Dk Dv floats goes over 2 cp - 2 links one after another. */
 
 static void mt_delta_slots(const mt_model *m, mt_slots *s, const mt_layer *w) {
     mt_delta_sizes z = mt_delta_sizes_of(m);
