@@ -6043,9 +6043,8 @@ static void mt_param_add(mt_param_table *table, const mt_role_row *row, int64_t 
     bool stacked = row->unit == MT_UNIT_EXPERTS && !strchr(mt_role_row_name(row, table->family->names), '#');
     bool of_layer = param->is_linear && layer >= 0 && param->linear != MT_LINEAR_ROUTER && !(row->when & MT_HAS(MTP));
     param->takes_fp8 = of_layer && !continues;
-    // an adapter's file names modules
-    param->can_adapt = of_layer && !stacked && param->hf_groups == 1 && !mt_is_delta_in(row->role);
-    MT_CHECK(!param->can_adapt || row->role < 64); // mt_options.lora_roles has 64 bits
+    // an adapter's file names modules, and mt_options.lora_roles has 64 bits
+    param->can_adapt = of_layer && !stacked && param->hf_groups == 1 && !mt_is_delta_in(row->role) && row->role < 64;
     if (stacked)
         mt_param_stack(table, row, param);
     else
