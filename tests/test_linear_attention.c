@@ -311,31 +311,48 @@ static piece piece_of(int n) {
     return p;
 }
 
-/* Piece after piece by the operations of context parallelism, in pieces' order and back: states[PIECES + 1][elements]
- * are those before the pieces, dstates those after them. */
+/* A visit of a piece, forward or backward: its states, those that it passes on, and the gradient of the state after it.
+ */
+typedef struct visit {
+    piece p;
+    bool forward;
+    mt_states states;
+    mt_carried_state forth, back;
+    const float *dstates;
+} visit;
+
+/* Visit `step` of 2 * PIECES, in the pieces' order and back: states[PIECES + 1][elements] are those before the pieces,
+ * dstates those after them. A piece without tokens passes its state on. */
+static void visit_piece(visit *v, int step, float *states, float *dstates, int64_t elements) {
+    int n = step < PIECES ? step : 2 * PIECES - 1 - step;
+    float *before = states + n * elements, *after = dstates + n * elements;
+    size_t bytes = (size_t)elements * sizeof *before;
+    *v = (visit){.p = piece_of(n), .forward = step < PIECES, .dstates = after};
+    v->p.list.host = v->p.list.device = v->p.spans;
+    v->states = (mt_states){.memory = before, .slots = 1, .first = &v->p.first, .last = &v->p.last};
+    v->forth = (mt_carried_state){0, v->p.continues ? before : NULL, before + elements};
+    v->back = (mt_carried_state){0, v->p.goes_on ? after : NULL, after - elements};
+    if (v->p.empty && v->forward) memcpy(v->forth.out, before, bytes);
+    if (v->p.empty && !v->forward) memcpy(v->back.out, after, bytes);
+}
+
+/* Piece after piece by the operations of context parallelism. */
 static void carry_delta(mt_delta_args a, float *states, float *dstates, int64_t elements, int64_t map_elements) {
     float *maps = calloc((size_t)map_elements, sizeof *maps), *dmaps = calloc((size_t)elements, sizeof *dmaps);
     for (int step = 0; step < 2 * PIECES; step++) {
-        int n = step < PIECES ? step : 2 * PIECES - 1 - step;
-        piece p = piece_of(n);
-        p.list.host = p.list.device = p.spans;
-        float *before = states + n * elements, *after = dstates + n * elements;
-        a.spans = &p.list, a.maps = maps, a.dmaps = dmaps, a.dstates = NULL;
-        a.states = (mt_states){.memory = before, .slots = 1, .first = &p.first, .last = &p.last};
-        mt_carried_state forth = {0, p.continues ? before : NULL, before + elements};
-        mt_carried_state back = {0, p.goes_on ? after : NULL, after - elements};
-        if (p.empty && step < PIECES) memcpy(forth.out, before, (size_t)elements * sizeof *before);
-        if (p.empty && step >= PIECES) memcpy(back.out, after, (size_t)elements * sizeof *after);
-        if (p.empty) continue;
+        visit v;
+        visit_piece(&v, step, states, dstates, elements);
+        if (v.p.empty) continue;
+        a.spans = &v.p.list, a.states = v.states, a.maps = maps, a.dmaps = dmaps, a.dstates = NULL;
         ops->delta_rule_map_forward(&a, MT_F32, NULL);
-        if (step < PIECES) {
-            if (p.goes_on) ops->delta_rule_carry_forward(&a, &forth, MT_F32, NULL);
+        if (v.forward) {
+            if (v.p.goes_on) ops->delta_rule_carry_forward(&a, &v.forth, MT_F32, NULL);
             ops->delta_rule_forward(&a, MT_F32, NULL);
             continue;
         }
         ops->delta_rule_map_backward(&a, MT_F32, NULL);
-        if (p.continues) ops->delta_rule_carry_backward(&a, &back, MT_F32, NULL);
-        a.dstates = after;
+        if (v.p.continues) ops->delta_rule_carry_backward(&a, &v.back, MT_F32, NULL);
+        a.dstates = v.dstates;
         ops->delta_rule_backward(&a, MT_F32, NULL);
     }
     free(maps), free(dmaps);
@@ -371,24 +388,17 @@ static void the_delta_rule_in_pieces_equals_that_of_whole_sequences(void **state
 
 static void carry_conv(mt_conv_args a, float *states, float *dstates, int64_t elements) {
     for (int step = 0; step < 2 * PIECES; step++) {
-        int n = step < PIECES ? step : 2 * PIECES - 1 - step;
-        piece p = piece_of(n);
-        p.list.host = p.list.device = p.spans;
-        float *before = states + n * elements, *after = dstates + n * elements;
-        a.spans = &p.list, a.dstates = NULL;
-        a.states = (mt_states){.memory = before, .slots = 1, .first = &p.first, .last = &p.last};
-        mt_carried_state forth = {0, p.continues ? before : NULL, before + elements};
-        mt_carried_state back = {0, p.goes_on ? after : NULL, after - elements};
-        if (p.empty && step < PIECES) memcpy(forth.out, before, (size_t)elements * sizeof *before);
-        if (p.empty && step >= PIECES) memcpy(back.out, after, (size_t)elements * sizeof *after);
-        if (p.empty) continue;
-        if (step < PIECES) {
-            if (p.goes_on) ops->short_conv_carry_forward(&a, &forth, MT_F32, NULL);
+        visit v;
+        visit_piece(&v, step, states, dstates, elements);
+        if (v.p.empty) continue;
+        a.spans = &v.p.list, a.states = v.states, a.dstates = NULL;
+        if (v.forward) {
+            if (v.p.goes_on) ops->short_conv_carry_forward(&a, &v.forth, MT_F32, NULL);
             ops->short_conv_forward(&a, MT_F32, NULL);
             continue;
         }
-        if (p.continues) ops->short_conv_carry_backward(&a, &back, MT_F32, NULL);
-        a.dstates = after;
+        if (v.p.continues) ops->short_conv_carry_backward(&a, &v.back, MT_F32, NULL);
+        a.dstates = v.dstates;
         ops->short_conv_backward(&a, MT_F32, NULL);
     }
 }
