@@ -3026,8 +3026,11 @@ static void own_checkpoints_accept_the_options_that_made_them(void **state) {
     snprintf(line, sizeof line, "%.599s --load %s", model, folder); // experts of 16
     expect_error(line, "--ffn-hidden-size is 16, but the weights have 4");
     remove_model(folder);
-    static const char *const others[][2] = {{"--num-query-groups 0", "--num-query-groups 2"},
-                                            {"--add-qkv-bias", "--add-qkv-bias --disable-bias-linear"}};
+    static const char *const others[][2] = {
+        {"--num-query-groups 0", "--num-query-groups 2"},
+        {"--add-qkv-bias", "--add-qkv-bias --disable-bias-linear"},
+        {"--position-embedding-type rope --no-rope-freq 9", "--position-embedding-type rope --no-rope-freq 2"},
+        {"--window-size 4 --window-attn-skip-freq 9", "--window-size 4 --window-attn-skip-freq 2"}};
     for (size_t i = 0; i < sizeof others / sizeof *others; i++) {
         snprintf(saved, sizeof saved, RUN "%s", others[i][0]);
         folder = folder_of_model(saved);

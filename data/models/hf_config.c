@@ -1280,10 +1280,11 @@ static bool mt_option_differs(const mt_options *options, const mt_options *shape
     char *given = mt_option_text(options, row), *theirs = mt_option_text(shape, row);
     bool differs = strcmp(given, theirs) != 0;
     bool has_layers = mt_option_names_layers(row, &rule) && (rule != MT_EXPERT_LAYERS || count > 0);
-    if (differs && has_layers && *given && *theirs) {
+    bool all = !*theirs && has_layers && (rule == MT_WINDOW_LAYERS || rule == MT_ROPE_LAYERS); // as without the option
+    if (differs && has_layers && *given && (*theirs || all)) {
         char *asked = mt_layer_freq_expand(given, rule, shape->num_layers, true, &ignored);
-        char *stored = mt_layer_freq_expand(theirs, rule, shape->num_layers, false, &ignored);
-        differs = !asked || !stored || strcmp(asked, stored) != 0;
+        char *stored = all ? NULL : mt_layer_freq_expand(theirs, rule, shape->num_layers, false, &ignored);
+        differs = !asked || (all ? strchr(asked, '0') != NULL : !stored || strcmp(asked, stored) != 0);
         free(asked), free(stored);
     } else if (differs && count > 0 && row->offset == MT_AT(ffn_hidden_size)) {
         char *stored = mt_layer_freq_expand(shape->moe_layer_freq, MT_EXPERT_LAYERS, count, false, &ignored);
@@ -1308,7 +1309,7 @@ static int mt_options_check_weights(const mt_options *options, const mt_options 
         if (!mt_option_differs(options, shape, row)) continue;
         char *given = mt_option_text(options, row), *theirs = mt_option_text(shape, row);
         mt_error_set(error, "--%s is %.60s, but the weights have %.60s (%.200s); leave the option out", row->name,
-                     given, theirs, path);
+                     given, *theirs ? theirs : "none", path);
         free(given), free(theirs);
         return -1;
     }
