@@ -311,7 +311,8 @@ static piece piece_of(int n) {
     return p;
 }
 
-/* A visit of a piece, forward or backward: its states, those that it passes on, and the gradient of the state after it.
+/* A visit of a piece, forward or backward: its states, the states that it passes on, and the gradient of the state
+ * after it.
  */
 typedef struct visit {
     piece p;

@@ -3029,8 +3029,7 @@ static void own_checkpoints_accept_the_options_that_made_them(void **state) {
     static const char *const others[][2] = {
         {"--num-query-groups 0", "--num-query-groups 2"},
         {"--add-qkv-bias", "--add-qkv-bias --disable-bias-linear"},
-        {"--position-embedding-type rope --no-rope-freq 9", "--position-embedding-type rope --no-rope-freq 2"},
-        {"--window-size 4 --window-attn-skip-freq 9", "--window-size 4 --window-attn-skip-freq 2"}};
+        {"--position-embedding-type rope --no-rope-freq 9", "--position-embedding-type rope --no-rope-freq 2"}};
     for (size_t i = 0; i < sizeof others / sizeof *others; i++) {
         snprintf(saved, sizeof saved, RUN "%s", others[i][0]);
         folder = folder_of_model(saved);

@@ -1280,7 +1280,7 @@ static bool mt_option_differs(const mt_options *options, const mt_options *shape
     char *given = mt_option_text(options, row), *theirs = mt_option_text(shape, row);
     bool differs = strcmp(given, theirs) != 0;
     bool has_layers = mt_option_names_layers(row, &rule) && (rule != MT_EXPERT_LAYERS || count > 0);
-    bool all = !*theirs && has_layers && (rule == MT_WINDOW_LAYERS || rule == MT_ROPE_LAYERS); // as without the option
+    bool all = !*theirs && has_layers && rule == MT_ROPE_LAYERS; // have RoPE
     if (differs && has_layers && *given && (*theirs || all)) {
         char *asked = mt_layer_freq_expand(given, rule, shape->num_layers, true, &ignored);
         char *stored = all ? NULL : mt_layer_freq_expand(theirs, rule, shape->num_layers, false, &ignored);
