@@ -15418,8 +15418,8 @@ static void mt_cpu_gated_norm_backward(const mt_gated_norm_args *a, mt_dtype dty
  * the output linear sums over the ranks. With fewer key heads than ranks, neighbours compute the same q and k, for
  * value heads of their own. Context-parallel ranks pass states: first the convolution's K - 1 tokens, then, when each
  * has computed the map of its own pieces, the states of the rule; the backward passes their gradients back in the
- * reverse order. It passes the states once more too, so that no more is saved than on one rank. Cost: the map is as much
- * work as another forward of the rule; a state of Hv Dk Dv floats goes over 2 cp - 2 links one after another.
+ * reverse order. It passes the states once more too, so that no more is saved than on one rank. Cost: the map is as
+ * much work as another forward of the rule; a state of Hv Dk Dv floats goes over 2 cp - 2 links one after another.
  */
 
 static void mt_delta_slots(const mt_model *m, mt_slots *s, const mt_layer *w) {

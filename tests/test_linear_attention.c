@@ -312,8 +312,7 @@ static piece piece_of(int n) {
 }
 
 /* A visit of a piece, forward or backward: its states, the states that it passes on, and the gradient of the state
- * after it.
- */
+ * after it. */
 typedef struct visit {
     piece p;
     bool forward;
