@@ -3029,6 +3029,7 @@ static void own_checkpoints_accept_the_options_that_made_them(void **state) {
     static const char *const others[][2] = {
         {"--num-query-groups 0", "--num-query-groups 2"},
         {"--add-qkv-bias", "--add-qkv-bias --disable-bias-linear"},
+        {"--kv-channels 16 --value-channels 16", "--kv-channels 16 --value-channels 8"},
         {"--position-embedding-type rope --no-rope-freq 9", "--position-embedding-type rope --no-rope-freq 2"}};
     for (size_t i = 0; i < sizeof others / sizeof *others; i++) {
         snprintf(saved, sizeof saved, RUN "%s", others[i][0]);

@@ -1271,8 +1271,8 @@ static int mt_config_read(mt_options *shape, const char *json, int64_t bytes, co
 }
 
 /* True if a given value means another model than the weights are of. A list of layers can be written in several ways;
- * the width of the MLP has no meaning where every layer has experts of a given width; 0 query groups are one per head;
- * biases of all linear layers include those of queries, keys and values. */
+ * the width of the MLP has no meaning where every layer has experts of a given width; 0 query groups are one per head,
+ * and 0 value channels are those of keys; biases of all linear layers include those of queries, keys and values. */
 static bool mt_option_differs(const mt_options *options, const mt_options *shape, const mt_option *row) {
     mt_error ignored;
     mt_layer_freq_rule rule;
@@ -1292,6 +1292,8 @@ static bool mt_option_differs(const mt_options *options, const mt_options *shape
         free(stored);
     } else if (differs && row->offset == MT_AT(num_query_groups)) {
         differs = options->num_query_groups != 0 || shape->num_query_groups != shape->num_attention_heads;
+    } else if (differs && row->offset == MT_AT(value_channels)) {
+        differs = shape->value_channels != 0 || options->value_channels != shape->kv_channels;
     } else if (differs && row->offset == MT_AT(add_qkv_bias)) {
         differs = !shape->add_bias_linear || (!options->add_qkv_bias && !options->add_bias_linear);
     }
