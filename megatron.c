@@ -10776,10 +10776,12 @@ static void mt_buckets_size(mt_model *m) {
         if (mt_num_states(param->optimizer) == MT_NUM_STATES) b->v_count += b->count - before;
     }
     int64_t ranks = m->grid->data_context.size, expert_ranks = m->grid->expert_data.size;
+    bool two_states = mt_num_states(mt_element_optimizer(m->options)) == MT_NUM_STATES;
     int64_t *loads = mt_calloc((ranks + expert_ranks) * (int64_t)sizeof *loads); // of each group
     for (mt_bucket *b = m->buckets; b < m->buckets + m->num_buckets; b++) {
         int64_t shards = b->strategy == MT_NO_SHARD ? 1 : b->group->size, multiple = shards * MT_PARAM_ALIGNMENT;
-        int64_t with_one = b->v_count > 0 ? b->count - b->v_count : INT64_MAX; // leading elements with one state
+        // leading elements with one state: padding behind matrices is updated as other elements are
+        int64_t with_one = two_states ? b->count - b->v_count : INT64_MAX;
         b->count = (b->count + multiple - 1) / multiple * multiple, b->shard_count = b->count / shards;
         b->shard_first = shards > 1 ? b->group->rank * b->shard_count : 0;
         bool has_experts = b->group == &m->grid->expert_data;
