@@ -6050,9 +6050,8 @@ static void mt_param_add(mt_param_table *table, const mt_role_row *row, int64_t 
     bool stacked = row->unit == MT_UNIT_EXPERTS && !strchr(mt_role_row_name(row, table->family->names), '#');
     bool of_layer = param->is_linear && layer >= 0 && param->linear != MT_LINEAR_ROUTER && !(row->when & MT_HAS(MTP));
     param->takes_fp8 = of_layer && !continues;
-    // an adapter's file names modules
-    param->can_adapt = of_layer && !stacked && param->hf_groups == 1 && !mt_is_delta_in(row->role);
-    MT_CHECK(!param->can_adapt || row->role < 64); // mt_options.lora_roles has 64 bits
+    // an adapter's file names modules, and mt_options.lora_roles has 64 bits
+    param->can_adapt = of_layer && !stacked && param->hf_groups == 1 && !mt_is_delta_in(row->role) && row->role < 64;
     if (stacked)
         mt_param_stack(table, row, param);
     else
@@ -10784,10 +10783,12 @@ static void mt_buckets_size(mt_model *m) {
         if (mt_num_states(param->optimizer) == MT_NUM_STATES) b->v_count += b->count - before;
     }
     int64_t ranks = m->grid->data_context.size, expert_ranks = m->grid->expert_data.size;
+    bool two_states = mt_num_states(mt_element_optimizer(m->options)) == MT_NUM_STATES;
     int64_t *loads = mt_calloc((ranks + expert_ranks) * (int64_t)sizeof *loads); // of each group
     for (mt_bucket *b = m->buckets; b < m->buckets + m->num_buckets; b++) {
         int64_t shards = b->strategy == MT_NO_SHARD ? 1 : b->group->size, multiple = shards * MT_PARAM_ALIGNMENT;
-        int64_t with_one = b->v_count > 0 ? b->count - b->v_count : INT64_MAX; // leading elements with one state
+        // leading elements with one state: padding behind matrices is updated as other elements are
+        int64_t with_one = two_states ? b->count - b->v_count : INT64_MAX;
         b->count = (b->count + multiple - 1) / multiple * multiple, b->shard_count = b->count / shards;
         b->shard_first = shards > 1 ? b->group->rank * b->shard_count : 0;
         bool has_experts = b->group == &m->grid->expert_data;
@@ -15427,8 +15428,8 @@ static void mt_cpu_gated_norm_backward(const mt_gated_norm_args *a, mt_dtype dty
  * value heads of their own. Context-parallel ranks pass states: first the convolution's K - 1 tokens, then, when each
  * has computed the map of its own pieces, the states of the rule. The backward computes maps and passes states again,
  * so that no more is saved than on one rank: the convolution's backward reads the tokens before a piece, the rule's the
- * state before it, and gradients pass through the map. These pass from the last piece to the first. Cost: the map is
- * about as much work as half a forward; a state of Hv Dk Dv floats goes over 2 cp - 2 links one after another. */
+ * state before it, and gradients pass through the map. These pass from the last piece to the first. Cost: the map is as
+ * much work as another forward of the rule; a state of Hv Dk Dv floats goes over 2 cp - 2 links one after another. */
 
 static void mt_delta_slots(const mt_model *m, mt_slots *s, const mt_layer *w) {
     mt_delta_sizes z = mt_delta_sizes_of(m);

@@ -4,6 +4,7 @@
 #include "../data/tokens/tokenizer_sentencepiece.h"
 #include "../data/options/option_table.h"
 #include "../data/options/options.h"
+#include "new_folder.h"
 
 #include <jansson.h>
 #include <pthread.h>
@@ -165,8 +166,8 @@ static void gpt2_vocab_and_merges_match_tokenizers(void **state) {
 static void tiktoken_model_matches_tiktoken(void **state) {
     (void)state;
     skip_without_libraries();
-    char root[] = "/tmp/mt_tokenizer_XXXXXX", file[64];
-    assert_non_null(mkdtemp(root));
+    char root[64], file[128];
+    assert_int_equal(new_folder(root), 0);
     json_t *expected = read_json(GOLDEN "kimi/expected.json"), *answer;
     mt_tokenizer *first = open_or_fail(MT_TOKENIZER_HUGGINGFACE, GOLDEN "kimi/tiktoken.model"), *tokenizer;
     mt_error error;
@@ -221,8 +222,8 @@ static void damaged_tiktoken_models_are_refused_by_line(void **state) {
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
         mt_tokenizer *tokenizer;
         mt_error error = {0};
-        char root[] = "/tmp/mt_tokenizer_XXXXXX", path[64], config[64];
-        assert_non_null(mkdtemp(root));
+        char root[64], path[128], config[128];
+        assert_int_equal(new_folder(root), 0);
         snprintf(path, sizeof path, "%s/tiktoken.model", root);
         snprintf(config, sizeof config, "%s/tokenizer_config.json", root);
         const char *at = strstr(whole.data, cases[i].replaced);
@@ -462,8 +463,8 @@ static void eod_is_the_configured_token_or_has_a_usual_name(void **state) {
 }
 
 static void check_save(mt_tokenizer_type type, const char *path) {
-    char folder[] = "/tmp/mt_tokenizer_XXXXXX", command[64];
-    assert_non_null(mkdtemp(folder));
+    char folder[64], command[128];
+    assert_int_equal(new_folder(folder), 0);
     mt_tokenizer *tokenizer = open_or_fail(type, path), *again;
     mt_error error;
     const char *text = "Save me, and find me again.";
@@ -507,9 +508,9 @@ static void files_beside_a_tokenizer_are_saved(void **state) {
                  {MT_TOKENIZER_SENTENCEPIECE, "unigram.model from/tokenizer.model"},
                  {MT_TOKENIZER_GPT2_BPE, "gpt2/vocab.json gpt2/merges.txt from"}};
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
-        char root[] = "/tmp/mt_tokenizer_XXXXXX", from[64], to[64], command[400];
+        char root[64], from[128], to[128], command[500];
         mt_error error;
-        assert_non_null(mkdtemp(root));
+        assert_int_equal(new_folder(root), 0);
         snprintf(from, sizeof from, "%s/from", root);
         snprintf(to, sizeof to, "%s/to", root);
         snprintf(command, sizeof command,
