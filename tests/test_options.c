@@ -2778,6 +2778,8 @@ static void other_arrangements_of_a_family_are_refused(void **state) {
         {SIZES_OF("lfm2"), "\"layer_types\" lists no layer of conv"},
         {SIZES_OF("lfm2") ", \"layer_types\": [\"conv\", \"mamba\"]", "full_attention and conv are supported"},
         {SIZES_OF("lfm2") ", \"full_attn_idxs\": [0], \"block_multiple_of\": 0", "\"block_multiple_of\" is 0"},
+        {SIZES_OF("lfm2") ", \"full_attn_idxs\": [0], \"block_multiple_of\": 9223372036854775807",
+         "must be in [1,16777216]"},
         {SIZES_OF("lfm2") ", \"full_attn_idxs\": [0], \"block_ffn_dim_multiplier\": -1", "must be in (0,1024]"},
     };
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {

@@ -81,7 +81,7 @@ every_template_holds_a_conversation() {
             printf 'hi\nhi\n' | "$infer" --load "$work/talks" --chat --chat-template $template --temperature 0 \
                 --max-new-tokens 16 --device cpu >"$work/answers" 2>"$work/err" || return 1
         case $template in chatml) # whose end of a turn is not the tokenizer's end of a text
-            tr -d ' \n' <"$work"/talks/iter*/generation_config.json >"$work/flat"
+            tr -d ' \n' <"$work"/talks/iter_0000100/generation_config.json >"$work/flat"
             says '"eos_token_id":\[[0-9]*,[0-9]*\]' "$work/flat" || return 1 ;;
         esac
         [ "$(grep -c '^ *hello$' "$work/answers")" = 2 ] || { echo "$template" && cat "$work/answers" && return 1; }

@@ -31,7 +31,7 @@ static int mt_option_reader_compare_names(mt_option_reader *reader, const mt_opt
         mt_strings_add(named, option), mt_strings_add(named, where), mt_strings_add(named, value);
     } else if (strcmp(named->items[i + 1], where) != 0 && strcmp(named->items[i + 2], value) != 0) {
         mt_strings_free(&reader->options->typed_names);            // the message has the names as they were given
-        bool is_flag = row->type == MT_FLAG || row->type == MT_NO; // of which a name may be the opposite
+        bool is_flag = row->type == MT_FLAG || row->type == MT_NO; // one name may be the opposite
         const char *first = is_flag ? "" : named->items[i + 2], *space = is_flag ? "" : " ";
         status =
             mt_error_set(error, "%s%s%.100s and %s%s%.100s are two names of one option, with two values; leave one out",

@@ -263,6 +263,9 @@ static void name_turn_end(mt_run *r) {
     if (mt_chat_open(&chat, o->chat_template, r->tokenizer, path, &error) != 0) return;
     int status = mt_chat_set_variables(chat, o->chat_template_kwargs, &error);
     if (status == 0) status = mt_chat_prepare(chat, &error);
+    mt_stops stops;
+    if (status == 0) status = mt_stops_of_options(&stops, o, &error);
+    if (status == 0 && stops.count == 0) mt_generation_config_add_end(o, mt_tokenizer_eod(r->tokenizer));
     if (status == 0) mt_generation_config_add_end(o, mt_chat_end(chat));
     mt_chat_close(chat);
 }
