@@ -444,6 +444,10 @@ static void values_that_agree_are_no_contradiction(void **state) {
         {"", "--learning-rate 0.001", "--learning-rate 0.002", "--lr 0.001 and --learning-rate 0.002 are two names"},
         {"", "--max-steps 10", "--max-steps 11", "are two names of one option, with two values"},
         {"--num-experts 4", "--num-moe-experts 4", "--num-moe-experts 8", "two names of one option"},
+        {"--disable-bias-linear", "--add-bias-linear false", "--add-bias-linear",
+         "--disable-bias-linear and --add-bias-linear are two names of one option"},
+        {"--attention-backend unfused", "--use-flash-attn false", "--use-flash-attn",
+         "--attention-backend unfused and --use-flash-attn flash are two names of one option"},
         {"--global-batch-size 4", "--train-samples 40", "--train-samples 41",
          "--train-iters and --train-samples exclude each other unless they agree"},
         {"--global-batch-size 8 --micro-batch-size 2", "--gradient-accumulation-steps 4",
@@ -734,7 +738,7 @@ static void messages_have_the_names_that_were_given(void **state) {
     expect_error(RUN "--add-bias-linear=False --disable-bias-linear=maybe", "--disable-bias-linear expects true or");
     expect_error(RUN "--no-position-embedding --multi-latent-attention --normalization RMSNorm",
                  "needs --position-embedding-type (by --no-position-embedding) rope, not none");
-    expect_error(RUN "--use-flash-attn --attention-backend cudnn", "--attention-backend cudnn needs --bf16");
+    expect_error(RUN "--use-flash-attn false --attention-backend cudnn", "--attention-backend cudnn needs --bf16");
     expect_error(RUN "--use-megatron-fsdp --pipeline-schedule zb-h1 --pipeline-model-parallel-size 2",
                  "--data-parallel-sharding-strategy (by --use-megatron-fsdp) ");
 #ifdef MT_HAVE_YAML
@@ -2767,6 +2771,8 @@ static void other_arrangements_of_a_family_are_refused(void **state) {
         {SIZES_OF("lfm2"), "\"layer_types\" lists no layer of conv"},
         {SIZES_OF("lfm2") ", \"layer_types\": [\"conv\", \"mamba\"]", "full_attention and conv are supported"},
         {SIZES_OF("lfm2") ", \"full_attn_idxs\": [0], \"block_multiple_of\": 0", "\"block_multiple_of\" is 0"},
+        {SIZES_OF("lfm2") ", \"full_attn_idxs\": [0], \"block_multiple_of\": 9223372036854775807",
+         "must be in [1,16777216]"},
         {SIZES_OF("lfm2") ", \"full_attn_idxs\": [0], \"block_ffn_dim_multiplier\": -1", "must be in (0,1024]"},
     };
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {

@@ -202,9 +202,13 @@ static void damaged_tiktoken_models_are_refused_by_line(void **state) {
     (void)state;
     skip_without_libraries();
     mt_text whole = read_whole(GOLDEN "kimi/tiktoken.model");
-    static const struct {
+    char long_token[3000] = "AQ== 1\n";
+    memset(strchr(long_token, 0), 'e', 2736); // 2052 bytes in base64
+    strcpy(strchr(long_token, 0), " 900\n");
+    const struct {
         const char *replaced, *by, *config, *message;
     } cases[] = {
+        {"AQ== 1\n", long_token, NULL, "x/tiktoken.model:3: has a token of 2052 bytes, more than 2048"},
         {"AQ== 1\n", "AQ== 1 1\n", NULL, "x/tiktoken.model:2: is not a token in base64"},
         {"AQ== 1\n", "AQ= 1\n", NULL, "x/tiktoken.model:2: is not a token in base64"},
         {"AQ== 1\n", "A=Q= 1\n", NULL, "x/tiktoken.model:2: is not a token in base64"},

@@ -931,7 +931,8 @@ static void mt_config_read_adjusted_width(mt_config *config, mt_options *shape) 
     double factor = mt_config_real(config, config->root, "block_ffn_dim_multiplier", 1);
     int64_t multiple = mt_config_int(config, config->root, "block_multiple_of", 256);
     if (config->failed || !adjusts) return;
-    if (multiple < 1) mt_config_fail(config, "\"block_multiple_of\" is %lld, must be positive", (long long)multiple);
+    if (multiple < 1 || multiple > 16777216)
+        mt_config_fail(config, "\"block_multiple_of\" is %lld, must be in [1,16777216]", (long long)multiple);
     if (!(factor > 0 && factor <= 1024))
         mt_config_fail(config, "\"block_ffn_dim_multiplier\" is %g, must be in (0,1024]", factor);
     if (config->failed) return;
