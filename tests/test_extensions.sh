@@ -14,24 +14,37 @@ parts='activation optimizer loss family mixer'
 libraries='mpi blas openmp dnnl yaml pcre2 utf8proc cuda nccl cudnn gnuplot cmocka' # to do without
 tree=$work/tree
 
-# A patch of each part applies to the sources as they are.
-patches_apply() {
-    mkdir "$tree" && cp -R megatron.c megatron.h train.c infer.c Makefile data cuda "$tree" || return 1
-    for part in $parts; do
-        (cd "$tree" && patch -p1 -s) <"notes/extensions/$part.patch" >"$work/out" 2>&1 || {
-            echo "notes/extensions/$part.patch does not apply; make the same change in a copy, and git diff -U1" \
-                >>"$work/out"
+# copy_with FOLDER FUZZ PART...: a copy of the sources with the patches of parts.
+copy_with() {
+    folder=$1 fuzz=$2
+    shift 2
+    mkdir "$folder" && cp -R megatron.c megatron.h train.c infer.c Makefile data cuda "$folder" || return 1
+    for part; do
+        (cd "$folder" && patch -p1 -s -F "$fuzz" --no-backup-if-mismatch) <"notes/extensions/$part.patch" \
+            >"$work/out" 2>&1 || {
+            echo "notes/extensions/$part.patch does not apply; make the same change in a copy, and git diff" >>"$work/out"
             return 1
         }
     done
 }
 
-# The table of the page has the files and places (hunks with a line of context) of each patch.
+# All together, where one patch may change a line of another one's context.
+patches_apply() {
+    # shellcheck disable=SC2086
+    copy_with "$tree" 2 $parts
+}
+
+# The table of the page has the files and places (changes more than two lines apart) of each patch, which applies to the
+# sources as they are.
 places_are_counted() {
     [ "$(ls notes/extensions)" = "$(for part in $parts; do echo "$part.patch"; done | sort)" ] || return 1
     for part in $parts; do
         patch=notes/extensions/$part.patch
-        files=$(grep -c '^+++ ' "$patch") places=$(grep -c '^@@ ' "$patch")
+        files=$(grep -c '^+++ ' "$patch")
+        copy_with "$work/$part" 0 "$part" || return 1
+        for file in $(sed -n 's|^+++ b/||p' "$patch"); do diff -U1 "$file" "$work/$part/$file"; done >"$work/changes"
+        places=$(grep -c '^@@ ' "$work/changes")
+        rm -r "${work:?}/$part"
         grep "^| \[$part\](extensions/$part.patch) " notes/extending.md >"$work/row"
         says "| $places places in $files files |$" "$work/row" || return 1
     done
