@@ -57,9 +57,11 @@ typedef struct choice {
 
 static choice *choices;
 
-/* A shape in cuBLASLt's terms. */
+/* A shape in cuBLASLt's terms. Streams in deterministic mode have plans of their own, since another stream's choice may
+ * have been timed. */
 typedef struct plan {
     product shape;
+    bool deterministic;
     cublasLtMatmulDesc_t operation;
     cublasLtMatrixLayout_t a, b, d;
     choice *chosen;
@@ -393,12 +395,12 @@ static plan *plan_for(const product *wanted, const operands *o, bool *is_new, mt
     product shape = *wanted;
     shape.alignment = shared_alignment(o);
     plan **list = list_of(&shape), *p = *list;
-    while (p && !same_shape(&p->shape, &shape)) p = p->next;
+    while (p && !(p->deterministic == stream->deterministic && same_shape(&p->shape, &shape))) p = p->next;
     *is_new = false;
     if (!p) {
         make_room(list);
         p = (plan *)mt_calloc(sizeof *p);
-        p->shape = shape, p->next = *list;
+        p->shape = shape, p->deterministic = stream->deterministic, p->next = *list;
         *list = p;
         describe(p);
     }

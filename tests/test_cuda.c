@@ -1581,6 +1581,38 @@ static void adamw_has_the_bits_of_the_cpu(void **state) {
     }
 }
 
+enum { FEW = 48, MANY = 64 }; // tokens
+
+/* In deterministic mode all numbers of tokens share an algorithm, and a product whose candidates another stream timed
+ * before is no exception: the first rows of many tokens have the bits of few. */
+static void a_deterministic_stream_takes_no_choice_that_was_timed(void **state) {
+    (void)state;
+    if (!gpu) skip();
+    int64_t bytes = gpu->workspace_bytes(1024, 40960, 32, 256);
+    void *room = gpu->memory_alloc(bytes);
+    mt_stream *deterministic = gpu->stream_create(room, bytes, true);
+    for (int64_t N = 8; N <= 512; N *= 4)
+        for (int64_t K = 16; K <= 16384; K *= 4) {
+            float *x = gpu->memory_alloc(MANY * K * 4), *w = gpu->memory_alloc(N * K * 4);
+            float *few = gpu->memory_alloc(MANY * N * 4), *many = gpu->memory_alloc(MANY * N * 4);
+            float *host[2] = {mt_malloc(FEW * N * 4), mt_malloc(FEW * N * 4)};
+            gpu->random_normal(x, MANY * K, 1, 0, 0, 1, MT_F32, gpu_stream);
+            gpu->random_normal(w, N * K, 2, 0, 0, 1, MT_F32, gpu_stream);
+            gpu->linear_forward(&(mt_linear_args){MANY, N, K, .x = x, .w = w, .y = many}, MT_F32, gpu_stream);
+            gpu->stream_synchronize(gpu_stream);
+            gpu->linear_forward(&(mt_linear_args){MANY, N, K, .x = x, .w = w, .y = many}, MT_F32, deterministic);
+            gpu->linear_forward(&(mt_linear_args){FEW, N, K, .x = x, .w = w, .y = few}, MT_F32, deterministic);
+            gpu->memory_copy(host[0], many, FEW * N * 4, deterministic);
+            gpu->memory_copy(host[1], few, FEW * N * 4, deterministic);
+            gpu->stream_synchronize(deterministic);
+            assert_memory_equal(host[0], host[1], (size_t)(FEW * N * 4));
+            gpu->memory_free(x), gpu->memory_free(w), gpu->memory_free(few), gpu->memory_free(many);
+            free(host[0]), free(host[1]);
+        }
+    gpu->stream_destroy(deterministic);
+    gpu->memory_free(room);
+}
+
 /* ---- failures ---------------------------------------------------------------------------------------------------- */
 
 /* The child process of a test: fails in the given way. */
@@ -1649,14 +1681,21 @@ static void close_gpu(void) {
 }
 
 int main(int argc, char **argv) {
-    struct CMUnitTest tests[NUM_OPERATIONS + 3] = {
+    const struct CMUnitTest others[] = {
         cmocka_unit_test(every_operation_is_tested),
         cmocka_unit_test(an_event_has_passed_when_what_was_enqueued_before_is_done),
-        cmocka_unit_test(adamw_has_the_bits_of_the_cpu), cmocka_unit_test(adamw_with_scales_has_the_bits_of_the_cpu),
-        cmocka_unit_test(failures_name_place_operation_and_rank_and_what_to_change)};
+        cmocka_unit_test(adamw_has_the_bits_of_the_cpu),
+        cmocka_unit_test(adamw_with_scales_has_the_bits_of_the_cpu),
+        cmocka_unit_test(a_deterministic_stream_takes_no_choice_that_was_timed),
+        cmocka_unit_test(failures_name_place_operation_and_rank_and_what_to_change),
+    };
+    enum { NUM_OTHERS = sizeof others / sizeof *others };
+    struct CMUnitTest tests[NUM_OTHERS + NUM_OPERATIONS];
+    memcpy(tests, others, sizeof others);
     if (argc > 1) return fail_on_purpose(argv[1]);
     for (size_t i = 0; i < NUM_OPERATIONS; i++)
-        tests[i + 3] = (struct CMUnitTest){operations[i].name, gpu_agrees_with_cpu, NULL, NULL, &operations[i]};
+        tests[NUM_OTHERS + i] =
+            (struct CMUnitTest){operations[i].name, gpu_agrees_with_cpu, NULL, NULL, &operations[i]};
     open_gpu();
     int failed = cmocka_run_group_tests_name("cuda", tests, NULL, NULL);
     close_gpu();
