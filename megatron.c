@@ -2203,6 +2203,11 @@ static inline float mt_sigmoid(float x) {
     return 1.0f / (1.0f + mt_exp(-x));
 }
 
+/* log(1 + exp(x)). */
+static inline float mt_softplus(float x) {
+    return x > 20 ? x : log1pf(expf(x));
+}
+
 /* The normal distribution function, erfc(-x / sqrt(2)) / 2, by the Chebyshev fit of Press et al., "Numerical recipes"
  * (erfcc), with a relative error below 1.2e-7. */
 static inline float mt_normal_cdf(float x) {
@@ -2647,9 +2652,20 @@ static void mt_cpu_sample(const mt_sample_args *a, mt_dtype dtype, mt_stream *st
 }
 
 /* ==== §3h mixture of experts ===================================================================================== */
-/* Invariant: a token's choices and weights depend on its own row only, so all layouts of ranks route alike. Softmax and
- * sigmoid keep the order of the logits: where nothing is added to the scores, experts are chosen by logits, because
- * rounding can make different scores equal. */
+/* Invariant: a token's choices and weights depend on its own row only, so all layouts of ranks route alike. All scores
+ * keep the order of the logits: where nothing is added to the scores, experts are chosen by logits, because rounding
+ * can make different scores equal. */
+
+/* The score of a logit by itself, and its derivative divided by it. */
+static inline float mt_score(mt_score_function score, float x) {
+    return score == MT_SCORE_SIGMOID ? mt_sigmoid(x) : sqrtf(mt_softplus(x));
+}
+
+static inline float mt_score_slope(mt_score_function score, float x) {
+    if (score == MT_SCORE_SIGMOID) return mt_sigmoid(-x);
+    float softplus = mt_softplus(x);
+    return softplus > 0 ? 0.5f * mt_sigmoid(x) / softplus : 0.5f; // 1 / 2 where both are about exp(x), which underflows
+}
 
 /* Every sum runs over the channels in order, for any number of rows. */
 static void mt_cpu_router_logits(const mt_linear_args *a, mt_dtype dtype, mt_stream *stream) {
@@ -2728,10 +2744,10 @@ static void mt_route_choose(int32_t *experts, const float *logits, const float *
     int64_t E = router->num_experts;
     float *keys = slice, *scores = slice + E, *spare = slice + 2 * E;
     for (int64_t e = 0; e < E; e++) {
-        scores[e] = router->sigmoid ? mt_sigmoid(logits[e]) : logits[e];
+        scores[e] = router->score ? mt_score(router->score, logits[e]) : logits[e];
         keys[e] = logits[e];
     }
-    if (!router->sigmoid && (router->pre_softmax || bias)) mt_row_softmax(scores, logits, E);
+    if (!router->score && (router->pre_softmax || bias)) mt_row_softmax(scores, logits, E);
     for (int64_t e = 0; e < E && bias; e++) keys[e] = scores[e] += bias[e];
     if (router->num_groups > 0) mt_route_limit_groups(keys, scores, spare, router);
     for (int64_t i = 0; i < router->topk; i++) {
@@ -2744,13 +2760,16 @@ static void mt_route_choose(int32_t *experts, const float *logits, const float *
 static void mt_route_weigh(float *probs, const int32_t *experts, const float *logits, float *slice,
                            const mt_router *router) {
     int64_t k = router->topk;
-    if (!router->sigmoid && router->pre_softmax) {
+    if (!router->score && router->pre_softmax) {
         mt_row_softmax(slice, logits, router->num_experts);
         for (int64_t j = 0; j < k; j++) probs[j] = slice[experts[j]];
         return;
     }
-    for (int64_t j = 0; j < k; j++) probs[j] = router->sigmoid ? mt_sigmoid(logits[experts[j]]) : logits[experts[j]];
-    if (!router->sigmoid)
+    for (int64_t j = 0; j < k; j++) {
+        float x = logits[experts[j]];
+        probs[j] = router->score ? mt_score(router->score, x) : x;
+    }
+    if (!router->score)
         mt_row_softmax(probs, probs, k);
     else if (k > 1)
         mt_row_normalize(probs, k);
@@ -2815,7 +2834,7 @@ static void mt_cpu_route_sinkhorn(const mt_route_args *a, mt_stream *stream) {
     double *cost = (double *)mt_scratch_grow(2 * (T * E + 2 * T + 2 * E) + E), *guard = cost + T * E;
     double *weight = guard + T, *scale = weight + T, *old = scale + E;
     float *slice = (float *)(old + E);
-    MT_CHECK(router->sigmoid ? k == 1 : router->pre_softmax);
+    MT_CHECK(router->score ? k == 1 : router->pre_softmax);
     // cost = exp(logits - max), with the maximum of each row against overflow; guard = 1e-8 / exp(max). A row that is
     // not finite, or padding, has cost 0.
     int64_t tokens = 0;
@@ -2852,11 +2871,11 @@ static void mt_cpu_route_sinkhorn(const mt_route_args *a, mt_stream *stream) {
 }
 
 /* From probabilities q over some experts and their gradients g, the gradient of the logits: q (g - sum(g q)) for a
- * softmax; the same times 1 - s for sigmoids s divided by their sum; g s (1 - s) for a single sigmoid. */
+ * softmax; the same times s' / s for scores s of their own divided by their sum; g s' for a single one. */
 static void mt_cpu_route_backward(const mt_route_args *a, mt_stream *stream) {
     const mt_router *router = a->router;
     int64_t E = router->num_experts, k = router->topk;
-    bool all = !router->sigmoid && router->pre_softmax; // the softmax includes experts that were not chosen
+    bool all = !router->score && router->pre_softmax; // the softmax includes experts that were not chosen
     mt_scratch scratch = mt_scratch_reserve(E + k);
 #pragma omp parallel for if (a->T * E > MT_PARALLEL)
     for (int64_t t = 0; t < a->T; t++) {
@@ -2867,10 +2886,10 @@ static void mt_cpu_route_backward(const mt_route_args *a, mt_stream *stream) {
         if (chosen[0] < 0) continue; // padding
         mt_route_weigh(q, chosen, x, slice, router);
         for (int64_t j = 0; j < k; j++) mean += g[j] * q[j];
-        if (router->sigmoid && k == 1) mean = 0;
+        if (router->score && k == 1) mean = 0;
         for (int64_t e = 0; e < E && all; e++) d[e] = -router->scaling * slice[e] * mean;
         for (int64_t j = 0; j < k; j++) {
-            float slope = router->sigmoid ? mt_sigmoid(-x[chosen[j]]) : 1.0f;
+            float slope = router->score ? mt_score_slope(router->score, x[chosen[j]]) : 1.0f;
             d[chosen[j]] = router->scaling * q[j] * (g[j] - mean) * slope;
         }
     }
@@ -2880,9 +2899,8 @@ static void mt_cpu_route_backward(const mt_route_args *a, mt_stream *stream) {
 static double mt_route_shares(float *shares, const float *logits, const mt_router *router) {
     int64_t E = router->num_experts;
     double lse = mt_row_softmax(shares, logits, E);
-    if (router->sigmoid) {
-#pragma omp simd
-        for (int64_t e = 0; e < E; e++) shares[e] = mt_sigmoid(logits[e]);
+    if (router->score) {
+        for (int64_t e = 0; e < E; e++) shares[e] = mt_score(router->score, logits[e]);
         mt_row_normalize(shares, E);
     }
     return lse;
@@ -2956,7 +2974,7 @@ static void mt_cpu_aux_loss_backward(const mt_aux_loss_args *a, mt_stream *strea
         }
         double factor = total > 0 ? (double)a->aux_scale * (double)E / total : 0;
         for (int64_t e = 0; e < E; e++) {
-            float slope = a->router->sigmoid ? mt_sigmoid(-x[e]) : 1.0f;
+            float slope = a->router->score ? mt_score_slope(a->router->score, x[e]) : 1.0f;
             d[e] += (float)(factor * ((double)n[e] - mean)) * shares[e] * slope;
             d[e] += 2.0f * a->z_scale * lse * mt_exp(x[e] - lse);
         }
@@ -7984,7 +8002,7 @@ static void mt_route_backward(mt_model *m, const mt_pass *p, mt_layer *w, mt_rou
  * probability of any expert does. Each tensor-parallel rank has all tokens and some channels, so each has a partial sum
  * of the gate's gradient. */
 
-static const mt_router mt_shared_gate_router = {.num_experts = 1, .topk = 1, .sigmoid = true, .scaling = 1};
+static const mt_router mt_shared_gate_router = {.num_experts = 1, .topk = 1, .score = MT_SCORE_SIGMOID, .scaling = 1};
 
 /* Offset of this rank's R rows in gates[T]. */
 static int64_t mt_own_gate_offset(const mt_model *m, const mt_pass *p) {
@@ -13097,7 +13115,7 @@ static void mt_experts_open(mt_model *m, const mt_options *o) {
     if (o->num_experts == 0) return;
     int64_t k = o->moe_router_topk;
     e->router = (mt_router){.num_experts = o->num_experts, .topk = k, .pre_softmax = o->moe_router_pre_softmax};
-    e->router.sigmoid = o->moe_router_score_function == MT_SCORE_SIGMOID;
+    e->router.score = o->moe_router_score_function;
     e->router.num_groups = o->moe_router_num_groups, e->router.group_topk = o->moe_router_group_topk;
     e->router.group_best = o->moe_router_group_best, e->router.scaling = (float)o->moe_router_topk_scaling_factor;
     e->num_local = o->num_experts / grid->expert.size, e->F = o->moe_ffn_hidden_size / grid->expert_tensor.size;
@@ -14822,11 +14840,6 @@ static void mt_delta_load(mt_delta_chunk *c, const mt_span *span, int64_t n, int
     mt_matrix q = mt_delta_rows(c->q, a->Dk), k = mt_delta_rows(c->k, a->Dk);
     mt_matmul(c->kk, c->L, k, mt_transposed(k), c->L, c->L, a->Dk, false);
     mt_matmul(c->qk, c->L, q, mt_transposed(k), c->L, c->L, a->Dk, false);
-}
-
-/* log(1 + exp(x)). */
-static float mt_softplus(float x) {
-    return x > 20 ? x : log1pf(expf(x));
 }
 
 /* x[L, width] of a head, of rows with `stride` elements, to rows of `to_width`. */

@@ -222,7 +222,7 @@ typedef enum mt_rope_scaling {
 /* The denominator of attention's softmax: the sum of exponentials; that plus 1 (Miller, "Attention is off by one"); or
  * plus exp(sink) of a parameter of each head (OpenAI, gpt-oss; Xiao et al., "attention sinks"). */
 typedef enum mt_softmax_type { MT_SOFTMAX_VANILLA, MT_SOFTMAX_OFF_BY_ONE, MT_SOFTMAX_LEARNABLE } mt_softmax_type;
-typedef enum mt_score_function { MT_SCORE_SOFTMAX, MT_SCORE_SIGMOID } mt_score_function;
+typedef enum mt_score_function { MT_SCORE_SOFTMAX, MT_SCORE_SIGMOID, MT_SCORE_SQRT_SOFTPLUS } mt_score_function;
 typedef enum mt_load_balancing {
     MT_BALANCING_NONE,
     MT_BALANCING_AUX_LOSS,        // over a micro-batch
@@ -1619,14 +1619,15 @@ typedef struct mt_row_args {
  * by expert and pass through linear layers grouped by expert; every token sums its rows. Choice -1: dropped. */
 
 /* The choice of experts and their weights, as Megatron's topk_routing_with_score_function. Scores are the softmax of
- * the logits, or with pre_softmax false the logits themselves, with the softmax over the chosen ones; or sigmoids,
- * which are then divided by the sum of the chosen ones + 1e-20 where topk > 1. A bias is added to the sigmoids, or to
- * the softmax of all logits, and decides on the choice alone. With num_groups > 0 only experts of the
- * group_topk groups whose group_best best scores have the greatest sums can be chosen (DeepSeek-AI, "DeepSeek-V3").
- * Among equals the lowest number wins. */
+ * the logits, or with pre_softmax false the logits themselves, with the softmax over the chosen ones; or each expert's
+ * own: sigmoids, or square roots of softplus(x) = log(1 + exp(x)), which are then divided by the sum of the chosen
+ * ones + 1e-20 where topk > 1. A bias is added to such scores, or to the softmax of all logits, and decides on the
+ * choice alone. With num_groups > 0 only experts of the group_topk groups whose group_best best scores have the
+ * greatest sums can be chosen (DeepSeek-AI, "DeepSeek-V3"). Among equals the lowest number wins. */
 typedef struct mt_router {
     int64_t num_experts, topk; // E, k
-    bool sigmoid, pre_softmax;
+    mt_score_function score;
+    bool pre_softmax;
     int64_t num_groups, group_topk;
     int64_t group_best; // scores of a group that are summed; 0: topk / group_topk
     float scaling;      // of the probabilities; 1: none
@@ -1696,7 +1697,7 @@ enum { MT_SINKHORN_ROUNDS = 1000 };
     OP(route_backward, mt_work_bytes(2 * a->T * (a->router->num_experts + a->router->topk), MT_F32), (a, stream),      \
        const mt_route_args *a, mt_stream *stream)                                                                      \
     /* The numbers of the auxiliary loss. sums[0, S, E] = sums over tokens of the scores (softmax of the logits, or    \
-     * sigmoids divided by their sum + 1e-20), sums[1, S, E] = number of tokens that have expert e among their k       \
+     * own scores divided by their sum + 1e-20), sums[1, S, E] = number of tokens that have expert e among their k     \
      * greatest scores, without groups and bias. z_sum[0] += sum of logsumexp(logits)^2. Sums are in float64. */       \
     OP(aux_loss_forward, mt_work_bytes((a->T + 2 * a->S) * a->router->num_experts, MT_F32), (a, stream),               \
        const mt_aux_loss_args *a, mt_stream *stream)                                                                   \

@@ -13,7 +13,8 @@ static_assert(MT_CUDA_EXPERTS * 4 <= max_shared_bytes && MT_CUDA_AUX_LOSS_EXPERT
 /* mt_router in the form that kernels use. */
 struct routing {
     int E, k;
-    bool sigmoid, pre_softmax;
+    mt_score_function score;
+    bool pre_softmax;
     int groups, group_topk, group_best;
     float scaling;
 };
@@ -25,8 +26,8 @@ static routing routing_of(const mt_router *router) {
         if (best == 0) best = router->topk / router->group_topk;
         best = min(best, router->num_experts / router->num_groups);
     }
-    return {(int)router->num_experts, (int)router->topk,       router->sigmoid, router->pre_softmax,
-            (int)router->num_groups,  (int)router->group_topk, (int)best,       router->scaling};
+    return {(int)router->num_experts, (int)router->topk,       router->score, router->pre_softmax,
+            (int)router->num_groups,  (int)router->group_topk, (int)best,     router->scaling};
 }
 
 /* One value for each of a token's E experts, distributed over a warp. V > 0: V registers per lane, index v of lane l is
@@ -172,6 +173,21 @@ __device__ static inline float logistic(float x) {
     return 1 / (1 + expf(-x));
 }
 
+__device__ static inline float softplus(float x) {
+    return x > 20 ? x : log1pf(expf(x));
+}
+
+/* The score of a logit by itself, and its derivative divided by it, as in megatron.c. */
+__device__ static inline float own_score(mt_score_function score, float x) {
+    return score == MT_SCORE_SIGMOID ? logistic(x) : sqrtf(softplus(x));
+}
+
+__device__ static inline float slope_of_score(mt_score_function score, float x) {
+    if (score == MT_SCORE_SIGMOID) return logistic(-x);
+    float sum = softplus(x);
+    return sum > 0 ? 0.5f * logistic(x) / sum : 0.5f;
+}
+
 /* The maximum and the denominator of a softmax over a token's logits. */
 struct softmax_of {
     float max, sum;
@@ -253,19 +269,19 @@ template <int V>
 __device__ static inline int choose(float *prob, per_expert<float, V> &x, const softmax_of &softmax,
                                     const float *logits, const float *bias, uint32_t *group_keys, const routing &r) {
     int lane = threadIdx.x % 32;
-    auto score = [&](float value) { return r.sigmoid ? logistic(value) : softmax(value); };
+    auto score = [&](float value) { return r.score ? own_score(r.score, value) : softmax(value); };
     each_expert<V>(r.E,
                    [&](int v, int e) { x[v] = __uint_as_float(sortable_key(bias ? score(x[v]) + bias[e] : x[v])); });
     if (r.groups > 0)
         limit_groups<V>(x, group_keys, r, [&](float value) {
             if (bias) return value;
-            if (r.sigmoid) return logistic(value);
+            if (r.score) return own_score(r.score, value);
             return r.pre_softmax ? softmax(value) : value;
         });
     int mine = first_keys<V>(r.k, r.E, [&](int v, int) { return __float_as_uint(x[v]); });
     float logit = lane < r.k ? logits[mine] : -INFINITY;
-    if (r.sigmoid) {
-        float score = lane < r.k ? logistic(logit) : 0, sum = mt_warp_sum(score);
+    if (r.score) {
+        float score = lane < r.k ? own_score(r.score, logit) : 0, sum = mt_warp_sum(score);
         *prob = r.k > 1 ? score / (sum + 1e-20f) : score;
     } else if (r.pre_softmax) {
         *prob = softmax(logit);
@@ -295,7 +311,7 @@ __global__ void route_forward(float *probs, int32_t *experts, int32_t *invalid, 
     logits += t * r.E;
     read_row<V>(x, logits, r.E);
     softmax_of softmax = {0, 1};
-    if ((r.pre_softmax || bias) && !r.sigmoid) softmax = softmax_over<V>(x, r.E);
+    if ((r.pre_softmax || bias) && !r.score) softmax = softmax_over<V>(x, r.E);
     float prob = NAN;
     int expert = lane;
     bool finite = true; // of this lane's biases
@@ -319,9 +335,9 @@ extern "C" void mt_cuda_route_forward(const mt_route_args *a, mt_stream *stream)
     });
 }
 
-/* For probabilities q with gradients g, the gradient of the logits is q (g - sum(g q)) for a softmax, the same times 1
- * - s for sigmoids s divided by their sum, and g s (1 - s) for a single sigmoid. This kernel is for a softmax over all
- * experts. One warp per token. Reads 4 (E + 2 k) bytes per token, writes 4 E. */
+/* For probabilities q with gradients g, the gradient of the logits is q (g - sum(g q)) for a softmax, the same times
+ * s' / s for scores s of their own divided by their sum, and g s' for a single one. This kernel is for a softmax over
+ * all experts. One warp per token. Reads 4 (E + 2 k) bytes per token, writes 4 E. */
 template <int V>
 __global__ void route_backward_all(float *dlogits, const float *dprobs, const int32_t *experts, const float *logits,
                                    int64_t T, routing r, int shared_per_warp) {
@@ -345,8 +361,9 @@ __global__ void route_backward_all(float *dlogits, const float *dprobs, const in
     if (chosen) dlogits[expert] = r.scaling * q * (g - mean);
 }
 
-/* The same for a softmax over the chosen experts, or sigmoids: the others' gradients are 0. `width` lanes, a power of
- * two, share a token, and a warp zeroes the rows of its tokens together. Reads 12 k bytes per token, writes 4 E. */
+/* The same for a softmax over the chosen experts, or scores of their own: the others' gradients are 0. `width` lanes, a
+ * power of two, share a token, and a warp zeroes the rows of its tokens together. Reads 12 k bytes per token, writes 4
+ * E. */
 __global__ void route_backward_chosen(float *dlogits, const float *dprobs, const int32_t *experts, const float *logits,
                                       int64_t T, routing r, int width) {
     int lane = threadIdx.x % 32, j = lane % width, tokens = 32 / width;
@@ -360,7 +377,7 @@ __global__ void route_backward_chosen(float *dlogits, const float *dprobs, const
     mt_begin_next();
     if (first >= T) return;
     int expert = j < r.k && t < T ? experts[t * r.k + j] : -1;
-    bool chosen = expert >= 0, single = r.sigmoid && r.k == 1;
+    bool chosen = expert >= 0, single = r.score && r.k == 1;
     float logit = chosen ? logits[t * r.E + expert] : -INFINITY, g = chosen ? dprobs[t * r.k + j] : 0;
     float *rows = dlogits + first * r.E;
     int count = (int)min((int64_t)tokens, T - first) * r.E;
@@ -369,12 +386,13 @@ __global__ void route_backward_chosen(float *dlogits, const float *dprobs, const
     else
         for (int i = lane; i < count; i += 32) rows[i] = 0;
     float max_logit = over_lanes(logit, [](float a, float b) { return mt_maximum(a, b); });
-    float q = !chosen ? 0 : r.sigmoid ? logistic(logit) : expf(logit - max_logit);
+    float q = !chosen ? 0 : r.score ? own_score(r.score, logit) : expf(logit - max_logit);
     float total = sum_of(q);
-    if (!single) q /= total + (r.sigmoid ? 1e-20f : 0);
+    if (!single) q /= total + (r.score ? 1e-20f : 0);
     float mean = single ? 0 : sum_of(g * q);
     __syncwarp(); // the rows are zeroed
-    if (chosen) dlogits[t * r.E + expert] = r.scaling * q * (g - mean) * (r.sigmoid ? logistic(-logit) : 1.0f);
+    if (chosen)
+        dlogits[t * r.E + expert] = r.scaling * q * (g - mean) * (r.score ? slope_of_score(r.score, logit) : 1.0f);
 }
 
 extern "C" void mt_cuda_route_backward(const mt_route_args *a, mt_stream *stream) {
@@ -382,7 +400,7 @@ extern "C" void mt_cuda_route_backward(const mt_route_args *a, mt_stream *stream
     routing r = routing_of(a->router);
     int width = 1;
     while (width < r.k) width *= 2;
-    if (r.sigmoid || !r.pre_softmax) {
+    if (r.score || !r.pre_softmax) {
         mt_launch_early(route_backward_chosen, mt_grid_size(a->T, 256 / width), 256, 0, mt_cuda_stream(stream),
                         a->dlogits, a->dprobs, a->experts, a->logits, a->T, r, width);
         return;
@@ -403,11 +421,11 @@ template <int V> __device__ static inline softmax_of normalise_scores(per_expert
     each_expert<V>(r.E, [&](int v, int) {
         float weight = mt_exp(x[v] - softmax.max);
         softmax.sum += weight;
-        x[v] = r.sigmoid ? logistic(x[v]) : weight;
+        x[v] = r.score ? own_score(r.score, x[v]) : weight;
         sum += x[v];
     });
     softmax.sum = mt_warp_sum(softmax.sum);
-    sum = 1 / (r.sigmoid ? mt_warp_sum(sum) + 1e-20f : softmax.sum);
+    sum = 1 / (r.score ? mt_warp_sum(sum) + 1e-20f : softmax.sum);
     each_expert<V>(r.E, [&](int v, int) { x[v] *= sum; });
     return softmax;
 }
@@ -618,7 +636,7 @@ template <int V> __global__ void aux_loss_backward(mt_aux_loss_args a, routing r
     mean = mt_warp_sum(mean);
     each_expert<V>(r.E, [&](int v, int e) {
         float aux = factor * (counts[v] - mean) * x[v], probability = x[v];
-        if (r.sigmoid) aux *= logistic(-logits[e]), probability = expf(logits[e] - lse);
+        if (r.score) aux *= slope_of_score(r.score, logits[e]), probability = expf(logits[e] - lse);
         d[v] += aux + 2 * a.z_scale * lse * probability;
     });
     write_row<V>(a.dlogits + t * r.E, d, r.E);

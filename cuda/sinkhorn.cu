@@ -144,7 +144,7 @@ __global__ void choose(float *probs, int32_t *experts, int32_t *invalid, const f
 extern "C" void mt_cuda_route_sinkhorn(const mt_route_args *a, mt_stream *stream) {
     const mt_router *router = a->router;
     int64_t T = a->T, E = router->num_experts;
-    MT_CHECK(router->sigmoid ? router->topk == 1 : router->pre_softmax);
+    MT_CHECK(router->score ? router->topk == 1 : router->pre_softmax);
     if (T == 0 || a->count == 0) return;
     // `factors` and `parts` fit in the default 48 KiB of shared memory, with a margin for the rest.
     MT_CHECK(E <= MT_CUDA_SINKHORN_EXPERTS);
@@ -155,7 +155,7 @@ extern "C" void mt_cuda_route_sinkhorn(const mt_route_args *a, mt_stream *stream
     MT_CUDA_LAUNCHED();
     choose<<<(unsigned)mt_divide_up(a->count, 8), 256, 0, on>>>(
         a->probs, a->experts, a->invalid, a->logits + a->first * E, scale, row_max + a->first,
-        a->token_index ? a->token_index + a->first : NULL, a->count, (int)E, (int)router->topk, router->sigmoid,
+        a->token_index ? a->token_index + a->first : NULL, a->count, (int)E, (int)router->topk, router->score == MT_SCORE_SIGMOID,
         router->scaling);
     MT_CUDA_LAUNCHED();
 }

@@ -172,7 +172,8 @@ static const row model_rows[] = {
     {100, EXPERTS, "",
      "--moe-router-topk 2;--moe-router-topk 2 --moe-router-pre-softmax;--moe-router-topk 1 --moe-router-pre-softmax;"
      "--moe-router-topk 3 --moe-router-score-function sigmoid;--moe-router-topk 2 --moe-router-score-function sigmoid "
-     "--moe-router-num-groups 2 --moe-router-group-topk 1"},
+     "--moe-router-num-groups 2 --moe-router-group-topk 1;--moe-router-topk 2 --moe-router-score-function "
+     "sqrtsoftplus"},
     // The samples of --sft are distributed over ranks by their work, so another layout has other micro-batches. Then
     // capacities, and losses that balance a whole micro-batch, are not comparable. Losses of sequences are, but their
     // number is limited by the tokens of a rank.

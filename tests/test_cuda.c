@@ -514,12 +514,23 @@ static int32_t *int_output(run *r, int64_t count) {
 }
 
 /* Sizes: T, E, k, how (bits below), groups, group_topk, S, group_best. */
-enum { SIGMOID = 1, PRE_SOFTMAX = 2, BIASED = 4, EQUALS = 8, WRONG = 16, ONE_SEQUENCE = 32, PADDED = 64 };
+enum {
+    SIGMOID = 1,
+    PRE_SOFTMAX = 2,
+    BIASED = 4,
+    EQUALS = 8,
+    WRONG = 16,
+    ONE_SEQUENCE = 32,
+    PADDED = 64,
+    SOFTPLUS = 128
+};
 
 static mt_router router_of(const int64_t *n) {
     return (mt_router){.num_experts = n[1],
                        .topk = n[2],
-                       .sigmoid = (n[3] & SIGMOID) != 0,
+                       .score = n[3] & SIGMOID    ? MT_SCORE_SIGMOID
+                                : n[3] & SOFTPLUS ? MT_SCORE_SQRT_SOFTPLUS
+                                                  : MT_SCORE_SOFTMAX,
                        .pre_softmax = (n[3] & PRE_SOFTMAX) != 0,
                        .num_groups = n[4],
                        .group_topk = n[5],
@@ -598,7 +609,10 @@ static void route_forward(run *r, const int64_t *n) {
 }
 
 static void route_sinkhorn(run *r, const int64_t *n) { // a part of the tokens
-    mt_router router = {.num_experts = n[1], .topk = n[2], .sigmoid = n[2] == 1, .pre_softmax = n[2] > 1};
+    mt_router router = {.num_experts = n[1],
+                        .topk = n[2],
+                        .score = n[2] == 1 ? MT_SCORE_SIGMOID : MT_SCORE_SOFTMAX,
+                        .pre_softmax = n[2] > 1};
     router.scaling = 1.5f;
     int64_t first = n[0] / 3, count = n[0] - n[0] / 2;
     float *probs = float_output(r, count * n[2]), *logits = logits_of(r, n);
@@ -1190,6 +1204,9 @@ static const int64_t router_shapes[][MAX_SIZES] = {{1, 1, 1, PRE_SOFTMAX, 0, 0, 
                                                    {128, 128, 8, PRE_SOFTMAX, 0, 0, 5},
                                                    {65, 256, 8, SIGMOID | BIASED | WRONG, 8, 4, 2},
                                                    {77, 256, 8, SIGMOID, 8, 4, 2},
+                                                   {76, 128, 6, SOFTPLUS | BIASED, 8, 4, 2},
+                                                   {51, 33, 1, SOFTPLUS, 0, 0, 1},
+                                                   {31, 64, 4, SOFTPLUS | PADDED, 0, 0, 3},
                                                    {78, 256, 6, SIGMOID | BIASED, 8, 4, 2, 2},
                                                    {79, 64, 8, PRE_SOFTMAX, 16, 4, 2, 9},
                                                    {200, 64, 6, PRE_SOFTMAX | EQUALS, 8, 3, 9},

@@ -150,7 +150,9 @@ static mt_router json_router(const json_t *c) {
     const json_t *scaling = json_object_get(c, "scaling");
     return (mt_router){.num_experts = json_integer_of(c, "E"),
                        .topk = json_integer_of(c, "topk"),
-                       .sigmoid = strcmp(json_string_value(json_object_get(c, "score")), "sigmoid") == 0,
+                       .score = strcmp(json_string_value(json_object_get(c, "score")), "sigmoid") == 0
+                                    ? MT_SCORE_SIGMOID
+                                    : MT_SCORE_SOFTMAX,
                        .pre_softmax = json_is_true(json_object_get(c, "pre_softmax")),
                        .num_groups = json_integer_of(c, "groups"),
                        .group_topk = json_integer_of(c, "group_topk"),
@@ -230,22 +232,29 @@ static const mt_router routers[] = {
     {.num_experts = 8, .topk = 2, .scaling = 1},
     {.num_experts = 8, .topk = 2, .pre_softmax = true, .scaling = 1.5f},
     {.num_experts = 5, .topk = 1, .pre_softmax = true, .scaling = 1},
-    {.num_experts = 6, .topk = 1, .sigmoid = true, .scaling = 2},
-    {.num_experts = 16, .topk = 4, .sigmoid = true, .num_groups = 4, .group_topk = 2, .scaling = 2.5f},
+    {.num_experts = 6, .topk = 1, .score = MT_SCORE_SIGMOID, .scaling = 2},
+    {.num_experts = 16, .topk = 4, .score = MT_SCORE_SIGMOID, .num_groups = 4, .group_topk = 2, .scaling = 2.5f},
     {.num_experts = 12, .topk = 4, .num_groups = 3, .group_topk = 2, .scaling = 1},
     {.num_experts = 12, .topk = 3, .pre_softmax = true, .num_groups = 4, .group_topk = 3, .scaling = 1},
-    {.num_experts = 70, .topk = 8, .sigmoid = true, .scaling = 1},
+    {.num_experts = 70, .topk = 8, .score = MT_SCORE_SIGMOID, .scaling = 1},
     {.num_experts = 3, .topk = 3, .scaling = 1},
+    {.num_experts = 6, .topk = 1, .score = MT_SCORE_SQRT_SOFTPLUS, .scaling = 2},
+    {.num_experts = 24, .topk = 4, .score = MT_SCORE_SQRT_SOFTPLUS, .num_groups = 4, .group_topk = 2, .scaling = 1.5f},
 };
 enum { NUM_ROUTERS = sizeof routers / sizeof *routers };
+
+/* The score of a logit by itself. */
+static double own_score(mt_score_function score, double x) {
+    return score == MT_SCORE_SIGMOID ? 1 / (1 + exp(-x)) : sqrt(log1p(exp(x)));
+}
 
 /* scores[E] that select a token's experts. */
 static void reference_scores(double *scores, const double *x, const double *bias, const mt_router *r) {
     double sum = 0;
     for (int64_t e = 0; e < r->num_experts; e++) sum += exp(x[e]);
     for (int64_t e = 0; e < r->num_experts; e++)
-        if (r->sigmoid)
-            scores[e] = 1 / (1 + exp(-x[e])) + (bias ? bias[e] : 0);
+        if (r->score)
+            scores[e] = own_score(r->score, x[e]) + (bias ? bias[e] : 0);
         else
             scores[e] = bias ? exp(x[e]) / sum + bias[e] : r->pre_softmax ? exp(x[e]) / sum : x[e];
 }
@@ -287,13 +296,13 @@ static void route_reference(double *out, const double *in, const void *shape) {
         const int32_t *chosen = s->experts + t * r->topk;
         double *p = out + t * r->topk, sum = 0;
         for (int64_t j = 0; j < r->topk; j++) {
-            p[j] = r->sigmoid ? 1 / (1 + exp(-x[chosen[j]])) : exp(x[chosen[j]]);
+            p[j] = r->score ? own_score(r->score, x[chosen[j]]) : exp(x[chosen[j]]);
             sum += p[j];
         }
-        if (!r->sigmoid && r->pre_softmax) sum = 0;
-        for (int64_t e = 0; e < r->num_experts && !r->sigmoid && r->pre_softmax; e++) sum += exp(x[e]);
+        if (!r->score && r->pre_softmax) sum = 0;
+        for (int64_t e = 0; e < r->num_experts && !r->score && r->pre_softmax; e++) sum += exp(x[e]);
         for (int64_t j = 0; j < r->topk; j++)
-            p[j] *= (double)r->scaling / (r->sigmoid && r->topk == 1 ? 1 : sum + (r->sigmoid ? 1e-20 : 0));
+            p[j] *= (double)r->scaling / (r->score && r->topk == 1 ? 1 : sum + (r->score ? 1e-20 : 0));
     }
 }
 
@@ -319,9 +328,9 @@ static void routes_match_float64_and_finite_differences(void **state) {
         double *got = load(p, T * k, MT_F32), *slope = load(dx, n, MT_F32);
         assert_near("probs", got, want, T * k, 1e-6);
         assert_gradient("dlogits", slope, route_reference, &shape, logits, n, dprobs, T * k, MT_F32);
-        for (int64_t t = 0; t < T && (r->sigmoid || !r->pre_softmax); t++)
+        for (int64_t t = 0; t < T && (r->score || !r->pre_softmax); t++)
             for (int64_t j = 0; j < k; j++) slope[t * E + experts[t * k + j]] = 0;
-        for (int64_t e = 0; e < n && (r->sigmoid || !r->pre_softmax); e++) assert_true(slope[e] == 0);
+        for (int64_t e = 0; e < n && (r->score || !r->pre_softmax); e++) assert_true(slope[e] == 0);
         free(logits), free(bias), free(dprobs), free(want), free(x), free(b), free(p), free(dp), free(dx);
         free(experts), free(chosen), free(got), free(slope);
     }
@@ -331,7 +340,7 @@ static void equal_scores_choose_the_lowest_expert(void **state) {
     (void)state;
     static const float logits[2][8] = {{1, 2, 2, 0, 2, 2, 1, 2}, {40, 41, 40, 43, 42, 40, 44, 40}};
     static const int32_t plain[6] = {1, 2, 4, 6, 3, 4}; // the sigmoids of the second token all round to 1 in fp32
-    mt_router router = {.num_experts = 8, .topk = 3, .sigmoid = true, .scaling = 1};
+    mt_router router = {.num_experts = 8, .topk = 3, .score = MT_SCORE_SIGMOID, .scaling = 1};
     float probs[6], bias[8] = {0};
     int32_t experts[6], invalid = 0;
     ops->route_forward(
@@ -441,7 +450,7 @@ static double *uneven_logits(int64_t T, int64_t E) {
 
 static const mt_router sinkhorn_routers[] = {
     {.num_experts = 8, .topk = 2, .pre_softmax = true, .scaling = 1},
-    {.num_experts = 8, .topk = 1, .sigmoid = true, .scaling = 2},
+    {.num_experts = 8, .topk = 1, .score = MT_SCORE_SIGMOID, .scaling = 2},
     {.num_experts = 70, .topk = 6, .pre_softmax = true, .scaling = 1.5f},
 };
 
@@ -616,11 +625,11 @@ static void aux_loss_reference(double *out, const double *in, const void *shape)
     out[0] = out[1] = 0;
     for (int64_t t = 0; t < s->T; t++) {
         const double *x = in + t * E, *n = s->counts + s->sequence[t] * E;
-        double sum = 0, sigmoids = 1e-20, total = 0;
-        for (int64_t e = 0; e < E; e++) sum += exp(x[e]), sigmoids += 1 / (1 + exp(-x[e])), total += n[e];
+        mt_score_function score = s->router->score;
+        double sum = 0, own = 1e-20, total = 0;
+        for (int64_t e = 0; e < E; e++) sum += exp(x[e]), own += own_score(score, x[e]), total += n[e];
         for (int64_t e = 0; e < E; e++)
-            out[0] +=
-                (double)E * n[e] / total * (s->router->sigmoid ? 1 / (1 + exp(-x[e])) / sigmoids : exp(x[e]) / sum);
+            out[0] += (double)E * n[e] / total * (score ? own_score(score, x[e]) / own : exp(x[e]) / sum);
         out[1] += log(sum) * log(sum);
     }
 }
@@ -1173,7 +1182,7 @@ static void gated_reference(double *y, const double *in, const void *shape) {
 static void a_shared_experts_gate_is_a_router_with_one_expert(void **state) {
     (void)state;
     enum { T = GATED_T, C = GATED_C, F = GATED_F };
-    const mt_router one = {.num_experts = 1, .topk = 1, .sigmoid = true, .scaling = 1};
+    const mt_router one = {.num_experts = 1, .topk = 1, .score = MT_SCORE_SIGMOID, .scaling = 1};
     double *in = random_values(GATED_INPUTS), *dy = random_values(T * F), want[T * F];
     float *x = store(in, GATED_INPUTS, MT_F32), *w = x + T * C, *gate_up = w + C, *d = store(dy, T * F, MT_F32);
     float logits[T], gates[T], y[T * F], dgates[T], dlogits[T], gradients[GATED_INPUTS];

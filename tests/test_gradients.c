@@ -205,6 +205,7 @@ static void every_gradient_is_the_slope_of_the_loss(void **state) {
         EVERY_EXPERT " --swiglu --disable-bias-linear",
         EVERY_EXPERT " --moe-router-linear-bias --moe-aux-loss-coeff 0",
         EVERY_EXPERT " --moe-router-linear-bias --moe-router-score-function sigmoid",
+        EVERY_EXPERT " --moe-router-score-function sqrtsoftplus",
         EVERY_EXPERT " --no-moe-permute-fusion",
         EVERY_EXPERT " --disable-bias-linear --no-moe-permute-fusion",
         EVERY_EXPERT " --no-moe-grouped-gemm",

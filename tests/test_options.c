@@ -1926,6 +1926,8 @@ static void experts_that_cannot_be_are_refused(void **state) {
          "needs --moe-router-load-balancing-type aux_loss|"},
         {"--moe-router-load-balancing-type sinkhorn --moe-router-topk 1 --moe-router-pre-softmax",
          "sinkhorn with --moe-router-topk 1 needs --moe-router-score-function sigmoid"},
+        {"--moe-router-load-balancing-type sinkhorn --moe-router-score-function sqrtsoftplus",
+         "sinkhorn takes no --moe-router-score-function sqrtsoftplus"},
         {"--moe-router-load-balancing-type sinkhorn", "sinkhorn with --moe-router-topk 2 needs --moe-router-pre-soft"},
         {"--moe-router-load-balancing-type sinkhorn --moe-router-pre-softmax --moe-expert-capacity-factor 1",
          "sinkhorn and --moe-expert-capacity-factor exclude each other"},

@@ -227,6 +227,8 @@ static int mt_options_check_sinkhorn(const mt_options *o, mt_error *error) {
         {o->moe_router_topk == 1 && o->moe_router_score_function != MT_SCORE_SIGMOID,
          "--moe-router-load-balancing-type sinkhorn with --moe-router-topk 1 needs --moe-router-score-function "
          "sigmoid"},
+        {o->moe_router_topk > 1 && o->moe_router_score_function == MT_SCORE_SQRT_SOFTPLUS,
+         "--moe-router-load-balancing-type sinkhorn takes no --moe-router-score-function sqrtsoftplus"},
         {o->moe_router_topk > 1 && !o->moe_router_pre_softmax,
          "--moe-router-load-balancing-type sinkhorn with --moe-router-topk %lld needs --moe-router-pre-softmax",
          {o->moe_router_topk}},
@@ -238,13 +240,13 @@ static int mt_options_check_sinkhorn(const mt_options *o, mt_error *error) {
 static int mt_options_check_router(const mt_options *o, mt_error *error) {
     int64_t E = o->num_experts, k = o->moe_router_topk, groups = o->moe_router_num_groups;
     int64_t group_topk = o->moe_router_group_topk, choice = groups > 0 ? E / groups * group_topk : E;
-    bool sigmoid = o->moe_router_score_function == MT_SCORE_SIGMOID, pre_softmax = o->moe_router_pre_softmax;
+    bool softmax = o->moe_router_score_function == MT_SCORE_SOFTMAX, pre_softmax = o->moe_router_pre_softmax;
     const mt_constraint rules[] = {
         {o->moe_shared_expert_intermediate_size > 0 && (o->mlp_bias || o->add_bias_linear),
          "--moe-shared-expert-intermediate-size needs --disable-bias-linear: a shared expert has no biases"},
         {k > E, "--moe-router-topk %lld must be at most --num-experts %lld", {k, E}},
-        {!sigmoid && k == 1 && !pre_softmax, "--moe-router-topk 1 needs --moe-router-pre-softmax: the softmax of one "
-                                             "chosen expert is 1 and teaches nothing"},
+        {softmax && k == 1 && !pre_softmax, "--moe-router-topk 1 needs --moe-router-pre-softmax: the softmax of one "
+                                            "chosen expert is 1 and teaches nothing"},
         {groups > 0 && (group_topk > groups || group_topk > k),
          "--moe-router-group-topk %lld must be at most --moe-router-num-groups %lld and --moe-router-topk %lld",
          {group_topk, groups, k}},
