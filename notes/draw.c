@@ -1722,7 +1722,7 @@ static void draw_routers(const char *folder) {
     int32_t invalid = 0;
     const float scale = 1;
     const mt_ops *ops = &mt_cpu_ops;
-    mt_router router = {.num_experts = EXPERTS, .topk = CHOICES, .sigmoid = true, .scaling = 1};
+    mt_router router = {.num_experts = EXPERTS, .topk = CHOICES, .score = MT_SCORE_SIGMOID, .scaling = 1};
     mt_router together = {.num_experts = EXPERTS, .topk = CHOICES, .pre_softmax = true, .scaling = 1};
     picture p = picture_open(folder, "14-routing", "Four ways to choose experts", 900, 490);
     text(&p, 20, 28, START,
