@@ -40,8 +40,8 @@ builds_alone() {
     done
 }
 
-# Files of data/ copied out, with the other files that README names, compile with no library but jansson: no -D of another
-# one, no header of the build.
+# Files of data/ copied out, with the other files that README names, compile with jansson alone: no -D of another
+# library, no header of the build.
 companions_compile_alone() {
     mkdir -p "$work/copy/cuda" && cp megatron.h "$work/copy" && cp cuda/limits.h "$work/copy/cuda" || return 1
     for wing in data/*/; do mkdir -p "$work/copy/$wing" && cp "$wing"*.[ch] "$work/copy/$wing" 2>/dev/null; done
