@@ -132,7 +132,7 @@ static int mt_note_gguf(const char *folder, const char *name, void *context) {
     return 0;
 }
 
-/* What a folder or file of another program is, and what to do; NULL: not known. */
+/* The format of a folder or file of another program, and the remedy; NULL: not known. */
 static const char *mt_foreign_format(const char *path, bool is_folder) {
     bool is_gguf = false;
     if (is_folder)
