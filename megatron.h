@@ -3167,7 +3167,8 @@ typedef struct mt_model_plan {
     const mt_loss *loss;     // of the head and of modules of multi-token prediction; NULL: mt_nll
 } mt_model_plan;
 
-/* Lays out and allocates a model; parameters are not yet set. The plan is checked against memory first. */
+/* Lays out and allocates a model; parameters are not yet set. The plan is checked against memory first. Options, grid,
+ * and the plan's loss with its config must outlive the model, which reads them again in every step. */
 int mt_model_create(mt_model **model, const mt_options *options, const mt_grid *grid, const mt_ops *ops,
                     const mt_model_plan *plan, mt_error *error);
 void mt_model_destroy(mt_model *model);

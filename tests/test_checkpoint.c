@@ -932,6 +932,19 @@ static void a_damaged_checkpoint_is_named_with_the_remedy(void **state) {
     assert_load_fails(&f, at("file"), "is a file, not a folder");
     assert_int_equal(mkdir(at("empty"), 0777), 0);
     assert_load_fails(&f, at("empty"), "holds neither config.json nor latest_checkpointed_iteration.txt");
+    static const struct {
+        const char *folder, *file, *answer;
+    } foreign[] = {
+        {"maker", "maker/consolidated.00.pth", "(consolidated.*); name the Hugging Face folder of the same model"},
+        {"mistral", "mistral/consolidated.safetensors", "(consolidated.*); name the Hugging Face folder"},
+        {"deepspeed", "deepspeed/zero_to_fp32.py", "is a checkpoint of DeepSpeed; make a Hugging Face folder of it"},
+        {"gguf", "gguf/m.gguf", "has the format GGUF of llama.cpp; name the Hugging Face folder"},
+        {"gguf/m.gguf", NULL, "has the format GGUF of llama.cpp; name the Hugging Face folder"}};
+    for (size_t i = 0; i < sizeof foreign / sizeof *foreign; i++) {
+        if (foreign[i].file) assert_int_equal(mkdir(at(foreign[i].folder), 0777), 0);
+        if (foreign[i].file) write_text(at(foreign[i].file), "");
+        assert_load_fails(&f, at(foreign[i].folder), foreign[i].answer);
+    }
     save(&f, &run, at("out"));
     static const char *const latests[] = {"", "release", "5x", "-5", "99999999999999999999", "5 6"};
     for (size_t i = 0; i < sizeof latests / sizeof *latests; i++) {

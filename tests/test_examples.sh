@@ -14,6 +14,13 @@ trains_from_arrays() {
             "$work/out"
 }
 
+# A loss of the program's own: its gradients are finite differences, and it falls.
+trains_with_its_own_loss() {
+    "$examples/focal_loss" >"$work/out" 2>"$work/err" && says '^largest relative distance .*: ok$' "$work/out" &&
+        awk '/^step +1 / { first = $4 } /^step 60 / { last = $4 } END { exit !(first > 3 && last != "" && last < 1) }' \
+            "$work/out"
+}
+
 # The tokens after the prompt are those of infer.
 generates() {
     "$examples/load_and_generate" $golden >"$work/out" 2>"$work/err" &&
@@ -57,6 +64,7 @@ climbs() {
 }
 
 check train_from_arrays trains_from_arrays
+check focal_loss trains_with_its_own_loss
 check load_and_generate_tokens generates
 if [ -r "$story/config.json" ]; then
     check load_and_generate_text generates_text

@@ -1045,11 +1045,30 @@ static void answers_name_the_option_to_use(void **state) {
     expect_error(RUN "--logits-load-dir d", "is named --teacher-load, with --stage kd");
     expect_error(RUN "--sft-tokenizer-prompt-format x", "is named --chat-template here");
     expect_error(RUN "--tokenizer-type NullTokenizer", "NullTokenizer: leave it out: --vocab-size is enough");
+    expect_error(RUN "--tokenizer-type NullMultimodalTokenizer", "NullMultimodalTokenizer: leave it out");
     expect_error(RUN "--tokenizer-type Llama2Tokenizer", "Llama2Tokenizer: it is SentencePieceTokenizer here");
     expect_error(RUN "--attention-backend fused", "--attention-backend fused: it is cudnn here");
     expect_error(RUN "--spec a b", "; leave it out");
     expect_error(RUN "--cpu-offload-optimizer", "did you mean --optimizer-cpu-offload?");
     expect_error(RUN "--offload-optimizer", "is named --optimizer-cpu-offload here");
+    static const char *const usual[][2] = {{"epochs", "train-epochs"},
+                                           {"num-epochs", "train-epochs"},
+                                           {"max-seq-len", "seq-length"},
+                                           {"context-length", "seq-length"},
+                                           {"num-heads", "num-attention-heads"},
+                                           {"tp-size", "tensor-model-parallel-size"},
+                                           {"pp", "pipeline-model-parallel-size"},
+                                           {"grad-accum", "gradient-accumulation-steps"},
+                                           {"train-file", "data-path"},
+                                           {"n-predict", "max-new-tokens"},
+                                           {"temp", "temperature"},
+                                           {"vocab", "vocab-size"}};
+    for (size_t i = 0; i < sizeof usual / sizeof *usual; i++) {
+        char words[200], answer[200];
+        snprintf(words, sizeof words, RUN "--%s 3", usual[i][0]);
+        snprintf(answer, sizeof answer, "--%s is named --%s here", usual[i][0], usual[i][1]);
+        expect_error(words, answer);
+    }
     // the opposite of a flag has an answer too
     expect_error(RUN "--no-ckpt-fully-parallel-save", "is not supported (all ranks write");
     expect_error(RUN "--expert-parallel-size 2", "did you mean --expert-model-parallel-size?");
@@ -2804,6 +2823,7 @@ static void a_class_that_is_known_stands_for_an_unknown_type(void **state) {
     expect_config_error("{\"model_type\": \"bert\", \"architectures\": [\"BertForMaskedLM\"], " LLAMA_SIZES "}",
                         "\"model_type\" is bert, a kind of model that is not supported; supported: gpt2 llama");
     expect_config_error("{\"model_type\": \"bert\", " LLAMA_SIZES "}", "(megatron: saved by this program");
+    expect_config_error("{" LLAMA_SIZES "}", "\"model_type\" is missing; supported: gpt2 llama");
 }
 
 /* Each value is refused with its key; none counts as 0, false or absent. */

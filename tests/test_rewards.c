@@ -75,7 +75,7 @@ static const struct {
     {"\\frac{1}{2}", "0.5", 1},
     {"-\\dfrac{3}{4}", "-.75", 1},
     {"\\frac{-3}{4}", "-.75", 1},
-    {"1/0", "0", 1}, // no fraction: 1, then 0
+    {"1/0", "0", 0},
     {"\\frac{1}{0}", "0", 0},
     {"\\boxed{2\\frac{1}{2}}", "2.5", 1},
     {"\\boxed{2\\frac{1}{2}}", "0.5", 0},
@@ -93,7 +93,10 @@ static const struct {
     {"1{,}000", "1000", 1},
     {"1,\\!000,\\!000", "1000000", 1},
     {"12\\,345", "12345", 1},
-    {"1{,}00", "1", 0},
+    {"1{,}00", "1", 1}, // a decimal comma
+    {"3{,}14", "3.14", 1},
+    {"3{,}14", "14", 0},
+    {"10{.}5", "10.5", 1},
     {"\\frac{\\pi}{2}", "2", 0},
     {"\\frac{\\sqrt{3}}{2}", "2", 0},
     {"2\\sqrt{3}", "3", 0},
@@ -111,6 +114,8 @@ static const struct {
     {"1011\xE2\x82\x82", "1011", 0},
     {"12 cm\xC2\xB2", "12", 1},
     {"2\xC2\xBD", "2", 0},
+    {"2\xC2\xBD", "2.5", 1},
+    {"\xE2\x85\x94", "2/3", 1},
     {"1 / 2", "0.5", 1},
     {"1 / 2", "2", 0},
     {"2 1 / 2", "2.5", 1},
@@ -180,6 +185,60 @@ static const struct {
     {"12345678901234567890", "12345678901234567891", 0},
     {"2", "#### 2", 1},
     {"2", "1 + 1 = \\boxed{2}", 1},
+    {"\\boxed{3.5\\times10^{6}}", "3500000", 1},
+    {"1.2 \\cdot 10^{-5}", "0.000012", 1},
+    {"-1.5 \xC3\x97 10^3", "-1500", 1},
+    {"10\xC2\xB3", "1000", 1},
+    {"\\boxed{10^{2x}}", "100", 0},
+    {"\\boxed{3\\times10^2\\times10^3}", "300", 0},
+    {"2\\times 3", "3", 0},
+    {"\\nicefrac{1}{2}", "0.5", 1},
+    {"\\frac{{1}}{{2}}", "0.5", 1},
+    {"{1 \\over 2}", "0.5", 1},
+    {"\\pi \\over 2", "2", 0},
+    {"1/-2", "-0.5", 1},
+    {"-(5)", "-5", 1},
+    {"{-}5", "-5", 1},
+    {"-{5}", "-5", 1},
+    {"- \\frac{1}{2}", "-0.5", 1},
+    {"\\boxed{-\\left(\\frac{1}{2}\\right)}", "-0.5", 1},
+    {"\\pi/4", "4", 0},
+    {"3/\\pi", "3", 0},
+    {"2pi", "2", 0},
+    {"\\frac{1}{2}x", "0.5", 0},
+    {"3i", "3", 0},
+    {"0.333...", "0.333", 0},
+    {"0.3333\\ldots", "0.3333", 0},
+    {"\\log_2 8", "8", 0},
+    {"\\log_{10}(100)", "100", 0},
+    {"\\sin(30^\\circ)", "30", 0},
+    {"\\sqrt{2+3}", "3", 0},
+    {"sqrt(2)", "2", 0},
+    {"\\lfloor 3.7 \\rfloor", "3.7", 0},
+    {"3:4", "4", 0},
+    {"x = \\pm 5", "5", 0},
+    {"\\boxed{\\pm 5}", "5", 0},
+    {"\\boxed{5!}", "5", 0},
+    {"\\boxed{2x}", "2", 0},
+    {"\\boxed{2e}", "2", 0},
+    {"\\boxed{x+3}", "3", 0},
+    {"\\boxed{x \\geq 5}", "5", 0},
+    {"\\boxed{(-\\infty, 5)}", "5", 0},
+    {"\\boxed{x=3, y=5}", "5", 0},
+    {"\\boxed{x=3 \\text{ or } x=5}", "5", 0},
+    {"\\boxed{x = y = 5}", "5", 1},
+    {"\\boxed{f(1,2) = 5}", "5", 1},
+    {"\\boxed{\\gcd(5)}", "5", 0},
+    {"\\boxed 5, for 2 + 3 is 5.5", "5", 1},
+    {"\\fbox{5} 3", "5", 1},
+    {"\\boxed{\\textbf{(B) } 12}", "12", 1},
+    {"\\boxed{12\\,\\text{m/s}^2}", "12", 1},
+    {"\\boxed{\\text{about } \\$1{,}250.50}", "1250.5", 1},
+    {"\\boxed{9.8\\,\\mathrm{m\\,s^{-2}}}", "9.8", 1},
+    {"\\boxed{\\text{-5}}", "-5", 1},
+    {"List:\n- 5 apples", "5", 1},
+    {"<answer>-5</answer>", "-5", 1},
+    {"it is 5\n#### 7", "7", 1},
     {"1.", "1", 1},
     {"1e", "1", 1},
     {"1e+", "1", 1},
@@ -203,8 +262,68 @@ static void number_compares_numbers(void **state) {
     double value;
     mt_error error;
     assert_int_equal(mt_rewards_compute(r, &item, 1, &value, &error), -1);
-    assert_says(&error, "\"one\" has no number, or one in an expression");
+    assert_says(&error, "\"one\" has no number, ");
     mt_reward_close(r);
+}
+
+/* An answer is one number. Of an expression that is not computed, no number may stand for it in silence. */
+static void answers_that_are_no_number_are_refused(void **state) {
+    (void)state;
+    static const char *const numbers[] = {"5",
+                                          "-5",
+                                          "x = 5",
+                                          "5 apples",
+                                          "5\\text{ cm}^2",
+                                          "$5",
+                                          "5\\%",
+                                          "5^\\circ",
+                                          "\\$5",
+                                          "\\frac{1}{2}",
+                                          "2 1/2",
+                                          "10^3",
+                                          "So #### 5",
+                                          "5.",
+                                          "[5]",
+                                          "\\boxed{5} of 6",
+                                          "3+4=7",
+                                          "\"5\"",
+                                          "5 hours",
+                                          "6.0 \\times 10^{23}",
+                                          "There are 3 cats and 4 dogs, thus 7 pets. The answer is 7."};
+    static const char *const others[] = {"(3, 5)",
+                                         "3, 5",
+                                         "x=3 or x=5",
+                                         "3+5",
+                                         "x>5",
+                                         "x+3",
+                                         "3x",
+                                         "2\\pi",
+                                         "\\pm 5",
+                                         "3:4",
+                                         "[0, 5)",
+                                         "5!",
+                                         "\\{3,5\\}",
+                                         "x^2",
+                                         "2^{10}",
+                                         "between 3 and 5",
+                                         "A",
+                                         "\\sqrt{2}",
+                                         "\\frac{5}{x}",
+                                         "-1<x<5",
+                                         "y = 2x + 5",
+                                         "\\boxed{(3, 5)}",
+                                         "5 or 7",
+                                         "\\log_2 8",
+                                         "|x-5|",
+                                         ""};
+    mt_error error;
+    for (size_t i = 0; i < sizeof numbers / sizeof *numbers; i++)
+        if (mt_reward_check_number(numbers[i], (int64_t)strlen(numbers[i]), &error) != 0) fail_msg("%s", error.text);
+    for (size_t i = 0; i < sizeof others / sizeof *others; i++) {
+        if (mt_reward_check_number(others[i], (int64_t)strlen(others[i]), &error) == 0)
+            fail_msg("\"%s\" is taken for a number", others[i]);
+        assert_says(&error, "has no number, several, or one in an expression; ");
+    }
 }
 
 static void regex_matches_patterns(void **state) {
@@ -449,6 +568,7 @@ int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(exact_compares_texts),
         cmocka_unit_test(number_compares_numbers),
+        cmocka_unit_test(answers_that_are_no_number_are_refused),
         cmocka_unit_test(regex_matches_patterns),
         cmocka_unit_test(a_command_gets_lines_of_json),
         cmocka_unit_test(a_command_gets_many_responses),

@@ -30,6 +30,27 @@ trains_alone() {
         awk '/^step/ { loss = $4 } END { exit !(loss != "" && loss < 1) }' "$work/out"
 }
 
+# So do all examples that include nothing of data/.
+builds_alone() {
+    examples=$(grep -L '"data/' notes/examples/*.c) && [ "$(echo "$examples" | wc -w)" -gt 4 ] || return 1
+    for example in $examples; do
+        # shellcheck disable=SC2086
+        "$1" -std=c11 $strict -I. "$example" "$work/megatron.o" -lm -o "$work/program" >"$work/out" 2>"$work/err" ||
+            return 1
+    done
+}
+
+# Files of data/ copied out, with the other files that README names, compile with jansson alone: no -D of another
+# library, no header of the build.
+companions_compile_alone() {
+    mkdir -p "$work/copy/cuda" && cp megatron.h "$work/copy" && cp cuda/limits.h "$work/copy/cuda" || return 1
+    for wing in data/*/; do mkdir -p "$work/copy/$wing" && cp "$wing"*.[ch] "$work/copy/$wing" 2>/dev/null; done
+    rm "$work/copy/data/datasets/preprocess.c"
+    # shellcheck disable=SC2086
+    (cd "$work/copy" && ${CC:-cc} -std=c11 -D_GNU_SOURCE -Wall -Wextra -Werror -I. -fsyntax-only data/*/*.c) \
+        >"$work/out" 2>"$work/err"
+}
+
 # The headers that the compiler reads: none of a package, and none of data/ or cuda/.
 includes_libc_alone() {
     "$1" -std=c11 -M megatron.c >"$work/out" 2>"$work/err" || return 1
@@ -149,6 +170,7 @@ for compiler in gcc clang; do
     if command -v $compiler >/dev/null; then
         check "compiles_alone_$compiler" compiles_alone $compiler
         check "trains_alone_$compiler" trains_alone $compiler
+        check "builds_alone_$compiler" builds_alone $compiler
         check "includes_libc_alone_$compiler" includes_libc_alone $compiler
     else
         echo "skipped: $compiler is absent"
@@ -162,6 +184,7 @@ for compiler in g++ clang++; do
         echo "skipped: $compiler is absent"
     fi
 done
+check companions_compile_alone companions_compile_alone
 check opens_no_file opens_no_file
 check old_gpus_are_left_out old_gpus_are_left_out
 objects=${MT_TESTS:-build/tests}/..

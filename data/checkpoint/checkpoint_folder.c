@@ -124,9 +124,38 @@ static int mt_megatron_refuse(const char *folder, mt_error *error) {
     return status;
 }
 
+static int mt_note_gguf(const char *folder, const char *name, void *context) {
+    (void)folder;
+    const char *end = strrchr(name, '.');
+    bool *is_gguf = context;
+    *is_gguf = *is_gguf || (end && strcmp(end, ".gguf") == 0);
+    return 0;
+}
+
+/* The format of a folder or file of another program, and the remedy; NULL: not known. */
+static const char *mt_foreign_format(const char *path, bool is_folder) {
+    bool is_gguf = false;
+    if (is_folder)
+        mt_folder_visit(path, mt_note_gguf, &is_gguf);
+    else
+        mt_note_gguf(NULL, path, &is_gguf);
+    if (is_gguf) return "has the format GGUF of llama.cpp; name the Hugging Face folder of the same model";
+    if (!is_folder) return NULL;
+    if (mt_folder_has(path, "consolidated.00.pth") || mt_folder_has(path, "consolidated.safetensors"))
+        return "has the format of its maker (consolidated.*); name the Hugging Face folder of the same model";
+    if (mt_folder_has(path, "zero_to_fp32.py"))
+        return "is a checkpoint of DeepSpeed; make a Hugging Face folder of it, by its zero_to_fp32.py and "
+               "save_pretrained of transformers, and name that";
+    return NULL;
+}
+
 char *mt_checkpoint_resolve(const char *folder, mt_error *error) {
     struct stat status;
     bool found = stat(folder, &status) == 0;
+    if (found && !S_ISDIR(status.st_mode) && mt_foreign_format(folder, false)) {
+        mt_error_set(error, "%s: %s", folder, mt_foreign_format(folder, false));
+        return NULL;
+    }
     if (!found || !S_ISDIR(status.st_mode)) {
         mt_error_set(error, "%s: %s; name a folder that holds config.json, or one that --save wrote", folder,
                      found ? "is a file, not a folder" : strerror(errno));
@@ -144,10 +173,14 @@ char *mt_checkpoint_resolve(const char *folder, mt_error *error) {
         if (mt_link_check(folder, "config.json", error) != 0) return NULL;
         if (mt_link_check(folder, "adapter_config.json", error) != 0) return NULL;
         if (mt_link_check(folder, "latest_checkpointed_iteration.txt", error) != 0) return NULL;
-        mt_error_set(error,
-                     "%s: holds neither config.json nor latest_checkpointed_iteration.txt; name a Hugging Face "
-                     "folder, or one that --save wrote",
-                     folder);
+        const char *foreign = mt_foreign_format(folder, true);
+        if (foreign)
+            mt_error_set(error, "%s: %s", folder, foreign);
+        else
+            mt_error_set(error,
+                         "%s: holds neither config.json nor latest_checkpointed_iteration.txt; name a Hugging Face "
+                         "folder, or one that --save wrote",
+                         folder);
         return NULL;
     }
     char *path = mt_path_join(folder, "latest_checkpointed_iteration.txt");

@@ -664,7 +664,9 @@ static int64_t mt_copies_merge(const mt_copy *copies, int64_t num_copies, int64_
 static void mt_copies_make(mt_model *m, mt_writer *w) {
     const mt_copy *copies = w->copies;
     if (!mt_model_ops(m)->on_device) {
+#ifdef MT_HAVE_OPENMP
 #pragma omp parallel for schedule(dynamic)
+#endif
         for (int64_t i = 0; i < w->num_copies; i++) mt_copy_past_cache(copies[i].to, copies[i].from, copies[i].bytes);
     } else {
         mt_model_ops(m)->stream_wait_stream(w->stream, mt_model_stream(m));

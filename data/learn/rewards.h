@@ -22,8 +22,11 @@ typedef struct mt_reward_function mt_reward_function;
 
 /* `argument` is the pattern of regex or the command line of command; else NULL.
  *
- * number: the number of a text is the last one in its last \boxed{...}, or without a box the last one of all. 1,000 =
- * 1000 = 1e3; 0.5 = .50 = 1/2 = \frac{1}{2}; $12 = 12. A response without a number gets 0.
+ * number: the number of a text is that of its last \boxed{...}; or without a box that behind its last "####"; or if the
+ * text is one number, perhaps with words, "x =", a currency or a unit, this one; or else, in a response or in an answer
+ * of sentences, the last one. 1,000 = 1000 = 1e3 = 10^3; 3{,}5 = 3.5; 0.5 = .50 = 1/2 = \frac{1}{2}; $12 = 12. An
+ * expression, such as 2\pi, x + 3, (3, 4) or \pm 5, is not computed: in a box it is no number, and none of its numbers
+ * counts. A response without a number gets 0.
  *
  * regex: a PCRE2 pattern in UTF mode. If it has a group named "answer", that group of the last match must also be the
  * item's answer, as in exact. At a response that reaches PCRE2's match limit, it does not match.

@@ -1261,9 +1261,9 @@ static int mt_config_read(mt_options *shape, const char *json, int64_t bytes, co
             family ? family : "missing");
     else if (shape->hf_family == MT_HF_UNKNOWN)
         mt_config_fail(&config,
-                       "\"model_type\" is %.60s, a kind of model that is not supported; supported:" MT_HF_FAMILIES(
+                       "\"model_type\" is %.60s%s; supported:" MT_HF_FAMILIES(
                            MT_HF_FAMILY_TYPE) " (megatron: saved by this program, as no other family has its shape)",
-                       family ? family : "missing");
+                       family ? family : "missing", family ? ", a kind of model that is not supported" : "");
     else
         mt_config_read_family(&config, shape);
     json_decref(config.root);

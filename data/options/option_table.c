@@ -1499,6 +1499,7 @@ static const char *mt_choice_answer(const char *option, const char *text) {
         const char *option, *text, *answer;
     } rows[] = {
         {"tokenizer-type", "NullTokenizer", "leave it out: --vocab-size is enough"},
+        {"tokenizer-type", "NullMultimodalTokenizer", "leave it out: --vocab-size is enough"},
         {"tokenizer-type", "Llama2Tokenizer", "it is SentencePieceTokenizer here"},
         {"tokenizer-type", "GPTSentencePieceTokenizer", "it is SentencePieceTokenizer here"},
         {"tokenizer-type", "Llama3Tokenizer", "it is HuggingFaceTokenizer here, with --tokenizer-model tokenizer.json"},

@@ -18,7 +18,11 @@
 #pragma GCC diagnostic push
 #pragma GCC diagnostic ignored "-Woverlength-strings"
 static const char program[] =
+#if __has_include("data/tokens/jinja_program.h") // make writes it into its build folder
 #include "data/tokens/jinja_program.h"
+#else
+    ""
+#endif
     ;
 #pragma GCC diagnostic pop
 
@@ -140,6 +144,12 @@ static int start_in(mt_jinja *jinja, const char *python, mt_error *error) {
 static int start(mt_jinja *jinja, mt_error *error) {
     const char *const usual[] = {"python3", "/usr/bin/python3"}, *chosen = getenv("MT_PYTHON");
     int status = 1;
+    if (program[0] == '\0')
+        return mt_error_set(error,
+                            "%s: the chat template is a program in Jinja, and data/tokens/jinja.c was compiled without "
+                            "jinja_program.h, which make writes; compile it with that, or choose a template with "
+                            "--chat-template",
+                            jinja->path);
     for (int i = 0; i < (chosen ? 1 : 2) && status == 1; i++)
         status = start_in(jinja, chosen ? chosen : usual[i], error);
     if (status <= 0) return status;
