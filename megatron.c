@@ -419,6 +419,7 @@ int mt_options_check_limits(const mt_options *o, const mt_limits *l, mt_error *e
     int64_t groups = mt_divide_up(o->moe_router_num_groups, 32) * 32;
     bool latent = o->multi_latent_attention, has_aux_loss = o->moe_aux_loss_coeff > 0 || o->moe_z_loss_coeff > 0;
     bool sinkhorn = o->moe_router_load_balancing_type == MT_BALANCING_SINKHORN;
+    bool delta = o->experimental_attention_variant == MT_VARIANT_GATED_DELTA_NET;
     const mt_constraint rules[] = {
         {l->one_attention && o->attention_backend == MT_ATTENTION_CUDNN,
          "--attention-backend cudnn needs a GPU, and this run is on the CPU; leave it out"},
@@ -448,16 +449,17 @@ int mt_options_check_limits(const mt_options *o, const mt_limits *l, mt_error *e
         {l->no_fp8 && o->fp8_format, "--fp8-format needs a GPU of compute capability 8.9 or more; leave it out"},
         {l->no_mxfp8 && o->fp8_format && mt_fp8_recipes[o->fp8_recipe].blocks == MT_FP8_VECTOR_32,
          "--fp8-recipe mxfp8 needs a GPU of compute capability 10.0 (Blackwell) or --device cpu; take blockwise"},
-        {l->no_plain && o->linear_layers,
-         "--experimental-attention-variant runs on the CPU only so far; take --device cpu"},
+        {delta && mt_exceeds(o->linear_key_head_dim, l->delta_channels),
+         "--linear-key-head-dim is %lld, and the gated delta rule on this device takes heads of at most %lld channels",
+         {o->linear_key_head_dim, l->delta_channels}},
+        {delta && mt_exceeds(o->linear_value_head_dim, l->delta_channels),
+         "--linear-value-head-dim is %lld, and the gated delta rule on this device takes heads of at most %lld "
+         "channels",
+         {o->linear_value_head_dim, l->delta_channels}},
         {l->no_plain && !o->multi_latent_attention && mt_value_channels(o) != o->kv_channels,
          "--value-channels other than --kv-channels runs on the CPU only so far; take --device cpu"},
-        {l->no_plain && o->attention_value_scale != 1,
-         "--attention-value-scale runs on the CPU only so far; take --device cpu"},
         {l->no_plain && o->window_num_query_groups > 0,
          "--window-num-query-groups runs on the CPU only so far; take --device cpu"},
-        {l->no_plain && o->attention_output_gate,
-         "--attention-output-gate runs on the CPU only so far; take --device cpu"},
         {sinkhorn && mt_exceeds(E, l->sinkhorn_experts),
          "--num-experts is %lld, and --moe-router-load-balancing-type sinkhorn on this device takes at most %lld "
          "experts",
@@ -696,6 +698,10 @@ static bool mt_cpu_first_use_waits(void) {
 }
 
 static int64_t mt_cpu_workspace_bytes(int64_t T, int64_t C, int64_t H, int64_t D) {
+    return 0;
+}
+
+static int64_t mt_cpu_delta_workspace_bytes(int64_t T, const mt_delta_args *a, mt_dtype dtype, bool train) {
     return 0;
 }
 
@@ -13002,10 +13008,16 @@ static void mt_plan_scratch(mt_model *m, mt_arena *arena) {
 /* Buffers that all micro-batches share. */
 static void mt_plan_workspace(mt_model *m, mt_arena *arena) {
     int64_t T = m->plan.max_tokens, rows = m->plan.max_logits;
+    mt_delta_sizes delta = mt_delta_sizes_of(m);
     int64_t widest_row = m->options->multi_latent_attention ? mt_max(m->C, mt_latent_width(m->options)) : m->C;
     m->workspace_bytes = m->ops->workspace_bytes(T, widest_row, m->H, mt_max(m->D, m->Dv));
     if (m->experts->num_layers > 0 && !m->options->moe_permute_fusion) // see mt_combine_results
         m->workspace_bytes = mt_max(m->workspace_bytes, m->ops->workspace_bytes(m->experts->num_choices, m->C, 1, 1));
+    if (delta.Hv > 0) {
+        const mt_delta_args sizes = {.Hk = delta.Hk, .Hv = delta.Hv, .Dk = delta.Dk, .Dv = delta.Dv};
+        int64_t bytes = m->ops->delta_workspace_bytes(T, &sizes, m->dtype, m->plan.train);
+        m->workspace_bytes = mt_max(m->workspace_bytes, bytes);
+    }
     m->workspace = mt_arena_alloc(arena, m->workspace_bytes);
     for (int i = MT_ROPE_MODEL; i <= MT_ROPE_WINDOW; i++) {
         if (!mt_rope_table_used(m->options, (mt_layer_rope)i)) continue;

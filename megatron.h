@@ -911,6 +911,9 @@ typedef void mt_host_function(void *context);
     /* Bytes of workspace that one stream needs for T tokens, rows of C channels, and attention with H heads of D      \
      * channels. 0 on the CPU. */                                                                                      \
     OP(workspace_bytes, int64_t, int64_t T, int64_t C, int64_t H, int64_t D)                                           \
+    /* The same for the gated delta rule of T tokens, with the heads and channels of `a`; `train`: its backward too.   \
+     */                                                                                                                \
+    OP(delta_workspace_bytes, int64_t, int64_t T, const mt_delta_args *a, mt_dtype dtype, bool train)                  \
     /* A stream whose operations use `workspace`, which outlives it. NULL on the CPU. `deterministic`: no algorithm is \
      * chosen by measuring, so two runs have the same bits; on the CPU they always do. */                              \
     OP(stream_create, mt_stream *, void *workspace, int64_t workspace_bytes, bool deterministic)                       \
@@ -1481,8 +1484,7 @@ typedef struct mt_gate_args {
     void *dx, *dz; // dx may be dy
 } mt_gate_args;
 
-/* Operations that the plain C backend alone has so far: mt_options_check_limits refuses their models elsewhere. */
-#define MT_PLAIN_OPERATIONS(OP)                                                                                        \
+#define MT_LINEAR_ATTENTION_OPERATIONS(OP)                                                                             \
     /* y[t, c] = f(bias[c] + sum over j of w[c, j] x[t - (K - 1) + j, c]), where x before the span is 0 or its state;  \
      * f is SiLU or nothing. */                                                                                        \
     OP(short_conv_forward, mt_work_bytes(2 * mt_span_rows(a->spans, false) * a->C, dtype), (a, dtype, stream),         \
@@ -1532,6 +1534,9 @@ typedef struct mt_gate_args {
        mt_stream *stream)                                                                                              \
     OP(gate_backward, mt_work_bytes(5 * a->n, dtype), (a, dtype, stream), const mt_gate_args *a, mt_dtype dtype,       \
        mt_stream *stream)
+
+/* Operations that the plain C backend alone has: mt_options_check_limits refuses their models elsewhere. */
+#define MT_PLAIN_OPERATIONS(OP)
 
 /* ---- activations */
 
@@ -2205,6 +2210,7 @@ typedef struct mt_graph mt_graph;
     MT_NORM_OPERATIONS(OP)                                                                                             \
     MT_ROPE_OPERATIONS(OP)                                                                                             \
     MT_ATTENTION_OPERATIONS(OP)                                                                                        \
+    MT_LINEAR_ATTENTION_OPERATIONS(OP)                                                                                 \
     MT_ACTIVATION_OPERATIONS(OP)                                                                                       \
     MT_ROW_OPERATIONS(OP)                                                                                              \
     MT_ROUTER_OPERATIONS(OP)                                                                                           \
@@ -2248,8 +2254,9 @@ typedef struct mt_limits {
     /* cuDNN's attention: sequences of whole tiles of tokens, heads of at most this many channels, or DeepSeek-V3's keys
      * of cudnn_latent_channels with values of cudnn_channels. All 0: a build without cuDNN. */
     int64_t cudnn_tokens, cudnn_channels, cudnn_latent_channels;
-    bool no_fp8, no_mxfp8; // without fp8 products; without those of MT_FP8_VECTOR_32
-    bool no_plain;         // without MT_PLAIN_OPERATIONS
+    bool no_fp8, no_mxfp8;  // without fp8 products; without those of MT_FP8_VECTOR_32
+    int64_t delta_channels; // channels of a head of the gated delta rule, of keys or of values
+    bool no_plain;          // without MT_PLAIN_OPERATIONS, and without value heads of another width than key heads
 } mt_limits;
 
 /* Phases are the parts of a training step, for a profile: the forward or backward of a micro-batch on a chunk (-1: of

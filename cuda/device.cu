@@ -195,6 +195,10 @@ extern "C" int64_t mt_cuda_workspace_bytes(int64_t T, int64_t C, int64_t H, int6
     return largest;
 }
 
+extern "C" int64_t mt_cuda_delta_workspace_bytes(int64_t T, const mt_delta_args *a, mt_dtype dtype, bool train) {
+    return mt_cuda_delta_workspace(T, a, dtype, train);
+}
+
 extern "C" mt_stream *mt_cuda_stream_create(void *workspace, int64_t workspace_bytes, bool deterministic) {
     mt_stream *stream = (mt_stream *)mt_calloc(sizeof *stream);
     stream->workspace = workspace;

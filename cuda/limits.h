@@ -9,6 +9,7 @@
  * moe.cu has a lane per choice, and a router's values in 48 KiB of shared memory, fourfold for the auxiliary loss;
  * sinkhorn.cu keeps a factor per expert and a partial sum per thread in 40 KiB;
  * cuBLASLt multiplies fp8 matrices whose rows are multiples of 16 bytes;
+ * delta_rule.cu has the keys of a chunk in 160 KiB;
  * cuDNN's attention takes whole tiles, and heads wider than 128 only in DeepSeek-V3's sizes. */
 enum {
     MT_CUDNN_TOKENS = 128,
@@ -19,6 +20,7 @@ enum {
     MT_CUDA_ROUTER_TOPK = 32,
     MT_CUDA_EXPERTS = 48 * 1024 / 4,
     MT_CUDA_AUX_LOSS_EXPERTS = 48 * 1024 / 16,
+    MT_CUDA_DELTA_CHANNELS = 128,
     MT_CUDA_SINKHORN_EXPERTS = 40 * 1024 / 8 - 1024
 };
 
@@ -35,7 +37,25 @@ static inline void mt_cuda_set_limits(mt_limits *limits, bool has_fp8, bool has_
     limits->cudnn_channels = has_cudnn ? MT_CUDNN_CHANNELS : 0;
     limits->cudnn_latent_channels = has_cudnn ? MT_CUDNN_LATENT_CHANNELS : 0;
     limits->no_fp8 = !has_fp8, limits->no_mxfp8 = true;
+    limits->delta_channels = MT_CUDA_DELTA_CHANNELS;
     limits->no_plain = true;
+}
+
+/* Bytes of the arrays of delta_rule.cu for some chunks of 64 tokens and value heads. */
+static inline int64_t mt_cuda_delta_bytes(int64_t chunks, int64_t heads, const mt_delta_args *a, mt_dtype dtype,
+                                          bool train) {
+    int64_t size = mt_dtype_size(dtype), Dk = mt_divide_up(a->Dk, 16) * 16, Dv = mt_divide_up(a->Dv, 32) * 32;
+    int64_t each = 2 * 64 * 64 * size + 4 * 64 * 4;                               // A and P, gates and lengths
+    if (train) each += (2 * Dk * Dv + 64 * Dv) * size + Dk / 16 * 3 * 64 * 4 + 8; // states, U, partial sums
+    return chunks * (heads * each + 16) + 16 * 256;                               // the table of chunks; alignment
+}
+
+/* delta_workspace_bytes: for all heads, up to 768 MiB, where groups of them take turns; at least for one key head. */
+static inline int64_t mt_cuda_delta_workspace(int64_t T, const mt_delta_args *a, mt_dtype dtype, bool train) {
+    int64_t chunks = mt_divide_up(T, 64) + 16, most = (int64_t)768 << 20;
+    int64_t all = mt_cuda_delta_bytes(chunks, a->Hv, a, dtype, train);
+    int64_t one = mt_cuda_delta_bytes(chunks, a->Hv / a->Hk, a, dtype, train);
+    return all < most ? all : one > most ? one : most;
 }
 
 #endif

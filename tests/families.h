@@ -52,7 +52,7 @@ __attribute__((unused)) static bool is_linear_family(const char *family) {
 
 /* Families that the CPU alone computes. */
 __attribute__((unused)) static bool needs_the_cpu(const char *family) {
-    return is_linear_family(family) || strcmp(family, "mimo_v2_flash") == 0;
+    return strcmp(family, "mimo_v2_flash") == 0;
 }
 
 #endif

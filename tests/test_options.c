@@ -3180,10 +3180,7 @@ static void what_exceeds_a_backends_limits_is_refused_in_one_line(void **state) 
     const mt_limits plain = {.no_plain = true};
     static const char *const alone[][2] = {
         {RUN "--value-channels 8", "--value-channels other than --kv-channels"},
-        {RUN "--attention-value-scale 0.5", "--attention-value-scale"},
         {RUN "--window-size 4 --window-num-query-groups 2", "--window-num-query-groups"},
-        {RUN "--experimental-attention-variant short_conv --linear-attention-freq 2",
-         "--experimental-attention-variant"},
     };
     for (size_t i = 0; i < sizeof alone / sizeof *alone; i++) {
         char message[120];

@@ -164,6 +164,10 @@ static int64_t mt_sim_workspace_bytes(int64_t T, int64_t C, int64_t H, int64_t D
     return mt_max(mt_max(products, sums), mt_max(dq, embedding));
 }
 
+static int64_t mt_sim_delta_workspace_bytes(int64_t T, const mt_delta_args *a, mt_dtype dtype, bool train) {
+    return mt_cuda_delta_workspace(T, a, dtype, train);
+}
+
 static mt_stream *mt_sim_stream_create(void *workspace, int64_t bytes, bool deterministic) {
     mt_stream *stream = mt_calloc(sizeof *stream);
     stream->number = mt_device_model.num_streams++;
