@@ -888,7 +888,7 @@ static void convert(run *r, const int64_t *n) { // elements, elements before the
 
 /* ---- attention --------------------------------------------------------------------------------------------------- */
 
-typedef enum span_kind { ONE, FULL, PACKED, DECODE, SHARED_KEYS, FEW_KEYS } span_kind;
+typedef enum span_kind { ONE, FULL, PACKED, DECODE, SHARED_KEYS, FEW_KEYS, CONTINUED, PIECES } span_kind;
 
 /* Fills spans for about T queries; returns their number and the rows of q and of k. */
 static int64_t make_spans(mt_span *spans, span_kind kind, int64_t T, int64_t *queries, int64_t *keys) {
@@ -909,6 +909,18 @@ static int64_t make_spans(mt_span *spans, span_kind kind, int64_t T, int64_t *qu
         spans[count++] = (mt_span){0, half, 0, half, true};
         spans[count++] = (mt_span){half, T - half, 0, half, false};
         spans[count - 1].k_len = half;
+    }
+    if (kind == CONTINUED) { // two texts, of which the first has earlier tokens
+        int64_t rows = T + 9, half = T / 2;
+        *keys = 2 * rows;
+        spans[count++] = (mt_span){0, half, 0, half + 9, true};
+        spans[count++] = (mt_span){half, T - half, rows, T - half, true};
+    }
+    if (kind == PIECES) { // of a rank in context parallelism: the first and the last sequence go on elsewhere
+        int64_t third = T / 3;
+        spans[count++] = (mt_span){0, third, 0, third, true};
+        spans[count++] = (mt_span){third, 1, third, 1, true};
+        spans[count++] = (mt_span){third + 1, T - third - 1, third + 1, T - third - 1, true};
     }
     if (kind == FEW_KEYS) { // the first queries see nothing
         *keys = T / 2;
@@ -1028,6 +1040,212 @@ static void accumulate_rows(run *r, const int64_t *n) {
     void *x = input(r, rows * stride);
     const mt_accumulate_args a = {&spans, n[3] != 0, sum, x, width, stride, .first = n[2] != 0};
     r->ops->accumulate_rows(&a, r->dtype, r->stream);
+}
+
+/* ---- linear attention -------------------------------------------------------------------------------------------- */
+
+/* The spans of a recurrence, and its states of `elements` floats: those of texts in generation, or of pieces. */
+typedef struct recurrence {
+    mt_span host[64];
+    mt_spans spans;
+    int64_t rows, first[2], last[2];
+    mt_states states;
+    float *dstates;
+} recurrence;
+
+static void make_recurrence(recurrence *c, run *r, int64_t T, span_kind kind, int64_t elements) {
+    int64_t keys;
+    *c =
+        (recurrence){.first = {0, -1}, .last = {0, 2}}; // slot 0: the first piece is a part in the middle of a sequence
+    int64_t count = make_spans(c->host, kind, T, &c->rows, &keys), bytes = count * (int64_t)sizeof(mt_span);
+    mt_span *spans = r->ops->memory_alloc(bytes);
+    r->ops->memory_copy(spans, c->host, bytes, r->stream);
+    r->buffers[r->num_buffers++] = (buffer){spans, 0, MT_U8, false};
+    c->spans = (mt_spans){c->host, spans, count};
+    if (kind == DECODE) c->states = (mt_states){.slot_rows = 40, .slots = T};
+    if (kind == CONTINUED) c->states = (mt_states){.slot_rows = T + 9, .slots = 2};
+    if (kind == PIECES) c->states = (mt_states){.slots = 2, .first = c->first, .last = c->last};
+    if (c->states.slots > 0) c->states.memory = float_changed(r, c->states.slots * elements, NORMAL);
+    if (kind == PIECES) c->dstates = float_input(r, c->states.slots * elements, NORMAL);
+}
+
+/* Sizes: T, C, K, spans, SiLU, bias, gap between rows. */
+static mt_conv_args make_conv(recurrence *c, run *r, const int64_t *n) {
+    int64_t C = n[1], K = n[2], stride = C + n[6];
+    make_recurrence(c, r, n[0], (span_kind)n[3], (K - 1) * C);
+    mt_conv_args a = {.spans = &c->spans, .C = C, .K = K, .silu = n[4], .states = c->states, .dstates = c->dstates};
+    a.x = input(r, c->rows * stride), a.w = input(r, C * K), a.bias = n[5] ? input(r, C) : NULL;
+    a.x_stride = stride, a.y_stride = a.dy_stride = C, a.dx_stride = C + 2 * n[6];
+    return a;
+}
+
+static void short_conv_forward(run *r, const int64_t *n) {
+    recurrence c;
+    mt_conv_args a = make_conv(&c, r, n);
+    a.y = output(r, c.rows * a.y_stride);
+    r->ops->short_conv_forward(&a, r->dtype, r->stream);
+}
+
+static void short_conv_backward(run *r, const int64_t *n) {
+    recurrence c;
+    mt_conv_args a = make_conv(&c, r, n);
+    a.dy = input(r, c.rows * a.dy_stride), a.dx = output(r, c.rows * a.dx_stride);
+    a.dw = float_changed(r, a.C * a.K, NORMAL), a.dbias = n[5] ? float_changed(r, a.C, NORMAL) : NULL;
+    r->ops->short_conv_backward(&a, r->dtype, r->stream);
+}
+
+/* Of both slots; an operation that has nothing to do in one leaves its results there. */
+static mt_carried_state carried_state(run *r, int64_t slot, int64_t elements) {
+    mt_carried_state state = {.slot = slot};
+    state.in = float_input(r, elements, NORMAL), state.out = float_output(r, elements);
+    return state;
+}
+
+static void short_conv_carry_forward(run *r, const int64_t *n) {
+    recurrence c;
+    mt_conv_args a = make_conv(&c, r, n);
+    for (int64_t slot = 0; slot < 2; slot++) {
+        mt_carried_state state = carried_state(r, slot, (a.K - 1) * a.C);
+        r->ops->short_conv_carry_forward(&a, &state, r->dtype, r->stream);
+    }
+}
+
+static void short_conv_carry_backward(run *r, const int64_t *n) {
+    recurrence c;
+    mt_conv_args a = make_conv(&c, r, n);
+    a.dy = input(r, c.rows * a.dy_stride);
+    mt_carried_state state = carried_state(r, 0, (a.K - 1) * a.C);
+    r->ops->short_conv_carry_backward(&a, &state, r->dtype, r->stream);
+}
+
+/* Sizes: T, Hk, Hv, Dk, Dv, spans, gap between rows. q, k and v are columns of one matrix, and so are b and a. */
+static mt_delta_args make_delta(recurrence *c, run *r, const int64_t *n) {
+    mt_delta_args a = {.Hk = n[1], .Hv = n[2], .Dk = n[3], .Dv = n[4], .decays = 1};
+    int64_t keys = a.Hk * a.Dk, width = 2 * keys + a.Hv * a.Dv + n[6];
+    make_recurrence(c, r, n[0], (span_kind)n[5], a.Hv * a.Dk * a.Dv);
+    a.spans = &c->spans, a.states = c->states;
+    a.q_stride = a.k_stride = a.v_stride = a.dq_stride = a.dk_stride = a.dv_stride = width;
+    a.b_stride = a.a_stride = a.db_stride = a.da_stride = 2 * a.Hv + n[6];
+    a.q = input(r, c->rows * width), a.k = (const char *)a.q + keys * mt_dtype_size(r->dtype);
+    a.v = (const char *)a.k + keys * mt_dtype_size(r->dtype);
+    a.b = input(r, c->rows * a.b_stride), a.a = (const char *)a.b + a.Hv * mt_dtype_size(r->dtype);
+    a.A_log = input(r, a.Hv), a.dt_bias = input(r, a.Hv);
+    return a;
+}
+
+static void delta_rule_forward(run *r, const int64_t *n) {
+    recurrence c;
+    mt_delta_args a = make_delta(&c, r, n);
+    a.out = output(r, c.rows * a.Hv * a.Dv);
+    r->ops->delta_rule_forward(&a, r->dtype, r->stream);
+}
+
+static void delta_rule_backward(run *r, const int64_t *n) {
+    recurrence c;
+    mt_delta_args a = make_delta(&c, r, n);
+    int64_t size = mt_dtype_size(r->dtype), keys = a.Hk * a.Dk;
+    a.dstates = c.dstates, a.dout = input(r, c.rows * a.Hv * a.Dv);
+    a.dq = output(r, c.rows * a.dq_stride), a.dk = (char *)a.dq + keys * size, a.dv = (char *)a.dk + keys * size;
+    a.db = output(r, c.rows * a.db_stride), a.da = (char *)a.db + a.Hv * size;
+    a.dA_log = float_changed(r, a.Hv, NORMAL), a.ddt_bias = float_changed(r, a.Hv, NORMAL);
+    r->ops->delta_rule_backward(&a, r->dtype, r->stream);
+}
+
+static void delta_rule_map_forward(run *r, const int64_t *n) {
+    recurrence c;
+    mt_delta_args a = make_delta(&c, r, n);
+    a.maps = float_output(r, 2 * a.Hv * a.Dk * (a.Dv + a.Dk));
+    r->ops->delta_rule_map_forward(&a, r->dtype, r->stream);
+}
+
+static void delta_rule_map_backward(run *r, const int64_t *n) {
+    recurrence c;
+    mt_delta_args a = make_delta(&c, r, n);
+    a.dout = input(r, c.rows * a.Hv * a.Dv), a.dmaps = float_output(r, 2 * a.Hv * a.Dk * a.Dv);
+    r->ops->delta_rule_map_backward(&a, r->dtype, r->stream);
+}
+
+static void delta_rule_carry_forward(run *r, const int64_t *n) {
+    recurrence c;
+    mt_delta_args a = make_delta(&c, r, n);
+    a.maps = float_input(r, 2 * a.Hv * a.Dk * (a.Dv + a.Dk), NORMAL);
+    for (int64_t slot = 0; slot < 2; slot++) {
+        mt_carried_state state = carried_state(r, slot, a.Hv * a.Dk * a.Dv);
+        r->ops->delta_rule_carry_forward(&a, &state, r->dtype, r->stream);
+    }
+}
+
+static void delta_rule_carry_backward(run *r, const int64_t *n) {
+    recurrence c;
+    mt_delta_args a = make_delta(&c, r, n);
+    a.maps = float_input(r, 2 * a.Hv * a.Dk * (a.Dv + a.Dk), NORMAL);
+    a.dmaps = float_input(r, 2 * a.Hv * a.Dk * a.Dv, NORMAL);
+    for (int64_t slot = 0; slot < 2; slot++) {
+        mt_carried_state state = carried_state(r, slot, a.Hv * a.Dk * a.Dv);
+        r->ops->delta_rule_carry_backward(&a, &state, r->dtype, r->stream);
+    }
+}
+
+/* Sizes: T, H, D, gap between rows of z. */
+static mt_gated_norm_args make_gated_norm(run *r, const int64_t *n) {
+    mt_gated_norm_args a = {.T = n[0], .H = n[1], .D = n[2], .eps = 1e-5f};
+    a.z_stride = n[1] * n[2] + n[3], a.dz_stride = n[1] * n[2] + 2 * n[3];
+    a.x = input(r, a.T * a.H * a.D), a.z = input(r, a.T * a.z_stride), a.w = input(r, a.D);
+    return a;
+}
+
+static void gated_norm_forward(run *r, const int64_t *n) {
+    mt_gated_norm_args a = make_gated_norm(r, n);
+    a.y = output(r, a.T * a.H * a.D), a.rstd = float_output(r, a.T * a.H);
+    r->ops->gated_norm_forward(&a, r->dtype, r->stream);
+}
+
+static void gated_norm_backward(run *r, const int64_t *n) {
+    mt_gated_norm_args a = make_gated_norm(r, n);
+    a.rstd = float_input(r, a.T * a.H, POSITIVE), a.dy = input(r, a.T * a.H * a.D);
+    a.dx = output(r, a.T * a.H * a.D), a.dz = output(r, a.T * a.dz_stride), a.dw = float_changed(r, a.D, NORMAL);
+    r->ops->gated_norm_backward(&a, r->dtype, r->stream);
+}
+
+/* Sizes: T, C, gap between rows of x and dz. */
+static mt_multiply_args make_multiply(run *r, const int64_t *n) {
+    mt_multiply_args a = {.T = n[0], .C = n[1], .x_stride = n[1] + n[2], .z_stride = n[1], .y_stride = n[1]};
+    a.dx_stride = a.dy_stride = n[1], a.dz_stride = n[1] + n[2];
+    a.x = input(r, a.T * a.x_stride), a.z = input(r, a.T * a.z_stride);
+    return a;
+}
+
+static void multiply_forward(run *r, const int64_t *n) {
+    mt_multiply_args a = make_multiply(r, n);
+    a.y = output(r, a.T * a.y_stride);
+    r->ops->multiply_forward(&a, r->dtype, r->stream);
+}
+
+static void multiply_backward(run *r, const int64_t *n) {
+    mt_multiply_args a = make_multiply(r, n);
+    a.dy = input(r, a.T * a.dy_stride), a.dx = output(r, a.T * a.dx_stride), a.dz = output(r, a.T * a.dz_stride);
+    r->ops->multiply_backward(&a, r->dtype, r->stream);
+}
+
+static void scale_rows(run *r, const int64_t *n) {
+    int64_t stride = n[1] + n[2];
+    r->ops->scale_rows(changed(r, n[0] * stride), 0.707f, n[0], n[1], stride, r->dtype, r->stream);
+}
+
+/* The operands of a gate: elements, elements before the first. In the backward dx is dy. */
+static void gate_forward(run *r, const int64_t *n) {
+    int64_t before = n[1] * mt_dtype_size(r->dtype);
+    char *y = output(r, n[0] + n[1]), *x = input(r, n[0] + n[1]), *z = input(r, n[0] + n[1]);
+    r->ops->gate_forward(&(mt_gate_args){.n = n[0], .x = x + before, .z = z + before, .y = y + before}, r->dtype,
+                         r->stream);
+}
+
+static void gate_backward(run *r, const int64_t *n) {
+    int64_t before = n[1] * mt_dtype_size(r->dtype);
+    char *dy = changed(r, n[0] + n[1]), *x = input(r, n[0] + n[1]), *z = input(r, n[0] + n[1]);
+    char *dz = output(r, n[0] + n[1]);
+    const mt_gate_args a = {.n = n[0], .x = x + before, .z = z + before, .dy = dy + before, dy + before, dz + before};
+    r->ops->gate_backward(&a, r->dtype, r->stream);
 }
 
 /* ---- the table --------------------------------------------------------------------------------------------------- */
@@ -1260,6 +1478,48 @@ static const int64_t row_scale_shapes[][MAX_SIZES] = {{1, 1},    {1, 24},     {7
 static const int64_t grouped_bias_shapes[][MAX_SIZES] = {{1, 1, 1},       {7, 33, 2},      {129, 344, 8}, {3, 24, 64},
                                                          {5000, 4099, 3}, {1001, 768, 64}, {35, 100, 1},  {0}};
 
+static const int64_t conv_shapes[][MAX_SIZES] = {{1, 1, 1, ONE, 0, 0, 0},
+                                                 {5, 24, 4, ONE, 1, 1, 0},
+                                                 {70, 33, 3, PACKED, 0, 0, 1},
+                                                 {300, 264, 4, PACKED, 1, 0, 8},
+                                                 {1000, 96, 4, ONE, 1, 1, 0},
+                                                 {50, 40, 8, PACKED, 1, 1, 4},
+                                                 {9, 264, 4, DECODE, 1, 0, 0},
+                                                 {3, 7, 8, DECODE, 0, 1, 0},
+                                                 {150, 48, 4, CONTINUED, 1, 0, 0},
+                                                 {4, 48, 4, CONTINUED, 1, 0, 0},
+                                                 {150, 48, 3, PIECES, 1, 1, 4},
+                                                 {6, 20, 4, PIECES, 1, 0, 0},
+                                                 {0}};
+static const int64_t conv_backward_shapes[][MAX_SIZES] = {
+    {1, 1, 1, ONE, 0, 0, 0},        {5, 24, 4, ONE, 1, 1, 0},    {70, 33, 3, PACKED, 0, 0, 1},
+    {300, 264, 4, PACKED, 1, 0, 8}, {3000, 96, 4, ONE, 1, 1, 0}, {50, 40, 8, PACKED, 1, 1, 4},
+    {150, 48, 3, PIECES, 1, 1, 4},  {6, 20, 4, PIECES, 1, 0, 0}, {0}};
+static const int64_t conv_carry_shapes[][MAX_SIZES] = {
+    {150, 48, 3, PIECES, 1, 1, 4}, {6, 20, 4, PIECES, 1, 0, 0}, {6, 5, 8, PIECES, 0, 0, 0}, {0}};
+static const int64_t delta_shapes[][MAX_SIZES] = {
+    {1, 1, 1, 16, 16, ONE, 0},       {7, 1, 2, 8, 24, ONE, 1},           {64, 1, 1, 64, 64, ONE, 0},
+    {131, 2, 2, 20, 36, ONE, 3},     {150, 2, 4, 16, 16, PACKED, 0},     {200, 1, 3, 128, 128, PACKED, 8},
+    {1000, 2, 4, 64, 128, ONE, 0},   {60, 2, 4, 32, 40, PACKED, 0},      {9, 2, 4, 128, 128, DECODE, 0},
+    {9, 2, 2, 33, 19, DECODE, 1},    {160, 2, 4, 128, 64, CONTINUED, 0}, {10, 1, 2, 64, 16, CONTINUED, 0},
+    {300, 2, 4, 64, 128, PIECES, 0}, {30, 1, 1, 16, 20, PIECES, 5},      {0}};
+static const int64_t delta_backward_shapes[][MAX_SIZES] = {{1, 1, 1, 16, 16, ONE, 0},
+                                                           {7, 1, 2, 8, 24, ONE, 1},
+                                                           {64, 1, 1, 64, 64, ONE, 0},
+                                                           {131, 2, 2, 20, 36, ONE, 3},
+                                                           {150, 2, 4, 16, 16, PACKED, 0},
+                                                           {200, 1, 3, 128, 128, PACKED, 8},
+                                                           {1000, 2, 4, 64, 128, ONE, 0},
+                                                           {60, 2, 4, 32, 40, PACKED, 0},
+                                                           {300, 2, 4, 64, 128, PIECES, 0},
+                                                           {30, 1, 1, 16, 20, PIECES, 5},
+                                                           {0}};
+static const int64_t delta_map_shapes[][MAX_SIZES] = {
+    {300, 2, 4, 64, 128, PIECES, 0}, {30, 1, 1, 16, 20, PIECES, 5}, {400, 1, 2, 128, 128, PIECES, 0}, {0}};
+static const int64_t gated_norm_shapes[][MAX_SIZES] = {
+    {1, 1, 8, 0}, {7, 3, 16, 0}, {33, 4, 128, 8}, {129, 5, 100, 3}, {500, 2, 256, 0}, {2000, 8, 128, 4}, {0}};
+static const int64_t multiply_shapes[][MAX_SIZES] = {{1, 1, 0},     {7, 33, 1},    {129, 344, 8},
+                                                     {33, 4096, 0}, {500, 100, 4}, {0}};
 static operation operations[] = {
     {"linear_forward", linear_forward, ONCE, linear_shapes, {0}},
     {"linear_backward_input", linear_backward_input, ONCE, linear_shapes, {0}},
@@ -1293,6 +1553,23 @@ static operation operations[] = {
     {"sink_forward", sink_forward, ONCE, merge_shapes, {0}},
     {"sink_backward", sink_backward, ONCE, merge_shapes, {0}},
     {"accumulate_rows", accumulate_rows, ONCE, merge_shapes, {0}},
+    {"short_conv_forward", short_conv_forward, ONCE, conv_shapes, {0}},
+    {"short_conv_backward", short_conv_backward, ONCE, conv_backward_shapes, {0}},
+    {"short_conv_carry_forward", short_conv_carry_forward, 0, conv_carry_shapes, {0}},
+    {"short_conv_carry_backward", short_conv_carry_backward, 1e-5, conv_carry_shapes, {0}},
+    {"delta_rule_forward", delta_rule_forward, 1e-2, delta_shapes, {0}},
+    {"delta_rule_backward", delta_rule_backward, 2e-2, delta_backward_shapes, {0}},
+    {"delta_rule_map_forward", delta_rule_map_forward, 1e-2, delta_map_shapes, {0}},
+    {"delta_rule_map_backward", delta_rule_map_backward, 1e-2, delta_map_shapes, {0}},
+    {"delta_rule_carry_forward", delta_rule_carry_forward, 1e-5, delta_map_shapes, {0}},
+    {"delta_rule_carry_backward", delta_rule_carry_backward, 1e-5, delta_map_shapes, {0}},
+    {"gated_norm_forward", gated_norm_forward, ONCE, gated_norm_shapes, {0}},
+    {"gated_norm_backward", gated_norm_backward, ONCE, gated_norm_shapes, {0}},
+    {"multiply_forward", multiply_forward, ONCE, multiply_shapes, {0}},
+    {"multiply_backward", multiply_backward, ONCE, multiply_shapes, {0}},
+    {"scale_rows", scale_rows, ONCE, multiply_shapes, {0}},
+    {"gate_forward", gate_forward, ONCE, element_shapes, {0}},
+    {"gate_backward", gate_backward, ONCE, element_shapes, {0}},
     {"activation_forward", activation_forward, ONCE, activation_shapes, {0}},
     {"activation_backward", activation_backward, ONCE, activation_shapes, {0}},
     {"linear_gelu_forward", linear_gelu_forward, ONCE, linear_gelu_shapes, {0}},
@@ -1468,8 +1745,7 @@ static void every_operation_is_tested(void **state) {
                                                 "reduce", "muon_",           "batched_product"};
         bool found = strncmp(all[i], "memory_", 7) == 0 || strncmp(all[i], "stream_", 7) == 0 ||
                      strncmp(all[i], "event_", 6) == 0 || strcmp(all[i], "workspace_bytes") == 0 ||
-                     strcmp(all[i], "delta_workspace_bytes") == 0 ||
-                     strcmp(all[i], "first_use_waits") == 0;
+                     strcmp(all[i], "delta_workspace_bytes") == 0 || strcmp(all[i], "first_use_waits") == 0;
         for (size_t j = 0; j < sizeof elsewhere / sizeof *elsewhere; j++)
             found |= strncmp(all[i], elsewhere[j], strlen(elsewhere[j])) == 0;
         for (size_t j = 0; j < NUM_OPERATIONS; j++) found |= strcmp(all[i], operations[j].name) == 0;
