@@ -44,7 +44,8 @@ template <class T> struct delta_task {
     float *factors;     // [chunk, key head, 2, 64] 1 / length of q and of k
     T *before, *dafter; // [chunk, head, KP, VP] S before a chunk, dS after it
     T *U;               // [chunk, head, 64, VP]
-    float *dG;          // [chunk, head, parts, 64]
+    float *score_dg;    // [chunk, head, 64] gradients of g from P and R
+    float *state_dg;    // [chunk, head, parts, 2, 64] from the states: see key_backward
     float *dots;        // [chunk, key head, parts, 2, 64] q . dq and k . dk
     float *partial;     // [2, chunk, head] of dA_log and ddt_bias
 };
@@ -89,6 +90,7 @@ __device__ static inline void product_in_strips(float *c, int c_row, const __nv_
                 fill_fragment(sums[i], 0.0f);
             }
         }
+#pragma unroll 2
         for (int k = 0; k < K; k += 16) {
             fragment<matrix_a, 16, 16, 16, __nv_bfloat16, a_order> left;
             load_matrix_sync(left, a_transposed ? a + k * a_row + m : a + m * a_row + k, (unsigned)a_row);
@@ -620,13 +622,14 @@ __device__ static inline float sum_of_four(float x) {
 }
 
 template <class T> struct score_room {
-    float *dP, *dR;
+    float *dP, *dR, *kk;
     T *dO, *dV, *U;
     chunk_scales scales;
     int bytes;
     __host__ __device__ score_room(char *base) {
         shared_room room = {base, 0};
         dP = room.take<float>(TOKENS * SQUARE_ROW), dR = room.take<float>(TOKENS * SQUARE_ROW);
+        kk = room.take<float>(TOKENS * SQUARE_ROW);
         dO = room.rows<T>(TOKENS, COLUMNS), dV = room.rows<T>(TOKENS, COLUMNS), U = room.rows<T>(TOKENS, COLUMNS);
         scales.place(room);
         bytes = room.used;
@@ -634,7 +637,9 @@ template <class T> struct score_room {
 };
 
 /* db, and the gradients of P and R times what P and R have of the lengths and decays, in place of P and A:
- *   H_ti = dP_ti e^(G_t - G_i) / (|q_t| |k_i|),   J_ti = dR_ti e^(G_t - G_i) / (|k_t| |k_i|) */
+ *   H_ti = dP_ti e^(G_t - G_i) / (|q_t| |k_i|),   J_ti = dR_ti e^(G_t - G_i) / (|k_t| |k_i|)
+ * g of a token j is in the factors of all t >= j and i < j: dg_j is the sum of their dP_ti P_ti + dR_ti R_ti. The sums
+ * of dG, in which other pairs cancel, would lose digits. */
 template <class T> __global__ void __launch_bounds__(THREADS, 2) score_backward(const delta_task<T> task) {
     score_room<T> room(delta_shared);
     const chunk_scales &s = room.scales;
@@ -661,6 +666,15 @@ template <class T> __global__ void __launch_bounds__(THREADS, 2) score_backward(
         for (int j = quarter; j < COLUMNS; j += 4)
             dot += mt_to_float(room.dV[t * row + j]) * mt_to_float(room.U[t * row + j]);
     }
+    for (int column = 0; column < task.KP; column += COLUMNS) {
+        int channels = task.Dk - column < COLUMNS ? task.Dk - column : COLUMNS;
+        T *k = room.dO;
+        __syncthreads();
+        load_rows(k, task.k + tokens.row * task.k_stride + (int64_t)p.all_keys * task.Dk + column, task.k_stride,
+                  TOKENS, COLUMNS, L, channels, task.wide_keys);
+        __syncthreads();
+        product<false, true>(room.kk, SQUARE_ROW, k, row, k, row, TOKENS, TOKENS, COLUMNS, column > 0);
+    }
     dot = sum_of_four(dot);
     if (quarter == 0 && t < L) { // dV . U = dB . U beta
         float beta = s.beta[t], db = dot / fmaxf(beta, 1e-30f) * (1 - beta);
@@ -669,13 +683,25 @@ template <class T> __global__ void __launch_bounds__(THREADS, 2) score_backward(
     __syncthreads();
     for (int n = (int)threadIdx.x; n < SQUARE; n += THREADS) {
         int later = n / TOKENS, i = n % TOKENS, at = later * SQUARE_ROW + i;
-        float decay = i <= later ? expf(s.G[later] - s.G[i]) * s.k[i] : 0;
-        room.dP[at] = i <= later ? decay * s.q[later] * room.dP[at] : 0;
-        room.dR[at] = i < later ? -decay * s.k[later] * room.dR[at] : 0;
+        float decay = i <= later ? expf(s.G[later] - s.G[i]) * s.k[i] : 0, dP = room.dP[at], dR = -room.dR[at];
+        float P = mt_to_float(task.P[p.by_head * SQUARE + n]), R = decay * s.k[later] * room.kk[at];
+        room.kk[at] = i < later ? dP * P + dR * R : 0;
+        room.dP[at] = i <= later ? decay * s.q[later] * dP : 0;
+        room.dR[at] = i < later ? decay * s.k[later] * dR : 0;
     }
     __syncthreads();
     store_square<T>(task.P + p.by_head * SQUARE, room.dP, NULL);
     store_square<T>(task.A + p.by_head * SQUARE, room.dR, NULL);
+    if (threadIdx.x < TOKENS) {
+        float sum = 0;
+        for (int later = TOKENS - 1; later >= 0; later--)
+            room.kk[later * SQUARE_ROW + threadIdx.x] = sum += room.kk[later * SQUARE_ROW + threadIdx.x];
+    }
+    __syncthreads();
+    float sum = 0;
+    for (int i = quarter; i < t; i += 4) sum += room.kk[t * SQUARE_ROW + i];
+    sum = sum_of_four(sum);
+    if (quarter == 0) task.score_dg[p.by_head * TOKENS + t] = sum;
 }
 
 template <class T> struct key_room {
@@ -729,9 +755,11 @@ __device__ static inline float add_and_dot(const key_room<T> &room, int width, c
 }
 
 /* A block per chunk, key head and part of the key's channels: gradients of q / |q| and k / |k| over the lengths, summed
- * over the value heads, and what they give to G. That of a factor e^(G_t - G_i) is its product's for t, and the
- * negative for i: q . dq, and k . dk where k is later, less k . dk where it is sooner. */
-template <class T> __global__ void __launch_bounds__(THREADS, 2) key_backward(const delta_task<T> task) {
+ * over the value heads, and what the states give to g. g of a token j is in the e^G_t of all t >= j (Q' and K'), in the
+ * e^(G_L - G_i) of all i < j (K"), and in e^G_L: state_dg has, of each token, its part in the first, then in the
+ * second, and in place of the last token's, which has none, the part of e^G_L. */
+template <class T>
+__global__ void __launch_bounds__(THREADS, sizeof(T) > 2 ? 1 : 2) key_backward(const delta_task<T> task) {
     const int width = task.width, part = (int)blockIdx.y, WIDE = padded<float>(width), NARROW = padded<T>(width);
     const int SIDE = padded<T>(TOKENS);
     key_room<T> room(delta_shared, width);
@@ -770,40 +798,33 @@ template <class T> __global__ void __launch_bounds__(THREADS, 2) key_backward(co
         __syncthreads();
 
         multiply_state(room, task, dO, (int64_t)task.Hv * task.Dv, L, task.Dv, task.wide_values, s.q_grown, S);
+        float grown = add_and_dot(room, width, room.q, (float *)NULL);
+        __syncthreads();
         product<false, false>(room.sum, WIDE, room.H, SIDE, room.k, NARROW, TOKENS, width, TOKENS, true);
         __syncthreads();
-        float of_q = add_and_dot(room, width, room.q, room.dq);
+        q_dot += add_and_dot(room, width, room.q, room.dq);
 
         multiply_state(room, task, dV, task.dv_stride, L, task.Dv, task.wide_values, s.k_grown, S);
+        grown -= add_and_dot(room, width, room.k, (float *)NULL);
+        __syncthreads();
         product<false, false>(room.sum, WIDE, room.J, SIDE, room.k, NARROW, TOKENS, width, TOKENS, true, -1.0f);
         __syncthreads();
-        float of_later = 0; // sum is the product with J less that with S
-        of_later = add_and_dot(room, width, room.k, room.dk);
+        k_dot += add_and_dot(room, width, room.k, room.dk);
 
         multiply_state(room, task, task.U + p.by_head * TOKENS * task.VP, task.VP, L, task.VP, true, s.k_rest, dS);
-        float of_rest = add_and_dot(room, width, room.k, (float *)NULL);
+        float rest = add_and_dot(room, width, room.k, (float *)NULL);
         __syncthreads();
         product<true, false>(room.sum, WIDE, room.H, SIDE, room.q, NARROW, TOKENS, width, TOKENS, true);
         product<true, false>(room.sum, WIDE, room.J, SIDE, room.k, NARROW, TOKENS, width, TOKENS, true);
         __syncthreads();
-        float of_sooner = add_and_dot(room, width, room.k, room.dk);
+        k_dot += add_and_dot(room, width, room.k, room.dk);
 
-        float *dG = task.dG + (p.by_head * task.parts + part) * TOKENS;
-        float *rests = room.sum; // [64], read by all threads of the last row
-        __syncthreads();
-        if (thread % 4 == 0) rests[t] = of_rest;
-        __syncthreads();
-        if (thread % 4 == 0) {
-            float gradient = of_q + of_later - of_sooner;
-            if (t == L - 1) {
-                float products = 0, sum = 0;
-                for (int warp = 0; warp < WARPS; warp++) products += room.products[warp];
-                for (int i = 0; i < L; i++) sum += rests[i];
-                gradient += sum + expf(s.G[L - 1]) * products;
-            }
-            dG[t] = t < L ? gradient : 0;
+        float *dg = task.state_dg + (p.by_head * task.parts + part) * 2 * TOKENS;
+        if (thread % 4 == 0 && t < L) {
+            float products = 0;
+            for (int warp = 0; warp < WARPS; warp++) products += room.products[warp];
+            dg[t] = grown, dg[TOKENS + t] = t < L - 1 ? rest : expf(s.G[L - 1]) * products;
         }
-        q_dot += of_q, k_dot += of_later + of_sooner;
     }
     __syncthreads();
     store_rows(task.dq + tokens.row * task.dq_stride + at_keys, task.dq_stride, room.dq, width, L, channels,
@@ -842,11 +863,16 @@ template <class T> __global__ void __launch_bounds__(THREADS, 2) finish_backward
     for (int first = 0; first < task.heads; first += THREADS / TOKENS) {
         int h = first + thread / TOKENS, t = thread % TOKENS;
         delta_place p = place_of(task, number, key_head * task.heads + (h < task.heads ? h : 0));
-        float dg = 0, rate_sum = 0, bias_sum = 0; // dg: the sum of dG from t on
+        float dg = 0, rate_sum = 0, bias_sum = 0;
         if (h < task.heads && t < L) {
-            const float *dG = task.dG + p.by_head * task.parts * TOKENS;
-            for (int i = L - 1; i >= t; i--)
-                for (int part = 0; part < task.parts; part++) dg += dG[part * TOKENS + i];
+            dg = task.score_dg[p.by_head * TOKENS + t];
+            for (int part = 0; part < task.parts; part++) {
+                const float *grown = task.state_dg + (p.by_head * task.parts + part) * 2 * TOKENS;
+                const float *rest = grown + TOKENS;
+                for (int i = t; i < L; i++) dg += grown[i];
+                for (int i = 0; i < t; i++) dg += rest[i];
+                dg += rest[L - 1];
+            }
             float rate = expf(mt_to_float(task.A_log[p.all])), bias = mt_to_float(task.dt_bias[p.all]);
             float x = mt_to_float(task.a[(tokens.row + t) * task.a_stride + p.all]) + bias;
             float da = -rate / (1 + expf(-x)) * dg;
@@ -1009,7 +1035,8 @@ template <class T> static int64_t place_arrays(delta_task<T> *task, int64_t chun
     take(&task->factors, key_heads * 2 * TOKENS);
     if (!backward) return used;
     take(&task->before, heads * task->KP * task->VP), take(&task->dafter, heads * task->KP * task->VP);
-    take(&task->U, heads * TOKENS * task->VP), take(&task->dG, heads * task->parts * TOKENS);
+    take(&task->U, heads * TOKENS * task->VP), take(&task->score_dg, heads * TOKENS);
+    take(&task->state_dg, heads * task->parts * 2 * TOKENS);
     take(&task->dots, key_heads * task->parts * 2 * TOKENS), take(&task->partial, 2 * heads);
     return used;
 }

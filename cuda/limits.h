@@ -45,9 +45,9 @@ static inline void mt_cuda_set_limits(mt_limits *limits, bool has_fp8, bool has_
 static inline int64_t mt_cuda_delta_bytes(int64_t chunks, int64_t heads, const mt_delta_args *a, mt_dtype dtype,
                                           bool train) {
     int64_t size = mt_dtype_size(dtype), Dk = mt_divide_up(a->Dk, 16) * 16, Dv = mt_divide_up(a->Dv, 32) * 32;
-    int64_t each = 2 * 64 * 64 * size + 4 * 64 * 4;                               // A and P, gates and lengths
-    if (train) each += (2 * Dk * Dv + 64 * Dv) * size + Dk / 16 * 3 * 64 * 4 + 8; // states, U, partial sums
-    return chunks * (heads * each + 16) + 16 * 256;                               // the table of chunks; alignment
+    int64_t each = 2 * 64 * 64 * size + 4 * 64 * 4;                                     // A and P, gates and lengths
+    if (train) each += (2 * Dk * Dv + 64 * Dv) * size + (Dk / 16 * 4 + 1) * 64 * 4 + 8; // states, U, partial sums
+    return chunks * (heads * each + 16) + 16 * 256; // the table of chunks; alignment
 }
 
 /* delta_workspace_bytes: for all heads, up to 768 MiB, where groups of them take turns; at least for one key head. */

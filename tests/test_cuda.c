@@ -1140,15 +1140,23 @@ static void delta_rule_forward(run *r, const int64_t *n) {
     r->ops->delta_rule_forward(&a, r->dtype, r->stream);
 }
 
-static void delta_rule_backward(run *r, const int64_t *n) {
+/* The gradients of the tokens, or those of A_log and dt_bias: sums over all tokens in which most cancels. */
+static void delta_backward(run *r, const int64_t *n, bool of_decays) {
     recurrence c;
     mt_delta_args a = make_delta(&c, r, n);
     int64_t size = mt_dtype_size(r->dtype), keys = a.Hk * a.Dk;
     a.dstates = c.dstates, a.dout = input(r, c.rows * a.Hv * a.Dv);
-    a.dq = output(r, c.rows * a.dq_stride), a.dk = (char *)a.dq + keys * size, a.dv = (char *)a.dk + keys * size;
-    a.db = output(r, c.rows * a.db_stride), a.da = (char *)a.db + a.Hv * size;
-    a.dA_log = float_changed(r, a.Hv, NORMAL), a.ddt_bias = float_changed(r, a.Hv, NORMAL);
+    a.dq = numbers(r, r->dtype, c.rows * a.dq_stride, POISON, !of_decays), a.dk = (char *)a.dq + keys * size;
+    a.dv = (char *)a.dk + keys * size;
+    a.db = numbers(r, r->dtype, c.rows * a.db_stride, POISON, !of_decays), a.da = (char *)a.db + a.Hv * size;
+    if (of_decays) a.dA_log = float_changed(r, a.Hv, NORMAL), a.ddt_bias = float_changed(r, a.Hv, NORMAL);
     r->ops->delta_rule_backward(&a, r->dtype, r->stream);
+}
+static void delta_rule_backward(run *r, const int64_t *n) {
+    delta_backward(r, n, false);
+}
+static void delta_rule_backward_decays(run *r, const int64_t *n) {
+    delta_backward(r, n, true);
 }
 
 static void delta_rule_map_forward(run *r, const int64_t *n) {
@@ -1559,6 +1567,7 @@ static operation operations[] = {
     {"short_conv_carry_backward", short_conv_carry_backward, 1e-5, conv_carry_shapes, {0}},
     {"delta_rule_forward", delta_rule_forward, 1e-2, delta_shapes, {0}},
     {"delta_rule_backward", delta_rule_backward, 2e-2, delta_backward_shapes, {0}},
+    {"delta_rule_backward of decays", delta_rule_backward_decays, 5e-2, delta_backward_shapes, {0}},
     {"delta_rule_map_forward", delta_rule_map_forward, 1e-2, delta_map_shapes, {0}},
     {"delta_rule_map_backward", delta_rule_map_backward, 1e-2, delta_map_shapes, {0}},
     {"delta_rule_carry_forward", delta_rule_carry_forward, 1e-5, delta_map_shapes, {0}},

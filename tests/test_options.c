@@ -3182,6 +3182,15 @@ static void what_exceeds_a_backends_limits_is_refused_in_one_line(void **state) 
         {RUN "--value-channels 8", "--value-channels other than --kv-channels"},
         {RUN "--window-size 4 --window-num-query-groups 2", "--window-num-query-groups"},
     };
+    const mt_limits delta = {.delta_channels = 128};
+#define DELTA RUN "--experimental-attention-variant gated_delta_net --linear-attention-freq 2 "
+    check_limits(DELTA "--linear-key-head-dim 128 --linear-value-head-dim 128", &delta, NULL);
+    check_limits(DELTA "--linear-key-head-dim 136", &delta,
+                 "--linear-key-head-dim is 136, and the gated delta rule on this device takes heads of at most 128 "
+                 "channels");
+    check_limits(DELTA "--linear-value-head-dim 256", &delta,
+                 "--linear-value-head-dim is 256, and the gated delta rule on this device takes heads of at most 128 "
+                 "channels");
     for (size_t i = 0; i < sizeof alone / sizeof *alone; i++) {
         char message[120];
         snprintf(message, sizeof message, "%s runs on the CPU only so far; take --device cpu", alone[i][1]);
