@@ -1147,7 +1147,7 @@ static int train_family(fixture *f, const mt_grid *grid, double *losses, double 
 }
 
 static void run_family(const family_layout *row) {
-    comparison v = {.tolerance = 1e-5};
+    comparison v = {.tolerance = linear_attention_error(row->family, 1e-5)};
     double losses[STEPS], norms[STEPS];
     mt_error error;
     char words[512];
@@ -1518,6 +1518,10 @@ static const family_layout families_on_layouts[] = {
     {2, "gpt2", 1, TP "2" SP},
     {2, "llama3_rope_tied", 1, PP "2" VP "2"},
     {2, "qwen3", 2, CP "2" BY "a2a"},
+    {2, "qwen3_next", 1, TP "2" SP},
+    {2, "qwen3_5", 2, CP "2" BY "p2p"},
+    {2, "lfm2", 1, TP "2" SP},
+    {4, "lfm2", 2, PP "2" CP "2" BY "p2p"},
     {4, "gpt2", 1, PP "4" ZB},
     {4, "llama", 1, TP "2" SP PP "2"},
     {4, "llama3_rope_tied", 1, PP "2" SHARD "optim" PREFETCH},

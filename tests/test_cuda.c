@@ -1566,7 +1566,7 @@ static operation operations[] = {
     {"short_conv_carry_forward", short_conv_carry_forward, 0, conv_carry_shapes, {0}},
     {"short_conv_carry_backward", short_conv_carry_backward, 1e-5, conv_carry_shapes, {0}},
     {"delta_rule_forward", delta_rule_forward, 1e-2, delta_shapes, {0}},
-    {"delta_rule_backward", delta_rule_backward, 2e-2, delta_backward_shapes, {0}},
+    {"delta_rule_backward", delta_rule_backward, 1e-2, delta_backward_shapes, {0}},
     {"delta_rule_backward of decays", delta_rule_backward_decays, 5e-2, delta_backward_shapes, {0}},
     {"delta_rule_map_forward", delta_rule_map_forward, 1e-2, delta_map_shapes, {0}},
     {"delta_rule_map_backward", delta_rule_map_backward, 1e-2, delta_map_shapes, {0}},
