@@ -722,7 +722,7 @@ template <class T> struct key_room {
     }
 };
 
-/* sum[64, width] = factors x state^T, x[64, Dv] of which L rows exist and state[width, VP]. `state` is the part's. */
+/* sum[64, width] = factors x state^T, x[64, Dv] with L rows that exist, and state[width, VP]. `state` is the part's. */
 template <class T>
 __device__ static inline void multiply_state(const key_room<T> &room, const delta_task<T> &task, const T *x,
                                              int64_t stride, int L, int Dv, bool packs, const float *factors,

@@ -910,7 +910,7 @@ static int64_t make_spans(mt_span *spans, span_kind kind, int64_t T, int64_t *qu
         spans[count++] = (mt_span){half, T - half, 0, half, false};
         spans[count - 1].k_len = half;
     }
-    if (kind == CONTINUED) { // two texts, of which the first has earlier tokens
+    if (kind == CONTINUED) { // two texts; the first has earlier tokens
         int64_t rows = T + 9, half = T / 2;
         *keys = 2 * rows;
         spans[count++] = (mt_span){0, half, 0, half + 9, true};
