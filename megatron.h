@@ -1536,7 +1536,11 @@ typedef struct mt_gate_args {
        mt_stream *stream)
 
 /* Operations that the plain C backend alone has: mt_options_check_limits refuses their models elsewhere. */
-#define MT_PLAIN_OPERATIONS(OP)
+#define MT_PLAIN_OPERATIONS(OP)                                                                                        \
+    /* None now. A row (name, work, (arguments), parameters...) is an operation without a CUDA kernel.                 \
+     *                                                                                                                 \
+     * Its model or option needs a rule of mt_options_check_limits that asks limits.no_plain, so that a user who       \
+     * takes a GPU reads why it does not run there. */
 
 /* ---- activations */
 
