@@ -14103,9 +14103,17 @@ static bool mt_decode_is_step(const mt_model *m, const mt_batch *batch, const in
     return true;
 }
 
+/* True if a layer has a state instead of a cache. */
+static bool mt_has_states(const mt_model *m) {
+    for (int64_t layer = 0; layer < m->num_layers; layer++)
+        if (m->conv_states[layer] || m->rule_states[layer]) return true;
+    return false;
+}
+
 /* Enqueues a pass. Launching a step's operations one by one takes longer than running them, so one graph launches all
  * of them. The first step runs them without the graph too, to initialise them. Its results are those of the graph, so
- * that they do not depend on earlier steps: a graph may sum in another order. */
+ * that they do not depend on earlier steps: a graph may sum in another order. A state must not take a token twice: a
+ * model that has one begins graphs in the second step, whose order of sums is that of single operations. */
 static void mt_decode_enqueue(mt_model *m, const mt_batch *batch, const int32_t *cache_rows, const int32_t *rows,
                               int64_t num_rows) {
     int64_t T = batch->num_tokens;
@@ -14116,6 +14124,7 @@ static void mt_decode_enqueue(mt_model *m, const mt_batch *batch, const int32_t 
         mt_decode_pass(m, num_rows, is_step);
         if (!is_step) return;
         step->has_run = true;
+        if (mt_has_states(m)) return;
     }
     for (int64_t i = 0; i < T; i++) MT_CHECK(batch->spans[i].k_len <= m->step_spans[i].k_len);
     if (!step->graph) {

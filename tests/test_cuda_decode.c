@@ -690,13 +690,14 @@ static void steps_in_graphs_have_the_bits_of_plain_steps_and_the_logits_of_the_c
         if (!needs_the_cpu(families[k]))
             for (int bf16 = 0; bf16 < 2; bf16++) {
                 mt_options options = read_family(k, bf16);
-                int64_t count, again;
+                int64_t count, again, sizes = 2; // numbers of sequences, whose first steps take no graph with states
+                int64_t wanted = is_linear_family(families[k]) ? STEPS - sizes : STEPS;
                 launches = 0;
                 mt_cuda_decode_fuse(false);
                 float *in_graphs = decode_logits(&options, &counted, &count);
-                assert_int_equal(launches, STEPS);
+                assert_int_equal(launches, wanted);
                 float *one_by_one = decode_logits(&options, &plain, &again);
-                assert_int_equal(launches, STEPS);
+                assert_int_equal(launches, wanted);
                 assert_int_equal(count, again);
                 assert_memory_equal(in_graphs, one_by_one, (size_t)count * 4);
                 mt_cuda_decode_fuse(true);
