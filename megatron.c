@@ -14805,16 +14805,27 @@ typedef struct mt_delta_chunk {
     float *dq_grown, *dk_grown, *dk_rest;   // [L, Dk]
     float *dq_later, *dk_later, *dk_sooner; // [L, Dk] from P and R, as tokens t and i
     float *product;                         // [L, Dk]
-    float *dbeta, *dG;                      // [L], [L, Dk] whose first `decays` columns are used
+    float *dbeta;                           // [L]
+    double *dG;                             // [L, Dk] whose first `decays` columns are used; terms cancel in its sums
 } mt_delta_chunk;
 
-/* Lays the arrays of a chunk into scratch and returns the floats that they take; scratch NULL: only counts. */
+/* Lays the arrays of a chunk into scratch, dG first, and returns the floats that they take; scratch NULL: only counts.
+ */
 static int64_t mt_delta_place(mt_delta_chunk *c, const mt_delta_args *a, int64_t W, float *scratch) {
-    int64_t by_key = MT_CHUNK * a->Dk, by_value = MT_CHUNK * W, square = MT_CHUNK * MT_CHUNK, used = 0;
-    float **const keys[] = {&c->q,        &c->k,        &c->g,        &c->G,        &c->grown,          &c->rest,
-                            &c->q_grown,  &c->k_grown,  &c->k_rest,   &c->q_block,  &c->k_block,        &c->k_before,
-                            &c->dq,       &c->dk,       &c->dq_grown, &c->dk_grown, &c->dk_rest,        &c->dG,
-                            &c->dq_later, &c->dk_later, &c->product,  &c->to_block, &c->grown_in_block, &c->dk_sooner};
+    int64_t by_key = MT_CHUNK * a->Dk, by_value = MT_CHUNK * W, square = MT_CHUNK * MT_CHUNK;
+    int64_t used = 2 * by_key;
+    float **const keys[] = {&c->q,        &c->k,
+                            &c->g,        &c->G,
+                            &c->grown,    &c->rest,
+                            &c->q_grown,  &c->k_grown,
+                            &c->k_rest,   &c->q_block,
+                            &c->k_block,  &c->k_before,
+                            &c->dq,       &c->dk,
+                            &c->dq_grown, &c->dk_grown,
+                            &c->dk_rest,  &c->dq_later,
+                            &c->dk_later, &c->product,
+                            &c->to_block, &c->grown_in_block,
+                            &c->dk_sooner};
     float **const values[] = {&c->v, &c->U, &c->ks, &c->dO, &c->dU, &c->dV};
     float **const squares[] = {&c->qk, &c->kk, &c->decays, &c->R, &c->P, &c->dR, &c->dP};
     float **const numbers[] = {&c->q_factor, &c->k_factor, &c->beta, &c->dbeta};
@@ -14829,6 +14840,7 @@ static int64_t mt_delta_place(mt_delta_chunk *c, const mt_delta_args *a, int64_t
     for (size_t k = 0; k < sizeof kinds / sizeof *kinds; k++)
         for (size_t n = 0; n < kinds[k].count; n++, used += kinds[k].floats)
             if (scratch) *kinds[k].arrays[n] = scratch + used;
+    c->dG = (double *)(void *)scratch;
     c->W = W;
     return used;
 }
@@ -15060,7 +15072,7 @@ static void mt_delta_score_backward(const mt_delta_chunk *c) {
     for (int64_t t = 0; t < L; t++)
         for (int64_t i = 0; i < L; i++) {
             int64_t n = t * L + i;
-            float of_G = c->dP[n] * c->P[n] + c->dR[n] * c->R[n];
+            double of_G = (double)(c->dP[n] * c->P[n] + c->dR[n] * c->R[n]);
             c->dG[t * Dk] += of_G, c->dG[i * Dk] -= of_G;
             c->dP[n] *= c->decays[n], c->dR[n] *= c->decays[n];
         }
@@ -15104,7 +15116,7 @@ static void mt_delta_score_channels_backward(const mt_delta_chunk *c) {
             }
     }
     for (int64_t n = 0; n < L * Dk; n++)
-        c->dG[n] += c->q[n] * c->dq_later[n] + c->k[n] * (c->dk_later[n] - c->dk_sooner[n]);
+        c->dG[n] += (double)(c->q[n] * c->dq_later[n] + c->k[n] * (c->dk_later[n] - c->dk_sooner[n]));
 }
 
 /* dS of the state after the chunk becomes that of the state S before it. Adds to dq and dk, sets dV, dbeta and dG. */
@@ -15112,12 +15124,12 @@ static void mt_delta_chunk_backward(const mt_delta_chunk *c, const float *S, flo
     int64_t L = c->L, Dk = c->a->Dk, Dv = c->a->Dv;
     bool by_channel = c->a->decays > 1;
     const mt_matrix state = mt_transposed(mt_delta_rows(S, Dv)), U = mt_transposed(mt_delta_rows(c->U, Dv));
-    float *last = c->dG + (L - 1) * Dk;
+    double *last = c->dG + (L - 1) * Dk;
     memset(c->dG, 0, (size_t)(L * Dk) * sizeof *c->dG);
     mt_matmul(c->dk_rest, Dk, mt_delta_rows(c->U, Dv), mt_transposed(mt_delta_rows(dS, Dv)), L, Dk, Dv, false);
     for (int64_t i = 0; i < Dk; i++)
         for (int64_t j = 0; j < Dv; j++)
-            last[by_channel ? i : 0] += c->grown[(L - 1) * Dk + i] * S[i * Dv + j] * dS[i * Dv + j];
+            last[by_channel ? i : 0] += (double)(c->grown[(L - 1) * Dk + i] * S[i * Dv + j] * dS[i * Dv + j]);
     mt_delta_state_backward(c, dS);
     mt_matmul(c->dP, L, mt_delta_rows(c->dO, Dv), U, L, L, Dv, false);
     mt_matmul(c->dR, L, mt_delta_rows(c->dU, Dv), U, L, L, Dv, false);
@@ -15134,10 +15146,10 @@ static void mt_delta_chunk_backward(const mt_delta_chunk *c, const float *S, flo
     }
     (by_channel ? mt_delta_score_channels_backward : mt_delta_score_backward)(c);
     for (int64_t t = 0; t < L; t++) {
-        float grown = 0, rest = 0;
+        double grown = 0, rest = 0;
         for (int64_t i = 0, n = t * Dk; i < Dk; i++, n++) {
-            float of_grown = c->q_grown[n] * c->dq_grown[n] - c->k_grown[n] * c->dk_grown[n];
-            float of_rest = c->k_rest[n] * c->dk_rest[n];
+            double of_grown = (double)(c->q_grown[n] * c->dq_grown[n] - c->k_grown[n] * c->dk_grown[n]);
+            double of_rest = (double)(c->k_rest[n] * c->dk_rest[n]);
             c->dq[n] += c->grown[n] * c->dq_grown[n] + c->dq_later[n];
             c->dk[n] += c->rest[n] * c->dk_rest[n] - c->grown[n] * c->dk_grown[n] + c->dk_later[n] + c->dk_sooner[n];
             if (by_channel) c->dG[n] += of_grown - of_rest, last[i] += of_rest;
@@ -15155,13 +15167,14 @@ static void mt_delta_store_head(const mt_delta_chunk *c, int64_t head, float *dA
     float rate = expf(mt_delta_parameters(a, head, c->dtype, c->product, &dt_bias));
     mt_delta_load_rows(c, c->G, D, a->a, a->a_stride, head, D);
     for (int64_t i = 0; i < D; i++) {
-        float dg = 0; // the sum of dG from t on
+        double dg = 0, of_A_log = 0, of_dt_bias = 0; // dg: the sum of dG from t on
         for (int64_t t = L - 1; t >= 0; t--) {
             dg += c->dG[t * Dk + i];
-            *dA_log += dg * c->g[t * D + i];
-            c->g[t * D + i] = -rate / (1 + expf(-c->G[t * D + i] - dt_bias[i])) * dg;
-            ddt_bias[i] += c->g[t * D + i];
+            of_A_log += dg * (double)c->g[t * D + i];
+            c->g[t * D + i] = -rate / (1 + expf(-c->G[t * D + i] - dt_bias[i])) * (float)dg;
+            of_dt_bias += (double)c->g[t * D + i];
         }
+        *dA_log += (float)of_A_log, ddt_bias[i] += (float)of_dt_bias;
     }
     for (int64_t t = 0; t < L; t++) {
         float db = c->dbeta[t] * c->beta[t] * (1 - c->beta[t]);
