@@ -21,6 +21,8 @@ static const char *const families[] = {"gpt2",
                                        "olmo3",
                                        "qwen3_next",
                                        "gpt_oss",
+                                       "nemotron_h",
+                                       "granitemoehybrid",
                                        "seed_oss",
                                        "dots1",
                                        "exaone4",
@@ -37,16 +39,21 @@ static const char *const families[] = {"gpt2",
                                        "qwen3_5_moe",
                                        "lfm2"};
 /* The first NUM_KINDS have every kind of parameter; the others arrange the same parts otherwise. */
-enum { NUM_FAMILIES = sizeof families / sizeof *families, NUM_KINDS = 16 };
+enum { NUM_FAMILIES = sizeof families / sizeof *families, NUM_KINDS = 18 };
 
 /* Families with gated delta nets. */
 __attribute__((unused)) static bool has_delta_nets(const char *family) {
     return strncmp(family, "qwen3_next", 10) == 0 || strncmp(family, "qwen3_5", 7) == 0;
 }
 
+/* Families with Mamba-2. */
+__attribute__((unused)) static bool has_mamba(const char *family) {
+    return strcmp(family, "nemotron_h") == 0 || strcmp(family, "granitemoehybrid") == 0;
+}
+
 /* Families with these or short convolutions, which the CPU alone computes, without context parallelism. */
 __attribute__((unused)) static bool is_linear_family(const char *family) {
-    return has_delta_nets(family) || strcmp(family, "lfm2") == 0;
+    return has_delta_nets(family) || has_mamba(family) || strcmp(family, "lfm2") == 0;
 }
 
 #endif

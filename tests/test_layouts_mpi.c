@@ -175,12 +175,23 @@ static void save_and_resume(const char *family, const layout *saves, const layou
     rank_0_runs("rm -r '%s'%s", folder, "");
 }
 
+/* Nemotron-H's Mamba-2 has two groups and Granite's one, and runs without context parallelism. */
+static bool takes_layout(const char *family, const layout *l) {
+    if (strcmp(family, "nemotron_h") == 0 && strstr(l->words, "--tensor-model-parallel-size 4")) return false;
+    if (strcmp(family, "granitemoehybrid") == 0 && strstr(l->words, "--tensor")) return false;
+    // Nemotron-H has six layers, which four stages do not share.
+    bool has_four_stages = strstr(l->words, "--pipeline-model-parallel-size 4") || strstr(l->words, "virtual");
+    if (strcmp(family, "nemotron_h") == 0 && has_four_stages) return false;
+    return !has_mamba(family) || !strstr(l->words, "--context");
+}
+
 static void a_run_continues_from_any_layout_on_any_other(void **state) {
     (void)state;
     for (int k = 0; k < NUM_FAMILIES; k++)
         for (int i = k % 2; i < NUM_LAYOUTS; i += 2) { // every layout saves and loads; 46 pairs
             const layout *loads = &layouts[(i + 1 + 2 * k) % NUM_LAYOUTS];
-            save_and_resume(families[k], &layouts[i], loads);
+            if (takes_layout(families[k], &layouts[i]) && takes_layout(families[k], loads))
+                save_and_resume(families[k], &layouts[i], loads);
         }
 }
 
@@ -288,6 +299,7 @@ static void every_layout_saves_the_same_bytes(const char *family, const char *wo
     }
     mt_barrier(&world.world);
     for (int i = 0; i < NUM_LAYOUTS; i++) {
+        if (!takes_layout(family, &layouts[i])) continue;
         if (is_in_layout(&layouts[i])) {
             open_trainee(&t, family, &layouts[i], words);
             load(&t, reference);

@@ -24,7 +24,7 @@ mt_placement mt_param_placement(const mt_param *param, mt_param_state state) {
     place.group_rows = param->whole_rows / param->hf_groups, place.group_pitch = rows / param->hf_groups;
     if (param->hf_transposed && (state == MT_STATE_WEIGHTS || param->hf_stack == 0))
         place.transposed = true, place.width = rows, place.stride = param->hf_stride;
-    else if (param->hf_stack > 0)
+    else if (param->hf_transposed)
         place.row = row * param->whole_rows; // part `row` of hf_stride ones
     return place;
 }
@@ -320,6 +320,7 @@ static const struct {
 } mt_other_modules[] = {{MT_HF_EXAONE_MOE, "mtp."},
                         {MT_HF_ERNIE4_5_MOE, "model.mtp_"},
                         {MT_HF_QWEN3_NEXT, "mtp."},
+                        {MT_HF_NEMOTRON_H, "mtp."},
                         {MT_HF_QWEN3_5, "mtp."},
                         {MT_HF_QWEN3_5_MOE, "mtp."}};
 
