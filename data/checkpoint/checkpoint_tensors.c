@@ -317,12 +317,9 @@ static const char *const mt_computed[] = {"rotary_emb.inv_freq", ".attn.bias", "
 static const struct {
     mt_hf_family family;
     const char *begins;
-} mt_other_modules[] = {{MT_HF_EXAONE_MOE, "mtp."},
-                        {MT_HF_ERNIE4_5_MOE, "model.mtp_"},
-                        {MT_HF_QWEN3_NEXT, "mtp."},
-                        {MT_HF_NEMOTRON_H, "mtp."},
-                        {MT_HF_QWEN3_5, "mtp."},
-                        {MT_HF_QWEN3_5_MOE, "mtp."}};
+} mt_other_modules[] = {{MT_HF_EXAONE_MOE, "mtp."}, {MT_HF_ERNIE4_5_MOE, "model.mtp_"},
+                        {MT_HF_QWEN3_NEXT, "mtp."}, {MT_HF_NEMOTRON_H, "mtp."},
+                        {MT_HF_QWEN3_5, "mtp."},    {MT_HF_QWEN3_5_MOE, "mtp."}};
 
 /* True for tensors without weights of this model: computed tables, masks and the tied head of old checkpoints, the
  * output layer of a language model that got a value head, and modules of multi-token prediction that the model does not
