@@ -283,6 +283,7 @@ mt_options mt_options_plain(int64_t num_layers, int64_t hidden_size, int64_t num
         .mlp_bias = true,
         .norm_epsilon = 1e-5,
         .embedding_multiplier = 1,
+        .attention_value_scale = 1,
         .init_method_std = 0.02,
         .hidden_dropout = 0.1,
         .attention_dropout = 0.1,
@@ -418,6 +419,10 @@ static int mt_options_check_cudnn(const mt_options *o, const mt_limits *l, mt_er
     return MT_CHECK_CONSTRAINTS(rules, error);
 }
 
+int64_t mt_value_channels(const mt_options *o) {
+    return o->multi_latent_attention ? o->v_head_dim : o->value_channels > 0 ? o->value_channels : o->kv_channels;
+}
+
 int mt_options_check_limits(const mt_options *o, const mt_limits *l, mt_error *error) {
     int64_t D = o->kv_channels, E = o->num_experts, k = o->moe_router_topk;
     int64_t groups = mt_divide_up(o->moe_router_num_groups, 32) * 32;
@@ -456,6 +461,12 @@ int mt_options_check_limits(const mt_options *o, const mt_limits *l, mt_error *e
          "--experimental-attention-variant runs on the CPU only so far; take --device cpu"},
         {l->no_plain && mt_options_has_mixer(o, MT_MIXER_MAMBA2),
          "--hybrid-override-pattern with Mamba-2 (M) runs on the CPU only so far; take --device cpu"},
+        {l->no_plain && !o->multi_latent_attention && mt_value_channels(o) != o->kv_channels,
+         "--value-channels other than --kv-channels runs on the CPU only so far; take --device cpu"},
+        {l->no_plain && o->attention_value_scale != 1,
+         "--attention-value-scale runs on the CPU only so far; take --device cpu"},
+        {l->no_plain && o->window_num_query_groups > 0,
+         "--window-num-query-groups runs on the CPU only so far; take --device cpu"},
         {l->no_plain && o->attention_output_gate,
          "--attention-output-gate runs on the CPU only so far; take --device cpu"},
         {sinkhorn && mt_exceeds(E, l->sinkhorn_experts),
@@ -689,6 +700,10 @@ static void mt_cpu_memory_zero(void *memory, int64_t bytes, mt_stream *stream) {
 #pragma omp parallel for if (bytes > 4 * piece)
     for (int64_t i = 0; i < mt_divide_up(bytes, piece); i++)
         memset((char *)memory + i * piece, 0, (size_t)mt_min(piece, bytes - i * piece));
+}
+
+static bool mt_cpu_first_use_waits(void) {
+    return true;
 }
 
 static int64_t mt_cpu_workspace_bytes(int64_t T, int64_t C, int64_t H, int64_t D) {
@@ -3688,9 +3703,8 @@ void mt_grid_start(mt_grid *grid, int *argc, char ***argv) {
     grid->world.members = mt_malloc(grid->world.size * (int64_t)sizeof(int));
     for (int i = 0; i < grid->world.size; i++) grid->world.members[i] = i;
     mt_share_threads(&grid->world);
-    // Loading a kernel at its first launch may wait for all work on the GPU. If that includes a receive whose sender
-    // waits for this rank, both wait forever. So CUDA loads the kernels of this program and of NCCL when it starts;
-    // those of cuBLASLt load later (mt_count_alone).
+    // For ops->first_use_waits: CUDA then loads the kernels of this program and of NCCL when it starts. Those of
+    // cuBLASLt still load at their first use.
     if (grid->world.size > 1) setenv("CUDA_MODULE_LOADING", "EAGER", 0);
 #else
     const char *size = getenv("OMPI_COMM_WORLD_SIZE");
@@ -4294,24 +4308,35 @@ const void *mt_reduce_from_tensor_region_backward(const void *dx) {
     return dx;
 }
 
+/* all[T, C] = own[T / t, C] of every rank, in rank order. */
+static void mt_all_gather_rows(const mt_tensor_parallel *tp, void *all, const void *own, int64_t C, mt_stream *stream) {
+    tp->ops->all_gather(all, own, tp->rows * C, tp->dtype, tp->group, stream);
+}
+
+/* own[T / t, C] = this rank's rows of the sum of `partial`[T, C] over the ranks. */
+static void mt_reduce_scatter_rows(const mt_tensor_parallel *tp, void *own, const void *partial, int64_t C,
+                                   mt_stream *stream) {
+    tp->ops->reduce_scatter(own, partial, tp->rows * C, tp->dtype, tp->group, stream);
+}
+
 /* Forward: x[T / t, C], this rank's rows -> y[T, C], all rows. Backward: dy[T, C], a partial sum per rank ->
  * dx[T / t, C], this rank's rows of the sum. */
 void mt_gather_from_sequence_region_forward(const mt_tensor_parallel *tp, void *y, const void *x, int64_t C,
                                             mt_stream *stream) {
-    tp->ops->all_gather(y, x, tp->rows * C, tp->dtype, tp->group, stream);
+    mt_all_gather_rows(tp, y, x, C, stream);
 }
 void mt_gather_from_sequence_region_backward(const mt_tensor_parallel *tp, void *dx, const void *dy, int64_t C,
                                              mt_stream *stream) {
-    tp->ops->reduce_scatter(dx, dy, tp->rows * C, tp->dtype, tp->group, stream);
+    mt_reduce_scatter_rows(tp, dx, dy, C, stream);
 }
 
 /* Forward: x[T, C], a partial sum per rank -> y[T / t, C], this rank's rows of the sum. Backward: dy[T / t, C] ->
  * dx[T, C], all rows. */
 void mt_reduce_scatter_to_sequence_region_forward(const mt_tensor_parallel *tp, void *y, const void *x, int64_t C) {
-    mt_gather_from_sequence_region_backward(tp, y, x, C, tp->stream);
+    mt_reduce_scatter_rows(tp, y, x, C, tp->stream);
 }
 void mt_reduce_scatter_to_sequence_region_backward(const mt_tensor_parallel *tp, void *dx, const void *dy, int64_t C) {
-    mt_gather_from_sequence_region_forward(tp, dx, dy, C, tp->stream);
+    mt_all_gather_rows(tp, dx, dy, C, tp->stream);
 }
 
 /* ---- the first pair, or with sequence parallelism the second */
@@ -5398,6 +5423,7 @@ typedef struct mt_layer {
     int64_t expert_bucket;  // -1: an MLP, no experts
     int64_t moe_index;      // among this rank's layers with experts
     int64_t F;              // width here of the MLP or the shared expert; 0: none
+    int64_t G;              // heads here of keys and values
     struct mt_slots *slots; // saved by its forward
     int64_t recompute_unit; // index in its chunk of the first layer of its unit of recomputation: mt_layers_forward
     bool recomputed;        // full recomputation: of a unit only the input is kept
@@ -5442,11 +5468,6 @@ typedef struct mt_outer {
     mt_linear head; // C -> V, the vocabulary; or C -> 1, a value
 } mt_outer;
 
-/* Channels of a head's value. */
-static int64_t mt_value_channels(const mt_options *o) {
-    return o->multi_latent_attention ? o->v_head_dim : o->kv_channels;
-}
-
 /* Norms before and after each block of a layer. */
 static bool mt_norms_before(const mt_options *o) {
     return o->norm_placement != MT_NORM_AFTER;
@@ -5475,7 +5496,7 @@ mt_layer_kind mt_layer_kind_of(const mt_options *o, int64_t layer) {
     bool has_window = o->window_size > 0 && (!o->window_layers || o->window_layers[letter] == '1');
     bool has_rope =
         o->position_embedding_type == MT_POSITION_ROPE && (!o->rope_layers || o->rope_layers[letter] == '1');
-    bool is_linear = o->linear_layers && o->linear_layers[letter] == '1';
+    bool is_linear = o->linear_layers && layer < o->num_layers && o->linear_layers[layer] == '1'; // modules attend
     mt_layer_kind kind = {.mixer = o->multi_latent_attention ? MT_MIXER_LATENT_ATTENTION : MT_MIXER_ATTENTION};
     bool is_conv = o->experimental_attention_variant == MT_VARIANT_SHORT_CONV;
     bool is_mamba = o->experimental_attention_variant == MT_VARIANT_MAMBA2;
@@ -5485,6 +5506,8 @@ mt_layer_kind mt_layer_kind_of(const mt_options *o, int64_t layer) {
     kind.feed_forward = has_experts ? MT_FEED_FORWARD_EXPERTS : MT_FEED_FORWARD_DENSE;
     if (half && half != '-') kind.feed_forward = half == 'E' ? MT_FEED_FORWARD_EXPERTS : MT_FEED_FORWARD_NONE;
     kind.window = has_window ? o->window_size : 0;
+    kind.groups = has_window && o->window_num_query_groups > 0 ? o->window_num_query_groups : o->num_query_groups;
+    kind.softmax = has_window || !o->sinks_in_windows_only ? o->softmax_type : MT_SOFTMAX_VANILLA;
     kind.rope = !has_rope ? MT_ROPE_NONE : has_window && o->window_rotary_base > 0 ? MT_ROPE_WINDOW : MT_ROPE_MODEL;
     return kind;
 }
@@ -5514,7 +5537,8 @@ bool mt_layer_has_experts(const mt_options *o, int64_t layer) {
 }
 
 bool mt_layer_kinds_equal(mt_layer_kind a, mt_layer_kind b) {
-    return a.mixer == b.mixer && a.feed_forward == b.feed_forward && a.rope == b.rope && a.window == b.window;
+    return a.mixer == b.mixer && a.feed_forward == b.feed_forward && a.rope == b.rope && a.window == b.window &&
+           a.groups == b.groups && a.softmax == b.softmax;
 }
 
 int64_t mt_options_common_window(const mt_options *o) {
@@ -5538,7 +5562,8 @@ int64_t mt_num_expert_layers(const mt_options *o) {
     X(H, o->num_attention_heads, "--num-attention-heads")                                                              \
     X(D, o->kv_channels, "--kv-channels")                                                                              \
     X(HD, o->num_attention_heads * o->kv_channels, "--num-attention-heads and --kv-channels")                          \
-    X(GD, o->num_query_groups * o->kv_channels, "--num-query-groups and --kv-channels")                                \
+    X(GD, groups * o->kv_channels, "--num-query-groups and --kv-channels")                                             \
+    X(GDV, groups *mt_value_channels(o), "--num-query-groups and --kv-channels")                                       \
     X(HDV, o->num_attention_heads *mt_value_channels(o), "--num-attention-heads and --kv-channels")                    \
     X(Q_LORA, o->q_lora_rank, "--q-lora-rank")                                                                         \
     X(KV_LORA, o->kv_lora_rank, "--kv-lora-rank")                                                                      \
@@ -5566,7 +5591,9 @@ typedef enum mt_dimension { MT_DIMENSIONS(MT_DIMENSION_NAME) MT_NUM_DIMENSIONS }
 
 static const char *const mt_dimension_option[MT_NUM_DIMENSIONS] = {MT_DIMENSIONS(MT_DIMENSION_OPTION)};
 
-static int64_t mt_dimension_size(const mt_options *o, mt_dimension dimension) {
+/* Of a layer; -1: outside the layers. */
+static int64_t mt_dimension_size(const mt_options *o, int64_t layer, mt_dimension dimension) {
+    int64_t groups = layer < 0 ? 0 : mt_layer_kind_of(o, layer).groups;
     const int64_t sizes[MT_NUM_DIMENSIONS] = {MT_DIMENSIONS(MT_DIMENSION_SIZE)};
     return sizes[dimension];
 }
@@ -5594,7 +5621,7 @@ static int64_t mt_dimension_size(const mt_options *o, mt_dimension dimension) {
     X(Q_LATENT, attends && o->multi_latent_attention && o->q_lora_rank > 0, "--q-lora-rank")                           \
     X(HEAD_NORMS, attends &&mt_norms_heads(o) && !o->qk_layernorm_all_heads, "--qk-layernorm")                         \
     X(ALL_HEADS_NORMS, attends &&mt_norms_heads(o) && o->qk_layernorm_all_heads, "--qk-layernorm-all-heads")           \
-    X(SINKS, attends && o->softmax_type == MT_SOFTMAX_LEARNABLE, "--softmax-type")                                     \
+    X(SINKS, attends &&has_sinks, "--softmax-type")                                                                    \
     X(OUTPUT_GATE, attends && o->attention_output_gate, "--attention-output-gate")                                     \
     X(QKV_BIAS, attends && o->add_qkv_bias, "--add-qkv-bias")                                                          \
     X(O_BIAS, attends && o->attention_output_bias, "--disable-bias-linear")                                            \
@@ -5622,6 +5649,7 @@ static uint64_t mt_layer_conditions(const mt_options *o, int64_t layer) {
     mt_layer_kind kind = layer >= 0 ? mt_layer_kind_of(o, layer) : (mt_layer_kind){0};
     mt_mixer_kind mixer = kind.mixer;
     bool has_experts = kind.feed_forward == MT_FEED_FORWARD_EXPERTS, attends = mt_mixer_attends(mixer);
+    bool has_sinks = kind.softmax == MT_SOFTMAX_LEARNABLE && layer >= 0;
     return 0 MT_CONDITIONS(MT_CONDITION_BIT);
 }
 
@@ -5642,6 +5670,7 @@ enum {
     MT_NAMES_LFM2,
     MT_NAMES_NEMOTRON_H,
     MT_NAMES_GRANITE,
+    MT_NAMES_MIMO_V2,
     MT_NUM_NAMES
 };
 
@@ -5761,7 +5790,7 @@ static const mt_role_row mt_role_rows[] = {
             "attn.c_attn.weight", [MT_NAMES_NEMOTRON_H] = "mixer.q_proj.weight"),
     MT_FUSED(K, LAYER, COLUMN_KV, GD, C, qkv.weight, 0, MT_HAS(LATENT) | MT_HAS(NO_ATTENTION),
              "self_attn.k_proj.weight", "attn.c_attn.weight", [MT_NAMES_NEMOTRON_H] = "mixer.k_proj.weight"),
-    MT_FUSED(V, LAYER, COLUMN_KV, GD, C, qkv.weight, 0, MT_HAS(LATENT) | MT_HAS(NO_ATTENTION),
+    MT_FUSED(V, LAYER, COLUMN_KV, GDV, C, qkv.weight, 0, MT_HAS(LATENT) | MT_HAS(NO_ATTENTION),
              "self_attn.v_proj.weight", "attn.c_attn.weight", [MT_NAMES_NEMOTRON_H] = "mixer.v_proj.weight"),
     MT_ROLE(O, LAYER, ROW, C, HDV, o.weight, 0, MT_HAS(NO_ATTENTION), "self_attn.o_proj.weight", "attn.c_proj.weight",
             [MT_NAMES_LFM2] = "self_attn.out_proj.weight", [MT_NAMES_NEMOTRON_H] = "mixer.o_proj.weight"),
@@ -5898,12 +5927,13 @@ static const mt_role_row mt_role_rows[] = {
              "mamba.conv1d.bias", [MT_NAMES_NEMOTRON_H] = "mixer.conv1d.bias"),
     MT_FUSED(CONV_C_BIAS, LAYER, COLUMN_BIAS, MAMBA_STATES, ONE, mamba_conv_bias, MT_HAS(MAMBA) | MT_HAS(CONV_BIAS), 0,
              "mamba.conv1d.bias", [MT_NAMES_NEMOTRON_H] = "mixer.conv1d.bias"),
-    MT_ROLE(SINKS, LAYER, HEAD_LOGITS, H, ONE, sinks, MT_HAS(SINKS), 0, "self_attn.sinks"),
+    MT_ROLE(SINKS, LAYER, HEAD_LOGITS, H, ONE, sinks, MT_HAS(SINKS), 0,
+            "self_attn.sinks", [MT_NAMES_MIMO_V2] = "self_attn.attention_sink_bias"),
     MT_ROLE(Q_BIAS, LAYER, COLUMN_BIAS, HD, ONE, qkv.bias, MT_HAS(QKV_BIAS), 0, "self_attn.q_proj.bias",
             "attn.c_attn.bias"),
     MT_FUSED(K_BIAS, LAYER, COLUMN_KV_BIAS, GD, ONE, qkv.bias, MT_HAS(QKV_BIAS), 0, "self_attn.k_proj.bias",
              "attn.c_attn.bias"),
-    MT_FUSED(V_BIAS, LAYER, COLUMN_KV_BIAS, GD, ONE, qkv.bias, MT_HAS(QKV_BIAS), 0, "self_attn.v_proj.bias",
+    MT_FUSED(V_BIAS, LAYER, COLUMN_KV_BIAS, GDV, ONE, qkv.bias, MT_HAS(QKV_BIAS), 0, "self_attn.v_proj.bias",
              "attn.c_attn.bias"),
     MT_ROLE(O_BIAS, LAYER, ROW_BIAS, C, ONE, o.bias, MT_HAS(O_BIAS), 0, "self_attn.o_proj.bias", "attn.c_proj.bias"),
     MT_ROLE(GATE_BIAS, LAYER, COLUMN_BIAS, F, ONE, fc1.bias, MT_HAS(MLP_BIAS) | MT_HAS(GATED), MT_HAS(NO_MLP),
@@ -5982,15 +6012,33 @@ const char *mt_shared_tensor(const mt_options *options, const char *name, bool i
     return NULL;
 }
 
+/* The names that Qwen3-Next and Qwen3.5 give the parameters around the layer of their one module of multi-token
+ * prediction; the layer's own are in mtp.layers. */
+static const struct {
+    mt_role role;
+    const char *name;
+} mt_qwen_module_names[] = {
+    {MT_MTP_PROJECTION, "mtp.fc.weight"},
+    {MT_MTP_EMBEDDING_NORM, "mtp.pre_fc_norm_embedding.weight"},
+    {MT_MTP_HIDDEN_NORM, "mtp.pre_fc_norm_hidden.weight"},
+    {MT_MTP_FINAL_NORM, "mtp.norm.weight"},
+};
+
 static void mt_param_set_name(const mt_param_table *table, const mt_role_row *row, mt_param *param) {
     const char *name = mt_role_row_name(row, table->family->names), *number = strchr(name, '#');
+    mt_hf_family family = table->options->hf_family;
+    bool of_qwen = family == MT_HF_QWEN3_NEXT || family == MT_HF_QWEN3_5 || family == MT_HF_QWEN3_5_MOE;
     char layer[64] = "", expert[32] = "";
     int64_t module = param->layer - table->options->num_layers; // of multi-token prediction
     if (module >= 0 && table->family->names == MT_NAMES_MIMO)
         snprintf(layer, sizeof layer, "model.mtp_layers.%lld.", (long long)module);
+    else if (module >= 0 && of_qwen)
+        snprintf(layer, sizeof layer, "mtp.layers.%lld.", (long long)module);
     else if (param->layer >= 0)
         snprintf(layer, sizeof layer, "%s%lld.", table->family->layers, (long long)param->layer);
     if (number) snprintf(expert, sizeof expert, "%lld", (long long)param->expert);
+    for (size_t i = 0; i < sizeof mt_qwen_module_names / sizeof *mt_qwen_module_names && of_qwen; i++)
+        if (mt_qwen_module_names[i].role == row->role) name = mt_qwen_module_names[i].name, *layer = 0;
     snprintf(param->hf_name, sizeof param->hf_name, "%s%.*s%s%s", layer, (int)strcspn(name, "#"), name, expert,
              number ? number + 1 : "");
 }
@@ -6055,7 +6103,7 @@ static void mt_param_cut(const mt_param_table *table, mt_cut cut, mt_param *para
     if (cut == MT_CUT_COLS) mt_param_shard(param, 1, parts, rank);
     if (cut != MT_CUT_KV_HEADS && cut != MT_CUT_KEY_HEADS) return;
     const mt_options *o = table->options;
-    int64_t heads = cut == MT_CUT_KV_HEADS ? o->num_query_groups : o->linear_num_key_heads;
+    int64_t heads = cut == MT_CUT_KV_HEADS ? mt_layer_kind_of(o, param->layer).groups : o->linear_num_key_heads;
     int64_t head_parts = mt_min(heads, parts), replicas = parts / head_parts;
     mt_param_shard(param, 0, head_parts, rank / replicas);
     param->counted = rank % replicas == 0;
@@ -6080,8 +6128,8 @@ static void mt_param_add(mt_param_table *table, const mt_role_row *row, int64_t 
     const mt_options *o = table->options;
     mt_param *param = &table->rows[table->count++];
     *param = (mt_param){.role = row->role, .unit = row->unit, .layer = layer, .expert = expert, .shard_dim = -1};
-    param->rows = param->whole_rows = mt_dimension_size(o, row->rows);
-    param->cols = param->whole_cols = mt_dimension_size(o, row->cols);
+    param->rows = param->whole_rows = mt_dimension_size(o, layer, row->rows);
+    param->cols = param->whole_cols = mt_dimension_size(o, layer, row->cols);
     param->rows_stored = param->hf_rows_total = row->rows == MT_DIM_VOCAB ? o->vocab_size : param->rows;
     param->is_vector = row->cols == MT_DIM_ONE, param->weight_decay = !param->is_vector;
     param->trained = row->unit != MT_UNIT_UNTRAINED, param->init = mt_param_kinds[row->kind].init;
@@ -6953,9 +7001,14 @@ static const void *mt_residual_backward(const mt_model *m, const mt_pass *p, con
 
 /* ==== §9d attention =============================================================================================== */
 
-/* Elements of a token's q, k and v. */
-static int64_t mt_qkv_width(const mt_model *m) {
-    return m->H * m->D + m->G * (m->D + m->Dv);
+/* Heads here of a layer's keys and values; w NULL: the most of any layer. */
+static int64_t mt_layer_groups(const mt_model *m, const mt_layer *w) {
+    return w ? w->G : m->G;
+}
+
+/* Elements of a token's q, k and v; w NULL: the most of any layer. */
+static int64_t mt_qkv_width(const mt_model *m, const mt_layer *w) {
+    return m->H * m->D + mt_layer_groups(m, w) * (m->D + m->Dv);
 }
 
 /* Elements of a token's latents and of the rope channels of its key. */
@@ -7074,13 +7127,13 @@ static void mt_latent_slots(const mt_model *m, mt_slots *s, const mt_layer *w) {
 static void mt_attention_slots(const mt_model *m, mt_slots *s, const mt_layer *w) {
     int64_t T = m->plan.max_tokens;
     (void)w;
-    mt_slot *qkv = MT_SLOT(s, qkv, T, mt_qkv_width(m), m->dtype);
+    mt_slot *qkv = MT_SLOT(s, qkv, T, mt_qkv_width(m, w), m->dtype);
     qkv->stash_of = offsetof(mt_layer, qkv), qkv->input = MT_OFFLOAD_CORE_ATTN;
     if (mt_norms_heads(m->options)) {
-        MT_SLOT(s, qk, T, (m->H + m->G) * m->D, m->dtype)->input = MT_OFFLOAD_CORE_ATTN;
+        MT_SLOT(s, qk, T, (m->H + mt_layer_groups(m, w)) * m->D, m->dtype)->input = MT_OFFLOAD_CORE_ATTN;
         bool together = m->options->qk_layernorm_all_heads;
         MT_SLOT(s, q_rstd, T, together ? 1 : m->H, MT_F32);
-        MT_SLOT(s, k_rstd, T, together ? 1 : m->G, MT_F32);
+        MT_SLOT(s, k_rstd, T, together ? 1 : mt_layer_groups(m, w), MT_F32);
     }
     mt_core_attention_slots(m, s);
     if (!m->options->attention_output_gate) return;
@@ -7095,8 +7148,8 @@ typedef struct mt_qkv_view {
 } mt_qkv_view;
 
 /* q, k and v lie in the fused product; with q/k norm, q and k lie in `qk` instead. */
-static mt_qkv_view mt_fused_view(const mt_model *m, void *qkv, void *qk) {
-    int64_t q_width = m->H * m->D, k_width = m->G * m->D, stride = mt_qkv_width(m);
+static mt_qkv_view mt_fused_view(const mt_model *m, const mt_layer *w, void *qkv, void *qk) {
+    int64_t q_width = m->H * m->D, k_width = w->G * m->D, stride = mt_qkv_width(m, w);
     mt_qkv_view view = {qkv, mt_at(qkv, q_width, m->dtype), mt_at(qkv, q_width + k_width, m->dtype), stride, stride};
     if (mt_norms_heads(m->options))
         view.q = qk, view.k = mt_at(qk, q_width, m->dtype), view.qk_stride = q_width + k_width;
@@ -7125,21 +7178,21 @@ static float mt_attention_scale(const mt_options *o) {
 /* The attention call of a layer, with the operands of the forward; the backward adds its own. */
 static mt_attention mt_attention_call(const mt_model *m, const mt_pass *p, const mt_layer *w, const mt_activations *a,
                                       mt_qkv_view qkv) {
-    mt_attention call = {.num_heads = m->H, .num_groups = m->G, .head_size = m->D, .value_size = m->Dv};
+    mt_attention call = {.num_heads = m->H, .num_groups = w->G, .head_size = m->D, .value_size = m->Dv};
     call.q = qkv.q, call.k = qkv.k, call.v = qkv.v, call.out = a->attended, call.lse = a->lse;
     call.q_stride = call.k_stride = qkv.qk_stride, call.v_stride = qkv.v_stride, call.out_stride = m->H * m->Dv;
     call.spans = p->spans, call.window = w->kind.window, call.scale = mt_attention_scale(m->options);
     call.dropout = mt_model_dropout(m, p, w->number, MT_DROP_ATTENTION);
     call.q_index = call.k_index = p->batch->token_index, call.first_head = m->grid->tensor.rank * m->H;
     call.backend = m->options->attention_backend;
-    call.has_sink = m->options->softmax_type != MT_SOFTMAX_VANILLA;
+    call.has_sink = w->kind.softmax != MT_SOFTMAX_VANILLA;
     call.sinks = w->sinks.w, call.dsinks = w->sinks.dw;
     return call;
 }
 
 /* Generation: attention reads the cache. With `writes` k and v are written to it here. */
 static void mt_cache_update(const mt_model *m, const mt_pass *p, const mt_layer *w, mt_attention *call, bool writes) {
-    int64_t k_width = m->G * m->D, v_width = m->G * m->Dv, layer = w - m->layers;
+    int64_t k_width = w->G * m->D, v_width = w->G * m->Dv, layer = w - m->layers;
     if (writes) {
         m->ops->scatter_rows(&(mt_row_args){p->T, k_width, p->batch->cache_rows, .from = call->k,
                                             .to = m->k_cache[layer], .from_stride = call->k_stride},
@@ -7198,30 +7251,36 @@ static mt_rotation mt_layer_rotation(const mt_model *m, const mt_pass *p, const 
 
 /* Operands of q/k norm and RoPE that forward and backward share. */
 static mt_qk_args mt_qk_operands(const mt_model *m, const mt_pass *p, const mt_layer *w, const mt_activations *a) {
-    mt_qk_args qk = {.T = p->T, .H = m->H, .G = m->G, .D = m->D, .rotation = mt_layer_rotation(m, p, w, 0)};
+    mt_qk_args qk = {.T = p->T, .H = m->H, .G = w->G, .D = m->D, .rotation = mt_layer_rotation(m, p, w, 0)};
     qk.w_offset = mt_norm_offset(m->options);
-    qk.qkv = a->qkv, qk.qkv_stride = qk.dqkv_stride = (m->H + 2 * m->G) * m->D;
+    qk.qkv = a->qkv, qk.qkv_stride = qk.dqkv_stride = mt_qkv_width(m, w);
     qk.q_w = w->q_norm.w, qk.k_w = w->k_norm.w, qk.q_rstd = a->q_rstd, qk.k_rstd = a->k_rstd;
     qk.dq_w = w->q_norm.dw, qk.dk_w = w->k_norm.dw, qk.eps = (float)m->options->norm_epsilon;
     return qk;
 }
 
-/* q/k norm, then RoPE, of q and k in the fused product; without q/k norm in place. In generation it also writes k
- * and v to the cache. */
+/* True if q/k norm and RoPE write k and v to the cache in generation: in one kernel, for values as keys. */
+static bool mt_qk_writes_cache(const mt_model *m) {
+    const mt_options *o = m->options;
+    return !o->qk_layernorm_all_heads && m->Dv == m->D && o->attention_value_scale == 1;
+}
+
+/* q/k norm, then RoPE, of q and k in the fused product; without q/k norm in place. */
 static void mt_qk_forward(const mt_model *m, const mt_pass *p, const mt_layer *w, mt_activations *a) {
     mt_qk_args qk = mt_qk_operands(m, p, w, a);
-    mt_qkv_view view = mt_fused_view(m, a->qkv, a->qk);
+    mt_qkv_view view = mt_fused_view(m, w, a->qkv, a->qk);
+    bool writes = p->decode && mt_qk_writes_cache(m);
     qk.qk = view.q, qk.qk_stride = view.qk_stride;
-    if (p->decode) qk.cache_rows = p->batch->cache_rows;
-    if (p->decode) qk.k_cache = m->k_cache[w - m->layers], qk.v_cache = m->v_cache[w - m->layers];
-    if (qk.rotation.R > 0 || qk.q_w || p->decode) m->ops->qk_forward(&qk, m->dtype, p->stream);
+    if (writes) qk.cache_rows = p->batch->cache_rows;
+    if (writes) qk.k_cache = m->k_cache[w - m->layers], qk.v_cache = m->v_cache[w - m->layers];
+    if (qk.rotation.R > 0 || qk.q_w || writes) m->ops->qk_forward(&qk, m->dtype, p->stream);
 }
 
 /* Gradients of rotated q and k (in dqkv; with q/k norm in dqk) -> gradients of the fused product, dqkv. */
 static void mt_qk_backward(const mt_model *m, const mt_pass *p, mt_layer *w, const mt_activations *a, void *dqk,
                            void *dqkv) {
     mt_qk_args qk = mt_qk_operands(m, p, w, a);
-    mt_qkv_view d = mt_fused_view(m, dqkv, dqk);
+    mt_qkv_view d = mt_fused_view(m, w, dqkv, dqk);
     if (qk.rotation.R == 0 && !qk.q_w) return;
     qk.dqkv = dqkv, qk.dqk = d.q, qk.dqk_stride = d.qk_stride;
     m->ops->qk_backward(&qk, m->dtype, p->stream);
@@ -7235,10 +7294,10 @@ static mt_norm_args mt_all_heads_norm(const mt_model *m, const mt_pass *p, const
                                       bool k) {
     const mt_weight *weight = k ? &w->k_norm : &w->q_norm;
     int64_t skip = k ? m->H * m->D : 0;
-    mt_norm_args n = {.T = p->T, .H = 1, .C = (k ? m->G : m->H) * m->D, .w = weight->w, .dw = weight->dw};
+    mt_norm_args n = {.T = p->T, .H = 1, .C = (k ? w->G : m->H) * m->D, .w = weight->w, .dw = weight->dw};
     n.eps = (float)m->options->norm_epsilon, n.w_offset = mt_norm_offset(m->options);
     n.x = mt_at(a->qkv, skip, m->dtype), n.y = mt_at(a->qk, skip, m->dtype), n.rstd = k ? a->k_rstd : a->q_rstd;
-    n.x_stride = n.dx_stride = mt_qkv_width(m), n.y_stride = n.dy_stride = (m->H + m->G) * m->D;
+    n.x_stride = n.dx_stride = mt_qkv_width(m, w), n.y_stride = n.dy_stride = (m->H + w->G) * m->D;
     return n;
 }
 
@@ -7261,7 +7320,7 @@ static void mt_all_heads_means(const mt_model *m, const mt_pass *p, mt_norm_args
 
 /* RoPE of q and k after the norm, in place. */
 static mt_rope_args mt_all_heads_rope(const mt_model *m, const mt_pass *p, const mt_layer *w, void *qk) {
-    int64_t heads = m->H + m->G;
+    int64_t heads = m->H + w->G;
     return (mt_rope_args){.T = p->T,
                           .H = heads,
                           .D = m->D,
@@ -7326,14 +7385,22 @@ static void mt_scale_queries(const mt_model *m, const mt_pass *p, mt_qkv_view vi
 
 /* ---- the mixer */
 
+/* Values, or their gradients, times their scale. */
+static void mt_scale_values(const mt_model *m, const mt_pass *p, const mt_layer *w, mt_qkv_view view) {
+    float scale = (float)m->options->attention_value_scale;
+    if (scale != 1) m->ops->scale_rows(view.v, scale, p->T, w->G * m->Dv, view.v_stride, m->dtype, p->stream);
+}
+
 /* out = attention(x[R, C]). */
 static void mt_attention_forward(mt_model *m, const mt_pass *p, const mt_layer *w, mt_activations *a, const void *x,
                                  void *out) {
     mt_layer_linear_forward(p, a, &w->qkv, x, a->qkv);
     bool together = m->options->qk_layernorm_all_heads;
     (together ? mt_all_heads_forward : mt_qk_forward)(m, p, w, a);
-    mt_scale_queries(m, p, mt_fused_view(m, a->qkv, a->qk));
-    mt_core_attention_forward(m, p, w, a, mt_fused_view(m, a->qkv, a->qk), together);
+    mt_qkv_view view = mt_fused_view(m, w, a->qkv, a->qk);
+    mt_scale_queries(m, p, view);
+    mt_scale_values(m, p, w, view);
+    mt_core_attention_forward(m, p, w, a, view, !mt_qk_writes_cache(m));
     if (m->options->attention_output_gate) mt_output_gate_forward(m, p, w, a, x);
     mt_layer_linear_forward(p, a, &w->o, m->options->attention_output_gate ? a->gated : a->attended, out);
 }
@@ -7344,8 +7411,10 @@ static mt_deferred mt_attention_backward(mt_model *m, const mt_pass *p, mt_layer
     bool has_gate = m->options->attention_output_gate;
     mt_deferred out = mt_attention_out_backward(p, w, a, mt_attention_out_x(m), d->dout, dattended);
     if (has_gate) mt_output_gate_backward(m, p, a, dattended, m->scratch.dgate);
-    mt_core_attention_backward(m, p, w, a, mt_fused_view(m, a->qkv, a->qk), mt_fused_view(m, dqkv, dqk), dattended);
-    mt_scale_queries(m, p, mt_fused_view(m, dqkv, dqk));
+    mt_qkv_view gradients = mt_fused_view(m, w, dqkv, dqk);
+    mt_core_attention_backward(m, p, w, a, mt_fused_view(m, w, a->qkv, a->qk), gradients, dattended);
+    mt_scale_queries(m, p, gradients);
+    mt_scale_values(m, p, w, gradients);
     (m->options->qk_layernorm_all_heads ? mt_all_heads_backward : mt_qk_backward)(m, p, w, a, dqk, dqkv);
     mt_linear_io qkv = {.x = d->x, .dy = dqkv, .dx = d->dx};
     if (d->left) {
@@ -7922,9 +7991,10 @@ static int32_t *mt_invalid_count(const mt_experts *e, const mt_pass *p, const mt
     return p->replay ? e->discarded : e->invalid + w->moe_index;
 }
 
-/* own[rows, width] of all ranks that share the micro-batch, which is in `all` if there are several. */
-static const void *mt_gather_shared_rows(const mt_model *m, const mt_pass *p, void *all, const void *own, int64_t width,
-                                         mt_dtype dtype) {
+/* The rows of the whole micro-batch, from own[rows, width] of each rank that shares it: `all`, or `own` itself where
+ * one rank has them all. */
+static const void *mt_micro_batch_all_rows(const mt_model *m, const mt_pass *p, void *all, const void *own,
+                                           int64_t width, mt_dtype dtype) {
     const mt_group *group = &m->grid->tensor_context;
     if (group->size == 1) return own;
     m->ops->all_gather(all, own, p->rows * width, dtype, group, p->stream);
@@ -7962,10 +8032,10 @@ static void mt_drop_over_capacity(mt_model *m, const mt_pass *p, const mt_layer 
     const int64_t *index = p->batch->token_index + p->first_row;
     mt_drop_args drop = {.T = tokens, .k = k, .first = m->grid->tensor_context.rank * R, .count = R, .kept = kept};
     drop.capacity = mt_expert_capacity(m, p->decode ? tokens : p->unpadded);
-    drop.experts = mt_gather_shared_rows(m, p, e->all_experts, experts, k, MT_I32);
-    drop.token_index = mt_gather_shared_rows(m, p, e->all_index, index, 1, MT_I64);
+    drop.experts = mt_micro_batch_all_rows(m, p, e->all_experts, experts, k, MT_I32);
+    drop.token_index = mt_micro_batch_all_rows(m, p, e->all_index, index, 1, MT_I64);
     if (m->options->moe_token_drop_policy != MT_DROP_POSITION)
-        drop.probs = mt_gather_shared_rows(m, p, e->all_probs, probs, k, MT_F32);
+        drop.probs = mt_micro_batch_all_rows(m, p, e->all_probs, probs, k, MT_F32);
     m->ops->drop_tokens(&drop, p->stream);
     if (p->training && !p->replay) m->ops->count_experts(e->kept + w->moe_index * E, kept, R * k, E, p->stream);
 }
@@ -7987,9 +8057,9 @@ static void mt_route_sinkhorn(mt_model *m, const mt_pass *p, const mt_layer *w, 
     mt_experts *e = m->experts;
     const mt_group *group = &m->grid->tensor_context;
     int64_t R = p->rows, own = mt_own_offset(m, p);
-    const float *logits = mt_gather_shared_rows(m, p, e->all_logits, r->logits, e->router.num_experts, MT_F32);
+    const float *logits = mt_micro_batch_all_rows(m, p, e->all_logits, r->logits, e->router.num_experts, MT_F32);
     const int64_t *index = p->batch->token_index + p->first_row;
-    index = mt_gather_shared_rows(m, p, e->all_index, index, 1, MT_I64);
+    index = mt_micro_batch_all_rows(m, p, e->all_index, index, 1, MT_I64);
     m->ops->route_sinkhorn(&(mt_route_args){group->size * R, &e->router, logits, .token_index = index,
                                             .first = group->rank * R, .count = R, .probs = r->probs + own,
                                             .experts = r->experts + own, .invalid = mt_invalid_count(e, p, w)},
@@ -8083,14 +8153,14 @@ static void mt_shared_gate_backward(mt_model *m, const mt_pass *p, mt_layer *w, 
 
 /* ---- dispatchers: operations of several */
 
-static void mt_permute_rows(const mt_model *m, const mt_pass *p, void *to, const void *from, const int32_t *rows,
+static void mt_permute_rows(const mt_model *m, const mt_pass *p, void *to, const void *from, const int32_t *index,
                             int64_t count) {
-    m->ops->gather_rows(&(mt_row_args){count, m->C, rows, .from = from, .to = to}, m->dtype, p->stream);
+    m->ops->gather_rows(&(mt_row_args){count, m->C, index, .from = from, .to = to}, m->dtype, p->stream);
 }
 
-static void mt_permute_weights(const mt_model *m, const mt_pass *p, float *to, const float *from, const int32_t *rows,
+static void mt_permute_weights(const mt_model *m, const mt_pass *p, float *to, const float *from, const int32_t *index,
                                int64_t count) {
-    m->ops->gather_rows(&(mt_row_args){count, 1, rows, .from = from, .to = to}, MT_F32, p->stream);
+    m->ops->gather_rows(&(mt_row_args){count, 1, index, .from = from, .to = to}, MT_F32, p->stream);
 }
 
 /* The order of the rows that the choices of N tokens make. num_rows includes choices of nothing. */
@@ -8915,6 +8985,11 @@ static int64_t mt_cut_steps(int64_t error, int64_t slope, int64_t most, int64_t 
     return (error < 0) == (slope < 0) ? most : mt_max(mt_min(-error / slope, most), 1);
 }
 
+/* Sequences a of 11 tokens and b of 13 on two ranks of 12 tokens. The queries of rank 0 see 79 keys, of rank 1 78:
+ *
+ *   sequence   a a a a a a a a a a a b b b b b b b b b b b b b
+ *   chunk      0 0 0 0 0 0 0 0 0 0 0 1 1 1 1 1 1 2 2 2 2 2 2 3
+ *   rank       0 0 0 0 0 0 0 0 0 0 0 1 1 1 1 1 1 1 1 1 1 1 1 0 */
 void mt_context_cut(int64_t *cuts, const mt_batch *whole, int64_t ranks, int64_t window) {
     const mt_span *spans = whole->spans;
     int64_t begin = 0, end = whole->num_tokens, T = end / ranks, keys = mt_keys_seen(whole, 0, end, window);
@@ -8941,17 +9016,17 @@ void mt_context_cut(int64_t *cuts, const mt_batch *whole, int64_t ranks, int64_t
     }
 }
 
-void mt_context_rows(int32_t *rows, const int64_t *cuts, int64_t ranks, int64_t rank) {
+void mt_context_tokens(int32_t *tokens, const int64_t *cuts, int64_t ranks, int64_t rank) {
     int64_t owned[2] = {rank, 2 * ranks - 1 - rank};
     for (int half = 0; half < 2; half++)
-        for (int64_t t = cuts[owned[half]]; t < cuts[owned[half] + 1]; t++) *rows++ = (int32_t)t;
+        for (int64_t t = cuts[owned[half]]; t < cuts[owned[half] + 1]; t++) *tokens++ = (int32_t)t;
 }
 
-void mt_batch_take(mt_batch *part, const mt_batch *whole, const int32_t *rows, int64_t T) {
+void mt_batch_take(mt_batch *part, const mt_batch *whole, const int32_t *token_of_row, int64_t T) {
     int64_t s = 0, of_span = -1;
     part->num_tokens = T, part->num_spans = 0;
     for (int64_t t = 0; t < T; t++) {
-        int64_t from = rows[t];
+        int64_t from = token_of_row[t];
         part->tokens[t] = whole->tokens[from], part->labels[t] = whole->labels[from];
         part->loss_mask[t] = whole->loss_mask[from], part->positions[t] = whole->positions[from];
         part->token_index[t] = whole->token_index[from];
@@ -9009,14 +9084,14 @@ struct mt_context {
     mt_context_plan plan;
     const mt_ops *ops;
     /* the micro-batch */
-    int64_t T, M, N;    // rows of this rank, of its a2a group, of the whole batch
-    int32_t *identity;  // 0, 1, 2, ...: see mt_context_copied_rows
-    int32_t *rows;      // all_gather: positions [N] of received rows
-    int64_t *index;     // token_index: [ring ranks, M]; with all_gather [N] in order of position
-    mt_span *spans;     // the lists on the device, one after another
-    mt_spans *lists;    // [ring ranks] spans of this rank's queries and a rank's keys; all_gather: one, of all keys
-    int64_t *cuts;      // [2 ring ranks + 1]: see mt_context_cut
-    int32_t *host_rows; // [N]
+    int64_t T, M, N;       // rows of this rank, of its a2a group, of the whole batch
+    int32_t *identity;     // 0, 1, 2, ...: see mt_context_copied_rows
+    int32_t *token_of_row; // all_gather: [N] of received rows
+    int64_t *index;        // token_index: [ring ranks, M]; with all_gather [N] in order of position
+    mt_span *spans;        // the lists on the device, one after another
+    mt_spans *lists;       // [ring ranks] spans of this rank's queries and a rank's keys; all_gather: one, of all keys
+    int64_t *cuts;         // [2 ring ranks + 1]: see mt_context_cut
+    int32_t *host_token_of_row; // [N]
     int64_t *host_index;
     mt_span *host_spans;
     /* a2a: one operand [T, widest] by head; operands with all rows of the group and a share of the heads */
@@ -9078,7 +9153,7 @@ static int64_t mt_context_copied_rows(const mt_context_plan *plan) {
 static void mt_context_plan_memory(mt_context *c, mt_arena *arena) {
     c->M = c->plan.max_tokens * c->plan.a2a->size, c->N = c->M * c->plan.ring->size;
     c->identity = mt_arena_alloc(arena, mt_context_copied_rows(&c->plan) * 4);
-    if (c->plan.comm_type == MT_CP_ALL_GATHER) c->rows = mt_arena_alloc(arena, c->N * 4);
+    if (c->plan.comm_type == MT_CP_ALL_GATHER) c->token_of_row = mt_arena_alloc(arena, c->N * 4);
     c->index = mt_arena_alloc(arena, c->N * 8);
     c->spans = mt_arena_alloc(arena, mt_context_num_lists(&c->plan) * c->M * (int64_t)sizeof(mt_span));
     if (c->plan.recurs) c->pieces.device = mt_arena_alloc(arena, c->plan.max_tokens * (int64_t)sizeof(mt_span));
@@ -9129,12 +9204,12 @@ mt_context *mt_context_create(const mt_context_plan *plan, const mt_ops *ops, vo
     c->plan = *plan, c->ops = ops;
     mt_arena arena = {.base = memory, .capacity = mt_context_bytes(plan)};
     mt_context_plan_memory(c, &arena);
-    c->host_rows = mt_malloc(c->N * 4), c->host_index = mt_malloc(c->N * 8);
+    c->host_token_of_row = mt_malloc(c->N * 4), c->host_index = mt_malloc(c->N * 8);
     c->host_spans = mt_malloc(mt_context_num_lists(plan) * c->M * (int64_t)sizeof(mt_span));
     c->lists = mt_calloc(mt_context_num_lists(plan) * (int64_t)sizeof(mt_spans));
     c->cuts = mt_malloc((2 * plan->ring->size + 1) * 8);
-    for (int64_t i = 0; i < c->M; i++) c->host_rows[i] = (int32_t)i;
-    ops->memory_copy(c->identity, c->host_rows, mt_context_copied_rows(plan) * 4, stream);
+    for (int64_t i = 0; i < c->M; i++) c->host_token_of_row[i] = (int32_t)i;
+    ops->memory_copy(c->identity, c->host_token_of_row, mt_context_copied_rows(plan) * 4, stream);
     ops->stream_synchronize(stream);
     mt_context_open_ring(c);
     mt_context_open_pieces(c);
@@ -9148,7 +9223,7 @@ void mt_context_destroy(mt_context *c) {
                               p->lower.to,    p->lower.from,    p->higher.to,    p->higher.from};
     mt_channels_close(c->ops, channels, 8);
     free(c->pieces.host);
-    free(c->host_rows);
+    free(c->host_token_of_row);
     free(c->host_index);
     free(c->host_spans);
     free(c->lists);
@@ -9191,8 +9266,8 @@ int64_t mt_ring_spans(mt_span *spans, const mt_batch *whole, const int64_t *cuts
 }
 
 /* all_gather: the queries of a sequence in one of the rank's chunks attend to all keys up to the last of them. */
-static int64_t mt_gather_spans(mt_span *spans, const mt_batch *whole, const int64_t *cuts, int64_t ranks,
-                               int64_t rank) {
+static int64_t mt_context_gather_spans(mt_span *spans, const mt_batch *whole, const int64_t *cuts, int64_t ranks,
+                                       int64_t rank) {
     const int64_t *chunks[2] = {&cuts[rank], &cuts[2 * ranks - 1 - rank]};
     int64_t count = 0, row = 0;
     for (int half = 0; half < 2; half++)
@@ -9213,7 +9288,7 @@ static void mt_context_list_spans(mt_context *c, const mt_batch *whole, mt_strea
     for (int64_t list = 0; list < mt_context_num_lists(&c->plan); list++) {
         mt_span *host = c->host_spans + count;
         c->lists[list] = (mt_spans){.host = host, .device = c->spans + count};
-        c->lists[list].count = gather ? mt_gather_spans(host, whole, c->cuts, P, rank)
+        c->lists[list].count = gather ? mt_context_gather_spans(host, whole, c->cuts, P, rank)
                                       : mt_ring_spans(host, whole, c->cuts, P, rank, list);
         count += c->lists[list].count;
     }
@@ -9224,10 +9299,11 @@ void mt_context_shard(const mt_context *c, mt_batch *local, const mt_batch *whol
     int64_t P = c->plan.ring->size, T = whole->num_tokens / P / c->plan.a2a->size;
     MT_CHECK(T <= c->plan.max_tokens && T * P * c->plan.a2a->size == whole->num_tokens);
     mt_context_cut(c->cuts, whole, P, c->plan.window);
-    mt_context_rows(c->host_rows, c->cuts, P, c->plan.ring->rank);
-    const int32_t *rows = c->host_rows + c->plan.a2a->rank * T;
-    mt_batch_take(local, whole, rows, T);
-    for (int64_t t = 0, s = 0; sequence && t < T; t++) sequence[t] = (int32_t)(s = mt_span_of_token(whole, s, rows[t]));
+    mt_context_tokens(c->host_token_of_row, c->cuts, P, c->plan.ring->rank);
+    const int32_t *token_of_row = c->host_token_of_row + c->plan.a2a->rank * T;
+    mt_batch_take(local, whole, token_of_row, T);
+    for (int64_t t = 0, s = 0; sequence && t < T; t++)
+        sequence[t] = (int32_t)(s = mt_span_of_token(whole, s, token_of_row[t]));
 }
 
 /* True if a sequence has tokens on both sides of place `at`. */
@@ -9291,12 +9367,12 @@ void mt_context_load(mt_context *c, const mt_batch *whole, mt_stream *stream) {
     c->N = whole->num_tokens, c->M = c->N / P, c->T = c->M / c->plan.a2a->size;
     MT_CHECK(c->T <= c->plan.max_tokens && c->T * c->plan.a2a->size * P == c->N);
     mt_context_cut(c->cuts, whole, P, c->plan.window);
-    for (int64_t rank = 0; rank < P; rank++) mt_context_rows(c->host_rows + rank * c->M, c->cuts, P, rank);
-    for (int64_t i = 0; i < c->N; i++) c->host_index[i] = whole->token_index[gather ? i : c->host_rows[i]];
+    for (int64_t rank = 0; rank < P; rank++) mt_context_tokens(c->host_token_of_row + rank * c->M, c->cuts, P, rank);
+    for (int64_t i = 0; i < c->N; i++) c->host_index[i] = whole->token_index[gather ? i : c->host_token_of_row[i]];
     c->ops->memory_copy(c->index, c->host_index, c->N * 8, stream);
     mt_context_list_spans(c, whole, stream);
     mt_context_list_pieces(c, whole, stream);
-    if (gather) c->ops->memory_copy(c->rows, c->host_rows, c->N * 4, stream);
+    if (gather) c->ops->memory_copy(c->token_of_row, c->host_token_of_row, c->N * 4, stream);
 }
 
 /* to[t] = from[t] for rows of `width` elements. */
@@ -9411,32 +9487,33 @@ static void mt_ring_backward(mt_context *c, const mt_attention *call, mt_stream 
  * models") */
 
 /* The call with the keys and values of all ranks, in order of position; q_index stays local. */
-static mt_attention mt_gather_kv(mt_context *c, const mt_attention *call, mt_stream *stream) {
+static mt_attention mt_context_gather_kv(mt_context *c, const mt_attention *call, mt_stream *stream) {
     int64_t k_width = call->num_groups * call->head_size, kv = k_width + call->num_groups * call->value_size;
     mt_context_pack_kv(c, call, stream);
     c->ops->all_gather(c->gathered, c->kv[0], c->M * kv, c->plan.dtype, c->plan.ring, stream);
-    c->ops->scatter_rows(&(mt_row_args){c->N, kv, c->rows, .from = c->gathered, .to = c->ordered}, c->plan.dtype,
-                         stream);
+    c->ops->scatter_rows(&(mt_row_args){c->N, kv, c->token_of_row, .from = c->gathered, .to = c->ordered},
+                         c->plan.dtype, stream);
     mt_attention whole = *call;
     whole.k = c->ordered, whole.v = mt_at(c->ordered, k_width, c->plan.dtype), whole.k_stride = whole.v_stride = kv;
     whole.k_index = c->index, whole.spans = c->lists[0];
     return whole;
 }
 
-static void mt_gather_forward(mt_context *c, const mt_attention *call, mt_stream *stream) {
-    mt_attention whole = mt_gather_kv(c, call, stream);
+static void mt_context_gather_forward(mt_context *c, const mt_attention *call, mt_stream *stream) {
+    mt_attention whole = mt_context_gather_kv(c, call, stream);
     c->ops->attention_forward(&whole, c->plan.dtype, stream);
 }
 
 /* Every rank has a partial gradient of all keys and values; a reduce-scatter sums them for their owners. */
-static void mt_gather_backward(mt_context *c, const mt_attention *call, mt_stream *stream) {
+static void mt_context_gather_backward(mt_context *c, const mt_attention *call, mt_stream *stream) {
     mt_dtype dtype = c->plan.dtype;
-    mt_attention whole = mt_gather_kv(c, call, stream);
+    mt_attention whole = mt_context_gather_kv(c, call, stream);
     int64_t kv = whole.k_stride, all = c->N * kv;
     whole.dk = c->dkv_ordered, whole.dv = mt_at(c->dkv_ordered, call->num_groups * call->head_size, c->plan.dtype);
     c->ops->memory_zero(c->dkv_ordered, all * mt_dtype_size(dtype), stream); // no span covers the last keys
     c->ops->attention_backward(&whole, dtype, stream);
-    c->ops->gather_rows(&(mt_row_args){c->N, kv, c->rows, .from = c->dkv_ordered, .to = c->gathered}, dtype, stream);
+    c->ops->gather_rows(&(mt_row_args){c->N, kv, c->token_of_row, .from = c->dkv_ordered, .to = c->gathered}, dtype,
+                        stream);
     if (dtype != MT_F32) c->ops->convert(c->wide, MT_F32, c->gathered, dtype, all, stream);
     c->ops->reduce_scatter(c->dkv_sum[0], dtype == MT_F32 ? c->gathered : c->wide, c->M * kv, MT_F32, c->plan.ring,
                            stream);
@@ -9531,7 +9608,7 @@ static void mt_context_carry(const mt_context *c, const mt_carry *carry,
 
 /* Position in the loaded micro-batch of token t of this rank. */
 static int64_t mt_context_position(const mt_context *c, int64_t t) {
-    return c->host_rows[c->plan.ring->rank * c->M + c->plan.a2a->rank * c->T + t];
+    return c->host_token_of_row[c->plan.ring->rank * c->M + c->plan.a2a->rank * c->T + t];
 }
 
 /* whole[N] = local[T] of every rank. */
@@ -9556,10 +9633,10 @@ static void mt_context_attention(mt_context *c, const mt_attention *call, bool b
     }
     own.spans = c->lists[gathers ? 0 : c->plan.ring->rank];
     if (backward) {
-        (gathers ? mt_gather_backward : mt_ring_backward)(c, call, stream);
+        (gathers ? mt_context_gather_backward : mt_ring_backward)(c, call, stream);
         mt_attend_sink_backward(c->ops, &own, c->plan.dtype, stream);
     } else {
-        (gathers ? mt_gather_forward : mt_ring_forward)(c, call, stream);
+        (gathers ? mt_context_gather_forward : mt_ring_forward)(c, call, stream);
         mt_attend_sink_forward(c->ops, &own, c->plan.dtype, stream);
     }
 }
@@ -9714,7 +9791,7 @@ static void mt_head_forward(mt_model *m, const mt_pass *p, const mt_output *out)
 }
 
 static void mt_nll_forward(const mt_ops *ops, const mt_loss_args *a, mt_stream *stream) {
-    ops->nll_loss(a->sums, a->dlogp, a->tokens->logp, a->weights, a->tokens->T, stream);
+    ops->nll_loss(a->sums, a->dlogp, a->cross_entropy->logp, a->weights, a->cross_entropy->T, stream);
 }
 
 const mt_loss mt_nll = {.forward = mt_nll_forward};
@@ -9749,9 +9826,9 @@ MT_HOST_LOSS(mt_policy, .inputs = 1 << MT_OLD_LOGP | 1 << MT_ADVANTAGES, .metric
 MT_HOST_LOSS(mt_value, .of_values = true, .inputs = 1 << MT_RETURNS | 1 << MT_OLD_VALUES, .metrics = mt_value_metrics)
 MT_HOST_LOSS(mt_distillation, .metrics = mt_distillation_metrics)
 
-/* The cross-entropy of an output's logits, which its backward overwrites with their gradient. */
-static mt_cross_entropy_args mt_head_tokens(const mt_model *m, const mt_pass *p, const mt_output *out,
-                                            const int32_t *labels) {
+/* The operands of the cross-entropy of an output's logits. Its backward overwrites the logits with their gradient. */
+static mt_cross_entropy_args mt_head_cross_entropy(const mt_model *m, const mt_pass *p, const mt_output *out,
+                                                   const int32_t *labels) {
     mt_cross_entropy_args a = {.T = p->T, .stride = m->V, .first = m->vocab_first, .count = m->vocab_count};
     a.logits = a.dlogits = out->logits, a.labels = labels, a.stats = m->row_stats;
     a.entropy = out->entropy, a.lse = out->lse, a.dlogp = out->dlogp, a.dentropy = out->dentropy;
@@ -9762,11 +9839,11 @@ static mt_cross_entropy_args mt_head_tokens(const mt_model *m, const mt_pass *p,
 /* Log-probabilities logp[T] of labels[T], entropies unless `entropy` is NULL, and a loss on the device. */
 static void mt_head_loss(mt_model *m, const mt_pass *p, const mt_output *out, const int32_t *labels,
                          const float *weights, double *sums, float *logp, float *entropy) {
-    mt_cross_entropy_args tokens = mt_head_tokens(m, p, out, labels);
-    mt_loss_args a = {&tokens, weights, p->replay ? m->numbers->replayed : sums, out->dlogp, out->dentropy};
-    tokens.logp = logp;
-    if (entropy) tokens.entropy = entropy;
-    mt_vocab_cross_entropy_forward(&p->tp, &tokens);
+    mt_cross_entropy_args cross_entropy = mt_head_cross_entropy(m, p, out, labels);
+    mt_loss_args a = {&cross_entropy, weights, p->replay ? m->numbers->replayed : sums, out->dlogp, out->dentropy};
+    cross_entropy.logp = logp;
+    if (entropy) cross_entropy.entropy = entropy;
+    mt_vocab_cross_entropy_forward(&p->tp, &cross_entropy);
     if (m->plan.loss->forward) m->plan.loss->forward(m->ops, &a, p->stream);
 }
 
@@ -9956,9 +10033,9 @@ static void mt_distill_backward(mt_model *m, const mt_pass *p, const mt_output *
 /* dx = the gradient of the normalised hidden states. The head's gradients stay acquired. */
 static void mt_head_backward(mt_model *m, const mt_pass *p, const mt_output *out, const int32_t *labels, void *dx) {
     const mt_linear_io head = {.x = out->norm.y, .dy = out->logits, .dx = dx};
-    const mt_cross_entropy_args tokens = mt_head_tokens(m, p, out, labels);
+    const mt_cross_entropy_args cross_entropy = mt_head_cross_entropy(m, p, out, labels);
     if (m->options->head_type == MT_HEAD_LM)
-        m->ops->cross_entropy_backward(&tokens, m->dtype, p->stream);
+        m->ops->cross_entropy_backward(&cross_entropy, m->dtype, p->stream);
     else
         m->ops->convert(out->logits, m->dtype, out->dlogp + p->first_row, MT_F32, p->rows, p->stream);
     if (m->plan.loss->distillation) mt_distill_backward(m, p, out);
@@ -11478,7 +11555,7 @@ static void mt_plan_buckets(mt_model *m) {
     if (m->plan.train && has_scales)
         m->state_amax = mt_arena_alloc(optimizer, 2 * m->num_params * (int64_t)sizeof *m->state_amax);
     for (int64_t layer = 0; layer < m->num_layers && m->plan.cache_rows > 0; layer++) {
-        int64_t heads_bytes = m->plan.cache_rows * m->G * mt_dtype_size(m->dtype);
+        int64_t heads_bytes = m->plan.cache_rows * m->layers[layer].G * mt_dtype_size(m->dtype);
         mt_mixer_kind mixer = m->layers[layer].kind.mixer;
         if (!mt_mixer_attends(mixer)) {
             mt_delta_sizes z = mt_delta_sizes_of(m);
@@ -12434,17 +12511,17 @@ static int mt_run_alone(mt_model *m, int64_t count, mt_source *from, int64_t *re
     return status;
 }
 
-/* Returns how many micro-batches run alone and leaves the others to the schedule: in the first step two; with
- * interleaving a group, after which no rank needs more live micro-batches; all if the others would be no legal
- * schedule. Later none.
+/* Returns the number of micro-batches that run alone, and removes them from the schedule. Where the first use of an
+ * operation waits for all work (ops->first_use_waits), these are, in the first step: two micro-batches; with
+ * interleaving a group, so that no rank needs more live micro-batches afterwards; all of them if the others would be no
+ * legal schedule.
  *
- * A GPU loads a kernel when it is first used, and may wait for all its work then, messages included: if the message's
- * receiver is a rank that loads a kernel too, both wait forever. When a micro-batch runs alone, a rank computes only
- * after its message has come, and the receiver of its last one waits for it. The second micro-batch adds to the
- * gradients of the first, by other kernels. The CPU, which has no need of it, does the same. */
-static int64_t mt_count_alone(mt_schedule *schedule, bool is_warm) {
+ * Two ranks that wait in a first use, each for a message to the other one, would wait forever. While a micro-batch runs
+ * alone, a rank computes only after its message has arrived, and the receiver of its own message already waits for it.
+ * Two micro-batches use all operations: the second one adds to the gradients of the first. */
+static int64_t mt_count_alone(mt_schedule *schedule, const mt_ops *ops, bool is_warm) {
     int64_t alone = schedule->kind == MT_SCHEDULE_INTERLEAVED ? schedule->group : 2;
-    if (schedule->pp == 1 || is_warm) return 0;
+    if (schedule->pp == 1 || is_warm || !ops->first_use_waits()) return 0;
     schedule->micro_batches -= alone;
     if (mt_schedule_is_legal(schedule)) return alone;
     alone += schedule->micro_batches, schedule->micro_batches = 0;
@@ -12458,7 +12535,7 @@ static int mt_run_schedule(mt_model *m, mt_source *from, mt_error *error) {
     mt_schedule schedule = mt_schedule_of(m->options, from->micro_batches);
     if (!from->training) schedule.kind = MT_SCHEDULE_FORWARD_ONLY;
     MT_CHECK(mt_schedule_is_legal(&schedule));
-    int64_t alone = mt_count_alone(&schedule, is_warm[from->training]), ahead[2] = {0};
+    int64_t alone = mt_count_alone(&schedule, m->ops, is_warm[from->training]), ahead[2] = {0};
     int64_t count = schedule.micro_batches > 0 ? mt_list_actions(m, &schedule) : 0;
     int64_t *remaining = mt_malloc(2 * m->num_chunks * 8);
     for (int64_t i = 0; i < 2 * m->num_chunks; i++) remaining[i] = from->micro_batches;
@@ -13053,7 +13130,7 @@ static void mt_plan_scratch(mt_model *m, mt_arena *arena) {
     mt_delta_sizes delta = mt_delta_sizes_of(m);
     mt_mamba_sizes mamba = mt_mamba_sizes_of(m);
     int64_t short_width = mt_short_channels(m), linear_out = mt_max(delta.Hv * delta.Dv, mamba.inner);
-    int64_t in_width = mt_max(mt_qkv_width(m), mt_max(mt_max(delta.in, mamba.in), 3 * short_width));
+    int64_t in_width = mt_max(mt_qkv_width(m, NULL), mt_max(mt_max(delta.in, mamba.in), 3 * short_width));
     out_width = mt_max(out_width, mt_max(linear_out, short_width));
     if (m->plan.train) {
         s->dresidual = mt_arena_alloc(arena, R * m->C * size);
@@ -13322,6 +13399,7 @@ static void mt_model_stages(mt_model *m, const mt_options *o) {
             mt_layer *w = &m->layers[i];
             w->index = i - m->first_local[chunk], w->number = m->stages[chunk].first_layer + w->index;
             w->kind = mt_layer_kind_of(o, w->number);
+            w->G = mt_max(w->kind.groups / m->grid->tensor.size, 1), m->G = mt_max(m->G, w->G);
             w->F = mt_layer_has_experts(o, w->number) ? o->moe_shared_expert_intermediate_size : o->ffn_hidden_size;
             if (w->kind.feed_forward == MT_FEED_FORWARD_NONE) w->F = 0;
             w->F /= m->grid->tensor.size, w->expert_bucket = -1, m->F = mt_max(m->F, w->F);
@@ -14248,7 +14326,7 @@ void mt_model_cache_copy(mt_model *m, const mt_cache_copy *copy) {
         if (!mt_mixer_attends(m->layers[layer].kind.mixer)) continue;
         void *caches[] = {m->k_cache[layer], m->v_cache[layer]};
         for (int i = 0; i < 2; i++) {
-            int64_t width = m->G * (i ? m->Dv : m->D);
+            int64_t width = m->layers[layer].G * (i ? m->Dv : m->D);
             m->ops->memory_copy(mt_at(caches[i], copy->to * width, m->dtype),
                                 mt_at(caches[i], copy->from * width, m->dtype),
                                 copy->rows * width * mt_dtype_size(m->dtype), m->stream);
@@ -15405,6 +15483,18 @@ static void mt_cpu_delta_rule_carry_backward(const mt_delta_args *a, const mt_ca
 }
 
 /* ---- products */
+
+static void mt_cpu_scale_rows(void *x, float factor, int64_t T, int64_t C, int64_t stride, mt_dtype dtype,
+                              mt_stream *stream) {
+    mt_scratch scratch = mt_scratch_reserve(2 * C);
+#pragma omp parallel for if (T * C > MT_PARALLEL)
+    for (int64_t t = 0; t < T; t++) {
+        float *slice = mt_scratch_slice(scratch), *to = slice + C;
+        const float *from = mt_row_load(slice, x, t * stride, C, dtype);
+        for (int64_t i = 0; i < C; i++) to[i] = factor * from[i];
+        mt_row_store(x, t * stride, to, C, dtype);
+    }
+}
 
 static void mt_cpu_multiply_forward(const mt_multiply_args *a, mt_dtype dtype, mt_stream *stream) {
     int64_t C = a->C;

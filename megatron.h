@@ -510,6 +510,7 @@ typedef enum mt_activation { MT_ACTIVATIONS(MT_ACTIVATION_NAME) MT_NUM_ACTIVATIO
     X(LFM2, "lfm2", "Lfm2ForCausalLM", LFM2, "model.layers.", false)                                                   \
     X(NEMOTRON_H, "nemotron_h", "NemotronHForCausalLM", NEMOTRON_H, "backbone.layers.", false)                         \
     X(GRANITE, "granitemoehybrid", "GraniteMoeHybridForCausalLM", GRANITE, "model.layers.", false)                     \
+    X(MIMO_V2_FLASH, "mimo_v2_flash", "MiMoV2FlashForCausalLM", MIMO_V2, "model.layers.", false)                       \
     X(MEGATRON, "megatron", "MegatronForCausalLM", LLAMA, "model.layers.", false)
 #define MT_HF_FAMILY_NAME(name, ...) MT_HF_##name,
 typedef enum mt_hf_family { MT_HF_UNKNOWN, MT_HF_FAMILIES(MT_HF_FAMILY_NAME) MT_NUM_HF_FAMILIES } mt_hf_family;
@@ -559,7 +560,11 @@ typedef struct mt_options {
     double logits_scaling;              // divides the logits; 1: none
     double softmax_scale;               // of q k^T; 0: 1 / sqrt(channels of a head)
     mt_softmax_type softmax_type;
-    bool attention_output_gate; // attention's output times the sigmoid of a product with the layer's input
+    bool sinks_in_windows_only;      // softmax_type is of layers with a window only
+    int64_t window_num_query_groups; // of layers with a window; 0: as in other layers
+    int64_t value_channels;          // of a head, where these are not kv_channels, without latent attention; else 0
+    double attention_value_scale;    // of values; 1: none
+    bool attention_output_gate;      // attention's output times the sigmoid of a product with the layer's input
     mt_attention_variant experimental_attention_variant; // of the layers in linear_layers
     char *linear_attention_freq;                         // as text; see linear_layers
     int64_t linear_num_key_heads, linear_num_value_heads, linear_key_head_dim, linear_value_head_dim;
@@ -822,6 +827,9 @@ mt_durations mt_options_durations(const mt_options *options);
 /* YaRN's g(m), which determines the scale of attention (Peng et al., "YaRN"; DeepSeek's two factors). */
 double mt_yarn_mscale(double factor, double mscale);
 
+/* Channels of a head's value. */
+int64_t mt_value_channels(const mt_options *options);
+
 /* Layers with experts. */
 int64_t mt_num_expert_layers(const mt_options *options);
 
@@ -849,6 +857,8 @@ typedef struct mt_layer_kind {
     mt_feed_forward_kind feed_forward;
     mt_layer_rope rope;
     int64_t window; // keys that a query sees, its own included; 0: all
+    int64_t groups; // heads of keys and values, in the whole model
+    mt_softmax_type softmax;
 } mt_layer_kind;
 
 /* Frequency of channel pair i of R rotary channels, after the model's scaling; as Hugging Face computes it. */
@@ -905,6 +915,9 @@ typedef void mt_host_function(void *context);
 #define MT_DEVICE_OPERATIONS(OP)                                                                                       \
     /* Bytes that a model may use: the GPU's free memory, or all of the host's. */                                     \
     OP(memory_available, int64_t, void)                                                                                \
+    /* True if the first use of an operation may wait for all work of the device, messages included. The CPU returns   \
+     * true as well: its pipelines then run in a GPU's order. */                                                       \
+    OP(first_use_waits, bool, void)                                                                                    \
     OP(memory_alloc, void *, int64_t bytes)                                                                            \
     OP(memory_free, void, void *memory)                                                                                \
     /* Stream-ordered, for memory that grows during a step, when memory_free could deadlock: it may wait for the whole \
@@ -1556,6 +1569,9 @@ typedef struct mt_gate_args {
        mt_dtype dtype, mt_stream *stream)                                                                              \
     OP(multiply_backward, mt_work_bytes(5 * a->T * a->C, dtype), (a, dtype, stream), const mt_multiply_args *a,        \
        mt_dtype dtype, mt_stream *stream)                                                                              \
+    /* x[t, c] *= factor, of T rows of C that are `stride` apart. */                                                   \
+    OP(scale_rows, mt_work_bytes(2 * T * C, dtype), (x, factor, T, C, stride, dtype, stream), void *x, float factor,   \
+       int64_t T, int64_t C, int64_t stride, mt_dtype dtype, mt_stream *stream)                                        \
     /* y = x sigmoid(z). */                                                                                            \
     OP(gate_forward, mt_work_bytes(3 * a->n, dtype), (a, dtype, stream), const mt_gate_args *a, mt_dtype dtype,        \
        mt_stream *stream)                                                                                              \
@@ -3093,9 +3109,9 @@ int64_t mt_rank_tokens(const mt_options *options, int64_t tokens);
  * ranks of a layout share tokens evenly. */
 void mt_batch_pad(mt_batch *batch, int64_t multiple);
 
-/* Writes the tokens rows[T] of `whole`, ascending, and their sequences to `part`, which has room for them. The spans of
- * `whole` are adjacent causal sequences. */
-void mt_batch_take(mt_batch *part, const mt_batch *whole, const int32_t *rows, int64_t T);
+/* Writes the tokens token_of_row[T] of `whole`, ascending, and their sequences to `part`, which has room for them. The
+ * spans of `whole` are adjacent causal sequences. */
+void mt_batch_take(mt_batch *part, const mt_batch *whole, const int32_t *token_of_row, int64_t T);
 
 /* ---- context parallelism: the tokens of a micro-batch are distributed over the ranks of the context group */
 
@@ -3105,8 +3121,8 @@ void mt_batch_take(mt_batch *part, const mt_batch *whole, const int32_t *rows, i
  * sequence is cut into equal chunks (Zhu's ring-flash-attention calls this zig-zag). window: see mt_attention. */
 void mt_context_cut(int64_t *cuts, const mt_batch *whole, int64_t ranks, int64_t window);
 
-/* The tokens of rank `rank`, ascending: rows[num_tokens / ranks]. */
-void mt_context_rows(int32_t *rows, const int64_t *cuts, int64_t ranks, int64_t rank);
+/* The tokens of rank `rank`, ascending: tokens[num_tokens / ranks]. */
+void mt_context_tokens(int32_t *tokens, const int64_t *cuts, int64_t ranks, int64_t rank);
 
 /* The spans of rank `rank` of a ring in the step in which it holds the keys of rank `source`: at most one per sequence
  * of `whole`; queries are rows of its own tokens, keys rows of the source's. Returns their number. Over all sources,
@@ -3159,10 +3175,10 @@ typedef struct mt_model mt_model;
 /* A loss maps numbers of each token to a scalar and to the coefficients of d logp and d entropy. With these
  * cross_entropy_backward computes the gradient of the logits. */
 typedef struct mt_loss_args {
-    const mt_cross_entropy_args *tokens; // T, logp, lse, and entropy for a loss that uses it, are read
-    const float *weights;                // [T] of each token in the sums
-    double *sums;                        // sums[0] += the loss, sums[1] += the weights
-    float *dlogp, *dentropy;             // [T] results; dentropy only for a loss that uses entropy
+    const mt_cross_entropy_args *cross_entropy; // T, logp, lse, and entropy for a loss that uses it, are read
+    const float *weights;                       // [T] of each token in the sums
+    double *sums;                               // sums[0] += the loss, sums[1] += the weights
+    float *dlogp, *dentropy;                    // [T] results; dentropy only for a loss that uses entropy
 } mt_loss_args;
 
 /* A metric of a loss: mt_loss_sums.metrics[number] divided by metrics[divisor], or by the count where divisor is -1. */

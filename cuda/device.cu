@@ -178,6 +178,11 @@ extern "C" void mt_cuda_stream_synchronize(mt_stream *stream) {
  * backward its sorted tokens; attention's backward its fp32 gradient of q with two numbers of each row, an eighth
  * more for partial tiles of packed sequences (many short ones need more and take another kernel), or the workspace of
  * cuDNN. */
+/* A kernel of cuBLASLt is loaded at its first launch, which may wait for all work of the GPU. */
+extern "C" bool mt_cuda_first_use_waits(void) {
+    return true;
+}
+
 extern "C" int64_t mt_cuda_workspace_bytes(int64_t T, int64_t C, int64_t H, int64_t D) {
     int64_t cublas = 32 << 20, partial_sums = 4ll * mt_cuda_device()->multiProcessorCount * 2 * C * 4;
     int64_t dq = T * H * (D + D / 8 + 4) * (int64_t)sizeof(float), largest = cublas;

@@ -1221,7 +1221,7 @@ static void ring_steps(int step[RING_TOKENS][RING_TOKENS], int64_t pairs[RING][R
     for (int rank = 0; rank < RING; rank++) {
         int32_t rows[RING_TOKENS / RING];
         mt_batch_alloc(&local[rank], RING_TOKENS);
-        mt_context_rows(rows, cuts, RING, rank);
+        mt_context_tokens(rows, cuts, RING, rank);
         mt_batch_take(&local[rank], &whole, rows, RING_TOKENS / RING);
     }
     for (int rank = 0; rank < RING; rank++)

@@ -37,7 +37,8 @@ static const char *const families[] = {"gpt2",
                                        "ernie4_5_moe",
                                        "qwen3_5",
                                        "qwen3_5_moe",
-                                       "lfm2"};
+                                       "lfm2",
+                                       "mimo_v2_flash"};
 /* The first NUM_KINDS have every kind of parameter; the others arrange the same parts otherwise. */
 enum { NUM_FAMILIES = sizeof families / sizeof *families, NUM_KINDS = 18 };
 
@@ -54,6 +55,11 @@ __attribute__((unused)) static bool has_mamba(const char *family) {
 /* Families with these or short convolutions, which the CPU alone computes, without context parallelism. */
 __attribute__((unused)) static bool is_linear_family(const char *family) {
     return has_delta_nets(family) || has_mamba(family) || strcmp(family, "lfm2") == 0;
+}
+
+/* Families that the CPU alone computes. */
+__attribute__((unused)) static bool needs_the_cpu(const char *family) {
+    return is_linear_family(family) || strcmp(family, "mimo_v2_flash") == 0;
 }
 
 #endif

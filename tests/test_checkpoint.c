@@ -5,6 +5,7 @@
 #include "../data/checkpoint/checkpoint_folder.h"
 #include "../data/checkpoint/checkpoint_fp8.h"
 #include "../data/checkpoint/checkpoint_save.h"
+#include "../data/models/hf_config.h"
 
 #include <dirent.h>
 #include <errno.h>
@@ -457,6 +458,70 @@ static void stacked_experts_load_and_are_saved_apart(void **state) {
     create_model(&dense, &mt_grid_of_one);
     assert_load_fails(&dense, at("stacked"), "check ");
     close_family(&dense);
+}
+
+/* A folder as the hub has Qwen3.5: the text model beside a vision tower and a module of multi-token prediction. */
+static void write_beside_vision(const fixture *f, const char *folder) {
+    static char towers[2][16];
+    char path[512];
+    mt_safetensors *file = open_tensors(f->folder, "model");
+    int64_t count = mt_safetensors_count(file);
+    written *tensors = mt_calloc((count + 2) * (int64_t)sizeof *tensors);
+    for (int64_t i = 0; i < count; i++) {
+        const mt_tensor_info *from = mt_safetensors_get(file, i);
+        bool inner = strncmp(from->name, "model.", 6) == 0;
+        snprintf(tensors[i].name, sizeof tensors[i].name, "%s%s", inner ? "model.language_model." : "",
+                 from->name + (inner ? 6 : 0));
+        memcpy(tensors[i].shape, from->shape, (size_t)from->num_dims * 8);
+        tensors[i].data = (char *)from->data, tensors[i].bytes = from->bytes;
+    }
+    tensors[count] = (written){"model.visual.blocks.0.attn.proj.weight", {4, 0, 0}, towers[0], 16};
+    tensors[count + 1] = (written){"mtp.norm.weight", {4, 0, 0}, towers[1], 16};
+    mkdir(folder, 0755);
+    write_tensors(folder, tensors, count + 2);
+    snprintf(path, sizeof path, "%s/config.json", f->folder);
+    json_t *text = json_load_file(path, 0, NULL), *whole = json_object();
+    const char *type = json_string_value(json_object_get(text, "model_type"));
+    json_object_del(text, "architectures");
+    json_object_set_new(whole, "tie_word_embeddings", json_incref(json_object_get(text, "tie_word_embeddings")));
+    json_object_del(text, "tie_word_embeddings");
+    json_object_set_new(whole, "model_type", json_stringn(type, strlen(type) - strlen("_text")));
+    json_object_set_new(whole, "text_config", text);
+    json_object_set_new(whole, "vision_config", json_object());
+    snprintf(path, sizeof path, "%s/config.json", folder);
+    assert_int_equal(json_dump_file(whole, path, 0), 0);
+    json_decref(whole), free(tensors);
+    mt_safetensors_close(file);
+}
+
+static void the_text_model_beside_a_vision_tower_is_read(void **state) {
+    (void)state;
+    static const char *const names[] = {"qwen3_5", "qwen3_5_moe"};
+    for (int k = 0; k < 2; k++) {
+        fixture f = open_family(names[k], 4, 1, false);
+        write_beside_vision(&f, at("hub"));
+        char path[300];
+        mt_error error;
+        mt_options o;
+        snprintf(path, sizeof path, "%s/config.json", at("hub"));
+        json_t *whole = json_load_file(path, 0, NULL);
+        char *json = json_dumps(whole, 0);
+        json_decref(whole);
+        mt_options_default(&o);
+        if (mt_options_read_hf_config(&o, json, (int64_t)strlen(json), path, &error) != 0) fail_msg("%s", error.text);
+        assert_int_equal(o.hf_family, f.options.hf_family);
+        assert_int_equal(o.untie_embeddings_and_output_weights, f.options.untie_embeddings_and_output_weights);
+        assert_string_equal(o.linear_attention_freq, f.options.linear_attention_freq);
+        mt_options_free(&o);
+        free(json);
+        mt_run_state run = {0};
+        create_model(&f, &mt_grid_of_one);
+        spoil(&f);
+        load(&f, &run, at("hub"));
+        save(&f, &run, at("text"));
+        assert_same_tensors(at("text"), f.folder);
+        close_family(&f);
+    }
 }
 
 static void rows_that_pad_the_vocabulary_become_zero(void **state) {
@@ -1338,6 +1403,7 @@ int main(void) {
         ROOT_TEST(small_shards_hold_the_same_tensors),
         ROOT_TEST(every_stored_type_loads_exactly),
         ROOT_TEST(stacked_experts_load_and_are_saved_apart),
+        ROOT_TEST(the_text_model_beside_a_vision_tower_is_read),
         ROOT_TEST(rows_that_pad_the_vocabulary_become_zero),
         ROOT_TEST(names_without_their_prefix_and_old_masks_load),
         ROOT_TEST(a_tied_folder_has_one_embedding),

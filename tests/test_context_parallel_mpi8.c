@@ -22,7 +22,7 @@ static void one_sequence_is_cut_in_a_zigzag(void **state) {
         whole.num_tokens = T, whole.num_spans = 1, whole.spans[0] = (mt_span){0, T, 0, T, true};
         mt_context_cut(cuts, &whole, cp, 0);
         for (int64_t rank = 0; rank < cp; rank++) {
-            mt_context_rows(rows, cuts, cp, rank);
+            mt_context_tokens(rows, cuts, cp, rank);
             for (int i = 0; i < 26; i++) assert_int_equal(zigzag_owner(rows[i], T, cp), rank);
         }
     }
@@ -44,7 +44,7 @@ static void cuts_share_tokens_and_keys(void **state) {
         mt_context_cut(cuts, &whole, cp, 0);
         for (int64_t rank = 0; rank < cp; rank++) {
             int64_t keys = 0;
-            mt_context_rows(rows, cuts, cp, rank);
+            mt_context_tokens(rows, cuts, cp, rank);
             mt_batch_take(&local, &whole, rows, T);
             assert_int_equal(local.num_tokens, T);
             for (int64_t t = 0; t < T; t++) {

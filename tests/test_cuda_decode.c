@@ -686,7 +686,7 @@ static void steps_in_graphs_have_the_bits_of_plain_steps_and_the_logits_of_the_c
     if (!gpu) skip();
     const mt_ops counted = counted_ops(), plain = plain_ops();
     for (int k = 0; k < NUM_FAMILIES; k++)
-        if (!is_linear_family(families[k]))
+        if (!needs_the_cpu(families[k]))
             for (int bf16 = 0; bf16 < 2; bf16++) {
                 mt_options options = read_family(k, bf16);
                 int64_t count, again;
@@ -761,7 +761,7 @@ static void one_kernel_serves_dense_models_and_no_others(void **state) {
     if (!gpu) skip();
     static const bool dense[NUM_FAMILIES] = {true, true, true, true, true};
     for (int k = 0; k < NUM_FAMILIES; k++) {
-        if (is_linear_family(families[k])) continue;
+        if (needs_the_cpu(families[k])) continue;
         mt_options options = read_family(k, true), exact = read_family(k, false);
         int64_t count, before = mt_cuda_decode_fused();
         float *answer = decode_logits(&exact, gpu, &count);
@@ -977,7 +977,7 @@ static void generated_tokens_are_those_of_plain_steps_and_of_transformers(void *
     const mt_sampling samplings[] = {{.temperature = 0, .top_p = 1},
                                      {.temperature = 0.8, .top_p = 0.95, .top_k = 40, .seed = 3}};
     for (int k = 0; k < NUM_FAMILIES; k++)
-        if (!is_linear_family(families[k]))
+        if (!needs_the_cpu(families[k]))
             for (int drawn = 0; drawn < 2; drawn++) {
                 mt_options options = read_family(k, false);
                 mt_sequence a[SEQUENCES], b[SEQUENCES];

@@ -81,10 +81,10 @@ static float *values_of(const subject *s, const mt_param *param, bool gradient) 
 /* Negative log-likelihood minus an entropy bonus, as of policy gradients. */
 static void forward_with_entropy(const mt_ops *ops, const mt_loss_args *a, mt_stream *stream) {
     (void)ops, (void)stream;
-    for (int64_t t = 0; t < a->tokens->T; t++) {
+    for (int64_t t = 0; t < a->cross_entropy->T; t++) {
         const float bonus = 0.7f * a->weights[t];
-        a->sums[0] -=
-            (double)a->weights[t] * (double)a->tokens->logp[t] + (double)bonus * (double)a->tokens->entropy[t];
+        a->sums[0] -= (double)a->weights[t] * (double)a->cross_entropy->logp[t] +
+                      (double)bonus * (double)a->cross_entropy->entropy[t];
         a->sums[1] += (double)a->weights[t];
         a->dlogp[t] = -a->weights[t], a->dentropy[t] = -bonus;
     }

@@ -738,6 +738,14 @@ static void a_product_equals_its_definition(void **state) {
     free(in), free(o.values);
 }
 
+static void rows_are_scaled_in_place_within_their_columns(void **state) {
+    (void)state;
+    float x[3 * 5], wanted[3 * 5];
+    for (int i = 0; i < 15; i++) x[i] = (float)uniform(), wanted[i] = i % 5 < 4 && i % 5 > 0 ? 0.75f * x[i] : x[i];
+    ops->scale_rows(x + 1, 0.75f, 3, 3, 5, MT_F32, NULL);
+    for (int i = 0; i < 15; i++) assert_true(x[i] == wanted[i]);
+}
+
 int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(the_delta_rule_equals_its_recurrence_in_float64),
@@ -753,6 +761,7 @@ int main(void) {
         cmocka_unit_test(a_short_convolution_equals_its_definition),
         cmocka_unit_test(a_gated_norm_equals_its_definition),
         cmocka_unit_test(a_product_equals_its_definition),
+        cmocka_unit_test(rows_are_scaled_in_place_within_their_columns),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

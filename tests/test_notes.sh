@@ -19,7 +19,7 @@ if ! [ -x "${MT_BIN:-.}/data/preprocess" ]; then
     echo "skipped: data/preprocess is not built"
     exit 77
 fi
-pages=${MT_NOTES:-$(ls notes/[0-9]*.md notes/glossary.md 2>/dev/null)}
+pages=${MT_NOTES:-$(ls notes/[0-9]*.md notes/extending.md notes/glossary.md 2>/dev/null)}
 
 # make_tree FOLDER: a folder that looks like the project's to a command: links to its files, and to the programs of
 # this build.
@@ -120,7 +120,7 @@ measurements_can_be_repeated() {
 # lines in all, and answers each of its exercises.
 has_form() {
     for page; do
-        case $page in */glossary.md) continue ;; esac
+        case $page in */glossary.md | */extending.md) continue ;; esac
         awk '
             BEGIN {
                 parts = "The idea,The derivation,The lines,Try it,What it costs,Where it is,Exercises"

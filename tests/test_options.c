@@ -409,7 +409,11 @@ static void a_hybrid_pattern_names_the_one_half_of_every_layer(void **state) {
                                           {.mixer = MT_MIXER_MAMBA2, .feed_forward = MT_FEED_FORWARD_NONE}};
     assert_int_equal(o.num_layers, 4);
     assert_int_equal(o.mamba_num_heads, 8); // 2 x hidden size / channels of a head
-    for (int64_t i = 0; i < 4; i++) assert_true(mt_layer_kinds_equal(mt_layer_kind_of(&o, i), kinds[i]));
+    for (int64_t i = 0; i < 4; i++) {
+        mt_layer_kind expected = kinds[i];
+        expected.groups = o.num_query_groups;
+        assert_true(mt_layer_kinds_equal(mt_layer_kind_of(&o, i), expected));
+    }
     mt_options_free(&o);
     expect_error(RUN "--hybrid-override-pattern M+", "expects a letter for each layer, M (Mamba-2)");
     expect_error(RUN "--hybrid-override-pattern M*-M", "has 4 letters, and --num-layers is 2; make them equal");
@@ -479,7 +483,7 @@ static void values_that_agree_are_no_contradiction(void **state) {
         const char *words;
     } rows[] = {
         {"--norm-epsilon 1e-6", "--layernorm-epsilon 0.000001", "--layernorm-epsilon 1e-5", "two names of one option"},
-        {"", "--learning-rate 0.001", "--learning-rate 0.002", "lr 0.001 and learning-rate 0.002 are two names"},
+        {"", "--learning-rate 0.001", "--learning-rate 0.002", "--lr 0.001 and --learning-rate 0.002 are two names"},
         {"", "--max-steps 10", "--max-steps 11", "are two names of one option, with two values"},
         {"--num-experts 4", "--num-moe-experts 4", "--num-moe-experts 8", "two names of one option"},
         {"--global-batch-size 4", "--train-samples 40", "--train-samples 41",
@@ -970,7 +974,7 @@ static void every_name_of_megatron_has_one_answer(void **state) {
         if (parse(&options, MT_PROGRAM_TRAIN, 1, option, &error) == 0) fail_msg("%s alone was accepted", option);
         for (size_t i = 0; i < sizeof answers / sizeof *answers; i++) is_refused |= !!strstr(error.text, answers[i]);
         if (strstr(error.text, "unknown")) fail_msg("%s: %s", option, error.text);
-        if (is_refused == (is_row || megatron.kind <= MT_NAME_ALWAYS)) fail_msg("%s: %s", option, error.text);
+        if (is_refused == (is_row || megatron.kind <= MT_NAME_IDLE)) fail_msg("%s: %s", option, error.text);
         accepted += !is_refused;
         mt_options_free(&options);
     }
@@ -1081,13 +1085,15 @@ static void answers_name_the_option_to_use(void **state) {
     expect_error(RUN "--tokenizer-type NullTokenizer", "NullTokenizer: leave it out: --vocab-size is enough");
     expect_error(RUN "--tokenizer-type Llama2Tokenizer", "Llama2Tokenizer: it is SentencePieceTokenizer here");
     expect_error(RUN "--attention-backend fused", "--attention-backend fused: it is cudnn here");
-    expect_error(RUN "--manual-gc", "; leave it out");
+    expect_error(RUN "--spec a b", "; leave it out");
     expect_error(RUN "--cpu-offload-optimizer", "did you mean --optimizer-cpu-offload?");
     expect_error(RUN "--offload-optimizer", "is named --optimizer-cpu-offload here");
     // the opposite of a flag has an answer too
     expect_error(RUN "--no-ckpt-fully-parallel-save", "is not supported (all ranks write");
-    expect_error(RUN "--no-use-mcore-models", "has no meaning here (there is one implementation");
-    expect_error(RUN "--no-log-energy", "leave it out");
+    expect_error(RUN "--expert-parallel-size 2", "did you mean --expert-model-parallel-size?");
+    expect_error(RUN "--clip-grad-norm 1", "did you mean --clip-grad?");
+    expect_error(RUN "--cpu-offload", "did you mean --optimizer-cpu-offload?");
+    expect_error(RUN "--untie-embeddings", "did you mean --untie-embeddings-and-output-weights?");
     expect_error(RUN "--no-such-flag", "unknown option --no-such-flag");
     expect_error(RUN "--cpu-offloading", "--fine-grained-activation-offloading keeps the activations");
     expect_error(RUN "--grad-reduce-in-bf16", "not supported (other types of the residual stream");
@@ -1098,13 +1104,13 @@ static void all_refused_names_are_reported_at_once(void **state) {
     (void)state;
     mt_options options;
     mt_error error;
-    const char *line = "--fp16 --loss-scale 3 --use-mcore-models --d-model 3 --numlayers 3 4 --foo --lr 1";
+    const char *line = "--fp16 --loss-scale 3 --spec a b --d-model 3 --numlayers 3 4 --foo --lr 1";
     assert_int_equal(parse(&options, MT_PROGRAM_TRAIN, 1, line, &error), -1);
     assert_string_equal(error.text, "6 options cannot be used:\n"
                                     "  is not supported (fp16, which needs loss scaling: take --bf16): --fp16, "
                                     "--loss-scale\n"
                                     "  has no meaning here (there is one implementation of the model); leave "
-                                    "out: --use-mcore-models\n"
+                                    "out: --spec\n"
                                     "  is named --hidden-size here: --d-model\n"
                                     "  is unknown: --numlayers (did you mean --num-layers?), --foo");
     mt_options_free(&options);
@@ -2562,6 +2568,31 @@ static void a_key_that_a_family_omits_has_the_familys_default(void **state) {
         {SIZES_OF("qwen3_5_text"), {COMMON, DELTA_KEYS}},
         {EXPERTS_OF("qwen3_5_moe_text", "num_experts") ", \"shared_expert_intermediate_size\": 16",
          {COMMON, DELTA_KEYS, "\"router_aux_loss_coef\": 0.001", "\"norm_topk_prob\": true"}},
+        {EXPERTS_OF("mimo_v2_flash", "n_routed_experts"),
+         {"\"initializer_range\": 0.02",
+          "\"tie_word_embeddings\": false",
+          "\"hidden_act\": \"silu\"",
+          "\"head_dim\": 192",
+          "\"swa_head_dim\": 192",
+          "\"v_head_dim\": 128",
+          "\"swa_v_head_dim\": 128",
+          "\"attention_value_scale\": 0.707",
+          "\"sliding_window\": 129",
+          "\"sliding_window_size\": 128",
+          "\"swa_num_attention_heads\": 4",
+          "\"swa_num_key_value_heads\": 4",
+          "\"attention_bias\": false",
+          "\"layer_types\": [\"full_attention\", \"sliding_attention\"]",
+          "\"rms_norm_eps\": 1e-5",
+          "\"mlp_layer_types\": [\"dense\", \"sparse\"]",
+          "\"routed_scaling_factor\": 1.0",
+          "\"routed_scaling_factor\": null",
+          "\"n_group\": 1",
+          "\"topk_group\": 1",
+          "\"norm_topk_prob\": true",
+          "\"rope_theta\": 5000000.0, \"swa_rope_theta\": 10000.0, \"partial_rotary_factor\": 0.334",
+          "\"rope_parameters\": {\"full_attention\": {\"rope_theta\": 5e6, \"partial_rotary_factor\": 0.334}, "
+          "\"sliding_attention\": {\"rope_theta\": 1e4, \"partial_rotary_factor\": 0.334}}"}},
         {SIZES_OF("lfm2") ", \"full_attn_idxs\": [2]",
          {"\"initializer_range\": 0.02", "\"tie_word_embeddings\": true", "\"tie_embedding\": true",
           "\"attention_dropout\": 0.0", "\"norm_eps\": 1e-5", "\"rope_theta\": 1000000.0", "\"head_dim\": 16",
@@ -2815,6 +2846,27 @@ static void other_arrangements_of_a_family_are_refused(void **state) {
         {GRANITE ", \"mamba_d_head\": 16", "\"mamba_n_heads\" 4 times \"mamba_d_head\" 16 is not"},
         {GRANITE ", \"attention_multiplier\": 0", "\"attention_multiplier\" is 0, must be above 0"},
         {GRANITE ", \"layer_types\": [\"mamba\", \"conv\"]", "\"layer_types\" holds conv"},
+        {EXPERTS_OF("mimo_v2_flash", "n_routed_experts") ", \"swa_head_dim\": 128",
+         "\"head_dim\" and \"swa_head_dim\" differ"},
+        {EXPERTS_OF("mimo_v2_flash", "n_routed_experts") ", \"swa_v_head_dim\": 64",
+         "\"v_head_dim\" and \"swa_v_head_dim\" differ"},
+        {EXPERTS_OF("mimo_v2_flash", "n_routed_experts") ", \"swa_num_attention_heads\": 8",
+         "\"swa_num_attention_heads\" is 8"},
+        {EXPERTS_OF("mimo_v2_flash", "n_routed_experts") ", \"swa_num_key_value_heads\": 2",
+         "have twice \"num_key_value_heads\" 2"},
+        {EXPERTS_OF("mimo_v2_flash", "n_routed_experts") ", \"sliding_window_size\": -1",
+         "\"sliding_window_size\" is -1"},
+        {EXPERTS_OF("mimo_v2_flash", "n_routed_experts") ", \"attention_bias\": true",
+         "\"attention_bias\": true is not supported"},
+        {EXPERTS_OF(
+             "mimo_v2_flash",
+             "n_routed_experts") ", \"rope_parameters\": {\"sliding_attention\": {\"partial_rotary_factor\": 0.5}}",
+         "\"partial_rotary_factor\" is 0.5 in layers with a window and 0.334 in others"},
+        {SIZES_OF("lfm2") ", \"conv_bias\": true", "\"conv_bias\": true is not supported"},
+        {SIZES_OF("lfm2"), "\"layer_types\" lists no layer of conv"},
+        {SIZES_OF("lfm2") ", \"layer_types\": [\"conv\", \"mamba\"]", "full_attention and conv are supported"},
+        {SIZES_OF("lfm2") ", \"full_attn_idxs\": [0], \"block_multiple_of\": 0", "\"block_multiple_of\" is 0"},
+        {SIZES_OF("lfm2") ", \"full_attn_idxs\": [0], \"block_ffn_dim_multiplier\": -1", "must be in (0,1024]"},
     };
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
         char json[2000];
@@ -3193,6 +3245,20 @@ static void what_exceeds_a_backends_limits_is_refused_in_one_line(void **state) 
                  &limits,
                  "--num-experts is 65, and --moe-router-load-balancing-type sinkhorn on this device takes at most 64 "
                  "experts");
+    const mt_limits plain = {.no_plain = true};
+    static const char *const alone[][2] = {
+        {RUN "--value-channels 8", "--value-channels other than --kv-channels"},
+        {RUN "--attention-value-scale 0.5", "--attention-value-scale"},
+        {RUN "--window-size 4 --window-num-query-groups 2", "--window-num-query-groups"},
+        {RUN "--experimental-attention-variant short_conv --linear-attention-freq 2",
+         "--experimental-attention-variant"},
+    };
+    for (size_t i = 0; i < sizeof alone / sizeof *alone; i++) {
+        char message[120];
+        snprintf(message, sizeof message, "%s runs on the CPU only so far; take --device cpu", alone[i][1]);
+        check_limits(alone[i][0], &none, NULL);
+        check_limits(alone[i][0], &plain, message);
+    }
     check_limits(RUN "--attention-backend unfused", &none, NULL);
     check_limits(RUN "--attention-backend unfused", &mt_cpu_ops.limits,
                  "--attention-backend unfused needs a GPU, and this run is on the CPU; leave it out");

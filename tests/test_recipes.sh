@@ -32,7 +32,9 @@ variables_of_the_environment_have_an_answer() {
     # shellcheck disable=SC2086
     NVTE_FUSED_ATTN=0 NVTE_FOO=3 "$train" $small --train-iters 1 >"$work/out" 2>"$work/err" &&
         says 'NVTE_FUSED_ATTN (take --attention-backend); NVTE_FOO (nothing stands in for it)$' "$work/out" &&
-        [ "$(grep -c NVTE_ "$work/out")" = 1 ] &&
+        [ "$(grep -c NVTE_ "$work/out")" = 1 ] || return 1
+    NVTE_FLASH_ATTN=1 "$infer" --load tests/golden/hf/gpt2 --prompt-tokens 1 --print-tokens --max-new-tokens 1 \
+        --device cpu >"$work/out" 2>"$work/err" && says 'NVTE_FLASH_ATTN (take --attention-backend)' "$work/err" &&
         refused 'OMP_NUM_THREADS is 999999, and this machine has' env OMP_NUM_THREADS=999999 "$train" $small &&
         refused 'OMP_NUM_THREADS is 2147483647,' env OMP_NUM_THREADS=2147483647 "$infer" --load none
 }

@@ -146,7 +146,8 @@ later_errors_have_the_names_that_were_given() {
 }
 # Tensors have the names of the folder's model_type, so no option may make it another one.
 options_that_a_loaded_family_lacks_are_named() {
-    for pair in 'qwen3_next --mtp-num-layers 1' 'gpt_oss --moe-router-pre-softmax' 'gpt2 --window-size 4'; do
+    for pair in 'qwen3_next --mtp-num-layers 2' 'mixtral --mtp-num-layers 1' \
+        'gpt_oss --moe-router-pre-softmax' 'gpt2 --window-size 4'; do
         # shellcheck disable=SC2086
         set -- $pair
         refused "\"model_type\" is $1, and no model of this type has $2; leave" "$train" \
@@ -201,5 +202,19 @@ offloaded_modules_without_a_layer_say_so() {
 check offloaded_modules_without_a_layer_say_so offloaded_modules_without_a_layer_say_so
 check names_that_change_nothing_say_so prints 'attention-softmax-in-fp32: always so here, no effect' \
     --attention-softmax-in-fp32 --softmax-type vanilla
+# A script of Megatron runs where the names change nothing here; each reason has a line.
+names_without_meaning_say_so() {
+    prints '^--use-mcore-models, --transformer-impl: no effect: there is one implementation of the model$' \
+        --use-mcore-models --manual-gc --manual-gc-interval 10 --num-workers=4 --transformer-impl local \
+        --no-log-energy --fp16 false &&
+        says '^--manual-gc, --manual-gc-interval: no effect: ' "$work/out" &&
+        says '^--num-workers: no effect: ' "$work/out" &&
+        says '^--no-log-energy: no effect: it switches off what is off here' "$work/out" || return 1
+    "$infer" --load tests/golden/hf/gpt2 --prompt-tokens 1,2 --print-tokens --max-new-tokens 2 --device cpu \
+        --attention-softmax-in-fp32 --use-mcore-models >"$work/out" 2>"$work/err" &&
+        ! grep 'no effect' "$work/out" && says 'always so here, no effect' "$work/err" &&
+        says '^--use-mcore-models: no effect' "$work/err"
+}
+check names_without_meaning_say_so names_without_meaning_say_so
 check a_plain_run_has_no_idle_option prints_nothing_idle
 exit $failed

@@ -179,7 +179,10 @@ actor_rollout_ref:
   actor: {strategy: megatron, optim: {}, megatron: {use_dist_checkpointing: false, dist_checkpointing_path: a}}
   rollout: {mode: async, n: 2, multi_turn: {max_assistant_turns: 3}, agent: {default_agent_loop: single_turn_agent},
             over_sample_rate: 0, quantization: null}
+  ref: {strategy: megatron, megatron: {use_dist_checkpointing: False, dist_checkpointing_path: b}}
 algorithm: {adv_estimator: grpo}
+critic: {strategy: megatron, megatron: {use_dist_checkpointing: False, dist_checkpointing_path: c}}
+skip: {_target_: a.b, rollout: {enable: false, action: cache}, async_rollout: {enable: false}}
 trainer: {val_only: false}
 EOF
     # shellcheck disable=SC2016 # the reference is the YAML's
@@ -199,16 +202,23 @@ EOF
             's/single_turn_agent/tool_agent=default_agent_loop can only be single_turn_agent' \
             's/rate: 0/rate: 0.1=over_sample_rate can only be 0' \
             's/quantization: null/quantization: fp8=quantization is not supported' \
-            's/strategy: megatron/strategy: banana=strategy can only be megatron' \
+            's/actor: {strategy: megatron/actor: {strategy: banana=strategy can only be megatron' \
+            's/ref: {strategy: megatron/ref: {strategy: banana=strategy can only be megatron' \
+            's/critic: {strategy: megatron/critic: {strategy: banana=strategy can only be megatron' \
+            's/False, dist_checkpointing_path: b/true=use_dist_checkpointing is not supported: weights' \
+            's/False, dist_checkpointing_path: c/true=use_dist_checkpointing is not supported: weights' \
+            's/rollout: {enable: false/rollout: {enable: true=rollout is not supported: each iteration' \
             's/mode: async/mode: a=mode can only be sync' 's/val_only: false/val_only: true=val_only is not' \
             's/_checkpointing: false, dist_checkpointing_path: a/_checkpointing: true=use_dist_checkpointing is not' \
             's/use_dist_checkpointing: false, /=dist_checkpointing_path is not supported: weights' || return 1
     printf '%s\n' 'actor_train: {data_args: {interleave_probs: "1.0"}, model_args: {model_type: trl},' \
-        '  strategy_args: {strategy_name: megatron_train}, model_update_frequency: 1}' >"$work/data.yaml"
+        '  strategy_args: {strategy_name: megatron_train}, model_update_frequency: 1}' \
+        'reference: {strategy_args: {strategy_name: hf_infer}}' >"$work/data.yaml"
     prints "$work/data.yaml" actor_train &&
         refuses_changes data 's/"1.0"/"0.3,0.7"=interleave_probs is not supported: samples come' \
             's/type: trl/type: banana=model_type can only be' \
             's/megatron_train/banana=strategy_name can only be megatron_train|' \
+            's/hf_infer/banana=strategy_name can only be megatron_train|' \
             's/frequency: 1/frequency: 2=model_update_frequency can only be 1'
 }
 
@@ -233,7 +243,9 @@ sft_train:
     lr_scheduler_kwargs: {}, warmup_ratio: 0.1,
     log_level: passive, logging_steps: 500, save_steps: 70, save_total_limit: 2, max_steps: -1, fp16_opt_level: O1,
     local_rank: -1, debug: "", fsdp: "", label_smoothing_factor: 0.0, report_to: null, include_for_metrics: [],
-    torch_compile: false, average_tokens_across_devices: true, optim: adamw_torch_fused, group_by_length: false}
+    torch_compile: false, average_tokens_across_devices: true, optim: adamw_torch_fused, group_by_length: false,
+    enable_jit_checkpoint: false, use_cache: false, train_sampling_strategy: random, project: huggingface,
+    trackio_space_id: trackio, ddp_static_graph: null}
   strategy_args:
     strategy_name: megatron_train
     strategy_config: {sequence_parallel: false, overlap_p2p_comm: true, variable_seq_lengths: false,
@@ -258,6 +270,8 @@ EOF
     echo '{"banan": 1}' >"$work/more.json"
     refused 'fields.yaml:[0-9]*: unknown option banan' "$train" --config "$work/fields.yaml" --role sft_train ||
         return 1
+    echo '{"recompute_granularity": "full",' >"$work/more.json"
+    refused 'more.json:[0-9]*: is not YAML' "$train" --config "$work/fields.yaml" --role sft_train || return 1
     rm "$work/more.json"
     refused 'more.json: cannot be read' "$train" --config "$work/fields.yaml" --role sft_train || return 1
     "$train" --mock-data --max-grad-norm 0.5 --lr_scheduler_type constant_with_warmup --logging-steps 3 --save_steps 4 \
@@ -266,6 +280,23 @@ EOF
         says '^  lr-decay-style  *constant$' "$work/out" && says '^  log-interval  *3$' "$work/out" &&
         says '^  save-interval  *4$' "$work/out" && says '^  train-iters  *7$' "$work/out" &&
         ! grep -q '^  bf16' "$work/out"
+}
+
+# Where nothing is saved, intervals of saving have no use. transformers 5 has a share of all steps as warmup_steps.
+fields_without_a_use_do_not_stop_a_file() {
+    cat >"$work/fields.yaml" <<EOF
+save_steps: 50
+sft_train:
+  training_args: {save_total_limit: 2, warmup_steps: 0.1}
+EOF
+    # shellcheck disable=SC2086
+    prints "$work/fields.yaml" sft_train $small --seq-length 32 --train-data-path none.jsonl &&
+        unused save_steps 'of no use in this run' &&
+        unused sft_train.training_args.save_total_limit 'of no use in this run' &&
+        sets sft_train.training_args.warmup_steps lr-warmup-fraction 0.1 &&
+        ! grep -q 'do not make a run' "$work/out" || return 1
+    # shellcheck disable=SC2086
+    prints "$work/fields.yaml" sft_train $small --save "$work/none" && sets save_steps save-interval 50
 }
 
 # --print-config takes the ranks of device_mapping, whatever the sizes.
@@ -1046,6 +1077,7 @@ check partial_files_of_roll_and_trinity_have_their_defaults partial_files_of_rol
 check keys_that_change_the_data_have_an_answer keys_that_change_the_data_have_an_answer
 check roles_that_rest_do_not_train roles_that_rest_do_not_train
 check fields_at_their_defaults_are_accepted fields_at_their_defaults_are_accepted
+check fields_without_a_use_do_not_stop_a_file fields_without_a_use_do_not_stop_a_file
 check ranks_are_those_of_the_device_mapping ranks_are_those_of_the_device_mapping
 check verl_is_read verl_is_read
 check verl_learns_as_dapo verl_learns_as_dapo

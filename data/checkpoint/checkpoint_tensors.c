@@ -313,17 +313,19 @@ static int mt_tensor_check_repeated(const mt_options *options, const mt_safetens
 /* Ends of the names of computed tensors: tables of RoPE, and the masks of GPT-2. */
 static const char *const mt_computed[] = {"rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias"};
 
-/* Families whose modules of multi-token prediction transformers leaves out, too, and how their tensors' names begin. */
+/* Families whose modules of multi-token prediction, or vision tower, transformers leaves out too where it reads the
+ * text model, and how their tensors' names begin. */
 static const struct {
     mt_hf_family family;
     const char *begins;
-} mt_other_modules[] = {{MT_HF_EXAONE_MOE, "mtp."}, {MT_HF_ERNIE4_5_MOE, "model.mtp_"},
-                        {MT_HF_QWEN3_NEXT, "mtp."}, {MT_HF_NEMOTRON_H, "mtp."},
-                        {MT_HF_QWEN3_5, "mtp."},    {MT_HF_QWEN3_5_MOE, "mtp."}};
+} mt_other_modules[] = {
+    {MT_HF_EXAONE_MOE, "mtp."}, {MT_HF_ERNIE4_5_MOE, "model.mtp_"}, {MT_HF_QWEN3_NEXT, "mtp."},
+    {MT_HF_QWEN3_5, "mtp."},    {MT_HF_QWEN3_5_MOE, "mtp."},        {MT_HF_MIMO_V2_FLASH, "model.mtp."},
+    {MT_HF_NEMOTRON_H, "mtp."}, {MT_HF_QWEN3_5, "model.visual."},   {MT_HF_QWEN3_5_MOE, "model.visual."}};
 
 /* True for tensors without weights of this model: computed tables, masks and the tied head of old checkpoints, the
- * output layer of a language model that got a value head, and modules of multi-token prediction that the model does not
- * have. */
+ * output layer of a language model that got a value head, and modules of multi-token prediction or a vision tower that
+ * the model does not have. */
 static bool mt_tensor_is_harmless(const mt_options *options, const char *name) {
     const char *rest;
     int64_t layer = mt_tensor_layer(options, name, &rest), end = options->num_layers + options->mtp_layers_stored;
@@ -377,9 +379,27 @@ bool mt_stem_holds(const char *stem, const mt_param *param) {
     return mt_param_is_adapter(param) == (strcmp(stem, "adapter_model") == 0);
 }
 
+/* Names of the text model of a hub's Qwen3.5, which stands beside a vision tower. */
+static void mt_text_model_rename(mt_safetensors *set) {
+    static const char prefix[] = "model.language_model.";
+    bool any = false;
+    for (int64_t i = 0; i < mt_safetensors_count(set); i++) {
+        mt_tensor_info tensor = *mt_safetensors_get(set, i);
+        if (strncmp(tensor.name, prefix, sizeof prefix - 1) != 0) continue;
+        int64_t room = (int64_t)strlen(tensor.name) + 1;
+        char *name = mt_malloc(room);
+        snprintf(name, (size_t)room, "model.%s", tensor.name + sizeof prefix - 1);
+        tensor.name = name, any = true;
+        mt_safetensors_replace(set, i, &tensor, 1);
+    }
+    if (any) mt_safetensors_sort(set);
+}
+
 int mt_stem_open(mt_safetensors **set, const char *folder, const char *stem, const mt_options *options,
                  mt_error *error) {
     if (mt_safetensors_open_folder(set, folder, stem, error) != 0) return -1;
+    bool is_qwen = options->hf_family == MT_HF_QWEN3_5 || options->hf_family == MT_HF_QWEN3_5_MOE;
+    if (strcmp(stem, "model") == 0 && is_qwen) mt_text_model_rename(*set);
     if (strcmp(stem, "model") != 0 || mt_experts_unstack(*set, options, error) == 0) return 0;
     mt_safetensors_close(*set);
     *set = NULL;

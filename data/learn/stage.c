@@ -549,7 +549,7 @@ static void take_own_logits(const mt_reference *r, mt_teacher_logits *t, mt_batc
     int64_t *cuts = mt_malloc((2 * ring->size + 1) * 8);
     int32_t *rows = mt_malloc(T * a2a->size * 4), *own = rows + a2a->rank * T;
     mt_context_cut(cuts, batch, ring->size, mt_options_common_window(o));
-    mt_context_rows(rows, cuts, ring->size, ring->rank);
+    mt_context_tokens(rows, cuts, ring->size, ring->rank);
     for (int64_t i = 0, at = 0; i < t->count; i++) { // both ascend
         while (at < T && own[at] < t->tokens[i]) at++;
         if (at == T || own[at] != t->tokens[i]) continue;

@@ -38,26 +38,28 @@ enum {
     GRANITE_DENSE = DEEPSEEK_MOE << 3,
     QWEN_MOE = QWEN2_MOE | QWEN3_MOE,
     QWENS = QWEN2 | MIMO | QWEN3 | QWEN_MOE,
-    WINDOWED = GEMMA3 | OLMO3,      // some layers have a window, and RoPE of their own
+    WINDOWED = GEMMA3 | OLMO3, // some layers have a window, and RoPE of their own
+    ROPE_BY_TYPE = WINDOWED | MIMO_V2_FLASH,
     EXAONES = EXAONE4 | EXAONE_MOE, // some layers have a window, and only these have RoPE
     LATENT = DEEPSEEK_V3 | GLM4_MOE_LITE,
-    GROUPED = DEEPSEEK_MOE | DOTS1 | GLM4_MOE | SOLAR_OPEN | EXAONE_MOE | GLM4_MOE_LITE |
-              NEMOTRON_MOE, // DeepSeek-V3's router
+    GROUPED = DEEPSEEK_MOE | DOTS1 | GLM4_MOE | SOLAR_OPEN | EXAONE_MOE | GLM4_MOE_LITE | // DeepSeek-V3's router
+              MIMO_V2_FLASH | NEMOTRON_MOE,
     MISTRALS = MISTRAL | MINISTRAL3,
     SIGMOID = GROUPED | MINIMAX_M2 | HY_V3, // a router with sigmoids and a bias that balances the loads
     NUM_SHARED = EXAONE_MOE | HY_V3,        // num_experts and num_shared_experts instead of n_routed_experts and n_...
     N_ROUTED = GROUPED & ~EXAONE_MOE,
     MAMBA = NEMOTRON_H | GRANITE,
-    LEADING_DENSE = DEEPSEEK_V3 | DOTS1 | GLM4_MOE | EXAONE_MOE, // first_k_dense_replace
-    LAYER_LIST = EXAONE_MOE | HY_V3 | GLM4_MOE_LITE,             // mlp_layer_types
+    LEADING_DENSE = DEEPSEEK_V3 | DOTS1 | GLM4_MOE | EXAONE_MOE,     // first_k_dense_replace
+    LAYER_LIST = EXAONE_MOE | HY_V3 | GLM4_MOE_LITE | MIMO_V2_FLASH, // mlp_layer_types
     DELTA_MOE = QWEN3_NEXT | QWEN3_5_MOE,
-    DELTA = DELTA_MOE | QWEN3_5,                          // gated delta nets
-    PARTIAL = GLM4_MOE | MINIMAX_M2 | SOLAR_OPEN | DELTA, // RoPE on a part of the channels
+    DELTA = DELTA_MOE | QWEN3_5,                                          // gated delta nets
+    PARTIAL = GLM4_MOE | MINIMAX_M2 | SOLAR_OPEN | DELTA | MIMO_V2_FLASH, // RoPE on a part of the channels
     EPSILON_5 = MIXTRAL | OLMO3 | EXAONES | GLM4_MOE | HY_V3 | SOLAR_OPEN | GLM4_MOE_LITE | MINISTRAL3 | ERNIE4_5_MOE |
-                GPT_OSS,                                                           // rms_norm_eps is 1e-5
-    OTHER_THETA = MINIMAX_M2 | HY_V3 | SOLAR_OPEN | ERNIE4_5_MOE | GPT_OSS | LFM2, // rope_theta is not 10000
+                GPT_OSS | MIMO_V2_FLASH,                                            // rms_norm_eps is 1e-5
+    OTHER_THETA = MINIMAX_M2 | HY_V3 | SOLAR_OPEN | ERNIE4_5_MOE | GPT_OSS | LFM2 | // rope_theta is not 10000
+                  MIMO_V2_FLASH,
     OWN_BLOCKS = SEED_OSS | DOTS1 | EXAONES | GLM4_MOE | MINIMAX_M2 | HY_V3 | SOLAR_OPEN | GLM4_MOE_LITE | MINISTRAL3 |
-                 ERNIE4_5_MOE | DELTA | LFM2 | MAMBA,
+                 ERNIE4_5_MOE | DELTA | LFM2 | MAMBA | MIMO_V2_FLASH,
     BLOCKS = LLAMA | MISTRAL | MIXTRAL | QWENS | DEEPSEEK_V3 | SMOLLM3 | WINDOWED | OWN_BLOCKS | GPT_OSS,
     MOE = MIXTRAL | QWEN_MOE | SIGMOID | ERNIE4_5_MOE | GPT_OSS | DELTA_MOE | GRANITE_MOE,
     ALL = GPT2 | BLOCKS | MEGATRON,
@@ -138,6 +140,7 @@ static void mt_root_of_width_read(mt_options *shape) {
     shape->embedding_multiplier = sqrt((double)shape->hidden_size);
 }
 
+static const mt_hf_conversion mt_values = {NULL, mt_value_channels};
 static const mt_hf_conversion mt_softmax_scale = {mt_softmax_scale_read, mt_softmax_scale_write};
 static const mt_hf_conversion mt_root_of_width = {mt_root_of_width_read, NULL};
 static const mt_hf_conversion mt_group_best = {mt_group_best_read, NULL};
@@ -206,6 +209,11 @@ static const mt_hf_key mt_hf_keys[] = {
     {"head_dim", DOTS1 | EXAONES | GLM4_MOE | ERNIE4_5_MOE, MT_AT(kv_channels), NULLABLE},
     {"head_dim", GEMMA3 | DELTA, MT_AT(kv_channels), 0, "256"},
     {"head_dim", GPT_OSS, MT_AT(kv_channels), NULLABLE, "64"},
+    {"head_dim", MIMO_V2_FLASH, MT_AT(kv_channels), 0, "192"},
+    {"swa_head_dim", MIMO_V2_FLASH, MT_AT(kv_channels), SAME},
+    {"v_head_dim", MIMO_V2_FLASH, MT_AT(value_channels), 0, "128", &mt_values},
+    {"swa_v_head_dim", MIMO_V2_FLASH, MT_AT(value_channels), SAME, NULL, &mt_values},
+    {"attention_value_scale", MIMO_V2_FLASH, MT_AT(attention_value_scale), NULLABLE, "0.707"},
     {"query_pre_attn_scalar", GEMMA3, MT_AT(softmax_scale), 0, "256", &mt_softmax_scale},
     {"head_dim", QWEN3 | SEED_OSS | MINIMAX_M2 | HY_V3 | SOLAR_OPEN | MINISTRAL3, MT_AT(kv_channels), NULLABLE, "128"},
     {"head_dim", NEMOTRON_H, MT_AT(kv_channels), 0, "128"},
@@ -232,7 +240,7 @@ static const mt_hf_key mt_hf_keys[] = {
     {"attention_bias", LLAMA | QWEN3 | QWEN3_MOE | SMOLLM3 | WINDOWED | DOTS1 | HY_V3 | GRANITE,
      MT_AT(attention_output_bias), PLAIN, "false"},
     {"attention_bias", GPT_OSS, MT_AT(attention_output_bias), PLAIN, "true"},
-    {"attention_bias", LATENT | DELTA | NEMOTRON_H, 0, FIXED, "false"},
+    {"attention_bias", LATENT | DELTA | NEMOTRON_H | MIMO_V2_FLASH, 0, FIXED, "false"},
     {"use_bias", NEMOTRON_H, 0, FIXED, "false"},
     {"mamba_proj_bias", MAMBA, 0, FIXED, "false"},
     {"moe_latent_size", NEMOTRON_H, 0, FIXED | READ, "null"},
@@ -259,7 +267,9 @@ static const mt_hf_key mt_hf_keys[] = {
     {"rope_theta", MIXTRAL | SOLAR_OPEN | LFM2, MT_AT(rotary_base), WRITE, "1000000.0"},
     {"rope_theta", MINIMAX_M2, MT_AT(rotary_base), WRITE, "5000000.0"},
     {"rope_theta", HY_V3, MT_AT(rotary_base), WRITE, "11158840.0"},
-    {"partial_rotary_factor", PARTIAL & ~(GLM4_MOE | DELTA), MT_AT(rotary_percent), WRITE, "1.0"},
+    {"rope_theta", MIMO_V2_FLASH, MT_AT(rotary_base), WRITE, "5000000.0"},
+    {"partial_rotary_factor", PARTIAL & ~(GLM4_MOE | DELTA | MIMO_V2_FLASH), MT_AT(rotary_percent), WRITE, "1.0"},
+    {"partial_rotary_factor", MIMO_V2_FLASH, MT_AT(rotary_percent), WRITE, "0.334"},
     {"partial_rotary_factor", DELTA, MT_AT(rotary_percent), WRITE, "0.25"},
     {"partial_rotary_factor", GLM4_MOE, MT_AT(rotary_percent), WRITE, "0.5"},
     {"rope_theta", GPT_OSS, MT_AT(rotary_base), WRITE, "150000.0"},
@@ -268,6 +278,7 @@ static const mt_hf_key mt_hf_keys[] = {
     {"sliding_window", QWENS | WINDOWED | DOTS1 | EXAONES, MT_AT(window_size), NULLABLE | WRITE, "4096"},
     {"sliding_window", SMOLLM3, MT_AT(window_size), NULLABLE | WRITE},
     {"sliding_window", GPT_OSS, MT_AT(window_size), NULLABLE | WRITE, "128"},
+    {"sliding_window", MIMO_V2_FLASH, MT_AT(window_size), WRITE, "129"},
     {"use_sliding_window", QWENS | SMOLLM3, 0, FIXED | READ, "true|false"},
 
     {"q_lora_rank", DEEPSEEK_V3, MT_AT(q_lora_rank), NULLABLE, "1536"},
@@ -280,7 +291,8 @@ static const mt_hf_key mt_hf_keys[] = {
     {"rope_interleave", LATENT, MT_AT(rotary_interleaved), 0, "true"},
     {"num_nextn_predict_layers", DEEPSEEK_V3 | GLM4_MOE | MIMO, MT_AT(mtp_num_layers), WRITE},
     {"num_nextn_predict_layers", GLM4_MOE_LITE, MT_AT(mtp_num_layers), WRITE | NONZERO},
-    {"mtp_num_layers", LATENT | GLM4_MOE | MIMO, MT_AT(mtp_num_layers),
+    {"mtp_num_hidden_layers", DELTA, MT_AT(mtp_num_layers), WRITE | NONZERO},
+    {"mtp_num_layers", LATENT | GLM4_MOE | MIMO | DELTA, MT_AT(mtp_num_layers),
      NONZERO}, // this program's: the folder has the weights
 
     {"intermediate_size", MIXTRAL | MINIMAX_M2, MT_AT(moe_ffn_hidden_size), REQUIRED},
@@ -345,8 +357,8 @@ static const mt_hf_key mt_hf_keys[] = {
     {"shared_expert_intermediate_size", QWEN2_MOE | DELTA_MOE, MT_AT(moe_shared_expert_intermediate_size), REQUIRED},
 
     {"moe_shared_expert_intermediate_size", NEMOTRON_MOE, MT_AT(moe_shared_expert_intermediate_size), REQUIRED},
-    {"n_shared_experts", N_ROUTED & ~(DOTS1 | NEMOTRON_MOE), MT_AT(moe_shared_expert_intermediate_size), NULL_IS_ZERO,
-     "1", &mt_shared_experts},
+    {"n_shared_experts", N_ROUTED & ~(DOTS1 | NEMOTRON_MOE | MIMO_V2_FLASH), MT_AT(moe_shared_expert_intermediate_size),
+     NULL_IS_ZERO, "1", &mt_shared_experts},
     {"n_shared_experts", DOTS1, MT_AT(moe_shared_expert_intermediate_size), REQUIRED, NULL, &mt_shared_experts},
     {"moe_num_shared_experts", ERNIE4_5_MOE, MT_AT(moe_shared_expert_intermediate_size), NULL_IS_ZERO | OWN, "2",
      &mt_shared_experts},
@@ -359,6 +371,7 @@ static const mt_hf_key mt_hf_keys[] = {
     {"routed_scaling_factor", DEEPSEEK_MOE | EXAONE_MOE, MT_AT(moe_router_topk_scaling_factor), 0, "2.5"},
     {"routed_scaling_factor", DOTS1 | GLM4_MOE | SOLAR_OPEN | NEMOTRON_MOE, MT_AT(moe_router_topk_scaling_factor), 0,
      "1.0"},
+    {"routed_scaling_factor", MIMO_V2_FLASH, MT_AT(moe_router_topk_scaling_factor), NULLABLE, "1.0"},
     {"routed_scaling_factor", GLM4_MOE_LITE, MT_AT(moe_router_topk_scaling_factor), 0, "1.8"},
     {"router_scaling_factor", HY_V3, MT_AT(moe_router_topk_scaling_factor), 0, "2.826"},
     {"enable_moe_fp32_combine", HY_V3, 0, FIXED, "true|false"}, // rounding of the sum with the shared expert
@@ -379,7 +392,8 @@ static const mt_hf_key mt_hf_keys[] = {
     {NULL, OLMO3 | MINIMAX_M2, MT_AT(qk_layernorm_all_heads), 0, "true"},
     {NULL, GPT_OSS, MT_AT(quick_geglu), 0, "true"},
     {NULL, GPT_OSS, MT_AT(glu_linear_offset), 0, "1"},
-    {NULL, GPT_OSS, MT_AT(softmax_type), 0, "\"learnable\""},
+    {NULL, GPT_OSS | MIMO_V2_FLASH, MT_AT(softmax_type), 0, "\"learnable\""},
+    {NULL, MIMO_V2_FLASH, MT_AT(sinks_in_windows_only), 0, "true"},
     {NULL, GPT_OSS, MT_AT(moe_router_linear_bias), 0, "true"},
     {NULL, GPT_OSS, MT_AT(mlp_bias), PLAIN, "true"},
     {NULL, GEMMA3, MT_AT(norm_placement), 0, "\"both\""},
@@ -555,13 +569,18 @@ static void mt_config_set_activation(mt_config *config, const mt_hf_key *key, co
     free(text);
 }
 
+/* The value of an option that is a number. */
+static double mt_option_number(const mt_options *shape, const mt_option *row) {
+    return row->type == MT_INT ? (double)*mt_option_int(shape, row) : *mt_option_real(shape, row);
+}
+
 /* Sets the option of a key; the table of options says its type and range. */
 static void mt_config_set(mt_config *config, const mt_hf_key *key, const json_t *value, mt_options *shape) {
     mt_error problem;
     const mt_option *row = key->flags & PLAIN ? NULL : mt_option_of(key->offset);
     mt_option_type type = row ? row->type : MT_FLAG;
-    double before = key->flags & SAME ? *mt_option_real(shape, row) : 0;
     bool is_int = type == MT_INT, is_real = type == MT_REAL, is_text = type == MT_CHOICE || type == MT_STRING;
+    double before = key->flags & SAME ? mt_option_number(shape, row) : 0;
     if (is_text ? !json_is_string(value) : is_int ? !json_is_integer(value) : is_real && !json_is_number(value))
         mt_config_refuse_type(config, key->key, value, is_text ? "a string" : is_int ? "a whole number" : "a number");
     else if (is_text && mt_option_set(shape, row, json_string_value(value), key->key, &problem))
@@ -576,7 +595,7 @@ static void mt_config_set(mt_config *config, const mt_hf_key *key, const json_t 
         *(bool *)((char *)shape + key->offset) = json_is_true(value) != ((key->flags & NEGATED) != 0);
     if ((is_int || is_real) && !(key->flags & OWN) && !mt_option_in_range(row, json_number_value(value)))
         mt_config_fail(config, "\"%s\" is %g, must be in %s", key->key, json_number_value(value), row->values);
-    if (key->flags & SAME && *mt_option_real(shape, row) != before)
+    if (key->flags & SAME && mt_option_number(shape, row) != before)
         mt_config_fail(config, "\"%s\" and \"%s\" differ; one --%s is supported: make them equal", key[-1].key,
                        key->key, row->name);
     if (!config->failed && key->conversion && key->conversion->read) key->conversion->read(shape);
@@ -650,6 +669,7 @@ static const struct {
     {ERNIE4_5_MOE, 1, 2, 0},
     {MINIMAX_M2, 200034, 200020, -1},
     {LFM2, 1, 2, 0},
+    {MIMO_V2_FLASH, 1, -1, -1},
     {ALL, -1, -1, -1},
 };
 
@@ -729,7 +749,7 @@ static const json_t *mt_config_rope_object(mt_config *config, uint64_t mask, con
             "unused; write it into \"rope_scaling\" too",
             json_number_value(base));
     *window = NULL;
-    if (mask & WINDOWED) rope = mt_config_rope_by_type(config, mask, newer, older, window);
+    if (mask & ROPE_BY_TYPE) rope = mt_config_rope_by_type(config, mask, newer, older, window);
     json_object_foreach((json_t *)rope, key, value) {
         if (json_is_null(value) && mt_choice_index("rope_theta|rope_type", key) >= 0)
             mt_config_fail(config, "\"%s\" of RoPE's parameters is null; give a value or leave the key out", key);
@@ -743,14 +763,20 @@ static const json_t *mt_config_rope_object(mt_config *config, uint64_t mask, con
  * object. OLMo 3's have 500000 where the object has none; a base of all layers beside it is theirs in transformers 4
  * only. */
 static void mt_config_read_window_rope(mt_config *config, const json_t *window, uint64_t mask, mt_options *shape) {
-    if (!(mask & WINDOWED)) return;
+    if (!(mask & ROPE_BY_TYPE)) return;
     const char *older = mt_config_string(config, window, "type", "default");
     const char *type = mt_config_string(config, window, "rope_type", older);
     bool gemma = mask & GEMMA3;
-    double beside = gemma ? mt_config_real(config, config->root, "rope_local_base_freq", 10000) : 500000;
+    const char *local = gemma ? "rope_local_base_freq" : "swa_rope_theta";
+    double beside = mask & OLMO3 ? 500000 : mt_config_real(config, config->root, local, 10000);
     double base = mt_config_real(config, window, "rope_theta", beside);
     double all = mt_config_real(config, config->root, "rope_theta", beside);
-    if (!gemma && !mt_config_get(window, "rope_theta") && all != beside)
+    double part = mt_config_real(config, window, "partial_rotary_factor", shape->rotary_percent);
+    if (part != shape->rotary_percent)
+        mt_config_fail(config,
+                       "\"partial_rotary_factor\" is %g in layers with a window and %g in others; make them equal",
+                       part, shape->rotary_percent);
+    if (mask & OLMO3 && !mt_config_get(window, "rope_theta") && all != beside)
         mt_config_fail(config,
                        "\"rope_theta\" is %g, which layers with a window have in transformers 4 and not in 5; write "
                        "it into \"full_attention\" and \"sliding_attention\" of \"rope_parameters\"",
@@ -770,7 +796,7 @@ static void mt_config_read_original_context(mt_config *config, const json_t *rop
     int64_t beside = mt_config_int(config, config->root, key, inside);
     if (type == MT_ROPE_SCALING_LINEAR) return;
     if (beside < 1) mt_config_fail(config, "\"%s\" is %lld, must be positive", key, (long long)beside);
-    if (mask & WINDOWED && beside != inside)
+    if (mask & ROPE_BY_TYPE && beside != inside)
         mt_config_fail(config,
                        "\"%s\" has no effect beside \"rope_parameters\" in this family; write it into its "
                        "\"full_attention\"",
@@ -877,6 +903,7 @@ static bool mt_config_slides(mt_config *config, uint64_t mask, int64_t i) {
     if (mask & (WINDOWED | EXAONES)) return pattern > 0 && (i + 1) % pattern != 0;
     if (mask & QWEN2_MOE) return i < first && i % 2 == 0;
     if (mask & GPT_OSS) return i % 2 == 0;
+    if (mask & MIMO_V2_FLASH) return i > 0 && (i + 1) % 6 != 0;
     return mask & (QWENS | DOTS1) && !(mask & QWEN3_MOE) ? i >= first : true;
 }
 
@@ -1109,7 +1136,7 @@ static void mt_config_read_rope_layers(mt_config *config, mt_options *shape) {
 
 /* The first layer with experts in families whose first layers may have none. */
 static int64_t mt_config_first_expert_layer(mt_config *config, uint64_t mask) {
-    if (mask & (HY_V3 | GLM4_MOE_LITE)) return 1;
+    if (mask & (HY_V3 | GLM4_MOE_LITE | MIMO_V2_FLASH)) return 1;
     if (!(mask & LEADING_DENSE)) return 0;
     int64_t absent = mask & DEEPSEEK_V3 ? 3 : mask & DOTS1 ? 0 : 1;
     return mt_config_int(config, config->root, "first_k_dense_replace", absent);
@@ -1174,6 +1201,30 @@ static void mt_config_finish_experts(mt_config *config, uint64_t mask, mt_option
         mt_config_read_expert_layers(config, mask, shape);
 }
 
+/* MiMo-V2-Flash: layers with a window have twice as many heads of keys and values, as many heads of queries, and see
+ * one key more than sliding_window_size says (transformers 5.23). */
+static void mt_config_read_window_heads(mt_config *config, mt_options *shape) {
+    int64_t heads = mt_config_int(config, config->root, "swa_num_attention_heads", shape->num_attention_heads);
+    int64_t groups = shape->num_query_groups > 0 ? shape->num_query_groups : shape->num_attention_heads;
+    int64_t twice = mt_config_int(config, config->root, "swa_num_key_value_heads", 2 * groups);
+    int64_t window = mt_config_int(config, config->root, "sliding_window_size", shape->window_size - 1);
+    if (heads != shape->num_attention_heads)
+        mt_config_fail(config, "\"swa_num_attention_heads\" is %lld and \"num_attention_heads\" %lld; make them equal",
+                       (long long)heads, (long long)shape->num_attention_heads);
+    if (twice != 2 * groups)
+        mt_config_fail(
+            config,
+            "\"swa_num_key_value_heads\" is %lld, and layers with a window have twice \"num_key_value_heads\" "
+            "%lld",
+            (long long)twice, (long long)groups);
+    if (window < 0 && shape->window_size > 0)
+        mt_config_fail(config, "\"sliding_window_size\" is %lld, must be at least 0", (long long)window);
+    if (shape->window_size == 0) // no layer has one
+        shape->softmax_type = MT_SOFTMAX_VANILLA, shape->sinks_in_windows_only = false;
+    else
+        shape->window_size = window + 1, shape->window_num_query_groups = 2 * groups;
+}
+
 /* Values of Llama's block that follow from several keys. */
 static void mt_config_finish_block(mt_config *config, uint64_t mask, mt_options *shape) {
     if (mask & SEED_OSS && shape->attention_output_bias && !shape->add_qkv_bias)
@@ -1190,12 +1241,16 @@ static void mt_config_finish_block(mt_config *config, uint64_t mask, mt_options 
         mt_config_finish_mamba(config, shape);
     else
         mt_config_read_rope(config, shape);
-    if (mask & (MISTRALS | MIXTRAL | QWENS | SMOLLM3 | WINDOWED | GPT_OSS | DOTS1 | EXAONES))
+    if (mask & (MISTRALS | MIXTRAL | QWENS | SMOLLM3 | WINDOWED | GPT_OSS | DOTS1 | EXAONES | MIMO_V2_FLASH))
         mt_config_read_windows(config, mask, shape);
+    if (mask & MIMO_V2_FLASH) mt_config_read_window_heads(config, shape);
     if (mask & SMOLLM3) mt_config_read_rope_layers(config, shape);
     if (mask & (DELTA | LFM2 | GRANITE)) mt_config_read_linear_layers(config, mask, shape);
     if (mask & LFM2) mt_config_read_adjusted_width(config, shape);
     if (mask & MOE) mt_config_finish_experts(config, mask, shape);
+    if (mask & DELTA && shape->mtp_num_layers > 1)
+        mt_config_fail(config, "\"mtp_num_layers\" is %lld; this family has one module of multi-token prediction",
+                       (long long)shape->mtp_num_layers);
     if (!(mask & (LATENT | GLM4_MOE | HY_V3 | MIMO))) return;
     const json_t *modules = mt_config_get(config->root, "num_nextn_predict_layers");
     if (!modules) modules = mt_config_get(config->root, "num_mtp_layers"); // its other name in transformers 5
@@ -1333,6 +1388,31 @@ static char *mt_config_name_infinity(const char *json, int64_t bytes, int64_t *c
     return text;
 }
 
+/* A Qwen3.5 of the hub has a text model beside a vision tower: the text model's keys become the file's. The tokens, and
+ * the key that ties the embedding, may stand beside it. */
+static void mt_config_take_text(mt_config *config) {
+    static const char *const types[][2] = {{"qwen3_5", "qwen3_5_text"}, {"qwen3_5_moe", "qwen3_5_moe_text"}};
+    static const char *const beside[] = {"tie_word_embeddings", "bos_token_id", "eos_token_id", "pad_token_id",
+                                         "quantization_config"};
+    const char *type = json_string_value(json_object_get(config->root, "model_type")), *of_text = NULL;
+    for (size_t i = 0; type && i < sizeof types / sizeof *types; i++)
+        if (strcmp(type, types[i][0]) == 0) of_text = types[i][1];
+    json_t *text = of_text ? mt_config_object(config, config->root, "text_config") : NULL;
+    if (!text) return;
+    for (size_t i = 0; i < sizeof beside / sizeof *beside; i++) {
+        json_t *outer = json_object_get(config->root, beside[i]), *inner = json_object_get(text, beside[i]);
+        if (outer && inner && i == 0 && !json_equal(outer, inner))
+            mt_config_fail(config, "\"%s\" differs from that in \"text_config\"; make them equal", beside[i]);
+        if (outer && !inner) json_object_set(text, beside[i], outer);
+    }
+    if (!json_object_get(text, "model_type")) mt_json_set_string(text, "model_type", of_text);
+    snprintf(config->note, sizeof config->note,
+             "the text model of \"text_config\" is read; the vision tower is not, and folders are saved without it");
+    json_incref(text);
+    json_decref(config->root);
+    config->root = text;
+}
+
 /* Sets `shape`, which holds defaults, to the model of a file, and a note about it for the user ("": none). */
 static int mt_config_read(mt_options *shape, const char *json, int64_t bytes, const char *path, char note[MT_NOTE],
                           mt_error *error) {
@@ -1342,6 +1422,7 @@ static int mt_config_read(mt_options *shape, const char *json, int64_t bytes, co
     config.root = mt_json_parse(text, copied, JSON_REJECT_DUPLICATES, path, error);
     free(text);
     if (!config.root) return -1;
+    mt_config_take_text(&config);
     const char *family = mt_config_string(&config, config.root, "model_type", NULL);
     shape->hf_family = family ? mt_hf_family_find(family) : MT_HF_UNKNOWN;
     if (shape->hf_family == MT_HF_UNKNOWN) shape->hf_family = mt_config_family_of_class(&config);
@@ -1564,7 +1645,7 @@ static void mt_config_write_layers(json_t *root, uint64_t mask, const mt_options
         json_array_append_new(mlps, json_string(has_experts ? "sparse" : "dense"));
         if (!has_experts) json_array_append_new(dense, json_integer(i));
     }
-    if (mask & (DELTA | LFM2 | QWENS | SMOLLM3 | WINDOWED | GPT_OSS | DOTS1 | EXAONES | GRANITE))
+    if (mask & (DELTA | LFM2 | QWENS | SMOLLM3 | ROPE_BY_TYPE | GPT_OSS | DOTS1 | EXAONES | GRANITE))
         json_object_set(root, "layer_types", types);
     if (mask & NEMOTRON_H) json_object_set(root, "layers_block_type", types);
     if (mask & NEMOTRON_H && o->hybrid_layers) // for transformers before 5
@@ -1589,6 +1670,7 @@ static void mt_config_write_layers(json_t *root, uint64_t mask, const mt_options
 /* RoPE's parameters for each type of layer. */
 static json_t *mt_config_rope_of_types(const mt_options *o) {
     json_t *all = json_object(), *window = json_object();
+    if ((1ull << o->hf_family) & PARTIAL) mt_json_set_real(window, "partial_rotary_factor", o->rotary_percent);
     mt_json_set_string(window, "rope_type", "default");
     mt_json_set_real(window, "rope_theta", o->window_rotary_base > 0 ? o->window_rotary_base : o->rotary_base);
     json_object_set_new(all, "full_attention", mt_config_rope(o, true));
@@ -1612,7 +1694,7 @@ static void mt_config_write_mamba(json_t *root, uint64_t mask, const mt_options 
 
 /* Keys of Llama's block that are no single option. */
 static void mt_config_write_block(json_t *root, uint64_t mask, const mt_options *o) {
-    bool by_type = mask & WINDOWED;
+    bool by_type = mask & ROPE_BY_TYPE;
     if (mask & MAMBA) mt_config_write_mamba(root, mask, o);
     if (mask & NEMOTRON_H) {
         mt_config_write_layers(root, mask, o);
@@ -1627,6 +1709,10 @@ static void mt_config_write_block(json_t *root, uint64_t mask, const mt_options 
     if (!by_type)
         json_object_set_new(root, "rope_scaling",
                             o->rope_scaling_type == MT_ROPE_SCALING_NONE ? json_null() : mt_config_rope(o, false));
+    if (mask & MIMO_V2_FLASH) {
+        mt_json_set_int(root, "swa_num_attention_heads", o->num_attention_heads);
+        mt_json_set_int(root, "swa_num_key_value_heads", 2 * o->num_query_groups);
+    }
     mt_config_write_layers(root, mask, o);
 }
 

@@ -34,7 +34,8 @@ static double latent_multiplications(const mt_options *o) {
 
 /* Multiplications per token of a layer's projections: of q, k, v and output; of other mixers their two linears. */
 static double projection_multiplications(const mt_options *o, int64_t layer) {
-    double heads = (double)o->num_attention_heads, groups = (double)o->num_query_groups, D = (double)o->kv_channels;
+    double heads = (double)o->num_attention_heads, groups = (double)mt_layer_kind_of(o, layer).groups;
+    double D = (double)o->kv_channels, Dv = (double)mt_value_channels(o);
     double C = (double)o->hidden_size, keys = (double)(o->linear_num_key_heads * o->linear_key_head_dim);
     double values = (double)(o->linear_num_value_heads * o->linear_value_head_dim);
     double inner = (double)(o->mamba_num_heads * o->mamba_head_dim);
@@ -45,11 +46,11 @@ static double projection_multiplications(const mt_options *o, int64_t layer) {
     if (mixer == MT_MIXER_MAMBA2)
         return C * (3 * inner + 2 * (double)(o->mamba_num_groups * o->mamba_state_dim) + (double)o->mamba_num_heads);
     if (o->multi_latent_attention) return latent_multiplications(o);
-    return C * ((o->attention_output_gate ? 2 : 1) * heads + 2 * groups) * D + heads * D * C;
+    return C * (((o->attention_output_gate ? 2 : 1) * heads + groups) * D + groups * Dv) + heads * Dv * C;
 }
 
-/* Multiplications per token of queries times keys and probabilities times values, of one layer; of other mixers those
- * between their two linears. */
+/* Multiplications per token of queries times keys and probabilities times values, of one layer; of other mixers: of
+ * the part between their linears. */
 static double attention_multiplications(const mt_options *o, int64_t layer) {
     mt_mixer_kind mixer = mt_layer_kind_of(o, layer).mixer;
     if (mixer == MT_MIXER_NONE) return 0;
@@ -57,7 +58,7 @@ static double attention_multiplications(const mt_options *o, int64_t layer) {
         return (double)(o->hidden_size * (o->linear_conv_kernel_dim + 2)); // and the products with B and C
     if (mixer == MT_MIXER_GATED_DELTA_NET) return delta_multiplications(o);
     if (mixer == MT_MIXER_MAMBA2) return mamba_multiplications(o);
-    double values = (double)(o->multi_latent_attention ? o->v_head_dim : o->kv_channels);
+    double values = (double)mt_value_channels(o);
     return (double)o->num_attention_heads * ((double)o->kv_channels + values) * mean_keys(o, layer);
 }
 

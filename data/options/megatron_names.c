@@ -106,7 +106,8 @@ static const struct {
     {MT_NAME_ALWAYS, "a shard is shared by all data-parallel ranks", "num-distributed-optimizer-instances", "1"},
     // Fields of transformers' TrainingArguments and of MCoreAdapter that have no counterpart, at their defaults
     {MT_NAME_ALWAYS, OF_TRANSFORMERS,
-     "adafactor auto-find-batch-size batch-eval-metrics bf16-full-eval dataloader-drop-last "
+     "adafactor auto-find-batch-size batch-eval-metrics enable-jit-checkpoint use-cache bf16-full-eval "
+     "dataloader-drop-last "
      "dataloader-persistent-workers do-predict eval-on-start eval-use-gather-object fp16-full-eval full-determinism "
      "gradient-checkpointing group-by-length hub-always-push hub-private-repo ignore-data-skip "
      "include-inputs-for-metrics include-num-input-tokens-seen include-tokens-per-second jit-mode-eval "
@@ -134,9 +135,12 @@ static const struct {
     {MT_NAME_ALWAYS, OF_TRANSFORMERS, "hub-strategy", "every_save"},
     {MT_NAME_ALWAYS, OF_TRANSFORMERS, "length-column-name", "length"},
     {MT_NAME_ALWAYS, OF_TRANSFORMERS, "ray-scope", "last"},
+    {MT_NAME_ALWAYS, "samples are shuffled", "train-sampling-strategy", "random"},
+    {MT_NAME_IDLE, "reports are --metrics and --tensorboard-dir", "project trackio-space-id trackio-static-space-id"},
     {MT_NAME_ALWAYS, "reports are --metrics and --tensorboard-dir", "report-to", "none|all|tensorboard"},
     {MT_NAME_ALWAYS, OF_TRANSFORMERS,
-     "accelerator-config data-seed ddp-backend ddp-broadcast-buffers ddp-bucket-cap-mb ddp-find-unused-parameters "
+     "accelerator-config data-seed ddp-backend ddp-static-graph ddp-broadcast-buffers ddp-bucket-cap-mb "
+     "ddp-find-unused-parameters "
      "debug deepspeed eval-accumulation-steps fsdp fsdp-config fsdp-transformer-layer-cls-to-wrap generation-config "
      "generation-max-length generation-num-beams gradient-checkpointing-kwargs greater-is-better hub-model-id "
      "hub-revision hub-token include-for-metrics label-names liger-kernel-config logging-dir lr-scheduler-kwargs "
@@ -211,71 +215,78 @@ static const struct {
     {MT_NAME_NAMED, "--distill-loss-weight", "logits-load-kd-loss-alpha"},
     {MT_NAME_NAMED, "--logits-topk", "logits-save-top-k"},
     {MT_NAME_NAMED, "--chat-template", "sft-tokenizer-prompt-format"},
+    {MT_NAME_IDLE, "there is one implementation of the model",
+     "enable-experimental flash-attention-version memory-efficient-layer-norm moe-single-grouped-bias "
+     "moe-single-grouped-weight moe-use-grouped-tensor no-persist-layer-norm onnx-safe persist-layer-norm "
+     "transformer-impl use-flashinfer-fused-rope use-gigatoken use-grouped-gemm-for-dense-mlp "
+     "use-grouped-gemm-for-shared-expert use-mcore-models use-te-activation-func use-transformer-engine-op-fuser"},
     {MT_NAME_NO_MEANING, "there is one implementation of the model",
-     "enable-experimental flash-attention-version is-hybrid-model memory-efficient-layer-norm "
-     "moe-single-grouped-bias moe-single-grouped-weight moe-use-grouped-tensor no-persist-layer-norm onnx-safe "
-     "persist-layer-norm spec test-mode transformer-impl use-flashinfer-fused-rope use-gigatoken "
-     "use-grouped-gemm-for-dense-mlp use-grouped-gemm-for-shared-expert use-inference-optimized-layers "
-     "use-legacy-static-engine use-mamba-mem-eff-path use-mcore-models use-te-activation-func "
-     "use-transformer-engine-op-fuser"},
-    {MT_NAME_NO_MEANING, "kernels are fused wherever that is faster",
+     "is-hybrid-model spec test-mode use-inference-optimized-layers use-legacy-static-engine use-mamba-mem-eff-path"},
+    {MT_NAME_IDLE, "kernels are fused wherever that is faster",
      "apply-rope-fusion bias-activation-fusion bias-dropout-fusion cross-entropy-fusion-impl "
      "cross-entropy-loss-fusion disable-jit-fuser fused-residual-rmsnorm fused-single-qkv-rope "
-     "gradient-reduce-div-fusion masked-softmax-fusion mla-down-proj-fusion moe-mlp-glu-interleave-size "
-     "moe-router-fusion moe-shared-expert-glu-interleave-size no-bias-dropout-fusion no-bias-gelu-fusion "
-     "no-bias-swiglu-fusion no-gradient-reduce-div-fusion no-masked-softmax-fusion no-rope-fusion"},
-    {MT_NAME_NO_MEANING, "no PyTorch, Python or garbage collector runs here",
+     "gradient-reduce-div-fusion masked-softmax-fusion mla-down-proj-fusion moe-router-fusion "
+     "no-bias-dropout-fusion no-bias-gelu-fusion no-bias-swiglu-fusion no-gradient-reduce-div-fusion "
+     "no-masked-softmax-fusion no-rope-fusion"},
+    {MT_NAME_NO_MEANING, "kernels are fused wherever that is faster",
+     "moe-mlp-glu-interleave-size moe-shared-expert-glu-interleave-size"},
+    {MT_NAME_IDLE, "no PyTorch, Python or garbage collector runs here",
      "clone-scatter-output-in-embedding config-logger-dir create-all-gather-group deallocate-pipeline-outputs "
-     "distributed-backend empty-unused-memory-level fake-process-group filter-warnings "
-     "flight-recorder-dump-on-timeout flight-recorder-dump-path flight-recorder-extra-dump-on-exec "
-     "flight-recorder-include-only-active flight-recorder-include-stack-trace flight-recorder-trace-buffer-size "
-     "lazy-mpu-init local-rank logging-level manual-gc manual-gc-eval manual-gc-interval memory-keys "
-     "memory-snapshot-path modules-to-filter pytorch-profiler-collect-callstack pytorch-profiler-collect-chakra "
-     "pytorch-profiler-collect-shapes record-memory-history record-shapes run-workload-inspector-server "
-     "set-level-for-all-loggers torch-fsdp2-no-reshard-after-forward trust-remote-code use-gloo-process-groups"},
+     "distributed-backend empty-unused-memory-level filter-warnings flight-recorder-dump-on-timeout "
+     "flight-recorder-dump-path flight-recorder-extra-dump-on-exec flight-recorder-include-only-active "
+     "flight-recorder-include-stack-trace flight-recorder-trace-buffer-size lazy-mpu-init local-rank "
+     "logging-level manual-gc manual-gc-eval manual-gc-interval memory-keys memory-snapshot-path "
+     "modules-to-filter pytorch-profiler-collect-callstack pytorch-profiler-collect-chakra "
+     "pytorch-profiler-collect-shapes record-memory-history record-shapes set-level-for-all-loggers "
+     "torch-fsdp2-no-reshard-after-forward trust-remote-code use-gloo-process-groups"},
+    {MT_NAME_NO_MEANING, "no PyTorch, Python or garbage collector runs here",
+     "fake-process-group run-workload-inspector-server"},
     {MT_NAME_NO_MEANING, "it is a Python function, or a part of one of Megatron's configuration classes",
      "activation-func attr checkpoint ddp dist embedding-init-method experimental-attention-variant-loss-scale-func "
      "finalize-model-grads-func fn grad-scale-func grad-sync-func heterogeneous-block-specs inference init-method "
      "logger model moe-grad-scale-func mtp-grad-scale-func name no-sync-func output-layer-init-method "
      "param-sync-func predicate profiling quant-recipe rerun-state-machine rng scheduler straggler timers tokenizer "
      "train validation with-name-predicate"},
-    {MT_NAME_NO_MEANING, "random numbers are functions of --seed and of their place, on every device and layout",
+    {MT_NAME_IDLE, "random numbers are functions of --seed and of their place, on every device and layout",
      "inference-rng-tracker save-rng te-rng-tracker use-cpu-initialization use-te-rng-tracker"},
     {MT_NAME_ALWAYS, "a checkpoint's format is recognized by its files", "auto-detect-ckpt-format", "true"},
     {MT_NAME_UNSUPPORTED,
      "a checkpoint is a Hugging Face folder; examples/conversion/convert_checkpoints.py of Megatron Bridge imports it "
      "into torch_dist, and exports torch_dist to it",
      "ckpt-format dist-ckpt-format", "fsdp_dtensor"},
-    {MT_NAME_NO_MEANING, "a checkpoint is a Hugging Face folder, and one thread writes it",
+    {MT_NAME_IDLE, "a checkpoint is a Hugging Face folder, and one thread writes it",
      "async-ckpt-cpu-priority async-ckpt-io-priority async-ckpt-use-cpu-shm async-strategy "
-     "ckpt-assume-constant-structure ckpt-convert-format ckpt-convert-save "
-     "ckpt-convert-update-legacy-dist-opt-format ckpt-drop-redundant-extra-state "
-     "ckpt-fully-parallel-load-exchange-algo ckpt-fully-parallel-load-per-rank-objects "
-     "ckpt-fully-parallel-load-process-group ckpt-fully-parallel-save-process-group "
-     "ckpt-load-validate-sharding-integrity ckpt-pg-tensors-cache-create ckpt-pg-tensors-cache-path "
-     "dist-ckpt-optim-fully-reshardable dist-ckpt-save-pre-mcore-014 dist-ckpt-strictness "
-     "dist-ckpt-workers distrib-optim-fully-reshardable-mem-efficient hetereogenous-dist-checkpoint "
-     "load-main-params-from-ckpt strict-fsdp-dtensor-load use-dist-ckpt use-persistent-ckpt-worker"},
+     "ckpt-assume-constant-structure ckpt-drop-redundant-extra-state ckpt-fully-parallel-load-exchange-algo "
+     "ckpt-fully-parallel-load-per-rank-objects ckpt-fully-parallel-load-process-group "
+     "ckpt-fully-parallel-save-process-group ckpt-load-validate-sharding-integrity ckpt-pg-tensors-cache-create "
+     "ckpt-pg-tensors-cache-path dist-ckpt-optim-fully-reshardable dist-ckpt-strictness dist-ckpt-workers "
+     "distrib-optim-fully-reshardable-mem-efficient hetereogenous-dist-checkpoint strict-fsdp-dtensor-load "
+     "use-dist-ckpt use-persistent-ckpt-worker"},
+    {MT_NAME_NO_MEANING, "a checkpoint is a Hugging Face folder, and one thread writes it",
+     "ckpt-convert-format ckpt-convert-save ckpt-convert-update-legacy-dist-opt-format "
+     "dist-ckpt-save-pre-mcore-014 load-main-params-from-ckpt"},
+    {MT_NAME_IDLE, "token files are mapped into memory, and samples are found when a run starts",
+     "data-cache-path dataloader-defer-npy-index-mmap dataloader-fast-cache-load no-mmap-bin-files "
+     "num-dataset-builder-threads num-workers"},
     {MT_NAME_NO_MEANING, "token files are mapped into memory, and samples are found when a run starts",
-     "data-cache-path dataloader-defer-npy-index-mmap dataloader-fast-cache-load mid-level-dataset-surplus "
-     "no-mmap-bin-files num-dataset-builder-threads num-workers"},
-    {MT_NAME_NO_MEANING, "messages and collectives choose their order, buffers and streams themselves",
-     "align-grad-reduce align-param-gather average-in-collective barrier-with-L1-time batch-p2p-comm batch-p2p-sync "
-     "ddp-average-in-collective disable-symmetric-registration fsdp-all-gather-in-start-param-sync "
+     "mid-level-dataset-surplus"},
+    {MT_NAME_IDLE, "messages and collectives choose their order, buffers and streams themselves",
+     "align-grad-reduce align-param-gather average-in-collective barrier-with-L1-time batch-p2p-comm "
+     "batch-p2p-sync ddp-average-in-collective disable-symmetric-registration fsdp-all-gather-in-start-param-sync "
      "fsdp-db-use-persist-buf-on-alloc-fail fsdp-manual-registration high-priority-a2a-comm-stream "
      "megatron-fsdp-enable-fine-grained-param-gather megatron-fsdp-max-pool-double-buffer "
      "megatron-fsdp-use-decoupled-grad megatron-fsdp-version no-align-param-gather no-overlap-p2p-communication "
      "overlap-p2p-comm overlap-p2p-comm-warmup-flush pipeline-model-parallel-comm-backend "
      "suggested-communication-unit-size train-sync-interval use-ring-exchange-p2p"},
-    {MT_NAME_NO_MEANING, "gradients are accumulated and reduced in fp32",
+    {MT_NAME_IDLE, "gradients are accumulated and reduced in fp32",
      "ddp-param-name-patterns-for-fp32-local-accumulation ddp-reduce-scatter-with-fp32-accumulation "
      "param-name-patterns-for-fp32-local-accumulation reduce-scatter-with-fp32-accumulation"},
-    {MT_NAME_NO_MEANING, "printed lines, --metrics and --tensorboard-dir have all numbers that are known",
+    {MT_NAME_IDLE, "printed lines, --metrics and --tensorboard-dir have all numbers that are known",
      "log-device-memory-used log-l2-norm-grad-to-tensorboard log-loss-scale-to-tensorboard log-memory-interval "
      "log-memory-to-tensorboard log-progress log-runtime-to-tensorboard log-throughput-to-tensorboard "
      "log-timers-to-tensorboard log-validation-ppl-to-tensorboard log-world-size-to-tensorboard runtime-time-unit "
      "tensorboard-queue-size throughput-window-size"},
-    {MT_NAME_NO_MEANING, "--log-straggler measures each printed line and needs no port",
+    {MT_NAME_IDLE, "--log-straggler measures each printed line and needs no port",
      "disable-straggler-on-startup straggler-ctrlr-port straggler-minmax-count"},
     {MT_NAME_NO_MEANING, "tokenizer.json and the SentencePiece model say it",
      "allow-ambiguous-pad-tokens metadata-path special-tokens tokenizer-hf-no-include-special-tokens "
@@ -474,8 +485,9 @@ static mt_megatron_name mt_name_negate(mt_megatron_name flag) {
     if (is_off) return (mt_megatron_name){MT_NAME_ALWAYS, flag.text, "true", NULL};
     if (flag.kind == MT_NAME_ALWAYS && strcmp(flag.value, "true") == 0)
         return (mt_megatron_name){MT_NAME_UNSUPPORTED, flag.text, NULL, NULL};
+    if (flag.kind == MT_NAME_IDLE) return flag;
     if (flag.kind == MT_NAME_UNSUPPORTED || flag.kind == MT_NAME_NO_MEANING)
-        return (mt_megatron_name){MT_NAME_NO_MEANING, flag.text, NULL, NULL};
+        return (mt_megatron_name){MT_NAME_IDLE, "it switches off what is off here in any case", NULL, NULL};
     return (mt_megatron_name){MT_NAME_UNKNOWN, NULL, NULL, NULL};
 }
 

@@ -9,8 +9,9 @@ typedef enum mt_name_kind {
     MT_NAME_UNKNOWN,
     MT_NAME_ALIAS,       // another name, or another form, of the option `text`
     MT_NAME_ALWAYS,      // states a property, `text`, that always holds here: accepts `value` and nothing else
+    MT_NAME_IDLE,        // accepted and printed: `text` is why it changes nothing here
     MT_NAME_NAMED,       // refused: the option is named `text` here, and its values may differ
-    MT_NAME_NO_MEANING,  // refused: there is nothing here that it could change; `text` is the reason
+    MT_NAME_NO_MEANING,  // refused: there is nothing here that it could name; `text` is the reason
     MT_NAME_UNSUPPORTED, // refused: `text` is the unsupported feature. A value of false is accepted
 } mt_name_kind;
 

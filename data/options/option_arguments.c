@@ -22,7 +22,7 @@ static int mt_option_reader_compare_names(mt_option_reader *reader, const mt_opt
     } else if (strcmp(named->items[i + 1], where) != 0 && strcmp(named->items[i + 2], value) != 0) {
         status =
             mt_error_set(error, "%s %.100s and %s %.100s are two names of one option, with two values; leave one out",
-                         named->items[i + 1] + 2, named->items[i + 2], where + 2, value);
+                         named->items[i + 1], named->items[i + 2], where, value);
     } else {
         mt_string_set(&named->items[i + 2], value);
     }
@@ -41,8 +41,8 @@ static int mt_options_read_argument(mt_option_reader *reader, int index, int cou
     const mt_option *row = setting.row;
     if (!mt_setting_is_accepted(&setting, reader->program)) {
         const char *value = equals ? equals + 1 : NULL;
-        if (!value && setting.megatron.value && index < count && !mt_is_name(arguments[index]))
-            value = arguments[index];
+        bool is_on, takes = setting.megatron.value || (index < count && mt_parse_bool(arguments[index], &is_on));
+        if (!value && takes && index < count && !mt_is_name(arguments[index])) value = arguments[index];
         mt_option_reader_refuse(reader, &setting, "", name, length, value);
         while (index < count && !mt_is_name(arguments[index])) index++;
         return index;

@@ -97,8 +97,10 @@ static int mt_options_list_attention_layers(mt_options *o, mt_error *error) {
         return -1;
     if (o->window_layers && !strchr(o->window_layers, '1')) {
         if (MT_GIVEN(o, window_attn_skip_freq))
-            return mt_error_set(error, "--window-attn-skip-freq gives no layer a window; leave out --window-size");
-        o->window_size = 0, o->window_rotary_base = 0;
+            return mt_error_set(error, "--window-attn-skip-freq gives no layer a window; leave it out%s",
+                                o->window_size > 0 ? ", and --window-size" : "");
+        o->window_size = 0, o->window_rotary_base = 0, o->window_num_query_groups = 0;
+        if (o->sinks_in_windows_only) o->softmax_type = MT_SOFTMAX_VANILLA, o->sinks_in_windows_only = false;
         mt_string_set(&o->window_layers, NULL), mt_string_set(&o->window_attn_skip_freq, NULL);
     }
     if (o->rope_layers && !strchr(o->rope_layers, '1'))

@@ -7,18 +7,28 @@
 #include <stdlib.h>
 #include <string.h>
 
-/* True if two names have the same words, in another order. */
-static bool mt_has_same_words(const char *name, size_t length, const char *other) {
-    size_t other_length = strlen(other), words = 0;
-    if (length != other_length) return false;
-    for (const char *at = other; *at; at += strcspn(at, "-"), at += *at == '-') {
-        size_t word = strcspn(at, "-"), from = 0;
-        for (; from < length; from += strcspn(name + from, "-_") + 1)
-            if (strcspn(name + from, "-_=") == word && strncmp(name + from, at, word) == 0) break;
-        if (from >= length) return false;
-        words++;
+/* The words of `name` that `other` lacks; *words: all of them. */
+static int mt_count_lacking(const char *name, size_t length, const char *other, size_t other_length, int *words) {
+    int lacking = 0;
+    *words = 0;
+    for (size_t at = 0; at < length; at += strcspn(name + at, "-_=") + 1) {
+        size_t word = mt_min(strcspn(name + at, "-_="), length - at), from = 0;
+        for (; from < other_length; from += strcspn(other + from, "-_=") + 1)
+            if (strcspn(other + from, "-_=") == word && strncmp(name + at, other + from, word) == 0) break;
+        lacking += from >= other_length;
+        ++*words;
     }
-    return words > 1;
+    return lacking;
+}
+
+/* The words that one of two names has and the other lacks, if all others are in both, in any order; else many. */
+static int mt_words_apart(const char *name, size_t length, const char *other) {
+    enum { MANY = 1000 };
+    int words, other_words;
+    size_t other_length = strlen(other);
+    int lacking = mt_count_lacking(name, length, other, other_length, &words);
+    int other_lacking = mt_count_lacking(other, other_length, name, length, &other_words);
+    return (lacking > 0 && other_lacking > 0) || words < 2 || other_words < 2 ? MANY : lacking + other_lacking;
 }
 
 /* The program's option with the nearest name; NULL when none is near. */
@@ -28,7 +38,8 @@ static const mt_option *mt_option_nearest(const char *name, size_t length, int p
     if (length > 64) return NULL;
     for (const mt_option *row = mt_option_table; row->help; row++) {
         if (!row->name || !(row->programs & program)) continue;
-        int distance = mt_has_same_words(name, length, row->name) ? 0 : mt_edit_distance(name, length, row->name);
+        int words = mt_words_apart(name, length, row->name);
+        int distance = words < least ? words : mt_edit_distance(name, length, row->name);
         if (distance < least) least = distance, nearest = row;
     }
     return nearest;
@@ -83,6 +94,12 @@ void mt_option_reader_refuse(mt_option_reader *reader, const mt_setting *setting
     bool is_on, infers = reader->program == MT_PROGRAM_INFER;
     mt_name_kind kind = setting->megatron.kind;
     if (kind == MT_NAME_UNSUPPORTED && value && mt_parse_bool(value, &is_on) && !is_on) return;
+    if (kind == MT_NAME_IDLE && reader->program != MT_PROGRAM_LIBRARY) {
+        char where[420];
+        snprintf(where, sizeof where, "%s%s%.*s", position, dashes, length < 100 ? (int)length : 100, name);
+        mt_strings_add(&reader->idle, where), mt_strings_add(&reader->idle, text);
+        return;
+    }
     mt_refusal *refusal = mt_option_reader_add_refusal(reader);
     if (!refusal) return;
     refusal->unless_sharded =
@@ -95,7 +112,7 @@ void mt_option_reader_refuse(mt_option_reader *reader, const mt_setting *setting
                  infers ? "infer" : "train");
     else if (kind == MT_NAME_NAMED)
         snprintf(refusal->reason, room, "is named %s here", text);
-    else if (kind == MT_NAME_NO_MEANING)
+    else if (kind == MT_NAME_NO_MEANING || kind == MT_NAME_IDLE)
         snprintf(refusal->reason, room, NO_MEANING " (%s)", text);
     else if (kind == MT_NAME_UNSUPPORTED)
         snprintf(refusal->reason, room, "is not supported (%s)", text);
@@ -163,15 +180,27 @@ int mt_option_reader_report(const mt_option_reader *reader, mt_error *error) {
     return -1;
 }
 
-void mt_option_reader_print_always(const mt_option_reader *reader) {
-    if (reader->always.count == 0 || mt_launch_rank() != 0) return;
-    for (int64_t i = 0; i < reader->always.count; i++) printf(i ? ", %s" : "%s", reader->always.items[i]);
-    printf(": always so here, no effect\n");
+void mt_option_reader_print_always(const mt_option_reader *reader, FILE *file) {
+    const mt_strings *always = &reader->always, *idle = &reader->idle;
+    if (mt_launch_rank() != 0) return;
+    for (int64_t i = 0; i < always->count; i++) fprintf(file, i ? ", %s" : "%s", always->items[i]);
+    if (always->count > 0) fprintf(file, ": always so here, no effect\n");
+    for (int64_t i = 0; i < idle->count; i += 2) {
+        const char *reason = idle->items[i + 1];
+        int64_t first = 1;
+        while (strcmp(idle->items[first], reason) != 0) first += 2;
+        if (first != i + 1) continue; // printed with the first of its reason
+        fprintf(file, "%s", idle->items[i]);
+        for (int64_t j = i + 2; j < idle->count; j += 2)
+            if (strcmp(idle->items[j + 1], reason) == 0) fprintf(file, ", %s", idle->items[j]);
+        fprintf(file, ": no effect: %s\n", reason);
+    }
 }
 
 void mt_option_reader_free(mt_option_reader *reader) {
     free(reader->refused);
     mt_strings_free(&reader->always);
+    mt_strings_free(&reader->idle);
     mt_strings_free(&reader->named);
 }
 

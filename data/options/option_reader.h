@@ -6,6 +6,8 @@
 #include "option_table.h"
 #include "options.h"
 
+#include <stdio.h>
+
 #ifdef __cplusplus
 extern "C" {
 #endif
@@ -27,6 +29,7 @@ typedef struct mt_option_reader {
     int64_t num_refused, num_uncollected;
     bool role_rests;                                                   // the role of the file does not train
     mt_strings always;                                                 // names that state a property that always holds
+    mt_strings idle;                                                   // other names without effect, and why, in turn
     mt_strings named;                                                  // see mt_option_reader_compare_names
     uint64_t typed[sizeof((mt_options *)0)->given / sizeof(uint64_t)]; // options of the command line
 } mt_option_reader;
@@ -52,7 +55,8 @@ const char *mt_setting_metavar(const mt_setting *setting);
 /* A further refusal to fill in; NULL if there are enough. */
 mt_refusal *mt_option_reader_add_refusal(mt_option_reader *reader);
 
-/* Records a name that was refused; `value` is its value, or NULL. A feature that is not supported may be off. */
+/* Records a name that is no option: one that is refused, or one without effect. `value` is its value, or NULL. A
+ * feature that is not supported may be off. */
 void mt_option_reader_refuse(mt_option_reader *reader, const mt_setting *setting, const char *position,
                              const char *name, size_t length, const char *value);
 
@@ -62,8 +66,8 @@ void mt_option_reader_accept_sharded(mt_option_reader *reader);
 /* One error for all names that were refused: a line for each reason. */
 int mt_option_reader_report(const mt_option_reader *reader, mt_error *error);
 
-/* Prints the names that have no effect, because they state a property that always holds. */
-void mt_option_reader_print_always(const mt_option_reader *reader);
+/* Prints the names that have no effect: they state a property that always holds, or there is nothing to change. */
+void mt_option_reader_print_always(const mt_option_reader *reader, FILE *file);
 
 /* Frees what the reader owns; its options stay. */
 void mt_option_reader_free(mt_option_reader *reader);

@@ -58,7 +58,7 @@ static void mt_option_reader_take_other(mt_option_reader *reader, const mt_role_
                                         const mt_setting *setting) {
     const char *value = entry->values.count > 0 ? entry->values.items[0] : NULL;
     mt_name_kind kind = setting->megatron.kind;
-    if (kind == MT_NAME_NO_MEANING) {
+    if (kind == MT_NAME_NO_MEANING || kind == MT_NAME_IDLE) {
         mt_options_note_key(reader->options, entry, "", setting->megatron.text);
         return;
     }
@@ -189,6 +189,7 @@ static bool mt_option_lacks_purpose(const mt_option_reader *reader, const mt_opt
     const mt_options *o = reader->options;
     mt_option_rule rule;
     if (mt_options_idle_in_rl(o, row->offset)) return true;
+    if (!o->save && (row->offset == MT_AT(save_interval) || row->offset == MT_AT(keep_checkpoints))) return true;
     bool of_chat = row->offset == MT_AT(chat_template) || row->offset == MT_AT(chat_template_kwargs);
     if (reader->program == MT_PROGRAM_INFER && of_chat && !o->chat && !o->score && !o->prompts) return true;
     if (reader->program == MT_PROGRAM_INFER && row->offset == MT_AT(num_return_sequences) && o->prompt.count == 0 &&

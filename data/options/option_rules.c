@@ -55,6 +55,7 @@ void mt_options_derive_sizes(mt_options *o) {
     bool has_mamba = o->hybrid_override_pattern || o->experimental_attention_variant == MT_VARIANT_MAMBA2;
     if (o->mamba_num_heads == 0 && has_mamba)
         o->mamba_num_heads = mt_max(2 * o->hidden_size / o->mamba_head_dim, 1); // as Megatron's --expand 2
+    if (o->value_channels == o->kv_channels) o->value_channels = 0;
 }
 
 void mt_options_derive_biases(mt_options *o) {
@@ -82,6 +83,7 @@ static int mt_options_derive_model(mt_options *o, mt_error *error) {
         {"--hidden-size", C, "--num-attention-heads (without --kv-channels) =",
          o->kv_channels == 0 && !o->multi_latent_attention ? heads : 1},
         {"--num-attention-heads", heads, "--num-query-groups", mt_max(groups, 1)},
+        {"--num-attention-heads", heads, "--window-num-query-groups", mt_max(o->window_num_query_groups, 1)},
         {"--num-query-groups", groups,
          "--num-attention-heads (for --multi-latent-attention) =", o->multi_latent_attention ? heads : 1},
     };
@@ -196,7 +198,8 @@ static int mt_options_check_multiples(const mt_options *o, int64_t world_size, m
          "--tensor-model-parallel-size x --pipeline-model-parallel-size x --context-parallel-size =", tp * pp * cp,
          "start others or lower a size"},
         {"--num-attention-heads", o->num_attention_heads, tensor, tp},
-        {"--num-query-groups", o->num_query_groups, tensor, tp, .or_divisor = true},
+        {"--num-query-groups", o->num_query_groups, tensor, tp, .or_divisor = o->window_num_query_groups == 0},
+        {"--window-num-query-groups", o->window_num_query_groups, tensor, tp},
         {"--ffn-hidden-size", mt_num_dense_layers(o) == 0 ? 0 : o->ffn_hidden_size, tensor, tp},
         {"--linear-num-value-heads", has_delta ? o->linear_num_value_heads : 0, "--linear-num-key-heads",
          mt_max(o->linear_num_key_heads, 1)},
@@ -308,6 +311,8 @@ static int mt_options_derive_context(mt_options *o, mt_error *error) {
     const mt_multiple multiples[] = {
         {"--num-attention-heads / --tensor-model-parallel-size =", heads, ranks, a2a, advice},
         {"--num-query-groups / --tensor-model-parallel-size =", groups, ranks, a2a, advice},
+        {"--window-num-query-groups / --tensor-model-parallel-size =", o->window_num_query_groups / tp, ranks, a2a,
+         advice},
     };
     if (MT_CHECK_MULTIPLES(multiples, error)) return -1;
     bool chosen = MT_GIVEN(o, cp_comm_type);

@@ -61,9 +61,10 @@ int mt_options_read(mt_options *options, mt_program program, int argc, char **ar
     if (!status) status = mt_option_reader_report(&reader, error);
     if (!status) mt_option_reader_yield_ratios(&reader);
     if (!status && role) mt_option_reader_yield(&reader, file_iters);
-    if (!status) mt_option_reader_print_always(&reader);
+    FILE *notes = program == MT_PROGRAM_INFER ? stderr : stdout; // infer's output is text
+    if (!status) mt_option_reader_print_always(&reader, notes);
     if (!status && role && config && !options->print_config && mt_launch_rank() == 0)
-        mt_options_print_unused(options, program == MT_PROGRAM_INFER ? stderr : stdout);
+        mt_options_print_unused(options, notes);
     mt_option_reader_free(&reader);
     if (status) return -1;
     if (options->print_config) return 0;

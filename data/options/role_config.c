@@ -660,6 +660,8 @@ static int take_file(reader *r, const mt_role_key *row, const yaml_node_t *node,
     int64_t bytes, first = r->config->count;
     char *text = path ? mt_file_read(path, MAX_FILE, &bytes, r->error) : NULL;
     yaml_document_t outer = r->document;
+    const char *outer_path = r->path;
+    if (path) r->path = path;
     int status = text ? load_document(r, text, bytes) : -1;
     if (status == 0) {
         yaml_node_t *root = yaml_document_get_root_node(&r->document);
@@ -668,6 +670,7 @@ static int take_file(reader *r, const mt_role_key *row, const yaml_node_t *node,
         for (int64_t i = first; i < r->config->count; i++) r->config->entries[i].line = line;
     }
     r->document = outer;
+    r->path = outer_path;
     free(text);
     free(path);
     return status;
@@ -915,6 +918,9 @@ static int take_row(reader *r, const mt_role_key *row, const yaml_node_t *mappin
         free(entry->values.items[--entry->values.count]);
         entry->is_sequence = false;
         add_option(r, line, "adam-beta2", value);
+    } else if (row->kind == MT_KEY_WARMUP) {
+        double share = strtod(first, NULL);
+        if (share > 0 && share < 1) mt_string_set(&entry->option, "lr-warmup-fraction");
     } else if (row->kind == MT_KEY_OPTION) {
         const mt_option *option = mt_option_find(row->text, strlen(row->text));
         if (option && option->type == MT_STRING) expand_home(entry);
@@ -937,6 +943,14 @@ static int take_other(reader *r, const yaml_node_t *mapping, yaml_node_t *node, 
                       long long line) {
     const mt_role_key *row = mt_role_key_find(section, name, r->role);
     if (!row) return take_megatron(r, section, name, node, line);
+    bool is_engine = strcmp(name, "strategy_name") == 0 || strcmp(name, "strategy") == 0;
+    if (is_engine && row->kind == MT_KEY_FIXED && node->type == YAML_SCALAR_NODE && !is_null(node)) {
+        char *engine = expand(r, node, scalar_text(node), 0), known[80], reason[400];
+        if (!engine) return -1;
+        snprintf(reason, sizeof reason, "can only be %s", row->values);
+        if (!mt_role_key_translate(row, engine, known, sizeof known)) add_entry(r, MT_ENTRY_REFUSED, line, reason);
+        free(engine);
+    }
     if (!is_mapping(node)) return 0;
     if (row->kind == MT_KEY_STRATEGY) return take_strategy(r, row, mapping, node, line);
     bool is_section = row->kind == MT_KEY_SECTION || row->kind == MT_KEY_ADAPTER || row->kind == MT_KEY_ADDITIONAL;

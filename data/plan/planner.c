@@ -8,13 +8,14 @@
 #include <stdlib.h>
 #include <string.h>
 
-static const char *const mt_step_part_names[MT_NUM_STEP_PARTS] = {[MT_PART_PRODUCTS] = "products",
-                                                                  [MT_PART_ATTENTION] = "attention",
-                                                                  [MT_PART_MEMORY] = "memory-bound",
-                                                                  [MT_PART_ADAMW] = "optimizer",
-                                                                  [MT_PART_COMMUNICATION] = "exposed communication",
-                                                                  [MT_PART_IDLE] = "idle",
-                                                                  [MT_PART_BUBBLE] = "bubble"};
+static const char *const mt_step_part_names[MT_NUM_STEP_PARTS] = {[MT_STEP_PART_PRODUCTS] = "products",
+                                                                  [MT_STEP_PART_ATTENTION] = "attention",
+                                                                  [MT_STEP_PART_MEMORY] = "memory-bound",
+                                                                  [MT_STEP_PART_OPTIMIZER] = "optimizer",
+                                                                  [MT_STEP_PART_COMMUNICATION] =
+                                                                      "exposed communication",
+                                                                  [MT_STEP_PART_IDLE] = "idle",
+                                                                  [MT_STEP_PART_BUBBLE] = "bubble"};
 static const char *const mt_plan_row_names[MT_NUM_PLAN_ROWS] = {
     [MT_PLAN_WEIGHTS] = "weights", [MT_PLAN_GRADIENTS] = "gradients",     [MT_PLAN_OPTIMIZER] = "optimizer",
     [MT_PLAN_BUFFERS] = "buckets", [MT_PLAN_ACTIVATIONS] = "activations", [MT_PLAN_CACHE] = "cache",
@@ -37,7 +38,7 @@ static void mt_plan_print_time(const mt_simulation *s, const mt_simulated_rank *
         if (rank->parts[part] < 5e-6) continue;
         fprintf(file, " %s %.1f", mt_step_part_names[part], 1e3 * rank->parts[part]);
         const char *before = " (";
-        for (int i = 1; i < MT_NUM_TRAFFICS && part == MT_PART_COMMUNICATION; i++)
+        for (int i = 1; i < MT_NUM_TRAFFICS && part == MT_STEP_PART_COMMUNICATION; i++)
             if (rank->exposed[i] >= 5e-6) {
                 fprintf(file, "%s%s %.1f", before, mt_traffic_words[i], 1e3 * rank->exposed[i]);
                 before = ", ";

@@ -153,6 +153,10 @@ static void mt_sim_memory_free_host(void *memory) {
         munmap(block, (size_t)1 << block->power);
 }
 
+static bool mt_sim_first_use_waits(void) {
+    return true;
+}
+
 /* As mt_cuda_workspace_bytes of cuda/device.cu. */
 static int64_t mt_sim_workspace_bytes(int64_t T, int64_t C, int64_t H, int64_t D) {
     int64_t products = 32 << 20, sums = 4 * (int64_t)mt_device_model.machine->multiprocessors * 2 * C * 4;
@@ -550,11 +554,11 @@ static mt_batch *mt_sim_batch_fill(const mt_options *o) {
     return &batch;
 }
 
-static mt_step_part mt_part_of(const mt_simulated_call *call) {
+static mt_step_part mt_step_part_of(const mt_simulated_call *call) {
     switch (call->operation) {
     case MT_OPERATION_attention_forward:
     case MT_OPERATION_attention_backward:
-        return MT_PART_ATTENTION;
+        return MT_STEP_PART_ATTENTION;
 #define MT_OPTIMIZER_CASE(name, step, ...) case MT_OPERATION_##step##_step:
         MT_OPTIMIZERS(MT_OPTIMIZER_CASE)
 #undef MT_OPTIMIZER_CASE
@@ -563,9 +567,9 @@ static mt_step_part mt_part_of(const mt_simulated_call *call) {
     case MT_OPERATION_muon_normalize:
     case MT_OPERATION_batched_product:
     case MT_OPERATION_squared_norm:
-        return MT_PART_ADAMW;
+        return MT_STEP_PART_OPTIMIZER;
     default:
-        return call->work.flops > 0 ? MT_PART_PRODUCTS : MT_PART_MEMORY;
+        return call->work.flops > 0 ? MT_STEP_PART_PRODUCTS : MT_STEP_PART_MEMORY;
     }
 }
 
@@ -586,15 +590,15 @@ static void mt_sim_count(mt_simulated_rank *r, double seconds) {
         busy[i] = (mt_busy){call->from, call->to, call->work.traffic};
         r->flops += call->work.flops;
         if (call->work.traffic == MT_TRAFFIC_NONE && !mt_sim_waits_only(call))
-            r->parts[mt_part_of(call)] += call->to - call->from;
+            r->parts[mt_step_part_of(call)] += call->to - call->from;
     }
     mt_traffic_expose(r->exposed, busy, count);
     free(busy);
     r->seconds = seconds;
     double known = 0;
-    for (int i = 1; i < MT_NUM_TRAFFICS; i++) r->parts[MT_PART_COMMUNICATION] += r->exposed[i];
-    for (int i = 0; i < MT_PART_IDLE; i++) known += r->parts[i];
-    r->parts[MT_PART_IDLE] = fmax(seconds - known, 0);
+    for (int i = 1; i < MT_NUM_TRAFFICS; i++) r->parts[MT_STEP_PART_COMMUNICATION] += r->exposed[i];
+    for (int i = 0; i < MT_STEP_PART_IDLE; i++) known += r->parts[i];
+    r->parts[MT_STEP_PART_IDLE] = fmax(seconds - known, 0);
 }
 
 /* Mean seconds of a kind of phase on a chunk, without the first and the last micro-batch where there are others. */
@@ -915,7 +919,7 @@ int mt_simulate(mt_simulation *simulation, const mt_options *o, int64_t ranks, c
     if (status == 0 && o->pipeline_model_parallel_size > 1) mt_sim_join(simulation, o, ranks, &job);
     for (int64_t i = 0; i < simulation->num_ranks && status == 0; i++) {
         mt_simulated_rank *r = &simulation->pipeline[i];
-        r->parts[MT_PART_BUBBLE] = r->idle_before;
+        r->parts[MT_STEP_PART_BUBBLE] = r->idle_before;
         if (r->seconds + r->idle_before > simulation->seconds)
             simulation->seconds = r->seconds + r->idle_before, simulation->slowest = i;
     }
@@ -936,7 +940,7 @@ int mt_simulate_rank(mt_simulated_rank *r, mt_simulated_message messages[MT_ACTI
     int status = mt_sim_rank(&unused, r, o, ranks, &job, error);
     free(r->forward), r->forward = r->backward = r->weights = NULL;
     if (status != 0) return -1;
-    r->parts[MT_PART_BUBBLE] = fmax(simulation->seconds - r->seconds, 0);
+    r->parts[MT_STEP_PART_BUBBLE] = fmax(simulation->seconds - r->seconds, 0);
     if (simulation->pipeline_ranks == 1) return 0;
     double send = mt_sim_send_seconds(o, ranks, &job);
     mt_timeline timeline = mt_sim_timeline(simulation, o, send);

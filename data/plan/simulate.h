@@ -11,13 +11,13 @@ extern "C" {
 
 /* The parts of a step's time. The first three and the last are computation; the sum of all is the step. */
 typedef enum mt_step_part {
-    MT_PART_PRODUCTS,
-    MT_PART_ATTENTION,
-    MT_PART_MEMORY,        // operations limited by memory, without the optimizer's
-    MT_PART_ADAMW,         // the optimizer, and the gradients' norm
-    MT_PART_COMMUNICATION, // exposed: no computation runs beside it
-    MT_PART_IDLE,          // the rank waits for its host, or its device has no work
-    MT_PART_BUBBLE,        // the rank waits for other pipeline stages
+    MT_STEP_PART_PRODUCTS,
+    MT_STEP_PART_ATTENTION,
+    MT_STEP_PART_MEMORY,        // operations limited by memory, without the optimizer's
+    MT_STEP_PART_OPTIMIZER,     // the optimizer, and the gradients' norm
+    MT_STEP_PART_COMMUNICATION, // exposed: no computation runs beside it
+    MT_STEP_PART_IDLE,          // the rank waits for its host, or its device has no work
+    MT_STEP_PART_BUBBLE,        // the rank waits for other pipeline stages
     MT_NUM_STEP_PARTS
 } mt_step_part;
 

@@ -48,8 +48,7 @@ typedef struct mt_text {
 int mt_tokenizer_open(mt_tokenizer **out, mt_tokenizer_type type, const char *path, mt_error *error);
 
 /* Opens the tokenizer of a model folder. Looks, in this order, for: the ByteLevel marker that mt_tokenizer_save writes,
- * tokenizer.json, tokenizer.model, vocab.json with merges.txt, tiktoken.model. A folder with none of them is an error.
- */
+ * tokenizer.json, tokenizer.model, vocab.json with merges.txt, tiktoken.model. A folder with none is an error. */
 int mt_tokenizer_open_folder(mt_tokenizer **out, const char *folder, mt_error *error);
 
 /* True if a folder holds files of a tokenizer, of any kind. */

@@ -1,0 +1,141 @@
+#!/bin/sh
+# The patches of notes/extending.md: each adds a part of a model to a copy of the sources and touches as many places as
+# the page says. A build with all of them trains with each part: an SGD step without momentum and decay lowers the loss
+# by lr * norm^2, up to the second order, only if the gradient is that of the loss.
+set -u
+. tests/suite.sh
+if ! command -v patch >/dev/null; then
+    echo "skipped: patch is absent"
+    exit 77
+fi
+export OMP_NUM_THREADS=1
+parts='activation optimizer loss family mixer'
+libraries='mpi blas openmp dnnl yaml pcre2 utf8proc cuda nccl cudnn gnuplot cmocka' # to do without
+tree=$work/tree
+
+# A patch of each part applies to the sources as they are.
+patches_apply() {
+    mkdir "$tree" && cp -R megatron.c megatron.h train.c infer.c Makefile data cuda "$tree" || return 1
+    for part in $parts; do
+        (cd "$tree" && patch -p1 -s) <"notes/extensions/$part.patch" >"$work/out" 2>&1 || {
+            echo "notes/extensions/$part.patch does not apply; make the same change in a copy, and git diff -U1" \
+                >>"$work/out"
+            return 1
+        }
+    done
+}
+
+# The table of the page has the files and places (hunks with a line of context) of each patch.
+places_are_counted() {
+    [ "$(ls notes/extensions)" = "$(for part in $parts; do echo "$part.patch"; done | sort)" ] || return 1
+    for part in $parts; do
+        patch=notes/extensions/$part.patch
+        files=$(grep -c '^+++ ' "$patch") places=$(grep -c '^@@ ' "$patch")
+        grep "^| \[$part\](extensions/$part.patch) " notes/extending.md >"$work/row"
+        says "| $places places in $files files |$" "$work/row" || return 1
+    done
+}
+
+the_copy_compiles() {
+    (cd "$tree" && MAKEFLAGS='' make -s OPT=-O1 WERROR=1 WITHOUT="$libraries" all) >"$work/out" 2>&1 || return 1
+    train=$(ls "$tree"/build/*/bin/train) infer=$(ls "$tree"/build/*/bin/infer)
+}
+
+small='--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --device cpu'
+
+# The steps see the same tokens: the sequence of 16 tokens and their labels, twice.
+make_tokens() {
+    # shellcheck disable=SC2059
+    for i in 1 2; do
+        for token in 3 14 15 9 26 5 35 8 9 7 9 32 38 4 62 6 43; do printf "\\$(printf '%03o' $token)\0\0\0"; done
+    done >"$work/tokens.i32"
+}
+
+# descends LR ARGUMENTS...: (loss before - loss after) / (lr norm^2) of an SGD step is 1.
+descends() {
+    lr=$1
+    shift
+    rm -f "$work/metrics"
+    # shellcheck disable=SC2086
+    "$train" --micro-batch-size 1 --global-batch-size 1 --train-iters 2 --optimizer sgd --sgd-momentum 0 \
+        --weight-decay 0 --clip-grad 0 --hidden-dropout 0 --attention-dropout 0 --lr "$lr" --min-lr "$lr" \
+        --lr-decay-style constant --lr-warmup-iters 0 --metrics "$work/metrics" "$@" >"$work/out" 2>"$work/err" &&
+        sed 's/.*"lm_loss": \([^,]*\),.*"grad_norm": \([^,]*\),.*/\1 \2/' "$work/metrics" | awk -v lr="$lr" '
+            { loss[NR] = $1; norm[NR] = $2 }
+            END {
+                ratio = (loss[1] - loss[2]) / (lr * norm[1] ^ 2)
+                print ratio
+                exit !(ratio > 0.97 && ratio < 1.03)
+            }' >>"$work/out"
+}
+
+# on_tokens ARGUMENTS...
+on_tokens() {
+    # shellcheck disable=SC2086
+    descends 1e-3 $small --vocab-size 64 --tokens-file "$work/tokens.i32" "$@"
+}
+
+the_activation_has_its_slope() {
+    on_tokens --relu
+}
+
+# Its state has the row's name in the checkpoint.
+the_optimizer_steps() {
+    # shellcheck disable=SC2086
+    "$train" $small --vocab-size 64 --mock-data --train-iters 2 --optimizer rmsprop --lr 1e-3 --save "$work/rmsprop" \
+        --eval-iters 0 >"$work/out" 2>"$work/err" && grep -rqa '"[^"]*square_avg' "$work/rmsprop"
+}
+
+the_loss_has_its_slope() {
+    # shellcheck disable=SC2086
+    "$train" $small --mock-data --tokenizer-type ByteLevel --train-iters 1 --lr 1e-3 --save "$work/bytes" \
+        --eval-iters 0 >"$work/out" 2>"$work/err" || return 1
+    for i in 1 2; do printf '{"prompt": "one", "chosen": "two", "rejected": "six"}\n'; done >"$work/pairs.jsonl"
+    descends 1e-5 --stage dpo --load "$work/bytes" --finetune --chat-template plain --eval-iters 0 --device cpu \
+        --train-data-path "$work/pairs.jsonl" --seq-length 16 --preference-loss squared-hinge --beta 0.5
+}
+
+# A model that no other family's file can hold is written as one of this family, and is read again.
+the_family_is_written_and_read() {
+    # shellcheck disable=SC2086
+    "$train" $small --vocab-size 64 --mock-data --train-iters 1 --lr 1e-3 --eval-iters 0 --squared-relu \
+        --normalization RMSNorm --position-embedding-type rope --disable-bias-linear --norm-epsilon 1e-5 \
+        --hidden-dropout 0 --attention-dropout 0 --untie-embeddings-and-output-weights --save "$work/arcee" \
+        >"$work/out" 2>"$work/err" || return 1
+    says '"ArceeForCausalLM"' "$work/arcee/latest/config.json" && says '"relu2"' "$work/arcee/latest/config.json" &&
+        grep -qa 'model.layers.1.mlp.up_proj.weight' "$work/arcee/latest/model.safetensors" &&
+        continues arcee
+}
+
+# continues NAME: the most probable tokens after 3 tokens are those after 3 tokens and the first of these.
+continues() {
+    set -- "$infer" --load "$work/$1" --device cpu --temperature 0 --print-tokens
+    first=$("$@" --max-new-tokens 8 --prompt-tokens 5,6,7 2>"$work/err") || return 1
+    begin=$(echo "$first" | cut -d ' ' -f 1-4 | tr ' ' ,)
+    again=$("$@" --max-new-tokens 4 --prompt-tokens "5,6,7,$begin" 2>"$work/err") || return 1
+    echo "8 tokens: $first; after $begin: $again" >"$work/out"
+    [ "$(echo "$first" | cut -d ' ' -f 5-8)" = "$again" ]
+}
+
+the_mixer_has_its_gradient() {
+    on_tokens --experimental-attention-variant moving_average --linear-attention-freq 2
+}
+
+# Its state carries a text through generation.
+the_mixer_generates() {
+    # shellcheck disable=SC2086
+    "$train" $small --vocab-size 64 --mock-data --train-iters 2 --lr 1e-2 --eval-iters 0 --save "$work/mixer" \
+        --experimental-attention-variant moving_average --linear-attention-freq 2 >"$work/out" 2>"$work/err" &&
+        continues mixer
+}
+
+for test in places_are_counted patches_apply the_copy_compiles; do
+    check $test $test
+    [ $failed = 0 ] || exit 1
+done
+make_tokens
+for test in the_activation_has_its_slope the_optimizer_steps the_loss_has_its_slope the_family_is_written_and_read \
+    the_mixer_has_its_gradient the_mixer_generates; do
+    check $test $test
+done
+exit $failed
