@@ -459,7 +459,7 @@ int mt_options_check_limits(const mt_options *o, const mt_limits *l, mt_error *e
          "--fp8-recipe mxfp8 needs a GPU of compute capability 10.0 (Blackwell) or --device cpu; take blockwise"},
         {l->no_plain && o->linear_layers,
          "--experimental-attention-variant runs on the CPU only so far; take --device cpu"},
-        {l->no_plain && mt_options_has_mixer(o, MT_MIXER_MAMBA2),
+        {l->no_plain && mt_has_mixer(o, MT_MIXER_MAMBA2),
          "--hybrid-override-pattern with Mamba-2 (M) runs on the CPU only so far; take --device cpu"},
         {l->no_plain && !o->multi_latent_attention && mt_value_channels(o) != o->kv_channels,
          "--value-channels other than --kv-channels runs on the CPU only so far; take --device cpu"},
@@ -3614,6 +3614,7 @@ mt_group *mt_grid_group(mt_grid *grid, mt_group_kind kind) {
 }
 
 mt_grid_shape mt_grid_shape_of(const mt_options *options, int64_t world_size) {
+    bool has_delta = mt_has_mixer(options, MT_MIXER_GATED_DELTA_NET);
     mt_grid_shape shape = {.tensor = options->tensor_model_parallel_size,
                            .context = options->context_parallel_size,
                            .pipeline = options->pipeline_model_parallel_size,
@@ -3622,7 +3623,7 @@ mt_grid_shape mt_grid_shape_of(const mt_options *options, int64_t world_size) {
                            .num_query_groups = options->num_query_groups,
                            .context_a2a = options->context_a2a_size,
                            .context_blocks = options->dynamic_context_parallel,
-                           .linear_key_heads = options->linear_layers ? options->linear_num_key_heads : 0};
+                           .linear_key_heads = has_delta ? options->linear_num_key_heads : 0};
     if (options->num_experts > 0)
         shape.expert = options->expert_model_parallel_size, shape.expert_tensor = options->expert_tensor_parallel_size;
     shape.data = world_size / (shape.tensor * shape.context * shape.pipeline);
@@ -5512,13 +5513,13 @@ mt_layer_kind mt_layer_kind_of(const mt_options *o, int64_t layer) {
     return kind;
 }
 
-bool mt_options_has_mixer(const mt_options *o, mt_mixer_kind mixer) {
+bool mt_has_mixer(const mt_options *o, mt_mixer_kind mixer) {
     for (int64_t i = 0; i < o->num_layers; i++)
         if (mt_layer_kind_of(o, i).mixer == mixer) return true;
     return false;
 }
 
-bool mt_options_has_states(const mt_options *o) {
+bool mt_has_states(const mt_options *o) {
     for (int64_t i = 0; i < o->num_layers; i++) {
         mt_mixer_kind mixer = mt_layer_kind_of(o, i).mixer;
         if (!mt_mixer_attends(mixer) && mixer != MT_MIXER_NONE) return true;
@@ -6157,9 +6158,9 @@ static void mt_param_add(mt_param_table *table, const mt_role_row *row, int64_t 
     bool stacked = row->unit == MT_UNIT_EXPERTS && !strchr(mt_role_row_name(row, table->family->names), '#');
     bool of_layer = param->is_linear && layer >= 0 && param->linear != MT_LINEAR_ROUTER && !(row->when & MT_HAS(MTP));
     param->takes_fp8 = of_layer && !continues;
-    // an adapter's file names modules
-    param->can_adapt = of_layer && !stacked && param->hf_groups == 1 && !mt_is_linear_attention_in(row->role);
-    MT_CHECK(!param->can_adapt || row->role < 64); // mt_options.lora_roles has 64 bits
+    // an adapter's file names modules, and mt_options.lora_roles has 64 bits
+    param->can_adapt =
+        of_layer && !stacked && param->hf_groups == 1 && !mt_is_linear_attention_in(row->role) && row->role < 64;
     if (stacked)
         mt_param_stack(table, row, param);
     else
@@ -6408,7 +6409,7 @@ typedef struct mt_layer_scratch {
     void *dgate;                     // [T, H Dv] gradient of the output gate
     void *dconv, *ddelta;            // gradients of conv and of delta_out or mamba_out
     void *dshort_x;                  // [T, C / tp] gradient of a short convolution's input
-    mt_carry conv_carry, rule_carry; // its states in context parallelism
+    mt_carry conv_carry, rule_carry; // context parallelism: states of a mixer's convolution, of the delta rule
     float *rule_maps, *drule_maps;   // [MT_PIECES, Hv, Dk, Dv + Dk] and [MT_PIECES, Hv, Dk, Dv]: see mt_delta_args
     /* latent attention */
     void *kv_b_out;     // [T, H (D - rotary + Dv)] output of kv_b, and its gradient
@@ -7079,7 +7080,7 @@ typedef struct mt_delta_sizes {
 static mt_delta_sizes mt_delta_sizes_of(const mt_model *m) {
     const mt_options *o = m->options;
     int64_t ranks = m->grid->tensor.size;
-    if (!mt_options_has_mixer(o, MT_MIXER_GATED_DELTA_NET)) return (mt_delta_sizes){0};
+    if (!mt_has_mixer(o, MT_MIXER_GATED_DELTA_NET)) return (mt_delta_sizes){0};
     mt_delta_sizes z = {.Hk = mt_max(o->linear_num_key_heads / ranks, 1), .Hv = o->linear_num_value_heads / ranks};
     z.Dk = o->linear_key_head_dim, z.Dv = o->linear_value_head_dim;
     z.conv = 2 * z.Hk * z.Dk + z.Hv * z.Dv, z.in = z.conv + z.Hv * (z.Dv + 2);
@@ -7101,7 +7102,7 @@ typedef struct mt_mamba_sizes {
 static mt_mamba_sizes mt_mamba_sizes_of(const mt_model *m) {
     const mt_options *o = m->options;
     int64_t ranks = m->grid->tensor.size;
-    if (!mt_options_has_mixer(o, MT_MIXER_MAMBA2)) return (mt_mamba_sizes){0};
+    if (!mt_has_mixer(o, MT_MIXER_MAMBA2)) return (mt_mamba_sizes){0};
     mt_mamba_sizes z = {.G = o->mamba_num_groups / ranks, .H = o->mamba_num_heads / ranks};
     z.N = o->mamba_state_dim, z.P = o->mamba_head_dim, z.inner = z.H * z.P;
     z.conv = z.inner + 2 * z.G * z.N, z.in = z.inner + z.conv + z.H;
@@ -10974,10 +10975,12 @@ static void mt_buckets_size(mt_model *m) {
         if (mt_num_states(param->optimizer) == MT_NUM_STATES) b->v_count += b->count - before;
     }
     int64_t ranks = m->grid->data_context.size, expert_ranks = m->grid->expert_data.size;
+    bool two_states = mt_num_states(mt_element_optimizer(m->options)) == MT_NUM_STATES;
     int64_t *loads = mt_calloc((ranks + expert_ranks) * (int64_t)sizeof *loads); // of each group
     for (mt_bucket *b = m->buckets; b < m->buckets + m->num_buckets; b++) {
         int64_t shards = b->strategy == MT_NO_SHARD ? 1 : b->group->size, multiple = shards * MT_PARAM_ALIGNMENT;
-        int64_t with_one = b->v_count > 0 ? b->count - b->v_count : INT64_MAX; // leading elements with one state
+        // leading elements with one state: padding behind matrices is updated as other elements are
+        int64_t with_one = two_states ? b->count - b->v_count : INT64_MAX;
         b->count = (b->count + multiple - 1) / multiple * multiple, b->shard_count = b->count / shards;
         b->shard_first = shards > 1 ? b->group->rank * b->shard_count : 0;
         bool has_experts = b->group == &m->grid->expert_data;
@@ -14609,7 +14612,7 @@ mt_generator *mt_generator_create(mt_model *model, const mt_sampling *sampling, 
     if (together > 1 && !mt_forward_is_own(model)) g->together = &model->grid->data;
     mt_batcher_plan batching = {.max_sequences = most, .max_length = plan->max_position, .page_rows = plan->page_rows};
     batching.max_tokens = model->max_rows, batching.num_pages = plan->cache_rows / plan->page_rows - 1;
-    batching.has_states = mt_options_has_states(model->options);
+    batching.has_states = mt_has_states(model->options);
     g->batcher = mt_batcher_create(&batching);
     if (sampling->repetition_penalty > 0 && sampling->repetition_penalty != 1)
         g->logits = mt_malloc(most * model->options->vocab_size * 4);
@@ -15649,10 +15652,10 @@ static void mt_cpu_gated_norm_backward(const mt_gated_norm_args *a, mt_dtype dty
 /* Tensor-parallel ranks share the heads: each has the same share of q, k, v, z, b, a, of the taps and of the state, and
  * the output linear sums over the ranks. With fewer key heads than ranks, neighbours compute the same q and k, for
  * value heads of their own. Context-parallel ranks pass states: first the convolution's K - 1 tokens, then, when each
- * has computed the map of its own pieces, the states of the rule; the backward passes their gradients back in the
- * reverse order. It passes the states once more too, so that no more is saved than on one rank. Cost: the map is about
- * as much work as half a forward; a state of Hv Dk Dv floats goes over 2 cp - 2 links one after another.
- */
+ * has computed the map of its own pieces, the states of the rule. The backward computes maps and passes states again,
+ * so that no more is saved than on one rank: the convolution's backward reads the tokens before a piece, the rule's the
+ * state before it, and gradients pass through the map. These pass from the last piece to the first. Cost: the map is as
+ * much work as another forward of the rule; a state of Hv Dk Dv floats goes over 2 cp - 2 links one after another. */
 
 static void mt_delta_slots(const mt_model *m, mt_slots *s, const mt_layer *w) {
     mt_delta_sizes z = mt_delta_sizes_of(m);

@@ -864,11 +864,13 @@ typedef struct mt_layer_kind {
 /* Frequency of channel pair i of R rotary channels, after the model's scaling; as Hugging Face computes it. */
 double mt_rope_frequency(const mt_options *options, mt_layer_rope which, int64_t i, int64_t R);
 
-/* The kind of a layer. Modules of multi-token prediction are numbered from num_layers on, and are as the last layer. */
+/* The kind of a layer. Modules of multi-token prediction are numbered from num_layers on, and are as the last layer,
+ * but with attention even if that one has another mixer. */
 mt_layer_kind mt_layer_kind_of(const mt_options *options, int64_t layer);
-/* True if a layer of the model has this mixer; if one has a state in generation instead of keys and values. */
-bool mt_options_has_mixer(const mt_options *options, mt_mixer_kind mixer);
-bool mt_options_has_states(const mt_options *options);
+/* True if some layer has this mixer. */
+bool mt_has_mixer(const mt_options *options, mt_mixer_kind mixer);
+/* True if some layer has a state in generation instead of keys and values. */
+bool mt_has_states(const mt_options *options);
 /* Layers with a dense feed-forward. */
 int64_t mt_num_dense_layers(const mt_options *options);
 /* True if its feed-forward is experts. */
@@ -2404,7 +2406,7 @@ typedef struct mt_grid_shape {
     int64_t num_query_groups;
     int64_t context_a2a;      // size of that group; 0 means 1
     bool context_blocks;      // dynamic context parallelism; the size of `context` is then a power of two
-    int64_t linear_key_heads; // 0: no linear attention
+    int64_t linear_key_heads; // of gated delta nets; 0: none
 } mt_grid_shape;
 
 /* The shape that finished options give `world_size` ranks. */

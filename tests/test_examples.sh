@@ -39,7 +39,8 @@ attends() {
 # The operation is the recurrence, and remembers the newest pairs better than the oldest, which a sum does not.
 remembers() {
     "$examples/associative_memory" >"$work/out" 2>"$work/err" && says ': ok$' "$work/out" &&
-        awk '$1 == "0" { newest = $3; sum = $2 } $1 == "64" { exit !(newest < 0.6 && $3 > 1 && sum > 1.5) }' "$work/out"
+        awk '$1 == "0" { sum = $2; newest = $3 } $1 == "64" { oldest = $3 }
+            END { exit !(newest < 0.6 && oldest > 1 && sum > 1.5) }' "$work/out"
 }
 
 # linear RANKS

@@ -1,7 +1,8 @@
 #!/bin/sh
 # The patches of notes/extending.md: each adds a part of a model to a copy of the sources and touches as many places as
-# the page says. A build with all of them trains with each part: an SGD step without momentum and decay lowers the loss
-# by lr * norm^2, up to the second order, only if the gradient is that of the loss.
+# the page says. A build with all of them trains with each part. An SGD step without momentum and decay lowers the loss
+# by lr * norm^2, up to the second order, if the gradient is that of the loss. Weights are large, so that a wrong slope
+# in one part of a layer changes the gradients of others enough to be seen.
 set -u
 . tests/suite.sh
 if ! command -v patch >/dev/null; then
@@ -13,24 +14,37 @@ parts='activation optimizer loss family mixer'
 libraries='mpi blas openmp dnnl yaml pcre2 utf8proc cuda nccl cudnn gnuplot cmocka' # to do without
 tree=$work/tree
 
-# A patch of each part applies to the sources as they are.
-patches_apply() {
-    mkdir "$tree" && cp -R megatron.c megatron.h train.c infer.c Makefile data cuda "$tree" || return 1
-    for part in $parts; do
-        (cd "$tree" && patch -p1 -s) <"notes/extensions/$part.patch" >"$work/out" 2>&1 || {
-            echo "notes/extensions/$part.patch does not apply; make the same change in a copy, and git diff -U1" \
-                >>"$work/out"
+# copy_with FOLDER FUZZ PART...: a copy of the sources with the patches of parts.
+copy_with() {
+    folder=$1 fuzz=$2
+    shift 2
+    mkdir "$folder" && cp -R megatron.c megatron.h train.c infer.c Makefile data cuda "$folder" || return 1
+    for part; do
+        (cd "$folder" && patch -p1 -s -F "$fuzz" --no-backup-if-mismatch) <"notes/extensions/$part.patch" \
+            >"$work/out" 2>&1 || {
+            echo "notes/extensions/$part.patch does not apply; make the same change in a copy, and git diff" >>"$work/out"
             return 1
         }
     done
 }
 
-# The table of the page has the files and places (hunks with a line of context) of each patch.
+# All together, where one patch may change a line of another one's context.
+patches_apply() {
+    # shellcheck disable=SC2086
+    copy_with "$tree" 2 $parts
+}
+
+# The table of the page has the files and places (changes more than two lines apart) of each patch, which applies to the
+# sources as they are.
 places_are_counted() {
     [ "$(ls notes/extensions)" = "$(for part in $parts; do echo "$part.patch"; done | sort)" ] || return 1
     for part in $parts; do
         patch=notes/extensions/$part.patch
-        files=$(grep -c '^+++ ' "$patch") places=$(grep -c '^@@ ' "$patch")
+        files=$(grep -c '^+++ ' "$patch")
+        copy_with "$work/$part" 0 "$part" || return 1
+        for file in $(sed -n 's|^+++ b/||p' "$patch"); do diff -U1 "$file" "$work/$part/$file"; done >"$work/changes"
+        places=$(grep -c '^@@ ' "$work/changes")
+        rm -r "${work:?}/$part"
         grep "^| \[$part\](extensions/$part.patch) " notes/extending.md >"$work/row"
         says "| $places places in $files files |$" "$work/row" || return 1
     done
@@ -42,6 +56,7 @@ the_copy_compiles() {
 }
 
 small='--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --device cpu'
+large_weights='--init-method-std 0.3'
 
 # The steps see the same tokens: the sequence of 16 tokens and their labels, twice.
 make_tokens() {
@@ -51,36 +66,48 @@ make_tokens() {
     done >"$work/tokens.i32"
 }
 
-# descends LR ARGUMENTS...: (loss before - loss after) / (lr norm^2) of an SGD step is 1.
-descends() {
+# two_steps LR ARGUMENTS...: writes the loss and the gradient's norm before each of two steps to $work/steps.
+two_steps() {
     lr=$1
     shift
     rm -f "$work/metrics"
     # shellcheck disable=SC2086
-    "$train" --micro-batch-size 1 --global-batch-size 1 --train-iters 2 --optimizer sgd --sgd-momentum 0 \
-        --weight-decay 0 --clip-grad 0 --hidden-dropout 0 --attention-dropout 0 --lr "$lr" --min-lr "$lr" \
-        --lr-decay-style constant --lr-warmup-iters 0 --metrics "$work/metrics" "$@" >"$work/out" 2>"$work/err" &&
-        sed 's/.*"lm_loss": \([^,]*\),.*"grad_norm": \([^,]*\),.*/\1 \2/' "$work/metrics" | awk -v lr="$lr" '
-            { loss[NR] = $1; norm[NR] = $2 }
-            END {
-                ratio = (loss[1] - loss[2]) / (lr * norm[1] ^ 2)
-                print ratio
-                exit !(ratio > 0.97 && ratio < 1.03)
-            }' >>"$work/out"
+    "$train" --micro-batch-size 1 --global-batch-size 1 --train-iters 2 --weight-decay 0 --clip-grad 0 \
+        --hidden-dropout 0 --attention-dropout 0 --lr "$lr" --min-lr "$lr" --lr-decay-style constant \
+        --lr-warmup-iters 0 --metrics "$work/metrics" "$@" >"$work/out" 2>"$work/err" &&
+        sed 's/.*"lm_loss": \([^,]*\),.*"grad_norm": \([^,]*\),.*/\1 \2/' "$work/metrics" >"$work/steps"
 }
 
-# on_tokens ARGUMENTS...
-on_tokens() {
+# descends ERROR LR ARGUMENTS...: (loss before - loss after) / (lr norm^2) of an SGD step is 1.
+descends() {
+    error=$1
+    shift
+    two_steps "$@" --optimizer sgd --sgd-momentum 0 && awk -v lr="$1" -v error="$error" '
+        { loss[NR] = $1; norm[NR] = $2 }
+        END {
+            ratio = (loss[1] - loss[2]) / (lr * norm[1] ^ 2)
+            print "ratio " ratio
+            exit !(ratio > 1 - error && ratio < 1 + error)
+        }' "$work/steps" >>"$work/out"
+}
+
+# Of models with a part: the second order is 2e-4 of the first.
+has_its_slope() {
     # shellcheck disable=SC2086
-    descends 1e-3 $small --vocab-size 64 --tokens-file "$work/tokens.i32" "$@"
+    descends 1e-3 1e-4 $small $large_weights --vocab-size 64 --tokens-file "$work/tokens.i32" "$@"
 }
 
 the_activation_has_its_slope() {
-    on_tokens --relu
+    has_its_slope --relu
 }
 
-# Its state has the row's name in the checkpoint.
+# The first step changes each weight by lr / sqrt(1 - beta2) = 2 lr, so that the loss falls by 2 lr |g|_1, which is at
+# least 2 lr |g|_2. The state has the row's name in the checkpoint.
 the_optimizer_steps() {
+    # shellcheck disable=SC2086
+    two_steps 1e-5 $small --vocab-size 64 --tokens-file "$work/tokens.i32" --optimizer rmsprop --adam-beta2 0.75 &&
+        awk '{ loss[NR] = $1; norm[NR] = $2 } END { exit !(loss[1] - loss[2] > 2e-5 * norm[1]) }' "$work/steps" ||
+        return 1
     # shellcheck disable=SC2086
     "$train" $small --vocab-size 64 --mock-data --train-iters 2 --optimizer rmsprop --lr 1e-3 --save "$work/rmsprop" \
         --eval-iters 0 >"$work/out" 2>"$work/err" && grep -rqa '"[^"]*square_avg' "$work/rmsprop"
@@ -91,7 +118,7 @@ the_loss_has_its_slope() {
     "$train" $small --mock-data --tokenizer-type ByteLevel --train-iters 1 --lr 1e-3 --save "$work/bytes" \
         --eval-iters 0 >"$work/out" 2>"$work/err" || return 1
     for i in 1 2; do printf '{"prompt": "one", "chosen": "two", "rejected": "six"}\n'; done >"$work/pairs.jsonl"
-    descends 1e-5 --stage dpo --load "$work/bytes" --finetune --chat-template plain --eval-iters 0 --device cpu \
+    descends 1e-2 1e-5 --stage dpo --load "$work/bytes" --finetune --chat-template plain --eval-iters 0 --device cpu \
         --train-data-path "$work/pairs.jsonl" --seq-length 16 --preference-loss squared-hinge --beta 0.5
 }
 
@@ -118,14 +145,15 @@ continues() {
 }
 
 the_mixer_has_its_gradient() {
-    on_tokens --experimental-attention-variant moving_average --linear-attention-freq 2
+    has_its_slope --experimental-attention-variant moving_average --linear-attention-freq 2
 }
 
-# Its state carries a text through generation.
+# Its state carries a text through generation. Its weights have the names of its rows in the checkpoint.
 the_mixer_generates() {
     # shellcheck disable=SC2086
-    "$train" $small --vocab-size 64 --mock-data --train-iters 2 --lr 1e-2 --eval-iters 0 --save "$work/mixer" \
-        --experimental-attention-variant moving_average --linear-attention-freq 2 >"$work/out" 2>"$work/err" &&
+    "$train" $small $large_weights --vocab-size 64 --mock-data --train-iters 2 --lr 1e-2 --eval-iters 0 \
+        --save "$work/mixer" --experimental-attention-variant moving_average --linear-attention-freq 2 \
+        >"$work/out" 2>"$work/err" && grep -qa 'average.in_proj.weight' "$work/mixer/latest/model.safetensors" &&
         continues mixer
 }
 

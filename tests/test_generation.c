@@ -1151,6 +1151,48 @@ static void texts_begin_with_bos_where_hugging_face_adds_one(void **state) {
     rmdir(folder);
 }
 
+/* The token that a fine-tuned model learned to end with is added to those of its base, and nothing else changes. */
+static void an_end_is_added_to_generation_config_once(void **state) {
+    (void)state;
+    mt_options options;
+    mt_stops stops;
+    mt_error error;
+    mt_options_default(&options);
+    options.eos_token_id = 3;
+    mt_generation_config_add_end(&options, 3);
+    assert_null(options.generation_config);
+    for (int i = 0; i < 2; i++) mt_generation_config_add_end(&options, 5);
+    assert_int_equal(mt_stops_of_options(&stops, &options, &error), 0);
+    assert_int_equal(stops.count, 2);
+    assert_int_equal(stops.ids[1], 5);
+    free(options.generation_config);
+    options.generation_config = strdup("{\"eos_token_id\": 7, \"top_k\": 20}");
+    mt_generation_config_add_end(&options, 5);
+    assert_non_null(strstr(options.generation_config, "\"top_k\": 20"));
+    assert_int_equal(mt_stops_of_options(&stops, &options, &error), 0);
+    assert_int_equal(stops.count, 2);
+    assert_int_equal(stops.ids[0], 7);
+    assert_int_equal(stops.ids[1], 5);
+    mt_options_free(&options);
+}
+
+/* An end token that the vocabulary does not have is named. */
+static void ends_beyond_the_vocabulary_are_noted(void **state) {
+    (void)state;
+    mt_options options;
+    char text[300] = "";
+    mt_options_default(&options);
+    options.vocab_size = 100;
+    options.generation_config = strdup("{\"eos_token_id\": [99, 100]}");
+    FILE *file = fmemopen(text, sizeof text, "w");
+    assert_non_null(file);
+    mt_stops_warn(&options, file);
+    fclose(file);
+    assert_non_null(strstr(text, "has 100, and the model's last token is 99"));
+    assert_null(strstr(text, "has 99,"));
+    mt_options_free(&options);
+}
+
 static void stop_tokens_come_from_generation_config_or_config(void **state) {
     (void)state;
     char folder[] = "/tmp/mt_test_stops_XXXXXX", text[4000];
@@ -1199,6 +1241,12 @@ static void stop_tokens_come_from_generation_config_or_config(void **state) {
         if (mt_generation_config_read(&options, folder, &error) == 0) fail_msg("accepted: %s", wrong[i]);
         assert_non_null(strstr(error.text, "generation_config.json"));
         if (i > 0) assert_non_null(strstr(error.text, "token_id"));
+    }
+    const char *const sampling[] = {"{\"temperature\": \"hot\"}", "{\"do_sample\": 1}", "{\"top_k\": [1]}"};
+    for (size_t i = 0; i < sizeof sampling / sizeof *sampling; i++) {
+        write_text(folder, "generation_config.json", sampling[i]);
+        if (mt_generation_config_read(&options, folder, &error) == 0) fail_msg("accepted: %s", sampling[i]);
+        assert_non_null(strstr(error.text, "correct the file"));
     }
     write_text(folder, "generation_config.json", NULL);
     rmdir(folder);
@@ -1301,6 +1349,8 @@ int main(void) {
         cmocka_unit_test(texts_end_before_a_stop_string),
         cmocka_unit_test(texts_begin_with_bos_where_hugging_face_adds_one),
         cmocka_unit_test(stop_tokens_come_from_generation_config_or_config),
+        cmocka_unit_test(an_end_is_added_to_generation_config_once),
+        cmocka_unit_test(ends_beyond_the_vocabulary_are_noted),
         cmocka_unit_test(stories260k_gives_its_reference_logits_and_story),
         cmocka_unit_test(one_kernel_for_a_decode_step_refuses_fields_of_attention_that_it_does_not_know),
     };

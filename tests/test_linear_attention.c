@@ -311,31 +311,49 @@ static piece piece_of(int n) {
     return p;
 }
 
-/* Piece after piece by the operations of context parallelism, in pieces' order and back: states[PIECES + 1][elements]
- * are those before the pieces, dstates those after them. */
+/* A step over the pieces: forward in their order, then backward in reverse. */
+typedef struct piece_step {
+    piece p;
+    bool backward;
+    float *before, *after; // the state before the piece, and the gradient of the one after it
+    mt_states states;
+    mt_carried_state carried;
+} piece_step;
+
+/* Step n of 2 PIECES. states[PIECES + 1][elements] are those before the pieces, dstates those after them. Returns false
+ * after passing the state on if the piece has no tokens. */
+static bool piece_step_begin(piece_step *step, int n, float *states, float *dstates, int64_t elements) {
+    step->backward = n >= PIECES;
+    n = step->backward ? 2 * PIECES - 1 - n : n;
+    piece *p = &step->p;
+    *p = piece_of(n);
+    p->list.host = p->list.device = p->spans;
+    step->before = states + n * elements, step->after = dstates + n * elements;
+    step->states = (mt_states){.memory = step->before, .slots = 1, .first = &p->first, .last = &p->last};
+    const float *in = step->backward ? step->after : step->before;
+    float *out = step->backward ? step->after - elements : step->before + elements;
+    if (p->empty) memcpy(out, in, (size_t)elements * sizeof *in);
+    bool arrives = step->backward ? p->goes_on : p->continues;
+    step->carried = (mt_carried_state){0, arrives ? in : NULL, out};
+    return !p->empty;
+}
+
+/* Piece after piece by the operations of context parallelism, and back. */
 static void carry_delta(mt_delta_args a, float *states, float *dstates, int64_t elements, int64_t map_elements) {
     float *maps = calloc((size_t)map_elements, sizeof *maps), *dmaps = calloc((size_t)elements, sizeof *dmaps);
-    for (int step = 0; step < 2 * PIECES; step++) {
-        int n = step < PIECES ? step : 2 * PIECES - 1 - step;
-        piece p = piece_of(n);
-        p.list.host = p.list.device = p.spans;
-        float *before = states + n * elements, *after = dstates + n * elements;
-        a.spans = &p.list, a.maps = maps, a.dmaps = dmaps, a.dstates = NULL;
-        a.states = (mt_states){.memory = before, .slots = 1, .first = &p.first, .last = &p.last};
-        mt_carried_state forth = {0, p.continues ? before : NULL, before + elements};
-        mt_carried_state back = {0, p.goes_on ? after : NULL, after - elements};
-        if (p.empty && step < PIECES) memcpy(forth.out, before, (size_t)elements * sizeof *before);
-        if (p.empty && step >= PIECES) memcpy(back.out, after, (size_t)elements * sizeof *after);
-        if (p.empty) continue;
+    piece_step step;
+    for (int n = 0; n < 2 * PIECES; n++) {
+        if (!piece_step_begin(&step, n, states, dstates, elements)) continue;
+        a.spans = &step.p.list, a.states = step.states, a.maps = maps, a.dmaps = dmaps, a.dstates = NULL;
         ops->delta_rule_map_forward(&a, MT_F32, NULL);
-        if (step < PIECES) {
-            if (p.goes_on) ops->delta_rule_carry_forward(&a, &forth, MT_F32, NULL);
+        if (!step.backward) {
+            if (step.p.goes_on) ops->delta_rule_carry_forward(&a, &step.carried, MT_F32, NULL);
             ops->delta_rule_forward(&a, MT_F32, NULL);
             continue;
         }
         ops->delta_rule_map_backward(&a, MT_F32, NULL);
-        if (p.continues) ops->delta_rule_carry_backward(&a, &back, MT_F32, NULL);
-        a.dstates = after;
+        if (step.p.continues) ops->delta_rule_carry_backward(&a, &step.carried, MT_F32, NULL);
+        a.dstates = step.after;
         ops->delta_rule_backward(&a, MT_F32, NULL);
     }
     free(maps), free(dmaps);
@@ -370,25 +388,17 @@ static void the_delta_rule_in_pieces_equals_that_of_whole_sequences(void **state
 }
 
 static void carry_conv(mt_conv_args a, float *states, float *dstates, int64_t elements) {
-    for (int step = 0; step < 2 * PIECES; step++) {
-        int n = step < PIECES ? step : 2 * PIECES - 1 - step;
-        piece p = piece_of(n);
-        p.list.host = p.list.device = p.spans;
-        float *before = states + n * elements, *after = dstates + n * elements;
-        a.spans = &p.list, a.dstates = NULL;
-        a.states = (mt_states){.memory = before, .slots = 1, .first = &p.first, .last = &p.last};
-        mt_carried_state forth = {0, p.continues ? before : NULL, before + elements};
-        mt_carried_state back = {0, p.goes_on ? after : NULL, after - elements};
-        if (p.empty && step < PIECES) memcpy(forth.out, before, (size_t)elements * sizeof *before);
-        if (p.empty && step >= PIECES) memcpy(back.out, after, (size_t)elements * sizeof *after);
-        if (p.empty) continue;
-        if (step < PIECES) {
-            if (p.goes_on) ops->short_conv_carry_forward(&a, &forth, MT_F32, NULL);
+    piece_step step;
+    for (int n = 0; n < 2 * PIECES; n++) {
+        if (!piece_step_begin(&step, n, states, dstates, elements)) continue;
+        a.spans = &step.p.list, a.states = step.states, a.dstates = NULL;
+        if (!step.backward) {
+            if (step.p.goes_on) ops->short_conv_carry_forward(&a, &step.carried, MT_F32, NULL);
             ops->short_conv_forward(&a, MT_F32, NULL);
             continue;
         }
-        if (p.continues) ops->short_conv_carry_backward(&a, &back, MT_F32, NULL);
-        a.dstates = after;
+        if (step.p.continues) ops->short_conv_carry_backward(&a, &step.carried, MT_F32, NULL);
+        a.dstates = step.after;
         ops->short_conv_backward(&a, MT_F32, NULL);
     }
 }

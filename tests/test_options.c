@@ -486,6 +486,10 @@ static void values_that_agree_are_no_contradiction(void **state) {
         {"", "--learning-rate 0.001", "--learning-rate 0.002", "--lr 0.001 and --learning-rate 0.002 are two names"},
         {"", "--max-steps 10", "--max-steps 11", "are two names of one option, with two values"},
         {"--num-experts 4", "--num-moe-experts 4", "--num-moe-experts 8", "two names of one option"},
+        {"--disable-bias-linear", "--add-bias-linear false", "--add-bias-linear",
+         "--disable-bias-linear and --add-bias-linear are two names of one option"},
+        {"--attention-backend unfused", "--use-flash-attn false", "--use-flash-attn",
+         "--attention-backend unfused and --use-flash-attn flash are two names of one option"},
         {"--global-batch-size 4", "--train-samples 40", "--train-samples 41",
          "--train-iters and --train-samples exclude each other unless they agree"},
         {"--global-batch-size 8 --micro-batch-size 2", "--gradient-accumulation-steps 4",
@@ -776,7 +780,7 @@ static void messages_have_the_names_that_were_given(void **state) {
     expect_error(RUN "--add-bias-linear=False --disable-bias-linear=maybe", "--disable-bias-linear expects true or");
     expect_error(RUN "--no-position-embedding --multi-latent-attention --normalization RMSNorm",
                  "needs --position-embedding-type (by --no-position-embedding) rope, not none");
-    expect_error(RUN "--use-flash-attn --attention-backend cudnn", "--attention-backend cudnn needs --bf16");
+    expect_error(RUN "--use-flash-attn false --attention-backend cudnn", "--attention-backend cudnn needs --bf16");
     expect_error(RUN "--use-megatron-fsdp --pipeline-schedule zb-h1 --pipeline-model-parallel-size 2",
                  "--data-parallel-sharding-strategy (by --use-megatron-fsdp) ");
 #ifdef MT_HAVE_YAML
@@ -2399,13 +2403,14 @@ static char *describe(mt_options *o) {
 #define SIZES_OF(type) "{\"model_type\": \"" type "\", \"num_key_value_heads\": 2, " LLAMA_SIZES
 #define EXPERTS_OF(type, count)                                                                                        \
     SIZES_OF(type) ", \"num_experts_per_tok\": 8, \"" count "\": 16, \"moe_intermediate_size\": 16"
-#define DOTS1        EXPERTS_OF("dots1", "n_routed_experts") ", \"norm_topk_prob\": true, \"n_shared_experts\": 1"
-#define GLM4_MOE     EXPERTS_OF("glm4_moe", "n_routed_experts")
-#define MINIMAX_M2   SIZES_OF("minimax_m2") ", \"num_experts_per_tok\": 8, \"num_local_experts\": 16"
-#define HY_V3        EXPERTS_OF("hy_v3", "num_experts")
-#define SOLAR_OPEN   EXPERTS_OF("solar_open", "n_routed_experts")
-#define EXAONE_MOE   EXPERTS_OF("exaone_moe", "num_experts")
-#define ERNIE4_5_MOE SIZES_OF("ernie4_5_moe") ", \"moe_num_experts\": 16, \"moe_intermediate_size\": 16"
+#define DOTS1         EXPERTS_OF("dots1", "n_routed_experts") ", \"norm_topk_prob\": true, \"n_shared_experts\": 1"
+#define GLM4_MOE      EXPERTS_OF("glm4_moe", "n_routed_experts")
+#define MINIMAX_M2    SIZES_OF("minimax_m2") ", \"num_experts_per_tok\": 8, \"num_local_experts\": 16"
+#define HY_V3         EXPERTS_OF("hy_v3", "num_experts")
+#define SOLAR_OPEN    EXPERTS_OF("solar_open", "n_routed_experts")
+#define EXAONE_MOE    EXPERTS_OF("exaone_moe", "num_experts")
+#define MIMO_V2_FLASH EXPERTS_OF("mimo_v2_flash", "n_routed_experts")
+#define ERNIE4_5_MOE  SIZES_OF("ernie4_5_moe") ", \"moe_num_experts\": 16, \"moe_intermediate_size\": 16"
 #define GLM4_MOE_LITE                                                                                                  \
     "{\"model_type\": \"glm4_moe_lite\", \"num_key_value_heads\": 4, \"kv_lora_rank\": 8, \"qk_nope_head_dim\": 4, "   \
     "\"qk_rope_head_dim\": 4, \"v_head_dim\": 4, " LLAMA_SIZES FAMILY_EXPERTS
@@ -2568,7 +2573,7 @@ static void a_key_that_a_family_omits_has_the_familys_default(void **state) {
         {SIZES_OF("qwen3_5_text"), {COMMON, DELTA_KEYS}},
         {EXPERTS_OF("qwen3_5_moe_text", "num_experts") ", \"shared_expert_intermediate_size\": 16",
          {COMMON, DELTA_KEYS, "\"router_aux_loss_coef\": 0.001", "\"norm_topk_prob\": true"}},
-        {EXPERTS_OF("mimo_v2_flash", "n_routed_experts"),
+        {MIMO_V2_FLASH,
          {"\"initializer_range\": 0.02",
           "\"tie_word_embeddings\": false",
           "\"hidden_act\": \"silu\"",
@@ -2846,26 +2851,20 @@ static void other_arrangements_of_a_family_are_refused(void **state) {
         {GRANITE ", \"mamba_d_head\": 16", "\"mamba_n_heads\" 4 times \"mamba_d_head\" 16 is not"},
         {GRANITE ", \"attention_multiplier\": 0", "\"attention_multiplier\" is 0, must be above 0"},
         {GRANITE ", \"layer_types\": [\"mamba\", \"conv\"]", "\"layer_types\" holds conv"},
-        {EXPERTS_OF("mimo_v2_flash", "n_routed_experts") ", \"swa_head_dim\": 128",
-         "\"head_dim\" and \"swa_head_dim\" differ"},
-        {EXPERTS_OF("mimo_v2_flash", "n_routed_experts") ", \"swa_v_head_dim\": 64",
-         "\"v_head_dim\" and \"swa_v_head_dim\" differ"},
-        {EXPERTS_OF("mimo_v2_flash", "n_routed_experts") ", \"swa_num_attention_heads\": 8",
-         "\"swa_num_attention_heads\" is 8"},
-        {EXPERTS_OF("mimo_v2_flash", "n_routed_experts") ", \"swa_num_key_value_heads\": 2",
-         "have twice \"num_key_value_heads\" 2"},
-        {EXPERTS_OF("mimo_v2_flash", "n_routed_experts") ", \"sliding_window_size\": -1",
-         "\"sliding_window_size\" is -1"},
-        {EXPERTS_OF("mimo_v2_flash", "n_routed_experts") ", \"attention_bias\": true",
-         "\"attention_bias\": true is not supported"},
-        {EXPERTS_OF(
-             "mimo_v2_flash",
-             "n_routed_experts") ", \"rope_parameters\": {\"sliding_attention\": {\"partial_rotary_factor\": 0.5}}",
+        {MIMO_V2_FLASH ", \"swa_head_dim\": 128", "\"head_dim\" and \"swa_head_dim\" differ"},
+        {MIMO_V2_FLASH ", \"swa_v_head_dim\": 64", "\"v_head_dim\" and \"swa_v_head_dim\" differ"},
+        {MIMO_V2_FLASH ", \"swa_num_attention_heads\": 8", "\"swa_num_attention_heads\" is 8"},
+        {MIMO_V2_FLASH ", \"swa_num_key_value_heads\": 2", "have twice \"num_key_value_heads\" 2"},
+        {MIMO_V2_FLASH ", \"sliding_window_size\": -1", "\"sliding_window_size\" is -1"},
+        {MIMO_V2_FLASH ", \"attention_bias\": true", "\"attention_bias\": true is not supported"},
+        {MIMO_V2_FLASH ", \"rope_parameters\": {\"sliding_attention\": {\"partial_rotary_factor\": 0.5}}",
          "\"partial_rotary_factor\" is 0.5 in layers with a window and 0.334 in others"},
         {SIZES_OF("lfm2") ", \"conv_bias\": true", "\"conv_bias\": true is not supported"},
         {SIZES_OF("lfm2"), "\"layer_types\" lists no layer of conv"},
         {SIZES_OF("lfm2") ", \"layer_types\": [\"conv\", \"mamba\"]", "full_attention and conv are supported"},
         {SIZES_OF("lfm2") ", \"full_attn_idxs\": [0], \"block_multiple_of\": 0", "\"block_multiple_of\" is 0"},
+        {SIZES_OF("lfm2") ", \"full_attn_idxs\": [0], \"block_multiple_of\": 9223372036854775807",
+         "must be in [1,16777216]"},
         {SIZES_OF("lfm2") ", \"full_attn_idxs\": [0], \"block_ffn_dim_multiplier\": -1", "must be in (0,1024]"},
     };
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
@@ -3125,8 +3124,11 @@ static void own_checkpoints_accept_the_options_that_made_them(void **state) {
     snprintf(line, sizeof line, "%.599s --load %s", model, folder); // experts of 16
     expect_error(line, "--ffn-hidden-size is 16, but the weights have 4");
     remove_model(folder);
-    static const char *const others[][2] = {{"--num-query-groups 0", "--num-query-groups 2"},
-                                            {"--add-qkv-bias", "--add-qkv-bias --disable-bias-linear"}};
+    static const char *const others[][2] = {
+        {"--num-query-groups 0", "--num-query-groups 2"},
+        {"--add-qkv-bias", "--add-qkv-bias --disable-bias-linear"},
+        {"--kv-channels 16 --value-channels 16", "--kv-channels 16 --value-channels 8"},
+        {"--position-embedding-type rope --no-rope-freq 9", "--position-embedding-type rope --no-rope-freq 2"}};
     for (size_t i = 0; i < sizeof others / sizeof *others; i++) {
         snprintf(saved, sizeof saved, RUN "%s", others[i][0]);
         folder = folder_of_model(saved);

@@ -341,7 +341,11 @@ EOF
     prints "$work/dapo.yaml" actor_train && unused reward_model.overlong_buffer.len 'off: enable is not true' &&
         unused reward_model.overlong_buffer.penalty_factor 'off: enable is not true' &&
         ! grep -q '^  overlong\|^  dynamic' "$work/out" || return 1
-    prints "$roles/verl.yaml" actor_train && sets actor_rollout_ref.actor.shuffle shuffle-mini-batches false
+    prints "$roles/verl.yaml" actor_train && sets actor_rollout_ref.actor.shuffle shuffle-mini-batches false ||
+        return 1
+    printf '%s\n' "data: {train_files: $work/say.jsonl, seed: 7}" 'actor_rollout_ref: {model: {path: a/b}, actor: {}}' \
+        >"$work/seed.yaml"
+    prints "$work/seed.yaml" actor_train && sets data.seed seed 7
 }
 
 # Names of ROLL's configuration that hold here with one value.

@@ -4,6 +4,7 @@
 #include "../data/tokens/tokenizer_sentencepiece.h"
 #include "../data/options/option_table.h"
 #include "../data/options/options.h"
+#include "new_folder.h"
 
 #include <jansson.h>
 #include <pthread.h>
@@ -165,8 +166,8 @@ static void gpt2_vocab_and_merges_match_tokenizers(void **state) {
 static void tiktoken_model_matches_tiktoken(void **state) {
     (void)state;
     skip_without_libraries();
-    char root[] = "/tmp/mt_tokenizer_XXXXXX", file[64];
-    assert_non_null(mkdtemp(root));
+    char root[64], file[128];
+    assert_int_equal(new_folder(root), 0);
     json_t *expected = read_json(GOLDEN "kimi/expected.json"), *answer;
     mt_tokenizer *first = open_or_fail(MT_TOKENIZER_HUGGINGFACE, GOLDEN "kimi/tiktoken.model"), *tokenizer;
     mt_error error;
@@ -201,9 +202,13 @@ static void damaged_tiktoken_models_are_refused_by_line(void **state) {
     (void)state;
     skip_without_libraries();
     mt_text whole = read_whole(GOLDEN "kimi/tiktoken.model");
-    static const struct {
+    char long_token[3000] = "AQ== 1\n";
+    memset(strchr(long_token, 0), 'e', 2736); // 2052 bytes in base64
+    strcpy(strchr(long_token, 0), " 900\n");
+    const struct {
         const char *replaced, *by, *config, *message;
     } cases[] = {
+        {"AQ== 1\n", long_token, NULL, "x/tiktoken.model:3: has a token of 2052 bytes, more than 2048"},
         {"AQ== 1\n", "AQ== 1 1\n", NULL, "x/tiktoken.model:2: is not a token in base64"},
         {"AQ== 1\n", "AQ= 1\n", NULL, "x/tiktoken.model:2: is not a token in base64"},
         {"AQ== 1\n", "A=Q= 1\n", NULL, "x/tiktoken.model:2: is not a token in base64"},
@@ -221,8 +226,8 @@ static void damaged_tiktoken_models_are_refused_by_line(void **state) {
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
         mt_tokenizer *tokenizer;
         mt_error error = {0};
-        char root[] = "/tmp/mt_tokenizer_XXXXXX", path[64], config[64];
-        assert_non_null(mkdtemp(root));
+        char root[64], path[128], config[128];
+        assert_int_equal(new_folder(root), 0);
         snprintf(path, sizeof path, "%s/tiktoken.model", root);
         snprintf(config, sizeof config, "%s/tokenizer_config.json", root);
         const char *at = strstr(whole.data, cases[i].replaced);
@@ -462,8 +467,8 @@ static void eod_is_the_configured_token_or_has_a_usual_name(void **state) {
 }
 
 static void check_save(mt_tokenizer_type type, const char *path) {
-    char folder[] = "/tmp/mt_tokenizer_XXXXXX", command[64];
-    assert_non_null(mkdtemp(folder));
+    char folder[64], command[128];
+    assert_int_equal(new_folder(folder), 0);
     mt_tokenizer *tokenizer = open_or_fail(type, path), *again;
     mt_error error;
     const char *text = "Save me, and find me again.";
@@ -507,9 +512,9 @@ static void files_beside_a_tokenizer_are_saved(void **state) {
                  {MT_TOKENIZER_SENTENCEPIECE, "unigram.model from/tokenizer.model"},
                  {MT_TOKENIZER_GPT2_BPE, "gpt2/vocab.json gpt2/merges.txt from"}};
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
-        char root[] = "/tmp/mt_tokenizer_XXXXXX", from[64], to[64], command[400];
+        char root[64], from[128], to[128], command[500];
         mt_error error;
-        assert_non_null(mkdtemp(root));
+        assert_int_equal(new_folder(root), 0);
         snprintf(from, sizeof from, "%s/from", root);
         snprintf(to, sizeof to, "%s/to", root);
         snprintf(command, sizeof command,

@@ -973,7 +973,8 @@ static void mt_config_read_adjusted_width(mt_config *config, mt_options *shape) 
     double factor = mt_config_real(config, config->root, "block_ffn_dim_multiplier", 1);
     int64_t multiple = mt_config_int(config, config->root, "block_multiple_of", 256);
     if (config->failed || !adjusts) return;
-    if (multiple < 1) mt_config_fail(config, "\"block_multiple_of\" is %lld, must be positive", (long long)multiple);
+    if (multiple < 1 || multiple > 16777216)
+        mt_config_fail(config, "\"block_multiple_of\" is %lld, must be in [1,16777216]", (long long)multiple);
     if (!(factor > 0 && factor <= 1024))
         mt_config_fail(config, "\"block_ffn_dim_multiplier\" is %g, must be in (0,1024]", factor);
     if (config->failed) return;
@@ -1445,8 +1446,8 @@ static int mt_config_read(mt_options *shape, const char *json, int64_t bytes, co
 }
 
 /* True if a given value means another model than the weights are of. A list of layers can be written in several ways;
- * the width of the MLP has no meaning where every layer has experts of a given width; 0 query groups are one per head;
- * biases of all linear layers include those of queries, keys and values. */
+ * the width of the MLP has no meaning where every layer has experts of a given width; 0 query groups are one per head,
+ * and 0 value channels are those of keys; biases of all linear layers include those of queries, keys and values. */
 static bool mt_option_differs(const mt_options *options, const mt_options *shape, const mt_option *row) {
     mt_error ignored;
     mt_layer_freq_rule rule;
@@ -1454,10 +1455,11 @@ static bool mt_option_differs(const mt_options *options, const mt_options *shape
     char *given = mt_option_text(options, row), *theirs = mt_option_text(shape, row);
     bool differs = strcmp(given, theirs) != 0;
     bool has_layers = mt_option_names_layers(row, &rule) && (rule != MT_EXPERT_LAYERS || count > 0);
-    if (differs && has_layers && *given && *theirs) {
+    bool all = !*theirs && has_layers && rule == MT_ROPE_LAYERS; // have RoPE
+    if (differs && has_layers && *given && (*theirs || all)) {
         char *asked = mt_layer_freq_expand(given, rule, shape->num_layers, true, &ignored);
-        char *stored = mt_layer_freq_expand(theirs, rule, shape->num_layers, false, &ignored);
-        differs = !asked || !stored || strcmp(asked, stored) != 0;
+        char *stored = all ? NULL : mt_layer_freq_expand(theirs, rule, shape->num_layers, false, &ignored);
+        differs = !asked || (all ? strchr(asked, '0') != NULL : !stored || strcmp(asked, stored) != 0);
         free(asked), free(stored);
     } else if (differs && count > 0 && row->offset == MT_AT(ffn_hidden_size)) {
         char *stored = mt_layer_freq_expand(shape->moe_layer_freq, MT_EXPERT_LAYERS, count, false, &ignored);
@@ -1465,6 +1467,8 @@ static bool mt_option_differs(const mt_options *options, const mt_options *shape
         free(stored);
     } else if (differs && row->offset == MT_AT(num_query_groups)) {
         differs = options->num_query_groups != 0 || shape->num_query_groups != shape->num_attention_heads;
+    } else if (differs && row->offset == MT_AT(value_channels)) {
+        differs = shape->value_channels != 0 || options->value_channels != shape->kv_channels;
     } else if (differs && row->offset == MT_AT(add_qkv_bias)) {
         differs = !shape->add_bias_linear || (!options->add_qkv_bias && !options->add_bias_linear);
     }
@@ -1482,7 +1486,7 @@ static int mt_options_check_weights(const mt_options *options, const mt_options 
         if (!mt_option_differs(options, shape, row)) continue;
         char *given = mt_option_text(options, row), *theirs = mt_option_text(shape, row);
         mt_error_set(error, "--%s is %.60s, but the weights have %.60s (%.200s); leave the option out", row->name,
-                     given, theirs, path);
+                     given, *theirs ? theirs : "none", path);
         free(given), free(theirs);
         return -1;
     }

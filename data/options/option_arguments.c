@@ -8,6 +8,16 @@ static bool mt_is_name(const char *argument) {
     return strncmp(argument, "--", 2) == 0;
 }
 
+/* True if a name with its own value for an option has set it: one that is given false, or yields, has not. */
+static bool mt_setting_holds(const mt_setting *setting, const mt_options *options) {
+    const char *value = setting->megatron.value;
+    if (!value || *value == '!') return true;
+    char *text = mt_option_text(options, setting->row);
+    bool holds = strcmp(text, value) == 0;
+    free(text);
+    return holds;
+}
+
 /* Two names of an option with two values are a contradiction; one name that is given again replaces its value. */
 static int mt_option_reader_compare_names(mt_option_reader *reader, const mt_option *row, const char *where,
                                           mt_error *error) {
@@ -20,9 +30,12 @@ static int mt_option_reader_compare_names(mt_option_reader *reader, const mt_opt
     if (i == named->count) {
         mt_strings_add(named, option), mt_strings_add(named, where), mt_strings_add(named, value);
     } else if (strcmp(named->items[i + 1], where) != 0 && strcmp(named->items[i + 2], value) != 0) {
+        mt_strings_free(&reader->options->typed_names);            // the message has the names as they were given
+        bool is_flag = row->type == MT_FLAG || row->type == MT_NO; // one name may be the opposite
+        const char *first = is_flag ? "" : named->items[i + 2], *space = is_flag ? "" : " ";
         status =
-            mt_error_set(error, "%s %.100s and %s %.100s are two names of one option, with two values; leave one out",
-                         named->items[i + 1], named->items[i + 2], where, value);
+            mt_error_set(error, "%s%s%.100s and %s%s%.100s are two names of one option, with two values; leave one out",
+                         named->items[i + 1], space, first, where, space, is_flag ? "" : value);
     } else {
         mt_string_set(&named->items[i + 2], value);
     }
@@ -74,8 +87,8 @@ int mt_options_read_arguments(mt_option_reader *reader, int argc, char **argv, m
         if (index < 0) return -1;
         size_t length = strcspn(argument, "=");
         mt_setting setting = mt_setting_find(argument + 2, length - 2);
-        bool compares = setting.row && mt_setting_is_accepted(&setting, reader->program) && !setting.megatron.value &&
-                        !mt_setting_is_flag(&setting);
+        bool compares = setting.row && mt_setting_is_accepted(&setting, reader->program) &&
+                        mt_setting_holds(&setting, reader->options);
         char where[112];
         mt_option_print_name(where, argument + 2, length - 2);
         if (compares && mt_option_reader_compare_names(reader, setting.row, where, error) != 0) return -1;

@@ -146,7 +146,7 @@ static int mt_options_check_mamba(const mt_options *o, mt_error *error) {
                                      MT_AT(mamba_num_heads), MT_AT(mamba_dt_limit_low), MT_AT(mamba_dt_limit_high),
                                      MT_AT(mamba_conv_bias)};
     static const char *const layers = "--hybrid-override-pattern with an M, or --experimental-attention-variant mamba2";
-    bool has_mamba = mt_options_has_mixer(o, MT_MIXER_MAMBA2), has_states = mt_options_has_states(o);
+    bool has_mamba = mt_has_mixer(o, MT_MIXER_MAMBA2), has_states = mt_has_states(o);
     for (size_t i = 0; i < sizeof offsets / sizeof *offsets; i++)
         if (!has_mamba && o->num_layers > 0 && mt_options_gave(o, offsets[i]))
             return mt_error_set(error, "--%s needs layers of Mamba-2: %s", mt_option_of(offsets[i])->name, layers);

@@ -191,8 +191,8 @@ static int mt_options_check_multiples(const mt_options *o, int64_t world_size, m
     int64_t tp = o->tensor_model_parallel_size, cp = o->context_parallel_size, pp = o->pipeline_model_parallel_size;
     int64_t ep = o->expert_model_parallel_size, etp = mt_max(o->expert_tensor_parallel_size, 1);
     const char *tensor = "--tensor-model-parallel-size";
-    bool has_delta = mt_options_has_mixer(o, MT_MIXER_GATED_DELTA_NET);
-    bool has_mamba = mt_options_has_mixer(o, MT_MIXER_MAMBA2);
+    bool has_delta = mt_has_mixer(o, MT_MIXER_GATED_DELTA_NET);
+    bool has_mamba = mt_has_mixer(o, MT_MIXER_MAMBA2);
     const mt_multiple rows[] = {
         {"the number of ranks", world_size,
          "--tensor-model-parallel-size x --pipeline-model-parallel-size x --context-parallel-size =", tp * pp * cp,
@@ -205,7 +205,7 @@ static int mt_options_check_multiples(const mt_options *o, int64_t world_size, m
          mt_max(o->linear_num_key_heads, 1)},
         {"--linear-num-value-heads", has_delta ? o->linear_num_value_heads : 0, tensor, tp},
         {"--linear-num-key-heads", has_delta ? o->linear_num_key_heads : 0, tensor, tp, .or_divisor = true},
-        {"--hidden-size", mt_options_has_mixer(o, MT_MIXER_SHORT_CONV) ? o->hidden_size : 0, tensor, tp}, // channels
+        {"--hidden-size", mt_has_mixer(o, MT_MIXER_SHORT_CONV) ? o->hidden_size : 0, tensor, tp}, // channels
         {"--mamba-num-heads", has_mamba ? o->mamba_num_heads : 0, "--mamba-num-groups", mt_max(o->mamba_num_groups, 1)},
         {"--mamba-num-groups", has_mamba ? o->mamba_num_groups : 0, tensor, tp},
         {"--num-experts", o->num_experts, "--expert-model-parallel-size", ep},
@@ -289,7 +289,7 @@ int64_t mt_row_length(const mt_options *o) {
  * context rank --cp-comm-type has no effect, as in Megatron. */
 static int mt_options_derive_context(mt_options *o, mt_error *error) {
     int64_t tp = o->tensor_model_parallel_size, cp = o->context_parallel_size;
-    if (mt_options_has_mixer(o, MT_MIXER_MAMBA2) && cp > 1)
+    if (mt_has_mixer(o, MT_MIXER_MAMBA2) && cp > 1)
         return mt_error_set(error,
                             "Mamba-2 does not run with --context-parallel-size %lld yet; take tensor, pipeline or data "
                             "parallelism",

@@ -250,7 +250,11 @@ bool mt_inference_open(mt_inference *r, int *argc, char ***argv) {
     if (o->print_config) return print_config(r), false;
     mt_inference_check(r, mt_options_finish(o, MT_PROGRAM_INFER, r->grid.world.size, &error), &error);
     mt_inference_check(r, mt_options_agree(o, &r->grid.world, &error), &error);
-    if (r->is_first) mt_launch_answer_environment(stderr), mt_options_warn(o, MT_PROGRAM_INFER, stderr);
+    if (r->is_first) {
+        mt_launch_answer_environment(stderr);
+        mt_options_warn(o, MT_PROGRAM_INFER, stderr);
+        mt_stops_warn(o, stderr);
+    }
     mt_inference_check(r, mt_grid_build(&r->grid, o, &error), &error);
     r->folder = mt_checkpoint_resolve(o->load, &error);
     mt_inference_check(r, r->folder ? 0 : -1, &error);

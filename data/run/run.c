@@ -11,6 +11,8 @@
 #include "../options/option_table.h"
 #include "../options/option_typed.h"
 #include "../options/option_warn.h"
+#include "../tokens/chat.h"
+#include "../tokens/special_tokens.h"
 #include "../checkpoint/adapter.h"
 #include "../checkpoint/checkpoint_buckets.h"
 #include "../checkpoint/checkpoint_folder.h"
@@ -250,6 +252,24 @@ static void open_rl(mt_run *r, const mt_model_plan *plan) {
     refuse(r, mt_rl_open(&r->rl, &config, r->model, plan, &r->state, &error), &error);
 }
 
+/* The folders that a fine-tuning saves name the token that ends a response, so that other programs end there too. */
+static void name_turn_end(mt_run *r) {
+    mt_options *o = &r->options;
+    mt_error error; // whoever reads the samples reports it
+    mt_chat *chat;
+    bool has_turns = o->sft || o->stage == MT_STAGE_RL;
+    if (!o->save || o->lora_rank > 0 || !has_turns || !r->tokenizer || r->grid.world.rank != 0) return;
+    const char *path = o->tokenizer_type ? o->tokenizer_model : r->tokenizer_folder;
+    if (mt_chat_open(&chat, o->chat_template, r->tokenizer, path, &error) != 0) return;
+    int status = mt_chat_set_variables(chat, o->chat_template_kwargs, &error);
+    if (status == 0) status = mt_chat_prepare(chat, &error);
+    mt_stops stops;
+    if (status == 0) status = mt_stops_of_options(&stops, o, &error);
+    if (status == 0 && stops.count == 0) mt_generation_config_add_end(o, mt_tokenizer_eod(r->tokenizer));
+    if (status == 0) mt_generation_config_add_end(o, mt_chat_end(chat));
+    mt_chat_close(chat);
+}
+
 static void open_model(mt_run *r) {
     const mt_options *o = &r->options;
     mt_error error;
@@ -361,6 +381,7 @@ static void print_opening(const mt_run *r) {
     mt_launch_print_grace(o, stdout);
     mt_options_print(o, MT_PROGRAM_TRAIN, stdout);
     mt_options_warn(o, MT_PROGRAM_TRAIN, stdout);
+    mt_stops_warn(o, stdout);
     mt_adapter_print_left_out(o, stdout);
     if (o->save) mt_adapter_warn(o, stdout);
     mt_launch_answer_environment(stdout);
@@ -430,6 +451,7 @@ bool mt_run_open(mt_run *r, int *argc, char ***argv) {
     if (r->options.num_iterations > 0 && r->options.stage != MT_STAGE_RL) open_data(r);
     if (r->options.stage == MT_STAGE_RL && r->options.train_epochs > 0) count_iterations(r);
     print_opening(r);
+    name_turn_end(r);
     open_model(r);
     resume_data(r);
     refuse(r, mt_report_open(&r->report, r->model, &r->state, &error), &error);

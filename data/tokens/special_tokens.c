@@ -61,6 +61,21 @@ void mt_special_tokens_set(json_t *object, const mt_options *options, bool nulls
     json_decref(taken);
 }
 
+/* Settings of sampling, which other programs read in the folders that are saved, must be of their type. */
+static int check_sampling(const json_t *object, const char *path, mt_error *error) {
+    static const char *const numbers[] = {"temperature",        "top_p",      "top_k",         "min_p",
+                                          "repetition_penalty", "max_length", "max_new_tokens"};
+    const json_t *samples = json_object_get(object, "do_sample");
+    if (samples && !json_is_boolean(samples) && !json_is_null(samples))
+        return mt_error_set(error, "%s: \"do_sample\" must be true or false; correct the file", path);
+    for (size_t i = 0; i < sizeof numbers / sizeof *numbers; i++) {
+        const json_t *value = json_object_get(object, numbers[i]);
+        if (value && !json_is_number(value) && !json_is_null(value))
+            return mt_error_set(error, "%s: \"%s\" must be a number; correct the file", path, numbers[i]);
+    }
+    return 0;
+}
+
 int mt_generation_config_read(mt_options *options, const char *folder, mt_error *error) {
     int64_t bytes;
     free(options->generation_config);
@@ -71,6 +86,7 @@ int mt_generation_config_read(mt_options *options, const char *folder, mt_error 
     char *text = mt_file_read(path, 100000000, &bytes, error);
     json_t *json = text ? mt_json_parse(text, bytes, JSON_REJECT_DUPLICATES, path, error) : NULL;
     int status = json ? mt_special_tokens_check(json, path, error) : -1;
+    if (status == 0) status = check_sampling(json, path, error);
     json_decref(json);
     free(path);
     if (status == 0)
@@ -93,6 +109,24 @@ int mt_generation_config_write(const mt_options *options, const char *folder, mt
     return status;
 }
 
+void mt_generation_config_add_end(mt_options *options, int64_t id) {
+    mt_stops stops;
+    mt_error error; // of an "eos_token_id" that is too long, which has no room
+    if (id < 0 || mt_stops_of_options(&stops, options, &error) != 0) return;
+    for (int64_t i = 0; i < stops.count; i++)
+        if (stops.ids[i] == id) return;
+    if (!mt_stops_add(&stops, id)) return;
+    const char *text = options->generation_config;
+    json_t *json = text ? mt_json_parse(text, (int64_t)strlen(text), 0, NULL, &error) : json_object();
+    json_t *ends = json_array();
+    if (!text) mt_special_tokens_set(json, options, false);
+    for (int64_t i = 0; i < stops.count; i++) json_array_append_new(ends, json_integer(stops.ids[i]));
+    json_object_set_new(json, keys[EOS], ends);
+    free(options->generation_config);
+    options->generation_config = mt_json_print(json);
+    json_decref(json);
+}
+
 bool mt_stops_add(mt_stops *stops, int64_t id) {
     for (int64_t i = 0; i < stops->count; i++)
         if (stops->ids[i] == id) return true;
@@ -109,6 +143,19 @@ static bool add_ends(mt_stops *stops, const json_t *object) {
     if (json_is_integer(ends)) fits = mt_stops_add(stops, json_integer_value(ends));
     json_array_foreach(ends, i, item) fits = fits && mt_stops_add(stops, json_integer_value(item));
     return fits;
+}
+
+void mt_stops_warn(const mt_options *o, FILE *file) {
+    mt_stops stops;
+    mt_error error; // reported where the list is needed
+    bool is_known = o->generation_config || o->special_tokens;
+    if (!is_known || o->vocab_size == 0 || mt_stops_of_options(&stops, o, &error) != 0) return;
+    for (int64_t i = 0; i < stops.count; i++)
+        if (stops.ids[i] >= o->vocab_size)
+            fprintf(file,
+                    "\"eos_token_id\" of the model's folder has %lld, and the model's last token is %lld: it "
+                    "ends no text\n",
+                    (long long)stops.ids[i], (long long)o->vocab_size - 1);
 }
 
 int mt_stops_of_options(mt_stops *stops, const mt_options *o, mt_error *error) {

@@ -23,11 +23,16 @@ void mt_special_tokens_take(mt_options *options, const json_t *config);
  * `nulls` only ids that name a token. */
 void mt_special_tokens_set(json_t *object, const mt_options *options, bool nulls);
 
-/* Reads generation_config.json of a folder, if it has one. Errors: no JSON; an id that is none. */
+/* Reads generation_config.json of a folder, if it has one. Errors: no JSON; an id that is none; a setting
+ * of sampling of another type. */
 int mt_generation_config_read(mt_options *options, const char *folder, mt_error *error);
 
 /* Writes generation_config.json: as it was read, or else the ids of special tokens, if there are any. */
 int mt_generation_config_write(const mt_options *options, const char *folder, mt_error *error);
+
+/* Adds a token to the end tokens of the generation_config.json that mt_generation_config_write writes, unless it, or
+ * config.json where it has none, names that token. */
+void mt_generation_config_add_end(mt_options *options, int64_t id);
 
 /* Adds a token to the tokens that end a text, unless it is one of them; false if there is no room. */
 bool mt_stops_add(mt_stops *stops, int64_t id);
@@ -35,6 +40,9 @@ bool mt_stops_add(mt_stops *stops, int64_t id);
 /* The tokens that end a text of the model that options were read from: those of generation_config.json, which may list
  * several; without any there, those of config.json; perhaps none. An error if mt_stops does not hold them all. */
 int mt_stops_of_options(mt_stops *stops, const mt_options *options, mt_error *error);
+
+/* Prints the end tokens of the model's folder that its vocabulary does not have. */
+void mt_stops_warn(const mt_options *options, FILE *file);
 
 #ifdef __cplusplus
 }

@@ -813,7 +813,10 @@ int mt_tokenizer_load_gpt2(mt_tokenizer *tokenizer, const char *vocab_path, cons
                                       "(?i:'s|'t|'re|'ve|'m|'ll|'d)?"                                                  \
                                       "|\\p{N}{1,3}| ?[^\\s\\p{L}\\p{N}]+[\\r\\n]*|\\s*[\\r\\n]+|\\s+(?!\\S)|\\s+"
 
-enum { KIMI_SPECIAL_TOKENS = 256 }; // ids behind the ranks, named by tokenizer_config.json or reserved
+enum {
+    KIMI_SPECIAL_TOKENS = 256,     // ids behind the ranks, named by tokenizer_config.json or reserved
+    MAX_RANKED_TOKEN_BYTES = 2048, // all cuts of a token are looked up; those of Kimi are shorter than 200
+};
 
 /* PCRE2 before 10.40 has no sc:, and there \p{Han} means the script. */
 static int set_kimi_pattern(loader *l) {
@@ -855,6 +858,9 @@ static int add_ranked_token(loader *l, mt_text *scratch, int64_t number, const c
     if (!good)
         return mt_error_set(l->error, "%s:%lld: is not a token in base64, a space and a rank; get the file again",
                             l->path, (long long)number);
+    if (scratch->bytes > MAX_RANKED_TOKEN_BYTES)
+        return mt_error_set(l->error, "%s:%lld: has a token of %lld bytes, more than %d; get the file again", l->path,
+                            (long long)number, (long long)scratch->bytes, (int)MAX_RANKED_TOKEN_BYTES);
     if (mt_token_add(l->tokenizer, rank, scratch->data, scratch->bytes, MT_TOKEN_NORMAL, l->error)) return -1;
     if (mt_token_index(l->tokenizer, (int32_t)rank) == (int32_t)rank) return 0;
     return mt_error_set(l->error, "%s:%lld: the token of rank %lld has another rank too; get the file again", l->path,
