@@ -8933,10 +8933,9 @@ static void mt_layer_backward(mt_model *m, const mt_pass *p, mt_layer *w, mt_act
     mt_deferred left;
     replay.replay = true;
     for (int i = count - 1; i >= 0; i--) {
-        mt_block_gradients d = {.dout = i + 1 < count ? dmiddle : dresidual, .dx = i > 0 ? dmiddle : dresidual};
-        if (i + 1 == count) d.gathered = gathered;
-        if (i == 0 && ahead) d.left = &left;
-        if (splits && count == 1) d.dx = dmiddle; // which is not dout: see mt_block_backward
+        bool last = i + 1 == count, apart = splits && count == 1; // apart: dx is not dout, see mt_block_backward
+        mt_block_gradients d = {.dout = last ? dresidual : dmiddle, .gathered = last && gathered};
+        d.dx = i > 0 || apart ? dmiddle : dresidual, d.left = i == 0 && ahead ? &left : NULL;
         if (replays) mt_block_replay(m, &replay, w, a, &blocks[i]);
         if (replays && i == 0) m->recomputed = a;
         mt_block_backward(m, p, w, a, &blocks[i], d);
