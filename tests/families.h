@@ -47,12 +47,12 @@ __attribute__((unused)) static bool has_delta_nets(const char *family) {
     return strncmp(family, "qwen3_next", 10) == 0 || strncmp(family, "qwen3_5", 7) == 0;
 }
 
-/* Families with Mamba-2. */
+/* Families with Mamba-2, which runs without context parallelism. */
 __attribute__((unused)) static bool has_mamba(const char *family) {
     return strcmp(family, "nemotron_h") == 0 || strcmp(family, "granitemoehybrid") == 0;
 }
 
-/* Families with these or short convolutions, which the CPU alone computes, without context parallelism. */
+/* Families with these or short convolutions, which the CPU alone computes. */
 __attribute__((unused)) static bool is_linear_family(const char *family) {
     return has_delta_nets(family) || has_mamba(family) || strcmp(family, "lfm2") == 0;
 }
