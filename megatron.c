@@ -50,6 +50,9 @@
  *   §17a its kernels
  *   §17b the mixer
  *   §17c the gated short convolution
+ *   §18  Mamba-2
+ *   §18a its kernels
+ *   §18b the mixer
  */
 #ifndef _GNU_SOURCE
 #define _GNU_SOURCE // clock_gettime, madvise
@@ -300,6 +303,12 @@ mt_options mt_options_plain(int64_t num_layers, int64_t hidden_size, int64_t num
         .linear_key_head_dim = 128,
         .linear_value_head_dim = 128,
         .linear_conv_kernel_dim = 4,
+        .mamba_state_dim = 128,
+        .mamba_head_dim = 64,
+        .mamba_num_groups = 8,
+        .mamba_conv_bias = true,
+        .residual_multiplier = 1,
+        .logits_scaling = 1,
         .moe_router_topk = 2,
         .moe_router_load_balancing_type = MT_BALANCING_AUX_LOSS,
         .moe_router_topk_scaling_factor = 1,
@@ -456,6 +465,9 @@ int mt_options_check_limits(const mt_options *o, const mt_limits *l, mt_error *e
          "--linear-value-head-dim is %lld, and the gated delta rule on this device takes heads of at most %lld "
          "channels",
          {o->linear_value_head_dim, l->delta_channels}},
+        {l->no_plain && mt_has_mixer(o, MT_MIXER_MAMBA2),
+         "Mamba-2 (--experimental-attention-variant mamba2, M in --hybrid-override-pattern) runs on the CPU only so far; "
+         "take --device cpu"},
         {l->no_plain && !o->multi_latent_attention && mt_value_channels(o) != o->kv_channels,
          "--value-channels other than --kv-channels runs on the CPU only so far; take --device cpu"},
         {l->no_plain && o->window_num_query_groups > 0,
@@ -5457,6 +5469,11 @@ typedef struct mt_layer {
     mt_weight A_log, dt_bias;      // [value heads]
     mt_weight delta_norm;          // [channels of a value head]
     mt_linear short_in;            // C -> B, C, x of a gated short convolution
+    mt_linear mamba_in;            // C -> z, x, B, C, dt of Mamba-2, which has A_log and dt_bias of its heads too
+    mt_weight mamba_conv;          // [x, B and C, taps]
+    mt_weight mamba_conv_bias;     // [x, B and C]
+    mt_weight mamba_norm;          // [heads, channels]
+    mt_weight mamba_d;             // [heads]
     mt_linear o;                   // H Dv -> C
     mt_norm attention_out_norm;    // of the output of attention
     mt_norm mlp_norm;
@@ -5494,8 +5511,13 @@ bool mt_options_tied(const mt_options *o) {
     return o->head_type == MT_HEAD_LM && !o->untie_embeddings_and_output_weights;
 }
 
+static bool mt_mixer_attends(mt_mixer_kind mixer) {
+    return mixer == MT_MIXER_ATTENTION || mixer == MT_MIXER_LATENT_ATTENTION;
+}
+
 mt_layer_kind mt_layer_kind_of(const mt_options *o, int64_t layer) {
     int64_t letter = mt_min(layer, o->num_layers - 1);
+    char half = o->hybrid_layers ? o->hybrid_layers[letter] : 0;
     bool has_experts = o->moe_layers && o->moe_layers[letter] == '1';
     bool has_window = o->window_size > 0 && (!o->window_layers || o->window_layers[letter] == '1');
     bool has_rope =
@@ -5503,8 +5525,12 @@ mt_layer_kind mt_layer_kind_of(const mt_options *o, int64_t layer) {
     bool is_linear = o->linear_layers && layer < o->num_layers && o->linear_layers[layer] == '1'; // modules attend
     mt_layer_kind kind = {.mixer = o->multi_latent_attention ? MT_MIXER_LATENT_ATTENTION : MT_MIXER_ATTENTION};
     bool is_conv = o->experimental_attention_variant == MT_VARIANT_SHORT_CONV;
-    if (is_linear) kind.mixer = is_conv ? MT_MIXER_SHORT_CONV : MT_MIXER_GATED_DELTA_NET, has_window = has_rope = false;
+    bool is_mamba = o->experimental_attention_variant == MT_VARIANT_MAMBA2;
+    if (is_linear) kind.mixer = is_mamba ? MT_MIXER_MAMBA2 : is_conv ? MT_MIXER_SHORT_CONV : MT_MIXER_GATED_DELTA_NET;
+    if (half && half != '*') kind.mixer = half == 'M' ? MT_MIXER_MAMBA2 : MT_MIXER_NONE;
+    if (!mt_mixer_attends(kind.mixer)) has_window = has_rope = false;
     kind.feed_forward = has_experts ? MT_FEED_FORWARD_EXPERTS : MT_FEED_FORWARD_DENSE;
+    if (half && half != '-') kind.feed_forward = half == 'E' ? MT_FEED_FORWARD_EXPERTS : MT_FEED_FORWARD_NONE;
     kind.window = has_window ? o->window_size : 0;
     kind.groups = has_window && o->window_num_query_groups > 0 ? o->window_num_query_groups : o->num_query_groups;
     kind.softmax = has_window || !o->sinks_in_windows_only ? o->softmax_type : MT_SOFTMAX_VANILLA;
@@ -5516,6 +5542,20 @@ bool mt_has_mixer(const mt_options *o, mt_mixer_kind mixer) {
     for (int64_t i = 0; i < o->num_layers; i++)
         if (mt_layer_kind_of(o, i).mixer == mixer) return true;
     return false;
+}
+
+bool mt_has_states(const mt_options *o) {
+    for (int64_t i = 0; i < o->num_layers; i++) {
+        mt_mixer_kind mixer = mt_layer_kind_of(o, i).mixer;
+        if (!mt_mixer_attends(mixer) && mixer != MT_MIXER_NONE) return true;
+    }
+    return false;
+}
+
+int64_t mt_num_dense_layers(const mt_options *o) {
+    int64_t layers = 0;
+    for (int64_t i = 0; i < o->num_layers; i++) layers += mt_layer_kind_of(o, i).feed_forward == MT_FEED_FORWARD_DENSE;
+    return layers;
 }
 
 bool mt_layer_has_experts(const mt_options *o, int64_t layer) {
@@ -5564,7 +5604,10 @@ int64_t mt_num_expert_layers(const mt_options *o) {
       "--linear-num-value-heads and --linear-value-head-dim")                                                          \
     X(VALUE_HEADS, o->linear_num_value_heads, "--linear-num-value-heads")                                              \
     X(VALUE_CHANNELS, o->linear_value_head_dim, "--linear-value-head-dim")                                             \
-    X(TAPS, o->linear_conv_kernel_dim, "--linear-conv-kernel-dim")
+    X(TAPS, o->linear_conv_kernel_dim, "--linear-conv-kernel-dim")                                                     \
+    X(MAMBA_HEADS, o->mamba_num_heads, "--mamba-num-heads")                                                            \
+    X(MAMBA_INNER, o->mamba_num_heads * o->mamba_head_dim, "--mamba-num-heads and --mamba-head-dim")                   \
+    X(MAMBA_STATES, o->mamba_num_groups * o->mamba_state_dim, "--mamba-num-groups and --mamba-state-dim")
 
 #define MT_DIMENSION_NAME(name, size, option)   MT_DIM_##name,
 #define MT_DIMENSION_SIZE(name, size, option)   size,
@@ -5592,9 +5635,14 @@ static int64_t mt_dimension_size(const mt_options *o, int64_t layer, mt_dimensio
     X(LAYERNORM, o->normalization == MT_LAYERNORM, "--normalization")                                                  \
     X(NORMS_BEFORE, mt_norms_before(o), "--norm-placement")                                                            \
     X(NORMS_AFTER, mt_norms_after(o), "--norm-placement")                                                              \
-    X(DELTA, is_delta, "--linear-attention-freq")                                                                      \
-    X(SHORT_CONV, is_conv, "--linear-attention-freq")                                                                  \
-    X(NO_ATTENTION, !attends, "--linear-attention-freq")                                                               \
+    X(NO_ATTENTION, !attends, "--linear-attention-freq") /* than attention */                                          \
+    X(DELTA, mixer == MT_MIXER_GATED_DELTA_NET, "--linear-attention-freq")                                             \
+    X(SHORT_CONV, mixer == MT_MIXER_SHORT_CONV, "--linear-attention-freq")                                             \
+    X(MAMBA, mixer == MT_MIXER_MAMBA2, "--hybrid-override-pattern")                                                    \
+    X(CONV_BIAS, o->mamba_conv_bias, "--disable-mamba-conv-bias")                                                      \
+    X(NO_MIXER, mixer == MT_MIXER_NONE, "--hybrid-override-pattern")                                                   \
+    X(NO_MLP, kind.feed_forward != MT_FEED_FORWARD_DENSE, "--moe-layer-freq") /* but experts or nothing */             \
+    X(NO_FEED_FORWARD, layer >= 0 && kind.feed_forward == MT_FEED_FORWARD_NONE, "--hybrid-override-pattern")           \
     X(LATENT, attends && o->multi_latent_attention, "--multi-latent-attention")                                        \
     X(Q_LATENT, attends && o->multi_latent_attention && o->q_lora_rank > 0, "--q-lora-rank")                           \
     X(HEAD_NORMS, attends &&mt_norms_heads(o) && !o->qk_layernorm_all_heads, "--qk-layernorm")                         \
@@ -5615,7 +5663,7 @@ static int64_t mt_dimension_size(const mt_options *o, int64_t layer, mt_dimensio
     X(MTP, layer >= o->num_layers, "--mtp-num-layers")
 
 #define MT_CONDITION_NAME(name, test, option)   MT_CONDITION_##name,
-#define MT_CONDITION_BIT(name, test, option)    | (unsigned)(test) << MT_CONDITION_##name
+#define MT_CONDITION_BIT(name, test, option)    | (uint64_t)(test) << MT_CONDITION_##name
 #define MT_CONDITION_OPTION(name, test, option) option,
 
 enum { MT_CONDITIONS(MT_CONDITION_NAME) MT_NUM_CONDITIONS };
@@ -5623,12 +5671,11 @@ enum { MT_CONDITIONS(MT_CONDITION_NAME) MT_NUM_CONDITIONS };
 static const char *const mt_condition_option[MT_NUM_CONDITIONS] = {MT_CONDITIONS(MT_CONDITION_OPTION)};
 
 /* A bit for each condition that holds. */
-static unsigned mt_layer_conditions(const mt_options *o, int64_t layer) {
-    bool has_experts = layer >= 0 && mt_layer_has_experts(o, layer);
-    mt_mixer_kind mixer = layer >= 0 ? mt_layer_kind_of(o, layer).mixer : MT_MIXER_ATTENTION;
-    bool is_delta = mixer == MT_MIXER_GATED_DELTA_NET, is_conv = mixer == MT_MIXER_SHORT_CONV;
-    bool attends = !is_delta && !is_conv;
-    bool has_sinks = layer >= 0 && mt_layer_kind_of(o, layer).softmax == MT_SOFTMAX_LEARNABLE;
+static uint64_t mt_layer_conditions(const mt_options *o, int64_t layer) {
+    mt_layer_kind kind = layer >= 0 ? mt_layer_kind_of(o, layer) : (mt_layer_kind){0};
+    mt_mixer_kind mixer = kind.mixer;
+    bool has_experts = kind.feed_forward == MT_FEED_FORWARD_EXPERTS, attends = mt_mixer_attends(mixer);
+    bool has_sinks = kind.softmax == MT_SOFTMAX_LEARNABLE && layer >= 0;
     return 0 MT_CONDITIONS(MT_CONDITION_BIT);
 }
 
@@ -5647,6 +5694,8 @@ enum {
     MT_NAMES_MIMO,
     MT_NAMES_QWEN3_NEXT,
     MT_NAMES_LFM2,
+    MT_NAMES_NEMOTRON_H,
+    MT_NAMES_GRANITE,
     MT_NAMES_MIMO_V2,
     MT_NUM_NAMES
 };
@@ -5682,7 +5731,10 @@ typedef enum mt_param_kind {
     MT_KEY_TAPS,     // the same for channels of key heads
     MT_LOG_DECAYS,   // a number of each value head
     MT_DECAY_BIASES, // likewise
-    MT_GATED_NORM    // one weight for all value heads, never 1 + weight
+    MT_GATED_NORM,   // one weight for all value heads, never 1 + weight
+    MT_CHANNEL_NORM, // a number of each channel of the heads, likewise
+    MT_SKIPS,        // a number of each head
+    MT_TIME_STEPS    // likewise
 } mt_param_kind;
 
 static const struct {
@@ -5712,6 +5764,9 @@ static const struct {
     [MT_LOG_DECAYS] = {MT_CUT_ROWS, MT_INIT_LOG_DECAY, MT_GRADIENT_WHOLE, 0},
     [MT_DECAY_BIASES] = {MT_CUT_ROWS, MT_INIT_ONES, MT_GRADIENT_WHOLE, 0},
     [MT_GATED_NORM] = {MT_CUT_NONE, MT_INIT_ONES, MT_GRADIENT_HEADS, 0},
+    [MT_CHANNEL_NORM] = {MT_CUT_ROWS, MT_INIT_ONES, MT_GRADIENT_WHOLE, 0},
+    [MT_SKIPS] = {MT_CUT_ROWS, MT_INIT_ONES, MT_GRADIENT_WHOLE, 0},
+    [MT_TIME_STEPS] = {MT_CUT_ROWS, MT_INIT_TIME_STEP, MT_GRADIENT_WHOLE, 0},
 };
 
 typedef struct mt_role_row {
@@ -5721,14 +5776,14 @@ typedef struct mt_role_row {
     mt_dimension rows, cols; // in the whole model; cols MT_DIM_ONE: a vector, which does not decay
     const char *field_name;
     size_t field;                    // of its mt_weight in mt_layer, or in mt_outer for units outside the layers
-    unsigned when, unless;           // conditions: all of `when` and none of `unless`
+    uint64_t when, unless;           // conditions: all of `when` and none of `unless`
     bool fused;                      // continues the row above, if that exists, and is found by that one's field
     const char *names[MT_NUM_NAMES]; // after the layer's prefix; # is the expert's number, without which a tensor holds
                                      // all experts of a layer; NULL: as Llama
 } mt_role_row;
 
 /* MT_ROLE: a parameter of a layer; MT_FUSED: one that may continue the row above; MT_OUTSIDE: outside the layers. */
-#define MT_HAS(name) (1u << MT_CONDITION_##name)
+#define MT_HAS(name) ((uint64_t)1 << MT_CONDITION_##name)
 #define MT_ANY_ROLE(owner, role, unit, kind, rows, cols, field, when, unless, fused, ...)                              \
     {                                                                                                                  \
         MT_##role, MT_UNIT_##unit, MT_##kind, MT_DIM_##rows, MT_DIM_##cols, #field, offsetof(owner, field), when,      \
@@ -5745,7 +5800,8 @@ typedef struct mt_role_row {
 
 static const mt_role_row mt_role_rows[] = {
     MT_OUTSIDE(WORD_EMBEDDING, WORDS, EMBEDDING, VOCAB, C, word_embedding, 0, 0, "model.embed_tokens.weight",
-               "transformer.wte.weight", NULL, NULL, "embed_tokens.weight"),
+               "transformer.wte.weight", NULL, NULL,
+               "embed_tokens.weight", [MT_NAMES_NEMOTRON_H] = "backbone.embeddings.weight"),
     MT_OUTSIDE(POSITION_EMBEDDING, POSITIONS, REPLICATED, POSITIONS, C, position_embedding, MT_HAS(LEARNED_POSITIONS),
                0, "model.embed_positions.weight", "transformer.wpe.weight"),
     /* attention; latent attention without a q latent has q_proj in place of q_b_proj */
@@ -5757,13 +5813,13 @@ static const mt_role_row mt_role_rows[] = {
     MT_ROLE(KV_B, LAYER, COLUMN, H_NOPE_DV, KV_LORA, kv_b.weight, MT_HAS(LATENT), 0, "self_attn.kv_b_proj.weight"),
     MT_ROLE(ATTENTION_GATE, LAYER, COLUMN, HD, C, gate.weight, MT_HAS(OUTPUT_GATE), 0, "self_attn.q_proj.weight"),
     MT_ROLE(Q, LAYER, COLUMN, HD, C, qkv.weight, 0, MT_HAS(LATENT) | MT_HAS(NO_ATTENTION), "self_attn.q_proj.weight",
-            "attn.c_attn.weight"),
+            "attn.c_attn.weight", [MT_NAMES_NEMOTRON_H] = "mixer.q_proj.weight"),
     MT_FUSED(K, LAYER, COLUMN_KV, GD, C, qkv.weight, 0, MT_HAS(LATENT) | MT_HAS(NO_ATTENTION),
-             "self_attn.k_proj.weight", "attn.c_attn.weight"),
+             "self_attn.k_proj.weight", "attn.c_attn.weight", [MT_NAMES_NEMOTRON_H] = "mixer.k_proj.weight"),
     MT_FUSED(V, LAYER, COLUMN_KV, GDV, C, qkv.weight, 0, MT_HAS(LATENT) | MT_HAS(NO_ATTENTION),
-             "self_attn.v_proj.weight", "attn.c_attn.weight"),
-    MT_ROLE(O, LAYER, ROW, C, HDV, o.weight, 0, MT_HAS(NO_ATTENTION), "self_attn.o_proj.weight",
-            "attn.c_proj.weight", [MT_NAMES_LFM2] = "self_attn.out_proj.weight"),
+             "self_attn.v_proj.weight", "attn.c_attn.weight", [MT_NAMES_NEMOTRON_H] = "mixer.v_proj.weight"),
+    MT_ROLE(O, LAYER, ROW, C, HDV, o.weight, 0, MT_HAS(NO_ATTENTION), "self_attn.o_proj.weight", "attn.c_proj.weight",
+            [MT_NAMES_LFM2] = "self_attn.out_proj.weight", [MT_NAMES_NEMOTRON_H] = "mixer.o_proj.weight"),
     /* gated delta net */
     MT_ROLE(DELTA_Q, LAYER, COLUMN_KEYS, KEYS, C, delta_in.weight, MT_HAS(DELTA), 0,
             "linear_attn.in_proj_qkv.weight", [MT_NAMES_QWEN3_NEXT] = "linear_attn.in_proj_qkvz.weight"),
@@ -5786,24 +5842,45 @@ static const mt_role_row mt_role_rows[] = {
     MT_FUSED(SHORT_C, LAYER, COLUMN, C, C, short_in.weight, MT_HAS(SHORT_CONV), 0, "conv.in_proj.weight"),
     MT_FUSED(SHORT_X, LAYER, COLUMN, C, C, short_in.weight, MT_HAS(SHORT_CONV), 0, "conv.in_proj.weight"),
     MT_ROLE(O, LAYER, ROW, C, C, o.weight, MT_HAS(SHORT_CONV), 0, "conv.out_proj.weight"),
+    /* Mamba-2 */
+    MT_ROLE(MAMBA_Z, LAYER, COLUMN, MAMBA_INNER, C, mamba_in.weight, MT_HAS(MAMBA), 0,
+            "mamba.in_proj.weight", [MT_NAMES_NEMOTRON_H] = "mixer.in_proj.weight"),
+    MT_FUSED(MAMBA_X, LAYER, COLUMN, MAMBA_INNER, C, mamba_in.weight, MT_HAS(MAMBA), 0,
+             "mamba.in_proj.weight", [MT_NAMES_NEMOTRON_H] = "mixer.in_proj.weight"),
+    MT_FUSED(MAMBA_B, LAYER, COLUMN, MAMBA_STATES, C, mamba_in.weight, MT_HAS(MAMBA), 0,
+             "mamba.in_proj.weight", [MT_NAMES_NEMOTRON_H] = "mixer.in_proj.weight"),
+    MT_FUSED(MAMBA_C, LAYER, COLUMN, MAMBA_STATES, C, mamba_in.weight, MT_HAS(MAMBA), 0,
+             "mamba.in_proj.weight", [MT_NAMES_NEMOTRON_H] = "mixer.in_proj.weight"),
+    MT_FUSED(MAMBA_DT, LAYER, COLUMN, MAMBA_HEADS, C, mamba_in.weight, MT_HAS(MAMBA), 0,
+             "mamba.in_proj.weight", [MT_NAMES_NEMOTRON_H] = "mixer.in_proj.weight"),
+    MT_ROLE(O, LAYER, ROW, C, MAMBA_INNER, o.weight, MT_HAS(MAMBA), 0,
+            "mamba.out_proj.weight", [MT_NAMES_NEMOTRON_H] = "mixer.out_proj.weight"),
     /* MLP, or shared expert and router */
-    MT_ROLE(GATE, LAYER, COLUMN, F, C, fc1.weight, MT_HAS(GATED), MT_HAS(EXPERTS),
-            "mlp.gate_proj.weight", [MT_NAMES_LFM2] = "feed_forward.w1.weight"),
-    MT_FUSED(UP, LAYER, COLUMN, F, C, fc1.weight, 0, MT_HAS(EXPERTS), "mlp.up_proj.weight",
-             "mlp.c_fc.weight", [MT_NAMES_LFM2] = "feed_forward.w3.weight"),
-    MT_ROLE(DOWN, LAYER, ROW, C, F, down.weight, 0, MT_HAS(EXPERTS), "mlp.down_proj.weight",
-            "mlp.c_proj.weight", [MT_NAMES_LFM2] = "feed_forward.w2.weight"),
+    MT_ROLE(GATE, LAYER, COLUMN, F, C, fc1.weight, MT_HAS(GATED), MT_HAS(NO_MLP), "mlp.gate_proj.weight",
+            [MT_NAMES_LFM2] = "feed_forward.w1.weight", [MT_NAMES_GRANITE] = "shared_mlp.input_linear.weight"),
+    MT_FUSED(UP, LAYER, COLUMN, F, C, fc1.weight, 0, MT_HAS(NO_MLP), "mlp.up_proj.weight",
+             "mlp.c_fc.weight", [MT_NAMES_LFM2] = "feed_forward.w3.weight",
+             [MT_NAMES_NEMOTRON_H] = "mixer.up_proj.weight", [MT_NAMES_GRANITE] = "shared_mlp.input_linear.weight"),
+    MT_ROLE(DOWN, LAYER, ROW, C, F, down.weight, 0, MT_HAS(NO_MLP), "mlp.down_proj.weight",
+            "mlp.c_proj.weight", [MT_NAMES_LFM2] = "feed_forward.w2.weight",
+            [MT_NAMES_NEMOTRON_H] = "mixer.down_proj.weight", [MT_NAMES_GRANITE] = "shared_mlp.output_linear.weight"),
     MT_ROLE(SHARED_GATE, LAYER, COLUMN, SHARED_F, C, fc1.weight, MT_HAS(SHARED) | MT_HAS(GATED), 0,
             "mlp.shared_experts.gate_proj.weight", NULL, NULL, "mlp.shared_expert.gate_proj.weight", NULL, NULL,
-            "mlp.shared_mlp.gate_proj.weight", [MT_NAMES_QWEN3_NEXT] = "mlp.shared_expert.gate_proj.weight"),
+            "mlp.shared_mlp.gate_proj.weight", [MT_NAMES_QWEN3_NEXT] = "mlp.shared_expert.gate_proj.weight",
+            [MT_NAMES_GRANITE] = "shared_mlp.input_linear.weight"),
     MT_FUSED(SHARED_UP, LAYER, COLUMN, SHARED_F, C, fc1.weight, MT_HAS(SHARED), 0, "mlp.shared_experts.up_proj.weight",
              NULL, NULL, "mlp.shared_expert.up_proj.weight", NULL, NULL,
-             "mlp.shared_mlp.up_proj.weight", [MT_NAMES_QWEN3_NEXT] = "mlp.shared_expert.up_proj.weight"),
+             "mlp.shared_mlp.up_proj.weight", [MT_NAMES_QWEN3_NEXT] = "mlp.shared_expert.up_proj.weight",
+             [MT_NAMES_NEMOTRON_H] = "mixer.shared_experts.up_proj.weight",
+             [MT_NAMES_GRANITE] = "shared_mlp.input_linear.weight"),
     MT_ROLE(SHARED_DOWN, LAYER, ROW, C, SHARED_F, down.weight, MT_HAS(SHARED), 0, "mlp.shared_experts.down_proj.weight",
             NULL, NULL, "mlp.shared_expert.down_proj.weight", NULL, NULL,
-            "mlp.shared_mlp.down_proj.weight", [MT_NAMES_QWEN3_NEXT] = "mlp.shared_expert.down_proj.weight"),
+            "mlp.shared_mlp.down_proj.weight", [MT_NAMES_QWEN3_NEXT] = "mlp.shared_expert.down_proj.weight",
+            [MT_NAMES_NEMOTRON_H] = "mixer.shared_experts.down_proj.weight",
+            [MT_NAMES_GRANITE] = "shared_mlp.output_linear.weight"),
     MT_ROLE(ROUTER, LAYER, ROUTING, E, C, router.weight, MT_HAS(ROUTER), 0, "mlp.gate.weight", NULL,
-            "block_sparse_moe.gate.weight", NULL, NULL, "mlp.router.weight", "mlp.router.gate.weight"),
+            "block_sparse_moe.gate.weight", NULL, NULL, "mlp.router.weight", "mlp.router.gate.weight",
+            [MT_NAMES_NEMOTRON_H] = "mixer.gate.weight", [MT_NAMES_GRANITE] = "block_sparse_moe.router.layer.weight"),
     MT_ROLE(SHARED_EXPERT_GATE, LAYER, ROUTING, ONE, C, shared_gate.weight, MT_HAS(SHARED_GATE), 0,
             "mlp.shared_expert_gate.weight"),
     /* multi-token prediction; its norms are the first vectors */
@@ -5814,6 +5891,12 @@ static const mt_role_row mt_role_rows[] = {
     MT_FUSED(CONV_K, LAYER, KEY_TAPS, KEYS, TAPS, conv, MT_HAS(DELTA), 0, "linear_attn.conv1d.weight"),
     MT_FUSED(CONV_V, LAYER, TAPS, VALUES, TAPS, conv, MT_HAS(DELTA), 0, "linear_attn.conv1d.weight"),
     MT_ROLE(SHORT_TAPS, LAYER, TAPS, C, TAPS, conv, MT_HAS(SHORT_CONV), 0, "conv.conv.weight"),
+    MT_ROLE(CONV_X, LAYER, TAPS, MAMBA_INNER, TAPS, mamba_conv, MT_HAS(MAMBA), 0,
+            "mamba.conv1d.weight", [MT_NAMES_NEMOTRON_H] = "mixer.conv1d.weight"),
+    MT_FUSED(CONV_B, LAYER, TAPS, MAMBA_STATES, TAPS, mamba_conv, MT_HAS(MAMBA), 0,
+             "mamba.conv1d.weight", [MT_NAMES_NEMOTRON_H] = "mixer.conv1d.weight"),
+    MT_FUSED(CONV_C, LAYER, TAPS, MAMBA_STATES, TAPS, mamba_conv, MT_HAS(MAMBA), 0,
+             "mamba.conv1d.weight", [MT_NAMES_NEMOTRON_H] = "mixer.conv1d.weight"),
     MT_ROLE(MTP_EMBEDDING_NORM, LAYER, NORM, C, ONE, mtp_embedding_norm.weight, MT_HAS(MTP), 0,
             "enorm.weight", [MT_NAMES_MIMO] = "token_layernorm.weight"),
     MT_ROLE(MTP_HIDDEN_NORM, LAYER, NORM, C, ONE, mtp_hidden_norm.weight, MT_HAS(MTP), 0,
@@ -5821,26 +5904,29 @@ static const mt_role_row mt_role_rows[] = {
     MT_ROLE(MTP_FINAL_NORM, LAYER, NORM, C, ONE, mtp_final_norm.weight, MT_HAS(MTP), 0,
             "shared_head.norm.weight", [MT_NAMES_MIMO] = "final_layernorm.weight"),
     /* vectors */
-    MT_ROLE(INPUT_NORM, LAYER, NORM, C, ONE, input_norm.weight, MT_HAS(NORMS_BEFORE), 0, "input_layernorm.weight",
-            "ln_1.weight", [MT_NAMES_LFM2] = "operator_norm.weight"),
-    MT_ROLE(INPUT_NORM_BIAS, LAYER, NORM_BIAS, C, ONE, input_norm.bias, MT_HAS(NORMS_BEFORE) | MT_HAS(LAYERNORM), 0,
-            "input_layernorm.bias", "ln_1.bias"),
-    MT_ROLE(ATTENTION_OUT_NORM, LAYER, NORM, C, ONE, attention_out_norm.weight, MT_HAS(NORMS_AFTER), 0,
+    MT_ROLE(INPUT_NORM, LAYER, NORM, C, ONE, input_norm.weight, MT_HAS(NORMS_BEFORE), MT_HAS(NO_MIXER),
+            "input_layernorm.weight",
+            "ln_1.weight", [MT_NAMES_LFM2] = "operator_norm.weight", [MT_NAMES_NEMOTRON_H] = "norm.weight"),
+    MT_ROLE(INPUT_NORM_BIAS, LAYER, NORM_BIAS, C, ONE, input_norm.bias, MT_HAS(NORMS_BEFORE) | MT_HAS(LAYERNORM),
+            MT_HAS(NO_MIXER), "input_layernorm.bias", "ln_1.bias"),
+    MT_ROLE(ATTENTION_OUT_NORM, LAYER, NORM, C, ONE, attention_out_norm.weight, MT_HAS(NORMS_AFTER), MT_HAS(NO_MIXER),
             "post_attention_layernorm.weight"),
     MT_ROLE(ATTENTION_OUT_NORM_BIAS, LAYER, NORM_BIAS, C, ONE, attention_out_norm.bias,
-            MT_HAS(NORMS_AFTER) | MT_HAS(LAYERNORM), 0, "post_attention_layernorm.bias"),
-    MT_ROLE(MLP_NORM, LAYER, NORM, C, ONE, mlp_norm.weight, MT_HAS(NORMS_BEFORE), MT_HAS(NORMS_AFTER),
-            "post_attention_layernorm.weight", "ln_2.weight", [MT_NAMES_LFM2] = "ffn_norm.weight"),
-    MT_ROLE(MLP_NORM, LAYER, NORM, C, ONE, mlp_norm.weight, MT_HAS(NORMS_BEFORE) | MT_HAS(NORMS_AFTER), 0,
-            "pre_feedforward_layernorm.weight"),
+            MT_HAS(NORMS_AFTER) | MT_HAS(LAYERNORM), MT_HAS(NO_MIXER), "post_attention_layernorm.bias"),
+    MT_ROLE(MLP_NORM, LAYER, NORM, C, ONE, mlp_norm.weight, MT_HAS(NORMS_BEFORE),
+            MT_HAS(NORMS_AFTER) | MT_HAS(NO_FEED_FORWARD), "post_attention_layernorm.weight",
+            "ln_2.weight", [MT_NAMES_LFM2] = "ffn_norm.weight", [MT_NAMES_NEMOTRON_H] = "norm.weight"),
+    MT_ROLE(MLP_NORM, LAYER, NORM, C, ONE, mlp_norm.weight, MT_HAS(NORMS_BEFORE) | MT_HAS(NORMS_AFTER),
+            MT_HAS(NO_FEED_FORWARD), "pre_feedforward_layernorm.weight"),
     MT_ROLE(MLP_NORM_BIAS, LAYER, NORM_BIAS, C, ONE, mlp_norm.bias, MT_HAS(NORMS_BEFORE) | MT_HAS(LAYERNORM),
-            MT_HAS(NORMS_AFTER), "post_attention_layernorm.bias", "ln_2.bias"),
+            MT_HAS(NORMS_AFTER) | MT_HAS(NO_FEED_FORWARD), "post_attention_layernorm.bias", "ln_2.bias"),
     MT_ROLE(MLP_NORM_BIAS, LAYER, NORM_BIAS, C, ONE, mlp_norm.bias,
-            MT_HAS(NORMS_BEFORE) | MT_HAS(NORMS_AFTER) | MT_HAS(LAYERNORM), 0, "pre_feedforward_layernorm.bias"),
-    MT_ROLE(MLP_OUT_NORM, LAYER, NORM, C, ONE, mlp_out_norm.weight, MT_HAS(NORMS_AFTER), 0,
+            MT_HAS(NORMS_BEFORE) | MT_HAS(NORMS_AFTER) | MT_HAS(LAYERNORM), MT_HAS(NO_FEED_FORWARD),
+            "pre_feedforward_layernorm.bias"),
+    MT_ROLE(MLP_OUT_NORM, LAYER, NORM, C, ONE, mlp_out_norm.weight, MT_HAS(NORMS_AFTER), MT_HAS(NO_FEED_FORWARD),
             "post_feedforward_layernorm.weight"),
-    MT_ROLE(MLP_OUT_NORM_BIAS, LAYER, NORM_BIAS, C, ONE, mlp_out_norm.bias, MT_HAS(NORMS_AFTER) | MT_HAS(LAYERNORM), 0,
-            "post_feedforward_layernorm.bias"),
+    MT_ROLE(MLP_OUT_NORM_BIAS, LAYER, NORM_BIAS, C, ONE, mlp_out_norm.bias, MT_HAS(NORMS_AFTER) | MT_HAS(LAYERNORM),
+            MT_HAS(NO_FEED_FORWARD), "post_feedforward_layernorm.bias"),
     MT_ROLE(Q_A_NORM, LAYER, NORM, Q_LORA, ONE, q_a_norm, MT_HAS(Q_LATENT), 0, "self_attn.q_a_layernorm.weight"),
     MT_ROLE(KV_A_NORM, LAYER, NORM, KV_LORA, ONE, kv_a_norm, MT_HAS(LATENT), 0, "self_attn.kv_a_layernorm.weight"),
     MT_ROLE(Q_NORM, LAYER, HEAD_NORM, D, ONE, q_norm, MT_HAS(HEAD_NORMS), 0,
@@ -5853,6 +5939,20 @@ static const mt_role_row mt_role_rows[] = {
             "linear_attn.norm.weight"),
     MT_ROLE(A_LOG, LAYER, LOG_DECAYS, VALUE_HEADS, ONE, A_log, MT_HAS(DELTA), 0, "linear_attn.A_log"),
     MT_ROLE(DT_BIAS, LAYER, DECAY_BIASES, VALUE_HEADS, ONE, dt_bias, MT_HAS(DELTA), 0, "linear_attn.dt_bias"),
+    MT_ROLE(MAMBA_NORM, LAYER, CHANNEL_NORM, MAMBA_INNER, ONE, mamba_norm, MT_HAS(MAMBA), 0,
+            "mamba.norm.weight", [MT_NAMES_NEMOTRON_H] = "mixer.norm.weight"),
+    MT_ROLE(A_LOG, LAYER, LOG_DECAYS, MAMBA_HEADS, ONE, A_log, MT_HAS(MAMBA), 0,
+            "mamba.A_log", [MT_NAMES_NEMOTRON_H] = "mixer.A_log"),
+    MT_ROLE(MAMBA_D, LAYER, SKIPS, MAMBA_HEADS, ONE, mamba_d, MT_HAS(MAMBA), 0,
+            "mamba.D", [MT_NAMES_NEMOTRON_H] = "mixer.D"),
+    MT_ROLE(DT_BIAS, LAYER, TIME_STEPS, MAMBA_HEADS, ONE, dt_bias, MT_HAS(MAMBA), 0,
+            "mamba.dt_bias", [MT_NAMES_NEMOTRON_H] = "mixer.dt_bias"),
+    MT_ROLE(CONV_X_BIAS, LAYER, COLUMN_BIAS, MAMBA_INNER, ONE, mamba_conv_bias, MT_HAS(MAMBA) | MT_HAS(CONV_BIAS), 0,
+            "mamba.conv1d.bias", [MT_NAMES_NEMOTRON_H] = "mixer.conv1d.bias"),
+    MT_FUSED(CONV_B_BIAS, LAYER, COLUMN_BIAS, MAMBA_STATES, ONE, mamba_conv_bias, MT_HAS(MAMBA) | MT_HAS(CONV_BIAS), 0,
+             "mamba.conv1d.bias", [MT_NAMES_NEMOTRON_H] = "mixer.conv1d.bias"),
+    MT_FUSED(CONV_C_BIAS, LAYER, COLUMN_BIAS, MAMBA_STATES, ONE, mamba_conv_bias, MT_HAS(MAMBA) | MT_HAS(CONV_BIAS), 0,
+             "mamba.conv1d.bias", [MT_NAMES_NEMOTRON_H] = "mixer.conv1d.bias"),
     MT_ROLE(SINKS, LAYER, HEAD_LOGITS, H, ONE, sinks, MT_HAS(SINKS), 0,
             "self_attn.sinks", [MT_NAMES_MIMO_V2] = "self_attn.attention_sink_bias"),
     MT_ROLE(Q_BIAS, LAYER, COLUMN_BIAS, HD, ONE, qkv.bias, MT_HAS(QKV_BIAS), 0, "self_attn.q_proj.bias",
@@ -5862,11 +5962,11 @@ static const mt_role_row mt_role_rows[] = {
     MT_FUSED(V_BIAS, LAYER, COLUMN_KV_BIAS, GDV, ONE, qkv.bias, MT_HAS(QKV_BIAS), 0, "self_attn.v_proj.bias",
              "attn.c_attn.bias"),
     MT_ROLE(O_BIAS, LAYER, ROW_BIAS, C, ONE, o.bias, MT_HAS(O_BIAS), 0, "self_attn.o_proj.bias", "attn.c_proj.bias"),
-    MT_ROLE(GATE_BIAS, LAYER, COLUMN_BIAS, F, ONE, fc1.bias, MT_HAS(MLP_BIAS) | MT_HAS(GATED), MT_HAS(EXPERTS),
+    MT_ROLE(GATE_BIAS, LAYER, COLUMN_BIAS, F, ONE, fc1.bias, MT_HAS(MLP_BIAS) | MT_HAS(GATED), MT_HAS(NO_MLP),
             "mlp.gate_proj.bias"),
-    MT_FUSED(UP_BIAS, LAYER, COLUMN_BIAS, F, ONE, fc1.bias, MT_HAS(MLP_BIAS), MT_HAS(EXPERTS), "mlp.up_proj.bias",
+    MT_FUSED(UP_BIAS, LAYER, COLUMN_BIAS, F, ONE, fc1.bias, MT_HAS(MLP_BIAS), MT_HAS(NO_MLP), "mlp.up_proj.bias",
              "mlp.c_fc.bias"),
-    MT_ROLE(DOWN_BIAS, LAYER, ROW_BIAS, C, ONE, down.bias, MT_HAS(MLP_BIAS), MT_HAS(EXPERTS), "mlp.down_proj.bias",
+    MT_ROLE(DOWN_BIAS, LAYER, ROW_BIAS, C, ONE, down.bias, MT_HAS(MLP_BIAS), MT_HAS(NO_MLP), "mlp.down_proj.bias",
             "mlp.c_proj.bias"),
     MT_ROLE(ROUTER_LINEAR_BIAS, LAYER, NORM_BIAS, E, ONE, router.bias, MT_HAS(ROUTER_LINEAR_BIAS), 0, "mlp.gate.bias",
             NULL, "block_sparse_moe.gate.bias", NULL, NULL, "mlp.router.bias"),
@@ -5874,13 +5974,15 @@ static const mt_role_row mt_role_rows[] = {
      * their biases in the same order */
     MT_ROLE(EXPERT_GATE, EXPERTS, COLUMN, EXPERT_F, C, expert_fc1.weight, MT_HAS(EXPERTS) | MT_HAS(GATED), 0,
             "mlp.experts.#.gate_proj.weight", NULL, "block_sparse_moe.experts.#.w1.weight", NULL, NULL,
-            "mlp.experts.gate_up_proj"),
+            "mlp.experts.gate_up_proj", [MT_NAMES_GRANITE] = "block_sparse_moe.input_linear.weight"),
     MT_FUSED(EXPERT_UP, EXPERTS, COLUMN, EXPERT_F, C, expert_fc1.weight, MT_HAS(EXPERTS), 0,
              "mlp.experts.#.up_proj.weight", NULL, "block_sparse_moe.experts.#.w3.weight", NULL, NULL,
-             "mlp.experts.gate_up_proj"),
+             "mlp.experts.gate_up_proj", [MT_NAMES_NEMOTRON_H] = "mixer.experts.#.up_proj.weight",
+             [MT_NAMES_GRANITE] = "block_sparse_moe.input_linear.weight"),
     MT_ROLE(EXPERT_DOWN, EXPERTS, ROW, C, EXPERT_F, expert_down.weight, MT_HAS(EXPERTS), 0,
             "mlp.experts.#.down_proj.weight", NULL, "block_sparse_moe.experts.#.w2.weight", NULL, NULL,
-            "mlp.experts.down_proj"),
+            "mlp.experts.down_proj", [MT_NAMES_NEMOTRON_H] = "mixer.experts.#.down_proj.weight",
+            [MT_NAMES_GRANITE] = "block_sparse_moe.output_linear.weight"),
     MT_ROLE(EXPERT_GATE_BIAS, EXPERTS, COLUMN_BIAS, EXPERT_F, ONE, expert_fc1.bias,
             MT_HAS(EXPERTS) | MT_HAS(MLP_BIAS) | MT_HAS(GATED), 0, "mlp.experts.#.gate_proj.bias", NULL, NULL, NULL,
             NULL, "mlp.experts.gate_up_proj_bias"),
@@ -5895,7 +5997,8 @@ static const mt_role_row mt_role_rows[] = {
     MT_OUTSIDE(SCORE, OUTPUT, REPLICATED, ONE, C, head.weight, MT_HAS(TOKEN_HEAD), 0, "score.weight",
                "classifier.weight"),
     MT_OUTSIDE(FINAL_NORM, OUTPUT, NORM, C, ONE, final_norm.weight, 0, 0, "model.norm.weight",
-               "transformer.ln_f.weight", [MT_NAMES_LFM2] = "model.embedding_norm.weight"),
+               "transformer.ln_f.weight", [MT_NAMES_LFM2] = "model.embedding_norm.weight",
+               [MT_NAMES_NEMOTRON_H] = "backbone.norm_f.weight"),
     MT_OUTSIDE(FINAL_NORM_BIAS, OUTPUT, NORM_BIAS, C, ONE, final_norm.bias, MT_HAS(LAYERNORM), 0, "model.norm.bias",
                "transformer.ln_f.bias"),
     MT_OUTSIDE(SCORE_BIAS, OUTPUT, NORM_BIAS, ONE, ONE, head.bias, MT_HAS(TOKEN_HEAD), 0, "score.bias",
@@ -5903,7 +6006,8 @@ static const mt_role_row mt_role_rows[] = {
     /* not trained by the optimizer: moved towards equal loads */
     MT_ROLE(ROUTER_BIAS, UNTRAINED, ROW_BIAS, E, ONE, router_bias, MT_HAS(ROUTER_BIAS), MT_HAS(ROW_OF_BIAS),
             "mlp.gate.e_score_correction_bias", NULL, "block_sparse_moe.e_score_correction_bias", NULL, NULL, NULL,
-            "mlp.expert_bias", "mlp.e_score_correction_bias"),
+            "mlp.expert_bias",
+            "mlp.e_score_correction_bias", [MT_NAMES_NEMOTRON_H] = "mixer.gate.e_score_correction_bias"),
     MT_ROLE(ROUTER_BIAS, UNTRAINED, ROW_BIAS, ONE, E, router_bias, MT_HAS(ROUTER_BIAS) | MT_HAS(ROW_OF_BIAS), 0,
             "mlp.moe_statics.e_score_correction_bias"),
 };
@@ -5965,21 +6069,26 @@ static void mt_param_set_name(const mt_param_table *table, const mt_role_row *ro
              number ? number + 1 : "");
 }
 
-/* An expert's part of the tensor that holds all experts, matrices [in, out]: gate and up take turns, output by output.
- */
+/* An expert's part of the tensor that holds all experts. Granite: matrices [out, in], gate above up. Others: [in, out];
+ * gate and up take turns, output by output. */
 static void mt_param_stack(const mt_param_table *table, const mt_role_row *row, mt_param *param) {
     const mt_role_row *other = row->fused ? row - 1 : row + 1;
     int names = table->family->names;
     bool paired = strcmp(mt_role_row_name(row, names), mt_role_row_name(other, names)) == 0;
-    param->hf_stack = table->options->num_experts, param->hf_transposed = true;
-    param->hf_stride = paired ? 2 : 1;
-    param->hf_row = param->expert * param->hf_stride * param->whole_rows + row->fused;
-    param->hf_rows_total = param->hf_stack * param->hf_stride * param->whole_rows;
+    int64_t parts = paired ? 2 : 1;
+    param->hf_stack = table->options->num_experts, param->hf_transposed = names != MT_NAMES_GRANITE;
+    param->hf_stride = param->hf_transposed ? parts : 1;
+    param->hf_row = param->expert * parts * param->whole_rows;
+    if (row->fused) param->hf_row += param->hf_transposed ? 1 : param->whole_rows;
+    param->hf_rows_total = param->hf_stack * parts * param->whole_rows;
 }
 
-/* True for the matrices of a gated delta net's input, which are one linear. */
+/* True for the matrices of a gated delta net's input, which are one linear; for those of any linear attention's. */
 static bool mt_is_delta_in(mt_role role) {
     return role >= MT_DELTA_Q && role <= MT_DELTA_A;
+}
+static bool mt_is_linear_attention_in(mt_role role) {
+    return mt_is_delta_in(role) || (role >= MT_MAMBA_Z && role <= MT_MAMBA_DT);
 }
 
 /* Groups of rows in the Hugging Face tensor of a role: one for each head, with all that the head has, or 1. */
@@ -6075,7 +6184,8 @@ static void mt_param_add(mt_param_table *table, const mt_role_row *row, int64_t 
     bool of_layer = param->is_linear && layer >= 0 && param->linear != MT_LINEAR_ROUTER && !(row->when & MT_HAS(MTP));
     param->takes_fp8 = of_layer && !continues;
     // an adapter's file names modules, and mt_options.lora_roles has 64 bits
-    param->can_adapt = of_layer && !stacked && param->hf_groups == 1 && !mt_is_delta_in(row->role) && row->role < 64;
+    param->can_adapt =
+        of_layer && !stacked && param->hf_groups == 1 && !mt_is_linear_attention_in(row->role) && row->role < 64;
     if (stacked)
         mt_param_stack(table, row, param);
     else
@@ -6095,7 +6205,7 @@ static void mt_params_add_experts(mt_param_table *table, const mt_role_row *row,
 /* Appends the rows of a unit that exist in a layer (-1: outside the layers) and returns their number. */
 static int64_t mt_params_add_unit(mt_param_table *table, mt_unit unit, int64_t layer) {
     const mt_role_row *end = mt_role_rows + MT_NUM_ROLE_ROWS, *before = NULL, *next;
-    unsigned has = mt_layer_conditions(table->options, layer);
+    uint64_t has = mt_layer_conditions(table->options, layer);
     int64_t count = table->count;
     for (const mt_role_row *row = mt_role_rows; row < end; row = next) {
         next = row + 1;
@@ -6322,7 +6432,7 @@ typedef struct mt_layer_scratch {
     float *means;                    // [2, T], with q/k norm over all heads
     float *row_dot;                  // [T, H]
     void *dgate;                     // [T, H Dv] gradient of the output gate
-    void *dconv, *ddelta;            // gradients of conv and delta_out of a gated delta net
+    void *dconv, *ddelta;            // gradients of conv and of delta_out or mamba_out
     void *dshort_x;                  // [T, C / tp] gradient of a short convolution's input
     mt_carry conv_carry, rule_carry; // context parallelism: states of a mixer's convolution, of the delta rule
     float *rule_maps, *drule_maps;   // [MT_PIECES, Hv, Dk, Dv + Dk] and [MT_PIECES, Hv, Dk, Dv]: see mt_delta_args
@@ -6553,6 +6663,9 @@ typedef struct mt_activations {
     void *delta_out;                       // [T, value heads, channels] of the delta rule
     float *delta_rstd;                     // [T, value heads] of its norm
     void *short_in, *short_x;              // [T, B, C, x] of a gated short convolution, and its input B x
+    void *mamba_in;                        // [T, z, x, B, C, dt] of Mamba-2; conv: its x, B, C
+    void *mamba_out;                       // [T, heads, channels] of the scan
+    float *mamba_rstd;                     // [T, groups] of its norm
     void *attention_out;                   // [R, C] before the norm after it
     mt_normed attention_out_norm;          // its y is not kept, as that of mlp_out_norm
     void *middle;                          // [R, C] residual stream between attention and MLP
@@ -6778,8 +6891,10 @@ static void *mt_stored_x(const mt_pass *p, const mt_activations *a, const mt_lin
     return p->training && !p->replay ? mt_saved_x(a, linear) : NULL;
 }
 
+/* y NULL: nothing reads it, in a replay of a unit's last block. */
 static void mt_layer_linear_forward(const mt_pass *p, const mt_activations *a, const mt_linear *linear, const void *x,
                                     void *y) {
+    if (!y) return;
     void *x_transposed = mt_stored_x(p, a, linear);
     mt_linear_forward(mt_linears(p), linear, &(mt_linear_io){.x = x, .x_transposed = x_transposed, .y = y});
 }
@@ -6803,6 +6918,11 @@ static void mt_layer_backward_weight(const mt_pass *p, mt_activations *a) {
 }
 
 /* ==== §9c norms and the residual stream =========================================================================== */
+
+/* x[R, C] *= factor. */
+static void mt_scale(const mt_model *m, const mt_pass *p, void *x, double factor) {
+    if (factor != 1) m->ops->scale(x, (float)factor, p->rows * m->C, m->dtype, p->stream);
+}
 
 /* The dropouts of a layer; each has a key of its own. */
 enum { MT_DROP_EMBEDDING, MT_DROP_ATTENTION, MT_DROP_ATTENTION_OUT, MT_DROP_MLP_OUT, MT_NUM_DROPS };
@@ -6985,7 +7105,7 @@ typedef struct mt_delta_sizes {
 static mt_delta_sizes mt_delta_sizes_of(const mt_model *m) {
     const mt_options *o = m->options;
     int64_t ranks = m->grid->tensor.size;
-    if (o->experimental_attention_variant != MT_VARIANT_GATED_DELTA_NET) return (mt_delta_sizes){0};
+    if (!mt_has_mixer(o, MT_MIXER_GATED_DELTA_NET)) return (mt_delta_sizes){0};
     mt_delta_sizes z = {.Hk = mt_max(o->linear_num_key_heads / ranks, 1), .Hv = o->linear_num_value_heads / ranks};
     z.Dk = o->linear_key_head_dim, z.Dv = o->linear_value_head_dim;
     z.conv = 2 * z.Hk * z.Dk + z.Hv * z.Dv, z.in = z.conv + z.Hv * (z.Dv + 2);
@@ -6995,6 +7115,23 @@ static mt_delta_sizes mt_delta_sizes_of(const mt_model *m) {
 /* Channels of a gated short convolution on this rank; 0: the model has none. */
 static int64_t mt_short_channels(const mt_model *m) {
     return m->options->experimental_attention_variant == MT_VARIANT_SHORT_CONV ? m->C / m->grid->tensor.size : 0;
+}
+
+/* The sizes of Mamba-2 on this rank. */
+typedef struct mt_mamba_sizes {
+    int64_t G, H, N, P; // groups, heads, rows and columns of a head's state
+    int64_t inner;      // channels of x, and of z
+    int64_t conv, in;   // channels of x, B and C; columns of mamba_in
+} mt_mamba_sizes;
+
+static mt_mamba_sizes mt_mamba_sizes_of(const mt_model *m) {
+    const mt_options *o = m->options;
+    int64_t ranks = m->grid->tensor.size;
+    if (!mt_has_mixer(o, MT_MIXER_MAMBA2)) return (mt_mamba_sizes){0};
+    mt_mamba_sizes z = {.G = o->mamba_num_groups / ranks, .H = o->mamba_num_heads / ranks};
+    z.N = o->mamba_state_dim, z.P = o->mamba_head_dim, z.inner = z.H * z.P;
+    z.conv = z.inner + 2 * z.G * z.N, z.in = z.inner + z.conv + z.H;
+    return z;
 }
 
 static void mt_latent_slots(const mt_model *m, mt_slots *s, const mt_layer *w) {
@@ -8515,7 +8652,8 @@ static mt_deferred mt_experts_backward(mt_model *m, const mt_pass *p, mt_layer *
 }
 
 /* ==== §9g layer =================================================================================================== */
-/* A layer is two blocks on the residual stream, a mixer and a feed-forward, each a row of a table of kinds. A block
+/* A layer is two blocks on the residual stream, a mixer and a feed-forward, or one of them, each a row of a table of
+ * kinds. A block
  * adds to its input x: x + dropout(after(kind(before(x)))), where `before` and `after` are norms that the model has or
  * not (--norm-placement). To add a kind: a section with its functions, and a row here. */
 
@@ -8548,6 +8686,18 @@ static void mt_short_forward(mt_model *m, const mt_pass *p, const mt_layer *w, m
 static mt_deferred mt_short_backward(mt_model *m, const mt_pass *p, mt_layer *w, mt_activations *a,
                                      const mt_block_gradients *block);
 
+/* §18 */
+static void mt_mamba_slots(const mt_model *m, mt_slots *s, const mt_layer *w);
+static void mt_mamba_forward(mt_model *m, const mt_pass *p, const mt_layer *w, mt_activations *a, const void *x,
+                             void *out);
+static mt_deferred mt_mamba_backward(mt_model *m, const mt_pass *p, mt_layer *w, mt_activations *a,
+                                     const mt_block_gradients *block);
+
+/* Of a layer without such a block. */
+static void mt_no_slots(const mt_model *m, mt_slots *s, const mt_layer *w) {
+    (void)m, (void)s, (void)w;
+}
+
 static const mt_block_kind mt_mixer_kinds[] = {
     [MT_MIXER_ATTENTION] = {"attention", mt_attention_slots, mt_attention_forward, NULL, mt_attention_backward, true,
                             offsetof(mt_layer, o)},
@@ -8558,6 +8708,9 @@ static const mt_block_kind mt_mixer_kinds[] = {
                                   offsetof(mt_layer, o)},
     [MT_MIXER_SHORT_CONV] = {"gated short convolution", mt_short_slots, mt_short_forward, NULL, mt_short_backward,
                              false, offsetof(mt_layer, o)},
+    [MT_MIXER_MAMBA2] = {"Mamba-2", mt_mamba_slots, mt_mamba_forward, NULL, mt_mamba_backward, false,
+                         offsetof(mt_layer, o)},
+    [MT_MIXER_NONE] = {"none", mt_no_slots, NULL, NULL, NULL, false, 0},
 };
 
 static const mt_block_kind mt_feed_forward_kinds[] = {
@@ -8565,6 +8718,7 @@ static const mt_block_kind mt_feed_forward_kinds[] = {
                                offsetof(mt_layer, down)},
     [MT_FEED_FORWARD_EXPERTS] = {"experts", mt_mlp_slots, mt_experts_forward, mt_experts_replay, mt_experts_backward,
                                  false, offsetof(mt_layer, down)},
+    [MT_FEED_FORWARD_NONE] = {"none", mt_no_slots, NULL, NULL, NULL, false, 0},
 };
 
 /* A block of a layer: its kind, its parameters of norms, and the places of its values. */
@@ -8583,8 +8737,9 @@ typedef struct mt_block {
 static size_t mt_mixer_x(const mt_model *m) {
     return mt_norms_before(m->options) ? offsetof(mt_activations, input_norm.y) : offsetof(mt_activations, input);
 }
-static size_t mt_feed_forward_x(const mt_model *m) {
-    return mt_norms_before(m->options) ? offsetof(mt_activations, mlp_norm.y) : offsetof(mt_activations, middle);
+static size_t mt_feed_forward_x(const mt_model *m, const mt_layer *w) {
+    if (mt_norms_before(m->options)) return offsetof(mt_activations, mlp_norm.y);
+    return w->kind.mixer == MT_MIXER_NONE ? offsetof(mt_activations, input) : offsetof(mt_activations, middle);
 }
 
 static mt_block mt_mixer_block(const mt_model *m, const mt_layer *w, const mt_activations *a) {
@@ -8603,12 +8758,27 @@ static mt_block mt_feed_forward_block(const mt_model *m, const mt_layer *w, cons
     return (mt_block){.kind = &mt_feed_forward_kinds[w->kind.feed_forward],
                       .before = mt_norms_before(m->options) ? &w->mlp_norm : NULL,
                       .after = mt_norms_after(m->options) ? &w->mlp_out_norm : NULL,
-                      .input = a->middle,
+                      .input = w->kind.mixer == MT_MIXER_NONE ? a->input : a->middle,
                       .normed = a->mlp_norm,
-                      .x_field = mt_feed_forward_x(m),
+                      .x_field = mt_feed_forward_x(m, w),
                       .out = a->mlp_out,
                       .out_normed = a->mlp_out_norm,
                       .drop = MT_DROP_MLP_OUT};
+}
+
+/* The blocks of a layer, in order; returns their number. */
+static int mt_layer_blocks(const mt_model *m, const mt_layer *w, const mt_activations *a, mt_block blocks[2]) {
+    int count = 0;
+    if (w->kind.mixer != MT_MIXER_NONE) blocks[count++] = mt_mixer_block(m, w, a);
+    if (w->kind.feed_forward != MT_FEED_FORWARD_NONE) blocks[count++] = mt_feed_forward_block(m, w, a);
+    return count;
+}
+
+/* The norm of a layer's input. */
+static mt_next_norm mt_first_norm(const mt_model *m, const mt_layer *w, const mt_activations *a) {
+    bool is_mixer = w->kind.mixer != MT_MIXER_NONE;
+    if (!mt_norms_before(m->options)) return (mt_next_norm){.layer = w};
+    return (mt_next_norm){is_mixer ? &w->input_norm : &w->mlp_norm, is_mixer ? &a->input_norm : &a->mlp_norm, w};
 }
 
 /* The operand of the block's kind. */
@@ -8628,13 +8798,14 @@ static void mt_transposed_slots(const mt_model *m, mt_slots *s, const mt_layer *
     mt_slot_add_transposed(m, s, x, &w->gate, to + step, !normed);
     mt_slot_add_transposed(m, s, x, &w->delta_in, to, !normed);
     mt_slot_add_transposed(m, s, x, &w->short_in, to, !normed);
+    mt_slot_add_transposed(m, s, x, &w->mamba_in, to, !normed);
     mt_slot_add_transposed(m, s, x, &w->latent, to, !normed || !has_q_latent);
     if (has_q_latent) x = offsetof(mt_activations, q_latent);
     mt_slot_add_transposed(m, s, x, &w->q_b, to + step, !has_q_latent || up_again);
     mt_slot_add_transposed(m, s, offsetof(mt_activations, kv_latent), &w->kv_b, to + 2 * step, up_again);
     size_t attended = w->kind.mixer == MT_MIXER_ATTENTION ? mt_attention_out_x(m) : offsetof(mt_activations, attended);
     mt_slot_add_transposed(m, s, attended, &w->o, to + 3 * step, true);
-    mt_slot_add_transposed(m, s, mt_feed_forward_x(m), &w->fc1, to + 4 * step,
+    mt_slot_add_transposed(m, s, mt_feed_forward_x(m, w), &w->fc1, to + 4 * step,
                            !normed || w->expert_bucket >= 0 || mlp_again);
     mt_slot_add_transposed(m, s, offsetof(mt_activations, mlp_active), &w->down, to + 5 * step, false);
 }
@@ -8658,25 +8829,31 @@ static void mt_layer_slots(const mt_model *m, mt_slots *s, const mt_layer *w) {
     const mt_block_kind *feed_forward = &mt_feed_forward_kinds[layer.feed_forward];
     bool before = mt_norms_before(m->options), after = mt_norms_after(m->options);
     bool is_mlp = layer.feed_forward == MT_FEED_FORWARD_DENSE;
+    bool has_mixer = !w || layer.mixer != MT_MIXER_NONE, has_mlp = !w || layer.feed_forward != MT_FEED_FORWARD_NONE;
     s->count = 0;
-    mt_input_slots(m, s, w, after ? 0 : mixer->last);
-    if (before)
+    mt_input_slots(m, s, w, after ? 0 : has_mixer ? mixer->last : feed_forward->last);
+    if (before && has_mixer)
         mt_norm_slots(s, m, "input_norm", offsetof(mt_activations, input_norm), MT_OFFLOAD_QKV_LINEAR,
                       w ? &w->input_norm : NULL);
     mixer->slots(m, s, w);
-    for (int64_t i = 1; !w && i < m->options->num_layers; i++) // the list is of layers with other mixers too
-        mt_mixer_kinds[mt_layer_kind_of(m->options, i).mixer].slots(m, s, w);
-    if (after) {
+    if (after && has_mixer) {
         MT_SLOT(s, attention_out, m->max_rows, m->C, m->dtype)->stash_of = mixer->last;
         mt_norm_statistics_slots(s, m, "attention_out_norm", offsetof(mt_activations, attention_out_norm));
     }
-    mt_slot *middle = MT_SLOT(s, middle, m->max_rows, m->C, m->dtype);
-    middle->stash_of = after ? 0 : feed_forward->last, middle->input = MT_OFFLOAD_MLP_NORM;
-    if (before)
+    if (has_mixer && has_mlp) {
+        mt_slot *middle = MT_SLOT(s, middle, m->max_rows, m->C, m->dtype);
+        middle->stash_of = after ? 0 : feed_forward->last, middle->input = MT_OFFLOAD_MLP_NORM;
+    }
+    if (before && has_mlp)
         mt_norm_slots(s, m, "mlp_norm", offsetof(mt_activations, mlp_norm), is_mlp ? MT_OFFLOAD_MLP : 0,
                       w ? &w->mlp_norm : NULL);
     feed_forward->slots(m, s, w);
-    if (after) {
+    for (int64_t i = 1; !w && i < m->options->num_layers; i++) { // the list is of layers of other kinds too
+        mt_layer_kind other = mt_layer_kind_of(m->options, i);
+        mt_mixer_kinds[other.mixer].slots(m, s, w);
+        mt_feed_forward_kinds[other.feed_forward].slots(m, s, w);
+    }
+    if (after && has_mlp) {
         MT_SLOT(s, mlp_out, m->max_rows, m->C, m->dtype)->stash_of = feed_forward->last;
         mt_norm_statistics_slots(s, m, "mlp_out_norm", offsetof(mt_activations, mlp_out_norm));
     }
@@ -8705,6 +8882,7 @@ static void mt_block_forward(mt_model *m, const mt_pass *p, const mt_layer *w, m
         mt_norm_forward(m, p, b->after, &normed, out);
     }
     if (!result.out) return;
+    mt_scale(m, p, sum, m->options->residual_multiplier);
     if (result.reader) mt_offload_claim(m, p, result.reader, result.reader_values);
     if (next.layer) mt_bucket_acquire(m, next.layer->bucket);
     mt_residual_forward(m, p, result.out, b->input, sum, w->number, b->drop, next);
@@ -8722,6 +8900,12 @@ static void mt_block_backward(mt_model *m, const mt_pass *p, mt_layer *w, mt_act
                               mt_block_gradients d) {
     mt_layer_scratch *s = &m->scratch;
     const void *dout = mt_residual_backward(m, p, d.dout, s->block_out, w->number, b->drop);
+    if (m->options->residual_multiplier != 1) {
+        if (dout != s->block_out)
+            m->ops->memory_copy(s->block_out, dout, p->rows * m->C * mt_dtype_size(m->dtype), p->stream);
+        mt_scale(m, p, s->block_out, m->options->residual_multiplier);
+        dout = s->block_out;
+    }
     mt_block_gradients inner = {
         .x = mt_block_x(b), .x_field = b->x_field, .gathered = d.gathered, .dx = s->dnormed, .left = d.left};
     if (b->after) {
@@ -8737,15 +8921,16 @@ static void mt_block_backward(mt_model *m, const mt_pass *p, mt_layer *w, mt_act
     if (last.linear) mt_defer_weight(m, p, w, a, last.linear, last.x, last.dy);
 }
 
-/* ---- the two blocks of a layer */
+/* ---- the blocks of a layer */
 
 /* The result of the layer, from the input and its norm, which are in `a`; and the next norm, if any. */
 static void mt_layer_forward(mt_model *m, const mt_pass *p, const mt_layer *w, mt_activations *a,
                              mt_layer_result result, mt_next_norm next) {
-    mt_block mixer = mt_mixer_block(m, w, a), feed_forward = mt_feed_forward_block(m, w, a);
-    mt_next_norm mlp_norm = {.w = feed_forward.before, .n = &a->mlp_norm};
-    mt_block_forward(m, p, w, a, &mixer, (mt_layer_result){.out = a->middle}, mlp_norm);
-    mt_block_forward(m, p, w, a, &feed_forward, result, next);
+    mt_block blocks[2];
+    int count = mt_layer_blocks(m, w, a, blocks);
+    mt_next_norm between = {.w = blocks[count - 1].before, .n = &a->mlp_norm};
+    if (count > 1) mt_block_forward(m, p, w, a, &blocks[0], (mt_layer_result){.out = a->middle}, between);
+    mt_block_forward(m, p, w, a, &blocks[count - 1], result, next);
     mt_offload_store(m, p, w, a);
 }
 
@@ -8765,19 +8950,23 @@ static bool mt_gathers_ahead(const mt_model *m, const mt_pass *p, const mt_layer
  * the experts. With `ahead` that is done here for the layer below, beside the gradient of the mixer's first weight. */
 static void mt_layer_backward(mt_model *m, const mt_pass *p, mt_layer *w, mt_activations *a, void *dresidual,
                               bool gathered, bool ahead) {
-    mt_block mixer = mt_mixer_block(m, w, a), feed_forward = mt_feed_forward_block(m, w, a);
-    void *dmiddle = p->halves == MT_BACKWARD_BOTH ? dresidual : m->scratch.dmiddle;
+    mt_block blocks[2];
+    int count = mt_layer_blocks(m, w, a, blocks);
+    bool splits = p->halves != MT_BACKWARD_BOTH, replays = m->recompute_modules && m->recomputed != a;
+    void *dmiddle = splits ? m->scratch.dmiddle : dresidual;
     mt_pass replay = *p;
-    replay.replay = true;
-    bool replays = m->recompute_modules && m->recomputed != a;
-    if (replays) mt_block_replay(m, &replay, w, a, &feed_forward);
-    mt_block_backward(m, p, w, a, &feed_forward,
-                      (mt_block_gradients){.dout = dresidual, .gathered = gathered, .dx = dmiddle});
-    if (replays) mt_block_replay(m, &replay, w, a, &mixer);
-    if (replays) m->recomputed = a;
     mt_deferred left;
-    mt_block_backward(m, p, w, a, &mixer,
-                      (mt_block_gradients){.dout = dmiddle, .dx = dresidual, .left = ahead ? &left : NULL});
+    replay.replay = true;
+    for (int i = count - 1; i >= 0; i--) {
+        bool last = i + 1 == count, apart = splits && count == 1; // apart: dx is not dout, see mt_block_backward
+        mt_block_gradients d = {.dout = last ? dresidual : dmiddle, .gathered = last && gathered};
+        d.dx = i > 0 || apart ? dmiddle : dresidual, d.left = i == 0 && ahead ? &left : NULL;
+        if (replays) mt_block_replay(m, &replay, w, a, &blocks[i]);
+        if (replays && i == 0) m->recomputed = a;
+        mt_block_backward(m, p, w, a, &blocks[i], d);
+    }
+    if (splits && count == 1)
+        m->ops->memory_copy(dresidual, dmiddle, p->rows * m->C * mt_dtype_size(m->dtype), p->stream);
     if (!ahead) return;
     mt_dispatch_gather(m, p, dresidual);
     mt_linear_backward_weight(mt_linears(p), left.linear, &(mt_linear_io){.x = left.x, .dy = left.dy});
@@ -9568,8 +9757,7 @@ static mt_weight mt_word_embedding(const mt_model *m) {
 /* Multiplies x[R, C] by the model's factor of embeddings, in the model's type, as transformers rounds it. */
 static void mt_embedding_scale(const mt_model *m, const mt_pass *p, void *x) {
     float factor = (float)m->options->embedding_multiplier;
-    if (m->dtype == MT_BF16) factor = mt_bf16_to_f32(mt_f32_to_bf16(factor));
-    if (factor != 1) m->ops->scale(x, factor, p->rows * m->C, m->dtype, p->stream);
+    mt_scale(m, p, x, m->dtype == MT_BF16 ? mt_bf16_to_f32(mt_f32_to_bf16(factor)) : factor);
 }
 
 /* x[R, C] = dropout(word embedding of tokens[T] + learned position embedding, if any). layer: -1, or the layer of a
@@ -9614,8 +9802,14 @@ static void mt_embed_backward(mt_model *m, const mt_pass *p, void *dx, const int
     mt_bucket_gradients_release(m, mt_word_bucket(m), last);
 }
 
+/* The factor of the head's input that scales the logits; values have none. */
+static double mt_head_scale(const mt_model *m) {
+    return m->options->head_type == MT_HEAD_LM ? 1 / m->options->logits_scaling : 1;
+}
+
 /* Logits of the normalised hidden states. */
 static void mt_head_forward(mt_model *m, const mt_pass *p, const mt_output *out) {
+    mt_scale(m, p, out->norm.y, mt_head_scale(m));
     mt_bucket_acquire(m, m->head_bucket);
     mt_linear_forward(mt_linears(p), &m->outer.head, &(mt_linear_io){.x = out->norm.y, .y = out->logits});
     mt_bucket_release(m, m->head_bucket);
@@ -9873,6 +10067,7 @@ static void mt_head_backward(mt_model *m, const mt_pass *p, const mt_output *out
     mt_bucket_acquire(m, m->head_bucket);
     mt_bucket_gradients_acquire(m, m->head_bucket);
     mt_linear_backward(mt_linears(p), &m->outer.head, &head, MT_BACKWARD_BOTH);
+    mt_scale(m, p, dx, mt_head_scale(m));
     mt_bucket_release(m, m->head_bucket);
 }
 
@@ -9922,7 +10117,6 @@ static mt_layer_result mt_input_of(const mt_model *m, const mt_pass *p, int64_t 
 static void mt_layers_forward(mt_model *m, const mt_pass *p, int64_t begin, int64_t end, mt_layer_result result,
                               mt_next_norm result_norm) {
     mt_layer *layers = m->layers + m->first_local[p->mb->chunk];
-    bool before = mt_norms_before(m->options);
     for (int64_t i = begin; i < end; i++) {
         mt_layer *w = &layers[i];
         mt_activations *a = mt_values_of(m, p, i);
@@ -9931,13 +10125,11 @@ static void mt_layers_forward(mt_model *m, const mt_pass *p, int64_t begin, int6
         if (i == begin) {
             mt_bucket_acquire(m, w->bucket);
             mt_recompute_unit_input(m, p, a);
-            if (before) mt_norm_forward(m, p, &w->input_norm, &a->input_norm, a->input);
+            mt_next_norm first = mt_first_norm(m, w, a);
+            if (first.w) mt_norm_forward(m, p, first.w, first.n, a->input);
         }
         if (w->expert_bucket >= 0) mt_bucket_acquire(m, w->expert_bucket);
-        if (!is_last) {
-            mt_layer *reader = &layers[i + 1];
-            next = (mt_next_norm){before ? &reader->input_norm : NULL, &mt_values_of(m, p, i + 1)->input_norm, reader};
-        }
+        if (!is_last) next = mt_first_norm(m, &layers[i + 1], mt_values_of(m, p, i + 1));
         mt_layer_forward(m, p, w, a, is_last ? result : mt_input_of(m, p, i + 1), next);
         if (w->expert_bucket >= 0) mt_bucket_release(m, w->expert_bucket);
         mt_bucket_release(m, w->bucket);
@@ -11392,11 +11584,13 @@ static void mt_plan_buckets(mt_model *m) {
     for (int64_t layer = 0; layer < m->num_layers && m->plan.cache_rows > 0; layer++) {
         int64_t heads_bytes = m->plan.cache_rows * m->layers[layer].G * mt_dtype_size(m->dtype);
         mt_mixer_kind mixer = m->layers[layer].kind.mixer;
-        if (mixer == MT_MIXER_GATED_DELTA_NET || mixer == MT_MIXER_SHORT_CONV) {
+        if (!mt_mixer_attends(mixer)) {
             mt_delta_sizes z = mt_delta_sizes_of(m);
-            int64_t slots = mt_cache_slots(&m->plan), taps = o->linear_conv_kernel_dim;
-            m->rule_states[layer] = mt_arena_alloc(cache, slots * z.Hv * z.Dk * z.Dv * 4);
-            m->conv_states[layer] = mt_arena_alloc(cache, slots * (taps - 1) * (z.conv + mt_short_channels(m)) * 4);
+            mt_mamba_sizes y = mt_mamba_sizes_of(m);
+            int64_t slots = mixer == MT_MIXER_NONE ? 0 : mt_cache_slots(&m->plan), taps = o->linear_conv_kernel_dim;
+            int64_t state = y.H * y.N * y.P + z.Hv * z.Dk * z.Dv, channels = y.conv + z.conv + mt_short_channels(m);
+            m->rule_states[layer] = mt_arena_alloc(cache, slots * state * 4);
+            m->conv_states[layer] = mt_arena_alloc(cache, slots * (taps - 1) * channels * 4);
             continue;
         }
         m->k_cache[layer] = mt_arena_alloc(cache, heads_bytes * m->D);
@@ -12961,9 +13155,10 @@ static void mt_plan_scratch(mt_model *m, mt_arena *arena) {
     bool latent = o->multi_latent_attention;
     if (latent || o->attention_output_gate) out_width = mt_max(out_width, m->C); // a second gradient of the input
     mt_delta_sizes delta = mt_delta_sizes_of(m);
-    int64_t short_width = mt_short_channels(m);
-    out_width = mt_max(out_width, mt_max(delta.Hv * delta.Dv, short_width));
-    int64_t in_width = mt_max(mt_qkv_width(m, NULL), mt_max(delta.in, 3 * short_width));
+    mt_mamba_sizes mamba = mt_mamba_sizes_of(m);
+    int64_t short_width = mt_short_channels(m), linear_out = mt_max(delta.Hv * delta.Dv, mamba.inner);
+    int64_t in_width = mt_max(mt_qkv_width(m, NULL), mt_max(mt_max(delta.in, mamba.in), 3 * short_width));
+    out_width = mt_max(out_width, mt_max(linear_out, short_width));
     if (m->plan.train) {
         s->dresidual = mt_arena_alloc(arena, R * m->C * size);
         if (mt_splits_backward(m)) s->dmiddle = mt_arena_alloc(arena, R * m->C * size);
@@ -12979,8 +13174,8 @@ static void mt_plan_scratch(mt_model *m, mt_arena *arena) {
         if (o->qk_layernorm_all_heads) s->means = mt_arena_alloc(arena, 2 * T * 4);
         s->row_dot = mt_arena_alloc(arena, T * m->H * 4);
         if (o->attention_output_gate) s->dgate = mt_arena_alloc(arena, T * m->H * m->Dv * size);
-        s->dconv = mt_arena_alloc(arena, T * (delta.conv + short_width) * size);
-        s->ddelta = mt_arena_alloc(arena, T * delta.Hv * delta.Dv * size);
+        s->dconv = mt_arena_alloc(arena, T * (delta.conv + mamba.conv + short_width) * size);
+        s->ddelta = mt_arena_alloc(arena, T * linear_out * size);
         s->dshort_x = mt_arena_alloc(arena, T * short_width * size);
     }
     if (m->num_contexts > 0 && delta.conv + short_width > 0)
@@ -13239,6 +13434,7 @@ static void mt_model_stages(mt_model *m, const mt_options *o) {
             w->kind = mt_layer_kind_of(o, w->number);
             w->G = mt_max(w->kind.groups / m->grid->tensor.size, 1), m->G = mt_max(m->G, w->G);
             w->F = mt_layer_has_experts(o, w->number) ? o->moe_shared_expert_intermediate_size : o->ffn_hidden_size;
+            if (w->kind.feed_forward == MT_FEED_FORWARD_NONE) w->F = 0;
             w->F /= m->grid->tensor.size, w->expert_bucket = -1, m->F = mt_max(m->F, w->F);
         }
 }
@@ -13850,14 +14046,21 @@ int64_t mt_param_rows_stored(const mt_param *param) {
     return mt_max(mt_min(param->rows_stored - param->first_row, param->rows), 0);
 }
 
-/* The log of a uniform number in [1, 16) for elements [begin, end) of a bucket, with indices from `first` on. */
-static void mt_param_init_decays(mt_model *m, const mt_shard *shard, int64_t begin, int64_t end, uint64_t key,
-                                 int64_t first) {
+/* Initial values of decays and time steps, from a uniform number in [0, 1). */
+static float mt_init_decay(mt_init init, float uniform) {
+    if (init == MT_INIT_LOG_DECAY) return logf(1 + 15 * uniform);
+    float step = expf(logf(1e-3f) + uniform * logf(100));
+    return step + logf(-expm1f(-step)); // its softplus is the step
+}
+
+/* Draws decays or time steps for elements [begin, end) of a bucket, with indices from `first` on. */
+static void mt_param_init_decays(mt_model *m, mt_init init, const mt_shard *shard, int64_t begin, int64_t end,
+                                 uint64_t key, int64_t first) {
     void *values = mt_malloc((end - begin) * mt_dtype_size(shard->dtype));
     for (int64_t i = 0; i < end - begin; i++) {
         uint32_t words[4];
         mt_philox(words, key, (uint64_t)(first + i), 0);
-        float value = logf(1 + 15 * (float)(words[0] >> 8) * 0x1p-24f);
+        float value = mt_init_decay(init, (float)(words[0] >> 8) * 0x1p-24f);
         mt_row_store(values, i, &value, 1, shard->dtype);
     }
     mt_shard_write(m, shard, begin, values, end - begin);
@@ -13874,8 +14077,8 @@ static void mt_param_init_run(mt_model *m, const mt_param *param, const mt_shard
     uint64_t role = (uint64_t)param->role + (mt_param_is_adapter(param) ? 128 + (uint64_t)param->adapts : 0);
     uint64_t index = (uint64_t)(param->expert + 1) << 40 | (uint64_t)(param->layer + 1) << 8 | role;
     uint64_t key = mt_random_key((uint64_t)m->options->seed, MT_RANDOM_PARAMETER, index);
-    if (param->init == MT_INIT_LOG_DECAY) {
-        mt_param_init_decays(m, shard, begin, end, key, first + begin - at);
+    if (param->init == MT_INIT_LOG_DECAY || param->init == MT_INIT_TIME_STEP) {
+        mt_param_init_decays(m, param->init, shard, begin, end, key, first + begin - at);
         return;
     }
     m->ops->random_normal(mt_at(shard->data, begin - shard->first, shard->dtype), end - begin, key, first + begin - at,
@@ -14103,13 +14306,6 @@ static bool mt_decode_is_step(const mt_model *m, const mt_batch *batch, const in
     return true;
 }
 
-/* True if a layer has a state instead of a cache. */
-static bool mt_has_states(const mt_model *m) {
-    for (int64_t layer = 0; layer < m->num_layers; layer++)
-        if (m->conv_states[layer] || m->rule_states[layer]) return true;
-    return false;
-}
-
 /* Enqueues a pass. Launching a step's operations one by one takes longer than running them, so one graph launches all
  * of them. The first step runs them without the graph too, to initialise them. Its results are those of the graph, so
  * that they do not depend on earlier steps: a graph may sum in another order. A state must not take a token twice: a
@@ -14124,7 +14320,7 @@ static void mt_decode_enqueue(mt_model *m, const mt_batch *batch, const int32_t 
         mt_decode_pass(m, num_rows, is_step);
         if (!is_step) return;
         step->has_run = true;
-        if (mt_has_states(m)) return;
+        if (mt_has_states(m->options)) return;
     }
     for (int64_t i = 0; i < T; i++) MT_CHECK(batch->spans[i].k_len <= m->step_spans[i].k_len);
     if (!step->graph) {
@@ -14162,7 +14358,7 @@ void mt_model_decode_sample(mt_model *m, const mt_batch *batch, const int32_t *c
 
 void mt_model_cache_copy(mt_model *m, const mt_cache_copy *copy) {
     for (int64_t layer = 0; layer < m->num_layers; layer++) {
-        if (m->conv_states[layer]) continue; // of the slot's whole text
+        if (!mt_mixer_attends(m->layers[layer].kind.mixer)) continue;
         void *caches[] = {m->k_cache[layer], m->v_cache[layer]};
         for (int i = 0; i < 2; i++) {
             int64_t width = m->layers[layer].G * (i ? m->Dv : m->D);
@@ -14448,7 +14644,7 @@ mt_generator *mt_generator_create(mt_model *model, const mt_sampling *sampling, 
     if (together > 1 && !mt_forward_is_own(model)) g->together = &model->grid->data;
     mt_batcher_plan batching = {.max_sequences = most, .max_length = plan->max_position, .page_rows = plan->page_rows};
     batching.max_tokens = model->max_rows, batching.num_pages = plan->cache_rows / plan->page_rows - 1;
-    batching.has_states = model->options->linear_layers != NULL;
+    batching.has_states = mt_has_states(model->options);
     g->batcher = mt_batcher_create(&batching);
     if (sampling->repetition_penalty > 0 && sampling->repetition_penalty != 1)
         g->logits = mt_malloc(most * model->options->vocab_size * 4);
@@ -15407,42 +15603,55 @@ static void mt_cpu_gate_backward(const mt_gate_args *a, mt_dtype dtype, mt_strea
 
 /* ---- gated norm */
 
+/* Where head h of token t lies in a gate with this distance between tokens; the head's first weight. */
+static int64_t mt_gated_norm_at(const mt_gated_norm_args *a, int64_t row, int64_t stride) {
+    return row / a->H * stride + row % a->H * a->D;
+}
+static int64_t mt_gated_norm_weight_at(const mt_gated_norm_args *a, int64_t row) {
+    return a->weight_per_head ? row % a->H * a->D : 0;
+}
+
 static void mt_cpu_gated_norm_forward(const mt_gated_norm_args *a, mt_dtype dtype, mt_stream *stream) {
     int64_t H = a->H, D = a->D;
-    mt_scratch scratch = mt_scratch_reserve(4 * D);
+    mt_scratch scratch = mt_scratch_reserve(5 * D);
 #pragma omp parallel for if (a->T * H * D > MT_PARALLEL)
     for (int64_t r = 0; r < a->T * H; r++) {
-        float *slice = mt_scratch_slice(scratch), sum = 0;
-        const float *x = mt_row_load(slice, a->x, r * D, D, dtype), *w = mt_row_load(slice + D, a->w, 0, D, dtype);
-        const float *z = mt_row_load(slice + 2 * D, a->z, r / H * a->z_stride + r % H * D, D, dtype);
+        float *slice = mt_scratch_slice(scratch), *gated = slice + 4 * D, sum = 0;
+        const float *x = mt_row_load(slice, a->x, r * D, D, dtype);
+        const float *w = mt_row_load(slice + D, a->w, mt_gated_norm_weight_at(a, r), D, dtype);
+        const float *z = mt_row_load(slice + 2 * D, a->z, mt_gated_norm_at(a, r, a->z_stride), D, dtype);
         float *y = mt_row_open(slice + 3 * D, a->y, r * D, dtype);
+        for (int64_t c = 0; c < D && a->gate_first; c++) gated[c] = x[c] * mt_silu(1, z[c]);
+        if (a->gate_first) x = gated;
 #pragma omp simd reduction(+ : sum)
         for (int64_t c = 0; c < D; c++) sum += x[c] * x[c];
         float factor = a->rstd[r] = 1 / sqrtf(sum / (float)D + a->eps);
-        for (int64_t c = 0; c < D; c++) y[c] = x[c] * factor * w[c] * mt_silu(1, z[c]);
+        for (int64_t c = 0; c < D; c++) y[c] = x[c] * factor * w[c] * (a->gate_first ? 1 : mt_silu(1, z[c]));
         mt_row_close(a->y, r * D, y, D, dtype);
     }
 }
 
-/* dw[D] += sum over the rows of dy x rstd silu(z). Tasks are columns, so each sum has one order. */
+/* dw += sum over its rows of dy x rstd silu(z). Tasks are columns, so each sum has one order. */
 static void mt_gated_norm_weight(const mt_gated_norm_args *a, mt_dtype dtype) {
     enum { COLUMNS = 16 };
-    int64_t H = a->H, D = a->D;
-#pragma omp parallel for if (a->T * H * D > MT_PARALLEL)
-    for (int64_t c = 0; c < D; c += COLUMNS) {
-        float x_scratch[COLUMNS], z_scratch[COLUMNS], dy_scratch[COLUMNS], sums[COLUMNS] = {0};
-        int64_t width = mt_min(COLUMNS, D - c);
-        for (int64_t r = 0; r < a->T * H; r++) {
-            const float *x = mt_row_load(x_scratch, a->x, r * D + c, width, dtype);
-            const float *z = mt_row_load(z_scratch, a->z, r / H * a->z_stride + r % H * D + c, width, dtype);
-            const float *dy = mt_row_load(dy_scratch, a->dy, r * D + c, width, dtype);
-            for (int64_t i = 0; i < width; i++) sums[i] += dy[i] * x[i] * a->rstd[r] * mt_silu(1, z[i]);
+    int64_t D = a->D, heads = a->weight_per_head ? a->H : 1;
+#pragma omp parallel for collapse(2) if (a->T * a->H * D > MT_PARALLEL)
+    for (int64_t h = 0; h < heads; h++)
+        for (int64_t c = 0; c < D; c += COLUMNS) {
+            float x_scratch[COLUMNS], z_scratch[COLUMNS], dy_scratch[COLUMNS], sums[COLUMNS] = {0};
+            int64_t width = mt_min(COLUMNS, D - c);
+            for (int64_t r = h; r < a->T * a->H; r += heads) {
+                const float *x = mt_row_load(x_scratch, a->x, r * D + c, width, dtype);
+                const float *z = mt_row_load(z_scratch, a->z, mt_gated_norm_at(a, r, a->z_stride) + c, width, dtype);
+                const float *dy = mt_row_load(dy_scratch, a->dy, r * D + c, width, dtype);
+                for (int64_t i = 0; i < width; i++) sums[i] += dy[i] * x[i] * a->rstd[r] * mt_silu(1, z[i]);
+            }
+            for (int64_t i = 0; i < width; i++) a->dw[h * D + c + i] += sums[i];
         }
-        for (int64_t i = 0; i < width; i++) a->dw[c + i] += sums[i];
-    }
 }
 
-/* With n = x rstd and g = dy w silu(z), dx = rstd (g - n mean(g n)). */
+/* With n = x rstd and g = dy w silu(z), dx = rstd (g - n mean(g n)). With the gate first, n = u rstd and g = dy w give
+ * du, and dx = du silu(z), dz = du x silu'(z). */
 static void mt_cpu_gated_norm_backward(const mt_gated_norm_args *a, mt_dtype dtype, mt_stream *stream) {
     int64_t H = a->H, D = a->D;
     if (a->dw) mt_gated_norm_weight(a, dtype);
@@ -15450,19 +15659,29 @@ static void mt_cpu_gated_norm_backward(const mt_gated_norm_args *a, mt_dtype dty
 #pragma omp parallel for if (a->T * H * D > MT_PARALLEL)
     for (int64_t r = 0; r < a->T * H; r++) {
         float *slice = mt_scratch_slice(scratch), *g = slice + 6 * D, dot = 0, factor = a->rstd[r];
-        int64_t z_row = r / H * a->z_stride + r % H * D, dz_row = r / H * a->dz_stride + r % H * D;
-        const float *x = mt_row_load(slice, a->x, r * D, D, dtype), *w = mt_row_load(slice + D, a->w, 0, D, dtype);
+        int64_t z_row = mt_gated_norm_at(a, r, a->z_stride), dz_row = mt_gated_norm_at(a, r, a->dz_stride);
+        const float *x = mt_row_load(slice, a->x, r * D, D, dtype);
+        const float *w = mt_row_load(slice + D, a->w, mt_gated_norm_weight_at(a, r), D, dtype);
         const float *z = mt_row_load(slice + 2 * D, a->z, z_row, D, dtype);
         const float *dy = mt_row_load(slice + 3 * D, a->dy, r * D, D, dtype);
         float *dx = mt_row_open(slice + 4 * D, a->dx, r * D, dtype);
         float *dz = mt_row_open(slice + 5 * D, a->dz, dz_row, dtype);
         for (int64_t c = 0; c < D; c++) {
-            g[c] = dy[c] * w[c] * mt_silu(1, z[c]);
-            dz[c] = dy[c] * x[c] * factor * w[c] * mt_silu_slope(1, z[c]);
-            dot += g[c] * x[c];
+            float open = mt_silu(1, z[c]);
+            g[c] = dy[c] * w[c] * (a->gate_first ? 1 : open);
+            dot += g[c] * x[c] * (a->gate_first ? open : 1);
         }
         float projection = dot * factor * factor / (float)D;
-        for (int64_t c = 0; c < D; c++) dx[c] = factor * (g[c] - x[c] * projection);
+        for (int64_t c = 0; c < D; c++) {
+            float open = mt_silu(1, z[c]), slope = mt_silu_slope(1, z[c]), value = x[c];
+            if (a->gate_first) {
+                float du = factor * (g[c] - value * open * projection);
+                dx[c] = du * open, dz[c] = du * value * slope;
+            } else {
+                dz[c] = dy[c] * value * factor * w[c] * slope;
+                dx[c] = factor * (g[c] - value * projection);
+            }
+        }
         mt_row_close(a->dx, r * D, dx, D, dtype);
         mt_row_close(a->dz, dz_row, dz, D, dtype);
     }
@@ -15693,5 +15912,408 @@ static mt_deferred mt_short_backward(mt_model *m, const mt_pass *p, mt_layer *w,
     m->ops->multiply_backward(&enter, m->dtype, p->stream);
     mt_linear_io in = {.x = block->x, .dy = s->dqkv, .dx = block->dx};
     mt_layer_linear_backward(m, p, w, a, &w->short_in, block->x_field, &in);
+    return out;
+}
+
+/* ==== §18 Mamba-2 ================================================================================================= */
+/* A mixer with a state of fixed size, as §17's, but without its rule of replacement (Dao & Gu, "Transformers are SSMs:
+ * generalized models and efficient algorithms through structured state space duality"; Nemotron-H, Granite 4). One
+ * product gives the gate z, x, B, C, and a number dt for each head. A short convolution mixes each channel of x, B and
+ * C with the tokens just before it. Each head then has a matrix S[N, P]:
+ *
+ *   step = softplus(dt + dt_bias), cut to its range;   A = -exp(A_log)
+ *   S_t = exp(step_t A) S_t-1 + step_t B_t x_t^T;      y_t = S_t^T C_t + D x_t
+ *
+ * The norm of a group's heads follows, of y silu(z). Invariant: a state begins with zeros at each span. */
+
+/* ==== §18a its kernels ============================================================================================ */
+/* The recurrence in chunks of L tokens. Let g_t = step_t A, G_t the sum of g from the chunk's first token to t, X_t =
+ * step_t x_t, and S the state before the chunk. Unrolled,
+ *
+ *   y_t = e^G_t S^T C_t + sum over i <= t of M_ti X_i + D x_t,   M_ti = e^(G_t - G_i) C_t.B_i
+ *   S'  = e^G_L S + sum over i of B'_i X_i^T,                    B'_i = e^(G_L - G_i) B_i
+ *
+ * This is attention with C as queries, B as keys and X as values, whose softmax is replaced by the factors e^(G_t -
+ * G_i): the duality of the title. Backward, from dY and dS':
+ *
+ *   dX = M^T dY + B' dS';       dM = dY X^T, 0 above the diagonal;    dB' = X dS'^T
+ *   dS = e^G_L dS' + C^T (e^G dY);                                    d(C S) = e^G dY
+ *   d(C_t.B_i) = e^(G_t - G_i) dM_ti, which the heads of a group sum
+ *   dG_t = sum over i of (dM_ti M_ti - dM_it M_it) + e^G_t dY_t.(S^T C_t) - B'_t.dB'_t
+ *   dG_L also gets e^G_L <S, dS'> + sum over i of B'_i.dB'_i
+ *   dg_t = sum of dG from t on;   dstep_t = A dg_t + dX_t.x_t;   dx_t = step_t dX_t + D dY_t
+ *   dA_log = sum of dg_t g_t;     dD = sum of dY_t.x_t
+ *
+ * Factors e^(G_t - G_i) are products of e^g, row by row, which are exact where a sum of large g would cancel. The
+ * backward computes the states before all chunks of a span again, then takes the chunks in reverse. A task is a group
+ * with its heads. */
+#pragma GCC diagnostic push
+#pragma GCC diagnostic ignored "-Wunused-parameter" // streams
+#ifdef __clang__
+#pragma GCC diagnostic ignored "-Wpass-failed" // as in §3
+#endif
+
+/* A chunk of one group, and of one of its heads at a time. Names as in the formulas above. */
+typedef struct mt_ssd_chunk {
+    const mt_ssd_args *a;
+    mt_dtype dtype;
+    int64_t row, L; // its first token, and its tokens
+    float *B, *C;   // [L, N]
+    float *CB;      // [L, L] C_t.B_i
+    /* of the head */
+    float *x, *X;          // [L, P]
+    float *raw, *step, *g; // [L] dt + dt_bias, and what follows from it
+    float *decays;         // [L, L] e^(G_t - G_i), 0 above the diagonal
+    float *grown;          // [L] e^G_t
+    float *M;              // [L, L], 0 above the diagonal
+    float *B_last;         // [L, N] B'
+    float *product;        // [L, P] y, or C S
+    /* of the backward */
+    float *dB, *dC, *dCB; // [L, N], [L, N], [L, L] sums over the heads
+    float *dM;            // [L, L]
+    float *dY, *dX;       // [L, P]; dX becomes dx
+    float *dB_last;       // [L, N]
+    float *dG, *dstep;    // [L]
+} mt_ssd_chunk;
+
+/* The parameters of a head, and their gradients. */
+typedef struct mt_ssd_head {
+    float A_log, D, dt_bias;
+    float dA_log, dD, ddt_bias;
+} mt_ssd_head;
+
+/* Lays the arrays of a chunk into scratch and returns the floats that they take; scratch NULL: only counts. */
+static int64_t mt_ssd_place(mt_ssd_chunk *c, const mt_ssd_args *a, float *scratch) {
+    const struct {
+        float **array;
+        int64_t floats; // of a token
+    } arrays[] = {{&c->B, a->N},  {&c->C, a->N},          {&c->CB, MT_CHUNK}, {&c->x, a->P},       {&c->X, a->P},
+                  {&c->raw, 1},   {&c->step, 1},          {&c->g, 1},         {&c->grown, 1},      {&c->dG, 1},
+                  {&c->dstep, 1}, {&c->decays, MT_CHUNK}, {&c->M, MT_CHUNK},  {&c->B_last, a->N},  {&c->product, a->P},
+                  {&c->dB, a->N}, {&c->dC, a->N},         {&c->dY, a->P},     {&c->dCB, MT_CHUNK}, {&c->dM, MT_CHUNK},
+                  {&c->dX, a->P}, {&c->dB_last, a->N}};
+    int64_t used = 0;
+    for (size_t n = 0; n < sizeof arrays / sizeof *arrays; n++) {
+        if (scratch) *arrays[n].array = scratch + used;
+        used += MT_CHUNK * arrays[n].floats;
+    }
+    return used;
+}
+
+/* rows[L, width] = a head's or group's part of the chunk's tokens. */
+static void mt_ssd_load_rows(const mt_ssd_chunk *c, float *rows, const void *x, int64_t stride, int64_t first,
+                             int64_t width) {
+    for (int64_t t = 0; t < c->L; t++) {
+        const float *row = mt_row_load(rows + t * width, x, (c->row + t) * stride + first, width, c->dtype);
+        if (row != rows + t * width) memcpy(rows + t * width, row, (size_t)width * sizeof *row);
+    }
+}
+
+/* B and C of a group and their products; c's tokens are set. */
+static void mt_ssd_load_group(mt_ssd_chunk *c, int64_t group) {
+    const mt_ssd_args *a = c->a;
+    mt_matrix B = {.data = c->B, .stride = a->N}, C = {.data = c->C, .stride = a->N};
+    mt_ssd_load_rows(c, c->B, a->B, a->stride, group * a->N, a->N);
+    mt_ssd_load_rows(c, c->C, a->C, a->stride, group * a->N, a->N);
+    mt_matmul(c->CB, c->L, C, mt_transposed(B), c->L, c->L, a->N, false);
+}
+
+static mt_ssd_head mt_ssd_load_parameters(const mt_ssd_args *a, int64_t head, mt_dtype dtype) {
+    float scratch[3];
+    return (mt_ssd_head){.A_log = *mt_row_load(&scratch[0], a->A_log, head, 1, dtype),
+                         .D = *mt_row_load(&scratch[1], a->D, head, 1, dtype),
+                         .dt_bias = *mt_row_load(&scratch[2], a->dt_bias, head, 1, dtype)};
+}
+
+/* A step within its range; NaN stays NaN. */
+static float mt_ssd_cut(const mt_ssd_args *a, float step) {
+    return step < a->dt_min ? a->dt_min : step > a->dt_max ? a->dt_max : step;
+}
+
+/* x, the steps, the decays, M and B' of a head. */
+static void mt_ssd_load_head(mt_ssd_chunk *c, int64_t head, const mt_ssd_head *w) {
+    const mt_ssd_args *a = c->a;
+    int64_t L = c->L;
+    float A = -expf(w->A_log);
+    mt_ssd_load_rows(c, c->x, a->x, a->stride, head * a->P, a->P);
+    mt_ssd_load_rows(c, c->raw, a->dt, a->dt_stride, head, 1);
+    for (int64_t t = 0; t < L; t++) {
+        c->raw[t] += w->dt_bias;
+        c->step[t] = mt_ssd_cut(a, mt_softplus(c->raw[t]));
+        c->g[t] = c->step[t] * A;
+        float *row = c->decays + t * L, factor = expf(c->g[t]);
+        c->grown[t] = factor * (t > 0 ? c->grown[t - 1] : 1);
+        for (int64_t i = 0; i < L; i++) row[i] = i < t ? row[i - L] * factor : i == t;
+        for (int64_t i = 0; i < L; i++) c->M[t * L + i] = i <= t ? row[i] * c->CB[t * L + i] : 0;
+        for (int64_t i = 0; i < a->P; i++) c->X[t * a->P + i] = c->step[t] * c->x[t * a->P + i];
+    }
+    for (int64_t t = 0; t < L; t++)
+        for (int64_t i = 0; i < a->N; i++) c->B_last[t * a->N + i] = c->decays[(L - 1) * L + t] * c->B[t * a->N + i];
+}
+
+/* S becomes the state after the chunk. */
+static void mt_ssd_advance(const mt_ssd_chunk *c, float *S) {
+    int64_t N = c->a->N, P = c->a->P;
+    for (int64_t i = 0; i < N * P; i++) S[i] *= c->grown[c->L - 1];
+    mt_matmul(S, P, mt_transposed((mt_matrix){.data = c->B_last, .stride = N}), (mt_matrix){.data = c->X, .stride = P},
+              N, P, c->L, true);
+}
+
+/* out of the chunk, from the state S before it. */
+static void mt_ssd_read(const mt_ssd_chunk *c, int64_t head, const mt_ssd_head *w, const float *S) {
+    int64_t L = c->L, N = c->a->N, P = c->a->P;
+    float *out = c->product;
+    mt_matmul(out, P, (mt_matrix){.data = c->C, .stride = N}, (mt_matrix){.data = S, .stride = P}, L, P, N, false);
+    for (int64_t t = 0; t < L; t++)
+        for (int64_t i = 0; i < P; i++) out[t * P + i] = c->grown[t] * out[t * P + i] + w->D * c->x[t * P + i];
+    mt_matmul(out, P, (mt_matrix){.data = c->M, .stride = L}, (mt_matrix){.data = c->X, .stride = P}, L, P, L, true);
+    for (int64_t t = 0; t < L; t++)
+        mt_row_store(c->a->out, ((c->row + t) * c->a->H + head) * P, out + t * P, P, c->dtype);
+}
+
+static void mt_cpu_ssd_forward(const mt_ssd_args *a, mt_dtype dtype, mt_stream *stream) {
+    int64_t heads = a->H / a->G, size = a->N * a->P;
+    mt_scratch scratch = mt_scratch_reserve(mt_ssd_place(&(mt_ssd_chunk){0}, a, NULL) + heads * size);
+#pragma omp parallel for collapse(2) schedule(dynamic)
+    for (int64_t s = 0; s < a->spans->count; s++)
+        for (int64_t group = 0; group < a->G; group++) {
+            const mt_span *span = &a->spans->host[s];
+            mt_ssd_chunk c = {.a = a, .dtype = dtype};
+            float *slice = mt_scratch_slice(scratch), *own = slice + mt_ssd_place(&c, a, slice);
+            const float *before = mt_state_before(&a->states, a->spans, s, a->H * size);
+            float *kept = mt_state_kept(&a->states, span, a->H * size), *S = kept ? kept + group * heads * size : own;
+            if (before) before += group * heads * size;
+            if (!before) memset(S, 0, (size_t)(heads * size) * sizeof *S);
+            if (before && before != S) memcpy(S, before, (size_t)(heads * size) * sizeof *S);
+            for (int64_t t = 0; t < span->q_len; t += c.L) {
+                c.row = span->q_start + t, c.L = mt_min(MT_CHUNK, span->q_len - t);
+                mt_ssd_load_group(&c, group);
+                for (int64_t h = 0; h < heads; h++) {
+                    int64_t head = group * heads + h;
+                    mt_ssd_head w = mt_ssd_load_parameters(a, head, dtype);
+                    mt_ssd_load_head(&c, head, &w);
+                    mt_ssd_read(&c, head, &w, S + h * size);
+                    mt_ssd_advance(&c, S + h * size);
+                }
+            }
+        }
+}
+
+/* dS of the state after the chunk becomes that of the state S before it. Sets dX and dG, adds to dB, dC and dCB. */
+static void mt_ssd_chunk_backward(const mt_ssd_chunk *c, const float *S, float *dS) {
+    int64_t L = c->L, N = c->a->N, P = c->a->P;
+    const mt_matrix B_last = {.data = c->B_last, .stride = N}, C = {.data = c->C, .stride = N};
+    const mt_matrix M = {.data = c->M, .stride = L}, X = {.data = c->X, .stride = P}, dY = {.data = c->dY, .stride = P};
+    const mt_matrix state = {.data = S, .stride = P}, dstate = {.data = dS, .stride = P};
+    const mt_matrix product = {.data = c->product, .stride = P};
+    float last = c->grown[L - 1], sum = 0;
+    memset(c->dG, 0, (size_t)L * sizeof *c->dG);
+    /* S' = e^G_L S + B'^T X */
+    mt_matmul(c->dX, P, B_last, dstate, L, P, N, false);
+    mt_matmul(c->dB_last, N, X, mt_transposed(dstate), L, N, P, false);
+    for (int64_t t = 0; t < L; t++) {
+        float factor = c->decays[(L - 1) * L + t], dot = 0;
+        for (int64_t i = 0; i < N; i++) {
+            dot += c->B_last[t * N + i] * c->dB_last[t * N + i];
+            c->dB[t * N + i] += factor * c->dB_last[t * N + i];
+        }
+        c->dG[t] -= dot, c->dG[L - 1] += dot;
+    }
+    for (int64_t i = 0; i < N * P; i++) sum += S[i] * dS[i], dS[i] *= last;
+    c->dG[L - 1] += last * sum;
+    /* Y = e^G C S + M X */
+    mt_matmul(c->dM, L, dY, mt_transposed(X), L, L, P, false);
+    mt_matmul(c->dX, P, mt_transposed(M), dY, L, P, L, true);
+    mt_matmul(c->product, P, C, state, L, P, N, false);
+    for (int64_t t = 0; t < L; t++) {
+        float dot = 0;
+        for (int64_t i = 0; i < P; i++) {
+            dot += c->dY[t * P + i] * c->product[t * P + i];
+            c->product[t * P + i] = c->grown[t] * c->dY[t * P + i];
+        }
+        c->dG[t] += c->grown[t] * dot;
+    }
+    mt_matmul(c->dC, N, product, mt_transposed(state), L, N, P, true);
+    mt_matmul(dS, P, mt_transposed(C), product, N, P, L, true);
+    for (int64_t t = 0; t < L; t++)
+        for (int64_t i = 0; i <= t; i++) {
+            float of_M = c->dM[t * L + i], both = of_M * c->M[t * L + i];
+            c->dG[t] += both, c->dG[i] -= both;
+            c->dCB[t * L + i] += of_M * c->decays[t * L + i];
+        }
+}
+
+/* Stores dx and ddt of a head, and adds to the gradients of its parameters. */
+static void mt_ssd_store_head(const mt_ssd_chunk *c, int64_t head, mt_ssd_head *w) {
+    const mt_ssd_args *a = c->a;
+    float dg = 0, A = -expf(w->A_log); // dg: the sum of dG from t on
+    for (int64_t t = c->L - 1; t >= 0; t--) {
+        float *x = c->x + t * a->P, *dX = c->dX + t * a->P, *dY = c->dY + t * a->P, dstep, of_D = 0;
+        dg += c->dG[t], dstep = A * dg;
+        for (int64_t i = 0; i < a->P; i++) {
+            dstep += dX[i] * x[i], of_D += dY[i] * x[i];
+            dX[i] = c->step[t] * dX[i] + w->D * dY[i];
+        }
+        float step = mt_softplus(c->raw[t]), ddt = dstep / (1 + expf(-c->raw[t]));
+        if (step < a->dt_min || step > a->dt_max) ddt = 0;
+        w->dA_log += dg * c->g[t], w->dD += of_D, w->ddt_bias += ddt;
+        mt_row_store(a->dx, (c->row + t) * a->dstride + head * a->P, dX, a->P, c->dtype);
+        mt_row_store(a->ddt, (c->row + t) * a->ddt_stride + head, &ddt, 1, c->dtype);
+    }
+}
+
+/* Stores dB and dC of a group, from dCB and what its heads added. */
+static void mt_ssd_store_group(const mt_ssd_chunk *c, int64_t group) {
+    const mt_ssd_args *a = c->a;
+    int64_t L = c->L, N = a->N;
+    const mt_matrix B = {.data = c->B, .stride = N}, C = {.data = c->C, .stride = N};
+    const mt_matrix dCB = {.data = c->dCB, .stride = L};
+    mt_matmul(c->dC, N, dCB, B, L, N, L, true);
+    mt_matmul(c->dB, N, mt_transposed(dCB), C, L, N, L, true);
+    for (int64_t t = 0; t < L; t++) {
+        int64_t to = (c->row + t) * a->dstride + group * N;
+        mt_row_store(a->dB, to, c->dB + t * N, N, c->dtype);
+        mt_row_store(a->dC, to, c->dC + t * N, N, c->dtype);
+    }
+}
+
+/* Of one group of a span. states: [chunks, heads of the group, N, P]; dS: [heads, N, P]; w: [heads]. */
+static void mt_ssd_span_backward(mt_ssd_chunk *c, const mt_span *span, int64_t group, float *states, float *dS,
+                                 mt_ssd_head *w) {
+    const mt_ssd_args *a = c->a;
+    int64_t heads = a->H / a->G, size = a->N * a->P, chunks = mt_divide_up(span->q_len, MT_CHUNK);
+    memset(states, 0, (size_t)(heads * size) * sizeof *states), memset(dS, 0, (size_t)(heads * size) * sizeof *dS);
+    for (int64_t step = 0; step < 2 * chunks - 1; step++) { // the states before all chunks; then the chunks in reverse
+        bool forward = step < chunks - 1;
+        int64_t n = forward ? step : 2 * chunks - 2 - step;
+        c->row = span->q_start + n * MT_CHUNK, c->L = mt_min(MT_CHUNK, span->q_len - n * MT_CHUNK);
+        mt_ssd_load_group(c, group);
+        memset(c->dB, 0, (size_t)(c->L * a->N) * sizeof *c->dB);
+        memset(c->dC, 0, (size_t)(c->L * a->N) * sizeof *c->dC);
+        memset(c->dCB, 0, (size_t)(c->L * c->L) * sizeof *c->dCB);
+        for (int64_t h = 0; h < heads; h++) {
+            int64_t head = group * heads + h;
+            float *S = states + (n * heads + h) * size, *next = S + heads * size;
+            mt_ssd_load_head(c, head, &w[h]);
+            if (forward) {
+                memcpy(next, S, (size_t)size * sizeof *S);
+                mt_ssd_advance(c, next);
+                continue;
+            }
+            mt_ssd_load_rows(c, c->dY, a->dout, a->H * a->P, head * a->P, a->P);
+            mt_ssd_chunk_backward(c, S, dS + h * size);
+            mt_ssd_store_head(c, head, &w[h]);
+        }
+        if (!forward) mt_ssd_store_group(c, group);
+    }
+}
+
+static void mt_cpu_ssd_backward(const mt_ssd_args *a, mt_dtype dtype, mt_stream *stream) {
+    int64_t heads = a->H / a->G, size = a->N * a->P, of_head = (int64_t)(sizeof(mt_ssd_head) / sizeof(float));
+    int64_t chunks = mt_divide_up(mt_spans_measure(a->spans).max_queries, MT_CHUNK);
+    int64_t floats = mt_ssd_place(&(mt_ssd_chunk){0}, a, NULL) + heads * (size * (chunks + 1) + of_head);
+    mt_scratch scratch = mt_scratch_reserve(floats);
+#pragma omp parallel for schedule(dynamic)
+    for (int64_t group = 0; group < a->G; group++) { // one thread adds all spans, in order
+        mt_ssd_chunk c = {.a = a, .dtype = dtype};
+        float *slice = mt_scratch_slice(scratch), *dS = slice + mt_ssd_place(&c, a, slice);
+        mt_ssd_head *w = (mt_ssd_head *)(void *)(dS + heads * size);
+        float *states = dS + heads * (size + of_head);
+        for (int64_t h = 0; h < heads; h++) w[h] = mt_ssd_load_parameters(a, group * heads + h, dtype);
+        for (const mt_span *span = a->spans->host; span < a->spans->host + a->spans->count; span++)
+            mt_ssd_span_backward(&c, span, group, states, dS, w);
+        for (int64_t h = 0; h < heads; h++) {
+            if (a->dA_log) a->dA_log[group * heads + h] += w[h].dA_log;
+            if (a->dD) a->dD[group * heads + h] += w[h].dD;
+            if (a->ddt_bias) a->ddt_bias[group * heads + h] += w[h].ddt_bias;
+        }
+    }
+}
+#pragma GCC diagnostic pop
+
+/* ==== §18b the mixer ============================================================================================== */
+/* Tensor-parallel ranks share the groups with their heads: each has the same share of z, x, B, C, dt, of the taps, the
+ * norm and the state, and the output linear sums over the ranks. */
+
+static void mt_mamba_slots(const mt_model *m, mt_slots *s, const mt_layer *w) {
+    mt_mamba_sizes z = mt_mamba_sizes_of(m);
+    int64_t T = m->plan.max_tokens;
+    (void)w;
+    MT_SLOT(s, mamba_in, T, z.in, m->dtype)->stash_of = offsetof(mt_layer, mamba_in);
+    MT_SLOT(s, conv, T, z.conv, m->dtype);
+    MT_SLOT(s, mamba_out, T, z.inner, m->dtype);
+    MT_SLOT(s, mamba_rstd, T, z.G, MT_F32);
+    MT_SLOT(s, attended, T, z.inner, m->dtype)->input = MT_OFFLOAD_ATTN_PROJ;
+}
+
+/* The operands that forward and backward share. */
+
+static mt_conv_args mt_mamba_conv(const mt_model *m, const mt_pass *p, const mt_layer *w, const mt_activations *a) {
+    mt_mamba_sizes z = mt_mamba_sizes_of(m);
+    mt_conv_args conv = {.spans = &p->spans, .C = z.conv, .K = m->options->linear_conv_kernel_dim, .silu = true};
+    conv.x = mt_at(a->mamba_in, z.inner, m->dtype), conv.x_stride = conv.dx_stride = z.in, conv.y = a->conv;
+    conv.y_stride = conv.dy_stride = z.conv, conv.w = w->mamba_conv.w, conv.dw = w->mamba_conv.dw;
+    conv.bias = w->mamba_conv_bias.w, conv.dbias = w->mamba_conv_bias.dw;
+    if (p->decode) conv.states = mt_states_of(m, m->conv_states[w - m->layers]);
+    return conv;
+}
+
+static mt_ssd_args mt_mamba_scan(const mt_model *m, const mt_pass *p, const mt_layer *w, const mt_activations *a) {
+    const mt_options *o = m->options;
+    mt_mamba_sizes z = mt_mamba_sizes_of(m);
+    mt_ssd_args s = {.spans = &p->spans, .G = z.G, .H = z.H, .N = z.N, .P = z.P, .out = a->mamba_out};
+    s.x = a->conv, s.B = mt_at(a->conv, z.inner, m->dtype), s.C = mt_at(a->conv, z.inner + z.G * z.N, m->dtype);
+    s.dt = mt_at(a->mamba_in, z.inner + z.conv, m->dtype);
+    s.stride = s.dstride = z.conv, s.dt_stride = s.ddt_stride = z.in;
+    s.A_log = w->A_log.w, s.D = w->mamba_d.w, s.dt_bias = w->dt_bias.w;
+    s.dA_log = w->A_log.dw, s.dD = w->mamba_d.dw, s.ddt_bias = w->dt_bias.dw;
+    s.dt_min = (float)o->mamba_dt_limit_low;
+    s.dt_max = o->mamba_dt_limit_high > 0 ? (float)o->mamba_dt_limit_high : INFINITY;
+    if (p->decode) s.states = mt_states_of(m, m->rule_states[w - m->layers]);
+    return s;
+}
+
+static mt_gated_norm_args mt_mamba_norm(const mt_model *m, const mt_pass *p, const mt_layer *w,
+                                        const mt_activations *a) {
+    mt_mamba_sizes z = mt_mamba_sizes_of(m);
+    mt_gated_norm_args n = {.T = p->T, .H = z.G, .D = z.inner / z.G, .x = a->mamba_out, .y = a->attended};
+    n.z = a->mamba_in, n.z_stride = n.dz_stride = z.in, n.rstd = a->mamba_rstd;
+    n.w = w->mamba_norm.w, n.dw = w->mamba_norm.dw, n.eps = (float)m->options->norm_epsilon;
+    n.gate_first = n.weight_per_head = true;
+    return n;
+}
+
+/* out = mixer(x[R, C]). */
+static void mt_mamba_forward(mt_model *m, const mt_pass *p, const mt_layer *w, mt_activations *a, const void *x,
+                             void *out) {
+    mt_conv_args conv = mt_mamba_conv(m, p, w, a);
+    mt_ssd_args scan = mt_mamba_scan(m, p, w, a);
+    mt_gated_norm_args norm = mt_mamba_norm(m, p, w, a);
+    mt_layer_linear_forward(p, a, &w->mamba_in, x, a->mamba_in);
+    m->ops->short_conv_forward(&conv, m->dtype, p->stream);
+    m->ops->ssd_forward(&scan, m->dtype, p->stream);
+    m->ops->gated_norm_forward(&norm, m->dtype, p->stream);
+    mt_layer_linear_forward(p, a, &w->o, a->attended, out);
+}
+
+/* scratch.dqkv: the gradient of mamba_in. */
+static mt_deferred mt_mamba_backward(mt_model *m, const mt_pass *p, mt_layer *w, mt_activations *a,
+                                     const mt_block_gradients *block) {
+    mt_layer_scratch *s = &m->scratch;
+    mt_mamba_sizes z = mt_mamba_sizes_of(m);
+    mt_conv_args conv = mt_mamba_conv(m, p, w, a);
+    mt_ssd_args scan = mt_mamba_scan(m, p, w, a);
+    mt_gated_norm_args norm = mt_mamba_norm(m, p, w, a);
+    MT_CHECK(!block->left);
+    mt_deferred out = mt_attention_out_backward(p, w, a, offsetof(mt_activations, attended), block->dout, s->dattended);
+    norm.dy = s->dattended, norm.dx = s->ddelta, norm.dz = s->dqkv;
+    m->ops->gated_norm_backward(&norm, m->dtype, p->stream);
+    scan.dout = s->ddelta, scan.dx = s->dconv, scan.dB = mt_at(s->dconv, z.inner, m->dtype);
+    scan.dC = mt_at(s->dconv, z.inner + z.G * z.N, m->dtype), scan.ddt = mt_at(s->dqkv, z.inner + z.conv, m->dtype);
+    m->ops->ssd_backward(&scan, m->dtype, p->stream);
+    conv.dy = s->dconv, conv.dx = mt_at(s->dqkv, z.inner, m->dtype);
+    m->ops->short_conv_backward(&conv, m->dtype, p->stream);
+    mt_linear_io in = {.x = block->x, .dy = s->dqkv, .dx = block->dx};
+    mt_layer_linear_backward(m, p, w, a, &w->mamba_in, block->x_field, &in);
     return out;
 }

@@ -508,6 +508,8 @@ typedef enum mt_activation { MT_ACTIVATIONS(MT_ACTIVATION_NAME) MT_NUM_ACTIVATIO
     X(QWEN3_5, "qwen3_5_text", "Qwen3_5ForCausalLM", LLAMA, "model.layers.", false)                                    \
     X(QWEN3_5_MOE, "qwen3_5_moe_text", "Qwen3_5MoeForCausalLM", QWEN2_MOE, "model.layers.", false)                     \
     X(LFM2, "lfm2", "Lfm2ForCausalLM", LFM2, "model.layers.", false)                                                   \
+    X(NEMOTRON_H, "nemotron_h", "NemotronHForCausalLM", NEMOTRON_H, "backbone.layers.", false)                         \
+    X(GRANITE, "granitemoehybrid", "GraniteMoeHybridForCausalLM", GRANITE, "model.layers.", false)                     \
     X(MIMO_V2_FLASH, "mimo_v2_flash", "MiMoV2FlashForCausalLM", MIMO_V2, "model.layers.", false)                       \
     X(MEGATRON, "megatron", "MegatronForCausalLM", LLAMA, "model.layers.", false)
 #define MT_HF_FAMILY_NAME(name, ...) MT_HF_##name,
@@ -531,8 +533,9 @@ typedef enum mt_head_type {
 typedef enum mt_attention_variant {
     MT_VARIANT_NONE,
     MT_VARIANT_GATED_DELTA_NET,
-    MT_VARIANT_GDN,       // its other name in Megatron-LM, until options are finished
-    MT_VARIANT_SHORT_CONV // a gated short convolution, as in LFM2
+    MT_VARIANT_GDN,        // its other name in Megatron-LM, until options are finished
+    MT_VARIANT_SHORT_CONV, // a gated short convolution, as in LFM2
+    MT_VARIANT_MAMBA2
 } mt_attention_variant;
 
 /* Every option by its Megatron name, with underscores. data/options/option_table.c has each one's default, range and
@@ -553,6 +556,8 @@ typedef struct mt_options {
     mt_norm_placement norm_placement;
     bool layernorm_zero_centered_gamma; // norms scale by 1 + weight
     double embedding_multiplier;        // of the embedding's output; 1: none
+    double residual_multiplier;         // of the outputs that blocks add to the residual stream; 1: none
+    double logits_scaling;              // divides the logits; 1: none
     double softmax_scale;               // of q k^T; 0: 1 / sqrt(channels of a head)
     mt_softmax_type softmax_type;
     bool sinks_in_windows_only;      // softmax_type is of layers with a window only
@@ -564,6 +569,10 @@ typedef struct mt_options {
     char *linear_attention_freq;                         // as text; see linear_layers
     int64_t linear_num_key_heads, linear_num_value_heads, linear_key_head_dim, linear_value_head_dim;
     int64_t linear_conv_kernel_dim;
+    char *hybrid_override_pattern; // as text; see hybrid_layers
+    int64_t mamba_state_dim, mamba_head_dim, mamba_num_groups, mamba_num_heads;
+    double mamba_dt_limit_low, mamba_dt_limit_high; // of a step; high 0: none
+    bool mamba_conv_bias;
     mt_position_embedding position_embedding_type;
     double norm_epsilon, init_method_std, hidden_dropout, attention_dropout;
     int64_t window_size;         // sliding window: keys that a query sees, its own included; 0: all
@@ -746,14 +755,16 @@ typedef struct mt_options {
     int64_t context_a2a_size;   // ranks of the context group that exchange tokens for heads; 1: none
     int64_t padded_vocab_size;
     int64_t moe_router_group_best; // best scores of a group of experts whose sum ranks the group; 2 for deepseek_v3
-    char *moe_layers;          // [num_layers] letters, '1' for a layer with experts and '0' for one without; NULL: none
-    char *window_layers;       // [num_layers] letters, '1' for a layer with the sliding window; NULL: all or, without
-                               // window_size, none
-    char *rope_layers;         // [num_layers] letters, '1' for a layer with RoPE; NULL: all have it, or none
-    char *linear_layers;       // [num_layers] letters, '1' for a layer of experimental_attention_variant; NULL: none
-    char *pipeline_letters;    // the stages: E embedding, t layer, m MTP module, L loss, | between stages; NULL: none
-    int64_t num_iterations;    // steps of the run, from train_iters or train_samples
-    int64_t mtp_layers_stored; // MTP modules that the folder to load may hold, in use or not
+    char *moe_layers;       // [num_layers] letters, '1' for a layer with experts and '0' for one without; NULL: none
+    char *window_layers;    // [num_layers] letters, '1' for a layer with the sliding window; NULL: all or, without
+                            // window_size, none
+    char *rope_layers;      // [num_layers] letters, '1' for a layer with RoPE; NULL: all have it, or none
+    char *linear_layers;    // [num_layers] letters, '1' for a layer of experimental_attention_variant; NULL: none
+    char *hybrid_layers;    // [num_layers] letters of layers with one half: M Mamba-2, * attention, - MLP, E experts;
+                            // NULL: every layer has a mixer and a feed-forward
+    char *pipeline_letters; // the stages: E embedding, t layer, m MTP module, L loss, | between stages; NULL: none
+    int64_t num_iterations; // steps of the run, from train_iters or train_samples
+    int64_t mtp_layers_stored;            // MTP modules that the folder to load may hold, in use or not
     bool attention_output_bias, mlp_bias; // biases of o_proj (c_proj) and of the MLP
     mt_hf_family hf_family;               // of config.json
     mt_head_type head_type;               // of config.json, or for the stage
@@ -827,9 +838,15 @@ typedef enum mt_mixer_kind {
     MT_MIXER_ATTENTION,
     MT_MIXER_LATENT_ATTENTION,
     MT_MIXER_GATED_DELTA_NET,
-    MT_MIXER_SHORT_CONV
+    MT_MIXER_SHORT_CONV,
+    MT_MIXER_MAMBA2,
+    MT_MIXER_NONE
 } mt_mixer_kind;
-typedef enum mt_feed_forward_kind { MT_FEED_FORWARD_DENSE, MT_FEED_FORWARD_EXPERTS } mt_feed_forward_kind;
+typedef enum mt_feed_forward_kind {
+    MT_FEED_FORWARD_DENSE,
+    MT_FEED_FORWARD_EXPERTS,
+    MT_FEED_FORWARD_NONE
+} mt_feed_forward_kind;
 typedef enum mt_layer_rope {
     MT_ROPE_NONE,
     MT_ROPE_MODEL, // --rotary-base with the model's scaling
@@ -852,6 +869,10 @@ double mt_rope_frequency(const mt_options *options, mt_layer_rope which, int64_t
 mt_layer_kind mt_layer_kind_of(const mt_options *options, int64_t layer);
 /* True if some layer has this mixer. */
 bool mt_has_mixer(const mt_options *options, mt_mixer_kind mixer);
+/* True if some layer has a state in generation instead of keys and values. */
+bool mt_has_states(const mt_options *options);
+/* Layers with a dense feed-forward. */
+int64_t mt_num_dense_layers(const mt_options *options);
 /* True if its feed-forward is experts. */
 bool mt_layer_has_experts(const mt_options *options, int64_t layer);
 bool mt_layer_kinds_equal(mt_layer_kind a, mt_layer_kind b);
@@ -1449,19 +1470,38 @@ typedef struct mt_delta_args {
     float *dmaps;         // [slots, Hv, Dk, Dv]: see delta_rule_map_backward
 } mt_delta_args;
 
+/* The operands of the scan of Mamba-2 (Dao & Gu, "Transformers are SSMs"). A group's B and C serve H / G adjacent
+ * heads. */
+typedef struct mt_ssd_args {
+    const mt_spans *spans;
+    int64_t G, H, N, P;              // groups; heads; rows and columns of a head's state
+    const void *x, *B, *C;           // [T, H, P], [T, G, N], [T, G, N], `stride` between tokens
+    const void *dt;                  // [T, H] of the step, dt_stride between tokens
+    const void *A_log, *D, *dt_bias; // [H]
+    float dt_min, dt_max;            // the step is cut to [dt_min, dt_max]
+    void *out;                       // [T, H, P], without gaps
+    const void *dout;                // likewise
+    void *dx, *dB, *dC;              // gradients of x, B and C, dstride between tokens
+    void *ddt;                       // [T, H] of dt, ddt_stride between tokens
+    float *dA_log, *dD, *ddt_bias;   // [H] +=; NULL: frozen
+    int64_t stride, dstride, dt_stride, ddt_stride;
+    mt_states states; // a state is [H, N, P]; the forward only
+} mt_ssd_args;
+
 /* The operands of a norm of the heads of linear attention, gated. */
 typedef struct mt_gated_norm_args {
-    int64_t T, H, D; // tokens, heads, channels of a head
+    int64_t T, H, D; // tokens, heads (or groups of heads), channels of a head
     const void *x;   // [T, H, D]
     const void *z;   // [T, H, D], z_stride between tokens
-    const void *w;   // [D]
+    const void *w;   // [D], or with weight_per_head [H, D]
     float *rstd;     // [T, H]: the forward writes it, the backward reads it
     void *y;         // [T, H, D]
     const void *dy;  // [T, H, D]
     void *dx, *dz;   // [T, H, D]; of z with dz_stride
-    float *dw;       // [D] +=; NULL: frozen
+    float *dw;       // as w, +=; NULL: frozen
     int64_t z_stride, dz_stride;
     float eps;
+    bool gate_first, weight_per_head;
 } mt_gated_norm_args;
 
 /* The operands of a product, element by element. */
@@ -1516,7 +1556,8 @@ typedef struct mt_gate_args {
        const mt_delta_args *a, const mt_carried_state *state, mt_dtype dtype, mt_stream *stream)                       \
     OP(delta_rule_carry_backward, mt_work_product(a->Hv * a->Dk, a->Dk, a->Dv), (a, state, dtype, stream),             \
        const mt_delta_args *a, const mt_carried_state *state, mt_dtype dtype, mt_stream *stream)                       \
-    /* y = x / sqrt(mean(x^2) + eps) w silu(z), each head by itself. */                                                \
+    /* y = x / sqrt(mean(x^2) + eps) w silu(z), each head by itself; gate_first: u / sqrt(mean(u^2) + eps) w, where    \
+     * u = x silu(z). */                                                                                               \
     OP(gated_norm_forward, mt_work_bytes(3 * a->T * a->H * a->D, dtype), (a, dtype, stream),                           \
        const mt_gated_norm_args *a, mt_dtype dtype, mt_stream *stream)                                                 \
     OP(gated_norm_backward, mt_work_bytes(5 * a->T * a->H * a->D, dtype), (a, dtype, stream),                          \
@@ -1537,10 +1578,12 @@ typedef struct mt_gate_args {
 
 /* Operations that the plain C backend alone has: mt_options_check_limits refuses their models elsewhere. */
 #define MT_PLAIN_OPERATIONS(OP)                                                                                        \
-    /* None now. A row (name, work, (arguments), parameters...) is an operation without a CUDA kernel.                 \
-     *                                                                                                                 \
-     * Its model or option needs a rule of mt_options_check_limits that asks limits.no_plain, so that a user who       \
-     * takes a GPU reads why it does not run there. */
+    /* Of each head, token by token from S = 0 before a span: S = exp(step A) S + step B x^T; out = S^T C + D x, where \
+     * A = -exp(A_log) and step = softplus(dt + dt_bias), cut to its range, which gives no gradient beyond. */         \
+    OP(ssd_forward, mt_work_product(mt_span_rows(a->spans, false) * a->H, a->N, 2 * a->P), (a, dtype, stream),         \
+       const mt_ssd_args *a, mt_dtype dtype, mt_stream *stream)                                                        \
+    OP(ssd_backward, mt_work_product(mt_span_rows(a->spans, false) * a->H, a->N, 4 * a->P), (a, dtype, stream),        \
+       const mt_ssd_args *a, mt_dtype dtype, mt_stream *stream)
 
 /* ---- activations */
 
@@ -2861,6 +2904,19 @@ typedef enum mt_role {
     MT_A_LOG, // log of the decay of each value head
     MT_DT_BIAS,
     MT_SHORT_TAPS,
+    MT_MAMBA_Z, // this and the next twelve: Mamba-2; to MT_MAMBA_DT: of its input
+    MT_MAMBA_X,
+    MT_MAMBA_B,
+    MT_MAMBA_C,
+    MT_MAMBA_DT, // step of each head
+    MT_CONV_X,   // taps of the short convolution, then its biases
+    MT_CONV_B,
+    MT_CONV_C,
+    MT_CONV_X_BIAS,
+    MT_CONV_B_BIAS,
+    MT_CONV_C_BIAS,
+    MT_MAMBA_NORM,
+    MT_MAMBA_D, // factor of x in each head's output
     MT_NUM_ROLES
 } mt_role;
 
@@ -2883,8 +2939,9 @@ typedef enum mt_init {
     MT_INIT_ONES,
     MT_INIT_GAIN, // of a norm: ones, or zeros where norms scale by 1 + weight
     MT_INIT_ZEROS,
-    MT_INIT_TAPS,     // normal with the variance of PyTorch's convolutions, 1 / (3 taps)
-    MT_INIT_LOG_DECAY // log of uniform numbers in [1, 16)
+    MT_INIT_TAPS,      // normal with the variance of PyTorch's convolutions, 1 / (3 taps)
+    MT_INIT_LOG_DECAY, // log of uniform numbers in [1, 16)
+    MT_INIT_TIME_STEP  // x of softplus(x) that is uniform in its logarithm, from 1e-3 to 0.1
 } mt_init;
 
 /* The content of a parameter's gradient on one rank after the backward, and so the sum that completes it. */

@@ -155,7 +155,7 @@ extern "C" void mt_cuda_route_sinkhorn(const mt_route_args *a, mt_stream *stream
     MT_CUDA_LAUNCHED();
     choose<<<(unsigned)mt_divide_up(a->count, 8), 256, 0, on>>>(
         a->probs, a->experts, a->invalid, a->logits + a->first * E, scale, row_max + a->first,
-        a->token_index ? a->token_index + a->first : NULL, a->count, (int)E, (int)router->topk, router->score == MT_SCORE_SIGMOID,
-        router->scaling);
+        a->token_index ? a->token_index + a->first : NULL, a->count, (int)E, (int)router->topk,
+        router->score == MT_SCORE_SIGMOID, router->scaling);
     MT_CUDA_LAUNCHED();
 }

@@ -21,6 +21,8 @@ static const char *const families[] = {"gpt2",
                                        "olmo3",
                                        "qwen3_next",
                                        "gpt_oss",
+                                       "nemotron_h",
+                                       "granitemoehybrid",
                                        "seed_oss",
                                        "dots1",
                                        "exaone4",
@@ -38,16 +40,21 @@ static const char *const families[] = {"gpt2",
                                        "lfm2",
                                        "mimo_v2_flash"};
 /* The first NUM_KINDS have every kind of parameter; the others arrange the same parts otherwise. */
-enum { NUM_FAMILIES = sizeof families / sizeof *families, NUM_KINDS = 16 };
+enum { NUM_FAMILIES = sizeof families / sizeof *families, NUM_KINDS = 18 };
 
 /* Families with gated delta nets. */
 __attribute__((unused)) static bool has_delta_nets(const char *family) {
     return strncmp(family, "qwen3_next", 10) == 0 || strncmp(family, "qwen3_5", 7) == 0;
 }
 
-/* Families with these or short convolutions, which run without context parallelism. */
+/* Families with Mamba-2, which runs without context parallelism. */
+__attribute__((unused)) static bool has_mamba(const char *family) {
+    return strcmp(family, "nemotron_h") == 0 || strcmp(family, "granitemoehybrid") == 0;
+}
+
+/* Families with these or short convolutions, which the CPU alone computes. */
 __attribute__((unused)) static bool is_linear_family(const char *family) {
-    return has_delta_nets(family) || strcmp(family, "lfm2") == 0;
+    return has_delta_nets(family) || has_mamba(family) || strcmp(family, "lfm2") == 0;
 }
 
 /* Families that the CPU alone computes. */

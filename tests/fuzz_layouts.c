@@ -66,6 +66,7 @@ typedef struct row {
 
 #define LATENT  "--multi-latent-attention --normalization RMSNorm --position-embedding-type rope --kv-lora-rank "
 #define EXPERTS "--num-experts"
+#define MAMBA   "--experimental-attention-variant mamba2 --linear-attention-freq "
 #define DELTA   "--experimental-attention-variant gated_delta_net --linear-attention-freq "
 // Marks models whose widths are multiples of 64: --fp8-param-gather needs multiples of 16 on each rank.
 #define WIDE    "--ffn-hidden-size 64"
@@ -144,6 +145,10 @@ static const row model_rows[] = {
     {8, "", "gated_delta_net",
      "--experimental-attention-variant short_conv --linear-attention-freq 2;--experimental-attention-variant "
      "short_conv --linear-attention-freq 3 --linear-conv-kernel-dim 3"},
+    {8, "", "gated_delta_net&short_conv",
+     MAMBA "2 --mamba-num-groups 2 --mamba-num-heads 4 --mamba-head-dim 12 --mamba-state-dim 10;" MAMBA
+           "3 --mamba-num-groups 4 --mamba-num-heads 8 --mamba-head-dim 6 --mamba-state-dim 16 "
+           "--linear-conv-kernel-dim 3 --disable-mamba-conv-bias --mamba-dt-limit-high 0.05"},
     {15, "type rope", "latent", "--no-rope-freq 2;--no-rope-freq 3"},
     {60, "", "", "--disable-bias-linear"},
     {20, "", "latent", "--add-qkv-bias"},

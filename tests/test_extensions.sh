@@ -22,7 +22,7 @@ copy_with() {
     for part; do
         (cd "$folder" && patch -p1 -s -F "$fuzz" --no-backup-if-mismatch) <"notes/extensions/$part.patch" \
             >"$work/out" 2>&1 || {
-            echo "notes/extensions/$part.patch does not apply; make the same change in a copy, and git diff" >>"$work/out"
+            echo "notes/extensions/$part.patch does not apply; make the same change in a copy, git diff" >>"$work/out"
             return 1
         }
     done

@@ -426,6 +426,200 @@ static void a_short_convolution_in_pieces_equals_that_of_whole_sequences(void **
     free(in), free(results), free(states), free(wanted), free(o.values);
 }
 
+/* ---- the scan of Mamba-2. Operands: x, B, C, dt, A_log, D, dt_bias. */
+
+typedef struct ssd_shape {
+    int64_t T, G, H, N, P;
+    double dt_min, dt_max;
+    int num_spans;
+    mt_span spans[4];
+} ssd_shape;
+
+static const ssd_shape ssd_shapes[] = {
+    {7, 1, 1, 4, 4, 0, INFINITY, 1, {{0, 7, 0, 7, true}}},
+    {150, 2, 4, 8, 6, 0, INFINITY, 3, {{0, 65, 0, 65, true}, {65, 1, 65, 1, true}, {66, 84, 66, 84, true}}},
+    {64, 3, 3, 5, 16, 0.3, 0.9, 1, {{0, 64, 0, 64, true}}},
+    {131, 1, 4, 16, 8, 0, 0.8, 2, {{0, 128, 0, 128, true}, {128, 3, 128, 3, true}}},
+};
+enum { NUM_SSD_SHAPES = sizeof ssd_shapes / sizeof *ssd_shapes };
+
+static operands ssd_operands(const ssd_shape *s) {
+    int64_t states = s->T * s->G * s->N, heads = s->T * s->H;
+    operands o = operands_new(7, (int64_t[]){heads * s->P, states, states, heads, s->H, s->H, s->H});
+    for (int64_t i = 0; i < s->H; i++) part(&o, 4)[i] = (double)(float)(2 * part(&o, 4)[i]); // slow and fast decays
+    return o;
+}
+
+static void ssd_definition(const void *shape, const operands *o, double *out) {
+    const ssd_shape *s = shape;
+    double S[16 * 16];
+    for (const mt_span *span = s->spans; span < s->spans + s->num_spans; span++)
+        for (int64_t h = 0; h < s->H; h++) {
+            int64_t group = h / (s->H / s->G);
+            memset(S, 0, sizeof S);
+            for (int64_t t = span->q_start; t < span->q_start + span->q_len; t++) {
+                double step = log1p(exp(part(o, 3)[t * s->H + h] + part(o, 6)[h]));
+                step = fmin(fmax(step, s->dt_min), s->dt_max);
+                double decay = exp(-exp(part(o, 4)[h]) * step);
+                const double *x = part(o, 0) + (t * s->H + h) * s->P;
+                const double *B = part(o, 1) + (t * s->G + group) * s->N, *C = part(o, 2) + (t * s->G + group) * s->N;
+                for (int64_t j = 0; j < s->P; j++) {
+                    double sum = part(o, 5)[h] * x[j];
+                    for (int64_t i = 0; i < s->N; i++) {
+                        S[i * 16 + j] = decay * S[i * 16 + j] + step * B[i] * x[j];
+                        sum += S[i * 16 + j] * C[i];
+                    }
+                    out[(t * s->H + h) * s->P + j] = sum;
+                }
+            }
+        }
+}
+
+/* The operation's operands and gradients at `in` and `gradients`, in the order of `o`; x, B and C have one stride,
+ * as in the model, so they are copied into rows [x, B, C] of `rows`. */
+static mt_ssd_args ssd_args(const ssd_shape *s, const mt_spans *spans, const operands *o, mt_dtype dtype,
+                            const void *in, void *rows) {
+    int64_t size = mt_dtype_size(dtype), widths[3] = {s->H * s->P, s->G * s->N, s->G * s->N}, column = 0;
+    mt_ssd_args a = {.spans = spans, .G = s->G, .H = s->H, .N = s->N, .P = s->P};
+    const void **const places[] = {&a.x, &a.B, &a.C};
+    a.stride = a.dstride = widths[0] + 2 * widths[1], a.dt_stride = a.ddt_stride = s->H;
+    for (int i = 0; i < 3; column += widths[i++]) {
+        *places[i] = (char *)rows + column * size;
+        for (int64_t t = 0; t < s->T; t++)
+            memcpy((char *)rows + (t * a.stride + column) * size,
+                   (const char *)in + (o->starts[i] + t * widths[i]) * size, (size_t)(widths[i] * size));
+    }
+    const void **const rest[] = {&a.dt, &a.A_log, &a.D, &a.dt_bias};
+    for (int i = 0; i < 4; i++) *rest[i] = (const char *)in + o->starts[3 + i] * size;
+    a.dt_min = (float)s->dt_min, a.dt_max = (float)s->dt_max;
+    return a;
+}
+
+/* Gradients in the order of the operands, from rows [x, B, C]. */
+static void ssd_gather(const ssd_shape *s, const operands *o, float *gradients, const float *rows) {
+    int64_t widths[3] = {s->H * s->P, s->G * s->N, s->G * s->N}, stride = widths[0] + 2 * widths[1], column = 0;
+    for (int i = 0; i < 3; column += widths[i++])
+        for (int64_t t = 0; t < s->T; t++)
+            memcpy(gradients + o->starts[i] + t * widths[i], rows + t * stride + column,
+                   (size_t)widths[i] * sizeof *rows);
+}
+
+/* Sets where the gradients go: dx, dB and dC to `rows`, ddt, and those of the vectors. */
+static void ssd_gradients(const ssd_shape *s, mt_ssd_args *a, void *rows, mt_dtype dtype, void *ddt, float *vectors) {
+    int64_t size = mt_dtype_size(dtype);
+    a->dx = rows, a->dB = (char *)rows + s->H * s->P * size;
+    a->dC = (char *)rows + (s->H * s->P + s->G * s->N) * size, a->ddt = ddt;
+    a->dA_log = vectors, a->dD = vectors + s->H, a->ddt_bias = vectors + 2 * s->H;
+}
+
+static void the_scan_equals_its_recurrence_in_float64(void **state) {
+    (void)state;
+    for (int n = 0; n < NUM_SSD_SHAPES; n++) {
+        const ssd_shape *s = &ssd_shapes[n];
+        const mt_spans spans = {s->spans, s->spans, s->num_spans};
+        operands o = ssd_operands(s);
+        int64_t count = s->T * s->H * s->P;
+        float *in = floats_of(o.values, o.total), *gradients = calloc((size_t)o.total, sizeof *gradients);
+        float *out = calloc((size_t)count, sizeof *out);
+        float *rows = calloc((size_t)o.total, sizeof *rows), *drows = calloc((size_t)o.total, sizeof *drows);
+        double *wanted = calloc((size_t)count, sizeof *wanted), *weights = calloc((size_t)count, sizeof *weights);
+        for (int64_t i = 0; i < count; i++) weights[i] = (double)(float)uniform();
+        float *dout = floats_of(weights, count);
+        mt_ssd_args a = ssd_args(s, &spans, &o, MT_F32, in, rows);
+        ssd_gradients(s, &a, drows, MT_F32, gradients + o.starts[3], gradients + o.starts[4]);
+        a.out = out, a.dout = dout;
+        ops->ssd_forward(&a, MT_F32, NULL);
+        ssd_definition(s, &o, wanted);
+        expect_equal(out, wanted, count, 1e-5);
+        ops->ssd_backward(&a, MT_F32, NULL);
+        ssd_gather(s, &o, gradients, drows);
+        expect_gradients(ssd_definition, s, &o, weights, count, gradients, 37);
+        free(in), free(gradients), free(out), free(rows), free(drows);
+        free(wanted), free(weights), free(dout), free(o.values);
+    }
+}
+
+/* bf16 operands: as fp32 of the same values, rounded once. */
+static void the_scan_rounds_its_results_once(void **state) {
+    (void)state;
+    const ssd_shape *s = &ssd_shapes[1];
+    const mt_spans spans = {s->spans, s->spans, s->num_spans};
+    operands o = ssd_operands(s);
+    int64_t count = s->T * s->H * s->P, width = s->H * s->P + 2 * s->G * s->N;
+    float *in = floats_of(o.values, o.total), *dout = floats_of(o.values, count), vectors[2][12] = {{0}};
+    uint16_t *in_bits = bf16_of(in, o.total), *dout_bits = bf16_of(dout, count);
+    float *rows = calloc((size_t)o.total, sizeof *rows), *out = calloc((size_t)count, sizeof *out);
+    float *got = calloc((size_t)(s->T * (width + s->H)), sizeof *got);
+    uint16_t *row_bits = calloc((size_t)o.total, 2), *out_bits = calloc((size_t)count, 2);
+    uint16_t *got_bits = calloc((size_t)(s->T * (width + s->H)), 2), *wanted = calloc((size_t)o.total, 2);
+    mt_ssd_args a = ssd_args(s, &spans, &o, MT_F32, in, rows);
+    ssd_gradients(s, &a, got, MT_F32, got + s->T * width, vectors[0]);
+    a.out = out, a.dout = dout;
+    ops->ssd_forward(&a, MT_F32, NULL), ops->ssd_backward(&a, MT_F32, NULL);
+    mt_ssd_args b = ssd_args(s, &spans, &o, MT_BF16, in_bits, row_bits);
+    ssd_gradients(s, &b, got_bits, MT_BF16, got_bits + s->T * width, vectors[1]);
+    b.out = out_bits, b.dout = dout_bits;
+    ops->ssd_forward(&b, MT_BF16, NULL), ops->ssd_backward(&b, MT_BF16, NULL);
+    ops->convert(wanted, MT_BF16, out, MT_F32, count, NULL);
+    assert_memory_equal(wanted, out_bits, (size_t)count * 2);
+    ops->convert(wanted, MT_BF16, got, MT_F32, s->T * (width + s->H), NULL);
+    assert_memory_equal(wanted, got_bits, (size_t)(s->T * (width + s->H)) * 2);
+    assert_memory_equal(vectors[0], vectors[1], sizeof vectors[0]);
+    free(in), free(dout), free(in_bits), free(dout_bits), free(rows), free(out), free(got), free(row_bits);
+    free(out_bits), free(got_bits), free(wanted), free(o.values);
+}
+
+/* As a_state_continues_a_text. */
+static void a_state_of_the_scan_continues_a_text(void **state) {
+    (void)state;
+    enum { T = 100, SLOTS = 3, STATE = 4 * 8 * 6 };
+    static const int64_t ends[] = {1, 2, 66, 70, T};
+    const ssd_shape s = {T, 2, 4, 8, 6, 0, INFINITY, 1, {{0, T, 0, T, true}}};
+    const mt_spans spans = {s.spans, s.spans, 1};
+    operands o = ssd_operands(&s);
+    float *in = floats_of(o.values, o.total), whole[T * 4 * 6], pieces[T * 4 * 6], memory[SLOTS * STATE];
+    float *rows = calloc((size_t)o.total, sizeof *rows);
+    for (size_t i = 0; i < SLOTS * STATE; i++) memory[i] = NAN; // of another text
+    mt_ssd_args a = ssd_args(&s, &spans, &o, MT_F32, in, rows);
+    a.out = whole;
+    ops->ssd_forward(&a, MT_F32, NULL);
+    a.out = pieces, a.states = (mt_states){.memory = memory, .slot_rows = T, .slots = SLOTS};
+    for (int i = 0; i < 5; i++) {
+        int64_t begin = i > 0 ? ends[i - 1] : 0;
+        const mt_span span = {begin, ends[i] - begin, T, ends[i], true};
+        const mt_spans piece = {&span, &span, 1};
+        a.spans = &piece;
+        ops->ssd_forward(&a, MT_F32, NULL);
+    }
+    for (int64_t i = 0; i < T * 4 * 6; i++) assert_true(fabsf(whole[i] - pieces[i]) <= 1e-4f);
+    assert_true(isnan(memory[0]) && isnan(memory[2 * STATE])); // others' slots
+    free(in), free(rows), free(o.values);
+}
+
+/* A NaN in x, B, C or dt of token 3 reaches every output of its heads from there on, in its span (C: of its token
+ * alone), and no other head or span. */
+static void a_nan_in_the_scan_stays_a_nan(void **state) {
+    (void)state;
+    const ssd_shape s = {80, 2, 2, 4, 4, 0, INFINITY, 2, {{0, 70, 0, 70, true}, {70, 10, 70, 10, true}}};
+    const mt_spans spans = {s.spans, s.spans, s.num_spans};
+    for (int operand = 0; operand < 4; operand++) {
+        operands o = ssd_operands(&s);
+        float *in = floats_of(o.values, o.total), out[80 * 2 * 4], *rows = calloc((size_t)o.total, sizeof *rows);
+        in[o.starts[operand] + (operand < 3 ? 3 * 8 + 4 : 3 * 2 + 1)] = NAN; // of head 1
+        mt_ssd_args a = ssd_args(&s, &spans, &o, MT_F32, in, rows);
+        a.out = out;
+        ops->ssd_forward(&a, MT_F32, NULL);
+        for (int64_t i = 0; i < 80 * 2 * 4; i++) {
+            int64_t t = i / 8, last = operand == 2 ? 4 : 70; // C is in no state
+            bool reached = i / 4 % 2 == 1 && t >= 3 && t < last;
+            if (operand == 0 && i % 4 != 0) reached = false; // x: one channel
+            bool is_other = i / 4 % 2 == 0 || t >= 70;       // another head or span
+            assert_true(reached ? isnan(out[i]) : !is_other || isfinite(out[i]));
+        }
+        free(in), free(rows), free(o.values);
+    }
+}
+
 /* ---- short convolution. Operands: x, w, bias. */
 
 typedef struct conv_shape {
@@ -481,38 +675,46 @@ static void a_short_convolution_equals_its_definition(void **state) {
 
 typedef struct norm_shape {
     int64_t T, H, D;
+    bool gate_first, weight_per_head;
 } norm_shape;
 
 static void gated_norm_definition(const void *shape, const operands *o, double *out) {
     const norm_shape *s = shape;
     for (int64_t r = 0; r < s->T * s->H; r++) {
         const double *x = part(o, 0) + r * s->D, *z = part(o, 1) + r * s->D;
+        const double *w = part(o, 2) + (s->weight_per_head ? r % s->H * s->D : 0);
         double sum = 0;
-        for (int64_t c = 0; c < s->D; c++) sum += x[c] * x[c];
-        for (int64_t c = 0; c < s->D; c++)
-            out[r * s->D + c] = x[c] / sqrt(sum / (double)s->D + 1e-5) * part(o, 2)[c] * z[c] / (1 + exp(-z[c]));
+        for (int64_t c = 0; c < s->D; c++) {
+            double gate = z[c] / (1 + exp(-z[c])), value = s->gate_first ? x[c] * gate : x[c];
+            sum += value * value;
+            out[r * s->D + c] = x[c] * w[c] * gate;
+        }
+        for (int64_t c = 0; c < s->D; c++) out[r * s->D + c] /= sqrt(sum / (double)s->D + 1e-5);
     }
 }
 
 static void a_gated_norm_equals_its_definition(void **state) {
     (void)state;
-    const norm_shape s = {13, 3, 6};
-    int64_t count = s.T * s.H * s.D;
-    operands o = operands_new(3, (int64_t[]){count, count, s.D});
-    float *in = floats_of(o.values, o.total), *gradients = calloc((size_t)o.total, sizeof *gradients);
-    double *wanted = calloc((size_t)count, sizeof *wanted), *weights = calloc((size_t)count, sizeof *weights);
-    for (int64_t i = 0; i < count; i++) weights[i] = (double)(float)uniform();
-    float *dy = floats_of(weights, count), *y = calloc((size_t)count, sizeof *y);
-    mt_gated_norm_args a = {.T = s.T, .H = s.H, .D = s.D, .x = in, .z = in + o.starts[1], .w = in + o.starts[2]};
-    float rstd[13 * 3];
-    a.rstd = rstd, a.y = y, a.dy = dy, a.dx = gradients, a.dz = gradients + o.starts[1], a.dw = gradients + o.starts[2];
-    a.z_stride = a.dz_stride = s.H * s.D, a.eps = 1e-5f;
-    ops->gated_norm_forward(&a, MT_F32, NULL);
-    gated_norm_definition(&s, &o, wanted);
-    expect_equal(y, wanted, count, 1e-6);
-    ops->gated_norm_backward(&a, MT_F32, NULL);
-    expect_gradients(gated_norm_definition, &s, &o, weights, count, gradients, 1);
-    free(in), free(gradients), free(wanted), free(weights), free(dy), free(y), free(o.values);
+    static const norm_shape shapes[] = {{13, 3, 6, false, false}, {13, 3, 6, true, true}, {9, 1, 20, true, false}};
+    for (size_t n = 0; n < sizeof shapes / sizeof *shapes; n++) {
+        const norm_shape s = shapes[n];
+        int64_t count = s.T * s.H * s.D;
+        operands o = operands_new(3, (int64_t[]){count, count, s.weight_per_head ? s.H * s.D : s.D});
+        float *in = floats_of(o.values, o.total), *gradients = calloc((size_t)o.total, sizeof *gradients);
+        double *wanted = calloc((size_t)count, sizeof *wanted), *weights = calloc((size_t)count, sizeof *weights);
+        for (int64_t i = 0; i < count; i++) weights[i] = (double)(float)uniform();
+        float *dy = floats_of(weights, count), *y = calloc((size_t)count, sizeof *y), rstd[13 * 3];
+        mt_gated_norm_args a = {.T = s.T, .H = s.H, .D = s.D, .x = in, .z = in + o.starts[1], .w = in + o.starts[2]};
+        a.rstd = rstd, a.y = y, a.dy = dy, a.dx = gradients, a.dz = gradients + o.starts[1];
+        a.dw = gradients + o.starts[2], a.z_stride = a.dz_stride = s.H * s.D, a.eps = 1e-5f;
+        a.gate_first = s.gate_first, a.weight_per_head = s.weight_per_head;
+        ops->gated_norm_forward(&a, MT_F32, NULL);
+        gated_norm_definition(&s, &o, wanted);
+        expect_equal(y, wanted, count, 1e-6);
+        ops->gated_norm_backward(&a, MT_F32, NULL);
+        expect_gradients(gated_norm_definition, &s, &o, weights, count, gradients, 1);
+        free(in), free(gradients), free(wanted), free(weights), free(dy), free(y), free(o.values);
+    }
 }
 
 /* ---- products. Operands: x, z. */
@@ -524,7 +726,7 @@ static void product_definition(const void *shape, const operands *o, double *out
 
 static void a_product_equals_its_definition(void **state) {
     (void)state;
-    const norm_shape s = {13, 1, 6};
+    const norm_shape s = {13, 1, 6, false, false};
     enum { COUNT = 13 * 6, STRIDE = 8 };
     operands o = operands_new(2, (int64_t[]){COUNT, COUNT});
     double wanted[COUNT], weights[COUNT];
@@ -562,6 +764,10 @@ int main(void) {
         cmocka_unit_test(a_nan_in_the_delta_rule_stays_a_nan),
         cmocka_unit_test(the_delta_rule_in_pieces_equals_that_of_whole_sequences),
         cmocka_unit_test(a_short_convolution_in_pieces_equals_that_of_whole_sequences),
+        cmocka_unit_test(the_scan_equals_its_recurrence_in_float64),
+        cmocka_unit_test(the_scan_rounds_its_results_once),
+        cmocka_unit_test(a_state_of_the_scan_continues_a_text),
+        cmocka_unit_test(a_nan_in_the_scan_stays_a_nan),
         cmocka_unit_test(a_short_convolution_equals_its_definition),
         cmocka_unit_test(a_gated_norm_equals_its_definition),
         cmocka_unit_test(a_product_equals_its_definition),

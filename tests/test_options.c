@@ -396,6 +396,48 @@ static void rules_between_values_hold_for_a_struct(void **state) {
     }
 }
 
+static void a_hybrid_pattern_names_the_one_half_of_every_layer(void **state) {
+    (void)state;
+    mt_options o;
+#define SIZES                                                                                                          \
+    "--hidden-size 64 --num-attention-heads 4 --vocab-size 300 --seq-length 16 --mock-data --train-iters 10 --lr "     \
+    "1e-3 "
+    expect_good(&o, SIZES "--hybrid-override-pattern M*-M --mamba-head-dim 16");
+    static const mt_layer_kind kinds[] = {{.mixer = MT_MIXER_MAMBA2, .feed_forward = MT_FEED_FORWARD_NONE},
+                                          {.mixer = MT_MIXER_ATTENTION, .feed_forward = MT_FEED_FORWARD_NONE},
+                                          {.mixer = MT_MIXER_NONE, .feed_forward = MT_FEED_FORWARD_DENSE},
+                                          {.mixer = MT_MIXER_MAMBA2, .feed_forward = MT_FEED_FORWARD_NONE}};
+    assert_int_equal(o.num_layers, 4);
+    assert_int_equal(o.mamba_num_heads, 8); // 2 x hidden size / channels of a head
+    for (int64_t i = 0; i < 4; i++) {
+        mt_layer_kind expected = kinds[i];
+        expected.groups = o.num_query_groups;
+        assert_true(mt_layer_kinds_equal(mt_layer_kind_of(&o, i), expected));
+    }
+    mt_options_free(&o);
+    expect_error(RUN "--hybrid-override-pattern M+", "expects a letter for each layer, M (Mamba-2)");
+    expect_error(RUN "--hybrid-override-pattern M*-M", "has 4 letters, and --num-layers is 2; make them equal");
+    expect_error(RUN "--hybrid-override-pattern M", "has 1 letters, and --num-layers is 2; make them equal");
+    expect_error(RUN "--hybrid-override-pattern ME", "has layers of experts (E); give --num-experts");
+    expect_error(RUN "--hybrid-override-pattern M- --num-experts 4", "gives no layer experts; leave out --num-experts");
+    expect_error(RUN "--hybrid-override-pattern M- --mtp-num-layers 1", "exclude each other");
+    expect_error(RUN "--hybrid-override-pattern M- --mamba-num-heads 9 --mamba-num-groups 2",
+                 "--mamba-num-heads 9 must be a multiple of --mamba-num-groups 2");
+    expect_error(RUN "--hybrid-override-pattern M- --mamba-dt-limit-low 0.5 --mamba-dt-limit-high 0.1",
+                 "--mamba-dt-limit-high 0.1 is less than --mamba-dt-limit-low 0.5");
+    expect_error(RUN "--hybrid-override-pattern *- --mamba-state-dim 16", "--mamba-state-dim needs layers of Mamba-2");
+    expect_error(RUN "--mamba-num-groups 2", "--mamba-num-groups needs layers of Mamba-2");
+    expect_error(RUN "--linear-conv-kernel-dim 2", "--linear-conv-kernel-dim needs layers with short convolutions");
+    expect_error(RUN "--experimental-attention-variant mamba2", "needs --linear-attention-freq");
+    expect_error_of(MT_PROGRAM_TRAIN, 2,
+                    RUN "--hybrid-override-pattern M- --mamba-num-groups 2 --context-parallel-size 2",
+                    "Mamba-2 does not run with --context-parallel-size 2");
+    expect_error_of(MT_PROGRAM_TRAIN, 2,
+                    RUN "--hybrid-override-pattern M- --mamba-num-groups 1 --tensor-model-parallel-size 2",
+                    "--mamba-num-groups 1 must be a multiple of --tensor-model-parallel-size 2");
+#undef SIZES
+}
+
 static void latent_attention_that_cannot_be_is_refused(void **state) {
     (void)state;
 #define LATENT_RUN RUN "--normalization RMSNorm --position-embedding-type rope --multi-latent-attention "
@@ -2424,6 +2466,12 @@ static char *describe(mt_options *o) {
     "{\"rope_type\": \"yarn\", \"factor\": 32.0, \"beta_fast\": 32.0, \"beta_slow\": 1.0, \"truncate\": false, "       \
     "\"original_max_position_embeddings\": 4096"
 
+#define NEMOTRON_H                                                                                                     \
+    EXPERTS_OF("nemotron_h", "n_routed_experts")                                                                       \
+    ", \"moe_shared_expert_intermediate_size\": 16, "                                                                  \
+    "\"layers_block_type\": [\"linear_attention\", \"moe\", \"full_attention\", \"mlp\"]"
+#define GRANITE SIZES_OF("granitemoehybrid") ", \"mamba_n_heads\": 4"
+
 /* The defaults of transformers 5 (configuration_FAMILY.py). */
 static void a_key_that_a_family_omits_has_the_familys_default(void **state) {
     (void)state;
@@ -2578,6 +2626,40 @@ static void a_key_that_a_family_omits_has_the_familys_default(void **state) {
           "\"block_ffn_dim_multiplier\": 1.0", "\"block_multiple_of\": 256", "\"block_ff_dim\": 128",
           "\"layer_types\": [\"conv\", \"conv\"]", "\"rope_parameters\": null", "\"bos_token_id\": 1",
           "\"eos_token_id\": 2", "\"pad_token_id\": 0", "\"block_auto_adjust_ff_dim\": false, \"block_ff_dim\": 256"}},
+        {NEMOTRON_H,
+         {"\"initializer_range\": 0.02",
+          "\"tie_word_embeddings\": false",
+          "\"head_dim\": 128",
+          "\"mamba_num_heads\": 128",
+          "\"mamba_head_dim\": 64",
+          "\"ssm_state_size\": 128",
+          "\"n_groups\": 8",
+          "\"conv_kernel\": 4",
+          "\"use_conv_bias\": true",
+          "\"use_bias\": false",
+          "\"mlp_bias\": false",
+          "\"mlp_hidden_act\": \"relu2\"",
+          "\"layer_norm_epsilon\": 1e-5",
+          "\"time_step_min\": 0.001",
+          "\"moe_latent_size\": null",
+          "\"n_group\": 1, \"topk_group\": 1",
+          "\"routed_scaling_factor\": 1.0",
+          "\"time_step_limit\": [0.0, Infinity]",
+          "\"time_step_limit\": [0.0, {\"__float__\": \"Infinity\"}]",
+          "\"hybrid_override_pattern\": \"ME*-\"",
+          "\"bos_token_id\": 1",
+          "\"eos_token_id\": 2",
+          "\"pad_token_id\": 0"}},
+        {GRANITE,
+         {COMMON, "\"rms_norm_eps\": 1e-6", "\"mamba_n_groups\": 1", "\"mamba_d_conv\": 4", "\"mamba_d_state\": 256",
+          "\"mamba_expand\": 2", "\"mamba_d_head\": \"auto\"", "\"mamba_d_head\": 32", "\"mamba_conv_bias\": true",
+          "\"embedding_multiplier\": 1.0", "\"residual_multiplier\": 1.0", "\"attention_multiplier\": 1.0",
+          "\"logits_scaling\": 1.0", "\"layer_types\": [\"mamba\", \"linear_attention\"]"}},
+        {GRANITE,
+         {"\"num_local_experts\": 8", "\"num_experts_per_tok\": 2", "\"shared_intermediate_size\": 1024",
+          "\"router_aux_loss_coef\": 0.001", "\"time_step_limit\": [0.0, Infinity]", "\"time_step_limit\": null",
+          "\"position_embedding_type\": \"nope\"", "\"position_embedding_type\": null", "\"rope_theta\": 10000.0",
+          "\"mamba_proj_bias\": false", "\"bos_token_id\": 1", "\"eos_token_id\": 2"}},
     };
     for (size_t i = 0; i < sizeof families / sizeof *families; i++) {
         mt_options sparse, full;
@@ -2780,6 +2862,16 @@ static void other_arrangements_of_a_family_are_refused(void **state) {
         {SIZES_OF("ministral3") ", \"rope_parameters\": {\"rope_type\": \"yarn\", \"factor\": 2}",
          "\"llama_4_scaling_beta\" is missing"},
         {LLAMA ", \"rope_parameters\": {\"rope_theta\": 1e6, \"llama_4_scaling_beta\": 0.1}", "ministral3 only"},
+        {NEMOTRON_H ", \"moe_latent_size\": 8", "\"moe_latent_size\": 8 is not supported"},
+        {NEMOTRON_H ", \"use_bias\": true", "\"use_bias\": true is not supported"},
+        {NEMOTRON_H ", \"time_step_limit\": [0.0, 0.5]", "\"time_step_limit\" is [0, 0.5], which transformers 5 does"},
+        {SIZES_OF("nemotron_h"), "\"layers_block_type\" is missing"},
+        {SIZES_OF("nemotron_h") ", \"layers_block_type\": [\"sliding_attention\"]", "holds sliding_attention"},
+        {GRANITE ", \"time_step_limit\": [0.5, 0.1]", "\"time_step_limit\" is [0.5, 0.1]; the least step"},
+        {GRANITE ", \"time_step_limit\": [0.5]", "\"time_step_limit\" must be two numbers"},
+        {GRANITE ", \"mamba_d_head\": 16", "\"mamba_n_heads\" 4 times \"mamba_d_head\" 16 is not"},
+        {GRANITE ", \"attention_multiplier\": 0", "\"attention_multiplier\" is 0, must be above 0"},
+        {GRANITE ", \"layer_types\": [\"mamba\", \"conv\"]", "\"layer_types\" holds conv"},
         {MIMO_V2_FLASH ", \"swa_head_dim\": 128", "\"head_dim\" and \"swa_head_dim\" differ"},
         {MIMO_V2_FLASH ", \"swa_v_head_dim\": 64", "\"v_head_dim\" and \"swa_v_head_dim\" differ"},
         {MIMO_V2_FLASH ", \"swa_num_attention_heads\": 8", "\"swa_num_attention_heads\" is 8"},
@@ -3181,6 +3273,8 @@ static void what_exceeds_a_backends_limits_is_refused_in_one_line(void **state) 
     static const char *const alone[][2] = {
         {RUN "--value-channels 8", "--value-channels other than --kv-channels"},
         {RUN "--window-size 4 --window-num-query-groups 2", "--window-num-query-groups"},
+        {RUN "--experimental-attention-variant mamba2 --linear-attention-freq 2",
+         "Mamba-2 (--experimental-attention-variant mamba2, M in --hybrid-override-pattern)"},
     };
     const mt_limits delta = {.delta_channels = 128};
 #define DELTA RUN "--experimental-attention-variant gated_delta_net --linear-attention-freq 2 "
@@ -3192,7 +3286,7 @@ static void what_exceeds_a_backends_limits_is_refused_in_one_line(void **state) 
                  "--linear-value-head-dim is 256, and the gated delta rule on this device takes heads of at most 128 "
                  "channels");
     for (size_t i = 0; i < sizeof alone / sizeof *alone; i++) {
-        char message[120];
+        char message[160];
         snprintf(message, sizeof message, "%s runs on the CPU only so far; take --device cpu", alone[i][1]);
         check_limits(alone[i][0], &none, NULL);
         check_limits(alone[i][0], &plain, message);
@@ -3317,6 +3411,7 @@ static const struct CMUnitTest tests[] = {
     cmocka_unit_test(values_out_of_range_are_refused),
     cmocka_unit_test(shapes_that_cannot_be_are_refused),
     cmocka_unit_test(rules_between_values_hold_for_a_struct),
+    cmocka_unit_test(a_hybrid_pattern_names_the_one_half_of_every_layer),
     cmocka_unit_test(latent_attention_that_cannot_be_is_refused),
     cmocka_unit_test(the_timeout_of_the_start_is_also_that_of_steps_and_the_least_of_saves),
     cmocka_unit_test(ranks_are_shared_out_and_what_is_left_is_data_parallel),

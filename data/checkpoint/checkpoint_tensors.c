@@ -24,7 +24,7 @@ mt_placement mt_param_placement(const mt_param *param, mt_param_state state) {
     place.group_rows = param->whole_rows / param->hf_groups, place.group_pitch = rows / param->hf_groups;
     if (param->hf_transposed && (state == MT_STATE_WEIGHTS || param->hf_stack == 0))
         place.transposed = true, place.width = rows, place.stride = param->hf_stride;
-    else if (param->hf_stack > 0)
+    else if (param->hf_transposed)
         place.row = row * param->whole_rows; // part `row` of hf_stride ones
     return place;
 }
@@ -318,10 +318,10 @@ static const char *const mt_computed[] = {"rotary_emb.inv_freq", ".attn.bias", "
 static const struct {
     mt_hf_family family;
     const char *begins;
-} mt_other_modules[] = {{MT_HF_EXAONE_MOE, "mtp."},       {MT_HF_ERNIE4_5_MOE, "model.mtp_"},
-                        {MT_HF_QWEN3_NEXT, "mtp."},       {MT_HF_QWEN3_5, "mtp."},
-                        {MT_HF_QWEN3_5_MOE, "mtp."},      {MT_HF_MIMO_V2_FLASH, "model.mtp."},
-                        {MT_HF_QWEN3_5, "model.visual."}, {MT_HF_QWEN3_5_MOE, "model.visual."}};
+} mt_other_modules[] = {
+    {MT_HF_EXAONE_MOE, "mtp."}, {MT_HF_ERNIE4_5_MOE, "model.mtp_"}, {MT_HF_QWEN3_NEXT, "mtp."},
+    {MT_HF_QWEN3_5, "mtp."},    {MT_HF_QWEN3_5_MOE, "mtp."},        {MT_HF_MIMO_V2_FLASH, "model.mtp."},
+    {MT_HF_NEMOTRON_H, "mtp."}, {MT_HF_QWEN3_5, "model.visual."},   {MT_HF_QWEN3_5_MOE, "model.visual."}};
 
 /* True for tensors without weights of this model: computed tables, masks and the tied head of old checkpoints, the
  * output layer of a language model that got a value head, and modules of multi-token prediction or a vision tower that

@@ -33,6 +33,9 @@ mt_hf_family mt_hf_family_find(const char *name) {
 /* Families as bits; DeepSeek-V3 has a second bit for its layers of experts, which a model may do without. */
 enum {
     MT_HF_FAMILIES(MT_HF_FAMILY_BIT) DEEPSEEK_MOE = 1ull << MT_NUM_HF_FAMILIES,
+    NEMOTRON_MOE = DEEPSEEK_MOE << 1, // likewise; of the other one the layers all have experts or none
+    GRANITE_MOE = DEEPSEEK_MOE << 2,
+    GRANITE_DENSE = DEEPSEEK_MOE << 3,
     QWEN_MOE = QWEN2_MOE | QWEN3_MOE,
     QWENS = QWEN2 | MIMO | QWEN3 | QWEN_MOE,
     WINDOWED = GEMMA3 | OLMO3, // some layers have a window, and RoPE of their own
@@ -40,11 +43,12 @@ enum {
     EXAONES = EXAONE4 | EXAONE_MOE, // some layers have a window, and only these have RoPE
     LATENT = DEEPSEEK_V3 | GLM4_MOE_LITE,
     GROUPED = DEEPSEEK_MOE | DOTS1 | GLM4_MOE | SOLAR_OPEN | EXAONE_MOE | GLM4_MOE_LITE | // DeepSeek-V3's router
-              MIMO_V2_FLASH,
+              MIMO_V2_FLASH | NEMOTRON_MOE,
     MISTRALS = MISTRAL | MINISTRAL3,
     SIGMOID = GROUPED | MINIMAX_M2 | HY_V3, // a router with sigmoids and a bias that balances the loads
     NUM_SHARED = EXAONE_MOE | HY_V3,        // num_experts and num_shared_experts instead of n_routed_experts and n_...
     N_ROUTED = GROUPED & ~EXAONE_MOE,
+    MAMBA = NEMOTRON_H | GRANITE,
     LEADING_DENSE = DEEPSEEK_V3 | DOTS1 | GLM4_MOE | EXAONE_MOE,     // first_k_dense_replace
     LAYER_LIST = EXAONE_MOE | HY_V3 | GLM4_MOE_LITE | MIMO_V2_FLASH, // mlp_layer_types
     DELTA_MOE = QWEN3_NEXT | QWEN3_5_MOE,
@@ -55,9 +59,9 @@ enum {
     OTHER_THETA = MINIMAX_M2 | HY_V3 | SOLAR_OPEN | ERNIE4_5_MOE | GPT_OSS | LFM2 | // rope_theta is not 10000
                   MIMO_V2_FLASH,
     OWN_BLOCKS = SEED_OSS | DOTS1 | EXAONES | GLM4_MOE | MINIMAX_M2 | HY_V3 | SOLAR_OPEN | GLM4_MOE_LITE | MINISTRAL3 |
-                 ERNIE4_5_MOE | DELTA | LFM2 | MIMO_V2_FLASH,
+                 ERNIE4_5_MOE | DELTA | LFM2 | MAMBA | MIMO_V2_FLASH,
     BLOCKS = LLAMA | MISTRAL | MIXTRAL | QWENS | DEEPSEEK_V3 | SMOLLM3 | WINDOWED | OWN_BLOCKS | GPT_OSS,
-    MOE = MIXTRAL | QWEN_MOE | SIGMOID | ERNIE4_5_MOE | GPT_OSS | DELTA_MOE,
+    MOE = MIXTRAL | QWEN_MOE | SIGMOID | ERNIE4_5_MOE | GPT_OSS | DELTA_MOE | GRANITE_MOE,
     ALL = GPT2 | BLOCKS | MEGATRON,
 };
 
@@ -179,14 +183,18 @@ static const mt_hf_key mt_hf_keys[] = {
     {"resid_pdrop", GPT2, MT_AT(hidden_dropout), SAME, "0.1"},
     {"attn_pdrop", GPT2, MT_AT(attention_dropout), 0, "0.1"},
 
-    {"num_hidden_layers", BLOCKS & ~GPT_OSS, MT_AT(num_layers), REQUIRED},
+    {"num_hidden_layers", BLOCKS & ~(GPT_OSS | NEMOTRON_H), MT_AT(num_layers), REQUIRED},
+    {"num_hidden_layers", NEMOTRON_H, MT_AT(num_layers), WRITE}, // for transformers before 5
     {"num_hidden_layers", GPT_OSS, MT_AT(num_layers), 0, "36"},
     {"hidden_size", BLOCKS & ~GPT_OSS, MT_AT(hidden_size), REQUIRED},
     {"hidden_size", GPT_OSS, MT_AT(hidden_size), 0, "2880"},
-    {"intermediate_size", BLOCKS & ~(QWEN3_5_MOE | GPT_OSS | SOLAR_OPEN | LFM2), MT_AT(ffn_hidden_size), REQUIRED},
+    {"intermediate_size", BLOCKS & ~(QWEN3_5_MOE | GPT_OSS | SOLAR_OPEN | LFM2 | GRANITE), MT_AT(ffn_hidden_size),
+     REQUIRED},
     {"intermediate_size", LFM2, MT_AT(ffn_hidden_size), 0, "12288"},
     {"block_ff_dim", LFM2, MT_AT(ffn_hidden_size), READ}, // replaces the key above
     {"block_auto_adjust_ff_dim", LFM2, 0, FIXED | WRITE, "false"},
+    {"intermediate_size", GRANITE_MOE, MT_AT(ffn_hidden_size), REQUIRED},
+    {"shared_intermediate_size", GRANITE_DENSE, MT_AT(ffn_hidden_size), 0, "1024"},
     {"moe_intermediate_size", SOLAR_OPEN | QWEN3_5_MOE, MT_AT(ffn_hidden_size), REQUIRED}, // every layer has experts
     {"intermediate_size", GPT_OSS, MT_AT(ffn_hidden_size), 0, "2880"},
     {"num_attention_heads", BLOCKS & ~GPT_OSS, MT_AT(num_attention_heads), REQUIRED},
@@ -208,10 +216,12 @@ static const mt_hf_key mt_hf_keys[] = {
     {"attention_value_scale", MIMO_V2_FLASH, MT_AT(attention_value_scale), NULLABLE, "0.707"},
     {"query_pre_attn_scalar", GEMMA3, MT_AT(softmax_scale), 0, "256", &mt_softmax_scale},
     {"head_dim", QWEN3 | SEED_OSS | MINIMAX_M2 | HY_V3 | SOLAR_OPEN | MINISTRAL3, MT_AT(kv_channels), NULLABLE, "128"},
+    {"head_dim", NEMOTRON_H, MT_AT(kv_channels), 0, "128"},
     {"head_dim", DEEPSEEK_V3, MT_AT(qk_pos_emb_head_dim), WRITE},
     {"max_position_embeddings", BLOCKS & ~GPT_OSS, MT_AT(max_position_embeddings), REQUIRED},
     {"max_position_embeddings", GPT_OSS, MT_AT(max_position_embeddings), 0, "131072"},
-    {"hidden_act", BLOCKS & ~(GEMMA3 | GPT_OSS | LFM2), 0, GATED_ACTIVATION, "\"silu\""},
+    {"hidden_act", BLOCKS & ~(GEMMA3 | GPT_OSS | LFM2 | NEMOTRON_H), 0, GATED_ACTIVATION, "\"silu\""},
+    {"mlp_hidden_act", NEMOTRON_H, 0, PLAIN_ACTIVATION, "\"relu2\""},
     {"hidden_act", GPT_OSS, 0, FIXED, "silu"}, // the activation is that of the next two keys
     {"swiglu_alpha", GPT_OSS, 0, FIXED, "1.702"},
     {"swiglu_limit", GPT_OSS, MT_AT(activation_func_clamp_value), 0, "7.0"},
@@ -219,17 +229,21 @@ static const mt_hf_key mt_hf_keys[] = {
     {"attn_logit_softcapping", GEMMA3, 0, FIXED | READ, "null"},
     {"final_logit_softcapping", GEMMA3, 0, FIXED | READ, "null"},
     {"use_bidirectional_attention", GEMMA3, 0, FIXED | READ, "false"},
-    {"rms_norm_eps", BLOCKS & ~(EPSILON_5 | LFM2), MT_AT(norm_epsilon), 0, "1e-6"},
+    {"rms_norm_eps", BLOCKS & ~(EPSILON_5 | LFM2 | NEMOTRON_H), MT_AT(norm_epsilon), 0, "1e-6"},
     {"norm_eps", LFM2, MT_AT(norm_epsilon), 0, "1e-5"},
+    {"layer_norm_epsilon", NEMOTRON_H, MT_AT(norm_epsilon), 0, "1e-5"},
     {"rms_norm_eps", EPSILON_5, MT_AT(norm_epsilon), 0, "1e-5"},
     {"attention_dropout", BLOCKS & ~SEED_OSS, MT_AT(attention_dropout), 0, "0.0"},
     {"attention_dropout", SEED_OSS, MT_AT(attention_dropout), 0, "0.1"},
     {"hidden_dropout", BLOCKS & ~SEED_OSS, MT_AT(hidden_dropout), NONZERO, "0.0"}, // this program's
     {"residual_dropout", SEED_OSS, MT_AT(hidden_dropout), 0, "0.1"},
-    {"attention_bias", LLAMA | QWEN3 | QWEN3_MOE | SMOLLM3 | WINDOWED | DOTS1 | HY_V3, MT_AT(attention_output_bias),
-     PLAIN, "false"},
+    {"attention_bias", LLAMA | QWEN3 | QWEN3_MOE | SMOLLM3 | WINDOWED | DOTS1 | HY_V3 | GRANITE,
+     MT_AT(attention_output_bias), PLAIN, "false"},
     {"attention_bias", GPT_OSS, MT_AT(attention_output_bias), PLAIN, "true"},
-    {"attention_bias", LATENT | DELTA | MIMO_V2_FLASH, 0, FIXED, "false"},
+    {"attention_bias", LATENT | DELTA | NEMOTRON_H | MIMO_V2_FLASH, 0, FIXED, "false"},
+    {"use_bias", NEMOTRON_H, 0, FIXED, "false"},
+    {"mamba_proj_bias", MAMBA, 0, FIXED, "false"},
+    {"moe_latent_size", NEMOTRON_H, 0, FIXED | READ, "null"},
     {"attention_bias", MIMO, 0, FIXED, "true"},
     {"use_bias", ERNIE4_5_MOE, 0, FIXED, "false"},
     {"attention_bias", SEED_OSS, MT_AT(add_qkv_bias), 0, "true"},
@@ -243,8 +257,8 @@ static const mt_hf_key mt_hf_keys[] = {
     {"shared_intermediate_size", MINIMAX_M2, 0, FIXED | READ, "0"},
     {"qkv_bias", QWEN2_MOE, MT_AT(add_qkv_bias), 0, "true"},
     {"mlp_bias", LLAMA | SMOLLM3 | SEED_OSS, MT_AT(mlp_bias), PLAIN, "false"},
-    {"mlp_bias", HY_V3, 0, FIXED, "false"},
-    {"rope_theta", BLOCKS & ~(MIXTRAL | SMOLLM3 | WINDOWED | OTHER_THETA), MT_AT(rotary_base), WRITE,
+    {"mlp_bias", HY_V3 | NEMOTRON_H, 0, FIXED, "false"},
+    {"rope_theta", BLOCKS & ~(MIXTRAL | SMOLLM3 | WINDOWED | OTHER_THETA | NEMOTRON_H), MT_AT(rotary_base), WRITE,
      "10000.0"}, // for transformers before 5
     {"rope_theta", SMOLLM3, MT_AT(rotary_base), WRITE, "2000000.0"},
     {"rope_theta", GEMMA3, MT_AT(rotary_base), WRITE, "1000000.0"},
@@ -290,6 +304,27 @@ static const mt_hf_key mt_hf_keys[] = {
     {"linear_conv_kernel_dim", DELTA, MT_AT(linear_conv_kernel_dim), 0, "4"},
     {"conv_L_cache", LFM2, MT_AT(linear_conv_kernel_dim), 0, "3"},
     {"conv_bias", LFM2, 0, FIXED, "false"},
+    {"conv_kernel", NEMOTRON_H, MT_AT(linear_conv_kernel_dim), 0, "4"},
+    {"ssm_state_size", NEMOTRON_H, MT_AT(mamba_state_dim), 0, "128"},
+    {"n_groups", NEMOTRON_H, MT_AT(mamba_num_groups), 0, "8"},
+    {"mamba_num_heads", NEMOTRON_H, MT_AT(mamba_num_heads), 0, "128"},
+    {"mamba_head_dim", NEMOTRON_H, MT_AT(mamba_head_dim), 0, "64"},
+    {"use_conv_bias", NEMOTRON_H, MT_AT(mamba_conv_bias), 0, "true"},
+    {"time_step_min", NEMOTRON_H, MT_AT(mamba_dt_limit_low), 0, "0.001"}, // transformers 5 cuts steps there
+    {"mamba_hidden_act", NEMOTRON_H, 0, FIXED, "silu"},
+    {"mamba_d_conv", GRANITE, MT_AT(linear_conv_kernel_dim), 0, "4"},
+    {"mamba_d_state", GRANITE, MT_AT(mamba_state_dim), 0, "256"},
+    {"mamba_n_groups", GRANITE, MT_AT(mamba_num_groups), 0, "1"},
+    {"mamba_n_heads", GRANITE, MT_AT(mamba_num_heads), 0, "128"},
+    {"mamba_d_head", GRANITE, MT_AT(mamba_head_dim), WRITE},
+    {"mamba_conv_bias", GRANITE, MT_AT(mamba_conv_bias), 0, "true"},
+    {"embedding_multiplier", GRANITE, MT_AT(embedding_multiplier), 0, "1.0"},
+    {"residual_multiplier", GRANITE, MT_AT(residual_multiplier), 0, "1.0"},
+    {"logits_scaling", GRANITE, MT_AT(logits_scaling), 0, "1.0"},
+    {"intermediate_size", GRANITE_MOE, MT_AT(moe_ffn_hidden_size), REQUIRED},
+    {"num_local_experts", GRANITE_MOE, MT_AT(num_experts), 0, "8"},
+    {"num_local_experts", GRANITE_DENSE, MT_AT(num_experts), WRITE},
+    {"shared_intermediate_size", GRANITE_MOE, MT_AT(moe_shared_expert_intermediate_size), 0, "1024"},
 
     {"moe_intermediate_size", DELTA_MOE | QWEN_MOE | GROUPED | HY_V3 | ERNIE4_5_MOE, MT_AT(moe_ffn_hidden_size),
      REQUIRED},
@@ -304,11 +339,12 @@ static const mt_hf_key mt_hf_keys[] = {
     {"num_experts", ERNIE4_5_MOE, MT_AT(num_experts), READ},
     {"num_local_experts", ERNIE4_5_MOE, MT_AT(num_experts), READ},
     {"moe_num_experts", ERNIE4_5_MOE, MT_AT(num_experts)},
-    {"num_experts_per_tok", MOE & ~(ERNIE4_5_MOE | GPT_OSS), MT_AT(moe_router_topk), REQUIRED},
+    {"num_experts_per_tok", MOE & ~(ERNIE4_5_MOE | GPT_OSS | GRANITE_MOE), MT_AT(moe_router_topk), REQUIRED},
+    {"num_experts_per_tok", GRANITE_MOE, MT_AT(moe_router_topk), 0, "2"},
     {"num_experts_per_tok", GPT_OSS, MT_AT(moe_router_topk), 0, "4"},
     {"moe_k", ERNIE4_5_MOE, MT_AT(moe_router_topk), 0, "6"},
     {"num_experts_per_tok", ERNIE4_5_MOE, MT_AT(moe_router_topk), READ}, // its other name in transformers 5
-    {"router_aux_loss_coef", MIXTRAL | QWEN_MOE | DELTA_MOE | MINIMAX_M2 | ERNIE4_5_MOE | GPT_OSS,
+    {"router_aux_loss_coef", MIXTRAL | QWEN_MOE | DELTA_MOE | MINIMAX_M2 | ERNIE4_5_MOE | GPT_OSS | GRANITE_MOE,
      MT_AT(moe_aux_loss_coeff), 0, "0.001"},
     {"router_aux_loss_coef", GROUPED | HY_V3, MT_AT(moe_aux_loss_coeff), NONZERO, "0.0"}, // this program's
     {"router_jitter_noise", MIXTRAL | MINIMAX_M2, 0, FIXED | READ, "0.0|0"},
@@ -320,8 +356,9 @@ static const mt_hf_key mt_hf_keys[] = {
     {"norm_topk_prob", DOTS1, 0, FIXED | REQUIRED, "true"}, // absent: false
     {"shared_expert_intermediate_size", QWEN2_MOE | DELTA_MOE, MT_AT(moe_shared_expert_intermediate_size), REQUIRED},
 
-    {"n_shared_experts", N_ROUTED & ~(DOTS1 | MIMO_V2_FLASH), MT_AT(moe_shared_expert_intermediate_size), NULL_IS_ZERO,
-     "1", &mt_shared_experts},
+    {"moe_shared_expert_intermediate_size", NEMOTRON_MOE, MT_AT(moe_shared_expert_intermediate_size), REQUIRED},
+    {"n_shared_experts", N_ROUTED & ~(DOTS1 | NEMOTRON_MOE | MIMO_V2_FLASH), MT_AT(moe_shared_expert_intermediate_size),
+     NULL_IS_ZERO, "1", &mt_shared_experts},
     {"n_shared_experts", DOTS1, MT_AT(moe_shared_expert_intermediate_size), REQUIRED, NULL, &mt_shared_experts},
     {"moe_num_shared_experts", ERNIE4_5_MOE, MT_AT(moe_shared_expert_intermediate_size), NULL_IS_ZERO | OWN, "2",
      &mt_shared_experts},
@@ -332,7 +369,8 @@ static const mt_hf_key mt_hf_keys[] = {
     {"n_group", GROUPED & ~DEEPSEEK_MOE, MT_AT(moe_router_num_groups), NULL_IS_ZERO, "1", &mt_groups},
     {"topk_group", GROUPED & ~DEEPSEEK_MOE, MT_AT(moe_router_group_topk), NULL_IS_ZERO, "1", &mt_group_topk},
     {"routed_scaling_factor", DEEPSEEK_MOE | EXAONE_MOE, MT_AT(moe_router_topk_scaling_factor), 0, "2.5"},
-    {"routed_scaling_factor", DOTS1 | GLM4_MOE | SOLAR_OPEN, MT_AT(moe_router_topk_scaling_factor), 0, "1.0"},
+    {"routed_scaling_factor", DOTS1 | GLM4_MOE | SOLAR_OPEN | NEMOTRON_MOE, MT_AT(moe_router_topk_scaling_factor), 0,
+     "1.0"},
     {"routed_scaling_factor", MIMO_V2_FLASH, MT_AT(moe_router_topk_scaling_factor), NULLABLE, "1.0"},
     {"routed_scaling_factor", GLM4_MOE_LITE, MT_AT(moe_router_topk_scaling_factor), 0, "1.8"},
     {"router_scaling_factor", HY_V3, MT_AT(moe_router_topk_scaling_factor), 0, "2.826"},
@@ -341,7 +379,9 @@ static const mt_hf_key mt_hf_keys[] = {
     {"topk_method", DEEPSEEK_MOE, 0, FIXED | WRITE, "noaux_tc"},
 
     {NULL, BLOCKS, MT_AT(normalization), 0, "\"RMSNorm\""},
-    {NULL, BLOCKS, MT_AT(position_embedding_type), 0, "\"rope\""},
+    {NULL, BLOCKS & ~MAMBA, MT_AT(position_embedding_type), 0, "\"rope\""},
+    {NULL, MAMBA, MT_AT(position_embedding_type), 0, "\"none\""}, // Granite's file may say RoPE
+    {NULL, GRANITE, MT_AT(experimental_attention_variant), 0, "\"mamba2\""},
     {NULL, DELTA, MT_AT(experimental_attention_variant), 0, "\"gated_delta_net\""},
     {NULL, LFM2, MT_AT(experimental_attention_variant), 0, "\"short_conv\""},
     {NULL, LFM2, MT_AT(swiglu), 0, "true"},
@@ -622,6 +662,8 @@ static const struct {
     {OLMO3, -1, 50279, 1},
     {SEED_OSS, 0, 2, 1},
     {EXAONE4, 0, 2, -1},
+    {NEMOTRON_H, 1, 2, 0},
+    {GRANITE, 1, 2, -1},
     {EXAONE_MOE, 1, 53, 0},
     {MINISTRAL3, 1, 2, 11},
     {ERNIE4_5_MOE, 1, 2, 0},
@@ -944,12 +986,16 @@ static void mt_config_read_adjusted_width(mt_config *config, mt_options *shape) 
 }
 
 /* Layers with a gated delta net: a list, or all but every full_attention_interval-th. Layers with a short convolution:
- * a list, or all but those of full_attn_idxs. */
+ * a list, or all but those of full_attn_idxs. Granite's with Mamba-2: a list, or all. */
 static void mt_config_read_linear_layers(mt_config *config, uint64_t mask, mt_options *shape) {
     const char *word = mask & LFM2 ? "conv" : "linear_attention";
-    const char *words = mask & LFM2 ? "full_attention|conv" : "full_attention|linear_attention";
-    const json_t *types = mt_config_list(config, config->root, "layer_types");
-    int64_t every = mt_config_int(config, config->root, "full_attention_interval", 4);
+    const char *words = mask & LFM2      ? "full_attention|conv"
+                        : mask & GRANITE ? "full_attention|linear_attention|attention|mamba" // before transformers 5
+                                         : "full_attention|linear_attention";
+    const char *key =
+        mt_config_get(config->root, "layer_types") || !(mask & GRANITE) ? "layer_types" : "layers_block_type";
+    const json_t *types = mt_config_list(config, config->root, key);
+    int64_t every = mask & GRANITE ? INT64_MAX : mt_config_int(config, config->root, "full_attention_interval", 4);
     if (config->failed || shape->num_layers < 1) return;
     if (every < 1) mt_config_fail(config, "\"full_attention_interval\" is %lld, must be positive", (long long)every);
     if (types && (int64_t)json_array_size(types) != shape->num_layers)
@@ -960,6 +1006,7 @@ static void mt_config_read_linear_layers(mt_config *config, uint64_t mask, mt_op
         const char *type = types ? json_string_value(json_array_get(types, (size_t)i)) : NULL;
         bool replaced = mask & LFM2 ? !mt_config_attends(config, i) : (i + 1) % every != 0;
         letters[i] = (type ? strcmp(type, word) == 0 : replaced) ? '1' : '0';
+        if (mask & GRANITE && type && strcmp(type, "mamba") == 0) letters[i] = '1';
         if (types && (!type || mt_choice_index(words, type) < 0))
             mt_config_fail(config, "\"layer_types\" holds %.40s; full_attention and %s are supported",
                            type ? type : "values other than strings", word);
@@ -967,6 +1014,103 @@ static void mt_config_read_linear_layers(mt_config *config, uint64_t mask, mt_op
     if (!strchr(letters, '1')) mt_config_fail(config, "\"layer_types\" lists no layer of %s", word);
     free(shape->linear_attention_freq);
     shape->linear_attention_freq = mt_layer_freq_print(letters, MT_LINEAR_LAYERS);
+    free(letters);
+}
+
+/* Types of layers with one half, as in config.json, and their letters. */
+static const struct {
+    const char *names; // of transformers 5, then before
+    char letter;
+} mt_half_layers[] = {{"linear_attention|mamba", 'M'}, {"full_attention|attention", '*'}, {"moe", 'E'}, {"mlp", '-'}};
+
+enum { NUM_HALF_LAYERS = sizeof mt_half_layers / sizeof *mt_half_layers };
+
+/* The layers of a Nemotron-H, a letter each, to free: a list, or its older form as letters. NULL if there is neither,
+ * or a layer that is unknown. */
+static char *mt_config_read_half_layers(mt_config *config) {
+    const char *key = mt_config_get(config->root, "layers_block_type") ? "layers_block_type" : "layer_types";
+    const json_t *types = mt_config_list(config, config->root, key);
+    const char *pattern = mt_config_string(config, config->root, "hybrid_override_pattern", NULL);
+    if (!types && !pattern) mt_config_fail(config, "\"layers_block_type\" is missing");
+    if (config->failed) return NULL;
+    if (!types) return mt_strdup(pattern);
+    char *letters = mt_calloc((int64_t)json_array_size(types) + 1);
+    for (size_t i = 0; i < json_array_size(types); i++) {
+        const char *type = json_string_value(json_array_get(types, i));
+        for (int k = 0; type && k < NUM_HALF_LAYERS; k++)
+            if (mt_choice_index(mt_half_layers[k].names, type) >= 0) letters[i] = mt_half_layers[k].letter;
+        if (letters[i]) continue;
+        mt_config_fail(config, "\"%s\" holds %.40s; linear_attention, full_attention, moe and mlp are supported", key,
+                       type ? type : "values other than strings");
+        free(letters);
+        return NULL;
+    }
+    return letters;
+}
+
+/* A number, or what transformers 5 writes for infinity, {"__float__": "Infinity"}. */
+static double mt_config_bound(mt_config *config, const char *key, const json_t *value) {
+    const char *word = json_string_value(json_object_get(value, "__float__"));
+    if (word && strcmp(word, "Infinity") == 0) return INFINITY;
+    if (!json_is_number(value))
+        mt_config_refuse_type(config, key, value, "two numbers, the least step and the largest");
+    return json_number_value(value);
+}
+
+/* The range of Mamba-2's steps. */
+static void mt_config_read_steps(mt_config *config, mt_options *shape) {
+    static const char key[] = "time_step_limit";
+    const json_t *range = mt_config_list(config, config->root, key);
+    if (!range) return;
+    if (json_array_size(range) != 2)
+        mt_config_refuse_type(config, key, range, "two numbers, the least step and the largest");
+    if (config->failed) return;
+    double low = mt_config_bound(config, key, json_array_get(range, 0));
+    double high = mt_config_bound(config, key, json_array_get(range, 1));
+    if (!config->failed && !(low >= 0 && low < INFINITY && high > 0 && high >= low))
+        mt_config_fail(config, "\"%s\" is [%g, %g]; the least step is at least 0, and the largest at least that", key,
+                       low, high);
+    if (shape->hf_family == MT_HF_GRANITE)
+        shape->mamba_dt_limit_low = low, shape->mamba_dt_limit_high = high < INFINITY ? high : 0;
+    else if (!config->failed && ((low != 0 && low != shape->mamba_dt_limit_low) || high < INFINITY))
+        mt_config_fail(config,
+                       "\"%s\" is [%g, %g], which transformers 5 does not read in this family; its least step is "
+                       "\"time_step_min\", %g: make them equal",
+                       key, low, high, shape->mamba_dt_limit_low);
+}
+
+/* Granite's heads of Mamba-2, whose width may be "auto", its scale of attention, which is 1 in a file without it, and
+ * its positions: RoPE, or none by any other word. */
+static void mt_config_finish_granite(mt_config *config, mt_options *shape) {
+    const json_t *width = mt_config_get(config->root, "mamba_d_head");
+    bool is_auto = !width || (json_is_string(width) && strcmp(json_string_value(width), "auto") == 0);
+    int64_t inner = mt_config_int(config, config->root, "mamba_expand", 2) * shape->hidden_size;
+    int64_t heads = mt_max(shape->mamba_num_heads, 1);
+    const char *positions = mt_config_string(config, config->root, "position_embedding_type", "nope");
+    shape->mamba_head_dim = is_auto ? inner / heads : mt_config_int(config, config->root, "mamba_d_head", 0);
+    if (!config->failed && shape->mamba_head_dim * heads != inner)
+        mt_config_fail(config,
+                       "\"mamba_n_heads\" %lld times \"mamba_d_head\" %lld is not \"mamba_expand\" times "
+                       "\"hidden_size\", %lld",
+                       (long long)heads, (long long)shape->mamba_head_dim, (long long)inner);
+    double scale = mt_config_real(config, config->root, "attention_multiplier", 1);
+    int64_t channels = shape->hidden_size / mt_max(shape->num_attention_heads, 1);
+    if (!(scale > 0)) mt_config_fail(config, "\"attention_multiplier\" is %g, must be above 0", scale);
+    shape->softmax_scale = scale == 1 / sqrt((double)channels) ? 0 : scale;
+    if (!positions || strcmp(positions, "rope") != 0) return;
+    shape->position_embedding_type = MT_POSITION_ROPE;
+    mt_config_read_rope(config, shape);
+}
+
+static void mt_config_finish_mamba(mt_config *config, mt_options *shape) {
+    mt_config_read_steps(config, shape);
+    if (shape->hf_family == MT_HF_GRANITE) {
+        mt_config_finish_granite(config, shape);
+        return;
+    }
+    char *letters = mt_config_read_half_layers(config);
+    shape->num_layers = letters ? (int64_t)strlen(letters) : 0;
+    mt_string_set(&shape->hybrid_override_pattern, letters);
     free(letters);
 }
 
@@ -1054,7 +1198,8 @@ static void mt_config_read_expert_layers(mt_config *config, uint64_t mask, mt_op
 /* The number of experts, and the layers that have them. */
 static void mt_config_finish_experts(mt_config *config, uint64_t mask, mt_options *shape) {
     if (shape->num_experts == 0) mt_config_fail(config, "\"%s\" is missing", mt_hf_key_name(MT_AT(num_experts), mask));
-    if (!(mask & (MIXTRAL | GPT_OSS | MINIMAX_M2 | SOLAR_OPEN))) mt_config_read_expert_layers(config, mask, shape);
+    if (!(mask & (MIXTRAL | GPT_OSS | MINIMAX_M2 | SOLAR_OPEN | MAMBA)))
+        mt_config_read_expert_layers(config, mask, shape);
 }
 
 /* MiMo-V2-Flash: layers with a window have twice as many heads of keys and values, as many heads of queries, and see
@@ -1093,12 +1238,15 @@ static void mt_config_finish_block(mt_config *config, uint64_t mask, mt_options 
         mt_config_note(config,
                        "\"residual_dropout\" %g becomes --hidden-dropout, which drops channels of the embedding too",
                        shape->hidden_dropout);
-    mt_config_read_rope(config, shape);
+    if (mask & MAMBA)
+        mt_config_finish_mamba(config, shape);
+    else
+        mt_config_read_rope(config, shape);
     if (mask & (MISTRALS | MIXTRAL | QWENS | SMOLLM3 | WINDOWED | GPT_OSS | DOTS1 | EXAONES | MIMO_V2_FLASH))
         mt_config_read_windows(config, mask, shape);
     if (mask & MIMO_V2_FLASH) mt_config_read_window_heads(config, shape);
     if (mask & SMOLLM3) mt_config_read_rope_layers(config, shape);
-    if (mask & (DELTA | LFM2)) mt_config_read_linear_layers(config, mask, shape);
+    if (mask & (DELTA | LFM2 | GRANITE)) mt_config_read_linear_layers(config, mask, shape);
     if (mask & LFM2) mt_config_read_adjusted_width(config, shape);
     if (mask & MOE) mt_config_finish_experts(config, mask, shape);
     if (mask & DELTA && shape->mtp_num_layers > 1)
@@ -1195,6 +1343,11 @@ static void mt_config_read_family(mt_config *config, mt_options *shape) {
     uint64_t mask = 1ull << shape->hf_family;
     int64_t layers = mt_config_int(config, config->root, "num_hidden_layers", 0);
     if (mask & DEEPSEEK_V3 && mt_config_first_expert_layer(config, mask) < layers) mask |= DEEPSEEK_MOE;
+    char *halves = mask & NEMOTRON_H ? mt_config_read_half_layers(config) : NULL;
+    if (halves && strchr(halves, 'E')) mask |= NEMOTRON_MOE;
+    free(halves);
+    if (mask & GRANITE)
+        mask |= mt_config_int(config, config->root, "num_local_experts", 8) > 0 ? GRANITE_MOE : GRANITE_DENSE;
     mt_config_read_quantization(config, shape);
     mt_config_read_keys(config, config->root, mt_hf_keys, NUM_KEYS, mask, shape);
     mt_config_read_tokens(config, mask, shape);
@@ -1216,6 +1369,24 @@ static mt_hf_family mt_config_family_of_class(const mt_config *config) {
     int family = MT_NUM_HF_FAMILIES - 1;
     while (family > 0 && (!name || strcmp(name, mt_hf_families[family].model_class) != 0)) family--;
     return (mt_hf_family)family;
+}
+
+/* A copy of a JSON text, to free, whose bare Infinity, as Python writes it, is as in transformers 5. */
+static char *mt_config_name_infinity(const char *json, int64_t bytes, int64_t *copied) {
+    static const char bare[] = "Infinity", named[] = "{\"__float__\": \"Infinity\"}";
+    char *text = mt_malloc(bytes * 4 + 1), *to = text;
+    bool quoted = false;
+    for (int64_t i = 0; i < bytes; i++) {
+        bool escaped = i > 0 && quoted && json[i - 1] == '\\' && !(i > 1 && json[i - 2] == '\\');
+        if (json[i] == '"' && !escaped) quoted = !quoted;
+        bool found = !quoted && bytes - i >= 8 && memcmp(json + i, bare, 8) == 0;
+        if (found)
+            memcpy(to, named, sizeof named - 1), to += sizeof named - 1, i += 7;
+        else
+            *to++ = json[i];
+    }
+    *to = 0, *copied = to - text;
+    return text;
 }
 
 /* A Qwen3.5 of the hub has a text model beside a vision tower: the text model's keys become the file's. The tokens, and
@@ -1247,7 +1418,10 @@ static void mt_config_take_text(mt_config *config) {
 static int mt_config_read(mt_options *shape, const char *json, int64_t bytes, const char *path, char note[MT_NOTE],
                           mt_error *error) {
     mt_config config = {.path = path, .error = error};
-    config.root = mt_json_parse(json, bytes, JSON_REJECT_DUPLICATES, path, error);
+    int64_t copied;
+    char *text = mt_config_name_infinity(json, bytes, &copied);
+    config.root = mt_json_parse(text, copied, JSON_REJECT_DUPLICATES, path, error);
+    free(text);
     if (!config.root) return -1;
     mt_config_take_text(&config);
     const char *family = mt_config_string(&config, config.root, "model_type", NULL);
@@ -1466,15 +1640,20 @@ static void mt_config_write_layers(json_t *root, uint64_t mask, const mt_options
         bool has_experts = kind.feed_forward == MT_FEED_FORWARD_EXPERTS;
         if (full == i && kind.window == 0) full++;
         const char *attention = kind.window > 0 ? "sliding_attention" : "full_attention";
-        if (kind.mixer == MT_MIXER_GATED_DELTA_NET) attention = "linear_attention";
+        bool is_linear = kind.mixer == MT_MIXER_GATED_DELTA_NET || kind.mixer == MT_MIXER_MAMBA2;
+        if (is_linear) attention = "linear_attention";
+        if (kind.mixer == MT_MIXER_NONE) attention = has_experts ? "moe" : "mlp";
         if (kind.mixer == MT_MIXER_SHORT_CONV) attention = "conv";
         json_array_append_new(types, json_string(attention));
         json_array_append_new(rope, json_integer(kind.rope != MT_ROPE_NONE));
         json_array_append_new(mlps, json_string(has_experts ? "sparse" : "dense"));
         if (!has_experts) json_array_append_new(dense, json_integer(i));
     }
-    if (mask & (DELTA | LFM2 | QWENS | SMOLLM3 | ROPE_BY_TYPE | GPT_OSS | DOTS1 | EXAONES))
+    if (mask & (DELTA | LFM2 | QWENS | SMOLLM3 | ROPE_BY_TYPE | GPT_OSS | DOTS1 | EXAONES | GRANITE))
         json_object_set(root, "layer_types", types);
+    if (mask & NEMOTRON_H) json_object_set(root, "layers_block_type", types);
+    if (mask & NEMOTRON_H && o->hybrid_layers) // for transformers before 5
+        mt_json_set_string(root, "hybrid_override_pattern", o->hybrid_layers);
     if (mask & DOTS1) mt_json_set_int(root, "max_window_layers", full);
     if (mask & LAYER_LIST) json_object_set(root, "mlp_layer_types", mlps);
     if (mask & (QWENS | SMOLLM3)) {
@@ -1503,9 +1682,28 @@ static json_t *mt_config_rope_of_types(const mt_options *o) {
     return all;
 }
 
+/* Keys of Mamba-2, and of Granite's attention. */
+static void mt_config_write_mamba(json_t *root, uint64_t mask, const mt_options *o) {
+    int64_t expand = o->mamba_num_heads * o->mamba_head_dim / mt_max(o->hidden_size, 1);
+    json_t *low = json_real(o->mamba_dt_limit_low), *high = json_pack("{ss}", "__float__", "Infinity");
+    if (o->mamba_dt_limit_high > 0) json_decref(high), high = json_real(o->mamba_dt_limit_high);
+    json_object_set_new(root, "time_step_limit", json_pack("[oo]", low, high));
+    mt_json_set_int(root, mask & GRANITE ? "mamba_expand" : "expand", mt_max(expand, 1));
+    if (!(mask & GRANITE)) return;
+    double usual = 1 / sqrt((double)(o->hidden_size / mt_max(o->num_attention_heads, 1)));
+    mt_json_set_real(root, "attention_multiplier", o->softmax_scale == 0 ? usual : o->softmax_scale);
+    mt_json_set_string(root, "position_embedding_type",
+                       o->position_embedding_type == MT_POSITION_ROPE ? "rope" : "nope");
+}
+
 /* Keys of Llama's block that are no single option. */
 static void mt_config_write_block(json_t *root, uint64_t mask, const mt_options *o) {
     bool by_type = mask & ROPE_BY_TYPE;
+    if (mask & MAMBA) mt_config_write_mamba(root, mask, o);
+    if (mask & NEMOTRON_H) {
+        mt_config_write_layers(root, mask, o);
+        return;
+    }
     if (mask & MINIMAX_M2) // as in released files
         mt_json_set_int(root, "rotary_dim", (int64_t)((double)o->kv_channels * o->rotary_percent));
     json_object_set_new(root, "rope_parameters", by_type ? mt_config_rope_of_types(o) : mt_config_rope(o, true));
@@ -1529,6 +1727,8 @@ char *mt_options_write_hf_config(const mt_options *o) {
     mt_hf_key key;
     json_t *root = json_object();
     if (mask & DEEPSEEK_V3 && mt_num_expert_layers(o) > 0) mask |= DEEPSEEK_MOE;
+    if (mask & NEMOTRON_H && mt_num_expert_layers(o) > 0) mask |= NEMOTRON_MOE;
+    if (mask & GRANITE) mask |= mt_num_expert_layers(o) > 0 ? GRANITE_MOE : GRANITE_DENSE;
     mt_config_write_head(root, o);
     mt_json_set_string(root, "model_type", mt_hf_families[o->hf_family].model_type);
     mt_config_write_keys(root, mt_hf_keys, NUM_KEYS, mask, o);

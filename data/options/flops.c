@@ -16,6 +16,12 @@ static double delta_multiplications(const mt_options *o) {
     return (2 * keys + values) * (double)o->linear_conv_kernel_dim + 3 * values * (double)o->linear_key_head_dim;
 }
 
+/* The same of Mamba-2: the convolution, and the products of the state with x and C. */
+static double mamba_multiplications(const mt_options *o) {
+    double inner = (double)(o->mamba_num_heads * o->mamba_head_dim), N = (double)o->mamba_state_dim;
+    return (inner + 2 * (double)o->mamba_num_groups * N) * (double)o->linear_conv_kernel_dim + 2 * inner * N;
+}
+
 /* Multiplications per token of latent attention's projections, including its norms, as Megatron counts them. */
 static double latent_multiplications(const mt_options *o) {
     double heads = (double)o->num_attention_heads, C = (double)o->hidden_size;
@@ -32,9 +38,13 @@ static double projection_multiplications(const mt_options *o, int64_t layer) {
     double D = (double)o->kv_channels, Dv = (double)mt_value_channels(o);
     double C = (double)o->hidden_size, keys = (double)(o->linear_num_key_heads * o->linear_key_head_dim);
     double values = (double)(o->linear_num_value_heads * o->linear_value_head_dim);
-    if (mt_layer_kind_of(o, layer).mixer == MT_MIXER_SHORT_CONV) return 4 * C * C;
-    if (mt_layer_kind_of(o, layer).mixer == MT_MIXER_GATED_DELTA_NET)
-        return C * (2 * keys + 3 * values + 2 * (double)o->linear_num_value_heads);
+    double inner = (double)(o->mamba_num_heads * o->mamba_head_dim);
+    mt_mixer_kind mixer = mt_layer_kind_of(o, layer).mixer;
+    if (mixer == MT_MIXER_NONE) return 0;
+    if (mixer == MT_MIXER_SHORT_CONV) return 4 * C * C;
+    if (mixer == MT_MIXER_GATED_DELTA_NET) return C * (2 * keys + 3 * values + 2 * (double)o->linear_num_value_heads);
+    if (mixer == MT_MIXER_MAMBA2)
+        return C * (3 * inner + 2 * (double)(o->mamba_num_groups * o->mamba_state_dim) + (double)o->mamba_num_heads);
     if (o->multi_latent_attention) return latent_multiplications(o);
     return C * (((o->attention_output_gate ? 2 : 1) * heads + groups) * D + groups * Dv) + heads * Dv * C;
 }
@@ -42,9 +52,12 @@ static double projection_multiplications(const mt_options *o, int64_t layer) {
 /* Multiplications per token of queries times keys and probabilities times values, of one layer; of other mixers: of
  * the part between their linears. */
 static double attention_multiplications(const mt_options *o, int64_t layer) {
-    bool is_conv = mt_layer_kind_of(o, layer).mixer == MT_MIXER_SHORT_CONV;
-    if (is_conv) return (double)(o->hidden_size * (o->linear_conv_kernel_dim + 2)); // and the products with B and C
-    if (mt_layer_kind_of(o, layer).mixer == MT_MIXER_GATED_DELTA_NET) return delta_multiplications(o);
+    mt_mixer_kind mixer = mt_layer_kind_of(o, layer).mixer;
+    if (mixer == MT_MIXER_NONE) return 0;
+    if (mixer == MT_MIXER_SHORT_CONV)
+        return (double)(o->hidden_size * (o->linear_conv_kernel_dim + 2)); // and the products with B and C
+    if (mixer == MT_MIXER_GATED_DELTA_NET) return delta_multiplications(o);
+    if (mixer == MT_MIXER_MAMBA2) return mamba_multiplications(o);
     double values = (double)mt_value_channels(o);
     return (double)o->num_attention_heads * ((double)o->kv_channels + values) * mean_keys(o, layer);
 }
@@ -55,7 +68,7 @@ double mt_flops(const mt_options *o, int64_t num_sequences) {
     double matrices = mt_activation_rows[mt_options_activation(o)].gated ? 3 : 2, mlp = matrices * C * F;
     double experts = (double)mt_num_expert_layers(o);
     double visited = (double)(o->moe_router_topk * o->moe_ffn_hidden_size + o->moe_shared_expert_intermediate_size);
-    double mlps = ((double)o->num_layers - experts) * mlp + experts * matrices * C * visited;
+    double mlps = (double)mt_num_dense_layers(o) * mlp + experts * matrices * C * visited;
     for (int64_t i = 0; i < o->num_layers; i++)
         mixers += projection_multiplications(o, i) + attention_multiplications(o, i);
     double output = C * (double)o->padded_vocab_size;

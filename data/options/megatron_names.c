@@ -188,6 +188,7 @@ static const struct {
     {MT_NAME_NAMED, "--tokenizer-type auto", "use-tokenizer-model-from-checkpoint-args"},
     {MT_NAME_NAMED, "--tokenizer-model", "merge-file vocab-file"},
     {MT_NAME_NAMED, "--swiglu", "gated-linear-unit"},
+    {MT_NAME_NAMED, "--hybrid-override-pattern", "hybrid-layer-pattern"},
     {MT_NAME_NAMED, "--bf16", "autocast-dtype params-dtype pipeline-dtype"},
     {MT_NAME_NAMED, "--make-vocab-size-divisible-by", "pad-vocab-size padded-vocab-size"},
     {MT_NAME_NAMED, "--micro-batch-size", "batch-size"},
@@ -228,7 +229,7 @@ static const struct {
      "transformer-impl use-flashinfer-fused-rope use-gigatoken use-grouped-gemm-for-dense-mlp "
      "use-grouped-gemm-for-shared-expert use-mcore-models use-te-activation-func use-transformer-engine-op-fuser"},
     {MT_NAME_NO_MEANING, "there is one implementation of the model",
-     "is-hybrid-model spec test-mode use-inference-optimized-layers use-legacy-static-engine"},
+     "is-hybrid-model spec test-mode use-inference-optimized-layers use-legacy-static-engine use-mamba-mem-eff-path"},
     {MT_NAME_IDLE, "kernels are fused wherever that is faster",
      "apply-rope-fusion bias-activation-fusion bias-dropout-fusion cross-entropy-fusion-impl "
      "cross-entropy-loss-fusion disable-jit-fuser fused-residual-rmsnorm fused-single-qkv-rope "
@@ -346,10 +347,10 @@ static const struct {
      "relative-attention-max-distance relative-attention-num-buckets"},
     {MT_NAME_UNSUPPORTED, "layers other than the transformer's attention, MLP and experts",
      "apply-residual-connection-post-layernorm enable-mhc-connections heterogeneous-layers-config-encoded-json "
-     "heterogeneous-layers-config-path hybrid-layer-pattern hybrid-override-pattern "
-     "mamba-head-dim mamba-inference-conv-states-dtype mamba-inference-ssm-states-dtype mamba-num-groups "
-     "mamba-num-heads mamba-state-dim mamba-training-ssm-states-dtype mhc-init-gating-factor "
-     "mhc-num-residual-streams mhc-recompute-layer-num mhc-sinkhorn-iterations use-mamba-mem-eff-path"},
+     "heterogeneous-layers-config-path mhc-init-gating-factor "
+     "mhc-num-residual-streams mhc-recompute-layer-num mhc-sinkhorn-iterations"},
+    {MT_NAME_UNSUPPORTED, "states of Mamba-2 in other types than fp32",
+     "mamba-inference-conv-states-dtype mamba-inference-ssm-states-dtype mamba-training-ssm-states-dtype"},
     {MT_NAME_UNSUPPORTED, "other initial weights, or other learning rates and weight decays for a part of them",
      "apply-wd-to-qk-layernorm data-parallel-random-init decoupled-lr decoupled-min-lr "
      "dump-param-to-param-group-map embedding-init-method-std freeze-all-layers head-lr-mult "

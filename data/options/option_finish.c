@@ -58,7 +58,7 @@ static int mt_options_check_columns(const mt_options *options, mt_program progra
 static int mt_options_list_expert_layers(mt_options *o, mt_error *error) {
     bool given = MT_GIVEN(o, moe_layer_freq);
     mt_string_set(&o->moe_layers, NULL);
-    if (o->num_experts == 0 || o->num_layers == 0) return 0;
+    if (o->num_experts == 0 || o->num_layers == 0 || o->hybrid_layers) return 0;
     o->moe_layers = mt_layer_freq_expand(o->moe_layer_freq, MT_EXPERT_LAYERS, o->num_layers, !given, error);
     if (!o->moe_layers) return -1;
     bool dense = !strchr(o->moe_layers, '1');
@@ -105,6 +105,57 @@ static int mt_options_list_attention_layers(mt_options *o, mt_error *error) {
     }
     if (o->rope_layers && !strchr(o->rope_layers, '1'))
         return mt_error_set(error, "--no-rope-freq gives no layer RoPE; use --position-embedding-type none");
+    return 0;
+}
+
+/* Layers with one half, from --hybrid-override-pattern, which may give their number too. As with lists of layers, a
+ * model of config.json that is given fewer layers keeps the first ones. */
+static int mt_options_list_hybrid_layers(mt_options *o, mt_error *error) {
+    const char *pattern = o->hybrid_override_pattern;
+    mt_string_set(&o->hybrid_layers, NULL);
+    if (!pattern) return 0;
+    int64_t count = (int64_t)strlen(pattern), layers = o->num_layers > 0 ? o->num_layers : count;
+    const char *other = pattern + strspn(pattern, "M*-E");
+    if (*other || count == 0)
+        return mt_error_set(error,
+                            "--hybrid-override-pattern expects a letter for each layer, M (Mamba-2), * (attention), - "
+                            "(MLP) or E (experts), got '%.100s'",
+                            pattern);
+    if (count < layers || (count > layers && MT_GIVEN(o, hybrid_override_pattern)))
+        return mt_error_set(error,
+                            "--hybrid-override-pattern has %lld letters, and --num-layers is %lld; make them equal",
+                            (long long)count, (long long)layers);
+    o->num_layers = layers;
+    o->hybrid_layers = mt_strdup(pattern);
+    o->hybrid_layers[layers] = 0;
+    mt_string_set(&o->hybrid_override_pattern, o->hybrid_layers);
+    bool has_experts = strchr(o->hybrid_layers, 'E') != NULL;
+    if (has_experts && o->num_experts == 0)
+        return mt_error_set(error, "--hybrid-override-pattern %.100s has layers of experts (E); give --num-experts",
+                            o->hybrid_layers);
+    if (!has_experts && o->num_experts > 0 && MT_GIVEN(o, num_experts))
+        return mt_error_set(error, "--hybrid-override-pattern %.100s gives no layer experts; leave out --num-experts",
+                            o->hybrid_layers);
+    if (!has_experts) o->num_experts = 0;
+    return 0;
+}
+
+/* Options of Mamba-2 and of short convolutions need layers that have them. */
+static int mt_options_check_mamba(const mt_options *o, mt_error *error) {
+    static const size_t offsets[] = {MT_AT(mamba_state_dim), MT_AT(mamba_head_dim),     MT_AT(mamba_num_groups),
+                                     MT_AT(mamba_num_heads), MT_AT(mamba_dt_limit_low), MT_AT(mamba_dt_limit_high),
+                                     MT_AT(mamba_conv_bias)};
+    static const char *const layers = "--hybrid-override-pattern with an M, or --experimental-attention-variant mamba2";
+    bool has_mamba = mt_has_mixer(o, MT_MIXER_MAMBA2), has_states = mt_has_states(o);
+    for (size_t i = 0; i < sizeof offsets / sizeof *offsets; i++)
+        if (!has_mamba && o->num_layers > 0 && mt_options_gave(o, offsets[i]))
+            return mt_error_set(error, "--%s needs layers of Mamba-2: %s", mt_option_of(offsets[i])->name, layers);
+    if (!has_states && o->num_layers > 0 && MT_GIVEN(o, linear_conv_kernel_dim))
+        return mt_error_set(error, "--linear-conv-kernel-dim needs layers with short convolutions: "
+                                   "--experimental-attention-variant, or --hybrid-override-pattern with an M");
+    if (o->mamba_dt_limit_high > 0 && o->mamba_dt_limit_high < o->mamba_dt_limit_low)
+        return mt_error_set(error, "--mamba-dt-limit-high %g is less than --mamba-dt-limit-low %g",
+                            o->mamba_dt_limit_high, o->mamba_dt_limit_low);
     return 0;
 }
 
@@ -348,8 +399,9 @@ bool mt_options_draws_schedule(const mt_options *options) {
 int mt_options_complete(mt_options *options, mt_program program, int64_t world_size, mt_stage_balancer *balance,
                         mt_error *error) {
     if (mt_options_check_sharded_names(options, error)) return -1;
-    if (mt_options_check_ranges(options, program, error) || mt_options_list_expert_layers(options, error) ||
-        mt_options_list_attention_layers(options, error) || mt_options_list_linear_layers(options, error))
+    if (mt_options_check_ranges(options, program, error) || mt_options_list_hybrid_layers(options, error) ||
+        mt_options_list_expert_layers(options, error) || mt_options_list_attention_layers(options, error) ||
+        mt_options_list_linear_layers(options, error) || mt_options_check_mamba(options, error))
         return -1;
     if (mt_options_resolve(options, program, error) || mt_options_check_columns(options, program, error)) return -1;
     if (mt_options_unfold_layout(options, world_size, balance, error)) return -1;

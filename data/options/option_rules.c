@@ -52,6 +52,9 @@ void mt_options_derive_sizes(mt_options *o) {
         o->qk_layernorm = true;
     }
     if (o->kv_channels == 0 && o->num_attention_heads > 0) o->kv_channels = o->hidden_size / o->num_attention_heads;
+    bool has_mamba = o->hybrid_override_pattern || o->experimental_attention_variant == MT_VARIANT_MAMBA2;
+    if (o->mamba_num_heads == 0 && has_mamba)
+        o->mamba_num_heads = mt_max(2 * o->hidden_size / o->mamba_head_dim, 1); // as Megatron's --expand 2
     if (o->value_channels == o->kv_channels) o->value_channels = 0;
 }
 
@@ -189,6 +192,7 @@ static int mt_options_check_multiples(const mt_options *o, int64_t world_size, m
     int64_t ep = o->expert_model_parallel_size, etp = mt_max(o->expert_tensor_parallel_size, 1);
     const char *tensor = "--tensor-model-parallel-size";
     bool has_delta = mt_has_mixer(o, MT_MIXER_GATED_DELTA_NET);
+    bool has_mamba = mt_has_mixer(o, MT_MIXER_MAMBA2);
     const mt_multiple rows[] = {
         {"the number of ranks", world_size,
          "--tensor-model-parallel-size x --pipeline-model-parallel-size x --context-parallel-size =", tp * pp * cp,
@@ -196,12 +200,14 @@ static int mt_options_check_multiples(const mt_options *o, int64_t world_size, m
         {"--num-attention-heads", o->num_attention_heads, tensor, tp},
         {"--num-query-groups", o->num_query_groups, tensor, tp, .or_divisor = o->window_num_query_groups == 0},
         {"--window-num-query-groups", o->window_num_query_groups, tensor, tp},
-        {"--ffn-hidden-size", mt_num_expert_layers(o) == o->num_layers ? 0 : o->ffn_hidden_size, tensor, tp},
+        {"--ffn-hidden-size", mt_num_dense_layers(o) == 0 ? 0 : o->ffn_hidden_size, tensor, tp},
         {"--linear-num-value-heads", has_delta ? o->linear_num_value_heads : 0, "--linear-num-key-heads",
          mt_max(o->linear_num_key_heads, 1)},
         {"--linear-num-value-heads", has_delta ? o->linear_num_value_heads : 0, tensor, tp},
         {"--linear-num-key-heads", has_delta ? o->linear_num_key_heads : 0, tensor, tp, .or_divisor = true},
-        {"--hidden-size", o->linear_layers && !has_delta ? o->hidden_size : 0, tensor, tp}, // channels
+        {"--hidden-size", mt_has_mixer(o, MT_MIXER_SHORT_CONV) ? o->hidden_size : 0, tensor, tp}, // channels
+        {"--mamba-num-heads", has_mamba ? o->mamba_num_heads : 0, "--mamba-num-groups", mt_max(o->mamba_num_groups, 1)},
+        {"--mamba-num-groups", has_mamba ? o->mamba_num_groups : 0, tensor, tp},
         {"--num-experts", o->num_experts, "--expert-model-parallel-size", ep},
         {"--moe-ffn-hidden-size", o->moe_ffn_hidden_size, "--expert-tensor-parallel-size", etp},
         {"--moe-shared-expert-intermediate-size", o->moe_shared_expert_intermediate_size, tensor, tp},
@@ -285,6 +291,11 @@ int64_t mt_row_length(const mt_options *o) {
  * context rank --cp-comm-type has no effect, as in Megatron. */
 static int mt_options_derive_context(mt_options *o, mt_error *error) {
     int64_t tp = o->tensor_model_parallel_size, cp = o->context_parallel_size;
+    if (mt_has_mixer(o, MT_MIXER_MAMBA2) && cp > 1)
+        return mt_error_set(error,
+                            "Mamba-2 does not run with --context-parallel-size %lld yet; take tensor, pipeline or data "
+                            "parallelism",
+                            (long long)cp);
     int64_t heads = o->num_attention_heads / tp, groups = o->num_query_groups < tp ? 1 : o->num_query_groups / tp;
     const mt_ints *sizes = &o->hierarchical_context_parallel_sizes;
     bool hierarchical = o->cp_comm_type == MT_CP_A2A_P2P && (cp > 1 || sizes->count > 0);

@@ -67,6 +67,10 @@ const mt_option mt_option_table[] = {
      "older name of --layernorm-zero-centered-gamma", .own = true},
     {"embedding-multiplier", MT_REAL, MT_AT(embedding_multiplier), MT_TRAIN, MT_OF_WEIGHTS, "1", "(0,1048576]",
      "factor of the embedding's output (Gemma: square root of the hidden size)", .own = true},
+    {"residual-multiplier", MT_REAL, MT_AT(residual_multiplier), MT_TRAIN, MT_OF_WEIGHTS, "1", "(0,1048576]",
+     "factor of the outputs that blocks add to the residual stream (Granite)", .own = true},
+    {"logits-scaling", MT_REAL, MT_AT(logits_scaling), MT_TRAIN, MT_OF_WEIGHTS, "1", "(0,1048576]",
+     "divisor of the logits (Granite)", .excludes = "any: mtp-num-layers", .own = true},
     {"swiglu", MT_FLAG, MT_AT(swiglu), MT_TRAIN, MT_OF_WEIGHTS, NULL, NULL, "gated MLP with SiLU instead of GELU",
      .excludes = "any: openai-gelu, any: squared-relu, any: geglu"},
     {"geglu", MT_FLAG, MT_AT(geglu), MT_TRAIN, MT_OF_WEIGHTS, NULL, NULL,
@@ -126,13 +130,14 @@ const mt_option mt_option_table[] = {
      "multiply attention's output by the sigmoid of one more product with the layer's input",
      .excludes = "multi-latent-attention"},
     {"experimental-attention-variant", MT_CHOICE, MT_AT(experimental_attention_variant), MT_TRAIN, MT_OF_WEIGHTS,
-     "none", "none|gated_delta_net|gdn|short_conv",
+     "none", "none|gated_delta_net|gdn|short_conv|mamba2",
      "mixer in place of attention in the layers of --linear-attention-freq; gated_delta_net (gdn): linear attention as "
-     "in Qwen3-Next and Qwen3.5; short_conv: a gated short convolution as in LFM2"},
+     "in Qwen3-Next and Qwen3.5; short_conv: a gated short convolution as in LFM2; mamba2: as in Granite 4, on the CPU "
+     "only so far"},
     {"linear-attention-freq", MT_STRING, MT_AT(linear_attention_freq), MT_TRAIN, MT_OF_WEIGHTS, NULL,
      "N or '([1]*3+[0]*1)*2'",
      "layers of --experimental-attention-variant: all but every N-th, or a 1 (variant) or 0 (attention) for each layer",
-     .needs = "experimental-attention-variant gated_delta_net|short_conv"},
+     .needs = "experimental-attention-variant gated_delta_net|short_conv|mamba2"},
     {"linear-num-key-heads", MT_INT, MT_AT(linear_num_key_heads), MT_TRAIN, MT_OF_WEIGHTS, "16", "[1,65536]",
      "heads of queries and keys of linear attention", .needs = "experimental-attention-variant gated_delta_net"},
     {"linear-num-value-heads", MT_INT, MT_AT(linear_num_value_heads), MT_TRAIN, MT_OF_WEIGHTS, "32", "[1,65536]",
@@ -142,7 +147,26 @@ const mt_option mt_option_table[] = {
     {"linear-value-head-dim", MT_INT, MT_AT(linear_value_head_dim), MT_TRAIN, MT_OF_WEIGHTS, "128", "[1,4096]",
      "channels of a value head of linear attention", .needs = "experimental-attention-variant gated_delta_net"},
     {"linear-conv-kernel-dim", MT_INT, MT_AT(linear_conv_kernel_dim), MT_TRAIN, MT_OF_WEIGHTS, "4", "[1,8]",
-     "tokens that a short convolution mixes", .needs = "experimental-attention-variant gated_delta_net|short_conv"},
+     "tokens that a short convolution mixes"},
+    {"hybrid-override-pattern", MT_STRING, MT_AT(hybrid_override_pattern), MT_TRAIN, MT_OF_WEIGHTS, NULL, "M*-E...",
+     "layers with one half only, a letter each, as in Nemotron-H: M Mamba-2, * attention, - MLP, E experts; on the CPU "
+     "only so far",
+     .excludes = "any: moe-layer-freq, any: experimental-attention-variant, any: multi-latent-attention, "
+                 "any: mtp-num-layers"},
+    {"mamba-state-dim", MT_INT, MT_AT(mamba_state_dim), MT_TRAIN, MT_OF_WEIGHTS, "128", "[1,4096]",
+     "rows of the state of a head of Mamba-2"},
+    {"mamba-head-dim", MT_INT, MT_AT(mamba_head_dim), MT_TRAIN, MT_OF_WEIGHTS, "64", "[1,4096]",
+     "channels of a head of Mamba-2"},
+    {"mamba-num-groups", MT_INT, MT_AT(mamba_num_groups), MT_TRAIN, MT_OF_WEIGHTS, "8", "[1,65536]",
+     "groups of heads of Mamba-2 that share B and C"},
+    {"mamba-num-heads", MT_INT, MT_AT(mamba_num_heads), MT_TRAIN, MT_OF_WEIGHTS, NULL, "[1,65536]",
+     "heads of Mamba-2 (default: 2 x hidden size / --mamba-head-dim)"},
+    {"mamba-dt-limit-low", MT_REAL, MT_AT(mamba_dt_limit_low), MT_TRAIN, MT_OF_WEIGHTS, "0", "[0,1048576]",
+     "least step of a token of Mamba-2", .own = true},
+    {"mamba-dt-limit-high", MT_REAL, MT_AT(mamba_dt_limit_high), MT_TRAIN, MT_OF_WEIGHTS, "0", "[0,1048576]",
+     "largest step of a token of Mamba-2; 0: none", .own = true},
+    {"disable-mamba-conv-bias", MT_NO, MT_AT(mamba_conv_bias), MT_TRAIN, MT_OF_WEIGHTS, NULL, NULL,
+     "short convolutions of Mamba-2 without biases", .own = true},
 
     {.help = "positions"},
     {"position-embedding-type", MT_CHOICE, MT_AT(position_embedding_type), MT_TRAIN, MT_OF_WEIGHTS, "learned_absolute",
@@ -1433,6 +1457,7 @@ void mt_options_free(mt_options *options) {
     mt_string_set(&options->window_layers, NULL);
     mt_string_set(&options->rope_layers, NULL);
     mt_string_set(&options->linear_layers, NULL);
+    mt_string_set(&options->hybrid_layers, NULL);
     mt_string_set(&options->pipeline_letters, NULL);
 }
 

@@ -8,8 +8,9 @@
 extern "C" {
 #endif
 
-/* The cost of a layer depends on three properties: experts, a sliding window, linear attention. */
-enum { MT_LAYER_COSTS = 8 };
+/* The cost of a layer depends on four properties: experts, a sliding window, linear attention, and the halves that it
+ * has. */
+enum { MT_LAYER_COSTS = 24 };
 int mt_layer_cost(const mt_options *options, int64_t layer);
 
 /* Seconds of a micro-batch in the parts of a model; [MT_LAYER_COSTS]: of a layer, 0 where the model has none of these.
