@@ -34,13 +34,14 @@ int64_t mt_placement_row(const mt_placement *place, int64_t r) {
     return place->row + r / rows * place->group_pitch + r % rows * place->stride;
 }
 
-int64_t mt_param_shape(const mt_param *param, mt_param_state state, int64_t shape[3]) {
+int64_t mt_param_shape(const mt_param *param, mt_param_state state, int64_t shape[4]) {
     mt_placement place = mt_param_placement(param, state);
     int64_t rows = param->hf_rows_total / place.slices, dims = 0;
     if (param->hf_stack > 0) shape[dims++] = place.slices;
+    if (param->hf_is_column) shape[dims++] = 1, shape[dims++] = 1;
     if (place.transposed && !param->is_vector) shape[dims++] = param->whole_cols;
     shape[dims++] = rows;
-    if (param->hf_has_channel) shape[dims++] = 1;
+    if (param->hf_has_channel || param->hf_is_column) shape[dims++] = 1;
     if (!place.transposed && !param->is_vector) shape[dims++] = param->whole_cols;
     return dims;
 }
@@ -165,7 +166,7 @@ static int mt_param_check_mxfp4(const mt_param *param, const mt_tensor_info *ten
 /* A tensor with one state of a parameter must have its shape and a floating-point type; `set` has its scales. */
 static int mt_param_check(const mt_param *param, mt_param_state state, const mt_tensor_info *tensor,
                           const mt_options *options, const mt_safetensors *set, mt_error *error) {
-    int64_t shape[3], num_dims = mt_param_shape(param, state, shape);
+    int64_t shape[4], num_dims = mt_param_shape(param, state, shape);
     char found[256], expected[256];
     const char *rows_option = param->rows_option ? param->rows_option : param->exists_option;
     bool has_blocks = tensor->dtype == MT_U8 && mt_text_ends_with(tensor->name, MT_BLOCKS);
