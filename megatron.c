@@ -15723,8 +15723,8 @@ static void mt_delta_slots(const mt_model *m, mt_slots *s, const mt_layer *w) {
     int64_t T = m->plan.max_tokens;
     (void)w;
     if (z.by_channel) {
-        MT_SLOT(s, kda_f_a, m->max_rows, z.Dv, m->dtype)->stash_of = offsetof(mt_layer, f_a);
-        MT_SLOT(s, kda_g_a, m->max_rows, z.Dv, m->dtype)->stash_of = offsetof(mt_layer, g_a);
+        MT_SLOT(s, kda_f_a, m->max_rows, z.Dv, m->dtype);
+        MT_SLOT(s, kda_g_a, m->max_rows, z.Dv, m->dtype);
         MT_SLOT(s, kda_f, T, z.Hv * z.Dk, m->dtype)->stash_of = offsetof(mt_layer, f_b);
         MT_SLOT(s, kda_g, T, z.Hv * z.Dv, m->dtype)->stash_of = offsetof(mt_layer, g_b);
     }
@@ -15830,19 +15830,20 @@ static void mt_kda_gates_forward(const mt_pass *p, const mt_layer *w, mt_activat
     mt_layer_linear_forward(p, a, &w->g_b, a->kda_g_a, a->kda_g);
 }
 
-/* Adds their gradient to the block's dx. */
+/* Adds their gradient to the block's dx. The first products are never split: no slot could keep their dy, for x of the
+ * second products lies where it would. */
 static void mt_kda_gates_backward(const mt_model *m, const mt_pass *p, const mt_layer *w, mt_activations *a,
                                   const mt_block_gradients *block) {
     const mt_layer_scratch *s = &m->scratch;
     mt_linear_io f_b = {.x = a->kda_f_a, .dy = s->ddecays, .dx = s->dlow};
     mt_layer_linear_backward(m, p, w, a, &w->f_b, offsetof(mt_activations, kda_f_a), &f_b);
     mt_linear_io f_a = {.x = block->x, .dy = s->dlow, .dx = s->dinput};
-    mt_layer_linear_backward(m, p, w, a, &w->f_a, block->x_field, &f_a);
+    mt_linear_backward(mt_linears(p), &w->f_a, &f_a, MT_BACKWARD_BOTH);
     mt_add_to(m, p, block->dx, s->dinput);
     mt_linear_io g_b = {.x = a->kda_g_a, .dy = s->dgates, .dx = s->dlow};
     mt_layer_linear_backward(m, p, w, a, &w->g_b, offsetof(mt_activations, kda_g_a), &g_b);
     mt_linear_io g_a = {.x = block->x, .dy = s->dlow, .dx = s->dinput};
-    mt_layer_linear_backward(m, p, w, a, &w->g_a, block->x_field, &g_a);
+    mt_linear_backward(mt_linears(p), &w->g_a, &g_a, MT_BACKWARD_BOTH);
     mt_add_to(m, p, block->dx, s->dinput);
 }
 

@@ -30,7 +30,7 @@ ids() {
 }
 
 continues_as_transformers() {
-    for family in gpt2 llama llama3_rope_tied qwen2 qwen3 qwen3_next qwen3_5 qwen3_5_moe lfm2 mimo_v2_flash \
+    for family in gpt2 llama llama3_rope_tied qwen2 qwen3 qwen3_next qwen3_5 qwen3_5_moe lfm2 mimo_v2_flash kimi_linear \
         nemotron_h; do
         folder=$golden/$family
         "$infer" --load "$folder" --prompt-tokens "$(ids "$folder" 1 8 ,)" --print-tokens --max-new-tokens 24 \

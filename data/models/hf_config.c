@@ -222,6 +222,7 @@ static const mt_hf_key mt_hf_keys[] = {
     {"head_dim", DEEPSEEK_V3, MT_AT(qk_pos_emb_head_dim), WRITE},
     {"max_position_embeddings", BLOCKS & ~(GPT_OSS | KIMI_LINEAR), MT_AT(max_position_embeddings), REQUIRED},
     {"model_max_length", KIMI_LINEAR, MT_AT(max_position_embeddings), 0, "1048576"},
+    {"max_position_embeddings", KIMI_LINEAR, MT_AT(max_position_embeddings), READ}, // its other name in transformers 5
     {"max_position_embeddings", GPT_OSS, MT_AT(max_position_embeddings), 0, "131072"},
     {"hidden_act", BLOCKS & ~(GEMMA3 | GPT_OSS | LFM2 | NEMOTRON_H), 0, GATED_ACTIVATION, "\"silu\""},
     {"mlp_hidden_act", NEMOTRON_H, 0, PLAIN_ACTIVATION, "\"relu2\""},
@@ -344,6 +345,7 @@ static const mt_hf_key mt_hf_keys[] = {
     {"num_local_experts", ERNIE4_5_MOE, MT_AT(num_experts), READ},
     {"moe_num_experts", ERNIE4_5_MOE, MT_AT(num_experts)},
     {"num_experts_per_token", KIMI_LINEAR, MT_AT(moe_router_topk), 0, "8"},
+    {"num_experts_per_tok", KIMI_LINEAR, MT_AT(moe_router_topk), READ}, // its other name in transformers 5
     {"num_experts_per_tok", MOE & ~(ERNIE4_5_MOE | GPT_OSS | GRANITE_MOE | KIMI_LINEAR), MT_AT(moe_router_topk),
      REQUIRED},
     {"num_experts_per_tok", GRANITE_MOE, MT_AT(moe_router_topk), 0, "2"},
@@ -359,8 +361,10 @@ static const mt_hf_key mt_hf_keys[] = {
     {"norm_topk_prob", QWEN3_NEXT, MT_AT(moe_router_pre_softmax), NEGATED, "true"},
     {"norm_topk_prob", QWEN3_5_MOE, 0, FIXED | READ, "true"},
     {"moe_renormalize", KIMI_LINEAR, 0, FIXED, "true"},
-    {"moe_router_activation_func", KIMI_LINEAR, 0, FIXED | READ, "sigmoid"},
-    {"mla_use_nope", KIMI_LINEAR, 0, FIXED | WRITE, "true"},
+    {"norm_topk_prob", KIMI_LINEAR, 0, FIXED | READ, "true"}, // its other name in transformers 5
+    {"moe_router_activation_func", KIMI_LINEAR, 0, FIXED, "sigmoid"},
+    {"moe_layer_freq", KIMI_LINEAR, 0, FIXED | READ, "1"},
+    {"mla_use_nope", KIMI_LINEAR, 0, FIXED, "true"},
     {"norm_topk_prob", GROUPED & ~(DOTS1 | KIMI_LINEAR), 0, FIXED, "true"},
     {"norm_topk_prob", DOTS1, 0, FIXED | REQUIRED, "true"}, // absent: false
     {"shared_expert_intermediate_size", QWEN2_MOE | DELTA_MOE, MT_AT(moe_shared_expert_intermediate_size), REQUIRED},
@@ -376,6 +380,8 @@ static const mt_hf_key mt_hf_keys[] = {
     {"n_group", DEEPSEEK_MOE, MT_AT(moe_router_num_groups), NULL_IS_ZERO, "8", &mt_groups},
     {"topk_group", DEEPSEEK_MOE, MT_AT(moe_router_group_topk), NULL_IS_ZERO, "4", &mt_group_topk},
     {"num_expert_group", KIMI_LINEAR, MT_AT(moe_router_num_groups), NULL_IS_ZERO, "1", &mt_groups},
+    {"n_group", KIMI_LINEAR, MT_AT(moe_router_num_groups), READ | NULL_IS_ZERO, NULL,
+     &mt_groups}, // its other name in transformers 5
     {"n_group", GROUPED & ~(DEEPSEEK_MOE | KIMI_LINEAR), MT_AT(moe_router_num_groups), NULL_IS_ZERO, "1", &mt_groups},
     {"topk_group", GROUPED & ~DEEPSEEK_MOE, MT_AT(moe_router_group_topk), NULL_IS_ZERO, "1", &mt_group_topk},
     {"routed_scaling_factor", DEEPSEEK_MOE | EXAONE_MOE, MT_AT(moe_router_topk_scaling_factor), 0, "2.5"},
@@ -1324,7 +1330,7 @@ static void mt_config_finish_block(mt_config *config, uint64_t mask, mt_options 
     if (!(mask & (LATENT | GLM4_MOE | HY_V3 | MIMO))) return;
     const json_t *modules = mt_config_get(config->root, "num_nextn_predict_layers");
     if (!modules) modules = mt_config_get(config->root, "num_mtp_layers"); // its other name in transformers 5
-    shape->mtp_layers_stored = 1;
+    shape->mtp_layers_stored = !(mask & KIMI_LINEAR);
     if (modules && !mt_json_int(modules, 0, 10000, &shape->mtp_layers_stored))
         mt_config_fail(config, "\"num_nextn_predict_layers\" must be a whole number from 0 to 10000");
     if (mask & LATENT && shape->group_query_attention)
