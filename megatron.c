@@ -465,9 +465,11 @@ int mt_options_check_limits(const mt_options *o, const mt_limits *l, mt_error *e
          "--linear-value-head-dim is %lld, and the gated delta rule on this device takes heads of at most %lld "
          "channels",
          {o->linear_value_head_dim, l->delta_channels}},
-        {l->no_plain && mt_has_mixer(o, MT_MIXER_MAMBA2),
-         "Mamba-2 (--experimental-attention-variant mamba2, M in --hybrid-override-pattern) runs on the CPU only so far; "
-         "take --device cpu"},
+        {l->no_plain && mt_has_mixer(o, MT_MIXER_KDA),
+         "--experimental-attention-variant kda runs on the CPU only so far; take --device cpu"},
+        {l->no_plain && mt_has_mixer(o, MT_MIXER_MAMBA2), "Mamba-2 (--experimental-attention-variant mamba2, M in "
+                                                          "--hybrid-override-pattern) runs on the CPU only so far; "
+                                                          "take --device cpu"},
         {l->no_plain && !o->multi_latent_attention && mt_value_channels(o) != o->kv_channels,
          "--value-channels other than --kv-channels runs on the CPU only so far; take --device cpu"},
         {l->no_plain && o->window_num_query_groups > 0,
@@ -3639,7 +3641,7 @@ mt_group *mt_grid_group(mt_grid *grid, mt_group_kind kind) {
 }
 
 mt_grid_shape mt_grid_shape_of(const mt_options *options, int64_t world_size) {
-    bool has_delta = mt_has_mixer(options, MT_MIXER_GATED_DELTA_NET);
+    bool has_delta = mt_has_mixer(options, MT_MIXER_GATED_DELTA_NET) || mt_has_mixer(options, MT_MIXER_KDA);
     mt_grid_shape shape = {.tensor = options->tensor_model_parallel_size,
                            .context = options->context_parallel_size,
                            .pipeline = options->pipeline_model_parallel_size,
@@ -5464,9 +5466,10 @@ typedef struct mt_layer {
     mt_weight q_a_norm, kv_a_norm; // [q_lora_rank], [kv_lora_rank]
     mt_linear q_b, kv_b;           // q_lora_rank (C without a latent) -> H D; kv_lora_rank -> H (D - R + Dv)
     mt_linear gate;                // C -> H D: of attention's output
-    mt_linear delta_in;            // C -> q, k, v, z, b, a of a gated delta net
+    mt_linear delta_in;            // C -> q, k, v, z, b, a of a gated delta net; q, k, v, b of Kimi delta attention
+    mt_linear f_a, g_a, f_b, g_b;  // Kimi delta attention: C -> D -> decays of each channel, gate of the output
     mt_weight conv;                // [q, k and v, taps]
-    mt_weight A_log, dt_bias;      // [value heads]
+    mt_weight A_log, dt_bias;      // [value heads]; Kimi delta attention: dt_bias of each channel of a key
     mt_weight delta_norm;          // [channels of a value head]
     mt_linear short_in;            // C -> B, C, x of a gated short convolution
     mt_linear mamba_in;            // C -> z, x, B, C, dt of Mamba-2, which has A_log and dt_bias of its heads too
@@ -5526,7 +5529,9 @@ mt_layer_kind mt_layer_kind_of(const mt_options *o, int64_t layer) {
     mt_layer_kind kind = {.mixer = o->multi_latent_attention ? MT_MIXER_LATENT_ATTENTION : MT_MIXER_ATTENTION};
     bool is_conv = o->experimental_attention_variant == MT_VARIANT_SHORT_CONV;
     bool is_mamba = o->experimental_attention_variant == MT_VARIANT_MAMBA2;
+    bool is_kda = o->experimental_attention_variant == MT_VARIANT_KDA;
     if (is_linear) kind.mixer = is_mamba ? MT_MIXER_MAMBA2 : is_conv ? MT_MIXER_SHORT_CONV : MT_MIXER_GATED_DELTA_NET;
+    if (is_linear && is_kda) kind.mixer = MT_MIXER_KDA;
     if (half && half != '*') kind.mixer = half == 'M' ? MT_MIXER_MAMBA2 : MT_MIXER_NONE;
     if (!mt_mixer_attends(kind.mixer)) has_window = has_rope = false;
     kind.feed_forward = has_experts ? MT_FEED_FORWARD_EXPERTS : MT_FEED_FORWARD_DENSE;
@@ -5638,6 +5643,7 @@ static int64_t mt_dimension_size(const mt_options *o, int64_t layer, mt_dimensio
     X(NO_ATTENTION, !attends, "--linear-attention-freq") /* than attention */                                          \
     X(DELTA, mixer == MT_MIXER_GATED_DELTA_NET, "--linear-attention-freq")                                             \
     X(SHORT_CONV, mixer == MT_MIXER_SHORT_CONV, "--linear-attention-freq")                                             \
+    X(KDA, mixer == MT_MIXER_KDA, "--linear-attention-freq")                                                           \
     X(MAMBA, mixer == MT_MIXER_MAMBA2, "--hybrid-override-pattern")                                                    \
     X(CONV_BIAS, o->mamba_conv_bias, "--disable-mamba-conv-bias")                                                      \
     X(NO_MIXER, mixer == MT_MIXER_NONE, "--hybrid-override-pattern")                                                   \
@@ -5697,6 +5703,7 @@ enum {
     MT_NAMES_NEMOTRON_H,
     MT_NAMES_GRANITE,
     MT_NAMES_MIMO_V2,
+    MT_NAMES_KIMI_LINEAR,
     MT_NUM_NAMES
 };
 
@@ -5837,6 +5844,16 @@ static const mt_role_row mt_role_rows[] = {
 
              [MT_NAMES_QWEN3_NEXT] = "linear_attn.in_proj_ba.weight"),
     MT_ROLE(O, LAYER, ROW, C, VALUES, o.weight, MT_HAS(DELTA), 0, "linear_attn.out_proj.weight"),
+    /* Kimi delta attention */
+    MT_ROLE(DELTA_Q, LAYER, COLUMN_KEYS, KEYS, C, delta_in.weight, MT_HAS(KDA), 0, "self_attn.q_proj.weight"),
+    MT_FUSED(DELTA_K, LAYER, COLUMN_KEYS, KEYS, C, delta_in.weight, MT_HAS(KDA), 0, "self_attn.k_proj.weight"),
+    MT_FUSED(DELTA_V, LAYER, COLUMN, VALUES, C, delta_in.weight, MT_HAS(KDA), 0, "self_attn.v_proj.weight"),
+    MT_FUSED(DELTA_B, LAYER, COLUMN, VALUE_HEADS, C, delta_in.weight, MT_HAS(KDA), 0, "self_attn.b_proj.weight"),
+    MT_ROLE(KDA_F_A, LAYER, REPLICATED, VALUE_CHANNELS, C, f_a.weight, MT_HAS(KDA), 0, "self_attn.f_a_proj.weight"),
+    MT_ROLE(KDA_F_B, LAYER, COLUMN, KEYS, VALUE_CHANNELS, f_b.weight, MT_HAS(KDA), 0, "self_attn.f_b_proj.weight"),
+    MT_ROLE(KDA_G_A, LAYER, REPLICATED, VALUE_CHANNELS, C, g_a.weight, MT_HAS(KDA), 0, "self_attn.g_a_proj.weight"),
+    MT_ROLE(KDA_G_B, LAYER, COLUMN, VALUES, VALUE_CHANNELS, g_b.weight, MT_HAS(KDA), 0, "self_attn.g_b_proj.weight"),
+    MT_ROLE(O, LAYER, ROW, C, VALUES, o.weight, MT_HAS(KDA), 0, "self_attn.o_proj.weight"),
     /* gated short convolution */
     MT_ROLE(SHORT_B, LAYER, COLUMN, C, C, short_in.weight, MT_HAS(SHORT_CONV), 0, "conv.in_proj.weight"),
     MT_FUSED(SHORT_C, LAYER, COLUMN, C, C, short_in.weight, MT_HAS(SHORT_CONV), 0, "conv.in_proj.weight"),
@@ -5857,30 +5874,37 @@ static const mt_role_row mt_role_rows[] = {
             "mamba.out_proj.weight", [MT_NAMES_NEMOTRON_H] = "mixer.out_proj.weight"),
     /* MLP, or shared expert and router */
     MT_ROLE(GATE, LAYER, COLUMN, F, C, fc1.weight, MT_HAS(GATED), MT_HAS(NO_MLP), "mlp.gate_proj.weight",
-            [MT_NAMES_LFM2] = "feed_forward.w1.weight", [MT_NAMES_GRANITE] = "shared_mlp.input_linear.weight"),
+            [MT_NAMES_LFM2] = "feed_forward.w1.weight", [MT_NAMES_GRANITE] = "shared_mlp.input_linear.weight",
+            [MT_NAMES_KIMI_LINEAR] = "block_sparse_moe.gate_proj.weight"),
     MT_FUSED(UP, LAYER, COLUMN, F, C, fc1.weight, 0, MT_HAS(NO_MLP), "mlp.up_proj.weight",
              "mlp.c_fc.weight", [MT_NAMES_LFM2] = "feed_forward.w3.weight",
-             [MT_NAMES_NEMOTRON_H] = "mixer.up_proj.weight", [MT_NAMES_GRANITE] = "shared_mlp.input_linear.weight"),
+             [MT_NAMES_NEMOTRON_H] = "mixer.up_proj.weight", [MT_NAMES_GRANITE] = "shared_mlp.input_linear.weight",
+             [MT_NAMES_KIMI_LINEAR] = "block_sparse_moe.up_proj.weight"),
     MT_ROLE(DOWN, LAYER, ROW, C, F, down.weight, 0, MT_HAS(NO_MLP), "mlp.down_proj.weight",
             "mlp.c_proj.weight", [MT_NAMES_LFM2] = "feed_forward.w2.weight",
-            [MT_NAMES_NEMOTRON_H] = "mixer.down_proj.weight", [MT_NAMES_GRANITE] = "shared_mlp.output_linear.weight"),
+            [MT_NAMES_NEMOTRON_H] = "mixer.down_proj.weight", [MT_NAMES_GRANITE] = "shared_mlp.output_linear.weight",
+            [MT_NAMES_KIMI_LINEAR] = "block_sparse_moe.down_proj.weight"),
     MT_ROLE(SHARED_GATE, LAYER, COLUMN, SHARED_F, C, fc1.weight, MT_HAS(SHARED) | MT_HAS(GATED), 0,
             "mlp.shared_experts.gate_proj.weight", NULL, NULL, "mlp.shared_expert.gate_proj.weight", NULL, NULL,
             "mlp.shared_mlp.gate_proj.weight", [MT_NAMES_QWEN3_NEXT] = "mlp.shared_expert.gate_proj.weight",
-            [MT_NAMES_GRANITE] = "shared_mlp.input_linear.weight"),
+            [MT_NAMES_GRANITE] = "shared_mlp.input_linear.weight",
+            [MT_NAMES_KIMI_LINEAR] = "block_sparse_moe.shared_experts.gate_proj.weight"),
     MT_FUSED(SHARED_UP, LAYER, COLUMN, SHARED_F, C, fc1.weight, MT_HAS(SHARED), 0, "mlp.shared_experts.up_proj.weight",
              NULL, NULL, "mlp.shared_expert.up_proj.weight", NULL, NULL,
              "mlp.shared_mlp.up_proj.weight", [MT_NAMES_QWEN3_NEXT] = "mlp.shared_expert.up_proj.weight",
              [MT_NAMES_NEMOTRON_H] = "mixer.shared_experts.up_proj.weight",
-             [MT_NAMES_GRANITE] = "shared_mlp.input_linear.weight"),
+             [MT_NAMES_GRANITE] = "shared_mlp.input_linear.weight",
+             [MT_NAMES_KIMI_LINEAR] = "block_sparse_moe.shared_experts.up_proj.weight"),
     MT_ROLE(SHARED_DOWN, LAYER, ROW, C, SHARED_F, down.weight, MT_HAS(SHARED), 0, "mlp.shared_experts.down_proj.weight",
             NULL, NULL, "mlp.shared_expert.down_proj.weight", NULL, NULL,
             "mlp.shared_mlp.down_proj.weight", [MT_NAMES_QWEN3_NEXT] = "mlp.shared_expert.down_proj.weight",
             [MT_NAMES_NEMOTRON_H] = "mixer.shared_experts.down_proj.weight",
-            [MT_NAMES_GRANITE] = "shared_mlp.output_linear.weight"),
+            [MT_NAMES_GRANITE] = "shared_mlp.output_linear.weight",
+            [MT_NAMES_KIMI_LINEAR] = "block_sparse_moe.shared_experts.down_proj.weight"),
     MT_ROLE(ROUTER, LAYER, ROUTING, E, C, router.weight, MT_HAS(ROUTER), 0, "mlp.gate.weight", NULL,
             "block_sparse_moe.gate.weight", NULL, NULL, "mlp.router.weight", "mlp.router.gate.weight",
-            [MT_NAMES_NEMOTRON_H] = "mixer.gate.weight", [MT_NAMES_GRANITE] = "block_sparse_moe.router.layer.weight"),
+            [MT_NAMES_NEMOTRON_H] = "mixer.gate.weight", [MT_NAMES_GRANITE] = "block_sparse_moe.router.layer.weight",
+            [MT_NAMES_KIMI_LINEAR] = "block_sparse_moe.gate.weight"),
     MT_ROLE(SHARED_EXPERT_GATE, LAYER, ROUTING, ONE, C, shared_gate.weight, MT_HAS(SHARED_GATE), 0,
             "mlp.shared_expert_gate.weight"),
     /* multi-token prediction; its norms are the first vectors */
@@ -5890,6 +5914,9 @@ static const mt_role_row mt_role_rows[] = {
     MT_ROLE(CONV_Q, LAYER, KEY_TAPS, KEYS, TAPS, conv, MT_HAS(DELTA), 0, "linear_attn.conv1d.weight"),
     MT_FUSED(CONV_K, LAYER, KEY_TAPS, KEYS, TAPS, conv, MT_HAS(DELTA), 0, "linear_attn.conv1d.weight"),
     MT_FUSED(CONV_V, LAYER, TAPS, VALUES, TAPS, conv, MT_HAS(DELTA), 0, "linear_attn.conv1d.weight"),
+    MT_ROLE(CONV_Q, LAYER, KEY_TAPS, KEYS, TAPS, conv, MT_HAS(KDA), 0, "self_attn.q_conv1d.weight"),
+    MT_FUSED(CONV_K, LAYER, KEY_TAPS, KEYS, TAPS, conv, MT_HAS(KDA), 0, "self_attn.k_conv1d.weight"),
+    MT_FUSED(CONV_V, LAYER, TAPS, VALUES, TAPS, conv, MT_HAS(KDA), 0, "self_attn.v_conv1d.weight"),
     MT_ROLE(SHORT_TAPS, LAYER, TAPS, C, TAPS, conv, MT_HAS(SHORT_CONV), 0, "conv.conv.weight"),
     MT_ROLE(CONV_X, LAYER, TAPS, MAMBA_INNER, TAPS, mamba_conv, MT_HAS(MAMBA), 0,
             "mamba.conv1d.weight", [MT_NAMES_NEMOTRON_H] = "mixer.conv1d.weight"),
@@ -5939,6 +5966,9 @@ static const mt_role_row mt_role_rows[] = {
             "linear_attn.norm.weight"),
     MT_ROLE(A_LOG, LAYER, LOG_DECAYS, VALUE_HEADS, ONE, A_log, MT_HAS(DELTA), 0, "linear_attn.A_log"),
     MT_ROLE(DT_BIAS, LAYER, DECAY_BIASES, VALUE_HEADS, ONE, dt_bias, MT_HAS(DELTA), 0, "linear_attn.dt_bias"),
+    MT_ROLE(DELTA_NORM, LAYER, GATED_NORM, VALUE_CHANNELS, ONE, delta_norm, MT_HAS(KDA), 0, "self_attn.o_norm.weight"),
+    MT_ROLE(A_LOG, LAYER, LOG_DECAYS, VALUE_HEADS, ONE, A_log, MT_HAS(KDA), 0, "self_attn.A_log"),
+    MT_ROLE(DT_BIAS, LAYER, TIME_STEPS, KEYS, ONE, dt_bias, MT_HAS(KDA), 0, "self_attn.dt_bias"),
     MT_ROLE(MAMBA_NORM, LAYER, CHANNEL_NORM, MAMBA_INNER, ONE, mamba_norm, MT_HAS(MAMBA), 0,
             "mamba.norm.weight", [MT_NAMES_NEMOTRON_H] = "mixer.norm.weight"),
     MT_ROLE(A_LOG, LAYER, LOG_DECAYS, MAMBA_HEADS, ONE, A_log, MT_HAS(MAMBA), 0,
@@ -5974,15 +6004,18 @@ static const mt_role_row mt_role_rows[] = {
      * their biases in the same order */
     MT_ROLE(EXPERT_GATE, EXPERTS, COLUMN, EXPERT_F, C, expert_fc1.weight, MT_HAS(EXPERTS) | MT_HAS(GATED), 0,
             "mlp.experts.#.gate_proj.weight", NULL, "block_sparse_moe.experts.#.w1.weight", NULL, NULL,
-            "mlp.experts.gate_up_proj", [MT_NAMES_GRANITE] = "block_sparse_moe.input_linear.weight"),
+            "mlp.experts.gate_up_proj", [MT_NAMES_GRANITE] = "block_sparse_moe.input_linear.weight",
+            [MT_NAMES_KIMI_LINEAR] = "block_sparse_moe.experts.#.w1.weight"),
     MT_FUSED(EXPERT_UP, EXPERTS, COLUMN, EXPERT_F, C, expert_fc1.weight, MT_HAS(EXPERTS), 0,
              "mlp.experts.#.up_proj.weight", NULL, "block_sparse_moe.experts.#.w3.weight", NULL, NULL,
              "mlp.experts.gate_up_proj", [MT_NAMES_NEMOTRON_H] = "mixer.experts.#.up_proj.weight",
-             [MT_NAMES_GRANITE] = "block_sparse_moe.input_linear.weight"),
+             [MT_NAMES_GRANITE] = "block_sparse_moe.input_linear.weight",
+             [MT_NAMES_KIMI_LINEAR] = "block_sparse_moe.experts.#.w3.weight"),
     MT_ROLE(EXPERT_DOWN, EXPERTS, ROW, C, EXPERT_F, expert_down.weight, MT_HAS(EXPERTS), 0,
             "mlp.experts.#.down_proj.weight", NULL, "block_sparse_moe.experts.#.w2.weight", NULL, NULL,
             "mlp.experts.down_proj", [MT_NAMES_NEMOTRON_H] = "mixer.experts.#.down_proj.weight",
-            [MT_NAMES_GRANITE] = "block_sparse_moe.output_linear.weight"),
+            [MT_NAMES_GRANITE] = "block_sparse_moe.output_linear.weight",
+            [MT_NAMES_KIMI_LINEAR] = "block_sparse_moe.experts.#.w2.weight"),
     MT_ROLE(EXPERT_GATE_BIAS, EXPERTS, COLUMN_BIAS, EXPERT_F, ONE, expert_fc1.bias,
             MT_HAS(EXPERTS) | MT_HAS(MLP_BIAS) | MT_HAS(GATED), 0, "mlp.experts.#.gate_proj.bias", NULL, NULL, NULL,
             NULL, "mlp.experts.gate_up_proj_bias"),
@@ -6007,7 +6040,8 @@ static const mt_role_row mt_role_rows[] = {
     MT_ROLE(ROUTER_BIAS, UNTRAINED, ROW_BIAS, E, ONE, router_bias, MT_HAS(ROUTER_BIAS), MT_HAS(ROW_OF_BIAS),
             "mlp.gate.e_score_correction_bias", NULL, "block_sparse_moe.e_score_correction_bias", NULL, NULL, NULL,
             "mlp.expert_bias",
-            "mlp.e_score_correction_bias", [MT_NAMES_NEMOTRON_H] = "mixer.gate.e_score_correction_bias"),
+            "mlp.e_score_correction_bias", [MT_NAMES_NEMOTRON_H] = "mixer.gate.e_score_correction_bias",
+            [MT_NAMES_KIMI_LINEAR] = "block_sparse_moe.gate.e_score_correction_bias"),
     MT_ROLE(ROUTER_BIAS, UNTRAINED, ROW_BIAS, ONE, E, router_bias, MT_HAS(ROUTER_BIAS) | MT_HAS(ROW_OF_BIAS), 0,
             "mlp.moe_statics.e_score_correction_bias"),
 };
@@ -6163,6 +6197,7 @@ static void mt_param_add(mt_param_table *table, const mt_role_row *row, int64_t 
                        row->unit != MT_UNIT_POSITIONS && row->kind != MT_TAPS && row->kind != MT_KEY_TAPS;
     param->hf_groups = mt_hf_groups(o, row->role),
     param->hf_has_channel = row->kind == MT_TAPS || row->kind == MT_KEY_TAPS;
+    param->hf_is_column = row->role == MT_A_LOG && row->when & MT_HAS(KDA);
     if (param->init == MT_INIT_GAIN) param->init = o->layernorm_zero_centered_gamma ? MT_INIT_ZEROS : MT_INIT_ONES;
     param->init_std = o->init_method_std / (param->init == MT_INIT_OUTPUT ? sqrt(2.0 * (double)o->num_layers) : 1);
     if (param->init == MT_INIT_TAPS) param->init_std = 1 / sqrt(3 * (double)param->cols);
@@ -6182,7 +6217,8 @@ static void mt_param_add(mt_param_table *table, const mt_role_row *row, int64_t 
     param->is_head = row->when & (MT_HAS(LM_HEAD) | MT_HAS(SEQUENCE_HEAD) | MT_HAS(TOKEN_HEAD));
     bool stacked = row->unit == MT_UNIT_EXPERTS && !strchr(mt_role_row_name(row, table->family->names), '#');
     bool of_layer = param->is_linear && layer >= 0 && param->linear != MT_LINEAR_ROUTER && !(row->when & MT_HAS(MTP));
-    param->takes_fp8 = of_layer && !continues;
+    // the products of narrow matrices of Kimi delta attention stay in bf16
+    param->takes_fp8 = of_layer && !continues && !(row->role >= MT_KDA_F_A && row->role <= MT_KDA_G_B);
     // an adapter's file names modules, and mt_options.lora_roles has 64 bits
     param->can_adapt =
         of_layer && !stacked && param->hf_groups == 1 && !mt_is_linear_attention_in(row->role) && row->role < 64;
@@ -6433,6 +6469,7 @@ typedef struct mt_layer_scratch {
     float *row_dot;                  // [T, H]
     void *dgate;                     // [T, H Dv] gradient of the output gate
     void *dconv, *ddelta;            // gradients of conv and of delta_out or mamba_out
+    void *ddecays, *dgates, *dlow;   // Kimi delta attention: gradients of kda_f, kda_g, and of kda_f_a or kda_g_a
     void *dshort_x;                  // [T, C / tp] gradient of a short convolution's input
     mt_carry conv_carry, rule_carry; // context parallelism: states of a mixer's convolution, of the delta rule
     float *rule_maps, *drule_maps;   // [MT_PIECES, Hv, Dk, Dv + Dk] and [MT_PIECES, Hv, Dk, Dv]: see mt_delta_args
@@ -6561,6 +6598,8 @@ static void *mt_model_calloc(mt_model *m, int64_t bytes) {
 static bool mt_rope_table_used(const mt_options *o, mt_layer_rope which) {
     for (int64_t layer = 0; layer < o->num_layers && which != MT_ROPE_NONE; layer++)
         if (mt_layer_kind_of(o, layer).rope == which) return true;
+    for (int64_t layer = 0; layer < o->num_layers && which == MT_ROPE_MODEL; layer++)
+        if (mt_layer_kind_of(o, layer).mixer == MT_MIXER_LATENT_ATTENTION) return true;
     return false;
 }
 
@@ -6571,6 +6610,7 @@ static double mt_yarn_pair(const mt_options *o, double rotations, int64_t R) {
 }
 
 double mt_rope_frequency(const mt_options *o, mt_layer_rope which, int64_t i, int64_t R) {
+    if (o->position_embedding_type != MT_POSITION_ROPE) return 0; // latent attention without RoPE
     if (which == MT_ROPE_WINDOW) return pow(o->window_rotary_base, -2.0 * (double)i / (double)R);
     double frequency = pow(o->rotary_base, -2.0 * (double)i / (double)R), factor = o->rope_scaling_factor;
     if (o->rope_scaling_type == MT_ROPE_SCALING_LINEAR) return frequency / factor;
@@ -6659,6 +6699,8 @@ typedef struct mt_activations {
     float *lse;                            // [T, H]
     void *gate, *gated;                    // [T, H Dv] the output gate, and attended times its sigmoid
     void *delta_in;                        // [T, q, k, v, z, b, a] of a gated delta net
+    void *kda_f_a, *kda_g_a;               // [R, channels] of Kimi delta attention: narrow products,
+    void *kda_f, *kda_g;                   // and decays [T, heads, channels] and gates of the output likewise
     void *conv;                            // [T, q, k, v] after the short convolution
     void *delta_out;                       // [T, value heads, channels] of the delta rule
     float *delta_rstd;                     // [T, value heads] of its norm
@@ -7100,15 +7142,20 @@ static int64_t mt_cache_slots(const mt_model_plan *plan) {
 typedef struct mt_delta_sizes {
     int64_t Hk, Hv, Dk, Dv; // heads and their channels
     int64_t conv, in;       // channels of q, k and v; columns of delta_in
+    int64_t b;              // column of b in delta_in
+    bool by_channel;        // Kimi delta attention
 } mt_delta_sizes;
 
 static mt_delta_sizes mt_delta_sizes_of(const mt_model *m) {
     const mt_options *o = m->options;
     int64_t ranks = m->grid->tensor.size;
-    if (!mt_has_mixer(o, MT_MIXER_GATED_DELTA_NET)) return (mt_delta_sizes){0};
+    bool by_channel = mt_has_mixer(o, MT_MIXER_KDA);
+    if (!by_channel && !mt_has_mixer(o, MT_MIXER_GATED_DELTA_NET)) return (mt_delta_sizes){0};
     mt_delta_sizes z = {.Hk = mt_max(o->linear_num_key_heads / ranks, 1), .Hv = o->linear_num_value_heads / ranks};
     z.Dk = o->linear_key_head_dim, z.Dv = o->linear_value_head_dim;
-    z.conv = 2 * z.Hk * z.Dk + z.Hv * z.Dv, z.in = z.conv + z.Hv * (z.Dv + 2);
+    z.conv = 2 * z.Hk * z.Dk + z.Hv * z.Dv, z.by_channel = by_channel;
+    z.b = by_channel ? z.conv : z.conv + z.Hv * z.Dv;
+    z.in = z.b + (by_channel ? 1 : 2) * z.Hv;
     return z;
 }
 
@@ -7267,11 +7314,13 @@ static mt_deferred mt_attention_out_backward(const mt_pass *p, const mt_layer *w
 
 /* RoPE of a layer for the tokens from `first_row` on. */
 static mt_rotation mt_layer_rotation(const mt_model *m, const mt_pass *p, const mt_layer *w, int64_t first_row) {
-    const mt_rope_table *table = &m->rope_tables[w->kind.rope];
+    bool latent = w->kind.mixer == MT_MIXER_LATENT_ATTENTION; // without RoPE the angles of its table are 0
+    mt_layer_rope which = latent ? MT_ROPE_MODEL : w->kind.rope;
+    const mt_rope_table *table = &m->rope_tables[which];
     return (mt_rotation){.cos = table->cos,
                          .sin = table->sin,
                          .positions = p->batch->positions + first_row,
-                         .R = w->kind.rope == MT_ROPE_NONE ? 0 : m->rotary_dim,
+                         .R = which == MT_ROPE_NONE ? 0 : m->rotary_dim,
                          .interleaved = m->options->rotary_interleaved};
 }
 
@@ -8704,6 +8753,8 @@ static const mt_block_kind mt_mixer_kinds[] = {
     [MT_MIXER_LATENT_ATTENTION] = {"latent attention", mt_latent_slots, mt_latent_attention_forward,
                                    mt_latent_attention_replay, mt_latent_attention_backward, false,
                                    offsetof(mt_layer, o)},
+    [MT_MIXER_KDA] = {"Kimi delta attention", mt_delta_slots, mt_delta_forward, NULL, mt_delta_backward, false,
+                      offsetof(mt_layer, o)},
     [MT_MIXER_GATED_DELTA_NET] = {"gated delta net", mt_delta_slots, mt_delta_forward, NULL, mt_delta_backward, false,
                                   offsetof(mt_layer, o)},
     [MT_MIXER_SHORT_CONV] = {"gated short convolution", mt_short_slots, mt_short_forward, NULL, mt_short_backward,
@@ -8796,7 +8847,7 @@ static void mt_transposed_slots(const mt_model *m, mt_slots *s, const mt_layer *
     size_t x = mt_mixer_x(m), to = offsetof(mt_activations, x_transposed), step = sizeof(void *);
     mt_slot_add_transposed(m, s, x, &w->qkv, to, !normed);
     mt_slot_add_transposed(m, s, x, &w->gate, to + step, !normed);
-    mt_slot_add_transposed(m, s, x, &w->delta_in, to, !normed);
+    mt_slot_add_transposed(m, s, x, &w->delta_in, to, !normed || w->kind.mixer == MT_MIXER_KDA); // f_a, g_a read x
     mt_slot_add_transposed(m, s, x, &w->short_in, to, !normed);
     mt_slot_add_transposed(m, s, x, &w->mamba_in, to, !normed);
     mt_slot_add_transposed(m, s, x, &w->latent, to, !normed || !has_q_latent);
@@ -13176,6 +13227,11 @@ static void mt_plan_scratch(mt_model *m, mt_arena *arena) {
         if (o->attention_output_gate) s->dgate = mt_arena_alloc(arena, T * m->H * m->Dv * size);
         s->dconv = mt_arena_alloc(arena, T * (delta.conv + mamba.conv + short_width) * size);
         s->ddelta = mt_arena_alloc(arena, T * linear_out * size);
+        if (delta.by_channel) {
+            s->ddecays = mt_arena_alloc(arena, T * delta.Hv * delta.Dk * size);
+            s->dgates = mt_arena_alloc(arena, T * delta.Hv * delta.Dv * size);
+            s->dlow = mt_arena_alloc(arena, R * delta.Dv * size);
+        }
         s->dshort_x = mt_arena_alloc(arena, T * short_width * size);
     }
     if (m->num_contexts > 0 && delta.conv + short_width > 0)
@@ -15611,6 +15667,14 @@ static int64_t mt_gated_norm_weight_at(const mt_gated_norm_args *a, int64_t row)
     return a->weight_per_head ? row % a->H * a->D : 0;
 }
 
+static float mt_gated_norm_gate(const mt_gated_norm_args *a, float z) {
+    return a->sigmoid ? mt_sigmoid(z) : mt_silu(1, z);
+}
+static float mt_gated_norm_slope(const mt_gated_norm_args *a, float z) {
+    float s = mt_sigmoid(z);
+    return a->sigmoid ? s * (1 - s) : mt_silu_slope(1, z);
+}
+
 static void mt_cpu_gated_norm_forward(const mt_gated_norm_args *a, mt_dtype dtype, mt_stream *stream) {
     int64_t H = a->H, D = a->D;
     mt_scratch scratch = mt_scratch_reserve(5 * D);
@@ -15626,7 +15690,7 @@ static void mt_cpu_gated_norm_forward(const mt_gated_norm_args *a, mt_dtype dtyp
 #pragma omp simd reduction(+ : sum)
         for (int64_t c = 0; c < D; c++) sum += x[c] * x[c];
         float factor = a->rstd[r] = 1 / sqrtf(sum / (float)D + a->eps);
-        for (int64_t c = 0; c < D; c++) y[c] = x[c] * factor * w[c] * (a->gate_first ? 1 : mt_silu(1, z[c]));
+        for (int64_t c = 0; c < D; c++) y[c] = x[c] * factor * w[c] * (a->gate_first ? 1 : mt_gated_norm_gate(a, z[c]));
         mt_row_close(a->y, r * D, y, D, dtype);
     }
 }
@@ -15644,7 +15708,7 @@ static void mt_gated_norm_weight(const mt_gated_norm_args *a, mt_dtype dtype) {
                 const float *x = mt_row_load(x_scratch, a->x, r * D + c, width, dtype);
                 const float *z = mt_row_load(z_scratch, a->z, mt_gated_norm_at(a, r, a->z_stride) + c, width, dtype);
                 const float *dy = mt_row_load(dy_scratch, a->dy, r * D + c, width, dtype);
-                for (int64_t i = 0; i < width; i++) sums[i] += dy[i] * x[i] * a->rstd[r] * mt_silu(1, z[i]);
+                for (int64_t i = 0; i < width; i++) sums[i] += dy[i] * x[i] * a->rstd[r] * mt_gated_norm_gate(a, z[i]);
             }
             for (int64_t i = 0; i < width; i++) a->dw[h * D + c + i] += sums[i];
         }
@@ -15667,13 +15731,13 @@ static void mt_cpu_gated_norm_backward(const mt_gated_norm_args *a, mt_dtype dty
         float *dx = mt_row_open(slice + 4 * D, a->dx, r * D, dtype);
         float *dz = mt_row_open(slice + 5 * D, a->dz, dz_row, dtype);
         for (int64_t c = 0; c < D; c++) {
-            float open = mt_silu(1, z[c]);
+            float open = mt_gated_norm_gate(a, z[c]);
             g[c] = dy[c] * w[c] * (a->gate_first ? 1 : open);
             dot += g[c] * x[c] * (a->gate_first ? open : 1);
         }
         float projection = dot * factor * factor / (float)D;
         for (int64_t c = 0; c < D; c++) {
-            float open = mt_silu(1, z[c]), slope = mt_silu_slope(1, z[c]), value = x[c];
+            float open = mt_gated_norm_gate(a, z[c]), slope = mt_gated_norm_slope(a, z[c]), value = x[c];
             if (a->gate_first) {
                 float du = factor * (g[c] - value * open * projection);
                 dx[c] = du * open, dz[c] = du * value * slope;
@@ -15701,6 +15765,12 @@ static void mt_delta_slots(const mt_model *m, mt_slots *s, const mt_layer *w) {
     mt_delta_sizes z = mt_delta_sizes_of(m);
     int64_t T = m->plan.max_tokens;
     (void)w;
+    if (z.by_channel) {
+        MT_SLOT(s, kda_f_a, m->max_rows, z.Dv, m->dtype);
+        MT_SLOT(s, kda_g_a, m->max_rows, z.Dv, m->dtype);
+        MT_SLOT(s, kda_f, T, z.Hv * z.Dk, m->dtype)->stash_of = offsetof(mt_layer, f_b);
+        MT_SLOT(s, kda_g, T, z.Hv * z.Dv, m->dtype)->stash_of = offsetof(mt_layer, g_b);
+    }
     MT_SLOT(s, delta_in, T, z.in, m->dtype)->stash_of = offsetof(mt_layer, delta_in);
     MT_SLOT(s, conv, T, z.conv, m->dtype);
     MT_SLOT(s, delta_out, T, z.Hv * z.Dv, m->dtype);
@@ -15727,13 +15797,14 @@ static mt_conv_args mt_delta_conv(const mt_model *m, const mt_pass *p, const mt_
 
 static mt_delta_args mt_delta_rule(const mt_model *m, const mt_pass *p, const mt_layer *w, const mt_activations *a) {
     mt_delta_sizes z = mt_delta_sizes_of(m);
-    int64_t keys = z.Hk * z.Dk, b = z.in - 2 * z.Hv;
+    int64_t keys = z.Hk * z.Dk;
     mt_delta_args d = {.Hk = z.Hk, .Hv = z.Hv, .Dk = z.Dk, .Dv = z.Dv, .decays = 1, .out = a->delta_out};
     d.spans = p->context ? mt_context_pieces(p->context) : &p->spans;
     d.q = a->conv, d.k = mt_at(a->conv, keys, m->dtype), d.v = mt_at(a->conv, 2 * keys, m->dtype);
-    d.b = mt_at(a->delta_in, b, m->dtype), d.a = mt_at(a->delta_in, b + z.Hv, m->dtype);
+    d.b = mt_at(a->delta_in, z.b, m->dtype), d.a = mt_at(a->delta_in, z.b + z.Hv, m->dtype);
     d.q_stride = d.k_stride = d.v_stride = d.dq_stride = d.dk_stride = d.dv_stride = z.conv;
     d.b_stride = d.a_stride = d.db_stride = d.da_stride = z.in;
+    if (z.by_channel) d.decays = z.Dk, d.a = a->kda_f, d.a_stride = d.da_stride = z.Hv * z.Dk;
     d.A_log = w->A_log.w, d.dt_bias = w->dt_bias.w, d.dA_log = w->A_log.dw, d.ddt_bias = w->dt_bias.dw;
     if (p->decode) d.states = mt_states_of(m, m->rule_states[w - m->layers]);
     if (!p->context) return d;
@@ -15747,6 +15818,7 @@ static mt_gated_norm_args mt_delta_norm(const mt_model *m, const mt_pass *p, con
     mt_delta_sizes z = mt_delta_sizes_of(m);
     mt_gated_norm_args n = {.T = p->T, .H = z.Hv, .D = z.Dv, .x = a->delta_out, .y = a->attended};
     n.z = mt_at(a->delta_in, z.conv, m->dtype), n.z_stride = n.dz_stride = z.in;
+    if (z.by_channel) n.z = a->kda_g, n.z_stride = n.dz_stride = z.Hv * z.Dv, n.sigmoid = true;
     n.rstd = a->delta_rstd, n.w = w->delta_norm.w, n.dw = w->delta_norm.dw, n.eps = (float)m->options->norm_epsilon;
     return n;
 }
@@ -15792,6 +15864,32 @@ static void mt_delta_carry_states(mt_model *m, const mt_pass *p, const mt_delta_
     mt_context_carry(p->context, carry, mt_delta_carry_step, &(mt_delta_carry){m, p, args}, backward, p->stream);
 }
 
+/* Kimi delta attention: decays and gates of the output, each by two products through a narrow middle, which the
+ * tensor-parallel ranks compute for their rows, as latent attention its latents. */
+static void mt_kda_gates_forward(const mt_pass *p, const mt_layer *w, mt_activations *a, const void *x) {
+    mt_layer_linear_forward(p, a, &w->f_a, x, a->kda_f_a);
+    mt_layer_linear_forward(p, a, &w->f_b, a->kda_f_a, a->kda_f);
+    mt_layer_linear_forward(p, a, &w->g_a, x, a->kda_g_a);
+    mt_layer_linear_forward(p, a, &w->g_b, a->kda_g_a, a->kda_g);
+}
+
+/* Adds their gradient to the block's dx. The first products are never split: no slot could keep their dy, for x of the
+ * second products lies where it would. */
+static void mt_kda_gates_backward(const mt_model *m, const mt_pass *p, const mt_layer *w, mt_activations *a,
+                                  const mt_block_gradients *block) {
+    const mt_layer_scratch *s = &m->scratch;
+    mt_linear_io f_b = {.x = a->kda_f_a, .dy = s->ddecays, .dx = s->dlow};
+    mt_layer_linear_backward(m, p, w, a, &w->f_b, offsetof(mt_activations, kda_f_a), &f_b);
+    mt_linear_io f_a = {.x = block->x, .dy = s->dlow, .dx = s->dinput};
+    mt_linear_backward(mt_linears(p), &w->f_a, &f_a, MT_BACKWARD_BOTH);
+    mt_add_to(m, p, block->dx, s->dinput);
+    mt_linear_io g_b = {.x = a->kda_g_a, .dy = s->dgates, .dx = s->dlow};
+    mt_layer_linear_backward(m, p, w, a, &w->g_b, offsetof(mt_activations, kda_g_a), &g_b);
+    mt_linear_io g_a = {.x = block->x, .dy = s->dlow, .dx = s->dinput};
+    mt_linear_backward(mt_linears(p), &w->g_a, &g_a, MT_BACKWARD_BOTH);
+    mt_add_to(m, p, block->dx, s->dinput);
+}
+
 /* out = mixer(x[R, C]). */
 static void mt_delta_forward(mt_model *m, const mt_pass *p, const mt_layer *w, mt_activations *a, const void *x,
                              void *out) {
@@ -15799,6 +15897,7 @@ static void mt_delta_forward(mt_model *m, const mt_pass *p, const mt_layer *w, m
     mt_delta_args rule = mt_delta_rule(m, p, w, a);
     mt_gated_norm_args norm = mt_delta_norm(m, p, w, a);
     mt_layer_linear_forward(p, a, &w->delta_in, x, a->delta_in);
+    if (w->kind.mixer == MT_MIXER_KDA) mt_kda_gates_forward(p, w, a, x);
     mt_conv_carry_states(m, p, &conv, false);
     m->ops->short_conv_forward(&conv, m->dtype, p->stream);
     mt_delta_carry_states(m, p, &rule, false);
@@ -15815,14 +15914,15 @@ static mt_deferred mt_delta_backward(mt_model *m, const mt_pass *p, mt_layer *w,
     mt_conv_args conv = mt_delta_conv(m, p, w, a);
     mt_delta_args rule = mt_delta_rule(m, p, w, a);
     mt_gated_norm_args norm = mt_delta_norm(m, p, w, a);
-    int64_t keys = z.Hk * z.Dk, b = z.in - 2 * z.Hv;
+    int64_t keys = z.Hk * z.Dk;
     MT_CHECK(!block->left);
     mt_deferred out = mt_attention_out_backward(p, w, a, offsetof(mt_activations, attended), block->dout, s->dattended);
-    norm.dy = s->dattended, norm.dx = s->ddelta, norm.dz = mt_at(s->dqkv, z.conv, m->dtype);
+    norm.dy = s->dattended, norm.dx = s->ddelta, norm.dz = z.by_channel ? s->dgates : mt_at(s->dqkv, z.conv, m->dtype);
     m->ops->gated_norm_backward(&norm, m->dtype, p->stream);
     rule.dout = s->ddelta, rule.dq = s->dconv, rule.dk = mt_at(s->dconv, keys, m->dtype);
     rule.dv = mt_at(s->dconv, 2 * keys, m->dtype);
-    rule.db = mt_at(s->dqkv, b, m->dtype), rule.da = mt_at(s->dqkv, b + z.Hv, m->dtype);
+    rule.db = mt_at(s->dqkv, z.b, m->dtype);
+    rule.da = z.by_channel ? s->ddecays : mt_at(s->dqkv, z.b + z.Hv, m->dtype);
     mt_conv_carry_states(m, p, &conv, false);
     mt_delta_carry_states(m, p, &rule, false);
     mt_delta_carry_states(m, p, &rule, true);
@@ -15834,6 +15934,7 @@ static mt_deferred mt_delta_backward(mt_model *m, const mt_pass *p, mt_layer *w,
     m->ops->short_conv_backward(&conv, m->dtype, p->stream);
     mt_linear_io in = {.x = block->x, .dy = s->dqkv, .dx = block->dx};
     mt_layer_linear_backward(m, p, w, a, &w->delta_in, block->x_field, &in);
+    if (z.by_channel) mt_kda_gates_backward(m, p, w, a, block);
     return out;
 }
 

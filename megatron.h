@@ -510,6 +510,7 @@ typedef enum mt_activation { MT_ACTIVATIONS(MT_ACTIVATION_NAME) MT_NUM_ACTIVATIO
     X(LFM2, "lfm2", "Lfm2ForCausalLM", LFM2, "model.layers.", false)                                                   \
     X(NEMOTRON_H, "nemotron_h", "NemotronHForCausalLM", NEMOTRON_H, "backbone.layers.", false)                         \
     X(GRANITE, "granitemoehybrid", "GraniteMoeHybridForCausalLM", GRANITE, "model.layers.", false)                     \
+    X(KIMI_LINEAR, "kimi_linear", "KimiLinearForCausalLM", KIMI_LINEAR, "model.layers.", false)                        \
     X(MIMO_V2_FLASH, "mimo_v2_flash", "MiMoV2FlashForCausalLM", MIMO_V2, "model.layers.", false)                       \
     X(MEGATRON, "megatron", "MegatronForCausalLM", LLAMA, "model.layers.", false)
 #define MT_HF_FAMILY_NAME(name, ...) MT_HF_##name,
@@ -535,7 +536,8 @@ typedef enum mt_attention_variant {
     MT_VARIANT_GATED_DELTA_NET,
     MT_VARIANT_GDN,        // its other name in Megatron-LM, until options are finished
     MT_VARIANT_SHORT_CONV, // a gated short convolution, as in LFM2
-    MT_VARIANT_MAMBA2
+    MT_VARIANT_MAMBA2,
+    MT_VARIANT_KDA // Kimi delta attention
 } mt_attention_variant;
 
 /* Every option by its Megatron name, with underscores. data/options/option_table.c has each one's default, range and
@@ -840,6 +842,7 @@ typedef enum mt_mixer_kind {
     MT_MIXER_GATED_DELTA_NET,
     MT_MIXER_SHORT_CONV,
     MT_MIXER_MAMBA2,
+    MT_MIXER_KDA,
     MT_MIXER_NONE
 } mt_mixer_kind;
 typedef enum mt_feed_forward_kind {
@@ -1502,6 +1505,7 @@ typedef struct mt_gated_norm_args {
     int64_t z_stride, dz_stride;
     float eps;
     bool gate_first, weight_per_head;
+    bool sigmoid; // the gate is sigmoid(z), behind the norm; else SiLU
 } mt_gated_norm_args;
 
 /* The operands of a product, element by element. */
@@ -2917,6 +2921,10 @@ typedef enum mt_role {
     MT_CONV_C_BIAS,
     MT_MAMBA_NORM,
     MT_MAMBA_D, // factor of x in each head's output
+    MT_KDA_F_A, // this and the next three: of Kimi delta attention: its decays in two products,
+    MT_KDA_F_B,
+    MT_KDA_G_A, // and the gate of its output
+    MT_KDA_G_B,
     MT_NUM_ROLES
 } mt_role;
 
@@ -2965,6 +2973,7 @@ typedef struct mt_param {
     int64_t hf_rows_total; // rows of that whole tensor
     int64_t hf_groups;   // the tensor's rows are so many groups, one after the other, each with a part of the parameter
     bool hf_has_channel; // the tensor is [rows, 1, cols]
+    bool hf_is_column;   // the tensor of a vector is [1, 1, rows, 1]
     bool hf_transposed;  // GPT-2 stores linear weights [in, out]
     int64_t hf_stack;  // experts in that tensor, each with as many rows, as in gpt-oss; 0: it is of one expert, or none
     int64_t hf_stride; // rows of that tensor from a row of the parameter to its next one: 2 for gpt-oss's gate and up

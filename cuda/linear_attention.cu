@@ -531,7 +531,7 @@ template <class Body> static void by_packs(mt_dtype dtype, bool wide, Body body)
 }
 
 extern "C" void mt_cuda_gated_norm_forward(const mt_gated_norm_args *a, mt_dtype dtype, mt_stream *stream) {
-    MT_CHECK(!a->gate_first && !a->weight_per_head); // of Mamba-2
+    MT_CHECK(!a->gate_first && !a->weight_per_head && !a->sigmoid);
     if (a->T == 0) return;
     bool wide = has_packs(dtype, {a->x, a->z, a->w, a->y}, {a->D, a->z_stride});
     by_packs(dtype, wide, [&](auto type, auto width) {
@@ -544,7 +544,7 @@ extern "C" void mt_cuda_gated_norm_forward(const mt_gated_norm_args *a, mt_dtype
 }
 
 extern "C" void mt_cuda_gated_norm_backward(const mt_gated_norm_args *a, mt_dtype dtype, mt_stream *stream) {
-    MT_CHECK(!a->gate_first && !a->weight_per_head);
+    MT_CHECK(!a->gate_first && !a->weight_per_head && !a->sigmoid);
     if (a->T == 0) return;
     bool wide = has_packs(dtype, {a->x, a->z, a->w, a->dy, a->dx, a->dz}, {a->D, a->z_stride, a->dz_stride});
     by_packs(dtype, wide, [&](auto type, auto width) {

@@ -23,6 +23,7 @@ static const char *const families[] = {"gpt2",
                                        "gpt_oss",
                                        "nemotron_h",
                                        "granitemoehybrid",
+                                       "kimi_linear",
                                        "seed_oss",
                                        "dots1",
                                        "exaone4",
@@ -40,7 +41,7 @@ static const char *const families[] = {"gpt2",
                                        "lfm2",
                                        "mimo_v2_flash"};
 /* The first NUM_KINDS have every kind of parameter; the others arrange the same parts otherwise. */
-enum { NUM_FAMILIES = sizeof families / sizeof *families, NUM_KINDS = 18 };
+enum { NUM_FAMILIES = sizeof families / sizeof *families, NUM_KINDS = 19 };
 
 /* Families with gated delta nets. */
 __attribute__((unused)) static bool has_delta_nets(const char *family) {
@@ -52,14 +53,15 @@ __attribute__((unused)) static bool has_mamba(const char *family) {
     return strcmp(family, "nemotron_h") == 0 || strcmp(family, "granitemoehybrid") == 0;
 }
 
-/* Families with these or short convolutions, which the CPU alone computes. */
+/* Families with these or short convolutions. */
 __attribute__((unused)) static bool is_linear_family(const char *family) {
-    return has_delta_nets(family) || has_mamba(family) || strcmp(family, "lfm2") == 0;
+    return has_delta_nets(family) || has_mamba(family) || strcmp(family, "kimi_linear") == 0 ||
+           strcmp(family, "lfm2") == 0;
 }
 
 /* Families that the CPU alone computes. */
 __attribute__((unused)) static bool needs_the_cpu(const char *family) {
-    return strcmp(family, "mimo_v2_flash") == 0;
+    return has_mamba(family) || strcmp(family, "kimi_linear") == 0 || strcmp(family, "mimo_v2_flash") == 0;
 }
 
 #endif

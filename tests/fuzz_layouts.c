@@ -67,6 +67,7 @@ typedef struct row {
 #define LATENT  "--multi-latent-attention --normalization RMSNorm --position-embedding-type rope --kv-lora-rank "
 #define EXPERTS "--num-experts"
 #define MAMBA   "--experimental-attention-variant mamba2 --linear-attention-freq "
+#define KDA     "--experimental-attention-variant kda --linear-attention-freq "
 #define DELTA   "--experimental-attention-variant gated_delta_net --linear-attention-freq "
 // Marks models whose widths are multiples of 64: --fp8-param-gather needs multiples of 16 on each rank.
 #define WIDE    "--ffn-hidden-size 64"
@@ -149,6 +150,12 @@ static const row model_rows[] = {
      MAMBA "2 --mamba-num-groups 2 --mamba-num-heads 4 --mamba-head-dim 12 --mamba-state-dim 10;" MAMBA
            "3 --mamba-num-groups 4 --mamba-num-heads 8 --mamba-head-dim 6 --mamba-state-dim 16 "
            "--linear-conv-kernel-dim 3 --disable-mamba-conv-bias --mamba-dt-limit-high 0.05"},
+    // Heads of few channels, as of gated delta nets.
+    {8, "", "gated_delta_net&short_conv&mamba2&norm-placement&--fp8-format",
+     KDA
+     "2 --linear-num-key-heads 4 --linear-num-value-heads 4 --linear-key-head-dim 16 --linear-value-head-dim 16;" KDA
+     "3 --linear-num-key-heads 8 --linear-num-value-heads 8 --linear-key-head-dim 12 --linear-value-head-dim 12 "
+     "--linear-conv-kernel-dim 2"},
     {15, "type rope", "latent", "--no-rope-freq 2;--no-rope-freq 3"},
     {60, "", "", "--disable-bias-linear"},
     {20, "", "latent", "--add-qkv-bias"},
@@ -224,7 +231,7 @@ static const row layout_rows[] = {
      "--dynamic-context-parallel;--dynamic-context-parallel "
      "--max-seqlen-per-dp-cp-rank 60"},
     {100, "context-parallel-size&window", "", "--cp-comm-type all_gather;--cp-comm-type a2a"},
-    {40, "context-parallel-size 4", "--cp-comm-type&window&gated_delta_net",
+    {40, "context-parallel-size 4", "--cp-comm-type&window&gated_delta_net&variant kda",
      "--cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes 2 2"},
     {40, STAGES, "",
      "--num-virtual-stages-per-pipeline-rank 2;--num-layers-per-virtual-pipeline-stage 1;"

@@ -324,7 +324,7 @@ static void every_stored_type_loads_exactly(void **state) {
 /* One tensor of a file that is written. */
 typedef struct written {
     char name[128];
-    int64_t shape[3];
+    int64_t shape[4];
     char *data;
     int64_t bytes;
 } written;
@@ -334,7 +334,7 @@ static void stack(written *out, const mt_safetensors *file, const char *layer, c
                   int64_t experts) {
     char of[160];
     int64_t parts = ends[1] ? 2 : 1;
-    *out = (written){.shape = {experts, 0, 0}};
+    *out = (written){.shape = {experts}};
     snprintf(out->name, sizeof out->name, "%smlp.experts.%s", layer, name);
     for (int64_t i = 0; i < experts * parts; i++) {
         snprintf(of, sizeof of, "%s%s%d.%s.weight", layer, ends[2], (int)(i / parts), ends[i % parts]);
@@ -354,7 +354,7 @@ static void write_tensors(const char *folder, const written *tensors, int64_t co
     for (const written *t = tensors; t < tensors + count; end += t++->bytes) {
         char shape[80];
         int length = snprintf(shape, sizeof shape, "%d", (int)t->shape[0]);
-        for (int k = 1; k < 3 && t->shape[k] > 0; k++)
+        for (int k = 1; k < 4 && t->shape[k] > 0; k++)
             length += snprintf(shape + length, sizeof shape - (size_t)length, ",%d", (int)t->shape[k]);
         used += snprintf(header + used, sizeof header - (size_t)used,
                          "%s\"%s\":{\"dtype\":\"F32\",\"shape\":[%s],\"data_offsets\":[%d,%d]}", used ? "," : "{",
@@ -475,8 +475,8 @@ static void write_beside_vision(const fixture *f, const char *folder) {
         memcpy(tensors[i].shape, from->shape, (size_t)from->num_dims * 8);
         tensors[i].data = (char *)from->data, tensors[i].bytes = from->bytes;
     }
-    tensors[count] = (written){"model.visual.blocks.0.attn.proj.weight", {4, 0, 0}, towers[0], 16};
-    tensors[count + 1] = (written){"mtp.norm.weight", {4, 0, 0}, towers[1], 16};
+    tensors[count] = (written){"model.visual.blocks.0.attn.proj.weight", {4}, towers[0], 16};
+    tensors[count + 1] = (written){"mtp.norm.weight", {4}, towers[1], 16};
     mkdir(folder, 0755);
     write_tensors(folder, tensors, count + 2);
     snprintf(path, sizeof path, "%s/config.json", f->folder);
@@ -522,6 +522,47 @@ static void the_text_model_beside_a_vision_tower_is_read(void **state) {
         assert_same_tensors(at("text"), f.folder);
         close_family(&f);
     }
+}
+
+/* Released files name the MLP of a dense layer otherwise than transformers 5 does. */
+static void released_names_of_dense_layers_are_read(void **state) {
+    (void)state;
+    static const char *const ends[] = {"gate_proj.weight", "up_proj.weight", "down_proj.weight"};
+    fixture f = open_family("kimi_linear", 4, 1, false);
+    mt_safetensors *file = open_tensors(f.folder, "model");
+    int64_t count = mt_safetensors_count(file), renamed = 0;
+    written *tensors = mt_calloc(count * (int64_t)sizeof *tensors);
+    for (int64_t i = 0; i < count; i++) {
+        const mt_tensor_info *from = mt_safetensors_get(file, i);
+        snprintf(tensors[i].name, sizeof tensors[i].name, "%s", from->name);
+        for (int k = 0; k < 3; k++) {
+            char name[128];
+            snprintf(name, sizeof name, "model.layers.0.block_sparse_moe.%.40s", ends[k]);
+            if (strcmp(name, from->name) != 0) continue;
+            snprintf(tensors[i].name, sizeof tensors[i].name, "model.layers.0.mlp.%.40s", ends[k]);
+            renamed++;
+        }
+        memcpy(tensors[i].shape, from->shape, (size_t)from->num_dims * 8);
+        tensors[i].data = (char *)from->data, tensors[i].bytes = from->bytes;
+    }
+    assert_int_equal(renamed, 3);
+    mkdir(at("released"), 0755);
+    write_tensors(at("released"), tensors, count);
+    char path[512];
+    snprintf(path, sizeof path, "%s/config.json", f.folder);
+    json_t *config = json_load_file(path, 0, NULL);
+    snprintf(path, sizeof path, "%s/config.json", at("released"));
+    assert_int_equal(json_dump_file(config, path, 0), 0);
+    json_decref(config);
+    mt_run_state run = {0};
+    create_model(&f, &mt_grid_of_one);
+    spoil(&f);
+    load(&f, &run, at("released"));
+    save(&f, &run, at("again"));
+    assert_same_tensors(at("again"), f.folder);
+    free(tensors);
+    mt_safetensors_close(file);
+    close_family(&f);
 }
 
 static void rows_that_pad_the_vocabulary_become_zero(void **state) {
@@ -1417,6 +1458,7 @@ int main(void) {
         ROOT_TEST(every_stored_type_loads_exactly),
         ROOT_TEST(stacked_experts_load_and_are_saved_apart),
         ROOT_TEST(the_text_model_beside_a_vision_tower_is_read),
+        ROOT_TEST(released_names_of_dense_layers_are_read),
         ROOT_TEST(rows_that_pad_the_vocabulary_become_zero),
         ROOT_TEST(names_without_their_prefix_and_old_masks_load),
         ROOT_TEST(a_tied_folder_has_one_embedding),

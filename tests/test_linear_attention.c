@@ -675,7 +675,7 @@ static void a_short_convolution_equals_its_definition(void **state) {
 
 typedef struct norm_shape {
     int64_t T, H, D;
-    bool gate_first, weight_per_head;
+    bool gate_first, weight_per_head, sigmoid;
 } norm_shape;
 
 static void gated_norm_definition(const void *shape, const operands *o, double *out) {
@@ -685,7 +685,7 @@ static void gated_norm_definition(const void *shape, const operands *o, double *
         const double *w = part(o, 2) + (s->weight_per_head ? r % s->H * s->D : 0);
         double sum = 0;
         for (int64_t c = 0; c < s->D; c++) {
-            double gate = z[c] / (1 + exp(-z[c])), value = s->gate_first ? x[c] * gate : x[c];
+            double gate = (s->sigmoid ? 1 : z[c]) / (1 + exp(-z[c])), value = s->gate_first ? x[c] * gate : x[c];
             sum += value * value;
             out[r * s->D + c] = x[c] * w[c] * gate;
         }
@@ -695,7 +695,10 @@ static void gated_norm_definition(const void *shape, const operands *o, double *
 
 static void a_gated_norm_equals_its_definition(void **state) {
     (void)state;
-    static const norm_shape shapes[] = {{13, 3, 6, false, false}, {13, 3, 6, true, true}, {9, 1, 20, true, false}};
+    static const norm_shape shapes[] = {{13, 3, 6, false, false, false},
+                                        {13, 3, 6, true, true, false},
+                                        {9, 1, 20, true, false, false},
+                                        {13, 3, 6, false, false, true}};
     for (size_t n = 0; n < sizeof shapes / sizeof *shapes; n++) {
         const norm_shape s = shapes[n];
         int64_t count = s.T * s.H * s.D;
@@ -707,7 +710,7 @@ static void a_gated_norm_equals_its_definition(void **state) {
         mt_gated_norm_args a = {.T = s.T, .H = s.H, .D = s.D, .x = in, .z = in + o.starts[1], .w = in + o.starts[2]};
         a.rstd = rstd, a.y = y, a.dy = dy, a.dx = gradients, a.dz = gradients + o.starts[1];
         a.dw = gradients + o.starts[2], a.z_stride = a.dz_stride = s.H * s.D, a.eps = 1e-5f;
-        a.gate_first = s.gate_first, a.weight_per_head = s.weight_per_head;
+        a.gate_first = s.gate_first, a.weight_per_head = s.weight_per_head, a.sigmoid = s.sigmoid;
         ops->gated_norm_forward(&a, MT_F32, NULL);
         gated_norm_definition(&s, &o, wanted);
         expect_equal(y, wanted, count, 1e-6);
@@ -726,7 +729,7 @@ static void product_definition(const void *shape, const operands *o, double *out
 
 static void a_product_equals_its_definition(void **state) {
     (void)state;
-    const norm_shape s = {13, 1, 6, false, false};
+    const norm_shape s = {13, 1, 6, false, false, false};
     enum { COUNT = 13 * 6, STRIDE = 8 };
     operands o = operands_new(2, (int64_t[]){COUNT, COUNT});
     double wanted[COUNT], weights[COUNT];

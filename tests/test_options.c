@@ -429,6 +429,9 @@ static void a_hybrid_pattern_names_the_one_half_of_every_layer(void **state) {
     expect_error(RUN "--mamba-num-groups 2", "--mamba-num-groups needs layers of Mamba-2");
     expect_error(RUN "--linear-conv-kernel-dim 2", "--linear-conv-kernel-dim needs layers with short convolutions");
     expect_error(RUN "--experimental-attention-variant mamba2", "needs --linear-attention-freq");
+    expect_error(RUN "--experimental-attention-variant kda --linear-attention-freq 2 --linear-num-key-heads 4 "
+                     "--linear-num-value-heads 8",
+                 "kda has as many heads of values as of keys, of as many channels");
     expect_error_of(MT_PROGRAM_TRAIN, 2,
                     RUN "--hybrid-override-pattern M- --mamba-num-groups 2 --context-parallel-size 2",
                     "Mamba-2 does not run with --context-parallel-size 2");
@@ -445,13 +448,16 @@ static void latent_attention_that_cannot_be_is_refused(void **state) {
     expect_error(RUN "--multi-latent-attention",
                  "--multi-latent-attention needs --normalization RMSNorm, not LayerNorm");
     expect_error(RUN "--multi-latent-attention --normalization RMSNorm",
-                 "--multi-latent-attention needs --position-embedding-type rope, not learned_absolute");
+                 "--multi-latent-attention needs --position-embedding-type rope|none, not learned_absolute");
     expect_error(LATENT_RUN "--kv-channels 16", "--multi-latent-attention and --kv-channels exclude each other");
     expect_error(LATENT_RUN "--group-query-attention", "and --group-query-attention exclude each other");
     expect_error(LATENT_RUN "--num-query-groups 2",
                  "--num-query-groups 2 must be a multiple of --num-attention-heads (for --m");
     expect_error(LATENT_RUN "--add-qkv-bias", "and --add-qkv-bias exclude each other");
     expect_error(LATENT_RUN "--rotary-percent 0.5", "and --rotary-percent exclude each other");
+    expect_error(RUN "--normalization RMSNorm --position-embedding-type none --multi-latent-attention "
+                     "--qk-pos-emb-head-dim 7",
+                 "--qk-pos-emb-head-dim 7 must be a multiple of 2");
     expect_error(LATENT_RUN "--qk-pos-emb-head-dim 7", "--qk-pos-emb-head-dim 7 must be a multiple of 2");
     expect_error(LATENT_RUN "--kv-lora-rank 0", "--kv-lora-rank must be in [1,1048576], got 0");
     expect_error_of(MT_PROGRAM_TRAIN, 8, LATENT_RUN "--tensor-model-parallel-size 8",
@@ -778,7 +784,7 @@ static void messages_have_the_names_that_were_given(void **state) {
     expect_error(RUN "--num-layers-in-first-pipeline-stage 1", "--num-layers-in-first-pipeline-stage needs");
     // another form of an option
     expect_error(RUN "--add-bias-linear=False --disable-bias-linear=maybe", "--disable-bias-linear expects true or");
-    expect_error(RUN "--no-position-embedding --multi-latent-attention --normalization RMSNorm",
+    expect_error(RUN "--no-position-embedding --rotary-percent 0.5",
                  "needs --position-embedding-type (by --no-position-embedding) rope, not none");
     expect_error(RUN "--use-flash-attn false --attention-backend cudnn", "--attention-backend cudnn needs --bf16");
     expect_error(RUN "--use-megatron-fsdp --pipeline-schedule zb-h1 --pipeline-model-parallel-size 2",
@@ -2471,6 +2477,9 @@ static char *describe(mt_options *o) {
     ", \"moe_shared_expert_intermediate_size\": 16, "                                                                  \
     "\"layers_block_type\": [\"linear_attention\", \"moe\", \"full_attention\", \"mlp\"]"
 #define GRANITE SIZES_OF("granitemoehybrid") ", \"mamba_n_heads\": 4"
+#define KIMI_LINEAR                                                                                                    \
+    "{\"model_type\": \"kimi_linear\", \"num_key_value_heads\": 4, \"kv_lora_rank\": 8, \"qk_nope_head_dim\": 4, "     \
+    "\"qk_rope_head_dim\": 4, \"v_head_dim\": 4, \"num_experts\": 16, \"moe_intermediate_size\": 16, " LLAMA_SIZES
 
 /* The defaults of transformers 5 (configuration_FAMILY.py). */
 static void a_key_that_a_family_omits_has_the_familys_default(void **state) {
@@ -2660,6 +2669,32 @@ static void a_key_that_a_family_omits_has_the_familys_default(void **state) {
           "\"router_aux_loss_coef\": 0.001", "\"time_step_limit\": [0.0, Infinity]", "\"time_step_limit\": null",
           "\"position_embedding_type\": \"nope\"", "\"position_embedding_type\": null", "\"rope_theta\": 10000.0",
           "\"mamba_proj_bias\": false", "\"bos_token_id\": 1", "\"eos_token_id\": 2"}},
+        {KIMI_LINEAR,
+         {"\"initializer_range\": 0.02",
+          "\"tie_word_embeddings\": false",
+          "\"hidden_act\": \"silu\"",
+          "\"rms_norm_eps\": 1e-5",
+          "\"attention_dropout\": 0.0",
+          "\"attention_bias\": false",
+          "\"model_max_length\": 4096",
+          "\"q_lora_rank\": null",
+          "\"mla_use_nope\": true",
+          "\"num_experts_per_token\": 8",
+          "\"num_experts_per_tok\": 8",
+          "\"num_shared_experts\": 1",
+          "\"num_expert_group\": 1, \"topk_group\": 1",
+          "\"n_group\": 1",
+          "\"routed_scaling_factor\": 2.446",
+          "\"moe_renormalize\": true",
+          "\"moe_router_activation_func\": \"sigmoid\"",
+          "\"moe_layer_freq\": 1",
+          "\"first_k_dense_replace\": 1",
+          "\"mlp_layer_types\": [\"dense\", \"sparse\"]",
+          "\"num_nextn_predict_layers\": 0",
+          "\"linear_head_dim\": 128, \"linear_num_heads\": 32, \"linear_conv_kernel_dim\": 4",
+          "\"layer_types\": [\"linear_attention\", \"linear_attention\"]",
+          "\"linear_attn_config\": {\"head_dim\": 128, \"num_heads\": 32, \"short_conv_kernel_size\": 4, "
+          "\"kda_layers\": [1, 2], \"full_attn_layers\": []}"}},
     };
     for (size_t i = 0; i < sizeof families / sizeof *families; i++) {
         mt_options sparse, full;
@@ -2872,6 +2907,15 @@ static void other_arrangements_of_a_family_are_refused(void **state) {
         {GRANITE ", \"mamba_d_head\": 16", "\"mamba_n_heads\" 4 times \"mamba_d_head\" 16 is not"},
         {GRANITE ", \"attention_multiplier\": 0", "\"attention_multiplier\" is 0, must be above 0"},
         {GRANITE ", \"layer_types\": [\"mamba\", \"conv\"]", "\"layer_types\" holds conv"},
+        {KIMI_LINEAR ", \"mla_use_nope\": false", "\"mla_use_nope\": false is not supported"},
+        {KIMI_LINEAR ", \"moe_renormalize\": false", "\"moe_renormalize\": false is not supported"},
+        {KIMI_LINEAR ", \"num_nextn_predict_layers\": 1", "\"num_nextn_predict_layers\" above 0 is not supported"},
+        {KIMI_LINEAR ", \"layer_types\": [\"mamba\", \"full_attention\"]", "\"layer_types\" holds mamba"},
+        {KIMI_LINEAR ", \"layer_types\": [\"full_attention\", \"full_attention\"]",
+         "no layer has Kimi delta attention"},
+        {KIMI_LINEAR ", \"linear_attn_config\": {\"kda_layers\": [1], \"full_attn_layers\": []}",
+         "layer 2 is in neither \"kda_layers\" nor \"full_attn_layers\""},
+        {KIMI_LINEAR ", \"linear_attn_config\": {\"num_heads\": 0}", "\"num_heads\" is 0, must be in [1,65536]"},
         {MIMO_V2_FLASH ", \"swa_head_dim\": 128", "\"head_dim\" and \"swa_head_dim\" differ"},
         {MIMO_V2_FLASH ", \"swa_v_head_dim\": 64", "\"v_head_dim\" and \"swa_v_head_dim\" differ"},
         {MIMO_V2_FLASH ", \"swa_num_attention_heads\": 8", "\"swa_num_attention_heads\" is 8"},
@@ -3273,6 +3317,9 @@ static void what_exceeds_a_backends_limits_is_refused_in_one_line(void **state) 
     static const char *const alone[][2] = {
         {RUN "--value-channels 8", "--value-channels other than --kv-channels"},
         {RUN "--window-size 4 --window-num-query-groups 2", "--window-num-query-groups"},
+        {RUN "--experimental-attention-variant kda --linear-attention-freq 2 --linear-num-key-heads 4 "
+             "--linear-num-value-heads 4",
+         "--experimental-attention-variant kda"},
         {RUN "--experimental-attention-variant mamba2 --linear-attention-freq 2",
          "Mamba-2 (--experimental-attention-variant mamba2, M in --hybrid-override-pattern)"},
     };

@@ -34,13 +34,14 @@ int64_t mt_placement_row(const mt_placement *place, int64_t r) {
     return place->row + r / rows * place->group_pitch + r % rows * place->stride;
 }
 
-int64_t mt_param_shape(const mt_param *param, mt_param_state state, int64_t shape[3]) {
+int64_t mt_param_shape(const mt_param *param, mt_param_state state, int64_t shape[4]) {
     mt_placement place = mt_param_placement(param, state);
     int64_t rows = param->hf_rows_total / place.slices, dims = 0;
     if (param->hf_stack > 0) shape[dims++] = place.slices;
+    if (param->hf_is_column) shape[dims++] = 1, shape[dims++] = 1;
     if (place.transposed && !param->is_vector) shape[dims++] = param->whole_cols;
     shape[dims++] = rows;
-    if (param->hf_has_channel) shape[dims++] = 1;
+    if (param->hf_has_channel || param->hf_is_column) shape[dims++] = 1;
     if (!place.transposed && !param->is_vector) shape[dims++] = param->whole_cols;
     return dims;
 }
@@ -165,7 +166,7 @@ static int mt_param_check_mxfp4(const mt_param *param, const mt_tensor_info *ten
 /* A tensor with one state of a parameter must have its shape and a floating-point type; `set` has its scales. */
 static int mt_param_check(const mt_param *param, mt_param_state state, const mt_tensor_info *tensor,
                           const mt_options *options, const mt_safetensors *set, mt_error *error) {
-    int64_t shape[3], num_dims = mt_param_shape(param, state, shape);
+    int64_t shape[4], num_dims = mt_param_shape(param, state, shape);
     char found[256], expected[256];
     const char *rows_option = param->rows_option ? param->rows_option : param->exists_option;
     bool has_blocks = tensor->dtype == MT_U8 && mt_text_ends_with(tensor->name, MT_BLOCKS);
@@ -379,16 +380,24 @@ bool mt_stem_holds(const char *stem, const mt_param *param) {
     return mt_param_is_adapter(param) == (strcmp(stem, "adapter_model") == 0);
 }
 
-/* Names of the text model of a hub's Qwen3.5, which stands beside a vision tower. */
-static void mt_text_model_rename(mt_safetensors *set) {
-    static const char prefix[] = "model.language_model.";
+/* Other names of a family's tensors: of the text model of a hub's Qwen3.5, which stands beside a vision tower; of dense
+ * layers in released files of Kimi Linear, which transformers 5 writes as those of experts. */
+static const struct {
+    uint64_t families;
+    const char *part, *instead;
+} mt_other_names[] = {{1ull << MT_HF_QWEN3_5 | 1ull << MT_HF_QWEN3_5_MOE, "model.language_model.", "model."},
+                      {1ull << MT_HF_KIMI_LINEAR, ".mlp.", ".block_sparse_moe."}};
+
+static void mt_tensors_rename(mt_safetensors *set, const char *part, const char *instead) {
     bool any = false;
     for (int64_t i = 0; i < mt_safetensors_count(set); i++) {
         mt_tensor_info tensor = *mt_safetensors_get(set, i);
-        if (strncmp(tensor.name, prefix, sizeof prefix - 1) != 0) continue;
-        int64_t room = (int64_t)strlen(tensor.name) + 1;
+        const char *found = strstr(tensor.name, part);
+        if (!found) continue;
+        int64_t room = (int64_t)(strlen(tensor.name) + strlen(instead)) + 1;
         char *name = mt_malloc(room);
-        snprintf(name, (size_t)room, "model.%s", tensor.name + sizeof prefix - 1);
+        snprintf(name, (size_t)room, "%.*s%s%s", (int)(found - tensor.name), tensor.name, instead,
+                 found + strlen(part));
         tensor.name = name, any = true;
         mt_safetensors_replace(set, i, &tensor, 1);
     }
@@ -398,8 +407,9 @@ static void mt_text_model_rename(mt_safetensors *set) {
 int mt_stem_open(mt_safetensors **set, const char *folder, const char *stem, const mt_options *options,
                  mt_error *error) {
     if (mt_safetensors_open_folder(set, folder, stem, error) != 0) return -1;
-    bool is_qwen = options->hf_family == MT_HF_QWEN3_5 || options->hf_family == MT_HF_QWEN3_5_MOE;
-    if (strcmp(stem, "model") == 0 && is_qwen) mt_text_model_rename(*set);
+    for (size_t i = 0; i < sizeof mt_other_names / sizeof *mt_other_names && strcmp(stem, "model") == 0; i++)
+        if (mt_other_names[i].families >> options->hf_family & 1)
+            mt_tensors_rename(*set, mt_other_names[i].part, mt_other_names[i].instead);
     if (strcmp(stem, "model") != 0 || mt_experts_unstack(*set, options, error) == 0) return 0;
     mt_safetensors_close(*set);
     *set = NULL;

@@ -41,25 +41,27 @@ enum {
     WINDOWED = GEMMA3 | OLMO3, // some layers have a window, and RoPE of their own
     ROPE_BY_TYPE = WINDOWED | MIMO_V2_FLASH,
     EXAONES = EXAONE4 | EXAONE_MOE, // some layers have a window, and only these have RoPE
-    LATENT = DEEPSEEK_V3 | GLM4_MOE_LITE,
+    LATENT = DEEPSEEK_V3 | GLM4_MOE_LITE | KIMI_LINEAR,
+    LATENT_ROPE = LATENT & ~KIMI_LINEAR,
     GROUPED = DEEPSEEK_MOE | DOTS1 | GLM4_MOE | SOLAR_OPEN | EXAONE_MOE | GLM4_MOE_LITE | // DeepSeek-V3's router
-              MIMO_V2_FLASH | NEMOTRON_MOE,
+              MIMO_V2_FLASH | NEMOTRON_MOE | KIMI_LINEAR,
     MISTRALS = MISTRAL | MINISTRAL3,
     SIGMOID = GROUPED | MINIMAX_M2 | HY_V3, // a router with sigmoids and a bias that balances the loads
-    NUM_SHARED = EXAONE_MOE | HY_V3,        // num_experts and num_shared_experts instead of n_routed_experts and n_...
-    N_ROUTED = GROUPED & ~EXAONE_MOE,
+    NUM_SHARED =
+        EXAONE_MOE | HY_V3 | KIMI_LINEAR, // num_experts and num_shared_experts instead of n_routed_experts and n_...
+    N_ROUTED = GROUPED & ~(EXAONE_MOE | KIMI_LINEAR),
     MAMBA = NEMOTRON_H | GRANITE,
-    LEADING_DENSE = DEEPSEEK_V3 | DOTS1 | GLM4_MOE | EXAONE_MOE,     // first_k_dense_replace
-    LAYER_LIST = EXAONE_MOE | HY_V3 | GLM4_MOE_LITE | MIMO_V2_FLASH, // mlp_layer_types
+    LEADING_DENSE = DEEPSEEK_V3 | DOTS1 | GLM4_MOE | EXAONE_MOE | KIMI_LINEAR,     // first_k_dense_replace
+    LAYER_LIST = EXAONE_MOE | HY_V3 | GLM4_MOE_LITE | MIMO_V2_FLASH | KIMI_LINEAR, // mlp_layer_types
     DELTA_MOE = QWEN3_NEXT | QWEN3_5_MOE,
     DELTA = DELTA_MOE | QWEN3_5,                                          // gated delta nets
     PARTIAL = GLM4_MOE | MINIMAX_M2 | SOLAR_OPEN | DELTA | MIMO_V2_FLASH, // RoPE on a part of the channels
     EPSILON_5 = MIXTRAL | OLMO3 | EXAONES | GLM4_MOE | HY_V3 | SOLAR_OPEN | GLM4_MOE_LITE | MINISTRAL3 | ERNIE4_5_MOE |
-                GPT_OSS | MIMO_V2_FLASH,                                            // rms_norm_eps is 1e-5
+                GPT_OSS | MIMO_V2_FLASH | KIMI_LINEAR,                              // rms_norm_eps is 1e-5
     OTHER_THETA = MINIMAX_M2 | HY_V3 | SOLAR_OPEN | ERNIE4_5_MOE | GPT_OSS | LFM2 | // rope_theta is not 10000
                   MIMO_V2_FLASH,
     OWN_BLOCKS = SEED_OSS | DOTS1 | EXAONES | GLM4_MOE | MINIMAX_M2 | HY_V3 | SOLAR_OPEN | GLM4_MOE_LITE | MINISTRAL3 |
-                 ERNIE4_5_MOE | DELTA | LFM2 | MAMBA | MIMO_V2_FLASH,
+                 ERNIE4_5_MOE | DELTA | LFM2 | MAMBA | MIMO_V2_FLASH | KIMI_LINEAR,
     BLOCKS = LLAMA | MISTRAL | MIXTRAL | QWENS | DEEPSEEK_V3 | SMOLLM3 | WINDOWED | OWN_BLOCKS | GPT_OSS,
     MOE = MIXTRAL | QWEN_MOE | SIGMOID | ERNIE4_5_MOE | GPT_OSS | DELTA_MOE | GRANITE_MOE,
     ALL = GPT2 | BLOCKS | MEGATRON,
@@ -218,7 +220,9 @@ static const mt_hf_key mt_hf_keys[] = {
     {"head_dim", QWEN3 | SEED_OSS | MINIMAX_M2 | HY_V3 | SOLAR_OPEN | MINISTRAL3, MT_AT(kv_channels), NULLABLE, "128"},
     {"head_dim", NEMOTRON_H, MT_AT(kv_channels), 0, "128"},
     {"head_dim", DEEPSEEK_V3, MT_AT(qk_pos_emb_head_dim), WRITE},
-    {"max_position_embeddings", BLOCKS & ~GPT_OSS, MT_AT(max_position_embeddings), REQUIRED},
+    {"max_position_embeddings", BLOCKS & ~(GPT_OSS | KIMI_LINEAR), MT_AT(max_position_embeddings), REQUIRED},
+    {"model_max_length", KIMI_LINEAR, MT_AT(max_position_embeddings), 0, "1048576"},
+    {"max_position_embeddings", KIMI_LINEAR, MT_AT(max_position_embeddings), READ}, // its other name in transformers 5
     {"max_position_embeddings", GPT_OSS, MT_AT(max_position_embeddings), 0, "131072"},
     {"hidden_act", BLOCKS & ~(GEMMA3 | GPT_OSS | LFM2 | NEMOTRON_H), 0, GATED_ACTIVATION, "\"silu\""},
     {"mlp_hidden_act", NEMOTRON_H, 0, PLAIN_ACTIVATION, "\"relu2\""},
@@ -258,8 +262,8 @@ static const mt_hf_key mt_hf_keys[] = {
     {"qkv_bias", QWEN2_MOE, MT_AT(add_qkv_bias), 0, "true"},
     {"mlp_bias", LLAMA | SMOLLM3 | SEED_OSS, MT_AT(mlp_bias), PLAIN, "false"},
     {"mlp_bias", HY_V3 | NEMOTRON_H, 0, FIXED, "false"},
-    {"rope_theta", BLOCKS & ~(MIXTRAL | SMOLLM3 | WINDOWED | OTHER_THETA | NEMOTRON_H), MT_AT(rotary_base), WRITE,
-     "10000.0"}, // for transformers before 5
+    {"rope_theta", BLOCKS & ~(MIXTRAL | SMOLLM3 | WINDOWED | OTHER_THETA | NEMOTRON_H | KIMI_LINEAR),
+     MT_AT(rotary_base), WRITE, "10000.0"}, // for transformers before 5
     {"rope_theta", SMOLLM3, MT_AT(rotary_base), WRITE, "2000000.0"},
     {"rope_theta", GEMMA3, MT_AT(rotary_base), WRITE, "1000000.0"},
     {"rope_theta", OLMO3, MT_AT(rotary_base), WRITE, "500000.0"},
@@ -283,16 +287,17 @@ static const mt_hf_key mt_hf_keys[] = {
 
     {"q_lora_rank", DEEPSEEK_V3, MT_AT(q_lora_rank), NULLABLE, "1536"},
     {"q_lora_rank", GLM4_MOE_LITE, MT_AT(q_lora_rank), NULLABLE, "768"},
+    {"q_lora_rank", KIMI_LINEAR, MT_AT(q_lora_rank), NULLABLE},
     {"kv_lora_rank", LATENT, MT_AT(kv_lora_rank), REQUIRED},
     {"qk_nope_head_dim", LATENT, MT_AT(qk_head_dim), REQUIRED},
     {"qk_rope_head_dim", LATENT, MT_AT(qk_pos_emb_head_dim), REQUIRED},
     {"qk_head_dim", LATENT, MT_AT(kv_channels), WRITE},
     {"v_head_dim", LATENT, MT_AT(v_head_dim), REQUIRED},
-    {"rope_interleave", LATENT, MT_AT(rotary_interleaved), 0, "true"},
+    {"rope_interleave", LATENT_ROPE, MT_AT(rotary_interleaved), 0, "true"},
     {"num_nextn_predict_layers", DEEPSEEK_V3 | GLM4_MOE | MIMO, MT_AT(mtp_num_layers), WRITE},
     {"num_nextn_predict_layers", GLM4_MOE_LITE, MT_AT(mtp_num_layers), WRITE | NONZERO},
     {"mtp_num_hidden_layers", DELTA, MT_AT(mtp_num_layers), WRITE | NONZERO},
-    {"mtp_num_layers", LATENT | GLM4_MOE | MIMO | DELTA, MT_AT(mtp_num_layers),
+    {"mtp_num_layers", LATENT_ROPE | GLM4_MOE | MIMO | DELTA, MT_AT(mtp_num_layers),
      NONZERO}, // this program's: the folder has the weights
 
     {"intermediate_size", MIXTRAL | MINIMAX_M2, MT_AT(moe_ffn_hidden_size), REQUIRED},
@@ -339,7 +344,10 @@ static const mt_hf_key mt_hf_keys[] = {
     {"num_experts", ERNIE4_5_MOE, MT_AT(num_experts), READ},
     {"num_local_experts", ERNIE4_5_MOE, MT_AT(num_experts), READ},
     {"moe_num_experts", ERNIE4_5_MOE, MT_AT(num_experts)},
-    {"num_experts_per_tok", MOE & ~(ERNIE4_5_MOE | GPT_OSS | GRANITE_MOE), MT_AT(moe_router_topk), REQUIRED},
+    {"num_experts_per_token", KIMI_LINEAR, MT_AT(moe_router_topk), 0, "8"},
+    {"num_experts_per_tok", KIMI_LINEAR, MT_AT(moe_router_topk), READ}, // its other name in transformers 5
+    {"num_experts_per_tok", MOE & ~(ERNIE4_5_MOE | GPT_OSS | GRANITE_MOE | KIMI_LINEAR), MT_AT(moe_router_topk),
+     REQUIRED},
     {"num_experts_per_tok", GRANITE_MOE, MT_AT(moe_router_topk), 0, "2"},
     {"num_experts_per_tok", GPT_OSS, MT_AT(moe_router_topk), 0, "4"},
     {"moe_k", ERNIE4_5_MOE, MT_AT(moe_router_topk), 0, "6"},
@@ -352,7 +360,12 @@ static const mt_hf_key mt_hf_keys[] = {
     {"norm_topk_prob", QWEN_MOE, MT_AT(moe_router_pre_softmax), NEGATED, "false"},
     {"norm_topk_prob", QWEN3_NEXT, MT_AT(moe_router_pre_softmax), NEGATED, "true"},
     {"norm_topk_prob", QWEN3_5_MOE, 0, FIXED | READ, "true"},
-    {"norm_topk_prob", GROUPED & ~DOTS1, 0, FIXED, "true"},
+    {"moe_renormalize", KIMI_LINEAR, 0, FIXED, "true"},
+    {"norm_topk_prob", KIMI_LINEAR, 0, FIXED | READ, "true"}, // its other name in transformers 5
+    {"moe_router_activation_func", KIMI_LINEAR, 0, FIXED, "sigmoid"},
+    {"moe_layer_freq", KIMI_LINEAR, 0, FIXED | READ, "1"},
+    {"mla_use_nope", KIMI_LINEAR, 0, FIXED, "true"},
+    {"norm_topk_prob", GROUPED & ~(DOTS1 | KIMI_LINEAR), 0, FIXED, "true"},
     {"norm_topk_prob", DOTS1, 0, FIXED | REQUIRED, "true"}, // absent: false
     {"shared_expert_intermediate_size", QWEN2_MOE | DELTA_MOE, MT_AT(moe_shared_expert_intermediate_size), REQUIRED},
 
@@ -366,12 +379,16 @@ static const mt_hf_key mt_hf_keys[] = {
      &mt_shared_experts},
     {"n_group", DEEPSEEK_MOE, MT_AT(moe_router_num_groups), NULL_IS_ZERO, "8", &mt_groups},
     {"topk_group", DEEPSEEK_MOE, MT_AT(moe_router_group_topk), NULL_IS_ZERO, "4", &mt_group_topk},
-    {"n_group", GROUPED & ~DEEPSEEK_MOE, MT_AT(moe_router_num_groups), NULL_IS_ZERO, "1", &mt_groups},
+    {"num_expert_group", KIMI_LINEAR, MT_AT(moe_router_num_groups), NULL_IS_ZERO, "1", &mt_groups},
+    {"n_group", KIMI_LINEAR, MT_AT(moe_router_num_groups), READ | NULL_IS_ZERO, NULL,
+     &mt_groups}, // its other name in transformers 5
+    {"n_group", GROUPED & ~(DEEPSEEK_MOE | KIMI_LINEAR), MT_AT(moe_router_num_groups), NULL_IS_ZERO, "1", &mt_groups},
     {"topk_group", GROUPED & ~DEEPSEEK_MOE, MT_AT(moe_router_group_topk), NULL_IS_ZERO, "1", &mt_group_topk},
     {"routed_scaling_factor", DEEPSEEK_MOE | EXAONE_MOE, MT_AT(moe_router_topk_scaling_factor), 0, "2.5"},
     {"routed_scaling_factor", DOTS1 | GLM4_MOE | SOLAR_OPEN | NEMOTRON_MOE, MT_AT(moe_router_topk_scaling_factor), 0,
      "1.0"},
     {"routed_scaling_factor", MIMO_V2_FLASH, MT_AT(moe_router_topk_scaling_factor), NULLABLE, "1.0"},
+    {"routed_scaling_factor", KIMI_LINEAR, MT_AT(moe_router_topk_scaling_factor), 0, "2.446"},
     {"routed_scaling_factor", GLM4_MOE_LITE, MT_AT(moe_router_topk_scaling_factor), 0, "1.8"},
     {"router_scaling_factor", HY_V3, MT_AT(moe_router_topk_scaling_factor), 0, "2.826"},
     {"enable_moe_fp32_combine", HY_V3, 0, FIXED, "true|false"}, // rounding of the sum with the shared expert
@@ -379,10 +396,11 @@ static const mt_hf_key mt_hf_keys[] = {
     {"topk_method", DEEPSEEK_MOE, 0, FIXED | WRITE, "noaux_tc"},
 
     {NULL, BLOCKS, MT_AT(normalization), 0, "\"RMSNorm\""},
-    {NULL, BLOCKS & ~MAMBA, MT_AT(position_embedding_type), 0, "\"rope\""},
-    {NULL, MAMBA, MT_AT(position_embedding_type), 0, "\"none\""}, // Granite's file may say RoPE
+    {NULL, BLOCKS & ~(MAMBA | KIMI_LINEAR), MT_AT(position_embedding_type), 0, "\"rope\""},
+    {NULL, MAMBA | KIMI_LINEAR, MT_AT(position_embedding_type), 0, "\"none\""}, // Granite's file may say RoPE
     {NULL, GRANITE, MT_AT(experimental_attention_variant), 0, "\"mamba2\""},
     {NULL, DELTA, MT_AT(experimental_attention_variant), 0, "\"gated_delta_net\""},
+    {NULL, KIMI_LINEAR, MT_AT(experimental_attention_variant), 0, "\"kda\""},
     {NULL, LFM2, MT_AT(experimental_attention_variant), 0, "\"short_conv\""},
     {NULL, LFM2, MT_AT(swiglu), 0, "true"},
     {NULL, DELTA, MT_AT(attention_output_gate), 0, "true"},
@@ -656,6 +674,7 @@ static const struct {
 } mt_hf_tokens[] = {
     {GPT2, 50256, 50256, -1},
     {LLAMA | MISTRAL | MIXTRAL, 1, 2, -1},
+    {KIMI_LINEAR, 163584, 163586, 163839},
     {LATENT, 0, 1, -1},
     {GEMMA3, 2, 1, 0},
     {SMOLLM3, 128000, 128001, 128004},
@@ -1017,6 +1036,59 @@ static void mt_config_read_linear_layers(mt_config *config, uint64_t mask, mt_op
     free(letters);
 }
 
+/* A size of Kimi delta attention: of "linear_attn_config", else of `key`. */
+static int64_t mt_config_kda_size(mt_config *config, const char *inner, const char *key, int64_t fallback,
+                                  int64_t most) {
+    const json_t *linear = mt_config_object(config, config->root, "linear_attn_config");
+    int64_t outer = mt_config_int(config, config->root, key, fallback);
+    int64_t size = linear ? mt_config_int(config, linear, inner, outer) : outer;
+    if (!config->failed && (size < 1 || size > most))
+        mt_config_fail(config, "\"%s\" is %lld, must be in [1,%lld]", linear ? inner : key, (long long)size,
+                       (long long)most);
+    return size;
+}
+
+/* Kimi delta attention: its sizes, and its layers: a list of all, or the numbers of these, or all but every fourth
+ * behind the first. Numbers begin with 1. */
+static void mt_config_read_kda(mt_config *config, mt_options *shape) {
+    const json_t *linear = mt_config_object(config, config->root, "linear_attn_config");
+    const json_t *types = mt_config_list(config, config->root, "layer_types");
+    const json_t *numbers = linear ? mt_config_list(config, linear, "kda_layers") : NULL;
+    const json_t *full = linear ? mt_config_list(config, linear, "full_attn_layers") : NULL;
+    int64_t heads = mt_config_kda_size(config, "num_heads", "linear_num_heads", 32, 65536);
+    int64_t channels = mt_config_kda_size(config, "head_dim", "linear_head_dim", 128, 4096);
+    shape->linear_conv_kernel_dim =
+        mt_config_kda_size(config, "short_conv_kernel_size", "linear_conv_kernel_dim", 4, MT_MAX_TAPS);
+    shape->linear_num_key_heads = shape->linear_num_value_heads = heads;
+    shape->linear_key_head_dim = shape->linear_value_head_dim = channels;
+    if (config->failed || shape->num_layers < 1) return;
+    if (types && (int64_t)json_array_size(types) != shape->num_layers)
+        mt_config_fail(config, "\"layer_types\" must list %lld layers", (long long)shape->num_layers);
+    if (config->failed) return;
+    char *letters = mt_calloc(shape->num_layers + 1);
+    bool by_number = !types && numbers && full;
+    memset(letters, by_number ? '?' : '0', (size_t)shape->num_layers);
+    for (int64_t i = 0; i < shape->num_layers && !by_number; i++) {
+        const char *type = types ? json_string_value(json_array_get(types, (size_t)i)) : NULL;
+        letters[i] = (type ? strcmp(type, "linear_attention") == 0 : i == 0 || i % 4 != 0) ? '1' : '0';
+        if (types && (!type || mt_choice_index("full_attention|linear_attention", type) < 0))
+            mt_config_fail(config, "\"layer_types\" holds %.40s; full_attention and linear_attention are supported",
+                           type ? type : "values other than strings");
+    }
+    for (int k = 0; k < 2 && by_number; k++)
+        for (size_t i = 0; i < json_array_size(k ? numbers : full); i++) {
+            int64_t number = json_integer_value(json_array_get(k ? numbers : full, i));
+            if (number >= 1 && number <= shape->num_layers) letters[number - 1] = k ? '1' : '0';
+        }
+    if (strchr(letters, '?'))
+        mt_config_fail(config, "layer %lld is in neither \"kda_layers\" nor \"full_attn_layers\"",
+                       (long long)(strchr(letters, '?') - letters + 1));
+    if (!strchr(letters, '1')) mt_config_fail(config, "no layer has Kimi delta attention");
+    free(shape->linear_attention_freq);
+    shape->linear_attention_freq = mt_layer_freq_print(letters, MT_LINEAR_LAYERS);
+    free(letters);
+}
+
 /* Types of layers with one half, as in config.json, and their letters. */
 static const struct {
     const char *names; // of transformers 5, then before
@@ -1238,9 +1310,10 @@ static void mt_config_finish_block(mt_config *config, uint64_t mask, mt_options 
         mt_config_note(config,
                        "\"residual_dropout\" %g becomes --hidden-dropout, which drops channels of the embedding too",
                        shape->hidden_dropout);
+    if (mask & KIMI_LINEAR) mt_config_read_kda(config, shape);
     if (mask & MAMBA)
         mt_config_finish_mamba(config, shape);
-    else
+    else if (!(mask & KIMI_LINEAR))
         mt_config_read_rope(config, shape);
     if (mask & (MISTRALS | MIXTRAL | QWENS | SMOLLM3 | WINDOWED | GPT_OSS | DOTS1 | EXAONES | MIMO_V2_FLASH))
         mt_config_read_windows(config, mask, shape);
@@ -1252,10 +1325,12 @@ static void mt_config_finish_block(mt_config *config, uint64_t mask, mt_options 
     if (mask & DELTA && shape->mtp_num_layers > 1)
         mt_config_fail(config, "\"mtp_num_layers\" is %lld; this family has one module of multi-token prediction",
                        (long long)shape->mtp_num_layers);
+    if (mask & KIMI_LINEAR && mt_config_int(config, config->root, "num_nextn_predict_layers", 0) > 0)
+        mt_config_fail(config, "\"num_nextn_predict_layers\" above 0 is not supported for this family");
     if (!(mask & (LATENT | GLM4_MOE | HY_V3 | MIMO))) return;
     const json_t *modules = mt_config_get(config->root, "num_nextn_predict_layers");
     if (!modules) modules = mt_config_get(config->root, "num_mtp_layers"); // its other name in transformers 5
-    shape->mtp_layers_stored = 1;
+    shape->mtp_layers_stored = !(mask & KIMI_LINEAR);
     if (modules && !mt_json_int(modules, 0, 10000, &shape->mtp_layers_stored))
         mt_config_fail(config, "\"num_nextn_predict_layers\" must be a whole number from 0 to 10000");
     if (mask & LATENT && shape->group_query_attention)
@@ -1640,7 +1715,8 @@ static void mt_config_write_layers(json_t *root, uint64_t mask, const mt_options
         bool has_experts = kind.feed_forward == MT_FEED_FORWARD_EXPERTS;
         if (full == i && kind.window == 0) full++;
         const char *attention = kind.window > 0 ? "sliding_attention" : "full_attention";
-        bool is_linear = kind.mixer == MT_MIXER_GATED_DELTA_NET || kind.mixer == MT_MIXER_MAMBA2;
+        bool is_linear =
+            kind.mixer == MT_MIXER_GATED_DELTA_NET || kind.mixer == MT_MIXER_MAMBA2 || kind.mixer == MT_MIXER_KDA;
         if (is_linear) attention = "linear_attention";
         if (kind.mixer == MT_MIXER_NONE) attention = has_experts ? "moe" : "mlp";
         if (kind.mixer == MT_MIXER_SHORT_CONV) attention = "conv";
@@ -1649,7 +1725,7 @@ static void mt_config_write_layers(json_t *root, uint64_t mask, const mt_options
         json_array_append_new(mlps, json_string(has_experts ? "sparse" : "dense"));
         if (!has_experts) json_array_append_new(dense, json_integer(i));
     }
-    if (mask & (DELTA | LFM2 | QWENS | SMOLLM3 | ROPE_BY_TYPE | GPT_OSS | DOTS1 | EXAONES | GRANITE))
+    if (mask & (DELTA | LFM2 | QWENS | SMOLLM3 | ROPE_BY_TYPE | GPT_OSS | DOTS1 | EXAONES | GRANITE | KIMI_LINEAR))
         json_object_set(root, "layer_types", types);
     if (mask & NEMOTRON_H) json_object_set(root, "layers_block_type", types);
     if (mask & NEMOTRON_H && o->hybrid_layers) // for transformers before 5
@@ -1696,11 +1772,28 @@ static void mt_config_write_mamba(json_t *root, uint64_t mask, const mt_options 
                        o->position_embedding_type == MT_POSITION_ROPE ? "rope" : "nope");
 }
 
+/* Kimi delta attention: the object of released files, and the keys of transformers 5. */
+static void mt_config_write_kda(json_t *root, const mt_options *o) {
+    json_t *linear = json_object(), *kda = json_array(), *full = json_array();
+    for (int64_t i = 0; i < o->num_layers; i++)
+        json_array_append_new(mt_layer_kind_of(o, i).mixer == MT_MIXER_KDA ? kda : full, json_integer(i + 1));
+    json_object_set_new(linear, "kda_layers", kda), json_object_set_new(linear, "full_attn_layers", full);
+    mt_json_set_int(linear, "head_dim", o->linear_key_head_dim);
+    mt_json_set_int(linear, "num_heads", o->linear_num_key_heads);
+    mt_json_set_int(linear, "short_conv_kernel_size", o->linear_conv_kernel_dim);
+    json_object_set_new(root, "linear_attn_config", linear);
+    mt_json_set_int(root, "linear_head_dim", o->linear_key_head_dim);
+    mt_json_set_int(root, "linear_num_heads", o->linear_num_key_heads);
+    mt_json_set_int(root, "linear_conv_kernel_dim", o->linear_conv_kernel_dim);
+    mt_json_set_int(root, "head_dim", o->qk_pos_emb_head_dim);
+}
+
 /* Keys of Llama's block that are no single option. */
 static void mt_config_write_block(json_t *root, uint64_t mask, const mt_options *o) {
     bool by_type = mask & ROPE_BY_TYPE;
     if (mask & MAMBA) mt_config_write_mamba(root, mask, o);
-    if (mask & NEMOTRON_H) {
+    if (mask & KIMI_LINEAR) mt_config_write_kda(root, o);
+    if (mask & (NEMOTRON_H | KIMI_LINEAR)) {
         mt_config_write_layers(root, mask, o);
         return;
     }

@@ -43,6 +43,9 @@ static double projection_multiplications(const mt_options *o, int64_t layer) {
     if (mixer == MT_MIXER_NONE) return 0;
     if (mixer == MT_MIXER_SHORT_CONV) return 4 * C * C;
     if (mixer == MT_MIXER_GATED_DELTA_NET) return C * (2 * keys + 3 * values + 2 * (double)o->linear_num_value_heads);
+    if (mixer == MT_MIXER_KDA) // and the products through the narrow middle
+        return C * (2 * keys + 2 * values + (double)o->linear_num_value_heads) +
+               (2 * C + keys + values) * (double)o->linear_value_head_dim;
     if (mixer == MT_MIXER_MAMBA2)
         return C * (3 * inner + 2 * (double)(o->mamba_num_groups * o->mamba_state_dim) + (double)o->mamba_num_heads);
     if (o->multi_latent_attention) return latent_multiplications(o);
@@ -56,7 +59,7 @@ static double attention_multiplications(const mt_options *o, int64_t layer) {
     if (mixer == MT_MIXER_NONE) return 0;
     if (mixer == MT_MIXER_SHORT_CONV)
         return (double)(o->hidden_size * (o->linear_conv_kernel_dim + 2)); // and the products with B and C
-    if (mixer == MT_MIXER_GATED_DELTA_NET) return delta_multiplications(o);
+    if (mixer == MT_MIXER_GATED_DELTA_NET || mixer == MT_MIXER_KDA) return delta_multiplications(o);
     if (mixer == MT_MIXER_MAMBA2) return mamba_multiplications(o);
     double values = (double)mt_value_channels(o);
     return (double)o->num_attention_heads * ((double)o->kv_channels + values) * mean_keys(o, layer);

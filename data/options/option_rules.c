@@ -105,8 +105,8 @@ static int mt_options_derive_model(mt_options *o, mt_error *error) {
 /* RoPE: its channels, and the numbers of its scaling. */
 static int mt_options_derive_rope(mt_options *o, mt_error *error) {
     bool llama3 = o->rope_scaling_type == MT_ROPE_SCALING_LLAMA3, yarn = o->rope_scaling_type == MT_ROPE_SCALING_YARN;
-    if (o->position_embedding_type != MT_POSITION_ROPE) return 0;
     int64_t channels = (int64_t)((double)o->kv_channels * o->rotary_percent), latent = o->qk_pos_emb_head_dim;
+    if (o->position_embedding_type != MT_POSITION_ROPE && !o->multi_latent_attention) return 0;
     if (o->multi_latent_attention) channels = latent;
     const mt_multiple multiples[] = {
         {"--qk-pos-emb-head-dim", latent, NULL, o->multi_latent_attention ? 2 : 1},
@@ -191,8 +191,17 @@ static int mt_options_check_multiples(const mt_options *o, int64_t world_size, m
     int64_t tp = o->tensor_model_parallel_size, cp = o->context_parallel_size, pp = o->pipeline_model_parallel_size;
     int64_t ep = o->expert_model_parallel_size, etp = mt_max(o->expert_tensor_parallel_size, 1);
     const char *tensor = "--tensor-model-parallel-size";
-    bool has_delta = mt_has_mixer(o, MT_MIXER_GATED_DELTA_NET);
+    bool has_kda = mt_has_mixer(o, MT_MIXER_KDA), has_delta = has_kda || mt_has_mixer(o, MT_MIXER_GATED_DELTA_NET);
     bool has_mamba = mt_has_mixer(o, MT_MIXER_MAMBA2);
+    bool differ =
+        o->linear_num_key_heads != o->linear_num_value_heads || o->linear_key_head_dim != o->linear_value_head_dim;
+    if (has_kda && differ)
+        return mt_error_set(error,
+                            "--experimental-attention-variant kda has as many heads of values as of keys, of as many "
+                            "channels: make --linear-num-key-heads %lld and --linear-num-value-heads %lld equal, and "
+                            "--linear-key-head-dim %lld and --linear-value-head-dim %lld",
+                            (long long)o->linear_num_key_heads, (long long)o->linear_num_value_heads,
+                            (long long)o->linear_key_head_dim, (long long)o->linear_value_head_dim);
     const mt_multiple rows[] = {
         {"the number of ranks", world_size,
          "--tensor-model-parallel-size x --pipeline-model-parallel-size x --context-parallel-size =", tp * pp * cp,
