@@ -3320,7 +3320,7 @@ static void what_exceeds_a_backends_limits_is_refused_in_one_line(void **state) 
         {RUN "--experimental-attention-variant kda --linear-attention-freq 2 --linear-num-key-heads 4 "
              "--linear-num-value-heads 4",
          "--experimental-attention-variant kda"},
-        {RUN "--experimental-attention-variant mamba2 --linear-attention-freq 2",
+        {RUN "--experimental-attention-variant mamba2 --linear-attention-freq 2 --mamba-num-groups 2",
          "Mamba-2 (--experimental-attention-variant mamba2, M in --hybrid-override-pattern)"},
     };
     const mt_limits delta = {.delta_channels = 128};
