@@ -1999,6 +1999,7 @@ int main(int argc, char **argv) {
     for (size_t i = 0; i < NUM_OPERATIONS; i++)
         tests[NUM_OTHERS + i] =
             (struct CMUnitTest){operations[i].name, gpu_agrees_with_cpu, NULL, NULL, &operations[i]};
+    if (getenv("OPERATIONS")) cmocka_set_test_filter(getenv("OPERATIONS")); // such as delta_rule*
     open_gpu();
     int failed = cmocka_run_group_tests_name("cuda", tests, NULL, NULL);
     close_gpu();
