@@ -15,7 +15,7 @@
 
 typedef struct matrix {
     char name[128];
-    int64_t shape[3], num_dims;
+    int64_t shape[4], num_dims;
     float *values;
 } matrix;
 
