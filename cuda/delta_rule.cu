@@ -1,7 +1,8 @@
 /* delta_rule.cu: the gated delta rule in chunks of 64 tokens, as §17a of megatron.c has it, whose names are used here.
  *
- * The columns of a state do not depend on each other, so that a block takes a few columns of one head along a span, and
- * what all columns share is made before, for all chunks at once. With A = (I + beta R)^-1 diag(beta), a chunk is
+ * The columns of a state do not depend on each other, so that a block takes a few columns of one head along a span. The
+ * matrices that all columns share are made before, for all chunks at once. With A = (I + beta R)^-1 diag(beta), a chunk
+ * is
  *
  *   U = A (V - K' S),   O = Q' S + P U,   S' = e^G_L S + K"^T U
  *   beta dB = dV = A^T (P^T dO + K" dS'),   dS = e^G_L dS' + Q'^T dO - K'^T dV
@@ -145,8 +146,8 @@ __device__ static inline void product(float *c, int c_row, const float *a, int a
     }
 }
 
-/* to[rows, columns] = factors[row] from, of which `exist_rows` and `exist_columns` exist; zeros elsewhere. `from` NULL:
- * zeros. columns is a multiple of 16; packs: exist_columns, and rows of `from`, are whole packs of 16 bytes. */
+/* to[rows, columns] = factors[row] from in the first exist_rows rows and exist_columns columns; zeros elsewhere. `from`
+ * NULL: zeros. columns is a multiple of 16; packs: exist_columns, and rows of `from`, are whole packs of 16 bytes. */
 template <class T>
 __device__ static inline void load_rows(T *to, const T *from, int64_t stride, int rows, int columns, int exist_rows,
                                         int exist_columns, bool packs, const float *factors = NULL) {
@@ -415,7 +416,7 @@ template <class T> __global__ void __launch_bounds__(THREADS, 2) prepare(const d
 
 /* ---- along the spans --------------------------------------------------------------------------------------------- */
 
-/* What `advance` is for: out; S before each chunk and U, for the backward; or the map of context parallelism. */
+/* The purpose of `advance`: out; S before each chunk and U, for the backward; or the map of context parallelism. */
 enum delta_purpose { FORWARD, KEEP, MAP };
 
 template <class T, int W> struct advance_room {
@@ -437,8 +438,8 @@ template <class T, int W> struct advance_room {
     }
 };
 
-/* S[KP, W] = columns [column, column + W) of a state [Dk, width] of fp32, of which the first `width` exist; NULL:
- * zeros. */
+/* S[KP, W] = columns [column, column + W) of a state [Dk, width] of fp32, with zeros behind its last row and column;
+ * NULL: zeros. */
 template <int W>
 __device__ static inline void load_state(float *S, const float *from, int KP, int Dk, int width, int column) {
     for (int n = (int)threadIdx.x; n < KP * W; n += THREADS) {

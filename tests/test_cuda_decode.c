@@ -756,7 +756,7 @@ static void steps_without_adapters_take_no_graph(void **state) {
 
 /* ==== one kernel for the layers of a step ======================================================================== */
 
-/* Families all of whose layers are dense, have norms before them and attention over all that came before. */
+/* True if all layers are dense, with norms before them and attention over all that came before. */
 static bool is_dense(const char *family) {
     static const char *const dense[] = {"gpt2", "llama", "llama3_rope_tied", "qwen2", "qwen3", "seed_oss"};
     for (size_t i = 0; i < sizeof dense / sizeof *dense; i++)
