@@ -8,6 +8,11 @@ __device__ static inline float sigmoid(float x) {
     return __fdividef(1, 1 + mt_exp(-x));
 }
 
+/* log(1 + exp(x)). */
+__device__ static inline float softplus(float x) {
+    return x > 20 ? x : log1pf(expf(x));
+}
+
 /* The standard normal CDF, erfc(-x / sqrt(2)) / 2, by the Chebyshev fit erfcc of Press et al., "Numerical Recipes", as
  * on the CPU. */
 __device__ static inline float normal_cdf(float x) {

@@ -221,11 +221,6 @@ struct shared_room {
 
 /* ---- a chunk ----------------------------------------------------------------------------------------------------- */
 
-/* log(1 + exp(x)). */
-__device__ static inline float softplus(float x) {
-    return x > 20 ? x : log1pf(expf(x));
-}
-
 /* The rows' scales of a chunk of a head; of tokens beyond the chunk 0. */
 struct chunk_scales {
     float *q, *k, *q_grown, *k_grown, *k_rest; // [64] 1 / length, e^G / length, e^(G_L - G) / length
@@ -1056,7 +1051,7 @@ template <class T> static delta_task<T> delta_task_of(const mt_delta_args *a, mt
     task.wide_keys =
         mt_wide(dtype, {a->q, a->k, a->dq, a->dk}, {a->Dk, a->q_stride, a->k_stride, a->dq_stride, a->dk_stride});
     task.wide_values = mt_wide(dtype, {a->v, a->out, a->dout, a->dv}, {a->Dv, a->v_stride, a->dv_stride});
-    MT_CHECK(a->decays == 1); // a decay per channel (Kimi delta attention) has no kernels here; no model has it
+    MT_CHECK(a->decays == 1); // mt_options_check_limits refuses a decay per channel (Kimi delta attention)
     MT_CHECK(a->Dk <= MT_CUDA_DELTA_CHANNELS && a->Dv <= MT_CUDA_DELTA_CHANNELS);
     return task;
 }

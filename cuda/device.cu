@@ -358,5 +358,7 @@ extern "C" const mt_ops *mt_cuda_open(int device, mt_error *error) {
 #endif
     bool has_fp8 = 10 * mt_cuda_device()->major + mt_cuda_device()->minor >= 89;
     mt_cuda_set_limits(&cuda_ops.limits, has_fp8, has_cudnn);
+    if (mt_cuda_device()->sharedMemPerBlockOptin < MT_CUDA_DELTA_SHARED)
+        cuda_ops.limits.delta_channels = MT_CUDA_DELTA_CHANNELS / 2;
     return &cuda_ops;
 }

@@ -9,7 +9,7 @@
  * moe.cu has a lane per choice, and a router's values in 48 KiB of shared memory, fourfold for the auxiliary loss;
  * sinkhorn.cu keeps a factor per expert and a partial sum per thread in 40 KiB;
  * cuBLASLt multiplies fp8 matrices whose rows are multiples of 16 bytes;
- * delta_rule.cu has the keys of a chunk in 160 KiB;
+ * delta_rule.cu has the keys of a chunk in 160 KiB, and half as many channels where a block has less;
  * cuDNN's attention takes whole tiles, and heads wider than 128 only in DeepSeek-V3's sizes. */
 enum {
     MT_CUDNN_TOKENS = 128,
@@ -21,6 +21,7 @@ enum {
     MT_CUDA_EXPERTS = 48 * 1024 / 4,
     MT_CUDA_AUX_LOSS_EXPERTS = 48 * 1024 / 16,
     MT_CUDA_DELTA_CHANNELS = 128,
+    MT_CUDA_DELTA_SHARED = 160 * 1024,
     MT_CUDA_SINKHORN_EXPERTS = 40 * 1024 / 8 - 1024
 };
 

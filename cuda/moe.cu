@@ -1,6 +1,7 @@
 /* moe.cu: mixture of experts except its matrix products: routing, auxiliary losses, dispatch order, combination of
  * rows, and activation. The host never waits for the router's decisions. Every sum has a fixed order, or is a sum of
  * integers, whose order does not matter; runs therefore repeat bit for bit. */
+#include "activation.cuh"
 #include "counting_sort.cuh"
 
 #include <climits>
@@ -169,12 +170,9 @@ template <int V, class Key> __device__ static inline int first_keys(int k, int n
     return mine;
 }
 
+/* As sigmoid, with a division that rounds correctly. */
 __device__ static inline float logistic(float x) {
     return 1 / (1 + expf(-x));
-}
-
-__device__ static inline float softplus(float x) {
-    return x > 20 ? x : log1pf(expf(x));
 }
 
 /* The score of a logit by itself, and its derivative divided by it, as in megatron.c. */
