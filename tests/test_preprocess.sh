@@ -134,6 +134,16 @@ else
     echo "skipped: a_full_disk_is_reported_and_leaves_nothing: no permission to mount a small disk"
 fi
 
+# One document whose tokens need more memory than there is: 48 bytes a byte of text.
+cat >"$scratch/test" <<'END'
+printf '%s\n' '{"added_tokens": [], "model": {"type": "BPE", "merges": [], "vocab": {"a": 0}}}' >"$scratch/short.json"
+head -c 20000000 /dev/zero | tr '\0' 'a' >"$scratch/long.txt"
+refused "out of memory" sh -c "ulimit -v 800000; exec $program --input $scratch/long.txt --documents file --workers 1 \
+    --output-prefix $scratch/n --tokenizer-type HuggingFaceTokenizer --tokenizer-model $scratch/short.json"
+nothing n_
+END
+[ -n "${SANITIZE:-}" ] || script a_job_without_memory_leaves_nothing # a sanitizer reserves terabytes of addresses
+
 cat >"$scratch/test" <<'END'
 mkfifo "$scratch/pipe.jsonl"
 $program --input "$scratch/pipe.jsonl" --output-prefix "$scratch/n" $bytes 2>"$scratch/err" &
