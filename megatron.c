@@ -125,8 +125,19 @@ void mt_job_abort(void) {
 #endif
 }
 
+/* One thread ends the program: a second exit() could end the process while the first one's atexit functions run. */
+static void die_alone(void) {
+    static bool dying;
+    static _Thread_local bool is_mine;
+    if (is_mine) _exit(1); // from an atexit function
+    if (__atomic_exchange_n(&dying, true, __ATOMIC_SEQ_CST))
+        for (;;) sleep(1);
+    is_mine = true;
+}
+
 void mt_die(const char *format, ...) {
     va_list arguments;
+    die_alone();
     va_start(arguments, format);
     fflush(stdout);
     signal(SIGTERM, SIG_DFL);           // mpirun ends the other ranks by it

@@ -134,6 +134,29 @@ else
     echo "skipped: a_full_disk_is_reported_and_leaves_nothing: no permission to mount a small disk"
 fi
 
+# The limit is set when the program has started: its libraries may reserve much, for many cores.
+cat >"$scratch/test" <<'END'
+mkfifo "$scratch/pipe.txt"
+$program --input "$scratch/pipe.txt" --documents file --workers 1 --output-prefix "$scratch/n" $bytes 2>"$scratch/err" &
+pid=$!
+exec 3<>"$scratch/pipe.txt" # read and write, so that open does not block
+until [ -n "$(find "$scratch" -name "n_*")" ] || ! kill -0 $pid; do sleep 0.1; done
+prlimit --pid $pid --as=$((1024 * $(sed -n 's/^VmSize:[^0-9]*\([0-9]*\).*/\1/p' /proc/$pid/status) + (64 << 20)))
+exec 4>"$scratch/pipe.txt" 3>&- # for writing alone, so that the job's end ends head
+head -c 120000000 /dev/zero >&4 || true
+exec 4>&-
+! wait $pid
+grep -q "out of memory" "$scratch/err"
+nothing n_
+END
+if [ -n "${SANITIZE:-}" ]; then
+    : # a sanitizer reserves terabytes of addresses
+elif command -v prlimit >/dev/null && [ -r /proc/self/status ]; then
+    script a_job_without_memory_leaves_nothing
+else
+    echo "skipped: a_job_without_memory_leaves_nothing: no prlimit"
+fi
+
 cat >"$scratch/test" <<'END'
 mkfifo "$scratch/pipe.jsonl"
 $program --input "$scratch/pipe.jsonl" --output-prefix "$scratch/n" $bytes 2>"$scratch/err" &

@@ -789,6 +789,30 @@ static void a_megabyte_without_a_space_takes_no_quadratic_time(void **state) {
     free(text.data);
 }
 
+/* A part of 65,536 symbols would end between b and c, which merge; bb and cb are in no token. */
+static void long_words_are_cut_only_where_no_token_crosses(void **state) {
+    (void)state;
+    enum { REPEATS = 30000 };
+    static const char unit[] = "ababbabcb";
+    static const char json[] =
+        "{\"model\":{\"type\":\"BPE\",\"vocab\":{\"a\":0,\"b\":1,\"c\":2,\"ab\":3,\"abab\":4,\"bc\":5,"
+        "\"abc\":6,\"ca\":7},\"merges\":[\"a b\",\"ab ab\",\"b c\",\"ab c\"]}}";
+    mt_text file = {(char *)json, (int64_t)strlen(json), 0}, text = {0};
+    mt_tokenizer *tokenizer = mt_tokenizer_new("t.json");
+    mt_ids ids = {0}, one = {0};
+    mt_error error;
+    assert_int_equal(mt_tokenizer_load_json(tokenizer, "t.json", &file, NULL, &error), 0);
+    for (int i = 0; i < REPEATS; i++) mt_text_append(&text, unit, 9);
+    assert_int_equal(mt_tokenizer_encode(tokenizer, unit, 9, &one, &error), 0);
+    assert_int_equal(mt_tokenizer_encode(tokenizer, text.data, text.bytes, &ids, &error), 0);
+    assert_int_equal(ids.count, REPEATS * one.count);
+    for (int64_t i = 0; i < ids.count; i++) assert_int_equal(ids.data[i], one.data[i % one.count]);
+    free(text.data);
+    free(ids.data);
+    free(one.data);
+    mt_tokenizer_close(tokenizer);
+}
+
 static void a_missing_library_is_named(void **state) {
     (void)state;
     mt_tokenizer *tokenizer;
@@ -811,6 +835,7 @@ int main(void) {
         cmocka_unit_test(truncated_and_corrupted_models_never_crash),
         cmocka_unit_test(missing_files_are_named),
         cmocka_unit_test(a_missing_library_is_named),
+        cmocka_unit_test(long_words_are_cut_only_where_no_token_crosses),
         cmocka_unit_test(fused_unknown_characters_match_tokenizers),
         cmocka_unit_test(gpt2_vocab_and_merges_match_tokenizers),
         cmocka_unit_test(encode_matches_reference_vectors_of_gpt2),

@@ -31,11 +31,15 @@ static volatile sig_atomic_t interrupted; // set by a signal; the main thread th
 static char **temporary_files;            // of all writers
 static volatile sig_atomic_t num_temporary_files;
 
+static void remove_temporary_files(void) {
+    for (int i = 0; i < num_temporary_files; i++) unlink(temporary_files[i]);
+}
+
 /* The first signal lets the main thread end; a second one, while that waits for a disk, ends the program here. */
 static void interrupt(int signal_number) {
     (void)signal_number;
     if (interrupted) {
-        for (int i = 0; i < num_temporary_files; i++) unlink(temporary_files[i]);
+        remove_temporary_files();
         _exit(1);
     }
     interrupted = 1;
@@ -730,17 +734,19 @@ static int start_threads(job *j, mt_error *error) {
 static int open_writers(job *j, mt_error *error) {
     const settings *s = j->settings;
     mt_dtype dtype = mt_indexed_dtype_for_vocab(mt_tokenizer_vocab_size(j->tokenizer));
+    // For mt_die in any thread. Files are published only after all workers have ended, and have other names then.
+    atexit(remove_temporary_files);
     temporary_files = mt_calloc(2 * s->json_keys.count * (int64_t)sizeof *temporary_files);
     for (int64_t key = 0; key < s->json_keys.count; key++) {
         char *prefix = mt_malloc((int64_t)(strlen(s->output_prefix) + strlen(s->json_keys.items[key])) + 16);
         sprintf(prefix, "%s_%s_document", s->output_prefix, s->json_keys.items[key]);
-        int result = mt_indexed_writer_open(&j->writers[key], prefix, dtype, error);
         for (int i = 0; i < 2; i++) {
             char *name = mt_malloc((int64_t)strlen(prefix) + 40);
             sprintf(name, "%s.%s.tmp-%lld", prefix, i == 0 ? "bin" : "idx", (long long)getpid());
             temporary_files[num_temporary_files] = name;
             num_temporary_files++;
         }
+        int result = mt_indexed_writer_open(&j->writers[key], prefix, dtype, error);
         free(prefix);
         if (result != 0) return -1;
     }

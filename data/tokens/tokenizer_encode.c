@@ -68,10 +68,14 @@ struct mt_encoder {
     double match_seconds, match_began;            // of the text: its limit for searches; this thread's clock before it
     int64_t searches;                             // of the text
     int64_t growth;                               // of the text: bytes by which normalizers may still lengthen it
+    bool no_memory;                               // of the text: an array for a long word could not grow
     bool part;                                    // special tokens are not recognised
     bool first;                                   // the text begins a document
     mt_ids *places;                               // of added tokens, for mt_encode_places; NULL: not wanted
     mt_trie controls;                             // SentencePiece's control tokens, once they are needed
+    mt_map neighbours;                            // left << 32 | right: characters beside each other in some token
+    bool has_neighbours;                          // they are known, as is unknown_apart
+    bool unknown_apart;                           // an unknown character never joins its neighbours
 };
 
 /* The pattern of GPT-2's encoder.py. */
@@ -497,6 +501,7 @@ static void strip(const mt_rule *step, mt_text *out, const char *text, int64_t b
 static void begin_text(mt_encoder *encoder, int64_t bytes) {
     begin_searches(encoder, bytes);
     encoder->growth = MT_TEXT_GROWTH(bytes);
+    encoder->no_memory = false;
 }
 
 /* Refuses a text of `bytes` that has grown to `grown` if that is more than the whole text may grow by. */
@@ -676,12 +681,33 @@ static bool merged_pair(mt_encoder *encoder, const char *text, int32_t left, uin
     return token->type == MT_TOKEN_NORMAL || token->type == MT_TOKEN_USER_DEFINED || token->type == MT_TOKEN_UNUSED;
 }
 
-static void heap_push(mt_encoder *encoder, merge_pair pair) {
-    if (encoder->heap_count == encoder->heap_capacity) {
-        encoder->heap_capacity = encoder->heap_capacity ? 2 * encoder->heap_capacity : 256;
-        encoder->heap = mt_realloc(encoder->heap, encoder->heap_capacity * (int64_t)sizeof *encoder->heap);
+/* Makes room for `count` elements in an array for one word. Without memory the array stays, and no_memory makes the
+ * whole text an error, which, unlike mt_malloc's, a caller can complete by the name of the file. */
+static bool make_room(mt_encoder *encoder, void **array, int64_t *capacity, int64_t count, size_t size) {
+    if (count <= *capacity) return true;
+    int64_t larger_capacity = mt_max(2 * *capacity, mt_max(count, 256));
+    void *larger = encoder->no_memory ? NULL : realloc(*array, (size_t)larger_capacity * size);
+    if (!larger) {
+        encoder->no_memory = true;
+        return false;
     }
-    merge_pair *heap = encoder->heap;
+    *array = larger;
+    *capacity = larger_capacity;
+    return true;
+}
+
+static bool symbols_reserve(mt_encoder *encoder, int64_t count) {
+    void *symbols = encoder->symbols;
+    bool done = make_room(encoder, &symbols, &encoder->symbol_capacity, count, sizeof *encoder->symbols);
+    encoder->symbols = symbols;
+    return done;
+}
+
+static void heap_push(mt_encoder *encoder, merge_pair pair) {
+    void *pairs = encoder->heap;
+    bool done = make_room(encoder, &pairs, &encoder->heap_capacity, encoder->heap_count + 1, sizeof *encoder->heap);
+    merge_pair *heap = encoder->heap = pairs;
+    if (!done) return;
     int64_t at = encoder->heap_count++;
     for (; at > 0 && heap[(at - 1) / 2].order > pair.order; at = (at - 1) / 2) heap[at] = heap[(at - 1) / 2];
     heap[at] = pair;
@@ -697,14 +723,6 @@ static merge_pair heap_pop(mt_encoder *encoder) {
     }
     heap[at] = last;
     return top;
-}
-
-static symbol *symbols_reserve(mt_encoder *encoder, int64_t count) {
-    if (count > encoder->symbol_capacity) {
-        encoder->symbol_capacity = 2 * count;
-        encoder->symbols = mt_realloc(encoder->symbols, encoder->symbol_capacity * (int64_t)sizeof *encoder->symbols);
-    }
-    return encoder->symbols;
 }
 
 /* Pushes the pair of `left` and its next symbol onto the heap if they may merge. */
@@ -737,9 +755,79 @@ static void merge_symbols(mt_encoder *encoder, const char *text, int64_t count) 
     }
 }
 
+/* ---- parts of long words ---------------------------------------------------------------------------------------
+ *
+ * A file without a pre-tokenizer makes one word of a whole text, and a text without spaces may be one by any rules.
+ * Such a word is merged in parts, so that memory does not grow with it. A part ends between two characters that are
+ * neighbours in no token: what merges is a token, so no merge crosses that place.
+ */
+
+enum { PART_SYMBOLS = 1 << 16 };
+
+/* The first character (byte-level: byte) of the text: its length, or 0 if it is ill-formed. */
+static int first_character(const mt_tokenizer *tokenizer, const char *text, int64_t bytes, uint32_t *character) {
+    if (!tokenizer->byte_level) return mt_utf8_decode(text, bytes, character);
+    *character = (unsigned char)*text;
+    return 1;
+}
+
+/* In a tokenizer.json unknown characters may be fused or dropped, and a merge may name the tokens of their bytes. */
+static bool unknown_stays_apart(const mt_tokenizer *tokenizer) {
+    if (tokenizer->kind != MT_KIND_BPE) return true; // encode_sentencepiece_word fuses across parts
+    if (!tokenizer->byte_fallback) return false;
+    for (int byte = 0; byte < 256; byte++)
+        if (tokenizer->byte_ids[byte] < 0) return false;
+    for (int64_t i = 0; i < tokenizer->merges.capacity; i++) {
+        uint64_t key = tokenizer->merges.slots[i].key_plus_one - 1;
+        if (tokenizer->merges.slots[i].key_plus_one == 0) continue;
+        for (int byte = 0; byte < 256; byte++)
+            if (tokenizer->byte_ids[byte] == (int32_t)(key >> 32) || tokenizer->byte_ids[byte] == (int32_t)key)
+                return false;
+    }
+    return true;
+}
+
+static void find_neighbours(mt_encoder *encoder) {
+    const mt_tokenizer *tokenizer = encoder->tokenizer;
+    encoder->has_neighbours = true;
+    encoder->unknown_apart = unknown_stays_apart(tokenizer);
+    for (int32_t id = 0; id < tokenizer->vocab_size; id++) {
+        if (tokenizer->tokens[id].type == MT_TOKEN_ABSENT) continue;
+        const char *text = mt_token_text(tokenizer, id), *end = text + tokenizer->tokens[id].text_bytes;
+        uint32_t left = 0, right = 0;
+        for (int before = 0, length; text < end; text += mt_max(length, 1)) {
+            length = first_character(tokenizer, text, end - text, &right);
+            if (before > 0 && length > 0) mt_map_insert(&encoder->neighbours, (uint64_t)left << 32 | right, 0);
+            before = length;
+            left = right;
+        }
+    }
+}
+
+static bool is_known(const mt_tokenizer *tokenizer, const char *text, int64_t bytes) {
+    int32_t id = mt_token_find(tokenizer, text, bytes);
+    return id >= 0 && id != tokenizer->unknown;
+}
+
+/* True if a part of the word that has `count` symbols may end at `at`. */
+static bool may_end_part(mt_encoder *encoder, const char *word, int64_t bytes, int64_t at, int64_t count) {
+    const mt_tokenizer *tokenizer = encoder->tokenizer;
+    if (count < PART_SYMBOLS || tokenizer->has_unused) return false; // UNUSED pieces need all merges of the word
+    if (!encoder->has_neighbours) find_neighbours(encoder);
+    int64_t start = at - 1;
+    while (!tokenizer->byte_level && start > 0 && ((unsigned char)word[start] & 0xC0) == 0x80) start--;
+    uint32_t left = 0, right = 0;
+    int length = first_character(tokenizer, word + at, bytes - at, &right);
+    if (length == 0 || first_character(tokenizer, word + start, at - start, &left) != at - start) return false;
+    if (mt_map_find(&encoder->neighbours, (uint64_t)left << 32 | right)) return false;
+    return encoder->unknown_apart ||
+           (is_known(tokenizer, word + start, at - start) && is_known(tokenizer, word + at, length));
+}
+
 /* ---- words: BPE of tokenizer.json and GPT-2 -------------------------------------------------------------------- */
 
 static void symbol_push(mt_encoder *encoder, int64_t *count, int32_t id, int32_t start, int32_t bytes) {
+    if (!symbols_reserve(encoder, *count + 1)) return;
     symbol *symbols = encoder->symbols;
     int32_t at = (int32_t)(*count)++;
     symbols[at] = (symbol){at - 1, -1, start, bytes, id, false};
@@ -755,14 +843,14 @@ static bool push_fallback(mt_encoder *encoder, int64_t *count, const char *word,
     return true;
 }
 
-/* Cuts the word into characters (byte-level: bytes) of the vocabulary. An unknown character becomes its bytes, or the
- * unknown token (one per run if fuse_unknown), or nothing, in the order of `tokenizers`. */
-static int64_t first_symbols(mt_encoder *encoder, const char *word, int32_t bytes) {
+/* Cuts the word, or its first part of *done bytes, into characters (byte-level: bytes) of the vocabulary. An unknown
+ * character becomes its bytes, or the unknown token (one per run if fuse_unknown), or nothing, in the order of
+ * `tokenizers`. */
+static int64_t first_symbols(mt_encoder *encoder, const char *word, int32_t bytes, int32_t *done) {
     const mt_tokenizer *tokenizer = encoder->tokenizer;
     int64_t count = 0;
-    int32_t unknown_start = 0, unknown_bytes = 0;
-    symbols_reserve(encoder, bytes);
-    for (int32_t start = 0, length; start < bytes; start += length) {
+    int32_t unknown_start = 0, unknown_bytes = 0, start = 0;
+    for (int32_t length; start < bytes && !may_end_part(encoder, word, bytes, start, count); start += length) {
         mt_utf8_state state;
         length = tokenizer->byte_level ? 1 : mt_utf8_scan(word + start, bytes - start, &state);
         int32_t id = tokenizer->byte_level ? tokenizer->byte_ids[(unsigned char)word[start]]
@@ -782,6 +870,7 @@ static int64_t first_symbols(mt_encoder *encoder, const char *word, int32_t byte
         }
     }
     if (unknown_bytes) symbol_push(encoder, &count, tokenizer->unknown, unknown_start, unknown_bytes);
+    *done = start;
     return count;
 }
 
@@ -791,10 +880,12 @@ static void encode_new_word(mt_encoder *encoder, const char *word, int32_t bytes
         mt_ids_push(ids, whole);
         return;
     }
-    int64_t count = first_symbols(encoder, word, bytes);
-    merge_symbols(encoder, word, count);
-    for (int32_t at = count ? 0 : -1; at >= 0; at = encoder->symbols[at].next)
-        mt_ids_push(ids, encoder->symbols[at].id);
+    for (int32_t part; bytes > 0; word += part, bytes -= part) {
+        int64_t count = first_symbols(encoder, word, bytes, &part);
+        merge_symbols(encoder, word, count);
+        for (int32_t at = count ? 0 : -1; at >= 0; at = encoder->symbols[at].next)
+            mt_ids_push(ids, encoder->symbols[at].id);
+    }
 }
 
 /* ---- words: SentencePiece's BPE, as in bpe_model.cc ------------------------------------------------------------ */
@@ -832,22 +923,33 @@ static void push_resegmented(const mt_encoder *encoder, const char *piece, int64
     push_resegmented(encoder, piece + left, bytes - left, after_unknown, ids);
 }
 
-static void encode_sentencepiece_word(mt_encoder *encoder, const char *text, int32_t bytes, mt_ids *ids) {
-    const mt_tokenizer *tokenizer = encoder->tokenizer;
-    symbol *symbols = symbols_reserve(encoder, bytes);
-    int32_t count = 0, ignored;
-    for (int32_t at = 0; at < bytes; count++) {
-        int64_t defined = mt_trie_longest(&tokenizer->user_defined, text + at, bytes - at, &ignored);
+/* Cuts the word, or its first part of *done bytes, into user-defined pieces and characters. */
+static int64_t first_pieces(mt_encoder *encoder, const char *text, int32_t bytes, int32_t *done) {
+    int64_t count = 0;
+    int32_t at = 0, ignored;
+    while (at < bytes && !may_end_part(encoder, text, bytes, at, count)) {
+        int64_t before = count,
+                defined = mt_trie_longest(&encoder->tokenizer->user_defined, text + at, bytes - at, &ignored);
         int32_t length = (int32_t)(defined ? defined : one_character(text + at, bytes - at));
-        symbols[count] = (symbol){count - 1, count + 1, at, length, -1, defined > 0};
+        symbol_push(encoder, &count, -1, at, length);
+        if (count > before) encoder->symbols[before].frozen = defined > 0;
         at += length;
     }
-    symbols[count - 1].next = -1;
-    if (tokenizer->has_unused) memset(encoder->split_at, 0, (size_t)tokenizer->vocab_size * sizeof *encoder->split_at);
-    merge_symbols(encoder, text, count);
+    *done = at;
+    return count;
+}
+
+static void encode_sentencepiece_word(mt_encoder *encoder, const char *text, int32_t bytes, mt_ids *ids) {
+    const mt_tokenizer *tokenizer = encoder->tokenizer;
     bool after_unknown = false;
-    for (int32_t at = 0; at >= 0; at = symbols[at].next)
-        push_resegmented(encoder, text + symbols[at].start, symbols[at].bytes, &after_unknown, ids);
+    if (tokenizer->has_unused) memset(encoder->split_at, 0, (size_t)tokenizer->vocab_size * sizeof *encoder->split_at);
+    for (int32_t part; bytes > 0; text += part, bytes -= part) {
+        int64_t count = first_pieces(encoder, text, bytes, &part);
+        const symbol *symbols = encoder->symbols;
+        merge_symbols(encoder, text, count);
+        for (int32_t at = count ? 0 : -1; at >= 0; at = symbols[at].next)
+            push_resegmented(encoder, text + symbols[at].start, symbols[at].bytes, &after_unknown, ids);
+    }
 }
 
 /* ---- words: cache and boundaries ------------------------------------------------------------------------------- */
@@ -866,7 +968,7 @@ static void encode_word(mt_encoder *encoder, const char *word, int32_t bytes, mt
     else
         encode_sentencepiece_word(encoder, word, bytes, ids);
     int64_t count = ids->count - before;
-    if (!slot || count > CACHE_IDS) return;
+    if (!slot || count > CACHE_IDS || encoder->no_memory) return;
     slot->bytes = (uint8_t)bytes;
     slot->count = (uint8_t)count;
     memcpy(slot->word, word, (size_t)bytes);
@@ -896,6 +998,13 @@ void mt_tokenizer_find_words(mt_tokenizer *tokenizer) {
     tokenizer->words_at_spaces = true;
 }
 
+static int fail_without_memory(const mt_encoder *encoder, int64_t bytes, mt_error *error) {
+    return mt_error_set(error,
+                        "out of memory: %s cannot cut a text of %lld bytes, since tokens may cross every place in it; "
+                        "split the text",
+                        encoder->tokenizer->path, (long long)bytes);
+}
+
 static int encode_words(mt_encoder *encoder, const char *text, int64_t bytes, mt_ids *ids, mt_error *error) {
     for (int64_t length; bytes; text += length, bytes -= length) {
         length = encoder->tokenizer->words_at_spaces ? word_end(text, bytes) : bytes;
@@ -903,24 +1012,38 @@ static int encode_words(mt_encoder *encoder, const char *text, int64_t bytes, mt
             return mt_error_set(error, "%s: a text of %lld bytes without a word boundary is too long; split it",
                                 encoder->tokenizer->path, (long long)length);
         encode_word(encoder, text, (int32_t)length, ids);
+        if (encoder->no_memory) return fail_without_memory(encoder, length, error);
     }
     return 0;
 }
 
 /* ---- unigram, as in unigram_model.cc --------------------------------------------------------------------------- */
 
+/* Makes room for a path to `end`. Nodes that no path has reached yet are clean. */
+static bool reserve_path(mt_encoder *encoder, int64_t end) {
+    int64_t before = encoder->path_capacity;
+    void *path = encoder->path;
+    bool done = make_room(encoder, &path, &encoder->path_capacity, end + 1, sizeof *encoder->path);
+    encoder->path = path;
+    for (int64_t i = before; i < encoder->path_capacity; i++) encoder->path[i] = (path_node){0, -1, -1, -1};
+    return done;
+}
+
 /* Keeps the path to `end` whose last piece begins at `start` if it is the first or the best so far. */
-static void offer_path(path_node *path, int64_t start, int64_t end, int32_t id, float score) {
-    if (path[end].start >= 0 && score <= path[end].score) return;
-    path[end] = (path_node){score, (int32_t)start, -1, id};
+static void offer_path(mt_encoder *encoder, int64_t start, int64_t end, int32_t id, float score) {
+    if (!reserve_path(encoder, end)) return;
+    path_node *node = &encoder->path[end];
+    if (node->start >= 0 && score <= node->score) return;
+    *node = (path_node){score, (int32_t)start, -1, id};
 }
 
 /* Extends the best path to `start` by every piece that begins there, and by the unknown token if no piece is exactly
  * one character. Returns the furthest position reached. */
-static int64_t extend_paths(const mt_tokenizer *tokenizer, path_node *path, const char *text, int64_t bytes,
-                            int64_t start) {
+static int64_t extend_paths(mt_encoder *encoder, const char *text, int64_t bytes, int64_t start) {
+    const mt_tokenizer *tokenizer = encoder->tokenizer;
     const mt_trie *pieces = &tokenizer->pieces;
     int64_t character = one_character(text + start, bytes - start), furthest = start + character;
+    float base = encoder->path[start].score;
     bool single = false;
     int64_t node = pieces->count ? 0 : -1;
     for (int64_t end = start; end < bytes && node >= 0;) {
@@ -929,39 +1052,55 @@ static int64_t extend_paths(const mt_tokenizer *tokenizer, path_node *path, cons
         const mt_token *token = &tokenizer->tokens[pieces->values[node]];
         float score = token->score;
         if (token->type == MT_TOKEN_USER_DEFINED) score = (float)(end - start) * tokenizer->max_score - 0.1f;
-        offer_path(path, start, end, pieces->values[node], score + path[start].score);
+        offer_path(encoder, start, end, pieces->values[node], score + base);
         if (end - start == character) single = true;
         if (end > furthest) furthest = end;
     }
     float unknown_score = tokenizer->min_score - 10.0f;
-    if (!single) offer_path(path, start, start + character, tokenizer->unknown, unknown_score + path[start].score);
+    if (!single) offer_path(encoder, start, start + character, tokenizer->unknown, unknown_score + base);
     return furthest;
 }
 
-/* The Viterbi algorithm over characters. Sums are float and are rebased to zero below -100000, as in sentencepiece 0.2,
- * so that near ties are broken alike in texts of any length. */
-static void encode_unigram(mt_encoder *encoder, const char *text, int32_t bytes, mt_ids *ids) {
-    const mt_tokenizer *tokenizer = encoder->tokenizer;
-    if (bytes + 1 > encoder->path_capacity) {
-        encoder->path_capacity = 2 * ((int64_t)bytes + 1);
-        encoder->path = mt_realloc(encoder->path, encoder->path_capacity * (int64_t)sizeof *encoder->path);
-    }
+/* Appends the pieces of the best path to `end`, and leaves clean nodes but the first, which `end` becomes. */
+static void push_best_path(mt_encoder *encoder, const char *text, int64_t end, bool *after_unknown, mt_ids *ids) {
     path_node *path = encoder->path;
-    for (int32_t i = 0; i <= bytes; i++) path[i] = (path_node){0, -1, -1, -1};
+    float score = path[end].score;
+    for (int64_t at = end; at > 0; at = path[at].start) path[path[at].start].next = (int32_t)at;
+    for (int64_t at = 0, next; at < end; at = next) {
+        next = path[at].next;
+        push_piece(encoder->tokenizer, text + at, next - at, path[next].id, after_unknown, ids);
+    }
+    for (int64_t at = 0; at <= end; at++) path[at] = (path_node){0, -1, -1, -1};
+    path[0] = (path_node){score, 0, -1, -1};
+}
+
+/* The Viterbi algorithm over characters. Sums are float and are rebased to zero below -100000, as in sentencepiece 0.2,
+ * so that near ties are broken alike in texts of any length. A long text ends a part where all paths meet. */
+static void encode_unigram(mt_encoder *encoder, const char *text, int64_t bytes, mt_ids *ids) {
     int64_t furthest = 0;
-    for (int64_t start = 0; start < bytes; start += one_character(text + start, bytes - start)) {
+    bool after_unknown = false;
+    if (!reserve_path(encoder, 0)) return;
+    encoder->path[0] = (path_node){0, 0, -1, -1};
+    for (int64_t start = 0; start < bytes && !encoder->no_memory; start += one_character(text + start, bytes - start)) {
+        if (start >= PART_SYMBOLS && furthest == start) {
+            push_best_path(encoder, text, start, &after_unknown, ids);
+            text += start;
+            bytes -= start;
+            start = furthest = 0;
+        }
+        path_node *path = encoder->path;
         float base = path[start].score;
         for (int64_t i = start; base < -100000.0f && i <= furthest; i++)
             if (path[i].start >= 0) path[i].score -= base;
-        int64_t reached = extend_paths(tokenizer, path, text, bytes, start);
-        if (reached > furthest) furthest = reached;
+        furthest = mt_max(furthest, extend_paths(encoder, text, bytes, start));
     }
-    for (int32_t end = bytes; end > 0; end = path[end].start) path[path[end].start].next = end;
-    bool after_unknown = false;
-    for (int32_t at = 0, end; at < bytes; at = end) {
-        end = path[at].next;
-        push_piece(tokenizer, text + at, end - at, path[end].id, &after_unknown, ids);
+    if (!encoder->no_memory) {
+        push_best_path(encoder, text, bytes, &after_unknown, ids);
+        return;
     }
+    free(encoder->path);
+    encoder->path = NULL;
+    encoder->path_capacity = 0;
 }
 
 static int encode_sentencepiece(mt_encoder *encoder, const char *text, int64_t bytes, mt_ids *ids, mt_error *error) {
@@ -972,8 +1111,8 @@ static int encode_sentencepiece(mt_encoder *encoder, const char *text, int64_t b
     if (normal->bytes > INT32_MAX / 2)
         return mt_error_set(error, "%s: a text of %lld bytes is too long; split it", encoder->tokenizer->path,
                             (long long)normal->bytes);
-    if (normal->bytes) encode_unigram(encoder, normal->data, (int32_t)normal->bytes, ids);
-    return 0;
+    encode_unigram(encoder, normal->data, normal->bytes, ids);
+    return encoder->no_memory ? fail_without_memory(encoder, normal->bytes, error) : 0;
 }
 
 /* ---- pre-tokenizers -------------------------------------------------------------------------------------------- */
@@ -1096,6 +1235,7 @@ void mt_encoder_close(mt_encoder *encoder) {
     free(encoder->normalized[1].data);
     free(encoder->repaired.data);
     free(encoder->path);
+    free(encoder->neighbours.slots);
     free(encoder->split_at);
     free(encoder->heap);
     free(encoder->symbols);
