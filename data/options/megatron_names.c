@@ -84,7 +84,6 @@ static const struct {
      "override-opt-param-scheduler", "true"},
     {MT_NAME_ALWAYS, "schedules follow the options of this run, not those of the checkpoint",
      "use-checkpoint-opt-param-scheduler", "false"},
-    {MT_NAME_ALWAYS, "the model is the one of the --load folder", "use-checkpoint-args", "true"},
     {MT_NAME_ALWAYS, "a checkpoint loads on any layout, which the options of this run give",
      "use-mp-args-from-checkpoint-args", "false"},
     {MT_NAME_ALWAYS, "all ranks write and read their parts of a checkpoint",
