@@ -294,6 +294,7 @@ static void the_run_goes_on_from_its_numbers(void **state) {
         assert_int_equal(run.consumed_train_samples, 112);
         assert_int_equal(run.consumed_valid_samples, 32);
         assert_int_equal(run.has_optimizer, i == 0);
+        assert_int_equal(run.optimizer_step, i == 0 ? 1 : 7);
         assert_true(mt_pickled_int(mt_pickled_get(mt_megatron_args(c), "hidden_size"), 1, 99, &hidden));
         assert_int_equal(hidden, i == 0 ? 8 : 16);
         mt_megatron_close(c);

@@ -54,7 +54,8 @@ model='--num-layers 2 --hidden-size 16 --ffn-hidden-size 24 --num-attention-head
 options_give_the_model_and_are_compared() {
     from="--load $golden/dense_tp2 --mock-data --lr 1e-3 --device cpu --train-iters 0 --no-load-optim"
     # shellcheck disable=SC2086
-    "$train" $from $model --save "$work/given" >"$work/out" 2>"$work/err" && scores dense_tp2 "$work/given" 1 || return 1
+    "$train" $from $model --save "$work/given" >"$work/out" 2>"$work/err" &&
+        scores dense_tp2 "$work/given" 1 || return 1
     # shellcheck disable=SC2086
     refused "its run has --rotary-base 10000, not 500000; give that, or --use-checkpoint-args" "$train" $from $model \
         --rotary-base 500000 --save "$work/other" || return 1
@@ -86,8 +87,8 @@ a_run_goes_on_with_the_optimizer_or_says_why_not() {
 a_checkpoint_becomes_a_folder_of_hugging_face() {
     for written in dense_tp2 gpt_tp2 moe torch_tp2; do
         # shellcheck disable=SC2086
-        "$train" --load "$golden/$written" --use-checkpoint-args --no-load-optim --train-iters 0 --save "$work/hf-$written" \
-            --device cpu --mock-data --lr 1e-3 >"$work/out" 2>"$work/err" &&
+        "$train" --load "$golden/$written" --use-checkpoint-args --no-load-optim --train-iters 0 \
+            --save "$work/hf-$written" --device cpu --mock-data --lr 1e-3 >"$work/out" 2>"$work/err" &&
             scores $written "$work/hf-$written" 1 || return 1
     done
 }

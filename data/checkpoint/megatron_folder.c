@@ -39,6 +39,7 @@ struct mt_megatron {
     int64_t num_matrices;
     mt_pickle *common; // all but the tensors
     const mt_pickled *common_state;
+    mt_zip common_zip; // of its tensors
     const char *other_optimizer;
     bool has_optimizer;
 };
@@ -425,14 +426,13 @@ static int mt_megatron_add_tensor(mt_megatron *c, const char *full, const mt_pic
 
 /* All but the tensors: common.pt of older versions, or the object common_state, a list of one dict. */
 static int mt_megatron_read_common(mt_megatron *c, const mt_storage *storage, mt_error *error) {
-    mt_zip zip = {0};
     const mt_safetensors_file *file;
     int status = -1;
     if (mt_folder_has(c->folder, "common.pt")) {
         file = mt_megatron_map(c, "common.pt", error);
         if (!file) return -1;
-        if (mt_zip_open(&zip, file->base, file->bytes, file->path, error) == 0) {
-            const mt_zip_entry *data = mt_zip_find(&zip, "data.pkl");
+        if (mt_zip_open(&c->common_zip, file->base, file->bytes, file->path, error) == 0) {
+            const mt_zip_entry *data = mt_zip_find(&c->common_zip, "data.pkl");
             status = data ? mt_pickle_read(&c->common, data->data, data->bytes, file->path, error)
                           : mt_error_set(error, "%s: has no data.pkl; get it again", file->path);
         }
@@ -440,11 +440,10 @@ static int mt_megatron_read_common(mt_megatron *c, const mt_storage *storage, mt
         status = 0;
         for (int64_t i = 0; i < storage->count; i++) {
             if (strncmp(storage->rows[i].name, "common_state/", 13) != 0) continue;
-            status = mt_megatron_open_blob(c, &storage->rows[i], &file, &zip, &c->common, error);
+            status = mt_megatron_open_blob(c, &storage->rows[i], &file, &c->common_zip, &c->common, error);
             break;
         }
     }
-    mt_zip_free(&zip);
     if (status != 0) return -1;
     c->common_state = c->common ? mt_pickle_root(c->common) : NULL;
     if (c->common_state && c->common_state->kind == MT_PICKLED_LIST)
@@ -697,8 +696,7 @@ static int mt_megatron_open_torch(mt_megatron *c, bool tensors, mt_error *error)
                         : mt_folder_has(c->folder, "mp_rank_00_000") ? "mp_rank_00_000/model_optim_rng.pt"
                                                                      : "mp_rank_00_000_000/model_optim_rng.pt";
     int status = mt_rank_file_open(c, &rank, first, error);
-    mt_zip_free(&rank.zip);
-    c->common = rank.pickle;
+    c->common_zip = rank.zip, c->common = rank.pickle;
     if (status != 0) return -1;
     c->common_state = mt_pickle_root(c->common);
     if (mt_pickled_get(c->common_state, "optimizer")) c->other_optimizer = "torch";
@@ -769,6 +767,7 @@ void mt_megatron_close(mt_megatron *c) {
         free(c->files[i].path);
     }
     mt_pickle_free(c->common);
+    mt_zip_free(&c->common_zip);
     free(c->files), free(c->found), free(c->pieces), free(c->matrices), free(c->folder);
     free(c);
 }
@@ -808,12 +807,27 @@ const mt_pickled *mt_megatron_args(const mt_megatron *c) {
     return args && args->kind == MT_PICKLED_OBJECT && args->items[2] ? args : NULL;
 }
 
+/* A whole number of steps, or a tensor of one float that is one, as PyTorch's Adam counts. */
+static bool mt_megatron_steps(const mt_megatron *c, const mt_pickled *value, int64_t *step) {
+    mt_torch_tensor tensor;
+    mt_error ignored;
+    float number;
+    if (mt_pickled_int(value, 0, INT32_MAX, step)) return true;
+    if (!mt_pickled_tensor(value, &tensor) || tensor.count != 1 || tensor.dtype != MT_F32) return false;
+    const void *data = mt_megatron_tensor_data(&c->common_zip, &tensor, c->folder, "step", &ignored);
+    if (!data) return false;
+    memcpy(&number, data, sizeof number);
+    if (!(number >= 0 && number < 1e9F)) return false;
+    *step = (int64_t)number;
+    return true;
+}
+
 /* The updates by the optimizer: a number of its state, or of its groups of parameters. */
-static bool mt_optimizer_updates(const mt_pickled *optimizer, int64_t *step) {
+static bool mt_optimizer_updates(const mt_megatron *c, const mt_pickled *optimizer, int64_t *step) {
     const mt_pickled *inner = mt_pickled_get(optimizer, "optimizer"), *own = inner ? inner : optimizer;
     const mt_pickled *groups = mt_pickled_get(own, "param_groups");
-    return mt_pickled_int(mt_pickled_get(mt_pickled_get(own, "state"), "common_step"), 0, INT64_MAX, step) ||
-           mt_pickled_int(mt_pickled_get(mt_pickled_item(groups, 0), "step"), 0, INT64_MAX, step);
+    return mt_megatron_steps(c, mt_pickled_get(mt_pickled_get(own, "state"), "common_step"), step) ||
+           mt_megatron_steps(c, mt_pickled_get(mt_pickled_item(groups, 0), "step"), step);
 }
 
 mt_megatron_run mt_megatron_read_run(const mt_megatron *c) {
@@ -824,7 +838,7 @@ mt_megatron_run mt_megatron_read_run(const mt_megatron *c) {
     mt_pickled_int(mt_pickled_get(args, "consumed_train_samples"), 0, 1000ll * MOST, &run.consumed_train_samples);
     mt_pickled_int(mt_pickled_get(args, "consumed_valid_samples"), 0, 1000ll * MOST, &run.consumed_valid_samples);
     run.optimizer_step = run.iteration;
-    if (!mt_optimizer_updates(mt_pickled_get(c->common_state, "optimizer"), &run.optimizer_step))
+    if (!mt_optimizer_updates(c, mt_pickled_get(c->common_state, "optimizer"), &run.optimizer_step))
         run.optimizer_step = run.iteration;
     return run;
 }
