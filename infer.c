@@ -186,7 +186,7 @@ static void score(mt_inference *r) {
     mt_inference_check(r, count < 0 ? -1 : 0, &error);
     mt_scoring_close(scoring);
     if (!r->is_first) return;
-    mt_report_inference(r->model, r->context, stderr);
+    mt_report_inference(r->model, &r->options, r->context, stderr);
     fprintf(stderr, "scored %lld sequences, %.1f tokens/s\n", (long long)count, (double)tokens / (mt_time() - start));
 }
 
@@ -201,7 +201,7 @@ static void merge(mt_inference *r) {
     else if (r->is_first && mt_tokenizer_open_folder(&r->tokenizer, r->folder, &error) != 0) // ByteLevel, or none
         r->tokenizer = NULL;
     mt_inference_check(r, status, &error);
-    mt_inference_check(r, mt_adapter_merge(r->model, r->tokenizer, &error), &error);
+    mt_inference_check(r, mt_adapter_merge(r->model, &r->options, r->tokenizer, &error), &error);
     if (r->is_first) printf("wrote the merged model to %s\n", r->options.merge_adapter);
 }
 

@@ -101,7 +101,7 @@ static bool step(mt_run *r) {
     if (timed) mt_profile_step_end();
     if (traced) mt_trace_step_end();
     if (status == MT_REWIND) {
-        mt_run_check(r, mt_checkpoint_rewind(r->model, &r->state, r->saver, &error), &error);
+        mt_run_check(r, mt_checkpoint_rewind(r->model, &r->options, &r->state, r->saver, &error), &error);
         mt_run_report_saved(r);
         r->last_saved = r->state.iteration;
         return false;

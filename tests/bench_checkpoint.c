@@ -212,7 +212,7 @@ static double load(bench *b, series *s) {
     free(latest);
     double counted = -bytes_read();
     begin(b, s);
-    check(mt_checkpoint_load(b->model, &state, b->folder, &error), &error);
+    check(mt_checkpoint_load(b->model, &b->options, &state, b->folder, &error), &error);
     end(b, s);
     return counted + bytes_read();
 }
@@ -231,7 +231,7 @@ static void bench_once(bench *b) {
     series write = {0}, read = {0};
     if (!b->is_there) {
         mt_saver *saver;
-        mt_saver_open(&saver, b->model, b->folder, NULL, NULL, false);
+        mt_saver_open(&saver, b->model, &b->options, b->folder, NULL, NULL, false);
         save(b, saver, &write);
         mt_saver_close(saver);
         print(b, "save", &write, 0, NULL);
@@ -246,7 +246,7 @@ static void bench_save_and_load(bench *b) {
     series cached = {0}, direct = {0}, write = {0}, cached_read = {0}, direct_read = {0}, read = {0};
     double counted = 0;
     mt_saver *saver;
-    mt_saver_open(&saver, b->model, b->folder, NULL, NULL, false);
+    mt_saver_open(&saver, b->model, &b->options, b->folder, NULL, NULL, false);
     for (int64_t round = 0; round < b->rounds; round++) {
         run(b, "cd %s && rm -rf iter_* dd; sync", b->folder, 0);
         for (int i = 0; i < 3; i++) {
@@ -308,7 +308,7 @@ static void bench_stall(bench *b) {
     char *from = b->ops->memory_alloc(share), *to = b->ops->memory_alloc_host(share);
     b->ops->memory_zero(from, share, stream);
     memset(to, 2, (size_t)share);
-    mt_saver_open(&saver, b->model, b->folder, NULL, NULL, true);
+    mt_saver_open(&saver, b->model, &b->options, b->folder, NULL, NULL, true);
     for (int64_t round = 0; round < b->rounds; round++) {
         mt_run_state state = {.iteration = 2};
         copy_plainly(b, &copy, to, from, share);

@@ -106,7 +106,8 @@ static double decode_rate(mt_generator *generator, const mt_options *options, co
         for (int64_t s = 0; s < c->texts; s++) {
             for (int64_t i = 0; i < c->prompt; i++) // no two texts share a page, nor do a warm-up's
                 prompt[i] = (int32_t)(((s + 1) * 7919 + i * 104729 + c->new_tokens * 31) % options->vocab_size);
-            if (mt_sequence_begin(&sequences[s], s, prompt, c->prompt, c->prompt + c->new_tokens, options, &error) != 0)
+            if (mt_sequence_begin(&sequences[s], s, prompt, c->prompt, c->prompt + c->new_tokens,
+                                  options->max_new_tokens, options, &error) != 0)
                 mt_die("%s", error.text);
         }
         mt_generator_totals before = mt_generator_read_totals(generator);

@@ -2,7 +2,7 @@
  * byte selects the file; the rest is its contents. */
 #include "../data/base/file.h"
 #include "../data/base/safetensors.h"
-#include "../data/tokens/special_tokens.h"
+#include "../data/models/special_tokens.h"
 #include "../data/options/option_reader.h"
 #include "../data/options/option_rules.h"
 #include "../data/options/options.h"
@@ -104,7 +104,7 @@ int LLVMFuzzerInitialize(int *argc, char ***argv) {
     check(mt_grid_build(&grid, &shape, &error), &error);
     check(mt_model_create(&model, &shape, &grid, &mt_cpu_ops, &plan, &error), &error);
     mt_model_init(model);
-    check(mt_checkpoint_save(model, &state, root, NULL, NULL, &error), &error);
+    check(mt_checkpoint_save(model, &shape, &state, root, NULL, NULL, &error), &error);
     atexit(remove_root);
     keep_contents();
     return 0;
@@ -119,7 +119,7 @@ static void load_shape(const mt_options *options) {
     if (mt_num_parameters(options) > 20000 || options->num_layers > 4 || options->max_position_embeddings > 1000)
         return;
     if (mt_model_create(&other, options, &grid, &mt_cpu_ops, &plan, &error) != 0 ||
-        mt_checkpoint_load(other, &state, root, &error) != 0)
+        mt_checkpoint_load(other, options, &state, root, &error) != 0)
         refused_in_one_line(&error);
     mt_model_destroy(other);
 }
@@ -148,7 +148,7 @@ static void read_shape(void) {
 static void load(void) {
     mt_run_state state;
     mt_error error;
-    if (mt_checkpoint_load(model, &state, root, &error) != 0) {
+    if (mt_checkpoint_load(model, &shape, &state, root, &error) != 0) {
         refused_in_one_line(&error);
         return;
     }

@@ -90,7 +90,7 @@ static void create_model(fixture *f, const mt_grid *grid) {
     mt_run_state state = {0};
     mt_model_plan plan = {.max_tokens = TOKENS, .max_logits = TOKENS, .max_position = SEQ_LENGTH, .train = true};
     if (mt_model_create(&f->model, &f->options, grid, backend, &plan, &error) != 0) fail_msg("%s", error.text);
-    if (mt_checkpoint_load(f->model, &state, f->folder, &error) != 0) fail_msg("%s", error.text);
+    if (mt_checkpoint_load(f->model, &f->options, &state, f->folder, &error) != 0) fail_msg("%s", error.text);
     assert_int_equal(state.iteration, 0);
 }
 

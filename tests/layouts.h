@@ -1024,7 +1024,7 @@ static int half_save(comparison *v, trainee *t, const pair *p, const reference *
                      mt_error *error) {
     mt_saver *saver;
     mt_error late;
-    mt_saver_open(&saver, t->model, folder, NULL, NULL, number % 2);
+    mt_saver_open(&saver, t->model, &t->options, folder, NULL, NULL, number % 2);
     int status = mt_saver_save(saver, &t->state, error);
     if (status == 0 && pair_is_of_one_layout(p)) status = train_on(v, t, r, NULL, went_on[number], error);
     int finished = mt_saver_finish(saver, status == 0 ? error : &late);
@@ -1036,8 +1036,8 @@ static int half_save(comparison *v, trainee *t, const pair *p, const reference *
 static int half_load(comparison *v, trainee *t, const pair *p, const reference *r, int number, const char *folder,
                      mt_error *error) {
     bool adapts = t->options.lora_rank > 0; // their base has the weights of the seed
-    if (adapts && mt_checkpoint_load_adapter(t->model, &t->state, folder, false, error) != 0) return -1;
-    if (!adapts && mt_checkpoint_load(t->model, &t->state, folder, error) != 0) return -1;
+    if (adapts && mt_checkpoint_load_adapter(t->model, &t->options, &t->state, folder, false, error) != 0) return -1;
+    if (!adapts && mt_checkpoint_load(t->model, &t->options, &t->state, folder, error) != 0) return -1;
     if (t->state.iteration != SAVED_AFTER) return mt_error_set(error, "the run continues at another iteration");
     return train_on(v, t, r, pair_is_of_one_layout(p) ? went_on[number] : NULL, NULL, error);
 }
@@ -1134,7 +1134,7 @@ static int train_family(fixture *f, const mt_grid *grid, double *losses, double 
     mt_model_plan plan = {.max_tokens = TOKENS, .max_logits = TOKENS, .max_position = SEQ_LENGTH, .train = true};
     mt_run_state run = {0};
     if (mt_model_create(&f->model, &f->options, grid, backend, &plan, error) != 0) return -1;
-    if (mt_checkpoint_load(f->model, &run, f->folder, error) != 0) return -1;
+    if (mt_checkpoint_load(f->model, &f->options, &run, f->folder, error) != 0) return -1;
     int64_t rows = f->options.micro_batch_size, stride = rows * grid->data.size;
     for (int64_t step = 0; step < STEPS; step++) {
         source from = {f, step, rows, grid->data.rank * rows, stride};

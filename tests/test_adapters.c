@@ -347,7 +347,7 @@ static void a_checkpoint_is_a_folder_of_peft(void **state) {
     mt_run_state run = {0};
     mt_error error;
     create_model(&f, &mt_grid_of_one);
-    if (mt_checkpoint_save(f.model, &run, at("peft"), NULL, NULL, &error) != 0) fail_msg("%s", error.text);
+    if (mt_checkpoint_save(f.model, &f.options, &run, at("peft"), NULL, NULL, &error) != 0) fail_msg("%s", error.text);
     assert_same_tensors(PEFT, at("peft/iter_0000000"), "adapter_model");
     assert_false(mt_folder_has(at("peft/iter_0000000"), "model.safetensors"));
     assert_false(mt_folder_has(at("peft/iter_0000000"), "config.json"));
@@ -380,7 +380,7 @@ static void a_run_continues_bit_for_bit(void **state) {
                     &(mt_model_plan){
                         .max_tokens = TOKENS, .max_logits = TOKENS, .max_position = SEQ_LENGTH, .train = true},
                     &error) != 0 ||
-                mt_checkpoint_load(f.model, &run, f.folder, &error) != 0)
+                mt_checkpoint_load(f.model, &f.options, &run, f.folder, &error) != 0)
                 fail_msg("%s", error.text);
             assert_int_equal(run.iteration, turn ? 2 : 0);
             while (run.iteration < PEFT_STEPS) {
@@ -388,7 +388,7 @@ static void a_run_continues_bit_for_bit(void **state) {
                 train_step(&f, &run, &metrics);
                 losses[run.iteration - 1][turn] = metrics.loss;
                 if (turn == 0 && run.iteration == 2 &&
-                    mt_checkpoint_save(f.model, &run, folder, NULL, NULL, &error) != 0)
+                    mt_checkpoint_save(f.model, &f.options, &run, folder, NULL, NULL, &error) != 0)
                     fail_msg("%s", error.text);
             }
             close_family(&f);
@@ -407,9 +407,10 @@ static void a_merged_folder_is_a_whole_model(void **state) {
     create_model(&f, &mt_grid_of_one);
     create_model(&whole, &mt_grid_of_one);
     f.options.merge_adapter = mt_strdup(at("merged"));
-    if (mt_adapter_merge(f.model, NULL, &error) != 0) fail_msg("%s", error.text);
-    assert_int_equal(mt_adapter_merge(f.model, NULL, &error), -1); // the folder holds a model now
-    if (mt_checkpoint_load(whole.model, &ignored, at("merged"), &error) != 0) fail_msg("%s", error.text);
+    if (mt_adapter_merge(f.model, &f.options, NULL, &error) != 0) fail_msg("%s", error.text);
+    assert_int_equal(mt_adapter_merge(f.model, &f.options, NULL, &error), -1); // the folder holds a model now
+    if (mt_checkpoint_load(whole.model, &whole.options, &ignored, at("merged"), &error) != 0)
+        fail_msg("%s", error.text);
     fill_batch(&f, 0, 0, SEQUENCES, &f.batch);
     mt_model_forward(whole.model, &f.batch, false);
     mt_model_read(whole.model, logp, NULL, NULL);
@@ -593,7 +594,7 @@ static void other_tensors_are_refused(void **state) {
         mt_run_state run;
         mt_error error;
         assert_int_equal(mt_model_create(&f.model, &f.options, &mt_grid_of_one, backend, &plan, &error), 0);
-        assert_int_equal(mt_checkpoint_load(f.model, &run, f.folder, &error), -1);
+        assert_int_equal(mt_checkpoint_load(f.model, &f.options, &run, f.folder, &error), -1);
         if (!strstr(error.text, rows[i].part)) fail_msg("\"%s\" does not say \"%s\"", error.text, rows[i].part);
         close_family(&f);
     }
@@ -671,7 +672,7 @@ static void values_that_are_not_finite_are_refused(void **state) {
     mt_model_plan plan = {.max_tokens = TOKENS, .max_logits = TOKENS, .max_position = SEQ_LENGTH, .train = true};
     mt_run_state run;
     assert_int_equal(mt_model_create(&f.model, &f.options, &mt_grid_of_one, backend, &plan, &error), 0);
-    assert_int_equal(mt_checkpoint_load(f.model, &run, f.folder, &error), -1);
+    assert_int_equal(mt_checkpoint_load(f.model, &f.options, &run, f.folder, &error), -1);
     if (!strstr(error.text, "1 values of tensor")) fail_msg("%s", error.text);
     close_family(&f);
 }

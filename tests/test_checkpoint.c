@@ -46,25 +46,27 @@ static void assert_says(const mt_error *error, const char *words) {
 
 static void load(fixture *f, mt_run_state *state, const char *folder) {
     mt_error error;
-    if (mt_checkpoint_load(f->model, state, folder, &error) != 0) fail_msg("%s", error.text);
+    if (mt_checkpoint_load(f->model, &f->options, state, folder, &error) != 0) fail_msg("%s", error.text);
 }
 
 static void save(fixture *f, const mt_run_state *state, const char *folder) {
     mt_error error;
-    if (mt_checkpoint_save(f->model, state, folder, NULL, NULL, &error) != 0) fail_msg("%s", error.text);
+    if (mt_checkpoint_save(f->model, &f->options, state, folder, NULL, NULL, &error) != 0) fail_msg("%s", error.text);
 }
 
 static void assert_load_fails(fixture *f, const char *folder, const char *words) {
     mt_error error;
     mt_run_state state;
-    if (mt_checkpoint_load(f->model, &state, folder, &error) == 0) fail_msg("loaded, but not for \"%s\"", words);
+    if (mt_checkpoint_load(f->model, &f->options, &state, folder, &error) == 0)
+        fail_msg("loaded, but not for \"%s\"", words);
     assert_says(&error, words);
 }
 
 static void assert_save_fails(fixture *f, const char *folder, const char *words) {
     mt_error error;
     mt_run_state state = {.iteration = 7};
-    if (mt_checkpoint_save(f->model, &state, folder, NULL, NULL, &error) == 0) fail_msg("saved, but not for %s", words);
+    if (mt_checkpoint_save(f->model, &f->options, &state, folder, NULL, NULL, &error) == 0)
+        fail_msg("saved, but not for %s", words);
     assert_says(&error, words);
 }
 
@@ -274,9 +276,9 @@ static void small_shards_hold_the_same_tensors(void **state) {
         fixture f = open_family(families[k], 4, 1, false);
         create_model(&f, &mt_grid_of_one);
         assert_int_equal(mkdir(at(families[k]), 0777), 0);
-        assert_int_equal(mt_safetensors_save_folder(f.model, at(families[k]), "model", 20000, &error), 0);
+        assert_int_equal(mt_safetensors_save_folder(f.model, at(families[k]), "model", 20000, "--save", &error), 0);
         assert_true(count_entries(at(families[k]), "-of-0") > 3);
-        assert_int_equal(mt_safetensors_save_folder(f.model, at(families[k]), "model", 20000, &error), -1);
+        assert_int_equal(mt_safetensors_save_folder(f.model, at(families[k]), "model", 20000, "--save", &error), -1);
         assert_non_null(strstr(error.text, "exists")); // and is left as it was
         assert_same_tensors(at(families[k]), f.folder);
         close_family(&f);
@@ -616,7 +618,7 @@ static void the_latest_moves_on_and_links_that_are_stale_go(void **state) {
     fixture f = open_family("llama", 4, 1, false);
     create_model(&f, &mt_grid_of_one);
     mt_run_state run = {.iteration = 1};
-    assert_int_equal(mt_checkpoint_save(f.model, &run, at("out"), add_tokenizer, "{}", &error), 0);
+    assert_int_equal(mt_checkpoint_save(f.model, &f.options, &run, at("out"), add_tokenizer, "{}", &error), 0);
     assert_true(exists(at("out/tokenizer.json")));
     write_text(at("out/notes.txt"), "the user's own");
     run.iteration = 2;
@@ -636,7 +638,7 @@ static void saving_an_iteration_again_replaces_it_whole(void **state) {
     fixture f = open_family("llama", 4, 1, false);
     create_model(&f, &mt_grid_of_one);
     mt_run_state run = {.iteration = 3};
-    assert_int_equal(mt_checkpoint_save(f.model, &run, at("out"), add_tokenizer, "{}", &error), 0);
+    assert_int_equal(mt_checkpoint_save(f.model, &f.options, &run, at("out"), add_tokenizer, "{}", &error), 0);
     run.consumed_train_samples = 77;
     save(&f, &run, at("out"));
     assert_false(exists(at("out/iter_0000003/tokenizer.json")));
@@ -683,11 +685,11 @@ static void someone_elses_model_is_not_overwritten(void **state) {
     assert_int_equal(mkdir(at("third/latest_checkpointed_iteration.txt"), 0777), 0);
     write_text(at("file"), "");
     mt_error error;
-    assert_int_equal(mt_checkpoint_prepare(f.model, at("model"), &error), -1);
+    assert_int_equal(mt_checkpoint_prepare(f.model, &f.options, at("model"), &error), -1);
     assert_says(&error, "is a model's own folder");
-    assert_int_equal(mt_checkpoint_prepare(f.model, at("third"), &error), -1);
+    assert_int_equal(mt_checkpoint_prepare(f.model, &f.options, at("third"), &error), -1);
     assert_says(&error, "third/latest_checkpointed_iteration.txt: is a folder");
-    assert_int_equal(mt_checkpoint_prepare(f.model, at("new/one"), &error), 0);
+    assert_int_equal(mt_checkpoint_prepare(f.model, &f.options, at("new/one"), &error), 0);
     assert_save_fails(&f, at("file"), "cannot be made");
     assert_save_fails(&f, at("file/out"), "cannot be made");
     close_family(&f);
@@ -708,7 +710,7 @@ static void a_full_disk_leaves_the_checkpoint_before(void **state) {
         setrlimit(RLIMIT_FSIZE, &limit);
         mt_error error;
         mt_run_state later = {.iteration = 7};
-        int status = mt_checkpoint_save(f.model, &later, at("out"), NULL, NULL, &error);
+        int status = mt_checkpoint_save(f.model, &f.options, &later, at("out"), NULL, NULL, &error);
         setrlimit(RLIMIT_FSIZE, &before);
         assert_int_equal(status, -1);
         assert_says(&error, "too large for the limit on file sizes");
@@ -727,7 +729,7 @@ static void a_failing_addition_leaves_the_checkpoint_before(void **state) {
     create_model(&f, &mt_grid_of_one);
     mt_run_state run = {.iteration = 6};
     save(&f, &run, at("out"));
-    assert_int_equal(mt_checkpoint_save(f.model, &run, at("out"), add_tokenizer, NULL, &error), -1);
+    assert_int_equal(mt_checkpoint_save(f.model, &f.options, &run, at("out"), add_tokenizer, NULL, &error), -1);
     assert_string_equal(error.text, "tokenizer: is lost; find it");
     assert_int_equal(count_entries(at("out"), "iter_"), 1);
     load(&f, &run, at("out"));
@@ -1198,7 +1200,8 @@ static void an_optimizer_without_a_tensor_is_refused(void **state) {
     make_older(at("out/iter_0000005"));
     assert_load_fails(&f, at("out"), "optimizer.safetensors");
     unlink(at("out/iter_0000005/optimizer.safetensors.index.json"));
-    assert_int_equal(mt_safetensors_save_folder(tied.model, at("out/iter_0000005"), "optimizer", 1 << 30, &error), 0);
+    assert_int_equal(
+        mt_safetensors_save_folder(tied.model, at("out/iter_0000005"), "optimizer", 1 << 30, "--save", &error), 0);
     assert_load_fails(&f, at("out"), "the optimizer's state has no tensor \"exp_avg.lm_head.weight\"");
     close_family(&f);
     close_family(&tied);
@@ -1308,7 +1311,7 @@ static void damage_anywhere_is_seen_and_the_one_before_is_used(void **state) {
             int64_t place = (status.st_size - 1) * (i / 2) / (PLACES - 1);
             damage(path, place, i % 2);
             f.options.load = NULL, f.options.save = NULL;
-            if (mt_checkpoint_load(f.model, &run, folder, &error) == 0)
+            if (mt_checkpoint_load(f.model, &f.options, &run, folder, &error) == 0)
                 fail_msg("%s, %s at %d: loaded", names[k], i % 2 ? "cut" : "changed", (int)place);
             assert_says(&error, "damaged");
             f.options.load = f.options.save = folder;

@@ -335,7 +335,7 @@ static int save(run *r, int64_t generation, mt_error *error) {
     mt_run_state state = {.iteration = iterations[generation], .consumed_train_samples = generation};
     fill(r, (float)generation);
     r->options.save = r->save;
-    int status = mt_checkpoint_save(r->model, &state, r->save, add_tokenizer, NULL, error);
+    int status = mt_checkpoint_save(r->model, &r->options, &state, r->save, add_tokenizer, NULL, error);
     r->options.save = NULL;
     return status;
 }
@@ -357,7 +357,7 @@ static const char *try_load(run *r, const char *folder, int64_t low, int64_t hig
     r->options.load = r->options.save = (char *)folder;
     fill(r, -1);
     silence(r, true);
-    int status = mt_checkpoint_load(r->model, &state, folder, &error);
+    int status = mt_checkpoint_load(r->model, &r->options, &state, folder, &error);
     silence(r, false);
     r->options.load = r->options.save = NULL;
     int64_t found = state.consumed_train_samples;

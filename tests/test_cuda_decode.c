@@ -605,7 +605,7 @@ static mt_model *create_model(const mt_options *options, const mt_ops *ops, cons
     mt_error error = {{0}};
     mt_run_state state = {0};
     if (mt_model_create(&model, options, &mt_grid_of_one, ops, plan, &error) != 0 ||
-        mt_checkpoint_load(model, &state, options->load, &error) != 0)
+        mt_checkpoint_load(model, options, &state, options->load, &error) != 0)
         fail_msg("%s", error.text);
     return model;
 }
@@ -954,7 +954,8 @@ static void generate(const mt_options *options, const mt_ops *ops, const mt_samp
         int32_t prompt[CONTEXT];
         for (int64_t i = 0; i < 8 + 3 * s; i++)
             prompt[i] = s == 0 ? golden[i] : (int32_t)((i * 31 + 7 * s) % options->vocab_size);
-        if (mt_sequence_begin(&sequences[s], s, prompt, 8 + 3 * s, CONTEXT, options, &error) != 0)
+        if (mt_sequence_begin(&sequences[s], s, prompt, 8 + 3 * s, CONTEXT, options->max_new_tokens, options, &error) !=
+            0)
             fail_msg("%s", error.text);
         sequences[s].max_tokens -= 5 * s;
     }

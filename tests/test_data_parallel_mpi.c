@@ -905,9 +905,11 @@ static void save_and_resume(int saves, int loads, bool is_bf16, const char *type
     trainee_open(&first, &grid, words, saves, saves % 2);
     mt_model_init(first.model);
     for (int i = 0; i < 3; i++) train_one_step(&first, 2);
-    if (mt_checkpoint_save(first.model, &first.state, folder, NULL, NULL, &error) != 0) fail_msg("%s", error.text);
+    if (mt_checkpoint_save(first.model, &first.options, &first.state, folder, NULL, NULL, &error) != 0)
+        fail_msg("%s", error.text);
     trainee_open(&second, &grid, words, loads, loads % 2);
-    if (mt_checkpoint_load(second.model, &second.state, folder, &error) != 0) fail_msg("%s", error.text);
+    if (mt_checkpoint_load(second.model, &second.options, &second.state, folder, &error) != 0)
+        fail_msg("%s", error.text);
     assert_int_equal(second.state.iteration, 3);
     if (types != scaled || !saves == !loads) assert_same_state(&first, &second); // else the scales' parts differ
     for (int i = 0; i < 3; i++) {
@@ -942,10 +944,11 @@ static void one_rank_loads_the_checkpoint_of_many(void **state) {
         trainee_open(&together, &grid, untied, strategy, true);
         mt_model_init(together.model);
         train_one_step(&together, 1);
-        if (mt_checkpoint_save(together.model, &together.state, folder, NULL, NULL, &error) != 0)
+        if (mt_checkpoint_save(together.model, &together.options, &together.state, folder, NULL, NULL, &error) != 0)
             fail_msg("%s", error.text);
         trainee_open(&single, &mt_grid_of_one, untied, 0, false);
-        if (mt_checkpoint_load(single.model, &single.state, folder, &error) != 0) fail_msg("%s", error.text);
+        if (mt_checkpoint_load(single.model, &single.options, &single.state, folder, &error) != 0)
+            fail_msg("%s", error.text);
         assert_same_state(&together, &single);
         trainee_close(&together), trainee_close(&single);
         remove_checkpoint();
@@ -964,7 +967,7 @@ static void train_and_save(const char *words, int strategy, const char *into, bo
     char first[1024];
     trainee_open(&t, &grid, words, strategy, true);
     mt_model_init(t.model);
-    mt_saver_open(&saver, t.model, into, NULL, NULL, async);
+    mt_saver_open(&saver, t.model, &t.options, into, NULL, NULL, async);
     const late_stream *copies = async ? &late_streams[num_streams - 1] : NULL;
     for (int i = 0; i < 5; i++) {
         if (i < 4) train_one_step(&t, 2);
@@ -975,7 +978,7 @@ static void train_and_save(const char *words, int strategy, const char *into, bo
         if (async) assert_true(copies->count > 0); // the save did not
     }
     snprintf(first, sizeof first, "%s/iter_0000001", into);
-    if (mt_checkpoint_load(t.model, &of_first, first, &error) != 0) fail_msg("%s", error.text);
+    if (mt_checkpoint_load(t.model, &t.options, &of_first, first, &error) != 0) fail_msg("%s", error.text);
     if (mt_saver_finish(saver, &error) != 0) fail_msg("%s", error.text);
     assert_int_equal(mt_saver_in_place(saver), 5);
     mt_saver_close(saver);
@@ -1023,14 +1026,14 @@ static void a_failed_save_is_an_error_on_every_rank(void **state) {
     }
     mt_barrier(&grid.world);
     trainee_open(&t, &grid, tied, 3, false);
-    assert_int_equal(mt_checkpoint_save(t.model, &t.state, folder, NULL, NULL, &error), -1);
+    assert_int_equal(mt_checkpoint_save(t.model, &t.options, &t.state, folder, NULL, NULL, &error), -1);
     assert_non_null(strstr(error.text, folder));
     mt_ops late = late_ops();
     trainee_close(&t);
     backend = &late;
     trainee_open(&t, &grid, tied, 3, false);
     mt_saver *saver;
-    mt_saver_open(&saver, t.model, folder, NULL, NULL, true);
+    mt_saver_open(&saver, t.model, &t.options, folder, NULL, NULL, true);
     memset(&error, 0, sizeof error);
     assert_int_equal(mt_saver_save(saver, &t.state, &error), -1);
     assert_non_null(strstr(error.text, folder));

@@ -3,7 +3,7 @@
 #include "../cuda/decode.h"
 #include "../data/tokens/prompts.h"
 #include "../data/tokens/response.h"
-#include "../data/tokens/special_tokens.h"
+#include "../data/models/special_tokens.h"
 #include "../data/options/option_table.h"
 #include "../data/options/options.h"
 #include "../data/models/generate.h"
@@ -44,7 +44,7 @@ static mt_model *create_model(const mt_options *options, const mt_model_plan *pl
     mt_error error = {{0}};
     mt_run_state state = {0};
     if (mt_model_create(&model, options, &mt_grid_of_one, &mt_cpu_ops, plan, &error) != 0 ||
-        mt_checkpoint_load(model, &state, options->load, &error) != 0)
+        mt_checkpoint_load(model, options, &state, options->load, &error) != 0)
         fail_msg("%s", error.text);
     return model;
 }
@@ -88,7 +88,8 @@ static int64_t read_ids(const char *path, const char *key, int32_t *ids, int64_t
 static mt_sequence begin(const mt_options *options, int64_t id, const int32_t *prompt, int64_t count, int64_t context) {
     mt_sequence sequence;
     mt_error error;
-    if (mt_sequence_begin(&sequence, id, prompt, count, context, options, &error) != 0) fail_msg("%s", error.text);
+    if (mt_sequence_begin(&sequence, id, prompt, count, context, options->max_new_tokens, options, &error) != 0)
+        fail_msg("%s", error.text);
     return sequence;
 }
 
@@ -727,13 +728,13 @@ static void prompts_that_cannot_be_continued_are_refused(void **state) {
     mt_sequence sequence;
     mt_error error = {{0}};
     int32_t prompt[64] = {0};
-    assert_int_equal(mt_sequence_begin(&sequence, 2, prompt, 0, 64, &options, &error), -1);
+    assert_int_equal(mt_sequence_begin(&sequence, 2, prompt, 0, 64, options.max_new_tokens, &options, &error), -1);
     assert_non_null(strstr(error.text, "prompt 3 is empty"));
-    assert_int_equal(mt_sequence_begin(&sequence, 0, prompt, 64, 64, &options, &error), -1);
+    assert_int_equal(mt_sequence_begin(&sequence, 0, prompt, 64, 64, options.max_new_tokens, &options, &error), -1);
     assert_non_null(strstr(error.text, "64 tokens"));
     for (int i = 0; i < 2; i++) {
         prompt[5] = i ? -1 : (int32_t)options.vocab_size;
-        assert_int_equal(mt_sequence_begin(&sequence, 0, prompt, 8, 64, &options, &error), -1);
+        assert_int_equal(mt_sequence_begin(&sequence, 0, prompt, 8, 64, options.max_new_tokens, &options, &error), -1);
         assert_non_null(strstr(error.text, "outside the model's vocabulary"));
     }
     prompt[5] = 0;
@@ -742,8 +743,8 @@ static void prompts_that_cannot_be_continued_are_refused(void **state) {
     mt_sequence_end(&sequence);
     static const char *const bad[] = {"", "1,,2", "1,2,", "x", "-1", "1 2", "99999999999999999999", "1,4294967296"};
     for (size_t i = 0; i < sizeof bad / sizeof *bad; i++)
-        assert_int_equal(mt_sequence_parse(&sequence, 0, bad[i], 64, &options, &error), -1);
-    assert_int_equal(mt_sequence_parse(&sequence, 0, "7, 8,159", 64, &options, &error), 0);
+        assert_int_equal(mt_sequence_parse(&sequence, 0, bad[i], 64, options.max_new_tokens, &options, &error), -1);
+    assert_int_equal(mt_sequence_parse(&sequence, 0, "7, 8,159", 64, options.max_new_tokens, &options, &error), 0);
     assert_int_equal(sequence.num_prompt, 3);
     assert_int_equal(sequence.tokens[2], 159);
     mt_sequence_end(&sequence);

@@ -70,7 +70,7 @@ static void create(fixture *f, const char *folder, const mt_loss *loss) {
     mt_error error;
     mt_run_state state = {0};
     create_model(f, loss);
-    if (mt_checkpoint_load(f->model, &state, folder, &error) != 0) fail_msg("%s: %s", folder, error.text);
+    if (mt_checkpoint_load(f->model, &f->options, &state, folder, &error) != 0) fail_msg("%s: %s", folder, error.text);
 }
 
 static void read_all(const char *folder, const char *name, void *to, size_t bytes) {
@@ -199,7 +199,8 @@ static void save(fixture *f, const char *name) {
     FILE *file = fopen(at(path), "wb");
     fputs(config, file);
     fclose(file), free(config);
-    if (mt_safetensors_save_folder(f->model, at(name), "model", 1 << 20, &error) != 0) fail_msg("%s", error.text);
+    if (mt_safetensors_save_folder(f->model, at(name), "model", 1 << 20, "--save", &error) != 0)
+        fail_msg("%s", error.text);
 }
 
 /* Saved and loaded again, config.json too. */

@@ -90,13 +90,13 @@ static void close_trainee(trainee *t) {
 
 static void load(trainee *t, const char *folder) {
     mt_error error = {{0}};
-    if (mt_checkpoint_load(t->f.model, &t->state, folder, &error) != 0)
+    if (mt_checkpoint_load(t->f.model, &t->f.options, &t->state, folder, &error) != 0)
         fail_msg("%s: %s", t->layout->words, error.text);
 }
 
 static void save(trainee *t, const char *folder) {
     mt_error error = {{0}};
-    if (mt_checkpoint_save(t->f.model, &t->state, folder, NULL, NULL, &error) != 0)
+    if (mt_checkpoint_save(t->f.model, &t->f.options, &t->state, folder, NULL, NULL, &error) != 0)
         fail_msg("%s: %s", t->layout->words, error.text);
 }
 
@@ -353,7 +353,8 @@ static void small_files_have_the_same_bytes(void **state) {
             trainee t;
             open_trainee(&t, "gpt2", &layouts[i], "");
             load(&t, "tests/golden/hf/gpt2");
-            if (mt_safetensors_save_folder(t.f.model, to, "model", 20000, &error) != 0) fail_msg("%s", error.text);
+            if (mt_safetensors_save_folder(t.f.model, to, "model", 20000, "--save", &error) != 0)
+                fail_msg("%s", error.text);
             close_trainee(&t);
         }
         if (i == 0) rank_0_runs("test -f '%s'/model-00003-of-*.safetensors%s", to, "");
@@ -441,7 +442,8 @@ static void a_missing_tensor_is_an_error_on_every_rank(void **state) {
         trainee t;
         mt_error error = {{0}};
         open_trainee(&t, "llama", &layouts[i], "");
-        assert_int_equal(mt_checkpoint_load(t.f.model, &t.state, "tests/golden/hf/llama3_rope_tied", &error), -1);
+        assert_int_equal(
+            mt_checkpoint_load(t.f.model, &t.f.options, &t.state, "tests/golden/hf/llama3_rope_tied", &error), -1);
         if (!strstr(error.text, "\"lm_head.weight\"")) fail_msg("%s", error.text);
         close_trainee(&t);
     }
@@ -465,7 +467,7 @@ static void a_failed_write_is_an_error_on_every_rank(void **state) {
         small = old, small.rlim_cur = 16384;
         signal(SIGXFSZ, SIG_IGN);
         if (world.world.rank == NUM_RANKS - 1) assert_int_equal(setrlimit(RLIMIT_FSIZE, &small), 0);
-        int status = mt_checkpoint_save(t.f.model, &t.state, folder, NULL, NULL, &error);
+        int status = mt_checkpoint_save(t.f.model, &t.f.options, &t.state, folder, NULL, NULL, &error);
         assert_int_equal(setrlimit(RLIMIT_FSIZE, &old), 0);
         assert_int_equal(status, -1);
         if (!strstr(error.text, "ulimit")) fail_msg("%s", error.text);

@@ -320,7 +320,7 @@ static void open_with_modules(fixture *f, const char *family, const char *words)
 static void save_model(fixture *f, const char *folder) {
     mt_error error;
     mt_run_state run = {.iteration = 1};
-    if (mt_checkpoint_save(f->model, &run, folder, NULL, NULL, &error) != 0) fail_msg("%s", error.text);
+    if (mt_checkpoint_save(f->model, &f->options, &run, folder, NULL, NULL, &error) != 0) fail_msg("%s", error.text);
 }
 
 /* Saves weights and config.json only, like other programs. */
@@ -328,7 +328,8 @@ static void save_weights(fixture *f, const char *folder) {
     char path[512], *config = mt_options_write_hf_config(&f->options);
     mt_error error;
     assert_int_equal(mkdir(folder, 0777), 0);
-    if (mt_safetensors_save_folder(f->model, folder, "model", 1 << 30, &error) != 0) fail_msg("%s", error.text);
+    if (mt_safetensors_save_folder(f->model, folder, "model", 1 << 30, "--save", &error) != 0)
+        fail_msg("%s", error.text);
     snprintf(path, sizeof path, "%s/config.json", folder);
     FILE *out = fopen(path, "wb");
     assert_non_null(out);
@@ -360,9 +361,11 @@ static void a_run_with_modules_continues_bit_for_bit(void **state) {
         open_with_modules(&again, subjects[k], "--mtp-num-layers 1 --seed 5");
         again.options.seed = f.options.seed;
         train_steps(&f, &run, 2, losses);
-        if (mt_checkpoint_save(f.model, &run, at(subjects[k]), NULL, NULL, &error) != 0) fail_msg("%s", error.text);
+        if (mt_checkpoint_save(f.model, &f.options, &run, at(subjects[k]), NULL, NULL, &error) != 0)
+            fail_msg("%s", error.text);
         train_steps(&f, &run, 2, losses);
-        if (mt_checkpoint_load(again.model, &resumed, at(subjects[k]), &error) != 0) fail_msg("%s", error.text);
+        if (mt_checkpoint_load(again.model, &again.options, &resumed, at(subjects[k]), &error) != 0)
+            fail_msg("%s", error.text);
         train_steps(&again, &resumed, 2, resumed_losses);
         assert_memory_equal(losses, resumed_losses, sizeof losses);
         close_family(&f);
@@ -386,7 +389,7 @@ static int load_folder(const mt_options *options, const char *folder, bool train
     mt_run_state run;
     mt_model_plan plan = {.max_tokens = 8, .max_logits = 8, .max_position = 8, .train = train};
     if (mt_model_create(&model, options, &mt_grid_of_one, backend, &plan, error) != 0) return -1;
-    int status = mt_checkpoint_load(model, &run, folder, error);
+    int status = mt_checkpoint_load(model, options, &run, folder, error);
     mt_model_destroy(model);
     return status;
 }

@@ -118,13 +118,14 @@ static double step(role *r) {
 
 static void save(role *r) {
     mt_error error = {{0}};
-    if (mt_checkpoint_save(r->model, &r->state, at("run"), NULL, NULL, &error) != 0) fail_msg("%s", error.text);
+    if (mt_checkpoint_save(r->model, &r->options, &r->state, at("run"), NULL, NULL, &error) != 0)
+        fail_msg("%s", error.text);
     mt_barrier(&job.world);
 }
 
 static void load(role *r) {
     mt_error error = {{0}};
-    if (mt_checkpoint_load(r->model, &r->state, at("run"), &error) != 0) fail_msg("%s", error.text);
+    if (mt_checkpoint_load(r->model, &r->options, &r->state, at("run"), &error) != 0) fail_msg("%s", error.text);
     mt_barrier(&job.world);
 }
 
@@ -388,7 +389,7 @@ static void models_on_several_grids_do_not_disturb_each_other(void **state) {
     mt_options watched = {.distributed_timeout_seconds = 60};
     losses_alone(actor_losses, LLAMA, TP "2" PP "2" SHARD "optim --overlap-grad-reduce --overlap-param-gather");
     losses_alone(critic_losses, QWEN, PP "4");
-    mt_watch_start(&watched);
+    mt_watch_start(&watched, &watched.typed_names);
     assert_int_equal(mt_watch_file_begin("none", MT_FILE_READ), WATCHED_FILES); // no grid, so no watchdog
     role_open(&actor, LLAMA, TP "2" PP "2" SHARD "optim --overlap-grad-reduce --overlap-param-gather", true, 1);
     role_open(&reference, LLAMA, "", false, 1);

@@ -80,7 +80,7 @@ static json_t *report_of_four_steps(const char *layout) {
     if (mt_model_create(&model, &options, &grid, ops, &plan, &error) != 0) fail_msg("%s", error.text);
     mt_model_init(model);
     mt_batch_alloc(&batch, LENGTH);
-    if (mt_report_open(&report, model, &state, &error) != 0) fail_msg("%s", error.text);
+    if (mt_report_open(&report, model, &options, &state, &error) != 0) fail_msg("%s", error.text);
     report.prints = false;
     for (int i = 0; i < 4; i++) {
         mt_profile_step_begin();

@@ -11,8 +11,8 @@ extern "C" {
 /* Loads the weights (stem "model", or "adapter_model"), or the moments and any master weights (stem "optimizer"). A
  * bf16 run may continue in fp32, from its master weights, and an fp32 run in bf16, with its weights as master weights.
  */
-int mt_stem_load(mt_model *m, const char *folder, const char *stem, const mt_checksums *sums, bool *damaged,
-                 mt_error *error);
+int mt_stem_load(mt_model *m, const mt_options *options, const char *folder, const char *stem, const mt_checksums *sums,
+                 bool *damaged, mt_error *error);
 
 /* Compares the tensors of a folder's headers with the model of finished options, and shared tensors with the
  * tensors that they repeat, as loading does, before memory is taken for the model. For one rank. */

@@ -60,9 +60,8 @@ static int mt_trainer_read_data(const json_t *json, mt_run_state *state, const c
     return mt_trainer_int(json, "data_fingerprint", INT64_MAX, path, &state->data.fingerprint, error);
 }
 
-int mt_trainer_read(const mt_model *m, mt_run_state *state, mt_loss_average *average, const char *path,
+int mt_trainer_read(const mt_options *o, mt_run_state *state, mt_loss_average *average, const char *path,
                     mt_error *error) {
-    const mt_options *o = mt_model_options(m);
     int64_t version, seed, seq_length, sft = o->sft, packed = o->sequence_packing, stage = o->stage;
     int64_t prompts = o->rollout_batch_size, group = o->num_return_sequences;
     int64_t loader = o->dataloader_type;

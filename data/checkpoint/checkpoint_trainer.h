@@ -9,7 +9,7 @@ extern "C" {
 #endif
 
 /* Reads the run's state into `state`, and the loss's running average into `average`, which older files lack. */
-int mt_trainer_read(const mt_model *m, mt_run_state *state, mt_loss_average *average, const char *path,
+int mt_trainer_read(const mt_options *options, mt_run_state *state, mt_loss_average *average, const char *path,
                     mt_error *error);
 
 enum { MT_TRAINER_VERSION = 2 }; // of trainer.json; from version 2 on a checkpoint has checksums.json

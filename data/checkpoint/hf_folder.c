@@ -2,7 +2,7 @@
 #include "hf_folder.h"
 
 #include "../base/watchdog.h"
-#include "../tokens/special_tokens.h"
+#include "../models/special_tokens.h"
 #include "../options/option_agree.h"
 #include "../options/option_reader.h"
 #include "../options/option_table.h"
@@ -39,7 +39,7 @@ static int mt_hf_create(mt_hf *hf, int64_t count, int64_t max_tokens, mt_error *
     const mt_group *world = &hf->grid->world;
     if (mt_agree(world, world->rank == 0 && mt_checkpoint_check(o, o->load, error) != 0, error) != 0) return -1;
     if (!ops || mt_model_create(&hf->model, o, hf->grid, ops, &plan, error) != 0) return -1;
-    return mt_checkpoint_load(hf->model, &ignored, o->load, error);
+    return mt_checkpoint_load(hf->model, o, &ignored, o->load, error);
 }
 
 int mt_hf_open(mt_hf **out, const char *folder, const char *const *settings, int64_t count, int64_t max_tokens,
@@ -48,7 +48,7 @@ int mt_hf_open(mt_hf **out, const char *folder, const char *const *settings, int
     hf->grid = grid;
     int status = mt_agree(&grid->world, mt_hf_read_options(hf, folder, settings, error) != 0, error);
     if (status == 0) status = mt_options_agree(&hf->options, &grid->world, error);
-    if (status == 0) mt_watch_start(&hf->options);
+    if (status == 0) mt_watch_start(&hf->options, &hf->options.typed_names);
     if (status == 0) status = mt_grid_build(grid, &hf->options, error);
     if (status == 0) status = mt_hf_create(hf, count, max_tokens, error);
     mt_watch_enter(MT_WATCH_STEP);

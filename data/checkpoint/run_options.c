@@ -3,7 +3,7 @@
 
 #include "../base/file.h"
 #include "../base/hf_cache.h"
-#include "../tokens/special_tokens.h"
+#include "../models/special_tokens.h"
 #include "../options/option_roles.h"
 #include "../options/option_rules.h"
 #include "../options/option_table.h"

@@ -15,7 +15,7 @@
 #include "../tokens/chat.h"
 #include "../tokens/prompts.h"
 #include "../tokens/response.h"
-#include "../tokens/special_tokens.h"
+#include "../models/special_tokens.h"
 #include "../options/option_table.h"
 #include "../models/generate.h"
 #include "../models/model_role.h"
@@ -105,7 +105,7 @@ void mt_rl_plan(mt_model_plan *plan, const mt_options *o) {
 static int load_partner(mt_rl *rl, partner *p, mt_run_state *state, mt_error *error) {
     const char *folder = p->folder ? p->folder : p->role.options.load;
     if (!folder) mt_model_init(p->role.model);
-    if (folder && mt_checkpoint_load(p->role.model, state, folder, error) != 0) return -1;
+    if (folder && mt_checkpoint_load(p->role.model, &p->role.options, state, folder, error) != 0) return -1;
     mt_report_role(&p->role, rl->config.log);
     return 0;
 }
@@ -222,8 +222,8 @@ static int settle_critic(mt_rl *rl, mt_run_state *state, bool whole, mt_error *e
     if (chosen < 0 || chosen == state->iteration) return chosen < 0 ? -1 : 0;
     if (mt_model_role_use(&rl->actor, MT_USE_TRAINING, error) != 0) return -1;
     char *path = mt_iteration_path(o->save, chosen);
-    int status = o->lora_rank > 0 ? mt_checkpoint_load_adapter(actor, state, path, false, error)
-                                  : mt_checkpoint_load(actor, state, path, error);
+    int status = o->lora_rank > 0 ? mt_checkpoint_load_adapter(actor, o, state, path, false, error)
+                                  : mt_checkpoint_load(actor, o, state, path, error);
     free(path);
     state->prompts_fingerprint = before.prompts_fingerprint;
     return status == 0 ? mt_model_role_use(&rl->actor, MT_USE_NOTHING, error) : -1;
@@ -312,10 +312,11 @@ static int open_critic(mt_rl *rl, const mt_model_plan *plan, mt_run_state *state
     if (status == 0) status = create_partner(rl, p, plan, mt_stage_critic_loss(&p->loss, o), error);
     if (status == 0) status = load_critic(rl, state, is_saved, error);
     if (status == 0 && o->save && rl->config.grid->world.rank == 0)
-        status = mt_checkpoint_prepare(p->role.model, folder, error);
+        status = mt_checkpoint_prepare(p->role.model, &p->role.options, folder, error);
     status = mt_agree(&rl->config.grid->world, status != 0, error);
     if (status == 0 && o->save)
-        mt_saver_open(&rl->critic_saver, p->role.model, folder, rl->config.extra, rl->config.context, false);
+        mt_saver_open(&rl->critic_saver, p->role.model, &p->role.options, folder, rl->config.extra, rl->config.context,
+                      false);
     free(saved);
     return status;
 }
@@ -476,7 +477,7 @@ int mt_rl_open(mt_rl **out, const mt_rl_config *config, mt_model *actor, const m
                mt_error *error) {
     mt_rl *rl = mt_calloc(sizeof *rl);
     rl->config = *config;
-    mt_model_role_lend(&rl->actor, "actor", actor);
+    mt_model_role_lend(&rl->actor, "actor", config->options, actor);
     mt_report_role(&rl->actor, config->log);
     configure_rollouts(rl);
     const mt_options *o = config->options;

@@ -324,12 +324,13 @@ static int load_reference(mt_reference *r, const mt_options *options, const mt_r
     if (options->ref_load && head != MT_HEAD_LM)
         return mt_error_set(error, "--ref-load %s: is a model with a value head; take a language model's folder",
                             options->ref_load);
-    return mt_checkpoint_load(r->role.model, &unused, options->ref_load ? options->ref_load : options->load, error);
+    return mt_checkpoint_load(r->role.model, &r->role.options, &unused,
+                              options->ref_load ? options->ref_load : options->load, error);
 }
 
 static int load_teacher(mt_reference *r, mt_error *error) {
     mt_run_state unused = {0};
-    return mt_checkpoint_load(r->role.model, &unused, r->role.options.load, error);
+    return mt_checkpoint_load(r->role.model, &r->role.options, &unused, r->role.options.load, error);
 }
 
 /* The ranks of the trained model that read scores: those with its loss. */
@@ -369,16 +370,15 @@ static int place_role(mt_reference *r, const mt_ops *ops, mt_error *error) {
     return status;
 }
 
-int mt_reference_open(mt_reference **reference, mt_model *trained, const mt_ops *ops, const mt_run_state *state,
-                      FILE *log, mt_error *error) {
-    const mt_options *options = mt_model_options(trained);
+int mt_reference_open(mt_reference **reference, mt_model *trained, const mt_options *options, const mt_ops *ops,
+                      const mt_run_state *state, FILE *log, mt_error *error) {
     *reference = NULL;
     if (options->stage != MT_STAGE_DPO && options->stage != MT_STAGE_KD) return 0;
     if (options->ref_logps_in_data) return 0; // mt_step_plan_fill
     mt_reference *r = mt_calloc(sizeof *r);
     r->is_teacher = options->stage == MT_STAGE_KD;
     r->logits_topk = options->logits_topk;
-    mt_model_role_lend(&r->trained, r->is_teacher ? "student" : "trained model", trained);
+    mt_model_role_lend(&r->trained, r->is_teacher ? "student" : "trained model", options, trained);
     if (!r->is_teacher && mt_options_refer_to_base(options)) {
         r->trained.rests = 0; // no other model works
         mt_model_role_lend_base(&r->role, "reference", &r->trained);

@@ -58,8 +58,8 @@ typedef struct mt_reference mt_reference;
  * (mt_model_role_sizes_of_reference, mt_model_role_sizes_of_teacher). Lines about it go to `log` (NULL: nowhere).
  * Errors: a folder with another shape of model, of a teacher with another vocabulary; a run that resumes without
  * --ref-load; too little memory. Every rank calls it. */
-int mt_reference_open(mt_reference **reference, mt_model *trained, const mt_ops *ops, const mt_run_state *state,
-                      FILE *log, mt_error *error);
+int mt_reference_open(mt_reference **reference, mt_model *trained, const mt_options *options, const mt_ops *ops,
+                      const mt_run_state *state, FILE *log, mt_error *error);
 void mt_reference_close(mt_reference *reference);
 
 /* Scores all micro-batches of a feed; the trained model rests meanwhile if its options say so. `batch` is scratch. Then

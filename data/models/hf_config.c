@@ -5,7 +5,7 @@
 #include "hf_config.h"
 
 #include "../base/file.h"
-#include "../tokens/special_tokens.h"
+#include "special_tokens.h"
 #include "../options/option_rules.h"
 #include "../options/option_table.h"
 

@@ -18,13 +18,13 @@ void mt_model_role_begin(mt_model_role *role, const char *name, const mt_options
     if (options->optimizer_offload) role->rests |= 1u << MT_PART_OPTIMIZER;
 }
 
-void mt_model_role_lend(mt_model_role *role, const char *name, mt_model *trained) {
-    mt_model_role_begin(role, name, mt_model_options(trained), mt_model_grid(trained), mt_model_ops(trained));
+void mt_model_role_lend(mt_model_role *role, const char *name, const mt_options *options, mt_model *trained) {
+    mt_model_role_begin(role, name, options, mt_model_grid(trained), mt_model_ops(trained));
     role->model = trained, role->is_lent = true;
 }
 
 void mt_model_role_lend_base(mt_model_role *role, const char *name, mt_model_role *adapted) {
-    mt_model_role_lend(role, name, adapted->model);
+    mt_model_role_lend(role, name, &adapted->options, adapted->model);
     role->adapted = adapted, role->rests = 0;
 }
 

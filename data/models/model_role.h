@@ -29,7 +29,7 @@ void mt_model_role_begin(mt_model_role *role, const char *name, const mt_options
                          const mt_ops *ops);
 
 /* The trained model of a run as a role, all of it awake. The caller destroys the model. */
-void mt_model_role_lend(mt_model_role *role, const char *name, mt_model *trained);
+void mt_model_role_lend(mt_model_role *role, const char *name, const mt_options *options, mt_model *trained);
 
 /* The base of a role's adapters as another role: the same model, with its adapters switched off while it scores.
  * `adapted` says which parts rest. */

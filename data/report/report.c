@@ -306,8 +306,8 @@ static void tensorboard_write(mt_report *report, int64_t step, const scalar_list
 
 /* ---- iterations and evaluations */
 
-int mt_report_open(mt_report *report, const mt_model *model, const mt_run_state *state, mt_error *error) {
-    const mt_options *options = mt_model_options(model);
+int mt_report_open(mt_report *report, const mt_model *model, const mt_options *options, const mt_run_state *state,
+                   mt_error *error) {
     const mt_group *world = &mt_model_grid(model)->world;
     *report = (mt_report){.options = options, .first_iteration = state->iteration};
     report->world_size = world->size;
@@ -805,8 +805,7 @@ void mt_report_role(const mt_model_role *role, FILE *file) {
     }
 }
 
-void mt_report_inference(const mt_model *model, int64_t context, FILE *file) {
-    const mt_options *o = mt_model_options(model);
+void mt_report_inference(const mt_model *model, const mt_options *o, int64_t context, FILE *file) {
     print_model(o, file);
     fprintf(file, ", loaded from %s; ", o->load);
     print_device(o, mt_model_ops(model), mt_model_grid(model), file);

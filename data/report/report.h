@@ -47,7 +47,8 @@ typedef struct mt_report {
  * of later iterations and a last line without an end. A new run refuses a file with content, unless options->overwrite
  * or options->auto_resume replaces it. Errors: that, a file with other lines than records, and a file that cannot be
  * opened. A later failure to write, such as a full disk, is reported once on standard error, and ends nothing. */
-int mt_report_open(mt_report *report, const mt_model *model, const mt_run_state *state, mt_error *error);
+int mt_report_open(mt_report *report, const mt_model *model, const mt_options *options, const mt_run_state *state,
+                   mt_error *error);
 void mt_report_close(mt_report *report);
 
 /* Before the first step, on rank 0: the operations of a step, if they would take longer than a minute at the rate of a
@@ -92,7 +93,7 @@ void mt_report_plan(const mt_model *model, FILE *file);
 void mt_report_role(const mt_model_role *role, FILE *file);
 
 /* The first line of `infer`: the model, its folder, device and ranks, and the longest text. */
-void mt_report_inference(const mt_model *model, int64_t context, FILE *file);
+void mt_report_inference(const mt_model *model, const mt_options *options, int64_t context, FILE *file);
 
 /* Prints one line per kind of group, and one if tensor groups cross hosts of `here` ranks (0: unknown). */
 void mt_grid_print(const mt_grid *grid, const mt_options *options, int here, FILE *file);

@@ -5,7 +5,7 @@
 #include "../base/host_memory.h"
 #include "../base/watchdog.h"
 #include "../tokens/prompts.h"
-#include "../tokens/special_tokens.h"
+#include "../models/special_tokens.h"
 #include "../tokens/tokenizer_encode.h"
 #include "../options/option_agree.h"
 #include "../options/option_help.h"
@@ -63,7 +63,7 @@ void mt_inference_open_model(mt_inference *r, mt_model_plan *plan) {
     int status = r->is_first ? mt_checkpoint_check(&r->options, r->options.load, &error) : 0;
     mt_inference_check(r, status, &error);
     mt_inference_check(r, ops ? mt_model_create(&r->model, &r->options, &r->grid, ops, plan, &error) : -1, &error);
-    mt_inference_check(r, mt_checkpoint_load(r->model, &state, r->options.load, &error), &error);
+    mt_inference_check(r, mt_checkpoint_load(r->model, &r->options, &state, r->options.load, &error), &error);
     mt_watch_enter(MT_WATCH_STEP);
 }
 
@@ -100,7 +100,7 @@ void mt_inference_open_generator(mt_inference *r, int64_t prompts, int64_t max_t
     plan.page_rows = o->inference_dynamic_batching_block_size;
     mt_plan_generation(&plan, mt_min(each, o->inference_max_requests), max_tokens, o->kv_cache_tokens);
     mt_inference_open_model(r, &plan);
-    if (r->is_first) mt_report_inference(r->model, r->context, stderr);
+    if (r->is_first) mt_report_inference(r->model, &r->options, r->context, stderr);
     r->generator = mt_generator_create(r->model, &sampling, &stops);
 }
 
@@ -111,7 +111,9 @@ int mt_inference_begin_text(const mt_inference *r, mt_sequence *sequence, int64_
     mt_ids ids = {mt_malloc(4), 0, 1};
     if (r->bos >= 0) ids.data[ids.count++] = r->bos;
     int status = mt_tokenizer_encode(r->tokenizer, text, bytes, &ids, error);
-    if (status == 0) status = mt_sequence_begin(sequence, id, ids.data, ids.count, r->context, &r->options, error);
+    if (status == 0)
+        status = mt_sequence_begin(sequence, id, ids.data, ids.count, r->context, r->options.max_new_tokens,
+                                   &r->options, error);
     free(ids.data);
     return status;
 }
@@ -134,11 +136,12 @@ mt_samples mt_inference_read_prompts(mt_inference *r) {
 int mt_inference_begin_prompt(const mt_inference *r, const mt_samples *prompts, int64_t i, mt_sequence *sequence,
                               int64_t id, mt_error *error) {
     const mt_options *o = &r->options;
-    if (o->prompt_tokens) return mt_sequence_parse(sequence, id, o->prompt_tokens, r->context, o, error);
+    if (o->prompt_tokens)
+        return mt_sequence_parse(sequence, id, o->prompt_tokens, r->context, o->max_new_tokens, o, error);
     if (o->prompt.count > 0)
         return mt_inference_begin_text(r, sequence, id, o->prompt.items[i], (int64_t)strlen(o->prompt.items[i]), error);
     int64_t first = prompts->offsets[i], tokens = prompts->offsets[i + 1] - first;
-    return mt_sequence_begin(sequence, id, prompts->tokens + first, tokens, r->context, o, error);
+    return mt_sequence_begin(sequence, id, prompts->tokens + first, tokens, r->context, o->max_new_tokens, o, error);
 }
 
 /* ---- a conversation */
@@ -157,7 +160,9 @@ static int begin_response(mt_inference *r, mt_sequence *sequence, int64_t id, mt
     const mt_conversation *c = &r->conversation;
     mt_ids ids = {0}, turns = {0};
     int status = mt_chat_encode(r->chat, c->messages, c->count, true, &ids, &turns, error);
-    if (status == 0) status = mt_sequence_begin(sequence, id, ids.data, ids.count, r->context, &r->options, error);
+    if (status == 0)
+        status = mt_sequence_begin(sequence, id, ids.data, ids.count, r->context, r->options.max_new_tokens,
+                                   &r->options, error);
     free(ids.data);
     free(turns.data);
     return status;
@@ -243,7 +248,7 @@ bool mt_inference_open(mt_inference *r, int *argc, char ***argv) {
     signal(SIGXFSZ, SIG_IGN); // exceeding a file size limit is then a write error
     if (mt_launch_check(*argv, &error) != 0) mt_die("%s", error.text);
     int status = mt_options_parse(o, MT_PROGRAM_INFER, *argc, *argv, &error);
-    mt_watch_start(o);
+    mt_watch_start(o, &o->typed_names);
     mt_grid_start(&r->grid, argc, argv);
     r->is_first = r->grid.world.rank == 0;
     mt_inference_check(r, status, &error);

@@ -205,7 +205,7 @@ static void load(mt_run *r) {
     char *found;
     mt_error error;
     int64_t eod = r->data_config.eod_id;
-    int status = mt_checkpoint_load_found(r->model, &r->state, r->options.load, false, &found, &error);
+    int status = mt_checkpoint_load_found(r->model, &r->options, &r->state, r->options.load, false, &found, &error);
     refuse(r, status, &error);
     if (r->state.iteration > 0) mt_signals_set_saved(&r->options, r->state.iteration);
     if (!r->tokenizer_folder || strcmp(found, r->tokenizer_folder) == 0) {
@@ -263,7 +263,7 @@ static void open_model(mt_run *r) {
     refuse(r, checks ? mt_checkpoint_check(o, o->load, &error) : 0, &error);
     const mt_ops *ops = o->profile || o->trace || o->log_straggler ? mt_profile_open(r->ops) : r->ops;
     refuse(r, mt_model_create(&r->model, o, &r->grid, ops, &plan, &error), &error);
-    int status = o->save && r->grid.world.rank == 0 ? mt_checkpoint_prepare(r->model, o->save, &error) : 0;
+    int status = o->save && r->grid.world.rank == 0 ? mt_checkpoint_prepare(r->model, &r->options, o->save, &error) : 0;
     refuse(r, status, &error);
     if (r->grid.world.rank == 0) mt_report_plan(r->model, stdout);
     if (o->load)
@@ -271,11 +271,11 @@ static void open_model(mt_run *r) {
     else
         mt_model_init(r->model);
     if (!o->load && o->load_adapter)
-        refuse(r, mt_checkpoint_load_adapter(r->model, &r->state, o->load_adapter, false, &error), &error);
+        refuse(r, mt_checkpoint_load_adapter(r->model, &r->options, &r->state, o->load_adapter, false, &error), &error);
     FILE *log = r->grid.world.rank == 0 ? stdout : NULL;
-    refuse(r, mt_reference_open(&r->reference, r->model, r->ops, &r->state, log, &error), &error);
+    refuse(r, mt_reference_open(&r->reference, r->model, o, r->ops, &r->state, log, &error), &error);
     if (o->stage == MT_STAGE_RL) open_rl(r, &plan);
-    if (o->save) mt_saver_open(&r->saver, r->model, o->save, save_tokenizer, r, o->async_save);
+    if (o->save) mt_saver_open(&r->saver, r->model, &r->options, o->save, save_tokenizer, r, o->async_save);
     mt_batch_alloc(&r->batch, here * o->context_parallel_size);
 }
 
@@ -411,7 +411,7 @@ bool mt_run_open(mt_run *r, int *argc, char ***argv) {
         return false;
     }
     if (status == 0 && alone && prints(r, *argc, *argv)) return false;
-    mt_watch_start(&r->options);
+    mt_watch_start(&r->options, &r->options.typed_names);
     mt_grid_start(&r->grid, argc, argv);
     refuse(r, status, &error);
     if (prints(r, *argc, *argv)) return false;
@@ -432,7 +432,7 @@ bool mt_run_open(mt_run *r, int *argc, char ***argv) {
     print_opening(r);
     open_model(r);
     resume_data(r);
-    refuse(r, mt_report_open(&r->report, r->model, &r->state, &error), &error);
+    refuse(r, mt_report_open(&r->report, r->model, &r->options, &r->state, &error), &error);
     mt_report_long_step(&r->report, &r->state);
     status = r->options.trace ? mt_trace_open(&r->options, &r->grid, &r->state, &error) : 0;
     refuse(r, status, &error);

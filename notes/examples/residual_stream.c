@@ -80,7 +80,7 @@ int main(int argc, char **argv) {
     ops.residual_norm_forward = NULL; // separate operations
     mt_model_plan plan = {.max_tokens = TOKENS, .max_logits = TOKENS, .max_position = TOKENS};
     check(mt_model_create(&model, &options, &grid, &ops, &plan, &error), &error);
-    check(mt_checkpoint_load(model, &ignored, argv[1], &error), &error);
+    check(mt_checkpoint_load(model, &options, &ignored, argv[1], &error), &error);
     stream.hidden_size = options.hidden_size, stream.num_layers = options.num_layers;
     stream.prints = grid.world.rank == 0;
 
