@@ -82,7 +82,7 @@ static void forget(mt_inference *r, mt_sequence *sequences, int64_t count) {
 
 /* Checks that --out can be written and is not --prompts, before the work; leaves nothing behind. */
 static void check_out(mt_inference *r) {
-    const mt_options *o = &r->options;
+    const mt_run_options *o = &r->options;
     mt_error error, unused;
     mt_new_file file = {0};
     int status = r->is_first && o->out ? mt_new_file_open(&file, o->out, "--out", &error) : 0;
@@ -106,7 +106,7 @@ static void write_responses(mt_inference *r, const mt_sequence *sequences, int64
 
 /* --prompt or --prompts, all texts at once, or --prompt-tokens. */
 static void answer_prompts(mt_inference *r) {
-    const mt_options *o = &r->options;
+    const mt_run_options *o = &r->options;
     mt_error error;
     mt_samples prompts = {0};
     if (o->prompts) prompts = mt_inference_read_prompts(r);
@@ -209,7 +209,7 @@ int main(int argc, char **argv) {
     mt_inference r;
     bool all = true;
     if (!mt_inference_open(&r, &argc, &argv)) return 0;
-    const mt_options *o = &r.options;
+    const mt_run_options *o = &r.options;
     if (o->merge_adapter) {
         merge(&r);
     } else if (o->score) {

@@ -28,7 +28,7 @@
 #include <unistd.h>
 
 typedef struct bench {
-    mt_options options;
+    mt_run_options options;
     mt_grid grid;
     const mt_ops *ops;
     mt_model *model;
@@ -126,13 +126,13 @@ static void open_model(bench *b, int argc, char **argv) {
     mt_error error;
     check(mt_options_parse(&b->options, MT_PROGRAM_TRAIN, count, words, &error), &error);
     check(mt_options_finish(&b->options, MT_PROGRAM_TRAIN, b->grid.world.size, &error), &error);
-    check(mt_grid_build(&b->grid, &b->options, &error), &error);
+    check(mt_grid_build(&b->grid, &b->options.stack, &error), &error);
     b->ops = mt_backend_open(b->options.device, &b->grid, &error);
     mt_model_plan plan = {.max_tokens = 64, .max_logits = 64, .max_position = 64, .train = true};
-    check(b->ops ? mt_model_create(&b->model, &b->options, &b->grid, b->ops, &plan, &error) : -1, &error);
+    check(b->ops ? mt_model_create(&b->model, &b->options.stack, &b->grid, b->ops, &plan, &error) : -1, &error);
     mt_model_init(b->model);
     b->ops->stream_synchronize(mt_model_stream(b->model));
-    b->bytes = (double)mt_num_parameters(&b->options) * (b->options.bf16 ? 14 : 12);
+    b->bytes = (double)mt_num_parameters(&b->options.stack) * (b->options.stack.bf16 ? 14 : 12);
 }
 
 static double cpu_seconds(void) {

@@ -66,7 +66,7 @@ static void faulty_call_host(mt_stream *stream, mt_host_function *function, void
 /* ---- a tiny run */
 
 typedef struct trainee {
-    mt_options options;
+    mt_run_options options;
     mt_model *model;
     mt_saver *saver;
     mt_batch batch;
@@ -123,10 +123,10 @@ static void trainee_open(trainee *t, const char *layout, const char *words) {
     for (char *word = strtok(line, " "); word; word = strtok(NULL, " ")) arguments[count++] = word;
     if (mt_options_parse(&t->options, MT_PROGRAM_TRAIN, count, arguments, &error) != 0) fail_msg("%s", error.text);
     if (mt_options_finish(&t->options, MT_PROGRAM_TRAIN, grid.world.size, &error) != 0) fail_msg("%s", error.text);
-    if (mt_grid_build(&grid, &t->options, &error) != 0) fail_msg("%s", error.text);
-    int64_t tokens = LENGTH / t->options.context_parallel_size;
+    if (mt_grid_build(&grid, &t->options.stack, &error) != 0) fail_msg("%s", error.text);
+    int64_t tokens = LENGTH / t->options.stack.context_parallel_size;
     mt_model_plan plan = {.max_tokens = tokens, .max_logits = tokens, .max_position = LENGTH, .train = true};
-    if (mt_model_create(&t->model, &t->options, &grid, &ops, &plan, &error) != 0) fail_msg("%s", error.text);
+    if (mt_model_create(&t->model, &t->options.stack, &grid, &ops, &plan, &error) != 0) fail_msg("%s", error.text);
     mt_batch_alloc(&t->batch, LENGTH);
     mt_model_init(t->model);
     memset(&fault, 0, sizeof fault);

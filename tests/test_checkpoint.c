@@ -393,7 +393,7 @@ static void write_stacked(const fixture *f, const char *to, bool transposed, int
                    {MT_HF_ERNIE4_5_MOE, "mlp.moe_statics.e_score_correction_bias",
                     "mlp.gate.moe_statics.e_score_correction_bias"}};
     static written tensors[512];
-    bool is_mixtral = f->options.hf_family == MT_HF_MIXTRAL || f->options.hf_family == MT_HF_MINIMAX_M2;
+    bool is_mixtral = f->options.stack.hf_family == MT_HF_MIXTRAL || f->options.stack.hf_family == MT_HF_MINIMAX_M2;
     int64_t count = 0, first_stacked;
     char command[1024], layer[64];
     snprintf(command, sizeof command, "mkdir -p %s && cp %s/config.json %s", to, f->folder, to);
@@ -408,13 +408,14 @@ static void write_stacked(const fixture *f, const char *to, bool transposed, int
         snprintf(t->name, sizeof t->name, "%s", tensor->name);
         for (size_t k = 0; k < sizeof renamed / sizeof *renamed; k++) {
             const char *end = strstr(tensor->name, renamed[k].end);
-            if (!end || (renamed[k].family != MT_HF_UNKNOWN && renamed[k].family != f->options.hf_family)) continue;
+            if (!end || (renamed[k].family != MT_HF_UNKNOWN && renamed[k].family != f->options.stack.hf_family))
+                continue;
             snprintf(t->name, sizeof t->name, "%.*s%s", (int)(end - tensor->name), tensor->name, renamed[k].in_memory);
         }
         t->data = memcpy(mt_malloc(tensor->bytes), tensor->data, (size_t)tensor->bytes), t->bytes = tensor->bytes;
     }
     first_stacked = count;
-    for (int64_t i = 0; i < f->options.num_layers; i++) {
+    for (int64_t i = 0; i < f->options.stack.num_layers; i++) {
         const char *const(*ends)[3] = is_mixtral ? of_mixtral : of_others;
         char first[160];
         snprintf(layer, sizeof layer, "model.layers.%d.", (int)i);
@@ -422,7 +423,7 @@ static void write_stacked(const fixture *f, const char *to, bool transposed, int
         if (!mt_safetensors_find(file, first)) continue; // a dense layer
         for (int k = 0; k < 2; k++)
             stack(&tensors[count++], file, layer, k ? "down_proj" : "gate_up_proj", (const char **)ends[k],
-                  f->options.num_experts - experts_less);
+                  f->options.stack.num_experts - experts_less);
     }
     assert_true(count > first_stacked);
     for (written *t = tensors + first_stacked; transposed && t < tensors + count; t++) {
@@ -476,7 +477,7 @@ static void rows_that_pad_the_vocabulary_become_zero(void **state) {
             assert_int_equal(((uint16_t *)buckets[params[i].bucket].params)[params[i].offset + e], 0);
             assert_true(((float *)buckets[params[i].bucket].master)[params[i].offset + e] == 0);
         }
-    assert_int_equal(padding, 2 * (f.options.padded_vocab_size - 160) * 32);
+    assert_int_equal(padding, 2 * (f.options.stack.padded_vocab_size - 160) * 32);
     assert_true(padding > 0);
     close_family(&f);
 }
@@ -881,11 +882,11 @@ static void a_damaged_checkpoint_is_named_with_the_remedy(void **state) {
     assert_load_fails(&f, at("out"), "holds no iteration number");
     write_text(at("out/latest_checkpointed_iteration.txt"), "5");
     load(&f, &run, at("out"));
-    f.options.seed++;
+    f.options.stack.seed++;
     assert_load_fails(&f, at("out"), "trainer.json: the run was begun with --seed");
-    f.options.seed--, f.options.seq_length++;
+    f.options.stack.seed--, f.options.stack.seq_length++;
     assert_load_fails(&f, at("out"), "trainer.json: the run was begun with --seq-length 32, not 33");
-    f.options.seq_length--;
+    f.options.stack.seq_length--;
     assert_int_equal(unlink(at("out/iter_0000005/checksums.json")), 0);
     assert_load_fails(&f, at("out"), "damaged: its checksums.json is not there");
     write_text(at("out/iter_0000005/trainer.json"), "{\"version\":1,\"iteration\":\"five\"}");
@@ -927,7 +928,7 @@ static void a_second_run_in_a_folder_is_refused_and_names_the_first(void **state
     mt_error error;
     int ready[2], done[2];
     char words[80], byte = 0;
-    mt_options options = {.save = (char *)at("out")};
+    mt_run_options options = {.save = (char *)at("out")};
     assert_int_equal(pipe(ready) | pipe(done), 0);
     pid_t holder = fork();
     if (holder == 0) {
@@ -952,7 +953,7 @@ static void checkpoints_of_another_run_are_not_saved_over(void **state) {
     create_model(&f, &mt_grid_of_one);
     mt_run_state run = {.iteration = 5};
     save(&f, &run, at("out"));
-    mt_options options = {.save = (char *)at("out")};
+    mt_run_options options = {.save = (char *)at("out")};
     assert_int_equal(mt_checkpoint_claim(&options, &mt_grid_of_one.world, &error), -1);
     assert_says(&error, "holds checkpoints of another run, up to iteration 5; continue that run by --load");
     char *const loads[] = {(char *)at("out"), (char *)at("out/"), (char *)at("out/iter_0000005")};
@@ -960,12 +961,12 @@ static void checkpoints_of_another_run_are_not_saved_over(void **state) {
         options.load = loads[i];
         assert_int_equal(mt_checkpoint_claim(&options, &mt_grid_of_one.world, &error), 0);
     }
-    options = (mt_options){.save = (char *)at("out"), .auto_resume = true}; // began anew: the folder was empty then
+    options = (mt_run_options){.save = (char *)at("out"), .auto_resume = true}; // began anew: the folder was empty then
     assert_int_equal(mt_checkpoint_claim(&options, &mt_grid_of_one.world, &error), -1);
     assert_says(&error, "another run has saved there since");
     options.load = (char *)at("out");
     assert_int_equal(mt_checkpoint_claim(&options, &mt_grid_of_one.world, &error), 0);
-    options = (mt_options){.save = (char *)at("out"), .overwrite = true};
+    options = (mt_run_options){.save = (char *)at("out"), .overwrite = true};
     assert_int_equal(mt_checkpoint_claim(&options, &mt_grid_of_one.world, &error), 0);
     f.options.overwrite = true; // the other run's checkpoints go with the first save
     run.iteration = 2;

@@ -241,7 +241,7 @@ static int remove_entry(const char *path, const struct stat *status, int type, s
 /* ---- the run */
 
 typedef struct run {
-    mt_options options;
+    mt_run_options options;
     mt_grid grid;
     mt_model *model;
     char work[64], watched[300], save[320], state[300]; // folders: of the saves; of states that are tried
@@ -287,8 +287,8 @@ static void create(run *r) {
     int count = sizeof arguments / sizeof *arguments;
     if (mt_options_parse(&r->options, MT_PROGRAM_TRAIN, count, (char **)arguments, &error) != 0 ||
         mt_options_finish(&r->options, MT_PROGRAM_TRAIN, r->grid.world.size, &error) != 0 ||
-        mt_grid_build(&r->grid, &r->options, &error) != 0 ||
-        mt_model_create(&r->model, &r->options, &r->grid, &mt_cpu_ops, &plan, &error) != 0)
+        mt_grid_build(&r->grid, &r->options.stack, &error) != 0 ||
+        mt_model_create(&r->model, &r->options.stack, &r->grid, &mt_cpu_ops, &plan, &error) != 0)
         mt_die("%s", error.text);
     r->options.load = r->options.save = NULL;
 }

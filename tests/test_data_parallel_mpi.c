@@ -47,7 +47,7 @@ static bool is_in_grid(int size) {
 /* ---- a tiny model and its data */
 
 typedef struct trainee {
-    mt_options options;
+    mt_run_options options;
     mt_model *model;
     mt_batch batch;
     mt_run_state state;
@@ -76,7 +76,7 @@ static int tiny_batch(void *context, int64_t index, mt_batch *batch, mt_error *e
 
 /* The sizes leave gaps between parameters, and shards end inside parameters. The large epsilon: AdamW would divide the
  * gradient of the biases of k, which is zero except for rounding, by its own magnitude. */
-static void trainee_options(mt_options *options, int64_t ranks, const char *words) {
+static void trainee_options(mt_run_options *options, int64_t ranks, const char *words) {
     char line[2048], *arguments[128];
     int count = 0;
     mt_error error = {{0}};
@@ -105,7 +105,7 @@ static void trainee_open(trainee *t, const mt_grid *ranks, const char *words, in
     trainee_options(&t->options, ranks->world.size, all);
     mt_model_plan plan = {
         .max_tokens = TINY_LENGTH, .max_logits = TINY_LENGTH, .max_position = TINY_LENGTH, .train = true};
-    if (mt_model_create(&t->model, &t->options, ranks, backend, &plan, &error) != 0) fail_msg("%s", error.text);
+    if (mt_model_create(&t->model, &t->options.stack, ranks, backend, &plan, &error) != 0) fail_msg("%s", error.text);
     mt_batch_alloc(&t->batch, TINY_LENGTH);
 }
 
@@ -466,12 +466,12 @@ static void streams_of_experts_wait_for_their_inputs(void **state) {
     (void)state;
     mt_ops late = late_ops();
     mt_grid shared = mt_grid_new(&grid);
-    mt_options options;
+    mt_run_options options;
     mt_error error;
     mt_options_default(&options);
-    options.num_experts = 4, options.expert_tensor_parallel_size = 1;
-    options.expert_model_parallel_size = grid.world.size;
-    if (mt_grid_build(&shared, &options, &error) != 0) fail_msg("%s", error.text);
+    options.stack.num_experts = 4, options.stack.expert_tensor_parallel_size = 1;
+    options.stack.expert_model_parallel_size = grid.world.size;
+    if (mt_grid_build(&shared, &options.stack, &error) != 0) fail_msg("%s", error.text);
     mt_options_free(&options);
     outcome alone = ten_steps(&mt_grid_of_one, routed, 0, false, 2 * grid.world.size);
     for (int variant = 0; variant < 2 * NUM_STRATEGIES; variant++) {
@@ -592,7 +592,7 @@ static void set_strategy(mt_options *options, int strategy) {
 static void train_family(const char *family, const mt_grid *ranks, int strategy) {
     double losses[STEPS], norms[STEPS];
     fixture f = open_family(family, 1, ranks->world.size, false);
-    set_strategy(&f.options, strategy);
+    set_strategy(&f.options.stack, strategy);
     create_model(&f, ranks);
     mt_run_state run = {0};
     mt_error error;
@@ -1046,11 +1046,11 @@ static void a_failed_save_is_an_error_on_every_rank(void **state) {
 }
 
 int main(int argc, char **argv) {
-    mt_options options;
+    mt_run_options options;
     mt_error error;
     mt_grid_start(&grid, &argc, &argv);
     mt_options_default(&options);
-    if (mt_grid_build(&grid, &options, &error) != 0) mt_die("%s", error.text);
+    if (mt_grid_build(&grid, &options.stack, &error) != 0) mt_die("%s", error.text);
     mt_options_free(&options);
     open_grids();
     const struct CMUnitTest tests[] = {

@@ -18,7 +18,7 @@ static void search(mt_layouts *layouts, int64_t most_attempts) {
                          "--num-attention-heads 8 --seq-length 128 --global-batch-size 32 --mock-data";
     char copy[sizeof line], *words[64];
     int count = 0;
-    mt_options options;
+    mt_run_options options;
     mt_machine machine;
     mt_error error;
     memcpy(copy, line, sizeof line);

@@ -324,7 +324,7 @@ static int mt_target_compare(const void *a, const void *b) {
 /* Reads all files of a set and loads targets[count]. Every rank calls it and returns the same. Sets *damaged if a sum
  * differs. */
 static int mt_targets_load(mt_target *targets, int64_t count, const mt_safetensors *set, mt_model *m,
-                           const mt_options *o, const mt_checksums *sums, bool *damaged, mt_error *error) {
+                           const mt_run_options *o, const mt_checksums *sums, bool *damaged, mt_error *error) {
     const mt_group *world = &mt_model_grid(m)->world;
     mt_reader r;
     mt_reader_open(&r, m, sums);
@@ -359,7 +359,7 @@ static int mt_target_check_finite(const mt_model *m, const mt_target *t, mt_erro
     return 0;
 }
 
-int mt_checkpoint_check(const mt_options *options, const char *folder, mt_error *error) {
+int mt_checkpoint_check(const mt_run_options *options, const char *folder, mt_error *error) {
     mt_safetensors *set = NULL;
     mt_error damage;
     char *path = mt_checkpoint_resolve(folder, error);
@@ -376,7 +376,7 @@ int mt_checkpoint_check(const mt_options *options, const char *folder, mt_error 
 
 /* Sets a half of an adapter to 0, which its file may fill in part or not at all, and finds the factor of its values:
  * the model has one scale for all adapters. Training would differ from peft's then. */
-static int mt_target_begin_adapter(mt_model *m, const mt_options *o, mt_target *t, const mt_adapter_file *file,
+static int mt_target_begin_adapter(mt_model *m, const mt_run_options *o, mt_target *t, const mt_adapter_file *file,
                                    mt_error *error) {
     const mt_param *param = t->param;
     mt_adapter_shape shape;
@@ -384,7 +384,7 @@ static int mt_target_begin_adapter(mt_model *m, const mt_options *o, mt_target *
     for (int k = 0; k < 2; k++)
         if (t->shards[k].data)
             mt_shard_write(m, &t->shards[k], param->offset, NULL, mt_param_rows_stored(param) * param->cols);
-    double scale = o->lora_alpha / (double)o->lora_rank, factor = shape.scale / scale;
+    double scale = o->stack.lora_alpha / (double)o->stack.lora_rank, factor = shape.scale / scale;
     if (param->role != MT_LORA_B || !shape.exists || fabs(factor - 1) < 1e-12) return 0;
     if (mt_model_get_plan(m)->train)
         return mt_error_set(
@@ -433,7 +433,7 @@ static void mt_target_place(mt_target *t, const mt_safetensors *set, mt_slices *
     if (t->scales) t->scales = mt_slices_add(slices, t->scales, t->place.slice);
 }
 
-int mt_stem_load(mt_model *m, const mt_options *o, const char *folder, const char *stem, const mt_checksums *sums,
+int mt_stem_load(mt_model *m, const mt_run_options *o, const char *folder, const char *stem, const mt_checksums *sums,
                  bool *damaged, mt_error *error) {
     const mt_group *world = &mt_model_grid(m)->world;
     bool weights = strcmp(stem, "optimizer") != 0;

@@ -44,7 +44,7 @@ static void mt_optimizer_zero(mt_model *m) {
 
 /* Loads the run's state and the optimizer from one iteration's folder, if the run continues from it. `own`: it is this
  * run's checkpoint, and --finetune and --no-load-optim do not apply. */
-static int mt_run_load(mt_model *m, const mt_options *o, mt_run_state *state, const char *folder, bool own,
+static int mt_run_load(mt_model *m, const mt_run_options *o, mt_run_state *state, const char *folder, bool own,
                        const mt_checksums *sums, bool *damaged, mt_error *error) {
     const mt_group *world = &mt_model_grid(m)->world;
     mt_loss_average average = {0};
@@ -74,9 +74,9 @@ static int mt_run_load(mt_model *m, const mt_options *o, mt_run_state *state, co
 /* Loads one folder: weights of a stem, and the run's state unless they are the base of adapters. *damaged: its files
  * differ from the saved ones. If loading fails for another reason, such as the name of a tensor, rank 0 first looks for
  * damage in all files. */
-static int mt_folder_load(mt_model *m, const mt_options *o, mt_run_state *state, const char *folder, const char *stem,
-                          bool own, bool *damaged, mt_error *error) {
-    bool is_base = o->lora_rank > 0 && strcmp(stem, "model") == 0;
+static int mt_folder_load(mt_model *m, const mt_run_options *o, mt_run_state *state, const char *folder,
+                          const char *stem, bool own, bool *damaged, mt_error *error) {
+    bool is_base = o->stack.lora_rank > 0 && strcmp(stem, "model") == 0;
     const mt_group *world = &mt_model_grid(m)->world;
     mt_checksums sums = {0};
     *damaged = world->rank == 0 && mt_checkpoint_verify(folder, false, error) != 0;
@@ -136,8 +136,8 @@ static int mt_checkpoint_choose(const mt_group *world, const char *folder, char 
 }
 
 /* Loads the latest checkpoint of a folder; if it is damaged and the run's own, the one before. */
-static int mt_latest_load(mt_model *m, const mt_options *o, mt_run_state *state, const char *folder, const char *stem,
-                          bool own, char **found, mt_error *error) {
+static int mt_latest_load(mt_model *m, const mt_run_options *o, mt_run_state *state, const char *folder,
+                          const char *stem, bool own, char **found, mt_error *error) {
     const mt_group *world = &mt_model_grid(m)->world;
     bool falls_back = own || (mt_options_falls_back(o) && mt_path_same(folder, o->save));
     bool damaged = false;
@@ -177,7 +177,7 @@ static void mt_adapters_init(mt_model *m) {
     }
 }
 
-int mt_checkpoint_load_adapter(mt_model *m, const mt_options *o, mt_run_state *state, const char *folder, bool own,
+int mt_checkpoint_load_adapter(mt_model *m, const mt_run_options *o, mt_run_state *state, const char *folder, bool own,
                                mt_error *error) {
     if (folder) return mt_latest_load(m, o, state, folder, "adapter_model", own, NULL, error);
     mt_adapters_init(m);
@@ -188,14 +188,14 @@ int mt_checkpoint_load_adapter(mt_model *m, const mt_options *o, mt_run_state *s
     return mt_fp8_state_load(m, "", false, error);
 }
 
-int mt_checkpoint_load_found(mt_model *m, const mt_options *o, mt_run_state *state, const char *folder, bool own,
+int mt_checkpoint_load_found(mt_model *m, const mt_run_options *o, mt_run_state *state, const char *folder, bool own,
                              char **found, mt_error *error) {
-    bool adapts = o->lora_rank > 0;
+    bool adapts = o->stack.lora_rank > 0;
     if (adapts && own) return mt_checkpoint_load_adapter(m, o, state, folder, own, error);
     int status = mt_latest_load(m, o, state, folder, "model", own, found, error);
     return status == 0 && adapts ? mt_checkpoint_load_adapter(m, o, state, o->load_adapter, false, error) : status;
 }
 
-int mt_checkpoint_load(mt_model *m, const mt_options *o, mt_run_state *state, const char *folder, mt_error *error) {
+int mt_checkpoint_load(mt_model *m, const mt_run_options *o, mt_run_state *state, const char *folder, mt_error *error) {
     return mt_checkpoint_load_found(m, o, state, folder, false, NULL, error);
 }

@@ -758,7 +758,7 @@ static int64_t mt_set_copy(const mt_saved_set *set, mt_model *m, mt_writer *w, i
 /* ---- the small files of a checkpoint */
 
 /* Where the run stands, and the settings that it must continue with. */
-static int mt_trainer_write(const mt_model *m, const mt_options *o, const mt_run_state *state,
+static int mt_trainer_write(const mt_model *m, const mt_run_options *o, const mt_run_state *state,
                             const mt_loss_average *average, const char *folder, mt_error *error) {
     json_t *json = json_object();
     mt_json_set_int(json, "version", MT_TRAINER_VERSION);
@@ -767,14 +767,14 @@ static int mt_trainer_write(const mt_model *m, const mt_options *o, const mt_run
 #undef MT_SET_STATE
     mt_json_set_real(json, "loss_average", average->mean);
     mt_json_set_int(json, "loss_average_steps", average->steps);
-    mt_json_set_string(json, "optimizer", mt_optimizer_name(o->optimizer));
-    mt_json_set_int(json, "seed", o->seed);
-    mt_json_set_int(json, "seq_length", o->seq_length);
+    mt_json_set_string(json, "optimizer", mt_optimizer_name(o->stack.optimizer));
+    mt_json_set_int(json, "seed", o->stack.seed);
+    mt_json_set_int(json, "seq_length", o->stack.seq_length);
     mt_json_set_int(json, "sft", o->sft);
-    mt_json_set_int(json, "stage", o->stage);
+    mt_json_set_int(json, "stage", o->stack.stage);
     mt_json_set_int(json, "rollout_batch_size", o->rollout_batch_size);
     mt_json_set_int(json, "num_return_sequences", o->num_return_sequences);
-    if (o->stage == MT_STAGE_RL) {
+    if (o->stack.stage == MT_STAGE_RL) {
         mt_json_set_int(json, "consumed_prompts", state->consumed_prompts);
         mt_json_set_int(json, "prompts_fingerprint", state->prompts_fingerprint);
     }
@@ -795,21 +795,22 @@ static int mt_trainer_write(const mt_model *m, const mt_options *o, const mt_run
         json_object_set_new(json, "data_plans", plans);
     }
     mt_json_set_int(json, "sequence_packing", o->sequence_packing);
-    mt_json_set_int(json, "global_batch_size", o->global_batch_size);
-    mt_json_set_int(json, "micro_batch_size", o->micro_batch_size);
+    mt_json_set_int(json, "global_batch_size", o->stack.global_batch_size);
+    mt_json_set_int(json, "micro_batch_size", o->stack.micro_batch_size);
     mt_json_set_int(json, "world_size", mt_model_grid(m)->world.size);
     mt_json_set_string(json, "dtype", mt_dtype_name(mt_model_dtype(m)));
-    mt_json_set_real(json, "learning_rate", o->lr > 0 ? mt_learning_rate(o, state->consumed_train_samples) : 0);
+    mt_json_set_real(json, "learning_rate",
+                     o->stack.lr > 0 ? mt_learning_rate(&o->stack, state->consumed_train_samples) : 0);
     int status = mt_json_write(folder, "trainer.json", json, "--save", error);
     json_decref(json);
     return status;
 }
 
 /* Everything that rank 0 writes besides tensors. */
-static int mt_small_files_write(const mt_model *m, const mt_options *o, const mt_run_state *state,
+static int mt_small_files_write(const mt_model *m, const mt_run_options *o, const mt_run_state *state,
                                 const mt_loss_average *average, const char *folder, mt_checkpoint_extra *extra,
                                 void *context, mt_error *error) {
-    bool adapts = o->lora_rank > 0;
+    bool adapts = o->stack.lora_rank > 0;
     char *config = adapts ? mt_adapter_print_config(o) : mt_options_write_hf_config(o);
     int status = mt_text_write(folder, adapts ? "adapter_config.json" : "config.json", config, error);
     free(config);
@@ -942,18 +943,18 @@ static int mt_checkpoint_publish(const char *folder, const char *iteration, int6
     return mt_file_sync(folder, "--save", error);
 }
 
-static bool mt_saves_optimizer(const mt_model *m, const mt_options *o) {
+static bool mt_saves_optimizer(const mt_model *m, const mt_run_options *o) {
     return mt_model_get_plan(m)->train && !o->no_save_optim;
 }
 
 /* Bytes of a checkpoint's weights, of the model or of its adapters, and of the optimizer's states. */
-static double mt_saved_bytes(const mt_model *m, const mt_options *o) {
+static double mt_saved_bytes(const mt_model *m, const mt_run_options *o) {
     mt_param *rows;
     double total = 0;
-    int64_t count = mt_params_build(&rows, o, NULL);
+    int64_t count = mt_params_build(&rows, &o->stack, NULL);
     int first = mt_model_dtype(m) == MT_F32 ? MT_STATE_EXP_AVG : MT_STATE_MASTER;
     for (int64_t i = 0; i < count; i++) {
-        if (!mt_stem_holds(o->lora_rank > 0 ? "adapter_model" : "model", &rows[i])) continue;
+        if (!mt_stem_holds(o->stack.lora_rank > 0 ? "adapter_model" : "model", &rows[i])) continue;
         int64_t each = mt_dtype_size(mt_model_dtype(m));
         for (int state = first; state < mt_num_states(rows[i].optimizer) && mt_saves_optimizer(m, o); state++)
             each += mt_dtype_size(mt_saved_dtype(m, (mt_param_state)state));
@@ -964,7 +965,7 @@ static double mt_saved_bytes(const mt_model *m, const mt_options *o) {
 }
 
 /* Refuses a folder that is a model of its own, and one without space for a checkpoint. */
-static int mt_checkpoint_check_folder(const mt_model *m, const mt_options *o, const char *folder, mt_error *error) {
+static int mt_checkpoint_check_folder(const mt_model *m, const mt_run_options *o, const char *folder, mt_error *error) {
     static const char *const names[] = {"config.json", "model.safetensors", "model.safetensors.index.json",
                                         "adapter_config.json", "adapter_model.safetensors"};
     struct statvfs disk;
@@ -997,9 +998,9 @@ static int mt_checkpoint_check_folder(const mt_model *m, const mt_options *o, co
 }
 
 /* The first iteration of a run that loads from its own --save; INT64_MAX: after the newest whole checkpoint. */
-static int64_t mt_options_start(const mt_options *o) {
+static int64_t mt_options_start(const mt_run_options *o) {
     if (o->finetune) return 0;
-    const char *folder = o->lora_rank > 0 ? o->load_adapter : o->load;
+    const char *folder = o->stack.lora_rank > 0 ? o->load_adapter : o->load;
     char *path = folder && !mt_options_falls_back(o) ? realpath(folder, NULL) : NULL; // it may be a link
     int64_t number = path ? mt_iteration_of(strrchr(path, '/') + 1) : -1;
     free(path);
@@ -1007,7 +1008,7 @@ static int64_t mt_options_start(const mt_options *o) {
 }
 
 /* An error if the folder of --save holds checkpoints that this run would not continue. */
-static int mt_checkpoint_check_owner(const mt_options *o, mt_error *error) {
+static int mt_checkpoint_check_owner(const mt_run_options *o, mt_error *error) {
     mt_iterations found = mt_iterations_list(o->save);
     int64_t latest = found.count > 0 ? found.numbers[0] : -1;
     char *newest = mt_iteration_path(o->save, latest);
@@ -1038,19 +1039,19 @@ static int mt_checkpoint_check_owner(const mt_options *o, mt_error *error) {
 }
 
 /* Checks the folder again under the lock: another run may have saved there since, and ended. */
-static int mt_checkpoint_claim_alone(const mt_options *o, mt_error *error) {
+static int mt_checkpoint_claim_alone(const mt_run_options *o, mt_error *error) {
     if (mt_checkpoint_check_owner(o, error) != 0) return -1;
     if (mt_folder_create(o->save, "--save", error) != 0) return -1;
     if (mt_folder_lock(o->save, ".lock", "--save", error) < 0) return -1; // open until the process ends
     return mt_checkpoint_check_owner(o, error);
 }
 
-int mt_checkpoint_claim(const mt_options *o, const mt_group *world, mt_error *error) {
+int mt_checkpoint_claim(const mt_run_options *o, const mt_group *world, mt_error *error) {
     if (!o->save) return 0;
     return mt_agree(world, world->rank == 0 && mt_checkpoint_claim_alone(o, error) != 0, error);
 }
 
-int mt_checkpoint_prepare(const mt_model *m, const mt_options *o, const char *folder, mt_error *error) {
+int mt_checkpoint_prepare(const mt_model *m, const mt_run_options *o, const char *folder, mt_error *error) {
     if (mt_folder_create(folder, "--save", error) != 0) return -1;
     mt_folder_visit(folder, mt_remove_leftover, NULL);
     return mt_checkpoint_check_folder(m, o, folder, error);
@@ -1068,7 +1069,7 @@ static void mt_iteration_remove(const char *folder, int64_t number) {
 
 /* Once `latest` is whole: removes the earlier checkpoints, except the last --keep-checkpoints and those at a multiple
  * of --save-retain-interval; or, with `replaces`, all others: they are those of the run that --overwrite replaces. */
-static void mt_checkpoint_retain(const mt_options *o, const char *folder, int64_t latest, bool replaces) {
+static void mt_checkpoint_retain(const mt_run_options *o, const char *folder, int64_t latest, bool replaces) {
     int64_t keep = o->keep_checkpoints > 0 ? o->keep_checkpoints : o->save_retain_interval > 0 ? 1 : INT64_MAX;
     int64_t kept = 0;
     mt_iterations found = mt_iterations_list(folder);
@@ -1160,7 +1161,7 @@ int mt_safetensors_save_folder(mt_model *m, const char *folder, const char *stem
 
 struct mt_saver {
     mt_save save;
-    const mt_options *options;
+    const mt_run_options *options;
     const char *folder;
     mt_checkpoint_extra *extra;
     void *context;
@@ -1184,9 +1185,9 @@ static const mt_group *mt_saver_world(const mt_saver *s) {
     return &mt_model_grid(s->save.model)->world;
 }
 
-void mt_saver_open(mt_saver **out, mt_model *m, const mt_options *o, const char *folder, mt_checkpoint_extra *extra,
+void mt_saver_open(mt_saver **out, mt_model *m, const mt_run_options *o, const char *folder, mt_checkpoint_extra *extra,
                    void *context, bool async) {
-    bool adapts = o->lora_rank > 0;
+    bool adapts = o->stack.lora_rank > 0;
     const char *const stems[] = {adapts ? "adapter_model" : "model", "optimizer"};
     // the default of transformers' save_pretrained before version 5; peft reads one file
     const int64_t max_shard_bytes = adapts ? INT64_MAX : 5000000000;
@@ -1296,7 +1297,7 @@ static int mt_checksums_compare(const void *a, const void *b) {
  * tracker, and removes old checkpoints. */
 static void *mt_saver_publish(void *context) {
     mt_saver *s = context;
-    const mt_options *o = s->options;
+    const mt_run_options *o = s->options;
     mt_error *error = &s->work_error;
     mt_checksums *sums = &s->save.writer.sums;
     char *path = mt_path_join(s->folder, s->name);
@@ -1408,7 +1409,7 @@ int mt_saver_save(mt_saver *s, const mt_run_state *state, mt_error *error) {
     return status;
 }
 
-int mt_checkpoint_save(mt_model *m, const mt_options *o, const mt_run_state *state, const char *folder,
+int mt_checkpoint_save(mt_model *m, const mt_run_options *o, const mt_run_state *state, const char *folder,
                        mt_checkpoint_extra *extra, void *context, mt_error *error) {
     mt_saver *s;
     mt_saver_open(&s, m, o, folder, extra, context, false);
@@ -1419,7 +1420,7 @@ int mt_checkpoint_save(mt_model *m, const mt_options *o, const mt_run_state *sta
 
 /* ---- going back */
 
-int mt_checkpoint_rewind(mt_model *m, const mt_options *o, mt_run_state *state, mt_saver *saver, mt_error *error) {
+int mt_checkpoint_rewind(mt_model *m, const mt_run_options *o, mt_run_state *state, mt_saver *saver, mt_error *error) {
     const mt_group *world = &mt_model_grid(m)->world;
     const mt_data_state data = state->data; // as this run reads them, also where an older checkpoint does not know
     if (mt_saver_finish(saver, error) != 0) return -1; // it must not replace or remove the one that is loaded

@@ -35,7 +35,7 @@ int mt_special_tokens_check(const json_t *object, const char *path, mt_error *er
     return 0;
 }
 
-void mt_special_tokens_take(mt_options *options, const json_t *config) {
+void mt_special_tokens_take(mt_run_options *options, const json_t *config) {
     json_t *object = json_object();
     for (int i = 0; i < NUM_KEYS; i++) {
         json_t *value = json_object_get(config, keys[i]);
@@ -46,7 +46,7 @@ void mt_special_tokens_take(mt_options *options, const json_t *config) {
     json_decref(object);
 }
 
-void mt_special_tokens_set(json_t *object, const mt_options *options, bool nulls) {
+void mt_special_tokens_set(json_t *object, const mt_run_options *options, bool nulls) {
     const int64_t own[] = {options->bos_token_id, options->eos_token_id, -1};
     json_t *taken = options->special_tokens ? json_loads(options->special_tokens, 0, NULL) : NULL;
     for (int i = 0; i < NUM_KEYS; i++) {
@@ -61,7 +61,7 @@ void mt_special_tokens_set(json_t *object, const mt_options *options, bool nulls
     json_decref(taken);
 }
 
-int mt_generation_config_read(mt_options *options, const char *folder, mt_error *error) {
+int mt_generation_config_read(mt_run_options *options, const char *folder, mt_error *error) {
     int64_t bytes;
     free(options->generation_config);
     options->generation_config = NULL;
@@ -80,7 +80,7 @@ int mt_generation_config_read(mt_options *options, const char *folder, mt_error 
     return status;
 }
 
-int mt_generation_config_write(const mt_options *options, const char *folder, mt_error *error) {
+int mt_generation_config_write(const mt_run_options *options, const char *folder, mt_error *error) {
     json_t *json = json_object();
     mt_special_tokens_set(json, options, false);
     char *text = options->generation_config   ? mt_strdup(options->generation_config)
@@ -111,7 +111,7 @@ static bool add_ends(mt_stops *stops, const json_t *object) {
     return fits;
 }
 
-int mt_stops_of_options(mt_stops *stops, const mt_options *o, mt_error *error) {
+int mt_stops_of_options(mt_stops *stops, const mt_run_options *o, mt_error *error) {
     mt_error ignored; // the text was read before
     json_t *json = o->generation_config
                        ? mt_json_parse(o->generation_config, (int64_t)strlen(o->generation_config), 0, NULL, &ignored)
