@@ -27,8 +27,7 @@ static void search(mt_layouts *layouts, int64_t most_attempts) {
     mt_options_assume_run(&options);
     if (mt_machine_read(&machine, "h200", &error) != 0) fail_msg("%s", error.text);
     machine.gpus_per_host = 8;
-    if (mt_layouts_search(layouts, &options, count, words, &machine, most_attempts, &error) != 0)
-        fail_msg("%s", error.text);
+    if (mt_layouts_search(layouts, &options, &machine, most_attempts, &error) != 0) fail_msg("%s", error.text);
     mt_options_free(&options);
 }
 

@@ -1423,22 +1423,55 @@ bool mt_option_in_range(const mt_option *row, double value) {
     return (left == '(' ? value > low : value >= low) && (right == ')' ? value < high : value <= high);
 }
 
+/* Strings and lists of the struct that are no options. */
+static const size_t mt_other_strings[] = {
+    MT_AT(special_tokens),    MT_AT(generation_config),   MT_AT(stack.moe_layers),      MT_AT(stack.window_layers),
+    MT_AT(stack.rope_layers), MT_AT(stack.linear_layers), MT_AT(stack.pipeline_letters)};
+static const size_t mt_other_lists[] = {MT_AT(typed_names), MT_AT(sharded_names), MT_AT(config_keys)};
+
+static char **mt_string_at(mt_run_options *options, size_t offset) {
+    return (char **)(void *)((char *)options + offset);
+}
+
+static mt_strings *mt_strings_at(mt_run_options *options, size_t offset) {
+    return (mt_strings *)(void *)((char *)options + offset);
+}
+
 void mt_options_free(mt_run_options *options) {
     for (const mt_option *row = mt_option_table; row->help; row++) {
         if (!row->name) continue;
         if (row->type == MT_STRING || row->type == MT_OPTIONAL) mt_string_set(mt_option_string(options, row), NULL);
         if (row->type == MT_LIST) mt_strings_free(mt_option_list(options, row));
     }
-    mt_strings_free(&options->typed_names);
-    mt_strings_free(&options->sharded_names);
-    mt_strings_free(&options->config_keys);
-    mt_string_set(&options->special_tokens, NULL);
-    mt_string_set(&options->generation_config, NULL);
-    mt_string_set(&options->stack.moe_layers, NULL);
-    mt_string_set(&options->stack.window_layers, NULL);
-    mt_string_set(&options->stack.rope_layers, NULL);
-    mt_string_set(&options->stack.linear_layers, NULL);
-    mt_string_set(&options->stack.pipeline_letters, NULL);
+    for (size_t i = 0; i < sizeof mt_other_lists / sizeof *mt_other_lists; i++)
+        mt_strings_free(mt_strings_at(options, mt_other_lists[i]));
+    for (size_t i = 0; i < sizeof mt_other_strings / sizeof *mt_other_strings; i++)
+        mt_string_set(mt_string_at(options, mt_other_strings[i]), NULL);
+}
+
+/* Replaces a string, or a list, that is shared with other options by a copy. */
+static void mt_string_unshare(char **string) {
+    if (*string) *string = mt_strdup(*string);
+}
+
+static void mt_strings_unshare(mt_strings *strings) {
+    const mt_strings shared = *strings;
+    *strings = (mt_strings){0};
+    for (int64_t i = 0; i < shared.count; i++) mt_strings_add(strings, shared.items[i]);
+}
+
+void mt_options_copy(mt_run_options *to, const mt_run_options *from) {
+    *to = *from;
+    for (const mt_option *row = mt_option_table; row->help; row++) {
+        bool is_string = row->type == MT_STRING || row->type == MT_OPTIONAL, is_list = row->type == MT_LIST;
+        if (!row->name || !(is_string || is_list) || mt_option_of(row->offset) != row) continue;
+        if (is_string) mt_string_unshare(mt_option_string(to, row));
+        if (is_list) mt_strings_unshare(mt_option_list(to, row));
+    }
+    for (size_t i = 0; i < sizeof mt_other_lists / sizeof *mt_other_lists; i++)
+        mt_strings_unshare(mt_strings_at(to, mt_other_lists[i]));
+    for (size_t i = 0; i < sizeof mt_other_strings / sizeof *mt_other_strings; i++)
+        mt_string_unshare(mt_string_at(to, mt_other_strings[i]));
 }
 
 bool mt_parse_bool(const char *text, bool *value) {

@@ -161,6 +161,9 @@ int mt_edit_distance(const char *a, size_t a_length, const char *b);
 void mt_options_default(mt_run_options *options);
 void mt_options_free(mt_run_options *options);
 
+/* Makes `to`, which is not in use, an equal value with strings and lists of its own. */
+void mt_options_copy(mt_run_options *to, const mt_run_options *from);
+
 /* The index of `text` among the choices "a|b|c", or -1. */
 int mt_choice_index(const char *choices, const char *text);
 

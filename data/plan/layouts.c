@@ -1,13 +1,14 @@
-/* layouts.c: the search for the fastest layouts. Layouts are option lines: each is parsed and finished as a command
- * line is, so that the rules exist once. All are listed first, each with a least time of its step: the times of layers
- * in models of one and two layers, put together by the pipeline's schedule. In the order of this time they are checked,
- * their memory is counted, and layouts with room are simulated, until no least time can be among the best. */
+/* layouts.c: the search for the fastest layouts. A layout is a line of options: it varies a copy of the parsed options,
+ * which is finished as those of a command line are, so that the rules exist once. All are listed first, each with a
+ * least time of its step: the times of layers in models of one and two layers, put together by the pipeline's schedule.
+ * In the order of this time they are checked, their memory is counted, and layouts with room are simulated, until no
+ * least time can be among the best. */
 #include "layouts.h"
 
+#include "../options/option_arguments.h"
 #include "../options/option_rules.h"
 #include "../options/option_table.h"
 #include "../options/options.h"
-#include "../checkpoint/run_options.h"
 #include "balance.h"
 
 #include <math.h>
@@ -62,8 +63,6 @@ typedef struct mt_search {
     mt_layouts *out;
     const mt_run_options *given;
     const mt_machine *machine;
-    int argc;
-    char **argv;
     int64_t most_attempts;
     int64_t least_tp, least_pp, least_cp;
     mt_run_options model; // finished, for some ranks
@@ -297,22 +296,25 @@ static void mt_letters_fold(const char *letters, char *text, size_t room) {
     text[length] = 0;
 }
 
-/* Parses the command line with a layout's options after it; a quote is part of no word. */
-static int mt_search_parse(const mt_search *s, const char *line, mt_run_options *o, mt_error *error) {
-    char words[MT_LAYOUT_LINE], *argv[512];
-    int argc = 0;
-    if (s->argc > 400) return mt_error_set(error, "--plan takes at most 400 words; put options into --config");
-    for (; argc < s->argc; argc++) argv[argc] = s->argv[argc];
+/* The options that were given, with a layout's options; a quote is part of no word. */
+static int mt_search_vary(const mt_search *s, const char *line, mt_run_options *o, mt_error *error) {
+    char words[MT_LAYOUT_LINE], *argv[128] = {"train"};
+    int argc = 1;
     snprintf(words, sizeof words, "%s", line);
-    for (char *word = strtok(words, " '"); word; word = strtok(NULL, " '")) argv[argc++] = word;
-    if (mt_options_parse(o, MT_PROGRAM_TRAIN, argc, argv, error) != 0) return -1;
-    mt_options_assume_run(o);
-    if (o->stack.vocab_size == 0) o->stack.vocab_size = s->given->stack.vocab_size; // of the tokenizer
-    return 0;
+    for (char *word = strtok(words, " '"); word; word = strtok(NULL, " '")) {
+        MT_CHECK(argc < (int)(sizeof argv / sizeof *argv));
+        argv[argc++] = word;
+    }
+    mt_options_copy(o, s->given);
+    mt_option_reader reader = {.options = o, .program = MT_PROGRAM_TRAIN};
+    int status = mt_options_read_arguments(&reader, argc, argv, error);
+    if (status == 0) status = mt_option_reader_report(&reader, error);
+    mt_option_reader_free(&reader);
+    return status;
 }
 
 static int mt_search_finish(const mt_search *s, const char *line, int64_t ranks, mt_run_options *o, mt_error *error) {
-    return mt_search_parse(s, line, o, error) != 0 ? -1 : mt_train_options_finish(o, ranks, error);
+    return mt_search_vary(s, line, o, error) != 0 ? -1 : mt_train_options_finish(o, ranks, error);
 }
 
 /* ---- least times */
@@ -334,7 +336,7 @@ static int mt_search_one_stage(const mt_search *s, const mt_candidate *c, mt_run
     char line[MT_LAYOUT_LINE];
     plain.vp = 1, plain.balanced = plain.zero_bubble = false;
     mt_candidate_print(&plain, s->given, "", line);
-    if (mt_search_parse(s, line, o, error) != 0) return -1;
+    if (mt_search_vary(s, line, o, error) != 0) return -1;
     for (size_t i = 0; i < sizeof of_pipeline / sizeof *of_pipeline; i++)
         mt_option_reset(o, mt_option_of(of_pipeline[i]));
     return mt_train_options_finish(o, s->given->gpus / c->pp, error);
@@ -800,10 +802,10 @@ static int mt_search_fail(const mt_search *s, mt_error *error) {
                         skipped);
 }
 
-int mt_layouts_search(mt_layouts *out, const mt_run_options *given, int argc, char **argv, const mt_machine *machine,
-                      int64_t most_attempts, mt_error *error) {
+int mt_layouts_search(mt_layouts *out, const mt_run_options *given, const mt_machine *machine, int64_t most_attempts,
+                      mt_error *error) {
     *out = (mt_layouts){.count = 0};
-    mt_search s = {out, given, machine, argc, argv, most_attempts};
+    mt_search s = {out, given, machine, most_attempts};
     if (mt_options_check_ranges(given, MT_PROGRAM_TRAIN, error) != 0) return -1; // the list would be endless
     if (given->stack.global_batch_size == 0)
         return mt_error_set(error, "--plan needs --global-batch-size: another batch would be another run");

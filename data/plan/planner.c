@@ -244,14 +244,14 @@ int mt_plan_explain(const mt_run_options *o, int64_t ranks, FILE *file, mt_error
 
 /* ---- the fastest layouts */
 
-int mt_plan_print(const mt_run_options *o, int argc, char **argv, FILE *file, mt_error *error) {
+int mt_plan_print(const mt_run_options *o, FILE *file, mt_error *error) {
     const int64_t most_attempts = 10000; // one or two minutes of a core; 405B on 1,024 GPUs takes 1,790
     mt_machine machine;
     double begin = mt_time();
     if (mt_machine_read(&machine, o->gpu, error) != 0) return -1;
     machine.gpus_per_host = o->gpus_per_host;
     mt_layouts *layouts = mt_malloc(sizeof *layouts);
-    int status = mt_layouts_search(layouts, o, argc, argv, &machine, most_attempts, error);
+    int status = mt_layouts_search(layouts, o, &machine, most_attempts, error);
     if (status == 0) {
         fprintf(file, "the fastest layouts on %lld x %s, %lld GPUs a host, simulated:\n", (long long)o->gpus,
                 machine.name, (long long)o->gpus_per_host);

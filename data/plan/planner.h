@@ -8,9 +8,9 @@
 extern "C" {
 #endif
 
-/* --plan: prints the ten fastest layouts of a command line on options->gpus GPUs: time by part, memory by row, speed,
- * and the options to add. `options` are parsed from argv[argc], and not finished. */
-int mt_plan_print(const mt_run_options *options, int argc, char **argv, FILE *file, mt_error *error);
+/* --plan: prints the ten fastest layouts for parsed options, not finished, on options->gpus GPUs: time by part, memory
+ * by row, speed, and the options to add. */
+int mt_plan_print(const mt_run_options *options, FILE *file, mt_error *error);
 
 /* False with error if finished options need more memory than a GPU of options->gpu has. True also where this cannot be
  * known: in fp32, or for a machine's file that cannot be read. */

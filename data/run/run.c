@@ -339,7 +339,7 @@ static bool imagines_gpus(const mt_run_options *o) {
 }
 
 /* GPUs are imagined. */
-static void print_plan(mt_run *r, int argc, char **argv) {
+static void print_plan(mt_run *r) {
     mt_error error;
     mt_run_options *o = &r->options;
     if (imagines_gpus(o)) r->grid = mt_grid_of_one;
@@ -347,7 +347,7 @@ static void print_plan(mt_run *r, int argc, char **argv) {
     int64_t ranks = o->gpus > 0 ? o->gpus : mt_options_printed_ranks(o, r->grid.world.size);
     int status = o->plan && o->explain ? mt_error_set(&error, "--plan and --explain exclude each other; leave one out")
                                        : open_tokenizer(r, &error);
-    if (status == 0 && o->plan) status = mt_plan_print(o, argc, argv, stdout, &error);
+    if (status == 0 && o->plan) status = mt_plan_print(o, stdout, &error);
     if (status == 0 && o->explain) status = mt_train_options_finish(o, ranks, &error);
     if (status == 0 && o->explain && r->grid.world.rank == 0) status = mt_plan_explain(o, ranks, stdout, &error);
     refuse(r, status, &error);
@@ -382,12 +382,12 @@ static void stop(mt_run *r) {
 }
 
 /* True if the options ask to print something; after mt_grid_start, except --print-launch and plans of imagined GPUs. */
-static bool prints(mt_run *r, int argc, char **argv) {
+static bool prints(mt_run *r) {
     mt_error error;
     if (r->options.print_launch > 0)
         print_launch(r);
     else if (r->options.plan || r->options.explain)
-        print_plan(r, argc, argv);
+        print_plan(r);
     else if (r->options.print_config)
         print_config(r);
     else if (r->options.print_schedule)
@@ -412,11 +412,11 @@ bool mt_run_open(mt_run *r, int *argc, char ***argv) {
         mt_options_free(&r->options);
         return false;
     }
-    if (status == 0 && alone && prints(r, *argc, *argv)) return false;
+    if (status == 0 && alone && prints(r)) return false;
     mt_watch_start(&r->options.stack, &r->options.typed_names);
     mt_grid_start(&r->grid, argc, argv);
     refuse(r, status, &error);
-    if (prints(r, *argc, *argv)) return false;
+    if (prints(r)) return false;
     refuse(r, open_tokenizer(r, &error), &error);
     refuse(r, agree_on_tokenizer(r, &error), &error);
     refuse(r, check_partners(r, &error), &error);
