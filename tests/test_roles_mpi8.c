@@ -386,7 +386,7 @@ static void models_on_several_grids_do_not_disturb_each_other(void **state) {
     double actor_losses[3], critic_losses[3];
     float before[ROW_LENGTH], after[ROW_LENGTH];
     role actor, critic, reference;
-    mt_run_options watched = {.distributed_timeout_seconds = 60};
+    mt_run_options watched = {.stack.distributed_timeout_seconds = 60};
     losses_alone(actor_losses, LLAMA, TP "2" PP "2" SHARD "optim --overlap-grad-reduce --overlap-param-gather");
     losses_alone(critic_losses, QWEN, PP "4");
     mt_watch_start(&watched.stack, &watched.typed_names);

@@ -71,8 +71,8 @@ list_calls() {
     }' | sort -u
 }
 
-# Every field of mt_options is read by the stack: by megatron.c outside of mt_options_plain, as an activation's flag, or,
-# for the limits of waiting, by the hooks of mt_watch. Options that only data/ reads are in mt_run_options.
+# Every field of mt_options is read by the stack: by megatron.c outside of mt_options_plain, as an activation's flag,
+# or, for the limits of waiting, by the hooks of mt_watch. Options that only data/ reads are in mt_run_options.
 stack_reads_its_options() {
     sed -n '/^typedef struct mt_options {/,/^} mt_options;/p' megatron.h |
         sed -e 's|//.*||' -e 's|/\*.*\*/||' -e '/^typedef/d' -e '/^}/d' -e 's/ \*/ /g' -e 's/^ *[a-z_0-9]* //' |
