@@ -190,7 +190,7 @@ static void mt_target_load_rectangle(mt_reader *r, mt_target *t, mt_rectangle gi
 /* values[cols] = a row of the tensor's view from column `col` on, for a tensor in fp8; the elements are at `bits`. */
 static void mt_target_decode_fp8(const mt_reader *r, const mt_target *t, int64_t row, int64_t col, int64_t cols,
                                  const unsigned char *bits, float *values) {
-    const int64_t *block = mt_model_options(r->model)->weight_block_size;
+    const int64_t *block = r->block_size;
     const mt_tensor_info *scales = t->scales;
     const char *of_row = (const char *)scales->data + row / block[0] * scales->shape[1] * mt_dtype_size(scales->dtype);
     for (int64_t first = col, end; col < first + cols; col = end) {
@@ -324,13 +324,15 @@ static int mt_target_compare(const void *a, const void *b) {
     return (x->tensor->data > y->tensor->data) - (x->tensor->data < y->tensor->data);
 }
 
-/* Reads all files and loads targets[count]. Every rank calls it and returns the same. Sets *damaged if a sum
- * differs. */
+/* Reads all files and loads targets[count]. Every rank calls it and returns the same. Sets *damaged if a sum differs.
+ */
 static int mt_targets_load(mt_target *targets, int64_t count, const mt_safetensors_file *files, int64_t num_files,
-                           mt_model *m, const mt_checksums *sums, bool *damaged, mt_error *error) {
+                           mt_model *m, const mt_run_options *o, const mt_checksums *sums, bool *damaged,
+                           mt_error *error) {
     const mt_group *world = &mt_model_grid(m)->world;
     mt_reader r;
     mt_reader_open(&r, m, sums);
+    r.block_size = o->weight_block_size;
     if (count > 0) qsort(targets, (size_t)count, sizeof *targets, mt_target_compare);
     for (int64_t i = 0; i < num_files; i++) {
         const mt_safetensors_file *file = &files[i];
@@ -361,7 +363,7 @@ static int mt_target_check_finite(const mt_model *m, const mt_target *t, mt_erro
     return 0;
 }
 
-int mt_checkpoint_check(const mt_options *options, const char *folder, mt_error *error) {
+int mt_checkpoint_check(const mt_run_options *options, const char *folder, mt_error *error) {
     mt_safetensors *set = NULL;
     mt_error damage;
     char *path = mt_checkpoint_resolve(folder, error);
@@ -369,7 +371,7 @@ int mt_checkpoint_check(const mt_options *options, const char *folder, mt_error 
     if (status == 0 && mt_folder_is_megatron(path)) {
         mt_megatron *checkpoint;
         status = mt_megatron_open(&checkpoint, path, true, error);
-        if (status == 0) status = mt_megatron_check(checkpoint, true, options, path, error);
+        if (status == 0) status = mt_megatron_check(checkpoint, true, &options->stack, path, error);
         mt_megatron_close(checkpoint);
     } else if (status == 0) {
         status = mt_stem_open(&set, path, "model", options, error);
@@ -383,15 +385,15 @@ int mt_checkpoint_check(const mt_options *options, const char *folder, mt_error 
 
 /* Sets a half of an adapter to 0, which its file may fill in part or not at all, and finds the factor of its values:
  * the model has one scale for all adapters. Training would differ from peft's then. */
-static int mt_target_begin_adapter(mt_model *m, mt_target *t, const mt_adapter_file *file, mt_error *error) {
-    const mt_options *o = mt_model_options(m);
+static int mt_target_begin_adapter(mt_model *m, const mt_run_options *o, mt_target *t, const mt_adapter_file *file,
+                                   mt_error *error) {
     const mt_param *param = t->param;
     mt_adapter_shape shape;
     if (mt_adapter_of(file, param, o, &shape, error) != 0) return -1;
     for (int k = 0; k < 2; k++)
         if (t->shards[k].data)
             mt_shard_write(m, &t->shards[k], param->offset, NULL, mt_param_rows_stored(param) * param->cols);
-    double scale = o->lora_alpha / (double)o->lora_rank, factor = shape.scale / scale;
+    double scale = o->stack.lora_alpha / (double)o->stack.lora_rank, factor = shape.scale / scale;
     if (param->role != MT_LORA_B || !shape.exists || fabs(factor - 1) < 1e-12) return 0;
     if (mt_model_get_plan(m)->train)
         return mt_error_set(
@@ -440,18 +442,18 @@ static void mt_target_place(mt_target *t, const mt_safetensors *set, mt_slices *
     if (t->scales) t->scales = mt_slices_add(slices, t->scales, t->place.slice);
 }
 
-int mt_stem_load(mt_model *m, const char *folder, const char *stem, const mt_checksums *sums, bool *damaged,
-                 mt_error *error) {
+int mt_stem_load(mt_model *m, const mt_run_options *o, const char *folder, const char *stem, const mt_checksums *sums,
+                 bool *damaged, mt_error *error) {
     const mt_group *world = &mt_model_grid(m)->world;
     bool weights = strcmp(stem, "optimizer") != 0;
     mt_safetensors *set = NULL;
     mt_adapter_file *adapter = NULL;
-    int status = mt_stem_open(&set, folder, stem, mt_model_options(m), error);
+    int status = mt_stem_open(&set, folder, stem, o, error);
     if (status == 0 && strcmp(stem, "adapter_model") == 0) {
         adapter = mt_adapter_file_open(folder, error);
         status = adapter ? 0 : -1;
     }
-    if (status == 0) status = mt_stem_check(set, stem, adapter, mt_model_options(m), folder, error);
+    if (status == 0) status = mt_stem_check(set, stem, adapter, o, folder, error);
     status = mt_agree(world, status != 0, error);
     if (status != 0) {
         mt_safetensors_close(set);
@@ -471,7 +473,7 @@ int mt_stem_load(mt_model *m, const char *folder, const char *stem, const mt_che
             t->shards[0] = mt_bucket_shard(m, params[i].bucket, (mt_param_state)state);
             if (weights && mt_model_dtype(m) != MT_F32 && params[i].trained)
                 t->shards[1] = mt_bucket_shard(m, params[i].bucket, MT_STATE_MASTER);
-            if (adapter && status == 0) status = mt_target_begin_adapter(m, t, adapter, error);
+            if (adapter && status == 0) status = mt_target_begin_adapter(m, o, t, adapter, error);
             if (!t->tensor && !adapter) mt_param_init(m, &params[i]); // mt_param_grows
             if (!t->tensor) continue;
             count++;
@@ -480,7 +482,7 @@ int mt_stem_load(mt_model *m, const char *folder, const char *stem, const mt_che
     mt_adapter_file_close(adapter);
     status = mt_agree(world, status != 0, error);
     if (status == 0)
-        status = mt_targets_load(targets, count, mt_safetensors_get_file(set, 0), mt_safetensors_num_files(set), m,
+        status = mt_targets_load(targets, count, mt_safetensors_get_file(set, 0), mt_safetensors_num_files(set), m, o,
                                  sums, damaged, error);
     if (status == 0) {
         for (int64_t i = 0; i < count && status == 0; i++) status = mt_target_check_finite(m, &targets[i], error);
@@ -515,12 +517,12 @@ static int mt_megatron_add_targets(mt_target **targets, int64_t *count, int64_t 
     return 0;
 }
 
-int mt_megatron_load(mt_model *m, const char *folder, bool weights, bool *damaged, mt_error *error) {
+int mt_megatron_load(mt_model *m, const mt_run_options *o, const char *folder, bool weights, bool *damaged,
+                     mt_error *error) {
     const mt_group *world = &mt_model_grid(m)->world;
-    const mt_options *o = mt_model_options(m);
     mt_megatron *checkpoint = NULL;
     int status = mt_megatron_open(&checkpoint, folder, weights, error);
-    if (status == 0) status = mt_megatron_check(checkpoint, weights, o, folder, error);
+    if (status == 0) status = mt_megatron_check(checkpoint, weights, &o->stack, folder, error);
     int64_t num_params, num_files, count = 0, room = 0;
     const mt_param *params = mt_model_params(m, &num_params);
     mt_target *targets = NULL;
@@ -530,7 +532,7 @@ int mt_megatron_load(mt_model *m, const char *folder, bool weights, bool *damage
         for (int state = first; state < mt_stem_end(weights, &params[i]) && status == 0; state++) {
             mt_target t = {.param = &params[i], .state = (mt_param_state)state, .weights = weights, .factor = 1};
             const mt_megatron_matrix *matrix =
-                mt_megatron_place(checkpoint, &params[i], (mt_param_state)state, o, folder, &t.place, error);
+                mt_megatron_place(checkpoint, &params[i], (mt_param_state)state, &o->stack, folder, &t.place, error);
             t.shards[0] = mt_bucket_shard(m, params[i].bucket, (mt_param_state)state);
             if (weights && mt_model_dtype(m) != MT_F32 && params[i].trained)
                 t.shards[1] = mt_bucket_shard(m, params[i].bucket, MT_STATE_MASTER);
@@ -540,7 +542,7 @@ int mt_megatron_load(mt_model *m, const char *folder, bool weights, bool *damage
     status = mt_agree(world, status != 0, error);
     if (status == 0) {
         const mt_safetensors_file *files = mt_megatron_files(checkpoint, &num_files);
-        status = mt_targets_load(targets, count, files, num_files, m, NULL, damaged, error);
+        status = mt_targets_load(targets, count, files, num_files, m, o, NULL, damaged, error);
     }
     if (status == 0) {
         for (int64_t i = 0; i < count && status == 0; i++) status = mt_target_check_finite(m, &targets[i], error);

@@ -108,7 +108,7 @@ static bool mt_pickled_print(const mt_pickled *value, char *text, size_t size) {
 }
 
 /* Sets the options of a copy that the arguments give. */
-static int mt_args_set(mt_options *of_args, const mt_pickled *args, const char *folder, mt_error *error) {
+static int mt_args_set(mt_run_options *of_args, const mt_pickled *args, const char *folder, mt_error *error) {
     char text[4096];
     for (size_t i = 0; i < sizeof mt_other_args / sizeof *mt_other_args; i++)
         if (mt_pickled_is_set(mt_pickled_get(args, mt_other_args[i])))
@@ -130,18 +130,18 @@ static int mt_args_set(mt_options *of_args, const mt_pickled *args, const char *
 }
 
 /* The vocabulary: its tokens where the run had no tokenizer's file, else with its padding, unless a tokenizer says. */
-static void mt_args_take_vocabulary(mt_options *o, const mt_pickled *args) {
-    const mt_option *row = mt_option_of(MT_AT(vocab_size));
+static void mt_args_take_vocabulary(mt_run_options *o, const mt_pickled *args) {
+    const mt_option *row = mt_option_of(MT_AT(stack.vocab_size));
     int64_t size;
-    if (mt_options_gave(o, MT_AT(vocab_size)) || o->tokenizer_model) return;
+    if (mt_options_gave(o, MT_AT(stack.vocab_size)) || o->tokenizer_model) return;
     if (mt_pickled_int(mt_pickled_get(args, "vocab_size"), 1, INT32_MAX, &size) ||
         mt_pickled_int(mt_pickled_get(args, "padded_vocab_size"), 1, INT32_MAX, &size))
         *mt_option_int(o, row) = size;
 }
 
 /* Compares one option, or takes it. */
-static int mt_args_merge(mt_options *o, const mt_options *of_args, bool takes, const mt_option *row, const char *folder,
-                         mt_error *error) {
+static int mt_args_merge(mt_run_options *o, const mt_run_options *of_args, bool takes, const mt_option *row,
+                         const char *folder, mt_error *error) {
     bool gave = mt_options_gave(o, row->offset);
     char *own = mt_option_text(o, row), *theirs = mt_option_text(of_args, row);
     bool derived = !gave && (!*own || strcmp(own, "0") == 0), differs = strcmp(own, theirs) != 0;
@@ -155,12 +155,12 @@ static int mt_args_merge(mt_options *o, const mt_options *of_args, bool takes, c
     return status;
 }
 
-int mt_options_read_megatron(mt_options *o, const char *folder, mt_error *error) {
+int mt_options_read_megatron(mt_run_options *o, const char *folder, mt_error *error) {
     mt_megatron *checkpoint;
     if (mt_megatron_open_common(&checkpoint, folder, error) != 0) return -1;
     const mt_pickled *args = mt_megatron_args(checkpoint);
-    mt_options of_args;
-    bool takes = o->use_checkpoint_args || !mt_options_gave(o, MT_AT(num_layers));
+    mt_run_options of_args;
+    bool takes = o->use_checkpoint_args || !mt_options_gave(o, MT_AT(stack.num_layers));
     mt_options_default(&of_args);
     int status = 0;
     if (args)

@@ -2,7 +2,7 @@
 #ifndef MT_MEGATRON_ARGS_H
 #define MT_MEGATRON_ARGS_H
 
-#include "../../megatron.h"
+#include "../options/options.h"
 
 #ifdef __cplusplus
 extern "C" {
@@ -12,7 +12,7 @@ extern "C" {
  * arguments of the checkpoint in `folder`; given ones must agree. Otherwise compares them, so that an option that
  * changes no tensor's shape, such as --rotary-base, does not differ unseen. A checkpoint without arguments gives
  * nothing. */
-int mt_options_read_megatron(mt_options *options, const char *folder, mt_error *error);
+int mt_options_read_megatron(mt_run_options *options, const char *folder, mt_error *error);
 
 #ifdef __cplusplus
 }
