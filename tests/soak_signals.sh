@@ -11,7 +11,8 @@
 #
 # A series is one training in several runs, each of them but the last ended by one or two signals at a moment that
 # changes from run to run. A run fails if it reports damage or ends by a signal that nobody sent; a series fails if its
-# losses and gradient norms differ in one digit from those of a training without signals. What a failure wrote is kept.
+# losses and gradient norms differ in one digit from those of a training without signals. build/soak keeps the output of
+# a failure.
 set -u
 cd "$(dirname "$0")/.." || exit 1
 . tests/suite.sh
@@ -25,15 +26,15 @@ ended=$(($(date +%s) + seconds))
 kept=build/soak/$tool-$$
 
 # The tool's command before `train`, and the sign by which it reports damage.
-wrapper='' steps=24
+wrapper='' steps=24 width=64
 damage='corrupted\|free()\|malloc()\|malloc_\|double free\|invalid \(size\|pointer\)\|internal check failed'
 damage="$damage\\|Signal: \\(Aborted\\|Seg\\|Bus\\|Ill\\)\\|exited on signal \\([4678]\\|11\\) "
 case $tool in
 none) ;;
-malloc) export MALLOC_CHECK_=3 MALLOC_PERTURB_=165 LD_PRELOAD="${LD_PRELOAD:-libc_malloc_debug.so.0}" ;;
+malloc) wrapper='env MALLOC_CHECK_=3 MALLOC_PERTURB_=165 LD_PRELOAD=libc_malloc_debug.so.0' ;; # not of mpirun
 valgrind)
-    steps=6
-    wrapper="valgrind -q --log-file=$work/valgrind.%p"
+    steps=6 width=32
+    wrapper="valgrind -q --undef-value-errors=no --log-file=$work/valgrind.%p"
     file=/usr/share/openmpi/openmpi-valgrind.supp
     [ -f $file ] && wrapper="$wrapper --suppressions=$file"
     ;;
@@ -59,9 +60,9 @@ function text(i, words,    k, t) {
     return t
 }' >"$work/pairs.jsonl"
 
-model='--num-layers 4 --hidden-size 64 --num-attention-heads 4 --ffn-hidden-size 128 --swiglu --normalization RMSNorm
-    --disable-bias-linear --position-embedding-type rope --untie-embeddings-and-output-weights --vocab-size 257
-    --tokenizer-type ByteLevel --max-position-embeddings 128'
+model="--num-layers 4 --hidden-size $width --num-attention-heads 4 --ffn-hidden-size $((2 * width)) --swiglu
+    --normalization RMSNorm --disable-bias-linear --position-embedding-type rope
+    --untie-embeddings-and-output-weights --vocab-size 257 --tokenizer-type ByteLevel --max-position-embeddings 128"
 # shellcheck disable=SC2086
 "$train" --device cpu $model --seq-length 64 --mock-data --train-iters 1 --lr 1e-3 --eval-iters 0 \
     --save "$work/base" >"$work/out" 2>&1 || { cat "$work/out" && exit 1; }
@@ -111,16 +112,25 @@ keep() {
     echo "$1: $kept/$runs"
 }
 
-# What valgrind reported.
+# Prints valgrind's reports.
 reports() {
     cat "$work"/valgrind.* 2>/dev/null | awk '
         /Invalid write|Invalid free|Mismatched free/ { print; next }
-        /Invalid read|uninitialised|overlap/ { report = $0; getline; if ($0 !~ /: \?\?\?$/) print report "\n" $0 }'
+        /Invalid read|overlap/ { report = $0; getline; if ($0 !~ /: \?\?\?$/) print report "\n" $0 }'
+}
+
+# The last run's output without the stacks of mpirun, which may end by a signal of its own.
+of_ranks() {
+    awk '
+        /Process received signal/ { printf "%s", block; block = "" }
+        { block = block $0 "\n" }
+        /End of error message/ { if (block !~ /mpirun\(/) printf "%s", block; block = "" }
+        END { printf "%s", block }' "$work/out" "$work/err"
 }
 
 checked() {
     runs=$((runs + 1))
-    if grep -q "$damage" "$work/out" "$work/err" || [ -n "$(reports)" ]; then keep damage; fi
+    if of_ranks | grep -q "$damage" || [ -n "$(reports)" ]; then keep damage; fi
     rm -f "$work"/valgrind.*
 }
 
@@ -166,6 +176,10 @@ while [ "$(date +%s)" -lt "$ended" ]; do
             fi
         fi
         await
+        if grep -q 'is in use by another run' "$work/err"; then # a rank of the run before is still saving
+            sleep 1
+            continue
+        fi
         checked
         tries=$((tries + 1))
         [ "$(iterations "$work/cut.jsonl")" -ge $steps ] && break

@@ -30,6 +30,7 @@ void mt_role_config_free(mt_role_config *config) {
 #ifdef MT_HAVE_YAML
 enum {
     MAX_NESTING = 16,    // of collections; sections of options nest 8 deep at most, and may hold lists
+    MAX_ANCHORS = 1000,  // with aliases; libyaml compares each with all before it
     MAX_DEPTH = 12,      // of sections that "<<" merges
     MAX_REFERENCES = 16, // that lead to one another
     MAX_NODES = 20000,   // visited; with aliases a small file could have more than any memory
@@ -1305,16 +1306,17 @@ long long mt_yaml_line(const char *text, int64_t bytes, size_t mark) {
 }
 
 /* Reads tokens, which libyaml finds in linear time while they nest little. The parser reports what is not YAML. */
-int mt_yaml_check_nesting(const char *text, int64_t bytes, const char *path, mt_error *error) {
+int mt_yaml_check_work(const char *text, int64_t bytes, const char *path, mt_error *error) {
     yaml_parser_t parser;
     yaml_token_t token;
-    int depth = 0;
+    int depth = 0, anchors = 0;
     bool ends = false;
     long long line = 0;
     if (!yaml_parser_initialize(&parser)) return mt_error_set(error, "%s: no memory to read YAML", path);
     yaml_parser_set_input_string(&parser, (const unsigned char *)text, (size_t)bytes);
-    while (!ends && depth <= MAX_NESTING && yaml_parser_scan(&parser, &token)) {
+    while (!ends && depth <= MAX_NESTING && anchors <= MAX_ANCHORS && yaml_parser_scan(&parser, &token)) {
         yaml_token_type_t type = token.type;
+        anchors += type == YAML_ANCHOR_TOKEN || type == YAML_ALIAS_TOKEN;
         depth += type == YAML_FLOW_SEQUENCE_START_TOKEN || type == YAML_FLOW_MAPPING_START_TOKEN ||
                  type == YAML_BLOCK_SEQUENCE_START_TOKEN || type == YAML_BLOCK_MAPPING_START_TOKEN;
         depth -=
@@ -1324,6 +1326,9 @@ int mt_yaml_check_nesting(const char *text, int64_t bytes, const char *path, mt_
         yaml_token_delete(&token);
     }
     yaml_parser_delete(&parser);
+    if (anchors > MAX_ANCHORS)
+        return mt_error_set(error, "%s:%lld: has more than %d anchors and aliases; is it a file of options?", path,
+                            line, MAX_ANCHORS);
     if (depth <= MAX_NESTING) return 0;
     return mt_error_set(error, "%s:%lld: sections and lists are nested deeper than %d; is it a file of options?", path,
                         line, MAX_NESTING);
@@ -1339,7 +1344,7 @@ static int fail_to_parse(const reader *r, const yaml_parser_t *parser) {
 static int load_document(reader *r, const char *text, int64_t bytes) {
     yaml_parser_t parser;
     yaml_document_t second;
-    if (mt_yaml_check_nesting(text, bytes, r->path, r->error) != 0) return -1;
+    if (mt_yaml_check_work(text, bytes, r->path, r->error) != 0) return -1;
     if (!yaml_parser_initialize(&parser)) return mt_error_set(r->error, "%s: no memory to read YAML", r->path);
     yaml_parser_set_input_string(&parser, (const unsigned char *)text, (size_t)bytes);
     int status = yaml_parser_load(&parser, &r->document) ? 0 : fail_to_parse(r, &parser);
