@@ -9,6 +9,7 @@
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>
+#include <strings.h>
 #ifdef MT_HAVE_YAML
 #include <yaml.h>
 #endif
@@ -632,7 +633,7 @@ static int take_strategy(reader *r, const mt_role_key *row, const yaml_node_t *m
     yaml_node_t *sibling = find_key(r, mapping, "strategy_name", strlen("strategy_name"), 0);
     if (sibling && follow(r, &sibling, 0) != 0) return -1;
     if (sibling && !(name = expand(r, sibling, scalar_text(sibling), 0))) return -1;
-    bool is_megatron = name && strncmp(name, "megatron", 8) == 0;
+    bool is_megatron = name && strncasecmp(name, "megatron", 8) == 0; // of any case, as mt_role_key_translate
     int status = is_megatron ? follow(r, &node, 0) : 0;
     if (status == 0 && is_megatron && !is_null(node)) status = take_section(r, node, row->text, line);
     if (!is_megatron && !r->is_other)
@@ -1244,7 +1245,8 @@ static bool has_training_strategy(reader *r) {
     bool found = find_path(r, path, yaml_document_get_root_node(&r->document), &node, 0) == 0;
     char *name = found && follow(r, &node, 0) == 0 ? expand(r, node, scalar_text(node), 0) : NULL;
     r->error = error;
-    bool trains = !name || mt_text_ends_with(name, "_train");
+    size_t length = name ? strlen(name) : 0;
+    bool trains = !name || (length > 6 && strcasecmp(name + length - 6, "_train") == 0);
     free(name);
     return trains;
 }
