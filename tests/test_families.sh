@@ -1,6 +1,6 @@
 #!/bin/sh
-# The table "Families" of README.md is true: each row's cells are tried with the models of tests/golden/hf that it names.
-# A "yes" runs: one run of several ranks has all the divisions that the row allows, and the losses of one rank. A "no"
+# The table "Families" of README.md is true: the cells of each row are tried with the models of tests/golden/hf that it
+# names. A "yes" runs: one run of several ranks has all the divisions that the row allows, and the losses of one rank. A "no"
 # ends with one line that has the message of the table below. A GPU is simulated, with the limits of cuda/limits.h.
 set -u
 . tests/suite.sh
@@ -25,8 +25,9 @@ rows() {
 columns='train generate TP PP CP EP fp8 packed LoRA CUDA'
 
 the_table_has_a_row_for_each_family() {
-    [ "$(section | awk -F ' *[|] *' '/^[|] Family/ { for (i = 4; i < NF; i++) printf "%s%s", (i > 4 ? " " : ""), $i }')" = \
-        "$columns" ] || return 1
+    heads=$(section | awk -F ' *[|] *' '/^[|] Family/ { for (i = 4; i < NF; i++) print $i }')
+    # shellcheck disable=SC2086
+    [ "$(echo $heads)" = "$columns" ] || return 1
     rows | cut -d' ' -f1 | sort >"$work/out"
     ls tests/golden/hf | diff - "$work/out"
 }
@@ -54,8 +55,8 @@ message() {
 # A tokenizer of letters, whose 29 tokens every model has, and texts that share rows of 32 tokens.
 awk 'BEGIN {
     for (i = 0; i < 26; i++) letters = letters sprintf(", \"%c\": %d", 97 + i, i + 3)
-    print "{\"added_tokens\": [{\"id\": 0, \"content\": \"<s>\", \"special\": true}, {\"id\": 1, \"content\": \"</s>\", " \
-        "\"special\": true}], \"pre_tokenizer\": {\"type\": \"ByteLevel\", \"add_prefix_space\": false}, " \
+    print "{\"added_tokens\": [{\"id\": 0, \"content\": \"<s>\", \"special\": true}, " \
+        "{\"id\": 1, \"content\": \"</s>\", \"special\": true}], \"pre_tokenizer\": {\"type\": \"ByteLevel\", \"add_prefix_space\": false}, " \
         "\"decoder\": {\"type\": \"ByteLevel\"}, \"model\": {\"type\": \"BPE\", \"merges\": [], " \
         "\"vocab\": {\"<s>\": 0, \"</s>\": 1, \"\304\240\": 2" letters "}}}" }' >"$work/tokenizer.json"
 awk 'BEGIN {
