@@ -272,7 +272,7 @@ static int mt_options_check_balancing(const mt_options *o, mt_error *error) {
          "--moe-router-load-balancing-type quantile_balancing needs a --moe-router-topk below --num-experts %lld, not "
          "%lld",
          {E, k}},
-        {quantiles && o->num_iterations > 0 && tokens * k % E != 0,
+        {quantiles && tokens * k % E != 0,
          "--moe-router-load-balancing-type quantile_balancing gives all experts equally many of the %lld choices of a "
          "micro-batch (--micro-batch-size x --seq-length x --moe-router-topk): make it a multiple of --num-experts "
          "%lld",

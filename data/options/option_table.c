@@ -313,7 +313,7 @@ const mt_option mt_option_table[] = {
     {"moe-router-bias-update-rate", MT_REAL, MT_AT(moe_router_bias_update_rate), MT_TRAIN, MT_OF_RUN, "1e-3", "[0,1e6]",
      "change of that bias per step", .needs = "moe-router-enable-expert-bias"},
     {"moe-router-quantile-bias", MT_FLAG, MT_AT(moe_router_quantile_bias), MT_TRAIN, MT_OF_WEIGHTS, NULL, NULL,
-     "the bias of quantile_balancing, which turns this on: added to the router's logits for the choice alone",
+     "the bias of quantile_balancing, which sets this option: added to the router's logits for the choice alone",
      .needs = "num-experts", .excludes = "any: moe-router-num-groups", .own = true},
     {"moe-router-load-balancing-type", MT_CHOICES, MT_AT(moe_router_load_balancing_type), MT_TRAIN, MT_OF_RUN,
      "aux_loss", "none|aux_loss|seq_aux_loss|global_aux_loss|sinkhorn|quantile_balancing",
