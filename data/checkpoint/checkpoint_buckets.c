@@ -192,7 +192,7 @@ static void mt_target_load_rectangle(mt_reader *r, mt_target *t, mt_rectangle gi
 /* values[cols] = a row of the tensor's view from column `col` on, for a tensor in fp8; the elements are at `bits`. */
 static void mt_target_decode_fp8(const mt_reader *r, const mt_target *t, int64_t row, int64_t col, int64_t cols,
                                  const unsigned char *bits, float *values) {
-    const int64_t *block = mt_model_options(r->model)->weight_block_size;
+    const int64_t *block = r->block_size;
     const mt_tensor_info *scales = t->scales;
     const char *of_row = (const char *)scales->data + row / block[0] * scales->shape[1] * mt_dtype_size(scales->dtype);
     for (int64_t first = col, end; col < first + cols; col = end) {
@@ -327,10 +327,11 @@ static int mt_target_compare(const void *a, const void *b) {
 /* Reads all files of a set and loads targets[count]. Every rank calls it and returns the same. Sets *damaged if a sum
  * differs. */
 static int mt_targets_load(mt_target *targets, int64_t count, const mt_safetensors *set, mt_model *m,
-                           const mt_checksums *sums, bool *damaged, mt_error *error) {
+                           const mt_run_options *o, const mt_checksums *sums, bool *damaged, mt_error *error) {
     const mt_group *world = &mt_model_grid(m)->world;
     mt_reader r;
     mt_reader_open(&r, m, sums);
+    r.block_size = o->weight_block_size;
     if (count > 0) qsort(targets, (size_t)count, sizeof *targets, mt_target_compare);
     for (int64_t i = 0; i < mt_safetensors_num_files(set); i++) {
         const mt_safetensors_file *file = mt_safetensors_get_file(set, i);
@@ -361,11 +362,12 @@ static int mt_target_check_finite(const mt_model *m, const mt_target *t, mt_erro
     return 0;
 }
 
-int mt_checkpoint_check(const mt_options *options, const char *folder, mt_error *error) {
+int mt_checkpoint_check(const mt_run_options *options, const char *folder, mt_error *error) {
     mt_safetensors *set = NULL;
     mt_error damage;
     char *path = mt_checkpoint_resolve(folder, error);
-    mt_options stored = options->moe_use_upcycling ? mt_upcycle_dense(options) : *options;
+    mt_run_options stored = *options; // with the model of the folder
+    if (options->stack.moe_use_upcycling) stored.stack = mt_upcycle_dense(&options->stack);
     int status = path ? mt_checkpoint_verify(path, false, error) : -1;
     if (status == 0) {
         status = mt_stem_open(&set, path, "model", &stored, error);
@@ -379,15 +381,15 @@ int mt_checkpoint_check(const mt_options *options, const char *folder, mt_error 
 
 /* Sets a half of an adapter to 0, which its file may fill in part or not at all, and finds the factor of its values:
  * the model has one scale for all adapters. Training would differ from peft's then. */
-static int mt_target_begin_adapter(mt_model *m, mt_target *t, const mt_adapter_file *file, mt_error *error) {
-    const mt_options *o = mt_model_options(m);
+static int mt_target_begin_adapter(mt_model *m, const mt_run_options *o, mt_target *t, const mt_adapter_file *file,
+                                   mt_error *error) {
     const mt_param *param = t->param;
     mt_adapter_shape shape;
     if (mt_adapter_of(file, param, o, &shape, error) != 0) return -1;
     for (int k = 0; k < 2; k++)
         if (t->shards[k].data)
             mt_shard_write(m, &t->shards[k], param->offset, NULL, mt_param_rows_stored(param) * param->cols);
-    double scale = o->lora_alpha / (double)o->lora_rank, factor = shape.scale / scale;
+    double scale = o->stack.lora_alpha / (double)o->stack.lora_rank, factor = shape.scale / scale;
     if (param->role != MT_LORA_B || !shape.exists || fabs(factor - 1) < 1e-12) return 0;
     if (mt_model_get_plan(m)->train)
         return mt_error_set(
@@ -447,19 +449,19 @@ static void mt_target_upcycle(mt_target *t, const mt_options *o) {
     t->factor = mt_upcycle_factor(o, t->param);
 }
 
-int mt_stem_load(mt_model *m, const char *folder, const char *stem, const mt_checksums *sums, bool *damaged,
-                 mt_error *error) {
+int mt_stem_load(mt_model *m, const mt_run_options *o, const char *folder, const char *stem, const mt_checksums *sums,
+                 bool *damaged, mt_error *error) {
     const mt_group *world = &mt_model_grid(m)->world;
     bool weights = strcmp(stem, "optimizer") != 0;
     mt_safetensors *set = NULL;
     mt_adapter_file *adapter = NULL;
     mt_param *dense_rows = NULL;
-    mt_options stored = *mt_model_options(m); // the model of the folder
+    mt_run_options stored = *o; // with the model of the folder
     int64_t num_dense = 0;
-    bool upcycles = stored.moe_use_upcycling && strcmp(stem, "model") == 0;
+    bool upcycles = o->stack.moe_use_upcycling && strcmp(stem, "model") == 0;
     if (upcycles) {
-        stored = mt_upcycle_dense(mt_model_options(m));
-        num_dense = mt_params_build(&dense_rows, &stored, NULL);
+        stored.stack = mt_upcycle_dense(&o->stack);
+        num_dense = mt_params_build(&dense_rows, &stored.stack, NULL);
     }
     int status = mt_stem_open(&set, folder, stem, &stored, error);
     if (status == 0 && strcmp(stem, "adapter_model") == 0) {
@@ -488,16 +490,16 @@ int mt_stem_load(mt_model *m, const char *folder, const char *stem, const mt_che
             t->shards[0] = mt_bucket_shard(m, params[i].bucket, (mt_param_state)state);
             if (weights && mt_model_dtype(m) != MT_F32 && params[i].trained)
                 t->shards[1] = mt_bucket_shard(m, params[i].bucket, MT_STATE_MASTER);
-            if (adapter && status == 0) status = mt_target_begin_adapter(m, t, adapter, error);
+            if (adapter && status == 0) status = mt_target_begin_adapter(m, o, t, adapter, error);
             if (!t->tensor && !adapter) mt_param_init(m, &params[i]); // mt_param_grows, or a new router
             if (!t->tensor) continue;
             count++;
             mt_target_place(t, set, &slices);
-            if (upcycles) mt_target_upcycle(t, mt_model_options(m));
+            if (upcycles) mt_target_upcycle(t, &o->stack);
         }
     mt_adapter_file_close(adapter);
     status = mt_agree(world, status != 0, error);
-    if (status == 0) status = mt_targets_load(targets, count, set, m, sums, damaged, error);
+    if (status == 0) status = mt_targets_load(targets, count, set, m, o, sums, damaged, error);
     if (status == 0) {
         for (int64_t i = 0; i < count && status == 0; i++) status = mt_target_check_finite(m, &targets[i], error);
         status = mt_agree(world, status != 0, error);
