@@ -365,10 +365,10 @@ static const struct {
      "moe-hybridep-num-blocks-unpermute moe-hybridep-num-sms moe-hybridep-num-sms-preprocessing "
      "moe-hybridep-pad-uneven-dispatch-inputs moe-input-jitter-eps moe-latent-size moe-ncclep-zero-copy "
      "moe-per-layer-logging moe-permute-fusion-into-hybridep moe-router-force-biased "
-     "moe-router-force-load-balancing moe-router-quantile-balancing-ema moe-router-topk-limited-devices "
+     "moe-router-topk-limited-devices "
      "moe-routing-trace-capture-hidden-states moe-routing-trace-capture-logits moe-routing-trace-dump-weights "
-     "moe-routing-trace-max-training-iters moe-routing-trace-path moe-token-dropping moe-upcycling-granularity "
-     "moe-use-upcycling overlap-dispatch-backward-with-experts-wgrad overlap-moe-expert-parallel-comm "
+     "moe-routing-trace-max-training-iters moe-routing-trace-path moe-token-dropping "
+     "overlap-dispatch-backward-with-experts-wgrad overlap-moe-expert-parallel-comm "
      "save-tokens-per-expert-interval tensor-parallel-num-weight-shards"},
     {MT_NAME_UNSUPPORTED, "models other than decoder-only GPT",
      "bert-embedder-type bert-load bert-no-binary-head biencoder-projection-dim "

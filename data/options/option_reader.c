@@ -72,7 +72,10 @@ const char *mt_setting_metavar(const mt_setting *setting) {
     const mt_option *row = setting->row;
     if (mt_setting_is_flag(setting)) return "true or false";
     if (!row) return setting->megatron.value;
-    return row->type == MT_INT ? "a whole number" : row->type == MT_REAL ? "a number" : row->values;
+    return row->type == MT_INT     ? "a whole number"
+           : row->type == MT_REAL  ? "a number"
+           : row->type == MT_REALS ? "numbers"
+                                   : row->values;
 }
 
 mt_refusal *mt_option_reader_add_refusal(mt_option_reader *reader) {

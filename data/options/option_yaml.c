@@ -89,7 +89,7 @@ static int mt_yaml_read_value(mt_yaml *yaml, const mt_setting *setting, const ch
     const char *text;
     char decimal[32];
     mt_option_type type = setting->row ? setting->row->type : MT_STRING;
-    bool takes_number = type == MT_INT || type == MT_REAL || type == MT_INTS;
+    bool takes_number = type == MT_INT || type == MT_REAL || type == MT_INTS || type == MT_REALS;
     bool is_sequence = yaml->event.type == YAML_SEQUENCE_START_EVENT;
     mt_layer_freq_rule rule;
     if (is_sequence && mt_option_names_layers(setting->row, &rule)) return mt_yaml_read_layers(yaml, setting, where);
