@@ -246,7 +246,7 @@ void mt_setting_take_share(mt_setting *setting, const char *text) {
     static const char fraction[] = "lr-warmup-fraction";
     double share = strtod(text, NULL);
     bool is_alias = setting->megatron.kind == MT_NAME_ALIAS && setting->row;
-    if (!is_alias || setting->row->offset != MT_AT(lr_warmup_iters) || !(share > 0 && share < 1)) return;
+    if (!is_alias || setting->row->offset != MT_AT(stack.lr_warmup_iters) || !(share > 0 && share < 1)) return;
     setting->row = mt_option_find(fraction, strlen(fraction));
 }
 
