@@ -2413,6 +2413,10 @@ static void bad_configs_are_refused_by_key(void **state) {
     expect_config_error(DEEPSEEK("2") LATENTS ", \"v_head_dim\": 4}", "every head has its own key and value");
     expect_config_error(DEEPSEEK("4") LATENTS ", \"v_head_dim\": 4, \"attention_bias\": true}",
                         "\"attention_bias\": true is not supported");
+    expect_config_error(DEEPSEEK("4") LATENTS ", \"v_head_dim\": 4, \"qk_head_dim\": 99}",
+                        "\"qk_head_dim\" is 99, and \"qk_nope_head_dim\" and \"qk_rope_head_dim\" together");
+    expect_config_error(DEEPSEEK("4") LATENTS ", \"v_head_dim\": 4, \"head_dim\": \"8\"}",
+                        "\"head_dim\" must be a whole number");
     expect_config_error(DEEPSEEK("4") LATENTS ", \"v_head_dim\": 4, \"rope_interleave\": 1}",
                         "\"rope_interleave\" must be true or false");
     const char *negative = DEEPSEEK("4") LATENTS ", \"v_head_dim\": 4, \"q_lora_rank\": -1}";

@@ -1343,6 +1343,14 @@ static void mt_config_finish_block(mt_config *config, uint64_t mask, mt_run_opti
     shape->mtp_layers_stored = !(mask & KIMI_LINEAR);
     if (modules && !mt_json_int(modules, 0, 10000, &shape->mtp_layers_stored))
         mt_config_fail(config, "\"num_nextn_predict_layers\" must be a whole number from 0 to 10000");
+    int64_t channels = shape->stack.qk_head_dim + shape->stack.qk_pos_emb_head_dim;
+    int64_t all = mt_config_int(config, config->root, "qk_head_dim", channels);
+    if (mask & LATENT) mt_config_int(config, config->root, "head_dim", 0); // its type counts, though it has no effect
+    if (mask & LATENT && all != channels)
+        mt_config_fail(config,
+                       "\"qk_head_dim\" is %lld, and \"qk_nope_head_dim\" and \"qk_rope_head_dim\" together %lld; "
+                       "make them agree, or leave it out",
+                       (long long)all, (long long)channels);
     if (mask & LATENT && shape->group_query_attention)
         mt_config_fail(config,
                        "\"num_key_value_heads\" is %lld and \"num_attention_heads\" %lld; with a latent every head has "

@@ -139,6 +139,8 @@ static int mt_yaml_read_option(mt_yaml *yaml, const char *name, const char *posi
     if (yaml->event.type == YAML_MAPPING_START_EVENT)
         return mt_error_set(yaml->error, "%s expects %s, not a section", where, mt_setting_metavar(&setting));
     if (is_null) return 0;
+    if (is_scalar) mt_setting_take_share(&setting, (const char *)yaml->event.data.scalar.value);
+    if (is_scalar && mt_setting_is_default(&setting, (const char *)yaml->event.data.scalar.value)) return 0;
     if (!setting.row || setting.megatron.value) return mt_yaml_read_value(yaml, &setting, where);
     size_t offset = setting.row->offset;
     bool again = yaml->seen[offset / 64] >> offset % 64 & 1;
