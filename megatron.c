@@ -6128,12 +6128,9 @@ static void mt_param_stack(const mt_param_table *table, const mt_role_row *row, 
     param->hf_rows_total = param->hf_stack * parts * param->whole_rows;
 }
 
-/* True for the matrices of a gated delta net's input, which are one linear; for those of any linear attention's. */
+/* True for the matrices of a gated delta net's input, which are one linear. */
 static bool mt_is_delta_in(mt_role role) {
     return role >= MT_DELTA_Q && role <= MT_DELTA_A;
-}
-static bool mt_is_linear_attention_in(mt_role role) {
-    return mt_is_delta_in(role) || (role >= MT_MAMBA_Z && role <= MT_MAMBA_DT);
 }
 
 /* Groups of rows in the Hugging Face tensor of a role: one for each head, with all that the head has, or 1. */
@@ -6230,9 +6227,7 @@ static void mt_param_add(mt_param_table *table, const mt_role_row *row, int64_t 
     bool of_layer = param->is_linear && layer >= 0 && param->linear != MT_LINEAR_ROUTER && !(row->when & MT_HAS(MTP));
     // the products of narrow matrices of Kimi delta attention stay in bf16
     param->takes_fp8 = of_layer && !continues && !(row->role >= MT_KDA_F_A && row->role <= MT_KDA_G_B);
-    // an adapter's file names modules, and mt_options.lora_roles has 64 bits
-    param->can_adapt =
-        of_layer && !stacked && param->hf_groups == 1 && !mt_is_linear_attention_in(row->role) && row->role < 64;
+    param->can_adapt = of_layer && !stacked && param->hf_groups == 1; // an adapter's file names modules
     if (stacked)
         mt_param_stack(table, row, param);
     else
@@ -6343,9 +6338,8 @@ static void mt_param_add_adapter(mt_param_table *table, const mt_param *base, mt
     mt_param_join_tensor(table);
 }
 
-/* The matrices that can have adapters are of the first 64 roles. */
-static bool mt_role_has_adapters(const mt_options *o, mt_role role) {
-    return role < 64 && o->lora_roles >> role & 1;
+bool mt_role_has_adapters(const mt_options *o, mt_role role) {
+    return o->lora_roles[role / 64] >> role % 64 & 1;
 }
 
 /* Appends the adapters of rows[count], the matrices of one linear. Matrices of one tensor share A (GPT-2's q, k, v). */
@@ -6482,8 +6476,8 @@ typedef struct mt_layer_scratch {
     void *dconv, *ddelta;            // gradients of conv and of delta_out or mamba_out
     void *ddecays, *dgates, *dlow;   // Kimi delta attention: gradients of kda_f, kda_g, and of kda_f_a or kda_g_a
     void *dshort_x;                  // [T, C / tp] gradient of a short convolution's input
-    mt_carry conv_carry, rule_carry; // context parallelism: states of a mixer's convolution, of the delta rule
-    float *rule_maps, *drule_maps;   // [MT_PIECES, Hv, Dk, Dv + Dk] and [MT_PIECES, Hv, Dk, Dv]: see mt_delta_args
+    mt_carry conv_carry, rule_carry; // context parallelism: states of a mixer's convolution, of its rule or scan
+    float *rule_maps, *drule_maps;   // [MT_PIECES, ...] maps, dmaps of mt_delta_args or mt_ssd_args
     /* latent attention */
     void *kv_b_out;     // [T, H (D - rotary + Dv)] output of kv_b, and its gradient
     void *k_rope;       // [T, rotary] rotary channels of the keys, and their gradient
@@ -13141,7 +13135,7 @@ static mt_context_plan mt_model_context_plan(const mt_model *m, int level) {
     plan.window = mt_options_common_window(m->options), plan.max_tokens = m->plan.max_tokens,
     plan.train = m->plan.train;
     plan.num_heads = m->H, plan.num_groups = m->G, plan.head_size = m->D, plan.value_size = m->Dv;
-    plan.recurs = m->options->linear_layers != NULL;
+    plan.recurs = mt_has_states(m->options);
     return plan;
 }
 
@@ -13245,11 +13239,13 @@ static void mt_plan_scratch(mt_model *m, mt_arena *arena) {
         }
         s->dshort_x = mt_arena_alloc(arena, T * short_width * size);
     }
-    if (m->num_contexts > 0 && delta.conv + short_width > 0)
-        s->conv_carry = mt_carry_plan(m, (o->linear_conv_kernel_dim - 1) * mt_max(delta.conv, short_width), arena);
-    if (m->num_contexts > 0 && delta.conv > 0) {
-        s->rule_carry = mt_carry_plan(m, delta.Hv * delta.Dk * delta.Dv, arena);
-        s->rule_maps = mt_arena_alloc(arena, MT_PIECES * delta.Hv * delta.Dk * (delta.Dv + delta.Dk) * 4);
+    int64_t conv_width = mt_max(mt_max(delta.conv, mamba.conv), short_width); // a model has states of one kind
+    if (m->num_contexts > 0 && conv_width > 0)
+        s->conv_carry = mt_carry_plan(m, (o->linear_conv_kernel_dim - 1) * conv_width, arena);
+    if (m->num_contexts > 0 && delta.conv + mamba.conv > 0) {
+        int64_t map = delta.Hv * delta.Dk * (delta.Dv + delta.Dk) + mamba.H * (mamba.N * mamba.P + 1);
+        s->rule_carry = mt_carry_plan(m, delta.Hv * delta.Dk * delta.Dv + mamba.H * mamba.N * mamba.P, arena);
+        s->rule_maps = mt_arena_alloc(arena, MT_PIECES * map * 4);
         if (m->plan.train) s->drule_maps = mt_arena_alloc(arena, MT_PIECES * s->rule_carry.elements * 4);
     }
     if (latent) {
@@ -13532,13 +13528,14 @@ static void mt_model_linears(mt_model *m) {
 
 /* Sizes and scales of the linears' adapters. */
 static void mt_model_adapters(mt_model *m) {
-    enum { STRIDE = MT_LORA_B + 1 }; // of random keys; later roles do not change it
+    enum { STRIDE = MT_LORA_B + 1 }; // of random keys; later roles do not change it, but have keys of their own
     const mt_options *o = m->options;
     mt_adapter *adapter = NULL;
     for (int64_t i = 0, expert = -1; i < m->num_params; i++) {
         const mt_param *param = &m->params[i];
         bool is_a = param->role == MT_LORA_A, is_b = param->role == MT_LORA_B;
-        uint64_t index = (uint64_t)param->layer * STRIDE + param->adapts;
+        uint64_t index = param->adapts <= MT_LORA_B ? (uint64_t)param->layer * STRIDE + param->adapts
+                                                    : (uint64_t)param->adapts << 40 | (uint64_t)param->layer;
         if (is_a && !param->continues) {
             adapter = (mt_adapter *)(void *)mt_param_weight(m, param), expert = param->expert;
             adapter->rank = o->lora_rank, adapter->scale = (float)(o->lora_alpha / (double)o->lora_rank);
@@ -15836,14 +15833,14 @@ static mt_gated_norm_args mt_delta_norm(const mt_model *m, const mt_pass *p, con
 
 /* Steps of context parallelism: see mt_context_carry. */
 
-typedef struct mt_conv_carry {
+typedef struct mt_carry_call {
     const mt_model *m;
     const mt_pass *p;
-    const mt_conv_args *args;
-} mt_conv_carry;
+    const void *args; // of the mixer's operations
+} mt_carry_call;
 
 static void mt_conv_carry_step(const void *call, const mt_carried_state *state, bool backward) {
-    const mt_conv_carry *c = call;
+    const mt_carry_call *c = call;
     const mt_ops *ops = c->m->ops;
     (backward ? ops->short_conv_carry_backward : ops->short_conv_carry_forward)(c->args, state, c->m->dtype,
                                                                                 c->p->stream);
@@ -15852,17 +15849,11 @@ static void mt_conv_carry_step(const void *call, const mt_carried_state *state, 
 static void mt_conv_carry_states(mt_model *m, const mt_pass *p, const mt_conv_args *args, bool backward) {
     mt_carry *carry = &m->scratch.conv_carry;
     if (!p->context) return;
-    mt_context_carry(p->context, carry, mt_conv_carry_step, &(mt_conv_carry){m, p, args}, backward, p->stream);
+    mt_context_carry(p->context, carry, mt_conv_carry_step, &(mt_carry_call){m, p, args}, backward, p->stream);
 }
 
-typedef struct mt_delta_carry {
-    const mt_model *m;
-    const mt_pass *p;
-    const mt_delta_args *args;
-} mt_delta_carry;
-
 static void mt_delta_carry_step(const void *call, const mt_carried_state *state, bool backward) {
-    const mt_delta_carry *c = call;
+    const mt_carry_call *c = call;
     const mt_ops *ops = c->m->ops;
     (backward ? ops->delta_rule_carry_backward : ops->delta_rule_carry_forward)(c->args, state, c->m->dtype,
                                                                                 c->p->stream);
@@ -15872,7 +15863,7 @@ static void mt_delta_carry_states(mt_model *m, const mt_pass *p, const mt_delta_
     mt_carry *carry = &m->scratch.rule_carry;
     if (!p->context) return;
     (backward ? m->ops->delta_rule_map_backward : m->ops->delta_rule_map_forward)(args, m->dtype, p->stream);
-    mt_context_carry(p->context, carry, mt_delta_carry_step, &(mt_delta_carry){m, p, args}, backward, p->stream);
+    mt_context_carry(p->context, carry, mt_delta_carry_step, &(mt_carry_call){m, p, args}, backward, p->stream);
 }
 
 /* Kimi delta attention: decays and gates of the output, each by two products through a narrow middle, which the
@@ -16058,7 +16049,10 @@ static mt_deferred mt_short_backward(mt_model *m, const mt_pass *p, mt_layer *w,
  *
  * Factors e^(G_t - G_i) are products of e^g, row by row, which are exact where a sum of large g would cancel. The
  * backward computes the states before all chunks of a span again, then takes the chunks in reverse. A task is a group
- * with its heads. */
+ * with its heads.
+ *
+ * Context parallelism, as in §17a: over a piece the state S becomes S_local + e^G S, where G is the sum of g over the
+ * piece, and the line for dS does not read S. */
 #pragma GCC diagnostic push
 #pragma GCC diagnostic ignored "-Wunused-parameter" // streams
 #ifdef __clang__
@@ -16085,7 +16079,8 @@ typedef struct mt_ssd_chunk {
     float *dM;            // [L, L]
     float *dY, *dX;       // [L, P]; dX becomes dx
     float *dB_last;       // [L, N]
-    float *dG, *dstep;    // [L]
+    float *dstep;         // [L]
+    double *dG;           // [L] terms cancel in its sums
 } mt_ssd_chunk;
 
 /* The parameters of a head, and their gradients. */
@@ -16094,17 +16089,20 @@ typedef struct mt_ssd_head {
     float dA_log, dD, ddt_bias;
 } mt_ssd_head;
 
-/* Lays the arrays of a chunk into scratch and returns the floats that they take; scratch NULL: only counts. */
+/* Lays the arrays of a chunk into scratch, dG first, and returns the floats that they take; scratch NULL: only counts.
+ */
 static int64_t mt_ssd_place(mt_ssd_chunk *c, const mt_ssd_args *a, float *scratch) {
     const struct {
         float **array;
         int64_t floats; // of a token
-    } arrays[] = {{&c->B, a->N},  {&c->C, a->N},          {&c->CB, MT_CHUNK}, {&c->x, a->P},       {&c->X, a->P},
-                  {&c->raw, 1},   {&c->step, 1},          {&c->g, 1},         {&c->grown, 1},      {&c->dG, 1},
-                  {&c->dstep, 1}, {&c->decays, MT_CHUNK}, {&c->M, MT_CHUNK},  {&c->B_last, a->N},  {&c->product, a->P},
-                  {&c->dB, a->N}, {&c->dC, a->N},         {&c->dY, a->P},     {&c->dCB, MT_CHUNK}, {&c->dM, MT_CHUNK},
-                  {&c->dX, a->P}, {&c->dB_last, a->N}};
-    int64_t used = 0;
+    } arrays[] = {{&c->B, a->N},     {&c->C, a->N},       {&c->CB, MT_CHUNK},  {&c->x, a->P},
+                  {&c->X, a->P},     {&c->raw, 1},        {&c->step, 1},       {&c->g, 1},
+                  {&c->grown, 1},    {&c->dB_last, a->N}, {&c->dstep, 1},      {&c->decays, MT_CHUNK},
+                  {&c->M, MT_CHUNK}, {&c->B_last, a->N},  {&c->product, a->P}, {&c->dB, a->N},
+                  {&c->dC, a->N},    {&c->dY, a->P},      {&c->dX, a->P},      {&c->dCB, MT_CHUNK},
+                  {&c->dM, MT_CHUNK}};
+    int64_t used = 2 * MT_CHUNK;
+    c->dG = (double *)(void *)scratch;
     for (size_t n = 0; n < sizeof arrays / sizeof *arrays; n++) {
         if (scratch) *arrays[n].array = scratch + used;
         used += MT_CHUNK * arrays[n].floats;
@@ -16211,6 +16209,16 @@ static void mt_cpu_ssd_forward(const mt_ssd_args *a, mt_dtype dtype, mt_stream *
         }
 }
 
+/* dS of the state after the chunk becomes that of the state before it. Sets product = e^G dY. */
+static void mt_ssd_state_backward(const mt_ssd_chunk *c, float *dS) {
+    int64_t L = c->L, N = c->a->N, P = c->a->P;
+    const mt_matrix C = {.data = c->C, .stride = N}, product = {.data = c->product, .stride = P};
+    for (int64_t t = 0; t < L; t++)
+        for (int64_t i = 0; i < P; i++) c->product[t * P + i] = c->grown[t] * c->dY[t * P + i];
+    for (int64_t i = 0; i < N * P; i++) dS[i] *= c->grown[L - 1];
+    mt_matmul(dS, P, mt_transposed(C), product, N, P, L, true);
+}
+
 /* dS of the state after the chunk becomes that of the state S before it. Sets dX and dG, adds to dB, dC and dCB. */
 static void mt_ssd_chunk_backward(const mt_ssd_chunk *c, const float *S, float *dS) {
     int64_t L = c->L, N = c->a->N, P = c->a->P;
@@ -16218,39 +16226,37 @@ static void mt_ssd_chunk_backward(const mt_ssd_chunk *c, const float *S, float *
     const mt_matrix M = {.data = c->M, .stride = L}, X = {.data = c->X, .stride = P}, dY = {.data = c->dY, .stride = P};
     const mt_matrix state = {.data = S, .stride = P}, dstate = {.data = dS, .stride = P};
     const mt_matrix product = {.data = c->product, .stride = P};
-    float last = c->grown[L - 1], sum = 0;
+    double sum = 0;
     memset(c->dG, 0, (size_t)L * sizeof *c->dG);
     /* S' = e^G_L S + B'^T X */
     mt_matmul(c->dX, P, B_last, dstate, L, P, N, false);
     mt_matmul(c->dB_last, N, X, mt_transposed(dstate), L, N, P, false);
     for (int64_t t = 0; t < L; t++) {
-        float factor = c->decays[(L - 1) * L + t], dot = 0;
+        float factor = c->decays[(L - 1) * L + t];
+        double dot = 0;
         for (int64_t i = 0; i < N; i++) {
-            dot += c->B_last[t * N + i] * c->dB_last[t * N + i];
+            dot += (double)(c->B_last[t * N + i] * c->dB_last[t * N + i]);
             c->dB[t * N + i] += factor * c->dB_last[t * N + i];
         }
         c->dG[t] -= dot, c->dG[L - 1] += dot;
     }
-    for (int64_t i = 0; i < N * P; i++) sum += S[i] * dS[i], dS[i] *= last;
-    c->dG[L - 1] += last * sum;
+    for (int64_t i = 0; i < N * P; i++) sum += (double)(S[i] * dS[i]);
+    c->dG[L - 1] += (double)c->grown[L - 1] * sum;
     /* Y = e^G C S + M X */
     mt_matmul(c->dM, L, dY, mt_transposed(X), L, L, P, false);
     mt_matmul(c->dX, P, mt_transposed(M), dY, L, P, L, true);
     mt_matmul(c->product, P, C, state, L, P, N, false);
     for (int64_t t = 0; t < L; t++) {
-        float dot = 0;
-        for (int64_t i = 0; i < P; i++) {
-            dot += c->dY[t * P + i] * c->product[t * P + i];
-            c->product[t * P + i] = c->grown[t] * c->dY[t * P + i];
-        }
-        c->dG[t] += c->grown[t] * dot;
+        double dot = 0;
+        for (int64_t i = 0; i < P; i++) dot += (double)(c->dY[t * P + i] * c->product[t * P + i]);
+        c->dG[t] += (double)c->grown[t] * dot;
     }
+    mt_ssd_state_backward(c, dS);
     mt_matmul(c->dC, N, product, mt_transposed(state), L, N, P, true);
-    mt_matmul(dS, P, mt_transposed(C), product, N, P, L, true);
     for (int64_t t = 0; t < L; t++)
         for (int64_t i = 0; i <= t; i++) {
             float of_M = c->dM[t * L + i], both = of_M * c->M[t * L + i];
-            c->dG[t] += both, c->dG[i] -= both;
+            c->dG[t] += (double)both, c->dG[i] -= (double)both;
             c->dCB[t * L + i] += of_M * c->decays[t * L + i];
         }
 }
@@ -16258,20 +16264,22 @@ static void mt_ssd_chunk_backward(const mt_ssd_chunk *c, const float *S, float *
 /* Stores dx and ddt of a head, and adds to the gradients of its parameters. */
 static void mt_ssd_store_head(const mt_ssd_chunk *c, int64_t head, mt_ssd_head *w) {
     const mt_ssd_args *a = c->a;
-    float dg = 0, A = -expf(w->A_log); // dg: the sum of dG from t on
+    double dg = 0, dA_log = 0; // dg: the sum of dG from t on
+    float A = -expf(w->A_log);
     for (int64_t t = c->L - 1; t >= 0; t--) {
         float *x = c->x + t * a->P, *dX = c->dX + t * a->P, *dY = c->dY + t * a->P, dstep, of_D = 0;
-        dg += c->dG[t], dstep = A * dg;
+        dg += c->dG[t], dstep = A * (float)dg;
         for (int64_t i = 0; i < a->P; i++) {
             dstep += dX[i] * x[i], of_D += dY[i] * x[i];
             dX[i] = c->step[t] * dX[i] + w->D * dY[i];
         }
         float step = mt_softplus(c->raw[t]), ddt = dstep / (1 + expf(-c->raw[t]));
         if (step < a->dt_min || step > a->dt_max) ddt = 0;
-        w->dA_log += dg * c->g[t], w->dD += of_D, w->ddt_bias += ddt;
+        dA_log += dg * (double)c->g[t], w->dD += of_D, w->ddt_bias += ddt;
         mt_row_store(a->dx, (c->row + t) * a->dstride + head * a->P, dX, a->P, c->dtype);
         mt_row_store(a->ddt, (c->row + t) * a->ddt_stride + head, &ddt, 1, c->dtype);
     }
+    w->dA_log += (float)dA_log;
 }
 
 /* Stores dB and dC of a group, from dCB and what its heads added. */
@@ -16289,12 +16297,17 @@ static void mt_ssd_store_group(const mt_ssd_chunk *c, int64_t group) {
     }
 }
 
-/* Of one group of a span. states: [chunks, heads of the group, N, P]; dS: [heads, N, P]; w: [heads]. */
-static void mt_ssd_span_backward(mt_ssd_chunk *c, const mt_span *span, int64_t group, float *states, float *dS,
-                                 mt_ssd_head *w) {
+/* Of one group of span s. states: [chunks, heads of the group, N, P]; dS: [heads, N, P]; w: [heads]. */
+static void mt_ssd_span_backward(mt_ssd_chunk *c, int64_t s, int64_t group, float *states, float *dS, mt_ssd_head *w) {
     const mt_ssd_args *a = c->a;
+    const mt_span *span = &a->spans->host[s];
     int64_t heads = a->H / a->G, size = a->N * a->P, chunks = mt_divide_up(span->q_len, MT_CHUNK);
-    memset(states, 0, (size_t)(heads * size) * sizeof *states), memset(dS, 0, (size_t)(heads * size) * sizeof *dS);
+    size_t bytes = (size_t)(heads * size) * sizeof *dS;
+    const float *before = mt_state_before(&a->states, a->spans, s, a->H * size);
+    const float *after = mt_dstate_after(&a->states, a->dstates, s, a->H * size);
+    memset(states, 0, bytes), memset(dS, 0, bytes);
+    if (before) memcpy(states, before + group * heads * size, bytes);
+    if (after) memcpy(dS, after + group * heads * size, bytes);
     for (int64_t step = 0; step < 2 * chunks - 1; step++) { // the states before all chunks; then the chunks in reverse
         bool forward = step < chunks - 1;
         int64_t n = forward ? step : 2 * chunks - 2 - step;
@@ -16332,8 +16345,7 @@ static void mt_cpu_ssd_backward(const mt_ssd_args *a, mt_dtype dtype, mt_stream 
         mt_ssd_head *w = (mt_ssd_head *)(void *)(dS + heads * size);
         float *states = dS + heads * (size + of_head);
         for (int64_t h = 0; h < heads; h++) w[h] = mt_ssd_load_parameters(a, group * heads + h, dtype);
-        for (const mt_span *span = a->spans->host; span < a->spans->host + a->spans->count; span++)
-            mt_ssd_span_backward(&c, span, group, states, dS, w);
+        for (int64_t s = 0; s < a->spans->count; s++) mt_ssd_span_backward(&c, s, group, states, dS, w);
         for (int64_t h = 0; h < heads; h++) {
             if (a->dA_log) a->dA_log[group * heads + h] += w[h].dA_log;
             if (a->dD) a->dD[group * heads + h] += w[h].dD;
@@ -16341,11 +16353,92 @@ static void mt_cpu_ssd_backward(const mt_ssd_args *a, mt_dtype dtype, mt_stream 
         }
     }
 }
+/* ---- the scan over the pieces of context parallelism */
+
+/* The chunk's tokens: those from token t of a span on, of a group. */
+static void mt_ssd_load(mt_ssd_chunk *c, const mt_span *span, int64_t t, int64_t group) {
+    c->row = span->q_start + t, c->L = mt_min(MT_CHUNK, span->q_len - t);
+    mt_ssd_load_group(c, group);
+}
+
+static void mt_cpu_ssd_map_forward(const mt_ssd_args *a, mt_dtype dtype, mt_stream *stream) {
+    int64_t heads = a->H / a->G, size = a->N * a->P;
+    mt_scratch scratch = mt_scratch_reserve(mt_ssd_place(&(mt_ssd_chunk){0}, a, NULL));
+#pragma omp parallel for collapse(2) schedule(dynamic)
+    for (int64_t slot = 0; slot < a->states.slots; slot++)
+        for (int64_t group = 0; group < a->G; group++) {
+            if (a->states.last[slot] < 0) continue;
+            const mt_span *span = &a->spans->host[a->states.last[slot]];
+            mt_ssd_chunk c = {.a = a, .dtype = dtype};
+            mt_ssd_place(&c, a, mt_scratch_slice(scratch));
+            float *maps = a->maps + (slot * a->H + group * heads) * (size + 1);
+            for (int64_t i = 0; i < heads * (size + 1); i++) maps[i] = i % (size + 1) == size;
+            for (int64_t t = 0; t < span->q_len; t += c.L) {
+                mt_ssd_load(&c, span, t, group);
+                for (int64_t h = 0; h < heads; h++) {
+                    float *map = maps + h * (size + 1);
+                    mt_ssd_head w = mt_ssd_load_parameters(a, group * heads + h, dtype);
+                    mt_ssd_load_head(&c, group * heads + h, &w);
+                    mt_ssd_advance(&c, map);
+                    map[size] *= c.grown[c.L - 1];
+                }
+            }
+        }
+}
+
+static void mt_cpu_ssd_map_backward(const mt_ssd_args *a, mt_dtype dtype, mt_stream *stream) {
+    int64_t heads = a->H / a->G, size = a->N * a->P;
+    mt_scratch scratch = mt_scratch_reserve(mt_ssd_place(&(mt_ssd_chunk){0}, a, NULL));
+#pragma omp parallel for collapse(2) schedule(dynamic)
+    for (int64_t slot = 0; slot < a->states.slots; slot++)
+        for (int64_t group = 0; group < a->G; group++) {
+            if (a->states.first[slot] < 0) continue;
+            const mt_span *span = &a->spans->host[a->states.first[slot]];
+            mt_ssd_chunk c = {.a = a, .dtype = dtype};
+            mt_ssd_place(&c, a, mt_scratch_slice(scratch));
+            float *dS = a->dmaps + (slot * a->H + group * heads) * size;
+            memset(dS, 0, (size_t)(heads * size) * sizeof *dS);
+            for (int64_t n = mt_divide_up(span->q_len, MT_CHUNK) - 1; n >= 0; n--) {
+                mt_ssd_load(&c, span, n * MT_CHUNK, group);
+                for (int64_t h = 0; h < heads; h++) {
+                    int64_t head = group * heads + h;
+                    mt_ssd_head w = mt_ssd_load_parameters(a, head, dtype);
+                    mt_ssd_load_head(&c, head, &w);
+                    mt_ssd_load_rows(&c, c.dY, a->dout, a->H * a->P, head * a->P, a->P);
+                    mt_ssd_state_backward(&c, dS + h * size);
+                }
+            }
+        }
+}
+
+/* out = local + factor in, of all heads; `local` has `stride` elements between heads. */
+static void mt_ssd_carry(const mt_ssd_args *a, const mt_carried_state *state, const float *local, int64_t stride) {
+    int64_t size = a->N * a->P;
+    bool crosses = mt_state_crosses(&a->states, state->slot);
+    for (int64_t h = 0; h < a->H; h++) {
+        const float *in = state->in + h * size, *own = local + h * stride;
+        float *out = state->out + h * size, factor = a->maps[(state->slot * a->H + h) * (size + 1) + size];
+        for (int64_t i = 0; i < size; i++) out[i] = own[i] + (crosses ? factor * in[i] : 0);
+    }
+}
+
+static void mt_cpu_ssd_carry_forward(const mt_ssd_args *a, const mt_carried_state *state, mt_dtype dtype,
+                                     mt_stream *stream) {
+    int64_t size = a->N * a->P;
+    mt_ssd_carry(a, state, a->maps + state->slot * a->H * (size + 1), size + 1);
+}
+
+static void mt_cpu_ssd_carry_backward(const mt_ssd_args *a, const mt_carried_state *state, mt_dtype dtype,
+                                      mt_stream *stream) {
+    int64_t size = a->N * a->P;
+    mt_ssd_carry(a, state, a->dmaps + state->slot * a->H * size, size);
+}
 #pragma GCC diagnostic pop
 
 /* ==== §18b the mixer ============================================================================================== */
 /* Tensor-parallel ranks share the groups with their heads: each has the same share of z, x, B, C, dt, of the taps, the
- * norm and the state, and the output linear sums over the ranks. */
+ * norm and the state, and the output linear sums over the ranks. Context-parallel ranks pass states as in §17b; the
+ * map of a head is its local state and one number, so it costs half of a forward. */
 
 static void mt_mamba_slots(const mt_model *m, mt_slots *s, const mt_layer *w) {
     mt_mamba_sizes z = mt_mamba_sizes_of(m);
@@ -16362,18 +16455,21 @@ static void mt_mamba_slots(const mt_model *m, mt_slots *s, const mt_layer *w) {
 
 static mt_conv_args mt_mamba_conv(const mt_model *m, const mt_pass *p, const mt_layer *w, const mt_activations *a) {
     mt_mamba_sizes z = mt_mamba_sizes_of(m);
-    mt_conv_args conv = {.spans = &p->spans, .C = z.conv, .K = m->options->linear_conv_kernel_dim, .silu = true};
+    mt_conv_args conv = {.C = z.conv, .K = m->options->linear_conv_kernel_dim, .silu = true};
+    conv.spans = p->context ? mt_context_pieces(p->context) : &p->spans;
     conv.x = mt_at(a->mamba_in, z.inner, m->dtype), conv.x_stride = conv.dx_stride = z.in, conv.y = a->conv;
     conv.y_stride = conv.dy_stride = z.conv, conv.w = w->mamba_conv.w, conv.dw = w->mamba_conv.dw;
     conv.bias = w->mamba_conv_bias.w, conv.dbias = w->mamba_conv_bias.dw;
     if (p->decode) conv.states = mt_states_of(m, m->conv_states[w - m->layers]);
+    if (p->context) conv.states = mt_context_states(p->context, m->scratch.conv_carry.states);
     return conv;
 }
 
 static mt_ssd_args mt_mamba_scan(const mt_model *m, const mt_pass *p, const mt_layer *w, const mt_activations *a) {
     const mt_options *o = m->options;
     mt_mamba_sizes z = mt_mamba_sizes_of(m);
-    mt_ssd_args s = {.spans = &p->spans, .G = z.G, .H = z.H, .N = z.N, .P = z.P, .out = a->mamba_out};
+    mt_ssd_args s = {.G = z.G, .H = z.H, .N = z.N, .P = z.P, .out = a->mamba_out};
+    s.spans = p->context ? mt_context_pieces(p->context) : &p->spans;
     s.x = a->conv, s.B = mt_at(a->conv, z.inner, m->dtype), s.C = mt_at(a->conv, z.inner + z.G * z.N, m->dtype);
     s.dt = mt_at(a->mamba_in, z.inner + z.conv, m->dtype);
     s.stride = s.dstride = z.conv, s.dt_stride = s.ddt_stride = z.in;
@@ -16382,6 +16478,9 @@ static mt_ssd_args mt_mamba_scan(const mt_model *m, const mt_pass *p, const mt_l
     s.dt_min = (float)o->mamba_dt_limit_low;
     s.dt_max = o->mamba_dt_limit_high > 0 ? (float)o->mamba_dt_limit_high : INFINITY;
     if (p->decode) s.states = mt_states_of(m, m->rule_states[w - m->layers]);
+    if (!p->context) return s;
+    s.states = mt_context_states(p->context, m->scratch.rule_carry.states);
+    s.maps = m->scratch.rule_maps, s.dmaps = m->scratch.drule_maps;
     return s;
 }
 
@@ -16395,6 +16494,19 @@ static mt_gated_norm_args mt_mamba_norm(const mt_model *m, const mt_pass *p, con
     return n;
 }
 
+static void mt_mamba_carry_step(const void *call, const mt_carried_state *state, bool backward) {
+    const mt_carry_call *c = call;
+    const mt_ops *ops = c->m->ops;
+    (backward ? ops->ssd_carry_backward : ops->ssd_carry_forward)(c->args, state, c->m->dtype, c->p->stream);
+}
+
+static void mt_mamba_carry_states(mt_model *m, const mt_pass *p, const mt_ssd_args *args, bool backward) {
+    mt_carry *carry = &m->scratch.rule_carry;
+    if (!p->context) return;
+    (backward ? m->ops->ssd_map_backward : m->ops->ssd_map_forward)(args, m->dtype, p->stream);
+    mt_context_carry(p->context, carry, mt_mamba_carry_step, &(mt_carry_call){m, p, args}, backward, p->stream);
+}
+
 /* out = mixer(x[R, C]). */
 static void mt_mamba_forward(mt_model *m, const mt_pass *p, const mt_layer *w, mt_activations *a, const void *x,
                              void *out) {
@@ -16402,7 +16514,9 @@ static void mt_mamba_forward(mt_model *m, const mt_pass *p, const mt_layer *w, m
     mt_ssd_args scan = mt_mamba_scan(m, p, w, a);
     mt_gated_norm_args norm = mt_mamba_norm(m, p, w, a);
     mt_layer_linear_forward(p, a, &w->mamba_in, x, a->mamba_in);
+    mt_conv_carry_states(m, p, &conv, false);
     m->ops->short_conv_forward(&conv, m->dtype, p->stream);
+    mt_mamba_carry_states(m, p, &scan, false);
     m->ops->ssd_forward(&scan, m->dtype, p->stream);
     m->ops->gated_norm_forward(&norm, m->dtype, p->stream);
     mt_layer_linear_forward(p, a, &w->o, a->attended, out);
@@ -16422,8 +16536,14 @@ static mt_deferred mt_mamba_backward(mt_model *m, const mt_pass *p, mt_layer *w,
     m->ops->gated_norm_backward(&norm, m->dtype, p->stream);
     scan.dout = s->ddelta, scan.dx = s->dconv, scan.dB = mt_at(s->dconv, z.inner, m->dtype);
     scan.dC = mt_at(s->dconv, z.inner + z.G * z.N, m->dtype), scan.ddt = mt_at(s->dqkv, z.inner + z.conv, m->dtype);
+    mt_conv_carry_states(m, p, &conv, false);
+    mt_mamba_carry_states(m, p, &scan, false);
+    mt_mamba_carry_states(m, p, &scan, true);
+    if (p->context) scan.dstates = s->rule_carry.dstates;
     m->ops->ssd_backward(&scan, m->dtype, p->stream);
     conv.dy = s->dconv, conv.dx = mt_at(s->dqkv, z.inner, m->dtype);
+    mt_conv_carry_states(m, p, &conv, true);
+    if (p->context) conv.dstates = s->conv_carry.dstates;
     m->ops->short_conv_backward(&conv, m->dtype, p->stream);
     mt_linear_io in = {.x = block->x, .dy = s->dqkv, .dx = block->dx};
     mt_layer_linear_backward(m, p, w, a, &w->mamba_in, block->x_field, &in);

@@ -775,7 +775,7 @@ typedef struct mt_options {
     int64_t bos_token_id, eos_token_id;   // -1: none
     char *special_tokens;                 // ids of special tokens in config.json, as JSON; NULL: those two
     char *generation_config;              // text of the loaded folder's file of settings for generation; NULL: none
-    uint64_t lora_roles;                  // the matrices with adapters, a bit 1 << mt_role each
+    uint64_t lora_roles[2];               // the matrices with adapters, a bit each: see mt_role_has_adapters
 } mt_options;
 
 /* For programs without data/: a dense decoder on one rank, with Megatron's defaults (LayerNorm, learned positions,
@@ -1488,7 +1488,10 @@ typedef struct mt_ssd_args {
     void *ddt;                       // [T, H] of dt, ddt_stride between tokens
     float *dA_log, *dD, *ddt_bias;   // [H] +=; NULL: frozen
     int64_t stride, dstride, dt_stride, ddt_stride;
-    mt_states states; // a state is [H, N, P]; the forward only
+    mt_states states;     // a state is [H, N, P]; the backward reads those of other ranks only
+    const float *dstates; // [slots, H, N, P] of the states after the spans states.last, of the backward
+    float *maps;          // [slots, H, N P + 1]: see ssd_map_forward
+    float *dmaps;         // [slots, H, N, P]: see ssd_map_backward
 } mt_ssd_args;
 
 /* The operands of a norm of the heads of linear attention, gated. */
@@ -1587,7 +1590,19 @@ typedef struct mt_gate_args {
     OP(ssd_forward, mt_work_product(mt_span_rows(a->spans, false) * a->H, a->N, 2 * a->P), (a, dtype, stream),         \
        const mt_ssd_args *a, mt_dtype dtype, mt_stream *stream)                                                        \
     OP(ssd_backward, mt_work_product(mt_span_rows(a->spans, false) * a->H, a->N, 4 * a->P), (a, dtype, stream),        \
-       const mt_ssd_args *a, mt_dtype dtype, mt_stream *stream)
+       const mt_ssd_args *a, mt_dtype dtype, mt_stream *stream)                                                        \
+    /* The states of context parallelism. A span maps the state S before it to S_local + f S after it: writes S_local  \
+     * and the factor f of each slot's last span to `maps`. */                                                         \
+    OP(ssd_map_forward, mt_work_product(mt_span_rows(a->spans, false) * a->H, a->N, a->P), (a, dtype, stream),         \
+       const mt_ssd_args *a, mt_dtype dtype, mt_stream *stream)                                                        \
+    /* The gradient of the state before each slot's first span, as far as its own outputs give it, to dmaps. */        \
+    OP(ssd_map_backward, mt_work_product(mt_span_rows(a->spans, false) * a->H, a->N, a->P), (a, dtype, stream),        \
+       const mt_ssd_args *a, mt_dtype dtype, mt_stream *stream)                                                        \
+    /* out = S_local + f in; out = dmaps + f in, the latter if one span is the slot's first and last. */               \
+    OP(ssd_carry_forward, mt_work_bytes(3 * a->H * a->N * a->P, MT_F32), (a, state, dtype, stream),                    \
+       const mt_ssd_args *a, const mt_carried_state *state, mt_dtype dtype, mt_stream *stream)                         \
+    OP(ssd_carry_backward, mt_work_bytes(3 * a->H * a->N * a->P, MT_F32), (a, state, dtype, stream),                   \
+       const mt_ssd_args *a, const mt_carried_state *state, mt_dtype dtype, mt_stream *stream)
 
 /* ---- activations */
 
@@ -2617,7 +2632,7 @@ typedef struct mt_adapter_part {
     mt_weight b;      // [N, rank], or [num_experts, N, rank]
     int64_t first, N; // outputs [first, first + N) of the linear; part i reads columns [i rank, (i + 1) rank) of h
 } mt_adapter_part;
-enum { MT_MAX_ADAPTER_PARTS = 3 }; // q, k and v
+enum { MT_MAX_ADAPTER_PARTS = 4 }; // q, k, v and b of a linear attention's input; q, k and v
 typedef struct mt_adapter {
     mt_weight a; // [R, K], or [num_experts, R, K]
     mt_adapter_part parts[MT_MAX_ADAPTER_PARTS];
@@ -3073,6 +3088,9 @@ const char *mt_shared_tensor(const mt_options *options, const char *name, bool i
 
 /* True for MT_LORA_A and MT_LORA_B. */
 bool mt_param_is_adapter(const mt_param *param);
+
+/* True if the matrices of a role have adapters. */
+bool mt_role_has_adapters(const mt_options *options, mt_role role);
 
 /* A parameter's rows on this rank, without the vocabulary's padding. */
 int64_t mt_param_rows_stored(const mt_param *param);
