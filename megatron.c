@@ -7186,6 +7186,19 @@ static mt_mamba_sizes mt_mamba_sizes_of(const mt_model *m) {
     return z;
 }
 
+/* Elements of a layer's states in generation: of the delta rule or the scan, and of the short convolution. */
+typedef struct mt_state_sizes {
+    int64_t rule, conv;
+} mt_state_sizes;
+
+static mt_state_sizes mt_state_sizes_of(const mt_model *m) {
+    mt_delta_sizes d = mt_delta_sizes_of(m);
+    mt_mamba_sizes y = mt_mamba_sizes_of(m);
+    int64_t channels = y.conv + d.conv + mt_short_channels(m);
+    return (mt_state_sizes){.rule = y.H * y.N * y.P + d.Hv * d.Dk * d.Dv,
+                            .conv = (m->options->linear_conv_kernel_dim - 1) * channels};
+}
+
 static void mt_latent_slots(const mt_model *m, mt_slots *s, const mt_layer *w) {
     const mt_options *o = m->options;
     (void)w;
@@ -11641,12 +11654,10 @@ static void mt_plan_buckets(mt_model *m) {
         int64_t heads_bytes = m->plan.cache_rows * m->layers[layer].G * mt_dtype_size(m->dtype);
         mt_mixer_kind mixer = m->layers[layer].kind.mixer;
         if (!mt_mixer_attends(mixer)) {
-            mt_delta_sizes z = mt_delta_sizes_of(m);
-            mt_mamba_sizes y = mt_mamba_sizes_of(m);
-            int64_t slots = mixer == MT_MIXER_NONE ? 0 : mt_cache_slots(&m->plan), taps = o->linear_conv_kernel_dim;
-            int64_t state = y.H * y.N * y.P + z.Hv * z.Dk * z.Dv, channels = y.conv + z.conv + mt_short_channels(m);
-            m->rule_states[layer] = mt_arena_alloc(cache, slots * state * 4);
-            m->conv_states[layer] = mt_arena_alloc(cache, slots * (taps - 1) * channels * 4);
+            mt_state_sizes z = mt_state_sizes_of(m);
+            int64_t states = mixer == MT_MIXER_NONE ? 0 : 2 * mt_cache_slots(&m->plan); // running, then kept
+            m->rule_states[layer] = mt_arena_alloc(cache, states * z.rule * 4);
+            m->conv_states[layer] = mt_arena_alloc(cache, states * z.conv * 4);
             continue;
         }
         m->k_cache[layer] = mt_arena_alloc(cache, heads_bytes * m->D);
@@ -14433,10 +14444,27 @@ void mt_model_cache_copy(mt_model *m, const mt_cache_copy *copy) {
     }
 }
 
+void mt_model_state_copy(mt_model *m, const mt_state_copy *copy) {
+    int64_t slots = mt_cache_slots(&m->plan);
+    mt_state_sizes z = mt_state_sizes_of(m);
+    for (int64_t layer = 0; layer < m->num_layers; layer++) {
+        mt_mixer_kind mixer = m->layers[layer].kind.mixer;
+        if (mt_mixer_attends(mixer) || mixer == MT_MIXER_NONE) continue;
+        float *states[] = {m->rule_states[layer], m->conv_states[layer]};
+        int64_t elements[] = {z.rule, z.conv};
+        for (int i = 0; i < 2; i++)
+            m->ops->memory_copy(states[i] + (copy->to + (copy->to_kept ? slots : 0)) * elements[i],
+                                states[i] + (copy->from + (copy->from_kept ? slots : 0)) * elements[i], elements[i] * 4,
+                                m->stream);
+    }
+}
+
 /* ==== §16 generation ============================================================================================== */
 /* From logits to new tokens. Invariants: the random numbers of a sequence depend on the seed, its id and the position,
  * not on other sequences of the batch; prefill and decode step are the same operation: a forward of the tokens that are
- * not in the KV cache yet; a page of the cache that two sequences share is full and no longer written. */
+ * not in the KV cache yet; a page of the cache that two sequences share is full and no longer written. A state of a
+ * layer without keys and values stands after one number of tokens: a slot has that of its text and keeps another one,
+ * where a text is known to begin as others; these wait for it, and begin with a copy. */
 
 /* ---- sampling */
 
@@ -14477,6 +14505,10 @@ typedef struct mt_cache_slot {
     int64_t num_pages;
     int64_t used;     // number of the forward that used it last
     int64_t sequence; // index of the sequence that runs in it; -1: none
+    /* with states, which stand after a number of tokens; 0: no state */
+    int64_t state_tokens; // the running state, before the forward at hand
+    int64_t kept_tokens;  // the kept state
+    int64_t keep_at;      // after so many tokens the running state is to be kept: a forward ends there
 } mt_cache_slot;
 
 static int64_t mt_pages_per_slot(const mt_batcher_plan *plan) {
@@ -14496,6 +14528,7 @@ mt_batcher *mt_batcher_create(const mt_batcher_plan *plan) {
         b->cache_rows = mt_arena_alloc(&arena, plan->max_tokens * 4), b->logit_rows = mt_arena_alloc(&arena, slots * 4);
         b->logit_sequences = mt_arena_alloc(&arena, slots * 8);
         b->copies = mt_arena_alloc(&arena, slots * (int64_t)sizeof *b->copies);
+        b->state_copies = mt_arena_alloc(&arena, 2 * slots * (int64_t)sizeof *b->state_copies);
         b->references = mt_arena_alloc(&arena, plan->num_pages * 4);
         b->free_pages = mt_arena_alloc(&arena, plan->num_pages * 4);
         int32_t *tokens = mt_arena_alloc(&arena, slots * plan->max_length * 4);
@@ -14527,6 +14560,9 @@ static void mt_cache_slot_cut(mt_batcher *b, int64_t slot, int64_t tokens) {
         if (--b->references[page] == 0) b->free_pages[b->num_free++] = page;
     }
     s->num_cached = mt_min(s->num_cached, tokens), s->num_computed = mt_min(s->num_computed, tokens);
+    if (s->state_tokens > tokens) s->state_tokens = 0;
+    if (s->kept_tokens > tokens) s->kept_tokens = 0;
+    if (s->keep_at > tokens) s->keep_at = 0;
 }
 
 static void mt_cache_slot_add_page(mt_batcher *b, int64_t slot, int32_t page) {
@@ -14566,13 +14602,51 @@ static bool mt_batcher_grow(mt_batcher *b, mt_sequence *sequences, int64_t i) {
     return true;
 }
 
+/* The number of leading tokens that are the same, of at most `limit`. */
+static int64_t mt_tokens_common(const int32_t *a, const int32_t *b, int64_t limit) {
+    int64_t n = 0;
+    while (n < limit && a[n] == b[n]) n++;
+    return n;
+}
+
 /* Leading tokens of a sequence that it can take from a slot: whole pages, which both may read, or up to the last token
- * that is computed, which can be copied. At least one token is left, whose logits are needed. */
+ * that is computed, which can be copied; with states, up to a state. At least one token is left, whose logits are
+ * needed. */
 static int64_t mt_cache_slot_common(const mt_batcher *b, const mt_cache_slot *s, const mt_sequence *sequence) {
-    if (b->plan.has_states) return 0;
-    int64_t limit = mt_min(s->num_cached, sequence->num_tokens - 1), n = 0;
-    while (n < limit && s->tokens[n] == sequence->tokens[n]) n++;
-    return mt_max(mt_min(n, s->num_computed), n / b->plan.page_rows * b->plan.page_rows);
+    int64_t n = mt_tokens_common(s->tokens, sequence->tokens, mt_min(s->num_cached, sequence->num_tokens - 1));
+    int64_t computed = mt_min(n, s->num_computed);
+    int64_t kept = s->kept_tokens <= computed ? s->kept_tokens : 0;
+    if (b->plan.has_states) return s->state_tokens <= computed ? mt_max(s->state_tokens, kept) : kept;
+    return mt_max(computed, n / b->plan.page_rows * b->plan.page_rows);
+}
+
+/* After how many tokens the state of sequence i, which begins with `common` tokens of a slot, is worth keeping: where
+ * most of it is the beginning of a cached text, or of one that waits; 0: nowhere. Its forward ends there, so that less
+ * than a page is not worth it. */
+static int64_t mt_batcher_keep_at(const mt_batcher *b, const mt_sequence *sequences, int64_t count, int64_t i,
+                                  int64_t common) {
+    const mt_sequence *own = &sequences[i];
+    int64_t most = 0, seen = 0;
+    for (const mt_cache_slot *s = b->slots; s < b->slots + b->plan.max_sequences; s++)
+        most = mt_max(most, mt_tokens_common(s->tokens, own->tokens, mt_min(s->num_cached, own->num_tokens - 1)));
+    for (int64_t j = i + 1; j < count && seen < b->plan.max_sequences; j++) {
+        const mt_sequence *other = &sequences[j];
+        if (other->slot >= 0 || other->finish != MT_UNFINISHED) continue;
+        int64_t limit = mt_min(own->num_tokens, other->num_tokens - 1);
+        most = mt_max(most, mt_tokens_common(own->tokens, other->tokens, limit)), seen++;
+    }
+    return most - common < b->plan.page_rows ? 0 : most;
+}
+
+/* True if sequence i is to wait for a state that a running sequence is about to leave. */
+static bool mt_batcher_waits(const mt_batcher *b, const mt_sequence *sequences, int64_t i) {
+    const mt_sequence *own = &sequences[i];
+    for (const mt_cache_slot *s = b->slots; s < b->slots + b->plan.max_sequences; s++) {
+        bool is_later = s->sequence >= 0 && s->keep_at > 0 && s->keep_at < own->num_tokens;
+        if (is_later && mt_tokens_common(sequences[s->sequence].tokens, own->tokens, s->keep_at) == s->keep_at)
+            return true;
+    }
+    return false;
 }
 
 /* Pages that running sequences are yet to need, at most one each: a newcomer leaves them free. */
@@ -14585,9 +14659,18 @@ static int64_t mt_pages_wanted(const mt_batcher *b, const mt_sequence *sequences
     return wanted;
 }
 
+/* Gives a slot the state of another, or its own, after `common` tokens. kept: its own kept state before. */
+static void mt_batcher_take_state(mt_batcher *b, int64_t slot, int64_t source, int64_t common, bool from_kept,
+                                  int64_t kept) {
+    mt_cache_slot *s = &b->slots[slot];
+    s->state_tokens = common, s->kept_tokens = slot == source && kept <= common ? kept : 0;
+    if (common > 0 && (slot != source || from_kept))
+        b->state_copies[b->num_state_copies++] = (mt_state_copy){source, slot, from_kept, false};
+}
+
 /* Gives sequence i a slot and pages for its tokens. It shares the full pages of the slot that has most of its leading
- * tokens, and copies the rows of that slot's next page. False: no slot or too few pages are free. */
-static bool mt_batcher_admit(mt_batcher *b, mt_sequence *sequences, int64_t i) {
+ * tokens, and copies the rows of that slot's next page, and its state. False: no slot or too few pages are free. */
+static bool mt_batcher_admit(mt_batcher *b, mt_sequence *sequences, int64_t count, int64_t i) {
     mt_sequence *sequence = &sequences[i];
     int64_t rows = b->plan.page_rows, slot = -1, source = -1, common = 0, wanted = mt_pages_wanted(b, sequences);
     for (int64_t s = 0; s < b->plan.max_sequences; s++) {
@@ -14600,6 +14683,9 @@ static bool mt_batcher_admit(mt_batcher *b, mt_sequence *sequences, int64_t i) {
     int64_t full = common / rows, tail = common % rows, computed = source < 0 ? 0 : b->slots[source].num_computed;
     int32_t next = tail > 0 ? mt_cache_slot_pages(b, source)[full] : 0; // the page of the tail
     bool copies = tail > 0 && (slot != source || b->references[next] > 1);
+    int64_t keep_at = b->plan.has_states ? mt_batcher_keep_at(b, sequences, count, i, common) : 0;
+    int64_t kept = source < 0 ? 0 : b->slots[source].kept_tokens;
+    bool from_kept = source >= 0 && b->slots[source].state_tokens != common;
     mt_cache_slot_cut(b, slot, slot != source ? 0 : copies ? full * rows : common);
     for (int64_t page = 0; page < full && slot != source; page++)
         mt_cache_slot_add_page(b, slot, mt_cache_slot_pages(b, source)[page]);
@@ -14616,6 +14702,8 @@ static bool mt_batcher_admit(mt_batcher *b, mt_sequence *sequences, int64_t i) {
     if (copies)
         b->copies[b->num_copies++] = (mt_cache_copy){next * rows, mt_cache_slot_pages(b, slot)[full] * rows, tail};
     s->num_cached = common, s->num_computed = mt_min(computed, common);
+    if (b->plan.has_states) mt_batcher_take_state(b, slot, source, common, from_kept, kept);
+    s->keep_at = keep_at;
     sequence->slot = slot;
     return true;
 }
@@ -14626,6 +14714,7 @@ static void mt_batcher_add(mt_batcher *b, const mt_sequence *sequence, int64_t i
     const int32_t *pages = mt_cache_slot_pages(b, sequence->slot);
     int64_t start = b->batch.num_tokens, cached = s->num_cached, rows = b->plan.page_rows;
     int64_t wanted = sequence->num_tokens - cached, count = mt_min(wanted, b->plan.max_tokens - start);
+    if (s->keep_at > cached) count = mt_min(count, s->keep_at - cached);
     if (count == 0) return;
     for (int64_t t = start, at = cached; at < cached + count; t++, at++) {
         b->batch.tokens[t] = s->tokens[at] = sequence->tokens[at], b->batch.positions[t] = (int32_t)at;
@@ -14640,11 +14729,21 @@ static void mt_batcher_add(mt_batcher *b, const mt_sequence *sequence, int64_t i
     b->logit_rows[b->num_logits] = (int32_t)(start + count - 1), b->logit_sequences[b->num_logits++] = i;
 }
 
+/* The forward before has run: its tokens are computed, and states that were to be kept are copied. */
+static void mt_batcher_end_forward(mt_batcher *b, int64_t slot) {
+    mt_cache_slot *s = &b->slots[slot];
+    if (b->plan.has_states && s->num_cached > s->num_computed) s->state_tokens = s->num_cached;
+    s->sequence = -1, s->num_computed = s->num_cached;
+    if (s->keep_at == 0 || s->state_tokens != s->keep_at) return;
+    s->kept_tokens = s->keep_at, s->keep_at = 0;
+    b->state_copies[b->num_state_copies++] = (mt_state_copy){slot, slot, false, true};
+}
+
 int64_t mt_batcher_next(mt_batcher *b, mt_sequence *sequences, int64_t count) {
     b->batch.num_tokens = b->batch.num_spans = b->num_logits = b->num_copies = b->num_prefill = 0;
+    b->num_state_copies = 0;
     b->num_forwards++;
-    for (int64_t s = 0; s < b->plan.max_sequences; s++)
-        b->slots[s].sequence = -1, b->slots[s].num_computed = b->slots[s].num_cached;
+    for (int64_t s = 0; s < b->plan.max_sequences; s++) mt_batcher_end_forward(b, s);
     for (int64_t i = 0; i < count; i++) {
         MT_CHECK(sequences[i].num_tokens > 0 && sequences[i].max_tokens <= b->plan.max_length);
         if (sequences[i].finish != MT_UNFINISHED) sequences[i].slot = -1;
@@ -14658,8 +14757,9 @@ int64_t mt_batcher_next(mt_batcher *b, mt_sequence *sequences, int64_t count) {
         if (sequences[i].slot >= 0 && b->slots[sequences[i].slot].num_cached < sequences[i].num_tokens)
             mt_batcher_add(b, &sequences[i], i);
     for (int64_t i = 0; i < count && b->batch.num_tokens < b->plan.max_tokens; i++) {
-        if (sequences[i].slot >= 0 || sequences[i].finish != MT_UNFINISHED) continue;
-        if (!mt_batcher_admit(b, sequences, i)) break;
+        if (sequences[i].slot >= 0 || sequences[i].finish != MT_UNFINISHED || mt_batcher_waits(b, sequences, i))
+            continue;
+        if (!mt_batcher_admit(b, sequences, count, i)) break;
         mt_batcher_add(b, &sequences[i], i);
     }
     return b->batch.num_tokens;
@@ -14774,6 +14874,7 @@ static int mt_generator_forward(mt_generator *g, mt_sequence *sequences, mt_erro
     mt_batcher_pad(b, 1); // other replicas may have tokens or logits; the head's weights are gathered on all
     if (rows == 0 && g->together) b->logit_rows[0] = 0, rows = 1;
     for (int64_t i = 0; i < b->num_copies; i++) mt_model_cache_copy(g->model, &b->copies[i]);
+    for (int64_t i = 0; i < b->num_state_copies; i++) mt_model_state_copy(g->model, &b->state_copies[i]);
     mt_generator_sample(g, sequences, rows);
     for (int64_t row = 0; row < b->num_logits && status == 0; row++)
         status = mt_generator_append(g, &sequences[b->logit_sequences[row]], &g->sampled[row], error);

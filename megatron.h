@@ -3373,6 +3373,14 @@ typedef struct mt_cache_copy {
 } mt_cache_copy;
 void mt_model_cache_copy(mt_model *model, const mt_cache_copy *copy);
 
+/* Copies the states of a slot, in all layers that have them, before the next forward. A slot has the state of the text
+ * that runs in it, and one that is kept for texts with the same beginning. */
+typedef struct mt_state_copy {
+    int64_t from, to; // slots
+    bool from_kept, to_kept;
+} mt_state_copy;
+void mt_model_state_copy(mt_model *model, const mt_state_copy *copy);
+
 /* ==== §11 schedules =============================================================================================== */
 
 /* An action of a schedule: what a rank does next. Forwards and backwards process one micro-batch on one chunk (virtual
@@ -3741,7 +3749,7 @@ typedef struct mt_batcher_plan {
     int64_t max_tokens;    // of a forward
     int64_t page_rows;
     int64_t num_pages; // for at least one sequence of max_length; the page after them is for mt_batcher_pad
-    bool has_states;   // layers keep states: a text is read from its start, and shares no prefix with another
+    bool has_states;   // layers keep states: a text shares a prefix only where a state stands
 } mt_batcher_plan;
 
 typedef struct mt_batcher {
@@ -3754,6 +3762,8 @@ typedef struct mt_batcher {
     int64_t *logit_sequences; // [num_logits] the sequence of each
     int64_t num_copies;       // of cache rows, before the forward
     mt_cache_copy *copies;
+    int64_t num_state_copies; // in their order, before the forward
+    mt_state_copy *state_copies;
     int64_t num_prefill; // tokens of prompts, and of sequences that were put back
     /* private */
     struct mt_cache_slot *slots;
