@@ -60,12 +60,12 @@ static double planned_activations(const char *vocab_size) {
                          "1e-3",
                          "--mock-data"};
     mt_model_plan plan = {.max_tokens = TOKENS, .max_logits = TOKENS, .max_position = TOKENS, .train = true};
-    mt_options options;
+    mt_run_options options;
     mt_error error;
     mt_model *model = NULL;
     if (mt_options_parse(&options, MT_PROGRAM_TRAIN, sizeof arguments / sizeof *arguments, arguments, &error) != 0 ||
         mt_options_finish(&options, MT_PROGRAM_TRAIN, 1, &error) != 0 ||
-        mt_model_create(&model, &options, &mt_grid_of_one, &mt_cpu_ops, &plan, &error) != 0)
+        mt_model_create(&model, &options.stack, &mt_grid_of_one, &mt_cpu_ops, &plan, &error) != 0)
         fail_msg("%s", error.text);
     double mebibytes = planned(model, "activations");
     assert_true(mebibytes > 0);
@@ -85,7 +85,7 @@ static void logits_add_memory_only_beyond_the_size_of_the_scratch_they_share(voi
 }
 
 typedef struct llama {
-    mt_options options;
+    mt_run_options options;
     mt_model *model;
 } llama;
 
@@ -104,7 +104,7 @@ static int llama_open(llama *l, const mt_ops *ops, const char *words, int64_t ho
     if (mt_options_parse(&l->options, MT_PROGRAM_TRAIN, count, arguments, error) != 0 ||
         mt_options_finish(&l->options, MT_PROGRAM_TRAIN, 1, error) != 0)
         fail_msg("%s", error->text);
-    return mt_model_create(&l->model, &l->options, &mt_grid_of_one, ops, &plan, error);
+    return mt_model_create(&l->model, &l->options.stack, &mt_grid_of_one, ops, &plan, error);
 }
 
 static void llama_close(llama *l) {
@@ -300,7 +300,7 @@ static int plan_recipe(const char *recipe, const char *fraction, int64_t host_me
     snprintf(path, sizeof path, "data/recipes/%s.yaml", recipe);
     char *arguments[] = {"train", "--config", path, "--mock-data", "--optimizer-offload-fraction", (char *)fraction};
     int count = fraction ? 6 : 4;
-    mt_options o;
+    mt_run_options o;
     mt_model *model = NULL;
     mt_ops ops = mt_cpu_ops;
     ops.on_device = true, ops.memory_available = gpu_available, ops.workspace_bytes = gpu_workspace;
@@ -309,10 +309,11 @@ static int plan_recipe(const char *recipe, const char *fraction, int64_t host_me
     if (mt_options_parse(&o, MT_PROGRAM_TRAIN, count, arguments, error) != 0 ||
         mt_options_finish(&o, MT_PROGRAM_TRAIN, 1, error) != 0)
         fail_msg("%s", error->text);
-    int64_t tokens = o.micro_batch_size * o.seq_length;
-    mt_model_plan plan = {.max_tokens = tokens, .max_logits = tokens, .max_position = o.seq_length, .train = true};
+    int64_t tokens = o.stack.micro_batch_size * o.stack.seq_length;
+    mt_model_plan plan = {
+        .max_tokens = tokens, .max_logits = tokens, .max_position = o.stack.seq_length, .train = true};
     plan.host_memory = host_memory;
-    int status = mt_model_create(&model, &o, &mt_grid_of_one, &ops, &plan, error);
+    int status = mt_model_create(&model, &o.stack, &mt_grid_of_one, &ops, &plan, error);
     mt_model_destroy(model);
     mt_options_free(&o);
     return status;

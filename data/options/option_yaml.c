@@ -18,7 +18,7 @@ typedef struct mt_yaml {
     yaml_event_t event;
     bool has_event;
     int64_t events;
-    uint64_t seen[sizeof((mt_options *)0)->given / sizeof(uint64_t)]; // options that this text has named
+    uint64_t seen[sizeof((mt_run_options *)0)->given / sizeof(uint64_t)]; // options that this text has named
     mt_option_reader *reader;
     const char *path, *text;
     int64_t bytes;
