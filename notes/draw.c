@@ -3165,6 +3165,75 @@ static void draw_linear_attention(const char *folder) {
     picture_close(&p);
 }
 
+/* ---- 30: state spaces -------------------------------------------------------------------------------------------- */
+
+enum { MASK_T = 24, MASK_HEADS = 3, MASK_CHUNKS = 4 };
+
+/* The factors e^(G_t - G_i) of some heads, as the scan computes them: B and C are 1, and channel i of x is 1 at token i
+ * alone, so that y[t, i] is the factor times the step of token i. Heads 0 and 1 take steps of 1, head 2 a large one at
+ * tokens 9 and 17. */
+static void scan_mask(float mask[MASK_T][MASK_HEADS][MASK_T]) {
+    static const float rates[MASK_HEADS] = {0.05f, 0.4f, 0.05f};
+    static float row[MASK_T][MASK_HEADS * MASK_T + 2], dt[MASK_T][MASK_HEADS];
+    float A_log[MASK_HEADS], zeros[MASK_HEADS] = {0};
+    mt_span span = {0, MASK_T, 0, MASK_T, true};
+    mt_spans spans = {&span, &span, 1};
+    for (int h = 0; h < MASK_HEADS; h++) A_log[h] = logf(rates[h]);
+    for (int t = 0; t < MASK_T; t++) {
+        row[t][MASK_HEADS * MASK_T] = row[t][MASK_HEADS * MASK_T + 1] = 1;
+        for (int h = 0; h < MASK_HEADS; h++) {
+            row[t][h * MASK_T + t] = 1;
+            dt[t][h] = h == 2 && (t == 9 || t == 17) ? 40 : logf(expf(1) - 1);
+        }
+    }
+    mt_ssd_args a = {.spans = &spans, .G = 1, .H = MASK_HEADS, .N = 1, .P = MASK_T, .dt_max = INFINITY};
+    a.x = row, a.B = row[0] + MASK_HEADS * MASK_T, a.C = row[0] + MASK_HEADS * MASK_T + 1;
+    a.stride = MASK_HEADS * MASK_T + 2, a.dt = dt, a.dt_stride = MASK_HEADS;
+    a.A_log = A_log, a.D = a.dt_bias = zeros, a.out = mask;
+    mt_cpu_ops.ssd_forward(&a, MT_F32, NULL);
+    for (int t = 0; t < MASK_T; t++)
+        for (int h = 0; h < MASK_HEADS; h++)
+            for (int i = 0; i < MASK_T; i++) mask[t][h][i] /= log1pf(expf(dt[i][h]));
+}
+
+/* A cell of blue, darker for larger values in [0, 1]. */
+static void shaded(picture *p, double x, double y, double size, double value) {
+    char colour[8];
+    int rest = (int)lround(253 - 200 * value);
+    snprintf(colour, sizeof colour, "#%02x%02x%02x", (unsigned)rest, (unsigned)(rest + (255 - rest) / 3), 0xfbu);
+    box(p, x, y, size, size, colour);
+}
+
+static void draw_state_spaces(const char *folder) {
+    static const char *const heads[] = {"forgets slowly", "forgets fast", "two large steps"};
+    static float mask[MASK_T][MASK_HEADS][MASK_T];
+    const double cell = 7, left = 20, top = 84, chunk = 56, right = 640;
+    picture p = picture_open(folder, "30-masks", "Masks of a scan, and its chunks", 900, 330);
+    scan_mask(mask);
+    text(&p, left, 30, START, "Factors that a query (row) gives to the tokens before it, of three heads");
+    for (int h = 0; h < MASK_HEADS; h++) {
+        double x = left + 200 * h;
+        text(&p, x, top - 10, START, "%s", heads[h]);
+        for (int t = 0; t < MASK_T; t++)
+            for (int i = 0; i < MASK_T; i++)
+                if (i <= t) shaded(&p, x + cell * i, top + cell * t, cell, (double)mask[t][h][i]);
+    }
+    text(&p, left, 280, START, "A softmax would decide each row by its own scores; here a token's step decides its");
+    text(&p, left, 296, START, "column, and how much all that is older fades.");
+    text(&p, right, 30, START, "The same matrix in four chunks");
+    for (int row = 0; row < MASK_CHUNKS; row++)
+        for (int column = 0; column <= row; column++) {
+            double x = right + chunk * column, y = 50 + chunk * row;
+            frame(&p, x, y, chunk, chunk, fills[row == column ? BLUE : ORANGE]);
+            if (row > column) text(&p, x + chunk / 2, y + chunk / 2 + 4, MIDDLE, "%s", "S");
+        }
+    box(&p, right, 288, 10, 10, fills[BLUE]);
+    text(&p, right + 16, 297, START, "attention within the chunk");
+    box(&p, right, 306, 10, 10, fills[ORANGE]);
+    text(&p, right + 16, 315, START, "by way of the state");
+    picture_close(&p);
+}
+
 int main(int argc, char **argv) {
     if (argc != 2) mt_die("usage: draw FOLDER (in the root of the project)");
     draw_mini(argv[1]);
@@ -3200,5 +3269,6 @@ int main(int argc, char **argv) {
     draw_divergence(argv[1]);
     draw_planner(argv[1]);
     draw_linear_attention(argv[1]);
+    draw_state_spaces(argv[1]);
     return 0;
 }

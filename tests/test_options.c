@@ -1424,6 +1424,19 @@ static void expect_role_error(const char *text, const char *expected) {
     mt_options_free(&options);
 }
 
+/* The parser compares each anchor, and each alias, with all anchors before it. */
+static void many_anchors_are_refused_before_they_are_parsed(void **state) {
+    (void)state;
+    char text[16384] = "x: [";
+    char *end = text + strlen(text);
+    for (int i = 0; i < 500; i++) end += snprintf(end, 32, "&a%d 1, *a%d, ", i, i);
+    strcpy(end, "]\n");
+    expect_role_error(text, "has no sections of roles");
+    strcpy(end, "*a7]\n");
+    expect_yaml_error(text, "run.yaml:1: has more than 1000 anchors and aliases");
+    expect_role_error(text, "run.yaml:1: has more than 1000 anchors and aliases");
+}
+
 /* The parser would read such a text in a time that grows with the square of its nesting. */
 static void deep_yaml_is_refused_before_it_is_parsed(void **state) {
     (void)state;
@@ -3488,6 +3501,7 @@ static const struct CMUnitTest tests[] = {
     cmocka_unit_test(yaml_lists_the_layers_of_every_option_that_names_them),
     cmocka_unit_test(bad_yaml_is_refused_with_file_and_line),
     cmocka_unit_test(deep_yaml_is_refused_before_it_is_parsed),
+    cmocka_unit_test(many_anchors_are_refused_before_they_are_parsed),
     cmocka_unit_test(many_unknown_names_are_counted),
     cmocka_unit_test(huge_yaml_is_refused),
     cmocka_unit_test(an_empty_yaml_sets_nothing),

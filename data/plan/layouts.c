@@ -725,7 +725,11 @@ static int mt_search_measure(mt_search *s, mt_error *error) {
         mt_options_free(o);
         status = mt_search_finish(s, whole, tp * pp * cp * ep, o, error);
     }
-    return status != 0 ? status : mt_simulate_check(&o->stack, error);
+    if (status == 0) status = mt_simulate_check(&o->stack, error);
+    if (status != 0) return status;
+    mt_error reason;
+    if (mt_simulate_check_device(&o->stack, s->machine, &reason) == 0) return 0;
+    return mt_error_set(error, "no layout of %lld GPUs is legal: %.900s", (long long)given->gpus, reason.text);
 }
 
 /* A search creates thousands of models. Their large arrays, which are hardly touched, are pages of their own, and all
