@@ -95,8 +95,8 @@ static void mt_options_print_idle(const mt_run_options *o, FILE *file) {
         (!o->stack.moe_pad_expert_input_to_capacity || o->stack.moe_token_dispatcher_type != MT_DISPATCHER_ALLTOALL);
     bool all_recomputed =
         o->stack.recompute_granularity == MT_RECOMPUTE_FULL && o->stack.recompute_method == MT_RECOMPUTE_UNIFORM;
-    bool experts = mt_num_expert_layers(o) > 0, mlps = mt_num_dense_layers(o) > 0;
-    bool attends = mt_has_mixer(o, MT_MIXER_ATTENTION) || mt_has_mixer(o, MT_MIXER_LATENT_ATTENTION);
+    bool experts = mt_num_expert_layers(&o->stack) > 0, mlps = mt_num_dense_layers(&o->stack) > 0;
+    bool attends = mt_has_mixer(&o->stack, MT_MIXER_ATTENTION) || mt_has_mixer(&o->stack, MT_MIXER_LATENT_ATTENTION);
     const char *alone = "there is one data-parallel rank", *dense = "no layer has experts";
     bool unwatched = !mt_launched_by_mpi();
     const char *no_watch = "without mpirun, no time limits are watched";
