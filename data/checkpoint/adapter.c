@@ -661,7 +661,7 @@ int mt_options_derive_adapters(mt_run_options *o, mt_error *error) {
 static bool mt_target_strays(const mt_options *o, const char *target, const mt_param *rows, int64_t count) {
     char module[160];
     for (int64_t i = 0; i < count; i++) {
-        if (!rows[i].can_adapt || mt_role_has_adapters(&o->stack, rows[i].role)) continue;
+        if (!rows[i].can_adapt || mt_role_has_adapters(o, rows[i].role)) continue;
         mt_module_name(module, &rows[i]);
         if (mt_target_matches(target, module)) return true;
     }
@@ -675,7 +675,7 @@ static json_t *mt_peft_modules(const mt_options *o) {
     json_t *modules = json_array();
     int64_t count = mt_params_build(&rows, o, NULL);
     for (int64_t i = 0; i < count; i++) {
-        if (!rows[i].can_adapt || !mt_role_has_adapters(&o->stack, rows[i].role)) continue;
+        if (!rows[i].can_adapt || !mt_role_has_adapters(o, rows[i].role)) continue;
         mt_module_name(module, &rows[i]);
         const char *name = mt_module_word(module);
         while (name > module && !mt_json_lists(modules, name) && mt_target_strays(o, name, rows, count))
@@ -740,8 +740,7 @@ void mt_adapter_warn(const mt_options *o, FILE *out) {
     if (o->lora_rank == 0 || (o->num_experts == 0 && o->hf_family != MT_HF_DEEPSEEK_V3)) return;
     int64_t count = mt_params_build(&rows, o, NULL);
     for (int64_t i = 0; i < count && !*module; i++) {
-        if (!rows[i].can_adapt || !mt_role_has_adapters(&o->stack, rows[i].role) || rows[i].unit == MT_UNIT_EXPERTS)
-            continue;
+        if (!rows[i].can_adapt || !mt_role_has_adapters(o, rows[i].role) || rows[i].unit == MT_UNIT_EXPERTS) continue;
         if (strstr(rows[i].hf_name, ".mlp.")) mt_module_name(module, &rows[i]);
     }
     free(rows);
