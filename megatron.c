@@ -6212,12 +6212,9 @@ static void mt_param_stack(const mt_param_table *table, const mt_role_row *row, 
     param->hf_rows_total = param->hf_stack * parts * param->whole_rows;
 }
 
-/* True for the matrices of a gated delta net's input, which are one linear; for those of any linear attention's. */
+/* True for the matrices of a gated delta net's input, which are one linear. */
 static bool mt_is_delta_in(mt_role role) {
     return role >= MT_DELTA_Q && role <= MT_DELTA_A;
-}
-static bool mt_is_linear_attention_in(mt_role role) {
-    return mt_is_delta_in(role) || (role >= MT_MAMBA_Z && role <= MT_MAMBA_DT);
 }
 
 /* Groups of rows in the Hugging Face tensor of a role: one for each head, with all that the head has, or 1. */
@@ -6314,9 +6311,7 @@ static void mt_param_add(mt_param_table *table, const mt_role_row *row, int64_t 
     bool of_layer = param->is_linear && layer >= 0 && param->linear != MT_LINEAR_ROUTER && !(row->when & MT_HAS(MTP));
     // the products of narrow matrices of Kimi delta attention stay in bf16
     param->takes_fp8 = of_layer && !continues && !(row->role >= MT_KDA_F_A && row->role <= MT_KDA_G_B);
-    // an adapter's file names modules, and mt_options.lora_roles has 64 bits
-    param->can_adapt =
-        of_layer && !stacked && param->hf_groups == 1 && !mt_is_linear_attention_in(row->role) && row->role < 64;
+    param->can_adapt = of_layer && !stacked && param->hf_groups == 1; // an adapter's file names modules
     if (stacked)
         mt_param_stack(table, row, param);
     else
@@ -6427,9 +6422,8 @@ static void mt_param_add_adapter(mt_param_table *table, const mt_param *base, mt
     mt_param_join_tensor(table);
 }
 
-/* The matrices that can have adapters are of the first 64 roles. */
-static bool mt_role_has_adapters(const mt_options *o, mt_role role) {
-    return role < 64 && o->lora_roles >> role & 1;
+bool mt_role_has_adapters(const mt_options *o, mt_role role) {
+    return o->lora_roles[role / 64] >> role % 64 & 1;
 }
 
 /* Appends the adapters of rows[count], the matrices of one linear. Matrices of one tensor share A (GPT-2's q, k, v). */
@@ -6566,8 +6560,8 @@ typedef struct mt_layer_scratch {
     void *dconv, *ddelta;            // gradients of conv and of delta_out or mamba_out
     void *ddecays, *dgates, *dlow;   // Kimi delta attention: gradients of kda_f, kda_g, and of kda_f_a or kda_g_a
     void *dshort_x;                  // [T, C / tp] gradient of a short convolution's input
-    mt_carry conv_carry, rule_carry; // context parallelism: states of a mixer's convolution, of the delta rule
-    float *rule_maps, *drule_maps;   // [MT_PIECES, Hv, Dk, Dv + Dk] and [MT_PIECES, Hv, Dk, Dv]: see mt_delta_args
+    mt_carry conv_carry, rule_carry; // context parallelism: states of a mixer's convolution, of its rule or scan
+    float *rule_maps, *drule_maps;   // [MT_PIECES, ...] maps, dmaps of mt_delta_args or mt_ssd_args
     /* latent attention */
     void *kv_b_out;     // [T, H (D - rotary + Dv)] output of kv_b, and its gradient
     void *k_rope;       // [T, rotary] rotary channels of the keys, and their gradient
@@ -7280,6 +7274,19 @@ static mt_mamba_sizes mt_mamba_sizes_of(const mt_model *m) {
     z.N = o->mamba_state_dim, z.P = o->mamba_head_dim, z.inner = z.H * z.P;
     z.conv = z.inner + 2 * z.G * z.N, z.in = z.inner + z.conv + z.H;
     return z;
+}
+
+/* Elements of a layer's states in generation: of the delta rule or the scan, and of the short convolution. */
+typedef struct mt_state_sizes {
+    int64_t rule, conv;
+} mt_state_sizes;
+
+static mt_state_sizes mt_state_sizes_of(const mt_model *m) {
+    mt_delta_sizes d = mt_delta_sizes_of(m);
+    mt_mamba_sizes y = mt_mamba_sizes_of(m);
+    int64_t channels = y.conv + d.conv + mt_short_channels(m);
+    return (mt_state_sizes){.rule = y.H * y.N * y.P + d.Hv * d.Dk * d.Dv,
+                            .conv = (m->options->linear_conv_kernel_dim - 1) * channels};
 }
 
 static void mt_latent_slots(const mt_model *m, mt_slots *s, const mt_layer *w) {
@@ -11793,12 +11800,10 @@ static void mt_plan_buckets(mt_model *m) {
         int64_t heads_bytes = m->plan.cache_rows * m->layers[layer].G * mt_dtype_size(m->dtype);
         mt_mixer_kind mixer = m->layers[layer].kind.mixer;
         if (!mt_mixer_attends(mixer)) {
-            mt_delta_sizes z = mt_delta_sizes_of(m);
-            mt_mamba_sizes y = mt_mamba_sizes_of(m);
-            int64_t slots = mixer == MT_MIXER_NONE ? 0 : mt_cache_slots(&m->plan), taps = o->linear_conv_kernel_dim;
-            int64_t state = y.H * y.N * y.P + z.Hv * z.Dk * z.Dv, channels = y.conv + z.conv + mt_short_channels(m);
-            m->rule_states[layer] = mt_arena_alloc(cache, slots * state * 4);
-            m->conv_states[layer] = mt_arena_alloc(cache, slots * (taps - 1) * channels * 4);
+            mt_state_sizes z = mt_state_sizes_of(m);
+            int64_t states = mixer == MT_MIXER_NONE ? 0 : 2 * mt_cache_slots(&m->plan); // running, then kept
+            m->rule_states[layer] = mt_arena_alloc(cache, states * z.rule * 4);
+            m->conv_states[layer] = mt_arena_alloc(cache, states * z.conv * 4);
             continue;
         }
         m->k_cache[layer] = mt_arena_alloc(cache, heads_bytes * m->D);
@@ -13306,7 +13311,7 @@ static mt_context_plan mt_model_context_plan(const mt_model *m, int level) {
     plan.window = mt_options_common_window(m->options), plan.max_tokens = m->plan.max_tokens,
     plan.train = m->plan.train;
     plan.num_heads = m->H, plan.num_groups = m->G, plan.head_size = m->D, plan.value_size = m->Dv;
-    plan.recurs = m->options->linear_layers != NULL;
+    plan.recurs = mt_has_states(m->options);
     return plan;
 }
 
@@ -13410,11 +13415,13 @@ static void mt_plan_scratch(mt_model *m, mt_arena *arena) {
         }
         s->dshort_x = mt_arena_alloc(arena, T * short_width * size);
     }
-    if (m->num_contexts > 0 && delta.conv + short_width > 0)
-        s->conv_carry = mt_carry_plan(m, (o->linear_conv_kernel_dim - 1) * mt_max(delta.conv, short_width), arena);
-    if (m->num_contexts > 0 && delta.conv > 0) {
-        s->rule_carry = mt_carry_plan(m, delta.Hv * delta.Dk * delta.Dv, arena);
-        s->rule_maps = mt_arena_alloc(arena, MT_PIECES * delta.Hv * delta.Dk * (delta.Dv + delta.Dk) * 4);
+    int64_t conv_width = mt_max(mt_max(delta.conv, mamba.conv), short_width); // a model has states of one kind
+    if (m->num_contexts > 0 && conv_width > 0)
+        s->conv_carry = mt_carry_plan(m, (o->linear_conv_kernel_dim - 1) * conv_width, arena);
+    if (m->num_contexts > 0 && delta.conv + mamba.conv > 0) {
+        int64_t map = delta.Hv * delta.Dk * (delta.Dv + delta.Dk) + mamba.H * (mamba.N * mamba.P + 1);
+        s->rule_carry = mt_carry_plan(m, delta.Hv * delta.Dk * delta.Dv + mamba.H * mamba.N * mamba.P, arena);
+        s->rule_maps = mt_arena_alloc(arena, MT_PIECES * map * 4);
         if (m->plan.train) s->drule_maps = mt_arena_alloc(arena, MT_PIECES * s->rule_carry.elements * 4);
     }
     if (latent) {
@@ -13698,13 +13705,14 @@ static void mt_model_linears(mt_model *m) {
 
 /* Sizes and scales of the linears' adapters. */
 static void mt_model_adapters(mt_model *m) {
-    enum { STRIDE = MT_LORA_B + 1 }; // of random keys; later roles do not change it
+    enum { STRIDE = MT_LORA_B + 1 }; // of random keys; later roles do not change it, but have keys of their own
     const mt_options *o = m->options;
     mt_adapter *adapter = NULL;
     for (int64_t i = 0, expert = -1; i < m->num_params; i++) {
         const mt_param *param = &m->params[i];
         bool is_a = param->role == MT_LORA_A, is_b = param->role == MT_LORA_B;
-        uint64_t index = (uint64_t)param->layer * STRIDE + param->adapts;
+        uint64_t index = param->adapts <= MT_LORA_B ? (uint64_t)param->layer * STRIDE + param->adapts
+                                                    : (uint64_t)param->adapts << 40 | (uint64_t)param->layer;
         if (is_a && !param->continues) {
             adapter = (mt_adapter *)(void *)mt_param_weight(m, param), expert = param->expert;
             adapter->rank = o->lora_rank, adapter->scale = (float)(o->lora_alpha / (double)o->lora_rank);
@@ -14605,10 +14613,27 @@ void mt_model_cache_copy(mt_model *m, const mt_cache_copy *copy) {
     }
 }
 
+void mt_model_state_copy(mt_model *m, const mt_state_copy *copy) {
+    int64_t slots = mt_cache_slots(&m->plan);
+    mt_state_sizes z = mt_state_sizes_of(m);
+    for (int64_t layer = 0; layer < m->num_layers; layer++) {
+        mt_mixer_kind mixer = m->layers[layer].kind.mixer;
+        if (mt_mixer_attends(mixer) || mixer == MT_MIXER_NONE) continue;
+        float *states[] = {m->rule_states[layer], m->conv_states[layer]};
+        int64_t elements[] = {z.rule, z.conv};
+        for (int i = 0; i < 2; i++)
+            m->ops->memory_copy(states[i] + (copy->to + (copy->to_kept ? slots : 0)) * elements[i],
+                                states[i] + (copy->from + (copy->from_kept ? slots : 0)) * elements[i], elements[i] * 4,
+                                m->stream);
+    }
+}
+
 /* ==== §16 generation ============================================================================================== */
 /* From logits to new tokens. Invariants: the random numbers of a sequence depend on the seed, its id and the position,
  * not on other sequences of the batch; prefill and decode step are the same operation: a forward of the tokens that are
- * not in the KV cache yet; a page of the cache that two sequences share is full and no longer written. */
+ * not in the KV cache yet; a page of the cache that two sequences share is full and no longer written. A state of a
+ * layer without keys and values stands after one number of tokens: a slot has that of its text and keeps another one,
+ * where a text is known to begin as others; these wait for it, and begin with a copy. */
 
 /* ---- sampling */
 
@@ -14649,6 +14674,10 @@ typedef struct mt_cache_slot {
     int64_t num_pages;
     int64_t used;     // number of the forward that used it last
     int64_t sequence; // index of the sequence that runs in it; -1: none
+    /* with states, which stand after a number of tokens; 0: no state */
+    int64_t state_tokens; // the running state, before the forward at hand
+    int64_t kept_tokens;  // the kept state
+    int64_t keep_at;      // after so many tokens the running state is to be kept: a forward ends there
 } mt_cache_slot;
 
 static int64_t mt_pages_per_slot(const mt_batcher_plan *plan) {
@@ -14668,6 +14697,7 @@ mt_batcher *mt_batcher_create(const mt_batcher_plan *plan) {
         b->cache_rows = mt_arena_alloc(&arena, plan->max_tokens * 4), b->logit_rows = mt_arena_alloc(&arena, slots * 4);
         b->logit_sequences = mt_arena_alloc(&arena, slots * 8);
         b->copies = mt_arena_alloc(&arena, slots * (int64_t)sizeof *b->copies);
+        b->state_copies = mt_arena_alloc(&arena, 2 * slots * (int64_t)sizeof *b->state_copies);
         b->references = mt_arena_alloc(&arena, plan->num_pages * 4);
         b->free_pages = mt_arena_alloc(&arena, plan->num_pages * 4);
         int32_t *tokens = mt_arena_alloc(&arena, slots * plan->max_length * 4);
@@ -14699,6 +14729,9 @@ static void mt_cache_slot_cut(mt_batcher *b, int64_t slot, int64_t tokens) {
         if (--b->references[page] == 0) b->free_pages[b->num_free++] = page;
     }
     s->num_cached = mt_min(s->num_cached, tokens), s->num_computed = mt_min(s->num_computed, tokens);
+    if (s->state_tokens > tokens) s->state_tokens = 0;
+    if (s->kept_tokens > tokens) s->kept_tokens = 0;
+    if (s->keep_at > tokens) s->keep_at = 0;
 }
 
 static void mt_cache_slot_add_page(mt_batcher *b, int64_t slot, int32_t page) {
@@ -14738,13 +14771,51 @@ static bool mt_batcher_grow(mt_batcher *b, mt_sequence *sequences, int64_t i) {
     return true;
 }
 
+/* The number of leading tokens that are the same, of at most `limit`. */
+static int64_t mt_tokens_common(const int32_t *a, const int32_t *b, int64_t limit) {
+    int64_t n = 0;
+    while (n < limit && a[n] == b[n]) n++;
+    return n;
+}
+
 /* Leading tokens of a sequence that it can take from a slot: whole pages, which both may read, or up to the last token
- * that is computed, which can be copied. At least one token is left, whose logits are needed. */
+ * that is computed, which can be copied; with states, up to a state. At least one token is left, whose logits are
+ * needed. */
 static int64_t mt_cache_slot_common(const mt_batcher *b, const mt_cache_slot *s, const mt_sequence *sequence) {
-    if (b->plan.has_states) return 0;
-    int64_t limit = mt_min(s->num_cached, sequence->num_tokens - 1), n = 0;
-    while (n < limit && s->tokens[n] == sequence->tokens[n]) n++;
-    return mt_max(mt_min(n, s->num_computed), n / b->plan.page_rows * b->plan.page_rows);
+    int64_t n = mt_tokens_common(s->tokens, sequence->tokens, mt_min(s->num_cached, sequence->num_tokens - 1));
+    int64_t computed = mt_min(n, s->num_computed);
+    int64_t kept = s->kept_tokens <= computed ? s->kept_tokens : 0;
+    if (b->plan.has_states) return s->state_tokens <= computed ? mt_max(s->state_tokens, kept) : kept;
+    return mt_max(computed, n / b->plan.page_rows * b->plan.page_rows);
+}
+
+/* After how many tokens the state of sequence i, which begins with `common` tokens of a slot, is worth keeping: where
+ * most of it is the beginning of a cached text, or of one that waits; 0: nowhere. Its forward ends there, so that less
+ * than a page is not worth it. */
+static int64_t mt_batcher_keep_at(const mt_batcher *b, const mt_sequence *sequences, int64_t count, int64_t i,
+                                  int64_t common) {
+    const mt_sequence *own = &sequences[i];
+    int64_t most = 0, seen = 0;
+    for (const mt_cache_slot *s = b->slots; s < b->slots + b->plan.max_sequences; s++)
+        most = mt_max(most, mt_tokens_common(s->tokens, own->tokens, mt_min(s->num_cached, own->num_tokens - 1)));
+    for (int64_t j = i + 1; j < count && seen < b->plan.max_sequences; j++) {
+        const mt_sequence *other = &sequences[j];
+        if (other->slot >= 0 || other->finish != MT_UNFINISHED) continue;
+        int64_t limit = mt_min(own->num_tokens, other->num_tokens - 1);
+        most = mt_max(most, mt_tokens_common(own->tokens, other->tokens, limit)), seen++;
+    }
+    return most - common < b->plan.page_rows ? 0 : most;
+}
+
+/* True if sequence i is to wait for a state that a running sequence is about to leave. */
+static bool mt_batcher_waits(const mt_batcher *b, const mt_sequence *sequences, int64_t i) {
+    const mt_sequence *own = &sequences[i];
+    for (const mt_cache_slot *s = b->slots; s < b->slots + b->plan.max_sequences; s++) {
+        bool is_later = s->sequence >= 0 && s->keep_at > 0 && s->keep_at < own->num_tokens;
+        if (is_later && mt_tokens_common(sequences[s->sequence].tokens, own->tokens, s->keep_at) == s->keep_at)
+            return true;
+    }
+    return false;
 }
 
 /* Pages that running sequences are yet to need, at most one each: a newcomer leaves them free. */
@@ -14757,9 +14828,18 @@ static int64_t mt_pages_wanted(const mt_batcher *b, const mt_sequence *sequences
     return wanted;
 }
 
+/* Gives a slot the state of another, or its own, after `common` tokens. kept: its own kept state before. */
+static void mt_batcher_take_state(mt_batcher *b, int64_t slot, int64_t source, int64_t common, bool from_kept,
+                                  int64_t kept) {
+    mt_cache_slot *s = &b->slots[slot];
+    s->state_tokens = common, s->kept_tokens = slot == source && kept <= common ? kept : 0;
+    if (common > 0 && (slot != source || from_kept))
+        b->state_copies[b->num_state_copies++] = (mt_state_copy){source, slot, from_kept, false};
+}
+
 /* Gives sequence i a slot and pages for its tokens. It shares the full pages of the slot that has most of its leading
- * tokens, and copies the rows of that slot's next page. False: no slot or too few pages are free. */
-static bool mt_batcher_admit(mt_batcher *b, mt_sequence *sequences, int64_t i) {
+ * tokens, and copies the rows of that slot's next page, and its state. False: no slot or too few pages are free. */
+static bool mt_batcher_admit(mt_batcher *b, mt_sequence *sequences, int64_t count, int64_t i) {
     mt_sequence *sequence = &sequences[i];
     int64_t rows = b->plan.page_rows, slot = -1, source = -1, common = 0, wanted = mt_pages_wanted(b, sequences);
     for (int64_t s = 0; s < b->plan.max_sequences; s++) {
@@ -14772,6 +14852,9 @@ static bool mt_batcher_admit(mt_batcher *b, mt_sequence *sequences, int64_t i) {
     int64_t full = common / rows, tail = common % rows, computed = source < 0 ? 0 : b->slots[source].num_computed;
     int32_t next = tail > 0 ? mt_cache_slot_pages(b, source)[full] : 0; // the page of the tail
     bool copies = tail > 0 && (slot != source || b->references[next] > 1);
+    int64_t keep_at = b->plan.has_states ? mt_batcher_keep_at(b, sequences, count, i, common) : 0;
+    int64_t kept = source < 0 ? 0 : b->slots[source].kept_tokens;
+    bool from_kept = source >= 0 && b->slots[source].state_tokens != common;
     mt_cache_slot_cut(b, slot, slot != source ? 0 : copies ? full * rows : common);
     for (int64_t page = 0; page < full && slot != source; page++)
         mt_cache_slot_add_page(b, slot, mt_cache_slot_pages(b, source)[page]);
@@ -14788,6 +14871,8 @@ static bool mt_batcher_admit(mt_batcher *b, mt_sequence *sequences, int64_t i) {
     if (copies)
         b->copies[b->num_copies++] = (mt_cache_copy){next * rows, mt_cache_slot_pages(b, slot)[full] * rows, tail};
     s->num_cached = common, s->num_computed = mt_min(computed, common);
+    if (b->plan.has_states) mt_batcher_take_state(b, slot, source, common, from_kept, kept);
+    s->keep_at = keep_at;
     sequence->slot = slot;
     return true;
 }
@@ -14798,6 +14883,7 @@ static void mt_batcher_add(mt_batcher *b, const mt_sequence *sequence, int64_t i
     const int32_t *pages = mt_cache_slot_pages(b, sequence->slot);
     int64_t start = b->batch.num_tokens, cached = s->num_cached, rows = b->plan.page_rows;
     int64_t wanted = sequence->num_tokens - cached, count = mt_min(wanted, b->plan.max_tokens - start);
+    if (s->keep_at > cached) count = mt_min(count, s->keep_at - cached);
     if (count == 0) return;
     for (int64_t t = start, at = cached; at < cached + count; t++, at++) {
         b->batch.tokens[t] = s->tokens[at] = sequence->tokens[at], b->batch.positions[t] = (int32_t)at;
@@ -14812,11 +14898,21 @@ static void mt_batcher_add(mt_batcher *b, const mt_sequence *sequence, int64_t i
     b->logit_rows[b->num_logits] = (int32_t)(start + count - 1), b->logit_sequences[b->num_logits++] = i;
 }
 
+/* The forward before has run: its tokens are computed, and states that were to be kept are copied. */
+static void mt_batcher_end_forward(mt_batcher *b, int64_t slot) {
+    mt_cache_slot *s = &b->slots[slot];
+    if (b->plan.has_states && s->num_cached > s->num_computed) s->state_tokens = s->num_cached;
+    s->sequence = -1, s->num_computed = s->num_cached;
+    if (s->keep_at == 0 || s->state_tokens != s->keep_at) return;
+    s->kept_tokens = s->keep_at, s->keep_at = 0;
+    b->state_copies[b->num_state_copies++] = (mt_state_copy){slot, slot, false, true};
+}
+
 int64_t mt_batcher_next(mt_batcher *b, mt_sequence *sequences, int64_t count) {
     b->batch.num_tokens = b->batch.num_spans = b->num_logits = b->num_copies = b->num_prefill = 0;
+    b->num_state_copies = 0;
     b->num_forwards++;
-    for (int64_t s = 0; s < b->plan.max_sequences; s++)
-        b->slots[s].sequence = -1, b->slots[s].num_computed = b->slots[s].num_cached;
+    for (int64_t s = 0; s < b->plan.max_sequences; s++) mt_batcher_end_forward(b, s);
     for (int64_t i = 0; i < count; i++) {
         MT_CHECK(sequences[i].num_tokens > 0 && sequences[i].max_tokens <= b->plan.max_length);
         if (sequences[i].finish != MT_UNFINISHED) sequences[i].slot = -1;
@@ -14830,8 +14926,9 @@ int64_t mt_batcher_next(mt_batcher *b, mt_sequence *sequences, int64_t count) {
         if (sequences[i].slot >= 0 && b->slots[sequences[i].slot].num_cached < sequences[i].num_tokens)
             mt_batcher_add(b, &sequences[i], i);
     for (int64_t i = 0; i < count && b->batch.num_tokens < b->plan.max_tokens; i++) {
-        if (sequences[i].slot >= 0 || sequences[i].finish != MT_UNFINISHED) continue;
-        if (!mt_batcher_admit(b, sequences, i)) break;
+        if (sequences[i].slot >= 0 || sequences[i].finish != MT_UNFINISHED || mt_batcher_waits(b, sequences, i))
+            continue;
+        if (!mt_batcher_admit(b, sequences, count, i)) break;
         mt_batcher_add(b, &sequences[i], i);
     }
     return b->batch.num_tokens;
@@ -14946,6 +15043,7 @@ static int mt_generator_forward(mt_generator *g, mt_sequence *sequences, mt_erro
     mt_batcher_pad(b, 1); // other replicas may have tokens or logits; the head's weights are gathered on all
     if (rows == 0 && g->together) b->logit_rows[0] = 0, rows = 1;
     for (int64_t i = 0; i < b->num_copies; i++) mt_model_cache_copy(g->model, &b->copies[i]);
+    for (int64_t i = 0; i < b->num_state_copies; i++) mt_model_state_copy(g->model, &b->state_copies[i]);
     mt_generator_sample(g, sequences, rows);
     for (int64_t row = 0; row < b->num_logits && status == 0; row++)
         status = mt_generator_append(g, &sequences[b->logit_sequences[row]], &g->sampled[row], error);
@@ -16005,14 +16103,14 @@ static mt_gated_norm_args mt_delta_norm(const mt_model *m, const mt_pass *p, con
 
 /* Steps of context parallelism: see mt_context_carry. */
 
-typedef struct mt_conv_carry {
+typedef struct mt_carry_call {
     const mt_model *m;
     const mt_pass *p;
-    const mt_conv_args *args;
-} mt_conv_carry;
+    const void *args; // of the mixer's operations
+} mt_carry_call;
 
 static void mt_conv_carry_step(const void *call, const mt_carried_state *state, bool backward) {
-    const mt_conv_carry *c = call;
+    const mt_carry_call *c = call;
     const mt_ops *ops = c->m->ops;
     (backward ? ops->short_conv_carry_backward : ops->short_conv_carry_forward)(c->args, state, c->m->dtype,
                                                                                 c->p->stream);
@@ -16021,17 +16119,11 @@ static void mt_conv_carry_step(const void *call, const mt_carried_state *state, 
 static void mt_conv_carry_states(mt_model *m, const mt_pass *p, const mt_conv_args *args, bool backward) {
     mt_carry *carry = &m->scratch.conv_carry;
     if (!p->context) return;
-    mt_context_carry(p->context, carry, mt_conv_carry_step, &(mt_conv_carry){m, p, args}, backward, p->stream);
+    mt_context_carry(p->context, carry, mt_conv_carry_step, &(mt_carry_call){m, p, args}, backward, p->stream);
 }
 
-typedef struct mt_delta_carry {
-    const mt_model *m;
-    const mt_pass *p;
-    const mt_delta_args *args;
-} mt_delta_carry;
-
 static void mt_delta_carry_step(const void *call, const mt_carried_state *state, bool backward) {
-    const mt_delta_carry *c = call;
+    const mt_carry_call *c = call;
     const mt_ops *ops = c->m->ops;
     (backward ? ops->delta_rule_carry_backward : ops->delta_rule_carry_forward)(c->args, state, c->m->dtype,
                                                                                 c->p->stream);
@@ -16041,7 +16133,7 @@ static void mt_delta_carry_states(mt_model *m, const mt_pass *p, const mt_delta_
     mt_carry *carry = &m->scratch.rule_carry;
     if (!p->context) return;
     (backward ? m->ops->delta_rule_map_backward : m->ops->delta_rule_map_forward)(args, m->dtype, p->stream);
-    mt_context_carry(p->context, carry, mt_delta_carry_step, &(mt_delta_carry){m, p, args}, backward, p->stream);
+    mt_context_carry(p->context, carry, mt_delta_carry_step, &(mt_carry_call){m, p, args}, backward, p->stream);
 }
 
 /* Kimi delta attention: decays and gates of the output, each by two products through a narrow middle, which the
@@ -16227,7 +16319,10 @@ static mt_deferred mt_short_backward(mt_model *m, const mt_pass *p, mt_layer *w,
  *
  * Factors e^(G_t - G_i) are products of e^g, row by row, which are exact where a sum of large g would cancel. The
  * backward computes the states before all chunks of a span again, then takes the chunks in reverse. A task is a group
- * with its heads. */
+ * with its heads.
+ *
+ * Context parallelism, as in §17a: over a piece the state S becomes S_local + e^G S, where G is the sum of g over the
+ * piece, and the line for dS does not read S. */
 #pragma GCC diagnostic push
 #pragma GCC diagnostic ignored "-Wunused-parameter" // streams
 #ifdef __clang__
@@ -16254,7 +16349,8 @@ typedef struct mt_ssd_chunk {
     float *dM;            // [L, L]
     float *dY, *dX;       // [L, P]; dX becomes dx
     float *dB_last;       // [L, N]
-    float *dG, *dstep;    // [L]
+    float *dstep;         // [L]
+    double *dG;           // [L] terms cancel in its sums
 } mt_ssd_chunk;
 
 /* The parameters of a head, and their gradients. */
@@ -16263,17 +16359,20 @@ typedef struct mt_ssd_head {
     float dA_log, dD, ddt_bias;
 } mt_ssd_head;
 
-/* Lays the arrays of a chunk into scratch and returns the floats that they take; scratch NULL: only counts. */
+/* Lays the arrays of a chunk into scratch, dG first, and returns the floats that they take; scratch NULL: only counts.
+ */
 static int64_t mt_ssd_place(mt_ssd_chunk *c, const mt_ssd_args *a, float *scratch) {
     const struct {
         float **array;
         int64_t floats; // of a token
-    } arrays[] = {{&c->B, a->N},  {&c->C, a->N},          {&c->CB, MT_CHUNK}, {&c->x, a->P},       {&c->X, a->P},
-                  {&c->raw, 1},   {&c->step, 1},          {&c->g, 1},         {&c->grown, 1},      {&c->dG, 1},
-                  {&c->dstep, 1}, {&c->decays, MT_CHUNK}, {&c->M, MT_CHUNK},  {&c->B_last, a->N},  {&c->product, a->P},
-                  {&c->dB, a->N}, {&c->dC, a->N},         {&c->dY, a->P},     {&c->dCB, MT_CHUNK}, {&c->dM, MT_CHUNK},
-                  {&c->dX, a->P}, {&c->dB_last, a->N}};
-    int64_t used = 0;
+    } arrays[] = {{&c->B, a->N},     {&c->C, a->N},       {&c->CB, MT_CHUNK},  {&c->x, a->P},
+                  {&c->X, a->P},     {&c->raw, 1},        {&c->step, 1},       {&c->g, 1},
+                  {&c->grown, 1},    {&c->dB_last, a->N}, {&c->dstep, 1},      {&c->decays, MT_CHUNK},
+                  {&c->M, MT_CHUNK}, {&c->B_last, a->N},  {&c->product, a->P}, {&c->dB, a->N},
+                  {&c->dC, a->N},    {&c->dY, a->P},      {&c->dX, a->P},      {&c->dCB, MT_CHUNK},
+                  {&c->dM, MT_CHUNK}};
+    int64_t used = 2 * MT_CHUNK;
+    c->dG = (double *)(void *)scratch;
     for (size_t n = 0; n < sizeof arrays / sizeof *arrays; n++) {
         if (scratch) *arrays[n].array = scratch + used;
         used += MT_CHUNK * arrays[n].floats;
@@ -16380,6 +16479,16 @@ static void mt_cpu_ssd_forward(const mt_ssd_args *a, mt_dtype dtype, mt_stream *
         }
 }
 
+/* dS of the state after the chunk becomes that of the state before it. Sets product = e^G dY. */
+static void mt_ssd_state_backward(const mt_ssd_chunk *c, float *dS) {
+    int64_t L = c->L, N = c->a->N, P = c->a->P;
+    const mt_matrix C = {.data = c->C, .stride = N}, product = {.data = c->product, .stride = P};
+    for (int64_t t = 0; t < L; t++)
+        for (int64_t i = 0; i < P; i++) c->product[t * P + i] = c->grown[t] * c->dY[t * P + i];
+    for (int64_t i = 0; i < N * P; i++) dS[i] *= c->grown[L - 1];
+    mt_matmul(dS, P, mt_transposed(C), product, N, P, L, true);
+}
+
 /* dS of the state after the chunk becomes that of the state S before it. Sets dX and dG, adds to dB, dC and dCB. */
 static void mt_ssd_chunk_backward(const mt_ssd_chunk *c, const float *S, float *dS) {
     int64_t L = c->L, N = c->a->N, P = c->a->P;
@@ -16387,39 +16496,37 @@ static void mt_ssd_chunk_backward(const mt_ssd_chunk *c, const float *S, float *
     const mt_matrix M = {.data = c->M, .stride = L}, X = {.data = c->X, .stride = P}, dY = {.data = c->dY, .stride = P};
     const mt_matrix state = {.data = S, .stride = P}, dstate = {.data = dS, .stride = P};
     const mt_matrix product = {.data = c->product, .stride = P};
-    float last = c->grown[L - 1], sum = 0;
+    double sum = 0;
     memset(c->dG, 0, (size_t)L * sizeof *c->dG);
     /* S' = e^G_L S + B'^T X */
     mt_matmul(c->dX, P, B_last, dstate, L, P, N, false);
     mt_matmul(c->dB_last, N, X, mt_transposed(dstate), L, N, P, false);
     for (int64_t t = 0; t < L; t++) {
-        float factor = c->decays[(L - 1) * L + t], dot = 0;
+        float factor = c->decays[(L - 1) * L + t];
+        double dot = 0;
         for (int64_t i = 0; i < N; i++) {
-            dot += c->B_last[t * N + i] * c->dB_last[t * N + i];
+            dot += (double)(c->B_last[t * N + i] * c->dB_last[t * N + i]);
             c->dB[t * N + i] += factor * c->dB_last[t * N + i];
         }
         c->dG[t] -= dot, c->dG[L - 1] += dot;
     }
-    for (int64_t i = 0; i < N * P; i++) sum += S[i] * dS[i], dS[i] *= last;
-    c->dG[L - 1] += last * sum;
+    for (int64_t i = 0; i < N * P; i++) sum += (double)(S[i] * dS[i]);
+    c->dG[L - 1] += (double)c->grown[L - 1] * sum;
     /* Y = e^G C S + M X */
     mt_matmul(c->dM, L, dY, mt_transposed(X), L, L, P, false);
     mt_matmul(c->dX, P, mt_transposed(M), dY, L, P, L, true);
     mt_matmul(c->product, P, C, state, L, P, N, false);
     for (int64_t t = 0; t < L; t++) {
-        float dot = 0;
-        for (int64_t i = 0; i < P; i++) {
-            dot += c->dY[t * P + i] * c->product[t * P + i];
-            c->product[t * P + i] = c->grown[t] * c->dY[t * P + i];
-        }
-        c->dG[t] += c->grown[t] * dot;
+        double dot = 0;
+        for (int64_t i = 0; i < P; i++) dot += (double)(c->dY[t * P + i] * c->product[t * P + i]);
+        c->dG[t] += (double)c->grown[t] * dot;
     }
+    mt_ssd_state_backward(c, dS);
     mt_matmul(c->dC, N, product, mt_transposed(state), L, N, P, true);
-    mt_matmul(dS, P, mt_transposed(C), product, N, P, L, true);
     for (int64_t t = 0; t < L; t++)
         for (int64_t i = 0; i <= t; i++) {
             float of_M = c->dM[t * L + i], both = of_M * c->M[t * L + i];
-            c->dG[t] += both, c->dG[i] -= both;
+            c->dG[t] += (double)both, c->dG[i] -= (double)both;
             c->dCB[t * L + i] += of_M * c->decays[t * L + i];
         }
 }
@@ -16427,20 +16534,22 @@ static void mt_ssd_chunk_backward(const mt_ssd_chunk *c, const float *S, float *
 /* Stores dx and ddt of a head, and adds to the gradients of its parameters. */
 static void mt_ssd_store_head(const mt_ssd_chunk *c, int64_t head, mt_ssd_head *w) {
     const mt_ssd_args *a = c->a;
-    float dg = 0, A = -expf(w->A_log); // dg: the sum of dG from t on
+    double dg = 0, dA_log = 0; // dg: the sum of dG from t on
+    float A = -expf(w->A_log);
     for (int64_t t = c->L - 1; t >= 0; t--) {
         float *x = c->x + t * a->P, *dX = c->dX + t * a->P, *dY = c->dY + t * a->P, dstep, of_D = 0;
-        dg += c->dG[t], dstep = A * dg;
+        dg += c->dG[t], dstep = A * (float)dg;
         for (int64_t i = 0; i < a->P; i++) {
             dstep += dX[i] * x[i], of_D += dY[i] * x[i];
             dX[i] = c->step[t] * dX[i] + w->D * dY[i];
         }
         float step = mt_softplus(c->raw[t]), ddt = dstep / (1 + expf(-c->raw[t]));
         if (step < a->dt_min || step > a->dt_max) ddt = 0;
-        w->dA_log += dg * c->g[t], w->dD += of_D, w->ddt_bias += ddt;
+        dA_log += dg * (double)c->g[t], w->dD += of_D, w->ddt_bias += ddt;
         mt_row_store(a->dx, (c->row + t) * a->dstride + head * a->P, dX, a->P, c->dtype);
         mt_row_store(a->ddt, (c->row + t) * a->ddt_stride + head, &ddt, 1, c->dtype);
     }
+    w->dA_log += (float)dA_log;
 }
 
 /* Stores dB and dC of a group, from dCB and what its heads added. */
@@ -16458,12 +16567,17 @@ static void mt_ssd_store_group(const mt_ssd_chunk *c, int64_t group) {
     }
 }
 
-/* Of one group of a span. states: [chunks, heads of the group, N, P]; dS: [heads, N, P]; w: [heads]. */
-static void mt_ssd_span_backward(mt_ssd_chunk *c, const mt_span *span, int64_t group, float *states, float *dS,
-                                 mt_ssd_head *w) {
+/* Of one group of span s. states: [chunks, heads of the group, N, P]; dS: [heads, N, P]; w: [heads]. */
+static void mt_ssd_span_backward(mt_ssd_chunk *c, int64_t s, int64_t group, float *states, float *dS, mt_ssd_head *w) {
     const mt_ssd_args *a = c->a;
+    const mt_span *span = &a->spans->host[s];
     int64_t heads = a->H / a->G, size = a->N * a->P, chunks = mt_divide_up(span->q_len, MT_CHUNK);
-    memset(states, 0, (size_t)(heads * size) * sizeof *states), memset(dS, 0, (size_t)(heads * size) * sizeof *dS);
+    size_t bytes = (size_t)(heads * size) * sizeof *dS;
+    const float *before = mt_state_before(&a->states, a->spans, s, a->H * size);
+    const float *after = mt_dstate_after(&a->states, a->dstates, s, a->H * size);
+    memset(states, 0, bytes), memset(dS, 0, bytes);
+    if (before) memcpy(states, before + group * heads * size, bytes);
+    if (after) memcpy(dS, after + group * heads * size, bytes);
     for (int64_t step = 0; step < 2 * chunks - 1; step++) { // the states before all chunks; then the chunks in reverse
         bool forward = step < chunks - 1;
         int64_t n = forward ? step : 2 * chunks - 2 - step;
@@ -16501,8 +16615,7 @@ static void mt_cpu_ssd_backward(const mt_ssd_args *a, mt_dtype dtype, mt_stream 
         mt_ssd_head *w = (mt_ssd_head *)(void *)(dS + heads * size);
         float *states = dS + heads * (size + of_head);
         for (int64_t h = 0; h < heads; h++) w[h] = mt_ssd_load_parameters(a, group * heads + h, dtype);
-        for (const mt_span *span = a->spans->host; span < a->spans->host + a->spans->count; span++)
-            mt_ssd_span_backward(&c, span, group, states, dS, w);
+        for (int64_t s = 0; s < a->spans->count; s++) mt_ssd_span_backward(&c, s, group, states, dS, w);
         for (int64_t h = 0; h < heads; h++) {
             if (a->dA_log) a->dA_log[group * heads + h] += w[h].dA_log;
             if (a->dD) a->dD[group * heads + h] += w[h].dD;
@@ -16510,11 +16623,92 @@ static void mt_cpu_ssd_backward(const mt_ssd_args *a, mt_dtype dtype, mt_stream 
         }
     }
 }
+/* ---- the scan over the pieces of context parallelism */
+
+/* The chunk's tokens: those from token t of a span on, of a group. */
+static void mt_ssd_load(mt_ssd_chunk *c, const mt_span *span, int64_t t, int64_t group) {
+    c->row = span->q_start + t, c->L = mt_min(MT_CHUNK, span->q_len - t);
+    mt_ssd_load_group(c, group);
+}
+
+static void mt_cpu_ssd_map_forward(const mt_ssd_args *a, mt_dtype dtype, mt_stream *stream) {
+    int64_t heads = a->H / a->G, size = a->N * a->P;
+    mt_scratch scratch = mt_scratch_reserve(mt_ssd_place(&(mt_ssd_chunk){0}, a, NULL));
+#pragma omp parallel for collapse(2) schedule(dynamic)
+    for (int64_t slot = 0; slot < a->states.slots; slot++)
+        for (int64_t group = 0; group < a->G; group++) {
+            if (a->states.last[slot] < 0) continue;
+            const mt_span *span = &a->spans->host[a->states.last[slot]];
+            mt_ssd_chunk c = {.a = a, .dtype = dtype};
+            mt_ssd_place(&c, a, mt_scratch_slice(scratch));
+            float *maps = a->maps + (slot * a->H + group * heads) * (size + 1);
+            for (int64_t i = 0; i < heads * (size + 1); i++) maps[i] = i % (size + 1) == size;
+            for (int64_t t = 0; t < span->q_len; t += c.L) {
+                mt_ssd_load(&c, span, t, group);
+                for (int64_t h = 0; h < heads; h++) {
+                    float *map = maps + h * (size + 1);
+                    mt_ssd_head w = mt_ssd_load_parameters(a, group * heads + h, dtype);
+                    mt_ssd_load_head(&c, group * heads + h, &w);
+                    mt_ssd_advance(&c, map);
+                    map[size] *= c.grown[c.L - 1];
+                }
+            }
+        }
+}
+
+static void mt_cpu_ssd_map_backward(const mt_ssd_args *a, mt_dtype dtype, mt_stream *stream) {
+    int64_t heads = a->H / a->G, size = a->N * a->P;
+    mt_scratch scratch = mt_scratch_reserve(mt_ssd_place(&(mt_ssd_chunk){0}, a, NULL));
+#pragma omp parallel for collapse(2) schedule(dynamic)
+    for (int64_t slot = 0; slot < a->states.slots; slot++)
+        for (int64_t group = 0; group < a->G; group++) {
+            if (a->states.first[slot] < 0) continue;
+            const mt_span *span = &a->spans->host[a->states.first[slot]];
+            mt_ssd_chunk c = {.a = a, .dtype = dtype};
+            mt_ssd_place(&c, a, mt_scratch_slice(scratch));
+            float *dS = a->dmaps + (slot * a->H + group * heads) * size;
+            memset(dS, 0, (size_t)(heads * size) * sizeof *dS);
+            for (int64_t n = mt_divide_up(span->q_len, MT_CHUNK) - 1; n >= 0; n--) {
+                mt_ssd_load(&c, span, n * MT_CHUNK, group);
+                for (int64_t h = 0; h < heads; h++) {
+                    int64_t head = group * heads + h;
+                    mt_ssd_head w = mt_ssd_load_parameters(a, head, dtype);
+                    mt_ssd_load_head(&c, head, &w);
+                    mt_ssd_load_rows(&c, c.dY, a->dout, a->H * a->P, head * a->P, a->P);
+                    mt_ssd_state_backward(&c, dS + h * size);
+                }
+            }
+        }
+}
+
+/* out = local + factor in, of all heads; `local` has `stride` elements between heads. */
+static void mt_ssd_carry(const mt_ssd_args *a, const mt_carried_state *state, const float *local, int64_t stride) {
+    int64_t size = a->N * a->P;
+    bool crosses = mt_state_crosses(&a->states, state->slot);
+    for (int64_t h = 0; h < a->H; h++) {
+        const float *in = state->in + h * size, *own = local + h * stride;
+        float *out = state->out + h * size, factor = a->maps[(state->slot * a->H + h) * (size + 1) + size];
+        for (int64_t i = 0; i < size; i++) out[i] = own[i] + (crosses ? factor * in[i] : 0);
+    }
+}
+
+static void mt_cpu_ssd_carry_forward(const mt_ssd_args *a, const mt_carried_state *state, mt_dtype dtype,
+                                     mt_stream *stream) {
+    int64_t size = a->N * a->P;
+    mt_ssd_carry(a, state, a->maps + state->slot * a->H * (size + 1), size + 1);
+}
+
+static void mt_cpu_ssd_carry_backward(const mt_ssd_args *a, const mt_carried_state *state, mt_dtype dtype,
+                                      mt_stream *stream) {
+    int64_t size = a->N * a->P;
+    mt_ssd_carry(a, state, a->dmaps + state->slot * a->H * size, size);
+}
 #pragma GCC diagnostic pop
 
 /* ==== §18b the mixer ============================================================================================== */
 /* Tensor-parallel ranks share the groups with their heads: each has the same share of z, x, B, C, dt, of the taps, the
- * norm and the state, and the output linear sums over the ranks. */
+ * norm and the state, and the output linear sums over the ranks. Context-parallel ranks pass states as in §17b; the
+ * map of a head is its local state and one number, so it costs half of a forward. */
 
 static void mt_mamba_slots(const mt_model *m, mt_slots *s, const mt_layer *w) {
     mt_mamba_sizes z = mt_mamba_sizes_of(m);
@@ -16531,18 +16725,21 @@ static void mt_mamba_slots(const mt_model *m, mt_slots *s, const mt_layer *w) {
 
 static mt_conv_args mt_mamba_conv(const mt_model *m, const mt_pass *p, const mt_layer *w, const mt_activations *a) {
     mt_mamba_sizes z = mt_mamba_sizes_of(m);
-    mt_conv_args conv = {.spans = &p->spans, .C = z.conv, .K = m->options->linear_conv_kernel_dim, .silu = true};
+    mt_conv_args conv = {.C = z.conv, .K = m->options->linear_conv_kernel_dim, .silu = true};
+    conv.spans = p->context ? mt_context_pieces(p->context) : &p->spans;
     conv.x = mt_at(a->mamba_in, z.inner, m->dtype), conv.x_stride = conv.dx_stride = z.in, conv.y = a->conv;
     conv.y_stride = conv.dy_stride = z.conv, conv.w = w->mamba_conv.w, conv.dw = w->mamba_conv.dw;
     conv.bias = w->mamba_conv_bias.w, conv.dbias = w->mamba_conv_bias.dw;
     if (p->decode) conv.states = mt_states_of(m, m->conv_states[w - m->layers]);
+    if (p->context) conv.states = mt_context_states(p->context, m->scratch.conv_carry.states);
     return conv;
 }
 
 static mt_ssd_args mt_mamba_scan(const mt_model *m, const mt_pass *p, const mt_layer *w, const mt_activations *a) {
     const mt_options *o = m->options;
     mt_mamba_sizes z = mt_mamba_sizes_of(m);
-    mt_ssd_args s = {.spans = &p->spans, .G = z.G, .H = z.H, .N = z.N, .P = z.P, .out = a->mamba_out};
+    mt_ssd_args s = {.G = z.G, .H = z.H, .N = z.N, .P = z.P, .out = a->mamba_out};
+    s.spans = p->context ? mt_context_pieces(p->context) : &p->spans;
     s.x = a->conv, s.B = mt_at(a->conv, z.inner, m->dtype), s.C = mt_at(a->conv, z.inner + z.G * z.N, m->dtype);
     s.dt = mt_at(a->mamba_in, z.inner + z.conv, m->dtype);
     s.stride = s.dstride = z.conv, s.dt_stride = s.ddt_stride = z.in;
@@ -16551,6 +16748,9 @@ static mt_ssd_args mt_mamba_scan(const mt_model *m, const mt_pass *p, const mt_l
     s.dt_min = (float)o->mamba_dt_limit_low;
     s.dt_max = o->mamba_dt_limit_high > 0 ? (float)o->mamba_dt_limit_high : INFINITY;
     if (p->decode) s.states = mt_states_of(m, m->rule_states[w - m->layers]);
+    if (!p->context) return s;
+    s.states = mt_context_states(p->context, m->scratch.rule_carry.states);
+    s.maps = m->scratch.rule_maps, s.dmaps = m->scratch.drule_maps;
     return s;
 }
 
@@ -16564,6 +16764,19 @@ static mt_gated_norm_args mt_mamba_norm(const mt_model *m, const mt_pass *p, con
     return n;
 }
 
+static void mt_mamba_carry_step(const void *call, const mt_carried_state *state, bool backward) {
+    const mt_carry_call *c = call;
+    const mt_ops *ops = c->m->ops;
+    (backward ? ops->ssd_carry_backward : ops->ssd_carry_forward)(c->args, state, c->m->dtype, c->p->stream);
+}
+
+static void mt_mamba_carry_states(mt_model *m, const mt_pass *p, const mt_ssd_args *args, bool backward) {
+    mt_carry *carry = &m->scratch.rule_carry;
+    if (!p->context) return;
+    (backward ? m->ops->ssd_map_backward : m->ops->ssd_map_forward)(args, m->dtype, p->stream);
+    mt_context_carry(p->context, carry, mt_mamba_carry_step, &(mt_carry_call){m, p, args}, backward, p->stream);
+}
+
 /* out = mixer(x[R, C]). */
 static void mt_mamba_forward(mt_model *m, const mt_pass *p, const mt_layer *w, mt_activations *a, const void *x,
                              void *out) {
@@ -16571,7 +16784,9 @@ static void mt_mamba_forward(mt_model *m, const mt_pass *p, const mt_layer *w, m
     mt_ssd_args scan = mt_mamba_scan(m, p, w, a);
     mt_gated_norm_args norm = mt_mamba_norm(m, p, w, a);
     mt_layer_linear_forward(p, a, &w->mamba_in, x, a->mamba_in);
+    mt_conv_carry_states(m, p, &conv, false);
     m->ops->short_conv_forward(&conv, m->dtype, p->stream);
+    mt_mamba_carry_states(m, p, &scan, false);
     m->ops->ssd_forward(&scan, m->dtype, p->stream);
     m->ops->gated_norm_forward(&norm, m->dtype, p->stream);
     mt_layer_linear_forward(p, a, &w->o, a->attended, out);
@@ -16591,8 +16806,14 @@ static mt_deferred mt_mamba_backward(mt_model *m, const mt_pass *p, mt_layer *w,
     m->ops->gated_norm_backward(&norm, m->dtype, p->stream);
     scan.dout = s->ddelta, scan.dx = s->dconv, scan.dB = mt_at(s->dconv, z.inner, m->dtype);
     scan.dC = mt_at(s->dconv, z.inner + z.G * z.N, m->dtype), scan.ddt = mt_at(s->dqkv, z.inner + z.conv, m->dtype);
+    mt_conv_carry_states(m, p, &conv, false);
+    mt_mamba_carry_states(m, p, &scan, false);
+    mt_mamba_carry_states(m, p, &scan, true);
+    if (p->context) scan.dstates = s->rule_carry.dstates;
     m->ops->ssd_backward(&scan, m->dtype, p->stream);
     conv.dy = s->dconv, conv.dx = mt_at(s->dqkv, z.inner, m->dtype);
+    mt_conv_carry_states(m, p, &conv, true);
+    if (p->context) conv.dstates = s->conv_carry.dstates;
     m->ops->short_conv_backward(&conv, m->dtype, p->stream);
     mt_linear_io in = {.x = block->x, .dy = s->dqkv, .dx = block->dx};
     mt_layer_linear_backward(m, p, w, a, &w->mamba_in, block->x_field, &in);

@@ -695,7 +695,7 @@ typedef struct mt_options {
     mt_hf_family hf_family;               // whose names the parameters have
     mt_hf_family upcycled_family;         // of the dense model that --moe-use-upcycling loads
     mt_head_type head_type;
-    uint64_t lora_roles; // the matrices with adapters, a bit 1 << mt_role each
+    uint64_t lora_roles[2]; // the matrices with adapters, a bit each: see mt_role_has_adapters
 } mt_options;
 
 /* For programs without data/: a dense decoder on one rank, with Megatron's defaults (LayerNorm, learned positions,
@@ -1412,7 +1412,10 @@ typedef struct mt_ssd_args {
     void *ddt;                       // [T, H] of dt, ddt_stride between tokens
     float *dA_log, *dD, *ddt_bias;   // [H] +=; NULL: frozen
     int64_t stride, dstride, dt_stride, ddt_stride;
-    mt_states states; // a state is [H, N, P]; the forward only
+    mt_states states;     // a state is [H, N, P]; the backward reads those of other ranks only
+    const float *dstates; // [slots, H, N, P] of the states after the spans states.last, of the backward
+    float *maps;          // [slots, H, N P + 1]: see ssd_map_forward
+    float *dmaps;         // [slots, H, N, P]: see ssd_map_backward
 } mt_ssd_args;
 
 /* The operands of a norm of the heads of linear attention, gated. */
@@ -1520,7 +1523,19 @@ typedef struct mt_gate_args {
        mt_stream *stream)                                                                                              \
     /* bias[E] = ema bias - (1 - ema) sums / sums[E], less its mean, unless scale[0] < 0: the step was bad. */         \
     OP(quantile_bias_step, mt_work_bytes(3 * E, MT_F32), (bias, sums, scale, E, ema, stream), float *bias,             \
-       const float *sums, const float *scale, int64_t E, double ema, mt_stream *stream)
+       const float *sums, const float *scale, int64_t E, double ema, mt_stream *stream)                                \
+    /* The states of context parallelism. A span maps the state S before it to S_local + f S after it: writes S_local  \
+     * and the factor f of each slot's last span to `maps`. */                                                         \
+    OP(ssd_map_forward, mt_work_product(mt_span_rows(a->spans, false) * a->H, a->N, a->P), (a, dtype, stream),         \
+       const mt_ssd_args *a, mt_dtype dtype, mt_stream *stream)                                                        \
+    /* The gradient of the state before each slot's first span, as far as its own outputs give it, to dmaps. */        \
+    OP(ssd_map_backward, mt_work_product(mt_span_rows(a->spans, false) * a->H, a->N, a->P), (a, dtype, stream),        \
+       const mt_ssd_args *a, mt_dtype dtype, mt_stream *stream)                                                        \
+    /* out = S_local + f in; out = dmaps + f in, the latter if one span is the slot's first and last. */               \
+    OP(ssd_carry_forward, mt_work_bytes(3 * a->H * a->N * a->P, MT_F32), (a, state, dtype, stream),                    \
+       const mt_ssd_args *a, const mt_carried_state *state, mt_dtype dtype, mt_stream *stream)                         \
+    OP(ssd_carry_backward, mt_work_bytes(3 * a->H * a->N * a->P, MT_F32), (a, state, dtype, stream),                   \
+       const mt_ssd_args *a, const mt_carried_state *state, mt_dtype dtype, mt_stream *stream)
 
 /* ---- activations */
 
@@ -2565,7 +2580,7 @@ typedef struct mt_adapter_part {
     mt_weight b;      // [N, rank], or [num_experts, N, rank]
     int64_t first, N; // outputs [first, first + N) of the linear; part i reads columns [i rank, (i + 1) rank) of h
 } mt_adapter_part;
-enum { MT_MAX_ADAPTER_PARTS = 3 }; // q, k and v
+enum { MT_MAX_ADAPTER_PARTS = 4 }; // q, k, v and b of a linear attention's input; q, k and v
 typedef struct mt_adapter {
     mt_weight a; // [R, K], or [num_experts, R, K]
     mt_adapter_part parts[MT_MAX_ADAPTER_PARTS];
@@ -3022,6 +3037,9 @@ const char *mt_shared_tensor(const mt_options *options, const char *name, bool i
 /* True for MT_LORA_A and MT_LORA_B. */
 bool mt_param_is_adapter(const mt_param *param);
 
+/* True if the matrices of a role have adapters. */
+bool mt_role_has_adapters(const mt_options *options, mt_role role);
+
 /* A parameter's rows on this rank, without the vocabulary's padding. */
 int64_t mt_param_rows_stored(const mt_param *param);
 
@@ -3302,6 +3320,14 @@ typedef struct mt_cache_copy {
     int64_t from, to, rows;
 } mt_cache_copy;
 void mt_model_cache_copy(mt_model *model, const mt_cache_copy *copy);
+
+/* Copies the states of a slot, in all layers that have them, before the next forward. A slot has the state of the text
+ * that runs in it, and one that is kept for texts with the same beginning. */
+typedef struct mt_state_copy {
+    int64_t from, to; // slots
+    bool from_kept, to_kept;
+} mt_state_copy;
+void mt_model_state_copy(mt_model *model, const mt_state_copy *copy);
 
 /* ==== §11 schedules =============================================================================================== */
 
@@ -3672,7 +3698,7 @@ typedef struct mt_batcher_plan {
     int64_t max_tokens;    // of a forward
     int64_t page_rows;
     int64_t num_pages; // for at least one sequence of max_length; the page after them is for mt_batcher_pad
-    bool has_states;   // layers keep states: a text is read from its start, and shares no prefix with another
+    bool has_states;   // layers keep states: a text shares a prefix only where a state stands
 } mt_batcher_plan;
 
 typedef struct mt_batcher {
@@ -3685,6 +3711,8 @@ typedef struct mt_batcher {
     int64_t *logit_sequences; // [num_logits] the sequence of each
     int64_t num_copies;       // of cache rows, before the forward
     mt_cache_copy *copies;
+    int64_t num_state_copies; // in their order, before the forward
+    mt_state_copy *state_copies;
     int64_t num_prefill; // tokens of prompts, and of sequences that were put back
     /* private */
     struct mt_cache_slot *slots;

@@ -74,6 +74,10 @@ typedef struct row {
 #define STAGES  "--pipeline-model-parallel-size"
 #define MUON    "--optimizer muon --muon-fp32-matmul-prec highest --muon-extra-scale-factor 0.1 --muon-tp-mode "
 #define DROPOUT "--hidden-dropout 0 --attention-dropout 0;--hidden-dropout 0.1 --attention-dropout 0.1"
+// Letters of layers with one half, as many as there are layers; with experts, or without.
+#define HALVES "latent&variant&mtp-num-layers&moe-layer-freq"
+#define PATTERN                                                                                                        \
+    "--mamba-num-groups 2 --mamba-num-heads 4 --mamba-head-dim 12 --mamba-state-dim 10 --hybrid-override-pattern "
 
 /* Of the model and the run. A new capability adds a row here, or below. */
 static const row model_rows[] = {
@@ -209,6 +213,13 @@ static const row model_rows[] = {
     {40, "shared-expert", "", "--moe-shared-expert-gate"},
     {20, EXPERTS, "", "--moe-layer-freq 2;--moe-layer-freq 3"},
     {20, EXPERTS "&num-layers 4", "moe-layer-freq", "--moe-layer-freq [0,1,1,0];--moe-layer-freq ([0]*1+[1]*3)"},
+    {12, "num-layers 3", HALVES "&" EXPERTS, PATTERN "M*-;" PATTERN "-M*"},
+    {12, "num-layers 4", HALVES "&" EXPERTS, PATTERN "M*M-;" PATTERN "-MM*;" PATTERN "*-M-;" PATTERN "M-M-"},
+    {12, "num-layers 5", HALVES "&" EXPERTS, PATTERN "M-*-M;" PATTERN "*MM-M"},
+    {12, "num-layers 6", HALVES "&" EXPERTS, PATTERN "M-M*-M;" PATTERN "-M*-M*"},
+    {30, "num-layers 4&" EXPERTS, HALVES, PATTERN "M*ME;" PATTERN "EM*-;" PATTERN "*EME"},
+    {30, "num-layers 5&" EXPERTS, HALVES, PATTERN "ME*-M;" PATTERN "-M*EM"},
+    {30, "num-layers 6&" EXPERTS, HALVES, PATTERN "MEM*EM;" PATTERN "M-*EME"},
 
     {15, "", "--sft", "--seq-length 13;--seq-length 21"},
     {100, "", "--seq-length", "--seq-length 16;--seq-length 32;--seq-length 24;--seq-length 12"},
@@ -237,7 +248,7 @@ static const row layout_rows[] = {
      "--dynamic-context-parallel;--dynamic-context-parallel "
      "--max-seqlen-per-dp-cp-rank 60"},
     {100, "context-parallel-size&window", "", "--cp-comm-type all_gather;--cp-comm-type a2a"},
-    {40, "context-parallel-size 4", "--cp-comm-type&window&gated_delta_net&variant kda",
+    {40, "context-parallel-size 4", "--cp-comm-type&window&variant&hybrid",
      "--cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes 2 2"},
     {40, STAGES, "",
      "--num-virtual-stages-per-pipeline-rank 2;--num-layers-per-virtual-pipeline-stage 1;"

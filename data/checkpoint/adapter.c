@@ -594,14 +594,14 @@ int mt_adapter_read_options(mt_run_options *o, mt_error *error) {
 static int mt_targets_take(mt_run_options *o, const mt_param *rows, int64_t count, const bool *named, bool some,
                            mt_error *error) {
     char with[160], without[160], source[300];
-    const mt_param *first[64] = {0};
+    const mt_param *first[MT_NUM_ROLES] = {0};
     for (int64_t i = 0; i < count; i++) {
         if (!named[i]) continue;
-        o->stack.lora_roles |= (uint64_t)1 << rows[i].role;
+        o->stack.lora_roles[rows[i].role / 64] |= (uint64_t)1 << rows[i].role % 64;
         if (!first[rows[i].role]) first[rows[i].role] = &rows[i];
     }
     for (int64_t i = 0; i < count && !some; i++) {
-        if (named[i] || !rows[i].can_adapt || !(o->stack.lora_roles >> rows[i].role & 1)) continue;
+        if (named[i] || !rows[i].can_adapt || !mt_role_has_adapters(&o->stack, rows[i].role)) continue;
         mt_module_name(with, first[rows[i].role]), mt_module_name(without, &rows[i]);
         return mt_error_set(error,
                             "%s: names %s but not %s; adapters of some layers or experts only are not supported; name "
@@ -644,7 +644,7 @@ int mt_options_derive_adapters(mt_run_options *o, mt_error *error) {
     mt_param *rows;
     int status = 0;
     bool adapts_experts = false;
-    o->stack.lora_roles = 0;
+    memset(o->stack.lora_roles, 0, sizeof o->stack.lora_roles);
     if (o->stack.lora_rank == 0) return 0;
     if (o->stack.head_type != MT_HEAD_LM)
         return mt_error_set(error, "--lora-rank: a value head is not trained with adapters; leave out the adapter, or "
@@ -668,7 +668,7 @@ int mt_options_derive_adapters(mt_run_options *o, mt_error *error) {
     if (status == 0) status = mt_targets_take(o, rows, count, named, of_file, error);
     for (int64_t i = 0; i < count; i++) adapts_experts |= named[i] && rows[i].unit == MT_UNIT_EXPERTS;
     free(rows), free(named);
-    if (status == 0 && o->stack.lora_roles == 0)
+    if (status == 0 && !o->stack.lora_roles[0] && !o->stack.lora_roles[1])
         status = mt_error_set(error, "--lora-rank needs --lora-target: all-linear, or names such as q_proj,v_proj");
     if (status == 0 && o->stack.lora_dropout > 0 && adapts_experts)
         status =
@@ -681,7 +681,7 @@ int mt_options_derive_adapters(mt_run_options *o, mt_error *error) {
 static bool mt_target_strays(const mt_options *o, const char *target, const mt_param *rows, int64_t count) {
     char module[160];
     for (int64_t i = 0; i < count; i++) {
-        if (!rows[i].can_adapt || o->lora_roles >> rows[i].role & 1) continue;
+        if (!rows[i].can_adapt || mt_role_has_adapters(o, rows[i].role)) continue;
         mt_module_name(module, &rows[i]);
         if (mt_target_matches(target, module)) return true;
     }
@@ -695,7 +695,7 @@ static json_t *mt_peft_modules(const mt_options *o) {
     json_t *modules = json_array();
     int64_t count = mt_params_build(&rows, o, NULL);
     for (int64_t i = 0; i < count; i++) {
-        if (!rows[i].can_adapt || !(o->lora_roles >> rows[i].role & 1)) continue;
+        if (!rows[i].can_adapt || !mt_role_has_adapters(o, rows[i].role)) continue;
         mt_module_name(module, &rows[i]);
         const char *name = mt_module_word(module);
         while (name > module && !mt_json_lists(modules, name) && mt_target_strays(o, name, rows, count))
@@ -760,7 +760,7 @@ void mt_adapter_warn(const mt_options *o, FILE *out) {
     if (o->lora_rank == 0 || (o->num_experts == 0 && o->hf_family != MT_HF_DEEPSEEK_V3)) return;
     int64_t count = mt_params_build(&rows, o, NULL);
     for (int64_t i = 0; i < count && !*module; i++) {
-        if (!rows[i].can_adapt || !(o->lora_roles >> rows[i].role & 1) || rows[i].unit == MT_UNIT_EXPERTS) continue;
+        if (!rows[i].can_adapt || !mt_role_has_adapters(o, rows[i].role) || rows[i].unit == MT_UNIT_EXPERTS) continue;
         bool of_mlp = strstr(rows[i].hf_name, ".mlp.") || strstr(rows[i].hf_name, ".block_sparse_moe.");
         if (of_mlp) mt_module_name(module, &rows[i]);
     }

@@ -375,11 +375,6 @@ int64_t mt_row_length(const mt_options *o) {
  * context rank --cp-comm-type has no effect, as in Megatron. */
 static int mt_options_derive_context(mt_run_options *o, mt_error *error) {
     int64_t tp = o->stack.tensor_model_parallel_size, cp = o->stack.context_parallel_size;
-    if (mt_has_mixer(&o->stack, MT_MIXER_MAMBA2) && cp > 1)
-        return mt_error_set(error,
-                            "Mamba-2 does not run with --context-parallel-size %lld yet; take tensor, pipeline or data "
-                            "parallelism",
-                            (long long)cp);
     int64_t heads = o->stack.num_attention_heads / tp,
             groups = o->stack.num_query_groups < tp ? 1 : o->stack.num_query_groups / tp;
     const mt_ints *sizes = &o->hierarchical_context_parallel_sizes;
@@ -390,10 +385,13 @@ static int mt_options_derive_context(mt_run_options *o, mt_error *error) {
                             "--cp-comm-type a2a+p2p needs --hierarchical-context-parallel-sizes A2A RING, two numbers "
                             "whose product is --context-parallel-size %lld",
                             (long long)cp);
-    if (o->stack.linear_layers && a2a > 1 && a2a < cp)
+    if (mt_has_states(&o->stack) && a2a > 1 && a2a < cp)
         return mt_error_set(error,
-                            "--cp-comm-type a2a+p2p does not run with --experimental-attention-variant, whose states "
-                            "pass along one ring of ranks; take p2p, all_gather or a2a");
+                            "--cp-comm-type a2a+p2p does not run with %s, whose states pass along one ring of ranks; "
+                            "take p2p, all_gather or a2a",
+                            o->stack.linear_layers ? "--experimental-attention-variant"
+                                                   : "the Mamba-2 layers of "
+                                                     "--hybrid-override-pattern");
     const char *ranks = "the ranks over which --cp-comm-type a2a splits them,", *advice = "take p2p or all_gather";
     const mt_multiple multiples[] = {
         {"--num-attention-heads / --tensor-model-parallel-size =", heads, ranks, a2a, advice},
