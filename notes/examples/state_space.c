@@ -78,8 +78,8 @@ static double worst_of(void definition(double (*)[P], int)) {
     return worst;
 }
 
-/* What the heads hold of token 0, which alone has an x, `later` tokens on. Heads 0 to 2 take the same step at every
- * token, with A of -0.01, -0.1 and -1; head 3 is as head 0, but its token 20 takes a step of 500. */
+/* The part of token 0, which alone has an x, in the heads' outputs some tokens later. Heads 0 to 2 take the same step
+ * at every token, with A of -0.01, -0.1 and -1; head 3 is as head 0, but its token 20 takes a step of 500. */
 static void print_memory(const mt_ops *ops) {
     const float A[HEADS] = {0.01f, 0.1f, 1, 0.01f};
     memset(x, 0, sizeof x), memset(D, 0, sizeof D), memset(dt_bias, 0, sizeof dt_bias);
