@@ -318,9 +318,11 @@ mt_options mt_options_plain(int64_t num_layers, int64_t hidden_size, int64_t num
         .residual_multiplier = 1,
         .logits_scaling = 1,
         .moe_router_topk = 2,
-        .moe_router_load_balancing_type = MT_BALANCING_AUX_LOSS,
+        .moe_router_load_balancing_type = {.count = 1, .items = {MT_BALANCING_AUX_LOSS}},
+        .moe_aux_loss_coeff = {.count = 1},
         .moe_router_topk_scaling_factor = 1,
         .moe_router_bias_update_rate = 1e-3,
+        .moe_upcycling_granularity = 1,
         .moe_grouped_gemm = true,
         .moe_permute_fusion = true,
         .mtp_loss_scaling_factor = 0.1,
@@ -418,6 +420,28 @@ static int mt_options_check_cudnn(const mt_options *o, const mt_limits *l, mt_er
     return MT_CHECK_CONSTRAINTS(rules, error);
 }
 
+bool mt_balances_by(const mt_options *o, mt_load_balancing type) {
+    const mt_ints *types = &o->moe_router_load_balancing_type;
+    for (int64_t i = 0; i < types->count; i++)
+        if (types->items[i] == (int64_t)type) return true;
+    return false;
+}
+
+double mt_aux_loss_coeff(const mt_options *o, mt_load_balancing type) {
+    const mt_ints *types = &o->moe_router_load_balancing_type;
+    for (int64_t i = 0; i < types->count; i++)
+        if (types->items[i] == (int64_t)type) return o->moe_aux_loss_coeff.items[i];
+    return 0;
+}
+
+/* True if the loss of any router is in use: an auxiliary loss, or the z-loss. */
+static bool mt_has_router_loss(const mt_options *o) {
+    bool has = o->moe_z_loss_coeff > 0;
+    for (int i = 0; i < MT_NUM_AUX_LOSSES; i++)
+        has |= mt_aux_loss_coeff(o, (mt_load_balancing)(MT_BALANCING_AUX_LOSS + i)) > 0;
+    return has;
+}
+
 int64_t mt_value_channels(const mt_options *o) {
     return o->multi_latent_attention ? o->v_head_dim : o->value_channels > 0 ? o->value_channels : o->kv_channels;
 }
@@ -425,8 +449,8 @@ int64_t mt_value_channels(const mt_options *o) {
 int mt_options_check_limits(const mt_options *o, const mt_limits *l, mt_error *error) {
     int64_t D = o->kv_channels, E = o->num_experts, k = o->moe_router_topk;
     int64_t groups = mt_divide_up(o->moe_router_num_groups, 32) * 32;
-    bool latent = o->multi_latent_attention, has_aux_loss = o->moe_aux_loss_coeff > 0 || o->moe_z_loss_coeff > 0;
-    bool sinkhorn = o->moe_router_load_balancing_type == MT_BALANCING_SINKHORN;
+    bool latent = o->multi_latent_attention, has_aux_loss = mt_has_router_loss(o);
+    bool sinkhorn = mt_balances_by(o, MT_BALANCING_SINKHORN);
     bool delta = o->experimental_attention_variant == MT_VARIANT_GATED_DELTA_NET;
     const mt_constraint rules[] = {
         {l->one_attention && o->attention_backend == MT_ATTENTION_CUDNN,
@@ -471,6 +495,9 @@ int mt_options_check_limits(const mt_options *o, const mt_limits *l, mt_error *e
                                                           "take --device cpu"},
         {l->no_plain && !o->multi_latent_attention && mt_value_channels(o) != o->kv_channels,
          "--value-channels other than --kv-channels runs on the CPU only so far; take --device cpu"},
+        {l->no_plain && o->moe_router_quantile_bias,
+         "--moe-router-load-balancing-type quantile_balancing, and a model with its bias, run on the CPU only so far; "
+         "take --device cpu"},
         {l->no_plain && o->window_num_query_groups > 0,
          "--window-num-query-groups runs on the CPU only so far; take --device cpu"},
         {sinkhorn && mt_exceeds(E, l->sinkhorn_experts),
@@ -651,6 +678,14 @@ static void mt_dropout_factors(float *factors, int64_t n, const mt_dropout *drop
         int64_t begin = mt_max(start, first), end = mt_min(start + 4 * COUNTERS, first + n);
         for (int64_t i = begin; i < end; i++) factors[i - first] = words[i - start] >= threshold ? kept : 0.0f;
     }
+}
+
+/* Two normal numbers from two uniform words (Box & Muller, "A note on the generation of random normal deviates"). */
+static void mt_box_muller(float normal[2], uint32_t word0, uint32_t word1) {
+    double uniform0 = ((double)word0 + 0.5) * 0x1p-32, uniform1 = ((double)word1 + 0.5) * 0x1p-32;
+    float radius = sqrtf(-2.0f * logf((float)uniform0)), angle = (float)(uniform1 * 6.283185307179586);
+    normal[0] = radius * cosf(angle);
+    normal[1] = radius * sinf(angle);
 }
 
 static int64_t mt_cpu_memory_available(void) {
@@ -2713,6 +2748,20 @@ static void mt_cpu_router_logits(const mt_linear_args *a, mt_dtype dtype, mt_str
     }
 }
 
+static void mt_cpu_random_logits(float *logits, const int64_t *token_index, int64_t T, int64_t E, uint64_t key,
+                                 mt_stream *stream) {
+#pragma omp parallel for if (T * E > MT_PARALLEL)
+    for (int64_t t = 0; t < T; t++)
+        for (int64_t e = 0; e < E; e += 4) {
+            uint32_t words[4];
+            float normal[4];
+            mt_philox(words, key, (uint64_t)token_index[t], (uint64_t)(e / 4));
+            mt_box_muller(normal, words[0], words[1]);
+            mt_box_muller(normal + 2, words[2], words[3]);
+            for (int64_t i = e; i < mt_min(e + 4, E); i++) logits[t * E + i] = normal[i - e];
+        }
+}
+
 static bool mt_row_is_finite(const float *x, int64_t n) {
     bool finite = true;
     for (int64_t i = 0; i < n; i++) finite &= isfinite(x[i]) != 0;
@@ -2762,12 +2811,14 @@ static void mt_route_choose(int32_t *experts, const float *logits, const float *
                             const mt_router *router) {
     int64_t E = router->num_experts;
     float *keys = slice, *scores = slice + E, *spare = slice + 2 * E;
+    bool of_scores = bias && !router->bias_of_logits;
     for (int64_t e = 0; e < E; e++) {
         scores[e] = router->score ? mt_score(router->score, logits[e]) : logits[e];
         keys[e] = logits[e];
     }
-    if (!router->score && (router->pre_softmax || bias)) mt_row_softmax(scores, logits, E);
-    for (int64_t e = 0; e < E && bias; e++) keys[e] = scores[e] += bias[e];
+    if (!router->score && (router->pre_softmax || of_scores)) mt_row_softmax(scores, logits, E);
+    for (int64_t e = 0; e < E && of_scores; e++) keys[e] = scores[e] += bias[e];
+    for (int64_t e = 0; e < E && bias && !of_scores; e++) keys[e] += bias[e];
     if (router->num_groups > 0) mt_route_limit_groups(keys, scores, spare, router);
     for (int64_t i = 0; i < router->topk; i++) {
         experts[i] = (int32_t)mt_row_greatest(keys, E);
@@ -3224,6 +3275,59 @@ static void mt_cpu_expert_bias_step(float *bias, const float *loads, const float
     }
 }
 
+/* The n-th greatest of x[count], n >= 0, whose order changes (Hoare, "Algorithm 65: find"). */
+static float mt_select(float *x, int64_t count, int64_t n) {
+    int64_t low = 0, high = count - 1;
+    while (low < high) {
+        float pivot = x[(low + high) / 2];
+        int64_t i = low, j = high;
+        while (i <= j) {
+            while (x[i] > pivot) i++;
+            while (x[j] < pivot) j--;
+            if (i > j) break;
+            float swapped = x[i];
+            x[i++] = x[j], x[j--] = swapped;
+        }
+        if (n <= j)
+            high = j;
+        else if (n >= i)
+            low = i;
+        else
+            break;
+    }
+    return x[n];
+}
+
+static void mt_cpu_quantile_sums(const mt_quantile_args *a, mt_stream *stream) {
+    int64_t T = a->T, E = a->E, tokens = 0;
+    float *columns = mt_scratch_grow(E * T + E); // of tokens that count, logits - alpha
+    for (int64_t t = 0; t < T; t++) {
+        const float *x = a->logits + t * E;
+        float *sums = columns + E * T;
+        if (mt_is_padding(a->token_index, t) || !mt_row_is_finite(x, E)) continue;
+        for (int64_t e = 0; e < E; e++) sums[e] = x[e] + a->bias[e];
+        float alpha = mt_select(sums, E, a->k);
+        for (int64_t e = 0; e < E; e++) columns[e * T + tokens] = x[e] - alpha;
+        tokens++;
+    }
+    int64_t share = tokens * a->k / E;
+    if (share >= tokens) return;
+#pragma omp parallel for if (T * E > MT_PARALLEL)
+    for (int64_t e = 0; e < E; e++) a->sums[e] += mt_select(columns + e * T, tokens, share);
+    a->sums[E] += 1;
+}
+
+static void mt_cpu_quantile_bias_step(float *bias, const float *sums, const float *scale, int64_t E, double ema,
+                                      mt_stream *stream) {
+    if (scale[0] < 0 || sums[E] == 0) return;
+    double mean = 0;
+    for (int64_t e = 0; e < E; e++) {
+        bias[e] = (float)(ema * (double)bias[e] - (1 - ema) * (double)sums[e] / (double)sums[E]);
+        mean += (double)bias[e] / (double)E;
+    }
+    for (int64_t e = 0; e < E; e++) bias[e] = (float)((double)bias[e] - mean);
+}
+
 /* ==== §3i optimizer and conversions ============================================================================== */
 
 static void mt_cpu_squared_norm(double *sum, const void *x, int64_t n, mt_dtype dtype, mt_stream *stream) {
@@ -3487,14 +3591,6 @@ static void mt_cpu_muon_step(const mt_update_args *a, const mt_update *update, m
             if (a->master) mt_row_store(a->param, to + block, w, count, a->dtype);
         }
     }
-}
-
-/* Two normal numbers from two uniform words (Box & Muller, "A note on the generation of random normal deviates"). */
-static void mt_box_muller(float normal[2], uint32_t word0, uint32_t word1) {
-    double uniform0 = ((double)word0 + 0.5) * 0x1p-32, uniform1 = ((double)word1 + 0.5) * 0x1p-32;
-    float radius = sqrtf(-2.0f * logf((float)uniform0)), angle = (float)(uniform1 * 6.283185307179586);
-    normal[0] = radius * cosf(angle);
-    normal[1] = radius * sinf(angle);
 }
 
 /* Normal numbers first ... first + n - 1 of a key: number i is number i % 4 of counter i / 4. */
@@ -6116,12 +6212,9 @@ static void mt_param_stack(const mt_param_table *table, const mt_role_row *row, 
     param->hf_rows_total = param->hf_stack * parts * param->whole_rows;
 }
 
-/* True for the matrices of a gated delta net's input, which are one linear; for those of any linear attention's. */
+/* True for the matrices of a gated delta net's input, which are one linear. */
 static bool mt_is_delta_in(mt_role role) {
     return role >= MT_DELTA_Q && role <= MT_DELTA_A;
-}
-static bool mt_is_linear_attention_in(mt_role role) {
-    return mt_is_delta_in(role) || (role >= MT_MAMBA_Z && role <= MT_MAMBA_DT);
 }
 
 /* Groups of rows in the Hugging Face tensor of a role: one for each head, with all that the head has, or 1. */
@@ -6218,9 +6311,7 @@ static void mt_param_add(mt_param_table *table, const mt_role_row *row, int64_t 
     bool of_layer = param->is_linear && layer >= 0 && param->linear != MT_LINEAR_ROUTER && !(row->when & MT_HAS(MTP));
     // the products of narrow matrices of Kimi delta attention stay in bf16
     param->takes_fp8 = of_layer && !continues && !(row->role >= MT_KDA_F_A && row->role <= MT_KDA_G_B);
-    // an adapter's file names modules, and mt_options.lora_roles has 64 bits
-    param->can_adapt =
-        of_layer && !stacked && param->hf_groups == 1 && !mt_is_linear_attention_in(row->role) && row->role < 64;
+    param->can_adapt = of_layer && !stacked && param->hf_groups == 1; // an adapter's file names modules
     if (stacked)
         mt_param_stack(table, row, param);
     else
@@ -6331,9 +6422,8 @@ static void mt_param_add_adapter(mt_param_table *table, const mt_param *base, mt
     mt_param_join_tensor(table);
 }
 
-/* The matrices that can have adapters are of the first 64 roles. */
-static bool mt_role_has_adapters(const mt_options *o, mt_role role) {
-    return role < 64 && o->lora_roles >> role & 1;
+bool mt_role_has_adapters(const mt_options *o, mt_role role) {
+    return o->lora_roles[role / 64] >> role % 64 & 1;
 }
 
 /* Appends the adapters of rows[count], the matrices of one linear. Matrices of one tensor share A (GPT-2's q, k, v). */
@@ -6470,8 +6560,8 @@ typedef struct mt_layer_scratch {
     void *dconv, *ddelta;            // gradients of conv and of delta_out or mamba_out
     void *ddecays, *dgates, *dlow;   // Kimi delta attention: gradients of kda_f, kda_g, and of kda_f_a or kda_g_a
     void *dshort_x;                  // [T, C / tp] gradient of a short convolution's input
-    mt_carry conv_carry, rule_carry; // context parallelism: states of a mixer's convolution, of the delta rule
-    float *rule_maps, *drule_maps;   // [MT_PIECES, Hv, Dk, Dv + Dk] and [MT_PIECES, Hv, Dk, Dv]: see mt_delta_args
+    mt_carry conv_carry, rule_carry; // context parallelism: states of a mixer's convolution, of its rule or scan
+    float *rule_maps, *drule_maps;   // [MT_PIECES, ...] maps, dmaps of mt_delta_args or mt_ssd_args
     /* latent attention */
     void *kv_b_out;     // [T, H (D - rotary + Dv)] output of kv_b, and its gradient
     void *k_rope;       // [T, rotary] rotary channels of the keys, and their gradient
@@ -6967,7 +7057,13 @@ static void mt_scale(const mt_model *m, const mt_pass *p, void *x, double factor
 
 /* The dropouts of a layer; each has a key of its own. */
 enum { MT_DROP_EMBEDDING, MT_DROP_ATTENTION, MT_DROP_ATTENTION_OUT, MT_DROP_MLP_OUT, MT_NUM_DROPS };
-enum { MT_RANDOM_PARAMETER = 1, MT_RANDOM_DROPOUT = 2, MT_RANDOM_SAMPLE = 3, MT_RANDOM_ADAPTER = 4 };
+enum {
+    MT_RANDOM_PARAMETER = 1,
+    MT_RANDOM_DROPOUT = 2,
+    MT_RANDOM_SAMPLE = 3,
+    MT_RANDOM_ADAPTER = 4,
+    MT_RANDOM_ROUTER = 5
+};
 
 static mt_dropout mt_model_dropout(const mt_model *m, const mt_pass *p, int64_t layer, int which) {
     double rate = which == MT_DROP_ATTENTION ? m->options->attention_dropout : m->options->hidden_dropout;
@@ -7178,6 +7274,19 @@ static mt_mamba_sizes mt_mamba_sizes_of(const mt_model *m) {
     z.N = o->mamba_state_dim, z.P = o->mamba_head_dim, z.inner = z.H * z.P;
     z.conv = z.inner + 2 * z.G * z.N, z.in = z.inner + z.conv + z.H;
     return z;
+}
+
+/* Elements of a layer's states in generation: of the delta rule or the scan, and of the short convolution. */
+typedef struct mt_state_sizes {
+    int64_t rule, conv;
+} mt_state_sizes;
+
+static mt_state_sizes mt_state_sizes_of(const mt_model *m) {
+    mt_delta_sizes d = mt_delta_sizes_of(m);
+    mt_mamba_sizes y = mt_mamba_sizes_of(m);
+    int64_t channels = y.conv + d.conv + mt_short_channels(m);
+    return (mt_state_sizes){.rule = y.H * y.N * y.P + d.Hv * d.Dk * d.Dv,
+                            .conv = (m->options->linear_conv_kernel_dim - 1) * channels};
 }
 
 static void mt_latent_slots(const mt_model *m, mt_slots *s, const mt_layer *w) {
@@ -7760,7 +7869,7 @@ typedef struct mt_routing {
     float *probs;             // [N, k]
     int32_t *experts;         // [N, k] chosen experts
     int32_t *kept;            // [N, k] the same, -1: dropped; equals `experts` without a capacity
-    float *aux_stats;         // [2, S, E] summed scores and counts of each expert
+    float *aux_stats;         // of each auxiliary loss [2, S, E]: summed scores and counts of each expert
     float *gate_logits;       // [R] logits of the shared expert's gate
     float *gates;             // [T] their sigmoids; NULL without a gate
     int32_t *position;        // [N, k copies] row of each choice
@@ -7821,7 +7930,7 @@ typedef struct mt_experts {
     int64_t tokens;            // N of the largest micro-batch
     int64_t num_choices;       // P of the largest micro-batch
     int64_t num_destinations;  // pairs of an expert and an expert-tensor rank
-    int64_t sequences;         // S, sequences with an auxiliary loss of their own
+    int64_t sequences;         // S of seq_aux_loss, sequences with an auxiliary loss of their own; else 1
     const mt_group *group;     // ranks that exchange tokens
     mt_stream *comm;           // stream of the exchange
     mt_expert_rows rows;       // gradients, and rows before they are sent
@@ -7849,7 +7958,8 @@ typedef struct mt_experts {
     float *global;       // [num_layers, E] loads of the global batch up to now
     float *rank_counts;  // [data ranks, E] loads of one micro-batch of each data rank
     int32_t *data_ranks; // [data ranks] 0, 1, ...
-    double *losses;      // [2] auxiliary loss and z-loss, times tokens
+    double *losses;      // [MT_NUM_AUX_LOSSES + 2] auxiliary losses and z-loss, times tokens; a discarded number
+    float *quantiles;    // [num_layers, E + 1] of quantile_sums
     int32_t *invalid;    // [num_layers] tokens with a logit that is not finite
     void *report_memory; // on the host: loads, kept and invalid of two steps
 } mt_experts;
@@ -7859,17 +7969,32 @@ static bool mt_has_capacity(const mt_model *m) {
 }
 
 static bool mt_has_aux_loss(const mt_model *m) {
-    return m->plan.train && (m->options->moe_aux_loss_coeff > 0 || m->options->moe_z_loss_coeff > 0);
+    return m->plan.train && mt_has_router_loss(m->options);
 }
 
-/* True if the counts of the auxiliary loss are those of the global batch. */
-static bool mt_has_global_aux_loss(const mt_model *m) {
-    return mt_has_aux_loss(m) && m->options->moe_router_load_balancing_type == MT_BALANCING_GLOBAL_AUX_LOSS;
+/* The auxiliary losses of mt_routing.aux_stats: those with a coefficient. The z-loss alone has the sums of aux_loss. */
+static bool mt_has_aux_stats(const mt_model *m, mt_load_balancing type) {
+    bool others = false;
+    if (!mt_has_aux_loss(m)) return false;
+    for (int i = 0; i < MT_NUM_AUX_LOSSES; i++)
+        others |= mt_aux_loss_coeff(m->options, (mt_load_balancing)(MT_BALANCING_AUX_LOSS + i)) > 0;
+    return mt_aux_loss_coeff(m->options, type) > 0 || (!others && type == MT_BALANCING_AUX_LOSS);
+}
+
+/* Rows of E of an auxiliary loss in mt_routing.aux_stats. */
+static int64_t mt_aux_stats_rows(const mt_model *m, mt_load_balancing type) {
+    int64_t sequences = type == MT_BALANCING_SEQ_AUX_LOSS ? m->experts->sequences : 1;
+    return mt_has_aux_stats(m, type) ? 2 * sequences : 0;
+}
+
+/* True if training measures the quantiles that set the routers' biases. */
+static bool mt_has_quantiles(const mt_model *m) {
+    return m->plan.train && mt_balances_by(m->options, MT_BALANCING_QUANTILE);
 }
 
 /* True if training routes by Sinkhorn's iteration. */
 static bool mt_has_sinkhorn(const mt_model *m) {
-    return m->plan.train && m->options->moe_router_load_balancing_type == MT_BALANCING_SINKHORN;
+    return m->plan.train && mt_balances_by(m->options, MT_BALANCING_SINKHORN);
 }
 
 /* True if the probabilities scale the experts' outputs; else they scale the activation. */
@@ -7933,7 +8058,10 @@ static void mt_routing_slots(const mt_model *m, mt_slots *s, const mt_layer *w) 
     MT_ROUTING_SLOT(s, probs, N, k, MT_F32);
     MT_ROUTING_SLOT(s, experts, N, k, MT_I32);
     if (mt_has_capacity(m)) MT_ROUTING_SLOT(s, kept, N, k, MT_I32);
-    if (mt_has_aux_loss(m)) MT_ROUTING_SLOT(s, aux_stats, 2 * e->sequences, E, MT_F32)->once = true;
+    int64_t stats = 0;
+    for (int i = 0; i < MT_NUM_AUX_LOSSES; i++)
+        stats += mt_aux_stats_rows(m, (mt_load_balancing)(MT_BALANCING_AUX_LOSS + i));
+    if (stats > 0) MT_ROUTING_SLOT(s, aux_stats, stats, E, MT_F32)->once = true;
     if (m->options->moe_shared_expert_gate) {
         MT_ROUTING_SLOT(s, gate_logits, R, 1, MT_F32);
         MT_ROUTING_SLOT(s, gates, m->plan.max_tokens, 1, MT_F32);
@@ -8075,26 +8203,52 @@ static const void *mt_micro_batch_all_rows(const mt_model *m, const mt_pass *p, 
     return all;
 }
 
-/* The operands of the auxiliary loss, except results and gradients. */
-static mt_aux_loss_args mt_aux_loss_operands(const mt_model *m, const mt_pass *p, const mt_routing *r) {
-    bool by_sequence = m->options->moe_router_load_balancing_type == MT_BALANCING_SEQ_AUX_LOSS && p->num_sequences > 1;
+/* The operands of an auxiliary loss, except results and gradients. */
+static mt_aux_loss_args mt_aux_loss_operands(const mt_model *m, const mt_pass *p, const mt_routing *r,
+                                             mt_load_balancing type, float *sums) {
+    bool by_sequence = type == MT_BALANCING_SEQ_AUX_LOSS && p->num_sequences > 1;
     const int32_t *sequence = by_sequence ? p->batch->sequence + p->first_row : NULL;
     const int64_t *index = p->batch->token_index + p->first_row;
     int64_t S = by_sequence ? p->num_sequences : 1;
-    return (mt_aux_loss_args){S, p->rows, &m->experts->router, r->logits, sequence, index, .sums = r->aux_stats};
+    return (mt_aux_loss_args){S, p->rows, &m->experts->router, r->logits, sequence, index, .sums = sums};
 }
 
-/* Auxiliary loss, from the experts' scores and counts over all ranks that share the sequences. */
+/* Auxiliary losses, from the experts' scores and counts over all ranks that share the sequences. */
 static void mt_aux_loss(mt_model *m, const mt_pass *p, const mt_layer *w, mt_routing *r) {
     mt_experts *e = m->experts;
-    mt_aux_loss_args a = mt_aux_loss_operands(m, p, r);
-    int64_t E = e->router.num_experts, S = a.S;
+    int64_t E = e->router.num_experts;
     const mt_group *group = &m->grid->tensor_context;
-    a.z_sum = e->losses + 1;
-    m->ops->aux_loss_forward(&a, p->stream);
-    m->ops->all_reduce(r->aux_stats, 2 * S * E, MT_SUM, MT_F32, group, p->stream);
-    if (mt_has_global_aux_loss(m)) mt_aux_loss_global_counts(m, p, w, r->aux_stats + E);
-    if (group->rank == 0) m->ops->aux_loss_value(e->losses, r->aux_stats, S, E, p->stream);
+    float *sums = r->aux_stats;
+    double *z_sum = e->losses + MT_NUM_AUX_LOSSES;
+    for (int i = 0; i < MT_NUM_AUX_LOSSES; i++) {
+        mt_load_balancing type = (mt_load_balancing)(MT_BALANCING_AUX_LOSS + i);
+        if (!mt_has_aux_stats(m, type)) continue;
+        mt_aux_loss_args a = mt_aux_loss_operands(m, p, r, type, sums);
+        a.z_sum = z_sum;
+        m->ops->aux_loss_forward(&a, p->stream);
+        m->ops->all_reduce(sums, 2 * a.S * E, MT_SUM, MT_F32, group, p->stream);
+        if (type == MT_BALANCING_GLOBAL_AUX_LOSS) mt_aux_loss_global_counts(m, p, w, sums + E);
+        if (group->rank == 0) m->ops->aux_loss_value(e->losses + i, sums, a.S, E, p->stream);
+        sums += mt_aux_stats_rows(m, type) * E;
+        z_sum = e->losses + MT_NUM_AUX_LOSSES + 1; // discarded: the first loss has counted it
+    }
+}
+
+/* e->dlogits += the gradients of the auxiliary losses and of the z-loss. */
+static void mt_aux_loss_backward(const mt_model *m, const mt_pass *p, const mt_routing *r) {
+    const mt_experts *e = m->experts;
+    float *sums = r->aux_stats;
+    float z_scale = (float)m->options->moe_z_loss_coeff;
+    for (int i = 0; i < MT_NUM_AUX_LOSSES; i++) {
+        mt_load_balancing type = (mt_load_balancing)(MT_BALANCING_AUX_LOSS + i);
+        if (!mt_has_aux_stats(m, type)) continue;
+        mt_aux_loss_args a = mt_aux_loss_operands(m, p, r, type, sums);
+        a.counts = sums + a.S * e->router.num_experts, a.dlogits = e->dlogits;
+        a.aux_scale = (float)mt_aux_loss_coeff(m->options, type), a.z_scale = z_scale;
+        m->ops->aux_loss_backward(&a, p->stream);
+        sums += mt_aux_stats_rows(m, type) * e->router.num_experts;
+        z_scale = 0; // once
+    }
 }
 
 /* Drops choices over the experts' capacity. The capacity counts the whole micro-batch without padding, so the result
@@ -8140,11 +8294,27 @@ static void mt_route_sinkhorn(mt_model *m, const mt_pass *p, const mt_layer *w, 
                            p->stream);
 }
 
+/* Adds the quantiles of the whole micro-batch's logits, which every rank that shares it computes. */
+static void mt_route_quantiles(mt_model *m, const mt_pass *p, const mt_layer *w, const mt_routing *r) {
+    mt_experts *e = m->experts;
+    int64_t E = e->router.num_experts;
+    const float *logits = mt_micro_batch_all_rows(m, p, e->all_logits, r->logits, E, MT_F32);
+    const int64_t *index = p->batch->token_index + p->first_row;
+    index = mt_micro_batch_all_rows(m, p, e->all_index, index, 1, MT_I64);
+    m->ops->quantile_sums(&(mt_quantile_args){p->rows * m->grid->tensor_context.size, E, e->router.topk, logits,
+                                              w->router_bias.w, index, e->quantiles + w->moe_index * (E + 1)},
+                          p->stream);
+}
+
 /* Logits, probabilities and chosen experts of x[R, C]. */
 static void mt_route_forward(mt_model *m, const mt_pass *p, const mt_layer *w, mt_routing *r, const void *x) {
     mt_experts *e = m->experts;
     int64_t R = p->rows, E = e->router.num_experts, k = e->router.topk, own = mt_own_offset(m, p);
     mt_linear_forward(mt_linears(p), &w->router, &(mt_linear_io){.x = x, .y = r->logits});
+    if (m->options->moe_router_force_load_balancing && !p->decode)
+        m->ops->random_logits(r->logits, p->batch->token_index + p->first_row, R, E,
+                              mt_random_key((uint64_t)m->options->seed, MT_RANDOM_ROUTER, (uint64_t)(w->number + 1)),
+                              p->stream);
     if (p->training && mt_has_sinkhorn(m))
         mt_route_sinkhorn(m, p, w, r);
     else
@@ -8156,6 +8326,7 @@ static void mt_route_forward(mt_model *m, const mt_pass *p, const mt_layer *w, m
     if (p->training && !p->replay)
         m->ops->count_experts(e->loads + w->moe_index * E, r->experts + own, R * k, E, p->stream);
     if (p->training && !p->replay && mt_has_aux_loss(m)) mt_aux_loss(m, p, w, r);
+    if (p->training && !p->replay && mt_has_quantiles(m)) mt_route_quantiles(m, p, w, r);
     if (mt_has_capacity(m)) mt_drop_over_capacity(m, p, w, r->kept + own, r->experts + own, r->probs + own);
 }
 
@@ -8175,17 +8346,11 @@ static void mt_router_linear_backward(mt_model *m, const mt_pass *p, const mt_li
 static void mt_route_backward(mt_model *m, const mt_pass *p, mt_layer *w, mt_routing *r, const void *x,
                               const float *dprobs, void *dx) {
     mt_experts *e = m->experts;
-    const mt_options *o = m->options;
-    int64_t R = p->rows, E = e->router.num_experts, own = mt_own_offset(m, p);
-    m->ops->route_backward(&(mt_route_args){R, &e->router, r->logits, .experts = r->experts + own,
+    int64_t own = mt_own_offset(m, p);
+    m->ops->route_backward(&(mt_route_args){p->rows, &e->router, r->logits, .experts = r->experts + own,
                                             .dprobs = dprobs + own, .dlogits = e->dlogits},
                            p->stream);
-    if (mt_has_aux_loss(m)) {
-        mt_aux_loss_args a = mt_aux_loss_operands(m, p, r);
-        a.counts = r->aux_stats + a.S * E, a.dlogits = e->dlogits;
-        a.aux_scale = (float)o->moe_aux_loss_coeff, a.z_scale = (float)o->moe_z_loss_coeff;
-        m->ops->aux_loss_backward(&a, p->stream);
-    }
+    mt_aux_loss_backward(m, p, r);
     mt_router_linear_backward(m, p, &w->router, x, e->dlogits, dx);
 }
 
@@ -11635,12 +11800,10 @@ static void mt_plan_buckets(mt_model *m) {
         int64_t heads_bytes = m->plan.cache_rows * m->layers[layer].G * mt_dtype_size(m->dtype);
         mt_mixer_kind mixer = m->layers[layer].kind.mixer;
         if (!mt_mixer_attends(mixer)) {
-            mt_delta_sizes z = mt_delta_sizes_of(m);
-            mt_mamba_sizes y = mt_mamba_sizes_of(m);
-            int64_t slots = mixer == MT_MIXER_NONE ? 0 : mt_cache_slots(&m->plan), taps = o->linear_conv_kernel_dim;
-            int64_t state = y.H * y.N * y.P + z.Hv * z.Dk * z.Dv, channels = y.conv + z.conv + mt_short_channels(m);
-            m->rule_states[layer] = mt_arena_alloc(cache, slots * state * 4);
-            m->conv_states[layer] = mt_arena_alloc(cache, slots * (taps - 1) * channels * 4);
+            mt_state_sizes z = mt_state_sizes_of(m);
+            int64_t states = mixer == MT_MIXER_NONE ? 0 : 2 * mt_cache_slots(&m->plan); // running, then kept
+            m->rule_states[layer] = mt_arena_alloc(cache, states * z.rule * 4);
+            m->conv_states[layer] = mt_arena_alloc(cache, states * z.conv * 4);
             continue;
         }
         m->k_cache[layer] = mt_arena_alloc(cache, heads_bytes * m->D);
@@ -12333,9 +12496,9 @@ static void mt_optimizer_step(mt_model *m, const mt_run_state *state) {
 /* Results of a training step, copied from the device. */
 typedef struct mt_step_result {
     mt_step_numbers numbers;
-    double losses[2];    // these fields: as in mt_experts
-    float *loads, *kept; // [num_layers, E]
-    int32_t *invalid;    // [num_layers] of this rank
+    double losses[MT_NUM_AUX_LOSSES + 1]; // these fields: as in mt_experts
+    float *loads, *kept;                  // [num_layers, E]
+    int32_t *invalid;                     // [num_layers] of this rank
 } mt_step_result;
 
 /* Bad steps: not finite, or a loss spike. */
@@ -12374,8 +12537,10 @@ typedef struct mt_trainer {
 static void mt_experts_begin(mt_model *m) {
     mt_experts *e = m->experts;
     if (m->options->num_experts == 0) return;
-    m->ops->memory_zero(e->losses, 2 * 8, m->stream);
+    m->ops->memory_zero(e->losses, (MT_NUM_AUX_LOSSES + 2) * 8, m->stream);
     if (e->num_layers == 0) return;
+    if (mt_has_quantiles(m))
+        m->ops->memory_zero(e->quantiles, e->num_layers * (e->router.num_experts + 1) * 4, m->stream);
     m->ops->memory_zero(e->loads, 3 * e->num_layers * e->router.num_experts * 4, m->stream); // and `kept` and `global`
     m->ops->memory_zero(e->invalid, e->num_layers * 4, m->stream);
 }
@@ -12385,19 +12550,30 @@ static void mt_experts_finish(mt_model *m) {
     mt_experts *e = m->experts;
     int64_t loads = 2 * e->num_layers * e->router.num_experts; // `loads` and `kept`
     if (m->options->num_experts == 0) return;
-    m->ops->all_reduce(e->losses, 2, MT_SUM, MT_F64, &m->grid->world, m->stream);
+    m->ops->all_reduce(e->losses, MT_NUM_AUX_LOSSES + 1, MT_SUM, MT_F64, &m->grid->world, m->stream);
     if (e->num_layers == 0) return; // a pipeline stage may have no experts
     m->ops->all_reduce(e->loads, loads, MT_SUM, MT_F32, &m->grid->tensor_context, m->stream);
     m->ops->all_reduce(e->loads, loads, MT_SUM, MT_F32, &m->grid->data, m->stream);
+    if (mt_has_quantiles(m))
+        m->ops->all_reduce(e->quantiles, e->num_layers * (e->router.num_experts + 1), MT_SUM, MT_F32, &m->grid->data,
+                           m->stream);
 }
 
-/* Aux-loss-free balancing: updates the router biases from the loads; a bad step leaves them unchanged. */
+/* Aux-loss-free and quantile balancing: updates the router biases from the loads, or from the quantiles of the logits;
+ * a bad step leaves them unchanged. A model with a bias from quantiles that is balanced otherwise keeps it. */
 static void mt_experts_update_biases(mt_model *m) {
     mt_experts *e = m->experts;
     int64_t E = e->router.num_experts;
     for (int64_t i = 0; i < m->num_layers; i++) {
         if (!m->layers[i].router_bias.w || m->options->lora_rank > 0) continue;
+        if (m->options->moe_router_quantile_bias && !mt_has_quantiles(m)) continue;
         mt_wait_reader(m);
+        if (mt_has_quantiles(m)) {
+            m->ops->quantile_bias_step(m->layers[i].router_bias.w, e->quantiles + m->layers[i].moe_index * (E + 1),
+                                       &m->numbers->grad_scale, E, m->options->moe_router_quantile_balancing_ema,
+                                       m->stream);
+            continue;
+        }
         m->ops->expert_bias_step(m->layers[i].router_bias.w, e->loads + m->layers[i].moe_index * E,
                                  &m->numbers->grad_scale, E, (float)m->options->moe_router_bias_update_rate, m->stream);
     }
@@ -12445,8 +12621,12 @@ static void mt_experts_report(const mt_model *m, const mt_step_result *result, m
     mt_all_reduce_max(&m->grid->pipeline, &worst, 1, MT_F64);
     if (sums[1] == 0) return;                             // a step of padding
     double visits = sums[1] / (double)o->moe_router_topk; // tokens times layers
-    metrics->load_balancing_loss = o->moe_aux_loss_coeff * result->losses[0] / visits;
-    metrics->z_loss = o->moe_z_loss_coeff * result->losses[1] / visits;
+    for (int i = 0; i < MT_NUM_AUX_LOSSES; i++) {
+        double coeff = mt_aux_loss_coeff(o, (mt_load_balancing)(MT_BALANCING_AUX_LOSS + i));
+        metrics->aux_losses[i] = coeff * result->losses[i] / visits;
+        metrics->load_balancing_loss += metrics->aux_losses[i];
+    }
+    metrics->z_loss = o->moe_z_loss_coeff * result->losses[MT_NUM_AUX_LOSSES] / visits;
     metrics->imbalance = sums[0] / (double)layers, metrics->worst_imbalance = worst;
     metrics->dropped = 1 - sums[2] / sums[1];
 }
@@ -13030,7 +13210,7 @@ static void mt_plan_experts(mt_model *m, mt_arena *arena) {
     mt_experts *e = m->experts;
     int64_t R = m->max_rows, E = e->router.num_experts, k = e->router.topk, size = e->group->size;
     int64_t all = R * m->grid->tensor_context.size;
-    if (m->options->num_experts > 0) e->losses = mt_arena_alloc(arena, 2 * 8);
+    if (m->options->num_experts > 0) e->losses = mt_arena_alloc(arena, (MT_NUM_AUX_LOSSES + 2) * 8);
     if (e->num_layers == 0) return;
     if (mt_expert_rows_fixed(m)) {
         int64_t M = mt_max(e->num_choices, mt_expert_rows_received(e));
@@ -13042,7 +13222,8 @@ static void mt_plan_experts(mt_model *m, mt_arena *arena) {
     e->kept = mt_at(e->loads, e->num_layers * E, MT_F32);
     e->global = mt_at(e->loads, 2 * e->num_layers * E, MT_F32);
     e->invalid = mt_arena_alloc(arena, e->num_layers * 4), e->discarded = mt_arena_alloc(arena, 4);
-    if (mt_has_global_aux_loss(m)) {
+    if (mt_has_quantiles(m)) e->quantiles = mt_arena_alloc(arena, e->num_layers * (E + 1) * 4);
+    if (mt_has_aux_stats(m, MT_BALANCING_GLOBAL_AUX_LOSS)) {
         e->rank_counts = mt_arena_alloc(arena, m->grid->data.size * E * 4);
         e->data_ranks = mt_arena_alloc(arena, m->grid->data.size * 4);
     }
@@ -13064,9 +13245,10 @@ static void mt_plan_experts(mt_model *m, mt_arena *arena) {
         e->all_offsets = mt_arena_alloc(arena, size * (e->num_destinations + 1) * 4);
         e->counts = mt_arena_alloc(arena, size * e->num_local * 4);
     }
-    if ((!mt_has_capacity(m) && !mt_has_sinkhorn(m)) || all == R) return;
+    bool all_logits = mt_has_sinkhorn(m) || mt_has_quantiles(m);
+    if ((!mt_has_capacity(m) && !all_logits) || all == R) return;
     e->all_index = mt_arena_alloc(arena, all * 8);
-    if (mt_has_sinkhorn(m)) e->all_logits = mt_arena_alloc(arena, all * E * 4);
+    if (all_logits) e->all_logits = mt_arena_alloc(arena, all * E * 4);
     if (!mt_has_capacity(m)) return;
     e->all_experts = mt_arena_alloc(arena, all * k * 4), e->all_probs = mt_arena_alloc(arena, all * k * 4);
 }
@@ -13129,7 +13311,7 @@ static mt_context_plan mt_model_context_plan(const mt_model *m, int level) {
     plan.window = mt_options_common_window(m->options), plan.max_tokens = m->plan.max_tokens,
     plan.train = m->plan.train;
     plan.num_heads = m->H, plan.num_groups = m->G, plan.head_size = m->D, plan.value_size = m->Dv;
-    plan.recurs = m->options->linear_layers != NULL;
+    plan.recurs = mt_has_states(m->options);
     return plan;
 }
 
@@ -13233,11 +13415,13 @@ static void mt_plan_scratch(mt_model *m, mt_arena *arena) {
         }
         s->dshort_x = mt_arena_alloc(arena, T * short_width * size);
     }
-    if (m->num_contexts > 0 && delta.conv + short_width > 0)
-        s->conv_carry = mt_carry_plan(m, (o->linear_conv_kernel_dim - 1) * mt_max(delta.conv, short_width), arena);
-    if (m->num_contexts > 0 && delta.conv > 0) {
-        s->rule_carry = mt_carry_plan(m, delta.Hv * delta.Dk * delta.Dv, arena);
-        s->rule_maps = mt_arena_alloc(arena, MT_PIECES * delta.Hv * delta.Dk * (delta.Dv + delta.Dk) * 4);
+    int64_t conv_width = mt_max(mt_max(delta.conv, mamba.conv), short_width); // a model has states of one kind
+    if (m->num_contexts > 0 && conv_width > 0)
+        s->conv_carry = mt_carry_plan(m, (o->linear_conv_kernel_dim - 1) * conv_width, arena);
+    if (m->num_contexts > 0 && delta.conv + mamba.conv > 0) {
+        int64_t map = delta.Hv * delta.Dk * (delta.Dv + delta.Dk) + mamba.H * (mamba.N * mamba.P + 1);
+        s->rule_carry = mt_carry_plan(m, delta.Hv * delta.Dk * delta.Dv + mamba.H * mamba.N * mamba.P, arena);
+        s->rule_maps = mt_arena_alloc(arena, MT_PIECES * map * 4);
         if (m->plan.train) s->drule_maps = mt_arena_alloc(arena, MT_PIECES * s->rule_carry.elements * 4);
     }
     if (latent) {
@@ -13383,7 +13567,8 @@ static void mt_experts_open(mt_model *m, const mt_options *o) {
     e->num_local = o->num_experts / grid->expert.size, e->F = o->moe_ffn_hidden_size / grid->expert_tensor.size;
     e->dispatcher = mt_dispatcher_of(o, e->group), e->results = e->dispatcher->reorders ? &e->dispatched : &e->rows;
     e->num_sources = e->dispatcher->gathers ? e->group->size : 1;
-    e->sequences = o->moe_router_load_balancing_type == MT_BALANCING_SEQ_AUX_LOSS ? m->plan.max_tokens : 1;
+    e->router.bias_of_logits = o->moe_router_quantile_bias;
+    e->sequences = mt_balances_by(o, MT_BALANCING_SEQ_AUX_LOSS) ? m->plan.max_tokens : 1;
     e->tokens = e->num_sources * m->max_rows;
     e->order = (mt_dispatch){.topk = k, .count = o->num_experts, .num_local = e->num_local};
     e->order.copies = grid->expert_tensor.size;
@@ -13520,13 +13705,14 @@ static void mt_model_linears(mt_model *m) {
 
 /* Sizes and scales of the linears' adapters. */
 static void mt_model_adapters(mt_model *m) {
-    enum { STRIDE = MT_LORA_B + 1 }; // of random keys; later roles do not change it
+    enum { STRIDE = MT_LORA_B + 1 }; // of random keys; later roles do not change it, but have keys of their own
     const mt_options *o = m->options;
     mt_adapter *adapter = NULL;
     for (int64_t i = 0, expert = -1; i < m->num_params; i++) {
         const mt_param *param = &m->params[i];
         bool is_a = param->role == MT_LORA_A, is_b = param->role == MT_LORA_B;
-        uint64_t index = (uint64_t)param->layer * STRIDE + param->adapts;
+        uint64_t index = param->adapts <= MT_LORA_B ? (uint64_t)param->layer * STRIDE + param->adapts
+                                                    : (uint64_t)param->adapts << 40 | (uint64_t)param->layer;
         if (is_a && !param->continues) {
             adapter = (mt_adapter *)(void *)mt_param_weight(m, param), expert = param->expert;
             adapter->rank = o->lora_rank, adapter->scale = (float)(o->lora_alpha / (double)o->lora_rank);
@@ -14146,13 +14332,16 @@ static void mt_param_init_state(mt_model *m, const mt_param *param, mt_param_sta
     mt_shard shard = mt_bucket_shard(m, param->bucket, state);
     int64_t rows = mt_param_rows_stored(param); // padding rows stay 0
     int64_t first = param->first_row * param->whole_cols + param->first_col;
+    // The parts of a dense MLP that is upcycled are chosen together: E / granularity rows, each repeated.
+    int64_t repeats =
+        param->role == MT_ROUTER && m->options->moe_use_upcycling ? m->options->moe_upcycling_granularity : 1;
     if (!shard.data) return;
-    if (param->cols == param->whole_cols)
+    if (param->cols == param->whole_cols && repeats == 1)
         mt_param_init_run(m, param, &shard, param->offset, rows * param->cols, first);
     else
         for (int64_t row = 0; row < rows; row++)
             mt_param_init_run(m, param, &shard, param->offset + row * param->cols, param->cols,
-                              first + row * param->whole_cols);
+                              first + row / repeats * param->whole_cols);
 }
 
 /* Master weights with a scale start as the weights, as in Transformer Engine. */
@@ -14424,10 +14613,27 @@ void mt_model_cache_copy(mt_model *m, const mt_cache_copy *copy) {
     }
 }
 
+void mt_model_state_copy(mt_model *m, const mt_state_copy *copy) {
+    int64_t slots = mt_cache_slots(&m->plan);
+    mt_state_sizes z = mt_state_sizes_of(m);
+    for (int64_t layer = 0; layer < m->num_layers; layer++) {
+        mt_mixer_kind mixer = m->layers[layer].kind.mixer;
+        if (mt_mixer_attends(mixer) || mixer == MT_MIXER_NONE) continue;
+        float *states[] = {m->rule_states[layer], m->conv_states[layer]};
+        int64_t elements[] = {z.rule, z.conv};
+        for (int i = 0; i < 2; i++)
+            m->ops->memory_copy(states[i] + (copy->to + (copy->to_kept ? slots : 0)) * elements[i],
+                                states[i] + (copy->from + (copy->from_kept ? slots : 0)) * elements[i], elements[i] * 4,
+                                m->stream);
+    }
+}
+
 /* ==== §16 generation ============================================================================================== */
 /* From logits to new tokens. Invariants: the random numbers of a sequence depend on the seed, its id and the position,
  * not on other sequences of the batch; prefill and decode step are the same operation: a forward of the tokens that are
- * not in the KV cache yet; a page of the cache that two sequences share is full and no longer written. */
+ * not in the KV cache yet; a page of the cache that two sequences share is full and no longer written. A state of a
+ * layer without keys and values stands after one number of tokens: a slot has that of its text and keeps another one,
+ * where a text is known to begin as others; these wait for it, and begin with a copy. */
 
 /* ---- sampling */
 
@@ -14468,6 +14674,10 @@ typedef struct mt_cache_slot {
     int64_t num_pages;
     int64_t used;     // number of the forward that used it last
     int64_t sequence; // index of the sequence that runs in it; -1: none
+    /* with states, which stand after a number of tokens; 0: no state */
+    int64_t state_tokens; // the running state, before the forward at hand
+    int64_t kept_tokens;  // the kept state
+    int64_t keep_at;      // after so many tokens the running state is to be kept: a forward ends there
 } mt_cache_slot;
 
 static int64_t mt_pages_per_slot(const mt_batcher_plan *plan) {
@@ -14487,6 +14697,7 @@ mt_batcher *mt_batcher_create(const mt_batcher_plan *plan) {
         b->cache_rows = mt_arena_alloc(&arena, plan->max_tokens * 4), b->logit_rows = mt_arena_alloc(&arena, slots * 4);
         b->logit_sequences = mt_arena_alloc(&arena, slots * 8);
         b->copies = mt_arena_alloc(&arena, slots * (int64_t)sizeof *b->copies);
+        b->state_copies = mt_arena_alloc(&arena, 2 * slots * (int64_t)sizeof *b->state_copies);
         b->references = mt_arena_alloc(&arena, plan->num_pages * 4);
         b->free_pages = mt_arena_alloc(&arena, plan->num_pages * 4);
         int32_t *tokens = mt_arena_alloc(&arena, slots * plan->max_length * 4);
@@ -14518,6 +14729,9 @@ static void mt_cache_slot_cut(mt_batcher *b, int64_t slot, int64_t tokens) {
         if (--b->references[page] == 0) b->free_pages[b->num_free++] = page;
     }
     s->num_cached = mt_min(s->num_cached, tokens), s->num_computed = mt_min(s->num_computed, tokens);
+    if (s->state_tokens > tokens) s->state_tokens = 0;
+    if (s->kept_tokens > tokens) s->kept_tokens = 0;
+    if (s->keep_at > tokens) s->keep_at = 0;
 }
 
 static void mt_cache_slot_add_page(mt_batcher *b, int64_t slot, int32_t page) {
@@ -14557,13 +14771,51 @@ static bool mt_batcher_grow(mt_batcher *b, mt_sequence *sequences, int64_t i) {
     return true;
 }
 
+/* The number of leading tokens that are the same, of at most `limit`. */
+static int64_t mt_tokens_common(const int32_t *a, const int32_t *b, int64_t limit) {
+    int64_t n = 0;
+    while (n < limit && a[n] == b[n]) n++;
+    return n;
+}
+
 /* Leading tokens of a sequence that it can take from a slot: whole pages, which both may read, or up to the last token
- * that is computed, which can be copied. At least one token is left, whose logits are needed. */
+ * that is computed, which can be copied; with states, up to a state. At least one token is left, whose logits are
+ * needed. */
 static int64_t mt_cache_slot_common(const mt_batcher *b, const mt_cache_slot *s, const mt_sequence *sequence) {
-    if (b->plan.has_states) return 0;
-    int64_t limit = mt_min(s->num_cached, sequence->num_tokens - 1), n = 0;
-    while (n < limit && s->tokens[n] == sequence->tokens[n]) n++;
-    return mt_max(mt_min(n, s->num_computed), n / b->plan.page_rows * b->plan.page_rows);
+    int64_t n = mt_tokens_common(s->tokens, sequence->tokens, mt_min(s->num_cached, sequence->num_tokens - 1));
+    int64_t computed = mt_min(n, s->num_computed);
+    int64_t kept = s->kept_tokens <= computed ? s->kept_tokens : 0;
+    if (b->plan.has_states) return s->state_tokens <= computed ? mt_max(s->state_tokens, kept) : kept;
+    return mt_max(computed, n / b->plan.page_rows * b->plan.page_rows);
+}
+
+/* After how many tokens the state of sequence i, which begins with `common` tokens of a slot, is worth keeping: where
+ * most of it is the beginning of a cached text, or of one that waits; 0: nowhere. Its forward ends there, so that less
+ * than a page is not worth it. */
+static int64_t mt_batcher_keep_at(const mt_batcher *b, const mt_sequence *sequences, int64_t count, int64_t i,
+                                  int64_t common) {
+    const mt_sequence *own = &sequences[i];
+    int64_t most = 0, seen = 0;
+    for (const mt_cache_slot *s = b->slots; s < b->slots + b->plan.max_sequences; s++)
+        most = mt_max(most, mt_tokens_common(s->tokens, own->tokens, mt_min(s->num_cached, own->num_tokens - 1)));
+    for (int64_t j = i + 1; j < count && seen < b->plan.max_sequences; j++) {
+        const mt_sequence *other = &sequences[j];
+        if (other->slot >= 0 || other->finish != MT_UNFINISHED) continue;
+        int64_t limit = mt_min(own->num_tokens, other->num_tokens - 1);
+        most = mt_max(most, mt_tokens_common(own->tokens, other->tokens, limit)), seen++;
+    }
+    return most - common < b->plan.page_rows ? 0 : most;
+}
+
+/* True if sequence i is to wait for a state that a running sequence is about to leave. */
+static bool mt_batcher_waits(const mt_batcher *b, const mt_sequence *sequences, int64_t i) {
+    const mt_sequence *own = &sequences[i];
+    for (const mt_cache_slot *s = b->slots; s < b->slots + b->plan.max_sequences; s++) {
+        bool is_later = s->sequence >= 0 && s->keep_at > 0 && s->keep_at < own->num_tokens;
+        if (is_later && mt_tokens_common(sequences[s->sequence].tokens, own->tokens, s->keep_at) == s->keep_at)
+            return true;
+    }
+    return false;
 }
 
 /* Pages that running sequences are yet to need, at most one each: a newcomer leaves them free. */
@@ -14576,9 +14828,18 @@ static int64_t mt_pages_wanted(const mt_batcher *b, const mt_sequence *sequences
     return wanted;
 }
 
+/* Gives a slot the state of another, or its own, after `common` tokens. kept: its own kept state before. */
+static void mt_batcher_take_state(mt_batcher *b, int64_t slot, int64_t source, int64_t common, bool from_kept,
+                                  int64_t kept) {
+    mt_cache_slot *s = &b->slots[slot];
+    s->state_tokens = common, s->kept_tokens = slot == source && kept <= common ? kept : 0;
+    if (common > 0 && (slot != source || from_kept))
+        b->state_copies[b->num_state_copies++] = (mt_state_copy){source, slot, from_kept, false};
+}
+
 /* Gives sequence i a slot and pages for its tokens. It shares the full pages of the slot that has most of its leading
- * tokens, and copies the rows of that slot's next page. False: no slot or too few pages are free. */
-static bool mt_batcher_admit(mt_batcher *b, mt_sequence *sequences, int64_t i) {
+ * tokens, and copies the rows of that slot's next page, and its state. False: no slot or too few pages are free. */
+static bool mt_batcher_admit(mt_batcher *b, mt_sequence *sequences, int64_t count, int64_t i) {
     mt_sequence *sequence = &sequences[i];
     int64_t rows = b->plan.page_rows, slot = -1, source = -1, common = 0, wanted = mt_pages_wanted(b, sequences);
     for (int64_t s = 0; s < b->plan.max_sequences; s++) {
@@ -14591,6 +14852,9 @@ static bool mt_batcher_admit(mt_batcher *b, mt_sequence *sequences, int64_t i) {
     int64_t full = common / rows, tail = common % rows, computed = source < 0 ? 0 : b->slots[source].num_computed;
     int32_t next = tail > 0 ? mt_cache_slot_pages(b, source)[full] : 0; // the page of the tail
     bool copies = tail > 0 && (slot != source || b->references[next] > 1);
+    int64_t keep_at = b->plan.has_states ? mt_batcher_keep_at(b, sequences, count, i, common) : 0;
+    int64_t kept = source < 0 ? 0 : b->slots[source].kept_tokens;
+    bool from_kept = source >= 0 && b->slots[source].state_tokens != common;
     mt_cache_slot_cut(b, slot, slot != source ? 0 : copies ? full * rows : common);
     for (int64_t page = 0; page < full && slot != source; page++)
         mt_cache_slot_add_page(b, slot, mt_cache_slot_pages(b, source)[page]);
@@ -14607,6 +14871,8 @@ static bool mt_batcher_admit(mt_batcher *b, mt_sequence *sequences, int64_t i) {
     if (copies)
         b->copies[b->num_copies++] = (mt_cache_copy){next * rows, mt_cache_slot_pages(b, slot)[full] * rows, tail};
     s->num_cached = common, s->num_computed = mt_min(computed, common);
+    if (b->plan.has_states) mt_batcher_take_state(b, slot, source, common, from_kept, kept);
+    s->keep_at = keep_at;
     sequence->slot = slot;
     return true;
 }
@@ -14617,6 +14883,7 @@ static void mt_batcher_add(mt_batcher *b, const mt_sequence *sequence, int64_t i
     const int32_t *pages = mt_cache_slot_pages(b, sequence->slot);
     int64_t start = b->batch.num_tokens, cached = s->num_cached, rows = b->plan.page_rows;
     int64_t wanted = sequence->num_tokens - cached, count = mt_min(wanted, b->plan.max_tokens - start);
+    if (s->keep_at > cached) count = mt_min(count, s->keep_at - cached);
     if (count == 0) return;
     for (int64_t t = start, at = cached; at < cached + count; t++, at++) {
         b->batch.tokens[t] = s->tokens[at] = sequence->tokens[at], b->batch.positions[t] = (int32_t)at;
@@ -14631,11 +14898,21 @@ static void mt_batcher_add(mt_batcher *b, const mt_sequence *sequence, int64_t i
     b->logit_rows[b->num_logits] = (int32_t)(start + count - 1), b->logit_sequences[b->num_logits++] = i;
 }
 
+/* The forward before has run: its tokens are computed, and states that were to be kept are copied. */
+static void mt_batcher_end_forward(mt_batcher *b, int64_t slot) {
+    mt_cache_slot *s = &b->slots[slot];
+    if (b->plan.has_states && s->num_cached > s->num_computed) s->state_tokens = s->num_cached;
+    s->sequence = -1, s->num_computed = s->num_cached;
+    if (s->keep_at == 0 || s->state_tokens != s->keep_at) return;
+    s->kept_tokens = s->keep_at, s->keep_at = 0;
+    b->state_copies[b->num_state_copies++] = (mt_state_copy){slot, slot, false, true};
+}
+
 int64_t mt_batcher_next(mt_batcher *b, mt_sequence *sequences, int64_t count) {
     b->batch.num_tokens = b->batch.num_spans = b->num_logits = b->num_copies = b->num_prefill = 0;
+    b->num_state_copies = 0;
     b->num_forwards++;
-    for (int64_t s = 0; s < b->plan.max_sequences; s++)
-        b->slots[s].sequence = -1, b->slots[s].num_computed = b->slots[s].num_cached;
+    for (int64_t s = 0; s < b->plan.max_sequences; s++) mt_batcher_end_forward(b, s);
     for (int64_t i = 0; i < count; i++) {
         MT_CHECK(sequences[i].num_tokens > 0 && sequences[i].max_tokens <= b->plan.max_length);
         if (sequences[i].finish != MT_UNFINISHED) sequences[i].slot = -1;
@@ -14649,8 +14926,9 @@ int64_t mt_batcher_next(mt_batcher *b, mt_sequence *sequences, int64_t count) {
         if (sequences[i].slot >= 0 && b->slots[sequences[i].slot].num_cached < sequences[i].num_tokens)
             mt_batcher_add(b, &sequences[i], i);
     for (int64_t i = 0; i < count && b->batch.num_tokens < b->plan.max_tokens; i++) {
-        if (sequences[i].slot >= 0 || sequences[i].finish != MT_UNFINISHED) continue;
-        if (!mt_batcher_admit(b, sequences, i)) break;
+        if (sequences[i].slot >= 0 || sequences[i].finish != MT_UNFINISHED || mt_batcher_waits(b, sequences, i))
+            continue;
+        if (!mt_batcher_admit(b, sequences, count, i)) break;
         mt_batcher_add(b, &sequences[i], i);
     }
     return b->batch.num_tokens;
@@ -14765,6 +15043,7 @@ static int mt_generator_forward(mt_generator *g, mt_sequence *sequences, mt_erro
     mt_batcher_pad(b, 1); // other replicas may have tokens or logits; the head's weights are gathered on all
     if (rows == 0 && g->together) b->logit_rows[0] = 0, rows = 1;
     for (int64_t i = 0; i < b->num_copies; i++) mt_model_cache_copy(g->model, &b->copies[i]);
+    for (int64_t i = 0; i < b->num_state_copies; i++) mt_model_state_copy(g->model, &b->state_copies[i]);
     mt_generator_sample(g, sequences, rows);
     for (int64_t row = 0; row < b->num_logits && status == 0; row++)
         status = mt_generator_append(g, &sequences[b->logit_sequences[row]], &g->sampled[row], error);
@@ -15824,14 +16103,14 @@ static mt_gated_norm_args mt_delta_norm(const mt_model *m, const mt_pass *p, con
 
 /* Steps of context parallelism: see mt_context_carry. */
 
-typedef struct mt_conv_carry {
+typedef struct mt_carry_call {
     const mt_model *m;
     const mt_pass *p;
-    const mt_conv_args *args;
-} mt_conv_carry;
+    const void *args; // of the mixer's operations
+} mt_carry_call;
 
 static void mt_conv_carry_step(const void *call, const mt_carried_state *state, bool backward) {
-    const mt_conv_carry *c = call;
+    const mt_carry_call *c = call;
     const mt_ops *ops = c->m->ops;
     (backward ? ops->short_conv_carry_backward : ops->short_conv_carry_forward)(c->args, state, c->m->dtype,
                                                                                 c->p->stream);
@@ -15840,17 +16119,11 @@ static void mt_conv_carry_step(const void *call, const mt_carried_state *state, 
 static void mt_conv_carry_states(mt_model *m, const mt_pass *p, const mt_conv_args *args, bool backward) {
     mt_carry *carry = &m->scratch.conv_carry;
     if (!p->context) return;
-    mt_context_carry(p->context, carry, mt_conv_carry_step, &(mt_conv_carry){m, p, args}, backward, p->stream);
+    mt_context_carry(p->context, carry, mt_conv_carry_step, &(mt_carry_call){m, p, args}, backward, p->stream);
 }
 
-typedef struct mt_delta_carry {
-    const mt_model *m;
-    const mt_pass *p;
-    const mt_delta_args *args;
-} mt_delta_carry;
-
 static void mt_delta_carry_step(const void *call, const mt_carried_state *state, bool backward) {
-    const mt_delta_carry *c = call;
+    const mt_carry_call *c = call;
     const mt_ops *ops = c->m->ops;
     (backward ? ops->delta_rule_carry_backward : ops->delta_rule_carry_forward)(c->args, state, c->m->dtype,
                                                                                 c->p->stream);
@@ -15860,7 +16133,7 @@ static void mt_delta_carry_states(mt_model *m, const mt_pass *p, const mt_delta_
     mt_carry *carry = &m->scratch.rule_carry;
     if (!p->context) return;
     (backward ? m->ops->delta_rule_map_backward : m->ops->delta_rule_map_forward)(args, m->dtype, p->stream);
-    mt_context_carry(p->context, carry, mt_delta_carry_step, &(mt_delta_carry){m, p, args}, backward, p->stream);
+    mt_context_carry(p->context, carry, mt_delta_carry_step, &(mt_carry_call){m, p, args}, backward, p->stream);
 }
 
 /* Kimi delta attention: decays and gates of the output, each by two products through a narrow middle, which the
@@ -16046,7 +16319,10 @@ static mt_deferred mt_short_backward(mt_model *m, const mt_pass *p, mt_layer *w,
  *
  * Factors e^(G_t - G_i) are products of e^g, row by row, which are exact where a sum of large g would cancel. The
  * backward computes the states before all chunks of a span again, then takes the chunks in reverse. A task is a group
- * with its heads. */
+ * with its heads.
+ *
+ * Context parallelism, as in §17a: over a piece the state S becomes S_local + e^G S, where G is the sum of g over the
+ * piece, and the line for dS does not read S. */
 #pragma GCC diagnostic push
 #pragma GCC diagnostic ignored "-Wunused-parameter" // streams
 #ifdef __clang__
@@ -16073,7 +16349,8 @@ typedef struct mt_ssd_chunk {
     float *dM;            // [L, L]
     float *dY, *dX;       // [L, P]; dX becomes dx
     float *dB_last;       // [L, N]
-    float *dG, *dstep;    // [L]
+    float *dstep;         // [L]
+    double *dG;           // [L] terms cancel in its sums
 } mt_ssd_chunk;
 
 /* The parameters of a head, and their gradients. */
@@ -16082,17 +16359,20 @@ typedef struct mt_ssd_head {
     float dA_log, dD, ddt_bias;
 } mt_ssd_head;
 
-/* Lays the arrays of a chunk into scratch and returns the floats that they take; scratch NULL: only counts. */
+/* Lays the arrays of a chunk into scratch, dG first, and returns the floats that they take; scratch NULL: only counts.
+ */
 static int64_t mt_ssd_place(mt_ssd_chunk *c, const mt_ssd_args *a, float *scratch) {
     const struct {
         float **array;
         int64_t floats; // of a token
-    } arrays[] = {{&c->B, a->N},  {&c->C, a->N},          {&c->CB, MT_CHUNK}, {&c->x, a->P},       {&c->X, a->P},
-                  {&c->raw, 1},   {&c->step, 1},          {&c->g, 1},         {&c->grown, 1},      {&c->dG, 1},
-                  {&c->dstep, 1}, {&c->decays, MT_CHUNK}, {&c->M, MT_CHUNK},  {&c->B_last, a->N},  {&c->product, a->P},
-                  {&c->dB, a->N}, {&c->dC, a->N},         {&c->dY, a->P},     {&c->dCB, MT_CHUNK}, {&c->dM, MT_CHUNK},
-                  {&c->dX, a->P}, {&c->dB_last, a->N}};
-    int64_t used = 0;
+    } arrays[] = {{&c->B, a->N},     {&c->C, a->N},       {&c->CB, MT_CHUNK},  {&c->x, a->P},
+                  {&c->X, a->P},     {&c->raw, 1},        {&c->step, 1},       {&c->g, 1},
+                  {&c->grown, 1},    {&c->dB_last, a->N}, {&c->dstep, 1},      {&c->decays, MT_CHUNK},
+                  {&c->M, MT_CHUNK}, {&c->B_last, a->N},  {&c->product, a->P}, {&c->dB, a->N},
+                  {&c->dC, a->N},    {&c->dY, a->P},      {&c->dX, a->P},      {&c->dCB, MT_CHUNK},
+                  {&c->dM, MT_CHUNK}};
+    int64_t used = 2 * MT_CHUNK;
+    c->dG = (double *)(void *)scratch;
     for (size_t n = 0; n < sizeof arrays / sizeof *arrays; n++) {
         if (scratch) *arrays[n].array = scratch + used;
         used += MT_CHUNK * arrays[n].floats;
@@ -16199,6 +16479,16 @@ static void mt_cpu_ssd_forward(const mt_ssd_args *a, mt_dtype dtype, mt_stream *
         }
 }
 
+/* dS of the state after the chunk becomes that of the state before it. Sets product = e^G dY. */
+static void mt_ssd_state_backward(const mt_ssd_chunk *c, float *dS) {
+    int64_t L = c->L, N = c->a->N, P = c->a->P;
+    const mt_matrix C = {.data = c->C, .stride = N}, product = {.data = c->product, .stride = P};
+    for (int64_t t = 0; t < L; t++)
+        for (int64_t i = 0; i < P; i++) c->product[t * P + i] = c->grown[t] * c->dY[t * P + i];
+    for (int64_t i = 0; i < N * P; i++) dS[i] *= c->grown[L - 1];
+    mt_matmul(dS, P, mt_transposed(C), product, N, P, L, true);
+}
+
 /* dS of the state after the chunk becomes that of the state S before it. Sets dX and dG, adds to dB, dC and dCB. */
 static void mt_ssd_chunk_backward(const mt_ssd_chunk *c, const float *S, float *dS) {
     int64_t L = c->L, N = c->a->N, P = c->a->P;
@@ -16206,39 +16496,37 @@ static void mt_ssd_chunk_backward(const mt_ssd_chunk *c, const float *S, float *
     const mt_matrix M = {.data = c->M, .stride = L}, X = {.data = c->X, .stride = P}, dY = {.data = c->dY, .stride = P};
     const mt_matrix state = {.data = S, .stride = P}, dstate = {.data = dS, .stride = P};
     const mt_matrix product = {.data = c->product, .stride = P};
-    float last = c->grown[L - 1], sum = 0;
+    double sum = 0;
     memset(c->dG, 0, (size_t)L * sizeof *c->dG);
     /* S' = e^G_L S + B'^T X */
     mt_matmul(c->dX, P, B_last, dstate, L, P, N, false);
     mt_matmul(c->dB_last, N, X, mt_transposed(dstate), L, N, P, false);
     for (int64_t t = 0; t < L; t++) {
-        float factor = c->decays[(L - 1) * L + t], dot = 0;
+        float factor = c->decays[(L - 1) * L + t];
+        double dot = 0;
         for (int64_t i = 0; i < N; i++) {
-            dot += c->B_last[t * N + i] * c->dB_last[t * N + i];
+            dot += (double)(c->B_last[t * N + i] * c->dB_last[t * N + i]);
             c->dB[t * N + i] += factor * c->dB_last[t * N + i];
         }
         c->dG[t] -= dot, c->dG[L - 1] += dot;
     }
-    for (int64_t i = 0; i < N * P; i++) sum += S[i] * dS[i], dS[i] *= last;
-    c->dG[L - 1] += last * sum;
+    for (int64_t i = 0; i < N * P; i++) sum += (double)(S[i] * dS[i]);
+    c->dG[L - 1] += (double)c->grown[L - 1] * sum;
     /* Y = e^G C S + M X */
     mt_matmul(c->dM, L, dY, mt_transposed(X), L, L, P, false);
     mt_matmul(c->dX, P, mt_transposed(M), dY, L, P, L, true);
     mt_matmul(c->product, P, C, state, L, P, N, false);
     for (int64_t t = 0; t < L; t++) {
-        float dot = 0;
-        for (int64_t i = 0; i < P; i++) {
-            dot += c->dY[t * P + i] * c->product[t * P + i];
-            c->product[t * P + i] = c->grown[t] * c->dY[t * P + i];
-        }
-        c->dG[t] += c->grown[t] * dot;
+        double dot = 0;
+        for (int64_t i = 0; i < P; i++) dot += (double)(c->dY[t * P + i] * c->product[t * P + i]);
+        c->dG[t] += (double)c->grown[t] * dot;
     }
+    mt_ssd_state_backward(c, dS);
     mt_matmul(c->dC, N, product, mt_transposed(state), L, N, P, true);
-    mt_matmul(dS, P, mt_transposed(C), product, N, P, L, true);
     for (int64_t t = 0; t < L; t++)
         for (int64_t i = 0; i <= t; i++) {
             float of_M = c->dM[t * L + i], both = of_M * c->M[t * L + i];
-            c->dG[t] += both, c->dG[i] -= both;
+            c->dG[t] += (double)both, c->dG[i] -= (double)both;
             c->dCB[t * L + i] += of_M * c->decays[t * L + i];
         }
 }
@@ -16246,20 +16534,22 @@ static void mt_ssd_chunk_backward(const mt_ssd_chunk *c, const float *S, float *
 /* Stores dx and ddt of a head, and adds to the gradients of its parameters. */
 static void mt_ssd_store_head(const mt_ssd_chunk *c, int64_t head, mt_ssd_head *w) {
     const mt_ssd_args *a = c->a;
-    float dg = 0, A = -expf(w->A_log); // dg: the sum of dG from t on
+    double dg = 0, dA_log = 0; // dg: the sum of dG from t on
+    float A = -expf(w->A_log);
     for (int64_t t = c->L - 1; t >= 0; t--) {
         float *x = c->x + t * a->P, *dX = c->dX + t * a->P, *dY = c->dY + t * a->P, dstep, of_D = 0;
-        dg += c->dG[t], dstep = A * dg;
+        dg += c->dG[t], dstep = A * (float)dg;
         for (int64_t i = 0; i < a->P; i++) {
             dstep += dX[i] * x[i], of_D += dY[i] * x[i];
             dX[i] = c->step[t] * dX[i] + w->D * dY[i];
         }
         float step = mt_softplus(c->raw[t]), ddt = dstep / (1 + expf(-c->raw[t]));
         if (step < a->dt_min || step > a->dt_max) ddt = 0;
-        w->dA_log += dg * c->g[t], w->dD += of_D, w->ddt_bias += ddt;
+        dA_log += dg * (double)c->g[t], w->dD += of_D, w->ddt_bias += ddt;
         mt_row_store(a->dx, (c->row + t) * a->dstride + head * a->P, dX, a->P, c->dtype);
         mt_row_store(a->ddt, (c->row + t) * a->ddt_stride + head, &ddt, 1, c->dtype);
     }
+    w->dA_log += (float)dA_log;
 }
 
 /* Stores dB and dC of a group, from dCB and what its heads added. */
@@ -16277,12 +16567,17 @@ static void mt_ssd_store_group(const mt_ssd_chunk *c, int64_t group) {
     }
 }
 
-/* Of one group of a span. states: [chunks, heads of the group, N, P]; dS: [heads, N, P]; w: [heads]. */
-static void mt_ssd_span_backward(mt_ssd_chunk *c, const mt_span *span, int64_t group, float *states, float *dS,
-                                 mt_ssd_head *w) {
+/* Of one group of span s. states: [chunks, heads of the group, N, P]; dS: [heads, N, P]; w: [heads]. */
+static void mt_ssd_span_backward(mt_ssd_chunk *c, int64_t s, int64_t group, float *states, float *dS, mt_ssd_head *w) {
     const mt_ssd_args *a = c->a;
+    const mt_span *span = &a->spans->host[s];
     int64_t heads = a->H / a->G, size = a->N * a->P, chunks = mt_divide_up(span->q_len, MT_CHUNK);
-    memset(states, 0, (size_t)(heads * size) * sizeof *states), memset(dS, 0, (size_t)(heads * size) * sizeof *dS);
+    size_t bytes = (size_t)(heads * size) * sizeof *dS;
+    const float *before = mt_state_before(&a->states, a->spans, s, a->H * size);
+    const float *after = mt_dstate_after(&a->states, a->dstates, s, a->H * size);
+    memset(states, 0, bytes), memset(dS, 0, bytes);
+    if (before) memcpy(states, before + group * heads * size, bytes);
+    if (after) memcpy(dS, after + group * heads * size, bytes);
     for (int64_t step = 0; step < 2 * chunks - 1; step++) { // the states before all chunks; then the chunks in reverse
         bool forward = step < chunks - 1;
         int64_t n = forward ? step : 2 * chunks - 2 - step;
@@ -16320,8 +16615,7 @@ static void mt_cpu_ssd_backward(const mt_ssd_args *a, mt_dtype dtype, mt_stream 
         mt_ssd_head *w = (mt_ssd_head *)(void *)(dS + heads * size);
         float *states = dS + heads * (size + of_head);
         for (int64_t h = 0; h < heads; h++) w[h] = mt_ssd_load_parameters(a, group * heads + h, dtype);
-        for (const mt_span *span = a->spans->host; span < a->spans->host + a->spans->count; span++)
-            mt_ssd_span_backward(&c, span, group, states, dS, w);
+        for (int64_t s = 0; s < a->spans->count; s++) mt_ssd_span_backward(&c, s, group, states, dS, w);
         for (int64_t h = 0; h < heads; h++) {
             if (a->dA_log) a->dA_log[group * heads + h] += w[h].dA_log;
             if (a->dD) a->dD[group * heads + h] += w[h].dD;
@@ -16329,11 +16623,92 @@ static void mt_cpu_ssd_backward(const mt_ssd_args *a, mt_dtype dtype, mt_stream 
         }
     }
 }
+/* ---- the scan over the pieces of context parallelism */
+
+/* The chunk's tokens: those from token t of a span on, of a group. */
+static void mt_ssd_load(mt_ssd_chunk *c, const mt_span *span, int64_t t, int64_t group) {
+    c->row = span->q_start + t, c->L = mt_min(MT_CHUNK, span->q_len - t);
+    mt_ssd_load_group(c, group);
+}
+
+static void mt_cpu_ssd_map_forward(const mt_ssd_args *a, mt_dtype dtype, mt_stream *stream) {
+    int64_t heads = a->H / a->G, size = a->N * a->P;
+    mt_scratch scratch = mt_scratch_reserve(mt_ssd_place(&(mt_ssd_chunk){0}, a, NULL));
+#pragma omp parallel for collapse(2) schedule(dynamic)
+    for (int64_t slot = 0; slot < a->states.slots; slot++)
+        for (int64_t group = 0; group < a->G; group++) {
+            if (a->states.last[slot] < 0) continue;
+            const mt_span *span = &a->spans->host[a->states.last[slot]];
+            mt_ssd_chunk c = {.a = a, .dtype = dtype};
+            mt_ssd_place(&c, a, mt_scratch_slice(scratch));
+            float *maps = a->maps + (slot * a->H + group * heads) * (size + 1);
+            for (int64_t i = 0; i < heads * (size + 1); i++) maps[i] = i % (size + 1) == size;
+            for (int64_t t = 0; t < span->q_len; t += c.L) {
+                mt_ssd_load(&c, span, t, group);
+                for (int64_t h = 0; h < heads; h++) {
+                    float *map = maps + h * (size + 1);
+                    mt_ssd_head w = mt_ssd_load_parameters(a, group * heads + h, dtype);
+                    mt_ssd_load_head(&c, group * heads + h, &w);
+                    mt_ssd_advance(&c, map);
+                    map[size] *= c.grown[c.L - 1];
+                }
+            }
+        }
+}
+
+static void mt_cpu_ssd_map_backward(const mt_ssd_args *a, mt_dtype dtype, mt_stream *stream) {
+    int64_t heads = a->H / a->G, size = a->N * a->P;
+    mt_scratch scratch = mt_scratch_reserve(mt_ssd_place(&(mt_ssd_chunk){0}, a, NULL));
+#pragma omp parallel for collapse(2) schedule(dynamic)
+    for (int64_t slot = 0; slot < a->states.slots; slot++)
+        for (int64_t group = 0; group < a->G; group++) {
+            if (a->states.first[slot] < 0) continue;
+            const mt_span *span = &a->spans->host[a->states.first[slot]];
+            mt_ssd_chunk c = {.a = a, .dtype = dtype};
+            mt_ssd_place(&c, a, mt_scratch_slice(scratch));
+            float *dS = a->dmaps + (slot * a->H + group * heads) * size;
+            memset(dS, 0, (size_t)(heads * size) * sizeof *dS);
+            for (int64_t n = mt_divide_up(span->q_len, MT_CHUNK) - 1; n >= 0; n--) {
+                mt_ssd_load(&c, span, n * MT_CHUNK, group);
+                for (int64_t h = 0; h < heads; h++) {
+                    int64_t head = group * heads + h;
+                    mt_ssd_head w = mt_ssd_load_parameters(a, head, dtype);
+                    mt_ssd_load_head(&c, head, &w);
+                    mt_ssd_load_rows(&c, c.dY, a->dout, a->H * a->P, head * a->P, a->P);
+                    mt_ssd_state_backward(&c, dS + h * size);
+                }
+            }
+        }
+}
+
+/* out = local + factor in, of all heads; `local` has `stride` elements between heads. */
+static void mt_ssd_carry(const mt_ssd_args *a, const mt_carried_state *state, const float *local, int64_t stride) {
+    int64_t size = a->N * a->P;
+    bool crosses = mt_state_crosses(&a->states, state->slot);
+    for (int64_t h = 0; h < a->H; h++) {
+        const float *in = state->in + h * size, *own = local + h * stride;
+        float *out = state->out + h * size, factor = a->maps[(state->slot * a->H + h) * (size + 1) + size];
+        for (int64_t i = 0; i < size; i++) out[i] = own[i] + (crosses ? factor * in[i] : 0);
+    }
+}
+
+static void mt_cpu_ssd_carry_forward(const mt_ssd_args *a, const mt_carried_state *state, mt_dtype dtype,
+                                     mt_stream *stream) {
+    int64_t size = a->N * a->P;
+    mt_ssd_carry(a, state, a->maps + state->slot * a->H * (size + 1), size + 1);
+}
+
+static void mt_cpu_ssd_carry_backward(const mt_ssd_args *a, const mt_carried_state *state, mt_dtype dtype,
+                                      mt_stream *stream) {
+    int64_t size = a->N * a->P;
+    mt_ssd_carry(a, state, a->dmaps + state->slot * a->H * size, size);
+}
 #pragma GCC diagnostic pop
 
 /* ==== §18b the mixer ============================================================================================== */
 /* Tensor-parallel ranks share the groups with their heads: each has the same share of z, x, B, C, dt, of the taps, the
- * norm and the state, and the output linear sums over the ranks. */
+ * norm and the state, and the output linear sums over the ranks. Context-parallel ranks pass states as in §17b; the
+ * map of a head is its local state and one number, so it costs half of a forward. */
 
 static void mt_mamba_slots(const mt_model *m, mt_slots *s, const mt_layer *w) {
     mt_mamba_sizes z = mt_mamba_sizes_of(m);
@@ -16350,18 +16725,21 @@ static void mt_mamba_slots(const mt_model *m, mt_slots *s, const mt_layer *w) {
 
 static mt_conv_args mt_mamba_conv(const mt_model *m, const mt_pass *p, const mt_layer *w, const mt_activations *a) {
     mt_mamba_sizes z = mt_mamba_sizes_of(m);
-    mt_conv_args conv = {.spans = &p->spans, .C = z.conv, .K = m->options->linear_conv_kernel_dim, .silu = true};
+    mt_conv_args conv = {.C = z.conv, .K = m->options->linear_conv_kernel_dim, .silu = true};
+    conv.spans = p->context ? mt_context_pieces(p->context) : &p->spans;
     conv.x = mt_at(a->mamba_in, z.inner, m->dtype), conv.x_stride = conv.dx_stride = z.in, conv.y = a->conv;
     conv.y_stride = conv.dy_stride = z.conv, conv.w = w->mamba_conv.w, conv.dw = w->mamba_conv.dw;
     conv.bias = w->mamba_conv_bias.w, conv.dbias = w->mamba_conv_bias.dw;
     if (p->decode) conv.states = mt_states_of(m, m->conv_states[w - m->layers]);
+    if (p->context) conv.states = mt_context_states(p->context, m->scratch.conv_carry.states);
     return conv;
 }
 
 static mt_ssd_args mt_mamba_scan(const mt_model *m, const mt_pass *p, const mt_layer *w, const mt_activations *a) {
     const mt_options *o = m->options;
     mt_mamba_sizes z = mt_mamba_sizes_of(m);
-    mt_ssd_args s = {.spans = &p->spans, .G = z.G, .H = z.H, .N = z.N, .P = z.P, .out = a->mamba_out};
+    mt_ssd_args s = {.G = z.G, .H = z.H, .N = z.N, .P = z.P, .out = a->mamba_out};
+    s.spans = p->context ? mt_context_pieces(p->context) : &p->spans;
     s.x = a->conv, s.B = mt_at(a->conv, z.inner, m->dtype), s.C = mt_at(a->conv, z.inner + z.G * z.N, m->dtype);
     s.dt = mt_at(a->mamba_in, z.inner + z.conv, m->dtype);
     s.stride = s.dstride = z.conv, s.dt_stride = s.ddt_stride = z.in;
@@ -16370,6 +16748,9 @@ static mt_ssd_args mt_mamba_scan(const mt_model *m, const mt_pass *p, const mt_l
     s.dt_min = (float)o->mamba_dt_limit_low;
     s.dt_max = o->mamba_dt_limit_high > 0 ? (float)o->mamba_dt_limit_high : INFINITY;
     if (p->decode) s.states = mt_states_of(m, m->rule_states[w - m->layers]);
+    if (!p->context) return s;
+    s.states = mt_context_states(p->context, m->scratch.rule_carry.states);
+    s.maps = m->scratch.rule_maps, s.dmaps = m->scratch.drule_maps;
     return s;
 }
 
@@ -16383,6 +16764,19 @@ static mt_gated_norm_args mt_mamba_norm(const mt_model *m, const mt_pass *p, con
     return n;
 }
 
+static void mt_mamba_carry_step(const void *call, const mt_carried_state *state, bool backward) {
+    const mt_carry_call *c = call;
+    const mt_ops *ops = c->m->ops;
+    (backward ? ops->ssd_carry_backward : ops->ssd_carry_forward)(c->args, state, c->m->dtype, c->p->stream);
+}
+
+static void mt_mamba_carry_states(mt_model *m, const mt_pass *p, const mt_ssd_args *args, bool backward) {
+    mt_carry *carry = &m->scratch.rule_carry;
+    if (!p->context) return;
+    (backward ? m->ops->ssd_map_backward : m->ops->ssd_map_forward)(args, m->dtype, p->stream);
+    mt_context_carry(p->context, carry, mt_mamba_carry_step, &(mt_carry_call){m, p, args}, backward, p->stream);
+}
+
 /* out = mixer(x[R, C]). */
 static void mt_mamba_forward(mt_model *m, const mt_pass *p, const mt_layer *w, mt_activations *a, const void *x,
                              void *out) {
@@ -16390,7 +16784,9 @@ static void mt_mamba_forward(mt_model *m, const mt_pass *p, const mt_layer *w, m
     mt_ssd_args scan = mt_mamba_scan(m, p, w, a);
     mt_gated_norm_args norm = mt_mamba_norm(m, p, w, a);
     mt_layer_linear_forward(p, a, &w->mamba_in, x, a->mamba_in);
+    mt_conv_carry_states(m, p, &conv, false);
     m->ops->short_conv_forward(&conv, m->dtype, p->stream);
+    mt_mamba_carry_states(m, p, &scan, false);
     m->ops->ssd_forward(&scan, m->dtype, p->stream);
     m->ops->gated_norm_forward(&norm, m->dtype, p->stream);
     mt_layer_linear_forward(p, a, &w->o, a->attended, out);
@@ -16410,8 +16806,14 @@ static mt_deferred mt_mamba_backward(mt_model *m, const mt_pass *p, mt_layer *w,
     m->ops->gated_norm_backward(&norm, m->dtype, p->stream);
     scan.dout = s->ddelta, scan.dx = s->dconv, scan.dB = mt_at(s->dconv, z.inner, m->dtype);
     scan.dC = mt_at(s->dconv, z.inner + z.G * z.N, m->dtype), scan.ddt = mt_at(s->dqkv, z.inner + z.conv, m->dtype);
+    mt_conv_carry_states(m, p, &conv, false);
+    mt_mamba_carry_states(m, p, &scan, false);
+    mt_mamba_carry_states(m, p, &scan, true);
+    if (p->context) scan.dstates = s->rule_carry.dstates;
     m->ops->ssd_backward(&scan, m->dtype, p->stream);
     conv.dy = s->dconv, conv.dx = mt_at(s->dqkv, z.inner, m->dtype);
+    mt_conv_carry_states(m, p, &conv, true);
+    if (p->context) conv.dstates = s->conv_carry.dstates;
     m->ops->short_conv_backward(&conv, m->dtype, p->stream);
     mt_linear_io in = {.x = block->x, .dy = s->dqkv, .dx = block->dx};
     mt_layer_linear_backward(m, p, w, a, &w->mamba_in, block->x_field, &in);

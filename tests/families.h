@@ -48,7 +48,7 @@ __attribute__((unused)) static bool has_delta_nets(const char *family) {
     return strncmp(family, "qwen3_next", 10) == 0 || strncmp(family, "qwen3_5", 7) == 0;
 }
 
-/* Families with Mamba-2, which runs without context parallelism. */
+/* Families with Mamba-2. */
 __attribute__((unused)) static bool has_mamba(const char *family) {
     return strcmp(family, "nemotron_h") == 0 || strcmp(family, "granitemoehybrid") == 0;
 }

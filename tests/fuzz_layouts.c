@@ -74,6 +74,10 @@ typedef struct row {
 #define STAGES  "--pipeline-model-parallel-size"
 #define MUON    "--optimizer muon --muon-fp32-matmul-prec highest --muon-extra-scale-factor 0.1 --muon-tp-mode "
 #define DROPOUT "--hidden-dropout 0 --attention-dropout 0;--hidden-dropout 0.1 --attention-dropout 0.1"
+// Letters of layers with one half, as many as there are layers; with experts, or without.
+#define HALVES "latent&variant&mtp-num-layers&moe-layer-freq"
+#define PATTERN                                                                                                        \
+    "--mamba-num-groups 2 --mamba-num-heads 4 --mamba-head-dim 12 --mamba-state-dim 10 --hybrid-override-pattern "
 
 /* Of the model and the run. A new capability adds a row here, or below. */
 static const row model_rows[] = {
@@ -194,8 +198,10 @@ static const row model_rows[] = {
      "--moe-aux-loss-coeff 1e-2 --moe-router-load-balancing-type seq_aux_loss"},
     {60, EXPERTS, "sinkhorn&--sft",
      "--moe-aux-loss-coeff 1e-2;--moe-aux-loss-coeff 1e-2 --moe-router-load-balancing-type seq_aux_loss;"
-     "--moe-aux-loss-coeff 1e-2 --moe-router-load-balancing-type global_aux_loss"},
+     "--moe-aux-loss-coeff 1e-2 --moe-router-load-balancing-type global_aux_loss;"
+     "--moe-aux-loss-coeff 1e-2 2e-2 5e-3 --moe-router-load-balancing-type seq_aux_loss global_aux_loss aux_loss"},
     {30, EXPERTS, "", "--moe-z-loss-coeff 1e-3"},
+    {10, EXPERTS, "", "--moe-router-force-load-balancing"},
     {30, "sigmoid", "", "--moe-router-enable-expert-bias --moe-router-bias-update-rate 0.02"},
     {10, EXPERTS, "sigmoid&sinkhorn", "--moe-router-enable-expert-bias --moe-router-bias-update-rate 0.02"},
     {20, EXPERTS, "sinkhorn&--sft",
@@ -207,9 +213,20 @@ static const row model_rows[] = {
     {40, "shared-expert", "", "--moe-shared-expert-gate"},
     {20, EXPERTS, "", "--moe-layer-freq 2;--moe-layer-freq 3"},
     {20, EXPERTS "&num-layers 4", "moe-layer-freq", "--moe-layer-freq [0,1,1,0];--moe-layer-freq ([0]*1+[1]*3)"},
+    {12, "num-layers 3", HALVES "&" EXPERTS, PATTERN "M*-;" PATTERN "-M*"},
+    {12, "num-layers 4", HALVES "&" EXPERTS, PATTERN "M*M-;" PATTERN "-MM*;" PATTERN "*-M-;" PATTERN "M-M-"},
+    {12, "num-layers 5", HALVES "&" EXPERTS, PATTERN "M-*-M;" PATTERN "*MM-M"},
+    {12, "num-layers 6", HALVES "&" EXPERTS, PATTERN "M-M*-M;" PATTERN "-M*-M*"},
+    {30, "num-layers 4&" EXPERTS, HALVES, PATTERN "M*ME;" PATTERN "EM*-;" PATTERN "*EME"},
+    {30, "num-layers 5&" EXPERTS, HALVES, PATTERN "ME*-M;" PATTERN "-M*EM"},
+    {30, "num-layers 6&" EXPERTS, HALVES, PATTERN "MEM*EM;" PATTERN "M-*EME"},
 
     {15, "", "--sft", "--seq-length 13;--seq-length 21"},
     {100, "", "--seq-length", "--seq-length 16;--seq-length 32;--seq-length 24;--seq-length 12"},
+    // Micro-batches whose choices are a multiple of the experts.
+    {25, EXPERTS " 4", "--seq-length 13&--seq-length 21&--sft&aux-loss&num-groups&expert-bias&sinkhorn",
+     "--moe-router-load-balancing-type quantile_balancing;--moe-router-load-balancing-type quantile_balancing "
+     "--moe-router-quantile-balancing-ema 0.5"},
     {10, "", "", "--max-position-embeddings 64"},
     {30, "", "--sft",
      "--tokenizer-type ByteLevel --reset-attention-mask;--tokenizer-type ByteLevel --reset-position-ids "
@@ -231,7 +248,7 @@ static const row layout_rows[] = {
      "--dynamic-context-parallel;--dynamic-context-parallel "
      "--max-seqlen-per-dp-cp-rank 60"},
     {100, "context-parallel-size&window", "", "--cp-comm-type all_gather;--cp-comm-type a2a"},
-    {40, "context-parallel-size 4", "--cp-comm-type&window&gated_delta_net&variant kda",
+    {40, "context-parallel-size 4", "--cp-comm-type&window&variant&hybrid",
      "--cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes 2 2"},
     {40, STAGES, "",
      "--num-virtual-stages-per-pipeline-rank 2;--num-layers-per-virtual-pipeline-stage 1;"

@@ -768,7 +768,8 @@ enum { LONGEST = 40, MANY = 60 };
 /* A cache that records the prefix whose key and value a row would hold: a hash of the tokens up to its own. */
 typedef struct fake_cache {
     const mt_batcher_plan *plan;
-    uint64_t *rows; // [(num_pages + 1) * page_rows]; 0: nothing
+    uint64_t *rows;      // [(num_pages + 1) * page_rows]; 0: nothing
+    uint64_t *states[2]; // [max_sequences] running and kept: of all tokens that were read
 } fake_cache;
 
 static uint64_t extend(uint64_t hash, int32_t token) {
@@ -788,6 +789,8 @@ static void run_fake(fake_cache *cache, const mt_batcher *b, const mt_sequence *
     for (int64_t i = 0; i < b->num_copies; i++)
         for (int64_t r = 0; r < b->copies[i].rows; r++)
             cache->rows[b->copies[i].to + r] = cache->rows[b->copies[i].from + r];
+    for (const mt_state_copy *c = b->state_copies; c < b->state_copies + b->num_state_copies; c++)
+        cache->states[c->to_kept][c->to] = cache->states[c->from_kept][c->from];
     for (int64_t s = 0, t = 0; s < batch->num_spans; s++) {
         const mt_span *span = &batch->spans[s];
         int64_t first = span->k_len - span->q_len, i = 0;
@@ -799,6 +802,7 @@ static void run_fake(fake_cache *cache, const mt_batcher *b, const mt_sequence *
         assert_in_range(i, 0, count - 1);
         uint64_t hash = 0;
         for (int64_t at = 0; at < first; at++) hash = extend(hash, sequences[i].tokens[at]);
+        if (b->plan.has_states && first > 0) assert_true(cache->states[0][slot] == hash);
         for (int64_t at = first; at < span->k_len; at++, t++) {
             assert_int_equal(batch->tokens[t], sequences[i].tokens[at]);
             assert_int_equal(batch->positions[t], at);
@@ -806,6 +810,7 @@ static void run_fake(fake_cache *cache, const mt_batcher *b, const mt_sequence *
             hash = extend(hash, batch->tokens[t]);
             cache->rows[b->cache_rows[t]] = hash;
         }
+        cache->states[0][slot] = hash;
         if (span->k_len == sequences[i].num_tokens) {
             assert_int_equal(b->logit_rows[logits], t - 1);
             assert_int_equal(b->logit_sequences[logits++], i);
@@ -846,9 +851,10 @@ static void batches_read_the_prefix_of_each_sequence(void **state) {
             .max_sequences = 1 + words[0] % 7, .max_length = LONGEST, .max_tokens = 1 + words[1] % 50};
         plan.page_rows = 1 << words[2] % 5;
         int64_t most = (LONGEST + plan.page_rows - 1) / plan.page_rows;
-        plan.num_pages = most + words[3] % (2 * most);
+        plan.num_pages = most + words[3] % (2 * most), plan.has_states = trial % 4 > 1;
         mt_batcher *b = mt_batcher_create(&plan);
-        fake_cache cache = {&plan, mt_calloc((plan.num_pages + 1) * plan.page_rows * 8)};
+        uint64_t states[2][8] = {{0}};
+        fake_cache cache = {&plan, mt_calloc((plan.num_pages + 1) * plan.page_rows * 8), {states[0], states[1]}};
         mt_sequence sequences[MANY];
         int32_t tokens[MANY][LONGEST];
         for (uint64_t s = 0; s < MANY; s++) {
@@ -930,9 +936,49 @@ static void samples_of_a_prompt_share_its_pages(void **state) {
     mt_batcher_destroy(b);
 }
 
-/* A plan of `slots` sequences at once and `pages` pages of `rows` rows; generates as run() does. Returns forwards. */
+/* Reads the prompts of all sequences, and a token of each; returns the tokens of prompts that were read. */
+static int64_t read_prompts(mt_batcher *b, mt_sequence *sequences, int64_t count) {
+    int64_t read = 0;
+    while (mt_batcher_next(b, sequences, count) > 0) {
+        read += b->num_prefill;
+        for (int64_t i = 0; i < b->num_logits; i++) sequences[b->logit_sequences[i]].finish = MT_FINISH_LENGTH;
+    }
+    return read;
+}
+
+/* With states: samples of one prompt wait until its first 34 tokens are read, then each reads one token. A beginning
+ * that only two texts have had is read again by the second one, which keeps its state for the third. A text that goes
+ * on where another ended reads only what is new. */
+static void samples_of_a_prompt_share_its_state(void **state) {
+    (void)state;
+    const mt_batcher_plan plan = {
+        .max_sequences = 4, .max_length = 48, .max_tokens = 100, .page_rows = 8, .num_pages = 24, .has_states = true};
+    mt_batcher *b = mt_batcher_create(&plan);
+    mt_sequence sequences[6];
+    int32_t tokens[6][48];
+    for (int s = 0; s < 6; s++) {
+        sequences[s] = (mt_sequence){.id = s, .tokens = tokens[s], .num_prompt = 35, .num_tokens = 35, .slot = -1};
+        sequences[s].max_tokens = 40;
+        for (int i = 0; i < 48; i++) tokens[s][i] = i;
+    }
+    assert_int_equal(read_prompts(b, sequences, 6), 34 + 6);
+    mt_batcher_destroy(b);
+
+    static const int64_t new_tokens[] = {40, 40, 40 - 24, 45 - 40};
+    b = mt_batcher_create(&plan);
+    for (int s = 0; s < 4; s++) { // one after another; the last one continues the one before
+        sequences[s].num_prompt = sequences[s].num_tokens = s < 3 ? 40 : 45, sequences[s].max_tokens = 48;
+        sequences[s].slot = -1, sequences[s].finish = MT_UNFINISHED;
+        for (int i = 24; i < 48; i++) tokens[s][i] = 100 * (s < 3 ? s : 2) + i;
+        assert_int_equal(read_prompts(b, &sequences[s], 1), new_tokens[s]);
+    }
+    mt_batcher_destroy(b);
+}
+
+/* A plan of `slots` sequences at once and `pages` pages of `rows` rows; generates as run() does. Returns forwards, and
+ * the tokens of prompts that were read. */
 static int64_t run_paged(const mt_run_options *options, mt_sequence *sequences, int64_t count, int64_t slots,
-                         int64_t rows, int64_t tokens, const mt_sampling *sampling) {
+                         int64_t rows, int64_t tokens, const mt_sampling *sampling, int64_t *read) {
     mt_model_plan plan = {.max_tokens = 40, .page_rows = rows};
     mt_error error;
     int64_t forwards = 0, left = 1;
@@ -941,6 +987,7 @@ static int64_t run_paged(const mt_run_options *options, mt_sequence *sequences, 
     mt_generator *generator = mt_generator_create(model, sampling, &no_stops);
     for (; left > 0; forwards++)
         if ((left = mt_generator_step(generator, sequences, count, &error)) < 0) fail_msg("%s", error.text);
+    *read = mt_generator_read_totals(generator).prefill_tokens;
     mt_generator_destroy(generator);
     mt_model_destroy(model);
     return forwards;
@@ -958,18 +1005,21 @@ static void sequences_that_wait_share_or_are_put_back_equal_single_runs(void **s
     for (int k = 0; k < NUM_FAMILIES; k += 2) {
         mt_run_options options = read_family(k);
         mt_sequence alone[COUNT], together[COUNT];
-        int64_t forwards[6];
+        int64_t forwards[6], read, prompts = 0;
         for (int c = -1; c < 6; c++) {
             for (int32_t s = 0; s < COUNT; s++) { // in groups: 3 samples of a prompt, and prompts that begin alike
                 int32_t prompt[64];
                 int64_t count = 3 + 9 * (s / 3);
                 for (int32_t i = 0; i < count; i++)
                     prompt[i] = (i * 31 + (i > 20 ? s / 3 : s / 6)) % (int32_t)options.stack.vocab_size;
+                prompts += c < 0 ? count : 0;
                 (c < 0 ? alone : together)[s] = begin(&options, s, prompt, count, 64);
                 if (c < 0) run(&options, &alone[s], 1, 0, &drawn, &no_stops);
             }
             if (c < 0) continue;
-            forwards[c] = run_paged(&options, together, COUNT, cases[c].slots, cases[c].rows, cases[c].tokens, &drawn);
+            forwards[c] =
+                run_paged(&options, together, COUNT, cases[c].slots, cases[c].rows, cases[c].tokens, &drawn, &read);
+            if (c == 1) assert_true(read < prompts * 3 / 4); // all run at once: a prompt is read once, not three times
             for (int s = 0; s < COUNT; s++) {
                 int64_t equal = assert_same_text(&options, &drawn, &together[s], &alone[s]);
                 assert_int_equal(together[s].finish, MT_FINISH_LENGTH);
@@ -1350,6 +1400,7 @@ int main(void) {
         cmocka_unit_test(a_sequence_ends_at_a_stop_token_or_at_its_length),
         cmocka_unit_test(batches_read_the_prefix_of_each_sequence),
         cmocka_unit_test(samples_of_a_prompt_share_its_pages),
+        cmocka_unit_test(samples_of_a_prompt_share_its_state),
         cmocka_unit_test(sequences_that_wait_share_or_are_put_back_equal_single_runs),
         cmocka_unit_test(rollouts_have_the_log_probabilities_of_training),
         cmocka_unit_test(damaged_weights_end_generation_with_a_message),

@@ -569,6 +569,54 @@ static void the_scan_rounds_its_results_once(void **state) {
     free(out_bits), free(got_bits), free(wanted), free(o.values);
 }
 
+/* As carry_delta. */
+static void carry_scan(mt_ssd_args a, float *states, float *dstates, int64_t elements) {
+    float *maps = calloc((size_t)(elements + a.H), sizeof *maps), *dmaps = calloc((size_t)elements, sizeof *dmaps);
+    piece_step step;
+    for (int n = 0; n < 2 * PIECES; n++) {
+        if (!piece_step_begin(&step, n, states, dstates, elements)) continue;
+        a.spans = &step.p.list, a.states = step.states, a.maps = maps, a.dmaps = dmaps, a.dstates = NULL;
+        ops->ssd_map_forward(&a, MT_F32, NULL);
+        if (!step.backward) {
+            if (step.p.goes_on) ops->ssd_carry_forward(&a, &step.carried, MT_F32, NULL);
+            ops->ssd_forward(&a, MT_F32, NULL);
+            continue;
+        }
+        ops->ssd_map_backward(&a, MT_F32, NULL);
+        if (step.p.continues) ops->ssd_carry_backward(&a, &step.carried, MT_F32, NULL);
+        a.dstates = step.after;
+        ops->ssd_backward(&a, MT_F32, NULL);
+    }
+    free(maps), free(dmaps);
+}
+
+static void the_scan_in_pieces_equals_that_of_whole_sequences(void **state) {
+    (void)state;
+    const ssd_shape s = {PIECES_T, 2, 4, 8, 6, 0, INFINITY, 3, {{0}}};
+    const mt_spans spans = {sequences, sequences, 3};
+    operands o = ssd_operands(&s);
+    int64_t count = s.T * s.H * s.P, elements = s.H * s.N * s.P, all = o.total + count;
+    float *in = floats_of(o.values, o.total), *dout = floats_of(o.values, count);
+    float *rows = calloc((size_t)o.total, sizeof *rows), *drows = calloc((size_t)o.total, sizeof *drows);
+    float *results = calloc((size_t)(2 * all), sizeof *results); // gradients, then out: of the whole, of the pieces
+    float *states = calloc((size_t)((2 * PIECES + 2) * elements), sizeof *states);
+    double *wanted = calloc((size_t)all, sizeof *wanted);
+    for (int64_t i = 0; i < (2 * PIECES + 2) * elements; i++) states[i] = NAN; // must not be read unless written
+    for (int pieces = 0; pieces < 2; pieces++) {
+        float *got = results + pieces * all;
+        mt_ssd_args a = ssd_args(&s, &spans, &o, MT_F32, in, rows);
+        ssd_gradients(&s, &a, drows, MT_F32, got + o.starts[3], got + o.starts[4]);
+        a.out = got + o.total, a.dout = dout;
+        if (pieces) carry_scan(a, states, states + (PIECES + 2) * elements, elements);
+        if (!pieces) ops->ssd_forward(&a, MT_F32, NULL), ops->ssd_backward(&a, MT_F32, NULL);
+        ssd_gather(&s, &o, got, drows);
+    }
+    for (int64_t i = 0; i < all; i++) wanted[i] = (double)results[i];
+    for (int i = 0; i < o.num; i++) expect_equal(results + all + o.starts[i], wanted + o.starts[i], o.counts[i], 1e-5);
+    expect_equal(results + all + o.total, wanted + o.total, count, 1e-5);
+    free(in), free(dout), free(rows), free(drows), free(results), free(states), free(wanted), free(o.values);
+}
+
 /* As a_state_continues_a_text. */
 static void a_state_of_the_scan_continues_a_text(void **state) {
     (void)state;
@@ -769,6 +817,7 @@ int main(void) {
         cmocka_unit_test(a_short_convolution_in_pieces_equals_that_of_whole_sequences),
         cmocka_unit_test(the_scan_equals_its_recurrence_in_float64),
         cmocka_unit_test(the_scan_rounds_its_results_once),
+        cmocka_unit_test(the_scan_in_pieces_equals_that_of_whole_sequences),
         cmocka_unit_test(a_state_of_the_scan_continues_a_text),
         cmocka_unit_test(a_nan_in_the_scan_stays_a_nan),
         cmocka_unit_test(a_short_convolution_equals_its_definition),

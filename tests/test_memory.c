@@ -91,7 +91,7 @@ typedef struct llama {
 
 /* A Llama of 4 layers with further options on a machine with so much memory (0: this one's); returns the status. */
 static int llama_open(llama *l, const mt_ops *ops, const char *words, int64_t host_memory, mt_error *error) {
-    char line[600], *arguments[64];
+    char line[900], *arguments[80];
     int count = 0;
     snprintf(line, sizeof line,
              "train --num-layers 4 --hidden-size %d --ffn-hidden-size %d --num-attention-heads 4 --swiglu "
@@ -190,6 +190,39 @@ static void offloading_keeps_two_layers_on_the_device(void **state) {
         if (saved != offloaded + cases[i].recomputed || fabs(host * 1048576 - (double)offloaded) > 0.051 * 1048576)
             fail_msg("%s saves %lld bytes, not %lld, with %.1f MiB on the host", cases[i].words, (long long)saved,
                      (long long)(offloaded + cases[i].recomputed), host);
+    }
+}
+
+/* Layers without attention: the operand of their last product is offloaded, their norms are recomputed. */
+static void mixers_with_states_recompute_and_offload_by_module(void **state) {
+    (void)state;
+    const int64_t column = TOKENS * 4, norm = HIDDEN * column, inner = 4 * 16 * column;
+#define HEADS "--linear-num-key-heads 4 --linear-num-value-heads 4 --linear-key-head-dim 16 --linear-value-head-dim 16"
+    static const char *const mixers[] = {
+        "gated_delta_net " HEADS, "kda " HEADS,
+        "mamba2 --mamba-num-groups 2 --mamba-num-heads 4 --mamba-head-dim 16 --mamba-state-dim 8"};
+#undef HEADS
+    const struct {
+        const char *words;
+        int64_t saved;
+    } cases[] = {
+        {"--recompute-granularity selective --recompute-modules layernorm", 3 * 2 * norm},
+        {"--recompute-granularity selective --recompute-modules mlp", 3 * 3 * FFN * column},
+        {"--fine-grained-activation-offloading --offload-modules attn_norm", 2 * norm},
+        {"--fine-grained-activation-offloading --offload-modules qkv_linear", 2 * norm},
+        {"--fine-grained-activation-offloading --offload-modules core_attn attn_proj", 2 * inner},
+        {"--fine-grained-activation-offloading --offload-modules core_attn attn_proj mlp_norm", 2 * (inner + norm)},
+    };
+    for (size_t k = 0; k < sizeof mixers / sizeof *mixers; k++) {
+        char all[300], words[500];
+        snprintf(all, sizeof all, "--linear-attention-freq [1,1,1,1] --experimental-attention-variant %s", mixers[k]);
+        int64_t bytes = llama_bytes(all, NULL);
+        for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+            snprintf(words, sizeof words, "%s %s", all, cases[i].words);
+            int64_t saved = bytes - llama_bytes(words, NULL);
+            if (saved != cases[i].saved)
+                fail_msg("%s saves %lld bytes, not %lld", words, (long long)saved, (long long)cases[i].saved);
+        }
     }
 }
 
@@ -366,6 +399,7 @@ int main(void) {
         cmocka_unit_test(recomputation_keeps_what_its_units_keep),
         cmocka_unit_test(products_in_fp8_save_one_byte_an_element),
         cmocka_unit_test(offloading_keeps_two_layers_on_the_device),
+        cmocka_unit_test(mixers_with_states_recompute_and_offload_by_module),
         cmocka_unit_test(offloading_on_the_cpu_counts_in_one_memory),
         cmocka_unit_test(offloading_beyond_the_memory_of_the_host_is_refused),
         cmocka_unit_test(recipes_fit_their_gpu_and_host),

@@ -2,6 +2,7 @@
 #include "adapter.h"
 
 #include "../base/file.h"
+#include "../base/safetensors.h"
 #include "../options/option_rules.h"
 #include "../options/option_table.h"
 #include "checkpoint_folder.h"
@@ -240,12 +241,30 @@ static bool mt_json_lists(const json_t *list, const char *name) {
 struct mt_adapter_file {
     json_t *json;
     char *path;
+    bool leaves_out_experts; // see mt_adapter_leaves_out_experts
 };
+
+/* True if the file has adapters of MLPs and none of experts. In transformers 5 experts are no modules, so that the
+ * names of peft's "target_modules" are those of dense layers and shared experts alone. */
+static bool mt_adapter_leaves_out_experts(const char *folder) {
+    mt_safetensors *set;
+    mt_error ignored; // who loads the tensors reports it
+    bool has_mlp = false, has_experts = false;
+    if (mt_safetensors_open_folder(&set, folder, "adapter_model", &ignored) != 0) return false;
+    for (int64_t i = 0; i < mt_safetensors_count(set); i++) {
+        const char *name = mt_safetensors_get(set, i)->name;
+        has_mlp |= strstr(name, ".mlp.") != NULL;
+        has_experts |= strstr(name, ".experts.") != NULL;
+    }
+    mt_safetensors_close(set);
+    return has_mlp && !has_experts;
+}
 
 mt_adapter_file *mt_adapter_file_open(const char *folder, mt_error *error) {
     mt_adapter_file *file = mt_calloc(sizeof *file);
     file->path = mt_path_join(folder, "adapter_config.json");
     file->json = mt_json_read(file->path, error);
+    file->leaves_out_experts = mt_adapter_leaves_out_experts(folder);
     if (file->json && mt_peft_check(file->json, file->path, error) == 0) return file;
     mt_adapter_file_close(file);
     return NULL;
@@ -355,7 +374,8 @@ int mt_adapter_file_find(const mt_adapter_file *file, const mt_param *row, mt_ad
     if (!rank || !alpha) return -1;
     bool by_root = json_is_true(json_object_get(json, "use_rslora"));
     double r = (double)json_integer_value(rank);
-    shape->exists = named && !excluded && mt_peft_has_layer(file, module);
+    bool in_file = row->expert < 0 || !file->leaves_out_experts;
+    shape->exists = named && !excluded && in_file && mt_peft_has_layer(file, module);
     shape->rank = json_integer_value(rank), shape->scale = json_number_value(alpha) / (by_root ? sqrt(r) : r);
     return 0;
 }
@@ -574,14 +594,14 @@ int mt_adapter_read_options(mt_run_options *o, mt_error *error) {
 static int mt_targets_take(mt_run_options *o, const mt_param *rows, int64_t count, const bool *named, bool some,
                            mt_error *error) {
     char with[160], without[160], source[300];
-    const mt_param *first[64] = {0};
+    const mt_param *first[MT_NUM_ROLES] = {0};
     for (int64_t i = 0; i < count; i++) {
         if (!named[i]) continue;
-        o->stack.lora_roles |= (uint64_t)1 << rows[i].role;
+        o->stack.lora_roles[rows[i].role / 64] |= (uint64_t)1 << rows[i].role % 64;
         if (!first[rows[i].role]) first[rows[i].role] = &rows[i];
     }
     for (int64_t i = 0; i < count && !some; i++) {
-        if (named[i] || !rows[i].can_adapt || !(o->stack.lora_roles >> rows[i].role & 1)) continue;
+        if (named[i] || !rows[i].can_adapt || !mt_role_has_adapters(&o->stack, rows[i].role)) continue;
         mt_module_name(with, first[rows[i].role]), mt_module_name(without, &rows[i]);
         return mt_error_set(error,
                             "%s: names %s but not %s; adapters of some layers or experts only are not supported; name "
@@ -596,7 +616,7 @@ static int mt_targets_take(mt_run_options *o, const mt_param *rows, int64_t coun
 static int mt_targets_read(mt_run_options *o, const mt_param *rows, int64_t count, bool *named, mt_error *error) {
     char *folder = mt_adapter_folder(o, error);
     mt_adapter_file *file = folder ? mt_adapter_file_open(folder, error) : NULL;
-    bool any = false, differ = file && mt_peft_differs(file->json);
+    bool any = false, differ = file && (mt_peft_differs(file->json) || file->leaves_out_experts);
     int status = file ? 0 : -1;
     int64_t rank = 0;
     double scale = 0;
@@ -624,7 +644,7 @@ int mt_options_derive_adapters(mt_run_options *o, mt_error *error) {
     mt_param *rows;
     int status = 0;
     bool adapts_experts = false;
-    o->stack.lora_roles = 0;
+    memset(o->stack.lora_roles, 0, sizeof o->stack.lora_roles);
     if (o->stack.lora_rank == 0) return 0;
     if (o->stack.head_type != MT_HEAD_LM)
         return mt_error_set(error, "--lora-rank: a value head is not trained with adapters; leave out the adapter, or "
@@ -648,7 +668,7 @@ int mt_options_derive_adapters(mt_run_options *o, mt_error *error) {
     if (status == 0) status = mt_targets_take(o, rows, count, named, of_file, error);
     for (int64_t i = 0; i < count; i++) adapts_experts |= named[i] && rows[i].unit == MT_UNIT_EXPERTS;
     free(rows), free(named);
-    if (status == 0 && o->stack.lora_roles == 0)
+    if (status == 0 && !o->stack.lora_roles[0] && !o->stack.lora_roles[1])
         status = mt_error_set(error, "--lora-rank needs --lora-target: all-linear, or names such as q_proj,v_proj");
     if (status == 0 && o->stack.lora_dropout > 0 && adapts_experts)
         status =
@@ -661,7 +681,7 @@ int mt_options_derive_adapters(mt_run_options *o, mt_error *error) {
 static bool mt_target_strays(const mt_options *o, const char *target, const mt_param *rows, int64_t count) {
     char module[160];
     for (int64_t i = 0; i < count; i++) {
-        if (!rows[i].can_adapt || o->lora_roles >> rows[i].role & 1) continue;
+        if (!rows[i].can_adapt || mt_role_has_adapters(o, rows[i].role)) continue;
         mt_module_name(module, &rows[i]);
         if (mt_target_matches(target, module)) return true;
     }
@@ -675,7 +695,7 @@ static json_t *mt_peft_modules(const mt_options *o) {
     json_t *modules = json_array();
     int64_t count = mt_params_build(&rows, o, NULL);
     for (int64_t i = 0; i < count; i++) {
-        if (!rows[i].can_adapt || !(o->lora_roles >> rows[i].role & 1)) continue;
+        if (!rows[i].can_adapt || !mt_role_has_adapters(o, rows[i].role)) continue;
         mt_module_name(module, &rows[i]);
         const char *name = mt_module_word(module);
         while (name > module && !mt_json_lists(modules, name) && mt_target_strays(o, name, rows, count))
@@ -740,15 +760,17 @@ void mt_adapter_warn(const mt_options *o, FILE *out) {
     if (o->lora_rank == 0 || (o->num_experts == 0 && o->hf_family != MT_HF_DEEPSEEK_V3)) return;
     int64_t count = mt_params_build(&rows, o, NULL);
     for (int64_t i = 0; i < count && !*module; i++) {
-        if (!rows[i].can_adapt || !(o->lora_roles >> rows[i].role & 1) || rows[i].unit == MT_UNIT_EXPERTS) continue;
-        if (strstr(rows[i].hf_name, ".mlp.")) mt_module_name(module, &rows[i]);
+        if (!rows[i].can_adapt || !mt_role_has_adapters(o, rows[i].role) || rows[i].unit == MT_UNIT_EXPERTS) continue;
+        bool of_mlp = strstr(rows[i].hf_name, ".mlp.") || strstr(rows[i].hf_name, ".block_sparse_moe.");
+        if (of_mlp) mt_module_name(module, &rows[i]);
     }
     free(rows);
     if (!*module) return;
     fprintf(
         out,
-        "warning: peft (0.21) drops the adapters of dense layers and shared experts of a family with experts, such as "
-        "%s; this program loads them; for other programs merge them by infer --merge-adapter, or name matrices of "
+        "warning: peft (0.21) drops a part of the adapters of MLPs of a family with experts, those of experts or the "
+        "others, such as %s; this program loads them; for other programs merge them by infer --merge-adapter, or name "
+        "matrices of "
         "attention alone by --lora-target\n",
         module);
 }

@@ -95,7 +95,8 @@ static void mt_options_print_idle(const mt_run_options *o, FILE *file) {
         (!o->stack.moe_pad_expert_input_to_capacity || o->stack.moe_token_dispatcher_type != MT_DISPATCHER_ALLTOALL);
     bool all_recomputed =
         o->stack.recompute_granularity == MT_RECOMPUTE_FULL && o->stack.recompute_method == MT_RECOMPUTE_UNIFORM;
-    bool experts = mt_num_expert_layers(&o->stack) > 0, mlps = mt_num_expert_layers(&o->stack) < o->stack.num_layers;
+    bool experts = mt_num_expert_layers(&o->stack) > 0, mlps = mt_num_dense_layers(&o->stack) > 0;
+    bool attends = mt_has_mixer(&o->stack, MT_MIXER_ATTENTION) || mt_has_mixer(&o->stack, MT_MIXER_LATENT_ATTENTION);
     const char *alone = "there is one data-parallel rank", *dense = "no layer has experts";
     bool unwatched = !mt_launched_by_mpi();
     const char *no_watch = "without mpirun, no time limits are watched";
@@ -127,14 +128,15 @@ static void mt_options_print_idle(const mt_run_options *o, FILE *file) {
         {o->load && MT_GIVEN(o, stack.init_method_std), "init-method-std", "the weights are loaded"},
         {o->exit_on_missing_checkpoint && !resumes, "exit-on-missing-checkpoint", "the run does not resume"},
         {modules & MT_MODULE_CORE_ATTN, "recompute-modules core_attn", "attention never keeps its probabilities"},
-        {modules & MT_MODULE_MLP && !mlps, "recompute-modules mlp", "every layer has experts instead of an MLP"},
+        {modules & MT_MODULE_MLP && !mlps, "recompute-modules mlp", "no layer has an MLP without experts"},
         {modules & MT_MODULE_MOE && !experts, "recompute-modules moe", dense},
         {modules & MT_MODULE_MOE_ACT && !experts, "recompute-modules moe_act", dense},
         {modules & MT_MODULE_SHARED_EXPERTS && (!experts || o->stack.moe_shared_expert_intermediate_size == 0),
          "recompute-modules shared_experts", "no layer has a shared expert"},
         {offloaded & ~(unsigned)MT_OFFLOAD_ATTN_NORM && all_recomputed, "offload-modules other than attn_norm",
          "full recomputation keeps the input of a unit alone"},
-        {offloaded & MT_OFFLOAD_MLP && !mlps, "offload-modules mlp", "every layer has experts instead of an MLP"},
+        {offloaded & MT_OFFLOAD_MLP && !mlps, "offload-modules mlp", "no layer has an MLP without experts"},
+        {offloaded & MT_OFFLOAD_CORE_ATTN && !attends, "offload-modules core_attn", "no layer has attention"},
         {expert_inputs && !experts, "offload-modules expert_fc1, moe_act", dense},
         {expert_inputs && experts && varies, "offload-modules expert_fc1, moe_act",
          "the number of their rows depends on the data; --moe-pad-expert-input-to-capacity fixes it"},
