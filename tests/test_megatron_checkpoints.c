@@ -1,9 +1,11 @@
 /* Checkpoints of Megatron-LM: archives and pickles are read into values or refused in words, and nothing of them runs;
  * tensors of several ranks become whole matrices. */
 #include "../data/base/file.h"
+#include "../data/checkpoint/megatron_args.h"
 #include "../data/checkpoint/megatron_folder.h"
 #include "../data/checkpoint/torch_pickle.h"
 #include "../data/checkpoint/torch_zip.h"
+#include "../data/options/option_table.h"
 #include "folder.h"
 
 #include <math.h>
@@ -328,8 +330,42 @@ static void a_rank_whose_file_is_missing_is_named(void **state) {
     refused_without("torch_tp2", "mp_rank_01", "mp_rank_01/model_optim_rng.pt");
 }
 
+/* Latent attention has YaRN unless its run says otherwise, as in MLATransformerConfig. */
+static void arguments_of_other_models_are_refused(void **state) {
+    (void)state;
+    static const struct {
+        const char *bytes;
+        size_t length;
+        const char *words; // NULL: accepted
+    } rows[] = {
+        {TEXT("}(U\x11glu_linear_offsetG\0\0\0\0\0\0\0\0U\x07use_mup\x89u."), NULL},
+        {TEXT("}(U\x07use_mup\x88u."), "\"use_mup\""},
+        {TEXT("}(U\x0dmrope_section](K\x01K\x02eu."), "\"mrope_section\""},
+        {TEXT("}(U\x1amoe_expert_capacity_factorG\x3f\xf0\0\0\0\0\0\0u."), "\"moe_expert_capacity_factor\""},
+        {TEXT("}(U\x16multi_latent_attention\x88u."), "scaled by YaRN"},
+        {TEXT("}(U\x16multi_latent_attention\x88U\x09rope_typeU\x04yarnu."), "scaled by YaRN"},
+        {TEXT("}(U\x16multi_latent_attention\x88U\x09rope_typeU\x04ropeu."), NULL},
+        {TEXT("}(U\x16multi_latent_attention\x88U\x15rotary_scaling_factorG\x3f\xf0\0\0\0\0\0\0u."), NULL},
+        {TEXT("}(U\x16multi_latent_attention\x89U\x09rope_typeU\x04yarnu."), NULL},
+    };
+    for (size_t i = 0; i < sizeof rows / sizeof *rows; i++) {
+        mt_pickle *pickle;
+        mt_error error;
+        mt_run_options options;
+        if (read_pickle(&pickle, rows[i].bytes, rows[i].length, &error) != 0) fail_msg("%zu: %s", i, error.text);
+        mt_options_default(&options);
+        int status = mt_args_set(&options, mt_pickle_root(pickle), "folder", &error);
+        assert_int_equal(status, rows[i].words ? -1 : 0);
+        if (rows[i].words && !strstr(error.text, rows[i].words)) fail_msg("%zu: %s", i, error.text);
+        if (rows[i].words) assert_one_line(&error, "folder: ");
+        mt_options_free(&options);
+        mt_pickle_free(pickle);
+    }
+}
+
 int main(void) {
     const struct CMUnitTest tests[] = {
+        cmocka_unit_test(arguments_of_other_models_are_refused),
         cmocka_unit_test(what_a_pickle_may_not_have_is_refused_in_words),
         cmocka_unit_test(a_pickle_becomes_values),
         cmocka_unit_test(a_tensor_lies_in_its_storage),

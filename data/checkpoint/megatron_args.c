@@ -55,9 +55,12 @@ static const struct {
     {"v_head_dim", "multi_latent_attention"},
     {"mtp_num_layers", NULL},
     {"softmax_type", NULL},
+    {"softmax_scale", NULL},
+    {"activation_func_clamp_value", NULL},
+    {"glu_linear_offset", NULL},
 };
 
-/* Arguments whose models are other ones, and the value that is none of them: NULL for None. */
+/* Arguments whose models are other ones, unless they are None, False or 0. */
 static const char *const mt_other_args[] = {
     "rotary_interleaved",
     "window_size",
@@ -73,13 +76,32 @@ static const char *const mt_other_args[] = {
     "mtp_use_repeated_layer",
     "apply_residual_connection_post_layernorm",
     "no_rope_freq",
+    "use_mup",
+    "mrope_section",
+    "moe_expert_capacity_factor",
+    "moe_apply_probs_on_input",
+    "moe_router_topk_limited_devices",
+    "moe_mlp_glu_interleave_size",
+    "moe_shared_expert_glu_interleave_size",
+    "mtp_hybrid_override_pattern",
 };
 
 /* True for a value other than None, False and 0. */
 static bool mt_pickled_is_set(const mt_pickled *value) {
     if (!value || value->kind == MT_PICKLED_NONE) return false;
     if (value->kind == MT_PICKLED_BOOL || value->kind == MT_PICKLED_INT) return value->number != 0;
-    return true;
+    return value->kind != MT_PICKLED_REAL || value->real != 0;
+}
+
+/* True if latent attention has RoPE scaled by YaRN: its type unless "rope" is given, and its factor unless that is 1.
+ */
+static bool mt_args_scale_latent_rope(const mt_pickled *args) {
+    const char *type = mt_pickled_text(mt_pickled_get(args, "rope_type"));
+    const mt_pickled *factor = mt_pickled_get(args, "rotary_scaling_factor");
+    bool is_one = factor && ((factor->kind == MT_PICKLED_REAL && factor->real == 1) ||
+                             (factor->kind == MT_PICKLED_INT && factor->number == 1));
+    return mt_pickled_is_set(mt_pickled_get(args, "multi_latent_attention")) && !is_one &&
+           (!type || strcmp(type, "rope") != 0);
 }
 
 /* The value as the command line has it, in text[size]; false: none. */
@@ -107,9 +129,14 @@ static bool mt_pickled_print(const mt_pickled *value, char *text, size_t size) {
     return true;
 }
 
-/* Sets the options of a copy that the arguments give. */
-static int mt_args_set(mt_run_options *of_args, const mt_pickled *args, const char *folder, mt_error *error) {
+int mt_args_set(mt_run_options *of_args, const mt_pickled *args, const char *folder, mt_error *error) {
     char text[4096];
+    if (mt_args_scale_latent_rope(args))
+        return mt_error_set(error,
+                            "%s: its run has latent attention with RoPE scaled by YaRN, which is not read from a "
+                            "checkpoint of Megatron-LM; convert it to a Hugging Face folder by Megatron Bridge "
+                            "(convert_checkpoints.py export)",
+                            folder);
     for (size_t i = 0; i < sizeof mt_other_args / sizeof *mt_other_args; i++)
         if (mt_pickled_is_set(mt_pickled_get(args, mt_other_args[i])))
             return mt_error_set(

@@ -3,10 +3,15 @@
 #define MT_MEGATRON_ARGS_H
 
 #include "../options/options.h"
+#include "torch_pickle.h"
 
 #ifdef __cplusplus
 extern "C" {
 #endif
+
+/* Sets the options of the model that a run's arguments describe. `folder` is for messages. Errors: an argument whose
+ * model is another one, or a value that no option takes. */
+int mt_args_set(mt_run_options *of_args, const mt_pickled *args, const char *folder, mt_error *error);
 
 /* With options->use_checkpoint_args, or without --num-layers: takes the model's options that were not given from the
  * arguments of the checkpoint in `folder`; given ones must agree. Otherwise compares them, so that an option that
