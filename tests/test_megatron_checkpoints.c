@@ -340,7 +340,9 @@ static void arguments_of_other_models_are_refused(void **state) {
     } rows[] = {
         {TEXT("}(U\x11glu_linear_offsetG\0\0\0\0\0\0\0\0U\x07use_mup\x89u."), NULL},
         {TEXT("}(U\x07use_mup\x88u."), "\"use_mup\""},
-        {TEXT("}(U\x0dmrope_section](K\x01K\x02eu."), "\"mrope_section\""},
+        {TEXT("}(U\x0dmrope_section](K\x01K\x02"
+              "eu."),
+         "\"mrope_section\""},
         {TEXT("}(U\x1amoe_expert_capacity_factorG\x3f\xf0\0\0\0\0\0\0u."), "\"moe_expert_capacity_factor\""},
         {TEXT("}(U\x16multi_latent_attention\x88u."), "scaled by YaRN"},
         {TEXT("}(U\x16multi_latent_attention\x88U\x09rope_typeU\x04yarnu."), "scaled by YaRN"},
