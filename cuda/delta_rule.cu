@@ -889,25 +889,7 @@ template <class T> __global__ void __launch_bounds__(THREADS, 2) finish_backward
 
 /* ---- token by token ---------------------------------------------------------------------------------------------- */
 
-enum { STEP_LANES = 8, STEP_ROWS = THREADS / STEP_LANES, STEP_TOKENS = 8 };
-
-/* x[N] summed over the threads of the same columns, in one order; all of them receive the sums. */
-template <int N> __device__ static inline void sum_of_lines(float (&x)[N], float (&sums)[WARPS][STEP_LANES * N]) {
-    int warp = (int)threadIdx.x / 32, lane = (int)threadIdx.x % STEP_LANES;
-#pragma unroll
-    for (int j = 0; j < N; j++) {
-        x[j] += __shfl_xor_sync(0xffffffff, x[j], 8);
-        x[j] += __shfl_xor_sync(0xffffffff, x[j], 16);
-        if (threadIdx.x % 32 < STEP_LANES) sums[warp][lane * N + j] = x[j];
-    }
-    __syncthreads();
-#pragma unroll
-    for (int j = 0; j < N; j++) {
-        x[j] = 0;
-        for (int w = 0; w < WARPS; w++) x[j] += sums[w][lane * N + j];
-    }
-    __syncthreads();
-}
+enum { STEP_LANES = MT_STEP_LANES, STEP_ROWS = THREADS / STEP_LANES, STEP_TOKENS = 8 };
 
 /* A block per 8 N columns of a head of a span. A thread has N columns of every 32nd row of the state, ROWS in all. */
 template <class T, int N, int ROWS> __global__ void __launch_bounds__(THREADS, 2) step(const delta_task<T> task) {
@@ -954,7 +936,7 @@ template <class T, int N, int ROWS> __global__ void __launch_bounds__(THREADS, 2
                 S[r].value[j] *= decay;
                 read[j] += S[r].value[j] * (k[line + r * STEP_ROWS] * k_scale);
             }
-        sum_of_lines(read, sums);
+        mt_sum_of_lines(read, sums);
 #pragma unroll
         for (int j = 0; j < N; j++) {
             float u = beta * (mt_element(v, j) - read[j]);
@@ -966,7 +948,7 @@ template <class T, int N, int ROWS> __global__ void __launch_bounds__(THREADS, 2
                 out[j] += S[r].value[j] * (q[i] * q_scale);
             }
         }
-        sum_of_lines(out, sums);
+        mt_sum_of_lines(out, sums);
         if (line == 0 && column < task.Dv) {
             mt_pack<float, N> result;
             for (int j = 0; j < N; j++) result.value[j] = out[j];

@@ -1194,11 +1194,85 @@ static void delta_rule_carry_backward(run *r, const int64_t *n) {
     }
 }
 
-/* Sizes: T, H, D, gap between rows of z. */
+/* Sizes: T, G, H, N, P, spans, gap between rows, range of the step. x, B and C are columns of one matrix. */
+static mt_ssd_args make_ssd(recurrence *c, run *r, const int64_t *n) {
+    mt_ssd_args a = {.G = n[1], .H = n[2], .N = n[3], .P = n[4], .dt_min = 0, .dt_max = INFINITY};
+    int64_t inner = a.H * a.P, width = inner + 2 * a.G * a.N + n[6], size = mt_dtype_size(r->dtype);
+    make_recurrence(c, r, n[0], (span_kind)n[5], a.H * a.N * a.P);
+    a.spans = &c->spans, a.states = c->states, a.stride = a.dstride = width, a.dt_stride = a.ddt_stride = a.H + n[6];
+    if (n[7]) a.dt_min = 0.5f, a.dt_max = 1.5f;
+    a.x = input(r, c->rows * width), a.B = (const char *)a.x + inner * size;
+    a.C = (const char *)a.B + a.G * a.N * size, a.dt = input(r, c->rows * a.dt_stride);
+    a.A_log = input(r, a.H), a.D = input(r, a.H), a.dt_bias = input(r, a.H);
+    return a;
+}
+
+static void ssd_forward(run *r, const int64_t *n) {
+    recurrence c;
+    mt_ssd_args a = make_ssd(&c, r, n);
+    a.out = output(r, c.rows * a.H * a.P);
+    r->ops->ssd_forward(&a, r->dtype, r->stream);
+}
+
+/* The gradients of the tokens, or those of the heads' numbers: sums over all tokens in which most cancels. */
+static void ssd_backward_of(run *r, const int64_t *n, bool of_heads) {
+    recurrence c;
+    mt_ssd_args a = make_ssd(&c, r, n);
+    int64_t size = mt_dtype_size(r->dtype);
+    a.dstates = c.dstates, a.dout = input(r, c.rows * a.H * a.P);
+    a.dx = numbers(r, r->dtype, c.rows * a.dstride, POISON, !of_heads), a.dB = (char *)a.dx + a.H * a.P * size;
+    a.dC = (char *)a.dB + a.G * a.N * size;
+    a.ddt = numbers(r, r->dtype, c.rows * a.ddt_stride, POISON, !of_heads);
+    if (of_heads) a.dA_log = float_changed(r, a.H, NORMAL), a.ddt_bias = float_changed(r, a.H, NORMAL);
+    if (of_heads) a.dD = float_changed(r, a.H, NORMAL);
+    r->ops->ssd_backward(&a, r->dtype, r->stream);
+}
+static void ssd_backward(run *r, const int64_t *n) {
+    ssd_backward_of(r, n, false);
+}
+static void ssd_backward_heads(run *r, const int64_t *n) {
+    ssd_backward_of(r, n, true);
+}
+
+static void ssd_map_forward(run *r, const int64_t *n) {
+    recurrence c;
+    mt_ssd_args a = make_ssd(&c, r, n);
+    a.maps = float_output(r, 2 * a.H * (a.N * a.P + 1));
+    r->ops->ssd_map_forward(&a, r->dtype, r->stream);
+}
+
+static void ssd_map_backward(run *r, const int64_t *n) {
+    recurrence c;
+    mt_ssd_args a = make_ssd(&c, r, n);
+    a.dout = input(r, c.rows * a.H * a.P), a.dmaps = float_output(r, 2 * a.H * a.N * a.P);
+    r->ops->ssd_map_backward(&a, r->dtype, r->stream);
+}
+
+static void ssd_carry(run *r, const int64_t *n, bool backward) {
+    recurrence c;
+    mt_ssd_args a = make_ssd(&c, r, n);
+    a.maps = float_input(r, 2 * a.H * (a.N * a.P + 1), NORMAL);
+    if (backward) a.dmaps = float_input(r, 2 * a.H * a.N * a.P, NORMAL);
+    for (int64_t slot = 0; slot < 2; slot++) {
+        mt_carried_state state = carried_state(r, slot, a.H * a.N * a.P);
+        (backward ? r->ops->ssd_carry_backward : r->ops->ssd_carry_forward)(&a, &state, r->dtype, r->stream);
+    }
+}
+static void ssd_carry_forward(run *r, const int64_t *n) {
+    ssd_carry(r, n, false);
+}
+static void ssd_carry_backward(run *r, const int64_t *n) {
+    ssd_carry(r, n, true);
+}
+
+/* Sizes: T, H, D, gap between rows of z; 0: SiLU behind the norm, 1: a sigmoid, 2: SiLU before it, weights of each
+ * head. */
 static mt_gated_norm_args make_gated_norm(run *r, const int64_t *n) {
-    mt_gated_norm_args a = {.T = n[0], .H = n[1], .D = n[2], .eps = 1e-5f};
+    mt_gated_norm_args a = {.T = n[0], .H = n[1], .D = n[2], .eps = 1e-5f, .sigmoid = n[4] == 1};
+    a.gate_first = a.weight_per_head = n[4] == 2;
     a.z_stride = n[1] * n[2] + n[3], a.dz_stride = n[1] * n[2] + 2 * n[3];
-    a.x = input(r, a.T * a.H * a.D), a.z = input(r, a.T * a.z_stride), a.w = input(r, a.D);
+    a.x = input(r, a.T * a.H * a.D), a.z = input(r, a.T * a.z_stride);
+    a.w = input(r, a.weight_per_head ? a.H * a.D : a.D);
     return a;
 }
 
@@ -1524,8 +1598,42 @@ static const int64_t delta_backward_shapes[][MAX_SIZES] = {{1, 1, 1, 16, 16, ONE
                                                            {0}};
 static const int64_t delta_map_shapes[][MAX_SIZES] = {
     {300, 2, 4, 64, 128, PIECES, 0}, {30, 1, 1, 16, 20, PIECES, 5}, {400, 1, 2, 128, 128, PIECES, 0}, {0}};
+static const int64_t ssd_shapes[][MAX_SIZES] = {{1, 1, 1, 16, 16, ONE, 0, 0},
+                                                {7, 1, 2, 8, 24, ONE, 8, 0},
+                                                {64, 1, 1, 128, 64, ONE, 0, 0},
+                                                {131, 2, 4, 20, 36, ONE, 3, 0},
+                                                {150, 2, 4, 16, 16, PACKED, 0, 1},
+                                                {200, 1, 3, 128, 64, PACKED, 8, 0},
+                                                {1000, 2, 8, 128, 64, ONE, 0, 0},
+                                                {1000, 2, 2, 64, 48, ONE, 0, 1},
+                                                {60, 2, 4, 32, 40, PACKED, 0, 0},
+                                                {150, 1, 2, 256, 128, ONE, 0, 0},
+                                                {9, 2, 4, 128, 64, DECODE, 0, 0},
+                                                {9, 2, 2, 33, 19, DECODE, 1, 1},
+                                                {160, 2, 4, 128, 64, CONTINUED, 0, 0},
+                                                {10, 1, 2, 64, 16, CONTINUED, 0, 0},
+                                                {300, 2, 4, 128, 64, PIECES, 0, 0},
+                                                {30, 1, 1, 16, 20, PIECES, 5, 0},
+                                                {0}};
+static const int64_t ssd_backward_shapes[][MAX_SIZES] = {{1, 1, 1, 16, 16, ONE, 0, 0},
+                                                         {7, 1, 2, 8, 24, ONE, 8, 0},
+                                                         {64, 1, 1, 128, 64, ONE, 0, 0},
+                                                         {131, 2, 4, 20, 36, ONE, 3, 0},
+                                                         {150, 2, 4, 16, 16, PACKED, 0, 1},
+                                                         {200, 1, 3, 128, 64, PACKED, 8, 0},
+                                                         {1000, 2, 8, 128, 64, ONE, 0, 0},
+                                                         {1000, 2, 2, 64, 48, ONE, 0, 1},
+                                                         {60, 2, 4, 32, 40, PACKED, 0, 0},
+                                                         {150, 1, 2, 256, 128, ONE, 0, 0},
+                                                         {300, 2, 4, 128, 64, PIECES, 0, 0},
+                                                         {30, 1, 1, 16, 20, PIECES, 5, 0},
+                                                         {0}};
+static const int64_t ssd_map_shapes[][MAX_SIZES] = {
+    {300, 2, 4, 128, 64, PIECES, 0, 0}, {30, 1, 1, 16, 20, PIECES, 5, 0}, {400, 1, 2, 64, 32, PIECES, 0, 1}, {0}};
 static const int64_t gated_norm_shapes[][MAX_SIZES] = {
-    {1, 1, 8, 0}, {7, 3, 16, 0}, {33, 4, 128, 8}, {129, 5, 100, 3}, {500, 2, 256, 0}, {2000, 8, 128, 4}, {0}};
+    {1, 1, 8, 0},        {7, 3, 16, 0},       {33, 4, 128, 8},    {129, 5, 100, 3},    {500, 2, 256, 0},
+    {2000, 8, 128, 4},   {33, 4, 128, 8, 1},  {90, 3, 50, 1, 1},  {1, 1, 8, 0, 2},     {33, 4, 24, 1, 2},
+    {300, 8, 512, 8, 2}, {70, 1, 3072, 0, 2}, {5, 2, 1111, 3, 2}, {3000, 2, 64, 8, 2}, {0}};
 static const int64_t multiply_shapes[][MAX_SIZES] = {{1, 1, 0},     {7, 33, 1},    {129, 344, 8},
                                                      {33, 4096, 0}, {500, 100, 4}, {0}};
 static operation operations[] = {
@@ -1572,6 +1680,13 @@ static operation operations[] = {
     {"delta_rule_map_backward", delta_rule_map_backward, 1e-2, delta_map_shapes, {0}},
     {"delta_rule_carry_forward", delta_rule_carry_forward, 1e-5, delta_map_shapes, {0}},
     {"delta_rule_carry_backward", delta_rule_carry_backward, 1e-5, delta_map_shapes, {0}},
+    {"ssd_forward", ssd_forward, 1e-2, ssd_shapes, {0}},
+    {"ssd_backward", ssd_backward, 1e-2, ssd_backward_shapes, {0}},
+    {"ssd_backward of heads", ssd_backward_heads, 5e-2, ssd_backward_shapes, {0}},
+    {"ssd_map_forward", ssd_map_forward, 1e-2, ssd_map_shapes, {0}},
+    {"ssd_map_backward", ssd_map_backward, 1e-2, ssd_map_shapes, {0}},
+    {"ssd_carry_forward", ssd_carry_forward, 1e-5, ssd_map_shapes, {0}},
+    {"ssd_carry_backward", ssd_carry_backward, 1e-5, ssd_map_shapes, {0}},
     {"gated_norm_forward", gated_norm_forward, ONCE, gated_norm_shapes, {0}},
     {"gated_norm_backward", gated_norm_backward, ONCE, gated_norm_shapes, {0}},
     {"multiply_forward", multiply_forward, ONCE, multiply_shapes, {0}},
@@ -1754,7 +1869,8 @@ static void every_operation_is_tested(void **state) {
                                                 "reduce", "muon_",           "batched_product"};
         bool found = strncmp(all[i], "memory_", 7) == 0 || strncmp(all[i], "stream_", 7) == 0 ||
                      strncmp(all[i], "event_", 6) == 0 || strcmp(all[i], "workspace_bytes") == 0 ||
-                     strcmp(all[i], "delta_workspace_bytes") == 0 || strcmp(all[i], "first_use_waits") == 0;
+                     strcmp(all[i], "delta_workspace_bytes") == 0 || strcmp(all[i], "ssd_workspace_bytes") == 0 ||
+                     strcmp(all[i], "first_use_waits") == 0;
         for (size_t j = 0; j < sizeof elsewhere / sizeof *elsewhere; j++)
             found |= strncmp(all[i], elsewhere[j], strlen(elsewhere[j])) == 0;
         for (size_t j = 0; j < NUM_OPERATIONS; j++) found |= strcmp(all[i], operations[j].name) == 0;
