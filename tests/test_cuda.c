@@ -1794,7 +1794,22 @@ static double relative_error(const buffer *actual, const buffer *answer) {
     return difference == 0 ? 0 : sqrt(difference / norm);
 }
 
-/* Fails unless each output of `actual` is within the operation's tolerance of the answer's; whole numbers are the same.
+static int failures; // of an operation's test
+
+/* Where the largest difference is. */
+static int64_t farthest(const buffer *actual, const buffer *answer) {
+    int64_t at = 0;
+    double largest = -1;
+    for (int64_t i = 0; i < answer->count; i++) {
+        double a = read_element(actual->device, i, actual->dtype), b = read_element(answer->device, i, answer->dtype);
+        double difference = isnan(a) != isnan(b) ? INFINITY : isnan(b) || a == b ? 0 : fabs(a - b);
+        if (difference > largest) largest = difference, at = i;
+    }
+    return at;
+}
+
+/* Counts a failure unless each output of `actual` is within the operation's tolerance of the answer's; whole numbers
+ * are the same.
  */
 static void expect_close(operation *op, const results *actual, const results *answer, mt_dtype dtype,
                          const char *place) {
@@ -1803,8 +1818,13 @@ static void expect_close(operation *op, const results *actual, const results *an
     for (int64_t i = 0; i < answer->count; i++) {
         double error = relative_error(&actual->outputs[i], &answer->outputs[i]);
         if (!(error <= *worst)) *worst = error;
-        if (!(error <= (answer->outputs[i].dtype == MT_I32 ? 0 : tolerance)))
-            fail_msg("%s: output %d is off by %g", place, (int)i, error);
+        if (error <= (answer->outputs[i].dtype == MT_I32 ? 0 : tolerance)) continue;
+        const buffer *is = &actual->outputs[i], *wanted = &answer->outputs[i];
+        int64_t at = farthest(is, wanted);
+        print_error("%s: output %d of %lld elements is off by %g, most at %lld: %g, not %g\n", place, (int)i,
+                    (long long)wanted->count, error, (long long)at, read_element(is->device, at, is->dtype),
+                    read_element(wanted->device, at, wanted->dtype));
+        failures++;
     }
 }
 
@@ -1830,7 +1850,7 @@ static void compare(operation *op, const int64_t *sizes, mt_dtype dtype) {
     for (int64_t i = 0; i < actual.count; i++) {
         const buffer *a = &actual.outputs[i];
         if (memcmp(a->device, again.outputs[i].device, (size_t)(a->count * mt_dtype_size(a->dtype))) != 0)
-            fail_msg("%s: output %d differs between two runs", place, (int)i);
+            failures++, print_error("%s: output %d differs between two runs\n", place, (int)i);
     }
     if (is_fused(op)) { // also against the operations that it stands for, on the GPU itself
         results unfused;
@@ -1847,10 +1867,12 @@ static void gpu_agrees_with_cpu(void **state) {
         print_message("skipped: %s\n", no_gpu.text);
         skip();
     }
+    failures = 0;
     for (int64_t i = 0; op->shapes[i][0] != 0; i++) {
         compare(op, op->shapes[i], MT_F32);
         compare(op, op->shapes[i], MT_BF16);
     }
+    assert_int_equal(failures, 0);
 }
 
 /* Memory and streams are at work in every other test, events and AdamW with scales in tests of their own; graphs,
