@@ -439,7 +439,7 @@ int mt_options_check_limits(const mt_options *o, const mt_limits *l, mt_error *e
     int64_t groups = mt_divide_up(o->moe_router_num_groups, 32) * 32;
     bool latent = o->multi_latent_attention, has_aux_loss = o->moe_aux_loss_coeff > 0 || o->moe_z_loss_coeff > 0;
     bool sinkhorn = o->moe_router_load_balancing_type == MT_BALANCING_SINKHORN;
-    bool delta = o->experimental_attention_variant == MT_VARIANT_GATED_DELTA_NET;
+    bool delta = mt_has_mixer(o, MT_MIXER_GATED_DELTA_NET) || mt_has_mixer(o, MT_MIXER_KDA);
     bool mamba = mt_has_mixer(o, MT_MIXER_MAMBA2);
     const mt_constraint rules[] = {
         {l->one_attention && o->attention_backend == MT_ATTENTION_CUDNN,
@@ -477,8 +477,6 @@ int mt_options_check_limits(const mt_options *o, const mt_limits *l, mt_error *e
          "--linear-value-head-dim is %lld, and the gated delta rule on this device takes heads of at most %lld "
          "channels",
          {o->linear_value_head_dim, l->delta_channels}},
-        {l->no_plain && mt_has_mixer(o, MT_MIXER_KDA),
-         "--experimental-attention-variant kda runs on the CPU only so far; take --device cpu"},
         {mamba && mt_exceeds(o->mamba_state_dim, l->ssd_rows),
          "--mamba-state-dim is %lld, and Mamba-2 on this device takes states of at most %lld",
          {o->mamba_state_dim, l->ssd_rows}},
@@ -13292,7 +13290,11 @@ static void mt_plan_workspace(mt_model *m, mt_arena *arena) {
     if (m->experts->num_layers > 0 && !m->options->moe_permute_fusion) // see mt_combine_results
         m->workspace_bytes = mt_max(m->workspace_bytes, m->ops->workspace_bytes(m->experts->num_choices, m->C, 1, 1));
     if (delta.Hv > 0) {
-        const mt_delta_args sizes = {.Hk = delta.Hk, .Hv = delta.Hv, .Dk = delta.Dk, .Dv = delta.Dv};
+        const mt_delta_args sizes = {.Hk = delta.Hk,
+                                     .Hv = delta.Hv,
+                                     .Dk = delta.Dk,
+                                     .Dv = delta.Dv,
+                                     .decays = delta.by_channel ? delta.Dk : 1};
         int64_t bytes = m->ops->delta_workspace_bytes(T, &sizes, m->dtype, m->plan.train);
         m->workspace_bytes = mt_max(m->workspace_bytes, bytes);
     }

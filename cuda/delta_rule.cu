@@ -1033,7 +1033,7 @@ template <class T> static delta_task<T> delta_task_of(const mt_delta_args *a, mt
     task.wide_keys =
         mt_wide(dtype, {a->q, a->k, a->dq, a->dk}, {a->Dk, a->q_stride, a->k_stride, a->dq_stride, a->dk_stride});
     task.wide_values = mt_wide(dtype, {a->v, a->out, a->dout, a->dv}, {a->Dv, a->v_stride, a->dv_stride});
-    MT_CHECK(a->decays == 1); // mt_options_check_limits refuses a decay per channel (Kimi delta attention)
+    MT_CHECK(a->decays == 1);
     MT_CHECK(a->Dk <= MT_CUDA_DELTA_CHANNELS && a->Dv <= MT_CUDA_DELTA_CHANNELS);
     return task;
 }
@@ -1191,17 +1191,23 @@ template <class T> static void make_maps(const mt_delta_args *a, bool backward, 
 }
 
 extern "C" void mt_cuda_delta_rule_forward(const mt_delta_args *a, mt_dtype dtype, mt_stream *stream) {
-    if (a->spans->count > 0) MT_CUDA_DISPATCH(dtype, forward, a, dtype, stream);
+    if (a->spans->count == 0) return;
+    if (a->decays > 1) return mt_cuda_kda_forward(a, dtype, stream);
+    MT_CUDA_DISPATCH(dtype, forward, a, dtype, stream);
 }
 
 extern "C" void mt_cuda_delta_rule_backward(const mt_delta_args *a, mt_dtype dtype, mt_stream *stream) {
-    if (a->spans->count > 0) MT_CUDA_DISPATCH(dtype, backward, a, dtype, stream);
+    if (a->spans->count == 0) return;
+    if (a->decays > 1) return mt_cuda_kda_backward(a, dtype, stream);
+    MT_CUDA_DISPATCH(dtype, backward, a, dtype, stream);
 }
 
 extern "C" void mt_cuda_delta_rule_map_forward(const mt_delta_args *a, mt_dtype dtype, mt_stream *stream) {
+    if (a->decays > 1) return mt_cuda_kda_maps(a, false, dtype, stream);
     MT_CUDA_DISPATCH(dtype, make_maps, a, false, dtype, stream);
 }
 
 extern "C" void mt_cuda_delta_rule_map_backward(const mt_delta_args *a, mt_dtype dtype, mt_stream *stream) {
+    if (a->decays > 1) return mt_cuda_kda_maps(a, true, dtype, stream);
     MT_CUDA_DISPATCH(dtype, make_maps, a, true, dtype, stream);
 }

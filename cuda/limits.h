@@ -64,8 +64,20 @@ static inline int64_t mt_cuda_workspace_of_groups(int64_t all, int64_t one) {
     return all < most ? all : one > most ? one : most;
 }
 
+/* The same of kda.cu, which has arrays for each block of columns; the states of a chunk's tokens of up to 16 spans. */
+static inline int64_t mt_cuda_kda_bytes(int64_t chunks, int64_t heads, const mt_delta_args *a, bool train) {
+    int64_t V = a->Dk % 4 == 0 && a->Dv % 4 == 0 ? 4 : 1, blocks = mt_divide_up(a->Dv, 8 * V);
+    int64_t lines = a->Dk <= 32 ? 1 : a->Dk <= 64 ? 2 : 4, spans = chunks < 16 ? chunks : 16;
+    int64_t each = a->Dk * a->Dv + 64 * blocks * (3 * a->Dk + 1) + 1 + a->Dk;
+    if (!train) return 0;
+    return heads * (chunks * each + spans * blocks * 64 * lines * 256 * V) * 4 + chunks * 16 + 16 * 256;
+}
+
 static inline int64_t mt_cuda_delta_workspace(int64_t T, const mt_delta_args *a, mt_dtype dtype, bool train) {
     int64_t chunks = mt_divide_up(T, 64) + 16;
+    if (a->decays > 1)
+        return mt_cuda_workspace_of_groups(mt_cuda_kda_bytes(chunks, a->Hv, a, train),
+                                           mt_cuda_kda_bytes(chunks, a->Hv / a->Hk, a, train));
     return mt_cuda_workspace_of_groups(mt_cuda_delta_bytes(chunks, a->Hv, a, dtype, train),
                                        mt_cuda_delta_bytes(chunks, a->Hv / a->Hk, a, dtype, train));
 }

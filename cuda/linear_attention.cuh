@@ -113,4 +113,9 @@ __device__ static inline void mt_sum_of_lines(float (&x)[N], float (&sums)[WARPS
     __syncthreads();
 }
 
+/* The delta rule with a decay per channel, in kda.cu. of_gradients: the map of the backward. */
+void mt_cuda_kda_forward(const mt_delta_args *a, mt_dtype dtype, mt_stream *stream);
+void mt_cuda_kda_backward(const mt_delta_args *a, mt_dtype dtype, mt_stream *stream);
+void mt_cuda_kda_maps(const mt_delta_args *a, bool of_gradients, mt_dtype dtype, mt_stream *stream);
+
 #endif

@@ -1118,18 +1118,19 @@ static void short_conv_carry_backward(run *r, const int64_t *n) {
     r->ops->short_conv_carry_backward(&a, &state, r->dtype, r->stream);
 }
 
-/* Sizes: T, Hk, Hv, Dk, Dv, spans, gap between rows. q, k and v are columns of one matrix, and so are b and a. */
+/* Sizes: T, Hk, Hv, Dk, Dv, spans, gap between rows, a decay per channel of a key. q, k and v are columns of one
+ * matrix, and so are b and a. */
 static mt_delta_args make_delta(recurrence *c, run *r, const int64_t *n) {
-    mt_delta_args a = {.Hk = n[1], .Hv = n[2], .Dk = n[3], .Dv = n[4], .decays = 1};
+    mt_delta_args a = {.Hk = n[1], .Hv = n[2], .Dk = n[3], .Dv = n[4], .decays = n[7] ? n[3] : 1};
     int64_t keys = a.Hk * a.Dk, width = 2 * keys + a.Hv * a.Dv + n[6];
     make_recurrence(c, r, n[0], (span_kind)n[5], a.Hv * a.Dk * a.Dv);
     a.spans = &c->spans, a.states = c->states;
     a.q_stride = a.k_stride = a.v_stride = a.dq_stride = a.dk_stride = a.dv_stride = width;
-    a.b_stride = a.a_stride = a.db_stride = a.da_stride = 2 * a.Hv + n[6];
+    a.b_stride = a.a_stride = a.db_stride = a.da_stride = (1 + a.decays) * a.Hv + n[6];
     a.q = input(r, c->rows * width), a.k = (const char *)a.q + keys * mt_dtype_size(r->dtype);
     a.v = (const char *)a.k + keys * mt_dtype_size(r->dtype);
     a.b = input(r, c->rows * a.b_stride), a.a = (const char *)a.b + a.Hv * mt_dtype_size(r->dtype);
-    a.A_log = input(r, a.Hv), a.dt_bias = input(r, a.Hv);
+    a.A_log = input(r, a.Hv), a.dt_bias = input(r, a.Hv * a.decays);
     return a;
 }
 
@@ -1149,7 +1150,7 @@ static void delta_backward(run *r, const int64_t *n, bool of_decays) {
     a.dq = numbers(r, r->dtype, c.rows * a.dq_stride, POISON, !of_decays), a.dk = (char *)a.dq + keys * size;
     a.dv = (char *)a.dk + keys * size;
     a.db = numbers(r, r->dtype, c.rows * a.db_stride, POISON, !of_decays), a.da = (char *)a.db + a.Hv * size;
-    if (of_decays) a.dA_log = float_changed(r, a.Hv, NORMAL), a.ddt_bias = float_changed(r, a.Hv, NORMAL);
+    if (of_decays) a.dA_log = float_changed(r, a.Hv, NORMAL), a.ddt_bias = float_changed(r, a.Hv * a.decays, NORMAL);
     r->ops->delta_rule_backward(&a, r->dtype, r->stream);
 }
 static void delta_rule_backward(run *r, const int64_t *n) {
@@ -1598,6 +1599,17 @@ static const int64_t delta_backward_shapes[][MAX_SIZES] = {{1, 1, 1, 16, 16, ONE
                                                            {0}};
 static const int64_t delta_map_shapes[][MAX_SIZES] = {
     {300, 2, 4, 64, 128, PIECES, 0}, {30, 1, 1, 16, 20, PIECES, 5}, {400, 1, 2, 128, 128, PIECES, 0}, {0}};
+static const int64_t kda_shapes[][MAX_SIZES] = {
+    {1, 1, 1, 16, 16, ONE, 0, 1},       {7, 1, 2, 8, 24, ONE, 1, 1},         {131, 2, 2, 20, 36, ONE, 3, 1},
+    {150, 2, 4, 16, 16, PACKED, 0, 1},  {200, 1, 3, 128, 128, PACKED, 8, 1}, {400, 2, 2, 64, 128, ONE, 0, 1},
+    {9, 2, 2, 128, 128, DECODE, 0, 1},  {9, 2, 2, 33, 19, DECODE, 1, 1},     {160, 2, 4, 128, 64, CONTINUED, 0, 1},
+    {300, 2, 4, 64, 128, PIECES, 0, 1}, {30, 1, 1, 16, 20, PIECES, 5, 1},    {0}};
+static const int64_t kda_backward_shapes[][MAX_SIZES] = {
+    {1, 1, 1, 16, 16, ONE, 0, 1},       {7, 1, 2, 8, 24, ONE, 1, 1},         {131, 2, 2, 20, 36, ONE, 3, 1},
+    {150, 2, 4, 16, 16, PACKED, 0, 1},  {200, 1, 3, 128, 128, PACKED, 8, 1}, {400, 2, 2, 64, 128, ONE, 0, 1},
+    {300, 2, 4, 64, 128, PIECES, 0, 1}, {30, 1, 1, 16, 20, PIECES, 5, 1},    {0}};
+static const int64_t kda_map_shapes[][MAX_SIZES] = {
+    {300, 2, 4, 64, 128, PIECES, 0, 1}, {30, 1, 1, 16, 20, PIECES, 5, 1}, {400, 1, 2, 128, 128, PIECES, 0, 1}, {0}};
 static const int64_t ssd_shapes[][MAX_SIZES] = {{1, 1, 1, 16, 16, ONE, 0, 0},
                                                 {7, 1, 2, 8, 24, ONE, 8, 0},
                                                 {64, 1, 1, 128, 64, ONE, 0, 0},
@@ -1680,6 +1692,11 @@ static operation operations[] = {
     {"delta_rule_map_backward", delta_rule_map_backward, 1e-2, delta_map_shapes, {0}},
     {"delta_rule_carry_forward", delta_rule_carry_forward, 1e-5, delta_map_shapes, {0}},
     {"delta_rule_carry_backward", delta_rule_carry_backward, 1e-5, delta_map_shapes, {0}},
+    {"delta_rule_forward of channels", delta_rule_forward, 1e-2, kda_shapes, {0}},
+    {"delta_rule_backward of channels", delta_rule_backward, 1e-2, kda_backward_shapes, {0}},
+    {"delta_rule_backward of decays of channels", delta_rule_backward_decays, 5e-2, kda_backward_shapes, {0}},
+    {"delta_rule_map_forward of channels", delta_rule_map_forward, 1e-2, kda_map_shapes, {0}},
+    {"delta_rule_map_backward of channels", delta_rule_map_backward, 1e-2, kda_map_shapes, {0}},
     {"ssd_forward", ssd_forward, 1e-2, ssd_shapes, {0}},
     {"ssd_backward", ssd_backward, 1e-2, ssd_backward_shapes, {0}},
     {"ssd_backward of heads", ssd_backward_heads, 5e-2, ssd_backward_shapes, {0}},

@@ -3318,9 +3318,6 @@ static void what_exceeds_a_backends_limits_is_refused_in_one_line(void **state) 
     static const char *const alone[][2] = {
         {RUN "--value-channels 8", "--value-channels other than --kv-channels"},
         {RUN "--window-size 4 --window-num-query-groups 2", "--window-num-query-groups"},
-        {RUN "--experimental-attention-variant kda --linear-attention-freq 2 --linear-num-key-heads 4 "
-             "--linear-num-value-heads 4",
-         "--experimental-attention-variant kda"},
     };
     const mt_limits delta = {.delta_channels = 128};
 #define DELTA RUN "--experimental-attention-variant gated_delta_net --linear-attention-freq 2 "
@@ -3330,6 +3327,11 @@ static void what_exceeds_a_backends_limits_is_refused_in_one_line(void **state) 
                  "channels");
     check_limits(DELTA "--linear-value-head-dim 256", &delta,
                  "--linear-value-head-dim is 256, and the gated delta rule on this device takes heads of at most 128 "
+                 "channels");
+    check_limits(RUN "--experimental-attention-variant kda --linear-attention-freq 2 --linear-num-key-heads 4 "
+                     "--linear-num-value-heads 4 --linear-key-head-dim 136",
+                 &delta,
+                 "--linear-key-head-dim is 136, and the gated delta rule on this device takes heads of at most 128 "
                  "channels");
     const mt_limits ssd = {.ssd_rows = 256, .ssd_columns = 128};
 #define SSD RUN "--experimental-attention-variant mamba2 --linear-attention-freq 2 --mamba-num-groups 2 "
