@@ -82,7 +82,7 @@ static void forget(mt_inference *r, mt_sequence *sequences, int64_t count) {
 
 /* Checks that --out can be written and is not --prompts, before the work; leaves nothing behind. */
 static void check_out(mt_inference *r) {
-    const mt_options *o = &r->options;
+    const mt_run_options *o = &r->options;
     mt_error error, unused;
     mt_new_file file = {0};
     int status = r->is_first && o->out ? mt_new_file_open(&file, o->out, "--out", &error) : 0;
@@ -106,7 +106,7 @@ static void write_responses(mt_inference *r, const mt_sequence *sequences, int64
 
 /* --prompt or --prompts, all texts at once, or --prompt-tokens. */
 static void answer_prompts(mt_inference *r) {
-    const mt_options *o = &r->options;
+    const mt_run_options *o = &r->options;
     mt_error error;
     mt_samples prompts = {0};
     if (o->prompts) prompts = mt_inference_read_prompts(r);
@@ -186,7 +186,7 @@ static void score(mt_inference *r) {
     mt_inference_check(r, count < 0 ? -1 : 0, &error);
     mt_scoring_close(scoring);
     if (!r->is_first) return;
-    mt_report_inference(r->model, r->context, stderr);
+    mt_report_inference(r->model, &r->options, r->context, stderr);
     fprintf(stderr, "scored %lld sequences, %.1f tokens/s\n", (long long)count, (double)tokens / (mt_time() - start));
 }
 
@@ -201,7 +201,7 @@ static void merge(mt_inference *r) {
     else if (r->is_first && mt_tokenizer_open_folder(&r->tokenizer, r->folder, &error) != 0) // ByteLevel, or none
         r->tokenizer = NULL;
     mt_inference_check(r, status, &error);
-    mt_inference_check(r, mt_adapter_merge(r->model, r->tokenizer, &error), &error);
+    mt_inference_check(r, mt_adapter_merge(r->model, &r->options, r->tokenizer, &error), &error);
     if (r->is_first) printf("wrote the merged model to %s\n", r->options.merge_adapter);
 }
 
@@ -209,7 +209,7 @@ int main(int argc, char **argv) {
     mt_inference r;
     bool all = true;
     if (!mt_inference_open(&r, &argc, &argv)) return 0;
-    const mt_options *o = &r.options;
+    const mt_run_options *o = &r.options;
     if (o->merge_adapter) {
         merge(&r);
     } else if (o->score) {

@@ -268,11 +268,10 @@ uint64_t mt_random_key(uint64_t seed, uint64_t purpose, uint64_t index) {
 }
 
 /* ==== §2 options ================================================================================================== */
-/* One flat struct describes a run. data/options/ reads and writes it as text (command line, YAML, --help);
- * data/options/option_rules.c derives the values that were left open and checks the rules between values. This section
- * has the questions that layers ask about the struct, and the limits of backends. */
-
-_Static_assert(offsetof(mt_options, given) <= 8 * sizeof((mt_options *)0)->given, "a bit of given for every byte");
+/* One flat struct describes the model, its training and the grid. data/options/ reads and writes it as text (command
+ * line, YAML, --help) within the options of a run; data/options/option_rules.c derives the values that were left open
+ * and checks the rules between values. This section has the questions that layers ask about the struct, and the limits
+ * of backends. */
 
 mt_options mt_options_plain(int64_t num_layers, int64_t hidden_size, int64_t num_attention_heads, int64_t vocab_size,
                             int64_t seq_length) {
@@ -286,9 +285,7 @@ mt_options mt_options_plain(int64_t num_layers, int64_t hidden_size, int64_t num
         .max_position_embeddings = seq_length,
         .seq_length = seq_length,
         .vocab_size = vocab_size,
-        .make_vocab_size_divisible_by = 128,
         .padded_vocab_size = (vocab_size + 127) / 128 * 128,
-        .add_bias_linear = true,
         .add_qkv_bias = true,
         .attention_output_bias = true,
         .mlp_bias = true,
@@ -331,7 +328,6 @@ mt_options mt_options_plain(int64_t num_layers, int64_t hidden_size, int64_t num
         .global_batch_size = 1,
         .seed = 1234,
         .lr_decay_style = MT_LR_LINEAR,
-        .weight_decay = 0.01,
         .start_weight_decay = 0.01,
         .end_weight_decay = 0.01,
         .adam_beta1 = 0.9,
@@ -354,7 +350,6 @@ mt_options mt_options_plain(int64_t num_layers, int64_t hidden_size, int64_t num
         .data_parallel_size = 1,
         .context_a2a_size = 1,
         .num_virtual_stages_per_pipeline_rank = 1,
-        .min_dynamic_context_parallel_size = 1,
         .distributed_timeout_minutes = 10,
         .distributed_timeout_seconds = 600,
         .save_timeout_seconds = 1800,
@@ -362,14 +357,7 @@ mt_options mt_options_plain(int64_t num_layers, int64_t hidden_size, int64_t num
         .fp8_amax_history_len = 1,
         .num_layers_at_start_in_bf16 = 1,
         .num_layers_at_end_in_bf16 = 1,
-        .bos_token_id = -1,
-        .eos_token_id = -1,
-        .beta = 0.1,
-        .skew_lambda = 0.1,
-        .kl_coef = 0.001,
         .temperature = 1,
-        .top_p = 1,
-        .repetition_penalty = 1,
     };
 }
 

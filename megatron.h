@@ -540,17 +540,18 @@ typedef enum mt_attention_variant {
     MT_VARIANT_KDA // Kimi delta attention
 } mt_attention_variant;
 
-/* Every option by its Megatron name, with underscores. data/options/option_table.c has each one's default, range and
- * help. A number 0 and a string NULL mean "not given"; mt_options_finish (data/checkpoint/run_options.h) derives such
- * values and checks all rules. The struct owns its strings and lists; everything else is plain values, about 2 KB. */
+/* The options that the stack reads: the model's shape, training, the grid, memory. They have their Megatron names, with
+ * underscores. mt_run_options (data/options/options.h) holds this struct and the options that only files, terminals,
+ * reports and rewards need, and data/options/option_table.c each one's default, range and help. A number 0 and a string
+ * NULL mean "not given"; mt_options_finish (data/checkpoint/run_options.h) derives such values and checks all rules. */
 typedef struct mt_options {
     /* model */
     int64_t num_layers, hidden_size, ffn_hidden_size, num_attention_heads, num_query_groups, kv_channels;
-    int64_t max_position_embeddings, vocab_size, make_vocab_size_divisible_by;
-    bool group_query_attention, swiglu, geglu, quick_geglu, openai_gelu, squared_relu;
+    int64_t max_position_embeddings, vocab_size;
+    bool swiglu, geglu, quick_geglu, openai_gelu, squared_relu;
     double activation_func_clamp_value, glu_linear_offset; // of gated activations; 0: none
     bool qk_layernorm, qk_layernorm_all_heads, untie_embeddings_and_output_weights;
-    bool add_bias_linear, add_qkv_bias;
+    bool add_qkv_bias;
     bool multi_latent_attention;
     int64_t q_lora_rank, kv_lora_rank;                    // widths of the latents; q_lora_rank 0: queries have none
     int64_t qk_head_dim, qk_pos_emb_head_dim, v_head_dim; // channels of a head: without RoPE, with RoPE, of values
@@ -568,32 +569,26 @@ typedef struct mt_options {
     double attention_value_scale;    // of values; 1: none
     bool attention_output_gate;      // attention's output times the sigmoid of a product with the layer's input
     mt_attention_variant experimental_attention_variant; // of the layers in linear_layers
-    char *linear_attention_freq;                         // as text; see linear_layers
     int64_t linear_num_key_heads, linear_num_value_heads, linear_key_head_dim, linear_value_head_dim;
     int64_t linear_conv_kernel_dim;
-    char *hybrid_override_pattern; // as text; see hybrid_layers
     int64_t mamba_state_dim, mamba_head_dim, mamba_num_groups, mamba_num_heads;
     double mamba_dt_limit_low, mamba_dt_limit_high; // of a step; high 0: none
     bool mamba_conv_bias;
     mt_position_embedding position_embedding_type;
     double norm_epsilon, init_method_std, hidden_dropout, attention_dropout;
-    int64_t window_size;         // sliding window: keys that a query sees, its own included; 0: all
-    char *window_attn_skip_freq; // as text, NULL: all layers have the window; see window_layers
-    char *no_rope_freq;          // as text, NULL: all layers have RoPE; see rope_layers
+    int64_t window_size; // sliding window: keys that a query sees, its own included; 0: all
     double rotary_base, rotary_percent;
     double window_rotary_base; // of layers with a window, whose RoPE is not scaled; 0: as other layers
-    bool rotary_interleaved, use_rope_scaling;
-    int64_t rotary_seq_len_interpolation_factor;
+    bool rotary_interleaved;
     mt_rope_scaling rope_scaling_type;
     double rope_scaling_factor, rope_low_freq_factor, rope_high_freq_factor, yarn_beta_fast, yarn_beta_slow;
-    double yarn_mscale, yarn_mscale_all_dim, yarn_attention_factor;
+    double yarn_mscale_all_dim, yarn_attention_factor;
     bool yarn_correction_range_round_to_int;
     int64_t original_max_position_embeddings;
     double llama_4_scaling_beta; // queries are scaled by their position; 0: not
     /* mixture of experts; num_experts 0: none */
     int64_t num_experts, moe_router_topk, moe_router_num_groups, moe_router_group_topk;
     int64_t moe_ffn_hidden_size, moe_shared_expert_intermediate_size;
-    char *moe_layer_freq; // as text; see moe_layers
     mt_score_function moe_router_score_function;
     mt_load_balancing moe_router_load_balancing_type;
     mt_token_dispatcher moe_token_dispatcher_type;
@@ -607,59 +602,46 @@ typedef struct mt_options {
     int64_t mtp_num_layers;
     double mtp_loss_scaling_factor;
     /* training */
-    int64_t micro_batch_size, global_batch_size, gradient_accumulation_steps, seq_length, train_iters, train_samples;
-    mt_ints rampup_batch_size; // start, increment, samples
+    int64_t micro_batch_size, global_batch_size, seq_length, train_iters, train_samples;
     double lr, min_lr, lr_warmup_fraction, lr_warmup_init;
     mt_lr_decay_style lr_decay_style;
     mt_wsd_decay_style lr_wsd_decay_style;
     int64_t lr_decay_iters, lr_decay_samples, lr_warmup_iters, lr_warmup_samples, lr_wsd_decay_iters,
         lr_wsd_decay_samples;
-    double weight_decay, start_weight_decay, end_weight_decay, clip_grad;
+    double start_weight_decay, end_weight_decay, clip_grad;
     mt_optimizer optimizer;
     double adam_beta1, adam_beta2, adam_eps, sgd_momentum, lion_beta1, lion_beta2;
     mt_muon_options muon;
-    bool use_precision_aware_optimizer;
     mt_optimizer_dtype main_grads_dtype, exp_avg_dtype, exp_avg_sq_dtype;
     mt_main_params_dtype main_params_dtype;
     bool optimizer_cpu_offload, overlap_cpu_optimizer_d2h_h2d;
     double optimizer_offload_fraction;
     mt_weight_decay_style weight_decay_incr_style;
-    int64_t eval_interval, eval_iters, log_interval, seed;
-    double exit_duration_in_mins;
-    mt_exit_signal exit_signal;
-    bool exit_signal_handler;
+    int64_t seed;
+    mt_training_stage stage;
+    double temperature; // of generation, and of the log-probabilities of responses in MT_STAGE_RL
     /* bad steps */
     bool check_for_nan_in_loss_and_grad, check_for_spiky_loss;
     double loss_spike_factor;
     int64_t loss_spike_window, max_bad_steps_in_a_row;
     mt_bad_step_policy bad_step_policy;
     mt_rerun_mode rerun_mode;
-    bool log_straggler;
     bool bf16, deterministic_mode;
-    mt_device device;
     mt_attention_backend attention_backend;
     /* parallelism */
     int64_t tensor_model_parallel_size, pipeline_model_parallel_size, context_parallel_size;
     int64_t expert_model_parallel_size, expert_tensor_parallel_size;
     bool sequence_parallel, tp_comm_overlap;
     mt_cp_comm_type cp_comm_type;
-    mt_ints hierarchical_context_parallel_sizes; // a2a, ring
     bool dynamic_context_parallel;
-    int64_t max_seqlen_per_dp_cp_rank, min_dynamic_context_parallel_size;
     double distributed_timeout_minutes; // while the job starts
     int64_t distributed_timeout_seconds, save_timeout_seconds;
-    int64_t num_virtual_stages_per_pipeline_rank, num_layers_per_virtual_pipeline_stage;
+    int64_t num_virtual_stages_per_pipeline_rank;
     int64_t microbatch_group_size_per_virtual_pipeline_stage;
     int64_t decoder_first_pipeline_num_layers, decoder_last_pipeline_num_layers;
     bool account_for_embedding_in_pipeline_split, account_for_loss_in_pipeline_split;
-    char *pipeline_model_parallel_layout; // as text; see pipeline_letters
     mt_schedule_kind pipeline_schedule;
-    char *print_schedule; // an SVG file, or "-": print only
-    int64_t print_launch; // of so many ranks at most: print only
-    bool plan, explain;   // print only; see data/plan/planner.h
-    int64_t gpus, gpus_per_host, explain_rank;
-    char *gpu; // the name of a machine, or its file
-    bool use_distributed_optimizer, overlap_grad_reduce, overlap_param_gather;
+    bool overlap_grad_reduce, overlap_param_gather;
     int64_t ddp_bucket_size; // parameters of layers whose gradients are reduced together; 0: each layer alone
     mt_strategy data_parallel_sharding_strategy;
     /* recomputation */
@@ -667,7 +649,7 @@ typedef struct mt_options {
     mt_recompute_method recompute_method;
     int64_t recompute_num_layers;
     unsigned recompute_modules; // MT_MODULE_*
-    bool recompute_activations, moe_layer_recompute, distribute_saved_activations;
+    bool distribute_saved_activations;
     /* fp8 */
     mt_fp8_format fp8_format;
     mt_fp8_recipe fp8_recipe;
@@ -678,81 +660,10 @@ typedef struct mt_options {
     /* offloading */
     bool fine_grained_activation_offloading;
     unsigned offload_modules; // MT_OFFLOAD_*
-    /* data */
-    mt_strings data_path, train_data_path, valid_data_path, test_data_path;
-    char *split, *tokenizer_model, *tokens_file;
-    mt_tokenizer_type tokenizer_type;
-    mt_dataloader_type dataloader_type;
-    bool reset_position_ids, reset_attention_mask, eod_mask_loss, mock_data;
     /* adapters; lora_rank 0: none */
     int64_t lora_rank;
     double lora_alpha, lora_dropout;
-    mt_strings lora_target; // names of Hugging Face modules; see lora_roles
-    /* fine-tuning: samples of any length */
-    bool sft, sequence_packing, variable_seq_lengths;
-    int64_t train_epochs, skip_bad_samples;
-    mt_chat_template chat_template;
-    char *chat_template_kwargs; // JSON
-    mt_loss_on loss_on;
-    mt_long_samples long_samples;
-    char *messages_key, *prompt_key, *query_key, *response_key;
-    /* after pre-training */
-    mt_training_stage stage;
-    bool value_head, ipo, ref_logps_in_data;
-    mt_preference_variant preference_loss;
-    double beta, label_smoothing;
-    char *ref_load, *chosen_key, *rejected_key;
-    char *teacher_load;
-    mt_divergence_type kd_objective;
-    int64_t logits_topk;
-    double kd_temperature, distill_loss_weight, skew_lambda, adaptive_kl_alpha;
-    /* reinforcement learning */
-    int64_t rollout_batch_size, ppo_epochs, dynamic_sampling_max_rounds, overlong_buffer_length;
-    mt_adv_estimator adv_estimator;
-    bool norm_adv_by_std, whiten_advantages, dynamic_sampling, overlong_mask, kl_in_reward;
-    bool shuffle_prompts, shuffle_mini_batches;
-    mt_strings prompt_shares;
-    char *tag_key;
-    double gamma, lam, reward_clip, advantage_clip, overlong_penalty, overlong_penalty_factor, kl_coef;
-    mt_policy_variant pg_variant;
-    double clip_ratio, clip_ratio_low, clip_ratio_high, clip_ratio_c, entropy_coeff, kl_loss_coef, value_clip;
-    mt_loss_aggregation loss_agg_mode;
-    mt_kl_type kl_loss_type;
-    mt_reward_kind reward;
-    char *reward_command, *reward_pattern, *reward_load, *critic_load, *answer_key;
-    double reward_timeout_seconds, critic_lr;
-    /* models that take turns; a size of 0: see mt_model_role_sizes */
-    int64_t rollout_tensor_model_parallel_size, rollout_expert_model_parallel_size;
-    int64_t teacher_tensor_model_parallel_size, teacher_pipeline_model_parallel_size;
-    int64_t teacher_expert_model_parallel_size;
-    int64_t ref_tensor_model_parallel_size, ref_pipeline_model_parallel_size, ref_expert_model_parallel_size;
-    int64_t critic_tensor_model_parallel_size, critic_pipeline_model_parallel_size, critic_expert_model_parallel_size;
-    int64_t reward_tensor_model_parallel_size, reward_pipeline_model_parallel_size, reward_expert_model_parallel_size;
-    bool param_offload, grad_offload, optimizer_offload;
-    /* checkpoints and reports */
-    char *load, *load_adapter, *merge_adapter, *save, *hf_config, *metrics, *tensorboard_dir, *config, *role;
-    bool print_config;
-    int64_t save_interval, keep_checkpoints, save_retain_interval;
-    bool profile, finetune, no_load_optim, no_save_optim, no_load_rng;
-    bool async_save, auto_resume, overwrite, exit_on_missing_checkpoint;
-    char *trace; // a file for the timeline of the steps that follow, counted from 1
-    int64_t trace_first_step, trace_last_step;
-    /* inference */
-    mt_strings prompt;
-    bool chat;
-    char *system_prompt;
-    char *prompts, *prompt_tokens, *score, *out, *entropy_out, *logits_out;
-    bool print_tokens;
-    double temperature, top_p, min_p, repetition_penalty;
-    int64_t top_k, max_new_tokens, max_sequences, num_return_sequences;
-    int64_t inference_max_requests, inference_dynamic_batching_block_size, kv_cache_tokens;
-    mt_strings stop;
-    uint64_t given[40];     // a bit per byte above: the user gave the option of the field that begins there (MT_GIVEN)
-    mt_strings typed_names; // pairs for messages: an option, and the other name that the user typed
-    mt_strings sharded_names; // that mt_options_finish accepts only if data-parallel ranks shard
-    mt_strings config_keys;   // of --role: line, key, option, why it has no effect; for --print-config
-    int64_t config_devices;   // ranks that the file of --role names; 0: none
-    /* not options: derived by mt_options_finish, or read from config.json */
+    /* derived values, which have no option */
     int64_t data_parallel_size; // ranks / (tensor x pipeline x context size)
     int64_t context_a2a_size;   // ranks of the context group that exchange tokens for heads; 1: none
     int64_t padded_vocab_size;
@@ -766,16 +677,10 @@ typedef struct mt_options {
                             // NULL: every layer has a mixer and a feed-forward
     char *pipeline_letters; // the stages: E embedding, t layer, m MTP module, L loss, | between stages; NULL: none
     int64_t num_iterations; // steps of the run, from train_iters or train_samples
-    int64_t mtp_layers_stored;            // MTP modules that the folder to load may hold, in use or not
     bool attention_output_bias, mlp_bias; // biases of o_proj (c_proj) and of the MLP
-    mt_hf_family hf_family;               // of config.json
-    mt_head_type head_type;               // of config.json, or for the stage
-    bool head_is_new;                     // for the stage: the folder to load has none
-    int64_t weight_block_size[2];         // rows, columns per scale of the fp8 weights to load; 0: none are in fp8
-    int64_t bos_token_id, eos_token_id;   // -1: none
-    char *special_tokens;                 // ids of special tokens in config.json, as JSON; NULL: those two
-    char *generation_config;              // text of the loaded folder's file of settings for generation; NULL: none
-    uint64_t lora_roles[2];               // the matrices with adapters, a bit each: see mt_role_has_adapters
+    mt_hf_family hf_family;               // whose names the parameters have
+    mt_head_type head_type;
+    uint64_t lora_roles[2]; // the matrices with adapters, a bit each: see mt_role_has_adapters
 } mt_options;
 
 /* For programs without data/: a dense decoder on one rank, with Megatron's defaults (LayerNorm, learned positions,

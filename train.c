@@ -21,7 +21,7 @@ static bool should_stop(const mt_run *r) {
 
 /* Samples of an evaluation of a split: --eval-iters batches. */
 static int64_t evaluated_samples(const mt_run *r, mt_split split) {
-    return r->loaders[split] ? r->options.eval_iters * r->options.global_batch_size : 0;
+    return r->loaders[split] ? r->options.eval_iters * r->options.stack.global_batch_size : 0;
 }
 
 /* Where the micro-batches of a feed come from. */
@@ -43,7 +43,7 @@ static source take_samples(mt_run *r, mt_feed *feed) {
 static bool evaluate(mt_run *r, mt_split split, const char *name, int64_t first) {
     mt_error error;
     double sums[2] = {0};
-    int64_t end = first + evaluated_samples(r, split), batch = r->options.global_batch_size;
+    int64_t end = first + evaluated_samples(r, split), batch = r->options.stack.global_batch_size;
     if (end == first) return false;
     mt_run_check(r, mt_train_finish(r->model, &error), &error);
     if (mt_train_bad_iteration(r->model) > 0) return false;
@@ -86,7 +86,7 @@ static bool rl_step(mt_run *r) {
 
 /* One step; false if the run went back to a checkpoint instead. */
 static bool step(mt_run *r) {
-    const mt_options *o = &r->options;
+    const mt_run_options *o = &r->options;
     mt_error error;
     mt_metrics metrics;
     int64_t consumed = r->state.consumed_train_samples, batch_size = mt_global_batch_size(o, consumed);
@@ -101,7 +101,7 @@ static bool step(mt_run *r) {
     if (timed) mt_profile_step_end();
     if (traced) mt_trace_step_end();
     if (status == MT_REWIND) {
-        mt_run_check(r, mt_checkpoint_rewind(r->model, &r->state, r->saver, &error), &error);
+        mt_run_check(r, mt_checkpoint_rewind(r->model, &r->options, &r->state, r->saver, &error), &error);
         mt_run_report_saved(r);
         r->last_saved = r->state.iteration;
         return false;
@@ -109,7 +109,7 @@ static bool step(mt_run *r) {
     mt_run_check(r, status, &error);
     r->state.consumed_train_samples = consumed + feed.read; // also where micro-batches hold other than whole rows
     mt_run_check(r, mt_feed_check(&feed, &r->grid, r->state.iteration, &error), &error);
-    if (mt_trace_is_complete()) write_trace(r, r->state.iteration < o->num_iterations);
+    if (mt_trace_is_complete()) write_trace(r, r->state.iteration < o->stack.num_iterations);
     if (reported && feed.tokens > 0) metrics.tokens = feed.tokens;
     r->report.step_flops = feed.flops;
     if (reported) mt_report_iteration(&r->report, &r->state, &metrics);
@@ -118,12 +118,12 @@ static bool step(mt_run *r) {
 }
 
 static void train(mt_run *r) {
-    const mt_options *o = &r->options;
+    const mt_run_options *o = &r->options;
     mt_error error;
     int64_t validated = r->state.iteration;
     bool stop = should_stop(r);
     mt_watch_enter(MT_WATCH_STEP);
-    while ((r->state.iteration < o->num_iterations && !stop) || mt_train_bad_iteration(r->model) > 0) {
+    while ((r->state.iteration < o->stack.num_iterations && !stop) || mt_train_bad_iteration(r->model) > 0) {
         mt_run_check(r, mt_saver_poll(r->saver, &error), &error);
         mt_run_report_saved(r);
         if (!(r->rl ? rl_step(r) : step(r))) continue;

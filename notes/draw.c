@@ -164,7 +164,7 @@ static const char *grouped(int64_t value, char buffer[32]) {
 }
 
 /* The options of a training run on mock data, as the command line would set them. */
-static void parse_options(mt_options *options, const char *const *words, int count) {
+static void parse_options(mt_run_options *options, const char *const *words, int count) {
     static const char *const common[] = {"train", "--mock-data", "--seq-length", "64", "--micro-batch-size", "4"};
     enum { COMMON = sizeof common / sizeof *common };
     char *arguments[64];
@@ -176,7 +176,7 @@ static void parse_options(mt_options *options, const char *const *words, int cou
 }
 
 /* Loads a model shape from data/configs. */
-static void open_shape(mt_options *options, const char *config) {
+static void open_shape(mt_run_options *options, const char *config) {
     const char *const words[] = {"--hf-config", config, "--global-batch-size", "4", "--train-iters", "1",
                                  "--lr",        "1e-3"};
     parse_options(options, words, sizeof words / sizeof *words);
@@ -459,15 +459,15 @@ static void draw_bucket(const char *folder) {
     static const char *const bf16[] = {"params", "grads", "master", "m", "v"};
     const double x = 25, width = 850;
     char a[32], b[32];
-    mt_options options;
+    mt_run_options options;
     open_shape(&options, "data/configs/qwen3-0.6b.json");
-    table t = table_open(&options);
-    int64_t decay = 0, size = t.sizes[1], all = t.sizes[0] + size * options.num_layers;
+    table t = table_open(&options.stack);
+    int64_t decay = 0, size = t.sizes[1], all = t.sizes[0] + size * options.stack.num_layers;
     for (int64_t i = 0; i < t.count; i++)
         if (t.rows[i].bucket == 1 && t.rows[i].weight_decay) decay = t.rows[i].offset + t.rows[i].rows * t.rows[i].cols;
 
     picture p = picture_open(folder, "02-bucket", "A layer's bucket as a memory map", 900, 510);
-    text(&p, x, 28, START, "Qwen3 0.6B: %s parameters in %lld buckets", grouped(mt_num_parameters(&options), a),
+    text(&p, x, 28, START, "Qwen3 0.6B: %s parameters in %lld buckets", grouped(mt_num_parameters(&options.stack), a),
          (long long)t.num_buckets);
     draw_buckets(&p, &t, x, 52, width);
     double first = x + width * (double)t.sizes[0] / (double)all, scale = width / (double)size;
@@ -530,9 +530,9 @@ static void draw_residual(picture *p, double x, double side, double y1, double y
 }
 
 static void draw_layer(const char *folder) {
-    mt_options options;
+    mt_run_options options;
     open_shape(&options, "data/configs/qwen3-0.6b.json");
-    table t = table_open(&options);
+    table t = table_open(&options.stack);
     flow flows[16];
     char a[32], b[32];
     int count = layer_flow(flows, &t);
@@ -817,7 +817,7 @@ static void draw_schedule(const char *folder) {
 enum { ITERATIONS = 100 };
 
 /* A run of 100 iterations with a warm-up of 10. */
-static void open_rates(mt_options *options, const char *style) {
+static void open_rates(mt_run_options *options, const char *style) {
     // clang-format off
     const char *const words[] = {
         "--num-layers", "1", "--hidden-size", "64", "--num-attention-heads", "4", "--vocab-size", "256",
@@ -854,9 +854,9 @@ static void draw_rates(const char *folder) {
     text(&p, x + width / 2, y + height + 36, MIDDLE, "iteration");
     text(&p, x - 55, y - 14, START, "learning rate");
     for (int s = 0; s < 5; s++) {
-        mt_options options;
+        mt_run_options options;
         open_rates(&options, styles[s]);
-        draw_curve(&p, &options, strokes[s], x, y, width, height);
+        draw_curve(&p, &options.stack, strokes[s], x, y, width, height);
         line(&p, x + width + 30, y + 14 + 24 * s, x + width + 54, y + 14 + 24 * s, strokes[s], 2);
         text(&p, x + width + 62, y + 18 + 24 * s, START, "%s", styles[s]);
         mt_options_free(&options);
@@ -893,21 +893,21 @@ static double matrix_flops(const table *t, mt_role first, mt_role last, int64_t 
 }
 
 static void draw_step(const char *folder) {
-    mt_options o;
+    mt_run_options o;
     open_shape(&o, "data/configs/gpt2-124m.json");
-    table t = table_open(&o);
-    int64_t sequences = o.micro_batch_size, tokens = sequences * o.seq_length, L = o.num_layers;
+    table t = table_open(&o.stack);
+    int64_t sequences = o.stack.micro_batch_size, tokens = sequences * o.stack.seq_length, L = o.stack.num_layers;
     const char *const names[] = {"q, k, v", "attention output", "MLP up", "MLP down", "logits", "attention itself"};
     double flops[6] = {matrix_flops(&t, MT_Q, MT_V, tokens, L), matrix_flops(&t, MT_O, MT_O, tokens, L),
                        matrix_flops(&t, MT_UP, MT_UP, tokens, L), matrix_flops(&t, MT_DOWN, MT_DOWN, tokens, L),
                        matrix_flops(&t, MT_WORD_EMBEDDING, MT_WORD_EMBEDDING, tokens, 1)};
     double products = 0, most = 0;
     for (int i = 0; i < 5; i++) products += flops[i], most = fmax(most, flops[i]);
-    flops[5] = (mt_flops(&o, sequences) - products) * 7 / 6; // with the scores that the backward computes again
+    flops[5] = (mt_flops(&o.stack, sequences) - products) * 7 / 6; // with the scores that the backward computes again
     double total = products + flops[5];
     picture p = picture_open(folder, "06-step", "Operations of a training step", 900, 280);
     text(&p, 20, 28, START, "GPT-2 124M, %lld x %lld tokens: %.1f GFLOP per step, matrix products %.1f",
-         (long long)sequences, (long long)o.seq_length, total * 1e-9, products * 1e-9);
+         (long long)sequences, (long long)o.stack.seq_length, total * 1e-9, products * 1e-9);
     static const char *const parts[] = {"forward", "gradient of the input", "gradient of the weights"};
     for (int i = 0; i < 3; i++) {
         box(&p, 20 + 190 * i, 44, 10, 10, fills[i == 0 ? BLUE : i == 1 ? GREEN : TEAL]);
@@ -983,7 +983,7 @@ static const char *const strategies[NUM_STRATEGIES] = {"no_shard", "optim", "opt
 /* A small model on one rank of four. The other ranks do not exist: collectives are recorded for the drawing, not
  * executed. */
 typedef struct sharer {
-    mt_options options;
+    mt_run_options options;
     mt_grid grid;
     mt_model *model;
 } sharer;
@@ -1011,7 +1011,7 @@ static void sharer_open(sharer *s, const char *strategy, bool overlaps, const mt
     s->grid.data_context.size = SHARING_RANKS, s->grid.data_context.rank = SHARING_RANK;
     parse_options(&s->options, words, (int)(sizeof words / sizeof *words) - (overlaps ? 0 : 2));
     mt_model_plan plan = {.max_tokens = 16, .max_logits = 16, .max_position = 64, .train = true};
-    check(mt_model_create(&s->model, &s->options, &s->grid, ops, &plan, &error), &error);
+    check(mt_model_create(&s->model, &s->options.stack, &s->grid, ops, &plan, &error), &error);
 }
 
 static void sharer_close(sharer *s) {
@@ -1475,7 +1475,7 @@ static void note_layer(bool sequence_parallel) {
                                  "--lr",
                                  "1"};
     mt_ops ops = mt_cpu_ops;
-    mt_options options;
+    mt_run_options options;
     mt_grid grid = mt_grid_of_one;
     mt_model *model;
     mt_batch batch;
@@ -1485,11 +1485,11 @@ static void note_layer(bool sequence_parallel) {
     ops.attention_forward = noted_attention, ops.activation_forward = noted_swiglu, ops.dropout_add_forward = noted_sum;
     parse_options(&options, words, sizeof words / sizeof *words);
     grid.tensor.size = TENSOR_RANKS;
-    options.tensor_model_parallel_size = TENSOR_RANKS, options.sequence_parallel = sequence_parallel;
+    options.stack.tensor_model_parallel_size = TENSOR_RANKS, options.stack.sequence_parallel = sequence_parallel;
     memset(&acts, 0, sizeof acts);
-    acts.hidden = options.hidden_size;
+    acts.hidden = options.stack.hidden_size;
     mt_model_plan plan = {.max_tokens = TENSOR_TOKENS, .max_logits = TENSOR_TOKENS, .max_position = 64, .train = true};
-    check(mt_model_create(&model, &options, &grid, &ops, &plan, &error), &error);
+    check(mt_model_create(&model, &options.stack, &grid, &ops, &plan, &error), &error);
     mt_model_init(model);
     letters_batch(&batch, TENSOR_TOKENS, false);
     mt_model_forward(model, &batch, true);
@@ -1576,15 +1576,16 @@ static void draw_cached(picture *p, double y, const char *name, int64_t elements
 }
 
 static void draw_latent(const char *folder) {
-    mt_options o;
+    mt_run_options o;
     char count[32];
     open_shape(&o, "data/configs/deepseek-v3.json");
-    int64_t H = o.num_attention_heads, N = o.qk_head_dim, R = o.qk_pos_emb_head_dim, V = o.v_head_dim;
+    int64_t H = o.stack.num_attention_heads, N = o.stack.qk_head_dim, R = o.stack.qk_pos_emb_head_dim,
+            V = o.stack.v_head_dim;
     picture p = picture_open(folder, "12-latents", "Latent attention: channels of a token, and its cache", 900, 390);
     text(&p, 20, 26, START, "A token in a layer of DeepSeek-V3; heights are channels, to scale");
-    draw_channels(&p, 20, 150, o.hidden_size, fills[TEAL], "x");
-    draw_channels(&p, 200, 100, o.q_lora_rank, fills[YELLOW], "latent of q");
-    draw_channels(&p, 200, 250, o.kv_lora_rank, fills[GREEN], "latent of k, v");
+    draw_channels(&p, 20, 150, o.stack.hidden_size, fills[TEAL], "x");
+    draw_channels(&p, 200, 100, o.stack.q_lora_rank, fills[YELLOW], "latent of q");
+    draw_channels(&p, 200, 250, o.stack.kv_lora_rank, fills[GREEN], "latent of k, v");
     draw_channels(&p, 200, 330, R, fills[ORANGE], "k, RoPE, of all heads");
     double y = draw_channels(&p, 440, 72, H * N, fills[BLUE], "q, no RoPE");
     text(&p, 440, y + 16, START, "q, RoPE: %s", grouped(H * R, count));
@@ -1601,7 +1602,7 @@ static void draw_latent(const char *folder) {
     text(&p, 650, 72, START, "Cached elements of a token and layer:");
     draw_cached(&p, 100, "the heads", H * (N + R + V), fills[BLUE]);
     draw_cached(&p, 160, "8 groups of 128 channels", (int64_t)2 * 8 * 128, fills[YELLOW]);
-    draw_cached(&p, 220, "the latent and the RoPE key", o.kv_lora_rank + R, fills[GREEN]);
+    draw_cached(&p, 220, "the latent and the RoPE key", o.stack.kv_lora_rank + R, fills[GREEN]);
     picture_close(&p);
     mt_options_free(&o);
 }
@@ -1666,7 +1667,7 @@ static void draw_checkpoint(const char *folder) {
     static const double places[] = {20, 130, 240, 350, 460, 680};
     static const char *const steps[] = {"write all files", "flush them", "rename the folder", "flush its name",
                                         "rename latest"};
-    mt_options o;
+    mt_run_options o;
     picture p = picture_open(folder, "13-shares", "The parts of a checkpoint that each rank writes", 900, 370);
     text(&p, 20, 26, START, "The tensors of model.safetensors, and who writes them: TP 2 x DP 2, every rank at once");
     for (int rank = 0; rank < SAVERS * SAVERS; rank++) {
@@ -1674,7 +1675,7 @@ static void draw_checkpoint(const char *folder) {
         text(&p, 616 + 75 * rank, 26, START, "rank %d", rank);
     }
     parse_options(&o, words, sizeof words / sizeof *words);
-    for (int i = 0; i < 6; i++) draw_shares(&p, places[i], 66, 1.2 * (i == 0 ? 0.6 : 1), roles[i], &o);
+    for (int i = 0; i < 6; i++) draw_shares(&p, places[i], 66, 1.2 * (i == 0 ? 0.6 : 1), roles[i], &o.stack);
     for (int i = 0; i < 5; i++) draw_save_step(&p, 20 + 168 * i, steps[i], i == 4);
     text(&p, 20, 290, START, "A save. If the machine dies before the last step, the checkpoint before counts:");
     bracket(&p, 20, 842, 348);
@@ -1797,7 +1798,7 @@ static void recomputer_open(sharer *s, int layers, int64_t tokens, const char *r
     *s = (sharer){.grid = mt_grid_of_one};
     parse_options(&s->options, words, count);
     mt_model_plan plan = {.max_tokens = tokens, .max_logits = tokens, .max_position = 64, .train = true};
-    check(mt_model_create(&s->model, &s->options, &s->grid, ops, &plan, &error), &error);
+    check(mt_model_create(&s->model, &s->options.stack, &s->grid, ops, &plan, &error), &error);
 }
 
 /* Records the matrix products of a forward and a backward of one micro-batch. */
@@ -2651,13 +2652,13 @@ static void draw_dynamic_context(picture *p, const chart *fixed, const chart *dy
                                         "1",
                                         "--max-position-embeddings",
                                         "64"};
-    mt_options o;
+    mt_run_options o;
     mt_rows rows;
     mt_step_plan plan;
     int64_t lengths[DYNAMIC_SAMPLES], first[DYNAMIC_SAMPLES + 1] = {0}, count = 0;
     mt_piece pieces[DYNAMIC_SAMPLES];
     parse_options(&o, words, sizeof words / sizeof *words);
-    mt_plan_shape shape = {1, 1, DYNAMIC_LONGEST, .work = mt_token_work_of(&o)};
+    mt_plan_shape shape = {1, 1, DYNAMIC_LONGEST, .work = mt_token_work_of(&o.stack)};
     for (int64_t i = 0; i < DYNAMIC_SAMPLES; i++)
         lengths[i] = mt_lognormal_length(11, i, 2048, MT_MOCK_SIGMA, DYNAMIC_LONGEST);
     mt_rows_pack(&rows, lengths, DYNAMIC_SAMPLES, DYNAMIC_LONGEST, DYNAMIC_SAMPLES, 1, 0);
@@ -2738,7 +2739,7 @@ static void draw_cut_adapter(picture *p, double x, double y, const char *title, 
 
 /* GiB of a table's rows without data parallelism: in bf16 18 bytes for each trained parameter, 2 for the others. */
 static double trained_gib(int64_t lora_rank, double *trained) {
-    mt_options o;
+    mt_run_options o;
     char rank[16];
     snprintf(rank, sizeof rank, "%lld", (long long)lora_rank);
     const char *const words[] = {"--hf-config",
@@ -2756,7 +2757,7 @@ static double trained_gib(int64_t lora_rank, double *trained) {
                                  "all-linear"};
     int count = sizeof words / sizeof *words;
     parse_options(&o, words, lora_rank > 0 ? count : count - 4);
-    table t = table_open(&o);
+    table t = table_open(&o.stack);
     double frozen = 0;
     *trained = 0;
     for (int64_t i = 0; i < t.count; i++) {
@@ -2901,7 +2902,7 @@ static void bench_arguments(char arguments[1024], const char *kind, const char *
 }
 
 /* Tokens per second that a simulated step of these arguments makes. */
-static double predicted_rate(const char *gpu, int64_t gpus, const char *arguments, mt_options *o) {
+static double predicted_rate(const char *gpu, int64_t gpus, const char *arguments, mt_run_options *o) {
     char words[2048], *argv[128];
     int argc = 0;
     mt_error error;
@@ -2913,7 +2914,7 @@ static double predicted_rate(const char *gpu, int64_t gpus, const char *argument
     check(mt_train_options_finish(o, gpus, &error), &error);
     check(mt_machine_read(&machine, gpu, &error), &error);
     machine.memory_gib = INFINITY; // only times are drawn; NVIDIA's programs need other communicators
-    check(mt_simulate(&simulation, o, gpus, &machine, &error), &error);
+    check(mt_simulate(&simulation, &o->stack, gpus, &machine, &error), &error);
     double rate = simulation.tokens_per_second;
     mt_simulation_free(&simulation);
     return rate;
@@ -2946,7 +2947,7 @@ static double draw_measured(picture *p, double y) {
         snprintf(title, sizeof title, strcmp(gpus, "1") ? "train%s" : "train", gpus);
         if (!*arguments) bench_arguments(arguments, title, name);
         snprintf(line, sizeof line, "--hidden-dropout 0 --attention-dropout 0 %s", arguments);
-        mt_options o;
+        mt_run_options o;
         double predicted = predicted_rate(gpu, atoi(gpus), line, &o);
         mt_options_free(&o);
         row_title(title, gpus, gpu, name);
@@ -2993,10 +2994,10 @@ static void draw_published(picture *p, double y) {
         row_field(words, line, 4);
         *line = 0;
         published_arguments(line, words);
-        mt_options o;
+        mt_run_options o;
         double rate = predicted_rate(gpu, atoi(gpus), line, &o);
-        double published = (double)(o.global_batch_size * o.seq_length) / atof(figure);
-        if (strstr(figure, "TFLOP/s")) published = atof(figure) * 1e12 * atof(gpus) / published_operations(&o);
+        double published = (double)(o.stack.global_batch_size * o.stack.seq_length) / atof(figure);
+        if (strstr(figure, "TFLOP/s")) published = atof(figure) * 1e12 * atof(gpus) / published_operations(&o.stack);
         mt_options_free(&o);
         row_title(title, gpus, gpu, name);
         draw_prediction(p, y, title, rate / published, strokes[1]), y += 15;
@@ -3146,7 +3147,7 @@ static void draw_linear_attention(const char *folder) {
         chart_legend(&p, 70, 376 + 18 * rule, strokes[rule], rules[rule]);
     }
     free(r);
-    mt_options o;
+    mt_run_options o;
     open_shape(&o, "data/configs/qwen3-next-80b-a3b.json");
     text(&p, 450, 30, START, "What a text holds in generation, Qwen3-Next-80B");
     for (int i = 0; i < 4; i++) chart_mark_x(&p, &right, 256 << 4 * i, lengths[i]);
@@ -3155,12 +3156,81 @@ static void draw_linear_attention(const char *folder) {
         chart_mark_y(&p, &right, pow(10, power), labels[power - 1]);
     }
     chart_titles(&p, &right, "MiB, bf16, states in fp32", "tokens");
-    const int64_t linear[] = {0, o.num_layers * 3 / 4, o.num_layers};
+    const int64_t linear[] = {0, o.stack.num_layers * 3 / 4, o.stack.num_layers};
     for (int i = 0; i < 3; i++) {
-        draw_held(&p, &right, &o, linear[i], strokes[i]);
+        draw_held(&p, &right, &o.stack, linear[i], strokes[i]);
         chart_legend(&p, 530, 376 + 18 * i, strokes[i], layers[i]);
     }
     mt_options_free(&o);
+    picture_close(&p);
+}
+
+/* ---- 30: state spaces -------------------------------------------------------------------------------------------- */
+
+enum { MASK_T = 24, MASK_HEADS = 3, MASK_CHUNKS = 4 };
+
+/* The factors e^(G_t - G_i) of some heads, as the scan computes them: B and C are 1, and channel i of x is 1 at token i
+ * alone, so that y[t, i] is the factor times the step of token i. Heads 0 and 1 take steps of 1, head 2 a large one at
+ * tokens 9 and 17. */
+static void scan_mask(float mask[MASK_T][MASK_HEADS][MASK_T]) {
+    static const float rates[MASK_HEADS] = {0.05f, 0.4f, 0.05f};
+    static float row[MASK_T][MASK_HEADS * MASK_T + 2], dt[MASK_T][MASK_HEADS];
+    float A_log[MASK_HEADS], zeros[MASK_HEADS] = {0};
+    mt_span span = {0, MASK_T, 0, MASK_T, true};
+    mt_spans spans = {&span, &span, 1};
+    for (int h = 0; h < MASK_HEADS; h++) A_log[h] = logf(rates[h]);
+    for (int t = 0; t < MASK_T; t++) {
+        row[t][MASK_HEADS * MASK_T] = row[t][MASK_HEADS * MASK_T + 1] = 1;
+        for (int h = 0; h < MASK_HEADS; h++) {
+            row[t][h * MASK_T + t] = 1;
+            dt[t][h] = h == 2 && (t == 9 || t == 17) ? 40 : logf(expf(1) - 1);
+        }
+    }
+    mt_ssd_args a = {.spans = &spans, .G = 1, .H = MASK_HEADS, .N = 1, .P = MASK_T, .dt_max = INFINITY};
+    a.x = row, a.B = row[0] + MASK_HEADS * MASK_T, a.C = row[0] + MASK_HEADS * MASK_T + 1;
+    a.stride = MASK_HEADS * MASK_T + 2, a.dt = dt, a.dt_stride = MASK_HEADS;
+    a.A_log = A_log, a.D = a.dt_bias = zeros, a.out = mask;
+    mt_cpu_ops.ssd_forward(&a, MT_F32, NULL);
+    for (int t = 0; t < MASK_T; t++)
+        for (int h = 0; h < MASK_HEADS; h++)
+            for (int i = 0; i < MASK_T; i++) mask[t][h][i] /= log1pf(expf(dt[i][h]));
+}
+
+/* A cell of blue, darker for larger values in [0, 1]. */
+static void shaded(picture *p, double x, double y, double size, double value) {
+    char colour[8];
+    int rest = (int)lround(253 - 200 * value);
+    snprintf(colour, sizeof colour, "#%02x%02x%02x", (unsigned)rest, (unsigned)(rest + (255 - rest) / 3), 0xfbu);
+    box(p, x, y, size, size, colour);
+}
+
+static void draw_state_spaces(const char *folder) {
+    static const char *const heads[] = {"forgets slowly", "forgets fast", "two large steps"};
+    static float mask[MASK_T][MASK_HEADS][MASK_T];
+    const double cell = 7, left = 20, top = 84, chunk = 56, right = 640;
+    picture p = picture_open(folder, "30-masks", "Masks of a scan, and its chunks", 900, 330);
+    scan_mask(mask);
+    text(&p, left, 30, START, "Factors that a query (row) gives to the tokens before it, of three heads");
+    for (int h = 0; h < MASK_HEADS; h++) {
+        double x = left + 200 * h;
+        text(&p, x, top - 10, START, "%s", heads[h]);
+        for (int t = 0; t < MASK_T; t++)
+            for (int i = 0; i < MASK_T; i++)
+                if (i <= t) shaded(&p, x + cell * i, top + cell * t, cell, (double)mask[t][h][i]);
+    }
+    text(&p, left, 280, START, "A softmax would decide each row by its own scores; here a token's step decides its");
+    text(&p, left, 296, START, "column, and how much all that is older fades.");
+    text(&p, right, 30, START, "The same matrix in four chunks");
+    for (int row = 0; row < MASK_CHUNKS; row++)
+        for (int column = 0; column <= row; column++) {
+            double x = right + chunk * column, y = 50 + chunk * row;
+            frame(&p, x, y, chunk, chunk, fills[row == column ? BLUE : ORANGE]);
+            if (row > column) text(&p, x + chunk / 2, y + chunk / 2 + 4, MIDDLE, "%s", "S");
+        }
+    box(&p, right, 288, 10, 10, fills[BLUE]);
+    text(&p, right + 16, 297, START, "attention within the chunk");
+    box(&p, right, 306, 10, 10, fills[ORANGE]);
+    text(&p, right + 16, 315, START, "by way of the state");
     picture_close(&p);
 }
 
@@ -3199,5 +3269,6 @@ int main(int argc, char **argv) {
     draw_divergence(argv[1]);
     draw_planner(argv[1]);
     draw_linear_attention(argv[1]);
+    draw_state_spaces(argv[1]);
     return 0;
 }

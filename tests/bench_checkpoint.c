@@ -28,7 +28,7 @@
 #include <unistd.h>
 
 typedef struct bench {
-    mt_options options;
+    mt_run_options options;
     mt_grid grid;
     const mt_ops *ops;
     mt_model *model;
@@ -126,13 +126,13 @@ static void open_model(bench *b, int argc, char **argv) {
     mt_error error;
     check(mt_options_parse(&b->options, MT_PROGRAM_TRAIN, count, words, &error), &error);
     check(mt_options_finish(&b->options, MT_PROGRAM_TRAIN, b->grid.world.size, &error), &error);
-    check(mt_grid_build(&b->grid, &b->options, &error), &error);
+    check(mt_grid_build(&b->grid, &b->options.stack, &error), &error);
     b->ops = mt_backend_open(b->options.device, &b->grid, &error);
     mt_model_plan plan = {.max_tokens = 64, .max_logits = 64, .max_position = 64, .train = true};
-    check(b->ops ? mt_model_create(&b->model, &b->options, &b->grid, b->ops, &plan, &error) : -1, &error);
+    check(b->ops ? mt_model_create(&b->model, &b->options.stack, &b->grid, b->ops, &plan, &error) : -1, &error);
     mt_model_init(b->model);
     b->ops->stream_synchronize(mt_model_stream(b->model));
-    b->bytes = (double)mt_num_parameters(&b->options) * (b->options.bf16 ? 14 : 12);
+    b->bytes = (double)mt_num_parameters(&b->options.stack) * (b->options.stack.bf16 ? 14 : 12);
 }
 
 static double cpu_seconds(void) {
@@ -212,7 +212,7 @@ static double load(bench *b, series *s) {
     free(latest);
     double counted = -bytes_read();
     begin(b, s);
-    check(mt_checkpoint_load(b->model, &state, b->folder, &error), &error);
+    check(mt_checkpoint_load(b->model, &b->options, &state, b->folder, &error), &error);
     end(b, s);
     return counted + bytes_read();
 }
@@ -231,7 +231,7 @@ static void bench_once(bench *b) {
     series write = {0}, read = {0};
     if (!b->is_there) {
         mt_saver *saver;
-        mt_saver_open(&saver, b->model, b->folder, NULL, NULL, false);
+        mt_saver_open(&saver, b->model, &b->options, b->folder, NULL, NULL, false);
         save(b, saver, &write);
         mt_saver_close(saver);
         print(b, "save", &write, 0, NULL);
@@ -246,7 +246,7 @@ static void bench_save_and_load(bench *b) {
     series cached = {0}, direct = {0}, write = {0}, cached_read = {0}, direct_read = {0}, read = {0};
     double counted = 0;
     mt_saver *saver;
-    mt_saver_open(&saver, b->model, b->folder, NULL, NULL, false);
+    mt_saver_open(&saver, b->model, &b->options, b->folder, NULL, NULL, false);
     for (int64_t round = 0; round < b->rounds; round++) {
         run(b, "cd %s && rm -rf iter_* dd; sync", b->folder, 0);
         for (int i = 0; i < 3; i++) {
@@ -308,7 +308,7 @@ static void bench_stall(bench *b) {
     char *from = b->ops->memory_alloc(share), *to = b->ops->memory_alloc_host(share);
     b->ops->memory_zero(from, share, stream);
     memset(to, 2, (size_t)share);
-    mt_saver_open(&saver, b->model, b->folder, NULL, NULL, true);
+    mt_saver_open(&saver, b->model, &b->options, b->folder, NULL, NULL, true);
     for (int64_t round = 0; round < b->rounds; round++) {
         mt_run_state state = {.iteration = 2};
         copy_plainly(b, &copy, to, from, share);

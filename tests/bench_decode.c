@@ -88,16 +88,18 @@ typedef struct decode_case {
 
 /* Bytes that a step reads: all weights except an embedding table that is not tied to the output layer, and the keys and
  * values of texts of average length. */
-static double bytes_per_step(const mt_options *o, const decode_case *c) {
-    double weights = (double)mt_num_parameters(o), size = o->bf16 ? 2 : 4;
-    if (o->untie_embeddings_and_output_weights) weights -= (double)o->vocab_size * (double)o->hidden_size;
-    int64_t groups = o->group_query_attention ? o->num_query_groups : o->num_attention_heads;
+static double bytes_per_step(const mt_run_options *o, const decode_case *c) {
+    double weights = (double)mt_num_parameters(&o->stack), size = o->stack.bf16 ? 2 : 4;
+    if (o->stack.untie_embeddings_and_output_weights)
+        weights -= (double)o->stack.vocab_size * (double)o->stack.hidden_size;
+    int64_t groups = o->group_query_attention ? o->stack.num_query_groups : o->stack.num_attention_heads;
     double tokens = (double)c->texts * ((double)c->prompt + (double)c->new_tokens / 2);
-    return size * (weights + tokens * 2.0 * (double)(groups * o->kv_channels * o->num_layers));
+    return size * (weights + tokens * 2.0 * (double)(groups * o->stack.kv_channels * o->stack.num_layers));
 }
 
 /* Steps per second after the prompts, and seconds of the prompts. */
-static double decode_rate(mt_generator *generator, const mt_options *options, const decode_case *c, double *prefill) {
+static double decode_rate(mt_generator *generator, const mt_run_options *options, const decode_case *c,
+                          double *prefill) {
     mt_sequence *sequences = mt_malloc(c->texts * (int64_t)sizeof *sequences);
     int32_t *prompt = mt_malloc(c->prompt * 4);
     double best = 0;
@@ -105,8 +107,9 @@ static double decode_rate(mt_generator *generator, const mt_options *options, co
     for (int round = 0; round < c->rounds; round++) {
         for (int64_t s = 0; s < c->texts; s++) {
             for (int64_t i = 0; i < c->prompt; i++) // no two texts share a page, nor do a warm-up's
-                prompt[i] = (int32_t)(((s + 1) * 7919 + i * 104729 + c->new_tokens * 31) % options->vocab_size);
-            if (mt_sequence_begin(&sequences[s], s, prompt, c->prompt, c->prompt + c->new_tokens, options, &error) != 0)
+                prompt[i] = (int32_t)(((s + 1) * 7919 + i * 104729 + c->new_tokens * 31) % options->stack.vocab_size);
+            if (mt_sequence_begin(&sequences[s], s, prompt, c->prompt, c->prompt + c->new_tokens,
+                                  options->max_new_tokens, &options->stack, &error) != 0)
                 mt_die("%s", error.text);
         }
         mt_generator_totals before = mt_generator_read_totals(generator);
@@ -136,19 +139,19 @@ static int64_t num_fused(void) {
 }
 
 /* Measures and prints the speed of a case. */
-static void bench(const mt_options *options, const mt_ops *ops, const decode_case *c, double bandwidth) {
+static void bench(const mt_run_options *options, const mt_ops *ops, const decode_case *c, double bandwidth) {
     const mt_grid grid = mt_grid_of_one;
     const mt_stops stops = {.count = 0};
     mt_model_plan plan = mt_generator_plan(c->texts, c->prompt + c->new_tokens, c->prompt * c->texts);
     mt_model *model;
     mt_error error;
-    mt_options sized = *options;
+    mt_run_options sized = *options;
     // All prompts are read in few forwards, so that the texts have about the same length from then on.
     if (c->prompt > PROMPT) plan.max_tokens = mt_min(c->prompt * c->texts, MOST_PREFILL);
     sized.max_new_tokens = c->new_tokens;
     bool on_cpu = ops == &mt_cpu_ops;
     int64_t fused = num_fused();
-    if (mt_model_create(&model, &sized, &grid, ops, &plan, &error) != 0) mt_die("%s", error.text);
+    if (mt_model_create(&model, &sized.stack, &grid, ops, &plan, &error) != 0) mt_die("%s", error.text);
     mt_model_init(model);
     mt_generator *generator = mt_generator_create(model, &c->sampling, &stops);
     if (on_cpu) bandwidth = read_bandwidth();
@@ -160,8 +163,8 @@ static void bench(const mt_options *options, const mt_ops *ops, const decode_cas
     double again = on_cpu ? read_bandwidth() : 0;
     if (again > bandwidth) bandwidth = again;
     printf("decode %lld at once, %lld + %lld tokens, %s, %.0fM parameters, %s, ", (long long)c->texts,
-           (long long)c->prompt, (long long)c->new_tokens, c->rule, (double)mt_num_parameters(options) / 1e6,
-           options->bf16 ? "bf16" : "fp32");
+           (long long)c->prompt, (long long)c->new_tokens, c->rule, (double)mt_num_parameters(&options->stack) / 1e6,
+           options->stack.bf16 ? "bf16" : "fp32");
     if (on_cpu)
         printf("%d threads", num_threads());
     else
@@ -190,14 +193,14 @@ static void bench_separate(const mt_options *options, const mt_ops *ops, const d
 }
 
 /* One case by each way of sampling. */
-static void bench_samplings(const mt_options *options, const mt_ops *ops, decode_case c, double bandwidth) {
+static void bench_samplings(const mt_run_options *options, const mt_ops *ops, decode_case c, double bandwidth) {
     const decode_case ways[] = {
         {.rule = "greedy", .sampling = {.top_p = 1}},
         {.rule = "temperature 1", .sampling = {.temperature = 1, .top_p = 1, .logprobs = true}},
         {.rule = "top-k 50, top-p 0.95", .sampling = {.temperature = 1, .top_k = 50, .top_p = 0.95, .logprobs = true}}};
     for (int i = 0; i < 3; i++) {
         c.rule = ways[i].rule, c.sampling = ways[i].sampling;
-        if (i == 0) bench_separate(options, ops, &c, bandwidth);
+        if (i == 0) bench_separate(&options->stack, ops, &c, bandwidth);
         bench(options, ops, &c, bandwidth);
     }
 }
@@ -228,7 +231,7 @@ int main(int argc, char **argv) {
         first = 4;
     }
     for (int i = first; i < argc && count < MAX_ARGUMENTS; i++) arguments[count++] = argv[i];
-    mt_options options;
+    mt_run_options options;
     mt_error error;
     if (mt_options_parse(&options, MT_PROGRAM_TRAIN, count, arguments, &error) != 0 ||
         mt_options_finish(&options, MT_PROGRAM_TRAIN, 1, &error) != 0)
@@ -246,7 +249,7 @@ int main(int argc, char **argv) {
         plain.graph_begin = NULL;
         bench(&options, &plain, &one, bandwidth);
         for (one.texts = 1; one.texts <= MAX_TEXTS; one.texts *= 2) {
-            bench_separate(&options, ops, &one, bandwidth);
+            bench_separate(&options.stack, ops, &one, bandwidth);
             bench(&options, ops, &one, bandwidth);
         }
     }

@@ -28,7 +28,7 @@ typedef struct shape {
 } shape;
 
 static mt_token_work work_of(const shape *s) {
-    mt_options options;
+    mt_run_options options;
     mt_error error;
     const char *const settings[][2] = {{"num_layers", s->layers},
                                        {"hidden_size", s->hidden},
@@ -46,7 +46,7 @@ static mt_token_work work_of(const shape *s) {
     for (size_t i = 0; i < sizeof settings / sizeof *settings; i++)
         if (mt_options_set(&options, settings[i][0], settings[i][1], &error) != 0) mt_die("%s", error.text);
     if (mt_options_finish(&options, MT_PROGRAM_LIBRARY, 1, &error) != 0) mt_die("%s", error.text);
-    mt_token_work work = mt_token_work_of(&options);
+    mt_token_work work = mt_token_work_of(&options.stack);
     mt_options_free(&options);
     return work;
 }

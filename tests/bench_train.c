@@ -73,7 +73,7 @@ int main(int argc, char **argv) {
     int count = 0;
     for (size_t i = 0; i < sizeof defaults / sizeof *defaults; i++) arguments[count++] = defaults[i];
     for (int i = 1; i < argc && count < MAX_ARGUMENTS; i++) arguments[count++] = argv[i];
-    mt_options options;
+    mt_run_options options;
     mt_error error;
     mt_grid grid = mt_grid_of_one;
     if (mt_options_parse(&options, MT_PROGRAM_TRAIN, count, arguments, &error) != 0 ||
@@ -87,7 +87,7 @@ int main(int argc, char **argv) {
     mt_run_state state = {0};
     mt_metrics metrics;
     double seconds[STEPS], before = mt_cpu_matmul_rate(2048);
-    if (mt_model_create(&model, &options, &grid, &mt_cpu_ops, &plan, &error) != 0) mt_die("%s", error.text);
+    if (mt_model_create(&model, &options.stack, &grid, &mt_cpu_ops, &plan, &error) != 0) mt_die("%s", error.text);
     mt_model_init(model);
     mt_batch_alloc(&batch, tokens);
     for (int i = -1; i < STEPS; i++) { // the first step touches every page: not timed
@@ -95,9 +95,10 @@ int main(int argc, char **argv) {
             mt_die("%s", error.text);
         if (i >= 0) seconds[i] = metrics.seconds;
     }
-    double after = mt_cpu_matmul_rate(2048), rate = before > after ? before : after, flops = product_flops(&options);
+    double after = mt_cpu_matmul_rate(2048), rate = before > after ? before : after,
+           flops = product_flops(&options.stack);
     qsort(seconds, STEPS, sizeof *seconds, by_value);
-    printf("training step, %d x %d tokens, %s\n", SEQUENCES, SEQ_LENGTH, options.bf16 ? "bf16" : "fp32");
+    printf("training step, %d x %d tokens, %s\n", SEQUENCES, SEQ_LENGTH, options.stack.bf16 ? "bf16" : "fp32");
     printf("  sgemm at 2048^3                %8.1f GFLOP/s\n", rate * 1e-9);
     printf("  matrix products of a step      %8.1f GFLOP, %.3f s at that rate\n", flops * 1e-9, flops / rate);
     printf("  step: median, best             %8.3f s, %.3f s\n", seconds[STEPS / 2], seconds[0]);

@@ -23,7 +23,7 @@
 enum { RUNS = 5, TOKENS = 64, PLAIN_BYTES = 64 << 20 };
 
 typedef struct role {
-    mt_options options;
+    mt_run_options options;
     mt_grid grid;
     const mt_ops *ops;
     mt_model *model;
@@ -49,10 +49,10 @@ static void role_open(role *r, const mt_grid *job, const char *layout, bool trai
     r->grid = mt_grid_new(job);
     check(mt_options_parse(&r->options, MT_PROGRAM_TRAIN, count, words, &error), &error);
     check(mt_options_finish(&r->options, MT_PROGRAM_TRAIN, job->world.size, &error), &error);
-    check(mt_grid_build(&r->grid, &r->options, &error), &error);
+    check(mt_grid_build(&r->grid, &r->options.stack, &error), &error);
     r->ops = mt_backend_open(r->options.device, &r->grid, &error);
     mt_model_plan plan = {.max_tokens = TOKENS, .max_logits = 1, .max_position = TOKENS, .train = train};
-    check(r->ops ? mt_model_create(&r->model, &r->options, &r->grid, r->ops, &plan, &error) : -1, &error);
+    check(r->ops ? mt_model_create(&r->model, &r->options.stack, &r->grid, r->ops, &plan, &error) : -1, &error);
     mt_model_init(r->model);
     r->ops->stream_synchronize(mt_model_stream(r->model));
 }
@@ -184,8 +184,8 @@ int main(int argc, char **argv) {
     if (job.world.rank == 0)
         printf("bench_transfer: %.0f M parameters, %d ranks, '%s' to '%s'; plan %.0f ms; plain all-to-all %.1f GB/s a "
                "rank; there and back bit for bit\n",
-               (double)mt_num_parameters(&source.options) / 1e6, size, layout, argc > 3 ? argv[3] : "", planned * 1e3,
-               rate / 1e9);
+               (double)mt_num_parameters(&source.options.stack) / 1e6, size, layout, argc > 3 ? argv[3] : "",
+               planned * 1e3, rate / 1e9);
     print_transfer(&source, "there", there, rate);
     print_transfer(&source, "back", back, rate);
     mt_transfer_close(there), mt_transfer_close(back);

@@ -11,23 +11,23 @@
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size);
 
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
-    mt_options options, again;
+    mt_run_options options, again;
     mt_error error;
     mt_options_default(&options);
     mt_options_default(&again);
     if (mt_options_read_hf_config(&options, (const char *)data, (int64_t)size, "config.json", &error) == 0) {
         options.mock_data = true;
-        options.seq_length = options.train_iters = 1;
-        options.lr = 1;
+        options.stack.seq_length = options.stack.train_iters = 1;
+        options.stack.lr = 1;
         if (mt_options_finish(&options, MT_PROGRAM_TRAIN, 1, &error) == 0) {
             char *text = mt_options_write_hf_config(&options);
             if (mt_options_read_hf_config(&again, text, (int64_t)strlen(text), "written", &error)) abort();
             again.mock_data = true;
-            again.seq_length = again.train_iters = 1;
-            again.lr = 1;
+            again.stack.seq_length = again.stack.train_iters = 1;
+            again.stack.lr = 1;
             if (mt_options_finish(&again, MT_PROGRAM_TRAIN, 1, &error)) abort();
-            if (options.hf_family != again.hf_family) abort();
-            if (mt_flops(&options, 1) != mt_flops(&again, 1)) abort();
+            if (options.stack.hf_family != again.stack.hf_family) abort();
+            if (mt_flops(&options.stack, 1) != mt_flops(&again.stack, 1)) abort();
             free(text);
         }
     }

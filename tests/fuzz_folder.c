@@ -2,7 +2,7 @@
  * byte selects the file; the rest is its contents. */
 #include "../data/base/file.h"
 #include "../data/base/safetensors.h"
-#include "../data/tokens/special_tokens.h"
+#include "../data/models/special_tokens.h"
 #include "../data/options/option_reader.h"
 #include "../data/options/option_rules.h"
 #include "../data/options/options.h"
@@ -29,7 +29,7 @@ enum { NUM_NAMES = sizeof names / sizeof *names, CHECKSUMS = 4 };
 
 static char root[64];
 static mt_grid grid;
-static mt_options shape; // of the model that loads
+static mt_run_options shape; // of the model that loads
 static mt_model *model;
 static char *contents[NUM_NAMES]; // of the whole checkpoint; NULL: no such file
 static int64_t lengths[NUM_NAMES];
@@ -101,32 +101,33 @@ int LLVMFuzzerInitialize(int *argc, char ***argv) {
     mt_grid_start(&grid, &count, &words);
     check(mt_options_parse(&shape, MT_PROGRAM_TRAIN, count, words, &error), &error);
     check(mt_options_finish(&shape, MT_PROGRAM_TRAIN, 1, &error), &error);
-    check(mt_grid_build(&grid, &shape, &error), &error);
-    check(mt_model_create(&model, &shape, &grid, &mt_cpu_ops, &plan, &error), &error);
+    check(mt_grid_build(&grid, &shape.stack, &error), &error);
+    check(mt_model_create(&model, &shape.stack, &grid, &mt_cpu_ops, &plan, &error), &error);
     mt_model_init(model);
-    check(mt_checkpoint_save(model, &state, root, NULL, NULL, &error), &error);
+    check(mt_checkpoint_save(model, &shape, &state, root, NULL, NULL, &error), &error);
     atexit(remove_root);
     keep_contents();
     return 0;
 }
 
 /* A model of the shape that config.json describes, if it is small, takes the weights or refuses them. */
-static void load_shape(const mt_options *options) {
+static void load_shape(const mt_run_options *options) {
     mt_error error;
     mt_model *other = NULL;
     mt_run_state state;
     mt_model_plan plan = mt_generator_plan(1, 4, 4);
-    if (mt_num_parameters(options) > 20000 || options->num_layers > 4 || options->max_position_embeddings > 1000)
+    if (mt_num_parameters(&options->stack) > 20000 || options->stack.num_layers > 4 ||
+        options->stack.max_position_embeddings > 1000)
         return;
-    if (mt_model_create(&other, options, &grid, &mt_cpu_ops, &plan, &error) != 0 ||
-        mt_checkpoint_load(other, &state, root, &error) != 0)
+    if (mt_model_create(&other, &options->stack, &grid, &mt_cpu_ops, &plan, &error) != 0 ||
+        mt_checkpoint_load(other, options, &state, root, &error) != 0)
         refused_in_one_line(&error);
     mt_model_destroy(other);
 }
 
 /* The folder as `infer --load` reads it. */
 static void read_shape(void) {
-    mt_options options;
+    mt_run_options options;
     mt_error error;
     mt_stops stops;
     mt_options_default(&options);
@@ -148,14 +149,14 @@ static void read_shape(void) {
 static void load(void) {
     mt_run_state state;
     mt_error error;
-    if (mt_checkpoint_load(model, &state, root, &error) != 0) {
+    if (mt_checkpoint_load(model, &shape, &state, root, &error) != 0) {
         refused_in_one_line(&error);
         return;
     }
     if (state.iteration < 0 || state.consumed_train_samples < 0 || state.optimizer_step < 0) abort();
-    state.iteration++, state.optimizer_step++, state.consumed_train_samples += shape.global_batch_size;
-    mt_learning_rate(&shape, state.consumed_train_samples);
-    if (state.consumed_train_samples * shape.seq_length < 0) abort();
+    state.iteration++, state.optimizer_step++, state.consumed_train_samples += shape.stack.global_batch_size;
+    mt_learning_rate(&shape.stack, state.consumed_train_samples);
+    if (state.consumed_train_samples * shape.stack.seq_length < 0) abort();
 }
 
 /* Sums of any text: with the last line, which is the text's own sum. */

@@ -481,13 +481,13 @@ static void print_command(const command *run) {
 
 /* True if the options of a part go together; they are not yet checked against a machine. */
 static bool options_fit(const config *c, part part, mt_error *error) {
-    mt_options options;
+    mt_run_options options;
     command run;
     char *words[MAX_WORDS + 1] = {"train"};
     words_of(&run, c, part, "");
     memcpy(words + 1, run.words, sizeof(char *) * (size_t)run.count);
     int status = mt_options_parse(&options, MT_PROGRAM_TRAIN, run.count + 1, words, error);
-    if (status == 0 && options.vocab_size == 0) options.vocab_size = 257; // of the tokenizer
+    if (status == 0 && options.stack.vocab_size == 0) options.stack.vocab_size = 257; // of the tokenizer
     if (status == 0) status = mt_options_finish(&options, MT_PROGRAM_TRAIN, run.ranks, error);
     mt_options_free(&options);
     return status == 0;

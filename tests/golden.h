@@ -31,7 +31,7 @@ static const char *more_options = "";
 /* A family opened with the options of `train`. */
 typedef struct fixture {
     char folder[256];
-    mt_options options;
+    mt_run_options options;
     mt_model *model;
     mt_batch batch;
     int32_t *tokens; // [STEPS, SEQUENCES, SEQ_LENGTH + 1]
@@ -93,8 +93,8 @@ static void create_model(fixture *f, const mt_grid *grid) {
     mt_error error = {{0}};
     mt_run_state state = {0};
     mt_model_plan plan = {.max_tokens = TOKENS, .max_logits = TOKENS, .max_position = SEQ_LENGTH, .train = true};
-    if (mt_model_create(&f->model, &f->options, grid, backend, &plan, &error) != 0) fail_msg("%s", error.text);
-    if (mt_checkpoint_load(f->model, &state, f->folder, &error) != 0) fail_msg("%s", error.text);
+    if (mt_model_create(&f->model, &f->options.stack, grid, backend, &plan, &error) != 0) fail_msg("%s", error.text);
+    if (mt_checkpoint_load(f->model, &f->options, &state, f->folder, &error) != 0) fail_msg("%s", error.text);
     assert_int_equal(state.iteration, 0);
 }
 

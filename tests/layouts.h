@@ -268,7 +268,7 @@ static void grid_close(mt_grid *grid) {
 /* ---- training ---------------------------------------------------------------------------------------------------- */
 
 typedef struct trainee {
-    mt_options options;
+    mt_run_options options;
     mt_grid grid;
     mt_model *model;
     mt_batch batch;
@@ -304,13 +304,13 @@ static int make_batch(void *context, int64_t index, mt_batch *batch, mt_error *e
 }
 
 static sequence_source source_of(const trainee *t, int64_t first, bool evaluates) {
-    int64_t rows = t->options.micro_batch_size;
+    int64_t rows = t->options.stack.micro_batch_size;
     return (sequence_source){first + t->grid.data.rank * rows, t->grid.data.size * rows, rows, t->sequences, evaluates};
 }
 
 /* The large epsilon: AdamW would divide gradients that are zero except for rounding (biases of k without RoPE) by their
  * own magnitude. The small bf16 learning rate: few weights then round differently. */
-static int trainee_parse(mt_options *options, subject subject, const char *words, bool bf16, int64_t ranks,
+static int trainee_parse(mt_run_options *options, subject subject, const char *words, bool bf16, int64_t ranks,
                          mt_error *error) {
     char line[2048], *arguments[128];
     int count = 0;
@@ -330,13 +330,13 @@ static int trainee_parse(mt_options *options, subject subject, const char *words
 
 /* Opens the model of the parsed options. Returns 1, with an error, if there are too few GPUs. */
 static int trainee_open(trainee *t, mt_error *error) {
-    const mt_options *o = &t->options;
-    if (mt_grid_build(&t->grid, o, error) != 0) return -1;
+    const mt_run_options *o = &t->options;
+    if (mt_grid_build(&t->grid, &o->stack, error) != 0) return -1;
     const mt_ops *ops = t->ops ? t->ops : mt_backend_open(o->device, &t->grid, error);
     if (!ops) return 1;
-    int64_t tokens = o->micro_batch_size * ROW_LENGTH, here = tokens / o->context_parallel_size;
+    int64_t tokens = o->stack.micro_batch_size * ROW_LENGTH, here = tokens / o->stack.context_parallel_size;
     mt_model_plan plan = {.max_tokens = here, .max_logits = here, .max_position = ROW_LENGTH, .train = true};
-    if (mt_model_create(&t->model, o, &t->grid, ops, &plan, error) != 0) return -1;
+    if (mt_model_create(&t->model, &o->stack, &t->grid, ops, &plan, error) != 0) return -1;
     mt_batch_alloc(&t->batch, tokens);
     mt_model_init(t->model);
     return 0;
@@ -351,7 +351,7 @@ static void trainee_close(trainee *t) {
 
 static int train_one_step(trainee *t, mt_metrics *metrics, mt_error *error) {
     sequence_source from = source_of(t, t->state.consumed_train_samples, false);
-    int64_t micro_batches = t->options.global_batch_size / from.stride;
+    int64_t micro_batches = t->options.stack.global_batch_size / from.stride;
     return mt_train_step(t->model, &t->state, micro_batches, make_batch, &from, &t->batch, metrics, error);
 }
 
@@ -367,7 +367,7 @@ typedef struct reference {
     bool is_made;
     mt_metrics metrics[STEPS];
     double evaluations[EVALUATIONS]; // of one sequence each
-    mt_options options;
+    mt_run_options options;
     mt_param *params; // of the whole model
     int64_t num_params;
     int64_t *first; // offset of each parameter in `weights`
@@ -417,7 +417,7 @@ static void reference_make(subject subject, bool bf16, int owner) {
     reference *r = &references[subject][bf16];
     mt_error error;
     if (trainee_parse(&r->options, subject, "", bf16, 1, &error) != 0) mt_die("%s", error.text);
-    r->num_params = mt_params_build(&r->params, &r->options, NULL);
+    r->num_params = mt_params_build(&r->params, &r->options.stack, NULL);
     r->first = mt_calloc((r->num_params + 1) * 8);
     for (int64_t i = 0; i < r->num_params; i++) r->first[i + 1] = r->first[i] + r->params[i].rows * r->params[i].cols;
     r->weights = mt_malloc(r->first[r->num_params] * 4);
@@ -491,7 +491,7 @@ static void compare_param(comparison *v, const mt_param *param, const float *val
                                  r->params[k].expert != param->expert || r->params[k].adapts != param->adapts))
         k++;
     MT_CHECK(k < r->num_params && r->params[k].cols == param->whole_cols);
-    double distance = 0, norm = 0, rate = r->options.lr;
+    double distance = 0, norm = 0, rate = r->options.stack.lr;
     for (int64_t row = 0; row < param->rows && param->first_row + row < param->rows_stored; row++)
         for (int64_t col = 0; col < param->cols; col++) {
             int64_t at = (param->first_row + row) * param->whole_cols + param->first_col + col;
@@ -518,7 +518,7 @@ static void compare_weights(comparison *v, mt_model *model, const reference *r) 
 
 /* Evaluates 1 to MAX_EVALUATED micro-batches, including numbers that are invalid for training. */
 static int compare_evaluations(comparison *v, trainee *t, const reference *r, mt_error *error) {
-    int64_t sequences = t->grid.data.size * t->options.micro_batch_size;
+    int64_t sequences = t->grid.data.size * t->options.stack.micro_batch_size;
     for (int64_t micro_batches = 1; micro_batches <= MAX_EVALUATED; micro_batches++) {
         char what[64];
         double loss, expected = 0;
@@ -561,7 +561,7 @@ static void compare_mean_norm(comparison *v, const double *norms, const referenc
 
 /* In fp8 the first step has the values of one rank: scales of 1, or powers of two, which round alike. */
 static int train_and_compare(comparison *v, trainee *t, const reference *r, bool bf16, mt_error *error) {
-    const mt_options *o = &t->options;
+    const mt_options *o = &t->options.stack;
     double norms[STEPS];
     for (int step = 0; step < STEPS; step++) {
         mt_metrics metrics;
@@ -1024,7 +1024,7 @@ static int half_save(comparison *v, trainee *t, const pair *p, const reference *
                      mt_error *error) {
     mt_saver *saver;
     mt_error late;
-    mt_saver_open(&saver, t->model, folder, NULL, NULL, number % 2);
+    mt_saver_open(&saver, t->model, &t->options, folder, NULL, NULL, number % 2);
     int status = mt_saver_save(saver, &t->state, error);
     if (status == 0 && pair_is_of_one_layout(p)) status = train_on(v, t, r, NULL, went_on[number], error);
     int finished = mt_saver_finish(saver, status == 0 ? error : &late);
@@ -1035,9 +1035,9 @@ static int half_save(comparison *v, trainee *t, const pair *p, const reference *
 
 static int half_load(comparison *v, trainee *t, const pair *p, const reference *r, int number, const char *folder,
                      mt_error *error) {
-    bool adapts = t->options.lora_rank > 0; // their base has the weights of the seed
-    if (adapts && mt_checkpoint_load_adapter(t->model, &t->state, folder, false, error) != 0) return -1;
-    if (!adapts && mt_checkpoint_load(t->model, &t->state, folder, error) != 0) return -1;
+    bool adapts = t->options.stack.lora_rank > 0; // their base has the weights of the seed
+    if (adapts && mt_checkpoint_load_adapter(t->model, &t->options, &t->state, folder, false, error) != 0) return -1;
+    if (!adapts && mt_checkpoint_load(t->model, &t->options, &t->state, folder, error) != 0) return -1;
     if (t->state.iteration != SAVED_AFTER) return mt_error_set(error, "the run continues at another iteration");
     return train_on(v, t, r, pair_is_of_one_layout(p) ? went_on[number] : NULL, NULL, error);
 }
@@ -1133,9 +1133,9 @@ static void compare_family(comparison *v, const char *family, const double *loss
 static int train_family(fixture *f, const mt_grid *grid, double *losses, double *norms, mt_error *error) {
     mt_model_plan plan = {.max_tokens = TOKENS, .max_logits = TOKENS, .max_position = SEQ_LENGTH, .train = true};
     mt_run_state run = {0};
-    if (mt_model_create(&f->model, &f->options, grid, backend, &plan, error) != 0) return -1;
-    if (mt_checkpoint_load(f->model, &run, f->folder, error) != 0) return -1;
-    int64_t rows = f->options.micro_batch_size, stride = rows * grid->data.size;
+    if (mt_model_create(&f->model, &f->options.stack, grid, backend, &plan, error) != 0) return -1;
+    if (mt_checkpoint_load(f->model, &f->options, &run, f->folder, error) != 0) return -1;
+    int64_t rows = f->options.stack.micro_batch_size, stride = rows * grid->data.size;
     for (int64_t step = 0; step < STEPS; step++) {
         source from = {f, step, rows, grid->data.rank * rows, stride};
         mt_metrics metrics;
@@ -1156,7 +1156,7 @@ static void run_family(const family_layout *row) {
     fixture f = open_family(row->family, row->micro_batch_size, row->ranks, false);
     more_options = "";
     mt_grid grid = grid_of_job(row->ranks);
-    if (mt_grid_build(&grid, &f.options, &error) != 0) mt_die("%s: %s", words, error.text);
+    if (mt_grid_build(&grid, &f.options.stack, &error) != 0) mt_die("%s: %s", words, error.text);
     backend = mt_backend_open(f.options.device, &grid, &error);
     if (backend) {
         if (train_family(&f, &grid, losses, norms, &error) == 0)

@@ -126,7 +126,7 @@ static void what_an_adapter_lacks_stays_zero(void **state) {
     snprintf(command, sizeof command, " --load-adapter %s", at("even"));
     fixture f = open_adapted("llama", command);
     create_model(&f, &mt_grid_of_one);
-    assert_true(f.options.lora_rank == 4 && f.options.lora_alpha == 8);
+    assert_true(f.options.stack.lora_rank == 4 && f.options.stack.lora_alpha == 8);
     int64_t num_params, checked = 0;
     const mt_param *params = mt_model_params(f.model, &num_params);
     float *before[256] = {NULL};
@@ -232,7 +232,7 @@ static void adapters_equal_the_merged_model_on_every_family(void **state) {
     (void)state;
     for (int k = 0; k < NUM_FAMILIES; k++) {
         fixture adapted = open_adapted(families[k], ALL_LINEAR), merged = open_adapted(families[k], "");
-        int64_t num_params, num_merged, vocabulary = adapted.options.vocab_size;
+        int64_t num_params, num_merged, vocabulary = adapted.options.stack.vocab_size;
         float *logits[2] = {mt_malloc(TOKENS * vocabulary * 4), mt_malloc(TOKENS * vocabulary * 4)};
         create_model(&adapted, &mt_grid_of_one);
         create_model(&merged, &mt_grid_of_one);
@@ -280,7 +280,7 @@ static void adapters_equal_the_merged_model_on_every_family(void **state) {
 static void check_switched_off(const char *family, const char *options, const char *of_base) {
     fixture base = open_adapted(family, of_base), switched = open_adapted(family, options);
     fixture adapted = open_adapted(family, options), *all[] = {&base, &switched, &adapted};
-    int64_t num_params, bytes = TOKENS * base.options.vocab_size * 4;
+    int64_t num_params, bytes = TOKENS * base.options.stack.vocab_size * 4;
     float *logits[] = {mt_malloc(bytes), mt_malloc(bytes), mt_malloc(bytes)};
     for (int i = 0; i < 3; i++) {
         create_model(all[i], &mt_grid_of_one);
@@ -347,7 +347,7 @@ static void a_checkpoint_is_a_folder_of_peft(void **state) {
     mt_run_state run = {0};
     mt_error error;
     create_model(&f, &mt_grid_of_one);
-    if (mt_checkpoint_save(f.model, &run, at("peft"), NULL, NULL, &error) != 0) fail_msg("%s", error.text);
+    if (mt_checkpoint_save(f.model, &f.options, &run, at("peft"), NULL, NULL, &error) != 0) fail_msg("%s", error.text);
     assert_same_tensors(PEFT, at("peft/iter_0000000"), "adapter_model");
     assert_false(mt_folder_has(at("peft/iter_0000000"), "model.safetensors"));
     assert_false(mt_folder_has(at("peft/iter_0000000"), "config.json"));
@@ -376,11 +376,11 @@ static void a_run_continues_bit_for_bit(void **state) {
             fixture f = open_adapted("llama", options);
             mt_run_state run = {0};
             if (mt_model_create(
-                    &f.model, &f.options, &mt_grid_of_one, backend,
+                    &f.model, &f.options.stack, &mt_grid_of_one, backend,
                     &(mt_model_plan){
                         .max_tokens = TOKENS, .max_logits = TOKENS, .max_position = SEQ_LENGTH, .train = true},
                     &error) != 0 ||
-                mt_checkpoint_load(f.model, &run, f.folder, &error) != 0)
+                mt_checkpoint_load(f.model, &f.options, &run, f.folder, &error) != 0)
                 fail_msg("%s", error.text);
             assert_int_equal(run.iteration, turn ? 2 : 0);
             while (run.iteration < PEFT_STEPS) {
@@ -388,7 +388,7 @@ static void a_run_continues_bit_for_bit(void **state) {
                 train_step(&f, &run, &metrics);
                 losses[run.iteration - 1][turn] = metrics.loss;
                 if (turn == 0 && run.iteration == 2 &&
-                    mt_checkpoint_save(f.model, &run, folder, NULL, NULL, &error) != 0)
+                    mt_checkpoint_save(f.model, &f.options, &run, folder, NULL, NULL, &error) != 0)
                     fail_msg("%s", error.text);
             }
             close_family(&f);
@@ -407,9 +407,10 @@ static void a_merged_folder_is_a_whole_model(void **state) {
     create_model(&f, &mt_grid_of_one);
     create_model(&whole, &mt_grid_of_one);
     f.options.merge_adapter = mt_strdup(at("merged"));
-    if (mt_adapter_merge(f.model, NULL, &error) != 0) fail_msg("%s", error.text);
-    assert_int_equal(mt_adapter_merge(f.model, NULL, &error), -1); // the folder holds a model now
-    if (mt_checkpoint_load(whole.model, &ignored, at("merged"), &error) != 0) fail_msg("%s", error.text);
+    if (mt_adapter_merge(f.model, &f.options, NULL, &error) != 0) fail_msg("%s", error.text);
+    assert_int_equal(mt_adapter_merge(f.model, &f.options, NULL, &error), -1); // the folder holds a model now
+    if (mt_checkpoint_load(whole.model, &whole.options, &ignored, at("merged"), &error) != 0)
+        fail_msg("%s", error.text);
     fill_batch(&f, 0, 0, SEQUENCES, &f.batch);
     mt_model_forward(whole.model, &f.batch, false);
     mt_model_read(whole.model, logp, NULL, NULL);
@@ -500,7 +501,7 @@ static void training_changes_adapters_only(void **state) {
 /* ---- refusals */
 
 static void assert_refused(const char *words, const char *part) {
-    mt_options options = {0};
+    mt_run_options options = {0};
     mt_error error = {{0}};
     char line[1024], *arguments[64];
     int count = 0;
@@ -592,8 +593,8 @@ static void other_tensors_are_refused(void **state) {
         mt_model_plan plan = {.max_tokens = TOKENS, .max_logits = TOKENS, .max_position = SEQ_LENGTH, .train = true};
         mt_run_state run;
         mt_error error;
-        assert_int_equal(mt_model_create(&f.model, &f.options, &mt_grid_of_one, backend, &plan, &error), 0);
-        assert_int_equal(mt_checkpoint_load(f.model, &run, f.folder, &error), -1);
+        assert_int_equal(mt_model_create(&f.model, &f.options.stack, &mt_grid_of_one, backend, &plan, &error), 0);
+        assert_int_equal(mt_checkpoint_load(f.model, &f.options, &run, f.folder, &error), -1);
         if (!strstr(error.text, rows[i].part)) fail_msg("\"%s\" does not say \"%s\"", error.text, rows[i].part);
         close_family(&f);
     }
@@ -619,7 +620,7 @@ static void patterns_and_paths_name_whole_kinds(void **state) {
         char options[256];
         snprintf(options, sizeof options, " --lora-rank 2 --lora-target %s", rows[i].targets);
         fixture f = open_adapted("llama", options);
-        const uint64_t *roles = f.options.lora_roles;
+        const uint64_t *roles = f.options.stack.lora_roles;
         if (roles[0] != rows[i].roles || roles[1] != 0) fail_msg("%s: other roles", rows[i].targets);
         close_family(&f);
     }
@@ -671,8 +672,8 @@ static void values_that_are_not_finite_are_refused(void **state) {
     fixture f = open_adapted("llama", options);
     mt_model_plan plan = {.max_tokens = TOKENS, .max_logits = TOKENS, .max_position = SEQ_LENGTH, .train = true};
     mt_run_state run;
-    assert_int_equal(mt_model_create(&f.model, &f.options, &mt_grid_of_one, backend, &plan, &error), 0);
-    assert_int_equal(mt_checkpoint_load(f.model, &run, f.folder, &error), -1);
+    assert_int_equal(mt_model_create(&f.model, &f.options.stack, &mt_grid_of_one, backend, &plan, &error), 0);
+    assert_int_equal(mt_checkpoint_load(f.model, &f.options, &run, f.folder, &error), -1);
     if (!strstr(error.text, "1 values of tensor")) fail_msg("%s", error.text);
     close_family(&f);
 }

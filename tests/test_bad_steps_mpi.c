@@ -66,7 +66,7 @@ static void faulty_call_host(mt_stream *stream, mt_host_function *function, void
 /* ---- a tiny run */
 
 typedef struct trainee {
-    mt_options options;
+    mt_run_options options;
     mt_model *model;
     mt_saver *saver;
     mt_batch batch;
@@ -123,10 +123,10 @@ static void trainee_open(trainee *t, const char *layout, const char *words) {
     for (char *word = strtok(line, " "); word; word = strtok(NULL, " ")) arguments[count++] = word;
     if (mt_options_parse(&t->options, MT_PROGRAM_TRAIN, count, arguments, &error) != 0) fail_msg("%s", error.text);
     if (mt_options_finish(&t->options, MT_PROGRAM_TRAIN, grid.world.size, &error) != 0) fail_msg("%s", error.text);
-    if (mt_grid_build(&grid, &t->options, &error) != 0) fail_msg("%s", error.text);
-    int64_t tokens = LENGTH / t->options.context_parallel_size;
+    if (mt_grid_build(&grid, &t->options.stack, &error) != 0) fail_msg("%s", error.text);
+    int64_t tokens = LENGTH / t->options.stack.context_parallel_size;
     mt_model_plan plan = {.max_tokens = tokens, .max_logits = tokens, .max_position = LENGTH, .train = true};
-    if (mt_model_create(&t->model, &t->options, &grid, &ops, &plan, &error) != 0) fail_msg("%s", error.text);
+    if (mt_model_create(&t->model, &t->options.stack, &grid, &ops, &plan, &error) != 0) fail_msg("%s", error.text);
     mt_batch_alloc(&t->batch, LENGTH);
     mt_model_init(t->model);
     memset(&fault, 0, sizeof fault);
@@ -144,7 +144,7 @@ static int step(trainee *t, mt_metrics *metrics, mt_error *error) {
     tiny_source from = {t->state.consumed_train_samples + grid.data.rank, grid.data.size};
     int status =
         mt_train_step(t->model, &t->state, BATCH / grid.data.size, tiny_batch, &from, &t->batch, metrics, error);
-    if (status == MT_REWIND && mt_checkpoint_rewind(t->model, &t->state, t->saver, error) != 0) return -1;
+    if (status == MT_REWIND && mt_checkpoint_rewind(t->model, &t->options, &t->state, t->saver, error) != 0) return -1;
     return status;
 }
 
@@ -385,9 +385,10 @@ static void steps_without_an_update_do_not_change_the_size_of_the_first_one(void
             fail_msg("after %lld steps without an update, %lld of %lld changes are lr in size", (long long)before_steps,
                      (long long)whole, (long long)counted);
         assert_true(t.state.optimizer_step == 1 && t.state.iteration == before_steps + 1);
-        if (mt_checkpoint_save(t.model, &t.state, folder, NULL, NULL, &error) != 0) fail_msg("%s", error.text);
+        if (mt_checkpoint_save(t.model, &t.options, &t.state, folder, NULL, NULL, &error) != 0)
+            fail_msg("%s", error.text);
         mt_run_state loaded = {0};
-        if (mt_checkpoint_load(t.model, &loaded, folder, &error) != 0) fail_msg("%s", error.text);
+        if (mt_checkpoint_load(t.model, &t.options, &loaded, folder, &error) != 0) fail_msg("%s", error.text);
         assert_true(loaded.optimizer_step == 1);
         trainee_close(&t);
         remove_folder(folder);
@@ -410,7 +411,8 @@ static void a_run_that_rewinds_ends_as_without_the_fault(void **state) {
             trainee_open(&t, layouts[k], words);
             for (int i = 0; i < 3; i++) assert_int_equal(step(&t, NULL, &error), 0);
             if (mt_train_finish(t.model, &error) != 0) fail_msg("%s", error.text);
-            if (mt_checkpoint_save(t.model, &t.state, folder, NULL, NULL, &error) != 0) fail_msg("%s", error.text);
+            if (mt_checkpoint_save(t.model, &t.options, &t.state, folder, NULL, NULL, &error) != 0)
+                fail_msg("%s", error.text);
             capture_start();
             char *got = train(&t, 6, k % 2, NAN, always, &metrics, &bytes);
             capture_end(text);
@@ -440,7 +442,8 @@ static void a_spike_is_found_again_after_the_rewind(void **state) {
         trainee_open(&t, layouts[k], words);
         for (int i = 0; i < 4; i++) assert_int_equal(step(&t, NULL, &error), 0);
         if (mt_train_finish(t.model, &error) != 0) fail_msg("%s", error.text);
-        if (mt_checkpoint_save(t.model, &t.state, folder, NULL, NULL, &error) != 0) fail_msg("%s", error.text);
+        if (mt_checkpoint_save(t.model, &t.options, &t.state, folder, NULL, NULL, &error) != 0)
+            fail_msg("%s", error.text);
         capture_start();
         char *got = train(&t, 5, true, 4 * 6 * BATCH * LENGTH, true, &metrics, &bytes);
         capture_end(text);
@@ -463,13 +466,15 @@ static void a_fine_tuned_run_rewinds_to_its_own_step(void **state) {
     int64_t bytes, without_bytes;
     for (int i = 0; i < 2; i++) make_folder(folders[i]);
     trainee_open(&t, "", "");
-    if (mt_checkpoint_save(t.model, &t.state, folders[0], NULL, NULL, &error) != 0) fail_msg("%s", error.text);
+    if (mt_checkpoint_save(t.model, &t.options, &t.state, folders[0], NULL, NULL, &error) != 0)
+        fail_msg("%s", error.text);
     trainee_close(&t);
     snprintf(words, sizeof words, "--bad-step-policy rewind --load %s --finetune --save %s", folders[0], folders[1]);
     trainee_open(&t, "", words);
     for (int i = 0; i < 3; i++) assert_int_equal(step(&t, NULL, &error), 0);
     if (mt_train_finish(t.model, &error) != 0) fail_msg("%s", error.text);
-    if (mt_checkpoint_save(t.model, &t.state, folders[1], NULL, NULL, &error) != 0) fail_msg("%s", error.text);
+    if (mt_checkpoint_save(t.model, &t.options, &t.state, folders[1], NULL, NULL, &error) != 0)
+        fail_msg("%s", error.text);
     capture_start();
     char *got = train(&t, 6, true, NAN, false, &metrics, &bytes);
     capture_end(text);
@@ -533,7 +538,7 @@ static void rewinding_waits_for_an_unfinished_save(void **state) {
             make_folder(folder);
             snprintf(words, sizeof words, "--bad-step-policy rewind --keep-checkpoints 1 --save %s", folder);
             trainee_open(&t, layouts[k], words);
-            mt_saver_open(&t.saver, t.model, folder, NULL, NULL, true);
+            mt_saver_open(&t.saver, t.model, &t.options, folder, NULL, NULL, true);
             for (int i = 0; i < 4; i++) {
                 if (step(&t, NULL, &error) != 0 || mt_train_finish(t.model, &error) != 0) fail_msg("%s", error.text);
                 if (i != 3 && (first || i != 1)) continue;
@@ -562,7 +567,8 @@ static void every_rank_loads_the_checkpoint_that_rank_0_finds(void **state) {
         trainee_open(&t, layouts[k], "");
         for (int i = 1; i <= 2; i++) {
             if (step(&t, NULL, &error) != 0 || mt_train_finish(t.model, &error) != 0) fail_msg("%s", error.text);
-            if (mt_checkpoint_save(t.model, &t.state, folder, NULL, NULL, &error) != 0) fail_msg("%s", error.text);
+            if (mt_checkpoint_save(t.model, &t.options, &t.state, folder, NULL, NULL, &error) != 0)
+                fail_msg("%s", error.text);
         }
         snprintf(late, sizeof late, "%s/late", folder);
         snprintf(command, sizeof command, "cd %s && mkdir late && ln -s ../iter_0000001 ../iter_0000002 late && %s",
@@ -570,7 +576,7 @@ static void every_rank_loads_the_checkpoint_that_rank_0_finds(void **state) {
         if (grid.world.rank == 0) assert_int_equal(system(command), 0);
         mt_barrier(&grid.world);
         const char *own = grid.world.rank % 2 ? late : folder;
-        if (mt_checkpoint_load(t.model, &t.state, own, &error) != 0) fail_msg("%s", error.text);
+        if (mt_checkpoint_load(t.model, &t.options, &t.state, own, &error) != 0) fail_msg("%s", error.text);
         assert_int_equal(t.state.iteration, 2);
         trainee_close(&t);
         remove_folder(folder);
@@ -609,7 +615,7 @@ static void a_bad_step_found_late_is_reported_before_a_save(void **state) {
     assert_int_equal(mt_train_updates(t.model, &t.state), 3); // two of them are not yet checked
     assert_int_equal(mt_train_finish(t.model, &error), 0);
     assert_int_equal(mt_train_bad_iteration(t.model), 0);
-    if (mt_checkpoint_save(t.model, &t.state, folder, NULL, NULL, &error) != 0) fail_msg("%s", error.text);
+    if (mt_checkpoint_save(t.model, &t.options, &t.state, folder, NULL, NULL, &error) != 0) fail_msg("%s", error.text);
     capture_start();
     arm(true, NAN, 3, 1);
     assert_int_equal(step(&t, NULL, &error), 0); // its result is not yet read

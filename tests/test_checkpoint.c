@@ -47,25 +47,27 @@ static void assert_says(const mt_error *error, const char *words) {
 
 static void load(fixture *f, mt_run_state *state, const char *folder) {
     mt_error error;
-    if (mt_checkpoint_load(f->model, state, folder, &error) != 0) fail_msg("%s", error.text);
+    if (mt_checkpoint_load(f->model, &f->options, state, folder, &error) != 0) fail_msg("%s", error.text);
 }
 
 static void save(fixture *f, const mt_run_state *state, const char *folder) {
     mt_error error;
-    if (mt_checkpoint_save(f->model, state, folder, NULL, NULL, &error) != 0) fail_msg("%s", error.text);
+    if (mt_checkpoint_save(f->model, &f->options, state, folder, NULL, NULL, &error) != 0) fail_msg("%s", error.text);
 }
 
 static void assert_load_fails(fixture *f, const char *folder, const char *words) {
     mt_error error;
     mt_run_state state;
-    if (mt_checkpoint_load(f->model, &state, folder, &error) == 0) fail_msg("loaded, but not for \"%s\"", words);
+    if (mt_checkpoint_load(f->model, &f->options, &state, folder, &error) == 0)
+        fail_msg("loaded, but not for \"%s\"", words);
     assert_says(&error, words);
 }
 
 static void assert_save_fails(fixture *f, const char *folder, const char *words) {
     mt_error error;
     mt_run_state state = {.iteration = 7};
-    if (mt_checkpoint_save(f->model, &state, folder, NULL, NULL, &error) == 0) fail_msg("saved, but not for %s", words);
+    if (mt_checkpoint_save(f->model, &f->options, &state, folder, NULL, NULL, &error) == 0)
+        fail_msg("saved, but not for %s", words);
     assert_says(&error, words);
 }
 
@@ -275,9 +277,9 @@ static void small_shards_hold_the_same_tensors(void **state) {
         fixture f = open_family(families[k], 4, 1, false);
         create_model(&f, &mt_grid_of_one);
         assert_int_equal(mkdir(at(families[k]), 0777), 0);
-        assert_int_equal(mt_safetensors_save_folder(f.model, at(families[k]), "model", 20000, &error), 0);
+        assert_int_equal(mt_safetensors_save_folder(f.model, at(families[k]), "model", 20000, "--save", &error), 0);
         assert_true(count_entries(at(families[k]), "-of-0") > 3);
-        assert_int_equal(mt_safetensors_save_folder(f.model, at(families[k]), "model", 20000, &error), -1);
+        assert_int_equal(mt_safetensors_save_folder(f.model, at(families[k]), "model", 20000, "--save", &error), -1);
         assert_non_null(strstr(error.text, "exists")); // and is left as it was
         assert_same_tensors(at(families[k]), f.folder);
         close_family(&f);
@@ -392,7 +394,7 @@ static void write_stacked(const fixture *f, const char *to, bool transposed, int
                    {MT_HF_ERNIE4_5_MOE, "mlp.moe_statics.e_score_correction_bias",
                     "mlp.gate.moe_statics.e_score_correction_bias"}};
     static written tensors[512];
-    bool is_mixtral = f->options.hf_family == MT_HF_MIXTRAL || f->options.hf_family == MT_HF_MINIMAX_M2;
+    bool is_mixtral = f->options.stack.hf_family == MT_HF_MIXTRAL || f->options.stack.hf_family == MT_HF_MINIMAX_M2;
     int64_t count = 0, first_stacked;
     char command[1024], layer[64];
     snprintf(command, sizeof command, "mkdir -p %s && cp %s/config.json %s", to, f->folder, to);
@@ -407,13 +409,14 @@ static void write_stacked(const fixture *f, const char *to, bool transposed, int
         snprintf(t->name, sizeof t->name, "%s", tensor->name);
         for (size_t k = 0; k < sizeof renamed / sizeof *renamed; k++) {
             const char *end = strstr(tensor->name, renamed[k].end);
-            if (!end || (renamed[k].family != MT_HF_UNKNOWN && renamed[k].family != f->options.hf_family)) continue;
+            if (!end || (renamed[k].family != MT_HF_UNKNOWN && renamed[k].family != f->options.stack.hf_family))
+                continue;
             snprintf(t->name, sizeof t->name, "%.*s%s", (int)(end - tensor->name), tensor->name, renamed[k].in_memory);
         }
         t->data = memcpy(mt_malloc(tensor->bytes), tensor->data, (size_t)tensor->bytes), t->bytes = tensor->bytes;
     }
     first_stacked = count;
-    for (int64_t i = 0; i < f->options.num_layers; i++) {
+    for (int64_t i = 0; i < f->options.stack.num_layers; i++) {
         const char *const(*ends)[3] = is_mixtral ? of_mixtral : of_others;
         char first[160];
         snprintf(layer, sizeof layer, "model.layers.%d.", (int)i);
@@ -421,7 +424,7 @@ static void write_stacked(const fixture *f, const char *to, bool transposed, int
         if (!mt_safetensors_find(file, first)) continue; // a dense layer
         for (int k = 0; k < 2; k++)
             stack(&tensors[count++], file, layer, k ? "down_proj" : "gate_up_proj", (const char **)ends[k],
-                  f->options.num_experts - experts_less);
+                  f->options.stack.num_experts - experts_less);
     }
     assert_true(count > first_stacked);
     for (written *t = tensors + first_stacked; transposed && t < tensors + count; t++) {
@@ -502,15 +505,16 @@ static void the_text_model_beside_a_vision_tower_is_read(void **state) {
         write_beside_vision(&f, at("hub"));
         char path[300];
         mt_error error;
-        mt_options o;
+        mt_run_options o;
         snprintf(path, sizeof path, "%s/config.json", at("hub"));
         json_t *whole = json_load_file(path, 0, NULL);
         char *json = json_dumps(whole, 0);
         json_decref(whole);
         mt_options_default(&o);
         if (mt_options_read_hf_config(&o, json, (int64_t)strlen(json), path, &error) != 0) fail_msg("%s", error.text);
-        assert_int_equal(o.hf_family, f.options.hf_family);
-        assert_int_equal(o.untie_embeddings_and_output_weights, f.options.untie_embeddings_and_output_weights);
+        assert_int_equal(o.stack.hf_family, f.options.stack.hf_family);
+        assert_int_equal(o.stack.untie_embeddings_and_output_weights,
+                         f.options.stack.untie_embeddings_and_output_weights);
         assert_string_equal(o.linear_attention_freq, f.options.linear_attention_freq);
         mt_options_free(&o);
         free(json);
@@ -580,7 +584,7 @@ static void rows_that_pad_the_vocabulary_become_zero(void **state) {
             assert_int_equal(((uint16_t *)buckets[params[i].bucket].params)[params[i].offset + e], 0);
             assert_true(((float *)buckets[params[i].bucket].master)[params[i].offset + e] == 0);
         }
-    assert_int_equal(padding, 2 * (f.options.padded_vocab_size - 160) * 32);
+    assert_int_equal(padding, 2 * (f.options.stack.padded_vocab_size - 160) * 32);
     assert_true(padding > 0);
     close_family(&f);
 }
@@ -722,7 +726,7 @@ static void the_latest_moves_on_and_links_that_are_stale_go(void **state) {
     fixture f = open_family("llama", 4, 1, false);
     create_model(&f, &mt_grid_of_one);
     mt_run_state run = {.iteration = 1};
-    assert_int_equal(mt_checkpoint_save(f.model, &run, at("out"), add_tokenizer, "{}", &error), 0);
+    assert_int_equal(mt_checkpoint_save(f.model, &f.options, &run, at("out"), add_tokenizer, "{}", &error), 0);
     assert_true(exists(at("out/tokenizer.json")));
     write_text(at("out/notes.txt"), "the user's own");
     run.iteration = 2;
@@ -742,7 +746,7 @@ static void saving_an_iteration_again_replaces_it_whole(void **state) {
     fixture f = open_family("llama", 4, 1, false);
     create_model(&f, &mt_grid_of_one);
     mt_run_state run = {.iteration = 3};
-    assert_int_equal(mt_checkpoint_save(f.model, &run, at("out"), add_tokenizer, "{}", &error), 0);
+    assert_int_equal(mt_checkpoint_save(f.model, &f.options, &run, at("out"), add_tokenizer, "{}", &error), 0);
     run.consumed_train_samples = 77;
     save(&f, &run, at("out"));
     assert_false(exists(at("out/iter_0000003/tokenizer.json")));
@@ -789,11 +793,11 @@ static void someone_elses_model_is_not_overwritten(void **state) {
     assert_int_equal(mkdir(at("third/latest_checkpointed_iteration.txt"), 0777), 0);
     write_text(at("file"), "");
     mt_error error;
-    assert_int_equal(mt_checkpoint_prepare(f.model, at("model"), &error), -1);
+    assert_int_equal(mt_checkpoint_prepare(f.model, &f.options, at("model"), &error), -1);
     assert_says(&error, "is a model's own folder");
-    assert_int_equal(mt_checkpoint_prepare(f.model, at("third"), &error), -1);
+    assert_int_equal(mt_checkpoint_prepare(f.model, &f.options, at("third"), &error), -1);
     assert_says(&error, "third/latest_checkpointed_iteration.txt: is a folder");
-    assert_int_equal(mt_checkpoint_prepare(f.model, at("new/one"), &error), 0);
+    assert_int_equal(mt_checkpoint_prepare(f.model, &f.options, at("new/one"), &error), 0);
     assert_save_fails(&f, at("file"), "cannot be made");
     assert_save_fails(&f, at("file/out"), "cannot be made");
     close_family(&f);
@@ -814,7 +818,7 @@ static void a_full_disk_leaves_the_checkpoint_before(void **state) {
         setrlimit(RLIMIT_FSIZE, &limit);
         mt_error error;
         mt_run_state later = {.iteration = 7};
-        int status = mt_checkpoint_save(f.model, &later, at("out"), NULL, NULL, &error);
+        int status = mt_checkpoint_save(f.model, &f.options, &later, at("out"), NULL, NULL, &error);
         setrlimit(RLIMIT_FSIZE, &before);
         assert_int_equal(status, -1);
         assert_says(&error, "too large for the limit on file sizes");
@@ -833,7 +837,7 @@ static void a_failing_addition_leaves_the_checkpoint_before(void **state) {
     create_model(&f, &mt_grid_of_one);
     mt_run_state run = {.iteration = 6};
     save(&f, &run, at("out"));
-    assert_int_equal(mt_checkpoint_save(f.model, &run, at("out"), add_tokenizer, NULL, &error), -1);
+    assert_int_equal(mt_checkpoint_save(f.model, &f.options, &run, at("out"), add_tokenizer, NULL, &error), -1);
     assert_string_equal(error.text, "tokenizer: is lost; find it");
     assert_int_equal(count_entries(at("out"), "iter_"), 1);
     load(&f, &run, at("out"));
@@ -998,11 +1002,11 @@ static void a_damaged_checkpoint_is_named_with_the_remedy(void **state) {
     assert_load_fails(&f, at("out"), "holds no iteration number");
     write_text(at("out/latest_checkpointed_iteration.txt"), "5");
     load(&f, &run, at("out"));
-    f.options.seed++;
+    f.options.stack.seed++;
     assert_load_fails(&f, at("out"), "trainer.json: the run was begun with --seed");
-    f.options.seed--, f.options.seq_length++;
+    f.options.stack.seed--, f.options.stack.seq_length++;
     assert_load_fails(&f, at("out"), "trainer.json: the run was begun with --seq-length 32, not 33");
-    f.options.seq_length--;
+    f.options.stack.seq_length--;
     assert_int_equal(unlink(at("out/iter_0000005/checksums.json")), 0);
     assert_load_fails(&f, at("out"), "damaged: its checksums.json is not there");
     write_text(at("out/iter_0000005/trainer.json"), "{\"version\":1,\"iteration\":\"five\"}");
@@ -1044,7 +1048,7 @@ static void a_second_run_in_a_folder_is_refused_and_names_the_first(void **state
     mt_error error;
     int ready[2], done[2];
     char words[80], byte = 0;
-    mt_options options = {.save = (char *)at("out")};
+    mt_run_options options = {.save = (char *)at("out")};
     assert_int_equal(pipe(ready) | pipe(done), 0);
     pid_t holder = fork();
     if (holder == 0) {
@@ -1069,7 +1073,7 @@ static void checkpoints_of_another_run_are_not_saved_over(void **state) {
     create_model(&f, &mt_grid_of_one);
     mt_run_state run = {.iteration = 5};
     save(&f, &run, at("out"));
-    mt_options options = {.save = (char *)at("out")};
+    mt_run_options options = {.save = (char *)at("out")};
     assert_int_equal(mt_checkpoint_claim(&options, &mt_grid_of_one.world, &error), -1);
     assert_says(&error, "holds checkpoints of another run, up to iteration 5; continue that run by --load");
     char *const loads[] = {(char *)at("out"), (char *)at("out/"), (char *)at("out/iter_0000005")};
@@ -1077,12 +1081,12 @@ static void checkpoints_of_another_run_are_not_saved_over(void **state) {
         options.load = loads[i];
         assert_int_equal(mt_checkpoint_claim(&options, &mt_grid_of_one.world, &error), 0);
     }
-    options = (mt_options){.save = (char *)at("out"), .auto_resume = true}; // began anew: the folder was empty then
+    options = (mt_run_options){.save = (char *)at("out"), .auto_resume = true}; // began anew: the folder was empty then
     assert_int_equal(mt_checkpoint_claim(&options, &mt_grid_of_one.world, &error), -1);
     assert_says(&error, "another run has saved there since");
     options.load = (char *)at("out");
     assert_int_equal(mt_checkpoint_claim(&options, &mt_grid_of_one.world, &error), 0);
-    options = (mt_options){.save = (char *)at("out"), .overwrite = true};
+    options = (mt_run_options){.save = (char *)at("out"), .overwrite = true};
     assert_int_equal(mt_checkpoint_claim(&options, &mt_grid_of_one.world, &error), 0);
     f.options.overwrite = true; // the other run's checkpoints go with the first save
     run.iteration = 2;
@@ -1317,7 +1321,8 @@ static void an_optimizer_without_a_tensor_is_refused(void **state) {
     make_older(at("out/iter_0000005"));
     assert_load_fails(&f, at("out"), "optimizer.safetensors");
     unlink(at("out/iter_0000005/optimizer.safetensors.index.json"));
-    assert_int_equal(mt_safetensors_save_folder(tied.model, at("out/iter_0000005"), "optimizer", 1 << 30, &error), 0);
+    assert_int_equal(
+        mt_safetensors_save_folder(tied.model, at("out/iter_0000005"), "optimizer", 1 << 30, "--save", &error), 0);
     assert_load_fails(&f, at("out"), "the optimizer's state has no tensor \"exp_avg.lm_head.weight\"");
     close_family(&f);
     close_family(&tied);
@@ -1427,7 +1432,7 @@ static void damage_anywhere_is_seen_and_the_one_before_is_used(void **state) {
             int64_t place = (status.st_size - 1) * (i / 2) / (PLACES - 1);
             damage(path, place, i % 2);
             f.options.load = NULL, f.options.save = NULL;
-            if (mt_checkpoint_load(f.model, &run, folder, &error) == 0)
+            if (mt_checkpoint_load(f.model, &f.options, &run, folder, &error) == 0)
                 fail_msg("%s, %s at %d: loaded", names[k], i % 2 ? "cut" : "changed", (int)place);
             assert_says(&error, "damaged");
             f.options.load = f.options.save = folder;

@@ -120,13 +120,13 @@ static void groups_of_a_grid_hold_their_members(void **state) {
         for (int pp = 1; tp * pp <= world; pp++) {
             if (world % (tp * pp) != 0) continue;
             mt_grid here = grid; // the world alone is shared
-            mt_options options;
+            mt_run_options options;
             mt_error error;
             mt_options_default(&options);
-            options.tensor_model_parallel_size = tp, options.pipeline_model_parallel_size = pp;
-            options.context_parallel_size = world / (tp * pp) % 2 == 0 ? 2 : 1;
-            options.num_query_groups = 1;
-            assert_int_equal(mt_grid_build(&here, &options, &error), 0);
+            options.stack.tensor_model_parallel_size = tp, options.stack.pipeline_model_parallel_size = pp;
+            options.stack.context_parallel_size = world / (tp * pp) % 2 == 0 ? 2 : 1;
+            options.stack.num_query_groups = 1;
+            assert_int_equal(mt_grid_build(&here, &options.stack, &error), 0);
             for (int kind = 0; kind < MT_NUM_GROUP_KINDS; kind++) {
                 mt_group *group = mt_grid_group(&here, kind);
                 double sum = here.world.rank, expected = 0;

@@ -77,7 +77,7 @@ static void train_over(const char *family, int cp, const char *type) {
     mt_grid built = grid; // a new grid on the same world
     mt_error error;
     double losses[STEPS], norms[STEPS];
-    if (mt_grid_build(&built, &f.options, &error) != 0) fail_msg("%s", error.text);
+    if (mt_grid_build(&built, &f.options.stack, &error) != 0) fail_msg("%s", error.text);
     assert_int_equal(built.context.size, cp);
     mt_options_free(&f.options), mt_batch_free(&f.batch), free(f.tokens);
     train_ten_steps(family, &built, SEQUENCES / built.data.size, false, losses, norms);

@@ -241,7 +241,7 @@ static int remove_entry(const char *path, const struct stat *status, int type, s
 /* ---- the run */
 
 typedef struct run {
-    mt_options options;
+    mt_run_options options;
     mt_grid grid;
     mt_model *model;
     char work[64], watched[300], save[320], state[300]; // folders: of the saves; of states that are tried
@@ -287,8 +287,8 @@ static void create(run *r) {
     int count = sizeof arguments / sizeof *arguments;
     if (mt_options_parse(&r->options, MT_PROGRAM_TRAIN, count, (char **)arguments, &error) != 0 ||
         mt_options_finish(&r->options, MT_PROGRAM_TRAIN, r->grid.world.size, &error) != 0 ||
-        mt_grid_build(&r->grid, &r->options, &error) != 0 ||
-        mt_model_create(&r->model, &r->options, &r->grid, &mt_cpu_ops, &plan, &error) != 0)
+        mt_grid_build(&r->grid, &r->options.stack, &error) != 0 ||
+        mt_model_create(&r->model, &r->options.stack, &r->grid, &mt_cpu_ops, &plan, &error) != 0)
         mt_die("%s", error.text);
     r->options.load = r->options.save = NULL;
 }
@@ -335,7 +335,7 @@ static int save(run *r, int64_t generation, mt_error *error) {
     mt_run_state state = {.iteration = iterations[generation], .consumed_train_samples = generation};
     fill(r, (float)generation);
     r->options.save = r->save;
-    int status = mt_checkpoint_save(r->model, &state, r->save, add_tokenizer, NULL, error);
+    int status = mt_checkpoint_save(r->model, &r->options, &state, r->save, add_tokenizer, NULL, error);
     r->options.save = NULL;
     return status;
 }
@@ -357,7 +357,7 @@ static const char *try_load(run *r, const char *folder, int64_t low, int64_t hig
     r->options.load = r->options.save = (char *)folder;
     fill(r, -1);
     silence(r, true);
-    int status = mt_checkpoint_load(r->model, &state, folder, &error);
+    int status = mt_checkpoint_load(r->model, &r->options, &state, folder, &error);
     silence(r, false);
     r->options.load = r->options.save = NULL;
     int64_t found = state.consumed_train_samples;

@@ -69,13 +69,13 @@ static void a_stream_that_follows_another_sees_its_work(void **state) {
 }
 
 int main(int argc, char **argv) {
-    mt_options options;
+    mt_run_options options;
     mt_error error;
     mt_grid_start(&grid, &argc, &argv);
     if (!grid.world.comm) mt_die("start me with mpirun");
     mt_options_default(&options);
-    options.tensor_model_parallel_size = grid.world.size; // all others are then groups of one, or the same
-    if (mt_grid_build(&grid, &options, &error) != 0) mt_die("%s", error.text);
+    options.stack.tensor_model_parallel_size = grid.world.size; // all others are then groups of one, or the same
+    if (mt_grid_build(&grid, &options.stack, &error) != 0) mt_die("%s", error.text);
     mt_options_free(&options);
     ops = mt_backend_open(MT_DEVICE_CUDA, &grid, &error);
     if (!ops) {

@@ -4,13 +4,13 @@
 #include "../data/options/option_table.h"
 
 int main(int argc, char **argv) {
-    mt_options options;
+    mt_run_options options;
     mt_error error;
     mt_grid_start(&grid, &argc, &argv);
     if (!grid.world.comm) mt_die("start me with mpirun");
     mt_options_default(&options);
-    options.context_parallel_size = grid.world.size; // all others are then groups of one, or the same
-    if (mt_grid_build(&grid, &options, &error) != 0) mt_die("%s", error.text);
+    options.stack.context_parallel_size = grid.world.size; // all others are then groups of one, or the same
+    if (mt_grid_build(&grid, &options.stack, &error) != 0) mt_die("%s", error.text);
     mt_options_free(&options);
     ops = mt_backend_open(MT_DEVICE_CUDA, &grid, &error);
     if (!ops) {

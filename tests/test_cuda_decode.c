@@ -585,8 +585,8 @@ static mt_ops plain_ops(void) {
     return ops;
 }
 
-static mt_options read_options(int count, char **arguments) {
-    mt_options options;
+static mt_run_options read_options(int count, char **arguments) {
+    mt_run_options options;
     mt_error error = {{0}};
     if (mt_options_parse(&options, MT_PROGRAM_INFER, count, arguments, &error) != 0 ||
         mt_options_finish(&options, MT_PROGRAM_INFER, 1, &error) != 0)
@@ -594,19 +594,19 @@ static mt_options read_options(int count, char **arguments) {
     return options;
 }
 
-static mt_options read_family(int family, bool bf16) {
+static mt_run_options read_family(int family, bool bf16) {
     char folder[256];
     snprintf(folder, sizeof folder, "tests/golden/hf/%s", families[family]);
     char *arguments[] = {"infer", "--load", folder, "--max-new-tokens", "24", "--bf16"};
     return read_options(bf16 ? 6 : 5, arguments);
 }
 
-static mt_model *create_model(const mt_options *options, const mt_ops *ops, const mt_model_plan *plan) {
+static mt_model *create_model(const mt_run_options *options, const mt_ops *ops, const mt_model_plan *plan) {
     mt_model *model;
     mt_error error = {{0}};
     mt_run_state state = {0};
-    if (mt_model_create(&model, options, &mt_grid_of_one, ops, plan, &error) != 0 ||
-        mt_checkpoint_load(model, &state, options->load, &error) != 0)
+    if (mt_model_create(&model, &options->stack, &mt_grid_of_one, ops, plan, &error) != 0 ||
+        mt_checkpoint_load(model, options, &state, options->load, &error) != 0)
         fail_msg("%s", error.text);
     return model;
 }
@@ -642,14 +642,14 @@ static bool is_off(switching off, int step) {
 }
 
 /* Logits of three prompts, of HALF steps of the three sequences, and of as many of two of them; to free. */
-static float *decode_switched(const mt_options *options, const mt_ops *ops, switching off, int64_t *count) {
+static float *decode_switched(const mt_run_options *options, const mt_ops *ops, switching off, int64_t *count) {
     const int64_t prompts[SEQUENCES] = {3, 1, 9}, one[SEQUENCES] = {1, 1, 1};
     mt_model_plan plan = {
         .max_tokens = CONTEXT, .max_logits = SEQUENCES, .cache_rows = SEQUENCES * CONTEXT, .max_position = CONTEXT};
     mt_model *model = create_model(options, ops, &plan);
     mt_batch batch;
     mt_batch_alloc(&batch, CONTEXT);
-    int64_t held[SEQUENCES] = {0}, V = options->vocab_size;
+    int64_t held[SEQUENCES] = {0}, V = options->stack.vocab_size;
     float *logits = mt_malloc((STEPS + 1) * SEQUENCES * V * 4), *to = logits;
     for (int step = -1; step < STEPS; step++) {
         int64_t n = step < HALF ? SEQUENCES : SEQUENCES - 1;
@@ -663,7 +663,7 @@ static float *decode_switched(const mt_options *options, const mt_ops *ops, swit
     return logits;
 }
 
-static float *decode_logits(const mt_options *options, const mt_ops *ops, int64_t *count) {
+static float *decode_logits(const mt_run_options *options, const mt_ops *ops, int64_t *count) {
     return decode_switched(options, ops, NEVER_OFF, count);
 }
 
@@ -689,7 +689,7 @@ static void steps_in_graphs_have_the_bits_of_plain_steps_and_the_logits_of_the_c
     for (int k = 0; k < NUM_FAMILIES; k++)
         if (!needs_the_cpu(families[k]))
             for (int bf16 = 0; bf16 < 2; bf16++) {
-                mt_options options = read_family(k, bf16);
+                mt_run_options options = read_family(k, bf16);
                 int64_t count, again, sizes = 2; // numbers of sequences, whose first steps take no graph with states
                 int64_t wanted = is_linear_family(families[k]) ? STEPS - sizes : STEPS;
                 launches = 0;
@@ -716,11 +716,11 @@ static void experts_one_by_one_take_no_graph(void **state) {
     (void)state;
     if (!gpu) skip();
     const mt_ops counted = counted_ops();
-    mt_options options = read_family(5, false);
+    mt_run_options options = read_family(5, false);
     int64_t count, again;
     assert_string_equal(families[5], "mixtral");
     float *grouped = decode_logits(&options, gpu, &count);
-    options.moe_grouped_gemm = false;
+    options.stack.moe_grouped_gemm = false;
     launches = 0;
     float *looped = decode_logits(&options, &counted, &again);
     assert_int_equal(launches, 0);
@@ -736,7 +736,7 @@ static void steps_without_adapters_take_no_graph(void **state) {
     if (!gpu) skip();
     const mt_ops counted = counted_ops(), plain = plain_ops();
     char *arguments[] = {"infer", "--load", "tests/golden/hf/llama", "--load-adapter", "tests/golden/tune/lora"};
-    mt_options options = read_options(5, arguments), base = read_options(3, arguments);
+    mt_run_options options = read_options(5, arguments), base = read_options(3, arguments);
     int64_t count, again;
     launches = 0;
     float *in_graphs = decode_switched(&options, &counted, OFF_BETWEEN, &count);
@@ -771,7 +771,7 @@ static void one_kernel_serves_dense_models_and_no_others(void **state) {
     if (!gpu) skip();
     for (int k = 0; k < NUM_FAMILIES; k++) {
         if (needs_the_cpu(families[k])) continue;
-        mt_options options = read_family(k, true), exact = read_family(k, false);
+        mt_run_options options = read_family(k, true), exact = read_family(k, false);
         int64_t count, before = mt_cuda_decode_fused();
         float *answer = decode_logits(&exact, gpu, &count);
         assert_int_equal(mt_cuda_decode_fused() - before, 0); // in fp32
@@ -924,29 +924,30 @@ static void one_kernel_is_near_separate_kernels_over_pages(void **state) {
             "1024"};
         int words = 0;
         for (; words < MAX_WORDS && c->words[words]; words++) arguments[19 + words] = c->words[words];
-        mt_options options;
+        mt_run_options options;
         mt_error error = {{0}};
         int64_t count, before = mt_cuda_decode_fused(), before_in_clusters = mt_cuda_decode_in_clusters();
         if (mt_options_parse(&options, MT_PROGRAM_TRAIN, 19 + words, arguments, &error) != 0 ||
             mt_options_finish(&options, MT_PROGRAM_TRAIN, 1, &error) != 0)
             fail_msg("%s", error.text);
-        float *fused = paged_logits(&options, gpu, c, &count), *again = paged_logits(&options, gpu, c, &count);
-        int64_t most = mt_decode_most_rows(options.hidden_size);
+        float *fused = paged_logits(&options.stack, gpu, c, &count),
+              *again = paged_logits(&options.stack, gpu, c, &count);
+        int64_t most = mt_decode_most_rows(options.stack.hidden_size);
         int64_t graphs = (c->texts <= most) + (c->texts > 1 && c->texts - 1 <= most); // of each number of texts
         // Two rows of a wide model need more shared memory than some other GPUs have.
-        bool may_not_fit = mt_cuda_kernel_arch() != 90 && options.hidden_size >= 3072 && c->texts > 1;
+        bool may_not_fit = mt_cuda_kernel_arch() != 90 && options.stack.hidden_size >= 3072 && c->texts > 1;
         if (!may_not_fit) assert_int_equal(mt_cuda_decode_fused() - before, 2 * graphs);
         int64_t in_clusters = mt_cuda_decode_in_clusters() - before_in_clusters;
         if (c->texts > 1) assert_int_equal(in_clusters, 0);
         if (c->in_clusters && mt_cuda_kernel_arch() == 90) assert_int_equal(in_clusters, 2 * graphs);
         assert_memory_equal(fused, again, (size_t)count * 4);
         mt_cuda_decode_fuse(false);
-        float *separate = paged_logits(&options, gpu, c, &count);
+        float *separate = paged_logits(&options.stack, gpu, c, &count);
         mt_cuda_decode_fuse(true);
         double error_of = distance(fused, separate, count);
         if (!(error_of <= 2e-2)) fail_msg("%s, %d texts: logits are off by %.3g", c->config, (int)c->texts, error_of);
         if (most == 0) { // products read weights ahead in graphs only
-            float *one_by_one = paged_logits(&options, &plain, c, &count);
+            float *one_by_one = paged_logits(&options.stack, &plain, c, &count);
             assert_memory_equal(separate, one_by_one, (size_t)count * 4);
             free(one_by_one);
         }
@@ -956,15 +957,16 @@ static void one_kernel_is_near_separate_kernels_over_pages(void **state) {
 }
 
 /* Sequences of unequal prompts that end at different steps; sequence 0 continues the family's golden text. */
-static void generate(const mt_options *options, const mt_ops *ops, const mt_sampling *sampling, const int32_t *golden,
-                     int64_t count, mt_sequence *sequences) {
+static void generate(const mt_run_options *options, const mt_ops *ops, const mt_sampling *sampling,
+                     const int32_t *golden, int64_t count, mt_sequence *sequences) {
     const mt_stops stops = {.count = 0};
     mt_error error = {{0}};
     for (int64_t s = 0; s < count; s++) {
         int32_t prompt[CONTEXT];
         for (int64_t i = 0; i < 8 + 3 * s; i++)
-            prompt[i] = s == 0 ? golden[i] : (int32_t)((i * 31 + 7 * s) % options->vocab_size);
-        if (mt_sequence_begin(&sequences[s], s, prompt, 8 + 3 * s, CONTEXT, options, &error) != 0)
+            prompt[i] = s == 0 ? golden[i] : (int32_t)((i * 31 + 7 * s) % options->stack.vocab_size);
+        if (mt_sequence_begin(&sequences[s], s, prompt, 8 + 3 * s, CONTEXT, options->max_new_tokens, &options->stack,
+                              &error) != 0)
             fail_msg("%s", error.text);
         sequences[s].max_tokens -= 5 * s;
     }
@@ -989,7 +991,7 @@ static void generated_tokens_are_those_of_plain_steps_and_of_transformers(void *
     for (int k = 0; k < NUM_FAMILIES; k++)
         if (!needs_the_cpu(families[k]))
             for (int drawn = 0; drawn < 2; drawn++) {
-                mt_options options = read_family(k, false);
+                mt_run_options options = read_family(k, false);
                 mt_sequence a[SEQUENCES], b[SEQUENCES];
                 char path[512];
                 snprintf(path, sizeof path, "%s/expected.json", options.load);

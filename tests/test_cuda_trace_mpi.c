@@ -2,13 +2,13 @@
 #include "trace.h"
 
 int main(int argc, char **argv) {
-    mt_options options;
+    mt_run_options options;
     mt_error error;
     mt_grid_start(&grid, &argc, &argv);
     if (grid.world.size != RANKS) mt_die("start me with mpirun -np %d", RANKS);
     mt_grid built = grid;
     mt_options_default(&options);
-    if (mt_grid_build(&built, &options, &error) != 0) mt_die("%s", error.text);
+    if (mt_grid_build(&built, &options.stack, &error) != 0) mt_die("%s", error.text);
     real_ops = mt_backend_open(MT_DEVICE_CUDA, &built, &error);
     if (!real_ops) printf("skipped: %s\n", error.text);
     mt_grid_clear(&built);

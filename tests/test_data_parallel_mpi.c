@@ -47,7 +47,7 @@ static bool is_in_grid(int size) {
 /* ---- a tiny model and its data */
 
 typedef struct trainee {
-    mt_options options;
+    mt_run_options options;
     mt_model *model;
     mt_batch batch;
     mt_run_state state;
@@ -76,7 +76,7 @@ static int tiny_batch(void *context, int64_t index, mt_batch *batch, mt_error *e
 
 /* The sizes leave gaps between parameters, and shards end inside parameters. The large epsilon: AdamW would divide the
  * gradient of the biases of k, which is zero except for rounding, by its own magnitude. */
-static void trainee_options(mt_options *options, int64_t ranks, const char *words) {
+static void trainee_options(mt_run_options *options, int64_t ranks, const char *words) {
     char line[2048], *arguments[128];
     int count = 0;
     mt_error error = {{0}};
@@ -105,7 +105,7 @@ static void trainee_open(trainee *t, const mt_grid *ranks, const char *words, in
     trainee_options(&t->options, ranks->world.size, all);
     mt_model_plan plan = {
         .max_tokens = TINY_LENGTH, .max_logits = TINY_LENGTH, .max_position = TINY_LENGTH, .train = true};
-    if (mt_model_create(&t->model, &t->options, ranks, backend, &plan, &error) != 0) fail_msg("%s", error.text);
+    if (mt_model_create(&t->model, &t->options.stack, ranks, backend, &plan, &error) != 0) fail_msg("%s", error.text);
     mt_batch_alloc(&t->batch, TINY_LENGTH);
 }
 
@@ -466,12 +466,12 @@ static void streams_of_experts_wait_for_their_inputs(void **state) {
     (void)state;
     mt_ops late = late_ops();
     mt_grid shared = mt_grid_new(&grid);
-    mt_options options;
+    mt_run_options options;
     mt_error error;
     mt_options_default(&options);
-    options.num_experts = 4, options.expert_tensor_parallel_size = 1;
-    options.expert_model_parallel_size = grid.world.size;
-    if (mt_grid_build(&shared, &options, &error) != 0) fail_msg("%s", error.text);
+    options.stack.num_experts = 4, options.stack.expert_tensor_parallel_size = 1;
+    options.stack.expert_model_parallel_size = grid.world.size;
+    if (mt_grid_build(&shared, &options.stack, &error) != 0) fail_msg("%s", error.text);
     mt_options_free(&options);
     outcome alone = ten_steps(&mt_grid_of_one, routed, 0, false, 2 * grid.world.size);
     for (int variant = 0; variant < 2 * NUM_STRATEGIES; variant++) {
@@ -592,7 +592,7 @@ static void set_strategy(mt_options *options, int strategy) {
 static void train_family(const char *family, const mt_grid *ranks, int strategy) {
     double losses[STEPS], norms[STEPS];
     fixture f = open_family(family, 1, ranks->world.size, false);
-    set_strategy(&f.options, strategy);
+    set_strategy(&f.options.stack, strategy);
     create_model(&f, ranks);
     mt_run_state run = {0};
     mt_error error;
@@ -905,9 +905,11 @@ static void save_and_resume(int saves, int loads, bool is_bf16, const char *type
     trainee_open(&first, &grid, words, saves, saves % 2);
     mt_model_init(first.model);
     for (int i = 0; i < 3; i++) train_one_step(&first, 2);
-    if (mt_checkpoint_save(first.model, &first.state, folder, NULL, NULL, &error) != 0) fail_msg("%s", error.text);
+    if (mt_checkpoint_save(first.model, &first.options, &first.state, folder, NULL, NULL, &error) != 0)
+        fail_msg("%s", error.text);
     trainee_open(&second, &grid, words, loads, loads % 2);
-    if (mt_checkpoint_load(second.model, &second.state, folder, &error) != 0) fail_msg("%s", error.text);
+    if (mt_checkpoint_load(second.model, &second.options, &second.state, folder, &error) != 0)
+        fail_msg("%s", error.text);
     assert_int_equal(second.state.iteration, 3);
     if (types != scaled || !saves == !loads) assert_same_state(&first, &second); // else the scales' parts differ
     for (int i = 0; i < 3; i++) {
@@ -942,10 +944,11 @@ static void one_rank_loads_the_checkpoint_of_many(void **state) {
         trainee_open(&together, &grid, untied, strategy, true);
         mt_model_init(together.model);
         train_one_step(&together, 1);
-        if (mt_checkpoint_save(together.model, &together.state, folder, NULL, NULL, &error) != 0)
+        if (mt_checkpoint_save(together.model, &together.options, &together.state, folder, NULL, NULL, &error) != 0)
             fail_msg("%s", error.text);
         trainee_open(&single, &mt_grid_of_one, untied, 0, false);
-        if (mt_checkpoint_load(single.model, &single.state, folder, &error) != 0) fail_msg("%s", error.text);
+        if (mt_checkpoint_load(single.model, &single.options, &single.state, folder, &error) != 0)
+            fail_msg("%s", error.text);
         assert_same_state(&together, &single);
         trainee_close(&together), trainee_close(&single);
         remove_checkpoint();
@@ -964,7 +967,7 @@ static void train_and_save(const char *words, int strategy, const char *into, bo
     char first[1024];
     trainee_open(&t, &grid, words, strategy, true);
     mt_model_init(t.model);
-    mt_saver_open(&saver, t.model, into, NULL, NULL, async);
+    mt_saver_open(&saver, t.model, &t.options, into, NULL, NULL, async);
     const late_stream *copies = async ? &late_streams[num_streams - 1] : NULL;
     for (int i = 0; i < 5; i++) {
         if (i < 4) train_one_step(&t, 2);
@@ -975,7 +978,7 @@ static void train_and_save(const char *words, int strategy, const char *into, bo
         if (async) assert_true(copies->count > 0); // the save did not
     }
     snprintf(first, sizeof first, "%s/iter_0000001", into);
-    if (mt_checkpoint_load(t.model, &of_first, first, &error) != 0) fail_msg("%s", error.text);
+    if (mt_checkpoint_load(t.model, &t.options, &of_first, first, &error) != 0) fail_msg("%s", error.text);
     if (mt_saver_finish(saver, &error) != 0) fail_msg("%s", error.text);
     assert_int_equal(mt_saver_in_place(saver), 5);
     mt_saver_close(saver);
@@ -1023,14 +1026,14 @@ static void a_failed_save_is_an_error_on_every_rank(void **state) {
     }
     mt_barrier(&grid.world);
     trainee_open(&t, &grid, tied, 3, false);
-    assert_int_equal(mt_checkpoint_save(t.model, &t.state, folder, NULL, NULL, &error), -1);
+    assert_int_equal(mt_checkpoint_save(t.model, &t.options, &t.state, folder, NULL, NULL, &error), -1);
     assert_non_null(strstr(error.text, folder));
     mt_ops late = late_ops();
     trainee_close(&t);
     backend = &late;
     trainee_open(&t, &grid, tied, 3, false);
     mt_saver *saver;
-    mt_saver_open(&saver, t.model, folder, NULL, NULL, true);
+    mt_saver_open(&saver, t.model, &t.options, folder, NULL, NULL, true);
     memset(&error, 0, sizeof error);
     assert_int_equal(mt_saver_save(saver, &t.state, &error), -1);
     assert_non_null(strstr(error.text, folder));
@@ -1043,11 +1046,11 @@ static void a_failed_save_is_an_error_on_every_rank(void **state) {
 }
 
 int main(int argc, char **argv) {
-    mt_options options;
+    mt_run_options options;
     mt_error error;
     mt_grid_start(&grid, &argc, &argv);
     mt_options_default(&options);
-    if (mt_grid_build(&grid, &options, &error) != 0) mt_die("%s", error.text);
+    if (mt_grid_build(&grid, &options.stack, &error) != 0) mt_die("%s", error.text);
     mt_options_free(&options);
     open_grids();
     const struct CMUnitTest tests[] = {

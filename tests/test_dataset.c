@@ -514,6 +514,26 @@ static void hostile_indices_are_refused_in_one_line(void **state) {
     free(bad);
 }
 
+/* An .idx of multimodal data ends with a mode for each sequence. */
+static void modes_of_text_are_read_and_others_refused(void **state) {
+    (void)state;
+    int64_t size, bin_size = 2817 * 2, sequences = 57;
+    uint8_t *text = read_file(GOLDEN "alpha.idx", &size), *modes = mt_calloc(size + sequences);
+    memcpy(modes, text, (size_t)size);
+    mt_indexed_index index;
+    mt_error error;
+    assert_ok(mt_indexed_index_parse(&index, modes, size + sequences, bin_size, "x.idx", &error), &error);
+    assert_int_equal(index.num_sequences, sequences);
+    for (int64_t more = 1; more < sequences; more++)
+        assert_refused(mt_indexed_index_parse(&index, modes, size + more, bin_size, "x.idx", &error), &error,
+                       "cannot hold");
+    modes[size + sequences - 1] = 1;
+    assert_refused(mt_indexed_index_parse(&index, modes, size + sequences, bin_size, "x.idx", &error), &error,
+                   "x.idx: sequence 56 has mode 1: multimodal data");
+    free(text);
+    free(modes);
+}
+
 /* Writers put sequences one after another; a selection of sequences has gaps too, so that these are counted only. */
 static void gaps_overlaps_and_trailing_bytes_are_counted(void **state) {
     (void)state;
@@ -901,6 +921,7 @@ int main(void) {
         cmocka_unit_test(u16_is_chosen_below_65500),
         cmocka_unit_test(an_unpublished_writer_leaves_nothing_behind),
         cmocka_unit_test(hostile_indices_are_refused_in_one_line),
+        cmocka_unit_test(modes_of_text_are_read_and_others_refused),
         cmocka_unit_test(gaps_overlaps_and_trailing_bytes_are_counted),
         cmocka_unit_test(an_extension_changes_no_earlier_order),
         cmocka_unit_test(absent_files_are_named),

@@ -50,6 +50,13 @@ remembers() {
             END { exit !(newest < 0.6 && oldest > 1 && sum > 1.5) }' "$work/out"
 }
 
+# The scan is its recurrence and its attention; a large step clears the memory of a slow head, which else still has most.
+fades() {
+    "$examples/state_space" >"$work/out" 2>"$work/err" && says ': ok$' "$work/out" &&
+        awk '$1 == "30" { slow = $2; fast = $4; cleared = $5 } END { exit !(slow > 0.7 && fast < 0.01 && cleared < 0.02) }' \
+            "$work/out"
+}
+
 # linear RANKS
 linear() {
     # shellcheck disable=SC2046
@@ -74,6 +81,7 @@ fi
 check load_and_generate_refuses_a_folder_without_a_model refuses_what_is_no_model
 check one_attention_call attends
 check associative_memory remembers
+check state_space fades
 if [ -x "$examples/norm_ladder" ]; then
     check norm_ladder climbs
 else

@@ -3,7 +3,7 @@
 #include "../cuda/decode.h"
 #include "../data/tokens/prompts.h"
 #include "../data/tokens/response.h"
-#include "../data/tokens/special_tokens.h"
+#include "../data/models/special_tokens.h"
 #include "../data/options/option_table.h"
 #include "../data/options/options.h"
 #include "../data/models/generate.h"
@@ -29,8 +29,8 @@ static const mt_sampling greedy = {.temperature = 0, .top_p = 1};
 /* ---- a model from a folder */
 
 /* Separate from create_model so that the model's pointer to the options stays valid. */
-static mt_options read_options(const char *folder) {
-    mt_options options;
+static mt_run_options read_options(const char *folder) {
+    mt_run_options options;
     mt_error error = {{0}};
     char *arguments[] = {"infer", "--load", (char *)folder, "--max-new-tokens", "24"};
     if (mt_options_parse(&options, MT_PROGRAM_INFER, 5, arguments, &error) != 0 ||
@@ -39,12 +39,12 @@ static mt_options read_options(const char *folder) {
     return options;
 }
 
-static mt_model *create_model(const mt_options *options, const mt_model_plan *plan) {
+static mt_model *create_model(const mt_run_options *options, const mt_model_plan *plan) {
     mt_model *model;
     mt_error error = {{0}};
     mt_run_state state = {0};
-    if (mt_model_create(&model, options, &mt_grid_of_one, &mt_cpu_ops, plan, &error) != 0 ||
-        mt_checkpoint_load(model, &state, options->load, &error) != 0)
+    if (mt_model_create(&model, &options->stack, &mt_grid_of_one, &mt_cpu_ops, plan, &error) != 0 ||
+        mt_checkpoint_load(model, options, &state, options->load, &error) != 0)
         fail_msg("%s", error.text);
     return model;
 }
@@ -55,11 +55,11 @@ static void a_model_on_the_cpu_has_no_backend_of_a_gpu(void **state) {
     const mt_model_plan plan = {.max_tokens = 8, .max_logits = 8, .max_position = 8};
     const mt_attention_backend backends[] = {MT_ATTENTION_UNFUSED, MT_ATTENTION_CUDNN};
     for (int i = 0; i < 2; i++) {
-        mt_options options = read_options("tests/golden/hf/gpt2");
+        mt_run_options options = read_options("tests/golden/hf/gpt2");
         mt_error error = {{0}};
         mt_model *model = NULL;
-        options.attention_backend = backends[i];
-        assert_int_equal(mt_model_create(&model, &options, &mt_grid_of_one, &mt_cpu_ops, &plan, &error), -1);
+        options.stack.attention_backend = backends[i];
+        assert_int_equal(mt_model_create(&model, &options.stack, &mt_grid_of_one, &mt_cpu_ops, &plan, &error), -1);
         assert_non_null(strstr(error.text, "needs a GPU, and this run is on the CPU"));
         assert_non_null(strstr(error.text, i == 0 ? "unfused" : "cudnn"));
         assert_null(model);
@@ -67,7 +67,7 @@ static void a_model_on_the_cpu_has_no_backend_of_a_gpu(void **state) {
     }
 }
 
-static mt_options read_family(int family) {
+static mt_run_options read_family(int family) {
     char folder[256];
     snprintf(folder, sizeof folder, "tests/golden/hf/%s", families[family]);
     return read_options(folder);
@@ -85,15 +85,17 @@ static int64_t read_ids(const char *path, const char *key, int32_t *ids, int64_t
     return count;
 }
 
-static mt_sequence begin(const mt_options *options, int64_t id, const int32_t *prompt, int64_t count, int64_t context) {
+static mt_sequence begin(const mt_run_options *options, int64_t id, const int32_t *prompt, int64_t count,
+                         int64_t context) {
     mt_sequence sequence;
     mt_error error;
-    if (mt_sequence_begin(&sequence, id, prompt, count, context, options, &error) != 0) fail_msg("%s", error.text);
+    if (mt_sequence_begin(&sequence, id, prompt, count, context, options->max_new_tokens, &options->stack, &error) != 0)
+        fail_msg("%s", error.text);
     return sequence;
 }
 
 /* Generates until all sequences are finished, with at most `piece` tokens per forward (0: as planned). */
-static void run(const mt_options *options, mt_sequence *sequences, int64_t count, int64_t piece,
+static void run(const mt_run_options *options, mt_sequence *sequences, int64_t count, int64_t piece,
                 const mt_sampling *sampling, const mt_stops *stops) {
     mt_error error;
     int64_t longest = 0, prompt_tokens = 0, unfinished = count, steps = 0;
@@ -383,7 +385,7 @@ static void the_device_samples_what_the_host_does(void **state) {
                                      {.temperature = 0.7, .top_p = 1, .seed = 4},
                                      {.temperature = 0, .top_p = 1}};
     for (int k = 0; k < 3; k++) {
-        mt_options options = read_family(k);
+        mt_run_options options = read_family(k);
         const int32_t prompt[] = {3, 9, 27};
         mt_sequence device = begin(&options, 5, prompt, 3, 64), host = begin(&options, 5, prompt, 3, 64);
         mt_sampling sampling = samplings[k];
@@ -435,7 +437,7 @@ static void a_draw_depends_on_seed_sequence_and_position_alone(void **state) {
 static void greedy_continuations_equal_transformers(void **state) {
     (void)state;
     for (int k = 0; k < NUM_FAMILIES; k++) {
-        mt_options options = read_family(k);
+        mt_run_options options = read_family(k);
         int32_t expected[64];
         char path[512];
         snprintf(path, sizeof path, "%s/expected.json", options.load);
@@ -524,13 +526,13 @@ static void decoding_gives_the_logits_of_a_full_forward(void **state) {
     enum { COUNT = 23, BASE = 5 };
     const int64_t prompts[] = {1, 3, 7, 16, 22};
     for (int k = 0; k < NUM_FAMILIES; k++) {
-        mt_options options = read_family(k);
+        mt_run_options options = read_family(k);
         mt_model_plan plan = {
             .max_tokens = COUNT, .max_logits = COUNT, .cache_rows = COUNT + BASE, .max_position = COUNT};
         mt_model *model = create_model(&options, &plan);
         mt_batch batch;
         mt_batch_alloc(&batch, COUNT);
-        int64_t V = options.vocab_size;
+        int64_t V = options.stack.vocab_size;
         float *whole = mt_malloc(COUNT * V * 4), *step = mt_malloc(V * 4);
         int32_t tokens[COUNT];
         for (int32_t i = 0; i < COUNT; i++) tokens[i] = (i * 37 + 11) % (int32_t)V;
@@ -552,10 +554,10 @@ static void decoding_gives_the_logits_of_a_full_forward(void **state) {
 }
 
 /* True if the text's token n is either of two, as logits within rounding of a full forward's decide. */
-static bool draws_either(const mt_options *options, const mt_sequence *text, int64_t n, const mt_sampling *sampling,
+static bool draws_either(const mt_run_options *options, const mt_sequence *text, int64_t n, const mt_sampling *sampling,
                          int32_t one, int32_t other) {
     const mt_model_plan plan = {.max_tokens = n, .max_logits = n, .max_position = n};
-    int64_t V = options->vocab_size;
+    int64_t V = options->stack.vocab_size;
     mt_model *model = create_model(options, &plan);
     mt_batch batch;
     mt_batch_alloc(&batch, n);
@@ -577,7 +579,7 @@ static bool draws_either(const mt_options *options, const mt_sequence *text, int
 
 /* Two runs of a text, in other batches, draw the same tokens, up to one that rounding decides. Returns the number of
  * equal tokens. */
-static int64_t assert_same_text(const mt_options *options, const mt_sampling *sampling, const mt_sequence *a,
+static int64_t assert_same_text(const mt_run_options *options, const mt_sampling *sampling, const mt_sequence *a,
                                 const mt_sequence *b) {
     int64_t n = 0;
     assert_int_equal(a->num_tokens, b->num_tokens);
@@ -591,11 +593,11 @@ static int64_t assert_same_text(const mt_options *options, const mt_sampling *sa
 enum { NUM_PROMPTS = 5 };
 
 /* Prompts of 1, 8, 15, 22 and 29 tokens. */
-static void begin_prompts(const mt_options *options, int64_t context, mt_sequence *sequences) {
+static void begin_prompts(const mt_run_options *options, int64_t context, mt_sequence *sequences) {
     for (int64_t s = 0; s < NUM_PROMPTS; s++) {
         int32_t prompt[64];
         int64_t count = 1 + 7 * s;
-        for (int32_t i = 0; i < count; i++) prompt[i] = (i * 31 + 7 * (int32_t)s) % (int32_t)options->vocab_size;
+        for (int32_t i = 0; i < count; i++) prompt[i] = (i * 31 + 7 * (int32_t)s) % (int32_t)options->stack.vocab_size;
         sequences[s] = begin(options, s, prompt, count, context);
     }
 }
@@ -608,7 +610,7 @@ static void a_batch_of_unequal_prompts_equals_single_runs(void **state) {
     (void)state;
     const mt_sampling drawn = {.temperature = 1, .top_p = 0.95, .top_k = 50, .seed = 3};
     for (int k = 0; k < NUM_FAMILIES; k++) {
-        mt_options options = read_family(k);
+        mt_run_options options = read_family(k);
         mt_sequence together[NUM_PROMPTS], alone[NUM_PROMPTS];
         begin_prompts(&options, 64, together);
         begin_prompts(&options, 64, alone);
@@ -626,7 +628,7 @@ static void prompts_read_in_pieces_equal_prompts_read_at_once(void **state) {
     (void)state;
     const mt_sampling drawn = {.temperature = 1, .top_p = 1, .seed = 8};
     const int64_t pieces[] = {1, 3, 7, 64};
-    mt_options options = read_family(1);
+    mt_run_options options = read_family(1);
     mt_sequence whole[NUM_PROMPTS], cut[NUM_PROMPTS];
     begin_prompts(&options, 64, whole);
     run(&options, whole, NUM_PROMPTS, 0, &drawn, &no_stops);
@@ -645,7 +647,7 @@ static void one_call_generates_what_single_steps_do(void **state) {
     (void)state;
     enum { ROW = 40 };
     const mt_sampling drawn = {.temperature = 1, .top_p = 0.9, .seed = 5};
-    mt_options options = read_family(1);
+    mt_run_options options = read_family(1);
     options.max_new_tokens = ROW;
     mt_model_plan plan = mt_generator_plan(NUM_PROMPTS, ROW, 75);
     mt_model *model = create_model(&options, &plan);
@@ -687,7 +689,7 @@ static void one_call_generates_what_single_steps_do(void **state) {
 
 static void a_sequence_ends_at_a_stop_token_or_at_its_length(void **state) {
     (void)state;
-    mt_options options = read_family(1);
+    mt_run_options options = read_family(1);
     int32_t expected[64];
     read_ids("tests/golden/hf/llama/expected.json", "greedy_ids", expected, 64);
     const mt_stops stops = {.ids = {159, expected[8]}, .count = 2};
@@ -703,7 +705,7 @@ static void a_sequence_ends_at_a_stop_token_or_at_its_length(void **state) {
 
 static void damaged_weights_end_generation_with_a_message(void **state) {
     (void)state;
-    mt_options options = read_family(1);
+    mt_run_options options = read_family(1);
     const int32_t prompt[] = {4, 5};
     mt_sequence sequence = begin(&options, 0, prompt, 2, 64);
     mt_model_plan plan = mt_generator_plan(1, 64, 2);
@@ -723,17 +725,20 @@ static void damaged_weights_end_generation_with_a_message(void **state) {
 
 static void prompts_that_cannot_be_continued_are_refused(void **state) {
     (void)state;
-    mt_options options = read_family(0);
+    mt_run_options options = read_family(0);
     mt_sequence sequence;
     mt_error error = {{0}};
     int32_t prompt[64] = {0};
-    assert_int_equal(mt_sequence_begin(&sequence, 2, prompt, 0, 64, &options, &error), -1);
+    assert_int_equal(mt_sequence_begin(&sequence, 2, prompt, 0, 64, options.max_new_tokens, &options.stack, &error),
+                     -1);
     assert_non_null(strstr(error.text, "prompt 3 is empty"));
-    assert_int_equal(mt_sequence_begin(&sequence, 0, prompt, 64, 64, &options, &error), -1);
+    assert_int_equal(mt_sequence_begin(&sequence, 0, prompt, 64, 64, options.max_new_tokens, &options.stack, &error),
+                     -1);
     assert_non_null(strstr(error.text, "64 tokens"));
     for (int i = 0; i < 2; i++) {
-        prompt[5] = i ? -1 : (int32_t)options.vocab_size;
-        assert_int_equal(mt_sequence_begin(&sequence, 0, prompt, 8, 64, &options, &error), -1);
+        prompt[5] = i ? -1 : (int32_t)options.stack.vocab_size;
+        assert_int_equal(mt_sequence_begin(&sequence, 0, prompt, 8, 64, options.max_new_tokens, &options.stack, &error),
+                         -1);
         assert_non_null(strstr(error.text, "outside the model's vocabulary"));
     }
     prompt[5] = 0;
@@ -742,8 +747,10 @@ static void prompts_that_cannot_be_continued_are_refused(void **state) {
     mt_sequence_end(&sequence);
     static const char *const bad[] = {"", "1,,2", "1,2,", "x", "-1", "1 2", "99999999999999999999", "1,4294967296"};
     for (size_t i = 0; i < sizeof bad / sizeof *bad; i++)
-        assert_int_equal(mt_sequence_parse(&sequence, 0, bad[i], 64, &options, &error), -1);
-    assert_int_equal(mt_sequence_parse(&sequence, 0, "7, 8,159", 64, &options, &error), 0);
+        assert_int_equal(mt_sequence_parse(&sequence, 0, bad[i], 64, options.max_new_tokens, &options.stack, &error),
+                         -1);
+    assert_int_equal(mt_sequence_parse(&sequence, 0, "7, 8,159", 64, options.max_new_tokens, &options.stack, &error),
+                     0);
     assert_int_equal(sequence.num_prompt, 3);
     assert_int_equal(sequence.tokens[2], 159);
     mt_sequence_end(&sequence);
@@ -970,8 +977,8 @@ static void samples_of_a_prompt_share_its_state(void **state) {
 
 /* A plan of `slots` sequences at once and `pages` pages of `rows` rows; generates as run() does. Returns forwards, and
  * the tokens of prompts that were read. */
-static int64_t run_paged(const mt_options *options, mt_sequence *sequences, int64_t count, int64_t slots, int64_t rows,
-                         int64_t tokens, const mt_sampling *sampling, int64_t *read) {
+static int64_t run_paged(const mt_run_options *options, mt_sequence *sequences, int64_t count, int64_t slots,
+                         int64_t rows, int64_t tokens, const mt_sampling *sampling, int64_t *read) {
     mt_model_plan plan = {.max_tokens = 40, .page_rows = rows};
     mt_error error;
     int64_t forwards = 0, left = 1;
@@ -996,7 +1003,7 @@ static void sequences_that_wait_share_or_are_put_back_equal_single_runs(void **s
         int64_t slots, rows, tokens;
     } cases[] = {{3, 64, 0}, {14, 4, 0}, {5, 4, 100}, {6, 16, 130}, {14, 8, 72}, {1, 16, 0}};
     for (int k = 0; k < NUM_FAMILIES; k += 2) {
-        mt_options options = read_family(k);
+        mt_run_options options = read_family(k);
         mt_sequence alone[COUNT], together[COUNT];
         int64_t forwards[6], read, prompts = 0;
         for (int c = -1; c < 6; c++) {
@@ -1004,7 +1011,7 @@ static void sequences_that_wait_share_or_are_put_back_equal_single_runs(void **s
                 int32_t prompt[64];
                 int64_t count = 3 + 9 * (s / 3);
                 for (int32_t i = 0; i < count; i++)
-                    prompt[i] = (i * 31 + (i > 20 ? s / 3 : s / 6)) % (int32_t)options.vocab_size;
+                    prompt[i] = (i * 31 + (i > 20 ? s / 3 : s / 6)) % (int32_t)options.stack.vocab_size;
                 prompts += c < 0 ? count : 0;
                 (c < 0 ? alone : together)[s] = begin(&options, s, prompt, count, 64);
                 if (c < 0) run(&options, &alone[s], 1, 0, &drawn, &no_stops);
@@ -1035,14 +1042,15 @@ static void rollouts_have_the_log_probabilities_of_training(void **state) {
     (void)state;
     enum { PROMPTS = 3, EACH = 4 };
     for (int k = 0; k < NUM_FAMILIES; k++) {
-        mt_options options = read_family(k);
+        mt_run_options options = read_family(k);
         mt_model_plan plan = {.max_tokens = 64, .max_logits = 64, .max_position = 64, .page_rows = 16};
         mt_plan_generation(&plan, 5, 64, 0);
         mt_model *model = create_model(&options, &plan);
         int32_t prompts[PROMPTS][20];
         const int32_t *const lists[PROMPTS] = {prompts[0], prompts[1], prompts[2]};
         const int64_t counts[PROMPTS] = {1, 9, 20};
-        for (int32_t i = 0; i < PROMPTS * 20; i++) prompts[i / 20][i % 20] = (i * 29 + 3) % (int32_t)options.vocab_size;
+        for (int32_t i = 0; i < PROMPTS * 20; i++)
+            prompts[i / 20][i % 20] = (i * 29 + 3) % (int32_t)options.stack.vocab_size;
         mt_sequence samples[PROMPTS * EACH];
         mt_rollout rollout = {.num_return_sequences = EACH, .max_new_tokens = 16, .first_id = 100};
         rollout.sampling = (mt_sampling){.temperature = 1, .top_p = 1, .seed = 9};
@@ -1204,7 +1212,7 @@ static void texts_begin_with_bos_where_hugging_face_adds_one(void **state) {
 /* The token that a fine-tuned model learned to end with is added to those of its base, and nothing else changes. */
 static void an_end_is_added_to_generation_config_once(void **state) {
     (void)state;
-    mt_options options;
+    mt_run_options options;
     mt_stops stops;
     mt_error error;
     mt_options_default(&options);
@@ -1229,10 +1237,10 @@ static void an_end_is_added_to_generation_config_once(void **state) {
 /* An end token that the vocabulary does not have is named. */
 static void ends_beyond_the_vocabulary_are_noted(void **state) {
     (void)state;
-    mt_options options;
+    mt_run_options options;
     char text[300] = "";
     mt_options_default(&options);
-    options.vocab_size = 100;
+    options.stack.vocab_size = 100;
     options.generation_config = strdup("{\"eos_token_id\": [99, 100]}");
     FILE *file = fmemopen(text, sizeof text, "w");
     assert_non_null(file);
@@ -1247,7 +1255,7 @@ static void stop_tokens_come_from_generation_config_or_config(void **state) {
     (void)state;
     char folder[] = "/tmp/mt_test_stops_XXXXXX", text[4000];
     assert_non_null(mkdtemp(folder));
-    mt_options options = read_family(0); // eos_token_id 1
+    mt_run_options options = read_family(0); // eos_token_id 1
     mt_stops stops;
     mt_error error;
     assert_int_equal(mt_generation_config_read(&options, folder, &error), 0);
@@ -1315,9 +1323,9 @@ static void stories260k_gives_its_reference_logits_and_story(void **state) {
         print_message("skipped: %s is absent\n", path);
         skip();
     }
-    mt_options options = read_options(folder);
+    mt_run_options options = read_options(folder);
     int32_t tokens[64];
-    int64_t count = read_ids(path, "input_ids", tokens, 64), V = options.vocab_size;
+    int64_t count = read_ids(path, "input_ids", tokens, 64), V = options.stack.vocab_size;
     mt_model_plan plan = {.max_tokens = 64, .max_logits = 64, .cache_rows = 64, .max_position = 64};
     mt_model *model = create_model(&options, &plan);
     mt_batch batch;

@@ -18,7 +18,7 @@ static void logits_logprobs_and_entropy_equal_transformers(void **state) {
         if (!runs(families[k])) continue;
         fixture f = open_family(families[k], 4, 1, false);
         create_model(&f, &mt_grid_of_one);
-        int64_t vocabulary = f.options.vocab_size;
+        int64_t vocabulary = f.options.stack.vocab_size;
         float *expected_logits = read_file(f.folder, "logits.f32", TOKENS * vocabulary * 4);
         float *expected_logprobs = read_file(f.folder, "logprobs.f32", TOKENS * 4);
         float *expected_entropy = read_file(f.folder, "entropy.f32", TOKENS * 4);

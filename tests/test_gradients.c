@@ -64,7 +64,7 @@ static int fill(void *context, int64_t index, mt_batch *batch, mt_error *error) 
 
 /* A model with the gradients of one batch; its biases are random too, not zeros. */
 typedef struct subject {
-    mt_options options;
+    mt_run_options options;
     mt_model *model;
     mt_batch batch;
     const mt_param *params;
@@ -109,7 +109,7 @@ static void subject_open(subject *s, const char *words) {
         fail_msg("%s", error.text);
     mt_model_plan plan = {.max_tokens = TOKENS, .max_logits = TOKENS, .max_position = 16, .train = true};
     plan.loss = the_loss;
-    if (mt_model_create(&s->model, &s->options, &mt_grid_of_one, &mt_cpu_ops, &plan, &error) != 0)
+    if (mt_model_create(&s->model, &s->options.stack, &mt_grid_of_one, &mt_cpu_ops, &plan, &error) != 0)
         fail_msg("%s", error.text);
     mt_model_init(s->model);
     mt_batch_alloc(&s->batch, TOKENS);
@@ -354,7 +354,7 @@ static void expect_experts_like_mlp(const char *words, const char *more) {
                        (size_t)(to->rows * to->cols) * sizeof(float));
                 copied++;
             }
-    int per_expert = (dense.options.swiglu ? 3 : 2) * (dense.options.mlp_bias ? 2 : 1);
+    int per_expert = (dense.options.stack.swiglu ? 3 : 2) * (dense.options.stack.mlp_bias ? 2 : 1);
     assert_int_equal(copied, 8 * 2 * per_expert);
     double want = loss_at(&dense, MT_NUM_ROLES, 0), got = loss_at(&experts, MT_NUM_ROLES, 0);
     if (!(fabs(got - want) <= 1e-5 * want)) fail_msg("%s\n  loss %.9g, of the MLP %.9g", line, got, want);

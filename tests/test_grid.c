@@ -215,14 +215,14 @@ static void only_delta_nets_have_key_replicas(void **state) {
 static void the_table_is_compact_for_64_ranks(void **state) {
     (void)state;
     mt_grid grid = mt_grid_of_one;
-    mt_options options;
+    mt_run_options options;
     char text[4096] = "", *line = text;
     mt_options_default(&options);
-    options.tensor_model_parallel_size = 4, options.context_parallel_size = 2;
-    options.pipeline_model_parallel_size = 4, options.num_query_groups = 2;
+    options.stack.tensor_model_parallel_size = 4, options.stack.context_parallel_size = 2;
+    options.stack.pipeline_model_parallel_size = 4, options.stack.num_query_groups = 2;
     grid.world.size = 64;
     FILE *file = fmemopen(text, sizeof text, "w");
-    mt_grid_print(&grid, &options, 0, file);
+    mt_grid_print(&grid, &options.stack, 0, file);
     fclose(file);
     mt_options_free(&options);
     assert_non_null(strstr(text, "world               64      1  0-63\n"));

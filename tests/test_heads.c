@@ -24,13 +24,13 @@ enum { SEQUENCES = 4, LENGTH = 32, TOKENS = SEQUENCES * LENGTH, CAPACITY = TOKEN
 
 /* A folder of tests/golden/tune, opened by a command line. */
 typedef struct fixture {
-    mt_options options;
+    mt_run_options options;
     mt_model *model;
     mt_batch batch;
     int64_t starts[SEQUENCES], lengths[SEQUENCES]; // of the golden sequences in the batch
 } fixture;
 
-static int parse(mt_options *o, const char *words, mt_error *error) {
+static int parse(mt_run_options *o, const char *words, mt_error *error) {
     char line[1024], *arguments[64];
     int count = 0;
     snprintf(line, sizeof line,
@@ -62,7 +62,7 @@ static void create_model(fixture *f, const mt_loss *loss) {
     mt_error error;
     mt_model_plan plan = {.max_tokens = CAPACITY, .max_logits = CAPACITY, .max_position = LENGTH, .train = true};
     plan.loss = loss;
-    if (mt_model_create(&f->model, &f->options, &mt_grid_of_one, &mt_cpu_ops, &plan, &error) != 0)
+    if (mt_model_create(&f->model, &f->options.stack, &mt_grid_of_one, &mt_cpu_ops, &plan, &error) != 0)
         fail_msg("%s", error.text);
 }
 
@@ -70,7 +70,7 @@ static void create(fixture *f, const char *folder, const mt_loss *loss) {
     mt_error error;
     mt_run_state state = {0};
     create_model(f, loss);
-    if (mt_checkpoint_load(f->model, &state, folder, &error) != 0) fail_msg("%s: %s", folder, error.text);
+    if (mt_checkpoint_load(f->model, &f->options, &state, folder, &error) != 0) fail_msg("%s: %s", folder, error.text);
 }
 
 static void read_all(const char *folder, const char *name, void *to, size_t bytes) {
@@ -129,7 +129,7 @@ static void open_head(fixture *f, int head) {
     mt_error error;
     *f = (fixture){0};
     if (parse(&f->options, "--stage rm --load tests/golden/tune/reward", &error) != 0) fail_msg("%s", error.text);
-    if (head == 1) f->options.head_type = MT_HEAD_TOKEN;
+    if (head == 1) f->options.stack.head_type = MT_HEAD_TOKEN;
     create(f, folders[head], &losses[head]);
     fill(f, folders[head], head == 0);
 }
@@ -199,7 +199,8 @@ static void save(fixture *f, const char *name) {
     FILE *file = fopen(at(path), "wb");
     fputs(config, file);
     fclose(file), free(config);
-    if (mt_safetensors_save_folder(f->model, at(name), "model", 1 << 20, &error) != 0) fail_msg("%s", error.text);
+    if (mt_safetensors_save_folder(f->model, at(name), "model", 1 << 20, "--save", &error) != 0)
+        fail_msg("%s", error.text);
 }
 
 /* Saved and loaded again, config.json too. */
@@ -215,10 +216,10 @@ static void folders_are_written_as_they_are_read(void **state) {
         save(&f, "");
         if (parse(&again.options, "--stage rm --load tests/golden/tune/reward", &error) != 0)
             fail_msg("%s", error.text);
-        again.options.head_type = MT_HEAD_LM;
+        again.options.stack.head_type = MT_HEAD_LM;
         if (mt_options_read_hf_config(&again.options, config, (int64_t)strlen(config), "config.json", &error) != 0)
             fail_msg("%s", error.text);
-        assert_int_equal(again.options.head_type, head == 0 ? MT_HEAD_SEQUENCE : MT_HEAD_TOKEN);
+        assert_int_equal(again.options.stack.head_type, head == 0 ? MT_HEAD_SEQUENCE : MT_HEAD_TOKEN);
         create(&again, root, &losses[head]);
         fill(&again, folders[head], head == 0);
         mt_model_forward(f.model, &f.batch, false), mt_model_read(f.model, before, NULL, NULL);
@@ -233,7 +234,7 @@ static void folders_are_written_as_they_are_read(void **state) {
 /* Values of the tokens of the golden reward model, as far as the vocabulary goes. */
 static void read_values(fixture *f, float values[CAPACITY]) {
     fill(f, folders[0], true);
-    for (int64_t t = 0; t < f->batch.num_tokens; t++) f->batch.tokens[t] %= (int32_t)f->options.vocab_size;
+    for (int64_t t = 0; t < f->batch.num_tokens; t++) f->batch.tokens[t] %= (int32_t)f->options.stack.vocab_size;
     mt_model_forward(f->model, &f->batch, true);
     mt_model_read(f->model, values, NULL, NULL);
 }
@@ -246,8 +247,8 @@ static void save_and_open(fixture *again, fixture *f, const char *name, mt_head_
     save(f, name);
     snprintf(words, sizeof words, "--stage rm --load %s", at(name));
     if (parse(&again->options, words, &error) != 0) fail_msg("%s", error.text);
-    assert_int_equal(again->options.head_type, f->options.head_type);
-    again->options.value_head = head != f->options.head_type, again->options.head_type = head;
+    assert_int_equal(again->options.stack.head_type, f->options.stack.head_type);
+    again->options.value_head = head != f->options.stack.head_type, again->options.stack.head_type = head;
     create(again, at(name), &losses[head == MT_HEAD_TOKEN]);
 }
 
@@ -262,7 +263,7 @@ static mt_hf_family check_heads(const char *folder) {
     bool trains = false;
     snprintf(words, sizeof words, "--stage rm --value-head --load %s", folder);
     if (parse(&f.options, words, &error) != 0) fail_msg("%s: %s", folder, error.text);
-    assert_int_equal(f.options.head_type, MT_HEAD_SEQUENCE);
+    assert_int_equal(f.options.stack.head_type, MT_HEAD_SEQUENCE);
     create(&f, folder, &losses[0]);
     read_values(&f, values);
     mt_model_backward(f.model);
@@ -278,8 +279,8 @@ static mt_hf_family check_heads(const char *folder) {
     assert_memory_equal(values, others, f.batch.num_tokens * 4);
     save_and_open(&again, &critic, "critic", MT_HEAD_TOKEN), read_values(&again, others);
     assert_memory_equal(values, others, f.batch.num_tokens * 4);
-    mt_hf_family family = again.options.hf_family;
-    assert_int_equal(family, f.options.hf_family);
+    mt_hf_family family = again.options.stack.hf_family;
+    assert_int_equal(family, f.options.stack.hf_family);
     close_fixture(&f), close_fixture(&reward), close_fixture(&critic), close_fixture(&again);
     return family;
 }
@@ -315,7 +316,7 @@ static void every_family_gets_a_value_head(void **state) {
 }
 
 static void expect_refusal(const char *words, const char *part) {
-    mt_options o;
+    mt_run_options o;
     mt_error error = {{0}};
     if (parse(&o, words, &error) == 0) fail_msg("%s is accepted", words);
     if (!strstr(error.text, part)) fail_msg("%s: \"%s\" is not in: %s", words, part, error.text);

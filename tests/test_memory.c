@@ -60,12 +60,12 @@ static double planned_activations(const char *vocab_size) {
                          "1e-3",
                          "--mock-data"};
     mt_model_plan plan = {.max_tokens = TOKENS, .max_logits = TOKENS, .max_position = TOKENS, .train = true};
-    mt_options options;
+    mt_run_options options;
     mt_error error;
     mt_model *model = NULL;
     if (mt_options_parse(&options, MT_PROGRAM_TRAIN, sizeof arguments / sizeof *arguments, arguments, &error) != 0 ||
         mt_options_finish(&options, MT_PROGRAM_TRAIN, 1, &error) != 0 ||
-        mt_model_create(&model, &options, &mt_grid_of_one, &mt_cpu_ops, &plan, &error) != 0)
+        mt_model_create(&model, &options.stack, &mt_grid_of_one, &mt_cpu_ops, &plan, &error) != 0)
         fail_msg("%s", error.text);
     double mebibytes = planned(model, "activations");
     assert_true(mebibytes > 0);
@@ -85,13 +85,13 @@ static void logits_add_memory_only_beyond_the_size_of_the_scratch_they_share(voi
 }
 
 typedef struct llama {
-    mt_options options;
+    mt_run_options options;
     mt_model *model;
 } llama;
 
 /* A Llama of 4 layers with further options on a machine with so much memory (0: this one's); returns the status. */
 static int llama_open(llama *l, const mt_ops *ops, const char *words, int64_t host_memory, mt_error *error) {
-    char line[600], *arguments[64];
+    char line[900], *arguments[80];
     int count = 0;
     snprintf(line, sizeof line,
              "train --num-layers 4 --hidden-size %d --ffn-hidden-size %d --num-attention-heads 4 --swiglu "
@@ -104,7 +104,7 @@ static int llama_open(llama *l, const mt_ops *ops, const char *words, int64_t ho
     if (mt_options_parse(&l->options, MT_PROGRAM_TRAIN, count, arguments, error) != 0 ||
         mt_options_finish(&l->options, MT_PROGRAM_TRAIN, 1, error) != 0)
         fail_msg("%s", error->text);
-    return mt_model_create(&l->model, &l->options, &mt_grid_of_one, ops, &plan, error);
+    return mt_model_create(&l->model, &l->options.stack, &mt_grid_of_one, ops, &plan, error);
 }
 
 static void llama_close(llama *l) {
@@ -193,6 +193,39 @@ static void offloading_keeps_two_layers_on_the_device(void **state) {
     }
 }
 
+/* Layers without attention: the operand of their last product is offloaded, their norms are recomputed. */
+static void mixers_with_states_recompute_and_offload_by_module(void **state) {
+    (void)state;
+    const int64_t column = TOKENS * 4, norm = HIDDEN * column, inner = 4 * 16 * column;
+#define HEADS "--linear-num-key-heads 4 --linear-num-value-heads 4 --linear-key-head-dim 16 --linear-value-head-dim 16"
+    static const char *const mixers[] = {
+        "gated_delta_net " HEADS, "kda " HEADS,
+        "mamba2 --mamba-num-groups 2 --mamba-num-heads 4 --mamba-head-dim 16 --mamba-state-dim 8"};
+#undef HEADS
+    const struct {
+        const char *words;
+        int64_t saved;
+    } cases[] = {
+        {"--recompute-granularity selective --recompute-modules layernorm", 3 * 2 * norm},
+        {"--recompute-granularity selective --recompute-modules mlp", 3 * 3 * FFN * column},
+        {"--fine-grained-activation-offloading --offload-modules attn_norm", 2 * norm},
+        {"--fine-grained-activation-offloading --offload-modules qkv_linear", 2 * norm},
+        {"--fine-grained-activation-offloading --offload-modules core_attn attn_proj", 2 * inner},
+        {"--fine-grained-activation-offloading --offload-modules core_attn attn_proj mlp_norm", 2 * (inner + norm)},
+    };
+    for (size_t k = 0; k < sizeof mixers / sizeof *mixers; k++) {
+        char all[300], words[500];
+        snprintf(all, sizeof all, "--linear-attention-freq [1,1,1,1] --experimental-attention-variant %s", mixers[k]);
+        int64_t bytes = llama_bytes(all, NULL);
+        for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+            snprintf(words, sizeof words, "%s %s", all, cases[i].words);
+            int64_t saved = bytes - llama_bytes(words, NULL);
+            if (saved != cases[i].saved)
+                fail_msg("%s saves %lld bytes, not %lld", words, (long long)saved, (long long)cases[i].saved);
+        }
+    }
+}
+
 /* On the CPU, device and host are one memory. */
 static void offloading_on_the_cpu_counts_in_one_memory(void **state) {
     (void)state;
@@ -267,7 +300,7 @@ static int plan_recipe(const char *recipe, const char *fraction, int64_t host_me
     snprintf(path, sizeof path, "data/recipes/%s.yaml", recipe);
     char *arguments[] = {"train", "--config", path, "--mock-data", "--optimizer-offload-fraction", (char *)fraction};
     int count = fraction ? 6 : 4;
-    mt_options o;
+    mt_run_options o;
     mt_model *model = NULL;
     mt_ops ops = mt_cpu_ops;
     ops.on_device = true, ops.memory_available = gpu_available, ops.workspace_bytes = gpu_workspace;
@@ -276,10 +309,11 @@ static int plan_recipe(const char *recipe, const char *fraction, int64_t host_me
     if (mt_options_parse(&o, MT_PROGRAM_TRAIN, count, arguments, error) != 0 ||
         mt_options_finish(&o, MT_PROGRAM_TRAIN, 1, error) != 0)
         fail_msg("%s", error->text);
-    int64_t tokens = o.micro_batch_size * o.seq_length;
-    mt_model_plan plan = {.max_tokens = tokens, .max_logits = tokens, .max_position = o.seq_length, .train = true};
+    int64_t tokens = o.stack.micro_batch_size * o.stack.seq_length;
+    mt_model_plan plan = {
+        .max_tokens = tokens, .max_logits = tokens, .max_position = o.stack.seq_length, .train = true};
     plan.host_memory = host_memory;
-    int status = mt_model_create(&model, &o, &mt_grid_of_one, &ops, &plan, error);
+    int status = mt_model_create(&model, &o.stack, &mt_grid_of_one, &ops, &plan, error);
     mt_model_destroy(model);
     mt_options_free(&o);
     return status;
@@ -365,6 +399,7 @@ int main(void) {
         cmocka_unit_test(recomputation_keeps_what_its_units_keep),
         cmocka_unit_test(products_in_fp8_save_one_byte_an_element),
         cmocka_unit_test(offloading_keeps_two_layers_on_the_device),
+        cmocka_unit_test(mixers_with_states_recompute_and_offload_by_module),
         cmocka_unit_test(offloading_on_the_cpu_counts_in_one_memory),
         cmocka_unit_test(offloading_beyond_the_memory_of_the_host_is_refused),
         cmocka_unit_test(recipes_fit_their_gpu_and_host),

@@ -23,12 +23,12 @@ static int create(int64_t host_memory, mt_error *error) {
                          "1",     "--lr",         "1e-3", "--mock-data",   offload};
     mt_model_plan plan = {
         .max_tokens = TOKENS, .max_logits = TOKENS, .max_position = TOKENS, .host_memory = host_memory, .train = true};
-    mt_options options;
+    mt_run_options options;
     mt_model *model = NULL;
     if (mt_options_parse(&options, MT_PROGRAM_TRAIN, sizeof arguments / sizeof *arguments, arguments, error) != 0 ||
         mt_options_finish(&options, MT_PROGRAM_TRAIN, grid.world.size, error) != 0)
         fail_msg("%s", error->text);
-    int status = mt_model_create(&model, &options, &grid, backend, &plan, error);
+    int status = mt_model_create(&model, &options.stack, &grid, backend, &plan, error);
     assert_true((status == 0) == (model != NULL));
     mt_model_destroy(model);
     mt_options_free(&options);
@@ -91,7 +91,7 @@ static void offloaded_state_must_fit_the_host(void **state) {
 static void every_stage_refuses_when_one_must(void **state) {
     (void)state;
     mt_error error = {""};
-    mt_options options;
+    mt_run_options options;
     mt_model *model;
     char line[400], *arguments[40];
     int count = 0;
@@ -107,21 +107,21 @@ static void every_stage_refuses_when_one_must(void **state) {
     mt_model_plan plan = {.max_tokens = TOKENS, .max_logits = TOKENS, .max_position = TOKENS, .train = true};
     if (mt_options_parse(&options, MT_PROGRAM_TRAIN, count, arguments, &error) != 0 ||
         mt_options_finish(&options, MT_PROGRAM_TRAIN, grid.world.size, &error) != 0 ||
-        mt_grid_build(&built, &options, &error) != 0)
+        mt_grid_build(&built, &options.stack, &error) != 0)
         fail_msg("%s", error.text);
-    assert_int_equal(mt_model_create(&model, &options, &built, &ops, &plan, &error), -1);
+    assert_int_equal(mt_model_create(&model, &options.stack, &built, &ops, &plan, &error), -1);
     assert_non_null(strstr(error.text, "--fp8-format on this device needs weights of multiples of 48 x 48, and layer"));
     mt_grid_clear(&built);
     mt_options_free(&options);
 }
 
 int main(int argc, char **argv) {
-    mt_options options;
+    mt_run_options options;
     mt_error error;
     mt_grid_start(&grid, &argc, &argv);
     started = grid;
     mt_options_default(&options);
-    if (mt_grid_build(&grid, &options, &error) != 0) mt_die("%s", error.text);
+    if (mt_grid_build(&grid, &options.stack, &error) != 0) mt_die("%s", error.text);
     mt_options_free(&options);
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(ranks_of_a_machine_share_its_memory),

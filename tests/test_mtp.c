@@ -172,7 +172,7 @@ static double objective(const reference *r, const mt_batch *batch) {
 /* ---- the model */
 
 typedef struct subject {
-    mt_options options;
+    mt_run_options options;
     mt_model *model;
     mt_batch batch;
     const mt_param *params;
@@ -180,7 +180,7 @@ typedef struct subject {
     mt_bucket *buckets;
 } subject;
 
-static int parse(mt_options *options, const char *words, mt_error *error) {
+static int parse(mt_run_options *options, const char *words, mt_error *error) {
     char line[1024], *arguments[64];
     int count = 0;
     snprintf(line, sizeof line,
@@ -199,7 +199,7 @@ static void open_subject(subject *s, const char *words) {
     mt_model_plan plan = {.max_tokens = LENGTH, .max_logits = LENGTH, .max_position = LENGTH, .train = true};
     int64_t num_buckets;
     if (parse(&s->options, words, &error) != 0) fail_msg("%s", error.text);
-    if (mt_model_create(&s->model, &s->options, &mt_grid_of_one, backend, &plan, &error) != 0)
+    if (mt_model_create(&s->model, &s->options.stack, &mt_grid_of_one, backend, &plan, &error) != 0)
         fail_msg("%s", error.text);
     mt_model_init(s->model);
     mt_batch_alloc(&s->batch, LENGTH);
@@ -215,7 +215,7 @@ static void close_subject(subject *s) {
 
 /* Changes the weights of norms from one, so that they matter; returns a copy of all weights for the reference. */
 static reference copy_weights(subject *s) {
-    reference r = {s->params, s->num_params, mt_calloc(s->num_params * 8), &s->options};
+    reference r = {s->params, s->num_params, mt_calloc(s->num_params * 8), &s->options.stack};
     for (int64_t i = 0; i < s->num_params; i++) {
         const mt_param *param = &s->params[i];
         float *values = (float *)s->buckets[param->bucket].params + param->offset;
@@ -258,7 +258,7 @@ static void check_step(const char *words, mt_hf_family family) {
     mt_error error;
     mt_run_state run = {0};
     open_subject(&s, words);
-    assert_int_equal(s.options.hf_family, family);
+    assert_int_equal(s.options.stack.hf_family, family);
     reference r = copy_weights(&s);
     if (mt_train_step(s.model, &run, 1, make_batch, NULL, &s.batch, &metrics, &error) != 0) fail_msg("%s", error.text);
     losses l = batch_losses(&r, &s.batch);
@@ -292,13 +292,13 @@ static void evaluation_ignores_modules(void **state) {
     if (mt_evaluate(with.model, 1, make_batch, NULL, &with.batch, &a, &error) != 0) fail_msg("%s", error.text);
     if (mt_evaluate(without.model, 1, make_batch, NULL, &without.batch, &b, &error) != 0) fail_msg("%s", error.text);
     assert_true(a == b);
-    int64_t module = mt_num_parameters(&with.options) - mt_num_parameters(&without.options);
+    int64_t module = mt_num_parameters(&with.options.stack) - mt_num_parameters(&without.options.stack);
     int64_t layer = 4 * CHANNELS * CHANNELS + 3 * CHANNELS * F + 2 * CHANNELS;
     assert_int_equal(module, 2 * (layer + 2 * CHANNELS * CHANNELS + 3 * CHANNELS));
     double flops = 6.0 * LENGTH *
                    (4 * CHANNELS * CHANNELS + LENGTH * CHANNELS + 3 * CHANNELS * F + 2 * CHANNELS * CHANNELS +
-                    CHANNELS * (double)with.options.padded_vocab_size);
-    assert_true(mt_flops(&with.options, 1) - mt_flops(&without.options, 1) == 2 * flops);
+                    CHANNELS * (double)with.options.stack.padded_vocab_size);
+    assert_true(mt_flops(&with.options.stack, 1) - mt_flops(&without.options.stack, 1) == 2 * flops);
     close_subject(&with);
     close_subject(&without);
 }
@@ -312,7 +312,7 @@ static void open_with_modules(fixture *f, const char *family, const char *words)
     more_options = words;
     *f = open_family(family, 4, 1, false);
     more_options = "";
-    if (mt_model_create(&f->model, &f->options, &mt_grid_of_one, backend, &plan, &error) != 0)
+    if (mt_model_create(&f->model, &f->options.stack, &mt_grid_of_one, backend, &plan, &error) != 0)
         fail_msg("%s", error.text);
     mt_model_init(f->model);
 }
@@ -320,7 +320,7 @@ static void open_with_modules(fixture *f, const char *family, const char *words)
 static void save_model(fixture *f, const char *folder) {
     mt_error error;
     mt_run_state run = {.iteration = 1};
-    if (mt_checkpoint_save(f->model, &run, folder, NULL, NULL, &error) != 0) fail_msg("%s", error.text);
+    if (mt_checkpoint_save(f->model, &f->options, &run, folder, NULL, NULL, &error) != 0) fail_msg("%s", error.text);
 }
 
 /* Saves weights and config.json only, like other programs. */
@@ -328,7 +328,8 @@ static void save_weights(fixture *f, const char *folder) {
     char path[512], *config = mt_options_write_hf_config(&f->options);
     mt_error error;
     assert_int_equal(mkdir(folder, 0777), 0);
-    if (mt_safetensors_save_folder(f->model, folder, "model", 1 << 30, &error) != 0) fail_msg("%s", error.text);
+    if (mt_safetensors_save_folder(f->model, folder, "model", 1 << 30, "--save", &error) != 0)
+        fail_msg("%s", error.text);
     snprintf(path, sizeof path, "%s/config.json", folder);
     FILE *out = fopen(path, "wb");
     assert_non_null(out);
@@ -358,11 +359,13 @@ static void a_run_with_modules_continues_bit_for_bit(void **state) {
         double losses[2], resumed_losses[2];
         open_with_modules(&f, subjects[k], "--mtp-num-layers 1");
         open_with_modules(&again, subjects[k], "--mtp-num-layers 1 --seed 5");
-        again.options.seed = f.options.seed;
+        again.options.stack.seed = f.options.stack.seed;
         train_steps(&f, &run, 2, losses);
-        if (mt_checkpoint_save(f.model, &run, at(subjects[k]), NULL, NULL, &error) != 0) fail_msg("%s", error.text);
+        if (mt_checkpoint_save(f.model, &f.options, &run, at(subjects[k]), NULL, NULL, &error) != 0)
+            fail_msg("%s", error.text);
         train_steps(&f, &run, 2, losses);
-        if (mt_checkpoint_load(again.model, &resumed, at(subjects[k]), &error) != 0) fail_msg("%s", error.text);
+        if (mt_checkpoint_load(again.model, &again.options, &resumed, at(subjects[k]), &error) != 0)
+            fail_msg("%s", error.text);
         train_steps(&again, &resumed, 2, resumed_losses);
         assert_memory_equal(losses, resumed_losses, sizeof losses);
         close_family(&f);
@@ -371,7 +374,7 @@ static void a_run_with_modules_continues_bit_for_bit(void **state) {
 }
 
 /* Parses the options of `train` or `infer` with --load. */
-static int try_parse_load(mt_options *options, mt_program program, const char *folder, const char *words,
+static int try_parse_load(mt_run_options *options, mt_program program, const char *folder, const char *words,
                           mt_error *error) {
     char line[512], *arguments[32];
     int count = 0;
@@ -381,17 +384,17 @@ static int try_parse_load(mt_options *options, mt_program program, const char *f
     return mt_options_finish(options, program, 1, error);
 }
 
-static void parse_load(mt_options *options, mt_program program, const char *folder, const char *words) {
+static void parse_load(mt_run_options *options, mt_program program, const char *folder, const char *words) {
     mt_error error;
     if (try_parse_load(options, program, folder, words, &error) != 0) fail_msg("%s", error.text);
 }
 
-static int load_folder(const mt_options *options, const char *folder, bool train, mt_error *error) {
+static int load_folder(const mt_run_options *options, const char *folder, bool train, mt_error *error) {
     mt_model *model;
     mt_run_state run;
     mt_model_plan plan = {.max_tokens = 8, .max_logits = 8, .max_position = 8, .train = train};
-    if (mt_model_create(&model, options, &mt_grid_of_one, backend, &plan, error) != 0) return -1;
-    int status = mt_checkpoint_load(model, &run, folder, error);
+    if (mt_model_create(&model, &options->stack, &mt_grid_of_one, backend, &plan, error) != 0) return -1;
+    int status = mt_checkpoint_load(model, options, &run, folder, error);
     mt_model_destroy(model);
     return status;
 }
@@ -405,20 +408,20 @@ static void the_number_of_modules_is_read_from_the_folder(void **state) {
                                          MT_HF_GLM4_MOE_LITE};
     for (int k = 0; k < 5; k++) {
         fixture f;
-        mt_options o;
+        mt_run_options o;
         mt_error error;
         open_with_modules(&f, subjects[k], "--mtp-num-layers 2");
         save_model(&f, at(subjects[k]));
-        assert_int_equal(f.options.hf_family, saved[k]);
+        assert_int_equal(f.options.stack.hf_family, saved[k]);
         parse_load(&o, MT_PROGRAM_TRAIN, at(subjects[k]), TRAIN);
-        assert_int_equal(o.mtp_num_layers, 2);
+        assert_int_equal(o.stack.mtp_num_layers, 2);
         if (load_folder(&o, at(subjects[k]), true, &error) != 0) fail_msg("%s", error.text);
         mt_options_free(&o);
         parse_load(&o, MT_PROGRAM_TRAIN, at(subjects[k]), TRAIN "--mtp-num-layers 0");
         if (load_folder(&o, at(subjects[k]), true, &error) != 0) fail_msg("%s", error.text);
         mt_options_free(&o);
         parse_load(&o, MT_PROGRAM_INFER, at(subjects[k]), "--prompt-tokens 1,2");
-        assert_int_equal(o.mtp_num_layers, 0);
+        assert_int_equal(o.stack.mtp_num_layers, 0);
         if (load_folder(&o, at(subjects[k]), false, &error) != 0) fail_msg("%s", error.text);
         mt_options_free(&o);
         // saved by transformers: without modules, which some families do not have
@@ -443,7 +446,7 @@ static void qwens_module_has_its_names_and_attends(void **state) {
                                         "mtp.layers.0.self_attn.k_norm.weight"};
     for (int k = 0; k < 3; k++) {
         fixture f;
-        mt_options o;
+        mt_run_options o;
         mt_error error;
         mt_safetensors *set;
         char folder[300];
@@ -459,8 +462,8 @@ static void qwens_module_has_its_names_and_attends(void **state) {
         }
         mt_safetensors_close(set);
         parse_load(&o, MT_PROGRAM_TRAIN, at(subjects[k]), TRAIN);
-        assert_int_equal(o.hf_family, f.options.hf_family);
-        assert_int_equal(o.mtp_num_layers, 1);
+        assert_int_equal(o.stack.hf_family, f.options.stack.hf_family);
+        assert_int_equal(o.stack.mtp_num_layers, 1);
         if (load_folder(&o, at(subjects[k]), true, &error) != 0) fail_msg("%s", error.text);
         mt_options_free(&o);
         parse_load(&o, MT_PROGRAM_TRAIN, at(subjects[k]), TRAIN "--mtp-num-layers 0");
@@ -501,11 +504,11 @@ static void add_copy(const char *folder, const char *name, const char *copied, b
 static void a_stored_copy_of_a_shared_tensor_must_be_equal(void **state) {
     (void)state;
     fixture f;
-    mt_options o;
+    mt_run_options o;
     mt_error error;
     char embedding[64], head[64];
     open_with_modules(&f, "deepseek_v3", "--mtp-num-layers 1");
-    int layers = (int)f.options.num_layers;
+    int layers = (int)f.options.stack.num_layers;
     snprintf(embedding, sizeof embedding, "model.layers.%d.embed_tokens.weight", layers);
     snprintf(head, sizeof head, "model.layers.%d.shared_head.head.weight", layers);
     const char *folder = at("model");
@@ -532,7 +535,7 @@ static void modules_that_no_family_names_are_left_out(void **state) {
                                            {"llama", "mtp.norm.weight"}};
     for (int k = 0; k < 7; k++) {
         fixture f;
-        mt_options o;
+        mt_run_options o;
         mt_error error;
         open_with_modules(&f, cases[k][0], "");
         const char *folder = at(cases[k][0]);
@@ -560,7 +563,7 @@ static void unsupported_options_with_modules_are_refused(void **state) {
          "and --pipeline-schedule zb-h1 exclude each other"},
     };
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
-        mt_options o;
+        mt_run_options o;
         mt_error error = {{0}};
         assert_int_equal(parse(&o, cases[i][0], &error), -1);
         if (!strstr(error.text, cases[i][1])) fail_msg("%s: %s", cases[i][0], error.text);

@@ -28,7 +28,7 @@
 #define RUN   SHAPE "--mock-data --train-iters 10 --lr 1e-3 "
 
 /* Parses a command line given as one string, words between blanks, then finishes it for `world_size` ranks. */
-static int parse(mt_options *options, mt_program program, int64_t world_size, const char *line, mt_error *error) {
+static int parse(mt_run_options *options, mt_program program, int64_t world_size, const char *line, mt_error *error) {
     char *copy = mt_strdup(line), *words[128] = {"program"};
     int count = 1;
     for (char *word = strtok(copy, " "); word; word = strtok(NULL, " ")) words[count++] = word;
@@ -38,13 +38,13 @@ static int parse(mt_options *options, mt_program program, int64_t world_size, co
     return result;
 }
 
-static void expect_good(mt_options *options, const char *line) {
+static void expect_good(mt_run_options *options, const char *line) {
     mt_error error;
     if (parse(options, MT_PROGRAM_TRAIN, 1, line, &error)) fail_msg("%s\n  gave: %s", line, error.text);
 }
 
 static void expect_error_of(mt_program program, int64_t world_size, const char *line, const char *expected) {
-    mt_options options;
+    mt_run_options options;
     mt_error error = {""};
     if (parse(&options, program, world_size, line, &error) == 0) fail_msg("%s\n  was accepted", line);
     if (!strstr(error.text, expected)) fail_msg("%s\n  gave: %s\n  not: %s", line, error.text, expected);
@@ -97,20 +97,21 @@ static void remove_folder(char *folder) {
 
 static void defaults_are_those_of_megatron(void **state) {
     (void)state;
-    mt_options options;
+    mt_run_options options;
     mt_options_default(&options);
-    assert_true(options.add_bias_linear && !options.swiglu && !options.untie_embeddings_and_output_weights);
-    assert_true(options.hidden_dropout == 0.1 && options.attention_dropout == 0.1 && options.norm_epsilon == 1e-5);
-    assert_true(options.adam_beta1 == 0.9 && options.adam_beta2 == 0.999 && options.adam_eps == 1e-8);
-    assert_true(options.clip_grad == 1 && options.weight_decay == 0.01 && options.init_method_std == 0.02);
-    assert_true(options.rotary_base == 10000 && options.rotary_percent == 1 && options.min_lr == 0);
-    assert_int_equal(options.seed, 1234);
+    assert_true(options.add_bias_linear && !options.stack.swiglu && !options.stack.untie_embeddings_and_output_weights);
+    assert_true(options.stack.hidden_dropout == 0.1 && options.stack.attention_dropout == 0.1 &&
+                options.stack.norm_epsilon == 1e-5);
+    assert_true(options.stack.adam_beta1 == 0.9 && options.stack.adam_beta2 == 0.999 && options.stack.adam_eps == 1e-8);
+    assert_true(options.stack.clip_grad == 1 && options.weight_decay == 0.01 && options.stack.init_method_std == 0.02);
+    assert_true(options.stack.rotary_base == 10000 && options.stack.rotary_percent == 1 && options.stack.min_lr == 0);
+    assert_int_equal(options.stack.seed, 1234);
     assert_int_equal(options.eval_iters, 100);
     assert_int_equal(options.eval_interval, 1000);
     assert_int_equal(options.make_vocab_size_divisible_by, 128);
-    assert_int_equal(options.normalization, MT_LAYERNORM);
-    assert_int_equal(options.position_embedding_type, MT_POSITION_LEARNED_ABSOLUTE);
-    assert_int_equal(options.lr_decay_style, MT_LR_LINEAR);
+    assert_int_equal(options.stack.normalization, MT_LAYERNORM);
+    assert_int_equal(options.stack.position_embedding_type, MT_POSITION_LEARNED_ABSOLUTE);
+    assert_int_equal(options.stack.lr_decay_style, MT_LR_LINEAR);
     assert_string_equal(options.split, "969,30,1");
     assert_int_equal(options.dataloader_type, MT_DATALOADER_SINGLE);
     mt_options_free(&options);
@@ -118,44 +119,44 @@ static void defaults_are_those_of_megatron(void **state) {
 
 static void command_line_sets_every_type(void **state) {
     (void)state;
-    mt_options options;
+    mt_run_options options;
     expect_good(&options, SHAPE "--train-iters=12 --lr 2.5e-4 --lr-decay-style cosine --disable-bias-linear --bf16 "
                                 "--data-path 1 a 2 b --save out --seed 7 --lr 3e-4");
-    assert_int_equal(options.train_iters, 12);
-    assert_true(options.lr == 3e-4); // the last one wins
-    assert_int_equal(options.lr_decay_style, MT_LR_COSINE);
-    assert_true(!options.add_bias_linear && !options.mlp_bias && options.bf16);
+    assert_int_equal(options.stack.train_iters, 12);
+    assert_true(options.stack.lr == 3e-4); // the last one wins
+    assert_int_equal(options.stack.lr_decay_style, MT_LR_COSINE);
+    assert_true(!options.add_bias_linear && !options.stack.mlp_bias && options.stack.bf16);
     assert_int_equal(options.data_path.count, 4);
     assert_string_equal(options.data_path.items[3], "b");
     assert_string_equal(options.save, "out");
-    assert_int_equal(options.seed, 7);
+    assert_int_equal(options.stack.seed, 7);
     mt_options_free(&options);
 }
 
 static void shape_is_derived_as_megatron_does(void **state) {
     (void)state;
-    mt_options options;
+    mt_run_options options;
     expect_good(&options, RUN);
-    assert_int_equal(options.ffn_hidden_size, 256);
-    assert_int_equal(options.kv_channels, 16);
-    assert_int_equal(options.num_query_groups, 4);
-    assert_int_equal(options.padded_vocab_size, 384);
-    assert_int_equal(options.max_position_embeddings, 16);
-    assert_int_equal(options.global_batch_size, 1);
-    assert_int_equal(options.num_iterations, 10);
-    assert_true(options.add_qkv_bias && options.attention_output_bias && options.mlp_bias);
-    assert_true(options.start_weight_decay == 0.01 && options.end_weight_decay == 0.01);
+    assert_int_equal(options.stack.ffn_hidden_size, 256);
+    assert_int_equal(options.stack.kv_channels, 16);
+    assert_int_equal(options.stack.num_query_groups, 4);
+    assert_int_equal(options.stack.padded_vocab_size, 384);
+    assert_int_equal(options.stack.max_position_embeddings, 16);
+    assert_int_equal(options.stack.global_batch_size, 1);
+    assert_int_equal(options.stack.num_iterations, 10);
+    assert_true(options.stack.add_qkv_bias && options.stack.attention_output_bias && options.stack.mlp_bias);
+    assert_true(options.stack.start_weight_decay == 0.01 && options.stack.end_weight_decay == 0.01);
     mt_options_free(&options);
     expect_good(&options, RUN "--swiglu --hidden-size 256 --group-query-attention --make-vocab-size-divisible-by 1");
-    assert_int_equal(options.ffn_hidden_size, 640); // 4 * 256 * 2/3 = 682, down to a multiple of 64
-    assert_int_equal(options.num_query_groups, 1);
-    assert_int_equal(options.padded_vocab_size, 300);
+    assert_int_equal(options.stack.ffn_hidden_size, 640); // 4 * 256 * 2/3 = 682, down to a multiple of 64
+    assert_int_equal(options.stack.num_query_groups, 1);
+    assert_int_equal(options.stack.padded_vocab_size, 300);
     mt_options_free(&options);
 }
 
 static void finish_twice_changes_nothing(void **state) {
     (void)state;
-    mt_options options;
+    mt_run_options options;
     mt_error error;
     char first[4096] = "", second[4096] = "";
     expect_good(&options, RUN "--swiglu --position-embedding-type rope --use-rope-scaling --global-batch-size 8");
@@ -173,7 +174,7 @@ static void finish_twice_changes_nothing(void **state) {
 
 static void vocabulary_may_come_from_the_tokenizer_after_parsing(void **state) {
     (void)state;
-    mt_options options;
+    mt_run_options options;
     mt_error error;
     char *words[] = {"train",
                      "--num-layers",
@@ -192,12 +193,12 @@ static void vocabulary_may_come_from_the_tokenizer_after_parsing(void **state) {
                      "--tokenizer-type",
                      "ByteLevel"};
     assert_int_equal(mt_options_parse(&options, MT_PROGRAM_TRAIN, 16, words, &error), 0);
-    assert_int_equal(options.vocab_size, 0);
+    assert_int_equal(options.stack.vocab_size, 0);
     assert_int_equal(mt_options_finish(&options, MT_PROGRAM_TRAIN, 1, &error), -1);
     assert_non_null(strstr(error.text, "--vocab-size"));
-    options.vocab_size = 257;
+    options.stack.vocab_size = 257;
     assert_int_equal(mt_options_finish(&options, MT_PROGRAM_TRAIN, 1, &error), 0);
-    assert_int_equal(options.padded_vocab_size, 384);
+    assert_int_equal(options.stack.padded_vocab_size, 384);
     mt_options_free(&options);
 }
 
@@ -213,7 +214,7 @@ static void assert_choices(const mt_option *row, const char *choices) {
 /* Every name and choice in the columns `needs` and `excludes` is an option's; every default is in its range. */
 static void the_table_of_options_is_sound(void **state) {
     (void)state;
-    mt_options options, given;
+    mt_run_options options, given;
     mt_error error;
     mt_options_default(&options);
     mt_options_default(&given);
@@ -235,7 +236,7 @@ static void the_table_of_options_is_sound(void **state) {
 
 static void options_are_set_by_name(void **state) {
     (void)state;
-    mt_options o;
+    mt_run_options o;
     mt_error error;
     mt_options_default(&o);
     assert_int_equal(mt_options_set(&o, "lr", "1e-3", &error), 0);
@@ -246,8 +247,9 @@ static void options_are_set_by_name(void **state) {
     assert_int_equal(mt_options_set(&o, "data-path", "1 a  2 b", &error), 0); // replaces the list
     assert_int_equal(mt_options_set(&o, "rampup-batch-size", "2 2 100", &error), 0);
     assert_int_equal(mt_options_set(&o, "temperature", "0.5", &error), 0); // an option of infer
-    assert_true(o.lr == 1e-3 && o.micro_batch_size == 4 && !o.add_bias_linear && o.normalization == MT_RMSNORM);
-    assert_true(MT_GIVEN(&o, lr) && !MT_GIVEN(&o, seed) && o.temperature == 0.5);
+    assert_true(o.stack.lr == 1e-3 && o.stack.micro_batch_size == 4 && !o.add_bias_linear &&
+                o.stack.normalization == MT_RMSNORM);
+    assert_true(MT_GIVEN(&o, stack.lr) && !MT_GIVEN(&o, stack.seed) && o.stack.temperature == 0.5);
     assert_int_equal(o.data_path.count, 4);
     assert_string_equal(o.data_path.items[2], "2");
     assert_int_equal(o.rampup_batch_size.count, 3);
@@ -270,7 +272,7 @@ static void a_program_with_its_own_data_needs_no_option_of_data(void **state) {
     const char *const words[][2] = {{"num-layers", "2"},  {"hidden-size", "64"},    {"num-attention-heads", "4"},
                                     {"vocab-size", "99"}, {"seq-length", "16"},     {"train-iters", "10"},
                                     {"lr", "1e-3"},       {"micro-batch-size", "2"}};
-    mt_options o;
+    mt_run_options o;
     mt_error error;
     mt_options_default(&o);
     for (size_t i = 0; i < sizeof words / sizeof *words; i++)
@@ -278,8 +280,8 @@ static void a_program_with_its_own_data_needs_no_option_of_data(void **state) {
     assert_int_equal(mt_options_finish(&o, MT_PROGRAM_TRAIN, 1, &error), -1);
     assert_non_null(strstr(error.text, "give one source of data"));
     if (mt_options_finish(&o, MT_PROGRAM_LIBRARY, 1, &error)) fail_msg("%s", error.text);
-    assert_true(o.num_iterations == 10 && o.global_batch_size == 2 && o.padded_vocab_size == 128);
-    o.vocab_size = 0;
+    assert_true(o.stack.num_iterations == 10 && o.stack.global_batch_size == 2 && o.stack.padded_vocab_size == 128);
+    o.stack.vocab_size = 0;
     assert_int_equal(mt_options_finish(&o, MT_PROGRAM_LIBRARY, 1, &error), -1);
     assert_non_null(strstr(error.text, "--vocab-size"));
     mt_options_free(&o);
@@ -380,14 +382,14 @@ static void rules_between_values_hold_for_a_struct(void **state) {
         {{"attention-backend", "cudnn"}, "--attention-backend cudnn needs --bf16"},
     };
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
-        mt_options options;
+        mt_run_options options;
         mt_error error;
         expect_good(&options, RUN);
         for (const char *const *at = cases[i].set; *at; at += 2)
             assert_int_equal(mt_options_set(&options, at[0], at[1], &error), 0);
         assert_int_equal(mt_options_set(&options, "load", "folder", &error), 0);
         memset(options.given, 0, sizeof options.given);
-        if (strcmp(cases[i].set[0], "hidden-size") == 0) options.kv_channels = 0;
+        if (strcmp(cases[i].set[0], "hidden-size") == 0) options.stack.kv_channels = 0;
         for (int k = 0; k < 2; k++) {
             assert_int_equal(mt_options_finish(&options, k ? MT_PROGRAM_INFER : MT_PROGRAM_LIBRARY, 1, &error), -1);
             if (!strstr(error.text, cases[i].expected)) fail_msg("%s: %s", cases[i].set[0], error.text);
@@ -398,7 +400,7 @@ static void rules_between_values_hold_for_a_struct(void **state) {
 
 static void a_hybrid_pattern_names_the_one_half_of_every_layer(void **state) {
     (void)state;
-    mt_options o;
+    mt_run_options o;
 #define SIZES                                                                                                          \
     "--hidden-size 64 --num-attention-heads 4 --vocab-size 300 --seq-length 16 --mock-data --train-iters 10 --lr "     \
     "1e-3 "
@@ -407,12 +409,12 @@ static void a_hybrid_pattern_names_the_one_half_of_every_layer(void **state) {
                                           {.mixer = MT_MIXER_ATTENTION, .feed_forward = MT_FEED_FORWARD_NONE},
                                           {.mixer = MT_MIXER_NONE, .feed_forward = MT_FEED_FORWARD_DENSE},
                                           {.mixer = MT_MIXER_MAMBA2, .feed_forward = MT_FEED_FORWARD_NONE}};
-    assert_int_equal(o.num_layers, 4);
-    assert_int_equal(o.mamba_num_heads, 8); // 2 x hidden size / channels of a head
+    assert_int_equal(o.stack.num_layers, 4);
+    assert_int_equal(o.stack.mamba_num_heads, 8); // 2 x hidden size / channels of a head
     for (int64_t i = 0; i < 4; i++) {
         mt_layer_kind expected = kinds[i];
-        expected.groups = o.num_query_groups;
-        assert_true(mt_layer_kinds_equal(mt_layer_kind_of(&o, i), expected));
+        expected.groups = o.stack.num_query_groups;
+        assert_true(mt_layer_kinds_equal(mt_layer_kind_of(&o.stack, i), expected));
     }
     mt_options_free(&o);
     expect_error(RUN "--hybrid-override-pattern M+", "expects a letter for each layer, M (Mamba-2)");
@@ -470,15 +472,15 @@ static void latent_attention_that_cannot_be_is_refused(void **state) {
 
 static void the_timeout_of_the_start_is_also_that_of_steps_and_the_least_of_saves(void **state) {
     (void)state;
-    mt_options options;
+    mt_run_options options;
     expect_good(&options, RUN "--distributed-timeout-minutes 45");
-    assert_int_equal(options.distributed_timeout_seconds, 2700);
-    assert_int_equal(options.save_timeout_seconds, 2700);
+    assert_int_equal(options.stack.distributed_timeout_seconds, 2700);
+    assert_int_equal(options.stack.save_timeout_seconds, 2700);
     mt_options_free(&options);
     expect_good(&options, RUN "--distributed-timeout-minutes 45 --distributed-timeout-seconds-after-init 5 "
                               "--save-timeout-seconds 7");
-    assert_int_equal(options.distributed_timeout_seconds, 5);
-    assert_int_equal(options.save_timeout_seconds, 7);
+    assert_int_equal(options.stack.distributed_timeout_seconds, 5);
+    assert_int_equal(options.stack.save_timeout_seconds, 7);
     mt_options_free(&options);
 }
 
@@ -512,7 +514,7 @@ static void values_that_agree_are_no_contradiction(void **state) {
          "--ipo and --preference-loss exclude each other unless that is ipo"},
     };
     for (size_t i = 0; i < sizeof rows / sizeof *rows; i++) {
-        mt_options options;
+        mt_run_options options;
         char line[600];
         snprintf(line, sizeof line, RUN "%s %s", rows[i].both, rows[i].agrees);
         expect_good(&options, line);
@@ -524,12 +526,12 @@ static void values_that_agree_are_no_contradiction(void **state) {
                     RUN "--num-layers 4 --pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 "
                         "--num-layers-per-virtual-pipeline-stage 2 --global-batch-size 4",
                     "exclude each other unless they agree");
-    mt_options options;
+    mt_run_options options;
     expect_good(&options, RUN "--lr 1 --lr 0.5"); // one name that is given again
-    assert_true(options.lr == 0.5);
+    assert_true(options.stack.lr == 0.5);
     mt_options_free(&options);
     expect_good(&options, RUN "--position-embedding-type rope --no-position-embedding"); // no learned one
-    assert_int_equal(options.position_embedding_type, MT_POSITION_ROPE);
+    assert_int_equal(options.stack.position_embedding_type, MT_POSITION_ROPE);
     mt_options_free(&options);
 #ifdef MT_HAVE_YAML
     char *folder = make_folder(), line[800];
@@ -537,7 +539,7 @@ static void values_that_agree_are_no_contradiction(void **state) {
                             "lr: 1e-3\nlearning_rate: 0.001\nmax_steps: 3\ntrain_iters: 3\nseed: 7\nseed: 7\n");
     snprintf(line, sizeof line, SHAPE "--mock-data --config %s --yaml-cfg=%s --seed 7", path, path);
     expect_good(&options, line);
-    assert_true(options.lr == 1e-3 && options.train_iters == 3);
+    assert_true(options.stack.lr == 1e-3 && options.stack.train_iters == 3);
     mt_options_free(&options);
     remove_file(path);
     remove_folder(folder);
@@ -553,7 +555,7 @@ static void options_at_their_default_without_effect_are_named(void **state) {
                                        "--fp8-margin has no effect: it needs --fp8-format\n",
                                        "--adam-beta1 has no effect: --optimizer is lion\n",
                                        "--sgd-momentum has no effect: it needs --optimizer sgd\n"};
-    mt_options options;
+    mt_run_options options;
     char *text;
     size_t size;
     expect_good(&options, RUN "--moe-router-topk 2 --beta 0.1 --moe-grouped-gemm --fp8-margin 0 --optimizer lion "
@@ -575,7 +577,7 @@ static void options_at_their_default_without_effect_are_named(void **state) {
 /* So do warnings. A second look changes nothing. */
 static void warnings_have_the_names_that_were_given(void **state) {
     (void)state;
-    mt_options options;
+    mt_run_options options;
     mt_error error;
     char *text;
     size_t size;
@@ -617,7 +619,7 @@ static void slow_attention_is_announced(void **state) {
     mt_ops ops = mt_cpu_ops;
     ops.on_device = true;
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
-        mt_options options;
+        mt_run_options options;
         char *text;
         size_t size;
         expect_good(&options, cases[i].line);
@@ -633,19 +635,19 @@ static void slow_attention_is_announced(void **state) {
 
 static void ranks_are_shared_out_and_what_is_left_is_data_parallel(void **state) {
     (void)state;
-    mt_options options;
+    mt_run_options options;
     mt_error error;
     const char *line = RUN "--tensor-model-parallel-size 2 --context-parallel-size 2 --sequence-parallel "
                            "--micro-batch-size 3";
     if (parse(&options, MT_PROGRAM_TRAIN, 12, line, &error)) fail_msg("%s", error.text);
-    assert_int_equal(options.data_parallel_size, 3);
-    assert_int_equal(options.global_batch_size, 9);
-    assert_int_equal(options.padded_vocab_size, 512); // a multiple of 128 for each of the two
-    assert_int_equal(options.distributed_timeout_seconds, 600);
-    assert_int_equal(options.save_timeout_seconds, 1800);
+    assert_int_equal(options.stack.data_parallel_size, 3);
+    assert_int_equal(options.stack.global_batch_size, 9);
+    assert_int_equal(options.stack.padded_vocab_size, 512); // a multiple of 128 for each of the two
+    assert_int_equal(options.stack.distributed_timeout_seconds, 600);
+    assert_int_equal(options.stack.save_timeout_seconds, 1800);
     mt_options_free(&options);
     expect_good(&options, RUN);
-    assert_int_equal(options.data_parallel_size, 1);
+    assert_int_equal(options.stack.data_parallel_size, 1);
     mt_options_free(&options);
 }
 
@@ -726,10 +728,10 @@ static void context_parallelism_that_cannot_be_is_refused(void **state) {
                 {OVER_FOUR "--cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes 2 2", 2},
                 {RUN "--cp-comm-type a2a", 1}}; // one context rank: as in Megatron, the type says nothing
     for (size_t i = 0; i < sizeof good / sizeof good[0]; i++) {
-        mt_options options;
+        mt_run_options options;
         mt_error error;
         if (parse(&options, MT_PROGRAM_TRAIN, 4, good[i].line, &error)) fail_msg("%s", error.text);
-        assert_int_equal(options.context_a2a_size, good[i].a2a);
+        assert_int_equal(options.stack.context_a2a_size, good[i].a2a);
         mt_options_free(&options);
     }
 #undef OVER_FOUR
@@ -814,15 +816,15 @@ static void strategies_of_data_parallelism_are_checked(void **state) {
                  MT_SHARD_PARAMS}};
     for (size_t i = 0; i < sizeof good / sizeof *good; i++) {
         char line[512];
-        mt_options options;
+        mt_run_options options;
         mt_error error;
         snprintf(line, sizeof line, RUN "%s", good[i].words);
         expect_good(&options, line);
-        assert_int_equal(options.data_parallel_sharding_strategy, good[i].strategy);
+        assert_int_equal(options.stack.data_parallel_sharding_strategy, good[i].strategy);
         assert_int_equal(mt_options_finish(&options, MT_PROGRAM_TRAIN, 4, &error), -1); // global batch of one rank
-        options.global_batch_size = 0;
+        options.stack.global_batch_size = 0;
         assert_int_equal(mt_options_finish(&options, MT_PROGRAM_TRAIN, 4, &error), 0); // once more
-        assert_int_equal(options.data_parallel_sharding_strategy, good[i].strategy);
+        assert_int_equal(options.stack.data_parallel_sharding_strategy, good[i].strategy);
         mt_options_free(&options);
     }
     expect_error(RUN "--use-distributed-optimizer --data-parallel-sharding-strategy no_shard",
@@ -840,7 +842,7 @@ static void a_split_backward_needs_whole_gradients(void **state) {
     (void)state;
     const char *strategies[] = {"no_shard", "optim", "optim_grads", "optim_grads_params"};
     for (int i = 0; i < 4; i++) {
-        mt_options options;
+        mt_run_options options;
         mt_error error;
         char line[512];
         snprintf(line, sizeof line,
@@ -863,9 +865,9 @@ static void attention_backends_that_cannot_serve_are_refused(void **state) {
     (void)state;
     const char *good[] = {RUN "--attention-backend flash --device cpu", RUN "--attention-backend unfused",
                           RUN "--attention-backend auto --deterministic-mode"};
-    mt_options options;
+    mt_run_options options;
     mt_options_default(&options);
-    assert_int_equal(options.attention_backend, MT_ATTENTION_AUTO);
+    assert_int_equal(options.stack.attention_backend, MT_ATTENTION_AUTO);
     mt_options_free(&options);
     for (size_t i = 0; i < sizeof good / sizeof *good; i++) {
         expect_good(&options, good[i]);
@@ -910,12 +912,12 @@ static void infer_is_checked_too(void **state) {
         snprintf(line, sizeof line, "%s%s", load, cases[i][0]);
         expect_error_of(MT_PROGRAM_INFER, 1, line, cases[i][1]);
     }
-    mt_options options;
+    mt_run_options options;
     mt_error error;
     snprintf(line, sizeof line, "%s--prompt-tokens 1,2,159 --temperature 0", load);
     if (parse(&options, MT_PROGRAM_INFER, 1, line, &error)) fail_msg("%s", error.text);
-    assert_int_equal(options.seq_length, 64);
-    assert_int_equal(options.hf_family, MT_HF_LLAMA);
+    assert_int_equal(options.stack.seq_length, 64);
+    assert_int_equal(options.stack.hf_family, MT_HF_LLAMA);
     mt_options_free(&options);
 }
 
@@ -936,7 +938,7 @@ static char *help_of(mt_program program, char *word) {
     pid_t child = fork();
     if (child == 0) {
         char *words[] = {"program", "--help", word};
-        mt_options options;
+        mt_run_options options;
         mt_error error;
         dup2(fileno(file), 1);
         mt_options_parse(&options, program, word ? 3 : 2, words, &error);
@@ -979,7 +981,7 @@ static void every_name_of_megatron_has_one_answer(void **state) {
             size_t length = strspn(at + 2, "abcdefghijklmnopqrstuvwxyz0123456789-");
             if (!mt_option_find(at + 2, length)) fail_msg("--%s: %s", name, megatron.text);
         }
-        mt_options options;
+        mt_run_options options;
         mt_error error = {""};
         snprintf(option, sizeof option, "--%s", name);
         if (parse(&options, MT_PROGRAM_TRAIN, 1, option, &error) == 0) fail_msg("%s alone was accepted", option);
@@ -996,7 +998,7 @@ static void every_name_of_megatron_has_one_answer(void **state) {
 
 /* Compares what mt_options_set and the command line answer to --NAME=VALUE. */
 static void expect_one_answer(const char *name, const char *value) {
-    mt_options line, set;
+    mt_run_options line, set;
     mt_error first = {""}, second = {""};
     char argument[300], *words[] = {"program", argument};
     snprintf(argument, sizeof argument, "--%s=%s", name, value);
@@ -1046,7 +1048,7 @@ static void set_by_name_and_the_command_line_give_one_answer(void **state) {
 /* In either order of the two. */
 static void a_name_for_sharded_runs_waits_for_the_other_options(void **state) {
     (void)state;
-    mt_options o;
+    mt_run_options o;
     mt_error error;
     static const char *const words[][2] = {
         {"num-layers", "2"},  {"hidden-size", "64"},          {"num-attention-heads", "4"},
@@ -1132,7 +1134,7 @@ static void answers_name_the_option_to_use(void **state) {
 
 static void all_refused_names_are_reported_at_once(void **state) {
     (void)state;
-    mt_options options;
+    mt_run_options options;
     mt_error error;
     const char *line = "--fp16 --loss-scale 3 --spec a b --d-model 3 --numlayers 3 4 --foo --lr 1";
     assert_int_equal(parse(&options, MT_PROGRAM_TRAIN, 1, line, &error), -1);
@@ -1154,24 +1156,24 @@ static void all_refused_names_are_reported_at_once(void **state) {
 
 static void other_names_of_an_option_set_it(void **state) {
     (void)state;
-    mt_options options;
+    mt_run_options options;
     expect_good(&options, RUN "--use-rotary-position-embeddings --num-query-groups 2 --use-megatron-fsdp "
                               "--enable-straggler-detection --add-bias-linear=False --num_moe_experts=2 --swiglu "
                               "--use-flash-attn --no-gradient-accumulation-fusion --init-model-with-meta-device");
-    assert_int_equal(options.position_embedding_type, MT_POSITION_ROPE);
-    assert_int_equal(options.num_query_groups, 2);
-    assert_int_equal(options.data_parallel_sharding_strategy, MT_SHARD_PARAMS);
-    assert_int_equal(options.attention_backend, MT_ATTENTION_FLASH);
-    assert_int_equal(options.num_experts, 2);
+    assert_int_equal(options.stack.position_embedding_type, MT_POSITION_ROPE);
+    assert_int_equal(options.stack.num_query_groups, 2);
+    assert_int_equal(options.stack.data_parallel_sharding_strategy, MT_SHARD_PARAMS);
+    assert_int_equal(options.stack.attention_backend, MT_ATTENTION_FLASH);
+    assert_int_equal(options.stack.num_experts, 2);
     assert_true(options.log_straggler && !options.add_bias_linear);
     mt_options_free(&options);
     expect_good(&options, RUN "--data-parallel-sharding-strategy optim --use-megatron-fsdp --num-query-groups 0");
-    assert_int_equal(options.data_parallel_sharding_strategy, MT_SHARD_OPTIM);
-    assert_int_equal(options.num_query_groups, 4);
+    assert_int_equal(options.stack.data_parallel_sharding_strategy, MT_SHARD_OPTIM);
+    assert_int_equal(options.stack.num_query_groups, 4);
     mt_options_free(&options);
     expect_good(&options, RUN "--group-query-attention --num-query-groups 0 --use-flash-attn=false");
-    assert_int_equal(options.num_query_groups, 4);
-    assert_int_equal(options.attention_backend, MT_ATTENTION_AUTO);
+    assert_int_equal(options.stack.num_query_groups, 4);
+    assert_int_equal(options.stack.attention_backend, MT_ATTENTION_AUTO);
     mt_options_free(&options);
     mt_error error;
     assert_int_equal(parse(&options, MT_PROGRAM_TRAIN, 2,
@@ -1179,13 +1181,13 @@ static void other_names_of_an_option_set_it(void **state) {
                                "--virtual-pipeline-model-parallel-size 2",
                            &error),
                      0);
-    assert_int_equal(options.num_virtual_stages_per_pipeline_rank, 2);
+    assert_int_equal(options.stack.num_virtual_stages_per_pipeline_rank, 2);
     mt_options_free(&options);
 }
 
 static void names_that_state_what_is_so_take_no_other_value(void **state) {
     (void)state;
-    mt_options options;
+    mt_run_options options;
     expect_good(&options, RUN "--attention-softmax-in-fp32 --accumulate-allreduce-grads-in-fp32 --softmax-type vanilla "
                               "--calculate-per-token-loss --no-gradient-accumulation-fusion --no-save-rng "
                               "--grad-reduce-in-fp32=True --fp16=False --main-params-dtype fp32");
@@ -1195,7 +1197,7 @@ static void names_that_state_what_is_so_take_no_other_value(void **state) {
     expect_error(RUN "--calculate-per-token-loss=false", "can only be true here: the loss is the sum over the tokens");
     expect_error(RUN "--no-gradient-accumulation-fusion=false", "can only be true here");
     expect_good(&options, RUN "--ckpt-format fsdp_dtensor --use-megatron-fsdp --dist-ckpt-format=fsdp_dtensor");
-    assert_int_equal(options.data_parallel_sharding_strategy, MT_SHARD_PARAMS);
+    assert_int_equal(options.stack.data_parallel_sharding_strategy, MT_SHARD_PARAMS);
     mt_options_free(&options);
     expect_error(RUN "--ckpt-format fsdp_dtensor", "--ckpt-format is not supported (a checkpoint is a Hugging Face");
     expect_error(RUN "--use-megatron-fsdp --ckpt-format torch_dist", "--ckpt-format is not supported");
@@ -1211,7 +1213,7 @@ static void a_blend_may_be_one_text(void **state) {
     (void)state;
     char *words[] = {"program", "--train-data-path", "0.7 a_text_document 0.3 b_text_document", "--valid-data-path",
                      "my data"};
-    mt_options options;
+    mt_run_options options;
     mt_error error;
     assert_int_equal(mt_options_parse(&options, MT_PROGRAM_TRAIN, 5, words, &error), 0);
     assert_int_equal(options.train_data_path.count, 4);
@@ -1260,7 +1262,7 @@ static void help_searches_names_and_texts(void **state) {
 
 static void configuration_prints_what_differs_from_defaults(void **state) {
     (void)state;
-    mt_options options;
+    mt_run_options options;
     expect_good(&options, RUN "--weight-decay 0.1 --adam-beta1 0.9");
     FILE *file = tmpfile();
     mt_options_print(&options, MT_PROGRAM_TRAIN, file);
@@ -1277,7 +1279,7 @@ static void configuration_prints_what_differs_from_defaults(void **state) {
 #ifdef MT_HAVE_YAML
 static void yaml_sets_options_and_the_command_line_wins(void **state) {
     (void)state;
-    mt_options options;
+    mt_run_options options;
     char *folder = make_folder(), line[300];
     char *path =
         write_file(folder, "run.yaml",
@@ -1288,19 +1290,19 @@ static void yaml_sets_options_and_the_command_line_wins(void **state) {
                    "qk_layernorm: False\n");
     snprintf(line, sizeof line, "--lr 5e-4 --config %s --num-layers 2", path);
     expect_good(&options, line);
-    assert_int_equal(options.num_layers, 2);
-    assert_int_equal(options.hidden_size, 64);
-    assert_true(options.swiglu && options.add_bias_linear && options.lr == 5e-4);
+    assert_int_equal(options.stack.num_layers, 2);
+    assert_int_equal(options.stack.hidden_size, 64);
+    assert_true(options.stack.swiglu && options.add_bias_linear && options.stack.lr == 5e-4);
     assert_int_equal(options.data_path.count, 4);
     assert_string_equal(options.data_path.items[3], "b c");
     assert_null(options.save);
     assert_null(options.load);
-    assert_int_equal(options.position_embedding_type, MT_POSITION_ROPE);
+    assert_int_equal(options.stack.position_embedding_type, MT_POSITION_ROPE);
     assert_string_equal(options.split, "969,30,1");
     mt_options_free(&options);
     snprintf(line, sizeof line, "--config %s --swiglu=false", path);
     expect_good(&options, line);
-    assert_false(options.swiglu);
+    assert_false(options.stack.swiglu);
     mt_options_free(&options);
     remove_file(path);
     remove_folder(folder);
@@ -1312,19 +1314,19 @@ static void yaml_has_the_booleans_of_yaml_1_1(void **state) {
     static const char *const negatives[] = {"false", "FALSE", "no", "No", "NO", "off", "Off"};
     for (size_t i = 0; i < sizeof words / sizeof *words; i++) {
         char text[100];
-        mt_options options;
+        mt_run_options options;
         mt_error error = {""};
         snprintf(text, sizeof text, "swiglu: %s\ndisable_bias_linear: %s\nbf16: %s\n", words[i], words[i],
                  negatives[i]);
         mt_options_default(&options);
         if (mt_options_read_yaml(&options, MT_PROGRAM_TRAIN, text, (int64_t)strlen(text), "run.yaml", &error) != 0)
             fail_msg("%s", error.text);
-        assert_true(options.swiglu && !options.add_bias_linear && !options.bf16);
+        assert_true(options.stack.swiglu && !options.add_bias_linear && !options.stack.bf16);
         mt_options_free(&options);
     }
 }
 
-static int read_yaml(mt_options *options, const char *text, mt_error *error) {
+static int read_yaml(mt_run_options *options, const char *text, mt_error *error) {
     mt_options_default(options);
     return mt_options_read_yaml(options, MT_PROGRAM_TRAIN, text, (int64_t)strlen(text), "run.yaml", error);
 }
@@ -1366,10 +1368,10 @@ static void yaml_has_the_numbers_of_yaml_1_1(void **state) {
         {"bf16: y", 0},
     };
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
-        mt_options options;
+        mt_run_options options;
         mt_error error = {""};
         int status = read_yaml(&options, cases[i].text, &error);
-        double found = status != 0 ? 0 : cases[i].text[0] == 'l' ? options.lr : (double)options.seq_length;
+        double found = status != 0 ? 0 : cases[i].text[0] == 'l' ? options.stack.lr : (double)options.stack.seq_length;
         if (found != cases[i].value || (status != 0) != (cases[i].value == 0))
             fail_msg("%s gives %g: %s", cases[i].text, found, error.text);
         mt_options_free(&options);
@@ -1382,7 +1384,7 @@ static void yaml_lists_the_layers_of_every_option_that_names_them(void **state) 
                                        "linear_attention_freq"};
     for (size_t i = 0; i < sizeof keys / sizeof *keys; i++) {
         char text[80];
-        mt_options options;
+        mt_run_options options;
         mt_error error = {""};
         snprintf(text, sizeof text, "num_layers: 3\n%s: [0, 1, 1]\n", keys[i]);
         if (read_yaml(&options, text, &error) != 0) fail_msg("%s", error.text);
@@ -1394,7 +1396,7 @@ static void yaml_lists_the_layers_of_every_option_that_names_them(void **state) 
 }
 
 static void expect_yaml_error(const char *text, const char *expected) {
-    mt_options options;
+    mt_run_options options;
     mt_error error = {""};
     mt_options_default(&options);
     if (mt_options_read_yaml(&options, MT_PROGRAM_TRAIN, text, (int64_t)strlen(text), "run.yaml", &error) == 0)
@@ -1412,7 +1414,7 @@ static char *brackets(int count) {
 }
 
 static void expect_role_error(const char *text, const char *expected) {
-    mt_options options;
+    mt_run_options options;
     mt_error error = {""};
     mt_options_default(&options);
     if (mt_options_read_role(&options, MT_PROGRAM_TRAIN, "sft_train", text, (int64_t)strlen(text), "run.yaml",
@@ -1420,6 +1422,19 @@ static void expect_role_error(const char *text, const char *expected) {
         fail_msg("%s\n  was accepted", text);
     if (!strstr(error.text, expected)) fail_msg("%s\n  gave: %s\n  not: %s", text, error.text, expected);
     mt_options_free(&options);
+}
+
+/* The parser compares each anchor, and each alias, with all anchors before it. */
+static void many_anchors_are_refused_before_they_are_parsed(void **state) {
+    (void)state;
+    char text[16384] = "x: [";
+    char *end = text + strlen(text);
+    for (int i = 0; i < 500; i++) end += snprintf(end, 32, "&a%d 1, *a%d, ", i, i);
+    strcpy(end, "]\n");
+    expect_role_error(text, "has no sections of roles");
+    strcpy(end, "*a7]\n");
+    expect_yaml_error(text, "run.yaml:1: has more than 1000 anchors and aliases");
+    expect_role_error(text, "run.yaml:1: has more than 1000 anchors and aliases");
 }
 
 /* The parser would read such a text in a time that grows with the square of its nesting. */
@@ -1513,7 +1528,7 @@ static void an_empty_yaml_sets_nothing(void **state) {
     (void)state;
     const char *const texts[] = {"", "# nothing\n", "---\n", "null\n"};
     for (size_t i = 0; i < sizeof texts / sizeof texts[0]; i++) {
-        mt_options options;
+        mt_run_options options;
         mt_error error;
         mt_options_default(&options);
         int64_t bytes = (int64_t)strlen(texts[i]);
@@ -1577,40 +1592,40 @@ static void published_shapes_have_their_published_numbers_of_parameters(void **s
         {"tiny-qwen3", "qwen3", 0},
     };
     for (size_t i = 0; i < sizeof models / sizeof models[0]; i++) {
-        mt_options options;
+        mt_run_options options;
         char line[300];
         snprintf(line, sizeof line,
                  "--hf-config data/configs/%s.json --mock-data --seq-length 256 --train-iters 1 --lr 1",
                  models[i].name);
         expect_good(&options, line);
-        assert_string_equal(mt_hf_family_name(options.hf_family), models[i].family);
-        if (models[i].parameters) assert_int_equal(mt_num_parameters(&options), models[i].parameters);
-        if (options.num_experts > 0)
-            assert_true(options.moe_layers != NULL);
+        assert_string_equal(mt_hf_family_name(options.stack.hf_family), models[i].family);
+        if (models[i].parameters) assert_int_equal(mt_num_parameters(&options.stack), models[i].parameters);
+        if (options.stack.num_experts > 0)
+            assert_true(options.stack.moe_layers != NULL);
         else if (models[i].parameters)
-            assert_int_equal(count_parameters(&options), models[i].parameters);
+            assert_int_equal(count_parameters(&options.stack), models[i].parameters);
         else
-            assert_true(count_parameters(&options) < 10000000);
+            assert_true(count_parameters(&options.stack) < 10000000);
         mt_options_free(&options);
     }
 }
 
 static void operation_count_of_llama3_8b_equals_megatron(void **state) {
     (void)state;
-    mt_options options;
+    mt_run_options options;
     expect_good(&options,
                 "--hf-config data/configs/llama3-8b.json --mock-data --seq-length 8192 --train-iters 1 --lr 1");
-    assert_true(mt_flops(&options, 8) == 3373164235063296.0); // golden/megatron/flops.json
+    assert_true(mt_flops(&options.stack, 8) == 3373164235063296.0); // golden/megatron/flops.json
     mt_options_free(&options);
 }
 
 /* By Megatron's formula, and what DeepSeek-V3's report says of its attention: 187,107,328 parameters a layer. */
 static void operation_count_of_qwen3_30b_equals_megatron(void **state) {
     (void)state;
-    mt_options options;
+    mt_run_options options;
     expect_good(&options, "--hf-config data/configs/qwen3-30b-a3b.json --mock-data --seq-length 4096 --train-iters 1 "
                           "--lr 1");
-    assert_true(fabs(mt_flops(&options, 8) / 753869839663104.0 - 1) < 1e-12); // tests/golden/megatron/flops.json
+    assert_true(fabs(mt_flops(&options.stack, 8) / 753869839663104.0 - 1) < 1e-12); // tests/golden/megatron/flops.json
     mt_options_free(&options);
 }
 
@@ -1620,7 +1635,7 @@ static void a_window_counts_its_keys_only(void **state) {
     double counts[3], keys[3] = {0};
     for (int i = 0; i < 3; i++) {
         int64_t T = 4096, W = i == 0 ? T : i == 1 ? 1000 : 64;
-        mt_options o;
+        mt_run_options o;
         char line[400];
         snprintf(
             line, sizeof line,
@@ -1628,7 +1643,7 @@ static void a_window_counts_its_keys_only(void **state) {
             "--train-iters 1 --lr 1 --position-embedding-type rope --window-size %lld",
             (long long)T, (long long)W);
         expect_good(&o, line);
-        counts[i] = mt_flops(&o, 1);
+        counts[i] = mt_flops(&o.stack, 1);
         for (int64_t t = 0; t < T; t++) keys[i] += (double)(t < W ? t + 1 : W);
         mt_options_free(&o);
     }
@@ -1646,68 +1661,81 @@ static void latent_attention_counts_as_megatron_counts_it(void **state) {
         "--position-embedding-type rope --disable-bias-linear --untie-embeddings-and-output-weights "
         "--multi-latent-attention --kv-lora-rank 512 ";
     for (int latent = 0; latent < 2; latent++) { // of the queries
-        mt_options o;
+        mt_run_options o;
         char line[700];
         snprintf(line, sizeof line, "%s%s", shape, latent ? "--q-lora-rank 1536" : "");
         expect_good(&o, line);
         double C = 7168, width = 128 * 192, queries = latent ? 1536 * (C + width + 1) : C * width;
         double attention =
             queries + 512 * (C + 128 * 256 + 1) + C * 64 + 128 * 128 * C + 4096. / 2 * (width + 128 * 128);
-        double flops = 6 * 4096. * (attention + 3 * C * 18432 + C * (double)o.padded_vocab_size);
-        double off = mt_flops(&o, 1) / flops - 1;
+        double flops = 6 * 4096. * (attention + 3 * C * 18432 + C * (double)o.stack.padded_vocab_size);
+        double off = mt_flops(&o.stack, 1) / flops - 1;
         assert_true(off < 1e-12 && off > -1e-12);
         int64_t attention_parameters = latent ? 187107328 : 187107328 - 1536 * (7168 + 24576 + 1) + 7168 * 24576;
-        assert_int_equal(mt_num_parameters(&o), attention_parameters + 3 * 7168 * 18432 + 3 * 7168 + 2 * 129280 * 7168);
+        assert_int_equal(mt_num_parameters(&o.stack),
+                         attention_parameters + 3 * 7168 * 18432 + 3 * 7168 + 2 * 129280 * 7168);
         mt_options_free(&o);
     }
 }
 
 static void golden_configs_are_read_as_their_families_are(void **state) {
     (void)state;
-    mt_options o;
+    mt_run_options o;
     expect_good(&o, "--load tests/golden/hf/gpt2 --mock-data --seq-length 32 --train-iters 1 --lr 1");
-    assert_true(o.openai_gelu && !o.swiglu && !o.untie_embeddings_and_output_weights && o.mlp_bias && o.add_qkv_bias);
-    assert_true(o.hidden_dropout == 0 && o.attention_dropout == 0 && o.norm_epsilon == 1e-5);
-    assert_int_equal(o.ffn_hidden_size, 128);
+    assert_true(o.stack.openai_gelu && !o.stack.swiglu && !o.stack.untie_embeddings_and_output_weights &&
+                o.stack.mlp_bias && o.stack.add_qkv_bias);
+    assert_true(o.stack.hidden_dropout == 0 && o.stack.attention_dropout == 0 && o.stack.norm_epsilon == 1e-5);
+    assert_int_equal(o.stack.ffn_hidden_size, 128);
     assert_int_equal(o.eos_token_id, 1);
     mt_options_free(&o);
     expect_good(&o, "--load tests/golden/hf/qwen2 --mock-data --seq-length 32 --train-iters 1 --lr 1");
-    assert_true(o.add_qkv_bias && !o.attention_output_bias && !o.mlp_bias && o.rotary_base == 1e6 && !o.qk_layernorm);
-    assert_true(!o.untie_embeddings_and_output_weights && o.num_query_groups == 1 && o.window_size == 0);
+    assert_true(o.stack.add_qkv_bias && !o.stack.attention_output_bias && !o.stack.mlp_bias &&
+                o.stack.rotary_base == 1e6 && !o.stack.qk_layernorm);
+    assert_true(!o.stack.untie_embeddings_and_output_weights && o.stack.num_query_groups == 1 &&
+                o.stack.window_size == 0);
     mt_options_free(&o);
     expect_good(&o, "--load tests/golden/hf/qwen3 --mock-data --seq-length 32 --train-iters 1 --lr 1");
-    assert_true(o.qk_layernorm && !o.add_qkv_bias && o.kv_channels == 16 && o.untie_embeddings_and_output_weights);
+    assert_true(o.stack.qk_layernorm && !o.stack.add_qkv_bias && o.stack.kv_channels == 16 &&
+                o.stack.untie_embeddings_and_output_weights);
     mt_options_free(&o);
     expect_good(&o, "--load tests/golden/hf/llama3_rope_tied --mock-data --seq-length 32 --train-iters 1 --lr 1");
-    assert_int_equal(o.rope_scaling_type, MT_ROPE_SCALING_LLAMA3);
-    assert_true(o.rope_scaling_factor == 8 && o.rope_low_freq_factor == 1 && o.rope_high_freq_factor == 4);
-    assert_true(o.original_max_position_embeddings == 16 && o.rotary_base == 500000);
+    assert_int_equal(o.stack.rope_scaling_type, MT_ROPE_SCALING_LLAMA3);
+    assert_true(o.stack.rope_scaling_factor == 8 && o.stack.rope_low_freq_factor == 1 &&
+                o.stack.rope_high_freq_factor == 4);
+    assert_true(o.stack.original_max_position_embeddings == 16 && o.stack.rotary_base == 500000);
     mt_options_free(&o);
     expect_good(&o, "--load tests/golden/hf/mixtral --mock-data --seq-length 32 --train-iters 1 --lr 1");
-    assert_true(o.num_experts == 4 && o.moe_router_topk == 2 && o.moe_ffn_hidden_size == 32);
-    assert_true(!o.moe_router_pre_softmax && strcmp(o.moe_layers, "1111") == 0);
+    assert_true(o.stack.num_experts == 4 && o.stack.moe_router_topk == 2 && o.stack.moe_ffn_hidden_size == 32);
+    assert_true(!o.stack.moe_router_pre_softmax && strcmp(o.stack.moe_layers, "1111") == 0);
     mt_options_free(&o);
     expect_good(&o, "--load tests/golden/hf/qwen3_moe --mock-data --seq-length 32 --train-iters 1 --lr 1");
-    assert_true(o.num_experts == 8 && o.moe_router_topk == 4 && o.moe_ffn_hidden_size == 16);
-    assert_true(o.ffn_hidden_size == 80 && o.qk_layernorm && !o.moe_router_pre_softmax && !o.moe_shared_expert_gate);
+    assert_true(o.stack.num_experts == 8 && o.stack.moe_router_topk == 4 && o.stack.moe_ffn_hidden_size == 16);
+    assert_true(o.stack.ffn_hidden_size == 80 && o.stack.qk_layernorm && !o.stack.moe_router_pre_softmax &&
+                !o.stack.moe_shared_expert_gate);
     mt_options_free(&o);
     expect_good(&o, "--load tests/golden/hf/qwen2_moe --mock-data --seq-length 32 --train-iters 1 --lr 1");
-    assert_true(o.num_experts == 6 && o.moe_router_topk == 4 && o.moe_ffn_hidden_size == 16 && o.add_qkv_bias);
-    assert_true(o.moe_shared_expert_gate && o.moe_shared_expert_intermediate_size == 24 && o.moe_router_pre_softmax);
-    assert_true(!o.qk_layernorm && o.ffn_hidden_size == 72 && strcmp(o.moe_layers, "1011") == 0);
+    assert_true(o.stack.num_experts == 6 && o.stack.moe_router_topk == 4 && o.stack.moe_ffn_hidden_size == 16 &&
+                o.stack.add_qkv_bias);
+    assert_true(o.stack.moe_shared_expert_gate && o.stack.moe_shared_expert_intermediate_size == 24 &&
+                o.stack.moe_router_pre_softmax);
+    assert_true(!o.stack.qk_layernorm && o.stack.ffn_hidden_size == 72 && strcmp(o.stack.moe_layers, "1011") == 0);
     mt_options_free(&o);
     expect_good(&o, "--load tests/golden/hf/deepseek_v3 --mock-data --seq-length 32 --train-iters 1 --lr 1");
-    assert_true(o.moe_router_enable_expert_bias && o.multi_latent_attention && o.moe_layers[0] == '0');
-    assert_int_equal(o.moe_router_score_function, MT_SCORE_SIGMOID);
+    assert_true(o.stack.moe_router_enable_expert_bias && o.stack.multi_latent_attention &&
+                o.stack.moe_layers[0] == '0');
+    assert_int_equal(o.stack.moe_router_score_function, MT_SCORE_SIGMOID);
     mt_options_free(&o);
     expect_good(&o, "--load tests/golden/hf/deepseek_v3_dense --mock-data --seq-length 32 --train-iters 1 --lr 1");
-    assert_true(o.multi_latent_attention && o.rotary_interleaved && o.q_lora_rank == 20 && o.kv_lora_rank == 12);
-    assert_true(o.qk_head_dim == 6 && o.qk_pos_emb_head_dim == 4 && o.v_head_dim == 7 && o.num_query_groups == 4);
-    assert_true(o.yarn_mscale == 0.7 && o.yarn_mscale_all_dim == 1.2 && o.rope_scaling_factor == 4);
+    assert_true(o.stack.multi_latent_attention && o.stack.rotary_interleaved && o.stack.q_lora_rank == 20 &&
+                o.stack.kv_lora_rank == 12);
+    assert_true(o.stack.qk_head_dim == 6 && o.stack.qk_pos_emb_head_dim == 4 && o.stack.v_head_dim == 7 &&
+                o.stack.num_query_groups == 4);
+    assert_true(o.yarn_mscale == 0.7 && o.stack.yarn_mscale_all_dim == 1.2 && o.stack.rope_scaling_factor == 4);
     mt_options_free(&o);
     expect_good(&o,
                 "--load tests/golden/hf/deepseek_v3_no_q_latent --mock-data --seq-length 32 --train-iters 1 --lr 1");
-    assert_true(o.multi_latent_attention && !o.rotary_interleaved && o.q_lora_rank == 0 && o.v_head_dim == 8);
+    assert_true(o.stack.multi_latent_attention && !o.stack.rotary_interleaved && o.stack.q_lora_rank == 0 &&
+                o.stack.v_head_dim == 8);
     mt_options_free(&o);
 }
 
@@ -1727,12 +1755,12 @@ static void experts_have_the_matrices_and_biases_of_their_activation(void **stat
         double flops[2];
         for (int more = 0; more < 2; more++) {
             char line[512];
-            mt_options o;
+            mt_run_options o;
             snprintf(line, sizeof line, RUN "%s%s--moe-ffn-hidden-size 5 --num-experts %d --moe-router-topk %d",
                      cases[k / 2].words, k % 2 ? "--disable-bias-linear " : "", more ? 7 : 4, more ? 3 : 2);
             expect_good(&o, line);
-            parameters[more] = mt_num_parameters(&o), flops[more] = mt_flops(&o, 1);
-            C = o.hidden_size, L = o.num_layers, T = o.seq_length;
+            parameters[more] = mt_num_parameters(&o.stack), flops[more] = mt_flops(&o.stack, 1);
+            C = o.stack.hidden_size, L = o.stack.num_layers, T = o.stack.seq_length;
             mt_options_free(&o);
         }
         added = cases[k / 2].matrices * C * F + C; // a row of the router too
@@ -1758,10 +1786,10 @@ static void layers_with_experts_are_counted_or_listed(void **state) {
                                            {"((([1]))*2+[0])*1+[0]", "1100"}};
     for (size_t i = 0; i < sizeof words / sizeof *words; i++) {
         char line[512];
-        mt_options o;
+        mt_run_options o;
         snprintf(line, sizeof line, EXPERTS "--moe-layer-freq %s", words[i][0]);
         expect_good(&o, line);
-        assert_string_equal(o.moe_layers, words[i][1]);
+        assert_string_equal(o.stack.moe_layers, words[i][1]);
         mt_options_free(&o);
     }
     static const char *const bad[] = {"0",          "[0,1]",        "[1]*5",  "[2]*4",
@@ -1779,17 +1807,17 @@ static void layers_with_experts_are_counted_or_listed(void **state) {
 /* DeepSeek-V3 has its first layers without experts. */
 static void a_model_cut_to_its_dense_layers_is_dense(void **state) {
     (void)state;
-    mt_options o;
+    mt_run_options o;
     expect_good(&o, "--hf-config tests/golden/hf/deepseek_v3/config.json --num-layers 1 --mock-data --seq-length 16 "
                     "--train-iters 10 --lr 1e-3");
-    assert_null(o.moe_layers);
-    assert_int_equal(o.num_experts, 0);
+    assert_null(o.stack.moe_layers);
+    assert_int_equal(o.stack.num_experts, 0);
     mt_options_free(&o);
 }
 
 static void layers_without_an_mlp_do_not_split_its_width(void **state) {
     (void)state;
-    mt_options o;
+    mt_run_options o;
     mt_error error;
     const char *line = EXPERTS "--hidden-size 8 --num-attention-heads 2 --ffn-hidden-size 15 --moe-ffn-hidden-size 4 "
                                "--tensor-model-parallel-size 2 --sequence-parallel";
@@ -1842,37 +1870,37 @@ static void fp8_follows_megatron(void **state) {
         snprintf(line, sizeof line, RUN "%s", refused[i][0]);
         expect_error(line, refused[i][1]);
     }
-    mt_options o;
+    mt_run_options o;
     expect_good(&o, RUN "--fp8-format hybrid");
-    assert_int_equal(o.fp8_format, MT_FP8_HYBRID);
-    assert_int_equal(o.fp8_recipe, MT_FP8_DELAYED);
-    assert_int_equal(o.fp8_amax_history_len, 1);
-    assert_int_equal(o.fp8_amax_compute_algo, MT_AMAX_MOST_RECENT);
-    assert_int_equal(o.fp8_margin, 0);
-    assert_true(o.fp8_wgrad && !o.tp_only_amax_red && !o.first_last_layers_bf16);
+    assert_int_equal(o.stack.fp8_format, MT_FP8_HYBRID);
+    assert_int_equal(o.stack.fp8_recipe, MT_FP8_DELAYED);
+    assert_int_equal(o.stack.fp8_amax_history_len, 1);
+    assert_int_equal(o.stack.fp8_amax_compute_algo, MT_AMAX_MOST_RECENT);
+    assert_int_equal(o.stack.fp8_margin, 0);
+    assert_true(o.stack.fp8_wgrad && !o.stack.tp_only_amax_red && !o.stack.first_last_layers_bf16);
     mt_options_free(&o);
     expect_good(&o, RUN "--fp8 e4m3 --fp8-recipe mxfp8 --no-fp8-wgrad"); // Megatron's other name
-    assert_int_equal(o.fp8_format, MT_FP8_E4M3);
-    assert_int_equal(o.fp8_recipe, MT_FP8_MXFP8);
-    assert_false(o.fp8_wgrad);
+    assert_int_equal(o.stack.fp8_format, MT_FP8_E4M3);
+    assert_int_equal(o.stack.fp8_recipe, MT_FP8_MXFP8);
+    assert_false(o.stack.fp8_wgrad);
     mt_options_free(&o);
     expect_good(&o, RUN "");
-    assert_int_equal(o.fp8_format, MT_FP8_OFF);
+    assert_int_equal(o.stack.fp8_format, MT_FP8_OFF);
     mt_options_free(&o);
 }
 
 static void fp8_needs_a_gpu_that_has_it(void **state) {
     (void)state;
-    mt_options o;
+    mt_run_options o;
     mt_error error;
     const mt_limits no_mxfp8 = {.no_mxfp8 = true}, no_fp8 = {.no_fp8 = true};
     expect_good(&o, RUN "");
-    assert_int_equal(mt_options_check_limits(&o, &no_fp8, &error), 0);
+    assert_int_equal(mt_options_check_limits(&o.stack, &no_fp8, &error), 0);
     mt_options_free(&o);
     expect_good(&o, RUN "--fp8-format e4m3 --fp8-recipe mxfp8");
-    assert_int_equal(mt_options_check_limits(&o, &no_mxfp8, &error), -1);
+    assert_int_equal(mt_options_check_limits(&o.stack, &no_mxfp8, &error), -1);
     assert_non_null(strstr(error.text, "--fp8-recipe mxfp8 needs a GPU of compute capability 10.0"));
-    assert_int_equal(mt_options_check_limits(&o, &no_fp8, &error), -1);
+    assert_int_equal(mt_options_check_limits(&o.stack, &no_fp8, &error), -1);
     assert_non_null(strstr(error.text, "--fp8-format needs a GPU of compute capability 8.9"));
     mt_options_free(&o);
 }
@@ -1925,13 +1953,13 @@ static void recomputation_follows_megatron(void **state) {
     }
     for (size_t i = 0; i < sizeof accepted / sizeof *accepted; i++) {
         char line[512];
-        mt_options o;
+        mt_run_options o;
         snprintf(line, sizeof line, RUN "%s", accepted[i].words);
         expect_good(&o, line);
-        assert_int_equal(o.recompute_granularity, accepted[i].granularity);
-        assert_int_equal(o.recompute_method, accepted[i].method);
-        assert_int_equal(o.recompute_num_layers, accepted[i].num_layers);
-        assert_int_equal(o.recompute_modules, accepted[i].modules);
+        assert_int_equal(o.stack.recompute_granularity, accepted[i].granularity);
+        assert_int_equal(o.stack.recompute_method, accepted[i].method);
+        assert_int_equal(o.stack.recompute_num_layers, accepted[i].num_layers);
+        assert_int_equal(o.stack.recompute_modules, accepted[i].modules);
         mt_options_free(&o);
     }
 }
@@ -1965,11 +1993,11 @@ static void offloading_follows_megatron(void **state) {
     }
     for (size_t i = 0; i < sizeof accepted / sizeof *accepted; i++) {
         char line[512];
-        mt_options o;
+        mt_run_options o;
         snprintf(line, sizeof line, RUN "%s", accepted[i].words);
         expect_good(&o, line);
-        assert_int_equal(o.fine_grained_activation_offloading, accepted[i].modules != 0);
-        assert_int_equal(o.offload_modules, accepted[i].modules);
+        assert_int_equal(o.stack.fine_grained_activation_offloading, accepted[i].modules != 0);
+        assert_int_equal(o.stack.offload_modules, accepted[i].modules);
         mt_options_free(&o);
     }
 }
@@ -2019,12 +2047,13 @@ static void experts_that_cannot_be_are_refused(void **state) {
 
 static void options_win_over_a_shape_but_not_over_weights(void **state) {
     (void)state;
-    mt_options options;
+    mt_run_options options;
     expect_good(&options, "--hf-config data/configs/llama3-8b.json --num-layers 4 --rotary-base 20000 --mock-data "
                           "--hidden-dropout 0.25 --seq-length 8 --train-iters 1 --lr 1");
-    assert_int_equal(options.num_layers, 4);
-    assert_int_equal(options.hidden_size, 4096);
-    assert_true(options.rotary_base == 20000 && options.hidden_dropout == 0.25 && options.attention_dropout == 0);
+    assert_int_equal(options.stack.num_layers, 4);
+    assert_int_equal(options.stack.hidden_size, 4096);
+    assert_true(options.stack.rotary_base == 20000 && options.stack.hidden_dropout == 0.25 &&
+                options.stack.attention_dropout == 0);
     mt_options_free(&options);
     const char *run = "--load tests/golden/hf/llama --mock-data --seq-length 8 --train-iters 1 --lr 1";
     char line[300];
@@ -2037,7 +2066,7 @@ static void options_win_over_a_shape_but_not_over_weights(void **state) {
              "--max-position-embeddings 128 --attention-dropout 0.5",
              run);
     expect_good(&options, line);
-    assert_true(options.max_position_embeddings == 128 && options.attention_dropout == 0.5);
+    assert_true(options.stack.max_position_embeddings == 128 && options.stack.attention_dropout == 0.5);
     mt_options_free(&options);
     expect_error("--load tests/golden/hf/gpt2 --max-position-embeddings 128 --mock-data --seq-length 8 --train-iters 1 "
                  "--lr 1",
@@ -2047,7 +2076,7 @@ static void options_win_over_a_shape_but_not_over_weights(void **state) {
 /* A resumed command may still name the model that it began with. */
 static void the_model_of_hf_config_must_be_that_of_load(void **state) {
     (void)state;
-    mt_options options;
+    mt_run_options options;
     static const char *const names[] = {"gpt2", "llama", "qwen3", "mixtral", "qwen2_moe", "deepseek_v3"};
     char line[400];
     for (size_t i = 0; i < sizeof names / sizeof *names; i++) {
@@ -2070,7 +2099,7 @@ static void the_model_of_hf_config_must_be_that_of_load(void **state) {
 
 static void the_latest_checkpoint_of_a_folder_is_described(void **state) {
     (void)state;
-    mt_options options;
+    mt_run_options options;
     char *folder = make_folder(), inner[200], line[300];
     char *text = read_text("tests/golden/hf/qwen3/config.json");
     snprintf(inner, sizeof inner, "%s/iter_0000007", folder);
@@ -2079,7 +2108,7 @@ static void the_latest_checkpoint_of_a_folder_is_described(void **state) {
     char *config = write_file(inner, "config.json", text);
     snprintf(line, sizeof line, "--load %s --mock-data --seq-length 8 --train-iters 1 --lr 1", folder);
     expect_good(&options, line);
-    assert_int_equal(options.hf_family, MT_HF_QWEN3);
+    assert_int_equal(options.stack.hf_family, MT_HF_QWEN3);
     mt_options_free(&options);
     remove_file(config), remove_file(latest), remove_folder(mt_strdup(inner)), remove_folder(folder);
     free(text);
@@ -2092,22 +2121,22 @@ static void the_latest_checkpoint_of_a_folder_is_described(void **state) {
 #define LLAMA "{\"model_type\": \"llama\", " LLAMA_SIZES
 #define QWEN2 "{\"model_type\": \"qwen2\", \"num_key_value_heads\": 2, " LLAMA_SIZES
 
-static int read_config(mt_options *options, const char *json, mt_error *error) {
+static int read_config(mt_run_options *options, const char *json, mt_error *error) {
     mt_options_default(options);
     options->mock_data = true;
-    options->seq_length = options->train_iters = 1;
-    options->lr = 1;
+    options->stack.seq_length = options->stack.train_iters = 1;
+    options->stack.lr = 1;
     if (mt_options_read_hf_config(options, json, (int64_t)strlen(json), "config.json", error)) return -1;
     return mt_options_finish(options, MT_PROGRAM_TRAIN, 1, error);
 }
 
-static void expect_config(mt_options *options, const char *json) {
+static void expect_config(mt_run_options *options, const char *json) {
     mt_error error;
     if (read_config(options, json, &error)) fail_msg("%s\n  gave: %s", json, error.text);
 }
 
 static void expect_config_error(const char *json, const char *expected) {
-    mt_options options;
+    mt_run_options options;
     mt_error error = {""};
     if (read_config(&options, json, &error) == 0) fail_msg("%s\n  was accepted", json);
     if (!strstr(error.text, expected)) fail_msg("%s\n  gave: %s\n  not: %s", json, error.text, expected);
@@ -2116,26 +2145,26 @@ static void expect_config_error(const char *json, const char *expected) {
 
 static void rope_is_read_in_both_forms(void **state) {
     (void)state;
-    mt_options o;
+    mt_run_options o;
     expect_config(&o, LLAMA ", \"rope_theta\": 5e5, \"rope_scaling\": {\"type\": \"linear\", \"factor\": 2.5}}");
-    assert_int_equal(o.rope_scaling_type, MT_ROPE_SCALING_LINEAR);
-    assert_true(o.rope_scaling_factor == 2.5 && o.rotary_base == 5e5);
+    assert_int_equal(o.stack.rope_scaling_type, MT_ROPE_SCALING_LINEAR);
+    assert_true(o.stack.rope_scaling_factor == 2.5 && o.stack.rotary_base == 5e5);
     mt_options_free(&o);
     expect_config(&o,
                   LLAMA ", \"rope_parameters\": {\"rope_theta\": 7, \"rope_type\": \"default\"}, \"rope_theta\": 8}");
-    assert_int_equal(o.rope_scaling_type, MT_ROPE_SCALING_NONE);
-    assert_true(o.rotary_base == 7);
+    assert_int_equal(o.stack.rope_scaling_type, MT_ROPE_SCALING_NONE);
+    assert_true(o.stack.rotary_base == 7);
     mt_options_free(&o);
     expect_config(&o, LLAMA ", \"rope_scaling\": {\"rope_type\": \"yarn\", \"factor\": 4, "
                             "\"original_max_position_embeddings\": 1024, \"beta_fast\": 16, \"mscale\": 1, "
                             "\"mscale_all_dim\": 1}}");
-    assert_int_equal(o.rope_scaling_type, MT_ROPE_SCALING_YARN);
-    assert_true(o.yarn_beta_fast == 16 && o.yarn_beta_slow == 1 && o.yarn_attention_factor == 1);
-    assert_int_equal(o.original_max_position_embeddings, 1024);
+    assert_int_equal(o.stack.rope_scaling_type, MT_ROPE_SCALING_YARN);
+    assert_true(o.stack.yarn_beta_fast == 16 && o.stack.yarn_beta_slow == 1 && o.stack.yarn_attention_factor == 1);
+    assert_int_equal(o.stack.original_max_position_embeddings, 1024);
     mt_options_free(&o);
     expect_config(&o, LLAMA ", \"rope_scaling\": {\"rope_type\": \"yarn\", \"factor\": 4}}");
-    assert_int_equal(o.original_max_position_embeddings, 4096);
-    assert_true(o.yarn_attention_factor > 1.138629 && o.yarn_attention_factor < 1.13863); // 0.1 ln 4 + 1
+    assert_int_equal(o.stack.original_max_position_embeddings, 4096);
+    assert_true(o.stack.yarn_attention_factor > 1.138629 && o.stack.yarn_attention_factor < 1.13863); // 0.1 ln 4 + 1
     mt_options_free(&o);
     expect_config_error(LLAMA ", \"rope_scaling\": {\"rope_type\": \"dynamic\", \"factor\": 4}}",
                         "RoPE of type \"dynamic\" is not supported; default, linear, llama3 and yarn are");
@@ -2149,28 +2178,29 @@ static void rope_is_read_in_both_forms(void **state) {
     char json[1000];
     snprintf(json, sizeof json, both, "");
     expect_config(&o, json);
-    assert_true(o.rope_scaling_type == MT_ROPE_SCALING_LINEAR && o.rope_scaling_factor == 4 && o.rotary_base == 10000);
+    assert_true(o.stack.rope_scaling_type == MT_ROPE_SCALING_LINEAR && o.stack.rope_scaling_factor == 4 &&
+                o.stack.rotary_base == 10000);
     mt_options_free(&o);
     snprintf(json, sizeof json, both, ", \"rope_theta\": 8");
     expect_config(&o, json);
-    assert_true(o.rope_scaling_type == MT_ROPE_SCALING_LINEAR && o.rotary_base == 8);
+    assert_true(o.stack.rope_scaling_type == MT_ROPE_SCALING_LINEAR && o.stack.rotary_base == 8);
     mt_options_free(&o);
     expect_config(&o, LLAMA ", \"rope_scaling\": {}, \"rope_parameters\": {\"rope_type\": \"yarn\", \"factor\": 2, "
                             "\"original_max_position_embeddings\": 512, \"rope_theta\": 7}, "
                             "\"original_max_position_embeddings\": 256}");
-    assert_true(o.rope_scaling_type == MT_ROPE_SCALING_YARN && o.rotary_base == 7);
-    assert_int_equal(o.original_max_position_embeddings, 256);
+    assert_true(o.stack.rope_scaling_type == MT_ROPE_SCALING_YARN && o.stack.rotary_base == 7);
+    assert_int_equal(o.stack.original_max_position_embeddings, 256);
     mt_options_free(&o);
     expect_config(&o, LLAMA ", \"rope_scaling\": {\"rope_type\": \"yarn\", \"factor\": 2}}");
-    assert_int_equal(o.original_max_position_embeddings, 4096);
+    assert_int_equal(o.stack.original_max_position_embeddings, 4096);
     mt_options_free(&o);
     expect_config_error(LLAMA ", \"rope_parameters\": {\"full_attention\": {\"rope_type\": \"default\"}}}",
                         "parameters of its own for \"full_attention\"");
     expect_config(&o, LLAMA ", \"rope_parameters\": {\"rope_type\": \"yarn\", \"factor\": 2, \"truncate\": false}}");
-    assert_false(o.yarn_correction_range_round_to_int);
+    assert_false(o.stack.yarn_correction_range_round_to_int);
     mt_options_free(&o);
     expect_config(&o, LLAMA ", \"rope_parameters\": {\"rope_type\": \"yarn\", \"factor\": 2}}");
-    assert_true(o.yarn_correction_range_round_to_int);
+    assert_true(o.stack.yarn_correction_range_round_to_int);
     mt_options_free(&o);
 }
 
@@ -2192,16 +2222,16 @@ static void yarn_without_rounded_ranges_is_that_of_transformers(void **state) {
         const double *s = shapes[k / 2];
         bool truncate = k % 2 == 0, differs = false;
         char json[600];
-        mt_options o;
+        mt_run_options o;
         snprintf(json, sizeof json,
                  LLAMA ", \"rope_parameters\": {\"rope_type\": \"yarn\", \"rope_theta\": %.17g, \"factor\": %g, "
                        "\"beta_fast\": 32, \"beta_slow\": 1, \"original_max_position_embeddings\": %g%s}}",
                  s[1], s[2], s[3], truncate ? "" : ", \"truncate\": false");
         expect_config(&o, json);
-        assert_true(o.yarn_correction_range_round_to_int == truncate);
+        assert_true(o.stack.yarn_correction_range_round_to_int == truncate);
         for (int i = 0; i < (int)s[0] / 2; i++) {
             double want = yarn_frequency(i, s[0], s[1], s[2], s[3], truncate);
-            double got = mt_rope_frequency(&o, MT_ROPE_MODEL, i, (int64_t)s[0]);
+            double got = mt_rope_frequency(&o.stack, MT_ROPE_MODEL, i, (int64_t)s[0]);
             assert_true(fabs(got - want) <= 1e-12 * want);
             differs |= fabs(want - yarn_frequency(i, s[0], s[1], s[2], s[3], !truncate)) > 1e-6 * want;
         }
@@ -2211,21 +2241,21 @@ static void yarn_without_rounded_ranges_is_that_of_transformers(void **state) {
 }
 
 static void expect_window(const char *json, int64_t window) {
-    mt_options o;
+    mt_run_options o;
     expect_config(&o, json);
-    assert_int_equal(o.window_size, window);
+    assert_int_equal(o.stack.window_size, window);
     mt_options_free(&o);
 }
 
 static void windows_are_read_for_each_layer(void **state) {
     (void)state;
-    mt_options o;
+    mt_run_options o;
     const char *mistral = "{\"model_type\": \"mistral\", \"num_key_value_heads\": 2, " LLAMA_SIZES "%s}";
     char json[1000];
     snprintf(json, sizeof json, mistral, ", \"sliding_window\": 17");
     expect_config(&o, json);
-    assert_int_equal(o.window_size, 17);
-    assert_int_equal(o.hf_family, MT_HF_MISTRAL);
+    assert_int_equal(o.stack.window_size, 17);
+    assert_int_equal(o.stack.hf_family, MT_HF_MISTRAL);
     mt_options_free(&o);
     snprintf(json, sizeof json, mistral, ", \"sliding_window\": null");
     expect_window(json, 0);
@@ -2236,13 +2266,13 @@ static void windows_are_read_for_each_layer(void **state) {
     expect_window(QWEN2 ", \"sliding_window\": 17, \"use_sliding_window\": true, \"max_window_layers\": 0}", 17);
     expect_window(QWEN2 ", \"sliding_window\": 17, \"use_sliding_window\": true, \"max_window_layers\": 2}", 0);
     expect_config(&o, QWEN2 ", \"sliding_window\": 17, \"use_sliding_window\": true, \"max_window_layers\": 1}");
-    assert_int_equal(mt_layer_kind_of(&o, 0).window, 0);
-    assert_int_equal(mt_layer_kind_of(&o, 1).window, 17);
+    assert_int_equal(mt_layer_kind_of(&o.stack, 0).window, 0);
+    assert_int_equal(mt_layer_kind_of(&o.stack, 1).window, 17);
     mt_options_free(&o);
     expect_config(&o, QWEN2 ", \"sliding_window\": 17, \"use_sliding_window\": true, \"layer_types\": "
                             "[\"full_attention\", \"sliding_attention\"]}");
-    assert_int_equal(mt_layer_kind_of(&o, 0).window, 0);
-    assert_int_equal(mt_layer_kind_of(&o, 1).window, 17);
+    assert_int_equal(mt_layer_kind_of(&o.stack, 0).window, 0);
+    assert_int_equal(mt_layer_kind_of(&o.stack, 1).window, 17);
     mt_options_free(&o);
     expect_config_error(QWEN2
                         ", \"max_window_layers\": \"2\", \"layer_types\": [\"full_attention\", \"full_attention\"]}",
@@ -2292,7 +2322,7 @@ static void windows_are_read_for_each_layer(void **state) {
             continue;
         }
         expect_config(&o, json);
-        int64_t window = mt_layer_kind_of(&o, 0).window;
+        int64_t window = mt_layer_kind_of(&o.stack, 0).window;
         if (window != cases[i].window) fail_msg("%s\n  gave a window of %lld", json, (long long)window);
         mt_options_free(&o);
     }
@@ -2300,15 +2330,15 @@ static void windows_are_read_for_each_layer(void **state) {
 
 static void biases_are_read_apart(void **state) {
     (void)state;
-    mt_options o;
+    mt_run_options o;
     expect_config(&o, LLAMA ", \"attention_bias\": true, \"mlp_bias\": false}");
-    assert_true(o.add_qkv_bias && o.attention_output_bias && !o.mlp_bias && !o.add_bias_linear);
+    assert_true(o.stack.add_qkv_bias && o.stack.attention_output_bias && !o.stack.mlp_bias && !o.add_bias_linear);
     mt_options_free(&o);
     expect_config(&o, LLAMA ", \"mlp_bias\": true}");
-    assert_true(!o.add_qkv_bias && !o.attention_output_bias && o.mlp_bias);
+    assert_true(!o.stack.add_qkv_bias && !o.stack.attention_output_bias && o.stack.mlp_bias);
     mt_options_free(&o);
     expect_config(&o, QWEN2 "}");
-    assert_true(o.add_qkv_bias && !o.attention_output_bias && !o.mlp_bias);
+    assert_true(o.stack.add_qkv_bias && !o.stack.attention_output_bias && !o.stack.mlp_bias);
     mt_options_free(&o);
 }
 
@@ -2393,7 +2423,7 @@ static void what_a_family_cannot_compute_is_refused(void **state) {
 
 static void tokens_are_the_first_of_a_list(void **state) {
     (void)state;
-    mt_options o;
+    mt_run_options o;
     expect_config(&o, LLAMA ", \"bos_token_id\": 5, \"eos_token_id\": [7, 8]}");
     assert_int_equal(o.bos_token_id, 5);
     assert_int_equal(o.eos_token_id, 7);
@@ -2405,13 +2435,14 @@ static void tokens_are_the_first_of_a_list(void **state) {
 }
 
 /* All that describes the model, printed: two of these are equal when the models are. */
-static char *describe(mt_options *o) {
+static char *describe(mt_run_options *o) {
     FILE *file = tmpfile();
     free(o->hf_config);
     o->hf_config = NULL;
     mt_options_print(o, MT_PROGRAM_TRAIN, file);
-    fprintf(file, "%s %d %d %lld %lld %lld\n", mt_hf_family_name(o->hf_family), o->attention_output_bias, o->mlp_bias,
-            (long long)o->bos_token_id, (long long)o->eos_token_id, (long long)o->padded_vocab_size);
+    fprintf(file, "%s %d %d %lld %lld %lld\n", mt_hf_family_name(o->stack.hf_family), o->stack.attention_output_bias,
+            o->stack.mlp_bias, (long long)o->bos_token_id, (long long)o->eos_token_id,
+            (long long)o->stack.padded_vocab_size);
     return read_stream(file);
 }
 
@@ -2698,7 +2729,7 @@ static void a_key_that_a_family_omits_has_the_familys_default(void **state) {
           "\"kda_layers\": [1, 2], \"full_attn_layers\": []}"}},
     };
     for (size_t i = 0; i < sizeof families / sizeof *families; i++) {
-        mt_options sparse, full;
+        mt_run_options sparse, full;
         char json[2000];
         snprintf(json, sizeof json, "%s}", families[i].file);
         expect_config(&sparse, json);
@@ -2755,17 +2786,19 @@ static void rope_of_layers_with_a_window_is_read_as_in_transformers(void **state
         for (int k = 0; k < 2; k++) {
             const double *bases = k == 0 ? cases[i].gemma : cases[i].olmo;
             char json[1000];
-            mt_options o;
+            mt_run_options o;
             snprintf(json, sizeof json, "%s, %s}", k == 0 ? GEMMA3 : OLMO3, cases[i].keys);
             if (bases[0] == 0) {
                 expect_config_error(json, "rope_");
                 continue;
             }
             expect_config(&o, json);
-            double window = o.window_rotary_base > 0 ? o.window_rotary_base : o.rotary_base;
-            bool scales = o.rope_scaling_type == MT_ROPE_SCALING_LINEAR && o.rope_scaling_factor == cases[i].factor;
-            if (o.rotary_base != bases[0] || window != bases[1] || (cases[i].factor != 1) != scales)
-                fail_msg("%s\n  gives bases %g and %g, factor %g", json, o.rotary_base, window, o.rope_scaling_factor);
+            double window = o.stack.window_rotary_base > 0 ? o.stack.window_rotary_base : o.stack.rotary_base;
+            bool scales =
+                o.stack.rope_scaling_type == MT_ROPE_SCALING_LINEAR && o.stack.rope_scaling_factor == cases[i].factor;
+            if (o.stack.rotary_base != bases[0] || window != bases[1] || (cases[i].factor != 1) != scales)
+                fail_msg("%s\n  gives bases %g and %g, factor %g", json, o.stack.rotary_base, window,
+                         o.stack.rope_scaling_factor);
             mt_options_free(&o);
         }
     expect_config_error(OLMO3 ", \"rope_parameters\": {\"sliding_attention\": {\"type\": \"linear\", \"factor\": 4}}}",
@@ -2795,20 +2828,20 @@ static void null_is_no_default(void **state) {
         {DEEPSEEK_V3, "routed_scaling_factor"},
     };
     char json[2000], expected[100];
-    mt_options o;
+    mt_run_options o;
     for (size_t i = 0; i < sizeof numbers / sizeof *numbers; i++) {
         snprintf(json, sizeof json, "%s, \"%s\": null}", numbers[i][0], numbers[i][1]);
         snprintf(expected, sizeof expected, "\"%s\" is null; give a value, or leave the key out for ", numbers[i][1]);
         expect_config_error(json, expected);
     }
     expect_config(&o, DEEPSEEK_V3 ", \"rope_interleave\": null}");
-    assert_false(o.rotary_interleaved);
+    assert_false(o.stack.rotary_interleaved);
     mt_options_free(&o);
     expect_config(&o, QWEN2MOE ", \"qkv_bias\": null}");
-    assert_false(o.add_qkv_bias);
+    assert_false(o.stack.add_qkv_bias);
     mt_options_free(&o);
     expect_config(&o, GPT2 ", \"tie_word_embeddings\": null}");
-    assert_true(o.untie_embeddings_and_output_weights);
+    assert_true(o.stack.untie_embeddings_and_output_weights);
     mt_options_free(&o);
     expect_config_error(DEEPSEEK_V3 ", \"norm_topk_prob\": null}", "\"norm_topk_prob\": false is not supported");
     expect_config_error(LLAMA ", \"is_causal\": null}", "\"is_causal\": false is not supported");
@@ -2827,7 +2860,7 @@ static void a_familys_padding_token_is_written_only_if_the_vocabulary_holds_it(v
         {LLAMA, "\"pad_token_id\": null"},
     };
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
-        mt_options o;
+        mt_run_options o;
         char json[1000];
         snprintf(json, sizeof json, "%s}", cases[i][0]);
         expect_config(&o, json);
@@ -2840,31 +2873,34 @@ static void a_familys_padding_token_is_written_only_if_the_vocabulary_holds_it(v
 /* Parts that a family arranges in its own way, from the keys of released files. */
 static void families_keys_set_their_parts(void **state) {
     (void)state;
-    mt_options o;
+    mt_run_options o;
     expect_config(&o, GLM4_MOE ", \"rope_scaling\": null, \"rope_theta\": 1e6, \"partial_rotary_factor\": 0.25}");
-    assert_true(o.rotary_percent == 0.25 && o.rotary_base == 1e6 && !o.qk_layernorm && !o.add_qkv_bias);
+    assert_true(o.stack.rotary_percent == 0.25 && o.stack.rotary_base == 1e6 && !o.stack.qk_layernorm &&
+                !o.stack.add_qkv_bias);
     mt_options_free(&o);
     expect_config(&o, GLM4_MOE ", \"rope_parameters\": {\"rope_type\": \"default\", \"partial_rotary_factor\": 1.0}, "
                                "\"use_qk_norm\": true, \"attention_bias\": true}");
-    assert_true(o.rotary_percent == 1 && o.qk_layernorm && o.add_qkv_bias && !o.attention_output_bias);
+    assert_true(o.stack.rotary_percent == 1 && o.stack.qk_layernorm && o.stack.add_qkv_bias &&
+                !o.stack.attention_output_bias);
     mt_options_free(&o);
     expect_config(&o, MINIMAX_M2 ", \"rotary_dim\": 64, \"head_dim\": 128}");
-    assert_true(o.rotary_percent == 0.5 && o.qk_layernorm_all_heads && o.moe_ffn_hidden_size == 128);
+    assert_true(o.stack.rotary_percent == 0.5 && o.stack.qk_layernorm_all_heads && o.stack.moe_ffn_hidden_size == 128);
     mt_options_free(&o);
     expect_config(&o,
                   SIZES_OF("exaone4") ", \"sliding_window\": 8, \"sliding_window_pattern\": \"LG\", \"layer_types\": "
                                       "[\"sliding_attention\", \"full_attention\"]}");
-    assert_true(mt_layer_kind_of(&o, 0).window == 8 && mt_layer_kind_of(&o, 0).rope == MT_ROPE_MODEL);
-    assert_true(mt_layer_kind_of(&o, 1).window == 0 && mt_layer_kind_of(&o, 1).rope == MT_ROPE_NONE);
+    assert_true(mt_layer_kind_of(&o.stack, 0).window == 8 && mt_layer_kind_of(&o.stack, 0).rope == MT_ROPE_MODEL);
+    assert_true(mt_layer_kind_of(&o.stack, 1).window == 0 && mt_layer_kind_of(&o.stack, 1).rope == MT_ROPE_NONE);
     mt_options_free(&o);
     expect_config(&o, SIZES_OF("exaone4") ", \"sliding_window\": null, \"sliding_window_pattern\": null}");
-    for (int i = 0; i < 2; i++) assert_true(mt_layer_kind_of(&o, i).rope == MT_ROPE_MODEL && o.window_size == 0);
+    for (int i = 0; i < 2; i++)
+        assert_true(mt_layer_kind_of(&o.stack, i).rope == MT_ROPE_MODEL && o.stack.window_size == 0);
     mt_options_free(&o);
     expect_config(&o, ERNIE4_5_MOE ", \"moe_layer_start_index\": 0, \"moe_layer_interval\": 2}");
-    assert_true(!mt_layer_has_experts(&o, 0) && mt_layer_has_experts(&o, 1) && o.rotary_interleaved);
+    assert_true(!mt_layer_has_experts(&o.stack, 0) && mt_layer_has_experts(&o.stack, 1) && o.stack.rotary_interleaved);
     mt_options_free(&o);
     expect_config(&o, HY_V3 ", \"mlp_layer_types\": [\"sparse\", \"dense\"]}");
-    assert_true(mt_layer_has_experts(&o, 0) && !mt_layer_has_experts(&o, 1));
+    assert_true(mt_layer_has_experts(&o.stack, 0) && !mt_layer_has_experts(&o.stack, 1));
     mt_options_free(&o);
 }
 
@@ -2943,7 +2979,7 @@ static void other_arrangements_of_a_family_are_refused(void **state) {
 /* Kimi K2 has a model_type of its own, and the class of DeepSeek-V3; what has neither is named with the families. */
 static void a_class_that_is_known_stands_for_an_unknown_type(void **state) {
     (void)state;
-    mt_options kimi, deepseek;
+    mt_run_options kimi, deepseek;
     char json[2000];
     snprintf(json, sizeof json, "%s, \"architectures\": [\"DeepseekV3ForCausalLM\"]}", DEEPSEEK_V3);
     expect_config(&deepseek, json);
@@ -3015,16 +3051,16 @@ static void values_of_a_wrong_type_are_refused_with_their_key(void **state) {
 }
 
 static void expect_round_trip(const char *line, const char *family) {
-    mt_options options, again;
+    mt_run_options options, again;
     char *folder = make_folder(), rest[400];
     expect_good(&options, line);
-    assert_string_equal(mt_hf_family_name(options.hf_family), family);
+    assert_string_equal(mt_hf_family_name(options.stack.hf_family), family);
     char *json = mt_options_write_hf_config(&options), *path = write_file(folder, "config.json", json);
     snprintf(rest, sizeof rest, "--hf-config %s --mock-data --seq-length 16 --train-iters 10 --lr 1e-3", path);
     expect_good(&again, rest);
     char *first = describe(&options), *second = describe(&again);
     assert_string_equal(first, second);
-    assert_true(mt_flops(&options, 3) == mt_flops(&again, 3));
+    assert_true(mt_flops(&options.stack, 3) == mt_flops(&again.stack, 3));
     char *json_again = mt_options_write_hf_config(&again);
     assert_string_equal(json, json_again);
     free(first), free(second), free(json), free(json_again);
@@ -3141,7 +3177,7 @@ static void written_configs_read_back_as_the_same_model(void **state) {
 
 /* A new folder with the config.json of a run's model; remove_model takes it away again. */
 static char *folder_of_model(const char *line) {
-    mt_options options;
+    mt_run_options options;
     char *folder = make_folder();
     expect_good(&options, line);
     char *json = mt_options_write_hf_config(&options);
@@ -3165,7 +3201,7 @@ static void own_checkpoints_accept_the_options_that_made_them(void **state) {
         {"2", "([1]*1+[0]*1+[1]*1)"}, {"[0,1,1]", "([0]*1+[1]*2)"}, {"[0]*1+[1]*2", "[0,1,1]"}, {"1", "[1]*3"}};
     static const char *const families[] = {"", "--qk-layernorm "}; // mixtral or megatron, qwen3_moe
     char line[900], saved[600];
-    mt_options options;
+    mt_run_options options;
     for (size_t i = 0; i < 2 * sizeof same / sizeof *same; i++) {
         snprintf(saved, sizeof saved, "%s%s--moe-layer-freq %s", model, families[i % 2], same[i / 2][0]);
         char *folder = folder_of_model(saved);
@@ -3184,7 +3220,7 @@ static void own_checkpoints_accept_the_options_that_made_them(void **state) {
     char *folder = folder_of_model(saved);
     snprintf(line, sizeof line, "%.599s --load %s", saved, folder);
     expect_good(&options, line);
-    assert_int_equal(options.moe_ffn_hidden_size, 4);
+    assert_int_equal(options.stack.moe_ffn_hidden_size, 4);
     mt_options_free(&options);
     snprintf(line, sizeof line, "%.599s --load %s --moe-ffn-hidden-size 6", saved, folder);
     expect_error(line, "--moe-ffn-hidden-size is 6, but the weights have 4");
@@ -3210,11 +3246,11 @@ static void own_checkpoints_accept_the_options_that_made_them(void **state) {
 
 static void a_conversion_needs_no_sequence_length(void **state) {
     (void)state;
-    mt_options o;
+    mt_run_options o;
     mt_error error;
     const char *line = "--load tests/golden/hf/llama --save x --train-iters 0";
     expect_good(&o, line);
-    assert_true(o.seq_length > 0 && o.seq_length <= o.max_position_embeddings);
+    assert_true(o.stack.seq_length > 0 && o.stack.seq_length <= o.stack.max_position_embeddings);
     mt_options_free(&o);
     if (parse(&o, MT_PROGRAM_TRAIN, 4,
               "--load tests/golden/hf/llama --save x --train-iters 0 --tensor-model-parallel-size 2 "
@@ -3226,12 +3262,12 @@ static void a_conversion_needs_no_sequence_length(void **state) {
     char *trainer = write_file(folder, "trainer.json", "{\"seed\": 77, \"seq_length\": 12}");
     snprintf(run, sizeof run, "--load %s --save x --train-iters 0", folder);
     expect_good(&o, run);
-    assert_int_equal(o.seed, 77);
-    assert_int_equal(o.seq_length, 12);
+    assert_int_equal(o.stack.seed, 77);
+    assert_int_equal(o.stack.seq_length, 12);
     mt_options_free(&o);
     snprintf(run, sizeof run, "--load %s --save x --train-iters 0 --seed 5 --seq-length 8", folder);
     expect_good(&o, run);
-    assert_true(o.seed == 5 && o.seq_length == 8);
+    assert_true(o.stack.seed == 5 && o.stack.seq_length == 8);
     mt_options_free(&o);
     snprintf(run, sizeof run, "--load %s --train-iters 1 --mock-data --lr 1", folder);
     expect_error(run, "--seq-length is missing");
@@ -3240,23 +3276,23 @@ static void a_conversion_needs_no_sequence_length(void **state) {
 
 static void bad_steps_have_rules_that_go_together(void **state) {
     (void)state;
-    mt_options o;
+    mt_run_options o;
     expect_good(&o, RUN);
-    assert_true(o.check_for_nan_in_loss_and_grad && o.exit_signal_handler && !o.check_for_spiky_loss);
-    assert_int_equal(o.bad_step_policy, MT_BAD_STEP_STOP);
+    assert_true(o.stack.check_for_nan_in_loss_and_grad && o.exit_signal_handler && !o.stack.check_for_spiky_loss);
+    assert_int_equal(o.stack.bad_step_policy, MT_BAD_STEP_STOP);
     mt_options_free(&o);
     expect_good(&o, RUN "--no-check-for-nan-in-loss-and-grad --no-exit-signal-handler");
-    assert_true(!o.check_for_nan_in_loss_and_grad && !o.exit_signal_handler);
+    assert_true(!o.stack.check_for_nan_in_loss_and_grad && !o.exit_signal_handler);
     mt_options_free(&o);
     expect_good(&o, RUN "--no-check-for-nan-in-loss-and-grad --check-for-nan-in-loss-and-grad"); // the last one wins
-    assert_true(o.check_for_nan_in_loss_and_grad);
+    assert_true(o.stack.check_for_nan_in_loss_and_grad);
     mt_options_free(&o);
     expect_good(&o, RUN "--no-check-for-nan-in-loss-and-grad --check-for-spiky-loss --bad-step-policy skip");
     mt_options_free(&o);
     expect_error(RUN "--no-check-for-nan-in-loss-and-grad --bad-step-policy skip",
                  "--bad-step-policy has no effect with --no-check-for-nan-in-loss-and-grad");
     expect_good(&o, RUN "--rerun-mode validate_results --attention-backend auto --bf16");
-    assert_true(o.deterministic_mode); // the rerun must repeat bit for bit
+    assert_true(o.stack.deterministic_mode); // the rerun must repeat bit for bit
     mt_options_free(&o);
     expect_error(RUN "--no-check-for-nan-in-loss-and-grad --rerun-mode validate_results",
                  "--rerun-mode has no effect with --no-check-for-nan-in-loss-and-grad");
@@ -3272,10 +3308,10 @@ static void bad_steps_have_rules_that_go_together(void **state) {
 
 /* Options within every other rule, checked against the limits of a backend. */
 static void check_limits(const char *line, const mt_limits *limits, const char *expected) {
-    mt_options options;
+    mt_run_options options;
     mt_error error = {""};
     expect_good(&options, line);
-    int result = mt_options_check_limits(&options, limits, &error);
+    int result = mt_options_check_limits(&options.stack, limits, &error);
     if (!expected && result != 0) fail_msg("%s\n  gave: %s", line, error.text);
     if (expected && (result == 0 || strcmp(error.text, expected) != 0))
         fail_msg("%s\n  gave: %s\n  not: %s", line, error.text, expected);
@@ -3376,14 +3412,14 @@ static void sizes_that_cudnn_cannot_take_are_refused(void **state) {
 
 static void a_model_asks_its_backend_for_limits(void **state) {
     (void)state;
-    mt_options options;
+    mt_run_options options;
     mt_model *model;
     mt_model_plan plan = {.max_tokens = 16, .max_logits = 16, .train = true};
     mt_error error;
     mt_ops ops = mt_cpu_ops;
     ops.limits.router_topk = 32;
     expect_good(&options, ROUTED "64 --moe-router-topk 33");
-    assert_int_equal(mt_model_create(&model, &options, &mt_grid_of_one, &ops, &plan, &error), -1);
+    assert_int_equal(mt_model_create(&model, &options.stack, &mt_grid_of_one, &ops, &plan, &error), -1);
     assert_non_null(strstr(error.text, "--moe-router-topk is 33"));
     mt_options_free(&options);
 }
@@ -3391,47 +3427,18 @@ static void a_model_asks_its_backend_for_limits(void **state) {
 /* mt_options_plain is what data/ makes of the same sizes, in every option that megatron.c reads. */
 static void plain_options_are_the_finished_defaults(void **state) {
     (void)state;
-    static const char *const of_data[] = {"exit-signal-handler",
-                                          "explain-rank",
-                                          "gpus-per-host",
-                                          "rollout-batch-size",
-                                          "shuffle-prompts",
-                                          "kd-temperature",
-                                          "distill-loss-weight",
-                                          "adaptive-kl-alpha",
-                                          "adv-estimator",
-                                          "norm-adv-by-std",
-                                          "reward-timeout-seconds",
-                                          "gamma",
-                                          "lam",
-                                          "ppo-epochs",
-                                          "dynamic-sampling-max-rounds",
-                                          "overlong-penalty-factor",
-                                          "kl-loss-type",
-                                          "shuffle-mini-batches",
-                                          "clip-ratio",
-                                          "rollout-expert-model-parallel-size",
-                                          "eval-interval",
-                                          "eval-iters",
-                                          "log-interval",
-                                          "max-new-tokens",
-                                          "num-return-sequences",
-                                          "inference-max-requests",
-                                          "inference-dynamic-batching-block-size"};
     static const char *const settings[][2] = {
         {"num_layers", "2"},  {"hidden_size", "32"}, {"num_attention_heads", "4"},      {"vocab_size", "64"},
         {"seq_length", "16"}, {"lr", "1"},           {"max_position_embeddings", "16"}, {"train_iters", "3"}};
-    mt_options plain = mt_options_plain(2, 32, 4, 64, 16), finished;
+    mt_run_options plain = {.stack = mt_options_plain(2, 32, 4, 64, 16)}, finished;
     mt_error error;
     mt_options_default(&finished);
     for (size_t i = 0; i < sizeof settings / sizeof *settings; i++)
         assert_int_equal(mt_options_set(&finished, settings[i][0], settings[i][1], &error), 0);
     if (mt_options_finish(&finished, MT_PROGRAM_LIBRARY, 1, &error) != 0) fail_msg("%s", error.text);
-    plain.lr = 1, plain.train_iters = plain.num_iterations = 3;
+    plain.stack.lr = 1, plain.stack.train_iters = plain.stack.num_iterations = 3;
     for (const mt_option *row = mt_option_table; row->help; row++) {
-        bool skipped = !row->name || mt_option_of(row->offset) != row;
-        for (size_t i = 0; i < sizeof of_data / sizeof *of_data && !skipped; i++)
-            skipped = strcmp(row->name, of_data[i]) == 0;
+        bool skipped = !row->name || mt_option_of(row->offset) != row || row->offset >= sizeof plain.stack;
         if (skipped || (row->type != MT_INT && row->type != MT_REAL && row->type != MT_FLAG && row->type != MT_CHOICE))
             continue;
         char *a = mt_option_text(&plain, row), *b = mt_option_text(&finished, row);
@@ -3439,15 +3446,15 @@ static void plain_options_are_the_finished_defaults(void **state) {
         free(a);
         free(b);
     }
-    assert_true(plain.add_bias_linear == finished.add_bias_linear &&
-                plain.moe_grouped_gemm == finished.moe_grouped_gemm);
-    assert_true(plain.moe_permute_fusion == finished.moe_permute_fusion && plain.fp8_wgrad == finished.fp8_wgrad);
-    assert_true(plain.attention_output_bias == finished.attention_output_bias && plain.mlp_bias == finished.mlp_bias);
-    assert_true(plain.padded_vocab_size == finished.padded_vocab_size &&
-                plain.num_iterations == finished.num_iterations);
-    assert_true(plain.data_parallel_size == finished.data_parallel_size);
-    assert_true(plain.context_a2a_size == finished.context_a2a_size);
-    assert_true(plain.bos_token_id == finished.bos_token_id && plain.eos_token_id == finished.eos_token_id);
+    assert_true(plain.stack.moe_grouped_gemm == finished.stack.moe_grouped_gemm);
+    assert_true(plain.stack.moe_permute_fusion == finished.stack.moe_permute_fusion &&
+                plain.stack.fp8_wgrad == finished.stack.fp8_wgrad);
+    assert_true(plain.stack.attention_output_bias == finished.stack.attention_output_bias &&
+                plain.stack.mlp_bias == finished.stack.mlp_bias);
+    assert_true(plain.stack.padded_vocab_size == finished.stack.padded_vocab_size &&
+                plain.stack.num_iterations == finished.stack.num_iterations);
+    assert_true(plain.stack.data_parallel_size == finished.stack.data_parallel_size);
+    assert_true(plain.stack.context_a2a_size == finished.stack.context_a2a_size);
     mt_options_free(&finished);
 }
 
@@ -3501,6 +3508,7 @@ static const struct CMUnitTest tests[] = {
     cmocka_unit_test(yaml_lists_the_layers_of_every_option_that_names_them),
     cmocka_unit_test(bad_yaml_is_refused_with_file_and_line),
     cmocka_unit_test(deep_yaml_is_refused_before_it_is_parsed),
+    cmocka_unit_test(many_anchors_are_refused_before_they_are_parsed),
     cmocka_unit_test(many_unknown_names_are_counted),
     cmocka_unit_test(huge_yaml_is_refused),
     cmocka_unit_test(an_empty_yaml_sets_nothing),

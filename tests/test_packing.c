@@ -432,7 +432,7 @@ typedef struct trained {
 /* One step over the rows of `config`; its loss, and the sum of the gradients of every micro-batch. */
 static trained train_step(const mt_samples *samples, mt_data_config config, int64_t rows, int64_t micro_batch_size,
                           bool has_experts) {
-    mt_options options;
+    mt_run_options options;
     mt_error error;
     const char *const settings[][2] = {{"num_layers", "2"},
                                        {"hidden_size", "32"},
@@ -462,7 +462,8 @@ static trained train_step(const mt_samples *samples, mt_data_config config, int6
     int64_t tokens = micro_batch_size * config.seq_length, count;
     mt_model_plan plan = {.max_tokens = tokens, .max_logits = tokens, .max_position = config.seq_length, .train = true};
     mt_model *model;
-    if (mt_model_create(&model, &options, &mt_grid_of_one, &mt_cpu_ops, &plan, &error) != 0) fail_msg("%s", error.text);
+    if (mt_model_create(&model, &options.stack, &mt_grid_of_one, &mt_cpu_ops, &plan, &error) != 0)
+        fail_msg("%s", error.text);
     mt_model_init(model);
     mt_batch batch;
     mt_batch_alloc(&batch, tokens);
@@ -533,7 +534,7 @@ static void work_does_not_depend_on_the_layout(void **state) {
     (void)state;
     mt_token_work work[2];
     for (int i = 0; i < 2; i++) {
-        mt_options options;
+        mt_run_options options;
         mt_error error;
         const char *settings[][2] = {{"vocab_size", "67"},
                                      {"make_vocab_size_divisible_by", "16"},
@@ -552,8 +553,8 @@ static void work_does_not_depend_on_the_layout(void **state) {
         for (size_t s = 0; s < sizeof settings / sizeof *settings; s++)
             assert_int_equal(mt_options_set(&options, settings[s][0], settings[s][1], &error), 0);
         if (mt_options_finish(&options, MT_PROGRAM_TRAIN, 2, &error) != 0) fail_msg("%s", error.text);
-        assert_int_equal(options.padded_vocab_size, i ? 96 : 80);
-        work[i] = mt_token_work_of(&options);
+        assert_int_equal(options.stack.padded_vocab_size, i ? 96 : 80);
+        work[i] = mt_token_work_of(&options.stack);
         mt_options_free(&options);
     }
     assert_memory_equal(&work[0], &work[1], sizeof *work);

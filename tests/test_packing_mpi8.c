@@ -130,7 +130,7 @@ static results train(const char *model, const char *layout, const char *loss_nam
     char line[2048], *arguments[128];
     int count = 0;
     mt_error error;
-    mt_options o;
+    mt_run_options o;
     mt_model *m;
     mt_batch batch;
     results r;
@@ -145,18 +145,19 @@ static results train(const char *model, const char *layout, const char *loss_nam
     for (char *word = strtok(line, " "); word; word = strtok(NULL, " ")) arguments[count++] = word;
     if (mt_options_parse(&o, MT_PROGRAM_TRAIN, count, arguments, &error) != 0) fail_msg("%s", error.text);
     if (mt_options_finish(&o, MT_PROGRAM_TRAIN, start->world.size, &error) != 0) fail_msg("%s", error.text);
-    if (loss.of_values) o.head_type = strcmp(loss_name, "reward") == 0 ? MT_HEAD_SEQUENCE : MT_HEAD_TOKEN;
+    if (loss.of_values) o.stack.head_type = strcmp(loss_name, "reward") == 0 ? MT_HEAD_SEQUENCE : MT_HEAD_TOKEN;
     mt_grid grid = *start;
-    if (mt_grid_build(&grid, &o, &error) != 0) fail_msg("%s", error.text);
+    if (mt_grid_build(&grid, &o.stack, &error) != 0) fail_msg("%s", error.text);
     mt_model_plan plan = {.max_tokens = TOKENS, .max_logits = TOKENS, .max_position = LONGEST, .train = true};
     plan.loss = &loss;
-    if (mt_model_create(&m, &o, &grid, &mt_cpu_ops, &plan, &error) != 0) fail_msg("%s", error.text);
-    mt_batch_alloc(&batch, TOKENS * o.context_parallel_size);
+    if (mt_model_create(&m, &o.stack, &grid, &mt_cpu_ops, &plan, &error) != 0) fail_msg("%s", error.text);
+    mt_batch_alloc(&batch, TOKENS * o.stack.context_parallel_size);
     mt_model_init(m);
     mt_run_state state = {0};
     for (int step = 0; step < STEPS; step++) {
         int64_t together = loss.metrics == mt_preference.metrics ? 2 : 1;
-        dealer d = {&grid,     step, slots > 0 ? slots : SAMPLES / together, together, pads, o.dynamic_context_parallel,
+        dealer d = {&grid,     step, slots > 0 ? slots : SAMPLES / together,
+                    together,  pads, o.stack.dynamic_context_parallel,
                     slots == 0};
         mt_metrics metrics;
         if (mt_train_step(m, &state, d.slots, deal, &d, &batch, &metrics, &error) != 0) fail_msg("%s", error.text);

@@ -344,7 +344,7 @@ static void one_rank_alternates_forward_and_backward(void **state) {
 /* ---- layouts */
 
 /* Options of a pipeline without a model, finished for one rank, which is enough for --print-schedule. */
-static int open_pipeline(mt_options *options, const char *line, mt_error *error) {
+static int open_pipeline(mt_run_options *options, const char *line, mt_error *error) {
     char text[512], *words[64] = {"train", "--print-schedule"};
     int count = 2;
     snprintf(text, sizeof text, "%s", line);
@@ -355,13 +355,13 @@ static int open_pipeline(mt_options *options, const char *line, mt_error *error)
 
 /* A layout as text: for each stage, in the order of layers, E, the numbers of its layers, L. */
 static void assert_layout(const char *line, const char *expected) {
-    mt_options options;
+    mt_run_options options;
     mt_error error;
     mt_stage stages[64];
     char text[512] = "", *end = text;
     if (open_pipeline(&options, line, &error)) fail_msg("%s: %s", line, error.text);
-    int64_t count = options.pipeline_model_parallel_size * options.num_virtual_stages_per_pipeline_rank;
-    mt_pipeline_layout_build(stages, &options);
+    int64_t count = options.stack.pipeline_model_parallel_size * options.stack.num_virtual_stages_per_pipeline_rank;
+    mt_pipeline_layout_build(stages, &options.stack);
     for (int64_t i = 0; i < count; i++) {
         end += sprintf(end, "%s%s", i ? "|" : "", stages[i].embedding ? "E" : "");
         for (int64_t l = 0; l < stages[i].num_layers; l++)
@@ -373,7 +373,7 @@ static void assert_layout(const char *line, const char *expected) {
 }
 
 static void assert_refused(const char *line, const char *expected) {
-    mt_options options;
+    mt_run_options options;
     mt_error error = {""};
     if (open_pipeline(&options, line, &error) == 0) fail_msg("%s was accepted", line);
     if (!strstr(error.text, expected) || strchr(error.text, '\n'))
@@ -437,7 +437,7 @@ static void layout_strings_equal_megatron(void **state) {
         const char *layout = json_string_value(json_object_get(item, "layout"));
         int64_t pp = number(item, "pp"), vp = number(item, "vpp"), layers = 0;
         char line[300];
-        mt_options options;
+        mt_run_options options;
         mt_error error;
         mt_stage stages[64];
         for (int64_t i = 0; i < pp * vp; i++)
@@ -452,8 +452,8 @@ static void layout_strings_equal_megatron(void **state) {
             continue;
         }
         if (open_pipeline(&options, line, &error)) fail_msg("%s: %s", line, error.text);
-        assert_int_equal(options.num_virtual_stages_per_pipeline_rank, vp);
-        mt_pipeline_layout_build(stages, &options);
+        assert_int_equal(options.stack.num_virtual_stages_per_pipeline_rank, vp);
+        mt_pipeline_layout_build(stages, &options.stack);
         for (int64_t i = 0; i < pp * vp; i++) {
             const json_t *stage = json_array_get(json_array_get(expected, (size_t)(i % pp)), (size_t)(i / pp));
             assert_int_equal(stages[i].num_layers, entries(stage, "decoder"));
@@ -536,17 +536,17 @@ static void schedules_that_cannot_be_are_refused(void **state) {
     assert_refused("--pipeline-model-parallel-size 2", "--num-layers is missing");
     assert_refused(FOUR "--train-samples 100 --global-batch-size 12 --rampup-batch-size 4 2 50",
                    "a batch of 6 sequences is 6 micro-batches; groups of 4 leave 2 over");
-    mt_options options;
+    mt_run_options options;
     mt_error error;
     assert_int_equal(open_pipeline(&options, FOUR "--global-batch-size 16", &error), 0);
     assert_int_equal(mt_options_finish(&options, MT_PROGRAM_TRAIN, 6, &error), -1);
     assert_non_null(strstr(error.text, "the number of ranks 6 must be a multiple of"));
     assert_int_equal(mt_options_finish(&options, MT_PROGRAM_TRAIN, 8, &error), 0);
-    assert_int_equal(options.data_parallel_size, 2);
-    mt_schedule schedule = mt_schedule_of(&options, 8);
+    assert_int_equal(options.stack.data_parallel_size, 2);
+    mt_schedule schedule = mt_schedule_of(&options.stack, 8);
     assert_int_equal(schedule.kind, MT_SCHEDULE_INTERLEAVED);
     assert_true(schedule.pp == 4 && schedule.vp == 2 && schedule.micro_batches == 8 && schedule.group == 4);
-    assert_int_equal(options.pipeline_schedule, MT_SCHEDULE_INTERLEAVED);
+    assert_int_equal(options.stack.pipeline_schedule, MT_SCHEDULE_INTERLEAVED);
     mt_options_free(&options);
 }
 
@@ -554,7 +554,7 @@ static void schedules_that_cannot_be_are_refused(void **state) {
 
 static void schedule_prints_as_drawn_by_hand(void **state) {
     (void)state;
-    mt_options options;
+    mt_run_options options;
     mt_error error;
     char text[4096] = "";
     const char *pipe = at("pipe");
@@ -586,7 +586,7 @@ static void schedule_prints_as_drawn_by_hand(void **state) {
     assert_int_equal(mt_schedule_print(&options, file, &error), 0);
     assert_true(read(reader, text, 5) == 5 && memcmp(text, "<svg ", 5) == 0);
     close(reader), fclose(file);
-    options.global_batch_size = 1 << 30;
+    options.stack.global_batch_size = 1 << 30;
     assert_int_equal(mt_schedule_print(&options, stdout, &error), -1);
     assert_non_null(strstr(error.text, "--print-schedule draws at most a million forwards"));
     mt_options_free(&options);
@@ -595,7 +595,7 @@ static void schedule_prints_as_drawn_by_hand(void **state) {
 /* --print-schedule FILE.svg: a complete SVG with a box for every forward and backward. */
 static void schedule_is_drawn_into_a_file(void **state) {
     (void)state;
-    mt_options options;
+    mt_run_options options;
     mt_error error;
     char text[16384] = "";
     const char *path = at("schedule.svg");

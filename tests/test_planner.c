@@ -18,7 +18,7 @@ static void search(mt_layouts *layouts, int64_t most_attempts) {
                          "--num-attention-heads 8 --seq-length 128 --global-batch-size 32 --mock-data";
     char copy[sizeof line], *words[64];
     int count = 0;
-    mt_options options;
+    mt_run_options options;
     mt_machine machine;
     mt_error error;
     memcpy(copy, line, sizeof line);
@@ -27,8 +27,7 @@ static void search(mt_layouts *layouts, int64_t most_attempts) {
     mt_options_assume_run(&options);
     if (mt_machine_read(&machine, "h200", &error) != 0) fail_msg("%s", error.text);
     machine.gpus_per_host = 8;
-    if (mt_layouts_search(layouts, &options, count, words, &machine, most_attempts, &error) != 0)
-        fail_msg("%s", error.text);
+    if (mt_layouts_search(layouts, &options, &machine, most_attempts, &error) != 0) fail_msg("%s", error.text);
     mt_options_free(&options);
 }
 

@@ -67,7 +67,7 @@ static int random_micro_batch(void *context, int64_t index, mt_batch *batch, mt_
     return 0;
 }
 
-static void read_options(mt_options *options, char *activation) {
+static void read_options(mt_run_options *options, char *activation) {
     enum { COUNT = sizeof llama / sizeof *llama };
     char *arguments[COUNT + 1];
     mt_error error;
@@ -81,14 +81,14 @@ static void read_options(mt_options *options, char *activation) {
 /* Trains a few steps, profiled or not; returns the metrics of each step. */
 static void train_with(const mt_ops *ops, char *activation, bool profiled, mt_metrics *metrics) {
     mt_model_plan plan = {.max_tokens = TOKENS, .max_logits = TOKENS, .max_position = SEQ_LENGTH, .train = true};
-    mt_options options;
+    mt_run_options options;
     mt_model *model;
     mt_batch batch;
     mt_run_state state = {0};
     mt_error error;
     read_options(&options, activation);
     if (profiled) ops = mt_profile_open(ops);
-    if (mt_model_create(&model, &options, &mt_grid_of_one, ops, &plan, &error) != 0) fail_msg("%s", error.text);
+    if (mt_model_create(&model, &options.stack, &mt_grid_of_one, ops, &plan, &error) != 0) fail_msg("%s", error.text);
     mt_model_init(model);
     mt_batch_alloc(&batch, TOKENS);
     for (int i = 0; i < STEPS; i++) {
@@ -242,11 +242,11 @@ static double product_weights(const mt_options *options) {
 static void work_equals_the_count_from_the_parameter_table(void **state) {
     (void)state;
     mt_metrics metrics[STEPS];
-    mt_options options;
+    mt_run_options options;
     read_options(&options, "--swiglu");
     train(&mt_cpu_ops, true, metrics);
     const mt_profile_row *rows = mt_profile_read()->rows;
-    const double passes = (STEPS - 1) * MICRO_BATCHES, linear = passes * 2 * TOKENS * product_weights(&options);
+    const double passes = (STEPS - 1) * MICRO_BATCHES, linear = passes * 2 * TOKENS * product_weights(&options.stack);
     assert_true(rows[MT_OPERATION_linear_forward].flops == linear);
     assert_true(rows[MT_OPERATION_linear_backward_input].flops == linear);
     assert_true(rows[MT_OPERATION_linear_backward_weight].flops == linear);
@@ -255,7 +255,7 @@ static void work_equals_the_count_from_the_parameter_table(void **state) {
     assert_true(rows[MT_OPERATION_attention_forward].flops == 4 * seen);
     assert_true(rows[MT_OPERATION_attention_backward].flops == 10 * seen);
     assert_true(rows[MT_OPERATION_activation_forward].bytes ==
-                passes * 2 * TOKENS * (double)options.ffn_hidden_size * 3 * 4);
+                passes * 2 * TOKENS * (double)options.stack.ffn_hidden_size * 3 * 4);
     assert_true(rows[MT_OPERATION_squared_norm].calls == (STEPS - 1) * 4); // one per bucket
     assert_true(rows[MT_OPERATION_adamw_step].bytes == 7 * rows[MT_OPERATION_squared_norm].bytes);
     assert_int_equal(rows[MT_OPERATION_random_normal].calls, 0); // parameters are drawn before the steps

@@ -144,10 +144,58 @@ recipe() {
 }
 
 recipes_say_what_the_planner_finds() {
-    recipe gpt-oss-20b-eight-h200 8 && recipe glm-4.5-air-64-h200 64
+    recipe gpt-oss-20b-eight-h200 8 && recipe glm-4.5-air-64-h200 64 && recipe qwen3-next-80b-a3b-64-h200 64 &&
+        recipe qwen3-next-80b-a3b-lora-eight-h200 8 && recipe qwen3.5-35b-a3b-eight-h200 8
 }
 
-check recipes_say_what_the_planner_finds recipes_say_what_the_planner_finds
+# planned SHAPE GPUS OPTION...: --plan finds a layout among those that have the options; all of them would take minutes.
+planned() {
+    shape=$1 gpus=$2
+    shift 2
+    "$train" --hf-config "data/configs/$shape.json" --mock-data --bf16 --seq-length 4096 --micro-batch-size 1 \
+        --global-batch-size 128 --train-iters 3 --lr 1e-4 --plan --gpu h200 --gpus "$gpus" \
+        --tensor-model-parallel-size 1 --context-parallel-size 1 --data-parallel-sharding-strategy optim "$@" \
+        >"$work/out" 2>"$work/err" && says '^1\. ' "$work/out"
+}
+
+# Qwen3-Next and GLM-4.5-Air have no room on 8 GPUs for the optimizer's state of all weights.
+shapes_of_recipes_are_planned_on_8_and_64_gpus() {
+    adapters='--lora-rank 16 --lora-target all-linear'
+    four='--pipeline-model-parallel-size 4 --num-virtual-stages-per-pipeline-rank 1'
+    one='--pipeline-model-parallel-size 1 --expert-model-parallel-size 8 --moe-token-dispatcher-type alltoall'
+    # shellcheck disable=SC2086
+    planned qwen3-next-80b-a3b 8 $one $adapters && planned qwen3-next-80b-a3b 64 $four --expert-model-parallel-size 4 &&
+        planned glm-4.5-air 8 $one $adapters && planned glm-4.5-air 64 --pipeline-model-parallel-size 4 \
+            --expert-model-parallel-size 8 --moe-token-dispatcher-type alltoall &&
+        planned qwen3.5-35b-a3b 8 $one && planned qwen3.5-35b-a3b 64 $one && planned gpt-oss-20b 8 $one &&
+        planned gpt-oss-20b 64 $one
+}
+
+# A model whose kernels a GPU lacks has no layout, whatever its number of GPUs.
+a_mixer_without_gpu_kernels_is_not_planned() {
+    for gpus in 1 8 64; do
+        refused "no layout of $gpus GPUs is legal: Mamba-2 .* runs on the CPU only" "$train" --mock-data --bf16 \
+            --hf-config data/configs/nemotron-h-8b.json --seq-length 4096 --global-batch-size 128 --train-iters 3 \
+            --lr 1e-4 --plan --gpu h200 --gpus $gpus || return 1
+    done
+    says 'No GPU runs it' data/recipes/nemotron-h-8b.yaml
+}
+
+every_recipe_is_accepted() {
+    for file in data/recipes/*.yaml; do
+        grep -q '^hf_config:' "$file" || continue # others load a model
+        "$train" --config "$file" --mock-data --print-config >"$work/out" 2>"$work/err" || return 1
+        if grep -q 'do not make a run' "$work/out" "$work/err"; then
+            echo "$file is not accepted"
+            return 1
+        fi
+    done
+}
+
+for test in recipes_say_what_the_planner_finds shapes_of_recipes_are_planned_on_8_and_64_gpus \
+    a_mixer_without_gpu_kernels_is_not_planned every_recipe_is_accepted; do
+    check $test $test
+done
 check torchrun_is_answered_with_the_command_to_use torchrun_is_answered_with_the_command_to_use
 check variables_of_the_environment_have_an_answer variables_of_the_environment_have_an_answer
 check tensor_groups_across_hosts_are_named tensor_groups_across_hosts_are_named

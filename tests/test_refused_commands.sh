@@ -177,7 +177,7 @@ modules_without_a_layer_say_so() {
         says '^--recompute-modules shared_experts has no effect: no layer has a shared expert$' "$work/out" &&
         [ "$(grep -c 'no effect' "$work/out")" = 3 ] || return 1
     # shellcheck disable=SC2086
-    prints '^--recompute-modules mlp has no effect: every layer has experts instead of an MLP$' --num-experts 2 \
+    prints '^--recompute-modules mlp has no effect: no layer has an MLP without experts$' --num-experts 2 \
         --disable-bias-linear --swiglu $selective mlp moe moe_act && [ "$(grep -c 'no effect' "$work/out")" = 1 ] ||
         return 1
     # shellcheck disable=SC2086
@@ -191,11 +191,15 @@ offloaded_modules_without_a_layer_say_so() {
     prints '^--offload-modules expert_fc1, moe_act has no effect: no layer has experts$' $offload expert_fc1 mlp &&
         [ "$(grep -c 'no effect' "$work/out")" = 1 ] || return 1
     # shellcheck disable=SC2086
-    prints '^--offload-modules mlp has no effect: every layer has experts instead of an MLP$' --num-experts 2 \
+    prints '^--offload-modules mlp has no effect: no layer has an MLP without experts$' --num-experts 2 \
         --disable-bias-linear --swiglu $offload mlp moe_act && [ "$(grep -c 'no effect' "$work/out")" = 1 ] || return 1
     # shellcheck disable=SC2086
     prints '^--offload-modules other than attn_norm has no effect: full recomputation keeps the input of a unit' \
         --recompute-granularity full $offload attn_norm,mlp && [ "$(grep -c 'no effect' "$work/out")" = 1 ] || return 1
+    # shellcheck disable=SC2086
+    prints '^--offload-modules core_attn has no effect: no layer has attention$' --hybrid-override-pattern MM \
+        --mamba-head-dim 8 $offload core_attn mlp &&
+        says '^--offload-modules mlp has no effect: no layer has an MLP without experts$' "$work/out" || return 1
     # shellcheck disable=SC2086
     prints '^  host memory ' --num-layers 3 $offload attn_norm mlp_norm && ! grep 'no effect' "$work/out"
 }

@@ -222,6 +222,17 @@ EOF
             's/frequency: 1/frequency: 2=model_update_frequency can only be 1'
 }
 
+# The name of an engine may be written in any case: its settings count all the same.
+the_case_of_an_engine_loses_no_setting() {
+    for engine in megatron_train Megatron_Train MEGATRON_TRAIN; do
+        printf '%s\n' "actor_train: {strategy_args: {strategy_name: $engine," \
+            '  strategy_config: {tensor_model_parallel_size: 2}}}' >"$work/case.yaml"
+        prints "$work/case.yaml" actor_train &&
+            sets actor_train.strategy_args.strategy_config.tensor_model_parallel_size tensor-model-parallel-size 2 &&
+            refused 'rl needs --data-path' "$train" --config "$work/case.yaml" --role actor_train || return 1
+    done
+}
+
 # A role that scores or generates is not trained.
 roles_that_rest_do_not_train() {
     printf '%s\n' 'actor_train: {strategy_args: {strategy_name: megatron_infer}}' \
@@ -1079,6 +1090,7 @@ check absent_keys_have_their_defaults absent_keys_have_their_defaults
 check a_partial_file_of_verl_has_its_defaults a_partial_file_of_verl_has_its_defaults
 check partial_files_of_roll_and_trinity_have_their_defaults partial_files_of_roll_and_trinity_have_their_defaults
 check keys_that_change_the_data_have_an_answer keys_that_change_the_data_have_an_answer
+check the_case_of_an_engine_loses_no_setting the_case_of_an_engine_loses_no_setting
 check roles_that_rest_do_not_train roles_that_rest_do_not_train
 check fields_at_their_defaults_are_accepted fields_at_their_defaults_are_accepted
 check fields_without_a_use_do_not_stop_a_file fields_without_a_use_do_not_stop_a_file

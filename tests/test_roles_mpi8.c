@@ -52,7 +52,7 @@ static mt_grid job;
 
 /* A model of the job on a layout. */
 typedef struct role {
-    mt_options options;
+    mt_run_options options;
     mt_grid grid;
     mt_model *model;
     mt_batch batch;
@@ -73,12 +73,12 @@ static void role_open(role *r, const char *shape, const char *layout, bool train
     *r = (role){.grid = mt_grid_new(&job)};
     if (mt_options_parse(&r->options, MT_PROGRAM_TRAIN, count, arguments, &error) != 0 ||
         mt_options_finish(&r->options, MT_PROGRAM_TRAIN, job.world.size, &error) != 0 ||
-        mt_grid_build(&r->grid, &r->options, &error) != 0)
+        mt_grid_build(&r->grid, &r->options.stack, &error) != 0)
         fail_msg("%s%s: %s", shape, layout, error.text);
-    int64_t tokens = ROW_LENGTH / r->options.context_parallel_size;
+    int64_t tokens = ROW_LENGTH / r->options.stack.context_parallel_size;
     mt_model_plan plan = {.max_tokens = tokens, .max_logits = tokens, .max_position = ROW_LENGTH, .train = train};
     const mt_ops *ops = mt_backend_open(MT_DEVICE_CPU, &r->grid, &error);
-    if (mt_model_create(&r->model, &r->options, &r->grid, ops, &plan, &error) != 0)
+    if (mt_model_create(&r->model, &r->options.stack, &r->grid, ops, &plan, &error) != 0)
         fail_msg("%s%s: %s", shape, layout, error.text);
     mt_batch_alloc(&r->batch, ROW_LENGTH);
     mt_model_init(r->model);
@@ -118,13 +118,14 @@ static double step(role *r) {
 
 static void save(role *r) {
     mt_error error = {{0}};
-    if (mt_checkpoint_save(r->model, &r->state, at("run"), NULL, NULL, &error) != 0) fail_msg("%s", error.text);
+    if (mt_checkpoint_save(r->model, &r->options, &r->state, at("run"), NULL, NULL, &error) != 0)
+        fail_msg("%s", error.text);
     mt_barrier(&job.world);
 }
 
 static void load(role *r) {
     mt_error error = {{0}};
-    if (mt_checkpoint_load(r->model, &r->state, at("run"), &error) != 0) fail_msg("%s", error.text);
+    if (mt_checkpoint_load(r->model, &r->options, &r->state, at("run"), &error) != 0) fail_msg("%s", error.text);
     mt_barrier(&job.world);
 }
 
@@ -161,7 +162,7 @@ static void score(role *r, float logp[ROW_LENGTH]) {
 
 static void assert_same_scores(role *a, role *b, const char *what) {
     float x[ROW_LENGTH], y[ROW_LENGTH];
-    if (a->options.context_parallel_size * b->options.context_parallel_size > 1) return; // ranks have parts
+    if (a->options.stack.context_parallel_size * b->options.stack.context_parallel_size > 1) return; // ranks have parts
     score(a, x), score(b, y);
     for (int i = 0; i < ROW_LENGTH; i++)
         if (!(fabsf(x[i] - y[i]) <= 1e-5f * fabsf(y[i]))) fail_msg("%s: token %d: %.8f and %.8f", what, i, x[i], y[i]);
@@ -385,10 +386,10 @@ static void models_on_several_grids_do_not_disturb_each_other(void **state) {
     double actor_losses[3], critic_losses[3];
     float before[ROW_LENGTH], after[ROW_LENGTH];
     role actor, critic, reference;
-    mt_options watched = {.distributed_timeout_seconds = 60};
+    mt_run_options watched = {.stack.distributed_timeout_seconds = 60};
     losses_alone(actor_losses, LLAMA, TP "2" PP "2" SHARD "optim --overlap-grad-reduce --overlap-param-gather");
     losses_alone(critic_losses, QWEN, PP "4");
-    mt_watch_start(&watched);
+    mt_watch_start(&watched.stack, &watched.typed_names);
     assert_int_equal(mt_watch_file_begin("none", MT_FILE_READ), WATCHED_FILES); // no grid, so no watchdog
     role_open(&actor, LLAMA, TP "2" PP "2" SHARD "optim --overlap-grad-reduce --overlap-param-gather", true, 1);
     role_open(&reference, LLAMA, "", false, 1);

@@ -72,7 +72,7 @@ static void run(result *r, const char *model_words, const char *layout, int rank
     char line[1024], *arguments[64];
     int count = 0;
     mt_error error;
-    mt_options options;
+    mt_run_options options;
     mt_model *model;
     mt_batch batch;
     mt_metrics metrics;
@@ -88,11 +88,11 @@ static void run(result *r, const char *model_words, const char *layout, int rank
         mt_die("%s: %s", layout, error.text);
     mt_grid started = world;
     if (ranks == 1) world = mt_grid_of_one;
-    if (ranks > 1 && mt_grid_build(&world, &options, &error) != 0) mt_die("%s: %s", layout, error.text);
+    if (ranks > 1 && mt_grid_build(&world, &options.stack, &error) != 0) mt_die("%s: %s", layout, error.text);
     mt_model_plan plan = {.max_tokens = LENGTH, .max_position = LENGTH, .page_rows = 8, .train = true};
-    plan.max_tokens = plan.max_logits = mt_rank_tokens(&options, LENGTH);
+    plan.max_tokens = plan.max_logits = mt_rank_tokens(&options.stack, LENGTH);
     mt_plan_generation(&plan, 4, LENGTH, 72); // four at once where they find pages
-    if (mt_model_create(&model, &options, &world, &mt_cpu_ops, &plan, &error) != 0)
+    if (mt_model_create(&model, &options.stack, &world, &mt_cpu_ops, &plan, &error) != 0)
         mt_die("%s: %s", layout, error.text);
     mt_model_init(model);
     mt_batch_alloc(&batch, LENGTH);

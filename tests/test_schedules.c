@@ -28,7 +28,7 @@ static double number(const json_t *object, const char *key) {
     return json_number_value(json_object_get(object, key));
 }
 
-static void set_option(mt_options *options, const char *name, const json_t *value) {
+static void set_option(mt_run_options *options, const char *name, const json_t *value) {
     mt_error error;
     if (mt_options_set(options, name, json_string_value(value), &error)) fail_msg("%s", error.text);
 }
@@ -45,26 +45,26 @@ static void learning_rate_and_weight_decay_equal_megatron(void **state) {
     assert_int_equal(json_array_size(cases), 16);
     json_array_foreach(cases, index, item) {
         const json_t *args = json_object_get(item, "args"), *value;
-        mt_options options;
+        mt_run_options options;
         mt_options_default(&options);
-        options.lr = number(args, "max_lr");
-        options.min_lr = number(args, "min_lr");
-        options.lr_warmup_init = number(args, "init_lr");
-        options.lr_warmup_samples = (int64_t)number(args, "lr_warmup_steps");
-        options.lr_decay_samples = (int64_t)number(args, "lr_decay_steps");
-        options.lr_wsd_decay_samples = (int64_t)number(args, "wsd_decay_steps");
-        options.train_samples = (int64_t)number(args, "wd_incr_steps");
-        options.start_weight_decay = number(args, "start_wd");
-        options.end_weight_decay = number(args, "end_wd");
+        options.stack.lr = number(args, "max_lr");
+        options.stack.min_lr = number(args, "min_lr");
+        options.stack.lr_warmup_init = number(args, "init_lr");
+        options.stack.lr_warmup_samples = (int64_t)number(args, "lr_warmup_steps");
+        options.stack.lr_decay_samples = (int64_t)number(args, "lr_decay_steps");
+        options.stack.lr_wsd_decay_samples = (int64_t)number(args, "wsd_decay_steps");
+        options.stack.train_samples = (int64_t)number(args, "wd_incr_steps");
+        options.stack.start_weight_decay = number(args, "start_wd");
+        options.stack.end_weight_decay = number(args, "end_wd");
         set_option(&options, "lr_decay_style", json_object_get(args, "lr_decay_style"));
         set_option(&options, "weight_decay_incr_style", json_object_get(args, "wd_incr_style"));
         if (json_is_string(json_object_get(item, "wsd")))
             set_option(&options, "lr_wsd_decay_style", json_object_get(item, "wsd"));
         assert_int_equal(json_array_size(json_object_get(item, "lr")), 221);
         json_array_foreach(json_object_get(item, "lr"), step, value)
-            assert_near(mt_learning_rate(&options, (int64_t)step), json_number_value(value), 1e-12);
+            assert_near(mt_learning_rate(&options.stack, (int64_t)step), json_number_value(value), 1e-12);
         json_array_foreach(json_object_get(item, "wd"), step, value)
-            assert_near(mt_weight_decay(&options, (int64_t)step), json_number_value(value), 1e-12);
+            assert_near(mt_weight_decay(&options.stack, (int64_t)step), json_number_value(value), 1e-12);
         mt_options_free(&options);
     }
     json_decref(cases);
@@ -72,20 +72,20 @@ static void learning_rate_and_weight_decay_equal_megatron(void **state) {
 
 static void schedules_by_iterations_equal_those_by_samples(void **state) {
     (void)state;
-    mt_options by_iters, by_samples;
+    mt_run_options by_iters, by_samples;
     mt_options_default(&by_iters);
     mt_options_default(&by_samples);
-    by_iters.lr = by_samples.lr = 1e-3;
-    by_iters.global_batch_size = by_samples.global_batch_size = 8;
-    by_iters.train_iters = 100, by_samples.train_samples = 800;
-    by_iters.lr_decay_iters = 90, by_samples.lr_decay_samples = 720;
-    by_iters.lr_warmup_iters = 10, by_samples.lr_warmup_samples = 80;
+    by_iters.stack.lr = by_samples.stack.lr = 1e-3;
+    by_iters.stack.global_batch_size = by_samples.stack.global_batch_size = 8;
+    by_iters.stack.train_iters = 100, by_samples.stack.train_samples = 800;
+    by_iters.stack.lr_decay_iters = 90, by_samples.stack.lr_decay_samples = 720;
+    by_iters.stack.lr_warmup_iters = 10, by_samples.stack.lr_warmup_samples = 80;
     for (int64_t consumed = 0; consumed <= 800; consumed += 8)
-        assert_true(mt_learning_rate(&by_iters, consumed) == mt_learning_rate(&by_samples, consumed));
-    assert_near(mt_learning_rate(&by_iters, 40), 0.5e-3, 1e-12);
-    by_iters.lr_warmup_iters = 0;
-    by_iters.lr_warmup_fraction = 0.5; // of the decay: 45 iterations
-    assert_near(mt_learning_rate(&by_iters, 180), 0.5e-3, 1e-12);
+        assert_true(mt_learning_rate(&by_iters.stack, consumed) == mt_learning_rate(&by_samples.stack, consumed));
+    assert_near(mt_learning_rate(&by_iters.stack, 40), 0.5e-3, 1e-12);
+    by_iters.stack.lr_warmup_iters = 0;
+    by_iters.stack.lr_warmup_fraction = 0.5; // of the decay: 45 iterations
+    assert_near(mt_learning_rate(&by_iters.stack, 180), 0.5e-3, 1e-12);
     mt_options_free(&by_iters);
     mt_options_free(&by_samples);
 }
@@ -114,7 +114,7 @@ static void batch_ramp_grows_by_increments_as_megatron_counts(void **state) {
                          "8",
                          "8",
                          "300"};
-    mt_options options;
+    mt_run_options options;
     mt_error error;
     assert_int_equal(mt_options_parse(&options, MT_PROGRAM_TRAIN, 22, arguments, &error), 0);
     if (mt_options_finish(&options, MT_PROGRAM_TRAIN, 1, &error)) fail_msg("%s", error.text);
@@ -127,7 +127,7 @@ static void batch_ramp_grows_by_increments_as_megatron_counts(void **state) {
     int64_t iterations = 0, consumed = 0; // Megatron's update_train_iters
     while (consumed <= 300) consumed += mt_global_batch_size(&options, consumed), iterations++;
     iterations += (1000 - consumed) / 32;
-    assert_int_equal(options.num_iterations, iterations);
+    assert_int_equal(options.stack.num_iterations, iterations);
     mt_options_free(&options);
 }
 
@@ -135,19 +135,19 @@ static void operation_count_of_dense_models_equals_megatron(void **state) {
     (void)state;
     json_t *cases = read_golden("tests/golden/megatron/flops.json");
     const json_t *item = json_array_get(cases, 0), *args = json_object_get(item, "args");
-    mt_options options;
+    mt_run_options options;
     mt_options_default(&options);
     assert_string_equal(json_string_value(json_object_get(item, "name")), "llama3-8b");
-    options.num_layers = (int64_t)number(args, "num_layers");
-    options.hidden_size = (int64_t)number(args, "hidden_size");
-    options.ffn_hidden_size = (int64_t)number(args, "ffn_hidden_size");
-    options.num_attention_heads = (int64_t)number(args, "num_attention_heads");
-    options.num_query_groups = (int64_t)number(args, "num_query_groups");
-    options.kv_channels = (int64_t)number(args, "kv_channels");
-    options.seq_length = (int64_t)number(args, "seq_length");
-    options.padded_vocab_size = (int64_t)number(args, "padded_vocab_size");
-    options.swiglu = json_is_true(json_object_get(args, "swiglu"));
-    assert_true(mt_flops(&options, (int64_t)number(item, "batch")) == number(item, "flops"));
+    options.stack.num_layers = (int64_t)number(args, "num_layers");
+    options.stack.hidden_size = (int64_t)number(args, "hidden_size");
+    options.stack.ffn_hidden_size = (int64_t)number(args, "ffn_hidden_size");
+    options.stack.num_attention_heads = (int64_t)number(args, "num_attention_heads");
+    options.stack.num_query_groups = (int64_t)number(args, "num_query_groups");
+    options.stack.kv_channels = (int64_t)number(args, "kv_channels");
+    options.stack.seq_length = (int64_t)number(args, "seq_length");
+    options.stack.padded_vocab_size = (int64_t)number(args, "padded_vocab_size");
+    options.stack.swiglu = json_is_true(json_object_get(args, "swiglu"));
+    assert_true(mt_flops(&options.stack, (int64_t)number(item, "batch")) == number(item, "flops"));
     mt_options_free(&options);
     json_decref(cases);
 }

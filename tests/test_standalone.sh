@@ -92,6 +92,19 @@ list_calls() {
     }' | sort -u
 }
 
+# Every field of mt_options is read by the stack: by megatron.c outside of mt_options_plain, as an activation's flag,
+# or, for the limits of waiting, by the hooks of mt_watch. Options that only data/ reads are in mt_run_options.
+stack_reads_its_options() {
+    sed -n '/^typedef struct mt_options {/,/^} mt_options;/p' megatron.h |
+        sed -e 's|//.*||' -e 's|/\*.*\*/||' -e '/^typedef/d' -e '/^}/d' -e 's/ \*/ /g' -e 's/^ *[a-z_0-9]* //' |
+        tr -s ',; \n' '\n' | grep -v '^$' >"$work/fields"
+    { sed '/^mt_options mt_options_plain/,/^}/d' megatron.c | grep -o '[>.][a-z_0-9]*' | cut -c2-
+        grep -o 'offsetof(mt_options, [a-z_0-9]*' megatron.h | sed 's/.* //'
+        printf '%s\n' distributed_timeout_minutes distributed_timeout_seconds save_timeout_seconds; } |
+        sort -u >"$work/read"
+    [ "$(wc -l <"$work/fields")" -gt 150 ] && ! grep -vxF -f "$work/read" "$work/fields"
+}
+
 # A circle of calls fails here: tsort finds no order.
 calls_have_an_order() {
     list_calls "$objects" >"$work/calls"
@@ -186,6 +199,7 @@ for compiler in g++ clang++; do
 done
 check companions_compile_alone companions_compile_alone
 check opens_no_file opens_no_file
+check stack_reads_its_options stack_reads_its_options
 check old_gpus_are_left_out old_gpus_are_left_out
 objects=${MT_TESTS:-build/tests}/..
 if [ -f "$objects/megatron.o" ] && command -v nm >/dev/null; then

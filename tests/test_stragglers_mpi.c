@@ -48,7 +48,7 @@ static int make_batch(void *context, int64_t index, mt_batch *batch, mt_error *e
     return 0;
 }
 
-static void options_open(mt_options *options, const char *layout, const char *metrics) {
+static void options_open(mt_run_options *options, const char *layout, const char *metrics) {
     char line[1024], *arguments[64];
     int count = 0;
     mt_error error;
@@ -60,14 +60,14 @@ static void options_open(mt_options *options, const char *layout, const char *me
     for (char *word = strtok(line, " "); word; word = strtok(NULL, " ")) arguments[count++] = word;
     if (mt_options_parse(options, MT_PROGRAM_TRAIN, count, arguments, &error) != 0) fail_msg("%s", error.text);
     if (mt_options_finish(options, MT_PROGRAM_TRAIN, grid.world.size, &error) != 0) fail_msg("%s", error.text);
-    if (mt_grid_build(&grid, options, &error) != 0) fail_msg("%s", error.text);
+    if (mt_grid_build(&grid, &options->stack, &error) != 0) fail_msg("%s", error.text);
 }
 
 /* Trains four steps; returns the report of the fourth on rank 0, to free. */
 static json_t *report_of_four_steps(const char *layout) {
     char path[64]; // of rank 0, the only one that writes
     snprintf(path, sizeof path, "/tmp/mt-stragglers-%d.jsonl", (int)getpid());
-    mt_options options;
+    mt_run_options options;
     mt_model *model;
     mt_batch batch;
     mt_report report;
@@ -77,10 +77,10 @@ static json_t *report_of_four_steps(const char *layout) {
     options_open(&options, layout, path);
     const mt_ops *ops = mt_profile_open(&slow_ops);
     mt_model_plan plan = {.max_tokens = LENGTH, .max_logits = LENGTH, .max_position = LENGTH, .train = true};
-    if (mt_model_create(&model, &options, &grid, ops, &plan, &error) != 0) fail_msg("%s", error.text);
+    if (mt_model_create(&model, &options.stack, &grid, ops, &plan, &error) != 0) fail_msg("%s", error.text);
     mt_model_init(model);
     mt_batch_alloc(&batch, LENGTH);
-    if (mt_report_open(&report, model, &state, &error) != 0) fail_msg("%s", error.text);
+    if (mt_report_open(&report, model, &options, &state, &error) != 0) fail_msg("%s", error.text);
     report.prints = false;
     for (int i = 0; i < 4; i++) {
         mt_profile_step_begin();

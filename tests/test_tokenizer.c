@@ -730,6 +730,41 @@ static void rules_that_multiply_texts_are_refused(void **state) {
     free(ids.data);
 }
 
+/* At each place of a text that repeats a part of such a token, its search would go on to the token's end. */
+static void tokens_too_long_to_search_for_are_refused(void **state) {
+    (void)state;
+    skip_without_libraries();
+    mt_error error = {0};
+    for (int bytes = MT_MAX_SEARCHED_TOKEN; bytes < MT_MAX_SEARCHED_TOKEN + 2; bytes++) {
+        bool too_long = bytes > MT_MAX_SEARCHED_TOKEN;
+        char *content = mt_calloc(bytes + 1), json[MT_MAX_SEARCHED_TOKEN + 300];
+        memset(content, 'a', (size_t)bytes);
+        sprintf(json, "{" MODEL ",\"added_tokens\":[{\"id\":9,\"content\":\"%s\"}]}", content);
+        mt_text text = {json, (int64_t)strlen(json), 0};
+        mt_tokenizer *tokenizer = mt_tokenizer_new("t.json");
+        assert_int_equal(mt_tokenizer_load_json(tokenizer, "t.json", &text, NULL, &error), too_long ? -1 : 0);
+        mt_tokenizer_close(tokenizer);
+        if (too_long) assert_non_null(strstr(error.text, "t.json: token 'aaaaaaaaaaaaaaaaaaaa...' has 1025 bytes"));
+        // one more piece of a SentencePiece model, normal or defined by its user
+        for (int type = 1; type <= 4; type += 3) {
+            mt_text model = read_whole(GOLDEN "unigram.model");
+            int inner = bytes + 5;
+            char head[] = {0x0A, (char)((inner & 127) | 128), (char)(inner >> 7),
+                           0x0A, (char)((bytes & 127) | 128), (char)(bytes >> 7)};
+            mt_text_append(&model, head, sizeof head);
+            mt_text_append(&model, content, bytes);
+            mt_text_append(&model, (const char[]){0x18, (char)type}, 2);
+            tokenizer = mt_tokenizer_new("t.model");
+            assert_int_equal(mt_tokenizer_load_sentencepiece(tokenizer, "t.model", &model, &error), too_long ? -1 : 0);
+            mt_tokenizer_close(tokenizer);
+            if (too_long)
+                assert_non_null(strstr(error.text, "t.model: token 'aaaaaaaaaaaaaaaaaaaa...' has 1025 bytes"));
+            free(model.data);
+        }
+        free(content);
+    }
+}
+
 /* Every prefix of a model, and the model with a flipped byte, must be refused or usable. For sanitizers. */
 static void truncated_and_corrupted_models_never_crash(void **state) {
     (void)state;
@@ -845,6 +880,7 @@ int main(void) {
         cmocka_unit_test(searches_of_a_text_have_a_limit_of_time),
         cmocka_unit_test(a_match_is_found_behind_any_number_of_starts),
         cmocka_unit_test(rules_that_multiply_texts_are_refused),
+        cmocka_unit_test(tokens_too_long_to_search_for_are_refused),
         cmocka_unit_test(tiktoken_model_matches_tiktoken),
         cmocka_unit_test(damaged_tiktoken_models_are_refused_by_line),
         cmocka_unit_test(byte_level_json_matches_tokenizers),

@@ -60,10 +60,11 @@ static void tensor_communication_is_what_the_notes_count(void **state) {
         assert_int_equal(sums->steps, RUN_STEPS - 1);
         double bytes = sums->traffic[MT_TRAFFIC_TENSOR].bytes / (RUN_STEPS - 1);
         assert_true(bytes ==
-                    tensor_bytes(&f.options, TOKENS / 2, 2, k > 0)); // two data-parallel ranks share the tokens
+                    tensor_bytes(&f.options.stack, TOKENS / 2, 2, k > 0)); // two data-parallel ranks share the tokens
         // ten of a layer and three of the output layer's five go rank by rank: with two ranks, one exchange each
         int64_t exchanges = sums->rows[MT_OPERATION_mailbox_exchange].calls, micro_batches = SEQUENCES / 2;
-        assert_int_equal(exchanges, k < 2 ? 0 : (RUN_STEPS - 1) * micro_batches * (10 * f.options.num_layers + 3));
+        assert_int_equal(exchanges,
+                         k < 2 ? 0 : (RUN_STEPS - 1) * micro_batches * (10 * f.options.stack.num_layers + 3));
         mt_profile_close();
     }
     mt_batch_free(&f.batch), mt_options_free(&f.options), free(f.tokens);
@@ -87,7 +88,8 @@ static void communication_of_experts_is_what_the_notes_count(void **state) {
          4,
          {NULL}}};
     fixture f = open_llama("", 1);
-    double L = (double)f.options.num_layers, C = (double)f.options.hidden_size, R = TOKENS / 4, k = 2, g = 4;
+    double L = (double)f.options.stack.num_layers, C = (double)f.options.stack.hidden_size, R = TOKENS / 4, k = 2,
+           g = 4;
     const double counted[2] = {L * (g - 1) / g * R * k * (4 * C * 4 + 8), L * (g - 1) * R * (4 * C * 4 + 12 * k)};
     for (int i = 0; i < 2; i++) {
         mt_metrics metrics[RUN_STEPS];

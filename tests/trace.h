@@ -79,12 +79,12 @@ static void train_layout(const layout *way, const char *more, mt_metrics metrics
     snprintf(words, sizeof words, "%s %s", way->options, more);
     fixture f = open_llama(words, RANKS);
     mt_grid built = grid; // only the world is shared
-    if (mt_grid_build(&built, &f.options, &error) != 0) fail_msg("%s", error.text);
+    if (mt_grid_build(&built, &f.options.stack, &error) != 0) fail_msg("%s", error.text);
     backend = mt_backend_open(real_ops->on_device ? MT_DEVICE_CUDA : MT_DEVICE_CPU, &built, &error);
     if (!backend) fail_msg("%s", error.text);
     bool timed = f.options.trace || f.options.profile;
     if (timed) backend = mt_profile_open(backend);
-    if (mt_model_create(&f.model, &f.options, &built, backend, &plan, &error) != 0) fail_msg("%s", error.text);
+    if (mt_model_create(&f.model, &f.options.stack, &built, backend, &plan, &error) != 0) fail_msg("%s", error.text);
     mt_model_init(f.model);
     if (f.options.trace && mt_trace_open(&f.options, &built, &run, &error) != 0) fail_msg("%s", error.text);
     for (int step = 0; step < RUN_STEPS; step++) {
@@ -264,7 +264,7 @@ static void assert_arrows(const json_t *events, bool expected) {
 static double forward_flops(void) {
     mt_param *params;
     fixture f = open_llama("", 1);
-    int64_t count = mt_params_build(&params, &f.options, NULL);
+    int64_t count = mt_params_build(&params, &f.options.stack, NULL);
     double weights = 0;
     for (int64_t i = 0; i < count; i++)
         if (!params[i].is_vector && params[i].role != MT_WORD_EMBEDDING)

@@ -134,14 +134,6 @@ static void mt_watchdog_open(const mt_options *o, int rank, mt_watch_phase phase
     mt_watchdog.limits[MT_WATCH_START] = 60 * o->distributed_timeout_minutes;
     mt_watchdog.limits[MT_WATCH_STEP] = (double)o->distributed_timeout_seconds;
     mt_watchdog.limits[MT_WATCH_SAVE] = (double)o->save_timeout_seconds;
-    for (int p = 0; p < MT_WATCH_PHASES; p++) {
-        const mt_strings *typed = &o->typed_names; // an option, then the name that the user gave
-        const char *option = mt_watchdog_phases[p].option, *name = NULL;
-        for (int64_t i = 0; i < typed->count; i += 2)
-            if (strcmp(typed->items[i], option) == 0) name = typed->items[i + 1];
-        snprintf(mt_watchdog.options[p], sizeof mt_watchdog.options[p], "%s%.280s", name ? "" : "--",
-                 name ? name : option);
-    }
     pthread_mutex_unlock(&mt_watchdog.lock);
     if (mt_watchdog.running) return;
     sigfillset(&all);
@@ -170,11 +162,25 @@ static void mt_watchdog_grid(const mt_options *options, int rank) {
     if (mt_watchdog.grids++ == 0) mt_watchdog_open(options, rank, MT_WATCH_STEP);
 }
 
-void mt_watch_start(const mt_options *options) {
+/* The names of the options that set the limits, as the user typed them. */
+static void mt_watchdog_name_options(const mt_strings *typed) {
+    pthread_mutex_lock(&mt_watchdog.lock);
+    for (int p = 0; p < MT_WATCH_PHASES; p++) {
+        const char *option = mt_watchdog_phases[p].option, *name = NULL;
+        for (int64_t i = 0; i < typed->count; i += 2)
+            if (strcmp(typed->items[i], option) == 0) name = typed->items[i + 1];
+        snprintf(mt_watchdog.options[p], sizeof mt_watchdog.options[p], "%s%.280s", name ? "" : "--",
+                 name ? name : option);
+    }
+    pthread_mutex_unlock(&mt_watchdog.lock);
+}
+
+void mt_watch_start(const mt_options *options, const mt_strings *typed_names) {
     static const mt_watch_hooks hooks = {mt_watchdog_grid, mt_watchdog_stop, mt_watchdog_begin, mt_watchdog_end,
                                          mt_watchdog_note};
     bool limited = options->distributed_timeout_minutes > 0; // mt_options_finish will refuse other values
     mt_watch = &hooks;
+    mt_watchdog_name_options(typed_names);
     if (limited && mt_launched_by_mpi()) mt_watchdog_open(options, mt_launch_rank(), MT_WATCH_START);
 }
 

@@ -14,7 +14,7 @@ typedef enum mt_watch_phase { MT_WATCH_START, MT_WATCH_STEP, MT_WATCH_SAVE, MT_W
 /* Sets megatron.h's mt_watch; before mt_grid_start, with parsed options. train, infer and mt_hf_open call it. In a job
  * of several ranks the watchdog runs until mt_grid_clear of the last grid: with a launcher of MPI from here on, in
  * phase START, else from mt_grid_build on, in phase STEP. */
-void mt_watch_start(const mt_options *options);
+void mt_watch_start(const mt_options *options, const mt_strings *typed_names);
 
 /* Sets the phase of this rank and returns the one before; for the main thread. */
 mt_watch_phase mt_watch_enter(mt_watch_phase phase);

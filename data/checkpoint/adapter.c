@@ -41,7 +41,7 @@ static const char *mt_module_word(const char *module) {
 }
 
 /* The source of the targets, for messages. */
-static const char *mt_target_source(const mt_options *o, char text[300]) {
+static const char *mt_target_source(const mt_run_options *o, char text[300]) {
     bool given = !o->load_adapter || mt_options_gave(o, MT_AT(lora_target));
     snprintf(text, 300, "--lora-target");
     if (!given)
@@ -50,14 +50,14 @@ static const char *mt_target_source(const mt_options *o, char text[300]) {
 }
 
 /* A target as its source has it: the mark of a pattern is --lora-target's. */
-static const char *mt_target_text(const mt_options *o, const char *target) {
+static const char *mt_target_text(const mt_run_options *o, const char *target) {
     bool given = !o->load_adapter || mt_options_gave(o, MT_AT(lora_target));
     return !given && strncmp(target, MT_TARGET_REGEX, strlen(MT_TARGET_REGEX)) == 0 ? target + strlen(MT_TARGET_REGEX)
                                                                                     : target;
 }
 
 /* No matrix has this name: names the nearest one and all others. */
-static int mt_target_refuse(const mt_options *o, const char *target, const mt_param *rows, int64_t count,
+static int mt_target_refuse(const mt_run_options *o, const char *target, const mt_param *rows, int64_t count,
                             mt_error *error) {
     char words[512] = "", module[160] = "", nearest[200] = "", source[300];
     int best = 3; // edits
@@ -166,7 +166,7 @@ static bool mt_module_mark(const mt_module *modules, int64_t count, const char *
 }
 
 /* Marks the matrices that a target names. */
-static int mt_target_add(const mt_options *o, const char *target, const mt_param *rows, int64_t count, bool *named,
+static int mt_target_add(const mt_run_options *o, const char *target, const mt_param *rows, int64_t count, bool *named,
                          mt_error *error) {
     bool all = strcmp(target, "all-linear") == 0, is_pattern = strncmp(target, MT_TARGET_REGEX, 6) == 0;
     char module[160], source[300];
@@ -361,12 +361,12 @@ int mt_adapter_file_find(const mt_adapter_file *file, const mt_param *row, mt_ad
 }
 
 /* Sets an option from the file; one that was given must agree. */
-static int mt_peft_take(mt_options *o, size_t offset, const char *text, bool overrides, const char *path,
+static int mt_peft_take(mt_run_options *o, size_t offset, const char *text, bool overrides, const char *path,
                         mt_error *error) {
     const mt_option *row = mt_option_of(offset);
     if (mt_options_gave(o, offset)) {
         char *given = mt_option_text(o, row);
-        mt_options other = {0};
+        mt_run_options other = {0};
         int status = mt_option_set(&other, row, text, path, error);
         char *own = status == 0 ? mt_option_text(&other, row) : NULL;
         if (status == 0 && !overrides && strcmp(given, own) != 0)
@@ -521,21 +521,21 @@ static int mt_peft_check_values(const mt_options *o, const json_t *json, int64_t
     return 0;
 }
 
-static int mt_adapter_read_config(mt_options *o, const char *folder, mt_error *error) {
+static int mt_adapter_read_config(mt_run_options *o, const char *folder, mt_error *error) {
     char *path = mt_path_join(folder, "adapter_config.json"), rank[32], real[32];
     int64_t r;
     json_t *json = mt_json_read(path, error);
     int status = json ? mt_peft_check(json, path, error) : -1;
     const json_t *alpha = json_object_get(json, "lora_alpha"), *dropout = json_object_get(json, "lora_dropout");
-    if (status == 0) status = mt_peft_check_values(o, json, &r, path, error);
+    if (status == 0) status = mt_peft_check_values(&o->stack, json, &r, path, error);
     char *targets = status == 0 ? mt_peft_targets(json_object_get(json, "target_modules"), path, error) : NULL;
     if (targets) {
         snprintf(rank, sizeof rank, "%lld", (long long)r);
-        status = mt_peft_take(o, MT_AT(lora_rank), rank, false, path, error);
+        status = mt_peft_take(o, MT_AT(stack.lora_rank), rank, false, path, error);
         mt_real_print(real, json_number_value(alpha));
-        if (status == 0) status = mt_peft_take(o, MT_AT(lora_alpha), real, false, path, error);
+        if (status == 0) status = mt_peft_take(o, MT_AT(stack.lora_alpha), real, false, path, error);
         mt_real_print(real, json_number_value(dropout));
-        if (status == 0) status = mt_peft_take(o, MT_AT(lora_dropout), real, true, path, error);
+        if (status == 0) status = mt_peft_take(o, MT_AT(stack.lora_dropout), real, true, path, error);
         if (status == 0)
             status = mt_peft_take(o, MT_AT(lora_target), targets, true, path, error); // the loader compares tensors
     } else {
@@ -548,12 +548,12 @@ static int mt_adapter_read_config(mt_options *o, const char *folder, mt_error *e
 }
 
 /* The folder with the files of --load-adapter, to free; NULL with error. */
-static char *mt_adapter_folder(const mt_options *o, mt_error *error) {
+static char *mt_adapter_folder(const mt_run_options *o, mt_error *error) {
     return mt_options_falls_back(o) ? mt_checkpoint_resolve_whole(o->load_adapter, error)
                                     : mt_checkpoint_resolve(o->load_adapter, error);
 }
 
-int mt_adapter_read_options(mt_options *o, mt_error *error) {
+int mt_adapter_read_options(mt_run_options *o, mt_error *error) {
     if (!o->load_adapter) return 0;
     char *folder = mt_adapter_folder(o, error);
     int status = folder ? 0 : -1;
@@ -571,17 +571,17 @@ int mt_adapter_read_options(mt_options *o, mt_error *error) {
 /* ---- which matrices have adapters */
 
 /* The roles of the named matrices; all matrices of a role must be named, unless a file gives `some`. */
-static int mt_targets_take(mt_options *o, const mt_param *rows, int64_t count, const bool *named, bool some,
+static int mt_targets_take(mt_run_options *o, const mt_param *rows, int64_t count, const bool *named, bool some,
                            mt_error *error) {
     char with[160], without[160], source[300];
     const mt_param *first[MT_NUM_ROLES] = {0};
     for (int64_t i = 0; i < count; i++) {
         if (!named[i]) continue;
-        o->lora_roles[rows[i].role / 64] |= (uint64_t)1 << rows[i].role % 64;
+        o->stack.lora_roles[rows[i].role / 64] |= (uint64_t)1 << rows[i].role % 64;
         if (!first[rows[i].role]) first[rows[i].role] = &rows[i];
     }
     for (int64_t i = 0; i < count && !some; i++) {
-        if (named[i] || !rows[i].can_adapt || !mt_role_has_adapters(o, rows[i].role)) continue;
+        if (named[i] || !rows[i].can_adapt || !mt_role_has_adapters(&o->stack, rows[i].role)) continue;
         mt_module_name(with, first[rows[i].role]), mt_module_name(without, &rows[i]);
         return mt_error_set(error,
                             "%s: names %s but not %s; adapters of some layers or experts only are not supported; name "
@@ -593,7 +593,7 @@ static int mt_targets_take(mt_options *o, const mt_param *rows, int64_t count, c
 
 /* Leaves of the named matrices those to which the file of --load-adapter gives adapters, and takes the largest rank,
  * and the first scale, of these. */
-static int mt_targets_read(mt_options *o, const mt_param *rows, int64_t count, bool *named, mt_error *error) {
+static int mt_targets_read(mt_run_options *o, const mt_param *rows, int64_t count, bool *named, mt_error *error) {
     char *folder = mt_adapter_folder(o, error);
     mt_adapter_file *file = folder ? mt_adapter_file_open(folder, error) : NULL;
     bool any = false, differ = file && mt_peft_differs(file->json);
@@ -609,7 +609,7 @@ static int mt_targets_read(mt_options *o, const mt_param *rows, int64_t count, b
         if (!any) scale = shape.scale;
         any = true, rank = mt_max(rank, shape.rank);
     }
-    if (any) o->lora_rank = rank, o->lora_alpha = scale * (double)rank;
+    if (any) o->stack.lora_rank = rank, o->stack.lora_alpha = scale * (double)rank;
     if (status == 0 && differ && !any)
         status = mt_error_set(error,
                               "%s: \"exclude_modules\" and \"layers_to_transform\" leave no matrix of this model an "
@@ -620,17 +620,17 @@ static int mt_targets_read(mt_options *o, const mt_param *rows, int64_t count, b
     return status;
 }
 
-int mt_options_derive_adapters(mt_options *o, mt_error *error) {
+int mt_options_derive_adapters(mt_run_options *o, mt_error *error) {
     mt_param *rows;
     int status = 0;
     bool adapts_experts = false;
-    memset(o->lora_roles, 0, sizeof o->lora_roles);
-    if (o->lora_rank == 0) return 0;
-    if (o->head_type != MT_HEAD_LM)
+    memset(o->stack.lora_roles, 0, sizeof o->stack.lora_roles);
+    if (o->stack.lora_rank == 0) return 0;
+    if (o->stack.head_type != MT_HEAD_LM)
         return mt_error_set(error, "--lora-rank: a value head is not trained with adapters; leave out the adapter, or "
                                    "take a language model");
-    if (o->lora_alpha == 0) o->lora_alpha = (double)o->lora_rank;
-    int64_t count = mt_params_build(&rows, o, NULL);
+    if (o->stack.lora_alpha == 0) o->stack.lora_alpha = (double)o->stack.lora_rank;
+    int64_t count = mt_params_build(&rows, &o->stack, NULL);
     bool *named = mt_calloc(count * (int64_t)sizeof *named);
     int64_t num_modules;
     mt_module *modules = mt_modules_sort(rows, count, &num_modules);
@@ -648,9 +648,9 @@ int mt_options_derive_adapters(mt_options *o, mt_error *error) {
     if (status == 0) status = mt_targets_take(o, rows, count, named, of_file, error);
     for (int64_t i = 0; i < count; i++) adapts_experts |= named[i] && rows[i].unit == MT_UNIT_EXPERTS;
     free(rows), free(named);
-    if (status == 0 && !o->lora_roles[0] && !o->lora_roles[1])
+    if (status == 0 && !o->stack.lora_roles[0] && !o->stack.lora_roles[1])
         status = mt_error_set(error, "--lora-rank needs --lora-target: all-linear, or names such as q_proj,v_proj");
-    if (status == 0 && o->lora_dropout > 0 && adapts_experts)
+    if (status == 0 && o->stack.lora_dropout > 0 && adapts_experts)
         status =
             mt_error_set(error, "--lora-dropout: adapters of experts have no dropout, as in peft; leave it out, or "
                                 "name other matrices by --lora-target");
@@ -686,7 +686,7 @@ static json_t *mt_peft_modules(const mt_options *o) {
     return modules;
 }
 
-char *mt_adapter_print_config(const mt_options *o) {
+char *mt_adapter_print_config(const mt_run_options *o) {
     json_t *json = json_object();
     mt_json_set_string(json, "peft_type", "LORA");
     mt_json_set_string(json, "task_type", "CAUSAL_LM");
@@ -694,12 +694,12 @@ char *mt_adapter_print_config(const mt_options *o) {
         mt_json_set_string(json, "base_model_name_or_path", o->load);
     else
         json_object_set_new(json, "base_model_name_or_path", json_null());
-    mt_json_set_int(json, "r", o->lora_rank);
-    mt_json_set_real(json, "lora_alpha", o->lora_alpha);
-    mt_json_set_real(json, "lora_dropout", o->lora_dropout);
-    json_object_set_new(json, "target_modules", mt_peft_modules(o));
+    mt_json_set_int(json, "r", o->stack.lora_rank);
+    mt_json_set_real(json, "lora_alpha", o->stack.lora_alpha);
+    mt_json_set_real(json, "lora_dropout", o->stack.lora_dropout);
+    json_object_set_new(json, "target_modules", mt_peft_modules(&o->stack));
     mt_json_set_string(json, "bias", "none");
-    mt_json_set_bool(json, "fan_in_fan_out", mt_hf_families[o->hf_family].transposed);
+    mt_json_set_bool(json, "fan_in_fan_out", mt_hf_families[o->stack.hf_family].transposed);
     mt_json_set_bool(json, "inference_mode", true);
     mt_json_set_bool(json, "init_lora_weights", true);
     json_object_set_new(json, "modules_to_save", json_null());
@@ -710,17 +710,17 @@ char *mt_adapter_print_config(const mt_options *o) {
     return text;
 }
 
-void mt_adapter_print_left_out(const mt_options *o, FILE *out) {
+void mt_adapter_print_left_out(const mt_run_options *o, FILE *out) {
     bool all = false;
     char module[160];
     mt_param *rows;
     for (int64_t i = 0; i < o->lora_target.count; i++) all |= strcmp(o->lora_target.items[i], "all-linear") == 0;
-    if (o->lora_rank == 0 || !all) return;
+    if (o->stack.lora_rank == 0 || !all) return;
     json_t *words = json_array();
-    int64_t count = mt_params_build(&rows, o, NULL);
+    int64_t count = mt_params_build(&rows, &o->stack, NULL);
     for (int64_t i = 0; i < count; i++) {
         bool is_linear = rows[i].is_linear && rows[i].linear != MT_LINEAR_ROUTER && !mt_param_is_adapter(&rows[i]);
-        if (rows[i].can_adapt || !is_linear || rows[i].layer < 0 || rows[i].layer >= o->num_layers) continue;
+        if (rows[i].can_adapt || !is_linear || rows[i].layer < 0 || rows[i].layer >= o->stack.num_layers) continue;
         mt_module_name(module, &rows[i]);
         if (!mt_json_lists(words, mt_module_word(module)))
             json_array_append_new(words, json_string(mt_module_word(module)));

@@ -3,7 +3,7 @@
 #ifndef MT_ADAPTER_H
 #define MT_ADAPTER_H
 
-#include "../../megatron.h"
+#include "../options/options.h"
 
 #ifdef __cplusplus
 extern "C" {
@@ -12,7 +12,7 @@ extern "C" {
 /* Takes rank, alpha, dropout and targets of the adapter_config.json in options->load_adapter (NULL: does nothing),
  * except a dropout or targets that were given. Errors: a rank or alpha that was given and differs; a feature of peft
  * that this program does not have. */
-int mt_adapter_read_options(mt_options *options, mt_error *error);
+int mt_adapter_read_options(mt_run_options *options, mt_error *error);
 
 /* An adapter_config.json, with which adapters may differ from matrix to matrix (rank_pattern, alpha_pattern,
  * exclude_modules, layers_to_transform). Free it by mt_adapter_file_close. NULL with error. */
@@ -31,11 +31,11 @@ typedef struct mt_adapter_shape {
 int mt_adapter_file_find(const mt_adapter_file *file, const mt_param *row, mt_adapter_shape *shape, mt_error *error);
 
 /* adapter_config.json of finished options, to free: peft and this program load it. */
-char *mt_adapter_print_config(const mt_options *options);
+char *mt_adapter_print_config(const mt_run_options *options);
 
 /* Prints to `out` the matrices of layers that all-linear leaves without adapters, if any: those of gated delta nets and
  * queries with an output gate, and experts stacked in one tensor. */
-void mt_adapter_print_left_out(const mt_options *options, FILE *out);
+void mt_adapter_print_left_out(const mt_run_options *options, FILE *out);
 
 /* Prints to `out` which adapters of a model with experts peft drops, if any. */
 void mt_adapter_warn(const mt_options *options, FILE *out);
@@ -45,7 +45,7 @@ void mt_adapter_warn(const mt_options *options, FILE *out);
  * module names match. With the targets of options->load_adapter the rank is the largest of its matrices; a matrix whose
  * adapter is smaller or not there has zeros, which training leaves zeros. Errors: a name without a matrix, with the
  * nearest one; some of the matrices of a role only, unless the file of load_adapter says so. */
-int mt_options_derive_adapters(mt_options *options, mt_error *error);
+int mt_options_derive_adapters(mt_run_options *options, mt_error *error);
 
 #ifdef __cplusplus
 }

@@ -3,7 +3,7 @@
 #include "adapter_merge.h"
 
 #include "../base/file.h"
-#include "../tokens/special_tokens.h"
+#include "../models/special_tokens.h"
 #include "../models/hf_config.h"
 #include "checkpoint_folder.h"
 #include "checkpoint_save.h"
@@ -52,7 +52,7 @@ void mt_model_merge_adapters(mt_model *m) {
 }
 
 /* The small files of a whole model, on rank 0. config.json, by which a folder holds a model, is the last one. */
-static int mt_merged_write(const mt_options *o, const mt_tokenizer *tokenizer, mt_error *error) {
+static int mt_merged_write(const mt_run_options *o, const mt_tokenizer *tokenizer, mt_error *error) {
     char *config = mt_options_write_hf_config(o), *path = mt_path_join(o->merge_adapter, "config.json");
     int status = mt_generation_config_write(o, o->merge_adapter, error);
     if (status == 0 && tokenizer) status = mt_tokenizer_save(tokenizer, o->merge_adapter, error);
@@ -82,8 +82,7 @@ static int mt_merged_remove(const char *folder, const char *name, void *context)
     return 0;
 }
 
-int mt_adapter_merge(mt_model *m, const mt_tokenizer *tokenizer, mt_error *error) {
-    const mt_options *o = mt_model_options(m);
+int mt_adapter_merge(mt_model *m, const mt_run_options *o, const mt_tokenizer *tokenizer, mt_error *error) {
     const mt_group *world = &mt_model_grid(m)->world;
     int status = 0;
     if (world->rank == 0) status = mt_folder_create(o->merge_adapter, "--merge-adapter", error);
@@ -93,7 +92,7 @@ int mt_adapter_merge(mt_model *m, const mt_tokenizer *tokenizer, mt_error *error
     if (world->rank == 0 && status == 0) status = mt_folder_visit(o->merge_adapter, mt_merged_refuse, error);
     if (mt_agree(world, status != 0, error) != 0) return -1;
     mt_model_merge_adapters(m);
-    status = mt_safetensors_save_folder(m, o->merge_adapter, "model", 5000000000, error);
+    status = mt_safetensors_save_folder(m, o->merge_adapter, "model", 5000000000, "--merge-adapter", error);
     if (status == 0) status = mt_agree(world, world->rank == 0 && mt_merged_write(o, tokenizer, error) != 0, error);
     if (status != 0 && world->rank == 0) mt_folder_visit(o->merge_adapter, mt_merged_remove, NULL); // for another try
     return status;

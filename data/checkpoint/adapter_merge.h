@@ -4,6 +4,7 @@
 #define MT_ADAPTER_MERGE_H
 
 #include "../tokens/tokenizer.h"
+#include "../options/options.h"
 
 #ifdef __cplusplus
 extern "C" {
@@ -15,7 +16,7 @@ void mt_model_merge_adapters(mt_model *model);
 
 /* Writes the whole model with its adapters merged, a Hugging Face folder, to options->merge_adapter, and merges them in
  * `model` too. Every rank calls it; rank 0 writes the files of the tokenizer (NULL: none). */
-int mt_adapter_merge(mt_model *model, const mt_tokenizer *tokenizer, mt_error *error);
+int mt_adapter_merge(mt_model *model, const mt_run_options *options, const mt_tokenizer *tokenizer, mt_error *error);
 
 #ifdef __cplusplus
 }

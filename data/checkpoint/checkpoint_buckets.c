@@ -189,7 +189,7 @@ static void mt_target_load_rectangle(mt_reader *r, mt_target *t, mt_rectangle gi
 /* values[cols] = a row of the tensor's view from column `col` on, for a tensor in fp8; the elements are at `bits`. */
 static void mt_target_decode_fp8(const mt_reader *r, const mt_target *t, int64_t row, int64_t col, int64_t cols,
                                  const unsigned char *bits, float *values) {
-    const int64_t *block = mt_model_options(r->model)->weight_block_size;
+    const int64_t *block = r->block_size;
     const mt_tensor_info *scales = t->scales;
     const char *of_row = (const char *)scales->data + row / block[0] * scales->shape[1] * mt_dtype_size(scales->dtype);
     for (int64_t first = col, end; col < first + cols; col = end) {
@@ -324,10 +324,11 @@ static int mt_target_compare(const void *a, const void *b) {
 /* Reads all files of a set and loads targets[count]. Every rank calls it and returns the same. Sets *damaged if a sum
  * differs. */
 static int mt_targets_load(mt_target *targets, int64_t count, const mt_safetensors *set, mt_model *m,
-                           const mt_checksums *sums, bool *damaged, mt_error *error) {
+                           const mt_run_options *o, const mt_checksums *sums, bool *damaged, mt_error *error) {
     const mt_group *world = &mt_model_grid(m)->world;
     mt_reader r;
     mt_reader_open(&r, m, sums);
+    r.block_size = o->weight_block_size;
     if (count > 0) qsort(targets, (size_t)count, sizeof *targets, mt_target_compare);
     for (int64_t i = 0; i < mt_safetensors_num_files(set); i++) {
         const mt_safetensors_file *file = mt_safetensors_get_file(set, i);
@@ -358,7 +359,7 @@ static int mt_target_check_finite(const mt_model *m, const mt_target *t, mt_erro
     return 0;
 }
 
-int mt_checkpoint_check(const mt_options *options, const char *folder, mt_error *error) {
+int mt_checkpoint_check(const mt_run_options *options, const char *folder, mt_error *error) {
     mt_safetensors *set = NULL;
     mt_error damage;
     char *path = mt_checkpoint_resolve(folder, error);
@@ -375,15 +376,15 @@ int mt_checkpoint_check(const mt_options *options, const char *folder, mt_error 
 
 /* Sets a half of an adapter to 0, which its file may fill in part or not at all, and finds the factor of its values:
  * the model has one scale for all adapters. Training would differ from peft's then. */
-static int mt_target_begin_adapter(mt_model *m, mt_target *t, const mt_adapter_file *file, mt_error *error) {
-    const mt_options *o = mt_model_options(m);
+static int mt_target_begin_adapter(mt_model *m, const mt_run_options *o, mt_target *t, const mt_adapter_file *file,
+                                   mt_error *error) {
     const mt_param *param = t->param;
     mt_adapter_shape shape;
     if (mt_adapter_of(file, param, o, &shape, error) != 0) return -1;
     for (int k = 0; k < 2; k++)
         if (t->shards[k].data)
             mt_shard_write(m, &t->shards[k], param->offset, NULL, mt_param_rows_stored(param) * param->cols);
-    double scale = o->lora_alpha / (double)o->lora_rank, factor = shape.scale / scale;
+    double scale = o->stack.lora_alpha / (double)o->stack.lora_rank, factor = shape.scale / scale;
     if (param->role != MT_LORA_B || !shape.exists || fabs(factor - 1) < 1e-12) return 0;
     if (mt_model_get_plan(m)->train)
         return mt_error_set(
@@ -432,18 +433,18 @@ static void mt_target_place(mt_target *t, const mt_safetensors *set, mt_slices *
     if (t->scales) t->scales = mt_slices_add(slices, t->scales, t->place.slice);
 }
 
-int mt_stem_load(mt_model *m, const char *folder, const char *stem, const mt_checksums *sums, bool *damaged,
-                 mt_error *error) {
+int mt_stem_load(mt_model *m, const mt_run_options *o, const char *folder, const char *stem, const mt_checksums *sums,
+                 bool *damaged, mt_error *error) {
     const mt_group *world = &mt_model_grid(m)->world;
     bool weights = strcmp(stem, "optimizer") != 0;
     mt_safetensors *set = NULL;
     mt_adapter_file *adapter = NULL;
-    int status = mt_stem_open(&set, folder, stem, mt_model_options(m), error);
+    int status = mt_stem_open(&set, folder, stem, o, error);
     if (status == 0 && strcmp(stem, "adapter_model") == 0) {
         adapter = mt_adapter_file_open(folder, error);
         status = adapter ? 0 : -1;
     }
-    if (status == 0) status = mt_stem_check(set, stem, adapter, mt_model_options(m), folder, error);
+    if (status == 0) status = mt_stem_check(set, stem, adapter, o, folder, error);
     status = mt_agree(world, status != 0, error);
     if (status != 0) {
         mt_safetensors_close(set);
@@ -463,7 +464,7 @@ int mt_stem_load(mt_model *m, const char *folder, const char *stem, const mt_che
             t->shards[0] = mt_bucket_shard(m, params[i].bucket, (mt_param_state)state);
             if (weights && mt_model_dtype(m) != MT_F32 && params[i].trained)
                 t->shards[1] = mt_bucket_shard(m, params[i].bucket, MT_STATE_MASTER);
-            if (adapter && status == 0) status = mt_target_begin_adapter(m, t, adapter, error);
+            if (adapter && status == 0) status = mt_target_begin_adapter(m, o, t, adapter, error);
             if (!t->tensor && !adapter) mt_param_init(m, &params[i]); // mt_param_grows
             if (!t->tensor) continue;
             count++;
@@ -471,7 +472,7 @@ int mt_stem_load(mt_model *m, const char *folder, const char *stem, const mt_che
         }
     mt_adapter_file_close(adapter);
     status = mt_agree(world, status != 0, error);
-    if (status == 0) status = mt_targets_load(targets, count, set, m, sums, damaged, error);
+    if (status == 0) status = mt_targets_load(targets, count, set, m, o, sums, damaged, error);
     if (status == 0) {
         for (int64_t i = 0; i < count && status == 0; i++) status = mt_target_check_finite(m, &targets[i], error);
         status = mt_agree(world, status != 0, error);

@@ -54,7 +54,7 @@ static char *mt_expert_name(const char *prefix, int64_t length, const char *in_l
 
 /* The tensor must be [experts, rows of the matrices of one expert, columns], or with scales one for each block. */
 static int mt_stack_check(const mt_tensor_info *tensor, const mt_stack *stack, const mt_param *matrix,
-                          const mt_options *o, mt_error *error) {
+                          const mt_run_options *o, mt_error *error) {
     const int64_t *block = o->weight_block_size, *shape = tensor->shape;
     int64_t rows = matrix->whole_rows, cols = matrix->whole_cols;
     if (stack->scales && block[0] > 0 && block[1] > 0) {
@@ -66,28 +66,28 @@ static int mt_stack_check(const mt_tensor_info *tensor, const mt_stack *stack, c
         rows = mt_divide_up(rows, block[0]), cols = mt_divide_up(cols, block[1]);
     }
     rows *= stack->parts;
-    if (tensor->num_dims == 3 && shape[0] == o->num_experts && shape[1] == rows && shape[2] == cols) return 0;
+    if (tensor->num_dims == 3 && shape[0] == o->stack.num_experts && shape[1] == rows && shape[2] == cols) return 0;
     bool transposed = tensor->num_dims == 3 && shape[1] == cols && shape[2] == rows;
     return mt_error_set(
         error,
         "%s: tensor \"%s\" has all experts of a layer and must be [%lld, %lld, %lld]%s; save the model by "
         "save_pretrained of transformers, which writes each expert apart, or check config.json",
-        tensor->file, tensor->name, (long long)o->num_experts, (long long)rows, (long long)cols,
+        tensor->file, tensor->name, (long long)o->stack.num_experts, (long long)rows, (long long)cols,
         transposed ? ", but is transposed" : "");
 }
 
 /* Puts the matrices of the experts in the place of one stacked tensor. */
 static int mt_stack_cut(mt_safetensors *set, int64_t index, const mt_stack *stack, const mt_param *rows, int64_t count,
-                        const mt_options *o, mt_error *error) {
+                        const mt_run_options *o, mt_error *error) {
     const mt_tensor_info tensor = *mt_safetensors_get(set, index);
     const char *names[2] = {NULL};
     for (int k = 0; k < stack->parts; k++) {
         const mt_param *row = mt_row_find(rows, count, stack->roles[k]);
         if (!row) return 0; // no gate, or no expert: the tensor has no place
-        names[k] = mt_row_name_in_layer(row, o);
+        names[k] = mt_row_name_in_layer(row, &o->stack);
     }
     if (mt_stack_check(&tensor, stack, mt_row_find(rows, count, stack->roles[0]), o, error) != 0) return -1;
-    int64_t num_parts = o->num_experts * stack->parts, bytes = tensor.bytes / num_parts;
+    int64_t num_parts = o->stack.num_experts * stack->parts, bytes = tensor.bytes / num_parts;
     int64_t prefix = (int64_t)(strlen(tensor.name) - strlen(stack->end)) + 1; // with the dot
     mt_tensor_info *parts = mt_calloc(num_parts * (int64_t)sizeof *parts);
     for (int64_t i = 0; i < num_parts; i++) {
@@ -133,14 +133,14 @@ static void mt_tensor_rename(mt_safetensors *set, int64_t index, const mt_param 
     }
 }
 
-int mt_experts_unstack(mt_safetensors *set, const mt_options *o, mt_error *error) {
+int mt_experts_unstack(mt_safetensors *set, const mt_run_options *o, mt_error *error) {
     int64_t all = mt_safetensors_count(set);
     bool stacked = false;
     for (int64_t i = 0; i < all && !stacked; i++) stacked = mt_stack_find(mt_safetensors_get(set, i)->name);
-    if (!stacked || o->num_experts == 0) return 0;
+    if (!stacked || o->stack.num_experts == 0) return 0;
     mt_param *rows;
     int status = 0;
-    int64_t count = mt_params_build(&rows, o, NULL);
+    int64_t count = mt_params_build(&rows, &o->stack, NULL);
     const mt_param *down = mt_row_find(rows, count, MT_EXPERT_DOWN);
     bool keeps = down && down->hf_stack > 0;
     for (int64_t i = 0; i < all && status == 0 && !keeps; i++) {
@@ -149,7 +149,7 @@ int mt_experts_unstack(mt_safetensors *set, const mt_options *o, mt_error *error
         if (stack)
             status = mt_stack_cut(set, i, stack, rows, count, o, error);
         else
-            mt_tensor_rename(set, i, rows, count, o);
+            mt_tensor_rename(set, i, rows, count, &o->stack);
     }
     free(rows);
     mt_safetensors_sort(set);

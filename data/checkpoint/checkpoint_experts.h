@@ -4,6 +4,7 @@
 #define MT_CHECKPOINT_EXPERTS_H
 
 #include "../base/safetensors.h"
+#include "../options/options.h"
 
 #ifdef __cplusplus
 extern "C" {
@@ -13,7 +14,7 @@ extern "C" {
  * save_original_format=False, into the matrices of each expert under the names of the parameter table: gate_up_proj
  * [experts, 2 width, hidden], gate first, and down_proj [experts, hidden, width]. A family whose table has such tensors
  * keeps them. Errors: another shape. */
-int mt_experts_unstack(mt_safetensors *set, const mt_options *options, mt_error *error);
+int mt_experts_unstack(mt_safetensors *set, const mt_run_options *options, mt_error *error);
 
 #ifdef __cplusplus
 }

@@ -44,9 +44,8 @@ static void mt_optimizer_zero(mt_model *m) {
 
 /* Loads the run's state and the optimizer from one iteration's folder, if the run continues from it. `own`: it is this
  * run's checkpoint, and --finetune and --no-load-optim do not apply. */
-static int mt_run_load(mt_model *m, mt_run_state *state, const char *folder, bool own, const mt_checksums *sums,
-                       bool *damaged, mt_error *error) {
-    const mt_options *o = mt_model_options(m);
+static int mt_run_load(mt_model *m, const mt_run_options *o, mt_run_state *state, const char *folder, bool own,
+                       const mt_checksums *sums, bool *damaged, mt_error *error) {
     const mt_group *world = &mt_model_grid(m)->world;
     mt_loss_average average = {0};
     if (!mt_model_get_plan(m)->train) return 0;
@@ -61,12 +60,12 @@ static int mt_run_load(mt_model *m, mt_run_state *state, const char *folder, boo
     mt_broadcast(world, &continues, sizeof continues, 0); // rank 0's folder decides
     if (continues) {
         char *path = mt_path_join(folder, "trainer.json");
-        status = mt_agree(world, mt_trainer_read(m, state, &average, path, error) != 0, error);
+        status = mt_agree(world, mt_trainer_read(o, state, &average, path, error) != 0, error);
         free(path);
     }
     mt_train_set_loss_average(m, &average);
     if (status == 0) status = mt_fp8_state_load(m, folder, continues, error);
-    if (status == 0 && continues && !no_optimizer) return mt_stem_load(m, folder, "optimizer", sums, damaged, error);
+    if (status == 0 && continues && !no_optimizer) return mt_stem_load(m, o, folder, "optimizer", sums, damaged, error);
     mt_optimizer_zero(m);
     state->optimizer_step = 0; // like the moments
     return status;
@@ -75,17 +74,17 @@ static int mt_run_load(mt_model *m, mt_run_state *state, const char *folder, boo
 /* Loads one folder: weights of a stem, and the run's state unless they are the base of adapters. *damaged: its files
  * differ from the saved ones. If loading fails for another reason, such as the name of a tensor, rank 0 first looks for
  * damage in all files. */
-static int mt_folder_load(mt_model *m, mt_run_state *state, const char *folder, const char *stem, bool own,
-                          bool *damaged, mt_error *error) {
-    bool is_base = mt_model_options(m)->lora_rank > 0 && strcmp(stem, "model") == 0;
+static int mt_folder_load(mt_model *m, const mt_run_options *o, mt_run_state *state, const char *folder,
+                          const char *stem, bool own, bool *damaged, mt_error *error) {
+    bool is_base = o->stack.lora_rank > 0 && strcmp(stem, "model") == 0;
     const mt_group *world = &mt_model_grid(m)->world;
     mt_checksums sums = {0};
     *damaged = world->rank == 0 && mt_checkpoint_verify(folder, false, error) != 0;
     int status = mt_agree(world, *damaged, error);
     if (status == 0) status = mt_agree(world, mt_checksums_read(&sums, folder, error) != 0, error);
     const mt_checksums *checked = sums.count > 0 ? &sums : NULL;
-    if (status == 0) status = mt_stem_load(m, folder, stem, checked, damaged, error);
-    if (status == 0 && !is_base) status = mt_run_load(m, state, folder, own, checked, damaged, error);
+    if (status == 0) status = mt_stem_load(m, o, folder, stem, checked, damaged, error);
+    if (status == 0 && !is_base) status = mt_run_load(m, o, state, folder, own, checked, damaged, error);
     if (status != 0 && checked) {
         mt_error found;
         if (world->rank == 0 && !*damaged && mt_checkpoint_verify(folder, true, &found) != 0)
@@ -137,9 +136,8 @@ static int mt_checkpoint_choose(const mt_group *world, const char *folder, char 
 }
 
 /* Loads the latest checkpoint of a folder; if it is damaged and the run's own, the one before. */
-static int mt_latest_load(mt_model *m, mt_run_state *state, const char *folder, const char *stem, bool own,
-                          char **found, mt_error *error) {
-    const mt_options *o = mt_model_options(m);
+static int mt_latest_load(mt_model *m, const mt_run_options *o, mt_run_state *state, const char *folder,
+                          const char *stem, bool own, char **found, mt_error *error) {
     const mt_group *world = &mt_model_grid(m)->world;
     bool falls_back = own || (mt_options_falls_back(o) && mt_path_same(folder, o->save));
     bool damaged = false;
@@ -148,7 +146,7 @@ static int mt_latest_load(mt_model *m, mt_run_state *state, const char *folder, 
     int status = mt_checkpoint_choose(world, folder, &path, &number, error);
     *state = (mt_run_state){0};
     if (status != 0 && falls_back) number = INT64_MAX, damaged = true;
-    if (status == 0) status = mt_folder_load(m, state, path, stem, own, &damaged, error);
+    if (status == 0) status = mt_folder_load(m, o, state, path, stem, own, &damaged, error);
     while (status != 0 && damaged && falls_back && number >= 0) {
         number = mt_checkpoint_fall_back(world, folder, number, error);
         if (number < 0) break;
@@ -156,7 +154,7 @@ static int mt_latest_load(mt_model *m, mt_run_state *state, const char *folder, 
         path = mt_iteration_path(folder, number);
         *state = (mt_run_state){0};
         mt_optimizer_zero(m);
-        status = mt_folder_load(m, state, path, stem, own, &damaged, error);
+        status = mt_folder_load(m, o, state, path, stem, own, &damaged, error);
     }
     if (status == 0 && found)
         *found = path;
@@ -179,8 +177,9 @@ static void mt_adapters_init(mt_model *m) {
     }
 }
 
-int mt_checkpoint_load_adapter(mt_model *m, mt_run_state *state, const char *folder, bool own, mt_error *error) {
-    if (folder) return mt_latest_load(m, state, folder, "adapter_model", own, NULL, error);
+int mt_checkpoint_load_adapter(mt_model *m, const mt_run_options *o, mt_run_state *state, const char *folder, bool own,
+                               mt_error *error) {
+    if (folder) return mt_latest_load(m, o, state, folder, "adapter_model", own, NULL, error);
     mt_adapters_init(m);
     *state = (mt_run_state){0};
     if (!mt_model_get_plan(m)->train) return 0;
@@ -189,15 +188,14 @@ int mt_checkpoint_load_adapter(mt_model *m, mt_run_state *state, const char *fol
     return mt_fp8_state_load(m, "", false, error);
 }
 
-int mt_checkpoint_load_found(mt_model *m, mt_run_state *state, const char *folder, bool own, char **found,
-                             mt_error *error) {
-    const mt_options *o = mt_model_options(m);
-    bool adapts = o->lora_rank > 0;
-    if (adapts && own) return mt_checkpoint_load_adapter(m, state, folder, own, error);
-    int status = mt_latest_load(m, state, folder, "model", own, found, error);
-    return status == 0 && adapts ? mt_checkpoint_load_adapter(m, state, o->load_adapter, false, error) : status;
+int mt_checkpoint_load_found(mt_model *m, const mt_run_options *o, mt_run_state *state, const char *folder, bool own,
+                             char **found, mt_error *error) {
+    bool adapts = o->stack.lora_rank > 0;
+    if (adapts && own) return mt_checkpoint_load_adapter(m, o, state, folder, own, error);
+    int status = mt_latest_load(m, o, state, folder, "model", own, found, error);
+    return status == 0 && adapts ? mt_checkpoint_load_adapter(m, o, state, o->load_adapter, false, error) : status;
 }
 
-int mt_checkpoint_load(mt_model *m, mt_run_state *state, const char *folder, mt_error *error) {
-    return mt_checkpoint_load_found(m, state, folder, false, NULL, error);
+int mt_checkpoint_load(mt_model *m, const mt_run_options *o, mt_run_state *state, const char *folder, mt_error *error) {
+    return mt_checkpoint_load_found(m, o, state, folder, false, NULL, error);
 }

@@ -35,8 +35,9 @@ typedef struct mt_shared_memory {
 
 typedef struct mt_reader {
     mt_model *model;
-    const mt_checksums *sums; // NULL: nothing is checked
-    mt_shared_memory shared;  // slots, then window
+    const mt_checksums *sums;  // NULL: nothing is checked
+    const int64_t *block_size; // [2] rows, columns per scale of tensors in fp8
+    mt_shared_memory shared;   // slots, then window
     mt_segment_slots *slots;
     char *window;            // [MT_SLOTS, MT_SEGMENT]
     float *spare[MT_SPARES]; // buffers for transposed tensors

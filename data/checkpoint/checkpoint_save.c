@@ -10,7 +10,7 @@
 #include "../base/direct.h"
 #include "../base/file.h"
 #include "../base/watchdog.h"
-#include "../tokens/special_tokens.h"
+#include "../models/special_tokens.h"
 #include "../models/hf_config.h"
 #include "adapter.h"
 #include "checkpoint_folder.h"
@@ -138,17 +138,13 @@ static void mt_saved_finish_file(mt_saved_set *set, int64_t number, int64_t firs
     file->bytes = set->tensors[end - 1].offset + set->tensors[end - 1].bytes;
 }
 
-static const char *mt_saved_option(const mt_model *m) {
-    return mt_model_options(m)->merge_adapter ? "--merge-adapter" : "--save";
-}
-
 /* Plans the files of a stem: tensors by name, as transformers writes them, in files of at most max_shard_bytes. */
 static void mt_saved_plan(mt_saved_set *set, const mt_model *m, const char *stem, int64_t first_file,
-                          int64_t max_shard_bytes) {
+                          int64_t max_shard_bytes, const char *option) {
     mt_param *rows;
     int64_t filled = 0, count = mt_params_build(&rows, mt_model_options(m), NULL);
     bool weights = strcmp(stem, "optimizer") != 0;
-    *set = (mt_saved_set){.stem = stem, .option = mt_saved_option(m), .num_files = 1, .first_file = first_file};
+    *set = (mt_saved_set){.stem = stem, .option = option, .num_files = 1, .first_file = first_file};
     set->tensors = mt_malloc(MT_NUM_STATES * count * (int64_t)sizeof *set->tensors);
     for (int state = 0; state < MT_NUM_STATES; state++)
         if (weights == (state == MT_STATE_WEIGHTS) && (state != MT_STATE_MASTER || mt_model_dtype(m) != MT_F32))
@@ -764,9 +760,8 @@ static int64_t mt_set_copy(const mt_saved_set *set, mt_model *m, mt_writer *w, i
 /* ---- the small files of a checkpoint */
 
 /* Where the run stands, and the settings that it must continue with. */
-static int mt_trainer_write(const mt_model *m, const mt_run_state *state, const mt_loss_average *average,
-                            const char *folder, mt_error *error) {
-    const mt_options *o = mt_model_options(m);
+static int mt_trainer_write(const mt_model *m, const mt_run_options *o, const mt_run_state *state,
+                            const mt_loss_average *average, const char *folder, mt_error *error) {
     json_t *json = json_object();
     mt_json_set_int(json, "version", MT_TRAINER_VERSION);
 #define MT_SET_STATE(field) mt_json_set_int(json, #field, state->field);
@@ -774,14 +769,14 @@ static int mt_trainer_write(const mt_model *m, const mt_run_state *state, const 
 #undef MT_SET_STATE
     mt_json_set_real(json, "loss_average", average->mean);
     mt_json_set_int(json, "loss_average_steps", average->steps);
-    mt_json_set_string(json, "optimizer", mt_optimizer_name(o->optimizer));
-    mt_json_set_int(json, "seed", o->seed);
-    mt_json_set_int(json, "seq_length", o->seq_length);
+    mt_json_set_string(json, "optimizer", mt_optimizer_name(o->stack.optimizer));
+    mt_json_set_int(json, "seed", o->stack.seed);
+    mt_json_set_int(json, "seq_length", o->stack.seq_length);
     mt_json_set_int(json, "sft", o->sft);
-    mt_json_set_int(json, "stage", o->stage);
+    mt_json_set_int(json, "stage", o->stack.stage);
     mt_json_set_int(json, "rollout_batch_size", o->rollout_batch_size);
     mt_json_set_int(json, "num_return_sequences", o->num_return_sequences);
-    if (o->stage == MT_STAGE_RL) {
+    if (o->stack.stage == MT_STAGE_RL) {
         mt_json_set_int(json, "consumed_prompts", state->consumed_prompts);
         mt_json_set_int(json, "prompts_fingerprint", state->prompts_fingerprint);
     }
@@ -802,26 +797,27 @@ static int mt_trainer_write(const mt_model *m, const mt_run_state *state, const 
         json_object_set_new(json, "data_plans", plans);
     }
     mt_json_set_int(json, "sequence_packing", o->sequence_packing);
-    mt_json_set_int(json, "global_batch_size", o->global_batch_size);
-    mt_json_set_int(json, "micro_batch_size", o->micro_batch_size);
+    mt_json_set_int(json, "global_batch_size", o->stack.global_batch_size);
+    mt_json_set_int(json, "micro_batch_size", o->stack.micro_batch_size);
     mt_json_set_int(json, "world_size", mt_model_grid(m)->world.size);
     mt_json_set_string(json, "dtype", mt_dtype_name(mt_model_dtype(m)));
-    mt_json_set_real(json, "learning_rate", o->lr > 0 ? mt_learning_rate(o, state->consumed_train_samples) : 0);
+    mt_json_set_real(json, "learning_rate",
+                     o->stack.lr > 0 ? mt_learning_rate(&o->stack, state->consumed_train_samples) : 0);
     int status = mt_json_write(folder, "trainer.json", json, "--save", error);
     json_decref(json);
     return status;
 }
 
 /* Everything that rank 0 writes besides tensors. */
-static int mt_small_files_write(const mt_model *m, const mt_run_state *state, const mt_loss_average *average,
-                                const char *folder, mt_checkpoint_extra *extra, void *context, mt_error *error) {
-    const mt_options *o = mt_model_options(m);
-    bool adapts = o->lora_rank > 0;
+static int mt_small_files_write(const mt_model *m, const mt_run_options *o, const mt_run_state *state,
+                                const mt_loss_average *average, const char *folder, mt_checkpoint_extra *extra,
+                                void *context, mt_error *error) {
+    bool adapts = o->stack.lora_rank > 0;
     char *config = adapts ? mt_adapter_print_config(o) : mt_options_write_hf_config(o);
     int status = mt_text_write(folder, adapts ? "adapter_config.json" : "config.json", config, error);
     free(config);
     if (status == 0 && !adapts) status = mt_generation_config_write(o, folder, error);
-    if (status == 0) status = mt_trainer_write(m, state, average, folder, error);
+    if (status == 0) status = mt_trainer_write(m, o, state, average, folder, error);
     if (status == 0 && extra) status = extra(context, folder, error);
     return status;
 }
@@ -949,21 +945,20 @@ static int mt_checkpoint_publish(const char *folder, const char *iteration, int6
     return mt_file_sync(folder, "--save", error);
 }
 
-static bool mt_saves_optimizer(const mt_model *m) {
-    return mt_model_get_plan(m)->train && !mt_model_options(m)->no_save_optim;
+static bool mt_saves_optimizer(const mt_model *m, const mt_run_options *o) {
+    return mt_model_get_plan(m)->train && !o->no_save_optim;
 }
 
 /* Bytes of a checkpoint's weights, of the model or of its adapters, and of the optimizer's states. */
-static double mt_saved_bytes(const mt_model *m) {
-    const mt_options *o = mt_model_options(m);
+static double mt_saved_bytes(const mt_model *m, const mt_run_options *o) {
     mt_param *rows;
     double total = 0;
-    int64_t count = mt_params_build(&rows, o, NULL);
+    int64_t count = mt_params_build(&rows, &o->stack, NULL);
     int first = mt_model_dtype(m) == MT_F32 ? MT_STATE_EXP_AVG : MT_STATE_MASTER;
     for (int64_t i = 0; i < count; i++) {
-        if (!mt_stem_holds(o->lora_rank > 0 ? "adapter_model" : "model", &rows[i])) continue;
+        if (!mt_stem_holds(o->stack.lora_rank > 0 ? "adapter_model" : "model", &rows[i])) continue;
         int64_t each = mt_dtype_size(mt_model_dtype(m));
-        for (int state = first; state < mt_num_states(rows[i].optimizer) && mt_saves_optimizer(m); state++)
+        for (int state = first; state < mt_num_states(rows[i].optimizer) && mt_saves_optimizer(m, o); state++)
             each += mt_dtype_size(mt_saved_dtype(m, (mt_param_state)state));
         total += (double)(rows[i].rows_stored * rows[i].whole_cols * each);
     }
@@ -972,7 +967,7 @@ static double mt_saved_bytes(const mt_model *m) {
 }
 
 /* Refuses a folder that is a model of its own, and one without space for a checkpoint. */
-static int mt_checkpoint_check_folder(const mt_model *m, const char *folder, mt_error *error) {
+static int mt_checkpoint_check_folder(const mt_model *m, const mt_run_options *o, const char *folder, mt_error *error) {
     static const char *const names[] = {"config.json", "model.safetensors", "model.safetensors.index.json",
                                         "adapter_config.json", "adapter_model.safetensors"};
     struct statvfs disk;
@@ -996,7 +991,7 @@ static int mt_checkpoint_check_folder(const mt_model *m, const char *folder, mt_
     if (access(folder, W_OK) != 0) return mt_file_write_error(error, folder, "--save");
     if (statvfs(folder, &disk) != 0 || disk.f_blocks == 0)
         return 0; // unknown: a write will fail if there is too little
-    double bytes = mt_saved_bytes(m), room = (double)disk.f_bavail * (double)disk.f_frsize;
+    double bytes = mt_saved_bytes(m, o), room = (double)disk.f_bavail * (double)disk.f_frsize;
     if (room >= bytes) return 0;
     return mt_error_set(error,
                         "%s: a checkpoint takes %.1f MB and the disk has %.1f MB left; free some or choose another "
@@ -1005,9 +1000,9 @@ static int mt_checkpoint_check_folder(const mt_model *m, const char *folder, mt_
 }
 
 /* The first iteration of a run that loads from its own --save; INT64_MAX: after the newest whole checkpoint. */
-static int64_t mt_options_start(const mt_options *o) {
+static int64_t mt_options_start(const mt_run_options *o) {
     if (o->finetune) return 0;
-    const char *folder = o->lora_rank > 0 ? o->load_adapter : o->load;
+    const char *folder = o->stack.lora_rank > 0 ? o->load_adapter : o->load;
     char *path = folder && !mt_options_falls_back(o) ? realpath(folder, NULL) : NULL; // it may be a link
     int64_t number = path ? mt_iteration_of(strrchr(path, '/') + 1) : -1;
     free(path);
@@ -1015,7 +1010,7 @@ static int64_t mt_options_start(const mt_options *o) {
 }
 
 /* An error if the folder of --save holds checkpoints that this run would not continue. */
-static int mt_checkpoint_check_owner(const mt_options *o, mt_error *error) {
+static int mt_checkpoint_check_owner(const mt_run_options *o, mt_error *error) {
     mt_iterations found = mt_iterations_list(o->save);
     int64_t latest = found.count > 0 ? found.numbers[0] : -1;
     char *newest = mt_iteration_path(o->save, latest);
@@ -1046,22 +1041,22 @@ static int mt_checkpoint_check_owner(const mt_options *o, mt_error *error) {
 }
 
 /* Checks the folder again under the lock: another run may have saved there since, and ended. */
-static int mt_checkpoint_claim_alone(const mt_options *o, mt_error *error) {
+static int mt_checkpoint_claim_alone(const mt_run_options *o, mt_error *error) {
     if (mt_checkpoint_check_owner(o, error) != 0) return -1;
     if (mt_folder_create(o->save, "--save", error) != 0) return -1;
     if (mt_folder_lock(o->save, ".lock", "--save", error) < 0) return -1; // open until the process ends
     return mt_checkpoint_check_owner(o, error);
 }
 
-int mt_checkpoint_claim(const mt_options *o, const mt_group *world, mt_error *error) {
+int mt_checkpoint_claim(const mt_run_options *o, const mt_group *world, mt_error *error) {
     if (!o->save) return 0;
     return mt_agree(world, world->rank == 0 && mt_checkpoint_claim_alone(o, error) != 0, error);
 }
 
-int mt_checkpoint_prepare(const mt_model *m, const char *folder, mt_error *error) {
+int mt_checkpoint_prepare(const mt_model *m, const mt_run_options *o, const char *folder, mt_error *error) {
     if (mt_folder_create(folder, "--save", error) != 0) return -1;
     mt_folder_visit(folder, mt_remove_leftover, NULL);
-    return mt_checkpoint_check_folder(m, folder, error);
+    return mt_checkpoint_check_folder(m, o, folder, error);
 }
 
 /* Removes a checkpoint; renames it first, so that it is never visible in part. */
@@ -1076,7 +1071,7 @@ static void mt_iteration_remove(const char *folder, int64_t number) {
 
 /* Once `latest` is whole: removes the earlier checkpoints, except the last --keep-checkpoints and those at a multiple
  * of --save-retain-interval; or, with `replaces`, all others: they are those of the run that --overwrite replaces. */
-static void mt_checkpoint_retain(const mt_options *o, const char *folder, int64_t latest, bool replaces) {
+static void mt_checkpoint_retain(const mt_run_options *o, const char *folder, int64_t latest, bool replaces) {
     int64_t keep = o->keep_checkpoints > 0 ? o->keep_checkpoints : o->save_retain_interval > 0 ? 1 : INT64_MAX;
     int64_t kept = 0;
     mt_iterations found = mt_iterations_list(folder);
@@ -1099,18 +1094,18 @@ typedef struct mt_save {
 } mt_save;
 
 /* Plans stems[num_stems] and allocates host memory: for everything with `holds_all`, else a ring. */
-static void mt_save_open(mt_save *s, mt_model *m, const char *const *stems, int64_t num_stems, int64_t max_shard_bytes,
-                         bool holds_all) {
+static void mt_save_open(mt_save *s, mt_model *m, const char *option, const char *const *stems, int64_t num_stems,
+                         int64_t max_shard_bytes, bool holds_all) {
     int64_t total = 0, largest = 0, num_files = 0, one;
     s->model = m, s->num_sets = num_stems;
     for (int64_t i = 0; i < num_stems; num_files += s->sets[i++].num_files) {
-        mt_saved_plan(&s->sets[i], m, stems[i], num_files, max_shard_bytes);
+        mt_saved_plan(&s->sets[i], m, stems[i], num_files, max_shard_bytes, option);
         total += mt_set_copy(&s->sets[i], m, NULL, &one);
         largest = mt_max(largest, one);
     }
     total = holds_all ? mt_max(total, mt_piece_bytes(0)) : mt_ring_bytes(total, largest);
     mt_writer_open(&s->writer, mt_model_ops(m), total, holds_all);
-    s->writer.option = mt_saved_option(m);
+    s->writer.option = option;
 }
 
 static void mt_save_close(mt_save *s) {
@@ -1149,11 +1144,11 @@ static void mt_save_start(mt_save *s, const char *folder) {
 }
 
 int mt_safetensors_save_folder(mt_model *m, const char *folder, const char *stem, int64_t max_shard_bytes,
-                               mt_error *error) {
+                               const char *option, mt_error *error) {
     const mt_group *world = &mt_model_grid(m)->world;
     mt_save s = {0};
     MT_CHECK(strcmp(stem, "optimizer") != 0 || mt_model_get_plan(m)->train);
-    mt_save_open(&s, m, &stem, 1, max_shard_bytes, false);
+    mt_save_open(&s, m, option, &stem, 1, max_shard_bytes, false);
     mt_save_begin_sums(&s);
     int status = mt_agree(world, world->rank == 0 && mt_save_begin_files(&s, folder, true, error) != 0, error);
     if (status == 0) {
@@ -1168,6 +1163,7 @@ int mt_safetensors_save_folder(mt_model *m, const char *folder, const char *stem
 
 struct mt_saver {
     mt_save save;
+    const mt_run_options *options;
     const char *folder;
     mt_checkpoint_extra *extra;
     void *context;
@@ -1191,15 +1187,16 @@ static const mt_group *mt_saver_world(const mt_saver *s) {
     return &mt_model_grid(s->save.model)->world;
 }
 
-void mt_saver_open(mt_saver **out, mt_model *m, const char *folder, mt_checkpoint_extra *extra, void *context,
-                   bool async) {
-    bool adapts = mt_model_options(m)->lora_rank > 0;
+void mt_saver_open(mt_saver **out, mt_model *m, const mt_run_options *o, const char *folder, mt_checkpoint_extra *extra,
+                   void *context, bool async) {
+    bool adapts = o->stack.lora_rank > 0;
     const char *const stems[] = {adapts ? "adapter_model" : "model", "optimizer"};
     // the default of transformers' save_pretrained before version 5; peft reads one file
     const int64_t max_shard_bytes = adapts ? INT64_MAX : 5000000000;
     mt_saver *s = mt_calloc(sizeof *s);
-    *s = (mt_saver){.folder = folder, .extra = extra, .context = context, .async = async, .published = -1};
-    mt_save_open(&s->save, m, stems, mt_saves_optimizer(m) ? 2 : 1, max_shard_bytes, async);
+    *s =
+        (mt_saver){.options = o, .folder = folder, .extra = extra, .context = context, .async = async, .published = -1};
+    mt_save_open(&s->save, m, "--save", stems, mt_saves_optimizer(m, o) ? 2 : 1, max_shard_bytes, async);
     pthread_mutex_init(&s->lock, NULL);
     *out = s;
 }
@@ -1225,8 +1222,8 @@ static void *mt_saver_begin(void *context) {
     mt_saver *s = context;
     int status = mt_save_begin_files(&s->save, s->temporary, false, &s->work_error);
     if (status == 0)
-        status = mt_small_files_write(s->save.model, &s->state, &s->loss_average, s->temporary, s->extra, s->context,
-                                      &s->work_error);
+        status = mt_small_files_write(s->save.model, s->options, &s->state, &s->loss_average, s->temporary, s->extra,
+                                      s->context, &s->work_error);
     if (status == 0 && s->fp8)
         status = mt_small_file_write(s->temporary, MT_FP8_FILE, s->fp8, s->fp8_bytes, "--save", &s->work_error);
     return mt_saver_worked(s, status);
@@ -1302,7 +1299,7 @@ static int mt_checksums_compare(const void *a, const void *b) {
  * tracker, and removes old checkpoints. */
 static void *mt_saver_publish(void *context) {
     mt_saver *s = context;
-    const mt_options *o = mt_model_options(s->save.model);
+    const mt_run_options *o = s->options;
     mt_error *error = &s->work_error;
     mt_checksums *sums = &s->save.writer.sums;
     char *path = mt_path_join(s->folder, s->name);
@@ -1381,7 +1378,7 @@ int mt_saver_finish(mt_saver *s, mt_error *error) {
 /* Rank 0 makes the folder; all ranks write into it. */
 static int mt_saver_make_folder(mt_saver *s, mt_error *error) {
     if (mt_saver_world(s)->rank != 0) return 0;
-    if (mt_checkpoint_prepare(s->save.model, s->folder, error) != 0) return -1;
+    if (mt_checkpoint_prepare(s->save.model, s->options, s->folder, error) != 0) return -1;
     // without a sync: only the folder's last name must reach the disk
     return mkdir(s->temporary, 0777) == 0 ? 0 : mt_file_write_error(error, s->temporary, "--save");
 }
@@ -1414,10 +1411,10 @@ int mt_saver_save(mt_saver *s, const mt_run_state *state, mt_error *error) {
     return status;
 }
 
-int mt_checkpoint_save(mt_model *m, const mt_run_state *state, const char *folder, mt_checkpoint_extra *extra,
-                       void *context, mt_error *error) {
+int mt_checkpoint_save(mt_model *m, const mt_run_options *o, const mt_run_state *state, const char *folder,
+                       mt_checkpoint_extra *extra, void *context, mt_error *error) {
     mt_saver *s;
-    mt_saver_open(&s, m, folder, extra, context, false);
+    mt_saver_open(&s, m, o, folder, extra, context, false);
     int status = mt_saver_save(s, state, error);
     mt_saver_close(s);
     return status;
@@ -1425,8 +1422,7 @@ int mt_checkpoint_save(mt_model *m, const mt_run_state *state, const char *folde
 
 /* ---- going back */
 
-int mt_checkpoint_rewind(mt_model *m, mt_run_state *state, mt_saver *saver, mt_error *error) {
-    const mt_options *o = mt_model_options(m);
+int mt_checkpoint_rewind(mt_model *m, const mt_run_options *o, mt_run_state *state, mt_saver *saver, mt_error *error) {
     const mt_group *world = &mt_model_grid(m)->world;
     const mt_data_state data = state->data; // as this run reads them, also where an older checkpoint does not know
     if (mt_saver_finish(saver, error) != 0) return -1; // it must not replace or remove the one that is loaded
@@ -1438,7 +1434,7 @@ int mt_checkpoint_rewind(mt_model *m, mt_run_state *state, mt_saver *saver, mt_e
                             "--bad-step-policy rewind: iteration %lld is bad, and there is no checkpoint yet to "
                             "go back to; lower --save-interval",
                             (long long)mt_train_bad_iteration(m));
-    if (mt_checkpoint_load_found(m, state, saved ? o->save : o->load, saved, NULL, error) != 0) return -1;
+    if (mt_checkpoint_load_found(m, o, state, saved ? o->save : o->load, saved, NULL, error) != 0) return -1;
     state->data = data;
     mt_train_rewound(m);
     if (world->rank == 0) fprintf(stderr, "warning: went back to iteration %lld\n", (long long)state->iteration);

@@ -8,7 +8,7 @@
 #ifndef MT_CHECKPOINT_SAVE_H
 #define MT_CHECKPOINT_SAVE_H
 
-#include "../../megatron.h"
+#include "../options/options.h"
 
 #ifdef __cplusplus
 extern "C" {
@@ -25,11 +25,11 @@ typedef int mt_checkpoint_extra(void *context, const char *folder, mt_error *err
  * a checkpoint and options->load is not the folder, because another run has saved since the options were parsed;
  * without options->overwrite, the run would start below the newest iteration there. Does nothing without
  * options->save. Every rank calls it and returns the same. */
-int mt_checkpoint_claim(const mt_options *options, const mt_group *world, mt_error *error);
+int mt_checkpoint_claim(const mt_run_options *options, const mt_group *world, mt_error *error);
 
 /* Creates `folder` and checks that a checkpoint can be saved there: it can be written, has the space, and is no other
  * model's Hugging Face folder. Saving does this too; a driver calls it before training. */
-int mt_checkpoint_prepare(const mt_model *model, const char *folder, mt_error *error);
+int mt_checkpoint_prepare(const mt_model *model, const mt_run_options *options, const char *folder, mt_error *error);
 
 /* Saves folder/iter_NNNNNNN: config.json, safetensors, optimizer state (unless options->no_save_optim), trainer.json,
  * and the files of `extra` (NULL: none). Then makes it the latest: latest_checkpointed_iteration.txt names it, the link
@@ -37,8 +37,8 @@ int mt_checkpoint_prepare(const mt_model *model, const char *folder, mt_error *e
  * until the new one is whole and on the disk. Errors: a full disk, a folder that cannot be written, another model's
  * Hugging Face folder. Every rank calls it, writes its share into the files, and returns the same; several hosts must
  * share the folder. */
-int mt_checkpoint_save(mt_model *model, const mt_run_state *state, const char *folder, mt_checkpoint_extra *extra,
-                       void *context, mt_error *error);
+int mt_checkpoint_save(mt_model *model, const mt_run_options *options, const mt_run_state *state, const char *folder,
+                       mt_checkpoint_extra *extra, void *context, mt_error *error);
 
 /* Saves a run's checkpoints one after another, as mt_checkpoint_save does. With `async`, mt_saver_save copies this
  * rank's share to host memory, which mt_saver_open allocates, and threads write it while training continues. On the CPU
@@ -46,8 +46,8 @@ int mt_checkpoint_save(mt_model *model, const mt_run_state *state, const char *f
  * changes weights or optimizer waits for them, on the device. A model has one save under way at a time. Every rank
  * calls all of these. */
 typedef struct mt_saver mt_saver;
-void mt_saver_open(mt_saver **saver, mt_model *model, const char *folder, mt_checkpoint_extra *extra, void *context,
-                   bool async);
+void mt_saver_open(mt_saver **saver, mt_model *model, const mt_run_options *options, const char *folder,
+                   mt_checkpoint_extra *extra, void *context, bool async);
 /* Begins a checkpoint, after waiting for the one before. With `async` the next calls return the errors of its files. */
 int mt_saver_save(mt_saver *saver, const mt_run_state *state, mt_error *error);
 /* Call it between training steps: moves a save on once the threads of all ranks are done, and returns their error. Does
@@ -64,12 +64,13 @@ void mt_saver_close(mt_saver *saver);
  * exp_avg_sq.NAME) into a folder: whole tensors under Hugging Face names, in files of at most max_shard_bytes unless
  * one tensor is larger, and their index. The folder must exist and hold no such files. */
 int mt_safetensors_save_folder(mt_model *model, const char *folder, const char *stem, int64_t max_shard_bytes,
-                               mt_error *error);
+                               const char *option, mt_error *error);
 
 /* After mt_train_step returned MT_REWIND: loads the last checkpoint of options->save, or else options->load, in place
  * of the steps since, and sets `state` back. Waits for `saver` first (NULL: none): a checkpoint that is still on its
  * way to the disk is the last one too. An error if there is no checkpoint yet. Every rank calls it. */
-int mt_checkpoint_rewind(mt_model *model, mt_run_state *state, mt_saver *saver, mt_error *error);
+int mt_checkpoint_rewind(mt_model *model, const mt_run_options *options, mt_run_state *state, mt_saver *saver,
+                         mt_error *error);
 
 #ifdef __cplusplus
 }

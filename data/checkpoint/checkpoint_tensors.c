@@ -105,7 +105,7 @@ void mt_stored_to_f32(float *out, int64_t out_stride, const void *in, mt_dtype d
 }
 
 /* A matrix in fp8 must have a positive finite scale for each block; the last blocks may be partial. */
-static int mt_scales_check(const mt_options *options, const mt_safetensors *set, const mt_tensor_info *tensor,
+static int mt_scales_check(const mt_run_options *options, const mt_safetensors *set, const mt_tensor_info *tensor,
                            mt_error *error) {
     const mt_tensor_info *scales = mt_scales_find(set, tensor);
     const int64_t *block = options->weight_block_size;
@@ -165,7 +165,7 @@ static int mt_param_check_mxfp4(const mt_param *param, const mt_tensor_info *ten
 
 /* A tensor with one state of a parameter must have its shape and a floating-point type; `set` has its scales. */
 static int mt_param_check(const mt_param *param, mt_param_state state, const mt_tensor_info *tensor,
-                          const mt_options *options, const mt_safetensors *set, mt_error *error) {
+                          const mt_run_options *options, const mt_safetensors *set, mt_error *error) {
     int64_t shape[4], num_dims = mt_param_shape(param, state, shape);
     char found[256], expected[256];
     const char *rows_option = param->rows_option ? param->rows_option : param->exists_option;
@@ -327,18 +327,19 @@ static const struct {
 /* True for tensors without weights of this model: computed tables, masks and the tied head of old checkpoints, the
  * output layer of a language model that got a value head, and modules of multi-token prediction or a vision tower that
  * the model does not have. */
-static bool mt_tensor_is_harmless(const mt_options *options, const char *name) {
+static bool mt_tensor_is_harmless(const mt_run_options *options, const char *name) {
     const char *rest;
-    int64_t layer = mt_tensor_layer(options, name, &rest), end = options->num_layers + options->mtp_layers_stored;
-    if (layer >= options->num_layers + options->mtp_num_layers && layer < end) return true;
-    if (mt_tensor_repeats(options, name)) return true;
+    int64_t layer = mt_tensor_layer(&options->stack, name, &rest),
+            end = options->stack.num_layers + options->mtp_layers_stored;
+    if (layer >= options->stack.num_layers + options->stack.mtp_num_layers && layer < end) return true;
+    if (mt_tensor_repeats(&options->stack, name)) return true;
     for (size_t i = 0; i < sizeof mt_other_modules / sizeof *mt_other_modules; i++)
-        if (mt_other_modules[i].family == options->hf_family &&
+        if (mt_other_modules[i].family == options->stack.hf_family &&
             strncmp(name, mt_other_modules[i].begins, strlen(mt_other_modules[i].begins)) == 0)
             return true;
     for (size_t i = 0; i < sizeof mt_computed / sizeof *mt_computed; i++)
         if (mt_text_ends_with(name, mt_computed[i])) return true;
-    const char *holder = mt_shared_tensor(options, name, false);
+    const char *holder = mt_shared_tensor(&options->stack, name, false);
     return holder && strcmp(name, holder) != 0;
 }
 
@@ -361,7 +362,7 @@ static int mt_tensor_refuse(const mt_tensor_info *tensor, const char *stem, mt_e
 }
 
 /* A row must take every tensor of weights: to leave one out silently would load another model. */
-static int mt_weights_check_unused(const mt_param *rows, int64_t count, const mt_options *options, const char *stem,
+static int mt_weights_check_unused(const mt_param *rows, int64_t count, const mt_run_options *options, const char *stem,
                                    const mt_safetensors *set, mt_error *error) {
     const mt_tensor_info **used = mt_malloc(count * (int64_t)sizeof *used), *unused = NULL;
     for (int64_t i = 0; i < count; i++) used[i] = mt_weight_find(set, rows[i].hf_name);
@@ -404,11 +405,11 @@ static void mt_tensors_rename(mt_safetensors *set, const char *part, const char 
     if (any) mt_safetensors_sort(set);
 }
 
-int mt_stem_open(mt_safetensors **set, const char *folder, const char *stem, const mt_options *options,
+int mt_stem_open(mt_safetensors **set, const char *folder, const char *stem, const mt_run_options *options,
                  mt_error *error) {
     if (mt_safetensors_open_folder(set, folder, stem, error) != 0) return -1;
     for (size_t i = 0; i < sizeof mt_other_names / sizeof *mt_other_names && strcmp(stem, "model") == 0; i++)
-        if (mt_other_names[i].families >> options->hf_family & 1)
+        if (mt_other_names[i].families >> options->stack.hf_family & 1)
             mt_tensors_rename(*set, mt_other_names[i].part, mt_other_names[i].instead);
     if (strcmp(stem, "model") != 0 || mt_experts_unstack(*set, options, error) == 0) return 0;
     mt_safetensors_close(*set);
@@ -426,7 +427,7 @@ int mt_stem_end(bool weights, const mt_param *row) {
 }
 
 /* True for the value head that --value-head adds to a language model. */
-static bool mt_param_grows(const mt_param *param, const mt_options *options) {
+static bool mt_param_grows(const mt_param *param, const mt_run_options *options) {
     return options->value_head && param->is_head;
 }
 
@@ -438,19 +439,19 @@ static mt_param mt_adapter_half(const mt_param *row, const mt_adapter_shape *sha
     return half;
 }
 
-int mt_adapter_of(const mt_adapter_file *file, const mt_param *row, const mt_options *options, mt_adapter_shape *shape,
-                  mt_error *error) {
-    *shape = (mt_adapter_shape){true, options->lora_rank, 0};
+int mt_adapter_of(const mt_adapter_file *file, const mt_param *row, const mt_run_options *options,
+                  mt_adapter_shape *shape, mt_error *error) {
+    *shape = (mt_adapter_shape){true, options->stack.lora_rank, 0};
     if (!file || !mt_param_is_adapter(row)) return 0;
     if (mt_adapter_file_find(file, row, shape, error) != 0) return -1;
-    if (mt_options_gave(options, offsetof(mt_options, lora_target))) shape->exists = true; // all that it names
+    if (mt_options_gave(options, offsetof(mt_run_options, lora_target))) shape->exists = true; // all that it names
     return 0;
 }
 
 int mt_stem_check(const mt_safetensors *set, const char *stem, const mt_adapter_file *adapter,
-                  const mt_options *options, const char *folder, mt_error *error) {
+                  const mt_run_options *options, const char *folder, mt_error *error) {
     mt_param *rows;
-    int64_t count = 0, all = mt_params_build(&rows, options, NULL);
+    int64_t count = 0, all = mt_params_build(&rows, &options->stack, NULL);
     bool weights = strcmp(stem, "optimizer") != 0;
     for (int64_t i = 0; i < all; i++)
         if (mt_stem_holds(stem, &rows[i])) rows[count++] = rows[i];
@@ -458,7 +459,7 @@ int mt_stem_check(const mt_safetensors *set, const char *stem, const mt_adapter_
     for (int64_t i = 0; i < count; i++)
         for (int state = first; state < mt_stem_end(weights, &rows[i]) && status == 0; state++) {
             const mt_tensor_info *tensor = mt_state_find(set, &rows[i], (mt_param_state)state);
-            if (tensor && !mt_tensor_serves(tensor, &rows[i], options)) tensor = NULL;
+            if (tensor && !mt_tensor_serves(tensor, &rows[i], &options->stack)) tensor = NULL;
             if (!tensor && weights && mt_param_grows(&rows[i], options)) continue;
             mt_adapter_shape shape;
             status = mt_adapter_of(adapter, &rows[i], options, &shape, error);
@@ -468,11 +469,11 @@ int mt_stem_check(const mt_safetensors *set, const char *stem, const mt_adapter_
                 status = mt_tensor_refuse(tensor, stem, error);
             else
                 status = tensor ? mt_param_check(&row, (mt_param_state)state, tensor, options, set, error)
-                                : mt_state_missing(&row, (mt_param_state)state, options, folder, set, error);
+                                : mt_state_missing(&row, (mt_param_state)state, &options->stack, folder, set, error);
         }
     if (status == 0 && weights) status = mt_weights_check_unused(rows, count, options, stem, set, error);
     for (int64_t i = 0; i < mt_safetensors_count(set) && status == 0 && weights; i++)
-        status = mt_tensor_check_repeated(options, set, mt_safetensors_get(set, i), error);
+        status = mt_tensor_check_repeated(&options->stack, set, mt_safetensors_get(set, i), error);
     free(rows);
     return status;
 }

@@ -43,7 +43,7 @@ void mt_stored_to_f32(float *out, int64_t out_stride, const void *in, mt_dtype d
 const mt_tensor_info *mt_state_find(const mt_safetensors *set, const mt_param *param, mt_param_state state);
 
 /* Opens a stem's files; the experts of a model are apart in the set, whatever the form of its folder. */
-int mt_stem_open(mt_safetensors **set, const char *folder, const char *stem, const mt_options *options,
+int mt_stem_open(mt_safetensors **set, const char *folder, const char *stem, const mt_run_options *options,
                  mt_error *error);
 
 /* The states in a stem's files: [the result, mt_stem_end). The optimizer of an fp32 run has no master weights. */
@@ -53,13 +53,13 @@ int mt_stem_first(const mt_safetensors *set, bool weights, const mt_param *row);
 int mt_stem_end(bool weights, const mt_param *row);
 
 /* The adapter of a row; without a file, that of the options. */
-int mt_adapter_of(const mt_adapter_file *file, const mt_param *row, const mt_options *options, mt_adapter_shape *shape,
-                  mt_error *error);
+int mt_adapter_of(const mt_adapter_file *file, const mt_param *row, const mt_run_options *options,
+                  mt_adapter_shape *shape, mt_error *error);
 
 /* Checks a stem's tensors against the whole model's table, so that every rank finds the same. `adapter`: of the stem
  * adapter_model, else NULL. */
 int mt_stem_check(const mt_safetensors *set, const char *stem, const mt_adapter_file *adapter,
-                  const mt_options *options, const char *folder, mt_error *error);
+                  const mt_run_options *options, const char *folder, mt_error *error);
 
 /* The name of the tensor that holds a parameter's state, such as exp_avg.NAME; the optimizer has this state. */
 void mt_state_tensor_name(char *name, size_t size, mt_optimizer optimizer, mt_param_state state, const char *hf_name);

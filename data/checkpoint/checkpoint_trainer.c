@@ -60,10 +60,9 @@ static int mt_trainer_read_data(const json_t *json, mt_run_state *state, const c
     return mt_trainer_int(json, "data_fingerprint", INT64_MAX, path, &state->data.fingerprint, error);
 }
 
-int mt_trainer_read(const mt_model *m, mt_run_state *state, mt_loss_average *average, const char *path,
+int mt_trainer_read(const mt_run_options *o, mt_run_state *state, mt_loss_average *average, const char *path,
                     mt_error *error) {
-    const mt_options *o = mt_model_options(m);
-    int64_t version, seed, seq_length, sft = o->sft, packed = o->sequence_packing, stage = o->stage;
+    int64_t version, seed, seq_length, sft = o->sft, packed = o->sequence_packing, stage = o->stack.stage;
     int64_t prompts = o->rollout_batch_size, group = o->num_return_sequences;
     int64_t loader = o->dataloader_type;
     json_t *json = mt_json_read(path, error);
@@ -87,7 +86,7 @@ int mt_trainer_read(const mt_model *m, mt_run_state *state, mt_loss_average *ave
         if (status == 0) status = mt_trainer_int(json, "num_return_sequences", INT64_MAX, path, &group, error);
     }
     int64_t each = mt_max(o->rollout_batch_size, 1); // per iteration; older files lack the next two keys
-    if (status == 0 && o->stage == MT_STAGE_RL)
+    if (status == 0 && o->stack.stage == MT_STAGE_RL)
         state->consumed_prompts = mt_min(state->iteration, MT_MOST_COUNTED / each) * each;
     if (status == 0 && json_object_get(json, "consumed_prompts")) {
         status = mt_trainer_int(json, "consumed_prompts", MT_MOST_COUNTED, path, &state->consumed_prompts, error);
@@ -102,7 +101,7 @@ int mt_trainer_read(const mt_model *m, mt_run_state *state, mt_loss_average *ave
     }
     const json_t *named = json_object_get(json, "optimizer"); // older files lack it
     const char *optimizer = named ? json_string_value(named) : mt_optimizer_name(MT_OPTIMIZER_ADAMW);
-    const char *own = mt_optimizer_name(o->optimizer);
+    const char *own = mt_optimizer_name(o->stack.optimizer);
     if (status == 0 && !optimizer)
         status =
             mt_error_set(error, "%s: \"optimizer\" is not a name; begin anew from these weights by --finetune", path);
@@ -120,11 +119,11 @@ int mt_trainer_read(const mt_model *m, mt_run_state *state, mt_loss_average *ave
         return mt_error_set(error, "%s: version %lld was written by a later version of this program; update it", path,
                             (long long)version);
     if (state->iteration == 0) return 0; // converted weights: the order of samples begins here
-    if (!o->no_load_rng && mt_trainer_agrees(path, "--seed", seed, o->seed, error) != 0) return -1;
-    if (stage != (int64_t)o->stage && (stage > MT_STAGE_SFT || o->stage > MT_STAGE_SFT))
+    if (!o->no_load_rng && mt_trainer_agrees(path, "--seed", seed, o->stack.seed, error) != 0) return -1;
+    if (stage != (int64_t)o->stack.stage && (stage > MT_STAGE_SFT || o->stack.stage > MT_STAGE_SFT))
         return mt_error_set(error, "%s: the run was begun with another --stage; give that, or begin anew by --finetune",
                             path);
-    bool writes = o->stage == MT_STAGE_RL; // prompts and responses are numbered by these sizes
+    bool writes = o->stack.stage == MT_STAGE_RL; // prompts and responses are numbered by these sizes
     if (writes && mt_trainer_agrees(path, "--rollout-batch-size", prompts, o->rollout_batch_size, error) != 0)
         return -1;
     if (writes && mt_trainer_agrees(path, "--num-return-sequences", group, o->num_return_sequences, error) != 0)
@@ -137,10 +136,10 @@ int mt_trainer_read(const mt_model *m, mt_run_state *state, mt_loss_average *ave
                             "--finetune",
                             path, loader == MT_DATALOADER_CYCLIC ? "cyclic" : "single");
     if (!writes && mt_trainer_agrees(path, "--sequence-packing", packed, o->sequence_packing, error) != 0) return -1;
-    return mt_trainer_agrees(path, "--seq-length", seq_length, o->seq_length, error);
+    return mt_trainer_agrees(path, "--seq-length", seq_length, o->stack.seq_length, error);
 }
 
-void mt_checkpoint_peek(const mt_options *options, mt_run_state *state) {
+void mt_checkpoint_peek(const mt_run_options *options, mt_run_state *state) {
     mt_error ignored;
     const char *from = mt_options_adapts(options) ? options->load_adapter : options->load;
     if (!from || options->finetune) return;

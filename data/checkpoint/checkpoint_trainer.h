@@ -2,14 +2,14 @@
 #ifndef MT_CHECKPOINT_TRAINER_H
 #define MT_CHECKPOINT_TRAINER_H
 
-#include "../../megatron.h"
+#include "../options/options.h"
 
 #ifdef __cplusplus
 extern "C" {
 #endif
 
 /* Reads the run's state into `state`, and the loss's running average into `average`, which older files lack. */
-int mt_trainer_read(const mt_model *m, mt_run_state *state, mt_loss_average *average, const char *path,
+int mt_trainer_read(const mt_run_options *options, mt_run_state *state, mt_loss_average *average, const char *path,
                     mt_error *error);
 
 enum { MT_TRAINER_VERSION = 2 }; // of trainer.json; from version 2 on a checkpoint has checksums.json
@@ -23,7 +23,7 @@ enum { MT_TRAINER_VERSION = 2 }; // of trainer.json; from version 2 on a checkpo
 
 /* Iteration and samples of the run that the options continue, as its trainer.json has them. They stay as they are for a
  * run that begins, and for a file that loading will refuse. */
-void mt_checkpoint_peek(const mt_options *options, mt_run_state *state);
+void mt_checkpoint_peek(const mt_run_options *options, mt_run_state *state);
 
 #ifdef __cplusplus
 }

@@ -2,7 +2,7 @@
 #include "hf_folder.h"
 
 #include "../base/watchdog.h"
-#include "../tokens/special_tokens.h"
+#include "../models/special_tokens.h"
 #include "../options/option_agree.h"
 #include "../options/option_reader.h"
 #include "../options/option_table.h"
@@ -15,7 +15,7 @@
 
 /* The options of a folder: its shape, then the caller's settings. */
 static int mt_hf_read_options(mt_hf *hf, const char *folder, const char *const *settings, mt_error *error) {
-    mt_options *o = &hf->options;
+    mt_run_options *o = &hf->options;
     const mt_group *world = &hf->grid->world;
     mt_options_default(o);
     for (; settings && settings[0]; settings += 2)
@@ -27,8 +27,8 @@ static int mt_hf_read_options(mt_hf *hf, const char *folder, const char *const *
 
 static int mt_hf_create(mt_hf *hf, int64_t count, int64_t max_tokens, mt_error *error) {
     enum { CONTEXT = 4096 };
-    const mt_options *o = &hf->options;
-    int64_t context = o->max_position_embeddings;
+    const mt_run_options *o = &hf->options;
+    int64_t context = o->stack.max_position_embeddings;
     if (max_tokens > context)
         return mt_error_set(error, "%s: the model's context is %lld tokens; ask for at most so many, not %lld", o->load,
                             (long long)context, (long long)max_tokens);
@@ -38,8 +38,8 @@ static int mt_hf_create(mt_hf *hf, int64_t count, int64_t max_tokens, mt_error *
     const mt_ops *ops = mt_backend_open(o->device, hf->grid, error);
     const mt_group *world = &hf->grid->world;
     if (mt_agree(world, world->rank == 0 && mt_checkpoint_check(o, o->load, error) != 0, error) != 0) return -1;
-    if (!ops || mt_model_create(&hf->model, o, hf->grid, ops, &plan, error) != 0) return -1;
-    return mt_checkpoint_load(hf->model, &ignored, o->load, error);
+    if (!ops || mt_model_create(&hf->model, &o->stack, hf->grid, ops, &plan, error) != 0) return -1;
+    return mt_checkpoint_load(hf->model, o, &ignored, o->load, error);
 }
 
 int mt_hf_open(mt_hf **out, const char *folder, const char *const *settings, int64_t count, int64_t max_tokens,
@@ -48,8 +48,8 @@ int mt_hf_open(mt_hf **out, const char *folder, const char *const *settings, int
     hf->grid = grid;
     int status = mt_agree(&grid->world, mt_hf_read_options(hf, folder, settings, error) != 0, error);
     if (status == 0) status = mt_options_agree(&hf->options, &grid->world, error);
-    if (status == 0) mt_watch_start(&hf->options);
-    if (status == 0) status = mt_grid_build(grid, &hf->options, error);
+    if (status == 0) mt_watch_start(&hf->options.stack, &hf->options.typed_names);
+    if (status == 0) status = mt_grid_build(grid, &hf->options.stack, error);
     if (status == 0) status = mt_hf_create(hf, count, max_tokens, error);
     mt_watch_enter(MT_WATCH_STEP);
     if (status != 0) mt_hf_close(hf);

@@ -2,7 +2,7 @@
 #ifndef MT_HF_FOLDER_H
 #define MT_HF_FOLDER_H
 
-#include "../../megatron.h"
+#include "../options/options.h"
 
 #ifdef __cplusplus
 extern "C" {
@@ -10,7 +10,7 @@ extern "C" {
 
 /* A model that generates, from a folder. */
 typedef struct mt_hf {
-    mt_options options; // the shape from config.json, then the settings; finished
+    mt_run_options options; // the shape from config.json, then the settings; finished
     mt_grid *grid;
     mt_model *model; // to be used with mt_generate (data/models/generate.h) or mt_generator_create
     mt_stops stops;  // tokens that end a text: generation_config.json, or else config.json

@@ -8,22 +8,22 @@
 #include <stdio.h>
 #include <stdlib.h>
 
-bool mt_options_adapts(const mt_options *options) {
-    return options->lora_rank > 0 || options->load_adapter;
+bool mt_options_adapts(const mt_run_options *options) {
+    return options->stack.lora_rank > 0 || options->load_adapter;
 }
 
-char **mt_options_run_folder(mt_options *options) {
+char **mt_options_run_folder(mt_run_options *options) {
     return mt_options_adapts(options) ? &options->load_adapter : &options->load;
 }
 
-bool mt_options_falls_back(const mt_options *options) {
+bool mt_options_falls_back(const mt_run_options *options) {
     const char *folder = mt_options_adapts(options) ? options->load_adapter : options->load;
     return folder && options->save && mt_path_same(folder, options->save);
 }
 
-bool mt_checkpoint_continues(const mt_options *o) {
+bool mt_checkpoint_continues(const mt_run_options *o) {
     if (o->auto_resume || mt_options_falls_back(o)) return true;
-    const char *folder = o->lora_rank > 0 ? o->load_adapter : o->load;
+    const char *folder = o->stack.lora_rank > 0 ? o->load_adapter : o->load;
     char *parent = folder && o->save ? mt_path_join(folder, "..") : NULL;
     bool continues = parent && mt_path_same(parent, o->save);
     free(parent);
@@ -31,13 +31,13 @@ bool mt_checkpoint_continues(const mt_options *o) {
 }
 
 /* The model of --load, before it gives way to the checkpoint of --save, is the reference of a run that has one. */
-static void mt_options_keep_reference(mt_options *o) {
-    bool diverges = o->stage == MT_STAGE_RL && (o->kl_loss_coef > 0 || o->kl_in_reward);
-    bool refers = diverges || (o->stage == MT_STAGE_DPO && !o->ref_logps_in_data);
-    if (refers && !o->ref_load && o->lora_rank == 0) mt_string_set(&o->ref_load, o->load);
+static void mt_options_keep_reference(mt_run_options *o) {
+    bool diverges = o->stack.stage == MT_STAGE_RL && (o->kl_loss_coef > 0 || o->kl_in_reward);
+    bool refers = diverges || (o->stack.stage == MT_STAGE_DPO && !o->ref_logps_in_data);
+    if (refers && !o->ref_load && o->stack.lora_rank == 0) mt_string_set(&o->ref_load, o->load);
 }
 
-int mt_options_find_checkpoint(mt_options *o, mt_error *error) {
+int mt_options_find_checkpoint(mt_run_options *o, mt_error *error) {
     bool same = mt_options_falls_back(o);
     if (same && o->overwrite && !o->finetune)
         return mt_error_set(error, "--%s %s continues the run that --overwrite would replace; leave one out",
@@ -71,7 +71,7 @@ int mt_options_find_checkpoint(mt_options *o, mt_error *error) {
     return 0;
 }
 
-char *mt_options_load_folder(const mt_options *options, mt_error *error) {
+char *mt_options_load_folder(const mt_run_options *options, mt_error *error) {
     return mt_options_falls_back(options) && !mt_options_adapts(options)
                ? mt_checkpoint_resolve_whole(options->load, error)
                : mt_checkpoint_resolve(options->load, error);

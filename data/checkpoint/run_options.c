@@ -3,7 +3,7 @@
 
 #include "../base/file.h"
 #include "../base/hf_cache.h"
-#include "../tokens/special_tokens.h"
+#include "../models/special_tokens.h"
 #include "../options/option_roles.h"
 #include "../options/option_rules.h"
 #include "../options/option_table.h"
@@ -16,11 +16,11 @@
 
 /* A conversion keeps the seed and the sequence length of the run that saved the folder, unless they are given. The
  * loader reports what is wrong with trainer.json. */
-static void mt_options_take_run(mt_options *o, const char *folder) {
+static void mt_options_take_run(mt_run_options *o, const char *folder) {
     static const struct {
         const char *key;
         size_t offset;
-    } rows[] = {{"seed", MT_AT(seed)}, {"seq_length", MT_AT(seq_length)}};
+    } rows[] = {{"seed", MT_AT(stack.seed)}, {"seq_length", MT_AT(stack.seq_length)}};
     char *path = mt_path_join(folder, "trainer.json");
     mt_error ignored;
     json_t *json = mt_json_read(path, &ignored);
@@ -35,7 +35,7 @@ static void mt_options_take_run(mt_options *o, const char *folder) {
 }
 
 /* Takes the model of a config.json; if the options have the model of --load already, compares the two. */
-static int mt_options_read_json(mt_options *options, const char *path, bool has_weights, mt_error *error) {
+static int mt_options_read_json(mt_run_options *options, const char *path, bool has_weights, mt_error *error) {
     int64_t bytes;
     char *json = mt_file_read(path, MT_CONFIG_BYTES, &bytes, error);
     int status = !json ? -1
@@ -47,7 +47,7 @@ static int mt_options_read_json(mt_options *options, const char *path, bool has_
 }
 
 /* Models named ORG/NAME, where the local cache of Hugging Face has them. */
-static int mt_options_find_models(mt_options *o, mt_error *error) {
+static int mt_options_find_models(mt_run_options *o, mt_error *error) {
     if (mt_hf_cache_find(&o->load, NULL, "--load", error) != 0) return -1;
     if (mt_hf_cache_find(&o->hf_config, "config.json", "--hf-config", error) != 0) return -1;
     if (mt_hf_cache_find(&o->load_adapter, NULL, "--load-adapter", error) != 0) return -1;
@@ -58,7 +58,7 @@ static int mt_options_find_models(mt_options *o, mt_error *error) {
     return mt_hf_cache_find(&o->tokenizer_model, NULL, "--tokenizer-model", error);
 }
 
-int mt_options_read_shape(mt_options *options, mt_error *error) {
+int mt_options_read_shape(mt_run_options *options, mt_error *error) {
     if (mt_options_find_models(options, error) != 0) return -1;
     char *folder = options->load ? mt_options_load_folder(options, error) : NULL;
     if (options->load && !folder) return -1;
@@ -79,22 +79,22 @@ int mt_options_read_shape(mt_options *options, mt_error *error) {
     return status;
 }
 
-int mt_options_parse(mt_options *options, mt_program program, int argc, char **argv, mt_error *error) {
+int mt_options_parse(mt_run_options *options, mt_program program, int argc, char **argv, mt_error *error) {
     if (mt_options_read(options, program, argc, argv, error) != 0) return -1;
     if (options->print_config) return 0;
     if (program == MT_PROGRAM_TRAIN && mt_options_find_checkpoint(options, error) != 0) return -1;
     return mt_options_read_shape(options, error);
 }
 
-int mt_options_finish(mt_options *options, mt_program program, int64_t world_size, mt_error *error) {
+int mt_options_finish(mt_run_options *options, mt_program program, int64_t world_size, mt_error *error) {
     return mt_options_finish_by(options, program, world_size, NULL, error);
 }
 
-int mt_options_finish_by(mt_options *options, mt_program program, int64_t world_size, mt_stage_balancer *balance,
+int mt_options_finish_by(mt_run_options *options, mt_program program, int64_t world_size, mt_stage_balancer *balance,
                          mt_error *error) {
     int status = mt_options_complete(options, program, world_size, balance, error);
     if (status == 0 && !mt_options_draws_schedule(options)) {
-        mt_hf_family stored = options->hf_family;
+        mt_hf_family stored = options->stack.hf_family;
         mt_options_derive_family(options);
         status = mt_options_check_names(options, stored, error);
         if (status == 0) status = mt_options_derive_adapters(options, error);

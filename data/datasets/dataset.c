@@ -339,11 +339,11 @@ static void open_mock_samples(mt_data *data, const mt_data_config *config) {
 }
 
 static int read_samples(mt_samples *samples, const mt_strings *paths, const mt_data_config *config, mt_error *error) {
-    const mt_options *o = config->options;
+    const mt_run_options *o = config->options;
     mt_sft_config files = {.paths = *paths,
                            .tokenizer_path = config->tokenizer_path,
                            .vocab_size = config->vocab_size,
-                           .seq_length = o->seq_length,
+                           .seq_length = o->stack.seq_length,
                            .chat_template = o->chat_template,
                            .chat_template_kwargs = o->chat_template_kwargs,
                            .loss_on = o->loss_on,
@@ -353,7 +353,7 @@ static int read_samples(mt_samples *samples, const mt_strings *paths, const mt_d
                            .prompt_key = o->prompt_key,
                            .query_key = o->query_key,
                            .response_key = o->response_key,
-                           .whole = o->stage == MT_STAGE_RM,
+                           .whole = o->stack.stage == MT_STAGE_RM,
                            .pairs = config->pairs,
                            .chosen_key = o->chosen_key,
                            .rejected_key = o->rejected_key,
@@ -386,7 +386,7 @@ static int open_samples(mt_data *data, const mt_data_config *config, mt_error *e
     }
     const mt_dataset *train = data->splits[MT_SPLIT_TRAIN];
     if (train && config->reads_once) { // the last step may have fewer rows
-        int64_t have = mt_packing_count(train->packing, 1), batch = config->options->global_batch_size;
+        int64_t have = mt_packing_count(train->packing, 1), batch = config->options->stack.global_batch_size;
         int64_t wanted = config->train_epochs > 1 ? train->num_samples : config->sizes[MT_SPLIT_TRAIN];
         const mt_strings *paths = divides ? &config->data_path : &config->split_data_path[MT_SPLIT_TRAIN];
         if (wanted - have >= batch || config->train_epochs > 1)
@@ -438,17 +438,17 @@ static int open_splits(mt_data *data, const mt_data_config *config, mt_error *er
     return 0;
 }
 
-mt_data_config mt_data_config_of(const mt_options *o, int64_t eod_id) {
-    int64_t iterations = o->train_epochs > 0 ? 1 : o->num_iterations; // not known yet; rows never end
+mt_data_config mt_data_config_of(const mt_run_options *o, int64_t eod_id) {
+    int64_t iterations = o->train_epochs > 0 ? 1 : o->stack.num_iterations; // not known yet; rows never end
     int64_t evaluations = o->eval_interval > 0 ? iterations / o->eval_interval + 1 : 0;
     mt_data_config config = {.data_path = o->data_path,
                              .split = o->split,
                              .split_data_path = {o->train_data_path, o->valid_data_path, o->test_data_path},
                              .mock_data = o->mock_data,
                              .tokens_file = o->tokens_file,
-                             .seq_length = mt_row_length(o),
-                             .seed = o->seed,
-                             .vocab_size = o->vocab_size,
+                             .seq_length = mt_row_length(&o->stack),
+                             .seed = o->stack.seed,
+                             .vocab_size = o->stack.vocab_size,
                              .eod_id = eod_id,
                              .reset_position_ids = o->reset_position_ids,
                              .reset_attention_mask = o->reset_attention_mask,
@@ -457,21 +457,22 @@ mt_data_config mt_data_config_of(const mt_options *o, int64_t eod_id) {
                              .reads_once = MT_GIVEN(o, dataloader_type) && o->dataloader_type == MT_DATALOADER_SINGLE,
                              .options = o,
                              .sft = o->sft,
-                             .pairs = mt_trains_on_pairs(o),
+                             .pairs = mt_trains_on_pairs(&o->stack),
                              .sequence_packing = o->sequence_packing,
                              .variable_seq_lengths = o->variable_seq_lengths,
                              .train_epochs = o->train_epochs,
-                             .dynamic_context_parallel = o->dynamic_context_parallel,
-                             .context_size = o->context_parallel_size,
+                             .dynamic_context_parallel = o->stack.dynamic_context_parallel,
+                             .context_size = o->stack.context_parallel_size,
                              .min_context_size = o->min_dynamic_context_parallel_size,
                              .rank_tokens = o->max_seqlen_per_dp_cp_rank,
-                             .slot_group = o->microbatch_group_size_per_virtual_pipeline_stage,
-                             .slot_rest = o->pipeline_model_parallel_size,
-                             .meets = o->num_experts > 0 || o->data_parallel_sharding_strategy >= MT_SHARD_GRADS,
-                             .work = mt_token_work_of(o)};
+                             .slot_group = o->stack.microbatch_group_size_per_virtual_pipeline_stage,
+                             .slot_rest = o->stack.pipeline_model_parallel_size,
+                             .meets =
+                                 o->stack.num_experts > 0 || o->stack.data_parallel_sharding_strategy >= MT_SHARD_GRADS,
+                             .work = mt_token_work_of(&o->stack)};
     config.sizes[MT_SPLIT_TRAIN] = mt_consumed_samples(o, iterations);
-    config.sizes[MT_SPLIT_VALID] = evaluations * o->eval_iters * o->global_batch_size;
-    config.sizes[MT_SPLIT_TEST] = o->eval_interval > 0 ? o->eval_iters * o->global_batch_size : 0;
+    config.sizes[MT_SPLIT_VALID] = evaluations * o->eval_iters * o->stack.global_batch_size;
+    config.sizes[MT_SPLIT_TEST] = o->eval_interval > 0 ? o->eval_iters * o->stack.global_batch_size : 0;
     return config;
 }
 
@@ -589,14 +590,14 @@ static int extend_plans(mt_run_state *state, const mt_data_config *config, FILE 
 /* The sizes of a run that goes on, perhaps with other batches: what it has consumed, and what its further steps need.
  */
 static void take_progress(mt_data_config *config, const mt_run_state *state) {
-    const mt_options *o = config->options;
-    int64_t interval = o->eval_interval, iterations = mt_max(o->num_iterations, state->iteration);
+    const mt_run_options *o = config->options;
+    int64_t interval = o->eval_interval, iterations = mt_max(o->stack.num_iterations, state->iteration);
     int64_t evaluations = interval > 0 ? iterations / interval - state->iteration / interval + 1 : 0;
     config->sizes[MT_SPLIT_TRAIN] =
-        mt_consumed_samples_from(o, state->iteration, state->consumed_train_samples, o->num_iterations);
+        mt_consumed_samples_from(o, state->iteration, state->consumed_train_samples, o->stack.num_iterations);
     if (config->sizes[MT_SPLIT_VALID] > 0)
         config->sizes[MT_SPLIT_VALID] =
-            state->consumed_valid_samples + evaluations * o->eval_iters * o->global_batch_size;
+            state->consumed_valid_samples + evaluations * o->eval_iters * o->stack.global_batch_size;
 }
 
 int mt_data_resume(mt_data *data, mt_data_config *config, mt_run_state *state, int64_t group, bool *reorders,

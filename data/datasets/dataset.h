@@ -12,6 +12,7 @@
 #ifndef MT_DATASET_H
 #define MT_DATASET_H
 
+#include "../options/options.h"
 #include "../options/flops.h"
 
 #ifdef __cplusplus
@@ -46,7 +47,7 @@ typedef struct mt_data_config {
     bool no_data_sharding;               // --no-data-sharding, for cyclic: ranks share one shuffle
 
     /* samples of any length, see sft.h */
-    const mt_options *options;                               // how files are read
+    const mt_run_options *options;                           // how files are read
     const struct mt_tokenizer *tokenizer;                    // of the files' text
     const char *tokenizer_path;                              // its file or folder; NULL: none
     FILE *log;                                               // lines about the files; NULL: none
@@ -70,7 +71,7 @@ struct mt_dataset {
 };
 
 /* The configuration that options describe. `eod_id` is the tokenizer's end of document; -1: none. */
-mt_data_config mt_data_config_of(const mt_options *options, int64_t eod_id);
+mt_data_config mt_data_config_of(const mt_run_options *options, int64_t eod_id);
 
 /* All splits of a run. */
 typedef struct mt_data mt_data;

@@ -99,7 +99,20 @@ static int check_documents(const mt_indexed_index *index, const char *path, mt_e
     return 0;
 }
 
-/* Locates the three arrays; they must fill the file exactly. */
+/* Multimodal writers add a mode of one byte for each sequence; 0 is text. Megatron-LM's GPT datasets do not look at
+ * them and would train on the tokens of images. */
+static int check_modes(const mt_indexed_index *index, const char *path, mt_error *error) {
+    const int8_t *modes = (const int8_t *)index->documents + (index->num_documents + 1) * 8;
+    for (int64_t i = 0; i < index->num_sequences; i++)
+        if (modes[i] != 0)
+            return mt_error_set(error,
+                                "%s: sequence %lld has mode %d: multimodal data, which are not supported; prepare the "
+                                "text alone",
+                                path, (long long)i, modes[i]);
+    return 0;
+}
+
+/* Locates the three arrays; they, and modes where there are some, must fill the file exactly. */
 static int locate_arrays(mt_indexed_index *index, const uint8_t *bytes, int64_t size, const char *path,
                          mt_error *error) {
     uint64_t sequences, entries;
@@ -108,7 +121,8 @@ static int locate_arrays(mt_indexed_index *index, const uint8_t *bytes, int64_t 
     uint64_t room = (uint64_t)(size - INDEX_HEADER_BYTES);
     // A sequence takes 12 bytes and a document entry 8. These bounds also prevent overflow below.
     bool possible = sequences <= room / 12 && entries <= room / 8 && entries >= 1;
-    if (!possible || sequences * 12 + entries * 8 != room)
+    uint64_t taken = possible ? sequences * 12 + entries * 8 : 0;
+    if (!possible || (taken != room && taken + sequences != room))
         return mt_error_set(
             error,
             "%s: %lld bytes cannot hold the %llu sequences and %llu document entries of its header; the "
@@ -119,7 +133,7 @@ static int locate_arrays(mt_indexed_index *index, const uint8_t *bytes, int64_t 
     index->lengths = bytes + INDEX_HEADER_BYTES;
     index->offsets = index->lengths + index->num_sequences * 4;
     index->documents = index->offsets + index->num_sequences * 8;
-    return 0;
+    return taken == room ? 0 : check_modes(index, path, error);
 }
 
 int mt_indexed_index_parse(mt_indexed_index *index, const void *bytes, int64_t size, int64_t bin_size, const char *path,

@@ -12,7 +12,8 @@ extern "C" {
  *
  * PREFIX.idx, little-endian: "MMIDIDX\0\0", u64 version 1, u8 token type, u64 sequences, u64 documents + 1, then
  *   i32 length of each sequence in tokens; i64 byte offset of each in the .bin;
- *   i64 document index: document d has the sequences [entry d, entry d + 1).
+ *   i64 document index: document d has the sequences [entry d, entry d + 1);
+ *   i8 mode of each sequence, in multimodal data only: 0 is text, others are refused.
  * PREFIX.bin: the tokens only. (Megatron-LM, megatron/core/datasets/indexed_dataset.py)
  */
 

@@ -332,13 +332,14 @@ void mt_loader_print(const mt_loader *loader, int64_t consumed, int64_t count, F
     mt_step_plan_free(&after);
 }
 
-int mt_step_print(const mt_options *o, const mt_data_config *config, FILE *file, mt_error *error) {
+int mt_step_print(const mt_run_options *o, const mt_data_config *config, FILE *file, mt_error *error) {
     mt_data *data;
     mt_loader *loader = NULL;
     mt_step_plan plan = {0};
     if (mt_data_open(&data, config, error) != 0) return -1;
     const mt_dataset *dataset = mt_data_split(data, MT_SPLIT_TRAIN);
-    int status = mt_loader_open(&loader, dataset, config, o->micro_batch_size, 0, o->data_parallel_size, error);
+    int status =
+        mt_loader_open(&loader, dataset, config, o->stack.micro_batch_size, 0, o->stack.data_parallel_size, error);
     if (status == 0 && loader->cuts)
         status = plan_documents(&plan, &loader->documents, loader, 0, mt_global_batch_size(o, 0), true, error);
     else if (status == 0)
@@ -433,7 +434,7 @@ mt_feed mt_feed_begin(mt_loader *loader, int64_t consumed_samples, int64_t sampl
  * a micro-batch may have more of them than a rank has tokens. mt_batch_check would refuse it too, but on its ranks
  * alone, while others wait for them in the exchange of experts. */
 static int check_sequences(const mt_loader *loader, const mt_batch *batch, mt_error *error) {
-    const mt_options *o = loader->config->options;
+    const mt_options *o = &loader->config->options->stack;
     if (!o || o->num_experts == 0 || o->moe_router_load_balancing_type != MT_BALANCING_SEQ_AUX_LOSS) return 0;
     int64_t padded = mt_rank_tokens(o, batch->num_tokens) * o->context_parallel_size, longest = 64; // see mt_batch_pad
     int64_t sequences = batch->num_spans + mt_divide_up(padded - batch->num_tokens, longest);

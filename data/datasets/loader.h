@@ -34,7 +34,7 @@ void mt_loader_print(const mt_loader *loader, int64_t consumed_samples, int64_t 
 
 /* --print-schedule with --dynamic-context-parallel: prints and draws the schedule of the micro-batches of the
  * first step (step_plan_print.h). */
-int mt_step_print(const mt_options *options, const mt_data_config *config, FILE *file, mt_error *error);
+int mt_step_print(const mt_run_options *options, const mt_data_config *config, FILE *file, mt_error *error);
 
 /* The micro-batches of one training step or evaluation. */
 typedef struct mt_feed {

@@ -15,7 +15,7 @@
 #include "../tokens/chat.h"
 #include "../tokens/prompts.h"
 #include "../tokens/response.h"
-#include "../tokens/special_tokens.h"
+#include "../models/special_tokens.h"
 #include "../options/option_table.h"
 #include "../models/generate.h"
 #include "../models/model_role.h"
@@ -91,21 +91,21 @@ struct mt_rl {
 /* ---- models */
 
 /* Adds the memory for responses to the plan of a model with `options`. */
-static void plan_generation(mt_model_plan *plan, const mt_options *o) {
-    int64_t responses = mt_divide_up(o->rollout_batch_size * o->num_return_sequences, o->data_parallel_size);
+static void plan_generation(mt_model_plan *plan, const mt_run_options *o) {
+    int64_t responses = mt_divide_up(o->rollout_batch_size * o->num_return_sequences, o->stack.data_parallel_size);
     plan->page_rows = o->inference_dynamic_batching_block_size;
-    mt_plan_generation(plan, mt_min(responses, o->inference_max_requests), o->seq_length, o->kv_cache_tokens);
+    mt_plan_generation(plan, mt_min(responses, o->inference_max_requests), o->stack.seq_length, o->kv_cache_tokens);
 }
 
-void mt_rl_plan(mt_model_plan *plan, const mt_options *o) {
-    mt_options apart = *o;
+void mt_rl_plan(mt_model_plan *plan, const mt_run_options *o) {
+    mt_run_options apart = *o;
     if (!mt_model_role_sizes_apply(&apart, mt_model_role_sizes_of_generator(o))) plan_generation(plan, o);
 }
 
 static int load_partner(mt_rl *rl, partner *p, mt_run_state *state, mt_error *error) {
     const char *folder = p->folder ? p->folder : p->role.options.load;
     if (!folder) mt_model_init(p->role.model);
-    if (folder && mt_checkpoint_load(p->role.model, state, folder, error) != 0) return -1;
+    if (folder && mt_checkpoint_load(p->role.model, &p->role.options, state, folder, error) != 0) return -1;
     mt_report_role(&p->role, rl->config.log);
     return 0;
 }
@@ -113,7 +113,7 @@ static int load_partner(mt_rl *rl, partner *p, mt_run_state *state, mt_error *er
 /* Creates a model for scoring, or with a loss for training. */
 static int create_partner(mt_rl *rl, partner *p, const mt_model_plan *actor_plan, const mt_loss *loss,
                           mt_error *error) {
-    mt_model_plan plan = mt_model_role_plan(&p->role, actor_plan, rl->config.options->context_parallel_size);
+    mt_model_plan plan = mt_model_role_plan(&p->role, actor_plan, rl->config.options->stack.context_parallel_size);
     plan.train = loss != NULL, plan.loss = loss;
     return mt_model_role_create(&p->role, &plan, error);
 }
@@ -129,7 +129,7 @@ static int open_partner(mt_rl *rl, partner *p, const mt_model_plan *actor_plan, 
 static void begin_partner(mt_rl *rl, partner *p, const char *name, const char *folder) {
     const mt_rl_config *c = &rl->config;
     mt_model_role_begin(&p->role, name, c->options, c->grid, c->ops);
-    p->role.options.lora_rank = 0; // only the actor has adapters
+    p->role.options.stack.lora_rank = 0; // only the actor has adapters
     p->folder = folder ? mt_strdup(folder) : NULL;
 }
 
@@ -146,7 +146,7 @@ static mt_plan_shape plan_shape_of(const mt_options *o) {
 
 /* The reference has the actor's shape. */
 static int open_reference(mt_rl *rl, const mt_model_plan *plan, const mt_run_state *state, mt_error *error) {
-    const mt_options *o = rl->config.options;
+    const mt_run_options *o = rl->config.options;
     partner *p = &rl->reference;
     if (o->kl_loss_coef == 0 && !o->kl_in_reward) return 0;
     if (mt_options_refer_to_base(o)) {
@@ -154,15 +154,16 @@ static int open_reference(mt_rl *rl, const mt_model_plan *plan, const mt_run_sta
         mt_report_role(&p->role, rl->config.log);
         return 0;
     }
-    if (!o->ref_load && state->iteration > 0 && o->lora_rank == 0)
+    if (!o->ref_load && state->iteration > 0 && o->stack.lora_rank == 0)
         return mt_error_set(error,
                             "the run resumes at iteration %lld; name the model that it started from by --ref-load",
                             (long long)state->iteration);
     begin_partner(rl, p, "reference", o->ref_load);
-    int status =
-        o->ref_load ? mt_options_check_folder(o, o->ref_load, "--ref-load", &p->role.options.head_type, error) : 0;
+    int status = o->ref_load
+                     ? mt_options_check_folder(o, o->ref_load, "--ref-load", &p->role.options.stack.head_type, error)
+                     : 0;
     if (mt_agree(&rl->config.grid->world, status != 0, error) != 0) return -1;
-    if (p->role.options.head_type != MT_HEAD_LM)
+    if (p->role.options.stack.head_type != MT_HEAD_LM)
         return mt_error_set(error, "--ref-load %s: is a model with a value head; take a language model's folder",
                             o->ref_load);
     if (mt_model_role_place(&p->role, mt_model_role_sizes_of_reference(o), "--ref-*-model-parallel-size", error) != 0)
@@ -173,8 +174,8 @@ static int open_reference(mt_rl *rl, const mt_model_plan *plan, const mt_run_sta
 /* The folder of the critic that was saved with the actor's checkpoint of an iteration, beside it; to free. The run's
  * folder is loaded, or that of one checkpoint. */
 static char *saved_critic(const mt_rl *rl, int64_t iteration) {
-    const mt_options *o = rl->config.options;
-    const char *loaded = o->lora_rank > 0 ? o->load_adapter : o->load;
+    const mt_run_options *o = rl->config.options;
+    const char *loaded = o->stack.lora_rank > 0 ? o->load_adapter : o->load;
     char *whole = realpath(loaded, NULL), *name = whole ? strrchr(whole, '/') : NULL;
     bool is_checkpoint = name && mt_iteration_of(name + 1) >= 0;
     if (is_checkpoint) *name = 0;
@@ -199,7 +200,7 @@ static int verify_critic(const mt_rl *rl, int64_t iteration, bool whole, mt_erro
  * damage of the critic of `number` if there is none. Only a run that loads from its own --save goes back. whole: all
  * bytes of the critics are compared. */
 static int64_t choose_critic(const mt_rl *rl, int64_t number, bool whole, mt_error *error) {
-    const mt_options *o = rl->config.options;
+    const mt_run_options *o = rl->config.options;
     const mt_group *world = &rl->config.grid->world;
     mt_error damage, ignored;
     int64_t chosen = number;
@@ -216,14 +217,14 @@ static int64_t choose_critic(const mt_rl *rl, int64_t number, bool whole, mt_err
 /* Takes a resumed run to the newest checkpoint, up to the loaded one, with an intact critic. */
 static int settle_critic(mt_rl *rl, mt_run_state *state, bool whole, mt_error *error) {
     const mt_run_state before = *state;
-    const mt_options *o = rl->config.options;
+    const mt_run_options *o = rl->config.options;
     mt_model *actor = rl->actor.model;
     int64_t chosen = choose_critic(rl, state->iteration, whole, error);
     if (chosen < 0 || chosen == state->iteration) return chosen < 0 ? -1 : 0;
     if (mt_model_role_use(&rl->actor, MT_USE_TRAINING, error) != 0) return -1;
     char *path = mt_iteration_path(o->save, chosen);
-    int status = o->lora_rank > 0 ? mt_checkpoint_load_adapter(actor, state, path, false, error)
-                                  : mt_checkpoint_load(actor, state, path, error);
+    int status = o->stack.lora_rank > 0 ? mt_checkpoint_load_adapter(actor, o, state, path, false, error)
+                                        : mt_checkpoint_load(actor, o, state, path, error);
     free(path);
     state->prompts_fingerprint = before.prompts_fingerprint;
     return status == 0 ? mt_model_role_use(&rl->actor, MT_USE_NOTHING, error) : -1;
@@ -253,51 +254,52 @@ static int load_critic(mt_rl *rl, mt_run_state *state, bool is_saved, mt_error *
 }
 
 /* The critic's options in another shape than the actor's: the folder's model, which trains as the run does. */
-static int take_critic_shape(mt_options *own, const mt_options *o, const char *folder, const char *option,
+static int take_critic_shape(mt_run_options *own, const mt_run_options *o, const char *folder, const char *option,
                              int64_t world_size, mt_error *error) {
     mt_model_role_sizes sizes = mt_model_role_sizes_of_critic(o);
     if (mt_options_of_learner(own, o, folder, error) != 0) return -1;
-    if (mt_options_check_expert_ranks(own, sizes.expert, "critic", error) != 0) return -1;
-    mt_head_type head = own->head_type;
-    own->lr = o->critic_lr, own->min_lr = fmin(o->min_lr, o->critic_lr);
+    if (mt_options_check_expert_ranks(&own->stack, sizes.expert, "critic", error) != 0) return -1;
+    mt_head_type head = own->stack.head_type;
+    own->stack.lr = o->critic_lr, own->stack.min_lr = fmin(o->stack.min_lr, o->critic_lr);
     (void)mt_model_role_sizes_apply(own, sizes);
-    if (mt_options_finish_model(own, o, option, "critic", world_size, error) != 0) return -1;
-    own->head_type = head;
-    own->stage = o->stage, own->global_batch_size = o->global_batch_size; // an iteration is the run's
-    own->train_iters = o->train_iters, own->num_iterations = o->num_iterations;
+    if (mt_options_finish_model(own, &o->stack, option, "critic", world_size, error) != 0) return -1;
+    own->stack.head_type = head;
+    own->stack.stage = o->stack.stage,
+    own->stack.global_batch_size = o->stack.global_batch_size; // an iteration is the run's
+    own->stack.train_iters = o->stack.train_iters, own->stack.num_iterations = o->stack.num_iterations;
     return 0;
 }
 
 /* Options and grid of the critic of a folder, which `option` names, or of the model that the run begins with. In
  * another shape than the actor's it has a grid of its own. */
 static int place_critic(mt_rl *rl, const char *folder, const char *option, mt_error *error) {
-    const mt_options *o = rl->config.options;
+    const mt_run_options *o = rl->config.options;
     const mt_group *world = &rl->config.grid->world;
     partner *p = &rl->critic;
-    mt_options *own = &p->role.options;
+    mt_run_options *own = &p->role.options;
     mt_model_role_sizes sizes = mt_model_role_sizes_of_critic(o);
     mt_error difference;
     begin_partner(rl, p, "critic", folder);
-    bool fits = !folder || mt_options_check_folder(o, folder, option, &own->head_type, &difference) == 0;
+    bool fits = !folder || mt_options_check_folder(o, folder, option, &own->stack.head_type, &difference) == 0;
     p->owns_options = !fits;
-    int status = fits ? mt_options_check_expert_ranks(own, sizes.expert, "critic", error)
+    int status = fits ? mt_options_check_expert_ranks(&own->stack, sizes.expert, "critic", error)
                       : take_critic_shape(own, o, folder, option, world->size, error);
     if (mt_agree(world, status != 0, error) != 0) return -1;
     status = fits ? mt_model_role_place(&p->role, sizes, "--critic-*-model-parallel-size", error)
                   : mt_model_role_build_grid(&p->role, error);
-    p->shape = plan_shape_of(own);
-    own->value_head = own->head_type != MT_HEAD_TOKEN;    // a reward model's has no bias
-    own->finetune = own->finetune || own->value_head;     // it becomes a critic, and its own run does not go on
-    if (o->keep_checkpoints > 0) own->keep_checkpoints++; // it is saved before the actor
-    own->head_type = MT_HEAD_TOKEN;
-    own->lr = o->critic_lr, own->min_lr = fmin(o->min_lr, o->critic_lr);
+    p->shape = plan_shape_of(&own->stack);
+    own->value_head = own->stack.head_type != MT_HEAD_TOKEN; // a reward model's has no bias
+    own->finetune = own->finetune || own->value_head;        // it becomes a critic, and its own run does not go on
+    if (o->keep_checkpoints > 0) own->keep_checkpoints++;    // it is saved before the actor
+    own->stack.head_type = MT_HEAD_TOKEN;
+    own->stack.lr = o->critic_lr, own->stack.min_lr = fmin(o->stack.min_lr, o->critic_lr);
     return status;
 }
 
 /* The critic of a run that resumes is the one that was saved with the actor, beside its checkpoints; --critic-load is
  * for a run that begins, or resumes elsewhere than in its own --save. */
 static int open_critic(mt_rl *rl, const mt_model_plan *plan, mt_run_state *state, mt_error *error) {
-    const mt_options *o = rl->config.options;
+    const mt_run_options *o = rl->config.options;
     partner *p = &rl->critic;
     bool again = o->critic_load && mt_options_falls_back(o); // a restart repeats the whole command
     bool is_saved = state->iteration > 0 && (!o->critic_load || again);
@@ -312,10 +314,11 @@ static int open_critic(mt_rl *rl, const mt_model_plan *plan, mt_run_state *state
     if (status == 0) status = create_partner(rl, p, plan, mt_stage_critic_loss(&p->loss, o), error);
     if (status == 0) status = load_critic(rl, state, is_saved, error);
     if (status == 0 && o->save && rl->config.grid->world.rank == 0)
-        status = mt_checkpoint_prepare(p->role.model, folder, error);
+        status = mt_checkpoint_prepare(p->role.model, &p->role.options, folder, error);
     status = mt_agree(&rl->config.grid->world, status != 0, error);
     if (status == 0 && o->save)
-        mt_saver_open(&rl->critic_saver, p->role.model, folder, rl->config.extra, rl->config.context, false);
+        mt_saver_open(&rl->critic_saver, p->role.model, &p->role.options, folder, rl->config.extra, rl->config.context,
+                      false);
     free(saved);
     return status;
 }
@@ -324,29 +327,30 @@ static int open_critic(mt_rl *rl, const mt_model_plan *plan, mt_run_state *state
 static int open_reward_model(mt_rl *rl, const mt_model_plan *plan, mt_error *error) {
     const mt_rl_config *c = &rl->config;
     partner *p = &rl->reward_model;
-    mt_options *own = &p->role.options;
+    mt_run_options *own = &p->role.options;
     mt_model_role_sizes sizes = mt_model_role_sizes_of_reward(c->options);
     mt_model_role_begin(&p->role, "reward model", c->options, c->grid, c->ops);
     p->owns_options = true;
     int status = mt_options_of_model(own, c->options, c->options->reward_load, error);
-    if (status == 0) status = mt_options_check_expert_ranks(own, sizes.expert, "reward", error);
-    if (status == 0 && own->head_type == MT_HEAD_LM)
+    if (status == 0) status = mt_options_check_expert_ranks(&own->stack, sizes.expert, "reward", error);
+    if (status == 0 && own->stack.head_type == MT_HEAD_LM)
         status = mt_error_set(error, "--reward-load %s: is a language model; --stage rm makes a reward model of one",
                               own->load);
-    own->stage = MT_STAGE_RM; // whose models have value heads
+    own->stack.stage = MT_STAGE_RM; // whose models have value heads
     bool apart = status == 0 && mt_model_role_sizes_apply(own, sizes);
-    if (own->num_experts > 0 && !apart) // on the actor's grid, also if the actor has none
-        own->expert_model_parallel_size = c->grid->expert.size,
-        own->expert_tensor_parallel_size = c->grid->expert_tensor.size;
+    if (own->stack.num_experts > 0 && !apart) // on the actor's grid, also if the actor has none
+        own->stack.expert_model_parallel_size = c->grid->expert.size,
+        own->stack.expert_tensor_parallel_size = c->grid->expert_tensor.size;
     if (status == 0)
-        status = mt_options_finish_model(own, c->options, "--reward-load", "reward", c->grid->world.size, error);
+        status =
+            mt_options_finish_model(own, &c->options->stack, "--reward-load", "reward", c->grid->world.size, error);
     if (mt_agree(&c->grid->world, status != 0, error) != 0) return -1;
     if (apart && mt_model_role_build_grid(&p->role, error) != 0) return -1;
     return open_partner(rl, p, plan, error);
 }
 
 static int open_reward(mt_rl *rl, const mt_model_plan *plan, mt_error *error) {
-    const mt_options *o = rl->config.options;
+    const mt_run_options *o = rl->config.options;
     const mt_group *world = &rl->config.grid->world;
     int status = 0;
     if (o->reward == MT_REWARD_MODEL) return open_reward_model(rl, plan, error);
@@ -360,8 +364,8 @@ static int open_reward(mt_rl *rl, const mt_model_plan *plan, mt_error *error) {
 static int open_generator(mt_rl *rl, const mt_model_plan *actor_plan, mt_error *error) {
     const mt_rl_config *c = &rl->config;
     mt_model_role *role = &rl->generator;
-    bool adapts = c->options->lora_rank > 0;
-    mt_model_plan plan = {.max_tokens = mt_min(c->options->seq_length, MT_PREFILL_TOKENS)};
+    bool adapts = c->options->stack.lora_rank > 0;
+    mt_model_plan plan = {.max_tokens = mt_min(c->options->stack.seq_length, MT_PREFILL_TOKENS)};
     mt_transfer *base = NULL;
     mt_model_role_begin(role, "generator", c->options, c->grid, c->ops);
     mt_model_role_sizes sizes = mt_model_role_sizes_of_generator(c->options);
@@ -382,7 +386,7 @@ static int open_generator(mt_rl *rl, const mt_model_plan *actor_plan, mt_error *
 
 /* Every rank has the same prompts, and a run that resumes has those of its start. */
 static int check_prompts(mt_rl *rl, mt_run_state *state, mt_error *error) {
-    const mt_options *o = rl->config.options;
+    const mt_run_options *o = rl->config.options;
     const char *name = "prompts";
     uint64_t print = mt_samples_fingerprint(&rl->prompts);
     for (int64_t i = 0; i < o->prompt_shares.count; i++) {
@@ -401,11 +405,11 @@ static int check_prompts(mt_rl *rl, mt_run_state *state, mt_error *error) {
 
 /* The prompts of all files, on every rank. */
 static int read_prompts(mt_samples *prompts, const mt_rl_config *c, FILE *log, mt_error *error) {
-    const mt_options *o = c->options;
+    const mt_run_options *o = c->options;
     mt_sft_config files = {.paths = o->data_path,
                            .tokenizer_path = c->tokenizer_path,
-                           .vocab_size = o->vocab_size,
-                           .seq_length = o->seq_length - o->max_new_tokens,
+                           .vocab_size = o->stack.vocab_size,
+                           .seq_length = o->stack.seq_length - o->max_new_tokens,
                            .chat_template = o->chat_template,
                            .chat_template_kwargs = o->chat_template_kwargs,
                            .skip_bad_samples = o->skip_bad_samples,
@@ -432,7 +436,7 @@ int64_t mt_rl_count_prompts(const mt_rl_config *config, mt_error *error) {
 }
 
 static void configure_rollouts(mt_rl *rl) {
-    const mt_options *o = rl->config.options;
+    const mt_run_options *o = rl->config.options;
     double penalty = o->overlong_buffer_length > 0 ? o->overlong_penalty_factor : o->overlong_penalty;
     rl->rollout_config = (mt_rollout_config){.overlong = penalty > 0        ? MT_OVERLONG_PENALTY
                                                          : o->overlong_mask ? MT_OVERLONG_MASK
@@ -450,7 +454,7 @@ static void configure_rollouts(mt_rl *rl) {
                                                            .norm_by_std = o->norm_adv_by_std,
                                                            .whiten = o->whiten_advantages,
                                                            .advantage_clip = o->advantage_clip}};
-    rl->shape = plan_shape_of(o);
+    rl->shape = plan_shape_of(&o->stack);
 }
 
 /* The tokens that end a response: of the model's folder, of the tokenizer, and of the chat template. */
@@ -476,10 +480,10 @@ int mt_rl_open(mt_rl **out, const mt_rl_config *config, mt_model *actor, const m
                mt_error *error) {
     mt_rl *rl = mt_calloc(sizeof *rl);
     rl->config = *config;
-    mt_model_role_lend(&rl->actor, "actor", actor);
+    mt_model_role_lend(&rl->actor, "actor", config->options, actor);
     mt_report_role(&rl->actor, config->log);
     configure_rollouts(rl);
-    const mt_options *o = config->options;
+    const mt_run_options *o = config->options;
     rl->quotas = mt_calloc((o->prompt_shares.count + 1) * 8);
     int status = mt_prompt_quotas(rl->quotas, &o->prompt_shares, o->rollout_batch_size, error);
     if (status == 0) status = read_prompts(&rl->prompts, config, config->log, error);
@@ -500,7 +504,7 @@ int mt_rl_open(mt_rl **out, const mt_rl_config *config, mt_model *actor, const m
 }
 
 static void close_partner(partner *p) {
-    mt_options options = p->role.options;
+    mt_run_options options = p->role.options;
     mt_model_role_close(&p->role);
     if (p->owns_options) mt_options_free(&options);
     free(p->folder);
@@ -549,15 +553,15 @@ static void lap(mt_rl *rl, int phase, double *then) {
     *then = now;
 }
 
-static mt_sampling sampling_of(const mt_options *o) {
-    return (mt_sampling){.temperature = o->temperature,
+static mt_sampling sampling_of(const mt_run_options *o) {
+    return (mt_sampling){.temperature = o->stack.temperature,
                          .top_p = o->top_p,
                          .top_k = o->top_k,
                          .min_p = o->min_p,
                          .repetition_penalty = o->repetition_penalty,
-                         .seed = (uint64_t)o->seed,
+                         .seed = (uint64_t)o->stack.seed,
                          .logprobs = true,
-                         .logp_scale = (float)(1 / o->temperature)}; // as in training
+                         .logp_scale = (float)(1 / o->stack.temperature)}; // as in training
 }
 
 /* Takes a response and its log-probabilities; `tokens` come before it. */
@@ -586,7 +590,7 @@ static int prepare_generator(mt_rl *rl, mt_error *error) {
 
 /* Responses to the next `prompts` prompts of the run, which has used `position` prompts before. */
 static int generate(mt_rl *rl, int64_t position, int64_t prompts, mt_error *error) {
-    const mt_options *o = rl->config.options;
+    const mt_run_options *o = rl->config.options;
     mt_rollouts *r = &rl->rollouts;
     int64_t group = o->num_return_sequences, count = prompts * group, first = r->count, tokens = 0, more = 0;
     int64_t *order = mt_malloc(prompts * 8), *lengths = mt_malloc(prompts * 8);
@@ -599,10 +603,10 @@ static int generate(mt_rl *rl, int64_t position, int64_t prompts, mt_error *erro
     mt_responses responses = mt_responses_open(rl->config.tokenizer, &o->stop, rollout.first_id, count);
     if (o->stop.count > 0) rollout.stops.ends_text = mt_responses_end, rollout.stops.context = &responses;
     if (o->prompt_shares.count > 0)
-        mt_prompts_order_shares(&rl->prompts, rl->quotas, o->prompt_shares.count, o->shuffle_prompts, o->seed, position,
-                                prompts, order);
+        mt_prompts_order_shares(&rl->prompts, rl->quotas, o->prompt_shares.count, o->shuffle_prompts, o->stack.seed,
+                                position, prompts, order);
     else
-        mt_prompts_order(rl->prompts.count, o->shuffle_prompts, o->seed, position, prompts, order);
+        mt_prompts_order(rl->prompts.count, o->shuffle_prompts, o->stack.seed, position, prompts, order);
     for (int64_t i = 0; i < prompts; i++) {
         texts[i] = rl->prompts.tokens + rl->prompts.offsets[order[i]];
         lengths[i] = rl->prompts.offsets[order[i] + 1] - rl->prompts.offsets[order[i]];
@@ -733,7 +737,7 @@ static int score_by_function(mt_rl *rl, int64_t first, mt_error *error) {
 
 /* Responses and their rewards. With dynamic sampling other prompts replace the dropped ones, in a number of rounds. */
 static int roll_out(mt_rl *rl, const mt_run_state *state, mt_batch *batch, mt_error *error) {
-    const mt_options *o = rl->config.options;
+    const mt_run_options *o = rl->config.options;
     mt_rollouts *r = &rl->rollouts;
     int64_t most = o->dynamic_sampling ? o->dynamic_sampling_max_rounds : 1, missing = o->rollout_batch_size;
     double then = mt_time();
@@ -778,16 +782,16 @@ static double generation_gap(const mt_rl *rl) {
 /* Steps of a role on all mini-batches, in micro-batches of `shape`. metrics: of the last one (NULL: not wanted). */
 static int train_role(mt_rl *rl, mt_model_role *role, const mt_plan_shape *shape, const mt_run_state *state,
                       int64_t *optimizer_step, mt_batch *batch, mt_metrics *metrics, mt_error *error) {
-    const mt_options *o = rl->config.options;
+    const mt_run_options *o = rl->config.options;
     const mt_rollouts *r = &rl->rollouts;
-    int64_t mini_batches = mt_divide_up(r->samples.count, o->global_batch_size), *sequences = all_sequences(rl);
+    int64_t mini_batches = mt_divide_up(r->samples.count, o->stack.global_batch_size), *sequences = all_sequences(rl);
     int64_t steps = o->ppo_epochs * mini_batches;
     learner source = {rl, role};
     if (mt_model_role_is_apart(role)) batch = &role->batch;
     int status = mt_model_role_use(role, MT_USE_TRAINING, error);
     for (int64_t i = 0; i < steps && status == 0; i++) {
-        int64_t count = mt_rollouts_mini_batch(r, o->shuffle_mini_batches, o->seed, state->iteration, i / mini_batches,
-                                               i % mini_batches, mini_batches, sequences);
+        int64_t count = mt_rollouts_mini_batch(r, o->shuffle_mini_batches, o->stack.seed, state->iteration,
+                                               i / mini_batches, i % mini_batches, mini_batches, sequences);
         mt_run_state inner = *state;
         inner.optimizer_step = *optimizer_step;
         plan_batches(rl, sequences, count, shape);
@@ -898,7 +902,7 @@ static void add_number(mt_rl *rl, const char *name, double value, bool on_line) 
 /* The numbers that the iteration has. */
 static void collect_numbers(mt_rl *rl) {
     const mt_rollout_stats *stats = &rl->rollouts.stats;
-    const mt_options *o = rl->config.options;
+    const mt_run_options *o = rl->config.options;
     double counted = (double)mt_rollouts_count(&rl->rollouts);
     bool trained = counted > 0, samples = o->dynamic_sampling;
     rl->num_numbers = 0;
@@ -931,9 +935,9 @@ int mt_rl_step(mt_rl *rl, mt_run_state *state, mt_batch *batch, mt_metrics *metr
     const mt_rollouts *r = &rl->rollouts;
     double begin = mt_time();
     rl->times = (phase_times){0};
-    state->consumed_train_samples = state->iteration * rl->config.options->global_batch_size; // that of schedules
+    state->consumed_train_samples = state->iteration * rl->config.options->stack.global_batch_size; // that of schedules
     if (metrics) *metrics = (mt_metrics){.loss = NAN};
-    if (metrics) metrics->learning_rate = mt_learning_rate(rl->config.options, state->consumed_train_samples);
+    if (metrics) metrics->learning_rate = mt_learning_rate(&rl->config.options->stack, state->consumed_train_samples);
     int status = roll_out(rl, state, batch, error);
     bool trains = mt_rollouts_count(r) > 0;
     if (status == 0 && trains) status = learn(rl, state, batch, metrics, error);
@@ -951,7 +955,7 @@ int mt_rl_step(mt_rl *rl, mt_run_state *state, mt_batch *batch, mt_metrics *metr
         metrics->skipped = rl->bad_steps + rl->untrained;
     }
     state->iteration++;
-    state->consumed_train_samples = state->iteration * rl->config.options->global_batch_size;
+    state->consumed_train_samples = state->iteration * rl->config.options->stack.global_batch_size;
     state->consumed_prompts += r->num_prompts;
     return 0;
 }

@@ -15,7 +15,7 @@ typedef struct mt_rl mt_rl;
 
 /* The operands of mt_rl_open, which must outlive the mt_rl. */
 typedef struct mt_rl_config {
-    const mt_options *options;
+    const mt_run_options *options;
     const mt_grid *grid;
     const mt_ops *ops;
     const mt_tokenizer *tokenizer;
@@ -26,7 +26,7 @@ typedef struct mt_rl_config {
 } mt_rl_config;
 
 /* Adds the memory for responses to the plan of an actor, before its creation. */
-void mt_rl_plan(mt_model_plan *plan, const mt_options *options);
+void mt_rl_plan(mt_model_plan *plan, const mt_run_options *options);
 
 /* The number of prompts of options->data_path; -1 with error. Every rank calls it, before a model exists. */
 int64_t mt_rl_count_prompts(const mt_rl_config *config, mt_error *error);

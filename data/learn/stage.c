@@ -31,7 +31,7 @@ static void choose_policy_metrics(mt_stage_loss *stage) {
     stage->loss.metrics = stage->metrics;
 }
 
-const mt_loss *mt_stage_loss_of(mt_stage_loss *stage, const mt_options *o) {
+const mt_loss *mt_stage_loss_of(mt_stage_loss *stage, const mt_run_options *o) {
     mt_aggregation mean = {.mode = o->loss_agg_mode, .norm_length = (double)o->max_new_tokens};
     *stage = (mt_stage_loss){.preference = {o->preference_loss, o->beta, o->label_smoothing}};
     stage->policy = (mt_policy_config){.variant = o->pg_variant,
@@ -45,7 +45,7 @@ const mt_loss *mt_stage_loss_of(mt_stage_loss *stage, const mt_options *o) {
     stage->distillation = (mt_distillation_config){
         {o->kd_objective, o->kd_temperature, o->skew_lambda, o->adaptive_kl_alpha}, o->distill_loss_weight};
     stage->value = (mt_value_config){.aggregation = mean, .clip = o->value_clip};
-    switch (o->stage) {
+    switch (o->stack.stage) {
     case MT_STAGE_PT:
     case MT_STAGE_SFT:
         return NULL;
@@ -68,7 +68,7 @@ const mt_loss *mt_stage_loss_of(mt_stage_loss *stage, const mt_options *o) {
     return &stage->loss;
 }
 
-const mt_loss *mt_stage_critic_loss(mt_stage_loss *stage, const mt_options *o) {
+const mt_loss *mt_stage_critic_loss(mt_stage_loss *stage, const mt_run_options *o) {
     (void)mt_stage_loss_of(stage, o);
     stage->loss = mt_value, stage->loss.config = &stage->value;
     return &stage->loss;
@@ -87,7 +87,7 @@ static int refuse_adapter(const char *folder, mt_error *error) {
     return whole ? 0 : -1;
 }
 
-int mt_options_check_folder(const mt_options *options, const char *folder, const char *option, mt_head_type *head,
+int mt_options_check_folder(const mt_run_options *options, const char *folder, const char *option, mt_head_type *head,
                             mt_error *error) {
     if (refuse_adapter(folder, error) != 0) return -1;
     char *found = mt_checkpoint_resolve(folder, error), *path = found ? mt_path_join(found, "config.json") : NULL;
@@ -101,34 +101,34 @@ int mt_options_check_folder(const mt_options *options, const char *folder, const
 /* ---- models of another shape: the teacher, the reward model, the critic */
 
 /* Options of the run that such a model has too: its layout, and the batches. */
-static const size_t of_the_run[] = {MT_AT(tensor_model_parallel_size),
-                                    MT_AT(pipeline_model_parallel_size),
-                                    MT_AT(context_parallel_size),
-                                    MT_AT(sequence_parallel),
-                                    MT_AT(cp_comm_type),
+static const size_t of_the_run[] = {MT_AT(stack.tensor_model_parallel_size),
+                                    MT_AT(stack.pipeline_model_parallel_size),
+                                    MT_AT(stack.context_parallel_size),
+                                    MT_AT(stack.sequence_parallel),
+                                    MT_AT(stack.cp_comm_type),
                                     MT_AT(hierarchical_context_parallel_sizes),
-                                    MT_AT(dynamic_context_parallel),
+                                    MT_AT(stack.dynamic_context_parallel),
                                     MT_AT(max_seqlen_per_dp_cp_rank),
-                                    MT_AT(data_parallel_sharding_strategy),
-                                    MT_AT(moe_token_dispatcher_type),
+                                    MT_AT(stack.data_parallel_sharding_strategy),
+                                    MT_AT(stack.moe_token_dispatcher_type),
                                     MT_AT(make_vocab_size_divisible_by),
-                                    MT_AT(bf16),
+                                    MT_AT(stack.bf16),
                                     MT_AT(device),
-                                    MT_AT(attention_backend),
+                                    MT_AT(stack.attention_backend),
                                     MT_AT(sft),
-                                    MT_AT(seq_length),
-                                    MT_AT(micro_batch_size),
-                                    MT_AT(global_batch_size),
-                                    MT_AT(distributed_timeout_seconds)};
+                                    MT_AT(stack.seq_length),
+                                    MT_AT(stack.micro_batch_size),
+                                    MT_AT(stack.global_batch_size),
+                                    MT_AT(stack.distributed_timeout_seconds)};
 
-int mt_options_of_model(mt_options *t, const mt_options *o, const char *folder, mt_error *error) {
+int mt_options_of_model(mt_run_options *t, const mt_run_options *o, const char *folder, mt_error *error) {
     mt_options_default(t);
     for (size_t i = 0; i < sizeof of_the_run / sizeof *of_the_run; i++)
         mt_option_copy(t, o, mt_option_of(of_the_run[i]));
-    t->train_iters = 1, t->lr = 1; // not used, but checked
+    t->stack.train_iters = 1, t->stack.lr = 1; // not used, but checked
     if (refuse_adapter(folder, error) != 0) return -1;
     if (mt_options_set(t, "load", folder, error) != 0 || mt_options_read_shape(t, error) != 0) return -1;
-    if (t->num_experts > 0) t->expert_model_parallel_size = o->expert_model_parallel_size;
+    if (t->stack.num_experts > 0) t->stack.expert_model_parallel_size = o->stack.expert_model_parallel_size;
     return 0;
 }
 
@@ -140,20 +140,20 @@ static const size_t not_of_a_learner[] = {MT_AT(load),
                                           MT_AT(hf_config),
                                           MT_AT(save),
                                           MT_AT(value_head),
-                                          MT_AT(lora_rank),
-                                          MT_AT(expert_model_parallel_size),
-                                          MT_AT(expert_tensor_parallel_size),
-                                          MT_AT(num_virtual_stages_per_pipeline_rank),
+                                          MT_AT(stack.lora_rank),
+                                          MT_AT(stack.expert_model_parallel_size),
+                                          MT_AT(stack.expert_tensor_parallel_size),
+                                          MT_AT(stack.num_virtual_stages_per_pipeline_rank),
                                           MT_AT(num_layers_per_virtual_pipeline_stage),
-                                          MT_AT(microbatch_group_size_per_virtual_pipeline_stage),
+                                          MT_AT(stack.microbatch_group_size_per_virtual_pipeline_stage),
                                           MT_AT(pipeline_model_parallel_layout),
-                                          MT_AT(pipeline_schedule),
-                                          MT_AT(decoder_first_pipeline_num_layers),
-                                          MT_AT(decoder_last_pipeline_num_layers),
-                                          MT_AT(account_for_embedding_in_pipeline_split),
-                                          MT_AT(account_for_loss_in_pipeline_split),
+                                          MT_AT(stack.pipeline_schedule),
+                                          MT_AT(stack.decoder_first_pipeline_num_layers),
+                                          MT_AT(stack.decoder_last_pipeline_num_layers),
+                                          MT_AT(stack.account_for_embedding_in_pipeline_split),
+                                          MT_AT(stack.account_for_loss_in_pipeline_split),
                                           MT_AT(gradient_accumulation_steps),
-                                          MT_AT(global_batch_size)};
+                                          MT_AT(stack.global_batch_size)};
 
 static bool is_of_a_learner(const mt_option *row) {
     bool is_taken = row->name && row->origin == MT_OF_RUN && mt_option_of(row->offset) == row;
@@ -163,7 +163,7 @@ static bool is_of_a_learner(const mt_option *row) {
 }
 
 /* True for an option of the run that is for a part of a model, such as experts, that this one does not have. */
-static bool lacks_part(const mt_options *t, const mt_option *row) {
+static bool lacks_part(const mt_run_options *t, const mt_option *row) {
     mt_option_rule rule;
     bool lacks = false;
     for (const char *column = row->needs; !lacks && mt_option_next_rule(&column, &rule);)
@@ -172,13 +172,13 @@ static bool lacks_part(const mt_options *t, const mt_option *row) {
 }
 
 /* Gives a model the run's value of an option of training, where the user gave that. */
-static void keep_given(mt_options *t, const mt_options *o, size_t offset) {
+static void keep_given(mt_run_options *t, const mt_run_options *o, size_t offset) {
     if (!mt_options_gave(o, offset)) return;
     mt_option_copy(t, o, mt_option_of(offset));
     t->given[offset / 64] |= (uint64_t)1 << offset % 64;
 }
 
-int mt_options_of_learner(mt_options *t, const mt_options *o, const char *folder, mt_error *error) {
+int mt_options_of_learner(mt_run_options *t, const mt_run_options *o, const char *folder, mt_error *error) {
     mt_options_default(t);
     for (const mt_option *row = mt_option_table; row->help; row++)
         if (is_of_a_learner(row)) mt_option_copy(t, o, row);
@@ -186,14 +186,14 @@ int mt_options_of_learner(mt_options *t, const mt_options *o, const char *folder
     if (mt_options_set(t, "load", folder, error) != 0 || mt_options_read_shape(t, error) != 0) return -1;
     for (const mt_option *row = mt_option_table; row->help; row++)
         if (is_of_a_learner(row) && lacks_part(t, row)) mt_option_reset(t, row);
-    t->stage = MT_STAGE_RM; // whose models have value heads
-    t->value_head = t->head_type == MT_HEAD_LM;
-    t->train_iters = mt_max(t->train_iters, 1); // a conversion has none
-    keep_given(t, o, MT_AT(hidden_dropout)), keep_given(t, o, MT_AT(attention_dropout));
-    keep_given(t, o, MT_AT(init_method_std));
-    keep_given(t, o, MT_AT(start_weight_decay)), keep_given(t, o, MT_AT(end_weight_decay));
-    if (t->num_experts > 0) keep_given(t, o, MT_AT(moe_aux_loss_coeff));
-    if (t->num_experts > 0) t->expert_model_parallel_size = o->expert_model_parallel_size;
+    t->stack.stage = MT_STAGE_RM; // whose models have value heads
+    t->value_head = t->stack.head_type == MT_HEAD_LM;
+    t->stack.train_iters = mt_max(t->stack.train_iters, 1); // a conversion has none
+    keep_given(t, o, MT_AT(stack.hidden_dropout)), keep_given(t, o, MT_AT(stack.attention_dropout));
+    keep_given(t, o, MT_AT(stack.init_method_std));
+    keep_given(t, o, MT_AT(stack.start_weight_decay)), keep_given(t, o, MT_AT(stack.end_weight_decay));
+    if (t->stack.num_experts > 0) keep_given(t, o, MT_AT(stack.moe_aux_loss_coeff));
+    if (t->stack.num_experts > 0) t->stack.expert_model_parallel_size = o->stack.expert_model_parallel_size;
     return 0;
 }
 
@@ -203,19 +203,19 @@ int mt_options_check_expert_ranks(const mt_options *options, int64_t expert, con
                         (long long)expert, role, strcmp(role, "reward") == 0 ? " model" : "");
 }
 
-int mt_options_finish_model(mt_options *t, const mt_options *o, const char *option, const char *role,
+int mt_options_finish_model(mt_run_options *t, const mt_options *o, const char *option, const char *role,
                             int64_t world_size, mt_error *error) {
     mt_error cause;
     char advice[120] = "";
-    bool as_run = t->tensor_model_parallel_size == o->tensor_model_parallel_size &&
-                  t->pipeline_model_parallel_size == o->pipeline_model_parallel_size;
-    if (t->vocab_size != o->vocab_size)
+    bool as_run = t->stack.tensor_model_parallel_size == o->tensor_model_parallel_size &&
+                  t->stack.pipeline_model_parallel_size == o->pipeline_model_parallel_size;
+    if (t->stack.vocab_size != o->vocab_size)
         return mt_error_set(error,
                             "%s %s: has a vocabulary of %lld tokens and the trained model one of %lld; take a model "
                             "with the same tokenizer",
-                            option, t->load, (long long)t->vocab_size, (long long)o->vocab_size);
-    int64_t window = mt_options_common_window(t), of_run = mt_options_common_window(o);
-    if (window != of_run && t->context_parallel_size > 1)
+                            option, t->load, (long long)t->stack.vocab_size, (long long)o->vocab_size);
+    int64_t window = mt_options_common_window(&t->stack), of_run = mt_options_common_window(o);
+    if (window != of_run && t->stack.context_parallel_size > 1)
         return mt_error_set(error,
                             "%s %s: all its layers have --window-size %lld (0: none) and the trained model's %lld, "
                             "which distribute tokens "
@@ -228,14 +228,15 @@ int mt_options_finish_model(mt_options *t, const mt_options *o, const char *opti
 }
 
 /* Options of the model in the folder --teacher-load, on its own layout or that of the run. */
-static int teacher_options(mt_options *t, const mt_options *o, const mt_grid *grid, bool *apart, mt_error *error) {
+static int teacher_options(mt_run_options *t, const mt_run_options *o, const mt_grid *grid, bool *apart,
+                           mt_error *error) {
     mt_model_role_sizes sizes = mt_model_role_sizes_of_teacher(o);
     if (mt_options_of_model(t, o, o->teacher_load, error) != 0) return -1;
-    if (t->head_type != MT_HEAD_LM)
+    if (t->stack.head_type != MT_HEAD_LM)
         return mt_error_set(error, "--teacher-load %s: has a value head; take a language model's folder", t->load);
-    if (mt_options_check_expert_ranks(t, sizes.expert, "teacher", error) != 0) return -1;
+    if (mt_options_check_expert_ranks(&t->stack, sizes.expert, "teacher", error) != 0) return -1;
     *apart = mt_model_role_sizes_apply(t, sizes);
-    return mt_options_finish_model(t, o, "--teacher-load", "teacher", grid->world.size, error);
+    return mt_options_finish_model(t, &o->stack, "--teacher-load", "teacher", grid->world.size, error);
 }
 
 /* ---- the greatest of the teacher's logits */
@@ -305,10 +306,10 @@ struct mt_reference {
     int *readers; // [world size] the data-parallel rank in the trained model of a rank with its loss, or -1
 };
 
-static int load_reference(mt_reference *r, const mt_options *options, const mt_run_state *state, mt_error *error) {
+static int load_reference(mt_reference *r, const mt_run_options *options, const mt_run_state *state, mt_error *error) {
     const mt_group *world = &r->role.grid->world;
     mt_run_state unused = {0};
-    if (!options->ref_load && state->iteration > 0 && options->lora_rank == 0)
+    if (!options->ref_load && state->iteration > 0 && options->stack.lora_rank == 0)
         return mt_error_set(error,
                             "--stage dpo: the run resumes at iteration %lld; name the model that it started "
                             "from by --ref-load",
@@ -324,12 +325,13 @@ static int load_reference(mt_reference *r, const mt_options *options, const mt_r
     if (options->ref_load && head != MT_HEAD_LM)
         return mt_error_set(error, "--ref-load %s: is a model with a value head; take a language model's folder",
                             options->ref_load);
-    return mt_checkpoint_load(r->role.model, &unused, options->ref_load ? options->ref_load : options->load, error);
+    return mt_checkpoint_load(r->role.model, &r->role.options, &unused,
+                              options->ref_load ? options->ref_load : options->load, error);
 }
 
 static int load_teacher(mt_reference *r, mt_error *error) {
     mt_run_state unused = {0};
-    return mt_checkpoint_load(r->role.model, &unused, r->role.options.load, error);
+    return mt_checkpoint_load(r->role.model, &r->role.options, &unused, r->role.options.load, error);
 }
 
 /* The ranks of the trained model that read scores: those with its loss. */
@@ -346,12 +348,12 @@ static int *find_readers(const mt_grid *grid) {
 
 /* The options of the role, and its grid. */
 static int place_role(mt_reference *r, const mt_ops *ops, mt_error *error) {
-    const mt_options *o = &r->trained.options;
+    const mt_run_options *o = &r->trained.options;
     const mt_grid *grid = r->trained.grid;
     bool apart = false;
     int status;
     mt_model_role_begin(&r->role, r->is_teacher ? "teacher" : "reference", o, grid, ops);
-    r->role.options.lora_rank = 0; // the reference of adapters is their base
+    r->role.options.stack.lora_rank = 0; // the reference of adapters is their base
     if (r->is_teacher) {
         r->owns_options = true;
         status = teacher_options(&r->role.options, o, grid, &apart, error);
@@ -361,7 +363,7 @@ static int place_role(mt_reference *r, const mt_ops *ops, mt_error *error) {
         status =
             mt_model_role_place(&r->role, mt_model_role_sizes_of_reference(o), "--ref-*-model-parallel-size", error);
     }
-    if (status == 0 && mt_model_role_is_apart(&r->role) && o->dynamic_context_parallel)
+    if (status == 0 && mt_model_role_is_apart(&r->role) && o->stack.dynamic_context_parallel)
         return mt_error_set(error,
                             "--dynamic-context-parallel and a %s on another layout exclude each other; leave one "
                             "out",
@@ -369,16 +371,15 @@ static int place_role(mt_reference *r, const mt_ops *ops, mt_error *error) {
     return status;
 }
 
-int mt_reference_open(mt_reference **reference, mt_model *trained, const mt_ops *ops, const mt_run_state *state,
-                      FILE *log, mt_error *error) {
-    const mt_options *options = mt_model_options(trained);
+int mt_reference_open(mt_reference **reference, mt_model *trained, const mt_run_options *options, const mt_ops *ops,
+                      const mt_run_state *state, FILE *log, mt_error *error) {
     *reference = NULL;
-    if (options->stage != MT_STAGE_DPO && options->stage != MT_STAGE_KD) return 0;
+    if (options->stack.stage != MT_STAGE_DPO && options->stack.stage != MT_STAGE_KD) return 0;
     if (options->ref_logps_in_data) return 0; // mt_step_plan_fill
     mt_reference *r = mt_calloc(sizeof *r);
-    r->is_teacher = options->stage == MT_STAGE_KD;
+    r->is_teacher = options->stack.stage == MT_STAGE_KD;
     r->logits_topk = options->logits_topk;
-    mt_model_role_lend(&r->trained, r->is_teacher ? "student" : "trained model", trained);
+    mt_model_role_lend(&r->trained, r->is_teacher ? "student" : "trained model", options, trained);
     if (!r->is_teacher && mt_options_refer_to_base(options)) {
         r->trained.rests = 0; // no other model works
         mt_model_role_lend_base(&r->role, "reference", &r->trained);
@@ -388,7 +389,7 @@ int mt_reference_open(mt_reference **reference, mt_model *trained, const mt_ops 
     }
     mt_report_role(&r->trained, log);
     int status = place_role(r, ops, error);
-    mt_model_plan plan = mt_model_role_plan(&r->role, mt_model_get_plan(trained), options->context_parallel_size);
+    mt_model_plan plan = mt_model_role_plan(&r->role, mt_model_get_plan(trained), options->stack.context_parallel_size);
     if (status == 0) status = mt_model_role_use(&r->trained, MT_USE_NOTHING, error); // room for the other
     if (status == 0) status = mt_model_role_create(&r->role, &plan, error);
     if (status == 0) status = r->is_teacher ? load_teacher(r, error) : load_reference(r, options, state, error);
@@ -422,7 +423,7 @@ void mt_reference_close(mt_reference *r) {
     if (!r) return;
     clear_scores(&r->scores, &r->capacity, 0), clear_scores(&r->found, &r->found_capacity, 0);
     free(r->scores), free(r->found), free(r->owners), free(r->readers);
-    mt_options options = r->role.options;
+    mt_run_options options = r->role.options;
     mt_model_role_close(&r->role);
     if (r->owns_options) mt_options_free(&options);
     free(r);
@@ -450,7 +451,7 @@ static void keep_logits(void *context, int64_t number, const mt_batch *batch, co
     mt_reference *r = context;
     mt_teacher_logits *kept = &scores_of(r, number)->teacher;
     mt_model *model = r->role.model;
-    int64_t V = r->role.options.vocab_size, K = r->logits_topk > 0 ? r->logits_topk : V, position;
+    int64_t V = r->role.options.stack.vocab_size, K = r->logits_topk > 0 ? r->logits_topk : V, position;
     (void)logp, (void)entropy;
     kept->K = K;
     for (int64_t t = 0; (position = mt_score_logits(model, t, NULL)) >= 0; t++)
@@ -541,7 +542,7 @@ int mt_reference_score(mt_reference *r, mt_feed *feed, mt_batch *batch, mt_error
 /* Keeps the logits of this rank's tokens. A role apart numbers tokens by their place in the micro-batch, which context
  * parallelism of the trained model distributes as mt_context_shard does. */
 static void take_own_logits(const mt_reference *r, mt_teacher_logits *t, mt_batch *batch) {
-    const mt_options *o = &r->trained.options;
+    const mt_options *o = &r->trained.options.stack;
     const mt_grid *grid = r->trained.grid;
     const mt_group *ring = &grid->context_ring, *a2a = &grid->context_a2a;
     int64_t T = mt_rank_tokens(o, batch->num_tokens), kept = 0, K = t->K;
@@ -565,7 +566,7 @@ int mt_reference_batch(void *reference, int64_t index, mt_batch *batch, mt_error
     mt_reference *r = reference;
     scores *kept = &r->scores[index];
     if (mt_feed_batch(r->feed, index, batch, error) != 0) return -1;
-    bool apart = mt_model_role_is_apart(&r->role), is_cut = r->trained.options.context_parallel_size > 1;
+    bool apart = mt_model_role_is_apart(&r->role), is_cut = r->trained.options.stack.context_parallel_size > 1;
     if (apart && is_cut && kept->teacher.K > 0) take_own_logits(r, &kept->teacher, batch);
     batch->teacher = kept->teacher.K > 0 ? &kept->teacher : NULL;
     int64_t tokens = apart ? mt_min(kept->num_tokens, batch->num_tokens) : kept->num_tokens;

@@ -21,22 +21,22 @@ typedef struct mt_stage_loss {
 } mt_stage_loss;
 
 /* The loss of finished options, for mt_model_plan.loss; NULL: that of pre-training. */
-const mt_loss *mt_stage_loss_of(mt_stage_loss *stage, const mt_options *options);
+const mt_loss *mt_stage_loss_of(mt_stage_loss *stage, const mt_run_options *options);
 
 /* The loss of the critic beside an actor. */
-const mt_loss *mt_stage_critic_loss(mt_stage_loss *stage, const mt_options *options);
+const mt_loss *mt_stage_critic_loss(mt_stage_loss *stage, const mt_run_options *options);
 
 /* Checks that the model of a folder, which `option` names, has the shape of a finished one; *head is its head. */
-int mt_options_check_folder(const mt_options *options, const char *folder, const char *option, mt_head_type *head,
+int mt_options_check_folder(const mt_run_options *options, const char *folder, const char *option, mt_head_type *head,
                             mt_error *error);
 
 /* Options of the model of any shape in a folder, for a run with options `of_run`: the model's shape, the run's layout
  * and batches. Their strings are the caller's to free, also after an error. */
-int mt_options_of_model(mt_options *options, const mt_options *of_run, const char *folder, mt_error *error);
+int mt_options_of_model(mt_run_options *options, const mt_run_options *of_run, const char *folder, mt_error *error);
 
 /* The same for a model that trains beside the run's: it also has the run's options of training, but neither its
  * adapters nor its folders. A model without a value head gets one. */
-int mt_options_of_learner(mt_options *options, const mt_options *of_run, const char *folder, mt_error *error);
+int mt_options_of_learner(mt_run_options *options, const mt_run_options *of_run, const char *folder, mt_error *error);
 
 /* An error if `expert`, the size of --ROLE-expert-model-parallel-size, is for a model without experts. */
 int mt_options_check_expert_ranks(const mt_options *options, int64_t expert, const char *role, mt_error *error);
@@ -44,7 +44,7 @@ int mt_options_check_expert_ranks(const mt_options *options, int64_t expert, con
 /* Derives and checks them, once the caller has set the model's layout and stage. `option` names the folder in errors,
  * and --ROLE-*-model-parallel-size the layout: another size of vocabulary than the run's; a shape that the layout
  * cannot hold. */
-int mt_options_finish_model(mt_options *options, const mt_options *of_run, const char *option, const char *role,
+int mt_options_finish_model(mt_run_options *options, const mt_options *of_run, const char *option, const char *role,
                             int64_t world_size, mt_error *error);
 
 /* A model that stays as it is and scores the samples of another one: its own log-probabilities, or the logits of a
@@ -58,8 +58,8 @@ typedef struct mt_reference mt_reference;
  * (mt_model_role_sizes_of_reference, mt_model_role_sizes_of_teacher). Lines about it go to `log` (NULL: nowhere).
  * Errors: a folder with another shape of model, of a teacher with another vocabulary; a run that resumes without
  * --ref-load; too little memory. Every rank calls it. */
-int mt_reference_open(mt_reference **reference, mt_model *trained, const mt_ops *ops, const mt_run_state *state,
-                      FILE *log, mt_error *error);
+int mt_reference_open(mt_reference **reference, mt_model *trained, const mt_run_options *options, const mt_ops *ops,
+                      const mt_run_state *state, FILE *log, mt_error *error);
 void mt_reference_close(mt_reference *reference);
 
 /* Scores all micro-batches of a feed; the trained model rests meanwhile if its options say so. `batch` is scratch. Then

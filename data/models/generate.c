@@ -61,12 +61,11 @@ int mt_generate(mt_model *model, int32_t *tokens, int64_t *num_tokens, int64_t c
                             "mt_generator_plan for this size",
                             (long long)count, (long long)max_tokens);
     mt_sequence *sequences = mt_calloc(count * (int64_t)sizeof *sequences);
-    mt_options options = *mt_model_options(model);
+    const mt_options *options = mt_model_options(model);
     int status = 0;
-    options.max_new_tokens = max_tokens;
     for (int64_t s = 0; s < count && status == 0; s++)
-        status =
-            mt_sequence_begin(&sequences[s], s, tokens + s * max_tokens, num_tokens[s], max_tokens, &options, error);
+        status = mt_sequence_begin(&sequences[s], s, tokens + s * max_tokens, num_tokens[s], max_tokens, max_tokens,
+                                   options, error);
     if (status == 0) {
         mt_generator *generator = mt_generator_create(model, sampling ? sampling : &greedy, stops ? stops : &none);
         status = mt_sequences_generate(mt_model_grid(model), generator, sequences, count, NULL, error);
@@ -85,11 +84,10 @@ int mt_generate(mt_model *model, int32_t *tokens, int64_t *num_tokens, int64_t c
 static int begin_samples(mt_model *model, const mt_rollout *rollout, const int32_t *const *prompts,
                          const int64_t *num_tokens, int64_t count, mt_sequence *samples, mt_error *error) {
     int64_t each = rollout->num_return_sequences, context = mt_model_get_plan(model)->max_position;
-    mt_options options = *mt_model_options(model);
-    options.max_new_tokens = rollout->max_new_tokens;
+    const mt_options *options = mt_model_options(model);
     for (int64_t i = 0; i < count * each; i++) {
-        int status =
-            mt_sequence_begin(&samples[i], i / each, prompts[i / each], num_tokens[i / each], context, &options, error);
+        int status = mt_sequence_begin(&samples[i], i / each, prompts[i / each], num_tokens[i / each], context,
+                                       rollout->max_new_tokens, options, error);
         samples[i].id = rollout->first_id + i;
         if (status == 0) continue;
         while (i-- > 0) mt_sequence_end(&samples[i]);

@@ -5,7 +5,7 @@
 #include "hf_config.h"
 
 #include "../base/file.h"
-#include "../tokens/special_tokens.h"
+#include "special_tokens.h"
 #include "../options/option_rules.h"
 #include "../options/option_table.h"
 
@@ -153,18 +153,18 @@ static const mt_hf_conversion mt_groups = {NULL, mt_groups_write},
 #pragma GCC diagnostic ignored "-Wmissing-field-initializers" // most keys have no flags
 
 static const mt_hf_key mt_hf_keys[] = {
-    {"vocab_size", ALL & ~GPT_OSS, MT_AT(vocab_size), REQUIRED},
-    {"vocab_size", GPT_OSS, MT_AT(vocab_size), 0, "201088"},
-    {"initializer_range", ALL & ~(MEGATRON | HY_V3), MT_AT(init_method_std), 0, "0.02"},
-    {"initializer_range", HY_V3, MT_AT(init_method_std), 0, "0.006"},
-    {"initializer_range", MEGATRON, MT_AT(init_method_std)},
-    {"tie_word_embeddings", GPT2, MT_AT(untie_embeddings_and_output_weights), NEGATED, "true"},
+    {"vocab_size", ALL & ~GPT_OSS, MT_AT(stack.vocab_size), REQUIRED},
+    {"vocab_size", GPT_OSS, MT_AT(stack.vocab_size), 0, "201088"},
+    {"initializer_range", ALL & ~(MEGATRON | HY_V3), MT_AT(stack.init_method_std), 0, "0.02"},
+    {"initializer_range", HY_V3, MT_AT(stack.init_method_std), 0, "0.006"},
+    {"initializer_range", MEGATRON, MT_AT(stack.init_method_std)},
+    {"tie_word_embeddings", GPT2, MT_AT(stack.untie_embeddings_and_output_weights), NEGATED, "true"},
     {"tie_word_embeddings", BLOCKS & ~(GEMMA3 | SMOLLM3 | ERNIE4_5_MOE | LFM2),
-     MT_AT(untie_embeddings_and_output_weights), NEGATED, "false"},
-    {"tie_word_embeddings", GEMMA3 | SMOLLM3 | ERNIE4_5_MOE | LFM2, MT_AT(untie_embeddings_and_output_weights), NEGATED,
-     "true"},
-    {"tie_embedding", LFM2, MT_AT(untie_embeddings_and_output_weights), NEGATED | READ}, // replaces the key above
-    {"tie_word_embeddings", MEGATRON, MT_AT(untie_embeddings_and_output_weights), NEGATED | WRITE},
+     MT_AT(stack.untie_embeddings_and_output_weights), NEGATED, "false"},
+    {"tie_word_embeddings", GEMMA3 | SMOLLM3 | ERNIE4_5_MOE | LFM2, MT_AT(stack.untie_embeddings_and_output_weights),
+     NEGATED, "true"},
+    {"tie_embedding", LFM2, MT_AT(stack.untie_embeddings_and_output_weights), NEGATED | READ}, // replaces the key above
+    {"tie_word_embeddings", MEGATRON, MT_AT(stack.untie_embeddings_and_output_weights), NEGATED | WRITE},
     {"use_cache", ALL, 0, FIXED | WRITE, "true"},
     {"scale_attn_weights", ALL, 0, FIXED | READ, "true"},
     {"scale_attn_by_inverse_layer_idx", ALL, 0, FIXED | READ, "false"},
@@ -174,191 +174,194 @@ static const mt_hf_key mt_hf_keys[] = {
     {"use_mrope", ALL, 0, FIXED | READ, "false"},
     {"is_causal", ALL, 0, FIXED | READ, "true"},
 
-    {"n_layer", GPT2, MT_AT(num_layers), REQUIRED},
-    {"n_embd", GPT2, MT_AT(hidden_size), REQUIRED},
-    {"n_head", GPT2, MT_AT(num_attention_heads), REQUIRED},
-    {"n_positions", GPT2, MT_AT(max_position_embeddings), REQUIRED},
-    {"n_inner", GPT2, MT_AT(ffn_hidden_size)},
+    {"n_layer", GPT2, MT_AT(stack.num_layers), REQUIRED},
+    {"n_embd", GPT2, MT_AT(stack.hidden_size), REQUIRED},
+    {"n_head", GPT2, MT_AT(stack.num_attention_heads), REQUIRED},
+    {"n_positions", GPT2, MT_AT(stack.max_position_embeddings), REQUIRED},
+    {"n_inner", GPT2, MT_AT(stack.ffn_hidden_size)},
     {"activation_function", GPT2, 0, PLAIN_ACTIVATION, "\"gelu_new\""},
-    {"layer_norm_epsilon", GPT2, MT_AT(norm_epsilon), 0, "1e-5"},
-    {"embd_pdrop", GPT2, MT_AT(hidden_dropout), 0, "0.1"},
-    {"resid_pdrop", GPT2, MT_AT(hidden_dropout), SAME, "0.1"},
-    {"attn_pdrop", GPT2, MT_AT(attention_dropout), 0, "0.1"},
+    {"layer_norm_epsilon", GPT2, MT_AT(stack.norm_epsilon), 0, "1e-5"},
+    {"embd_pdrop", GPT2, MT_AT(stack.hidden_dropout), 0, "0.1"},
+    {"resid_pdrop", GPT2, MT_AT(stack.hidden_dropout), SAME, "0.1"},
+    {"attn_pdrop", GPT2, MT_AT(stack.attention_dropout), 0, "0.1"},
 
-    {"num_hidden_layers", BLOCKS & ~(GPT_OSS | NEMOTRON_H), MT_AT(num_layers), REQUIRED},
-    {"num_hidden_layers", NEMOTRON_H, MT_AT(num_layers), WRITE}, // for transformers before 5
-    {"num_hidden_layers", GPT_OSS, MT_AT(num_layers), 0, "36"},
-    {"hidden_size", BLOCKS & ~GPT_OSS, MT_AT(hidden_size), REQUIRED},
-    {"hidden_size", GPT_OSS, MT_AT(hidden_size), 0, "2880"},
-    {"intermediate_size", BLOCKS & ~(QWEN3_5_MOE | GPT_OSS | SOLAR_OPEN | LFM2 | GRANITE), MT_AT(ffn_hidden_size),
+    {"num_hidden_layers", BLOCKS & ~(GPT_OSS | NEMOTRON_H), MT_AT(stack.num_layers), REQUIRED},
+    {"num_hidden_layers", NEMOTRON_H, MT_AT(stack.num_layers), WRITE}, // for transformers before 5
+    {"num_hidden_layers", GPT_OSS, MT_AT(stack.num_layers), 0, "36"},
+    {"hidden_size", BLOCKS & ~GPT_OSS, MT_AT(stack.hidden_size), REQUIRED},
+    {"hidden_size", GPT_OSS, MT_AT(stack.hidden_size), 0, "2880"},
+    {"intermediate_size", BLOCKS & ~(QWEN3_5_MOE | GPT_OSS | SOLAR_OPEN | LFM2 | GRANITE), MT_AT(stack.ffn_hidden_size),
      REQUIRED},
-    {"intermediate_size", LFM2, MT_AT(ffn_hidden_size), 0, "12288"},
-    {"block_ff_dim", LFM2, MT_AT(ffn_hidden_size), READ}, // replaces the key above
+    {"intermediate_size", LFM2, MT_AT(stack.ffn_hidden_size), 0, "12288"},
+    {"block_ff_dim", LFM2, MT_AT(stack.ffn_hidden_size), READ}, // replaces the key above
     {"block_auto_adjust_ff_dim", LFM2, 0, FIXED | WRITE, "false"},
-    {"intermediate_size", GRANITE_MOE, MT_AT(ffn_hidden_size), REQUIRED},
-    {"shared_intermediate_size", GRANITE_DENSE, MT_AT(ffn_hidden_size), 0, "1024"},
-    {"moe_intermediate_size", SOLAR_OPEN | QWEN3_5_MOE, MT_AT(ffn_hidden_size), REQUIRED}, // every layer has experts
-    {"intermediate_size", GPT_OSS, MT_AT(ffn_hidden_size), 0, "2880"},
-    {"num_attention_heads", BLOCKS & ~GPT_OSS, MT_AT(num_attention_heads), REQUIRED},
-    {"num_attention_heads", GPT_OSS, MT_AT(num_attention_heads), 0, "64"},
-    {"num_key_value_heads", LLAMA | OLMO3, MT_AT(num_query_groups), NULLABLE},
-    {"num_key_value_heads", SMOLLM3, MT_AT(num_query_groups), NULLABLE, "4"},
-    {"num_key_value_heads", GPT_OSS, MT_AT(num_query_groups), NULLABLE, "8"},
-    {"num_key_value_heads", BLOCKS & ~(LLAMA | OLMO3 | SMOLLM3 | GPT_OSS), MT_AT(num_query_groups),
+    {"intermediate_size", GRANITE_MOE, MT_AT(stack.ffn_hidden_size), REQUIRED},
+    {"shared_intermediate_size", GRANITE_DENSE, MT_AT(stack.ffn_hidden_size), 0, "1024"},
+    {"moe_intermediate_size", SOLAR_OPEN | QWEN3_5_MOE, MT_AT(stack.ffn_hidden_size),
+     REQUIRED}, // every layer has experts
+    {"intermediate_size", GPT_OSS, MT_AT(stack.ffn_hidden_size), 0, "2880"},
+    {"num_attention_heads", BLOCKS & ~GPT_OSS, MT_AT(stack.num_attention_heads), REQUIRED},
+    {"num_attention_heads", GPT_OSS, MT_AT(stack.num_attention_heads), 0, "64"},
+    {"num_key_value_heads", LLAMA | OLMO3, MT_AT(stack.num_query_groups), NULLABLE},
+    {"num_key_value_heads", SMOLLM3, MT_AT(stack.num_query_groups), NULLABLE, "4"},
+    {"num_key_value_heads", GPT_OSS, MT_AT(stack.num_query_groups), NULLABLE, "8"},
+    {"num_key_value_heads", BLOCKS & ~(LLAMA | OLMO3 | SMOLLM3 | GPT_OSS), MT_AT(stack.num_query_groups),
      REQUIRED | NULLABLE},
-    {"head_dim", LLAMA | MISTRAL | MIXTRAL | QWEN2 | MIMO | QWEN_MOE | SMOLLM3 | OLMO3 | LFM2, MT_AT(kv_channels),
+    {"head_dim", LLAMA | MISTRAL | MIXTRAL | QWEN2 | MIMO | QWEN_MOE | SMOLLM3 | OLMO3 | LFM2, MT_AT(stack.kv_channels),
      NULLABLE},
-    {"head_dim", DOTS1 | EXAONES | GLM4_MOE | ERNIE4_5_MOE, MT_AT(kv_channels), NULLABLE},
-    {"head_dim", GEMMA3 | DELTA, MT_AT(kv_channels), 0, "256"},
-    {"head_dim", GPT_OSS, MT_AT(kv_channels), NULLABLE, "64"},
-    {"head_dim", MIMO_V2_FLASH, MT_AT(kv_channels), 0, "192"},
-    {"swa_head_dim", MIMO_V2_FLASH, MT_AT(kv_channels), SAME},
-    {"v_head_dim", MIMO_V2_FLASH, MT_AT(value_channels), 0, "128", &mt_values},
-    {"swa_v_head_dim", MIMO_V2_FLASH, MT_AT(value_channels), SAME, NULL, &mt_values},
-    {"attention_value_scale", MIMO_V2_FLASH, MT_AT(attention_value_scale), NULLABLE, "0.707"},
-    {"query_pre_attn_scalar", GEMMA3, MT_AT(softmax_scale), 0, "256", &mt_softmax_scale},
-    {"head_dim", QWEN3 | SEED_OSS | MINIMAX_M2 | HY_V3 | SOLAR_OPEN | MINISTRAL3, MT_AT(kv_channels), NULLABLE, "128"},
-    {"head_dim", NEMOTRON_H, MT_AT(kv_channels), 0, "128"},
-    {"head_dim", DEEPSEEK_V3, MT_AT(qk_pos_emb_head_dim), WRITE},
-    {"max_position_embeddings", BLOCKS & ~(GPT_OSS | KIMI_LINEAR), MT_AT(max_position_embeddings), REQUIRED},
-    {"model_max_length", KIMI_LINEAR, MT_AT(max_position_embeddings), 0, "1048576"},
-    {"max_position_embeddings", KIMI_LINEAR, MT_AT(max_position_embeddings), READ}, // its other name in transformers 5
-    {"max_position_embeddings", GPT_OSS, MT_AT(max_position_embeddings), 0, "131072"},
+    {"head_dim", DOTS1 | EXAONES | GLM4_MOE | ERNIE4_5_MOE, MT_AT(stack.kv_channels), NULLABLE},
+    {"head_dim", GEMMA3 | DELTA, MT_AT(stack.kv_channels), 0, "256"},
+    {"head_dim", GPT_OSS, MT_AT(stack.kv_channels), NULLABLE, "64"},
+    {"head_dim", MIMO_V2_FLASH, MT_AT(stack.kv_channels), 0, "192"},
+    {"swa_head_dim", MIMO_V2_FLASH, MT_AT(stack.kv_channels), SAME},
+    {"v_head_dim", MIMO_V2_FLASH, MT_AT(stack.value_channels), 0, "128", &mt_values},
+    {"swa_v_head_dim", MIMO_V2_FLASH, MT_AT(stack.value_channels), SAME, NULL, &mt_values},
+    {"attention_value_scale", MIMO_V2_FLASH, MT_AT(stack.attention_value_scale), NULLABLE, "0.707"},
+    {"query_pre_attn_scalar", GEMMA3, MT_AT(stack.softmax_scale), 0, "256", &mt_softmax_scale},
+    {"head_dim", QWEN3 | SEED_OSS | MINIMAX_M2 | HY_V3 | SOLAR_OPEN | MINISTRAL3, MT_AT(stack.kv_channels), NULLABLE,
+     "128"},
+    {"head_dim", NEMOTRON_H, MT_AT(stack.kv_channels), 0, "128"},
+    {"head_dim", DEEPSEEK_V3, MT_AT(stack.qk_pos_emb_head_dim), WRITE},
+    {"max_position_embeddings", BLOCKS & ~(GPT_OSS | KIMI_LINEAR), MT_AT(stack.max_position_embeddings), REQUIRED},
+    {"model_max_length", KIMI_LINEAR, MT_AT(stack.max_position_embeddings), 0, "1048576"},
+    {"max_position_embeddings", KIMI_LINEAR, MT_AT(stack.max_position_embeddings),
+     READ}, // its other name in transformers 5
+    {"max_position_embeddings", GPT_OSS, MT_AT(stack.max_position_embeddings), 0, "131072"},
     {"hidden_act", BLOCKS & ~(GEMMA3 | GPT_OSS | LFM2 | NEMOTRON_H), 0, GATED_ACTIVATION, "\"silu\""},
     {"mlp_hidden_act", NEMOTRON_H, 0, PLAIN_ACTIVATION, "\"relu2\""},
     {"hidden_act", GPT_OSS, 0, FIXED, "silu"}, // the activation is that of the next two keys
     {"swiglu_alpha", GPT_OSS, 0, FIXED, "1.702"},
-    {"swiglu_limit", GPT_OSS, MT_AT(activation_func_clamp_value), 0, "7.0"},
+    {"swiglu_limit", GPT_OSS, MT_AT(stack.activation_func_clamp_value), 0, "7.0"},
     {"hidden_activation", GEMMA3, 0, GATED_ACTIVATION, "\"gelu_pytorch_tanh\""},
     {"attn_logit_softcapping", GEMMA3, 0, FIXED | READ, "null"},
     {"final_logit_softcapping", GEMMA3, 0, FIXED | READ, "null"},
     {"use_bidirectional_attention", GEMMA3, 0, FIXED | READ, "false"},
-    {"rms_norm_eps", BLOCKS & ~(EPSILON_5 | LFM2 | NEMOTRON_H), MT_AT(norm_epsilon), 0, "1e-6"},
-    {"norm_eps", LFM2, MT_AT(norm_epsilon), 0, "1e-5"},
-    {"layer_norm_epsilon", NEMOTRON_H, MT_AT(norm_epsilon), 0, "1e-5"},
-    {"rms_norm_eps", EPSILON_5, MT_AT(norm_epsilon), 0, "1e-5"},
-    {"attention_dropout", BLOCKS & ~SEED_OSS, MT_AT(attention_dropout), 0, "0.0"},
-    {"attention_dropout", SEED_OSS, MT_AT(attention_dropout), 0, "0.1"},
-    {"hidden_dropout", BLOCKS & ~SEED_OSS, MT_AT(hidden_dropout), NONZERO, "0.0"}, // this program's
-    {"residual_dropout", SEED_OSS, MT_AT(hidden_dropout), 0, "0.1"},
+    {"rms_norm_eps", BLOCKS & ~(EPSILON_5 | LFM2 | NEMOTRON_H), MT_AT(stack.norm_epsilon), 0, "1e-6"},
+    {"norm_eps", LFM2, MT_AT(stack.norm_epsilon), 0, "1e-5"},
+    {"layer_norm_epsilon", NEMOTRON_H, MT_AT(stack.norm_epsilon), 0, "1e-5"},
+    {"rms_norm_eps", EPSILON_5, MT_AT(stack.norm_epsilon), 0, "1e-5"},
+    {"attention_dropout", BLOCKS & ~SEED_OSS, MT_AT(stack.attention_dropout), 0, "0.0"},
+    {"attention_dropout", SEED_OSS, MT_AT(stack.attention_dropout), 0, "0.1"},
+    {"hidden_dropout", BLOCKS & ~SEED_OSS, MT_AT(stack.hidden_dropout), NONZERO, "0.0"}, // this program's
+    {"residual_dropout", SEED_OSS, MT_AT(stack.hidden_dropout), 0, "0.1"},
     {"attention_bias", LLAMA | QWEN3 | QWEN3_MOE | SMOLLM3 | WINDOWED | DOTS1 | HY_V3 | GRANITE,
-     MT_AT(attention_output_bias), PLAIN, "false"},
-    {"attention_bias", GPT_OSS, MT_AT(attention_output_bias), PLAIN, "true"},
+     MT_AT(stack.attention_output_bias), PLAIN, "false"},
+    {"attention_bias", GPT_OSS, MT_AT(stack.attention_output_bias), PLAIN, "true"},
     {"attention_bias", LATENT | DELTA | NEMOTRON_H | MIMO_V2_FLASH, 0, FIXED, "false"},
     {"use_bias", NEMOTRON_H, 0, FIXED, "false"},
     {"mamba_proj_bias", MAMBA, 0, FIXED, "false"},
     {"moe_latent_size", NEMOTRON_H, 0, FIXED | READ, "null"},
     {"attention_bias", MIMO, 0, FIXED, "true"},
     {"use_bias", ERNIE4_5_MOE, 0, FIXED, "false"},
-    {"attention_bias", SEED_OSS, MT_AT(add_qkv_bias), 0, "true"},
-    {"attention_bias", GLM4_MOE | SOLAR_OPEN, MT_AT(add_qkv_bias), 0, "false"},
-    {"attention_out_bias", SEED_OSS, MT_AT(attention_output_bias), PLAIN, "false"},
-    {"use_qk_norm", GLM4_MOE, MT_AT(qk_layernorm), 0, "false"},
+    {"attention_bias", SEED_OSS, MT_AT(stack.add_qkv_bias), 0, "true"},
+    {"attention_bias", GLM4_MOE | SOLAR_OPEN, MT_AT(stack.add_qkv_bias), 0, "false"},
+    {"attention_out_bias", SEED_OSS, MT_AT(stack.attention_output_bias), PLAIN, "false"},
+    {"use_qk_norm", GLM4_MOE, MT_AT(stack.qk_layernorm), 0, "false"},
     {"use_qk_norm", MINIMAX_M2, 0, FIXED | READ, "true"}, // these five: transformers has nothing else
     {"qk_norm_type", MINIMAX_M2, 0, FIXED | READ, "per_layer"},
     {"use_routing_bias", MINIMAX_M2, 0, FIXED | READ, "true"},
     {"scoring_func", MINIMAX_M2, 0, FIXED | READ, "sigmoid"},
     {"shared_intermediate_size", MINIMAX_M2, 0, FIXED | READ, "0"},
-    {"qkv_bias", QWEN2_MOE, MT_AT(add_qkv_bias), 0, "true"},
-    {"mlp_bias", LLAMA | SMOLLM3 | SEED_OSS, MT_AT(mlp_bias), PLAIN, "false"},
+    {"qkv_bias", QWEN2_MOE, MT_AT(stack.add_qkv_bias), 0, "true"},
+    {"mlp_bias", LLAMA | SMOLLM3 | SEED_OSS, MT_AT(stack.mlp_bias), PLAIN, "false"},
     {"mlp_bias", HY_V3 | NEMOTRON_H, 0, FIXED, "false"},
     {"rope_theta", BLOCKS & ~(MIXTRAL | SMOLLM3 | WINDOWED | OTHER_THETA | NEMOTRON_H | KIMI_LINEAR),
-     MT_AT(rotary_base), WRITE, "10000.0"}, // for transformers before 5
-    {"rope_theta", SMOLLM3, MT_AT(rotary_base), WRITE, "2000000.0"},
-    {"rope_theta", GEMMA3, MT_AT(rotary_base), WRITE, "1000000.0"},
-    {"rope_theta", OLMO3, MT_AT(rotary_base), WRITE, "500000.0"},
-    {"rope_theta", ERNIE4_5_MOE, MT_AT(rotary_base), WRITE, "500000.0"},
-    {"rope_theta", MIXTRAL | SOLAR_OPEN | LFM2, MT_AT(rotary_base), WRITE, "1000000.0"},
-    {"rope_theta", MINIMAX_M2, MT_AT(rotary_base), WRITE, "5000000.0"},
-    {"rope_theta", HY_V3, MT_AT(rotary_base), WRITE, "11158840.0"},
-    {"rope_theta", MIMO_V2_FLASH, MT_AT(rotary_base), WRITE, "5000000.0"},
-    {"partial_rotary_factor", PARTIAL & ~(GLM4_MOE | DELTA | MIMO_V2_FLASH), MT_AT(rotary_percent), WRITE, "1.0"},
-    {"partial_rotary_factor", MIMO_V2_FLASH, MT_AT(rotary_percent), WRITE, "0.334"},
-    {"partial_rotary_factor", DELTA, MT_AT(rotary_percent), WRITE, "0.25"},
-    {"partial_rotary_factor", GLM4_MOE, MT_AT(rotary_percent), WRITE, "0.5"},
-    {"rope_theta", GPT_OSS, MT_AT(rotary_base), WRITE, "150000.0"},
-    {"sliding_window", MISTRAL, MT_AT(window_size), NULLABLE, "4096"},
-    {"sliding_window", MIXTRAL | MINISTRAL3, MT_AT(window_size), NULLABLE},
-    {"sliding_window", QWENS | WINDOWED | DOTS1 | EXAONES, MT_AT(window_size), NULLABLE | WRITE, "4096"},
-    {"sliding_window", SMOLLM3, MT_AT(window_size), NULLABLE | WRITE},
-    {"sliding_window", GPT_OSS, MT_AT(window_size), NULLABLE | WRITE, "128"},
-    {"sliding_window", MIMO_V2_FLASH, MT_AT(window_size), WRITE, "129"},
+     MT_AT(stack.rotary_base), WRITE, "10000.0"}, // for transformers before 5
+    {"rope_theta", SMOLLM3, MT_AT(stack.rotary_base), WRITE, "2000000.0"},
+    {"rope_theta", GEMMA3, MT_AT(stack.rotary_base), WRITE, "1000000.0"},
+    {"rope_theta", OLMO3, MT_AT(stack.rotary_base), WRITE, "500000.0"},
+    {"rope_theta", ERNIE4_5_MOE, MT_AT(stack.rotary_base), WRITE, "500000.0"},
+    {"rope_theta", MIXTRAL | SOLAR_OPEN | LFM2, MT_AT(stack.rotary_base), WRITE, "1000000.0"},
+    {"rope_theta", MINIMAX_M2, MT_AT(stack.rotary_base), WRITE, "5000000.0"},
+    {"rope_theta", HY_V3, MT_AT(stack.rotary_base), WRITE, "11158840.0"},
+    {"rope_theta", MIMO_V2_FLASH, MT_AT(stack.rotary_base), WRITE, "5000000.0"},
+    {"partial_rotary_factor", PARTIAL & ~(GLM4_MOE | DELTA | MIMO_V2_FLASH), MT_AT(stack.rotary_percent), WRITE, "1.0"},
+    {"partial_rotary_factor", MIMO_V2_FLASH, MT_AT(stack.rotary_percent), WRITE, "0.334"},
+    {"partial_rotary_factor", DELTA, MT_AT(stack.rotary_percent), WRITE, "0.25"},
+    {"partial_rotary_factor", GLM4_MOE, MT_AT(stack.rotary_percent), WRITE, "0.5"},
+    {"rope_theta", GPT_OSS, MT_AT(stack.rotary_base), WRITE, "150000.0"},
+    {"sliding_window", MISTRAL, MT_AT(stack.window_size), NULLABLE, "4096"},
+    {"sliding_window", MIXTRAL | MINISTRAL3, MT_AT(stack.window_size), NULLABLE},
+    {"sliding_window", QWENS | WINDOWED | DOTS1 | EXAONES, MT_AT(stack.window_size), NULLABLE | WRITE, "4096"},
+    {"sliding_window", SMOLLM3, MT_AT(stack.window_size), NULLABLE | WRITE},
+    {"sliding_window", GPT_OSS, MT_AT(stack.window_size), NULLABLE | WRITE, "128"},
+    {"sliding_window", MIMO_V2_FLASH, MT_AT(stack.window_size), WRITE, "129"},
     {"use_sliding_window", QWENS | SMOLLM3, 0, FIXED | READ, "true|false"},
 
-    {"q_lora_rank", DEEPSEEK_V3, MT_AT(q_lora_rank), NULLABLE, "1536"},
-    {"q_lora_rank", GLM4_MOE_LITE, MT_AT(q_lora_rank), NULLABLE, "768"},
-    {"q_lora_rank", KIMI_LINEAR, MT_AT(q_lora_rank), NULLABLE},
-    {"kv_lora_rank", LATENT, MT_AT(kv_lora_rank), REQUIRED},
-    {"qk_nope_head_dim", LATENT, MT_AT(qk_head_dim), REQUIRED},
-    {"qk_rope_head_dim", LATENT, MT_AT(qk_pos_emb_head_dim), REQUIRED},
-    {"qk_head_dim", LATENT, MT_AT(kv_channels), WRITE},
-    {"v_head_dim", LATENT, MT_AT(v_head_dim), REQUIRED},
-    {"rope_interleave", LATENT_ROPE, MT_AT(rotary_interleaved), 0, "true"},
-    {"num_nextn_predict_layers", DEEPSEEK_V3 | GLM4_MOE | MIMO, MT_AT(mtp_num_layers), WRITE},
-    {"num_nextn_predict_layers", GLM4_MOE_LITE, MT_AT(mtp_num_layers), WRITE | NONZERO},
-    {"mtp_num_hidden_layers", DELTA, MT_AT(mtp_num_layers), WRITE | NONZERO},
-    {"mtp_num_layers", LATENT_ROPE | GLM4_MOE | MIMO | DELTA, MT_AT(mtp_num_layers),
+    {"q_lora_rank", DEEPSEEK_V3, MT_AT(stack.q_lora_rank), NULLABLE, "1536"},
+    {"q_lora_rank", GLM4_MOE_LITE, MT_AT(stack.q_lora_rank), NULLABLE, "768"},
+    {"q_lora_rank", KIMI_LINEAR, MT_AT(stack.q_lora_rank), NULLABLE},
+    {"kv_lora_rank", LATENT, MT_AT(stack.kv_lora_rank), REQUIRED},
+    {"qk_nope_head_dim", LATENT, MT_AT(stack.qk_head_dim), REQUIRED},
+    {"qk_rope_head_dim", LATENT, MT_AT(stack.qk_pos_emb_head_dim), REQUIRED},
+    {"qk_head_dim", LATENT, MT_AT(stack.kv_channels), WRITE},
+    {"v_head_dim", LATENT, MT_AT(stack.v_head_dim), REQUIRED},
+    {"rope_interleave", LATENT_ROPE, MT_AT(stack.rotary_interleaved), 0, "true"},
+    {"num_nextn_predict_layers", DEEPSEEK_V3 | GLM4_MOE | MIMO, MT_AT(stack.mtp_num_layers), WRITE},
+    {"num_nextn_predict_layers", GLM4_MOE_LITE, MT_AT(stack.mtp_num_layers), WRITE | NONZERO},
+    {"mtp_num_hidden_layers", DELTA, MT_AT(stack.mtp_num_layers), WRITE | NONZERO},
+    {"mtp_num_layers", LATENT_ROPE | GLM4_MOE | MIMO | DELTA, MT_AT(stack.mtp_num_layers),
      NONZERO}, // this program's: the folder has the weights
 
-    {"intermediate_size", MIXTRAL | MINIMAX_M2, MT_AT(moe_ffn_hidden_size), REQUIRED},
-    {"intermediate_size", GPT_OSS, MT_AT(moe_ffn_hidden_size), 0, "2880"},
-    {"linear_num_key_heads", DELTA, MT_AT(linear_num_key_heads), 0, "16"},
-    {"linear_num_value_heads", DELTA, MT_AT(linear_num_value_heads), 0, "32"},
-    {"linear_key_head_dim", DELTA, MT_AT(linear_key_head_dim), 0, "128"},
-    {"linear_value_head_dim", DELTA, MT_AT(linear_value_head_dim), 0, "128"},
-    {"linear_conv_kernel_dim", DELTA, MT_AT(linear_conv_kernel_dim), 0, "4"},
-    {"conv_L_cache", LFM2, MT_AT(linear_conv_kernel_dim), 0, "3"},
+    {"intermediate_size", MIXTRAL | MINIMAX_M2, MT_AT(stack.moe_ffn_hidden_size), REQUIRED},
+    {"intermediate_size", GPT_OSS, MT_AT(stack.moe_ffn_hidden_size), 0, "2880"},
+    {"linear_num_key_heads", DELTA, MT_AT(stack.linear_num_key_heads), 0, "16"},
+    {"linear_num_value_heads", DELTA, MT_AT(stack.linear_num_value_heads), 0, "32"},
+    {"linear_key_head_dim", DELTA, MT_AT(stack.linear_key_head_dim), 0, "128"},
+    {"linear_value_head_dim", DELTA, MT_AT(stack.linear_value_head_dim), 0, "128"},
+    {"linear_conv_kernel_dim", DELTA, MT_AT(stack.linear_conv_kernel_dim), 0, "4"},
+    {"conv_L_cache", LFM2, MT_AT(stack.linear_conv_kernel_dim), 0, "3"},
     {"conv_bias", LFM2, 0, FIXED, "false"},
-    {"conv_kernel", NEMOTRON_H, MT_AT(linear_conv_kernel_dim), 0, "4"},
-    {"ssm_state_size", NEMOTRON_H, MT_AT(mamba_state_dim), 0, "128"},
-    {"n_groups", NEMOTRON_H, MT_AT(mamba_num_groups), 0, "8"},
-    {"mamba_num_heads", NEMOTRON_H, MT_AT(mamba_num_heads), 0, "128"},
-    {"mamba_head_dim", NEMOTRON_H, MT_AT(mamba_head_dim), 0, "64"},
-    {"use_conv_bias", NEMOTRON_H, MT_AT(mamba_conv_bias), 0, "true"},
-    {"time_step_min", NEMOTRON_H, MT_AT(mamba_dt_limit_low), 0, "0.001"}, // transformers 5 cuts steps there
+    {"conv_kernel", NEMOTRON_H, MT_AT(stack.linear_conv_kernel_dim), 0, "4"},
+    {"ssm_state_size", NEMOTRON_H, MT_AT(stack.mamba_state_dim), 0, "128"},
+    {"n_groups", NEMOTRON_H, MT_AT(stack.mamba_num_groups), 0, "8"},
+    {"mamba_num_heads", NEMOTRON_H, MT_AT(stack.mamba_num_heads), 0, "128"},
+    {"mamba_head_dim", NEMOTRON_H, MT_AT(stack.mamba_head_dim), 0, "64"},
+    {"use_conv_bias", NEMOTRON_H, MT_AT(stack.mamba_conv_bias), 0, "true"},
+    {"time_step_min", NEMOTRON_H, MT_AT(stack.mamba_dt_limit_low), 0, "0.001"}, // transformers 5 cuts steps there
     {"mamba_hidden_act", NEMOTRON_H, 0, FIXED, "silu"},
-    {"mamba_d_conv", GRANITE, MT_AT(linear_conv_kernel_dim), 0, "4"},
-    {"mamba_d_state", GRANITE, MT_AT(mamba_state_dim), 0, "256"},
-    {"mamba_n_groups", GRANITE, MT_AT(mamba_num_groups), 0, "1"},
-    {"mamba_n_heads", GRANITE, MT_AT(mamba_num_heads), 0, "128"},
-    {"mamba_d_head", GRANITE, MT_AT(mamba_head_dim), WRITE},
-    {"mamba_conv_bias", GRANITE, MT_AT(mamba_conv_bias), 0, "true"},
-    {"embedding_multiplier", GRANITE, MT_AT(embedding_multiplier), 0, "1.0"},
-    {"residual_multiplier", GRANITE, MT_AT(residual_multiplier), 0, "1.0"},
-    {"logits_scaling", GRANITE, MT_AT(logits_scaling), 0, "1.0"},
-    {"intermediate_size", GRANITE_MOE, MT_AT(moe_ffn_hidden_size), REQUIRED},
-    {"num_local_experts", GRANITE_MOE, MT_AT(num_experts), 0, "8"},
-    {"num_local_experts", GRANITE_DENSE, MT_AT(num_experts), WRITE},
-    {"shared_intermediate_size", GRANITE_MOE, MT_AT(moe_shared_expert_intermediate_size), 0, "1024"},
+    {"mamba_d_conv", GRANITE, MT_AT(stack.linear_conv_kernel_dim), 0, "4"},
+    {"mamba_d_state", GRANITE, MT_AT(stack.mamba_state_dim), 0, "256"},
+    {"mamba_n_groups", GRANITE, MT_AT(stack.mamba_num_groups), 0, "1"},
+    {"mamba_n_heads", GRANITE, MT_AT(stack.mamba_num_heads), 0, "128"},
+    {"mamba_d_head", GRANITE, MT_AT(stack.mamba_head_dim), WRITE},
+    {"mamba_conv_bias", GRANITE, MT_AT(stack.mamba_conv_bias), 0, "true"},
+    {"embedding_multiplier", GRANITE, MT_AT(stack.embedding_multiplier), 0, "1.0"},
+    {"residual_multiplier", GRANITE, MT_AT(stack.residual_multiplier), 0, "1.0"},
+    {"logits_scaling", GRANITE, MT_AT(stack.logits_scaling), 0, "1.0"},
+    {"intermediate_size", GRANITE_MOE, MT_AT(stack.moe_ffn_hidden_size), REQUIRED},
+    {"num_local_experts", GRANITE_MOE, MT_AT(stack.num_experts), 0, "8"},
+    {"num_local_experts", GRANITE_DENSE, MT_AT(stack.num_experts), WRITE},
+    {"shared_intermediate_size", GRANITE_MOE, MT_AT(stack.moe_shared_expert_intermediate_size), 0, "1024"},
 
-    {"moe_intermediate_size", DELTA_MOE | QWEN_MOE | GROUPED | HY_V3 | ERNIE4_5_MOE, MT_AT(moe_ffn_hidden_size),
+    {"moe_intermediate_size", DELTA_MOE | QWEN_MOE | GROUPED | HY_V3 | ERNIE4_5_MOE, MT_AT(stack.moe_ffn_hidden_size),
      REQUIRED},
-    {"num_local_experts", MIXTRAL | QWEN_MOE | MINIMAX_M2, MT_AT(num_experts)},
-    {"num_local_experts", N_ROUTED | NUM_SHARED | DELTA_MOE, MT_AT(num_experts), READ},
-    {"num_experts", QWEN_MOE | DELTA_MOE, MT_AT(num_experts)}, // for transformers before 5
-    {"num_experts", NUM_SHARED, MT_AT(num_experts)},
-    {"num_local_experts", GPT_OSS, MT_AT(num_experts), 0, "128"},
-    {"num_experts", MIXTRAL | N_ROUTED | MINIMAX_M2 | GPT_OSS, MT_AT(num_experts), READ},
-    {"n_routed_experts", N_ROUTED, MT_AT(num_experts)},
-    {"n_routed_experts", MIXTRAL | QWEN_MOE, MT_AT(num_experts), READ},
-    {"num_experts", ERNIE4_5_MOE, MT_AT(num_experts), READ},
-    {"num_local_experts", ERNIE4_5_MOE, MT_AT(num_experts), READ},
-    {"moe_num_experts", ERNIE4_5_MOE, MT_AT(num_experts)},
-    {"num_experts_per_token", KIMI_LINEAR, MT_AT(moe_router_topk), 0, "8"},
-    {"num_experts_per_tok", KIMI_LINEAR, MT_AT(moe_router_topk), READ}, // its other name in transformers 5
-    {"num_experts_per_tok", MOE & ~(ERNIE4_5_MOE | GPT_OSS | GRANITE_MOE | KIMI_LINEAR), MT_AT(moe_router_topk),
+    {"num_local_experts", MIXTRAL | QWEN_MOE | MINIMAX_M2, MT_AT(stack.num_experts)},
+    {"num_local_experts", N_ROUTED | NUM_SHARED | DELTA_MOE, MT_AT(stack.num_experts), READ},
+    {"num_experts", QWEN_MOE | DELTA_MOE, MT_AT(stack.num_experts)}, // for transformers before 5
+    {"num_experts", NUM_SHARED, MT_AT(stack.num_experts)},
+    {"num_local_experts", GPT_OSS, MT_AT(stack.num_experts), 0, "128"},
+    {"num_experts", MIXTRAL | N_ROUTED | MINIMAX_M2 | GPT_OSS, MT_AT(stack.num_experts), READ},
+    {"n_routed_experts", N_ROUTED, MT_AT(stack.num_experts)},
+    {"n_routed_experts", MIXTRAL | QWEN_MOE, MT_AT(stack.num_experts), READ},
+    {"num_experts", ERNIE4_5_MOE, MT_AT(stack.num_experts), READ},
+    {"num_local_experts", ERNIE4_5_MOE, MT_AT(stack.num_experts), READ},
+    {"moe_num_experts", ERNIE4_5_MOE, MT_AT(stack.num_experts)},
+    {"num_experts_per_token", KIMI_LINEAR, MT_AT(stack.moe_router_topk), 0, "8"},
+    {"num_experts_per_tok", KIMI_LINEAR, MT_AT(stack.moe_router_topk), READ}, // its other name in transformers 5
+    {"num_experts_per_tok", MOE & ~(ERNIE4_5_MOE | GPT_OSS | GRANITE_MOE | KIMI_LINEAR), MT_AT(stack.moe_router_topk),
      REQUIRED},
-    {"num_experts_per_tok", GRANITE_MOE, MT_AT(moe_router_topk), 0, "2"},
-    {"num_experts_per_tok", GPT_OSS, MT_AT(moe_router_topk), 0, "4"},
-    {"moe_k", ERNIE4_5_MOE, MT_AT(moe_router_topk), 0, "6"},
-    {"num_experts_per_tok", ERNIE4_5_MOE, MT_AT(moe_router_topk), READ}, // its other name in transformers 5
+    {"num_experts_per_tok", GRANITE_MOE, MT_AT(stack.moe_router_topk), 0, "2"},
+    {"num_experts_per_tok", GPT_OSS, MT_AT(stack.moe_router_topk), 0, "4"},
+    {"moe_k", ERNIE4_5_MOE, MT_AT(stack.moe_router_topk), 0, "6"},
+    {"num_experts_per_tok", ERNIE4_5_MOE, MT_AT(stack.moe_router_topk), READ}, // its other name in transformers 5
     {"router_aux_loss_coef", MIXTRAL | QWEN_MOE | DELTA_MOE | MINIMAX_M2 | ERNIE4_5_MOE | GPT_OSS | GRANITE_MOE,
-     MT_AT(moe_aux_loss_coeff), 0, "0.001"},
-    {"router_aux_loss_coef", GROUPED | HY_V3, MT_AT(moe_aux_loss_coeff), NONZERO, "0.0"}, // this program's
+     MT_AT(stack.moe_aux_loss_coeff), 0, "0.001"},
+    {"router_aux_loss_coef", GROUPED | HY_V3, MT_AT(stack.moe_aux_loss_coeff), NONZERO, "0.0"}, // this program's
     {"router_jitter_noise", MIXTRAL | MINIMAX_M2, 0, FIXED | READ, "0.0|0"},
     {"output_router_logits", MOE & ~DEEPSEEK_MOE, 0, FIXED | WRITE, "false"},
-    {"norm_topk_prob", QWEN_MOE, MT_AT(moe_router_pre_softmax), NEGATED, "false"},
-    {"norm_topk_prob", QWEN3_NEXT, MT_AT(moe_router_pre_softmax), NEGATED, "true"},
+    {"norm_topk_prob", QWEN_MOE, MT_AT(stack.moe_router_pre_softmax), NEGATED, "false"},
+    {"norm_topk_prob", QWEN3_NEXT, MT_AT(stack.moe_router_pre_softmax), NEGATED, "true"},
     {"norm_topk_prob", QWEN3_5_MOE, 0, FIXED | READ, "true"},
     {"moe_renormalize", KIMI_LINEAR, 0, FIXED, "true"},
     {"norm_topk_prob", KIMI_LINEAR, 0, FIXED | READ, "true"}, // its other name in transformers 5
@@ -367,83 +370,85 @@ static const mt_hf_key mt_hf_keys[] = {
     {"mla_use_nope", KIMI_LINEAR, 0, FIXED, "true"},
     {"norm_topk_prob", GROUPED & ~(DOTS1 | KIMI_LINEAR), 0, FIXED, "true"},
     {"norm_topk_prob", DOTS1, 0, FIXED | REQUIRED, "true"}, // absent: false
-    {"shared_expert_intermediate_size", QWEN2_MOE | DELTA_MOE, MT_AT(moe_shared_expert_intermediate_size), REQUIRED},
+    {"shared_expert_intermediate_size", QWEN2_MOE | DELTA_MOE, MT_AT(stack.moe_shared_expert_intermediate_size),
+     REQUIRED},
 
-    {"moe_shared_expert_intermediate_size", NEMOTRON_MOE, MT_AT(moe_shared_expert_intermediate_size), REQUIRED},
-    {"n_shared_experts", N_ROUTED & ~(DOTS1 | NEMOTRON_MOE | MIMO_V2_FLASH), MT_AT(moe_shared_expert_intermediate_size),
-     NULL_IS_ZERO, "1", &mt_shared_experts},
-    {"n_shared_experts", DOTS1, MT_AT(moe_shared_expert_intermediate_size), REQUIRED, NULL, &mt_shared_experts},
-    {"moe_num_shared_experts", ERNIE4_5_MOE, MT_AT(moe_shared_expert_intermediate_size), NULL_IS_ZERO | OWN, "2",
+    {"moe_shared_expert_intermediate_size", NEMOTRON_MOE, MT_AT(stack.moe_shared_expert_intermediate_size), REQUIRED},
+    {"n_shared_experts", N_ROUTED & ~(DOTS1 | NEMOTRON_MOE | MIMO_V2_FLASH),
+     MT_AT(stack.moe_shared_expert_intermediate_size), NULL_IS_ZERO, "1", &mt_shared_experts},
+    {"n_shared_experts", DOTS1, MT_AT(stack.moe_shared_expert_intermediate_size), REQUIRED, NULL, &mt_shared_experts},
+    {"moe_num_shared_experts", ERNIE4_5_MOE, MT_AT(stack.moe_shared_expert_intermediate_size), NULL_IS_ZERO | OWN, "2",
      &mt_shared_experts},
-    {"num_shared_experts", NUM_SHARED, MT_AT(moe_shared_expert_intermediate_size), NULL_IS_ZERO, "1",
+    {"num_shared_experts", NUM_SHARED, MT_AT(stack.moe_shared_expert_intermediate_size), NULL_IS_ZERO, "1",
      &mt_shared_experts},
-    {"n_group", DEEPSEEK_MOE, MT_AT(moe_router_num_groups), NULL_IS_ZERO, "8", &mt_groups},
-    {"topk_group", DEEPSEEK_MOE, MT_AT(moe_router_group_topk), NULL_IS_ZERO, "4", &mt_group_topk},
-    {"num_expert_group", KIMI_LINEAR, MT_AT(moe_router_num_groups), NULL_IS_ZERO, "1", &mt_groups},
-    {"n_group", KIMI_LINEAR, MT_AT(moe_router_num_groups), READ | NULL_IS_ZERO, NULL,
+    {"n_group", DEEPSEEK_MOE, MT_AT(stack.moe_router_num_groups), NULL_IS_ZERO, "8", &mt_groups},
+    {"topk_group", DEEPSEEK_MOE, MT_AT(stack.moe_router_group_topk), NULL_IS_ZERO, "4", &mt_group_topk},
+    {"num_expert_group", KIMI_LINEAR, MT_AT(stack.moe_router_num_groups), NULL_IS_ZERO, "1", &mt_groups},
+    {"n_group", KIMI_LINEAR, MT_AT(stack.moe_router_num_groups), READ | NULL_IS_ZERO, NULL,
      &mt_groups}, // its other name in transformers 5
-    {"n_group", GROUPED & ~(DEEPSEEK_MOE | KIMI_LINEAR), MT_AT(moe_router_num_groups), NULL_IS_ZERO, "1", &mt_groups},
-    {"topk_group", GROUPED & ~DEEPSEEK_MOE, MT_AT(moe_router_group_topk), NULL_IS_ZERO, "1", &mt_group_topk},
-    {"routed_scaling_factor", DEEPSEEK_MOE | EXAONE_MOE, MT_AT(moe_router_topk_scaling_factor), 0, "2.5"},
-    {"routed_scaling_factor", DOTS1 | GLM4_MOE | SOLAR_OPEN | NEMOTRON_MOE, MT_AT(moe_router_topk_scaling_factor), 0,
-     "1.0"},
-    {"routed_scaling_factor", MIMO_V2_FLASH, MT_AT(moe_router_topk_scaling_factor), NULLABLE, "1.0"},
-    {"routed_scaling_factor", KIMI_LINEAR, MT_AT(moe_router_topk_scaling_factor), 0, "2.446"},
-    {"routed_scaling_factor", GLM4_MOE_LITE, MT_AT(moe_router_topk_scaling_factor), 0, "1.8"},
-    {"router_scaling_factor", HY_V3, MT_AT(moe_router_topk_scaling_factor), 0, "2.826"},
+    {"n_group", GROUPED & ~(DEEPSEEK_MOE | KIMI_LINEAR), MT_AT(stack.moe_router_num_groups), NULL_IS_ZERO, "1",
+     &mt_groups},
+    {"topk_group", GROUPED & ~DEEPSEEK_MOE, MT_AT(stack.moe_router_group_topk), NULL_IS_ZERO, "1", &mt_group_topk},
+    {"routed_scaling_factor", DEEPSEEK_MOE | EXAONE_MOE, MT_AT(stack.moe_router_topk_scaling_factor), 0, "2.5"},
+    {"routed_scaling_factor", DOTS1 | GLM4_MOE | SOLAR_OPEN | NEMOTRON_MOE, MT_AT(stack.moe_router_topk_scaling_factor),
+     0, "1.0"},
+    {"routed_scaling_factor", MIMO_V2_FLASH, MT_AT(stack.moe_router_topk_scaling_factor), NULLABLE, "1.0"},
+    {"routed_scaling_factor", KIMI_LINEAR, MT_AT(stack.moe_router_topk_scaling_factor), 0, "2.446"},
+    {"routed_scaling_factor", GLM4_MOE_LITE, MT_AT(stack.moe_router_topk_scaling_factor), 0, "1.8"},
+    {"router_scaling_factor", HY_V3, MT_AT(stack.moe_router_topk_scaling_factor), 0, "2.826"},
     {"enable_moe_fp32_combine", HY_V3, 0, FIXED, "true|false"}, // rounding of the sum with the shared expert
     {"scoring_func", DEEPSEEK_MOE, 0, FIXED | WRITE, "sigmoid"},
     {"topk_method", DEEPSEEK_MOE, 0, FIXED | WRITE, "noaux_tc"},
 
-    {NULL, BLOCKS, MT_AT(normalization), 0, "\"RMSNorm\""},
-    {NULL, BLOCKS & ~(MAMBA | KIMI_LINEAR), MT_AT(position_embedding_type), 0, "\"rope\""},
-    {NULL, MAMBA | KIMI_LINEAR, MT_AT(position_embedding_type), 0, "\"none\""}, // Granite's file may say RoPE
-    {NULL, GRANITE, MT_AT(experimental_attention_variant), 0, "\"mamba2\""},
-    {NULL, DELTA, MT_AT(experimental_attention_variant), 0, "\"gated_delta_net\""},
-    {NULL, KIMI_LINEAR, MT_AT(experimental_attention_variant), 0, "\"kda\""},
-    {NULL, LFM2, MT_AT(experimental_attention_variant), 0, "\"short_conv\""},
-    {NULL, LFM2, MT_AT(swiglu), 0, "true"},
-    {NULL, DELTA, MT_AT(attention_output_gate), 0, "true"},
-    {NULL, QWEN3_5_MOE, MT_AT(moe_router_pre_softmax), 0, "false"},
-    {NULL, QWEN3 | QWEN3_MOE | WINDOWED | DELTA | DOTS1 | EXAONES | MINIMAX_M2 | HY_V3 | LFM2, MT_AT(qk_layernorm), 0,
-     "true"},
-    {NULL, OLMO3 | MINIMAX_M2, MT_AT(qk_layernorm_all_heads), 0, "true"},
-    {NULL, GPT_OSS, MT_AT(quick_geglu), 0, "true"},
-    {NULL, GPT_OSS, MT_AT(glu_linear_offset), 0, "1"},
-    {NULL, GPT_OSS | MIMO_V2_FLASH, MT_AT(softmax_type), 0, "\"learnable\""},
-    {NULL, MIMO_V2_FLASH, MT_AT(sinks_in_windows_only), 0, "true"},
-    {NULL, GPT_OSS, MT_AT(moe_router_linear_bias), 0, "true"},
-    {NULL, GPT_OSS, MT_AT(mlp_bias), PLAIN, "true"},
-    {NULL, GEMMA3, MT_AT(norm_placement), 0, "\"both\""},
-    {NULL, OLMO3 | EXAONE4, MT_AT(norm_placement), 0, "\"after\""},
-    {NULL, GEMMA3 | DELTA, MT_AT(layernorm_zero_centered_gamma), 0, "true"},
-    {NULL, GEMMA3, MT_AT(embedding_multiplier), 0, "1", &mt_root_of_width},
-    {NULL, QWEN2 | MIMO, MT_AT(add_qkv_bias), 0, "true"},
-    {NULL, LATENT, MT_AT(multi_latent_attention), 0, "true"},
-    {NULL, QWEN2_MOE | DELTA_MOE, MT_AT(moe_shared_expert_gate), 0, "true"},
-    {NULL, SIGMOID, MT_AT(moe_router_score_function), 0, "\"sigmoid\""},
-    {NULL, GROUPED, MT_AT(moe_router_enable_expert_bias), 0, "true", &mt_group_best},
-    {NULL, MINIMAX_M2 | HY_V3 | ERNIE4_5_MOE, MT_AT(moe_router_enable_expert_bias), 0, "true"},
-    {NULL, ERNIE4_5_MOE, MT_AT(rotary_interleaved), 0, "true"},
+    {NULL, BLOCKS, MT_AT(stack.normalization), 0, "\"RMSNorm\""},
+    {NULL, BLOCKS & ~(MAMBA | KIMI_LINEAR), MT_AT(stack.position_embedding_type), 0, "\"rope\""},
+    {NULL, MAMBA | KIMI_LINEAR, MT_AT(stack.position_embedding_type), 0, "\"none\""}, // Granite's file may say RoPE
+    {NULL, GRANITE, MT_AT(stack.experimental_attention_variant), 0, "\"mamba2\""},
+    {NULL, DELTA, MT_AT(stack.experimental_attention_variant), 0, "\"gated_delta_net\""},
+    {NULL, KIMI_LINEAR, MT_AT(stack.experimental_attention_variant), 0, "\"kda\""},
+    {NULL, LFM2, MT_AT(stack.experimental_attention_variant), 0, "\"short_conv\""},
+    {NULL, LFM2, MT_AT(stack.swiglu), 0, "true"},
+    {NULL, DELTA, MT_AT(stack.attention_output_gate), 0, "true"},
+    {NULL, QWEN3_5_MOE, MT_AT(stack.moe_router_pre_softmax), 0, "false"},
+    {NULL, QWEN3 | QWEN3_MOE | WINDOWED | DELTA | DOTS1 | EXAONES | MINIMAX_M2 | HY_V3 | LFM2,
+     MT_AT(stack.qk_layernorm), 0, "true"},
+    {NULL, OLMO3 | MINIMAX_M2, MT_AT(stack.qk_layernorm_all_heads), 0, "true"},
+    {NULL, GPT_OSS, MT_AT(stack.quick_geglu), 0, "true"},
+    {NULL, GPT_OSS, MT_AT(stack.glu_linear_offset), 0, "1"},
+    {NULL, GPT_OSS | MIMO_V2_FLASH, MT_AT(stack.softmax_type), 0, "\"learnable\""},
+    {NULL, MIMO_V2_FLASH, MT_AT(stack.sinks_in_windows_only), 0, "true"},
+    {NULL, GPT_OSS, MT_AT(stack.moe_router_linear_bias), 0, "true"},
+    {NULL, GPT_OSS, MT_AT(stack.mlp_bias), PLAIN, "true"},
+    {NULL, GEMMA3, MT_AT(stack.norm_placement), 0, "\"both\""},
+    {NULL, OLMO3 | EXAONE4, MT_AT(stack.norm_placement), 0, "\"after\""},
+    {NULL, GEMMA3 | DELTA, MT_AT(stack.layernorm_zero_centered_gamma), 0, "true"},
+    {NULL, GEMMA3, MT_AT(stack.embedding_multiplier), 0, "1", &mt_root_of_width},
+    {NULL, QWEN2 | MIMO, MT_AT(stack.add_qkv_bias), 0, "true"},
+    {NULL, LATENT, MT_AT(stack.multi_latent_attention), 0, "true"},
+    {NULL, QWEN2_MOE | DELTA_MOE, MT_AT(stack.moe_shared_expert_gate), 0, "true"},
+    {NULL, SIGMOID, MT_AT(stack.moe_router_score_function), 0, "\"sigmoid\""},
+    {NULL, GROUPED, MT_AT(stack.moe_router_enable_expert_bias), 0, "true", &mt_group_best},
+    {NULL, MINIMAX_M2 | HY_V3 | ERNIE4_5_MOE, MT_AT(stack.moe_router_enable_expert_bias), 0, "true"},
+    {NULL, ERNIE4_5_MOE, MT_AT(stack.rotary_interleaved), 0, "true"},
 
-    {"attention_output_bias", MEGATRON, MT_AT(attention_output_bias), PLAIN},
-    {"mlp_bias", MEGATRON, MT_AT(mlp_bias), PLAIN},
+    {"attention_output_bias", MEGATRON, MT_AT(stack.attention_output_bias), PLAIN},
+    {"mlp_bias", MEGATRON, MT_AT(stack.mlp_bias), PLAIN},
 };
 
 /* Keys of RoPE's parameters; here a bit stands for a type of scaling. */
 enum { LINEAR = 1 << MT_ROPE_SCALING_LINEAR, LLAMA3 = 1 << MT_ROPE_SCALING_LLAMA3, YARN = 1 << MT_ROPE_SCALING_YARN };
 
 static const mt_hf_key mt_rope_keys[] = {
-    {"factor", LINEAR | LLAMA3 | YARN, MT_AT(rope_scaling_factor), REQUIRED},
-    {"original_max_position_embeddings", LLAMA3 | YARN, MT_AT(original_max_position_embeddings)},
-    {"low_freq_factor", LLAMA3, MT_AT(rope_low_freq_factor), REQUIRED},
-    {"high_freq_factor", LLAMA3, MT_AT(rope_high_freq_factor), REQUIRED},
-    {"beta_fast", YARN, MT_AT(yarn_beta_fast)},
-    {"beta_slow", YARN, MT_AT(yarn_beta_slow)},
-    {"attention_factor", YARN, MT_AT(yarn_attention_factor)},
-    {"truncate", YARN, MT_AT(yarn_correction_range_round_to_int), READ, "true"},
+    {"factor", LINEAR | LLAMA3 | YARN, MT_AT(stack.rope_scaling_factor), REQUIRED},
+    {"original_max_position_embeddings", LLAMA3 | YARN, MT_AT(stack.original_max_position_embeddings)},
+    {"low_freq_factor", LLAMA3, MT_AT(stack.rope_low_freq_factor), REQUIRED},
+    {"high_freq_factor", LLAMA3, MT_AT(stack.rope_high_freq_factor), REQUIRED},
+    {"beta_fast", YARN, MT_AT(stack.yarn_beta_fast)},
+    {"beta_slow", YARN, MT_AT(stack.yarn_beta_slow)},
+    {"attention_factor", YARN, MT_AT(stack.yarn_attention_factor)},
+    {"truncate", YARN, MT_AT(stack.yarn_correction_range_round_to_int), READ, "true"},
     {"mscale", YARN, MT_AT(yarn_mscale), NONZERO},
-    {"mscale_all_dim", YARN, MT_AT(yarn_mscale_all_dim), NONZERO},
+    {"mscale_all_dim", YARN, MT_AT(stack.yarn_mscale_all_dim), NONZERO},
 };
 
 static const char *const mt_rope_types[] = {
@@ -588,12 +593,12 @@ static void mt_config_set_activation(mt_config *config, const mt_hf_key *key, co
 }
 
 /* The value of an option that is a number. */
-static double mt_option_number(const mt_options *shape, const mt_option *row) {
+static double mt_option_number(const mt_run_options *shape, const mt_option *row) {
     return row->type == MT_INT ? (double)*mt_option_int(shape, row) : *mt_option_real(shape, row);
 }
 
 /* Sets the option of a key; the table of options says its type and range. */
-static void mt_config_set(mt_config *config, const mt_hf_key *key, const json_t *value, mt_options *shape) {
+static void mt_config_set(mt_config *config, const mt_hf_key *key, const json_t *value, mt_run_options *shape) {
     mt_error problem;
     const mt_option *row = key->flags & PLAIN ? NULL : mt_option_of(key->offset);
     mt_option_type type = row ? row->type : MT_FLAG;
@@ -616,7 +621,7 @@ static void mt_config_set(mt_config *config, const mt_hf_key *key, const json_t 
     if (key->flags & SAME && mt_option_number(shape, row) != before)
         mt_config_fail(config, "\"%s\" and \"%s\" differ; one --%s is supported: make them equal", key[-1].key,
                        key->key, row->name);
-    if (!config->failed && key->conversion && key->conversion->read) key->conversion->read(shape);
+    if (!config->failed && key->conversion && key->conversion->read) key->conversion->read(&shape->stack);
 }
 
 /* The value of a key that is null: no value if the file may say so, false for a flag, and an error where a file without
@@ -634,7 +639,7 @@ static json_t *mt_config_null(mt_config *config, const mt_hf_key *key) {
 
 /* The keys of `object` that the families (or types) of `mask` have. */
 static void mt_config_read_keys(mt_config *config, const json_t *object, const mt_hf_key *keys, size_t count,
-                                uint64_t mask, mt_options *shape) {
+                                uint64_t mask, mt_run_options *shape) {
     for (const mt_hf_key *key = keys; key < keys + count; key++) {
         json_t *value = key->key ? json_object_get(object, key->key) : NULL, *absent = NULL;
         if (!(key->families & mask) || key->flags & WRITE) continue;
@@ -647,7 +652,7 @@ static void mt_config_read_keys(mt_config *config, const json_t *object, const m
         if (key->flags & FIXED) continue;
         if (!value && key->absent) value = absent = json_loads(key->absent, JSON_DECODE_ANY, NULL);
         if (value && key->flags & (PLAIN_ACTIVATION | GATED_ACTIVATION))
-            mt_config_set_activation(config, key, value, shape);
+            mt_config_set_activation(config, key, value, &shape->stack);
         else if (value)
             mt_config_set(config, key, value, shape);
         else if (key->flags & REQUIRED)
@@ -658,7 +663,7 @@ static void mt_config_read_keys(mt_config *config, const json_t *object, const m
 
 /* A key whose object or effect depends on other keys. */
 static void mt_config_read_later(mt_config *config, const json_t *object, const char *name, uint64_t mask,
-                                 mt_options *shape) {
+                                 mt_run_options *shape) {
     for (const mt_hf_key *row = mt_hf_keys; row < mt_hf_keys + NUM_KEYS; row++) {
         if (!row->key || strcmp(row->key, name) != 0 || !(row->families & mask) || !(row->flags & WRITE)) continue;
         mt_hf_key key = *row;
@@ -701,15 +706,15 @@ static int64_t mt_config_token(const mt_config *config, const char *key, int64_t
     return token >= 0 && token < vocab_size ? token : -1;
 }
 
-static void mt_config_read_tokens(mt_config *config, uint64_t mask, mt_options *shape) {
+static void mt_config_read_tokens(mt_config *config, uint64_t mask, mt_run_options *shape) {
     mt_error problem;
     size_t row = 0;
     while (!(mt_hf_tokens[row].families & mask)) row++;
     if (!config->failed && mt_special_tokens_check(config->root, config->path, &problem) != 0)
         config->failed = true, *config->error = problem;
-    shape->bos_token_id = mt_config_token(config, "bos_token_id", mt_hf_tokens[row].bos, shape->vocab_size);
-    shape->eos_token_id = mt_config_token(config, "eos_token_id", mt_hf_tokens[row].eos, shape->vocab_size);
-    int64_t pad = mt_config_token(config, "pad_token_id", mt_hf_tokens[row].pad, shape->vocab_size);
+    shape->bos_token_id = mt_config_token(config, "bos_token_id", mt_hf_tokens[row].bos, shape->stack.vocab_size);
+    shape->eos_token_id = mt_config_token(config, "eos_token_id", mt_hf_tokens[row].eos, shape->stack.vocab_size);
+    int64_t pad = mt_config_token(config, "pad_token_id", mt_hf_tokens[row].pad, shape->stack.vocab_size);
     if (pad >= 0 && !json_object_get(config->root, "pad_token_id")) mt_json_set_int(config->root, "pad_token_id", pad);
     mt_special_tokens_take(shape, config->root);
 }
@@ -830,9 +835,9 @@ static json_t *mt_gpt_oss_rope(void) {
 }
 
 /* The part of a head's channels with RoPE. MiniMax-M2's released files have it as a number of channels. */
-static void mt_config_read_partial_rope(mt_config *config, const json_t *rope, uint64_t mask, mt_options *shape) {
+static void mt_config_read_partial_rope(mt_config *config, const json_t *rope, uint64_t mask, mt_run_options *shape) {
     static const char key[] = "partial_rotary_factor";
-    int64_t heads = mt_max(shape->num_attention_heads, 1);
+    int64_t heads = mt_max(shape->stack.num_attention_heads, 1);
     int64_t channels = mask & MINIMAX_M2 ? mt_config_int(config, config->root, "rotary_dim", 0) : 0;
     double beside = mt_config_real(config, config->root, key, 1), inside = mt_config_real(config, rope, key, beside);
     if (!(mask & PARTIAL)) {
@@ -841,11 +846,11 @@ static void mt_config_read_partial_rope(mt_config *config, const json_t *rope, u
     }
     mt_config_read_later(config, mt_config_get(rope, key) ? rope : config->root, key, mask, shape);
     if (channels == 0 || mt_config_get(rope, key) || mt_config_get(config->root, key)) return;
-    int64_t all = shape->kv_channels > 0 ? shape->kv_channels : shape->hidden_size / heads;
+    int64_t all = shape->stack.kv_channels > 0 ? shape->stack.kv_channels : shape->stack.hidden_size / heads;
     if (channels < 2 || channels > all)
         mt_config_fail(config, "\"rotary_dim\" is %lld, must be from 2 to \"head_dim\" %lld", (long long)channels,
                        (long long)all);
-    shape->rotary_percent = (double)channels / (double)mt_max(all, 1);
+    shape->stack.rotary_percent = (double)channels / (double)mt_max(all, 1);
 }
 
 /* RoPE of Ministral 3 where a file has no parameters. */
@@ -869,8 +874,8 @@ static void mt_config_read_query_scale(mt_config *config, const json_t *rope, ui
     shape->llama_4_scaling_beta = beta;
 }
 
-static void mt_config_read_rope(mt_config *config, mt_options *shape) {
-    uint64_t mask = 1ull << shape->hf_family;
+static void mt_config_read_rope(mt_config *config, mt_run_options *shape) {
+    uint64_t mask = 1ull << shape->stack.hf_family;
     if (mask & GPT_OSS && !mt_config_get(config->root, "rope_parameters")) // as in transformers
         json_object_set_new(config->root, "rope_parameters", mt_gpt_oss_rope());
     const json_t *window, *rope = mt_config_rope_object(config, mask, &window);
@@ -883,13 +888,13 @@ static void mt_config_read_rope(mt_config *config, mt_options *shape) {
     int index = mt_config_rope_type(config, type);
     mt_config_read_partial_rope(config, rope, mask, shape);
     if (index > 0) {
-        shape->rope_scaling_type = (mt_rope_scaling)index;
+        shape->stack.rope_scaling_type = (mt_rope_scaling)index;
         if (!mt_config_get(rope, "factor")) mt_config_fail(config, "RoPE of type \"%s\" needs a \"factor\"", type);
         mt_config_read_keys(config, rope, mt_rope_keys, NUM_ROPE_KEYS, 1u << index, shape);
-        mt_config_read_original_context(config, rope, index, shape);
+        mt_config_read_original_context(config, rope, index, &shape->stack);
     }
-    mt_config_read_query_scale(config, rope, mask, shape);
-    mt_config_read_window_rope(config, window, mask, shape);
+    mt_config_read_query_scale(config, rope, mask, &shape->stack);
+    mt_config_read_window_rope(config, window, mask, &shape->stack);
     json_decref(absent);
 }
 
@@ -927,7 +932,7 @@ static bool mt_config_slides(mt_config *config, uint64_t mask, int64_t i) {
 }
 
 /* EXAONE with a window: RoPE in the layers that have it, none in the others. */
-static void mt_config_take_rope_of_windows(mt_config *config, const char *letters, mt_options *shape) {
+static void mt_config_take_rope_of_windows(mt_config *config, const char *letters, mt_run_options *shape) {
     if (!strchr(letters, '1'))
         mt_config_fail(config, "a \"sliding_window\" that no layer has leaves the model without RoPE, which is not "
                                "supported; set it to null for RoPE in all layers");
@@ -937,21 +942,22 @@ static void mt_config_take_rope_of_windows(mt_config *config, const char *letter
 
 /* The sliding window and the layers that have it. Mistral and Mixtral: all, and a list that says otherwise is of
  * another model; Qwen and SmolLM3: only with use_sliding_window. */
-static void mt_config_read_windows(mt_config *config, uint64_t mask, mt_options *shape) {
+static void mt_config_read_windows(mt_config *config, uint64_t mask, mt_run_options *shape) {
     bool uses = mt_config_bool(config, config->root, "use_sliding_window", false) || !(mask & (QWENS | SMOLLM3));
-    if (config->failed || shape->num_layers < 1) return;
-    char *listed = mt_calloc(shape->num_layers + 1), *letters = mt_calloc(shape->num_layers + 1);
+    if (config->failed || shape->stack.num_layers < 1) return;
+    char *listed = mt_calloc(shape->stack.num_layers + 1), *letters = mt_calloc(shape->stack.num_layers + 1);
     int64_t pattern = mask & GEMMA3 ? mt_config_int(config, config->root, "sliding_window_pattern", 6) : 6;
-    bool lists = mt_config_read_layer_types(config, listed, shape->num_layers);
+    bool lists = mt_config_read_layer_types(config, listed, shape->stack.num_layers);
     if (uses)
         mt_config_read_later(config, config->root, "sliding_window", mask, shape);
     else // any number: transformers 5 writes 0 for Qwen2-MoE
         mt_config_int(config, config->root, "sliding_window", 0);
-    if (!uses) shape->window_size = 0;
-    bool asks = !(mask & EXAONES) || (!lists && shape->window_size > 0); // EXAONE's pattern may be a text beside a list
-    for (int64_t i = 0; i < shape->num_layers; i++)
-        letters[i] = asks && mt_config_slides(config, mask, i) && shape->window_size > 0 ? '1' : '0';
-    if (lists && strchr(listed, '1') && shape->window_size == 0)
+    if (!uses) shape->stack.window_size = 0;
+    bool asks =
+        !(mask & EXAONES) || (!lists && shape->stack.window_size > 0); // EXAONE's pattern may be a text beside a list
+    for (int64_t i = 0; i < shape->stack.num_layers; i++)
+        letters[i] = asks && mt_config_slides(config, mask, i) && shape->stack.window_size > 0 ? '1' : '0';
+    if (lists && strchr(listed, '1') && shape->stack.window_size == 0)
         mt_config_fail(config,
                        "\"layer_types\" holds sliding_attention without a window; %sgive a \"sliding_window\", or list "
                        "full_attention",
@@ -963,9 +969,9 @@ static void mt_config_read_windows(mt_config *config, uint64_t mask, mt_options 
     if (mask & GEMMA3 && !lists && mt_config_int(config, config->root, "_sliding_window_pattern", pattern) != pattern)
         mt_config_fail(config, "\"_sliding_window_pattern\" is read by nothing; give \"layer_types\", or name it "
                                "\"sliding_window_pattern\"");
-    if (lists && shape->window_size > 0) memcpy(letters, listed, (size_t)shape->num_layers);
-    if (mask & EXAONES && shape->window_size > 0) mt_config_take_rope_of_windows(config, letters, shape);
-    if (!strchr(letters, '1')) shape->window_size = 0, shape->window_rotary_base = 0;
+    if (lists && shape->stack.window_size > 0) memcpy(letters, listed, (size_t)shape->stack.num_layers);
+    if (mask & EXAONES && shape->stack.window_size > 0) mt_config_take_rope_of_windows(config, letters, shape);
+    if (!strchr(letters, '1')) shape->stack.window_size = 0, shape->stack.window_rotary_base = 0;
     if (strchr(letters, '1') && strchr(letters, '0')) {
         free(shape->window_attn_skip_freq);
         shape->window_attn_skip_freq = mt_layer_freq_print(letters, MT_WINDOW_LAYERS);
@@ -1006,7 +1012,7 @@ static void mt_config_read_adjusted_width(mt_config *config, mt_options *shape) 
 
 /* Layers with a gated delta net: a list, or all but every full_attention_interval-th. Layers with a short convolution:
  * a list, or all but those of full_attn_idxs. Granite's with Mamba-2: a list, or all. */
-static void mt_config_read_linear_layers(mt_config *config, uint64_t mask, mt_options *shape) {
+static void mt_config_read_linear_layers(mt_config *config, uint64_t mask, mt_run_options *shape) {
     const char *word = mask & LFM2 ? "conv" : "linear_attention";
     const char *words = mask & LFM2      ? "full_attention|conv"
                         : mask & GRANITE ? "full_attention|linear_attention|attention|mamba" // before transformers 5
@@ -1015,13 +1021,13 @@ static void mt_config_read_linear_layers(mt_config *config, uint64_t mask, mt_op
         mt_config_get(config->root, "layer_types") || !(mask & GRANITE) ? "layer_types" : "layers_block_type";
     const json_t *types = mt_config_list(config, config->root, key);
     int64_t every = mask & GRANITE ? INT64_MAX : mt_config_int(config, config->root, "full_attention_interval", 4);
-    if (config->failed || shape->num_layers < 1) return;
+    if (config->failed || shape->stack.num_layers < 1) return;
     if (every < 1) mt_config_fail(config, "\"full_attention_interval\" is %lld, must be positive", (long long)every);
-    if (types && (int64_t)json_array_size(types) != shape->num_layers)
-        mt_config_fail(config, "\"layer_types\" must list %lld layers", (long long)shape->num_layers);
+    if (types && (int64_t)json_array_size(types) != shape->stack.num_layers)
+        mt_config_fail(config, "\"layer_types\" must list %lld layers", (long long)shape->stack.num_layers);
     if (config->failed) return;
-    char *letters = mt_calloc(shape->num_layers + 1);
-    for (int64_t i = 0; i < shape->num_layers; i++) {
+    char *letters = mt_calloc(shape->stack.num_layers + 1);
+    for (int64_t i = 0; i < shape->stack.num_layers; i++) {
         const char *type = types ? json_string_value(json_array_get(types, (size_t)i)) : NULL;
         bool replaced = mask & LFM2 ? !mt_config_attends(config, i) : (i + 1) % every != 0;
         letters[i] = (type ? strcmp(type, word) == 0 : replaced) ? '1' : '0';
@@ -1050,25 +1056,25 @@ static int64_t mt_config_kda_size(mt_config *config, const char *inner, const ch
 
 /* Kimi delta attention: its sizes, and its layers: a list of all, or the numbers of these, or all but every fourth
  * behind the first. Numbers begin with 1. */
-static void mt_config_read_kda(mt_config *config, mt_options *shape) {
+static void mt_config_read_kda(mt_config *config, mt_run_options *shape) {
     const json_t *linear = mt_config_object(config, config->root, "linear_attn_config");
     const json_t *types = mt_config_list(config, config->root, "layer_types");
     const json_t *numbers = linear ? mt_config_list(config, linear, "kda_layers") : NULL;
     const json_t *full = linear ? mt_config_list(config, linear, "full_attn_layers") : NULL;
     int64_t heads = mt_config_kda_size(config, "num_heads", "linear_num_heads", 32, 65536);
     int64_t channels = mt_config_kda_size(config, "head_dim", "linear_head_dim", 128, 4096);
-    shape->linear_conv_kernel_dim =
+    shape->stack.linear_conv_kernel_dim =
         mt_config_kda_size(config, "short_conv_kernel_size", "linear_conv_kernel_dim", 4, MT_MAX_TAPS);
-    shape->linear_num_key_heads = shape->linear_num_value_heads = heads;
-    shape->linear_key_head_dim = shape->linear_value_head_dim = channels;
-    if (config->failed || shape->num_layers < 1) return;
-    if (types && (int64_t)json_array_size(types) != shape->num_layers)
-        mt_config_fail(config, "\"layer_types\" must list %lld layers", (long long)shape->num_layers);
+    shape->stack.linear_num_key_heads = shape->stack.linear_num_value_heads = heads;
+    shape->stack.linear_key_head_dim = shape->stack.linear_value_head_dim = channels;
+    if (config->failed || shape->stack.num_layers < 1) return;
+    if (types && (int64_t)json_array_size(types) != shape->stack.num_layers)
+        mt_config_fail(config, "\"layer_types\" must list %lld layers", (long long)shape->stack.num_layers);
     if (config->failed) return;
-    char *letters = mt_calloc(shape->num_layers + 1);
+    char *letters = mt_calloc(shape->stack.num_layers + 1);
     bool by_number = !types && numbers && full;
-    memset(letters, by_number ? '?' : '0', (size_t)shape->num_layers);
-    for (int64_t i = 0; i < shape->num_layers && !by_number; i++) {
+    memset(letters, by_number ? '?' : '0', (size_t)shape->stack.num_layers);
+    for (int64_t i = 0; i < shape->stack.num_layers && !by_number; i++) {
         const char *type = types ? json_string_value(json_array_get(types, (size_t)i)) : NULL;
         letters[i] = (type ? strcmp(type, "linear_attention") == 0 : i == 0 || i % 4 != 0) ? '1' : '0';
         if (types && (!type || mt_choice_index("full_attention|linear_attention", type) < 0))
@@ -1078,7 +1084,7 @@ static void mt_config_read_kda(mt_config *config, mt_options *shape) {
     for (int k = 0; k < 2 && by_number; k++)
         for (size_t i = 0; i < json_array_size(k ? numbers : full); i++) {
             int64_t number = json_integer_value(json_array_get(k ? numbers : full, i));
-            if (number >= 1 && number <= shape->num_layers) letters[number - 1] = k ? '1' : '0';
+            if (number >= 1 && number <= shape->stack.num_layers) letters[number - 1] = k ? '1' : '0';
         }
     if (strchr(letters, '?'))
         mt_config_fail(config, "layer %lld is in neither \"kda_layers\" nor \"full_attn_layers\"",
@@ -1130,7 +1136,7 @@ static double mt_config_bound(mt_config *config, const char *key, const json_t *
 }
 
 /* The range of Mamba-2's steps. */
-static void mt_config_read_steps(mt_config *config, mt_options *shape) {
+static void mt_config_read_steps(mt_config *config, mt_run_options *shape) {
     static const char key[] = "time_step_limit";
     const json_t *range = mt_config_list(config, config->root, key);
     if (!range) return;
@@ -1142,61 +1148,61 @@ static void mt_config_read_steps(mt_config *config, mt_options *shape) {
     if (!config->failed && !(low >= 0 && low < INFINITY && high > 0 && high >= low))
         mt_config_fail(config, "\"%s\" is [%g, %g]; the least step is at least 0, and the largest at least that", key,
                        low, high);
-    if (shape->hf_family == MT_HF_GRANITE)
-        shape->mamba_dt_limit_low = low, shape->mamba_dt_limit_high = high < INFINITY ? high : 0;
-    else if (!config->failed && ((low != 0 && low != shape->mamba_dt_limit_low) || high < INFINITY))
+    if (shape->stack.hf_family == MT_HF_GRANITE)
+        shape->stack.mamba_dt_limit_low = low, shape->stack.mamba_dt_limit_high = high < INFINITY ? high : 0;
+    else if (!config->failed && ((low != 0 && low != shape->stack.mamba_dt_limit_low) || high < INFINITY))
         mt_config_fail(config,
                        "\"%s\" is [%g, %g], which transformers 5 does not read in this family; its least step is "
                        "\"time_step_min\", %g: make them equal",
-                       key, low, high, shape->mamba_dt_limit_low);
+                       key, low, high, shape->stack.mamba_dt_limit_low);
 }
 
 /* Granite's heads of Mamba-2, whose width may be "auto", its scale of attention, which is 1 in a file without it, and
  * its positions: RoPE, or none by any other word. */
-static void mt_config_finish_granite(mt_config *config, mt_options *shape) {
+static void mt_config_finish_granite(mt_config *config, mt_run_options *shape) {
     const json_t *width = mt_config_get(config->root, "mamba_d_head");
     bool is_auto = !width || (json_is_string(width) && strcmp(json_string_value(width), "auto") == 0);
-    int64_t inner = mt_config_int(config, config->root, "mamba_expand", 2) * shape->hidden_size;
-    int64_t heads = mt_max(shape->mamba_num_heads, 1);
+    int64_t inner = mt_config_int(config, config->root, "mamba_expand", 2) * shape->stack.hidden_size;
+    int64_t heads = mt_max(shape->stack.mamba_num_heads, 1);
     const char *positions = mt_config_string(config, config->root, "position_embedding_type", "nope");
-    shape->mamba_head_dim = is_auto ? inner / heads : mt_config_int(config, config->root, "mamba_d_head", 0);
-    if (!config->failed && shape->mamba_head_dim * heads != inner)
+    shape->stack.mamba_head_dim = is_auto ? inner / heads : mt_config_int(config, config->root, "mamba_d_head", 0);
+    if (!config->failed && shape->stack.mamba_head_dim * heads != inner)
         mt_config_fail(config,
                        "\"mamba_n_heads\" %lld times \"mamba_d_head\" %lld is not \"mamba_expand\" times "
                        "\"hidden_size\", %lld",
-                       (long long)heads, (long long)shape->mamba_head_dim, (long long)inner);
+                       (long long)heads, (long long)shape->stack.mamba_head_dim, (long long)inner);
     double scale = mt_config_real(config, config->root, "attention_multiplier", 1);
-    int64_t channels = shape->hidden_size / mt_max(shape->num_attention_heads, 1);
+    int64_t channels = shape->stack.hidden_size / mt_max(shape->stack.num_attention_heads, 1);
     if (!(scale > 0)) mt_config_fail(config, "\"attention_multiplier\" is %g, must be above 0", scale);
-    shape->softmax_scale = scale == 1 / sqrt((double)channels) ? 0 : scale;
+    shape->stack.softmax_scale = scale == 1 / sqrt((double)channels) ? 0 : scale;
     if (!positions || strcmp(positions, "rope") != 0) return;
-    shape->position_embedding_type = MT_POSITION_ROPE;
+    shape->stack.position_embedding_type = MT_POSITION_ROPE;
     mt_config_read_rope(config, shape);
 }
 
-static void mt_config_finish_mamba(mt_config *config, mt_options *shape) {
+static void mt_config_finish_mamba(mt_config *config, mt_run_options *shape) {
     mt_config_read_steps(config, shape);
-    if (shape->hf_family == MT_HF_GRANITE) {
+    if (shape->stack.hf_family == MT_HF_GRANITE) {
         mt_config_finish_granite(config, shape);
         return;
     }
     char *letters = mt_config_read_half_layers(config);
-    shape->num_layers = letters ? (int64_t)strlen(letters) : 0;
+    shape->stack.num_layers = letters ? (int64_t)strlen(letters) : 0;
     mt_string_set(&shape->hybrid_override_pattern, letters);
     free(letters);
 }
 
 /* SmolLM3's layers with RoPE: a list, or all but every no_rope_layer_interval-th. */
-static void mt_config_read_rope_layers(mt_config *config, mt_options *shape) {
+static void mt_config_read_rope_layers(mt_config *config, mt_run_options *shape) {
     const json_t *list = mt_config_list(config, config->root, "no_rope_layers");
     int64_t every = mt_config_int(config, config->root, "no_rope_layer_interval", 4), value;
-    if (config->failed || shape->num_layers < 1) return;
+    if (config->failed || shape->stack.num_layers < 1) return;
     if (every < 1) mt_config_fail(config, "\"no_rope_layer_interval\" is %lld, must be positive", (long long)every);
-    if (list && (int64_t)json_array_size(list) != shape->num_layers)
-        mt_config_fail(config, "\"no_rope_layers\" must list %lld layers", (long long)shape->num_layers);
+    if (list && (int64_t)json_array_size(list) != shape->stack.num_layers)
+        mt_config_fail(config, "\"no_rope_layers\" must list %lld layers", (long long)shape->stack.num_layers);
     if (config->failed) return;
-    char *letters = mt_calloc(shape->num_layers + 1);
-    for (int64_t i = 0; i < shape->num_layers; i++) {
+    char *letters = mt_calloc(shape->stack.num_layers + 1);
+    for (int64_t i = 0; i < shape->stack.num_layers; i++) {
         value = (i + 1) % every != 0;
         if (list && !mt_json_int(json_array_get(list, (size_t)i), 0, 1, &value))
             mt_config_refuse_type(config, "no_rope_layers", list, "a list of 0 and 1");
@@ -1244,22 +1250,22 @@ static void mt_config_read_layer_range(mt_config *config, char *layers, int64_t 
 }
 
 /* The layers with experts, as --moe-layer-freq. */
-static void mt_config_read_expert_layers(mt_config *config, uint64_t mask, mt_options *shape) {
+static void mt_config_read_expert_layers(mt_config *config, uint64_t mask, mt_run_options *shape) {
     bool lists = mask & (QWEN_MOE | QWEN3_NEXT);
     const json_t *dense = lists ? mt_config_list(config, config->root, "mlp_only_layers") : NULL;
     int64_t every = lists ? mt_config_int(config, config->root, "decoder_sparse_step", 1) : 1;
     int64_t leading = mt_config_first_expert_layer(config, mask);
     if (every < 1) mt_config_fail(config, "\"decoder_sparse_step\" must be a number above 0");
-    if (config->failed || shape->num_layers == 0) return;
-    char *layers = mt_calloc(shape->num_layers + 1);
-    for (int64_t i = 0; i < shape->num_layers; i++) layers[i] = i >= leading && (i + 1) % every == 0 ? '1' : '0';
-    if (mask & LAYER_LIST) mt_config_read_mlp_types(config, layers, shape->num_layers);
-    if (mask & ERNIE4_5_MOE) mt_config_read_layer_range(config, layers, shape->num_layers);
+    if (config->failed || shape->stack.num_layers == 0) return;
+    char *layers = mt_calloc(shape->stack.num_layers + 1);
+    for (int64_t i = 0; i < shape->stack.num_layers; i++) layers[i] = i >= leading && (i + 1) % every == 0 ? '1' : '0';
+    if (mask & LAYER_LIST) mt_config_read_mlp_types(config, layers, shape->stack.num_layers);
+    if (mask & ERNIE4_5_MOE) mt_config_read_layer_range(config, layers, shape->stack.num_layers);
     for (size_t i = 0; i < json_array_size(dense); i++) {
         int64_t layer = json_integer_value(json_array_get(dense, i));
         if (!json_is_integer(json_array_get(dense, i)))
             mt_config_refuse_type(config, "mlp_only_layers", dense, "a list of layers' numbers");
-        if (layer >= 0 && layer < shape->num_layers) layers[layer] = '0';
+        if (layer >= 0 && layer < shape->stack.num_layers) layers[layer] = '0';
     }
     if (!strchr(layers, '1')) mt_config_fail(config, "no layer has experts");
     free(shape->moe_layer_freq);
@@ -1268,48 +1274,51 @@ static void mt_config_read_expert_layers(mt_config *config, uint64_t mask, mt_op
 }
 
 /* The number of experts, and the layers that have them. */
-static void mt_config_finish_experts(mt_config *config, uint64_t mask, mt_options *shape) {
-    if (shape->num_experts == 0) mt_config_fail(config, "\"%s\" is missing", mt_hf_key_name(MT_AT(num_experts), mask));
+static void mt_config_finish_experts(mt_config *config, uint64_t mask, mt_run_options *shape) {
+    if (shape->stack.num_experts == 0)
+        mt_config_fail(config, "\"%s\" is missing", mt_hf_key_name(MT_AT(stack.num_experts), mask));
     if (!(mask & (MIXTRAL | GPT_OSS | MINIMAX_M2 | SOLAR_OPEN | MAMBA)))
         mt_config_read_expert_layers(config, mask, shape);
 }
 
 /* MiMo-V2-Flash: layers with a window have twice as many heads of keys and values, as many heads of queries, and see
  * one key more than sliding_window_size says (transformers 5.23). */
-static void mt_config_read_window_heads(mt_config *config, mt_options *shape) {
-    int64_t heads = mt_config_int(config, config->root, "swa_num_attention_heads", shape->num_attention_heads);
-    int64_t groups = shape->num_query_groups > 0 ? shape->num_query_groups : shape->num_attention_heads;
+static void mt_config_read_window_heads(mt_config *config, mt_run_options *shape) {
+    int64_t heads = mt_config_int(config, config->root, "swa_num_attention_heads", shape->stack.num_attention_heads);
+    int64_t groups =
+        shape->stack.num_query_groups > 0 ? shape->stack.num_query_groups : shape->stack.num_attention_heads;
     int64_t twice = mt_config_int(config, config->root, "swa_num_key_value_heads", 2 * groups);
-    int64_t window = mt_config_int(config, config->root, "sliding_window_size", shape->window_size - 1);
-    if (heads != shape->num_attention_heads)
+    int64_t window = mt_config_int(config, config->root, "sliding_window_size", shape->stack.window_size - 1);
+    if (heads != shape->stack.num_attention_heads)
         mt_config_fail(config, "\"swa_num_attention_heads\" is %lld and \"num_attention_heads\" %lld; make them equal",
-                       (long long)heads, (long long)shape->num_attention_heads);
+                       (long long)heads, (long long)shape->stack.num_attention_heads);
     if (twice != 2 * groups)
         mt_config_fail(
             config,
             "\"swa_num_key_value_heads\" is %lld, and layers with a window have twice \"num_key_value_heads\" "
             "%lld",
             (long long)twice, (long long)groups);
-    if (window < 0 && shape->window_size > 0)
+    if (window < 0 && shape->stack.window_size > 0)
         mt_config_fail(config, "\"sliding_window_size\" is %lld, must be at least 0", (long long)window);
-    if (shape->window_size == 0) // no layer has one
-        shape->softmax_type = MT_SOFTMAX_VANILLA, shape->sinks_in_windows_only = false;
+    if (shape->stack.window_size == 0) // no layer has one
+        shape->stack.softmax_type = MT_SOFTMAX_VANILLA, shape->stack.sinks_in_windows_only = false;
     else
-        shape->window_size = window + 1, shape->window_num_query_groups = 2 * groups;
+        shape->stack.window_size = window + 1, shape->stack.window_num_query_groups = 2 * groups;
 }
 
 /* Values of Llama's block that follow from several keys. */
-static void mt_config_finish_block(mt_config *config, uint64_t mask, mt_options *shape) {
-    if (mask & SEED_OSS && shape->attention_output_bias && !shape->add_qkv_bias)
+static void mt_config_finish_block(mt_config *config, uint64_t mask, mt_run_options *shape) {
+    if (mask & SEED_OSS && shape->stack.attention_output_bias && !shape->stack.add_qkv_bias)
         mt_config_fail(config, "\"attention_out_bias\" without \"attention_bias\" is not supported");
-    shape->add_qkv_bias |= shape->attention_output_bias;
-    shape->add_bias_linear = shape->attention_output_bias && shape->mlp_bias;
-    if (shape->num_query_groups == shape->num_attention_heads) shape->num_query_groups = 0; // a group for each head
-    shape->group_query_attention = shape->num_query_groups != 0;
-    if (mask & SEED_OSS && shape->hidden_dropout > 0)
+    shape->stack.add_qkv_bias |= shape->stack.attention_output_bias;
+    shape->add_bias_linear = shape->stack.attention_output_bias && shape->stack.mlp_bias;
+    if (shape->stack.num_query_groups == shape->stack.num_attention_heads)
+        shape->stack.num_query_groups = 0; // a group for each head
+    shape->group_query_attention = shape->stack.num_query_groups != 0;
+    if (mask & SEED_OSS && shape->stack.hidden_dropout > 0)
         mt_config_note(config,
                        "\"residual_dropout\" %g becomes --hidden-dropout, which drops channels of the embedding too",
-                       shape->hidden_dropout);
+                       shape->stack.hidden_dropout);
     if (mask & KIMI_LINEAR) mt_config_read_kda(config, shape);
     if (mask & MAMBA)
         mt_config_finish_mamba(config, shape);
@@ -1320,11 +1329,11 @@ static void mt_config_finish_block(mt_config *config, uint64_t mask, mt_options 
     if (mask & MIMO_V2_FLASH) mt_config_read_window_heads(config, shape);
     if (mask & SMOLLM3) mt_config_read_rope_layers(config, shape);
     if (mask & (DELTA | LFM2 | GRANITE)) mt_config_read_linear_layers(config, mask, shape);
-    if (mask & LFM2) mt_config_read_adjusted_width(config, shape);
+    if (mask & LFM2) mt_config_read_adjusted_width(config, &shape->stack);
     if (mask & MOE) mt_config_finish_experts(config, mask, shape);
-    if (mask & DELTA && shape->mtp_num_layers > 1)
+    if (mask & DELTA && shape->stack.mtp_num_layers > 1)
         mt_config_fail(config, "\"mtp_num_layers\" is %lld; this family has one module of multi-token prediction",
-                       (long long)shape->mtp_num_layers);
+                       (long long)shape->stack.mtp_num_layers);
     if (mask & KIMI_LINEAR && mt_config_int(config, config->root, "num_nextn_predict_layers", 0) > 0)
         mt_config_fail(config, "\"num_nextn_predict_layers\" above 0 is not supported for this family");
     if (!(mask & (LATENT | GLM4_MOE | HY_V3 | MIMO))) return;
@@ -1337,28 +1346,28 @@ static void mt_config_finish_block(mt_config *config, uint64_t mask, mt_options 
         mt_config_fail(config,
                        "\"num_key_value_heads\" is %lld and \"num_attention_heads\" %lld; with a latent every head has "
                        "its own key and value: make them equal",
-                       (long long)shape->num_query_groups, (long long)shape->num_attention_heads);
+                       (long long)shape->stack.num_query_groups, (long long)shape->stack.num_attention_heads);
 }
 
 /* A model that no family of transformers describes: this program's own options, under their names. */
-static void mt_config_read_megatron(mt_config *config, mt_options *shape) {
+static void mt_config_read_megatron(mt_config *config, mt_run_options *shape) {
     char name[80];
     mt_hf_key key;
     for (const mt_option *row = mt_option_table; row->help; row++)
         if (mt_hf_key_of(&key, name, row)) mt_config_read_keys(config, config->root, &key, 1, MEGATRON, shape);
-    shape->mtp_layers_stored = shape->mtp_num_layers;
+    shape->mtp_layers_stored = shape->stack.mtp_num_layers;
 }
 
 /* Weights in fp8 with a scale per block, as in DeepSeek-V3's folders; experts in MXFP4, as in gpt-oss's: what their
  * tensors' names and types say. A model is saved as it is trained, without this key. */
-static void mt_config_read_quantization(mt_config *config, mt_options *shape) {
+static void mt_config_read_quantization(mt_config *config, mt_run_options *shape) {
     const json_t *quantization = mt_config_object(config, config->root, "quantization_config");
     if (!quantization) return;
     const char *method = mt_config_string(config, quantization, "quant_method", NULL);
     const char *format = mt_config_string(config, quantization, "fmt", "e4m3");
     const char *activations = mt_config_string(config, quantization, "activation_scheme", "dynamic");
     const json_t *sizes = mt_config_get(quantization, "weight_block_size");
-    if (method && strcmp(method, "mxfp4") == 0 && shape->hf_family == MT_HF_GPT_OSS) return;
+    if (method && strcmp(method, "mxfp4") == 0 && shape->stack.hf_family == MT_HF_GPT_OSS) return;
     if (!method || strcmp(method, "fp8") != 0 || !format || strcmp(format, "e4m3") != 0)
         mt_config_fail(config,
                        "quantized weights (\"quantization_config\") of \"quant_method\" %.60s, \"fmt\" %.60s are not "
@@ -1413,9 +1422,9 @@ static void mt_config_write_head(json_t *root, const mt_options *o) {
 }
 
 /* Sets `shape`, which holds defaults, to the model of a file of a supported family. */
-static void mt_config_read_family(mt_config *config, mt_options *shape) {
+static void mt_config_read_family(mt_config *config, mt_run_options *shape) {
     mt_error problem;
-    uint64_t mask = 1ull << shape->hf_family;
+    uint64_t mask = 1ull << shape->stack.hf_family;
     int64_t layers = mt_config_int(config, config->root, "num_hidden_layers", 0);
     if (mask & DEEPSEEK_V3 && mt_config_first_expert_layer(config, mask) < layers) mask |= DEEPSEEK_MOE;
     char *halves = mask & NEMOTRON_H ? mt_config_read_half_layers(config) : NULL;
@@ -1428,10 +1437,10 @@ static void mt_config_read_family(mt_config *config, mt_options *shape) {
     mt_config_read_tokens(config, mask, shape);
     if (mask & BLOCKS) mt_config_finish_block(config, mask, shape);
     if (mask & MEGATRON) mt_config_read_megatron(config, shape);
-    mt_config_read_head(config, shape);
+    mt_config_read_head(config, &shape->stack);
     memset(shape->given, 0, sizeof shape->given);
     if (mt_options_check_ranges(shape, MT_PROGRAM_TRAIN, &problem)) mt_config_fail(config, "%s", problem.text);
-    int64_t heads = shape->num_attention_heads, groups = shape->num_query_groups;
+    int64_t heads = shape->stack.num_attention_heads, groups = shape->stack.num_query_groups;
     if (!config->failed && groups > 0 && heads % groups != 0)
         mt_config_fail(config, "the %lld heads do not divide into %lld groups", (long long)heads, (long long)groups);
 }
@@ -1490,7 +1499,7 @@ static void mt_config_take_text(mt_config *config) {
 }
 
 /* Sets `shape`, which holds defaults, to the model of a file, and a note about it for the user ("": none). */
-static int mt_config_read(mt_options *shape, const char *json, int64_t bytes, const char *path, char note[MT_NOTE],
+static int mt_config_read(mt_run_options *shape, const char *json, int64_t bytes, const char *path, char note[MT_NOTE],
                           mt_error *error) {
     mt_config config = {.path = path, .error = error};
     int64_t copied;
@@ -1500,15 +1509,15 @@ static int mt_config_read(mt_options *shape, const char *json, int64_t bytes, co
     if (!config.root) return -1;
     mt_config_take_text(&config);
     const char *family = mt_config_string(&config, config.root, "model_type", NULL);
-    shape->hf_family = family ? mt_hf_family_find(family) : MT_HF_UNKNOWN;
-    if (shape->hf_family == MT_HF_UNKNOWN) shape->hf_family = mt_config_family_of_class(&config);
-    if (shape->hf_family == MT_HF_UNKNOWN && json_is_object(json_object_get(config.root, "text_config")))
+    shape->stack.hf_family = family ? mt_hf_family_find(family) : MT_HF_UNKNOWN;
+    if (shape->stack.hf_family == MT_HF_UNKNOWN) shape->stack.hf_family = mt_config_family_of_class(&config);
+    if (shape->stack.hf_family == MT_HF_UNKNOWN && json_is_object(json_object_get(config.root, "text_config")))
         mt_config_fail(
             &config,
             "\"model_type\" is %.60s, whose text model is in \"text_config\"; only text models are read: save "
             "it by AutoModelForCausalLM.from_pretrained(...).save_pretrained(...) of transformers",
             family ? family : "missing");
-    else if (shape->hf_family == MT_HF_UNKNOWN)
+    else if (shape->stack.hf_family == MT_HF_UNKNOWN)
         mt_config_fail(&config,
                        "\"model_type\" is %.60s%s; supported:" MT_HF_FAMILIES(
                            MT_HF_FAMILY_TYPE) " (megatron: saved by this program, as no other family has its shape)",
@@ -1523,41 +1532,42 @@ static int mt_config_read(mt_options *shape, const char *json, int64_t bytes, co
 /* True if a given value means another model than the weights are of. A list of layers can be written in several ways;
  * the width of the MLP has no meaning where every layer has experts of a given width; 0 query groups are one per head,
  * and 0 value channels are those of keys; biases of all linear layers include those of queries, keys and values. */
-static bool mt_option_differs(const mt_options *options, const mt_options *shape, const mt_option *row) {
+static bool mt_option_differs(const mt_run_options *options, const mt_run_options *shape, const mt_option *row) {
     mt_error ignored;
     mt_layer_freq_rule rule;
-    int64_t count = shape->num_experts > 0 ? shape->num_layers : 0;
+    int64_t count = shape->stack.num_experts > 0 ? shape->stack.num_layers : 0;
     char *given = mt_option_text(options, row), *theirs = mt_option_text(shape, row);
     bool differs = strcmp(given, theirs) != 0;
     bool has_layers = mt_option_names_layers(row, &rule) && (rule != MT_EXPERT_LAYERS || count > 0);
     bool all = !*theirs && has_layers && rule == MT_ROPE_LAYERS; // have RoPE
     if (differs && has_layers && *given && (*theirs || all)) {
-        char *asked = mt_layer_freq_expand(given, rule, shape->num_layers, true, &ignored);
-        char *stored = all ? NULL : mt_layer_freq_expand(theirs, rule, shape->num_layers, false, &ignored);
+        char *asked = mt_layer_freq_expand(given, rule, shape->stack.num_layers, true, &ignored);
+        char *stored = all ? NULL : mt_layer_freq_expand(theirs, rule, shape->stack.num_layers, false, &ignored);
         differs = !asked || (all ? strchr(asked, '0') != NULL : !stored || strcmp(asked, stored) != 0);
         free(asked), free(stored);
-    } else if (differs && count > 0 && row->offset == MT_AT(ffn_hidden_size)) {
+    } else if (differs && count > 0 && row->offset == MT_AT(stack.ffn_hidden_size)) {
         char *stored = mt_layer_freq_expand(shape->moe_layer_freq, MT_EXPERT_LAYERS, count, false, &ignored);
-        differs = !stored || strchr(stored, '0') || !MT_GIVEN(options, moe_ffn_hidden_size);
+        differs = !stored || strchr(stored, '0') || !MT_GIVEN(options, stack.moe_ffn_hidden_size);
         free(stored);
-    } else if (differs && row->offset == MT_AT(num_query_groups)) {
-        differs = options->num_query_groups != 0 || shape->num_query_groups != shape->num_attention_heads;
-    } else if (differs && row->offset == MT_AT(value_channels)) {
-        differs = shape->value_channels != 0 || options->value_channels != shape->kv_channels;
-    } else if (differs && row->offset == MT_AT(add_qkv_bias)) {
-        differs = !shape->add_bias_linear || (!options->add_qkv_bias && !options->add_bias_linear);
+    } else if (differs && row->offset == MT_AT(stack.num_query_groups)) {
+        differs =
+            options->stack.num_query_groups != 0 || shape->stack.num_query_groups != shape->stack.num_attention_heads;
+    } else if (differs && row->offset == MT_AT(stack.value_channels)) {
+        differs = shape->stack.value_channels != 0 || options->stack.value_channels != shape->stack.kv_channels;
+    } else if (differs && row->offset == MT_AT(stack.add_qkv_bias)) {
+        differs = !shape->add_bias_linear || (!options->stack.add_qkv_bias && !options->add_bias_linear);
     }
     free(given), free(theirs);
     return differs;
 }
 
 /* Weights were trained with one value of these options; another value that the user gave is an error. */
-static int mt_options_check_weights(const mt_options *options, const mt_options *shape, const char *path,
+static int mt_options_check_weights(const mt_run_options *options, const mt_run_options *shape, const char *path,
                                     mt_error *error) {
-    bool learned = shape->position_embedding_type == MT_POSITION_LEARNED_ABSOLUTE;
+    bool learned = shape->stack.position_embedding_type == MT_POSITION_LEARNED_ABSOLUTE;
     for (const mt_option *row = mt_option_table; row->help; row++) {
         if (!row->name || !mt_options_gave(options, row->offset)) continue;
-        if (row->origin != MT_OF_WEIGHTS && !(learned && row->offset == MT_AT(max_position_embeddings))) continue;
+        if (row->origin != MT_OF_WEIGHTS && !(learned && row->offset == MT_AT(stack.max_position_embeddings))) continue;
         if (!mt_option_differs(options, shape, row)) continue;
         char *given = mt_option_text(options, row), *theirs = mt_option_text(shape, row);
         mt_error_set(error, "--%s is %.60s, but the weights have %.60s (%.200s); leave the option out", row->name,
@@ -1568,9 +1578,9 @@ static int mt_options_check_weights(const mt_options *options, const mt_options 
     return 0;
 }
 
-int mt_options_take_shape(mt_options *options, const char *json, int64_t bytes, const char *path, bool has_weights,
+int mt_options_take_shape(mt_run_options *options, const char *json, int64_t bytes, const char *path, bool has_weights,
                           mt_error *error) {
-    mt_options shape;
+    mt_run_options shape;
     char note[MT_NOTE] = "";
     mt_options_default(&shape);
     int result = mt_config_read(&shape, json, bytes, path, note, error);
@@ -1582,15 +1592,15 @@ int mt_options_take_shape(mt_options *options, const char *json, int64_t bytes, 
     if (!result) {
         // config.json has biases apart; --disable-bias-linear changes all of them.
         bool same_biases = !MT_GIVEN(options, add_bias_linear) || options->add_bias_linear == shape.add_bias_linear;
-        options->attention_output_bias = same_biases && shape.attention_output_bias;
-        options->mlp_bias = same_biases && shape.mlp_bias;
-        options->moe_router_group_best = shape.moe_router_group_best;
+        options->stack.attention_output_bias = same_biases && shape.stack.attention_output_bias;
+        options->stack.mlp_bias = same_biases && shape.stack.mlp_bias;
+        options->stack.moe_router_group_best = shape.stack.moe_router_group_best;
         options->mtp_layers_stored = shape.mtp_layers_stored;
         options->bos_token_id = shape.bos_token_id;
         options->eos_token_id = shape.eos_token_id;
         mt_string_set(&options->special_tokens, shape.special_tokens);
-        options->hf_family = shape.hf_family;
-        options->head_type = shape.head_type;
+        options->stack.hf_family = shape.stack.hf_family;
+        options->stack.head_type = shape.stack.head_type;
         memcpy(options->weight_block_size, shape.weight_block_size, sizeof shape.weight_block_size);
         for (const mt_option *row = mt_option_table; row->help; row++)
             if (row->name && row->origin != MT_OF_RUN && !mt_options_gave(options, row->offset))
@@ -1600,9 +1610,9 @@ int mt_options_take_shape(mt_options *options, const char *json, int64_t bytes, 
     return result;
 }
 
-int mt_options_check_shape(const mt_options *options, const char *json, int64_t bytes, const char *option,
+int mt_options_check_shape(const mt_run_options *options, const char *json, int64_t bytes, const char *option,
                            const char *path, mt_head_type *head, mt_error *error) {
-    mt_options shape;
+    mt_run_options shape;
     char note[MT_NOTE];
     mt_options_default(&shape);
     int status = mt_config_read(&shape, json, bytes, path, note, error);
@@ -1611,7 +1621,8 @@ int mt_options_check_shape(const mt_options *options, const char *json, int64_t 
             mt_option_copy(&shape, options, row); // sizes may derive from it
     mt_options_derive_sizes(&shape);
     for (const mt_option *row = mt_option_table; row->help && status == 0; row++) {
-        bool drops = row->offset == MT_AT(hidden_dropout) || row->offset == MT_AT(attention_dropout); // --load's holds
+        bool drops = row->offset == MT_AT(stack.hidden_dropout) ||
+                     row->offset == MT_AT(stack.attention_dropout); // --load's holds
         if (!row->name || row->origin == MT_OF_RUN || drops || mt_options_gave(options, row->offset)) continue;
         if (!mt_option_differs(&shape, options, row)) continue;
         char *ours = mt_option_text(&shape, row), *theirs = mt_option_text(options, row);
@@ -1621,23 +1632,24 @@ int mt_options_check_shape(const mt_options *options, const char *json, int64_t 
                               option, path, row->name, ours, options->load, theirs, option);
         free(ours), free(theirs);
     }
-    if (head) *head = shape.head_type;
+    if (head) *head = shape.stack.head_type;
     mt_options_free(&shape);
     return status;
 }
 
-int mt_options_read_hf_config(mt_options *options, const char *json, int64_t bytes, const char *path, mt_error *error) {
+int mt_options_read_hf_config(mt_run_options *options, const char *json, int64_t bytes, const char *path,
+                              mt_error *error) {
     return mt_options_take_shape(options, json, bytes, path, false, error);
 }
 
 /* ---- writing */
 
 /* The value of a key in the options of a model. */
-static json_t *mt_config_value(const mt_hf_key *key, const mt_options *o) {
+static json_t *mt_config_value(const mt_hf_key *key, const mt_run_options *o) {
     const mt_option *row = key->flags & (PLAIN | FIXED) ? NULL : mt_option_of(key->offset);
-    const char *names = mt_activation_rows[mt_options_activation(o)].config_names;
+    const char *names = mt_activation_rows[mt_options_activation(&o->stack)].config_names;
     if (key->flags & (PLAIN_ACTIVATION | GATED_ACTIVATION)) return json_stringn(names, strcspn(names, "|"));
-    if (key->conversion) return json_integer(key->conversion->write(o));
+    if (key->conversion) return json_integer(key->conversion->write(&o->stack));
     bool is_flag = key->flags & FIXED && (strncmp(key->absent, "true", 4) == 0 || strcmp(key->absent, "false") == 0);
     if (is_flag) return json_boolean(*key->absent == 't');
     if (key->flags & FIXED && *key->absent >= '0' && *key->absent <= '9') return json_real(strtod(key->absent, NULL));
@@ -1654,7 +1666,7 @@ static json_t *mt_config_value(const mt_hf_key *key, const mt_options *o) {
 
 /* The keys that the families (or types) of `mask` have. */
 static void mt_config_write_keys(json_t *object, const mt_hf_key *keys, size_t count, uint64_t mask,
-                                 const mt_options *o) {
+                                 const mt_run_options *o) {
     for (const mt_hf_key *key = keys; key < keys + count; key++) {
         if (!(key->families & mask) || key->flags & READ || !key->key) continue;
         json_t *value = mt_config_value(key, o);
@@ -1671,19 +1683,19 @@ static void mt_config_write_keys(json_t *object, const mt_hf_key *keys, size_t c
 }
 
 /* RoPE's parameters as an object; the newer form holds the base too. */
-static json_t *mt_config_rope(const mt_options *o, bool newer) {
+static json_t *mt_config_rope(const mt_run_options *o, bool newer) {
     json_t *rope = json_object();
-    bool partial = newer && (1ull << o->hf_family) & PARTIAL;
-    if (partial) mt_json_set_real(rope, "partial_rotary_factor", o->rotary_percent);
-    mt_json_set_string(rope, "rope_type", mt_rope_types[o->rope_scaling_type]);
-    if (newer) mt_json_set_real(rope, "rope_theta", o->rotary_base);
-    mt_config_write_keys(rope, mt_rope_keys, NUM_ROPE_KEYS, 1u << o->rope_scaling_type, o);
-    if (o->rope_scaling_type == MT_ROPE_SCALING_YARN && !o->yarn_correction_range_round_to_int)
+    bool partial = newer && (1ull << o->stack.hf_family) & PARTIAL;
+    if (partial) mt_json_set_real(rope, "partial_rotary_factor", o->stack.rotary_percent);
+    mt_json_set_string(rope, "rope_type", mt_rope_types[o->stack.rope_scaling_type]);
+    if (newer) mt_json_set_real(rope, "rope_theta", o->stack.rotary_base);
+    mt_config_write_keys(rope, mt_rope_keys, NUM_ROPE_KEYS, 1u << o->stack.rope_scaling_type, o);
+    if (o->stack.rope_scaling_type == MT_ROPE_SCALING_YARN && !o->stack.yarn_correction_range_round_to_int)
         mt_json_set_bool(rope, "truncate", false); // older versions of transformers warn of the key
-    if (o->hf_family == MT_HF_MINISTRAL3) {
-        mt_json_set_real(rope, "llama_4_scaling_beta", o->llama_4_scaling_beta);
-        mt_json_set_int(rope, "max_position_embeddings", o->max_position_embeddings);
-        mt_json_set_string(rope, "type", mt_rope_types[o->rope_scaling_type]);
+    if (o->stack.hf_family == MT_HF_MINISTRAL3) {
+        mt_json_set_real(rope, "llama_4_scaling_beta", o->stack.llama_4_scaling_beta);
+        mt_json_set_int(rope, "max_position_embeddings", o->stack.max_position_embeddings);
+        mt_json_set_string(rope, "type", mt_rope_types[o->stack.rope_scaling_type]);
     }
     return rope;
 }
@@ -1748,11 +1760,13 @@ static void mt_config_write_layers(json_t *root, uint64_t mask, const mt_options
 }
 
 /* RoPE's parameters for each type of layer. */
-static json_t *mt_config_rope_of_types(const mt_options *o) {
+static json_t *mt_config_rope_of_types(const mt_run_options *o) {
     json_t *all = json_object(), *window = json_object();
-    if ((1ull << o->hf_family) & PARTIAL) mt_json_set_real(window, "partial_rotary_factor", o->rotary_percent);
+    if ((1ull << o->stack.hf_family) & PARTIAL)
+        mt_json_set_real(window, "partial_rotary_factor", o->stack.rotary_percent);
     mt_json_set_string(window, "rope_type", "default");
-    mt_json_set_real(window, "rope_theta", o->window_rotary_base > 0 ? o->window_rotary_base : o->rotary_base);
+    mt_json_set_real(window, "rope_theta",
+                     o->stack.window_rotary_base > 0 ? o->stack.window_rotary_base : o->stack.rotary_base);
     json_object_set_new(all, "full_attention", mt_config_rope(o, true));
     json_object_set_new(all, "sliding_attention", window);
     return all;
@@ -1789,41 +1803,42 @@ static void mt_config_write_kda(json_t *root, const mt_options *o) {
 }
 
 /* Keys of Llama's block that are no single option. */
-static void mt_config_write_block(json_t *root, uint64_t mask, const mt_options *o) {
+static void mt_config_write_block(json_t *root, uint64_t mask, const mt_run_options *o) {
     bool by_type = mask & ROPE_BY_TYPE;
-    if (mask & MAMBA) mt_config_write_mamba(root, mask, o);
-    if (mask & KIMI_LINEAR) mt_config_write_kda(root, o);
+    if (mask & MAMBA) mt_config_write_mamba(root, mask, &o->stack);
+    if (mask & KIMI_LINEAR) mt_config_write_kda(root, &o->stack);
     if (mask & (NEMOTRON_H | KIMI_LINEAR)) {
-        mt_config_write_layers(root, mask, o);
+        mt_config_write_layers(root, mask, &o->stack);
         return;
     }
     if (mask & MINIMAX_M2) // as in released files
-        mt_json_set_int(root, "rotary_dim", (int64_t)((double)o->kv_channels * o->rotary_percent));
+        mt_json_set_int(root, "rotary_dim", (int64_t)((double)o->stack.kv_channels * o->stack.rotary_percent));
     json_object_set_new(root, "rope_parameters", by_type ? mt_config_rope_of_types(o) : mt_config_rope(o, true));
     if (mask & GEMMA3) // these two: for transformers before 5
         mt_json_set_real(root, "rope_local_base_freq",
-                         o->window_rotary_base > 0 ? o->window_rotary_base : o->rotary_base);
+                         o->stack.window_rotary_base > 0 ? o->stack.window_rotary_base : o->stack.rotary_base);
     if (!by_type)
         json_object_set_new(root, "rope_scaling",
-                            o->rope_scaling_type == MT_ROPE_SCALING_NONE ? json_null() : mt_config_rope(o, false));
+                            o->stack.rope_scaling_type == MT_ROPE_SCALING_NONE ? json_null()
+                                                                               : mt_config_rope(o, false));
     if (mask & MIMO_V2_FLASH) {
-        mt_json_set_int(root, "swa_num_attention_heads", o->num_attention_heads);
-        mt_json_set_int(root, "swa_num_key_value_heads", 2 * o->num_query_groups);
+        mt_json_set_int(root, "swa_num_attention_heads", o->stack.num_attention_heads);
+        mt_json_set_int(root, "swa_num_key_value_heads", 2 * o->stack.num_query_groups);
     }
-    mt_config_write_layers(root, mask, o);
+    mt_config_write_layers(root, mask, &o->stack);
 }
 
-char *mt_options_write_hf_config(const mt_options *o) {
-    const char *dtype = o->bf16 ? "bfloat16" : "float32";
-    uint64_t mask = 1ull << o->hf_family;
+char *mt_options_write_hf_config(const mt_run_options *o) {
+    const char *dtype = o->stack.bf16 ? "bfloat16" : "float32";
+    uint64_t mask = 1ull << o->stack.hf_family;
     char name[80];
     mt_hf_key key;
     json_t *root = json_object();
-    if (mask & DEEPSEEK_V3 && mt_num_expert_layers(o) > 0) mask |= DEEPSEEK_MOE;
-    if (mask & NEMOTRON_H && mt_num_expert_layers(o) > 0) mask |= NEMOTRON_MOE;
-    if (mask & GRANITE) mask |= mt_num_expert_layers(o) > 0 ? GRANITE_MOE : GRANITE_DENSE;
-    mt_config_write_head(root, o);
-    mt_json_set_string(root, "model_type", mt_hf_families[o->hf_family].model_type);
+    if (mask & DEEPSEEK_V3 && mt_num_expert_layers(&o->stack) > 0) mask |= DEEPSEEK_MOE;
+    if (mask & NEMOTRON_H && mt_num_expert_layers(&o->stack) > 0) mask |= NEMOTRON_MOE;
+    if (mask & GRANITE) mask |= mt_num_expert_layers(&o->stack) > 0 ? GRANITE_MOE : GRANITE_DENSE;
+    mt_config_write_head(root, &o->stack);
+    mt_json_set_string(root, "model_type", mt_hf_families[o->stack.hf_family].model_type);
     mt_config_write_keys(root, mt_hf_keys, NUM_KEYS, mask, o);
     mt_special_tokens_set(root, o, true);
     mt_json_set_string(root, "dtype", dtype);
@@ -1841,16 +1856,18 @@ char *mt_options_write_hf_config(const mt_options *o) {
 /* Options of the model that stand for others: activation, biases and groups are compared as such. */
 static bool mt_option_stands_for_others(const mt_option *row) {
     for (int i = 0; i < MT_NUM_ACTIVATIONS; i++)
-        if (mt_activation_rows[i].field > 0 && row->offset == mt_activation_rows[i].field) return true;
+        if (mt_activation_rows[i].field > 0 && row->offset == MT_AT(stack) + mt_activation_rows[i].field) return true;
     return row->offset == MT_AT(add_bias_linear) || row->offset == MT_AT(group_query_attention);
 }
 
 /* True if a finished model is the same as one that was read. */
-static bool mt_models_equal(const mt_options *model, const mt_options *read) {
-    bool groups = mt_num_expert_layers(model) > 0 && model->moe_router_num_groups > 0;
-    if (model->attention_output_bias != read->attention_output_bias || model->mlp_bias != read->mlp_bias) return false;
-    if (mt_options_activation(model) != mt_options_activation(read)) return false;
-    if (groups && model->moe_router_group_best != read->moe_router_group_best) return false;
+static bool mt_models_equal(const mt_run_options *model, const mt_run_options *read) {
+    bool groups = mt_num_expert_layers(&model->stack) > 0 && model->stack.moe_router_num_groups > 0;
+    if (model->stack.attention_output_bias != read->stack.attention_output_bias ||
+        model->stack.mlp_bias != read->stack.mlp_bias)
+        return false;
+    if (mt_options_activation(&model->stack) != mt_options_activation(&read->stack)) return false;
+    if (groups && model->stack.moe_router_group_best != read->stack.moe_router_group_best) return false;
     for (const mt_option *row = mt_option_table; row->help; row++)
         if (row->name && row->origin != MT_OF_RUN && !mt_option_stands_for_others(row) &&
             mt_option_differs(model, read, row))
@@ -1859,12 +1876,12 @@ static bool mt_models_equal(const mt_options *model, const mt_options *read) {
 }
 
 /* True if the family's config.json, written and read again, gives the same model. */
-static bool mt_family_fits(mt_hf_family family, const mt_options *o) {
-    mt_options written = *o, read;
+static bool mt_family_fits(mt_hf_family family, const mt_run_options *o) {
+    mt_run_options written = *o, read;
     mt_error unread;
     char note[MT_NOTE];
     if (family == MT_HF_UNKNOWN || family == MT_HF_MEGATRON) return family == MT_HF_MEGATRON;
-    written.hf_family = family;
+    written.stack.hf_family = family;
     char *json = mt_options_write_hf_config(&written);
     mt_options_default(&read);
     bool fits = mt_config_read(&read, json, (int64_t)strlen(json), "config.json", note, &unread) == 0;
@@ -1878,23 +1895,23 @@ static bool mt_family_fits(mt_hf_family family, const mt_options *o) {
     return fits;
 }
 
-void mt_options_derive_family(mt_options *o) {
-    if (mt_family_fits(o->hf_family, o)) return;
-    o->hf_family = MT_HF_UNKNOWN; // no model fits it
-    while (!mt_family_fits(o->hf_family, o)) o->hf_family++;
+void mt_options_derive_family(mt_run_options *o) {
+    if (mt_family_fits(o->stack.hf_family, o)) return;
+    o->stack.hf_family = MT_HF_UNKNOWN; // no model fits it
+    while (!mt_family_fits(o->stack.hf_family, o)) o->stack.hf_family++;
 }
 
 /* Appends the names of the given options of the model without which `family` computes it; of all that were given, where
  * no single one is the cause. */
-static void mt_family_append_causes(char *text, int room, mt_hf_family family, const mt_options *o) {
+static void mt_family_append_causes(char *text, int room, mt_hf_family family, const mt_run_options *o) {
     int length = 0;
-    mt_options plain;
+    mt_run_options plain;
     mt_options_default(&plain);
     for (int single = 1; single >= 0 && length == 0; single--) {
         for (const mt_option *row = mt_option_table; row->help; row++) {
             bool is_given = row->name && row->origin == MT_OF_MODEL && mt_options_gave(o, row->offset);
             bool is_text = row->type == MT_STRING || row->type == MT_OPTIONAL;
-            mt_options without = *o; // borrows the texts and lists
+            mt_run_options without = *o; // borrows the texts and lists
             if (!is_given || (single && is_text)) continue;
             if (single) mt_option_copy(&without, &plain, row);
             if (single && !mt_family_fits(family, &without)) continue;
@@ -1905,9 +1922,9 @@ static void mt_family_append_causes(char *text, int room, mt_hf_family family, c
     mt_options_free(&plain);
 }
 
-int mt_options_check_names(const mt_options *o, mt_hf_family stored, mt_error *error) {
+int mt_options_check_names(const mt_run_options *o, mt_hf_family stored, mt_error *error) {
     char causes[300] = "";
-    bool same = mt_hf_families[stored].names == mt_hf_families[o->hf_family].names;
+    bool same = mt_hf_families[stored].names == mt_hf_families[o->stack.hf_family].names;
     if (!o->load || stored == MT_HF_UNKNOWN || same) return 0;
     mt_family_append_causes(causes, sizeof causes, stored, o);
     return mt_error_set(error, "--load %s: its \"model_type\" is %s, and no model of this type has %s; leave that out",

@@ -9,7 +9,7 @@
 
 /* ---- roles */
 
-void mt_model_role_begin(mt_model_role *role, const char *name, const mt_options *options, const mt_grid *grid,
+void mt_model_role_begin(mt_model_role *role, const char *name, const mt_run_options *options, const mt_grid *grid,
                          const mt_ops *ops) {
     *role = (mt_model_role){
         .name = name, .options = *options, .grid = grid, .ops = ops, .awake = MT_USE_TRAINING | MT_USE_GENERATION};
@@ -18,13 +18,13 @@ void mt_model_role_begin(mt_model_role *role, const char *name, const mt_options
     if (options->optimizer_offload) role->rests |= 1u << MT_PART_OPTIMIZER;
 }
 
-void mt_model_role_lend(mt_model_role *role, const char *name, mt_model *trained) {
-    mt_model_role_begin(role, name, mt_model_options(trained), mt_model_grid(trained), mt_model_ops(trained));
+void mt_model_role_lend(mt_model_role *role, const char *name, const mt_run_options *options, mt_model *trained) {
+    mt_model_role_begin(role, name, options, mt_model_grid(trained), mt_model_ops(trained));
     role->model = trained, role->is_lent = true;
 }
 
 void mt_model_role_lend_base(mt_model_role *role, const char *name, mt_model_role *adapted) {
-    mt_model_role_lend(role, name, adapted->model);
+    mt_model_role_lend(role, name, &adapted->options, adapted->model);
     role->adapted = adapted, role->rests = 0;
 }
 
@@ -35,20 +35,20 @@ bool mt_model_role_is_apart(const mt_model_role *role) {
 int mt_model_role_build_grid(mt_model_role *role, mt_error *error) {
     role->own_grid = mt_grid_new(role->grid);
     role->grid = &role->own_grid;
-    if (mt_grid_build(&role->own_grid, &role->options, error) != 0) return -1;
+    if (mt_grid_build(&role->own_grid, &role->options.stack, error) != 0) return -1;
     role->ops = mt_backend_open(role->options.device, &role->own_grid, error);
     return role->ops ? 0 : -1;
 }
 
 int mt_model_role_place(mt_model_role *role, mt_model_role_sizes sizes, const char *option, mt_error *error) {
-    mt_options *o = &role->options;
-    mt_training_stage stage = o->stage;
-    int64_t batch = o->global_batch_size;
+    mt_run_options *o = &role->options;
+    mt_training_stage stage = o->stack.stage;
+    int64_t batch = o->stack.global_batch_size;
     mt_error cause;
     if (!mt_model_role_sizes_apply(o, sizes)) return 0;
-    o->stage = MT_STAGE_PT; // the sizes of an iteration are the run's
+    o->stack.stage = MT_STAGE_PT; // the sizes of an iteration are the run's
     int status = mt_options_derive(o, MT_PROGRAM_INFER, role->grid->world.size, &cause);
-    o->stage = stage, o->global_batch_size = batch; // which need not divide by these data-parallel ranks
+    o->stack.stage = stage, o->stack.global_batch_size = batch; // which need not divide by these data-parallel ranks
     if (status != 0) return mt_error_set(error, "%s: %s", option, cause.text);
     return mt_model_role_build_grid(role, error);
 }
@@ -57,12 +57,12 @@ mt_model_plan mt_model_role_plan(const mt_model_role *role, const mt_model_plan 
     mt_model_plan plan = {.max_position = of_run->max_position, .host_memory = of_run->host_memory};
     plan.max_tokens = plan.max_logits = of_run->max_tokens;
     if (mt_model_role_is_apart(role))
-        plan.max_tokens = plan.max_logits = mt_rank_tokens(&role->options, of_run->max_tokens * context_size);
+        plan.max_tokens = plan.max_logits = mt_rank_tokens(&role->options.stack, of_run->max_tokens * context_size);
     return plan;
 }
 
 int mt_model_role_create(mt_model_role *role, const mt_model_plan *plan, mt_error *error) {
-    if (mt_model_create(&role->model, &role->options, role->grid, role->ops, plan, error) != 0) return -1;
+    if (mt_model_create(&role->model, &role->options.stack, role->grid, role->ops, plan, error) != 0) return -1;
     if (mt_model_role_is_apart(role)) mt_batch_alloc(&role->batch, plan->max_tokens * role->grid->context.size);
     if (!plan->train) role->rests &= MT_USE_GENERATION;
     return 0;

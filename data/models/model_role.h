@@ -11,25 +11,25 @@ extern "C" {
 
 /* A role stays at its address, since `grid` may point into it. A struct of zeros is a role without a model. */
 typedef struct mt_model_role {
-    const char *name;      // for reports
-    mt_options options;    // the run's with its own layout, folder and head; shares their strings
-    const mt_grid *grid;   // the run's, or own_grid
-    mt_grid own_grid;      // of another layout
-    const mt_ops *ops;     // the run's, or those of own_grid
-    mt_model *model;       // NULL: there is none
-    mt_batch batch;        // with own_grid: scratch
-    unsigned rests, awake; // parts (bits 1 << mt_part) that rest while others work; parts in use
-    bool is_lent;          // the model is another owner's
+    const char *name;       // for reports
+    mt_run_options options; // the run's with its own layout, folder and head; shares their strings
+    const mt_grid *grid;    // the run's, or own_grid
+    mt_grid own_grid;       // of another layout
+    const mt_ops *ops;      // the run's, or those of own_grid
+    mt_model *model;        // NULL: there is none
+    mt_batch batch;         // with own_grid: scratch
+    unsigned rests, awake;  // parts (bits 1 << mt_part) that rest while others work; parts in use
+    bool is_lent;           // the model is another owner's
     /* NULL, or this role is the base of that one's adapters */
     struct mt_model_role *adapted;
 } mt_model_role;
 
 /* A role with the options and the layout of a run, whose grid is given. */
-void mt_model_role_begin(mt_model_role *role, const char *name, const mt_options *options, const mt_grid *grid,
+void mt_model_role_begin(mt_model_role *role, const char *name, const mt_run_options *options, const mt_grid *grid,
                          const mt_ops *ops);
 
 /* The trained model of a run as a role, all of it awake. The caller destroys the model. */
-void mt_model_role_lend(mt_model_role *role, const char *name, mt_model *trained);
+void mt_model_role_lend(mt_model_role *role, const char *name, const mt_run_options *options, mt_model *trained);
 
 /* The base of a role's adapters as another role: the same model, with its adapters switched off while it scores.
  * `adapted` says which parts rest. */

@@ -7,7 +7,7 @@
 #include <string.h>
 
 /* Writes the values of all options as strings, one after another; returns their bytes. NULL only counts them. */
-static int64_t mt_options_values(const mt_options *options, char *values) {
+static int64_t mt_options_values(const mt_run_options *options, char *values) {
     int64_t bytes = 0;
     for (const mt_option *row = mt_option_table; row->help; row++) {
         if (!row->name || mt_option_of(row->offset) != row) continue;
@@ -21,7 +21,8 @@ static int64_t mt_options_values(const mt_options *options, char *values) {
 }
 
 /* Compares with the values of rank 0; true with error if one differs. */
-static bool mt_options_differ(const mt_options *options, const char *values, int64_t bytes, int rank, mt_error *error) {
+static bool mt_options_differ(const mt_run_options *options, const char *values, int64_t bytes, int rank,
+                              mt_error *error) {
     const char *end = values + bytes;
     for (const mt_option *row = mt_option_table; row->help; row++) {
         if (!row->name || mt_option_of(row->offset) != row) continue;
@@ -38,7 +39,7 @@ static bool mt_options_differ(const mt_options *options, const char *values, int
     return false;
 }
 
-int mt_options_agree(const mt_options *options, const mt_group *world, mt_error *error) {
+int mt_options_agree(const mt_run_options *options, const mt_group *world, mt_error *error) {
     if (world->size == 1) return 0;
     int64_t bytes = mt_options_values(options, NULL);
     mt_broadcast(world, &bytes, sizeof bytes, 0);

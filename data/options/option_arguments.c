@@ -9,7 +9,7 @@ static bool mt_is_name(const char *argument) {
 }
 
 /* True if a name with its own value for an option has set it: one that is given false, or yields, has not. */
-static bool mt_setting_holds(const mt_setting *setting, const mt_options *options) {
+static bool mt_setting_holds(const mt_setting *setting, const mt_run_options *options) {
     const char *value = setting->megatron.value;
     if (!value || *value == '!') return true;
     char *text = mt_option_text(options, setting->row);

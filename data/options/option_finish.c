@@ -14,8 +14,8 @@
 #include <sys/stat.h>
 
 /* A rule that is broken: names both options, with the choices that it has for them. */
-static int mt_option_rule_fail(const mt_options *options, const mt_option *row, const mt_option_rule *rule, bool needs,
-                               mt_error *error) {
+static int mt_option_rule_fail(const mt_run_options *options, const mt_option *row, const mt_option_rule *rule,
+                               bool needs, mt_error *error) {
     char name[200], other[200], *value = mt_option_text(options, rule->other), *own = mt_option_text(options, row);
     bool any = !rule->condition || strcmp(rule->condition, "any") == 0;
     const char *choice = any ? "" : row->type == MT_CHOICE ? own : rule->condition;
@@ -33,7 +33,7 @@ static int mt_option_rule_fail(const mt_options *options, const mt_option *row, 
 }
 
 /* The columns `needs` and `excludes` of all options. An option that was given needs none of the other program. */
-static int mt_options_check_columns(const mt_options *options, mt_program program, mt_error *error) {
+static int mt_options_check_columns(const mt_run_options *options, mt_program program, mt_error *error) {
     const int programs = program == MT_PROGRAM_INFER ? MT_INFER : MT_TRAIN;
     mt_option_rule rule;
     for (const mt_option *row = mt_option_table; row->help; row++) {
@@ -55,21 +55,21 @@ static int mt_options_check_columns(const mt_options *options, mt_program progra
 
 /* moe_layers from --moe-layer-freq. A model of config.json that is given fewer layers keeps the first ones, and is a
  * dense model if none of these has experts. */
-static int mt_options_list_expert_layers(mt_options *o, mt_error *error) {
+static int mt_options_list_expert_layers(mt_run_options *o, mt_error *error) {
     bool given = MT_GIVEN(o, moe_layer_freq);
-    mt_string_set(&o->moe_layers, NULL);
-    if (o->num_experts == 0 || o->num_layers == 0 || o->hybrid_layers) return 0;
-    o->moe_layers = mt_layer_freq_expand(o->moe_layer_freq, MT_EXPERT_LAYERS, o->num_layers, !given, error);
-    if (!o->moe_layers) return -1;
-    bool dense = !strchr(o->moe_layers, '1');
+    mt_string_set(&o->stack.moe_layers, NULL);
+    if (o->stack.num_experts == 0 || o->stack.num_layers == 0 || o->stack.hybrid_layers) return 0;
+    o->stack.moe_layers = mt_layer_freq_expand(o->moe_layer_freq, MT_EXPERT_LAYERS, o->stack.num_layers, !given, error);
+    if (!o->stack.moe_layers) return -1;
+    bool dense = !strchr(o->stack.moe_layers, '1');
     if (dense && given)
         return mt_error_set(error, "--moe-layer-freq %.100s gives no layer experts; leave out --num-experts",
                             o->moe_layer_freq);
-    if (dense) o->num_experts = 0;
-    char *text = dense ? mt_strdup("1") : mt_layer_freq_print(o->moe_layers, MT_EXPERT_LAYERS);
+    if (dense) o->stack.num_experts = 0;
+    char *text = dense ? mt_strdup("1") : mt_layer_freq_print(o->stack.moe_layers, MT_EXPERT_LAYERS);
     if (!given && !isdigit((unsigned char)*o->moe_layer_freq)) mt_string_set(&o->moe_layer_freq, text);
     free(text);
-    if (dense) mt_string_set(&o->moe_layers, NULL);
+    if (dense) mt_string_set(&o->stack.moe_layers, NULL);
     return 0;
 }
 
@@ -89,32 +89,33 @@ static int mt_options_list_layers(char **letters, char **text, bool given, mt_la
 }
 
 /* Layers with a window and with RoPE. A model whose layers all lack them has no window, or no position embedding. */
-static int mt_options_list_attention_layers(mt_options *o, mt_error *error) {
-    if (mt_options_list_layers(&o->window_layers, &o->window_attn_skip_freq, MT_GIVEN(o, window_attn_skip_freq),
-                               MT_WINDOW_LAYERS, o->num_layers, error) != 0 ||
-        mt_options_list_layers(&o->rope_layers, &o->no_rope_freq, MT_GIVEN(o, no_rope_freq), MT_ROPE_LAYERS,
-                               o->num_layers, error) != 0)
+static int mt_options_list_attention_layers(mt_run_options *o, mt_error *error) {
+    if (mt_options_list_layers(&o->stack.window_layers, &o->window_attn_skip_freq, MT_GIVEN(o, window_attn_skip_freq),
+                               MT_WINDOW_LAYERS, o->stack.num_layers, error) != 0 ||
+        mt_options_list_layers(&o->stack.rope_layers, &o->no_rope_freq, MT_GIVEN(o, no_rope_freq), MT_ROPE_LAYERS,
+                               o->stack.num_layers, error) != 0)
         return -1;
-    if (o->window_layers && !strchr(o->window_layers, '1')) {
+    if (o->stack.window_layers && !strchr(o->stack.window_layers, '1')) {
         if (MT_GIVEN(o, window_attn_skip_freq))
             return mt_error_set(error, "--window-attn-skip-freq gives no layer a window; leave it out%s",
-                                o->window_size > 0 ? ", and --window-size" : "");
-        o->window_size = 0, o->window_rotary_base = 0, o->window_num_query_groups = 0;
-        if (o->sinks_in_windows_only) o->softmax_type = MT_SOFTMAX_VANILLA, o->sinks_in_windows_only = false;
-        mt_string_set(&o->window_layers, NULL), mt_string_set(&o->window_attn_skip_freq, NULL);
+                                o->stack.window_size > 0 ? ", and --window-size" : "");
+        o->stack.window_size = 0, o->stack.window_rotary_base = 0, o->stack.window_num_query_groups = 0;
+        if (o->stack.sinks_in_windows_only)
+            o->stack.softmax_type = MT_SOFTMAX_VANILLA, o->stack.sinks_in_windows_only = false;
+        mt_string_set(&o->stack.window_layers, NULL), mt_string_set(&o->window_attn_skip_freq, NULL);
     }
-    if (o->rope_layers && !strchr(o->rope_layers, '1'))
+    if (o->stack.rope_layers && !strchr(o->stack.rope_layers, '1'))
         return mt_error_set(error, "--no-rope-freq gives no layer RoPE; use --position-embedding-type none");
     return 0;
 }
 
 /* Layers with one half, from --hybrid-override-pattern, which may give their number too. As with lists of layers, a
  * model of config.json that is given fewer layers keeps the first ones. */
-static int mt_options_list_hybrid_layers(mt_options *o, mt_error *error) {
+static int mt_options_list_hybrid_layers(mt_run_options *o, mt_error *error) {
     const char *pattern = o->hybrid_override_pattern;
-    mt_string_set(&o->hybrid_layers, NULL);
+    mt_string_set(&o->stack.hybrid_layers, NULL);
     if (!pattern) return 0;
-    int64_t count = (int64_t)strlen(pattern), layers = o->num_layers > 0 ? o->num_layers : count;
+    int64_t count = (int64_t)strlen(pattern), layers = o->stack.num_layers > 0 ? o->stack.num_layers : count;
     const char *other = pattern + strspn(pattern, "M*-E");
     if (*other || count == 0)
         return mt_error_set(error,
@@ -125,73 +126,74 @@ static int mt_options_list_hybrid_layers(mt_options *o, mt_error *error) {
         return mt_error_set(error,
                             "--hybrid-override-pattern has %lld letters, and --num-layers is %lld; make them equal",
                             (long long)count, (long long)layers);
-    o->num_layers = layers;
-    o->hybrid_layers = mt_strdup(pattern);
-    o->hybrid_layers[layers] = 0;
-    mt_string_set(&o->hybrid_override_pattern, o->hybrid_layers);
-    bool has_experts = strchr(o->hybrid_layers, 'E') != NULL;
-    if (has_experts && o->num_experts == 0)
+    o->stack.num_layers = layers;
+    o->stack.hybrid_layers = mt_strdup(pattern);
+    o->stack.hybrid_layers[layers] = 0;
+    mt_string_set(&o->hybrid_override_pattern, o->stack.hybrid_layers);
+    bool has_experts = strchr(o->stack.hybrid_layers, 'E') != NULL;
+    if (has_experts && o->stack.num_experts == 0)
         return mt_error_set(error, "--hybrid-override-pattern %.100s has layers of experts (E); give --num-experts",
-                            o->hybrid_layers);
-    if (!has_experts && o->num_experts > 0 && MT_GIVEN(o, num_experts))
+                            o->stack.hybrid_layers);
+    if (!has_experts && o->stack.num_experts > 0 && MT_GIVEN(o, stack.num_experts))
         return mt_error_set(error, "--hybrid-override-pattern %.100s gives no layer experts; leave out --num-experts",
-                            o->hybrid_layers);
-    if (!has_experts) o->num_experts = 0;
+                            o->stack.hybrid_layers);
+    if (!has_experts) o->stack.num_experts = 0;
     return 0;
 }
 
 /* Options of Mamba-2 and of short convolutions need layers that have them. */
-static int mt_options_check_mamba(const mt_options *o, mt_error *error) {
-    static const size_t offsets[] = {MT_AT(mamba_state_dim), MT_AT(mamba_head_dim),     MT_AT(mamba_num_groups),
-                                     MT_AT(mamba_num_heads), MT_AT(mamba_dt_limit_low), MT_AT(mamba_dt_limit_high),
-                                     MT_AT(mamba_conv_bias)};
+static int mt_options_check_mamba(const mt_run_options *o, mt_error *error) {
+    static const size_t offsets[] = {MT_AT(stack.mamba_state_dim),    MT_AT(stack.mamba_head_dim),
+                                     MT_AT(stack.mamba_num_groups),   MT_AT(stack.mamba_num_heads),
+                                     MT_AT(stack.mamba_dt_limit_low), MT_AT(stack.mamba_dt_limit_high),
+                                     MT_AT(stack.mamba_conv_bias)};
     static const char *const layers = "--hybrid-override-pattern with an M, or --experimental-attention-variant mamba2";
-    bool has_mamba = mt_has_mixer(o, MT_MIXER_MAMBA2), has_states = mt_has_states(o);
+    bool has_mamba = mt_has_mixer(&o->stack, MT_MIXER_MAMBA2), has_states = mt_has_states(&o->stack);
     for (size_t i = 0; i < sizeof offsets / sizeof *offsets; i++)
-        if (!has_mamba && o->num_layers > 0 && mt_options_gave(o, offsets[i]))
+        if (!has_mamba && o->stack.num_layers > 0 && mt_options_gave(o, offsets[i]))
             return mt_error_set(error, "--%s needs layers of Mamba-2: %s", mt_option_of(offsets[i])->name, layers);
-    if (!has_states && o->num_layers > 0 && MT_GIVEN(o, linear_conv_kernel_dim))
+    if (!has_states && o->stack.num_layers > 0 && MT_GIVEN(o, stack.linear_conv_kernel_dim))
         return mt_error_set(error, "--linear-conv-kernel-dim needs layers with short convolutions: "
                                    "--experimental-attention-variant, or --hybrid-override-pattern with an M");
-    if (o->mamba_dt_limit_high > 0 && o->mamba_dt_limit_high < o->mamba_dt_limit_low)
+    if (o->stack.mamba_dt_limit_high > 0 && o->stack.mamba_dt_limit_high < o->stack.mamba_dt_limit_low)
         return mt_error_set(error, "--mamba-dt-limit-high %g is less than --mamba-dt-limit-low %g",
-                            o->mamba_dt_limit_high, o->mamba_dt_limit_low);
+                            o->stack.mamba_dt_limit_high, o->stack.mamba_dt_limit_low);
     return 0;
 }
 
 /* Layers of --experimental-attention-variant. */
-static int mt_options_list_linear_layers(mt_options *o, mt_error *error) {
-    mt_string_set(&o->linear_layers, NULL);
-    if (o->experimental_attention_variant == MT_VARIANT_GDN)
-        o->experimental_attention_variant = MT_VARIANT_GATED_DELTA_NET;
-    if (o->num_layers == 0 || o->experimental_attention_variant == MT_VARIANT_NONE) return 0;
+static int mt_options_list_linear_layers(mt_run_options *o, mt_error *error) {
+    mt_string_set(&o->stack.linear_layers, NULL);
+    if (o->stack.experimental_attention_variant == MT_VARIANT_GDN)
+        o->stack.experimental_attention_variant = MT_VARIANT_GATED_DELTA_NET;
+    if (o->stack.num_layers == 0 || o->stack.experimental_attention_variant == MT_VARIANT_NONE) return 0;
     if (!o->linear_attention_freq)
         return mt_error_set(error,
                             "--experimental-attention-variant needs --linear-attention-freq, the layers that have it: "
                             "4 for all but every fourth");
-    o->linear_layers = mt_layer_freq_expand(o->linear_attention_freq, MT_LINEAR_LAYERS, o->num_layers,
-                                            !MT_GIVEN(o, linear_attention_freq), error);
-    if (!o->linear_layers) return -1;
-    if (!strchr(o->linear_layers, '1'))
+    o->stack.linear_layers = mt_layer_freq_expand(o->linear_attention_freq, MT_LINEAR_LAYERS, o->stack.num_layers,
+                                                  !MT_GIVEN(o, linear_attention_freq), error);
+    if (!o->stack.linear_layers) return -1;
+    if (!strchr(o->stack.linear_layers, '1'))
         return mt_error_set(error,
                             "--linear-attention-freq %.60s gives no layer --experimental-attention-variant; leave "
                             "both out",
                             o->linear_attention_freq);
-    char *list = mt_layer_freq_print(o->linear_layers, MT_LINEAR_LAYERS);
+    char *list = mt_layer_freq_print(o->stack.linear_layers, MT_LINEAR_LAYERS);
     mt_string_set(&o->linear_attention_freq, list);
     free(list);
     return 0;
 }
 
 /* The trace's file takes the place of any file with its name. */
-static int mt_options_check_trace(const mt_options *o, mt_error *error) {
+static int mt_options_check_trace(const mt_run_options *o, mt_error *error) {
     if (!o->trace || !o->metrics || !mt_path_same(o->metrics, o->trace)) return 0;
     return mt_error_set(error, "--trace %s is the file of --metrics; choose another --trace", o->trace);
 }
 
-static int mt_options_check_bad_steps(const mt_options *o, mt_error *error) {
-    bool stops = o->bad_step_policy == MT_BAD_STEP_STOP, reruns = o->rerun_mode != MT_RERUN_DISABLED;
-    bool checks = o->check_for_nan_in_loss_and_grad || o->check_for_spiky_loss;
+static int mt_options_check_bad_steps(const mt_run_options *o, mt_error *error) {
+    bool stops = o->stack.bad_step_policy == MT_BAD_STEP_STOP, reruns = o->stack.rerun_mode != MT_RERUN_DISABLED;
+    bool checks = o->stack.check_for_nan_in_loss_and_grad || o->stack.check_for_spiky_loss;
     if (!checks && (!stops || reruns))
         return mt_error_set(error, "--%s has no effect with --no-check-for-nan-in-loss-and-grad; leave one out",
                             stops ? "rerun-mode" : "bad-step-policy");
@@ -220,7 +222,7 @@ static int mt_options_check_prefix(const char *option, const char *prefix, mt_er
                         option, prefix, prefix, stem, prefix, option, stem, prefix);
 }
 
-static int mt_options_check_prefixes(const mt_options *o, mt_error *error) {
+static int mt_options_check_prefixes(const mt_run_options *o, mt_error *error) {
     const struct {
         const char *name;
         const mt_strings *paths;
@@ -235,22 +237,22 @@ static int mt_options_check_prefixes(const mt_options *o, mt_error *error) {
 }
 
 /* Names all that a run lacks, where it lacks several kinds of options; the rules of each name one. */
-static int mt_options_check_missing(const mt_options *o, mt_error *error) {
+static int mt_options_check_missing(const mt_run_options *o, mt_error *error) {
     bool converts = mt_options_converts(o),
-         shaped = o->num_layers > 0 && o->hidden_size > 0 && o->num_attention_heads > 0;
-    bool endless = o->train_iters == 0 && o->train_samples == 0;
+         shaped = o->stack.num_layers > 0 && o->stack.hidden_size > 0 && o->stack.num_attention_heads > 0;
+    bool endless = o->stack.train_iters == 0 && o->stack.train_samples == 0;
     bool fed = o->data_path.count > 0 || o->train_data_path.count > 0 || o->mock_data || o->tokens_file;
     const struct {
         bool is_missing;
         const char *names;
     } rows[] = {
         {!shaped, "the model (--load, --hf-config, or --num-layers, --hidden-size and --num-attention-heads)"},
-        {o->vocab_size == 0, "its vocabulary (--vocab-size, or --tokenizer-type and --tokenizer-model)"},
-        {o->seq_length == 0 && !converts, "--seq-length"},
+        {o->stack.vocab_size == 0, "its vocabulary (--vocab-size, or --tokenizer-type and --tokenizer-model)"},
+        {o->stack.seq_length == 0 && !converts, "--seq-length"},
         {!fed && !converts, "data (--data-path, --train-data-path, --tokens-file or --mock-data)"},
         {endless && !converts, o->sft ? "the length of training (--train-iters, --train-samples or --train-epochs)"
                                       : "the length of training (--train-iters or --train-samples)"},
-        {o->lr == 0 && !converts, "--lr"},
+        {o->stack.lr == 0 && !converts, "--lr"},
     };
     char text[800] = "";
     int kinds = 0;
@@ -263,7 +265,7 @@ static int mt_options_check_missing(const mt_options *o, mt_error *error) {
     return kinds < 2 ? 0 : mt_error_set(error, "the run lacks %s", text);
 }
 
-static int mt_options_check_data(const mt_options *o, mt_error *error) {
+static int mt_options_check_data(const mt_run_options *o, mt_error *error) {
     if (mt_options_converts(o)) return 0;
     int sources = (o->data_path.count > 0) + (o->train_data_path.count > 0) + o->mock_data + (o->tokens_file != NULL);
     if (sources != 1)
@@ -279,7 +281,7 @@ static int mt_options_check_data(const mt_options *o, mt_error *error) {
 }
 
 /* --prompt-tokens "1,2,3": tokens of the vocabulary. */
-static int mt_options_check_prompt_tokens(const mt_options *o, mt_error *error) {
+static int mt_options_check_prompt_tokens(const mt_run_options *o, mt_error *error) {
     for (const char *at = o->prompt_tokens; at;) {
         char *end;
         errno = 0;
@@ -290,15 +292,15 @@ static int mt_options_check_prompt_tokens(const mt_options *o, mt_error *error) 
                                 o->prompt_tokens);
         if (!isdigit((unsigned char)*at) || (*end && *end != ','))
             return mt_error_set(error, "--prompt-tokens expects numbers with commas between them, got '%.100s'", at);
-        if (errno != 0 || token >= o->vocab_size)
+        if (errno != 0 || token >= o->stack.vocab_size)
             return mt_error_set(error, "--prompt-tokens: %.*s is outside the vocabulary of %lld",
-                                (int)mt_min(end - at, 100), at, (long long)o->vocab_size);
+                                (int)mt_min(end - at, 100), at, (long long)o->stack.vocab_size);
         at = *end ? end + 1 : NULL;
     }
     return 0;
 }
 
-static int mt_options_check_infer(const mt_options *o, mt_error *error) {
+static int mt_options_check_infer(const mt_run_options *o, mt_error *error) {
     if (!o->load) return mt_error_set(error, "--load is missing: the folder of the model to run");
     if (o->score && !o->out && !o->entropy_out && !o->logits_out)
         return mt_error_set(error, "--score needs --out, --entropy-out or --logits-out");
@@ -311,92 +313,93 @@ static int mt_options_check_infer(const mt_options *o, mt_error *error) {
     if (of_chat && !o->chat && !o->score && !o->prompts)
         return mt_error_set(error, "--chat-template%s needs --chat, --prompts or --score",
                             o->chat_template_kwargs ? "-kwargs" : "");
-    if (o->score && o->seq_length == 0 && !mt_text_ends_with(o->score, ".jsonl"))
+    if (o->score && o->stack.seq_length == 0 && !mt_text_ends_with(o->score, ".jsonl"))
         return mt_error_set(error, "--seq-length is missing: --score needs it for sequences of int32 tokens");
     return 0;
 }
 
-static int mt_options_unfold_layout(mt_options *o, int64_t world_size, mt_stage_balancer *balance, mt_error *error) {
-    free(o->pipeline_letters);
-    o->pipeline_letters = NULL;
+static int mt_options_unfold_layout(mt_run_options *o, int64_t world_size, mt_stage_balancer *balance,
+                                    mt_error *error) {
+    free(o->stack.pipeline_letters);
+    o->stack.pipeline_letters = NULL;
     if (!o->pipeline_model_parallel_layout) return 0;
     const char *layout = o->pipeline_model_parallel_layout;
     bool is_auto = strncmp(layout, "auto", 4) == 0;
     if (is_auto && !balance)
         return mt_error_set(error, "--pipeline-model-parallel-layout %s: ./train balances stages; give letters",
                             layout);
-    o->pipeline_letters = is_auto ? balance(o, world_size, error) : mt_pipeline_layout_unfold(layout, error);
-    return o->pipeline_letters ? 0 : -1;
+    o->stack.pipeline_letters = is_auto ? balance(o, world_size, error) : mt_pipeline_layout_unfold(layout, error);
+    return o->stack.pipeline_letters ? 0 : -1;
 }
 
 /* --use-rope-scaling and --rotary-seq-len-interpolation-factor are other names of two types of scaling. */
-static int mt_options_resolve_rope(mt_options *o, mt_error *error) {
+static int mt_options_resolve_rope(mt_run_options *o, mt_error *error) {
     int64_t factor = o->rotary_seq_len_interpolation_factor;
     mt_rope_scaling asked = o->use_rope_scaling ? MT_ROPE_SCALING_LLAMA3
                             : factor > 0        ? MT_ROPE_SCALING_LINEAR
                                                 : MT_ROPE_SCALING_NONE;
-    if (asked && MT_GIVEN(o, rope_scaling_type) && asked != o->rope_scaling_type) {
-        char *type = mt_option_text(o, mt_option_of(MT_AT(rope_scaling_type)));
+    if (asked && MT_GIVEN(o, stack.rope_scaling_type) && asked != o->stack.rope_scaling_type) {
+        char *type = mt_option_text(o, mt_option_of(MT_AT(stack.rope_scaling_type)));
         mt_error_set(error, "--rope-scaling-type %s and --%s exclude each other; leave one out", type,
                      o->use_rope_scaling ? "use-rope-scaling" : "rotary-seq-len-interpolation-factor");
         free(type);
         return -1;
     }
-    if (asked) o->rope_scaling_type = asked;
-    if (factor > 0 && MT_GIVEN(o, rope_scaling_factor) && o->rope_scaling_factor != (double)factor)
+    if (asked) o->stack.rope_scaling_type = asked;
+    if (factor > 0 && MT_GIVEN(o, stack.rope_scaling_factor) && o->stack.rope_scaling_factor != (double)factor)
         return mt_error_set(
             error,
             "--rope-scaling-factor %g and --rotary-seq-len-interpolation-factor %lld exclude each other "
             "unless they agree; leave one out",
-            o->rope_scaling_factor, (long long)factor);
-    if (factor > 0 && !MT_GIVEN(o, rope_scaling_factor)) o->rope_scaling_factor = (double)factor;
+            o->stack.rope_scaling_factor, (long long)factor);
+    if (factor > 0 && !MT_GIVEN(o, stack.rope_scaling_factor)) o->stack.rope_scaling_factor = (double)factor;
     return 0;
 }
 
 /* Options that stand for values of others, and defaults that rules of the table read. */
-static int mt_options_resolve(mt_options *o, mt_program program, mt_error *error) {
+static int mt_options_resolve(mt_run_options *o, mt_program program, mt_error *error) {
     if (mt_options_resolve_rope(o, error) != 0) return -1;
-    mt_strategy *strategy = &o->data_parallel_sharding_strategy;
+    mt_strategy *strategy = &o->stack.data_parallel_sharding_strategy;
     bool distributed = *strategy == MT_NO_SHARD && o->use_distributed_optimizer;
-    if (distributed && MT_GIVEN(o, data_parallel_sharding_strategy))
+    if (distributed && MT_GIVEN(o, stack.data_parallel_sharding_strategy))
         return mt_error_set(error, "--use-distributed-optimizer and --data-parallel-sharding-strategy no_shard exclude "
                                    "each other; leave one out");
     if (distributed) *strategy = MT_SHARD_OPTIM;
-    if (o->stage != MT_STAGE_PT) o->sft = true;
+    if (o->stack.stage != MT_STAGE_PT) o->sft = true;
     if (o->ipo && MT_GIVEN(o, preference_loss) && o->preference_loss != MT_PREFERENCE_IPO)
         return mt_error_set(error, "--ipo and --preference-loss exclude each other unless that is ipo; leave one out");
     if (o->ipo) o->preference_loss = MT_PREFERENCE_IPO;
-    if (o->train_epochs > 0 && o->train_iters == 0) o->train_iters = MT_UNKNOWN_ITERATIONS;
-    bool full = o->recompute_granularity == MT_RECOMPUTE_FULL; // which the table refuses with both flags
+    if (o->train_epochs > 0 && o->stack.train_iters == 0) o->stack.train_iters = MT_UNKNOWN_ITERATIONS;
+    bool full = o->stack.recompute_granularity == MT_RECOMPUTE_FULL; // which the table refuses with both flags
     if ((o->recompute_activations || o->moe_layer_recompute) && !full)
-        o->recompute_granularity = MT_RECOMPUTE_SELECTIVE;
-    if (o->moe_layer_recompute && !full) o->recompute_modules |= MT_MODULE_MOE;
-    bool routes = program != MT_PROGRAM_INFER && o->num_experts > 0 && o->tensor_model_parallel_size > 1;
-    if (!routes || o->sequence_parallel) return 0;
-    if (MT_GIVEN(o, sequence_parallel))
+        o->stack.recompute_granularity = MT_RECOMPUTE_SELECTIVE;
+    if (o->moe_layer_recompute && !full) o->stack.recompute_modules |= MT_MODULE_MOE;
+    bool routes = program != MT_PROGRAM_INFER && o->stack.num_experts > 0 && o->stack.tensor_model_parallel_size > 1;
+    if (!routes || o->stack.sequence_parallel) return 0;
+    if (MT_GIVEN(o, stack.sequence_parallel))
         return mt_error_set(error, "--num-experts with --tensor-model-parallel-size of 2 or more needs "
                                    "--sequence-parallel: each rank routes tokens of its own");
-    if (o->distribute_saved_activations)
+    if (o->stack.distribute_saved_activations)
         return mt_error_set(error, "--distribute-saved-activations is not supported with --num-experts and "
                                    "--tensor-model-parallel-size, which use --sequence-parallel; leave it out");
-    o->sequence_parallel = true;
+    o->stack.sequence_parallel = true;
     return 0;
 }
 
 /* Names that mt_options_set took on condition that the data-parallel ranks shard. The command line refused them. */
-static int mt_options_check_sharded_names(mt_options *o, mt_error *error) {
-    if (o->data_parallel_sharding_strategy != MT_NO_SHARD) mt_strings_free(&o->sharded_names);
+static int mt_options_check_sharded_names(mt_run_options *o, mt_error *error) {
+    if (o->stack.data_parallel_sharding_strategy != MT_NO_SHARD) mt_strings_free(&o->sharded_names);
     if (o->sharded_names.count == 0) return 0;
     const char *name = o->sharded_names.items[0];
     return mt_error_set(error, "%s is not supported (%s)", name,
                         mt_megatron_name_find(name + 2, strlen(name + 2)).text);
 }
 
-bool mt_options_draws_schedule(const mt_options *options) {
-    return options->print_schedule && !options->dynamic_context_parallel;
+bool mt_options_draws_schedule(const mt_run_options *options) {
+    return options->print_schedule && !options->stack.dynamic_context_parallel;
 }
 
-int mt_options_complete(mt_options *options, mt_program program, int64_t world_size, mt_stage_balancer *balance,
+int mt_options_complete(mt_run_options *options, mt_program program, int64_t world_size, mt_stage_balancer *balance,
                         mt_error *error) {
     if (mt_options_check_sharded_names(options, error)) return -1;
     if (mt_options_check_ranges(options, program, error) || mt_options_list_hybrid_layers(options, error) ||
@@ -412,7 +415,7 @@ int mt_options_complete(mt_options *options, mt_program program, int64_t world_s
     return mt_options_derive(options, program, world_size, error);
 }
 
-int mt_options_check_run(const mt_options *options, mt_program program, mt_error *error) {
+int mt_options_check_run(const mt_run_options *options, mt_program program, mt_error *error) {
     if (program == MT_PROGRAM_INFER) return mt_options_check_prompt_tokens(options, error);
     return mt_options_check_trace(options, error) || mt_options_check_bad_steps(options, error) ? -1 : 0;
 }

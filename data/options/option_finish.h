@@ -9,18 +9,18 @@ extern "C" {
 #endif
 
 /* Gives the letters of --pipeline-model-parallel-layout auto, to free; NULL with error. */
-typedef char *mt_stage_balancer(const mt_options *options, int64_t world_size, mt_error *error);
+typedef char *mt_stage_balancer(const mt_run_options *options, int64_t world_size, mt_error *error);
 
 /* mt_options_finish_by (run_options.h) without what needs the files of a model, its family and its adapters.
  * `balance` may be NULL. */
-int mt_options_complete(mt_options *options, mt_program program, int64_t world_size, mt_stage_balancer *balance,
+int mt_options_complete(mt_run_options *options, mt_program program, int64_t world_size, mt_stage_balancer *balance,
                         mt_error *error);
 
 /* The rules that read derived values, after family and adapters: prompts of infer, traces, bad steps. */
-int mt_options_check_run(const mt_options *options, mt_program program, mt_error *error);
+int mt_options_check_run(const mt_run_options *options, mt_program program, mt_error *error);
 
 /* True for --print-schedule without --dynamic-context-parallel, which needs no model. */
-bool mt_options_draws_schedule(const mt_options *options);
+bool mt_options_draws_schedule(const mt_run_options *options);
 
 #ifdef __cplusplus
 }

@@ -266,7 +266,7 @@ void mt_options_help(mt_program program, int argc, char **argv) {
     }
 }
 
-void mt_options_print(const mt_options *options, mt_program program, FILE *file) {
+void mt_options_print(const mt_run_options *options, mt_program program, FILE *file) {
     const char *group = NULL;
     for (const mt_option *row = mt_option_table; row->help; row++) {
         if (!row->name) group = row->help;
@@ -293,7 +293,7 @@ static bool mt_config_key_is_spare(const mt_strings *keys, int64_t i) {
 
 /* Says that --reward takes the place of a file's reward classes, which are Python, where no key and no option of the
  * command line chooses the reward. */
-static void mt_options_print_reward(const mt_options *options, FILE *file) {
+static void mt_options_print_reward(const mt_run_options *options, FILE *file) {
     const mt_strings *keys = &options->config_keys;
     const mt_option *row = mt_option_find("reward", strlen("reward"));
     bool is_implied = false;
@@ -308,7 +308,7 @@ static void mt_options_print_reward(const mt_options *options, FILE *file) {
     free(value);
 }
 
-void mt_options_print_unused(const mt_options *options, FILE *file) {
+void mt_options_print_unused(const mt_run_options *options, FILE *file) {
     const mt_strings *keys = &options->config_keys;
     int64_t used = 0;
     for (int64_t i = 0; i < keys->count; i += 4) used += !*keys->items[i + 3];
@@ -328,17 +328,26 @@ void mt_options_print_unused(const mt_options *options, FILE *file) {
     mt_options_print_reward(options, file);
 }
 
-int64_t mt_options_printed_ranks(const mt_options *o, int64_t world_size) {
-    int64_t tp = o->tensor_model_parallel_size, pp = o->pipeline_model_parallel_size, cp = o->context_parallel_size;
-    const int64_t longest = 1 << 20; // sizes above it are refused later
+int64_t mt_options_printed_ranks(const mt_run_options *o, int64_t world_size) {
+    const mt_options *stack = &o->stack;
+    const int64_t longest = 1 << 12; // sizes above it are refused later
+    int64_t tp = mt_max(mt_min(stack->tensor_model_parallel_size, longest), 1);
+    int64_t pp = mt_max(mt_min(stack->pipeline_model_parallel_size, longest), 1);
+    int64_t cp = mt_max(mt_min(stack->context_parallel_size, longest), 1);
+    int64_t ep = mt_max(mt_min(stack->expert_model_parallel_size, longest), 1);
+    int64_t etp = mt_max(mt_min(stack->expert_tensor_parallel_size, longest), 1);
     if (world_size > 1) return world_size;
-    bool sized = tp > 1 || pp > 1 || cp > 1;
+    bool sized = tp > 1 || pp > 1 || cp > 1 || ep > 1 || etp > 1;
     if (o->config_devices > 0 && (sized || !mt_launched_by_mpi())) return o->config_devices;
-    if (!sized) return world_size;
-    return mt_max(mt_min(tp, longest), 1) * mt_max(mt_min(pp, longest), 1) * mt_max(mt_min(cp, longest), 1);
+    int64_t divisor = ep * etp; // the greatest of this and tp * cp: a stage has a multiple of both
+    for (int64_t rest = tp * cp; rest > 0;) {
+        int64_t next = divisor % rest;
+        divisor = rest, rest = next;
+    }
+    return tp * pp * cp * (ep * etp / divisor);
 }
 
-void mt_options_print_config(const mt_options *options, mt_program program, int64_t ranks, const mt_error *error,
+void mt_options_print_config(const mt_run_options *options, mt_program program, int64_t ranks, const mt_error *error,
                              FILE *file) {
     const mt_strings *keys = &options->config_keys;
     int width = 0;

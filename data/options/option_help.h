@@ -13,20 +13,20 @@ extern "C" {
 void mt_options_help(mt_program program, int argc, char **argv);
 
 /* Prints how many keys of the file of --role set options, and the others by reason. */
-void mt_options_print_unused(const mt_options *options, FILE *file);
+void mt_options_print_unused(const mt_run_options *options, FILE *file);
 
 /* For --print-config: prints each key of a file of roles with the option that it sets, or the reason why it has no
  * effect; then the options that differ from their defaults, finished for `ranks`. `error`: the reason why they make no
  * run, or NULL. With --print-config mt_options_parse looks for no model. */
-void mt_options_print_config(const mt_options *options, mt_program program, int64_t ranks, const mt_error *error,
+void mt_options_print_config(const mt_run_options *options, mt_program program, int64_t ranks, const mt_error *error,
                              FILE *file);
 
 /* The number of ranks to finish printed options for: the ranks that run, or, if one rank runs and the layout needs
  * more, the devices in the file of --role, or the ranks of the layout. */
-int64_t mt_options_printed_ranks(const mt_options *options, int64_t world_size);
+int64_t mt_options_printed_ranks(const mt_run_options *options, int64_t world_size);
 
 /* Prints the options that differ from their defaults, by group. */
-void mt_options_print(const mt_options *options, mt_program program, FILE *file);
+void mt_options_print(const mt_run_options *options, mt_program program, FILE *file);
 
 #ifdef __cplusplus
 }

@@ -126,7 +126,7 @@ void mt_option_reader_refuse(mt_option_reader *reader, const mt_setting *setting
 void mt_option_reader_accept_sharded(mt_option_reader *reader) {
     int64_t kept = 0;
     char where[sizeof reader->refused->position + sizeof reader->refused->name];
-    if (reader->options->data_parallel_sharding_strategy == MT_NO_SHARD) return;
+    if (reader->options->stack.data_parallel_sharding_strategy == MT_NO_SHARD) return;
     for (int64_t i = 0; i < reader->num_refused; i++) {
         const mt_refusal *refusal = &reader->refused[i];
         snprintf(where, sizeof where, "%s%s", refusal->position, refusal->name);
@@ -205,7 +205,7 @@ void mt_option_reader_free(mt_option_reader *reader) {
 }
 
 /* Adds the words of a blend in one text, "0.7 a 0.3 b", or else one prefix, which may have blanks. */
-static int mt_option_add_paths(mt_options *options, const mt_option *row, const char *text, const char *where,
+static int mt_option_add_paths(mt_run_options *options, const mt_option *row, const char *text, const char *where,
                                mt_error *error) {
     static const char blanks[] = " \t\r\n"; // a text of YAML may have several lines
     char *end, *words, *rest = NULL;
@@ -283,7 +283,7 @@ static int mt_setting_set_words(mt_option_reader *reader, const mt_setting *sett
     return status;
 }
 
-int mt_options_set(mt_options *options, const char *name, const char *value, mt_error *error) {
+int mt_options_set(mt_run_options *options, const char *name, const char *value, mt_error *error) {
     char where[112];
     mt_option_reader reader = {.options = options, .program = MT_PROGRAM_LIBRARY};
     if (strncmp(name, "--", 2) == 0) name += 2;

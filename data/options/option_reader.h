@@ -23,15 +23,15 @@ typedef struct mt_refusal {
 
 /* A pass over a file and the command line. */
 typedef struct mt_option_reader {
-    mt_options *options;
+    mt_run_options *options;
     mt_program program;
     mt_refusal *refused;
     int64_t num_refused, num_uncollected;
-    bool role_rests;                                                   // the role of the file does not train
-    mt_strings always;                                                 // names that state a property that always holds
-    mt_strings idle;                                                   // other names without effect, and why, in turn
-    mt_strings named;                                                  // see mt_option_reader_compare_names
-    uint64_t typed[sizeof((mt_options *)0)->given / sizeof(uint64_t)]; // options of the command line
+    bool role_rests;   // the role of the file does not train
+    mt_strings always; // names that state a property that always holds
+    mt_strings idle;   // other names without effect, and why, in turn
+    mt_strings named;  // see mt_option_reader_compare_names
+    uint64_t typed[sizeof((mt_run_options *)0)->given / sizeof(uint64_t)]; // options of the command line
 } mt_option_reader;
 
 /* The option, or the answer, that a name stands for. */
@@ -82,7 +82,7 @@ void mt_option_print_name(char where[112], const char *name, size_t length);
 /* Sets one option by its name ("lr", "--lr", "micro_batch_size"), as --NAME=VALUE does on the command line, with the
  * same messages; mt_options_finish checks what depends on other options. `value` is one word, the words of a list with
  * blanks between them, or "true" or "false" for a flag. */
-int mt_options_set(mt_options *options, const char *name, const char *value, mt_error *error);
+int mt_options_set(mt_run_options *options, const char *name, const char *value, mt_error *error);
 
 #ifdef __cplusplus
 }

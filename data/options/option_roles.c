@@ -10,7 +10,8 @@
 #include <string.h>
 
 /* Notes a key for --print-config: the option that it sets, or "", and why it has no effect, or "". */
-static void mt_options_note_key(mt_options *options, const mt_role_entry *entry, const char *option, const char *text) {
+static void mt_options_note_key(mt_run_options *options, const mt_role_entry *entry, const char *option,
+                                const char *text) {
     char line[24];
     mt_strings *keys = &options->config_keys;
     snprintf(line, sizeof line, "%lld", entry->line);
@@ -134,7 +135,7 @@ static int mt_option_reader_take_entry(mt_option_reader *reader, const mt_role_e
         mt_options_note_key(reader->options, entry, "", entry->text);
     if (entry->kind != MT_ENTRY_OPTION) return 0;
     mt_setting setting = mt_setting_find(entry->option, strlen(entry->option));
-    bool is_stage = setting.row && setting.row->offset == MT_AT(stage);
+    bool is_stage = setting.row && setting.row->offset == MT_AT(stack.stage);
     if (entry->is_name) {
         bool is_unknown = !setting.row && setting.megatron.kind == MT_NAME_UNKNOWN;
         if (is_unknown) mt_option_reader_take_other(reader, entry, position, &setting);
@@ -172,7 +173,7 @@ bool mt_option_is_typed(const mt_option_reader *reader, size_t offset) {
 /* True if a rule of `column` names an option of the command line, which breaks it. `row` has the column. */
 static bool mt_option_rule_yields(const mt_option_reader *reader, const mt_option *row, bool needs,
                                   mt_option_rule *rule) {
-    const mt_options *o = reader->options;
+    const mt_run_options *o = reader->options;
     for (const char *column = needs ? row->needs : row->excludes; mt_option_next_rule(&column, rule);) {
         if (!mt_option_is_typed(reader, rule->other->offset) || !mt_option_rule_holds(o, row, rule)) continue;
         bool has = mt_option_has(o, rule->other, rule->choices);
@@ -186,7 +187,7 @@ static bool mt_option_lacks_purpose(const mt_option_reader *reader, const mt_opt
     static const char purposes[] =
         "sft|chat|score|stage|reward|adv-estimator|kl-in-reward|kd-objective|dynamic-sampling|recompute-granularity|"
         "optimizer-cpu-offload";
-    const mt_options *o = reader->options;
+    const mt_run_options *o = reader->options;
     mt_option_rule rule;
     if (mt_options_idle_in_rl(o, row->offset)) return true;
     if (!o->save && (row->offset == MT_AT(save_interval) || row->offset == MT_AT(keep_checkpoints))) return true;
@@ -197,12 +198,12 @@ static bool mt_option_lacks_purpose(const mt_option_reader *reader, const mt_opt
         return true;
     for (const char *column = row->needs; mt_option_next_rule(&column, &rule);) {
         bool listed = mt_choice_index(purposes, rule.other->name) >= 0;
-        bool samples = rule.other->offset == MT_AT(sft) && o->stage != MT_STAGE_PT;
+        bool samples = rule.other->offset == MT_AT(sft) && o->stack.stage != MT_STAGE_PT;
         if (listed && !samples && rule.other->programs & (int)reader->program && mt_option_rule_holds(o, row, &rule) &&
             !mt_option_has(o, rule.other, rule.choices))
             return true;
     }
-    const mt_option *stage = mt_option_of(MT_AT(stage));
+    const mt_option *stage = mt_option_of(MT_AT(stack.stage));
     for (const char *column = stage->excludes; mt_option_next_rule(&column, &rule);)
         if (rule.other->offset == row->offset && mt_option_rule_holds(o, stage, &rule)) return true;
     return false;
@@ -219,21 +220,22 @@ static bool mt_option_is_of_another_role(const mt_option *row) {
 
 /* The option of the command line that an option of the file gives way to; NULL: none. */
 static const char *mt_option_yields_to(const mt_option_reader *reader, const mt_option *row) {
-    const mt_options *o = reader->options;
+    const mt_run_options *o = reader->options;
     mt_option_rule rule;
-    bool shaped = mt_option_is_typed(reader, MT_AT(num_layers)) && mt_option_is_typed(reader, MT_AT(hidden_size));
+    bool shaped =
+        mt_option_is_typed(reader, MT_AT(stack.num_layers)) && mt_option_is_typed(reader, MT_AT(stack.hidden_size));
     bool loads = row->offset == MT_AT(load) || row->offset == MT_AT(finetune);
     if (loads && mt_option_is_typed(reader, MT_AT(hf_config))) return "hf-config";
     bool partner = row->offset == MT_AT(critic_load) || row->offset == MT_AT(ref_load); // of the actor's shape
     if ((loads || partner) && shaped) return "num-layers and --hidden-size";
     if (loads && mt_option_is_typed(reader, MT_AT(load))) return "load, which resumes a run unless --finetune is given";
-    if (row->offset == MT_AT(train_epochs) && o->train_iters > 0) return "train-iters";
-    if (row->offset == MT_AT(sequence_parallel) && o->tensor_model_parallel_size == 1)
+    if (row->offset == MT_AT(train_epochs) && o->stack.train_iters > 0) return "train-iters";
+    if (row->offset == MT_AT(stack.sequence_parallel) && o->stack.tensor_model_parallel_size == 1)
         return "tensor-model-parallel-size 1";
     bool other_role = mt_option_is_of_another_role(row); // the file's layouts are for its own number of ranks
-    if (other_role && mt_option_is_typed(reader, MT_AT(tensor_model_parallel_size)))
+    if (other_role && mt_option_is_typed(reader, MT_AT(stack.tensor_model_parallel_size)))
         return "tensor-model-parallel-size";
-    if (other_role && mt_option_is_typed(reader, MT_AT(pipeline_model_parallel_size)))
+    if (other_role && mt_option_is_typed(reader, MT_AT(stack.pipeline_model_parallel_size)))
         return "pipeline-model-parallel-size";
     for (const mt_option *same = mt_option_table; same->help; same++) {
         if (!same->name || same->offset != row->offset) continue;
@@ -250,7 +252,7 @@ static const char *mt_option_yields_to(const mt_option_reader *reader, const mt_
 }
 
 /* Marks the keys of an option as without effect. */
-static void mt_options_yield_keys(mt_options *options, const mt_option *row, const char *text) {
+static void mt_options_yield_keys(mt_run_options *options, const mt_option *row, const char *text) {
     const char *name = mt_option_of(row->offset)->name;
     for (int64_t i = 0; i < options->config_keys.count; i += 4)
         if (strcmp(options->config_keys.items[i + 2], name) == 0 && !*options->config_keys.items[i + 3])
@@ -270,10 +272,10 @@ void mt_option_reader_yield_ratios(mt_option_reader *reader) {
 }
 
 void mt_option_reader_yield(mt_option_reader *reader, int64_t file_iters) {
-    mt_options *o = reader->options;
+    mt_run_options *o = reader->options;
     char text[200];
-    if (mt_option_is_typed(reader, MT_AT(train_iters)) && file_iters > 0 && !MT_GIVEN(o, lr_decay_iters))
-        o->lr_decay_iters = file_iters;
+    if (mt_option_is_typed(reader, MT_AT(stack.train_iters)) && file_iters > 0 && !MT_GIVEN(o, stack.lr_decay_iters))
+        o->stack.lr_decay_iters = file_iters;
     for (const mt_option *row = mt_option_table; row->help; row++) {
         if (!row->name || !mt_option_is_typed(reader, row->offset)) continue;
         mt_options_yield_keys(o, row, "the command line has their options");
@@ -291,15 +293,15 @@ void mt_option_reader_yield(mt_option_reader *reader, int64_t file_iters) {
     }
 }
 
-void mt_options_yield_experts(mt_options *options) {
+void mt_options_yield_experts(mt_run_options *options) {
     const mt_strings *keys = &options->config_keys;
     mt_option_rule rule;
-    if (!options->role || options->num_experts > 0) return;
+    if (!options->role || options->stack.num_experts > 0) return;
     for (const mt_option *row = mt_option_table; row->help; row++) {
         bool needs = false, is_from_file = false;
         if (!row->name || !mt_options_gave(options, row->offset)) continue;
         for (const char *column = row->needs; mt_option_next_rule(&column, &rule);)
-            needs |= rule.other->offset == MT_AT(num_experts);
+            needs |= rule.other->offset == MT_AT(stack.num_experts);
         const char *name = mt_option_of(row->offset)->name;
         for (int64_t i = 0; i < keys->count; i += 4)
             is_from_file |= strcmp(keys->items[i + 2], name) == 0 && !*keys->items[i + 3];

@@ -24,7 +24,7 @@ void mt_option_reader_yield_ratios(mt_option_reader *reader);
 void mt_option_reader_yield(mt_option_reader *reader, int64_t file_iters);
 
 /* Options of a file of roles that are for experts give way where the model has none. */
-void mt_options_yield_experts(mt_options *options);
+void mt_options_yield_experts(mt_run_options *options);
 
 #ifdef __cplusplus
 }

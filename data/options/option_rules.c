@@ -38,37 +38,41 @@ static int mt_multiples_check(const mt_multiple *rows, size_t count, mt_error *e
 
 /* ---- sizes, positions, lengths */
 
-bool mt_options_converts(const mt_options *o) {
-    return MT_GIVEN(o, train_iters) && o->train_iters == 0 && o->train_samples == 0 && o->load && o->save;
+bool mt_options_converts(const mt_run_options *o) {
+    return MT_GIVEN(o, stack.train_iters) && o->stack.train_iters == 0 && o->stack.train_samples == 0 && o->load &&
+           o->save;
 }
 
-void mt_options_derive_sizes(mt_options *o) {
-    bool gated = mt_activation_rows[mt_options_activation(o)].gated;
-    if (o->ffn_hidden_size == 0) o->ffn_hidden_size = gated ? 4 * o->hidden_size * 2 / 3 / 64 * 64 : 4 * o->hidden_size;
-    bool one_group = o->group_query_attention && !MT_GIVEN(o, num_query_groups);
-    if (o->num_query_groups == 0) o->num_query_groups = one_group ? 1 : o->num_attention_heads;
-    if (o->multi_latent_attention) {
-        o->kv_channels = o->qk_head_dim + o->qk_pos_emb_head_dim;
-        o->qk_layernorm = true;
+void mt_options_derive_sizes(mt_run_options *o) {
+    bool gated = mt_activation_rows[mt_options_activation(&o->stack)].gated;
+    if (o->stack.ffn_hidden_size == 0)
+        o->stack.ffn_hidden_size = gated ? 4 * o->stack.hidden_size * 2 / 3 / 64 * 64 : 4 * o->stack.hidden_size;
+    bool one_group = o->group_query_attention && !MT_GIVEN(o, stack.num_query_groups);
+    if (o->stack.num_query_groups == 0) o->stack.num_query_groups = one_group ? 1 : o->stack.num_attention_heads;
+    if (o->stack.multi_latent_attention) {
+        o->stack.kv_channels = o->stack.qk_head_dim + o->stack.qk_pos_emb_head_dim;
+        o->stack.qk_layernorm = true;
     }
-    if (o->kv_channels == 0 && o->num_attention_heads > 0) o->kv_channels = o->hidden_size / o->num_attention_heads;
-    bool has_mamba = o->hybrid_override_pattern || o->experimental_attention_variant == MT_VARIANT_MAMBA2;
-    if (o->mamba_num_heads == 0 && has_mamba)
-        o->mamba_num_heads = mt_max(2 * o->hidden_size / o->mamba_head_dim, 1); // as Megatron's --expand 2
-    if (o->value_channels == o->kv_channels) o->value_channels = 0;
+    if (o->stack.kv_channels == 0 && o->stack.num_attention_heads > 0)
+        o->stack.kv_channels = o->stack.hidden_size / o->stack.num_attention_heads;
+    bool has_mamba = o->hybrid_override_pattern || o->stack.experimental_attention_variant == MT_VARIANT_MAMBA2;
+    if (o->stack.mamba_num_heads == 0 && has_mamba)
+        o->stack.mamba_num_heads =
+            mt_max(2 * o->stack.hidden_size / o->stack.mamba_head_dim, 1); // as Megatron's --expand 2
+    if (o->stack.value_channels == o->stack.kv_channels) o->stack.value_channels = 0;
 }
 
-void mt_options_derive_biases(mt_options *o) {
+void mt_options_derive_biases(mt_run_options *o) {
     if (!o->add_bias_linear) return;
-    o->attention_output_bias = o->mlp_bias = true;
-    o->add_qkv_bias = !o->multi_latent_attention; // as in Megatron
+    o->stack.attention_output_bias = o->stack.mlp_bias = true;
+    o->stack.add_qkv_bias = !o->stack.multi_latent_attention; // as in Megatron
 }
 
 /* Sizes and biases of the model. */
-static int mt_options_derive_model(mt_options *o, mt_error *error) {
-    int64_t C = o->hidden_size, heads = o->num_attention_heads, groups = o->num_query_groups;
-    bool bounds = o->activation_func_clamp_value > 0, shifts = o->glu_linear_offset != 0;
-    bool gated = mt_activation_rows[mt_options_activation(o)].gated;
+static int mt_options_derive_model(mt_run_options *o, mt_error *error) {
+    int64_t C = o->stack.hidden_size, heads = o->stack.num_attention_heads, groups = o->stack.num_query_groups;
+    bool bounds = o->stack.activation_func_clamp_value > 0, shifts = o->stack.glu_linear_offset != 0;
+    bool gated = mt_activation_rows[mt_options_activation(&o->stack)].gated;
     const mt_constraint before[] = {
         {bounds && !gated, "--activation-func-clamp-value needs a gated MLP: --swiglu, --geglu or --quick-geglu"},
         {shifts && !gated, "--glu-linear-offset needs a gated MLP: --swiglu, --geglu or --quick-geglu"},
@@ -81,20 +85,20 @@ static int mt_options_derive_model(mt_options *o, mt_error *error) {
     if (MT_CHECK_CONSTRAINTS(before, error)) return -1;
     const mt_multiple multiples[] = {
         {"--hidden-size", C, "--num-attention-heads (without --kv-channels) =",
-         o->kv_channels == 0 && !o->multi_latent_attention ? heads : 1},
+         o->stack.kv_channels == 0 && !o->stack.multi_latent_attention ? heads : 1},
         {"--num-attention-heads", heads, "--num-query-groups", mt_max(groups, 1)},
-        {"--num-attention-heads", heads, "--window-num-query-groups", mt_max(o->window_num_query_groups, 1)},
+        {"--num-attention-heads", heads, "--window-num-query-groups", mt_max(o->stack.window_num_query_groups, 1)},
         {"--num-query-groups", groups,
-         "--num-attention-heads (for --multi-latent-attention) =", o->multi_latent_attention ? heads : 1},
+         "--num-attention-heads (for --multi-latent-attention) =", o->stack.multi_latent_attention ? heads : 1},
     };
     if (MT_CHECK_MULTIPLES(multiples, error)) return -1;
     mt_options_derive_sizes(o);
     mt_options_derive_biases(o);
-    if (o->ffn_hidden_size == 0)
+    if (o->stack.ffn_hidden_size == 0)
         return mt_error_set(error, "--ffn-hidden-size is missing: --hidden-size %lld is too small to derive it",
                             (long long)C);
-    double attention = (double)heads * (double)o->kv_channels, mlp = (double)o->ffn_hidden_size;
-    double parameters = (double)o->num_layers * (double)C * (4 * attention + 3 * mlp);
+    double attention = (double)heads * (double)o->stack.kv_channels, mlp = (double)o->stack.ffn_hidden_size;
+    double parameters = (double)o->stack.num_layers * (double)C * (4 * attention + 3 * mlp);
     if (parameters <= 1e15) return 0;
     return mt_error_set(error,
                         "--num-layers, --hidden-size, --ffn-hidden-size, --num-attention-heads and --kv-channels "
@@ -103,28 +107,32 @@ static int mt_options_derive_model(mt_options *o, mt_error *error) {
 }
 
 /* RoPE: its channels, and the numbers of its scaling. */
-static int mt_options_derive_rope(mt_options *o, mt_error *error) {
-    bool llama3 = o->rope_scaling_type == MT_ROPE_SCALING_LLAMA3, yarn = o->rope_scaling_type == MT_ROPE_SCALING_YARN;
-    int64_t channels = (int64_t)((double)o->kv_channels * o->rotary_percent), latent = o->qk_pos_emb_head_dim;
-    if (o->position_embedding_type != MT_POSITION_ROPE && !o->multi_latent_attention) return 0;
-    if (o->multi_latent_attention) channels = latent;
+static int mt_options_derive_rope(mt_run_options *o, mt_error *error) {
+    bool llama3 = o->stack.rope_scaling_type == MT_ROPE_SCALING_LLAMA3,
+         yarn = o->stack.rope_scaling_type == MT_ROPE_SCALING_YARN;
+    int64_t channels = (int64_t)((double)o->stack.kv_channels * o->stack.rotary_percent),
+            latent = o->stack.qk_pos_emb_head_dim;
+    if (o->stack.position_embedding_type != MT_POSITION_ROPE && !o->stack.multi_latent_attention) return 0;
+    if (o->stack.multi_latent_attention) channels = latent;
     const mt_multiple multiples[] = {
-        {"--qk-pos-emb-head-dim", latent, NULL, o->multi_latent_attention ? 2 : 1},
+        {"--qk-pos-emb-head-dim", latent, NULL, o->stack.multi_latent_attention ? 2 : 1},
         {"--kv-channels x --rotary-percent (for RoPE) =", channels, NULL, 2},
     };
     if (MT_CHECK_MULTIPLES(multiples, error)) return -1;
     if (channels < 2)
         return mt_error_set(error, "--kv-channels %lld times --rotary-percent %g leaves no channels for RoPE",
-                            (long long)o->kv_channels, o->rotary_percent);
-    if (llama3 && o->rope_scaling_factor == 0) o->rope_scaling_factor = 8;
-    if (llama3 && o->original_max_position_embeddings == 0) o->original_max_position_embeddings = 8192;
-    if (llama3 && o->rope_low_freq_factor >= o->rope_high_freq_factor)
+                            (long long)o->stack.kv_channels, o->stack.rotary_percent);
+    if (llama3 && o->stack.rope_scaling_factor == 0) o->stack.rope_scaling_factor = 8;
+    if (llama3 && o->stack.original_max_position_embeddings == 0) o->stack.original_max_position_embeddings = 8192;
+    if (llama3 && o->stack.rope_low_freq_factor >= o->stack.rope_high_freq_factor)
         return mt_error_set(error, "--rope-low-freq-factor %g must be less than --rope-high-freq-factor %g",
-                            o->rope_low_freq_factor, o->rope_high_freq_factor);
-    if (yarn && o->yarn_attention_factor == 0) {
-        bool both = o->yarn_mscale > 0 && o->yarn_mscale_all_dim > 0;
-        o->yarn_attention_factor = mt_yarn_mscale(o->rope_scaling_factor, both ? o->yarn_mscale : 1);
-        if (both) o->yarn_attention_factor /= mt_yarn_mscale(o->rope_scaling_factor, o->yarn_mscale_all_dim);
+                            o->stack.rope_low_freq_factor, o->stack.rope_high_freq_factor);
+    if (yarn && o->stack.yarn_attention_factor == 0) {
+        bool both = o->yarn_mscale > 0 && o->stack.yarn_mscale_all_dim > 0;
+        o->stack.yarn_attention_factor = mt_yarn_mscale(o->stack.rope_scaling_factor, both ? o->yarn_mscale : 1);
+        if (both)
+            o->stack.yarn_attention_factor /=
+                mt_yarn_mscale(o->stack.rope_scaling_factor, o->stack.yarn_mscale_all_dim);
     }
     return 0;
 }
@@ -161,25 +169,29 @@ static int mt_options_check_fp8(const mt_options *o, mt_error *error) {
 }
 
 /* Vocabulary, positions and sequence length. */
-static int mt_options_derive_lengths(mt_options *o, mt_program program, mt_error *error) {
-    bool learned = o->position_embedding_type == MT_POSITION_LEARNED_ABSOLUTE, trains = program != MT_PROGRAM_INFER;
+static int mt_options_derive_lengths(mt_run_options *o, mt_program program, mt_error *error) {
+    bool learned = o->stack.position_embedding_type == MT_POSITION_LEARNED_ABSOLUTE,
+         trains = program != MT_PROGRAM_INFER;
     bool converts = mt_options_converts(o);
-    int64_t rows = o->make_vocab_size_divisible_by * o->tensor_model_parallel_size;
+    int64_t rows = o->make_vocab_size_divisible_by * o->stack.tensor_model_parallel_size;
     const mt_constraint rules[] = {
-        {o->vocab_size == 0, "the vocabulary is unknown: give --vocab-size, or --tokenizer-type and --tokenizer-model"},
-        {o->seq_length == 0 && trains && !converts, "--seq-length is missing"},
+        {o->stack.vocab_size == 0,
+         "the vocabulary is unknown: give --vocab-size, or --tokenizer-type and --tokenizer-model"},
+        {o->stack.seq_length == 0 && trains && !converts, "--seq-length is missing"},
     };
     if (MT_CHECK_CONSTRAINTS(rules, error)) return -1;
-    o->padded_vocab_size = (o->vocab_size + rows - 1) / rows * rows;
-    if (o->seq_length == 0 && converts) { // a few tokens, which the context ranks can split
-        o->seq_length = 2 * o->tensor_model_parallel_size * o->context_parallel_size * (1 + o->mtp_num_layers);
-        if (o->max_position_embeddings > 0) o->seq_length = mt_min(o->seq_length, o->max_position_embeddings);
+    o->stack.padded_vocab_size = (o->stack.vocab_size + rows - 1) / rows * rows;
+    if (o->stack.seq_length == 0 && converts) { // a few tokens, which the context ranks can split
+        o->stack.seq_length =
+            2 * o->stack.tensor_model_parallel_size * o->stack.context_parallel_size * (1 + o->stack.mtp_num_layers);
+        if (o->stack.max_position_embeddings > 0)
+            o->stack.seq_length = mt_min(o->stack.seq_length, o->stack.max_position_embeddings);
     }
-    if (o->max_position_embeddings == 0) o->max_position_embeddings = o->seq_length;
-    if (o->seq_length == 0) o->seq_length = o->max_position_embeddings;
-    if (o->seq_length > o->max_position_embeddings && (learned || trains))
+    if (o->stack.max_position_embeddings == 0) o->stack.max_position_embeddings = o->stack.seq_length;
+    if (o->stack.seq_length == 0) o->stack.seq_length = o->stack.max_position_embeddings;
+    if (o->stack.seq_length > o->stack.max_position_embeddings && (learned || trains))
         return mt_error_set(error, "--seq-length %lld is more than --max-position-embeddings %lld; %s",
-                            (long long)o->seq_length, (long long)o->max_position_embeddings,
+                            (long long)o->stack.seq_length, (long long)o->stack.max_position_embeddings,
                             learned && o->load ? "the weights have no more" : "lower the one or raise the other");
     return 0;
 }
@@ -252,12 +264,13 @@ static int mt_options_check_sinkhorn(const mt_options *o, mt_error *error) {
 }
 
 /* How the router chooses experts. */
-static int mt_options_check_router(const mt_options *o, mt_error *error) {
-    int64_t E = o->num_experts, k = o->moe_router_topk, groups = o->moe_router_num_groups;
-    int64_t group_topk = o->moe_router_group_topk, choice = groups > 0 ? E / groups * group_topk : E;
-    bool softmax = o->moe_router_score_function == MT_SCORE_SOFTMAX, pre_softmax = o->moe_router_pre_softmax;
+static int mt_options_check_router(const mt_run_options *o, mt_error *error) {
+    int64_t E = o->stack.num_experts, k = o->stack.moe_router_topk, groups = o->stack.moe_router_num_groups;
+    int64_t group_topk = o->stack.moe_router_group_topk, choice = groups > 0 ? E / groups * group_topk : E;
+    bool softmax = o->stack.moe_router_score_function == MT_SCORE_SOFTMAX,
+         pre_softmax = o->stack.moe_router_pre_softmax;
     const mt_constraint rules[] = {
-        {o->moe_shared_expert_intermediate_size > 0 && (o->mlp_bias || o->add_bias_linear),
+        {o->stack.moe_shared_expert_intermediate_size > 0 && (o->stack.mlp_bias || o->add_bias_linear),
          "--moe-shared-expert-intermediate-size needs --disable-bias-linear: a shared expert has no biases"},
         {k > E, "--moe-router-topk %lld must be at most --num-experts %lld", {k, E}},
         {softmax && k == 1 && !pre_softmax, "--moe-router-topk 1 needs --moe-router-pre-softmax: the softmax of one "
@@ -272,19 +285,21 @@ static int mt_options_check_router(const mt_options *o, mt_error *error) {
     };
     const mt_multiple multiples[] = {{"--num-experts", E, "--moe-router-num-groups", mt_max(groups, 1)}};
     if (MT_CHECK_MULTIPLES(multiples, error) || MT_CHECK_CONSTRAINTS(rules, error)) return -1;
-    return mt_options_check_sinkhorn(o, error);
+    return mt_options_check_sinkhorn(&o->stack, error);
 }
 
 /* Experts. */
-static int mt_options_derive_experts(mt_options *o, int64_t world_size, mt_error *error) {
-    int64_t tp = o->tensor_model_parallel_size,
-            others = o->expert_model_parallel_size * o->pipeline_model_parallel_size;
-    if (o->num_experts == 0) return 0;
-    if (o->moe_ffn_hidden_size == 0) o->moe_ffn_hidden_size = o->ffn_hidden_size;
-    if (o->expert_tensor_parallel_size == 0) // split as the layer is, where the experts' widths and the ranks allow it
-        o->expert_tensor_parallel_size = o->moe_ffn_hidden_size % tp || world_size % (tp * others) ? 1 : tp;
-    if (o->moe_router_group_best == 0 && o->moe_router_group_topk > 0)
-        o->moe_router_group_best = mt_max(o->moe_router_topk / o->moe_router_group_topk, 1); // as in Megatron
+static int mt_options_derive_experts(mt_run_options *o, int64_t world_size, mt_error *error) {
+    int64_t tp = o->stack.tensor_model_parallel_size,
+            others = o->stack.expert_model_parallel_size * o->stack.pipeline_model_parallel_size;
+    if (o->stack.num_experts == 0) return 0;
+    if (o->stack.moe_ffn_hidden_size == 0) o->stack.moe_ffn_hidden_size = o->stack.ffn_hidden_size;
+    if (o->stack.expert_tensor_parallel_size ==
+        0) // split as the layer is, where the experts' widths and the ranks allow it
+        o->stack.expert_tensor_parallel_size = o->stack.moe_ffn_hidden_size % tp || world_size % (tp * others) ? 1 : tp;
+    if (o->stack.moe_router_group_best == 0 && o->stack.moe_router_group_topk > 0)
+        o->stack.moe_router_group_best =
+            mt_max(o->stack.moe_router_topk / o->stack.moe_router_group_topk, 1); // as in Megatron
     return mt_options_check_router(o, error);
 }
 
@@ -298,45 +313,47 @@ int64_t mt_row_length(const mt_options *o) {
 
 /* Context parallelism: the ranks that exchange tokens for heads, and the layouts that a sliding window allows. With one
  * context rank --cp-comm-type has no effect, as in Megatron. */
-static int mt_options_derive_context(mt_options *o, mt_error *error) {
-    int64_t tp = o->tensor_model_parallel_size, cp = o->context_parallel_size;
-    int64_t heads = o->num_attention_heads / tp, groups = o->num_query_groups < tp ? 1 : o->num_query_groups / tp;
+static int mt_options_derive_context(mt_run_options *o, mt_error *error) {
+    int64_t tp = o->stack.tensor_model_parallel_size, cp = o->stack.context_parallel_size;
+    int64_t heads = o->stack.num_attention_heads / tp,
+            groups = o->stack.num_query_groups < tp ? 1 : o->stack.num_query_groups / tp;
     const mt_ints *sizes = &o->hierarchical_context_parallel_sizes;
-    bool hierarchical = o->cp_comm_type == MT_CP_A2A_P2P && (cp > 1 || sizes->count > 0);
-    int64_t a2a = hierarchical ? sizes->items[0] : o->cp_comm_type == MT_CP_A2A ? cp : 1;
+    bool hierarchical = o->stack.cp_comm_type == MT_CP_A2A_P2P && (cp > 1 || sizes->count > 0);
+    int64_t a2a = hierarchical ? sizes->items[0] : o->stack.cp_comm_type == MT_CP_A2A ? cp : 1;
     if (hierarchical && (sizes->count != 2 || a2a < 1 || a2a > cp || a2a * sizes->items[1] != cp))
         return mt_error_set(error,
                             "--cp-comm-type a2a+p2p needs --hierarchical-context-parallel-sizes A2A RING, two numbers "
                             "whose product is --context-parallel-size %lld",
                             (long long)cp);
-    if (mt_has_states(o) && a2a > 1 && a2a < cp)
+    if (mt_has_states(&o->stack) && a2a > 1 && a2a < cp)
         return mt_error_set(error,
                             "--cp-comm-type a2a+p2p does not run with %s, whose states pass along one ring of ranks; "
                             "take p2p, all_gather or a2a",
-                            o->linear_layers ? "--experimental-attention-variant"
-                                             : "the Mamba-2 layers of "
-                                               "--hybrid-override-pattern");
+                            o->stack.linear_layers ? "--experimental-attention-variant"
+                                                   : "the Mamba-2 layers of "
+                                                     "--hybrid-override-pattern");
     const char *ranks = "the ranks over which --cp-comm-type a2a splits them,", *advice = "take p2p or all_gather";
     const mt_multiple multiples[] = {
         {"--num-attention-heads / --tensor-model-parallel-size =", heads, ranks, a2a, advice},
         {"--num-query-groups / --tensor-model-parallel-size =", groups, ranks, a2a, advice},
-        {"--window-num-query-groups / --tensor-model-parallel-size =", o->window_num_query_groups / tp, ranks, a2a,
-         advice},
+        {"--window-num-query-groups / --tensor-model-parallel-size =", o->stack.window_num_query_groups / tp, ranks,
+         a2a, advice},
     };
     if (MT_CHECK_MULTIPLES(multiples, error)) return -1;
-    bool chosen = MT_GIVEN(o, cp_comm_type);
-    if (o->window_size > 0 && cp > 1 && !chosen) o->cp_comm_type = MT_CP_ALL_GATHER;
-    if (o->window_size > 0 && cp > a2a && o->cp_comm_type != MT_CP_ALL_GATHER)
+    bool chosen = MT_GIVEN(o, stack.cp_comm_type);
+    if (o->stack.window_size > 0 && cp > 1 && !chosen) o->stack.cp_comm_type = MT_CP_ALL_GATHER;
+    if (o->stack.window_size > 0 && cp > a2a && o->stack.cp_comm_type != MT_CP_ALL_GATHER)
         return mt_error_set(error,
                             "--window-size %lld does not work with --cp-comm-type %s, whose blocks of keys are far "
                             "apart; take all_gather or a2a",
-                            (long long)o->window_size, hierarchical ? "a2a+p2p" : "p2p");
-    o->context_a2a_size = a2a;
-    if (!o->dynamic_context_parallel) return 0;
+                            (long long)o->stack.window_size, hierarchical ? "a2a+p2p" : "p2p");
+    o->stack.context_a2a_size = a2a;
+    if (!o->stack.dynamic_context_parallel) return 0;
     if (!MT_GIVEN(o, max_seqlen_per_dp_cp_rank))
-        o->max_seqlen_per_dp_cp_rank = mt_rank_tokens(o, o->micro_batch_size * mt_row_length(o));
+        o->max_seqlen_per_dp_cp_rank = mt_rank_tokens(&o->stack, o->stack.micro_batch_size * mt_row_length(&o->stack));
     int64_t smallest = o->min_dynamic_context_parallel_size, most = o->max_seqlen_per_dp_cp_rank;
-    mt_load_balancing balancing = o->num_experts > 0 ? o->moe_router_load_balancing_type : MT_BALANCING_NONE;
+    mt_load_balancing balancing =
+        o->stack.num_experts > 0 ? o->stack.moe_router_load_balancing_type : MT_BALANCING_NONE;
     const mt_constraint rules[] = {
         {(cp & (cp - 1)) != 0 || cp > 2 << MT_CONTEXT_BLOCKS,
          "--dynamic-context-parallel needs a power of two up to %lld as --context-parallel-size, not %lld",
@@ -344,14 +361,14 @@ static int mt_options_derive_context(mt_options *o, mt_error *error) {
         {(smallest & (smallest - 1)) != 0 || smallest > cp,
          "--min-dynamic-context-parallel-size %lld must be a power of two, at most --context-parallel-size %lld",
          {smallest, cp}},
-        {most * cp < o->seq_length,
+        {most * cp < o->stack.seq_length,
          "--max-seqlen-per-dp-cp-rank %lld on --context-parallel-size %lld ranks holds %lld tokens, fewer than "
          "--seq-length %lld; raise one of the first two",
-         {most, cp, most * cp, o->seq_length}},
-        {most * cp < mt_row_length(o),
+         {most, cp, most * cp, o->stack.seq_length}},
+        {most * cp < mt_row_length(&o->stack),
          "--max-seqlen-per-dp-cp-rank %lld on --context-parallel-size %lld ranks holds %lld tokens, fewer than a pair "
          "of samples of --seq-length %lld; raise one of the first two",
-         {most, cp, most * cp, o->seq_length}},
+         {most, cp, most * cp, o->stack.seq_length}},
         {!o->sft && o->reset_position_ids != o->reset_attention_mask,
          "--dynamic-context-parallel gives whole documents to ranks: --reset-position-ids and --reset-attention-mask "
          "need each other"},
@@ -360,12 +377,12 @@ static int mt_options_derive_context(mt_options *o, mt_error *error) {
         {balancing == MT_BALANCING_SEQ_AUX_LOSS || balancing == MT_BALANCING_SINKHORN,
          "--dynamic-context-parallel gives the ranks of a context group different samples, which "
          "--moe-router-load-balancing-type seq_aux_loss and sinkhorn do not distinguish; take aux_loss"},
-        {o->num_experts > 0 && o->moe_expert_capacity_factor > 0,
+        {o->stack.num_experts > 0 && o->stack.moe_expert_capacity_factor > 0,
          "--moe-expert-capacity-factor counts the tokens of a context group, whose ranks have different samples with "
          "--dynamic-context-parallel; leave one out"},
     };
     const mt_multiple shares[] = {{"--max-seqlen-per-dp-cp-rank", most, "--tensor-model-parallel-size",
-                                   o->sequence_parallel ? tp : 1,
+                                   o->stack.sequence_parallel ? tp : 1,
                                    "its ranks share the tokens with --sequence-parallel"}};
     return MT_CHECK_CONSTRAINTS(rules, error) ? -1 : MT_CHECK_MULTIPLES(shares, error);
 }
@@ -373,28 +390,28 @@ static int mt_options_derive_context(mt_options *o, mt_error *error) {
 /* ---- stages, batches, schedules */
 
 /* Virtual stages per rank: given, from the layers of a stage, or from the letters of a layout. */
-static int mt_options_derive_stages(mt_options *o, mt_error *error) {
-    int64_t pp = o->pipeline_model_parallel_size, per_stage = o->num_layers_per_virtual_pipeline_stage;
-    int64_t extra = o->account_for_embedding_in_pipeline_split + o->account_for_loss_in_pipeline_split;
-    int64_t layers = o->num_layers + extra, *vp = &o->num_virtual_stages_per_pipeline_rank;
-    int64_t stages = o->pipeline_letters ? mt_pipeline_layout_count(o->pipeline_letters) : pp;
+static int mt_options_derive_stages(mt_run_options *o, mt_error *error) {
+    int64_t pp = o->stack.pipeline_model_parallel_size, per_stage = o->num_layers_per_virtual_pipeline_stage;
+    int64_t extra = o->stack.account_for_embedding_in_pipeline_split + o->stack.account_for_loss_in_pipeline_split;
+    int64_t layers = o->stack.num_layers + extra, *vp = &o->stack.num_virtual_stages_per_pipeline_rank;
+    int64_t stages = o->stack.pipeline_letters ? mt_pipeline_layout_count(o->stack.pipeline_letters) : pp;
     const mt_multiple multiples[] = {
         {"--pipeline-model-parallel-layout's number of stages", stages, "--pipeline-model-parallel-size", pp},
         {extra ? "--num-layers, with the layers that --account-for-* adds," : "--num-layers", layers,
          "--pipeline-model-parallel-size x --num-layers-per-virtual-pipeline-stage =",
-         o->pipeline_letters ? 1 : mt_max(pp * per_stage, 1)},
+         o->stack.pipeline_letters ? 1 : mt_max(pp * per_stage, 1)},
     };
     if (MT_CHECK_MULTIPLES(multiples, error)) return -1;
-    bool typed = MT_GIVEN(o, num_virtual_stages_per_pipeline_rank);
-    int64_t follows = o->pipeline_letters ? stages / pp : per_stage > 0 ? layers / (pp * per_stage) : *vp;
+    bool typed = MT_GIVEN(o, stack.num_virtual_stages_per_pipeline_rank);
+    int64_t follows = o->stack.pipeline_letters ? stages / pp : per_stage > 0 ? layers / (pp * per_stage) : *vp;
     if (typed && follows != *vp)
         return mt_error_set(error,
                             "--%s makes %lld virtual stages, and --num-virtual-stages-per-pipeline-rank is %lld: "
                             "the two exclude each other unless they agree; leave one out",
-                            o->pipeline_letters ? "pipeline-model-parallel-layout"
-                                                : "num-layers-per-virtual-pipeline-stage",
+                            o->stack.pipeline_letters ? "pipeline-model-parallel-layout"
+                                                      : "num-layers-per-virtual-pipeline-stage",
                             (long long)follows, (long long)*vp);
-    if (o->pipeline_letters)
+    if (o->stack.pipeline_letters)
         *vp = stages / pp;
     else if (per_stage > 0)
         *vp = layers / (pp * per_stage);
@@ -406,13 +423,13 @@ static int mt_options_derive_stages(mt_options *o, mt_error *error) {
 }
 
 /* The schedule, which must fit the number of virtual stages. */
-static int mt_options_derive_order(mt_options *o, mt_error *error) {
-    int64_t pp = o->pipeline_model_parallel_size, vp = o->num_virtual_stages_per_pipeline_rank;
-    int64_t *group = &o->microbatch_group_size_per_virtual_pipeline_stage;
-    if (pp > 1 && !MT_GIVEN(o, pipeline_schedule))
-        o->pipeline_schedule = vp > 1 ? MT_SCHEDULE_INTERLEAVED : MT_SCHEDULE_1F1B;
-    if (!MT_GIVEN(o, microbatch_group_size_per_virtual_pipeline_stage)) *group = vp > 1 ? pp : 0;
-    mt_schedule_kind kind = o->pipeline_schedule;
+static int mt_options_derive_order(mt_run_options *o, mt_error *error) {
+    int64_t pp = o->stack.pipeline_model_parallel_size, vp = o->stack.num_virtual_stages_per_pipeline_rank;
+    int64_t *group = &o->stack.microbatch_group_size_per_virtual_pipeline_stage;
+    if (pp > 1 && !MT_GIVEN(o, stack.pipeline_schedule))
+        o->stack.pipeline_schedule = vp > 1 ? MT_SCHEDULE_INTERLEAVED : MT_SCHEDULE_1F1B;
+    if (!MT_GIVEN(o, stack.microbatch_group_size_per_virtual_pipeline_stage)) *group = vp > 1 ? pp : 0;
+    mt_schedule_kind kind = o->stack.pipeline_schedule;
     const mt_constraint rules[] = {
         {kind == MT_SCHEDULE_INTERLEAVED && vp == 1,
          "--pipeline-schedule interleaved needs several virtual stages: give --num-virtual-stages-per-pipeline-rank"},
@@ -463,60 +480,62 @@ static int mt_options_check_batch(const mt_options *o, const char *name, int64_t
     return MT_CHECK_MULTIPLES(rows, error);
 }
 
-static int mt_options_derive_batches(mt_options *o, mt_error *error) {
+static int mt_options_derive_batches(mt_run_options *o, mt_error *error) {
     const int64_t *ramp = o->rampup_batch_size.items, steps = o->gradient_accumulation_steps, longest = 1073741824;
-    if (steps > longest / (o->micro_batch_size * o->data_parallel_size))
+    if (steps > longest / (o->stack.micro_batch_size * o->stack.data_parallel_size))
         return mt_error_set(error,
                             "--micro-batch-size %lld x --gradient-accumulation-steps %lld x %lld data-parallel ranks "
                             "make a batch of more than %lld sequences",
-                            (long long)o->micro_batch_size, (long long)steps, (long long)o->data_parallel_size,
-                            (long long)longest);
-    int64_t product = o->micro_batch_size * steps * o->data_parallel_size;
-    if (steps > 0 && MT_GIVEN(o, global_batch_size) && o->global_batch_size != product)
+                            (long long)o->stack.micro_batch_size, (long long)steps,
+                            (long long)o->stack.data_parallel_size, (long long)longest);
+    int64_t product = o->stack.micro_batch_size * steps * o->stack.data_parallel_size;
+    if (steps > 0 && MT_GIVEN(o, stack.global_batch_size) && o->stack.global_batch_size != product)
         return mt_error_set(error,
                             "--micro-batch-size %lld x --gradient-accumulation-steps %lld x %lld data-parallel ranks "
                             "is not --global-batch-size %lld: --gradient-accumulation-steps and --global-batch-size "
                             "exclude each other unless they agree; leave one out",
-                            (long long)o->micro_batch_size, (long long)steps, (long long)o->data_parallel_size,
-                            (long long)o->global_batch_size);
-    if (steps > 0) o->global_batch_size = product;
-    if (o->global_batch_size == 0) o->global_batch_size = o->micro_batch_size * o->data_parallel_size;
+                            (long long)o->stack.micro_batch_size, (long long)steps,
+                            (long long)o->stack.data_parallel_size, (long long)o->stack.global_batch_size);
+    if (steps > 0) o->stack.global_batch_size = product;
+    if (o->stack.global_batch_size == 0)
+        o->stack.global_batch_size = o->stack.micro_batch_size * o->stack.data_parallel_size;
     int64_t responses = o->rollout_batch_size * o->num_return_sequences;
-    if (o->stage == MT_STAGE_RL && o->global_batch_size > responses)
+    if (o->stack.stage == MT_STAGE_RL && o->stack.global_batch_size > responses)
         return mt_error_set(error,
                             "%s %lld is more than the responses of an iteration, --rollout-batch-size %lld x "
                             "--num-return-sequences %lld = %lld; lower it, or leave it out",
                             steps > 0 ? "--micro-batch-size x --gradient-accumulation-steps x data-parallel ranks ="
                                       : "--global-batch-size",
-                            (long long)o->global_batch_size, (long long)o->rollout_batch_size,
+                            (long long)o->stack.global_batch_size, (long long)o->rollout_batch_size,
                             (long long)o->num_return_sequences, (long long)responses);
-    bool of_responses = o->stage == MT_STAGE_RL && !MT_GIVEN(o, global_batch_size) && steps == 0;
+    bool of_responses = o->stack.stage == MT_STAGE_RL && !MT_GIVEN(o, stack.global_batch_size) && steps == 0;
     const char *name = of_responses
                            ? "--rollout-batch-size x --num-return-sequences, the default --global-batch-size, ="
                            : "--global-batch-size";
-    if (mt_options_check_batch(o, name, o->global_batch_size, error)) return -1;
-    if (mt_options_check_micro_batches(o, o->global_batch_size, error)) return -1;
+    if (mt_options_check_batch(&o->stack, name, o->stack.global_batch_size, error)) return -1;
+    if (mt_options_check_micro_batches(&o->stack, o->stack.global_batch_size, error)) return -1;
     if (o->rampup_batch_size.count == 0) return 0;
     bool good = o->rampup_batch_size.count == 3;
     for (int i = 0; i < 3 && good; i++) good = ramp[i] > 0 && ramp[i] <= 1000000000000;
     if (!good) return mt_error_set(error, "--rampup-batch-size expects three numbers: START INCREMENT SAMPLES");
-    if (ramp[0] > o->global_batch_size)
+    if (ramp[0] > o->stack.global_batch_size)
         return mt_error_set(error, "--rampup-batch-size's start %lld must be at most --global-batch-size %lld",
-                            (long long)ramp[0], (long long)o->global_batch_size);
-    const mt_multiple multiples[] = {{"--global-batch-size less --rampup-batch-size's start =",
-                                      o->global_batch_size - ramp[0], "--rampup-batch-size's increment", ramp[1]}};
+                            (long long)ramp[0], (long long)o->stack.global_batch_size);
+    const mt_multiple multiples[] = {
+        {"--global-batch-size less --rampup-batch-size's start =", o->stack.global_batch_size - ramp[0],
+         "--rampup-batch-size's increment", ramp[1]}};
     if (MT_CHECK_MULTIPLES(multiples, error)) return -1;
-    if (mt_options_check_batch(o, "--rampup-batch-size's start", ramp[0], error)) return -1;
-    if (mt_options_check_batch(o, "--rampup-batch-size's increment", ramp[1], error)) return -1;
-    for (int64_t size = ramp[0]; o->num_virtual_stages_per_pipeline_rank > 1 && size < o->global_batch_size;
+    if (mt_options_check_batch(&o->stack, "--rampup-batch-size's start", ramp[0], error)) return -1;
+    if (mt_options_check_batch(&o->stack, "--rampup-batch-size's increment", ramp[1], error)) return -1;
+    for (int64_t size = ramp[0]; o->stack.num_virtual_stages_per_pipeline_rank > 1 && size < o->stack.global_batch_size;
          size += ramp[1])
-        if (mt_options_check_micro_batches(o, size, error)) return -1;
+        if (mt_options_check_micro_batches(&o->stack, size, error)) return -1;
     return 0;
 }
 
 /* The letters of the stages: one E at the start, one L at the end, the MTP modules right before L. */
-static int mt_options_check_letters(const mt_options *o, mt_error *error) {
-    const char *letters = o->pipeline_letters, *last = letters + strlen(letters) - (*letters != 0), *mtp = last;
+static int mt_options_check_letters(const mt_run_options *o, mt_error *error) {
+    const char *letters = o->stack.pipeline_letters, *last = letters + strlen(letters) - (*letters != 0), *mtp = last;
     bool good = *letters == 'E' && *last == 'L';
     int64_t layers = 0;
     while (mtp > letters && mtp[-1] == 'm') mtp--;
@@ -530,15 +549,15 @@ static int mt_options_check_letters(const mt_options *o, mt_error *error) {
         return mt_error_set(error,
                             "--pipeline-model-parallel-layout '%.200s' must begin with E and end with L, once each",
                             o->pipeline_model_parallel_layout);
-    if (modules != o->mtp_num_layers)
+    if (modules != o->stack.mtp_num_layers)
         return mt_error_set(error,
                             "--pipeline-model-parallel-layout '%.200s' must have --mtp-num-layers %lld times m, right "
                             "before L and in its stage",
-                            o->pipeline_model_parallel_layout, (long long)o->mtp_num_layers);
-    if (layers != o->num_layers)
+                            o->pipeline_model_parallel_layout, (long long)o->stack.mtp_num_layers);
+    if (layers != o->stack.num_layers)
         return mt_error_set(error,
                             "--pipeline-model-parallel-layout '%.200s' has %lld layers, but --num-layers is %lld",
-                            o->pipeline_model_parallel_layout, (long long)layers, (long long)o->num_layers);
+                            o->pipeline_model_parallel_layout, (long long)layers, (long long)o->stack.num_layers);
     return 0;
 }
 
@@ -554,37 +573,37 @@ static int mt_options_check_share(const mt_options *o, const char *name, int64_t
 }
 
 /* The layers of stages, for mt_pipeline_layout_build. */
-static int mt_options_check_layout(const mt_options *o, mt_error *error) {
-    int64_t pp = o->pipeline_model_parallel_size, first = o->decoder_first_pipeline_num_layers;
-    int64_t last = o->decoder_last_pipeline_num_layers, middle = pp - (first > 0) - (last > 0);
-    int64_t extra = o->account_for_embedding_in_pipeline_split + o->account_for_loss_in_pipeline_split;
-    int64_t rest = o->num_layers + extra - first - last;
-    if (o->pipeline_letters) return mt_options_check_letters(o, error);
+static int mt_options_check_layout(const mt_run_options *o, mt_error *error) {
+    int64_t pp = o->stack.pipeline_model_parallel_size, first = o->stack.decoder_first_pipeline_num_layers;
+    int64_t last = o->stack.decoder_last_pipeline_num_layers, middle = pp - (first > 0) - (last > 0);
+    int64_t extra = o->stack.account_for_embedding_in_pipeline_split + o->stack.account_for_loss_in_pipeline_split;
+    int64_t rest = o->stack.num_layers + extra - first - last;
+    if (o->stack.pipeline_letters) return mt_options_check_letters(o, error);
     if (first == 0 && last == 0) {
         const char *name = extra > 0 ? "--num-layers plus the layers that --account-for-* adds" : "--num-layers";
-        return mt_options_check_share(o, name, rest, pp, error);
+        return mt_options_check_share(&o->stack, name, rest, pp, error);
     }
     if (rest < 0 || (middle == 0 && rest > 0))
         return mt_error_set(error,
                             "--decoder-first-pipeline-num-layers and --decoder-last-pipeline-num-layers, %lld "
                             "together, do not fit --num-layers %lld on %lld ranks",
-                            (long long)(first + last), (long long)o->num_layers, (long long)pp);
-    if (mt_options_check_share(o, "--decoder-first-pipeline-num-layers", first, 1, error)) return -1;
-    if (mt_options_check_share(o, "--decoder-last-pipeline-num-layers", last, 1, error)) return -1;
-    return middle > 0 ? mt_options_check_share(o, "the layers of the other ranks", rest, middle, error) : 0;
+                            (long long)(first + last), (long long)o->stack.num_layers, (long long)pp);
+    if (mt_options_check_share(&o->stack, "--decoder-first-pipeline-num-layers", first, 1, error)) return -1;
+    if (mt_options_check_share(&o->stack, "--decoder-last-pipeline-num-layers", last, 1, error)) return -1;
+    return middle > 0 ? mt_options_check_share(&o->stack, "the layers of the other ranks", rest, middle, error) : 0;
 }
 
 /* Stages, their schedule, and the batches, which the ranks that hold the same stage share. */
-static int mt_options_derive_pipeline(mt_options *o, mt_error *error) {
+static int mt_options_derive_pipeline(mt_run_options *o, mt_error *error) {
     if (mt_options_derive_stages(o, error) || mt_options_derive_order(o, error)) return -1;
     return mt_options_check_layout(o, error) || mt_options_derive_batches(o, error) ? -1 : 0;
 }
 
 /* Steps for train_samples: whole batches, each of the size at its first sample, as Megatron counts them. */
-static int64_t mt_options_count_iterations(const mt_options *o) {
-    if (o->train_samples == 0) return o->train_iters;
-    if (o->rampup_batch_size.count == 0) return o->train_samples / o->global_batch_size;
-    int64_t iterations = 0, consumed = 0, end = mt_min(o->rampup_batch_size.items[2], o->train_samples);
+static int64_t mt_options_count_iterations(const mt_run_options *o) {
+    if (o->stack.train_samples == 0) return o->stack.train_iters;
+    if (o->rampup_batch_size.count == 0) return o->stack.train_samples / o->stack.global_batch_size;
+    int64_t iterations = 0, consumed = 0, end = mt_min(o->rampup_batch_size.items[2], o->stack.train_samples);
     while (consumed <= end) {
         int64_t batch = mt_global_batch_size(o, consumed), low = 1, high = (end - consumed) / batch + 1;
         while (low < high) { // bisect for the step where the batch grows; it never shrinks
@@ -596,68 +615,72 @@ static int64_t mt_options_count_iterations(const mt_options *o) {
         }
         iterations += low, consumed += low * batch;
     }
-    if (o->train_samples > consumed) iterations += (o->train_samples - consumed) / o->global_batch_size;
+    if (o->stack.train_samples > consumed)
+        iterations += (o->stack.train_samples - consumed) / o->stack.global_batch_size;
     return iterations;
 }
 
 /* Weight decay starts and ends at --weight-decay unless it has a schedule. */
-static int mt_options_derive_weight_decay(mt_options *o, mt_error *error) {
-    bool constant = o->weight_decay_incr_style == MT_WEIGHT_DECAY_CONSTANT;
-    bool start = MT_GIVEN(o, start_weight_decay), end = MT_GIVEN(o, end_weight_decay);
+static int mt_options_derive_weight_decay(mt_run_options *o, mt_error *error) {
+    bool constant = o->stack.weight_decay_incr_style == MT_WEIGHT_DECAY_CONSTANT;
+    bool start = MT_GIVEN(o, stack.start_weight_decay), end = MT_GIVEN(o, stack.end_weight_decay);
     const mt_constraint rules[] = {
         {constant && (start || end),
          "--start-weight-decay and --end-weight-decay need --weight-decay-incr-style linear or cosine"},
-        {!constant && (!start || !end || o->start_weight_decay > o->end_weight_decay),
+        {!constant && (!start || !end || o->stack.start_weight_decay > o->stack.end_weight_decay),
          "--weight-decay-incr-style linear and cosine need --start-weight-decay and --end-weight-decay, the first at "
          "most the second"},
     };
     if (MT_CHECK_CONSTRAINTS(rules, error)) return -1;
-    if (constant) o->start_weight_decay = o->end_weight_decay = o->weight_decay;
+    if (constant) o->stack.start_weight_decay = o->stack.end_weight_decay = o->weight_decay;
     return 0;
 }
 
 /* --train-iters and --train-samples that agree; the durations of the learning rate decide which of them stays. */
-static int mt_options_derive_length(mt_options *o, mt_error *error) {
-    bool by_samples = o->lr_decay_samples > 0 || o->lr_warmup_samples > 0 || o->lr_wsd_decay_samples > 0;
-    bool by_iters = o->lr_decay_iters > 0 || o->lr_warmup_iters > 0 || o->lr_wsd_decay_iters > 0;
-    if (o->train_iters == 0 || o->train_samples == 0) return 0;
-    int64_t samples = mt_consumed_samples(o, o->train_iters);
-    if (samples != o->train_samples)
+static int mt_options_derive_length(mt_run_options *o, mt_error *error) {
+    bool by_samples =
+        o->stack.lr_decay_samples > 0 || o->stack.lr_warmup_samples > 0 || o->stack.lr_wsd_decay_samples > 0;
+    bool by_iters = o->stack.lr_decay_iters > 0 || o->stack.lr_warmup_iters > 0 || o->stack.lr_wsd_decay_iters > 0;
+    if (o->stack.train_iters == 0 || o->stack.train_samples == 0) return 0;
+    int64_t samples = mt_consumed_samples(o, o->stack.train_iters);
+    if (samples != o->stack.train_samples)
         return mt_error_set(error,
                             "--train-iters %lld are %lld samples, and --train-samples is %lld: --train-iters and "
                             "--train-samples exclude each other unless they agree; leave one out",
-                            (long long)o->train_iters, (long long)samples, (long long)o->train_samples);
+                            (long long)o->stack.train_iters, (long long)samples, (long long)o->stack.train_samples);
     if (by_samples && by_iters)
         return mt_error_set(error, "--lr-*-iters and --lr-*-samples exclude each other; leave one kind out");
-    *(by_samples || o->rampup_batch_size.count > 0 ? &o->train_iters : &o->train_samples) = 0;
+    *(by_samples || o->rampup_batch_size.count > 0 ? &o->stack.train_iters : &o->stack.train_samples) = 0;
     return 0;
 }
 
 /* The length of training, and the schedules of learning rate and weight decay. */
-static int mt_options_derive_schedules(mt_options *o, mt_error *error) {
-    bool wsd = o->lr_decay_style == MT_LR_WSD;
-    o->num_iterations = 0;
+static int mt_options_derive_schedules(mt_run_options *o, mt_error *error) {
+    bool wsd = o->stack.lr_decay_style == MT_LR_WSD;
+    o->stack.num_iterations = 0;
     if (mt_options_converts(o)) return 0;
     if (mt_options_derive_length(o, error) != 0) return -1;
-    if ((o->train_iters > 0) == (o->train_samples > 0))
+    if ((o->stack.train_iters > 0) == (o->stack.train_samples > 0))
         return mt_error_set(error, "give one of --train-iters and --train-samples: how long to train");
-    o->num_iterations = mt_options_count_iterations(o);
-    if (o->num_iterations == 0)
+    o->stack.num_iterations = mt_options_count_iterations(o);
+    if (o->stack.num_iterations == 0)
         return mt_error_set(error, "--train-samples %lld is less than one --global-batch-size %lld",
-                            (long long)o->train_samples, (long long)o->global_batch_size);
-    if (o->lr == 0) return mt_error_set(error, "--lr is missing");
-    if (o->min_lr > o->lr) return mt_error_set(error, "--min-lr %g must be at most --lr %g", o->min_lr, o->lr);
-    if (o->lr_warmup_init > o->lr)
-        return mt_error_set(error, "--lr-warmup-init %g must be at most --lr %g", o->lr_warmup_init, o->lr);
-    mt_durations d = mt_options_durations(o);
-    double given = (double)(o->train_samples > 0 ? o->lr_warmup_samples : o->lr_warmup_iters * o->global_batch_size);
-    if (o->lr_warmup_fraction > 0 && given > 0 && fabs(given - d.warmup) > 1e-9 * d.warmup)
+                            (long long)o->stack.train_samples, (long long)o->stack.global_batch_size);
+    if (o->stack.lr == 0) return mt_error_set(error, "--lr is missing");
+    if (o->stack.min_lr > o->stack.lr)
+        return mt_error_set(error, "--min-lr %g must be at most --lr %g", o->stack.min_lr, o->stack.lr);
+    if (o->stack.lr_warmup_init > o->stack.lr)
+        return mt_error_set(error, "--lr-warmup-init %g must be at most --lr %g", o->stack.lr_warmup_init, o->stack.lr);
+    mt_durations d = mt_options_durations(&o->stack);
+    double given = (double)(o->stack.train_samples > 0 ? o->stack.lr_warmup_samples
+                                                       : o->stack.lr_warmup_iters * o->stack.global_batch_size);
+    if (o->stack.lr_warmup_fraction > 0 && given > 0 && fabs(given - d.warmup) > 1e-9 * d.warmup)
         return mt_error_set(error,
                             "--lr-warmup-fraction %g is %g samples, and --lr-warmup-%s %g: the two exclude each other "
                             "unless they agree; leave one out",
-                            o->lr_warmup_fraction, d.warmup, o->train_samples > 0 ? "samples" : "iters x the batch",
-                            given);
-    const char *unit = o->train_samples > 0 ? "samples" : "iters";
+                            o->stack.lr_warmup_fraction, d.warmup,
+                            o->stack.train_samples > 0 ? "samples" : "iters x the batch", given);
+    const char *unit = o->stack.train_samples > 0 ? "samples" : "iters";
     if (d.warmup >= d.decay)
         return mt_error_set(error, "--lr-warmup-%s must be less than --lr-decay-%s (default: --train-%s)", unit, unit,
                             unit);
@@ -717,34 +740,35 @@ char *mt_pipeline_layout_unfold(const char *layout, mt_error *error) {
 }
 
 /* --print-schedule needs no ranks: with one rank, the rest of the grid is imagined. */
-static int mt_options_derive_printed(mt_options *o, int64_t world_size, mt_error *error) {
-    int64_t pp = o->pipeline_model_parallel_size, model = o->tensor_model_parallel_size * pp * o->context_parallel_size;
+static int mt_options_derive_printed(mt_run_options *o, int64_t world_size, mt_error *error) {
+    int64_t pp = o->stack.pipeline_model_parallel_size,
+            model = o->stack.tensor_model_parallel_size * pp * o->stack.context_parallel_size;
     const mt_multiple multiples[] = {
         {"the number of ranks", world_size > 1 ? world_size : 0,
          "--tensor-model-parallel-size x --pipeline-model-parallel-size x --context-parallel-size =", model}};
     if (MT_CHECK_MULTIPLES(multiples, error)) return -1;
-    o->data_parallel_size = mt_max(world_size / model, 1);
+    o->stack.data_parallel_size = mt_max(world_size / model, 1);
     return mt_options_derive_pipeline(o, error);
 }
 
 /* The limit of the start is also that of a step, unless a step has its own. A save may take at least as long. */
-static void mt_options_derive_timeouts(mt_options *o) {
-    if (MT_GIVEN(o, distributed_timeout_minutes) && !MT_GIVEN(o, distributed_timeout_seconds))
-        o->distributed_timeout_seconds = (int64_t)ceil(60 * o->distributed_timeout_minutes);
-    if (!MT_GIVEN(o, save_timeout_seconds))
-        o->save_timeout_seconds = mt_max(o->save_timeout_seconds, o->distributed_timeout_seconds);
+static void mt_options_derive_timeouts(mt_run_options *o) {
+    if (MT_GIVEN(o, stack.distributed_timeout_minutes) && !MT_GIVEN(o, stack.distributed_timeout_seconds))
+        o->stack.distributed_timeout_seconds = (int64_t)ceil(60 * o->stack.distributed_timeout_minutes);
+    if (!MT_GIVEN(o, stack.save_timeout_seconds))
+        o->stack.save_timeout_seconds = mt_max(o->stack.save_timeout_seconds, o->stack.distributed_timeout_seconds);
 }
 
 /* The head of the stage. A reward model has a value head; all others are language models. */
-static int mt_options_derive_head(mt_options *o, mt_program program, mt_error *error) {
-    bool rewards = o->stage == MT_STAGE_RM, has_head = o->head_type != MT_HEAD_LM;
+static int mt_options_derive_head(mt_run_options *o, mt_program program, mt_error *error) {
+    bool rewards = o->stack.stage == MT_STAGE_RM, has_head = o->stack.head_type != MT_HEAD_LM;
     if (program == MT_PROGRAM_INFER) return 0;
-    if (o->logits_topk > o->vocab_size && o->vocab_size > 0)
+    if (o->logits_topk > o->stack.vocab_size && o->stack.vocab_size > 0)
         return mt_error_set(error, "--logits-topk %lld is more than the vocabulary, %lld tokens; 0 takes all of them",
-                            (long long)o->logits_topk, (long long)o->vocab_size);
-    if (o->mtp_num_layers > 0 && o->stage > MT_STAGE_SFT)
+                            (long long)o->logits_topk, (long long)o->stack.vocab_size);
+    if (o->stack.mtp_num_layers > 0 && o->stack.stage > MT_STAGE_SFT)
         return mt_error_set(error, "--mtp-num-layers %lld is for --stage pt and sft; set it to 0",
-                            (long long)o->mtp_num_layers);
+                            (long long)o->stack.mtp_num_layers);
     if (!rewards && has_head)
         return mt_error_set(error,
                             "--load %s: is a model with a value head, which --stage rm trains; take a language "
@@ -754,7 +778,7 @@ static int mt_options_derive_head(mt_options *o, mt_program program, mt_error *e
         return mt_error_set(error, "--value-head: %s has one already; leave it out", o->load);
     if (rewards && !has_head && o->load && !o->value_head)
         return mt_error_set(error, "--stage rm: %s is a language model; --value-head gives it a value head", o->load);
-    if (rewards && !has_head) o->head_type = MT_HEAD_SEQUENCE, o->head_is_new = true;
+    if (rewards && !has_head) o->stack.head_type = MT_HEAD_SEQUENCE, o->head_is_new = true;
     return 0;
 }
 
@@ -762,32 +786,34 @@ static int mt_options_derive_head(mt_options *o, mt_program program, mt_error *e
 static const struct {
     const char *name;
     size_t offset;
-} mt_idle_in_rl[] = {{"ref-load", offsetof(mt_options, ref_load)},
-                     {"ref-tensor-model-parallel-size", offsetof(mt_options, ref_tensor_model_parallel_size)},
-                     {"ref-pipeline-model-parallel-size", offsetof(mt_options, ref_pipeline_model_parallel_size)},
-                     {"ref-expert-model-parallel-size", offsetof(mt_options, ref_expert_model_parallel_size)},
-                     {"kl-loss-type", offsetof(mt_options, kl_loss_type)},
-                     {"clip-ratio", offsetof(mt_options, clip_ratio)},
-                     {"clip-ratio-low", offsetof(mt_options, clip_ratio_low)},
-                     {"clip-ratio-high", offsetof(mt_options, clip_ratio_high)}};
+} mt_idle_in_rl[] = {{"ref-load", offsetof(mt_run_options, ref_load)},
+                     {"ref-tensor-model-parallel-size", offsetof(mt_run_options, ref_tensor_model_parallel_size)},
+                     {"ref-pipeline-model-parallel-size", offsetof(mt_run_options, ref_pipeline_model_parallel_size)},
+                     {"ref-expert-model-parallel-size", offsetof(mt_run_options, ref_expert_model_parallel_size)},
+                     {"kl-loss-type", offsetof(mt_run_options, kl_loss_type)},
+                     {"clip-ratio", offsetof(mt_run_options, clip_ratio)},
+                     {"clip-ratio-low", offsetof(mt_run_options, clip_ratio_low)},
+                     {"clip-ratio-high", offsetof(mt_run_options, clip_ratio_high)}};
 enum { MT_NUM_IDLE_IN_RL = sizeof mt_idle_in_rl / sizeof *mt_idle_in_rl };
 
-const char *mt_options_idle_in_rl(const mt_options *o, size_t offset) {
+const char *mt_options_idle_in_rl(const mt_run_options *o, size_t offset) {
     bool listed = false, diverges = o->kl_loss_coef > 0 || o->kl_in_reward;
     for (int i = 0; i < MT_NUM_IDLE_IN_RL; i++) listed |= mt_idle_in_rl[i].offset == offset;
-    if (o->stage != MT_STAGE_RL || !listed) return NULL;
-    bool clips = offset == offsetof(mt_options, clip_ratio) || offset == offsetof(mt_options, clip_ratio_low) ||
-                 offset == offsetof(mt_options, clip_ratio_high);
+    if (o->stack.stage != MT_STAGE_RL || !listed) return NULL;
+    bool clips = offset == offsetof(mt_run_options, clip_ratio) || offset == offsetof(mt_run_options, clip_ratio_low) ||
+                 offset == offsetof(mt_run_options, clip_ratio_high);
     if (!clips) return diverges ? NULL : "without --kl-loss-coef or --kl-in-reward";
     if (o->pg_variant == MT_POLICY_GPG) return "with --pg-variant gpg, which does not clip";
     bool both = MT_GIVEN(o, clip_ratio_low) && MT_GIVEN(o, clip_ratio_high);
-    return both && offset == offsetof(mt_options, clip_ratio) ? "beside --clip-ratio-low and --clip-ratio-high" : NULL;
+    return both && offset == offsetof(mt_run_options, clip_ratio) ? "beside --clip-ratio-low and --clip-ratio-high"
+                                                                  : NULL;
 }
 
-static int mt_options_check_idle_in_rl(const mt_options *o, mt_error *error) {
+static int mt_options_check_idle_in_rl(const mt_run_options *o, mt_error *error) {
     for (int i = 0; i < MT_NUM_IDLE_IN_RL; i++) {
         const char *reason = mt_options_idle_in_rl(o, mt_idle_in_rl[i].offset);
-        bool is_ratio = mt_idle_in_rl[i].offset == offsetof(mt_options, clip_ratio) && o->pg_variant != MT_POLICY_GPG;
+        bool is_ratio =
+            mt_idle_in_rl[i].offset == offsetof(mt_run_options, clip_ratio) && o->pg_variant != MT_POLICY_GPG;
         bool agrees = is_ratio && o->clip_ratio == o->clip_ratio_low && o->clip_ratio == o->clip_ratio_high;
         if (agrees) continue;
         if (reason && mt_options_gave(o, mt_idle_in_rl[i].offset))
@@ -798,16 +824,16 @@ static int mt_options_check_idle_in_rl(const mt_options *o, mt_error *error) {
 
 /* Stages that compare two responses, or log-probabilities with a reference's or the generator's, have no dropout, as
  * trl's trainers; distillation has the model's. A run that resumes has that of its own config.json. */
-static void mt_options_derive_dropout(mt_options *o) {
+static void mt_options_derive_dropout(mt_run_options *o) {
     bool resumes = o->load && o->save && strcmp(o->load, o->save) == 0 && !o->finetune;
-    bool compares = o->stage == MT_STAGE_RM || o->stage == MT_STAGE_DPO || o->stage == MT_STAGE_RL;
+    bool compares = o->stack.stage == MT_STAGE_RM || o->stack.stage == MT_STAGE_DPO || o->stack.stage == MT_STAGE_RL;
     if (!compares || resumes) return;
-    if (!MT_GIVEN(o, hidden_dropout)) o->hidden_dropout = 0;
-    if (!MT_GIVEN(o, attention_dropout)) o->attention_dropout = 0;
+    if (!MT_GIVEN(o, stack.hidden_dropout)) o->stack.hidden_dropout = 0;
+    if (!MT_GIVEN(o, stack.attention_dropout)) o->stack.attention_dropout = 0;
 }
 
 /* Generation, by infer or for --stage rl. */
-static int mt_options_check_generation(const mt_options *o, mt_error *error) {
+static int mt_options_check_generation(const mt_run_options *o, mt_error *error) {
     int64_t page = o->inference_dynamic_batching_block_size;
     for (int64_t i = 0; i < o->stop.count; i++)
         if (!o->stop.items[i][0]) return mt_error_set(error, "--stop: a text is empty; leave it out");
@@ -817,28 +843,28 @@ static int mt_options_check_generation(const mt_options *o, mt_error *error) {
 }
 
 /* Reinforcement learning: the sizes of an iteration, and the ranges of ratios. */
-static int mt_options_derive_rl(mt_options *o, mt_error *error) {
-    if (o->stage == MT_STAGE_RL && !MT_GIVEN(o, num_return_sequences)) o->num_return_sequences = 8;
+static int mt_options_derive_rl(mt_run_options *o, mt_error *error) {
+    if (o->stack.stage == MT_STAGE_RL && !MT_GIVEN(o, num_return_sequences)) o->num_return_sequences = 8;
     int64_t responses = o->rollout_batch_size * o->num_return_sequences;
     bool groups = o->adv_estimator == MT_ADV_GRPO || o->adv_estimator == MT_ADV_RLOO;
-    if (o->stage != MT_STAGE_RL) return 0;
+    if (o->stack.stage != MT_STAGE_RL) return 0;
     bool by_sequence = o->pg_variant == MT_POLICY_GSPO || o->pg_variant == MT_POLICY_GMPO;
     if (mt_options_check_idle_in_rl(o, error) != 0) return -1;
     if (by_sequence && !MT_GIVEN(o, loss_agg_mode)) o->loss_agg_mode = MT_SEQ_MEAN_TOKEN_MEAN;
     if (!MT_GIVEN(o, sequence_packing)) o->sequence_packing = true;
     if (o->clip_ratio_low == 0) o->clip_ratio_low = o->clip_ratio;
     if (o->clip_ratio_high == 0) o->clip_ratio_high = o->clip_ratio;
-    if (o->critic_lr == 0) o->critic_lr = o->lr;
-    if (o->global_batch_size == 0) o->global_batch_size = responses;
+    if (o->critic_lr == 0) o->critic_lr = o->stack.lr;
+    if (o->stack.global_batch_size == 0) o->stack.global_batch_size = responses;
     const mt_constraint rules[] = {
         {groups && o->num_return_sequences == 1,
          "--adv-estimator grpo and rloo compare the responses to a prompt: --num-return-sequences must be 2 or more"},
         {o->dynamic_sampling && o->num_return_sequences == 1,
          "--dynamic-sampling compares the responses to a prompt: --num-return-sequences must be 2 or more"},
         {o->max_new_tokens == 0, "--max-new-tokens 0: --stage rl needs responses"},
-        {o->max_new_tokens >= o->seq_length,
+        {o->max_new_tokens >= o->stack.seq_length,
          "--max-new-tokens %lld leaves no room for a prompt in --seq-length %lld",
-         {o->max_new_tokens, o->seq_length}},
+         {o->max_new_tokens, o->stack.seq_length}},
         {by_sequence && o->loss_agg_mode != MT_SEQ_MEAN_TOKEN_MEAN,
          "--pg-variant gspo and gmpo have one ratio for each sequence, and --loss-agg-mode seq-mean-token-mean; leave "
          "it out"},
@@ -850,15 +876,15 @@ static int mt_options_derive_rl(mt_options *o, mt_error *error) {
          "it out",
          {o->eval_iters}},
         {!o->tokenizer_type && !o->load, "--stage rl needs a tokenizer: --tokenizer-type, or --load a model with one"},
-        {o->reward == MT_REWARD_COMMAND && o->reward_timeout_seconds >= (double)o->distributed_timeout_seconds,
+        {o->reward == MT_REWARD_COMMAND && o->reward_timeout_seconds >= (double)o->stack.distributed_timeout_seconds,
          "--reward-timeout-seconds must be less than --distributed-timeout-seconds %lld: other ranks wait for rewards",
-         {o->distributed_timeout_seconds}},
-        {o->temperature == 0, "--temperature 0 gives a prompt one response only; --stage rl needs several"},
+         {o->stack.distributed_timeout_seconds}},
+        {o->stack.temperature == 0, "--temperature 0 gives a prompt one response only; --stage rl needs several"},
     };
     return MT_CHECK_CONSTRAINTS(rules, error);
 }
 
-static int mt_options_derive_trace(mt_options *o, mt_error *error) {
+static int mt_options_derive_trace(mt_run_options *o, mt_error *error) {
     if (!o->trace) return 0;
     if (o->trace_first_step == 0) o->trace_first_step = 2; // the first step allocates
     if (o->trace_last_step == 0) o->trace_last_step = o->trace_first_step + 1;
@@ -867,45 +893,49 @@ static int mt_options_derive_trace(mt_options *o, mt_error *error) {
                         (long long)o->trace_last_step, (long long)o->trace_first_step);
 }
 
-int mt_options_derive(mt_options *o, mt_program program, int64_t world_size, mt_error *error) {
+int mt_options_derive(mt_run_options *o, mt_program program, int64_t world_size, mt_error *error) {
     MT_CHECK(world_size >= 1);
-    if (o->num_layers == 0)
+    if (o->stack.num_layers == 0)
         return mt_error_set(error, "--num-layers is missing: give the model's shape by its options, --hf-config or "
                                    "--load");
-    o->data_parallel_size = world_size;
+    o->stack.data_parallel_size = world_size;
     mt_options_derive_timeouts(o);
-    if (o->print_schedule && !o->dynamic_context_parallel) return mt_options_derive_printed(o, world_size, error);
+    if (o->print_schedule && !o->stack.dynamic_context_parallel) return mt_options_derive_printed(o, world_size, error);
     if (o->print_schedule && world_size == 1) // the ranks are imagined
-        world_size = o->tensor_model_parallel_size * o->pipeline_model_parallel_size * o->context_parallel_size;
+        world_size = o->stack.tensor_model_parallel_size * o->stack.pipeline_model_parallel_size *
+                     o->stack.context_parallel_size;
     mt_options_derive_dropout(o);
-    if (o->rerun_mode != MT_RERUN_DISABLED && o->device != MT_DEVICE_CPU) o->deterministic_mode = true; // compares bits
+    if (o->stack.rerun_mode != MT_RERUN_DISABLED && o->device != MT_DEVICE_CPU)
+        o->stack.deterministic_mode = true; // compares bits
     if (mt_options_derive_model(o, error) || mt_options_derive_rope(o, error)) return -1;
     if (mt_options_derive_head(o, program, error) || mt_options_check_generation(o, error)) return -1;
     if (mt_options_derive_rl(o, error)) return -1;
-    if (mt_options_derive_mtp(o, program, error) || mt_options_derive_lengths(o, program, error)) return -1;
-    if (mt_options_derive_recompute(o, error) || mt_options_check_fp8(o, error)) return -1;
-    if (mt_options_check_attention(o, program, error) || mt_options_derive_experts(o, world_size, error)) return -1;
-    if (mt_options_derive_parallel(o, world_size, error) || mt_options_derive_context(o, error)) return -1;
+    if (mt_options_derive_mtp(&o->stack, program, error) || mt_options_derive_lengths(o, program, error)) return -1;
+    if (mt_options_derive_recompute(&o->stack, error) || mt_options_check_fp8(&o->stack, error)) return -1;
+    if (mt_options_check_attention(&o->stack, program, error) || mt_options_derive_experts(o, world_size, error))
+        return -1;
+    if (mt_options_derive_parallel(&o->stack, world_size, error) || mt_options_derive_context(o, error)) return -1;
     if (mt_options_derive_pipeline(o, error)) return -1;
-    if (program == MT_PROGRAM_INFER && o->logits_out && o->data_parallel_size * o->context_parallel_size > 1)
+    if (program == MT_PROGRAM_INFER && o->logits_out &&
+        o->stack.data_parallel_size * o->stack.context_parallel_size > 1)
         return mt_error_set(error,
                             "--logits-out: needs all sequences on the ranks of one model, and there are %lld "
                             "ranks; start --tensor-model-parallel-size %lld x --pipeline-model-parallel-size "
                             "%lld ranks without --context-parallel-size",
-                            (long long)world_size, (long long)o->tensor_model_parallel_size,
-                            (long long)o->pipeline_model_parallel_size);
+                            (long long)world_size, (long long)o->stack.tensor_model_parallel_size,
+                            (long long)o->stack.pipeline_model_parallel_size);
     if (program == MT_PROGRAM_INFER) return 0;
     return mt_options_derive_schedules(o, error) || mt_options_derive_trace(o, error) ? -1 : 0;
 }
 
-int64_t mt_consumed_samples(const mt_options *options, int64_t iterations) {
+int64_t mt_consumed_samples(const mt_run_options *options, int64_t iterations) {
     return mt_consumed_samples_from(options, 0, 0, iterations);
 }
 
-int64_t mt_consumed_samples_from(const mt_options *options, int64_t from, int64_t consumed, int64_t iterations) {
+int64_t mt_consumed_samples_from(const mt_run_options *options, int64_t from, int64_t consumed, int64_t iterations) {
     for (int64_t i = from; i < iterations; i++) {
         int64_t batch = mt_global_batch_size(options, consumed);
-        if (batch == options->global_batch_size) return consumed + (iterations - i) * batch; // the ramp has ended
+        if (batch == options->stack.global_batch_size) return consumed + (iterations - i) * batch; // the ramp has ended
         consumed += batch;
     }
     return consumed;
@@ -920,15 +950,15 @@ int64_t mt_num_parameters(const mt_options *options) {
     return total;
 }
 
-int64_t mt_global_batch_size(const mt_options *options, int64_t consumed_samples) {
-    if (options->rampup_batch_size.count == 0) return options->global_batch_size;
+int64_t mt_global_batch_size(const mt_run_options *options, int64_t consumed_samples) {
+    if (options->rampup_batch_size.count == 0) return options->stack.global_batch_size;
     const int64_t *ramp = options->rampup_batch_size.items, start = ramp[0], increment = ramp[1], samples = ramp[2];
-    int64_t increments = (options->global_batch_size - start) / increment;
-    if (consumed_samples > samples || increments == 0) return options->global_batch_size;
+    int64_t increments = (options->stack.global_batch_size - start) / increment;
+    if (consumed_samples > samples || increments == 0) return options->stack.global_batch_size;
     double samples_per_increment = (double)samples / (double)increments;
     return start + (int64_t)((double)consumed_samples / samples_per_increment) * increment;
 }
 
-bool mt_options_gave(const mt_options *options, size_t offset) {
+bool mt_options_gave(const mt_run_options *options, size_t offset) {
     return options->given[offset / 64] >> offset % 64 & 1;
 }

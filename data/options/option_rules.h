@@ -21,27 +21,27 @@ char *mt_pipeline_layout_unfold(const char *layout, mt_error *error);
  * recompute_activations, moe_layer_recompute, rotary_seq_len_interpolation_factor, use_distributed_optimizer) and keeps
  * to the columns of option_table.c. `world_size` is the number of ranks. May be called again after a change. Afterwards
  * add_qkv_bias, attention_output_bias and mlp_bias say which linear layers have biases. */
-int mt_options_derive(mt_options *options, mt_program program, int64_t world_size, mt_error *error);
+int mt_options_derive(mt_run_options *options, mt_program program, int64_t world_size, mt_error *error);
 
 /* With --stage rl: why an option (MT_AT) has no effect beside the others, such as "without --kl-in-reward"; NULL if it
  * has one. The choices of the other options are final, their derived values need not be. */
-const char *mt_options_idle_in_rl(const mt_options *options, size_t offset);
+const char *mt_options_idle_in_rl(const mt_run_options *options, size_t offset);
 
 /* Derives sizes from one another: the width of the MLP, the channels of a head, the query groups. */
-void mt_options_derive_sizes(mt_options *options);
+void mt_options_derive_sizes(mt_run_options *options);
 
 /* With add_bias_linear: sets add_qkv_bias, attention_output_bias and mlp_bias. */
-void mt_options_derive_biases(mt_options *options);
+void mt_options_derive_biases(mt_run_options *options);
 
 /* True for --train-iters 0 with --load and --save: the run converts a checkpoint and reads no data. */
-bool mt_options_converts(const mt_options *options);
+bool mt_options_converts(const mt_run_options *options);
 
 /* Samples that the first `iterations` steps consume in total. */
-int64_t mt_consumed_samples(const mt_options *options, int64_t iterations);
+int64_t mt_consumed_samples(const mt_run_options *options, int64_t iterations);
 
 /* Samples that a run has consumed after `iterations` steps, if it had consumed `consumed` after `from` of them, perhaps
  * with other batches. */
-int64_t mt_consumed_samples_from(const mt_options *options, int64_t from, int64_t consumed, int64_t iterations);
+int64_t mt_consumed_samples_from(const mt_run_options *options, int64_t from, int64_t consumed, int64_t iterations);
 
 /* Parameters of the model. */
 int64_t mt_num_parameters(const mt_options *options);
@@ -55,11 +55,11 @@ int64_t mt_row_length(const mt_options *options);
 /* The global batch size, in sequences, of the step that begins after `consumed_samples`. It is constant, except with
  * --rampup-batch-size START INCREMENT SAMPLES: it begins at START and grows by INCREMENT in equal intervals, so that it
  * reaches --global-batch-size after SAMPLES samples. */
-int64_t mt_global_batch_size(const mt_options *options, int64_t consumed_samples);
+int64_t mt_global_batch_size(const mt_run_options *options, int64_t consumed_samples);
 
 /* True if the user gave the option whose field begins at `offset`. */
-bool mt_options_gave(const mt_options *options, size_t offset);
-#define MT_GIVEN(options, field) mt_options_gave(options, offsetof(mt_options, field))
+bool mt_options_gave(const mt_run_options *options, size_t offset);
+#define MT_GIVEN(options, field) mt_options_gave(options, offsetof(mt_run_options, field))
 
 #ifdef __cplusplus
 }

@@ -13,123 +13,128 @@
 
 #pragma GCC diagnostic ignored "-Wmissing-field-initializers" // most rows need and exclude nothing
 
+_Static_assert(offsetof(mt_run_options, given) <= 8 * sizeof((mt_run_options *)0)->given,
+               "a bit of given for every byte");
+
 #define MT_MODULE_CHOICE(name, choice) "|" choice
 
 const mt_option mt_option_table[] = {
     {.help = "model"},
-    {"num-layers", MT_INT, MT_AT(num_layers), MT_TRAIN, MT_OF_WEIGHTS, NULL, "[1,10000]", "transformer layers"},
-    {"hidden-size", MT_INT, MT_AT(hidden_size), MT_TRAIN, MT_OF_WEIGHTS, NULL, "[1,1048576]", "width of hidden states"},
-    {"ffn-hidden-size", MT_INT, MT_AT(ffn_hidden_size), MT_TRAIN, MT_OF_WEIGHTS, NULL, "[1,16777216]",
+    {"num-layers", MT_INT, MT_AT(stack.num_layers), MT_TRAIN, MT_OF_WEIGHTS, NULL, "[1,10000]", "transformer layers"},
+    {"hidden-size", MT_INT, MT_AT(stack.hidden_size), MT_TRAIN, MT_OF_WEIGHTS, NULL, "[1,1048576]",
+     "width of hidden states"},
+    {"ffn-hidden-size", MT_INT, MT_AT(stack.ffn_hidden_size), MT_TRAIN, MT_OF_WEIGHTS, NULL, "[1,16777216]",
      "width of the MLP (default: 4 x hidden size; with --swiglu 8/3 x hidden size, rounded down to a multiple of 64)"},
-    {"num-attention-heads", MT_INT, MT_AT(num_attention_heads), MT_TRAIN, MT_OF_WEIGHTS, NULL, "[1,65536]",
+    {"num-attention-heads", MT_INT, MT_AT(stack.num_attention_heads), MT_TRAIN, MT_OF_WEIGHTS, NULL, "[1,65536]",
      "query heads"},
     {"group-query-attention", MT_FLAG, MT_AT(group_query_attention), MT_TRAIN, MT_OF_MODEL, NULL, NULL,
      "groups of query heads share a key and value head"},
-    {"num-query-groups", MT_INT, MT_AT(num_query_groups), MT_TRAIN, MT_OF_WEIGHTS, NULL, "[0,65536]",
+    {"num-query-groups", MT_INT, MT_AT(stack.num_query_groups), MT_TRAIN, MT_OF_WEIGHTS, NULL, "[0,65536]",
      "key and value heads; 0: one per query head (default: 0, with --group-query-attention 1)"},
-    {"kv-channels", MT_INT, MT_AT(kv_channels), MT_TRAIN, MT_OF_WEIGHTS, NULL, "[1,65536]",
+    {"kv-channels", MT_INT, MT_AT(stack.kv_channels), MT_TRAIN, MT_OF_WEIGHTS, NULL, "[1,65536]",
      "channels of a head (default: hidden size / heads)"},
-    {"value-channels", MT_INT, MT_AT(value_channels), MT_TRAIN, MT_OF_WEIGHTS, NULL, "[1,65536]",
+    {"value-channels", MT_INT, MT_AT(stack.value_channels), MT_TRAIN, MT_OF_WEIGHTS, NULL, "[1,65536]",
      "channels of a value head (default: --kv-channels)", .excludes = "multi-latent-attention, attention-output-gate",
      .own = true},
-    {"multi-latent-attention", MT_FLAG, MT_AT(multi_latent_attention), MT_TRAIN, MT_OF_WEIGHTS, NULL, NULL,
+    {"multi-latent-attention", MT_FLAG, MT_AT(stack.multi_latent_attention), MT_TRAIN, MT_OF_WEIGHTS, NULL, NULL,
      "multi-head latent attention, as in DeepSeek-V2 and V3: keys and values are computed from one small latent",
      .needs = "any: normalization RMSNorm, any: position-embedding-type rope|none",
      .excludes = "group-query-attention, kv-channels, rotary-percent, add-qkv-bias"},
-    {"q-lora-rank", MT_INT, MT_AT(q_lora_rank), MT_TRAIN, MT_OF_WEIGHTS, NULL, "[0,1048576]",
+    {"q-lora-rank", MT_INT, MT_AT(stack.q_lora_rank), MT_TRAIN, MT_OF_WEIGHTS, NULL, "[0,1048576]",
      "width of the latent of queries; 0: queries have no latent (default: 0)", .needs = "multi-latent-attention"},
-    {"kv-lora-rank", MT_INT, MT_AT(kv_lora_rank), MT_TRAIN, MT_OF_WEIGHTS, "32", "[1,1048576]",
+    {"kv-lora-rank", MT_INT, MT_AT(stack.kv_lora_rank), MT_TRAIN, MT_OF_WEIGHTS, "32", "[1,1048576]",
      "width of the latent of keys and values", .needs = "multi-latent-attention"},
-    {"qk-head-dim", MT_INT, MT_AT(qk_head_dim), MT_TRAIN, MT_OF_WEIGHTS, "128", "[1,65536]",
+    {"qk-head-dim", MT_INT, MT_AT(stack.qk_head_dim), MT_TRAIN, MT_OF_WEIGHTS, "128", "[1,65536]",
      "channels of a query or key head without RoPE", .needs = "multi-latent-attention"},
-    {"qk-pos-emb-head-dim", MT_INT, MT_AT(qk_pos_emb_head_dim), MT_TRAIN, MT_OF_WEIGHTS, "64", "[2,65536]",
+    {"qk-pos-emb-head-dim", MT_INT, MT_AT(stack.qk_pos_emb_head_dim), MT_TRAIN, MT_OF_WEIGHTS, "64", "[2,65536]",
      "RoPE channels of a query or key head; all key heads share theirs", .needs = "multi-latent-attention"},
-    {"v-head-dim", MT_INT, MT_AT(v_head_dim), MT_TRAIN, MT_OF_WEIGHTS, "128", "[1,65536]", "channels of a value head",
-     .needs = "multi-latent-attention"},
-    {"max-position-embeddings", MT_INT, MT_AT(max_position_embeddings), MT_TRAIN, MT_OF_MODEL, NULL, "[1,1073741824]",
-     "number of positions (default: --seq-length)"},
-    {"vocab-size", MT_INT, MT_AT(vocab_size), MT_TRAIN, MT_OF_WEIGHTS, NULL, "[1,16777216]",
+    {"v-head-dim", MT_INT, MT_AT(stack.v_head_dim), MT_TRAIN, MT_OF_WEIGHTS, "128", "[1,65536]",
+     "channels of a value head", .needs = "multi-latent-attention"},
+    {"max-position-embeddings", MT_INT, MT_AT(stack.max_position_embeddings), MT_TRAIN, MT_OF_MODEL, NULL,
+     "[1,1073741824]", "number of positions (default: --seq-length)"},
+    {"vocab-size", MT_INT, MT_AT(stack.vocab_size), MT_TRAIN, MT_OF_WEIGHTS, NULL, "[1,16777216]",
      "tokens of the vocabulary (default: the tokenizer's)"},
     {"make-vocab-size-divisible-by", MT_INT, MT_AT(make_vocab_size_divisible_by), MT_TRAIN, MT_OF_RUN, "128",
      "[1,1048576]", "pad the vocabulary to a multiple of this times the tensor-parallel size"},
-    {"normalization", MT_CHOICE, MT_AT(normalization), MT_TRAIN, MT_OF_WEIGHTS, "LayerNorm", "LayerNorm|RMSNorm",
+    {"normalization", MT_CHOICE, MT_AT(stack.normalization), MT_TRAIN, MT_OF_WEIGHTS, "LayerNorm", "LayerNorm|RMSNorm",
      "type of norm"},
-    {"norm-epsilon", MT_REAL, MT_AT(norm_epsilon), MT_TRAIN, MT_OF_WEIGHTS, "1e-5", "(0,1)", "epsilon of the norms",
-     .own = true},
-    {"layernorm-epsilon", MT_REAL, MT_AT(norm_epsilon), MT_TRAIN, MT_OF_WEIGHTS, "1e-5", "(0,1)",
+    {"norm-epsilon", MT_REAL, MT_AT(stack.norm_epsilon), MT_TRAIN, MT_OF_WEIGHTS, "1e-5", "(0,1)",
+     "epsilon of the norms", .own = true},
+    {"layernorm-epsilon", MT_REAL, MT_AT(stack.norm_epsilon), MT_TRAIN, MT_OF_WEIGHTS, "1e-5", "(0,1)",
      "older name of --norm-epsilon"},
-    {"norm-placement", MT_CHOICE, MT_AT(norm_placement), MT_TRAIN, MT_OF_WEIGHTS, "before", "before|after|both",
+    {"norm-placement", MT_CHOICE, MT_AT(stack.norm_placement), MT_TRAIN, MT_OF_WEIGHTS, "before", "before|after|both",
      "norms of the input of attention and MLP, of their output (as in OLMo 3), or of both (as in Gemma 3)",
      .own = true},
-    {"layernorm-zero-centered-gamma", MT_FLAG, MT_AT(layernorm_zero_centered_gamma), MT_TRAIN, MT_OF_WEIGHTS, NULL,
-     NULL, "norms scale by 1 + weight, and weights start as 0"},
-    {"apply-layernorm-1p", MT_FLAG, MT_AT(layernorm_zero_centered_gamma), MT_TRAIN, MT_OF_WEIGHTS, NULL, NULL,
+    {"layernorm-zero-centered-gamma", MT_FLAG, MT_AT(stack.layernorm_zero_centered_gamma), MT_TRAIN, MT_OF_WEIGHTS,
+     NULL, NULL, "norms scale by 1 + weight, and weights start as 0"},
+    {"apply-layernorm-1p", MT_FLAG, MT_AT(stack.layernorm_zero_centered_gamma), MT_TRAIN, MT_OF_WEIGHTS, NULL, NULL,
      "older name of --layernorm-zero-centered-gamma", .own = true},
-    {"embedding-multiplier", MT_REAL, MT_AT(embedding_multiplier), MT_TRAIN, MT_OF_WEIGHTS, "1", "(0,1048576]",
+    {"embedding-multiplier", MT_REAL, MT_AT(stack.embedding_multiplier), MT_TRAIN, MT_OF_WEIGHTS, "1", "(0,1048576]",
      "factor of the embedding's output (Gemma: square root of the hidden size)", .own = true},
-    {"residual-multiplier", MT_REAL, MT_AT(residual_multiplier), MT_TRAIN, MT_OF_WEIGHTS, "1", "(0,1048576]",
+    {"residual-multiplier", MT_REAL, MT_AT(stack.residual_multiplier), MT_TRAIN, MT_OF_WEIGHTS, "1", "(0,1048576]",
      "factor of the outputs that blocks add to the residual stream (Granite)", .own = true},
-    {"logits-scaling", MT_REAL, MT_AT(logits_scaling), MT_TRAIN, MT_OF_WEIGHTS, "1", "(0,1048576]",
+    {"logits-scaling", MT_REAL, MT_AT(stack.logits_scaling), MT_TRAIN, MT_OF_WEIGHTS, "1", "(0,1048576]",
      "divisor of the logits (Granite)", .excludes = "any: mtp-num-layers", .own = true},
-    {"swiglu", MT_FLAG, MT_AT(swiglu), MT_TRAIN, MT_OF_WEIGHTS, NULL, NULL, "gated MLP with SiLU instead of GELU",
+    {"swiglu", MT_FLAG, MT_AT(stack.swiglu), MT_TRAIN, MT_OF_WEIGHTS, NULL, NULL, "gated MLP with SiLU instead of GELU",
      .excludes = "any: openai-gelu, any: squared-relu, any: geglu"},
-    {"geglu", MT_FLAG, MT_AT(geglu), MT_TRAIN, MT_OF_WEIGHTS, NULL, NULL,
+    {"geglu", MT_FLAG, MT_AT(stack.geglu), MT_TRAIN, MT_OF_WEIGHTS, NULL, NULL,
      "gated MLP with the tanh approximation of GELU, as in Gemma", .excludes = "any: openai-gelu, any: squared-relu",
      .own = true},
-    {"quick-geglu", MT_FLAG, MT_AT(quick_geglu), MT_TRAIN, MT_OF_WEIGHTS, NULL, NULL,
+    {"quick-geglu", MT_FLAG, MT_AT(stack.quick_geglu), MT_TRAIN, MT_OF_WEIGHTS, NULL, NULL,
      "gated MLP with x sigmoid(1.702 x), as in gpt-oss",
      .excludes = "any: openai-gelu, any: squared-relu, any: geglu, any: swiglu"},
-    {"activation-func-clamp-value", MT_REAL, MT_AT(activation_func_clamp_value), MT_TRAIN, MT_OF_WEIGHTS, NULL,
+    {"activation-func-clamp-value", MT_REAL, MT_AT(stack.activation_func_clamp_value), MT_TRAIN, MT_OF_WEIGHTS, NULL,
      "(0,1048576]",
      "gated MLP: the gate is at most this, the other operand within +- this (gpt-oss: 7; default: no bound)"},
-    {"glu-linear-offset", MT_REAL, MT_AT(glu_linear_offset), MT_TRAIN, MT_OF_WEIGHTS, "0", "[-1048576,1048576]",
+    {"glu-linear-offset", MT_REAL, MT_AT(stack.glu_linear_offset), MT_TRAIN, MT_OF_WEIGHTS, "0", "[-1048576,1048576]",
      "gated MLP: is added to the operand beside the gate (gpt-oss: 1)"},
-    {"squared-relu", MT_FLAG, MT_AT(squared_relu), MT_TRAIN, MT_OF_WEIGHTS, NULL, NULL,
+    {"squared-relu", MT_FLAG, MT_AT(stack.squared_relu), MT_TRAIN, MT_OF_WEIGHTS, NULL, NULL,
      "squared ReLU instead of GELU (So et al., \"Primer\")", .excludes = "any: openai-gelu"},
-    {"openai-gelu", MT_FLAG, MT_AT(openai_gelu), MT_TRAIN, MT_OF_WEIGHTS, NULL, NULL,
+    {"openai-gelu", MT_FLAG, MT_AT(stack.openai_gelu), MT_TRAIN, MT_OF_WEIGHTS, NULL, NULL,
      "tanh approximation of GELU, as in GPT-2"},
-    {"qk-layernorm", MT_FLAG, MT_AT(qk_layernorm), MT_TRAIN, MT_OF_WEIGHTS, NULL, NULL,
+    {"qk-layernorm", MT_FLAG, MT_AT(stack.qk_layernorm), MT_TRAIN, MT_OF_WEIGHTS, NULL, NULL,
      "norm of each query and key head; with --multi-latent-attention: norms of the latents, which are always on"},
-    {"qk-layernorm-all-heads", MT_FLAG, MT_AT(qk_layernorm_all_heads), MT_TRAIN, MT_OF_WEIGHTS, NULL, NULL,
+    {"qk-layernorm-all-heads", MT_FLAG, MT_AT(stack.qk_layernorm_all_heads), MT_TRAIN, MT_OF_WEIGHTS, NULL, NULL,
      "one norm over all query heads and one over all key heads, as in OLMo 3", .needs = "qk-layernorm",
      .excludes = "multi-latent-attention", .own = true},
-    {"untie-embeddings-and-output-weights", MT_FLAG, MT_AT(untie_embeddings_and_output_weights), MT_TRAIN,
+    {"untie-embeddings-and-output-weights", MT_FLAG, MT_AT(stack.untie_embeddings_and_output_weights), MT_TRAIN,
      MT_OF_WEIGHTS, NULL, NULL, "separate weights for the output layer"},
     {"disable-bias-linear", MT_NO, MT_AT(add_bias_linear), MT_TRAIN, MT_OF_WEIGHTS, NULL, NULL,
      "linear layers without biases"},
-    {"add-qkv-bias", MT_FLAG, MT_AT(add_qkv_bias), MT_TRAIN, MT_OF_WEIGHTS, NULL, NULL,
+    {"add-qkv-bias", MT_FLAG, MT_AT(stack.add_qkv_bias), MT_TRAIN, MT_OF_WEIGHTS, NULL, NULL,
      "biases for queries, keys and values even with --disable-bias-linear"},
-    {"init-method-std", MT_REAL, MT_AT(init_method_std), MT_TRAIN, MT_OF_MODEL, "0.02", "[0,100]",
+    {"init-method-std", MT_REAL, MT_AT(stack.init_method_std), MT_TRAIN, MT_OF_MODEL, "0.02", "[0,100]",
      "standard deviation of the initial weights"},
-    {"hidden-dropout", MT_REAL, MT_AT(hidden_dropout), MT_TRAIN, MT_OF_MODEL, "0.1", "[0,1)",
+    {"hidden-dropout", MT_REAL, MT_AT(stack.hidden_dropout), MT_TRAIN, MT_OF_MODEL, "0.1", "[0,1)",
      "dropout of embeddings and of the outputs of attention and MLP (default with --stage rm, dpo and rl: 0, "
      "whatever config.json has)"},
-    {"attention-dropout", MT_REAL, MT_AT(attention_dropout), MT_TRAIN, MT_OF_MODEL, "0.1", "[0,1)",
+    {"attention-dropout", MT_REAL, MT_AT(stack.attention_dropout), MT_TRAIN, MT_OF_MODEL, "0.1", "[0,1)",
      "dropout of attention probabilities (default with --stage rm, dpo and rl: 0, whatever config.json has)"},
-    {"window-size", MT_INT, MT_AT(window_size), MT_TRAIN, MT_OF_MODEL, NULL, "[1,1073741824]",
+    {"window-size", MT_INT, MT_AT(stack.window_size), MT_TRAIN, MT_OF_MODEL, NULL, "[1,1073741824]",
      "sliding-window attention: number of keys that a query sees, its own included (default: all)"},
     {"window-attn-skip-freq", MT_STRING, MT_AT(window_attn_skip_freq), MT_TRAIN, MT_OF_MODEL, NULL,
      "N or '([1]*3+[0]*1)*2'",
      "layers with the sliding window: all but every N-th, or a 1 (window) or 0 (all keys) for each layer (default: all "
      "layers have it)",
      .needs = "window-size"},
-    {"softmax-scale", MT_REAL, MT_AT(softmax_scale), MT_TRAIN, MT_OF_WEIGHTS, NULL, "(0,1048576]",
+    {"softmax-scale", MT_REAL, MT_AT(stack.softmax_scale), MT_TRAIN, MT_OF_WEIGHTS, NULL, "(0,1048576]",
      "scale of queries times keys (default: 1 / square root of a head's channels)"},
-    {"softmax-type", MT_CHOICE, MT_AT(softmax_type), MT_TRAIN, MT_OF_WEIGHTS, "vanilla", "vanilla|off-by-one|learnable",
+    {"softmax-type", MT_CHOICE, MT_AT(stack.softmax_type), MT_TRAIN, MT_OF_WEIGHTS, "vanilla",
+     "vanilla|off-by-one|learnable",
      "sum of attention's exponentials; off-by-one: plus 1; learnable: plus the exponential of a parameter of each head "
      "(attention sinks, as in gpt-oss)"},
-    {"sinks-in-windows-only", MT_FLAG, MT_AT(sinks_in_windows_only), MT_TRAIN, MT_OF_WEIGHTS, NULL, NULL,
+    {"sinks-in-windows-only", MT_FLAG, MT_AT(stack.sinks_in_windows_only), MT_TRAIN, MT_OF_WEIGHTS, NULL, NULL,
      "--softmax-type only in layers with the sliding window, as in MiMo-V2-Flash; vanilla in the others",
      .needs = "softmax-type off-by-one|learnable, window-size", .own = true},
-    {"window-num-query-groups", MT_INT, MT_AT(window_num_query_groups), MT_TRAIN, MT_OF_WEIGHTS, NULL, "[1,65536]",
-     "key and value heads of layers with the sliding window (default: as in other layers)", .needs = "window-size",
-     .excludes = "multi-latent-attention", .own = true},
-    {"attention-value-scale", MT_REAL, MT_AT(attention_value_scale), MT_TRAIN, MT_OF_WEIGHTS, "1", "(0,1048576]",
+    {"window-num-query-groups", MT_INT, MT_AT(stack.window_num_query_groups), MT_TRAIN, MT_OF_WEIGHTS, NULL,
+     "[1,65536]", "key and value heads of layers with the sliding window (default: as in other layers)",
+     .needs = "window-size", .excludes = "multi-latent-attention", .own = true},
+    {"attention-value-scale", MT_REAL, MT_AT(stack.attention_value_scale), MT_TRAIN, MT_OF_WEIGHTS, "1", "(0,1048576]",
      "factor of attention's values", .excludes = "multi-latent-attention", .own = true},
-    {"attention-output-gate", MT_FLAG, MT_AT(attention_output_gate), MT_TRAIN, MT_OF_WEIGHTS, NULL, NULL,
+    {"attention-output-gate", MT_FLAG, MT_AT(stack.attention_output_gate), MT_TRAIN, MT_OF_WEIGHTS, NULL, NULL,
      "multiply attention's output by the sigmoid of one more product with the layer's input",
      .excludes = "multi-latent-attention"},
-    {"experimental-attention-variant", MT_CHOICE, MT_AT(experimental_attention_variant), MT_TRAIN, MT_OF_WEIGHTS,
+    {"experimental-attention-variant", MT_CHOICE, MT_AT(stack.experimental_attention_variant), MT_TRAIN, MT_OF_WEIGHTS,
      "none", "none|gated_delta_net|gdn|short_conv|mamba2|kda",
      "mixer in place of attention in the layers of --linear-attention-freq; gated_delta_net (gdn): linear attention as "
      "in Qwen3-Next and Qwen3.5; short_conv: a gated short convolution as in LFM2; mamba2: as in Granite 4, and kda: "
@@ -138,51 +143,51 @@ const mt_option mt_option_table[] = {
      "N or '([1]*3+[0]*1)*2'",
      "layers of --experimental-attention-variant: all but every N-th, or a 1 (variant) or 0 (attention) for each layer",
      .needs = "experimental-attention-variant gated_delta_net|short_conv|mamba2|kda"},
-    {"linear-num-key-heads", MT_INT, MT_AT(linear_num_key_heads), MT_TRAIN, MT_OF_WEIGHTS, "16", "[1,65536]",
+    {"linear-num-key-heads", MT_INT, MT_AT(stack.linear_num_key_heads), MT_TRAIN, MT_OF_WEIGHTS, "16", "[1,65536]",
      "heads of queries and keys of linear attention", .needs = "experimental-attention-variant gated_delta_net|kda"},
-    {"linear-num-value-heads", MT_INT, MT_AT(linear_num_value_heads), MT_TRAIN, MT_OF_WEIGHTS, "32", "[1,65536]",
+    {"linear-num-value-heads", MT_INT, MT_AT(stack.linear_num_value_heads), MT_TRAIN, MT_OF_WEIGHTS, "32", "[1,65536]",
      "heads of values of linear attention", .needs = "experimental-attention-variant gated_delta_net|kda"},
-    {"linear-key-head-dim", MT_INT, MT_AT(linear_key_head_dim), MT_TRAIN, MT_OF_WEIGHTS, "128", "[1,4096]",
+    {"linear-key-head-dim", MT_INT, MT_AT(stack.linear_key_head_dim), MT_TRAIN, MT_OF_WEIGHTS, "128", "[1,4096]",
      "channels of a query or key head of linear attention",
      .needs = "experimental-attention-variant gated_delta_net|kda"},
-    {"linear-value-head-dim", MT_INT, MT_AT(linear_value_head_dim), MT_TRAIN, MT_OF_WEIGHTS, "128", "[1,4096]",
+    {"linear-value-head-dim", MT_INT, MT_AT(stack.linear_value_head_dim), MT_TRAIN, MT_OF_WEIGHTS, "128", "[1,4096]",
      "channels of a value head of linear attention", .needs = "experimental-attention-variant gated_delta_net|kda"},
-    {"linear-conv-kernel-dim", MT_INT, MT_AT(linear_conv_kernel_dim), MT_TRAIN, MT_OF_WEIGHTS, "4", "[1,8]",
+    {"linear-conv-kernel-dim", MT_INT, MT_AT(stack.linear_conv_kernel_dim), MT_TRAIN, MT_OF_WEIGHTS, "4", "[1,8]",
      "tokens that a short convolution mixes"},
     {"hybrid-override-pattern", MT_STRING, MT_AT(hybrid_override_pattern), MT_TRAIN, MT_OF_WEIGHTS, NULL, "M*-E...",
      "layers with one half only, a letter each, as in Nemotron-H: M Mamba-2, * attention, - MLP, E experts; on the CPU "
      "only so far",
      .excludes = "any: moe-layer-freq, any: experimental-attention-variant, any: multi-latent-attention, "
                  "any: mtp-num-layers"},
-    {"mamba-state-dim", MT_INT, MT_AT(mamba_state_dim), MT_TRAIN, MT_OF_WEIGHTS, "128", "[1,4096]",
+    {"mamba-state-dim", MT_INT, MT_AT(stack.mamba_state_dim), MT_TRAIN, MT_OF_WEIGHTS, "128", "[1,4096]",
      "rows of the state of a head of Mamba-2"},
-    {"mamba-head-dim", MT_INT, MT_AT(mamba_head_dim), MT_TRAIN, MT_OF_WEIGHTS, "64", "[1,4096]",
+    {"mamba-head-dim", MT_INT, MT_AT(stack.mamba_head_dim), MT_TRAIN, MT_OF_WEIGHTS, "64", "[1,4096]",
      "channels of a head of Mamba-2"},
-    {"mamba-num-groups", MT_INT, MT_AT(mamba_num_groups), MT_TRAIN, MT_OF_WEIGHTS, "8", "[1,65536]",
+    {"mamba-num-groups", MT_INT, MT_AT(stack.mamba_num_groups), MT_TRAIN, MT_OF_WEIGHTS, "8", "[1,65536]",
      "groups of heads of Mamba-2 that share B and C"},
-    {"mamba-num-heads", MT_INT, MT_AT(mamba_num_heads), MT_TRAIN, MT_OF_WEIGHTS, NULL, "[1,65536]",
+    {"mamba-num-heads", MT_INT, MT_AT(stack.mamba_num_heads), MT_TRAIN, MT_OF_WEIGHTS, NULL, "[1,65536]",
      "heads of Mamba-2 (default: 2 x hidden size / --mamba-head-dim)"},
-    {"mamba-dt-limit-low", MT_REAL, MT_AT(mamba_dt_limit_low), MT_TRAIN, MT_OF_WEIGHTS, "0", "[0,1048576]",
+    {"mamba-dt-limit-low", MT_REAL, MT_AT(stack.mamba_dt_limit_low), MT_TRAIN, MT_OF_WEIGHTS, "0", "[0,1048576]",
      "least step of a token of Mamba-2", .own = true},
-    {"mamba-dt-limit-high", MT_REAL, MT_AT(mamba_dt_limit_high), MT_TRAIN, MT_OF_WEIGHTS, "0", "[0,1048576]",
+    {"mamba-dt-limit-high", MT_REAL, MT_AT(stack.mamba_dt_limit_high), MT_TRAIN, MT_OF_WEIGHTS, "0", "[0,1048576]",
      "largest step of a token of Mamba-2; 0: none", .own = true},
-    {"disable-mamba-conv-bias", MT_NO, MT_AT(mamba_conv_bias), MT_TRAIN, MT_OF_WEIGHTS, NULL, NULL,
+    {"disable-mamba-conv-bias", MT_NO, MT_AT(stack.mamba_conv_bias), MT_TRAIN, MT_OF_WEIGHTS, NULL, NULL,
      "short convolutions of Mamba-2 without biases", .own = true},
 
     {.help = "positions"},
-    {"position-embedding-type", MT_CHOICE, MT_AT(position_embedding_type), MT_TRAIN, MT_OF_WEIGHTS, "learned_absolute",
-     "learned_absolute|rope|none", "type of position embedding"},
-    {"rotary-base", MT_REAL, MT_AT(rotary_base), MT_TRAIN, MT_OF_MODEL, "10000", "(0,1e15]",
+    {"position-embedding-type", MT_CHOICE, MT_AT(stack.position_embedding_type), MT_TRAIN, MT_OF_WEIGHTS,
+     "learned_absolute", "learned_absolute|rope|none", "type of position embedding"},
+    {"rotary-base", MT_REAL, MT_AT(stack.rotary_base), MT_TRAIN, MT_OF_MODEL, "10000", "(0,1e15]",
      "base of RoPE's frequencies", .needs = "position-embedding-type rope"},
-    {"rotary-percent", MT_REAL, MT_AT(rotary_percent), MT_TRAIN, MT_OF_WEIGHTS, "1", "(0,1]",
+    {"rotary-percent", MT_REAL, MT_AT(stack.rotary_percent), MT_TRAIN, MT_OF_WEIGHTS, "1", "(0,1]",
      "fraction of a head's channels with RoPE", .needs = "position-embedding-type rope"},
-    {"window-rotary-base", MT_REAL, MT_AT(window_rotary_base), MT_TRAIN, MT_OF_MODEL, NULL, "(0,1e15]",
+    {"window-rotary-base", MT_REAL, MT_AT(stack.window_rotary_base), MT_TRAIN, MT_OF_MODEL, NULL, "(0,1e15]",
      "base of RoPE in layers with the sliding window, where RoPE is not scaled (default: as in other layers)",
      .needs = "any: position-embedding-type rope, any: window-size", .own = true},
     {"no-rope-freq", MT_STRING, MT_AT(no_rope_freq), MT_TRAIN, MT_OF_WEIGHTS, NULL, "N or '([0]*3+[1]*1)*2'",
      "layers without RoPE: every N-th, or a 1 (without) or 0 (with) for each layer (default: none)",
      .needs = "position-embedding-type rope", .excludes = "multi-latent-attention"},
-    {"rotary-interleaved", MT_FLAG, MT_AT(rotary_interleaved), MT_TRAIN, MT_OF_WEIGHTS, NULL, NULL,
+    {"rotary-interleaved", MT_FLAG, MT_AT(stack.rotary_interleaved), MT_TRAIN, MT_OF_WEIGHTS, NULL, NULL,
      "rotate the pairs (2i, 2i + 1) rather than (i, i + half)", .needs = "position-embedding-type rope"},
     {"rotary-seq-len-interpolation-factor", MT_INT, MT_AT(rotary_seq_len_interpolation_factor), MT_TRAIN, MT_OF_RUN,
      NULL, "[1,1048576]", "divide positions by this: --rope-scaling-type linear",
@@ -190,58 +195,59 @@ const mt_option mt_option_table[] = {
     {"use-rope-scaling", MT_FLAG, MT_AT(use_rope_scaling), MT_TRAIN, MT_OF_RUN, NULL, NULL,
      "RoPE scaling of Llama 3.1: --rope-scaling-type llama3", .needs = "position-embedding-type rope",
      .excludes = "rotary-seq-len-interpolation-factor"},
-    {"rope-scaling-type", MT_CHOICE, MT_AT(rope_scaling_type), MT_TRAIN, MT_OF_MODEL, "none", "none|linear|llama3|yarn",
-     "how RoPE is scaled to longer sequences",
+    {"rope-scaling-type", MT_CHOICE, MT_AT(stack.rope_scaling_type), MT_TRAIN, MT_OF_MODEL, "none",
+     "none|linear|llama3|yarn", "how RoPE is scaled to longer sequences",
      .needs = "any: position-embedding-type rope, linear|yarn: rope-scaling-factor, "
               "yarn: original-max-position-embeddings",
      .own = true},
-    {"rope-scaling-factor", MT_REAL, MT_AT(rope_scaling_factor), MT_TRAIN, MT_OF_MODEL, NULL, "[1,1048576]",
+    {"rope-scaling-factor", MT_REAL, MT_AT(stack.rope_scaling_factor), MT_TRAIN, MT_OF_MODEL, NULL, "[1,1048576]",
      "factor of RoPE scaling (default for llama3: 8)", .needs = "rope-scaling-type linear|llama3|yarn",
      .excludes = "rotary-seq-len-interpolation-factor"},
-    {"rope-low-freq-factor", MT_REAL, MT_AT(rope_low_freq_factor), MT_TRAIN, MT_OF_MODEL, "1", "(0,1048576]",
+    {"rope-low-freq-factor", MT_REAL, MT_AT(stack.rope_low_freq_factor), MT_TRAIN, MT_OF_MODEL, "1", "(0,1048576]",
      "llama3: scale wavelengths above original positions / this", .needs = "rope-scaling-type llama3", .own = true},
-    {"rope-high-freq-factor", MT_REAL, MT_AT(rope_high_freq_factor), MT_TRAIN, MT_OF_MODEL, "4", "(0,1048576]",
+    {"rope-high-freq-factor", MT_REAL, MT_AT(stack.rope_high_freq_factor), MT_TRAIN, MT_OF_MODEL, "4", "(0,1048576]",
      "llama3: keep wavelengths below original positions / this", .needs = "rope-scaling-type llama3", .own = true},
-    {"original-max-position-embeddings", MT_INT, MT_AT(original_max_position_embeddings), MT_TRAIN, MT_OF_MODEL, NULL,
-     "[1,1073741824]", "llama3, yarn: positions before scaling (default for llama3: 8192)",
+    {"original-max-position-embeddings", MT_INT, MT_AT(stack.original_max_position_embeddings), MT_TRAIN, MT_OF_MODEL,
+     NULL, "[1,1073741824]", "llama3, yarn: positions before scaling (default for llama3: 8192)",
      .needs = "rope-scaling-type llama3|yarn"},
-    {"llama-4-scaling-beta", MT_REAL, MT_AT(llama_4_scaling_beta), MT_TRAIN, MT_OF_WEIGHTS, NULL, "(0,1024]",
+    {"llama-4-scaling-beta", MT_REAL, MT_AT(stack.llama_4_scaling_beta), MT_TRAIN, MT_OF_WEIGHTS, NULL, "(0,1024]",
      "scale queries by 1 + this x log(1 + position / --original-max-position-embeddings, rounded down), as in "
      "Ministral 3 (default: not)",
      .needs = "rope-scaling-type llama3|yarn", .excludes = "multi-latent-attention", .own = true},
-    {"yarn-beta-fast", MT_REAL, MT_AT(yarn_beta_fast), MT_TRAIN, MT_OF_MODEL, "32", "(0,1048576]",
+    {"yarn-beta-fast", MT_REAL, MT_AT(stack.yarn_beta_fast), MT_TRAIN, MT_OF_MODEL, "32", "(0,1048576]",
      "yarn: keep channels with more rotations than this", .needs = "rope-scaling-type yarn"},
-    {"yarn-beta-slow", MT_REAL, MT_AT(yarn_beta_slow), MT_TRAIN, MT_OF_MODEL, "1", "(0,1048576]",
+    {"yarn-beta-slow", MT_REAL, MT_AT(stack.yarn_beta_slow), MT_TRAIN, MT_OF_MODEL, "1", "(0,1048576]",
      "yarn: scale channels with fewer rotations than this", .needs = "rope-scaling-type yarn"},
-    {"no-yarn-correction-range-round-to-int", MT_NO, MT_AT(yarn_correction_range_round_to_int), MT_TRAIN, MT_OF_MODEL,
-     NULL, NULL, "yarn: the range of channels between those two is not rounded to whole channels, as in gpt-oss",
+    {"no-yarn-correction-range-round-to-int", MT_NO, MT_AT(stack.yarn_correction_range_round_to_int), MT_TRAIN,
+     MT_OF_MODEL, NULL, NULL,
+     "yarn: the range of channels between those two is not rounded to whole channels, as in gpt-oss",
      .needs = "rope-scaling-type yarn"},
     {"yarn-mscale", MT_REAL, MT_AT(yarn_mscale), MT_TRAIN, MT_OF_MODEL, NULL, "[0,1048576]",
      "yarn: attention is scaled by g(mscale) / g(mscale-all-dim), where g(m) = 0.1 m ln(factor) + 1",
      .needs = "rope-scaling-type yarn", .own = true},
-    {"yarn-mscale-all-dim", MT_REAL, MT_AT(yarn_mscale_all_dim), MT_TRAIN, MT_OF_MODEL, NULL, "[0,1048576]",
+    {"yarn-mscale-all-dim", MT_REAL, MT_AT(stack.yarn_mscale_all_dim), MT_TRAIN, MT_OF_MODEL, NULL, "[0,1048576]",
      "yarn: see --yarn-mscale", .needs = "rope-scaling-type yarn", .own = true},
-    {"yarn-attention-factor", MT_REAL, MT_AT(yarn_attention_factor), MT_TRAIN, MT_OF_MODEL, NULL, "(0,1048576]",
+    {"yarn-attention-factor", MT_REAL, MT_AT(stack.yarn_attention_factor), MT_TRAIN, MT_OF_MODEL, NULL, "(0,1048576]",
      "yarn: the scale of attention itself (default: g(1))", .needs = "rope-scaling-type yarn", .own = true},
 
     {.help = "batches and length of training"},
-    {"micro-batch-size", MT_INT, MT_AT(micro_batch_size), MT_BOTH, MT_OF_RUN, "1", "[1,1048576]",
+    {"micro-batch-size", MT_INT, MT_AT(stack.micro_batch_size), MT_BOTH, MT_OF_RUN, "1", "[1,1048576]",
      "sequences per rank and micro-batch; infer: with --score", .needs = "score"},
-    {"global-batch-size", MT_INT, MT_AT(global_batch_size), MT_TRAIN, MT_OF_RUN, NULL, "[1,1073741824]",
+    {"global-batch-size", MT_INT, MT_AT(stack.global_batch_size), MT_TRAIN, MT_OF_RUN, NULL, "[1,1073741824]",
      "sequences per step (default: micro batch size x data-parallel ranks)"},
     {"rampup-batch-size", MT_INTS, MT_AT(rampup_batch_size), MT_TRAIN, MT_OF_RUN, NULL, "START INCREMENT SAMPLES",
      "grow the global batch from START by INCREMENT over the first SAMPLES", .needs = "train-samples",
      .excludes = "stage rl"},
-    {"seq-length", MT_INT, MT_AT(seq_length), MT_BOTH, MT_OF_RUN, NULL, "[1,1073741823]",
+    {"seq-length", MT_INT, MT_AT(stack.seq_length), MT_BOTH, MT_OF_RUN, NULL, "[1,1073741823]",
      "tokens per sequence; infer: with --score", .needs = "score"},
     {"gradient-accumulation-steps", MT_INT, MT_AT(gradient_accumulation_steps), MT_TRAIN, MT_OF_RUN, NULL,
      "[1,1073741824]",
      "micro-batches of a step on each data-parallel rank, instead of --global-batch-size, which is their product",
      .excludes = "global-batch-size, rampup-batch-size", .own = true},
-    {"train-iters", MT_INT, MT_AT(train_iters), MT_TRAIN, MT_OF_RUN, NULL, "[0,1000000000000]",
+    {"train-iters", MT_INT, MT_AT(stack.train_iters), MT_TRAIN, MT_OF_RUN, NULL, "[0,1000000000000]",
      "steps to train; 0 with --load and --save: only convert the checkpoint to this precision",
      .excludes = "train-samples"},
-    {"train-samples", MT_INT, MT_AT(train_samples), MT_TRAIN, MT_OF_RUN, NULL, "[1,1000000000000]",
+    {"train-samples", MT_INT, MT_AT(stack.train_samples), MT_TRAIN, MT_OF_RUN, NULL, "[1,1000000000000]",
      "sequences to train on, instead of --train-iters", .excludes = "stage rl"},
     {"exit-duration-in-mins", MT_REAL, MT_AT(exit_duration_in_mins), MT_TRAIN, MT_OF_RUN, NULL, "(0,1e9]",
      "save and stop after this many minutes"},
@@ -254,131 +260,135 @@ const mt_option mt_option_table[] = {
      "a further signal that saves and stops; mpirun forwards SIGUSR1 and SIGUSR2 and does not kill its ranks after "
      "them, so without this option SIGUSR1 saves and stops there",
      .excludes = "no-exit-signal-handler"},
-    {"bf16", MT_FLAG, MT_AT(bf16), MT_BOTH, MT_OF_RUN, NULL, NULL, "compute in bf16 (default: fp32)"},
+    {"bf16", MT_FLAG, MT_AT(stack.bf16), MT_BOTH, MT_OF_RUN, NULL, NULL, "compute in bf16 (default: fp32)"},
     {"device", MT_CHOICE, MT_AT(device), MT_BOTH, MT_OF_RUN, "auto", "auto|cpu|cuda",
      "device to compute on; auto: the GPU if there is one", .own = true},
-    {"attention-backend", MT_CHOICE, MT_AT(attention_backend), MT_BOTH, MT_OF_RUN, "auto", "auto|flash|cudnn|unfused",
+    {"attention-backend", MT_CHOICE, MT_AT(stack.attention_backend), MT_BOTH, MT_OF_RUN, "auto",
+     "auto|flash|cudnn|unfused",
      "attention on a GPU; flash: fused kernels; cudnn: cuDNN for sequences of equal length, otherwise flash, and its "
      "backward does not repeat bit for bit; unfused: plain kernels; auto: the fastest of flash, cudnn "
      "and another backward of ours that does not repeat, measured once",
      .needs = "cudnn: bf16",
      .excludes = "cudnn: window-size, cudnn: rerun-mode validate_results, cudnn: deterministic-mode"},
-    {"deterministic-mode", MT_FLAG, MT_AT(deterministic_mode), MT_BOTH, MT_OF_RUN, NULL, NULL,
+    {"deterministic-mode", MT_FLAG, MT_AT(stack.deterministic_mode), MT_BOTH, MT_OF_RUN, NULL, NULL,
      "repeat runs on a GPU bit for bit: use only deterministic algorithms and choose none by measuring"},
-    {"seed", MT_INT, MT_AT(seed), MT_BOTH, MT_OF_RUN, "1234", "[0,4294967295]", "seed of all random numbers"},
+    {"seed", MT_INT, MT_AT(stack.seed), MT_BOTH, MT_OF_RUN, "1234", "[0,4294967295]", "seed of all random numbers"},
 
     {.help = "mixture of experts"},
-    {"num-experts", MT_INT, MT_AT(num_experts), MT_TRAIN, MT_OF_WEIGHTS, NULL, "[1,65536]",
+    {"num-experts", MT_INT, MT_AT(stack.num_experts), MT_TRAIN, MT_OF_WEIGHTS, NULL, "[1,65536]",
      "experts per layer (default: no experts)"},
     {"moe-layer-freq", MT_STRING, MT_AT(moe_layer_freq), MT_TRAIN, MT_OF_WEIGHTS, "1", "N or '([0]*3+[1]*58)'",
      "layers with experts: every N-th, counted from the first, or a 0 or 1 for each layer", .needs = "num-experts"},
-    {"moe-ffn-hidden-size", MT_INT, MT_AT(moe_ffn_hidden_size), MT_TRAIN, MT_OF_WEIGHTS, NULL, "[1,16777216]",
+    {"moe-ffn-hidden-size", MT_INT, MT_AT(stack.moe_ffn_hidden_size), MT_TRAIN, MT_OF_WEIGHTS, NULL, "[1,16777216]",
      "width of an expert (default: --ffn-hidden-size)", .needs = "num-experts"},
-    {"moe-shared-expert-intermediate-size", MT_INT, MT_AT(moe_shared_expert_intermediate_size), MT_TRAIN, MT_OF_WEIGHTS,
-     NULL, "[1,16777216]", "width of the shared expert, which every token visits (default: none)",
+    {"moe-shared-expert-intermediate-size", MT_INT, MT_AT(stack.moe_shared_expert_intermediate_size), MT_TRAIN,
+     MT_OF_WEIGHTS, NULL, "[1,16777216]", "width of the shared expert, which every token visits (default: none)",
      .needs = "num-experts"},
-    {"moe-shared-expert-gate", MT_FLAG, MT_AT(moe_shared_expert_gate), MT_TRAIN, MT_OF_WEIGHTS, NULL, NULL,
+    {"moe-shared-expert-gate", MT_FLAG, MT_AT(stack.moe_shared_expert_gate), MT_TRAIN, MT_OF_WEIGHTS, NULL, NULL,
      "weight the shared expert's output with a sigmoid gate per token", .needs = "moe-shared-expert-intermediate-size"},
-    {"moe-router-topk", MT_INT, MT_AT(moe_router_topk), MT_TRAIN, MT_OF_MODEL, "2", "[1,65536]", "experts per token",
-     .needs = "num-experts"},
-    {"moe-router-score-function", MT_CHOICE, MT_AT(moe_router_score_function), MT_TRAIN, MT_OF_MODEL, "softmax",
+    {"moe-router-topk", MT_INT, MT_AT(stack.moe_router_topk), MT_TRAIN, MT_OF_MODEL, "2", "[1,65536]",
+     "experts per token", .needs = "num-experts"},
+    {"moe-router-score-function", MT_CHOICE, MT_AT(stack.moe_router_score_function), MT_TRAIN, MT_OF_MODEL, "softmax",
      "softmax|sigmoid|sqrtsoftplus",
      "scores from the router's logits; sqrtsoftplus: the square root of log(1 + exp(x))", .needs = "num-experts"},
-    {"moe-router-pre-softmax", MT_FLAG, MT_AT(moe_router_pre_softmax), MT_TRAIN, MT_OF_MODEL, NULL, NULL,
+    {"moe-router-pre-softmax", MT_FLAG, MT_AT(stack.moe_router_pre_softmax), MT_TRAIN, MT_OF_MODEL, NULL, NULL,
      "softmax over all experts before top-k, not over the chosen ones",
      .needs = "num-experts, any: moe-router-score-function softmax"},
-    {"moe-router-num-groups", MT_INT, MT_AT(moe_router_num_groups), MT_TRAIN, MT_OF_MODEL, NULL, "[1,65536]",
+    {"moe-router-num-groups", MT_INT, MT_AT(stack.moe_router_num_groups), MT_TRAIN, MT_OF_MODEL, NULL, "[1,65536]",
      "groups of experts; --moe-router-group-topk of them are chosen first",
      .needs = "num-experts, moe-router-group-topk"},
-    {"moe-router-group-topk", MT_INT, MT_AT(moe_router_group_topk), MT_TRAIN, MT_OF_MODEL, NULL, "[1,65536]",
+    {"moe-router-group-topk", MT_INT, MT_AT(stack.moe_router_group_topk), MT_TRAIN, MT_OF_MODEL, NULL, "[1,65536]",
      "groups to choose a token's experts from", .needs = "moe-router-num-groups"},
-    {"moe-router-topk-scaling-factor", MT_REAL, MT_AT(moe_router_topk_scaling_factor), MT_TRAIN, MT_OF_MODEL, "1",
+    {"moe-router-topk-scaling-factor", MT_REAL, MT_AT(stack.moe_router_topk_scaling_factor), MT_TRAIN, MT_OF_MODEL, "1",
      "(0,1e6]", "factor of the routing probabilities", .needs = "num-experts"},
-    {"moe-router-linear-bias", MT_FLAG, MT_AT(moe_router_linear_bias), MT_TRAIN, MT_OF_WEIGHTS, NULL, NULL,
+    {"moe-router-linear-bias", MT_FLAG, MT_AT(stack.moe_router_linear_bias), MT_TRAIN, MT_OF_WEIGHTS, NULL, NULL,
      "trained bias of the router's logits, as in gpt-oss", .needs = "num-experts", .own = true},
-    {"moe-router-enable-expert-bias", MT_FLAG, MT_AT(moe_router_enable_expert_bias), MT_TRAIN, MT_OF_WEIGHTS, NULL,
-     NULL,
+    {"moe-router-enable-expert-bias", MT_FLAG, MT_AT(stack.moe_router_enable_expert_bias), MT_TRAIN, MT_OF_WEIGHTS,
+     NULL, NULL,
      "add a bias to each expert's score (the sigmoid, or the softmax over all experts) and adjust it after each step "
      "to "
      "balance the loads",
      .needs = "num-experts"},
-    {"moe-router-bias-update-rate", MT_REAL, MT_AT(moe_router_bias_update_rate), MT_TRAIN, MT_OF_RUN, "1e-3", "[0,1e6]",
-     "change of that bias per step", .needs = "moe-router-enable-expert-bias"},
-    {"moe-router-load-balancing-type", MT_CHOICE, MT_AT(moe_router_load_balancing_type), MT_TRAIN, MT_OF_RUN,
+    {"moe-router-bias-update-rate", MT_REAL, MT_AT(stack.moe_router_bias_update_rate), MT_TRAIN, MT_OF_RUN, "1e-3",
+     "[0,1e6]", "change of that bias per step", .needs = "moe-router-enable-expert-bias"},
+    {"moe-router-load-balancing-type", MT_CHOICE, MT_AT(stack.moe_router_load_balancing_type), MT_TRAIN, MT_OF_RUN,
      "aux_loss", "none|aux_loss|seq_aux_loss|global_aux_loss|sinkhorn",
      "how loads are balanced; aux_loss: per micro-batch; seq_aux_loss: per sequence; global_aux_loss: over the global "
      "batch so far; sinkhorn: by choosing the experts of all tokens of a micro-batch jointly",
      .needs = "num-experts",
      .excludes = "sinkhorn: moe-router-num-groups, sinkhorn: moe-router-enable-expert-bias, sinkhorn: "
                  "moe-expert-capacity-factor"},
-    {"moe-aux-loss-coeff", MT_REAL, MT_AT(moe_aux_loss_coeff), MT_TRAIN, MT_OF_MODEL, "0", "[0,1e6]",
+    {"moe-aux-loss-coeff", MT_REAL, MT_AT(stack.moe_aux_loss_coeff), MT_TRAIN, MT_OF_MODEL, "0", "[0,1e6]",
      "coefficient of the load-balancing auxiliary loss",
      .needs = "num-experts, any: moe-router-load-balancing-type aux_loss|seq_aux_loss|global_aux_loss"},
-    {"moe-z-loss-coeff", MT_REAL, MT_AT(moe_z_loss_coeff), MT_TRAIN, MT_OF_RUN, "0", "[0,1e6]",
+    {"moe-z-loss-coeff", MT_REAL, MT_AT(stack.moe_z_loss_coeff), MT_TRAIN, MT_OF_RUN, "0", "[0,1e6]",
      "coefficient of the z-loss, which keeps the router's logits small", .needs = "num-experts"},
-    {"moe-expert-capacity-factor", MT_REAL, MT_AT(moe_expert_capacity_factor), MT_TRAIN, MT_OF_RUN, NULL, "(0,1e6]",
+    {"moe-expert-capacity-factor", MT_REAL, MT_AT(stack.moe_expert_capacity_factor), MT_TRAIN, MT_OF_RUN, NULL,
+     "(0,1e6]",
      "an expert takes at most this many times its even share of a micro-batch and drops further tokens (default: no "
      "tokens are dropped)",
      .needs = "num-experts"},
-    {"moe-token-drop-policy", MT_CHOICE, MT_AT(moe_token_drop_policy), MT_TRAIN, MT_OF_RUN, "probs", "probs|position",
-     "tokens to drop: the ones with the lowest probabilities, or the last ones", .needs = "moe-expert-capacity-factor"},
-    {"moe-pad-expert-input-to-capacity", MT_FLAG, MT_AT(moe_pad_expert_input_to_capacity), MT_TRAIN, MT_OF_RUN, NULL,
-     NULL, "pad each expert's input to its capacity, so that the host need not wait for the loads",
+    {"moe-token-drop-policy", MT_CHOICE, MT_AT(stack.moe_token_drop_policy), MT_TRAIN, MT_OF_RUN, "probs",
+     "probs|position", "tokens to drop: the ones with the lowest probabilities, or the last ones",
      .needs = "moe-expert-capacity-factor"},
-    {"moe-token-dispatcher-type", MT_CHOICE, MT_AT(moe_token_dispatcher_type), MT_BOTH, MT_OF_RUN, "alltoall",
+    {"moe-pad-expert-input-to-capacity", MT_FLAG, MT_AT(stack.moe_pad_expert_input_to_capacity), MT_TRAIN, MT_OF_RUN,
+     NULL, NULL, "pad each expert's input to its capacity, so that the host need not wait for the loads",
+     .needs = "moe-expert-capacity-factor"},
+    {"moe-token-dispatcher-type", MT_CHOICE, MT_AT(stack.moe_token_dispatcher_type), MT_BOTH, MT_OF_RUN, "alltoall",
      "alltoall|allgather|flex",
      "how tokens reach the experts of other ranks; alltoall: each token to each of its experts; allgather: all tokens "
      "to all ranks; flex: the same by copies into other GPUs' memory, beside computation; GPUs of one host",
      .needs = "num-experts"},
-    {"no-moe-grouped-gemm", MT_NO, MT_AT(moe_grouped_gemm), MT_BOTH, MT_OF_RUN, NULL, NULL,
+    {"no-moe-grouped-gemm", MT_NO, MT_AT(stack.moe_grouped_gemm), MT_BOTH, MT_OF_RUN, NULL, NULL,
      "one matrix product per expert; the host waits for the loads", .needs = "num-experts"},
-    {"moe-grouped-gemm", MT_FLAG, MT_AT(moe_grouped_gemm), MT_BOTH, MT_OF_RUN, NULL, NULL,
+    {"moe-grouped-gemm", MT_FLAG, MT_AT(stack.moe_grouped_gemm), MT_BOTH, MT_OF_RUN, NULL, NULL,
      "one grouped matrix product for all experts; the default"},
-    {"no-moe-permute-fusion", MT_NO, MT_AT(moe_permute_fusion), MT_BOTH, MT_OF_RUN, NULL, NULL,
+    {"no-moe-permute-fusion", MT_NO, MT_AT(stack.moe_permute_fusion), MT_BOTH, MT_OF_RUN, NULL, NULL,
      "weight and sum the experts' outputs in separate passes", .needs = "num-experts"},
-    {"moe-permute-fusion", MT_FLAG, MT_AT(moe_permute_fusion), MT_BOTH, MT_OF_RUN, NULL, NULL,
+    {"moe-permute-fusion", MT_FLAG, MT_AT(stack.moe_permute_fusion), MT_BOTH, MT_OF_RUN, NULL, NULL,
      "apply the routing probabilities in the experts' activation and sum a token's rows in one pass; the default"},
 
     {.help = "multi-token prediction"},
-    {"mtp-num-layers", MT_INT, MT_AT(mtp_num_layers), MT_TRAIN, MT_OF_MODEL, "0", "[0,8]",
+    {"mtp-num-layers", MT_INT, MT_AT(stack.mtp_num_layers), MT_TRAIN, MT_OF_MODEL, "0", "[0,8]",
      "modules of multi-token prediction after the last layer; each predicts one token further, as in DeepSeek-V3",
      .needs = "any: normalization RMSNorm, any: position-embedding-type rope|none",
      .excludes = "any: pipeline-schedule zb-h1"}, // their backward is not split
-    {"mtp-loss-scaling-factor", MT_REAL, MT_AT(mtp_loss_scaling_factor), MT_TRAIN, MT_OF_RUN, "0.1", "(0,1e6]",
+    {"mtp-loss-scaling-factor", MT_REAL, MT_AT(stack.mtp_loss_scaling_factor), MT_TRAIN, MT_OF_RUN, "0.1", "(0,1e6]",
      "weight of the mean of their losses", .needs = "mtp-num-layers"},
 
     {.help = "parallelism"},
-    {"tensor-model-parallel-size", MT_INT, MT_AT(tensor_model_parallel_size), MT_BOTH, MT_OF_RUN, "1", "[1,1048576]",
-     "ranks that split each layer: heads, MLP and vocabulary"},
-    {"pipeline-model-parallel-size", MT_INT, MT_AT(pipeline_model_parallel_size), MT_BOTH, MT_OF_RUN, "1",
+    {"tensor-model-parallel-size", MT_INT, MT_AT(stack.tensor_model_parallel_size), MT_BOTH, MT_OF_RUN, "1",
+     "[1,1048576]", "ranks that split each layer: heads, MLP and vocabulary"},
+    {"pipeline-model-parallel-size", MT_INT, MT_AT(stack.pipeline_model_parallel_size), MT_BOTH, MT_OF_RUN, "1",
      "[1,1048576]", "ranks that split the sequence of layers"},
-    {"context-parallel-size", MT_INT, MT_AT(context_parallel_size), MT_BOTH, MT_OF_RUN, "1", "[1,1048576]",
+    {"context-parallel-size", MT_INT, MT_AT(stack.context_parallel_size), MT_BOTH, MT_OF_RUN, "1", "[1,1048576]",
      "ranks that split each sequence"},
-    {"expert-model-parallel-size", MT_INT, MT_AT(expert_model_parallel_size), MT_BOTH, MT_OF_RUN, "1", "[1,1048576]",
-     "ranks that split the experts of a layer", .needs = "num-experts"},
-    {"expert-tensor-parallel-size", MT_INT, MT_AT(expert_tensor_parallel_size), MT_BOTH, MT_OF_RUN, NULL, "[1,1048576]",
+    {"expert-model-parallel-size", MT_INT, MT_AT(stack.expert_model_parallel_size), MT_BOTH, MT_OF_RUN, "1",
+     "[1,1048576]", "ranks that split the experts of a layer", .needs = "num-experts"},
+    {"expert-tensor-parallel-size", MT_INT, MT_AT(stack.expert_tensor_parallel_size), MT_BOTH, MT_OF_RUN, NULL,
+     "[1,1048576]",
      "ranks that split each expert (default: --tensor-model-parallel-size, or 1 where experts or ranks do not divide "
      "by "
      "it)",
      .needs = "num-experts"},
-    {"sequence-parallel", MT_FLAG, MT_AT(sequence_parallel), MT_BOTH, MT_OF_RUN, NULL, NULL,
+    {"sequence-parallel", MT_FLAG, MT_AT(stack.sequence_parallel), MT_BOTH, MT_OF_RUN, NULL, NULL,
      "split the tokens of norms and dropout over the tensor-parallel ranks; with experts, the default",
      .needs = "any: tensor-model-parallel-size"},
-    {"tp-comm-overlap", MT_FLAG, MT_AT(tp_comm_overlap), MT_TRAIN, MT_OF_RUN, NULL, NULL,
+    {"tp-comm-overlap", MT_FLAG, MT_AT(stack.tp_comm_overlap), MT_TRAIN, MT_OF_RUN, NULL, NULL,
      "with --sequence-parallel: overlap tensor-parallel communication with matrix products, rank by rank; GPUs of one "
      "host",
      .needs = "any: sequence-parallel"},
-    {"cp-comm-type", MT_CHOICE, MT_AT(cp_comm_type), MT_BOTH, MT_OF_RUN, "p2p", "p2p|all_gather|a2a|a2a+p2p",
+    {"cp-comm-type", MT_CHOICE, MT_AT(stack.cp_comm_type), MT_BOTH, MT_OF_RUN, "p2p", "p2p|all_gather|a2a|a2a+p2p",
      "how context-parallel ranks exchange keys and values; p2p: round a ring; all_gather: all at once; a2a: "
      "exchange tokens for heads; a2a+p2p: a2a within groups, p2p between them"},
     {"hierarchical-context-parallel-sizes", MT_INTS, MT_AT(hierarchical_context_parallel_sizes), MT_TRAIN, MT_OF_RUN,
      NULL, "A2A RING", "a2a+p2p: ranks of an a2a group, and number of groups in the ring",
      .needs = "cp-comm-type a2a+p2p"},
-    {"dynamic-context-parallel", MT_FLAG, MT_AT(dynamic_context_parallel), MT_TRAIN, MT_OF_RUN, NULL, NULL,
+    {"dynamic-context-parallel", MT_FLAG, MT_AT(stack.dynamic_context_parallel), MT_TRAIN, MT_OF_RUN, NULL, NULL,
      "each sample has 1, 2, 4 ... --context-parallel-size ranks: as many as its memory and even work need; without "
      "--sft a sample is a document of a sequence (--reset-position-ids --reset-attention-mask) or the whole sequence",
      .needs = "any: context-parallel-size", .excludes = "any: cp-comm-type a2a+p2p, any: stage rl", .own = true},
-    {"hybrid-context-parallel", MT_FLAG, MT_AT(dynamic_context_parallel), MT_TRAIN, MT_OF_RUN, NULL, NULL,
+    {"hybrid-context-parallel", MT_FLAG, MT_AT(stack.dynamic_context_parallel), MT_TRAIN, MT_OF_RUN, NULL, NULL,
      "--dynamic-context-parallel"},
     {"max-seqlen-per-dp-cp-rank", MT_INT, MT_AT(max_seqlen_per_dp_cp_rank), MT_TRAIN, MT_OF_RUN, NULL, "[1,1073741823]",
      "tokens of a micro-batch on each rank, at most (default: --micro-batch-size x --seq-length / "
@@ -386,17 +396,18 @@ const mt_option mt_option_table[] = {
      .needs = "dynamic-context-parallel"},
     {"min-dynamic-context-parallel-size", MT_INT, MT_AT(min_dynamic_context_parallel_size), MT_TRAIN, MT_OF_RUN, "1",
      "[1,1048576]", "ranks of a sample, at least: a power of two", .needs = "dynamic-context-parallel", .own = true},
-    {"distributed-timeout-minutes", MT_REAL, MT_AT(distributed_timeout_minutes), MT_BOTH, MT_OF_RUN, "10", "(0,1e7]",
+    {"distributed-timeout-minutes", MT_REAL, MT_AT(stack.distributed_timeout_minutes), MT_BOTH, MT_OF_RUN, "10",
+     "(0,1e7]",
      "end the job when a rank waits this long for another rank or a file while the job starts; also the limit of a "
      "step unless that is given"},
-    {"distributed-timeout-seconds", MT_INT, MT_AT(distributed_timeout_seconds), MT_BOTH, MT_OF_RUN, "600",
+    {"distributed-timeout-seconds", MT_INT, MT_AT(stack.distributed_timeout_seconds), MT_BOTH, MT_OF_RUN, "600",
      "[1,1000000000]", "the same for one wait during a step", .own = true},
-    {"distributed-timeout-seconds-after-init", MT_INT, MT_AT(distributed_timeout_seconds), MT_BOTH, MT_OF_RUN, NULL,
-     "[1,1000000000]", "another name of --distributed-timeout-seconds"},
-    {"save-timeout-seconds", MT_INT, MT_AT(save_timeout_seconds), MT_TRAIN, MT_OF_RUN, "1800", "[1,1000000000]",
+    {"distributed-timeout-seconds-after-init", MT_INT, MT_AT(stack.distributed_timeout_seconds), MT_BOTH, MT_OF_RUN,
+     NULL, "[1,1000000000]", "another name of --distributed-timeout-seconds"},
+    {"save-timeout-seconds", MT_INT, MT_AT(stack.save_timeout_seconds), MT_TRAIN, MT_OF_RUN, "1800", "[1,1000000000]",
      "the same while a checkpoint is saved; at least the limit of a step unless given", .own = true},
-    {"num-virtual-stages-per-pipeline-rank", MT_INT, MT_AT(num_virtual_stages_per_pipeline_rank), MT_TRAIN, MT_OF_RUN,
-     "1", "[1,10000]", "pipeline stages per rank: more stages, a smaller bubble and more messages",
+    {"num-virtual-stages-per-pipeline-rank", MT_INT, MT_AT(stack.num_virtual_stages_per_pipeline_rank), MT_TRAIN,
+     MT_OF_RUN, "1", "[1,10000]", "pipeline stages per rank: more stages, a smaller bubble and more messages",
      .needs = "pipeline-model-parallel-size"},
     {"num-layers-per-virtual-pipeline-stage", MT_INT, MT_AT(num_layers_per_virtual_pipeline_stage), MT_TRAIN, MT_OF_RUN,
      NULL, "[1,10000]", "layers per virtual stage, instead of the number of stages",
@@ -404,21 +415,22 @@ const mt_option mt_option_table[] = {
      .excludes =
          "num-virtual-stages-per-pipeline-rank, decoder-first-pipeline-num-layers, decoder-last-pipeline-num-layers"},
     {"microbatch-group-size-per-virtual-pipeline-stage", MT_INT,
-     MT_AT(microbatch_group_size_per_virtual_pipeline_stage), MT_TRAIN, MT_OF_RUN, NULL, "[1,1073741824]",
+     MT_AT(stack.microbatch_group_size_per_virtual_pipeline_stage), MT_TRAIN, MT_OF_RUN, NULL, "[1,1073741824]",
      "micro-batches that run through a virtual stage before the next stage's turn (default: the pipeline size)",
      .own = true},
-    {"decoder-first-pipeline-num-layers", MT_INT, MT_AT(decoder_first_pipeline_num_layers), MT_BOTH, MT_OF_RUN, NULL,
-     "[1,10000]", "layers of the first pipeline rank (default: an equal share)",
+    {"decoder-first-pipeline-num-layers", MT_INT, MT_AT(stack.decoder_first_pipeline_num_layers), MT_BOTH, MT_OF_RUN,
+     NULL, "[1,10000]", "layers of the first pipeline rank (default: an equal share)",
      .needs = "pipeline-model-parallel-size",
      .excludes = "account-for-embedding-in-pipeline-split, account-for-loss-in-pipeline-split"},
-    {"decoder-last-pipeline-num-layers", MT_INT, MT_AT(decoder_last_pipeline_num_layers), MT_BOTH, MT_OF_RUN, NULL,
-     "[1,10000]", "layers of the last pipeline rank (default: an equal share)", .needs = "pipeline-model-parallel-size",
+    {"decoder-last-pipeline-num-layers", MT_INT, MT_AT(stack.decoder_last_pipeline_num_layers), MT_BOTH, MT_OF_RUN,
+     NULL, "[1,10000]", "layers of the last pipeline rank (default: an equal share)",
+     .needs = "pipeline-model-parallel-size",
      .excludes = "account-for-embedding-in-pipeline-split, account-for-loss-in-pipeline-split"},
-    {"account-for-embedding-in-pipeline-split", MT_FLAG, MT_AT(account_for_embedding_in_pipeline_split), MT_TRAIN,
+    {"account-for-embedding-in-pipeline-split", MT_FLAG, MT_AT(stack.account_for_embedding_in_pipeline_split), MT_TRAIN,
      MT_OF_RUN, NULL, NULL, "count the embedding as a layer when layers are split into stages",
      .needs = "pipeline-model-parallel-size"},
-    {"account-for-loss-in-pipeline-split", MT_FLAG, MT_AT(account_for_loss_in_pipeline_split), MT_TRAIN, MT_OF_RUN,
-     NULL, NULL, "count the loss as a layer when layers are split into stages",
+    {"account-for-loss-in-pipeline-split", MT_FLAG, MT_AT(stack.account_for_loss_in_pipeline_split), MT_TRAIN,
+     MT_OF_RUN, NULL, NULL, "count the loss as a layer when layers are split into stages",
      .needs = "pipeline-model-parallel-size"},
     {"pipeline-model-parallel-layout", MT_STRING, MT_AT(pipeline_model_parallel_layout), MT_TRAIN, MT_OF_RUN, NULL,
      "'Et*3|(tt|)*6L'|auto",
@@ -428,7 +440,8 @@ const mt_option mt_option_table[] = {
      .excludes = "num-virtual-stages-per-pipeline-rank, num-layers-per-virtual-pipeline-stage, "
                  "decoder-first-pipeline-num-layers, decoder-last-pipeline-num-layers, "
                  "account-for-embedding-in-pipeline-split, account-for-loss-in-pipeline-split"},
-    {"pipeline-schedule", MT_CHOICE, MT_AT(pipeline_schedule), MT_TRAIN, MT_OF_RUN, NULL, "1f1b|interleaved|zb-h1",
+    {"pipeline-schedule", MT_CHOICE, MT_AT(stack.pipeline_schedule), MT_TRAIN, MT_OF_RUN, NULL,
+     "1f1b|interleaved|zb-h1",
      "order of forwards and backwards (default: interleaved with several stages per rank, otherwise 1f1b)",
      // zb-h1 accumulates gradients in two parts and needs them whole between the two
      .needs = "zb-h1: pipeline-model-parallel-size, zb-h1: data-parallel-sharding-strategy no_shard|optim, "
@@ -463,30 +476,30 @@ const mt_option mt_option_table[] = {
      "those of them that NVLink connects", .own = true},
     {"use-distributed-optimizer", MT_FLAG, MT_AT(use_distributed_optimizer), MT_TRAIN, MT_OF_RUN, NULL, NULL,
      "split the optimizer state over the data-parallel ranks: --data-parallel-sharding-strategy optim"},
-    {"data-parallel-sharding-strategy", MT_CHOICE, MT_AT(data_parallel_sharding_strategy), MT_TRAIN, MT_OF_RUN,
+    {"data-parallel-sharding-strategy", MT_CHOICE, MT_AT(stack.data_parallel_sharding_strategy), MT_TRAIN, MT_OF_RUN,
      "no_shard", "no_shard|optim|optim_grads|optim_grads_params",
      "state to split over the data-parallel ranks: none, optimizer state, also gradients, also parameters"},
-    {"overlap-grad-reduce", MT_FLAG, MT_AT(overlap_grad_reduce), MT_TRAIN, MT_OF_RUN, NULL, NULL,
+    {"overlap-grad-reduce", MT_FLAG, MT_AT(stack.overlap_grad_reduce), MT_TRAIN, MT_OF_RUN, NULL, NULL,
      "reduce the gradients of a layer during the backward of the next ones"},
-    {"overlap-param-gather", MT_FLAG, MT_AT(overlap_param_gather), MT_TRAIN, MT_OF_RUN, NULL, NULL,
+    {"overlap-param-gather", MT_FLAG, MT_AT(stack.overlap_param_gather), MT_TRAIN, MT_OF_RUN, NULL, NULL,
      "gather the parameters of a layer during the forward of the one before",
      .needs = "any: overlap-grad-reduce, any: data-parallel-sharding-strategy optim|optim_grads|optim_grads_params"},
-    {"ddp-bucket-size", MT_INT, MT_AT(ddp_bucket_size), MT_TRAIN, MT_OF_RUN, NULL, "[1,1000000000000]",
+    {"ddp-bucket-size", MT_INT, MT_AT(stack.ddp_bucket_size), MT_TRAIN, MT_OF_RUN, NULL, "[1,1000000000000]",
      "reduce the gradients of layers together, up to this many parameters (default: each layer alone)"},
 
     {.help = "recomputation"},
-    {"recompute-granularity", MT_CHOICE, MT_AT(recompute_granularity), MT_TRAIN, MT_OF_RUN, "none",
+    {"recompute-granularity", MT_CHOICE, MT_AT(stack.recompute_granularity), MT_TRAIN, MT_OF_RUN, "none",
      "none|full|selective",
      "compute activations again in the backward instead of keeping them; full: whole layers, from their input; "
      "selective: --recompute-modules"},
-    {"recompute-method", MT_CHOICE, MT_AT(recompute_method), MT_TRAIN, MT_OF_RUN, NULL, "default|uniform|block",
+    {"recompute-method", MT_CHOICE, MT_AT(stack.recompute_method), MT_TRAIN, MT_OF_RUN, NULL, "default|uniform|block",
      "full recomputation; uniform (the default): units of --recompute-num-layers layers keep their input; block: the "
      "first --recompute-num-layers layers of each stage keep theirs, the others keep all",
      .needs = "any: recompute-granularity full"},
-    {"recompute-num-layers", MT_INT, MT_AT(recompute_num_layers), MT_TRAIN, MT_OF_RUN, NULL, "[1,10000]",
+    {"recompute-num-layers", MT_INT, MT_AT(stack.recompute_num_layers), MT_TRAIN, MT_OF_RUN, NULL, "[1,10000]",
      "uniform: layers of a unit; block: recomputed layers of a stage (default: 1)",
      .needs = "any: recompute-granularity full"},
-    {"recompute-modules", MT_SET, MT_AT(recompute_modules), MT_TRAIN, MT_OF_RUN, NULL,
+    {"recompute-modules", MT_SET, MT_AT(stack.recompute_modules), MT_TRAIN, MT_OF_RUN, NULL,
      &MT_RECOMPUTE_MODULES(MT_MODULE_CHOICE)[1], // without the first |
      "modules of selective recomputation (default: core_attn, which is free: attention keeps no probabilities)",
      .needs = "any: recompute-granularity selective, mla_up_proj: multi-latent-attention",
@@ -496,176 +509,180 @@ const mt_option mt_option_table[] = {
     {"moe-layer-recompute", MT_FLAG, MT_AT(moe_layer_recompute), MT_TRAIN, MT_OF_RUN, NULL, NULL,
      "--recompute-granularity selective --recompute-modules moe", .needs = "any: num-experts",
      .excludes = "any: recompute-granularity full"},
-    {"distribute-saved-activations", MT_FLAG, MT_AT(distribute_saved_activations), MT_TRAIN, MT_OF_RUN, NULL, NULL,
-     "full recomputation: each tensor-parallel rank keeps a part of the inputs",
+    {"distribute-saved-activations", MT_FLAG, MT_AT(stack.distribute_saved_activations), MT_TRAIN, MT_OF_RUN, NULL,
+     NULL, "full recomputation: each tensor-parallel rank keeps a part of the inputs",
      .needs = "any: recompute-granularity full, any: tensor-model-parallel-size", .excludes = "any: sequence-parallel"},
 
     {.help = "fp8"},
-    {"fp8-format", MT_CHOICE, MT_AT(fp8_format), MT_TRAIN, MT_OF_RUN, NULL, "none|e4m3|hybrid",
+    {"fp8-format", MT_CHOICE, MT_AT(stack.fp8_format), MT_TRAIN, MT_OF_RUN, NULL, "none|e4m3|hybrid",
      "matrix products of layers in fp8; hybrid: gradients in e5m2, else e4m3", .excludes = "any: no-moe-grouped-gemm",
      .own = true},
-    {"fp8", MT_CHOICE, MT_AT(fp8_format), MT_TRAIN, MT_OF_RUN, NULL, "none|e4m3|hybrid", "--fp8-format"},
-    {"fp8-recipe", MT_CHOICE, MT_AT(fp8_recipe), MT_TRAIN, MT_OF_RUN, "delayed", "delayed|tensorwise|blockwise|mxfp8",
+    {"fp8", MT_CHOICE, MT_AT(stack.fp8_format), MT_TRAIN, MT_OF_RUN, NULL, "none|e4m3|hybrid", "--fp8-format"},
+    {"fp8-recipe", MT_CHOICE, MT_AT(stack.fp8_recipe), MT_TRAIN, MT_OF_RUN, "delayed",
+     "delayed|tensorwise|blockwise|mxfp8",
      "scales; delayed: per tensor, from earlier steps; tensorwise: from the tensor itself; blockwise: 1 x 128 and, of "
      "weights, 128 x 128; mxfp8: 1 x 32",
      .needs = "fp8-format"},
-    {"fp8-margin", MT_INT, MT_AT(fp8_margin), MT_TRAIN, MT_OF_RUN, "0", "[0,16]",
+    {"fp8-margin", MT_INT, MT_AT(stack.fp8_margin), MT_TRAIN, MT_OF_RUN, "0", "[0,16]",
      "delayed: scales are 2^margin smaller", .needs = "fp8-format, fp8-recipe delayed"},
-    {"fp8-amax-history-len", MT_INT, MT_AT(fp8_amax_history_len), MT_TRAIN, MT_OF_RUN, "1", "[1,65536]",
+    {"fp8-amax-history-len", MT_INT, MT_AT(stack.fp8_amax_history_len), MT_TRAIN, MT_OF_RUN, "1", "[1,65536]",
      "delayed: steps whose largest values are kept", .needs = "fp8-format, fp8-recipe delayed"},
-    {"fp8-amax-compute-algo", MT_CHOICE, MT_AT(fp8_amax_compute_algo), MT_TRAIN, MT_OF_RUN, "most_recent",
+    {"fp8-amax-compute-algo", MT_CHOICE, MT_AT(stack.fp8_amax_compute_algo), MT_TRAIN, MT_OF_RUN, "most_recent",
      "most_recent|max", "delayed: the value that sets the scale, of these steps",
      .needs = "fp8-format, fp8-recipe delayed"},
-    {"no-fp8-wgrad", MT_NO, MT_AT(fp8_wgrad), MT_TRAIN, MT_OF_RUN, NULL, NULL,
+    {"no-fp8-wgrad", MT_NO, MT_AT(stack.fp8_wgrad), MT_TRAIN, MT_OF_RUN, NULL, NULL,
      "compute the weights' gradients without fp8", .needs = "fp8-format"},
-    {"fp8-wgrad", MT_FLAG, MT_AT(fp8_wgrad), MT_TRAIN, MT_OF_RUN, NULL, NULL,
+    {"fp8-wgrad", MT_FLAG, MT_AT(stack.fp8_wgrad), MT_TRAIN, MT_OF_RUN, NULL, NULL,
      "compute the weights' gradients in fp8 too; the default"},
-    {"fp8-param-gather", MT_FLAG, MT_AT(fp8_param_gather), MT_TRAIN, MT_OF_RUN, NULL, NULL,
+    {"fp8-param-gather", MT_FLAG, MT_AT(stack.fp8_param_gather), MT_TRAIN, MT_OF_RUN, NULL, NULL,
      "gather the weights of these products in fp8; the other ranks' parts in bf16 are gathered for readers only",
      .needs = "any: fp8-format, any: fp8-recipe delayed|tensorwise|blockwise, "
               "any: data-parallel-sharding-strategy optim|optim_grads|optim_grads_params",
      .excludes = "any: tp-only-amax-red"},
-    {"fp8-param", MT_FLAG, MT_AT(fp8_param_gather), MT_TRAIN, MT_OF_RUN, NULL, NULL, "--fp8-param-gather"},
-    {"tp-only-amax-red", MT_FLAG, MT_AT(tp_only_amax_red), MT_TRAIN, MT_OF_RUN, NULL, NULL,
+    {"fp8-param", MT_FLAG, MT_AT(stack.fp8_param_gather), MT_TRAIN, MT_OF_RUN, NULL, NULL, "--fp8-param-gather"},
+    {"tp-only-amax-red", MT_FLAG, MT_AT(stack.tp_only_amax_red), MT_TRAIN, MT_OF_RUN, NULL, NULL,
      "delayed: the tensor- and context-parallel ranks alone share their largest values",
      .needs = "fp8-format, fp8-recipe delayed"},
-    {"first-last-layers-bf16", MT_FLAG, MT_AT(first_last_layers_bf16), MT_TRAIN, MT_OF_RUN, NULL, NULL,
+    {"first-last-layers-bf16", MT_FLAG, MT_AT(stack.first_last_layers_bf16), MT_TRAIN, MT_OF_RUN, NULL, NULL,
      "fp8 in the middle layers only", .needs = "fp8-format"},
-    {"num-layers-at-start-in-bf16", MT_INT, MT_AT(num_layers_at_start_in_bf16), MT_TRAIN, MT_OF_RUN, "1", "[0,10000]",
-     "first layers without fp8", .needs = "first-last-layers-bf16"},
-    {"num-layers-at-end-in-bf16", MT_INT, MT_AT(num_layers_at_end_in_bf16), MT_TRAIN, MT_OF_RUN, "1", "[0,10000]",
+    {"num-layers-at-start-in-bf16", MT_INT, MT_AT(stack.num_layers_at_start_in_bf16), MT_TRAIN, MT_OF_RUN, "1",
+     "[0,10000]", "first layers without fp8", .needs = "first-last-layers-bf16"},
+    {"num-layers-at-end-in-bf16", MT_INT, MT_AT(stack.num_layers_at_end_in_bf16), MT_TRAIN, MT_OF_RUN, "1", "[0,10000]",
      "last layers without fp8", .needs = "first-last-layers-bf16"},
 
     {.help = "offloading"},
-    {"fine-grained-activation-offloading", MT_FLAG, MT_AT(fine_grained_activation_offloading), MT_TRAIN, MT_OF_RUN,
-     NULL, NULL, "keep activations in host memory from the forward to the backward: the inputs of --offload-modules",
+    {"fine-grained-activation-offloading", MT_FLAG, MT_AT(stack.fine_grained_activation_offloading), MT_TRAIN,
+     MT_OF_RUN, NULL, NULL,
+     "keep activations in host memory from the forward to the backward: the inputs of --offload-modules",
      .needs = "offload-modules"},
-    {"offload-modules", MT_SET, MT_AT(offload_modules), MT_TRAIN, MT_OF_RUN, NULL,
+    {"offload-modules", MT_SET, MT_AT(stack.offload_modules), MT_TRAIN, MT_OF_RUN, NULL,
      "attn_norm|qkv_linear|core_attn|attn_proj|mlp_norm|expert_fc1|moe_act|mlp",
      "modules whose input is offloaded; attn_proj needs core_attn; mlp, not in Megatron: MLPs of layers without "
      "experts",
      .needs = "fine-grained-activation-offloading, attn_proj: offload-modules core_attn"},
-    {"optimizer-cpu-offload", MT_FLAG, MT_AT(optimizer_cpu_offload), MT_TRAIN, MT_OF_RUN, NULL, NULL,
+    {"optimizer-cpu-offload", MT_FLAG, MT_AT(stack.optimizer_cpu_offload), MT_TRAIN, MT_OF_RUN, NULL, NULL,
      "keep master weights and moments in host memory and update these parameters on the host"},
-    {"optimizer-offload-fraction", MT_REAL, MT_AT(optimizer_offload_fraction), MT_TRAIN, MT_OF_RUN, "1", "[0,1]",
+    {"optimizer-offload-fraction", MT_REAL, MT_AT(stack.optimizer_offload_fraction), MT_TRAIN, MT_OF_RUN, "1", "[0,1]",
      "fraction of the parameters to offload, rounded up to whole layers; the last layers come first",
      .needs = "optimizer-cpu-offload"},
-    {"overlap-cpu-optimizer-d2h-h2d", MT_FLAG, MT_AT(overlap_cpu_optimizer_d2h_h2d), MT_TRAIN, MT_OF_RUN, NULL, NULL,
-     "overlap the copies of gradients and parameters with the update on the host", .needs = "optimizer-cpu-offload"},
+    {"overlap-cpu-optimizer-d2h-h2d", MT_FLAG, MT_AT(stack.overlap_cpu_optimizer_d2h_h2d), MT_TRAIN, MT_OF_RUN, NULL,
+     NULL, "overlap the copies of gradients and parameters with the update on the host",
+     .needs = "optimizer-cpu-offload"},
 
     {.help = "learning rate and optimizer"},
-    {"lr", MT_REAL, MT_AT(lr), MT_TRAIN, MT_OF_RUN, NULL, "(0,1e6]", "maximum learning rate"},
-    {"min-lr", MT_REAL, MT_AT(min_lr), MT_TRAIN, MT_OF_RUN, "0", "[0,1e6]", "minimum learning rate after warm-up"},
-    {"lr-decay-style", MT_CHOICE, MT_AT(lr_decay_style), MT_TRAIN, MT_OF_RUN, "linear",
+    {"lr", MT_REAL, MT_AT(stack.lr), MT_TRAIN, MT_OF_RUN, NULL, "(0,1e6]", "maximum learning rate"},
+    {"min-lr", MT_REAL, MT_AT(stack.min_lr), MT_TRAIN, MT_OF_RUN, "0", "[0,1e6]",
+     "minimum learning rate after warm-up"},
+    {"lr-decay-style", MT_CHOICE, MT_AT(stack.lr_decay_style), MT_TRAIN, MT_OF_RUN, "linear",
      "constant|linear|cosine|inverse-square-root|WSD", "decay of the learning rate"},
-    {"lr-decay-iters", MT_INT, MT_AT(lr_decay_iters), MT_TRAIN, MT_OF_RUN, NULL, "[1,1000000000000]",
+    {"lr-decay-iters", MT_INT, MT_AT(stack.lr_decay_iters), MT_TRAIN, MT_OF_RUN, NULL, "[1,1000000000000]",
      "steps until the minimum learning rate (default: --train-iters)", .needs = "train-iters"},
-    {"lr-decay-samples", MT_INT, MT_AT(lr_decay_samples), MT_TRAIN, MT_OF_RUN, NULL, "[1,1000000000000]",
+    {"lr-decay-samples", MT_INT, MT_AT(stack.lr_decay_samples), MT_TRAIN, MT_OF_RUN, NULL, "[1,1000000000000]",
      "sequences until the minimum learning rate (default: --train-samples)", .needs = "train-samples"},
-    {"lr-wsd-decay-style", MT_CHOICE, MT_AT(lr_wsd_decay_style), MT_TRAIN, MT_OF_RUN, "exponential",
+    {"lr-wsd-decay-style", MT_CHOICE, MT_AT(stack.lr_wsd_decay_style), MT_TRAIN, MT_OF_RUN, "exponential",
      "exponential|linear|cosine|minus_sqrt", "WSD: decay in its last phase", .needs = "lr-decay-style WSD"},
-    {"lr-wsd-decay-iters", MT_INT, MT_AT(lr_wsd_decay_iters), MT_TRAIN, MT_OF_RUN, NULL, "[1,1000000000000]",
+    {"lr-wsd-decay-iters", MT_INT, MT_AT(stack.lr_wsd_decay_iters), MT_TRAIN, MT_OF_RUN, NULL, "[1,1000000000000]",
      "WSD: steps of its last phase", .needs = "train-iters, lr-decay-style WSD"},
-    {"lr-wsd-decay-samples", MT_INT, MT_AT(lr_wsd_decay_samples), MT_TRAIN, MT_OF_RUN, NULL, "[1,1000000000000]",
+    {"lr-wsd-decay-samples", MT_INT, MT_AT(stack.lr_wsd_decay_samples), MT_TRAIN, MT_OF_RUN, NULL, "[1,1000000000000]",
      "WSD: sequences of its last phase", .needs = "train-samples, lr-decay-style WSD"},
-    {"lr-warmup-iters", MT_INT, MT_AT(lr_warmup_iters), MT_TRAIN, MT_OF_RUN, "0", "[0,1000000000000]",
+    {"lr-warmup-iters", MT_INT, MT_AT(stack.lr_warmup_iters), MT_TRAIN, MT_OF_RUN, "0", "[0,1000000000000]",
      "steps of linear warm-up", .needs = "train-iters"},
-    {"lr-warmup-samples", MT_INT, MT_AT(lr_warmup_samples), MT_TRAIN, MT_OF_RUN, "0", "[0,1000000000000]",
+    {"lr-warmup-samples", MT_INT, MT_AT(stack.lr_warmup_samples), MT_TRAIN, MT_OF_RUN, "0", "[0,1000000000000]",
      "sequences of linear warm-up", .needs = "train-samples"},
-    {"lr-warmup-fraction", MT_REAL, MT_AT(lr_warmup_fraction), MT_TRAIN, MT_OF_RUN, NULL, "[0,1)",
+    {"lr-warmup-fraction", MT_REAL, MT_AT(stack.lr_warmup_fraction), MT_TRAIN, MT_OF_RUN, NULL, "[0,1)",
      "warm-up as a fraction of the decay", .excludes = "lr-warmup-iters, lr-warmup-samples"},
-    {"lr-warmup-init", MT_REAL, MT_AT(lr_warmup_init), MT_TRAIN, MT_OF_RUN, "0", "[0,1e6]",
+    {"lr-warmup-init", MT_REAL, MT_AT(stack.lr_warmup_init), MT_TRAIN, MT_OF_RUN, "0", "[0,1e6]",
      "learning rate at the start of warm-up"},
     {"weight-decay", MT_REAL, MT_AT(weight_decay), MT_TRAIN, MT_OF_RUN, "0.01", "[0,1e6]",
      "weight decay of matrices; vectors have none"},
-    {"start-weight-decay", MT_REAL, MT_AT(start_weight_decay), MT_TRAIN, MT_OF_RUN, NULL, "[0,1e6]",
+    {"start-weight-decay", MT_REAL, MT_AT(stack.start_weight_decay), MT_TRAIN, MT_OF_RUN, NULL, "[0,1e6]",
      "weight decay at the start of its schedule"},
-    {"end-weight-decay", MT_REAL, MT_AT(end_weight_decay), MT_TRAIN, MT_OF_RUN, NULL, "[0,1e6]",
+    {"end-weight-decay", MT_REAL, MT_AT(stack.end_weight_decay), MT_TRAIN, MT_OF_RUN, NULL, "[0,1e6]",
      "weight decay at the end of its schedule"},
-    {"weight-decay-incr-style", MT_CHOICE, MT_AT(weight_decay_incr_style), MT_TRAIN, MT_OF_RUN, "constant",
+    {"weight-decay-incr-style", MT_CHOICE, MT_AT(stack.weight_decay_incr_style), MT_TRAIN, MT_OF_RUN, "constant",
      "constant|linear|cosine", "schedule of the weight decay"},
-    {"optimizer", MT_CHOICE, MT_AT(optimizer), MT_TRAIN, MT_OF_RUN, "adam", "adam|sgd|lion|muon",
+    {"optimizer", MT_CHOICE, MT_AT(stack.optimizer), MT_TRAIN, MT_OF_RUN, "adam", "adam|sgd|lion|muon",
      "adam: AdamW; sgd: with momentum, weight decay added to the gradient; lion: the sign of a moment; muon: "
      "orthogonalised momentum for the matrices of layers, another optimizer for embeddings, head and vectors",
      .excludes = "sgd|lion|muon: use-precision-aware-optimizer, muon: optimizer-cpu-offload, muon: lora-rank"},
-    {"sgd-momentum", MT_REAL, MT_AT(sgd_momentum), MT_TRAIN, MT_OF_RUN, "0.9", "[0,1)", "SGD's momentum",
+    {"sgd-momentum", MT_REAL, MT_AT(stack.sgd_momentum), MT_TRAIN, MT_OF_RUN, "0.9", "[0,1)", "SGD's momentum",
      .needs = "optimizer sgd"},
-    {"lion-beta1", MT_REAL, MT_AT(lion_beta1), MT_TRAIN, MT_OF_RUN, "0.9", "[0,1)",
+    {"lion-beta1", MT_REAL, MT_AT(stack.lion_beta1), MT_TRAIN, MT_OF_RUN, "0.9", "[0,1)",
      "Lion's weight of the moment in an update", .needs = "optimizer lion|muon"},
-    {"lion-beta2", MT_REAL, MT_AT(lion_beta2), MT_TRAIN, MT_OF_RUN, "0.99", "[0,1)", "decay rate of Lion's moment",
-     .needs = "optimizer lion|muon"},
-    {"muon-momentum", MT_REAL, MT_AT(muon.momentum), MT_TRAIN, MT_OF_RUN, "0.95", "[0,1)",
+    {"lion-beta2", MT_REAL, MT_AT(stack.lion_beta2), MT_TRAIN, MT_OF_RUN, "0.99", "[0,1)",
+     "decay rate of Lion's moment", .needs = "optimizer lion|muon"},
+    {"muon-momentum", MT_REAL, MT_AT(stack.muon.momentum), MT_TRAIN, MT_OF_RUN, "0.95", "[0,1)",
      "Muon's decay rate of the momentum", .needs = "optimizer muon"},
-    {"muon-nesterov", MT_FLAG, MT_AT(muon.nesterov), MT_TRAIN, MT_OF_RUN, NULL, NULL,
+    {"muon-nesterov", MT_FLAG, MT_AT(stack.muon.nesterov), MT_TRAIN, MT_OF_RUN, NULL, NULL,
      "Muon: Nesterov's momentum, which looks one step ahead", .needs = "optimizer muon"},
-    {"muon-no-split-qkv", MT_NO, MT_AT(muon.split_qkv), MT_TRAIN, MT_OF_RUN, NULL, NULL,
+    {"muon-no-split-qkv", MT_NO, MT_AT(stack.muon.split_qkv), MT_TRAIN, MT_OF_RUN, NULL, NULL,
      "Muon: the projections to queries, keys and values are one matrix", .needs = "optimizer muon"},
-    {"muon-split-qkv", MT_FLAG, MT_AT(muon.split_qkv), MT_TRAIN, MT_OF_RUN, NULL, NULL,
+    {"muon-split-qkv", MT_FLAG, MT_AT(stack.muon.split_qkv), MT_TRAIN, MT_OF_RUN, NULL, NULL,
      "Muon: these are three matrices; the default", .needs = "optimizer muon"},
-    {"muon-scale-mode", MT_CHOICE, MT_AT(muon.scale_mode), MT_TRAIN, MT_OF_RUN, "spectral",
+    {"muon-scale-mode", MT_CHOICE, MT_AT(stack.muon.scale_mode), MT_TRAIN, MT_OF_RUN, "spectral",
      "spectral|unit_rms_norm|shape_scaling",
      "Muon's factor for a matrix of so many outputs and inputs: the root of the larger; of outputs / inputs; of the "
      "same "
      "but at least 1",
      .needs = "optimizer muon"},
-    {"muon-extra-scale-factor", MT_REAL, MT_AT(muon.extra_scale_factor), MT_TRAIN, MT_OF_RUN, "1", "(0,1e6]",
+    {"muon-extra-scale-factor", MT_REAL, MT_AT(stack.muon.extra_scale_factor), MT_TRAIN, MT_OF_RUN, "1", "(0,1e6]",
      "Muon: a further factor; 0.2 gives updates about as large as AdamW's", .needs = "optimizer muon"},
-    {"muon-num-ns-steps", MT_INT, MT_AT(muon.num_ns_steps), MT_TRAIN, MT_OF_RUN, "5", "[1,100]",
+    {"muon-num-ns-steps", MT_INT, MT_AT(stack.muon.num_ns_steps), MT_TRAIN, MT_OF_RUN, "5", "[1,100]",
      "Muon: Newton-Schulz iterations", .needs = "optimizer muon"},
-    {"muon-coefficient-type", MT_CHOICE, MT_AT(muon.coefficient_type), MT_TRAIN, MT_OF_RUN, "quintic",
+    {"muon-coefficient-type", MT_CHOICE, MT_AT(stack.muon.coefficient_type), MT_TRAIN, MT_OF_RUN, "quintic",
      "quintic|simple|polar_express|cans|aol|deepseekv4", "Muon: the coefficients of these iterations",
      .needs = "optimizer muon"},
-    {"muon-fp32-matmul-prec", MT_CHOICE, MT_AT(muon.fp32_matmul_prec), MT_TRAIN, MT_OF_RUN, "medium",
+    {"muon-fp32-matmul-prec", MT_CHOICE, MT_AT(stack.muon.fp32_matmul_prec), MT_TRAIN, MT_OF_RUN, "medium",
      "medium|high|highest", "Muon: products of bf16, of TF32 (on the CPU fp32), or of fp32", .needs = "optimizer muon"},
-    {"muon-tp-mode", MT_CHOICE, MT_AT(muon.tp_mode), MT_TRAIN, MT_OF_RUN, "blockwise",
+    {"muon-tp-mode", MT_CHOICE, MT_AT(stack.muon.tp_mode), MT_TRAIN, MT_OF_RUN, "blockwise",
      "blockwise|duplicated|distributed",
      "Muon: a matrix that tensor-parallel ranks share: each takes its part for a matrix of its own; each computes the "
      "whole; or each its part, with sums over all",
      .needs = "optimizer muon"},
-    {"muon-scalar-optimizer", MT_CHOICE, MT_AT(muon.scalar_optimizer), MT_TRAIN, MT_OF_RUN, "adam", "adam|lion",
+    {"muon-scalar-optimizer", MT_CHOICE, MT_AT(stack.muon.scalar_optimizer), MT_TRAIN, MT_OF_RUN, "adam", "adam|lion",
      "Muon: the optimizer of embeddings, head and vectors", .needs = "optimizer muon"},
-    {"adam-beta1", MT_REAL, MT_AT(adam_beta1), MT_TRAIN, MT_OF_RUN, "0.9", "[0,1)",
+    {"adam-beta1", MT_REAL, MT_AT(stack.adam_beta1), MT_TRAIN, MT_OF_RUN, "0.9", "[0,1)",
      "Adam's decay rate of the first moment"},
-    {"adam-beta2", MT_REAL, MT_AT(adam_beta2), MT_TRAIN, MT_OF_RUN, "0.999", "[0,1)",
+    {"adam-beta2", MT_REAL, MT_AT(stack.adam_beta2), MT_TRAIN, MT_OF_RUN, "0.999", "[0,1)",
      "Adam's decay rate of the second moment"},
-    {"adam-eps", MT_REAL, MT_AT(adam_eps), MT_TRAIN, MT_OF_RUN, "1e-8", "(0,1]",
+    {"adam-eps", MT_REAL, MT_AT(stack.adam_eps), MT_TRAIN, MT_OF_RUN, "1e-8", "(0,1]",
      "Adam's epsilon, added to the root of the second moment"},
-    {"clip-grad", MT_REAL, MT_AT(clip_grad), MT_TRAIN, MT_OF_RUN, "1", "[0,1e30]",
+    {"clip-grad", MT_REAL, MT_AT(stack.clip_grad), MT_TRAIN, MT_OF_RUN, "1", "[0,1e30]",
      "maximum norm of the gradient; 0: no clipping"},
     {"use-precision-aware-optimizer", MT_FLAG, MT_AT(use_precision_aware_optimizer), MT_TRAIN, MT_OF_RUN, NULL, NULL,
      "keep gradients, master weights and moments in the types of the next four options; AdamW computes in fp32"},
-    {"main-grads-dtype", MT_CHOICE, MT_AT(main_grads_dtype), MT_TRAIN, MT_OF_RUN, "fp32", "fp32|bf16",
+    {"main-grads-dtype", MT_CHOICE, MT_AT(stack.main_grads_dtype), MT_TRAIN, MT_OF_RUN, "fp32", "fp32|bf16",
      "gradients summed over micro-batches and ranks; those of one micro-batch and layer are fp32",
      .needs = "use-precision-aware-optimizer"},
-    {"main-params-dtype", MT_CHOICE, MT_AT(main_params_dtype), MT_TRAIN, MT_OF_RUN, "fp32", "fp32|fp16",
+    {"main-params-dtype", MT_CHOICE, MT_AT(stack.main_params_dtype), MT_TRAIN, MT_OF_RUN, "fp32", "fp32|fp16",
      "master weights; fp16: with a scale for each parameter", .needs = "use-precision-aware-optimizer, fp16: bf16",
      .excludes = "fp16: optimizer-cpu-offload"},
-    {"exp-avg-dtype", MT_CHOICE, MT_AT(exp_avg_dtype), MT_TRAIN, MT_OF_RUN, "fp32", "fp32|bf16|fp16|fp8",
+    {"exp-avg-dtype", MT_CHOICE, MT_AT(stack.exp_avg_dtype), MT_TRAIN, MT_OF_RUN, "fp32", "fp32|bf16|fp16|fp8",
      "Adam's first moment; fp16 and fp8 (e4m3): with a scale for each parameter",
      .needs = "use-precision-aware-optimizer", .excludes = "fp16|fp8: optimizer-cpu-offload"},
-    {"exp-avg-sq-dtype", MT_CHOICE, MT_AT(exp_avg_sq_dtype), MT_TRAIN, MT_OF_RUN, "fp32", "fp32|bf16|fp16|fp8",
+    {"exp-avg-sq-dtype", MT_CHOICE, MT_AT(stack.exp_avg_sq_dtype), MT_TRAIN, MT_OF_RUN, "fp32", "fp32|bf16|fp16|fp8",
      "Adam's second moment, likewise", .needs = "use-precision-aware-optimizer",
      .excludes = "fp16|fp8: optimizer-cpu-offload"},
 
     {.help = "bad steps"},
-    {"check-for-nan-in-loss-and-grad", MT_FLAG, MT_AT(check_for_nan_in_loss_and_grad), MT_TRAIN, MT_OF_RUN, "true",
-     NULL, "treat a step as bad if its loss or gradient norm is not finite", .own = true},
-    {"no-check-for-nan-in-loss-and-grad", MT_NO, MT_AT(check_for_nan_in_loss_and_grad), MT_TRAIN, MT_OF_RUN, NULL, NULL,
-     "continue after a loss or gradient norm that is not finite"},
-    {"check-for-spiky-loss", MT_FLAG, MT_AT(check_for_spiky_loss), MT_TRAIN, MT_OF_RUN, NULL, NULL,
+    {"check-for-nan-in-loss-and-grad", MT_FLAG, MT_AT(stack.check_for_nan_in_loss_and_grad), MT_TRAIN, MT_OF_RUN,
+     "true", NULL, "treat a step as bad if its loss or gradient norm is not finite", .own = true},
+    {"no-check-for-nan-in-loss-and-grad", MT_NO, MT_AT(stack.check_for_nan_in_loss_and_grad), MT_TRAIN, MT_OF_RUN, NULL,
+     NULL, "continue after a loss or gradient norm that is not finite"},
+    {"check-for-spiky-loss", MT_FLAG, MT_AT(stack.check_for_spiky_loss), MT_TRAIN, MT_OF_RUN, NULL, NULL,
      "treat a step as bad if its loss is far above the running average; not with --stage rl, whose losses have either "
      "sign and no scale"},
-    {"loss-spike-factor", MT_REAL, MT_AT(loss_spike_factor), MT_TRAIN, MT_OF_RUN, "10", "(1,1e6]",
+    {"loss-spike-factor", MT_REAL, MT_AT(stack.loss_spike_factor), MT_TRAIN, MT_OF_RUN, "10", "(1,1e6]",
      "a loss above this many times the average is a spike", .needs = "check-for-spiky-loss", .own = true},
-    {"loss-spike-window", MT_INT, MT_AT(loss_spike_window), MT_TRAIN, MT_OF_RUN, "100", "[1,1000000000]",
+    {"loss-spike-window", MT_INT, MT_AT(stack.loss_spike_window), MT_TRAIN, MT_OF_RUN, "100", "[1,1000000000]",
      "steps of the running average; earlier steps are never spikes", .needs = "check-for-spiky-loss", .own = true},
-    {"bad-step-policy", MT_CHOICE, MT_AT(bad_step_policy), MT_TRAIN, MT_OF_RUN, "stop", "stop|skip|rewind",
+    {"bad-step-policy", MT_CHOICE, MT_AT(stack.bad_step_policy), MT_TRAIN, MT_OF_RUN, "stop", "stop|skip|rewind",
      "stop: end the run; skip: make no update; rewind: return to the last checkpoint and skip the step if it is bad "
      "again",
      .needs = "rewind: save", .excludes = "rewind: stage rl", .own = true},
-    {"max-bad-steps-in-a-row", MT_INT, MT_AT(max_bad_steps_in_a_row), MT_TRAIN, MT_OF_RUN, "3", "[1,1000000000]",
+    {"max-bad-steps-in-a-row", MT_INT, MT_AT(stack.max_bad_steps_in_a_row), MT_TRAIN, MT_OF_RUN, "3", "[1,1000000000]",
      "end the run after more consecutive bad steps than this", .needs = "bad-step-policy skip|rewind", .own = true},
-    {"rerun-mode", MT_CHOICE, MT_AT(rerun_mode), MT_TRAIN, MT_OF_RUN, "disabled", "disabled|validate_results",
+    {"rerun-mode", MT_CHOICE, MT_AT(stack.rerun_mode), MT_TRAIN, MT_OF_RUN, "disabled", "disabled|validate_results",
      "repeat a bad step to distinguish a transient fault from a reproducible one, and name the rank; implies "
      "--deterministic-mode"},
 
@@ -750,7 +767,7 @@ const mt_option mt_option_table[] = {
      "field with the response (default: response or output)", .needs = "sft", .excludes = "mock-data", .own = true},
 
     {.help = "after pre-training"},
-    {"stage", MT_CHOICE, MT_AT(stage), MT_TRAIN, MT_OF_RUN, "pt", "pt|sft|rm|dpo|rl|kd",
+    {"stage", MT_CHOICE, MT_AT(stack.stage), MT_TRAIN, MT_OF_RUN, "pt", "pt|sft|rm|dpo|rl|kd",
      "pt: pre-training; sft: --sft; rm: a reward model, from pairs of a chosen and a rejected response; dpo: direct "
      "preference optimization on such pairs; rl: reinforcement learning on the model's own responses to the prompts of "
      "--data-path; kd: distillation, on the samples of --sft",
@@ -1042,17 +1059,17 @@ const mt_option mt_option_table[] = {
      .own = true},
 
     {.help = "low-rank adapters"},
-    {"lora-rank", MT_INT, MT_AT(lora_rank), MT_TRAIN, MT_OF_RUN, NULL, "[1,65536]",
+    {"lora-rank", MT_INT, MT_AT(stack.lora_rank), MT_TRAIN, MT_OF_RUN, NULL, "[1,65536]",
      "freeze the model and train adapters of this rank (LoRA); --save writes folders of peft", .needs = "lora-target",
      .own = true},
-    {"lora-alpha", MT_REAL, MT_AT(lora_alpha), MT_TRAIN, MT_OF_RUN, NULL, "(0,1e9]",
+    {"lora-alpha", MT_REAL, MT_AT(stack.lora_alpha), MT_TRAIN, MT_OF_RUN, NULL, "(0,1e9]",
      "scale adapters by this / rank (default: the rank)", .needs = "lora-rank", .own = true},
     {"lora-target", MT_LIST, MT_AT(lora_target), MT_TRAIN, MT_OF_RUN, NULL, "NAME",
      "matrices with adapters, by their names in Hugging Face models (q_proj,v_proj): all-linear for all of attention, "
      "MLP and experts, without routers; regex:PATTERN for those whose whole names match a pattern of PCRE2",
      .needs = "lora-rank", .own = true},
-    {"lora-dropout", MT_REAL, MT_AT(lora_dropout), MT_TRAIN, MT_OF_RUN, "0", "[0,1)", "dropout of the adapters' inputs",
-     .needs = "lora-rank", .own = true},
+    {"lora-dropout", MT_REAL, MT_AT(stack.lora_dropout), MT_TRAIN, MT_OF_RUN, "0", "[0,1)",
+     "dropout of the adapters' inputs", .needs = "lora-rank", .own = true},
     {"merge-adapter", MT_STRING, MT_AT(merge_adapter), MT_INFER, MT_OF_RUN, NULL, "DIR",
      "write the whole model with the adapter merged into this folder, and end", .needs = "load-adapter",
      .excludes = "prompt, prompt-tokens, print-tokens, chat, score", .own = true},
@@ -1071,7 +1088,7 @@ const mt_option mt_option_table[] = {
      "print the ids of the new tokens, one line per prompt, instead of text", .own = true},
     {"max-new-tokens", MT_INT, MT_AT(max_new_tokens), MT_BOTH, MT_OF_RUN, "256", "[0,1073741824]",
      "maximum number of new tokens per prompt", .needs = "stage rl", .own = true},
-    {"temperature", MT_REAL, MT_AT(temperature), MT_BOTH, MT_OF_RUN, "1", "[0,1e6]",
+    {"temperature", MT_REAL, MT_AT(stack.temperature), MT_BOTH, MT_OF_RUN, "1", "[0,1e6]",
      "temperature of sampling; 0: argmax; --stage rl scores and trains the probabilities at this temperature",
      .needs = "stage rl", .own = true},
     {"top-k", MT_INT, MT_AT(top_k), MT_BOTH, MT_OF_RUN, "0", "[0,16777216]",
@@ -1134,32 +1151,32 @@ const mt_option *mt_option_of(size_t offset) {
     return row;
 }
 
-bool *mt_option_bool(const mt_options *options, const mt_option *row) {
+bool *mt_option_bool(const mt_run_options *options, const mt_option *row) {
     return (bool *)((char *)options + row->offset);
 }
 
-int64_t *mt_option_int(const mt_options *options, const mt_option *row) {
+int64_t *mt_option_int(const mt_run_options *options, const mt_option *row) {
     return (int64_t *)((char *)options + row->offset);
 }
 
-double *mt_option_real(const mt_options *options, const mt_option *row) {
+double *mt_option_real(const mt_run_options *options, const mt_option *row) {
     return (double *)((char *)options + row->offset);
 }
 
-char **mt_option_string(const mt_options *options, const mt_option *row) {
+char **mt_option_string(const mt_run_options *options, const mt_option *row) {
     return (char **)((char *)options + row->offset);
 }
 
 /* An enum is as large as an unsigned int. */
-unsigned *mt_option_choice(const mt_options *options, const mt_option *row) {
+unsigned *mt_option_choice(const mt_run_options *options, const mt_option *row) {
     return (unsigned *)((char *)options + row->offset);
 }
 
-static mt_strings *mt_option_list(const mt_options *options, const mt_option *row) {
+static mt_strings *mt_option_list(const mt_run_options *options, const mt_option *row) {
     return (mt_strings *)((char *)options + row->offset);
 }
 
-static mt_ints *mt_option_ints(const mt_options *options, const mt_option *row) {
+static mt_ints *mt_option_ints(const mt_run_options *options, const mt_option *row) {
     return (mt_ints *)((char *)options + row->offset);
 }
 
@@ -1173,7 +1190,7 @@ void mt_strings_free(mt_strings *strings) {
     *strings = (mt_strings){0};
 }
 
-void mt_option_clear(mt_options *options, const mt_option *row) {
+void mt_option_clear(mt_run_options *options, const mt_option *row) {
     if (row->type == MT_LIST) mt_strings_free(mt_option_list(options, row));
     if (row->type == MT_INTS) *mt_option_ints(options, row) = (mt_ints){0};
     if (row->type == MT_SET) *mt_option_choice(options, row) = 0;
@@ -1361,7 +1378,7 @@ static char *mt_set_text(const char *members, unsigned set) {
     return all;
 }
 
-char *mt_option_text(const mt_options *options, const mt_option *row) {
+char *mt_option_text(const mt_run_options *options, const mt_option *row) {
     char text[32] = "";
     switch (row->type) {
     case MT_FLAG:
@@ -1405,7 +1422,7 @@ void mt_option_key(char key[80], const mt_option *row) {
         if (*at == '-') *at = '_';
 }
 
-void mt_option_copy(mt_options *to, const mt_options *from, const mt_option *row) {
+void mt_option_copy(mt_run_options *to, const mt_run_options *from, const mt_option *row) {
     switch (row->type) {
     case MT_FLAG:
     case MT_NO:
@@ -1443,23 +1460,55 @@ bool mt_option_in_range(const mt_option *row, double value) {
     return (left == '(' ? value > low : value >= low) && (right == ')' ? value < high : value <= high);
 }
 
-void mt_options_free(mt_options *options) {
+/* Strings and lists of the struct that are no options. */
+static const size_t mt_other_strings[] = {
+    MT_AT(special_tokens),    MT_AT(generation_config),   MT_AT(stack.moe_layers),    MT_AT(stack.window_layers),
+    MT_AT(stack.rope_layers), MT_AT(stack.linear_layers), MT_AT(stack.hybrid_layers), MT_AT(stack.pipeline_letters)};
+static const size_t mt_other_lists[] = {MT_AT(typed_names), MT_AT(sharded_names), MT_AT(config_keys)};
+
+static char **mt_string_at(mt_run_options *options, size_t offset) {
+    return (char **)(void *)((char *)options + offset);
+}
+
+static mt_strings *mt_strings_at(mt_run_options *options, size_t offset) {
+    return (mt_strings *)(void *)((char *)options + offset);
+}
+
+void mt_options_free(mt_run_options *options) {
     for (const mt_option *row = mt_option_table; row->help; row++) {
         if (!row->name) continue;
         if (row->type == MT_STRING || row->type == MT_OPTIONAL) mt_string_set(mt_option_string(options, row), NULL);
         if (row->type == MT_LIST) mt_strings_free(mt_option_list(options, row));
     }
-    mt_strings_free(&options->typed_names);
-    mt_strings_free(&options->sharded_names);
-    mt_strings_free(&options->config_keys);
-    mt_string_set(&options->special_tokens, NULL);
-    mt_string_set(&options->generation_config, NULL);
-    mt_string_set(&options->moe_layers, NULL);
-    mt_string_set(&options->window_layers, NULL);
-    mt_string_set(&options->rope_layers, NULL);
-    mt_string_set(&options->linear_layers, NULL);
-    mt_string_set(&options->hybrid_layers, NULL);
-    mt_string_set(&options->pipeline_letters, NULL);
+    for (size_t i = 0; i < sizeof mt_other_lists / sizeof *mt_other_lists; i++)
+        mt_strings_free(mt_strings_at(options, mt_other_lists[i]));
+    for (size_t i = 0; i < sizeof mt_other_strings / sizeof *mt_other_strings; i++)
+        mt_string_set(mt_string_at(options, mt_other_strings[i]), NULL);
+}
+
+/* Replaces a string, or a list, that is shared with other options by a copy. */
+static void mt_string_unshare(char **string) {
+    if (*string) *string = mt_strdup(*string);
+}
+
+static void mt_strings_unshare(mt_strings *strings) {
+    const mt_strings shared = *strings;
+    *strings = (mt_strings){0};
+    for (int64_t i = 0; i < shared.count; i++) mt_strings_add(strings, shared.items[i]);
+}
+
+void mt_options_copy(mt_run_options *to, const mt_run_options *from) {
+    *to = *from;
+    for (const mt_option *row = mt_option_table; row->help; row++) {
+        bool is_string = row->type == MT_STRING || row->type == MT_OPTIONAL, is_list = row->type == MT_LIST;
+        if (!row->name || !(is_string || is_list) || mt_option_of(row->offset) != row) continue;
+        if (is_string) mt_string_unshare(mt_option_string(to, row));
+        if (is_list) mt_strings_unshare(mt_option_list(to, row));
+    }
+    for (size_t i = 0; i < sizeof mt_other_lists / sizeof *mt_other_lists; i++)
+        mt_strings_unshare(mt_strings_at(to, mt_other_lists[i]));
+    for (size_t i = 0; i < sizeof mt_other_strings / sizeof *mt_other_strings; i++)
+        mt_string_unshare(mt_string_at(to, mt_other_strings[i]));
 }
 
 bool mt_parse_bool(const char *text, bool *value) {
@@ -1539,7 +1588,7 @@ static const char *mt_choice_answer(const char *option, const char *text) {
     return NULL;
 }
 
-int mt_option_set(mt_options *options, const mt_option *row, const char *text, const char *where, mt_error *error) {
+int mt_option_set(mt_run_options *options, const mt_option *row, const char *text, const char *where, mt_error *error) {
     bool is_true, is_bool = mt_parse_bool(text, &is_true);
     int choice = row->type == MT_CHOICE ? mt_choice_index(row->values, text) : 0;
     mt_ints *ints = mt_option_ints(options, row);
@@ -1588,13 +1637,13 @@ int mt_option_set(mt_options *options, const mt_option *row, const char *text, c
     return 0;
 }
 
-static void mt_option_set_default(mt_options *options, const mt_option *row) {
+static void mt_option_set_default(mt_run_options *options, const mt_option *row) {
     mt_error unused;
     if (row->type == MT_NO) *mt_option_bool(options, row) = true;
     if (row->fallback) MT_CHECK(mt_option_set(options, row, row->fallback, row->name, &unused) == 0);
 }
 
-void mt_option_reset(mt_options *options, const mt_option *row) {
+void mt_option_reset(mt_run_options *options, const mt_option *row) {
     mt_option_clear(options, row);
     if (row->type == MT_FLAG || row->type == MT_NO) *mt_option_bool(options, row) = false;
     if (row->type == MT_INT) *mt_option_int(options, row) = 0;
@@ -1607,16 +1656,16 @@ void mt_option_reset(mt_options *options, const mt_option *row) {
 }
 
 /* All options at their defaults, made once: they are compared often. */
-static const mt_options *mt_option_defaults(void) {
-    static mt_options defaults;
+static const mt_run_options *mt_option_defaults(void) {
+    static mt_run_options defaults;
     static bool is_set;
     if (!is_set) mt_options_default(&defaults);
     is_set = true;
     return &defaults;
 }
 
-bool mt_option_is_default(const mt_options *options, const mt_option *row) {
-    const mt_options *defaults = mt_option_defaults();
+bool mt_option_is_default(const mt_run_options *options, const mt_option *row) {
+    const mt_run_options *defaults = mt_option_defaults();
     if (row->type == MT_LIST) return mt_option_list(options, row)->count == 0;
     if (row->type == MT_INTS) return mt_option_ints(options, row)->count == 0;
     if (row->type == MT_STRING || row->type == MT_OPTIONAL) {
@@ -1630,7 +1679,7 @@ bool mt_option_is_default(const mt_options *options, const mt_option *row) {
     return *mt_option_bool(options, row) == *mt_option_bool(defaults, row);
 }
 
-void mt_options_default(mt_options *options) {
+void mt_options_default(mt_run_options *options) {
     memset(options, 0, sizeof *options);
     options->bos_token_id = options->eos_token_id = -1;
     for (const mt_option *row = mt_option_table; row->help; row++)
@@ -1667,20 +1716,20 @@ bool mt_option_next_rule(const char **column, mt_option_rule *rule) {
     return true;
 }
 
-bool mt_option_used(const mt_options *options, const mt_option *row) {
+bool mt_option_used(const mt_run_options *options, const mt_option *row) {
     return mt_options_gave(options, row->offset) && !mt_option_is_default(options, mt_option_of(row->offset));
 }
 
 bool mt_option_is_form_of(const mt_option *row, const mt_option *other) {
     static const size_t forms[][2] = {
-        {MT_AT(gradient_accumulation_steps), MT_AT(global_batch_size)},
-        {MT_AT(train_iters), MT_AT(train_samples)},
-        {MT_AT(train_epochs), MT_AT(train_iters)},
-        {MT_AT(rope_scaling_factor), MT_AT(rotary_seq_len_interpolation_factor)},
-        {MT_AT(lr_warmup_fraction), MT_AT(lr_warmup_iters)},
-        {MT_AT(lr_warmup_fraction), MT_AT(lr_warmup_samples)},
-        {MT_AT(num_layers_per_virtual_pipeline_stage), MT_AT(num_virtual_stages_per_pipeline_rank)},
-        {MT_AT(pipeline_model_parallel_layout), MT_AT(num_virtual_stages_per_pipeline_rank)},
+        {MT_AT(gradient_accumulation_steps), MT_AT(stack.global_batch_size)},
+        {MT_AT(stack.train_iters), MT_AT(stack.train_samples)},
+        {MT_AT(train_epochs), MT_AT(stack.train_iters)},
+        {MT_AT(stack.rope_scaling_factor), MT_AT(rotary_seq_len_interpolation_factor)},
+        {MT_AT(stack.lr_warmup_fraction), MT_AT(stack.lr_warmup_iters)},
+        {MT_AT(stack.lr_warmup_fraction), MT_AT(stack.lr_warmup_samples)},
+        {MT_AT(num_layers_per_virtual_pipeline_stage), MT_AT(stack.num_virtual_stages_per_pipeline_rank)},
+        {MT_AT(pipeline_model_parallel_layout), MT_AT(stack.num_virtual_stages_per_pipeline_rank)},
         {MT_AT(ipo), MT_AT(preference_loss)},
     };
     for (size_t i = 0; i < sizeof forms / sizeof *forms; i++)
@@ -1688,7 +1737,7 @@ bool mt_option_is_form_of(const mt_option *row, const mt_option *other) {
     return false;
 }
 
-bool mt_option_has(const mt_options *options, const mt_option *row, const char *choices) {
+bool mt_option_has(const mt_run_options *options, const mt_option *row, const char *choices) {
     if (!choices) return !mt_option_is_default(options, row);
     char *value = mt_option_text(options, row), *rest = NULL;
     bool found = false;
@@ -1698,12 +1747,12 @@ bool mt_option_has(const mt_options *options, const mt_option *row, const char *
     return found;
 }
 
-bool mt_option_rule_holds(const mt_options *options, const mt_option *row, const mt_option_rule *rule) {
+bool mt_option_rule_holds(const mt_run_options *options, const mt_option *row, const mt_option_rule *rule) {
     if (!rule->condition) return mt_option_used(options, row);
     return mt_option_has(options, row, strcmp(rule->condition, "any") == 0 ? NULL : rule->condition);
 }
 
-int mt_options_check_ranges(const mt_options *options, mt_program program, mt_error *error) {
+int mt_options_check_ranges(const mt_run_options *options, mt_program program, mt_error *error) {
     for (const mt_option *row = mt_option_table; row->help; row++) {
         if (!row->name || (row->origin == MT_OF_RUN && !(row->programs & (int)program))) continue;
         if (!mt_options_gave(options, row->offset) && mt_option_is_default(options, row)) continue;

@@ -31,7 +31,7 @@ enum { MT_TRAIN = MT_PROGRAM_TRAIN, MT_INFER = MT_PROGRAM_INFER, MT_BOTH = MT_PR
 typedef struct mt_option {
     const char *name; // as on the command line; with underscores in YAML
     mt_option_type type;
-    size_t offset; // of the field in mt_options; later rows with the same offset are aliases
+    size_t offset; // of the field in mt_run_options; later rows with the same offset are aliases
     int programs;
     mt_option_origin origin;
     const char *fallback; // the default as text; NULL: none, or derived
@@ -47,7 +47,7 @@ typedef struct mt_option {
 /* The kind of word of an option that names datasets, or a blend of them. */
 #define MT_PREFIXES "PREFIX"
 
-#define MT_AT(field) offsetof(mt_options, field)
+#define MT_AT(field) offsetof(mt_run_options, field)
 
 extern const mt_option mt_option_table[]; // ends with a row without help
 
@@ -71,21 +71,21 @@ typedef struct mt_option_rule {
 bool mt_option_next_rule(const char **column, mt_option_rule *rule);
 
 /* The field that a row points at; the choice or the set. */
-bool *mt_option_bool(const mt_options *options, const mt_option *row);
-int64_t *mt_option_int(const mt_options *options, const mt_option *row);
-double *mt_option_real(const mt_options *options, const mt_option *row);
-char **mt_option_string(const mt_options *options, const mt_option *row);
-unsigned *mt_option_choice(const mt_options *options, const mt_option *row);
+bool *mt_option_bool(const mt_run_options *options, const mt_option *row);
+int64_t *mt_option_int(const mt_run_options *options, const mt_option *row);
+double *mt_option_real(const mt_run_options *options, const mt_option *row);
+char **mt_option_string(const mt_run_options *options, const mt_option *row);
+unsigned *mt_option_choice(const mt_run_options *options, const mt_option *row);
 
 /* True for an option of several words. Empties a list; nothing for other options. */
 bool mt_option_is_list(const mt_option *row);
-void mt_option_clear(mt_options *options, const mt_option *row);
+void mt_option_clear(mt_run_options *options, const mt_option *row);
 
 /* Sets an option to its default, as if it was not given. */
-void mt_option_reset(mt_options *options, const mt_option *row);
+void mt_option_reset(mt_run_options *options, const mt_option *row);
 
 /* True if an option has its default. */
-bool mt_option_is_default(const mt_options *options, const mt_option *row);
+bool mt_option_is_default(const mt_run_options *options, const mt_option *row);
 
 /* Replaces a string of the options by a copy of `text`, which may be NULL or the string itself. */
 void mt_string_set(char **string, const char *text);
@@ -102,35 +102,35 @@ bool mt_parse_bool(const char *text, bool *value);
 bool mt_parse_int(const char *text, int64_t *value);
 
 /* Sets a value from its text and marks the option as given; `where` names it in messages. Appends to a list. */
-int mt_option_set(mt_options *options, const mt_option *row, const char *text, const char *where, mt_error *error);
+int mt_option_set(mt_run_options *options, const mt_option *row, const char *text, const char *where, mt_error *error);
 
 /* The value as text, to free; "" if there is none. */
-char *mt_option_text(const mt_options *options, const mt_option *row);
+char *mt_option_text(const mt_run_options *options, const mt_option *row);
 
 /* The option's name with underscores, as in files. */
 void mt_option_key(char key[80], const mt_option *row);
 
 /* Copies an option's value. */
-void mt_option_copy(mt_options *to, const mt_options *from, const mt_option *row);
+void mt_option_copy(mt_run_options *to, const mt_run_options *from, const mt_option *row);
 
 /* True if `value` is in the range of a row, "[low,high]"; ( and ) exclude an end. */
 bool mt_option_in_range(const mt_option *row, double value);
 
 /* Checks numbers against their ranges and choices against their lists; values that are not given are skipped. */
-int mt_options_check_ranges(const mt_options *options, mt_program program, mt_error *error);
+int mt_options_check_ranges(const mt_run_options *options, mt_program program, mt_error *error);
 
 /* True for an option that was given with another value than its default. */
-bool mt_option_used(const mt_options *options, const mt_option *row);
+bool mt_option_used(const mt_run_options *options, const mt_option *row);
 
 /* True for two options that are forms of one setting, such as --train-samples and --train-iters: they exclude each
  * other unless their values agree, which is checked where both are known. */
 bool mt_option_is_form_of(const mt_option *row, const mt_option *other);
 
 /* True if an option has one of the choices "a|b", or, without choices, another value than its default. */
-bool mt_option_has(const mt_options *options, const mt_option *row, const char *choices);
+bool mt_option_has(const mt_run_options *options, const mt_option *row, const char *choices);
 
 /* True if the condition of a rule of `row` is met. */
-bool mt_option_rule_holds(const mt_options *options, const mt_option *row, const mt_option_rule *rule);
+bool mt_option_rule_holds(const mt_run_options *options, const mt_option *row, const mt_option_rule *rule);
 
 /* The fewest digits that read back as the same double. */
 void mt_real_print(char text[32], double value);
@@ -158,8 +158,11 @@ char *mt_layer_freq_print(const char *layers, mt_layer_freq_rule rule);
 int mt_edit_distance(const char *a, size_t a_length, const char *b);
 
 /* Sets every option to its default, in a struct that is not in use; frees the strings of a struct. */
-void mt_options_default(mt_options *options);
-void mt_options_free(mt_options *options);
+void mt_options_default(mt_run_options *options);
+void mt_options_free(mt_run_options *options);
+
+/* Makes `to`, which is not in use, an equal value with strings and lists of its own. */
+void mt_options_copy(mt_run_options *to, const mt_run_options *from);
 
 /* The index of `text` among the choices "a|b|c", or -1. */
 int mt_choice_index(const char *choices, const char *text);

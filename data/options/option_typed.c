@@ -5,7 +5,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-void mt_options_note_name(mt_options *options, const mt_option *row, const char *where, bool is_form) {
+void mt_options_note_name(mt_run_options *options, const mt_option *row, const char *where, bool is_form) {
     const mt_option *option = mt_option_of(row->offset);
     const char *blank = strrchr(where, ' '), *name = blank ? blank + 1 : where + strlen("--");
     mt_strings *typed = &options->typed_names;
@@ -34,7 +34,7 @@ static bool mt_option_is_renamed(const char *text, char *const pair[2]) {
     return !is_longer && !is_replaced;
 }
 
-void mt_options_print_typed(const mt_options *options, const char *text, FILE *file) {
+void mt_options_print_typed(const mt_run_options *options, const char *text, FILE *file) {
     const mt_strings *typed = &options->typed_names;
     while (*text) {
         int64_t i = 0;
@@ -47,7 +47,7 @@ void mt_options_print_typed(const mt_options *options, const char *text, FILE *f
     }
 }
 
-void mt_options_name_typed(const mt_options *options, mt_error *error) {
+void mt_options_name_typed(const mt_run_options *options, mt_error *error) {
     char *text = NULL;
     size_t size;
     FILE *file = open_memstream(&text, &size);

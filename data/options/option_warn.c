@@ -12,11 +12,11 @@
 
 /* MiB of saved activations per rank and micro-batch that sequence parallelism would save: of the inputs of the
  * two norms of each layer, a rank would keep its part. */
-static double mt_sequence_parallel_saves(const mt_options *o) {
-    double tp = (double)o->tensor_model_parallel_size, width = o->bf16 ? 2 : 4;
-    double tokens = (double)(o->micro_batch_size * o->seq_length / o->context_parallel_size);
-    double layers = (double)o->num_layers / (double)o->pipeline_model_parallel_size;
-    return 2.0 / (1 << 20) * layers * tokens * (double)o->hidden_size * width * (tp - 1) / tp;
+static double mt_sequence_parallel_saves(const mt_run_options *o) {
+    double tp = (double)o->stack.tensor_model_parallel_size, width = o->stack.bf16 ? 2 : 4;
+    double tokens = (double)(o->stack.micro_batch_size * o->stack.seq_length / o->stack.context_parallel_size);
+    double layers = (double)o->stack.num_layers / (double)o->stack.pipeline_model_parallel_size;
+    return 2.0 / (1 << 20) * layers * tokens * (double)o->stack.hidden_size * width * (tp - 1) / tp;
 }
 
 /* An option that changes nothing in this run, and why. */
@@ -31,39 +31,43 @@ static void mt_idle_options_print(const mt_idle_option *options, size_t count, F
 }
 
 /* Of both programs. */
-static void mt_options_print_idle_common(const mt_options *o, FILE *file) {
+static void mt_options_print_idle_common(const mt_run_options *o, FILE *file) {
     bool cpu = o->device == MT_DEVICE_CPU, unwatched = !mt_launched_by_mpi();
     const char *no_watch = "without mpirun, no time limits are watched";
     const mt_idle_option options[] = {
-        {o->context_parallel_size == 1 && MT_GIVEN(o, cp_comm_type), "cp-comm-type", "--context-parallel-size is 1"},
-        {cpu && o->deterministic_mode, "deterministic-mode", "on the CPU, runs always repeat bit for bit"},
-        {cpu && o->attention_backend == MT_ATTENTION_FLASH, "attention-backend flash", "the CPU has one attention"},
-        {unwatched && MT_GIVEN(o, distributed_timeout_minutes), "distributed-timeout-minutes", no_watch},
-        {unwatched && MT_GIVEN(o, distributed_timeout_seconds), "distributed-timeout-seconds", no_watch},
-        {mt_num_expert_layers(o) > 0 && o->expert_model_parallel_size * o->expert_tensor_parallel_size == 1 &&
-             MT_GIVEN(o, moe_token_dispatcher_type),
+        {o->stack.context_parallel_size == 1 && MT_GIVEN(o, stack.cp_comm_type), "cp-comm-type",
+         "--context-parallel-size is 1"},
+        {cpu && o->stack.deterministic_mode, "deterministic-mode", "on the CPU, runs always repeat bit for bit"},
+        {cpu && o->stack.attention_backend == MT_ATTENTION_FLASH, "attention-backend flash",
+         "the CPU has one attention"},
+        {unwatched && MT_GIVEN(o, stack.distributed_timeout_minutes), "distributed-timeout-minutes", no_watch},
+        {unwatched && MT_GIVEN(o, stack.distributed_timeout_seconds), "distributed-timeout-seconds", no_watch},
+        {mt_num_expert_layers(&o->stack) > 0 &&
+             o->stack.expert_model_parallel_size * o->stack.expert_tensor_parallel_size == 1 &&
+             MT_GIVEN(o, stack.moe_token_dispatcher_type),
          "moe-token-dispatcher-type", "--expert-model-parallel-size and --expert-tensor-parallel-size are 1"},
     };
     mt_idle_options_print(options, sizeof options / sizeof *options, file);
 }
 
 /* Of a finished infer. */
-static void mt_options_print_idle_inference(const mt_options *o, FILE *file) {
-    bool generates = !o->score && !o->merge_adapter, argmax = generates && o->temperature == 0;
-    bool no_text = o->prompt_tokens && o->print_tokens && o->stop.count == 0, dense = mt_num_expert_layers(o) == 0;
+static void mt_options_print_idle_inference(const mt_run_options *o, FILE *file) {
+    bool generates = !o->score && !o->merge_adapter, argmax = generates && o->stack.temperature == 0;
+    bool no_text = o->prompt_tokens && o->print_tokens && o->stop.count == 0,
+         dense = mt_num_expert_layers(&o->stack) == 0;
     const char *top = "--temperature 0 takes the most probable token", *merges = "--merge-adapter generates no text";
     const mt_idle_option options[] = {
-        {argmax && MT_GIVEN(o, seed), "seed", top},
+        {argmax && MT_GIVEN(o, stack.seed), "seed", top},
         {argmax && o->top_k > 0, "top-k", top},
         {argmax && o->top_p < 1, "top-p", top},
         {argmax && o->min_p > 0, "min-p", top},
         {no_text && MT_GIVEN(o, tokenizer_type), "tokenizer-type", "tokens are read and printed"},
         {no_text && MT_GIVEN(o, tokenizer_model), "tokenizer-model", "tokens are read and printed"},
-        {dense && MT_GIVEN(o, moe_token_dispatcher_type), "moe-token-dispatcher-type", "no layer has experts"},
-        {dense && MT_GIVEN(o, moe_grouped_gemm), "moe-grouped-gemm", "no layer has experts"},
-        {dense && MT_GIVEN(o, moe_permute_fusion), "moe-permute-fusion", "no layer has experts"},
-        {o->merge_adapter && MT_GIVEN(o, seed), "seed", merges},
-        {o->merge_adapter && MT_GIVEN(o, temperature), "temperature", merges},
+        {dense && MT_GIVEN(o, stack.moe_token_dispatcher_type), "moe-token-dispatcher-type", "no layer has experts"},
+        {dense && MT_GIVEN(o, stack.moe_grouped_gemm), "moe-grouped-gemm", "no layer has experts"},
+        {dense && MT_GIVEN(o, stack.moe_permute_fusion), "moe-permute-fusion", "no layer has experts"},
+        {o->merge_adapter && MT_GIVEN(o, stack.seed), "seed", merges},
+        {o->merge_adapter && MT_GIVEN(o, stack.temperature), "temperature", merges},
         {o->merge_adapter && MT_GIVEN(o, top_k), "top-k", merges},
         {o->merge_adapter && MT_GIVEN(o, top_p), "top-p", merges},
         {o->merge_adapter && MT_GIVEN(o, min_p), "min-p", merges},
@@ -80,16 +84,19 @@ static void mt_options_print_idle_inference(const mt_options *o, FILE *file) {
     mt_idle_options_print(options, sizeof options / sizeof *options, file);
 }
 
-static void mt_options_print_idle(const mt_options *o, FILE *file) {
-    bool one = o->data_parallel_size * o->context_parallel_size == 1;
-    bool warms_up = o->lr_warmup_iters > 0 || o->lr_warmup_samples > 0 || o->lr_warmup_fraction > 0;
-    bool constant = o->lr_decay_style == MT_LR_CONSTANT, resumes = o->auto_resume || (o->load && o->save);
-    unsigned modules = o->recompute_modules, offloaded = o->offload_modules;
+static void mt_options_print_idle(const mt_run_options *o, FILE *file) {
+    bool one = o->stack.data_parallel_size * o->stack.context_parallel_size == 1;
+    bool warms_up = o->stack.lr_warmup_iters > 0 || o->stack.lr_warmup_samples > 0 || o->stack.lr_warmup_fraction > 0;
+    bool constant = o->stack.lr_decay_style == MT_LR_CONSTANT, resumes = o->auto_resume || (o->load && o->save);
+    unsigned modules = o->stack.recompute_modules, offloaded = o->stack.offload_modules;
     unsigned expert_inputs = offloaded & (MT_OFFLOAD_EXPERT_FC1 | MT_OFFLOAD_MOE_ACT);
-    bool varies = o->expert_model_parallel_size * o->expert_tensor_parallel_size > 1 &&
-                  (!o->moe_pad_expert_input_to_capacity || o->moe_token_dispatcher_type != MT_DISPATCHER_ALLTOALL);
-    bool all_recomputed = o->recompute_granularity == MT_RECOMPUTE_FULL && o->recompute_method == MT_RECOMPUTE_UNIFORM;
-    bool experts = mt_num_expert_layers(o) > 0, mlps = mt_num_expert_layers(o) < o->num_layers;
+    bool varies =
+        o->stack.expert_model_parallel_size * o->stack.expert_tensor_parallel_size > 1 &&
+        (!o->stack.moe_pad_expert_input_to_capacity || o->stack.moe_token_dispatcher_type != MT_DISPATCHER_ALLTOALL);
+    bool all_recomputed =
+        o->stack.recompute_granularity == MT_RECOMPUTE_FULL && o->stack.recompute_method == MT_RECOMPUTE_UNIFORM;
+    bool experts = mt_num_expert_layers(&o->stack) > 0, mlps = mt_num_dense_layers(&o->stack) > 0;
+    bool attends = mt_has_mixer(&o->stack, MT_MIXER_ATTENTION) || mt_has_mixer(&o->stack, MT_MIXER_LATENT_ATTENTION);
     const char *alone = "there is one data-parallel rank", *dense = "no layer has experts";
     bool unwatched = !mt_launched_by_mpi();
     const char *no_watch = "without mpirun, no time limits are watched";
@@ -97,37 +104,39 @@ static void mt_options_print_idle(const mt_options *o, FILE *file) {
     const mt_idle_option options[] = {
         {o->sft && o->reset_position_ids, "reset-position-ids", own},
         {o->sft && o->reset_attention_mask, "reset-attention-mask", own},
-        {one && o->overlap_grad_reduce, "overlap-grad-reduce", alone},
-        {one && o->overlap_param_gather, "overlap-param-gather", alone},
+        {one && o->stack.overlap_grad_reduce, "overlap-grad-reduce", alone},
+        {one && o->stack.overlap_param_gather, "overlap-param-gather", alone},
         {one && o->use_distributed_optimizer, "use-distributed-optimizer", alone},
-        {one && MT_GIVEN(o, data_parallel_sharding_strategy) && o->data_parallel_sharding_strategy != MT_NO_SHARD,
+        {one && MT_GIVEN(o, stack.data_parallel_sharding_strategy) &&
+             o->stack.data_parallel_sharding_strategy != MT_NO_SHARD,
          "data-parallel-sharding-strategy", alone},
-        {one && o->ddp_bucket_size > 0, "ddp-bucket-size", alone},
-        {one && o->fp8_param_gather, "fp8-param-gather", alone},
-        {o->add_bias_linear && MT_GIVEN(o, add_qkv_bias) && o->add_qkv_bias, "add-qkv-bias",
+        {one && o->stack.ddp_bucket_size > 0, "ddp-bucket-size", alone},
+        {one && o->stack.fp8_param_gather, "fp8-param-gather", alone},
+        {o->add_bias_linear && MT_GIVEN(o, stack.add_qkv_bias) && o->stack.add_qkv_bias, "add-qkv-bias",
          "all linear layers have biases"},
-        {!one && o->ddp_bucket_size > 0 && o->data_parallel_sharding_strategy >= MT_SHARD_GRADS, "ddp-bucket-size",
-         "a layer's gradients are sharded before the next layer's are computed"},
-        {o->window_size >= o->seq_length, "window-size", "no sequence is longer"},
-        {o->multi_latent_attention && MT_GIVEN(o, qk_layernorm), "qk-layernorm",
+        {!one && o->stack.ddp_bucket_size > 0 && o->stack.data_parallel_sharding_strategy >= MT_SHARD_GRADS,
+         "ddp-bucket-size", "a layer's gradients are sharded before the next layer's are computed"},
+        {o->stack.window_size >= o->stack.seq_length, "window-size", "no sequence is longer"},
+        {o->stack.multi_latent_attention && MT_GIVEN(o, stack.qk_layernorm), "qk-layernorm",
          "with --multi-latent-attention, the latents always have norms"},
-        {constant && MT_GIVEN(o, min_lr), "min-lr", "--lr-decay-style is constant"},
-        {constant && MT_GIVEN(o, lr_decay_iters), "lr-decay-iters", "--lr-decay-style is constant"},
-        {!warms_up && MT_GIVEN(o, lr_warmup_init), "lr-warmup-init", "there is no warm-up"},
+        {constant && MT_GIVEN(o, stack.min_lr), "min-lr", "--lr-decay-style is constant"},
+        {constant && MT_GIVEN(o, stack.lr_decay_iters), "lr-decay-iters", "--lr-decay-style is constant"},
+        {!warms_up && MT_GIVEN(o, stack.lr_warmup_init), "lr-warmup-init", "there is no warm-up"},
         {o->overwrite && !o->save && !o->metrics, "overwrite", "neither --save nor --metrics is given"},
-        {unwatched && MT_GIVEN(o, save_timeout_seconds), "save-timeout-seconds", no_watch},
+        {unwatched && MT_GIVEN(o, stack.save_timeout_seconds), "save-timeout-seconds", no_watch},
         {o->eval_iters == 0 && MT_GIVEN(o, eval_interval), "eval-interval", "--eval-iters is 0"},
-        {o->load && MT_GIVEN(o, init_method_std), "init-method-std", "the weights are loaded"},
+        {o->load && MT_GIVEN(o, stack.init_method_std), "init-method-std", "the weights are loaded"},
         {o->exit_on_missing_checkpoint && !resumes, "exit-on-missing-checkpoint", "the run does not resume"},
         {modules & MT_MODULE_CORE_ATTN, "recompute-modules core_attn", "attention never keeps its probabilities"},
-        {modules & MT_MODULE_MLP && !mlps, "recompute-modules mlp", "every layer has experts instead of an MLP"},
+        {modules & MT_MODULE_MLP && !mlps, "recompute-modules mlp", "no layer has an MLP without experts"},
         {modules & MT_MODULE_MOE && !experts, "recompute-modules moe", dense},
         {modules & MT_MODULE_MOE_ACT && !experts, "recompute-modules moe_act", dense},
-        {modules & MT_MODULE_SHARED_EXPERTS && (!experts || o->moe_shared_expert_intermediate_size == 0),
+        {modules & MT_MODULE_SHARED_EXPERTS && (!experts || o->stack.moe_shared_expert_intermediate_size == 0),
          "recompute-modules shared_experts", "no layer has a shared expert"},
         {offloaded & ~(unsigned)MT_OFFLOAD_ATTN_NORM && all_recomputed, "offload-modules other than attn_norm",
          "full recomputation keeps the input of a unit alone"},
-        {offloaded & MT_OFFLOAD_MLP && !mlps, "offload-modules mlp", "every layer has experts instead of an MLP"},
+        {offloaded & MT_OFFLOAD_MLP && !mlps, "offload-modules mlp", "no layer has an MLP without experts"},
+        {offloaded & MT_OFFLOAD_CORE_ATTN && !attends, "offload-modules core_attn", "no layer has attention"},
         {expert_inputs && !experts, "offload-modules expert_fc1, moe_act", dense},
         {expert_inputs && experts && varies, "offload-modules expert_fc1, moe_act",
          "the number of their rows depends on the data; --moe-pad-expert-input-to-capacity fixes it"},
@@ -135,11 +144,11 @@ static void mt_options_print_idle(const mt_options *o, FILE *file) {
     mt_idle_options_print(options, sizeof options / sizeof *options, file);
 }
 
-static void mt_options_print_idle_optimizer(const mt_options *o, FILE *file) {
-    bool typed = MT_GIVEN(o, main_grads_dtype) || MT_GIVEN(o, main_params_dtype) || MT_GIVEN(o, exp_avg_dtype) ||
-                 MT_GIVEN(o, exp_avg_sq_dtype);
+static void mt_options_print_idle_optimizer(const mt_run_options *o, FILE *file) {
+    bool typed = MT_GIVEN(o, stack.main_grads_dtype) || MT_GIVEN(o, stack.main_params_dtype) ||
+                 MT_GIVEN(o, stack.exp_avg_dtype) || MT_GIVEN(o, stack.exp_avg_sq_dtype);
     const mt_idle_option options[] = {
-        {o->device == MT_DEVICE_CPU && o->optimizer_cpu_offload, "optimizer-cpu-offload",
+        {o->device == MT_DEVICE_CPU && o->stack.optimizer_cpu_offload, "optimizer-cpu-offload",
          "on the CPU, the optimizer is in host memory already; only its order of work is simulated"},
         {o->use_precision_aware_optimizer && !typed, "use-precision-aware-optimizer",
          "none of --main-grads-dtype, --main-params-dtype, --exp-avg-dtype and --exp-avg-sq-dtype is given"},
@@ -148,35 +157,35 @@ static void mt_options_print_idle_optimizer(const mt_options *o, FILE *file) {
 }
 
 /* Options of models that take turns. */
-static void mt_options_print_idle_roles(const mt_options *o, FILE *file) {
+static void mt_options_print_idle_roles(const mt_run_options *o, FILE *file) {
     bool rests = o->param_offload || o->grad_offload || o->optimizer_offload;
     const mt_idle_option options[] = {
         {o->device == MT_DEVICE_CPU && (o->param_offload || o->optimizer_offload), "param-offload, optimizer-offload",
          "on the CPU all memory is the host's"},
-        {o->stage == MT_STAGE_DPO && rests && mt_options_refer_to_base(o),
+        {o->stack.stage == MT_STAGE_DPO && rests && mt_options_refer_to_base(o),
          "param-offload, grad-offload, optimizer-offload",
          "no other model works: the reference is this one with its adapters switched off"},
-        {o->ref_expert_model_parallel_size > 1 && o->num_experts == 0, "ref-expert-model-parallel-size",
+        {o->ref_expert_model_parallel_size > 1 && o->stack.num_experts == 0, "ref-expert-model-parallel-size",
          "no layer has experts"},
     };
     mt_idle_options_print(options, sizeof options / sizeof *options, file);
 }
 
 /* Options of another optimizer. */
-static void mt_options_print_idle_betas(const mt_options *o, FILE *file) {
-    const char *name = mt_optimizer_name(o->optimizer);
-    bool other = o->optimizer != MT_OPTIMIZER_ADAMW;
+static void mt_options_print_idle_betas(const mt_run_options *o, FILE *file) {
+    const char *name = mt_optimizer_name(o->stack.optimizer);
+    bool other = o->stack.optimizer != MT_OPTIMIZER_ADAMW;
     char reason[40];
     snprintf(reason, sizeof reason, "--optimizer is %s", name);
-    const mt_idle_option options[] = {{other && MT_GIVEN(o, adam_beta1), "adam-beta1", reason},
-                                      {other && MT_GIVEN(o, adam_beta2), "adam-beta2", reason},
-                                      {other && MT_GIVEN(o, adam_eps), "adam-eps", reason}};
+    const mt_idle_option options[] = {{other && MT_GIVEN(o, stack.adam_beta1), "adam-beta1", reason},
+                                      {other && MT_GIVEN(o, stack.adam_beta2), "adam-beta2", reason},
+                                      {other && MT_GIVEN(o, stack.adam_eps), "adam-eps", reason}};
     mt_idle_options_print(options, sizeof options / sizeof *options, file);
 }
 
 /* The first rule by which an option has no effect: one that it needs, or (*is_needed: false) one beside which it has
  * none. False: it has an effect. Rules with a condition are for values other than the default. */
-static bool mt_option_find_idle_rule(const mt_options *o, const mt_option *option, mt_program program,
+static bool mt_option_find_idle_rule(const mt_run_options *o, const mt_option *option, mt_program program,
                                      mt_option_rule *rule, bool *is_needed) {
     for (const mt_option *row = mt_option_table; row->help; row++) {
         if (!row->name) continue;
@@ -200,11 +209,11 @@ static bool mt_option_find_idle_rule(const mt_options *o, const mt_option *optio
     return false;
 }
 
-void mt_options_warn_defaults(const mt_options *o, mt_program program, FILE *file) {
+void mt_options_warn_defaults(const mt_run_options *o, mt_program program, FILE *file) {
     for (const mt_option *row = mt_option_table; row->help; row++) {
         if (!row->name || mt_option_of(row->offset) != row || !(row->programs & (int)program)) continue;
         if (!mt_options_gave(o, row->offset) || !mt_option_is_default(o, row)) continue;
-        bool once = row->offset == MT_AT(dataloader_type) && o->sft && o->stage != MT_STAGE_RL; // it reads once
+        bool once = row->offset == MT_AT(dataloader_type) && o->sft && o->stack.stage != MT_STAGE_RL; // it reads once
         if (once) continue;
         bool is_flag = row->type == MT_FLAG || row->type == MT_NO, needed, from_file = false;
         if (is_flag && !*mt_option_bool(o, row)) continue; // off, as it says
@@ -224,27 +233,27 @@ void mt_options_warn_defaults(const mt_options *o, mt_program program, FILE *fil
     }
 }
 
-static void mt_options_print_chosen(const mt_options *o, FILE *file) {
-    long long tp = o->tensor_model_parallel_size, etp = o->expert_tensor_parallel_size;
-    bool experts = o->num_experts > 0;
-    if (experts && o->sequence_parallel && !MT_GIVEN(o, sequence_parallel))
+static void mt_options_print_chosen(const mt_run_options *o, FILE *file) {
+    long long tp = o->stack.tensor_model_parallel_size, etp = o->stack.expert_tensor_parallel_size;
+    bool experts = o->stack.num_experts > 0;
+    if (experts && o->stack.sequence_parallel && !MT_GIVEN(o, stack.sequence_parallel))
         fprintf(
             file,
             "--sequence-parallel is on: with experts, each of the %lld tensor-parallel ranks routes its own tokens\n",
             tp);
-    if (experts && etp != tp && !MT_GIVEN(o, expert_tensor_parallel_size))
+    if (experts && etp != tp && !MT_GIVEN(o, stack.expert_tensor_parallel_size))
         fprintf(file,
                 "--expert-tensor-parallel-size is %lld: experts or ranks do not divide by "
                 "--tensor-model-parallel-size %lld\n",
                 etp, tp);
-    if (tp > 1 && !o->sequence_parallel)
+    if (tp > 1 && !o->stack.sequence_parallel)
         fprintf(file,
                 "--tensor-model-parallel-size %lld without --sequence-parallel: with it, each rank would keep at least "
                 "%.3g MiB less per micro-batch\n",
                 tp, mt_sequence_parallel_saves(o));
 }
 
-void mt_options_warn(const mt_options *o, mt_program program, FILE *file) {
+void mt_options_warn(const mt_run_options *o, mt_program program, FILE *file) {
     char *text = NULL;
     size_t size;
     FILE *lines = open_memstream(&text, &size);

@@ -10,11 +10,11 @@ extern "C" {
 
 /* Prints a line for each option of a finished run that has no effect, and, for a training run, for each layout that was
  * chosen or that could take less memory. */
-void mt_options_warn(const mt_options *options, mt_program program, FILE *file);
+void mt_options_warn(const mt_run_options *options, mt_program program, FILE *file);
 
 /* Prints a line for each option that was given at its default and has no effect, because another one is missing or
  * takes its place. Other values of such options are errors. mt_options_warn does this itself. */
-void mt_options_warn_defaults(const mt_options *options, mt_program program, FILE *file);
+void mt_options_warn_defaults(const mt_run_options *options, mt_program program, FILE *file);
 
 #ifdef __cplusplus
 }

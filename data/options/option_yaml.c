@@ -18,7 +18,7 @@ typedef struct mt_yaml {
     yaml_event_t event;
     bool has_event;
     int64_t events;
-    uint64_t seen[sizeof((mt_options *)0)->given / sizeof(uint64_t)]; // options that this text has named
+    uint64_t seen[sizeof((mt_run_options *)0)->given / sizeof(uint64_t)]; // options that this text has named
     mt_option_reader *reader;
     const char *path, *text;
     int64_t bytes;
@@ -200,7 +200,7 @@ static int mt_yaml_read(mt_yaml *yaml) {
 int mt_option_reader_read_yaml(mt_option_reader *reader, const char *text, int64_t bytes, const char *path,
                                mt_error *error) {
     mt_yaml yaml = {.reader = reader, .path = path, .text = text, .bytes = bytes, .error = error};
-    if (mt_yaml_check_nesting(text, bytes, path, error) != 0) return -1;
+    if (mt_yaml_check_work(text, bytes, path, error) != 0) return -1;
     if (!yaml_parser_initialize(&yaml.parser)) return mt_error_set(error, "%s: no memory to read YAML", path);
     yaml_parser_set_input_string(&yaml.parser, (const unsigned char *)text, (size_t)bytes);
     int result = mt_yaml_read(&yaml);

@@ -12,7 +12,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-int mt_options_read_yaml(mt_options *options, mt_program program, const char *text, int64_t bytes, const char *path,
+int mt_options_read_yaml(mt_run_options *options, mt_program program, const char *text, int64_t bytes, const char *path,
                          mt_error *error) {
     mt_option_reader reader = {.options = options, .program = program};
     int status = mt_option_reader_read_yaml(&reader, text, bytes, path, error);
@@ -21,7 +21,7 @@ int mt_options_read_yaml(mt_options *options, mt_program program, const char *te
     return status;
 }
 
-int mt_options_read_role(mt_options *options, mt_program program, const char *role, const char *text, int64_t bytes,
+int mt_options_read_role(mt_run_options *options, mt_program program, const char *role, const char *text, int64_t bytes,
                          const char *path, mt_error *error) {
     mt_option_reader reader = {.options = options, .program = program};
     int status = mt_option_reader_read_role(&reader, role, text, bytes, path, error);
@@ -48,14 +48,14 @@ static int mt_options_read_config(mt_option_reader *reader, const char *path, co
     return result;
 }
 
-int mt_options_read(mt_options *options, mt_program program, int argc, char **argv, mt_error *error) {
+int mt_options_read(mt_run_options *options, mt_program program, int argc, char **argv, mt_error *error) {
     mt_option_reader reader = {.options = options, .program = program};
     const char *config, *role = mt_options_find_role(argc, argv);
     mt_options_default(options);
     mt_options_help(program, argc, argv);
     int status = mt_options_find_config(&config, argc, argv, error);
     if (!status && config) status = mt_options_read_config(&reader, config, role, error); // later settings win
-    int64_t file_iters = options->train_iters;
+    int64_t file_iters = options->stack.train_iters;
     if (!status) status = mt_options_read_arguments(&reader, argc, argv, error);
     if (!status) mt_option_reader_accept_sharded(&reader);
     if (!status) status = mt_option_reader_report(&reader, error);
@@ -71,7 +71,7 @@ int mt_options_read(mt_options *options, mt_program program, int argc, char **ar
     if (program == MT_PROGRAM_TRAIN && role && strcmp(role, "critic") == 0)
         return mt_error_set(error, "--role critic: a critic trains beside its actor; run --role actor_train, and see "
                                    "this role with --print-config");
-    bool chooses = mt_option_is_typed(&reader, MT_AT(stage)) || mt_option_is_typed(&reader, MT_AT(sft));
+    bool chooses = mt_option_is_typed(&reader, MT_AT(stack.stage)) || mt_option_is_typed(&reader, MT_AT(sft));
     if (program == MT_PROGRAM_TRAIN && reader.role_rests && !chooses && !mt_options_converts(options))
         return mt_error_set(error,
                             "--role %.80s: %s does not train this role; `infer` runs it, --print-config shows "

@@ -1,4 +1,12 @@
-/* options.h: reads the options of a run: command line, YAML, config.json of Hugging Face. */
+/* options.h: the options of a run.
+ *
+ * A value takes one way. Sources name it: defaults, the YAML file of --config (flat, or with roles as ROLL, verl and
+ * Trinity-RFT have them), the command line, then the folder that a run resumes from and the model's config.json, which
+ * fill in options that were not given (run_options.h). Later sources win over earlier ones up to the command line; the
+ * last two yield to all others, and with --role an option of the file gives way to the command line (option_roles.h).
+ * Each name is found once, in option_table.c or among the answers of megatron_names.c, and each text is read by
+ * mt_setting_set (option_reader.h), whichever source has it. Then options are finished (option_finish.h): texts become
+ * the stack's values, derived values are filled in, and all rules are checked. */
 #ifndef MT_OPTIONS_H
 #define MT_OPTIONS_H
 
@@ -8,6 +16,123 @@
 extern "C" {
 #endif
 
+/* The options of a run by their Megatron names, with underscores: the stack's, and the options that only files,
+ * terminals, reports and rewards need. option_table.c has each one's default, range and help. A number 0 and a string
+ * NULL mean "not given". The struct owns its strings and lists, also those of `stack`; everything else is plain values,
+ * about 3 KB. */
+typedef struct mt_run_options {
+    mt_options stack;
+    /* other names and forms of options of the stack, from which mt_options_finish derives these */
+    int64_t make_vocab_size_divisible_by;
+    bool group_query_attention, add_bias_linear;
+    char *linear_attention_freq;   // as text; see stack.linear_layers
+    char *hybrid_override_pattern; // as text; see stack.hybrid_layers
+    char *window_attn_skip_freq;   // as text, NULL: all layers have the window; see stack.window_layers
+    char *no_rope_freq;            // as text, NULL: all layers have RoPE; see stack.rope_layers
+    char *moe_layer_freq;          // as text; see stack.moe_layers
+    bool use_rope_scaling;
+    int64_t rotary_seq_len_interpolation_factor;
+    double yarn_mscale;
+    int64_t gradient_accumulation_steps;
+    double weight_decay;
+    bool use_precision_aware_optimizer, use_distributed_optimizer;
+    mt_ints hierarchical_context_parallel_sizes; // a2a, ring
+    int64_t num_layers_per_virtual_pipeline_stage;
+    char *pipeline_model_parallel_layout; // as text; see stack.pipeline_letters
+    bool recompute_activations, moe_layer_recompute;
+    mt_strings lora_target; // names of Hugging Face modules; see stack.lora_roles
+    /* the run */
+    mt_device device;
+    mt_ints rampup_batch_size; // start, increment, samples
+    int64_t eval_interval, eval_iters, log_interval;
+    double exit_duration_in_mins;
+    mt_exit_signal exit_signal;
+    bool exit_signal_handler, log_straggler;
+    int64_t max_seqlen_per_dp_cp_rank, min_dynamic_context_parallel_size;
+    /* print only */
+    char *print_schedule; // an SVG file, or "-"
+    int64_t print_launch; // of so many ranks at most
+    bool plan, explain;   // see data/plan/planner.h
+    int64_t gpus, gpus_per_host, explain_rank;
+    char *gpu; // the name of a machine, or its file
+    /* data */
+    mt_strings data_path, train_data_path, valid_data_path, test_data_path;
+    char *split, *tokenizer_model, *tokens_file;
+    mt_tokenizer_type tokenizer_type;
+    mt_dataloader_type dataloader_type;
+    bool reset_position_ids, reset_attention_mask, eod_mask_loss, mock_data;
+    /* fine-tuning: samples of any length */
+    bool sft, sequence_packing, variable_seq_lengths;
+    int64_t train_epochs, skip_bad_samples;
+    mt_chat_template chat_template;
+    char *chat_template_kwargs; // JSON
+    mt_loss_on loss_on;
+    mt_long_samples long_samples;
+    char *messages_key, *prompt_key, *query_key, *response_key;
+    /* after pre-training */
+    bool value_head, ipo, ref_logps_in_data;
+    mt_preference_variant preference_loss;
+    double beta, label_smoothing;
+    char *ref_load, *chosen_key, *rejected_key;
+    char *teacher_load;
+    mt_divergence_type kd_objective;
+    int64_t logits_topk;
+    double kd_temperature, distill_loss_weight, skew_lambda, adaptive_kl_alpha;
+    /* reinforcement learning */
+    int64_t rollout_batch_size, ppo_epochs, dynamic_sampling_max_rounds, overlong_buffer_length;
+    mt_adv_estimator adv_estimator;
+    bool norm_adv_by_std, whiten_advantages, dynamic_sampling, overlong_mask, kl_in_reward;
+    bool shuffle_prompts, shuffle_mini_batches;
+    mt_strings prompt_shares;
+    char *tag_key;
+    double gamma, lam, reward_clip, advantage_clip, overlong_penalty, overlong_penalty_factor, kl_coef;
+    mt_policy_variant pg_variant;
+    double clip_ratio, clip_ratio_low, clip_ratio_high, clip_ratio_c, entropy_coeff, kl_loss_coef, value_clip;
+    mt_loss_aggregation loss_agg_mode;
+    mt_kl_type kl_loss_type;
+    mt_reward_kind reward;
+    char *reward_command, *reward_pattern, *reward_load, *critic_load, *answer_key;
+    double reward_timeout_seconds, critic_lr;
+    /* models that take turns; a size of 0: see mt_model_role_sizes */
+    int64_t rollout_tensor_model_parallel_size, rollout_expert_model_parallel_size;
+    int64_t teacher_tensor_model_parallel_size, teacher_pipeline_model_parallel_size;
+    int64_t teacher_expert_model_parallel_size;
+    int64_t ref_tensor_model_parallel_size, ref_pipeline_model_parallel_size, ref_expert_model_parallel_size;
+    int64_t critic_tensor_model_parallel_size, critic_pipeline_model_parallel_size, critic_expert_model_parallel_size;
+    int64_t reward_tensor_model_parallel_size, reward_pipeline_model_parallel_size, reward_expert_model_parallel_size;
+    bool param_offload, grad_offload, optimizer_offload;
+    /* checkpoints and reports */
+    char *load, *load_adapter, *merge_adapter, *save, *hf_config, *metrics, *tensorboard_dir, *config, *role;
+    bool print_config;
+    int64_t save_interval, keep_checkpoints, save_retain_interval;
+    bool profile, finetune, no_load_optim, no_save_optim, no_load_rng;
+    bool async_save, auto_resume, overwrite, exit_on_missing_checkpoint;
+    char *trace; // a file for the timeline of the steps that follow, counted from 1
+    int64_t trace_first_step, trace_last_step;
+    /* inference */
+    mt_strings prompt;
+    bool chat;
+    char *system_prompt;
+    char *prompts, *prompt_tokens, *score, *out, *entropy_out, *logits_out;
+    bool print_tokens;
+    double top_p, min_p, repetition_penalty;
+    int64_t top_k, max_new_tokens, max_sequences, num_return_sequences;
+    int64_t inference_max_requests, inference_dynamic_batching_block_size, kv_cache_tokens;
+    mt_strings stop;
+    uint64_t given[48];     // a bit per byte above: the user gave the option of the field that begins there (MT_GIVEN)
+    mt_strings typed_names; // pairs for messages: an option, and the other name that the user typed
+    mt_strings sharded_names; // that mt_options_finish accepts only if data-parallel ranks shard
+    mt_strings config_keys;   // of --role: line, key, option, why it has no effect; for --print-config
+    int64_t config_devices;   // ranks that the file of --role names; 0: none
+    /* not options: read from the model's folder */
+    int64_t mtp_layers_stored;          // MTP modules that the folder to load may hold, in use or not
+    bool head_is_new;                   // for the stage: the folder to load has none
+    int64_t weight_block_size[2];       // rows, columns per scale of the fp8 weights to load; 0: none are in fp8
+    int64_t bos_token_id, eos_token_id; // -1: none
+    char *special_tokens;               // ids of special tokens in config.json, as JSON; NULL: those two
+    char *generation_config;            // text of the loaded folder's file of settings for generation; NULL: none
+} mt_run_options;
+
 /* The program that options are for. LIBRARY: any program that trains on its own data; it may set every option. */
 typedef enum mt_program { MT_PROGRAM_TRAIN = 1, MT_PROGRAM_INFER = 2, MT_PROGRAM_LIBRARY = 3 } mt_program;
 
@@ -16,20 +141,20 @@ enum { MT_UNKNOWN_ITERATIONS = 1000000000 };
 
 /* Reads a YAML text: names with underscores or dashes, flat or in sections, whose names have no meaning; lists; true
  * and false for flags; null leaves the default. `path` is for messages. Later settings win. */
-int mt_options_read_yaml(mt_options *options, mt_program program, const char *text, int64_t bytes, const char *path,
+int mt_options_read_yaml(mt_run_options *options, mt_program program, const char *text, int64_t bytes, const char *path,
                          mt_error *error);
 
 /* Reads a YAML text of ROLL, verl or Trinity-RFT: the pipeline's keys and those of a role ("actor_train", "sft_train",
  * "rewards.NAME"). role_keys.c has the keys that are known: they set options, are not used here, or are refused. The
  * keys are noted in options->config_keys. */
-int mt_options_read_role(mt_options *options, mt_program program, const char *role, const char *text, int64_t bytes,
+int mt_options_read_role(mt_run_options *options, mt_program program, const char *role, const char *text, int64_t bytes,
                          const char *path, mt_error *error);
 
 enum { MT_CONFIG_BYTES = 1 << 22 }; // limit of config.json and of a YAML file
 
 /* mt_options_parse (run_options.h) without what comes from the folders of models: defaults, the YAML file of --config,
  * then the command line. `--help` prints and exits with 0. */
-int mt_options_read(mt_options *options, mt_program program, int argc, char **argv, mt_error *error);
+int mt_options_read(mt_run_options *options, mt_program program, int argc, char **argv, mt_error *error);
 
 #ifdef __cplusplus
 }

@@ -9,6 +9,7 @@
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>
+#include <strings.h>
 #ifdef MT_HAVE_YAML
 #include <yaml.h>
 #endif
@@ -30,6 +31,7 @@ void mt_role_config_free(mt_role_config *config) {
 #ifdef MT_HAVE_YAML
 enum {
     MAX_NESTING = 16,    // of collections; sections of options nest 8 deep at most, and may hold lists
+    MAX_ANCHORS = 1000,  // with aliases; libyaml compares each with all before it
     MAX_DEPTH = 12,      // of sections that "<<" merges
     MAX_REFERENCES = 16, // that lead to one another
     MAX_NODES = 20000,   // visited; with aliases a small file could have more than any memory
@@ -631,7 +633,7 @@ static int take_strategy(reader *r, const mt_role_key *row, const yaml_node_t *m
     yaml_node_t *sibling = find_key(r, mapping, "strategy_name", strlen("strategy_name"), 0);
     if (sibling && follow(r, &sibling, 0) != 0) return -1;
     if (sibling && !(name = expand(r, sibling, scalar_text(sibling), 0))) return -1;
-    bool is_megatron = name && strncmp(name, "megatron", 8) == 0;
+    bool is_megatron = name && strncasecmp(name, "megatron", 8) == 0; // of any case, as mt_role_key_translate
     int status = is_megatron ? follow(r, &node, 0) : 0;
     if (status == 0 && is_megatron && !is_null(node)) status = take_section(r, node, row->text, line);
     if (!is_megatron && !r->is_other)
@@ -1243,7 +1245,8 @@ static bool has_training_strategy(reader *r) {
     bool found = find_path(r, path, yaml_document_get_root_node(&r->document), &node, 0) == 0;
     char *name = found && follow(r, &node, 0) == 0 ? expand(r, node, scalar_text(node), 0) : NULL;
     r->error = error;
-    bool trains = !name || mt_text_ends_with(name, "_train");
+    size_t length = name ? strlen(name) : 0;
+    bool trains = !name || (length > 6 && strcasecmp(name + length - 6, "_train") == 0);
     free(name);
     return trains;
 }
@@ -1305,16 +1308,17 @@ long long mt_yaml_line(const char *text, int64_t bytes, size_t mark) {
 }
 
 /* Reads tokens, which libyaml finds in linear time while they nest little. The parser reports what is not YAML. */
-int mt_yaml_check_nesting(const char *text, int64_t bytes, const char *path, mt_error *error) {
+int mt_yaml_check_work(const char *text, int64_t bytes, const char *path, mt_error *error) {
     yaml_parser_t parser;
     yaml_token_t token;
-    int depth = 0;
+    int depth = 0, anchors = 0;
     bool ends = false;
     long long line = 0;
     if (!yaml_parser_initialize(&parser)) return mt_error_set(error, "%s: no memory to read YAML", path);
     yaml_parser_set_input_string(&parser, (const unsigned char *)text, (size_t)bytes);
-    while (!ends && depth <= MAX_NESTING && yaml_parser_scan(&parser, &token)) {
+    while (!ends && depth <= MAX_NESTING && anchors <= MAX_ANCHORS && yaml_parser_scan(&parser, &token)) {
         yaml_token_type_t type = token.type;
+        anchors += type == YAML_ANCHOR_TOKEN || type == YAML_ALIAS_TOKEN;
         depth += type == YAML_FLOW_SEQUENCE_START_TOKEN || type == YAML_FLOW_MAPPING_START_TOKEN ||
                  type == YAML_BLOCK_SEQUENCE_START_TOKEN || type == YAML_BLOCK_MAPPING_START_TOKEN;
         depth -=
@@ -1324,6 +1328,9 @@ int mt_yaml_check_nesting(const char *text, int64_t bytes, const char *path, mt_
         yaml_token_delete(&token);
     }
     yaml_parser_delete(&parser);
+    if (anchors > MAX_ANCHORS)
+        return mt_error_set(error, "%s:%lld: has more than %d anchors and aliases; is it a file of options?", path,
+                            line, MAX_ANCHORS);
     if (depth <= MAX_NESTING) return 0;
     return mt_error_set(error, "%s:%lld: sections and lists are nested deeper than %d; is it a file of options?", path,
                         line, MAX_NESTING);
@@ -1339,7 +1346,7 @@ static int fail_to_parse(const reader *r, const yaml_parser_t *parser) {
 static int load_document(reader *r, const char *text, int64_t bytes) {
     yaml_parser_t parser;
     yaml_document_t second;
-    if (mt_yaml_check_nesting(text, bytes, r->path, r->error) != 0) return -1;
+    if (mt_yaml_check_work(text, bytes, r->path, r->error) != 0) return -1;
     if (!yaml_parser_initialize(&parser)) return mt_error_set(r->error, "%s: no memory to read YAML", r->path);
     yaml_parser_set_input_string(&parser, (const unsigned char *)text, (size_t)bytes);
     int status = yaml_parser_load(&parser, &r->document) ? 0 : fail_to_parse(r, &parser);

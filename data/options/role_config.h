@@ -46,9 +46,9 @@ int mt_role_config_read(mt_role_config *config, const char *role, const char *te
                         mt_error *error);
 void mt_role_config_free(mt_role_config *config);
 
-/* For every reader of YAML, before it parses a text: an error if collections nest deeper than the parser should see, as
- * libyaml's time grows with the square of the nesting. */
-int mt_yaml_check_nesting(const char *text, int64_t bytes, const char *path, mt_error *error);
+/* For every reader of YAML, before it parses a text: an error if collections nest deeper than the parser should see, or
+ * if there are more anchors and aliases; libyaml's time grows with the square of both. */
+int mt_yaml_check_work(const char *text, int64_t bytes, const char *path, mt_error *error);
 
 /* The number of the line of a mark of libyaml, which at the end of a text may lie behind its last line. */
 long long mt_yaml_line(const char *text, int64_t bytes, size_t mark);

@@ -2,7 +2,7 @@
 #ifndef MT_ROLE_SIZES_H
 #define MT_ROLE_SIZES_H
 
-#include "../../megatron.h"
+#include "options.h"
 
 #ifdef __cplusplus
 extern "C" {
@@ -18,18 +18,18 @@ typedef struct mt_model_role_sizes {
 
 /* The layouts of --rollout-*, --teacher-*, --ref-*, --critic-* and --reward-*. Without one of its options, the
  * generator is the actor. */
-mt_model_role_sizes mt_model_role_sizes_of_generator(const mt_options *options);
-mt_model_role_sizes mt_model_role_sizes_of_teacher(const mt_options *options);
-mt_model_role_sizes mt_model_role_sizes_of_reference(const mt_options *options);
-mt_model_role_sizes mt_model_role_sizes_of_critic(const mt_options *options);
-mt_model_role_sizes mt_model_role_sizes_of_reward(const mt_options *options);
+mt_model_role_sizes mt_model_role_sizes_of_generator(const mt_run_options *options);
+mt_model_role_sizes mt_model_role_sizes_of_teacher(const mt_run_options *options);
+mt_model_role_sizes mt_model_role_sizes_of_reference(const mt_run_options *options);
+mt_model_role_sizes mt_model_role_sizes_of_critic(const mt_run_options *options);
+mt_model_role_sizes mt_model_role_sizes_of_reward(const mt_run_options *options);
 
 /* Gives options the layout, if it is another than they have; returns true then. They must be derived again. A model
  * that trains keeps the sharding of its weights, gradients and optimizer. */
-bool mt_model_role_sizes_apply(mt_options *options, mt_model_role_sizes sizes);
+bool mt_model_role_sizes_apply(mt_run_options *options, mt_model_role_sizes sizes);
 
 /* True if the options' reference is the base of the trained model's adapters on the trained model's layout. */
-bool mt_options_refer_to_base(const mt_options *options);
+bool mt_options_refer_to_base(const mt_run_options *options);
 
 #ifdef __cplusplus
 }

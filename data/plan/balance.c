@@ -259,17 +259,17 @@ char *mt_balanced_letters(const mt_options *o, int64_t pp, int64_t vp, const mt_
 
 /* Simulates a step with these stages. Returns its seconds, INFINITY if it does not fit or is not legal; *slowest: the
  * pipeline rank that ends last; *needed: bytes of a GPU. */
-static double mt_cut_simulate(const int64_t *layers, int64_t stages, const mt_options *o, int64_t world_size,
+static double mt_cut_simulate(const int64_t *layers, int64_t stages, const mt_run_options *o, int64_t world_size,
                               const mt_machine *machine, int64_t *slowest, double *needed) {
-    mt_options model = *o; // its strings are not freed
+    mt_run_options model = *o; // its strings are not freed
     mt_simulation simulation = {0};
     mt_error unused;
-    char *letters = mt_cut_letters(o, layers, stages);
-    model.pipeline_letters = letters, model.pipeline_model_parallel_layout = NULL, model.print_schedule = NULL;
-    model.bf16 = true, model.stage = MT_STAGE_PT, model.dynamic_context_parallel = false;
+    char *letters = mt_cut_letters(&o->stack, layers, stages);
+    model.stack.pipeline_letters = letters, model.pipeline_model_parallel_layout = NULL, model.print_schedule = NULL;
+    model.stack.bf16 = true, model.stack.stage = MT_STAGE_PT, model.stack.dynamic_context_parallel = false;
     double seconds = INFINITY;
     if (mt_options_derive(&model, MT_PROGRAM_TRAIN, world_size, &unused) == 0 &&
-        mt_simulate(&simulation, &model, world_size, machine, &unused) == 0)
+        mt_simulate(&simulation, &model.stack, world_size, machine, &unused) == 0)
         seconds = simulation.seconds, *slowest = simulation.pipeline[simulation.slowest].last;
     *needed = simulation.needed;
     mt_simulation_free(&simulation);
@@ -282,9 +282,9 @@ enum { MT_MOST_SIMULATIONS = 250 }; // with 256 GPUs and Llama 3 70B they take 6
 /* Moves single layers from stage to stage as long as the simulated step gets shorter. The first moves tried are those
  * away from the rank that ends last. Memory: that of the machine, or, where the GPU is not given or the model is not in
  * bf16, what the step needs before. */
-static void mt_cut_move(int64_t *layers, int64_t vp, const mt_options *o, int64_t world_size, mt_machine machine) {
-    int64_t stages = o->pipeline_model_parallel_size * vp, simulations = 0, slowest = 0, ignored;
-    bool is_known = MT_GIVEN(o, gpu) && o->bf16;
+static void mt_cut_move(int64_t *layers, int64_t vp, const mt_run_options *o, int64_t world_size, mt_machine machine) {
+    int64_t stages = o->stack.pipeline_model_parallel_size * vp, simulations = 0, slowest = 0, ignored;
+    bool is_known = MT_GIVEN(o, gpu) && o->stack.bf16;
     double needed, unused;
     if (!is_known) machine.memory_gib = 1e30; // finite, so that bytes are counted
     double shortest = mt_cut_simulate(layers, stages, o, world_size, &machine, &slowest, &needed);
@@ -306,14 +306,14 @@ static void mt_cut_move(int64_t *layers, int64_t vp, const mt_options *o, int64_
 
 /* ---- --pipeline-model-parallel-layout auto */
 
-static char *mt_layout_balance(const mt_options *o, int64_t world_size, mt_error *error) {
-    mt_options one = *o; // has no string of its own
+static char *mt_layout_balance(const mt_run_options *o, int64_t world_size, mt_error *error) {
+    mt_run_options one = *o; // has no string of its own
     mt_machine machine;
     const char *text = o->pipeline_model_parallel_layout + strlen("auto");
-    int64_t pp = o->pipeline_model_parallel_size, stages = 1;
+    int64_t pp = o->stack.pipeline_model_parallel_size, stages = 1;
     if (o->print_schedule && world_size == 1) // the ranks are imagined
-        world_size = o->tensor_model_parallel_size * pp * o->context_parallel_size;
-    if (*text && !(*text == '*' && mt_parse_int(text + 1, &stages) && stages >= 1 && stages <= o->num_layers)) {
+        world_size = o->stack.tensor_model_parallel_size * pp * o->stack.context_parallel_size;
+    if (*text && !(*text == '*' && mt_parse_int(text + 1, &stages) && stages >= 1 && stages <= o->stack.num_layers)) {
         mt_error_set(error,
                      "--pipeline-model-parallel-layout %s: give auto, or auto*N for N stages a rank, at most one "
                      "for each layer",
@@ -327,22 +327,23 @@ static char *mt_layout_balance(const mt_options *o, int64_t world_size, mt_error
                      o->pipeline_model_parallel_layout, (long long)world_size);
         return NULL;
     }
-    one.pipeline_model_parallel_size = 1, one.pipeline_schedule = MT_SCHEDULE_1F1B, one.print_schedule = NULL;
+    one.stack.pipeline_model_parallel_size = 1, one.stack.pipeline_schedule = MT_SCHEDULE_1F1B,
+    one.print_schedule = NULL;
     if (mt_options_derive(&one, MT_PROGRAM_TRAIN, world_size / pp, error) != 0) return NULL;
     if (mt_machine_read(&machine, o->gpu, error) != 0) return NULL;
     mt_machine roomy = machine;
     machine.gpus_per_host = roomy.gpus_per_host = o->gpus_per_host, roomy.memory_gib = INFINITY;
     mt_layer_seconds t;
-    if (mt_layer_seconds_of(&t, &one, world_size / pp, 1, &roomy, error) != 0) return NULL;
+    if (mt_layer_seconds_of(&t, &one.stack, world_size / pp, 1, &roomy, error) != 0) return NULL;
     int64_t *layers = mt_calloc(pp * stages * 8);
-    mt_cut(layers, &one, pp, stages, &t);
+    mt_cut(layers, &one.stack, pp, stages, &t);
     mt_cut_move(layers, stages, o, world_size, machine);
-    char *letters = mt_cut_letters(o, layers, pp * stages);
+    char *letters = mt_cut_letters(&o->stack, layers, pp * stages);
     free(layers);
     return letters;
 }
 
-int mt_train_options_finish(mt_options *options, int64_t world_size, mt_error *error) {
+int mt_train_options_finish(mt_run_options *options, int64_t world_size, mt_error *error) {
     mt_machine machine;
     bool imagines = options->plan || options->explain || options->print_schedule || options->print_config;
     if (options->gpus > 0 && !imagines)

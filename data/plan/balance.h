@@ -2,6 +2,7 @@
 #ifndef MT_BALANCE_H
 #define MT_BALANCE_H
 
+#include "../options/options.h"
 #include "machine.h"
 
 #ifdef __cplusplus
@@ -38,7 +39,7 @@ char *mt_balanced_letters(const mt_options *o, int64_t pp, int64_t vp, const mt_
  * stages a rank. The ranks, or their stages where that is faster, take equal times on a GPU of options->gpu, embedding
  * and head included, as far as whole layers allow. Then single layers move to other stages as long as a simulated step
  * gets shorter and fits the GPU, or, without --gpu, needs no more memory. */
-int mt_train_options_finish(mt_options *options, int64_t world_size, mt_error *error);
+int mt_train_options_finish(mt_run_options *options, int64_t world_size, mt_error *error);
 
 #ifdef __cplusplus
 }

@@ -1,13 +1,14 @@
-/* layouts.c: the search for the fastest layouts. Layouts are option lines: each is parsed and finished as a command
- * line is, so that the rules exist once. All are listed first, each with a least time of its step: the times of layers
- * in models of one and two layers, put together by the pipeline's schedule. In the order of this time they are checked,
- * their memory is counted, and layouts with room are simulated, until no least time can be among the best. */
+/* layouts.c: the search for the fastest layouts. A layout is a line of options: it varies a copy of the parsed options,
+ * which is finished as those of a command line are, so that the rules exist once. All are listed first, each with a
+ * least time of its step: the times of layers in models of one and two layers, put together by the pipeline's schedule.
+ * In the order of this time they are checked, their memory is counted, and layouts with room are simulated, until no
+ * least time can be among the best. */
 #include "layouts.h"
 
+#include "../options/option_arguments.h"
 #include "../options/option_rules.h"
 #include "../options/option_table.h"
 #include "../options/options.h"
-#include "../checkpoint/run_options.h"
 #include "balance.h"
 
 #include <math.h>
@@ -60,13 +61,11 @@ typedef struct mt_candidate {
 /* The facts of the model and the run that decide which layouts exist, and what is known of them. */
 typedef struct mt_search {
     mt_layouts *out;
-    const mt_options *given;
+    const mt_run_options *given;
     const mt_machine *machine;
-    int argc;
-    char **argv;
     int64_t most_attempts;
     int64_t least_tp, least_pp, least_cp;
-    mt_options model; // finished, for some ranks
+    mt_run_options model; // finished, for some ranks
     mt_candidate *list;
     mt_sizes *sizes;
     mt_shape *shapes;
@@ -79,56 +78,62 @@ typedef struct mt_search {
     length += MT_GIVEN(o, field) ? 0 : snprintf(line + length, (size_t)(MT_LAYOUT_LINE - length), __VA_ARGS__)
 
 /* True if --tp-comm-overlap is possible: all tensor groups lie within hosts. */
-static bool mt_candidate_overlaps(const mt_candidate *c, const mt_options *o) {
+static bool mt_candidate_overlaps(const mt_candidate *c, const mt_run_options *o) {
     bool nests = o->gpus <= o->gpus_per_host || o->gpus_per_host % c->tp == 0;
     return c->tp > 1 && c->tp <= MT_MAILBOX_RANKS && nests;
 }
 
 /* True if gathering all tokens sends fewer bytes than sending each to its experts: with `ep` ranks a token has topk /
  * ep experts on each. */
-static bool mt_candidate_gathers(const mt_candidate *c, const mt_options *o) {
-    bool given = MT_GIVEN(o, expert_tensor_parallel_size);
-    int64_t etp = given ? o->expert_tensor_parallel_size : c->tp > 1 ? mt_max(c->etp, 1) : 1;
-    return o->num_experts > 0 && c->ep * etp > 1 && c->ep < o->moe_router_topk && !o->moe_pad_expert_input_to_capacity;
+static bool mt_candidate_gathers(const mt_candidate *c, const mt_run_options *o) {
+    bool given = MT_GIVEN(o, stack.expert_tensor_parallel_size);
+    int64_t etp = given ? o->stack.expert_tensor_parallel_size : c->tp > 1 ? mt_max(c->etp, 1) : 1;
+    return o->stack.num_experts > 0 && c->ep * etp > 1 && c->ep < o->stack.moe_router_topk &&
+           !o->stack.moe_pad_expert_input_to_capacity;
 }
 
 /* The layout's options; `folded`: letters of balanced stages. */
-static void mt_candidate_print(const mt_candidate *c, const mt_options *o, const char *folded,
+static void mt_candidate_print(const mt_candidate *c, const mt_run_options *o, const char *folded,
                                char line[MT_LAYOUT_LINE]) {
     int length = 0;
     int64_t replicas = o->gpus / (c->tp * c->pp);
-    bool reduces = o->overlap_grad_reduce || !MT_GIVEN(o, overlap_grad_reduce);
+    bool reduces = o->stack.overlap_grad_reduce || !MT_GIVEN(o, stack.overlap_grad_reduce);
     bool shards = o->use_distributed_optimizer || !MT_GIVEN(o, use_distributed_optimizer);
-    if (MT_GIVEN(o, data_parallel_sharding_strategy)) shards = o->data_parallel_sharding_strategy != MT_NO_SHARD;
+    if (MT_GIVEN(o, stack.data_parallel_sharding_strategy))
+        shards = o->stack.data_parallel_sharding_strategy != MT_NO_SHARD;
     *line = 0;
-    MT_LINE(tensor_model_parallel_size, " --tensor-model-parallel-size %lld", (long long)c->tp);
-    if (c->tp > 1 && !o->distribute_saved_activations) MT_LINE(sequence_parallel, " --sequence-parallel"); // excluded
-    bool splits = MT_GIVEN(o, sequence_parallel) ? o->sequence_parallel : !o->distribute_saved_activations;
-    if (mt_candidate_overlaps(c, o) && splits) MT_LINE(tp_comm_overlap, " --tp-comm-overlap");
-    MT_LINE(pipeline_model_parallel_size, " --pipeline-model-parallel-size %lld", (long long)c->pp);
+    MT_LINE(stack.tensor_model_parallel_size, " --tensor-model-parallel-size %lld", (long long)c->tp);
+    if (c->tp > 1 && !o->stack.distribute_saved_activations)
+        MT_LINE(stack.sequence_parallel, " --sequence-parallel"); // excluded
+    bool splits =
+        MT_GIVEN(o, stack.sequence_parallel) ? o->stack.sequence_parallel : !o->stack.distribute_saved_activations;
+    if (mt_candidate_overlaps(c, o) && splits) MT_LINE(stack.tp_comm_overlap, " --tp-comm-overlap");
+    MT_LINE(stack.pipeline_model_parallel_size, " --pipeline-model-parallel-size %lld", (long long)c->pp);
     if (c->balanced)
         MT_LINE(pipeline_model_parallel_layout, " --pipeline-model-parallel-layout '%s'", folded);
     else if (c->vp > 1)
-        MT_LINE(num_virtual_stages_per_pipeline_rank, " --num-virtual-stages-per-pipeline-rank %lld", (long long)c->vp);
-    if (c->zero_bubble) MT_LINE(pipeline_schedule, " --pipeline-schedule zb-h1");
-    if (c->cp > 1) MT_LINE(context_parallel_size, " --context-parallel-size %lld", (long long)c->cp);
-    if (o->num_experts > 0) MT_LINE(expert_model_parallel_size, " --expert-model-parallel-size %lld", (long long)c->ep);
+        MT_LINE(stack.num_virtual_stages_per_pipeline_rank, " --num-virtual-stages-per-pipeline-rank %lld",
+                (long long)c->vp);
+    if (c->zero_bubble) MT_LINE(stack.pipeline_schedule, " --pipeline-schedule zb-h1");
+    if (c->cp > 1) MT_LINE(stack.context_parallel_size, " --context-parallel-size %lld", (long long)c->cp);
+    if (o->stack.num_experts > 0)
+        MT_LINE(stack.expert_model_parallel_size, " --expert-model-parallel-size %lld", (long long)c->ep);
     if (c->tp > 1 && c->etp > 0)
-        MT_LINE(expert_tensor_parallel_size, " --expert-tensor-parallel-size %lld", (long long)c->etp);
-    if (mt_candidate_gathers(c, o)) MT_LINE(moe_token_dispatcher_type, " --moe-token-dispatcher-type allgather");
-    MT_LINE(micro_batch_size, " --micro-batch-size %lld", (long long)c->micro_batch);
+        MT_LINE(stack.expert_tensor_parallel_size, " --expert-tensor-parallel-size %lld", (long long)c->etp);
+    if (mt_candidate_gathers(c, o)) MT_LINE(stack.moe_token_dispatcher_type, " --moe-token-dispatcher-type allgather");
+    MT_LINE(stack.micro_batch_size, " --micro-batch-size %lld", (long long)c->micro_batch);
     if (replicas > 1 && !MT_GIVEN(o, use_distributed_optimizer))
-        MT_LINE(data_parallel_sharding_strategy, " --data-parallel-sharding-strategy %s",
+        MT_LINE(stack.data_parallel_sharding_strategy, " --data-parallel-sharding-strategy %s",
                 c->sharding ? "optim_grads_params" : "optim");
-    if (replicas > 1) MT_LINE(overlap_grad_reduce, " --overlap-grad-reduce");
-    if (replicas > 1 && reduces && shards) MT_LINE(overlap_param_gather, " --overlap-param-gather");
+    if (replicas > 1) MT_LINE(stack.overlap_grad_reduce, " --overlap-grad-reduce");
+    if (replicas > 1 && reduces && shards) MT_LINE(stack.overlap_param_gather, " --overlap-param-gather");
     if (c->recompute == 0) return;
-    MT_LINE(recompute_granularity, " --recompute-granularity %s", c->recompute == 2 ? "full" : "selective");
-    if (c->recompute == 1 && !MT_GIVEN(o, recompute_granularity))
-        MT_LINE(recompute_modules, " --recompute-modules layernorm%s",
-                o->num_experts == 0   ? " mlp"
-                : o->moe_grouped_gemm ? " moe_act"
-                                      : "");
+    MT_LINE(stack.recompute_granularity, " --recompute-granularity %s", c->recompute == 2 ? "full" : "selective");
+    if (c->recompute == 1 && !MT_GIVEN(o, stack.recompute_granularity))
+        MT_LINE(stack.recompute_modules, " --recompute-modules layernorm%s",
+                o->stack.num_experts == 0   ? " mlp"
+                : o->stack.moe_grouped_gemm ? " moe_act"
+                                            : "");
 }
 
 /* Room for one more record after `count`: doubles it at powers of two. */
@@ -139,11 +144,11 @@ static void *mt_search_grow(void *records, int64_t count, size_t size) {
 
 /* Adds a candidate and its variants of sharding and recomputation. */
 static void mt_search_add(mt_search *s, mt_candidate c) {
-    const mt_options *o = s->given;
+    const mt_run_options *o = s->given;
     int64_t replicas = o->gpus / (c.tp * c.pp * c.cp);
-    bool shards = replicas * c.cp > 1 && !c.zero_bubble && !MT_GIVEN(o, data_parallel_sharding_strategy) &&
+    bool shards = replicas * c.cp > 1 && !c.zero_bubble && !MT_GIVEN(o, stack.data_parallel_sharding_strategy) &&
                   !MT_GIVEN(o, use_distributed_optimizer);
-    bool chosen = MT_GIVEN(o, recompute_granularity) || o->recompute_activations || o->moe_layer_recompute;
+    bool chosen = MT_GIVEN(o, stack.recompute_granularity) || o->recompute_activations || o->moe_layer_recompute;
     c.family = s->num_families++;
     for (c.sharding = 0; c.sharding <= shards; c.sharding++)
         for (c.recompute = 0; c.recompute < (chosen ? 1 : MT_RECOMPUTE_CHOICES); c.recompute++) {
@@ -155,25 +160,26 @@ static void mt_search_add(mt_search *s, mt_candidate c) {
 }
 
 /* True if the user decided on the stages of ranks. */
-static bool mt_search_stages_given(const mt_options *o) {
-    return MT_GIVEN(o, num_virtual_stages_per_pipeline_rank) || MT_GIVEN(o, pipeline_model_parallel_layout) ||
-           MT_GIVEN(o, num_layers_per_virtual_pipeline_stage) || MT_GIVEN(o, pipeline_schedule) ||
-           MT_GIVEN(o, decoder_first_pipeline_num_layers) || MT_GIVEN(o, decoder_last_pipeline_num_layers) ||
-           o->account_for_embedding_in_pipeline_split || o->account_for_loss_in_pipeline_split;
+static bool mt_search_stages_given(const mt_run_options *o) {
+    return MT_GIVEN(o, stack.num_virtual_stages_per_pipeline_rank) || MT_GIVEN(o, pipeline_model_parallel_layout) ||
+           MT_GIVEN(o, num_layers_per_virtual_pipeline_stage) || MT_GIVEN(o, stack.pipeline_schedule) ||
+           MT_GIVEN(o, stack.decoder_first_pipeline_num_layers) ||
+           MT_GIVEN(o, stack.decoder_last_pipeline_num_layers) || o->stack.account_for_embedding_in_pipeline_split ||
+           o->stack.account_for_loss_in_pipeline_split;
 }
 
 /* Schedules of a pipeline: one stage a rank, zero-bubble, or several stages, any number that divides the layers. 1, 2,
  * 4 and 8 are also balanced, but not for more than MT_BALANCED_LAYERS, which would take seconds. */
 static void mt_search_schedules(mt_search *s, mt_candidate c) {
-    const mt_options *o = s->given;
+    const mt_run_options *o = s->given;
     c.vp = 1;
     if (c.pp == 1 || mt_search_stages_given(o)) {
         mt_search_add(s, c);
         return;
     }
-    for (c.vp = 1; c.vp * c.pp <= o->num_layers; c.vp++) {
-        bool equal = o->num_layers % (c.pp * c.vp) == 0;
-        bool balances = c.vp <= 8 && (c.vp & (c.vp - 1)) == 0 && o->num_layers <= MT_BALANCED_LAYERS;
+    for (c.vp = 1; c.vp * c.pp <= o->stack.num_layers; c.vp++) {
+        bool equal = o->stack.num_layers % (c.pp * c.vp) == 0;
+        bool balances = c.vp <= 8 && (c.vp & (c.vp - 1)) == 0 && o->stack.num_layers <= MT_BALANCED_LAYERS;
         for (int balanced = equal ? 0 : 1; balanced <= balances; balanced++) {
             c.balanced = balanced, c.zero_bubble = false;
             mt_search_add(s, c);
@@ -184,7 +190,7 @@ static void mt_search_schedules(mt_search *s, mt_candidate c) {
 }
 
 /* The least size of a dimension: 2 if an option was given that is for several ranks of it. */
-static int64_t mt_least_size(const mt_options *o, size_t size) {
+static int64_t mt_least_size(const mt_run_options *o, size_t size) {
     mt_option_rule rule;
     for (const mt_option *row = mt_option_table; row->help; row++)
         for (const char *column = row->name ? row->needs : NULL; mt_option_next_rule(&column, &rule);)
@@ -199,13 +205,13 @@ static int64_t mt_next_size(int64_t size, bool is_given) {
 
 /* The numbers of stages of a layout of given sizes. False: none. */
 static bool mt_search_stages(mt_search *s, mt_candidate c, int64_t smaller) {
-    const mt_options *o = s->given;
-    bool pp = MT_GIVEN(o, pipeline_model_parallel_size), any = false;
+    const mt_run_options *o = s->given;
+    bool pp = MT_GIVEN(o, stack.pipeline_model_parallel_size), any = false;
     int64_t model = c.tp * c.cp, experts = c.ep * mt_max(c.etp, 1);
-    int64_t first = pp ? o->pipeline_model_parallel_size : s->least_pp;
-    for (c.pp = first; c.pp <= (pp ? mt_min(first, o->num_layers) : o->num_layers); c.pp++) {
+    int64_t first = pp ? o->stack.pipeline_model_parallel_size : s->least_pp;
+    for (c.pp = first; c.pp <= (pp ? mt_min(first, o->stack.num_layers) : o->stack.num_layers); c.pp++) {
         if (o->gpus % (model * c.pp) != 0 || o->gpus % (experts * c.pp) != 0) continue;
-        if (o->global_batch_size % (c.micro_batch * (o->gpus / (model * c.pp))) != 0) continue;
+        if (o->stack.global_batch_size % (c.micro_batch * (o->gpus / (model * c.pp))) != 0) continue;
         if (!any) {
             s->sizes = mt_search_grow(s->sizes, s->num_sizes, sizeof *s->sizes);
             s->sizes[s->num_sizes++] = (mt_sizes){.micro_batch = c.micro_batch, .smaller = smaller};
@@ -221,10 +227,10 @@ static bool mt_search_stages(mt_search *s, mt_candidate c, int64_t smaller) {
 
 /* The micro-batches of a layout of given ranks: all that divide the batch. */
 static void mt_search_micro_batches(mt_search *s, mt_candidate c) {
-    const mt_options *o = s->given;
-    bool given = MT_GIVEN(o, micro_batch_size);
-    int64_t smaller = -1, batch = o->global_batch_size;
-    for (c.micro_batch = given ? o->micro_batch_size : 1; c.micro_batch <= batch;
+    const mt_run_options *o = s->given;
+    bool given = MT_GIVEN(o, stack.micro_batch_size);
+    int64_t smaller = -1, batch = o->stack.global_batch_size;
+    for (c.micro_batch = given ? o->stack.micro_batch_size : 1; c.micro_batch <= batch;
          c.micro_batch = mt_next_size(c.micro_batch, given))
         if (batch % c.micro_batch == 0 && mt_search_stages(s, c, smaller)) {
             smaller = s->num_sizes - 1;
@@ -234,13 +240,13 @@ static void mt_search_micro_batches(mt_search *s, mt_candidate c) {
 
 /* Expert ranks: those of the layer's tensor ranks share an expert, or none do. */
 static void mt_search_experts(mt_search *s, mt_candidate c) {
-    const mt_options *o = s->given;
-    bool ep = MT_GIVEN(o, expert_model_parallel_size) || o->num_experts == 0;
-    bool etp = MT_GIVEN(o, expert_tensor_parallel_size) || o->num_experts == 0;
-    for (c.ep = ep ? mt_max(o->expert_model_parallel_size, 1) : 1; c.ep <= mt_max(o->num_experts, 1) && c.ep <= o->gpus;
-         c.ep = mt_next_size(c.ep, ep)) {
-        if (!ep && o->num_experts % c.ep != 0) continue;
-        c.etp = etp ? o->expert_tensor_parallel_size : 1;
+    const mt_run_options *o = s->given;
+    bool ep = MT_GIVEN(o, stack.expert_model_parallel_size) || o->stack.num_experts == 0;
+    bool etp = MT_GIVEN(o, stack.expert_tensor_parallel_size) || o->stack.num_experts == 0;
+    for (c.ep = ep ? mt_max(o->stack.expert_model_parallel_size, 1) : 1;
+         c.ep <= mt_max(o->stack.num_experts, 1) && c.ep <= o->gpus; c.ep = mt_next_size(c.ep, ep)) {
+        if (!ep && o->stack.num_experts % c.ep != 0) continue;
+        c.etp = etp ? o->stack.expert_tensor_parallel_size : 1;
         mt_search_micro_batches(s, c);
         c.etp = c.tp;
         if (!etp && c.tp > 1) mt_search_micro_batches(s, c);
@@ -248,26 +254,27 @@ static void mt_search_experts(mt_search *s, mt_candidate c) {
 }
 
 static void mt_search_list(mt_search *s) {
-    const mt_options *o = s->given;
+    const mt_run_options *o = s->given;
     mt_candidate c = {0};
     int64_t gpus = o->gpus;
-    bool tp = MT_GIVEN(o, tensor_model_parallel_size), cp = MT_GIVEN(o, context_parallel_size);
+    bool tp = MT_GIVEN(o, stack.tensor_model_parallel_size), cp = MT_GIVEN(o, stack.context_parallel_size);
     int64_t most = mt_min(o->gpus_per_host, gpus);
-    for (c.tp = tp ? o->tensor_model_parallel_size : s->least_tp; c.tp <= (tp ? gpus : most);
+    for (c.tp = tp ? o->stack.tensor_model_parallel_size : s->least_tp; c.tp <= (tp ? gpus : most);
          c.tp = mt_next_size(c.tp, tp))
-        for (c.cp = cp ? o->context_parallel_size : s->least_cp; c.tp * c.cp <= gpus; c.cp = mt_next_size(c.cp, cp)) {
-            if (gpus % (c.tp * c.cp) != 0 || (!cp && c.cp > 1 && o->seq_length / c.cp < 2048)) continue;
+        for (c.cp = cp ? o->stack.context_parallel_size : s->least_cp; c.tp * c.cp <= gpus;
+             c.cp = mt_next_size(c.cp, cp)) {
+            if (gpus % (c.tp * c.cp) != 0 || (!cp && c.cp > 1 && o->stack.seq_length / c.cp < 2048)) continue;
             mt_search_experts(s, c);
         }
 }
 
 /* ---- options of layouts */
 
-void mt_options_assume_run(mt_options *o) {
+void mt_options_assume_run(mt_run_options *o) {
     bool has_data = o->data_path.count > 0 || o->train_data_path.count > 0 || o->tokens_file;
     if (!has_data) o->mock_data = true;
-    if (o->train_iters == 0 && o->train_samples == 0 && o->train_epochs == 0) o->train_iters = 1;
-    if (o->lr == 0) o->lr = 1e-4;
+    if (o->stack.train_iters == 0 && o->stack.train_samples == 0 && o->train_epochs == 0) o->stack.train_iters = 1;
+    if (o->stack.lr == 0) o->stack.lr = 1e-4;
 }
 
 /* Writes letters of a layout with repeats folded: E and t*5 within a stage, (t*4|)*3 for equal stages. */
@@ -289,43 +296,47 @@ static void mt_letters_fold(const char *letters, char *text, size_t room) {
     text[length] = 0;
 }
 
-/* Parses the command line with a layout's options after it; a quote is part of no word. */
-static int mt_search_parse(const mt_search *s, const char *line, mt_options *o, mt_error *error) {
-    char words[MT_LAYOUT_LINE], *argv[512];
-    int argc = 0;
-    if (s->argc > 400) return mt_error_set(error, "--plan takes at most 400 words; put options into --config");
-    for (; argc < s->argc; argc++) argv[argc] = s->argv[argc];
+/* The options that were given, with a layout's options; a quote is part of no word. */
+static int mt_search_vary(const mt_search *s, const char *line, mt_run_options *o, mt_error *error) {
+    char words[MT_LAYOUT_LINE], *argv[128] = {"train"};
+    int argc = 1;
     snprintf(words, sizeof words, "%s", line);
-    for (char *word = strtok(words, " '"); word; word = strtok(NULL, " '")) argv[argc++] = word;
-    if (mt_options_parse(o, MT_PROGRAM_TRAIN, argc, argv, error) != 0) return -1;
-    mt_options_assume_run(o);
-    if (o->vocab_size == 0) o->vocab_size = s->given->vocab_size; // of the tokenizer
-    return 0;
+    for (char *word = strtok(words, " '"); word; word = strtok(NULL, " '")) {
+        MT_CHECK(argc < (int)(sizeof argv / sizeof *argv));
+        argv[argc++] = word;
+    }
+    mt_options_copy(o, s->given);
+    mt_option_reader reader = {.options = o, .program = MT_PROGRAM_TRAIN};
+    int status = mt_options_read_arguments(&reader, argc, argv, error);
+    if (status == 0) status = mt_option_reader_report(&reader, error);
+    mt_option_reader_free(&reader);
+    return status;
 }
 
-static int mt_search_finish(const mt_search *s, const char *line, int64_t ranks, mt_options *o, mt_error *error) {
-    return mt_search_parse(s, line, o, error) != 0 ? -1 : mt_train_options_finish(o, ranks, error);
+static int mt_search_finish(const mt_search *s, const char *line, int64_t ranks, mt_run_options *o, mt_error *error) {
+    return mt_search_vary(s, line, o, error) != 0 ? -1 : mt_train_options_finish(o, ranks, error);
 }
 
 /* ---- least times */
 
 /* The options of a candidate without its pipeline: for a model of one stage, on the GPUs of a stage. */
-static int mt_search_one_stage(const mt_search *s, const mt_candidate *c, mt_options *o, mt_error *error) {
-    static const size_t of_pipeline[] = {offsetof(mt_options, pipeline_model_parallel_size),
-                                         offsetof(mt_options, pipeline_model_parallel_layout),
-                                         offsetof(mt_options, num_virtual_stages_per_pipeline_rank),
-                                         offsetof(mt_options, num_layers_per_virtual_pipeline_stage),
-                                         offsetof(mt_options, microbatch_group_size_per_virtual_pipeline_stage),
-                                         offsetof(mt_options, pipeline_schedule),
-                                         offsetof(mt_options, account_for_embedding_in_pipeline_split),
-                                         offsetof(mt_options, account_for_loss_in_pipeline_split),
-                                         offsetof(mt_options, decoder_first_pipeline_num_layers),
-                                         offsetof(mt_options, decoder_last_pipeline_num_layers)};
+static int mt_search_one_stage(const mt_search *s, const mt_candidate *c, mt_run_options *o, mt_error *error) {
+    static const size_t of_pipeline[] = {
+        offsetof(mt_run_options, stack.pipeline_model_parallel_size),
+        offsetof(mt_run_options, pipeline_model_parallel_layout),
+        offsetof(mt_run_options, stack.num_virtual_stages_per_pipeline_rank),
+        offsetof(mt_run_options, num_layers_per_virtual_pipeline_stage),
+        offsetof(mt_run_options, stack.microbatch_group_size_per_virtual_pipeline_stage),
+        offsetof(mt_run_options, stack.pipeline_schedule),
+        offsetof(mt_run_options, stack.account_for_embedding_in_pipeline_split),
+        offsetof(mt_run_options, stack.account_for_loss_in_pipeline_split),
+        offsetof(mt_run_options, stack.decoder_first_pipeline_num_layers),
+        offsetof(mt_run_options, stack.decoder_last_pipeline_num_layers)};
     mt_candidate plain = *c;
     char line[MT_LAYOUT_LINE];
     plain.vp = 1, plain.balanced = plain.zero_bubble = false;
     mt_candidate_print(&plain, s->given, "", line);
-    if (mt_search_parse(s, line, o, error) != 0) return -1;
+    if (mt_search_vary(s, line, o, error) != 0) return -1;
     for (size_t i = 0; i < sizeof of_pipeline / sizeof *of_pipeline; i++)
         mt_option_reset(o, mt_option_of(of_pipeline[i]));
     return mt_train_options_finish(o, s->given->gpus / c->pp, error);
@@ -335,11 +346,11 @@ static int mt_search_one_stage(const mt_search *s, const mt_candidate *c, mt_opt
 static bool mt_search_know(const mt_search *s, const mt_candidate *c, int64_t micro_batches, mt_known_seconds *layers,
                            mt_error *error) {
     int64_t gpus = s->given->gpus / c->pp;
-    mt_options o;
+    mt_run_options o;
     if (layers->is_known || layers->is_refused) return layers->is_known;
     s->out->attempts++;
     layers->is_known = mt_search_one_stage(s, c, &o, error) == 0 &&
-                       mt_layer_seconds_of(&layers->seconds, &o, gpus, micro_batches, s->machine, error) == 0;
+                       mt_layer_seconds_of(&layers->seconds, &o.stack, gpus, micro_batches, s->machine, error) == 0;
     mt_options_free(&o);
     layers->is_refused = !layers->is_known;
     return layers->is_known;
@@ -348,13 +359,15 @@ static bool mt_search_know(const mt_search *s, const mt_candidate *c, int64_t mi
 /* ---- least memory */
 
 static double mt_candidate_micro_batches(const mt_search *s, const mt_candidate *c) {
-    return (double)(s->given->global_batch_size * c->tp * c->pp * c->cp) / (double)(s->given->gpus * c->micro_batch);
+    return (double)(s->given->stack.global_batch_size * c->tp * c->pp * c->cp) /
+           (double)(s->given->gpus * c->micro_batch);
 }
 
 /* Bytes of a layer in `live` micro-batches on a rank, without scratch. */
 static double mt_layer_bytes(const mt_search *s, const mt_candidate *c, const mt_layer_seconds *layers, int cost,
                              double live) {
-    bool whole = s->model.data_parallel_sharding_strategy <= MT_SHARD_OPTIM && !s->model.optimizer_cpu_offload;
+    bool whole =
+        s->model.stack.data_parallel_sharding_strategy <= MT_SHARD_OPTIM && !s->model.stack.optimizer_cpu_offload;
     return live * layers->saved[cost] + (whole && !c->sharding ? layers->states[cost] : 0);
 }
 
@@ -364,7 +377,7 @@ static double mt_layer_bytes(const mt_search *s, const mt_candidate *c, const mt
  * which are on some rank. */
 static bool mt_candidate_too_large(const mt_search *s, const mt_candidate *c, const mt_layer_seconds *layers,
                                    const char *letters) {
-    int64_t L = s->model.num_layers, layer = 0;
+    int64_t L = s->model.stack.num_layers, layer = 0;
     double live = fmin((double)c->pp, mt_candidate_micro_batches(s, c)),
            bytes = mt_machine_context(s->machine, s->given->gpus > 1);
     bool equal = c->pp == 1 || (!c->balanced && !mt_search_stages_given(s->given));
@@ -373,14 +386,14 @@ static bool mt_candidate_too_large(const mt_search *s, const mt_candidate *c, co
     if (!letters && !equal) {
         double least = INFINITY;
         for (; layer < L; layer++)
-            least = fmin(least, mt_layer_bytes(s, c, layers, mt_layer_cost(&s->model, layer), 1));
+            least = fmin(least, mt_layer_bytes(s, c, layers, mt_layer_cost(&s->model.stack, layer), 1));
         return bytes + least * (double)mt_divide_up(L, c->pp) > s->machine->memory_gib;
     }
     for (int64_t stage = 0; stage < c->pp * c->vp; stage++) {
         int64_t count = L / (c->pp * c->vp);
         if (letters) letters += strspn(letters, "E|"), count = (int64_t)strspn(letters, "t"), letters += count;
         for (; count > 0; count--, layer++)
-            if (stage % c->pp == 0) bytes += mt_layer_bytes(s, c, layers, mt_layer_cost(&s->model, layer), live);
+            if (stage % c->pp == 0) bytes += mt_layer_bytes(s, c, layers, mt_layer_cost(&s->model.stack, layer), live);
     }
     return bytes > s->machine->memory_gib;
 }
@@ -398,7 +411,7 @@ typedef struct mt_rank_seconds {
 /* Of equal stages, or of those of `letters`. */
 static void mt_ranks_count(mt_rank_seconds *ranks, const mt_search *s, const mt_candidate *c,
                            const mt_layer_seconds *layers, const char *letters) {
-    int64_t layer = 0, equal = s->model.num_layers / (c->pp * c->vp);
+    int64_t layer = 0, equal = s->model.stack.num_layers / (c->pp * c->vp);
     memset(ranks, 0, (size_t)c->pp * sizeof *ranks);
     for (int64_t stage = 0; stage < c->pp * c->vp; stage++) {
         mt_rank_seconds *rank = &ranks[stage % c->pp];
@@ -409,7 +422,7 @@ static void mt_ranks_count(mt_rank_seconds *ranks, const mt_search *s, const mt_
             letters += count;
         }
         for (; count > 0; count--, layer++) {
-            const double *seconds = layers->least[mt_layer_cost(&s->model, layer)];
+            const double *seconds = layers->least[mt_layer_cost(&s->model.stack, layer)];
             rank->all += seconds[0] + seconds[1];
             if (stage < c->pp) rank->forward += seconds[0], rank->backward += seconds[1];
         }
@@ -434,7 +447,7 @@ static double mt_ranks_join(const mt_rank_seconds *ranks, const mt_candidate *c,
  * equally, or, with a pipeline's waiting, each later rank has a little less to do. */
 static double mt_candidate_least(const mt_search *s, const mt_candidate *c, const mt_layer_seconds *layers,
                                  const char *letters) {
-    const mt_options *o = s->given;
+    const mt_run_options *o = s->given;
     double micro_batches = mt_candidate_micro_batches(s, c);
     bool equal = c->pp > 1 && !c->balanced && !mt_search_stages_given(o);
     if (equal || letters) {
@@ -445,8 +458,8 @@ static double mt_candidate_least(const mt_search *s, const mt_candidate *c, cons
         return seconds;
     }
     double all = layers->least_rest, stages = (double)c->pp;
-    for (int64_t i = 0; i < s->model.num_layers; i++) {
-        const double *layer = layers->least[mt_layer_cost(&s->model, i)];
+    for (int64_t i = 0; i < s->model.stack.num_layers; i++) {
+        const double *layer = layers->least[mt_layer_cost(&s->model.stack, i)];
         all += layer[0] + layer[1];
     }
     bool waits = c->balanced && c->vp == 1 && !c->zero_bubble && micro_batches <= 4 * stages;
@@ -525,7 +538,7 @@ static void mt_search_know_round(mt_search *s, const mt_candidate *list, int64_t
 
 /* Letters of a candidate's balanced stages, to free. */
 static char *mt_search_letters(const mt_search *s, const mt_candidate *c, const mt_layer_seconds *layers) {
-    mt_options model = s->model; // its strings are not freed
+    mt_options model = s->model.stack; // its strings are not freed
     model.micro_batch_size = c->micro_batch;
     model.data_parallel_size = s->given->gpus / (c->tp * c->pp * c->cp);
     return mt_balanced_letters(&model, c->pp, c->vp, layers);
@@ -593,13 +606,13 @@ static bool mt_search_excludes(const mt_search *s, const mt_candidate *c, double
 static void mt_search_try(mt_search *s, const mt_candidate *c, const char *letters) {
     mt_layouts *out = s->out;
     mt_layout layout = {.number = c->number};
-    mt_options o;
+    mt_run_options o;
     char folded[MT_LAYOUT_LINE - 1024];
     mt_letters_fold(letters, folded, sizeof folded);
     mt_candidate_print(c, s->given, folded, layout.line);
     out->attempts++;
     int status = mt_search_finish(s, layout.line, s->given->gpus, &o, &out->reason);
-    if (status == 0) status = mt_simulate(&layout.simulation, &o, o.gpus, s->machine, &out->reason);
+    if (status == 0) status = mt_simulate(&layout.simulation, &o.stack, o.gpus, s->machine, &out->reason);
     if (status == MT_DOES_NOT_FIT)
         out->too_large++;
     else if (status != 0)
@@ -691,11 +704,12 @@ static int mt_search_legal(mt_search *s, mt_error *error) {
 
 /* The model's options, finished for the least sizes that were given or are needed, or for a layout of the list. */
 static int mt_search_measure(mt_search *s, mt_error *error) {
-    const mt_options *given = s->given;
-    mt_options *o = &s->model;
-    int64_t tp = mt_max(given->tensor_model_parallel_size, s->least_tp);
-    int64_t pp = mt_max(given->pipeline_model_parallel_size, s->least_pp);
-    int64_t cp = mt_max(given->context_parallel_size, s->least_cp), ep = mt_max(given->expert_model_parallel_size, 1);
+    const mt_run_options *given = s->given;
+    mt_run_options *o = &s->model;
+    int64_t tp = mt_max(given->stack.tensor_model_parallel_size, s->least_tp);
+    int64_t pp = mt_max(given->stack.pipeline_model_parallel_size, s->least_pp);
+    int64_t cp = mt_max(given->stack.context_parallel_size, s->least_cp),
+            ep = mt_max(given->stack.expert_model_parallel_size, 1);
     char line[200];
     snprintf(line, sizeof line,
              " --tensor-model-parallel-size %lld --pipeline-model-parallel-size %lld --context-parallel-size %lld",
@@ -703,14 +717,19 @@ static int mt_search_measure(mt_search *s, mt_error *error) {
     int status = mt_search_finish(s, line, tp * pp * cp * ep, o, error);
     if (status != 0 && s->count > 0) status = mt_search_legal(s, error);
     if (status != 0 && s->count == 0) { // the options that the list would have are no reason to refuse it
-        mt_candidate c = {.tp = tp, .pp = pp, .cp = cp, .ep = ep, .etp = given->expert_tensor_parallel_size, .vp = 1};
+        mt_candidate c = {
+            .tp = tp, .pp = pp, .cp = cp, .ep = ep, .etp = given->stack.expert_tensor_parallel_size, .vp = 1};
         char whole[MT_LAYOUT_LINE];
-        c.micro_batch = 1, c.recompute = MT_GIVEN(given, recompute_modules);
+        c.micro_batch = 1, c.recompute = MT_GIVEN(given, stack.recompute_modules);
         mt_candidate_print(&c, given, "", whole);
         mt_options_free(o);
         status = mt_search_finish(s, whole, tp * pp * cp * ep, o, error);
     }
-    return status != 0 ? status : mt_simulate_check(o, error);
+    if (status == 0) status = mt_simulate_check(&o->stack, error);
+    if (status != 0) return status;
+    mt_error reason;
+    if (mt_simulate_check_device(&o->stack, s->machine, &reason) == 0) return 0;
+    return mt_error_set(error, "no layout of %lld GPUs is legal: %.900s", (long long)given->gpus, reason.text);
 }
 
 /* A search creates thousands of models. Their large arrays, which are hardly touched, are pages of their own, and all
@@ -752,10 +771,11 @@ static void mt_search_run(mt_search *s) {
 
 /* No layout was simulated: says why. */
 static int mt_search_fail(const mt_search *s, mt_error *error) {
-    const mt_options *given = s->given;
+    const mt_run_options *given = s->given;
     const mt_layouts *out = s->out;
-    int64_t model = mt_max(given->tensor_model_parallel_size, 1) * mt_max(given->pipeline_model_parallel_size, 1) *
-                    mt_max(given->context_parallel_size, 1);
+    int64_t model = mt_max(given->stack.tensor_model_parallel_size, 1) *
+                    mt_max(given->stack.pipeline_model_parallel_size, 1) *
+                    mt_max(given->stack.context_parallel_size, 1);
     int64_t needed = s->least_tp * s->least_pp * s->least_cp;
     if (given->gpus < needed)
         return mt_error_set(error, "no layout of %lld GPUs is legal: options that are given need %lld or more",
@@ -772,7 +792,7 @@ static int mt_search_fail(const mt_search *s, mt_error *error) {
             "no layout of %lld GPUs is legal: --global-batch-size %lld is not a multiple of "
             "--micro-batch-size x data parallel size for any sizes; give another batch or other --gpus, or "
             "--context-parallel-size for fewer than 2,048 tokens a rank",
-            (long long)given->gpus, (long long)given->global_batch_size);
+            (long long)given->gpus, (long long)given->stack.global_batch_size);
     if (out->illegal == out->considered)
         return mt_error_set(error, "no layout of %lld GPUs is legal: %.900s", (long long)given->gpus, out->reason.text);
     char skipped[80] = "";
@@ -786,20 +806,20 @@ static int mt_search_fail(const mt_search *s, mt_error *error) {
                         skipped);
 }
 
-int mt_layouts_search(mt_layouts *out, const mt_options *given, int argc, char **argv, const mt_machine *machine,
-                      int64_t most_attempts, mt_error *error) {
+int mt_layouts_search(mt_layouts *out, const mt_run_options *given, const mt_machine *machine, int64_t most_attempts,
+                      mt_error *error) {
     *out = (mt_layouts){.count = 0};
-    mt_search s = {out, given, machine, argc, argv, most_attempts};
+    mt_search s = {out, given, machine, most_attempts};
     if (mt_options_check_ranges(given, MT_PROGRAM_TRAIN, error) != 0) return -1; // the list would be endless
-    if (given->global_batch_size == 0)
+    if (given->stack.global_batch_size == 0)
         return mt_error_set(error, "--plan needs --global-batch-size: another batch would be another run");
-    if (given->global_batch_size > MT_LARGEST_BATCH)
+    if (given->stack.global_batch_size > MT_LARGEST_BATCH)
         return mt_error_set(error, "--plan takes a --global-batch-size of at most %d", MT_LARGEST_BATCH);
     if (given->role)
         return mt_error_set(error, "--plan does not take --role; give the options that --print-config shows");
-    s.least_tp = mt_least_size(given, MT_AT(tensor_model_parallel_size));
-    s.least_pp = mt_least_size(given, MT_AT(pipeline_model_parallel_size));
-    s.least_cp = mt_least_size(given, MT_AT(context_parallel_size));
+    s.least_tp = mt_least_size(given, MT_AT(stack.tensor_model_parallel_size));
+    s.least_pp = mt_least_size(given, MT_AT(stack.pipeline_model_parallel_size));
+    s.least_cp = mt_least_size(given, MT_AT(stack.context_parallel_size));
     mt_search_keep_memory();
     mt_search_list(&s);
     int status = mt_search_measure(&s, error);

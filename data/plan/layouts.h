@@ -2,6 +2,7 @@
 #ifndef MT_LAYOUTS_H
 #define MT_LAYOUTS_H
 
+#include "../options/options.h"
 #include "simulate.h"
 
 #ifdef __cplusplus
@@ -28,15 +29,15 @@ typedef struct mt_layouts {
     mt_error reason;  // why the last illegal layout was refused
 } mt_layouts;
 
-/* Searches layouts for the command line argv[argc], whose options were parsed into `given`; layout options that it has
- * are kept. A layout is legal if mt_options_finish accepts it for given->gpus ranks, and fits if its memory plan does.
+/* Searches layouts for the options `given`, which are parsed and not finished; layout options that the user gave are
+ * kept. A layout is legal if mt_options_finish accepts it for given->gpus ranks, and fits if its memory plan does.
  * Ends after `most_attempts` simulations. Errors: no layout is legal or fits. Free the result in each case. */
-int mt_layouts_search(mt_layouts *layouts, const mt_options *given, int argc, char **argv, const mt_machine *machine,
+int mt_layouts_search(mt_layouts *layouts, const mt_run_options *given, const mt_machine *machine,
                       int64_t most_attempts, mt_error *error);
 void mt_layouts_free(mt_layouts *layouts);
 
 /* A plan needs no data and no number of steps: sets these in parsed options if the user left them out. */
-void mt_options_assume_run(mt_options *options);
+void mt_options_assume_run(mt_run_options *options);
 
 #ifdef __cplusplus
 }

@@ -77,8 +77,8 @@ static void mt_plan_print_step(const mt_simulation *s, const mt_machine *machine
 }
 
 /* Samples of any length are not read. */
-static void mt_plan_print_rows(const mt_options *o, FILE *file) {
-    if (o->sft || o->stage == MT_STAGE_SFT) fprintf(file, "each row is timed as one sample of --seq-length\n");
+static void mt_plan_print_rows(const mt_run_options *o, FILE *file) {
+    if (o->sft || o->stack.stage == MT_STAGE_SFT) fprintf(file, "each row is timed as one sample of --seq-length\n");
 }
 
 /* Equal calls of a step as one line. */
@@ -195,26 +195,26 @@ static int mt_plan_too_large(const mt_simulation *simulation, const mt_machine *
                         simulation->needed / (1 << 30), machine->name, machine->memory_gib / (1 << 30));
 }
 
-bool mt_plan_has_room(const mt_options *o, int64_t ranks, mt_error *error) {
+bool mt_plan_has_room(const mt_run_options *o, int64_t ranks, mt_error *error) {
     mt_machine machine;
     mt_simulation simulation;
     mt_error other;
     if (mt_machine_read(&machine, o->gpu, &other) != 0) return true;
-    bool has_room = mt_simulate(&simulation, o, ranks, &machine, &other) != MT_DOES_NOT_FIT;
+    bool has_room = mt_simulate(&simulation, &o->stack, ranks, &machine, &other) != MT_DOES_NOT_FIT;
     if (!has_room) mt_plan_too_large(&simulation, &machine, error);
     mt_simulation_free(&simulation);
     return has_room;
 }
 
 /* Prints a step that was simulated, and the operations of a pipeline rank. */
-static int mt_explain_step(const mt_simulation *s, const mt_options *o, int64_t ranks, const mt_machine *machine,
+static int mt_explain_step(const mt_simulation *s, const mt_run_options *o, int64_t ranks, const mt_machine *machine,
                            FILE *file, mt_error *error) {
     mt_simulated_message messages[MT_ACTION_RECV_BACKWARD + 1];
     int64_t number = o->explain_rank >= 0 ? o->explain_rank : s->pipeline[s->slowest].last;
     mt_simulated_rank rank = {.rank = number, .last = number};
-    mt_options on_gpu = *o; // its strings are not freed
+    mt_run_options on_gpu = *o; // its strings are not freed
     on_gpu.device = MT_DEVICE_CUDA;
-    if (mt_simulate_rank(&rank, messages, s, o, ranks, machine, error) != 0) return -1;
+    if (mt_simulate_rank(&rank, messages, s, &o->stack, ranks, machine, error) != 0) return -1;
     fprintf(file, "a training step on %lld x %s, simulated:\n", (long long)ranks, machine->name);
     mt_plan_print_rows(o, file);
     mt_plan_print_rank(s, &rank, machine, "  ", file);
@@ -227,16 +227,16 @@ static int mt_explain_step(const mt_simulation *s, const mt_options *o, int64_t 
     return 0;
 }
 
-int mt_plan_explain(const mt_options *o, int64_t ranks, FILE *file, mt_error *error) {
+int mt_plan_explain(const mt_run_options *o, int64_t ranks, FILE *file, mt_error *error) {
     mt_machine machine;
     mt_simulation simulation;
-    int64_t pp = o->pipeline_model_parallel_size;
+    int64_t pp = o->stack.pipeline_model_parallel_size;
     if (o->explain_rank >= pp)
         return mt_error_set(error, "--explain-rank %lld: the pipeline's ranks are 0 to %lld",
                             (long long)o->explain_rank, (long long)pp - 1);
     if (mt_machine_read(&machine, o->gpu, error) != 0) return -1;
     machine.gpus_per_host = o->gpus_per_host;
-    int status = mt_simulate(&simulation, o, ranks, &machine, error);
+    int status = mt_simulate(&simulation, &o->stack, ranks, &machine, error);
     if (status == MT_DOES_NOT_FIT) mt_plan_too_large(&simulation, &machine, error);
     if (status == 0) status = mt_explain_step(&simulation, o, ranks, &machine, file, error);
     mt_simulation_free(&simulation);
@@ -245,14 +245,14 @@ int mt_plan_explain(const mt_options *o, int64_t ranks, FILE *file, mt_error *er
 
 /* ---- the fastest layouts */
 
-int mt_plan_print(const mt_options *o, int argc, char **argv, FILE *file, mt_error *error) {
+int mt_plan_print(const mt_run_options *o, FILE *file, mt_error *error) {
     const int64_t most_attempts = 10000; // one or two minutes of a core; 405B on 1,024 GPUs takes 1,790
     mt_machine machine;
     double begin = mt_time();
     if (mt_machine_read(&machine, o->gpu, error) != 0) return -1;
     machine.gpus_per_host = o->gpus_per_host;
     mt_layouts *layouts = mt_malloc(sizeof *layouts);
-    int status = mt_layouts_search(layouts, o, argc, argv, &machine, most_attempts, error);
+    int status = mt_layouts_search(layouts, o, &machine, most_attempts, error);
     if (status == 0) {
         fprintf(file, "the fastest layouts on %lld x %s, %lld GPUs a host, simulated:\n", (long long)o->gpus,
                 machine.name, (long long)o->gpus_per_host);

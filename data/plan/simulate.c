@@ -910,6 +910,12 @@ int mt_simulate_check(const mt_options *o, mt_error *error) {
     return MT_CHECK_CONSTRAINTS(rules, error);
 }
 
+int mt_simulate_check_device(const mt_options *o, const mt_machine *machine, mt_error *error) {
+    mt_limits limits = {0};
+    mt_cuda_set_limits(&limits, machine->fp8_product_tflops > 0, true);
+    return mt_options_check_limits(o, &limits, error);
+}
+
 int mt_simulate(mt_simulation *simulation, const mt_options *o, int64_t ranks, const mt_machine *machine,
                 mt_error *error) {
     mt_machine job = *machine;

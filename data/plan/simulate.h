@@ -76,6 +76,9 @@ enum { MT_SIMULATION_FAILED = -1, MT_DOES_NOT_FIT = 1 };
 /* Refuses finished options whose step cannot be timed, on any layout. Returns 0, or -1 with error. */
 int mt_simulate_check(const mt_options *options, mt_error *error);
 
+/* Refuses finished options that the GPU's kernels do not compute, on any layout. Returns 0, or -1 with error. */
+int mt_simulate_check_device(const mt_options *options, const mt_machine *machine, mt_error *error);
+
 /* Simulates a training step of finished options on `ranks` GPUs of a machine. Every distinct pipeline rank runs
  * mt_train_step on a backend that computes nothing: its operations advance the clocks of streams by the times that the
  * machine's numbers give. The ranks' times are joined by their schedule (mt_timeline). Returns 0; MT_DOES_NOT_FIT if a

@@ -190,7 +190,7 @@ static int metrics_empty(const mt_report_file *file, mt_error *error) {
  * that a crash left torn are removed. Another run's lines stay: the file is refused, unless --overwrite is given. With
  * --auto-resume, a run that failed before its first checkpoint starts anew, and its file is set aside. */
 static int metrics_open(mt_report *report, const mt_run_state *state, mt_error *error) {
-    const mt_options *o = report->options;
+    const mt_run_options *o = report->options;
     struct stat status;
     if (report_file_open(&report->metrics, o->metrics, "--metrics", O_RDWR, error) != 0) return -1;
     int descriptor = report->metrics.descriptor;
@@ -306,8 +306,8 @@ static void tensorboard_write(mt_report *report, int64_t step, const scalar_list
 
 /* ---- iterations and evaluations */
 
-int mt_report_open(mt_report *report, const mt_model *model, const mt_run_state *state, mt_error *error) {
-    const mt_options *options = mt_model_options(model);
+int mt_report_open(mt_report *report, const mt_model *model, const mt_run_options *options, const mt_run_state *state,
+                   mt_error *error) {
     const mt_group *world = &mt_model_grid(model)->world;
     *report = (mt_report){.options = options, .first_iteration = state->iteration};
     report->world_size = world->size;
@@ -330,7 +330,7 @@ void mt_report_close(mt_report *report) {
     report_file_close(&report->events);
 }
 
-void mt_report_refusal(mt_grid *grid, const mt_options *options, int status, mt_error *error) {
+void mt_report_refusal(mt_grid *grid, const mt_run_options *options, int status, mt_error *error) {
     if (mt_agree(&grid->world, status != 0, error) == 0) return;
     fflush(stdout);
     mt_options_name_typed(options, error);
@@ -392,7 +392,7 @@ static void write_scalars(mt_report *report, int64_t iteration, const scalar_lis
 }
 
 bool mt_report_is_due(const mt_report *report, int64_t iteration) {
-    return iteration % report->options->log_interval == 0 || iteration == report->options->num_iterations;
+    return iteration % report->options->log_interval == 0 || iteration == report->options->stack.num_iterations;
 }
 
 static double mean_mtp_loss(const mt_options *o, const mt_metrics *metrics) {
@@ -409,7 +409,7 @@ static double loss_metric(const mt_loss_metric *row, const mt_metrics *metrics) 
 /* Appends the values that only some models have: those of the loss; the loss of multi-token prediction; with experts
  * the auxiliary losses that are on, the balance of the loads, and the dropped tokens. */
 static void append_parts(line *to, const mt_report *report, const mt_metrics *metrics) {
-    const mt_options *o = report->options;
+    const mt_options *o = &report->options->stack;
     for (int64_t i = 0; i < report->num_numbers; i++)
         if (report->numbers[i].on_line) append(to, "  %s %.4g", report->numbers[i].name, report->numbers[i].value);
     if (report->untrained) return;
@@ -444,7 +444,7 @@ static void collect_scalars(scalar_list *all, const mt_report *report, const mt_
     int64_t bytes = report->device_bytes > 0 ? report->device_bytes : peak_memory();
     all->count = 0;
     if (!report->untrained) add_scalar(all, "lm loss", "lm_loss", metrics->loss);
-    for (int64_t k = 1; k <= report->options->mtp_num_layers; k++) {
+    for (int64_t k = 1; k <= report->options->stack.mtp_num_layers; k++) {
         char tag[40], key[40];
         snprintf(tag, sizeof tag, "mtp_%lld loss", (long long)k);
         snprintf(key, sizeof key, "mtp_%lld_loss", (long long)k);
@@ -456,7 +456,7 @@ static void collect_scalars(scalar_list *all, const mt_report *report, const mt_
     if (!report->untrained) add_scalar(all, "grad-norm", "grad_norm", metrics->grad_norm);
     add_scalar(all, "learning-rate", "learning_rate", metrics->learning_rate);
     add_scalar(all, "weight-decay", "weight_decay", metrics->weight_decay);
-    bool writes = report->options->stage == MT_STAGE_RL; // its samples are the responses of the generator
+    bool writes = report->options->stack.stage == MT_STAGE_RL; // its samples are the responses of the generator
     int64_t consumed =
         writes ? state->consumed_prompts * report->options->num_return_sequences : state->consumed_train_samples;
     add_scalar(all, "consumed-samples", "consumed_samples", (double)consumed);
@@ -465,7 +465,7 @@ static void collect_scalars(scalar_list *all, const mt_report *report, const mt_
     add_scalar(all, "iteration-time-ms", "iteration_ms", 1e3 * metrics->seconds);
     add_scalar(all, "mem-max-allocated-bytes", "peak_memory_bytes", (double)bytes);
     add_scalar(all, "skipped-iterations", "skipped_iterations", (double)metrics->skipped);
-    if (mt_num_expert_layers(report->options) == 0) return;
+    if (mt_num_expert_layers(&report->options->stack) == 0) return;
     add_scalar(all, "load_balancing_loss", "load_balancing_loss", metrics->load_balancing_loss);
     add_scalar(all, "z_loss", "z_loss", metrics->z_loss);
     add_scalar(all, "load imbalance", "load_imbalance", metrics->imbalance);
@@ -485,11 +485,11 @@ static void append_rates(line *to, const mt_report *report, const mt_metrics *me
 /* Attention in plain C is slower than a product, so on the CPU the time is a lower bound. */
 void mt_report_long_step(const mt_report *report, const mt_run_state *state) {
     const double few = 1e12, long_seconds = 60;
-    const mt_options *o = report->options;
-    if (!report->prints || state->iteration >= o->num_iterations) return;
-    int64_t samples = o->stage == MT_STAGE_RL ? o->rollout_batch_size * o->num_return_sequences
-                                              : mt_global_batch_size(o, state->consumed_train_samples);
-    double operations = mt_flops(o, samples) / report->world_size;
+    const mt_run_options *o = report->options;
+    if (!report->prints || state->iteration >= o->stack.num_iterations) return;
+    int64_t samples = o->stack.stage == MT_STAGE_RL ? o->rollout_batch_size * o->num_return_sequences
+                                                    : mt_global_batch_size(o, state->consumed_train_samples);
+    double operations = mt_flops(&o->stack, samples) / report->world_size;
     if (operations < few) return;
     double rate = report->peak_flops > 0 ? report->peak_flops : mt_cpu_matmul_rate(512);
     double seconds = operations / rate;
@@ -497,12 +497,12 @@ void mt_report_long_step(const mt_report *report, const mt_run_state *state) {
     mt_report_line(report,
                    "long step: %s %.1e operations on each rank, %.1f %s at %.0f GFLOP/s, the rate of a matrix product "
                    "here; a signal that stops the run takes effect after a step",
-                   o->sft || o->stage == MT_STAGE_RL ? "up to" : "about", operations,
+                   o->sft || o->stack.stage == MT_STAGE_RL ? "up to" : "about", operations,
                    seconds / (seconds < 7200 ? 60 : 3600), seconds < 7200 ? "minutes" : "hours", rate * 1e-9);
 }
 
 void mt_report_iteration(mt_report *report, const mt_run_state *state, const mt_metrics *metrics) {
-    const mt_options *o = report->options;
+    const mt_options *o = &report->options->stack;
     long long iteration = state->iteration, total = o->num_iterations;
     if (!report->prints || !mt_report_is_due(report, iteration)) return;
     double flops =
@@ -693,10 +693,11 @@ static void print_device(const mt_options *o, const mt_ops *ops, const mt_grid *
 }
 
 /* "1.64 million tokens in 400 iterations: 3.2 epochs of corpus_text_document, which has 510 thousand". */
-static void print_data(const mt_options *o, const mt_run_state *start, const mt_dataset *data, FILE *file) {
+static void print_data(const mt_run_options *o, const mt_run_state *start, const mt_dataset *data, FILE *file) {
     char wanted[32], tokens[32];
-    int64_t samples = mt_consumed_samples_from(o, start->iteration, start->consumed_train_samples, o->num_iterations);
-    double total = (double)samples * (double)o->seq_length;
+    int64_t samples =
+        mt_consumed_samples_from(o, start->iteration, start->consumed_train_samples, o->stack.num_iterations);
+    double total = (double)samples * (double)o->stack.seq_length;
     if (data->packing) { // rows, which are not full
         bool ends = samples >= mt_packing_last(data->packing);
         double epochs =
@@ -705,8 +706,8 @@ static void print_data(const mt_options *o, const mt_run_state *start, const mt_
     }
     mt_blend blend = {0};
     mt_error ignored;
-    fprintf(file, "%s tokens in %lld iteration%s: ", print_count(wanted, total), (long long)o->num_iterations,
-            o->num_iterations == 1 ? "" : "s");
+    fprintf(file, "%s tokens in %lld iteration%s: ", print_count(wanted, total), (long long)o->stack.num_iterations,
+            o->stack.num_iterations == 1 ? "" : "s");
     if (data->num_tokens == 0) {
         fprintf(file, "synthetic");
         return;
@@ -728,18 +729,19 @@ static void print_slow_attention(const mt_options *o, const mt_ops *ops, FILE *f
         fprintf(file, "\nAttention in fp32 takes plain kernels on a GPU, which are many times slower; add --bf16");
 }
 
-void mt_report_opening(const mt_options *o, const mt_run_state *start, const mt_ops *ops, const mt_grid *grid,
+void mt_report_opening(const mt_run_options *o, const mt_run_state *start, const mt_ops *ops, const mt_grid *grid,
                        const mt_dataset *data, FILE *file) {
-    print_model(o, file);
+    print_model(&o->stack, file);
     fprintf(file, o->load ? ", loaded from %s.\nDevice: " : ", random weights.\nDevice: ", o->load);
-    print_device(o, ops, grid, file);
-    print_slow_attention(o, ops, file);
+    print_device(&o->stack, ops, grid, file);
+    print_slow_attention(&o->stack, ops, file);
     fprintf(file, ".\nData: ");
     if (data)
         print_data(o, start, data, file);
-    else if (o->stage == MT_STAGE_RL)
+    else if (o->stack.stage == MT_STAGE_RL)
         fprintf(file, "%lld responses to each of %lld prompts in each of %lld iterations",
-                (long long)o->num_return_sequences, (long long)o->rollout_batch_size, (long long)o->num_iterations);
+                (long long)o->num_return_sequences, (long long)o->rollout_batch_size,
+                (long long)o->stack.num_iterations);
     else
         fprintf(file, "none, the weights stay as they are");
     fprintf(file, ".\n");
@@ -783,7 +785,7 @@ void mt_report_role(const mt_model_role *role, FILE *file) {
                              [MT_PART_GRADS] = {"gradients", "not kept", MT_PLAN_GRADIENTS},
                              [MT_PART_OPTIMIZER] = {"optimizer state", "on the host", MT_PLAN_OPTIMIZER},
                              [MT_PART_CACHE] = {"KV cache", "not kept", MT_PLAN_CACHE}};
-    const mt_options *o = &role->options;
+    const mt_options *o = &role->options.stack;
     if (!file || !role->model) return;
     if (role->adapted) fprintf(file, "%s: the %s with its adapters switched off\n", role->name, role->adapted->name);
     if (!role->is_lent && !mt_model_role_is_apart(role))
@@ -805,10 +807,9 @@ void mt_report_role(const mt_model_role *role, FILE *file) {
     }
 }
 
-void mt_report_inference(const mt_model *model, int64_t context, FILE *file) {
-    const mt_options *o = mt_model_options(model);
-    print_model(o, file);
+void mt_report_inference(const mt_model *model, const mt_run_options *o, int64_t context, FILE *file) {
+    print_model(&o->stack, file);
     fprintf(file, ", loaded from %s; ", o->load);
-    print_device(o, mt_model_ops(model), mt_model_grid(model), file);
+    print_device(&o->stack, mt_model_ops(model), mt_model_grid(model), file);
     fprintf(file, "; texts of at most %lld tokens\n", (long long)context);
 }

@@ -28,7 +28,7 @@ typedef struct mt_report_number {
 /* Rank 0 reports: one line per reported iteration on standard output; with --metrics one JSON object per line in a
  * file; with --tensorboard-dir events in a TensorBoard file. */
 typedef struct mt_report {
-    const mt_options *options;
+    const mt_run_options *options;
     mt_report_file metrics, events;
     bool prints; // rank 0
     int world_size;
@@ -47,7 +47,8 @@ typedef struct mt_report {
  * of later iterations and a last line without an end. A new run refuses a file with content, unless options->overwrite
  * or options->auto_resume replaces it. Errors: that, a file with other lines than records, and a file that cannot be
  * opened. A later failure to write, such as a full disk, is reported once on standard error, and ends nothing. */
-int mt_report_open(mt_report *report, const mt_model *model, const mt_run_state *state, mt_error *error);
+int mt_report_open(mt_report *report, const mt_model *model, const mt_run_options *options, const mt_run_state *state,
+                   mt_error *error);
 void mt_report_close(mt_report *report);
 
 /* Before the first step, on rank 0: the operations of a step, if they would take longer than a minute at the rate of a
@@ -69,7 +70,7 @@ void mt_report_stragglers(mt_report *report, const mt_grid *grid, const mt_run_s
 
 /* Ends the program on all ranks if one of them has refused the command: rank 0 prints the error of the first such rank,
  * with the options as the user named them. Every rank calls it with the status of the same check. */
-void mt_report_refusal(mt_grid *grid, const mt_options *options, int status, mt_error *error);
+void mt_report_refusal(mt_grid *grid, const mt_run_options *options, int status, mt_error *error);
 
 /* Brings what was printed to the standard output. A full disk or closed pipe there must not end a run: the first
  * failure is reported on standard error. */
@@ -81,7 +82,7 @@ void mt_report_line(const mt_report *report, const char *format, ...) __attribut
 /* Prints the paragraph at the start of a run: its model, weights, device, ranks, data (NULL: it trains no step), and
  * where it saves. `start`: where it begins (mt_checkpoint_peek). The options are finished, and `ops` is the backend
  * that will compute. */
-void mt_report_opening(const mt_options *options, const mt_run_state *start, const mt_ops *ops, const mt_grid *grid,
+void mt_report_opening(const mt_run_options *options, const mt_run_state *start, const mt_ops *ops, const mt_grid *grid,
                        const mt_dataset *data, FILE *file);
 
 /* Prints the memory plan as a table: weights, gradients, optimizer, activations, caches. */
@@ -92,7 +93,7 @@ void mt_report_plan(const mt_model *model, FILE *file);
 void mt_report_role(const mt_model_role *role, FILE *file);
 
 /* The first line of `infer`: the model, its folder, device and ranks, and the longest text. */
-void mt_report_inference(const mt_model *model, int64_t context, FILE *file);
+void mt_report_inference(const mt_model *model, const mt_run_options *options, int64_t context, FILE *file);
 
 /* Prints one line per kind of group, and one if tensor groups cross hosts of `here` ranks (0: unknown). */
 void mt_grid_print(const mt_grid *grid, const mt_options *options, int here, FILE *file);

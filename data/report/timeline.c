@@ -240,17 +240,18 @@ static int save_timeline(const mt_timeline *t, const char *path, mt_error *error
     return mt_new_file_close(&file, 0, error);
 }
 
-int mt_schedule_print(const mt_options *o, FILE *file, mt_error *error) {
+int mt_schedule_print(const mt_run_options *o, FILE *file, mt_error *error) {
     const mt_action_costs units = {1, 1, 1, 0};
-    mt_schedule s = mt_schedule_of(o, o->global_batch_size / (o->micro_batch_size * o->data_parallel_size));
+    mt_schedule s = mt_schedule_of(&o->stack, o->stack.global_batch_size /
+                                                  (o->stack.micro_batch_size * o->stack.data_parallel_size));
     if (s.pp * s.vp > 1000000 / s.micro_batches)
         return mt_error_set(error, "--print-schedule draws at most a million forwards; lower --global-batch-size, %lld",
-                            (long long)o->global_batch_size);
+                            (long long)o->stack.global_batch_size);
     mt_stage *stages = mt_malloc(s.pp * s.vp * (int64_t)sizeof(mt_stage));
     mt_timeline timeline;
     char title[200];
     int status = 0;
-    mt_pipeline_layout_build(stages, o);
+    mt_pipeline_layout_build(stages, &o->stack);
     MT_CHECK(mt_timeline_create(&timeline, &s, &units, 0) == 0);
     write_title(&s, title);
     fprintf(file, "%s\n\n", title);

@@ -2,7 +2,7 @@
 #ifndef MT_TIMELINE_H
 #define MT_TIMELINE_H
 
-#include "../../megatron.h"
+#include "../options/options.h"
 
 #ifdef __cplusplus
 extern "C" {
@@ -41,7 +41,7 @@ void mt_timeline_free(mt_timeline *timeline);
 /* --print-schedule: for finished options, prints the pipeline layout, the schedule in characters (one row per rank; a
  * forward and each part of a backward take one unit), peak live micro-batches and bubble. Draws the schedule into the
  * option's SVG file unless that is "-". An unwritable file is an error. */
-int mt_schedule_print(const mt_options *options, FILE *file, mt_error *error);
+int mt_schedule_print(const mt_run_options *options, FILE *file, mt_error *error);
 
 /* Draws a timeline as SVG elements with its corner at (x, y) and `unit` pixels per unit of time: one row per rank, with
  * the rank on the left and its peak of live micro-batches on the right. */

@@ -81,8 +81,8 @@ static bool clock_is_shared(const mt_group *world) {
 
 /* ---- recording */
 
-int mt_trace_open(const mt_options *options, const mt_grid *grid, const mt_run_state *state, mt_error *error) {
-    int64_t steps = options->num_iterations - state->iteration;
+int mt_trace_open(const mt_run_options *options, const mt_grid *grid, const mt_run_state *state, mt_error *error) {
+    int64_t steps = options->stack.num_iterations - state->iteration;
     MT_CHECK(mt_profile_read()->backend && options->trace);
     if (options->trace_first_step > steps)
         return mt_error_set(error, "--trace-first-step %lld comes after this run's last step (step %lld)",

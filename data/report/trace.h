@@ -5,7 +5,7 @@
 #ifndef MT_TRACE_H
 #define MT_TRACE_H
 
-#include "../../megatron.h"
+#include "../options/options.h"
 
 #ifdef __cplusplus
 extern "C" {
@@ -14,7 +14,7 @@ extern "C" {
 /* Begins the trace that options->trace and its steps describe, of the open profile (profile.h); `state` is the start of
  * the run. Errors: an unwritable file, a run that ends before the first step of the trace. Every rank calls it. There
  * is one trace per process. */
-int mt_trace_open(const mt_options *options, const mt_grid *grid, const mt_run_state *state, mt_error *error);
+int mt_trace_open(const mt_run_options *options, const mt_grid *grid, const mt_run_state *state, mt_error *error);
 
 /* Around every training step of the run; begin returns true if the profile must record this step: a step of the trace,
  * or the one before it, where the records get their memory. End keeps the step that the profile recorded. Both do

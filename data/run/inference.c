@@ -5,7 +5,7 @@
 #include "../base/host_memory.h"
 #include "../base/watchdog.h"
 #include "../tokens/prompts.h"
-#include "../tokens/special_tokens.h"
+#include "../models/special_tokens.h"
 #include "../tokens/tokenizer_encode.h"
 #include "../options/option_agree.h"
 #include "../options/option_help.h"
@@ -34,7 +34,7 @@ void mt_inference_check(mt_inference *r, int status, mt_error *error) {
 /* ---- tokenizer and model */
 
 void mt_inference_open_tokenizer(mt_inference *r) {
-    const mt_options *o = &r->options;
+    const mt_run_options *o = &r->options;
     mt_error error;
     bool begins;
     r->bos = -1;
@@ -62,14 +62,15 @@ void mt_inference_open_model(mt_inference *r, mt_model_plan *plan) {
     plan->host_memory = mt_host_memory_available("");
     int status = r->is_first ? mt_checkpoint_check(&r->options, r->options.load, &error) : 0;
     mt_inference_check(r, status, &error);
-    mt_inference_check(r, ops ? mt_model_create(&r->model, &r->options, &r->grid, ops, plan, &error) : -1, &error);
-    mt_inference_check(r, mt_checkpoint_load(r->model, &state, r->options.load, &error), &error);
+    mt_inference_check(r, ops ? mt_model_create(&r->model, &r->options.stack, &r->grid, ops, plan, &error) : -1,
+                       &error);
+    mt_inference_check(r, mt_checkpoint_load(r->model, &r->options, &state, r->options.load, &error), &error);
     mt_watch_enter(MT_WATCH_STEP);
 }
 
 /* The template's end of a turn ends responses to conversations: those of --chat, or lines of --prompts. */
 static int add_turn_end(const mt_inference *r, mt_stops *stops, mt_error *error) {
-    const mt_options *o = &r->options;
+    const mt_run_options *o = &r->options;
     mt_chat *own = NULL;
     if (!r->chat && o->prompts && mt_chat_open(&own, o->chat_template, r->tokenizer, r->tokenizer_path, error) != 0)
         return -1;
@@ -85,14 +86,14 @@ static int add_turn_end(const mt_inference *r, mt_stops *stops, mt_error *error)
 }
 
 void mt_inference_open_generator(mt_inference *r, int64_t prompts, int64_t max_tokens, int64_t prompt_tokens) {
-    const mt_options *o = &r->options;
-    mt_sampling sampling = {.temperature = o->temperature, .top_p = o->top_p, .top_k = o->top_k};
+    const mt_run_options *o = &r->options;
+    mt_sampling sampling = {.temperature = o->stack.temperature, .top_p = o->top_p, .top_k = o->top_k};
     mt_model_plan plan = {.max_tokens = mt_min(prompt_tokens, MT_PREFILL_TOKENS)};
     mt_stops stops;
     mt_error error;
     int64_t replicas = r->grid.data.size, each = (prompts + replicas - 1) / replicas * o->num_return_sequences;
     sampling.min_p = o->min_p, sampling.repetition_penalty = o->repetition_penalty;
-    sampling.seed = (uint64_t)o->seed, sampling.logprobs = o->out != NULL;
+    sampling.seed = (uint64_t)o->stack.seed, sampling.logprobs = o->out != NULL;
     mt_inference_check(r, mt_stops_of_options(&stops, o, &error), &error);
     mt_inference_check(r, add_turn_end(r, &stops, &error), &error);
     if (stops.count == 0 && r->tokenizer) stops = (mt_stops){.ids = {mt_tokenizer_eod(r->tokenizer)}, .count = 1};
@@ -100,7 +101,7 @@ void mt_inference_open_generator(mt_inference *r, int64_t prompts, int64_t max_t
     plan.page_rows = o->inference_dynamic_batching_block_size;
     mt_plan_generation(&plan, mt_min(each, o->inference_max_requests), max_tokens, o->kv_cache_tokens);
     mt_inference_open_model(r, &plan);
-    if (r->is_first) mt_report_inference(r->model, r->context, stderr);
+    if (r->is_first) mt_report_inference(r->model, &r->options, r->context, stderr);
     r->generator = mt_generator_create(r->model, &sampling, &stops);
 }
 
@@ -111,7 +112,9 @@ int mt_inference_begin_text(const mt_inference *r, mt_sequence *sequence, int64_
     mt_ids ids = {mt_malloc(4), 0, 1};
     if (r->bos >= 0) ids.data[ids.count++] = r->bos;
     int status = mt_tokenizer_encode(r->tokenizer, text, bytes, &ids, error);
-    if (status == 0) status = mt_sequence_begin(sequence, id, ids.data, ids.count, r->context, &r->options, error);
+    if (status == 0)
+        status = mt_sequence_begin(sequence, id, ids.data, ids.count, r->context, r->options.max_new_tokens,
+                                   &r->options.stack, error);
     free(ids.data);
     return status;
 }
@@ -123,7 +126,7 @@ mt_samples mt_inference_read_prompts(mt_inference *r) {
     mt_error error;
     mt_sft_config config = {.paths = {1, &path}, .tokenizer_path = r->tokenizer_path, .prompts = true};
     config.chat_template_kwargs = r->options.chat_template_kwargs;
-    config.chat_template = r->options.chat_template, config.vocab_size = r->options.vocab_size;
+    config.chat_template = r->options.chat_template, config.vocab_size = r->options.stack.vocab_size;
     config.seq_length = r->context - 1, config.refuses_long = true; // a line of results for each line
     mt_inference_check(r, mt_samples_read(&prompts, &config, r->tokenizer, &error), &error);
     uint64_t print = mt_samples_fingerprint(&prompts);
@@ -133,18 +136,20 @@ mt_samples mt_inference_read_prompts(mt_inference *r) {
 
 int mt_inference_begin_prompt(const mt_inference *r, const mt_samples *prompts, int64_t i, mt_sequence *sequence,
                               int64_t id, mt_error *error) {
-    const mt_options *o = &r->options;
-    if (o->prompt_tokens) return mt_sequence_parse(sequence, id, o->prompt_tokens, r->context, o, error);
+    const mt_run_options *o = &r->options;
+    if (o->prompt_tokens)
+        return mt_sequence_parse(sequence, id, o->prompt_tokens, r->context, o->max_new_tokens, &o->stack, error);
     if (o->prompt.count > 0)
         return mt_inference_begin_text(r, sequence, id, o->prompt.items[i], (int64_t)strlen(o->prompt.items[i]), error);
     int64_t first = prompts->offsets[i], tokens = prompts->offsets[i + 1] - first;
-    return mt_sequence_begin(sequence, id, prompts->tokens + first, tokens, r->context, o, error);
+    return mt_sequence_begin(sequence, id, prompts->tokens + first, tokens, r->context, o->max_new_tokens, &o->stack,
+                             error);
 }
 
 /* ---- a conversation */
 
 void mt_inference_open_chat(mt_inference *r) {
-    const mt_options *o = &r->options;
+    const mt_run_options *o = &r->options;
     mt_error error;
     mt_inference_check(r, mt_chat_open(&r->chat, o->chat_template, r->tokenizer, r->tokenizer_path, &error), &error);
     mt_inference_check(r, mt_chat_set_variables(r->chat, o->chat_template_kwargs, &error), &error);
@@ -157,7 +162,9 @@ static int begin_response(mt_inference *r, mt_sequence *sequence, int64_t id, mt
     const mt_conversation *c = &r->conversation;
     mt_ids ids = {0}, turns = {0};
     int status = mt_chat_encode(r->chat, c->messages, c->count, true, &ids, &turns, error);
-    if (status == 0) status = mt_sequence_begin(sequence, id, ids.data, ids.count, r->context, &r->options, error);
+    if (status == 0)
+        status = mt_sequence_begin(sequence, id, ids.data, ids.count, r->context, r->options.max_new_tokens,
+                                   &r->options.stack, error);
     free(ids.data);
     free(turns.data);
     return status;
@@ -192,7 +199,7 @@ void mt_inference_end_turn(mt_inference *r, const mt_sequence *sequence) {
 /* While it waits for input, sends a sign of life to the other ranks, which would end the job after a timeout. */
 static void await_input(const mt_inference *r) {
     struct pollfd input = {.fd = STDIN_FILENO, .events = POLLIN};
-    int64_t bytes = NOTHING_YET, seconds = r->options.distributed_timeout_seconds;
+    int64_t bytes = NOTHING_YET, seconds = r->options.stack.distributed_timeout_seconds;
     while (poll(&input, 1, seconds < 120 ? (int)seconds * 500 : 60000) == 0)
         mt_broadcast(&r->grid.world, &bytes, sizeof bytes, 0);
 }
@@ -237,13 +244,13 @@ static void print_config(mt_inference *r) {
 
 bool mt_inference_open(mt_inference *r, int *argc, char ***argv) {
     *r = (mt_inference){0};
-    mt_options *o = &r->options;
+    mt_run_options *o = &r->options;
     mt_error error;
     mt_launch_threads(*argv);
     signal(SIGXFSZ, SIG_IGN); // exceeding a file size limit is then a write error
     if (mt_launch_check(*argv, &error) != 0) mt_die("%s", error.text);
     int status = mt_options_parse(o, MT_PROGRAM_INFER, *argc, *argv, &error);
-    mt_watch_start(o);
+    mt_watch_start(&o->stack, &o->typed_names);
     mt_grid_start(&r->grid, argc, argv);
     r->is_first = r->grid.world.rank == 0;
     mt_inference_check(r, status, &error);
@@ -255,10 +262,10 @@ bool mt_inference_open(mt_inference *r, int *argc, char ***argv) {
         mt_options_warn(o, MT_PROGRAM_INFER, stderr);
         mt_stops_warn(o, stderr);
     }
-    mt_inference_check(r, mt_grid_build(&r->grid, o, &error), &error);
+    mt_inference_check(r, mt_grid_build(&r->grid, &o->stack, &error), &error);
     r->folder = mt_checkpoint_resolve(o->load, &error);
     mt_inference_check(r, r->folder ? 0 : -1, &error);
-    r->context = o->max_position_embeddings;
+    r->context = o->stack.max_position_embeddings;
     return true;
 }
 

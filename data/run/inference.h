@@ -6,6 +6,7 @@
 #include "../tokens/chat.h"
 #include "../tokens/response.h"
 #include "../tokens/tokenizer.h"
+#include "../options/options.h"
 #include "../datasets/sft.h"
 
 #ifdef __cplusplus
@@ -13,7 +14,7 @@ extern "C" {
 #endif
 
 typedef struct mt_inference {
-    mt_options options;
+    mt_run_options options;
     mt_grid grid;
     bool is_first;           // of the ranks: the one that talks
     char *folder;            // holds config.json

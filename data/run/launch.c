@@ -118,7 +118,7 @@ int mt_launch_check(char **argv, mt_error *error) {
 }
 
 /* Prints an option's name and value. */
-static void mt_launch_print_option(const mt_options *o, size_t offset, FILE *file) {
+static void mt_launch_print_option(const mt_run_options *o, size_t offset, FILE *file) {
     char key[80], *text = mt_option_text(o, mt_option_of(offset));
     mt_option_key(key, mt_option_of(offset));
     fprintf(file, "%s %s\n", key, text);
@@ -127,21 +127,23 @@ static void mt_launch_print_option(const mt_options *o, size_t offset, FILE *fil
 
 /* Finishes the options for a number of ranks; with --gpu its GPUs must have room for the model too. Returns 0,
  * MT_DOES_NOT_FIT or -1, with error. */
-static int mt_launch_try(mt_options *o, int64_t ranks, mt_error *error) {
+static int mt_launch_try(mt_run_options *o, int64_t ranks, mt_error *error) {
     // derived for the number tried before: other numbers may share experts in another way
-    if (!MT_GIVEN(o, expert_tensor_parallel_size)) o->expert_tensor_parallel_size = 0;
+    if (!MT_GIVEN(o, stack.expert_tensor_parallel_size)) o->stack.expert_tensor_parallel_size = 0;
     if (mt_train_options_finish(o, ranks, error) != 0) return -1;
     return MT_GIVEN(o, gpu) && !mt_plan_has_room(o, ranks, error) ? MT_DOES_NOT_FIT : 0;
 }
 
 /* Where no number is accepted, the error is that of the largest one that has too little memory, else of the largest one
  * that is a multiple of a model's ranks: it names more than that. */
-int mt_launch_print(mt_options *o, FILE *file, mt_error *error) {
-    bool same_batch = o->global_batch_size > 0 || (o->stage == MT_STAGE_RL && o->gradient_accumulation_steps == 0);
+int mt_launch_print(mt_run_options *o, FILE *file, mt_error *error) {
+    bool same_batch =
+        o->stack.global_batch_size > 0 || (o->stack.stage == MT_STAGE_RL && o->gradient_accumulation_steps == 0);
     int64_t ranks = o->print_launch, fewest = same_batch ? 1 : ranks; // fewer ranks do not make the batch smaller
-    int64_t model = o->tensor_model_parallel_size * o->pipeline_model_parallel_size * o->context_parallel_size;
+    int64_t model =
+        o->stack.tensor_model_parallel_size * o->stack.pipeline_model_parallel_size * o->stack.context_parallel_size;
     int64_t returns = MT_GIVEN(o, num_return_sequences) ? o->num_return_sequences : 8;
-    int64_t batch = o->global_batch_size > 0 ? o->global_batch_size : o->rollout_batch_size * returns;
+    int64_t batch = o->stack.global_batch_size > 0 ? o->stack.global_batch_size : o->rollout_batch_size * returns;
     // a data-parallel rank has a sample of the batch
     if (fewest < ranks && model >= 1 && batch >= 1 && batch < ranks / model) ranks = batch * model;
     int64_t named = fewest < ranks && model >= 1 && model <= ranks ? ranks - ranks % model : ranks;
@@ -153,10 +155,10 @@ int mt_launch_print(mt_options *o, FILE *file, mt_error *error) {
         if (status == MT_DOES_NOT_FIT) fits = false;
         if (ranks-- <= fewest) return -1;
     }
-    if (MT_GIVEN(o, gpu) && mt_simulate_check(o, &other) != 0)
+    if (MT_GIVEN(o, gpu) && mt_simulate_check(&o->stack, &other) != 0)
         fprintf(stderr, "warning: --gpu %s: whether it has room is not checked: %s\n", o->gpu, other.text);
     fprintf(file, "ranks %lld\n", (long long)ranks);
-    mt_launch_print_option(o, MT_AT(global_batch_size), file);
+    mt_launch_print_option(o, MT_AT(stack.global_batch_size), file);
     mt_launch_print_option(o, MT_AT(device), file);
     mt_launch_print_option(o, MT_AT(exit_signal), file);
     mt_launch_print_option(o, MT_AT(save), file);
@@ -167,16 +169,16 @@ int mt_launch_print(mt_options *o, FILE *file, mt_error *error) {
 
 /* SIGUSR1 saves and stops too where mpirun would kill the ranks after any other signal, unless --exit-signal names
  * another. */
-static bool mt_signal_stops(const mt_options *o, int i) {
+static bool mt_signal_stops(const mt_run_options *o, int i) {
     bool spare = i == MT_EXIT_SIGUSR1 && !MT_GIVEN(o, exit_signal) && isfinite(mt_launch_grace());
     return i == MT_EXIT_SIGTERM || i == MT_EXIT_SIGINT || i == MT_HANGUP || i == (int)o->exit_signal || spare;
 }
 
-static const char *mt_signal_spare(const mt_options *o) {
+static const char *mt_signal_spare(const mt_run_options *o) {
     return o->exit_signal == MT_EXIT_SIGUSR2 ? "USR2" : "USR1";
 }
 
-void mt_launch_print_grace(const mt_options *o, FILE *file) {
+void mt_launch_print_grace(const mt_run_options *o, FILE *file) {
     bool asked = o->exit_signal == MT_EXIT_SIGUSR1 || o->exit_signal == MT_EXIT_SIGUSR2; // so does launch.sh
     if (!isfinite(mt_launch_grace()) || !o->save || !o->exit_signal_handler || asked) return;
     fprintf(
@@ -186,7 +188,7 @@ void mt_launch_print_grace(const mt_options *o, FILE *file) {
         mt_launch_grace(), mt_signal_spare(o));
 }
 
-void mt_signals_set_saved(const mt_options *o, int64_t iteration) {
+void mt_signals_set_saved(const mt_run_options *o, int64_t iteration) {
     char saved[120], graceful[400], killed[400];
     if (mt_launch_rank() > 0) return; // rank 0 alone writes the line
     if (!o->save)
@@ -204,7 +206,7 @@ void mt_signals_set_saved(const mt_options *o, int64_t iteration) {
     mt_signals_note(graceful, killed);
 }
 
-void mt_signals_select(const mt_options *o) {
+void mt_signals_select(const mt_run_options *o) {
     bool saves = !o->plan && !o->explain && !o->print_config && !o->print_schedule && o->print_launch == 0;
     bool stops[MT_NUM_SIGNALS];
     if (saves && o->exit_signal_handler) mt_signals_set_saved(o, -1);

@@ -2,7 +2,7 @@
 #ifndef MT_LAUNCH_H
 #define MT_LAUNCH_H
 
-#include "../../megatron.h"
+#include "../options/options.h"
 
 #ifdef __cplusplus
 extern "C" {
@@ -26,22 +26,22 @@ void mt_launch_answer_environment(FILE *file);
  * and with --gpu fits its memory by the simulated plan, then global_batch_size, device, exit_signal and save, a line
  * each. Without --global-batch-size other numbers would be another run, so only print_launch itself is tried. Returns
  * the error of that number if none can. */
-int mt_launch_print(mt_options *options, FILE *file, mt_error *error);
+int mt_launch_print(mt_run_options *options, FILE *file, mt_error *error);
 
 /* A paragraph on that for a run with --save under mpirun, unless --exit-signal already is a signal that mpirun passes
  * on without killing. */
-void mt_launch_print_grace(const mt_options *options, FILE *file);
+void mt_launch_print_grace(const mt_run_options *options, FILE *file);
 
 /* Once options are parsed: SIGTERM, SIGINT, SIGHUP and --exit-signal request a stop, under mpirun also SIGUSR1 if
  * --exit-signal is absent. All other signals have their default effect again, also one that has come already. So have
  * these with --no-exit-signal-handler and in a run that only prints. In other runs a pipe of the standard output that
  * nobody reads any more (of head, or of a tee that Ctrl-C ended) requests a stop, as a closed terminal does; under
  * nohup such a run goes on without output. */
-void mt_signals_select(const mt_options *options);
+void mt_signals_select(const mt_run_options *options);
 
 /* For the line that the first signal writes on standard error of rank 0: the iteration of the last checkpoint, -1: none
  * yet. */
-void mt_signals_set_saved(const mt_options *options, int64_t iteration);
+void mt_signals_set_saved(const mt_run_options *options, int64_t iteration);
 
 #ifdef __cplusplus
 }

@@ -12,7 +12,7 @@
 #include "../options/option_typed.h"
 #include "../options/option_warn.h"
 #include "../tokens/chat.h"
-#include "../tokens/special_tokens.h"
+#include "../models/special_tokens.h"
 #include "../checkpoint/adapter.h"
 #include "../checkpoint/checkpoint_buckets.h"
 #include "../checkpoint/checkpoint_folder.h"
@@ -78,7 +78,7 @@ static int take_tokenizer(mt_run *r, char *folder, mt_error *error) {
 /* The tokenizer gives the vocabulary's size and the end of document, unless options do. A loaded model's tokenizer is
  * saved with the checkpoints, so that they can generate text. */
 static int open_tokenizer(mt_run *r, mt_error *error) {
-    mt_options *o = &r->options;
+    mt_run_options *o = &r->options;
     if (o->tokenizer_type) {
         if (mt_tokenizer_open(&r->tokenizer, o->tokenizer_type, o->tokenizer_model, error) != 0) return -1;
     } else if (o->load) {
@@ -89,11 +89,11 @@ static int open_tokenizer(mt_run *r, mt_error *error) {
     if (!r->tokenizer) return 0;
     if (o->save && mt_tokenizer_check_links(r->tokenizer, error) != 0) return -1;
     int64_t vocab_size = mt_tokenizer_vocab_size(r->tokenizer);
-    if (o->vocab_size == 0) o->vocab_size = vocab_size;
-    if (!o->tokenizer_type || o->vocab_size >= vocab_size) return 0;
+    if (o->stack.vocab_size == 0) o->stack.vocab_size = vocab_size;
+    if (!o->tokenizer_type || o->stack.vocab_size >= vocab_size) return 0;
     return mt_error_set(
         error, "--tokenizer-model has %lld tokens but the model's vocabulary only %lld: take the model's own tokenizer",
-        (long long)vocab_size, (long long)o->vocab_size);
+        (long long)vocab_size, (long long)o->stack.vocab_size);
 }
 
 /* Every rank must have the same tokenizer, or none. */
@@ -122,7 +122,7 @@ static int check_partner(const mt_run *r, const char *option, const char *folder
 }
 
 static int check_partners(const mt_run *r, mt_error *error) {
-    const mt_options *o = &r->options;
+    const mt_run_options *o = &r->options;
     if (!r->tokenizer || r->grid.world.rank != 0) return 0;
     if (check_partner(r, "critic-load", o->critic_load, error) != 0) return -1;
     if (check_partner(r, "reward-load", o->reward_load, error) != 0) return -1;
@@ -130,7 +130,7 @@ static int check_partners(const mt_run *r, mt_error *error) {
 }
 
 static void configure_data(mt_run *r) {
-    const mt_options *o = &r->options;
+    const mt_run_options *o = &r->options;
     r->data_config = mt_data_config_of(o, r->tokenizer ? mt_tokenizer_eod(r->tokenizer) : o->eos_token_id);
     r->data_config.tokenizer = r->tokenizer;
     r->data_config.tokenizer_path = o->tokenizer_type ? o->tokenizer_model : r->tokenizer_folder;
@@ -141,9 +141,10 @@ static void open_loaders(mt_run *r) {
     mt_error error;
     for (int split = 0; split < MT_NUM_SPLITS; split++) {
         const mt_dataset *dataset = mt_data_split(r->data, split);
-        int status = dataset ? mt_loader_open(&r->loaders[split], dataset, &r->data_config, r->options.micro_batch_size,
-                                              r->grid.data.rank, r->grid.data.size, &error)
-                             : 0;
+        int status =
+            dataset ? mt_loader_open(&r->loaders[split], dataset, &r->data_config, r->options.stack.micro_batch_size,
+                                     r->grid.data.rank, r->grid.data.size, &error)
+                    : 0;
         refuse(r, status, &error);
     }
 }
@@ -163,7 +164,7 @@ static void resume_data(mt_run *r) {
     bool reorders;
     if (!r->data) return;
     FILE *log = r->grid.world.rank == 0 ? stdout : NULL;
-    int64_t group = r->options.micro_batch_size * r->grid.data.size;
+    int64_t group = r->options.stack.micro_batch_size * r->grid.data.size;
     refuse(r, mt_data_resume(r->data, &r->data_config, &r->state, group, &reorders, log, &error), &error);
     if (!reorders) return;
     close_data(r);
@@ -172,19 +173,19 @@ static void resume_data(mt_run *r) {
 }
 
 /* The steps of --train-epochs, which --train-iters may state too. */
-static int take_epochs(mt_options *o, int64_t iterations, mt_error *error) {
-    if (MT_GIVEN(o, train_iters) && o->train_iters != iterations)
+static int take_epochs(mt_run_options *o, int64_t iterations, mt_error *error) {
+    if (MT_GIVEN(o, stack.train_iters) && o->stack.train_iters != iterations)
         return mt_error_set(error,
                             "--train-epochs %lld are %lld steps, and --train-iters is %lld: --train-epochs and "
                             "--train-iters exclude each other unless they agree; leave one out",
-                            (long long)o->train_epochs, (long long)iterations, (long long)o->train_iters);
-    o->train_iters = iterations;
+                            (long long)o->train_epochs, (long long)iterations, (long long)o->stack.train_iters);
+    o->stack.train_iters = iterations;
     return 0;
 }
 
 static void open_data(mt_run *r) {
     mt_error error;
-    mt_options *o = &r->options;
+    mt_run_options *o = &r->options;
     mt_data_config *config = &r->data_config;
     configure_data(r);
     refuse(r, mt_data_open(&r->data, config, &error), &error);
@@ -192,7 +193,7 @@ static void open_data(mt_run *r) {
     if (o->train_epochs > 0) { // now their steps are known
         int64_t rows = mt_data_split(r->data, MT_SPLIT_TRAIN)->num_samples;
         int64_t left = mt_max(rows - r->begin.consumed_train_samples, 0);
-        int64_t iterations = r->begin.iteration + mt_divide_up(left, o->global_batch_size);
+        int64_t iterations = r->begin.iteration + mt_divide_up(left, o->stack.global_batch_size);
         refuse(r, take_epochs(o, iterations, &error), &error);
         refuse(r, mt_train_options_finish(o, r->grid.world.size, &error), &error);
     }
@@ -207,7 +208,7 @@ static void load(mt_run *r) {
     char *found;
     mt_error error;
     int64_t eod = r->data_config.eod_id;
-    int status = mt_checkpoint_load_found(r->model, &r->state, r->options.load, false, &found, &error);
+    int status = mt_checkpoint_load_found(r->model, &r->options, &r->state, r->options.load, false, &found, &error);
     refuse(r, status, &error);
     if (r->state.iteration > 0) mt_signals_set_saved(&r->options, r->state.iteration);
     if (!r->tokenizer_folder || strcmp(found, r->tokenizer_folder) == 0) {
@@ -237,7 +238,7 @@ static mt_rl_config rl_config_of(mt_run *r) {
 /* The iterations of --train-epochs, each with --rollout-batch-size prompts. */
 static void count_iterations(mt_run *r) {
     mt_error error;
-    mt_options *o = &r->options;
+    mt_run_options *o = &r->options;
     mt_rl_config config = rl_config_of(r);
     int64_t prompts = mt_rl_count_prompts(&config, &error);
     refuse(r, prompts < 0 ? -1 : 0, &error);
@@ -254,11 +255,11 @@ static void open_rl(mt_run *r, const mt_model_plan *plan) {
 
 /* The folders that a fine-tuning saves name the token that ends a response, so that other programs end there too. */
 static void name_turn_end(mt_run *r) {
-    mt_options *o = &r->options;
+    mt_run_options *o = &r->options;
     mt_error error; // whoever reads the samples reports it
     mt_chat *chat;
-    bool has_turns = o->sft || o->stage == MT_STAGE_RL;
-    if (!o->save || o->lora_rank > 0 || !has_turns || !r->tokenizer || r->grid.world.rank != 0) return;
+    bool has_turns = o->sft || o->stack.stage == MT_STAGE_RL;
+    if (!o->save || o->stack.lora_rank > 0 || !has_turns || !r->tokenizer || r->grid.world.rank != 0) return;
     const char *path = o->tokenizer_type ? o->tokenizer_model : r->tokenizer_folder;
     if (mt_chat_open(&chat, o->chat_template, r->tokenizer, path, &error) != 0) return;
     int status = mt_chat_set_variables(chat, o->chat_template_kwargs, &error);
@@ -271,19 +272,20 @@ static void name_turn_end(mt_run *r) {
 }
 
 static void open_model(mt_run *r) {
-    const mt_options *o = &r->options;
+    const mt_run_options *o = &r->options;
     mt_error error;
-    int64_t here = o->dynamic_context_parallel ? o->max_seqlen_per_dp_cp_rank
-                                               : mt_rank_tokens(o, o->micro_batch_size * mt_row_length(o));
-    mt_model_plan plan = {.max_tokens = here, .max_logits = here, .max_position = o->seq_length, .train = true};
+    int64_t here = o->stack.dynamic_context_parallel
+                       ? o->max_seqlen_per_dp_cp_rank
+                       : mt_rank_tokens(&o->stack, o->stack.micro_batch_size * mt_row_length(&o->stack));
+    mt_model_plan plan = {.max_tokens = here, .max_logits = here, .max_position = o->stack.seq_length, .train = true};
     plan.loss = mt_stage_loss_of(&r->loss, o);
     plan.host_memory = mt_host_memory_available("");
-    if (o->stage == MT_STAGE_RL) mt_rl_plan(&plan, o);
+    if (o->stack.stage == MT_STAGE_RL) mt_rl_plan(&plan, o);
     bool checks = o->load && r->grid.world.rank == 0 && !mt_options_falls_back(o); // or a damaged one is passed over
     refuse(r, checks ? mt_checkpoint_check(o, o->load, &error) : 0, &error);
     const mt_ops *ops = o->profile || o->trace || o->log_straggler ? mt_profile_open(r->ops) : r->ops;
-    refuse(r, mt_model_create(&r->model, o, &r->grid, ops, &plan, &error), &error);
-    int status = o->save && r->grid.world.rank == 0 ? mt_checkpoint_prepare(r->model, o->save, &error) : 0;
+    refuse(r, mt_model_create(&r->model, &o->stack, &r->grid, ops, &plan, &error), &error);
+    int status = o->save && r->grid.world.rank == 0 ? mt_checkpoint_prepare(r->model, &r->options, o->save, &error) : 0;
     refuse(r, status, &error);
     if (r->grid.world.rank == 0) mt_report_plan(r->model, stdout);
     if (o->load)
@@ -291,12 +293,12 @@ static void open_model(mt_run *r) {
     else
         mt_model_init(r->model);
     if (!o->load && o->load_adapter)
-        refuse(r, mt_checkpoint_load_adapter(r->model, &r->state, o->load_adapter, false, &error), &error);
+        refuse(r, mt_checkpoint_load_adapter(r->model, &r->options, &r->state, o->load_adapter, false, &error), &error);
     FILE *log = r->grid.world.rank == 0 ? stdout : NULL;
-    refuse(r, mt_reference_open(&r->reference, r->model, r->ops, &r->state, log, &error), &error);
-    if (o->stage == MT_STAGE_RL) open_rl(r, &plan);
-    if (o->save) mt_saver_open(&r->saver, r->model, o->save, save_tokenizer, r, o->async_save);
-    mt_batch_alloc(&r->batch, here * o->context_parallel_size);
+    refuse(r, mt_reference_open(&r->reference, r->model, o, r->ops, &r->state, log, &error), &error);
+    if (o->stack.stage == MT_STAGE_RL) open_rl(r, &plan);
+    if (o->save) mt_saver_open(&r->saver, r->model, &r->options, o->save, save_tokenizer, r, o->async_save);
+    mt_batch_alloc(&r->batch, here * o->stack.context_parallel_size);
 }
 
 /* ---- saving */
@@ -320,10 +322,10 @@ void mt_run_save_progress(mt_run *r) {
 
 static void print_schedule(mt_run *r) {
     mt_error error;
-    int status = r->options.dynamic_context_parallel ? open_tokenizer(r, &error) : 0; // to read samples
+    int status = r->options.stack.dynamic_context_parallel ? open_tokenizer(r, &error) : 0; // to read samples
     if (status == 0) status = mt_train_options_finish(&r->options, r->grid.world.size, &error);
     refuse(r, status, &error);
-    if (r->grid.world.rank == 0 && r->options.dynamic_context_parallel) {
+    if (r->grid.world.rank == 0 && r->options.stack.dynamic_context_parallel) {
         configure_data(r);
         status = mt_step_print(&r->options, &r->data_config, stdout, &error);
     } else if (r->grid.world.rank == 0) {
@@ -352,20 +354,20 @@ static void print_launch(mt_run *r) {
 }
 
 /* Without --gpus the ranks are the job's. */
-static bool imagines_gpus(const mt_options *o) {
+static bool imagines_gpus(const mt_run_options *o) {
     return o->plan || (o->explain && o->gpus > 0);
 }
 
 /* GPUs are imagined. */
-static void print_plan(mt_run *r, int argc, char **argv) {
+static void print_plan(mt_run *r) {
     mt_error error;
-    mt_options *o = &r->options;
+    mt_run_options *o = &r->options;
     if (imagines_gpus(o)) r->grid = mt_grid_of_one;
     mt_options_assume_run(o);
     int64_t ranks = o->gpus > 0 ? o->gpus : mt_options_printed_ranks(o, r->grid.world.size);
     int status = o->plan && o->explain ? mt_error_set(&error, "--plan and --explain exclude each other; leave one out")
                                        : open_tokenizer(r, &error);
-    if (status == 0 && o->plan) status = mt_plan_print(o, argc, argv, stdout, &error);
+    if (status == 0 && o->plan) status = mt_plan_print(o, stdout, &error);
     if (status == 0 && o->explain) status = mt_train_options_finish(o, ranks, &error);
     if (status == 0 && o->explain && r->grid.world.rank == 0) status = mt_plan_explain(o, ranks, stdout, &error);
     refuse(r, status, &error);
@@ -375,7 +377,7 @@ static void print_plan(mt_run *r, int argc, char **argv) {
 
 /* Rank 0 prints what the run will do: a paragraph, the options that were given, and the grid. */
 static void print_opening(const mt_run *r) {
-    const mt_options *o = &r->options;
+    const mt_run_options *o = &r->options;
     if (r->grid.world.rank != 0) return;
     mt_report_opening(o, &r->begin, r->ops, &r->grid, r->data ? mt_data_split(r->data, MT_SPLIT_TRAIN) : NULL, stdout);
     mt_launch_print_grace(o, stdout);
@@ -383,12 +385,12 @@ static void print_opening(const mt_run *r) {
     mt_options_warn(o, MT_PROGRAM_TRAIN, stdout);
     mt_stops_warn(o, stdout);
     mt_adapter_print_left_out(o, stdout);
-    if (o->save) mt_adapter_warn(o, stdout);
+    if (o->save) mt_adapter_warn(&o->stack, stdout);
     mt_launch_answer_environment(stdout);
-    int64_t consumed = r->begin.consumed_train_samples, left = o->num_iterations - r->begin.iteration;
+    int64_t consumed = r->begin.consumed_train_samples, left = o->stack.num_iterations - r->begin.iteration;
     if (r->data && left > 0)
         mt_loader_print(r->loaders[MT_SPLIT_TRAIN], consumed, mt_global_batch_size(o, consumed), stdout);
-    if (r->grid.world.size > 1) mt_grid_print(&r->grid, o, mt_launch_ranks_here(), stdout);
+    if (r->grid.world.size > 1) mt_grid_print(&r->grid, &o->stack, mt_launch_ranks_here(), stdout);
 }
 
 /* Closes everything that is open in all runs, printing ones too. */
@@ -401,12 +403,12 @@ static void stop(mt_run *r) {
 }
 
 /* True if the options ask to print something; after mt_grid_start, except --print-launch and plans of imagined GPUs. */
-static bool prints(mt_run *r, int argc, char **argv) {
+static bool prints(mt_run *r) {
     mt_error error;
     if (r->options.print_launch > 0)
         print_launch(r);
     else if (r->options.plan || r->options.explain)
-        print_plan(r, argc, argv);
+        print_plan(r);
     else if (r->options.print_config)
         print_config(r);
     else if (r->options.print_schedule)
@@ -431,30 +433,30 @@ bool mt_run_open(mt_run *r, int *argc, char ***argv) {
         mt_options_free(&r->options);
         return false;
     }
-    if (status == 0 && alone && prints(r, *argc, *argv)) return false;
-    mt_watch_start(&r->options);
+    if (status == 0 && alone && prints(r)) return false;
+    mt_watch_start(&r->options.stack, &r->options.typed_names);
     mt_grid_start(&r->grid, argc, argv);
     refuse(r, status, &error);
-    if (prints(r, *argc, *argv)) return false;
+    if (prints(r)) return false;
     refuse(r, open_tokenizer(r, &error), &error);
     refuse(r, agree_on_tokenizer(r, &error), &error);
     refuse(r, check_partners(r, &error), &error);
     status = mt_train_options_finish(&r->options, r->grid.world.size, &error);
     refuse(r, status, &error);
     refuse(r, mt_options_agree(&r->options, &r->grid.world, &error), &error);
-    refuse(r, mt_grid_build(&r->grid, &r->options, &error), &error);
+    refuse(r, mt_grid_build(&r->grid, &r->options.stack, &error), &error);
     refuse(r, mt_checkpoint_claim(&r->options, &r->grid.world, &error), &error);
     r->ops = mt_backend_open(r->options.device, &r->grid, &error);
     refuse(r, r->ops ? 0 : -1, &error);
     if (r->grid.world.rank == 0) mt_checkpoint_peek(&r->options, &r->begin);
     mt_broadcast(&r->grid.world, &r->begin, sizeof r->begin, 0);
-    if (r->options.num_iterations > 0 && r->options.stage != MT_STAGE_RL) open_data(r);
-    if (r->options.stage == MT_STAGE_RL && r->options.train_epochs > 0) count_iterations(r);
+    if (r->options.stack.num_iterations > 0 && r->options.stack.stage != MT_STAGE_RL) open_data(r);
+    if (r->options.stack.stage == MT_STAGE_RL && r->options.train_epochs > 0) count_iterations(r);
     print_opening(r);
     name_turn_end(r);
     open_model(r);
     resume_data(r);
-    refuse(r, mt_report_open(&r->report, r->model, &r->state, &error), &error);
+    refuse(r, mt_report_open(&r->report, r->model, &r->options, &r->state, &error), &error);
     mt_report_long_step(&r->report, &r->state);
     status = r->options.trace ? mt_trace_open(&r->options, &r->grid, &r->state, &error) : 0;
     refuse(r, status, &error);
@@ -467,7 +469,7 @@ static void print_profile(const mt_run *r) {
     FILE *file = r->grid.world.rank == 0 ? stdout : NULL;
     if (r->options.profile) {
         mt_barrier(&r->grid.world);
-        mt_profile_print(r->options.bf16 ? MT_BF16 : MT_F32, file);
+        mt_profile_print(r->options.stack.bf16 ? MT_BF16 : MT_F32, file);
         mt_profile_print_communication(&r->grid, file);
     }
     mt_profile_close();

@@ -13,7 +13,7 @@ extern "C" {
 #endif
 
 typedef struct mt_run {
-    mt_options options;
+    mt_run_options options;
     mt_grid grid;
     const mt_ops *ops; // of the device
     mt_tokenizer *tokenizer;

@@ -20,7 +20,7 @@ enum { RESULTS, ENTROPY, LOGITS, NUM_OUTPUTS };
 enum { RESULT, TOKEN_ENTROPY, NUM_SCORES };
 
 struct mt_scoring {
-    const mt_options *options;
+    const mt_run_options *options;
     int64_t count, longest; // sequences; positions of the longest
     int64_t at_once;        // sequences of a micro-batch
     int descriptor;         // of int32 tokens; -1: samples
@@ -39,31 +39,31 @@ struct mt_scoring {
 
 /* int32 sequences of seq_length + 1 tokens each. */
 static int open_tokens(mt_scoring *s, mt_error *error) {
-    const mt_options *o = s->options;
-    int64_t bytes, bytes_each = (o->seq_length + 1) * 4;
-    if (o->seq_length == 0) return mt_error_set(error, "--score %s: needs --seq-length", o->score);
-    if (o->head_type != MT_HEAD_LM && (o->entropy_out || o->logits_out))
+    const mt_run_options *o = s->options;
+    int64_t bytes, bytes_each = (o->stack.seq_length + 1) * 4;
+    if (o->stack.seq_length == 0) return mt_error_set(error, "--score %s: needs --seq-length", o->score);
+    if (o->stack.head_type != MT_HEAD_LM && (o->entropy_out || o->logits_out))
         return mt_error_set(error,
                             "%s: the model of --load %s has a value head and so no distribution over tokens; leave it "
                             "out",
                             o->entropy_out ? "--entropy-out" : "--logits-out", o->load);
     s->descriptor = mt_file_open(o->score, &bytes, error);
     if (s->descriptor < 0) return -1;
-    s->count = bytes / bytes_each, s->longest = o->seq_length;
+    s->count = bytes / bytes_each, s->longest = o->stack.seq_length;
     if (bytes > 0 && bytes % bytes_each == 0) return 0;
     return mt_error_set(error,
                         "%s: %lld bytes are not whole sequences of --seq-length %lld + 1 int32 tokens (%lld bytes "
                         "each); give the --seq-length that the file was made for",
-                        o->score, (long long)bytes, (long long)o->seq_length, (long long)bytes_each);
+                        o->score, (long long)bytes, (long long)o->stack.seq_length, (long long)bytes_each);
 }
 
 static int open_samples(mt_scoring *s, const mt_tokenizer *tokenizer, const char *tokenizer_path, mt_error *error) {
-    const mt_options *o = s->options;
+    const mt_run_options *o = s->options;
     char *path = o->score;
-    mt_sft_config config = {.paths = {1, &path}, .tokenizer_path = tokenizer_path, .vocab_size = o->vocab_size};
-    config.seq_length = o->seq_length > 0 ? o->seq_length : o->max_position_embeddings;
+    mt_sft_config config = {.paths = {1, &path}, .tokenizer_path = tokenizer_path, .vocab_size = o->stack.vocab_size};
+    config.seq_length = o->stack.seq_length > 0 ? o->stack.seq_length : o->stack.max_position_embeddings;
     config.chat_template_kwargs = o->chat_template_kwargs;
-    config.chat_template = o->chat_template, config.whole = o->head_type != MT_HEAD_LM;
+    config.chat_template = o->chat_template, config.whole = o->stack.head_type != MT_HEAD_LM;
     config.scores = config.refuses_long = true; // a line of results for each line
     if (o->entropy_out || o->logits_out)
         return mt_error_set(error,
@@ -76,7 +76,7 @@ static int open_samples(mt_scoring *s, const mt_tokenizer *tokenizer, const char
     return 0;
 }
 
-int mt_scoring_open(mt_scoring **scoring, const mt_options *options, const mt_tokenizer *tokenizer,
+int mt_scoring_open(mt_scoring **scoring, const mt_run_options *options, const mt_tokenizer *tokenizer,
                     const char *tokenizer_path, mt_model_plan *plan, mt_error *error) {
     mt_scoring *s = mt_calloc(sizeof *s);
     *s = (mt_scoring){.options = options, .descriptor = -1};
@@ -87,8 +87,8 @@ int mt_scoring_open(mt_scoring **scoring, const mt_options *options, const mt_to
         return -1;
     }
     if (options->max_sequences > 0) s->count = mt_min(s->count, options->max_sequences);
-    s->at_once = mt_min(options->micro_batch_size, s->count);
-    int64_t tokens = mt_rank_tokens(options, s->at_once * s->longest);
+    s->at_once = mt_min(options->stack.micro_batch_size, s->count);
+    int64_t tokens = mt_rank_tokens(&options->stack, s->at_once * s->longest);
     *plan = (mt_model_plan){.max_tokens = tokens, .max_logits = tokens, .max_position = s->longest};
     *scoring = s;
     return 0;
@@ -112,12 +112,12 @@ static int64_t read_sequence(const mt_scoring *s, int64_t sequence, int32_t *row
     if (mt_file_read_at(s->descriptor, row, bytes, sequence * bytes) != 0)
         return mt_file_read_error(error, s->options->score);
     for (int64_t i = 0; i <= T; i++)
-        if (row[i] < 0 || row[i] >= s->options->vocab_size)
+        if (row[i] < 0 || row[i] >= s->options->stack.vocab_size)
             return mt_error_set(error,
                                 "%s: token %d at position %lld of sequence %lld is outside the model's vocabulary of "
                                 "%lld",
                                 s->options->score, row[i], (long long)i, (long long)sequence,
-                                (long long)s->options->vocab_size);
+                                (long long)s->options->stack.vocab_size);
     *tokens = row;
     return T + 1;
 }
@@ -191,7 +191,7 @@ static json_t *json_scores(const float *scores, int64_t count, int which) {
 /* Writes the line of a sample. A number that is not finite becomes null. */
 static int write_line(mt_scoring *s, int64_t sequence, const float *scores, mt_error *error) {
     const mt_samples *samples = &s->samples;
-    mt_head_type head = s->options->head_type;
+    mt_head_type head = s->options->stack.head_type;
     int64_t first = samples->offsets[sequence], count = mt_sample_length(samples, sequence), responses = 0;
     double logp = 0;
     json_t *line = json_object(), *tokens = json_array();
@@ -256,7 +256,7 @@ static int write_round(mt_scoring *s, mt_error *error) {
 
 /* The logits of the round, which is one micro-batch. */
 static int write_logits(mt_scoring *s, mt_error *error) {
-    int64_t count, V = s->options->vocab_size;
+    int64_t count, V = s->options->stack.vocab_size;
     (void)batch_sequences(s, 0, 0, &count);
     float *logits = mt_malloc(mt_model_get_plan(s->model)->max_tokens * V * 4); // on every rank: all compute them
     mt_model_read(s->model, NULL, NULL, logits);
@@ -275,7 +275,7 @@ static bool same_file(const mt_new_file *a, const mt_new_file *b) {
 }
 
 static int open_outputs(mt_scoring *s, mt_error *error) {
-    const mt_options *o = s->options;
+    const mt_run_options *o = s->options;
     const struct {
         const char *path, *option;
     } outputs[NUM_OUTPUTS] = {[RESULTS] = {o->out, "--out"},

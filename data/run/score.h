@@ -3,6 +3,7 @@
 #define MT_SCORE_H
 
 #include "../tokens/tokenizer.h"
+#include "../options/options.h"
 
 #ifdef __cplusplus
 extern "C" {
@@ -16,7 +17,7 @@ typedef struct mt_scoring mt_scoring;
  * mt_samples_read reads them, up to seq_length tokens each (0: as long as the context); `tokenizer` and its path may be
  * NULL if all lines have "tokens". Any other file is int32 [N, seq_length + 1]. Errors: a file that cannot be read or
  * has another size; a token outside the vocabulary, in JSON Lines. Every rank calls it. */
-int mt_scoring_open(mt_scoring **scoring, const mt_options *options, const mt_tokenizer *tokenizer,
+int mt_scoring_open(mt_scoring **scoring, const mt_run_options *options, const mt_tokenizer *tokenizer,
                     const char *tokenizer_path, mt_model_plan *plan, mt_error *error);
 
 /* Scores them on any layout; micro-batches are dealt to data-parallel ranks, and results are in the order of the file.

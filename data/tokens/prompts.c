@@ -30,10 +30,10 @@ static int mt_prompt_check(int64_t id, const int32_t *prompt, int64_t num_prompt
 }
 
 int mt_sequence_begin(mt_sequence *sequence, int64_t id, const int32_t *prompt, int64_t num_prompt, int64_t context,
-                      const mt_options *o, mt_error *error) {
+                      int64_t max_new_tokens, const mt_options *o, mt_error *error) {
     *sequence = (mt_sequence){.slot = -1};
     if (mt_prompt_check(id, prompt, num_prompt, context, o, error) != 0) return -1;
-    int64_t new_tokens = mt_min(o->max_new_tokens, context - num_prompt);
+    int64_t new_tokens = mt_min(max_new_tokens, context - num_prompt);
     *sequence = (mt_sequence){.id = id, .num_prompt = num_prompt, .num_tokens = num_prompt, .slot = -1};
     sequence->max_tokens = num_prompt + new_tokens;
     sequence->finish = new_tokens == 0 ? MT_FINISH_LENGTH : MT_UNFINISHED;
@@ -50,8 +50,8 @@ void mt_sequence_end(mt_sequence *sequence) {
     *sequence = (mt_sequence){.slot = -1};
 }
 
-int mt_sequence_parse(mt_sequence *sequence, int64_t id, const char *text, int64_t context, const mt_options *options,
-                      mt_error *error) {
+int mt_sequence_parse(mt_sequence *sequence, int64_t id, const char *text, int64_t context, int64_t max_new_tokens,
+                      const mt_options *options, mt_error *error) {
     int32_t *ids = mt_malloc((int64_t)strlen(text) * 4 + 4);
     int64_t count = 0;
     int status = 0;
@@ -64,7 +64,7 @@ int mt_sequence_parse(mt_sequence *sequence, int64_t id, const char *text, int64
         ids[count++] = (int32_t)token;
         from = *end ? end + 1 : NULL;
     }
-    if (status == 0) status = mt_sequence_begin(sequence, id, ids, count, context, options, error);
+    if (status == 0) status = mt_sequence_begin(sequence, id, ids, count, context, max_new_tokens, options, error);
     free(ids);
     return status;
 }

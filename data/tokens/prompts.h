@@ -21,17 +21,17 @@ typedef struct mt_text_frame {
 } mt_text_frame;
 int mt_text_frame_read(mt_text_frame *frame, const char *path, const mt_tokenizer *tokenizer, mt_error *error);
 
-/* Begins a sequence from prompt[num_prompt], with up to options->max_new_tokens more tokens and `context` tokens in
+/* Begins a sequence from prompt[num_prompt], with up to max_new_tokens more tokens and `context` tokens in
  * all. Errors: an empty prompt, a prompt that fills the context, a token outside the vocabulary. */
 int mt_sequence_begin(mt_sequence *sequence, int64_t id, const int32_t *prompt, int64_t num_prompt, int64_t context,
-                      const mt_options *options, mt_error *error);
+                      int64_t max_new_tokens, const mt_options *options, mt_error *error);
 
 /* Frees its arrays. */
 void mt_sequence_end(mt_sequence *sequence);
 
 /* mt_sequence_begin from token ids as text, such as "1,2,3"; any other text is an error. */
-int mt_sequence_parse(mt_sequence *sequence, int64_t id, const char *text, int64_t context, const mt_options *options,
-                      mt_error *error);
+int mt_sequence_parse(mt_sequence *sequence, int64_t id, const char *text, int64_t context, int64_t max_new_tokens,
+                      const mt_options *options, mt_error *error);
 
 #ifdef __cplusplus
 }

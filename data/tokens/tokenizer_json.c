@@ -445,8 +445,7 @@ static int insert_added(mt_encoder *encoder, mt_tokenizer *tokenizer, int32_t in
     const char *text = content.data;
     int64_t bytes = content.bytes;
     if (normalized && mt_normalize(encoder, &text, &bytes, error)) return -1;
-    if (bytes) mt_trie_insert(&tokenizer->added_tries[normalized], text, bytes, index);
-    return 0;
+    return bytes ? mt_trie_add(&tokenizer->added_tries[normalized], tokenizer->path, text, bytes, index, error) : 0;
 }
 
 static int read_added_token(loader *l, mt_encoder *encoder, const json_t *object) {

@@ -228,10 +228,14 @@ static int finish(loader *l) {
             return mt_error_set(l->error, "%s: has two unknown pieces, %d and %d", l->path, tokenizer->unknown, id);
         if (token->type == MT_TOKEN_UNKNOWN) tokenizer->unknown = id;
         if (token->type == MT_TOKEN_UNUSED) tokenizer->has_unused = true;
-        if (token->type == MT_TOKEN_USER_DEFINED) mt_trie_insert(&tokenizer->user_defined, text, token->text_bytes, id);
-        bool from_text = token->type == MT_TOKEN_NORMAL || token->type == MT_TOKEN_USER_DEFINED;
-        if (from_text && tokenizer->kind == MT_KIND_UNIGRAM)
-            mt_trie_insert(&tokenizer->pieces, text, token->text_bytes, id);
+        bool is_user_defined = token->type == MT_TOKEN_USER_DEFINED;
+        mt_trie *const tries[] = {is_user_defined ? &tokenizer->user_defined : NULL,
+                                  (token->type == MT_TOKEN_NORMAL || is_user_defined) &&
+                                          tokenizer->kind == MT_KIND_UNIGRAM
+                                      ? &tokenizer->pieces
+                                      : NULL};
+        for (int i = 0; i < 2; i++)
+            if (tries[i] && mt_trie_add(tries[i], l->path, text, token->text_bytes, id, l->error) != 0) return -1;
         if (token->type != MT_TOKEN_NORMAL) continue;
         if (token->score < tokenizer->min_score) tokenizer->min_score = token->score;
         if (token->score > tokenizer->max_score) tokenizer->max_score = token->score;

@@ -87,6 +87,16 @@ void mt_trie_insert(mt_trie *trie, const char *text, int64_t bytes, int32_t valu
     trie->values[node] = value;
 }
 
+int mt_trie_add(mt_trie *trie, const char *path, const char *text, int64_t bytes, int32_t value, mt_error *error) {
+    if (bytes > MT_MAX_SEARCHED_TOKEN)
+        return mt_error_set(error,
+                            "%s: token '%.20s...' has %lld bytes; a token that is looked for in the text has at "
+                            "most %d",
+                            path, text, (long long)bytes, MT_MAX_SEARCHED_TOKEN);
+    mt_trie_insert(trie, text, bytes, value);
+    return 0;
+}
+
 int64_t mt_trie_longest(const mt_trie *trie, const char *text, int64_t bytes, int32_t *value) {
     int64_t longest = 0;
     if (!bytes || !trie->starts[(unsigned char)text[0]]) return 0;

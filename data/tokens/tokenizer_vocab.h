@@ -36,6 +36,11 @@ typedef struct mt_trie {
 
 /* Inserts a string or replaces its value; walks one byte; finds the longest string that begins the text. */
 void mt_trie_insert(mt_trie *trie, const char *text, int64_t bytes, int32_t value);
+
+/* The same for a token that is looked for at every place of a text; `path` is the file that has it. An error if it is
+ * so long that the search of a text which repeats a part of it would take hours. */
+enum { MT_MAX_SEARCHED_TOKEN = 1024 }; // bytes; real ones have some hundred, of blanks
+int mt_trie_add(mt_trie *trie, const char *path, const char *text, int64_t bytes, int32_t value, mt_error *error);
 int64_t mt_trie_step(const mt_trie *trie, int64_t node, char byte);                            // the child, or -1
 int64_t mt_trie_longest(const mt_trie *trie, const char *text, int64_t bytes, int32_t *value); // its length, or 0
 void mt_trie_free(mt_trie *trie);

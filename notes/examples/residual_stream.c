@@ -61,7 +61,7 @@ int main(int argc, char **argv) {
     if (argc < 2 || argc % 2 != 0) mt_die("usage: residual_stream DIR [OPTION VALUE]...");
     mt_grid grid;
     mt_error error;
-    mt_options options;
+    mt_run_options options;
     mt_model *model;
     mt_run_state ignored;
     mt_batch batch;
@@ -72,21 +72,21 @@ int main(int argc, char **argv) {
     check(mt_options_set(&options, "load", argv[1], &error), &error);
     check(mt_options_read_shape(&options, &error), &error);
     check(mt_options_finish(&options, MT_PROGRAM_INFER, grid.world.size, &error), &error);
-    check(mt_grid_build(&grid, &options, &error), &error);
+    check(mt_grid_build(&grid, &options.stack, &error), &error);
     if (!mt_backend_open(MT_DEVICE_CPU, &grid, &error)) mt_die("%s", error.text);
 
     mt_ops ops = mt_cpu_ops;
     ops.rmsnorm_forward = rmsnorm, ops.layernorm_forward = layernorm;
     ops.residual_norm_forward = NULL; // separate operations
     mt_model_plan plan = {.max_tokens = TOKENS, .max_logits = TOKENS, .max_position = TOKENS};
-    check(mt_model_create(&model, &options, &grid, &ops, &plan, &error), &error);
-    check(mt_checkpoint_load(model, &ignored, argv[1], &error), &error);
-    stream.hidden_size = options.hidden_size, stream.num_layers = options.num_layers;
+    check(mt_model_create(&model, &options.stack, &grid, &ops, &plan, &error), &error);
+    check(mt_checkpoint_load(model, &options, &ignored, argv[1], &error), &error);
+    stream.hidden_size = options.stack.hidden_size, stream.num_layers = options.stack.num_layers;
     stream.prints = grid.world.rank == 0;
 
     mt_batch_alloc(&batch, TOKENS);
     for (int t = 0; t < TOKENS; t++) {
-        batch.tokens[t] = batch.labels[t] = (int32_t)(1 + t % (options.vocab_size - 1));
+        batch.tokens[t] = batch.labels[t] = (int32_t)(1 + t % (options.stack.vocab_size - 1));
         batch.positions[t] = t, batch.token_index[t] = t, batch.loss_mask[t] = 1;
     }
     batch.spans[0] = (mt_span){0, TOKENS, 0, TOKENS, true};

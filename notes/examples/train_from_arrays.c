@@ -41,7 +41,7 @@ static mt_options choose_options(void) {
     options.swiglu = options.untie_embeddings_and_output_weights = true;
     options.normalization = MT_RMSNORM;
     options.position_embedding_type = MT_POSITION_ROPE;
-    options.add_bias_linear = options.add_qkv_bias = options.attention_output_bias = options.mlp_bias = false;
+    options.add_qkv_bias = options.attention_output_bias = options.mlp_bias = false;
     options.micro_batch_size = MICRO_BATCH;
     options.global_batch_size = 16;
     options.num_iterations = options.train_iters = 30;

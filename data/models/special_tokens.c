@@ -35,7 +35,7 @@ int mt_special_tokens_check(const json_t *object, const char *path, mt_error *er
     return 0;
 }
 
-void mt_special_tokens_take(mt_options *options, const json_t *config) {
+void mt_special_tokens_take(mt_run_options *options, const json_t *config) {
     json_t *object = json_object();
     for (int i = 0; i < NUM_KEYS; i++) {
         json_t *value = json_object_get(config, keys[i]);
@@ -46,7 +46,7 @@ void mt_special_tokens_take(mt_options *options, const json_t *config) {
     json_decref(object);
 }
 
-void mt_special_tokens_set(json_t *object, const mt_options *options, bool nulls) {
+void mt_special_tokens_set(json_t *object, const mt_run_options *options, bool nulls) {
     const int64_t own[] = {options->bos_token_id, options->eos_token_id, -1};
     json_t *taken = options->special_tokens ? json_loads(options->special_tokens, 0, NULL) : NULL;
     for (int i = 0; i < NUM_KEYS; i++) {
@@ -76,7 +76,7 @@ static int check_sampling(const json_t *object, const char *path, mt_error *erro
     return 0;
 }
 
-int mt_generation_config_read(mt_options *options, const char *folder, mt_error *error) {
+int mt_generation_config_read(mt_run_options *options, const char *folder, mt_error *error) {
     int64_t bytes;
     free(options->generation_config);
     options->generation_config = NULL;
@@ -96,7 +96,7 @@ int mt_generation_config_read(mt_options *options, const char *folder, mt_error 
     return status;
 }
 
-int mt_generation_config_write(const mt_options *options, const char *folder, mt_error *error) {
+int mt_generation_config_write(const mt_run_options *options, const char *folder, mt_error *error) {
     json_t *json = json_object();
     mt_special_tokens_set(json, options, false);
     char *text = options->generation_config   ? mt_strdup(options->generation_config)
@@ -109,7 +109,7 @@ int mt_generation_config_write(const mt_options *options, const char *folder, mt
     return status;
 }
 
-void mt_generation_config_add_end(mt_options *options, int64_t id) {
+void mt_generation_config_add_end(mt_run_options *options, int64_t id) {
     mt_stops stops;
     mt_error error; // of an "eos_token_id" that is too long, which has no room
     if (id < 0 || mt_stops_of_options(&stops, options, &error) != 0) return;
@@ -145,20 +145,20 @@ static bool add_ends(mt_stops *stops, const json_t *object) {
     return fits;
 }
 
-void mt_stops_warn(const mt_options *o, FILE *file) {
+void mt_stops_warn(const mt_run_options *o, FILE *file) {
     mt_stops stops;
     mt_error error; // reported where the list is needed
     bool is_known = o->generation_config || o->special_tokens;
-    if (!is_known || o->vocab_size == 0 || mt_stops_of_options(&stops, o, &error) != 0) return;
+    if (!is_known || o->stack.vocab_size == 0 || mt_stops_of_options(&stops, o, &error) != 0) return;
     for (int64_t i = 0; i < stops.count; i++)
-        if (stops.ids[i] >= o->vocab_size)
+        if (stops.ids[i] >= o->stack.vocab_size)
             fprintf(file,
                     "\"eos_token_id\" of the model's folder has %lld, and the model's last token is %lld: it "
                     "ends no text\n",
-                    (long long)stops.ids[i], (long long)o->vocab_size - 1);
+                    (long long)stops.ids[i], (long long)o->stack.vocab_size - 1);
 }
 
-int mt_stops_of_options(mt_stops *stops, const mt_options *o, mt_error *error) {
+int mt_stops_of_options(mt_stops *stops, const mt_run_options *o, mt_error *error) {
     mt_error ignored; // the text was read before
     json_t *json = o->generation_config
                        ? mt_json_parse(o->generation_config, (int64_t)strlen(o->generation_config), 0, NULL, &ignored)
