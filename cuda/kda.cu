@@ -244,21 +244,23 @@ __global__ void __launch_bounds__(THREADS) step_back(const kda_task<T> task) {
                     if (!of_map) dg += dS[r].value[j] * S[r].value[j];
                     dS[r].value[j] *= x.decay[i];
                 }
-                if (of_map) continue;
-                dq = sum_of_lanes(dq), dk = sum_of_lanes(dk), dg = sum_of_lanes(dg);
-                if (lane == 0 && i < task.Dk) parts[i] = dq, parts[task.Dk + i] = dk, parts[2 * task.Dk + i] = dg;
+                if constexpr (!of_map) {
+                    dq = sum_of_lanes(dq), dk = sum_of_lanes(dk), dg = sum_of_lanes(dg);
+                    if (lane == 0 && i < task.Dk) parts[i] = dq, parts[task.Dk + i] = dk, parts[2 * task.Dk + i] = dg;
+                }
             }
-            if (of_map) continue;
-            mt_pack<float, V> dv;
-            for (int j = 0; j < V; j++) {
-                dv.value[j] = beta * both[V + j];
-                dbeta += p.column + j < task.Dv ? both[V + j] * (v.value[j] - both[j]) : 0;
+            if constexpr (!of_map) {
+                mt_pack<float, V> dv;
+                for (int j = 0; j < V; j++) {
+                    dv.value[j] = beta * both[V + j];
+                    dbeta += p.column + j < task.Dv ? both[V + j] * (v.value[j] - both[j]) : 0;
+                }
+                dbeta = sum_of_lanes(dbeta);
+                if (thread == 0) task.dbeta[(at * TOKENS + t) * task.column_blocks + block] = dbeta;
+                if (p.line == 0 && p.column < task.Dv)
+                    mt_store(task.dv + (row + t) * task.dv_stride + (int64_t)p.head * task.Dv + p.column,
+                             mt_from_float<T>(dv));
             }
-            dbeta = sum_of_lanes(dbeta);
-            if (thread == 0) task.dbeta[(at * TOKENS + t) * task.column_blocks + block] = dbeta;
-            if (p.line == 0 && p.column < task.Dv)
-                mt_store(task.dv + (row + t) * task.dv_stride + (int64_t)p.head * task.Dv + p.column,
-                         mt_from_float<T>(dv));
         }
     }
     if (of_map) p.store(task.maps + by_state, dS, task.Dk);
