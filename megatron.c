@@ -13278,11 +13278,8 @@ static void mt_plan_workspace(mt_model *m, mt_arena *arena) {
     if (m->experts->num_layers > 0 && !m->options->moe_permute_fusion) // see mt_combine_results
         m->workspace_bytes = mt_max(m->workspace_bytes, m->ops->workspace_bytes(m->experts->num_choices, m->C, 1, 1));
     if (delta.Hv > 0) {
-        const mt_delta_args sizes = {.Hk = delta.Hk,
-                                     .Hv = delta.Hv,
-                                     .Dk = delta.Dk,
-                                     .Dv = delta.Dv,
-                                     .decays = delta.by_channel ? delta.Dk : 1};
+        const mt_delta_args sizes = {
+            .Hk = delta.Hk, .Hv = delta.Hv, .Dk = delta.Dk, .Dv = delta.Dv, .decays = delta.by_channel ? delta.Dk : 1};
         int64_t bytes = m->ops->delta_workspace_bytes(T, &sizes, m->dtype, m->plan.train);
         m->workspace_bytes = mt_max(m->workspace_bytes, bytes);
     }

@@ -161,6 +161,157 @@ __global__ void __launch_bounds__(THREADS, 2) step(const kda_task<T> task) {
     if (kept) p.store(kept + by_state, S, task.Dk);
 }
 
+/* ---- long spans -------------------------------------------------------------------------------------------------- */
+
+/* The same for long spans, without a barrier between tokens: a warp has 8 columns of a head, and a lane 32 rows of one
+ * of them. A block prepares 16 tokens at a time, whose values it has loaded while it computed those before. */
+enum { STREAM_THREADS = 128, STREAM_TOKENS = 16, STREAM_COLUMNS = 32, STREAM_ROWS = MT_CUDA_DELTA_CHANNELS };
+
+struct stream_room {
+    float q[STREAM_TOKENS][STREAM_ROWS], k[STREAM_TOKENS][STREAM_ROWS], decay[STREAM_TOKENS][STREAM_ROWS];
+    float v[STREAM_TOKENS][STREAM_COLUMNS], out[STREAM_TOKENS][STREAM_COLUMNS], beta[STREAM_TOKENS];
+};
+
+/* What a thread loads of 16 tokens: 8 channels of two of them, and 4 columns of one. */
+template <class T> struct stream_loads {
+    mt_pack<T, 8> q[2], k[2], a[2];
+    mt_pack<T, 4> v;
+    float b;
+    __device__ void load(const kda_task<T> &task, int64_t first, int64_t end, int head, int columns) {
+        int thread = (int)threadIdx.x, channel = thread % 16 * 8;
+        int64_t of_key = (int64_t)(head / task.heads) * task.Dk + channel, of_head = (int64_t)head * task.Dk + channel;
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            int64_t token = first + thread / 16 + i * 8;
+            bool exists = token < end && channel < task.Dk;
+            q[i] = mt_load<8>(task.q + token * task.q_stride + of_key, exists);
+            k[i] = mt_load<8>(task.k + token * task.k_stride + of_key, exists);
+            a[i] = mt_load<8>(task.a + token * task.a_stride + of_head, exists);
+        }
+        int64_t token = first + thread / 8;
+        int column = columns + thread % 8 * 4;
+        v = mt_load<4>(task.v + token * task.v_stride + (int64_t)head * task.Dv + column,
+                       token < end && column < task.Dv);
+        token = first + thread;
+        b = thread < STREAM_TOKENS && token < end ? mt_to_float(task.b[token * task.b_stride + head]) : 0;
+    }
+    __device__ void prepare(stream_room &room, const kda_task<T> &task, const float (&bias)[8], float rate) const {
+        int thread = (int)threadIdx.x, channel = thread % 16 * 8;
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            int t = thread / 16 + i * 8;
+            float of_q = 0, of_k = 0;
+            for (int e = 0; e < 8; e++) {
+                of_q += mt_element(q[i], e) * mt_element(q[i], e);
+                of_k += mt_element(k[i], e) * mt_element(k[i], e);
+            }
+#pragma unroll
+            for (int lane = 8; lane > 0; lane /= 2) {
+                of_q += __shfl_xor_sync(0xffffffff, of_q, lane);
+                of_k += __shfl_xor_sync(0xffffffff, of_k, lane);
+            }
+            of_q = task.q_scale / sqrtf(of_q + 1e-6f), of_k = 1 / sqrtf(of_k + 1e-6f);
+            for (int e = 0; e < 8; e++) {
+                float x = mt_element(a[i], e) + bias[e];
+                room.q[t][channel + e] = mt_element(q[i], e) * of_q;
+                room.k[t][channel + e] = mt_element(k[i], e) * of_k;
+                if constexpr (std::is_same_v<T, float>)
+                    room.decay[t][channel + e] = expf(-rate * softplus(x));
+                else
+                    room.decay[t][channel + e] = mt_exp(-rate * (x > 20 ? x : __logf(1 + mt_exp(x))));
+            }
+        }
+        for (int e = 0; e < 4; e++) room.v[thread / 8][thread % 8 * 4 + e] = mt_element(v, e);
+        if (thread < STREAM_TOKENS) room.beta[thread] = 1 / (1 + expf(-b));
+    }
+};
+
+template <class T, kda_purpose purpose>
+__global__ void __launch_bounds__(STREAM_THREADS, 4) stream_states(const kda_task<T> task) {
+    __shared__ __align__(16) stream_room room;
+    mt_wait_for_previous();
+    int thread = (int)threadIdx.x, line = thread % 32 / 8, own = thread / 32 * 8 + thread % 8; // own: of 32 columns
+    int columns = (int)(blockIdx.x % task.column_blocks) * STREAM_COLUMNS, column = columns + own;
+    int local = (int)blockIdx.y, head = local + task.first_key_head * task.heads;
+    int64_t number = blockIdx.x / task.column_blocks, by_state = (int64_t)head * task.Dk * task.Dv;
+    int64_t first = task.chunks.table ? task.chunks.first[number] : number;
+    mt_span span = task.chunks.spans[number];
+    const float *before = task.states.before(span, number);
+    float *kept = purpose == FORWARD ? task.states.kept(span) : NULL;
+    float rate = expf(mt_to_float(task.A_log[head])), bias[8], S[STREAM_ROWS / 4];
+    for (int e = 0; e < 8; e++) {
+        int channel = thread % 16 * 8 + e;
+        bias[e] = channel < task.Dk ? mt_to_float(task.dt_bias[(int64_t)head * task.Dk + channel]) : 0;
+    }
+    /* S[4 i + e] is row 16 i + 4 line + e. */
+#pragma unroll
+    for (int n = 0; n < STREAM_ROWS / 4; n++) {
+        int row = n / 4 * 16 + line * 4 + n % 4;
+        bool exists = before && row < task.Dk && column < task.Dv;
+        S[n] = exists ? before[by_state + (int64_t)row * task.Dv + column] : 0;
+    }
+    auto store = [&](float *to) {
+#pragma unroll
+        for (int n = 0; n < STREAM_ROWS / 4; n++) {
+            int row = n / 4 * 16 + line * 4 + n % 4;
+            if (row < task.Dk && column < task.Dv) to[(int64_t)row * task.Dv + column] = S[n];
+        }
+    };
+    stream_loads<T> loads;
+    int64_t end = span.q_start + span.q_len;
+    loads.load(task, span.q_start, end, head, columns);
+    for (int64_t token = span.q_start; token < end; token += STREAM_TOKENS) {
+        int64_t n = token - span.q_start;
+        int count = end - token < STREAM_TOKENS ? (int)(end - token) : (int)STREAM_TOKENS;
+        if (purpose == KEEP && n % TOKENS == 0)
+            store(task.before + ((first + n / TOKENS) * task.launch_heads() + local) * task.Dk * task.Dv);
+        loads.prepare(room, task, bias, rate);
+        __syncthreads();
+        loads.load(task, token + STREAM_TOKENS, end, head, columns);
+        for (int t = 0; t < count; t++) {
+            float read[4] = {}, out[4] = {}, k[STREAM_ROWS / 4];
+#pragma unroll
+            for (int i = 0; i < STREAM_ROWS / 16; i++) {
+                float4 decay = *(const float4 *)&room.decay[t][i * 16 + line * 4];
+                float4 key = *(const float4 *)&room.k[t][i * 16 + line * 4];
+                k[4 * i] = key.x, k[4 * i + 1] = key.y, k[4 * i + 2] = key.z, k[4 * i + 3] = key.w;
+                S[4 * i] *= decay.x, S[4 * i + 1] *= decay.y, S[4 * i + 2] *= decay.z, S[4 * i + 3] *= decay.w;
+#pragma unroll
+                for (int e = 0; e < 4; e++) read[e] += S[4 * i + e] * k[4 * i + e];
+            }
+            float sum = (read[0] + read[1]) + (read[2] + read[3]);
+            sum += __shfl_xor_sync(0xffffffff, sum, 8);
+            sum += __shfl_xor_sync(0xffffffff, sum, 16);
+            float u = room.beta[t] * (room.v[t][own] - sum);
+#pragma unroll
+            for (int i = 0; i < STREAM_ROWS / 16; i++) {
+                float4 q =
+                    purpose == FORWARD ? *(const float4 *)&room.q[t][i * 16 + line * 4] : make_float4(0, 0, 0, 0);
+                const float query[4] = {q.x, q.y, q.z, q.w};
+#pragma unroll
+                for (int e = 0; e < 4; e++) {
+                    S[4 * i + e] += k[4 * i + e] * u;
+                    if (purpose == FORWARD) out[e] += S[4 * i + e] * query[e];
+                }
+            }
+            if (purpose != FORWARD) continue;
+            sum = (out[0] + out[1]) + (out[2] + out[3]);
+            sum += __shfl_xor_sync(0xffffffff, sum, 8);
+            sum += __shfl_xor_sync(0xffffffff, sum, 16);
+            if (line == 0) room.out[t][own] = sum;
+        }
+        __syncthreads();
+        int t = thread / 8, at = thread % 8 * 4;
+        if (purpose == FORWARD && t < count && columns + at < task.Dv) {
+            mt_pack<float, 4> out = *(const mt_pack<float, 4> *)&room.out[t][at];
+            mt_store(task.out + ((token + t) * task.Hv + head) * task.Dv + columns + at, mt_from_float<T>(out));
+        }
+    }
+    if (kept) store(kept + by_state);
+}
+
+/* ---- the backward ------------------------------------------------------------------------------------------------ */
+
 /* The sum over the lanes of a row; all of them receive it. */
 __device__ static inline float sum_of_lanes(float x) {
 #pragma unroll
@@ -362,10 +513,26 @@ static void launch(void (*kernel)(kda_task<T>), const kda_task<T> &task, int64_t
     mt_launch_early(kernel, grid, dim3(THREADS), 0, mt_cuda_stream(stream), task);
 }
 
+/* True if stream_states serves: spans of many tokens, and rows in packs. */
+template <class T> static bool streams(const mt_delta_args *a) {
+    const mt_dtype dtype = std::is_same_v<T, float> ? MT_F32 : MT_BF16;
+    return mt_longest_span(a->spans) > STREAM_TOKENS && a->Dk % 8 == 0 && a->Dv % 4 == 0 && a->v_stride % 4 == 0 &&
+           mt_wide(dtype, {a->q, a->k, a->a}, {a->q_stride, a->k_stride, a->a_stride}) &&
+           (uintptr_t)a->v % (4 * sizeof(T)) == 0 && (uintptr_t)a->out % (4 * sizeof(T)) == 0;
+}
+
+template <class T, kda_purpose purpose>
+static void run_stream(const mt_delta_args *a, kda_task<T> task, int64_t spans, mt_stream *stream) {
+    task.column_blocks = (int)mt_divide_up(a->Dv, STREAM_COLUMNS);
+    dim3 grid((unsigned)(spans * task.column_blocks), (unsigned)(task.key_heads * task.heads));
+    mt_launch_early(stream_states<T, purpose>, grid, dim3(STREAM_THREADS), 0, mt_cuda_stream(stream), task);
+}
+
 template <class T> static void forward(const mt_delta_args *a, mt_stream *stream) {
     kda_task<T> task = kda_task_of<T>(a);
     task.chunks.spans = a->spans->device;
     task.states = mt_states_on_device(&a->states, NULL, a->Hv * a->Dk * a->Dv, 0);
+    if (streams<T>(a)) return run_stream<T, FORWARD>(a, task, a->spans->count, stream);
     by_lines<T>(a, [&](auto width, auto lines) {
         constexpr int V = decltype(width)::value;
         task.column_blocks = (int)mt_divide_up(a->Dv, V * STEP_LANES);
@@ -414,7 +581,10 @@ static void run_backward(const mt_delta_args *a, kda_task<T> task, mt_stream *st
             task.key_heads = (int)(a->Hk - first < key_heads ? a->Hk - first : key_heads);
             place_arrays(&task, until - begin, task.chunks.count, LINES, V, memory);
             int64_t chunks = task.chunks.count, heads = task.key_heads * task.heads, at = first * task.heads;
-            launch(step<T, V, LINES, KEEP>, task, until - begin, stream);
+            if (streams<T>(a))
+                run_stream<T, KEEP>(a, task, until - begin, stream);
+            else
+                launch(step<T, V, LINES, KEEP>, task, until - begin, stream);
             launch(step_back<T, V, LINES, false>, task, until - begin, stream);
             mt_launch_early(finish<T>, dim3((unsigned)(chunks * task.key_heads)), dim3(MT_CUDA_DELTA_CHANNELS), 0,
                             mt_cuda_stream(stream), task);

@@ -1600,14 +1600,24 @@ static const int64_t delta_backward_shapes[][MAX_SIZES] = {{1, 1, 1, 16, 16, ONE
 static const int64_t delta_map_shapes[][MAX_SIZES] = {
     {300, 2, 4, 64, 128, PIECES, 0}, {30, 1, 1, 16, 20, PIECES, 5}, {400, 1, 2, 128, 128, PIECES, 0}, {0}};
 static const int64_t kda_shapes[][MAX_SIZES] = {
-    {1, 1, 1, 16, 16, ONE, 0, 1},       {7, 1, 2, 8, 24, ONE, 1, 1},         {131, 2, 2, 20, 36, ONE, 3, 1},
-    {150, 2, 4, 16, 16, PACKED, 0, 1},  {200, 1, 3, 128, 128, PACKED, 8, 1}, {400, 2, 2, 64, 128, ONE, 0, 1},
-    {9, 2, 2, 128, 128, DECODE, 0, 1},  {9, 2, 2, 33, 19, DECODE, 1, 1},     {160, 2, 4, 128, 64, CONTINUED, 0, 1},
-    {300, 2, 4, 64, 128, PIECES, 0, 1}, {30, 1, 1, 16, 20, PIECES, 5, 1},    {0}};
-static const int64_t kda_backward_shapes[][MAX_SIZES] = {
-    {1, 1, 1, 16, 16, ONE, 0, 1},       {7, 1, 2, 8, 24, ONE, 1, 1},         {131, 2, 2, 20, 36, ONE, 3, 1},
-    {150, 2, 4, 16, 16, PACKED, 0, 1},  {200, 1, 3, 128, 128, PACKED, 8, 1}, {400, 2, 2, 64, 128, ONE, 0, 1},
-    {300, 2, 4, 64, 128, PIECES, 0, 1}, {30, 1, 1, 16, 20, PIECES, 5, 1},    {0}};
+    {1, 1, 1, 16, 16, ONE, 0, 1},          {7, 1, 2, 8, 24, ONE, 1, 1},
+    {131, 2, 2, 20, 36, ONE, 3, 1},        {150, 2, 4, 16, 16, PACKED, 0, 1},
+    {200, 1, 3, 128, 128, PACKED, 8, 1},   {400, 2, 2, 64, 128, ONE, 0, 1},
+    {9, 2, 2, 128, 128, DECODE, 0, 1},     {9, 2, 2, 33, 19, DECODE, 1, 1},
+    {160, 2, 4, 128, 64, CONTINUED, 0, 1}, {300, 2, 4, 64, 128, PIECES, 0, 1},
+    {30, 1, 1, 16, 20, PIECES, 5, 1},      {200, 8, 8, 128, 68, PACKED, 0, 1},
+    {90, 4, 8, 40, 128, CONTINUED, 8, 1},  {0}};
+static const int64_t kda_backward_shapes[][MAX_SIZES] = {{1, 1, 1, 16, 16, ONE, 0, 1},
+                                                         {7, 1, 2, 8, 24, ONE, 1, 1},
+                                                         {131, 2, 2, 20, 36, ONE, 3, 1},
+                                                         {150, 2, 4, 16, 16, PACKED, 0, 1},
+                                                         {200, 1, 3, 128, 128, PACKED, 8, 1},
+                                                         {400, 2, 2, 64, 128, ONE, 0, 1},
+                                                         {300, 2, 4, 64, 128, PIECES, 0, 1},
+                                                         {30, 1, 1, 16, 20, PIECES, 5, 1},
+                                                         {200, 8, 8, 128, 68, PACKED, 0, 1},
+                                                         {150, 4, 8, 40, 128, PIECES, 8, 1},
+                                                         {0}};
 static const int64_t kda_map_shapes[][MAX_SIZES] = {
     {300, 2, 4, 64, 128, PIECES, 0, 1}, {30, 1, 1, 16, 20, PIECES, 5, 1}, {400, 1, 2, 128, 128, PIECES, 0, 1}, {0}};
 static const int64_t ssd_shapes[][MAX_SIZES] = {{1, 1, 1, 16, 16, ONE, 0, 0},
