@@ -419,6 +419,7 @@ __global__ void __launch_bounds__(THREADS) step_back(const kda_task<T> task) {
 
 /* The gradients that all columns of a head share: a block per chunk and key head, a thread per channel of a key. */
 template <class T> __global__ void __launch_bounds__(MT_CUDA_DELTA_CHANNELS) finish(const kda_task<T> task) {
+    __shared__ double rates[MT_CUDA_DELTA_CHANNELS];
     mt_wait_for_previous();
     int i = (int)threadIdx.x, Dk = task.Dk, blocks = task.column_blocks, buffer = 0;
     bool exists = i < Dk;
@@ -449,22 +450,25 @@ template <class T> __global__ void __launch_bounds__(MT_CUDA_DELTA_CHANNELS) fin
         int head = key_head * task.heads + h;
         int64_t at = number * task.launch_heads() + local_key * task.heads + h, at_head = (int64_t)head * Dk + i;
         float rate = expf(mt_to_float(task.A_log[head])), bias = exists ? mt_to_float(task.dt_bias[at_head]) : 0;
-        float of_rate[1] = {0}, of_bias = 0;
+        double of_rate = 0, of_bias = 0;
         for (int t = 0; t < chunk.L; t++) {
             float dg = 0, x = exists ? mt_to_float(task.a[(row + t) * task.a_stride + at_head]) + bias : 0;
             for (int block = 0; block < blocks && exists; block++)
                 dg += task.parts[((at * TOKENS + t) * blocks + block) * 3 * Dk + 2 * Dk + i];
             float da = -rate / (1 + expf(-x)) * dg;
-            of_rate[0] += exists ? dg * -rate * softplus(x) : 0, of_bias += da;
+            of_rate += exists ? (double)(dg * -rate * softplus(x)) : 0, of_bias += (double)da;
             if (exists) task.da[(row + t) * task.da_stride + at_head] = mt_from_float<T>(da);
             if (i > 0) continue;
             float dbeta = 0, beta = load_beta(task, row + t, head);
             for (int block = 0; block < blocks; block++) dbeta += task.dbeta[(at * TOKENS + t) * blocks + block];
             task.db[(row + t) * task.db_stride + head] = mt_from_float<T>(dbeta * beta * (1 - beta));
         }
-        mt_row_sum(of_rate, buffer++ % 2);
-        if (i == 0) task.partial_rate[at] = of_rate[0];
-        if (exists) task.partial_bias[at * Dk + i] = of_bias;
+        rates[i] = of_rate;
+        __syncthreads();
+        for (int c = 1; c < Dk && i == 0; c++) of_rate += rates[c];
+        if (i == 0) task.partial_rate[at] = (float)of_rate;
+        if (exists) task.partial_bias[at * Dk + i] = (float)of_bias;
+        __syncthreads();
     }
 }
 

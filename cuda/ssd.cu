@@ -193,12 +193,13 @@ __global__ void __launch_bounds__(THREADS, 2) step_back(const ssd_task<T> task) 
 
 extern __shared__ __align__(1024) char ssd_shared[];
 
-/* The gradients of a chunk from S before it and dS' after it, token by token: a block per chunk and group. With r_t =
- * dY_t.(y_t - D x_t) and b_t = B_t.(dS_t x_t), dG_t = r_t - step_t b_t, and dG_L also gets <S', dS'>. */
+/* The gradients of a chunk from S before it and dS' after it: a block per chunk and group. Those of x, B, C and
+ * b_t = B_t.(dS_t x_t) come from the recurrence, dG from pairs of tokens, so that what cancels does so exactly. */
 template <class T> __global__ void __launch_bounds__(THREADS) recur_backward(const ssd_task<T> task) {
     float *S = (float *)ssd_shared; // [N, P + 1]
-    __shared__ float step[TOKENS], r[TOKENS], b[TOKENS], of_D[TOKENS], of_warp[WARPS], terms[3][TOKENS];
-    __shared__ double dG[TOKENS];
+    __shared__ float step[TOKENS], b[TOKENS], of_D[TOKENS], of_read[TOKENS], of_rest[TOKENS], of_warp[WARPS];
+    __shared__ float pairs[TOKENS][TOKENS + 1];
+    __shared__ double G[TOKENS], dG[TOKENS], terms[3][TOKENS];
     mt_wait_for_previous();
     int thread = (int)threadIdx.x, warp = thread / 32, lane = thread % 32, N = task.N, P = task.P, line = P + 1;
     int64_t number = blockIdx.x / task.groups, size = (int64_t)N * P;
@@ -212,95 +213,121 @@ template <class T> __global__ void __launch_bounds__(THREADS) recur_backward(con
         int64_t at = number * task.launch_heads() + local_group * task.heads + h;
         const ssd_parameters w(task, head);
         const float *before = task.before + at * size, *after = task.dafter + at * size;
+        const T *x = task.x + row * task.stride + (int64_t)head * P, *dY = task.dout + (row * task.H + head) * P;
+        const T *B = task.B + row * task.stride + (int64_t)group * N,
+                *C = task.C + row * task.stride + (int64_t)group * N;
+        int64_t dY_row = (int64_t)task.H * P;
+        /* to[t] = u_t.(S v_t) of each token */
+        auto read_tokens = [&](float *to, const T *u, const T *v, int64_t v_row) {
+            for (int t = warp; t < L; t += WARPS) {
+                float dot = 0;
+                for (int p = lane; p < P; p += 32) {
+                    float sum = 0;
+                    for (int n = 0; n < N; n++) sum += S[n * line + p] * mt_to_float(u[t * task.stride + n]);
+                    dot += sum * mt_to_float(v[t * v_row + p]);
+                }
+                dot = mt_warp_sum(dot);
+                if (lane == 0) to[t] = dot;
+            }
+        };
         for (int i = thread; i < size; i += THREADS) S[i / P * line + i % P] = L > 0 ? before[i] : 0;
         if (thread < L) step[thread] = cut_step(task, softplus(load_dt(task, row + thread, head) + w.bias));
         __syncthreads();
+        if (thread < L) {
+            double sum = 0;
+            for (int t = 0; t <= thread; t++) sum += (double)(step[t] * w.A);
+            G[thread] = sum;
+        }
+        __syncthreads();
+        for (int n = thread; n < L * L; n += THREADS) {
+            int t = n / L, i = n % L;
+            float of_CB = 0, dM = 0;
+            for (int c = 0; c < N && i < t; c++)
+                of_CB += mt_to_float(C[t * task.stride + c]) * mt_to_float(B[i * task.stride + c]);
+            for (int p = 0; p < P && i < t; p++)
+                dM += mt_to_float(dY[t * dY_row + p]) * mt_to_float(x[i * task.stride + p]);
+            pairs[t][i] = i < t ? of_CB * dM * step[i] * expf((float)(G[t] - G[i])) : 0;
+        }
+        read_tokens(of_read, C, dY, dY_row);
+        __syncthreads();
         for (int t = 0; t < L; t++) {
-            const T *x = task.x + (row + t) * task.stride + (int64_t)head * P;
-            const T *B = task.B + (row + t) * task.stride + (int64_t)group * N;
-            const T *C = task.C + (row + t) * task.stride + (int64_t)group * N;
-            const T *dy = task.dout + ((row + t) * task.H + head) * P;
-            float decay = expf(step[t] * w.A), dot = 0;
+            float decay = expf(step[t] * w.A);
             for (int n = warp; n < N; n += WARPS) { // a warp keeps its rows
-                float sum = 0, factor = step[t] * mt_to_float(B[n]);
+                float sum = 0, factor = step[t] * mt_to_float(B[t * task.stride + n]);
                 for (int p = lane; p < P; p += 32) {
                     float *s = &S[n * line + p];
-                    *s = *s * decay + factor * mt_to_float(x[p]);
-                    sum += *s * mt_to_float(dy[p]);
+                    *s = *s * decay + factor * mt_to_float(x[t * task.stride + p]);
+                    sum += *s * mt_to_float(dY[t * dY_row + p]);
                 }
                 sum = mt_warp_sum(sum);
                 if (lane == 0) dC[t * N + n] = sum + (h > 0 ? dC[t * N + n] : 0);
-                dot += sum * mt_to_float(C[n]);
             }
-            if (lane == 0) of_warp[warp] = dot;
-            __syncthreads();
-            if (thread == 0) {
-                r[t] = 0;
-                for (int i = 0; i < WARPS; i++) r[t] += of_warp[i];
-            }
-            __syncthreads();
         }
-        float both = 0;
-        for (int i = thread; i < size && L > 0; i += THREADS) {
-            float d = after[i];
-            both += S[i / P * line + i % P] * d;
+        __syncthreads();
+        float both = 0; // <S before the chunk, dS'>
+        for (int i = thread; i < size; i += THREADS) {
+            float d = L > 0 ? after[i] : 0;
+            both += L > 0 ? before[i] * d : 0;
+            S[i / P * line + i % P] = d;
         }
         both = mt_warp_sum(both);
         if (lane == 0) of_warp[warp] = both;
         __syncthreads();
         both = 0;
         for (int i = 0; i < WARPS; i++) both += of_warp[i];
-        for (int i = thread; i < size; i += THREADS) S[i / P * line + i % P] = L > 0 ? after[i] : 0;
+        read_tokens(of_rest, B, x, task.stride);
         __syncthreads();
         for (int t = L - 1; t >= 0; t--) {
-            const T *x = task.x + (row + t) * task.stride + (int64_t)head * P;
-            const T *B = task.B + (row + t) * task.stride + (int64_t)group * N;
-            const T *C = task.C + (row + t) * task.stride + (int64_t)group * N;
-            const T *dy = task.dout + ((row + t) * task.H + head) * P;
             float decay = t < L - 1 ? expf(step[t + 1] * w.A) : 1, dot = 0;
             for (int n = warp; n < N; n += WARPS) {
-                float sum = 0, c = mt_to_float(C[n]);
+                float sum = 0, c = mt_to_float(C[t * task.stride + n]);
                 for (int p = lane; p < P; p += 32) {
                     float *s = &S[n * line + p];
-                    *s = *s * decay + c * mt_to_float(dy[p]);
-                    sum += *s * mt_to_float(x[p]);
+                    *s = *s * decay + c * mt_to_float(dY[t * dY_row + p]);
+                    sum += *s * mt_to_float(x[t * task.stride + p]);
                 }
                 sum = mt_warp_sum(sum);
                 if (lane == 0) dB[t * N + n] = step[t] * sum + (h > 0 ? dB[t * N + n] : 0);
-                dot += sum * mt_to_float(B[n]);
+                dot += sum * mt_to_float(B[t * task.stride + n]);
             }
             if (lane == 0) of_warp[warp] = dot;
             __syncthreads();
             if (thread == 0) {
                 b[t] = of_D[t] = 0;
                 for (int i = 0; i < WARPS; i++) b[t] += of_warp[i];
-                for (int p = 0; p < P; p++) of_D[t] += mt_to_float(dy[p]) * mt_to_float(x[p]);
+                for (int p = 0; p < P; p++)
+                    of_D[t] += mt_to_float(dY[t * dY_row + p]) * mt_to_float(x[t * task.stride + p]);
             }
             for (int p = warp; p < P; p += WARPS) {
                 float sum = 0;
-                for (int n = lane; n < N; n += 32) sum += S[n * line + p] * mt_to_float(B[n]);
+                for (int n = lane; n < N; n += 32) sum += S[n * line + p] * mt_to_float(B[t * task.stride + n]);
                 sum = mt_warp_sum(sum);
                 if (lane == 0)
                     task.dx[(row + t) * task.dstride + (int64_t)head * P + p] =
-                        mt_from_float<T>(step[t] * sum + w.D * mt_to_float(dy[p]));
+                        mt_from_float<T>(step[t] * sum + w.D * mt_to_float(dY[t * dY_row + p]));
             }
             __syncthreads();
         }
-        if (thread < L)
-            dG[thread] = (double)r[thread] - (double)(step[thread] * b[thread]) + (thread == L - 1 ? (double)both : 0);
+        if (thread < L) {
+            double rest = (double)(expf((float)(G[L - 1] - G[thread])) * step[thread] * of_rest[thread]);
+            dG[thread] = (double)(expf((float)G[thread]) * of_read[thread]) - rest;
+            for (int i = 0; i < L; i++) dG[thread] += (double)pairs[thread][i] - (double)pairs[i][thread];
+            terms[0][thread] = rest;
+        }
         __syncthreads();
         if (thread < L) {
-            double dg = 0;
+            double dg = (double)(expf((float)G[L - 1]) * both);
+            for (int i = 0; i < L; i++) dg += terms[0][i];
             for (int i = L - 1; i >= thread; i--) dg += dG[i];
             float ddt = dt_gradient(task, load_dt(task, row + thread, head) + w.bias, w.A * (float)dg + b[thread]);
             task.ddt[(row + thread) * task.ddt_stride + head] = mt_from_float<T>(ddt);
-            terms[0][thread] = (float)dg * step[thread] * w.A, terms[1][thread] = of_D[thread], terms[2][thread] = ddt;
+            terms[1][thread] = of_D[thread], terms[2][thread] = ddt, G[thread] = dg * (double)(step[thread] * w.A);
         }
         __syncthreads();
         if (thread < 3) {
-            float sum = 0;
-            for (int t = 0; t < L; t++) sum += terms[thread][t];
-            task.partial[thread * heads + at] = sum;
+            double sum = 0;
+            for (int t = 0; t < L; t++) sum += thread == 0 ? G[t] : terms[thread][t];
+            task.partial[thread * heads + at] = (float)sum;
         }
         __syncthreads();
     }
@@ -489,13 +516,17 @@ struct read_stage {
     char S[STATE * 2], x[TOKENS * COLUMNS * 2];
     float gates[GATES];
 };
+/* B lies where the second S will be, C behind it, before the heads begin. */
 struct read_room {
-    char B[TOKENS * ROWS * 2], C[TOKENS * ROWS * 2], y[TOKENS * COLUMNS * 2];
     read_stage stages[2];
+    char y[TOKENS * COLUMNS * 2];
 };
+static_assert(TOKENS * ROWS * 2 <= STATE * 2 &&
+                  TOKENS * ROWS * 2 <= sizeof(read_stage) - STATE * 2 + sizeof(read_room::y),
+              "room for B and C");
 
 /* out of a chunk: a block per chunk and group. A warp has 16 tokens: their rows of C and of C B^T stay in registers. */
-static __global__ void __launch_bounds__(READ_THREADS) read_states(const tile_task task) {
+static __global__ void __launch_bounds__(READ_THREADS, 3) read_states(const tile_task task) {
     read_room *room = (read_room *)ssd_shared;
     mt_wait_for_previous();
     int thread = (int)threadIdx.x, warp = thread / 32, g = thread % 32 / 4, t = thread % 4;
@@ -506,7 +537,8 @@ static __global__ void __launch_bounds__(READ_THREADS) read_states(const tile_ta
     int L = chunk.L;
     if (L <= 0) return;
     uint32_t across = mt_lane_across(), down = mt_lane_down();
-    uint32_t B = mt_shared_address(room->B), C = mt_shared_address(room->C), y = mt_shared_address(room->y);
+    uint32_t B = mt_shared_address(room->stages[1].S), C = mt_shared_address(room->stages[1].x);
+    uint32_t y = mt_shared_address(room->y);
     auto load = [&](int h) {
         if (h < task.heads) {
             read_stage *stage = &room->stages[h % 2];
@@ -611,7 +643,7 @@ struct backward_room {
     /* Parts of sums over columns (half a row each) and over rows (a quarter of a column each), of all tokens. */
     float of_row[2][TOKENS], of_column[4][TOKENS]; // of dM M step, over i and over t
     float of_read[2][TOKENS], of_rest[2][TOKENS];  // C.dC and B'.dB' of the states
-    float of_x[2][TOKENS], of_D[TOKENS];           // dX.x, dY.x
+    float of_D[TOKENS];                            // dY.x
     float of_states[WARPS];                        // <S, dS'>
 };
 
@@ -651,7 +683,7 @@ __device__ static inline void finish_head(const tile_task &task, const backward_
     int lane = (int)threadIdx.x % 32;
     const float *steps = gates, *grown = gates + 3 * TOKENS;
     const ssd_parameters w(task, head);
-    float states = 0, rest = 0, dG[2], sums[3] = {};
+    float states = 0, rest = 0, dG[2], of_X[2], sums[3] = {}; // of_X: dX.X
     for (int i = 0; i < WARPS; i++) states += room->of_states[i];
 #pragma unroll
     for (int e = 0; e < 2; e++) {
@@ -660,7 +692,7 @@ __device__ static inline void finish_head(const tile_task &task, const backward_
         for (int i = 0; i < 4; i++) of_column += room->of_column[i][t];
         dG[e] =
             room->of_row[0][t] + room->of_row[1][t] - of_column + room->of_read[0][t] + room->of_read[1][t] - of_rest;
-        rest += of_rest;
+        of_X[e] = of_rest + of_column, rest += of_rest;
     }
     float last = grown[TOKENS - 1] * states + mt_warp_sum(rest),
           later = dG[0] + dG[1]; // later: of this lane and those behind
@@ -675,7 +707,7 @@ __device__ static inline void finish_head(const tile_task &task, const backward_
         if (t >= L) continue;
         float dg = (e == 0 ? later : later - dG[0]) + last;
         float raw = load_dt(task, row + t, head) + w.bias;
-        float ddt = dt_gradient(task, raw, w.A * dg + room->of_x[0][t] + room->of_x[1][t]);
+        float ddt = dt_gradient(task, raw, w.A * dg + (steps[t] > 0 ? of_X[e] / steps[t] : 0));
         task.ddt[(row + t) * task.ddt_stride + head] = __float2bfloat16_rn(ddt);
         sums[0] += dg * steps[t] * w.A, sums[1] += room->of_D[t], sums[2] += ddt;
     }
@@ -786,7 +818,7 @@ static __global__ void __launch_bounds__(THREADS, 1) chunk_backward(const tile_t
         }
         /* dC and dB from the states */
         const float grown_of[2] = {grown[top], grown[top + 8]}, rest_of[2] = {rest[top], rest[top + 8]};
-        float of_read[2] = {}, of_rest[2] = {}, of_x[2] = {};
+        float of_read[2] = {}, of_rest[2] = {};
 #pragma unroll
         for (int j = 0; j < 4; j++) add_state_rows(&dC[2 * j], of_read, rows, S, C, top, half * 64 + j * 16, grown_of);
 #pragma unroll
@@ -838,21 +870,19 @@ static __global__ void __launch_bounds__(THREADS, 1) chunk_backward(const tile_t
 #pragma unroll
             for (int low = 0; low < 2; low++) {
                 int c = half * 32 + j * 8 + 2 * t, token = top + 8 * low;
-                uint32_t of_token = load_pair(tile_pair<TOKENS>(x, token, c));
                 uint32_t dy = load_pair(tile_pair<TOKENS>(dY, token, c));
                 float d0 = dX[j][2 * low], d1 = dX[j][2 * low + 1];
-                of_x[low] += d0 * low_half(of_token) + d1 * high_half(of_token);
                 mt_store_shared(tile_pair<TOKENS>(out, token, c), mt_pack_bf16(step_of[low] * d0 + D * low_half(dy),
                                                                                step_of[low] * d1 + D * high_half(dy)));
             }
 #pragma unroll
         for (int low = 0; low < 2; low++) {
             of_row[low] = sum_of_row(of_row[low]), of_read[low] = sum_of_row(of_read[low]);
-            of_rest[low] = sum_of_row(of_rest[low]), of_x[low] = sum_of_row(of_x[low]);
+            of_rest[low] = sum_of_row(of_rest[low]);
             if (t > 0) continue;
             int token = top + 8 * low;
             room->of_row[half][token] = of_row[low], room->of_read[half][token] = of_read[low];
-            room->of_rest[half][token] = of_rest[low], room->of_x[half][token] = of_x[low];
+            room->of_rest[half][token] = of_rest[low];
         }
         __syncwarp();
         for (int i = lane; i < 16 * 4; i += 32) {

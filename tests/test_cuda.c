@@ -1286,7 +1286,8 @@ static void gated_norm_forward(run *r, const int64_t *n) {
 static void gated_norm_backward(run *r, const int64_t *n) {
     mt_gated_norm_args a = make_gated_norm(r, n);
     a.rstd = float_input(r, a.T * a.H, POSITIVE), a.dy = input(r, a.T * a.H * a.D);
-    a.dx = output(r, a.T * a.H * a.D), a.dz = output(r, a.T * a.dz_stride), a.dw = float_changed(r, a.D, NORMAL);
+    a.dx = output(r, a.T * a.H * a.D), a.dz = output(r, a.T * a.dz_stride);
+    a.dw = float_changed(r, a.weight_per_head ? a.H * a.D : a.D, NORMAL);
     r->ops->gated_norm_backward(&a, r->dtype, r->stream);
 }
 
