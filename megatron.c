@@ -318,9 +318,11 @@ mt_options mt_options_plain(int64_t num_layers, int64_t hidden_size, int64_t num
         .residual_multiplier = 1,
         .logits_scaling = 1,
         .moe_router_topk = 2,
-        .moe_router_load_balancing_type = MT_BALANCING_AUX_LOSS,
+        .moe_router_load_balancing_type = {.count = 1, .items = {MT_BALANCING_AUX_LOSS}},
+        .moe_aux_loss_coeff = {.count = 1},
         .moe_router_topk_scaling_factor = 1,
         .moe_router_bias_update_rate = 1e-3,
+        .moe_upcycling_granularity = 1,
         .moe_grouped_gemm = true,
         .moe_permute_fusion = true,
         .mtp_loss_scaling_factor = 0.1,
@@ -418,6 +420,28 @@ static int mt_options_check_cudnn(const mt_options *o, const mt_limits *l, mt_er
     return MT_CHECK_CONSTRAINTS(rules, error);
 }
 
+bool mt_balances_by(const mt_options *o, mt_load_balancing type) {
+    const mt_ints *types = &o->moe_router_load_balancing_type;
+    for (int64_t i = 0; i < types->count; i++)
+        if (types->items[i] == (int64_t)type) return true;
+    return false;
+}
+
+double mt_aux_loss_coeff(const mt_options *o, mt_load_balancing type) {
+    const mt_ints *types = &o->moe_router_load_balancing_type;
+    for (int64_t i = 0; i < types->count; i++)
+        if (types->items[i] == (int64_t)type) return o->moe_aux_loss_coeff.items[i];
+    return 0;
+}
+
+/* True if the loss of any router is in use: an auxiliary loss, or the z-loss. */
+static bool mt_has_router_loss(const mt_options *o) {
+    bool has = o->moe_z_loss_coeff > 0;
+    for (int i = 0; i < MT_NUM_AUX_LOSSES; i++)
+        has |= mt_aux_loss_coeff(o, (mt_load_balancing)(MT_BALANCING_AUX_LOSS + i)) > 0;
+    return has;
+}
+
 int64_t mt_value_channels(const mt_options *o) {
     return o->multi_latent_attention ? o->v_head_dim : o->value_channels > 0 ? o->value_channels : o->kv_channels;
 }
@@ -425,8 +449,8 @@ int64_t mt_value_channels(const mt_options *o) {
 int mt_options_check_limits(const mt_options *o, const mt_limits *l, mt_error *error) {
     int64_t D = o->kv_channels, E = o->num_experts, k = o->moe_router_topk;
     int64_t groups = mt_divide_up(o->moe_router_num_groups, 32) * 32;
-    bool latent = o->multi_latent_attention, has_aux_loss = o->moe_aux_loss_coeff > 0 || o->moe_z_loss_coeff > 0;
-    bool sinkhorn = o->moe_router_load_balancing_type == MT_BALANCING_SINKHORN;
+    bool latent = o->multi_latent_attention, has_aux_loss = mt_has_router_loss(o);
+    bool sinkhorn = mt_balances_by(o, MT_BALANCING_SINKHORN);
     bool delta = mt_has_mixer(o, MT_MIXER_GATED_DELTA_NET) || mt_has_mixer(o, MT_MIXER_KDA);
     bool mamba = mt_has_mixer(o, MT_MIXER_MAMBA2);
     const mt_constraint rules[] = {
@@ -473,6 +497,9 @@ int mt_options_check_limits(const mt_options *o, const mt_limits *l, mt_error *e
          {o->mamba_head_dim, l->ssd_columns}},
         {l->no_plain && !o->multi_latent_attention && mt_value_channels(o) != o->kv_channels,
          "--value-channels other than --kv-channels runs on the CPU only so far; take --device cpu"},
+        {l->no_plain && o->moe_router_quantile_bias,
+         "--moe-router-load-balancing-type quantile_balancing, and a model with its bias, run on the CPU only so far; "
+         "take --device cpu"},
         {l->no_plain && o->window_num_query_groups > 0,
          "--window-num-query-groups runs on the CPU only so far; take --device cpu"},
         {sinkhorn && mt_exceeds(E, l->sinkhorn_experts),
@@ -653,6 +680,14 @@ static void mt_dropout_factors(float *factors, int64_t n, const mt_dropout *drop
         int64_t begin = mt_max(start, first), end = mt_min(start + 4 * COUNTERS, first + n);
         for (int64_t i = begin; i < end; i++) factors[i - first] = words[i - start] >= threshold ? kept : 0.0f;
     }
+}
+
+/* Two normal numbers from two uniform words (Box & Muller, "A note on the generation of random normal deviates"). */
+static void mt_box_muller(float normal[2], uint32_t word0, uint32_t word1) {
+    double uniform0 = ((double)word0 + 0.5) * 0x1p-32, uniform1 = ((double)word1 + 0.5) * 0x1p-32;
+    float radius = sqrtf(-2.0f * logf((float)uniform0)), angle = (float)(uniform1 * 6.283185307179586);
+    normal[0] = radius * cosf(angle);
+    normal[1] = radius * sinf(angle);
 }
 
 static int64_t mt_cpu_memory_available(void) {
@@ -2719,6 +2754,20 @@ static void mt_cpu_router_logits(const mt_linear_args *a, mt_dtype dtype, mt_str
     }
 }
 
+static void mt_cpu_random_logits(float *logits, const int64_t *token_index, int64_t T, int64_t E, uint64_t key,
+                                 mt_stream *stream) {
+#pragma omp parallel for if (T * E > MT_PARALLEL)
+    for (int64_t t = 0; t < T; t++)
+        for (int64_t e = 0; e < E; e += 4) {
+            uint32_t words[4];
+            float normal[4];
+            mt_philox(words, key, (uint64_t)token_index[t], (uint64_t)(e / 4));
+            mt_box_muller(normal, words[0], words[1]);
+            mt_box_muller(normal + 2, words[2], words[3]);
+            for (int64_t i = e; i < mt_min(e + 4, E); i++) logits[t * E + i] = normal[i - e];
+        }
+}
+
 static bool mt_row_is_finite(const float *x, int64_t n) {
     bool finite = true;
     for (int64_t i = 0; i < n; i++) finite &= isfinite(x[i]) != 0;
@@ -2768,12 +2817,14 @@ static void mt_route_choose(int32_t *experts, const float *logits, const float *
                             const mt_router *router) {
     int64_t E = router->num_experts;
     float *keys = slice, *scores = slice + E, *spare = slice + 2 * E;
+    bool of_scores = bias && !router->bias_of_logits;
     for (int64_t e = 0; e < E; e++) {
         scores[e] = router->score ? mt_score(router->score, logits[e]) : logits[e];
         keys[e] = logits[e];
     }
-    if (!router->score && (router->pre_softmax || bias)) mt_row_softmax(scores, logits, E);
-    for (int64_t e = 0; e < E && bias; e++) keys[e] = scores[e] += bias[e];
+    if (!router->score && (router->pre_softmax || of_scores)) mt_row_softmax(scores, logits, E);
+    for (int64_t e = 0; e < E && of_scores; e++) keys[e] = scores[e] += bias[e];
+    for (int64_t e = 0; e < E && bias && !of_scores; e++) keys[e] += bias[e];
     if (router->num_groups > 0) mt_route_limit_groups(keys, scores, spare, router);
     for (int64_t i = 0; i < router->topk; i++) {
         experts[i] = (int32_t)mt_row_greatest(keys, E);
@@ -3230,6 +3281,59 @@ static void mt_cpu_expert_bias_step(float *bias, const float *loads, const float
     }
 }
 
+/* The n-th greatest of x[count], n >= 0, whose order changes (Hoare, "Algorithm 65: find"). */
+static float mt_select(float *x, int64_t count, int64_t n) {
+    int64_t low = 0, high = count - 1;
+    while (low < high) {
+        float pivot = x[(low + high) / 2];
+        int64_t i = low, j = high;
+        while (i <= j) {
+            while (x[i] > pivot) i++;
+            while (x[j] < pivot) j--;
+            if (i > j) break;
+            float swapped = x[i];
+            x[i++] = x[j], x[j--] = swapped;
+        }
+        if (n <= j)
+            high = j;
+        else if (n >= i)
+            low = i;
+        else
+            break;
+    }
+    return x[n];
+}
+
+static void mt_cpu_quantile_sums(const mt_quantile_args *a, mt_stream *stream) {
+    int64_t T = a->T, E = a->E, tokens = 0;
+    float *columns = mt_scratch_grow(E * T + E); // of tokens that count, logits - alpha
+    for (int64_t t = 0; t < T; t++) {
+        const float *x = a->logits + t * E;
+        float *sums = columns + E * T;
+        if (mt_is_padding(a->token_index, t) || !mt_row_is_finite(x, E)) continue;
+        for (int64_t e = 0; e < E; e++) sums[e] = x[e] + a->bias[e];
+        float alpha = mt_select(sums, E, a->k);
+        for (int64_t e = 0; e < E; e++) columns[e * T + tokens] = x[e] - alpha;
+        tokens++;
+    }
+    int64_t share = tokens * a->k / E;
+    if (share >= tokens) return;
+#pragma omp parallel for if (T * E > MT_PARALLEL)
+    for (int64_t e = 0; e < E; e++) a->sums[e] += mt_select(columns + e * T, tokens, share);
+    a->sums[E] += 1;
+}
+
+static void mt_cpu_quantile_bias_step(float *bias, const float *sums, const float *scale, int64_t E, double ema,
+                                      mt_stream *stream) {
+    if (scale[0] < 0 || sums[E] == 0) return;
+    double mean = 0;
+    for (int64_t e = 0; e < E; e++) {
+        bias[e] = (float)(ema * (double)bias[e] - (1 - ema) * (double)sums[e] / (double)sums[E]);
+        mean += (double)bias[e] / (double)E;
+    }
+    for (int64_t e = 0; e < E; e++) bias[e] = (float)((double)bias[e] - mean);
+}
+
 /* ==== §3i optimizer and conversions ============================================================================== */
 
 static void mt_cpu_squared_norm(double *sum, const void *x, int64_t n, mt_dtype dtype, mt_stream *stream) {
@@ -3493,14 +3597,6 @@ static void mt_cpu_muon_step(const mt_update_args *a, const mt_update *update, m
             if (a->master) mt_row_store(a->param, to + block, w, count, a->dtype);
         }
     }
-}
-
-/* Two normal numbers from two uniform words (Box & Muller, "A note on the generation of random normal deviates"). */
-static void mt_box_muller(float normal[2], uint32_t word0, uint32_t word1) {
-    double uniform0 = ((double)word0 + 0.5) * 0x1p-32, uniform1 = ((double)word1 + 0.5) * 0x1p-32;
-    float radius = sqrtf(-2.0f * logf((float)uniform0)), angle = (float)(uniform1 * 6.283185307179586);
-    normal[0] = radius * cosf(angle);
-    normal[1] = radius * sinf(angle);
 }
 
 /* Normal numbers first ... first + n - 1 of a key: number i is number i % 4 of counter i / 4. */
@@ -6967,7 +7063,13 @@ static void mt_scale(const mt_model *m, const mt_pass *p, void *x, double factor
 
 /* The dropouts of a layer; each has a key of its own. */
 enum { MT_DROP_EMBEDDING, MT_DROP_ATTENTION, MT_DROP_ATTENTION_OUT, MT_DROP_MLP_OUT, MT_NUM_DROPS };
-enum { MT_RANDOM_PARAMETER = 1, MT_RANDOM_DROPOUT = 2, MT_RANDOM_SAMPLE = 3, MT_RANDOM_ADAPTER = 4 };
+enum {
+    MT_RANDOM_PARAMETER = 1,
+    MT_RANDOM_DROPOUT = 2,
+    MT_RANDOM_SAMPLE = 3,
+    MT_RANDOM_ADAPTER = 4,
+    MT_RANDOM_ROUTER = 5
+};
 
 static mt_dropout mt_model_dropout(const mt_model *m, const mt_pass *p, int64_t layer, int which) {
     double rate = which == MT_DROP_ATTENTION ? m->options->attention_dropout : m->options->hidden_dropout;
@@ -7773,7 +7875,7 @@ typedef struct mt_routing {
     float *probs;             // [N, k]
     int32_t *experts;         // [N, k] chosen experts
     int32_t *kept;            // [N, k] the same, -1: dropped; equals `experts` without a capacity
-    float *aux_stats;         // [2, S, E] summed scores and counts of each expert
+    float *aux_stats;         // of each auxiliary loss [2, S, E]: summed scores and counts of each expert
     float *gate_logits;       // [R] logits of the shared expert's gate
     float *gates;             // [T] their sigmoids; NULL without a gate
     int32_t *position;        // [N, k copies] row of each choice
@@ -7834,7 +7936,7 @@ typedef struct mt_experts {
     int64_t tokens;            // N of the largest micro-batch
     int64_t num_choices;       // P of the largest micro-batch
     int64_t num_destinations;  // pairs of an expert and an expert-tensor rank
-    int64_t sequences;         // S, sequences with an auxiliary loss of their own
+    int64_t sequences;         // S of seq_aux_loss, sequences with an auxiliary loss of their own; else 1
     const mt_group *group;     // ranks that exchange tokens
     mt_stream *comm;           // stream of the exchange
     mt_expert_rows rows;       // gradients, and rows before they are sent
@@ -7862,7 +7964,8 @@ typedef struct mt_experts {
     float *global;       // [num_layers, E] loads of the global batch up to now
     float *rank_counts;  // [data ranks, E] loads of one micro-batch of each data rank
     int32_t *data_ranks; // [data ranks] 0, 1, ...
-    double *losses;      // [2] auxiliary loss and z-loss, times tokens
+    double *losses;      // [MT_NUM_AUX_LOSSES + 2] auxiliary losses and z-loss, times tokens; a discarded number
+    float *quantiles;    // [num_layers, E + 1] of quantile_sums
     int32_t *invalid;    // [num_layers] tokens with a logit that is not finite
     void *report_memory; // on the host: loads, kept and invalid of two steps
 } mt_experts;
@@ -7872,17 +7975,32 @@ static bool mt_has_capacity(const mt_model *m) {
 }
 
 static bool mt_has_aux_loss(const mt_model *m) {
-    return m->plan.train && (m->options->moe_aux_loss_coeff > 0 || m->options->moe_z_loss_coeff > 0);
+    return m->plan.train && mt_has_router_loss(m->options);
 }
 
-/* True if the counts of the auxiliary loss are those of the global batch. */
-static bool mt_has_global_aux_loss(const mt_model *m) {
-    return mt_has_aux_loss(m) && m->options->moe_router_load_balancing_type == MT_BALANCING_GLOBAL_AUX_LOSS;
+/* The auxiliary losses of mt_routing.aux_stats: those with a coefficient. The z-loss alone has the sums of aux_loss. */
+static bool mt_has_aux_stats(const mt_model *m, mt_load_balancing type) {
+    bool others = false;
+    if (!mt_has_aux_loss(m)) return false;
+    for (int i = 0; i < MT_NUM_AUX_LOSSES; i++)
+        others |= mt_aux_loss_coeff(m->options, (mt_load_balancing)(MT_BALANCING_AUX_LOSS + i)) > 0;
+    return mt_aux_loss_coeff(m->options, type) > 0 || (!others && type == MT_BALANCING_AUX_LOSS);
+}
+
+/* Rows of E of an auxiliary loss in mt_routing.aux_stats. */
+static int64_t mt_aux_stats_rows(const mt_model *m, mt_load_balancing type) {
+    int64_t sequences = type == MT_BALANCING_SEQ_AUX_LOSS ? m->experts->sequences : 1;
+    return mt_has_aux_stats(m, type) ? 2 * sequences : 0;
+}
+
+/* True if training measures the quantiles that set the routers' biases. */
+static bool mt_has_quantiles(const mt_model *m) {
+    return m->plan.train && mt_balances_by(m->options, MT_BALANCING_QUANTILE);
 }
 
 /* True if training routes by Sinkhorn's iteration. */
 static bool mt_has_sinkhorn(const mt_model *m) {
-    return m->plan.train && m->options->moe_router_load_balancing_type == MT_BALANCING_SINKHORN;
+    return m->plan.train && mt_balances_by(m->options, MT_BALANCING_SINKHORN);
 }
 
 /* True if the probabilities scale the experts' outputs; else they scale the activation. */
@@ -7946,7 +8064,10 @@ static void mt_routing_slots(const mt_model *m, mt_slots *s, const mt_layer *w) 
     MT_ROUTING_SLOT(s, probs, N, k, MT_F32);
     MT_ROUTING_SLOT(s, experts, N, k, MT_I32);
     if (mt_has_capacity(m)) MT_ROUTING_SLOT(s, kept, N, k, MT_I32);
-    if (mt_has_aux_loss(m)) MT_ROUTING_SLOT(s, aux_stats, 2 * e->sequences, E, MT_F32)->once = true;
+    int64_t stats = 0;
+    for (int i = 0; i < MT_NUM_AUX_LOSSES; i++)
+        stats += mt_aux_stats_rows(m, (mt_load_balancing)(MT_BALANCING_AUX_LOSS + i));
+    if (stats > 0) MT_ROUTING_SLOT(s, aux_stats, stats, E, MT_F32)->once = true;
     if (m->options->moe_shared_expert_gate) {
         MT_ROUTING_SLOT(s, gate_logits, R, 1, MT_F32);
         MT_ROUTING_SLOT(s, gates, m->plan.max_tokens, 1, MT_F32);
@@ -8088,26 +8209,52 @@ static const void *mt_micro_batch_all_rows(const mt_model *m, const mt_pass *p, 
     return all;
 }
 
-/* The operands of the auxiliary loss, except results and gradients. */
-static mt_aux_loss_args mt_aux_loss_operands(const mt_model *m, const mt_pass *p, const mt_routing *r) {
-    bool by_sequence = m->options->moe_router_load_balancing_type == MT_BALANCING_SEQ_AUX_LOSS && p->num_sequences > 1;
+/* The operands of an auxiliary loss, except results and gradients. */
+static mt_aux_loss_args mt_aux_loss_operands(const mt_model *m, const mt_pass *p, const mt_routing *r,
+                                             mt_load_balancing type, float *sums) {
+    bool by_sequence = type == MT_BALANCING_SEQ_AUX_LOSS && p->num_sequences > 1;
     const int32_t *sequence = by_sequence ? p->batch->sequence + p->first_row : NULL;
     const int64_t *index = p->batch->token_index + p->first_row;
     int64_t S = by_sequence ? p->num_sequences : 1;
-    return (mt_aux_loss_args){S, p->rows, &m->experts->router, r->logits, sequence, index, .sums = r->aux_stats};
+    return (mt_aux_loss_args){S, p->rows, &m->experts->router, r->logits, sequence, index, .sums = sums};
 }
 
-/* Auxiliary loss, from the experts' scores and counts over all ranks that share the sequences. */
+/* Auxiliary losses, from the experts' scores and counts over all ranks that share the sequences. */
 static void mt_aux_loss(mt_model *m, const mt_pass *p, const mt_layer *w, mt_routing *r) {
     mt_experts *e = m->experts;
-    mt_aux_loss_args a = mt_aux_loss_operands(m, p, r);
-    int64_t E = e->router.num_experts, S = a.S;
+    int64_t E = e->router.num_experts;
     const mt_group *group = &m->grid->tensor_context;
-    a.z_sum = e->losses + 1;
-    m->ops->aux_loss_forward(&a, p->stream);
-    m->ops->all_reduce(r->aux_stats, 2 * S * E, MT_SUM, MT_F32, group, p->stream);
-    if (mt_has_global_aux_loss(m)) mt_aux_loss_global_counts(m, p, w, r->aux_stats + E);
-    if (group->rank == 0) m->ops->aux_loss_value(e->losses, r->aux_stats, S, E, p->stream);
+    float *sums = r->aux_stats;
+    double *z_sum = e->losses + MT_NUM_AUX_LOSSES;
+    for (int i = 0; i < MT_NUM_AUX_LOSSES; i++) {
+        mt_load_balancing type = (mt_load_balancing)(MT_BALANCING_AUX_LOSS + i);
+        if (!mt_has_aux_stats(m, type)) continue;
+        mt_aux_loss_args a = mt_aux_loss_operands(m, p, r, type, sums);
+        a.z_sum = z_sum;
+        m->ops->aux_loss_forward(&a, p->stream);
+        m->ops->all_reduce(sums, 2 * a.S * E, MT_SUM, MT_F32, group, p->stream);
+        if (type == MT_BALANCING_GLOBAL_AUX_LOSS) mt_aux_loss_global_counts(m, p, w, sums + E);
+        if (group->rank == 0) m->ops->aux_loss_value(e->losses + i, sums, a.S, E, p->stream);
+        sums += mt_aux_stats_rows(m, type) * E;
+        z_sum = e->losses + MT_NUM_AUX_LOSSES + 1; // discarded: the first loss has counted it
+    }
+}
+
+/* e->dlogits += the gradients of the auxiliary losses and of the z-loss. */
+static void mt_aux_loss_backward(const mt_model *m, const mt_pass *p, const mt_routing *r) {
+    const mt_experts *e = m->experts;
+    float *sums = r->aux_stats;
+    float z_scale = (float)m->options->moe_z_loss_coeff;
+    for (int i = 0; i < MT_NUM_AUX_LOSSES; i++) {
+        mt_load_balancing type = (mt_load_balancing)(MT_BALANCING_AUX_LOSS + i);
+        if (!mt_has_aux_stats(m, type)) continue;
+        mt_aux_loss_args a = mt_aux_loss_operands(m, p, r, type, sums);
+        a.counts = sums + a.S * e->router.num_experts, a.dlogits = e->dlogits;
+        a.aux_scale = (float)mt_aux_loss_coeff(m->options, type), a.z_scale = z_scale;
+        m->ops->aux_loss_backward(&a, p->stream);
+        sums += mt_aux_stats_rows(m, type) * e->router.num_experts;
+        z_scale = 0; // once
+    }
 }
 
 /* Drops choices over the experts' capacity. The capacity counts the whole micro-batch without padding, so the result
@@ -8153,11 +8300,27 @@ static void mt_route_sinkhorn(mt_model *m, const mt_pass *p, const mt_layer *w, 
                            p->stream);
 }
 
+/* Adds the quantiles of the whole micro-batch's logits, which every rank that shares it computes. */
+static void mt_route_quantiles(mt_model *m, const mt_pass *p, const mt_layer *w, const mt_routing *r) {
+    mt_experts *e = m->experts;
+    int64_t E = e->router.num_experts;
+    const float *logits = mt_micro_batch_all_rows(m, p, e->all_logits, r->logits, E, MT_F32);
+    const int64_t *index = p->batch->token_index + p->first_row;
+    index = mt_micro_batch_all_rows(m, p, e->all_index, index, 1, MT_I64);
+    m->ops->quantile_sums(&(mt_quantile_args){p->rows * m->grid->tensor_context.size, E, e->router.topk, logits,
+                                              w->router_bias.w, index, e->quantiles + w->moe_index * (E + 1)},
+                          p->stream);
+}
+
 /* Logits, probabilities and chosen experts of x[R, C]. */
 static void mt_route_forward(mt_model *m, const mt_pass *p, const mt_layer *w, mt_routing *r, const void *x) {
     mt_experts *e = m->experts;
     int64_t R = p->rows, E = e->router.num_experts, k = e->router.topk, own = mt_own_offset(m, p);
     mt_linear_forward(mt_linears(p), &w->router, &(mt_linear_io){.x = x, .y = r->logits});
+    if (m->options->moe_router_force_load_balancing && !p->decode)
+        m->ops->random_logits(r->logits, p->batch->token_index + p->first_row, R, E,
+                              mt_random_key((uint64_t)m->options->seed, MT_RANDOM_ROUTER, (uint64_t)(w->number + 1)),
+                              p->stream);
     if (p->training && mt_has_sinkhorn(m))
         mt_route_sinkhorn(m, p, w, r);
     else
@@ -8169,6 +8332,7 @@ static void mt_route_forward(mt_model *m, const mt_pass *p, const mt_layer *w, m
     if (p->training && !p->replay)
         m->ops->count_experts(e->loads + w->moe_index * E, r->experts + own, R * k, E, p->stream);
     if (p->training && !p->replay && mt_has_aux_loss(m)) mt_aux_loss(m, p, w, r);
+    if (p->training && !p->replay && mt_has_quantiles(m)) mt_route_quantiles(m, p, w, r);
     if (mt_has_capacity(m)) mt_drop_over_capacity(m, p, w, r->kept + own, r->experts + own, r->probs + own);
 }
 
@@ -8188,17 +8352,11 @@ static void mt_router_linear_backward(mt_model *m, const mt_pass *p, const mt_li
 static void mt_route_backward(mt_model *m, const mt_pass *p, mt_layer *w, mt_routing *r, const void *x,
                               const float *dprobs, void *dx) {
     mt_experts *e = m->experts;
-    const mt_options *o = m->options;
-    int64_t R = p->rows, E = e->router.num_experts, own = mt_own_offset(m, p);
-    m->ops->route_backward(&(mt_route_args){R, &e->router, r->logits, .experts = r->experts + own,
+    int64_t own = mt_own_offset(m, p);
+    m->ops->route_backward(&(mt_route_args){p->rows, &e->router, r->logits, .experts = r->experts + own,
                                             .dprobs = dprobs + own, .dlogits = e->dlogits},
                            p->stream);
-    if (mt_has_aux_loss(m)) {
-        mt_aux_loss_args a = mt_aux_loss_operands(m, p, r);
-        a.counts = r->aux_stats + a.S * E, a.dlogits = e->dlogits;
-        a.aux_scale = (float)o->moe_aux_loss_coeff, a.z_scale = (float)o->moe_z_loss_coeff;
-        m->ops->aux_loss_backward(&a, p->stream);
-    }
+    mt_aux_loss_backward(m, p, r);
     mt_router_linear_backward(m, p, &w->router, x, e->dlogits, dx);
 }
 
@@ -12344,9 +12502,9 @@ static void mt_optimizer_step(mt_model *m, const mt_run_state *state) {
 /* Results of a training step, copied from the device. */
 typedef struct mt_step_result {
     mt_step_numbers numbers;
-    double losses[2];    // these fields: as in mt_experts
-    float *loads, *kept; // [num_layers, E]
-    int32_t *invalid;    // [num_layers] of this rank
+    double losses[MT_NUM_AUX_LOSSES + 1]; // these fields: as in mt_experts
+    float *loads, *kept;                  // [num_layers, E]
+    int32_t *invalid;                     // [num_layers] of this rank
 } mt_step_result;
 
 /* Bad steps: not finite, or a loss spike. */
@@ -12385,8 +12543,10 @@ typedef struct mt_trainer {
 static void mt_experts_begin(mt_model *m) {
     mt_experts *e = m->experts;
     if (m->options->num_experts == 0) return;
-    m->ops->memory_zero(e->losses, 2 * 8, m->stream);
+    m->ops->memory_zero(e->losses, (MT_NUM_AUX_LOSSES + 2) * 8, m->stream);
     if (e->num_layers == 0) return;
+    if (mt_has_quantiles(m))
+        m->ops->memory_zero(e->quantiles, e->num_layers * (e->router.num_experts + 1) * 4, m->stream);
     m->ops->memory_zero(e->loads, 3 * e->num_layers * e->router.num_experts * 4, m->stream); // and `kept` and `global`
     m->ops->memory_zero(e->invalid, e->num_layers * 4, m->stream);
 }
@@ -12396,19 +12556,30 @@ static void mt_experts_finish(mt_model *m) {
     mt_experts *e = m->experts;
     int64_t loads = 2 * e->num_layers * e->router.num_experts; // `loads` and `kept`
     if (m->options->num_experts == 0) return;
-    m->ops->all_reduce(e->losses, 2, MT_SUM, MT_F64, &m->grid->world, m->stream);
+    m->ops->all_reduce(e->losses, MT_NUM_AUX_LOSSES + 1, MT_SUM, MT_F64, &m->grid->world, m->stream);
     if (e->num_layers == 0) return; // a pipeline stage may have no experts
     m->ops->all_reduce(e->loads, loads, MT_SUM, MT_F32, &m->grid->tensor_context, m->stream);
     m->ops->all_reduce(e->loads, loads, MT_SUM, MT_F32, &m->grid->data, m->stream);
+    if (mt_has_quantiles(m))
+        m->ops->all_reduce(e->quantiles, e->num_layers * (e->router.num_experts + 1), MT_SUM, MT_F32, &m->grid->data,
+                           m->stream);
 }
 
-/* Aux-loss-free balancing: updates the router biases from the loads; a bad step leaves them unchanged. */
+/* Aux-loss-free and quantile balancing: updates the router biases from the loads, or from the quantiles of the logits;
+ * a bad step leaves them unchanged. A model with a bias from quantiles that is balanced otherwise keeps it. */
 static void mt_experts_update_biases(mt_model *m) {
     mt_experts *e = m->experts;
     int64_t E = e->router.num_experts;
     for (int64_t i = 0; i < m->num_layers; i++) {
         if (!m->layers[i].router_bias.w || m->options->lora_rank > 0) continue;
+        if (m->options->moe_router_quantile_bias && !mt_has_quantiles(m)) continue;
         mt_wait_reader(m);
+        if (mt_has_quantiles(m)) {
+            m->ops->quantile_bias_step(m->layers[i].router_bias.w, e->quantiles + m->layers[i].moe_index * (E + 1),
+                                       &m->numbers->grad_scale, E, m->options->moe_router_quantile_balancing_ema,
+                                       m->stream);
+            continue;
+        }
         m->ops->expert_bias_step(m->layers[i].router_bias.w, e->loads + m->layers[i].moe_index * E,
                                  &m->numbers->grad_scale, E, (float)m->options->moe_router_bias_update_rate, m->stream);
     }
@@ -12456,8 +12627,12 @@ static void mt_experts_report(const mt_model *m, const mt_step_result *result, m
     mt_all_reduce_max(&m->grid->pipeline, &worst, 1, MT_F64);
     if (sums[1] == 0) return;                             // a step of padding
     double visits = sums[1] / (double)o->moe_router_topk; // tokens times layers
-    metrics->load_balancing_loss = o->moe_aux_loss_coeff * result->losses[0] / visits;
-    metrics->z_loss = o->moe_z_loss_coeff * result->losses[1] / visits;
+    for (int i = 0; i < MT_NUM_AUX_LOSSES; i++) {
+        double coeff = mt_aux_loss_coeff(o, (mt_load_balancing)(MT_BALANCING_AUX_LOSS + i));
+        metrics->aux_losses[i] = coeff * result->losses[i] / visits;
+        metrics->load_balancing_loss += metrics->aux_losses[i];
+    }
+    metrics->z_loss = o->moe_z_loss_coeff * result->losses[MT_NUM_AUX_LOSSES] / visits;
     metrics->imbalance = sums[0] / (double)layers, metrics->worst_imbalance = worst;
     metrics->dropped = 1 - sums[2] / sums[1];
 }
@@ -13041,7 +13216,7 @@ static void mt_plan_experts(mt_model *m, mt_arena *arena) {
     mt_experts *e = m->experts;
     int64_t R = m->max_rows, E = e->router.num_experts, k = e->router.topk, size = e->group->size;
     int64_t all = R * m->grid->tensor_context.size;
-    if (m->options->num_experts > 0) e->losses = mt_arena_alloc(arena, 2 * 8);
+    if (m->options->num_experts > 0) e->losses = mt_arena_alloc(arena, (MT_NUM_AUX_LOSSES + 2) * 8);
     if (e->num_layers == 0) return;
     if (mt_expert_rows_fixed(m)) {
         int64_t M = mt_max(e->num_choices, mt_expert_rows_received(e));
@@ -13053,7 +13228,8 @@ static void mt_plan_experts(mt_model *m, mt_arena *arena) {
     e->kept = mt_at(e->loads, e->num_layers * E, MT_F32);
     e->global = mt_at(e->loads, 2 * e->num_layers * E, MT_F32);
     e->invalid = mt_arena_alloc(arena, e->num_layers * 4), e->discarded = mt_arena_alloc(arena, 4);
-    if (mt_has_global_aux_loss(m)) {
+    if (mt_has_quantiles(m)) e->quantiles = mt_arena_alloc(arena, e->num_layers * (E + 1) * 4);
+    if (mt_has_aux_stats(m, MT_BALANCING_GLOBAL_AUX_LOSS)) {
         e->rank_counts = mt_arena_alloc(arena, m->grid->data.size * E * 4);
         e->data_ranks = mt_arena_alloc(arena, m->grid->data.size * 4);
     }
@@ -13075,9 +13251,10 @@ static void mt_plan_experts(mt_model *m, mt_arena *arena) {
         e->all_offsets = mt_arena_alloc(arena, size * (e->num_destinations + 1) * 4);
         e->counts = mt_arena_alloc(arena, size * e->num_local * 4);
     }
-    if ((!mt_has_capacity(m) && !mt_has_sinkhorn(m)) || all == R) return;
+    bool all_logits = mt_has_sinkhorn(m) || mt_has_quantiles(m);
+    if ((!mt_has_capacity(m) && !all_logits) || all == R) return;
     e->all_index = mt_arena_alloc(arena, all * 8);
-    if (mt_has_sinkhorn(m)) e->all_logits = mt_arena_alloc(arena, all * E * 4);
+    if (all_logits) e->all_logits = mt_arena_alloc(arena, all * E * 4);
     if (!mt_has_capacity(m)) return;
     e->all_experts = mt_arena_alloc(arena, all * k * 4), e->all_probs = mt_arena_alloc(arena, all * k * 4);
 }
@@ -13402,7 +13579,8 @@ static void mt_experts_open(mt_model *m, const mt_options *o) {
     e->num_local = o->num_experts / grid->expert.size, e->F = o->moe_ffn_hidden_size / grid->expert_tensor.size;
     e->dispatcher = mt_dispatcher_of(o, e->group), e->results = e->dispatcher->reorders ? &e->dispatched : &e->rows;
     e->num_sources = e->dispatcher->gathers ? e->group->size : 1;
-    e->sequences = o->moe_router_load_balancing_type == MT_BALANCING_SEQ_AUX_LOSS ? m->plan.max_tokens : 1;
+    e->router.bias_of_logits = o->moe_router_quantile_bias;
+    e->sequences = mt_balances_by(o, MT_BALANCING_SEQ_AUX_LOSS) ? m->plan.max_tokens : 1;
     e->tokens = e->num_sources * m->max_rows;
     e->order = (mt_dispatch){.topk = k, .count = o->num_experts, .num_local = e->num_local};
     e->order.copies = grid->expert_tensor.size;
@@ -14166,13 +14344,16 @@ static void mt_param_init_state(mt_model *m, const mt_param *param, mt_param_sta
     mt_shard shard = mt_bucket_shard(m, param->bucket, state);
     int64_t rows = mt_param_rows_stored(param); // padding rows stay 0
     int64_t first = param->first_row * param->whole_cols + param->first_col;
+    // The parts of a dense MLP that is upcycled are chosen together: E / granularity rows, each repeated.
+    int64_t repeats =
+        param->role == MT_ROUTER && m->options->moe_use_upcycling ? m->options->moe_upcycling_granularity : 1;
     if (!shard.data) return;
-    if (param->cols == param->whole_cols)
+    if (param->cols == param->whole_cols && repeats == 1)
         mt_param_init_run(m, param, &shard, param->offset, rows * param->cols, first);
     else
         for (int64_t row = 0; row < rows; row++)
             mt_param_init_run(m, param, &shard, param->offset + row * param->cols, param->cols,
-                              first + row * param->whole_cols);
+                              first + row / repeats * param->whole_cols);
 }
 
 /* Master weights with a scale start as the weights, as in Transformer Engine. */

@@ -200,6 +200,12 @@ typedef struct mt_ints {
     int64_t count, items[MT_MAX_INTS];
 } mt_ints;
 
+/* As many real numbers: --moe-aux-loss-coeff 0.01 0.001. */
+typedef struct mt_reals {
+    double items[MT_MAX_INTS]; // first: its address is that of the first number
+    int64_t count;
+} mt_reals;
+
 /* Choices: an enum's values stand in the order of the choices in the option's row (data/options/option_table.c). */
 typedef enum mt_normalization { MT_LAYERNORM, MT_RMSNORM } mt_normalization;
 typedef enum mt_position_embedding {
@@ -228,8 +234,10 @@ typedef enum mt_load_balancing {
     MT_BALANCING_AUX_LOSS,        // over a micro-batch
     MT_BALANCING_SEQ_AUX_LOSS,    // over each sequence
     MT_BALANCING_GLOBAL_AUX_LOSS, // over the micro-batches of the global batch so far
-    MT_BALANCING_SINKHORN         // no loss: the choice of experts is balanced
+    MT_BALANCING_SINKHORN,        // no loss: the choice of experts is balanced
+    MT_BALANCING_QUANTILE         // no loss: a bias of each expert's logits from quantiles of the last step
 } mt_load_balancing;
+enum { MT_NUM_AUX_LOSSES = 3 }; // from MT_BALANCING_AUX_LOSS on
 typedef enum mt_token_dispatcher {
     MT_DISPATCHER_ALLTOALL,
     MT_DISPATCHER_ALLGATHER,
@@ -590,13 +598,19 @@ typedef struct mt_options {
     int64_t num_experts, moe_router_topk, moe_router_num_groups, moe_router_group_topk;
     int64_t moe_ffn_hidden_size, moe_shared_expert_intermediate_size;
     mt_score_function moe_router_score_function;
-    mt_load_balancing moe_router_load_balancing_type;
+    mt_ints moe_router_load_balancing_type; // of mt_load_balancing: one, or several auxiliary losses
+    mt_reals moe_aux_loss_coeff;            // of those auxiliary losses, in their order
     mt_token_dispatcher moe_token_dispatcher_type;
     mt_token_drop_policy moe_token_drop_policy;
     bool moe_router_linear_bias;
     bool moe_router_pre_softmax, moe_router_enable_expert_bias, moe_pad_expert_input_to_capacity, moe_grouped_gemm;
     bool moe_permute_fusion, moe_shared_expert_gate;
-    double moe_router_topk_scaling_factor, moe_router_bias_update_rate, moe_aux_loss_coeff, moe_z_loss_coeff;
+    bool moe_router_force_load_balancing; // random logits, for benchmarks
+    bool moe_use_upcycling;               // the weights to load are those of a dense model (data/checkpoint/upcycle.h)
+    int64_t moe_upcycling_granularity;    // parts of its MLP, an expert each
+    double moe_router_topk_scaling_factor, moe_router_bias_update_rate, moe_z_loss_coeff;
+    double moe_router_quantile_balancing_ema;
+    bool moe_router_quantile_bias; // the bias of the choice is added to logits, not to scores
     double moe_expert_capacity_factor;
     /* multi-token prediction; mtp_num_layers 0: none */
     int64_t mtp_num_layers;
@@ -679,6 +693,7 @@ typedef struct mt_options {
     int64_t num_iterations; // steps of the run, from train_iters or train_samples
     bool attention_output_bias, mlp_bias; // biases of o_proj (c_proj) and of the MLP
     mt_hf_family hf_family;               // whose names the parameters have
+    mt_hf_family upcycled_family;         // of the dense model that --moe-use-upcycling loads
     mt_head_type head_type;
     uint64_t lora_roles[2]; // the matrices with adapters, a bit each: see mt_role_has_adapters
 } mt_options;
@@ -736,6 +751,10 @@ double mt_yarn_mscale(double factor, double mscale);
 
 /* Channels of a head's value. */
 int64_t mt_value_channels(const mt_options *options);
+
+/* True if --moe-router-load-balancing-type names this; the coefficient of an auxiliary loss, 0 if it does not. */
+bool mt_balances_by(const mt_options *options, mt_load_balancing type);
+double mt_aux_loss_coeff(const mt_options *options, mt_load_balancing type);
 
 /* Layers with experts. */
 int64_t mt_num_expert_layers(const mt_options *options);
@@ -1498,6 +1517,15 @@ typedef struct mt_gate_args {
        const mt_ssd_args *a, mt_dtype dtype, mt_stream *stream)                                                        \
     OP(ssd_backward, mt_work_product(mt_span_rows(a->spans, false) * a->H, a->N, 4 * a->P), (a, dtype, stream),        \
        const mt_ssd_args *a, mt_dtype dtype, mt_stream *stream)                                                        \
+    /* Quantile balancing, as Megatron's qb_dual_update: with alpha = the (k + 1)-th greatest of a token's logits +    \
+     * bias, sums[e] += the (T k / E + 1)-th greatest of logits[e] - alpha over the tokens, and sums[E] += 1. A bias   \
+     * of minus this quantile gives every expert T k / E tokens, if alpha stays. Tokens that are not finite, and       \
+     * padding, are left out. */                                                                                       \
+    OP(quantile_sums, mt_work_bytes(3 * a->T * a->E, MT_F32), (a, stream), const mt_quantile_args *a,                  \
+       mt_stream *stream)                                                                                              \
+    /* bias[E] = ema bias - (1 - ema) sums / sums[E], less its mean, unless scale[0] < 0: the step was bad. */         \
+    OP(quantile_bias_step, mt_work_bytes(3 * E, MT_F32), (bias, sums, scale, E, ema, stream), float *bias,             \
+       const float *sums, const float *scale, int64_t E, double ema, mt_stream *stream)                                \
     /* The states of context parallelism. A span maps the state S before it to S_local + f S after it: writes S_local  \
      * and the factor f of each slot's last span to `maps`. */                                                         \
     OP(ssd_map_forward, mt_work_product(mt_span_rows(a->spans, false) * a->H, a->N, a->P), (a, dtype, stream),         \
@@ -1610,8 +1638,9 @@ typedef struct mt_router {
     mt_score_function score;
     bool pre_softmax;
     int64_t num_groups, group_topk;
-    int64_t group_best; // scores of a group that are summed; 0: topk / group_topk
-    float scaling;      // of the probabilities; 1: none
+    int64_t group_best;  // scores of a group that are summed; 0: topk / group_topk
+    float scaling;       // of the probabilities; 1: none
+    bool bias_of_logits; // the bias of the choice is added to the logits: experts are chosen by these sums; no groups
 } mt_router;
 
 /* Operands of a router. The comment of an operation names its operands; it does not read the others. */
@@ -1619,7 +1648,7 @@ typedef struct mt_route_args {
     int64_t T;
     const mt_router *router;
     const float *logits;        // [T, E]
-    const float *bias;          // [E], added to the scores for the choice only; NULL: none
+    const float *bias;          // [E], added to the scores (or logits) for the choice only; NULL: none
     const int64_t *token_index; // [T] negative: padding, whose k choices are -1 with probability 0; NULL: none
     int64_t first, count;       // route_sinkhorn: the tokens of the result
     float *probs;               // [T, k], of route_sinkhorn [count, k]: a result of the forward
@@ -1652,6 +1681,15 @@ typedef struct mt_aux_loss_args {
     float *dlogits; // [T, E] +=: gradient of logits
 } mt_aux_loss_args;
 
+/* Operands of quantile_sums; see quantile_bias_step. */
+typedef struct mt_quantile_args {
+    int64_t T, E, k;
+    const float *logits;        // [T, E]
+    const float *bias;          // [E]
+    const int64_t *token_index; // [T] negative: padding, which is left out
+    float *sums;                // [E + 1] +=: quantiles, and 1
+} mt_quantile_args;
+
 /* The most rounds of Sinkhorn's iteration (route_sinkhorn). */
 enum { MT_SINKHORN_ROUNDS = 1000 };
 
@@ -1660,6 +1698,11 @@ enum { MT_SINKHORN_ROUNDS = 1000 };
      * layer. */                                                                                                       \
     OP(router_logits, mt_work_product(a->T, a->N, a->K), (a, dtype, stream), const mt_linear_args *a, mt_dtype dtype,  \
        mt_stream *stream)                                                                                              \
+    /* logits[T, E]: normal numbers in place of the router's, for benchmarks (as Megatron's RandomSTE: the gradient of \
+     * the drawn ones goes to the router's). Number e of a token is number e % 4 of the Philox counter                 \
+     * (token_index[t], e / 4), converted as in random_normal. */                                                      \
+    OP(random_logits, mt_work_bytes(T *E, MT_F32), (logits, token_index, T, E, key, stream), float *logits,            \
+       const int64_t *token_index, int64_t T, int64_t E, uint64_t key, mt_stream *stream)                              \
     /* probs and experts from logits. Tokens whose logits are not all finite choose experts 0 to k - 1 with NaN        \
      * probabilities. */                                                                                               \
     OP(route_forward, mt_work_bytes((a->router->num_experts + 2 * a->router->topk) * a->T, MT_F32), (a, stream),       \
@@ -3471,9 +3514,10 @@ typedef struct mt_metrics {
     int64_t skipped;     // steps of this run without an update, up to and including this one
     double data_seconds; // this rank waited for the samples of this step
     /* 0 without experts */
-    double load_balancing_loss, z_loss; // times their coefficients; means over tokens and over layers with experts
-    double imbalance, worst_imbalance;  // greatest load of an expert / mean load: mean and maximum over layers
-    double dropped;                     // fraction of the choices of experts that capacities dropped
+    double load_balancing_loss, z_loss;   // times their coefficients; means over tokens and over layers with experts
+    double aux_losses[MT_NUM_AUX_LOSSES]; // the parts of load_balancing_loss: aux_loss, seq_aux_loss, global_aux_loss
+    double imbalance, worst_imbalance;    // greatest load of an expert / mean load: mean and maximum over layers
+    double dropped;                       // fraction of the choices of experts that capacities dropped
     double loss_metrics[MT_MAX_LOSS_METRICS]; // sums of a loss on the host: mt_loss_sums
     double loss_count;                        // of that loss
 } mt_metrics;

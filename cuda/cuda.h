@@ -138,6 +138,14 @@ __device__ static inline uint4 mt_cuda_philox(uint64_t key, uint64_t counter_low
     return c;
 }
 
+/* Converts two uniform words to two normal numbers (Box & Muller), as mt_box_muller of megatron.c. */
+__device__ static inline float2 mt_cuda_box_muller(uint32_t word0, uint32_t word1) {
+    double uniform0 = (word0 + 0.5) * 0x1p-32, uniform1 = (word1 + 0.5) * 0x1p-32;
+    float radius = sqrtf(-2 * logf((float)uniform0)), angle = (float)(uniform1 * 6.283185307179586), sine, cosine;
+    sincosf(angle, &sine, &cosine);
+    return make_float2(radius * cosine, radius * sine);
+}
+
 /* Programmatic dependent launch (Hopper and later). A kernel launched with mt_cuda_launch_early may start before the
  * preceding kernel of the stream has finished: once each block of that kernel has called mt_begin_next or ended.
  * That kernel may itself have started early. Therefore the kernel must call mt_wait_for_previous before it reads the

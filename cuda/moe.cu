@@ -323,6 +323,27 @@ __global__ void route_forward(float *probs, int32_t *experts, int32_t *invalid, 
     experts[t * r.k + lane] = expert;
 }
 
+/* A thread draws the four numbers of one counter. */
+__global__ void random_logits(float *logits, const int64_t *token_index, int64_t T, int64_t E, uint64_t key) {
+    int64_t counters = (E + 3) / 4, i = (int64_t)blockIdx.x * blockDim.x + threadIdx.x;
+    if (i >= T * counters) return;
+    int64_t t = i / counters, counter = i % counters;
+    uint4 words = mt_cuda_philox(key, (uint64_t)token_index[t], (uint64_t)counter);
+    float2 low = mt_cuda_box_muller(words.x, words.y), high = mt_cuda_box_muller(words.z, words.w);
+    float normal[4] = {low.x, low.y, high.x, high.y};
+#pragma unroll
+    for (int n = 0; n < 4; n++)
+        if (counter * 4 + n < E) logits[t * E + counter * 4 + n] = normal[n];
+}
+
+extern "C" void mt_cuda_random_logits(float *logits, const int64_t *token_index, int64_t T, int64_t E, uint64_t key,
+                                      mt_stream *stream) {
+    if (T == 0) return;
+    random_logits<<<mt_grid_size(T * ((E + 3) / 4), 256), 256, 0, mt_cuda_stream(stream)>>>(logits, token_index, T, E,
+                                                                                            key);
+    MT_CUDA_LAUNCHED();
+}
+
 extern "C" void mt_cuda_route_forward(const mt_route_args *a, mt_stream *stream) {
     if (a->T == 0) return;
     routing r = routing_of(a->router);

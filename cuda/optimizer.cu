@@ -502,14 +502,6 @@ extern "C" void mt_cuda_muon_step(const mt_update_args *a, const mt_update *upda
 
 /* ---- initial parameters ------------------------------------------------------------------------------------------ */
 
-/* Converts two uniform words to two normal numbers (Box & Muller), as mt_box_muller of megatron.c. */
-__device__ static float2 box_muller(uint32_t word0, uint32_t word1) {
-    double uniform0 = (word0 + 0.5) * 0x1p-32, uniform1 = (word1 + 0.5) * 0x1p-32;
-    float radius = sqrtf(-2 * logf((float)uniform0)), angle = (float)(uniform1 * 6.283185307179586), sine, cosine;
-    sincosf(angle, &sine, &cosine);
-    return make_float2(radius * cosine, radius * sine);
-}
-
 /* A thread draws the four numbers of one counter; the range may contain only some of them. Writes 2 bytes per element
  * in bf16, 4 in fp32. Runs once, so the stores are not vectorised. */
 template <class T>
@@ -517,7 +509,7 @@ __global__ void random_normal(T *param, int64_t n, uint64_t key, int64_t first, 
     int64_t counter = first / 4 + (int64_t)blockIdx.x * blockDim.x + threadIdx.x, start = counter * 4 - first;
     if (start >= n) return;
     uint4 words = mt_cuda_philox(key, (uint64_t)counter, 0);
-    float2 low = box_muller(words.x, words.y), high = box_muller(words.z, words.w);
+    float2 low = mt_cuda_box_muller(words.x, words.y), high = mt_cuda_box_muller(words.z, words.w);
     float normal[4] = {low.x, low.y, high.x, high.y};
 #pragma unroll
     for (int i = 0; i < 4; i++)

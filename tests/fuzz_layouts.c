@@ -198,8 +198,10 @@ static const row model_rows[] = {
      "--moe-aux-loss-coeff 1e-2 --moe-router-load-balancing-type seq_aux_loss"},
     {60, EXPERTS, "sinkhorn&--sft",
      "--moe-aux-loss-coeff 1e-2;--moe-aux-loss-coeff 1e-2 --moe-router-load-balancing-type seq_aux_loss;"
-     "--moe-aux-loss-coeff 1e-2 --moe-router-load-balancing-type global_aux_loss"},
+     "--moe-aux-loss-coeff 1e-2 --moe-router-load-balancing-type global_aux_loss;"
+     "--moe-aux-loss-coeff 1e-2 2e-2 5e-3 --moe-router-load-balancing-type seq_aux_loss global_aux_loss aux_loss"},
     {30, EXPERTS, "", "--moe-z-loss-coeff 1e-3"},
+    {10, EXPERTS, "", "--moe-router-force-load-balancing"},
     {30, "sigmoid", "", "--moe-router-enable-expert-bias --moe-router-bias-update-rate 0.02"},
     {10, EXPERTS, "sigmoid&sinkhorn", "--moe-router-enable-expert-bias --moe-router-bias-update-rate 0.02"},
     {20, EXPERTS, "sinkhorn&--sft",
@@ -221,6 +223,10 @@ static const row model_rows[] = {
 
     {15, "", "--sft", "--seq-length 13;--seq-length 21"},
     {100, "", "--seq-length", "--seq-length 16;--seq-length 32;--seq-length 24;--seq-length 12"},
+    // Micro-batches whose choices are a multiple of the experts.
+    {25, EXPERTS " 4", "--seq-length 13&--seq-length 21&--sft&aux-loss&num-groups&expert-bias&sinkhorn",
+     "--moe-router-load-balancing-type quantile_balancing;--moe-router-load-balancing-type quantile_balancing "
+     "--moe-router-quantile-balancing-ema 0.5"},
     {10, "", "", "--max-position-embeddings 64"},
     {30, "", "--sft",
      "--tokenizer-type ByteLevel --reset-attention-mask;--tokenizer-type ByteLevel --reset-position-ids "

@@ -598,6 +598,11 @@ static void router_logits(run *r, const int64_t *n) { // T, E, C, bias
                           r->stream);
 }
 
+static void random_logits(run *r, const int64_t *n) {
+    int64_t *index = token_names(r, n[0]);
+    r->ops->random_logits(float_output(r, n[0] * n[1]), index, n[0], n[1], 77, r->stream);
+}
+
 static void route_forward(run *r, const int64_t *n) {
     mt_router router = router_of(n);
     float *probs = float_output(r, n[0] * n[2]), *logits = logits_of(r, n);
@@ -1738,6 +1743,7 @@ static operation operations[] = {
     {"gather_rows", gather_rows, ONCE, row_shapes, {0}},
     {"memory_copy_rows", copy_rows, ONCE, row_shapes, {0}},
     {"router_logits", router_logits, 1e-5, router_logit_shapes, {0}},
+    {"random_logits", random_logits, 1e-5, router_shapes, {0}},
     {"route_forward", route_forward, 1e-5, router_shapes, {0}},
     {"route_sinkhorn", route_sinkhorn, 1e-5, router_shapes, {0}},
     {"route_backward", route_backward, 1e-5, router_shapes, {0}},

@@ -50,11 +50,11 @@ remembers() {
             END { exit !(newest < 0.6 && oldest > 1 && sum > 1.5) }' "$work/out"
 }
 
-# The scan is its recurrence and its attention; a large step clears the memory of a slow head, which else still has most.
+# The scan is its recurrence and its attention; a large step clears the memory of a slow head, which else has most.
 fades() {
     "$examples/state_space" >"$work/out" 2>"$work/err" && says ': ok$' "$work/out" &&
-        awk '$1 == "30" { slow = $2; fast = $4; cleared = $5 } END { exit !(slow > 0.7 && fast < 0.01 && cleared < 0.02) }' \
-            "$work/out"
+        awk '$1 == "30" { slow = $2; fast = $4; cleared = $5 }
+            END { exit !(slow > 0.7 && fast < 0.01 && cleared < 0.02) }' "$work/out"
 }
 
 # linear RANKS

@@ -1,6 +1,7 @@
 /* test_experts.c: the CPU's operations of mixtures of experts against Megatron's numbers, references in float64, finite
  * differences of the references, and direct implementations of the contracts. */
 #include "../data/base/file.h"
+#include "../data/checkpoint/upcycle.h"
 #include "../data/report/profile.h"
 
 #include <jansson.h>
@@ -224,6 +225,124 @@ static void routers_and_auxiliary_losses_equal_megatrons(void **state) {
         free(values), free(logits);
     }
     json_decref(cases);
+}
+
+/* Quantile balancing: choices by logits plus a bias, quantiles of two micro-batches, the next bias; the same with
+ * padding between the tokens; unchanged by a bad step. */
+static void assert_quantiles(const json_t *c) {
+    int64_t T = json_integer_of(c, "T"), E = json_integer_of(c, "E"), k = json_integer_of(c, "k");
+    mt_router router = {.num_experts = E, .topk = k, .scaling = 1, .bias_of_logits = true};
+    double *bias_values = json_numbers(json_object_get(c, "bias"), E), ema = json_real_value(json_object_get(c, "ema"));
+    double *after = json_numbers(json_object_get(c, "after"), E), *want = mt_calloc((E + 1) * 8);
+    float *bias = store(bias_values, E, MT_F32), *sums = mt_calloc((E + 1) * 4), *padded = mt_calloc((E + 1) * 4);
+    const json_t *batch;
+    size_t b;
+    json_array_foreach(json_object_get(c, "micro_batches"), b, batch) {
+        double *logits = json_numbers(json_object_get(batch, "logits"), T * E);
+        double *chosen = json_numbers(json_object_get(batch, "experts"), T * k);
+        double *quantiles = json_numbers(json_object_get(batch, "quantiles"), E);
+        float *x = store(logits, T * E, MT_F32), *spread = mt_calloc(2 * T * E * 4), *probs = mt_calloc(T * k * 4);
+        int32_t *experts = mt_calloc(T * k * 4), invalid = 0;
+        int64_t *index = mt_calloc(2 * T * 8);
+        for (int64_t t = 0; t < 2 * T; t++) {
+            index[t] = t % 2 ? t : -1;
+            for (int64_t e = 0; e < E; e++) spread[t * E + e] = t % 2 ? x[t / 2 * E + e] : 100;
+        }
+        ops->route_forward(
+            &(mt_route_args){T, &router, x, .bias = bias, .probs = probs, .experts = experts, .invalid = &invalid},
+            NULL);
+        for (int64_t i = 0; i < T * k; i++) assert_int_equal(experts[i], (int32_t)chosen[i]);
+        ops->quantile_sums(&(mt_quantile_args){T, E, k, x, bias, index + 1, sums}, NULL);
+        ops->quantile_sums(&(mt_quantile_args){2 * T, E, k, spread, bias, index, padded}, NULL);
+        for (int64_t e = 0; e < E; e++) want[e] += quantiles[e];
+        free(logits), free(chosen), free(quantiles), free(x), free(spread), free(probs), free(experts), free(index);
+    }
+    for (int64_t e = 0; e < E; e++)
+        if (!(fabs((double)padded[e] - want[e]) <= 1e-5)) fail_msg("quantile %g, not %g", (double)padded[e], want[e]);
+    assert_true(padded[E] == 2);
+    const float bad = -1, good = 1;
+    ops->quantile_bias_step(bias, padded, &bad, E, ema, NULL);
+    for (int64_t e = 0; e < E; e++) assert_true((double)bias[e] == bias_values[e]);
+    ops->quantile_bias_step(bias, padded, &good, E, ema, NULL);
+    for (int64_t e = 0; e < E; e++)
+        if (!(fabs((double)bias[e] - after[e]) <= 1e-5)) fail_msg("bias %g, not %g", (double)bias[e], after[e]);
+    free(bias_values), free(after), free(want), free(bias), free(sums), free(padded);
+}
+
+static void quantile_balancing_equals_megatrons_in_float64(void **state) {
+    (void)state;
+    json_t *all = json_load_file("tests/golden/megatron/balancing.json", 0, NULL), *c;
+    size_t i;
+    assert_int_equal(json_array_size(json_object_get(all, "quantiles")), 4);
+    json_array_foreach(json_object_get(all, "quantiles"), i, c) assert_quantiles(c);
+    json_decref(all);
+}
+
+/* The bias of the next step evens the loads of the same logits, which have a favourite expert. */
+static void a_bias_from_quantiles_evens_the_loads(void **state) {
+    (void)state;
+    enum { T = 128, E = 8, K = 2 };
+    mt_router router = {.num_experts = E, .topk = K, .scaling = 1, .bias_of_logits = true};
+    float bias[E] = {0}, greatest[6];
+    double *values = random_logits(T * E);
+    for (int64_t t = 0; t < T; t++) values[t * E + 3] += 3;
+    float *x = store(values, T * E, MT_F32), *probs = mt_calloc(T * K * 4);
+    int32_t *experts = mt_calloc(T * K * 4), invalid = 0;
+    int64_t *index = mt_calloc(T * 8);
+    for (int step = 0; step < 6; step++) {
+        float loads[E] = {0}, sums[E + 1] = {0};
+        const float good = 1;
+        ops->route_forward(
+            &(mt_route_args){T, &router, x, .bias = bias, .probs = probs, .experts = experts, .invalid = &invalid},
+            NULL);
+        ops->count_experts(loads, experts, T * K, E, NULL);
+        greatest[step] = 0;
+        for (int e = 0; e < E; e++) greatest[step] = fmaxf(greatest[step], loads[e]);
+        ops->quantile_sums(&(mt_quantile_args){T, E, K, x, bias, index, sums}, NULL);
+        ops->quantile_bias_step(bias, sums, &good, E, 0, NULL);
+    }
+    assert_true(greatest[0] > 2 * T * K / E && greatest[5] < 1.25f * T * K / E);
+    free(values), free(x), free(probs), free(experts), free(index);
+}
+
+static void drawn_logits_depend_on_key_and_token_alone(void **state) {
+    (void)state;
+    json_t *all = json_load_file("tests/golden/megatron/balancing.json", 0, NULL), *c = json_object_get(all, "draws");
+    int64_t E = json_integer_of(c, "E"), index[4];
+    double *want = json_numbers(json_object_get(c, "logits"), 4 * E);
+    float *logits = nans(4 * E, MT_F32), *alone = nans(E, MT_F32);
+    for (size_t t = 0; t < 4; t++) index[t] = json_integer_value(json_array_get(json_object_get(c, "token_index"), t));
+    uint64_t key = strtoull(json_string_value(json_object_get(c, "key")), NULL, 10);
+    ops->random_logits(logits, index, 4, E, key, NULL);
+    for (int64_t i = 0; i < 4 * E; i++)
+        if (!(fabs((double)logits[i] - want[i]) <= 1e-5)) fail_msg("%g, not %g", (double)logits[i], want[i]);
+    ops->random_logits(alone, index + 3, 1, E, key, NULL);
+    assert_memory_equal(alone, logits + 3 * E, (size_t)E * 4);
+    free(want), free(logits), free(alone);
+    json_decref(all);
+}
+
+static void upcycled_experts_have_megatrons_scale(void **state) {
+    (void)state;
+    json_t *all = json_load_file("tests/golden/megatron/balancing.json", 0, NULL), *c;
+    size_t i;
+    assert_int_equal(json_array_size(json_object_get(all, "upcycling")), 24);
+    json_array_foreach(json_object_get(all, "upcycling"), i, c) {
+        const char *activation = json_string_value(json_object_get(c, "activation"));
+        mt_options o = {.num_experts = json_integer_of(c, "E"), .moe_router_topk = json_integer_of(c, "k")};
+        o.moe_upcycling_granularity = json_integer_of(c, "G");
+        o.swiglu = strcmp(activation, "swiglu") == 0, o.squared_relu = strcmp(activation, "squared-relu") == 0;
+        o.moe_router_pre_softmax = json_is_true(json_object_get(c, "pre_softmax"));
+        double want = json_real_value(json_object_get(c, "scale"));
+        if (json_is_integer(json_object_get(c, "scale"))) want = (double)json_integer_of(c, "scale");
+        for (int64_t expert = 0; expert < o.num_experts; expert++) {
+            mt_param up = {.role = MT_EXPERT_UP, .expert = expert}, router = {.role = MT_ROUTER, .expert = -1};
+            assert_true(fabs((double)mt_upcycle_factor(&o, &up) - want) <= 1e-6 * want);
+            assert_int_equal(mt_upcycle_part(&o, &up), expert % o.moe_upcycling_granularity);
+            assert_true(mt_upcycle_factor(&o, &router) == 1 && mt_upcycle_part(&o, &router) == 0);
+        }
+    }
+    json_decref(all);
 }
 
 /* ==== routing in float64 ========================================================================================= */
@@ -1412,6 +1531,10 @@ static void the_profile_times_every_operation(void **state) {
 int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(routers_and_auxiliary_losses_equal_megatrons),
+        cmocka_unit_test(quantile_balancing_equals_megatrons_in_float64),
+        cmocka_unit_test(upcycled_experts_have_megatrons_scale),
+        cmocka_unit_test(a_bias_from_quantiles_evens_the_loads),
+        cmocka_unit_test(drawn_logits_depend_on_key_and_token_alone),
         cmocka_unit_test(routes_match_float64_and_finite_differences),
         cmocka_unit_test(sinkhorn_routing_equals_megatrons_in_float64),
         cmocka_unit_test(sinkhorn_evens_loads_that_topk_does_not),

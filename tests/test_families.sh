@@ -1,7 +1,8 @@
 #!/bin/sh
 # The table "Families" of README.md is true: the cells of each row are tried with the models of tests/golden/hf that it
-# names. A "yes" runs: one run of several ranks has all the divisions that the row allows, and the losses of one rank. A "no"
-# ends with one line that has the message of the table below. A GPU is simulated, with the limits of cuda/limits.h.
+# names. A "yes" runs: one run of several ranks has all the divisions that the row allows, and the losses of one rank.
+# A "no" ends with one line that has the message of the table below. A GPU is simulated, with the limits of
+# cuda/limits.h.
 set -u
 . tests/suite.sh
 needs_mpi
@@ -56,7 +57,8 @@ message() {
 awk 'BEGIN {
     for (i = 0; i < 26; i++) letters = letters sprintf(", \"%c\": %d", 97 + i, i + 3)
     print "{\"added_tokens\": [{\"id\": 0, \"content\": \"<s>\", \"special\": true}, " \
-        "{\"id\": 1, \"content\": \"</s>\", \"special\": true}], \"pre_tokenizer\": {\"type\": \"ByteLevel\", \"add_prefix_space\": false}, " \
+        "{\"id\": 1, \"content\": \"</s>\", \"special\": true}], " \
+        "\"pre_tokenizer\": {\"type\": \"ByteLevel\", \"add_prefix_space\": false}, " \
         "\"decoder\": {\"type\": \"ByteLevel\"}, \"model\": {\"type\": \"BPE\", \"merges\": [], " \
         "\"vocab\": {\"<s>\": 0, \"</s>\": 1, \"\304\240\": 2" letters "}}}" }' >"$work/tokenizer.json"
 awk 'BEGIN {

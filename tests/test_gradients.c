@@ -222,6 +222,50 @@ static void every_gradient_is_the_slope_of_the_loss(void **state) {
     }
 }
 
+#define UNEVEN_EXPERTS                                                                                                 \
+    " --num-layers 2 --num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 8 --moe-aux-loss-coeff "
+
+/* With all three auxiliary losses, every gradient is that without any plus what each loss adds alone. */
+static void auxiliary_losses_add_their_gradients(void **state) {
+    (void)state;
+    static const char *const cases[] = {
+        UNEVEN_EXPERTS "0",
+        UNEVEN_EXPERTS "0.5",
+        UNEVEN_EXPERTS "0.25 --moe-router-load-balancing-type seq_aux_loss",
+        UNEVEN_EXPERTS "0.75 --moe-router-load-balancing-type global_aux_loss",
+        UNEVEN_EXPERTS "0.75 0.5 0.25 --moe-router-load-balancing-type global_aux_loss aux_loss seq_aux_loss",
+    };
+    subject s[5];
+    double largest[5] = {0};
+    for (int i = 0; i < 5; i++) subject_open(&s[i], cases[i]);
+    for (int64_t p = 0; p < s[0].num_params; p++)
+        for (int64_t k = 0; s[0].params[p].trained && k < s[0].params[p].rows * s[0].params[p].cols; k++) {
+            double none = (double)s[0].gradients[p][k], sum = none, all = (double)s[4].gradients[p][k];
+            for (int i = 1; i < 4; i++) {
+                sum += (double)s[i].gradients[p][k] - none;
+                largest[i] = fmax(largest[i], fabs((double)s[i].gradients[p][k] - none));
+            }
+            if (!(fabs(all - sum) <= 1e-5 + 1e-4 * fabs(sum))) fail_msg("gradient %g, not %g", all, sum);
+        }
+    for (int i = 1; i < 4; i++) assert_true(largest[i] > 1e-3);
+    for (int i = 0; i < 5; i++) subject_close(&s[i]);
+}
+
+/* Drawn logits: the loss does not depend on the router, which gets a gradient all the same (straight-through). */
+static void a_router_with_drawn_logits_gets_their_gradient(void **state) {
+    (void)state;
+    static const char *const words = UNEVEN_EXPERTS "0 --moe-router-force-load-balancing";
+    subject s;
+    subject_open(&s, words);
+    double norm = 0, loss = loss_at(&s, MT_NUM_ROLES, 0);
+    for (int64_t i = 0; i < s.num_params; i++)
+        for (int64_t k = 0; s.params[i].role == MT_ROUTER && k < s.params[i].rows * s.params[i].cols; k++)
+            norm += fabs((double)s.gradients[i][k]);
+    assert_true(norm > 1e-2 && loss_at(&s, MT_ROUTER, 1) == loss);
+    assert_true(expect_slope(&s, MT_FINAL_NORM, words)); // behind the last router: no gradient of a router reaches it
+    subject_close(&s);
+}
+
 /* A loss of one's own, with coefficients of both log-probability and entropy. */
 static void gradients_of_a_loss_with_entropy_are_its_slopes(void **state) {
     (void)state;
@@ -376,6 +420,8 @@ static void equal_experts_compute_the_mlp_that_each_of_them_is(void **state) {
 int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(every_gradient_is_the_slope_of_the_loss),
+        cmocka_unit_test(auxiliary_losses_add_their_gradients),
+        cmocka_unit_test(a_router_with_drawn_logits_gets_their_gradient),
         cmocka_unit_test(gradients_of_a_loss_with_entropy_are_its_slopes),
         cmocka_unit_test(gradients_of_distillation_are_slopes_of_its_loss),
         cmocka_unit_test(a_teacher_that_is_sure_gives_the_gradients_of_labels),

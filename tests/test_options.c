@@ -205,7 +205,7 @@ static void vocabulary_may_come_from_the_tokenizer_after_parsing(void **state) {
 /* All of "a|b" are choices of the option. */
 static void assert_choices(const mt_option *row, const char *choices) {
     char words[160], *rest = NULL;
-    assert_true(row->type == MT_CHOICE || row->type == MT_SET);
+    assert_true(row->type == MT_CHOICE || row->type == MT_SET || row->type == MT_CHOICES);
     snprintf(words, sizeof words, "%s", choices);
     for (char *word = strtok_r(words, "|", &rest); word; word = strtok_r(NULL, "|", &rest))
         if (mt_choice_index(row->values, word) < 0) fail_msg("--%s: %s?", row->name, word);
@@ -2027,6 +2027,27 @@ static void experts_that_cannot_be_are_refused(void **state) {
         {"--moe-router-load-balancing-type sinkhorn", "sinkhorn with --moe-router-topk 2 needs --moe-router-pre-soft"},
         {"--moe-router-load-balancing-type sinkhorn --moe-router-pre-softmax --moe-expert-capacity-factor 1",
          "sinkhorn and --moe-expert-capacity-factor exclude each other"},
+        {"--moe-router-load-balancing-type aux_loss aux_loss", "names aux_loss twice"},
+        {"--moe-router-load-balancing-type aux_loss seq_aux_loss --moe-aux-loss-coeff 0.1",
+         "--moe-aux-loss-coeff has 1 numbers, and --moe-router-load-balancing-type names 2 losses"},
+        {"--moe-aux-loss-coeff 0.1 0.2", "--moe-aux-loss-coeff has 2 numbers, and --moe-router-load-balancing-type "
+                                         "names 1 losses"},
+        {"--moe-aux-loss-coeff 0.1 -2 --moe-router-load-balancing-type aux_loss seq_aux_loss",
+         "--moe-aux-loss-coeff must be in [0,1e6]"},
+        {"--moe-aux-loss-coeff 0.1 0.2 --moe-router-load-balancing-type aux_loss sinkhorn", "leave out the others"},
+        {"--moe-router-load-balancing-type quantile", "expects none|aux_loss|"},
+        {"--moe-router-load-balancing-type quantile_balancing --moe-aux-loss-coeff 0.1",
+         "needs --moe-router-load-balancing-type aux_loss|"},
+        {"--moe-router-load-balancing-type quantile_balancing --moe-router-topk 8",
+         "needs a --moe-router-topk below --num-experts 8, not 8"},
+        {"--moe-router-load-balancing-type quantile_balancing --moe-router-enable-expert-bias",
+         "quantile_balancing has a bias of its own"},
+        {"--moe-router-load-balancing-type quantile_balancing --moe-router-topk 3 --seq-length 12 --lr 1e-3 "
+         "--train-iters 2",
+         "of the 36 choices of a micro-batch"},
+        {"--moe-router-load-balancing-type quantile_balancing --moe-router-num-groups 4 --moe-router-group-topk 2",
+         "--moe-router-num-groups"},
+        {"--moe-router-quantile-balancing-ema 0.5", "needs --moe-router-load-balancing-type quantile_balancing"},
         {"--moe-shared-expert-gate", "--moe-shared-expert-gate needs --moe-shared-expert-intermediate-size"},
         {"--expert-model-parallel-size 3", "--num-experts 8 must be a multiple of --expert-model-parallel-size 3"},
         {"--expert-model-parallel-size 2",
@@ -2393,6 +2414,10 @@ static void bad_configs_are_refused_by_key(void **state) {
     expect_config_error(DEEPSEEK("2") LATENTS ", \"v_head_dim\": 4}", "every head has its own key and value");
     expect_config_error(DEEPSEEK("4") LATENTS ", \"v_head_dim\": 4, \"attention_bias\": true}",
                         "\"attention_bias\": true is not supported");
+    expect_config_error(DEEPSEEK("4") LATENTS ", \"v_head_dim\": 4, \"qk_head_dim\": 99}",
+                        "\"qk_head_dim\" is 99, and \"qk_nope_head_dim\" and \"qk_rope_head_dim\" together");
+    expect_config_error(DEEPSEEK("4") LATENTS ", \"v_head_dim\": 4, \"head_dim\": \"8\"}",
+                        "\"head_dim\" must be a whole number");
     expect_config_error(DEEPSEEK("4") LATENTS ", \"v_head_dim\": 4, \"rope_interleave\": 1}",
                         "\"rope_interleave\" must be true or false");
     const char *negative = DEEPSEEK("4") LATENTS ", \"v_head_dim\": 4, \"q_lora_rank\": -1}";
@@ -3365,7 +3390,7 @@ static void what_exceeds_a_backends_limits_is_refused_in_one_line(void **state) 
                  "--linear-value-head-dim is 256, and the gated delta rule on this device takes heads of at most 128 "
                  "channels");
     check_limits(RUN "--experimental-attention-variant kda --linear-attention-freq 2 --linear-num-key-heads 4 "
-                     "--linear-num-value-heads 4 --linear-key-head-dim 136",
+                     "--linear-num-value-heads 4 --linear-key-head-dim 136 --linear-value-head-dim 136",
                  &delta,
                  "--linear-key-head-dim is 136, and the gated delta rule on this device takes heads of at most 128 "
                  "channels");

@@ -148,7 +148,7 @@ recipes_say_what_the_planner_finds() {
         recipe qwen3-next-80b-a3b-lora-eight-h200 8 && recipe qwen3.5-35b-a3b-eight-h200 8
 }
 
-# planned SHAPE GPUS OPTION...: --plan finds a layout among those that have the options; all of them would take minutes.
+# planned SHAPE GPUS OPTION...: --plan finds a layout that has the options. A search without them takes minutes.
 planned() {
     shape=$1 gpus=$2
     shift 2

@@ -45,6 +45,9 @@ static void a_replayed_forward_counts_nothing(void **state) {
         {"qwen3_moe", "--moe-router-load-balancing-type global_aux_loss --moe-aux-loss-coeff 0.01 "
                       "--moe-expert-capacity-factor 1"},
         {"mixtral", ""},
+        {"qwen3_moe", "--moe-router-load-balancing-type global_aux_loss aux_loss seq_aux_loss --moe-aux-loss-coeff "
+                      "0.01 0.02 0.03 --moe-z-loss-coeff 0.001"},
+        {"qwen3_moe", "--moe-router-force-load-balancing"},
         {"deepseek_v3", "--moe-router-bias-update-rate 0.01"},
         {"qwen2_moe", "--fine-grained-activation-offloading --offload-modules attn_norm qkv_linear core_attn attn_proj "
                       "mlp_norm expert_fc1 moe_act mlp"},
@@ -69,6 +72,33 @@ static void a_replayed_forward_counts_nothing(void **state) {
                      cases[i].family, once[2].loss, again[2].loss, once[2].grad_norm, again[2].grad_norm,
                      once[2].load_balancing_loss, again[2].load_balancing_loss, weights[0], weights[1]);
     }
+}
+
+/* The first step reports for each of several losses the value that it has alone, and their sum. */
+static void auxiliary_losses_are_reported_by_their_names(void **state) {
+    (void)state;
+    static const char *const cases[] = {
+        "--moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 0.01 --moe-z-loss-coeff 0.1",
+        "--moe-router-load-balancing-type seq_aux_loss --moe-aux-loss-coeff 0.02 --moe-z-loss-coeff 0.1",
+        "--moe-router-load-balancing-type global_aux_loss --moe-aux-loss-coeff 0.03 --moe-z-loss-coeff 0.1",
+        "--moe-router-load-balancing-type global_aux_loss seq_aux_loss aux_loss --moe-aux-loss-coeff 0.03 0.02 0.01 "
+        "--moe-z-loss-coeff 0.1"};
+    mt_metrics metrics[4][3];
+    uint32_t weights;
+    backend = &mt_cpu_ops;
+    for (int i = 0; i < 4; i++) {
+        more_options = cases[i];
+        train_steps("qwen3_moe", false, metrics[i], &weights);
+    }
+    double sum = 0;
+    for (int i = 0; i < 3; i++) {
+        double alone = metrics[i][0].aux_losses[i], with_others = metrics[3][0].aux_losses[i];
+        assert_true(alone > 0 && fabs(alone - with_others) <= 1e-6 * alone);
+        assert_true(metrics[i][0].load_balancing_loss == alone);
+        assert_true(metrics[i][0].aux_losses[(i + 1) % 3] == 0 && metrics[i][0].z_loss == metrics[3][0].z_loss);
+        sum += with_others;
+    }
+    assert_true(fabs(metrics[3][0].load_balancing_loss - sum) <= 1e-12);
 }
 
 /* Sets the first weight of the first router to NaN. */
@@ -116,6 +146,7 @@ static void a_replay_reports_no_token_twice(void **state) {
 
 int main(void) {
     const struct CMUnitTest tests[] = {cmocka_unit_test(a_replayed_forward_counts_nothing),
+                                       cmocka_unit_test(auxiliary_losses_are_reported_by_their_names),
                                        cmocka_unit_test(a_replay_reports_no_token_twice)};
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

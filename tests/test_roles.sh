@@ -256,7 +256,10 @@ sft_train:
     local_rank: -1, debug: "", fsdp: "", label_smoothing_factor: 0.0, report_to: null, include_for_metrics: [],
     torch_compile: false, average_tokens_across_devices: true, optim: adamw_torch_fused, group_by_length: false,
     enable_jit_checkpoint: false, use_cache: false, train_sampling_strategy: random, project: huggingface,
-    trackio_space_id: trackio, ddp_static_graph: null}
+    trackio_space_id: trackio, ddp_static_graph: null, tf32: False, fsdp_config: false, eval_steps: no,
+    ddp_find_unused_parameters: false, resume_from_checkpoint: false, activation_checkpointing: null,
+    dataloader_in_order: true, dataloader_multiprocessing_context: null, trackio_bucket_id: null, ddp_backend: nccl,
+    split_batches: null, num_train_epochs: 3.0}
   strategy_args:
     strategy_name: megatron_train
     strategy_config: {sequence_parallel: false, overlap_p2p_comm: true, variable_seq_lengths: false,
@@ -291,6 +294,27 @@ EOF
         says '^  lr-decay-style  *constant$' "$work/out" && says '^  log-interval  *3$' "$work/out" &&
         says '^  save-interval  *4$' "$work/out" && says '^  train-iters  *7$' "$work/out" &&
         ! grep -q '^  bf16' "$work/out"
+}
+
+# As Python writes them, and transformers' values for "not given"; in both orders, and in a flat file.
+fields_on_the_command_line_may_be_at_their_defaults() {
+    # shellcheck disable=SC2086
+    for steps in '--max_steps -1 --train-iters 7' '--train-iters 7 --max_steps=-1' '--max_steps 7.0'; do
+        "$train" $small --seq-length 32 --mock-data --tf32 False --deepspeed None --resume_from_checkpoint False \
+            --save_total_limit False --eval_steps no --save_steps -1 --warmup_steps 0.25 $steps --print-config \
+            >"$work/out" 2>"$work/err" && says '^  train-iters  *7$' "$work/out" &&
+            says '^  lr-warmup-fraction  *0.25$' "$work/out" &&
+            ! grep -q '^  save-interval\|^  eval-interval\|^  keep-checkpoints' "$work/out" || return 1
+    done
+    printf '%s\n' 'train_iters: 7' 'max_steps: -1' 'tf32: False' 'save_total_limit: false' 'warmup_steps: 0.25' \
+        >"$work/flat.yaml"
+    # shellcheck disable=SC2086
+    "$train" $small --seq-length 32 --mock-data --config "$work/flat.yaml" --print-config >"$work/out" 2>"$work/err" &&
+        says '^  train-iters  *7$' "$work/out" && says '^  lr-warmup-fraction  *0.25$' "$work/out" || return 1
+    for wrong in '--tf32 True' '--max_steps 7.5' '--fsdp full_shard' '--warmup_steps 0.1 --lr-warmup-fraction 0.2'; do
+        # shellcheck disable=SC2086
+        refused "$(echo "${wrong%% *} " | tr _ -)" "$train" $small --mock-data $wrong || return 1
+    done
 }
 
 # Where nothing is saved, intervals of saving have no use. transformers 5 has a share of all steps as warmup_steps.
@@ -1093,6 +1117,7 @@ check keys_that_change_the_data_have_an_answer keys_that_change_the_data_have_an
 check the_case_of_an_engine_loses_no_setting the_case_of_an_engine_loses_no_setting
 check roles_that_rest_do_not_train roles_that_rest_do_not_train
 check fields_at_their_defaults_are_accepted fields_at_their_defaults_are_accepted
+check fields_on_the_command_line_may_be_at_their_defaults fields_on_the_command_line_may_be_at_their_defaults
 check fields_without_a_use_do_not_stop_a_file fields_without_a_use_do_not_stop_a_file
 check ranks_are_those_of_the_device_mapping ranks_are_those_of_the_device_mapping
 check verl_is_read verl_is_read

@@ -37,7 +37,7 @@ refuses() {
 numbers() {
     n=': \([-+.0-9e]*\),.*'
     step="s/.*\"lm_loss\"$n\"grad_norm\"$n"
-    sed -n -e "$step\"load_balancing_loss\"$n\"z_loss\"$n\"load_imbalance\"$n/\1 \2 \3 \4 \5/p" -e t \
+    sed -n -e "$step\"seq_load_balancing_loss\"$n\"z_loss\"$n\"load_imbalance\"$n/\1 \2 \3 \4 \5/p" -e t \
         -e "$step/\1 \2/p" "$1"
 }
 

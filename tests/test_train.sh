@@ -71,6 +71,80 @@ metrics_have_every_key() {
     [ "$(metric "$work/dense.jsonl" lm_loss | wc -l)" = 2 ] && ! grep -q 'load' "$work/dense.jsonl" "$work/out"
 }
 
+# first_loss FOLDER ARGUMENTS...: prints the loss of the first step from a folder.
+first_loss() {
+    from=$1
+    shift
+    # shellcheck disable=SC2086
+    $upcycle_launch "$train" --load "$from" --tokens-file "$golden/llama/tokens.i32" --seq-length 32 \
+        --micro-batch-size 1 --global-batch-size 4 --train-iters 1 --overwrite $optimizer --metrics "$work/m.jsonl" \
+        "$@" >"$work/out" 2>"$work/err" || {
+        cat "$work/err" >&2
+        return 1
+    }
+    metric "$work/m.jsonl" lm_loss
+}
+
+# near LOSS LOSS: to 1e-5.
+near() {
+    echo "$1 $2" | awk '{ d = ($1 - $2) / $2; if (d < 0) d = -d; exit !(NF == 2 && d <= 1e-5) }' || {
+        echo "$1 is not near $2"
+        return 1
+    }
+}
+
+# Experts that are equal are the dense MLP, whichever are chosen, as their weights sum to 1: copies of Llama's, and the
+# halves of a squared ReLU's channels, whose two halves of a copy are chosen together.
+an_upcycled_model_has_the_loss_of_the_dense_one() {
+    upcycle_launch=
+    dense=$(first_loss "$golden/llama") || return 1
+    upcycled=$(first_loss "$golden/llama" --moe-use-upcycling --num-experts 4) && near "$upcycled" "$dense" || return 1
+    upcycled=$(first_loss "$golden/llama" --moe-use-upcycling --num-experts 4 --moe-layer-freq 2 --moe-router-topk 3 \
+        --moe-router-score-function sigmoid --moe-router-enable-expert-bias) && near "$upcycled" "$dense" || return 1
+    # shellcheck disable=SC2086
+    "$train" --num-layers 2 --hidden-size 32 --num-attention-heads 4 --ffn-hidden-size 48 --squared-relu \
+        --disable-bias-linear --vocab-size 256 --tokens-file "$golden/llama/tokens.i32" --seq-length 32 \
+        --global-batch-size 4 --train-iters 1 --init-method-std 0.2 --hidden-dropout 0 --attention-dropout 0 \
+        $optimizer --save "$work/relu" --overwrite >"$work/out" 2>"$work/err" || return 1
+    dense=$(first_loss "$work/relu" --finetune) || return 1
+    for halves in '--moe-router-topk 2' '--moe-router-topk 4' '--moe-router-topk 6 --moe-router-pre-softmax'; do
+        # shellcheck disable=SC2086
+        upcycled=$(first_loss "$work/relu" --moe-use-upcycling --num-experts 6 --moe-upcycling-granularity 2 $halves) &&
+            near "$upcycled" "$dense" || return 1
+    done
+    [ -n "${HAVE_MPI:-}" ] && command -v mpirun >/dev/null || return 0
+    for layout in '--expert-model-parallel-size 2' '--tensor-model-parallel-size 2 --sequence-parallel' \
+        '--data-parallel-sharding-strategy optim_grads_params'; do
+        upcycle_launch="$(mpirun_here) -np 2"
+        # shellcheck disable=SC2086
+        upcycled=$(first_loss "$work/relu" --moe-use-upcycling --num-experts 6 --moe-upcycling-granularity 2 $layout) &&
+            near "$upcycled" "$dense" || return 1
+    done
+    upcycle_launch=
+}
+
+# --train-iters 0 writes a Hugging Face folder of experts, here Mixtral's.
+an_upcycled_model_is_saved_as_a_folder() {
+    upcycle_launch=
+    "$train" --load "$golden/llama" --moe-use-upcycling --num-experts 4 --train-iters 0 --device cpu --overwrite \
+        --save "$work/upcycled" >"$work/out" 2>"$work/err" || return 1
+    grep -q '"model_type": "mixtral"' "$work/upcycled/config.json" || return 1
+    upcycled=$(first_loss "$work/upcycled" --finetune) || return 1
+    near "$upcycled" "$(first_loss "$golden/llama")" &&
+        refuses 'the model of .* has experts; leave it out' --load "$work/upcycled" --moe-use-upcycling \
+            --num-experts 4 --train-iters 0 --device cpu --save "$work/again" &&
+        refuses 'moe-ffn-hidden-size 20: experts of --moe-use-upcycling have' --load "$golden/llama" \
+            --moe-use-upcycling --num-experts 4 --moe-ffn-hidden-size 20 --mock-data --seq-length 8 \
+            --train-iters 1 --lr 1 &&
+        refuses 'num-experts 3 must be a multiple of --moe-upcycling-granularity 2' --load "$golden/llama" \
+            --moe-use-upcycling --num-experts 3 --moe-upcycling-granularity 2 --mock-data \
+            --seq-length 8 --train-iters 1 --lr 1 &&
+        refuses 'MLP has no biases' --load "$golden/gpt2" --moe-use-upcycling --num-experts 4 --mock-data \
+            --seq-length 8 --train-iters 1 --lr 1 &&
+        refuses 'moe-use-upcycling needs --load' --num-layers 2 --hidden-size 16 --num-attention-heads 2 \
+            --vocab-size 64 --moe-use-upcycling --num-experts 4 --mock-data --seq-length 8 --train-iters 1 --lr 1
+}
+
 # Mixtral with a NaN in the router of its second layer.
 a_non_finite_router_is_named() {
     mkdir "$work/poisoned" && cp "$golden/mixtral/config.json" "$golden/mixtral/model.safetensors" "$work/poisoned" &&
@@ -551,6 +625,8 @@ a_bad_trace_is_refused_before_training() {
 
 check losses_and_norms_equal_expected_json losses_and_norms_equal_expected_json
 check metrics_have_every_key metrics_have_every_key
+check an_upcycled_model_has_the_loss_of_the_dense_one an_upcycled_model_has_the_loss_of_the_dense_one
+check an_upcycled_model_is_saved_as_a_folder an_upcycled_model_is_saved_as_a_folder
 check a_non_finite_router_is_named a_non_finite_router_is_named
 check unreported_steps_change_nothing unreported_steps_change_nothing
 check a_resumed_run_repeats_bit_for_bit a_resumed_run_repeats_bit_for_bit

@@ -2,6 +2,7 @@
 #include "adapter.h"
 
 #include "../base/file.h"
+#include "../base/safetensors.h"
 #include "../options/option_rules.h"
 #include "../options/option_table.h"
 #include "checkpoint_folder.h"
@@ -240,12 +241,30 @@ static bool mt_json_lists(const json_t *list, const char *name) {
 struct mt_adapter_file {
     json_t *json;
     char *path;
+    bool leaves_out_experts; // see mt_adapter_leaves_out_experts
 };
+
+/* True if the file has adapters of MLPs and none of experts. In transformers 5 experts are no modules, so that the
+ * names of peft's "target_modules" are those of dense layers and shared experts alone. */
+static bool mt_adapter_leaves_out_experts(const char *folder) {
+    mt_safetensors *set;
+    mt_error ignored; // who loads the tensors reports it
+    bool has_mlp = false, has_experts = false;
+    if (mt_safetensors_open_folder(&set, folder, "adapter_model", &ignored) != 0) return false;
+    for (int64_t i = 0; i < mt_safetensors_count(set); i++) {
+        const char *name = mt_safetensors_get(set, i)->name;
+        has_mlp |= strstr(name, ".mlp.") != NULL;
+        has_experts |= strstr(name, ".experts.") != NULL;
+    }
+    mt_safetensors_close(set);
+    return has_mlp && !has_experts;
+}
 
 mt_adapter_file *mt_adapter_file_open(const char *folder, mt_error *error) {
     mt_adapter_file *file = mt_calloc(sizeof *file);
     file->path = mt_path_join(folder, "adapter_config.json");
     file->json = mt_json_read(file->path, error);
+    file->leaves_out_experts = mt_adapter_leaves_out_experts(folder);
     if (file->json && mt_peft_check(file->json, file->path, error) == 0) return file;
     mt_adapter_file_close(file);
     return NULL;
@@ -355,7 +374,8 @@ int mt_adapter_file_find(const mt_adapter_file *file, const mt_param *row, mt_ad
     if (!rank || !alpha) return -1;
     bool by_root = json_is_true(json_object_get(json, "use_rslora"));
     double r = (double)json_integer_value(rank);
-    shape->exists = named && !excluded && mt_peft_has_layer(file, module);
+    bool in_file = row->expert < 0 || !file->leaves_out_experts;
+    shape->exists = named && !excluded && in_file && mt_peft_has_layer(file, module);
     shape->rank = json_integer_value(rank), shape->scale = json_number_value(alpha) / (by_root ? sqrt(r) : r);
     return 0;
 }
@@ -596,7 +616,7 @@ static int mt_targets_take(mt_run_options *o, const mt_param *rows, int64_t coun
 static int mt_targets_read(mt_run_options *o, const mt_param *rows, int64_t count, bool *named, mt_error *error) {
     char *folder = mt_adapter_folder(o, error);
     mt_adapter_file *file = folder ? mt_adapter_file_open(folder, error) : NULL;
-    bool any = false, differ = file && mt_peft_differs(file->json);
+    bool any = false, differ = file && (mt_peft_differs(file->json) || file->leaves_out_experts);
     int status = file ? 0 : -1;
     int64_t rank = 0;
     double scale = 0;
@@ -741,14 +761,16 @@ void mt_adapter_warn(const mt_options *o, FILE *out) {
     int64_t count = mt_params_build(&rows, o, NULL);
     for (int64_t i = 0; i < count && !*module; i++) {
         if (!rows[i].can_adapt || !mt_role_has_adapters(o, rows[i].role) || rows[i].unit == MT_UNIT_EXPERTS) continue;
-        if (strstr(rows[i].hf_name, ".mlp.")) mt_module_name(module, &rows[i]);
+        bool of_mlp = strstr(rows[i].hf_name, ".mlp.") || strstr(rows[i].hf_name, ".block_sparse_moe.");
+        if (of_mlp) mt_module_name(module, &rows[i]);
     }
     free(rows);
     if (!*module) return;
     fprintf(
         out,
-        "warning: peft (0.21) drops the adapters of dense layers and shared experts of a family with experts, such as "
-        "%s; this program loads them; for other programs merge them by infer --merge-adapter, or name matrices of "
+        "warning: peft (0.21) drops a part of the adapters of MLPs of a family with experts, those of experts or the "
+        "others, such as %s; this program loads them; for other programs merge them by infer --merge-adapter, or name "
+        "matrices of "
         "attention alone by --lora-target\n",
         module);
 }

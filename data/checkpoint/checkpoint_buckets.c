@@ -7,6 +7,7 @@
 #include "checkpoint_reader.h"
 #include "checkpoint_tensors.h"
 #include "mxfp4.h"
+#include "upcycle.h"
 
 #include <math.h>
 #include <pthread.h>
@@ -18,8 +19,10 @@
  * and as master weights, which keep the stored precision. */
 typedef struct mt_target {
     const mt_param *param;
+    const mt_param *source;                // whose tensor it is: param, or of a dense model that is upcycled
     const mt_tensor_info *tensor, *scales; // of stacked experts: the expert's slice; scales: of fp8 or MXFP4, else NULL
     mt_placement place;                    // in the tensor
+    int64_t first_col;                     // of the parameter in the tensor, before it is transposed
     mt_param_state state;                  // of shards[0]
     mt_shard shards[2];                    // either may have no data
     bool weights;
@@ -128,8 +131,7 @@ static mt_rectangle mt_target_view(const mt_target *t, mt_rectangle given) {
 
 /* Groups of rows of this rank's part that are apart in the tensor. */
 static int64_t mt_target_groups(const mt_target *t) {
-    const mt_param *param = t->param;
-    return param->hf_groups > 1 ? mt_max(param->rows / t->place.group_rows, 1) : 1;
+    return t->source->hf_groups > 1 ? mt_max(t->param->rows / t->place.group_rows, 1) : 1;
 }
 
 /* The rows and columns of the tensor's view that this rank loads, in its group of rows `group`. */
@@ -137,7 +139,8 @@ static mt_rectangle mt_target_rectangle(const mt_target *t, int64_t group) {
     const mt_param *param = t->param;
     mt_rectangle own = mt_param_rectangle(param);
     own.rows /= mt_target_groups(t);
-    if (param->hf_groups > 1)
+    own.col += t->first_col;
+    if (t->source->hf_groups > 1)
         own.row = mt_placement_row(&t->place, own.row + group * own.rows);
     else
         own.row += mt_target_row(t);
@@ -363,10 +366,12 @@ int mt_checkpoint_check(const mt_run_options *options, const char *folder, mt_er
     mt_safetensors *set = NULL;
     mt_error damage;
     char *path = mt_checkpoint_resolve(folder, error);
+    mt_run_options stored = *options; // with the model of the folder
+    if (options->stack.moe_use_upcycling) stored.stack = mt_upcycle_dense(&options->stack);
     int status = path ? mt_checkpoint_verify(path, false, error) : -1;
     if (status == 0) {
-        status = mt_stem_open(&set, path, "model", options, error);
-        if (status == 0) status = mt_stem_check(set, "model", NULL, options, path, error);
+        status = mt_stem_open(&set, path, "model", &stored, error);
+        if (status == 0) status = mt_stem_check(set, "model", NULL, &stored, path, error);
         mt_safetensors_close(set);
         if (status != 0 && mt_checkpoint_verify(path, true, &damage) != 0) *error = damage;
     }
@@ -421,7 +426,7 @@ static const mt_tensor_info *mt_slices_add(mt_slices *slices, const mt_tensor_in
 
 /* Finds the scales of the target's tensor, and the parameter's place. */
 static void mt_target_place(mt_target *t, const mt_safetensors *set, mt_slices *slices) {
-    const mt_param *param = t->param;
+    const mt_param *param = t->source;
     t->place = mt_param_placement(param, t->weights ? MT_STATE_WEIGHTS : t->state);
     if (t->tensor->dtype == MT_F8_E4M3) t->scales = mt_scales_find(set, t->tensor);
     if (mt_target_is_mxfp4(t)) { // rows of the matrix, not transposed
@@ -433,22 +438,42 @@ static void mt_target_place(mt_target *t, const mt_safetensors *set, mt_slices *
     if (t->scales) t->scales = mt_slices_add(slices, t->scales, t->place.slice);
 }
 
+/* The part of a dense MLP that an expert's matrix is: rows, or columns of the second linear's. */
+static void mt_target_upcycle(mt_target *t, const mt_options *o) {
+    int64_t first = mt_upcycle_part(o, t->param) * o->moe_ffn_hidden_size;
+    MT_CHECK(!t->place.transposed || t->param->expert < 0); // the families that store transposed matrices have biases
+    if (t->param->role == MT_EXPERT_DOWN)
+        t->first_col = first;
+    else
+        t->place.row += first;
+    t->factor = mt_upcycle_factor(o, t->param);
+}
+
 int mt_stem_load(mt_model *m, const mt_run_options *o, const char *folder, const char *stem, const mt_checksums *sums,
                  bool *damaged, mt_error *error) {
     const mt_group *world = &mt_model_grid(m)->world;
     bool weights = strcmp(stem, "optimizer") != 0;
     mt_safetensors *set = NULL;
     mt_adapter_file *adapter = NULL;
-    int status = mt_stem_open(&set, folder, stem, o, error);
+    mt_param *dense_rows = NULL;
+    mt_run_options stored = *o; // with the model of the folder
+    int64_t num_dense = 0;
+    bool upcycles = o->stack.moe_use_upcycling && strcmp(stem, "model") == 0;
+    if (upcycles) {
+        stored.stack = mt_upcycle_dense(&o->stack);
+        num_dense = mt_params_build(&dense_rows, &stored.stack, NULL);
+    }
+    int status = mt_stem_open(&set, folder, stem, &stored, error);
     if (status == 0 && strcmp(stem, "adapter_model") == 0) {
         adapter = mt_adapter_file_open(folder, error);
         status = adapter ? 0 : -1;
     }
-    if (status == 0) status = mt_stem_check(set, stem, adapter, o, folder, error);
+    if (status == 0) status = mt_stem_check(set, stem, adapter, &stored, folder, error);
     status = mt_agree(world, status != 0, error);
     if (status != 0) {
         mt_safetensors_close(set);
         mt_adapter_file_close(adapter);
+        free(dense_rows);
         return status;
     }
     int64_t num_params, count = 0;
@@ -460,15 +485,17 @@ int mt_stem_load(mt_model *m, const mt_run_options *o, const char *folder, const
         for (int state = first; state < mt_stem_end(weights, &params[i]) && mt_stem_holds(stem, &params[i]); state++) {
             mt_target *t = &targets[count];
             *t = (mt_target){.param = &params[i], .state = (mt_param_state)state, .weights = weights, .factor = 1};
-            t->tensor = mt_state_find(set, &params[i], (mt_param_state)state);
+            t->source = upcycles ? mt_upcycle_source(dense_rows, num_dense, &params[i]) : &params[i];
+            t->tensor = t->source ? mt_state_find(set, t->source, (mt_param_state)state) : NULL;
             t->shards[0] = mt_bucket_shard(m, params[i].bucket, (mt_param_state)state);
             if (weights && mt_model_dtype(m) != MT_F32 && params[i].trained)
                 t->shards[1] = mt_bucket_shard(m, params[i].bucket, MT_STATE_MASTER);
             if (adapter && status == 0) status = mt_target_begin_adapter(m, o, t, adapter, error);
-            if (!t->tensor && !adapter) mt_param_init(m, &params[i]); // mt_param_grows
+            if (!t->tensor && !adapter) mt_param_init(m, &params[i]); // mt_param_grows, or a new router
             if (!t->tensor) continue;
             count++;
             mt_target_place(t, set, &slices);
+            if (upcycles) mt_target_upcycle(t, &o->stack);
         }
     mt_adapter_file_close(adapter);
     status = mt_agree(world, status != 0, error);
@@ -477,7 +504,7 @@ int mt_stem_load(mt_model *m, const mt_run_options *o, const char *folder, const
         for (int64_t i = 0; i < count && status == 0; i++) status = mt_target_check_finite(m, &targets[i], error);
         status = mt_agree(world, status != 0, error);
     }
-    free(targets), free(slices.items);
+    free(targets), free(slices.items), free(dense_rows);
     mt_safetensors_close(set);
     return status;
 }

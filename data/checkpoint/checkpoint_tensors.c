@@ -382,12 +382,14 @@ bool mt_stem_holds(const char *stem, const mt_param *param) {
 }
 
 /* Other names of a family's tensors: of the text model of a hub's Qwen3.5, which stands beside a vision tower; of dense
- * layers in released files of Kimi Linear, which transformers 5 writes as those of experts. */
+ * layers in released files of Kimi Linear, which transformers 5 writes as those of experts; of Hy3's shared experts in
+ * transformers' model, whose modules adapters of peft name. */
 static const struct {
     uint64_t families;
     const char *part, *instead;
 } mt_other_names[] = {{1ull << MT_HF_QWEN3_5 | 1ull << MT_HF_QWEN3_5_MOE, "model.language_model.", "model."},
-                      {1ull << MT_HF_KIMI_LINEAR, ".mlp.", ".block_sparse_moe."}};
+                      {1ull << MT_HF_KIMI_LINEAR, ".mlp.", ".block_sparse_moe."},
+                      {1ull << MT_HF_HY_V3, ".mlp.shared_experts.", ".mlp.shared_mlp."}};
 
 static void mt_tensors_rename(mt_safetensors *set, const char *part, const char *instead) {
     bool any = false;
@@ -408,7 +410,7 @@ static void mt_tensors_rename(mt_safetensors *set, const char *part, const char 
 int mt_stem_open(mt_safetensors **set, const char *folder, const char *stem, const mt_run_options *options,
                  mt_error *error) {
     if (mt_safetensors_open_folder(set, folder, stem, error) != 0) return -1;
-    for (size_t i = 0; i < sizeof mt_other_names / sizeof *mt_other_names && strcmp(stem, "model") == 0; i++)
+    for (size_t i = 0; i < sizeof mt_other_names / sizeof *mt_other_names && strcmp(stem, "optimizer") != 0; i++)
         if (mt_other_names[i].families >> options->stack.hf_family & 1)
             mt_tensors_rename(*set, mt_other_names[i].part, mt_other_names[i].instead);
     if (strcmp(stem, "model") != 0 || mt_experts_unstack(*set, options, error) == 0) return 0;

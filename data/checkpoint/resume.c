@@ -49,6 +49,7 @@ int mt_options_find_checkpoint(mt_run_options *o, mt_error *error) {
         free(path);
         if (!path) return -1;
         if (o->auto_resume) o->finetune = false;
+        o->stack.moe_use_upcycling = false;      // the run has begun with it
         if (!o->finetune) o->value_head = false; // the run has given the model its head
         if (!same) {
             o->no_load_optim = o->no_load_rng = false;

@@ -602,7 +602,8 @@ static void mt_config_set(mt_config *config, const mt_hf_key *key, const json_t 
     mt_error problem;
     const mt_option *row = key->flags & PLAIN ? NULL : mt_option_of(key->offset);
     mt_option_type type = row ? row->type : MT_FLAG;
-    bool is_int = type == MT_INT, is_real = type == MT_REAL, is_text = type == MT_CHOICE || type == MT_STRING;
+    bool is_int = type == MT_INT, is_real = type == MT_REAL || type == MT_REALS,
+         is_text = type == MT_CHOICE || type == MT_STRING;
     double before = key->flags & SAME ? mt_option_number(shape, row) : 0;
     if (is_text ? !json_is_string(value) : is_int ? !json_is_integer(value) : is_real && !json_is_number(value))
         mt_config_refuse_type(config, key->key, value, is_text ? "a string" : is_int ? "a whole number" : "a number");
@@ -1342,6 +1343,14 @@ static void mt_config_finish_block(mt_config *config, uint64_t mask, mt_run_opti
     shape->mtp_layers_stored = !(mask & KIMI_LINEAR);
     if (modules && !mt_json_int(modules, 0, 10000, &shape->mtp_layers_stored))
         mt_config_fail(config, "\"num_nextn_predict_layers\" must be a whole number from 0 to 10000");
+    int64_t channels = shape->stack.qk_head_dim + shape->stack.qk_pos_emb_head_dim;
+    int64_t all = mt_config_int(config, config->root, "qk_head_dim", channels);
+    if (mask & LATENT) mt_config_int(config, config->root, "head_dim", 0); // its type counts, though it has no effect
+    if (mask & LATENT && all != channels)
+        mt_config_fail(config,
+                       "\"qk_head_dim\" is %lld, and \"qk_nope_head_dim\" and \"qk_rope_head_dim\" together %lld; "
+                       "make them agree, or leave it out",
+                       (long long)all, (long long)channels);
     if (mask & LATENT && shape->group_query_attention)
         mt_config_fail(config,
                        "\"num_key_value_heads\" is %lld and \"num_attention_heads\" %lld; with a latent every head has "
@@ -1535,6 +1544,7 @@ static int mt_config_read(mt_run_options *shape, const char *json, int64_t bytes
 static bool mt_option_differs(const mt_run_options *options, const mt_run_options *shape, const mt_option *row) {
     mt_error ignored;
     mt_layer_freq_rule rule;
+    if (row->type == MT_REALS) return *mt_option_real(options, row) != *mt_option_real(shape, row); // files hold one
     int64_t count = shape->stack.num_experts > 0 ? shape->stack.num_layers : 0;
     char *given = mt_option_text(options, row), *theirs = mt_option_text(shape, row);
     bool differs = strcmp(given, theirs) != 0;
@@ -1561,6 +1571,11 @@ static bool mt_option_differs(const mt_run_options *options, const mt_run_option
     return differs;
 }
 
+/* Options that a dense model lacks, which --moe-use-upcycling gives it. */
+static bool mt_option_is_of_experts(const mt_option *row) {
+    return strncmp(row->name, "moe-", 4) == 0 || row->offset == MT_AT(stack.num_experts);
+}
+
 /* Weights were trained with one value of these options; another value that the user gave is an error. */
 static int mt_options_check_weights(const mt_run_options *options, const mt_run_options *shape, const char *path,
                                     mt_error *error) {
@@ -1568,6 +1583,7 @@ static int mt_options_check_weights(const mt_run_options *options, const mt_run_
     for (const mt_option *row = mt_option_table; row->help; row++) {
         if (!row->name || !mt_options_gave(options, row->offset)) continue;
         if (row->origin != MT_OF_WEIGHTS && !(learned && row->offset == MT_AT(stack.max_position_embeddings))) continue;
+        if (options->stack.moe_use_upcycling && mt_option_is_of_experts(row)) continue;
         if (!mt_option_differs(options, shape, row)) continue;
         char *given = mt_option_text(options, row), *theirs = mt_option_text(shape, row);
         mt_error_set(error, "--%s is %.60s, but the weights have %.60s (%.200s); leave the option out", row->name,
@@ -1585,6 +1601,12 @@ int mt_options_take_shape(mt_run_options *options, const char *json, int64_t byt
     mt_options_default(&shape);
     int result = mt_config_read(&shape, json, bytes, path, note, error);
     if (!result && *note && mt_launch_rank() <= 0) fprintf(stderr, "warning: %s: %s\n", path, note);
+    if (!result && has_weights && options->stack.moe_use_upcycling && shape.stack.num_experts > 0)
+        result = mt_error_set(error, "--moe-use-upcycling: the model of %.200s has experts; leave it out", path);
+    if (!result && has_weights && options->stack.moe_use_upcycling) {
+        options->stack.upcycled_family = shape.stack.hf_family;
+        options->finetune = true; // its optimizer's state is of other parameters
+    }
     if (!result && has_weights) {
         mt_options_derive_sizes(&shape);
         result = mt_options_check_weights(options, &shape, path, error);
@@ -1655,7 +1677,7 @@ static json_t *mt_config_value(const mt_hf_key *key, const mt_run_options *o) {
     if (key->flags & FIXED && *key->absent >= '0' && *key->absent <= '9') return json_real(strtod(key->absent, NULL));
     if (key->flags & FIXED) return json_stringn(key->absent, strcspn(key->absent, "|"));
     if (row && row->type == MT_INT) return json_integer(*mt_option_int(o, row));
-    if (row && row->type == MT_REAL) return json_real(*mt_option_real(o, row));
+    if (row && (row->type == MT_REAL || row->type == MT_REALS)) return json_real(*mt_option_real(o, row));
     if (!row || row->type == MT_FLAG || row->type == MT_NO)
         return json_boolean(*(const bool *)((const char *)o + key->offset) != ((key->flags & NEGATED) != 0));
     char *text = mt_option_text(o, row);
@@ -1925,7 +1947,7 @@ static void mt_family_append_causes(char *text, int room, mt_hf_family family, c
 int mt_options_check_names(const mt_run_options *o, mt_hf_family stored, mt_error *error) {
     char causes[300] = "";
     bool same = mt_hf_families[stored].names == mt_hf_families[o->stack.hf_family].names;
-    if (!o->load || stored == MT_HF_UNKNOWN || same) return 0;
+    if (!o->load || stored == MT_HF_UNKNOWN || same || o->stack.moe_use_upcycling) return 0;
     mt_family_append_causes(causes, sizeof causes, stored, o);
     return mt_error_set(error, "--load %s: its \"model_type\" is %s, and no model of this type has %s; leave that out",
                         o->load, mt_hf_family_name(stored), *causes ? causes : "this shape");

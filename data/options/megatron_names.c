@@ -41,20 +41,20 @@ static const struct {
     {"yarn-original-max-position-embeddings", "original-max-position-embeddings"},
     // transformers' TrainingArguments
     {"adam-epsilon", "adam-eps"},
-    {"eval-steps", "eval-interval"},
+    {"eval-steps", "eval-interval", NULL, "false="},
     {"learning-rate", "lr"},
     {"logging-steps", "log-interval"},
     {"lr-scheduler-type", "lr-decay-style", NULL,
      "constant_with_warmup=constant|inverse_sqrt=inverse-square-root|warmup_stable_decay=WSD"},
     {"max-grad-norm", "clip-grad"},
-    {"max-steps", "train-iters", NULL, "-1="},
+    {"max-steps", "train-iters", NULL, "-1=|0="},
     {"num-train-epochs", "train-epochs"},
     {"output-dir", "save"},
     {"overwrite-output-dir", "overwrite"},
     {"per-device-train-batch-size", "micro-batch-size"},
     {"save-only-model", "no-save-optim"},
-    {"save-steps", "save-interval"},
-    {"save-total-limit", "keep-checkpoints"},
+    {"save-steps", "save-interval", NULL, "-1=|0="},
+    {"save-total-limit", "keep-checkpoints", NULL, "false="},
     {"warmup-ratio", "lr-warmup-fraction"},
     {"warmup-steps", "lr-warmup-iters"},
 };
@@ -116,7 +116,7 @@ static const struct {
      "use-cpu use-ipex use-legacy-prediction-loop use-liger-kernel use-mps-device",
      "false"},
     {MT_NAME_ALWAYS, OF_TRANSFORMERS,
-     "average-tokens-across-devices dataloader-pin-memory eval-do-concat-batches log-on-each-node "
+     "average-tokens-across-devices dataloader-in-order dataloader-pin-memory eval-do-concat-batches log-on-each-node "
      "logging-nan-inf-filter remove-unused-columns save-safetensors skip-memory-metrics",
      "true"},
     {MT_NAME_ALWAYS, OF_TRANSFORMERS, "do-train do-eval", "true|false"},
@@ -125,9 +125,10 @@ static const struct {
      "eval-strategy evaluation-strategy logging-strategy save-strategy", "steps|no"},
     {MT_NAME_ALWAYS, OF_TRANSFORMERS, "eval-delay dataloader-num-workers fsdp-min-num-params", "0"},
     {MT_NAME_ALWAYS, "labels are not smoothed", "label-smoothing-factor", "0|0.0"},
-    {MT_NAME_ALWAYS, "the optimizer is AdamW", "optim", "adamw_torch|adamw_torch_fused|adamw"},
+    {MT_NAME_ALWAYS, "the optimizer is AdamW", "optim", "adamw_torch|adamw_torch_fused|adamw_hf|adamw"},
     {MT_NAME_ALWAYS, "evaluation has the micro-batches of training", "per-device-eval-batch-size", "8"},
     {MT_NAME_ALWAYS, OF_TRANSFORMERS, "local-rank past-index", "-1"},
+    {MT_NAME_ALWAYS, OF_TRANSFORMERS, "ddp-backend", "none|false|nccl"},
     {MT_NAME_ALWAYS, OF_TRANSFORMERS, "ddp-timeout", "1800"},
     {MT_NAME_ALWAYS, OF_TRANSFORMERS, "log-level log-level-replica", "passive|warning"},
     {MT_NAME_ALWAYS, OF_TRANSFORMERS, "fp16-backend half-precision-backend", "auto"},
@@ -136,10 +137,13 @@ static const struct {
     {MT_NAME_ALWAYS, OF_TRANSFORMERS, "length-column-name", "length"},
     {MT_NAME_ALWAYS, OF_TRANSFORMERS, "ray-scope", "last"},
     {MT_NAME_ALWAYS, "samples are shuffled", "train-sampling-strategy", "random"},
-    {MT_NAME_IDLE, "reports are --metrics and --tensorboard-dir", "project trackio-space-id trackio-static-space-id"},
+    {MT_NAME_IDLE, "reports are --metrics and --tensorboard-dir",
+     "project trackio-bucket-id trackio-space-id trackio-static-space-id"},
     {MT_NAME_ALWAYS, "reports are --metrics and --tensorboard-dir", "report-to", "none|all|tensorboard"},
     {MT_NAME_ALWAYS, OF_TRANSFORMERS,
-     "accelerator-config data-seed ddp-backend ddp-static-graph ddp-broadcast-buffers ddp-bucket-cap-mb "
+     "accelerator-config activation-checkpointing activation-checkpointing-kwargs data-seed "
+     "dataloader-multiprocessing-context ddp-static-graph dispatch-batches split-batches ddp-broadcast-buffers "
+     "ddp-bucket-cap-mb "
      "ddp-find-unused-parameters "
      "debug deepspeed eval-accumulation-steps fsdp fsdp-config fsdp-transformer-layer-cls-to-wrap generation-config "
      "generation-max-length generation-num-beams gradient-checkpointing-kwargs greater-is-better hub-model-id "
@@ -148,7 +152,7 @@ static const struct {
      "push-to-hub-model-id push-to-hub-organization push-to-hub-token resume-from-checkpoint run-name "
      "tf32 torch-compile-backend torch-compile-mode torch-empty-cache-steps torchdynamo tpu-num-cores "
      "dataloader-prefetch-factor per-gpu-train-batch-size per-gpu-eval-batch-size",
-     "none"},
+     "none|false"},
     {MT_NAME_ALWAYS, "checkpoints are Hugging Face folders with the optimizer's state",
      "ckpt-d2h-non-blocking save-merged-model", "false"},
     {MT_NAME_ALWAYS, "checkpoints are Hugging Face folders with the optimizer's state", "save-hf-model", "true|false"},
@@ -162,7 +166,8 @@ static const struct {
     {MT_NAME_NAMED, "--train-iters", "num-steps steps"},
     {MT_NAME_NAMED, "--lr-warmup-fraction", "warmup"},
     {MT_NAME_NAMED, "--optimizer-cpu-offload",
-     "cpu-offload-optimizer-states offload-optimizer offload-optimizer-states optimizer-offload-to-cpu"},
+     "adam-cpu-offload cpu-offload-optimizer-states offload-optimizer offload-optimizer-states "
+     "optimizer-offload-to-cpu use-cpu-offload zero-offload"},
     {MT_NAME_NAMED, "--lr-warmup-iters", "warmup-iters"},
     {MT_NAME_NAMED, "--global-batch-size", "train-batch-size"},
     {MT_NAME_NAMED, "--hidden-size", "d-model n-embd"},
@@ -365,10 +370,10 @@ static const struct {
      "moe-hybridep-num-blocks-unpermute moe-hybridep-num-sms moe-hybridep-num-sms-preprocessing "
      "moe-hybridep-pad-uneven-dispatch-inputs moe-input-jitter-eps moe-latent-size moe-ncclep-zero-copy "
      "moe-per-layer-logging moe-permute-fusion-into-hybridep moe-router-force-biased "
-     "moe-router-force-load-balancing moe-router-quantile-balancing-ema moe-router-topk-limited-devices "
+     "moe-router-topk-limited-devices "
      "moe-routing-trace-capture-hidden-states moe-routing-trace-capture-logits moe-routing-trace-dump-weights "
-     "moe-routing-trace-max-training-iters moe-routing-trace-path moe-token-dropping moe-upcycling-granularity "
-     "moe-use-upcycling overlap-dispatch-backward-with-experts-wgrad overlap-moe-expert-parallel-comm "
+     "moe-routing-trace-max-training-iters moe-routing-trace-path moe-token-dropping "
+     "overlap-dispatch-backward-with-experts-wgrad overlap-moe-expert-parallel-comm "
      "save-tokens-per-expert-interval tensor-parallel-num-weight-shards"},
     {MT_NAME_UNSUPPORTED, "models other than decoder-only GPT",
      "bert-embedder-type bert-load bert-no-binary-head biencoder-projection-dim "

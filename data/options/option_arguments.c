@@ -43,14 +43,18 @@ static int mt_option_reader_compare_names(mt_option_reader *reader, const mt_opt
     return status;
 }
 
-/* Takes the option at arguments[index]; returns the index after its values, or -1. */
-static int mt_options_read_argument(mt_option_reader *reader, int index, int count, char **arguments, mt_error *error) {
+/* Takes the option at arguments[index]; returns the index after its values, or -1. *taken: what it has set, if it is
+ * an option and no default of another program. */
+static int mt_options_read_argument(mt_option_reader *reader, int index, int count, char **arguments, mt_setting *taken,
+                                    mt_error *error) {
     const char *argument = arguments[index++];
     if (!mt_is_name(argument) || !argument[2])
         return mt_error_set(error, "unexpected argument '%.100s'; options begin with -- (--help lists them)", argument);
     const char *name = argument + 2, *equals = strchr(argument, '=');
     size_t length = equals ? (size_t)(equals - name) : strlen(name);
     mt_setting setting = mt_setting_find(name, length);
+    const char *next = equals ? equals + 1 : index < count && !mt_is_name(arguments[index]) ? arguments[index] : "";
+    mt_setting_take_share(&setting, next);
     const mt_option *row = setting.row;
     if (!mt_setting_is_accepted(&setting, reader->program)) {
         const char *value = equals ? equals + 1 : NULL;
@@ -62,6 +66,8 @@ static int mt_options_read_argument(mt_option_reader *reader, int index, int cou
     }
     char where[112];
     mt_option_print_name(where, name, length);
+    if (mt_setting_is_default(&setting, next)) return index + !equals;
+    *taken = setting;
     if (row) reader->typed[row->offset / 64] |= (uint64_t)1 << row->offset % 64;
     bool is_list = row && mt_option_is_list(row), is_weak = setting.megatron.value != NULL;
     if (row && !is_weak) mt_option_clear(reader->options, row); // the last one wins
@@ -83,14 +89,12 @@ static int mt_options_read_argument(mt_option_reader *reader, int index, int cou
 int mt_options_read_arguments(mt_option_reader *reader, int argc, char **argv, mt_error *error) {
     for (int index = 1; index < argc;) {
         const char *argument = argv[index];
-        index = mt_options_read_argument(reader, index, argc, argv, error);
+        mt_setting setting = {0};
+        index = mt_options_read_argument(reader, index, argc, argv, &setting, error);
         if (index < 0) return -1;
-        size_t length = strcspn(argument, "=");
-        mt_setting setting = mt_setting_find(argument + 2, length - 2);
-        bool compares = setting.row && mt_setting_is_accepted(&setting, reader->program) &&
-                        mt_setting_holds(&setting, reader->options);
+        bool compares = setting.row && mt_setting_holds(&setting, reader->options);
         char where[112];
-        mt_option_print_name(where, argument + 2, length - 2);
+        if (compares) mt_option_print_name(where, argument + 2, strcspn(argument, "=") - 2);
         if (compares && mt_option_reader_compare_names(reader, setting.row, where, error) != 0) return -1;
     }
     return 0;

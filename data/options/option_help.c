@@ -61,6 +61,8 @@ static void mt_option_value_print(char text[120], const mt_option *row) {
     const char *type = row->type == MT_INT || row->type == MT_REAL ? " N" : row->type == MT_CHOICE ? " NAME" : "";
     if (row->type == MT_OPTIONAL)
         snprintf(text, 120, " [%s]", row->values);
+    else if (row->type == MT_CHOICES || row->type == MT_REALS)
+        snprintf(text, 120, "%s", row->type == MT_CHOICES ? " NAME ..." : " N ...");
     else if (row->type == MT_STRING || mt_option_is_list(row))
         snprintf(text, 120, " %s%s", row->values, mt_option_is_list(row) ? " ..." : "");
     else
@@ -70,7 +72,7 @@ static void mt_option_value_print(char text[120], const mt_option *row) {
 /* Help, choices and default. */
 static void mt_option_description_print(char *text, size_t room, const mt_option *row) {
     size_t end = (size_t)snprintf(text, room, "%s", row->help);
-    if (row->type == MT_CHOICE) { // "(a, b, c; default: a)"
+    if (row->type == MT_CHOICE || row->type == MT_CHOICES) { // "(a, b, c; default: a)"
         end += (size_t)snprintf(text + end, room - end, " (");
         for (const char *at = row->values; *at; at++)
             end += (size_t)snprintf(text + end, room - end, *at == '|' ? ", " : "%c", *at);
@@ -213,7 +215,7 @@ static void mt_options_completion(mt_program program, FILE *file) {
             name, name);
     for (const mt_option *row = mt_option_table; row->help; row++) {
         if (!row->name || !(row->programs & (int)program)) continue;
-        if (row->type == MT_CHOICE) {
+        if (row->type == MT_CHOICE || row->type == MT_CHOICES) {
             fprintf(file, "    --%s) COMPREPLY=($(compgen -W '", row->name);
             for (const char *at = row->values; *at; at++) fputc(*at == '|' ? ' ' : *at, file);
             fprintf(file, "' -- \"$word\")); return ;;\n");

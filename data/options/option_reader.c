@@ -72,7 +72,10 @@ const char *mt_setting_metavar(const mt_setting *setting) {
     const mt_option *row = setting->row;
     if (mt_setting_is_flag(setting)) return "true or false";
     if (!row) return setting->megatron.value;
-    return row->type == MT_INT ? "a whole number" : row->type == MT_REAL ? "a number" : row->values;
+    return row->type == MT_INT     ? "a whole number"
+           : row->type == MT_REAL  ? "a number"
+           : row->type == MT_REALS ? "numbers"
+                                   : row->values;
 }
 
 mt_refusal *mt_option_reader_add_refusal(mt_option_reader *reader) {
@@ -221,8 +224,11 @@ static int mt_option_add_paths(mt_run_options *options, const mt_option *row, co
     return status;
 }
 
-/* The value that `text` has here: "theirs=ours|...". */
+/* The value that `text` has here: "theirs=ours|...". Python's False is false. */
 static const char *mt_setting_translate(const char *values, const char *text, char *translated, size_t room) {
+    bool is_true, is_off = mt_parse_bool(text, &is_true) && !is_true;
+    const char *given = text;
+    if (is_off) text = "false";
     size_t length = strlen(text);
     for (const char *at = values; *at; at += strcspn(at, "|"), at += *at == '|') {
         if (strcspn(at, "=") != length || strncmp(at, text, length) != 0) continue;
@@ -230,7 +236,37 @@ static const char *mt_setting_translate(const char *values, const char *text, ch
         snprintf(translated, room, "%.*s", (int)strcspn(ours, "|"), ours);
         return translated;
     }
-    return text;
+    return given;
+}
+
+bool mt_setting_is_default(const mt_setting *setting, const char *text) {
+    char translated[80];
+    const char *values = setting->row ? setting->megatron.values : NULL;
+    return values && *text && !*mt_setting_translate(values, text, translated, sizeof translated);
+}
+
+void mt_setting_take_share(mt_setting *setting, const char *text) {
+    static const char fraction[] = "lr-warmup-fraction";
+    double share = strtod(text, NULL);
+    bool is_alias = setting->megatron.kind == MT_NAME_ALIAS && setting->row;
+    if (!is_alias || setting->row->offset != MT_AT(stack.lr_warmup_iters) || !(share > 0 && share < 1)) return;
+    setting->row = mt_option_find(fraction, strlen(fraction));
+}
+
+/* True for a value of Python that stands for one of the choices none and false. */
+static bool mt_value_is_none(const char *choices, const char *text) {
+    bool is_true, is_off = mt_parse_bool(text, &is_true) && !is_true;
+    bool is_none = mt_choice_index("None|null|~", text) >= 0;
+    return (is_off && mt_choice_index(choices, "false") >= 0) || (is_none && mt_choice_index(choices, "none") >= 0);
+}
+
+/* A whole number without the fraction .0, with which other programs may write it. */
+static const char *mt_value_trim(const char *text, char *trimmed, size_t room) {
+    size_t digits = strspn(text, "+-0123456789"), length = strlen(text);
+    bool has_fraction = digits > 0 && text[digits] == '.' && digits + 1 + strspn(text + digits + 1, "0") == length;
+    if (!has_fraction || digits >= room) return text;
+    snprintf(trimmed, room, "%.*s", (int)digits, text);
+    return trimmed;
 }
 
 int mt_setting_set(mt_option_reader *reader, const mt_setting *setting, const char *text, const char *where,
@@ -238,7 +274,9 @@ int mt_setting_set(mt_option_reader *reader, const mt_setting *setting, const ch
     const mt_option *row = setting->row;
     const char *value = setting->megatron.value;
     bool is_true = false;
-    char translated[80];
+    char translated[80], trimmed[80];
+    if (row && row->type == MT_INT && setting->megatron.kind == MT_NAME_ALIAS)
+        text = mt_value_trim(text, trimmed, sizeof trimmed);
     if (row && setting->megatron.values) {
         text = mt_setting_translate(setting->megatron.values, text, translated, sizeof translated);
         if (!*text) return 0; // the default
@@ -249,7 +287,7 @@ int mt_setting_set(mt_option_reader *reader, const mt_setting *setting, const ch
         text = is_true ? "true" : "false";
     }
     if (!row) {
-        if (*text && mt_choice_index(value, text) < 0)
+        if (*text && mt_choice_index(value, text) < 0 && !mt_value_is_none(value, text))
             return mt_error_set(error, "%s can only be %s here: %s", where, value, setting->megatron.text);
         mt_strings_add(&reader->always, where);
         return 0;

@@ -76,6 +76,12 @@ void mt_option_reader_free(mt_option_reader *reader);
 int mt_setting_set(mt_option_reader *reader, const mt_setting *setting, const char *text, const char *where,
                    mt_error *error);
 
+/* True for a value by which another program says that its field is not given, such as --max-steps -1. */
+bool mt_setting_is_default(const mt_setting *setting, const char *text);
+
+/* transformers takes --warmup-steps below 1 as a share of all steps: sets the row to that of --lr-warmup-fraction. */
+void mt_setting_take_share(mt_setting *setting, const char *text);
+
 /* The name of an option for messages, as the command line spells it. */
 void mt_option_print_name(char where[112], const char *name, size_t length);
 

@@ -249,7 +249,7 @@ static int mt_options_derive_parallel(mt_options *o, int64_t world_size, mt_erro
 
 /* Sinkhorn computes the probabilities of the chosen experts itself, as in Megatron. */
 static int mt_options_check_sinkhorn(const mt_options *o, mt_error *error) {
-    if (o->moe_router_load_balancing_type != MT_BALANCING_SINKHORN) return 0;
+    if (!mt_balances_by(o, MT_BALANCING_SINKHORN)) return 0;
     const mt_constraint rules[] = {
         {o->moe_router_topk == 1 && o->moe_router_score_function != MT_SCORE_SIGMOID,
          "--moe-router-load-balancing-type sinkhorn with --moe-router-topk 1 needs --moe-router-score-function "
@@ -259,6 +259,37 @@ static int mt_options_check_sinkhorn(const mt_options *o, mt_error *error) {
         {o->moe_router_topk > 1 && !o->moe_router_pre_softmax,
          "--moe-router-load-balancing-type sinkhorn with --moe-router-topk %lld needs --moe-router-pre-softmax",
          {o->moe_router_topk}},
+    };
+    return MT_CHECK_CONSTRAINTS(rules, error);
+}
+
+/* Several types are auxiliary losses, with a coefficient each. */
+static int mt_options_check_balancing(const mt_run_options *run, mt_error *error) {
+    const mt_options *o = &run->stack;
+    const mt_ints *types = &o->moe_router_load_balancing_type;
+    int64_t E = o->num_experts, k = o->moe_router_topk, others = 0, tokens = o->micro_batch_size * o->seq_length;
+    for (int64_t i = 0; i < types->count; i++)
+        others += types->items[i] < MT_BALANCING_AUX_LOSS || types->items[i] > MT_BALANCING_GLOBAL_AUX_LOSS;
+    bool quantiles = mt_balances_by(o, MT_BALANCING_QUANTILE);
+    const mt_constraint rules[] = {
+        {types->count > 1 && others > 0, "--moe-router-load-balancing-type with several names takes aux_loss, "
+                                         "seq_aux_loss and global_aux_loss; leave out the others"},
+        {o->moe_aux_loss_coeff.count != types->count && (types->count > 1 || o->moe_aux_loss_coeff.count > 1),
+         "--moe-aux-loss-coeff has %lld numbers, and --moe-router-load-balancing-type names %lld losses; give one for "
+         "each, in the same order",
+         {o->moe_aux_loss_coeff.count, types->count}},
+        {quantiles && (run->sft || run->stack.stage != MT_STAGE_PT || o->dynamic_context_parallel),
+         "--moe-router-load-balancing-type quantile_balancing needs micro-batches of equal numbers of tokens, those of "
+         "pre-training without --dynamic-context-parallel"},
+        {quantiles && k >= E,
+         "--moe-router-load-balancing-type quantile_balancing needs a --moe-router-topk below --num-experts %lld, not "
+         "%lld",
+         {E, k}},
+        {quantiles && tokens * k % E != 0,
+         "--moe-router-load-balancing-type quantile_balancing gives all experts equally many of the %lld choices of a "
+         "micro-batch (--micro-batch-size x --seq-length x --moe-router-topk): make it a multiple of --num-experts "
+         "%lld",
+         {tokens * k, E}},
     };
     return MT_CHECK_CONSTRAINTS(rules, error);
 }
@@ -288,19 +319,48 @@ static int mt_options_check_router(const mt_run_options *o, mt_error *error) {
     return mt_options_check_sinkhorn(&o->stack, error);
 }
 
+/* The parts of a dense MLP that become experts. */
+static int mt_options_derive_upcycling(mt_run_options *o, mt_error *error) {
+    int64_t parts = o->stack.moe_upcycling_granularity;
+    if (!o->stack.moe_use_upcycling) return 0;
+    const mt_multiple multiples[] = {
+        {"--ffn-hidden-size", o->stack.ffn_hidden_size, "--moe-upcycling-granularity", parts},
+        {"--num-experts", o->stack.num_experts, "--moe-upcycling-granularity", parts},
+    };
+    if (MT_CHECK_MULTIPLES(multiples, error)) return -1;
+    if (!MT_GIVEN(o, stack.moe_ffn_hidden_size)) o->stack.moe_ffn_hidden_size = o->stack.ffn_hidden_size / parts;
+    const mt_constraint rules[] = {
+        {o->stack.moe_ffn_hidden_size != o->stack.ffn_hidden_size / parts,
+         "--moe-ffn-hidden-size %lld: experts of --moe-use-upcycling have --ffn-hidden-size / "
+         "--moe-upcycling-granularity = %lld channels; leave it out",
+         {o->stack.moe_ffn_hidden_size, o->stack.ffn_hidden_size / parts}},
+        {o->stack.mlp_bias, "--moe-use-upcycling needs a model whose MLP has no biases"},
+        {o->stack.hybrid_layers != NULL, "--moe-use-upcycling does not run with --hybrid-override-pattern"},
+    };
+    return MT_CHECK_CONSTRAINTS(rules, error);
+}
+
 /* Experts. */
 static int mt_options_derive_experts(mt_run_options *o, int64_t world_size, mt_error *error) {
     int64_t tp = o->stack.tensor_model_parallel_size,
             others = o->stack.expert_model_parallel_size * o->stack.pipeline_model_parallel_size;
     if (o->stack.num_experts == 0) return 0;
+    if (mt_options_derive_upcycling(o, error)) return -1;
     if (o->stack.moe_ffn_hidden_size == 0) o->stack.moe_ffn_hidden_size = o->stack.ffn_hidden_size;
+    if (mt_balances_by(&o->stack, MT_BALANCING_QUANTILE) && o->stack.moe_router_enable_expert_bias &&
+        !o->stack.moe_router_quantile_bias)
+        return mt_error_set(error,
+                            "--moe-router-load-balancing-type quantile_balancing has a bias of its own, of logits "
+                            "in place of scores: --moe-router-enable-expert-bias excludes it");
+    if (mt_balances_by(&o->stack, MT_BALANCING_QUANTILE)) o->stack.moe_router_quantile_bias = true;
+    if (o->stack.moe_router_quantile_bias) o->stack.moe_router_enable_expert_bias = true; // the same parameter
     if (o->stack.expert_tensor_parallel_size ==
         0) // split as the layer is, where the experts' widths and the ranks allow it
         o->stack.expert_tensor_parallel_size = o->stack.moe_ffn_hidden_size % tp || world_size % (tp * others) ? 1 : tp;
     if (o->stack.moe_router_group_best == 0 && o->stack.moe_router_group_topk > 0)
         o->stack.moe_router_group_best =
             mt_max(o->stack.moe_router_topk / o->stack.moe_router_group_topk, 1); // as in Megatron
-    return mt_options_check_router(o, error);
+    return mt_options_check_balancing(o, error) ? -1 : mt_options_check_router(o, error);
 }
 
 bool mt_trains_on_pairs(const mt_options *o) {
@@ -352,8 +412,8 @@ static int mt_options_derive_context(mt_run_options *o, mt_error *error) {
     if (!MT_GIVEN(o, max_seqlen_per_dp_cp_rank))
         o->max_seqlen_per_dp_cp_rank = mt_rank_tokens(&o->stack, o->stack.micro_batch_size * mt_row_length(&o->stack));
     int64_t smallest = o->min_dynamic_context_parallel_size, most = o->max_seqlen_per_dp_cp_rank;
-    mt_load_balancing balancing =
-        o->stack.num_experts > 0 ? o->stack.moe_router_load_balancing_type : MT_BALANCING_NONE;
+    bool balances = o->stack.num_experts > 0 && (mt_balances_by(&o->stack, MT_BALANCING_SEQ_AUX_LOSS) ||
+                                                 mt_balances_by(&o->stack, MT_BALANCING_SINKHORN));
     const mt_constraint rules[] = {
         {(cp & (cp - 1)) != 0 || cp > 2 << MT_CONTEXT_BLOCKS,
          "--dynamic-context-parallel needs a power of two up to %lld as --context-parallel-size, not %lld",
@@ -374,9 +434,8 @@ static int mt_options_derive_context(mt_run_options *o, mt_error *error) {
          "need each other"},
         {!o->sft && o->dataloader_type == MT_DATALOADER_CYCLIC,
          "--dynamic-context-parallel and --dataloader-type cyclic exclude each other; leave one out"},
-        {balancing == MT_BALANCING_SEQ_AUX_LOSS || balancing == MT_BALANCING_SINKHORN,
-         "--dynamic-context-parallel gives the ranks of a context group different samples, which "
-         "--moe-router-load-balancing-type seq_aux_loss and sinkhorn do not distinguish; take aux_loss"},
+        {balances, "--dynamic-context-parallel gives the ranks of a context group different samples, which "
+                   "--moe-router-load-balancing-type seq_aux_loss and sinkhorn do not distinguish; take aux_loss"},
         {o->stack.num_experts > 0 && o->stack.moe_expert_capacity_factor > 0,
          "--moe-expert-capacity-factor counts the tokens of a context group, whose ranks have different samples with "
          "--dynamic-context-parallel; leave one out"},

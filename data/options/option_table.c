@@ -286,6 +286,14 @@ const mt_option mt_option_table[] = {
      .needs = "num-experts"},
     {"moe-shared-expert-gate", MT_FLAG, MT_AT(stack.moe_shared_expert_gate), MT_TRAIN, MT_OF_WEIGHTS, NULL, NULL,
      "weight the shared expert's output with a sigmoid gate per token", .needs = "moe-shared-expert-intermediate-size"},
+    {"moe-use-upcycling", MT_FLAG, MT_AT(stack.moe_use_upcycling), MT_TRAIN, MT_OF_RUN, NULL, NULL,
+     "begin as the dense model of --load: experts are copies of its MLP, routers are new; --train-iters 0 with --save "
+     "converts only",
+     .needs = "num-experts, load",
+     .excludes = "moe-shared-expert-intermediate-size, lora-rank, load-adapter, fp8-param-gather"},
+    {"moe-upcycling-granularity", MT_INT, MT_AT(stack.moe_upcycling_granularity), MT_TRAIN, MT_OF_RUN, "1", "[1,65536]",
+     "experts that share a copy of the dense MLP, each with a part of its hidden channels",
+     .needs = "moe-use-upcycling"},
     {"moe-router-topk", MT_INT, MT_AT(stack.moe_router_topk), MT_TRAIN, MT_OF_MODEL, "2", "[1,65536]",
      "experts per token", .needs = "num-experts"},
     {"moe-router-score-function", MT_CHOICE, MT_AT(stack.moe_router_score_function), MT_TRAIN, MT_OF_MODEL, "softmax",
@@ -311,15 +319,26 @@ const mt_option mt_option_table[] = {
      .needs = "num-experts"},
     {"moe-router-bias-update-rate", MT_REAL, MT_AT(stack.moe_router_bias_update_rate), MT_TRAIN, MT_OF_RUN, "1e-3",
      "[0,1e6]", "change of that bias per step", .needs = "moe-router-enable-expert-bias"},
-    {"moe-router-load-balancing-type", MT_CHOICE, MT_AT(stack.moe_router_load_balancing_type), MT_TRAIN, MT_OF_RUN,
-     "aux_loss", "none|aux_loss|seq_aux_loss|global_aux_loss|sinkhorn",
-     "how loads are balanced; aux_loss: per micro-batch; seq_aux_loss: per sequence; global_aux_loss: over the global "
-     "batch so far; sinkhorn: by choosing the experts of all tokens of a micro-batch jointly",
+    {"moe-router-quantile-bias", MT_FLAG, MT_AT(stack.moe_router_quantile_bias), MT_TRAIN, MT_OF_WEIGHTS, NULL, NULL,
+     "the bias of quantile_balancing, which sets this option: added to the router's logits for the choice alone",
+     .needs = "num-experts", .excludes = "any: moe-router-num-groups", .own = true},
+    {"moe-router-load-balancing-type", MT_CHOICES, MT_AT(stack.moe_router_load_balancing_type), MT_TRAIN, MT_OF_RUN,
+     "aux_loss", "none|aux_loss|seq_aux_loss|global_aux_loss|sinkhorn|quantile_balancing",
+     "how loads are balanced, by one or several losses; aux_loss: per micro-batch; seq_aux_loss: per sequence; "
+     "global_aux_loss: over the global batch so far; or sinkhorn: by choosing the experts of all tokens of a "
+     "micro-batch jointly; quantile_balancing: by a bias of each expert's logits, which follows from quantiles of the "
+     "last step's logits",
      .needs = "num-experts",
      .excludes = "sinkhorn: moe-router-num-groups, sinkhorn: moe-router-enable-expert-bias, sinkhorn: "
-                 "moe-expert-capacity-factor"},
-    {"moe-aux-loss-coeff", MT_REAL, MT_AT(stack.moe_aux_loss_coeff), MT_TRAIN, MT_OF_MODEL, "0", "[0,1e6]",
-     "coefficient of the load-balancing auxiliary loss",
+                 "moe-expert-capacity-factor, quantile_balancing: moe-router-num-groups"},
+    {"moe-router-quantile-balancing-ema", MT_REAL, MT_AT(stack.moe_router_quantile_balancing_ema), MT_TRAIN, MT_OF_RUN,
+     "0", "[0,1]", "part of the last bias that quantile_balancing keeps",
+     .needs = "moe-router-load-balancing-type quantile_balancing"},
+    {"moe-router-force-load-balancing", MT_FLAG, MT_AT(stack.moe_router_force_load_balancing), MT_TRAIN, MT_OF_RUN,
+     NULL, NULL, "for benchmarks: route by random logits, which balance the loads; the router gets their gradient",
+     .needs = "num-experts", .excludes = "stage rl"},
+    {"moe-aux-loss-coeff", MT_REALS, MT_AT(stack.moe_aux_loss_coeff), MT_TRAIN, MT_OF_MODEL, "0", "[0,1e6]",
+     "coefficient of the load-balancing auxiliary loss, or of each one that --moe-router-load-balancing-type names",
      .needs = "num-experts, any: moe-router-load-balancing-type aux_loss|seq_aux_loss|global_aux_loss"},
     {"moe-z-loss-coeff", MT_REAL, MT_AT(stack.moe_z_loss_coeff), MT_TRAIN, MT_OF_RUN, "0", "[0,1e6]",
      "coefficient of the z-loss, which keeps the router's logits small", .needs = "num-experts"},
@@ -1180,8 +1199,13 @@ static mt_ints *mt_option_ints(const mt_run_options *options, const mt_option *r
     return (mt_ints *)((char *)options + row->offset);
 }
 
+static mt_reals *mt_option_reals(const mt_run_options *options, const mt_option *row) {
+    return (mt_reals *)((char *)options + row->offset);
+}
+
 bool mt_option_is_list(const mt_option *row) {
-    return row->type == MT_LIST || row->type == MT_INTS || row->type == MT_SET;
+    return row->type == MT_LIST || row->type == MT_INTS || row->type == MT_SET || row->type == MT_CHOICES ||
+           row->type == MT_REALS;
 }
 
 void mt_strings_free(mt_strings *strings) {
@@ -1192,7 +1216,8 @@ void mt_strings_free(mt_strings *strings) {
 
 void mt_option_clear(mt_run_options *options, const mt_option *row) {
     if (row->type == MT_LIST) mt_strings_free(mt_option_list(options, row));
-    if (row->type == MT_INTS) *mt_option_ints(options, row) = (mt_ints){0};
+    if (row->type == MT_INTS || row->type == MT_CHOICES) *mt_option_ints(options, row) = (mt_ints){0};
+    if (row->type == MT_REALS) *mt_option_reals(options, row) = (mt_reals){0};
     if (row->type == MT_SET) *mt_option_choice(options, row) = 0;
 }
 
@@ -1378,6 +1403,26 @@ static char *mt_set_text(const char *members, unsigned set) {
     return all;
 }
 
+/* Choices in their order, to free. */
+static char *mt_choices_text(const char *choices, const mt_ints *chosen) {
+    char *all = mt_calloc(chosen->count * ((int64_t)strlen(choices) + 1) + 1), *end = all;
+    for (int64_t i = 0; i < chosen->count; i++) {
+        char *choice = mt_choice_text(choices, (unsigned)chosen->items[i]);
+        end += sprintf(end, i ? " %s" : "%s", choice);
+        free(choice);
+    }
+    return all;
+}
+
+static char *mt_reals_text(const mt_reals *reals) {
+    char all[33 * MT_MAX_INTS + 1] = "", *end = all, number[32];
+    for (int64_t i = 0; i < reals->count; i++) {
+        mt_real_print(number, reals->items[i]);
+        end += sprintf(end, i ? " %s" : "%s", number);
+    }
+    return mt_strdup(all);
+}
+
 char *mt_option_text(const mt_run_options *options, const mt_option *row) {
     char text[32] = "";
     switch (row->type) {
@@ -1397,6 +1442,10 @@ char *mt_option_text(const mt_run_options *options, const mt_option *row) {
         return mt_choice_text(row->values, *mt_option_choice(options, row));
     case MT_SET:
         return mt_set_text(row->values, *mt_option_choice(options, row));
+    case MT_CHOICES:
+        return mt_choices_text(row->values, mt_option_ints(options, row));
+    case MT_REALS:
+        return mt_reals_text(mt_option_reals(options, row));
     case MT_INTS:
     case MT_LIST:
         break;
@@ -1443,7 +1492,11 @@ void mt_option_copy(mt_run_options *to, const mt_run_options *from, const mt_opt
         *mt_option_choice(to, row) = *mt_option_choice(from, row);
         break;
     case MT_INTS:
+    case MT_CHOICES:
         *mt_option_ints(to, row) = *mt_option_ints(from, row);
+        break;
+    case MT_REALS:
+        *mt_option_reals(to, row) = *mt_option_reals(from, row);
         break;
     case MT_LIST:
         mt_strings_free(mt_option_list(to, row));
@@ -1590,8 +1643,9 @@ static const char *mt_choice_answer(const char *option, const char *text) {
 
 int mt_option_set(mt_run_options *options, const mt_option *row, const char *text, const char *where, mt_error *error) {
     bool is_true, is_bool = mt_parse_bool(text, &is_true);
-    int choice = row->type == MT_CHOICE ? mt_choice_index(row->values, text) : 0;
+    int choice = row->type == MT_CHOICE || row->type == MT_CHOICES ? mt_choice_index(row->values, text) : 0;
     mt_ints *ints = mt_option_ints(options, row);
+    mt_reals *reals = mt_option_reals(options, row);
     switch (row->type) {
     case MT_FLAG:
     case MT_NO:
@@ -1605,6 +1659,20 @@ int mt_option_set(mt_run_options *options, const mt_option *row, const char *tex
     case MT_REAL:
         if (!mt_parse_real(text, mt_option_real(options, row)))
             return mt_error_set(error, "%s expects a number, got '%.100s'", where, text);
+        break;
+    case MT_CHOICES:
+        if (choice < 0)
+            return mt_error_set(error, "%s expects %s, got '%.100s' (%s)", where, row->values, text, row->help);
+        for (int64_t i = 0; i < ints->count; i++)
+            if (ints->items[i] == choice) return mt_error_set(error, "%s names %s twice; leave one out", where, text);
+        if (ints->count == MT_MAX_INTS)
+            return mt_error_set(error, "%s takes at most %d names, and '%.100s' is one more", where, MT_MAX_INTS, text);
+        ints->items[ints->count++] = choice;
+        break;
+    case MT_REALS:
+        if (reals->count == MT_MAX_INTS || !mt_parse_real(text, &reals->items[reals->count]))
+            return mt_error_set(error, "%s expects at most %d numbers, got '%.100s'", where, MT_MAX_INTS, text);
+        reals->count++;
         break;
     case MT_CHOICE:
         if (choice < 0 && mt_choice_answer(row->name, text))
@@ -1668,6 +1736,12 @@ bool mt_option_is_default(const mt_run_options *options, const mt_option *row) {
     const mt_run_options *defaults = mt_option_defaults();
     if (row->type == MT_LIST) return mt_option_list(options, row)->count == 0;
     if (row->type == MT_INTS) return mt_option_ints(options, row)->count == 0;
+    if (row->type == MT_CHOICES || row->type == MT_REALS) {
+        char *value = mt_option_text(options, row), *text = mt_option_text(defaults, row);
+        bool same = strcmp(value, text) == 0;
+        free(value), free(text);
+        return same;
+    }
     if (row->type == MT_STRING || row->type == MT_OPTIONAL) {
         const char *value = *mt_option_string(options, row), *text = *mt_option_string(defaults, row);
         return value && text ? strcmp(value, text) == 0 : !value && !text;
@@ -1760,6 +1834,8 @@ int mt_options_check_ranges(const mt_run_options *options, mt_program program, m
         bool good = row->type != MT_CHOICE || *text;
         if (row->type == MT_INT) good = mt_option_in_range(row, (double)*mt_option_int(options, row));
         if (row->type == MT_REAL) good = mt_option_in_range(row, *mt_option_real(options, row));
+        for (int64_t i = 0; row->type == MT_REALS && good && i < mt_option_reals(options, row)->count; i++)
+            good = mt_option_in_range(row, mt_option_reals(options, row)->items[i]);
         if (!good)
             mt_error_set(error, "--%s must be %s%s, got %.100s", row->name, row->type == MT_CHOICE ? "" : "in ",
                          row->values, text);

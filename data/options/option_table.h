@@ -14,7 +14,9 @@ typedef enum mt_option_type {
     MT_OPTIONAL, // one word, or none, which is "-"
     MT_CHOICE,   // one of a|b|c; the field is an enum of these, in this order
     MT_SET,      // some of a|b|c, separated by blanks or commas; the field has a bit for each, in this order
+    MT_CHOICES,  // one or more of a|b|c, each once; the field has their indices in the order that was given
     MT_INTS,     // whole numbers
+    MT_REALS,    // numbers; where one is expected, the first one
     MT_LIST,     // one word or more
 } mt_option_type;
 

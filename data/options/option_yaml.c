@@ -89,7 +89,7 @@ static int mt_yaml_read_value(mt_yaml *yaml, const mt_setting *setting, const ch
     const char *text;
     char decimal[32];
     mt_option_type type = setting->row ? setting->row->type : MT_STRING;
-    bool takes_number = type == MT_INT || type == MT_REAL || type == MT_INTS;
+    bool takes_number = type == MT_INT || type == MT_REAL || type == MT_INTS || type == MT_REALS;
     bool is_sequence = yaml->event.type == YAML_SEQUENCE_START_EVENT;
     mt_layer_freq_rule rule;
     if (is_sequence && mt_option_names_layers(setting->row, &rule)) return mt_yaml_read_layers(yaml, setting, where);
@@ -139,6 +139,8 @@ static int mt_yaml_read_option(mt_yaml *yaml, const char *name, const char *posi
     if (yaml->event.type == YAML_MAPPING_START_EVENT)
         return mt_error_set(yaml->error, "%s expects %s, not a section", where, mt_setting_metavar(&setting));
     if (is_null) return 0;
+    if (is_scalar) mt_setting_take_share(&setting, (const char *)yaml->event.data.scalar.value);
+    if (is_scalar && mt_setting_is_default(&setting, (const char *)yaml->event.data.scalar.value)) return 0;
     if (!setting.row || setting.megatron.value) return mt_yaml_read_value(yaml, &setting, where);
     size_t offset = setting.row->offset;
     bool again = yaml->seen[offset / 64] >> offset % 64 & 1;

@@ -406,6 +406,17 @@ static double loss_metric(const mt_loss_metric *row, const mt_metrics *metrics) 
     return metrics->loss_metrics[row->number] / divisor;
 }
 
+/* The auxiliary losses, with the names of Megatron's scalars. */
+static const struct {
+    const char *on_line, *name;
+} aux_losses[MT_NUM_AUX_LOSSES] = {{"aux loss", "load_balancing_loss"},
+                                   {"seq aux loss", "seq_load_balancing_loss"},
+                                   {"global aux loss", "global_load_balancing_loss"}};
+
+static bool has_aux_loss(const mt_options *o, int i) {
+    return mt_aux_loss_coeff(o, (mt_load_balancing)(MT_BALANCING_AUX_LOSS + i)) > 0;
+}
+
 /* Appends the values that only some models have: those of the loss; the loss of multi-token prediction; with experts
  * the auxiliary losses that are on, the balance of the loads, and the dropped tokens. */
 static void append_parts(line *to, const mt_report *report, const mt_metrics *metrics) {
@@ -417,7 +428,8 @@ static void append_parts(line *to, const mt_report *report, const mt_metrics *me
         append(to, "  %s %.4g", row->name, loss_metric(row, metrics));
     if (o->mtp_num_layers > 0) append(to, "  mtp loss %.4f", mean_mtp_loss(o, metrics));
     if (mt_num_expert_layers(o) == 0) return;
-    if (o->moe_aux_loss_coeff > 0) append(to, "  aux loss %.3g", metrics->load_balancing_loss);
+    for (int i = 0; i < MT_NUM_AUX_LOSSES; i++)
+        if (has_aux_loss(o, i)) append(to, "  %s %.3g", aux_losses[i].on_line, metrics->aux_losses[i]);
     if (o->moe_z_loss_coeff > 0) append(to, "  z loss %.3g", metrics->z_loss);
     append(to, "  load %.2f (worst %.2f)", metrics->imbalance, metrics->worst_imbalance);
     if (o->moe_expert_capacity_factor > 0) append(to, "  dropped %.1f%%", 100 * metrics->dropped);
@@ -466,7 +478,9 @@ static void collect_scalars(scalar_list *all, const mt_report *report, const mt_
     add_scalar(all, "mem-max-allocated-bytes", "peak_memory_bytes", (double)bytes);
     add_scalar(all, "skipped-iterations", "skipped_iterations", (double)metrics->skipped);
     if (mt_num_expert_layers(&report->options->stack) == 0) return;
-    add_scalar(all, "load_balancing_loss", "load_balancing_loss", metrics->load_balancing_loss);
+    for (int i = 0; i < MT_NUM_AUX_LOSSES; i++) // the first one always, for all that read it
+        if (i == 0 || has_aux_loss(&report->options->stack, i))
+            add_scalar(all, aux_losses[i].name, aux_losses[i].name, metrics->aux_losses[i]);
     add_scalar(all, "z_loss", "z_loss", metrics->z_loss);
     add_scalar(all, "load imbalance", "load_imbalance", metrics->imbalance);
     add_scalar(all, "worst load imbalance", "worst_load_imbalance", metrics->worst_imbalance);

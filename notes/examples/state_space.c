@@ -1,5 +1,5 @@
-/* A state space is attention with a mask that decays. The scan of Mamba-2, which is the operation of the library, beside
- * two definitions in double: its recurrence, and a T x T matrix of products of C and B times the decays:
+/* A state space is attention with a mask that decays. The scan of Mamba-2, which is the operation of the library,
+ * beside two definitions in double: its recurrence, and a T x T matrix of products of C and B times the decays:
  *
  *   make everything && build/default/notes/examples/state_space
  *
@@ -61,8 +61,7 @@ static void by_attention(double (*y)[P], int h) {
         for (int i = 0; i <= t; i++) {
             double score = 0;
             for (int n = 0; n < N; n++) score += (double)C[t][n] * (double)B[i][n];
-            for (int c = 0; c < P; c++)
-                y[t][c] += exp(G[t] - G[i]) * score * step_of(i, h) * (double)x[i][h][c];
+            for (int c = 0; c < P; c++) y[t][c] += exp(G[t] - G[i]) * score * step_of(i, h) * (double)x[i][h][c];
         }
     }
 }
@@ -79,8 +78,8 @@ static double worst_of(void definition(double (*)[P], int)) {
     return worst;
 }
 
-/* What the heads hold of token 0, which alone has an x, `later` tokens on. Heads 0 to 2 take the same step at every
- * token, with A of -0.01, -0.1 and -1; head 3 is as head 0, but its token 20 takes a step of 500. */
+/* The part of token 0, which alone has an x, in the heads' outputs some tokens later. Heads 0 to 2 take the same step
+ * at every token, with A of -0.01, -0.1 and -1; head 3 is as head 0, but its token 20 takes a step of 500. */
 static void print_memory(const mt_ops *ops) {
     const float A[HEADS] = {0.01f, 0.1f, 1, 0.01f};
     memset(x, 0, sizeof x), memset(D, 0, sizeof D), memset(dt_bias, 0, sizeof dt_bias);
