@@ -1517,15 +1517,6 @@ typedef struct mt_gate_args {
        const mt_ssd_args *a, mt_dtype dtype, mt_stream *stream)                                                        \
     OP(ssd_backward, mt_work_product(mt_span_rows(a->spans, false) * a->H, a->N, 4 * a->P), (a, dtype, stream),        \
        const mt_ssd_args *a, mt_dtype dtype, mt_stream *stream)                                                        \
-    /* Quantile balancing, as Megatron's qb_dual_update: with alpha = the (k + 1)-th greatest of a token's logits +    \
-     * bias, sums[e] += the (T k / E + 1)-th greatest of logits[e] - alpha over the tokens, and sums[E] += 1. A bias   \
-     * of minus this quantile gives every expert T k / E tokens, if alpha stays. Tokens that are not finite, and       \
-     * padding, are left out. */                                                                                       \
-    OP(quantile_sums, mt_work_bytes(3 * a->T * a->E, MT_F32), (a, stream), const mt_quantile_args *a,                  \
-       mt_stream *stream)                                                                                              \
-    /* bias[E] = ema bias - (1 - ema) sums / sums[E], less its mean, unless scale[0] < 0: the step was bad. */         \
-    OP(quantile_bias_step, mt_work_bytes(3 * E, MT_F32), (bias, sums, scale, E, ema, stream), float *bias,             \
-       const float *sums, const float *scale, int64_t E, double ema, mt_stream *stream)                                \
     /* The states of context parallelism. A span maps the state S before it to S_local + f S after it: writes S_local  \
      * and the factor f of each slot's last span to `maps`. */                                                         \
     OP(ssd_map_forward, mt_work_product(mt_span_rows(a->spans, false) * a->H, a->N, a->P), (a, dtype, stream),         \
@@ -1540,7 +1531,16 @@ typedef struct mt_gate_args {
        const mt_ssd_args *a, const mt_carried_state *state, mt_dtype dtype, mt_stream *stream)
 
 /* Operations that the plain C backend alone has: mt_options_check_limits refuses their models elsewhere. */
-#define MT_PLAIN_OPERATIONS(OP)
+#define MT_PLAIN_OPERATIONS(OP)                                                                                        \
+    /* Quantile balancing, as Megatron's qb_dual_update: with alpha = the (k + 1)-th greatest of a token's logits +    \
+     * bias, sums[e] += the (T k / E + 1)-th greatest of logits[e] - alpha over the tokens, and sums[E] += 1. A bias   \
+     * of minus this quantile gives every expert T k / E tokens, if alpha stays. Tokens that are not finite, and       \
+     * padding, are left out. */                                                                                       \
+    OP(quantile_sums, mt_work_bytes(3 * a->T * a->E, MT_F32), (a, stream), const mt_quantile_args *a,                  \
+       mt_stream *stream)                                                                                              \
+    /* bias[E] = ema bias - (1 - ema) sums / sums[E], less its mean, unless scale[0] < 0: the step was bad. */         \
+    OP(quantile_bias_step, mt_work_bytes(3 * E, MT_F32), (bias, sums, scale, E, ema, stream), float *bias,             \
+       const float *sums, const float *scale, int64_t E, double ema, mt_stream *stream)
 
 /* ---- activations */
 
