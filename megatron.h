@@ -2274,10 +2274,10 @@ typedef struct mt_limits {
     /* cuDNN's attention: sequences of whole tiles of tokens, heads of at most this many channels, or DeepSeek-V3's keys
      * of cudnn_latent_channels with values of cudnn_channels. All 0: a build without cuDNN. */
     int64_t cudnn_tokens, cudnn_channels, cudnn_latent_channels;
-    bool no_fp8, no_mxfp8;  // without fp8 products; without those of MT_FP8_VECTOR_32
-    int64_t delta_channels; // channels of a head of the gated delta rule, of keys or of values
+    bool no_fp8, no_mxfp8;         // without fp8 products; without those of MT_FP8_VECTOR_32
+    int64_t delta_channels;        // channels of a head of the gated delta rule, of keys or of values
     int64_t ssd_rows, ssd_columns; // of a head's state in Mamba-2
-    bool no_plain;          // without MT_PLAIN_OPERATIONS, and without value heads of another width than key heads
+    bool no_plain; // without MT_PLAIN_OPERATIONS, and without value heads of another width than key heads
 } mt_limits;
 
 /* Phases are the parts of a training step, for a profile: the forward or backward of a micro-batch on a chunk (-1: of
