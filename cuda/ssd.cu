@@ -516,16 +516,14 @@ struct read_stage {
     char S[STATE * 2], x[TOKENS * COLUMNS * 2];
     float gates[GATES];
 };
-/* B lies where the second S will be, C behind it, before the heads begin. */
+/* B lies where the second S will be, before the heads begin. */
 struct read_room {
     read_stage stages[2];
-    char y[TOKENS * COLUMNS * 2];
+    char C[TOKENS * ROWS * 2], y[TOKENS * COLUMNS * 2];
 };
-static_assert(TOKENS * ROWS * 2 <= STATE * 2 &&
-                  TOKENS * ROWS * 2 <= sizeof(read_stage) - STATE * 2 + sizeof(read_room::y),
-              "room for B and C");
+static_assert(TOKENS * ROWS * 2 <= STATE * 2, "room for B");
 
-/* out of a chunk: a block per chunk and group. A warp has 16 tokens: their rows of C and of C B^T stay in registers. */
+/* out of a chunk: a block per chunk and group. A warp has 16 tokens: their rows of C B^T stay in registers. */
 static __global__ void __launch_bounds__(READ_THREADS, 3) read_states(const tile_task task) {
     read_room *room = (read_room *)ssd_shared;
     mt_wait_for_previous();
@@ -537,7 +535,7 @@ static __global__ void __launch_bounds__(READ_THREADS, 3) read_states(const tile
     int L = chunk.L;
     if (L <= 0) return;
     uint32_t across = mt_lane_across(), down = mt_lane_down();
-    uint32_t B = mt_shared_address(room->stages[1].S), C = mt_shared_address(room->stages[1].x);
+    uint32_t B = mt_shared_address(room->stages[1].S), C = mt_shared_address(room->C);
     uint32_t y = mt_shared_address(room->y);
     auto load = [&](int h) {
         if (h < task.heads) {
@@ -557,16 +555,16 @@ static __global__ void __launch_bounds__(READ_THREADS, 3) read_states(const tile
     load(0);
     mt_load_async_wait<1>();
     __syncthreads();
-    uint32_t queries[ROWS / 16][4], b[4];
+    uint32_t query[4], b[4];
     float CB[TOKENS / 8][4] = {};
 #pragma unroll
     for (int k = 0; k < ROWS / 16; k++) {
-        mt_ldmatrix(queries[k], mt_tile_block<TOKENS>(C, down, warp * 16, k * 16));
+        mt_ldmatrix(query, mt_tile_block<TOKENS>(C, down, warp * 16, k * 16));
 #pragma unroll
         for (int j = 0; j < TOKENS / 16; j++) {
             if (j > warp) continue; // later tokens
             mt_ldmatrix(b, mt_tile_block<TOKENS>(B, across, j * 16, k * 16));
-            mt_mma(CB[2 * j], queries[k], b[0], b[1]), mt_mma(CB[2 * j + 1], queries[k], b[2], b[3]);
+            mt_mma(CB[2 * j], query, b[0], b[1]), mt_mma(CB[2 * j + 1], query, b[2], b[3]);
         }
     }
     int top = warp * 16 + g;
@@ -580,12 +578,14 @@ static __global__ void __launch_bounds__(READ_THREADS, 3) read_states(const tile
         uint32_t S = mt_shared_address(stage->S), x = mt_shared_address(stage->x);
         float out[COLUMNS / 8][4] = {}, D = mt_to_float(task.D[head]);
 #pragma unroll
-        for (int k = 0; k < ROWS / 16; k++)
+        for (int k = 0; k < ROWS / 16; k++) {
+            mt_ldmatrix(query, mt_tile_block<TOKENS>(C, down, warp * 16, k * 16));
 #pragma unroll
             for (int j = 0; j < COLUMNS / 16; j++) {
                 mt_ldmatrix_transposed(b, mt_tile_block<ROWS>(S, down, k * 16, j * 16));
-                mt_mma(out[2 * j], queries[k], b[0], b[1]), mt_mma(out[2 * j + 1], queries[k], b[2], b[3]);
+                mt_mma(out[2 * j], query, b[0], b[1]), mt_mma(out[2 * j + 1], query, b[2], b[3]);
             }
+        }
         float G_top = G[top], G_low = G[top + 8], grown_top = grown[top], grown_low = grown[top + 8];
 #pragma unroll
         for (int j = 0; j < COLUMNS / 8; j++) {
