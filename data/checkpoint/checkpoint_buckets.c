@@ -6,6 +6,7 @@
 #include "checkpoint_folder.h"
 #include "checkpoint_reader.h"
 #include "checkpoint_tensors.h"
+#include "megatron_tensors.h"
 #include "mxfp4.h"
 #include "upcycle.h"
 
@@ -131,7 +132,7 @@ static mt_rectangle mt_target_view(const mt_target *t, mt_rectangle given) {
 
 /* Groups of rows of this rank's part that are apart in the tensor. */
 static int64_t mt_target_groups(const mt_target *t) {
-    return t->source->hf_groups > 1 ? mt_max(t->param->rows / t->place.group_rows, 1) : 1;
+    return t->place.groups > 1 ? mt_max(t->param->rows / t->place.group_rows, 1) : 1;
 }
 
 /* The rows and columns of the tensor's view that this rank loads, in its group of rows `group`. */
@@ -140,7 +141,7 @@ static mt_rectangle mt_target_rectangle(const mt_target *t, int64_t group) {
     mt_rectangle own = mt_param_rectangle(param);
     own.rows /= mt_target_groups(t);
     own.col += t->first_col;
-    if (t->source->hf_groups > 1)
+    if (t->place.groups > 1)
         own.row = mt_placement_row(&t->place, own.row + group * own.rows);
     else
         own.row += mt_target_row(t);
@@ -255,11 +256,13 @@ static void mt_target_load_elements(mt_reader *r, mt_target *t, int64_t begin, i
     int64_t size = mt_dtype_size(t->tensor->dtype);
     mt_rectangle given[3];
     int count = mt_rectangles_of_run(given, begin, end, width);
-    for (int i = 0; i < count; data += given[i].rows * given[i].cols * size, i++)
+    for (int i = 0; i < count; data += given[i].rows * given[i].cols * size, i++) {
+        given[i].row += t->place.first_row, given[i].col += t->place.first_col;
         if (t->scales || t->place.stride > 1)
             mt_target_load_view(r, t, given[i], data);
         else
             mt_target_load_rectangle(r, t, given[i], data, t->tensor->dtype);
+    }
 }
 
 /* After the tensor's last segment: writes a transposed tensor, and sets padding rows to 0. */
@@ -324,17 +327,18 @@ static int mt_target_compare(const void *a, const void *b) {
     return (x->tensor->data > y->tensor->data) - (x->tensor->data < y->tensor->data);
 }
 
-/* Reads all files of a set and loads targets[count]. Every rank calls it and returns the same. Sets *damaged if a sum
- * differs. */
-static int mt_targets_load(mt_target *targets, int64_t count, const mt_safetensors *set, mt_model *m,
-                           const mt_run_options *o, const mt_checksums *sums, bool *damaged, mt_error *error) {
+/* Reads all files and loads targets[count]. Every rank calls it and returns the same. Sets *damaged if a sum differs.
+ */
+static int mt_targets_load(mt_target *targets, int64_t count, const mt_safetensors_file *files, int64_t num_files,
+                           mt_model *m, const mt_run_options *o, const mt_checksums *sums, bool *damaged,
+                           mt_error *error) {
     const mt_group *world = &mt_model_grid(m)->world;
     mt_reader r;
     mt_reader_open(&r, m, sums);
     r.block_size = o->weight_block_size;
     if (count > 0) qsort(targets, (size_t)count, sizeof *targets, mt_target_compare);
-    for (int64_t i = 0; i < mt_safetensors_num_files(set); i++) {
-        const mt_safetensors_file *file = mt_safetensors_get_file(set, i);
+    for (int64_t i = 0; i < num_files; i++) {
+        const mt_safetensors_file *file = &files[i];
         int64_t first = 0, end;
         while (first < count && targets[first].tensor->file != file->path) first++;
         for (end = first; end < count && targets[end].tensor->file == file->path;) end++;
@@ -369,7 +373,12 @@ int mt_checkpoint_check(const mt_run_options *options, const char *folder, mt_er
     mt_run_options stored = *options; // with the model of the folder
     if (options->stack.moe_use_upcycling) stored.stack = mt_upcycle_dense(&options->stack);
     int status = path ? mt_checkpoint_verify(path, false, error) : -1;
-    if (status == 0) {
+    if (status == 0 && mt_folder_is_megatron(path)) {
+        mt_megatron *checkpoint;
+        status = mt_megatron_open(&checkpoint, path, true, error);
+        if (status == 0) status = mt_megatron_check(checkpoint, true, &options->stack, path, error);
+        mt_megatron_close(checkpoint);
+    } else if (status == 0) {
         status = mt_stem_open(&set, path, "model", &stored, error);
         if (status == 0) status = mt_stem_check(set, "model", NULL, &stored, path, error);
         mt_safetensors_close(set);
@@ -499,12 +508,78 @@ int mt_stem_load(mt_model *m, const mt_run_options *o, const char *folder, const
         }
     mt_adapter_file_close(adapter);
     status = mt_agree(world, status != 0, error);
-    if (status == 0) status = mt_targets_load(targets, count, set, m, o, sums, damaged, error);
+    if (status == 0)
+        status = mt_targets_load(targets, count, mt_safetensors_get_file(set, 0), mt_safetensors_num_files(set), m, o,
+                                 sums, damaged, error);
     if (status == 0) {
         for (int64_t i = 0; i < count && status == 0; i++) status = mt_target_check_finite(m, &targets[i], error);
         status = mt_agree(world, status != 0, error);
     }
     free(targets), free(slices.items), free(dense_rows);
     mt_safetensors_close(set);
+    return status;
+}
+
+/* Adds a target for each piece of the matrix that holds one state of a parameter and reaches this rank. */
+static int mt_megatron_add_targets(mt_target **targets, int64_t *count, int64_t *room, mt_target target,
+                                   const mt_megatron_matrix *matrix, mt_error *error) {
+    for (int k = 0; k < 2; k++)
+        if (target.shards[k].data && mt_state_has_scale(target.shards[k].dtype))
+            return mt_error_set(error,
+                                "%s: the optimizer's state has scales by --exp-avg-dtype, --exp-avg-sq-dtype or "
+                                "--main-params-dtype, which a checkpoint of Megatron-LM cannot fill; convert it to a "
+                                "Hugging Face folder first, by --train-iters 0 without these options",
+                                matrix->pieces[0].tensor.file);
+    for (int64_t i = 0; i < matrix->count; i++) {
+        const mt_megatron_piece *piece = &matrix->pieces[i];
+        target.tensor = &piece->tensor;
+        target.place.width = piece->part.cols;
+        target.place.first_row = piece->part.row, target.place.first_col = piece->part.col;
+        if (*count == *room) {
+            *room = mt_max(2 * *room, 64);
+            *targets = mt_realloc(*targets, *room * (int64_t)sizeof **targets);
+        }
+        (*targets)[(*count)++] = target;
+    }
+    return 0;
+}
+
+int mt_megatron_load(mt_model *m, const mt_run_options *o, const char *folder, bool weights, bool *damaged,
+                     mt_error *error) {
+    const mt_group *world = &mt_model_grid(m)->world;
+    mt_megatron *checkpoint = NULL;
+    int status = mt_megatron_open(&checkpoint, folder, weights, error);
+    if (status == 0) status = mt_megatron_check(checkpoint, weights, &o->stack, folder, error);
+    int64_t num_params, num_files, count = 0, room = 0;
+    const mt_param *params = mt_model_params(m, &num_params);
+    mt_target *targets = NULL;
+    int first = status == 0 ? mt_megatron_first_state(checkpoint, weights) : 0;
+    for (int64_t i = 0; i < num_params; i++) {
+        if (mt_param_is_adapter(&params[i]) || (!weights && !params[i].trained)) continue;
+        for (int state = first; state < mt_stem_end(weights, &params[i]) && status == 0; state++) {
+            mt_target t = {.param = &params[i],
+                           .source = &params[i],
+                           .state = (mt_param_state)state,
+                           .weights = weights,
+                           .factor = 1};
+            const mt_megatron_matrix *matrix =
+                mt_megatron_place(checkpoint, &params[i], (mt_param_state)state, &o->stack, folder, &t.place, error);
+            t.shards[0] = mt_bucket_shard(m, params[i].bucket, (mt_param_state)state);
+            if (weights && mt_model_dtype(m) != MT_F32 && params[i].trained)
+                t.shards[1] = mt_bucket_shard(m, params[i].bucket, MT_STATE_MASTER);
+            status = matrix ? mt_megatron_add_targets(&targets, &count, &room, t, matrix, error) : -1;
+        }
+    }
+    status = mt_agree(world, status != 0, error);
+    if (status == 0) {
+        const mt_safetensors_file *files = mt_megatron_files(checkpoint, &num_files);
+        status = mt_targets_load(targets, count, files, num_files, m, o, NULL, damaged, error);
+    }
+    if (status == 0) {
+        for (int64_t i = 0; i < count && status == 0; i++) status = mt_target_check_finite(m, &targets[i], error);
+        status = mt_agree(world, status != 0, error);
+    }
+    free(targets);
+    mt_megatron_close(checkpoint);
     return status;
 }

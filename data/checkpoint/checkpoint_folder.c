@@ -5,6 +5,7 @@
 #include "../base/file.h"
 #include "../base/safetensors.h"
 #include "checkpoint_trainer.h"
+#include "megatron_folder.h"
 
 #include <ctype.h>
 #include <errno.h>
@@ -78,8 +79,15 @@ static int64_t mt_checkpoint_latest(const char *path, mt_error *error) {
     return mt_error_set(error, "%s: holds no iteration number; write the number of a folder iter_NNNNNNN in it", path);
 }
 
+bool mt_folder_is_megatron(const char *folder) {
+    bool has_tensors =
+        mt_folder_has(folder, "model.safetensors") || mt_folder_has(folder, "model.safetensors.index.json");
+    return !has_tensors && mt_megatron_format(folder);
+}
+
 bool mt_folder_has_weights(const char *folder) {
-    return mt_folder_has(folder, "config.json") || mt_folder_has(folder, "adapter_config.json");
+    return mt_folder_has(folder, "config.json") || mt_folder_has(folder, "adapter_config.json") ||
+           mt_folder_is_megatron(folder);
 }
 
 bool mt_is_own_link(const char *folder, const char *name) {
@@ -91,37 +99,16 @@ bool mt_is_own_link(const char *folder, const char *name) {
     return length == (ssize_t)sizeof target && memcmp(target, start, sizeof target) == 0;
 }
 
-/* The format of a checkpoint of Megatron-LM, as its --ckpt-format names it; NULL if a folder holds none. */
-static const char *mt_megatron_format(const char *folder) {
-    if (mt_folder_has(folder, ".metadata") || mt_folder_has(folder, "common.pt")) return "torch_dist";
-    if (mt_folder_has(folder, "mp_rank_00") || mt_folder_has(folder, "mp_rank_00_000")) return "torch";
-    return NULL;
-}
-
-/* Refuses an iter_NNNNNNN of Megatron-LM, or a folder with one that its tracker names ("release" for weights alone).
- * Megatron-LM writes a tracker of the same name as this program's. */
-static int mt_megatron_refuse(const char *folder, mt_error *error) {
+/* The folder that a tracker of Megatron-LM names beside it: "release" holds weights alone. To free; NULL: none. */
+static char *mt_megatron_release(const char *folder) {
     int64_t bytes;
     mt_error ignored;
     char *tracker = mt_path_join(folder, "latest_checkpointed_iteration.txt");
-    char *text = mt_file_read(tracker, 64, &bytes, &ignored), name[40] = "release";
-    if (text && isdigit((unsigned char)*text)) snprintf(name, sizeof name, "iter_%07lld", strtoll(text, NULL, 10));
-    char *path = mt_megatron_format(folder) ? mt_strdup(folder) : mt_path_join(folder, name);
-    const char *format = mt_megatron_format(path);
-    int status = 0;
-    if (format)
-        status = mt_error_set(
-            error,
-            "%s: a checkpoint of Megatron-LM (--ckpt-format %s); checkpoints here are Hugging Face folders: convert it "
-            "%swith Megatron Bridge, examples/conversion/convert_checkpoints.py export --hf-model ORG/NAME "
-            "--megatron-path %s --hf-path OUT, and give --load OUT",
-            path, format,
-            strcmp(format, "torch") == 0
-                ? "to torch_dist with Megatron-LM's --ckpt-convert-format and --ckpt-convert-save, then "
-                : "",
-            path);
-    free(tracker), free(text), free(path);
-    return status;
+    char *text = mt_file_read(tracker, 64, &bytes, &ignored), *path = NULL;
+    if (text && strncmp(text, "release", 7) == 0 && strspn(text + 7, " \r\n") == strlen(text + 7))
+        path = mt_path_join(folder, "release");
+    free(tracker), free(text);
+    return path;
 }
 
 static int mt_note_gguf(const char *folder, const char *name, void *context) {
@@ -162,7 +149,9 @@ char *mt_checkpoint_resolve(const char *folder, mt_error *error) {
         return NULL;
     }
     bool has_config = mt_folder_has_weights(folder);
-    if (!has_config && mt_megatron_refuse(folder, error) != 0) return NULL;
+    char *release = has_config ? NULL : mt_megatron_release(folder);
+    if (release && mt_folder_is_megatron(release)) return release;
+    free(release);
     if (!mt_folder_has(folder, "latest_checkpointed_iteration.txt")) {
         bool is_link = mt_is_own_link(folder, "config.json") || mt_is_own_link(folder, "adapter_config.json");
         if (has_config && !is_link) return mt_strdup(folder);

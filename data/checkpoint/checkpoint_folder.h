@@ -31,8 +31,11 @@ char *mt_iteration_path(const char *folder, int64_t number);
 /* The number of a name iter_NNNNNNN, or -1 for any other name. */
 int64_t mt_iteration_of(const char *name);
 
-/* True when a folder holds a model's config.json or an adapter's adapter_config.json. */
+/* True when a folder holds a model's config.json, an adapter's adapter_config.json, or a checkpoint of Megatron-LM. */
 bool mt_folder_has_weights(const char *folder);
+
+/* True if the weights of a folder are those of a checkpoint of Megatron-LM (megatron_folder.h). */
+bool mt_folder_is_megatron(const char *folder);
 
 /* The latest checkpoint of a folder before iteration `before` that mt_checkpoint_verify finds whole without reading its
  * tensors, and that has trainer.json. -1 if there is none; the error is that of the first checkpoint tried, or that the

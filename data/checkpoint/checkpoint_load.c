@@ -8,6 +8,7 @@
 #include "checkpoint_folder.h"
 #include "checkpoint_fp8.h"
 #include "checkpoint_trainer.h"
+#include "megatron_folder.h"
 #include "resume.h"
 
 #include <stdlib.h>
@@ -42,6 +43,56 @@ static void mt_optimizer_zero(mt_model *m) {
         }
 }
 
+/* The numbers of the run that wrote a checkpoint of Megatron-LM, on rank 0. */
+static int mt_megatron_run_read(const mt_run_options *o, const char *folder, bool no_optimizer, mt_run_state *state,
+                                mt_error *error) {
+    mt_megatron *checkpoint;
+    if (mt_megatron_open_common(&checkpoint, folder, error) != 0) return -1;
+    mt_megatron_run run = mt_megatron_read_run(checkpoint);
+    mt_megatron_close(checkpoint);
+    *state = (mt_run_state){.iteration = run.iteration, .consumed_train_samples = run.consumed_train_samples};
+    state->consumed_valid_samples = run.consumed_valid_samples, state->optimizer_step = run.optimizer_step;
+    if (no_optimizer || run.iteration == 0) return 0;
+    if (o->stack.optimizer != MT_OPTIMIZER_ADAMW)
+        return mt_error_set(
+            error,
+            "%s: the optimizer's state of a checkpoint of Megatron-LM is read for --optimizer adam; give "
+            "that, or continue with a new optimizer by --no-load-optim",
+            folder);
+    if (run.other_optimizer && strcmp(run.other_optimizer, "torch") != 0)
+        return mt_error_set(error,
+                            "%s: the optimizer's state is of the form dp_reshardable, which depends on the ranks that "
+                            "wrote it; save it by Megatron-LM with --dist-ckpt-optim-fully-reshardable, or continue "
+                            "with a new optimizer by --no-load-optim",
+                            folder);
+    if (run.has_optimizer) return 0;
+    return mt_error_set(error,
+                        "%s: %s; continue with a new optimizer by --no-load-optim, or begin anew from these weights by "
+                        "--finetune",
+                        folder,
+                        run.other_optimizer ? "the optimizer's state of the format torch is not read"
+                                            : "was saved without the optimizer's state");
+}
+
+/* Loads the run's state and the optimizer from a checkpoint of Megatron-LM. */
+static int mt_megatron_run_load(mt_model *m, const mt_run_options *o, mt_run_state *state, const char *folder, bool own,
+                                bool *damaged, mt_error *error) {
+    const mt_group *world = &mt_model_grid(m)->world;
+    bool begins = o->finetune && !own, no_optimizer = o->no_load_optim && !own;
+    mt_loss_average average = {0};
+    int status = 0;
+    if (world->rank == 0 && !begins) status = mt_megatron_run_read(o, folder, no_optimizer, state, error);
+    if (mt_agree(world, status != 0, error) != 0) return -1;
+    mt_broadcast(world, state, sizeof *state, 0);
+    mt_train_set_loss_average(m, &average);
+    status = mt_fp8_state_load(m, folder, false, error);
+    if (status == 0 && state->iteration > 0 && !no_optimizer)
+        return mt_megatron_load(m, o, folder, false, damaged, error);
+    mt_optimizer_zero(m);
+    state->optimizer_step = 0; // like the moments
+    return status;
+}
+
 /* Loads the run's state and the optimizer from one iteration's folder, if the run continues from it. `own`: it is this
  * run's checkpoint, and --finetune and --no-load-optim do not apply. */
 static int mt_run_load(mt_model *m, const mt_run_options *o, mt_run_state *state, const char *folder, bool own,
@@ -52,6 +103,7 @@ static int mt_run_load(mt_model *m, const mt_run_options *o, mt_run_state *state
     bool no_optimizer = o->no_load_optim && !own, has_state = mt_folder_has(folder, "trainer.json");
     bool has_optimizer =
         mt_folder_has(folder, "optimizer.safetensors") || mt_folder_has(folder, "optimizer.safetensors.index.json");
+    if (mt_folder_is_megatron(folder)) return mt_megatron_run_load(m, o, state, folder, own, damaged, error);
     bool continues = has_state && (own || !o->finetune), begins = o->finetune && !own;
     int status = world->rank == 0 && !begins
                      ? mt_run_check(folder, has_state, has_optimizer || no_optimizer, damaged, error)
@@ -83,7 +135,10 @@ static int mt_folder_load(mt_model *m, const mt_run_options *o, mt_run_state *st
     int status = mt_agree(world, *damaged, error);
     if (status == 0) status = mt_agree(world, mt_checksums_read(&sums, folder, error) != 0, error);
     const mt_checksums *checked = sums.count > 0 ? &sums : NULL;
-    if (status == 0) status = mt_stem_load(m, o, folder, stem, checked, damaged, error);
+    if (status == 0 && strcmp(stem, "model") == 0 && mt_folder_is_megatron(folder))
+        status = mt_megatron_load(m, o, folder, true, damaged, error);
+    else if (status == 0)
+        status = mt_stem_load(m, o, folder, stem, checked, damaged, error);
     if (status == 0 && !is_base) status = mt_run_load(m, o, state, folder, own, checked, damaged, error);
     if (status != 0 && checked) {
         mt_error found;

@@ -20,7 +20,7 @@ void mt_state_tensor_name(char *name, size_t size, mt_optimizer optimizer, mt_pa
 mt_placement mt_param_placement(const mt_param *param, mt_param_state state) {
     int64_t slices = mt_max(param->hf_stack, 1), rows = param->hf_rows_total / slices, row = param->hf_row % rows;
     mt_placement place = {.row = row, .stride = 1, .width = param->whole_cols, .slices = slices};
-    place.slice = param->hf_row / rows;
+    place.slice = param->hf_row / rows, place.groups = param->hf_groups;
     place.group_rows = param->whole_rows / param->hf_groups, place.group_pitch = rows / param->hf_groups;
     if (param->hf_transposed && (state == MT_STATE_WEIGHTS || param->hf_stack == 0))
         place.transposed = true, place.width = rows, place.stride = param->hf_stride;

@@ -10,6 +10,8 @@
 #include "../options/option_typed.h"
 #include "../models/hf_config.h"
 #include "adapter.h"
+#include "checkpoint_folder.h"
+#include "megatron_args.h"
 #include "resume.h"
 
 #include <stdlib.h>
@@ -65,7 +67,12 @@ int mt_options_read_shape(mt_run_options *options, mt_error *error) {
     if (folder && mt_options_converts(options)) mt_options_take_run(options, folder);
     char *path = folder ? mt_path_join(folder, "config.json") : NULL;
     int status = 0;
-    if (folder && !mt_folder_has(folder, "config.json"))
+    bool foreign = folder && !mt_folder_has(folder, "config.json") && mt_folder_is_megatron(folder);
+    if (foreign) {
+        free(path);
+        path = NULL;
+        status = mt_options_read_megatron(options, folder, error);
+    } else if (folder && !mt_folder_has(folder, "config.json"))
         status = mt_error_set(error,
                               "--load %s: holds an adapter; name its base by --load and this folder by "
                               "--load-adapter",

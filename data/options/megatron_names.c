@@ -84,7 +84,6 @@ static const struct {
      "override-opt-param-scheduler", "true"},
     {MT_NAME_ALWAYS, "schedules follow the options of this run, not those of the checkpoint",
      "use-checkpoint-opt-param-scheduler", "false"},
-    {MT_NAME_ALWAYS, "the model is the one of the --load folder", "use-checkpoint-args", "true"},
     {MT_NAME_ALWAYS, "a checkpoint loads on any layout, which the options of this run give",
      "use-mp-args-from-checkpoint-args", "false"},
     {MT_NAME_ALWAYS, "all ranks write and read their parts of a checkpoint",
@@ -264,8 +263,8 @@ static const struct {
      "inference-rng-tracker save-rng te-rng-tracker use-cpu-initialization use-te-rng-tracker"},
     {MT_NAME_ALWAYS, "a checkpoint's format is recognized by its files", "auto-detect-ckpt-format", "true"},
     {MT_NAME_UNSUPPORTED,
-     "a checkpoint is a Hugging Face folder; examples/conversion/convert_checkpoints.py of Megatron Bridge imports it "
-     "into torch_dist, and exports torch_dist to it",
+     "a checkpoint is a Hugging Face folder where it is saved; examples/conversion/convert_checkpoints.py of Megatron "
+     "Bridge imports it into torch_dist. --load reads torch_dist and torch without this option",
      "ckpt-format dist-ckpt-format", "fsdp_dtensor"},
     {MT_NAME_IDLE, "a checkpoint is a Hugging Face folder, and one thread writes it",
      "async-ckpt-cpu-priority async-ckpt-io-priority async-ckpt-use-cpu-shm async-strategy "

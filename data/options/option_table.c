@@ -1062,6 +1062,9 @@ const mt_option mt_option_table[] = {
     {"overwrite", MT_FLAG, MT_AT(overwrite), MT_TRAIN, MT_OF_RUN, NULL, NULL,
      "replace the run in --save, whose checkpoints go once this run has saved one, and the file of --metrics",
      .excludes = "auto-resume", .own = true},
+    {"use-checkpoint-args", MT_FLAG, MT_AT(use_checkpoint_args), MT_BOTH, MT_OF_RUN, NULL, NULL,
+     "take the model's options from the arguments that a checkpoint of Megatron-LM in --load holds; a Hugging Face "
+     "folder always gives the model"},
     {"exit-on-missing-checkpoint", MT_FLAG, MT_AT(exit_on_missing_checkpoint), MT_TRAIN, MT_OF_RUN, NULL, NULL,
      "stop with an error if a run that resumes from --save finds no checkpoint there"},
     {"no-save-optim", MT_FLAG, MT_AT(no_save_optim), MT_TRAIN, MT_OF_RUN, NULL, NULL, "do not save optimizer state",

@@ -1,0 +1,182 @@
+/* megatron_args.c: the model of a checkpoint of Megatron-LM, from the arguments that it holds. */
+#include "megatron_args.h"
+
+#include "../options/option_reader.h"
+#include "../options/option_rules.h"
+#include "../options/option_table.h"
+#include "megatron_folder.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+/* The arguments that describe the model, and when they mean something: of an argument that is true or not None. */
+static const struct {
+    const char *key, *when;
+} mt_model_args[] = {
+    {"num_layers", NULL},
+    {"hidden_size", NULL},
+    {"ffn_hidden_size", NULL},
+    {"num_attention_heads", NULL},
+    {"group_query_attention", NULL},
+    {"num_query_groups", "group_query_attention"},
+    {"kv_channels", NULL},
+    {"max_position_embeddings", NULL},
+    {"position_embedding_type", NULL},
+    {"rotary_base", NULL},
+    {"rotary_percent", NULL},
+    {"add_bias_linear", NULL},
+    {"add_qkv_bias", NULL},
+    {"swiglu", NULL},
+    {"quick_geglu", NULL},
+    {"openai_gelu", NULL},
+    {"squared_relu", NULL},
+    {"untie_embeddings_and_output_weights", NULL},
+    {"apply_layernorm_1p", NULL},
+    {"normalization", NULL},
+    {"norm_epsilon", NULL},
+    {"qk_layernorm", NULL},
+    {"num_experts", NULL},
+    {"moe_ffn_hidden_size", "num_experts"},
+    {"moe_layer_freq", "num_experts"},
+    {"moe_router_topk", "num_experts"},
+    {"moe_router_pre_softmax", "num_experts"},
+    {"moe_router_score_function", "num_experts"},
+    {"moe_router_enable_expert_bias", "num_experts"},
+    {"moe_router_topk_scaling_factor", "num_experts"},
+    {"moe_router_num_groups", "num_experts"},
+    {"moe_router_group_topk", "num_experts"},
+    {"moe_shared_expert_intermediate_size", "num_experts"},
+    {"moe_shared_expert_gate", "num_experts"},
+    {"multi_latent_attention", NULL},
+    {"q_lora_rank", "multi_latent_attention"},
+    {"kv_lora_rank", "multi_latent_attention"},
+    {"qk_head_dim", "multi_latent_attention"},
+    {"qk_pos_emb_head_dim", "multi_latent_attention"},
+    {"v_head_dim", "multi_latent_attention"},
+    {"mtp_num_layers", NULL},
+    {"softmax_type", NULL},
+};
+
+/* Arguments whose models are other ones, and the value that is none of them: NULL for None. */
+static const char *const mt_other_args[] = {
+    "rotary_interleaved",
+    "window_size",
+    "hybrid_layer_pattern",
+    "hybrid_override_pattern",
+    "attention_output_gate",
+    "experimental_attention_variant",
+    "heterogeneous_layers_config_path",
+    "moe_latent_size",
+    "use_rope_scaling",
+    "rotary_seq_len_interpolation_factor",
+    "qk_l2_norm",
+    "mtp_use_repeated_layer",
+    "apply_residual_connection_post_layernorm",
+    "no_rope_freq",
+};
+
+/* True for a value other than None, False and 0. */
+static bool mt_pickled_is_set(const mt_pickled *value) {
+    if (!value || value->kind == MT_PICKLED_NONE) return false;
+    if (value->kind == MT_PICKLED_BOOL || value->kind == MT_PICKLED_INT) return value->number != 0;
+    return true;
+}
+
+/* The value as the command line has it, in text[size]; false: none. */
+static bool mt_pickled_print(const mt_pickled *value, char *text, size_t size) {
+    if (!value) return false;
+    if (value->kind == MT_PICKLED_BOOL)
+        snprintf(text, size, "%s", value->number ? "true" : "false");
+    else if (value->kind == MT_PICKLED_INT)
+        snprintf(text, size, "%lld", (long long)value->number);
+    else if (value->kind == MT_PICKLED_REAL)
+        mt_real_print(text, value->real);
+    else if (value->kind == MT_PICKLED_TEXT)
+        snprintf(text, size, "%s", value->text);
+    else if (value->kind == MT_PICKLED_LIST) {
+        size_t used = (size_t)snprintf(text, size, "[");
+        for (int64_t i = 0; i < value->count && used + 32 < size; i++) {
+            int64_t number = 0;
+            mt_pickled_int(value->items[i], INT64_MIN, INT64_MAX, &number);
+            used += (size_t)snprintf(text + used, size - used, "%s%lld", i ? "," : "", (long long)number);
+        }
+        snprintf(text + used, size - used, "]");
+    } else {
+        return false;
+    }
+    return true;
+}
+
+/* Sets the options of a copy that the arguments give. */
+static int mt_args_set(mt_run_options *of_args, const mt_pickled *args, const char *folder, mt_error *error) {
+    char text[4096];
+    for (size_t i = 0; i < sizeof mt_other_args / sizeof *mt_other_args; i++)
+        if (mt_pickled_is_set(mt_pickled_get(args, mt_other_args[i])))
+            return mt_error_set(
+                error,
+                "%s: its run has \"%s\", which is not read from a checkpoint of Megatron-LM; convert it "
+                "to a Hugging Face folder by Megatron Bridge (convert_checkpoints.py export)",
+                folder, mt_other_args[i]);
+    for (size_t i = 0; i < sizeof mt_model_args / sizeof *mt_model_args; i++) {
+        const char *key = mt_model_args[i].key, *when = mt_model_args[i].when;
+        if (when && !mt_pickled_is_set(mt_pickled_get(args, when))) continue;
+        if (!mt_pickled_print(mt_pickled_get(args, key), text, sizeof text)) continue;
+        mt_error reason;
+        if (mt_options_set(of_args, key, text, &reason) != 0)
+            return mt_error_set(error, "%s: its run has \"%s\" %.100s, which is not taken here: %.1000s", folder, key,
+                                text, reason.text);
+    }
+    return 0;
+}
+
+/* The vocabulary: its tokens where the run had no tokenizer's file, else with its padding, unless a tokenizer says. */
+static void mt_args_take_vocabulary(mt_run_options *o, const mt_pickled *args) {
+    const mt_option *row = mt_option_of(MT_AT(stack.vocab_size));
+    int64_t size;
+    if (mt_options_gave(o, MT_AT(stack.vocab_size)) || o->tokenizer_model) return;
+    if (mt_pickled_int(mt_pickled_get(args, "vocab_size"), 1, INT32_MAX, &size) ||
+        mt_pickled_int(mt_pickled_get(args, "padded_vocab_size"), 1, INT32_MAX, &size))
+        *mt_option_int(o, row) = size;
+}
+
+/* Compares one option, or takes it. */
+static int mt_args_merge(mt_run_options *o, const mt_run_options *of_args, bool takes, const mt_option *row,
+                         const char *folder, mt_error *error) {
+    bool gave = mt_options_gave(o, row->offset);
+    char *own = mt_option_text(o, row), *theirs = mt_option_text(of_args, row);
+    bool derived = !gave && (!*own || strcmp(own, "0") == 0), differs = strcmp(own, theirs) != 0;
+    int status = 0;
+    if (takes && !gave)
+        mt_option_copy(o, of_args, row);
+    else if (differs && !derived)
+        status = mt_error_set(error, "%s: its run has --%s %s, not %s%s", folder, row->name, theirs, own,
+                              takes ? "; leave the option out" : "; give that, or --use-checkpoint-args");
+    free(own), free(theirs);
+    return status;
+}
+
+int mt_options_read_megatron(mt_run_options *o, const char *folder, mt_error *error) {
+    mt_megatron *checkpoint;
+    if (mt_megatron_open_common(&checkpoint, folder, error) != 0) return -1;
+    const mt_pickled *args = mt_megatron_args(checkpoint);
+    mt_run_options of_args;
+    bool takes = o->use_checkpoint_args || !mt_options_gave(o, MT_AT(stack.num_layers));
+    mt_options_default(&of_args);
+    int status = 0;
+    if (args)
+        status = mt_args_set(&of_args, args, folder, error);
+    else if (takes)
+        status = mt_error_set(error,
+                              "%s: holds no arguments of its run; give train --num-layers and the other options of the "
+                              "model, without --use-checkpoint-args",
+                              folder);
+    for (const mt_option *row = mt_option_table; row->help && status == 0; row++) {
+        bool first = row->name && mt_option_of(row->offset) == row;
+        if (first && row->origin != MT_OF_RUN && mt_options_gave(&of_args, row->offset))
+            status = mt_args_merge(o, &of_args, takes, row, folder, error);
+    }
+    if (status == 0 && args && takes) mt_args_take_vocabulary(o, args);
+    mt_options_free(&of_args);
+    mt_megatron_close(checkpoint);
+    return status;
+}

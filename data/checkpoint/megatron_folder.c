@@ -1,0 +1,844 @@
+/* megatron_folder.c: a checkpoint of Megatron-LM as matrices. A tensor of a file becomes rectangles of matrices: the
+ * layers of a tensor [layers, rows, columns] and the experts of one [layers, experts, rows, columns] are apart. Names
+ * and numbers that torch_dist keeps in .metadata stand in the layers' names in the format torch, where each rank has
+ * its own part and counts its own layers and experts. Invariant: a matrix that is given out has each of its elements
+ * in exactly one piece. */
+#include "megatron_folder.h"
+
+#include "../base/file.h"
+#include "torch_zip.h"
+
+#include <ctype.h>
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+
+enum {
+    MT_MEGATRON_PIECES = 1 << 22, // of a checkpoint
+    MT_MEGATRON_OF_ONE = 4096,    // of a matrix
+    MT_MEGATRON_RANKS = 1000,     // numbers of a rank in mp_rank_XX_YYY
+};
+static const int64_t MT_METADATA_BYTES = (int64_t)1 << 30;
+
+/* A piece before its matrix is known. */
+typedef struct mt_found_piece {
+    char *name;
+    int64_t layer, expert, rows, cols;
+    mt_param_state state;
+    mt_megatron_piece piece;
+} mt_found_piece;
+
+struct mt_megatron {
+    char *folder;
+    mt_safetensors_file *files;
+    int64_t num_files;
+    mt_found_piece *found;
+    int64_t num_found, found_room;
+    mt_megatron_piece *pieces;
+    mt_megatron_matrix *matrices;
+    int64_t num_matrices;
+    mt_pickle *common; // all but the tensors
+    const mt_pickled *common_state;
+    mt_zip common_zip; // of its tensors
+    const char *other_optimizer;
+    bool has_optimizer;
+};
+
+/* ---- names */
+
+/* A name without its numbers. */
+typedef struct mt_megatron_name_parts {
+    char text[256];
+    int64_t layer, expert;        // -1: none, or a dimension
+    bool has_layers, has_experts; // the first dimensions
+} mt_megatron_name_parts;
+
+/* Takes the number behind `marker` out of a name, "layers.3.mlp" -> "layers.mlp"; -1 if there is none. */
+static int64_t mt_name_take_number(char *name, const char *marker) {
+    char *at = strstr(name, marker), *end;
+    if (!at || !isdigit((unsigned char)at[strlen(marker)])) return -1;
+    at += strlen(marker);
+    int64_t number = strtoll(at, &end, 10);
+    if (*end != '.' || number > 1000000) return -1;
+    memmove(at, end + 1, strlen(end));
+    return number;
+}
+
+/* Splits a name of Megatron-Core; false if it is too long. */
+static bool mt_name_split(const char *name, mt_megatron_name_parts *parts) {
+    *parts = (mt_megatron_name_parts){.expert = -1};
+    static const char *const prefixes[] = {"module.", "model."};
+    for (size_t i = 0; i < sizeof prefixes / sizeof *prefixes; i++)
+        if (strncmp(name, prefixes[i], strlen(prefixes[i])) == 0) name += strlen(prefixes[i]);
+    if (strlen(name) >= sizeof parts->text - 16) return false;
+    strcpy(parts->text, name);
+    bool in_layers = strncmp(name, "decoder.layers.", 15) == 0 || strncmp(name, "mtp.layers.", 11) == 0;
+    parts->layer = mt_name_take_number(parts->text, "layers.");
+    parts->has_layers = in_layers && parts->layer < 0;
+    char *local = strstr(parts->text, ".experts.local_experts."), *grouped = strstr(parts->text, ".experts.linear_fc");
+    bool is_shared = grouped && grouped - parts->text >= 7 && strncmp(grouped - 7, ".shared", 7) == 0;
+    if (local) { // one module an expert
+        memmove(local + strlen(".experts.experts."), local + strlen(".experts.local_experts."),
+                strlen(local + strlen(".experts.local_experts.")) + 1);
+        memcpy(local, ".experts.experts.", strlen(".experts.experts."));
+    } else if (grouped && !is_shared && !strstr(parts->text, ".experts.experts.")) { // "experts.linear_fc1.weight3"
+        char *end = parts->text + strlen(parts->text), *digits = end;
+        while (digits > grouped && isdigit((unsigned char)digits[-1])) digits--;
+        if (digits == end || end - digits > 6) digits = end;
+        if (digits < end) parts->expert = strtoll(digits, NULL, 10);
+        *digits = 0;
+        memmove(grouped + strlen(".experts.experts"), grouped + strlen(".experts"), strlen(grouped + 8) + 1);
+        memcpy(grouped, ".experts.experts", strlen(".experts.experts"));
+    }
+    if (parts->expert < 0) parts->expert = mt_name_take_number(parts->text, ".experts.experts.");
+    parts->has_experts = strstr(parts->text, ".experts.experts.") && parts->expert < 0;
+    return true;
+}
+
+/* ---- files */
+
+/* Maps FOLDER/NAME once; NULL with error. */
+static const mt_safetensors_file *mt_megatron_map(mt_megatron *c, const char *name, mt_error *error) {
+    char *path = mt_path_join(c->folder, name);
+    for (int64_t i = 0; i < c->num_files; i++)
+        if (strcmp(c->files[i].path, path) == 0) {
+            free(path);
+            return &c->files[i];
+        }
+    mt_mapping mapping;
+    if (mt_mapping_open(&mapping, path, error) != 0) {
+        free(path);
+        return NULL;
+    }
+    c->files = mt_realloc(c->files, (c->num_files + 1) * (int64_t)sizeof *c->files);
+    c->files[c->num_files] = (mt_safetensors_file){path, mapping.bytes, mapping.size, mapping.bytes != NULL};
+    return &c->files[c->num_files++];
+}
+
+/* The bytes of a tensor in an archive; NULL with error. */
+static const void *mt_megatron_tensor_data(const mt_zip *zip, const mt_torch_tensor *tensor, const char *path,
+                                           const char *name, mt_error *error) {
+    char entry_name[128];
+    snprintf(entry_name, sizeof entry_name, "data/%.100s", tensor->key);
+    const mt_zip_entry *entry = mt_zip_find(zip, entry_name), *order = mt_zip_find(zip, "byteorder");
+    int64_t bytes;
+    if (order && !(order->bytes == 6 && memcmp(order->data, "little", 6) == 0)) {
+        mt_error_set(error, "%s: was written on a machine of another byte order; save it again on a little-endian one",
+                     path);
+        return NULL;
+    }
+    if (!entry || __builtin_mul_overflow(tensor->elements, mt_dtype_size(tensor->dtype), &bytes) ||
+        bytes > entry->bytes) {
+        mt_error_set(error, "%s: the values of \"%.120s\" are not all there; get it again", path, name);
+        return NULL;
+    }
+    if (!tensor->contiguous) {
+        mt_error_set(error,
+                     "%s: \"%.120s\" is a view whose rows do not follow one another; save it by contiguous() of torch",
+                     path, name);
+        return NULL;
+    }
+    return entry->data + tensor->first * mt_dtype_size(tensor->dtype);
+}
+
+/* ---- pieces */
+
+static int mt_megatron_add(mt_megatron *c, const char *name, int64_t layer, int64_t expert, mt_param_state state,
+                           int64_t rows, int64_t cols, const mt_megatron_piece *piece, mt_error *error) {
+    if (c->num_found == MT_MEGATRON_PIECES)
+        return mt_error_set(error, "%s: has over %d parts of tensors, more than any model", c->folder,
+                            MT_MEGATRON_PIECES);
+    if (c->num_found == c->found_room) {
+        c->found_room = mt_max(2 * c->found_room, 256);
+        c->found = mt_realloc(c->found, c->found_room * (int64_t)sizeof *c->found);
+    }
+    c->found[c->num_found++] = (mt_found_piece){mt_strdup(name), layer, expert, rows, cols, state, *piece};
+    return 0;
+}
+
+/* Adds the rectangle of a matrix that is at `data`. */
+static int mt_megatron_add_at(mt_megatron *c, const mt_megatron_name_parts *parts, int64_t layer, int64_t expert,
+                              mt_param_state state, int64_t rows, int64_t cols, mt_rectangle part, const char *path,
+                              const void *data, mt_dtype dtype, mt_error *error) {
+    mt_megatron_piece piece = {.part = part};
+    piece.tensor = (mt_tensor_info){.file = path, .dtype = dtype, .num_dims = 2, .shape = {part.rows, part.cols}};
+    piece.tensor.data = data, piece.tensor.bytes = part.rows * part.cols * mt_dtype_size(dtype);
+    if (piece.tensor.bytes == 0) return 0;
+    return mt_megatron_add(c, parts->text, layer, expert, state, rows, cols, &piece, error);
+}
+
+static int mt_found_compare_matrix(const mt_found_piece *x, const mt_found_piece *y) {
+    int order = strcmp(x->name, y->name);
+    if (order != 0) return order;
+    if (x->state != y->state) return x->state < y->state ? -1 : 1;
+    if (x->layer != y->layer) return x->layer < y->layer ? -1 : 1;
+    return (x->expert > y->expert) - (x->expert < y->expert);
+}
+
+static int mt_found_compare(const void *a, const void *b) {
+    const mt_found_piece *x = a, *y = b;
+    int order = mt_found_compare_matrix(x, y);
+    if (order != 0) return order;
+    if (x->piece.part.row != y->piece.part.row) return x->piece.part.row < y->piece.part.row ? -1 : 1;
+    return (x->piece.part.col > y->piece.part.col) - (x->piece.part.col < y->piece.part.col);
+}
+
+/* The pieces of a matrix must lie in it, fill it, and not overlap. */
+static int mt_matrix_check(const mt_megatron *c, const mt_megatron_matrix *matrix, mt_error *error) {
+    int64_t filled = 0;
+    bool good = matrix->count <= MT_MEGATRON_OF_ONE;
+    for (int64_t i = 0; i < matrix->count && good; i++) {
+        mt_rectangle part = matrix->pieces[i].part;
+        good = part.row + part.rows <= matrix->rows && part.col + part.cols <= matrix->cols;
+        filled += part.rows * part.cols;
+        for (int64_t k = i + 1; k < matrix->count && good; k++) {
+            if (matrix->pieces[k].part.row >= part.row + part.rows) break;
+            mt_rectangle both = mt_rectangle_intersect(part, matrix->pieces[k].part);
+            good = both.rows == 0 || both.cols == 0;
+        }
+    }
+    if (good && filled == matrix->rows * matrix->cols) return 0;
+    char layer[32] = "";
+    if (matrix->layer >= 0) snprintf(layer, sizeof layer, " of layer %lld", (long long)matrix->layer);
+    return mt_error_set(error,
+                        "%s: the parts of tensor \"%.120s\"%s do not fill it, or overlap; the files of some ranks are "
+                        "missing or of another run: get the folder again",
+                        c->folder, matrix->name, layer);
+}
+
+/* Groups the pieces by their matrices. */
+static int mt_megatron_group(mt_megatron *c, mt_error *error) {
+    if (c->num_found > 0) qsort(c->found, (size_t)c->num_found, sizeof *c->found, mt_found_compare);
+    c->pieces = mt_calloc(mt_max(c->num_found, 1) * (int64_t)sizeof *c->pieces);
+    c->matrices = mt_calloc(mt_max(c->num_found, 1) * (int64_t)sizeof *c->matrices);
+    for (int64_t i = 0; i < c->num_found; i++) {
+        const mt_found_piece *found = &c->found[i];
+        c->pieces[i] = found->piece;
+        c->pieces[i].tensor.name = found->name;
+        if (i == 0 || mt_found_compare_matrix(&c->found[i - 1], found) != 0)
+            c->matrices[c->num_matrices++] = (mt_megatron_matrix){
+                found->name, found->layer, found->expert, found->state, found->rows, found->cols, &c->pieces[i], 0};
+        mt_megatron_matrix *matrix = &c->matrices[c->num_matrices - 1];
+        if (found->rows != matrix->rows || found->cols != matrix->cols)
+            return mt_error_set(error,
+                                "%s: the parts of tensor \"%.120s\" are of different sizes; get the folder again",
+                                c->folder, found->name);
+        matrix->count++;
+    }
+    for (int64_t i = 0; i < c->num_matrices; i++)
+        if (mt_matrix_check(c, &c->matrices[i], error) != 0) return -1;
+    return 0;
+}
+
+/* ---- torch_dist */
+
+/* An entry of .metadata's storage_data. */
+typedef struct mt_storage_row {
+    const char *name, *file;
+    int64_t offsets[8], num_offsets; // -1: an object
+    int64_t first, bytes;
+} mt_storage_row;
+
+typedef struct mt_storage {
+    mt_storage_row *rows;
+    int64_t count;
+} mt_storage;
+
+static int mt_storage_compare(const void *a, const void *b) {
+    const mt_storage_row *x = a, *y = b;
+    int order = strcmp(x->name, y->name);
+    if (order != 0) return order;
+    if (x->num_offsets != y->num_offsets) return x->num_offsets < y->num_offsets ? -1 : 1;
+    for (int64_t i = 0; i < x->num_offsets; i++)
+        if (x->offsets[i] != y->offsets[i]) return x->offsets[i] < y->offsets[i] ? -1 : 1;
+    return 0;
+}
+
+static bool mt_is_file_name(const char *name) {
+    return name && *name && !strchr(name, '/') && strcmp(name, ".") != 0 && strcmp(name, "..") != 0;
+}
+
+static int mt_storage_read(mt_storage *storage, const mt_pickled *data, const char *path, mt_error *error) {
+    if (!data || data->kind != MT_PICKLED_DICT)
+        return mt_error_set(error, "%s: has no \"storage_data\", the places of the tensors; get it again", path);
+    storage->rows = mt_calloc(mt_max(data->count, 1) * (int64_t)sizeof *storage->rows);
+    for (int64_t i = 0; i < data->count; i++) {
+        const mt_pickled *index = data->items[2 * i], *info = data->items[2 * i + 1];
+        const mt_pickled *offset = mt_pickled_get(index, "offset");
+        mt_storage_row *row = &storage->rows[storage->count++];
+        row->name = mt_pickled_text(mt_pickled_get(index, "fqn"));
+        row->file = mt_pickled_text(mt_pickled_get(info, "relative_path"));
+        bool is_object = !offset || offset->kind == MT_PICKLED_NONE;
+        row->num_offsets = is_object ? -1 : mt_pickled_sizes(offset, row->offsets, 8);
+        if (!row->name || !mt_is_file_name(row->file) || (!is_object && row->num_offsets < 0) ||
+            !mt_pickled_int(mt_pickled_get(info, "offset"), 0, INT64_MAX, &row->first) ||
+            !mt_pickled_int(mt_pickled_get(info, "length"), 0, INT64_MAX, &row->bytes))
+            return mt_error_set(error, "%s: entry %lld of \"storage_data\" is not a tensor's place; get it again", path,
+                                (long long)i);
+    }
+    qsort(storage->rows, (size_t)storage->count, sizeof *storage->rows, mt_storage_compare);
+    return 0;
+}
+
+static const mt_storage_row *mt_storage_find(const mt_storage *storage, const char *name, const int64_t *offsets,
+                                             int64_t num_offsets) {
+    mt_storage_row key = {.name = name, .num_offsets = num_offsets};
+    for (int64_t i = 0; i < num_offsets; i++) key.offsets[i] = offsets[i];
+    if (storage->count == 0) return NULL;
+    return bsearch(&key, storage->rows, (size_t)storage->count, sizeof key, mt_storage_compare);
+}
+
+/* Opens the archive of an entry and reads its pickle. */
+static int mt_megatron_open_blob(mt_megatron *c, const mt_storage_row *row, const mt_safetensors_file **file,
+                                 mt_zip *zip, mt_pickle **pickle, mt_error *error) {
+    *pickle = NULL;
+    *zip = (mt_zip){0};
+    *file = mt_megatron_map(c, row->file, error);
+    if (!*file) return -1;
+    if (row->first > (*file)->bytes || row->bytes > (*file)->bytes - row->first)
+        return mt_error_set(error, "%s: ends before the values of \"%.120s\"; get it again", (*file)->path, row->name);
+    if (mt_zip_open(zip, (*file)->base + row->first, row->bytes, (*file)->path, error) != 0) return -1;
+    const mt_zip_entry *data = mt_zip_find(zip, "data.pkl");
+    if (!data)
+        return mt_error_set(error, "%s: the archive of \"%.120s\" has no data.pkl; get it again", (*file)->path,
+                            row->name);
+    return mt_pickle_read(pickle, data->data, data->bytes, (*file)->path, error);
+}
+
+/* The state and the parameter's name of a tensor's name; false: of no state that is read. */
+static bool mt_state_of_name(const char **name, mt_param_state *state) {
+    static const struct {
+        const char *prefix;
+        mt_param_state state;
+    } rows[] = {{"optimizer.state.exp_avg.", MT_STATE_EXP_AVG},
+                {"optimizer.state.exp_avg_sq.", MT_STATE_EXP_AVG_SQ},
+                {"optimizer.state.fp32_param.", MT_STATE_MASTER},
+                {"optimizer.state.param.", MT_STATE_MASTER}};
+    *state = MT_STATE_WEIGHTS;
+    const char *inner = strncmp(*name, "chained_", 8) == 0 ? strchr(*name, '.') : NULL; // of several optimizers
+    const char *from = inner ? inner + 1 : *name;
+    for (size_t i = 0; i < sizeof rows / sizeof *rows; i++)
+        if (strncmp(from, rows[i].prefix, strlen(rows[i].prefix)) == 0) {
+            *name = from + strlen(rows[i].prefix), *state = rows[i].state;
+            return true;
+        }
+    return strncmp(from, "optimizer.", 10) != 0;
+}
+
+/* One chunk of a tensor: its values, cut into rectangles of the layers' and experts' matrices. */
+static int mt_megatron_add_chunk(mt_megatron *c, const char *full, const mt_megatron_name_parts *parts,
+                                 mt_param_state state, const int64_t *shape, int64_t num_dims, const int64_t *offsets,
+                                 const int64_t *sizes, mt_dtype dtype, const mt_storage *storage, mt_error *error) {
+    const mt_storage_row *row = mt_storage_find(storage, full, offsets, num_dims);
+    if (!row)
+        return mt_error_set(error, "%s/.metadata: has no place of a part of tensor \"%.120s\"; get it again", c->folder,
+                            full);
+    const mt_safetensors_file *file;
+    mt_torch_tensor tensor;
+    mt_zip zip;
+    mt_pickle *pickle;
+    int status = mt_megatron_open_blob(c, row, &file, &zip, &pickle, error);
+    const void *data = NULL;
+    if (status == 0) {
+        bool good =
+            mt_pickled_tensor(mt_pickle_root(pickle), &tensor) && tensor.dtype == dtype && tensor.num_dims == num_dims;
+        for (int64_t i = 0; i < num_dims && good; i++) good = tensor.shape[i] == sizes[i];
+        if (!good)
+            status = mt_error_set(error,
+                                  "%s: holds another tensor than the part of \"%.120s\" that .metadata lists; "
+                                  "get the folder again",
+                                  file->path, full);
+        else if (!(data = mt_megatron_tensor_data(&zip, &tensor, file->path, full, error)))
+            status = -1;
+    }
+    mt_pickle_free(pickle);
+    mt_zip_free(&zip);
+    if (status != 0) return -1;
+    int64_t lead = parts->has_layers + parts->has_experts, count = 1, rest = 1;
+    for (int64_t i = 0; i < lead; i++) count *= sizes[i];
+    for (int64_t i = lead + 1; i < num_dims; i++) rest *= shape[i];
+    mt_rectangle part = {offsets[lead], sizes[lead], 0, rest};
+    if (num_dims == lead + 2) part.col = offsets[lead + 1], part.cols = sizes[lead + 1];
+    for (int64_t i = lead + 2; i < num_dims; i++)
+        if (sizes[i] != shape[i] || sizes[lead + 1] != shape[lead + 1])
+            return mt_error_set(error,
+                                "%s: tensor \"%.120s\" of over two dimensions is cut in its last ones; it has "
+                                "no place here",
+                                file->path, full);
+    int64_t bytes = part.rows * part.cols * mt_dtype_size(dtype), inner = parts->has_experts ? sizes[lead - 1] : 1;
+    for (int64_t i = 0; i < count && status == 0; i++) {
+        int64_t layer = parts->has_layers ? offsets[0] + i / inner : parts->layer;
+        int64_t expert = parts->has_experts ? offsets[lead - 1] + i % inner : parts->expert;
+        status = mt_megatron_add_at(c, parts, layer, expert, state, shape[lead], rest, part, file->path,
+                                    (const char *)data + i * bytes, dtype, error);
+    }
+    return status;
+}
+
+static int mt_megatron_bad_entry(const mt_megatron *c, const char *name, mt_error *error) {
+    return mt_error_set(error, "%s/.metadata: the sizes of tensor \"%.120s\" are not right; get it again", c->folder,
+                        name);
+}
+
+/* One tensor of .metadata. */
+static int mt_megatron_add_tensor(mt_megatron *c, const char *full, const mt_pickled *entry, bool weights,
+                                  const mt_storage *storage, mt_error *error) {
+    const char *name = full;
+    mt_param_state state;
+    mt_megatron_name_parts parts;
+    int64_t shape[8], offsets[8], sizes[8], elements = 1;
+    bool known = mt_state_of_name(&name, &state);
+    if (state != MT_STATE_WEIGHTS) c->has_optimizer = true;
+    if (strncmp(full, "optimizer.distributed.", 22) == 0 || strstr(full, "gbuf_idx_")) c->other_optimizer = full;
+    if (!known || weights != (state == MT_STATE_WEIGHTS)) return 0;
+    const mt_pickled *properties = mt_pickled_get(entry, "properties");
+    const mt_pickled *built = properties && properties->kind == MT_PICKLED_OBJECT ? properties->items[2] : NULL;
+    int dtype = mt_pickled_dtype(mt_pickled_item(built, 0));
+    int64_t num_dims = mt_pickled_sizes(mt_pickled_get(entry, "size"), shape, 8);
+    const mt_pickled *chunks = mt_pickled_get(entry, "chunks");
+    if (num_dims < 0 || !chunks || chunks->kind != MT_PICKLED_LIST) return mt_megatron_bad_entry(c, full, error);
+    bool is_float = dtype == MT_F32 || dtype == MT_BF16 || dtype == MT_F16 || dtype == MT_F64;
+    if (!is_float && strstr(full, "_extra_state")) return 0;
+    if (num_dims == 0) return 0; // counters
+    if (!is_float)
+        return mt_error_set(error,
+                            "%s: tensor \"%.120s\" is of no type of 16, 32 or 64 bits; save a checkpoint of "
+                            "bf16 or fp32 parameters",
+                            c->folder, full);
+    for (int64_t i = 0; i < num_dims; i++)
+        if (__builtin_mul_overflow(elements, shape[i], &elements) || elements > INT64_MAX / 16)
+            return mt_megatron_bad_entry(c, full, error);
+    if (!mt_name_split(name, &parts) || num_dims <= parts.has_layers + parts.has_experts)
+        return mt_megatron_bad_entry(c, full, error);
+    for (int64_t i = 0; i < chunks->count; i++) {
+        const mt_pickled *chunk = chunks->items[i];
+        if (mt_pickled_sizes(mt_pickled_get(chunk, "offsets"), offsets, 8) != num_dims ||
+            mt_pickled_sizes(mt_pickled_get(chunk, "sizes"), sizes, 8) != num_dims)
+            return mt_megatron_bad_entry(c, full, error);
+        for (int64_t k = 0; k < num_dims; k++)
+            if (offsets[k] > shape[k] || sizes[k] > shape[k] - offsets[k]) return mt_megatron_bad_entry(c, full, error);
+        if (mt_megatron_add_chunk(c, full, &parts, state, shape, num_dims, offsets, sizes, (mt_dtype)dtype, storage,
+                                  error) != 0)
+            return -1;
+    }
+    return 0;
+}
+
+/* All but the tensors: common.pt of older versions, or the object common_state, a list of one dict. */
+static int mt_megatron_read_common(mt_megatron *c, const mt_storage *storage, mt_error *error) {
+    const mt_safetensors_file *file;
+    int status = -1;
+    if (mt_folder_has(c->folder, "common.pt")) {
+        file = mt_megatron_map(c, "common.pt", error);
+        if (!file) return -1;
+        if (mt_zip_open(&c->common_zip, file->base, file->bytes, file->path, error) == 0) {
+            const mt_zip_entry *data = mt_zip_find(&c->common_zip, "data.pkl");
+            status = data ? mt_pickle_read(&c->common, data->data, data->bytes, file->path, error)
+                          : mt_error_set(error, "%s: has no data.pkl; get it again", file->path);
+        }
+    } else {
+        status = 0;
+        for (int64_t i = 0; i < storage->count; i++) {
+            if (strncmp(storage->rows[i].name, "common_state/", 13) != 0) continue;
+            status = mt_megatron_open_blob(c, &storage->rows[i], &file, &c->common_zip, &c->common, error);
+            break;
+        }
+    }
+    if (status != 0) return -1;
+    c->common_state = c->common ? mt_pickle_root(c->common) : NULL;
+    if (c->common_state && c->common_state->kind == MT_PICKLED_LIST)
+        c->common_state = mt_pickled_item(c->common_state, 0);
+    return 0;
+}
+
+static int mt_megatron_open_dist(mt_megatron *c, bool tensors, bool weights, mt_error *error) {
+    char *path = mt_path_join(c->folder, ".metadata");
+    int64_t bytes;
+    mt_pickle *pickle = NULL;
+    mt_storage storage = {0};
+    char *text = mt_file_read(path, MT_METADATA_BYTES, &bytes, error);
+    int status = text ? mt_pickle_read(&pickle, text, bytes, path, error) : -1;
+    free(text);
+    if (status == 0)
+        status = mt_storage_read(&storage, mt_pickled_get(mt_pickle_root(pickle), "storage_data"), path, error);
+    if (status == 0) status = mt_megatron_read_common(c, &storage, error);
+    const mt_pickled *entries = status == 0 ? mt_pickled_get(mt_pickle_root(pickle), "state_dict_metadata") : NULL;
+    if (status == 0 && (!entries || entries->kind != MT_PICKLED_DICT))
+        status = mt_error_set(error, "%s: has no \"state_dict_metadata\", the list of the tensors; get it again", path);
+    for (int64_t i = 0; status == 0 && i < entries->count; i++) {
+        const char *name = mt_pickled_text(entries->items[2 * i]), *class = mt_pickled_class(entries->items[2 * i + 1]);
+        if (name && strstr(name, "gbuf_idx_")) c->other_optimizer = "dp_reshardable";
+        if (!name || !class || !mt_text_ends_with(class, ".TensorStorageMetadata")) continue;
+        if (tensors) status = mt_megatron_add_tensor(c, name, entries->items[2 * i + 1], weights, &storage, error);
+        mt_param_state state;
+        if (mt_state_of_name(&name, &state) && state != MT_STATE_WEIGHTS) c->has_optimizer = true;
+    }
+    if (c->other_optimizer) c->other_optimizer = "dp_reshardable"; // not a name of the pickle
+    free(storage.rows);
+    mt_pickle_free(pickle);
+    free(path);
+    return status;
+}
+
+/* ---- torch: a file of each tensor, pipeline and expert rank */
+
+/* How Megatron-Core cuts a matrix over the tensor-parallel ranks. */
+typedef enum mt_megatron_cut { MT_MEGATRON_WHOLE, MT_MEGATRON_ROWS, MT_MEGATRON_COLS } mt_megatron_cut;
+
+static mt_megatron_cut mt_megatron_cut_of(const char *name) {
+    static const char *const rows[] = {"embedding.word_embeddings.weight",
+                                       "output_layer.weight",
+                                       ".linear_qkv.weight",
+                                       ".linear_qkv.bias",
+                                       ".linear_fc1.weight",
+                                       ".linear_fc1.bias",
+                                       ".linear_q_proj.weight",
+                                       ".linear_q_up_proj.weight",
+                                       ".linear_kv_up_proj.weight",
+                                       ".core_attention.softmax_offset",
+                                       ".eh_proj.weight"};
+    for (size_t i = 0; i < sizeof rows / sizeof *rows; i++)
+        if (mt_text_ends_with(name, rows[i])) return MT_MEGATRON_ROWS;
+    if (mt_text_ends_with(name, ".linear_proj.weight") || mt_text_ends_with(name, ".linear_fc2.weight"))
+        return MT_MEGATRON_COLS;
+    return MT_MEGATRON_WHOLE;
+}
+
+/* The layout of the ranks that wrote a folder, from its arguments. */
+typedef struct mt_megatron_layout {
+    int64_t tp, pp, ep, chunks; // chunks: virtual stages of a pipeline rank
+    bool gated;
+    int64_t first_layer[MT_MEGATRON_RANKS]; // [chunk * pp + rank]
+} mt_megatron_layout;
+
+static int64_t mt_args_int(const mt_pickled *args, const char *key, int64_t otherwise) {
+    int64_t value;
+    return mt_pickled_int(mt_pickled_get(args, key), 1, MT_MEGATRON_RANKS - 1, &value) ? value : otherwise;
+}
+
+static bool mt_args_true(const mt_pickled *args, const char *key) {
+    const mt_pickled *value = mt_pickled_get(args, key);
+    return value && value->kind == MT_PICKLED_BOOL && value->number;
+}
+
+/* Reads the file of a rank. */
+typedef struct mt_rank_file {
+    const mt_safetensors_file *file;
+    mt_zip zip;
+    mt_pickle *pickle;
+} mt_rank_file;
+
+static void mt_rank_file_close(mt_rank_file *rank) {
+    mt_zip_free(&rank->zip);
+    mt_pickle_free(rank->pickle);
+    *rank = (mt_rank_file){0};
+}
+
+static int mt_rank_file_open(mt_megatron *c, mt_rank_file *rank, const char *name, mt_error *error) {
+    *rank = (mt_rank_file){.file = mt_megatron_map(c, name, error)};
+    if (!rank->file || mt_zip_open(&rank->zip, rank->file->base, rank->file->bytes, rank->file->path, error) != 0)
+        return -1;
+    const mt_zip_entry *data = mt_zip_find(&rank->zip, "data.pkl");
+    if (!data) return mt_error_set(error, "%s: has no data.pkl; get it again", rank->file->path);
+    return mt_pickle_read(&rank->pickle, data->data, data->bytes, rank->file->path, error);
+}
+
+static void mt_rank_file_name(char name[96], const mt_megatron_layout *l, int64_t tp, int64_t pp, int64_t ep) {
+    int used = snprintf(name, 96, "mp_rank_%02lld", (long long)tp);
+    if (l->pp > 1) used += snprintf(name + used, 96 - (size_t)used, "_%03lld", (long long)pp);
+    if (l->ep > 1) used += snprintf(name + used, 96 - (size_t)used, "_%03lld", (long long)ep);
+    snprintf(name + used, 96 - (size_t)used, "/model_optim_rng.pt");
+}
+
+/* The model of a virtual stage, or NULL with error. */
+static const mt_pickled *mt_rank_model(const mt_rank_file *rank, const mt_megatron_layout *l, int64_t chunk,
+                                       mt_error *error) {
+    char key[32] = "model";
+    if (l->chunks > 1) snprintf(key, sizeof key, "model%lld", (long long)chunk);
+    const mt_pickled *model = mt_pickled_get(mt_pickle_root(rank->pickle), key);
+    if (model && model->kind == MT_PICKLED_DICT && mt_pickled_get(model, "language_model"))
+        model = NULL, mt_error_set(error,
+                                   "%s: has the modules of Megatron-LM before Megatron-Core (language_model); "
+                                   "convert it by Megatron-LM's tools/checkpoint/convert.py",
+                                   rank->file->path);
+    else if (!model || model->kind != MT_PICKLED_DICT)
+        model = NULL,
+        mt_error_set(error, "%s: has no \"%s\", the weights of its rank; get it again", rank->file->path, key);
+    return model;
+}
+
+/* The decoder's layers of a virtual stage. */
+static int64_t mt_model_layers(const mt_pickled *model) {
+    int64_t count = 0;
+    for (int64_t i = 0; i < model->count; i++) {
+        const char *name = mt_pickled_text(model->items[2 * i]);
+        mt_megatron_name_parts parts;
+        if (name && mt_name_split(name, &parts) && strncmp(parts.text, "decoder.layers.", 15) == 0)
+            count = mt_max(count, parts.layer + 1);
+    }
+    return count;
+}
+
+/* Finds the first layer of each virtual stage: they follow one another chunk by chunk. */
+static int mt_megatron_find_layers(mt_megatron *c, mt_megatron_layout *l, mt_error *error) {
+    int64_t counts[MT_MEGATRON_RANKS] = {0}, first = 0;
+    for (int64_t pp = 0; pp < l->pp; pp++) {
+        char name[96];
+        mt_rank_file rank;
+        mt_rank_file_name(name, l, 0, pp, 0);
+        int status = mt_rank_file_open(c, &rank, name, error);
+        for (int64_t chunk = 0; chunk < l->chunks && status == 0; chunk++) {
+            const mt_pickled *model = mt_rank_model(&rank, l, chunk, error);
+            if (model) counts[chunk * l->pp + pp] = mt_model_layers(model);
+            status = model ? 0 : -1;
+        }
+        mt_rank_file_close(&rank);
+        if (status != 0) return -1;
+    }
+    for (int64_t i = 0; i < l->chunks * l->pp; first += counts[i++]) l->first_layer[i] = first;
+    return 0;
+}
+
+/* The experts of a rank's layer. */
+static int64_t mt_model_experts(const mt_pickled *model) {
+    int64_t count = 0;
+    for (int64_t i = 0; i < model->count; i++) {
+        const char *name = mt_pickled_text(model->items[2 * i]);
+        mt_megatron_name_parts parts;
+        if (name && mt_name_split(name, &parts)) count = mt_max(count, parts.expert + 1);
+    }
+    return count;
+}
+
+/* Adds a rank's part of a matrix. With a gate, each rank has its rows of the gate, then those of the other half. */
+static int mt_megatron_add_part(mt_megatron *c, const mt_megatron_layout *l, const mt_megatron_name_parts *parts,
+                                int64_t layer, int64_t expert, int64_t tp, const mt_torch_tensor *tensor,
+                                const char *path, const void *data, mt_error *error) {
+    int64_t rows = tensor->shape[0], cols = tensor->num_dims > 1 ? tensor->shape[1] : 1;
+    mt_megatron_cut cut = mt_megatron_cut_of(parts->text);
+    mt_rectangle part = {0, rows, 0, cols};
+    if (cut == MT_MEGATRON_WHOLE)
+        return tp > 0 ? 0
+                      : mt_megatron_add_at(c, parts, layer, expert, MT_STATE_WEIGHTS, rows, cols, part, path, data,
+                                           tensor->dtype, error);
+    bool gated = l->gated && (strstr(parts->text, ".linear_fc1.weight") || strstr(parts->text, ".linear_fc1.bias"));
+    int64_t whole_rows = cut == MT_MEGATRON_ROWS ? rows * l->tp : rows;
+    int64_t whole_cols = cut == MT_MEGATRON_COLS ? cols * l->tp : cols, halves = gated ? 2 : 1;
+    if (rows % halves != 0)
+        return mt_error_set(error, "%s: \"%.120s\" has an odd number of rows, and a gate needs two halves", path,
+                            parts->text);
+    int64_t bytes = rows / halves * cols * mt_dtype_size(tensor->dtype);
+    if (cut == MT_MEGATRON_COLS) part.col = tp * cols;
+    int status = 0;
+    for (int64_t half = 0; half < halves && status == 0; half++) {
+        part.rows = rows / halves;
+        if (cut == MT_MEGATRON_ROWS) part.row = half * (whole_rows / halves) + tp * part.rows;
+        status = mt_megatron_add_at(c, parts, layer, expert, MT_STATE_WEIGHTS, whole_rows, whole_cols, part, path,
+                                    (const char *)data + half * bytes, tensor->dtype, error);
+    }
+    return status;
+}
+
+/* Adds the tensors of one virtual stage of a rank. */
+static int mt_megatron_add_stage(mt_megatron *c, const mt_megatron_layout *l, const mt_rank_file *rank, int64_t chunk,
+                                 int64_t tp, int64_t pp, int64_t ep, mt_error *error) {
+    const mt_pickled *model = mt_rank_model(rank, l, chunk, error);
+    if (!model) return -1;
+    int64_t experts = mt_model_experts(model);
+    bool last = chunk == l->chunks - 1 && pp == l->pp - 1, first = chunk == 0 && pp == 0;
+    for (int64_t i = 0; i < model->count; i++) {
+        const char *name = mt_pickled_text(model->items[2 * i]);
+        mt_torch_tensor tensor;
+        mt_megatron_name_parts parts;
+        if (!name || strstr(name, "_extra_state") || strstr(name, "inv_freq")) continue;
+        if (!mt_pickled_tensor(model->items[2 * i + 1], &tensor) || !mt_name_split(name, &parts)) continue;
+        if (tensor.num_dims < 1 || tensor.num_dims > 2 || mt_dtype_size(tensor.dtype) < 2) continue;
+        if (tensor.dtype != MT_F32 && tensor.dtype != MT_BF16 && tensor.dtype != MT_F16 && tensor.dtype != MT_F64)
+            continue;
+        bool of_expert = parts.expert >= 0;
+        if (ep > 0 && !of_expert) continue; // the same on every expert rank
+        bool embeds = strncmp(parts.text, "embedding.", 10) == 0;
+        if (embeds && !first && (last || strncmp(parts.text, "embedding.word", 14) != 0)) continue; // a copy
+        if (embeds && !first) continue;
+        const void *data = mt_megatron_tensor_data(&rank->zip, &tensor, rank->file->path, name, error);
+        if (!data) return -1;
+        bool decodes = strncmp(parts.text, "decoder.layers.", 15) == 0;
+        int64_t layer = parts.layer + (decodes ? l->first_layer[chunk * l->pp + pp] : 0);
+        if (mt_megatron_add_part(c, l, &parts, layer, of_expert ? parts.expert + ep * experts : -1, tp, &tensor,
+                                 rank->file->path, data, error) != 0)
+            return -1;
+    }
+    return 0;
+}
+
+static int mt_megatron_check_layout(const mt_megatron *c, const mt_megatron_layout *l, const mt_pickled *args,
+                                    mt_error *error) {
+    if (!args)
+        return mt_error_set(error,
+                            "%s: has no arguments of its run (args), which say how its ranks cut the model; "
+                            "save it by Megatron-LM",
+                            c->folder);
+    if (l->pp * l->chunks > MT_MEGATRON_RANKS)
+        return mt_error_set(error, "%s: has over %d virtual stages", c->folder, MT_MEGATRON_RANKS);
+    int64_t of_experts = mt_args_int(args, "expert_tensor_parallel_size", l->tp);
+    if (mt_args_int(args, "num_experts", 0) > 0 && of_experts != l->tp)
+        return mt_error_set(error,
+                            "%s: its experts are cut over %lld tensor ranks and other layers over %lld; convert "
+                            "it to torch_dist by Megatron-LM's --ckpt-convert-format",
+                            c->folder, (long long)of_experts, (long long)l->tp);
+    return 0;
+}
+
+static int mt_megatron_open_torch(mt_megatron *c, bool tensors, mt_error *error) {
+    mt_megatron_layout l = {.tp = 1, .pp = 1, .ep = 1, .chunks = 1};
+    mt_rank_file rank;
+    const char *first = mt_folder_has(c->folder, "mp_rank_00")       ? "mp_rank_00/model_optim_rng.pt"
+                        : mt_folder_has(c->folder, "mp_rank_00_000") ? "mp_rank_00_000/model_optim_rng.pt"
+                                                                     : "mp_rank_00_000_000/model_optim_rng.pt";
+    int status = mt_rank_file_open(c, &rank, first, error);
+    c->common_zip = rank.zip, c->common = rank.pickle;
+    if (status != 0) return -1;
+    c->common_state = mt_pickle_root(c->common);
+    if (mt_pickled_get(c->common_state, "optimizer")) c->other_optimizer = "torch";
+    if (!tensors) return 0;
+    const mt_pickled *args = mt_megatron_args(c);
+    l.tp = mt_args_int(args, "tensor_model_parallel_size", 1),
+    l.pp = mt_args_int(args, "pipeline_model_parallel_size", 1);
+    l.ep = mt_args_int(args, "expert_model_parallel_size", 1);
+    l.chunks = mt_args_int(args, "virtual_pipeline_model_parallel_size", 1);
+    l.gated = mt_args_true(args, "swiglu") || mt_args_true(args, "geglu") || mt_args_true(args, "quick_geglu");
+    if (mt_megatron_check_layout(c, &l, args, error) != 0 || mt_megatron_find_layers(c, &l, error) != 0) return -1;
+    for (int64_t pp = 0; pp < l.pp; pp++)
+        for (int64_t tp = 0; tp < l.tp; tp++)
+            for (int64_t ep = 0; ep < l.ep && status == 0; ep++) {
+                char name[96];
+                mt_rank_file_name(name, &l, tp, pp, ep);
+                status = mt_rank_file_open(c, &rank, name, error);
+                for (int64_t chunk = 0; chunk < l.chunks && status == 0; chunk++)
+                    status = mt_megatron_add_stage(c, &l, &rank, chunk, tp, pp, ep, error);
+                mt_rank_file_close(&rank);
+            }
+    return status;
+}
+
+/* ---- */
+
+const char *mt_megatron_format(const char *folder) {
+    if (mt_folder_has(folder, ".metadata") || mt_folder_has(folder, "common.pt")) return "torch_dist";
+    if (mt_folder_has(folder, "mp_rank_00") || mt_folder_has(folder, "mp_rank_00_000") ||
+        mt_folder_has(folder, "mp_rank_00_000_000"))
+        return "torch";
+    return NULL;
+}
+
+static int mt_megatron_open_parts(mt_megatron **checkpoint, const char *folder, bool tensors, bool weights,
+                                  mt_error *error) {
+    mt_megatron *c = mt_calloc(sizeof *c);
+    c->folder = mt_strdup(folder);
+    const char *format = mt_megatron_format(folder);
+    int status;
+    if (!format)
+        status = mt_error_set(error, "%s: holds no checkpoint of Megatron-LM", folder);
+    else if (strcmp(format, "torch_dist") == 0)
+        status = mt_megatron_open_dist(c, tensors, weights, error);
+    else
+        status = mt_megatron_open_torch(c, tensors && weights, error);
+    if (status == 0 && tensors) status = mt_megatron_group(c, error);
+    if (status == 0)
+        *checkpoint = c;
+    else
+        mt_megatron_close(c), *checkpoint = NULL;
+    return status;
+}
+
+int mt_megatron_open(mt_megatron **checkpoint, const char *folder, bool weights, mt_error *error) {
+    return mt_megatron_open_parts(checkpoint, folder, true, weights, error);
+}
+
+int mt_megatron_open_common(mt_megatron **checkpoint, const char *folder, mt_error *error) {
+    return mt_megatron_open_parts(checkpoint, folder, false, false, error);
+}
+
+void mt_megatron_close(mt_megatron *c) {
+    if (!c) return;
+    for (int64_t i = 0; i < c->num_found; i++) free(c->found[i].name);
+    for (int64_t i = 0; i < c->num_files; i++) {
+        if (c->files[i].mapped) mt_mapping_close(&(mt_mapping){c->files[i].base, c->files[i].bytes});
+        free(c->files[i].path);
+    }
+    mt_pickle_free(c->common);
+    mt_zip_free(&c->common_zip);
+    free(c->files), free(c->found), free(c->pieces), free(c->matrices), free(c->folder);
+    free(c);
+}
+
+const mt_safetensors_file *mt_megatron_files(const mt_megatron *c, int64_t *count) {
+    *count = c->num_files;
+    return c->files;
+}
+
+int64_t mt_megatron_count(const mt_megatron *c) {
+    return c->num_matrices;
+}
+
+const mt_megatron_matrix *mt_megatron_get(const mt_megatron *c, int64_t index) {
+    MT_CHECK(index >= 0 && index < c->num_matrices);
+    return &c->matrices[index];
+}
+
+static int mt_matrix_compare(const void *a, const void *b) {
+    const mt_megatron_matrix *x = a, *y = b;
+    int order = strcmp(x->name, y->name);
+    if (order != 0) return order;
+    if (x->state != y->state) return x->state < y->state ? -1 : 1;
+    if (x->layer != y->layer) return x->layer < y->layer ? -1 : 1;
+    return (x->expert > y->expert) - (x->expert < y->expert);
+}
+
+const mt_megatron_matrix *mt_megatron_find(const mt_megatron *c, mt_param_state state, const char *name, int64_t layer,
+                                           int64_t expert) {
+    mt_megatron_matrix key = {.name = name, .layer = layer, .expert = expert, .state = state};
+    if (c->num_matrices == 0) return NULL;
+    return bsearch(&key, c->matrices, (size_t)c->num_matrices, sizeof key, mt_matrix_compare);
+}
+
+const mt_pickled *mt_megatron_args(const mt_megatron *c) {
+    const mt_pickled *args = mt_pickled_get(c->common_state, "args");
+    return args && args->kind == MT_PICKLED_OBJECT && args->items[2] ? args : NULL;
+}
+
+/* A whole number of steps, or a tensor of one float that is one, as PyTorch's Adam counts. */
+static bool mt_megatron_steps(const mt_megatron *c, const mt_pickled *value, int64_t *step) {
+    mt_torch_tensor tensor;
+    mt_error ignored;
+    float number;
+    if (mt_pickled_int(value, 0, INT32_MAX, step)) return true;
+    if (!mt_pickled_tensor(value, &tensor) || tensor.count != 1 || tensor.dtype != MT_F32) return false;
+    const void *data = mt_megatron_tensor_data(&c->common_zip, &tensor, c->folder, "step", &ignored);
+    if (!data) return false;
+    memcpy(&number, data, sizeof number);
+    if (!(number >= 0 && number < 1e9F)) return false;
+    *step = (int64_t)number;
+    return true;
+}
+
+/* The updates by the optimizer: a number of its state, or of its groups of parameters. */
+static bool mt_optimizer_updates(const mt_megatron *c, const mt_pickled *optimizer, int64_t *step) {
+    const mt_pickled *inner = mt_pickled_get(optimizer, "optimizer"), *own = inner ? inner : optimizer;
+    const mt_pickled *groups = mt_pickled_get(own, "param_groups");
+    return mt_megatron_steps(c, mt_pickled_get(mt_pickled_get(own, "state"), "common_step"), step) ||
+           mt_megatron_steps(c, mt_pickled_get(mt_pickled_item(groups, 0), "step"), step);
+}
+
+mt_megatron_run mt_megatron_read_run(const mt_megatron *c) {
+    enum { MOST = 1000000000 };
+    mt_megatron_run run = {.has_optimizer = c->has_optimizer, .other_optimizer = c->other_optimizer};
+    const mt_pickled *args = mt_megatron_args(c);
+    mt_pickled_int(mt_pickled_get(c->common_state, "iteration"), 0, MOST, &run.iteration);
+    mt_pickled_int(mt_pickled_get(args, "consumed_train_samples"), 0, 1000ll * MOST, &run.consumed_train_samples);
+    mt_pickled_int(mt_pickled_get(args, "consumed_valid_samples"), 0, 1000ll * MOST, &run.consumed_valid_samples);
+    run.optimizer_step = run.iteration;
+    if (!mt_optimizer_updates(c, mt_pickled_get(c->common_state, "optimizer"), &run.optimizer_step))
+        run.optimizer_step = run.iteration;
+    return run;
+}

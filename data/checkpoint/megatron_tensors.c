@@ -1,0 +1,214 @@
+/* megatron_tensors.c: the place of each parameter in the matrices of a checkpoint of Megatron-LM. Megatron-Core holds
+ * q, k and v as one matrix, group by group: the query heads of a group, its key head, its value head; and a gate before
+ * the other half of an MLP's first matrix. */
+#include "megatron_tensors.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+/* The part of a matrix that a parameter is. */
+typedef enum mt_core_part {
+    MT_CORE_WHOLE,
+    MT_CORE_Q,
+    MT_CORE_K,
+    MT_CORE_V,
+    MT_CORE_FIRST,  // of two halves
+    MT_CORE_SECOND, // of two halves, or without a gate the whole
+    MT_CORE_WORDS,  // the first rows: the vocabulary without its padding
+} mt_core_part;
+
+/* Names of Megatron-Core, in a layer unless they begin otherwise. Several rows of a role are names of several
+ * specifications of layers, the first that is there counts. */
+static const struct {
+    mt_role role;
+    mt_core_part part;
+    const char *name;
+} mt_core_names[] = {
+    {MT_WORD_EMBEDDING, MT_CORE_WORDS, "embedding.word_embeddings.weight"},
+    {MT_POSITION_EMBEDDING, MT_CORE_WHOLE, "embedding.position_embeddings.weight"},
+    {MT_FINAL_NORM, MT_CORE_WHOLE, "decoder.final_layernorm.weight"},
+    {MT_FINAL_NORM_BIAS, MT_CORE_WHOLE, "decoder.final_layernorm.bias"},
+    {MT_LM_HEAD, MT_CORE_WORDS, "output_layer.weight"},
+    {MT_INPUT_NORM, MT_CORE_WHOLE, ".self_attention.linear_qkv.layer_norm_weight"},
+    {MT_INPUT_NORM, MT_CORE_WHOLE, ".input_layernorm.weight"},
+    {MT_INPUT_NORM_BIAS, MT_CORE_WHOLE, ".self_attention.linear_qkv.layer_norm_bias"},
+    {MT_INPUT_NORM_BIAS, MT_CORE_WHOLE, ".input_layernorm.bias"},
+    {MT_Q, MT_CORE_Q, ".self_attention.linear_qkv.weight"},
+    {MT_Q, MT_CORE_WHOLE, ".self_attention.linear_q_proj.weight"},
+    {MT_K, MT_CORE_K, ".self_attention.linear_qkv.weight"},
+    {MT_V, MT_CORE_V, ".self_attention.linear_qkv.weight"},
+    {MT_Q_BIAS, MT_CORE_Q, ".self_attention.linear_qkv.bias"},
+    {MT_K_BIAS, MT_CORE_K, ".self_attention.linear_qkv.bias"},
+    {MT_V_BIAS, MT_CORE_V, ".self_attention.linear_qkv.bias"},
+    {MT_Q_NORM, MT_CORE_WHOLE, ".self_attention.q_layernorm.weight"},
+    {MT_K_NORM, MT_CORE_WHOLE, ".self_attention.k_layernorm.weight"},
+    {MT_Q_A, MT_CORE_WHOLE, ".self_attention.linear_q_down_proj.weight"},
+    {MT_KV_A, MT_CORE_WHOLE, ".self_attention.linear_kv_down_proj.weight"},
+    {MT_Q_B, MT_CORE_WHOLE, ".self_attention.linear_q_up_proj.weight"},
+    {MT_KV_B, MT_CORE_WHOLE, ".self_attention.linear_kv_up_proj.weight"},
+    {MT_Q_A_NORM, MT_CORE_WHOLE, ".self_attention.linear_q_up_proj.layer_norm_weight"},
+    {MT_Q_A_NORM, MT_CORE_WHOLE, ".self_attention.q_layernorm.weight"},
+    {MT_KV_A_NORM, MT_CORE_WHOLE, ".self_attention.linear_kv_up_proj.layer_norm_weight"},
+    {MT_KV_A_NORM, MT_CORE_WHOLE, ".self_attention.kv_layernorm.weight"},
+    {MT_SINKS, MT_CORE_WHOLE, ".self_attention.core_attention.softmax_offset"},
+    {MT_O, MT_CORE_WHOLE, ".self_attention.linear_proj.weight"},
+    {MT_O_BIAS, MT_CORE_WHOLE, ".self_attention.linear_proj.bias"},
+    {MT_MLP_NORM, MT_CORE_WHOLE, ".mlp.linear_fc1.layer_norm_weight"},
+    {MT_MLP_NORM, MT_CORE_WHOLE, ".pre_mlp_layernorm.weight"},
+    {MT_MLP_NORM_BIAS, MT_CORE_WHOLE, ".mlp.linear_fc1.layer_norm_bias"},
+    {MT_MLP_NORM_BIAS, MT_CORE_WHOLE, ".pre_mlp_layernorm.bias"},
+    {MT_GATE, MT_CORE_FIRST, ".mlp.linear_fc1.weight"},
+    {MT_GATE, MT_CORE_WHOLE, ".mlp.linear_fc1.weight_w"},
+    {MT_GATE_BIAS, MT_CORE_FIRST, ".mlp.linear_fc1.bias"},
+    {MT_GATE_BIAS, MT_CORE_WHOLE, ".mlp.linear_fc1.bias_w"},
+    {MT_UP, MT_CORE_SECOND, ".mlp.linear_fc1.weight"},
+    {MT_UP, MT_CORE_WHOLE, ".mlp.linear_fc1.weight_v"},
+    {MT_UP_BIAS, MT_CORE_SECOND, ".mlp.linear_fc1.bias"},
+    {MT_UP_BIAS, MT_CORE_WHOLE, ".mlp.linear_fc1.bias_v"},
+    {MT_DOWN, MT_CORE_WHOLE, ".mlp.linear_fc2.weight"},
+    {MT_DOWN_BIAS, MT_CORE_WHOLE, ".mlp.linear_fc2.bias"},
+    {MT_ROUTER, MT_CORE_WHOLE, ".mlp.router.weight"},
+    {MT_ROUTER_BIAS, MT_CORE_WHOLE, ".mlp.router.expert_bias"},
+    {MT_ROUTER_LINEAR_BIAS, MT_CORE_WHOLE, ".mlp.router.bias"},
+    {MT_EXPERT_GATE, MT_CORE_FIRST, ".mlp.experts.experts.linear_fc1.weight"},
+    {MT_EXPERT_GATE, MT_CORE_WHOLE, ".mlp.experts.experts.linear_fc1.weight_w"},
+    {MT_EXPERT_UP, MT_CORE_SECOND, ".mlp.experts.experts.linear_fc1.weight"},
+    {MT_EXPERT_UP, MT_CORE_WHOLE, ".mlp.experts.experts.linear_fc1.weight_v"},
+    {MT_EXPERT_DOWN, MT_CORE_WHOLE, ".mlp.experts.experts.linear_fc2.weight"},
+    {MT_SHARED_GATE, MT_CORE_FIRST, ".mlp.shared_experts.linear_fc1.weight"},
+    {MT_SHARED_GATE, MT_CORE_WHOLE, ".mlp.shared_experts.linear_fc1.weight_w"},
+    {MT_SHARED_UP, MT_CORE_SECOND, ".mlp.shared_experts.linear_fc1.weight"},
+    {MT_SHARED_UP, MT_CORE_WHOLE, ".mlp.shared_experts.linear_fc1.weight_v"},
+    {MT_SHARED_DOWN, MT_CORE_WHOLE, ".mlp.shared_experts.linear_fc2.weight"},
+    {MT_SHARED_EXPERT_GATE, MT_CORE_WHOLE, ".mlp.shared_experts.gate_weight"},
+    {MT_MTP_EMBEDDING_NORM, MT_CORE_WHOLE, "mtp.layers.enorm.weight"},
+    {MT_MTP_HIDDEN_NORM, MT_CORE_WHOLE, "mtp.layers.hnorm.weight"},
+    {MT_MTP_PROJECTION, MT_CORE_WHOLE, "mtp.layers.eh_proj.weight"},
+    {MT_MTP_FINAL_NORM, MT_CORE_WHOLE, "mtp.layers.final_layernorm.weight"},
+};
+enum { MT_NUM_CORE_NAMES = sizeof mt_core_names / sizeof *mt_core_names };
+
+/* The matrix of a row of the names; NULL: none. */
+static const mt_megatron_matrix *mt_core_find(const mt_megatron *checkpoint, const mt_param *param,
+                                              mt_param_state state, const mt_options *o, const char *name) {
+    char whole[160];
+    int64_t module = param->layer - o->num_layers;
+    bool in_layer = *name == '.', of_module = param->layer >= 0 && module >= 0;
+    const char *begin = !in_layer ? "" : of_module ? "mtp.layers.transformer_layer" : "decoder.layers";
+    snprintf(whole, sizeof whole, "%s%s", begin, name);
+    int64_t layer = !in_layer && !of_module ? -1 : of_module ? module : param->layer;
+    return mt_megatron_find(checkpoint, state, whole, layer, param->expert);
+}
+
+/* Sets the place of a part; returns the rows that the matrix must have. */
+static int64_t mt_core_place(const mt_param *param, mt_core_part part, bool halves, const mt_options *o,
+                             mt_placement *place) {
+    int64_t rows = param->whole_rows, d = o->kv_channels, heads = o->num_attention_heads / o->num_query_groups;
+    *place = (mt_placement){.stride = 1, .slices = 1, .width = param->whole_cols, .groups = 1};
+    place->group_rows = place->group_pitch = rows;
+    if (part == MT_CORE_Q || part == MT_CORE_K || part == MT_CORE_V) {
+        place->groups = o->num_query_groups, place->group_pitch = (heads + 2) * d;
+        place->group_rows = part == MT_CORE_Q ? heads * d : d;
+        place->row = part == MT_CORE_Q ? 0 : part == MT_CORE_K ? heads * d : (heads + 1) * d;
+        return place->groups * place->group_pitch;
+    }
+    if (part == MT_CORE_SECOND && halves) place->row = rows;
+    if (part == MT_CORE_FIRST || (part == MT_CORE_SECOND && halves)) return 2 * rows;
+    return part == MT_CORE_WORDS ? param->rows_stored : rows;
+}
+
+const mt_megatron_matrix *mt_megatron_place(const mt_megatron *checkpoint, const mt_param *param, mt_param_state state,
+                                            const mt_options *o, const char *folder, mt_placement *place,
+                                            mt_error *error) {
+    const char *first = NULL;
+    const char *option = param->rows_option ? param->rows_option : param->exists_option;
+    for (int i = 0; i < MT_NUM_CORE_NAMES; i++) {
+        if (mt_core_names[i].role != param->role) continue;
+        if (!first) first = mt_core_names[i].name;
+        const mt_megatron_matrix *matrix = mt_core_find(checkpoint, param, state, o, mt_core_names[i].name);
+        if (!matrix) continue;
+        mt_core_part part = mt_core_names[i].part;
+        int64_t rows = mt_core_place(param, part, o->swiglu || o->geglu || o->quick_geglu, o, place);
+        bool fits =
+            matrix->cols == param->whole_cols && (part == MT_CORE_WORDS ? matrix->rows >= rows : matrix->rows == rows);
+        if (fits) return matrix;
+        mt_error_set(error,
+                     "%s: tensor \"%s\" is [%lld, %lld] and the model's [%lld, %lld]; check %s, or take the model of "
+                     "the checkpoint by --use-checkpoint-args",
+                     folder, matrix->name, (long long)matrix->rows, (long long)matrix->cols, (long long)rows,
+                     (long long)param->whole_cols,
+                     matrix->cols != param->whole_cols && param->cols_option ? param->cols_option
+                     : option                                                ? option
+                                                                             : "the options of the model");
+        return NULL;
+    }
+    if (!first)
+        mt_error_set(
+            error,
+            "%s: the model has a parameter \"%s\", which has no place in checkpoints of Megatron-LM here; take "
+            "a Hugging Face folder",
+            folder, param->hf_name);
+    else
+        mt_error_set(error, "%s: has no tensor \"%s%s\"%s (layer %lld); check --num-layers%s%s%s", folder,
+                     *first == '.' ? "decoder.layers" : "", first,
+                     state == MT_STATE_WEIGHTS ? "" : " of the optimizer's state", (long long)param->layer,
+                     option ? " and " : "", option ? option : "",
+                     state == MT_STATE_WEIGHTS ? "" : ", or go on without it by --no-load-optim");
+    return NULL;
+}
+
+int mt_megatron_first_state(const mt_megatron *checkpoint, bool weights) {
+    if (weights) return MT_STATE_WEIGHTS;
+    for (int64_t i = 0; i < mt_megatron_count(checkpoint); i++)
+        if (mt_megatron_get(checkpoint, i)->state == MT_STATE_MASTER) return MT_STATE_MASTER;
+    return MT_STATE_EXP_AVG;
+}
+
+/* True for tensors that hold no weights: counts of tokens, tables of RoPE. */
+static bool mt_matrix_is_harmless(const mt_megatron_matrix *matrix) {
+    static const char *const parts[] = {"_extra_state", "inv_freq", "tokens_per_expert", "global_tokens",
+                                        "max_attn_logit"};
+    for (size_t i = 0; i < sizeof parts / sizeof *parts; i++)
+        if (strstr(matrix->name, parts[i])) return true;
+    return false;
+}
+
+/* Each matrix must have a parameter: to leave one out silently would load another model. */
+static int mt_megatron_check_unused(const mt_megatron *checkpoint, const bool *used, const mt_options *o,
+                                    const char *folder, mt_error *error) {
+    for (int64_t i = 0; i < mt_megatron_count(checkpoint); i++) {
+        const mt_megatron_matrix *matrix = mt_megatron_get(checkpoint, i);
+        if (used[i] || mt_matrix_is_harmless(matrix)) continue;
+        if (strncmp(matrix->name, "mtp.", 4) == 0 && o->mtp_num_layers == 0) continue; // as in Hugging Face folders
+        return mt_error_set(error,
+                            "%s: tensor \"%.120s\" (layer %lld) has no place in the model that the options describe; "
+                            "check --num-layers and the options for biases, norms and experts, or take the model of "
+                            "the checkpoint by --use-checkpoint-args",
+                            folder, matrix->name, (long long)matrix->layer);
+    }
+    return 0;
+}
+
+int mt_megatron_check(const mt_megatron *checkpoint, bool weights, const mt_options *o, const char *folder,
+                      mt_error *error) {
+    mt_param *rows;
+    int64_t count = mt_params_build(&rows, o, NULL);
+    bool *used = mt_calloc(mt_max(mt_megatron_count(checkpoint), 1));
+    int status = 0, first = mt_megatron_first_state(checkpoint, weights);
+    for (int64_t i = 0; i < count; i++) {
+        if (mt_param_is_adapter(&rows[i]) || (!weights && !rows[i].trained)) continue;
+        for (int state = first; state < mt_stem_end(weights, &rows[i]) && status == 0; state++) {
+            mt_placement place;
+            const mt_megatron_matrix *matrix =
+                mt_megatron_place(checkpoint, &rows[i], (mt_param_state)state, o, folder, &place, error);
+            if (matrix)
+                used[matrix - mt_megatron_get(checkpoint, 0)] = true;
+            else
+                status = -1;
+        }
+    }
+    if (status == 0 && weights) status = mt_megatron_check_unused(checkpoint, used, o, folder, error);
+    free(used);
+    free(rows);
+    return status;
+}

@@ -1,0 +1,40 @@
+/* torch_zip.h: the archives that torch.save writes: zip files whose entries are stored without compression. */
+#ifndef MT_TORCH_ZIP_H
+#define MT_TORCH_ZIP_H
+
+#include "../../megatron.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* An entry: its name behind the archive's folder ("data.pkl", "data/0"), which is not terminated, and its bytes. */
+typedef struct mt_zip_entry {
+    const char *name;
+    int64_t name_bytes;
+    const unsigned char *data;
+    int64_t bytes;
+} mt_zip_entry;
+
+/* The entries by name. They point into the memory of the archive. */
+typedef struct mt_zip {
+    mt_zip_entry *entries;
+    int64_t count;
+} mt_zip;
+
+/* Reads the directory of an archive in memory, which the caller keeps: zip with or without the fields of 64 bits. Every
+ * entry lies inside the archive before its directory, no two overlap, and no name comes twice. `path` is for messages.
+ * Errors: another file, one that is cut short, compressed or encrypted entries. Free also after an error. */
+int mt_zip_open(mt_zip *zip, const void *archive, int64_t bytes, const char *path, mt_error *error);
+void mt_zip_free(mt_zip *zip);
+
+/* The entry of a name; NULL: none. */
+const mt_zip_entry *mt_zip_find(const mt_zip *zip, const char *name);
+
+/* The sum of zip's entries: CRC-32 (ISO 3309); `crc` is 0, or the sum of the bytes before. */
+uint32_t mt_zip_crc32(uint32_t crc, const void *data, int64_t bytes);
+
+#ifdef __cplusplus
+}
+#endif
+#endif

@@ -1,0 +1,214 @@
+#!/usr/bin/env python3
+"""Makes the checkpoints of Megatron-Core in tests/golden/megatron_dist, and checks what this program wrote.
+
+    python3.12 -m venv VENV && VENV/bin/pip install megatron-core==0.19.2 torch numpy psutil
+    VENV/bin/python tests/golden/make_megatron_checkpoints.py               # makes all; starts torchrun itself
+    VENV/bin/python tests/golden/make_megatron_checkpoints.py load FOLDER NAME TP   # loads FOLDER, compares with NAME
+
+It runs on the CPU: gloo in place of NCCL, the layers of the local specification, and stand-ins for the calls that ask
+for a GPU. Each folder NAME holds iter_0000007 as Megatron-LM leaves it, its tracker, and expected.f32: the
+log-probabilities of tokens 1 to 15 by Megatron-Core's own forward pass, in the order of their places.
+"""
+import argparse
+import contextlib
+import os
+import shutil
+import subprocess
+import sys
+import warnings
+
+warnings.filterwarnings("ignore")
+HERE = os.path.join(os.path.dirname(os.path.abspath(__file__)), "megatron_dist")
+TOKENS = 16
+COMMON = dict(num_layers=2, hidden_size=16, ffn_hidden_size=24, num_attention_heads=4, num_query_groups=2,
+              kv_channels=8, normalization="RMSNorm", swiglu=True, add_bias_linear=False, add_qkv_bias=False,
+              untie_embeddings_and_output_weights=True, position_embedding_type="rope", rotary_base=10000,
+              rotary_percent=1.0, max_position_embeddings=32, vocab_size=100, padded_vocab_size=128,
+              qk_layernorm=False, norm_epsilon=1e-5, num_experts=None, group_query_attention=True)
+# name: (ranks, format, with the optimizer's state, what differs from COMMON)
+CASES = {
+    "dense_tp2": (2, "torch_dist", False, {}),
+    "gpt_tp2": (2, "torch_dist", False,
+                dict(normalization="LayerNorm", swiglu=False, add_bias_linear=True, add_qkv_bias=True,
+                     untie_embeddings_and_output_weights=False, position_embedding_type="learned_absolute",
+                     num_query_groups=4, group_query_attention=False, kv_channels=4, num_layers=1)),
+    "moe": (1, "torch_dist", False,
+            dict(num_experts=4, moe_ffn_hidden_size=8, moe_router_topk=2, moe_layer_freq=[0, 1],
+                 moe_shared_expert_intermediate_size=8, moe_router_pre_softmax=False)),
+    "torch_tp2": (2, "torch", False, {}),
+    "dense": (1, "torch_dist", True, dict(num_layers=1, hidden_size=8, ffn_hidden_size=12, qk_layernorm=True)),
+}
+
+
+def stand_ins():
+    import torch
+    from megatron.core.tensor_parallel import random
+    torch.cuda.current_device = lambda: torch.device("cpu")
+    torch.cuda.set_device = lambda *a: None
+    torch.cuda.synchronize = lambda *a: None
+    torch.cuda.get_rng_state = lambda *a: torch.get_rng_state()
+
+    def on_cpu(make):
+        return lambda *a, **k: make(*a, **({**k, "device": "cpu"} if str(k.get("device")).startswith("cuda") else k))
+    for name in ("empty", "full", "ones", "tensor", "zeros"):
+        setattr(torch, name, on_cpu(getattr(torch, name)))
+    torch.Tensor.cuda = lambda self, *a, **k: self
+    random.CudaRNGStatesTracker.fork = lambda self, *a: contextlib.nullcontext()
+
+
+def start(tp):
+    import torch.distributed as dist
+    for key, value in dict(MASTER_ADDR="127.0.0.1", MASTER_PORT="29533", RANK="0", WORLD_SIZE="1").items():
+        os.environ.setdefault(key, value)
+    dist.init_process_group("gloo")
+    from megatron.core import parallel_state
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=tp)
+
+
+def build(tp, shape):
+    import torch
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_layer_local_spec
+    from megatron.core.transformer import TransformerConfig
+    a = {**COMMON, **shape}
+    torch.manual_seed(7)
+    moe = {k: a[k] for k in ("moe_ffn_hidden_size", "moe_router_topk", "moe_layer_freq", "moe_router_pre_softmax",
+                             "moe_shared_expert_intermediate_size") if k in a}
+    if a["num_experts"]:
+        moe.update(num_moe_experts=a["num_experts"], moe_token_dispatcher_type="allgather",
+                   moe_router_load_balancing_type="none")
+    c = TransformerConfig(
+        num_layers=a["num_layers"], hidden_size=a["hidden_size"], ffn_hidden_size=a["ffn_hidden_size"],
+        num_attention_heads=a["num_attention_heads"], num_query_groups=a["num_query_groups"],
+        kv_channels=a["kv_channels"], use_cpu_initialization=True, gated_linear_unit=a["swiglu"],
+        activation_func=torch.nn.functional.silu if a["swiglu"] else torch.nn.functional.gelu,
+        normalization=a["normalization"], add_bias_linear=a["add_bias_linear"], add_qkv_bias=a["add_qkv_bias"],
+        tensor_model_parallel_size=tp, params_dtype=torch.float32, bias_activation_fusion=False, hidden_dropout=0,
+        attention_dropout=0, layernorm_epsilon=a["norm_epsilon"], qk_layernorm=a["qk_layernorm"],
+        init_method_std=0.3, masked_softmax_fusion=False, bias_dropout_fusion=False, apply_rope_fusion=False, **moe)
+    if a["num_experts"]:
+        spec = get_gpt_decoder_block_spec(c, use_transformer_engine=False)
+    else:
+        spec = get_gpt_layer_local_spec(qk_layernorm=a["qk_layernorm"], normalization=a["normalization"])
+    model = GPTModel(
+        c, spec, vocab_size=a["padded_vocab_size"], max_sequence_length=a["max_position_embeddings"],
+        share_embeddings_and_output_weights=not a["untie_embeddings_and_output_weights"],
+        position_embedding_type=a["position_embedding_type"], rotary_base=a["rotary_base"], parallel_output=False)
+    generator = torch.Generator().manual_seed(11 + torch.distributed.get_rank())
+    replicated = torch.Generator().manual_seed(5)
+    for name, p in model.named_parameters():  # norms and biases other than 1 and 0
+        if p.dim() == 1:
+            whole = getattr(p, "tensor_model_parallel", False)
+            p.data += 0.1 * torch.randn(p.shape, generator=generator if whole else replicated)
+    return model, a
+
+
+def log_probabilities(model, a):
+    import torch
+    tokens = (torch.arange(TOKENS) * 7 % a["vocab_size"])[None]
+    mask = torch.tril(torch.ones(1, 1, TOKENS, TOKENS)) < 0.5
+    with torch.no_grad():
+        logits = model(tokens, torch.arange(TOKENS)[None], mask).float()[0, :, : a["vocab_size"]]
+    logp = torch.log_softmax(logits, -1)
+    return torch.tensor([logp[i, tokens[0, i + 1]] for i in range(TOKENS - 1)])
+
+
+def args_of(a, tp):
+    from megatron.core.transformer.enums import AttnBackend
+    import torch
+    args = argparse.Namespace(**a)
+    args.tensor_model_parallel_size = tp
+    args.pipeline_model_parallel_size = 1
+    args.virtual_pipeline_model_parallel_size = None
+    args.consumed_train_samples = 112
+    args.consumed_valid_samples = 32
+    args.params_dtype = torch.float32
+    args.attention_backend = AttnBackend.auto
+    args.use_rotary_position_embeddings = False
+    args.rotary_interleaved = False
+    args.apply_layernorm_1p = False
+    args.squared_relu = False
+    return args
+
+
+def make(name):
+    import numpy
+    import torch
+    import torch.distributed as dist
+    from megatron.core import dist_checkpointing
+    tp, form, optim, shape = CASES[name]
+    stand_ins()
+    start(tp)
+    model, a = build(tp, shape)
+    folder = os.path.join(HERE, name)
+    iteration = os.path.join(folder, "iter_0000007")
+    if dist.get_rank() == 0:
+        shutil.rmtree(folder, ignore_errors=True)
+        os.makedirs(iteration)
+    dist.barrier()
+    common = dict(args=args_of(a, tp), checkpoint_version=3.0, iteration=7,
+                  opt_param_scheduler=dict(max_lr=1e-3, num_steps=112))
+    if form == "torch":
+        part = os.path.join(iteration, "mp_rank_%02d" % dist.get_rank())
+        os.makedirs(part)
+        torch.save(dict(common, model=model.state_dict_for_save_checkpoint()),
+                   os.path.join(part, "model_optim_rng.pt"))
+    else:
+        state = dict(model.sharded_state_dict(metadata=dict(singleton_local_shards=False)), **common)
+        if optim:
+            from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+            from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+            wrapped = DistributedDataParallel(model.config, DistributedDataParallelConfig(), model)
+            optimizer = get_megatron_optimizer(OptimizerConfig(optimizer="adam", lr=1e-3, weight_decay=0.1,
+                                                               params_dtype=torch.float32), [wrapped])
+            for p in model.parameters():
+                p.main_grad = torch.linspace(-1, 1, p.numel()).reshape(p.shape)
+                p.grad = p.main_grad
+            inner = optimizer.chained_optimizers[0] if hasattr(optimizer, "chained_optimizers") else optimizer
+            inner.optimizer.step()
+            state = dict(model.sharded_state_dict(metadata=dict(singleton_local_shards=False)), **common)
+            state["optimizer"] = optimizer.sharded_state_dict(state, metadata=dict(singleton_local_shards=False))
+        dist_checkpointing.save(state, iteration)
+    expected = log_probabilities(model, a)
+    if dist.get_rank() == 0:
+        with open(os.path.join(folder, "latest_checkpointed_iteration.txt"), "w") as file:
+            file.write("7")
+        expected.numpy().astype(numpy.float32).tofile(os.path.join(folder, "expected.f32"))
+
+
+def load(folder, name, tp):
+    import numpy
+    import torch.distributed as dist
+    from megatron.core import dist_checkpointing
+    _, _, _, shape = CASES[name]
+    stand_ins()
+    start(tp)
+    model, a = build(tp, shape)
+    for p in model.parameters():
+        p.data.zero_()
+    state = model.sharded_state_dict(metadata=dict(singleton_local_shards=False))
+    loaded = dist_checkpointing.load(state, folder)
+    model.load_state_dict({k: v for k, v in loaded.items()}, strict=False)
+    got = log_probabilities(model, a).numpy()
+    wanted = numpy.fromfile(os.path.join(HERE, name, "expected.f32"), numpy.float32)
+    if dist.get_rank() == 0:
+        print("largest difference of log-probabilities:", abs(got - wanted).max())
+    assert abs(got - wanted).max() < 1e-5
+
+
+def main():
+    words = sys.argv[1:]
+    if words[:1] == ["make"]:
+        return make(words[1])
+    if words[:1] == ["loads"]:
+        return load(words[1], words[2], int(words[3]))
+    runs = [["make", name, str(CASES[name][0])] for name in words or CASES]
+    if words[:1] == ["load"]:
+        runs = [["loads", *words[1:]]]
+    for run in runs:
+        subprocess.run([sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", run[-1], "--master-port",
+                        "29533", os.path.abspath(__file__), *run], check=True)
+
+
+if __name__ == "__main__":
+    main()

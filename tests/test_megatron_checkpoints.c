@@ -1,0 +1,344 @@
+/* Checkpoints of Megatron-LM: archives and pickles are read into values or refused in words, and nothing of them runs;
+ * tensors of several ranks become whole matrices. */
+#include "../data/base/file.h"
+#include "../data/checkpoint/megatron_folder.h"
+#include "../data/checkpoint/torch_pickle.h"
+#include "../data/checkpoint/torch_zip.h"
+#include "folder.h"
+
+#include <math.h>
+#include <setjmp.h>
+#include <stdarg.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include <cmocka.h>
+
+#define GOLDEN        "tests/golden/megatron_dist/"
+#define TEXT(literal) literal, sizeof literal - 1
+
+static void assert_one_line(const mt_error *error, const char *name) {
+    assert_null(strchr(error->text, '\n'));
+    if (strncmp(error->text, name, strlen(name)) != 0) fail_msg("\"%s\" does not begin with %s", error->text, name);
+}
+
+/* A pickle in memory of exactly its size, so that a sanitizer sees reads past it. */
+static int read_pickle(mt_pickle **pickle, const char *bytes, size_t length, mt_error *error) {
+    char *copy = mt_malloc(mt_max((int64_t)length, 1));
+    memcpy(copy, bytes, length);
+    int status = mt_pickle_read(pickle, copy, (int64_t)length, "file", error);
+    free(copy);
+    return status;
+}
+
+static void what_a_pickle_may_not_have_is_refused_in_words(void **state) {
+    (void)state;
+    static const struct {
+        const char *bytes;
+        size_t length;
+        const char *words;
+    } rows[] = {
+        {TEXT(""), "ends too early"},
+        {TEXT("."), "more than one value"},
+        {TEXT("N"), "ends too early"},
+        {TEXT("NN."), "more than one value"},
+        {TEXT("\x80\x06N."), "protocol"},
+        {TEXT("cos\nsystem\n(X\x04\0\0\0true\x85R."), "\"os.system\""},
+        {TEXT("cposix\nsystem\nN."), "\"posix.system\""},
+        {TEXT("cbuiltins\neval\n."), "\"builtins.eval\""},
+        {TEXT("c__builtin__\neval\n."), "\"__builtin__.eval\""},
+        {TEXT("ctorch\nload\n."), "\"torch.load\""},
+        {TEXT("ctorch._utils\n_rebuild_tensor\n."), "\"torch._utils._rebuild_tensor\""},
+        {TEXT("ctorch.Siz\ne\n."), "\"torch.Siz.e\""},
+        {TEXT("cco\x01ns\nx\n."), "\"co?ns.x\""},
+        {TEXT("\x8c\x02os\x8c\x06system\x93."), "\"os.system\""},
+        {TEXT("\x8c\x05posix\x8c\x06system\x93)R."), "\"posix.system\""},
+        {TEXT("K\x01K\x02\x93."), "no text"},
+        {TEXT("ctorch\nSize"), "ends too early"},
+        {TEXT("ctorch"), "ends too early"},
+        {TEXT("ios\nsystem\n."), "opcode 0x69"},
+        {TEXT("I1\n."), "opcode 0x49"},
+        {TEXT("P1\n."), "opcode 0x50"},
+        {TEXT("\x82\x01."), "opcode 0x82"},
+        {TEXT("N2."), "opcode 0x32"},
+        {TEXT("NR."), "stack is empty"},
+        {TEXT("NNR."), "no class"},
+        {TEXT("ctorch\nSize\nNR."), "no class"},
+        {TEXT("N)R."), "no class"},
+        {TEXT("0."), "stack is empty"},
+        {TEXT("1."), "mark is missing"},
+        {TEXT("t."), "mark is missing"},
+        {TEXT("(N0N0N00."), "stack is empty"},
+        {TEXT("Na."), "stack is empty"},
+        {TEXT("NNa."), "has none"},
+        {TEXT("](Ns."), "stack is empty"},
+        {TEXT("}Ns."), "stack is empty"},
+        {TEXT("}(Nu."), "no value"},
+        {TEXT("](NNu."), "has none"},
+        {TEXT("(Ne."), "stack is empty"},
+        {TEXT("N}b."), "plain value"},
+        {TEXT("}b."), "stack is empty"},
+        {TEXT("h\x00."), "no such number"},
+        {TEXT("Nq\x05."), "skipped"},
+        {TEXT("Nr\xff\xff\xff\xff."), "skipped"},
+        {TEXT("q\x00."), "stack is empty"},
+        {TEXT("NQ."), "no storage"},
+        {TEXT("(X\x07\0\0\0storageNNNtQ."), "no storage"},
+        {TEXT("X\xff\xff\xff\xff"
+              "a."),
+         "ends too early"},
+        {TEXT("\x8d\xff\xff\xff\xff\xff\xff\xff\xff"
+              "a."),
+         "ends too early"},
+        {TEXT("\x8b\xff\xff\xff\x7f."), "ends too early"},
+        {TEXT("G\0\0."), "ends too early"},
+        {TEXT("\x87."), "stack is empty"},
+        {TEXT("ccollections\nOrderedDict\n]NaaN\x85R."), "has none"},
+        {TEXT("ccollections\nOrderedDict\n]Na\x85R."), "no value"},
+    };
+    for (size_t i = 0; i < sizeof rows / sizeof *rows; i++) {
+        mt_error error = {{0}};
+        mt_pickle *pickle;
+        assert_int_equal(read_pickle(&pickle, rows[i].bytes, rows[i].length, &error), -1);
+        assert_null(pickle);
+        assert_one_line(&error, "file: ");
+        if (!strstr(error.text, rows[i].words))
+            fail_msg("row %d: \"%s\" does not say \"%s\"", (int)i, error.text, rows[i].words);
+    }
+}
+
+static void a_pickle_becomes_values(void **state) {
+    (void)state;
+    static const char bytes[] =
+        "\x80\x02}q\x00(X\x01\0\0\0aK\x07X\x01\0\0\0bJ\xff\xff\xff\xffX\x01\0\0\0c]q\x01(G\x3f\xf8\0\0\0\0"
+        "\0\0\x88Nh\x01\x8a\x09\0\0\0\0\0\0\0\0\x01\x65X\x01\0\0\0d\x8a\x02\x00\x80X\x01\0\0\0e"
+        "cargparse\nNamespace\n)\x81}X\x01\0\0\0xM\x00\x01sbu.";
+    mt_error error;
+    mt_pickle *pickle;
+    int64_t number;
+    if (read_pickle(&pickle, TEXT(bytes), &error) != 0) fail_msg("%s", error.text);
+    const mt_pickled *root = mt_pickle_root(pickle), *list = mt_pickled_get(root, "c");
+    assert_true(mt_pickled_int(mt_pickled_get(root, "a"), 0, 10, &number) && number == 7);
+    assert_true(mt_pickled_int(mt_pickled_get(root, "b"), -1, 10, &number) && number == -1);
+    assert_true(mt_pickled_int(mt_pickled_get(root, "d"), -40000, 0, &number) && number == -32768);
+    assert_false(mt_pickled_int(mt_pickled_get(root, "a"), 8, 10, &number));
+    assert_int_equal(list->count, 5);
+    assert_true(list->items[0]->real == 1.5);
+    assert_ptr_equal(list->items[3], list); // a list may have itself
+    assert_true(list->items[4]->kind == MT_PICKLED_REAL && list->items[4]->real == 18446744073709551616.0);
+    assert_string_equal(mt_pickled_class(mt_pickled_get(root, "e")), "argparse.Namespace");
+    assert_true(mt_pickled_int(mt_pickled_get(mt_pickled_get(root, "e"), "x"), 0, 999, &number) && number == 256);
+    assert_null(mt_pickled_get(root, "f"));
+    mt_pickle_free(pickle);
+}
+
+/* A tensor's numbers are compared with its storage's. */
+static void a_tensor_lies_in_its_storage(void **state) {
+    (void)state;
+    static const struct {
+        char first, rows, stride;
+        bool is_tensor, contiguous;
+    } rows[] = {{0, 3, 2, true, true},  {4, 1, 2, true, true}, {5, 1, 2, false, false}, {0, 4, 2, false, false},
+                {0, 3, 1, true, false}, {6, 0, 2, true, true}, {7, 0, 2, false, false}};
+    for (size_t i = 0; i < sizeof rows / sizeof *rows; i++) {
+        char bytes[] =
+            "ctorch._utils\n_rebuild_tensor_v2\n((X\x07\0\0\0storagectorch\nFloatStorage\nX\x01\0\0\0000X\x03\0"
+            "\0\0cpuK\x06tQK\x00K\x00K\x02\x86K\x00K\x01\x86\x89}tR.";
+        size_t at = sizeof bytes - 1 - strlen("K0K0K2\x86K0K1\x86\x89}tR.");
+        bytes[at + 1] = rows[i].first, bytes[at + 3] = rows[i].rows, bytes[at + 8] = rows[i].stride;
+        mt_error error;
+        mt_pickle *pickle;
+        mt_torch_tensor tensor;
+        if (read_pickle(&pickle, bytes, sizeof bytes - 1, &error) != 0) fail_msg("%s", error.text);
+        assert_int_equal(mt_pickled_tensor(mt_pickle_root(pickle), &tensor), rows[i].is_tensor);
+        if (rows[i].is_tensor) assert_int_equal(tensor.contiguous, rows[i].contiguous);
+        mt_pickle_free(pickle);
+    }
+}
+
+static void a_deep_pickle_is_refused_and_a_long_one_read(void **state) {
+    (void)state;
+    enum { LONG = 3 << 20 };
+    char *bytes = mt_malloc(LONG + 8);
+    mt_error error;
+    mt_pickle *pickle;
+    memset(bytes, '(', LONG);
+    assert_int_equal(read_pickle(&pickle, bytes, LONG, &error), -1);
+    assert_non_null(strstr(error.text, "nested too deep"));
+    memset(bytes, 'N', LONG);
+    assert_int_equal(read_pickle(&pickle, bytes, LONG, &error), -1);
+    assert_non_null(strstr(error.text, "stack is too deep"));
+    bytes[0] = ']';
+    for (int i = 1; i < LONG; i += 2) bytes[i] = ']', bytes[i + 1] = 'a'; // one in another would need its own stack
+    bytes[LONG - 1] = '.';
+    if (read_pickle(&pickle, bytes, LONG, &error) != 0) fail_msg("%s", error.text);
+    assert_int_equal(mt_pickle_root(pickle)->count, LONG / 2 - 1);
+    mt_pickle_free(pickle);
+    free(bytes);
+}
+
+/* The archive of torch.save, with any of its bytes changed or its end cut off, is read or refused in one line. */
+static void damage_anywhere_in_an_archive_is_refused_or_harmless(void **state) {
+    (void)state;
+    int64_t bytes;
+    mt_error error;
+    char *file = mt_file_read(GOLDEN "torch_tp2/iter_0000007/mp_rank_00/model_optim_rng.pt", 1 << 20, &bytes, &error);
+    if (!file) fail_msg("%s", error.text);
+    mt_zip zip;
+    if (mt_zip_open(&zip, file, bytes, "file", &error) != 0) fail_msg("%s", error.text);
+    const mt_zip_entry *data = mt_zip_find(&zip, "data.pkl");
+    assert_non_null(data);
+    assert_null(mt_zip_find(&zip, "data.pk"));
+    assert_int_equal(mt_zip_crc32(0, "123456789", 9), 0xcbf43926u);
+    mt_zip_free(&zip);
+    int64_t refused = 0, tried = 0;
+    for (int64_t i = 0; i < bytes; i += bytes - i < 8000 ? 1 : 199, tried++) {
+        char *copy = mt_malloc(bytes);
+        memcpy(copy, file, (size_t)bytes);
+        copy[i] ^= (char)(1 << i % 8);
+        error.text[0] = 0;
+        if (mt_zip_open(&zip, copy, bytes, "file", &error) != 0) {
+            assert_one_line(&error, "file: ");
+            refused++;
+        }
+        mt_zip_free(&zip);
+        free(copy);
+        copy = mt_malloc(mt_max(i, 1));
+        memcpy(copy, file, (size_t)i);
+        assert_int_equal(mt_zip_open(&zip, copy, i, "file", &error), -1);
+        assert_one_line(&error, "file: ");
+        mt_zip_free(&zip);
+        free(copy);
+    }
+    assert_true(refused > 100 && refused < tried);
+    free(file);
+}
+
+static mt_megatron *opened(const char *folder, bool weights) {
+    mt_error error;
+    mt_megatron *checkpoint;
+    if (mt_megatron_open(&checkpoint, folder, weights, &error) != 0) fail_msg("%s", error.text);
+    return checkpoint;
+}
+
+static float element(const mt_megatron_matrix *matrix, int64_t row, int64_t col) {
+    for (int64_t i = 0; i < matrix->count; i++) {
+        mt_rectangle part = matrix->pieces[i].part;
+        if (row < part.row || row >= part.row + part.rows || col < part.col || col >= part.col + part.cols) continue;
+        float value;
+        const char *data = matrix->pieces[i].tensor.data;
+        memcpy(&value, data + ((row - part.row) * part.cols + col - part.col) * 4, sizeof value);
+        return value;
+    }
+    fail_msg("%s has no element %d %d", matrix->name, (int)row, (int)col);
+    return 0;
+}
+
+/* The same model, written by two ranks in both formats. */
+static void both_formats_hold_the_same_matrices(void **state) {
+    (void)state;
+    mt_megatron *dist = opened(GOLDEN "dense_tp2/iter_0000007", true);
+    mt_megatron *torch = opened(GOLDEN "torch_tp2/iter_0000007", true);
+    assert_int_equal(mt_megatron_count(dist), 15);
+    assert_int_equal(mt_megatron_count(torch), 15);
+    for (int64_t i = 0; i < mt_megatron_count(dist); i++) {
+        const mt_megatron_matrix *a = mt_megatron_get(dist, i);
+        const mt_megatron_matrix *b = mt_megatron_find(torch, MT_STATE_WEIGHTS, a->name, a->layer, a->expert);
+        if (!b) { // sharded names are those of Transformer Engine
+            const char *name = strstr(a->name, ".mlp.") ? "decoder.layers.pre_mlp_layernorm.weight"
+                                                        : "decoder.layers.input_layernorm.weight";
+            assert_true(mt_text_ends_with(a->name, ".layer_norm_weight"));
+            b = mt_megatron_find(torch, MT_STATE_WEIGHTS, name, a->layer, -1);
+        }
+        if (!b) fail_msg("%s is in one format", a->name);
+        assert_true(a->rows == b->rows && a->cols == b->cols);
+        for (int64_t row = 0; row < a->rows; row++)
+            for (int64_t col = 0; col < a->cols; col++)
+                if (element(a, row, col) != element(b, row, col)) fail_msg("%s differs", a->name);
+    }
+    mt_megatron_close(dist);
+    mt_megatron_close(torch);
+}
+
+/* The script's gradient of a parameter of n elements is n even steps from -1 to 1, so that after one step of Adam the
+ * moments name their elements. */
+static void moments_are_those_of_their_elements(void **state) {
+    (void)state;
+    mt_megatron *c = opened(GOLDEN "dense/iter_0000007", false);
+    int64_t checked = 0;
+    for (int64_t i = 0; i < mt_megatron_count(c); i++) {
+        const mt_megatron_matrix *matrix = mt_megatron_get(c, i);
+        if (matrix->state != MT_STATE_EXP_AVG && matrix->state != MT_STATE_EXP_AVG_SQ) continue;
+        int64_t count = matrix->rows * matrix->cols;
+        for (int64_t k = 0; k < count; k++, checked++) {
+            double g = -1 + 2.0 * (double)k / (double)(count - 1);
+            double wanted = matrix->state == MT_STATE_EXP_AVG ? 0.1 * g : 0.001 * g * g;
+            double got = (double)element(matrix, k / matrix->cols, k % matrix->cols);
+            if (fabs(got - wanted) > 1e-6) fail_msg("%s[%d] is %g, not %g", matrix->name, (int)k, got, wanted);
+        }
+    }
+    assert_true(checked > 2000);
+    mt_megatron_close(c);
+}
+
+static void the_run_goes_on_from_its_numbers(void **state) {
+    (void)state;
+    static const char *const folders[] = {GOLDEN "dense/iter_0000007", GOLDEN "torch_tp2/iter_0000007"};
+    for (int i = 0; i < 2; i++) {
+        mt_megatron *c;
+        mt_error error;
+        int64_t hidden;
+        if (mt_megatron_open_common(&c, folders[i], &error) != 0) fail_msg("%s", error.text);
+        mt_megatron_run run = mt_megatron_read_run(c);
+        assert_int_equal(run.iteration, 7);
+        assert_int_equal(run.consumed_train_samples, 112);
+        assert_int_equal(run.consumed_valid_samples, 32);
+        assert_int_equal(run.has_optimizer, i == 0);
+        assert_int_equal(run.optimizer_step, i == 0 ? 1 : 7);
+        assert_true(mt_pickled_int(mt_pickled_get(mt_megatron_args(c), "hidden_size"), 1, 99, &hidden));
+        assert_int_equal(hidden, i == 0 ? 8 : 16);
+        mt_megatron_close(c);
+    }
+}
+
+/* Copies a golden folder's iteration into the test's folder. */
+static void copy_golden(const char *name) {
+    char command[512];
+    snprintf(command, sizeof command, "cp -R " GOLDEN "%s/iter_0000007 %s/copy", name, root);
+    assert_int_equal(system(command), 0);
+}
+
+static void refused_without(const char *name, const char *file, const char *words) {
+    char command[512];
+    mt_error error;
+    mt_megatron *c;
+    copy_golden(name);
+    snprintf(command, sizeof command, "rm -r %s/copy/%s", root, file);
+    assert_int_equal(system(command), 0);
+    assert_int_equal(mt_megatron_open(&c, at("copy"), true, &error), -1);
+    assert_one_line(&error, at("copy"));
+    if (!strstr(error.text, words)) fail_msg("\"%s\" does not say \"%s\"", error.text, words);
+    snprintf(command, sizeof command, "rm -r %s/copy", root);
+    assert_int_equal(system(command), 0);
+}
+
+static void a_rank_whose_file_is_missing_is_named(void **state) {
+    (void)state;
+    refused_without("dense_tp2", "__1_0.distcp", "__1_0.distcp");
+    refused_without("torch_tp2", "mp_rank_01", "mp_rank_01/model_optim_rng.pt");
+}
+
+int main(void) {
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(what_a_pickle_may_not_have_is_refused_in_words),
+        cmocka_unit_test(a_pickle_becomes_values),
+        cmocka_unit_test(a_tensor_lies_in_its_storage),
+        cmocka_unit_test(a_deep_pickle_is_refused_and_a_long_one_read),
+        cmocka_unit_test(damage_anywhere_in_an_archive_is_refused_or_harmless),
+        cmocka_unit_test(both_formats_hold_the_same_matrices),
+        cmocka_unit_test(moments_are_those_of_their_elements),
+        cmocka_unit_test(the_run_goes_on_from_its_numbers),
+        cmocka_unit_test_setup_teardown(a_rank_whose_file_is_missing_is_named, make_root, remove_root),
+    };
+    return cmocka_run_group_tests(tests, NULL, NULL);
+}
