@@ -3395,7 +3395,8 @@ static void what_exceeds_a_backends_limits_is_refused_in_one_line(void **state) 
                  "--linear-key-head-dim is 136, and the gated delta rule on this device takes heads of at most 128 "
                  "channels");
     const mt_limits ssd = {.ssd_rows = 256, .ssd_columns = 128};
-#define SSD RUN "--experimental-attention-variant mamba2 --linear-attention-freq 2 --mamba-num-groups 2 "
+#define SSD                                                                                                            \
+    RUN "--experimental-attention-variant mamba2 --linear-attention-freq 2 --mamba-num-groups 2 --mamba-num-heads 4 "
     check_limits(SSD "--mamba-state-dim 256 --mamba-head-dim 128", &ssd, NULL);
     check_limits(SSD "--mamba-state-dim 264", &ssd,
                  "--mamba-state-dim is 264, and Mamba-2 on this device takes states of at most 256");
