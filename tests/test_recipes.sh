@@ -176,8 +176,8 @@ shapes_of_recipes_are_planned_on_8_and_64_gpus() {
 a_mixer_without_gpu_kernels_is_not_planned() {
     for gpus in 1 8; do
         refused "no layout of $gpus GPUs is legal: --value-channels .* runs on the CPU only" "$train" --mock-data \
-            --bf16 --load tests/golden/hf/mimo_v2_flash --finetune --seq-length 32 --global-batch-size 8 --train-iters 3 \
-            --lr 1e-4 --plan --gpu h200 --gpus $gpus || return 1
+            --bf16 --load tests/golden/hf/mimo_v2_flash --finetune --seq-length 32 --global-batch-size 8 \
+            --train-iters 3 --lr 1e-4 --plan --gpu h200 --gpus $gpus || return 1
     done
 }
 
