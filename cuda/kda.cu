@@ -39,35 +39,35 @@ template <class T> struct kda_task {
 /* The purpose of `step`: out; the states before all chunks, for the backward; or the map of context parallelism. */
 enum kda_purpose { FORWARD, KEEP, MAP };
 
-/* A token of a head in shared memory: q and k divided by their lengths, q by sqrt(Dk) too, and the decays. */
-template <int LINES> struct kda_token {
-    float q[STEP_ROWS * LINES], k[STEP_ROWS * LINES], decay[STEP_ROWS * LINES], squares[2];
+/* Some tokens of a head in shared memory: q and k divided by their lengths, q by sqrt(Dk) too, and the decays. */
+enum { KDA_TOKENS = 16 };
 
-    /* All threads of the block call it; the token's values are there when it returns. */
-    template <class T> __device__ void load(const kda_task<T> &task, int64_t token, int head, float rate) {
+template <int LINES> struct kda_tokens {
+    enum { CHANNELS = STEP_ROWS * LINES };
+    float q[KDA_TOKENS][CHANNELS], k[KDA_TOKENS][CHANNELS], decay[KDA_TOKENS][CHANNELS];
+
+    /* All threads of the block call it; the values are there when it returns. */
+    template <class T> __device__ void load(const kda_task<T> &task, int64_t first, int count, int head, float rate) {
         int thread = (int)threadIdx.x, lane = thread % 32;
         int64_t of_key = (int64_t)(head / task.heads) * task.Dk, of_head = (int64_t)head * task.Dk;
-        __syncthreads(); // the token before is no longer read
-        for (int i = thread; i < STEP_ROWS * LINES; i += THREADS) {
+        __syncthreads(); // the tokens before are no longer read
+        for (int n = thread; n < count * CHANNELS; n += THREADS) {
+            int t = n / CHANNELS, i = n % CHANNELS;
             bool exists = i < task.Dk;
-            q[i] = exists ? mt_to_float(task.q[token * task.q_stride + of_key + i]) : 0;
-            k[i] = exists ? mt_to_float(task.k[token * task.k_stride + of_key + i]) : 0;
-            float x = exists ? mt_to_float(task.a[token * task.a_stride + of_head + i]) +
+            q[t][i] = exists ? mt_to_float(task.q[(first + t) * task.q_stride + of_key + i]) : 0;
+            k[t][i] = exists ? mt_to_float(task.k[(first + t) * task.k_stride + of_key + i]) : 0;
+            float x = exists ? mt_to_float(task.a[(first + t) * task.a_stride + of_head + i]) +
                                    mt_to_float(task.dt_bias[of_head + i])
                              : 0;
-            decay[i] = exists ? expf(-rate * softplus(x)) : 0;
+            decay[t][i] = exists ? expf(-rate * softplus(x)) : 0;
         }
         __syncthreads();
-        if (thread < 64) {
-            const float *x = thread < 32 ? q : k;
-            float sum = 0;
-            for (int i = lane; i < STEP_ROWS * LINES; i += 32) sum += x[i] * x[i];
-            sum = mt_warp_sum(sum);
-            if (lane == 0) squares[thread / 32] = sum;
+        for (int t = thread / 32; t < count; t += WARPS) {
+            float of_q = 0, of_k = 0;
+            for (int i = lane; i < CHANNELS; i += 32) of_q += q[t][i] * q[t][i], of_k += k[t][i] * k[t][i];
+            of_q = task.q_scale / sqrtf(mt_warp_sum(of_q) + 1e-6f), of_k = 1 / sqrtf(mt_warp_sum(of_k) + 1e-6f);
+            for (int i = lane; i < CHANNELS; i += 32) q[t][i] *= of_q, k[t][i] *= of_k;
         }
-        __syncthreads();
-        for (int i = thread; i < STEP_ROWS * LINES; i += THREADS)
-            q[i] *= task.q_scale / sqrtf(squares[0] + 1e-6f), k[i] *= 1 / sqrtf(squares[1] + 1e-6f);
         __syncthreads();
     }
 };
@@ -110,7 +110,7 @@ __device__ static inline mt_pack<float, V> load_columns(const T *row, int column
 /* A block per 8 V columns of a head of a span; MAP: columns of [S, M]. */
 template <class T, int V, int LINES, kda_purpose purpose>
 __global__ void __launch_bounds__(THREADS, 2) step(const kda_task<T> task) {
-    __shared__ kda_token<LINES> x;
+    __shared__ kda_tokens<LINES> x;
     __shared__ float sums[WARPS][STEP_LANES * V];
     mt_wait_for_previous();
     kda_place<V, LINES> p(task, purpose == MAP ? task.Dv + task.Dk : task.Dv);
@@ -132,22 +132,26 @@ __global__ void __launch_bounds__(THREADS, 2) step(const kda_task<T> task) {
         if (purpose == KEEP && n % TOKENS == 0)
             p.store(task.before + ((first + n / TOKENS) * task.launch_heads() + p.local) * task.Dk * task.Dv, S,
                     task.Dk);
-        x.load(task, token, p.head, rate);
+        int t = (int)(n % KDA_TOKENS);
+        if (t == 0) {
+            int64_t left = span.q_len - n;
+            x.load(task, token, left < KDA_TOKENS ? (int)left : (int)KDA_TOKENS, p.head, rate);
+        }
         float beta = load_beta(task, token, p.head), read[V] = {}, out[V] = {};
         mt_pack<float, V> v =
             load_columns<V>(task.v + token * task.v_stride + (int64_t)p.head * task.Dv, p.column, task.Dv);
 #pragma unroll
         for (int r = 0; r < LINES; r++) {
             int i = p.line + r * STEP_ROWS;
-            for (int j = 0; j < V; j++) S[r].value[j] *= x.decay[i], read[j] += S[r].value[j] * x.k[i];
+            for (int j = 0; j < V; j++) S[r].value[j] *= x.decay[t][i], read[j] += S[r].value[j] * x.k[t][i];
         }
         mt_sum_of_lines(read, sums);
 #pragma unroll
         for (int r = 0; r < LINES; r++) {
             int i = p.line + r * STEP_ROWS;
             for (int j = 0; j < V; j++) {
-                S[r].value[j] += x.k[i] * beta * (v.value[j] - read[j]);
-                out[j] += S[r].value[j] * x.q[i];
+                S[r].value[j] += x.k[t][i] * beta * (v.value[j] - read[j]);
+                out[j] += S[r].value[j] * x.q[t][i];
             }
         }
         if (purpose != FORWARD) continue;
@@ -322,7 +326,7 @@ __device__ static inline float sum_of_lanes(float x) {
 /* The same in reverse; of_map: only the gradient of the state before the span, from its own outputs. */
 template <class T, int V, int LINES, bool of_map>
 __global__ void __launch_bounds__(THREADS) step_back(const kda_task<T> task) {
-    __shared__ kda_token<LINES> x;
+    __shared__ kda_tokens<LINES> x;
     __shared__ float sums[WARPS][STEP_LANES * 2 * V];
     mt_wait_for_previous();
     kda_place<V, LINES> p(task, task.Dv);
@@ -343,38 +347,50 @@ __global__ void __launch_bounds__(THREADS) step_back(const kda_task<T> task) {
         if (!of_map) {
             p.load(S, task.before + at * task.Dk * task.Dv, task.Dk);
             for (int t = 0; t < L; t++) {
-                x.load(task, row + t, p.head, rate);
+                int m = t % KDA_TOKENS;
+                if (m == 0) x.load(task, row + t, L - t < KDA_TOKENS ? L - t : (int)KDA_TOKENS, p.head, rate);
                 float beta = load_beta(task, row + t, p.head), both[2 * V] = {};
                 mt_pack<float, V> v =
                     load_columns<V>(task.v + (row + t) * task.v_stride + (int64_t)p.head * task.Dv, p.column, task.Dv);
 #pragma unroll
                 for (int r = 0; r < LINES; r++) {
                     int i = p.line + r * STEP_ROWS;
-                    for (int j = 0; j < V; j++) S[r].value[j] *= x.decay[i], both[j] += S[r].value[j] * x.k[i];
+                    for (int j = 0; j < V; j++) S[r].value[j] *= x.decay[m][i], both[j] += S[r].value[j] * x.k[m][i];
                     mt_store(kept + ((int64_t)(t * LINES + r) * THREADS + thread) * V, S[r]);
                 }
                 mt_sum_of_lines(both, sums);
 #pragma unroll
                 for (int r = 0; r < LINES; r++)
                     for (int j = 0; j < V; j++)
-                        S[r].value[j] += x.k[p.line + r * STEP_ROWS] * beta * (v.value[j] - both[j]);
+                        S[r].value[j] += x.k[m][p.line + r * STEP_ROWS] * beta * (v.value[j] - both[j]);
             }
         }
+        mt_pack<float, V> next_v, next_dO, next_S[LINES]; // loaded a token ahead
+        float next_beta;
+        auto fetch = [&](int t) {
+            next_beta = load_beta(task, row + t, p.head);
+            next_v = load_columns<V>(task.v + (row + t) * task.v_stride + (int64_t)p.head * task.Dv, p.column, task.Dv);
+            next_dO = load_columns<V>(task.dout + ((row + t) * task.Hv + p.head) * task.Dv, p.column, task.Dv);
+#pragma unroll
+            for (int r = 0; r < LINES && !of_map; r++)
+                next_S[r] = mt_load<V>(kept + ((int64_t)(t * LINES + r) * THREADS + thread) * V);
+        };
+        fetch(L - 1);
         for (int t = L - 1; t >= 0; t--) {
-            x.load(task, row + t, p.head, rate);
-            float beta = load_beta(task, row + t, p.head), both[2 * V] = {}; // S'^T k and du
-            mt_pack<float, V> v =
-                load_columns<V>(task.v + (row + t) * task.v_stride + (int64_t)p.head * task.Dv, p.column, task.Dv);
-            mt_pack<float, V> dO =
-                load_columns<V>(task.dout + ((row + t) * task.Hv + p.head) * task.Dv, p.column, task.Dv);
+            int m = t % KDA_TOKENS;
+            if (t == L - 1 || m == KDA_TOKENS - 1) x.load(task, row + t - m, m + 1, p.head, rate);
+            mt_pack<float, V> v = next_v, dO = next_dO;
+            float beta = next_beta, both[2 * V] = {}; // S'^T k and du
+#pragma unroll
+            for (int r = 0; r < LINES && !of_map; r++) S[r] = next_S[r];
+            if (t > 0) fetch(t - 1);
 #pragma unroll
             for (int r = 0; r < LINES; r++) {
                 int i = p.line + r * STEP_ROWS;
-                if (!of_map) S[r] = mt_load<V>(kept + ((int64_t)(t * LINES + r) * THREADS + thread) * V);
                 for (int j = 0; j < V; j++) {
-                    dS[r].value[j] += x.q[i] * dO.value[j];
-                    both[V + j] += dS[r].value[j] * x.k[i];
-                    if (!of_map) both[j] += S[r].value[j] * x.k[i];
+                    dS[r].value[j] += x.q[m][i] * dO.value[j];
+                    both[V + j] += dS[r].value[j] * x.k[m][i];
+                    if (!of_map) both[j] += S[r].value[j] * x.k[m][i];
                 }
             }
             mt_sum_of_lines(both, sums);
@@ -388,12 +404,12 @@ __global__ void __launch_bounds__(THREADS) step_back(const kda_task<T> task) {
                     float dr = -beta * both[V + j];
                     if (!of_map) {
                         float u = beta * (v.value[j] - both[j]);
-                        dq += (S[r].value[j] + x.k[i] * u) * dO.value[j];
+                        dq += (S[r].value[j] + x.k[m][i] * u) * dO.value[j];
                         dk += dS[r].value[j] * u + S[r].value[j] * dr;
                     }
-                    dS[r].value[j] += x.k[i] * dr;
+                    dS[r].value[j] += x.k[m][i] * dr;
                     if (!of_map) dg += dS[r].value[j] * S[r].value[j];
-                    dS[r].value[j] *= x.decay[i];
+                    dS[r].value[j] *= x.decay[m][i];
                 }
                 if constexpr (!of_map) {
                     dq = sum_of_lanes(dq), dk = sum_of_lanes(dk), dg = sum_of_lanes(dg);
