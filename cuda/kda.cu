@@ -176,7 +176,7 @@ struct stream_room {
     float v[STREAM_TOKENS][STREAM_COLUMNS], out[STREAM_TOKENS][STREAM_COLUMNS], beta[STREAM_TOKENS];
 };
 
-/* What a thread loads of 16 tokens: 8 channels of two of them, and 4 columns of one. */
+/* The loads of a thread for 16 tokens: 8 channels of two of them, and 4 columns of one. */
 template <class T> struct stream_loads {
     mt_pack<T, 8> q[2], k[2], a[2];
     mt_pack<T, 4> v;
@@ -316,7 +316,7 @@ __global__ void __launch_bounds__(STREAM_THREADS, 4) stream_states(const kda_tas
 
 /* ---- the backward ------------------------------------------------------------------------------------------------ */
 
-/* The sum over the lanes of a row; all of them receive it. */
+/* x summed over the lanes of a row; all of them receive it. */
 __device__ static inline float sum_of_lanes(float x) {
 #pragma unroll
     for (int lane = STEP_LANES / 2; lane > 0; lane /= 2) x += __shfl_xor_sync(0xffffffff, x, lane);

@@ -58,9 +58,9 @@ static inline int64_t mt_cuda_delta_bytes(int64_t chunks, int64_t heads, const m
     return chunks * (heads * each + 16) + 16 * 256; // the table of chunks; alignment
 }
 
-/* For all heads, up to 768 MiB, where groups of them take turns; at least for one group. */
-static inline int64_t mt_cuda_workspace_of_groups(int64_t all, int64_t one) {
-    int64_t most = (int64_t)768 << 20;
+/* For all heads, up to some MiB, where groups of them take turns; at least for one group. */
+static inline int64_t mt_cuda_workspace_of_groups(int64_t all, int64_t one, int64_t mebibytes) {
+    int64_t most = mebibytes << 20;
     return all < most ? all : one > most ? one : most;
 }
 
@@ -77,9 +77,9 @@ static inline int64_t mt_cuda_delta_workspace(int64_t T, const mt_delta_args *a,
     int64_t chunks = mt_divide_up(T, 64) + 16;
     if (a->decays > 1)
         return mt_cuda_workspace_of_groups(mt_cuda_kda_bytes(chunks, a->Hv, a, train),
-                                           mt_cuda_kda_bytes(chunks, a->Hv / a->Hk, a, train));
+                                           mt_cuda_kda_bytes(chunks, a->Hv / a->Hk, a, train), 1536);
     return mt_cuda_workspace_of_groups(mt_cuda_delta_bytes(chunks, a->Hv, a, dtype, train),
-                                       mt_cuda_delta_bytes(chunks, a->Hv / a->Hk, a, dtype, train));
+                                       mt_cuda_delta_bytes(chunks, a->Hv / a->Hk, a, dtype, train), 768);
 }
 
 /* Bytes of the arrays of ssd.cu for some chunks of 64 tokens and groups: states and gates of the kernels on tensor
@@ -94,7 +94,7 @@ static inline int64_t mt_cuda_ssd_bytes(int64_t chunks, int64_t groups, const mt
 static inline int64_t mt_cuda_ssd_workspace(int64_t T, const mt_ssd_args *a, bool train) {
     int64_t chunks = mt_divide_up(T, 64) + 16;
     return mt_cuda_workspace_of_groups(mt_cuda_ssd_bytes(chunks, a->G, a, train),
-                                       mt_cuda_ssd_bytes(chunks, 1, a, train));
+                                       mt_cuda_ssd_bytes(chunks, 1, a, train), 768);
 }
 
 #endif

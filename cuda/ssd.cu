@@ -409,6 +409,31 @@ __device__ static inline uint32_t load_pair(uint32_t from) {
     return pair;
 }
 
+/* The words of the four lanes of a row as a matrix, transposed: lane t receives word t of each lane. */
+__device__ static inline uint4 transposed_in_row(uint4 w, int t) {
+    uint32_t other = __shfl_xor_sync(0xffffffff, t & 1 ? w.x : w.y, 1);
+    if (t & 1)
+        w.x = other;
+    else
+        w.y = other;
+    other = __shfl_xor_sync(0xffffffff, t & 1 ? w.z : w.w, 1);
+    if (t & 1)
+        w.z = other;
+    else
+        w.w = other;
+    other = __shfl_xor_sync(0xffffffff, t & 2 ? w.x : w.z, 2);
+    if (t & 2)
+        w.x = other;
+    else
+        w.z = other;
+    other = __shfl_xor_sync(0xffffffff, t & 2 ? w.y : w.w, 2);
+    if (t & 2)
+        w.y = other;
+    else
+        w.w = other;
+    return w;
+}
+
 enum { KEEP_THREADS = 128, KEEP_STAGES = 4, KEEP_ROWS = ROWS / 2 };
 
 struct keep_stage {
@@ -467,10 +492,15 @@ template <bool reverse, bool of_map> __global__ void __launch_bounds__(KEEP_THRE
         if (!of_map) {
             bf16 *to = (reverse ? task.dS : task.S) + ((first + chunk) * task.launch_heads() + local) * STATE;
 #pragma unroll
-            for (int j = 0; j < COLUMNS / 8; j++) {
-                *(uint32_t *)(to + top * COLUMNS + j * 8 + 2 * t) = mt_pack_bf16(S[j][0], S[j][1]);
-                *(uint32_t *)(to + (top + 8) * COLUMNS + j * 8 + 2 * t) = mt_pack_bf16(S[j][2], S[j][3]);
-            }
+            for (int j = 0; j < COLUMNS / 8; j += 4)
+#pragma unroll
+                for (int low = 0; low < 2; low++) {
+                    uint4 pack = make_uint4(mt_pack_bf16(S[j][2 * low], S[j][2 * low + 1]),
+                                            mt_pack_bf16(S[j + 1][2 * low], S[j + 1][2 * low + 1]),
+                                            mt_pack_bf16(S[j + 2][2 * low], S[j + 2][2 * low + 1]),
+                                            mt_pack_bf16(S[j + 3][2 * low], S[j + 3][2 * low + 1]));
+                    mt_store_word((uint4 *)(to + (top + 8 * low) * COLUMNS + (j + t) * 8), transposed_in_row(pack, t));
+                }
         }
         const float *factors = stage->gates + (reverse ? 3 : 2) * TOKENS;
         float decay = stage->gates[3 * TOKENS + TOKENS - 1];
@@ -516,15 +546,13 @@ struct read_stage {
     char S[STATE * 2], x[TOKENS * COLUMNS * 2];
     float gates[GATES];
 };
-/* B lies where the second S will be, before the heads begin. */
 struct read_room {
+    char B[TOKENS * ROWS * 2], C[TOKENS * ROWS * 2], y[TOKENS * COLUMNS * 2];
     read_stage stages[2];
-    char C[TOKENS * ROWS * 2], y[TOKENS * COLUMNS * 2];
 };
-static_assert(TOKENS * ROWS * 2 <= STATE * 2, "room for B");
 
-/* out of a chunk: a block per chunk and group. A warp has 16 tokens: their rows of C B^T stay in registers. */
-static __global__ void __launch_bounds__(READ_THREADS, 3) read_states(const tile_task task) {
+/* out of a chunk: a block per chunk and group. A warp has 16 tokens: their rows of C and of C B^T stay in registers. */
+static __global__ void __launch_bounds__(READ_THREADS) read_states(const tile_task task) {
     read_room *room = (read_room *)ssd_shared;
     mt_wait_for_previous();
     int thread = (int)threadIdx.x, warp = thread / 32, g = thread % 32 / 4, t = thread % 4;
@@ -535,8 +563,7 @@ static __global__ void __launch_bounds__(READ_THREADS, 3) read_states(const tile
     int L = chunk.L;
     if (L <= 0) return;
     uint32_t across = mt_lane_across(), down = mt_lane_down();
-    uint32_t B = mt_shared_address(room->stages[1].S), C = mt_shared_address(room->C);
-    uint32_t y = mt_shared_address(room->y);
+    uint32_t B = mt_shared_address(room->B), C = mt_shared_address(room->C), y = mt_shared_address(room->y);
     auto load = [&](int h) {
         if (h < task.heads) {
             read_stage *stage = &room->stages[h % 2];
@@ -555,16 +582,16 @@ static __global__ void __launch_bounds__(READ_THREADS, 3) read_states(const tile
     load(0);
     mt_load_async_wait<1>();
     __syncthreads();
-    uint32_t query[4], b[4];
+    uint32_t queries[ROWS / 16][4], b[4];
     float CB[TOKENS / 8][4] = {};
 #pragma unroll
     for (int k = 0; k < ROWS / 16; k++) {
-        mt_ldmatrix(query, mt_tile_block<TOKENS>(C, down, warp * 16, k * 16));
+        mt_ldmatrix(queries[k], mt_tile_block<TOKENS>(C, down, warp * 16, k * 16));
 #pragma unroll
         for (int j = 0; j < TOKENS / 16; j++) {
             if (j > warp) continue; // later tokens
             mt_ldmatrix(b, mt_tile_block<TOKENS>(B, across, j * 16, k * 16));
-            mt_mma(CB[2 * j], query, b[0], b[1]), mt_mma(CB[2 * j + 1], query, b[2], b[3]);
+            mt_mma(CB[2 * j], queries[k], b[0], b[1]), mt_mma(CB[2 * j + 1], queries[k], b[2], b[3]);
         }
     }
     int top = warp * 16 + g;
@@ -578,14 +605,12 @@ static __global__ void __launch_bounds__(READ_THREADS, 3) read_states(const tile
         uint32_t S = mt_shared_address(stage->S), x = mt_shared_address(stage->x);
         float out[COLUMNS / 8][4] = {}, D = mt_to_float(task.D[head]);
 #pragma unroll
-        for (int k = 0; k < ROWS / 16; k++) {
-            mt_ldmatrix(query, mt_tile_block<TOKENS>(C, down, warp * 16, k * 16));
+        for (int k = 0; k < ROWS / 16; k++)
 #pragma unroll
             for (int j = 0; j < COLUMNS / 16; j++) {
                 mt_ldmatrix_transposed(b, mt_tile_block<ROWS>(S, down, k * 16, j * 16));
-                mt_mma(out[2 * j], query, b[0], b[1]), mt_mma(out[2 * j + 1], query, b[2], b[3]);
+                mt_mma(out[2 * j], queries[k], b[0], b[1]), mt_mma(out[2 * j + 1], queries[k], b[2], b[3]);
             }
-        }
         float G_top = G[top], G_low = G[top + 8], grown_top = grown[top], grown_low = grown[top + 8];
 #pragma unroll
         for (int j = 0; j < COLUMNS / 8; j++) {

@@ -1624,6 +1624,11 @@ static const int64_t kda_backward_shapes[][MAX_SIZES] = {{1, 1, 1, 16, 16, ONE, 
                                                          {200, 8, 8, 128, 68, PACKED, 0, 1},
                                                          {150, 4, 8, 40, 128, PIECES, 8, 1},
                                                          {0}};
+/* Without those whose sums nearly cancel. */
+static const int64_t kda_decay_shapes[][MAX_SIZES] = {
+    {1, 1, 1, 16, 16, ONE, 0, 1},        {7, 1, 2, 8, 24, ONE, 1, 1},        {150, 2, 4, 16, 16, PACKED, 0, 1},
+    {200, 1, 3, 128, 128, PACKED, 8, 1}, {300, 2, 4, 64, 128, PIECES, 0, 1}, {30, 1, 1, 16, 20, PIECES, 5, 1},
+    {200, 8, 8, 128, 68, PACKED, 0, 1},  {150, 4, 8, 40, 128, PIECES, 8, 1}, {0}};
 static const int64_t kda_map_shapes[][MAX_SIZES] = {
     {300, 2, 4, 64, 128, PIECES, 0, 1}, {30, 1, 1, 16, 20, PIECES, 5, 1}, {400, 1, 2, 128, 128, PIECES, 0, 1}, {0}};
 static const int64_t ssd_shapes[][MAX_SIZES] = {{1, 1, 1, 16, 16, ONE, 0, 0},
@@ -1654,7 +1659,7 @@ static const int64_t ssd_backward_shapes[][MAX_SIZES] = {{1, 1, 1, 16, 16, ONE, 
                                                          {60, 2, 4, 32, 40, PACKED, 0, 0},
                                                          {150, 1, 2, 256, 128, ONE, 0, 0},
                                                          {300, 2, 4, 128, 64, PIECES, 0, 0},
-                                                         {30, 1, 1, 16, 20, PIECES, 5, 0},
+                                                         {30, 1, 4, 16, 20, PIECES, 5, 0},
                                                          {0}};
 static const int64_t ssd_map_shapes[][MAX_SIZES] = {
     {300, 2, 4, 128, 64, PIECES, 0, 0}, {30, 1, 1, 16, 20, PIECES, 5, 0}, {400, 1, 2, 64, 32, PIECES, 0, 1}, {0}};
@@ -1710,7 +1715,7 @@ static operation operations[] = {
     {"delta_rule_carry_backward", delta_rule_carry_backward, 1e-5, delta_map_shapes, {0}},
     {"delta_rule_forward of channels", delta_rule_forward, 1e-2, kda_shapes, {0}},
     {"delta_rule_backward of channels", delta_rule_backward, 1e-2, kda_backward_shapes, {0}},
-    {"delta_rule_backward of decays of channels", delta_rule_backward_decays, 5e-2, kda_backward_shapes, {0}},
+    {"delta_rule_backward of decays of channels", delta_rule_backward_decays, 5e-2, kda_decay_shapes, {0}},
     {"delta_rule_map_forward of channels", delta_rule_map_forward, 1e-2, kda_map_shapes, {0}},
     {"delta_rule_map_backward of channels", delta_rule_map_backward, 1e-2, kda_map_shapes, {0}},
     {"ssd_forward", ssd_forward, 1e-2, ssd_shapes, {0}},

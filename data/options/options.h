@@ -108,7 +108,7 @@ typedef struct mt_run_options {
     bool profile, finetune, no_load_optim, no_save_optim, no_load_rng;
     bool async_save, auto_resume, overwrite, exit_on_missing_checkpoint;
     bool use_checkpoint_args; // of a checkpoint of Megatron-LM: its arguments give the model
-    char *trace; // a file for the timeline of the steps that follow, counted from 1
+    char *trace;              // a file for the timeline of the steps that follow, counted from 1
     int64_t trace_first_step, trace_last_step;
     /* inference */
     mt_strings prompt;
