@@ -451,7 +451,8 @@ int mt_options_check_limits(const mt_options *o, const mt_limits *l, mt_error *e
     int64_t groups = mt_divide_up(o->moe_router_num_groups, 32) * 32;
     bool latent = o->multi_latent_attention, has_aux_loss = mt_has_router_loss(o);
     bool sinkhorn = mt_balances_by(o, MT_BALANCING_SINKHORN);
-    bool delta = o->experimental_attention_variant == MT_VARIANT_GATED_DELTA_NET;
+    bool delta = mt_has_mixer(o, MT_MIXER_GATED_DELTA_NET) || mt_has_mixer(o, MT_MIXER_KDA);
+    bool mamba = mt_has_mixer(o, MT_MIXER_MAMBA2);
     const mt_constraint rules[] = {
         {l->one_attention && o->attention_backend == MT_ATTENTION_CUDNN,
          "--attention-backend cudnn needs a GPU, and this run is on the CPU; leave it out"},
@@ -488,11 +489,12 @@ int mt_options_check_limits(const mt_options *o, const mt_limits *l, mt_error *e
          "--linear-value-head-dim is %lld, and the gated delta rule on this device takes heads of at most %lld "
          "channels",
          {o->linear_value_head_dim, l->delta_channels}},
-        {l->no_plain && mt_has_mixer(o, MT_MIXER_KDA),
-         "--experimental-attention-variant kda runs on the CPU only so far; take --device cpu"},
-        {l->no_plain && mt_has_mixer(o, MT_MIXER_MAMBA2), "Mamba-2 (--experimental-attention-variant mamba2, M in "
-                                                          "--hybrid-override-pattern) runs on the CPU only so far; "
-                                                          "take --device cpu"},
+        {mamba && mt_exceeds(o->mamba_state_dim, l->ssd_rows),
+         "--mamba-state-dim is %lld, and Mamba-2 on this device takes states of at most %lld",
+         {o->mamba_state_dim, l->ssd_rows}},
+        {mamba && mt_exceeds(o->mamba_head_dim, l->ssd_columns),
+         "--mamba-head-dim is %lld, and Mamba-2 on this device takes heads of at most %lld channels",
+         {o->mamba_head_dim, l->ssd_columns}},
         {l->no_plain && !o->multi_latent_attention && mt_value_channels(o) != o->kv_channels,
          "--value-channels other than --kv-channels runs on the CPU only so far; take --device cpu"},
         {l->no_plain && o->moe_router_quantile_bias,
@@ -750,6 +752,10 @@ static int64_t mt_cpu_workspace_bytes(int64_t T, int64_t C, int64_t H, int64_t D
 }
 
 static int64_t mt_cpu_delta_workspace_bytes(int64_t T, const mt_delta_args *a, mt_dtype dtype, bool train) {
+    return 0;
+}
+
+static int64_t mt_cpu_ssd_workspace_bytes(int64_t T, const mt_ssd_args *a, bool train) {
     return 0;
 }
 
@@ -13443,14 +13449,20 @@ static void mt_plan_scratch(mt_model *m, mt_arena *arena) {
 static void mt_plan_workspace(mt_model *m, mt_arena *arena) {
     int64_t T = m->plan.max_tokens, rows = m->plan.max_logits;
     mt_delta_sizes delta = mt_delta_sizes_of(m);
+    mt_mamba_sizes mamba = mt_mamba_sizes_of(m);
     int64_t widest_row = m->options->multi_latent_attention ? mt_max(m->C, mt_latent_width(m->options)) : m->C;
     m->workspace_bytes = m->ops->workspace_bytes(T, widest_row, m->H, mt_max(m->D, m->Dv));
     if (m->experts->num_layers > 0 && !m->options->moe_permute_fusion) // see mt_combine_results
         m->workspace_bytes = mt_max(m->workspace_bytes, m->ops->workspace_bytes(m->experts->num_choices, m->C, 1, 1));
     if (delta.Hv > 0) {
-        const mt_delta_args sizes = {.Hk = delta.Hk, .Hv = delta.Hv, .Dk = delta.Dk, .Dv = delta.Dv};
+        const mt_delta_args sizes = {
+            .Hk = delta.Hk, .Hv = delta.Hv, .Dk = delta.Dk, .Dv = delta.Dv, .decays = delta.by_channel ? delta.Dk : 1};
         int64_t bytes = m->ops->delta_workspace_bytes(T, &sizes, m->dtype, m->plan.train);
         m->workspace_bytes = mt_max(m->workspace_bytes, bytes);
+    }
+    if (mamba.H > 0) {
+        const mt_ssd_args sizes = {.G = mamba.G, .H = mamba.H, .N = mamba.N, .P = mamba.P};
+        m->workspace_bytes = mt_max(m->workspace_bytes, m->ops->ssd_workspace_bytes(T, &sizes, m->plan.train));
     }
     m->workspace = mt_arena_alloc(arena, m->workspace_bytes);
     for (int i = MT_ROPE_MODEL; i <= MT_ROPE_WINDOW; i++) {

@@ -860,8 +860,9 @@ typedef void mt_host_function(void *context);
      * channels. 0 on the CPU. */                                                                                      \
     OP(workspace_bytes, int64_t, int64_t T, int64_t C, int64_t H, int64_t D)                                           \
     /* The same for the gated delta rule of T tokens, with the heads and channels of `a`; `train`: its backward too.   \
-     */                                                                                                                \
+     * And for Mamba-2's scan. */                                                                                      \
     OP(delta_workspace_bytes, int64_t, int64_t T, const mt_delta_args *a, mt_dtype dtype, bool train)                  \
+    OP(ssd_workspace_bytes, int64_t, int64_t T, const mt_ssd_args *a, bool train)                                      \
     /* A stream whose operations use `workspace`, which outlives it. NULL on the CPU. `deterministic`: no algorithm is \
      * chosen by measuring, so two runs have the same bits; on the CPU they always do. */                              \
     OP(stream_create, mt_stream *, void *workspace, int64_t workspace_bytes, bool deterministic)                       \
@@ -1507,23 +1508,15 @@ typedef struct mt_gate_args {
     OP(gate_backward, mt_work_bytes(5 * a->n, dtype), (a, dtype, stream), const mt_gate_args *a, mt_dtype dtype,       \
        mt_stream *stream)
 
-/* Operations that the plain C backend alone has: mt_options_check_limits refuses their models elsewhere. */
-#define MT_PLAIN_OPERATIONS(OP)                                                                                        \
+/* ---- Mamba-2 */
+
+#define MT_SSD_OPERATIONS(OP)                                                                                          \
     /* Of each head, token by token from S = 0 before a span: S = exp(step A) S + step B x^T; out = S^T C + D x, where \
      * A = -exp(A_log) and step = softplus(dt + dt_bias), cut to its range, which gives no gradient beyond. */         \
     OP(ssd_forward, mt_work_product(mt_span_rows(a->spans, false) * a->H, a->N, 2 * a->P), (a, dtype, stream),         \
        const mt_ssd_args *a, mt_dtype dtype, mt_stream *stream)                                                        \
     OP(ssd_backward, mt_work_product(mt_span_rows(a->spans, false) * a->H, a->N, 4 * a->P), (a, dtype, stream),        \
        const mt_ssd_args *a, mt_dtype dtype, mt_stream *stream)                                                        \
-    /* Quantile balancing, as Megatron's qb_dual_update: with alpha = the (k + 1)-th greatest of a token's logits +    \
-     * bias, sums[e] += the (T k / E + 1)-th greatest of logits[e] - alpha over the tokens, and sums[E] += 1. A bias   \
-     * of minus this quantile gives every expert T k / E tokens, if alpha stays. Tokens that are not finite, and       \
-     * padding, are left out. */                                                                                       \
-    OP(quantile_sums, mt_work_bytes(3 * a->T * a->E, MT_F32), (a, stream), const mt_quantile_args *a,                  \
-       mt_stream *stream)                                                                                              \
-    /* bias[E] = ema bias - (1 - ema) sums / sums[E], less its mean, unless scale[0] < 0: the step was bad. */         \
-    OP(quantile_bias_step, mt_work_bytes(3 * E, MT_F32), (bias, sums, scale, E, ema, stream), float *bias,             \
-       const float *sums, const float *scale, int64_t E, double ema, mt_stream *stream)                                \
     /* The states of context parallelism. A span maps the state S before it to S_local + f S after it: writes S_local  \
      * and the factor f of each slot's last span to `maps`. */                                                         \
     OP(ssd_map_forward, mt_work_product(mt_span_rows(a->spans, false) * a->H, a->N, a->P), (a, dtype, stream),         \
@@ -1536,6 +1529,18 @@ typedef struct mt_gate_args {
        const mt_ssd_args *a, const mt_carried_state *state, mt_dtype dtype, mt_stream *stream)                         \
     OP(ssd_carry_backward, mt_work_bytes(3 * a->H * a->N * a->P, MT_F32), (a, state, dtype, stream),                   \
        const mt_ssd_args *a, const mt_carried_state *state, mt_dtype dtype, mt_stream *stream)
+
+/* Operations that the plain C backend alone has: mt_options_check_limits refuses their models elsewhere. */
+#define MT_PLAIN_OPERATIONS(OP)                                                                                        \
+    /* Quantile balancing, as Megatron's qb_dual_update: with alpha = the (k + 1)-th greatest of a token's logits +    \
+     * bias, sums[e] += the (T k / E + 1)-th greatest of logits[e] - alpha over the tokens, and sums[E] += 1. A bias   \
+     * of minus this quantile gives every expert T k / E tokens, if alpha stays. Tokens that are not finite, and       \
+     * padding, are left out. */                                                                                       \
+    OP(quantile_sums, mt_work_bytes(3 * a->T * a->E, MT_F32), (a, stream), const mt_quantile_args *a,                  \
+       mt_stream *stream)                                                                                              \
+    /* bias[E] = ema bias - (1 - ema) sums / sums[E], less its mean, unless scale[0] < 0: the step was bad. */         \
+    OP(quantile_bias_step, mt_work_bytes(3 * E, MT_F32), (bias, sums, scale, E, ema, stream), float *bias,             \
+       const float *sums, const float *scale, int64_t E, double ema, mt_stream *stream)
 
 /* ---- activations */
 
@@ -2225,6 +2230,7 @@ typedef struct mt_graph mt_graph;
     MT_ROPE_OPERATIONS(OP)                                                                                             \
     MT_ATTENTION_OPERATIONS(OP)                                                                                        \
     MT_LINEAR_ATTENTION_OPERATIONS(OP)                                                                                 \
+    MT_SSD_OPERATIONS(OP)                                                                                              \
     MT_ACTIVATION_OPERATIONS(OP)                                                                                       \
     MT_ROW_OPERATIONS(OP)                                                                                              \
     MT_ROUTER_OPERATIONS(OP)                                                                                           \
@@ -2268,9 +2274,10 @@ typedef struct mt_limits {
     /* cuDNN's attention: sequences of whole tiles of tokens, heads of at most this many channels, or DeepSeek-V3's keys
      * of cudnn_latent_channels with values of cudnn_channels. All 0: a build without cuDNN. */
     int64_t cudnn_tokens, cudnn_channels, cudnn_latent_channels;
-    bool no_fp8, no_mxfp8;  // without fp8 products; without those of MT_FP8_VECTOR_32
-    int64_t delta_channels; // channels of a head of the gated delta rule, of keys or of values
-    bool no_plain;          // without MT_PLAIN_OPERATIONS, and without value heads of another width than key heads
+    bool no_fp8, no_mxfp8;         // without fp8 products; without those of MT_FP8_VECTOR_32
+    int64_t delta_channels;        // channels of a head of the gated delta rule, of keys or of values
+    int64_t ssd_rows, ssd_columns; // of a head's state in Mamba-2
+    bool no_plain; // without MT_PLAIN_OPERATIONS, and without value heads of another width than key heads
 } mt_limits;
 
 /* Phases are the parts of a training step, for a profile: the forward or backward of a micro-batch on a chunk (-1: of

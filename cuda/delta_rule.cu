@@ -889,25 +889,7 @@ template <class T> __global__ void __launch_bounds__(THREADS, 2) finish_backward
 
 /* ---- token by token ---------------------------------------------------------------------------------------------- */
 
-enum { STEP_LANES = 8, STEP_ROWS = THREADS / STEP_LANES, STEP_TOKENS = 8 };
-
-/* x[N] summed over the threads of the same columns, in one order; all of them receive the sums. */
-template <int N> __device__ static inline void sum_of_lines(float (&x)[N], float (&sums)[WARPS][STEP_LANES * N]) {
-    int warp = (int)threadIdx.x / 32, lane = (int)threadIdx.x % STEP_LANES;
-#pragma unroll
-    for (int j = 0; j < N; j++) {
-        x[j] += __shfl_xor_sync(0xffffffff, x[j], 8);
-        x[j] += __shfl_xor_sync(0xffffffff, x[j], 16);
-        if (threadIdx.x % 32 < STEP_LANES) sums[warp][lane * N + j] = x[j];
-    }
-    __syncthreads();
-#pragma unroll
-    for (int j = 0; j < N; j++) {
-        x[j] = 0;
-        for (int w = 0; w < WARPS; w++) x[j] += sums[w][lane * N + j];
-    }
-    __syncthreads();
-}
+enum { STEP_LANES = MT_STEP_LANES, STEP_ROWS = THREADS / STEP_LANES, STEP_TOKENS = 8 };
 
 /* A block per 8 N columns of a head of a span. A thread has N columns of every 32nd row of the state, ROWS in all. */
 template <class T, int N, int ROWS> __global__ void __launch_bounds__(THREADS, 2) step(const delta_task<T> task) {
@@ -954,7 +936,7 @@ template <class T, int N, int ROWS> __global__ void __launch_bounds__(THREADS, 2
                 S[r].value[j] *= decay;
                 read[j] += S[r].value[j] * (k[line + r * STEP_ROWS] * k_scale);
             }
-        sum_of_lines(read, sums);
+        mt_sum_of_lines(read, sums);
 #pragma unroll
         for (int j = 0; j < N; j++) {
             float u = beta * (mt_element(v, j) - read[j]);
@@ -966,7 +948,7 @@ template <class T, int N, int ROWS> __global__ void __launch_bounds__(THREADS, 2
                 out[j] += S[r].value[j] * (q[i] * q_scale);
             }
         }
-        sum_of_lines(out, sums);
+        mt_sum_of_lines(out, sums);
         if (line == 0 && column < task.Dv) {
             mt_pack<float, N> result;
             for (int j = 0; j < N; j++) result.value[j] = out[j];
@@ -1051,7 +1033,7 @@ template <class T> static delta_task<T> delta_task_of(const mt_delta_args *a, mt
     task.wide_keys =
         mt_wide(dtype, {a->q, a->k, a->dq, a->dk}, {a->Dk, a->q_stride, a->k_stride, a->dq_stride, a->dk_stride});
     task.wide_values = mt_wide(dtype, {a->v, a->out, a->dout, a->dv}, {a->Dv, a->v_stride, a->dv_stride});
-    MT_CHECK(a->decays == 1); // mt_options_check_limits refuses a decay per channel (Kimi delta attention)
+    MT_CHECK(a->decays == 1);
     MT_CHECK(a->Dk <= MT_CUDA_DELTA_CHANNELS && a->Dv <= MT_CUDA_DELTA_CHANNELS);
     return task;
 }
@@ -1209,17 +1191,23 @@ template <class T> static void make_maps(const mt_delta_args *a, bool backward, 
 }
 
 extern "C" void mt_cuda_delta_rule_forward(const mt_delta_args *a, mt_dtype dtype, mt_stream *stream) {
-    if (a->spans->count > 0) MT_CUDA_DISPATCH(dtype, forward, a, dtype, stream);
+    if (a->spans->count == 0) return;
+    if (a->decays > 1) return mt_cuda_kda_forward(a, dtype, stream);
+    MT_CUDA_DISPATCH(dtype, forward, a, dtype, stream);
 }
 
 extern "C" void mt_cuda_delta_rule_backward(const mt_delta_args *a, mt_dtype dtype, mt_stream *stream) {
-    if (a->spans->count > 0) MT_CUDA_DISPATCH(dtype, backward, a, dtype, stream);
+    if (a->spans->count == 0) return;
+    if (a->decays > 1) return mt_cuda_kda_backward(a, dtype, stream);
+    MT_CUDA_DISPATCH(dtype, backward, a, dtype, stream);
 }
 
 extern "C" void mt_cuda_delta_rule_map_forward(const mt_delta_args *a, mt_dtype dtype, mt_stream *stream) {
+    if (a->decays > 1) return mt_cuda_kda_maps(a, false, dtype, stream);
     MT_CUDA_DISPATCH(dtype, make_maps, a, false, dtype, stream);
 }
 
 extern "C" void mt_cuda_delta_rule_map_backward(const mt_delta_args *a, mt_dtype dtype, mt_stream *stream) {
+    if (a->decays > 1) return mt_cuda_kda_maps(a, true, dtype, stream);
     MT_CUDA_DISPATCH(dtype, make_maps, a, true, dtype, stream);
 }

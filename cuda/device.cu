@@ -199,6 +199,10 @@ extern "C" int64_t mt_cuda_delta_workspace_bytes(int64_t T, const mt_delta_args 
     return mt_cuda_delta_workspace(T, a, dtype, train);
 }
 
+extern "C" int64_t mt_cuda_ssd_workspace_bytes(int64_t T, const mt_ssd_args *a, bool train) {
+    return mt_cuda_ssd_workspace(T, a, train);
+}
+
 extern "C" mt_stream *mt_cuda_stream_create(void *workspace, int64_t workspace_bytes, bool deterministic) {
     mt_stream *stream = (mt_stream *)mt_calloc(sizeof *stream);
     stream->workspace = workspace;
@@ -359,6 +363,7 @@ extern "C" const mt_ops *mt_cuda_open(int device, mt_error *error) {
     bool has_fp8 = 10 * mt_cuda_device()->major + mt_cuda_device()->minor >= 89;
     mt_cuda_set_limits(&cuda_ops.limits, has_fp8, has_cudnn);
     if (mt_cuda_device()->sharedMemPerBlockOptin < MT_CUDA_DELTA_SHARED)
-        cuda_ops.limits.delta_channels = MT_CUDA_DELTA_CHANNELS / 2;
+        cuda_ops.limits.delta_channels = MT_CUDA_DELTA_CHANNELS / 2,
+        cuda_ops.limits.ssd_columns = MT_CUDA_SSD_COLUMNS / 2;
     return &cuda_ops;
 }

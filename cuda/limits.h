@@ -10,6 +10,8 @@
  * sinkhorn.cu keeps a factor per expert and a partial sum per thread in 40 KiB;
  * cuBLASLt multiplies fp8 matrices whose rows are multiples of 16 bytes;
  * delta_rule.cu has the keys of a chunk in 160 KiB, and half as many channels where a block has less;
+ * ssd.cu has a state in the registers of a block, or in shared memory in fp32, and half its columns where a block has
+ * less than those 160 KiB; tensor cores multiply states of one size;
  * cuDNN's attention takes whole tiles, and heads wider than 128 only in DeepSeek-V3's sizes. */
 enum {
     MT_CUDNN_TOKENS = 128,
@@ -22,6 +24,10 @@ enum {
     MT_CUDA_AUX_LOSS_EXPERTS = 48 * 1024 / 16,
     MT_CUDA_DELTA_CHANNELS = 128,
     MT_CUDA_DELTA_SHARED = 160 * 1024,
+    MT_CUDA_SSD_ROWS = 256,
+    MT_CUDA_SSD_COLUMNS = 128,
+    MT_CUDA_SSD_TILE_ROWS = 128,
+    MT_CUDA_SSD_TILE_COLUMNS = 64,
     MT_CUDA_SINKHORN_EXPERTS = 40 * 1024 / 8 - 1024
 };
 
@@ -39,6 +45,7 @@ static inline void mt_cuda_set_limits(mt_limits *limits, bool has_fp8, bool has_
     limits->cudnn_latent_channels = has_cudnn ? MT_CUDNN_LATENT_CHANNELS : 0;
     limits->no_fp8 = !has_fp8, limits->no_mxfp8 = true;
     limits->delta_channels = MT_CUDA_DELTA_CHANNELS;
+    limits->ssd_rows = MT_CUDA_SSD_ROWS, limits->ssd_columns = MT_CUDA_SSD_COLUMNS;
     limits->no_plain = true;
 }
 
@@ -51,12 +58,43 @@ static inline int64_t mt_cuda_delta_bytes(int64_t chunks, int64_t heads, const m
     return chunks * (heads * each + 16) + 16 * 256; // the table of chunks; alignment
 }
 
-/* delta_workspace_bytes: for all heads, up to 768 MiB, where groups of them take turns; at least for one key head. */
-static inline int64_t mt_cuda_delta_workspace(int64_t T, const mt_delta_args *a, mt_dtype dtype, bool train) {
-    int64_t chunks = mt_divide_up(T, 64) + 16, most = (int64_t)768 << 20;
-    int64_t all = mt_cuda_delta_bytes(chunks, a->Hv, a, dtype, train);
-    int64_t one = mt_cuda_delta_bytes(chunks, a->Hv / a->Hk, a, dtype, train);
+/* For all heads, up to some MiB, where groups of them take turns; at least for one group. */
+static inline int64_t mt_cuda_workspace_of_groups(int64_t all, int64_t one, int64_t mebibytes) {
+    int64_t most = mebibytes << 20;
     return all < most ? all : one > most ? one : most;
+}
+
+/* The same of kda.cu, which has arrays for each block of columns; the states of a chunk's tokens of up to 16 spans. */
+static inline int64_t mt_cuda_kda_bytes(int64_t chunks, int64_t heads, const mt_delta_args *a, bool train) {
+    int64_t V = a->Dk % 4 == 0 && a->Dv % 4 == 0 ? 4 : 1, blocks = mt_divide_up(a->Dv, 8 * V);
+    int64_t lines = a->Dk <= 32 ? 1 : a->Dk <= 64 ? 2 : 4, spans = chunks < 16 ? chunks : 16;
+    int64_t each = a->Dk * a->Dv + 64 * blocks * (3 * a->Dk + 1) + 1 + a->Dk;
+    if (!train) return 0;
+    return heads * (chunks * each + spans * blocks * 64 * lines * 256 * V) * 4 + chunks * 16 + 16 * 256;
+}
+
+static inline int64_t mt_cuda_delta_workspace(int64_t T, const mt_delta_args *a, mt_dtype dtype, bool train) {
+    int64_t chunks = mt_divide_up(T, 64) + 16;
+    if (a->decays > 1)
+        return mt_cuda_workspace_of_groups(mt_cuda_kda_bytes(chunks, a->Hv, a, train),
+                                           mt_cuda_kda_bytes(chunks, a->Hv / a->Hk, a, train), 1536);
+    return mt_cuda_workspace_of_groups(mt_cuda_delta_bytes(chunks, a->Hv, a, dtype, train),
+                                       mt_cuda_delta_bytes(chunks, a->Hv / a->Hk, a, dtype, train), 768);
+}
+
+/* Bytes of the arrays of ssd.cu for some chunks of 64 tokens and groups: states and gates of the kernels on tensor
+ * cores, or those of the recurrence, which only the backward has. */
+static inline int64_t mt_cuda_ssd_bytes(int64_t chunks, int64_t groups, const mt_ssd_args *a, bool train) {
+    int64_t heads = a->H / a->G, state = MT_CUDA_SSD_TILE_ROWS * MT_CUDA_SSD_TILE_COLUMNS * 2;
+    int64_t tiles = heads * (4 * 64 * 4 + (train ? 2 : 1) * state);
+    int64_t recurrence = train ? heads * 2 * a->N * a->P * 4 + 2 * 64 * a->N * 4 : 0;
+    return chunks * (groups * ((tiles > recurrence ? tiles : recurrence) + heads * 12) + 16) + 16 * 256;
+}
+
+static inline int64_t mt_cuda_ssd_workspace(int64_t T, const mt_ssd_args *a, bool train) {
+    int64_t chunks = mt_divide_up(T, 64) + 16;
+    return mt_cuda_workspace_of_groups(mt_cuda_ssd_bytes(chunks, a->G, a, train),
+                                       mt_cuda_ssd_bytes(chunks, 1, a, train), 768);
 }
 
 #endif

@@ -397,9 +397,18 @@ template <class T> struct gated_norm_task {
     int H, D;
     int64_t z_stride, dz_stride;
     float eps;
+    bool sigmoid; // the gate; else SiLU
     const T *x, *z, *w, *dy;
     T *y, *dx, *dz;
-    float *rstd, *partial; // partial: [blocks, D] of the backward; NULL: frozen
+    float *rstd, *partial; // partial: [blocks, D], or [blocks, H, D], of the backward; NULL: frozen
+
+    __device__ float gate(float value) const {
+        return sigmoid ? ::sigmoid(value) : silu::value(value);
+    }
+    __device__ float slope(float value) const {
+        float s = ::sigmoid(value);
+        return sigmoid ? s * (1 - s) : silu::slope(value);
+    }
 };
 
 __device__ static inline float sum_of_row(float sum) {
@@ -435,13 +444,13 @@ template <class T, int N> __global__ void __launch_bounds__(NORM_THREADS) gated_
         if (c >= task.D) break;
         mt_pack<float, N> w = mt_to_float(mt_load<N>(task.w + c)), y;
         for (int i = 0; i < N; i++)
-            y.value[i] = mt_element(packs[k], i) * rstd * w.value[i] * silu::value(mt_element(gates[k], i));
+            y.value[i] = mt_element(packs[k], i) * rstd * w.value[i] * task.gate(mt_element(gates[k], i));
         mt_store(task.y + row * task.D + c, mt_from_float<T>(y));
     }
 }
 
-/* With n = x rstd and g = dy w silu(z), dx = rstd (g - n mean(g n)). A block takes neighbouring rows, and leaves the
- * sum of dy n silu(z) over them. */
+/* With n = x rstd and g = dy w gate(z), dx = rstd (g - n mean(g n)). A block takes neighbouring rows, and leaves the
+ * sum of dy n gate(z) over them. */
 template <class T, int N>
 __global__ void __launch_bounds__(NORM_THREADS) gated_norm_backward(gated_norm_task<T> task, int64_t rows_per_block) {
     extern __shared__ float of_rows[]; // [blockDim.y, D]
@@ -468,7 +477,7 @@ __global__ void __launch_bounds__(NORM_THREADS) gated_norm_backward(gated_norm_t
             if (c >= task.D) break;
             mt_pack<float, N> w = mt_to_float(mt_load<N>(task.w + c));
             for (int i = 0; i < N; i++) {
-                float open = mt_element(dys[k], i) * silu::value(mt_element(zs[k], i)), x = mt_element(xs[k], i);
+                float open = mt_element(dys[k], i) * task.gate(mt_element(zs[k], i)), x = mt_element(xs[k], i);
                 dot += open * w.value[i] * x;
                 dw[k][i] += valid ? open * x * rstd : 0;
             }
@@ -483,8 +492,8 @@ __global__ void __launch_bounds__(NORM_THREADS) gated_norm_backward(gated_norm_t
             mt_pack<float, N> w = mt_to_float(mt_load<N>(task.w + c)), dx, dz;
             for (int i = 0; i < N; i++) {
                 float x = mt_element(xs[k], i), z = mt_element(zs[k], i), d = mt_element(dys[k], i) * w.value[i];
-                dx.value[i] = rstd * (d * silu::value(z) - x * projection);
-                dz.value[i] = d * x * rstd * silu::slope(z);
+                dx.value[i] = rstd * (d * task.gate(z) - x * projection);
+                dz.value[i] = d * x * rstd * task.slope(z);
             }
             mt_store(task.dx + row * task.D + c, mt_from_float<T>(dx));
             mt_store(task.dz + dz_row + c, mt_from_float<T>(dz));
@@ -504,8 +513,74 @@ __global__ void __launch_bounds__(NORM_THREADS) gated_norm_backward(gated_norm_t
     }
 }
 
+/* The norm of a group of heads, behind the gate: a block per row. */
+template <class T, int N> __global__ void __launch_bounds__(NORM_THREADS) group_norm_forward(gated_norm_task<T> task) {
+    int64_t row = blockIdx.x, head = row % task.H * task.D;
+    mt_wait_for_previous();
+    const T *x = task.x + row * task.D, *z = task.z + row / task.H * task.z_stride + head, *w = task.w + head;
+    float sum[1] = {0};
+    for (int c = (int)threadIdx.x * N; c < task.D; c += (int)blockDim.x * N) {
+        mt_pack<T, N> values = mt_load<N>(x + c), gates = mt_load<N>(z + c);
+        for (int i = 0; i < N; i++) {
+            float u = mt_element(values, i) * silu::value(mt_element(gates, i));
+            sum[0] += u * u;
+        }
+    }
+    mt_row_sum(sum, 0);
+    float rstd = 1 / sqrtf(sum[0] / (float)task.D + task.eps);
+    if (threadIdx.x == 0) task.rstd[row] = rstd;
+    for (int c = (int)threadIdx.x * N; c < task.D; c += (int)blockDim.x * N) {
+        mt_pack<T, N> values = mt_load<N>(x + c), gates = mt_load<N>(z + c);
+        mt_pack<float, N> y = mt_to_float(mt_load<N>(w + c));
+        for (int i = 0; i < N; i++) y.value[i] *= mt_element(values, i) * silu::value(mt_element(gates, i)) * rstd;
+        mt_store(task.y + row * task.D + c, mt_from_float<T>(y));
+    }
+}
+
+/* With u = x silu(z) and g = dy w, du = rstd (g - u rstd^2 mean(g u)), dx = du silu(z), dz = du x silu'(z). A block
+ * takes one group of neighbouring tokens, and leaves the sum of dy u rstd over them. */
+template <class T, int N>
+__global__ void __launch_bounds__(NORM_THREADS) group_norm_backward(gated_norm_task<T> task, int64_t tokens_per_block) {
+    extern __shared__ float of_rows[]; // [D]; a thread has channels of its own
+    int64_t tokens = task.rows / task.H, begin = blockIdx.x * tokens_per_block, head = (int64_t)blockIdx.y * task.D;
+    int64_t end = begin + tokens_per_block < tokens ? begin + tokens_per_block : tokens;
+    mt_wait_for_previous();
+    const T *w = task.w + head;
+    for (int c = (int)threadIdx.x * N; c < task.D; c += (int)blockDim.x * N)
+        for (int i = 0; i < N; i++) of_rows[c + i] = 0;
+    for (int64_t token = begin; token < end; token++) {
+        int64_t row = token * task.H + blockIdx.y, z_row = token * task.z_stride + head;
+        int64_t dz_row = token * task.dz_stride + head;
+        float rstd = task.rstd[row], dot[1] = {0};
+        for (int c = (int)threadIdx.x * N; c < task.D; c += (int)blockDim.x * N) {
+            mt_pack<T, N> x = mt_load<N>(task.x + row * task.D + c), z = mt_load<N>(task.z + z_row + c);
+            mt_pack<T, N> dy = mt_load<N>(task.dy + row * task.D + c), scales = mt_load<N>(w + c);
+            for (int i = 0; i < N; i++)
+                dot[0] += mt_element(dy, i) * mt_element(scales, i) * mt_element(x, i) * silu::value(mt_element(z, i));
+        }
+        mt_row_sum(dot, (int)(token % 2));
+        float projection = dot[0] * rstd * rstd / (float)task.D;
+        for (int c = (int)threadIdx.x * N; c < task.D; c += (int)blockDim.x * N) {
+            mt_pack<T, N> xs = mt_load<N>(task.x + row * task.D + c), zs = mt_load<N>(task.z + z_row + c);
+            mt_pack<T, N> dys = mt_load<N>(task.dy + row * task.D + c), scales = mt_load<N>(w + c);
+            mt_pack<float, N> dx, dz;
+            for (int i = 0; i < N; i++) {
+                float x = mt_element(xs, i), z = mt_element(zs, i), dy = mt_element(dys, i), open = silu::value(z);
+                float du = rstd * (dy * mt_element(scales, i) - x * open * projection);
+                dx.value[i] = du * open, dz.value[i] = du * x * silu::slope(z);
+                of_rows[c + i] += dy * x * open * rstd;
+            }
+            mt_store(task.dx + row * task.D + c, mt_from_float<T>(dx));
+            mt_store(task.dz + dz_row + c, mt_from_float<T>(dz));
+        }
+    }
+    if (!task.partial) return;
+    for (int c = (int)threadIdx.x * N; c < task.D; c += (int)blockDim.x * N)
+        for (int i = 0; i < N; i++) task.partial[(blockIdx.x * task.H + blockIdx.y) * task.D + c + i] = of_rows[c + i];
+}
+
 template <class T> static gated_norm_task<T> gated_norm_task_of(const mt_gated_norm_args *a) {
-    gated_norm_task<T> task = {a->T * a->H, (int)a->H, (int)a->D, a->z_stride, a->dz_stride, a->eps};
+    gated_norm_task<T> task = {a->T * a->H, (int)a->H, (int)a->D, a->z_stride, a->dz_stride, a->eps, a->sigmoid};
     task.x = (const T *)a->x, task.z = (const T *)a->z, task.w = (const T *)a->w, task.dy = (const T *)a->dy;
     task.y = (T *)a->y, task.dx = (T *)a->dx, task.dz = (T *)a->dz, task.rstd = a->rstd;
     return task;
@@ -530,9 +605,45 @@ template <class Body> static void by_packs(mt_dtype dtype, bool wide, Body body)
         of_type(__nv_bfloat16());
 }
 
+static dim3 group_norm_block(int64_t packs) {
+    int64_t threads = mt_divide_up(packs, 32) * 32;
+    return dim3((unsigned)(threads < NORM_THREADS ? threads : NORM_THREADS));
+}
+
+static void run_group_norm_forward(const mt_gated_norm_args *a, mt_dtype dtype, mt_stream *stream) {
+    mt_by_type(dtype, mt_wide(dtype, {a->x, a->z, a->w, a->y}, {a->D, a->z_stride}), [&](auto type, auto width) {
+        using E = decltype(type);
+        constexpr int N = decltype(width)::value;
+        mt_launch_early(group_norm_forward<E, N>, dim3((unsigned)(a->T * a->H)),
+                        group_norm_block(mt_divide_up(a->D, N)), 0, mt_cuda_stream(stream), gated_norm_task_of<E>(a));
+    });
+}
+
+static void run_group_norm_backward(const mt_gated_norm_args *a, mt_dtype dtype, mt_stream *stream) {
+    bool wide = mt_wide(dtype, {a->x, a->z, a->w, a->dy, a->dx, a->dz}, {a->D, a->z_stride, a->dz_stride});
+    mt_by_type(dtype, wide, [&](auto type, auto width) {
+        using E = decltype(type);
+        constexpr int N = decltype(width)::value;
+        gated_norm_task<E> task = gated_norm_task_of<E>(a);
+        int64_t blocks = mt_divide_up(16ll * mt_cuda_device()->multiProcessorCount, a->H), bytes = a->D * 4;
+        int64_t room = stream->workspace_bytes / (a->H * bytes);
+        if (blocks > room) blocks = room;
+        MT_CHECK(blocks > 0 && bytes <= (int64_t)mt_cuda_device()->sharedMemPerBlockOptin);
+        int64_t tokens_per_block = mt_divide_up(a->T, blocks);
+        blocks = mt_divide_up(a->T, tokens_per_block);
+        if (a->dw) task.partial = (float *)mt_cuda_workspace(stream, blocks * a->H * bytes);
+        auto kernel = group_norm_backward<E, N>;
+        MT_CUDA(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)bytes));
+        mt_launch_early(kernel, dim3((unsigned)blocks, (unsigned)a->H), group_norm_block(mt_divide_up(a->D, N)), bytes,
+                        mt_cuda_stream(stream), task, tokens_per_block);
+        mt_cuda_add_partials(a->dw, blocks, NULL, 0, task.partial, a->H * a->D, stream);
+    });
+}
+
 extern "C" void mt_cuda_gated_norm_forward(const mt_gated_norm_args *a, mt_dtype dtype, mt_stream *stream) {
-    MT_CHECK(!a->gate_first && !a->weight_per_head && !a->sigmoid);
+    MT_CHECK(a->gate_first == a->weight_per_head && !(a->gate_first && a->sigmoid));
     if (a->T == 0) return;
+    if (a->gate_first) return run_group_norm_forward(a, dtype, stream);
     bool wide = has_packs(dtype, {a->x, a->z, a->w, a->y}, {a->D, a->z_stride});
     by_packs(dtype, wide, [&](auto type, auto width) {
         using E = decltype(type);
@@ -544,8 +655,9 @@ extern "C" void mt_cuda_gated_norm_forward(const mt_gated_norm_args *a, mt_dtype
 }
 
 extern "C" void mt_cuda_gated_norm_backward(const mt_gated_norm_args *a, mt_dtype dtype, mt_stream *stream) {
-    MT_CHECK(!a->gate_first && !a->weight_per_head && !a->sigmoid);
+    MT_CHECK(a->gate_first == a->weight_per_head && !(a->gate_first && a->sigmoid));
     if (a->T == 0) return;
+    if (a->gate_first) return run_group_norm_backward(a, dtype, stream);
     bool wide = has_packs(dtype, {a->x, a->z, a->w, a->dy, a->dx, a->dz}, {a->D, a->z_stride, a->dz_stride});
     by_packs(dtype, wide, [&](auto type, auto width) {
         using E = decltype(type);

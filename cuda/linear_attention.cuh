@@ -92,4 +92,30 @@ static inline int64_t mt_longest_span(const mt_spans *spans) {
     return longest;
 }
 
+enum { MT_STEP_LANES = 8 }; // of a recurrence token by token: threads that share a row of the state
+
+/* x[N] summed over the threads of the same columns, in one order; all of them receive the sums. */
+template <int N, int WARPS>
+__device__ static inline void mt_sum_of_lines(float (&x)[N], float (&sums)[WARPS][MT_STEP_LANES * N]) {
+    int warp = (int)threadIdx.x / 32, lane = (int)threadIdx.x % MT_STEP_LANES;
+#pragma unroll
+    for (int j = 0; j < N; j++) {
+        x[j] += __shfl_xor_sync(0xffffffff, x[j], 8);
+        x[j] += __shfl_xor_sync(0xffffffff, x[j], 16);
+        if (threadIdx.x % 32 < MT_STEP_LANES) sums[warp][lane * N + j] = x[j];
+    }
+    __syncthreads();
+#pragma unroll
+    for (int j = 0; j < N; j++) {
+        x[j] = 0;
+        for (int w = 0; w < WARPS; w++) x[j] += sums[w][lane * N + j];
+    }
+    __syncthreads();
+}
+
+/* The delta rule with a decay per channel, in kda.cu. of_gradients: the map of the backward. */
+void mt_cuda_kda_forward(const mt_delta_args *a, mt_dtype dtype, mt_stream *stream);
+void mt_cuda_kda_backward(const mt_delta_args *a, mt_dtype dtype, mt_stream *stream);
+void mt_cuda_kda_maps(const mt_delta_args *a, bool of_gradients, mt_dtype dtype, mt_stream *stream);
+
 #endif

@@ -61,7 +61,7 @@ __attribute__((unused)) static bool is_linear_family(const char *family) {
 
 /* Families that the CPU alone computes. */
 __attribute__((unused)) static bool needs_the_cpu(const char *family) {
-    return has_mamba(family) || strcmp(family, "kimi_linear") == 0 || strcmp(family, "mimo_v2_flash") == 0;
+    return strcmp(family, "mimo_v2_flash") == 0;
 }
 
 #endif

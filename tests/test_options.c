@@ -3379,11 +3379,6 @@ static void what_exceeds_a_backends_limits_is_refused_in_one_line(void **state) 
     static const char *const alone[][2] = {
         {RUN "--value-channels 8", "--value-channels other than --kv-channels"},
         {RUN "--window-size 4 --window-num-query-groups 2", "--window-num-query-groups"},
-        {RUN "--experimental-attention-variant kda --linear-attention-freq 2 --linear-num-key-heads 4 "
-             "--linear-num-value-heads 4",
-         "--experimental-attention-variant kda"},
-        {RUN "--experimental-attention-variant mamba2 --linear-attention-freq 2 --mamba-num-groups 2",
-         "Mamba-2 (--experimental-attention-variant mamba2, M in --hybrid-override-pattern)"},
     };
     const mt_limits delta = {.delta_channels = 128};
 #define DELTA RUN "--experimental-attention-variant gated_delta_net --linear-attention-freq 2 "
@@ -3394,6 +3389,19 @@ static void what_exceeds_a_backends_limits_is_refused_in_one_line(void **state) 
     check_limits(DELTA "--linear-value-head-dim 256", &delta,
                  "--linear-value-head-dim is 256, and the gated delta rule on this device takes heads of at most 128 "
                  "channels");
+    check_limits(RUN "--experimental-attention-variant kda --linear-attention-freq 2 --linear-num-key-heads 4 "
+                     "--linear-num-value-heads 4 --linear-key-head-dim 136 --linear-value-head-dim 136",
+                 &delta,
+                 "--linear-key-head-dim is 136, and the gated delta rule on this device takes heads of at most 128 "
+                 "channels");
+    const mt_limits ssd = {.ssd_rows = 256, .ssd_columns = 128};
+#define SSD                                                                                                            \
+    RUN "--experimental-attention-variant mamba2 --linear-attention-freq 2 --mamba-num-groups 2 --mamba-num-heads 4 "
+    check_limits(SSD "--mamba-state-dim 256 --mamba-head-dim 128", &ssd, NULL);
+    check_limits(SSD "--mamba-state-dim 264", &ssd,
+                 "--mamba-state-dim is 264, and Mamba-2 on this device takes states of at most 256");
+    check_limits(SSD "--mamba-head-dim 136", &ssd,
+                 "--mamba-head-dim is 136, and Mamba-2 on this device takes heads of at most 128 channels");
     for (size_t i = 0; i < sizeof alone / sizeof *alone; i++) {
         char message[160];
         snprintf(message, sizeof message, "%s runs on the CPU only so far; take --device cpu", alone[i][1]);

@@ -168,17 +168,17 @@ shapes_of_recipes_are_planned_on_8_and_64_gpus() {
         planned glm-4.5-air 8 $one $adapters && planned glm-4.5-air 64 --pipeline-model-parallel-size 4 \
             --expert-model-parallel-size 8 --moe-token-dispatcher-type alltoall &&
         planned qwen3.5-35b-a3b 8 $one && planned qwen3.5-35b-a3b 64 $one && planned gpt-oss-20b 8 $one &&
-        planned gpt-oss-20b 64 $one
+        planned gpt-oss-20b 64 $one &&
+        planned nemotron-h-8b 8 && planned nemotron-h-8b 64
 }
 
 # A model whose kernels a GPU lacks has no layout, whatever its number of GPUs.
 a_mixer_without_gpu_kernels_is_not_planned() {
-    for gpus in 1 8 64; do
-        refused "no layout of $gpus GPUs is legal: Mamba-2 .* runs on the CPU only" "$train" --mock-data --bf16 \
-            --hf-config data/configs/nemotron-h-8b.json --seq-length 4096 --global-batch-size 128 --train-iters 3 \
-            --lr 1e-4 --plan --gpu h200 --gpus $gpus || return 1
+    for gpus in 1 8; do
+        refused "no layout of $gpus GPUs is legal: --value-channels .* runs on the CPU only" "$train" --mock-data \
+            --bf16 --load tests/golden/hf/mimo_v2_flash --finetune --seq-length 32 --global-batch-size 8 \
+            --train-iters 3 --lr 1e-4 --plan --gpu h200 --gpus $gpus || return 1
     done
-    says 'No GPU runs it' data/recipes/nemotron-h-8b.yaml
 }
 
 every_recipe_is_accepted() {

@@ -168,6 +168,10 @@ static int64_t mt_sim_delta_workspace_bytes(int64_t T, const mt_delta_args *a, m
     return mt_cuda_delta_workspace(T, a, dtype, train);
 }
 
+static int64_t mt_sim_ssd_workspace_bytes(int64_t T, const mt_ssd_args *a, bool train) {
+    return mt_cuda_ssd_workspace(T, a, train);
+}
+
 static mt_stream *mt_sim_stream_create(void *workspace, int64_t bytes, bool deterministic) {
     mt_stream *stream = mt_calloc(sizeof *stream);
     stream->number = mt_device_model.num_streams++;
