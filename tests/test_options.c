@@ -1540,7 +1540,7 @@ static void an_empty_yaml_sets_nothing(void **state) {
 #else
 static void yaml_is_refused_without_the_library(void **state) {
     (void)state;
-    mt_options options;
+    mt_run_options options;
     mt_error error;
     mt_options_default(&options);
     assert_int_equal(mt_options_read_yaml(&options, MT_PROGRAM_TRAIN, "", 0, "run.yaml", &error), -1);

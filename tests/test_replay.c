@@ -81,8 +81,8 @@ static void auxiliary_losses_are_reported_by_their_names(void **state) {
         "--moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 0.01 --moe-z-loss-coeff 0.1",
         "--moe-router-load-balancing-type seq_aux_loss --moe-aux-loss-coeff 0.02 --moe-z-loss-coeff 0.1",
         "--moe-router-load-balancing-type global_aux_loss --moe-aux-loss-coeff 0.03 --moe-z-loss-coeff 0.1",
-        "--moe-router-load-balancing-type global_aux_loss seq_aux_loss aux_loss --moe-aux-loss-coeff 0.03 0.02 0.01 "
-        "--moe-z-loss-coeff 0.1"};
+        ("--moe-router-load-balancing-type global_aux_loss seq_aux_loss aux_loss --moe-aux-loss-coeff 0.03 0.02 0.01 "
+         "--moe-z-loss-coeff 0.1")};
     mt_metrics metrics[4][3];
     uint32_t weights;
     backend = &mt_cpu_ops;
