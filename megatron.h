@@ -693,7 +693,6 @@ typedef struct mt_options {
     int64_t num_iterations; // steps of the run, from train_iters or train_samples
     bool attention_output_bias, mlp_bias; // biases of o_proj (c_proj) and of the MLP
     mt_hf_family hf_family;               // whose names the parameters have
-    mt_hf_family upcycled_family;         // of the dense model that --moe-use-upcycling loads
     mt_head_type head_type;
     uint64_t lora_roles[2]; // the matrices with adapters, a bit each: see mt_role_has_adapters
 } mt_options;

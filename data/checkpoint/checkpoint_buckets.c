@@ -371,7 +371,7 @@ int mt_checkpoint_check(const mt_run_options *options, const char *folder, mt_er
     mt_error damage;
     char *path = mt_checkpoint_resolve(folder, error);
     mt_run_options stored = *options; // with the model of the folder
-    if (options->stack.moe_use_upcycling) stored.stack = mt_upcycle_dense(&options->stack);
+    if (options->stack.moe_use_upcycling) stored.stack = mt_upcycle_dense(options);
     int status = path ? mt_checkpoint_verify(path, false, error) : -1;
     if (status == 0 && mt_folder_is_megatron(path)) {
         mt_megatron *checkpoint;
@@ -469,7 +469,7 @@ int mt_stem_load(mt_model *m, const mt_run_options *o, const char *folder, const
     int64_t num_dense = 0;
     bool upcycles = o->stack.moe_use_upcycling && strcmp(stem, "model") == 0;
     if (upcycles) {
-        stored.stack = mt_upcycle_dense(&o->stack);
+        stored.stack = mt_upcycle_dense(o);
         num_dense = mt_params_build(&dense_rows, &stored.stack, NULL);
     }
     int status = mt_stem_open(&set, folder, stem, &stored, error);

@@ -3,8 +3,8 @@
 
 #include <math.h>
 
-mt_options mt_upcycle_dense(const mt_options *options) {
-    mt_options dense = *options;
+mt_options mt_upcycle_dense(const mt_run_options *options) {
+    mt_options dense = options->stack;
     dense.num_experts = dense.moe_ffn_hidden_size = 0;
     dense.moe_layers = NULL;
     dense.moe_router_linear_bias = dense.moe_router_enable_expert_bias = dense.moe_router_quantile_bias = false;

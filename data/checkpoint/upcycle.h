@@ -12,7 +12,7 @@ extern "C" {
 #endif
 
 /* The dense model that --load holds; it borrows the texts of `options`, which has --moe-use-upcycling. */
-mt_options mt_upcycle_dense(const mt_options *options);
+mt_options mt_upcycle_dense(const mt_run_options *options);
 
 /* The dense parameter that a parameter of the model with experts begins as, among rows[count]; NULL: none. */
 const mt_param *mt_upcycle_source(const mt_param *rows, int64_t count, const mt_param *param);

@@ -1604,7 +1604,7 @@ int mt_options_take_shape(mt_run_options *options, const char *json, int64_t byt
     if (!result && has_weights && options->stack.moe_use_upcycling && shape.stack.num_experts > 0)
         result = mt_error_set(error, "--moe-use-upcycling: the model of %.200s has experts; leave it out", path);
     if (!result && has_weights && options->stack.moe_use_upcycling) {
-        options->stack.upcycled_family = shape.stack.hf_family;
+        options->upcycled_family = shape.stack.hf_family;
         options->finetune = true; // its optimizer's state is of other parameters
     }
     if (!result && has_weights) {
