@@ -406,7 +406,8 @@ signals_do_not_change_what_a_step_computes() {
     "$train" $products --metrics "$work/b.jsonl" >"$work/out" 2>"$work/err" </dev/null &
     job=$!
     until grep -q '^memory plan' "$work/out" || ! kill -0 $job; do sleep 0.01; done 2>/dev/null
-    while kill -USR1 $job; do :; done 2>/dev/null
+    sent=0
+    while [ $sent -lt 100000 ] && kill -USR1 $job; do sent=$((sent + 1)); done 2>/dev/null
     wait $job && for run in a b; do sed 's/.*"lm_loss": \([^,]*\),.*/\1/' "$work/$run.jsonl" >"$work/$run"; done &&
         [ -s "$work/b" ] && head -n "$(wc -l <"$work/b")" "$work/a" | cmp - "$work/b"
 }
@@ -443,12 +444,12 @@ a_run_under_mpirun_says_how_it_is_stopped() {
         [ "$(grep -c '^stopping' "$work/err")" = 1 ] || return 1
     rm -rf "$work/save"
     # shellcheck disable=SC2086
-    begin env OMPI_MCA_odls_base_sigkill_timeout=40 $MPIRUN -np 2 "$train" $small --train-iters 100000000 \
+    begin env OMPI_MCA_odls_base_sigkill_timeout=20 $MPIRUN -np 2 "$train" $small --train-iters 100000000 \
         --save "$work/save" --save-interval 2 --metrics "$work/m.jsonl" --exit-signal SIGUSR2 || return 1
     kill -TERM $job
     wait $job
     ! grep '^Stopping: mpirun' "$work/out" &&
-        says '^stopping .*mpirun kills its ranks 40 s after this signal; saved so far: iteration [1-9]' "$work/err" &&
+        says '^stopping .*mpirun kills its ranks 20 s after this signal; saved so far: iteration [1-9]' "$work/err" &&
         says 'kill -USR2 on mpirun would wait' "$work/err"
 }
 
