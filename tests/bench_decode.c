@@ -181,7 +181,7 @@ static void bench(const mt_run_options *options, const mt_ops *ops, const decode
 }
 
 /* On a GPU, a case with separate kernels in the graph where it has one kernel otherwise. */
-static void bench_separate(const mt_options *options, const mt_ops *ops, const decode_case *c, double bandwidth) {
+static void bench_separate(const mt_run_options *options, const mt_ops *ops, const decode_case *c, double bandwidth) {
 #ifdef MT_HAVE_CUDA
     if (ops == &mt_cpu_ops || c->texts > MT_DECODE_ROWS) return;
     mt_cuda_decode_fuse(false);
@@ -200,7 +200,7 @@ static void bench_samplings(const mt_run_options *options, const mt_ops *ops, de
         {.rule = "top-k 50, top-p 0.95", .sampling = {.temperature = 1, .top_k = 50, .top_p = 0.95, .logprobs = true}}};
     for (int i = 0; i < 3; i++) {
         c.rule = ways[i].rule, c.sampling = ways[i].sampling;
-        if (i == 0) bench_separate(&options->stack, ops, &c, bandwidth);
+        if (i == 0) bench_separate(options, ops, &c, bandwidth);
         bench(options, ops, &c, bandwidth);
     }
 }
@@ -249,7 +249,7 @@ int main(int argc, char **argv) {
         plain.graph_begin = NULL;
         bench(&options, &plain, &one, bandwidth);
         for (one.texts = 1; one.texts <= MAX_TEXTS; one.texts *= 2) {
-            bench_separate(&options.stack, ops, &one, bandwidth);
+            bench_separate(&options, ops, &one, bandwidth);
             bench(&options, ops, &one, bandwidth);
         }
     }

@@ -434,8 +434,9 @@ mt_feed mt_feed_begin(mt_loader *loader, int64_t consumed_samples, int64_t sampl
  * a micro-batch may have more of them than a rank has tokens. mt_batch_check would refuse it too, but on its ranks
  * alone, while others wait for them in the exchange of experts. */
 static int check_sequences(const mt_loader *loader, const mt_batch *batch, mt_error *error) {
+    if (!loader->config->options) return 0;
     const mt_options *o = &loader->config->options->stack;
-    if (!o || o->num_experts == 0 || !mt_balances_by(o, MT_BALANCING_SEQ_AUX_LOSS)) return 0;
+    if (o->num_experts == 0 || !mt_balances_by(o, MT_BALANCING_SEQ_AUX_LOSS)) return 0;
     int64_t padded = mt_rank_tokens(o, batch->num_tokens) * o->context_parallel_size, longest = 64; // see mt_batch_pad
     int64_t sequences = batch->num_spans + mt_divide_up(padded - batch->num_tokens, longest);
     int64_t room = mt_rank_tokens(o, loader->micro_batch_size * loader->config->seq_length);
