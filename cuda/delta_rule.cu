@@ -1021,15 +1021,7 @@ template <class T> static int64_t place_arrays(delta_task<T> *task, int64_t chun
 
 template <class T> static delta_task<T> delta_task_of(const mt_delta_args *a, mt_dtype dtype) {
     delta_task<T> task = {};
-    task.q = (const T *)a->q, task.k = (const T *)a->k, task.v = (const T *)a->v, task.b = (const T *)a->b;
-    task.a = (const T *)a->a, task.A_log = (const T *)a->A_log, task.dt_bias = (const T *)a->dt_bias;
-    task.dout = (const T *)a->dout, task.out = (T *)a->out, task.dq = (T *)a->dq, task.dk = (T *)a->dk;
-    task.dv = (T *)a->dv, task.db = (T *)a->db, task.da = (T *)a->da;
-    task.q_stride = a->q_stride, task.k_stride = a->k_stride, task.v_stride = a->v_stride;
-    task.dq_stride = a->dq_stride, task.dk_stride = a->dk_stride, task.dv_stride = a->dv_stride;
-    task.b_stride = a->b_stride, task.a_stride = a->a_stride, task.db_stride = a->db_stride;
-    task.da_stride = a->da_stride, task.Hv = (int)a->Hv, task.heads = (int)(a->Hv / a->Hk);
-    task.Dk = (int)a->Dk, task.Dv = (int)a->Dv, task.q_scale = 1 / sqrtf((float)a->Dk);
+    mt_take_delta_operands<T>(task, a);
     task.wide_keys =
         mt_wide(dtype, {a->q, a->k, a->dq, a->dk}, {a->Dk, a->q_stride, a->k_stride, a->dq_stride, a->dk_stride});
     task.wide_values = mt_wide(dtype, {a->v, a->out, a->dout, a->dv}, {a->Dv, a->v_stride, a->dv_stride});

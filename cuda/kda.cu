@@ -493,15 +493,7 @@ template <class T> __global__ void __launch_bounds__(MT_CUDA_DELTA_CHANNELS) fin
 template <class T> static kda_task<T> kda_task_of(const mt_delta_args *a) {
     kda_task<T> task = {};
     MT_CHECK(a->decays == a->Dk && a->Dk <= MT_CUDA_DELTA_CHANNELS && a->Dv <= MT_CUDA_DELTA_CHANNELS);
-    task.q = (const T *)a->q, task.k = (const T *)a->k, task.v = (const T *)a->v, task.b = (const T *)a->b;
-    task.a = (const T *)a->a, task.A_log = (const T *)a->A_log, task.dt_bias = (const T *)a->dt_bias;
-    task.dout = (const T *)a->dout, task.out = (T *)a->out, task.dq = (T *)a->dq, task.dk = (T *)a->dk;
-    task.dv = (T *)a->dv, task.db = (T *)a->db, task.da = (T *)a->da;
-    task.q_stride = a->q_stride, task.k_stride = a->k_stride, task.v_stride = a->v_stride;
-    task.dq_stride = a->dq_stride, task.dk_stride = a->dk_stride, task.dv_stride = a->dv_stride;
-    task.b_stride = a->b_stride, task.a_stride = a->a_stride, task.db_stride = a->db_stride;
-    task.da_stride = a->da_stride, task.Hv = (int)a->Hv, task.heads = (int)(a->Hv / a->Hk);
-    task.Dk = (int)a->Dk, task.Dv = (int)a->Dv, task.q_scale = 1 / sqrtf((float)a->Dk);
+    mt_take_delta_operands<T>(task, a);
     task.key_heads = (int)a->Hk;
     return task;
 }

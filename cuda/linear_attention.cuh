@@ -37,6 +37,20 @@ int64_t mt_cuda_chunk_count(const mt_spans *spans, int64_t begin, int64_t end);
 int64_t mt_cuda_chunk_bytes(int64_t chunks, int64_t spans);
 mt_chunks mt_cuda_chunks(const mt_spans *spans, int64_t begin, int64_t end, void *memory, mt_stream *stream);
 
+/* Takes the operands of a delta rule over into the arguments of its kernels, which have their names; T is their type.
+ */
+template <class T, class Task> static inline void mt_take_delta_operands(Task &task, const mt_delta_args *a) {
+    task.q = (const T *)a->q, task.k = (const T *)a->k, task.v = (const T *)a->v, task.b = (const T *)a->b;
+    task.a = (const T *)a->a, task.A_log = (const T *)a->A_log, task.dt_bias = (const T *)a->dt_bias;
+    task.dout = (const T *)a->dout, task.out = (T *)a->out, task.dq = (T *)a->dq, task.dk = (T *)a->dk;
+    task.dv = (T *)a->dv, task.db = (T *)a->db, task.da = (T *)a->da;
+    task.q_stride = a->q_stride, task.k_stride = a->k_stride, task.v_stride = a->v_stride;
+    task.dq_stride = a->dq_stride, task.dk_stride = a->dk_stride, task.dv_stride = a->dv_stride;
+    task.b_stride = a->b_stride, task.a_stride = a->a_stride, task.db_stride = a->db_stride;
+    task.da_stride = a->da_stride, task.Hv = (int)a->Hv, task.heads = (int)(a->Hv / a->Hk);
+    task.Dk = (int)a->Dk, task.Dv = (int)a->Dv, task.q_scale = 1 / sqrtf((float)a->Dk);
+}
+
 /* mt_states in the form that kernels use. The lists, which are the host's, have few slots. */
 struct mt_device_states {
     enum { SLOTS = 8 };
