@@ -550,6 +550,7 @@ int mt_megatron_load(mt_model *m, const mt_run_options *o, const char *folder, b
     mt_megatron *checkpoint = NULL;
     int status = mt_megatron_open(&checkpoint, folder, weights, error);
     if (status == 0) status = mt_megatron_check(checkpoint, weights, &o->stack, folder, error);
+    if (status == 0) status = mt_megatron_verify(checkpoint, world->rank, world->size, error);
     int64_t num_params, num_files, count = 0, room = 0;
     const mt_param *params = mt_model_params(m, &num_params);
     mt_target *targets = NULL;

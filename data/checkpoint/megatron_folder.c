@@ -28,12 +28,20 @@ typedef struct mt_found_piece {
     mt_megatron_piece piece;
 } mt_found_piece;
 
+/* The entry of an archive that holds a tensor. */
+typedef struct mt_held_entry {
+    mt_zip_entry entry;
+    const char *path;
+} mt_held_entry;
+
 struct mt_megatron {
     char *folder;
     mt_safetensors_file *files;
     int64_t num_files;
     mt_found_piece *found;
     int64_t num_found, found_room;
+    mt_held_entry *held;
+    int64_t num_held, held_room;
     mt_megatron_piece *pieces;
     mt_megatron_matrix *matrices;
     int64_t num_matrices;
@@ -115,9 +123,9 @@ static const mt_safetensors_file *mt_megatron_map(mt_megatron *c, const char *na
     return &c->files[c->num_files++];
 }
 
-/* The bytes of a tensor in an archive; NULL with error. */
-static const void *mt_megatron_tensor_data(const mt_zip *zip, const mt_torch_tensor *tensor, const char *path,
-                                           const char *name, mt_error *error) {
+/* The bytes of a tensor in an archive, and the entry that has them; NULL with error. */
+static const void *mt_megatron_tensor_data(const mt_zip *zip, const mt_torch_tensor *tensor, mt_zip_entry *holds,
+                                           const char *path, const char *name, mt_error *error) {
     char entry_name[128];
     snprintf(entry_name, sizeof entry_name, "data/%.100s", tensor->key);
     const mt_zip_entry *entry = mt_zip_find(zip, entry_name), *order = mt_zip_find(zip, "byteorder");
@@ -138,7 +146,31 @@ static const void *mt_megatron_tensor_data(const mt_zip *zip, const mt_torch_ten
                      path, name);
         return NULL;
     }
+    *holds = *entry;
     return entry->data + tensor->first * mt_dtype_size(tensor->dtype);
+}
+
+static void mt_megatron_hold(mt_megatron *c, const mt_zip_entry *entry, const char *path) {
+    if (c->num_held == c->held_room) {
+        c->held_room = mt_max(2 * c->held_room, 64);
+        c->held = mt_realloc(c->held, c->held_room * (int64_t)sizeof *c->held);
+    }
+    c->held[c->num_held++] = (mt_held_entry){*entry, path};
+}
+
+int mt_megatron_verify(const mt_megatron *c, int64_t rank, int64_t ranks, mt_error *error) {
+    for (int64_t i = rank; i < c->num_held; i += ranks)
+        if (mt_zip_verify(&c->held[i].entry, c->held[i].path, error) != 0) return -1;
+    return 0;
+}
+
+/* Opens an archive in a file and reads its pickle. */
+static int mt_megatron_read_archive(mt_zip *zip, mt_pickle **pickle, const void *archive, int64_t bytes,
+                                    const char *path, mt_error *error) {
+    if (mt_zip_open(zip, archive, bytes, path, error) != 0) return -1;
+    const mt_zip_entry *data = mt_zip_find(zip, "data.pkl");
+    if (!data) return mt_error_set(error, "%s: an archive has no data.pkl; get it again", path);
+    return mt_zip_verify(data, path, error) == 0 ? mt_pickle_read(pickle, data->data, data->bytes, path, error) : -1;
 }
 
 /* ---- pieces */
@@ -297,12 +329,7 @@ static int mt_megatron_open_blob(mt_megatron *c, const mt_storage_row *row, cons
     if (!*file) return -1;
     if (row->first > (*file)->bytes || row->bytes > (*file)->bytes - row->first)
         return mt_error_set(error, "%s: ends before the values of \"%.120s\"; get it again", (*file)->path, row->name);
-    if (mt_zip_open(zip, (*file)->base + row->first, row->bytes, (*file)->path, error) != 0) return -1;
-    const mt_zip_entry *data = mt_zip_find(zip, "data.pkl");
-    if (!data)
-        return mt_error_set(error, "%s: the archive of \"%.120s\" has no data.pkl; get it again", (*file)->path,
-                            row->name);
-    return mt_pickle_read(pickle, data->data, data->bytes, (*file)->path, error);
+    return mt_megatron_read_archive(zip, pickle, (*file)->base + row->first, row->bytes, (*file)->path, error);
 }
 
 /* The state and the parameter's name of a tensor's name; false: of no state that is read. */
@@ -337,6 +364,7 @@ static int mt_megatron_add_chunk(mt_megatron *c, const char *full, const mt_mega
     mt_torch_tensor tensor;
     mt_zip zip;
     mt_pickle *pickle;
+    mt_zip_entry holds;
     int status = mt_megatron_open_blob(c, row, &file, &zip, &pickle, error);
     const void *data = NULL;
     if (status == 0) {
@@ -348,8 +376,10 @@ static int mt_megatron_add_chunk(mt_megatron *c, const char *full, const mt_mega
                                   "%s: holds another tensor than the part of \"%.120s\" that .metadata lists; "
                                   "get the folder again",
                                   file->path, full);
-        else if (!(data = mt_megatron_tensor_data(&zip, &tensor, file->path, full, error)))
+        else if (!(data = mt_megatron_tensor_data(&zip, &tensor, &holds, file->path, full, error)))
             status = -1;
+        else
+            mt_megatron_hold(c, &holds, file->path);
     }
     mt_pickle_free(pickle);
     mt_zip_free(&zip);
@@ -431,11 +461,7 @@ static int mt_megatron_read_common(mt_megatron *c, const mt_storage *storage, mt
     if (mt_folder_has(c->folder, "common.pt")) {
         file = mt_megatron_map(c, "common.pt", error);
         if (!file) return -1;
-        if (mt_zip_open(&c->common_zip, file->base, file->bytes, file->path, error) == 0) {
-            const mt_zip_entry *data = mt_zip_find(&c->common_zip, "data.pkl");
-            status = data ? mt_pickle_read(&c->common, data->data, data->bytes, file->path, error)
-                          : mt_error_set(error, "%s: has no data.pkl; get it again", file->path);
-        }
+        status = mt_megatron_read_archive(&c->common_zip, &c->common, file->base, file->bytes, file->path, error);
     } else {
         status = 0;
         for (int64_t i = 0; i < storage->count; i++) {
@@ -536,11 +562,9 @@ static void mt_rank_file_close(mt_rank_file *rank) {
 
 static int mt_rank_file_open(mt_megatron *c, mt_rank_file *rank, const char *name, mt_error *error) {
     *rank = (mt_rank_file){.file = mt_megatron_map(c, name, error)};
-    if (!rank->file || mt_zip_open(&rank->zip, rank->file->base, rank->file->bytes, rank->file->path, error) != 0)
-        return -1;
-    const mt_zip_entry *data = mt_zip_find(&rank->zip, "data.pkl");
-    if (!data) return mt_error_set(error, "%s: has no data.pkl; get it again", rank->file->path);
-    return mt_pickle_read(&rank->pickle, data->data, data->bytes, rank->file->path, error);
+    if (!rank->file) return -1;
+    return mt_megatron_read_archive(&rank->zip, &rank->pickle, rank->file->base, rank->file->bytes, rank->file->path,
+                                    error);
 }
 
 static void mt_rank_file_name(char name[96], const mt_megatron_layout *l, int64_t tp, int64_t pp, int64_t ep) {
@@ -645,7 +669,7 @@ static int mt_megatron_add_stage(mt_megatron *c, const mt_megatron_layout *l, co
     const mt_pickled *model = mt_rank_model(rank, l, chunk, error);
     if (!model) return -1;
     int64_t experts = mt_model_experts(model);
-    bool last = chunk == l->chunks - 1 && pp == l->pp - 1, first = chunk == 0 && pp == 0;
+    bool first = chunk == 0 && pp == 0;
     for (int64_t i = 0; i < model->count; i++) {
         const char *name = mt_pickled_text(model->items[2 * i]);
         mt_torch_tensor tensor;
@@ -658,10 +682,11 @@ static int mt_megatron_add_stage(mt_megatron *c, const mt_megatron_layout *l, co
         bool of_expert = parts.expert >= 0;
         if (ep > 0 && !of_expert) continue; // the same on every expert rank
         bool embeds = strncmp(parts.text, "embedding.", 10) == 0;
-        if (embeds && !first && (last || strncmp(parts.text, "embedding.word", 14) != 0)) continue; // a copy
-        if (embeds && !first) continue;
-        const void *data = mt_megatron_tensor_data(&rank->zip, &tensor, rank->file->path, name, error);
+        if (embeds && !first) continue; // a copy for the output layer
+        mt_zip_entry holds;
+        const void *data = mt_megatron_tensor_data(&rank->zip, &tensor, &holds, rank->file->path, name, error);
         if (!data) return -1;
+        mt_megatron_hold(c, &holds, rank->file->path);
         bool decodes = strncmp(parts.text, "decoder.layers.", 15) == 0;
         int64_t layer = parts.layer + (decodes ? l->first_layer[chunk * l->pp + pp] : 0);
         if (mt_megatron_add_part(c, l, &parts, layer, of_expert ? parts.expert + ep * experts : -1, tp, &tensor,
@@ -768,7 +793,7 @@ void mt_megatron_close(mt_megatron *c) {
     }
     mt_pickle_free(c->common);
     mt_zip_free(&c->common_zip);
-    free(c->files), free(c->found), free(c->pieces), free(c->matrices), free(c->folder);
+    free(c->files), free(c->found), free(c->held), free(c->pieces), free(c->matrices), free(c->folder);
     free(c);
 }
 
@@ -811,11 +836,12 @@ const mt_pickled *mt_megatron_args(const mt_megatron *c) {
 static bool mt_megatron_steps(const mt_megatron *c, const mt_pickled *value, int64_t *step) {
     mt_torch_tensor tensor;
     mt_error ignored;
+    mt_zip_entry holds;
     float number;
     if (mt_pickled_int(value, 0, INT32_MAX, step)) return true;
     if (!mt_pickled_tensor(value, &tensor) || tensor.count != 1 || tensor.dtype != MT_F32) return false;
-    const void *data = mt_megatron_tensor_data(&c->common_zip, &tensor, c->folder, "step", &ignored);
-    if (!data) return false;
+    const void *data = mt_megatron_tensor_data(&c->common_zip, &tensor, &holds, c->folder, "step", &ignored);
+    if (!data || mt_zip_verify(&holds, c->folder, &ignored) != 0) return false;
     memcpy(&number, data, sizeof number);
     if (!(number >= 0 && number < 1e9F)) return false;
     *step = (int64_t)number;

@@ -48,6 +48,9 @@ int mt_megatron_open(mt_megatron **checkpoint, const char *folder, bool weights,
 int mt_megatron_open_common(mt_megatron **checkpoint, const char *folder, mt_error *error);
 void mt_megatron_close(mt_megatron *checkpoint);
 
+/* Refuses tensors whose bytes do not have the sums that their archives store: rank `rank` reads its share of all. */
+int mt_megatron_verify(const mt_megatron *checkpoint, int64_t rank, int64_t ranks, mt_error *error);
+
 /* The files, in the order of their opening; a piece's tensor.file is the same pointer as its file's path. */
 const mt_safetensors_file *mt_megatron_files(const mt_megatron *checkpoint, int64_t *count);
 

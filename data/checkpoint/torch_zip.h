@@ -14,6 +14,7 @@ typedef struct mt_zip_entry {
     int64_t name_bytes;
     const unsigned char *data;
     int64_t bytes;
+    uint32_t sum; // CRC-32 (ISO 3309) of the data; 0: torch was told not to compute it
 } mt_zip_entry;
 
 /* The entries by name. They point into the memory of the archive. */
@@ -31,8 +32,8 @@ void mt_zip_free(mt_zip *zip);
 /* The entry of a name; NULL: none. */
 const mt_zip_entry *mt_zip_find(const mt_zip *zip, const char *name);
 
-/* The sum of zip's entries: CRC-32 (ISO 3309); `crc` is 0, or the sum of the bytes before. */
-uint32_t mt_zip_crc32(uint32_t crc, const void *data, int64_t bytes);
+/* Refuses an entry whose data do not have its sum. PyTorch itself does not compare them. */
+int mt_zip_verify(const mt_zip_entry *entry, const char *path, mt_error *error);
 
 #ifdef __cplusplus
 }
