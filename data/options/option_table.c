@@ -155,8 +155,7 @@ const mt_option mt_option_table[] = {
     {"linear-conv-kernel-dim", MT_INT, MT_AT(stack.linear_conv_kernel_dim), MT_TRAIN, MT_OF_WEIGHTS, "4", "[1,8]",
      "tokens that a short convolution mixes"},
     {"hybrid-override-pattern", MT_STRING, MT_AT(hybrid_override_pattern), MT_TRAIN, MT_OF_WEIGHTS, NULL, "M*-E...",
-     "layers with one half only, a letter each, as in Nemotron-H: M Mamba-2, * attention, - MLP, E experts; on the CPU "
-     "only so far",
+     "layers with one half only, a letter each, as in Nemotron-H: M Mamba-2, * attention, - MLP, E experts",
      .excludes = "any: moe-layer-freq, any: experimental-attention-variant, any: multi-latent-attention, "
                  "any: mtp-num-layers"},
     {"mamba-state-dim", MT_INT, MT_AT(stack.mamba_state_dim), MT_TRAIN, MT_OF_WEIGHTS, "128", "[1,4096]",
