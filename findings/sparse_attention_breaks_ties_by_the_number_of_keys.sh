@@ -1,6 +1,6 @@
 #!/bin/sh
-# A surprise about transformers' DeepSeek-V3.2: with few heads in the indexer, greedy generation with a cache and without
-# one writes different texts, in float64.
+# A surprise about transformers' DeepSeek-V3.2: with few heads in the indexer, greedy generation with a cache and
+# without one writes different texts, in float64.
 #
 #   A good guess:  a cache saves work; in float64 the logits of a token differ by 1e-15, and greedy texts are the same.
 #   What happens:  a score of the indexer is a sum over its heads of products cut below zero. With two heads the scores
@@ -51,4 +51,5 @@ python3 -m venv "$work/venv" &&
     exit 1
 }
 cat "$work/seen"
-grep -q '^2 heads: same text False, .* True$' "$work/seen" && grep -q '^64 heads: same text True, .* False$' "$work/seen"
+grep -q '^2 heads: same text False, .* True$' "$work/seen" &&
+    grep -q '^64 heads: same text True, .* False$' "$work/seen"

@@ -96,7 +96,8 @@ list_calls() {
 # or, for the limits of waiting, by the hooks of mt_watch. Options that only data/ reads are in mt_run_options.
 stack_reads_its_options() {
     sed -n '/^typedef struct mt_options {/,/^} mt_options;/p' megatron.h |
-        sed -e 's|//.*||' -e 's|/\*.*\*/||' -e '/^typedef/d' -e '/^}/d' -e 's/ \*/ /g' -e 's/\[[0-9]*\]//g' -e 's/^ *[a-z_0-9]* //' |
+        sed -e 's|//.*||' -e 's|/\*.*\*/||' -e '/^typedef/d' -e '/^}/d' |
+        sed -e 's/ \*/ /g' -e 's/\[[0-9]*\]//g' -e 's/^ *[a-z_0-9]* //' |
         tr -s ',; \n' '\n' | grep -v '^$' >"$work/fields"
     { sed '/^mt_options mt_options_plain/,/^}/d' megatron.c | grep -o '[>.][a-z_0-9]*' | cut -c2-
         grep -o 'offsetof(mt_options, [a-z_0-9]*' megatron.h | sed 's/.* //'

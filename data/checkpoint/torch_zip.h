@@ -14,7 +14,7 @@ typedef struct mt_zip_entry {
     int64_t name_bytes;
     const unsigned char *data;
     int64_t bytes;
-    uint32_t sum; // CRC-32 (ISO 3309) of the data; 0: torch was told not to compute it
+    uint32_t sum; // CRC-32 (ISO 3309) of the data; 0: its writer computed none
 } mt_zip_entry;
 
 /* The entries by name. They point into the memory of the archive. */
