@@ -1012,7 +1012,6 @@ static void expect_one_answer(const char *name, const char *value) {
     mt_options_default(&set);
     int status = mt_options_set(&set, name, value, &second);
     if (status == 0) status = mt_options_read_shape(&set, &second);
-    if (status == 0 && set.sharded_names.count > 0) status = mt_options_finish(&set, MT_PROGRAM_LIBRARY, 1, &second);
     if (read != status || strcmp(first.text, second.text) != 0)
         fail_msg("%s: the command line: %s; mt_options_set: %s", argument, read ? first.text : "accepted",
                  status ? second.text : "accepted");
@@ -1058,7 +1057,7 @@ static void a_name_for_sharded_runs_waits_for_the_other_options(void **state) {
     for (size_t i = 0; i < sizeof words / sizeof *words; i++)
         assert_int_equal(mt_options_set(&o, words[i][0], words[i][1], &error), 0);
     assert_int_equal(mt_options_finish(&o, MT_PROGRAM_LIBRARY, 1, &error), -1);
-    assert_non_null(strstr(error.text, "--ckpt-format is not supported (a checkpoint is a Hugging Face folder"));
+    assert_non_null(strstr(error.text, "--ckpt-format fsdp_dtensor is the format of --use-megatron-fsdp"));
     assert_int_equal(mt_options_set(&o, "use-megatron-fsdp", "true", &error), 0);
     if (mt_options_finish(&o, MT_PROGRAM_LIBRARY, 1, &error)) fail_msg("%s", error.text);
     assert_int_equal(mt_options_set(&o, "config", "run.yaml", &error), -1);
@@ -1199,9 +1198,12 @@ static void names_that_state_what_is_so_take_no_other_value(void **state) {
     expect_good(&options, RUN "--ckpt-format fsdp_dtensor --use-megatron-fsdp --dist-ckpt-format=fsdp_dtensor");
     assert_int_equal(options.stack.data_parallel_sharding_strategy, MT_SHARD_PARAMS);
     mt_options_free(&options);
-    expect_error(RUN "--ckpt-format fsdp_dtensor", "--ckpt-format is not supported (a checkpoint is a Hugging Face");
-    expect_error(RUN "--use-megatron-fsdp --ckpt-format torch_dist", "--ckpt-format is not supported");
-    expect_error(RUN "--use-megatron-fsdp --ckpt-format", "--ckpt-format is not supported");
+    assert_int_equal(options.ckpt_format, MT_CHECKPOINT_HF);
+    expect_error(RUN "--ckpt-format fsdp_dtensor", "--ckpt-format fsdp_dtensor is the format of --use-megatron-fsdp");
+    expect_good(&options, RUN "--use-megatron-fsdp --dist-ckpt-format torch_dist");
+    assert_int_equal(options.ckpt_format, MT_CHECKPOINT_TORCH_DIST);
+    mt_options_free(&options);
+    expect_error(RUN "--ckpt-format torch", "huggingface|torch_dist|fsdp_dtensor");
     expect_error(RUN "--softmax-type banana", "banana");
     expect_good(&options, RUN "--moe-shared-expert-overlap --perform-rl-step=False");
     mt_options_free(&options);

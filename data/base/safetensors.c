@@ -606,7 +606,9 @@ int mt_checksums_verify(const mt_checksums *sums, const char *folder, bool whole
                 mt_error_set(error, "%s: damaged: it is %lld bytes long, and %lld were saved; take another checkpoint",
                              path, (long long)bytes, (long long)file->bytes);
         bool is_stem = strncmp(file->name, "model", 5) == 0 || strncmp(file->name, "optimizer", 9) == 0;
-        bool reads = whole || !is_stem || !mt_text_ends_with(file->name, ".safetensors");
+        bool has_tensors =
+            (is_stem && mt_text_ends_with(file->name, ".safetensors")) || mt_text_ends_with(file->name, ".distcp");
+        bool reads = whole || !has_tensors;
         for (int64_t block = 0; block < file->count && reads && status == 0; block++) {
             int64_t first = block * MT_SUM_BLOCK, n = mt_min(MT_SUM_BLOCK, bytes - first);
             if (mt_file_read_at(descriptor, buffer, n, first) != 0 || mt_crc32c(buffer, n) != file->sums[block])

@@ -102,8 +102,8 @@ char *mt_checksums_print(const mt_checksums *sums);
 /* Reads FOLDER/checksums.json; a folder without one gives no files. A damaged one is an error. */
 int mt_checksums_read(mt_checksums *sums, const char *folder, mt_error *error);
 
-/* Checks that every file exists and has its size; and the sums of files other than model*.safetensors and
- * optimizer*.safetensors, or with `whole` of all files. */
+/* Checks that every file exists and has its size; and the sums of files other than model*.safetensors,
+ * optimizer*.safetensors and *.distcp, or with `whole` of all files. */
 int mt_checksums_verify(const mt_checksums *sums, const char *folder, bool whole, mt_error *error);
 
 /* Sets the error of a block whose sum differs; returns -1. */

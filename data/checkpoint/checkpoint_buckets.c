@@ -544,13 +544,13 @@ static int mt_megatron_add_targets(mt_target **targets, int64_t *count, int64_t 
     return 0;
 }
 
-int mt_megatron_load(mt_model *m, const mt_run_options *o, const char *folder, bool weights, bool *damaged,
-                     mt_error *error) {
+int mt_megatron_load(mt_model *m, const mt_run_options *o, const char *folder, bool weights, const mt_checksums *sums,
+                     bool *damaged, mt_error *error) {
     const mt_group *world = &mt_model_grid(m)->world;
     mt_megatron *checkpoint = NULL;
     int status = mt_megatron_open(&checkpoint, folder, weights, error);
     if (status == 0) status = mt_megatron_check(checkpoint, weights, &o->stack, folder, error);
-    if (status == 0) status = mt_megatron_verify(checkpoint, world->rank, world->size, error);
+    if (status == 0 && !sums) status = mt_megatron_verify(checkpoint, world->rank, world->size, error);
     int64_t num_params, num_files, count = 0, room = 0;
     const mt_param *params = mt_model_params(m, &num_params);
     mt_target *targets = NULL;
@@ -574,7 +574,7 @@ int mt_megatron_load(mt_model *m, const mt_run_options *o, const char *folder, b
     status = mt_agree(world, status != 0, error);
     if (status == 0) {
         const mt_safetensors_file *files = mt_megatron_files(checkpoint, &num_files);
-        status = mt_targets_load(targets, count, files, num_files, m, o, NULL, damaged, error);
+        status = mt_targets_load(targets, count, files, num_files, m, o, sums, damaged, error);
     }
     if (status == 0) {
         for (int64_t i = 0; i < count && status == 0; i++) status = mt_target_check_finite(m, &targets[i], error);

@@ -15,9 +15,10 @@ extern "C" {
 int mt_stem_load(mt_model *m, const mt_run_options *options, const char *folder, const char *stem,
                  const mt_checksums *sums, bool *damaged, mt_error *error);
 
-/* mt_stem_load for a folder of Megatron-LM's: the weights, or the optimizer's moments and any master weights. */
-int mt_megatron_load(mt_model *m, const mt_run_options *options, const char *folder, bool weights, bool *damaged,
-                     mt_error *error);
+/* mt_stem_load for a folder of Megatron-LM's: the weights, or the optimizer's moments and any master weights. Without
+ * `sums` the sums in its archives are compared. */
+int mt_megatron_load(mt_model *m, const mt_run_options *options, const char *folder, bool weights,
+                     const mt_checksums *sums, bool *damaged, mt_error *error);
 
 /* Compares the tensors of a folder's headers with the model of finished options, and shared tensors with the
  * tensors that they repeat, as loading does, before memory is taken for the model. For one rank. */

@@ -87,10 +87,20 @@ static int mt_megatron_run_load(mt_model *m, const mt_run_options *o, mt_run_sta
     mt_train_set_loss_average(m, &average);
     status = mt_fp8_state_load(m, folder, false, error);
     if (status == 0 && state->iteration > 0 && !no_optimizer)
-        return mt_megatron_load(m, o, folder, false, damaged, error);
+        return mt_megatron_load(m, o, folder, false, NULL, damaged, error);
     mt_optimizer_zero(m);
     state->optimizer_step = 0; // like the moments
     return status;
+}
+
+/* True if a folder torch_dist that --save wrote holds the optimizer's state. */
+static bool mt_dist_has_optimizer(const char *folder) {
+    mt_megatron *checkpoint;
+    mt_error ignored;
+    if (mt_megatron_open_common(&checkpoint, folder, &ignored) != 0) return false;
+    bool has = mt_megatron_read_run(checkpoint).has_optimizer;
+    mt_megatron_close(checkpoint);
+    return has;
 }
 
 /* Loads the run's state and the optimizer from one iteration's folder, if the run continues from it. `own`: it is this
@@ -103,7 +113,9 @@ static int mt_run_load(mt_model *m, const mt_run_options *o, mt_run_state *state
     bool no_optimizer = o->no_load_optim && !own, has_state = mt_folder_has(folder, "trainer.json");
     bool has_optimizer =
         mt_folder_has(folder, "optimizer.safetensors") || mt_folder_has(folder, "optimizer.safetensors.index.json");
-    if (mt_folder_is_megatron(folder)) return mt_megatron_run_load(m, o, state, folder, own, damaged, error);
+    bool is_dist = mt_folder_is_megatron(folder);
+    if (is_dist && !has_state) return mt_megatron_run_load(m, o, state, folder, own, damaged, error);
+    if (is_dist) has_optimizer = mt_dist_has_optimizer(folder);
     bool continues = has_state && (own || !o->finetune), begins = o->finetune && !own;
     int status = world->rank == 0 && !begins
                      ? mt_run_check(folder, has_state, has_optimizer || no_optimizer, damaged, error)
@@ -117,7 +129,9 @@ static int mt_run_load(mt_model *m, const mt_run_options *o, mt_run_state *state
     }
     mt_train_set_loss_average(m, &average);
     if (status == 0) status = mt_fp8_state_load(m, folder, continues, error);
-    if (status == 0 && continues && !no_optimizer) return mt_stem_load(m, o, folder, "optimizer", sums, damaged, error);
+    if (status == 0 && continues && !no_optimizer)
+        return is_dist ? mt_megatron_load(m, o, folder, false, sums, damaged, error)
+                       : mt_stem_load(m, o, folder, "optimizer", sums, damaged, error);
     mt_optimizer_zero(m);
     state->optimizer_step = 0; // like the moments
     return status;
@@ -136,7 +150,7 @@ static int mt_folder_load(mt_model *m, const mt_run_options *o, mt_run_state *st
     if (status == 0) status = mt_agree(world, mt_checksums_read(&sums, folder, error) != 0, error);
     const mt_checksums *checked = sums.count > 0 ? &sums : NULL;
     if (status == 0 && strcmp(stem, "model") == 0 && mt_folder_is_megatron(folder))
-        status = mt_megatron_load(m, o, folder, true, damaged, error);
+        status = mt_megatron_load(m, o, folder, true, checked, damaged, error);
     else if (status == 0)
         status = mt_stem_load(m, o, folder, stem, checked, damaged, error);
     if (status == 0 && !is_base) status = mt_run_load(m, o, state, folder, own, checked, damaged, error);

@@ -16,8 +16,10 @@
 #include "checkpoint_folder.h"
 #include "checkpoint_fp8.h"
 #include "checkpoint_load.h"
+#include "checkpoint_plan.h"
 #include "checkpoint_tensors.h"
 #include "checkpoint_trainer.h"
+#include "megatron_save.h"
 #include "resume.h"
 
 #include <errno.h>
@@ -32,144 +34,6 @@
 #ifdef __SSE2__
 #include <emmintrin.h>
 #endif
-
-/* ---- tensors and the files that hold them */
-
-/* A Hugging Face tensor of a checkpoint: one parameter, or several that it holds one after another. */
-typedef struct mt_saved_tensor {
-    char name[192];
-    const mt_param *params; // rows of this rank's table; NULL: this rank has no part of it
-    int64_t num_params;
-    mt_param_state state;
-    mt_dtype dtype;
-    int64_t shape[4], num_dims;
-    int64_t file, offset, bytes; // number in the set; offset in the file
-} mt_saved_tensor;
-
-typedef struct mt_saved_file {
-    char name[64];
-    char *header; // length, JSON and padding
-    int64_t header_bytes, bytes;
-} mt_saved_file;
-
-/* The tensors of a stem ("model" or "optimizer") by name, and their files. */
-typedef struct mt_saved_set {
-    const char *stem, *option; // option: the one that names the folder
-    mt_saved_tensor *tensors;
-    int64_t count, bytes;
-    mt_saved_file *files;
-    int64_t num_files, first_file; // first_file: files of the sets before this one
-} mt_saved_set;
-
-static int mt_saved_compare(const void *a, const void *b) {
-    return strcmp(((const mt_saved_tensor *)a)->name, ((const mt_saved_tensor *)b)->name);
-}
-
-/* Rows [i, the result) of a table belong to one tensor. */
-static int64_t mt_params_of_tensor(const mt_param *rows, int64_t count, int64_t i) {
-    int64_t next = i + 1;
-    while (next < count && strcmp(rows[next].hf_name, rows[i].hf_name) == 0) next++;
-    return next;
-}
-
-/* Appends one state of every parameter of the whole model that the set's stem holds. */
-static void mt_saved_add(mt_saved_set *set, const mt_param *rows, int64_t count, mt_param_state state, mt_dtype dtype) {
-    for (int64_t i = 0; i < count; i = mt_params_of_tensor(rows, count, i)) {
-        const mt_param *param = &rows[i];
-        if (!mt_stem_holds(set->stem, param) || (int)state >= mt_num_states(param->optimizer)) continue;
-        mt_saved_tensor *tensor = &set->tensors[set->count++];
-        *tensor = (mt_saved_tensor){.state = state};
-        tensor->dtype = param->unit == MT_UNIT_UNTRAINED ? MT_F32 : dtype;
-        tensor->num_dims = mt_param_shape(param, state, tensor->shape);
-        tensor->bytes = param->hf_rows_total * param->whole_cols * mt_dtype_size(tensor->dtype);
-        mt_state_tensor_name(tensor->name, sizeof tensor->name, param->optimizer, state, param->hf_name);
-    }
-}
-
-/* The type of a saved state. A type with scales is saved as fp32 values, as by Transformer Engine, because the scales
- * belong to the parts of this run's ranks. */
-static mt_dtype mt_saved_dtype(const mt_model *m, mt_param_state state) {
-    mt_dtype dtype = mt_state_dtype(m, state);
-    return mt_state_has_scale(dtype) ? MT_F32 : dtype;
-}
-
-/* Finds this rank's rows of every tensor. */
-static void mt_saved_find_params(mt_saved_set *set, const mt_model *m) {
-    int64_t num_params;
-    const mt_param *params = mt_model_params(m, &num_params);
-    for (int64_t i = 0, next; i < num_params; i = next) {
-        next = mt_params_of_tensor(params, num_params, i);
-        for (int state = 0; state < mt_num_states(params[i].optimizer); state++) {
-            mt_saved_tensor key;
-            mt_state_tensor_name(key.name, sizeof key.name, params[i].optimizer, (mt_param_state)state,
-                                 params[i].hf_name);
-            mt_saved_tensor *tensor = bsearch(&key, set->tensors, (size_t)set->count, sizeof key, mt_saved_compare);
-            if (tensor) tensor->params = &params[i], tensor->num_params = next - i;
-        }
-    }
-}
-
-/* Names a file ("model.safetensors", or "model-00001-of-00002.safetensors"), writes its header, and makes the offsets
- * of its tensors [first, end) those in the file. */
-static void mt_saved_finish_file(mt_saved_set *set, int64_t number, int64_t first, int64_t end) {
-    mt_saved_file *file = &set->files[number];
-    if (set->num_files == 1)
-        snprintf(file->name, sizeof file->name, "%s.safetensors", set->stem);
-    else
-        snprintf(file->name, sizeof file->name, "%s-%05lld-of-%05lld.safetensors", set->stem, (long long)number + 1,
-                 (long long)set->num_files);
-    char *text = mt_malloc(128 + (end - first) * 384);
-    int64_t used = 8 + sprintf(text + 8, "{\"__metadata__\":{\"format\":\"pt\"}"), length;
-    for (int64_t i = first; i < end; i++) {
-        const mt_saved_tensor *tensor = &set->tensors[i];
-        used += sprintf(text + used, ",\"%s\":{\"dtype\":\"%s\",\"shape\":[%lld", tensor->name,
-                        mt_dtype_name(tensor->dtype), (long long)tensor->shape[0]);
-        for (int64_t k = 1; k < tensor->num_dims; k++)
-            used += sprintf(text + used, ",%lld", (long long)tensor->shape[k]);
-        used += sprintf(text + used, "],\"data_offsets\":[%lld,%lld]}", (long long)tensor->offset,
-                        (long long)(tensor->offset + tensor->bytes));
-    }
-    text[used++] = '}';
-    while (used % 8) text[used++] = ' '; // so that the data begins aligned
-    length = used - 8;
-    memcpy(text, &length, 8);
-    file->header = text, file->header_bytes = used;
-    for (int64_t i = first; i < end; i++) set->tensors[i].offset += used;
-    file->bytes = set->tensors[end - 1].offset + set->tensors[end - 1].bytes;
-}
-
-/* Plans the files of a stem: tensors by name, as transformers writes them, in files of at most max_shard_bytes. */
-static void mt_saved_plan(mt_saved_set *set, const mt_model *m, const char *stem, int64_t first_file,
-                          int64_t max_shard_bytes, const char *option) {
-    mt_param *rows;
-    int64_t filled = 0, count = mt_params_build(&rows, mt_model_options(m), NULL);
-    bool weights = strcmp(stem, "optimizer") != 0;
-    *set = (mt_saved_set){.stem = stem, .option = option, .num_files = 1, .first_file = first_file};
-    set->tensors = mt_malloc(MT_NUM_STATES * count * (int64_t)sizeof *set->tensors);
-    for (int state = 0; state < MT_NUM_STATES; state++)
-        if (weights == (state == MT_STATE_WEIGHTS) && (state != MT_STATE_MASTER || mt_model_dtype(m) != MT_F32))
-            mt_saved_add(set, rows, count, (mt_param_state)state, mt_saved_dtype(m, (mt_param_state)state));
-    free(rows);
-    qsort(set->tensors, (size_t)set->count, sizeof *set->tensors, mt_saved_compare);
-    for (int64_t i = 0; i < set->count; i++) {
-        mt_saved_tensor *tensor = &set->tensors[i];
-        if (filled > 0 && tensor->bytes > max_shard_bytes - filled) set->num_files++, filled = 0;
-        tensor->file = set->num_files - 1, tensor->offset = filled;
-        filled += tensor->bytes, set->bytes += tensor->bytes;
-    }
-    set->files = mt_calloc(set->num_files * (int64_t)sizeof *set->files);
-    for (int64_t i = 0, end; i < set->count; i = end) {
-        for (end = i; end < set->count && set->tensors[end].file == set->tensors[i].file;) end++;
-        mt_saved_finish_file(set, set->tensors[i].file, i, end);
-    }
-    mt_saved_find_params(set, m);
-}
-
-static void mt_saved_free(mt_saved_set *set) {
-    for (int64_t i = 0; i < set->num_files; i++) free(set->files[i].header);
-    free(set->files);
-    free(set->tensors);
-}
 
 /* ---- output files */
 
@@ -290,7 +154,7 @@ static int mt_saved_begin(const mt_saved_set *set, const char *folder, bool alon
     int status = 0;
     for (int64_t i = 0; i < set->num_files && status == 0; i++)
         status = mt_saved_begin_file(&set->files[i], folder, set->option, alone, error);
-    if (status != 0 || strcmp(set->stem, "adapter_model") == 0) return status; // peft reads no index
+    if (status != 0 || set->dist || strcmp(set->stem, "adapter_model") == 0) return status; // peft reads no index
     char name[64];
     json_t *map = json_object();
     for (int64_t i = 0; i < set->count; i++)
@@ -312,6 +176,8 @@ typedef struct mt_piece {
     int64_t rows, cols, size;    // size: bytes of an element
     int64_t parts, stride;       // parts: stride, or 1, whose lines have gaps if the stride is above 1
     bool transposed;
+    uint32_t *sum; // of the archive's entry whose data end at sum_end in the file; NULL: none
+    int64_t sum_end;
     const char *data;
     int64_t end; // where its memory ends, in bytes ever reserved
     bool done;
@@ -348,6 +214,7 @@ typedef struct mt_writer {
     mt_event *copied;            // the copies are made
     const char *folder, *option; // option: the one that names the folder
     mt_checksums sums;           // of the files, which they name
+    mt_zip_sums zip_sums;        // for the archives' entries
     bool started;
     int busy; // threads that are not at their end
     int status;
@@ -371,6 +238,7 @@ static int64_t mt_ring_bytes(int64_t total, int64_t largest) {
 static void mt_writer_open(mt_writer *w, const mt_ops *ops, int64_t capacity, bool holds_all) {
     *w = (mt_writer){.ops = ops, .capacity = mt_divide_up(capacity, MT_DIRECT) * MT_DIRECT, .holds_all = holds_all};
     if (holds_all) w->stream = ops->stream_create(NULL, 0, false), w->copied = ops->event_create();
+    mt_zip_sums_init(&w->zip_sums);
     w->block = ops->memory_alloc_host(w->capacity + MT_DIRECT);
     w->memory = mt_align_direct(w->block);
     memset(w->memory, 0, (size_t)w->capacity); // touches the pages now, so that the first save does not
@@ -405,7 +273,7 @@ static char *mt_writer_reserve(mt_writer *w, int64_t offset, int64_t bytes) {
 static bool mt_piece_continues(const mt_piece *piece, const mt_piece *next) {
     int64_t bytes = mt_piece_size(piece), more = mt_piece_size(next);
     bool lines = piece->cols * piece->size != piece->pitch || next->cols * next->size != next->pitch;
-    return !piece->transposed && !next->transposed && !lines && piece->file == next->file &&
+    return !piece->transposed && !next->transposed && !lines && piece->file == next->file && piece->sum == next->sum &&
            bytes + more <= MT_PIECE_BYTES && piece->offset + bytes == next->offset && piece->data + bytes == next->data;
 }
 
@@ -465,11 +333,16 @@ static char *mt_transposed_at(mt_transposed *room, int64_t bytes, int64_t offset
 }
 
 /* Writes lines of `line` bytes that begin `pitch` bytes apart in the file. */
-static int mt_lines_write(mt_writer *w, const mt_output_file *out, int64_t file, int64_t offset, int64_t pitch,
+static int mt_lines_write(mt_writer *w, const mt_output_file *out, const mt_piece *piece, int64_t offset, int64_t pitch,
                           const char *data, int64_t line, int64_t lines) {
     int status = 0;
     if (line == pitch) line *= lines, lines = 1;
-    mt_checksums_add_lines(&w->sums.files[file], offset, pitch, data, line, lines);
+    mt_checksums_add_lines(&w->sums.files[piece->file], offset, pitch, data, line, lines);
+    if (piece->sum) {
+        int64_t left = piece->sum_end - (offset + (lines - 1) * pitch + line);
+        uint32_t sum = mt_zip_sum_lines(&w->zip_sums, data, line, lines, pitch, left);
+        __atomic_fetch_xor(piece->sum, sum, __ATOMIC_RELAXED);
+    }
     for (int64_t i = 0; i < lines && status == 0; i++)
         status = mt_output_file_write(out, offset + i * pitch, data + i * line, line);
     return status;
@@ -486,9 +359,9 @@ static int mt_piece_write(mt_writer *w, const mt_output_file *out, const mt_piec
     }
     bool gaps = piece->transposed && piece->stride > piece->parts; // elements of other pieces, perhaps of other ranks
     int status = 0, watched = mt_watch_file_begin(out->path, MT_FILE_SAVE);
-    if (!gaps) status = mt_lines_write(w, out, piece->file, piece->offset, piece->pitch, data, line, lines);
+    if (!gaps) status = mt_lines_write(w, out, piece, piece->offset, piece->pitch, data, line, lines);
     for (int64_t i = 0; i < lines && status == 0 && gaps; i++)
-        status = mt_lines_write(w, out, piece->file, piece->offset + i * piece->pitch, piece->stride * piece->size,
+        status = mt_lines_write(w, out, piece, piece->offset + i * piece->pitch, piece->stride * piece->size,
                                 data + i * line, piece->size, piece->rows);
 #ifdef SYNC_FILE_RANGE_WRITE // starts the page cache's writes to the disk now; the fsync at the end then waits less
     int64_t span = (lines - 1) * piece->pitch + line;
@@ -590,13 +463,13 @@ static bool mt_writer_is_done(mt_writer *w) {
  * state: its shard. If every rank of the group has all: its part of the rows; but where rows are the file's columns,
  * parts would be short lines, so one rank writes the whole parameter. Where they are every second column, only both
  * parameters together are a line. Returns the address of the first element, or NULL if there is none. */
-static const char *mt_param_share(const mt_model *m, const mt_param *param, mt_param_state state, int64_t *begin,
-                                  int64_t *end) {
+static const char *mt_param_share(const mt_model *m, const mt_param *param, const mt_saved_tensor *tensor,
+                                  int64_t *begin, int64_t *end) {
     const mt_bucket *b = mt_bucket_get(m, param->bucket);
     const mt_group *group = b->group;
-    mt_shard shard = mt_bucket_shard(m, param->bucket, state);
+    mt_shard shard = mt_bucket_shard(m, param->bucket, tensor->state);
     int64_t rows = mt_param_rows_stored(param), cols = param->cols;
-    mt_placement place = mt_param_placement(param, state);
+    mt_placement place = mt_saved_place(tensor, param, mt_model_options(m));
     bool has_all = b->strategy == MT_NO_SHARD || (place.stride > 1 && b->strategy != MT_SHARD_PARAMS);
     if (!param->counted) return NULL;
     if (has_all && place.transposed) { // by role and layer, or expert, so that ranks have equal shares
@@ -692,10 +565,10 @@ static int64_t mt_part_most(const mt_saved_part *own, mt_placement place, int64_
 
 /* Copies a part to host memory and submits it as rectangles of its tensor. A state with scales is converted there at
  * once. Returns the host memory that this takes; without a writer it only counts. */
-static int64_t mt_part_copy(mt_model *m, mt_writer *w, mt_saved_part own, const mt_saved_tensor *tensor, int64_t file) {
+static int64_t mt_part_copy(mt_model *m, mt_writer *w, mt_saved_part own, mt_saved_tensor *tensor, int64_t file) {
     const mt_param *param = own.param;
     int64_t cols = param->cols, size = mt_dtype_size(tensor->dtype), taken = 0;
-    mt_placement place = mt_param_placement(param, tensor->state);
+    mt_placement place = mt_saved_place(tensor, param, mt_model_options(m));
     int64_t most = mt_max(mt_part_most(&own, place, size) / (own.parts * cols * size), 1);
     int64_t slice = tensor->offset + place.slice * (tensor->bytes / place.slices);
     bool has_scale = param->trained && mt_state_has_scale(mt_state_dtype(m, tensor->state));
@@ -707,6 +580,7 @@ static int64_t mt_part_copy(mt_model *m, mt_writer *w, mt_saved_part own, const 
         int64_t to_row = mt_placement_row(&place, param->first_row + row), to_col = param->first_col + col;
         mt_piece piece = {.file = file, .rows = rows, .cols = width, .size = size, .transposed = place.transposed};
         piece.parts = own.parts, piece.stride = place.stride, piece.pitch = place.width * size;
+        if (tensor->chunk.num_dims > 0) piece.sum = &tensor->sum, piece.sum_end = tensor->offset + tensor->bytes;
         piece.offset =
             slice + (piece.transposed ? to_col * piece.pitch + to_row * size : to_row * piece.pitch + to_col * size);
         int64_t bytes = mt_piece_size(&piece), each = bytes / own.parts;
@@ -729,27 +603,27 @@ static mt_saved_part mt_part_of(const mt_model *m, const mt_saved_tensor *tensor
     mt_saved_part own = {.param = &tensor->params[k], .parts = 1};
     const mt_param *next = own.param + 1;
     int64_t begin, end;
-    own.from[0] = mt_param_share(m, own.param, tensor->state, &own.begin, &own.end);
-    mt_placement place = mt_param_placement(own.param, tensor->state);
+    own.from[0] = mt_param_share(m, own.param, tensor, &own.begin, &own.end);
+    mt_placement place = mt_saved_place(tensor, own.param, mt_model_options(m));
     if (!own.from[0] || place.stride == 1 || place.row > 0 || k + 1 == tensor->num_params) return own;
-    own.from[1] = mt_param_share(m, next, tensor->state, &begin, &end);
+    own.from[1] = mt_param_share(m, next, tensor, &begin, &end);
     if (own.from[1] && begin == own.begin && end == own.end) own.parts = 2;
     return own;
 }
 
 /* Submits this rank's share of a set. Returns the host memory that this takes, and in *largest that of the largest
  * piece; without a writer it only counts. */
-static int64_t mt_set_copy(const mt_saved_set *set, mt_model *m, mt_writer *w, int64_t *largest) {
+static int64_t mt_set_copy(mt_saved_set *set, mt_model *m, mt_writer *w, int64_t *largest) {
     int64_t taken = 0;
     *largest = 0;
     for (int64_t i = 0; i < set->count; i++) {
-        const mt_saved_tensor *tensor = &set->tensors[i];
+        mt_saved_tensor *tensor = &set->tensors[i];
         int64_t size = mt_dtype_size(tensor->dtype);
         for (int64_t k = 0, parts; k < tensor->num_params; k += parts) {
             mt_saved_part own = mt_part_of(m, tensor, k);
             parts = own.parts;
             if (!own.from[0]) continue;
-            int64_t most = mt_part_most(&own, mt_param_placement(own.param, tensor->state), size);
+            int64_t most = mt_part_most(&own, mt_saved_place(tensor, own.param, mt_model_options(m)), size);
             *largest = mt_max(*largest, mt_min(most, mt_piece_bytes(parts * (own.end - own.begin) * size)));
             taken += mt_part_copy(m, w, own, tensor, set->first_file + tensor->file);
         }
@@ -919,9 +793,9 @@ static int mt_link_file(const char *iteration, const char *name, void *folder) {
     return 0;
 }
 
-/* Removes a link to a file that the latest iteration does not have. */
+/* Removes a link to a file that the latest iteration does not have, or with `iteration` the folder itself each link. */
 static int mt_unlink_stale(const char *folder, const char *name, void *iteration) {
-    if (!mt_is_own_link(folder, name) || mt_entry_exists(iteration, name)) return 0;
+    if (!mt_is_own_link(folder, name) || (iteration != folder && mt_entry_exists(iteration, name))) return 0;
     char *path = mt_path_join(folder, name);
     unlink(path);
     free(path);
@@ -938,8 +812,9 @@ static int mt_checkpoint_publish(const char *folder, const char *iteration, int6
     if (status != 0) return status;
     if (mt_link_replace(folder, "latest", iteration)) {
         path = mt_path_join(folder, iteration);
-        mt_folder_visit(folder, mt_unlink_stale, path);
-        mt_folder_visit(path, mt_link_file, (void *)folder);
+        bool is_foreign = mt_folder_is_megatron(path); // no other loader takes the folder above for its own
+        mt_folder_visit(folder, mt_unlink_stale, is_foreign ? (void *)folder : path);
+        if (!is_foreign) mt_folder_visit(path, mt_link_file, (void *)folder);
         free(path);
     }
     return mt_file_sync(folder, "--save", error);
@@ -1093,19 +968,35 @@ typedef struct mt_save {
     mt_writer writer;
 } mt_save;
 
-/* Plans stems[num_stems] and allocates host memory: for everything with `holds_all`, else a ring. */
-static void mt_save_open(mt_save *s, mt_model *m, const char *option, const char *const *stems, int64_t num_stems,
-                         int64_t max_shard_bytes, bool holds_all) {
-    int64_t total = 0, largest = 0, num_files = 0, one;
-    s->model = m, s->num_sets = num_stems;
-    for (int64_t i = 0; i < num_stems; num_files += s->sets[i++].num_files) {
-        mt_saved_plan(&s->sets[i], m, stems[i], num_files, max_shard_bytes, option);
+/* Allocates host memory for the planned sets: for everything with `holds_all`, else a ring. */
+static void mt_save_begin_writer(mt_save *s, mt_model *m, const char *option, bool holds_all) {
+    int64_t total = 0, largest = 0, one;
+    s->model = m;
+    for (int64_t i = 0; i < s->num_sets; i++) {
         total += mt_set_copy(&s->sets[i], m, NULL, &one);
         largest = mt_max(largest, one);
     }
     total = holds_all ? mt_max(total, mt_piece_bytes(0)) : mt_ring_bytes(total, largest);
     mt_writer_open(&s->writer, mt_model_ops(m), total, holds_all);
     s->writer.option = option;
+}
+
+/* Plans stems[num_stems] of a Hugging Face folder. */
+static void mt_save_open(mt_save *s, mt_model *m, const char *option, const char *const *stems, int64_t num_stems,
+                         int64_t max_shard_bytes, bool holds_all) {
+    int64_t num_files = 0;
+    s->num_sets = num_stems;
+    for (int64_t i = 0; i < num_stems; num_files += s->sets[i++].num_files)
+        mt_saved_plan(&s->sets[i], m, stems[i], num_files, max_shard_bytes, option);
+    mt_save_begin_writer(s, m, option, holds_all);
+}
+
+/* Plans a folder torch_dist. */
+static void mt_save_open_dist(mt_save *s, mt_model *m, const mt_run_options *o, bool states, int64_t max_shard_bytes,
+                              bool holds_all) {
+    s->num_sets = 1;
+    mt_saved_plan_dist(&s->sets[0], m, o, states, max_shard_bytes, "--save");
+    mt_save_begin_writer(s, m, "--save", holds_all);
 }
 
 static void mt_save_close(mt_save *s) {
@@ -1121,6 +1012,8 @@ static void mt_save_begin_sums(mt_save *s) {
             mt_file_checksums *sums = mt_checksums_append(&s->writer.sums, file->name, file->bytes);
             if (mt_model_grid(s->model)->world.rank == 0) mt_checksums_add(sums, 0, file->header, file->header_bytes);
         }
+    for (int64_t i = 0; i < s->num_sets; i++)
+        for (int64_t k = 0; k < s->sets[i].count; k++) s->sets[i].tensors[k].sum = 0;
 }
 
 /* On rank 0: writes headers and indices. */
@@ -1196,7 +1089,11 @@ void mt_saver_open(mt_saver **out, mt_model *m, const mt_run_options *o, const c
     mt_saver *s = mt_calloc(sizeof *s);
     *s =
         (mt_saver){.options = o, .folder = folder, .extra = extra, .context = context, .async = async, .published = -1};
-    mt_save_open(&s->save, m, "--save", stems, mt_saves_optimizer(m, o) ? 2 : 1, max_shard_bytes, async);
+    bool states = mt_saves_optimizer(m, o);
+    if (o->ckpt_format == MT_CHECKPOINT_TORCH_DIST)
+        mt_save_open_dist(&s->save, m, o, states, max_shard_bytes, async);
+    else
+        mt_save_open(&s->save, m, "--save", stems, states ? 2 : 1, max_shard_bytes, async);
     pthread_mutex_init(&s->lock, NULL);
     *out = s;
 }
@@ -1217,16 +1114,75 @@ static void *mt_saver_worked(mt_saver *s, int status) {
     return NULL;
 }
 
+/* The files of a folder torch_dist that hold no values. metadata.json marks it as one. */
+static int mt_dist_files_write(const mt_saver *s, const char *folder, mt_error *error) {
+    static const char mark[] = "{\"sharded_backend\": \"torch_dist\", \"sharded_backend_version\": 1}\n";
+    mt_model *m = s->save.model;
+    bool states = mt_saves_optimizer(m, s->options);
+    mt_bytes files[3];
+    const char *const names[] = {MT_DIST_OBJECTS, "common.pt", ".metadata"};
+    mt_dist_objects_make(&files[0]);
+    mt_dist_common_make(s->options, mt_model_grid(m), &s->state, states, mt_model_dtype(m), &files[1]);
+    mt_dist_metadata_make(&s->save.sets[0], states, &files[2]);
+    int status = 0;
+    for (int i = 0; i < 3; i++) {
+        if (status == 0) status = mt_small_file_write(folder, names[i], files[i].data, files[i].count, "--save", error);
+        free(files[i].data);
+    }
+    return status == 0 ? mt_text_write(folder, "metadata.json", mark, error) : status;
+}
+
+/* Writes the archives around the values, whose sums are complete: on rank 0, after all ranks have written. */
+static int mt_dist_archives_write(mt_saver *s, const char *folder, mt_error *error) {
+    const mt_saved_set *set = &s->save.sets[0];
+    mt_output_file out;
+    int status = 0;
+    for (int64_t i = 0, file = -1; i < set->count && status == 0; i++) {
+        const mt_saved_tensor *tensor = &set->tensors[i];
+        mt_file_checksums *sums = &s->save.writer.sums.files[tensor->file];
+        mt_archive archive;
+        mt_saved_archive(tensor, &archive);
+        const mt_bytes *ends[] = {&archive.head, &archive.tail};
+        int64_t at[] = {tensor->offset - archive.head.count, tensor->offset + tensor->bytes};
+        char *path = mt_path_join(folder, set->files[tensor->file].name);
+        if (tensor->file != file) status = mt_output_file_open(&out, path, set->option, 0, error);
+        file = tensor->file;
+        for (int k = 0; k < 2 && status == 0; k++) {
+            mt_checksums_add(sums, at[k], ends[k]->data, ends[k]->count);
+            status = mt_output_file_write(&out, at[k], ends[k]->data, ends[k]->count);
+            if (status != 0) mt_output_file_close(&out, false, -1);
+        }
+        bool last = i + 1 == set->count || set->tensors[i + 1].file != file;
+        if (status == 0 && last) status = mt_output_file_close(&out, false, 0);
+        free(path);
+        mt_archive_free(&archive);
+    }
+    return status;
+}
+
 /* Rank 0's thread while all ranks write tensors: headers and small files. */
 static void *mt_saver_begin(void *context) {
     mt_saver *s = context;
     int status = mt_save_begin_files(&s->save, s->temporary, false, &s->work_error);
+    if (status == 0 && s->save.sets[0].dist) status = mt_dist_files_write(s, s->temporary, &s->work_error);
     if (status == 0)
         status = mt_small_files_write(s->save.model, s->options, &s->state, &s->loss_average, s->temporary, s->extra,
                                       s->context, &s->work_error);
     if (status == 0 && s->fp8)
         status = mt_small_file_write(s->temporary, MT_FP8_FILE, s->fp8, s->fp8_bytes, "--save", &s->work_error);
     return mt_saver_worked(s, status);
+}
+
+/* Rank 0 combines its sums of the archives' entries with those of all ranks. */
+static void mt_saver_collect_entries(const mt_group *world, mt_saved_set *set) {
+    uint32_t *sums = mt_malloc(mt_max(set->count, 1) * 4);
+    for (int64_t i = 0; i < set->count; i++) sums[i] = set->tensors[i].sum;
+    if (world->rank != 0) mt_send(world, sums, set->count * 4, 0);
+    for (int rank = 1; rank < world->size && world->rank == 0; rank++) {
+        mt_receive(world, sums, set->count * 4, rank);
+        for (int64_t i = 0; i < set->count; i++) set->tensors[i].sum ^= sums[i];
+    }
+    free(sums);
 }
 
 /* Rank 0 combines its sums with those of all ranks. */
@@ -1244,6 +1200,7 @@ static void mt_saver_collect_sums(mt_saver *s) {
         free(theirs);
         mt_checksums_finish(file);
     }
+    if (s->save.sets[0].dist) mt_saver_collect_entries(world, &s->save.sets[0]);
 }
 
 static int mt_saver_add_sums(const char *folder, const char *name, void *context);
@@ -1303,7 +1260,8 @@ static void *mt_saver_publish(void *context) {
     mt_error *error = &s->work_error;
     mt_checksums *sums = &s->save.writer.sums;
     char *path = mt_path_join(s->folder, s->name);
-    int status = mt_folder_visit(s->temporary, mt_saver_add_sums, s);
+    int status = s->save.sets[0].dist ? mt_dist_archives_write(s, s->temporary, error) : 0;
+    if (status == 0) status = mt_folder_visit(s->temporary, mt_saver_add_sums, s);
     qsort(sums->files, (size_t)sums->count, sizeof *sums->files, mt_checksums_compare);
     char *text = mt_checksums_print(sums);
     if (status == 0) status = mt_text_write(s->temporary, "checksums.json", text, error);

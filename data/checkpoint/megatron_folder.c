@@ -477,6 +477,15 @@ static int mt_megatron_read_common(mt_megatron *c, const mt_storage *storage, mt
     return 0;
 }
 
+/* True for master weights under the distributed optimizer's name that the plain one's name lists too. */
+static bool mt_name_is_second(const mt_pickled *entries, const char *name) {
+    static const char distributed[] = "optimizer.state.param.";
+    char plain[512];
+    if (strncmp(name, distributed, strlen(distributed)) != 0 || strlen(name) > 400) return false;
+    snprintf(plain, sizeof plain, "optimizer.state.fp32_param.%s", name + strlen(distributed));
+    return mt_pickled_get(entries, plain) != NULL;
+}
+
 static int mt_megatron_open_dist(mt_megatron *c, bool tensors, bool weights, mt_error *error) {
     char *path = mt_path_join(c->folder, ".metadata");
     int64_t bytes;
@@ -495,6 +504,7 @@ static int mt_megatron_open_dist(mt_megatron *c, bool tensors, bool weights, mt_
         const char *name = mt_pickled_text(entries->items[2 * i]), *class = mt_pickled_class(entries->items[2 * i + 1]);
         if (name && strstr(name, "gbuf_idx_")) c->other_optimizer = "dp_reshardable";
         if (!name || !class || !mt_text_ends_with(class, ".TensorStorageMetadata")) continue;
+        if (mt_name_is_second(entries, name)) continue;
         if (tensors) status = mt_megatron_add_tensor(c, name, entries->items[2 * i + 1], weights, &storage, error);
         mt_param_state state;
         if (mt_state_of_name(&name, &state) && state != MT_STATE_WEIGHTS) c->has_optimizer = true;

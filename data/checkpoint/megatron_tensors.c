@@ -157,6 +157,106 @@ const mt_megatron_matrix *mt_megatron_place(const mt_megatron *checkpoint, const
     return NULL;
 }
 
+/* The name that Transformer Engine's layers give a role, of those that the role has: norms before a linear are the
+ * linear's own, unless that is latent attention or the feed-forward is experts. NULL: none. */
+static int mt_core_name_index(const mt_param *param, const mt_options *o) {
+    for (int i = 0; i < MT_NUM_CORE_NAMES; i++) {
+        const char *name = mt_core_names[i].name;
+        bool fits = mt_core_names[i].role == param->role;
+        if (param->role == MT_INPUT_NORM || param->role == MT_INPUT_NORM_BIAS || param->role == MT_Q)
+            fits = fits && (strstr(name, ".linear_qkv.") != NULL) == !o->multi_latent_attention;
+        if (param->role == MT_MLP_NORM || param->role == MT_MLP_NORM_BIAS)
+            fits = fits && (strstr(name, ".linear_fc1.") != NULL) == !mt_layer_has_experts(o, param->layer);
+        if (fits) return i;
+    }
+    return -1;
+}
+
+/* The names of the states in Megatron-Core. A master weight has two: see mt_dist_name. */
+static const char *const mt_core_states[MT_NUM_STATES] = {"", "optimizer.state.fp32_param.", "optimizer.state.exp_avg.",
+                                                          "optimizer.state.exp_avg_sq."};
+
+/* Appends a dimension. */
+static void mt_core_add_dim(mt_core_chunk *chunk, int64_t shape, int64_t first, int64_t size) {
+    int64_t i = chunk->num_dims++;
+    chunk->shape[i] = shape, chunk->first[i] = first, chunk->sizes[i] = size;
+}
+
+/* The rows of the tensor, and those of the part that torch_dist writes, *size from *first on, in which the parameter
+ * has the place. */
+static int64_t mt_core_rows(const mt_param *param, int index, const mt_options *o, mt_placement *place, int64_t *first,
+                            int64_t *size) {
+    mt_core_part part = mt_core_names[index].part;
+    bool gated = o->swiglu || o->geglu || o->quick_geglu;
+    int64_t rows = mt_core_place(param, part, gated, o, place);
+    bool halves = part == MT_CORE_FIRST || (part == MT_CORE_SECOND && gated);
+    *first = place->row, *size = rows / 2;
+    if (halves)
+        place->row = 0;
+    else
+        *first = 0, *size = rows;
+    return rows;
+}
+
+mt_placement mt_core_placement(const mt_param *param, const mt_options *o) {
+    mt_placement place;
+    int64_t first, size;
+    int index = mt_core_name_index(param, o);
+    MT_CHECK(index >= 0);
+    mt_core_rows(param, index, o, &place, &first, &size);
+    return place;
+}
+
+bool mt_core_chunk_of(const mt_param *param, mt_param_state state, const mt_run_options *run, mt_core_chunk *chunk) {
+    const mt_options *o = &run->stack;
+    int index = mt_core_name_index(param, o);
+    if (index < 0) return false;
+    const char *name = mt_core_names[index].name, *freq = run->moe_layer_freq;
+    bool in_layer = *name == '.', of_module = param->layer >= o->num_layers, alike = !freq || strcmp(freq, "1") == 0;
+    mt_placement place;
+    int64_t first, size, rows = mt_core_rows(param, index, o, &place, &first, &size);
+    *chunk = (mt_core_chunk){.num_dims = 0};
+    if (in_layer && !of_module && alike) {
+        snprintf(chunk->name, sizeof chunk->name, "%sdecoder.layers%s", mt_core_states[state], name);
+        mt_core_add_dim(chunk, o->num_layers, param->layer, 1);
+    } else if (in_layer) {
+        snprintf(chunk->name, sizeof chunk->name, "%s%s.%lld%s%s", mt_core_states[state],
+                 of_module ? "mtp.layers" : "decoder.layers",
+                 (long long)(of_module ? param->layer - o->num_layers : param->layer),
+                 of_module ? ".transformer_layer" : "", name);
+    } else if (of_module) { // "mtp.layers.enorm.weight"
+        snprintf(chunk->name, sizeof chunk->name, "%smtp.layers.%lld%s", mt_core_states[state],
+                 (long long)(param->layer - o->num_layers), name + strlen("mtp.layers"));
+    } else {
+        snprintf(chunk->name, sizeof chunk->name, "%s%s", mt_core_states[state], name);
+    }
+    if (param->expert >= 0) mt_core_add_dim(chunk, o->num_experts, param->expert, 1);
+    chunk->num_lead = chunk->num_dims;
+    mt_core_add_dim(chunk, rows, first, size);
+    if (!param->is_vector) mt_core_add_dim(chunk, param->whole_cols, 0, param->whole_cols);
+    return true;
+}
+
+int mt_core_check(const mt_run_options *run, bool states, mt_error *error) {
+    mt_param *rows;
+    int64_t count = mt_params_build(&rows, &run->stack, NULL);
+    int status = 0;
+    for (int64_t i = 0; i < count && status == 0; i++)
+        if (mt_core_name_index(&rows[i], &run->stack) < 0)
+            status = mt_error_set(error,
+                                  "--ckpt-format torch_dist: the model has a parameter \"%s\", which has no place in "
+                                  "checkpoints of Megatron-LM here; leave the option out",
+                                  rows[i].hf_name);
+        else if (states && rows[i].trained && rows[i].optimizer != MT_OPTIMIZER_ADAMW)
+            status =
+                mt_error_set(error,
+                             "--ckpt-format torch_dist: the optimizer's state is written for --optimizer adam, not "
+                             "%s; give --no-save-optim, or leave the option out",
+                             mt_optimizer_name(rows[i].optimizer));
+    free(rows);
+    return status;
+}
+
 int mt_megatron_first_state(const mt_megatron *checkpoint, bool weights) {
     if (weights) return MT_STATE_WEIGHTS;
     for (int64_t i = 0; i < mt_megatron_count(checkpoint); i++)

@@ -175,26 +175,71 @@ const mt_zip_entry *mt_zip_find(const mt_zip *zip, const char *name) {
     return bsearch(&key, zip->entries, (size_t)zip->count, sizeof key, mt_zip_compare_names);
 }
 
-/* Eight bytes at a time: table[i][b] is the sum of byte b with i zeros behind it. */
-static uint32_t mt_zip_sum(const unsigned char *at, int64_t bytes) {
-    uint32_t table[8][256], sum = UINT32_MAX;
+/* ---- sums */
+
+static const uint32_t mt_zip_polynomial = 0xedb88320; // x^31 is its lowest bit
+
+void mt_zip_sums_init(mt_zip_sums *sums) {
     for (uint32_t b = 0; b < 256; b++) {
-        table[0][b] = b;
-        for (int bit = 0; bit < 8; bit++) table[0][b] = table[0][b] >> 1 ^ (table[0][b] & 1 ? 0xedb88320 : 0);
+        uint32_t sum = b;
+        for (int bit = 0; bit < 8; bit++) sum = sum >> 1 ^ (sum & 1 ? mt_zip_polynomial : 0);
+        sums->table[0][b] = sum;
     }
     for (int i = 1; i < 8; i++)
-        for (int b = 0; b < 256; b++) table[i][b] = table[i - 1][b] >> 8 ^ table[0][table[i - 1][b] & 255];
+        for (int b = 0; b < 256; b++)
+            sums->table[i][b] = sums->table[i - 1][b] >> 8 ^ sums->table[0][sums->table[i - 1][b] & 255];
+}
+
+/* The state of the sum after more bytes, eight at a time. */
+static uint32_t mt_zip_sum_update(const mt_zip_sums *sums, uint32_t state, const void *data, int64_t bytes) {
+    const unsigned char *at = data;
     for (; bytes >= 8; at += 8, bytes -= 8) {
-        uint32_t first = sum ^ (uint32_t)mt_zip_number(at, 4);
-        sum = 0;
-        for (int i = 0; i < 4; i++) sum ^= table[7 - i][first >> 8 * i & 255] ^ table[3 - i][at[4 + i]];
+        uint32_t first =
+            state ^ ((uint32_t)at[0] | (uint32_t)at[1] << 8 | (uint32_t)at[2] << 16 | (uint32_t)at[3] << 24);
+        state = 0;
+        for (int i = 0; i < 4; i++) state ^= sums->table[7 - i][first >> 8 * i & 255] ^ sums->table[3 - i][at[4 + i]];
     }
-    for (; bytes > 0; at++, bytes--) sum = sum >> 8 ^ table[0][(sum ^ *at) & 255];
-    return ~sum;
+    for (; bytes > 0; at++, bytes--) state = state >> 8 ^ sums->table[0][(state ^ *at) & 255];
+    return state;
+}
+
+/* a b modulo the polynomial. */
+static uint32_t mt_zip_sum_multiply(uint32_t a, uint32_t b) {
+    uint32_t product = 0;
+    for (uint32_t bit = 1u << 31; bit; bit >>= 1) {
+        if (a & bit) product ^= b;
+        b = b >> 1 ^ (b & 1 ? mt_zip_polynomial : 0);
+    }
+    return product;
+}
+
+/* The state after so many zeros: a product with x^(8 bytes). */
+static uint32_t mt_zip_sum_zeros(uint32_t state, int64_t bytes) {
+    uint32_t power = 1u << 23; // x^8
+    for (; bytes > 0; bytes >>= 1) {
+        if (bytes & 1) state = mt_zip_sum_multiply(state, power);
+        power = mt_zip_sum_multiply(power, power);
+    }
+    return state;
+}
+
+uint32_t mt_zip_sum_lines(const mt_zip_sums *sums, const char *data, int64_t bytes, int64_t lines, int64_t pitch,
+                          int64_t left) {
+    uint32_t state = 0, step = lines > 1 ? mt_zip_sum_zeros(1u << 31, pitch) : 0;
+    for (int64_t i = 0; i < lines; i++)
+        state = mt_zip_sum_multiply(state, step) ^ mt_zip_sum_update(sums, 0, data + i * bytes, bytes);
+    return mt_zip_sum_zeros(state, left);
+}
+
+uint32_t mt_zip_sum_finish(uint32_t contributions, int64_t bytes) {
+    return ~(contributions ^ mt_zip_sum_zeros(UINT32_MAX, bytes));
 }
 
 int mt_zip_verify(const mt_zip_entry *entry, const char *path, mt_error *error) {
-    if (entry->sum == 0 || mt_zip_sum(entry->data, entry->bytes) == entry->sum) return 0;
+    mt_zip_sums sums;
+    if (entry->sum == 0) return 0;
+    mt_zip_sums_init(&sums);
+    if (mt_zip_sum_finish(mt_zip_sum_update(&sums, 0, entry->data, entry->bytes), entry->bytes) == entry->sum) return 0;
     return mt_error_set(error, "%s: \"%.*s\" of the archive is damaged: it does not have the sum stored; get it again",
                         path, (int)mt_min(entry->name_bytes, 100), entry->name);
 }

@@ -35,6 +35,22 @@ const mt_zip_entry *mt_zip_find(const mt_zip *zip, const char *name);
 /* Refuses an entry whose data do not have its sum. PyTorch itself does not compare them. */
 int mt_zip_verify(const mt_zip_entry *entry, const char *path, mt_error *error);
 
+/* ---- CRC-32 (ISO 3309), the sum of an archive's entries, from parts in any order */
+
+/* Sums of a byte followed by 0 to 7 zeros. */
+typedef struct mt_zip_sums {
+    uint32_t table[8][256];
+} mt_zip_sums;
+
+void mt_zip_sums_init(mt_zip_sums *sums);
+
+/* The contribution of `lines` lines of `bytes` bytes, one after another in memory, that begin `pitch` bytes apart in an
+ * entry; `left`: bytes of the entry behind the last line. The exclusive or of the contributions of all bytes of an
+ * entry, each once, in mt_zip_sum_finish, is its sum. */
+uint32_t mt_zip_sum_lines(const mt_zip_sums *sums, const char *data, int64_t bytes, int64_t lines, int64_t pitch,
+                          int64_t left);
+uint32_t mt_zip_sum_finish(uint32_t contributions, int64_t bytes);
+
 #ifdef __cplusplus
 }
 #endif

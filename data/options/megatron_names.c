@@ -19,6 +19,7 @@ static const struct {
     {"beta-slow", "yarn-beta-slow"},
     {"bucket-size", "ddp-bucket-size"},
     {"dp-comm-overlap-bucket-size", "ddp-bucket-size"},
+    {"dist-ckpt-format", "ckpt-format"},
     {"enable-straggler-detection", "log-straggler"},
     {"load-optim", "no-load-optim", "!"},
     {"load-rng", "no-load-rng", "!"},
@@ -262,10 +263,6 @@ static const struct {
     {MT_NAME_IDLE, "random numbers are functions of --seed and of their place, on every device and layout",
      "inference-rng-tracker save-rng te-rng-tracker use-cpu-initialization use-te-rng-tracker"},
     {MT_NAME_ALWAYS, "a checkpoint's format is recognized by its files", "auto-detect-ckpt-format", "true"},
-    {MT_NAME_UNSUPPORTED,
-     "a checkpoint is a Hugging Face folder where it is saved; examples/conversion/convert_checkpoints.py of Megatron "
-     "Bridge imports it into torch_dist. --load reads torch_dist and torch without this option",
-     "ckpt-format dist-ckpt-format", "fsdp_dtensor"},
     {MT_NAME_IDLE, "a checkpoint is a Hugging Face folder, and one thread writes it",
      "async-ckpt-cpu-priority async-ckpt-io-priority async-ckpt-use-cpu-shm async-strategy "
      "ckpt-assume-constant-structure ckpt-drop-redundant-extra-state ckpt-fully-parallel-load-exchange-algo "

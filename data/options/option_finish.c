@@ -365,6 +365,11 @@ static int mt_options_resolve(mt_run_options *o, mt_program program, mt_error *e
         return mt_error_set(error, "--use-distributed-optimizer and --data-parallel-sharding-strategy no_shard exclude "
                                    "each other; leave one out");
     if (distributed) *strategy = MT_SHARD_OPTIM;
+    if (o->ckpt_format == MT_CHECKPOINT_FSDP_DTENSOR && *strategy == MT_NO_SHARD)
+        return mt_error_set(error,
+                            "--ckpt-format fsdp_dtensor is the format of --use-megatron-fsdp; give that, or leave "
+                            "the option out");
+    if (o->ckpt_format == MT_CHECKPOINT_FSDP_DTENSOR) o->ckpt_format = MT_CHECKPOINT_HF;
     if (o->stack.stage != MT_STAGE_PT) o->sft = true;
     if (o->ipo && MT_GIVEN(o, preference_loss) && o->preference_loss != MT_PREFERENCE_IPO)
         return mt_error_set(error, "--ipo and --preference-loss exclude each other unless that is ipo; leave one out");
@@ -386,22 +391,12 @@ static int mt_options_resolve(mt_run_options *o, mt_program program, mt_error *e
     return 0;
 }
 
-/* Names that mt_options_set took on condition that the data-parallel ranks shard. The command line refused them. */
-static int mt_options_check_sharded_names(mt_run_options *o, mt_error *error) {
-    if (o->stack.data_parallel_sharding_strategy != MT_NO_SHARD) mt_strings_free(&o->sharded_names);
-    if (o->sharded_names.count == 0) return 0;
-    const char *name = o->sharded_names.items[0];
-    return mt_error_set(error, "%s is not supported (%s)", name,
-                        mt_megatron_name_find(name + 2, strlen(name + 2)).text);
-}
-
 bool mt_options_draws_schedule(const mt_run_options *options) {
     return options->print_schedule && !options->stack.dynamic_context_parallel;
 }
 
 int mt_options_complete(mt_run_options *options, mt_program program, int64_t world_size, mt_stage_balancer *balance,
                         mt_error *error) {
-    if (mt_options_check_sharded_names(options, error)) return -1;
     if (mt_options_check_ranges(options, program, error) || mt_options_list_hybrid_layers(options, error) ||
         mt_options_list_expert_layers(options, error) || mt_options_list_attention_layers(options, error) ||
         mt_options_list_linear_layers(options, error) || mt_options_check_mamba(options, error))

@@ -105,8 +105,6 @@ void mt_option_reader_refuse(mt_option_reader *reader, const mt_setting *setting
     }
     mt_refusal *refusal = mt_option_reader_add_refusal(reader);
     if (!refusal) return;
-    refusal->unless_sharded =
-        kind == MT_NAME_UNSUPPORTED && value && setting->megatron.value && strcmp(value, setting->megatron.value) == 0;
     snprintf(refusal->position, sizeof refusal->position, "%s", position);
     snprintf(refusal->name, sizeof refusal->name, "%s%.*s", dashes, length < 100 ? (int)length : 100, name);
     size_t room = sizeof refusal->reason;
@@ -124,21 +122,6 @@ void mt_option_reader_refuse(mt_option_reader *reader, const mt_setting *setting
     if (!nearest) return;
     mt_option_key(key, nearest);
     snprintf(refusal->nearest, sizeof refusal->nearest, "%s%s", dashes, *position ? key : nearest->name);
-}
-
-void mt_option_reader_accept_sharded(mt_option_reader *reader) {
-    int64_t kept = 0;
-    char where[sizeof reader->refused->position + sizeof reader->refused->name];
-    if (reader->options->stack.data_parallel_sharding_strategy == MT_NO_SHARD) return;
-    for (int64_t i = 0; i < reader->num_refused; i++) {
-        const mt_refusal *refusal = &reader->refused[i];
-        snprintf(where, sizeof where, "%s%s", refusal->position, refusal->name);
-        if (refusal->unless_sharded)
-            mt_strings_add(&reader->always, where);
-        else
-            reader->refused[kept++] = *refusal;
-    }
-    reader->num_refused = kept;
 }
 
 /* Appends the names that were refused for the reason of `first`. */
@@ -332,9 +315,7 @@ int mt_options_set(mt_run_options *options, const char *name, const char *value,
         return mt_error_set(error, "%s is for a command line; read the file by mt_options_read_yaml", where);
     if (!mt_setting_is_accepted(&setting, reader.program)) {
         mt_option_reader_refuse(&reader, &setting, "", name, strlen(name), value);
-        bool waits = reader.num_refused > 0 && reader.refused->unless_sharded;
-        if (waits) mt_strings_add(&options->sharded_names, where);
-        status = waits ? 0 : mt_option_reader_report(&reader, error);
+        status = mt_option_reader_report(&reader, error);
     } else if (setting.row && mt_option_is_list(setting.row)) {
         status = mt_setting_set_words(&reader, &setting, value, where, error);
     } else {

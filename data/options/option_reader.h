@@ -16,9 +16,8 @@ extern "C" {
 typedef struct mt_refusal {
     char position[300]; // in a file ("run.yaml:3: "), or "" for the command line
     char name[112];
-    char reason[300];    // reads after the name; "": unknown
-    char nearest[112];   // the option with the nearest name, or ""
-    bool unless_sharded; // accepted without effect when the data-parallel ranks shard, as --use-megatron-fsdp sets
+    char reason[300];  // reads after the name; "": unknown
+    char nearest[112]; // the option with the nearest name, or ""
 } mt_refusal;
 
 /* A pass over a file and the command line. */
@@ -59,9 +58,6 @@ mt_refusal *mt_option_reader_add_refusal(mt_option_reader *reader);
  * feature that is not supported may be off. */
 void mt_option_reader_refuse(mt_option_reader *reader, const mt_setting *setting, const char *position,
                              const char *name, size_t length, const char *value);
-
-/* Once all options are read: accepts the names that have no effect when the data-parallel ranks shard. */
-void mt_option_reader_accept_sharded(mt_option_reader *reader);
 
 /* One error for all names that were refused: a line for each reason. */
 int mt_option_reader_report(const mt_option_reader *reader, mt_error *error);

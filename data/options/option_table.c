@@ -1041,6 +1041,10 @@ const mt_option mt_option_table[] = {
     {"save", MT_STRING, MT_AT(save), MT_TRAIN, MT_OF_RUN, NULL, "DIR", "write checkpoints into this folder"},
     {"save-interval", MT_INT, MT_AT(save_interval), MT_TRAIN, MT_OF_RUN, NULL, "[1,1000000000000]",
      "steps between checkpoints (default: one at the end)", .needs = "save"},
+    {"ckpt-format", MT_CHOICE, MT_AT(ckpt_format), MT_TRAIN, MT_OF_RUN, "huggingface",
+     "huggingface|torch_dist|fsdp_dtensor",
+     "what --save writes: a Hugging Face folder, or torch_dist, which Megatron-LM loads and this program too; "
+     "fsdp_dtensor, with --use-megatron-fsdp: a Hugging Face folder"},
     {"async-save", MT_FLAG, MT_AT(async_save), MT_TRAIN, MT_OF_RUN, NULL, NULL,
      "continue training while a checkpoint is written; takes host memory for a copy", .needs = "save"},
     {"keep-checkpoints", MT_INT, MT_AT(keep_checkpoints), MT_TRAIN, MT_OF_RUN, NULL, "[1,1000000000000]",
@@ -1519,7 +1523,7 @@ bool mt_option_in_range(const mt_option *row, double value) {
 static const size_t mt_other_strings[] = {
     MT_AT(special_tokens),    MT_AT(generation_config),   MT_AT(stack.moe_layers),    MT_AT(stack.window_layers),
     MT_AT(stack.rope_layers), MT_AT(stack.linear_layers), MT_AT(stack.hybrid_layers), MT_AT(stack.pipeline_letters)};
-static const size_t mt_other_lists[] = {MT_AT(typed_names), MT_AT(sharded_names), MT_AT(config_keys)};
+static const size_t mt_other_lists[] = {MT_AT(typed_names), MT_AT(config_keys)};
 
 static char **mt_string_at(mt_run_options *options, size_t offset) {
     return (char **)(void *)((char *)options + offset);

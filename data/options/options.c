@@ -57,7 +57,6 @@ int mt_options_read(mt_run_options *options, mt_program program, int argc, char 
     if (!status && config) status = mt_options_read_config(&reader, config, role, error); // later settings win
     int64_t file_iters = options->stack.train_iters;
     if (!status) status = mt_options_read_arguments(&reader, argc, argv, error);
-    if (!status) mt_option_reader_accept_sharded(&reader);
     if (!status) status = mt_option_reader_report(&reader, error);
     if (!status) mt_option_reader_yield_ratios(&reader);
     if (!status && role) mt_option_reader_yield(&reader, file_iters);

@@ -16,6 +16,13 @@
 extern "C" {
 #endif
 
+/* What --save writes: --ckpt-format. */
+typedef enum mt_checkpoint_format {
+    MT_CHECKPOINT_HF,          // a Hugging Face folder
+    MT_CHECKPOINT_TORCH_DIST,  // as Megatron-Core's
+    MT_CHECKPOINT_FSDP_DTENSOR // Megatron-FSDP's word for parameters that ranks share: the first, until options finish
+} mt_checkpoint_format;
+
 /* The options of a run by their Megatron names, with underscores: the stack's, and the options that only files,
  * terminals, reports and rewards need. option_table.c has each one's default, range and help. A number 0 and a string
  * NULL mean "not given". The struct owns its strings and lists, also those of `stack`; everything else is plain values,
@@ -107,6 +114,7 @@ typedef struct mt_run_options {
     int64_t save_interval, keep_checkpoints, save_retain_interval;
     bool profile, finetune, no_load_optim, no_save_optim, no_load_rng;
     bool async_save, auto_resume, overwrite, exit_on_missing_checkpoint;
+    mt_checkpoint_format ckpt_format;
     bool use_checkpoint_args; // of a checkpoint of Megatron-LM: its arguments give the model
     char *trace;              // a file for the timeline of the steps that follow, counted from 1
     int64_t trace_first_step, trace_last_step;
@@ -122,9 +130,8 @@ typedef struct mt_run_options {
     mt_strings stop;
     uint64_t given[48];     // a bit per byte above: the user gave the option of the field that begins there (MT_GIVEN)
     mt_strings typed_names; // pairs for messages: an option, and the other name that the user typed
-    mt_strings sharded_names; // that mt_options_finish accepts only if data-parallel ranks shard
-    mt_strings config_keys;   // of --role: line, key, option, why it has no effect; for --print-config
-    int64_t config_devices;   // ranks that the file of --role names; 0: none
+    mt_strings config_keys; // of --role: line, key, option, why it has no effect; for --print-config
+    int64_t config_devices; // ranks that the file of --role names; 0: none
     /* not options: read from the model's folder */
     mt_hf_family upcycled_family;       // of the dense model that --moe-use-upcycling loads
     int64_t mtp_layers_stored;          // MTP modules that the folder to load may hold, in use or not
