@@ -4,6 +4,10 @@
     python3.12 -m venv VENV && VENV/bin/pip install megatron-core==0.19.2 torch numpy psutil
     VENV/bin/python tests/golden/make_megatron_checkpoints.py               # makes all; starts torchrun itself
     VENV/bin/python tests/golden/make_megatron_checkpoints.py load FOLDER NAME TP   # loads FOLDER, compares with NAME
+    VENV/bin/python tests/golden/make_megatron_checkpoints.py resume FOLDER HF TYPE FORM TP # loads also the optimizer
+
+`resume` compares weights and the optimizer's state of FOLDER, an iteration of a Llama-like model, with those of HF, the
+same iteration saved as a Hugging Face folder. TYPE: fp32 or bf16; FORM: plain or distributed.
 
 It runs on the CPU: gloo in place of NCCL, the layers of the local specification, and stand-ins for the calls that ask
 for a GPU. Each folder NAME holds iter_0000007 as Megatron-LM leaves it, its tracker, and expected.f32: the
@@ -53,6 +57,9 @@ def stand_ins():
     for name in ("empty", "full", "ones", "tensor", "zeros"):
         setattr(torch, name, on_cpu(getattr(torch, name)))
     torch.Tensor.cuda = lambda self, *a, **k: self
+    type_of = torch.Tensor.type
+    torch.Tensor.type = lambda self, *a, **k: (
+        type_of(self, *a, **k) if a or k else type_of(self).replace("torch.", "torch.cuda."))
     random.CudaRNGStatesTracker.fork = lambda self, *a: contextlib.nullcontext()
 
 
@@ -83,7 +90,8 @@ def build(tp, shape):
         kv_channels=a["kv_channels"], use_cpu_initialization=True, gated_linear_unit=a["swiglu"],
         activation_func=torch.nn.functional.silu if a["swiglu"] else torch.nn.functional.gelu,
         normalization=a["normalization"], add_bias_linear=a["add_bias_linear"], add_qkv_bias=a["add_qkv_bias"],
-        tensor_model_parallel_size=tp, params_dtype=torch.float32, bias_activation_fusion=False, hidden_dropout=0,
+        tensor_model_parallel_size=tp, params_dtype=torch.bfloat16 if a.get("bf16") else torch.float32,
+        bf16=bool(a.get("bf16")), bias_activation_fusion=False, hidden_dropout=0,
         attention_dropout=0, layernorm_epsilon=a["norm_epsilon"], qk_layernorm=a["qk_layernorm"],
         init_method_std=0.3, masked_softmax_fusion=False, bias_dropout_fusion=False, apply_rope_fusion=False, **moe)
     if a["num_experts"]:
@@ -176,6 +184,113 @@ def make(name):
         expected.numpy().astype(numpy.float32).tofile(os.path.join(folder, "expected.f32"))
 
 
+def read_safetensors(path):
+    import json
+    import torch
+    with open(path, "rb") as file:
+        data = file.read()
+    header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
+    types = dict(F32=torch.float32, BF16=torch.bfloat16)
+    base = 8 + int.from_bytes(data[:8], "little")
+    return {name: torch.frombuffer(bytearray(data[base + e["data_offsets"][0] : base + e["data_offsets"][1]]),
+                                   dtype=types[e["dtype"]]).reshape(e["shape"])
+            for name, e in header.items() if name != "__metadata__"}
+
+
+def hf_tensor(tensors, prefix, name, a):
+    """The tensor of Megatron-Core's local specification from those of Hugging Face."""
+    import torch
+    flat = {"embedding.word_embeddings.weight": "model.embed_tokens.weight", "output_layer.weight": "lm_head.weight",
+            "decoder.final_layernorm.weight": "model.norm.weight"}
+    if name in flat:
+        return tensors[prefix + flat[name]]
+    layer, rest = name.split(".", 3)[2:]
+    at = f"{prefix}model.layers.{layer}."
+    if rest == "self_attention.linear_qkv.weight":
+        groups = [tensors[f"{at}self_attn.{x}_proj.weight"].reshape(a["num_query_groups"], -1, a["hidden_size"])
+                  for x in "qkv"]
+        return torch.cat(groups, 1).reshape(-1, a["hidden_size"])
+    if rest == "mlp.linear_fc1.weight":
+        return torch.cat([tensors[f"{at}mlp.{x}_proj.weight"] for x in ("gate", "up")])
+    return tensors[at + {"self_attention.linear_proj.weight": "self_attn.o_proj.weight",
+                         "mlp.linear_fc2.weight": "mlp.down_proj.weight", "input_layernorm.weight":
+                         "input_layernorm.weight", "pre_mlp_layernorm.weight": "post_attention_layernorm.weight"}[rest]]
+
+
+def part_of(whole, p, name, tp, rank):
+    """The rows or columns that a tensor rank has."""
+    import torch
+    if tp == 1 or whole.shape == p.shape:
+        return whole
+    if name.endswith("linear_fc1.weight"):
+        return torch.cat([half.chunk(tp)[rank] for half in whole.chunk(2)])
+    if whole.shape[0] != p.shape[0] and whole.dim() == p.dim() and not name.startswith(("embedding", "output")):
+        return whole.chunk(tp)[rank]
+    return whole if name.startswith(("embedding", "output")) else whole.chunk(tp, 1)[rank]
+
+
+def resume(folder, hf, kind, form, tp):
+    import torch
+    import torch.distributed as dist
+    from megatron.core import dist_checkpointing
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+    stand_ins()
+    start(tp)
+    model, a = build(tp, dict(bf16=kind == "bf16"))
+    if kind == "bf16":
+        model.bfloat16()
+    distributed = form == "distributed"
+    wrapped = DistributedDataParallel(
+        model.config, DistributedDataParallelConfig(use_distributed_optimizer=distributed), model)
+    optimizer = get_megatron_optimizer(
+        OptimizerConfig(optimizer="adam", lr=1e-3, min_lr=0.0, weight_decay=0.01, bf16=kind == "bf16",
+                        use_distributed_optimizer=distributed,
+                        params_dtype=torch.bfloat16 if kind == "bf16" else torch.float32), [wrapped])
+    inner = getattr(optimizer, "chained_optimizers", [optimizer])[0]
+    if distributed:  # torch's Adam has no state before its first step, which Megatron-Core counts on
+        for group in inner.optimizer.param_groups:
+            for p in group["params"]:
+                p.grad = torch.zeros_like(p)
+        inner.optimizer.step()
+    common = dist_checkpointing.load_common_state_dict(folder)
+    metadata = dict(dist_checkpointing.load_content_metadata(preloaded_state_dict=common))
+    metadata["dp_cp_group"] = dist.group.WORLD if tp == 1 else None
+    state = dict(model=model.sharded_state_dict(metadata=metadata))
+    state["optimizer"] = optimizer.sharded_state_dict(state, is_loading=True, metadata=metadata)
+    loaded = dist_checkpointing.load(state, folder)
+    model.load_state_dict(loaded["model"], strict=False)
+    optimizer.load_state_dict(loaded["optimizer"])
+    weights, moments = (read_safetensors(os.path.join(hf, f"{x}.safetensors")) for x in ("model", "optimizer"))
+    rank, compared = dist.get_rank(), 0
+    for name, p in model.named_parameters():
+        states = {"": p.data}
+        if distributed:
+            own = inner._get_main_param_and_optimizer_states(p)
+            states.update({k: own[k] for k in ("exp_avg", "exp_avg_sq")})
+            if kind == "bf16":
+                states["master"] = own["param"]
+        else:
+            main = getattr(p, "main_param", p) if kind == "bf16" else p
+            states.update({k: inner.optimizer.state[main][k] for k in ("exp_avg", "exp_avg_sq")})
+            if kind == "bf16":
+                states["master"] = main
+        for key, got in states.items():
+            wanted = part_of(hf_tensor(moments if key else weights, key + "." if key else "", name, a), p, name, tp, rank)
+            got = got.reshape(-1, *wanted.shape[1:]) if got.numel() != wanted.numel() else got.reshape(wanted.shape)
+            if name.startswith(("embedding", "output")):  # with padding
+                rows = p.shape[0]
+                wanted = wanted[rank * rows : (rank + 1) * rows]
+                got = got[: wanted.shape[0]]
+            assert torch.equal(got.float(), wanted.float()), (name, key)
+            compared += 1
+    steps = {int(s) for s in [g.get("step", 0) for g in inner.optimizer.param_groups]}
+    assert steps == {common["iteration"]}, steps
+    if rank == 0:
+        print("equal tensors:", compared, "iteration:", common["iteration"], "samples:",
+              common["args"].consumed_train_samples)
+
+
 def load(folder, name, tp):
     import numpy
     import torch.distributed as dist
@@ -187,6 +302,10 @@ def load(folder, name, tp):
     for p in model.parameters():
         p.data.zero_()
     state = model.sharded_state_dict(metadata=dict(singleton_local_shards=False))
+    if a["num_experts"]:  # the local specification names the norm before experts as that before a dense MLP
+        for part in state.values():
+            if part.key.endswith(".mlp.linear_fc1.layer_norm_weight") and a["moe_layer_freq"][int(part.key.split(".")[2])]:
+                part.key = part.key.replace("mlp.linear_fc1.layer_norm_", "pre_mlp_layernorm.")
     loaded = dist_checkpointing.load(state, folder)
     model.load_state_dict({k: v for k, v in loaded.items()}, strict=False)
     got = log_probabilities(model, a).numpy()
@@ -202,9 +321,12 @@ def main():
         return make(words[1])
     if words[:1] == ["loads"]:
         return load(words[1], words[2], int(words[3]))
-    runs = [["make", name, str(CASES[name][0])] for name in words or CASES]
-    if words[:1] == ["load"]:
-        runs = [["loads", *words[1:]]]
+    if words[:1] == ["resumes"]:
+        return resume(*words[1:5], int(words[5]))
+    if words[:1] in (["load"], ["resume"]):
+        runs = [[words[0] + "s", *words[1:]]]
+    else:
+        runs = [["make", name, str(CASES[name][0])] for name in words or CASES]
     for run in runs:
         subprocess.run([sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", run[-1], "--master-port",
                         "29533", os.path.abspath(__file__), *run], check=True)
