@@ -93,10 +93,98 @@ a_checkpoint_becomes_a_folder_of_hugging_face() {
     done
 }
 
+# saves NAME FOLDER RANKS ARGUMENTS...: a golden checkpoint, with its optimizer's state where it is there, as torch_dist.
+saves() {
+    saved=$1 folder=$2 count=$3
+    shift 3
+    # shellcheck disable=SC2086
+    ${ranks:+$ranks $count} "$train" --load "$golden/$saved" $run --train-iters 7 --save "$folder" \
+        --ckpt-format torch_dist "$@" >"$work/out" 2>"$work/err" </dev/null
+}
+
+# same A B: two iterations' folders have the same tensors, in the same places.
+same() {
+    cmp "$1/__0_0.distcp" "$2/__0_0.distcp" && cmp "$1/.metadata" "$2/.metadata"
+}
+
+what_is_saved_for_megatron_scores_alike() {
+    for written in dense dense_tp2 gpt_tp2 moe torch_tp2; do
+        saves $written "$work/own-$written" 1 --no-load-optim && scores $written "$work/own-$written" 1 || return 1
+        # as a folder of Megatron-LM's, by its arguments and the sums of its archives
+        rm "$work/own-$written/iter_0000007/config.json" "$work/own-$written/iter_0000007/trainer.json" \
+            "$work/own-$written/iter_0000007/checksums.json"
+        scores $written "$work/own-$written" 1 --use-checkpoint-args || return 1
+    done
+}
+
+every_layout_saves_the_same_bytes() {
+    saves dense "$work/one" 1 && saves moe "$work/one-moe" 1 --no-load-optim || return 1
+    grep -q '"optimizer_step": 1' "$work/one/iter_0000007/trainer.json" || return 1
+    saves dense "$work/async" 1 --async-save && same "$work/one/iter_0000007" "$work/async/iter_0000007" || return 1
+    [ "$ranks" ] || return 0
+    saves dense "$work/tp" 2 --tensor-model-parallel-size 2 && same "$work/one/iter_0000007" "$work/tp/iter_0000007" &&
+        saves dense "$work/dp" 2 --use-distributed-optimizer &&
+        same "$work/one/iter_0000007" "$work/dp/iter_0000007" &&
+        saves dense "$work/fsdp" 4 --data-parallel-sharding-strategy optim_grads_params --async-save \
+            --tensor-model-parallel-size 2 && same "$work/one/iter_0000007" "$work/fsdp/iter_0000007" &&
+        saves moe "$work/ep" 2 --no-load-optim --expert-model-parallel-size 2 &&
+        cmp "$work/one-moe/iter_0000007/__0_0.distcp" "$work/ep/iter_0000007/__0_0.distcp" &&
+        saves moe "$work/pp" 2 --no-load-optim --pipeline-model-parallel-size 2 &&
+        same "$work/one-moe/iter_0000007" "$work/pp/iter_0000007"
+}
+
+a_run_goes_on_bit_for_bit_from_what_it_saved() {
+    for precision in '' --bf16; do
+        own="$model $run --deterministic-mode --save-interval 3 --train-iters 6 --ckpt-format torch_dist $precision"
+        own=$(echo "$own" | sed 's/--use-checkpoint-args//')
+        rm -rf "$work/first" "$work/again"
+        # shellcheck disable=SC2086
+        "$train" $own --save "$work/first" >"$work/out" 2>"$work/err" || return 1
+        # shellcheck disable=SC2086
+        "$train" $own --load "$work/first/iter_0000003" --save "$work/again" >"$work/out" 2>"$work/err" &&
+            same "$work/first/iter_0000006" "$work/again/iter_0000006" || return 1
+        # a folder of the other format goes on alike
+        # shellcheck disable=SC2086
+        "$train" $own --load "$work/first/iter_0000003" --train-iters 3 --ckpt-format huggingface \
+            --save "$work/other$precision" >"$work/out" 2>"$work/err" &&
+            "$train" $own --load "$work/other$precision" --save "$work/back$precision" >"$work/out" 2>"$work/err" &&
+            same "$work/first/iter_0000006" "$work/back$precision/iter_0000006" || return 1
+    done
+}
+
+a_damaged_file_gives_way_to_the_checkpoint_before() {
+    # shellcheck disable=SC2086
+    own="$model $(echo $run | sed 's/--use-checkpoint-args//') --save-interval 3 --ckpt-format torch_dist"
+    # shellcheck disable=SC2086
+    "$train" $own --train-iters 6 --save "$work/hurt" >"$work/out" 2>"$work/err" || return 1
+    printf x | dd of="$work/hurt/iter_0000006/__0_0.distcp" bs=1 seek=9000 conv=notrunc 2>"$work/err" || return 1
+    refused '__0_0.distcp: damaged: bytes 0 to' "$infer" --load "$work/hurt/iter_0000006" --score "$work/tokens" \
+        --seq-length 15 || return 1
+    # shellcheck disable=SC2086
+    "$train" $own --train-iters 7 --save "$work/hurt" --load "$work/hurt" >"$work/out" 2>"$work/err" &&
+        grep -q 'going on from iteration 3' "$work/err" && grep -q '^ *4/7 ' "$work/out"
+}
+
+what_megatron_has_no_place_for_is_refused() {
+    # shellcheck disable=SC2086
+    own="$model $(echo $run | sed 's/--use-checkpoint-args//') --train-iters 1 --ckpt-format torch_dist --save $work/no"
+    # shellcheck disable=SC2086
+    refused 'written for --optimizer adam, not sgd; give --no-save-optim' "$train" $own --optimizer sgd &&
+        refused 'has a parameter "[^"]*lora_A.*no place in checkpoints of Megatron-LM' "$train" $own --lora-rank 2 &&
+        refused 'has a parameter ".*no place in checkpoints of Megatron-LM' "$train" $own --norm-placement after &&
+        [ ! -e "$work/no" ] && "$train" $own --optimizer sgd --no-save-optim >"$work/out" 2>"$work/err" &&
+        refused "was saved without the optimizer's state" "$train" $own --load "$work/no" --train-iters 2
+}
+
 tokens "$work/tokens"
 check every_checkpoint_scores_as_in_megatron every_checkpoint_scores_as_in_megatron
 check every_layout_scores_as_in_megatron every_layout_scores_as_in_megatron
 check options_give_the_model_and_are_compared options_give_the_model_and_are_compared
 check a_run_goes_on_with_the_optimizer_or_says_why_not a_run_goes_on_with_the_optimizer_or_says_why_not
 check a_checkpoint_becomes_a_folder_of_hugging_face a_checkpoint_becomes_a_folder_of_hugging_face
+check what_is_saved_for_megatron_scores_alike what_is_saved_for_megatron_scores_alike
+check every_layout_saves_the_same_bytes every_layout_saves_the_same_bytes
+check a_run_goes_on_bit_for_bit_from_what_it_saved a_run_goes_on_bit_for_bit_from_what_it_saved
+check a_damaged_file_gives_way_to_the_checkpoint_before a_damaged_file_gives_way_to_the_checkpoint_before
+check what_megatron_has_no_place_for_is_refused what_megatron_has_no_place_for_is_refused
 exit $failed

@@ -253,6 +253,8 @@ def resume(folder, hf, kind, form, tp):
             for p in group["params"]:
                 p.grad = torch.zeros_like(p)
         inner.optimizer.step()
+        set_states = inner._set_main_param_and_optimizer_states  # which misses torch's tensor of steps, set before
+        inner._set_main_param_and_optimizer_states = lambda p, states: set_states(p, {**states, "step": None})
     common = dist_checkpointing.load_common_state_dict(folder)
     metadata = dict(dist_checkpointing.load_content_metadata(preloaded_state_dict=common))
     metadata["dp_cp_group"] = dist.group.WORLD if tp == 1 else None
