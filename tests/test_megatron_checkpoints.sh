@@ -159,7 +159,7 @@ a_damaged_file_gives_way_to_the_checkpoint_before() {
     "$train" $own --train-iters 6 --save "$work/hurt" >"$work/out" 2>"$work/err" || return 1
     printf x | dd of="$work/hurt/iter_0000006/__0_0.distcp" bs=1 seek=9000 conv=notrunc 2>"$work/err" || return 1
     refused '__0_0.distcp: damaged: bytes 0 to' "$infer" --load "$work/hurt/iter_0000006" --score "$work/tokens" \
-        --seq-length 15 || return 1
+        --seq-length 15 --out "$work/scores" || return 1
     # shellcheck disable=SC2086
     "$train" $own --train-iters 7 --save "$work/hurt" --load "$work/hurt" >"$work/out" 2>"$work/err" &&
         grep -q 'going on from iteration 3' "$work/err" && grep -q '^ *4/7 ' "$work/out"
@@ -170,7 +170,8 @@ what_megatron_has_no_place_for_is_refused() {
     own="$model $(echo $run | sed 's/--use-checkpoint-args//') --train-iters 1 --ckpt-format torch_dist --save $work/no"
     # shellcheck disable=SC2086
     refused 'written for --optimizer adam, not sgd; give --no-save-optim' "$train" $own --optimizer sgd &&
-        refused 'has a parameter "[^"]*lora_A.*no place in checkpoints of Megatron-LM' "$train" $own --lora-rank 2 &&
+        refused 'has a parameter "[^"]*lora_A.*no place in checkpoints of Megatron-LM' "$train" $own --lora-rank 2 \
+            --lora-target all-linear --load "$golden/dense_tp2" --finetune &&
         refused 'has a parameter ".*no place in checkpoints of Megatron-LM' "$train" $own --norm-placement after &&
         [ ! -e "$work/no" ] && "$train" $own --optimizer sgd --no-save-optim >"$work/out" 2>"$work/err" &&
         refused "was saved without the optimizer's state" "$train" $own --load "$work/no" --train-iters 2

@@ -329,7 +329,6 @@ static const struct {
     {"pipeline_model_parallel_size", MT_AT(stack.pipeline_model_parallel_size), MT_ARG_ALWAYS},
     {"context_parallel_size", MT_AT(stack.context_parallel_size), MT_ARG_ALWAYS},
     {"expert_model_parallel_size", MT_AT(stack.expert_model_parallel_size), MT_ARG_ALWAYS},
-    {"data_parallel_size", 0, MT_ARG_ALWAYS}, // this and the next ones are not options: mt_dist_write_args
 };
 
 /* An option's value. */
@@ -369,7 +368,7 @@ static void mt_dist_write_args(mt_pickler *p, const mt_run_options *o, const mt_
     const mt_options *s = &o->stack;
     bool experts = s->num_experts > 0;
     mt_object_begin(p, "argparse\nNamespace");
-    for (size_t i = 0; mt_saved_args[i].offset > 0; i++) {
+    for (size_t i = 0; i < sizeof mt_saved_args / sizeof *mt_saved_args; i++) {
         mt_arg_when when = mt_saved_args[i].when;
         if ((when == MT_ARG_EXPERTS && !experts) || (when == MT_ARG_LATENT && !s->multi_latent_attention)) continue;
         mt_pickle_text(p, mt_saved_args[i].key);
