@@ -6,6 +6,7 @@
 #include "data/models/generate.h"
 #include "data/checkpoint/adapter.h"
 #include "data/checkpoint/adapter_merge.h"
+#include "data/checkpoint/convert.h"
 #include "data/report/report.h"
 #include "data/run/inference.h"
 #include "data/run/score.h"
@@ -190,17 +191,32 @@ static void score(mt_inference *r) {
     fprintf(stderr, "scored %lld sequences, %.1f tokens/s\n", (long long)count, (double)tokens / (mt_time() - start));
 }
 
-/* --merge-adapter. The tokenizer is that of the base. */
-static void merge(mt_inference *r) {
+/* The tokenizer of --load, for another folder. */
+static void keep_tokenizer(mt_inference *r) {
     mt_error error;
-    mt_model_plan plan = mt_generator_plan(1, 1, 1);
-    mt_inference_open_model(r, &plan);
     int status = 0;
     if (r->is_first && mt_folder_has_tokenizer(r->folder))
         status = mt_tokenizer_keep_folder(&r->tokenizer, r->folder, &error);
     else if (r->is_first && mt_tokenizer_open_folder(&r->tokenizer, r->folder, &error) != 0) // ByteLevel, or none
         r->tokenizer = NULL;
     mt_inference_check(r, status, &error);
+}
+
+/* --convert: rank 0 alone, without a model. */
+static void convert(mt_inference *r) {
+    mt_error error;
+    keep_tokenizer(r);
+    int status = r->is_first ? mt_checkpoint_convert(&r->options, r->tokenizer, &error) : 0;
+    mt_inference_check(r, status, &error);
+    if (r->is_first) printf("wrote the weights to %s\n", r->options.convert);
+}
+
+/* --merge-adapter. The tokenizer is that of the base. */
+static void merge(mt_inference *r) {
+    mt_error error;
+    mt_model_plan plan = mt_generator_plan(1, 1, 1);
+    mt_inference_open_model(r, &plan);
+    keep_tokenizer(r);
     mt_inference_check(r, mt_adapter_merge(r->model, &r->options, r->tokenizer, &error), &error);
     if (r->is_first) printf("wrote the merged model to %s\n", r->options.merge_adapter);
 }
@@ -210,7 +226,9 @@ int main(int argc, char **argv) {
     bool all = true;
     if (!mt_inference_open(&r, &argc, &argv)) return 0;
     const mt_run_options *o = &r.options;
-    if (o->merge_adapter) {
+    if (o->convert) {
+        convert(&r);
+    } else if (o->merge_adapter) {
         merge(&r);
     } else if (o->score) {
         score(&r);

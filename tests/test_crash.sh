@@ -15,17 +15,19 @@ small='--num-layers 1 --hidden-size 16 --num-attention-heads 2 --max-position-em
     --vocab-size 32 --mock-data --micro-batch-size 1 --global-batch-size 2 --lr 1e-2 --eval-iters 0
     --deterministic-mode --save-interval 2 --train-iters 6 --auto-resume --keep-checkpoints 2'
 
+format=''
+
 # run RANKS FOLDER [VARIABLE=VALUE...]: trains, on ranks that see the variables.
 run() {
     ranks=$1 folder=$2
     shift 2
     if [ "$ranks" = 1 ]; then
         # shellcheck disable=SC2086
-        env "$@" "$train" $small --save "$folder" >"$work/out" 2>"$work/err" </dev/null
+        env "$@" "$train" $small $format --save "$folder" >"$work/out" 2>"$work/err" </dev/null
     else
         # shellcheck disable=SC2086
-        timeout $hang $(mpirun_here) -np "$ranks" env "$@" "$train" $small --save "$folder" >"$work/out" 2>"$work/err" \
-            </dev/null
+        timeout $hang $(mpirun_here) -np "$ranks" env "$@" "$train" $small $format --save "$folder" \
+            >"$work/out" 2>"$work/err" </dev/null
     fi
 }
 
@@ -34,9 +36,12 @@ is_sanitized() {
     grep -q __asan_init "$train"
 }
 
-# resumes RANKS: for each call, a run that is hit there and one that goes on end where an undisturbed run does.
+# resumes RANKS FILE...: for each call, a run that is hit there and one that goes on end where an undisturbed run does:
+# their last checkpoints have the same files.
 resumes() {
     ranks=$1 points=0 hits=0
+    shift
+    rm -rf "$work/whole$ranks"
     run "$ranks" "$work/whole$ranks" A=1 || return 1
     for how in fail drop kill; do
         for at in $calls; do
@@ -51,8 +56,8 @@ resumes() {
             fi
             run "$ranks" "$work/save" A=1 || return 1
             [ "$(cat "$work/save/latest_checkpointed_iteration.txt")" = 6 ] || return 1
-            for stem in model optimizer; do
-                cmp "$work/whole$ranks/latest/$stem.safetensors" "$work/save/latest/$stem.safetensors" || return 1
+            for file in "$@"; do
+                cmp "$work/whole$ranks/latest/$file" "$work/save/latest/$file" || return 1
             done
         done
     done
@@ -70,9 +75,14 @@ two_ranks() {
 if is_sanitized; then
     echo "skipped: a program with sanitizers loads no shim"
 else
-    check "train goes on after a call that failed, was lost or killed it" resumes 1
+    check "train goes on after a call that failed, was lost or killed it" resumes 1 model.safetensors \
+        optimizer.safetensors
+    format="--ckpt-format torch_dist"
+    check "so it does with the format of Megatron-Core" resumes 1 __0_0.distcp .metadata common.pt
+    format=''
 fi
 [ -n "${HAVE_MPI:-}" ] && command -v mpirun >/dev/null || { echo "skipped: MPI is absent" && exit $failed; }
 check "crashes and faults on two ranks leave a whole checkpoint" two_ranks
-is_sanitized || check "two ranks go on after a call that failed, was lost or killed one" resumes 2
+is_sanitized || check "two ranks go on after a call that failed, was lost or killed one" resumes 2 model.safetensors \
+    optimizer.safetensors
 exit $failed

@@ -93,7 +93,7 @@ a_checkpoint_becomes_a_folder_of_hugging_face() {
     done
 }
 
-# saves NAME FOLDER RANKS ARGUMENTS...: a golden checkpoint, with its optimizer's state where it is there, as torch_dist.
+# saves NAME FOLDER RANKS ARGUMENTS...: a golden checkpoint, with its optimizer's state if any, as torch_dist.
 saves() {
     saved=$1 folder=$2 count=$3
     shift 3

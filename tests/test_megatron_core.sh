@@ -1,11 +1,11 @@
 #!/bin/sh
-# Megatron-Core itself loads the folders of --ckpt-format torch_dist, on the CPU, on one and two tensor ranks: its log-
-# probabilities are those of the checkpoint that --load read, and its optimizers have the states that --save wrote.
-# Skipped where python3 has no torch or no megatron.core; tests/golden/make_megatron_checkpoints.py says how to get them.
+# Megatron-Core itself loads the folders of --ckpt-format torch_dist, on the CPU, on one and two tensor ranks: it
+# computes the log-probabilities of the checkpoint that --load read, and its optimizers have the states of --save.
+# Skipped where python3 has no torch or no megatron.core: tests/golden/make_megatron_checkpoints.py says how to get both.
 set -u
 python=${PYTHON:-python3}
-if ! "$python" -c 'import importlib.util as u, sys; sys.exit(not all(map(u.find_spec, ("torch", "megatron", "numpy"))))' \
-    2>/dev/null; then
+if ! "$python" -c 'import importlib.util as u, sys
+sys.exit(not all(map(u.find_spec, ("torch", "megatron", "numpy"))))' 2>/dev/null; then
     echo "skipped: $python has no torch or no megatron.core"
     exit 77
 fi

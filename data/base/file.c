@@ -266,6 +266,11 @@ int mt_mapping_open(mt_mapping *mapping, const char *path, mt_error *error) {
     return status;
 }
 
+void mt_mapping_release(const void *bytes, int64_t count) {
+    uintptr_t page = (uintptr_t)sysconf(_SC_PAGESIZE), begin = (uintptr_t)bytes / page * page;
+    if (bytes && count > 0) (void)madvise((void *)begin, (uintptr_t)bytes + (uintptr_t)count - begin, MADV_DONTNEED);
+}
+
 void mt_mapping_close(mt_mapping *mapping) {
     if (mapping->bytes) {
         mt_mapping_forget(mapping);

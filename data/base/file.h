@@ -78,6 +78,9 @@ int mt_mapping_open(mt_mapping *mapping, const char *path, mt_error *error);
 int mt_mapping_make(mt_mapping *mapping, int descriptor, int64_t bytes, const char *path, mt_error *error);
 void mt_mapping_close(mt_mapping *mapping);
 
+/* Gives back the memory of bytes of a mapping that were read; they are read again where they are used again. */
+void mt_mapping_release(const void *bytes, int64_t count);
+
 /* ---- writing */
 
 /* Sets the error of a file that cannot be written, from errno; returns -1. `option` (such as "--save", or NULL) is the

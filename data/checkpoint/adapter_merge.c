@@ -51,12 +51,12 @@ void mt_model_merge_adapters(mt_model *m) {
     }
 }
 
-/* The small files of a whole model, on rank 0. config.json, by which a folder holds a model, is the last one. */
-static int mt_merged_write(const mt_run_options *o, const mt_tokenizer *tokenizer, mt_error *error) {
-    char *config = mt_options_write_hf_config(o), *path = mt_path_join(o->merge_adapter, "config.json");
-    int status = mt_generation_config_write(o, o->merge_adapter, error);
-    if (status == 0 && tokenizer) status = mt_tokenizer_save(tokenizer, o->merge_adapter, error);
-    if (status == 0) status = mt_file_write(path, config, (int64_t)strlen(config), "--merge-adapter", error);
+int mt_model_files_write(const mt_run_options *o, const char *folder, const char *option, const mt_tokenizer *tokenizer,
+                         mt_error *error) {
+    char *config = mt_options_write_hf_config(o), *path = mt_path_join(folder, "config.json");
+    int status = mt_generation_config_write(o, folder, error);
+    if (status == 0 && tokenizer) status = mt_tokenizer_save(tokenizer, folder, error);
+    if (status == 0) status = mt_file_write(path, config, (int64_t)strlen(config), option, error);
     free(config), free(path);
     return status;
 }
@@ -93,7 +93,9 @@ int mt_adapter_merge(mt_model *m, const mt_run_options *o, const mt_tokenizer *t
     if (mt_agree(world, status != 0, error) != 0) return -1;
     mt_model_merge_adapters(m);
     status = mt_safetensors_save_folder(m, o->merge_adapter, "model", 5000000000, "--merge-adapter", error);
-    if (status == 0) status = mt_agree(world, world->rank == 0 && mt_merged_write(o, tokenizer, error) != 0, error);
+    bool failed = status == 0 && world->rank == 0 &&
+                  mt_model_files_write(o, o->merge_adapter, "--merge-adapter", tokenizer, error) != 0;
+    if (status == 0) status = mt_agree(world, failed, error);
     if (status != 0 && world->rank == 0) mt_folder_visit(o->merge_adapter, mt_merged_remove, NULL); // for another try
     return status;
 }

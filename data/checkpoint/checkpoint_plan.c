@@ -36,10 +36,8 @@ mt_dtype mt_saved_dtype(const mt_model *m, mt_param_state state) {
     return mt_state_has_scale(dtype) ? MT_F32 : dtype;
 }
 
-/* Finds this rank's rows of every tensor. */
-static void mt_saved_find_params(mt_saved_set *set, const mt_model *m) {
-    int64_t num_params;
-    const mt_param *params = mt_model_params(m, &num_params);
+/* Finds the rows of every tensor: this rank's, or the whole model's. */
+static void mt_saved_find_params(mt_saved_set *set, const mt_param *params, int64_t num_params) {
     for (int64_t i = 0, next; i < num_params; i = next) {
         next = mt_params_of_tensor(params, num_params, i);
         for (int state = 0; state < mt_num_states(params[i].optimizer); state++) {
@@ -81,17 +79,10 @@ static void mt_saved_finish_file(mt_saved_set *set, int64_t number, int64_t firs
     file->bytes = set->tensors[end - 1].offset + set->tensors[end - 1].bytes;
 }
 
-void mt_saved_plan(mt_saved_set *set, const mt_model *m, const char *stem, int64_t first_file, int64_t max_shard_bytes,
-                   const char *option) {
-    mt_param *rows;
-    int64_t filled = 0, count = mt_params_build(&rows, mt_model_options(m), NULL);
-    bool weights = strcmp(stem, "optimizer") != 0;
-    *set = (mt_saved_set){.stem = stem, .option = option, .num_files = 1, .first_file = first_file};
-    set->tensors = mt_malloc(MT_NUM_STATES * count * (int64_t)sizeof *set->tensors);
-    for (int state = 0; state < MT_NUM_STATES; state++)
-        if (weights == (state == MT_STATE_WEIGHTS) && (state != MT_STATE_MASTER || mt_model_dtype(m) != MT_F32))
-            mt_saved_add(set, rows, count, (mt_param_state)state, mt_saved_dtype(m, (mt_param_state)state));
-    free(rows);
+/* Distributes the tensors over files of at most max_shard_bytes. */
+static void mt_saved_plan_files(mt_saved_set *set, int64_t max_shard_bytes) {
+    int64_t filled = 0;
+    set->num_files = 1;
     qsort(set->tensors, (size_t)set->count, sizeof *set->tensors, mt_saved_compare);
     for (int64_t i = 0; i < set->count; i++) {
         mt_saved_tensor *tensor = &set->tensors[i];
@@ -104,7 +95,22 @@ void mt_saved_plan(mt_saved_set *set, const mt_model *m, const char *stem, int64
         for (end = i; end < set->count && set->tensors[end].file == set->tensors[i].file;) end++;
         mt_saved_finish_file(set, set->tensors[i].file, i, end);
     }
-    mt_saved_find_params(set, m);
+}
+
+void mt_saved_plan(mt_saved_set *set, const mt_model *m, const char *stem, int64_t first_file, int64_t max_shard_bytes,
+                   const char *option) {
+    mt_param *rows;
+    int64_t num_params, count = mt_params_build(&rows, mt_model_options(m), NULL);
+    bool weights = strcmp(stem, "optimizer") != 0;
+    *set = (mt_saved_set){.stem = stem, .option = option, .first_file = first_file};
+    set->tensors = mt_malloc(MT_NUM_STATES * count * (int64_t)sizeof *set->tensors);
+    for (int state = 0; state < MT_NUM_STATES; state++)
+        if (weights == (state == MT_STATE_WEIGHTS) && (state != MT_STATE_MASTER || mt_model_dtype(m) != MT_F32))
+            mt_saved_add(set, rows, count, (mt_param_state)state, mt_saved_dtype(m, (mt_param_state)state));
+    free(rows);
+    mt_saved_plan_files(set, max_shard_bytes);
+    const mt_param *params = mt_model_params(m, &num_params);
+    mt_saved_find_params(set, params, num_params);
 }
 
 void mt_saved_free(mt_saved_set *set) {
@@ -154,10 +160,9 @@ static void mt_dist_add(mt_saved_set *set, const mt_param *rows, int64_t count, 
     }
 }
 
-/* Finds this rank's rows of every part: those of one part follow one another in the table. */
-static void mt_dist_find_params(mt_saved_set *set, const mt_model *m, const mt_run_options *o) {
-    int64_t num_params;
-    const mt_param *params = mt_model_params(m, &num_params);
+/* Finds the rows of every part, this rank's or the whole model's: they follow one another in the table. */
+static void mt_dist_find_params(mt_saved_set *set, const mt_param *params, int64_t num_params,
+                                const mt_run_options *o) {
     for (int64_t i = 0; i < num_params; i++)
         for (int state = 0; state < mt_num_states(params[i].optimizer); state++) {
             mt_core_chunk chunk;
@@ -172,17 +177,10 @@ static void mt_dist_find_params(mt_saved_set *set, const mt_model *m, const mt_r
         }
 }
 
-void mt_saved_plan_dist(mt_saved_set *set, const mt_model *m, const mt_run_options *o, bool states,
-                        int64_t max_shard_bytes, const char *option) {
-    mt_param *rows;
-    int64_t filled = 0, count = mt_params_build(&rows, mt_model_options(m), NULL);
-    *set = (mt_saved_set){.stem = "torch_dist", .option = option, .num_files = 1, .dist = true};
-    set->has_masters = states && mt_model_dtype(m) != MT_F32;
-    set->tensors = mt_malloc(MT_NUM_STATES * count * (int64_t)sizeof *set->tensors);
-    for (int state = 0; state < (states ? MT_NUM_STATES : MT_STATE_MASTER); state++)
-        if (state != MT_STATE_MASTER || mt_model_dtype(m) != MT_F32)
-            mt_dist_add(set, rows, count, (mt_param_state)state, mt_saved_dtype(m, (mt_param_state)state), o);
-    free(rows);
+/* Distributes the archives over files of at most max_shard_bytes. */
+static void mt_dist_plan_files(mt_saved_set *set, int64_t max_shard_bytes) {
+    int64_t filled = 0;
+    set->num_files = 1;
     qsort(set->tensors, (size_t)set->count, sizeof *set->tensors, mt_saved_compare);
     for (int64_t i = 0; i < set->count; i++) {
         mt_saved_tensor *tensor = &set->tensors[i];
@@ -206,5 +204,36 @@ void mt_saved_plan_dist(mt_saved_set *set, const mt_model *m, const mt_run_optio
         file->bytes = tensor->offset + tensor->bytes + archive.tail.count;
         mt_archive_free(&archive);
     }
-    mt_dist_find_params(set, m, o);
+}
+
+void mt_saved_plan_dist(mt_saved_set *set, const mt_model *m, const mt_run_options *o, bool states,
+                        int64_t max_shard_bytes, const char *option) {
+    mt_param *rows;
+    int64_t num_params, count = mt_params_build(&rows, mt_model_options(m), NULL);
+    *set = (mt_saved_set){.stem = "torch_dist", .option = option, .dist = true};
+    set->has_masters = states && mt_model_dtype(m) != MT_F32;
+    set->tensors = mt_malloc(MT_NUM_STATES * count * (int64_t)sizeof *set->tensors);
+    for (int state = 0; state < (states ? MT_NUM_STATES : MT_STATE_MASTER); state++)
+        if (state != MT_STATE_MASTER || mt_model_dtype(m) != MT_F32)
+            mt_dist_add(set, rows, count, (mt_param_state)state, mt_saved_dtype(m, (mt_param_state)state), o);
+    free(rows);
+    mt_dist_plan_files(set, max_shard_bytes);
+    const mt_param *params = mt_model_params(m, &num_params);
+    mt_dist_find_params(set, params, num_params, o);
+}
+
+void mt_saved_plan_weights(mt_saved_set *set, const mt_param *rows, int64_t count, const mt_run_options *o,
+                           mt_dtype dtype, int64_t max_shard_bytes, const char *option) {
+    bool dist = o->ckpt_format == MT_CHECKPOINT_TORCH_DIST;
+    *set = (mt_saved_set){.stem = dist ? "torch_dist" : "model", .option = option, .dist = dist};
+    set->tensors = mt_malloc(count * (int64_t)sizeof *set->tensors);
+    if (dist) {
+        mt_dist_add(set, rows, count, MT_STATE_WEIGHTS, dtype, o);
+        mt_dist_plan_files(set, max_shard_bytes);
+        mt_dist_find_params(set, rows, count, o);
+    } else {
+        mt_saved_add(set, rows, count, MT_STATE_WEIGHTS, dtype);
+        mt_saved_plan_files(set, max_shard_bytes);
+        mt_saved_find_params(set, rows, count);
+    }
 }

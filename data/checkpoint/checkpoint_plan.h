@@ -23,7 +23,7 @@ typedef struct mt_saved_tensor {
     int64_t file, offset, bytes; // number in the set; offset in the file
     mt_core_chunk chunk;         // of torch_dist
     bool trained;                // of torch_dist: by the optimizer
-    uint32_t sum;                // of its bytes in the archive, mt_zip_sum_lines of those that this rank has written
+    uint32_t sum;                // mt_zip_sum_lines of the bytes that this rank has written; on rank 0 then of all
 } mt_saved_tensor;
 
 /* A file, and the text that it begins with. */
@@ -53,6 +53,10 @@ void mt_saved_plan(mt_saved_set *set, const mt_model *model, const char *stem, i
  * max_shard_bytes. Every parameter has a place there (mt_core_check). */
 void mt_saved_plan_dist(mt_saved_set *set, const mt_model *model, const mt_run_options *options, bool states,
                         int64_t max_shard_bytes, const char *option);
+
+/* Plans the weights of the whole model's table, rows[count], which must stay, in the format of --ckpt-format. */
+void mt_saved_plan_weights(mt_saved_set *set, const mt_param *rows, int64_t count, const mt_run_options *options,
+                           mt_dtype dtype, int64_t max_shard_bytes, const char *option);
 void mt_saved_free(mt_saved_set *set);
 
 /* The place of a parameter in its tensor. */

@@ -1052,6 +1052,53 @@ int mt_safetensors_save_folder(mt_model *m, const char *folder, const char *stem
     return status;
 }
 
+/* The files of a folder torch_dist that hold no values. metadata.json marks it as one. */
+static int mt_dist_files_write(const mt_saved_set *set, const mt_run_options *o, const mt_grid *grid,
+                               const mt_run_state *state, bool states, mt_dtype dtype, const char *folder,
+                               mt_error *error) {
+    static const char mark[] = "{\"sharded_backend\": \"torch_dist\", \"sharded_backend_version\": 1}\n";
+    mt_bytes files[4] = {{0}};
+    const char *const names[] = {MT_DIST_OBJECTS, "common.pt", ".metadata", "metadata.json"};
+    mt_dist_objects_make(&files[0]);
+    mt_dist_common_make(o, grid, state, states, dtype, &files[1]);
+    mt_dist_metadata_make(set, states, &files[2]);
+    mt_bytes_add(&files[3], mark, (int64_t)strlen(mark));
+    int status = 0;
+    for (int i = 0; i < 4; i++) {
+        if (status == 0)
+            status = mt_small_file_write(folder, names[i], files[i].data, files[i].count, set->option, error);
+        free(files[i].data);
+    }
+    return status;
+}
+
+/* Writes the archives around the values, whose sums are complete: on rank 0, after all ranks have written. `all`: the
+ * sums of the files, or NULL. */
+static int mt_dist_archives_write(const mt_saved_set *set, mt_checksums *all, const char *folder, mt_error *error) {
+    mt_output_file out;
+    int status = 0;
+    for (int64_t i = 0, file = -1; i < set->count && status == 0; i++) {
+        const mt_saved_tensor *tensor = &set->tensors[i];
+        mt_archive archive;
+        mt_saved_archive(tensor, &archive);
+        const mt_bytes *ends[] = {&archive.head, &archive.tail};
+        int64_t at[] = {tensor->offset - archive.head.count, tensor->offset + tensor->bytes};
+        char *path = mt_path_join(folder, set->files[tensor->file].name);
+        if (tensor->file != file) status = mt_output_file_open(&out, path, set->option, 0, error);
+        file = tensor->file;
+        for (int k = 0; k < 2 && status == 0; k++) {
+            if (all) mt_checksums_add(&all->files[file], at[k], ends[k]->data, ends[k]->count);
+            status = mt_output_file_write(&out, at[k], ends[k]->data, ends[k]->count);
+            if (status != 0) mt_output_file_close(&out, false, -1);
+        }
+        bool last = i + 1 == set->count || set->tensors[i + 1].file != file;
+        if (status == 0 && last) status = mt_output_file_close(&out, false, 0);
+        free(path);
+        mt_archive_free(&archive);
+    }
+    return status;
+}
+
 /* ---- saving a run's checkpoints, at once or in the background */
 
 struct mt_saver {
@@ -1114,57 +1161,15 @@ static void *mt_saver_worked(mt_saver *s, int status) {
     return NULL;
 }
 
-/* The files of a folder torch_dist that hold no values. metadata.json marks it as one. */
-static int mt_dist_files_write(const mt_saver *s, const char *folder, mt_error *error) {
-    static const char mark[] = "{\"sharded_backend\": \"torch_dist\", \"sharded_backend_version\": 1}\n";
-    mt_model *m = s->save.model;
-    bool states = mt_saves_optimizer(m, s->options);
-    mt_bytes files[3];
-    const char *const names[] = {MT_DIST_OBJECTS, "common.pt", ".metadata"};
-    mt_dist_objects_make(&files[0]);
-    mt_dist_common_make(s->options, mt_model_grid(m), &s->state, states, mt_model_dtype(m), &files[1]);
-    mt_dist_metadata_make(&s->save.sets[0], states, &files[2]);
-    int status = 0;
-    for (int i = 0; i < 3; i++) {
-        if (status == 0) status = mt_small_file_write(folder, names[i], files[i].data, files[i].count, "--save", error);
-        free(files[i].data);
-    }
-    return status == 0 ? mt_text_write(folder, "metadata.json", mark, error) : status;
-}
-
-/* Writes the archives around the values, whose sums are complete: on rank 0, after all ranks have written. */
-static int mt_dist_archives_write(mt_saver *s, const char *folder, mt_error *error) {
-    const mt_saved_set *set = &s->save.sets[0];
-    mt_output_file out;
-    int status = 0;
-    for (int64_t i = 0, file = -1; i < set->count && status == 0; i++) {
-        const mt_saved_tensor *tensor = &set->tensors[i];
-        mt_file_checksums *sums = &s->save.writer.sums.files[tensor->file];
-        mt_archive archive;
-        mt_saved_archive(tensor, &archive);
-        const mt_bytes *ends[] = {&archive.head, &archive.tail};
-        int64_t at[] = {tensor->offset - archive.head.count, tensor->offset + tensor->bytes};
-        char *path = mt_path_join(folder, set->files[tensor->file].name);
-        if (tensor->file != file) status = mt_output_file_open(&out, path, set->option, 0, error);
-        file = tensor->file;
-        for (int k = 0; k < 2 && status == 0; k++) {
-            mt_checksums_add(sums, at[k], ends[k]->data, ends[k]->count);
-            status = mt_output_file_write(&out, at[k], ends[k]->data, ends[k]->count);
-            if (status != 0) mt_output_file_close(&out, false, -1);
-        }
-        bool last = i + 1 == set->count || set->tensors[i + 1].file != file;
-        if (status == 0 && last) status = mt_output_file_close(&out, false, 0);
-        free(path);
-        mt_archive_free(&archive);
-    }
-    return status;
-}
-
 /* Rank 0's thread while all ranks write tensors: headers and small files. */
 static void *mt_saver_begin(void *context) {
     mt_saver *s = context;
     int status = mt_save_begin_files(&s->save, s->temporary, false, &s->work_error);
-    if (status == 0 && s->save.sets[0].dist) status = mt_dist_files_write(s, s->temporary, &s->work_error);
+    mt_model *m = s->save.model;
+    if (status == 0 && s->save.sets[0].dist)
+        status =
+            mt_dist_files_write(&s->save.sets[0], s->options, mt_model_grid(m), &s->state,
+                                mt_saves_optimizer(m, s->options), mt_model_dtype(m), s->temporary, &s->work_error);
     if (status == 0)
         status = mt_small_files_write(s->save.model, s->options, &s->state, &s->loss_average, s->temporary, s->extra,
                                       s->context, &s->work_error);
@@ -1260,7 +1265,7 @@ static void *mt_saver_publish(void *context) {
     mt_error *error = &s->work_error;
     mt_checksums *sums = &s->save.writer.sums;
     char *path = mt_path_join(s->folder, s->name);
-    int status = s->save.sets[0].dist ? mt_dist_archives_write(s, s->temporary, error) : 0;
+    int status = s->save.sets[0].dist ? mt_dist_archives_write(&s->save.sets[0], sums, s->temporary, error) : 0;
     if (status == 0) status = mt_folder_visit(s->temporary, mt_saver_add_sums, s);
     qsort(sums->files, (size_t)sums->count, sizeof *sums->files, mt_checksums_compare);
     char *text = mt_checksums_print(sums);
@@ -1375,6 +1380,40 @@ int mt_checkpoint_save(mt_model *m, const mt_run_options *o, const mt_run_state 
     mt_saver_open(&s, m, o, folder, extra, context, false);
     int status = mt_saver_save(s, state, error);
     mt_saver_close(s);
+    return status;
+}
+
+/* ---- weights without a model */
+
+int mt_saved_write(mt_saved_set *set, const mt_run_options *o, mt_dtype dtype, const char *folder,
+                   mt_tensor_source *source, void *context, mt_error *error) {
+    const mt_run_state state = {0};
+    mt_zip_sums sums;
+    mt_output_file out = {.descriptor = -1};
+    char *path = NULL, *values = NULL;
+    int64_t room = 0, open = -1;
+    mt_zip_sums_init(&sums);
+    int status = mt_saved_begin(set, folder, true, error);
+    for (int64_t i = 0; i < set->count && status == 0; i++) {
+        mt_saved_tensor *t = &set->tensors[i];
+        if (t->bytes > room) free(values), values = mt_malloc(room = t->bytes);
+        memset(values, 0, (size_t)t->bytes);
+        if (t->file != open) {
+            if (out.descriptor >= 0) status = mt_output_file_close(&out, true, 0);
+            free(path);
+            path = mt_path_join(folder, set->files[open = t->file].name);
+            out.descriptor = -1;
+            if (status == 0) status = mt_output_file_open(&out, path, set->option, 0, error);
+        }
+        if (status == 0) status = source(context, t, values, error);
+        if (status == 0) status = mt_output_file_write(&out, t->offset, values, t->bytes);
+        if (set->dist) t->sum = mt_zip_sum_lines(&sums, values, t->bytes, 1, t->bytes, 0);
+    }
+    if (out.descriptor >= 0) status = mt_output_file_close(&out, true, status);
+    if (status == 0 && set->dist) status = mt_dist_archives_write(set, NULL, folder, error);
+    if (status == 0 && set->dist)
+        status = mt_dist_files_write(set, o, &mt_grid_of_one, &state, false, dtype, folder, error);
+    free(path), free(values);
     return status;
 }
 

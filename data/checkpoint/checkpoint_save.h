@@ -9,6 +9,7 @@
 #define MT_CHECKPOINT_SAVE_H
 
 #include "../options/options.h"
+#include "checkpoint_plan.h"
 
 #ifdef __cplusplus
 extern "C" {
@@ -65,6 +66,14 @@ void mt_saver_close(mt_saver *saver);
  * one tensor is larger, and their index. The folder must exist and hold no such files. */
 int mt_safetensors_save_folder(mt_model *model, const char *folder, const char *stem, int64_t max_shard_bytes,
                                const char *option, mt_error *error);
+
+/* Sets the values of a tensor, [bytes] of its type, which are 0 before; its `params` are those of the plan. */
+typedef int mt_tensor_source(void *context, const mt_saved_tensor *tensor, void *values, mt_error *error);
+
+/* Writes planned weights into an empty folder, tensor by tensor: memory for the largest one is all that it takes. Of a
+ * Hugging Face folder the weights and their index, of a folder torch_dist all files. `dtype`: of the weights. */
+int mt_saved_write(mt_saved_set *set, const mt_run_options *options, mt_dtype dtype, const char *folder,
+                   mt_tensor_source *source, void *context, mt_error *error);
 
 /* After mt_train_step returned MT_REWIND: loads the last checkpoint of options->save, or else options->load, in place
  * of the steps since, and sets `state` back. Waits for `saver` first (NULL: none): a checkpoint that is still on its

@@ -159,8 +159,10 @@ static void mt_megatron_hold(mt_megatron *c, const mt_zip_entry *entry, const ch
 }
 
 int mt_megatron_verify(const mt_megatron *c, int64_t rank, int64_t ranks, mt_error *error) {
-    for (int64_t i = rank; i < c->num_held; i += ranks)
+    for (int64_t i = rank; i < c->num_held; i += ranks) {
         if (mt_zip_verify(&c->held[i].entry, c->held[i].path, error) != 0) return -1;
+        mt_mapping_release(c->held[i].entry.data, c->held[i].entry.bytes);
+    }
     return 0;
 }
 

@@ -157,7 +157,7 @@ const mt_megatron_matrix *mt_megatron_place(const mt_megatron *checkpoint, const
     return NULL;
 }
 
-/* The name that Transformer Engine's layers give a role, of those that the role has: norms before a linear are the
+/* The name that Transformer Engine's layers give a role, among the role's names: norms before a linear are the
  * linear's own, unless that is latent attention or the feed-forward is experts. NULL: none. */
 static int mt_core_name_index(const mt_param *param, const mt_options *o) {
     for (int i = 0; i < MT_NUM_CORE_NAMES; i++) {

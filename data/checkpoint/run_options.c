@@ -107,8 +107,9 @@ int mt_options_finish_by(mt_run_options *options, mt_program program, int64_t wo
         status = mt_options_check_names(options, stored, error);
         if (status == 0) status = mt_options_derive_adapters(options, error);
         if (status == 0) status = mt_options_check_run(options, program, error);
-        if (status == 0 && options->save && options->ckpt_format == MT_CHECKPOINT_TORCH_DIST)
-            status = mt_core_check(options, !options->no_save_optim, error);
+        bool writes = options->save || options->convert;
+        if (status == 0 && writes && options->ckpt_format == MT_CHECKPOINT_TORCH_DIST)
+            status = mt_core_check(options, options->save && !options->no_save_optim, error);
     }
     if (status != 0) mt_options_name_typed(options, error);
     return status;

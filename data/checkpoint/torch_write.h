@@ -14,6 +14,7 @@ typedef struct mt_bytes {
     int64_t count, room;
 } mt_bytes;
 
+/* Appends some bytes. */
 void mt_bytes_add(mt_bytes *bytes, const void *data, int64_t count);
 
 /* ---- pickles, protocol 2 */
@@ -25,8 +26,9 @@ typedef struct mt_pickler {
     int num_globals;
 } mt_pickler;
 
+/* Begins a pickle, and ends it: then free pickler->out.data. */
 void mt_pickler_begin(mt_pickler *pickler);
-void mt_pickler_end(mt_pickler *pickler); // free pickler->out.data
+void mt_pickler_end(mt_pickler *pickler);
 
 /* One opcode without an operand, such as '(' MARK, 't' TUPLE, ']' EMPTY_LIST, 'R' REDUCE; see Python's pickletools. */
 void mt_pickle_op(mt_pickler *pickler, char opcode);

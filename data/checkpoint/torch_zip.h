@@ -42,6 +42,7 @@ typedef struct mt_zip_sums {
     uint32_t table[8][256];
 } mt_zip_sums;
 
+/* Fills the tables, which are constants. */
 void mt_zip_sums_init(mt_zip_sums *sums);
 
 /* The contribution of `lines` lines of `bytes` bytes, one after another in memory, that begin `pitch` bytes apart in an

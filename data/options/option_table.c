@@ -1041,10 +1041,11 @@ const mt_option mt_option_table[] = {
     {"save", MT_STRING, MT_AT(save), MT_TRAIN, MT_OF_RUN, NULL, "DIR", "write checkpoints into this folder"},
     {"save-interval", MT_INT, MT_AT(save_interval), MT_TRAIN, MT_OF_RUN, NULL, "[1,1000000000000]",
      "steps between checkpoints (default: one at the end)", .needs = "save"},
-    {"ckpt-format", MT_CHOICE, MT_AT(ckpt_format), MT_TRAIN, MT_OF_RUN, "huggingface",
+    {"ckpt-format", MT_CHOICE, MT_AT(ckpt_format), MT_BOTH, MT_OF_RUN, "huggingface",
      "huggingface|torch_dist|fsdp_dtensor",
-     "what --save writes: a Hugging Face folder, or torch_dist, which Megatron-LM loads and this program too; "
-     "fsdp_dtensor, with --use-megatron-fsdp: a Hugging Face folder"},
+     "what --save, or --convert of infer, writes: a Hugging Face folder, or torch_dist, which Megatron-LM loads and "
+     "this "
+     "program too; fsdp_dtensor, with --use-megatron-fsdp: a Hugging Face folder"},
     {"async-save", MT_FLAG, MT_AT(async_save), MT_TRAIN, MT_OF_RUN, NULL, NULL,
      "continue training while a checkpoint is written; takes host memory for a copy", .needs = "save"},
     {"keep-checkpoints", MT_INT, MT_AT(keep_checkpoints), MT_TRAIN, MT_OF_RUN, NULL, "[1,1000000000000]",
@@ -1095,6 +1096,11 @@ const mt_option mt_option_table[] = {
      .needs = "lora-rank", .own = true},
     {"lora-dropout", MT_REAL, MT_AT(stack.lora_dropout), MT_TRAIN, MT_OF_RUN, "0", "[0,1)",
      "dropout of the adapters' inputs", .needs = "lora-rank", .own = true},
+    {"convert", MT_STRING, MT_AT(convert), MT_INFER, MT_OF_RUN, NULL, "DIR",
+     "write the weights of --load into this folder, in the format of --ckpt-format, and end; takes memory for about "
+     "one "
+     "tensor",
+     .excludes = "prompt, prompts, prompt-tokens, print-tokens, chat, score, load-adapter", .own = true},
     {"merge-adapter", MT_STRING, MT_AT(merge_adapter), MT_INFER, MT_OF_RUN, NULL, "DIR",
      "write the whole model with the adapter merged into this folder, and end", .needs = "load-adapter",
      .excludes = "prompt, prompt-tokens, print-tokens, chat, score", .own = true},

@@ -16,7 +16,7 @@
 extern "C" {
 #endif
 
-/* What --save writes: --ckpt-format. */
+/* --ckpt-format: the kind of folder that --save writes. */
 typedef enum mt_checkpoint_format {
     MT_CHECKPOINT_HF,          // a Hugging Face folder
     MT_CHECKPOINT_TORCH_DIST,  // as Megatron-Core's
@@ -109,7 +109,7 @@ typedef struct mt_run_options {
     int64_t reward_tensor_model_parallel_size, reward_pipeline_model_parallel_size, reward_expert_model_parallel_size;
     bool param_offload, grad_offload, optimizer_offload;
     /* checkpoints and reports */
-    char *load, *load_adapter, *merge_adapter, *save, *hf_config, *metrics, *tensorboard_dir, *config, *role;
+    char *load, *load_adapter, *merge_adapter, *convert, *save, *hf_config, *metrics, *tensorboard_dir, *config, *role;
     bool print_config;
     int64_t save_interval, keep_checkpoints, save_retain_interval;
     bool profile, finetune, no_load_optim, no_save_optim, no_load_rng;

@@ -1,0 +1,189 @@
+/* convert.c: a model's weights from one format of folders into another, tensor by tensor. The files of the source are
+ * mapped, and their pages given back after each tensor. */
+#include "convert.h"
+
+#include "../base/file.h"
+#include "adapter_merge.h"
+#include "checkpoint_folder.h"
+#include "checkpoint_save.h"
+#include "checkpoint_tensors.h"
+#include "megatron_tensors.h"
+
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+
+/* The weights to convert: one of the two. */
+typedef struct mt_converted {
+    const mt_run_options *options;
+    char *folder;
+    mt_safetensors *set;
+    mt_megatron *megatron;
+    float *line; // a row of a parameter
+} mt_converted;
+
+/* Where the elements of a parameter are. */
+typedef struct mt_origin {
+    mt_placement place;
+    const mt_tensor_info *tensor;     // of a Hugging Face folder
+    const mt_megatron_matrix *matrix; // of Megatron-LM's
+} mt_origin;
+
+static int mt_origin_find(mt_origin *from, const mt_converted *c, const mt_param *param, mt_error *error) {
+    *from = (mt_origin){.tensor = NULL};
+    if (c->megatron) {
+        from->matrix =
+            mt_megatron_place(c->megatron, param, MT_STATE_WEIGHTS, &c->options->stack, c->folder, &from->place, error);
+        return from->matrix ? 0 : -1;
+    }
+    from->place = mt_param_placement(param, MT_STATE_WEIGHTS);
+    from->tensor = mt_state_find(c->set, param, MT_STATE_WEIGHTS);
+    if (!from->tensor)
+        return mt_error_set(error, "%s: has no tensor \"%s\", and a conversion begins no new one; take the whole model",
+                            c->folder, param->hf_name);
+    mt_dtype dtype = from->tensor->dtype;
+    if (dtype == MT_F32 || dtype == MT_BF16 || dtype == MT_F16 || dtype == MT_F64) return 0;
+    return mt_error_set(error,
+                        "%s: tensor \"%s\" is of type %s, whose scales a conversion does not read; convert it by "
+                        "train --train-iters 0 --save",
+                        from->tensor->file, from->tensor->name, mt_dtype_name(dtype));
+}
+
+/* line[cols] = row r of the parameter. */
+static void mt_origin_read(const mt_origin *from, const mt_param *param, int64_t r, float *line) {
+    const mt_placement *place = &from->place;
+    int64_t row = mt_placement_row(place, r), cols = param->whole_cols;
+    if (from->tensor) {
+        mt_dtype dtype = from->tensor->dtype;
+        int64_t size = mt_dtype_size(dtype), step = place->transposed ? place->width : 1;
+        const char *slice = (const char *)from->tensor->data + place->slice * (from->tensor->bytes / place->slices);
+        const char *at = slice + (place->transposed ? row : row * place->width) * size;
+        for (int64_t c = 0, n = place->transposed ? 1 : cols; c < cols; c += n)
+            mt_stored_to_f32(line + c, 1, at + c * step * size, dtype, n);
+        return;
+    }
+    for (const mt_megatron_piece *piece = from->matrix->pieces; piece < from->matrix->pieces + from->matrix->count;
+         piece++) {
+        mt_rectangle part = piece->part;
+        if (row < part.row || row >= part.row + part.rows) continue;
+        const char *at =
+            (const char *)piece->tensor.data + (row - part.row) * part.cols * mt_dtype_size(piece->tensor.dtype);
+        mt_stored_to_f32(line + part.col, 1, at, piece->tensor.dtype, part.cols);
+    }
+}
+
+/* Elements of a row into their places in the tensor. */
+static void mt_line_write(const mt_saved_tensor *tensor, const mt_placement *place, int64_t r, const float *line,
+                          int64_t cols, char *values) {
+    int64_t size = mt_dtype_size(tensor->dtype), row = mt_placement_row(place, r);
+    int64_t step = place->transposed ? place->width : 1;
+    char *at = values + place->slice * (tensor->bytes / place->slices);
+    at += (place->transposed ? row : row * place->width) * size;
+    for (int64_t c = 0; c < cols; c++) {
+        uint16_t half = tensor->dtype == MT_BF16 ? mt_f32_to_bf16(line[c]) : 0;
+        memcpy(at + c * step * size, tensor->dtype == MT_BF16 ? (const void *)&half : &line[c], (size_t)size);
+    }
+}
+
+static void mt_converted_release(const mt_converted *c) {
+    int64_t count = c->set ? mt_safetensors_num_files(c->set) : 0;
+    const mt_safetensors_file *files =
+        c->set ? mt_safetensors_get_file(c->set, 0) : mt_megatron_files(c->megatron, &count);
+    for (int64_t i = 0; i < count; i++)
+        if (files[i].mapped) mt_mapping_release(files[i].base, files[i].bytes);
+}
+
+/* The values of a tensor, from its parameters'. */
+static int mt_converted_fill(void *context, const mt_saved_tensor *tensor, void *values, mt_error *error) {
+    mt_converted *c = context;
+    MT_CHECK(tensor->params);
+    for (const mt_param *param = tensor->params; param < tensor->params + tensor->num_params; param++) {
+        mt_placement place = mt_saved_place(tensor, param, &c->options->stack);
+        mt_origin from;
+        if (mt_origin_find(&from, c, param, error) != 0) return -1;
+        c->line = mt_realloc(c->line, param->whole_cols * (int64_t)sizeof *c->line);
+        for (int64_t r = 0; r < mt_param_rows_stored(param); r++) {
+            mt_origin_read(&from, param, r, c->line);
+            mt_line_write(tensor, &place, r, c->line, param->whole_cols, values);
+        }
+    }
+    mt_converted_release(c);
+    return 0;
+}
+
+/* True if all trained weights are stored in bf16. */
+static bool mt_converted_is_bf16(const mt_converted *c, const mt_param *rows, int64_t count) {
+    mt_error ignored;
+    for (int64_t i = 0; i < count; i++) {
+        mt_origin from;
+        if (!rows[i].trained || mt_origin_find(&from, c, &rows[i], &ignored) != 0) continue;
+        if ((from.tensor ? from.tensor->dtype : from.matrix->pieces[0].tensor.dtype) != MT_BF16) return false;
+    }
+    return true;
+}
+
+/* Opens the weights; they are checked against the model, and the files against their sums. */
+static int mt_converted_open(mt_converted *c, const mt_run_options *o, mt_error *error) {
+    *c = (mt_converted){.options = o, .folder = mt_checkpoint_resolve(o->load, error)};
+    if (!c->folder || mt_checkpoint_verify(c->folder, true, error) != 0) return -1;
+    if (mt_folder_is_megatron(c->folder)) {
+        if (mt_megatron_open(&c->megatron, c->folder, true, error) != 0) return -1;
+        if (mt_megatron_check(c->megatron, true, &o->stack, c->folder, error) != 0) return -1;
+        return mt_megatron_verify(c->megatron, 0, 1, error);
+    }
+    if (mt_stem_open(&c->set, c->folder, "model", o, error) != 0) return -1;
+    return mt_stem_check(c->set, "model", NULL, o, c->folder, error);
+}
+
+static void mt_converted_close(mt_converted *c) {
+    mt_safetensors_close(c->set);
+    mt_megatron_close(c->megatron);
+    free(c->folder), free(c->line);
+}
+
+static int mt_convert_refuse(const char *folder, const char *name, void *error) {
+    return mt_error_set(error, "--convert %s: holds %s; name an empty folder, or a new one", folder, name);
+}
+
+static int mt_convert_remove(const char *folder, const char *name, void *context) {
+    char *path = mt_path_join(folder, name);
+    (void)context;
+    unlink(path);
+    free(path);
+    return 0;
+}
+
+int mt_checkpoint_convert(const mt_run_options *o, const mt_tokenizer *tokenizer, mt_error *error) {
+    static const char release[] = "release";
+    bool dist = o->ckpt_format == MT_CHECKPOINT_TORCH_DIST;
+    mt_converted c;
+    mt_saved_set set = {0};
+    mt_param *rows = NULL;
+    char *folder = dist ? mt_path_join(o->convert, release) : mt_strdup(o->convert);
+    int status = mt_converted_open(&c, o, error);
+    if (status == 0) status = mt_folder_create(o->convert, "--convert", error);
+    if (status == 0) status = mt_folder_visit(o->convert, mt_convert_refuse, error);
+    if (status == 0 && dist) status = mt_folder_create(folder, "--convert", error);
+    bool begun = status == 0;
+    if (begun) {
+        int64_t count = mt_params_build(&rows, &o->stack, NULL);
+        mt_dtype dtype = o->stack.bf16 || mt_converted_is_bf16(&c, rows, count) ? MT_BF16 : MT_F32;
+        mt_saved_plan_weights(&set, rows, count, o, dtype, 5000000000, "--convert");
+        mt_converted_release(&c);
+        status = mt_saved_write(&set, o, dtype, folder, mt_converted_fill, &c, error);
+    }
+    if (status == 0) status = mt_model_files_write(o, folder, "--convert", tokenizer, error);
+    if (status == 0 && dist) {
+        char *tracker = mt_path_join(o->convert, "latest_checkpointed_iteration.txt");
+        status = mt_file_write(tracker, release, (int64_t)strlen(release), "--convert", error);
+        free(tracker);
+    }
+    if (status != 0 && begun) { // for another try
+        mt_folder_visit(folder, mt_convert_remove, NULL);
+        if (dist) rmdir(folder);
+    }
+    mt_saved_free(&set);
+    mt_converted_close(&c);
+    free(rows), free(folder);
+    return status;
+}
