@@ -30,7 +30,7 @@ scores() {
 }
 
 every_checkpoint_scores_as_in_megatron() {
-    for written in dense dense_tp2 gpt_tp2 moe torch_tp2; do
+    for written in dense dense_tp2 gpt_tp2 moe torch_tp2 torch_vpp2 torch_ep2 mla_pp2; do
         scores $written "$golden/$written" 1 --use-checkpoint-args || return 1
     done
     scores dense_tp2 "$golden/dense_tp2/iter_0000007" 1 --use-checkpoint-args
@@ -85,12 +85,39 @@ a_run_goes_on_with_the_optimizer_or_says_why_not() {
 }
 
 a_checkpoint_becomes_a_folder_of_hugging_face() {
-    for written in dense_tp2 gpt_tp2 moe torch_tp2; do
+    for written in dense_tp2 gpt_tp2 moe torch_tp2 mla_pp2; do
         # shellcheck disable=SC2086
         "$train" --load "$golden/$written" --use-checkpoint-args --no-load-optim --train-iters 0 \
             --save "$work/hf-$written" --device cpu --mock-data --lr 1e-3 >"$work/out" 2>"$work/err" &&
             scores $written "$work/hf-$written" 1 || return 1
     done
+}
+
+# The weights of infer --convert are those of a model that is loaded and saved, there and back.
+a_conversion_has_the_same_weights() {
+    for written in gpt_tp2 moe torch_tp2 torch_vpp2 mla_pp2; do
+        # shellcheck disable=SC2086
+        "$train" --load "$golden/$written" --use-checkpoint-args --no-load-optim --train-iters 0 --save "$work/by-train" \
+            --overwrite --device cpu --mock-data --lr 1e-3 >"$work/out" 2>"$work/err" &&
+            "$infer" --load "$golden/$written" --use-checkpoint-args --convert "$work/to-hf" >"$work/out" \
+                2>"$work/err" &&
+            cmp "$work/by-train/latest/model.safetensors" "$work/to-hf/model.safetensors" &&
+            "$infer" --load "$work/to-hf" --convert "$work/to-dist" --ckpt-format torch_dist >"$work/out" \
+                2>"$work/err" &&
+            scores $written "$work/to-dist" 1 &&
+            "$infer" --load "$work/to-dist" --convert "$work/again" >"$work/out" 2>"$work/err" &&
+            cmp "$work/again/model.safetensors" "$work/to-hf/model.safetensors" || return 1
+        rm -rf "$work/to-hf" "$work/to-dist" "$work/again"
+    done
+    for family in gpt2 qwen3_moe gpt_oss deepseek_v3; do # transposed, stacked and by groups
+        "$train" --load "tests/golden/hf/$family" --train-iters 0 --save "$work/by-train" --overwrite --device cpu \
+            --mock-data --lr 1e-3 >"$work/out" 2>"$work/err" &&
+            "$infer" --load "tests/golden/hf/$family" --convert "$work/to-hf" >"$work/out" 2>"$work/err" &&
+            cmp "$work/by-train/latest/model.safetensors" "$work/to-hf/model.safetensors" || return 1
+        rm -rf "$work/to-hf"
+    done
+    refused 'which has no place in checkpoints of Megatron-LM' "$infer" --load tests/golden/hf/gpt_oss \
+        --convert "$work/to-dist" --ckpt-format torch_dist && [ ! -e "$work/to-dist" ]
 }
 
 # saves NAME FOLDER RANKS ARGUMENTS...: a golden checkpoint, with its optimizer's state if any, as torch_dist.
@@ -108,7 +135,7 @@ same() {
 }
 
 what_is_saved_for_megatron_scores_alike() {
-    for written in dense dense_tp2 gpt_tp2 moe torch_tp2; do
+    for written in dense dense_tp2 gpt_tp2 moe torch_tp2 torch_ep2 mla_pp2; do
         saves $written "$work/own-$written" 1 --no-load-optim && scores $written "$work/own-$written" 1 || return 1
         # as a folder of Megatron-LM's, by its arguments and the sums of its archives
         rm "$work/own-$written/iter_0000007/config.json" "$work/own-$written/iter_0000007/trainer.json" \
@@ -184,6 +211,7 @@ check options_give_the_model_and_are_compared options_give_the_model_and_are_com
 check a_run_goes_on_with_the_optimizer_or_says_why_not a_run_goes_on_with_the_optimizer_or_says_why_not
 check a_checkpoint_becomes_a_folder_of_hugging_face a_checkpoint_becomes_a_folder_of_hugging_face
 check what_is_saved_for_megatron_scores_alike what_is_saved_for_megatron_scores_alike
+check a_conversion_has_the_same_weights a_conversion_has_the_same_weights
 check every_layout_saves_the_same_bytes every_layout_saves_the_same_bytes
 check a_run_goes_on_bit_for_bit_from_what_it_saved a_run_goes_on_bit_for_bit_from_what_it_saved
 check a_damaged_file_gives_way_to_the_checkpoint_before a_damaged_file_gives_way_to_the_checkpoint_before

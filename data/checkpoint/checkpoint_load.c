@@ -184,19 +184,23 @@ static int64_t mt_checkpoint_fall_back(const mt_group *world, const char *folder
 static int mt_checkpoint_choose(const mt_group *world, const char *folder, char **path, int64_t *number,
                                 mt_error *error) {
     char *found = world->rank == 0 ? mt_checkpoint_resolve(folder, error) : NULL;
-    bool is_latest = found && strcmp(found, folder) != 0; // not the folder itself
     *number = found && strrchr(found, '/') ? mt_iteration_of(strrchr(found, '/') + 1) : -1;
     *path = NULL;
+    bool is_latest = found && strcmp(found, folder) != 0; // not the folder itself
+    bool is_release = is_latest && *number < 0;           // Megatron-LM's converted weights
     free(found);
     if (mt_agree(world, world->rank == 0 && !found, error) != 0) return -1;
     mt_broadcast(world, &is_latest, sizeof is_latest, 0);
+    mt_broadcast(world, &is_release, sizeof is_release, 0);
     mt_broadcast(world, number, sizeof *number, 0);
     if (world->rank == 0 && is_latest && !mt_folder_has(folder, "latest_checkpointed_iteration.txt"))
         fprintf(stderr,
                 "warning: %s: has no latest_checkpointed_iteration.txt; going on from iteration %lld, the newest whole "
                 "checkpoint there\n",
                 folder, (long long)*number);
-    *path = is_latest ? mt_iteration_path(folder, *number) : mt_strdup(folder);
+    *path = is_release  ? mt_path_join(folder, "release")
+            : is_latest ? mt_iteration_path(folder, *number)
+                        : mt_strdup(folder);
     bool sees = mt_folder_has_weights(*path);
     if (!sees)
         mt_error_set(error, "%s: rank 0 sees it, rank %d does not; on several hosts it must be a folder of all", *path,

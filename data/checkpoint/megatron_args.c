@@ -6,6 +6,8 @@
 #include "../options/option_table.h"
 #include "megatron_folder.h"
 
+#include <math.h>
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -153,6 +155,9 @@ int mt_args_set(mt_run_options *of_args, const mt_pickled *args, const char *fol
             return mt_error_set(error, "%s: its run has \"%s\" %.100s, which is not taken here: %.1000s", folder, key,
                                 text, reason.text);
     }
+    // Megatron-Core's latent attention rotates neighbouring channels, whatever its argument rotary_interleaved says
+    if (mt_pickled_is_set(mt_pickled_get(args, "multi_latent_attention")))
+        return mt_options_set(of_args, "rotary-interleaved", "true", error);
     return 0;
 }
 
@@ -182,6 +187,17 @@ static int mt_args_merge(mt_run_options *o, const mt_run_options *of_args, bool 
     return status;
 }
 
+/* The norms of latents have the epsilon of DeepSeek's models here, and in Megatron-Core that of all norms. */
+static void mt_args_warn(const mt_pickled *args, const char *folder) {
+    const mt_pickled *epsilon = mt_pickled_get(args, "norm_epsilon");
+    bool differs = epsilon && epsilon->kind == MT_PICKLED_REAL && fabs(epsilon->real / 1e-6 - 1) > 1e-9;
+    if (differs && mt_pickled_is_set(mt_pickled_get(args, "multi_latent_attention")) && mt_launch_rank() == 0)
+        fprintf(stderr,
+                "warning: %s: the norms of its latent attention add %g to the mean square, and here they add 1e-6, as "
+                "DeepSeek's models do\n",
+                folder, epsilon->real);
+}
+
 int mt_options_read_megatron(mt_run_options *o, const char *folder, mt_error *error) {
     mt_megatron *checkpoint;
     if (mt_megatron_open_common(&checkpoint, folder, error) != 0) return -1;
@@ -203,6 +219,7 @@ int mt_options_read_megatron(mt_run_options *o, const char *folder, mt_error *er
             status = mt_args_merge(o, &of_args, takes, row, folder, error);
     }
     if (status == 0 && args && takes) mt_args_take_vocabulary(o, args);
+    if (status == 0 && args) mt_args_warn(args, folder);
     mt_options_free(&of_args);
     mt_megatron_close(checkpoint);
     return status;

@@ -284,7 +284,6 @@ static const struct {
     {"position_embedding_type", MT_AT(stack.position_embedding_type), MT_ARG_ALWAYS},
     {"rotary_base", MT_AT(stack.rotary_base), MT_ARG_ALWAYS},
     {"rotary_percent", MT_AT(stack.rotary_percent), MT_ARG_ALWAYS},
-    {"rotary_interleaved", MT_AT(stack.rotary_interleaved), MT_ARG_ALWAYS},
     {"add_bias_linear", MT_AT(add_bias_linear), MT_ARG_ALWAYS},
     {"add_qkv_bias", MT_AT(stack.add_qkv_bias), MT_ARG_ALWAYS},
     {"swiglu", MT_AT(stack.swiglu), MT_ARG_ALWAYS},
@@ -379,6 +378,7 @@ static void mt_dist_write_args(mt_pickler *p, const mt_run_options *o, const mt_
     mt_item_bool(p, "add_position_embedding", s->position_embedding_type == MT_POSITION_LEARNED_ABSOLUTE);
     mt_item_bool(p, "use_rotary_position_embeddings", s->position_embedding_type == MT_POSITION_ROPE);
     if (s->softmax_scale > 0) mt_item_real(p, "softmax_scale", s->softmax_scale);
+    mt_item_bool(p, "rotary_interleaved", s->rotary_interleaved && !s->multi_latent_attention); // which always has it
     mt_item_bool(p, "apply_query_key_layer_scaling", false);
     mt_item_int(p, "make_vocab_size_divisible_by", 128);
     mt_item_int(p, "padded_vocab_size", mt_divide_up(s->vocab_size, 128) * 128); // a loader pads the tensors

@@ -241,6 +241,9 @@ int mt_core_check(const mt_run_options *run, bool states, mt_error *error) {
     mt_param *rows;
     int64_t count = mt_params_build(&rows, &run->stack, NULL);
     int status = 0;
+    if (run->stack.multi_latent_attention && !run->stack.rotary_interleaved)
+        status = mt_error_set(error, "--ckpt-format torch_dist: latent attention of Megatron-Core rotates neighbouring "
+                                     "channels; give --rotary-interleaved, or leave --ckpt-format out");
     for (int64_t i = 0; i < count && status == 0; i++)
         if (mt_core_name_index(&rows[i], &run->stack) < 0)
             status = mt_error_set(error,

@@ -40,6 +40,15 @@ CASES = {
             dict(num_experts=4, moe_ffn_hidden_size=8, moe_router_topk=2, moe_layer_freq=[0, 1],
                  moe_shared_expert_intermediate_size=8, moe_router_pre_softmax=False)),
     "torch_tp2": (2, "torch", False, {}),
+    # two virtual stages on each of two pipeline ranks; experts on two ranks; latent attention
+    "torch_vpp2": (2, "torch", False, dict(num_layers=4, pp=2, vpp=2, hidden_size=8, ffn_hidden_size=12)),
+    "torch_ep2": (2, "torch", False,
+                  dict(num_experts=4, moe_ffn_hidden_size=8, moe_router_topk=2, moe_layer_freq=[0, 1], ep=2,
+                       moe_router_pre_softmax=False, hidden_size=8, ffn_hidden_size=12)),
+    "mla_pp2": (2, "torch_dist", False,
+                dict(multi_latent_attention=True, q_lora_rank=12, kv_lora_rank=10, qk_head_dim=8, qk_pos_emb_head_dim=4,
+                     v_head_dim=8, rope_type="rope", rotary_scaling_factor=1.0, pp=2, num_query_groups=4,
+                     group_query_attention=False, qk_layernorm=True, norm_epsilon=1e-6)),
     "dense": (1, "torch_dist", True, dict(num_layers=1, hidden_size=8, ffn_hidden_size=12, qk_layernorm=True)),
 }
 
@@ -60,19 +69,29 @@ def stand_ins():
     type_of = torch.Tensor.type
     torch.Tensor.type = lambda self, *a, **k: (
         type_of(self, *a, **k) if a or k else type_of(self).replace("torch.", "torch.cuda."))
+    from megatron.core.transformer.dot_product_attention import DotProductAttention
+    begin = DotProductAttention.__init__
+    DotProductAttention.__init__ = lambda self, *a, **k: begin(
+        self, *a, **{key: value for key, value in k.items() if key not in ("k_channels", "v_channels")})
     random.CudaRNGStatesTracker.fork = lambda self, *a: contextlib.nullcontext()
 
 
-def start(tp):
+def start(tp, pp=1, vpp=None, ep=1):
     import torch.distributed as dist
     for key, value in dict(MASTER_ADDR="127.0.0.1", MASTER_PORT="29533", RANK="0", WORLD_SIZE="1").items():
         os.environ.setdefault(key, value)
     dist.init_process_group("gloo")
     from megatron.core import parallel_state
-    parallel_state.initialize_model_parallel(tensor_model_parallel_size=tp)
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp, virtual_pipeline_model_parallel_size=vpp,
+        expert_model_parallel_size=ep)
+    if ep > 1:
+        from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+        with contextlib.suppress(Exception):
+            model_parallel_cuda_manual_seed(7)
 
 
-def build(tp, shape):
+def build(tp, shape, chunk=None):
     import torch
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_layer_local_spec
@@ -84,7 +103,16 @@ def build(tp, shape):
     if a["num_experts"]:
         moe.update(num_moe_experts=a["num_experts"], moe_token_dispatcher_type="allgather",
                    moe_router_load_balancing_type="none")
-    c = TransformerConfig(
+    kind = TransformerConfig
+    if a.get("multi_latent_attention"):
+        from megatron.core.transformer.transformer_config import MLATransformerConfig as kind
+        moe.update({k: a[k] for k in ("multi_latent_attention", "q_lora_rank", "kv_lora_rank", "qk_head_dim",
+                                      "qk_pos_emb_head_dim", "v_head_dim", "rope_type", "rotary_scaling_factor")},
+                   rotary_base=a["rotary_base"])
+    pp, vpp = a.get("pp", 1), a.get("vpp")
+    c = kind(
+        pipeline_model_parallel_size=pp, virtual_pipeline_model_parallel_size=vpp, pipeline_dtype=torch.float32,
+        expert_model_parallel_size=a.get("ep", 1),
         num_layers=a["num_layers"], hidden_size=a["hidden_size"], ffn_hidden_size=a["ffn_hidden_size"],
         num_attention_heads=a["num_attention_heads"], num_query_groups=a["num_query_groups"],
         kv_channels=a["kv_channels"], use_cpu_initialization=True, gated_linear_unit=a["swiglu"],
@@ -94,16 +122,22 @@ def build(tp, shape):
         bf16=bool(a.get("bf16")), bias_activation_fusion=False, hidden_dropout=0,
         attention_dropout=0, layernorm_epsilon=a["norm_epsilon"], qk_layernorm=a["qk_layernorm"],
         init_method_std=0.3, masked_softmax_fusion=False, bias_dropout_fusion=False, apply_rope_fusion=False, **moe)
-    if a["num_experts"]:
+    stage, stages = (torch.distributed.get_rank() if pp > 1 else 0), pp * (vpp or 1)
+    number = stage + (chunk or 0) * pp
+    if a.get("multi_latent_attention"):
+        spec = get_gpt_layer_local_spec(qk_layernorm=True, multi_latent_attention=True,
+                                        normalization=a["normalization"])
+    elif a["num_experts"]:
         spec = get_gpt_decoder_block_spec(c, use_transformer_engine=False)
     else:
         spec = get_gpt_layer_local_spec(qk_layernorm=a["qk_layernorm"], normalization=a["normalization"])
     model = GPTModel(
         c, spec, vocab_size=a["padded_vocab_size"], max_sequence_length=a["max_position_embeddings"],
         share_embeddings_and_output_weights=not a["untie_embeddings_and_output_weights"],
-        position_embedding_type=a["position_embedding_type"], rotary_base=a["rotary_base"], parallel_output=False)
+        position_embedding_type=a["position_embedding_type"], rotary_base=a["rotary_base"], parallel_output=False,
+        pre_process=number == 0, post_process=number == stages - 1, vp_stage=chunk)
     generator = torch.Generator().manual_seed(11 + torch.distributed.get_rank())
-    replicated = torch.Generator().manual_seed(5)
+    replicated = torch.Generator().manual_seed(5 + number)
     for name, p in model.named_parameters():  # norms and biases other than 1 and 0
         if p.dim() == 1:
             whole = getattr(p, "tensor_model_parallel", False)
@@ -111,12 +145,34 @@ def build(tp, shape):
     return model, a
 
 
+def through_stages(models, a, tokens, mask):
+    """The logits of a pipeline: hidden states go from stage to stage by hand."""
+    import torch
+    import torch.distributed as dist
+    hidden = torch.empty(TOKENS, 1, a["hidden_size"])
+    for chunk, model in enumerate(models):
+        for stage in range(a["pp"]):
+            if dist.get_rank() == stage:
+                if (chunk, stage) != (0, 0):
+                    model.set_input_tensor(hidden)
+                hidden = model(tokens, torch.arange(TOKENS)[None], mask)
+            if (chunk, stage) == (len(models) - 1, a["pp"] - 1):
+                return hidden
+            dist.broadcast(hidden, stage)
+
+
 def log_probabilities(model, a):
     import torch
     tokens = (torch.arange(TOKENS) * 7 % a["vocab_size"])[None]
     mask = torch.tril(torch.ones(1, 1, TOKENS, TOKENS)) < 0.5
     with torch.no_grad():
-        logits = model(tokens, torch.arange(TOKENS)[None], mask).float()[0, :, : a["vocab_size"]]
+        if a.get("pp", 1) > 1:
+            logits = through_stages(model, a, tokens, mask)
+            if torch.distributed.get_rank() != a["pp"] - 1:
+                return None
+        else:
+            logits = model(tokens, torch.arange(TOKENS)[None], mask)
+        logits = logits.float()[0, :, : a["vocab_size"]]
     logp = torch.log_softmax(logits, -1)
     return torch.tensor([logp[i, tokens[0, i + 1]] for i in range(TOKENS - 1)])
 
@@ -126,8 +182,9 @@ def args_of(a, tp):
     import torch
     args = argparse.Namespace(**a)
     args.tensor_model_parallel_size = tp
-    args.pipeline_model_parallel_size = 1
-    args.virtual_pipeline_model_parallel_size = None
+    args.pipeline_model_parallel_size = a.get("pp", 1)
+    args.virtual_pipeline_model_parallel_size = a.get("vpp")
+    args.expert_model_parallel_size = a.get("ep", 1)
     args.consumed_train_samples = 112
     args.consumed_valid_samples = 32
     args.params_dtype = torch.float32
@@ -146,8 +203,13 @@ def make(name):
     from megatron.core import dist_checkpointing
     tp, form, optim, shape = CASES[name]
     stand_ins()
-    start(tp)
-    model, a = build(tp, shape)
+    pp, ep = shape.get("pp", 1), shape.get("ep", 1)
+    tp //= pp * ep
+    start(tp, pp, shape.get("vpp"), ep)
+    model, a = build(tp, shape, 0 if "vpp" in shape else None)
+    chunks = [model] + [build(tp, shape, i)[0] for i in range(1, shape.get("vpp", 1))]
+    if pp > 1:
+        model = chunks
     folder = os.path.join(HERE, name)
     iteration = os.path.join(folder, "iter_0000007")
     if dist.get_rank() == 0:
@@ -157,12 +219,14 @@ def make(name):
     common = dict(args=args_of(a, tp), checkpoint_version=3.0, iteration=7,
                   opt_param_scheduler=dict(max_lr=1e-3, num_steps=112))
     if form == "torch":
-        part = os.path.join(iteration, "mp_rank_%02d" % dist.get_rank())
+        rank = dist.get_rank()
+        part = os.path.join(iteration, "mp_rank_%02d" % (rank % tp) + ("_%03d" % rank if pp * ep > 1 else ""))
         os.makedirs(part)
-        torch.save(dict(common, model=model.state_dict_for_save_checkpoint()),
-                   os.path.join(part, "model_optim_rng.pt"))
+        models = {"model%d" % i if len(chunks) > 1 else "model": chunk.state_dict_for_save_checkpoint()
+                  for i, chunk in enumerate(chunks)}
+        torch.save(dict(common, **models), os.path.join(part, "model_optim_rng.pt"))
     else:
-        state = dict(model.sharded_state_dict(metadata=dict(singleton_local_shards=False)), **common)
+        state = dict(chunks[0].sharded_state_dict(metadata=dict(singleton_local_shards=False)), **common)
         if optim:
             from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
             from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
@@ -178,7 +242,7 @@ def make(name):
             state["optimizer"] = optimizer.sharded_state_dict(state, metadata=dict(singleton_local_shards=False))
         dist_checkpointing.save(state, iteration)
     expected = log_probabilities(model, a)
-    if dist.get_rank() == 0:
+    if expected is not None and dist.get_rank() == (pp - 1 if pp > 1 else 0):
         with open(os.path.join(folder, "latest_checkpointed_iteration.txt"), "w") as file:
             file.write("7")
         expected.numpy().astype(numpy.float32).tofile(os.path.join(folder, "expected.f32"))
