@@ -379,6 +379,19 @@ static void mt_dist_write_args(mt_pickler *p, const mt_run_options *o, const mt_
     mt_item_bool(p, "use_rotary_position_embeddings", s->position_embedding_type == MT_POSITION_ROPE);
     if (s->softmax_scale > 0) mt_item_real(p, "softmax_scale", s->softmax_scale);
     mt_item_bool(p, "rotary_interleaved", s->rotary_interleaved && !s->multi_latent_attention); // which always has it
+    if (s->multi_latent_attention) {
+        bool is_scaled = s->rope_scaling_type == MT_ROPE_SCALING_YARN;
+        mt_item_text(p, "rope_type", is_scaled ? "yarn" : "rope");
+        mt_item_real(p, "rotary_scaling_factor", is_scaled ? s->rope_scaling_factor : 1);
+        mt_item_real(p, "mscale_all_dim", is_scaled ? s->yarn_mscale_all_dim : 0);
+        mt_item_real(p, "beta_fast", s->yarn_beta_fast);
+        mt_item_real(p, "beta_slow", s->yarn_beta_slow);
+        if (is_scaled) mt_item_int(p, "original_max_position_embeddings", s->original_max_position_embeddings);
+    }
+    if (s->rope_scaling_type == MT_ROPE_SCALING_LLAMA3) {
+        mt_item_bool(p, "use_rope_scaling", true);
+        mt_item_real(p, "rope_scaling_factor", s->rope_scaling_factor);
+    }
     mt_item_bool(p, "apply_query_key_layer_scaling", false);
     mt_item_int(p, "make_vocab_size_divisible_by", 128);
     mt_item_int(p, "padded_vocab_size", mt_divide_up(s->vocab_size, 128) * 128); // a loader pads the tensors

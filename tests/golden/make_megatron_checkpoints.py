@@ -361,7 +361,7 @@ def load(folder, name, tp):
     import numpy
     import torch.distributed as dist
     from megatron.core import dist_checkpointing
-    _, _, _, shape = CASES[name]
+    shape = {key: value for key, value in CASES[name][3].items() if key not in ("pp", "vpp", "ep")}
     stand_ins()
     start(tp)
     model, a = build(tp, shape)
@@ -372,6 +372,11 @@ def load(folder, name, tp):
         for part in state.values():
             if part.key.endswith(".mlp.linear_fc1.layer_norm_weight") and a["moe_layer_freq"][int(part.key.split(".")[2])]:
                 part.key = part.key.replace("mlp.linear_fc1.layer_norm_", "pre_mlp_layernorm.")
+    if a.get("multi_latent_attention"):  # and norms of latents apart from the linears behind them
+        for part in state.values():
+            for x in ("q", "kv"):
+                part.key = part.key.replace(f".{x}_layernorm.weight", f".linear_{x}_up_proj.layer_norm_weight")
+            part.key = part.key.replace("self_attention.linear_qkv.layer_norm_weight", "input_layernorm.weight")
     loaded = dist_checkpointing.load(state, folder)
     model.load_state_dict({k: v for k, v in loaded.items()}, strict=False)
     got = log_probabilities(model, a).numpy()
