@@ -376,7 +376,7 @@ def load(folder, name, tp):
         for part in state.values():
             for x in ("q", "kv"):
                 part.key = part.key.replace(f".{x}_layernorm.weight", f".linear_{x}_up_proj.layer_norm_weight")
-            part.key = part.key.replace("self_attention.linear_qkv.layer_norm_weight", "input_layernorm.weight")
+            part.key = part.key.replace(".pre_mlp_layernorm.", ".mlp.linear_fc1.layer_norm_")
     loaded = dist_checkpointing.load(state, folder)
     model.load_state_dict({k: v for k, v in loaded.items()}, strict=False)
     got = log_probabilities(model, a).numpy()
