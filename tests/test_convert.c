@@ -125,7 +125,7 @@ static void weights_return_unchanged_and_memory_holds_about_one_tensor(void **st
     snprintf(again, sizeof again, "%s/model.safetensors", back);
     assert_same_file(file, again);
 #ifndef __SANITIZE_ADDRESS__ // which keeps freed memory
-    // a tensor to write, the pages of those it is made of, and as much again for what the C library and the kernel keep
+    // a tensor to write, the pages that it is made of, and as much again that the C library and the kernel may keep
     if (there - least > 4 * (int64_t)LARGEST || home - least > 4 * (int64_t)LARGEST)
         fail_msg("%lld and %lld bytes over %lld, with a largest tensor of %d", (long long)(there - least),
                  (long long)(home - least), (long long)least, LARGEST);

@@ -97,8 +97,8 @@ a_checkpoint_becomes_a_folder_of_hugging_face() {
 a_conversion_has_the_same_weights() {
     for written in gpt_tp2 moe torch_tp2 torch_vpp2 mla_pp2; do
         # shellcheck disable=SC2086
-        "$train" --load "$golden/$written" --use-checkpoint-args --no-load-optim --train-iters 0 --save "$work/by-train" \
-            --overwrite --device cpu --mock-data --lr 1e-3 >"$work/out" 2>"$work/err" &&
+        "$train" --load "$golden/$written" --use-checkpoint-args --no-load-optim --train-iters 0 \
+            --save "$work/by-train" --overwrite --device cpu --mock-data --lr 1e-3 >"$work/out" 2>"$work/err" &&
             "$infer" --load "$golden/$written" --use-checkpoint-args --convert "$work/to-hf" >"$work/out" \
                 2>"$work/err" &&
             cmp "$work/by-train/latest/model.safetensors" "$work/to-hf/model.safetensors" &&

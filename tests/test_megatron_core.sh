@@ -1,7 +1,7 @@
 #!/bin/sh
 # Megatron-Core itself loads the folders of --ckpt-format torch_dist, on the CPU, on one and two tensor ranks: it
 # computes the log-probabilities of the checkpoint that --load read, and its optimizers have the states of --save.
-# Skipped where python3 has no torch or no megatron.core: tests/golden/make_megatron_checkpoints.py says how to get both.
+# Skipped where python3 has no torch or no megatron.core; tests/golden/make_megatron_checkpoints.py names the packages.
 set -u
 python=${PYTHON:-python3}
 if ! "$python" -c 'import importlib.util as u, sys

@@ -137,8 +137,15 @@ a_file_of_roll() {
         says '^saved iteration [0-9]* to ./output/small' "$work/out"
 }
 
+checkpoints_of_megatron() {
+    blocks README.md 'Checkpoints of Megatron-LM' && block '^\./infer --load tests/golden' | runs &&
+        says '^wrote the weights to runs/megatron' "$work/out" &&
+        block '^\./train --load runs/megatron' | sed 's/--train-iters 20/--train-iters 2/' | runs &&
+        says '^saved iteration 2 to runs/goes-on' "$work/out"
+}
+
 for test in training_on_your_own_text every_question_of_the_demo_begins_a_conversation fine_tuning several_ranks \
-    hugging_face_models a_yaml_file a_file_of_roll; do
+    hugging_face_models a_yaml_file a_file_of_roll checkpoints_of_megatron; do
     check $test $test
 done
 exit $failed
