@@ -109,13 +109,13 @@ damaged_checkpoints_of_megatron_are_named() {
         $train_options
 }
 
-a_format_is_detected_and_that_of_megatron_refused() {
+a_format_is_detected_and_one_that_is_not_written_refused() {
     # shellcheck disable=SC2086
     "$train" --load "$golden/hf/qwen3" --auto-detect-ckpt-format --mock-data $train_options \
         >"$work/out" 2>"$work/err" || return 1
     # shellcheck disable=SC2086
-    refused 'ckpt-format is not supported (.*convert_checkpoints.py of Megatron Bridge imports it into torch_dist' \
-        "$train" --load "$golden/hf/qwen3" --save "$work/formats" --ckpt-format torch_dist --mock-data \
+    refused "ckpt-format expects huggingface|torch_dist|fsdp_dtensor, got 'torch'" \
+        "$train" --load "$golden/hf/qwen3" --save "$work/formats" --ckpt-format torch --mock-data \
         $train_options && [ ! -e "$work/formats" ]
 }
 
@@ -125,5 +125,6 @@ check what_is_not_there_is_named_with_the_command_that_fetches_it \
     what_is_not_there_is_named_with_the_command_that_fetches_it
 check a_path_is_not_looked_up a_path_is_not_looked_up
 check damaged_checkpoints_of_megatron_are_named damaged_checkpoints_of_megatron_are_named
-check a_format_is_detected_and_that_of_megatron_refused a_format_is_detected_and_that_of_megatron_refused
+check a_format_is_detected_and_one_that_is_not_written_refused \
+    a_format_is_detected_and_one_that_is_not_written_refused
 exit $failed
