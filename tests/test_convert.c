@@ -86,7 +86,7 @@ static void make_model(const char *folder) {
 /* The peak memory, in bytes, of a process that converts. */
 static int64_t convert(const char *from, const char *to, const char *format) {
     char *words[] = {"infer", "--load", (char *)from, "--convert", (char *)to, "--ckpt-format", (char *)format};
-    int status;
+    int status = -1;
     struct rusage usage;
     fflush(NULL);
     pid_t child = fork();

@@ -4,6 +4,7 @@
 #include "../data/checkpoint/megatron_args.h"
 #include "../data/checkpoint/megatron_folder.h"
 #include "../data/checkpoint/torch_pickle.h"
+#include "../data/checkpoint/torch_write.h"
 #include "../data/checkpoint/torch_zip.h"
 #include "../data/options/option_table.h"
 #include "folder.h"
@@ -220,6 +221,82 @@ static void damage_anywhere_in_an_archive_is_refused_or_harmless(void **state) {
     free(file);
 }
 
+/* An archive that is written is read, with the sum of values that came in parts. */
+static void an_archive_that_is_written_is_read(void **state) {
+    (void)state;
+    enum { ROWS = 7, COLS = 13, LINE = 5 };
+    const int64_t shape[] = {ROWS, COLS};
+    float values[ROWS][COLS], right[ROWS][COLS - LINE], left[ROWS][LINE];
+    mt_zip_sums sums;
+    mt_pickler p;
+    mt_archive archive;
+    mt_error error;
+    mt_zip zip;
+    mt_pickle *pickle;
+    mt_torch_tensor tensor;
+    for (int i = 0; i < ROWS * COLS; i++) values[i / COLS][i % COLS] = (float)i * 0.37F;
+    for (int r = 0; r < ROWS; r++)
+        memcpy(left[r], values[r], sizeof left[r]), memcpy(right[r], values[r] + LINE, sizeof right[r]);
+    mt_zip_sums_init(&sums);
+    uint32_t sum = mt_zip_sum_lines(&sums, (char *)right, sizeof right[0], ROWS, sizeof values[0], 0) ^
+                   mt_zip_sum_lines(&sums, (char *)left, sizeof left[0], ROWS, sizeof values[0], sizeof right[0]);
+    assert_int_equal(mt_zip_sum_finish(mt_zip_sum_lines(&sums, "123456789", 9, 1, 9, 0), 9), 0xcbf43926u);
+    mt_pickler_begin(&p);
+    mt_pickle_tensor(&p, MT_F32, shape, 2);
+    mt_pickler_end(&p);
+    mt_archive_make(&archive, &p.out, sizeof values, mt_zip_sum_finish(sum, sizeof values));
+    assert_int_equal(archive.head.count % 64, 0);
+    mt_bytes_add(&archive.head, values, sizeof values);
+    mt_bytes_add(&archive.head, archive.tail.data, archive.tail.count);
+    if (mt_zip_open(&zip, archive.head.data, archive.head.count, "file", &error) != 0) fail_msg("%s", error.text);
+    for (int64_t i = 0; i < zip.count; i++)
+        if (zip.entries[i].sum == 0 || mt_zip_verify(&zip.entries[i], "file", &error) != 0) fail_msg("%s", error.text);
+    const mt_zip_entry *data = mt_zip_find(&zip, "data/0"), *text = mt_zip_find(&zip, "data.pkl");
+    assert_true(data && text && data->bytes == sizeof values && memcmp(data->data, values, sizeof values) == 0);
+    if (mt_pickle_read(&pickle, text->data, text->bytes, "file", &error) != 0) fail_msg("%s", error.text);
+    assert_true(mt_pickled_tensor(mt_pickle_root(pickle), &tensor) && tensor.contiguous && tensor.dtype == MT_F32);
+    assert_true(tensor.num_dims == 2 && tensor.shape[0] == ROWS && tensor.shape[1] == COLS);
+    mt_pickle_free(pickle);
+    mt_zip_free(&zip);
+    mt_archive_free(&archive);
+    free(p.out.data);
+}
+
+/* A tensor of over 4 GiB has numbers of 64 bits. Its file is a hole; where that is not possible there is no test. */
+static void an_archive_of_over_4_gib_has_wide_numbers(void **state) {
+    (void)state;
+    const int64_t shape[] = {5, (int64_t)1 << 28}, bytes = 5 * ((int64_t)1 << 30);
+    mt_pickler p;
+    mt_archive archive;
+    mt_mapping mapping;
+    mt_error error;
+    mt_zip zip;
+    mt_pickler_begin(&p);
+    mt_pickle_tensor(&p, MT_F32, shape, 2);
+    mt_pickler_end(&p);
+    mt_archive_make(&archive, &p.out, bytes, 1);
+    const char *path = at("hole");
+    FILE *file = fopen(path, "wb");
+    assert_non_null(file);
+    bool made = fwrite(archive.head.data, 1, (size_t)archive.head.count, file) == (size_t)archive.head.count &&
+                fseeko(file, bytes, SEEK_CUR) == 0 &&
+                fwrite(archive.tail.data, 1, (size_t)archive.tail.count, file) == (size_t)archive.tail.count;
+    made = fclose(file) == 0 && made;
+    if (made && mt_mapping_open(&mapping, path, &error) == 0) {
+        if (mt_zip_open(&zip, mapping.bytes, mapping.size, "file", &error) != 0) fail_msg("%s", error.text);
+        const mt_zip_entry *data = mt_zip_find(&zip, "data/0");
+        assert_true(data && data->bytes == bytes && data->data == mapping.bytes + archive.head.count);
+        assert_true(mt_zip_find(&zip, "version") && mt_zip_verify(mt_zip_find(&zip, "version"), "file", &error) == 0);
+        mt_zip_free(&zip);
+        mt_mapping_close(&mapping);
+    } else {
+        print_message("skipped: no file of 5 GiB can be made here\n");
+    }
+    remove(path);
+    mt_archive_free(&archive);
+    free(p.out.data);
+}
+
 static mt_megatron *opened(const char *folder, bool weights) {
     mt_error error;
     mt_megatron *checkpoint;
@@ -419,6 +496,8 @@ int main(void) {
         cmocka_unit_test(a_pickle_becomes_values),
         cmocka_unit_test(a_tensor_lies_in_its_storage),
         cmocka_unit_test(a_deep_pickle_is_refused_and_a_long_one_read),
+        cmocka_unit_test(an_archive_that_is_written_is_read),
+        cmocka_unit_test(an_archive_of_over_4_gib_has_wide_numbers),
         cmocka_unit_test(damage_anywhere_in_an_archive_is_refused_or_harmless),
         cmocka_unit_test(both_formats_hold_the_same_matrices),
         cmocka_unit_test(moments_are_those_of_their_elements),
