@@ -5587,7 +5587,8 @@ typedef struct mt_layer {
     mt_linear router;     // C -> E
     mt_weight router_bias;
     mt_linear shared_gate;             // C -> 1
-    mt_linear expert_fc1, expert_down; // of the experts here: C -> 2F, F -> C
+    mt_linear expert_fc1, expert_down; // of the experts here: C -> 2F, F -> C; latent ones have L in place of C
+    mt_linear experts_in, experts_out; // of latent experts: C -> L, L -> C
     mt_norm mtp_embedding_norm, mtp_hidden_norm, mtp_final_norm;
     mt_linear mtp_projection; // 2C -> C
 } mt_layer;
@@ -5690,6 +5691,11 @@ int64_t mt_num_expert_layers(const mt_options *o) {
     return layers;
 }
 
+/* Channels of a row of the experts. */
+static int64_t mt_expert_channels(const mt_options *o) {
+    return o->moe_latent_size > 0 ? o->moe_latent_size : o->hidden_size;
+}
+
 /* Rows and columns: name, size in the whole model, and the options that decide on it (for messages). */
 #define MT_DIMENSIONS(X)                                                                                               \
     X(ONE, 1, NULL)                                                                                                    \
@@ -5711,6 +5717,7 @@ int64_t mt_num_expert_layers(const mt_options *o) {
     X(SHARED_F, o->moe_shared_expert_intermediate_size, "--moe-shared-expert-intermediate-size")                       \
     X(EXPERT_F, o->moe_ffn_hidden_size, "--moe-ffn-hidden-size")                                                       \
     X(E, o->num_experts, "--num-experts")                                                                              \
+    X(EXPERT_C, mt_expert_channels(o), "--moe-latent-size and --hidden-size")                                          \
     X(KEYS, o->linear_num_key_heads * o->linear_key_head_dim, "--linear-num-key-heads and --linear-key-head-dim")      \
     X(VALUES, o->linear_num_value_heads * o->linear_value_head_dim,                                                    \
       "--linear-num-value-heads and --linear-value-head-dim")                                                          \
@@ -5770,6 +5777,7 @@ static int64_t mt_dimension_size(const mt_options *o, int64_t layer, mt_dimensio
     X(ROW_OF_BIAS, o->hf_family == MT_HF_ERNIE4_5_MOE, NULL) /* that bias is [1, E] */                                 \
     X(ROUTER_LINEAR_BIAS, has_experts && o->moe_router_linear_bias, "--moe-router-linear-bias")                        \
     X(EXPERTS, has_experts, "--num-experts")                                                                           \
+    X(LATENT_EXPERTS, has_experts && o->moe_latent_size > 0, "--moe-latent-size")                                      \
     X(SHARED, has_experts && o->moe_shared_expert_intermediate_size > 0, "--moe-shared-expert-intermediate-size")      \
     X(SHARED_GATE, has_experts && o->moe_shared_expert_gate, "--moe-shared-expert-gate")                               \
     X(GATED, mt_options_gated(o), "--swiglu")                                                                          \
@@ -5825,13 +5833,14 @@ typedef enum mt_cut { MT_CUT_NONE, MT_CUT_ROWS, MT_CUT_COLS, MT_CUT_KV_HEADS, MT
 
 /* Kinds of parameters. */
 typedef enum mt_param_kind {
-    MT_EMBEDDING,   // rows of the vocabulary
-    MT_COLUMN,      // column-parallel linear: a share of the outputs
-    MT_COLUMN_KV,   // the same for key and value heads
-    MT_COLUMN_KEYS, // the same for key heads of linear attention
-    MT_ROW,         // row-parallel linear: a share of the inputs
-    MT_REPLICATED,  // whole on every rank
-    MT_ROUTING,     // the same in fp32
+    MT_EMBEDDING,         // rows of the vocabulary
+    MT_COLUMN,            // column-parallel linear: a share of the outputs
+    MT_COLUMN_KV,         // the same for key and value heads
+    MT_COLUMN_KEYS,       // the same for key heads of linear attention
+    MT_ROW,               // row-parallel linear: a share of the inputs
+    MT_REPLICATED,        // whole on every rank
+    MT_REPLICATED_OUTPUT, // the same of a product that is added to the residual stream
+    MT_ROUTING,           // the same in fp32
     MT_COLUMN_BIAS,
     MT_COLUMN_KV_BIAS,
     MT_ROW_BIAS,
@@ -5863,6 +5872,7 @@ static const struct {
     [MT_COLUMN_KEYS] = {MT_CUT_KEY_HEADS, MT_INIT_NORMAL, MT_GRADIENT_KEY_REPLICA, MT_LINEAR_COLUMN},
     [MT_ROW] = {MT_CUT_COLS, MT_INIT_OUTPUT, MT_GRADIENT_WHOLE, MT_LINEAR_ROW},
     [MT_REPLICATED] = {MT_CUT_NONE, MT_INIT_NORMAL, MT_GRADIENT_ROWS, MT_LINEAR_REPLICATED},
+    [MT_REPLICATED_OUTPUT] = {MT_CUT_NONE, MT_INIT_OUTPUT, MT_GRADIENT_ROWS, MT_LINEAR_REPLICATED},
     [MT_ROUTING] = {MT_CUT_NONE, MT_INIT_NORMAL, MT_GRADIENT_ROWS, MT_LINEAR_ROUTER},
     [MT_COLUMN_BIAS] = {MT_CUT_ROWS, MT_INIT_ZEROS, MT_GRADIENT_WHOLE, 0},
     [MT_COLUMN_KV_BIAS] = {MT_CUT_KV_HEADS, MT_INIT_ZEROS, MT_GRADIENT_REPLICA, 0},
@@ -6018,6 +6028,10 @@ static const mt_role_row mt_role_rows[] = {
             [MT_NAMES_KIMI_LINEAR] = "block_sparse_moe.gate.weight"),
     MT_ROLE(SHARED_EXPERT_GATE, LAYER, ROUTING, ONE, C, shared_gate.weight, MT_HAS(SHARED_GATE), 0,
             "mlp.shared_expert_gate.weight"),
+    MT_ROLE(EXPERTS_IN, LAYER, REPLICATED, EXPERT_C, C, experts_in.weight, MT_HAS(LATENT_EXPERTS), 0,
+            "mlp.fc1_latent_proj.weight", [MT_NAMES_NEMOTRON_H] = "mixer.fc1_latent_proj.weight"),
+    MT_ROLE(EXPERTS_OUT, LAYER, REPLICATED_OUTPUT, C, EXPERT_C, experts_out.weight, MT_HAS(LATENT_EXPERTS), 0,
+            "mlp.fc2_latent_proj.weight", [MT_NAMES_NEMOTRON_H] = "mixer.fc2_latent_proj.weight"),
     /* multi-token prediction; its norms are the first vectors */
     MT_ROLE(MTP_PROJECTION, LAYER, REPLICATED, C, 2C, mtp_projection.weight, MT_HAS(MTP), 0,
             "eh_proj.weight", [MT_NAMES_MIMO] = "input_proj.weight"),
@@ -6114,19 +6128,23 @@ static const mt_role_row mt_role_rows[] = {
             "mlp.down_proj.bias", [MT_NAMES_GPT2] = "mlp.c_proj.bias"),
     MT_ROLE(ROUTER_LINEAR_BIAS, LAYER, NORM_BIAS, E, ONE, router.bias, MT_HAS(ROUTER_LINEAR_BIAS), 0,
             "mlp.gate.bias", [MT_NAMES_MIXTRAL] = "block_sparse_moe.gate.bias", [MT_NAMES_GPT_OSS] = "mlp.router.bias"),
+    MT_ROLE(EXPERTS_IN_BIAS, LAYER, NORM_BIAS, EXPERT_C, ONE, experts_in.bias,
+            MT_HAS(LATENT_EXPERTS) | MT_HAS(MLP_BIAS), 0, "mlp.fc1_latent_proj.bias"),
+    MT_ROLE(EXPERTS_OUT_BIAS, LAYER, NORM_BIAS, C, ONE, experts_out.bias, MT_HAS(LATENT_EXPERTS) | MT_HAS(MLP_BIAS), 0,
+            "mlp.fc2_latent_proj.bias"),
     /* experts: gate and up of each in turn, then down of each, so that each is one operand of a grouped product; then
      * their biases in the same order */
     MT_ROLE(
-        EXPERT_GATE, EXPERTS, COLUMN, EXPERT_F, C, expert_fc1.weight, MT_HAS(EXPERTS) | MT_HAS(GATED), 0,
+        EXPERT_GATE, EXPERTS, COLUMN, EXPERT_F, EXPERT_C, expert_fc1.weight, MT_HAS(EXPERTS) | MT_HAS(GATED), 0,
         "mlp.experts.#.gate_proj.weight", [MT_NAMES_MIXTRAL] = "block_sparse_moe.experts.#.w1.weight",
         [MT_NAMES_GPT_OSS] = "mlp.experts.gate_up_proj", [MT_NAMES_GRANITE] = "block_sparse_moe.input_linear.weight",
         [MT_NAMES_KIMI_LINEAR] = "block_sparse_moe.experts.#.w1.weight"),
-    MT_FUSED(EXPERT_UP, EXPERTS, COLUMN, EXPERT_F, C, expert_fc1.weight, MT_HAS(EXPERTS), 0,
+    MT_FUSED(EXPERT_UP, EXPERTS, COLUMN, EXPERT_F, EXPERT_C, expert_fc1.weight, MT_HAS(EXPERTS), 0,
              "mlp.experts.#.up_proj.weight", [MT_NAMES_MIXTRAL] = "block_sparse_moe.experts.#.w3.weight",
              [MT_NAMES_GPT_OSS] = "mlp.experts.gate_up_proj", [MT_NAMES_NEMOTRON_H] = "mixer.experts.#.up_proj.weight",
              [MT_NAMES_GRANITE] = "block_sparse_moe.input_linear.weight",
              [MT_NAMES_KIMI_LINEAR] = "block_sparse_moe.experts.#.w3.weight"),
-    MT_ROLE(EXPERT_DOWN, EXPERTS, ROW, C, EXPERT_F, expert_down.weight, MT_HAS(EXPERTS), 0,
+    MT_ROLE(EXPERT_DOWN, EXPERTS, ROW, EXPERT_C, EXPERT_F, expert_down.weight, MT_HAS(EXPERTS), 0,
             "mlp.experts.#.down_proj.weight", [MT_NAMES_MIXTRAL] = "block_sparse_moe.experts.#.w2.weight",
             [MT_NAMES_GPT_OSS] = "mlp.experts.down_proj", [MT_NAMES_NEMOTRON_H] = "mixer.experts.#.down_proj.weight",
             [MT_NAMES_GRANITE] = "block_sparse_moe.output_linear.weight",
@@ -6136,7 +6154,7 @@ static const mt_role_row mt_role_rows[] = {
             "mlp.experts.#.gate_proj.bias", [MT_NAMES_GPT_OSS] = "mlp.experts.gate_up_proj_bias"),
     MT_FUSED(EXPERT_UP_BIAS, EXPERTS, COLUMN_BIAS, EXPERT_F, ONE, expert_fc1.bias, MT_HAS(EXPERTS) | MT_HAS(MLP_BIAS),
              0, "mlp.experts.#.up_proj.bias", [MT_NAMES_GPT_OSS] = "mlp.experts.gate_up_proj_bias"),
-    MT_ROLE(EXPERT_DOWN_BIAS, EXPERTS, ROW_BIAS, C, ONE, expert_down.bias, MT_HAS(EXPERTS) | MT_HAS(MLP_BIAS), 0,
+    MT_ROLE(EXPERT_DOWN_BIAS, EXPERTS, ROW_BIAS, EXPERT_C, ONE, expert_down.bias, MT_HAS(EXPERTS) | MT_HAS(MLP_BIAS), 0,
             "mlp.experts.#.down_proj.bias", [MT_NAMES_GPT_OSS] = "mlp.experts.down_proj_bias"),
     /* output */
     MT_OUTSIDE(LM_HEAD, OUTPUT, COLUMN, VOCAB, C, head.weight, MT_HAS(LM_HEAD), 0,
@@ -6826,6 +6844,7 @@ typedef struct mt_activations {
     void *mlp_out;                         // [R, C] of the MLP or the experts, before the norm after it
     mt_normed mlp_out_norm;
     struct mt_routing *routing;            // of a layer with experts
+    void *experts_out;                     // [R, L] sums of latent experts' results
     mt_deferred deferred[MT_MAX_DEFERRED]; // between the two halves of a split backward
     int64_t num_deferred;
     void *x_transposed[MT_MAX_DEFERRED]; // of linears in fp8
@@ -7944,6 +7963,7 @@ typedef struct mt_experts {
     mt_router router;
     mt_dispatch order;         // of rows; capacity: of the largest micro-batch, if experts' inputs are padded to it
     int64_t num_layers;        // layers of this rank that have experts
+    int64_t C;                 // channels of a row: the model's, or L of latent experts
     int64_t num_local, F;      // experts of this rank, and this rank's share of their width
     int64_t num_sources;       // ranks whose tokens are permuted here: all of `group` if the dispatcher gathers, else 1
     int64_t tokens;            // N of the largest micro-batch
@@ -7962,6 +7982,8 @@ typedef struct mt_experts {
     void *dlogits_rounded;       // [R, E] in the model's type
     void *router_dx;             // [R, C]
     float *dgates;               // [T]
+    void *latent, *dlatent;      // [R, L] latent experts: their tokens or the gradients of these; gradients of sums
+    void *wide;                  // [R, C] latent experts: their output beside that of the shared expert
     int32_t *gate_experts;       // [R] zeros: the gate is a router with a single expert
     int32_t *discarded;          // discarded counts of non-finite tokens: the layer's router counts them
     int32_t *all_offsets;        // [size, num_destinations + 1] offsets of all ranks
@@ -8016,6 +8038,12 @@ static bool mt_has_sinkhorn(const mt_model *m) {
     return m->plan.train && mt_balances_by(m->options, MT_BALANCING_SINKHORN);
 }
 
+/* True if experts compute in a width of their own (NVIDIA, "Nemotron 3"): a linear before all of them and one behind
+ * their sum, so that rows are narrower in products and messages. Router and shared expert read the wide tokens. */
+static bool mt_has_latent_experts(const mt_model *m) {
+    return m->options->moe_latent_size > 0;
+}
+
 /* True if the probabilities scale the experts' outputs; else they scale the activation. */
 static bool mt_scales_output(const mt_model *m) {
     return !m->options->moe_permute_fusion || m->options->mlp_bias;
@@ -8041,7 +8069,7 @@ static void mt_expert_rows_slots(const mt_model *m, mt_slots *s, size_t at, int6
                                  const mt_layer *w) {
     const mt_experts *e = m->experts;
     bool fixed = mt_expert_rows_fixed(m);
-    mt_slot *input = mt_slot_add(s, "expert_input", at + offsetof(mt_expert_rows, input), M, m->C, m->dtype);
+    mt_slot *input = mt_slot_add(s, "expert_input", at + offsetof(mt_expert_rows, input), M, e->C, m->dtype);
     input->input = fixed ? MT_OFFLOAD_EXPERT_FC1 : 0;
     mt_slot_add(s, "expert_weights", at + offsetof(mt_expert_rows, weights), M, 1, MT_F32);
     if (dispatched) return;
@@ -8050,7 +8078,7 @@ static void mt_expert_rows_slots(const mt_model *m, mt_slots *s, size_t at, int6
     hidden->input = fixed ? MT_OFFLOAD_MOE_ACT : 0;
     mt_slot *active = mt_slot_add(s, "expert_active", at + offsetof(mt_expert_rows, active), M, e->F, m->dtype);
     active->modules = MT_MODULE_MOE_ACT;
-    if (mt_scales_output(m)) mt_slot_add(s, "expert_output", at + offsetof(mt_expert_rows, output), M, m->C, m->dtype);
+    if (mt_scales_output(m)) mt_slot_add(s, "expert_output", at + offsetof(mt_expert_rows, output), M, e->C, m->dtype);
     if (e->dispatcher->reorders) {
         mt_slot_add(s, "to_expert", at + offsetof(mt_expert_rows, to_expert), M, 1, MT_I32);
         mt_slot_add(s, "from_expert", at + offsetof(mt_expert_rows, from_expert), M, 1, MT_I32);
@@ -8413,7 +8441,7 @@ static void mt_shared_gate_backward(mt_model *m, const mt_pass *p, mt_layer *w, 
 
 static void mt_permute_rows(const mt_model *m, const mt_pass *p, void *to, const void *from, const int32_t *index,
                             int64_t count) {
-    m->ops->gather_rows(&(mt_row_args){count, m->C, index, .from = from, .to = to}, m->dtype, p->stream);
+    m->ops->gather_rows(&(mt_row_args){count, m->experts->C, index, .from = from, .to = to}, m->dtype, p->stream);
 }
 
 static void mt_permute_weights(const mt_model *m, const mt_pass *p, float *to, const float *from, const int32_t *index,
@@ -8472,17 +8500,17 @@ static void mt_combine_results(mt_model *m, const mt_pass *p, const mt_routing *
     mt_experts *e = m->experts;
     int64_t n = e->order.topk * e->order.copies;
     if (m->options->moe_permute_fusion) {
-        m->ops->combine_rows(&(mt_combine_args){N, n, m->C, .in = results, .position = r->position + first * n,
+        m->ops->combine_rows(&(mt_combine_args){N, n, e->C, .in = results, .position = r->position + first * n,
                                                 .base = base, .out = out},
                              m->dtype, p->stream);
         return;
     }
     void *sum = base ? e->scattered : out;
-    m->ops->memory_zero(e->sums, N * m->C * 4, p->stream);
-    m->ops->scatter_add_rows(&(mt_row_args){r->num_choices, m->C, r->token, .from = results, .to = e->sums, .count = N},
+    m->ops->memory_zero(e->sums, N * e->C * 4, p->stream);
+    m->ops->scatter_add_rows(&(mt_row_args){r->num_choices, e->C, r->token, .from = results, .to = e->sums, .count = N},
                              m->dtype, p->stream);
-    m->ops->convert(sum, m->dtype, e->sums, MT_F32, N * m->C, p->stream);
-    if (base) m->ops->add(out, base, sum, N * m->C, m->dtype, p->stream);
+    m->ops->convert(sum, m->dtype, e->sums, MT_F32, N * e->C, p->stream);
+    if (base) m->ops->add(out, base, sum, N * e->C, m->dtype, p->stream);
 }
 
 /* ---- one rank alone: nothing is exchanged, and the host does not wait */
@@ -8582,7 +8610,7 @@ static void mt_alltoall_exchange(mt_model *m, const mt_pass *p, const mt_routing
     mt_permute_rows(m, p, e->rows.input, x, r->token, r->num_choices);
     if (probs) mt_permute_weights(m, p, e->rows.weights, probs, r->choice, r->num_choices);
     mt_wait_stream(m, e->comm, p->stream);
-    mt_exchange_rows(m, r, e->dispatched.input, e->rows.input, m->C, m->dtype, false);
+    mt_exchange_rows(m, r, e->dispatched.input, e->rows.input, e->C, m->dtype, false);
     if (probs) mt_exchange_rows(m, r, e->dispatched.weights, e->rows.weights, 1, MT_F32, false);
 }
 
@@ -8602,7 +8630,7 @@ static void mt_alltoall_exchange_back(mt_model *m, const mt_pass *p, const mt_ro
     (void)out, (void)base;
     mt_permute_rows(m, p, e->rows.input, results, r->rows.from_expert, r->num_rows);
     mt_wait_stream(m, e->comm, p->stream);
-    mt_exchange_rows(m, r, results, e->rows.input, m->C, m->dtype, true);
+    mt_exchange_rows(m, r, results, e->rows.input, e->C, m->dtype, true);
 }
 
 static void mt_alltoall_combine(mt_model *m, const mt_pass *p, const mt_routing *r, const void *results, void *out,
@@ -8626,7 +8654,7 @@ static void mt_alltoall_combine_weights(mt_model *m, const mt_pass *p, const mt_
 /* Starts to gather x[R, C] of all ranks on the stream `comm`, beside the router. */
 static void mt_allgather_gather(mt_model *m, const mt_pass *p, const void *x) {
     mt_wait_stream(m, m->experts->comm, p->stream);
-    mt_gather_overlapped(&m->experts->exchange, x, m->C);
+    mt_gather_overlapped(&m->experts->exchange, x, m->experts->C);
 }
 
 /* Choices of all ranks; rows after a rank's tokens choose nothing. The host learns how many chose an expert here. */
@@ -8655,15 +8683,15 @@ static void mt_allgather_exchange_back(mt_model *m, const mt_pass *p, const mt_r
                                        const void *base) {
     const mt_tensor_parallel *x = &m->experts->exchange;
     mt_combine_results(m, p, r, results, x->partial, NULL, 0, x->T);
-    mt_scatter_begin(x, base ? m->experts->scattered : out, m->C);
+    mt_scatter_begin(x, base ? m->experts->scattered : out, m->experts->C);
 }
 
 static void mt_allgather_combine(mt_model *m, const mt_pass *p, const mt_routing *r, const void *results, void *out,
                                  const void *base) {
     void *sum = base ? m->experts->scattered : out;
     (void)r, (void)results;
-    mt_scatter_end(&m->experts->exchange, sum, m->C);
-    if (base) m->ops->add(out, base, sum, p->rows * m->C, m->dtype, p->stream);
+    mt_scatter_end(&m->experts->exchange, sum, m->experts->C);
+    if (base) m->ops->add(out, base, sum, p->rows * m->experts->C, m->dtype, p->stream);
 }
 
 static void mt_allgather_combine_weights(mt_model *m, const mt_pass *p, const mt_routing *r, float *dprobs,
@@ -8685,10 +8713,10 @@ static void mt_flex_exchange_back(mt_model *m, const mt_pass *p, const mt_routin
     (void)out, (void)base;
     for (int step = 1; step < x->group->size; step++) {
         int owner = mt_tensor_rank_after(x, step);
-        void *sums = mt_rows_of_rank(x, x->partial, owner, m->C);
+        void *sums = mt_rows_of_rank(x, x->partial, owner, m->experts->C);
         mt_combine_results(m, p, r, results, sums, NULL, owner * x->rows, x->rows);
         mt_wait_stream(m, x->comm, p->stream);
-        mt_scatter_step(x, m->C, step);
+        mt_scatter_step(x, m->experts->C, step);
     }
 }
 
@@ -8696,9 +8724,9 @@ static void mt_flex_combine(mt_model *m, const mt_pass *p, const mt_routing *r, 
                             const void *base) {
     const mt_tensor_parallel *x = &m->experts->exchange;
     int own = x->group->rank;
-    void *sums = mt_rows_of_rank(x, x->partial, own, m->C);
+    void *sums = mt_rows_of_rank(x, x->partial, own, m->experts->C);
     mt_combine_results(m, p, r, results, sums, base, own * x->rows, p->rows);
-    mt_scatter_end(x, out, m->C);
+    mt_scatter_end(x, out, m->experts->C);
 }
 
 /* ---- the rows */
@@ -8779,7 +8807,7 @@ static void mt_expert_mlp_forward(mt_model *m, const mt_pass *p, const mt_layer 
     if (results || mt_scales_output(m)) mt_linear_forward(mt_linears(p), &w->expert_down, &down);
     if (results && mt_scales_output(m))
         m->ops->scale_rows_forward(
-            &(mt_scale_rows_args){r->num_rows, m->C, rows->weights, .x = rows->output, .y = results}, m->dtype,
+            &(mt_scale_rows_args){r->num_rows, m->experts->C, rows->weights, .x = rows->output, .y = results}, m->dtype,
             p->stream);
 }
 
@@ -8794,7 +8822,7 @@ static void mt_expert_mlp_backward(mt_model *m, const mt_pass *p, mt_layer *w, c
     down.x = rows->active, down.x_transposed = rows->active_transposed, down.dy = d->input, down.dx = d->active;
     copies.dy_source = r->source;
     if (mt_scales_output(m)) {
-        m->ops->scale_rows_backward(&(mt_scale_rows_args){r->num_rows, m->C, rows->weights, .x = rows->output,
+        m->ops->scale_rows_backward(&(mt_scale_rows_args){r->num_rows, m->experts->C, rows->weights, .x = rows->output,
                                                           .dy = d->input, .dx = d->output, .dweights = d->weights},
                                     m->dtype, p->stream);
         down.dy = d->output;
@@ -8808,6 +8836,47 @@ static void mt_expert_mlp_backward(mt_model *m, const mt_pass *p, mt_layer *w, c
 }
 
 /* ---- forward and backward */
+
+/* Slots of a layer with experts besides those of its mt_routing. Only full recomputation computes the sums of latent
+ * experts again: that takes another exchange. */
+static void mt_experts_slots(const mt_model *m, mt_slots *s, const mt_layer *w) {
+    mt_mlp_slots(m, s, w);
+    if (mt_has_latent_experts(m)) MT_SLOT(s, experts_out, m->max_rows, m->experts->C, m->dtype);
+}
+
+/* The tokens of the experts: x[R, C], or latent ones [R, L]. */
+static const void *mt_experts_enter_forward(mt_model *m, const mt_pass *p, const mt_layer *w, const mt_activations *a,
+                                            const void *x) {
+    if (!mt_has_latent_experts(m)) return x;
+    mt_layer_linear_forward(p, a, &w->experts_in, x, m->experts->latent);
+    return m->experts->latent;
+}
+
+/* dx[R, C] = the gradient of x through the latent tokens plus router_dx; without latent experts dx has it already. */
+static void mt_experts_enter_backward(mt_model *m, const mt_pass *p, const mt_layer *w, const void *x, void *dx) {
+    mt_linear_io in = {.x = x, .dy = m->experts->latent, .dx = dx};
+    if (!mt_has_latent_experts(m)) return;
+    mt_linear_backward(mt_linears(p), &w->experts_in, &in, MT_BACKWARD_BOTH);
+    mt_add_to(m, p, dx, m->experts->router_dx);
+}
+
+/* out[R, C], which has the shared expert's output if there is one, from the sums of latent experts. */
+static void mt_experts_leave_forward(mt_model *m, const mt_pass *p, const mt_layer *w, const mt_activations *a,
+                                     void *out) {
+    void *sum = w->F > 0 ? m->experts->wide : out;
+    if (!mt_has_latent_experts(m) || !out) return;
+    mt_layer_linear_forward(p, a, &w->experts_out, a->experts_out, sum);
+    if (w->F > 0) mt_add_to(m, p, out, sum);
+}
+
+/* The gradient of the experts' sums: dout[R, C], or that of latent ones [R, L]. */
+static const void *mt_experts_leave_backward(mt_model *m, const mt_pass *p, const mt_layer *w, const mt_activations *a,
+                                             const void *dout) {
+    mt_linear_io out = {.x = a->experts_out, .dy = dout, .dx = m->experts->dlatent};
+    if (!mt_has_latent_experts(m)) return dout;
+    mt_linear_backward(mt_linears(p), &w->experts_out, &out, MT_BACKWARD_BOTH);
+    return m->experts->dlatent;
+}
 
 /* out NULL: only the values that the backward reads. */
 static void mt_shared_expert_forward(mt_model *m, const mt_pass *p, const mt_layer *w, mt_activations *a, const void *x,
@@ -8823,19 +8892,23 @@ static void mt_experts_forward(mt_model *m, const mt_pass *p, const mt_layer *w,
                                void *out) {
     const mt_dispatcher *d = m->experts->dispatcher;
     mt_routing *r = a->routing;
-    void *base = w->F > 0 ? out : NULL, *results;
-    mt_dispatch_gather(m, p, x);
+    bool latent = mt_has_latent_experts(m);
+    const void *tokens = mt_experts_enter_forward(m, p, w, a, x);
+    void *base = w->F > 0 && !latent ? out : NULL, *sums = out, *results;
+    if (latent) sums = out || w->recomputed ? a->experts_out : NULL;
+    mt_dispatch_gather(m, p, tokens);
     mt_route_forward(m, p, w, r, x);
     d->count(m, p, w, r);
-    if (d->exchange) d->exchange(m, p, r, x, r->probs);
+    if (d->exchange) d->exchange(m, p, r, tokens, r->probs);
     mt_shared_expert_forward(m, p, w, a, x, out);
-    mt_arrived arrived = d->arrive(m, p, r, x, r->probs);
+    mt_arrived arrived = d->arrive(m, p, r, tokens, r->probs);
     mt_permute_to_experts(m, p, r, &arrived, r->rows.input, r->rows.weights, &w->expert_fc1, MT_FP8_X);
-    results = out ? m->experts->results->input : NULL; // whose memory d->count may have moved
+    results = sums ? m->experts->results->input : NULL; // whose memory d->count may have moved
     mt_expert_mlp_forward(m, p, w, r, results);
-    if (!out) return;
-    if (d->exchange_back) d->exchange_back(m, p, r, results, out, base);
-    d->combine(m, p, r, results, out, base);
+    if (!sums) return;
+    if (d->exchange_back) d->exchange_back(m, p, r, results, sums, base);
+    d->combine(m, p, r, results, sums, base);
+    mt_experts_leave_forward(m, p, w, a, out);
 }
 
 /* Selective recomputation. */
@@ -8861,16 +8934,18 @@ static mt_deferred mt_experts_backward(mt_model *m, const mt_pass *p, mt_layer *
     const mt_expert_rows *drows = &e->rows;
     mt_routing *r = a->routing;
     MT_CHECK(!gradients->left);
-    if (!gradients->gathered) mt_dispatch_gather(m, p, dout);
-    if (d->exchange) d->exchange(m, p, r, dout, NULL);
+    const void *dsums = mt_experts_leave_backward(m, p, w, a, dout);
+    void *dtokens = mt_has_latent_experts(m) ? e->latent : dx, *base = mt_has_latent_experts(m) ? NULL : router_dx;
+    if (!gradients->gathered) mt_dispatch_gather(m, p, dsums);
+    if (d->exchange) d->exchange(m, p, r, dsums, NULL);
     mt_pass both = *p;
     both.halves = MT_BACKWARD_BOTH;
     if (w->F > 0) mt_scaled_mlp_backward(m, &both, w, a, gradients, r->gates, e->dgates, MT_BACKWARD_BOTH);
     if (w->F > 0 && r->gates) mt_shared_gate_backward(m, p, w, r, x, e->dgates, dx);
-    mt_arrived arrived = d->arrive(m, p, r, dout, NULL);
+    mt_arrived arrived = d->arrive(m, p, r, dsums, NULL);
     mt_permute_to_experts(m, p, r, &arrived, drows->input, NULL, &w->expert_down, MT_FP8_DY);
     mt_expert_mlp_backward(m, p, w, r, drows, dinput);
-    if (d->exchange_back) d->exchange_back(m, p, r, dinput, dx, router_dx);
+    if (d->exchange_back) d->exchange_back(m, p, r, dinput, dtokens, base);
     mt_row_groups groups = mt_expert_groups(m, r);
     groups.x_source = r->source;
     mt_linear_io fc1 = {.groups = &groups, .x = r->rows.input, .x_transposed = r->rows.input_transposed};
@@ -8879,7 +8954,8 @@ static mt_deferred mt_experts_backward(mt_model *m, const mt_pass *p, mt_layer *
     d->combine_weights(m, p, r, e->dprobs, drows->weights);
     mt_route_backward(m, p, w, r, x, e->dprobs, router_dx);
     if (w->F > 0) mt_add_to(m, p, router_dx, dx);
-    d->combine(m, p, r, dinput, dx, router_dx);
+    d->combine(m, p, r, dinput, dtokens, base);
+    mt_experts_enter_backward(m, p, w, x, dx);
     return (mt_deferred){0};
 }
 
@@ -8949,8 +9025,8 @@ static const mt_block_kind mt_mixer_kinds[] = {
 static const mt_block_kind mt_feed_forward_kinds[] = {
     [MT_FEED_FORWARD_DENSE] = {"MLP", mt_mlp_slots, mt_mlp_forward, mt_mlp_replay, mt_mlp_backward, false,
                                offsetof(mt_layer, down)},
-    [MT_FEED_FORWARD_EXPERTS] = {"experts", mt_mlp_slots, mt_experts_forward, mt_experts_replay, mt_experts_backward,
-                                 false, offsetof(mt_layer, down)},
+    [MT_FEED_FORWARD_EXPERTS] = {"experts", mt_experts_slots, mt_experts_forward, mt_experts_replay,
+                                 mt_experts_backward, false, offsetof(mt_layer, down)},
     [MT_FEED_FORWARD_NONE] = {"none", mt_no_slots, NULL, NULL, NULL, false, 0},
 };
 
@@ -9174,7 +9250,8 @@ static bool mt_gathers_ahead(const mt_model *m, const mt_pass *p, const mt_layer
     bool replays = m->recompute_modules || below->recomputed, whole = p->halves == MT_BACKWARD_BOTH && !m->fp8;
     bool leaves = mt_mixer_kinds[w->kind.mixer].may_leave_weight && !mt_norms_after(m->options) &&
                   !m->options->attention_output_gate;
-    bool at_once = below->F == 0 && m->options->hidden_dropout == 0 && m->grid->tensor.size == 1;
+    bool at_once =
+        below->F == 0 && m->options->hidden_dropout == 0 && m->grid->tensor.size == 1 && !mt_has_latent_experts(m);
     return gathers && at_once && !replays && whole && leaves;
 }
 
@@ -13251,10 +13328,16 @@ static void mt_plan_experts(mt_model *m, mt_arena *arena) {
         e->router_dx = mt_arena_alloc(arena, R * m->C * mt_dtype_size(m->dtype));
     }
     if (e->dispatcher->adds_base || !m->options->moe_permute_fusion)
-        e->scattered = mt_arena_alloc(arena, R * m->C * mt_dtype_size(m->dtype));
-    if (!m->options->moe_permute_fusion) e->sums = mt_arena_alloc(arena, e->tokens * m->C * 4);
+        e->scattered = mt_arena_alloc(arena, R * e->C * mt_dtype_size(m->dtype));
+    if (!m->options->moe_permute_fusion) e->sums = mt_arena_alloc(arena, e->tokens * e->C * 4);
+    if (mt_has_latent_experts(m)) {
+        e->latent = mt_arena_alloc(arena, R * e->C * mt_dtype_size(m->dtype));
+        if (m->plan.train) e->dlatent = mt_arena_alloc(arena, R * e->C * mt_dtype_size(m->dtype));
+        if (m->options->moe_shared_expert_intermediate_size > 0)
+            e->wide = mt_arena_alloc(arena, R * m->C * mt_dtype_size(m->dtype));
+    }
     if (e->dispatcher->gathers) {
-        mt_plan_exchange(&e->exchange, m->C, arena);
+        mt_plan_exchange(&e->exchange, e->C, arena);
         e->exchange.partial = e->exchange.gathered;
     }
     if (e->dispatcher->reorders) {
@@ -13586,6 +13669,7 @@ static void mt_experts_open(mt_model *m, const mt_options *o) {
     e->router.score = o->moe_router_score_function;
     e->router.num_groups = o->moe_router_num_groups, e->router.group_topk = o->moe_router_group_topk;
     e->router.group_best = o->moe_router_group_best, e->router.scaling = (float)o->moe_router_topk_scaling_factor;
+    e->C = mt_expert_channels(o);
     e->num_local = o->num_experts / grid->expert.size, e->F = o->moe_ffn_hidden_size / grid->expert_tensor.size;
     e->dispatcher = mt_dispatcher_of(o, e->group), e->results = e->dispatcher->reorders ? &e->dispatched : &e->rows;
     e->num_sources = e->dispatcher->gathers ? e->group->size : 1;

@@ -2959,7 +2959,7 @@ static void other_arrangements_of_a_family_are_refused(void **state) {
         {SIZES_OF("ministral3") ", \"rope_parameters\": {\"rope_type\": \"yarn\", \"factor\": 2}",
          "\"llama_4_scaling_beta\" is missing"},
         {LLAMA ", \"rope_parameters\": {\"rope_theta\": 1e6, \"llama_4_scaling_beta\": 0.1}", "ministral3 only"},
-        {NEMOTRON_H ", \"moe_latent_size\": 8", "\"moe_latent_size\": 8 is not supported"},
+        {NEMOTRON_H ", \"moe_latent_size\": \"8\"", "\"moe_latent_size\" must be a whole number"},
         {NEMOTRON_H ", \"use_bias\": true", "\"use_bias\": true is not supported"},
         {NEMOTRON_H ", \"time_step_limit\": [0.0, 0.5]", "\"time_step_limit\" is [0, 0.5], which transformers 5 does"},
         {SIZES_OF("nemotron_h"), "\"layers_block_type\" is missing"},

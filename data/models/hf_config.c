@@ -250,7 +250,7 @@ static const mt_hf_key mt_hf_keys[] = {
     {"attention_bias", LATENT | DELTA | NEMOTRON_H | MIMO_V2_FLASH, 0, FIXED, "false"},
     {"use_bias", NEMOTRON_H, 0, FIXED, "false"},
     {"mamba_proj_bias", MAMBA, 0, FIXED, "false"},
-    {"moe_latent_size", NEMOTRON_H, 0, FIXED | READ, "null"},
+    {"moe_latent_size", NEMOTRON_H, MT_AT(stack.moe_latent_size), NULLABLE},
     {"attention_bias", MIMO, 0, FIXED, "true"},
     {"use_bias", ERNIE4_5_MOE, 0, FIXED, "false"},
     {"attention_bias", SEED_OSS, MT_AT(stack.add_qkv_bias), 0, "true"},

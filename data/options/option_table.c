@@ -283,13 +283,17 @@ const mt_option mt_option_table[] = {
     {"moe-shared-expert-intermediate-size", MT_INT, MT_AT(stack.moe_shared_expert_intermediate_size), MT_TRAIN,
      MT_OF_WEIGHTS, NULL, "[1,16777216]", "width of the shared expert, which every token visits (default: none)",
      .needs = "num-experts"},
+    {"moe-latent-size", MT_INT, MT_AT(stack.moe_latent_size), MT_TRAIN, MT_OF_WEIGHTS, NULL, "[1,16777216]",
+     "latent experts: a linear narrows tokens to this width before the experts, another widens their sums (default: "
+     "none)",
+     .needs = "num-experts"},
     {"moe-shared-expert-gate", MT_FLAG, MT_AT(stack.moe_shared_expert_gate), MT_TRAIN, MT_OF_WEIGHTS, NULL, NULL,
      "weight the shared expert's output with a sigmoid gate per token", .needs = "moe-shared-expert-intermediate-size"},
     {"moe-use-upcycling", MT_FLAG, MT_AT(stack.moe_use_upcycling), MT_TRAIN, MT_OF_RUN, NULL, NULL,
      "begin as the dense model of --load: experts are copies of its MLP, routers are new; --train-iters 0 with --save "
      "converts only",
      .needs = "num-experts, load",
-     .excludes = "moe-shared-expert-intermediate-size, lora-rank, load-adapter, fp8-param-gather"},
+     .excludes = "moe-shared-expert-intermediate-size, moe-latent-size, lora-rank, load-adapter, fp8-param-gather"},
     {"moe-upcycling-granularity", MT_INT, MT_AT(stack.moe_upcycling_granularity), MT_TRAIN, MT_OF_RUN, "1", "[1,65536]",
      "experts that share a copy of the dense MLP, each with a part of its hidden channels",
      .needs = "moe-use-upcycling"},
