@@ -7,7 +7,7 @@
 ##                    on a GPU a larger one: MODEL=gpt2-124m DEVICE=cuda
 ## make test          run the quick tests (all but those of tests/slow_suites); SUITES="tokenizer options" runs some
 ## make test-all      run all tests;  make test-slow: the rest alone
-## make mini          build notes/mini.c, every parallelism in one file, as build/default/notes/mini, and the steps to it
+## make mini          build notes/mini.c, every parallelism in one file, as build/default/notes/mini; and its steps
 ## make install       PREFIX=/usr/local DESTDIR=: install programs, headers, libraries, megatron.pc;  make uninstall
 ## make manual        man pages and bash completions of train and infer, from the table of options
 ## make trace         draw two steps of RANKS=4 ranks as OUT=build/trace.html; OPTIONS="..." of train or TRACE=FILE.json

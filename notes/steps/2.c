@@ -12,8 +12,8 @@
  * Shapes: w[N, K] has N rows of K numbers, as in torch.nn.Linear: y[T, N] = x[T, K] w^T. The letters:
  *   T     tokens of a sequence      B  sequences of a step         C  hidden size         V  vocabulary
  *   H, G  query heads, key heads    D  channels of a head          F  width of the MLP    E  experts
- * Cuts: tokens[B/dp, T + 1] is tokens[B, T + 1] with B/dp of its rows on each data rank; dw[n]+dp is the sum of what
- * the data ranks have.
+ * Cuts: tokens[B/dp, T + 1] is tokens[B, T + 1] with B/dp of its rows on each data rank; dw[n]+dp is a sum, with a
+ * summand on each data rank.
  *
  * The parts of a layer return their result in memory of the micro-batch (take); backward functions return dx and add to
  * w.dw. */

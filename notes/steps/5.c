@@ -13,9 +13,9 @@
  * Shapes: w[N, K] has N rows of K numbers, as in torch.nn.Linear: y[T, N] = x[T, K] w^T. The letters:
  *   T     tokens of a sequence      B  sequences of a step         C  hidden size         V  vocabulary
  *   H, G  query heads, key heads    D  channels of a head          F  width of the MLP    E  experts
- * Cuts: w[N/tp, K] is w[N, K] with N/tp of its rows on each tensor rank; y[T, C]+tp is the sum of what the tensor ranks
- * have. Functions without messages know only a rank's part; in their comments, as in m->H and other fields, letters are
- * sizes on this rank. notes/steps/README.md derives all messages from this notation.
+ * Cuts: w[N/tp, K] is w[N, K] with N/tp of its rows on each tensor rank; y[T, C]+tp is a sum, with a summand on each
+ * tensor rank. Functions without messages know only a rank's part; in their comments, as in m->H and other fields,
+ * letters are sizes on this rank. notes/steps/README.md derives all messages from this notation.
  *
  * The parts of a layer return their result in memory of the micro-batch (take); backward functions return dx and add to
  * w.dw. */
