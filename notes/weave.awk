@@ -3,9 +3,9 @@
 #   <!-- quote FILE NAME -->
 #   <!-- quote FILE NAME from "TEXT" to "TEXT" -->
 #
-# is followed by an indented block: the function, type or table NAME of FILE, or its lines from the first one that has
-# the first TEXT to the next one that has the second. `awk -f notes/weave.awk PAGE` prints the page with each block as
-# it must be; a marker without such code is an error.
+# is followed by an indented block: the function, type or table NAME of FILE, in C or Python, or its lines from the
+# first one that has the first TEXT to the next one that has the second. `awk -f notes/weave.awk PAGE` prints the page with
+# each block as it must be; a marker without such code is an error.
 #
 # The marker
 #
@@ -26,6 +26,7 @@ function fail(reason) {
 # in any line before the body.
 function find_definition(file, name,    line, count, start, has_body, is_it, ends) {
     count = has_body = 0
+    if (file ~ /\.py$/) return find_function(file, name)
     start = "(^|[^A-Za-z0-9_])" name "([^A-Za-z0-9_]|$)"
     while ((getline line <file) > 0) {
         if (!has_body && line ~ /^[A-Za-z_]/ && line !~ /^extern "C" {$/) count = is_it = 0
@@ -44,6 +45,17 @@ function find_definition(file, name,    line, count, start, has_body, is_it, end
     }
     close(file)
     return has_body ? count : 0
+}
+
+# The same for a function in Python, which ends before an empty line.
+function find_function(file, name,    line, count) {
+    while ((getline line <file) > 0) {
+        if (count == 0 && index(line, "def " name "(") != 1) continue
+        if (line == "") break
+        code[++count] = line
+    }
+    close(file)
+    return count
 }
 
 function print_quote(    count, i, from, to) {
