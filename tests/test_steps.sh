@@ -1,6 +1,7 @@
 #!/bin/sh
-# The eight steps to notes/mini.c: each builds without a warning and trains to the losses of step 1 on its layouts; a
-# wrong cut in any of them is seen; each adds at most 150 lines to the former; and the pages are what they differ in.
+# The eight steps to notes/mini.c: `make mini` builds them without a warning, and each trains to the losses of step 1 on
+# its layouts; a wrong cut in any of them is seen; each adds at most 150 lines to the former; and the pages are their
+# differences.
 set -u
 . tests/suite.sh
 needs_mpi
@@ -62,6 +63,18 @@ equal() {
     agree 3 1e-10 "$work/losses" "$work/dense" >"$work/out" && equal_experts "$step" "$ranks" "$@"
 }
 
+# In a folder with the Makefile and the programs, and nothing else. Leaves the programs as $work/step-1 to $work/step-8.
+make_mini() {
+    mkdir -p "$work/alone/$steps" && cp Makefile "$work/alone" && cp notes/mini.c "$work/alone/notes" &&
+        cp -P $steps/*.c "$work/alone/$steps" || return 1
+    (cd "$work/alone" && env -i PATH="$PATH" HOME="${HOME:-/}" make -s mini WERROR=1) >"$work/out" 2>"$work/err" ||
+        return 1
+    for step in 1 2 3 4 5 6 7 8; do
+        ln -s "$work/alone/build/default/$steps/$step" "$work/step-$step" && [ -x "$work/step-$step" ] || return 1
+    done
+    [ -x "$work/alone/build/default/notes/mini" ]
+}
+
 step_1_equals_pytorch() {
     for family in llama mixtral; do
         shape=
@@ -78,7 +91,7 @@ step_1_equals_pytorch() {
 }
 
 step_1_needs_no_mpi() {
-    ${CC:-cc} -std=c11 -pedantic -Wall -Wextra -Werror -o "$work/alone" $steps/1.c -lm >"$work/out" 2>"$work/err"
+    ${CC:-cc} -std=c11 -pedantic -Wall -Wextra -Werror -o "$work/without-mpi" $steps/1.c -lm >"$work/out" 2>"$work/err"
 }
 
 # sees MODEL STEP RANKS EDIT OPTIONS...: the edit, a wrong cut, does not change the losses on one rank, and does on this
@@ -158,10 +171,7 @@ END
     build "$work/walk.c" "$work/walk" -w >"$work/out" 2>"$work/err" && says "$("$work/walk")" $steps/README.md
 }
 
-for step in 1 2 3 4 5 6 7 8; do
-    build $steps/$step.c "$work/step-$step" -O1 -pedantic -Werror >"$work/built-$step" 2>&1 ||
-        { cat "$work/built-$step" && echo "not ok step_${step}_builds" && failed=1; }
-done
+check make_mini_needs_the_programs_and_mpicc_alone make_mini
 losses 1 "$work/step-1" >"$work/dense"
 losses 1 "$work/step-1" --num-experts 4 >"$work/experts"
 

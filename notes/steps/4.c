@@ -493,8 +493,8 @@ static double *mlp_block_backward(const model *m, pass *p, const layer *l, const
 /* ==== embedding and loss ========================================================================================== */
 /* Both weights are w[V/tp, C]. With V as on this rank, tensor rank r has tokens [r V, (r + 1) V). */
 
-/* The token at place `i` of the sequence, or `ahead` places later, as a row of this rank's vocabulary; -1
- * if another tensor rank has it. */
+/* The token at place `i` of the sequence, or `ahead` places later, as a row of this rank's vocabulary; -1 if another
+ * tensor rank has it. */
 static int64_t local_token(const model *m, const pass *p, int64_t i, int64_t ahead) {
     const int32_t *sequence = m->tokens + p->sequence * (m->o.seq_length + 1);
     int64_t row = sequence[i + ahead] - m->tensor.rank * m->V;

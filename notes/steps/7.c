@@ -341,8 +341,7 @@ static double *leave_tensor_region_backward(const model *m, pass *p, double *dy)
 
 /* ==== attention over a ring of context ranks ====================================================================== */
 /* Queries q[S/cp] need the keys k[S/cp] of all context ranks: an all-gather, of one part at a time. Keys and values
- * pass around a ring: in step s, rank r holds those of rank r - s. The softmax is computed online, a key after another.
- */
+ * pass around a ring: in step s, rank r holds those of rank r - s. The softmax is computed online, key by key. */
 
 /* Sends x[n] to the next context rank and receives the previous one's in its place. */
 static void ring_shift(const model *m, double *x, int64_t n) {
@@ -369,8 +368,8 @@ static void attend_forward(const model *m, double *out, double *lse, const doubl
                 if (token_position(m, owner, j) > token_position(m, m->context.rank, t)) continue; // causal
                 const double *q = qkv + t * width + h * D, *k = kv + (j * 2 * m->G + h * m->G / m->H) * D;
                 const double *v = k + m->G * D;
-                double *o = out + (t * m->H + h) * D, old_lse = lse[t * m->H + h],
-                       score = dot(q, k, D) / sqrt((double)D);
+                double score = dot(q, k, D) / sqrt((double)D), old_lse = lse[t * m->H + h];
+                double *o = out + (t * m->H + h) * D;
                 double new_lse = fmax(old_lse, score) + log1p(exp(-fabs(old_lse - score)));
                 double shrink = exp(old_lse - new_lse), p = exp(score - new_lse);
                 for (int64_t d = 0; d < D; d++) o[d] = o[d] * shrink + p * v[d];
