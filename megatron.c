@@ -965,7 +965,7 @@ static void mt_matmul_library(float *c, int64_t stride, mt_matrix a, mt_matrix b
 /* A library's product is in tiles that depend on the shape only, each computed by one thread. The library itself would
  * tile by the number of threads, and the edges of its tiles round differently. Below 2^18 products OpenBLAS uses one
  * thread anyway. */
-static void mt_matmul_large(float *c, int64_t stride, mt_matrix a, mt_matrix b, int64_t M, int64_t N, int64_t K,
+static void mt_matmul_tiles(float *c, int64_t stride, mt_matrix a, mt_matrix b, int64_t M, int64_t N, int64_t K,
                             bool accumulate) {
     int64_t rows = M, columns = N;
     bool is_small = M * N * K <= 1 << 18;
@@ -987,7 +987,7 @@ static void mt_matmul_large(float *c, int64_t stride, mt_matrix a, mt_matrix b, 
 static void mt_matmul_prepare(void) {
 }
 
-static void mt_matmul_large(float *c, int64_t stride, mt_matrix a, mt_matrix b, int64_t M, int64_t N, int64_t K,
+static void mt_matmul_tiles(float *c, int64_t stride, mt_matrix a, mt_matrix b, int64_t M, int64_t N, int64_t K,
                             bool accumulate) {
     mt_matmul_plain(c, stride, a, b, M, N, K, accumulate);
 }
@@ -1038,8 +1038,8 @@ static inline void mt_dot_four(float sums[4], const float *x, const void *const 
 }
 
 /* The product for a few rows. It reads b once; a gemm would pack b first. */
-static void mt_matmul_small(float *c, int64_t stride, mt_matrix a, mt_matrix b, int64_t M, int64_t N, int64_t K,
-                            bool accumulate) {
+static void mt_matmul_few_rows(float *c, int64_t stride, mt_matrix a, mt_matrix b, int64_t M, int64_t N, int64_t K,
+                               bool accumulate) {
     for (int64_t m = 0; m < M && !accumulate; m++) memset(c + m * stride, 0, (size_t)N * sizeof *c);
     for (int64_t n = 0; n < N && b.transposed; n += 4) {
         const void *rows[4];
@@ -1063,9 +1063,9 @@ static void mt_matmul_small(float *c, int64_t stride, mt_matrix a, mt_matrix b, 
 static void mt_matmul(float *c, int64_t stride, mt_matrix a, mt_matrix b, int64_t M, int64_t N, int64_t K,
                       bool accumulate) {
     if (M <= 4 && !a.transposed)
-        mt_matmul_small(c, stride, a, b, M, N, K, accumulate);
+        mt_matmul_few_rows(c, stride, a, b, M, N, K, accumulate);
     else
-        mt_matmul_large(c, stride, a, b, M, N, K, accumulate);
+        mt_matmul_tiles(c, stride, a, b, M, N, K, accumulate);
 }
 
 /* A block of x as floats: in place for fp32, converted into scratch for bf16. */
@@ -3196,6 +3196,7 @@ static void mt_expert_product_forward(const mt_grouped_args *a, mt_dtype dtype) 
 static void mt_cpu_grouped_linear_forward(const mt_grouped_args *a, mt_dtype dtype, mt_stream *stream) {
     mt_grouped_product(a, dtype, mt_expert_product_forward);
 }
+
 static void mt_cpu_grouped_linear_backward_input(const mt_grouped_args *a, mt_dtype dtype, mt_stream *stream) {
     mt_grouped_product(a, dtype, mt_linear_product_backward_input);
 }
@@ -5619,6 +5620,15 @@ static bool mt_mixer_attends(mt_mixer_kind mixer) {
     return mixer == MT_MIXER_ATTENTION || mixer == MT_MIXER_LATENT_ATTENTION;
 }
 
+/* The mixer of the layers in linear_layers. */
+static const mt_mixer_kind mt_variant_mixers[] = {
+    [MT_VARIANT_GATED_DELTA_NET] = MT_MIXER_GATED_DELTA_NET,
+    [MT_VARIANT_GDN] = MT_MIXER_GATED_DELTA_NET,
+    [MT_VARIANT_SHORT_CONV] = MT_MIXER_SHORT_CONV,
+    [MT_VARIANT_MAMBA2] = MT_MIXER_MAMBA2,
+    [MT_VARIANT_KDA] = MT_MIXER_KDA,
+};
+
 mt_layer_kind mt_layer_kind_of(const mt_options *o, int64_t layer) {
     int64_t letter = mt_min(layer, o->num_layers - 1);
     char half = o->hybrid_layers ? o->hybrid_layers[letter] : 0;
@@ -5628,11 +5638,7 @@ mt_layer_kind mt_layer_kind_of(const mt_options *o, int64_t layer) {
         o->position_embedding_type == MT_POSITION_ROPE && (!o->rope_layers || o->rope_layers[letter] == '1');
     bool is_linear = o->linear_layers && layer < o->num_layers && o->linear_layers[layer] == '1'; // modules attend
     mt_layer_kind kind = {.mixer = o->multi_latent_attention ? MT_MIXER_LATENT_ATTENTION : MT_MIXER_ATTENTION};
-    bool is_conv = o->experimental_attention_variant == MT_VARIANT_SHORT_CONV;
-    bool is_mamba = o->experimental_attention_variant == MT_VARIANT_MAMBA2;
-    bool is_kda = o->experimental_attention_variant == MT_VARIANT_KDA;
-    if (is_linear) kind.mixer = is_mamba ? MT_MIXER_MAMBA2 : is_conv ? MT_MIXER_SHORT_CONV : MT_MIXER_GATED_DELTA_NET;
-    if (is_linear && is_kda) kind.mixer = MT_MIXER_KDA;
+    if (is_linear) kind.mixer = mt_variant_mixers[o->experimental_attention_variant];
     if (half && half != '*') kind.mixer = half == 'M' ? MT_MIXER_MAMBA2 : MT_MIXER_NONE;
     if (!mt_mixer_attends(kind.mixer)) has_window = has_rope = false;
     kind.feed_forward = has_experts ? MT_FEED_FORWARD_EXPERTS : MT_FEED_FORWARD_DENSE;
@@ -5907,11 +5913,11 @@ typedef struct mt_role_row {
     MT_ANY_ROLE(mt_outer, role, unit, kind, rows, cols, field, when, unless, false, __VA_ARGS__)
 
 static const mt_role_row mt_role_rows[] = {
-    MT_OUTSIDE(WORD_EMBEDDING, WORDS, EMBEDDING, VOCAB, C, word_embedding, 0, 0, "model.embed_tokens.weight",
-               "transformer.wte.weight", NULL, NULL,
-               "embed_tokens.weight", [MT_NAMES_NEMOTRON_H] = "backbone.embeddings.weight"),
+    MT_OUTSIDE(WORD_EMBEDDING, WORDS, EMBEDDING, VOCAB, C, word_embedding, 0, 0,
+               "model.embed_tokens.weight", [MT_NAMES_GPT2] = "transformer.wte.weight",
+               [MT_NAMES_REPEATED] = "embed_tokens.weight", [MT_NAMES_NEMOTRON_H] = "backbone.embeddings.weight"),
     MT_OUTSIDE(POSITION_EMBEDDING, POSITIONS, REPLICATED, POSITIONS, C, position_embedding, MT_HAS(LEARNED_POSITIONS),
-               0, "model.embed_positions.weight", "transformer.wpe.weight"),
+               0, "model.embed_positions.weight", [MT_NAMES_GPT2] = "transformer.wpe.weight"),
     /* attention; latent attention without a q latent has q_proj in place of q_b_proj */
     MT_ROLE(Q_A, LAYER, REPLICATED, Q_LORA, C, latent.weight, MT_HAS(Q_LATENT), 0, "self_attn.q_a_proj.weight"),
     MT_FUSED(KV_A, LAYER, REPLICATED, KV_LORA_ROPE, C, latent.weight, MT_HAS(LATENT), 0,
@@ -5921,29 +5927,29 @@ static const mt_role_row mt_role_rows[] = {
     MT_ROLE(KV_B, LAYER, COLUMN, H_NOPE_DV, KV_LORA, kv_b.weight, MT_HAS(LATENT), 0, "self_attn.kv_b_proj.weight"),
     MT_ROLE(ATTENTION_GATE, LAYER, COLUMN, HD, C, gate.weight, MT_HAS(OUTPUT_GATE), 0, "self_attn.q_proj.weight"),
     MT_ROLE(Q, LAYER, COLUMN, HD, C, qkv.weight, 0, MT_HAS(LATENT) | MT_HAS(NO_ATTENTION), "self_attn.q_proj.weight",
-            "attn.c_attn.weight", [MT_NAMES_NEMOTRON_H] = "mixer.q_proj.weight"),
+            [MT_NAMES_GPT2] = "attn.c_attn.weight", [MT_NAMES_NEMOTRON_H] = "mixer.q_proj.weight"),
     MT_FUSED(K, LAYER, COLUMN_KV, GD, C, qkv.weight, 0, MT_HAS(LATENT) | MT_HAS(NO_ATTENTION),
-             "self_attn.k_proj.weight", "attn.c_attn.weight", [MT_NAMES_NEMOTRON_H] = "mixer.k_proj.weight"),
+             "self_attn.k_proj.weight", [MT_NAMES_GPT2] = "attn.c_attn.weight",
+             [MT_NAMES_NEMOTRON_H] = "mixer.k_proj.weight"),
     MT_FUSED(V, LAYER, COLUMN_KV, GDV, C, qkv.weight, 0, MT_HAS(LATENT) | MT_HAS(NO_ATTENTION),
-             "self_attn.v_proj.weight", "attn.c_attn.weight", [MT_NAMES_NEMOTRON_H] = "mixer.v_proj.weight"),
-    MT_ROLE(O, LAYER, ROW, C, HDV, o.weight, 0, MT_HAS(NO_ATTENTION), "self_attn.o_proj.weight", "attn.c_proj.weight",
+             "self_attn.v_proj.weight", [MT_NAMES_GPT2] = "attn.c_attn.weight",
+             [MT_NAMES_NEMOTRON_H] = "mixer.v_proj.weight"),
+    MT_ROLE(O, LAYER, ROW, C, HDV, o.weight, 0, MT_HAS(NO_ATTENTION),
+            "self_attn.o_proj.weight", [MT_NAMES_GPT2] = "attn.c_proj.weight",
             [MT_NAMES_LFM2] = "self_attn.out_proj.weight", [MT_NAMES_NEMOTRON_H] = "mixer.o_proj.weight"),
     /* gated delta net */
     MT_ROLE(DELTA_Q, LAYER, COLUMN_KEYS, KEYS, C, delta_in.weight, MT_HAS(DELTA), 0,
             "linear_attn.in_proj_qkv.weight", [MT_NAMES_QWEN3_NEXT] = "linear_attn.in_proj_qkvz.weight"),
     MT_FUSED(DELTA_K, LAYER, COLUMN_KEYS, KEYS, C, delta_in.weight, MT_HAS(DELTA), 0,
              "linear_attn.in_proj_qkv.weight", [MT_NAMES_QWEN3_NEXT] = "linear_attn.in_proj_qkvz.weight"),
-    MT_FUSED(DELTA_V, LAYER, COLUMN, VALUES, C, delta_in.weight, MT_HAS(DELTA), 0, "linear_attn.in_proj_qkv.weight",
-
-             [MT_NAMES_QWEN3_NEXT] = "linear_attn.in_proj_qkvz.weight"),
+    MT_FUSED(DELTA_V, LAYER, COLUMN, VALUES, C, delta_in.weight, MT_HAS(DELTA), 0,
+             "linear_attn.in_proj_qkv.weight", [MT_NAMES_QWEN3_NEXT] = "linear_attn.in_proj_qkvz.weight"),
     MT_FUSED(DELTA_Z, LAYER, COLUMN, VALUES, C, delta_in.weight, MT_HAS(DELTA), 0,
              "linear_attn.in_proj_z.weight", [MT_NAMES_QWEN3_NEXT] = "linear_attn.in_proj_qkvz.weight"),
-    MT_FUSED(DELTA_B, LAYER, COLUMN, VALUE_HEADS, C, delta_in.weight, MT_HAS(DELTA), 0, "linear_attn.in_proj_b.weight",
-
-             [MT_NAMES_QWEN3_NEXT] = "linear_attn.in_proj_ba.weight"),
-    MT_FUSED(DELTA_A, LAYER, COLUMN, VALUE_HEADS, C, delta_in.weight, MT_HAS(DELTA), 0, "linear_attn.in_proj_a.weight",
-
-             [MT_NAMES_QWEN3_NEXT] = "linear_attn.in_proj_ba.weight"),
+    MT_FUSED(DELTA_B, LAYER, COLUMN, VALUE_HEADS, C, delta_in.weight, MT_HAS(DELTA), 0,
+             "linear_attn.in_proj_b.weight", [MT_NAMES_QWEN3_NEXT] = "linear_attn.in_proj_ba.weight"),
+    MT_FUSED(DELTA_A, LAYER, COLUMN, VALUE_HEADS, C, delta_in.weight, MT_HAS(DELTA), 0,
+             "linear_attn.in_proj_a.weight", [MT_NAMES_QWEN3_NEXT] = "linear_attn.in_proj_ba.weight"),
     MT_ROLE(O, LAYER, ROW, C, VALUES, o.weight, MT_HAS(DELTA), 0, "linear_attn.out_proj.weight"),
     /* Kimi delta attention */
     MT_ROLE(DELTA_Q, LAYER, COLUMN_KEYS, KEYS, C, delta_in.weight, MT_HAS(KDA), 0, "self_attn.q_proj.weight"),
@@ -5977,33 +5983,37 @@ static const mt_role_row mt_role_rows[] = {
     MT_ROLE(GATE, LAYER, COLUMN, F, C, fc1.weight, MT_HAS(GATED), MT_HAS(NO_MLP), "mlp.gate_proj.weight",
             [MT_NAMES_LFM2] = "feed_forward.w1.weight", [MT_NAMES_GRANITE] = "shared_mlp.input_linear.weight",
             [MT_NAMES_KIMI_LINEAR] = "block_sparse_moe.gate_proj.weight"),
-    MT_FUSED(UP, LAYER, COLUMN, F, C, fc1.weight, 0, MT_HAS(NO_MLP), "mlp.up_proj.weight",
-             "mlp.c_fc.weight", [MT_NAMES_LFM2] = "feed_forward.w3.weight",
+    MT_FUSED(UP, LAYER, COLUMN, F, C, fc1.weight, 0, MT_HAS(NO_MLP),
+             "mlp.up_proj.weight", [MT_NAMES_GPT2] = "mlp.c_fc.weight", [MT_NAMES_LFM2] = "feed_forward.w3.weight",
              [MT_NAMES_NEMOTRON_H] = "mixer.up_proj.weight", [MT_NAMES_GRANITE] = "shared_mlp.input_linear.weight",
              [MT_NAMES_KIMI_LINEAR] = "block_sparse_moe.up_proj.weight"),
-    MT_ROLE(DOWN, LAYER, ROW, C, F, down.weight, 0, MT_HAS(NO_MLP), "mlp.down_proj.weight",
-            "mlp.c_proj.weight", [MT_NAMES_LFM2] = "feed_forward.w2.weight",
+    MT_ROLE(DOWN, LAYER, ROW, C, F, down.weight, 0, MT_HAS(NO_MLP),
+            "mlp.down_proj.weight", [MT_NAMES_GPT2] = "mlp.c_proj.weight", [MT_NAMES_LFM2] = "feed_forward.w2.weight",
             [MT_NAMES_NEMOTRON_H] = "mixer.down_proj.weight", [MT_NAMES_GRANITE] = "shared_mlp.output_linear.weight",
             [MT_NAMES_KIMI_LINEAR] = "block_sparse_moe.down_proj.weight"),
     MT_ROLE(SHARED_GATE, LAYER, COLUMN, SHARED_F, C, fc1.weight, MT_HAS(SHARED) | MT_HAS(GATED), 0,
-            "mlp.shared_experts.gate_proj.weight", NULL, NULL, "mlp.shared_expert.gate_proj.weight", NULL, NULL,
-            "mlp.shared_mlp.gate_proj.weight", [MT_NAMES_QWEN3_NEXT] = "mlp.shared_expert.gate_proj.weight",
+            "mlp.shared_experts.gate_proj.weight", [MT_NAMES_QWEN2_MOE] = "mlp.shared_expert.gate_proj.weight",
+            [MT_NAMES_HY_V3] = "mlp.shared_mlp.gate_proj.weight",
+            [MT_NAMES_QWEN3_NEXT] = "mlp.shared_expert.gate_proj.weight",
             [MT_NAMES_GRANITE] = "shared_mlp.input_linear.weight",
             [MT_NAMES_KIMI_LINEAR] = "block_sparse_moe.shared_experts.gate_proj.weight"),
-    MT_FUSED(SHARED_UP, LAYER, COLUMN, SHARED_F, C, fc1.weight, MT_HAS(SHARED), 0, "mlp.shared_experts.up_proj.weight",
-             NULL, NULL, "mlp.shared_expert.up_proj.weight", NULL, NULL,
-             "mlp.shared_mlp.up_proj.weight", [MT_NAMES_QWEN3_NEXT] = "mlp.shared_expert.up_proj.weight",
-             [MT_NAMES_NEMOTRON_H] = "mixer.shared_experts.up_proj.weight",
-             [MT_NAMES_GRANITE] = "shared_mlp.input_linear.weight",
-             [MT_NAMES_KIMI_LINEAR] = "block_sparse_moe.shared_experts.up_proj.weight"),
-    MT_ROLE(SHARED_DOWN, LAYER, ROW, C, SHARED_F, down.weight, MT_HAS(SHARED), 0, "mlp.shared_experts.down_proj.weight",
-            NULL, NULL, "mlp.shared_expert.down_proj.weight", NULL, NULL,
-            "mlp.shared_mlp.down_proj.weight", [MT_NAMES_QWEN3_NEXT] = "mlp.shared_expert.down_proj.weight",
+    MT_FUSED(
+        SHARED_UP, LAYER, COLUMN, SHARED_F, C, fc1.weight, MT_HAS(SHARED), 0,
+        "mlp.shared_experts.up_proj.weight", [MT_NAMES_QWEN2_MOE] = "mlp.shared_expert.up_proj.weight",
+        [MT_NAMES_HY_V3] = "mlp.shared_mlp.up_proj.weight", [MT_NAMES_QWEN3_NEXT] = "mlp.shared_expert.up_proj.weight",
+        [MT_NAMES_NEMOTRON_H] = "mixer.shared_experts.up_proj.weight",
+        [MT_NAMES_GRANITE] = "shared_mlp.input_linear.weight",
+        [MT_NAMES_KIMI_LINEAR] = "block_sparse_moe.shared_experts.up_proj.weight"),
+    MT_ROLE(SHARED_DOWN, LAYER, ROW, C, SHARED_F, down.weight, MT_HAS(SHARED), 0,
+            "mlp.shared_experts.down_proj.weight", [MT_NAMES_QWEN2_MOE] = "mlp.shared_expert.down_proj.weight",
+            [MT_NAMES_HY_V3] = "mlp.shared_mlp.down_proj.weight",
+            [MT_NAMES_QWEN3_NEXT] = "mlp.shared_expert.down_proj.weight",
             [MT_NAMES_NEMOTRON_H] = "mixer.shared_experts.down_proj.weight",
             [MT_NAMES_GRANITE] = "shared_mlp.output_linear.weight",
             [MT_NAMES_KIMI_LINEAR] = "block_sparse_moe.shared_experts.down_proj.weight"),
-    MT_ROLE(ROUTER, LAYER, ROUTING, E, C, router.weight, MT_HAS(ROUTER), 0, "mlp.gate.weight", NULL,
-            "block_sparse_moe.gate.weight", NULL, NULL, "mlp.router.weight", "mlp.router.gate.weight",
+    MT_ROLE(ROUTER, LAYER, ROUTING, E, C, router.weight, MT_HAS(ROUTER), 0,
+            "mlp.gate.weight", [MT_NAMES_MIXTRAL] = "block_sparse_moe.gate.weight",
+            [MT_NAMES_GPT_OSS] = "mlp.router.weight", [MT_NAMES_HY_V3] = "mlp.router.gate.weight",
             [MT_NAMES_NEMOTRON_H] = "mixer.gate.weight", [MT_NAMES_GRANITE] = "block_sparse_moe.router.layer.weight",
             [MT_NAMES_KIMI_LINEAR] = "block_sparse_moe.gate.weight"),
     MT_ROLE(SHARED_EXPERT_GATE, LAYER, ROUTING, ONE, C, shared_gate.weight, MT_HAS(SHARED_GATE), 0,
@@ -6033,21 +6043,23 @@ static const mt_role_row mt_role_rows[] = {
             "shared_head.norm.weight", [MT_NAMES_MIMO] = "final_layernorm.weight"),
     /* vectors */
     MT_ROLE(INPUT_NORM, LAYER, NORM, C, ONE, input_norm.weight, MT_HAS(NORMS_BEFORE), MT_HAS(NO_MIXER),
-            "input_layernorm.weight",
-            "ln_1.weight", [MT_NAMES_LFM2] = "operator_norm.weight", [MT_NAMES_NEMOTRON_H] = "norm.weight"),
+            "input_layernorm.weight", [MT_NAMES_GPT2] = "ln_1.weight", [MT_NAMES_LFM2] = "operator_norm.weight",
+            [MT_NAMES_NEMOTRON_H] = "norm.weight"),
     MT_ROLE(INPUT_NORM_BIAS, LAYER, NORM_BIAS, C, ONE, input_norm.bias, MT_HAS(NORMS_BEFORE) | MT_HAS(LAYERNORM),
-            MT_HAS(NO_MIXER), "input_layernorm.bias", "ln_1.bias"),
+            MT_HAS(NO_MIXER), "input_layernorm.bias", [MT_NAMES_GPT2] = "ln_1.bias"),
     MT_ROLE(ATTENTION_OUT_NORM, LAYER, NORM, C, ONE, attention_out_norm.weight, MT_HAS(NORMS_AFTER), MT_HAS(NO_MIXER),
             "post_attention_layernorm.weight"),
     MT_ROLE(ATTENTION_OUT_NORM_BIAS, LAYER, NORM_BIAS, C, ONE, attention_out_norm.bias,
             MT_HAS(NORMS_AFTER) | MT_HAS(LAYERNORM), MT_HAS(NO_MIXER), "post_attention_layernorm.bias"),
     MT_ROLE(MLP_NORM, LAYER, NORM, C, ONE, mlp_norm.weight, MT_HAS(NORMS_BEFORE),
-            MT_HAS(NORMS_AFTER) | MT_HAS(NO_FEED_FORWARD), "post_attention_layernorm.weight",
-            "ln_2.weight", [MT_NAMES_LFM2] = "ffn_norm.weight", [MT_NAMES_NEMOTRON_H] = "norm.weight"),
+            MT_HAS(NORMS_AFTER) | MT_HAS(NO_FEED_FORWARD),
+            "post_attention_layernorm.weight", [MT_NAMES_GPT2] = "ln_2.weight", [MT_NAMES_LFM2] = "ffn_norm.weight",
+            [MT_NAMES_NEMOTRON_H] = "norm.weight"),
     MT_ROLE(MLP_NORM, LAYER, NORM, C, ONE, mlp_norm.weight, MT_HAS(NORMS_BEFORE) | MT_HAS(NORMS_AFTER),
             MT_HAS(NO_FEED_FORWARD), "pre_feedforward_layernorm.weight"),
     MT_ROLE(MLP_NORM_BIAS, LAYER, NORM_BIAS, C, ONE, mlp_norm.bias, MT_HAS(NORMS_BEFORE) | MT_HAS(LAYERNORM),
-            MT_HAS(NORMS_AFTER) | MT_HAS(NO_FEED_FORWARD), "post_attention_layernorm.bias", "ln_2.bias"),
+            MT_HAS(NORMS_AFTER) | MT_HAS(NO_FEED_FORWARD),
+            "post_attention_layernorm.bias", [MT_NAMES_GPT2] = "ln_2.bias"),
     MT_ROLE(MLP_NORM_BIAS, LAYER, NORM_BIAS, C, ONE, mlp_norm.bias,
             MT_HAS(NORMS_BEFORE) | MT_HAS(NORMS_AFTER) | MT_HAS(LAYERNORM), MT_HAS(NO_FEED_FORWARD),
             "pre_feedforward_layernorm.bias"),
@@ -6086,62 +6098,64 @@ static const mt_role_row mt_role_rows[] = {
              "mamba.conv1d.bias", [MT_NAMES_NEMOTRON_H] = "mixer.conv1d.bias"),
     MT_ROLE(SINKS, LAYER, HEAD_LOGITS, H, ONE, sinks, MT_HAS(SINKS), 0,
             "self_attn.sinks", [MT_NAMES_MIMO_V2] = "self_attn.attention_sink_bias"),
-    MT_ROLE(Q_BIAS, LAYER, COLUMN_BIAS, HD, ONE, qkv.bias, MT_HAS(QKV_BIAS), 0, "self_attn.q_proj.bias",
-            "attn.c_attn.bias"),
-    MT_FUSED(K_BIAS, LAYER, COLUMN_KV_BIAS, GD, ONE, qkv.bias, MT_HAS(QKV_BIAS), 0, "self_attn.k_proj.bias",
-             "attn.c_attn.bias"),
-    MT_FUSED(V_BIAS, LAYER, COLUMN_KV_BIAS, GDV, ONE, qkv.bias, MT_HAS(QKV_BIAS), 0, "self_attn.v_proj.bias",
-             "attn.c_attn.bias"),
-    MT_ROLE(O_BIAS, LAYER, ROW_BIAS, C, ONE, o.bias, MT_HAS(O_BIAS), 0, "self_attn.o_proj.bias", "attn.c_proj.bias"),
+    MT_ROLE(Q_BIAS, LAYER, COLUMN_BIAS, HD, ONE, qkv.bias, MT_HAS(QKV_BIAS), 0,
+            "self_attn.q_proj.bias", [MT_NAMES_GPT2] = "attn.c_attn.bias"),
+    MT_FUSED(K_BIAS, LAYER, COLUMN_KV_BIAS, GD, ONE, qkv.bias, MT_HAS(QKV_BIAS), 0,
+             "self_attn.k_proj.bias", [MT_NAMES_GPT2] = "attn.c_attn.bias"),
+    MT_FUSED(V_BIAS, LAYER, COLUMN_KV_BIAS, GDV, ONE, qkv.bias, MT_HAS(QKV_BIAS), 0,
+             "self_attn.v_proj.bias", [MT_NAMES_GPT2] = "attn.c_attn.bias"),
+    MT_ROLE(O_BIAS, LAYER, ROW_BIAS, C, ONE, o.bias, MT_HAS(O_BIAS), 0,
+            "self_attn.o_proj.bias", [MT_NAMES_GPT2] = "attn.c_proj.bias"),
     MT_ROLE(GATE_BIAS, LAYER, COLUMN_BIAS, F, ONE, fc1.bias, MT_HAS(MLP_BIAS) | MT_HAS(GATED), MT_HAS(NO_MLP),
             "mlp.gate_proj.bias"),
-    MT_FUSED(UP_BIAS, LAYER, COLUMN_BIAS, F, ONE, fc1.bias, MT_HAS(MLP_BIAS), MT_HAS(NO_MLP), "mlp.up_proj.bias",
-             "mlp.c_fc.bias"),
-    MT_ROLE(DOWN_BIAS, LAYER, ROW_BIAS, C, ONE, down.bias, MT_HAS(MLP_BIAS), MT_HAS(NO_MLP), "mlp.down_proj.bias",
-            "mlp.c_proj.bias"),
-    MT_ROLE(ROUTER_LINEAR_BIAS, LAYER, NORM_BIAS, E, ONE, router.bias, MT_HAS(ROUTER_LINEAR_BIAS), 0, "mlp.gate.bias",
-            NULL, "block_sparse_moe.gate.bias", NULL, NULL, "mlp.router.bias"),
+    MT_FUSED(UP_BIAS, LAYER, COLUMN_BIAS, F, ONE, fc1.bias, MT_HAS(MLP_BIAS), MT_HAS(NO_MLP),
+             "mlp.up_proj.bias", [MT_NAMES_GPT2] = "mlp.c_fc.bias"),
+    MT_ROLE(DOWN_BIAS, LAYER, ROW_BIAS, C, ONE, down.bias, MT_HAS(MLP_BIAS), MT_HAS(NO_MLP),
+            "mlp.down_proj.bias", [MT_NAMES_GPT2] = "mlp.c_proj.bias"),
+    MT_ROLE(ROUTER_LINEAR_BIAS, LAYER, NORM_BIAS, E, ONE, router.bias, MT_HAS(ROUTER_LINEAR_BIAS), 0,
+            "mlp.gate.bias", [MT_NAMES_MIXTRAL] = "block_sparse_moe.gate.bias", [MT_NAMES_GPT_OSS] = "mlp.router.bias"),
     /* experts: gate and up of each in turn, then down of each, so that each is one operand of a grouped product; then
      * their biases in the same order */
-    MT_ROLE(EXPERT_GATE, EXPERTS, COLUMN, EXPERT_F, C, expert_fc1.weight, MT_HAS(EXPERTS) | MT_HAS(GATED), 0,
-            "mlp.experts.#.gate_proj.weight", NULL, "block_sparse_moe.experts.#.w1.weight", NULL, NULL,
-            "mlp.experts.gate_up_proj", [MT_NAMES_GRANITE] = "block_sparse_moe.input_linear.weight",
-            [MT_NAMES_KIMI_LINEAR] = "block_sparse_moe.experts.#.w1.weight"),
+    MT_ROLE(
+        EXPERT_GATE, EXPERTS, COLUMN, EXPERT_F, C, expert_fc1.weight, MT_HAS(EXPERTS) | MT_HAS(GATED), 0,
+        "mlp.experts.#.gate_proj.weight", [MT_NAMES_MIXTRAL] = "block_sparse_moe.experts.#.w1.weight",
+        [MT_NAMES_GPT_OSS] = "mlp.experts.gate_up_proj", [MT_NAMES_GRANITE] = "block_sparse_moe.input_linear.weight",
+        [MT_NAMES_KIMI_LINEAR] = "block_sparse_moe.experts.#.w1.weight"),
     MT_FUSED(EXPERT_UP, EXPERTS, COLUMN, EXPERT_F, C, expert_fc1.weight, MT_HAS(EXPERTS), 0,
-             "mlp.experts.#.up_proj.weight", NULL, "block_sparse_moe.experts.#.w3.weight", NULL, NULL,
-             "mlp.experts.gate_up_proj", [MT_NAMES_NEMOTRON_H] = "mixer.experts.#.up_proj.weight",
+             "mlp.experts.#.up_proj.weight", [MT_NAMES_MIXTRAL] = "block_sparse_moe.experts.#.w3.weight",
+             [MT_NAMES_GPT_OSS] = "mlp.experts.gate_up_proj", [MT_NAMES_NEMOTRON_H] = "mixer.experts.#.up_proj.weight",
              [MT_NAMES_GRANITE] = "block_sparse_moe.input_linear.weight",
              [MT_NAMES_KIMI_LINEAR] = "block_sparse_moe.experts.#.w3.weight"),
     MT_ROLE(EXPERT_DOWN, EXPERTS, ROW, C, EXPERT_F, expert_down.weight, MT_HAS(EXPERTS), 0,
-            "mlp.experts.#.down_proj.weight", NULL, "block_sparse_moe.experts.#.w2.weight", NULL, NULL,
-            "mlp.experts.down_proj", [MT_NAMES_NEMOTRON_H] = "mixer.experts.#.down_proj.weight",
+            "mlp.experts.#.down_proj.weight", [MT_NAMES_MIXTRAL] = "block_sparse_moe.experts.#.w2.weight",
+            [MT_NAMES_GPT_OSS] = "mlp.experts.down_proj", [MT_NAMES_NEMOTRON_H] = "mixer.experts.#.down_proj.weight",
             [MT_NAMES_GRANITE] = "block_sparse_moe.output_linear.weight",
             [MT_NAMES_KIMI_LINEAR] = "block_sparse_moe.experts.#.w2.weight"),
     MT_ROLE(EXPERT_GATE_BIAS, EXPERTS, COLUMN_BIAS, EXPERT_F, ONE, expert_fc1.bias,
-            MT_HAS(EXPERTS) | MT_HAS(MLP_BIAS) | MT_HAS(GATED), 0, "mlp.experts.#.gate_proj.bias", NULL, NULL, NULL,
-            NULL, "mlp.experts.gate_up_proj_bias"),
+            MT_HAS(EXPERTS) | MT_HAS(MLP_BIAS) | MT_HAS(GATED), 0,
+            "mlp.experts.#.gate_proj.bias", [MT_NAMES_GPT_OSS] = "mlp.experts.gate_up_proj_bias"),
     MT_FUSED(EXPERT_UP_BIAS, EXPERTS, COLUMN_BIAS, EXPERT_F, ONE, expert_fc1.bias, MT_HAS(EXPERTS) | MT_HAS(MLP_BIAS),
-             0, "mlp.experts.#.up_proj.bias", NULL, NULL, NULL, NULL, "mlp.experts.gate_up_proj_bias"),
+             0, "mlp.experts.#.up_proj.bias", [MT_NAMES_GPT_OSS] = "mlp.experts.gate_up_proj_bias"),
     MT_ROLE(EXPERT_DOWN_BIAS, EXPERTS, ROW_BIAS, C, ONE, expert_down.bias, MT_HAS(EXPERTS) | MT_HAS(MLP_BIAS), 0,
-            "mlp.experts.#.down_proj.bias", NULL, NULL, NULL, NULL, "mlp.experts.down_proj_bias"),
+            "mlp.experts.#.down_proj.bias", [MT_NAMES_GPT_OSS] = "mlp.experts.down_proj_bias"),
     /* output */
-    MT_OUTSIDE(LM_HEAD, OUTPUT, COLUMN, VOCAB, C, head.weight, MT_HAS(LM_HEAD), 0, "lm_head.weight", NULL, NULL, NULL,
-               "shared_head.head.weight"),
+    MT_OUTSIDE(LM_HEAD, OUTPUT, COLUMN, VOCAB, C, head.weight, MT_HAS(LM_HEAD), 0,
+               "lm_head.weight", [MT_NAMES_REPEATED] = "shared_head.head.weight"),
     MT_OUTSIDE(SCORE, OUTPUT, REPLICATED, ONE, C, head.weight, MT_HAS(SEQUENCE_HEAD), 0, "score.weight"),
-    MT_OUTSIDE(SCORE, OUTPUT, REPLICATED, ONE, C, head.weight, MT_HAS(TOKEN_HEAD), 0, "score.weight",
-               "classifier.weight"),
-    MT_OUTSIDE(FINAL_NORM, OUTPUT, NORM, C, ONE, final_norm.weight, 0, 0, "model.norm.weight",
-               "transformer.ln_f.weight", [MT_NAMES_LFM2] = "model.embedding_norm.weight",
-               [MT_NAMES_NEMOTRON_H] = "backbone.norm_f.weight"),
-    MT_OUTSIDE(FINAL_NORM_BIAS, OUTPUT, NORM_BIAS, C, ONE, final_norm.bias, MT_HAS(LAYERNORM), 0, "model.norm.bias",
-               "transformer.ln_f.bias"),
-    MT_OUTSIDE(SCORE_BIAS, OUTPUT, NORM_BIAS, ONE, ONE, head.bias, MT_HAS(TOKEN_HEAD), 0, "score.bias",
-               "classifier.bias"),
+    MT_OUTSIDE(SCORE, OUTPUT, REPLICATED, ONE, C, head.weight, MT_HAS(TOKEN_HEAD), 0,
+               "score.weight", [MT_NAMES_GPT2] = "classifier.weight"),
+    MT_OUTSIDE(FINAL_NORM, OUTPUT, NORM, C, ONE, final_norm.weight, 0, 0,
+               "model.norm.weight", [MT_NAMES_GPT2] = "transformer.ln_f.weight",
+               [MT_NAMES_LFM2] = "model.embedding_norm.weight", [MT_NAMES_NEMOTRON_H] = "backbone.norm_f.weight"),
+    MT_OUTSIDE(FINAL_NORM_BIAS, OUTPUT, NORM_BIAS, C, ONE, final_norm.bias, MT_HAS(LAYERNORM), 0,
+               "model.norm.bias", [MT_NAMES_GPT2] = "transformer.ln_f.bias"),
+    MT_OUTSIDE(SCORE_BIAS, OUTPUT, NORM_BIAS, ONE, ONE, head.bias, MT_HAS(TOKEN_HEAD), 0,
+               "score.bias", [MT_NAMES_GPT2] = "classifier.bias"),
     /* not trained by the optimizer: moved towards equal loads */
     MT_ROLE(ROUTER_BIAS, UNTRAINED, ROW_BIAS, E, ONE, router_bias, MT_HAS(ROUTER_BIAS), MT_HAS(ROW_OF_BIAS),
-            "mlp.gate.e_score_correction_bias", NULL, "block_sparse_moe.e_score_correction_bias", NULL, NULL, NULL,
-            "mlp.expert_bias",
-            "mlp.e_score_correction_bias", [MT_NAMES_NEMOTRON_H] = "mixer.gate.e_score_correction_bias",
+            "mlp.gate.e_score_correction_bias", [MT_NAMES_MIXTRAL] = "block_sparse_moe.e_score_correction_bias",
+            [MT_NAMES_HY_V3] = "mlp.expert_bias", [MT_NAMES_EXAONE_MOE] = "mlp.e_score_correction_bias",
+            [MT_NAMES_NEMOTRON_H] = "mixer.gate.e_score_correction_bias",
             [MT_NAMES_KIMI_LINEAR] = "block_sparse_moe.gate.e_score_correction_bias"),
     MT_ROLE(ROUTER_BIAS, UNTRAINED, ROW_BIAS, ONE, E, router_bias, MT_HAS(ROUTER_BIAS) | MT_HAS(ROW_OF_BIAS), 0,
             "mlp.moe_statics.e_score_correction_bias"),
@@ -7352,8 +7366,7 @@ double mt_yarn_mscale(double factor, double mscale) {
     return 0.1 * mscale * log(factor) + 1;
 }
 
-/* 1 / sqrt(D) unless the model has its own. DeepSeek's YaRN scales the softmax; other models' YaRN scales cos and sin.
- */
+/* 1 / sqrt(D) unless the model has its own. YaRN scales the softmax in DeepSeek's models, cos and sin in others. */
 static float mt_attention_scale(const mt_options *o) {
     double scale = o->softmax_scale > 0 ? o->softmax_scale : 1 / sqrt((double)o->kv_channels);
     bool yarn = o->multi_latent_attention && o->rope_scaling_type == MT_ROPE_SCALING_YARN;
@@ -8872,9 +8885,8 @@ static mt_deferred mt_experts_backward(mt_model *m, const mt_pass *p, mt_layer *
 
 /* ==== §9g layer =================================================================================================== */
 /* A layer is two blocks on the residual stream, a mixer and a feed-forward, or one of them, each a row of a table of
- * kinds. A block
- * adds to its input x: x + dropout(after(kind(before(x)))), where `before` and `after` are norms that the model has or
- * not (--norm-placement). To add a kind: a section with its functions, and a row here. */
+ * kinds. A block adds to its input x: x + dropout(after(kind(before(x)))), where `before` and `after` are norms that
+ * the model has or not (--norm-placement). To add a kind: a section with its functions, and a row here. */
 
 /* A kind of block. x[R, C] is its input, which the norm before has normalised; `out` and `dx` are its results. */
 typedef struct mt_block_kind {
@@ -9314,7 +9326,7 @@ typedef struct mt_piece {
 
 /* Recurrences in context parallelism. With p2p and all_gather a rank has a piece on the way up the ranks of the ring
  * and one on the way down (the last rank has one, of both chunks), with a2a one piece. A group of both is refused. */
-typedef struct mt_context_pieces_of {
+typedef struct mt_piece_list {
     const mt_group *group;
     int64_t count;
     mt_piece pieces[MT_PIECES];
@@ -9324,7 +9336,7 @@ typedef struct mt_context_pieces_of {
     struct {
         mt_channel *to, *from;
     } lower, higher; // the ranks rank - 1 and rank + 1 of the group
-} mt_context_pieces_of;
+} mt_piece_list;
 
 struct mt_context {
     mt_context_plan plan;
@@ -9349,7 +9361,7 @@ struct mt_context {
     /* all_gather: keys and values of all ranks, ordered by rank and by position; gradients */
     void *gathered, *ordered, *dkv_ordered;
     float *wide;
-    mt_context_pieces_of pieces; // with plan.recurs
+    mt_piece_list pieces; // with plan.recurs
 };
 
 /* ---- memory */
@@ -9429,7 +9441,7 @@ static void mt_context_open_ring(mt_context *c) {
 
 /* Channels between ranks r and r + 1, both ways; opened as those of the ring. */
 static void mt_context_open_pieces(mt_context *c) {
-    mt_context_pieces_of *p = &c->pieces;
+    mt_piece_list *p = &c->pieces;
     if (!c->plan.recurs) return;
     MT_CHECK(c->plan.ring->size == 1 || c->plan.a2a->size == 1);
     p->group = c->plan.ring->size > 1 ? c->plan.ring : c->plan.a2a;
@@ -9464,7 +9476,7 @@ mt_context *mt_context_create(const mt_context_plan *plan, const mt_ops *ops, vo
 
 void mt_context_destroy(mt_context *c) {
     if (!c) return;
-    const mt_context_pieces_of *p = &c->pieces;
+    const mt_piece_list *p = &c->pieces;
     mt_channel *channels[] = {c->kv_shift.to, c->kv_shift.from, c->sum_shift.to, c->sum_shift.from,
                               p->lower.to,    p->lower.from,    p->higher.to,    p->higher.from};
     mt_channels_close(c->ops, channels, 8);
@@ -9560,7 +9572,7 @@ static bool mt_context_inside(const mt_batch *whole, int64_t at) {
 
 /* The pieces of this rank, in order of position. */
 static void mt_context_cut_pieces(mt_context *c, const mt_batch *whole) {
-    mt_context_pieces_of *p = &c->pieces;
+    mt_piece_list *p = &c->pieces;
     int ranks = p->group->size, r = p->group->rank;
     p->count = 1;
     if (c->plan.ring->size == 1) {
@@ -9582,7 +9594,7 @@ static void mt_context_cut_pieces(mt_context *c, const mt_batch *whole) {
 
 /* Lists the spans of the pieces, and finds the spans whose sequence crosses the border of a piece. */
 static void mt_context_list_pieces(mt_context *c, const mt_batch *whole, mt_stream *stream) {
-    mt_context_pieces_of *p = &c->pieces;
+    mt_piece_list *p = &c->pieces;
     int64_t count = 0, row = 0;
     if (!c->plan.recurs) return;
     mt_context_cut_pieces(c, whole);
@@ -9831,7 +9843,7 @@ static void mt_context_message(const mt_context *c, mt_channel *channel, float *
 static void mt_context_carry(const mt_context *c, const mt_carry *carry,
                              void (*step)(const void *call, const mt_carried_state *state, bool backward),
                              const void *call, bool backward, mt_stream *stream) {
-    const mt_context_pieces_of *p = &c->pieces;
+    const mt_piece_list *p = &c->pieces;
     for (int64_t n = 0; n < p->count; n++) {
         int64_t slot = backward ? p->count - 1 - n : n;
         const mt_piece *piece = &p->pieces[slot];
@@ -12033,9 +12045,8 @@ static mt_update_args mt_bucket_update(const mt_model *m, const mt_bucket *b, in
 
 /* --optimizer-cpu-offload: some buckets are updated on the host, in pieces. A piece's gradients and parameters are
  * copied to one of two slots, the host updates them there, and the parameters are copied back; with streams of its own,
- * piece i is on its way while the host updates piece i - 1. Because parameters are copied both ways, a step
- * that a failed check skips leaves them unchanged. The same arithmetic on host and GPU: results do not depend on the
- * fraction. */
+ * piece i is copied while the host updates piece i - 1. Because parameters are copied both ways, a step that a failed
+ * check skips leaves them unchanged. The same arithmetic on host and GPU: results do not depend on the fraction. */
 enum { MT_HOST_PIECE = 1 << 22 }; // elements
 
 typedef struct mt_host_task {
@@ -12047,12 +12058,11 @@ typedef struct mt_host_task {
 } mt_host_task;
 
 typedef struct mt_host_optimizer {
-    mt_stream *in, *update,
-        *out;            // gradients to the host, updates, parameters to the device; the model's without overlap
-    char *slots[2];      // [MT_HOST_PIECE] gradients, then parameters
-    double *corrections; // [2] as in mt_update_args, on the host
-    float *scale;        // of the gradients, on the host
-    mt_host_task *tasks; // [2, num_tasks] of two steps: the host enqueues one while another runs
+    mt_stream *in, *update, *out;   // gradients to the host, updates, parameters back; the model's without overlap
+    char *slots[2];                 // [MT_HOST_PIECE] gradients, then parameters
+    double *corrections;            // [2] as in mt_update_args, on the host
+    float *scale;                   // of the gradients, on the host
+    mt_host_task *tasks;            // [2, num_tasks] of two steps: the host enqueues one while another runs
     int64_t num_tasks, step, count; // count: tasks of this step so far
 } mt_host_optimizer;
 
@@ -13314,8 +13324,8 @@ static mt_context_plan mt_model_context_plan(const mt_model *m, int level) {
         a2a = by_head ? block : one, ring = by_head ? one : block;
     }
     mt_context_plan plan = {.comm_type = m->options->cp_comm_type, .a2a = a2a, .ring = ring, .dtype = m->dtype};
-    plan.window = mt_options_common_window(m->options), plan.max_tokens = m->plan.max_tokens,
-    plan.train = m->plan.train;
+    plan.window = mt_options_common_window(m->options);
+    plan.max_tokens = m->plan.max_tokens, plan.train = m->plan.train;
     plan.num_heads = m->H, plan.num_groups = m->G, plan.head_size = m->D, plan.value_size = m->Dv;
     plan.recurs = mt_has_states(m->options);
     return plan;
@@ -15351,8 +15361,7 @@ typedef struct mt_delta_chunk {
     double *dG;                             // [L, Dk] whose first `decays` columns are used; terms cancel in its sums
 } mt_delta_chunk;
 
-/* Lays the arrays of a chunk into scratch, dG first, and returns the floats that they take; scratch NULL: only counts.
- */
+/* Lays the arrays of a chunk into scratch, dG first, and returns their floats; scratch NULL: only counts. */
 static int64_t mt_delta_place(mt_delta_chunk *c, const mt_delta_args *a, int64_t W, float *scratch) {
     int64_t by_key = MT_CHUNK * a->Dk, by_value = MT_CHUNK * W, square = MT_CHUNK * MT_CHUNK;
     int64_t used = 2 * by_key;
@@ -16371,8 +16380,7 @@ typedef struct mt_ssd_head {
     float dA_log, dD, ddt_bias;
 } mt_ssd_head;
 
-/* Lays the arrays of a chunk into scratch, dG first, and returns the floats that they take; scratch NULL: only counts.
- */
+/* Lays the arrays of a chunk into scratch, dG first, and returns their floats; scratch NULL: only counts. */
 static int64_t mt_ssd_place(mt_ssd_chunk *c, const mt_ssd_args *a, float *scratch) {
     const struct {
         float **array;
@@ -16401,9 +16409,10 @@ static void mt_ssd_load_rows(const mt_ssd_chunk *c, float *rows, const void *x, 
     }
 }
 
-/* B and C of a group and their products; c's tokens are set. */
-static void mt_ssd_load_group(mt_ssd_chunk *c, int64_t group) {
+/* The chunk from token t of a span on: B and C of a group and their products. */
+static void mt_ssd_load_group(mt_ssd_chunk *c, const mt_span *span, int64_t t, int64_t group) {
     const mt_ssd_args *a = c->a;
+    c->row = span->q_start + t, c->L = mt_min(MT_CHUNK, span->q_len - t);
     mt_matrix B = {.data = c->B, .stride = a->N}, C = {.data = c->C, .stride = a->N};
     mt_ssd_load_rows(c, c->B, a->B, a->stride, group * a->N, a->N);
     mt_ssd_load_rows(c, c->C, a->C, a->stride, group * a->N, a->N);
@@ -16478,8 +16487,7 @@ static void mt_cpu_ssd_forward(const mt_ssd_args *a, mt_dtype dtype, mt_stream *
             if (!before) memset(S, 0, (size_t)(heads * size) * sizeof *S);
             if (before && before != S) memcpy(S, before, (size_t)(heads * size) * sizeof *S);
             for (int64_t t = 0; t < span->q_len; t += c.L) {
-                c.row = span->q_start + t, c.L = mt_min(MT_CHUNK, span->q_len - t);
-                mt_ssd_load_group(&c, group);
+                mt_ssd_load_group(&c, span, t, group);
                 for (int64_t h = 0; h < heads; h++) {
                     int64_t head = group * heads + h;
                     mt_ssd_head w = mt_ssd_load_parameters(a, head, dtype);
@@ -16593,8 +16601,7 @@ static void mt_ssd_span_backward(mt_ssd_chunk *c, int64_t s, int64_t group, floa
     for (int64_t step = 0; step < 2 * chunks - 1; step++) { // the states before all chunks; then the chunks in reverse
         bool forward = step < chunks - 1;
         int64_t n = forward ? step : 2 * chunks - 2 - step;
-        c->row = span->q_start + n * MT_CHUNK, c->L = mt_min(MT_CHUNK, span->q_len - n * MT_CHUNK);
-        mt_ssd_load_group(c, group);
+        mt_ssd_load_group(c, span, n * MT_CHUNK, group);
         memset(c->dB, 0, (size_t)(c->L * a->N) * sizeof *c->dB);
         memset(c->dC, 0, (size_t)(c->L * a->N) * sizeof *c->dC);
         memset(c->dCB, 0, (size_t)(c->L * c->L) * sizeof *c->dCB);
@@ -16635,13 +16642,8 @@ static void mt_cpu_ssd_backward(const mt_ssd_args *a, mt_dtype dtype, mt_stream 
         }
     }
 }
-/* ---- the scan over the pieces of context parallelism */
 
-/* The chunk's tokens: those from token t of a span on, of a group. */
-static void mt_ssd_load(mt_ssd_chunk *c, const mt_span *span, int64_t t, int64_t group) {
-    c->row = span->q_start + t, c->L = mt_min(MT_CHUNK, span->q_len - t);
-    mt_ssd_load_group(c, group);
-}
+/* ---- the scan over the pieces of context parallelism */
 
 static void mt_cpu_ssd_map_forward(const mt_ssd_args *a, mt_dtype dtype, mt_stream *stream) {
     int64_t heads = a->H / a->G, size = a->N * a->P;
@@ -16656,7 +16658,7 @@ static void mt_cpu_ssd_map_forward(const mt_ssd_args *a, mt_dtype dtype, mt_stre
             float *maps = a->maps + (slot * a->H + group * heads) * (size + 1);
             for (int64_t i = 0; i < heads * (size + 1); i++) maps[i] = i % (size + 1) == size;
             for (int64_t t = 0; t < span->q_len; t += c.L) {
-                mt_ssd_load(&c, span, t, group);
+                mt_ssd_load_group(&c, span, t, group);
                 for (int64_t h = 0; h < heads; h++) {
                     float *map = maps + h * (size + 1);
                     mt_ssd_head w = mt_ssd_load_parameters(a, group * heads + h, dtype);
@@ -16681,7 +16683,7 @@ static void mt_cpu_ssd_map_backward(const mt_ssd_args *a, mt_dtype dtype, mt_str
             float *dS = a->dmaps + (slot * a->H + group * heads) * size;
             memset(dS, 0, (size_t)(heads * size) * sizeof *dS);
             for (int64_t n = mt_divide_up(span->q_len, MT_CHUNK) - 1; n >= 0; n--) {
-                mt_ssd_load(&c, span, n * MT_CHUNK, group);
+                mt_ssd_load_group(&c, span, n * MT_CHUNK, group);
                 for (int64_t h = 0; h < heads; h++) {
                     int64_t head = group * heads + h;
                     mt_ssd_head w = mt_ssd_load_parameters(a, head, dtype);
