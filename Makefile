@@ -175,8 +175,8 @@ progress = $(if $(V),:,$(eval BUILT += x)echo "[$(words $(BUILT))$(TOTAL:%=/%)] 
 # ---- Programs --------------------------------------------------------------------------------------------------------
 
 all: $(OBJECTS) $(PROGRAMS)
-everything: all $(TEST_PROGRAMS) $(CRASH_SHIM) $(BENCH_PROGRAMS) $(EXAMPLE_PROGRAMS) $(CUDA_EXAMPLES) $(MINI) $(DRAW) \
-	$(FUZZ_LAYOUTS) $(FUZZERS:%.c=$(B)/%.o)
+everything: all $(TEST_PROGRAMS) $(CRASH_SHIM) $(BENCH_PROGRAMS) $(EXAMPLE_PROGRAMS) $(CUDA_EXAMPLES) \
+	$(if $(MINI),$(MINI_PROGRAMS)) $(DRAW) $(FUZZ_LAYOUTS) $(FUZZERS:%.c=$(B)/%.o)
 
 define link_program
 @mkdir -p $(@D); $(call progress,LD $@)

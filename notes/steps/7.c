@@ -371,14 +371,14 @@ static void attend_forward(const model *m, double *out, double *lse, const doubl
                 double score = dot(q, k, D) / sqrt((double)D), old_lse = lse[t * m->H + h];
                 double *o = out + (t * m->H + h) * D;
                 double new_lse = fmax(old_lse, score) + log1p(exp(-fabs(old_lse - score)));
-                double shrink = exp(old_lse - new_lse), p = exp(score - new_lse);
-                for (int64_t d = 0; d < D; d++) o[d] = o[d] * shrink + p * v[d];
+                double shrink = exp(old_lse - new_lse), prob = exp(score - new_lse);
+                for (int64_t d = 0; d < D; d++) o[d] = o[d] * shrink + prob * v[d];
                 lse[t * m->H + h] = new_lse;
             }
 }
 
-/* With the final lse, p = exp(score - lse) is the probability. `delta` is the sum over keys of p dp, which is dout out.
- */
+/* With the final lse, exp(score - lse) is the probability. `delta` is the sum over keys of probability x dprobability,
+ * which is dout out. */
 static void attend_backward(const model *m, double *dqkv, double *dkv, const double *dout, const double *delta,
                             const double *lse, const double *qkv, const double *kv, int64_t owner) {
     int64_t width = (m->H + 2 * m->G) * m->D, D = m->D;
@@ -389,11 +389,11 @@ static void attend_backward(const model *m, double *dqkv, double *dkv, const dou
                 int64_t at_k = (j * 2 * m->G + h * m->G / m->H) * D, at_v = at_k + m->G * D;
                 const double *q = qkv + t * width + h * D, *k = kv + at_k, *v = kv + at_v;
                 const double *dhead = dout + (t * m->H + h) * D;
-                double p = exp(dot(q, k, D) / sqrt((double)D) - lse[t * m->H + h]);
-                double dscore = p * (dot(dhead, v, D) - delta[t * m->H + h]) / sqrt((double)D);
+                double prob = exp(dot(q, k, D) / sqrt((double)D) - lse[t * m->H + h]);
+                double dscore = prob * (dot(dhead, v, D) - delta[t * m->H + h]) / sqrt((double)D);
                 add(dqkv + t * width + h * D, dscore, k, D);
                 add(dkv + at_k, dscore, q, D);
-                add(dkv + at_v, p, dhead, D);
+                add(dkv + at_v, prob, dhead, D);
             }
 }
 
