@@ -148,7 +148,12 @@ pages_are_the_differences() {
         echo "$steps/$step.md: shows another difference, or not all of it; \`make notes\` writes what it is now"
         return 1
     done
-    # A page that leaves out a section, or has a line of its own, is not the difference.
+    # A section without changes is an error. A page that leaves out a section, or has a line of its own, is not the
+    # difference.
+    if echo "<!-- diff $steps/1.c $steps/2.c attention -->" | awk -f notes/weave.awk >"$work/out" 2>"$work/err"; then
+        echo "notes/weave.awk accepts a section without changes"
+        return 1
+    fi
     sed '/diff .* optimizer -->/,/^```$/d' $steps/3.md >"$work/3.md"
     ! is_the_difference 3 "$work/3.md" && sed 's/^+ /+  /' $steps/3.md >"$work/3.md" &&
         ! is_the_difference 3 "$work/3.md"
