@@ -1395,6 +1395,29 @@ static void yaml_lists_the_layers_of_every_option_that_names_them(void **state) 
     }
 }
 
+/* A file of options has what a file of roles has: aliases, merges, references. */
+static void yaml_values_may_be_aliases_merges_and_references(void **state) {
+    (void)state;
+    static const char text[] = "model: &small\n  num_layers: 2\n  hidden_size: &width 64\n  lr: 1\n"
+                               "again: {<<: *small, lr: 1.0, ffn_hidden_size: *width}\n"
+                               "seq_length: ${model.num_layers}${.num_layers_too}\nnum_layers: ${layers}\nlayers: 2\n"
+                               "save: \"/a/\\\\${x}\"\ntensorboard_dir: 1_000\n";
+    mt_run_options options;
+    mt_error error = {""};
+    assert_int_equal(read_yaml(&options, text, &error), -1);
+    assert_non_null(strstr(error.text, "run.yaml:6: ${.num_layers_too}: the file has no such key"));
+    mt_options_free(&options);
+    char *good = mt_strdup(text), *wrong = strstr(good, "_too");
+    memmove(wrong, wrong + 4, strlen(wrong + 4) + 1);
+    if (read_yaml(&options, good, &error) != 0) fail_msg("%s", error.text);
+    assert_int_equal(options.stack.seq_length, 22);
+    assert_int_equal(options.stack.ffn_hidden_size, 64);
+    assert_string_equal(options.save, "/a/${x}");
+    assert_string_equal(options.tensorboard_dir, "1_000");
+    mt_options_free(&options);
+    free(good);
+}
+
 static void expect_yaml_error(const char *text, const char *expected) {
     mt_run_options options;
     mt_error error = {""};
@@ -1485,12 +1508,31 @@ static void bad_yaml_is_refused_with_file_and_line(void **state) {
     expect_yaml_error("- lr\n", "expects lines such as");
     expect_yaml_error("lr\n", "expects lines such as");
     expect_yaml_error("? [a]\n: 3\n", "expects the name of an option");
-    expect_yaml_error("a: &x {lr: 1}\nb: *x\n", "anchors and aliases are not supported");
-    expect_yaml_error("lr: &x 1\n", "anchors and aliases are not supported");
+    expect_yaml_error("a: &x {lr: 1}\nb: *x\nlr: 2\n", "run.yaml:3: lr is given twice in this file");
+    expect_yaml_error("a: &x {<<: *x}\n", "run.yaml:1: << merges what is no section, or itself");
+    expect_yaml_error("a: &x {b: *x}\n", "sections are nested deeper");
+    expect_yaml_error("a: &x [1, *x]\ndata_path: *x\n", "run.yaml:2: data_path expects plain values in its");
+    expect_yaml_error("data_path: &x [1, *x]\n", "expects plain values in its list");
+    expect_yaml_error("lr: ${nothing.here}\n", "run.yaml:1: ${nothing.here}: the file has no such key");
+    expect_yaml_error("lr: ${lr}\n", "run.yaml:1: '${lr}' refers to itself");
     expect_yaml_error("lr: \"1\n", "run.yaml:");
     expect_yaml_error("lr: 1\n---\nlr: 2\n", "a second document");
     expect_yaml_error("save: \"a\\0b\"\n", "holds a zero byte");
     expect_yaml_error("a: {b: {c: {d: {e: {f: {g: {h: {i: 1}}}}}}}}\n", "nested deeper");
+}
+
+/* Each section has the keys of all before it. */
+static void yaml_merges_do_not_explode(void **state) {
+    (void)state;
+    char *text = mt_calloc(1 << 16), *end = text;
+    for (int i = 0; i < 60; i++) {
+        end += sprintf(end, "s%d: &s%d {", i, i);
+        for (int j = 0; j < 40; j++) end += sprintf(end, "k%d_%d: 1, ", i, j);
+        end += i > 0 ? sprintf(end, "<<: *s%d}\n", i - 1) : sprintf(end, "a: 1}\n");
+    }
+    expect_yaml_error(text, "holds more than options could need");
+    expect_role_error(text, "holds more than options could need");
+    free(text);
 }
 
 static void huge_yaml_is_refused(void **state) {
@@ -3536,6 +3578,8 @@ static const struct CMUnitTest tests[] = {
     cmocka_unit_test(deep_yaml_is_refused_before_it_is_parsed),
     cmocka_unit_test(many_anchors_are_refused_before_they_are_parsed),
     cmocka_unit_test(many_unknown_names_are_counted),
+    cmocka_unit_test(yaml_values_may_be_aliases_merges_and_references),
+    cmocka_unit_test(yaml_merges_do_not_explode),
     cmocka_unit_test(huge_yaml_is_refused),
     cmocka_unit_test(an_empty_yaml_sets_nothing),
 #else

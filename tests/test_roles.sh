@@ -941,7 +941,7 @@ references_do_not_explode() {
         echo "a$i: \${a$((i + 1))}\${a$((i + 1))}\${a$((i + 1))}\${a$((i + 1))}"
     done >>"$work/bomb.yaml"
     echo 'a13: xxxxxxxx' >>"$work/bomb.yaml"
-    refused 'holds more than a file of roles could need\|16 KiB' timeout $hang "$train" --config "$work/bomb.yaml" \
+    refused 'holds more than options could need\|64 KiB' timeout $hang "$train" --config "$work/bomb.yaml" \
         --role sft_train --print-config
 }
 

@@ -154,12 +154,11 @@ static int mt_option_reader_take_entry(mt_option_reader *reader, const mt_role_e
     return 0;
 }
 
-int mt_option_reader_read_role(mt_option_reader *reader, const char *role, const char *text, int64_t bytes,
-                               const char *path, mt_error *error) {
+int mt_option_reader_read_role(mt_option_reader *reader, const char *role, mt_yaml *yaml) {
     mt_role_config config;
-    int status = mt_role_config_read(&config, role, text, bytes, path, error);
+    int status = mt_role_config_read(&config, role, yaml);
     for (int64_t i = 0; i < config.count && status == 0; i++)
-        status = mt_option_reader_take_entry(reader, &config.entries[i], path, error);
+        status = mt_option_reader_take_entry(reader, &config.entries[i], yaml->path, yaml->error);
     reader->options->config_devices = config.num_devices;
     reader->role_rests = !config.trains;
     mt_role_config_free(&config);

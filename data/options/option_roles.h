@@ -3,14 +3,14 @@
 #define MT_OPTION_ROLES_H
 
 #include "option_reader.h"
+#include "yaml.h"
 
 #ifdef __cplusplus
 extern "C" {
 #endif
 
-/* Reads a text as mt_options_read_role does; refusals wait for mt_option_reader_report. */
-int mt_option_reader_read_role(mt_option_reader *reader, const char *role, const char *text, int64_t bytes,
-                               const char *path, mt_error *error);
+/* Reads a file as mt_options_read_role does; refusals wait for mt_option_reader_report. */
+int mt_option_reader_read_role(mt_option_reader *reader, const char *role, mt_yaml *yaml);
 
 /* True if the command line has the option. */
 bool mt_option_is_typed(const mt_option_reader *reader, size_t offset);

@@ -3,14 +3,14 @@
 #define MT_OPTION_YAML_H
 
 #include "option_reader.h"
+#include "yaml.h"
 
 #ifdef __cplusplus
 extern "C" {
 #endif
 
-/* Reads a YAML text as mt_options_read_yaml does; refusals wait for mt_option_reader_report. */
-int mt_option_reader_read_yaml(mt_option_reader *reader, const char *text, int64_t bytes, const char *path,
-                               mt_error *error);
+/* Reads a YAML file as mt_options_read_yaml does; refusals wait for mt_option_reader_report. */
+int mt_option_reader_read_yaml(mt_option_reader *reader, mt_yaml *yaml);
 
 #ifdef __cplusplus
 }

@@ -15,37 +15,47 @@
 int mt_options_read_yaml(mt_run_options *options, mt_program program, const char *text, int64_t bytes, const char *path,
                          mt_error *error) {
     mt_option_reader reader = {.options = options, .program = program};
-    int status = mt_option_reader_read_yaml(&reader, text, bytes, path, error);
+    mt_yaml yaml;
+    if (mt_yaml_open(&yaml, text, bytes, path, error) != 0) return -1;
+    int status = mt_option_reader_read_yaml(&reader, &yaml);
     if (!status) status = mt_option_reader_report(&reader, error);
     mt_option_reader_free(&reader);
+    mt_yaml_close(&yaml);
     return status;
 }
 
 int mt_options_read_role(mt_run_options *options, mt_program program, const char *role, const char *text, int64_t bytes,
                          const char *path, mt_error *error) {
     mt_option_reader reader = {.options = options, .program = program};
-    int status = mt_option_reader_read_role(&reader, role, text, bytes, path, error);
+    mt_yaml yaml;
+    if (mt_yaml_open(&yaml, text, bytes, path, error) != 0) return -1;
+    int status = mt_option_reader_read_role(&reader, role, &yaml);
     if (!status) status = mt_option_reader_report(&reader, error);
     if (!status) mt_option_reader_yield(&reader, 0);
     mt_option_reader_free(&reader);
+    mt_yaml_close(&yaml);
     return status;
 }
 
 /* Reads the file of --config; `role` is that of --role, or NULL. */
 static int mt_options_read_config(mt_option_reader *reader, const char *path, const char *role, mt_error *error) {
     int64_t bytes;
+    mt_yaml yaml;
     char *text = mt_file_read(path, MT_CONFIG_BYTES, &bytes, error), roles[400];
-    int result = !text ? -1 : 0;
-    if (text && role)
-        result = mt_option_reader_read_role(reader, role, text, bytes, path, error);
-    else if (text && mt_role_config_detect(roles, text, bytes))
-        result = mt_error_set(error, "%s: has the roles %s; choose one with --role", path, roles);
-    else if (text)
-        result = mt_option_reader_read_yaml(reader, text, bytes, path, error);
+    int status = text ? mt_yaml_open(&yaml, text, bytes, path, error) : -1;
+    if (status == 0) {
+        if (role)
+            status = mt_option_reader_read_role(reader, role, &yaml);
+        else if (mt_role_config_detect(roles, &yaml))
+            status = mt_error_set(error, "%s: has the roles %s; choose one with --role", path, roles);
+        else
+            status = mt_option_reader_read_yaml(reader, &yaml);
+        mt_yaml_close(&yaml);
+    }
     free(text);
-    if (!result && reader->options->config)
+    if (!status && reader->options->config)
         return mt_error_set(error, "%s: names another --config; one file is read, from the command line", path);
-    return result;
+    return status;
 }
 
 int mt_options_read(mt_run_options *options, mt_program program, int argc, char **argv, mt_error *error) {
