@@ -1,4 +1,4 @@
-/* option_yaml.c: options in a YAML file. */
+/* option_yaml.c: the settings of a YAML file of options. */
 #include "option_yaml.h"
 
 #include <stdlib.h>
@@ -9,119 +9,132 @@ enum { MT_YAML_DEPTH = 8 };
 /* A YAML file being read. */
 typedef struct mt_yaml_file {
     mt_yaml *yaml;
-    mt_option_reader *reader;
-    uint64_t seen[sizeof((mt_run_options *)0)->given / sizeof(uint64_t)]; // options that this text has named
+    mt_givens *givens;
+    bool has_words; // the keys at hand are words of a command line
     int depth;
 } mt_yaml_file;
 
-/* Reads a list of zeros and ones, one for each layer, as the text "[0,1,1]". */
-static int mt_yaml_read_layers(mt_yaml_file *file, const mt_setting *setting, const mt_yaml_node *node,
-                               const char *where) {
-    char *list = NULL;
-    size_t size;
-    int status = 0;
-    FILE *text = open_memstream(&list, &size);
-    MT_CHECK(text);
-    for (int64_t i = 0; i < node->count && !status; i++) {
-        const char *layer = node->values[i]->text;
-        if (strcmp(layer, "0") != 0 && strcmp(layer, "1") != 0)
-            status = mt_error_set(file->yaml->error, "%s expects 0 or 1 for each layer in its list", where);
-        fprintf(text, "%c%s", i > 0 ? ',' : '[', layer);
-    }
-    fputs(node->count > 0 ? "]" : "[]", text);
-    MT_CHECK(fclose(text) == 0);
-    if (!status) status = mt_setting_set(file->reader, setting, list, where, file->yaml->error);
-    free(list);
-    return status;
-}
-
-/* Reads a value of a setting, or one of its list. */
-static int mt_yaml_read_text(mt_yaml_file *file, const mt_setting *setting, mt_yaml_node *node, const char *where) {
-    mt_yaml *yaml = file->yaml;
-    mt_option_type type = setting->row ? setting->row->type : MT_STRING;
-    bool wants_number = type == MT_INT || type == MT_REAL || type == MT_INTS || type == MT_REALS;
-    if (mt_yaml_visit(yaml, node) != 0 || mt_yaml_follow(yaml, &node) != 0) return -1;
-    if (node->kind != MT_YAML_TEXT) return mt_error_set(yaml->error, "%s expects plain values in its list", where);
-    char *text = mt_yaml_value(yaml, node, wants_number);
-    int status = text ? mt_setting_set(file->reader, setting, text, where, yaml->error) : -1;
-    free(text);
-    return status;
-}
-
-static int mt_yaml_read_value(mt_yaml_file *file, const mt_setting *setting, mt_yaml_node *node, const char *where) {
-    bool is_list = node->kind == MT_YAML_LIST;
+/* Adds the words of a text: several for an option of several words, which may be in brackets, "[a b]". */
+static void mt_yaml_add_words(mt_given *given, const mt_option *row, char *text) {
     mt_layer_freq_rule rule;
-    if (is_list && mt_option_names_layers(setting->row, &rule)) return mt_yaml_read_layers(file, setting, node, where);
-    if (is_list && (!setting->row || !mt_option_is_list(setting->row)))
-        return mt_error_set(file->yaml->error, "%s expects %s, not a list", where, mt_setting_metavar(setting));
-    if (setting->row && !setting->megatron.value) mt_option_clear(file->reader->options, setting->row);
-    if (!is_list) return mt_yaml_read_text(file, setting, node, where);
-    for (int64_t i = 0; i < node->count; i++)
-        if (mt_yaml_read_text(file, setting, node->values[i], where) != 0) return -1;
+    if (!row || !mt_option_is_list(row) || mt_option_names_layers(row, &rule)) {
+        mt_strings_add(&given->values, text);
+        return;
+    }
+    size_t length = strlen(text);
+    bool has_brackets = length > 1 && text[0] == '[' && text[length - 1] == ']';
+    if (has_brackets) text[length - 1] = 0;
+    char *rest = NULL;
+    for (char *word = strtok_r(text + has_brackets, " \t\r\n", &rest); word; word = strtok_r(NULL, " \t\r\n", &rest))
+        mt_strings_add(&given->values, word);
+}
+
+/* Adds a text to the values of the last setting. */
+static int mt_yaml_add_text(mt_yaml_file *file, const mt_option *row, mt_yaml_node *node) {
+    mt_yaml *yaml = file->yaml;
+    mt_given *given = &file->givens->items[file->givens->count - 1];
+    mt_layer_freq_rule rule;
+    mt_option_type type = row ? row->type : MT_STRING;
+    bool wants_number = type == MT_INT || type == MT_REAL || type == MT_INTS || type == MT_REALS, is_on = false;
+    if (mt_yaml_visit(yaml, node) != 0 || mt_yaml_follow(yaml, &node) != 0) return -1;
+    if (node->kind != MT_YAML_TEXT)
+        return mt_error_set(yaml->error, "%s expects %s in its list", given->where,
+                            mt_option_names_layers(row, &rule) ? "0 or 1 for each layer" : "plain values");
+    *yaml->unset = 0;
+    char *text = mt_yaml_value(yaml, node, wants_number);
+    if (!text) return -1;
+    if (*yaml->unset && !given->unset) given->unset = mt_strdup(yaml->unset);
+    bool is_flag = given->form == MT_GIVEN_WORDS && node->is_plain && mt_parse_bool(text, &is_on) && is_on;
+    if (given->form == MT_GIVEN_WORDS && !is_flag)
+        mt_yaml_add_words(given, row, text);
+    else if (!is_flag)
+        mt_strings_add(&given->values, text);
+    free(text);
     return 0;
 }
 
-/* Reads the option `name`; `position` is the file and line. */
-static int mt_yaml_read_option(mt_yaml_file *file, const char *name, mt_yaml_node *node, const char *position) {
-    char where[400];
-    mt_option_reader *reader = file->reader;
+/* Adds a setting. */
+static int mt_yaml_add(mt_yaml_file *file, const mt_yaml_node *key, mt_yaml_node *node) {
+    char position[300];
+    const char *name = key->text + (strncmp(key->text, "--", 2) == 0 ? 2 : 0);
     mt_setting setting = mt_setting_find(name, strlen(name));
-    bool is_text = node->kind == MT_YAML_TEXT, is_null = mt_yaml_is_null(node);
-    if (!mt_setting_is_accepted(&setting, reader->program)) {
-        bool is_unknown = !setting.row && setting.megatron.kind == MT_NAME_UNKNOWN;
-        if (is_unknown && file->depth == 1 && mt_yaml_refers_to(file->yaml, name)) return 0; // a value of other keys
-        if (!is_null || setting.megatron.kind == MT_NAME_UNKNOWN)
-            mt_option_reader_refuse(reader, &setting, position, name, strlen(name), is_text ? node->text : NULL);
-        return 0;
-    }
-    snprintf(where, sizeof where, "%s%.80s", position, name);
-    if (node->kind == MT_YAML_SECTION)
-        return mt_error_set(file->yaml->error, "%s expects %s, not a section", where, mt_setting_metavar(&setting));
-    if (is_null) return 0;
-    if (is_text) mt_setting_take_share(&setting, node->text);
-    if (is_text && mt_setting_is_default(&setting, node->text)) return 0;
-    if (!setting.row || setting.megatron.value) return mt_yaml_read_value(file, &setting, node, where);
-    size_t offset = setting.row->offset;
-    bool again = file->seen[offset / 64] >> offset % 64 & 1;
-    char *before = again ? mt_option_text(reader->options, setting.row) : NULL;
-    file->seen[offset / 64] |= (uint64_t)1 << offset % 64;
-    int status = mt_yaml_read_value(file, &setting, node, where);
-    char *after = again && status == 0 ? mt_option_text(reader->options, setting.row) : NULL;
-    if (after && strcmp(before, after) != 0)
-        status = mt_error_set(file->yaml->error, "%s is given twice in this file, with the values %.100s and %.100s",
-                              where, before, after);
-    free(before), free(after);
-    return status;
+    bool is_unknown = !setting.row && setting.megatron.kind == MT_NAME_UNKNOWN, is_list = node->kind == MT_YAML_LIST;
+    if (is_unknown && file->depth == 1 && mt_yaml_refers_to(file->yaml, name)) return 0; // a value of other keys
+    mt_given_form form = mt_yaml_is_null(node)           ? MT_GIVEN_NULL
+                         : node->kind == MT_YAML_SECTION ? MT_GIVEN_SECTION
+                         : file->has_words && !is_list   ? MT_GIVEN_WORDS
+                         : is_list                       ? MT_GIVEN_LIST
+                                                         : MT_GIVEN_TEXT;
+    snprintf(position, sizeof position, "%.250s:%lld: ", file->yaml->path, key->line);
+    mt_givens_add(file->givens, MT_SOURCE_FILE, form, position, name)->line = key->line;
+    if (form == MT_GIVEN_NULL || form == MT_GIVEN_SECTION) return 0;
+    mt_layer_freq_rule rule;
+    bool takes_list = setting.row && (mt_option_is_list(setting.row) || mt_option_names_layers(setting.row, &rule));
+    if (is_list && !takes_list) return 0; // an error, or refused
+    if (!is_list) return mt_yaml_add_text(file, setting.row, node);
+    for (int64_t i = 0; i < node->count; i++)
+        if (mt_yaml_add_text(file, setting.row, node->values[i]) != 0) return -1;
+    return 0;
 }
 
-/* Reads the keys of a section; the names of sections have no meaning. */
-static int mt_yaml_read_section(mt_yaml_file *file, const mt_yaml_node *section) {
+/* Adds the keys of a section; the names of sections have no meaning. */
+static int mt_yaml_add_section(mt_yaml_file *file, const mt_yaml_node *section) {
     mt_yaml *yaml = file->yaml;
     for (int64_t i = 0; i < section->count; i++) {
         const mt_yaml_node *key = section->keys[i];
         mt_yaml_node *node = section->values[i];
-        char position[300];
-        snprintf(position, sizeof position, "%.250s:%lld: ", yaml->path, key->line);
         if (mt_yaml_visit(yaml, key) != 0 || mt_yaml_visit(yaml, node) != 0) return -1;
-        if (key->kind != MT_YAML_TEXT) return mt_yaml_fail(yaml, key, "expects the name of an option");
+        if (key->kind != MT_YAML_TEXT || !*key->text) return mt_yaml_fail(yaml, key, "expects the name of an option");
         if (mt_yaml_follow(yaml, &node) != 0) return -1;
-        if (node->kind != MT_YAML_SECTION || mt_option_find(key->text, strlen(key->text))) {
-            if (mt_yaml_read_option(file, key->text, node, position) != 0) return -1;
+        if (file->has_words || node->kind != MT_YAML_SECTION || mt_option_find(key->text, strlen(key->text))) {
+            if (mt_yaml_add(file, key, node) != 0) return -1;
             continue;
         }
         if (file->depth == MT_YAML_DEPTH)
-            return mt_error_set(yaml->error, "%s%.80s: sections are nested deeper than %d", position, key->text,
-                                MT_YAML_DEPTH);
+            return mt_error_set(yaml->error, "%s:%lld: %.80s: sections are nested deeper than %d", yaml->path,
+                                key->line, key->text, MT_YAML_DEPTH);
         file->depth++;
-        if (mt_yaml_read_section(file, node) != 0) return -1;
+        if (mt_yaml_add_section(file, node) != 0) return -1;
         file->depth--;
     }
     return 0;
 }
 
-int mt_option_reader_read_yaml(mt_option_reader *reader, mt_yaml *yaml) {
-    mt_yaml_file file = {.yaml = yaml, .reader = reader, .depth = 1};
-    if (!yaml->root || mt_yaml_is_null(yaml->root)) return 0;
-    if (yaml->root->kind == MT_YAML_SECTION) return mt_yaml_read_section(&file, yaml->root);
-    return mt_yaml_fail(yaml, yaml->root, "expects lines such as `num_layers: 12`");
+/* Adds the section MODEL_ARGS, and notes the other keys. */
+static int mt_yaml_add_model_args(mt_yaml_file *file, const mt_yaml_node *root, mt_option_reader *reader) {
+    char where[400];
+    for (int64_t i = 0; i < root->count; i++) {
+        const mt_yaml_node *key = root->keys[i], *node = root->values[i];
+        bool is_mode = strcmp(key->text, "MODE") == 0 && node->kind == MT_YAML_TEXT, is_refused = false;
+        if (is_mode) is_refused = !mt_yaml_is_null(node) && strcmp(node->text, "pretraining") != 0;
+        snprintf(where, sizeof where, "%.250s:%lld: %.80s", file->yaml->path, key->line, key->text);
+        if (strcmp(key->text, "MODEL_ARGS") == 0) {
+            file->has_words = true;
+            if (mt_yaml_add_section(file, node) != 0) return -1;
+        } else if (is_refused) {
+            mt_refusal *refusal = mt_option_reader_add_refusal(reader);
+            if (!refusal) continue;
+            snprintf(refusal->position, sizeof refusal->position, "%.250s:%lld: ", file->yaml->path, key->line);
+            snprintf(refusal->name, sizeof refusal->name, "MODE");
+            snprintf(refusal->reason, sizeof refusal->reason,
+                     "is %.80s, whose file is not read: it is of another program of Megatron-LM than its pre-training",
+                     node->text);
+        } else if (!is_mode) {
+            bool is_variables = strcmp(key->text, "ENV_VARS") == 0;
+            mt_strings_add(&reader->idle, where);
+            mt_strings_add(&reader->idle, is_variables ? "its variables are for ${...} alone; export what the run needs"
+                                                       : "MODEL_ARGS has the options; the other keys are of the test");
+        }
+    }
+    return 0;
+}
+
+int mt_givens_add_yaml(mt_givens *givens, mt_yaml *yaml, mt_option_reader *reader) {
+    mt_yaml_file file = {.yaml = yaml, .givens = givens, .depth = 1};
+    const mt_yaml_node *root = yaml->root, *args = mt_yaml_get(root, "MODEL_ARGS");
+    yaml->keeps_unset = true;
+    if (!root || mt_yaml_is_null(root)) return 0;
+    if (args && args->kind == MT_YAML_SECTION) return mt_yaml_add_model_args(&file, root, reader);
+    if (root->kind == MT_YAML_SECTION) return mt_yaml_add_section(&file, root);
+    return mt_yaml_fail(yaml, root, "expects lines such as `num_layers: 12`");
 }

@@ -185,9 +185,9 @@ static char *expand_path(mt_yaml *yaml, const mt_yaml_node *from, const char *pa
     yaml->error = error;
     if (status != 0 && variable) return mt_strdup(variable);
     if (status != 0 && keeps) {
-        char written[MT_YAML_BYTES];
-        snprintf(written, sizeof written, "${%.1000s}", path);
-        yaml->num_unset++;
+        char written[120];
+        snprintf(yaml->unset, sizeof yaml->unset, "%.110s", path);
+        snprintf(written, sizeof written, "${%.110s}", path);
         return mt_strdup(written);
     }
     if (status != 0) return may_be_absent(yaml, path) ? mt_strdup("null") : NULL;

@@ -34,8 +34,8 @@ typedef struct mt_yaml {
     int64_t bytes;
     mt_yaml_node *root;      // NULL: an empty text
     const char *absent_path; // references to what begins with this are null where there is no such key; NULL: none are
-    bool keeps_unset;        // mt_yaml_value keeps a variable that is not set as it is written, and counts it
-    int64_t num_unset;
+    bool keeps_unset;        // mt_yaml_value keeps a variable that is not set as it is written, and names it:
+    char unset[112];
     mt_yaml_node *nodes;
     int64_t num_nodes;
     int64_t visits; // see mt_yaml_visit
