@@ -993,6 +993,24 @@ the_command_line_wins() {
         --save $work/none --train-data-path $work/data.json"
 }
 
+# MODEL_ARGS of a file of Megatron-LM's tests, with variables of ENV_VARS and of the environment.
+a_file_of_megatrons_tests_trains() {
+    file=$roles/megatron_test.yaml
+    "$train" --config "$file" --print-config >"$work/out" 2>"$work/err" || return 1
+    says 'save: no effect: has ${MT_TEST_WORK}, which is not set' "$work/out" && shows num-layers 2 &&
+        says '^  hidden-size  *32  *# megatron_test.yaml:10$' "$work/out" && shows recompute-modules 'core_attn mlp' &&
+        says 'TEST_TYPE, .*LAUNCHER: no effect: MODEL_ARGS has the options' "$work/out" &&
+        refused 'megatron_test.yaml:32: save has ${MT_TEST_WORK}, which is not set; export it' "$train" \
+            --config "$file" || return 1
+    MT_TEST_WORK=$work "$train" --config "$file" --seed 3 >"$work/out" 2>"$work/err" || return 1
+    says '^     3/3 .* loss ' "$work/out" && says 'saved iteration 3 to .*/run' "$work/out" &&
+        [ -f "$work/run/config.json" ] || return 1
+    "$train" --config "$file" --save "$work/mine" --train-iters 2 >"$work/out" 2>"$work/err" &&
+        says 'saved iteration 2 to .*/mine' "$work/out" &&
+        refused '--hidden-size (.*megatron_test.yaml:10) 32 must be' "$train" --config "$file" --save "$work/mine" \
+            --num-attention-heads 5
+}
+
 # total batch = per device x accumulation x data-parallel ranks
 the_batch_grows_with_the_ranks() {
     for ranks in 1 2 4; do
@@ -1146,6 +1164,7 @@ check references_do_not_explode references_do_not_explode
 check roles_are_named roles_are_named
 check a_short_run_keeps_the_learning_rates a_short_run_keeps_the_learning_rates
 check the_command_line_wins the_command_line_wins
+check a_file_of_megatrons_tests_trains a_file_of_megatrons_tests_trains
 if [ -n "${HAVE_MPI:-}" ] && command -v mpirun >/dev/null; then
     check the_batch_grows_with_the_ranks the_batch_grows_with_the_ranks
 fi

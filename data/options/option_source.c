@@ -237,6 +237,12 @@ static int mt_given_take(mt_option_reader *reader, const mt_given *given, const 
     return status;
 }
 
+/* True if a setting has a variable that is not set, and an effect. */
+static bool mt_given_lacks_variable(const mt_given *given, mt_program program) {
+    mt_setting setting = mt_setting_find(given->name, strlen(given->name));
+    return given->unset && mt_setting_is_accepted(&setting, program);
+}
+
 /* True if a source of higher precedence has the option of a setting. */
 static bool mt_given_is_replaced(const mt_givens *givens, const mt_given *given) {
     mt_setting setting = mt_setting_find(given->name, strlen(given->name));
@@ -269,7 +275,7 @@ int mt_givens_take(const mt_givens *givens, mt_option_reader *reader, int64_t *f
             const mt_given *given = &givens->items[i];
             const mt_option *taken = NULL;
             if (given->source != source) continue;
-            if (!given->unset)
+            if (!mt_given_lacks_variable(given, reader->program))
                 status = mt_given_take(reader, given, &taken, error);
             else if (!mt_given_is_replaced(givens, given))
                 mt_given_refuse_unset(reader, given);
