@@ -26,7 +26,7 @@
  *   MT_HAVE_SM90A     kernels with wgmma and TMA. nvcc compiles for sm_90a.
  *
  * and in data/, whose files need -D_GNU_SOURCE and jansson:
- *   MT_HAVE_YAML      --config FILE.yaml (data/options/option_yaml.c). Link -lyaml.
+ *   MT_HAVE_YAML      --config FILE.yaml (data/options/yaml.c). Link -lyaml.
  *   MT_HAVE_PCRE2     tokenizers that split text by a pattern (data/tokens/tokenizer_encode.c). Link -lpcre2-8.
  *   MT_HAVE_UTF8PROC  tokenizers with a Unicode normal form (data/tokens/tokenizer_encode.c). Link -lutf8proc.
  */

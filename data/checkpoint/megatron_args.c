@@ -173,9 +173,10 @@ static int mt_args_merge(mt_run_options *o, const mt_run_options *of_args, bool 
     char *own = mt_option_text(o, row), *theirs = mt_option_text(of_args, row);
     bool derived = !gave && (!*own || strcmp(own, "0") == 0), differs = strcmp(own, theirs) != 0;
     int status = 0;
-    if (takes && !gave)
+    if (takes && !gave) {
         mt_option_copy(o, of_args, row);
-    else if (differs && !derived)
+        mt_option_set_origin(o, row, MT_ORIGIN_CHECKPOINT);
+    } else if (differs && !derived)
         status = mt_error_set(error, "%s: its run has --%s %s, not %s%s", folder, row->name, theirs, own,
                               takes ? "; leave the option out" : "; give that, or --use-checkpoint-args");
     free(own), free(theirs);

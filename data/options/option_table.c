@@ -1176,6 +1176,21 @@ const mt_option *mt_option_of(size_t offset) {
     return row;
 }
 
+_Static_assert(sizeof mt_option_table / sizeof *mt_option_table <= MT_MAX_OPTIONS, "raise MT_MAX_OPTIONS");
+
+void mt_option_set_origin(mt_run_options *options, const mt_option *row, int64_t origin) {
+    options->origins[mt_option_of(row->offset) - mt_option_table] = (int32_t)mt_min(origin, INT32_MAX);
+}
+
+char *mt_option_origin_text(const mt_run_options *options, const mt_option *row) {
+    static const char *const texts[] = {"", "command line", "config.json", "checkpoint", "a key that is absent"};
+    int32_t origin = options->origins[mt_option_of(row->offset) - mt_option_table];
+    char text[300];
+    if (origin <= 0) return mt_strdup(texts[-origin]);
+    snprintf(text, sizeof text, "%.250s:%d", options->config ? options->config : "line", origin);
+    return mt_strdup(text);
+}
+
 bool *mt_option_bool(const mt_run_options *options, const mt_option *row) {
     return (bool *)((char *)options + row->offset);
 }
@@ -1727,6 +1742,7 @@ void mt_option_reset(mt_run_options *options, const mt_option *row) {
     for (const mt_option *other = mt_option_table; other->help; other++)
         if (other->name && other->offset == row->offset) mt_option_set_default(options, other);
     options->given[row->offset / 64] &= ~((uint64_t)1 << row->offset % 64);
+    mt_option_set_origin(options, row, MT_ORIGIN_NONE);
 }
 
 /* All options at their defaults, made once: they are compared often. */
