@@ -312,6 +312,7 @@ static const struct {
     {"moe_shared_expert_intermediate_size", MT_AT(stack.moe_shared_expert_intermediate_size), MT_ARG_UNLESS_0},
     {"moe_shared_expert_gate", MT_AT(stack.moe_shared_expert_gate), MT_ARG_EXPERTS},
     {"moe_grouped_gemm", MT_AT(stack.moe_grouped_gemm), MT_ARG_EXPERTS},
+    {"moe_latent_size", MT_AT(stack.moe_latent_size), MT_ARG_UNLESS_0},
     {"multi_latent_attention", MT_AT(stack.multi_latent_attention), MT_ARG_ALWAYS},
     {"q_lora_rank", MT_AT(stack.q_lora_rank), MT_ARG_UNLESS_0},
     {"kv_lora_rank", MT_AT(stack.kv_lora_rank), MT_ARG_LATENT},
