@@ -2689,7 +2689,7 @@ static char *describe(mt_run_options *o) {
 static void a_key_that_a_family_omits_has_the_familys_default(void **state) {
     (void)state;
     static const struct {
-        const char *file, *spelled[24];
+        const char *file, *spelled[25]; // ends with NULL
     } families[] = {
         {GPT2,
          {"\"initializer_range\": 0.02", "\"tie_word_embeddings\": true", "\"n_inner\": null", "\"n_inner\": 32",

@@ -31,7 +31,9 @@ static void mt_options_take_run(mt_run_options *o, const char *folder) {
         const mt_option *row = mt_option_of(rows[i].offset);
         const json_t *value = json_object_get(json, rows[i].key);
         bool good = json_is_integer(value) && mt_option_in_range(row, json_number_value(value));
-        if (good && !mt_options_gave(o, row->offset)) *mt_option_int(o, row) = json_integer_value(value);
+        if (!good || mt_options_gave(o, row->offset)) continue;
+        *mt_option_int(o, row) = json_integer_value(value);
+        mt_option_set_origin(o, row, MT_ORIGIN_CHECKPOINT);
     }
     json_decref(json);
     free(path);

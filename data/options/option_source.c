@@ -107,9 +107,12 @@ static int mt_given_compare(mt_taken_list *list, mt_run_options *options, const 
                             mt_error *error) {
     bool is_typed = given->source == MT_SOURCE_COMMAND_LINE, is_flag = row->type == MT_FLAG || row->type == MT_NO;
     char *value = mt_option_text(options, row);
-    mt_taken *taken = list->items, *end = list->items + list->count;
-    while (taken < end && (taken->offset != row->offset || taken->source != given->source)) taken++;
-    if (taken == end) {
+    mt_taken *taken = NULL;
+    for (int64_t i = 0; i < list->count && !taken; i++) {
+        bool is_same = list->items[i].offset == row->offset && list->items[i].source == given->source;
+        if (is_same) taken = &list->items[i];
+    }
+    if (!taken) {
         list->items = mt_realloc(list->items, (list->count + 1) * (int64_t)sizeof *list->items);
         list->items[list->count++] = (mt_taken){row->offset, given->source, mt_strdup(given->where), value};
         return 0;

@@ -88,7 +88,7 @@ enum {
     MT_ORIGIN_NONE = 0, // the default, a derived value, or set by a program
     MT_ORIGIN_COMMAND_LINE = -1,
     MT_ORIGIN_MODEL = -2,      // config.json
-    MT_ORIGIN_CHECKPOINT = -3, // the arguments in a checkpoint of Megatron-LM
+    MT_ORIGIN_CHECKPOINT = -3, // the arguments in a checkpoint of Megatron-LM, or trainer.json
     MT_ORIGIN_ABSENT = -4      // the default that the program of a file of roles has for a key
 };
 void mt_option_set_origin(mt_run_options *options, const mt_option *row, int64_t origin);
