@@ -20,7 +20,6 @@ typedef struct mt_megatron_name {
     const char *text;
     // MT_NAME_ALWAYS: the values that are accepted, "a|b". MT_NAME_ALIAS: NULL takes the option's values; "!" is the
     // opposite of a flag; any other is a flag that gives the option this value, with "?" in front unless it was given.
-    // MT_NAME_UNSUPPORTED: NULL, or a value that has no effect when --data-parallel-sharding-strategy shards.
     const char *value;
     const char *values; // MT_NAME_ALIAS: values with other names here, "theirs=ours|..."; "theirs=" is the default
 } mt_megatron_name;

@@ -386,22 +386,22 @@ static int mt_options_resolve(mt_run_options *o, mt_program program, mt_error *e
     return 0;
 }
 
-/* Names that mt_options_set took on condition that the data-parallel ranks shard. The command line refused them. */
-static int mt_options_check_sharded_names(mt_run_options *o, mt_error *error) {
-    if (o->stack.data_parallel_sharding_strategy != MT_NO_SHARD) mt_strings_free(&o->sharded_names);
-    if (o->sharded_names.count == 0) return 0;
-    const char *name = o->sharded_names.items[0];
-    return mt_error_set(error, "%s is not supported (%s)", name,
-                        mt_megatron_name_find(name + 2, strlen(name + 2)).text);
-}
-
 bool mt_options_draws_schedule(const mt_run_options *options) {
     return options->print_schedule && !options->stack.dynamic_context_parallel;
 }
 
+void mt_options_take_vocabulary(mt_run_options *o) {
+    if (!o->vocab_file || !o->merge_file || o->tokenizer_model) return;
+    if (o->tokenizer_type == MT_TOKENIZER_AUTO) o->tokenizer_type = MT_TOKENIZER_GPT2_BPE;
+    size_t length = strlen(o->vocab_file) + strlen(o->merge_file) + 2;
+    o->tokenizer_model = mt_malloc((int64_t)length);
+    snprintf(o->tokenizer_model, length, "%s,%s", o->vocab_file, o->merge_file);
+}
+
 int mt_options_complete(mt_run_options *options, mt_program program, int64_t world_size, mt_stage_balancer *balance,
                         mt_error *error) {
-    if (mt_options_check_sharded_names(options, error)) return -1;
+    mt_options_take_vocabulary(options);
+    if (options->grad_reduce_in_bf16) options->stack.main_grads_dtype = MT_OPTIMIZER_BF16;
     if (mt_options_check_ranges(options, program, error) || mt_options_list_hybrid_layers(options, error) ||
         mt_options_list_expert_layers(options, error) || mt_options_list_attention_layers(options, error) ||
         mt_options_list_linear_layers(options, error) || mt_options_check_mamba(options, error))

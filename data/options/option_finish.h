@@ -11,6 +11,9 @@ extern "C" {
 /* Gives the letters of --pipeline-model-parallel-layout auto, to free; NULL with error. */
 typedef char *mt_stage_balancer(const mt_run_options *options, int64_t world_size, mt_error *error);
 
+/* --vocab-file and --merge-file as --tokenizer-type and --tokenizer-model. Once is enough. */
+void mt_options_take_vocabulary(mt_run_options *options);
+
 /* mt_options_finish_by (run_options.h) without what needs the files of a model, its family and its adapters.
  * `balance` may be NULL. */
 int mt_options_complete(mt_run_options *options, mt_program program, int64_t world_size, mt_stage_balancer *balance,

@@ -105,8 +105,6 @@ void mt_option_reader_refuse(mt_option_reader *reader, const mt_setting *setting
     }
     mt_refusal *refusal = mt_option_reader_add_refusal(reader);
     if (!refusal) return;
-    refusal->unless_sharded =
-        kind == MT_NAME_UNSUPPORTED && value && setting->megatron.value && strcmp(value, setting->megatron.value) == 0;
     snprintf(refusal->position, sizeof refusal->position, "%s", position);
     snprintf(refusal->name, sizeof refusal->name, "%s%.*s", dashes, length < 100 ? (int)length : 100, name);
     size_t room = sizeof refusal->reason;
@@ -124,21 +122,6 @@ void mt_option_reader_refuse(mt_option_reader *reader, const mt_setting *setting
     if (!nearest) return;
     mt_option_key(key, nearest);
     snprintf(refusal->nearest, sizeof refusal->nearest, "%s%s", dashes, *position ? key : nearest->name);
-}
-
-void mt_option_reader_accept_sharded(mt_option_reader *reader) {
-    int64_t kept = 0;
-    char where[sizeof reader->refused->position + sizeof reader->refused->name];
-    if (reader->options->stack.data_parallel_sharding_strategy == MT_NO_SHARD) return;
-    for (int64_t i = 0; i < reader->num_refused; i++) {
-        const mt_refusal *refusal = &reader->refused[i];
-        snprintf(where, sizeof where, "%s%s", refusal->position, refusal->name);
-        if (refusal->unless_sharded)
-            mt_strings_add(&reader->always, where);
-        else
-            reader->refused[kept++] = *refusal;
-    }
-    reader->num_refused = kept;
 }
 
 /* Appends the names that were refused for the reason of `first`. */
@@ -183,26 +166,43 @@ int mt_option_reader_report(const mt_option_reader *reader, mt_error *error) {
     return -1;
 }
 
-void mt_option_reader_print_always(const mt_option_reader *reader, FILE *file) {
-    const mt_strings *always = &reader->always, *idle = &reader->idle;
-    if (mt_launch_rank() != 0) return;
-    for (int64_t i = 0; i < always->count; i++) fprintf(file, i ? ", %s" : "%s", always->items[i]);
-    if (always->count > 0) fprintf(file, ": always so here, no effect\n");
+/* "--a, --b (reason); --c (reason)": the names without effect, each reason once. */
+static void mt_option_reader_print_names(const mt_option_reader *reader, FILE *file) {
+    const mt_strings *idle = &reader->idle;
     for (int64_t i = 0; i < idle->count; i += 2) {
         const char *reason = idle->items[i + 1];
         int64_t first = 1;
         while (strcmp(idle->items[first], reason) != 0) first += 2;
         if (first != i + 1) continue; // printed with the first of its reason
-        fprintf(file, "%s", idle->items[i]);
+        fprintf(file, "%s%s", i ? "; " : "", idle->items[i]);
         for (int64_t j = i + 2; j < idle->count; j += 2)
             if (strcmp(idle->items[j + 1], reason) == 0) fprintf(file, ", %s", idle->items[j]);
-        fprintf(file, ": no effect: %s\n", reason);
+        fprintf(file, " (%s)", reason);
     }
+}
+
+void mt_option_reader_print_idle(const mt_option_reader *reader, FILE *file) {
+    if (mt_launch_rank() != 0 || reader->idle.count == 0) return;
+    fprintf(file, "no effect here: ");
+    mt_option_reader_print_names(reader, file);
+    fprintf(file, "\n");
+}
+
+int mt_option_reader_refuse_idle(const mt_option_reader *reader, mt_error *error) {
+    char *text = NULL;
+    size_t size;
+    if (reader->idle.count == 0) return 0;
+    FILE *file = open_memstream(&text, &size);
+    MT_CHECK(file);
+    mt_option_reader_print_names(reader, file);
+    MT_CHECK(fclose(file) == 0);
+    mt_error_set(error, "--strict-options: no effect here: %s; leave them out", text);
+    free(text);
+    return -1;
 }
 
 void mt_option_reader_free(mt_option_reader *reader) {
     free(reader->refused);
-    mt_strings_free(&reader->always);
     mt_strings_free(&reader->idle);
     mt_strings_free(&reader->named);
 }
@@ -289,7 +289,7 @@ int mt_setting_set(mt_option_reader *reader, const mt_setting *setting, const ch
     if (!row) {
         if (*text && mt_choice_index(value, text) < 0 && !mt_value_is_none(value, text))
             return mt_error_set(error, "%s can only be %s here: %s", where, value, setting->megatron.text);
-        mt_strings_add(&reader->always, where);
+        mt_strings_add(&reader->idle, where), mt_strings_add(&reader->idle, setting->megatron.text);
         return 0;
     }
     bool negates = value && *value == '!', weak = value && *value == '?';
@@ -332,9 +332,7 @@ int mt_options_set(mt_run_options *options, const char *name, const char *value,
         return mt_error_set(error, "%s is for a command line; read the file by mt_options_read_yaml", where);
     if (!mt_setting_is_accepted(&setting, reader.program)) {
         mt_option_reader_refuse(&reader, &setting, "", name, strlen(name), value);
-        bool waits = reader.num_refused > 0 && reader.refused->unless_sharded;
-        if (waits) mt_strings_add(&options->sharded_names, where);
-        status = waits ? 0 : mt_option_reader_report(&reader, error);
+        status = mt_option_reader_report(&reader, error);
     } else if (setting.row && mt_option_is_list(setting.row)) {
         status = mt_setting_set_words(&reader, &setting, value, where, error);
     } else {

@@ -16,9 +16,8 @@ extern "C" {
 typedef struct mt_refusal {
     char position[300]; // in a file ("run.yaml:3: "), or "" for the command line
     char name[112];
-    char reason[300];    // reads after the name; "": unknown
-    char nearest[112];   // the option with the nearest name, or ""
-    bool unless_sharded; // accepted without effect when the data-parallel ranks shard, as --use-megatron-fsdp sets
+    char reason[300];  // reads after the name; "": unknown
+    char nearest[112]; // the option with the nearest name, or ""
 } mt_refusal;
 
 /* A pass over a file and the command line. */
@@ -27,10 +26,9 @@ typedef struct mt_option_reader {
     mt_program program;
     mt_refusal *refused;
     int64_t num_refused, num_uncollected;
-    bool role_rests;   // the role of the file does not train
-    mt_strings always; // names that state a property that always holds
-    mt_strings idle;   // other names without effect, and why, in turn
-    mt_strings named;  // see mt_option_reader_compare_names
+    bool role_rests;                                                       // the role of the file does not train
+    mt_strings idle;                                                       // names without effect, and why, in turn
+    mt_strings named;                                                      // see mt_option_reader_compare_names
     uint64_t typed[sizeof((mt_run_options *)0)->given / sizeof(uint64_t)]; // options of the command line
 } mt_option_reader;
 
@@ -60,14 +58,15 @@ mt_refusal *mt_option_reader_add_refusal(mt_option_reader *reader);
 void mt_option_reader_refuse(mt_option_reader *reader, const mt_setting *setting, const char *position,
                              const char *name, size_t length, const char *value);
 
-/* Once all options are read: accepts the names that have no effect when the data-parallel ranks shard. */
-void mt_option_reader_accept_sharded(mt_option_reader *reader);
-
 /* One error for all names that were refused: a line for each reason. */
 int mt_option_reader_report(const mt_option_reader *reader, mt_error *error);
 
-/* Prints the names that have no effect: they state a property that always holds, or there is nothing to change. */
-void mt_option_reader_print_always(const mt_option_reader *reader, FILE *file);
+/* Prints one line with the names that have no effect, and why: each states a property that always holds, or there is
+ * nothing to change. */
+void mt_option_reader_print_idle(const mt_option_reader *reader, FILE *file);
+
+/* For --strict-options: an error with the same names, if there are any. */
+int mt_option_reader_refuse_idle(const mt_option_reader *reader, mt_error *error);
 
 /* Frees what the reader owns; its options stay. */
 void mt_option_reader_free(mt_option_reader *reader);

@@ -3,6 +3,7 @@
 
 #include "../base/file.h"
 #include "option_arguments.h"
+#include "option_finish.h"
 #include "option_help.h"
 #include "option_roles.h"
 #include "option_rules.h"
@@ -57,12 +58,13 @@ int mt_options_read(mt_run_options *options, mt_program program, int argc, char 
     if (!status && config) status = mt_options_read_config(&reader, config, role, error); // later settings win
     int64_t file_iters = options->stack.train_iters;
     if (!status) status = mt_options_read_arguments(&reader, argc, argv, error);
-    if (!status) mt_option_reader_accept_sharded(&reader);
     if (!status) status = mt_option_reader_report(&reader, error);
+    if (!status && options->strict_options) status = mt_option_reader_refuse_idle(&reader, error);
     if (!status) mt_option_reader_yield_ratios(&reader);
     if (!status && role) mt_option_reader_yield(&reader, file_iters);
+    if (!status) mt_options_take_vocabulary(options);
     FILE *notes = program == MT_PROGRAM_INFER ? stderr : stdout; // infer's output is text
-    if (!status) mt_option_reader_print_always(&reader, notes);
+    if (!status) mt_option_reader_print_idle(&reader, notes);
     if (!status && role && config && !options->print_config && mt_launch_rank() == 0)
         mt_options_print_unused(options, notes);
     mt_option_reader_free(&reader);

@@ -283,7 +283,8 @@ static void open_model(mt_run *r) {
     if (o->stack.stage == MT_STAGE_RL) mt_rl_plan(&plan, o);
     bool checks = o->load && r->grid.world.rank == 0 && !mt_options_falls_back(o); // or a damaged one is passed over
     refuse(r, checks ? mt_checkpoint_check(o, o->load, &error) : 0, &error);
-    const mt_ops *ops = o->profile || o->trace || o->log_straggler ? mt_profile_open(r->ops) : r->ops;
+    const mt_ops *ops =
+        o->profile || o->trace || o->log_straggler || o->timing_log_level > 0 ? mt_profile_open(r->ops) : r->ops;
     refuse(r, mt_model_create(&r->model, &o->stack, &r->grid, ops, &plan, &error), &error);
     int status = o->save && r->grid.world.rank == 0 ? mt_checkpoint_prepare(r->model, &r->options, o->save, &error) : 0;
     refuse(r, status, &error);
@@ -444,6 +445,7 @@ bool mt_run_open(mt_run *r, int *argc, char ***argv) {
     status = mt_train_options_finish(&r->options, r->grid.world.size, &error);
     refuse(r, status, &error);
     refuse(r, mt_options_agree(&r->options, &r->grid.world, &error), &error);
+    refuse(r, mt_checkpoint_take_schedule(&r->options, &error), &error);
     refuse(r, mt_grid_build(&r->grid, &r->options.stack, &error), &error);
     refuse(r, mt_checkpoint_claim(&r->options, &r->grid.world, &error), &error);
     r->ops = mt_backend_open(r->options.device, &r->grid, &error);
