@@ -100,7 +100,6 @@ static const struct {
     {MT_NAME_ALWAYS, "the router computes in fp32", "moe-router-dtype", "fp32"},
     {MT_NAME_ALWAYS, "a shared expert runs during the exchange of tokens", "moe-shared-expert-overlap", "true"},
     {MT_NAME_ALWAYS, "a shard is shared by all data-parallel ranks", "outer-dp-sharding-strategy", "no_shard"},
-    {MT_NAME_ALWAYS, "a shard is shared by all data-parallel ranks", "num-distributed-optimizer-instances", "1"},
     // Fields of transformers' TrainingArguments and of MCoreAdapter that have no counterpart, at their defaults
     {MT_NAME_ALWAYS, OF_TRANSFORMERS,
      "adafactor auto-find-batch-size batch-eval-metrics enable-jit-checkpoint use-cache bf16-full-eval "
@@ -224,7 +223,7 @@ static const struct {
      "transformer-impl use-flashinfer-fused-rope use-gigatoken use-grouped-gemm-for-dense-mlp "
      "use-grouped-gemm-for-shared-expert use-mcore-models use-te-activation-func use-transformer-engine-op-fuser "
      "use-mamba-mem-eff-path disable-mamba-mem-eff-path use-inference-optimized-layers"},
-    {MT_NAME_NO_MEANING, "there is one implementation of the model", "spec test-mode use-legacy-static-engine"},
+    {MT_NAME_NO_MEANING, "there is one implementation of the model", "use-legacy-static-engine"},
     {MT_NAME_IDLE, "kernels are fused wherever that is faster",
      "apply-rope-fusion bias-activation-fusion bias-dropout-fusion cross-entropy-fusion-impl "
      "cross-entropy-loss-fusion disable-jit-fuser fused-residual-rmsnorm fused-single-qkv-rope "
@@ -244,6 +243,11 @@ static const struct {
      "torch-fsdp2-no-reshard-after-forward trust-remote-code disable-gloo-process-groups use-gloo-process-groups"},
     {MT_NAME_NO_MEANING, "no PyTorch, Python or garbage collector runs here",
      "fake-process-group run-workload-inspector-server"},
+    {MT_NAME_IDLE, "the optimizer's state is sharded over all data-parallel ranks, with the same numbers",
+     "num-distributed-optimizer-instances"},
+    {MT_NAME_IDLE, "it adds checks to Megatron's own run", "test-mode"},
+    {MT_NAME_IDLE, "--hybrid-layer-pattern says what the layers are", "spec",
+     "megatron.core.models.hybrid.hybrid_layer_specs|megatron.core.models.mamba.mamba_layer_specs"},
     {MT_NAME_NO_MEANING, "it is a Python function, or a part of one of Megatron's configuration classes",
      "activation-func attr checkpoint ddp dist embedding-init-method "
      "experimental-attention-variant-loss-scale-func finalize-model-grads-func fn grad-scale-func grad-sync-func "
@@ -469,6 +473,8 @@ static const struct {
      "fault-injector-delay-start-iteration fault-injector-fault-delay fault-injector-fault-probabilities "
      "fault-injector-fault-types fault-injector-mtti-seconds fault-injector-num-ranks "
      "fault-injector-offset-seconds fault-injector-ranks fault-injector-seed"},
+    {MT_NAME_UNSUPPORTED, "training scripts of Model Optimizer; --stage kd distils a teacher of --teacher-load",
+     "export-te-mcore-model export-kd-teacher-load export-kd-cfg"},
     {MT_NAME_UNSUPPORTED, "models of elastic size (Flextron)",
      "export-default-te-spec export-model-type flextron enable-router binary-mask soft-mask hard-sample-th "
      "router-beta original-model-sample-prob tau-init tau-decay loss-alpha lr-mult-router router-gbs "

@@ -97,7 +97,9 @@ void mt_option_reader_refuse(mt_option_reader *reader, const mt_setting *setting
     bool is_on, infers = reader->program == MT_PROGRAM_INFER;
     mt_name_kind kind = setting->megatron.kind;
     if (kind == MT_NAME_UNSUPPORTED && value && mt_parse_bool(value, &is_on) && !is_on) return;
-    if (kind == MT_NAME_IDLE && reader->program != MT_PROGRAM_LIBRARY) {
+    const char *only = setting->megatron.value; // values without effect; NULL: all
+    bool is_idle = kind == MT_NAME_IDLE && (!only || (value && mt_choice_index(only, value) >= 0));
+    if (is_idle && reader->program != MT_PROGRAM_LIBRARY) {
         char where[420];
         snprintf(where, sizeof where, "%s%s%.*s", position, dashes, length < 100 ? (int)length : 100, name);
         mt_strings_add(&reader->idle, where), mt_strings_add(&reader->idle, text);
@@ -113,6 +115,8 @@ void mt_option_reader_refuse(mt_option_reader *reader, const mt_setting *setting
                  infers ? "infer" : "train");
     else if (kind == MT_NAME_NAMED)
         snprintf(refusal->reason, room, "is named %s here", text);
+    else if (kind == MT_NAME_IDLE && !is_idle)
+        snprintf(refusal->reason, room, "is not supported with this value (only %.200s: %s)", only, text);
     else if (kind == MT_NAME_NO_MEANING || kind == MT_NAME_IDLE)
         snprintf(refusal->reason, room, NO_MEANING " (%s)", text);
     else if (kind == MT_NAME_UNSUPPORTED)

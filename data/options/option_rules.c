@@ -360,6 +360,11 @@ static int mt_options_derive_experts(mt_run_options *o, int64_t world_size, mt_e
     if (o->stack.moe_router_group_best == 0 && o->stack.moe_router_group_topk > 0)
         o->stack.moe_router_group_best =
             mt_max(o->stack.moe_router_topk / o->stack.moe_router_group_topk, 1); // as in Megatron
+    if (mt_balances_by(&o->stack, MT_BALANCING_SINKHORN) && !MT_GIVEN(o, stack.moe_router_score_function)) {
+        // as in Megatron: a sigmoid for one expert, a softmax over all experts for several
+        if (o->stack.moe_router_topk == 1) o->stack.moe_router_score_function = MT_SCORE_SIGMOID;
+        if (o->stack.moe_router_topk > 1) o->stack.moe_router_pre_softmax = true;
+    }
     return mt_options_check_balancing(o, error) ? -1 : mt_options_check_router(o, error);
 }
 

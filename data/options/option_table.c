@@ -39,7 +39,7 @@ const mt_option mt_option_table[] = {
     {"multi-latent-attention", MT_FLAG, MT_AT(stack.multi_latent_attention), MT_TRAIN, MT_OF_WEIGHTS, NULL, NULL,
      "multi-head latent attention, as in DeepSeek-V2 and V3: keys and values are computed from one small latent",
      .needs = "any: normalization RMSNorm, any: position-embedding-type rope|none",
-     .excludes = "group-query-attention, kv-channels, rotary-percent, add-qkv-bias"},
+     .excludes = "group-query-attention, rotary-percent, add-qkv-bias"},
     {"q-lora-rank", MT_INT, MT_AT(stack.q_lora_rank), MT_TRAIN, MT_OF_WEIGHTS, NULL, "[0,1048576]",
      "width of the latent of queries; 0: queries have no latent (default: 0)", .needs = "multi-latent-attention"},
     {"kv-lora-rank", MT_INT, MT_AT(stack.kv_lora_rank), MT_TRAIN, MT_OF_WEIGHTS, "32", "[1,1048576]",
@@ -395,8 +395,7 @@ const mt_option mt_option_table[] = {
      "[1,1048576]",
      "ranks that split each expert (default: --tensor-model-parallel-size, or 1 where experts or ranks do not divide "
      "by "
-     "it)",
-     .needs = "num-experts"},
+     "it)"},
     {"sequence-parallel", MT_FLAG, MT_AT(stack.sequence_parallel), MT_BOTH, MT_OF_RUN, NULL, NULL,
      "split the tokens of norms and dropout over the tensor-parallel ranks; with experts, the default",
      .needs = "any: tensor-model-parallel-size"},

@@ -338,7 +338,8 @@ static void print_schedule(mt_run *r) {
 static void print_config(mt_run *r) {
     mt_error error;
     int64_t ranks = mt_options_printed_ranks(&r->options, r->grid.world.size);
-    int status = mt_options_read_shape(&r->options, &error);
+    int status = mt_options_find_checkpoint(&r->options, &error);
+    if (status == 0) status = mt_options_read_shape(&r->options, &error);
     if (status == 0) status = open_tokenizer(r, &error);
     if (status == 0) status = mt_train_options_finish(&r->options, ranks, &error);
     if (r->grid.world.rank == 0)
