@@ -13130,7 +13130,7 @@ int mt_train_finish(mt_model *m, mt_error *error) {
 
 enum { MT_MEASURED_PIECE = 1 << 20 }; // elements
 
-/* Adds the zeros, or the squares, of device or host memory x[n], of which `piece` gets copies. */
+/* Returns the number of zeros, or the sum of the squares, of device or host memory x[n]. `piece`: memory for copies. */
 static double mt_measure(mt_model *m, const void *x, int64_t n, mt_dtype dtype, bool zeros, void *piece) {
     double sum = 0;
     for (int64_t first = 0; first < n; first += MT_MEASURED_PIECE) {

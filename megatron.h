@@ -748,7 +748,7 @@ typedef struct mt_constraint {
 int mt_constraints_check(const mt_constraint *constraints, size_t count, mt_error *error);
 #define MT_CHECK_CONSTRAINTS(rows, error) mt_constraints_check(rows, sizeof rows / sizeof *rows, error)
 
-/* Of the options, or those that a checkpoint keeps. */
+/* From the options, or from the checkpoint that a run continues. */
 mt_durations mt_options_durations(const mt_options *options);
 
 /* YaRN's g(m), which determines the scale of attention (Peng et al., "YaRN"; DeepSeek's two factors). */

@@ -141,9 +141,10 @@ static void groups_are_those_of_the_coordinates_for_many_sizes(void **state) {
                                                    pp % 2 ? 0 : heads,
                                                    false};
                                 check_shape(&s);
+                                shapes++;
+                                if (pp > 1 && tp * cp != etp * ep) continue; // see mt_options_check_mapping
                                 s.pipeline_before_data = true;
                                 check_shape(&s);
-                                shapes++;
                             }
     assert_true(shapes > 500);
 }
@@ -196,7 +197,7 @@ static void the_levels_of_context_parallelism_are_megatrons(void **state) {
 /* Dynamic context parallelism: aligned blocks; none where they are not asked for, or as large as the whole group. */
 static void blocks_of_a_context_group_are_aligned_neighbours(void **state) {
     (void)state;
-    mt_grid_shape s = {1, 8, 2, 1, 1, 1, 16, 8, 1, true, 0};
+    mt_grid_shape s = {1, 8, 2, 1, 1, 1, 16, 8, 1, true, 0, false};
     expect_members(&s, MT_GROUP_CONTEXT_2, 5, 2, (int[]){4, 5});
     expect_members(&s, MT_GROUP_CONTEXT_4, 13, 4, (int[]){12, 13, 14, 15});
     expect_members(&s, MT_GROUP_CONTEXT_8, 13, 1, (int[]){13});

@@ -452,7 +452,6 @@ static void latent_attention_that_cannot_be_is_refused(void **state) {
                  "--multi-latent-attention needs --normalization RMSNorm, not LayerNorm");
     expect_error(RUN "--multi-latent-attention --normalization RMSNorm",
                  "--multi-latent-attention needs --position-embedding-type rope|none, not learned_absolute");
-    expect_error(LATENT_RUN "--kv-channels 16", "--multi-latent-attention and --kv-channels exclude each other");
     expect_error(LATENT_RUN "--group-query-attention", "and --group-query-attention exclude each other");
     expect_error(LATENT_RUN "--num-query-groups 2",
                  "--num-query-groups 2 must be a multiple of --num-attention-heads (for --m");
@@ -666,7 +665,6 @@ static void layouts_that_cannot_be_are_refused(void **state) {
                     "--num-query-groups 3 must be a multiple or a divisor of --tensor-model-parallel-size 2");
     expect_error_of(MT_PROGRAM_TRAIN, 2, RUN "--tensor-model-parallel-size 2 --ffn-hidden-size 63",
                     "--ffn-hidden-size 63 must be a multiple of --tensor-model-parallel-size 2");
-    expect_error(RUN "--sequence-parallel", "--sequence-parallel needs --tensor-model-parallel-size");
     expect_error_of(MT_PROGRAM_TRAIN, 2, RUN "--tensor-model-parallel-size 2 --tp-comm-overlap",
                     "--tp-comm-overlap needs --sequence-parallel");
     expect_error_of(MT_PROGRAM_TRAIN, 4,
@@ -758,7 +756,7 @@ static void data_and_checkpoints_that_conflict_are_refused(void **state) {
     expect_error(RUN "--data-path a", "--data-path and --mock-data exclude each other");
     expect_error(SHAPE "--train-iters 1 --lr 1 --tokens-file t --reset-position-ids",
                  "--tokens-file and --reset-position-ids exclude each other");
-    expect_error(RUN "--split 1,1,1", "--split needs --data-path");
+    expect_error(SHAPE "--train-iters 10 --lr 1e-3 --train-data-path x --split 1,1,1", "--split needs --data-path");
     expect_error(SHAPE "--train-iters 1 --lr 1 --data-path a --eod-mask-loss",
                  "--eod-mask-loss needs --tokenizer-type");
     expect_error(RUN "--valid-data-path a", "--valid-data-path needs --train-data-path");
@@ -990,7 +988,9 @@ static void expect_one_answer_each(const char *path, int names, int least_accept
         if (parse(&options, MT_PROGRAM_TRAIN, 1, option, &error) == 0) fail_msg("%s alone was accepted", option);
         for (size_t i = 0; i < sizeof answers / sizeof *answers; i++) is_refused |= !!strstr(error.text, answers[i]);
         if (strstr(error.text, "unknown")) fail_msg("%s: %s", option, error.text);
-        if (is_refused == (is_row || megatron.kind <= MT_NAME_IDLE)) fail_msg("%s: %s", option, error.text);
+        bool has_value = megatron.kind != MT_NAME_IDLE || !megatron.value; // else some values alone have no effect
+        if (is_refused == (is_row || (megatron.kind <= MT_NAME_IDLE && has_value)))
+            fail_msg("%s: %s", option, error.text);
         accepted += !is_refused;
         mt_options_free(&options);
     }
@@ -1100,7 +1100,7 @@ static void answers_name_the_option_to_use(void **state) {
     expect_error(RUN "--tokenizer-type NullMultimodalTokenizer", "models of images and text are not supported");
     expect_error(RUN "--tokenizer-type BertWordPieceCase", "encoders are not supported");
     expect_error(RUN "--dataloader-type external", "a training script's own loader");
-    expect_error(RUN "--spec a b", "; leave it out");
+    expect_error(RUN "--fn a b", "; leave it out");
     expect_error(RUN "--cpu-offload-optimizer", "did you mean --optimizer-cpu-offload?");
     expect_error(RUN "--offload-optimizer", "is named --optimizer-cpu-offload here");
     static const char *const usual[][2] = {{"epochs", "train-epochs"},
@@ -1136,13 +1136,13 @@ static void all_refused_names_are_reported_at_once(void **state) {
     (void)state;
     mt_run_options options;
     mt_error error;
-    const char *line = "--fp16 --loss-scale 3 --spec a b --d-model 3 --numlayers 3 4 --foo --lr 1";
+    const char *line = "--fp16 --loss-scale 3 --fn a b --d-model 3 --numlayers 3 4 --foo --lr 1";
     assert_int_equal(parse(&options, MT_PROGRAM_TRAIN, 1, line, &error), -1);
     assert_string_equal(error.text, "6 options cannot be used:\n"
                                     "  is not supported (fp16, which needs loss scaling: take --bf16): --fp16, "
                                     "--loss-scale\n"
-                                    "  has no meaning here (there is one implementation of the model); leave "
-                                    "out: --spec\n"
+                                    "  has no meaning here (it is a Python function, or a part of one of Megatron's "
+                                    "configuration classes); leave out: --fn\n"
                                     "  is named --hidden-size here: --d-model\n"
                                     "  is unknown: --numlayers (did you mean --num-layers?), --foo");
     mt_options_free(&options);
@@ -1193,15 +1193,16 @@ static void names_that_state_what_is_so_take_no_other_value(void **state) {
                               "--grad-reduce-in-fp32=True --fp16=False --main-params-dtype fp32");
     mt_options_free(&options);
     expect_error(RUN "--attention-softmax-in-fp32=false", "can only be true here: softmax is computed in fp32");
-    expect_error(RUN "--accumulate-allreduce-grads-in-fp32=False", "can only be true here: gradients are accumulated");
+    expect_error(RUN "--bf16 --accumulate-allreduce-grads-in-fp32 --grad-reduce-in-bf16", "two names of one option");
     expect_error(RUN "--calculate-per-token-loss=false", "can only be true here: the loss is the sum over the tokens");
-    expect_error(RUN "--no-gradient-accumulation-fusion=false", "can only be true here");
     expect_good(&options, RUN "--ckpt-format fsdp_dtensor --use-megatron-fsdp --dist-ckpt-format=fsdp_dtensor");
     assert_int_equal(options.stack.data_parallel_sharding_strategy, MT_SHARD_PARAMS);
     mt_options_free(&options);
-    expect_error(RUN "--ckpt-format fsdp_dtensor", "--ckpt-format is not supported (a checkpoint is a Hugging Face");
-    expect_error(RUN "--use-megatron-fsdp --ckpt-format torch_dist", "--ckpt-format is not supported");
-    expect_error(RUN "--use-megatron-fsdp --ckpt-format", "--ckpt-format is not supported");
+    expect_good(&options, RUN "--ckpt-format torch_dist --spec megatron.core.models.hybrid.hybrid_layer_specs x");
+    mt_options_free(&options);
+    expect_error(RUN "--ckpt-format torch_dist --strict-options", "--strict-options: no effect here: --ckpt-format (a");
+    expect_error(RUN "--step-batch-size-schedule 0:2", "--step-batch-size-schedule needs --train-samples");
+    expect_error(RUN "--spec local", "--spec is not supported with this value (only megatron.core.models.hybrid");
     expect_error(RUN "--softmax-type banana", "banana");
     expect_good(&options, RUN "--moe-shared-expert-overlap --perform-rl-step=False");
     mt_options_free(&options);
@@ -1464,11 +1465,12 @@ static void many_unknown_names_are_counted(void **state) {
 
 static void bad_yaml_is_refused_with_file_and_line(void **state) {
     (void)state;
-    expect_yaml_error("fp16: True\nlr: 1\nfoo: [1, [2]]\nspec: a\n",
+    expect_yaml_error("fp16: True\nlr: 1\nfoo: [1, [2]]\nfn: a\n",
                       "3 options cannot be used:\n"
                       "  is not supported (fp16, which needs loss scaling: take --bf16): run.yaml:1: fp16\n"
                       "  is unknown: run.yaml:3: foo\n"
-                      "  has no meaning here (there is one implementation of the model); leave out: run.yaml:4: spec");
+                      "  has no meaning here (it is a Python function, or a part of one of Megatron's configuration "
+                      "classes); leave out: run.yaml:4: fn");
     expect_yaml_error("lr: 1\nnum_layer: 3\n", "run.yaml:2: unknown option num_layer; did you mean num_layers?");
     expect_yaml_error("prompt: x\n", "run.yaml:1: prompt is an option of infer, not of train");
     expect_yaml_error("lr: 1\nlr: 2\n", "run.yaml:2: lr is given twice in this file");
@@ -2020,11 +2022,13 @@ static void experts_that_cannot_be_are_refused(void **state) {
          "-coeff needs --moe-router-load-balancing-type aux_loss|"},
         {"--moe-router-load-balancing-type sinkhorn --moe-aux-loss-coeff 0.1",
          "needs --moe-router-load-balancing-type aux_loss|"},
-        {"--moe-router-load-balancing-type sinkhorn --moe-router-topk 1 --moe-router-pre-softmax",
+        {"--moe-router-load-balancing-type sinkhorn --moe-router-topk 1 --moe-router-score-function softmax "
+         "--moe-router-pre-softmax",
          "sinkhorn with --moe-router-topk 1 needs --moe-router-score-function sigmoid"},
         {"--moe-router-load-balancing-type sinkhorn --moe-router-score-function sqrtsoftplus",
          "sinkhorn takes no --moe-router-score-function sqrtsoftplus"},
-        {"--moe-router-load-balancing-type sinkhorn", "sinkhorn with --moe-router-topk 2 needs --moe-router-pre-soft"},
+        {"--moe-router-load-balancing-type sinkhorn --moe-router-score-function softmax",
+         "sinkhorn with --moe-router-topk 2 needs --moe-router-pre-soft"},
         {"--moe-router-load-balancing-type sinkhorn --moe-router-pre-softmax --moe-expert-capacity-factor 1",
          "sinkhorn and --moe-expert-capacity-factor exclude each other"},
         {"--moe-router-load-balancing-type aux_loss aux_loss", "names aux_loss twice"},

@@ -204,12 +204,14 @@ offloaded_modules_without_a_layer_say_so() {
     prints '^  host memory ' --num-layers 3 $offload attn_norm mlp_norm && ! grep 'no effect' "$work/out"
 }
 check offloaded_modules_without_a_layer_say_so offloaded_modules_without_a_layer_say_so
-check names_that_change_nothing_say_so prints '^no effect here: --attention-softmax-in-fp32 (softmax is computed in fp32)$' \
+check names_that_change_nothing_say_so prints \
+    '^no effect here: --attention-softmax-in-fp32 (softmax is computed in fp32)$' \
     --attention-softmax-in-fp32 --softmax-type vanilla
 # A script of Megatron runs where the names change nothing here; one line has them, each reason once.
 names_without_meaning_say_so() {
-    idle='--use-mcore-models --manual-gc --manual-gc-interval 10 --num-workers=4 --transformer-impl local --no-log-energy
-        --ckpt-format torch_dist --no-ckpt-fully-parallel-save --disable-gloo-process-groups --wandb-project p'
+    idle='--use-mcore-models --manual-gc --manual-gc-interval 10 --num-workers=4 --transformer-impl local
+        --no-log-energy --ckpt-format torch_dist --no-ckpt-fully-parallel-save --disable-gloo-process-groups
+        --wandb-project p'
     # shellcheck disable=SC2086
     prints '^no effect here: --use-mcore-models, --transformer-impl (there is one implementation of the model); ' \
         $idle --fp16 false &&

@@ -1,5 +1,5 @@
 #!/bin/sh
-# Options of Megatron-LM's training scripts: each one's effect on the steps, the learning rate, the reports or the ranks.
+# Options of Megatron-LM's training scripts: each one's effect on steps, learning rates, reports or ranks.
 set -u
 . tests/suite.sh
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
@@ -49,7 +49,7 @@ norm_and_zeros_are_those_of_the_definition() {
         metric "$work/m" params_norm | awk '{ d = $1 * $1 - 160; exit !(d * d < 1e-6) }' || return 1
     run --init-method-std 0.02 --train-iters 1 --metrics "$work/n" && ! grep -q 'params_norm\|num_zeros' "$work/n" ||
         return 1
-    for _ in 1 2 3 4 5 6 7 8 9 10 11 12 13 14 15 16 17; do printf '\005\000\000\000'; done >"$work/tokens"
+    for _ in $(seq 17); do printf '\005\000\000\000'; done >"$work/tokens"
     # shellcheck disable=SC2086
     "$train" $(echo $small | sed 's/--mock-data//') --tokens-file "$work/tokens" --global-batch-size 1 --train-iters 1 \
         --untie-embeddings-and-output-weights --disable-bias-linear --log-num-zeros-in-grad --log-params-norm \
@@ -60,7 +60,8 @@ check norm_and_zeros_are_those_of_the_definition norm_and_zeros_are_those_of_the
 
 # Elements that several ranks hold count once.
 norm_and_zeros_do_not_depend_on_the_layout() {
-    logs='--train-iters 2 --global-batch-size 4 --make-vocab-size-divisible-by 64 --log-params-norm --log-num-zeros-in-grad'
+    logs='--train-iters 2 --global-batch-size 4 --make-vocab-size-divisible-by 64 --log-params-norm
+        --log-num-zeros-in-grad'
     # shellcheck disable=SC2086
     run $logs --metrics "$work/one" || return 1
     for layout in '--tensor-model-parallel-size 2' '' '--use-distributed-optimizer' \
@@ -83,7 +84,8 @@ timing_log_has_the_times_of_the_parts() {
         says '^    forward-backward   ([0-9.]*, [0-9.]*)$' "$work/out" && says '^    optimizer ' "$work/out" &&
         ! grep -q 'forward-compute' "$work/out" && [ "$(metric "$work/m" forward_backward_ms | wc -l)" = 2 ] &&
         metric "$work/m" forward_backward_ms | awk '{ if (!($1 > 0)) bad = 1 } END { exit bad }' || return 1
-    run --train-iters 1 --timing-log-level 2 --timing-log-option max && says '^    forward-compute    [0-9.]*$' "$work/out" &&
+    run --train-iters 1 --timing-log-level 2 --timing-log-option max &&
+        says '^    forward-compute    [0-9.]*$' "$work/out" &&
         says '^    backward-compute  ' "$work/out" && says '^    batch-generator ' "$work/out" || return 1
     run --train-iters 1 --timing-log-level 0 && ! grep -q 'time in ms' "$work/out"
 }
@@ -108,7 +110,8 @@ the_batch_has_the_sizes_of_its_schedule() {
         [ "$(metric "$work/n" consumed_samples | tr '\n' ' ')" = '12 18 24 30 ' ] || return 1
     for bad in '16:2' '0:2 16' '0:2 16:4 8:6' '0:2 8:4' '0:x' '' '0:2 16:0'; do
         # shellcheck disable=SC2086
-        refused 'step-batch-size-schedule' "$train" $small --train-samples 25 --step-batch-size-schedule "$bad" || return 1
+        refused 'step-batch-size-schedule' "$train" $small --train-samples 25 --step-batch-size-schedule "$bad" ||
+            return 1
     done
     # shellcheck disable=SC2086
     refused 'exclude each other' "$train" $small --train-samples 25 --step-batch-size-schedule 0:2 --global-batch-size 2
@@ -209,7 +212,8 @@ values_without_effect_say_so() {
     sinkhorn='--train-iters 2 --num-experts 2 --swiglu --disable-bias-linear --moe-router-topk 1
         --moe-router-load-balancing-type sinkhorn'
     # shellcheck disable=SC2086
-    run $sinkhorn --metrics "$work/a" && run $sinkhorn --moe-router-score-function sigmoid --metrics "$work/b" || return 1
+    run $sinkhorn --metrics "$work/a" && run $sinkhorn --moe-router-score-function sigmoid --metrics "$work/b" ||
+        return 1
     [ "$(metric "$work/a" lm_loss)" = "$(metric "$work/b" lm_loss)" ]
 }
 check values_without_effect_say_so values_without_effect_say_so
@@ -221,7 +225,8 @@ ranks_may_be_numbered_by_stages_first() {
     # shellcheck disable=SC2086
     run_on 4 $layout --metrics "$work/a" && says '^pipeline  *2  *2  0,2 1,3' "$work/out" || return 1
     # shellcheck disable=SC2086
-    run_on 4 $layout --use-tp-pp-dp-mapping --metrics "$work/b" && says '^pipeline  *2  *2  0-1 2-3' "$work/out" || return 1
+    run_on 4 $layout --use-tp-pp-dp-mapping --metrics "$work/b" &&
+        says '^pipeline  *2  *2  0-1 2-3' "$work/out" || return 1
     metric "$work/a" lm_loss >"$work/a.losses"
     metric "$work/b" lm_loss >"$work/b.losses"
     cmp "$work/a.losses" "$work/b.losses"

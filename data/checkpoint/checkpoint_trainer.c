@@ -158,36 +158,36 @@ void mt_checkpoint_peek(const mt_run_options *options, mt_run_state *state) {
 }
 
 /* The numbers of a schedule, as Megatron-LM names them. */
-typedef struct mt_kept_schedule {
+typedef struct mt_stored_schedule {
     double max_lr, min_lr, decoupled_lr, decoupled_min_lr, lr_warmup_steps, lr_decay_steps, start_wd, end_wd,
         wd_incr_steps;
     int64_t lr_decay_style, wd_incr_style;
-} mt_kept_schedule;
+} mt_stored_schedule;
 
 static const struct {
     const char *key;
     size_t offset;
     bool required; // the others are of newer versions
-} mt_kept_reals[] = {
-    {"max_lr", offsetof(mt_kept_schedule, max_lr), true},
-    {"min_lr", offsetof(mt_kept_schedule, min_lr), true},
-    {"decoupled_lr", offsetof(mt_kept_schedule, decoupled_lr), false},
-    {"decoupled_min_lr", offsetof(mt_kept_schedule, decoupled_min_lr), false},
-    {"lr_warmup_steps", offsetof(mt_kept_schedule, lr_warmup_steps), true},
-    {"lr_decay_steps", offsetof(mt_kept_schedule, lr_decay_steps), true},
-    {"start_wd", offsetof(mt_kept_schedule, start_wd), true},
-    {"end_wd", offsetof(mt_kept_schedule, end_wd), true},
-    {"wd_incr_steps", offsetof(mt_kept_schedule, wd_incr_steps), true},
+} mt_schedule_reals[] = {
+    {"max_lr", offsetof(mt_stored_schedule, max_lr), true},
+    {"min_lr", offsetof(mt_stored_schedule, min_lr), true},
+    {"decoupled_lr", offsetof(mt_stored_schedule, decoupled_lr), false},
+    {"decoupled_min_lr", offsetof(mt_stored_schedule, decoupled_min_lr), false},
+    {"lr_warmup_steps", offsetof(mt_stored_schedule, lr_warmup_steps), true},
+    {"lr_decay_steps", offsetof(mt_stored_schedule, lr_decay_steps), true},
+    {"start_wd", offsetof(mt_stored_schedule, start_wd), true},
+    {"end_wd", offsetof(mt_stored_schedule, end_wd), true},
+    {"wd_incr_steps", offsetof(mt_stored_schedule, wd_incr_steps), true},
 };
 
-enum { MT_KEPT_REALS = sizeof mt_kept_reals / sizeof *mt_kept_reals };
+enum { MT_SCHEDULE_REALS = sizeof mt_schedule_reals / sizeof *mt_schedule_reals };
 
 /* From trainer.json; false: a number is missing or no number. */
-static bool mt_schedule_read_json(mt_kept_schedule *kept, const json_t *json) {
-    for (int i = 0; i < MT_KEPT_REALS; i++) {
-        const json_t *value = json_object_get(json, mt_kept_reals[i].key);
-        if (!json_is_number(value) && (value || mt_kept_reals[i].required)) return false;
-        *(double *)((char *)kept + mt_kept_reals[i].offset) = json_number_value(value);
+static bool mt_schedule_read_json(mt_stored_schedule *kept, const json_t *json) {
+    for (int i = 0; i < MT_SCHEDULE_REALS; i++) {
+        const json_t *value = json_object_get(json, mt_schedule_reals[i].key);
+        if (!json_is_number(value) && (value || mt_schedule_reals[i].required)) return false;
+        *(double *)((char *)kept + mt_schedule_reals[i].offset) = json_number_value(value);
     }
     return mt_json_int(json_object_get(json, "lr_decay_style"), 0, MT_LR_WSD, &kept->lr_decay_style) &&
            mt_json_int(json_object_get(json, "wd_incr_style"), 0, MT_WEIGHT_DECAY_COSINE, &kept->wd_incr_style);
@@ -201,13 +201,13 @@ static bool mt_schedule_choice(const mt_pickled *value, size_t offset, int64_t *
 }
 
 /* From a checkpoint of Megatron-LM. */
-static bool mt_schedule_read_pickled(mt_kept_schedule *kept, const mt_pickled *schedule) {
-    for (int i = 0; i < MT_KEPT_REALS; i++) {
-        const mt_pickled *value = mt_pickled_get(schedule, mt_kept_reals[i].key);
+static bool mt_schedule_read_pickled(mt_stored_schedule *kept, const mt_pickled *schedule) {
+    for (int i = 0; i < MT_SCHEDULE_REALS; i++) {
+        const mt_pickled *value = mt_pickled_get(schedule, mt_schedule_reals[i].key);
         bool is_int = value && value->kind == MT_PICKLED_INT, is_real = value && value->kind == MT_PICKLED_REAL;
-        if (!is_int && !is_real && mt_kept_reals[i].required) return false;
+        if (!is_int && !is_real && mt_schedule_reals[i].required) return false;
         double number = is_int ? (double)value->number : is_real ? value->real : 0;
-        *(double *)((char *)kept + mt_kept_reals[i].offset) = number;
+        *(double *)((char *)kept + mt_schedule_reals[i].offset) = number;
     }
     return mt_schedule_choice(mt_pickled_get(schedule, "lr_decay_style"), MT_AT(stack.lr_decay_style),
                               &kept->lr_decay_style) &&
@@ -215,7 +215,7 @@ static bool mt_schedule_read_pickled(mt_kept_schedule *kept, const mt_pickled *s
                               &kept->wd_incr_style);
 }
 
-static bool mt_schedule_read(mt_kept_schedule *kept, const char *folder) {
+static bool mt_schedule_read(mt_stored_schedule *kept, const char *folder) {
     mt_error ignored;
     bool good = false;
     mt_megatron *checkpoint = NULL;
@@ -234,7 +234,7 @@ static bool mt_schedule_read(mt_kept_schedule *kept, const char *folder) {
 }
 
 /* Numbers that options could have. */
-static bool mt_schedule_is_sane(const mt_kept_schedule *k) {
+static bool mt_schedule_is_sane(const mt_stored_schedule *k) {
     double most = (double)MT_MOST_COUNTED * 1048576;
     return k->max_lr > 0 && k->max_lr <= 1e6 && k->min_lr >= 0 && k->min_lr <= k->max_lr && k->decoupled_lr >= 0 &&
            k->decoupled_lr <= 1e6 && k->decoupled_min_lr >= 0 && k->decoupled_min_lr <= 1e6 &&
@@ -249,7 +249,7 @@ int mt_checkpoint_take_schedule(mt_run_options *o, mt_error *error) {
     if (!o->use_checkpoint_opt_param_scheduler || !continues) return 0;
     char *folder = mt_options_adapts(o) ? mt_checkpoint_resolve(from, error) : mt_options_load_folder(o, error);
     if (!folder) return -1;
-    mt_kept_schedule kept = {0};
+    mt_stored_schedule kept = {0};
     bool begins = !mt_folder_is_megatron(folder) && !mt_folder_has(folder, "trainer.json"); // weights of a model
     bool good = begins || (mt_schedule_read(&kept, folder) && mt_schedule_is_sane(&kept));
     if (!good)

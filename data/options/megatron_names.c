@@ -246,7 +246,7 @@ static const struct {
     {MT_NAME_IDLE, "the optimizer's state is sharded over all data-parallel ranks, with the same numbers",
      "num-distributed-optimizer-instances"},
     {MT_NAME_IDLE, "it adds checks to Megatron's own run", "test-mode"},
-    {MT_NAME_IDLE, "--hybrid-layer-pattern says what the layers are", "spec",
+    {MT_NAME_IDLE, "--hybrid-override-pattern says what the layers are", "spec",
      "megatron.core.models.hybrid.hybrid_layer_specs|megatron.core.models.mamba.mamba_layer_specs"},
     {MT_NAME_NO_MEANING, "it is a Python function, or a part of one of Megatron's configuration classes",
      "activation-func attr checkpoint ddp dist embedding-init-method "

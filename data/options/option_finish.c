@@ -398,25 +398,16 @@ void mt_options_take_vocabulary(mt_run_options *o) {
     snprintf(o->tokenizer_model, length, "%s,%s", o->vocab_file, o->merge_file);
 }
 
-/* Values that Megatron-LM ignores as well are as if not given; mt_options_warn notes them. */
+/* Values that Megatron-LM ignores as well have no effect; mt_options_warn notes them. */
 static void mt_options_drop_ignored(mt_run_options *o) {
-    const struct {
-        size_t offset;
-        bool is_ignored;
-    } rows[] = {
-        {MT_AT(stack.sequence_parallel), o->stack.tensor_model_parallel_size == 1},
-        {MT_AT(stack.moe_router_pre_softmax),
-         o->stack.num_experts > 0 && o->stack.moe_router_score_function != MT_SCORE_SOFTMAX},
-        {MT_AT(split), o->mock_data && o->data_path.count == 0},
-    };
+    bool no_softmax = o->stack.num_experts > 0 && o->stack.moe_router_score_function != MT_SCORE_SOFTMAX;
+    if (o->stack.sequence_parallel && o->stack.tensor_model_parallel_size == 1)
+        o->stack.sequence_parallel = false, o->ignores_sequence_parallel = true;
+    if (o->stack.moe_router_pre_softmax && no_softmax && MT_GIVEN(o, stack.moe_router_pre_softmax))
+        o->stack.moe_router_pre_softmax = false, o->ignores_pre_softmax = true;
     if (o->stack.num_experts == 0 && MT_GIVEN(o, stack.expert_tensor_parallel_size))
         o->stack.expert_tensor_parallel_size = 1;
-    for (size_t i = 0; i < sizeof rows / sizeof *rows; i++) {
-        const mt_option *row = mt_option_of(rows[i].offset);
-        if (!rows[i].is_ignored || !mt_options_gave(o, row->offset)) continue;
-        mt_option_reset(o, row);
-        o->given[row->offset / 64] |= (uint64_t)1 << row->offset % 64;
-    }
+    if (o->mock_data && o->data_path.count == 0 && MT_GIVEN(o, split)) mt_string_set(&o->split, "969,30,1");
 }
 
 int mt_options_complete(mt_run_options *options, mt_program program, int64_t world_size, mt_stage_balancer *balance,

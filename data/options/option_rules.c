@@ -239,12 +239,25 @@ static int mt_options_check_multiples(const mt_options *o, int64_t world_size, m
     return MT_CHECK_MULTIPLES(rows, error);
 }
 
+/* With stages as neighbours, the ranks of a stage are the same for experts only if each replica has as many. */
+static int mt_options_check_mapping(const mt_options *o, mt_error *error) {
+    long long model = o->tensor_model_parallel_size * o->context_parallel_size;
+    long long experts = o->expert_model_parallel_size * mt_max(o->expert_tensor_parallel_size, 1);
+    bool alike = o->num_experts == 0 || o->pipeline_model_parallel_size == 1 || model == experts;
+    if (!o->use_tp_pp_dp_mapping || alike) return 0;
+    return mt_error_set(error,
+                        "--use-tp-pp-dp-mapping with experts needs --tensor-model-parallel-size x "
+                        "--context-parallel-size = %lld to equal --expert-model-parallel-size x "
+                        "--expert-tensor-parallel-size = %lld",
+                        model, experts);
+}
+
 /* The data-parallel size: ranks / (tensor, pipeline and context sizes). */
 static int mt_options_derive_parallel(mt_options *o, int64_t world_size, mt_error *error) {
     int64_t tp = o->tensor_model_parallel_size, pp = o->pipeline_model_parallel_size, cp = o->context_parallel_size;
     if (mt_options_check_multiples(o, world_size, error)) return -1;
     o->data_parallel_size = world_size / (tp * pp * cp);
-    return 0;
+    return mt_options_check_mapping(o, error);
 }
 
 /* Sinkhorn computes the probabilities of the chosen experts itself, as in Megatron. */

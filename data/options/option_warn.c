@@ -106,10 +106,8 @@ static void mt_options_print_idle(const mt_run_options *o, FILE *file) {
     const char *no_watch = "without mpirun, no time limits are watched";
     const char *own = "samples of --sft have attention and positions of their own in any case";
     const mt_idle_option options[] = {
-        {o->stack.tensor_model_parallel_size == 1 && MT_GIVEN(o, stack.sequence_parallel), "sequence-parallel",
-         "--tensor-model-parallel-size is 1"},
-        {experts && MT_GIVEN(o, stack.moe_router_pre_softmax) && o->stack.moe_router_score_function != MT_SCORE_SOFTMAX,
-         "moe-router-pre-softmax", "--moe-router-score-function is not softmax"},
+        {o->ignores_sequence_parallel, "sequence-parallel", "--tensor-model-parallel-size is 1"},
+        {o->ignores_pre_softmax, "moe-router-pre-softmax", "--moe-router-score-function is not softmax"},
         {o->sft && o->reset_position_ids, "reset-position-ids", own},
         {o->sft && o->reset_attention_mask, "reset-attention-mask", own},
         {one && o->stack.overlap_grad_reduce, "overlap-grad-reduce", alone},
