@@ -155,7 +155,8 @@ const mt_option mt_option_table[] = {
     {"linear-conv-kernel-dim", MT_INT, MT_AT(stack.linear_conv_kernel_dim), MT_TRAIN, MT_OF_WEIGHTS, "4", "[1,8]",
      "tokens that a short convolution mixes"},
     {"hybrid-override-pattern", MT_STRING, MT_AT(hybrid_override_pattern), MT_TRAIN, MT_OF_WEIGHTS, NULL, "M*-E...",
-     "layers with one half only, a letter each, as in Nemotron-H: M Mamba-2, * attention, - MLP, E experts",
+     "layers with one half only, a letter each, as in Nemotron-H: M Mamba-2, * attention, - MLP, E experts; | begins a "
+     "pipeline stage",
      .excludes = "any: moe-layer-freq, any: experimental-attention-variant, any: multi-latent-attention, "
                  "any: mtp-num-layers"},
     {"mamba-state-dim", MT_INT, MT_AT(stack.mamba_state_dim), MT_TRAIN, MT_OF_WEIGHTS, "128", "[1,4096]",
@@ -200,8 +201,8 @@ const mt_option mt_option_table[] = {
               "yarn: original-max-position-embeddings",
      .own = true},
     {"rope-scaling-factor", MT_REAL, MT_AT(stack.rope_scaling_factor), MT_TRAIN, MT_OF_MODEL, NULL, "[1,1048576]",
-     "factor of RoPE scaling (default for llama3: 8)", .needs = "rope-scaling-type linear|llama3|yarn",
-     .excludes = "rotary-seq-len-interpolation-factor"},
+     "factor of RoPE scaling (default for llama3: 8); with --multi-latent-attention alone: of yarn from 4096 positions",
+     .needs = "rope-scaling-type linear|llama3|yarn", .excludes = "rotary-seq-len-interpolation-factor"},
     {"rope-low-freq-factor", MT_REAL, MT_AT(stack.rope_low_freq_factor), MT_TRAIN, MT_OF_MODEL, "1", "(0,1048576]",
      "llama3: scale wavelengths above original positions / this", .needs = "rope-scaling-type llama3", .own = true},
     {"rope-high-freq-factor", MT_REAL, MT_AT(stack.rope_high_freq_factor), MT_TRAIN, MT_OF_MODEL, "4", "(0,1048576]",
