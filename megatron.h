@@ -388,8 +388,10 @@ typedef enum mt_tokenizer_type {
     MT_TOKENIZER_HUGGINGFACE,
     MT_TOKENIZER_SENTENCEPIECE,
     MT_TOKENIZER_GPT2_BPE,
-    MT_TOKENIZER_BYTE_LEVEL
+    MT_TOKENIZER_BYTE_LEVEL,
+    MT_TOKENIZER_TIKTOKEN
 } mt_tokenizer_type;
+typedef enum mt_tiktoken_pattern { MT_TIKTOKEN_V1, MT_TIKTOKEN_V2 } mt_tiktoken_pattern;
 typedef enum mt_chat_template {
     MT_CHAT_AUTO, // that of the tokenizer's folder
     MT_CHAT_CHATML,

@@ -455,8 +455,7 @@ static const struct {
     {MT_NAME_UNSUPPORTED, "other forms of evaluation",
      "eval-global-batch-size eval-micro-batch-size full-validation multiple-validation-sets start-eval-at-iter "
      "validation-set-names"},
-    {MT_NAME_UNSUPPORTED, "other tokenizers",
-     "null-tokenizer-eod-id null-tokenizer-pad-id tiktoken-num-special-tokens tiktoken-pattern"},
+    {MT_NAME_UNSUPPORTED, "other tokenizers", "null-tokenizer-eod-id null-tokenizer-pad-id"},
     {MT_NAME_UNSUPPORTED, "checkpoints in other places, or of other things",
      "enable-msc non-persistent-ckpt-type non-persistent-global-ckpt-dir non-persistent-local-ckpt-algo "
      "non-persistent-local-ckpt-dir non-persistent-save-interval object-storage-cache-path replication "

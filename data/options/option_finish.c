@@ -420,6 +420,14 @@ void mt_options_take_vocabulary(mt_run_options *o) {
     snprintf(o->tokenizer_model, length, "%s,%s", o->vocab_file, o->merge_file);
 }
 
+int mt_options_open_tokenizer(mt_tokenizer **out, const mt_run_options *o, mt_error *error) {
+    mt_tiktoken_settings settings = {o->tiktoken_pattern, o->tiktoken_num_special_tokens, 131072}; // as in Megatron-LM
+    if (MT_GIVEN(o, stack.vocab_size)) settings.vocab_size = o->stack.vocab_size;
+    if (o->tokenizer_type != MT_TOKENIZER_TIKTOKEN)
+        return mt_tokenizer_open(out, o->tokenizer_type, o->tokenizer_model, error);
+    return mt_tokenizer_open_tiktoken(out, o->tokenizer_model, &settings, error);
+}
+
 /* In Megatron-LM, RoPE of latent attention is scaled by YaRN, from 4096 positions, wherever a factor is given. */
 static void mt_options_scale_latent_rope(mt_run_options *o) {
     bool has_factor = o->stack.multi_latent_attention && MT_GIVEN(o, stack.rope_scaling_factor);

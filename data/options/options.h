@@ -65,6 +65,8 @@ typedef struct mt_run_options {
     mt_strings data_path, train_data_path, valid_data_path, test_data_path;
     char *split, *tokenizer_model, *vocab_file, *merge_file, *tokens_file;
     mt_tokenizer_type tokenizer_type;
+    mt_tiktoken_pattern tiktoken_pattern;
+    int64_t tiktoken_num_special_tokens;
     mt_dataloader_type dataloader_type;
     bool reset_position_ids, reset_attention_mask, eod_mask_loss, mock_data;
     /* fine-tuning: samples of any length */

@@ -6,6 +6,7 @@
 #include "../base/signals.h"
 #include "../base/watchdog.h"
 #include "../options/option_agree.h"
+#include "../options/option_finish.h"
 #include "../options/option_help.h"
 #include "../options/option_rules.h"
 #include "../options/option_table.h"
@@ -80,7 +81,7 @@ static int take_tokenizer(mt_run *r, char *folder, mt_error *error) {
 static int open_tokenizer(mt_run *r, mt_error *error) {
     mt_run_options *o = &r->options;
     if (o->tokenizer_type) {
-        if (mt_tokenizer_open(&r->tokenizer, o->tokenizer_type, o->tokenizer_model, error) != 0) return -1;
+        if (mt_options_open_tokenizer(&r->tokenizer, o, error) != 0) return -1;
     } else if (o->load) {
         char *folder = mt_options_load_folder(o, error);
         if (!folder) return -1;
