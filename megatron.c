@@ -6285,6 +6285,12 @@ static bool mt_param_joins(const mt_options *o, const mt_param *param) {
     return param->role == MT_UP || param->role == MT_SHARED_UP || param->role == MT_EXPERT_UP;
 }
 
+/* True for parameters with weight decay: matrices, and with --apply-wd-to-qk-layernorm the norms of heads. */
+static bool mt_row_decays(const mt_options *o, const mt_role_row *row) {
+    bool is_head_norm = row->role == MT_Q_NORM || row->role == MT_K_NORM;
+    return row->cols != MT_DIM_ONE || (is_head_norm && o->apply_wd_to_qk_layernorm);
+}
+
 /* Appends a row. `continues`: it follows the one before without a gap. */
 static void mt_param_add(mt_param_table *table, const mt_role_row *row, int64_t layer, int64_t expert, bool continues) {
     const mt_options *o = table->options;
@@ -6293,7 +6299,7 @@ static void mt_param_add(mt_param_table *table, const mt_role_row *row, int64_t 
     param->rows = param->whole_rows = mt_dimension_size(o, layer, row->rows);
     param->cols = param->whole_cols = mt_dimension_size(o, layer, row->cols);
     param->rows_stored = param->hf_rows_total = row->rows == MT_DIM_VOCAB ? o->vocab_size : param->rows;
-    param->is_vector = row->cols == MT_DIM_ONE, param->weight_decay = !param->is_vector;
+    param->is_vector = row->cols == MT_DIM_ONE, param->weight_decay = mt_row_decays(o, row);
     param->trained = row->unit != MT_UNIT_UNTRAINED, param->init = mt_param_kinds[row->kind].init;
     param->is_linear = !param->is_vector && param->trained && row->unit != MT_UNIT_WORDS &&
                        row->unit != MT_UNIT_POSITIONS && row->kind != MT_TAPS && row->kind != MT_KEY_TAPS;
@@ -6343,16 +6349,18 @@ static int64_t mt_params_add_unit(mt_param_table *table, mt_unit unit, int64_t l
     const mt_role_row *end = mt_role_rows + MT_NUM_ROLE_ROWS, *before = NULL, *next;
     uint64_t has = mt_layer_conditions(table->options, layer);
     int64_t count = table->count;
-    for (const mt_role_row *row = mt_role_rows; row < end; row = next) {
-        next = row + 1;
-        if (row->unit != unit || (row->when & ~has) || (row->unless & has)) continue;
-        while (unit == MT_UNIT_EXPERTS && next < end && next->fused) next++;
-        if (unit == MT_UNIT_EXPERTS)
-            mt_params_add_experts(table, row, next, layer);
-        else
-            mt_param_add(table, row, layer, -1, row->fused && before == row - 1);
-        before = row;
-    }
+    for (int pass = 0; pass < 2; pass++) // those that decay come first
+        for (const mt_role_row *row = mt_role_rows; row < end; row = next) {
+            next = row + 1;
+            if (row->unit != unit || (row->when & ~has) || (row->unless & has)) continue;
+            while (unit == MT_UNIT_EXPERTS && next < end && next->fused) next++;
+            if (mt_row_decays(table->options, row) != (pass == 0)) continue;
+            if (unit == MT_UNIT_EXPERTS)
+                mt_params_add_experts(table, row, next, layer);
+            else
+                mt_param_add(table, row, layer, -1, row->fused && before == row - 1);
+            before = row;
+        }
     return table->count - count;
 }
 

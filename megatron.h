@@ -629,6 +629,7 @@ typedef struct mt_options {
     mt_wsd_decay_style lr_wsd_decay_style;
     int64_t lr_decay_iters, lr_decay_samples, lr_warmup_iters, lr_warmup_samples, lr_wsd_decay_iters,
         lr_wsd_decay_samples;
+    bool apply_wd_to_qk_layernorm;         // the norms of query and key heads decay, unlike other vectors
     double decoupled_lr, decoupled_min_lr; // of the word embedding and the output layer; decoupled_lr 0: as the others
     double start_weight_decay, end_weight_decay, clip_grad;
     mt_optimizer optimizer;

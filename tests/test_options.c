@@ -763,7 +763,6 @@ static void data_and_checkpoints_that_conflict_are_refused(void **state) {
     expect_error(RUN "--tokenizer-model t", "--tokenizer-model needs --tokenizer-type");
     expect_error(RUN "--tokenizer-type ByteLevel --tokenizer-model t",
                  "needs --tokenizer-type HuggingFaceTokenizer|SentencePieceTokenizer|GPT2BPETokenizer, not ByteLevel");
-    expect_error(RUN "--save-interval 3", "--save-interval needs --save");
     expect_error(RUN "--finetune", "--finetune needs --load");
     expect_error(RUN "--load x --save x --overwrite", "--load x continues the run that --overwrite would replace");
     expect_error(RUN "--save x --auto-resume --overwrite", "--overwrite and --auto-resume exclude each other");

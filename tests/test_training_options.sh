@@ -184,6 +184,21 @@ rates_of_embedding_and_head_are_decoupled() {
 }
 check rates_of_embedding_and_head_are_decoupled rates_of_embedding_and_head_are_decoupled
 
+# Weights of deviation 0 have no gradient, nor do the gains: only decay changes 2 x 2 norms of 8 channels. SGD's first
+# step leaves 1 - 0.01 x 0.5 of each, beside the 160 other gains.
+norms_of_heads_may_decay() {
+    run --init-method-std 0 --train-iters 1 --optimizer sgd --weight-decay 0.5 --qk-layernorm --normalization RMSNorm \
+        --disable-bias-linear --log-params-norm --apply-wd-to-qk-layernorm --metrics "$work/m" &&
+        metric "$work/m" params_norm | awk '{ d = $1 * $1 - 160 - 32 * 0.995 ^ 2; exit !(d * d < 1e-6) }' || return 1
+    run --init-method-std 0 --train-iters 1 --optimizer sgd --weight-decay 0.5 --qk-layernorm --normalization RMSNorm \
+        --disable-bias-linear --log-params-norm --metrics "$work/n" &&
+        metric "$work/n" params_norm | awk '{ d = $1 * $1 - 192; exit !(d * d < 1e-6) }' || return 1
+    run --train-iters 1 --apply-wd-to-qk-layernorm --save-interval 5 &&
+        says '^--apply-wd-to-qk-layernorm has no effect: heads have no norms' "$work/out" &&
+        says '^--save-interval has no effect: there is no --save$' "$work/out"
+}
+check norms_of_heads_may_decay norms_of_heads_may_decay
+
 gradients_in_bf16_are_those_of_their_type() {
     steps='--train-iters 4 --global-batch-size 4 --bf16'
     # shellcheck disable=SC2086

@@ -384,7 +384,7 @@ static const struct {
     {MT_NAME_UNSUPPORTED, "states of Mamba-2 in other types than fp32",
      "mamba-inference-conv-states-dtype mamba-inference-ssm-states-dtype mamba-training-ssm-states-dtype"},
     {MT_NAME_UNSUPPORTED, "other initial weights, or other learning rates and weight decays for a part of them",
-     "apply-wd-to-qk-layernorm data-parallel-random-init "
+     "data-parallel-random-init "
      "dump-param-to-param-group-map embedding-init-method-std freeze-all-layers head-lr-mult "
      "init-method-xavier-uniform mup-attn-scale-power mup-base-head-dim mup-base-hidden-size mup-embedding-mult "
      "mup-output-mult mup-width-mult no-weight-decay-cond-type use-mup"},

@@ -444,6 +444,8 @@ static void mt_options_drop_ignored(mt_run_options *o) {
         o->stack.sequence_parallel = false, o->ignores_sequence_parallel = true;
     if (o->stack.moe_router_pre_softmax && no_softmax && MT_GIVEN(o, stack.moe_router_pre_softmax))
         o->stack.moe_router_pre_softmax = false, o->ignores_pre_softmax = true;
+    const mt_option *interval = mt_option_of(MT_AT(save_interval));
+    if (o->save_interval > 0 && !o->save) mt_option_reset(o, interval), o->ignores_save_interval = true;
     if (o->stack.num_experts == 0 && MT_GIVEN(o, stack.expert_tensor_parallel_size))
         o->stack.expert_tensor_parallel_size = 1;
     if (o->mock_data && o->data_path.count == 0 && MT_GIVEN(o, split)) mt_string_set(&o->split, "969,30,1");

@@ -626,6 +626,8 @@ const mt_option mt_option_table[] = {
      "learning rate at the start of warm-up"},
     {"weight-decay", MT_REAL, MT_AT(weight_decay), MT_TRAIN, MT_OF_RUN, "0.01", "[0,1e6]",
      "weight decay of matrices; vectors have none"},
+    {"apply-wd-to-qk-layernorm", MT_FLAG, MT_AT(stack.apply_wd_to_qk_layernorm), MT_TRAIN, MT_OF_RUN, NULL, NULL,
+     "weight decay of the norms of query and key heads too", .excludes = "multi-latent-attention, optimizer muon"},
     {"start-weight-decay", MT_REAL, MT_AT(stack.start_weight_decay), MT_TRAIN, MT_OF_RUN, NULL, "[0,1e6]",
      "weight decay at the start of its schedule"},
     {"end-weight-decay", MT_REAL, MT_AT(stack.end_weight_decay), MT_TRAIN, MT_OF_RUN, NULL, "[0,1e6]",

@@ -106,6 +106,9 @@ static void mt_options_print_idle(const mt_run_options *o, FILE *file) {
     const char *no_watch = "without mpirun, no time limits are watched";
     const char *own = "samples of --sft have attention and positions of their own in any case";
     const mt_idle_option options[] = {
+        {o->ignores_save_interval, "save-interval", "there is no --save"},
+        {o->stack.apply_wd_to_qk_layernorm && !o->stack.qk_layernorm, "apply-wd-to-qk-layernorm",
+         "heads have no norms without --qk-layernorm"},
         {o->ignores_sequence_parallel, "sequence-parallel", "--tensor-model-parallel-size is 1"},
         {o->ignores_pre_softmax, "moe-router-pre-softmax", "--moe-router-score-function is not softmax"},
         {o->sft && o->reset_position_ids, "reset-position-ids", own},

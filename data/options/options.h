@@ -138,10 +138,11 @@ typedef struct mt_run_options {
     mt_strings config_keys; // of --role: line, key, option, why it has no effect; for --print-config
     int64_t config_devices; // ranks that the file of --role names; 0: none
     /* not options: read from the model's folder */
-    bool ignores_sequence_parallel, ignores_pre_softmax; // these options were given where they have no effect
-    mt_hf_family upcycled_family;                        // of the dense model that --moe-use-upcycling loads
-    int64_t mtp_layers_stored;                           // MTP modules that the folder to load may hold, in use or not
-    bool head_is_new;                                    // for the stage: the folder to load has none
+    bool ignores_sequence_parallel, ignores_pre_softmax,
+        ignores_save_interval;          // these options were given where they have no effect
+    mt_hf_family upcycled_family;       // of the dense model that --moe-use-upcycling loads
+    int64_t mtp_layers_stored;          // MTP modules that the folder to load may hold, in use or not
+    bool head_is_new;                   // for the stage: the folder to load has none
     int64_t weight_block_size[2];       // rows, columns per scale of the fp8 weights to load; 0: none are in fp8
     int64_t bos_token_id, eos_token_id; // -1: none
     char *special_tokens;               // ids of special tokens in config.json, as JSON; NULL: those two
