@@ -6349,7 +6349,7 @@ static int64_t mt_params_add_unit(mt_param_table *table, mt_unit unit, int64_t l
     const mt_role_row *end = mt_role_rows + MT_NUM_ROLE_ROWS, *before = NULL, *next;
     uint64_t has = mt_layer_conditions(table->options, layer);
     int64_t count = table->count;
-    for (int pass = 0; pass < 2; pass++) // those that decay come first
+    for (int pass = 0; pass < 2; pass++) // parameters with weight decay come first
         for (const mt_role_row *row = mt_role_rows; row < end; row = next) {
             next = row + 1;
             if (row->unit != unit || (row->when & ~has) || (row->unless & has)) continue;
