@@ -392,7 +392,7 @@ static const struct {
      "mtp-detach-heads mtp-hsm mtp-hybrid-override-pattern mtp-standalone mtp-use-repeated-layer"},
     {MT_NAME_UNSUPPORTED, "other forms of experts and of their dispatch",
      "expert-tensor-parallel-num-weight-shards moe-apply-probs-on-input moe-enable-routing-replay "
-     "moe-expert-rank-capacity-factor moe-input-jitter-eps moe-latent-size moe-router-force-biased "
+     "moe-expert-rank-capacity-factor moe-input-jitter-eps moe-router-force-biased "
      "moe-router-topk-limited-devices moe-routing-trace-capture-hidden-states moe-routing-trace-capture-logits "
      "moe-routing-trace-dump-weights moe-routing-trace-max-training-iters moe-routing-trace-path "
      "moe-token-dropping save-tokens-per-expert-interval tensor-parallel-num-weight-shards"},

@@ -26,9 +26,9 @@ typedef struct mt_option_reader {
     mt_program program;
     mt_refusal *refused;
     int64_t num_refused, num_uncollected;
-    bool role_rests;                                                       // the role of the file does not train
-    mt_strings idle;                                                       // names without effect, and why, in turn
-    mt_strings named;                                                      // see mt_option_reader_compare_names
+    bool role_rests;  // the role of the file does not train
+    mt_strings idle;  // names without effect, and why, in turn
+    bool prints_only; // --print-config: a value with a variable that is not set has no effect
     uint64_t typed[sizeof((mt_run_options *)0)->given / sizeof(uint64_t)]; // options of the command line
 } mt_option_reader;
 
