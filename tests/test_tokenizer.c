@@ -271,7 +271,9 @@ static void other_ranks_of_tiktoken_are_refused(void **state) {
     assert_non_null(second);
     memcpy(second, "AA==", 4);
     settings.vocab_size = 7 + 500;
-    assert_null(mt_tiktoken_convert("x", &whole, &settings, &error));
+    mt_tokenizer *table = mt_tokenizer_new("x");
+    assert_null(mt_tiktoken_convert(table, "x", &whole, &settings, &error));
+    mt_tokenizer_close(table);
     assert_non_null(strstr(error.text, "x: entry 1 is not {"));
     free(whole.data);
 }

@@ -274,7 +274,9 @@ int mt_tokenizer_open_tiktoken(mt_tokenizer **out, const char *path, const mt_ti
     mt_tokenizer *tokenizer = mt_tokenizer_new(path);
     int failed = keep_file(tokenizer, path, "tokenizer.json", true, error);
     mt_text *kept = &tokenizer->files[0].content;
-    char *json = failed ? NULL : mt_tiktoken_convert(path, kept, settings, error);
+    mt_tokenizer *table = mt_tokenizer_new(path);
+    char *json = failed ? NULL : mt_tiktoken_convert(table, path, kept, settings, error);
+    mt_tokenizer_close(table);
     if (!json) return finish_open(out, tokenizer, -1);
     free(kept->data);
     *kept = (mt_text){json, (int64_t)strlen(json), (int64_t)strlen(json) + 1};

@@ -140,8 +140,8 @@ static char *write_json(const mt_tokenizer *table, const char *path, const mt_ti
     return text;
 }
 
-char *mt_tiktoken_convert(const char *path, const mt_text *ranks, const mt_tiktoken_settings *settings,
-                          mt_error *error) {
+char *mt_tiktoken_convert(mt_tokenizer *table, const char *path, const mt_text *ranks,
+                          const mt_tiktoken_settings *settings, mt_error *error) {
     int64_t count = settings->vocab_size - settings->num_special_tokens;
     json_error_t why;
     json_t *list = json_loadb(ranks->bytes ? ranks->data : "", (size_t)ranks->bytes, JSON_ALLOW_NUL, &why);
@@ -149,7 +149,6 @@ char *mt_tiktoken_convert(const char *path, const mt_text *ranks, const mt_tikto
         mt_error_set(error, "%s:%d: not JSON, or damaged: %s; get the file again", path, why.line, why.text);
         return NULL;
     }
-    mt_tokenizer *table = mt_tokenizer_new(path);
     char *text = NULL;
     int64_t given = (int64_t)json_array_size(list);
     if (!json_is_array(list))
@@ -163,7 +162,6 @@ char *mt_tiktoken_convert(const char *path, const mt_text *ranks, const mt_tikto
                      (long long)count);
     else if (read_table(table, path, list, count, error) == 0)
         text = write_json(table, path, settings, count, error);
-    mt_tokenizer_close(table);
     json_decref(list);
     return text;
 }

@@ -10,10 +10,11 @@ extern "C" {
 
 /* The text of a tokenizer.json with the same ids, to free; `path` is for messages. `ranks` is a JSON list of {"rank",
  * "token_bytes" (base64), "token_str"} in the order of the ranks, with all bytes first; ranks beyond the vocabulary are
- * left out. Special tokens have the first ids: <unk>, <s>, </s>, <mask>, <pad>, <cls>, <sep>, <SPECIAL_7>, ... NULL
- * with error: a list of another form, too few ranks, or a token that is written as a special one. */
-char *mt_tiktoken_convert(const char *path, const mt_text *ranks, const mt_tiktoken_settings *settings,
-                          mt_error *error);
+ * left out. `table` is an empty tokenizer, for work. Special tokens have the first ids: <unk>, <s>, </s>, <mask>,
+ * <pad>, <cls>, <sep>, <SPECIAL_7>, ... NULL with error: a list of another form, too few ranks, or a token that is
+ * written as a special one. */
+char *mt_tiktoken_convert(mt_tokenizer *table, const char *path, const mt_text *ranks,
+                          const mt_tiktoken_settings *settings, mt_error *error);
 
 #ifdef __cplusplus
 }
