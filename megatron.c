@@ -3752,7 +3752,8 @@ mt_grid_shape mt_grid_shape_of(const mt_options *options, int64_t world_size) {
                            .num_query_groups = options->num_query_groups,
                            .context_a2a = options->context_a2a_size,
                            .context_blocks = options->dynamic_context_parallel,
-                           .linear_key_heads = has_delta ? options->linear_num_key_heads : 0};
+                           .linear_key_heads = has_delta ? options->linear_num_key_heads : 0,
+                           .pipeline_before_data = options->use_tp_pp_dp_mapping};
     if (options->num_experts > 0)
         shape.expert = options->expert_model_parallel_size, shape.expert_tensor = options->expert_tensor_parallel_size;
     shape.data = world_size / (shape.tensor * shape.context * shape.pipeline);
@@ -3762,12 +3763,15 @@ mt_grid_shape mt_grid_shape_of(const mt_options *options, int64_t world_size) {
     return shape;
 }
 
-/* The ranks that differ from `rank` in free dimensions only. The first dimension varies fastest. */
-static int mt_grid_free_dimensions(int *members, const int64_t sizes[4], const bool is_free[4], int rank) {
-    int64_t stride[5] = {1};
-    for (int d = 0; d < 4; d++) stride[d + 1] = stride[d] * sizes[d];
+/* The ranks that differ from `rank` in free dimensions only. The first dimension varies fastest; the last, or with
+ * `last_before_third` the third, slowest. */
+static int mt_grid_free_dimensions(int *members, const int64_t sizes[4], bool last_before_third, const bool is_free[4],
+                                   int rank) {
+    int64_t stride[4] = {1, sizes[0], sizes[0] * sizes[1], sizes[0] * sizes[1]};
+    stride[last_before_third ? 2 : 3] *= sizes[last_before_third ? 3 : 2];
+    int64_t world = sizes[0] * sizes[1] * sizes[2] * sizes[3];
     int count = 0;
-    for (int64_t other = 0; other < stride[4]; other++) {
+    for (int64_t other = 0; other < world; other++) {
         bool is_member = true;
         for (int d = 0; d < 4 && is_member; d++)
             is_member = is_free[d] || other / stride[d] % sizes[d] == rank / stride[d] % sizes[d];
@@ -3800,7 +3804,7 @@ int mt_grid_members(int *members, const mt_grid_shape *s, mt_group_kind kind, in
     const int64_t dense[4] = {s->tensor, s->context, s->data, s->pipeline};
     const int64_t expert[4] = {s->expert_tensor, s->expert, s->expert_data, s->pipeline};
     const int64_t *sizes = mt_group_kinds[kind].of_experts ? expert : dense;
-    int count = mt_grid_free_dimensions(members, sizes, mt_group_kinds[kind].is_free, rank);
+    int count = mt_grid_free_dimensions(members, sizes, s->pipeline_before_data, mt_group_kinds[kind].is_free, rank);
     if (kind == MT_GROUP_EMBEDDING) return mt_grid_keep_ends(members, count, rank);
     if (kind == MT_GROUP_CONTEXT_A2A || kind == MT_GROUP_CONTEXT_RING)
         return mt_grid_keep_level(members, count, (int)mt_max(1, s->context_a2a), kind == MT_GROUP_CONTEXT_A2A, rank);
@@ -6313,6 +6317,12 @@ static bool mt_param_joins(const mt_options *o, const mt_param *param) {
     return param->role == MT_UP || param->role == MT_SHARED_UP || param->role == MT_EXPERT_UP;
 }
 
+/* True for parameters with weight decay: matrices, and with --apply-wd-to-qk-layernorm the norms of heads. */
+static bool mt_row_decays(const mt_options *o, const mt_role_row *row) {
+    bool is_head_norm = row->role == MT_Q_NORM || row->role == MT_K_NORM;
+    return row->cols != MT_DIM_ONE || (is_head_norm && o->apply_wd_to_qk_layernorm);
+}
+
 /* Appends a row. `continues`: it follows the one before without a gap. */
 static void mt_param_add(mt_param_table *table, const mt_role_row *row, int64_t layer, int64_t expert, bool continues) {
     const mt_options *o = table->options;
@@ -6321,7 +6331,7 @@ static void mt_param_add(mt_param_table *table, const mt_role_row *row, int64_t 
     param->rows = param->whole_rows = mt_dimension_size(o, layer, row->rows);
     param->cols = param->whole_cols = mt_dimension_size(o, layer, row->cols);
     param->rows_stored = param->hf_rows_total = row->rows == MT_DIM_VOCAB ? o->vocab_size : param->rows;
-    param->is_vector = row->cols == MT_DIM_ONE, param->weight_decay = !param->is_vector;
+    param->is_vector = row->cols == MT_DIM_ONE, param->weight_decay = mt_row_decays(o, row);
     param->trained = row->unit != MT_UNIT_UNTRAINED, param->init = mt_param_kinds[row->kind].init;
     param->is_linear = !param->is_vector && param->trained && row->unit != MT_UNIT_WORDS &&
                        row->unit != MT_UNIT_POSITIONS && row->kind != MT_TAPS && row->kind != MT_KEY_TAPS;
@@ -6371,16 +6381,18 @@ static int64_t mt_params_add_unit(mt_param_table *table, mt_unit unit, int64_t l
     const mt_role_row *end = mt_role_rows + MT_NUM_ROLE_ROWS, *before = NULL, *next;
     uint64_t has = mt_layer_conditions(table->options, layer);
     int64_t count = table->count;
-    for (const mt_role_row *row = mt_role_rows; row < end; row = next) {
-        next = row + 1;
-        if (row->unit != unit || (row->when & ~has) || (row->unless & has)) continue;
-        while (unit == MT_UNIT_EXPERTS && next < end && next->fused) next++;
-        if (unit == MT_UNIT_EXPERTS)
-            mt_params_add_experts(table, row, next, layer);
-        else
-            mt_param_add(table, row, layer, -1, row->fused && before == row - 1);
-        before = row;
-    }
+    for (int pass = 0; pass < 2; pass++) // parameters with weight decay come first
+        for (const mt_role_row *row = mt_role_rows; row < end; row = next) {
+            next = row + 1;
+            if (row->unit != unit || (row->when & ~has) || (row->unless & has)) continue;
+            while (unit == MT_UNIT_EXPERTS && next < end && next->fused) next++;
+            if (mt_row_decays(table->options, row) != (pass == 0)) continue;
+            if (unit == MT_UNIT_EXPERTS)
+                mt_params_add_experts(table, row, next, layer);
+            else
+                mt_param_add(table, row, layer, -1, row->fused && before == row - 1);
+            before = row;
+        }
     return table->count - count;
 }
 
@@ -12012,12 +12024,15 @@ mt_durations mt_options_durations(const mt_options *o) {
     d.warmup = by_samples ? (double)o->lr_warmup_samples : (double)o->lr_warmup_iters * batch;
     if (o->lr_warmup_fraction > 0) d.warmup = o->lr_warmup_fraction * d.decay;
     d.wsd_decay = by_samples ? (double)o->lr_wsd_decay_samples : (double)o->lr_wsd_decay_iters * batch;
+    const mt_durations *kept = &o->kept_durations;
+    if (kept->decay > 0) d.total = kept->total, d.warmup = kept->warmup, d.decay = kept->decay;
     return d;
 }
 
-double mt_learning_rate(const mt_options *options, int64_t consumed_samples) {
+/* The rate between a maximum and a minimum. */
+static double mt_scheduled_rate(const mt_options *options, double lr, double min_lr, int64_t consumed_samples) {
     mt_lr_decay_style style = options->lr_decay_style;
-    double lr = options->lr, min_lr = options->min_lr, init = options->lr_warmup_init, at = (double)consumed_samples;
+    double init = options->lr_warmup_init, at = (double)consumed_samples;
     mt_durations d = mt_options_durations(options);
     if (d.warmup > 0 && at <= d.warmup) return init + (lr - init) * at / d.warmup;
     if (style == MT_LR_CONSTANT) return lr;
@@ -12028,6 +12043,15 @@ double mt_learning_rate(const mt_options *options, int64_t consumed_samples) {
     if (style == MT_LR_WSD) // warm-up, stable, decay (Hu et al., "MiniCPM")
         decay = options->lr_wsd_decay_style, ratio = at <= stable ? 0 : (at - stable) / d.wsd_decay;
     return min_lr + mt_decay_coefficient(decay, ratio) * (lr - min_lr);
+}
+
+double mt_learning_rate(const mt_options *options, int64_t consumed_samples) {
+    return mt_scheduled_rate(options, options->lr, options->min_lr, consumed_samples);
+}
+
+double mt_decoupled_learning_rate(const mt_options *options, int64_t consumed_samples) {
+    if (options->decoupled_lr == 0) return mt_learning_rate(options, consumed_samples);
+    return mt_scheduled_rate(options, options->decoupled_lr, options->decoupled_min_lr, consumed_samples);
 }
 
 double mt_weight_decay(const mt_options *options, int64_t consumed_samples) {
@@ -12254,8 +12278,13 @@ static void mt_host_optimizer_finish(mt_model *m) {
     mt_wait_stream(m, m->stream, h->out);
 }
 
-/* AdamW for types of state with a scale per parameter: one parameter at a time. */
-static void mt_optimizer_step_scaled(mt_model *m, mt_update *update, float weight_decay) {
+/* True for the word embedding and the output layer, whose rate is --decoupled-lr. */
+static bool mt_param_is_decoupled(const mt_param *param) {
+    return param->unit == MT_UNIT_WORDS || param->is_head;
+}
+
+/* AdamW for types of state with a scale per parameter: one parameter at a time. rates[1]: of decoupled parameters. */
+static void mt_optimizer_step_scaled(mt_model *m, mt_update *update, const double rates[2], float weight_decay) {
     int64_t bytes = m->num_params * (int64_t)sizeof *m->state_amax, begin;
     float(*amax)[3] = m->state_amax, (*new_amax)[3] = amax + m->num_params;
     m->ops->memory_zero(new_amax, bytes, m->stream);
@@ -12266,6 +12295,7 @@ static void mt_optimizer_step_scaled(mt_model *m, mt_update *update, float weigh
         if (!b->trained || count == 0) continue;
         mt_update_args a = mt_bucket_update(m, b, begin, count);
         a.amax = amax[i], a.new_amax = new_amax[i], update->weight_decay = param->weight_decay ? weight_decay : 0;
+        update->lr = (float)(mt_param_is_decoupled(param) ? rates[1] : rates[0]);
         m->ops->adamw_amax(&a, update, m->stream);
         m->ops->adamw_step(&a, update, m->stream);
     }
@@ -12553,6 +12583,11 @@ static mt_update mt_update_of_step(const mt_options *o, const mt_run_state *stat
     return u;
 }
 
+/* True if the decayed parameters of a bucket have the rate --decoupled-lr. */
+static bool mt_bucket_is_decoupled(const mt_model *m, const mt_bucket *b) {
+    return b->num_params > 0 && mt_param_is_decoupled(&m->params[b->first_param]);
+}
+
 /* The optimizer's step on the shards of this rank. A failed check makes grad_scale negative: no update. */
 static void mt_optimizer_step(mt_model *m, const mt_run_state *state) {
     const mt_options *o = m->options;
@@ -12561,15 +12596,18 @@ static void mt_optimizer_step(mt_model *m, const mt_run_state *state) {
     mt_wait_reader(m);
     float weight_decay = (float)mt_weight_decay(o, state->consumed_train_samples);
     mt_update update = mt_update_of_step(o, state);
+    double rates[2] = {mt_learning_rate(o, state->consumed_train_samples)};
+    rates[1] = mt_decoupled_learning_rate(o, state->consumed_train_samples);
     if (m->muon) mt_muon_run(m, update.lr, weight_decay);
     if (m->host_optimizer) mt_host_optimizer_begin(m);
-    if (m->state_amax) mt_optimizer_step_scaled(m, &update, weight_decay);
+    if (m->state_amax) mt_optimizer_step_scaled(m, &update, rates, weight_decay);
     for (int64_t i = m->num_trained_buckets - 1; !m->state_amax && i >= 0; i--) { // the host's first
         int64_t start[3];
         mt_bucket_decays(&m->buckets[i], start);
         for (int k = m->buckets[i].matrix_count > 0; k < 2; k++) { // the decayed ones may be matrices
             mt_update_args a = mt_bucket_update(m, &m->buckets[i], start[k], start[k + 1] - start[k]);
             update.weight_decay = k == 0 ? weight_decay : 0;
+            update.lr = (float)rates[k == 0 && mt_bucket_is_decoupled(m, &m->buckets[i])];
             if (m->buckets[i].on_host)
                 mt_host_optimizer_update(m, &a, &update);
             else if (a.n > 0)
@@ -13185,6 +13223,84 @@ int mt_train_finish(mt_model *m, mt_error *error) {
     return status;
 }
 
+enum { MT_MEASURED_PIECE = 1 << 20 }; // elements
+
+/* Returns the number of zeros, or the sum of the squares, of device or host memory x[n]. `piece`: memory for copies. */
+static double mt_measure(mt_model *m, const void *x, int64_t n, mt_dtype dtype, bool zeros, void *piece) {
+    double sum = 0;
+    for (int64_t first = 0; first < n; first += MT_MEASURED_PIECE) {
+        int64_t count = mt_min(MT_MEASURED_PIECE, n - first);
+        mt_copy_wait(m, piece, mt_at((void *)x, first, dtype), count * mt_dtype_size(dtype));
+        if (!zeros) mt_cpu_ops.squared_norm(&sum, piece, count, dtype, NULL);
+        for (int64_t i = 0; zeros && i < count; i++) {
+            float value, scratch;
+            value = *mt_row_load(&scratch, piece, i, 1, dtype);
+            sum += value == 0;
+        }
+    }
+    return sum;
+}
+
+/* Counts the zeros of the last step's gradients and the norm of the parameters, where the options ask for them: master
+ * weights in fp32 where there are some, as Megatron-LM takes them. Elements on several ranks count once. */
+static void mt_step_measure(mt_model *m, mt_metrics *metrics) {
+    const mt_options *o = m->options;
+    double sums[2] = {0};
+    if (!o->log_num_zeros_in_grad && !o->log_params_norm) return;
+    void *piece = mt_malloc(MT_MEASURED_PIECE * 4);
+    for (int64_t i = 0; i < m->num_params; i++) {
+        const mt_param *param = &m->params[i];
+        const mt_bucket *b = &m->buckets[param->bucket];
+        bool counts = param->counted && (b->strategy != MT_NO_SHARD || b->group->rank == 0);
+        int64_t begin, count = mt_gradient_run(m, param, param, &begin);
+        if (!counts || count == 0) continue;
+        bool is_exact = b->master && mt_state_dtype(m, MT_STATE_MASTER) == MT_F32;
+        mt_dtype dtype = is_exact ? MT_F32 : b->dtype;
+        const void *values = mt_at(is_exact ? b->master : b->param_shard, begin, dtype);
+        const void *grads = b->trained ? mt_at(b->grad_shard, begin, b->grad_dtype) : NULL;
+        if (o->log_num_zeros_in_grad && grads) sums[0] += mt_measure(m, grads, count, b->grad_dtype, true, piece);
+        if (o->log_params_norm) sums[1] += mt_measure(m, values, count, dtype, false, piece);
+    }
+    free(piece);
+    mt_all_reduce_sum(&m->grid->world, sums, 2, MT_F64);
+    metrics->num_zeros = sums[0], metrics->params_norm = sqrt(sums[1]);
+}
+
+/* FNV-1a of a parameter's bytes, in the 52 bits that a double holds. */
+static double mt_param_hash(mt_model *m, const mt_param *param, void *piece) {
+    const mt_bucket *b = &m->buckets[param->bucket];
+    int64_t n = param->rows * param->cols, size = mt_dtype_size(b->dtype);
+    uint64_t hash = 0xcbf29ce484222325u;
+    for (int64_t first = 0; first < n; first += MT_MEASURED_PIECE) {
+        int64_t bytes = mt_min(MT_MEASURED_PIECE, n - first) * size;
+        mt_copy_wait(m, piece, mt_at(b->params, param->offset + first, b->dtype), bytes);
+        for (int64_t i = 0; i < bytes; i++) hash = (hash ^ ((const uint8_t *)piece)[i]) * 0x100000001b3u;
+    }
+    return (double)(hash >> 12);
+}
+
+int mt_train_check_replicas(mt_model *m, mt_error *error) {
+    double *hashes = mt_calloc(2 * m->num_params * 8), *first = hashes + m->num_params;
+    void *piece = mt_malloc(MT_MEASURED_PIECE * 4);
+    bool differs = false;
+    for (int64_t i = 0; i < m->num_buckets; i++) {
+        const mt_bucket *b = &m->buckets[i];
+        mt_bucket_acquire(m, i);
+        for (int64_t k = b->first_param; k < b->first_param + b->num_params; k++)
+            first[k] = hashes[k] = mt_param_hash(m, &m->params[k], piece);
+        mt_bucket_release(m, i);
+        mt_broadcast(b->group, first + b->first_param, b->num_params * 8, 0);
+        for (int64_t k = b->first_param; k < b->first_param + b->num_params && !differs; k++) {
+            differs = hashes[k] != first[k];
+            if (differs)
+                mt_error_set(error, "rank %d has other values of %s than rank %d, which is to have the same",
+                             m->grid->world.rank, m->params[k].hf_name, b->group->members[0]);
+        }
+    }
+    free(piece), free(hashes);
+    return mt_agree(&m->grid->world, differs, error);
+}
+
 /* Gradients and their check. With --rerun-mode validate_results a bad step runs again with the same parameters and
  * samples; its second result replaces the first. */
 static int mt_step_try(mt_model *m, int64_t iteration, mt_source *from, mt_error *error) {
@@ -13236,6 +13352,7 @@ int mt_train_step(mt_model *m, mt_run_state *state, int64_t micro_batches, mt_ba
         metrics->loss_count = result->numbers.sums[1];
         metrics->seconds = m->trainer->unread_seconds * metrics->tokens / m->trainer->unread_tokens;
         mt_experts_report(m, result, metrics);
+        mt_step_measure(m, metrics);
         m->trainer->unread_tokens = m->trainer->unread_seconds = 0;
     }
     state->iteration++;

@@ -388,8 +388,10 @@ typedef enum mt_tokenizer_type {
     MT_TOKENIZER_HUGGINGFACE,
     MT_TOKENIZER_SENTENCEPIECE,
     MT_TOKENIZER_GPT2_BPE,
-    MT_TOKENIZER_BYTE_LEVEL
+    MT_TOKENIZER_BYTE_LEVEL,
+    MT_TOKENIZER_TIKTOKEN
 } mt_tokenizer_type;
+typedef enum mt_tiktoken_pattern { MT_TIKTOKEN_V1, MT_TIKTOKEN_V2 } mt_tiktoken_pattern;
 typedef enum mt_chat_template {
     MT_CHAT_AUTO, // that of the tokenizer's folder
     MT_CHAT_CHATML,
@@ -548,6 +550,11 @@ typedef enum mt_attention_variant {
     MT_VARIANT_KDA // Kimi delta attention
 } mt_attention_variant;
 
+/* Lengths of the schedules of learning rate and weight decay, in samples. */
+typedef struct mt_durations {
+    double total, warmup, decay, wsd_decay;
+} mt_durations;
+
 /* The options that the stack reads: the model's shape, training, the grid, memory. They have their Megatron names, with
  * underscores. mt_run_options (data/options/options.h) holds this struct and the options that only files, terminals,
  * reports and rewards need, and data/options/option_table.c each one's default, range and help. A number 0 and a string
@@ -623,6 +630,8 @@ typedef struct mt_options {
     mt_wsd_decay_style lr_wsd_decay_style;
     int64_t lr_decay_iters, lr_decay_samples, lr_warmup_iters, lr_warmup_samples, lr_wsd_decay_iters,
         lr_wsd_decay_samples;
+    bool apply_wd_to_qk_layernorm;         // the norms of query and key heads decay, unlike other vectors
+    double decoupled_lr, decoupled_min_lr; // of the word embedding and the output layer; decoupled_lr 0: as the others
     double start_weight_decay, end_weight_decay, clip_grad;
     mt_optimizer optimizer;
     double adam_beta1, adam_beta2, adam_eps, sgd_momentum, lion_beta1, lion_beta2;
@@ -656,6 +665,8 @@ typedef struct mt_options {
     int64_t decoder_first_pipeline_num_layers, decoder_last_pipeline_num_layers;
     bool account_for_embedding_in_pipeline_split, account_for_loss_in_pipeline_split;
     mt_schedule_kind pipeline_schedule;
+    bool log_num_zeros_in_grad, log_params_norm; // see mt_metrics
+    bool use_tp_pp_dp_mapping;                   // neighbouring ranks are stages, not data-parallel ranks
     bool overlap_grad_reduce, overlap_param_gather;
     int64_t ddp_bucket_size; // parameters of layers whose gradients are reduced together; 0: each layer alone
     mt_strategy data_parallel_sharding_strategy;
@@ -692,6 +703,7 @@ typedef struct mt_options {
                             // NULL: every layer has a mixer and a feed-forward
     char *pipeline_letters; // the stages: E embedding, t layer, m MTP module, L loss, | between stages; NULL: none
     int64_t num_iterations; // steps of the run, from train_iters or train_samples
+    mt_durations kept_durations;          // of the run that a checkpoint continues; decay 0: those of the options
     bool attention_output_bias, mlp_bias; // biases of o_proj (c_proj) and of the MLP
     mt_hf_family hf_family;               // whose names the parameters have
     mt_head_type head_type;
@@ -740,10 +752,7 @@ typedef struct mt_constraint {
 int mt_constraints_check(const mt_constraint *constraints, size_t count, mt_error *error);
 #define MT_CHECK_CONSTRAINTS(rows, error) mt_constraints_check(rows, sizeof rows / sizeof *rows, error)
 
-/* Lengths of the schedules of learning rate and weight decay, in samples. */
-typedef struct mt_durations {
-    double total, warmup, decay, wsd_decay;
-} mt_durations;
+/* From the options, or from the checkpoint that a run continues. */
 mt_durations mt_options_durations(const mt_options *options);
 
 /* YaRN's g(m), which determines the scale of attention (Peng et al., "YaRN"; DeepSeek's two factors). */
@@ -2386,16 +2395,17 @@ typedef struct mt_grid_shape {
     int64_t tensor, context, data, pipeline;
     int64_t expert_tensor, expert, expert_data;
     int64_t num_query_groups;
-    int64_t context_a2a;      // size of that group; 0 means 1
-    bool context_blocks;      // dynamic context parallelism; the size of `context` is then a power of two
-    int64_t linear_key_heads; // of gated delta nets; 0: none
+    int64_t context_a2a;       // size of that group; 0 means 1
+    bool context_blocks;       // dynamic context parallelism; the size of `context` is then a power of two
+    int64_t linear_key_heads;  // of gated delta nets; 0: none
+    bool pipeline_before_data; // --use-tp-pp-dp-mapping
 } mt_grid_shape;
 
 /* The shape that finished options give `world_size` ranks. */
 mt_grid_shape mt_grid_shape_of(const mt_options *options, int64_t world_size);
 
 /* Writes the world ranks of `rank`'s group of a kind into members[world size], ascending; returns their number. A pure
- * function, as Megatron-LM's RankGenerator with order tp-cp-ep-dp-pp. */
+ * function, as Megatron-LM's RankGenerator with order tp-cp-ep-dp-pp, or tp-cp-ep-pp-dp with pipeline_before_data. */
 int mt_grid_members(int *members, const mt_grid_shape *shape, mt_group_kind kind, int rank);
 
 /* The group of a kind. */
@@ -3479,6 +3489,9 @@ void mt_state_read(mt_model *model, const mt_param *param, mt_param_state state,
 
 /* The run's learning rate and weight decay after `consumed_samples` samples (Megatron's OptimizerParamScheduler). */
 double mt_learning_rate(const mt_options *options, int64_t consumed_samples);
+
+/* The same of the word embedding and the output layer: with --decoupled-lr between its own maximum and minimum. */
+double mt_decoupled_learning_rate(const mt_options *options, int64_t consumed_samples);
 double mt_weight_decay(const mt_options *options, int64_t consumed_samples);
 
 /* The most sizes that the data of a run can have been ordered for: that of its start and those of its extensions. */
@@ -3517,6 +3530,8 @@ typedef struct mt_metrics {
     double seconds;      // time for these tokens, at the mean rate of all steps since metrics were last read
     int64_t skipped;     // steps of this run without an update, up to and including this one
     double data_seconds; // this rank waited for the samples of this step
+    double num_zeros;    // elements of the gradients that are 0, if options->log_num_zeros_in_grad
+    double params_norm;  // root of the sum of the squared parameters after the step, if options->log_params_norm
     /* 0 without experts */
     double load_balancing_loss, z_loss;   // times their coefficients; means over tokens and over layers with experts
     double aux_losses[MT_NUM_AUX_LOSSES]; // the parts of load_balancing_loss: aux_loss, seq_aux_loss, global_aux_loss
@@ -3571,6 +3586,10 @@ int64_t mt_score_logits(mt_model *model, int64_t t, float *logits);
 enum { MT_REWIND = 1 };
 int mt_train_step(mt_model *model, mt_run_state *state, int64_t micro_batches, mt_batch_source *source, void *context,
                   mt_batch *batch, mt_metrics *metrics, mt_error *error);
+
+/* Compares the bytes of every parameter with those of the first data-parallel rank that has it. An error on all ranks
+ * names a parameter and a rank that differ. Not for parameters that are sharded. Waits for the device. */
+int mt_train_check_replicas(mt_model *model, mt_error *error);
 
 /* Waits for the enqueued steps and checks them. Call it before their result is saved, evaluated or timed. */
 int mt_train_finish(mt_model *model, mt_error *error);

@@ -19,6 +19,20 @@ static bool should_stop(const mt_run *r) {
     return stop > 0;
 }
 
+/* True for an iteration after which --exit-interval ends a run that would go on. */
+static bool exits_after(const mt_run_options *o, int64_t iteration) {
+    return o->exit_interval > 0 && iteration % o->exit_interval == 0 && iteration < o->stack.num_iterations;
+}
+
+/* --check-weight-hash-across-dp-replicas-interval. */
+static void check_replicas(mt_run *r) {
+    mt_error error;
+    int64_t interval = r->options.check_weight_hash_across_dp_replicas_interval;
+    if (interval == 0 || r->state.iteration % interval != 0) return;
+    mt_run_check(r, mt_train_finish(r->model, &error), &error);
+    if (mt_train_bad_iteration(r->model) == 0) mt_run_check(r, mt_train_check_replicas(r->model, &error), &error);
+}
+
 /* Samples of an evaluation of a split: --eval-iters batches. */
 static int64_t evaluated_samples(const mt_run *r, mt_split split) {
     return r->loaders[split] ? r->options.eval_iters * r->options.stack.global_batch_size : 0;
@@ -92,7 +106,8 @@ static bool step(mt_run *r) {
     int64_t consumed = r->state.consumed_train_samples, batch_size = mt_global_batch_size(o, consumed);
     mt_feed feed = mt_feed_begin(r->loaders[MT_SPLIT_TRAIN], consumed, batch_size, &r->grid);
     bool due = mt_report_is_due(&r->report, r->state.iteration + 1);
-    bool traced = mt_trace_step_begin(), timed = o->profile || traced || (o->log_straggler && due);
+    bool traced = mt_trace_step_begin(),
+         timed = o->profile || traced || ((o->log_straggler || o->timing_log_level > 0) && due);
     bool reported = timed || due; // then the device is idle when the step ends
     if (timed) mt_profile_step_begin();
     source from = take_samples(r, &feed);
@@ -114,6 +129,7 @@ static bool step(mt_run *r) {
     r->report.step_flops = feed.flops;
     if (reported) mt_report_iteration(&r->report, &r->state, &metrics);
     if (reported) mt_report_stragglers(&r->report, &r->grid, &r->state, &metrics);
+    if (reported) mt_report_times(&r->report, &r->grid, &r->state, &metrics);
     return true;
 }
 
@@ -127,7 +143,8 @@ static void train(mt_run *r) {
         mt_run_check(r, mt_saver_poll(r->saver, &error), &error);
         mt_run_report_saved(r);
         if (!(r->rl ? rl_step(r) : step(r))) continue;
-        stop = should_stop(r);
+        check_replicas(r);
+        stop = should_stop(r) || exits_after(o, r->state.iteration);
         // Saved before the evaluation, which may fail; a run that resumes goes on with the samples after it.
         int64_t iteration = r->state.iteration, first = r->state.consumed_valid_samples;
         bool validates = o->eval_interval > 0 && iteration % o->eval_interval == 0;

@@ -666,6 +666,32 @@ static void every_rank_ends_with_the_same_weights(void **state) {
     }
 }
 
+/* --check-weight-hash-across-dp-replicas-interval: one bit on the last rank is found, with its parameter and rank. */
+static void a_replica_with_another_bit_is_named(void **state) {
+    (void)state;
+    for (int strategy = 0; strategy < NUM_STRATEGIES - 1; strategy++) {
+        trainee t;
+        mt_error error = {{0}};
+        int last = grid.world.size - 1;
+        char rank[40];
+        snprintf(rank, sizeof rank, "rank %d has other values of ", last);
+        trainee_open(&t, &grid, untied, strategy, strategy > 0);
+        mt_model_init(t.model);
+        train_one_step(&t, 1);
+        if (mt_train_check_replicas(t.model, &error) != 0) fail_msg("%s: %s", strategies[strategy], error.text);
+        int64_t count;
+        const mt_param *params = mt_model_params(t.model, &count), *param = &params[count / 2];
+        const mt_bucket *b = mt_bucket_get(t.model, param->bucket);
+        uint32_t *bits = (uint32_t *)((float *)b->params + param->offset + param->rows * param->cols - 1);
+        if (grid.world.rank == last) *bits ^= 1;
+        int status = mt_train_check_replicas(t.model, &error);
+        assert_int_equal(status, grid.world.size > 1 ? -1 : 0);
+        if (status != 0) assert_non_null(strstr(error.text, rank));
+        if (status != 0) assert_non_null(strstr(error.text, param->hf_name));
+        trainee_close(&t);
+    }
+}
+
 static void initial_weights_do_not_depend_on_the_strategy(void **state) {
     (void)state;
     for (int strategy = 0; strategy < NUM_STRATEGIES; strategy++) {
@@ -1069,6 +1095,7 @@ int main(int argc, char **argv) {
         cmocka_unit_test(every_strategy_trains_every_kind_of_parameter_like_pytorch_on_one),
         cmocka_unit_test(layers_reduced_together_train_bit_for_bit_like_layers_alone),
         cmocka_unit_test(every_rank_ends_with_the_same_weights),
+        cmocka_unit_test(a_replica_with_another_bit_is_named),
         cmocka_unit_test(initial_weights_do_not_depend_on_the_strategy),
         cmocka_unit_test(memory_is_that_of_the_formula),
         cmocka_unit_test(offloaded_state_is_in_host_memory),

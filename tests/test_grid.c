@@ -16,21 +16,26 @@ typedef struct place {
     int64_t tp, cp, dp, pp, etp, ep, edp;
 } place;
 
-/* Ranks in the order tp-cp-ep-dp-pp, counted by nested loops. */
+/* Ranks in the order tp-cp-ep-dp-pp, or tp-cp-ep-pp-dp, counted by nested loops. */
 static void count_places(place *places, const mt_grid_shape *s) {
     int rank = 0;
-    for (int64_t pp = 0; pp < s->pipeline; pp++)
-        for (int64_t dp = 0; dp < s->data; dp++)
+    int64_t stages = s->pipeline, replicas = s->data, expert_replicas = s->expert_data;
+    bool stages_first = s->pipeline_before_data;
+    for (int64_t outer = 0; outer < (stages_first ? replicas : stages); outer++)
+        for (int64_t inner = 0; inner < (stages_first ? stages : replicas); inner++)
             for (int64_t cp = 0; cp < s->context; cp++)
-                for (int64_t tp = 0; tp < s->tensor; tp++, rank++)
-                    places[rank].pp = pp, places[rank].dp = dp, places[rank].cp = cp, places[rank].tp = tp;
+                for (int64_t tp = 0; tp < s->tensor; tp++, rank++) {
+                    places[rank].pp = stages_first ? inner : outer, places[rank].dp = stages_first ? outer : inner;
+                    places[rank].cp = cp, places[rank].tp = tp;
+                }
     rank = 0;
-    for (int64_t pp = 0; pp < s->pipeline; pp++)
-        for (int64_t edp = 0; edp < s->expert_data; edp++)
+    for (int64_t outer = 0; outer < (stages_first ? expert_replicas : stages); outer++)
+        for (int64_t inner = 0; inner < (stages_first ? stages : expert_replicas); inner++)
             for (int64_t ep = 0; ep < s->expert; ep++)
                 for (int64_t etp = 0; etp < s->expert_tensor; etp++, rank++) {
+                    int64_t pp = stages_first ? inner : outer;
                     assert_int_equal(places[rank].pp, pp); // both grids have the same stages
-                    places[rank].edp = edp, places[rank].ep = ep, places[rank].etp = etp;
+                    places[rank].edp = stages_first ? outer : inner, places[rank].ep = ep, places[rank].etp = etp;
                 }
 }
 
@@ -133,9 +138,13 @@ static void groups_are_those_of_the_coordinates_for_many_sizes(void **state) {
                                                    heads,
                                                    cp % 2 == 0 ? 2 : cp,
                                                    cp == 4,
-                                                   pp % 2 ? 0 : heads};
+                                                   pp % 2 ? 0 : heads,
+                                                   false};
                                 check_shape(&s);
                                 shapes++;
+                                if (pp > 1 && tp * cp != etp * ep) continue; // see mt_options_check_mapping
+                                s.pipeline_before_data = true;
+                                check_shape(&s);
                             }
     assert_true(shapes > 500);
 }
@@ -149,7 +158,7 @@ static void expect_members(const mt_grid_shape *s, mt_group_kind kind, int rank,
 /* The docstring of initialize_model_parallel: 16 GPUs, 2 tensor and 4 pipeline ranks. */
 static void groups_are_those_of_megatrons_example(void **state) {
     (void)state;
-    mt_grid_shape s = {2, 1, 2, 4, 1, 1, 4, 8, 1, false, 0};
+    mt_grid_shape s = {2, 1, 2, 4, 1, 1, 4, 8, 1, false, 0, false};
     expect_members(&s, MT_GROUP_DATA, 0, 2, (int[]){0, 2});
     expect_members(&s, MT_GROUP_DATA, 7, 2, (int[]){5, 7});
     expect_members(&s, MT_GROUP_DATA, 12, 2, (int[]){12, 14});
@@ -161,11 +170,23 @@ static void groups_are_those_of_megatrons_example(void **state) {
     expect_members(&s, MT_GROUP_STAGE, 6, 4, (int[]){4, 5, 6, 7});
 }
 
+/* The same ranks with --use-tp-pp-dp-mapping: RankGenerator with the order tp-cp-ep-pp-dp. */
+static void stages_may_be_neighbours(void **state) {
+    (void)state;
+    mt_grid_shape s = {2, 1, 2, 4, 1, 1, 4, 8, 1, false, 0, true};
+    expect_members(&s, MT_GROUP_TENSOR, 9, 2, (int[]){8, 9});
+    expect_members(&s, MT_GROUP_PIPELINE, 0, 4, (int[]){0, 2, 4, 6});
+    expect_members(&s, MT_GROUP_PIPELINE, 11, 4, (int[]){9, 11, 13, 15});
+    expect_members(&s, MT_GROUP_DATA, 3, 2, (int[]){3, 11});
+    expect_members(&s, MT_GROUP_EMBEDDING, 15, 2, (int[]){9, 15});
+    expect_members(&s, MT_GROUP_STAGE, 6, 4, (int[]){6, 7, 14, 15});
+}
+
 /* The help of --hierarchical-context-parallel-sizes: with "2 4" two adjacent GPUs form the first level, and those with
  * the same odevity the second. */
 static void the_levels_of_context_parallelism_are_megatrons(void **state) {
     (void)state;
-    mt_grid_shape s = {1, 8, 1, 1, 1, 1, 8, 8, 2, false, 0};
+    mt_grid_shape s = {1, 8, 1, 1, 1, 1, 8, 8, 2, false, 0, false};
     expect_members(&s, MT_GROUP_CONTEXT_A2A, 5, 2, (int[]){4, 5});
     expect_members(&s, MT_GROUP_CONTEXT_RING, 5, 4, (int[]){1, 3, 5, 7});
     s.context_a2a = 0; // p2p and all_gather: one level
@@ -176,7 +197,7 @@ static void the_levels_of_context_parallelism_are_megatrons(void **state) {
 /* Dynamic context parallelism: aligned blocks; none where they are not asked for, or as large as the whole group. */
 static void blocks_of_a_context_group_are_aligned_neighbours(void **state) {
     (void)state;
-    mt_grid_shape s = {1, 8, 2, 1, 1, 1, 16, 8, 1, true, 0};
+    mt_grid_shape s = {1, 8, 2, 1, 1, 1, 16, 8, 1, true, 0, false};
     expect_members(&s, MT_GROUP_CONTEXT_2, 5, 2, (int[]){4, 5});
     expect_members(&s, MT_GROUP_CONTEXT_4, 13, 4, (int[]){12, 13, 14, 15});
     expect_members(&s, MT_GROUP_CONTEXT_8, 13, 1, (int[]){13});
@@ -187,7 +208,7 @@ static void blocks_of_a_context_group_are_aligned_neighbours(void **state) {
 /* With 2 heads over 8 tensor ranks, four neighbours hold the same one. */
 static void ranks_with_the_same_key_head_are_neighbours(void **state) {
     (void)state;
-    mt_grid_shape s = {8, 1, 2, 1, 1, 1, 16, 2, 1, false, 0};
+    mt_grid_shape s = {8, 1, 2, 1, 1, 1, 16, 2, 1, false, 0, false};
     expect_members(&s, MT_GROUP_KV_REPLICAS, 5, 4, (int[]){4, 5, 6, 7});
     expect_members(&s, MT_GROUP_KV_REPLICAS, 8, 4, (int[]){8, 9, 10, 11});
     expect_members(&s, MT_GROUP_KEY_REPLICAS, 5, 1, (int[]){5});
@@ -238,6 +259,7 @@ int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(groups_are_those_of_the_coordinates_for_many_sizes),
         cmocka_unit_test(groups_are_those_of_megatrons_example),
+        cmocka_unit_test(stages_may_be_neighbours),
         cmocka_unit_test(the_levels_of_context_parallelism_are_megatrons),
         cmocka_unit_test(blocks_of_a_context_group_are_aligned_neighbours),
         cmocka_unit_test(ranks_with_the_same_key_head_are_neighbours),

@@ -204,20 +204,30 @@ offloaded_modules_without_a_layer_say_so() {
     prints '^  host memory ' --num-layers 3 $offload attn_norm mlp_norm && ! grep 'no effect' "$work/out"
 }
 check offloaded_modules_without_a_layer_say_so offloaded_modules_without_a_layer_say_so
-check names_that_change_nothing_say_so prints 'attention-softmax-in-fp32: always so here, no effect' \
+check names_that_change_nothing_say_so prints \
+    '^no effect here: --attention-softmax-in-fp32 (softmax is computed in fp32)$' \
     --attention-softmax-in-fp32 --softmax-type vanilla
-# A script of Megatron runs where the names change nothing here; each reason has a line.
+# A script of Megatron runs where the names change nothing here; one line has them, each reason once.
 names_without_meaning_say_so() {
-    prints '^--use-mcore-models, --transformer-impl: no effect: there is one implementation of the model$' \
-        --use-mcore-models --manual-gc --manual-gc-interval 10 --num-workers=4 --transformer-impl local \
-        --no-log-energy --fp16 false &&
-        says '^--manual-gc, --manual-gc-interval: no effect: ' "$work/out" &&
-        says '^--num-workers: no effect: ' "$work/out" &&
-        says '^--no-log-energy: no effect: it switches off what is off here' "$work/out" || return 1
+    idle='--use-mcore-models --manual-gc --manual-gc-interval 10 --num-workers=4 --transformer-impl local
+        --no-log-energy --ckpt-format torch_dist --no-ckpt-fully-parallel-save --disable-gloo-process-groups
+        --wandb-project p'
+    # shellcheck disable=SC2086
+    prints '^no effect here: --use-mcore-models, --transformer-impl (there is one implementation of the model); ' \
+        $idle --fp16 false &&
+        says '; --manual-gc, --manual-gc-interval, --disable-gloo-process-groups (no PyTorch' "$work/out" &&
+        says '; --ckpt-format (a checkpoint is saved as a Hugging Face folder' "$work/out" &&
+        says '; --wandb-project (reports go to no service: --metrics FILE' "$work/out" &&
+        test "$(grep -c 'no effect' "$work/out")" = 1 || return 1
+    # shellcheck disable=SC2086
+    refused '--strict-options: no effect here: --use-mcore-models, --transformer-impl (there is one .*; leave' \
+        "$train" $small $idle --strict-options || return 1
+    # shellcheck disable=SC2086
+    prints '^ *1/' --strict-options || return 1
     "$infer" --load tests/golden/hf/gpt2 --prompt-tokens 1,2 --print-tokens --max-new-tokens 2 --device cpu \
         --attention-softmax-in-fp32 --use-mcore-models >"$work/out" 2>"$work/err" &&
-        ! grep 'no effect' "$work/out" && says 'always so here, no effect' "$work/err" &&
-        says '^--use-mcore-models: no effect' "$work/err"
+        ! grep 'no effect' "$work/out" &&
+        says '^no effect here: --attention-softmax-in-fp32 (.*); --use-mcore-models (' "$work/err"
 }
 check names_without_meaning_say_so names_without_meaning_say_so
 check a_plain_run_has_no_idle_option prints_nothing_idle

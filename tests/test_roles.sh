@@ -997,9 +997,9 @@ the_command_line_wins() {
 a_file_of_megatrons_tests_trains() {
     file=$roles/megatron_test.yaml
     "$train" --config "$file" --print-config >"$work/out" 2>"$work/err" || return 1
-    says 'save: no effect: has ${MT_TEST_WORK}, which is not set' "$work/out" && shows num-layers 2 &&
+    says 'save (has ${MT_TEST_WORK}, which is not set' "$work/out" && shows num-layers 2 &&
         says '^  hidden-size  *32  *# megatron_test.yaml:10$' "$work/out" && shows recompute-modules 'core_attn mlp' &&
-        says 'TEST_TYPE, .*LAUNCHER: no effect: MODEL_ARGS has the options' "$work/out" &&
+        says 'TEST_TYPE, .*LAUNCHER (MODEL_ARGS has the options' "$work/out" &&
         refused 'megatron_test.yaml:32: save has ${MT_TEST_WORK}, which is not set; export it' "$train" \
             --config "$file" || return 1
     MT_TEST_WORK=$work "$train" --config "$file" --seed 3 >"$work/out" 2>"$work/err" || return 1

@@ -2,6 +2,7 @@
 #include "../data/tokens/tokenizer_encode.h"
 #include "../data/tokens/tokenizer_json.h"
 #include "../data/tokens/tokenizer_sentencepiece.h"
+#include "../data/tokens/tokenizer_tiktoken.h"
 #include "../data/options/option_table.h"
 #include "../data/options/options.h"
 #include "new_folder.h"
@@ -196,6 +197,85 @@ static void tiktoken_model_matches_tiktoken(void **state) {
     snprintf(file, sizeof file, "%s/tiktoken.model", root), unlink(file);
     snprintf(file, sizeof file, "%s/tokenizer_config.json", root), unlink(file);
     rmdir(root);
+}
+
+/* Megatron-LM's TikTokenizer: both patterns against the library tiktoken; also saved as tokenizer.json. */
+static void megatrons_ranks_match_tiktoken(void **state) {
+    (void)state;
+    skip_without_libraries();
+    json_t *expected = read_json(GOLDEN "tiktoken/expected.json"), *row;
+    mt_tiktoken_settings settings = {MT_TIKTOKEN_V1, 20, 520};
+    char folder[] = "/tmp/tiktoken-XXXXXX", file[200];
+    mt_error error;
+    size_t i;
+    assert_non_null(mkdtemp(folder));
+    for (int pattern = 0; pattern < 2; pattern++)
+        for (int saved = 0; saved < 2; saved++) {
+            mt_tokenizer *tokenizer;
+            settings.pattern = pattern ? MT_TIKTOKEN_V2 : MT_TIKTOKEN_V1;
+            int status = saved
+                             ? mt_tokenizer_open_folder(&tokenizer, folder, &error)
+                             : mt_tokenizer_open_tiktoken(&tokenizer, GOLDEN "tiktoken/vocab.json", &settings, &error);
+            if (status != 0) fail_msg("%s", error.text);
+            assert_int_equal(mt_tokenizer_vocab_size(tokenizer), 520);
+            assert_int_equal(mt_tokenizer_eod(tokenizer), 2);
+            assert_int_equal(mt_tokenizer_bos(tokenizer), 1);
+            assert_int_equal(mt_tokenizer_find(tokenizer, "<SPECIAL_19>", 12), 19);
+            mt_encoder *encoder = mt_encoder_open(tokenizer);
+            int cases = 0;
+            json_array_foreach(json_object_get(expected, "cases"), i, row) {
+                const char *text = json_string_value(json_object_get(row, "text"));
+                if (strstr(text, "<s>")) continue; // a special token here
+                if (strcmp(json_string_value(json_object_get(row, "pattern")), pattern ? "v2" : "v1") != 0) continue;
+                mt_ids ids = {0};
+                assert_int_equal(mt_encode(encoder, text, (int64_t)strlen(text), &ids, &error), 0);
+                const json_t *want = json_object_get(row, "ids");
+                if (ids.count != (int64_t)json_array_size(want)) fail_msg("'%s': %lld ids", text, (long long)ids.count);
+                for (int64_t k = 0; k < ids.count; k++)
+                    assert_int_equal(ids.data[k], json_integer_value(json_array_get(want, (size_t)k)));
+                free(ids.data);
+                cases++;
+            }
+            assert_int_equal(cases, 9);
+            mt_encoder_close(encoder);
+            if (!saved && mt_tokenizer_save(tokenizer, folder, &error) != 0) fail_msg("%s", error.text);
+            mt_tokenizer_close(tokenizer);
+        }
+    snprintf(file, sizeof file, "%s/tokenizer.json", folder), unlink(file);
+    rmdir(folder);
+    json_decref(expected);
+}
+
+static void other_ranks_of_tiktoken_are_refused(void **state) {
+    (void)state;
+    static const char *const texts[] = {"{}", "[", "[{\"rank\": 0, \"token_bytes\": \"AQ==\"}]"};
+    mt_tiktoken_settings settings = {MT_TIKTOKEN_V2, 7, 7 + 256};
+    char path[] = "/tmp/ranks-XXXXXX";
+    mt_tokenizer *tokenizer;
+    mt_error error;
+    int descriptor = mkstemp(path);
+    assert_true(descriptor >= 0);
+    for (size_t i = 0; i < sizeof texts / sizeof *texts; i++) {
+        assert_int_equal(ftruncate(descriptor, 0), 0);
+        assert_int_equal(pwrite(descriptor, texts[i], strlen(texts[i]), 0), (ssize_t)strlen(texts[i]));
+        assert_int_equal(mt_tokenizer_open_tiktoken(&tokenizer, path, &settings, &error), -1);
+        assert_non_null(strstr(error.text, path));
+    }
+    close(descriptor);
+    unlink(path);
+    settings.vocab_size = 1000; // more than there are
+    assert_int_equal(mt_tokenizer_open_tiktoken(&tokenizer, GOLDEN "tiktoken/vocab.json", &settings, &error), -1);
+    assert_non_null(strstr(error.text, "has 500 ranks, and a vocabulary of 1000 with 7 special tokens needs 993"));
+    mt_text whole = read_whole(GOLDEN "tiktoken/vocab.json");
+    char *second = strstr(whole.data, "AQ=="); // the byte 1 becomes 0 again
+    assert_non_null(second);
+    memcpy(second, "AA==", 4);
+    settings.vocab_size = 7 + 500;
+    mt_tokenizer *table = mt_tokenizer_new("x");
+    assert_null(mt_tiktoken_convert(table, "x", &whole, &settings, &error));
+    mt_tokenizer_close(table);
+    assert_non_null(strstr(error.text, "x: entry 1 is not {"));
+    free(whole.data);
 }
 
 static void damaged_tiktoken_models_are_refused_by_line(void **state) {
@@ -883,6 +963,8 @@ int main(void) {
         cmocka_unit_test(tokens_too_long_to_search_for_are_refused),
         cmocka_unit_test(tiktoken_model_matches_tiktoken),
         cmocka_unit_test(damaged_tiktoken_models_are_refused_by_line),
+        cmocka_unit_test(megatrons_ranks_match_tiktoken),
+        cmocka_unit_test(other_ranks_of_tiktoken_are_refused),
         cmocka_unit_test(byte_level_json_matches_tokenizers),
         cmocka_unit_test(normalizers_and_splits_match_tokenizers),
         cmocka_unit_test(encode_matches_reference_vectors_of_qwen2),

@@ -633,6 +633,25 @@ static int64_t mt_set_copy(mt_saved_set *set, mt_model *m, mt_writer *w, int64_t
 
 /* ---- the small files of a checkpoint */
 
+/* The schedules of learning rate and weight decay, with Megatron-LM's names, for a run that continues with
+ * --use-checkpoint-opt-param-scheduler. Steps are samples. */
+static json_t *mt_schedule_write(const mt_options *o) {
+    mt_durations d = mt_options_durations(o);
+    json_t *json = json_object();
+    mt_json_set_real(json, "max_lr", o->lr);
+    mt_json_set_real(json, "min_lr", o->min_lr);
+    mt_json_set_real(json, "decoupled_lr", o->decoupled_lr);
+    mt_json_set_real(json, "decoupled_min_lr", o->decoupled_min_lr);
+    mt_json_set_real(json, "lr_warmup_steps", d.warmup);
+    mt_json_set_real(json, "lr_decay_steps", d.decay);
+    mt_json_set_int(json, "lr_decay_style", o->lr_decay_style);
+    mt_json_set_real(json, "start_wd", o->start_weight_decay);
+    mt_json_set_real(json, "end_wd", o->end_weight_decay);
+    mt_json_set_real(json, "wd_incr_steps", d.total);
+    mt_json_set_int(json, "wd_incr_style", o->weight_decay_incr_style);
+    return json;
+}
+
 /* Where the run stands, and the settings that it must continue with. */
 static int mt_trainer_write(const mt_model *m, const mt_run_options *o, const mt_run_state *state,
                             const mt_loss_average *average, const char *folder, mt_error *error) {
@@ -675,6 +694,7 @@ static int mt_trainer_write(const mt_model *m, const mt_run_options *o, const mt
     mt_json_set_int(json, "micro_batch_size", o->stack.micro_batch_size);
     mt_json_set_int(json, "world_size", mt_model_grid(m)->world.size);
     mt_json_set_string(json, "dtype", mt_dtype_name(mt_model_dtype(m)));
+    json_object_set_new(json, "opt_param_scheduler", mt_schedule_write(&o->stack));
     mt_json_set_real(json, "learning_rate",
                      o->stack.lr > 0 ? mt_learning_rate(&o->stack, state->consumed_train_samples) : 0);
     int status = mt_json_write(folder, "trainer.json", json, "--save", error);

@@ -2,7 +2,9 @@
 #include "checkpoint_trainer.h"
 
 #include "../base/file.h"
+#include "../options/option_table.h"
 #include "checkpoint_folder.h"
+#include "megatron_folder.h"
 #include "resume.h"
 
 #include <stdlib.h>
@@ -153,4 +155,115 @@ void mt_checkpoint_peek(const mt_run_options *options, mt_run_state *state) {
         state->iteration = iteration, state->consumed_train_samples = samples;
     json_decref(json);
     free(path), free(folder);
+}
+
+/* The numbers of a schedule, as Megatron-LM names them. */
+typedef struct mt_stored_schedule {
+    double max_lr, min_lr, decoupled_lr, decoupled_min_lr, lr_warmup_steps, lr_decay_steps, start_wd, end_wd,
+        wd_incr_steps;
+    int64_t lr_decay_style, wd_incr_style;
+} mt_stored_schedule;
+
+static const struct {
+    const char *key;
+    size_t offset;
+    bool required; // the others are of newer versions
+} mt_schedule_reals[] = {
+    {"max_lr", offsetof(mt_stored_schedule, max_lr), true},
+    {"min_lr", offsetof(mt_stored_schedule, min_lr), true},
+    {"decoupled_lr", offsetof(mt_stored_schedule, decoupled_lr), false},
+    {"decoupled_min_lr", offsetof(mt_stored_schedule, decoupled_min_lr), false},
+    {"lr_warmup_steps", offsetof(mt_stored_schedule, lr_warmup_steps), true},
+    {"lr_decay_steps", offsetof(mt_stored_schedule, lr_decay_steps), true},
+    {"start_wd", offsetof(mt_stored_schedule, start_wd), true},
+    {"end_wd", offsetof(mt_stored_schedule, end_wd), true},
+    {"wd_incr_steps", offsetof(mt_stored_schedule, wd_incr_steps), true},
+};
+
+enum { MT_SCHEDULE_REALS = sizeof mt_schedule_reals / sizeof *mt_schedule_reals };
+
+/* From trainer.json; false: a number is missing or no number. */
+static bool mt_schedule_read_json(mt_stored_schedule *kept, const json_t *json) {
+    for (int i = 0; i < MT_SCHEDULE_REALS; i++) {
+        const json_t *value = json_object_get(json, mt_schedule_reals[i].key);
+        if (!json_is_number(value) && (value || mt_schedule_reals[i].required)) return false;
+        *(double *)((char *)kept + mt_schedule_reals[i].offset) = json_number_value(value);
+    }
+    return mt_json_int(json_object_get(json, "lr_decay_style"), 0, MT_LR_WSD, &kept->lr_decay_style) &&
+           mt_json_int(json_object_get(json, "wd_incr_style"), 0, MT_WEIGHT_DECAY_COSINE, &kept->wd_incr_style);
+}
+
+/* The choice of an option that a text names. */
+static bool mt_schedule_choice(const mt_pickled *value, size_t offset, int64_t *choice) {
+    const char *text = mt_pickled_text(value);
+    *choice = text ? mt_choice_index(mt_option_of(offset)->values, text) : -1;
+    return *choice >= 0;
+}
+
+/* From a checkpoint of Megatron-LM. */
+static bool mt_schedule_read_pickled(mt_stored_schedule *kept, const mt_pickled *schedule) {
+    for (int i = 0; i < MT_SCHEDULE_REALS; i++) {
+        const mt_pickled *value = mt_pickled_get(schedule, mt_schedule_reals[i].key);
+        bool is_int = value && value->kind == MT_PICKLED_INT, is_real = value && value->kind == MT_PICKLED_REAL;
+        if (!is_int && !is_real && mt_schedule_reals[i].required) return false;
+        double number = is_int ? (double)value->number : is_real ? value->real : 0;
+        *(double *)((char *)kept + mt_schedule_reals[i].offset) = number;
+    }
+    return mt_schedule_choice(mt_pickled_get(schedule, "lr_decay_style"), MT_AT(stack.lr_decay_style),
+                              &kept->lr_decay_style) &&
+           mt_schedule_choice(mt_pickled_get(schedule, "wd_incr_style"), MT_AT(stack.weight_decay_incr_style),
+                              &kept->wd_incr_style);
+}
+
+static bool mt_schedule_read(mt_stored_schedule *kept, const char *folder) {
+    mt_error ignored;
+    bool good = false;
+    mt_megatron *checkpoint = NULL;
+    if (mt_folder_is_megatron(folder)) {
+        if (mt_megatron_open_common(&checkpoint, folder, &ignored) != 0) return false;
+        good = mt_schedule_read_pickled(kept, mt_megatron_schedule(checkpoint));
+        mt_megatron_close(checkpoint);
+        return good;
+    }
+    char *path = mt_path_join(folder, "trainer.json");
+    json_t *json = mt_json_read(path, &ignored);
+    good = json && mt_schedule_read_json(kept, json_object_get(json, "opt_param_scheduler"));
+    json_decref(json);
+    free(path);
+    return good;
+}
+
+/* Numbers that options could have. */
+static bool mt_schedule_is_sane(const mt_stored_schedule *k) {
+    double most = (double)MT_MOST_COUNTED * 1048576;
+    return k->max_lr > 0 && k->max_lr <= 1e6 && k->min_lr >= 0 && k->min_lr <= k->max_lr && k->decoupled_lr >= 0 &&
+           k->decoupled_lr <= 1e6 && k->decoupled_min_lr >= 0 && k->decoupled_min_lr <= 1e6 &&
+           k->lr_warmup_steps >= 0 && k->lr_warmup_steps < k->lr_decay_steps && k->lr_decay_steps <= most &&
+           k->start_wd >= 0 && k->start_wd <= k->end_wd && k->end_wd <= 1e6 && k->wd_incr_steps > 0 &&
+           k->wd_incr_steps <= most;
+}
+
+int mt_checkpoint_take_schedule(mt_run_options *o, mt_error *error) {
+    const char *from = mt_options_adapts(o) ? o->load_adapter : o->load;
+    bool continues = from && !o->finetune && !o->no_load_optim;
+    if (!o->use_checkpoint_opt_param_scheduler || !continues) return 0;
+    char *folder = mt_options_adapts(o) ? mt_checkpoint_resolve(from, error) : mt_options_load_folder(o, error);
+    if (!folder) return -1;
+    mt_stored_schedule kept = {0};
+    bool begins = !mt_folder_is_megatron(folder) && !mt_folder_has(folder, "trainer.json"); // weights of a model
+    bool good = begins || (mt_schedule_read(&kept, folder) && mt_schedule_is_sane(&kept));
+    if (!good)
+        mt_error_set(error,
+                     "%s: has no schedule of learning rate and weight decay for --use-checkpoint-opt-param-scheduler; "
+                     "leave that out and give the options of the schedule",
+                     folder);
+    free(folder);
+    if (!good || begins) return good ? 0 : -1;
+    mt_options *s = &o->stack;
+    s->lr = kept.max_lr, s->min_lr = kept.min_lr, s->lr_decay_style = (mt_lr_decay_style)kept.lr_decay_style;
+    if (kept.decoupled_lr > 0) s->decoupled_lr = kept.decoupled_lr, s->decoupled_min_lr = kept.decoupled_min_lr;
+    s->start_weight_decay = kept.start_wd, s->end_weight_decay = kept.end_wd;
+    s->weight_decay_incr_style = (mt_weight_decay_style)kept.wd_incr_style;
+    s->kept_durations = (mt_durations){kept.wd_incr_steps, kept.lr_warmup_steps, kept.lr_decay_steps, 0};
+    return 0;
 }

@@ -25,6 +25,11 @@ enum { MT_TRAINER_VERSION = 2 }; // of trainer.json; from version 2 on a checkpo
  * run that begins, and for a file that loading will refuse. */
 void mt_checkpoint_peek(const mt_run_options *options, mt_run_state *state);
 
+/* --use-checkpoint-opt-param-scheduler: if the options continue a run, they take its learning rates, weight decays and
+ * their schedules from its trainer.json, or from a checkpoint of Megatron-LM. Error: it has none. After
+ * mt_options_finish. */
+int mt_checkpoint_take_schedule(mt_run_options *options, mt_error *error);
+
 #ifdef __cplusplus
 }
 #endif

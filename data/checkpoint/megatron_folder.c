@@ -844,6 +844,10 @@ const mt_pickled *mt_megatron_args(const mt_megatron *c) {
     return args && args->kind == MT_PICKLED_OBJECT && args->items[2] ? args : NULL;
 }
 
+const mt_pickled *mt_megatron_schedule(const mt_megatron *c) {
+    return mt_pickled_get(c->common_state, "opt_param_scheduler");
+}
+
 /* A whole number of steps, or a tensor of one float that is one, as PyTorch's Adam counts. */
 static bool mt_megatron_steps(const mt_megatron *c, const mt_pickled *value, int64_t *step) {
     mt_torch_tensor tensor;

@@ -66,6 +66,9 @@ const mt_megatron_matrix *mt_megatron_find(const mt_megatron *checkpoint, mt_par
 
 /* The arguments of the run (an argparse.Namespace), or NULL. */
 const mt_pickled *mt_megatron_args(const mt_megatron *checkpoint);
+
+/* The state of the schedules of learning rate and weight decay (a dictionary), or NULL. */
+const mt_pickled *mt_megatron_schedule(const mt_megatron *checkpoint);
 mt_megatron_run mt_megatron_read_run(const mt_megatron *checkpoint);
 
 #ifdef __cplusplus

@@ -248,6 +248,10 @@ int mt_core_check(const mt_run_options *run, bool states, mt_error *error) {
     if (run->stack.multi_latent_attention && !run->stack.rotary_interleaved)
         status = mt_error_set(error, "--ckpt-format torch_dist: latent attention of Megatron-Core rotates neighbouring "
                                      "channels; give --rotary-interleaved, or leave --ckpt-format out");
+    if (status == 0 && states && run->stack.decoupled_lr > 0)
+        status =
+            mt_error_set(error, "--ckpt-format torch_dist: the optimizer's groups of --decoupled-lr are not written; "
+                                "give --no-save-optim, or leave --ckpt-format out");
     for (int64_t i = 0; i < count && status == 0; i++)
         if (mt_core_name_index(&rows[i], &run->stack) < 0)
             status = mt_error_set(error,

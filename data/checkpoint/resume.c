@@ -66,7 +66,8 @@ int mt_options_find_checkpoint(mt_run_options *o, mt_error *error) {
                             o->save);
     if (same) {
         mt_string_set(mt_options_run_folder(o), NULL);
-        o->auto_resume = true; // a start of the same run, whose metrics start anew
+        o->finetune = o->no_load_optim = o->no_load_rng = false; // nothing is loaded
+        o->auto_resume = true;                                   // a start of the same run, whose metrics start anew
     }
     if (mt_launch_rank() == 0) printf("%s holds no checkpoint: the run starts from the beginning\n", o->save);
     return 0;

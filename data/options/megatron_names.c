@@ -1,6 +1,6 @@
 /* megatron_names.c: the answers to Megatron-LM's option names that are no row of the option table, grouped by reason.
  * Whoever adds a row to option_table.c removes its name here; tests/test_options.c checks that every name of
- * tests/megatron-arguments.tsv has one answer. */
+ * tests/megatron-arguments.tsv and of tests/megatron-core-arguments.tsv has one answer. */
 #include "megatron_names.h"
 
 #include <stdbool.h>
@@ -14,28 +14,38 @@
 static const struct {
     const char *name, *option, *value, *values;
 } aliases[] = {
+    {"accumulate-allreduce-grads-in-fp32", "grad-reduce-in-bf16", "!"},
     {"add-bias-linear", "disable-bias-linear", "!"},
     {"beta-fast", "yarn-beta-fast"},
     {"beta-slow", "yarn-beta-slow"},
     {"bucket-size", "ddp-bucket-size"},
+    {"disable-fp8-wgrad", "fp8-wgrad", "!"},
+    {"disable-pad-vocab-size", "make-vocab-size-divisible-by", "1"},
     {"dp-comm-overlap-bucket-size", "ddp-bucket-size"},
     {"dist-ckpt-format", "ckpt-format"},
     {"enable-straggler-detection", "log-straggler"},
+    {"grad-reduce-in-fp32", "grad-reduce-in-bf16", "!"},
+    {"hybrid-layer-pattern", "hybrid-override-pattern"},
     {"load-optim", "no-load-optim", "!"},
     {"load-rng", "no-load-rng", "!"},
     {"microbatch-group-size-per-vp-stage", "microbatch-group-size-per-virtual-pipeline-stage"},
     {"mscale", "yarn-mscale"},
     {"mscale-all-dim", "yarn-mscale-all-dim"},
+    {"no-pad-vocab-size", "make-vocab-size-divisible-by", "1"},
     {"no-position-embedding", "position-embedding-type", "?none"},
     {"num-layers-in-first-pipeline-stage", "decoder-first-pipeline-num-layers"},
     {"num-layers-in-last-pipeline-stage", "decoder-last-pipeline-num-layers"},
     {"num-moe-experts", "num-experts"},
+    {"override-opt-param-scheduler", "use-checkpoint-opt-param-scheduler", "!"},
+    {"persistent-save-interval", "save-interval"},
     {"rotary-scaling-factor", "rope-scaling-factor"},
     {"save-optim", "no-save-optim", "!"},
     {"use-custom-fsdp", "data-parallel-sharding-strategy", "?optim_grads_params"},
     {"use-flash-attn", "attention-backend", "flash"},
+    {"use-layer-wise-distributed-optimizer", "data-parallel-sharding-strategy", "?optim"},
     {"use-megatron-fsdp", "data-parallel-sharding-strategy", "?optim_grads_params"},
     {"use-rotary-position-embeddings", "position-embedding-type", "rope"},
+    {"use-torch-fsdp2", "data-parallel-sharding-strategy", "?optim_grads_params"},
     {"virtual-pipeline-model-parallel-size", "num-virtual-stages-per-pipeline-rank"},
     {"yaml-cfg", "config"},
     {"yarn-correction-range-round-to-int", "no-yarn-correction-range-round-to-int", "!"},
@@ -65,15 +75,9 @@ static const struct {
     mt_name_kind kind;
     const char *text, *names, *value;
 } groups[] = {
-    {MT_NAME_ALWAYS, "gradients are accumulated and reduced in fp32",
-     "accumulate-allreduce-grads-in-fp32 grad-reduce-in-fp32", "true"},
     {MT_NAME_ALWAYS, "softmax is computed in fp32", "attention-softmax-in-fp32", "true"},
     {MT_NAME_ALWAYS, "the loss is the sum over the tokens of a step, divided by their number",
      "calculate-per-token-loss", "true"},
-    {MT_NAME_ALWAYS, "no extension accumulates gradients: the matrix product itself does, in fp32",
-     "no-gradient-accumulation-fusion", "true"},
-    {MT_NAME_ALWAYS, "no extension accumulates gradients: the matrix product itself does, in fp32",
-     "gradient-accumulation-fusion", "false"},
     {MT_NAME_ALWAYS, "kernels derive the mask from the lengths of the sequences",
      "no-create-attention-mask-in-dataloader", "true"},
     {MT_NAME_ALWAYS, "no state of random numbers is saved: they are functions of --seed and of their place",
@@ -81,14 +85,8 @@ static const struct {
     {MT_NAME_ALWAYS, "each rank creates only the parameters that it keeps", "init-model-with-meta-device", "true"},
     {MT_NAME_ALWAYS, "parameters and gradients of two units have buffers at a time", "fsdp-double-buffer", "true"},
     {MT_NAME_ALWAYS, "products of bf16 matrices are summed in fp32", "disable-bf16-reduced-precision-matmul", "true"},
-    {MT_NAME_ALWAYS, "schedules follow the options of this run, not those of the checkpoint",
-     "override-opt-param-scheduler", "true"},
-    {MT_NAME_ALWAYS, "schedules follow the options of this run, not those of the checkpoint",
-     "use-checkpoint-opt-param-scheduler", "false"},
     {MT_NAME_ALWAYS, "a checkpoint loads on any layout, which the options of this run give",
      "use-mp-args-from-checkpoint-args", "false"},
-    {MT_NAME_ALWAYS, "all ranks write and read their parts of a checkpoint",
-     "ckpt-fully-parallel-save fully-parallel-load fully-parallel-save", "true"},
     {MT_NAME_ALWAYS, "checkpoints have checksums, which are verified when they are loaded", "verify-integrity", "true"},
     {MT_NAME_ALWAYS, "the tokenizer is saved with each checkpoint", "save-tokenizer-assets", "true"},
     {MT_NAME_ALWAYS, "weights that are not loaded are initialized", "perform-initialization", "true"},
@@ -103,21 +101,19 @@ static const struct {
     {MT_NAME_ALWAYS, "the router computes in fp32", "moe-router-dtype", "fp32"},
     {MT_NAME_ALWAYS, "a shared expert runs during the exchange of tokens", "moe-shared-expert-overlap", "true"},
     {MT_NAME_ALWAYS, "a shard is shared by all data-parallel ranks", "outer-dp-sharding-strategy", "no_shard"},
-    {MT_NAME_ALWAYS, "a shard is shared by all data-parallel ranks", "num-distributed-optimizer-instances", "1"},
     // Fields of transformers' TrainingArguments and of MCoreAdapter that have no counterpart, at their defaults
     {MT_NAME_ALWAYS, OF_TRANSFORMERS,
      "adafactor auto-find-batch-size batch-eval-metrics enable-jit-checkpoint use-cache bf16-full-eval "
-     "dataloader-drop-last "
-     "dataloader-persistent-workers do-predict eval-on-start eval-use-gather-object fp16-full-eval full-determinism "
-     "gradient-checkpointing group-by-length hub-always-push hub-private-repo ignore-data-skip "
-     "include-inputs-for-metrics include-num-input-tokens-seen include-tokens-per-second jit-mode-eval "
-     "load-best-model-at-end logging-first-step no-cuda predict-with-generate prediction-loss-only push-to-hub "
-     "restore-callback-states-from-checkpoint save-on-each-node sortish-sampler torch-compile tpu-metrics-debug "
-     "use-cpu use-ipex use-legacy-prediction-loop use-liger-kernel use-mps-device",
+     "dataloader-drop-last dataloader-persistent-workers do-predict eval-on-start eval-use-gather-object "
+     "fp16-full-eval full-determinism gradient-checkpointing group-by-length hub-always-push hub-private-repo "
+     "ignore-data-skip include-inputs-for-metrics include-num-input-tokens-seen include-tokens-per-second "
+     "jit-mode-eval load-best-model-at-end logging-first-step no-cuda predict-with-generate prediction-loss-only "
+     "push-to-hub restore-callback-states-from-checkpoint save-on-each-node sortish-sampler torch-compile "
+     "tpu-metrics-debug use-cpu use-ipex use-legacy-prediction-loop use-liger-kernel use-mps-device",
      "false"},
     {MT_NAME_ALWAYS, OF_TRANSFORMERS,
-     "average-tokens-across-devices dataloader-in-order dataloader-pin-memory eval-do-concat-batches log-on-each-node "
-     "logging-nan-inf-filter remove-unused-columns save-safetensors skip-memory-metrics",
+     "average-tokens-across-devices dataloader-in-order dataloader-pin-memory eval-do-concat-batches "
+     "log-on-each-node logging-nan-inf-filter remove-unused-columns save-safetensors skip-memory-metrics",
      "true"},
     {MT_NAME_ALWAYS, OF_TRANSFORMERS, "do-train do-eval", "true|false"},
     {MT_NAME_ALWAYS, OF_TRANSFORMERS, "disable-tqdm", "true|false"},
@@ -143,15 +139,14 @@ static const struct {
     {MT_NAME_ALWAYS, OF_TRANSFORMERS,
      "accelerator-config activation-checkpointing activation-checkpointing-kwargs data-seed "
      "dataloader-multiprocessing-context ddp-static-graph dispatch-batches split-batches ddp-broadcast-buffers "
-     "ddp-bucket-cap-mb "
-     "ddp-find-unused-parameters "
-     "debug deepspeed eval-accumulation-steps fsdp fsdp-config fsdp-transformer-layer-cls-to-wrap generation-config "
-     "generation-max-length generation-num-beams gradient-checkpointing-kwargs greater-is-better hub-model-id "
-     "hub-revision hub-token include-for-metrics label-names liger-kernel-config logging-dir lr-scheduler-kwargs "
-     "metric-for-best-model mp-parameters neftune-noise-alpha optim-args optim-target-modules parallelism-config "
-     "push-to-hub-model-id push-to-hub-organization push-to-hub-token resume-from-checkpoint run-name "
-     "tf32 torch-compile-backend torch-compile-mode torch-empty-cache-steps torchdynamo tpu-num-cores "
-     "dataloader-prefetch-factor per-gpu-train-batch-size per-gpu-eval-batch-size",
+     "ddp-bucket-cap-mb ddp-find-unused-parameters debug deepspeed eval-accumulation-steps fsdp fsdp-config "
+     "fsdp-transformer-layer-cls-to-wrap generation-config generation-max-length generation-num-beams "
+     "gradient-checkpointing-kwargs greater-is-better hub-model-id hub-revision hub-token include-for-metrics "
+     "label-names liger-kernel-config logging-dir lr-scheduler-kwargs metric-for-best-model mp-parameters "
+     "neftune-noise-alpha optim-args optim-target-modules parallelism-config push-to-hub-model-id "
+     "push-to-hub-organization push-to-hub-token resume-from-checkpoint run-name tf32 torch-compile-backend "
+     "torch-compile-mode torch-empty-cache-steps torchdynamo tpu-num-cores dataloader-prefetch-factor "
+     "per-gpu-train-batch-size per-gpu-eval-batch-size",
      "none|false"},
     {MT_NAME_ALWAYS, "checkpoints are Hugging Face folders with the optimizer's state",
      "ckpt-d2h-non-blocking save-merged-model", "false"},
@@ -191,9 +186,7 @@ static const struct {
     {MT_NAME_NAMED, "--load with the folder of that step, DIR/iter_NNNNNNN", "ckpt-step override-ckpt-iteration"},
     {MT_NAME_NAMED, "--load, with --finetune", "pretrained-checkpoint"},
     {MT_NAME_NAMED, "--tokenizer-type auto", "use-tokenizer-model-from-checkpoint-args"},
-    {MT_NAME_NAMED, "--tokenizer-model", "merge-file vocab-file"},
     {MT_NAME_NAMED, "--swiglu", "gated-linear-unit"},
-    {MT_NAME_NAMED, "--hybrid-override-pattern", "hybrid-layer-pattern"},
     {MT_NAME_NAMED, "--bf16", "autocast-dtype params-dtype pipeline-dtype"},
     {MT_NAME_NAMED, "--make-vocab-size-divisible-by", "pad-vocab-size padded-vocab-size"},
     {MT_NAME_NAMED, "--micro-batch-size", "batch-size"},
@@ -201,13 +194,10 @@ static const struct {
     {MT_NAME_NAMED, "--pipeline-model-parallel-size", "pipeline-parallel-size pp pp-size"},
     {MT_NAME_NAMED, "--seq-length",
      "block-size context-length ctx-size encoder-seq-length max-seq-len max-seq-length sequence-length"},
-    {MT_NAME_NAMED, "--log-interval", "tensorboard-log-interval"},
     {MT_NAME_NAMED, "--trace-first-step", "profile-step-start"},
     {MT_NAME_NAMED, "--trace-last-step", "profile-step-end"},
     {MT_NAME_NAMED, "--profile, a table of operations, or --trace, a timeline",
-     "nvtx-ranges profile-ranks timing-log-level timing-log-option use-nsys-profiler use-pytorch-profiler"},
-    {MT_NAME_NAMED, "--data-parallel-sharding-strategy optim_grads_params", "use-torch-fsdp2"},
-    {MT_NAME_NAMED, "--ddp-bucket-size", "ddp-num-buckets num-buckets"},
+     "nvtx-ranges profile-ranks use-nsys-profiler use-pytorch-profiler"},
     {MT_NAME_NAMED, "--reset-attention-mask and --reset-position-ids", "dataloader-inter-document-masking"},
     {MT_NAME_NAMED, "--config FILE.yaml", "data-args-path per-split-data-args-path"},
     {MT_NAME_NAMED, "--recompute-granularity full", "checkpoint-activations"},
@@ -232,9 +222,9 @@ static const struct {
      "enable-experimental flash-attention-version memory-efficient-layer-norm moe-single-grouped-bias "
      "moe-single-grouped-weight moe-use-grouped-tensor no-persist-layer-norm onnx-safe persist-layer-norm "
      "transformer-impl use-flashinfer-fused-rope use-gigatoken use-grouped-gemm-for-dense-mlp "
-     "use-grouped-gemm-for-shared-expert use-mcore-models use-te-activation-func use-transformer-engine-op-fuser"},
-    {MT_NAME_NO_MEANING, "there is one implementation of the model",
-     "is-hybrid-model spec test-mode use-inference-optimized-layers use-legacy-static-engine use-mamba-mem-eff-path"},
+     "use-grouped-gemm-for-shared-expert use-mcore-models use-te-activation-func use-transformer-engine-op-fuser "
+     "use-mamba-mem-eff-path disable-mamba-mem-eff-path use-inference-optimized-layers"},
+    {MT_NAME_NO_MEANING, "there is one implementation of the model", "use-legacy-static-engine"},
     {MT_NAME_IDLE, "kernels are fused wherever that is faster",
      "apply-rope-fusion bias-activation-fusion bias-dropout-fusion cross-entropy-fusion-impl "
      "cross-entropy-loss-fusion disable-jit-fuser fused-residual-rmsnorm fused-single-qkv-rope "
@@ -251,15 +241,20 @@ static const struct {
      "logging-level manual-gc manual-gc-eval manual-gc-interval memory-keys memory-snapshot-path "
      "modules-to-filter pytorch-profiler-collect-callstack pytorch-profiler-collect-chakra "
      "pytorch-profiler-collect-shapes record-memory-history record-shapes set-level-for-all-loggers "
-     "torch-fsdp2-no-reshard-after-forward trust-remote-code use-gloo-process-groups"},
+     "torch-fsdp2-no-reshard-after-forward trust-remote-code disable-gloo-process-groups use-gloo-process-groups"},
     {MT_NAME_NO_MEANING, "no PyTorch, Python or garbage collector runs here",
      "fake-process-group run-workload-inspector-server"},
+    {MT_NAME_IDLE, "the optimizer's state is sharded over all data-parallel ranks, with the same numbers",
+     "num-distributed-optimizer-instances"},
+    {MT_NAME_IDLE, "it adds checks to Megatron's own run", "test-mode"},
+    {MT_NAME_IDLE, "--hybrid-override-pattern says what the layers are", "spec",
+     "megatron.core.models.hybrid.hybrid_layer_specs|megatron.core.models.mamba.mamba_layer_specs"},
     {MT_NAME_NO_MEANING, "it is a Python function, or a part of one of Megatron's configuration classes",
-     "activation-func attr checkpoint ddp dist embedding-init-method experimental-attention-variant-loss-scale-func "
-     "finalize-model-grads-func fn grad-scale-func grad-sync-func heterogeneous-block-specs inference init-method "
-     "logger model moe-grad-scale-func mtp-grad-scale-func name no-sync-func output-layer-init-method "
-     "param-sync-func predicate profiling quant-recipe rerun-state-machine rng scheduler straggler timers tokenizer "
-     "train validation with-name-predicate"},
+     "activation-func attr checkpoint ddp dist embedding-init-method "
+     "experimental-attention-variant-loss-scale-func finalize-model-grads-func fn grad-scale-func grad-sync-func "
+     "heterogeneous-block-specs inference init-method logger model moe-grad-scale-func mtp-grad-scale-func name "
+     "no-sync-func output-layer-init-method param-sync-func predicate profiling quant-recipe rerun-state-machine "
+     "rng scheduler straggler timers tokenizer train validation with-name-predicate"},
     {MT_NAME_IDLE, "random numbers are functions of --seed and of their place, on every device and layout",
      "inference-rng-tracker save-rng te-rng-tracker use-cpu-initialization use-te-rng-tracker"},
     {MT_NAME_ALWAYS, "a checkpoint's format is recognized by its files", "auto-detect-ckpt-format", "true"},
@@ -270,10 +265,9 @@ static const struct {
      "ckpt-fully-parallel-save-process-group ckpt-load-validate-sharding-integrity ckpt-pg-tensors-cache-create "
      "ckpt-pg-tensors-cache-path dist-ckpt-optim-fully-reshardable dist-ckpt-strictness dist-ckpt-workers "
      "distrib-optim-fully-reshardable-mem-efficient hetereogenous-dist-checkpoint strict-fsdp-dtensor-load "
-     "use-dist-ckpt use-persistent-ckpt-worker"},
+     "use-dist-ckpt use-persistent-ckpt-worker dist-ckpt-save-pre-mcore-014 stream-ckpt-dequant"},
     {MT_NAME_NO_MEANING, "a checkpoint is a Hugging Face folder, and one thread writes it",
-     "ckpt-convert-format ckpt-convert-save ckpt-convert-update-legacy-dist-opt-format "
-     "dist-ckpt-save-pre-mcore-014 load-main-params-from-ckpt"},
+     "ckpt-convert-format ckpt-convert-save ckpt-convert-update-legacy-dist-opt-format load-main-params-from-ckpt"},
     {MT_NAME_IDLE, "token files are mapped into memory, and samples are found when a run starts",
      "data-cache-path dataloader-defer-npy-index-mmap dataloader-fast-cache-load no-mmap-bin-files "
      "num-dataset-builder-threads num-workers"},
@@ -286,34 +280,80 @@ static const struct {
      "megatron-fsdp-enable-fine-grained-param-gather megatron-fsdp-max-pool-double-buffer "
      "megatron-fsdp-use-decoupled-grad megatron-fsdp-version no-align-param-gather no-overlap-p2p-communication "
      "overlap-p2p-comm overlap-p2p-comm-warmup-flush pipeline-model-parallel-comm-backend "
-     "suggested-communication-unit-size train-sync-interval use-ring-exchange-p2p"},
+     "suggested-communication-unit-size train-sync-interval use-ring-exchange-p2p "
+     "overlap-p2p-communication-warmup-flush no-barrier-with-level-1-timing"},
     {MT_NAME_IDLE, "gradients are accumulated and reduced in fp32",
      "ddp-param-name-patterns-for-fp32-local-accumulation ddp-reduce-scatter-with-fp32-accumulation "
      "param-name-patterns-for-fp32-local-accumulation reduce-scatter-with-fp32-accumulation"},
     {MT_NAME_IDLE, "printed lines, --metrics and --tensorboard-dir have all numbers that are known",
      "log-device-memory-used log-l2-norm-grad-to-tensorboard log-loss-scale-to-tensorboard log-memory-interval "
-     "log-memory-to-tensorboard log-progress log-runtime-to-tensorboard log-throughput-to-tensorboard "
+     "log-progress log-runtime-to-tensorboard log-throughput-to-tensorboard "
      "log-timers-to-tensorboard log-validation-ppl-to-tensorboard log-world-size-to-tensorboard runtime-time-unit "
      "tensorboard-queue-size throughput-window-size"},
     {MT_NAME_IDLE, "--log-straggler measures each printed line and needs no port",
      "disable-straggler-on-startup straggler-ctrlr-port straggler-minmax-count"},
+    {MT_NAME_IDLE, "it changes speed, not numbers: kernels and messages are scheduled here without it",
+     "ddp-pad-buckets-for-high-nccl-busbw defer-embedding-wgrad-compute delay-wgrad-compute "
+     "high-priority-stream-groups nccl-communicator-config-path nccl-ub overlap-param-gather-with-optimizer-step "
+     "pad-buckets-for-high-nccl-busbw sharp-enabled-group tp-comm-atomic-ag tp-comm-atomic-rs "
+     "tp-comm-bootstrap-backend tp-comm-bulk-dgrad tp-comm-bulk-wgrad tp-comm-overlap-ag tp-comm-overlap-cfg "
+     "tp-comm-overlap-disable-fc1 tp-comm-overlap-disable-qkv tp-comm-overlap-rs tp-comm-overlap-rs-dgrad "
+     "tp-comm-split-ag tp-comm-split-rs use-nccl-ub use-sharp wgrad-deferral-limit "
+     "overlap-moe-expert-parallel-comm overlap-dispatch-backward-with-experts-wgrad "
+     "ep-overlap-early-attn-memory-release gtp-expert-remat-nccl-ub gtp-remat-nccl-ub muon-use-syrk "
+     "use-fused-weighted-squared-relu mlp-chunks-for-training"},
+    {MT_NAME_IDLE, "a dispatcher of tokens has one implementation here; --moe-token-dispatcher-type chooses it",
+     "moe-deepep-num-sms moe-enable-deepep moe-flex-dispatcher-backend moe-flex-dispatcher-num-sms "
+     "moe-hybridep-num-blocks-permute moe-hybridep-num-blocks-unpermute moe-hybridep-num-sms "
+     "moe-hybridep-num-sms-preprocessing moe-hybridep-pad-uneven-dispatch-inputs moe-ncclep-zero-copy "
+     "moe-ncclep-static-shape moe-permute-fusion-into-hybridep"},
+    {MT_NAME_IDLE,
+     "a training step launches its kernels one by one, with the same numbers; decoding has CUDA graphs in any "
+     "case",
+     "cuda-graph-impl cuda-graph-modules cuda-graph-retain-backward-graph cuda-graph-scope "
+     "cuda-graph-use-single-mempool cuda-graph-warmup-steps decode-only-cuda-graphs enable-cuda-graph "
+     "external-cuda-graph inference-cuda-graph-all-prefills inference-cuda-graph-max-tokens "
+     "inference-cuda-graph-scope megatron-fsdp-cuda-graph-mode moe-pad-experts-for-cuda-graph-inference "
+     "optimizer-cuda-graph"},
+    {MT_NAME_IDLE, "no extension accumulates gradients: the matrix product itself does, in fp32",
+     "no-gradient-accumulation-fusion gradient-accumulation-fusion"},
+    {MT_NAME_IDLE, "all ranks write and read their parts of a checkpoint",
+     "ckpt-fully-parallel-save ckpt-fully-parallel-load fully-parallel-load fully-parallel-save"},
+    {MT_NAME_IDLE, "it keeps scores in the range of fp16 and cancels in their softmax, which computes in fp32 here",
+     "apply-query-key-layer-scaling"},
+    {MT_NAME_IDLE, "Transformer Engine ignores it too", "fp8-interval"},
+    {MT_NAME_IDLE, "products of experts pad their rows themselves",
+     "moe-router-padding-for-fp8 moe-router-padding-for-quantization"},
+    {MT_NAME_IDLE,
+     "this report is not made; --metrics FILE.jsonl and --tensorboard-dir have all numbers that are known",
+     "log-energy log-max-attention-logit moe-per-layer-logging tensorboard-log-interval"},
+    {MT_NAME_IDLE, "reports go to no service: --metrics FILE.jsonl and --tensorboard-dir have them",
+     "app-tag-run-name app-tag-run-version one-logger-async one-logger-project one-logger-run-name otel-enabled "
+     "otel-service-name otel-span-groups wandb-entity wandb-exp-name wandb-project wandb-save-dir"},
+    {MT_NAME_IDLE, "a layer is a bucket of gradients, or as many as --ddp-bucket-size says",
+     "ddp-num-buckets num-buckets"},
+    {MT_NAME_IDLE, "the options of the model say it", "is-hybrid-model"},
+    {MT_NAME_IDLE, "weights that are not loaded are initialized", "no-initialization"},
+    {MT_NAME_IDLE, "the tokenizer that is given is taken, else the one in the --load folder",
+     "no-use-tokenizer-model-from-checkpoint-args disable-use-tokenizer-model-from-checkpoint-args"},
+    {MT_NAME_IDLE, "Muon's matrices have whole shards in any case", "no-use-layer-wise-param-layout"},
+    {MT_NAME_IDLE, "host memory for copies is pinned",
+     "no-pin-cpu-grads no-pin-cpu-params use-torch-optimizer-for-cpu-offload"},
     {MT_NAME_NO_MEANING, "tokenizer.json and the SentencePiece model say it",
      "allow-ambiguous-pad-tokens metadata-path special-tokens tokenizer-hf-no-include-special-tokens "
-     "tokenizer-hf-no-use-fast tokenizer-sentencepiece-ignore-extra-whitespaces tokenizer-sentencepiece-legacy"},
+     "tokenizer-hf-no-use-fast tokenizer-sentencepiece-ignore-extra-whitespaces tokenizer-sentencepiece-legacy "
+     "tokenizer-metadata tokenizer-special-tokens"},
     {MT_NAME_UNSUPPORTED, "fp16, which needs loss scaling: take --bf16",
      "enable-autocast fp16 hysteresis initial-loss-scale loss-scale loss-scale-window min-loss-scale"},
     {MT_NAME_UNSUPPORTED,
      "other types of the residual stream, of logits, of the loss, and of gradients in their reduction",
-     "fp16-lm-cross-entropy fp32-residual-connection grad-reduce-in-bf16 output-logit-dtype"},
+     "fp16-lm-cross-entropy fp32-residual-connection output-logit-dtype"},
     {MT_NAME_UNSUPPORTED, "fp4, and fp8 outside the linears of layers or as the stored type of weights",
-     "activation-func-fp8-input-store disable-parameter-transpose-cache fp4 fp4-param "
-     "fp4-param-gather fp4-quantizer-factory fp4-recipe "
-     "fp8-dot-product-attention fp8-interval fp8-multi-head-attention fp8-output-proj "
-     "fp8-quantizer-factory keep-fp8-transpose-cache "
-     "kitchen-attention-backend kitchen-config-file kitchen-recipe-number moe-combine-bwd-dtype "
-     "moe-dispatch-fwd-dtype moe-router-padding-for-fp8 moe-router-padding-for-quantization "
-     "reuse-grad-buf-for-mxfp8-param-ag "
-     "te-precision-config-file use-kitchen use-kitchen-attention"},
+     "activation-func-fp8-input-store disable-parameter-transpose-cache fp4 fp4-param fp4-param-gather "
+     "fp4-quantizer-factory fp4-recipe fp8-dot-product-attention fp8-multi-head-attention fp8-output-proj "
+     "fp8-quantizer-factory keep-fp8-transpose-cache kitchen-attention-backend kitchen-config-file "
+     "kitchen-recipe-number moe-combine-bwd-dtype moe-dispatch-fwd-dtype reuse-grad-buf-for-mxfp8-param-ag "
+     "te-precision-config-file use-kitchen use-kitchen-attention fp4-format"},
     {MT_NAME_UNSUPPORTED, "recomputation for some micro-batches only",
      "num-microbatches-with-partial-activation-checkpoints"},
     {MT_NAME_UNSUPPORTED,
@@ -323,54 +363,36 @@ static const struct {
      "activation-offload-fraction cpu-offloading-double-buffering cpu-offloading-retain-pinned-cpu-buffers "
      "cpu-offloading-weights delay-offload-until-cuda-graph delta-offload-bytes-across-pp-ranks "
      "fine-grained-offloading-max-inflight-offloads min-offloaded-tensor-size moe-paged-stash "
-     "moe-paged-stash-buffer-size-factor-cpu moe-paged-stash-buffer-size-factor-cuda moe-paged-stash-page-size "
-     "no-pin-cpu-grads no-pin-cpu-params use-torch-optimizer-for-cpu-offload"},
+     "moe-paged-stash-buffer-size-factor-cpu moe-paged-stash-buffer-size-factor-cuda moe-paged-stash-page-size"},
     {MT_NAME_UNSUPPORTED, "optimizers other than AdamW, SGD, Lion and Muon",
      "adaptive-muon-beta2 adaptive-muon-eps adaptive-muon-moment2-method soap-shampoo-beta soap-use-kl-shampoo"},
-    {MT_NAME_UNSUPPORTED, "other kernels than matrix products for Muon's symmetric matrices", "muon-use-syrk"},
-    {MT_NAME_UNSUPPORTED, "--use-distributed-optimizer gives each rank whole matrices with --optimizer muon",
-     "no-use-layer-wise-param-layout use-layer-wise-distributed-optimizer"},
     {MT_NAME_UNSUPPORTED, "other forms of master weights than those of --main-params-dtype", "store-param-remainders"},
-    {MT_NAME_UNSUPPORTED, "CUDA graphs other than those of decoding, which are always on",
-     "cuda-graph-impl cuda-graph-modules cuda-graph-retain-backward-graph cuda-graph-scope "
-     "cuda-graph-use-single-mempool cuda-graph-warmup-steps decode-only-cuda-graphs enable-cuda-graph "
-     "external-cuda-graph inference-cuda-graph-all-prefills inference-cuda-graph-max-tokens "
-     "inference-cuda-graph-scope megatron-fsdp-cuda-graph-mode moe-pad-experts-for-cuda-graph-inference "
-     "optimizer-cuda-graph"},
-    {MT_NAME_UNSUPPORTED, "a fused kernel of squared ReLU with weights", "use-fused-weighted-squared-relu"},
     {MT_NAME_UNSUPPORTED, "attention other than multi-head, grouped and multi-head latent attention",
-     "apply-query-key-layer-scaling dsa-indexer-head-dim dsa-indexer-k-norm-epsilon "
-     "dsa-indexer-k-norm-fp32 dsa-indexer-loss-coeff dsa-indexer-n-heads dsa-indexer-rope-interleaved "
-     "dsa-indexer-rotate-activation dsa-indexer-scoring-relu dsa-indexer-skip-topk-offset dsa-indexer-topk "
-     "dsa-indexer-topk-freq dsa-indexer-use-sparse-loss dsa-kernel-backend "
-     "gdp-cutedsl-kernel gdp-num-chunk-states-to-recompute gdp-num-householder "
-     "log-max-attention-logit mrope-section qk-clip qk-clip-alpha qk-clip-threshold qk-l2-norm "
-     "relative-attention-max-distance relative-attention-num-buckets"},
+     "dsa-indexer-head-dim dsa-indexer-k-norm-epsilon dsa-indexer-k-norm-fp32 dsa-indexer-loss-coeff "
+     "dsa-indexer-n-heads dsa-indexer-rope-interleaved dsa-indexer-rotate-activation dsa-indexer-scoring-relu "
+     "dsa-indexer-skip-topk-offset dsa-indexer-topk dsa-indexer-topk-freq dsa-indexer-use-sparse-loss "
+     "dsa-kernel-backend gdp-cutedsl-kernel gdp-num-chunk-states-to-recompute gdp-num-householder mrope-section "
+     "qk-clip qk-clip-alpha qk-clip-threshold qk-l2-norm relative-attention-max-distance "
+     "relative-attention-num-buckets"},
     {MT_NAME_UNSUPPORTED, "layers other than the transformer's attention, MLP and experts",
      "apply-residual-connection-post-layernorm enable-mhc-connections heterogeneous-layers-config-encoded-json "
-     "heterogeneous-layers-config-path mhc-init-gating-factor "
-     "mhc-num-residual-streams mhc-recompute-layer-num mhc-sinkhorn-iterations"},
+     "heterogeneous-layers-config-path mhc-init-gating-factor mhc-num-residual-streams mhc-recompute-layer-num "
+     "mhc-sinkhorn-iterations"},
     {MT_NAME_UNSUPPORTED, "states of Mamba-2 in other types than fp32",
      "mamba-inference-conv-states-dtype mamba-inference-ssm-states-dtype mamba-training-ssm-states-dtype"},
     {MT_NAME_UNSUPPORTED, "other initial weights, or other learning rates and weight decays for a part of them",
-     "apply-wd-to-qk-layernorm data-parallel-random-init decoupled-lr decoupled-min-lr "
+     "data-parallel-random-init "
      "dump-param-to-param-group-map embedding-init-method-std freeze-all-layers head-lr-mult "
      "init-method-xavier-uniform mup-attn-scale-power mup-base-head-dim mup-base-hidden-size mup-embedding-mult "
      "mup-output-mult mup-width-mult no-weight-decay-cond-type use-mup"},
     {MT_NAME_UNSUPPORTED, "other forms of multi-token prediction",
      "mtp-detach-heads mtp-hsm mtp-hybrid-override-pattern mtp-standalone mtp-use-repeated-layer"},
     {MT_NAME_UNSUPPORTED, "other forms of experts and of their dispatch",
-     "ep-overlap-early-attn-memory-release expert-tensor-parallel-num-weight-shards moe-apply-probs-on-input "
-     "moe-deepep-num-sms moe-enable-deepep moe-enable-routing-replay moe-expert-rank-capacity-factor "
-     "moe-flex-dispatcher-backend moe-flex-dispatcher-num-sms moe-hybridep-num-blocks-permute "
-     "moe-hybridep-num-blocks-unpermute moe-hybridep-num-sms moe-hybridep-num-sms-preprocessing "
-     "moe-hybridep-pad-uneven-dispatch-inputs moe-input-jitter-eps moe-ncclep-zero-copy "
-     "moe-per-layer-logging moe-permute-fusion-into-hybridep moe-router-force-biased "
-     "moe-router-topk-limited-devices "
-     "moe-routing-trace-capture-hidden-states moe-routing-trace-capture-logits moe-routing-trace-dump-weights "
-     "moe-routing-trace-max-training-iters moe-routing-trace-path moe-token-dropping "
-     "overlap-dispatch-backward-with-experts-wgrad overlap-moe-expert-parallel-comm "
-     "save-tokens-per-expert-interval tensor-parallel-num-weight-shards"},
+     "expert-tensor-parallel-num-weight-shards moe-apply-probs-on-input moe-enable-routing-replay "
+     "moe-expert-rank-capacity-factor moe-input-jitter-eps moe-router-force-biased "
+     "moe-router-topk-limited-devices moe-routing-trace-capture-hidden-states moe-routing-trace-capture-logits "
+     "moe-routing-trace-dump-weights moe-routing-trace-max-training-iters moe-routing-trace-path "
+     "moe-token-dropping save-tokens-per-expert-interval tensor-parallel-num-weight-shards"},
     {MT_NAME_UNSUPPORTED, "models other than decoder-only GPT",
      "bert-embedder-type bert-load bert-no-binary-head biencoder-projection-dim "
      "biencoder-shared-query-context-model block-data-path classes-fraction data-per-class-fraction "
@@ -403,61 +425,57 @@ static const struct {
     {MT_NAME_UNSUPPORTED, "a server for inference, and its caches",
      "batch-invariant-backend batch-invariant-mode cache-mla-latents enable-chunked-prefill flash-decode "
      "inference-batch-times-seqlen-threshold inference-coordinator-port inference-disable-ep-consensus "
-     "inference-disable-triton-nvls-kernels inference-dynamic-batching inference-dynamic-batching-async-sched-mode "
-     "inference-dynamic-batching-buffer-size-gb "
+     "inference-disable-triton-nvls-kernels inference-dynamic-batching "
+     "inference-dynamic-batching-async-sched-mode inference-dynamic-batching-buffer-size-gb "
      "inference-dynamic-batching-cuda-graph-mixed-prefill-count "
      "inference-dynamic-batching-cuda-graph-sizing-distribution inference-dynamic-batching-enable-prefix-caching "
      "inference-dynamic-batching-logprobs-mode inference-dynamic-batching-mamba-memory-ratio "
      "inference-dynamic-batching-max-requests inference-dynamic-batching-max-tokens "
      "inference-dynamic-batching-num-cuda-graphs inference-dynamic-batching-paused-buffer-size-gb "
      "inference-dynamic-batching-prefix-caching inference-dynamic-batching-prefix-caching-coordinator-policy "
-     "inference-dynamic-batching-prefix-caching-eviction-policy inference-dynamic-batching-prefix-caching-mamba-gb "
-     "inference-dynamic-batching-prefix-caching-routing-alpha inference-dynamic-batching-sampling-backend "
-     "inference-dynamic-batching-track-generated-token-events "
+     "inference-dynamic-batching-prefix-caching-eviction-policy "
+     "inference-dynamic-batching-prefix-caching-mamba-gb inference-dynamic-batching-prefix-caching-routing-alpha "
+     "inference-dynamic-batching-sampling-backend inference-dynamic-batching-track-generated-token-events "
      "inference-dynamic-batching-track-paused-request-events inference-dynamic-batching-unified-memory-level "
      "inference-fuse-tp-communication inference-grouped-gemm-backend inference-logging-step-interval "
-     "inference-max-seq-length inference-moe-disable-fused-quant-kernels "
-     "inference-moe-token-dispatcher-type inference-sampling-seed inference-shards "
-     "inference-text-gen-server-logging inference-use-synchronous-zmq-collectives inference-wandb-logging "
-     "max-tokens-to-oom mlp-chunks-for-prefill nccl-all-reduce-for-prefill num-speculative-tokens "
-     "offset-sampling-seed-by-dp-rank return-log-probs skip-prompt-log-probs symmetric-ar-type "
-     "use-same-sampling-seed-across-dp-ranks"},
+     "inference-max-seq-length inference-moe-disable-fused-quant-kernels inference-moe-token-dispatcher-type "
+     "inference-sampling-seed inference-shards inference-text-gen-server-logging "
+     "inference-use-synchronous-zmq-collectives inference-wandb-logging max-tokens-to-oom mlp-chunks-for-prefill "
+     "nccl-all-reduce-for-prefill num-speculative-tokens offset-sampling-seed-by-dp-rank return-log-probs "
+     "skip-prompt-log-probs symmetric-ar-type use-same-sampling-seed-across-dp-ranks"},
     {MT_NAME_UNSUPPORTED, "other ways to split the model over ranks",
-     "enable-full-sharding-in-hsdp expert-gtp-weight-remat-size gtp-expert-remat-nccl-ub gtp-remat-nccl-ub "
-     "gtp-remat-opt-in-modules gtp-remat-reduce-scatter-with-fp32-accumulation gtp-weight-remat-size "
-     "mlp-chunks-for-training use-tp-pp-dp-mapping"},
-    {MT_NAME_UNSUPPORTED, "other ways to hide or speed up communication and products",
-     "ddp-pad-buckets-for-high-nccl-busbw defer-embedding-wgrad-compute delay-wgrad-compute "
-     "high-priority-stream-groups nccl-communicator-config-path nccl-ub overlap-param-gather-with-optimizer-step "
-     "pad-buckets-for-high-nccl-busbw sharp-enabled-group tp-comm-atomic-ag tp-comm-atomic-rs "
-     "tp-comm-bootstrap-backend tp-comm-bulk-dgrad tp-comm-bulk-wgrad tp-comm-overlap-ag tp-comm-overlap-cfg "
-     "tp-comm-overlap-disable-fc1 tp-comm-overlap-disable-qkv tp-comm-overlap-rs tp-comm-overlap-rs-dgrad "
-     "tp-comm-split-ag tp-comm-split-rs use-nccl-ub use-sharp wgrad-deferral-limit"},
+     "enable-full-sharding-in-hsdp expert-gtp-weight-remat-size gtp-remat-opt-in-modules "
+     "gtp-remat-reduce-scatter-with-fp32-accumulation gtp-weight-remat-size "},
     {MT_NAME_UNSUPPORTED, "other batches, and skipping of steps or of training",
-     "decrease-batch-size-if-needed exit-interval grad-norm-skip-threshold iterations-to-skip "
-     "per-dataset-sequences-path phase-transition-iterations skip-train step-batch-size-schedule"},
+     "decrease-batch-size-if-needed grad-norm-skip-threshold iterations-to-skip "
+     "per-dataset-sequences-path phase-transition-iterations skip-train "},
     {MT_NAME_UNSUPPORTED, "other forms of evaluation",
      "eval-global-batch-size eval-micro-batch-size full-validation multiple-validation-sets start-eval-at-iter "
      "validation-set-names"},
-    {MT_NAME_UNSUPPORTED, "other tokenizers",
-     "null-tokenizer-eod-id null-tokenizer-pad-id tiktoken-num-special-tokens tiktoken-pattern"},
+    {MT_NAME_UNSUPPORTED, "other tokenizers", "null-tokenizer-eod-id null-tokenizer-pad-id"},
     {MT_NAME_UNSUPPORTED, "checkpoints in other places, or of other things",
      "enable-msc non-persistent-ckpt-type non-persistent-global-ckpt-dir non-persistent-local-ckpt-algo "
      "non-persistent-local-ckpt-dir non-persistent-save-interval object-storage-cache-path replication "
      "replication-factor replication-jump save-activations-interval save-config-filepath save-dgrads-interval "
      "save-params-interval save-wgrads-interval"},
-    {MT_NAME_UNSUPPORTED, "other reports, and services that collect them",
-     "app-tag-run-name app-tag-run-version log-energy log-num-zeros-in-grad log-params-norm one-logger-async "
-     "one-logger-project one-logger-run-name otel-enabled otel-service-name otel-span-groups wandb-entity "
-     "wandb-exp-name wandb-project wandb-save-dir"},
     {MT_NAME_UNSUPPORTED, "restarts inside a process (launch.sh restarts a run) and injected faults",
-     "adlr-autoresume-interval calc-ft-timeouts check-weight-hash-across-dp-replicas-interval enable-ft-package "
+     "adlr-autoresume-interval calc-ft-timeouts enable-ft-package "
      "error-injection-rate error-injection-type ft-num-warmup-iters gpu-sniff-test-interval "
-     "inprocess-active-world-size inprocess-barrier-timeout inprocess-completion-timeout inprocess-empty-cuda-cache "
-     "inprocess-granularity inprocess-hard-timeout inprocess-heartbeat-interval inprocess-heartbeat-timeout "
-     "inprocess-last-call-wait inprocess-max-iterations inprocess-monitor-process-interval "
-     "inprocess-monitor-thread-interval inprocess-progress-watchdog-interval inprocess-restart "
-     "inprocess-soft-timeout inprocess-termination-grace-time result-rejected-tracker-filename"},
+     "inprocess-active-world-size inprocess-barrier-timeout inprocess-completion-timeout "
+     "inprocess-empty-cuda-cache inprocess-granularity inprocess-hard-timeout inprocess-heartbeat-interval "
+     "inprocess-heartbeat-timeout inprocess-last-call-wait inprocess-max-iterations "
+     "inprocess-monitor-process-interval inprocess-monitor-thread-interval inprocess-progress-watchdog-interval "
+     "inprocess-restart inprocess-soft-timeout inprocess-termination-grace-time result-rejected-tracker-filename "
+     "fault-injector-delay-start-iteration fault-injector-fault-delay fault-injector-fault-probabilities "
+     "fault-injector-fault-types fault-injector-mtti-seconds fault-injector-num-ranks "
+     "fault-injector-offset-seconds fault-injector-ranks fault-injector-seed"},
+    {MT_NAME_UNSUPPORTED, "training scripts of Model Optimizer; --stage kd distils a teacher of --teacher-load",
+     "export-te-mcore-model export-kd-teacher-load export-kd-cfg"},
+    {MT_NAME_UNSUPPORTED, "models of elastic size (Flextron)",
+     "export-default-te-spec export-model-type flextron enable-router binary-mask soft-mask hard-sample-th "
+     "router-beta original-model-sample-prob tau-init tau-decay loss-alpha lr-mult-router router-gbs "
+     "router-inter-dim budget-list budget-probs budget-type emb-int-list mlp-int-list mamba-int-list "
+     "moe-expert-int-list linear-scaler-start linear-scaler-end slice router-std"},
 };
 
 /* '_' in `name` equals '-'. */
@@ -501,7 +519,12 @@ static mt_megatron_name mt_name_negate(mt_megatron_name flag) {
 }
 
 mt_megatron_name mt_megatron_name_find(const char *name, size_t length) {
+    static const char *const prefixes[] = {"no-", "disable-"}; // as Megatron derives them from fields that are true
     mt_megatron_name found = mt_name_find(name, length);
-    bool negates = found.kind == MT_NAME_UNKNOWN && length > 3 && mt_name_equals(name, 3, "no-", 3);
-    return negates ? mt_name_negate(mt_name_find(name + 3, length - 3)) : found;
+    for (size_t i = 0; i < sizeof prefixes / sizeof *prefixes && found.kind == MT_NAME_UNKNOWN; i++) {
+        size_t prefix = strlen(prefixes[i]);
+        if (length > prefix && mt_name_equals(name, prefix, prefixes[i], prefix))
+            found = mt_name_negate(mt_name_find(name + prefix, length - prefix));
+    }
+    return found;
 }

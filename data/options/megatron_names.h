@@ -18,8 +18,9 @@ typedef enum mt_name_kind {
 typedef struct mt_megatron_name {
     mt_name_kind kind;
     const char *text;
-    // MT_NAME_ALWAYS: the values that are accepted, "a|b". MT_NAME_ALIAS: NULL takes the option's values; "!" is the
-    // opposite of a flag; any other is a flag that gives the option this value, with "?" in front unless it was given.
+    // MT_NAME_ALWAYS and MT_NAME_IDLE: the values that are accepted, "a|b"; MT_NAME_IDLE: NULL for all. MT_NAME_ALIAS:
+    // NULL takes the option's values; "!" is the opposite of a flag; any other is a flag that gives the option this
+    // value, with "?" in front unless it was given.
     const char *value;
     const char *values; // MT_NAME_ALIAS: values with other names here, "theirs=ours|..."; "theirs=" is the default
 } mt_megatron_name;

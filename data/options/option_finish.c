@@ -109,12 +109,34 @@ static int mt_options_list_attention_layers(mt_run_options *o, mt_error *error) 
     return 0;
 }
 
+/* Megatron's | in --hybrid-override-pattern begins a pipeline stage: takes it out and writes the stages as
+ * --pipeline-model-parallel-layout. */
+static int mt_options_cut_pattern(mt_run_options *o, mt_error *error) {
+    if (!strchr(o->hybrid_override_pattern, '|')) return 0;
+    if (o->stack.pipeline_model_parallel_size == 1 || o->pipeline_model_parallel_layout)
+        return mt_error_set(error, "--hybrid-override-pattern has stages (|): it needs --pipeline-model-parallel-size, "
+                                   "and excludes --pipeline-model-parallel-layout");
+    char *layout = mt_malloc((int64_t)strlen(o->hybrid_override_pattern) + 3), *to = layout;
+    char *letters = mt_strdup(o->hybrid_override_pattern), *kept = letters;
+    *to++ = 'E';
+    for (const char *at = letters; *at; at++) {
+        *to++ = *at == '|' ? '|' : 't';
+        if (*at != '|') *kept++ = *at;
+    }
+    *to++ = 'L', *to = *kept = 0;
+    mt_string_set(&o->pipeline_model_parallel_layout, layout);
+    mt_string_set(&o->hybrid_override_pattern, letters);
+    free(layout), free(letters);
+    return 0;
+}
+
 /* Layers with one half, from --hybrid-override-pattern, which may give their number too. As with lists of layers, a
  * model of config.json that is given fewer layers keeps the first ones. */
 static int mt_options_list_hybrid_layers(mt_run_options *o, mt_error *error) {
-    const char *pattern = o->hybrid_override_pattern;
     mt_string_set(&o->stack.hybrid_layers, NULL);
-    if (!pattern) return 0;
+    if (!o->hybrid_override_pattern) return 0;
+    if (mt_options_cut_pattern(o, error) != 0) return -1;
+    const char *pattern = o->hybrid_override_pattern;
     int64_t count = (int64_t)strlen(pattern), layers = o->stack.num_layers > 0 ? o->stack.num_layers : count;
     const char *other = pattern + strspn(pattern, "M*-E");
     if (*other || count == 0)
@@ -395,8 +417,51 @@ bool mt_options_draws_schedule(const mt_run_options *options) {
     return options->print_schedule && !options->stack.dynamic_context_parallel;
 }
 
+void mt_options_take_vocabulary(mt_run_options *o) {
+    if (!o->vocab_file || !o->merge_file || o->tokenizer_model) return;
+    if (o->tokenizer_type == MT_TOKENIZER_AUTO) o->tokenizer_type = MT_TOKENIZER_GPT2_BPE;
+    size_t length = strlen(o->vocab_file) + strlen(o->merge_file) + 2;
+    o->tokenizer_model = mt_malloc((int64_t)length);
+    snprintf(o->tokenizer_model, length, "%s,%s", o->vocab_file, o->merge_file);
+}
+
+int mt_options_open_tokenizer(mt_tokenizer **out, const mt_run_options *o, mt_error *error) {
+    mt_tiktoken_settings settings = {o->tiktoken_pattern, o->tiktoken_num_special_tokens, 131072}; // as in Megatron-LM
+    if (MT_GIVEN(o, stack.vocab_size)) settings.vocab_size = o->stack.vocab_size;
+    if (o->tokenizer_type != MT_TOKENIZER_TIKTOKEN)
+        return mt_tokenizer_open(out, o->tokenizer_type, o->tokenizer_model, error);
+    return mt_tokenizer_open_tiktoken(out, o->tokenizer_model, &settings, error);
+}
+
+/* In Megatron-LM, RoPE of latent attention is scaled by YaRN, from 4096 positions, wherever a factor is given. */
+static void mt_options_scale_latent_rope(mt_run_options *o) {
+    bool has_factor = o->stack.multi_latent_attention && MT_GIVEN(o, stack.rope_scaling_factor);
+    if (!has_factor || MT_GIVEN(o, stack.rope_scaling_type) || o->stack.rope_scaling_type != MT_ROPE_SCALING_NONE)
+        return;
+    o->stack.rope_scaling_type = MT_ROPE_SCALING_YARN;
+    if (o->stack.original_max_position_embeddings == 0) o->stack.original_max_position_embeddings = 4096;
+}
+
+/* Values that Megatron-LM ignores as well have no effect; mt_options_warn notes them. */
+static void mt_options_drop_ignored(mt_run_options *o) {
+    bool no_softmax = o->stack.num_experts > 0 && o->stack.moe_router_score_function != MT_SCORE_SOFTMAX;
+    if (o->stack.sequence_parallel && o->stack.tensor_model_parallel_size == 1)
+        o->stack.sequence_parallel = false, o->ignores_sequence_parallel = true;
+    if (o->stack.moe_router_pre_softmax && no_softmax && MT_GIVEN(o, stack.moe_router_pre_softmax))
+        o->stack.moe_router_pre_softmax = false, o->ignores_pre_softmax = true;
+    const mt_option *interval = mt_option_of(MT_AT(save_interval));
+    if (o->save_interval > 0 && !o->save) mt_option_reset(o, interval), o->ignores_save_interval = true;
+    if (o->stack.num_experts == 0 && MT_GIVEN(o, stack.expert_tensor_parallel_size))
+        o->stack.expert_tensor_parallel_size = 1;
+    if (o->mock_data && o->data_path.count == 0 && MT_GIVEN(o, split)) mt_string_set(&o->split, "969,30,1");
+}
+
 int mt_options_complete(mt_run_options *options, mt_program program, int64_t world_size, mt_stage_balancer *balance,
                         mt_error *error) {
+    mt_options_take_vocabulary(options);
+    mt_options_drop_ignored(options);
+    mt_options_scale_latent_rope(options);
+    if (options->grad_reduce_in_bf16) options->stack.main_grads_dtype = MT_OPTIMIZER_BF16;
     if (mt_options_check_ranges(options, program, error) || mt_options_list_hybrid_layers(options, error) ||
         mt_options_list_expert_layers(options, error) || mt_options_list_attention_layers(options, error) ||
         mt_options_list_linear_layers(options, error) || mt_options_check_mamba(options, error))

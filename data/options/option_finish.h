@@ -2,6 +2,7 @@
 #ifndef MT_OPTION_FINISH_H
 #define MT_OPTION_FINISH_H
 
+#include "../tokens/tokenizer.h"
 #include "options.h"
 
 #ifdef __cplusplus
@@ -10,6 +11,12 @@ extern "C" {
 
 /* Gives the letters of --pipeline-model-parallel-layout auto, to free; NULL with error. */
 typedef char *mt_stage_balancer(const mt_run_options *options, int64_t world_size, mt_error *error);
+
+/* --vocab-file and --merge-file as --tokenizer-type and --tokenizer-model. Once is enough. */
+void mt_options_take_vocabulary(mt_run_options *options);
+
+/* Opens the tokenizer of --tokenizer-type, which is not auto. */
+int mt_options_open_tokenizer(mt_tokenizer **out, const mt_run_options *options, mt_error *error);
 
 /* mt_options_finish_by (run_options.h) without what needs the files of a model, its family and its adapters.
  * `balance` may be NULL. */

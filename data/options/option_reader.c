@@ -97,7 +97,9 @@ void mt_option_reader_refuse(mt_option_reader *reader, const mt_setting *setting
     bool is_on, infers = reader->program == MT_PROGRAM_INFER;
     mt_name_kind kind = setting->megatron.kind;
     if (kind == MT_NAME_UNSUPPORTED && value && mt_parse_bool(value, &is_on) && !is_on) return;
-    if (kind == MT_NAME_IDLE && reader->program != MT_PROGRAM_LIBRARY) {
+    const char *only = setting->megatron.value; // values without effect; NULL: all
+    bool is_idle = kind == MT_NAME_IDLE && (!only || (value && mt_choice_index(only, value) >= 0));
+    if (is_idle && reader->program != MT_PROGRAM_LIBRARY) {
         char where[420];
         snprintf(where, sizeof where, "%s%s%.*s", position, dashes, length < 100 ? (int)length : 100, name);
         mt_strings_add(&reader->idle, where), mt_strings_add(&reader->idle, text);
@@ -113,6 +115,8 @@ void mt_option_reader_refuse(mt_option_reader *reader, const mt_setting *setting
                  infers ? "infer" : "train");
     else if (kind == MT_NAME_NAMED)
         snprintf(refusal->reason, room, "is named %s here", text);
+    else if (kind == MT_NAME_IDLE && !is_idle)
+        snprintf(refusal->reason, room, "is not supported with this value (only %.200s: %s)", only, text);
     else if (kind == MT_NAME_NO_MEANING || kind == MT_NAME_IDLE)
         snprintf(refusal->reason, room, NO_MEANING " (%s)", text);
     else if (kind == MT_NAME_UNSUPPORTED)
@@ -166,26 +170,43 @@ int mt_option_reader_report(const mt_option_reader *reader, mt_error *error) {
     return -1;
 }
 
-void mt_option_reader_print_always(const mt_option_reader *reader, FILE *file) {
-    const mt_strings *always = &reader->always, *idle = &reader->idle;
-    if (mt_launch_rank() != 0) return;
-    for (int64_t i = 0; i < always->count; i++) fprintf(file, i ? ", %s" : "%s", always->items[i]);
-    if (always->count > 0) fprintf(file, ": always so here, no effect\n");
+/* "--a, --b (reason); --c (reason)": the names without effect, each reason once. */
+static void mt_option_reader_print_names(const mt_option_reader *reader, FILE *file) {
+    const mt_strings *idle = &reader->idle;
     for (int64_t i = 0; i < idle->count; i += 2) {
         const char *reason = idle->items[i + 1];
         int64_t first = 1;
         while (strcmp(idle->items[first], reason) != 0) first += 2;
         if (first != i + 1) continue; // printed with the first of its reason
-        fprintf(file, "%s", idle->items[i]);
+        fprintf(file, "%s%s", i ? "; " : "", idle->items[i]);
         for (int64_t j = i + 2; j < idle->count; j += 2)
             if (strcmp(idle->items[j + 1], reason) == 0) fprintf(file, ", %s", idle->items[j]);
-        fprintf(file, ": no effect: %s\n", reason);
+        fprintf(file, " (%s)", reason);
     }
+}
+
+void mt_option_reader_print_idle(const mt_option_reader *reader, FILE *file) {
+    if (mt_launch_rank() != 0 || reader->idle.count == 0) return;
+    fprintf(file, "no effect here: ");
+    mt_option_reader_print_names(reader, file);
+    fprintf(file, "\n");
+}
+
+int mt_option_reader_refuse_idle(const mt_option_reader *reader, mt_error *error) {
+    char *text = NULL;
+    size_t size;
+    if (reader->idle.count == 0) return 0;
+    FILE *file = open_memstream(&text, &size);
+    MT_CHECK(file);
+    mt_option_reader_print_names(reader, file);
+    MT_CHECK(fclose(file) == 0);
+    mt_error_set(error, "--strict-options: no effect here: %s; leave them out", text);
+    free(text);
+    return -1;
 }
 
 void mt_option_reader_free(mt_option_reader *reader) {
     free(reader->refused);
-    mt_strings_free(&reader->always);
     mt_strings_free(&reader->idle);
 }
 
@@ -271,7 +292,7 @@ int mt_setting_set(mt_option_reader *reader, const mt_setting *setting, const ch
     if (!row) {
         if (*text && mt_choice_index(value, text) < 0 && !mt_value_is_none(value, text))
             return mt_error_set(error, "%s can only be %s here: %s", where, value, setting->megatron.text);
-        mt_strings_add(&reader->always, where);
+        mt_strings_add(&reader->idle, where), mt_strings_add(&reader->idle, setting->megatron.text);
         return 0;
     }
     bool negates = value && *value == '!', weak = value && *value == '?';

@@ -26,10 +26,9 @@ typedef struct mt_option_reader {
     mt_program program;
     mt_refusal *refused;
     int64_t num_refused, num_uncollected;
-    bool role_rests;   // the role of the file does not train
-    mt_strings always; // names that state a property that always holds
-    mt_strings idle;   // other names without effect, and why, in turn
-    bool prints_only;  // --print-config: a value with a variable that is not set has no effect
+    bool role_rests;  // the role of the file does not train
+    mt_strings idle;  // names without effect, and why, in turn
+    bool prints_only; // --print-config: a value with a variable that is not set has no effect
     uint64_t typed[sizeof((mt_run_options *)0)->given / sizeof(uint64_t)]; // options of the command line
 } mt_option_reader;
 
@@ -62,8 +61,12 @@ void mt_option_reader_refuse(mt_option_reader *reader, const mt_setting *setting
 /* One error for all names that were refused: a line for each reason. */
 int mt_option_reader_report(const mt_option_reader *reader, mt_error *error);
 
-/* Prints the names that have no effect: they state a property that always holds, or there is nothing to change. */
-void mt_option_reader_print_always(const mt_option_reader *reader, FILE *file);
+/* Prints one line with the names that have no effect, and why: each states a property that always holds, or there is
+ * nothing to change. */
+void mt_option_reader_print_idle(const mt_option_reader *reader, FILE *file);
+
+/* For --strict-options: an error with the same names, if there are any. */
+int mt_option_reader_refuse_idle(const mt_option_reader *reader, mt_error *error);
 
 /* Frees what the reader owns; its options stay. */
 void mt_option_reader_free(mt_option_reader *reader);

@@ -239,12 +239,25 @@ static int mt_options_check_multiples(const mt_options *o, int64_t world_size, m
     return MT_CHECK_MULTIPLES(rows, error);
 }
 
+/* With stages as neighbours, the ranks of a stage are the same for experts only if each replica has as many. */
+static int mt_options_check_mapping(const mt_options *o, mt_error *error) {
+    long long model = o->tensor_model_parallel_size * o->context_parallel_size;
+    long long experts = o->expert_model_parallel_size * mt_max(o->expert_tensor_parallel_size, 1);
+    bool alike = o->num_experts == 0 || o->pipeline_model_parallel_size == 1 || model == experts;
+    if (!o->use_tp_pp_dp_mapping || alike) return 0;
+    return mt_error_set(error,
+                        "--use-tp-pp-dp-mapping with experts needs --tensor-model-parallel-size x "
+                        "--context-parallel-size = %lld to equal --expert-model-parallel-size x "
+                        "--expert-tensor-parallel-size = %lld",
+                        model, experts);
+}
+
 /* The data-parallel size: ranks / (tensor, pipeline and context sizes). */
 static int mt_options_derive_parallel(mt_options *o, int64_t world_size, mt_error *error) {
     int64_t tp = o->tensor_model_parallel_size, pp = o->pipeline_model_parallel_size, cp = o->context_parallel_size;
     if (mt_options_check_multiples(o, world_size, error)) return -1;
     o->data_parallel_size = world_size / (tp * pp * cp);
-    return 0;
+    return mt_options_check_mapping(o, error);
 }
 
 /* Sinkhorn computes the probabilities of the chosen experts itself, as in Megatron. */
@@ -360,6 +373,11 @@ static int mt_options_derive_experts(mt_run_options *o, int64_t world_size, mt_e
     if (o->stack.moe_router_group_best == 0 && o->stack.moe_router_group_topk > 0)
         o->stack.moe_router_group_best =
             mt_max(o->stack.moe_router_topk / o->stack.moe_router_group_topk, 1); // as in Megatron
+    if (mt_balances_by(&o->stack, MT_BALANCING_SINKHORN) && !MT_GIVEN(o, stack.moe_router_score_function)) {
+        // as in Megatron: a sigmoid for one expert, a softmax over all experts for several
+        if (o->stack.moe_router_topk == 1) o->stack.moe_router_score_function = MT_SCORE_SIGMOID;
+        if (o->stack.moe_router_topk > 1) o->stack.moe_router_pre_softmax = true;
+    }
     return mt_options_check_balancing(o, error) ? -1 : mt_options_check_router(o, error);
 }
 
@@ -539,7 +557,47 @@ static int mt_options_check_batch(const mt_options *o, const char *name, int64_t
     return MT_CHECK_MULTIPLES(rows, error);
 }
 
+/* A number with the suffix K, M, B or T, as in Megatron-LM; -1: it is none, or too large. */
+static int64_t mt_options_read_count(const char *text, char **end) {
+    static const char suffixes[] = "KMBT";
+    double number = isdigit((unsigned char)*text) ? strtod(text, end) : -1;
+    if (number < 0) return -1;
+    const char *suffix = **end ? strchr(suffixes, toupper((unsigned char)**end)) : NULL;
+    for (const char *s = suffixes; suffix && s <= suffix; s++) number *= 1000;
+    *end += suffix != NULL;
+    return number <= 1e15 ? (int64_t)number : -1;
+}
+
+/* The steps of --step-batch-size-schedule; the last size is that of the run. */
+static int mt_options_read_batch_steps(mt_run_options *o, mt_error *error) {
+    static const char blanks[] = " ,\t\r\n";
+    o->num_batch_steps = 0;
+    if (!o->step_batch_size_schedule) return 0;
+    for (char *at = o->step_batch_size_schedule + strspn(o->step_batch_size_schedule, blanks); *at;) {
+        char *end = at;
+        int64_t tokens = mt_options_read_count(at, &end), size = -1, samples = tokens / mt_max(o->stack.seq_length, 1);
+        if (tokens >= 0 && *end == ':') size = mt_options_read_count(end + 1, &end);
+        int64_t before = o->num_batch_steps > 0 ? o->batch_steps[o->num_batch_steps - 1][0] : -1;
+        if (size < 1 || size > 1073741824 || (*end && !strchr(blanks, *end)))
+            return mt_error_set(error,
+                                "--step-batch-size-schedule expects TOKENS:SIZE, such as 0:384 200B:768, got "
+                                "'%.40s'",
+                                at);
+        if (o->num_batch_steps == MT_MAX_BATCH_STEPS || samples <= before || (before < 0 && samples > 0))
+            return mt_error_set(error,
+                                "--step-batch-size-schedule: %.*s: the first number of tokens must be 0, each later "
+                                "one larger by a sequence at least, and there may be %d sizes",
+                                (int)mt_min(end - at, 40), at, MT_MAX_BATCH_STEPS);
+        o->batch_steps[o->num_batch_steps][0] = samples, o->batch_steps[o->num_batch_steps++][1] = size;
+        at = end + strspn(end, blanks);
+    }
+    if (o->num_batch_steps == 0) return mt_error_set(error, "--step-batch-size-schedule has no size");
+    o->stack.global_batch_size = o->batch_steps[o->num_batch_steps - 1][1];
+    return 0;
+}
+
 static int mt_options_derive_batches(mt_run_options *o, mt_error *error) {
+    if (mt_options_read_batch_steps(o, error) != 0) return -1;
     const int64_t *ramp = o->rampup_batch_size.items, steps = o->gradient_accumulation_steps, longest = 1073741824;
     if (steps > longest / (o->stack.micro_batch_size * o->stack.data_parallel_size))
         return mt_error_set(error,
@@ -573,6 +631,10 @@ static int mt_options_derive_batches(mt_run_options *o, mt_error *error) {
                            : "--global-batch-size";
     if (mt_options_check_batch(&o->stack, name, o->stack.global_batch_size, error)) return -1;
     if (mt_options_check_micro_batches(&o->stack, o->stack.global_batch_size, error)) return -1;
+    for (int64_t i = 0; i < o->num_batch_steps; i++)
+        if (mt_options_check_batch(&o->stack, "a size of --step-batch-size-schedule", o->batch_steps[i][1], error) ||
+            mt_options_check_micro_batches(&o->stack, o->batch_steps[i][1], error))
+            return -1;
     if (o->rampup_batch_size.count == 0) return 0;
     bool good = o->rampup_batch_size.count == 3;
     for (int i = 0; i < 3 && good; i++) good = ramp[i] > 0 && ramp[i] <= 1000000000000;
@@ -661,6 +723,16 @@ static int mt_options_derive_pipeline(mt_run_options *o, mt_error *error) {
 /* Steps for train_samples: whole batches, each of the size at its first sample, as Megatron counts them. */
 static int64_t mt_options_count_iterations(const mt_run_options *o) {
     if (o->stack.train_samples == 0) return o->stack.train_iters;
+    if (o->num_batch_steps > 0) { // the last step may be over train_samples
+        int64_t steps = 0, trained = 0;
+        for (int64_t i = 0; i < o->num_batch_steps && trained < o->stack.train_samples; i++) {
+            int64_t end = i + 1 < o->num_batch_steps ? o->batch_steps[i + 1][0] : INT64_MAX;
+            end = mt_min(end, o->stack.train_samples);
+            int64_t more = end > trained ? mt_divide_up(end - trained, o->batch_steps[i][1]) : 0;
+            steps += more, trained += more * o->batch_steps[i][1];
+        }
+        return steps;
+    }
     if (o->rampup_batch_size.count == 0) return o->stack.train_samples / o->stack.global_batch_size;
     int64_t iterations = 0, consumed = 0, end = mt_min(o->rampup_batch_size.items[2], o->stack.train_samples);
     while (consumed <= end) {
@@ -728,6 +800,10 @@ static int mt_options_derive_schedules(mt_run_options *o, mt_error *error) {
     if (o->stack.lr == 0) return mt_error_set(error, "--lr is missing");
     if (o->stack.min_lr > o->stack.lr)
         return mt_error_set(error, "--min-lr %g must be at most --lr %g", o->stack.min_lr, o->stack.lr);
+    if (!MT_GIVEN(o, stack.decoupled_min_lr)) o->stack.decoupled_min_lr = o->stack.min_lr;
+    if (o->stack.decoupled_lr > 0 && o->stack.decoupled_min_lr > o->stack.decoupled_lr)
+        return mt_error_set(error, "--decoupled-min-lr %g must be at most --decoupled-lr %g", o->stack.decoupled_min_lr,
+                            o->stack.decoupled_lr);
     if (o->stack.lr_warmup_init > o->stack.lr)
         return mt_error_set(error, "--lr-warmup-init %g must be at most --lr %g", o->stack.lr_warmup_init, o->stack.lr);
     mt_durations d = mt_options_durations(&o->stack);
@@ -994,7 +1070,10 @@ int64_t mt_consumed_samples(const mt_run_options *options, int64_t iterations) {
 int64_t mt_consumed_samples_from(const mt_run_options *options, int64_t from, int64_t consumed, int64_t iterations) {
     for (int64_t i = from; i < iterations; i++) {
         int64_t batch = mt_global_batch_size(options, consumed);
-        if (batch == options->stack.global_batch_size) return consumed + (iterations - i) * batch; // the ramp has ended
+        int64_t steps = options->num_batch_steps;
+        bool constant = steps > 0 ? consumed >= options->batch_steps[steps - 1][0]
+                                  : batch == options->stack.global_batch_size; // the ramp has ended
+        if (constant) return consumed + (iterations - i) * batch;
         consumed += batch;
     }
     return consumed;
@@ -1010,6 +1089,8 @@ int64_t mt_num_parameters(const mt_options *options) {
 }
 
 int64_t mt_global_batch_size(const mt_run_options *options, int64_t consumed_samples) {
+    for (int64_t i = options->num_batch_steps - 1; i >= 0; i--)
+        if (consumed_samples >= options->batch_steps[i][0]) return options->batch_steps[i][1];
     if (options->rampup_batch_size.count == 0) return options->stack.global_batch_size;
     const int64_t *ramp = options->rampup_batch_size.items, start = ramp[0], increment = ramp[1], samples = ramp[2];
     int64_t increments = (options->stack.global_batch_size - start) / increment;

@@ -39,7 +39,7 @@ const mt_option mt_option_table[] = {
     {"multi-latent-attention", MT_FLAG, MT_AT(stack.multi_latent_attention), MT_TRAIN, MT_OF_WEIGHTS, NULL, NULL,
      "multi-head latent attention, as in DeepSeek-V2 and V3: keys and values are computed from one small latent",
      .needs = "any: normalization RMSNorm, any: position-embedding-type rope|none",
-     .excludes = "group-query-attention, kv-channels, rotary-percent, add-qkv-bias"},
+     .excludes = "group-query-attention, rotary-percent, add-qkv-bias"},
     {"q-lora-rank", MT_INT, MT_AT(stack.q_lora_rank), MT_TRAIN, MT_OF_WEIGHTS, NULL, "[0,1048576]",
      "width of the latent of queries; 0: queries have no latent (default: 0)", .needs = "multi-latent-attention"},
     {"kv-lora-rank", MT_INT, MT_AT(stack.kv_lora_rank), MT_TRAIN, MT_OF_WEIGHTS, "32", "[1,1048576]",
@@ -59,7 +59,7 @@ const mt_option mt_option_table[] = {
     {"normalization", MT_CHOICE, MT_AT(stack.normalization), MT_TRAIN, MT_OF_WEIGHTS, "LayerNorm", "LayerNorm|RMSNorm",
      "type of norm"},
     {"norm-epsilon", MT_REAL, MT_AT(stack.norm_epsilon), MT_TRAIN, MT_OF_WEIGHTS, "1e-5", "(0,1)",
-     "epsilon of the norms", .own = true},
+     "epsilon of the norms"},
     {"layernorm-epsilon", MT_REAL, MT_AT(stack.norm_epsilon), MT_TRAIN, MT_OF_WEIGHTS, "1e-5", "(0,1)",
      "older name of --norm-epsilon"},
     {"norm-placement", MT_CHOICE, MT_AT(stack.norm_placement), MT_TRAIN, MT_OF_WEIGHTS, "before", "before|after|both",
@@ -68,7 +68,7 @@ const mt_option mt_option_table[] = {
     {"layernorm-zero-centered-gamma", MT_FLAG, MT_AT(stack.layernorm_zero_centered_gamma), MT_TRAIN, MT_OF_WEIGHTS,
      NULL, NULL, "norms scale by 1 + weight, and weights start as 0"},
     {"apply-layernorm-1p", MT_FLAG, MT_AT(stack.layernorm_zero_centered_gamma), MT_TRAIN, MT_OF_WEIGHTS, NULL, NULL,
-     "older name of --layernorm-zero-centered-gamma", .own = true},
+     "older name of --layernorm-zero-centered-gamma"},
     {"embedding-multiplier", MT_REAL, MT_AT(stack.embedding_multiplier), MT_TRAIN, MT_OF_WEIGHTS, "1", "(0,1048576]",
      "factor of the embedding's output (Gemma: square root of the hidden size)", .own = true},
     {"residual-multiplier", MT_REAL, MT_AT(stack.residual_multiplier), MT_TRAIN, MT_OF_WEIGHTS, "1", "(0,1048576]",
@@ -155,7 +155,8 @@ const mt_option mt_option_table[] = {
     {"linear-conv-kernel-dim", MT_INT, MT_AT(stack.linear_conv_kernel_dim), MT_TRAIN, MT_OF_WEIGHTS, "4", "[1,8]",
      "tokens that a short convolution mixes"},
     {"hybrid-override-pattern", MT_STRING, MT_AT(hybrid_override_pattern), MT_TRAIN, MT_OF_WEIGHTS, NULL, "M*-E...",
-     "layers with one half only, a letter each, as in Nemotron-H: M Mamba-2, * attention, - MLP, E experts",
+     "layers with one half only, a letter each, as in Nemotron-H: M Mamba-2, * attention, - MLP, E experts; | begins a "
+     "pipeline stage",
      .excludes = "any: moe-layer-freq, any: experimental-attention-variant, any: multi-latent-attention, "
                  "any: mtp-num-layers"},
     {"mamba-state-dim", MT_INT, MT_AT(stack.mamba_state_dim), MT_TRAIN, MT_OF_WEIGHTS, "128", "[1,4096]",
@@ -200,8 +201,8 @@ const mt_option mt_option_table[] = {
               "yarn: original-max-position-embeddings",
      .own = true},
     {"rope-scaling-factor", MT_REAL, MT_AT(stack.rope_scaling_factor), MT_TRAIN, MT_OF_MODEL, NULL, "[1,1048576]",
-     "factor of RoPE scaling (default for llama3: 8)", .needs = "rope-scaling-type linear|llama3|yarn",
-     .excludes = "rotary-seq-len-interpolation-factor"},
+     "factor of RoPE scaling (default for llama3: 8); with --multi-latent-attention alone: of yarn from 4096 positions",
+     .needs = "rope-scaling-type linear|llama3|yarn", .excludes = "rotary-seq-len-interpolation-factor"},
     {"rope-low-freq-factor", MT_REAL, MT_AT(stack.rope_low_freq_factor), MT_TRAIN, MT_OF_MODEL, "1", "(0,1048576]",
      "llama3: scale wavelengths above original positions / this", .needs = "rope-scaling-type llama3", .own = true},
     {"rope-high-freq-factor", MT_REAL, MT_AT(stack.rope_high_freq_factor), MT_TRAIN, MT_OF_MODEL, "4", "(0,1048576]",
@@ -237,6 +238,12 @@ const mt_option mt_option_table[] = {
     {"rampup-batch-size", MT_INTS, MT_AT(rampup_batch_size), MT_TRAIN, MT_OF_RUN, NULL, "START INCREMENT SAMPLES",
      "grow the global batch from START by INCREMENT over the first SAMPLES", .needs = "train-samples",
      .excludes = "stage rl"},
+    {"step-batch-size-schedule", MT_STRING, MT_AT(step_batch_size_schedule), MT_TRAIN, MT_OF_RUN, NULL,
+     "'TOKENS:SIZE ...'",
+     "sequences per step from a number of trained tokens on, beginning with 0; K, M, B and T are 10^3 to 10^12: '0:384 "
+     "200B:768'",
+     .needs = "train-samples",
+     .excludes = "global-batch-size, gradient-accumulation-steps, rampup-batch-size, stage rl"},
     {"seq-length", MT_INT, MT_AT(stack.seq_length), MT_BOTH, MT_OF_RUN, NULL, "[1,1073741823]",
      "tokens per sequence; infer: with --score", .needs = "score"},
     {"gradient-accumulation-steps", MT_INT, MT_AT(gradient_accumulation_steps), MT_TRAIN, MT_OF_RUN, NULL,
@@ -250,6 +257,8 @@ const mt_option mt_option_table[] = {
      "sequences to train on, instead of --train-iters", .excludes = "stage rl"},
     {"exit-duration-in-mins", MT_REAL, MT_AT(exit_duration_in_mins), MT_TRAIN, MT_OF_RUN, NULL, "(0,1e9]",
      "save and stop after this many minutes"},
+    {"exit-interval", MT_INT, MT_AT(exit_interval), MT_TRAIN, MT_OF_RUN, NULL, "[1,1000000000000]",
+     "save and stop after a step whose number this divides"},
     {"exit-signal-handler", MT_FLAG, MT_AT(exit_signal_handler), MT_TRAIN, MT_OF_RUN, "true", NULL,
      "after the step under way save and stop on SIGTERM, Ctrl-C (SIGINT), a closed terminal (SIGHUP, but not under "
      "nohup) and --exit-signal; a second SIGTERM or Ctrl-C ends the run at once"},
@@ -391,8 +400,7 @@ const mt_option mt_option_table[] = {
      "[1,1048576]",
      "ranks that split each expert (default: --tensor-model-parallel-size, or 1 where experts or ranks do not divide "
      "by "
-     "it)",
-     .needs = "num-experts"},
+     "it)"},
     {"sequence-parallel", MT_FLAG, MT_AT(stack.sequence_parallel), MT_BOTH, MT_OF_RUN, NULL, NULL,
      "split the tokens of norms and dropout over the tensor-parallel ranks; with experts, the default",
      .needs = "any: tensor-model-parallel-size"},
@@ -438,8 +446,7 @@ const mt_option mt_option_table[] = {
          "num-virtual-stages-per-pipeline-rank, decoder-first-pipeline-num-layers, decoder-last-pipeline-num-layers"},
     {"microbatch-group-size-per-virtual-pipeline-stage", MT_INT,
      MT_AT(stack.microbatch_group_size_per_virtual_pipeline_stage), MT_TRAIN, MT_OF_RUN, NULL, "[1,1073741824]",
-     "micro-batches that run through a virtual stage before the next stage's turn (default: the pipeline size)",
-     .own = true},
+     "micro-batches that run through a virtual stage before the next stage's turn (default: the pipeline size)"},
     {"decoder-first-pipeline-num-layers", MT_INT, MT_AT(stack.decoder_first_pipeline_num_layers), MT_BOTH, MT_OF_RUN,
      NULL, "[1,10000]", "layers of the first pipeline rank (default: an equal share)",
      .needs = "pipeline-model-parallel-size",
@@ -501,6 +508,8 @@ const mt_option mt_option_table[] = {
     {"data-parallel-sharding-strategy", MT_CHOICE, MT_AT(stack.data_parallel_sharding_strategy), MT_TRAIN, MT_OF_RUN,
      "no_shard", "no_shard|optim|optim_grads|optim_grads_params",
      "state to split over the data-parallel ranks: none, optimizer state, also gradients, also parameters"},
+    {"use-tp-pp-dp-mapping", MT_FLAG, MT_AT(stack.use_tp_pp_dp_mapping), MT_TRAIN, MT_OF_RUN, NULL, NULL,
+     "number the ranks by tensor, context, pipeline, data rather than tensor, context, data, pipeline"},
     {"overlap-grad-reduce", MT_FLAG, MT_AT(stack.overlap_grad_reduce), MT_TRAIN, MT_OF_RUN, NULL, NULL,
      "reduce the gradients of a layer during the backward of the next ones"},
     {"overlap-param-gather", MT_FLAG, MT_AT(stack.overlap_param_gather), MT_TRAIN, MT_OF_RUN, NULL, NULL,
@@ -537,8 +546,7 @@ const mt_option mt_option_table[] = {
 
     {.help = "fp8"},
     {"fp8-format", MT_CHOICE, MT_AT(stack.fp8_format), MT_TRAIN, MT_OF_RUN, NULL, "none|e4m3|hybrid",
-     "matrix products of layers in fp8; hybrid: gradients in e5m2, else e4m3", .excludes = "any: no-moe-grouped-gemm",
-     .own = true},
+     "matrix products of layers in fp8; hybrid: gradients in e5m2, else e4m3", .excludes = "any: no-moe-grouped-gemm"},
     {"fp8", MT_CHOICE, MT_AT(stack.fp8_format), MT_TRAIN, MT_OF_RUN, NULL, "none|e4m3|hybrid", "--fp8-format"},
     {"fp8-recipe", MT_CHOICE, MT_AT(stack.fp8_recipe), MT_TRAIN, MT_OF_RUN, "delayed",
      "delayed|tensorwise|blockwise|mxfp8",
@@ -595,6 +603,11 @@ const mt_option mt_option_table[] = {
     {"lr", MT_REAL, MT_AT(stack.lr), MT_TRAIN, MT_OF_RUN, NULL, "(0,1e6]", "maximum learning rate"},
     {"min-lr", MT_REAL, MT_AT(stack.min_lr), MT_TRAIN, MT_OF_RUN, "0", "[0,1e6]",
      "minimum learning rate after warm-up"},
+    {"decoupled-lr", MT_REAL, MT_AT(stack.decoupled_lr), MT_TRAIN, MT_OF_RUN, NULL, "(0,1e6]",
+     "maximum learning rate of the word embedding and the output layer (default: --lr)",
+     .excludes = "stage rm, lora-rank"},
+    {"decoupled-min-lr", MT_REAL, MT_AT(stack.decoupled_min_lr), MT_TRAIN, MT_OF_RUN, NULL, "[0,1e6]",
+     "their minimum learning rate (default: --min-lr)", .needs = "decoupled-lr"},
     {"lr-decay-style", MT_CHOICE, MT_AT(stack.lr_decay_style), MT_TRAIN, MT_OF_RUN, "linear",
      "constant|linear|cosine|inverse-square-root|WSD", "decay of the learning rate"},
     {"lr-decay-iters", MT_INT, MT_AT(stack.lr_decay_iters), MT_TRAIN, MT_OF_RUN, NULL, "[1,1000000000000]",
@@ -617,6 +630,8 @@ const mt_option mt_option_table[] = {
      "learning rate at the start of warm-up"},
     {"weight-decay", MT_REAL, MT_AT(weight_decay), MT_TRAIN, MT_OF_RUN, "0.01", "[0,1e6]",
      "weight decay of matrices; vectors have none"},
+    {"apply-wd-to-qk-layernorm", MT_FLAG, MT_AT(stack.apply_wd_to_qk_layernorm), MT_TRAIN, MT_OF_RUN, NULL, NULL,
+     "weight decay of the norms of query and key heads too", .excludes = "multi-latent-attention, optimizer muon"},
     {"start-weight-decay", MT_REAL, MT_AT(stack.start_weight_decay), MT_TRAIN, MT_OF_RUN, NULL, "[0,1e6]",
      "weight decay at the start of its schedule"},
     {"end-weight-decay", MT_REAL, MT_AT(stack.end_weight_decay), MT_TRAIN, MT_OF_RUN, NULL, "[0,1e6]",
@@ -671,6 +686,9 @@ const mt_option mt_option_table[] = {
      "Adam's epsilon, added to the root of the second moment"},
     {"clip-grad", MT_REAL, MT_AT(stack.clip_grad), MT_TRAIN, MT_OF_RUN, "1", "[0,1e30]",
      "maximum norm of the gradient; 0: no clipping"},
+    {"grad-reduce-in-bf16", MT_FLAG, MT_AT(grad_reduce_in_bf16), MT_TRAIN, MT_OF_RUN, NULL, NULL,
+     "sum gradients over micro-batches and ranks in bf16: --main-grads-dtype bf16", .needs = "bf16",
+     .excludes = "optimizer sgd|lion|muon, pipeline-schedule zb-h1"},
     {"use-precision-aware-optimizer", MT_FLAG, MT_AT(use_precision_aware_optimizer), MT_TRAIN, MT_OF_RUN, NULL, NULL,
      "keep gradients, master weights and moments in the types of the next four options; AdamW computes in fp32"},
     {"main-grads-dtype", MT_CHOICE, MT_AT(stack.main_grads_dtype), MT_TRAIN, MT_OF_RUN, "fp32", "fp32|bf16",
@@ -727,10 +745,19 @@ const mt_option mt_option_table[] = {
      .excludes = "reset-position-ids, reset-attention-mask, eod-mask-loss, dataloader-type", .own = true},
     {"tokenizer-type", MT_CHOICE, MT_AT(tokenizer_type), MT_BOTH, MT_OF_RUN, "auto", MT_TOKENIZER_TYPES,
      "type of tokenizer; auto: the one in the --load folder",
-     .needs = "HuggingFaceTokenizer|SentencePieceTokenizer|GPT2BPETokenizer: tokenizer-model"},
+     .needs = "HuggingFaceTokenizer|SentencePieceTokenizer|GPT2BPETokenizer|TikTokenizer: tokenizer-model"},
+    {"tiktoken-pattern", MT_CHOICE, MT_AT(tiktoken_pattern), MT_BOTH, MT_OF_RUN, "v2", "v1|v2",
+     "how TikTokenizer splits texts into words", .needs = "tokenizer-type TikTokenizer"},
+    {"tiktoken-num-special-tokens", MT_INT, MT_AT(tiktoken_num_special_tokens), MT_BOTH, MT_OF_RUN, "1000",
+     "[7,1000000]", "its first ids, which are special tokens", .needs = "tokenizer-type TikTokenizer"},
     {"tokenizer-model", MT_STRING, MT_AT(tokenizer_model), MT_BOTH, MT_OF_RUN, NULL, "PATH",
      "the tokenizer's file or folder, or ORG/NAME in the cache of Hugging Face",
-     .needs = "tokenizer-type HuggingFaceTokenizer|SentencePieceTokenizer|GPT2BPETokenizer"},
+     .needs = "tokenizer-type HuggingFaceTokenizer|SentencePieceTokenizer|GPT2BPETokenizer|TikTokenizer"},
+    {"vocab-file", MT_STRING, MT_AT(vocab_file), MT_BOTH, MT_OF_RUN, NULL, "FILE",
+     "vocab.json of GPT-2: with --merge-file, --tokenizer-type GPT2BPETokenizer", .needs = "merge-file",
+     .excludes = "tokenizer-model"},
+    {"merge-file", MT_STRING, MT_AT(merge_file), MT_BOTH, MT_OF_RUN, NULL, "FILE", "merges.txt beside --vocab-file",
+     .needs = "vocab-file", .excludes = "tokenizer-model"},
     {"dataloader-type", MT_CHOICE, MT_AT(dataloader_type), MT_TRAIN, MT_OF_RUN, NULL, "single|cyclic",
      "single: samples in order, once: data that are too short for the run are an error; cyclic: a new shuffle every "
      "epoch; without this option samples are read in order, and data that are too short again, as Megatron-LM does"},
@@ -1021,10 +1048,25 @@ const mt_option mt_option_table[] = {
      "global batches of an evaluation; 0: none"},
     {"log-interval", MT_INT, MT_AT(log_interval), MT_TRAIN, MT_OF_RUN, "1", "[1,1000000000000]",
      "steps between printed lines"},
+    {"log-num-zeros-in-grad", MT_FLAG, MT_AT(stack.log_num_zeros_in_grad), MT_TRAIN, MT_OF_RUN, NULL, NULL,
+     "report how many elements of the gradients are 0"},
+    {"log-params-norm", MT_FLAG, MT_AT(stack.log_params_norm), MT_TRAIN, MT_OF_RUN, NULL, NULL,
+     "report the norm of the parameters"},
+    {"log-memory-to-tensorboard", MT_FLAG, MT_AT(log_memory_to_tensorboard), MT_TRAIN, MT_OF_RUN, NULL, NULL,
+     "write the memory in use to --tensorboard-dir and --metrics too, not its maximum alone"},
+    {"timing-log-level", MT_INT, MT_AT(timing_log_level), MT_TRAIN, MT_OF_RUN, "0", "[0,2]",
+     "with every printed line: 1: the time of forward and backward, of the optimizer, and of communication; 2: also of "
+     "waiting for data, of forward and of backward"},
+    {"timing-log-option", MT_CHOICE, MT_AT(timing_log_option), MT_TRAIN, MT_OF_RUN, "minmax", "max|minmax|all",
+     "these times: of the slowest rank, of the fastest and the slowest, or of all ranks", .needs = "timing-log-level"},
+    {"check-weight-hash-across-dp-replicas-interval", MT_INT, MT_AT(check_weight_hash_across_dp_replicas_interval),
+     MT_TRAIN, MT_OF_RUN, NULL, "[1,1000000000000]",
+     "compare the parameters of data-parallel ranks after every so many steps, and end the run if they differ",
+     .excludes = "any: data-parallel-sharding-strategy optim_grads_params, any: fp8-param-gather"},
     {"metrics", MT_STRING, MT_AT(metrics), MT_TRAIN, MT_OF_RUN, NULL, "FILE.jsonl", "write one JSON object per step",
      .own = true},
     {"profile", MT_FLAG, MT_AT(profile), MT_TRAIN, MT_OF_RUN, NULL, NULL,
-     "time every operation and print at the end where the time of a step went", .own = true},
+     "time every operation and print at the end where the time of a step went"},
     {"tensorboard-dir", MT_STRING, MT_AT(tensorboard_dir), MT_TRAIN, MT_OF_RUN, NULL, "DIR",
      "write event files for TensorBoard"},
     {"log-straggler", MT_FLAG, MT_AT(log_straggler), MT_TRAIN, MT_OF_RUN, NULL, NULL,
@@ -1064,6 +1106,11 @@ const mt_option mt_option_table[] = {
      .needs = "load"},
     {"no-load-rng", MT_FLAG, MT_AT(no_load_rng), MT_TRAIN, MT_OF_RUN, NULL, NULL,
      "continue with another --seed: dropout and the order of data change from here on", .needs = "load"},
+    {"use-checkpoint-opt-param-scheduler", MT_FLAG, MT_AT(use_checkpoint_opt_param_scheduler), MT_TRAIN, MT_OF_RUN,
+     NULL, NULL,
+     "a run that continues has the learning rates and the weight decay, with their schedules, of its checkpoint, not "
+     "those of its options",
+     .excludes = "stage rl"},
     {"auto-resume", MT_FLAG, MT_AT(auto_resume), MT_TRAIN, MT_OF_RUN, NULL, NULL,
      "resume from --save if it holds an intact checkpoint, otherwise start as --load says", .needs = "save",
      .own = true},
@@ -1086,6 +1133,9 @@ const mt_option mt_option_table[] = {
     {"print-config", MT_FLAG, MT_AT(print_config), MT_BOTH, MT_OF_RUN, NULL, NULL,
      "print the keys of the file of --role with the options that they set, the keys that are not used, and all options "
      "that differ from their defaults, and exit",
+     .own = true},
+    {"strict-options", MT_FLAG, MT_AT(strict_options), MT_BOTH, MT_OF_RUN, NULL, NULL,
+     "refuse options of Megatron-LM that have no effect here, which one line at the start lists otherwise",
      .own = true},
 
     {.help = "low-rank adapters"},
@@ -1652,29 +1702,40 @@ static int mt_set_add(unsigned *set, const mt_option *row, const char *text, con
     return status;
 }
 
-/* The answer to a value of another program; NULL: there is none. */
-static const char *mt_choice_answer(const char *option, const char *text) {
-    static const struct {
-        const char *option, *text, *answer;
-    } rows[] = {
-        {"tokenizer-type", "NullTokenizer", "leave it out: --vocab-size is enough"},
-        {"tokenizer-type", "NullMultimodalTokenizer", "leave it out: --vocab-size is enough"},
-        {"tokenizer-type", "Llama2Tokenizer", "it is SentencePieceTokenizer here"},
-        {"tokenizer-type", "GPTSentencePieceTokenizer", "it is SentencePieceTokenizer here"},
-        {"tokenizer-type", "Llama3Tokenizer", "it is HuggingFaceTokenizer here, with --tokenizer-model tokenizer.json"},
-        {"tokenizer-type", "TikTokenizer", "it is HuggingFaceTokenizer here, with --tokenizer-model tokenizer.json"},
-        {"tokenizer-type", "SFTTokenizer", "it is HuggingFaceTokenizer here, and --chat-template has its prompts"},
-        {"attention-backend", "fused", "it is cudnn here"},
-        {"attention-backend", "local", "it is unfused here"},
-    };
-    for (size_t i = 0; i < sizeof rows / sizeof *rows; i++)
-        if (strcmp(rows[i].option, option) == 0 && strcmp(rows[i].text, text) == 0) return rows[i].answer;
-    return NULL;
+/* Values of Megatron-LM with other names here: the value, or the answer that refuses it. */
+static const struct {
+    const char *option, *text, *value, *answer;
+} mt_other_choices[] = {
+    {"tokenizer-type", "NullTokenizer", "auto"}, // --vocab-size is enough
+    {"tokenizer-type", "Llama2Tokenizer", "SentencePieceTokenizer"},
+    {"tokenizer-type", "GPTSentencePieceTokenizer", "SentencePieceTokenizer"},
+    {"tokenizer-type", "NullMultimodalTokenizer", NULL, "models of images and text are not supported"},
+    {"tokenizer-type", "MultimodalTokenizer", NULL, "models of images and text are not supported"},
+    {"tokenizer-type", "BertWordPieceLowerCase", NULL, "WordPiece, of BERT and T5: encoders are not supported"},
+    {"tokenizer-type", "BertWordPieceCase", NULL, "WordPiece, of BERT and T5: encoders are not supported"},
+    {"tokenizer-type", "Llama3Tokenizer", NULL,
+     "it is HuggingFaceTokenizer here, with --tokenizer-model tokenizer.json"},
+    {"tokenizer-type", "SFTTokenizer", NULL, "it is HuggingFaceTokenizer here, and --chat-template has its prompts"},
+    {"dataloader-type", "external", NULL, "a training script's own loader; this program reads --data-path itself"},
+    {"attention-backend", "fused", "cudnn"},
+    {"attention-backend", "local", "unfused"},
+};
+
+/* The index of a choice, by its name here or in Megatron-LM; -1: none, with the answer or NULL. */
+static int mt_option_choice_index(const mt_option *row, const char *text, const char **answer) {
+    *answer = NULL;
+    for (size_t i = 0; i < sizeof mt_other_choices / sizeof *mt_other_choices; i++) {
+        if (strcmp(mt_other_choices[i].option, row->name) != 0 || strcmp(mt_other_choices[i].text, text) != 0) continue;
+        *answer = mt_other_choices[i].answer;
+        return *answer ? -1 : mt_choice_index(row->values, mt_other_choices[i].value);
+    }
+    return mt_choice_index(row->values, text);
 }
 
 int mt_option_set(mt_run_options *options, const mt_option *row, const char *text, const char *where, mt_error *error) {
     bool is_true, is_bool = mt_parse_bool(text, &is_true);
-    int choice = row->type == MT_CHOICE || row->type == MT_CHOICES ? mt_choice_index(row->values, text) : 0;
+    const char *answer = NULL;
+    int choice = row->type == MT_CHOICE || row->type == MT_CHOICES ? mt_option_choice_index(row, text, &answer) : 0;
     mt_ints *ints = mt_option_ints(options, row);
     mt_reals *reals = mt_option_reals(options, row);
     switch (row->type) {
@@ -1706,8 +1767,7 @@ int mt_option_set(mt_run_options *options, const mt_option *row, const char *tex
         reals->count++;
         break;
     case MT_CHOICE:
-        if (choice < 0 && mt_choice_answer(row->name, text))
-            return mt_error_set(error, "%s %s: %s", where, text, mt_choice_answer(row->name, text));
+        if (answer) return mt_error_set(error, "%s %s: %s", where, text, answer);
         if (choice < 0)
             return mt_error_set(error, "%s expects %s, got '%.100s' (%s)", where, row->values, text, row->help);
         *mt_option_choice(options, row) = (unsigned)choice;

@@ -35,6 +35,10 @@ static void mt_options_print_idle_common(const mt_run_options *o, FILE *file) {
     bool cpu = o->device == MT_DEVICE_CPU, unwatched = !mt_launched_by_mpi();
     const char *no_watch = "without mpirun, no time limits are watched";
     const mt_idle_option options[] = {
+        {o->stack.num_experts == 0 && MT_GIVEN(o, stack.expert_tensor_parallel_size), "expert-tensor-parallel-size",
+         "no layer has experts"},
+        {o->stack.multi_latent_attention && MT_GIVEN(o, stack.kv_channels), "kv-channels",
+         "heads of latent attention have --qk-head-dim, --qk-pos-emb-head-dim and --v-head-dim"},
         {o->stack.context_parallel_size == 1 && MT_GIVEN(o, stack.cp_comm_type), "cp-comm-type",
          "--context-parallel-size is 1"},
         {cpu && o->stack.deterministic_mode, "deterministic-mode", "on the CPU, runs always repeat bit for bit"},
@@ -102,6 +106,11 @@ static void mt_options_print_idle(const mt_run_options *o, FILE *file) {
     const char *no_watch = "without mpirun, no time limits are watched";
     const char *own = "samples of --sft have attention and positions of their own in any case";
     const mt_idle_option options[] = {
+        {o->ignores_save_interval, "save-interval", "there is no --save"},
+        {o->stack.apply_wd_to_qk_layernorm && !o->stack.qk_layernorm, "apply-wd-to-qk-layernorm",
+         "heads have no norms without --qk-layernorm"},
+        {o->ignores_sequence_parallel, "sequence-parallel", "--tensor-model-parallel-size is 1"},
+        {o->ignores_pre_softmax, "moe-router-pre-softmax", "--moe-router-score-function is not softmax"},
         {o->sft && o->reset_position_ids, "reset-position-ids", own},
         {o->sft && o->reset_attention_mask, "reset-attention-mask", own},
         {one && o->stack.overlap_grad_reduce, "overlap-grad-reduce", alone},

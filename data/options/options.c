@@ -2,6 +2,7 @@
 #include "options.h"
 
 #include "../base/file.h"
+#include "option_finish.h"
 #include "option_help.h"
 #include "option_roles.h"
 #include "option_rules.h"
@@ -98,10 +99,12 @@ int mt_options_read(mt_run_options *options, mt_program program, int argc, char 
     int64_t file_iters = 0;
     if (!status) status = mt_givens_take(&givens, &reader, &file_iters, error);
     if (!status) status = mt_option_reader_report(&reader, error);
+    if (!status && options->strict_options) status = mt_option_reader_refuse_idle(&reader, error);
     if (!status) mt_option_reader_yield_ratios(&reader);
     if (!status && role) mt_option_reader_yield(&reader, file_iters);
+    if (!status) mt_options_take_vocabulary(options);
     FILE *notes = program == MT_PROGRAM_INFER ? stderr : stdout; // infer's output is text
-    if (!status) mt_option_reader_print_always(&reader, notes);
+    if (!status) mt_option_reader_print_idle(&reader, notes);
     if (!status && role && config && !options->print_config && mt_launch_rank() == 0)
         mt_options_print_unused(options, notes);
     mt_option_reader_free(&reader);

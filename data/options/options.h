@@ -16,6 +16,10 @@
 extern "C" {
 #endif
 
+typedef enum mt_timing_log { MT_TIMING_MAX, MT_TIMING_MINMAX, MT_TIMING_ALL } mt_timing_log;
+
+/* Sizes of --step-batch-size-schedule. */
+enum { MT_MAX_BATCH_STEPS = 32 };
 enum { MT_MAX_OPTIONS = 640 }; // rows of the option table
 
 /* --ckpt-format: the kind of folder that --save writes. */
@@ -44,7 +48,7 @@ typedef struct mt_run_options {
     double yarn_mscale;
     int64_t gradient_accumulation_steps;
     double weight_decay;
-    bool use_precision_aware_optimizer, use_distributed_optimizer;
+    bool use_precision_aware_optimizer, use_distributed_optimizer, grad_reduce_in_bf16;
     mt_ints hierarchical_context_parallel_sizes; // a2a, ring
     int64_t num_layers_per_virtual_pipeline_stage;
     char *pipeline_model_parallel_layout; // as text; see stack.pipeline_letters
@@ -52,8 +56,9 @@ typedef struct mt_run_options {
     mt_strings lora_target; // names of Hugging Face modules; see stack.lora_roles
     /* the run */
     mt_device device;
-    mt_ints rampup_batch_size; // start, increment, samples
-    int64_t eval_interval, eval_iters, log_interval;
+    mt_ints rampup_batch_size;      // start, increment, samples
+    char *step_batch_size_schedule; // "TOKENS:SIZE TOKENS:SIZE ..."
+    int64_t eval_interval, eval_iters, log_interval, exit_interval, check_weight_hash_across_dp_replicas_interval;
     double exit_duration_in_mins;
     mt_exit_signal exit_signal;
     bool exit_signal_handler, log_straggler;
@@ -66,8 +71,10 @@ typedef struct mt_run_options {
     char *gpu; // the name of a machine, or its file
     /* data */
     mt_strings data_path, train_data_path, valid_data_path, test_data_path;
-    char *split, *tokenizer_model, *tokens_file;
+    char *split, *tokenizer_model, *vocab_file, *merge_file, *tokens_file;
     mt_tokenizer_type tokenizer_type;
+    mt_tiktoken_pattern tiktoken_pattern;
+    int64_t tiktoken_num_special_tokens;
     mt_dataloader_type dataloader_type;
     bool reset_position_ids, reset_attention_mask, eod_mask_loss, mock_data;
     /* fine-tuning: samples of any length */
@@ -112,9 +119,12 @@ typedef struct mt_run_options {
     bool param_offload, grad_offload, optimizer_offload;
     /* checkpoints and reports */
     char *load, *load_adapter, *merge_adapter, *convert, *save, *hf_config, *metrics, *tensorboard_dir, *config, *role;
-    bool print_config;
+    bool print_config, strict_options;
     int64_t save_interval, keep_checkpoints, save_retain_interval;
-    bool profile, finetune, no_load_optim, no_save_optim, no_load_rng;
+    bool profile, finetune, no_load_optim, no_save_optim, no_load_rng, log_memory_to_tensorboard;
+    bool use_checkpoint_opt_param_scheduler;
+    int64_t timing_log_level;
+    mt_timing_log timing_log_option;
     bool async_save, auto_resume, overwrite, exit_on_missing_checkpoint;
     mt_checkpoint_format ckpt_format;
     bool use_checkpoint_args; // of a checkpoint of Megatron-LM: its arguments give the model
@@ -130,12 +140,16 @@ typedef struct mt_run_options {
     int64_t top_k, max_new_tokens, max_sequences, num_return_sequences;
     int64_t inference_max_requests, inference_dynamic_batching_block_size, kv_cache_tokens;
     mt_strings stop;
-    uint64_t given[48];     // a bit per byte above: the user gave the option of the field that begins there (MT_GIVEN)
-    mt_strings typed_names; // pairs for messages: an option, and the other name that the user typed
-    mt_strings config_keys; // of --role: line, key, option, why it has no effect; for --print-config
+    uint64_t given[50]; // a bit per byte above: the user gave the option of the field that begins there (MT_GIVEN)
+    /* derived from step_batch_size_schedule: the samples from which a size holds, the size */
+    int64_t num_batch_steps, batch_steps[MT_MAX_BATCH_STEPS][2];
+    mt_strings typed_names;          // pairs for messages: an option, and the other name that the user typed
+    mt_strings config_keys;          // of --role: line, key, option, why it has no effect; for --print-config
     int32_t origins[MT_MAX_OPTIONS]; // by row of the option table: see mt_option_origin_text
     int64_t config_devices;          // ranks that the file of --role names; 0: none
     /* not options: read from the model's folder */
+    bool ignores_sequence_parallel, ignores_pre_softmax,
+        ignores_save_interval;          // these options were given where they have no effect
     mt_hf_family upcycled_family;       // of the dense model that --moe-use-upcycling loads
     int64_t mtp_layers_stored;          // MTP modules that the folder to load may hold, in use or not
     bool head_is_new;                   // for the stage: the folder to load has none

@@ -672,7 +672,9 @@ static int mt_sim_run(mt_simulated_rank *r, mt_model *model, int64_t *shown, mt_
  * waits for others. */
 static int mt_sim_grid(mt_grid *grid, const mt_options *o, int64_t ranks, int64_t stage, mt_error *error) {
     *grid = mt_grid_of_one;
-    grid->world.size = (int)ranks, grid->world.rank = (int)(stage * ranks / o->pipeline_model_parallel_size);
+    int64_t between = ranks / o->pipeline_model_parallel_size; // ranks from a stage to the next
+    if (o->use_tp_pp_dp_mapping) between = o->tensor_model_parallel_size * o->context_parallel_size;
+    grid->world.size = (int)ranks, grid->world.rank = (int)(stage * between);
     int status = mt_grid_build(grid, o, error);
     grid->world.size = 1, grid->world.rank = 0;
     return status;

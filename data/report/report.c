@@ -35,7 +35,7 @@ typedef struct scalar {
 } scalar;
 
 typedef struct scalar_list {
-    scalar items[15 + MT_MAX_MTP_LAYERS + MT_MAX_LOSS_METRICS + MT_MAX_REPORT_NUMBERS];
+    scalar items[18 + MT_MAX_MTP_LAYERS + MT_MAX_LOSS_METRICS + MT_MAX_REPORT_NUMBERS];
     int64_t count;
 } scalar_list;
 
@@ -450,6 +450,15 @@ static int64_t peak_memory(void) {
     return (int64_t)usage.ru_maxrss * 1024;
 }
 
+/* Memory of this process that is in use, in bytes; 0: unknown. */
+static int64_t resident_memory(void) {
+    long long pages = 0;
+    FILE *file = fopen("/proc/self/statm", "r");
+    if (file && fscanf(file, "%*s %lld", &pages) != 1) pages = 0;
+    if (file) fclose(file);
+    return (int64_t)pages * sysconf(_SC_PAGESIZE);
+}
+
 /* `flops` are those of one rank per second. */
 static void collect_scalars(scalar_list *all, const mt_report *report, const mt_run_state *state,
                             const mt_metrics *metrics, double flops) {
@@ -466,6 +475,9 @@ static void collect_scalars(scalar_list *all, const mt_report *report, const mt_
     for (const mt_loss_metric *row = report->loss_metrics; row && row->name && !report->untrained; row++)
         add_named(all, row->name, loss_metric(row, metrics));
     if (!report->untrained) add_scalar(all, "grad-norm", "grad_norm", metrics->grad_norm);
+    const mt_options *o = &report->options->stack;
+    if (!report->untrained && o->log_num_zeros_in_grad) add_scalar(all, "num-zeros", "num_zeros", metrics->num_zeros);
+    if (!report->untrained && o->log_params_norm) add_scalar(all, "params-norm", "params_norm", metrics->params_norm);
     add_scalar(all, "learning-rate", "learning_rate", metrics->learning_rate);
     add_scalar(all, "weight-decay", "weight_decay", metrics->weight_decay);
     bool writes = report->options->stack.stage == MT_STAGE_RL; // its samples are the responses of the generator
@@ -476,6 +488,9 @@ static void collect_scalars(scalar_list *all, const mt_report *report, const mt_
     add_scalar(all, "throughput", "tflops_per_device", flops * 1e-12);
     add_scalar(all, "iteration-time-ms", "iteration_ms", 1e3 * metrics->seconds);
     add_scalar(all, "mem-max-allocated-bytes", "peak_memory_bytes", (double)bytes);
+    if (report->options->log_memory_to_tensorboard)
+        add_scalar(all, "mem-allocated-bytes", "memory_bytes",
+                   (double)(report->device_bytes > 0 ? report->device_bytes : resident_memory()));
     add_scalar(all, "skipped-iterations", "skipped_iterations", (double)metrics->skipped);
     if (mt_num_expert_layers(&report->options->stack) == 0) return;
     for (int i = 0; i < MT_NUM_AUX_LOSSES; i++) // the first one always, for all that read it
@@ -488,8 +503,11 @@ static void collect_scalars(scalar_list *all, const mt_report *report, const mt_
 }
 
 static void append_rates(line *to, const mt_report *report, const mt_metrics *metrics, double flops) {
-    append(to, "  grad norm %.3f  lr %.2e  %.0f tokens/s", metrics->grad_norm, metrics->learning_rate,
-           metrics->tokens / metrics->seconds);
+    const mt_options *o = &report->options->stack;
+    append(to, "  grad norm %.3f", metrics->grad_norm);
+    if (o->log_num_zeros_in_grad) append(to, "  num zeros %.0f", metrics->num_zeros);
+    if (o->log_params_norm) append(to, "  params norm %.3f", metrics->params_norm);
+    append(to, "  lr %.2e  %.0f tokens/s", metrics->learning_rate, metrics->tokens / metrics->seconds);
     if (report->peak_flops > 0)
         append(to, "  %.1f%% MFU", 100 * flops / report->peak_flops);
     else
@@ -578,17 +596,70 @@ static void add_part_seconds(double parts[NUM_PARTS]) {
     }
 }
 
+/* The seconds of the parts of the last step on every rank [world, parts], to free. Every rank calls it. */
+static double *collect_parts(const mt_grid *grid, const mt_metrics *metrics) {
+    int64_t size = grid->world.size;
+    double *all = mt_calloc(size * NUM_PARTS * 8), *own = all + (int64_t)grid->world.rank * NUM_PARTS;
+    add_part_seconds(own);
+    own[PART_DATA] = metrics->data_seconds;
+    mt_all_reduce_sum(&grid->world, all, size * NUM_PARTS, MT_F64);
+    return all;
+}
+
+/* The timers of --timing-log-level, with Megatron's names where it has the part: each is the sum of some parts. */
+static const struct {
+    const char *name;
+    int level;
+    unsigned parts;
+} timers[] = {
+    {"forward-backward", 1, 1u << PART_FORWARD | 1u << PART_BACKWARD},
+    {"communication", 1, 1u << PART_COMMUNICATION},
+    {"optimizer", 1, 1u << PART_OPTIMIZER},
+    {"batch-generator", 2, 1u << PART_DATA},
+    {"forward-compute", 2, 1u << PART_FORWARD},
+    {"backward-compute", 2, 1u << PART_BACKWARD},
+};
+
+void mt_report_times(mt_report *report, const mt_grid *grid, const mt_run_state *state, const mt_metrics *metrics) {
+    const mt_run_options *o = report->options;
+    int size = grid->world.size;
+    if (o->timing_log_level == 0 || !mt_report_is_due(report, state->iteration)) return;
+    double *all = collect_parts(grid, metrics);
+    static const char *const options[] = {"max", "min, max", "all ranks"};
+    mt_report_line(report, "%6lld  %s time in ms:", (long long)state->iteration, options[o->timing_log_option]);
+    scalar_list scalars = {.count = 0};
+    for (size_t i = 0; i < sizeof timers / sizeof *timers; i++) {
+        if (timers[i].level > o->timing_log_level) continue;
+        line text = {.length = 0};
+        double least = INFINITY, most = 0;
+        for (int rank = 0; rank < size; rank++) {
+            double ms = 0;
+            for (int part = 0; part < NUM_PARTS; part++)
+                if (timers[i].parts >> part & 1) ms += 1e3 * all[rank * NUM_PARTS + part];
+            least = fmin(least, ms), most = fmax(most, ms);
+            bool fits = text.length < (int)sizeof text.text - 32;
+            if (o->timing_log_option == MT_TIMING_ALL && fits) append(&text, " %.2f", ms);
+        }
+        if (o->timing_log_option == MT_TIMING_MINMAX) append(&text, " (%.2f, %.2f)", least, most);
+        if (o->timing_log_option == MT_TIMING_MAX) append(&text, " %.2f", most);
+        mt_report_line(report, "    %-18s%s", timers[i].name, text.text);
+        char tag[40], key[40];
+        snprintf(tag, sizeof tag, "%s-time", timers[i].name);
+        snprintf(key, sizeof key, "%s_ms", timers[i].name);
+        for (char *c = key; *c; c++) *c = *c == '-' ? '_' : *c;
+        add_scalar(&scalars, tag, key, most);
+    }
+    free(all);
+    if (report->prints) write_scalars(report, state->iteration, &scalars);
+}
+
 void mt_report_stragglers(mt_report *report, const mt_grid *grid, const mt_run_state *state,
                           const mt_metrics *metrics) {
     static const char *const names[] = {"data", "forward", "backward", "optimizer", "communication"};
     if (!report->options->log_straggler || !mt_report_is_due(report, state->iteration)) return;
     int size = grid->world.size;
     line text = {.length = 0}, record = {.length = 0};
-    double *all = mt_calloc((int64_t)size * NUM_PARTS * 8); // [world, parts]
-    double *own = all + (int64_t)grid->world.rank * NUM_PARTS;
-    add_part_seconds(own);
-    own[PART_DATA] = metrics->data_seconds;
-    mt_all_reduce_sum(&grid->world, all, (int64_t)size * NUM_PARTS, MT_F64);
+    double *all = collect_parts(grid, metrics);
     append(&record, "{\"iteration\": %lld", (long long)state->iteration);
     for (int part = 0; part < NUM_PARTS; part++) {
         int slow = 0, fast = 0;

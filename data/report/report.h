@@ -68,6 +68,10 @@ void mt_report_evaluation(mt_report *report, const mt_run_state *state, const ch
  * part of the step that the profile (profile.h) recorded last, and in waiting for samples. Every rank calls it. */
 void mt_report_stragglers(mt_report *report, const mt_grid *grid, const mt_run_state *state, const mt_metrics *metrics);
 
+/* --timing-log-level: if the step that `state` counts as the last is due, prints the times of its parts, and writes the
+ * largest of all ranks as numbers. Every rank calls it. */
+void mt_report_times(mt_report *report, const mt_grid *grid, const mt_run_state *state, const mt_metrics *metrics);
+
 /* Ends the program on all ranks if one of them has refused the command: rank 0 prints the error of the first such rank,
  * with the options as the user named them. Every rank calls it with the status of the same check. */
 void mt_report_refusal(mt_grid *grid, const mt_run_options *options, int status, mt_error *error);

@@ -8,6 +8,7 @@
 #include "../models/special_tokens.h"
 #include "../tokens/tokenizer_encode.h"
 #include "../options/option_agree.h"
+#include "../options/option_finish.h"
 #include "../options/option_help.h"
 #include "../options/option_table.h"
 #include "../options/option_warn.h"
@@ -39,7 +40,7 @@ void mt_inference_open_tokenizer(mt_inference *r) {
     bool begins;
     r->bos = -1;
     if (o->prompt_tokens && o->print_tokens && o->stop.count == 0) return;
-    int status = o->tokenizer_type ? mt_tokenizer_open(&r->tokenizer, o->tokenizer_type, o->tokenizer_model, &error)
+    int status = o->tokenizer_type ? mt_options_open_tokenizer(&r->tokenizer, o, &error)
                                    : mt_tokenizer_open_folder(&r->tokenizer, r->folder, &error);
     if (status != 0 && o->score && !o->tokenizer_type) { // the lines may be tokens
         r->tokenizer = NULL, r->no_tokenizer = error;

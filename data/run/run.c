@@ -6,6 +6,7 @@
 #include "../base/signals.h"
 #include "../base/watchdog.h"
 #include "../options/option_agree.h"
+#include "../options/option_finish.h"
 #include "../options/option_help.h"
 #include "../options/option_rules.h"
 #include "../options/option_table.h"
@@ -80,7 +81,7 @@ static int take_tokenizer(mt_run *r, char *folder, mt_error *error) {
 static int open_tokenizer(mt_run *r, mt_error *error) {
     mt_run_options *o = &r->options;
     if (o->tokenizer_type) {
-        if (mt_tokenizer_open(&r->tokenizer, o->tokenizer_type, o->tokenizer_model, error) != 0) return -1;
+        if (mt_options_open_tokenizer(&r->tokenizer, o, error) != 0) return -1;
     } else if (o->load) {
         char *folder = mt_options_load_folder(o, error);
         if (!folder) return -1;
@@ -283,7 +284,8 @@ static void open_model(mt_run *r) {
     if (o->stack.stage == MT_STAGE_RL) mt_rl_plan(&plan, o);
     bool checks = o->load && r->grid.world.rank == 0 && !mt_options_falls_back(o); // or a damaged one is passed over
     refuse(r, checks ? mt_checkpoint_check(o, o->load, &error) : 0, &error);
-    const mt_ops *ops = o->profile || o->trace || o->log_straggler ? mt_profile_open(r->ops) : r->ops;
+    const mt_ops *ops =
+        o->profile || o->trace || o->log_straggler || o->timing_log_level > 0 ? mt_profile_open(r->ops) : r->ops;
     refuse(r, mt_model_create(&r->model, &o->stack, &r->grid, ops, &plan, &error), &error);
     int status = o->save && r->grid.world.rank == 0 ? mt_checkpoint_prepare(r->model, &r->options, o->save, &error) : 0;
     refuse(r, status, &error);
@@ -337,7 +339,8 @@ static void print_schedule(mt_run *r) {
 static void print_config(mt_run *r) {
     mt_error error;
     int64_t ranks = mt_options_printed_ranks(&r->options, r->grid.world.size);
-    int status = mt_options_read_shape(&r->options, &error);
+    int status = mt_options_find_checkpoint(&r->options, &error);
+    if (status == 0) status = mt_options_read_shape(&r->options, &error);
     if (status == 0) status = open_tokenizer(r, &error);
     if (status == 0) status = mt_train_options_finish(&r->options, ranks, &error);
     if (r->grid.world.rank == 0)
@@ -444,6 +447,7 @@ bool mt_run_open(mt_run *r, int *argc, char ***argv) {
     status = mt_train_options_finish(&r->options, r->grid.world.size, &error);
     refuse(r, status, &error);
     refuse(r, mt_options_agree(&r->options, &r->grid.world, &error), &error);
+    refuse(r, mt_checkpoint_take_schedule(&r->options, &error), &error);
     refuse(r, mt_grid_build(&r->grid, &r->options.stack, &error), &error);
     refuse(r, mt_checkpoint_claim(&r->options, &r->grid.world, &error), &error);
     r->ops = mt_backend_open(r->options.device, &r->grid, &error);

@@ -4,6 +4,7 @@
 #include "../base/file.h"
 #include "tokenizer_encode.h"
 #include "tokenizer_json.h"
+#include "tokenizer_tiktoken.h"
 #include "tokenizer_sentencepiece.h"
 
 #include <stdlib.h>
@@ -244,6 +245,8 @@ int mt_tokenizer_open(mt_tokenizer **out, mt_tokenizer_type type, const char *pa
     *out = NULL;
     bool bytes = type == MT_TOKENIZER_BYTE_LEVEL;
     if (type == MT_TOKENIZER_AUTO) return mt_tokenizer_open_folder(out, path, error);
+    const mt_tiktoken_settings usual = {MT_TIKTOKEN_V2, 1000, 131072};
+    if (type == MT_TOKENIZER_TIKTOKEN && path) return mt_tokenizer_open_tiktoken(out, path, &usual, error);
     if (!bytes && (!path || !*path))
         return mt_error_set(error, "--tokenizer-type needs --tokenizer-model, the tokenizer's file or folder, unless "
                                    "it is ByteLevel");
@@ -263,6 +266,21 @@ int mt_tokenizer_open(mt_tokenizer **out, mt_tokenizer_type type, const char *pa
     if (!failed && !bytes) failed = keep_all_beside(tokenizer, place, error); // a saved model must have them too
     free(place);
     return finish_open(out, tokenizer, failed);
+}
+
+int mt_tokenizer_open_tiktoken(mt_tokenizer **out, const char *path, const mt_tiktoken_settings *settings,
+                               mt_error *error) {
+    *out = NULL;
+    mt_tokenizer *tokenizer = mt_tokenizer_new(path);
+    int failed = keep_file(tokenizer, path, "tokenizer.json", true, error);
+    mt_text *kept = &tokenizer->files[0].content;
+    mt_tokenizer *table = mt_tokenizer_new(path);
+    char *json = failed ? NULL : mt_tiktoken_convert(table, path, kept, settings, error);
+    mt_tokenizer_close(table);
+    if (!json) return finish_open(out, tokenizer, -1);
+    free(kept->data);
+    *kept = (mt_text){json, (int64_t)strlen(json), (int64_t)strlen(json) + 1};
+    return finish_open(out, tokenizer, mt_tokenizer_load_json(tokenizer, path, kept, NULL, error));
 }
 
 static bool has_byte_level_marker(const char *folder) {

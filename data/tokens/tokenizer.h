@@ -35,7 +35,7 @@ typedef struct mt_text {
 } mt_text;
 
 /* The names of mt_tokenizer_type, in its order. */
-#define MT_TOKENIZER_TYPES "auto|HuggingFaceTokenizer|SentencePieceTokenizer|GPT2BPETokenizer|ByteLevel"
+#define MT_TOKENIZER_TYPES "auto|HuggingFaceTokenizer|SentencePieceTokenizer|GPT2BPETokenizer|ByteLevel|TikTokenizer"
 
 /* Opens a tokenizer. `type` and `path`:
  *   HuggingFaceTokenizer    tokenizer.json or tiktoken.model, or a folder that holds one
@@ -43,9 +43,21 @@ typedef struct mt_text {
  *   GPT2BPETokenizer        a folder with vocab.json and merges.txt; or "VOCAB.json,MERGES.txt"; or X-vocab.json, with
  *                           X-merges.txt beside it
  *   ByteLevel               no path: ids 0..255 are bytes, 256 ends a document
+ *   TikTokenizer            a JSON list of ranks of tiktoken, as Megatron-LM has it, with its default settings: pattern
+ *                           v2, 1000 special tokens, 131072 tokens in all; mt_tokenizer_open_tiktoken takes others
  *
  * A missing, damaged or unsupported file is an error. */
 int mt_tokenizer_open(mt_tokenizer **out, mt_tokenizer_type type, const char *path, mt_error *error);
+
+/* Settings of TikTokenizer: Megatron-LM's --tiktoken-pattern, --tiktoken-num-special-tokens and --vocab-size. */
+typedef struct mt_tiktoken_settings {
+    mt_tiktoken_pattern pattern;
+    int64_t num_special_tokens, vocab_size; // both count the special tokens
+} mt_tiktoken_settings;
+
+/* Opens TikTokenizer, which is saved as a tokenizer.json. */
+int mt_tokenizer_open_tiktoken(mt_tokenizer **out, const char *path, const mt_tiktoken_settings *settings,
+                               mt_error *error);
 
 /* Opens the tokenizer of a model folder. Looks, in this order, for: the ByteLevel marker that mt_tokenizer_save writes,
  * tokenizer.json, tokenizer.model, vocab.json with merges.txt, tiktoken.model. A folder with none is an error. */

@@ -827,8 +827,7 @@ static int set_kimi_pattern(loader *l) {
     return failed ? set_regex(l, step, MT_ISOLATED, KIMI_PATTERN("\\p{Han}")) : 0;
 }
 
-/* Appends the bytes that text[bytes] is in base64; false if it is not. */
-static bool append_base64(mt_text *out, const char *text, int64_t bytes) {
+bool mt_base64_append(mt_text *out, const char *text, int64_t bytes) {
     static const char digits[] = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/";
     if (bytes == 0 || bytes % 4 != 0) return false;
     int64_t padding = text[bytes - 1] != '=' ? 0 : text[bytes - 2] != '=' ? 1 : 2;
@@ -849,7 +848,7 @@ static int add_ranked_token(loader *l, mt_text *scratch, int64_t number, const c
     const char *space = memchr(line, ' ', (size_t)bytes);
     int64_t rank = 0, digits = space ? line + bytes - space - 1 : 0;
     scratch->bytes = 0;
-    bool good = digits > 0 && digits < 10 && append_base64(scratch, line, space - line);
+    bool good = digits > 0 && digits < 10 && mt_base64_append(scratch, line, space - line);
     for (int64_t i = 1; i <= digits && good; i++) {
         good = space[i] >= '0' && space[i] <= '9';
         rank = 10 * rank + (space[i] - '0');

@@ -18,6 +18,9 @@ int mt_tokenizer_load_gpt2(mt_tokenizer *tokenizer, const char *vocab_path, cons
 int mt_tokenizer_load_tiktoken(mt_tokenizer *tokenizer, const char *path, const mt_text *model, const mt_text *config,
                                mt_error *error);
 
+/* Appends the bytes that text[bytes] is in base64; false if it is not. */
+bool mt_base64_append(mt_text *out, const char *text, int64_t bytes);
+
 /* An error if a value of tokenizer_config.json that this program reads has another type. */
 int mt_tokenizer_config_check(const json_t *config, const char *path, mt_error *error);
 
