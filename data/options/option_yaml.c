@@ -93,6 +93,11 @@ static int mt_yaml_read_value(mt_yaml *yaml, const mt_setting *setting, const ch
     bool is_sequence = yaml->event.type == YAML_SEQUENCE_START_EVENT;
     mt_layer_freq_rule rule;
     if (is_sequence && mt_option_names_layers(setting->row, &rule)) return mt_yaml_read_layers(yaml, setting, where);
+    if (is_sequence && !setting->row) { // an empty list is none
+        if (mt_yaml_next(yaml)) return -1;
+        if (yaml->event.type == YAML_SEQUENCE_END_EVENT)
+            return mt_setting_set(yaml->reader, setting, "", where, yaml->error);
+    }
     if (is_sequence && (!setting->row || !mt_option_is_list(setting->row)))
         return mt_error_set(yaml->error, "%s expects %s, not a list", where, mt_setting_metavar(setting));
     if (setting->row && !setting->megatron.value) mt_option_clear(yaml->reader->options, setting->row);

@@ -45,6 +45,7 @@ typedef struct mt_run_options {
     mt_device device;
     mt_ints rampup_batch_size; // start, increment, samples
     int64_t eval_interval, eval_iters, log_interval;
+    double eval_interval_fraction, log_interval_fraction, save_interval_fraction; // of all steps; 0: not given
     double exit_duration_in_mins;
     mt_exit_signal exit_signal;
     bool exit_signal_handler, log_straggler;

@@ -3,6 +3,7 @@
 #include "role_config.h"
 
 #include "../base/file.h"
+#include "megatron_names.h"
 #include "option_table.h"
 #include "role_keys.h"
 
@@ -874,6 +875,8 @@ static int take_row(reader *r, const mt_role_key *row, const yaml_node_t *mappin
     if (row->kind == MT_KEY_SECTION) return take_section(r, node, row->text, line);
     if (row->kind == MT_KEY_DEVICES) return take_devices(r, node, line);
     if (row->kind == MT_KEY_ADAPTER) return take_adapter(r, row, node, line);
+    bool is_off = row->kind == MT_KEY_ADDITIONAL && mt_parse_bool(scalar_text(node), &is_on) && !is_on;
+    if (is_off) return 0;
     if (row->kind == MT_KEY_ADDITIONAL && node->type == YAML_SCALAR_NODE) return take_file(r, row, node, line);
     if (row->kind == MT_KEY_ADDITIONAL) return is_empty(node) ? 0 : take_section(r, node, row->text, line);
     if (row->kind == MT_KEY_DOMAINS) return take_domains(r, row, node, line);
@@ -920,9 +923,19 @@ static int take_row(reader *r, const mt_role_key *row, const yaml_node_t *mappin
         free(entry->values.items[--entry->values.count]);
         entry->is_sequence = false;
         add_option(r, line, "adam-beta2", value);
-    } else if (row->kind == MT_KEY_WARMUP) {
+    } else if (row->kind == MT_KEY_STEPS) {
         double share = strtod(first, NULL);
-        if (share > 0 && share < 1) mt_string_set(&entry->option, "lr-warmup-fraction");
+        if (share > 0 && share < 1) mt_string_set(&entry->option, mt_share_option(row->text));
+    } else if (row->kind == MT_KEY_DATA_SEED) {
+        yaml_node_t *seed = find_key(r, mapping, "seed", 4, 0);
+        if (!seed) seed = find_root_key(r, "seed");
+        char *text = seed && follow(r, &seed, 0) == 0 ? scalar_value(r, seed) : NULL;
+        bool differs = text && strcmp(text, first) != 0;
+        if (text) entry->kind = differs ? MT_ENTRY_REFUSED : MT_ENTRY_FIXED;
+        if (text)
+            mt_string_set(&entry->text,
+                          differs ? "is not the file's seed: one seed is for all here" : "the seed itself");
+        free(text);
     } else if (row->kind == MT_KEY_OPTION) {
         const mt_option *option = mt_option_find(row->text, strlen(row->text));
         if (option && option->type == MT_STRING) expand_home(entry);
