@@ -173,7 +173,8 @@ partial_files_of_roll_and_trinity_have_their_defaults() {
 # Keys that change the data or the numbers are honoured, or refused unless they are neutral.
 keys_that_change_the_data_have_an_answer() {
     cat >"$work/data.yaml" <<EOF
-data: {shuffle: false, truncation: error, custom_cls: {path: null, name: null}, apply_chat_template_kwargs: {}}
+data: {shuffle: false, train_batch_size: 4, gen_batch_size: 4, truncation: error,
+  custom_cls: {path: null, name: null}, apply_chat_template_kwargs: {}}
 actor_rollout_ref:
   model: {path: a/b, custom_chat_template: null, external_lib: null}
   actor: {strategy: megatron, optim: {}, megatron: {use_dist_checkpointing: false, dist_checkpointing_path: a}}
@@ -193,6 +194,7 @@ EOF
             '{"enable_thinking": false, "day": "3", "at": \[16, null, 1.5, {"a": true, "b": false}\]}' &&
         prints "$work/data.yaml" actor_train && sets data.shuffle shuffle-prompts false &&
         refuses_changes data 's/truncation: error/truncation: left=truncation can only be error' \
+            's/gen_batch_size: 4/gen_batch_size: 8=gen_batch_size can only be train_batch_size' \
             's/{path: null/{path: my.py=path is not supported: prompts are' \
             's/kwargs: {}/kwargs: 3=apply_chat_template_kwargs expects a section' \
             's/kwargs: {}/kwargs: {a: 017}=is an octal number' \

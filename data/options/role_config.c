@@ -42,6 +42,7 @@ enum {
     MAX_UNKNOWN = 50,    // keys whose nearest names are looked up
     MAX_FILE = 1 << 20,  // bytes of a file that a key names
     VERL_LENGTH = 512,   // of prompts and of responses, by default
+    VERL_BATCH = 1024,   // prompts of an iteration, by default
     ROLL_PROMPT = 1024
 };
 
@@ -583,6 +584,12 @@ static void derive_value(reader *r, const mt_role_key *row, const yaml_node_t *m
         entry->kind = is_off ? MT_ENTRY_UNUSED : MT_ENTRY_REFUSED;
         mt_string_set(&entry->text, is_off ? "use_dist_checkpointing, which is false" : row->text);
         free(use);
+    } else if (row->kind == MT_KEY_GEN_BATCH) {
+        bool same = numeric && number == sibling_number(r, mapping, "train_batch_size", VERL_BATCH);
+        char reason[200];
+        snprintf(reason, sizeof reason, "can only be train_batch_size here: %s", row->text);
+        entry->kind = same ? MT_ENTRY_FIXED : MT_ENTRY_REFUSED;
+        mt_string_set(&entry->text, same ? row->text : reason);
     } else if (row->kind == MT_KEY_GROUP_LIMIT) {
         double share = 1 / fmax(sibling_number(r, mapping, "num_return_sequences_in_group", 1), 1);
         bool is_low = strcmp(entry->name, "difficulty_low_threshold") == 0;

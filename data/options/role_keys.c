@@ -761,6 +761,7 @@ static const mt_role_key keys[] = {
     {"verl.data", "val_files", MT_KEY_FILES, "valid-data-path", NULL, "actor_train critic"},
     {"verl.data", "prompt_key", MT_KEY_OPTION, "prompt-key"},
     {"verl.data", "train_batch_size", MT_KEY_OPTION, "rollout-batch-size", NULL, LEARNER},
+    {"verl.data", "gen_batch_size", MT_KEY_GEN_BATCH, "an iteration draws the prompts of train_batch_size"},
     {"verl.data", "max_response_length", MT_KEY_OPTION, "max-new-tokens", NULL, "actor_train actor_infer"},
     {"verl.data", "max_prompt_length", MT_KEY_LENGTH, "seq-length"},
     {"verl.data", "tokenizer", MT_KEY_OPTION, "tokenizer-model"},
@@ -780,7 +781,7 @@ static const mt_role_key keys[] = {
      "return_multi_modal_inputs dataloader_num_workers image_patch_size image_key video_key audio_key "
      "mm_processor_kwargs "
      "filter_overlong_prompts "
-     "filter_overlong_prompts_workers trust_remote_code databuffer gen_batch_size",
+     "filter_overlong_prompts_workers trust_remote_code databuffer",
      MT_KEY_UNUSED, "verl's datasets"},
 
     {"verl.trainer", "critic_warmup", MT_KEY_FIXED, "actor and critic train from the first iteration on", "0"},
