@@ -22,6 +22,7 @@ static const char *const families[] = {"gpt2",
                                        "qwen3_next",
                                        "gpt_oss",
                                        "nemotron_h",
+                                       "nemotron_h_latent",
                                        "granitemoehybrid",
                                        "kimi_linear",
                                        "seed_oss",
@@ -41,7 +42,7 @@ static const char *const families[] = {"gpt2",
                                        "lfm2",
                                        "mimo_v2_flash"};
 /* The first NUM_KINDS have every kind of parameter; the others arrange the same parts otherwise. */
-enum { NUM_FAMILIES = sizeof families / sizeof *families, NUM_KINDS = 19 };
+enum { NUM_FAMILIES = sizeof families / sizeof *families, NUM_KINDS = 20 };
 
 /* Families with gated delta nets. */
 __attribute__((unused)) static bool has_delta_nets(const char *family) {
@@ -50,7 +51,7 @@ __attribute__((unused)) static bool has_delta_nets(const char *family) {
 
 /* Families with Mamba-2. */
 __attribute__((unused)) static bool has_mamba(const char *family) {
-    return strcmp(family, "nemotron_h") == 0 || strcmp(family, "granitemoehybrid") == 0;
+    return strncmp(family, "nemotron_h", 10) == 0 || strcmp(family, "granitemoehybrid") == 0;
 }
 
 /* Families with these or short convolutions. */
