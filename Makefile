@@ -298,6 +298,7 @@ uninstall:
 	rm -f $(foreach p,train infer,$(DESTDIR)$(MANDIR)/megatron-$p.1 $(DESTDIR)$(COMPLETIONDIR)/megatron-$p)
 	rm -f $(DESTDIR)$(LIBDIR)/libmegatron.* $(DESTDIR)$(LIBDIR)/pkgconfig/megatron.pc
 	rm -rf $(DESTDIR)$(MACHINEDIR)
+	rmdir $(DESTDIR)$(dir $(MACHINEDIR)) 2>/dev/null || :
 	rm -rf $(DESTDIR)$(INCLUDEDIR)
 -include $(wildcard $(B)/*.d $(B)/*/*.d $(B)/*/*/*.d $(B)/*/*/*/*.d)
 

@@ -3684,6 +3684,19 @@ static void mt_host_ranks(const mt_group *world, int *rank, int *size, int64_t *
 #endif
 }
 
+void mt_grid_hosts(const mt_group *world, int *hosts) {
+    hosts[0] = 0; // of a world of one
+#ifdef MT_HAVE_MPI
+    if (!world->comm) return;
+    MPI_Comm host;
+    int lowest = world->rank;
+    MPI_Comm_split_type(*(MPI_Comm *)world->comm, MPI_COMM_TYPE_SHARED, 0, MPI_INFO_NULL, &host);
+    MPI_Allreduce(MPI_IN_PLACE, &lowest, 1, MPI_INT, MPI_MIN, host);
+    MPI_Comm_free(&host);
+    MPI_Allgather(&lowest, 1, MPI_INT, hosts, 1, MPI_INT, *(MPI_Comm *)world->comm);
+#endif
+}
+
 #ifdef MT_HAVE_MPI
 /* Divides the cores of a host among its ranks; by default, each rank would start a thread per core. */
 static void mt_share_threads(const mt_group *world) {

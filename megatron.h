@@ -2408,6 +2408,9 @@ mt_grid_shape mt_grid_shape_of(const mt_options *options, int64_t world_size);
  * function, as Megatron-LM's RankGenerator with order tp-cp-ep-dp-pp, or tp-cp-ep-pp-dp with pipeline_before_data. */
 int mt_grid_members(int *members, const mt_grid_shape *shape, mt_group_kind kind, int rank);
 
+/* The host of each rank, hosts[world size], as the lowest rank that shares its memory. All ranks of `world` call it. */
+void mt_grid_hosts(const mt_group *world, int *hosts);
+
 /* The group of a kind. */
 mt_group *mt_grid_group(mt_grid *grid, mt_group_kind kind);
 

@@ -1021,6 +1021,28 @@ static void a_damaged_checkpoint_is_named_with_the_remedy(void **state) {
     close_family(&f);
 }
 
+/* The optimizer's state of another iteration, laid beside weights that were saved without one, has no checksum. */
+static void a_file_from_elsewhere_is_refused(void **state) {
+    (void)state;
+    fixture f = open_family("llama", 4, 1, false);
+    char command[2048];
+    create_model(&f, &mt_grid_of_one);
+    mt_run_state run = {.iteration = 4};
+    save(&f, &run, at("out"));
+    f.options.no_save_optim = true, run.iteration = 5;
+    save(&f, &run, at("out"));
+    f.options.no_save_optim = false;
+    snprintf(command, sizeof command, "cp %s/optimizer.safetensors* ", at("out/iter_0000004"));
+    snprintf(command + strlen(command), sizeof command - strlen(command), "%s", at("out/iter_0000005"));
+    assert_int_equal(system(command), 0);
+    assert_load_fails(&f, at("out"), "damaged: its checksums.json does not list optimizer.safetensors");
+    write_text(at("out/iter_0000004/tokenizer.json"), "{}"); // no file of a checkpoint's own
+    write_text(at("out/latest_checkpointed_iteration.txt"), "4");
+    load(&f, &run, at("out"));
+    assert_int_equal(run.iteration, 4);
+    close_family(&f);
+}
+
 static void without_the_tracker_the_newest_whole_checkpoint_is_loaded(void **state) {
     (void)state;
     fixture f = open_family("llama", 4, 1, false);
@@ -1481,6 +1503,7 @@ int main(void) {
         ROOT_TEST(options_say_what_a_run_takes_over),
         ROOT_TEST(a_run_may_change_its_precision),
         ROOT_TEST(a_damaged_checkpoint_is_named_with_the_remedy),
+        ROOT_TEST(a_file_from_elsewhere_is_refused),
         ROOT_TEST(without_the_tracker_the_newest_whole_checkpoint_is_loaded),
         ROOT_TEST(a_second_run_in_a_folder_is_refused_and_names_the_first),
         ROOT_TEST(checkpoints_of_another_run_are_not_saved_over),

@@ -1300,12 +1300,37 @@ static void stop_tokens_come_from_generation_config_or_config(void **state) {
         assert_non_null(strstr(error.text, "generation_config.json"));
         if (i > 0) assert_non_null(strstr(error.text, "token_id"));
     }
-    const char *const sampling[] = {"{\"temperature\": \"hot\"}", "{\"do_sample\": 1}", "{\"top_k\": [1]}"};
+    const char *const sampling[] = {"{\"temperature\": \"hot\"}",
+                                    "{\"do_sample\": 1}",
+                                    "{\"top_k\": [1]}",
+                                    "{\"top_k\": 1.5}",
+                                    "{\"num_beams\": \"4\"}",
+                                    "{\"num_beams\": true}",
+                                    "{\"typical_p\": \"0.9\"}",
+                                    "{\"stop_strings\": [\"a\", 1]}",
+                                    "{\"stop_strings\": 5}",
+                                    "{\"use_cache\": \"true\"}",
+                                    "{\"suppress_tokens\": 5}",
+                                    "{\"suppress_tokens\": [\"5\"]}",
+                                    "{\"bad_words_ids\": [5]}",
+                                    "{\"forced_eos_token_id\": \"5\"}",
+                                    "{\"exponential_decay_length_penalty\": 1.5}",
+                                    "{\"early_stopping\": 1}",
+                                    "{\"cache_implementation\": 1}",
+                                    "{\"sequence_bias\": 1}",
+                                    "{\"watermarking_config\": []}"};
     for (size_t i = 0; i < sizeof sampling / sizeof *sampling; i++) {
         write_text(folder, "generation_config.json", sampling[i]);
         if (mt_generation_config_read(&options, folder, &error) == 0) fail_msg("accepted: %s", sampling[i]);
         assert_non_null(strstr(error.text, "correct the file"));
     }
+    write_text(folder, "generation_config.json",
+               "{\"do_sample\": true, \"temperature\": 1, \"top_k\": 50.0, \"num_beams\": 1, \"max_length\": "
+               "1000000000000000019884624838656, \"stop_strings\": \"end\", \"early_stopping\": \"never\", "
+               "\"suppress_tokens\": [1, 2], \"begin_suppress_tokens\": [], \"bad_words_ids\": [[1], [2, 3]], "
+               "\"forced_eos_token_id\": [7], \"exponential_decay_length_penalty\": [5, 1.5], \"typical_p\": null, "
+               "\"sequence_bias\": [[[1], 0.5]], \"watermarking_config\": {\"bias\": 2}, \"a_key_of_others\": {}}");
+    if (mt_generation_config_read(&options, folder, &error) != 0) fail_msg("%s", error.text);
     write_text(folder, "generation_config.json", NULL);
     rmdir(folder);
     mt_options_free(&options);

@@ -243,7 +243,7 @@ static void the_table_is_compact_for_64_ranks(void **state) {
     options.stack.pipeline_model_parallel_size = 4, options.stack.num_query_groups = 2;
     grid.world.size = 64;
     FILE *file = fmemopen(text, sizeof text, "w");
-    mt_grid_print(&grid, &options.stack, 0, file);
+    mt_grid_print(&grid, &options.stack, NULL, file);
     fclose(file);
     mt_options_free(&options);
     assert_non_null(strstr(text, "world               64      1  0-63\n"));
@@ -253,6 +253,39 @@ static void the_table_is_compact_for_64_ranks(void **state) {
     assert_non_null(strstr(text, "embedding            2     16  0,48 1,49"));
     assert_null(strstr(text, "expert")); // a dense model has none
     for (char *end; (end = strchr(line, '\n')); line = end + 1) assert_in_range(end - line, 1, 100);
+}
+
+static char *print_of(const mt_grid *grid, const mt_options *options, const int *hosts, char text[4096]) {
+    FILE *file = fmemopen(memset(text, 0, 4096), 4096, "w");
+    mt_grid_print(grid, options, hosts, file);
+    fclose(file);
+    return text;
+}
+
+/* The hosts of eight ranks: one after another, in turn (mpirun --map-by node), and of unequal sizes. */
+static void tensor_groups_across_hosts_are_named(void **state) {
+    (void)state;
+    static const int blocks[8] = {0, 0, 0, 0, 4, 4, 4, 4}, turns[8] = {0, 1, 0, 1, 0, 1, 0, 1},
+                     uneven[8] = {0, 0, 0, 3, 3, 3, 3, 3};
+    mt_grid grid = mt_grid_of_one;
+    mt_options options = mt_options_plain(2, 32, 8, 64, 16);
+    char text[4096];
+    options.tensor_model_parallel_size = 2;
+    grid.world.size = 8;
+    assert_null(strstr(print_of(&grid, &options, NULL, text), "cross"));
+    assert_null(strstr(print_of(&grid, &options, blocks, text), "cross"));
+    print_of(&grid, &options, turns, text);
+    assert_non_null(strstr(text, "\n4 of 4 tensor groups of 2 ranks cross hosts, such as ranks 0-1: "));
+    assert_non_null(strstr(text, "mpirun --map-by slot"));
+    print_of(&grid, &options, uneven, text);
+    assert_non_null(strstr(text, "\n1 of 4 tensor groups of 2 ranks cross hosts, such as ranks 2-3: "));
+    assert_non_null(strstr(text, "take a --tensor-model-parallel-size that divides the ranks of each host"));
+    options.tensor_model_parallel_size = 8;
+    assert_non_null(strstr(print_of(&grid, &options, blocks, text), "\n1 of 1 tensor groups of 8 ranks cross hosts"));
+    options.tensor_model_parallel_size = 1, options.num_experts = 4, options.expert_tensor_parallel_size = 2;
+    assert_null(strstr(print_of(&grid, &options, blocks, text), "cross"));
+    print_of(&grid, &options, turns, text);
+    assert_non_null(strstr(text, "\n4 of 4 expert-tensor groups of 2 ranks cross hosts, such as ranks 0-1: "));
 }
 
 int main(void) {
@@ -265,6 +298,7 @@ int main(void) {
         cmocka_unit_test(ranks_with_the_same_key_head_are_neighbours),
         cmocka_unit_test(only_delta_nets_have_key_replicas),
         cmocka_unit_test(the_table_is_compact_for_64_ranks),
+        cmocka_unit_test(tensor_groups_across_hosts_are_named),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

@@ -84,7 +84,8 @@ version_numbers_agree() {
 }
 
 uninstall_leaves_nothing() {
-    make uninstall PREFIX="$prefix" >"$work/out" 2>"$work/err" && left=$(find "$prefix" ! -type d) && [ -z "$left" ]
+    make uninstall PREFIX="$prefix" >"$work/out" 2>"$work/err" && left=$(find "$prefix" ! -type d) && [ -z "$left" ] &&
+        left=$(find "$prefix" -name '*megatron*') && [ -z "$left" ]
 }
 
 check installs installs ''

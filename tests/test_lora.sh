@@ -251,11 +251,14 @@ what_an_adapter_may_not_ask_for_is_refused() {
     asks() { echo "{\"peft_type\": \"LORA\", \"r\": 4, \"lora_alpha\": 8, \"target_modules\": \"all-linear\", $1}" \
         >"$work/asks/adapter_config.json"; }
     for asked in '"use_dora": true' '"bias": "all"' '"bias": "lora_only"' '"modules_to_save": ["lm_head"]' \
-        '"target_parameters": ["gate.weight"]' '"layer_replication": [[0, 2]]' '"lora_bias": true' \
+        '"layer_replication": [[0, 2]]' '"lora_bias": true' \
         '"trainable_token_indices": [1]' '"kasa_config": {"beta": 1}' '"init_lora_weights": "pissa"'; do
         asks "$asked"
         refused "asks/adapter_config.json: ${asked%%:*} asks for" "$@" || return 1
     done
+    asks '"target_parameters": ["gate.weight", "gate_up_proj", "down_proj"]'
+    refused 'gate.weight (a router.*gate_up_proj (one A for gate and up.*down_proj (.*merge_and_unload' "$@" ||
+        return 1
     for asked in '"use_rslora": "true"' '"rank_pattern": [4]' '"rank_pattern": {"q_proj": "4"}' \
         '"rank_pattern": {"a": 0}' '"alpha_pattern": {"q_proj": null}' '"layers_to_transform": "0"' \
         '"layers_to_transform": [true]' '"exclude_modules": 1' '"layers_pattern": [1]'; do
@@ -273,6 +276,23 @@ what_an_adapter_may_not_ask_for_is_refused() {
     asks '"next": 1, "also": "x", "none": []'
     "$@" >"$work/out" 2>"$work/err" </dev/null &&
         says '^warning: .*asks/adapter_config.json: "next", "also": not known to this program' "$work/err"
+}
+
+# A matrix of the model whose product has no adapter: the message says so, and names no list of other matrices.
+matrices_that_have_no_adapters_are_explained() {
+    mkdir -p "$work/gate" && cp tests/golden/tune/lora/adapter_model.safetensors "$work/gate" || return 1
+    echo '{"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "shared_expert_gate"]}' \
+        >"$work/gate/adapter_config.json"
+    refused 'mlp.shared_expert_gate is a router or a gate, .*merge_and_unload' "$infer" \
+        --load tests/golden/hf/qwen2_moe --load-adapter "$work/gate" --prompt-tokens 1 --print-tokens --device cpu ||
+        return 1
+    for pair in mixtral:gate:router llama:embed_tokens:'outside the layers' llama:lm_head:'outside the layers' \
+        gpt_oss:gate_up_proj:'one tensor' llama:input_layernorm:'no matrix'; do
+        word=${pair#*:}
+        refused "--lora-target ${word%%:*}: .*${word#*:}" "$train" --load "tests/golden/hf/${pair%%:*}" --tokens-file \
+            $base/tokens.i32 --seq-length 32 --train-iters 1 --lr 1e-3 --device cpu --lora-rank 4 \
+            --lora-target "${word%%:*}" || return 1
+    done
 }
 
 adapters_are_not_looked_for_in_a_full_run() {
@@ -356,6 +376,7 @@ check adapters_that_differ_from_matrix_to_matrix_equal_peft adapters_that_differ
 check adapters_without_experts_equal_peft adapters_without_experts_equal_peft
 check one_adapter_in_other_words one_adapter_in_other_words
 check what_an_adapter_may_not_ask_for_is_refused what_an_adapter_may_not_ask_for_is_refused
+check matrices_that_have_no_adapters_are_explained matrices_that_have_no_adapters_are_explained
 check adapters_are_not_looked_for_in_a_full_run adapters_are_not_looked_for_in_a_full_run
 check what_a_folder_lacks_is_named_before_memory_is_taken what_a_folder_lacks_is_named_before_memory_is_taken
 check a_config_without_its_type_is_refused a_config_without_its_type_is_refused

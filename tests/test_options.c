@@ -3155,6 +3155,72 @@ static void other_arrangements_of_a_family_are_refused(void **state) {
     }
 }
 
+/* Two keys of a file that stand for one thing: values that agree are no contradiction, others are refused. */
+static void two_names_of_one_thing_must_agree(void **state) {
+    (void)state;
+    static const struct {
+        const char *file, *agree, *differ, *message;
+    } cases[] = {
+        {NEMOTRON_H, "\"hybrid_override_pattern\": \"ME*-\"", "\"hybrid_override_pattern\": \"MEM-\"",
+         "\"layers_block_type\" and \"hybrid_override_pattern\" give other layers, ME*- and MEM-"},
+        {NEMOTRON_H, "\"layer_types\": [\"mamba\", \"moe\", \"attention\", \"mlp\"]",
+         "\"layer_types\": [\"mamba\", \"moe\", \"mamba\", \"mlp\"]",
+         "\"layers_block_type\" and \"layer_types\" give other layers"},
+        {NEMOTRON_H ", \"n_groups\": 4", "\"mamba_n_groups\": 4", "\"mamba_n_groups\": 8",
+         "\"n_groups\" is 4 and \"mamba_n_groups\" 8, two names of one thing"},
+        {NEMOTRON_H, "\"num_local_experts\": 16", "\"num_local_experts\": 8",
+         "\"num_local_experts\" is 8 and \"n_routed_experts\" 16"},
+        {GRANITE ", \"layer_types\": [\"mamba\", \"attention\"]", "\"layers_block_type\": [\"mamba\", \"attention\"]",
+         "\"layers_block_type\": [\"mamba\", \"mamba\"]", "two names of one thing"},
+        {SIZES_OF("lfm2") ", \"layer_types\": [\"conv\", \"full_attention\"]", "\"full_attn_idxs\": [1]",
+         "\"full_attn_idxs\": [0]", "differ in layer 0"},
+        {SIZES_OF("lfm2") ", \"full_attn_idxs\": [1], \"tie_word_embeddings\": false", "\"tie_embedding\": false",
+         "\"tie_embedding\": true", "\"tie_word_embeddings\" is false and \"tie_embedding\" true"},
+        {KIMI_LINEAR ", \"num_experts_per_token\": 4", "\"num_experts_per_tok\": 4", "\"num_experts_per_tok\": 2",
+         "two names of one thing"},
+        {KIMI_LINEAR ", \"num_shared_experts\": 2", "\"n_shared_experts\": 2", "\"n_shared_experts\": 1",
+         "two names of one thing"},
+        {KIMI_LINEAR ", \"layer_types\": [\"linear_attention\", \"full_attention\"]",
+         "\"linear_attn_config\": {\"kda_layers\": [1], \"full_attn_layers\": [2]}",
+         "\"linear_attn_config\": {\"kda_layers\": [1, 2], \"full_attn_layers\": []}", "differ in layer 2"},
+        {KIMI_LINEAR ", \"linear_num_heads\": 8", "\"linear_attn_config\": {\"num_heads\": 8}",
+         "\"linear_attn_config\": {\"num_heads\": 4}", "\"num_heads\" of \"linear_attn_config\" is 4"},
+        {MINIMAX_M2 ", \"head_dim\": 128, \"rope_parameters\": {\"rope_theta\": 1e4, \"partial_rotary_factor\": 0.5}",
+         "\"rotary_dim\": 64", "\"rotary_dim\": 32", "\"rotary_dim\" is 32 and \"partial_rotary_factor\" 0.5"},
+        {GLM4_MOE ", \"num_nextn_predict_layers\": 1", "\"num_mtp_layers\": 1", "\"num_mtp_layers\": 2",
+         "two names of one thing"},
+        {GLM4_MOE_LITE, "\"head_dim\": 4", "\"head_dim\": 8", "\"qk_rope_head_dim\" is 4 and \"head_dim\" 8"},
+        {ERNIE4_5_MOE ", \"moe_k\": 4", "\"num_experts_per_tok\": 4", "\"num_experts_per_tok\": 2",
+         "\"moe_k\" is 4 and \"num_experts_per_tok\" 2"},
+        {QWEN3MOE, "\"n_routed_experts\": null", "\"n_routed_experts\": 3", "two names of one thing"},
+        {GPT2, "\"num_hidden_layers\": 1", "\"num_hidden_layers\": 3", "\"n_layer\" is 1 and \"num_hidden_layers\" 3"},
+        {LLAMA, "\"rope_scaling\": {\"rope_type\": \"linear\", \"type\": \"linear\", \"factor\": 2.0}",
+         "\"rope_scaling\": {\"rope_type\": \"linear\", \"type\": \"yarn\", \"factor\": 2.0}",
+         "\"rope_type\" is \"linear\" and \"type\" \"yarn\""},
+    };
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        mt_run_options once, twice;
+        char json[2000];
+        snprintf(json, sizeof json, "%s}", cases[i].file);
+        expect_config(&once, json);
+        snprintf(json, sizeof json, "%s, %s}", cases[i].file, cases[i].agree);
+        expect_config(&twice, json);
+        snprintf(json, sizeof json, "%s, %s}", cases[i].file, cases[i].differ);
+        expect_config_error(json, cases[i].message);
+        mt_options_free(&once), mt_options_free(&twice);
+    }
+    mt_run_options ignores; // a pattern beside a list, or in a family without one
+    expect_config(&ignores, SIZES_OF("gemma3_text") ", \"sliding_window_pattern\": \"LG\", \"layer_types\": "
+                                                    "[\"sliding_attention\", \"full_attention\"]}");
+    mt_options_free(&ignores);
+    expect_config(&ignores, QWEN2 ", \"sliding_window_pattern\": \"LG\", \"sliding_window\": 8, "
+                                  "\"use_sliding_window\": true, \"max_window_layers\": 1}");
+    mt_options_free(&ignores);
+    expect_config_error(LLAMA ", \"architectures\": [\"LlamaForTokenClassification\"], \"id2label\": {\"0\": \"a\"}, "
+                              "\"num_labels\": 2}",
+                        "\"num_labels\" is 2 and \"id2label\" has 1");
+}
+
 /* Kimi K2 has a model_type of its own, and the class of DeepSeek-V3; what has neither is named with the families. */
 static void a_class_that_is_known_stands_for_an_unknown_type(void **state) {
     (void)state;
@@ -3733,6 +3799,7 @@ static const struct CMUnitTest tests[] = {
     cmocka_unit_test(a_familys_padding_token_is_written_only_if_the_vocabulary_holds_it),
     cmocka_unit_test(families_keys_set_their_parts),
     cmocka_unit_test(other_arrangements_of_a_family_are_refused),
+    cmocka_unit_test(two_names_of_one_thing_must_agree),
     cmocka_unit_test(a_class_that_is_known_stands_for_an_unknown_type),
     cmocka_unit_test(values_of_a_wrong_type_are_refused_with_their_key),
     cmocka_unit_test(bad_steps_have_rules_that_go_together),

@@ -173,7 +173,8 @@ partial_files_of_roll_and_trinity_have_their_defaults() {
 # Keys that change the data or the numbers are honoured, or refused unless they are neutral.
 keys_that_change_the_data_have_an_answer() {
     cat >"$work/data.yaml" <<EOF
-data: {shuffle: false, truncation: error, custom_cls: {path: null, name: null}, apply_chat_template_kwargs: {}}
+data: {shuffle: false, train_batch_size: 4, gen_batch_size: 4, truncation: error,
+  custom_cls: {path: null, name: null}, apply_chat_template_kwargs: {}}
 actor_rollout_ref:
   model: {path: a/b, custom_chat_template: null, external_lib: null}
   actor: {strategy: megatron, optim: {}, megatron: {use_dist_checkpointing: false, dist_checkpointing_path: a}}
@@ -193,6 +194,7 @@ EOF
             '{"enable_thinking": false, "day": "3", "at": \[16, null, 1.5, {"a": true, "b": false}\]}' &&
         prints "$work/data.yaml" actor_train && sets data.shuffle shuffle-prompts false &&
         refuses_changes data 's/truncation: error/truncation: left=truncation can only be error' \
+            's/gen_batch_size: 4/gen_batch_size: 8=gen_batch_size can only be train_batch_size' \
             's/{path: null/{path: my.py=path is not supported: prompts are' \
             's/kwargs: {}/kwargs: 3=apply_chat_template_kwargs expects a section' \
             's/kwargs: {}/kwargs: {a: 017}=is an octal number' \
@@ -314,6 +316,89 @@ fields_on_the_command_line_may_be_at_their_defaults() {
     for wrong in '--tf32 True' '--max_steps 7.5' '--fsdp full_shard' '--warmup_steps 0.1 --lr-warmup-fraction 0.2'; do
         # shellcheck disable=SC2086
         refused "$(echo "${wrong%% *} " | tr _ -)" "$train" $small --mock-data $wrong || return 1
+    done
+}
+
+# transformers' intervals below 1 are shares of all steps, rounded up; so they are where the steps follow from epochs.
+intervals_may_be_shares_of_all_steps() {
+    tiny="--num-layers 1 --hidden-size 8 --num-attention-heads 1 --seq-length 32 --lr 1e-3"
+    # shellcheck disable=SC2086
+    "$train" $tiny --vocab-size 64 --mock-data --train-iters 7 --logging_steps 0.3 --eval_steps 0.1 \
+        --save_steps 0.5 --save "$work/none" --print-config >"$work/out" 2>"$work/err" &&
+        says '^  log-interval  *3$' "$work/out" && says '^  eval-interval  *1$' "$work/out" &&
+        says '^  save-interval  *4$' "$work/out" || return 1
+    # shellcheck disable=SC2086
+    refused '--logging-steps 0.3 is 3 steps, and --log-interval is 4' "$train" $tiny --vocab-size 64 --mock-data \
+        --train-iters 7 --logging_steps 0.3 --log-interval 4 || return 1
+    for i in 1 2 3 4 5 6 7 8 9 10; do echo "{\"prompt\":\"q$i\",\"response\":\"answer\"}"; done >"$work/ten.jsonl"
+    # shellcheck disable=SC2086
+    "$train" $tiny --vocab-size 257 --tokenizer-type ByteLevel --chat-template plain --sft \
+        --train-data-path "$work/ten.jsonl" --train-epochs 3 --global-batch-size 2 --micro-batch-size 1 \
+        --eval-iters 0 --logging_steps 0.3 --save_steps 0.5 --save "$work/shares" >"$work/out" 2>"$work/err" &&
+        [ "$(grep -c '/15 ' "$work/out")" = 3 ] && [ -d "$work/shares/iter_0000008" ] || return 1
+    printf '%s\n' 'sft_train: {training_args: {logging_steps: 0.2, save_steps: 0.5, eval_steps: 500, max_steps: 10}}' \
+        >"$work/shares.yaml"
+    # shellcheck disable=SC2086
+    prints "$work/shares.yaml" sft_train $small --seq-length 32 --train-data-path none.jsonl --save "$work/none" &&
+        sets sft_train.training_args.logging_steps log-interval-fraction 0.2 &&
+        sets sft_train.training_args.save_steps save-interval-fraction 0.5 &&
+        sets sft_train.training_args.eval_steps eval-interval 500 && says '^  save-interval  *5$' "$work/out"
+}
+
+# --optim is another name of --optimizer, and --data-seed of --seed: two values are a contradiction, two that agree not.
+fields_of_another_name_must_agree() {
+    # shellcheck disable=SC2086
+    for wrong in '--optim adamw_torch --optimizer muon' '--optimizer sgd --optim adamw_torch_fused' \
+        '--data_seed 42 --seed 43'; do
+        refused 'are two names of one option, with two values' "$train" $small --mock-data $wrong || return 1
+    done
+    # shellcheck disable=SC2086
+    for right in '--optim adamw_torch --optimizer adam' '--optim adamw_hf' '--data_seed 42 --seed 42' \
+        '--data_seed None --seed 42' '--local_rank 0' '--local_rank -1'; do
+        "$train" $small --seq-length 32 --mock-data $right --print-config >"$work/out" 2>"$work/err" || return 1
+    done
+    # shellcheck disable=SC2086
+    refused "SGD has no momentum" "$train" $small --mock-data --optim sgd || return 1
+    # shellcheck disable=SC2086
+    refused "optim expects adam.*, got 'adafactor'" "$train" $small --mock-data --optim adafactor || return 1
+    printf '%s\n' 'seed: 42' 'sft_train: {training_args: {optim: adamw_torch, data_seed: 42}}' >"$work/seeds.yaml"
+    # shellcheck disable=SC2086
+    prints "$work/seeds.yaml" sft_train $small --seq-length 32 --optimizer muon &&
+        unused sft_train.training_args.data_seed 'the seed itself' && says '^  optimizer  *muon' "$work/out" &&
+        unused sft_train.training_args.optim 'the command line has' || return 1
+    sed -i 's/data_seed: 42/data_seed: 7/' "$work/seeds.yaml"
+    refused 'seeds.yaml:2: data_seed is not the file.s seed' "$train" --config "$work/seeds.yaml" --role sft_train ||
+        return 1
+    sed -i '/^seed/d' "$work/seeds.yaml"
+    # shellcheck disable=SC2086
+    prints "$work/seeds.yaml" sft_train $small --seq-length 32 && sets sft_train.training_args.data_seed seed 7
+}
+
+# The sections that transformers writes with a run's TrainingArguments.
+sections_at_their_defaults_are_accepted() {
+    accelerator='"split_batches": false, "dispatch_batches": null, "even_batches": true, "non_blocking": false'
+    accelerator="{$accelerator, \"use_seedable_sampler\": true, \"gradient_accumulation_kwargs\": null}"
+    fsdp='{"min_num_params": 0, "xla": false, "xla_fsdp_v2": false, "xla_fsdp_grad_ckpt": false}'
+    # shellcheck disable=SC2086
+    "$train" $small --seq-length 32 --mock-data --accelerator_config "$accelerator" --fsdp_config "$fsdp" \
+        --print-config >"$work/out" 2>"$work/err" || return 1
+    printf '%s\n' "accelerator_config: $accelerator" "fsdp_config: $fsdp" 'fsdp: []' 'local_rank: 0' >"$work/flat.yaml"
+    # shellcheck disable=SC2086
+    "$train" $small --seq-length 32 --mock-data --config "$work/flat.yaml" --print-config >"$work/out" 2>"$work/err" ||
+        return 1
+    printf '%s\n' 'sft_train:' "  training_args: {accelerator_config: $accelerator, fsdp_config: $fsdp, fsdp: []}" \
+        >"$work/sections.yaml"
+    # shellcheck disable=SC2086
+    prints "$work/sections.yaml" sft_train $small --seq-length 32 &&
+        unused sft_train.training_args.fsdp_config 'fsdp, which is off' || return 1
+    sed -i 's/^sft_train/actor_train/' "$work/sections.yaml"
+    refuses_changes sections 's/"split_batches": false/"split_batches": true=split_batches can only be false' \
+        's/"even_batches": true/"even_batches": false=even_batches can only be true' || return 1
+    for wrong in '{"split_batches": true}=can only be none|false' '{"split_batches":=not a section in JSON' \
+        '{"lr": 3}="lr" is not known'; do
+        # shellcheck disable=SC2086
+        refused "accelerator-config: .*${wrong#*=}" "$train" $small --mock-data --accelerator_config "${wrong%%=*}" ||
+            return 1
     done
 }
 
@@ -1136,6 +1221,9 @@ check the_case_of_an_engine_loses_no_setting the_case_of_an_engine_loses_no_sett
 check roles_that_rest_do_not_train roles_that_rest_do_not_train
 check fields_at_their_defaults_are_accepted fields_at_their_defaults_are_accepted
 check fields_on_the_command_line_may_be_at_their_defaults fields_on_the_command_line_may_be_at_their_defaults
+check intervals_may_be_shares_of_all_steps intervals_may_be_shares_of_all_steps
+check fields_of_another_name_must_agree fields_of_another_name_must_agree
+check sections_at_their_defaults_are_accepted sections_at_their_defaults_are_accepted
 check fields_without_a_use_do_not_stop_a_file fields_without_a_use_do_not_stop_a_file
 check ranks_are_those_of_the_device_mapping ranks_are_those_of_the_device_mapping
 check verl_is_read verl_is_read

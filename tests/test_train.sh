@@ -145,6 +145,27 @@ an_upcycled_model_is_saved_as_a_folder() {
             --vocab-size 64 --moe-use-upcycling --num-experts 4 --mock-data --seq-length 8 --train-iters 1 --lr 1
 }
 
+# The same command again: the run goes on from its own checkpoint, which has the experts, and not from the dense model.
+an_upcycled_run_resumes_by_the_same_command() {
+    for ranks in 1 2; do
+        [ $ranks = 1 ] || [ -n "${HAVE_MPI:-}" ] || continue
+        rm -rf "$work/upcycles" "$work"/half.jsonl "$work"/rest.jsonl "$work"/once.jsonl
+        for run in 'once 4' 'half 2' 'rest 4'; do
+            name=${run% *} save=upcycles
+            [ "$name" != once ] || save=upcycled-once
+            on_ranks $ranks "$train" --load "$golden/llama" --moe-use-upcycling --num-experts 4 \
+                --expert-model-parallel-size $ranks --tokens-file "$golden/llama/tokens.i32" --seq-length 32 \
+                --global-batch-size 4 --micro-batch-size 2 --train-iters "${run#* }" --lr 1e-2 --eval-iters 0 \
+                --lr-decay-style constant --device cpu --auto-resume --save "$work/$save" \
+                --metrics "$work/$name.jsonl" || return 1
+        done
+        rm -rf "$work/upcycled-once"
+        metric "$work/once.jsonl" lm_loss >"$work/expected"
+        { metric "$work/half.jsonl" lm_loss && metric "$work/rest.jsonl" lm_loss; } >"$work/actual"
+        [ "$(wc -l <"$work/actual")" = 4 ] && cmp "$work/expected" "$work/actual" || return 1
+    done
+}
+
 # Mixtral with a NaN in the router of its second layer.
 a_non_finite_router_is_named() {
     mkdir "$work/poisoned" && cp "$golden/mixtral/config.json" "$golden/mixtral/model.safetensors" "$work/poisoned" &&
@@ -627,6 +648,7 @@ check losses_and_norms_equal_expected_json losses_and_norms_equal_expected_json
 check metrics_have_every_key metrics_have_every_key
 check an_upcycled_model_has_the_loss_of_the_dense_one an_upcycled_model_has_the_loss_of_the_dense_one
 check an_upcycled_model_is_saved_as_a_folder an_upcycled_model_is_saved_as_a_folder
+check an_upcycled_run_resumes_by_the_same_command an_upcycled_run_resumes_by_the_same_command
 check a_non_finite_router_is_named a_non_finite_router_is_named
 check unreported_steps_change_nothing unreported_steps_change_nothing
 check a_resumed_run_repeats_bit_for_bit a_resumed_run_repeats_bit_for_bit

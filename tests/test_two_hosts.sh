@@ -114,6 +114,19 @@ a_host_that_goes_away_is_left_out_and_used_again_when_it_is_back() {
     wait $job && grep -q 'stopped early after iteration' "$work/out"
 }
 
+# Ranks that mpirun places in turn: the first host has ranks 0 and 2, the second 1 and 3.
+tensor_groups_across_hosts_are_named() {
+    for by in node slot; do
+        # shellcheck disable=SC2046
+        PATH="$work/bin:$PATH" OMPI_MCA_orte_tmpdir_base="$work/tmp" nsenter -t $first -n -u $(mpirun_here) -np 4 \
+            --hostfile "$work/hosts" --map-by $by "$train" --num-layers 1 --hidden-size 16 --num-attention-heads 2 \
+            --vocab-size 50 --seq-length 8 --mock-data --lr 1e-2 --eval-iters 0 --device cpu --train-iters 1 \
+            --tensor-model-parallel-size 2 >"$work/out.$by" 2>"$work/err" </dev/null || return 1
+    done
+    says '^2 of 2 tensor groups of 2 ranks cross hosts, such as ranks 0-1: .*--map-by slot' "$work/out.node" &&
+        ! grep 'cross hosts' "$work/out.slot"
+}
+
 # Every rank writes its process id to a file.
 cat >"$work/numbered" <<'SH'
 #!/bin/sh
@@ -123,6 +136,7 @@ exec "$@"
 SH
 chmod +x "$work/numbered"
 
+check tensor_groups_across_hosts_are_named tensor_groups_across_hosts_are_named
 name=a_host_that_goes_away_is_left_out_and_used_again_when_it_is_back
 check $name $name
 [ $failed = 0 ] || kill "$job" 2>/dev/null

@@ -543,7 +543,9 @@ static bool mt_is_saved_name(const char *name) {
 static int mt_checksums_parse(mt_checksums *sums, const json_t *json, const char *path, mt_error *error) {
     const char *name;
     json_t *entry;
-    bool good = json_integer_value(json_object_get(json, "block_bytes")) == MT_SUM_BLOCK;
+    const char *algorithm = json_string_value(json_object_get(json, "algorithm"));
+    bool good = json_integer_value(json_object_get(json, "block_bytes")) == MT_SUM_BLOCK && algorithm &&
+                strcmp(algorithm, "CRC-32C") == 0;
     json_object_foreach(json_object_get(json, "files"), name, entry) {
         const json_t *blocks = json_object_get(entry, "blocks");
         int64_t bytes;
@@ -590,7 +592,37 @@ int mt_checksums_damaged(mt_error *error, const char *folder, const char *name, 
                         folder, name, (long long)first, (long long)mt_min(first + MT_SUM_BLOCK, bytes) - 1);
 }
 
+/* A file of the kinds that a checkpoint is read from, without a sum: it came from elsewhere. */
+typedef struct mt_unlisted {
+    const mt_checksums *sums;
+    char name[256];
+} mt_unlisted;
+
+static int mt_unlisted_note(const char *folder, const char *name, void *context) {
+    mt_unlisted *found = context;
+    static const char *const stems[] = {"model", "optimizer", "adapter_model"}, *const files[] = {
+                                                                                    "trainer.json", "config.json",
+                                                                                    "adapter_config.json"};
+    bool is_read = false;
+    (void)folder;
+    for (size_t i = 0; i < 3; i++) {
+        size_t length = strlen(stems[i]);
+        bool is_stem = strncmp(name, stems[i], length) == 0 && (name[length] == '.' || name[length] == '-');
+        bool is_data = mt_text_ends_with(name, ".safetensors") || mt_text_ends_with(name, ".safetensors.index.json");
+        is_read = is_read || (is_stem && is_data) || strcmp(name, files[i]) == 0;
+    }
+    if (is_read && !mt_checksums_find(found->sums, name)) snprintf(found->name, sizeof found->name, "%s", name);
+    return 0;
+}
+
 int mt_checksums_verify(const mt_checksums *sums, const char *folder, bool whole, mt_error *error) {
+    mt_unlisted unlisted = {.sums = sums};
+    mt_folder_visit(folder, mt_unlisted_note, &unlisted);
+    if (*unlisted.name)
+        return mt_error_set(error,
+                            "%s: damaged: its checksums.json does not list %s, which came from elsewhere; take it "
+                            "away, or take another checkpoint",
+                            folder, unlisted.name);
     char *buffer = mt_malloc(MT_SUM_BLOCK);
     int status = 0;
     for (int64_t i = 0; i < sums->count && status == 0; i++) {

@@ -57,10 +57,26 @@ static const char *mt_target_text(const mt_run_options *o, const char *target) {
                                                                                     : target;
 }
 
+/* Why a matrix of the model that a target names has no adapter here; "" if it names none. */
+static void mt_target_excuse(char excuse[300], const char *target, const mt_param *rows, int64_t count) {
+    char module[160];
+    *excuse = 0;
+    for (int64_t i = 0; i < count && !*excuse; i++) {
+        mt_module_name(module, &rows[i]);
+        if (rows[i].can_adapt || mt_param_is_adapter(&rows[i]) || !mt_target_matches(target, module)) continue;
+        const char *kind = rows[i].layer < 0                    ? "outside the layers, where nothing has an adapter"
+                           : !rows[i].is_linear                 ? "no matrix of a linear layer"
+                           : rows[i].linear == MT_LINEAR_ROUTER ? "a router or a gate, whose product has no adapter"
+                           : rows[i].unit == MT_UNIT_EXPERTS    ? "the matrix of all experts of a layer in one tensor"
+                                                                : "a matrix of several parts, which have no adapters";
+        snprintf(excuse, 300, "%s is %s here", module, kind);
+    }
+}
+
 /* No matrix has this name: names the nearest one and all others. */
 static int mt_target_refuse(const mt_run_options *o, const char *target, const mt_param *rows, int64_t count,
                             mt_error *error) {
-    char words[512] = "", module[160] = "", nearest[200] = "", source[300];
+    char words[512] = "", module[160] = "", nearest[200] = "", source[300], excuse[300];
     int best = 3; // edits
     for (int64_t i = 0; i < count; i++) {
         if (!rows[i].can_adapt) continue;
@@ -84,6 +100,15 @@ static int mt_target_refuse(const mt_run_options *o, const char *target, const m
                             "%s %.200s: the pattern matches the whole name of no matrix of this model that can have an "
                             "adapter, such as %s",
                             mt_target_source(o, source), mt_target_text(o, target), module);
+    bool given = !o->load_adapter || mt_options_gave(o, MT_AT(lora_target));
+    mt_target_excuse(excuse, target, rows, count);
+    if (*excuse && given)
+        return mt_error_set(error, "%s %.100s: %s; leave it out (others:%s)", mt_target_source(o, source), target,
+                            excuse, words);
+    if (*excuse)
+        return mt_error_set(error,
+                            "%s %.100s: %s; merge the adapter into its base by peft's merge_and_unload, and load that",
+                            mt_target_source(o, source), target, excuse);
     return mt_error_set(error, "%s %.200s: no matrix of this model that can have an adapter has this name%s (%s)",
                         mt_target_source(o, source), target, nearest, words + 1);
 }
@@ -197,7 +222,6 @@ static const struct {
     {"lora_bias", "false", "a bias of B"},
     {"modules_to_save", "null|[]", "whole modules beside the adapters"},
     {"layer_replication", "null|[]", "replicated layers"},
-    {"target_parameters", "null|[]", "adapters of parameters without a module"},
     {"trainable_token_indices", "null|[]", "trained tokens"},
     {"alora_invocation_tokens", "null|[]", "activated LoRA"},
     {"arrow_config", "null", "arrow routing"},
@@ -217,6 +241,33 @@ static bool mt_json_is_one_of(const json_t *value, const char *choices) {
     return found;
 }
 
+/* Adapters of parameters without a module: experts in one tensor, and routers, as peft 0.21 has them for the models of
+ * transformers 5. One A serves an expert's gate and up there, and the routers' products have adapters. */
+static int mt_peft_check_parameters(const json_t *json, const char *path, mt_error *error) {
+    const json_t *names = json_object_get(json, "target_parameters"), *name;
+    char *text = NULL;
+    size_t size, i;
+    if (!names || mt_json_is_one_of(names, "null|[]")) return 0;
+    FILE *file = open_memstream(&text, &size);
+    MT_CHECK(file);
+    json_array_foreach(names, i, name) {
+        const char *word = json_string_value(name) ? json_string_value(name) : "";
+        const char *lacks = mt_text_ends_with(word, "gate_up_proj") ? "one A for gate and up, which here have one each"
+                            : mt_text_ends_with(word, "down_proj")  ? "the experts of a layer in one pair of matrices"
+                            : mt_text_ends_with(word, "gate.weight") || mt_text_ends_with(word, "router.weight")
+                                ? "a router, whose product has no adapter here"
+                                : "a parameter without a module";
+        fprintf(file, "%s%.80s (%s)", i > 0 ? ", " : "", word, lacks);
+    }
+    MT_CHECK(fclose(file) == 0);
+    mt_error_set(error,
+                 "%s: \"target_parameters\" asks for adapters that this program does not have: %.500s; merge them into "
+                 "the base by peft's merge_and_unload and load that, or train adapters of attention",
+                 path, text);
+    free(text);
+    return -1;
+}
+
 static int mt_peft_check(const json_t *json, const char *path, mt_error *error) {
     if (!mt_json_is_one_of(json_object_get(json, "peft_type"), "\"LORA\""))
         return mt_error_set(error, "%s: \"peft_type\" is not \"LORA\", the only adapters of this program", path);
@@ -226,7 +277,7 @@ static int mt_peft_check(const json_t *json, const char *path, mt_error *error) 
             return mt_error_set(error, "%s: \"%s\" asks for %s, which this program does not have", path,
                                 mt_peft_features[i].key, mt_peft_features[i].is);
     }
-    return 0;
+    return mt_peft_check_parameters(json, path, error);
 }
 
 static bool mt_json_lists(const json_t *list, const char *name) {
@@ -493,7 +544,8 @@ static void mt_peft_warn(const json_t *json, const char *path) {
     static const char known[] =
         "peft_type|peft_version|auto_mapping|base_model_name_or_path|revision|inference_mode|r|target_modules|"
         "exclude_modules|lora_alpha|lora_dropout|fan_in_fan_out|use_rslora|layers_to_transform|layers_pattern|"
-        "rank_pattern|alpha_pattern|megatron_config|megatron_core|loftq_config|eva_config|corda_config|"
+        "rank_pattern|alpha_pattern|target_parameters|megatron_config|megatron_core|loftq_config|eva_config|corda_"
+        "config|"
         "lora_ga_config|qalora_group_size|ensure_weight_tying|runtime_config";
     char unknown[300] = "";
     const char *key;

@@ -81,6 +81,7 @@ enum {
     GATED_ACTIVATION = 1024, // the name of an activation that is gated
     NULL_IS_ZERO = 4096,     // null is the option's 0, which is written as a number
     SAME = 2048,             // another number for the option of the row above: both must be equal
+    REPLACES = 8192,         // another key for the option of a row above, which wins where both differ
 };
 
 /* A number of the file that means something else than the option that it stands for. */
@@ -163,7 +164,7 @@ static const mt_hf_key mt_hf_keys[] = {
      MT_AT(stack.untie_embeddings_and_output_weights), NEGATED, "false"},
     {"tie_word_embeddings", GEMMA3 | SMOLLM3 | ERNIE4_5_MOE | LFM2, MT_AT(stack.untie_embeddings_and_output_weights),
      NEGATED, "true"},
-    {"tie_embedding", LFM2, MT_AT(stack.untie_embeddings_and_output_weights), NEGATED | READ}, // replaces the key above
+    {"tie_embedding", LFM2, MT_AT(stack.untie_embeddings_and_output_weights), NEGATED | READ}, // its older name
     {"tie_word_embeddings", MEGATRON, MT_AT(stack.untie_embeddings_and_output_weights), NEGATED | WRITE},
     {"use_cache", ALL, 0, FIXED | WRITE, "true"},
     {"scale_attn_weights", ALL, 0, FIXED | READ, "true"},
@@ -178,6 +179,10 @@ static const mt_hf_key mt_hf_keys[] = {
     {"n_embd", GPT2, MT_AT(stack.hidden_size), REQUIRED},
     {"n_head", GPT2, MT_AT(stack.num_attention_heads), REQUIRED},
     {"n_positions", GPT2, MT_AT(stack.max_position_embeddings), REQUIRED},
+    {"num_hidden_layers", GPT2, MT_AT(stack.num_layers), READ}, // these four: their other names in transformers
+    {"hidden_size", GPT2, MT_AT(stack.hidden_size), READ},
+    {"num_attention_heads", GPT2, MT_AT(stack.num_attention_heads), READ},
+    {"max_position_embeddings", GPT2, MT_AT(stack.max_position_embeddings), READ},
     {"n_inner", GPT2, MT_AT(stack.ffn_hidden_size)},
     {"activation_function", GPT2, 0, PLAIN_ACTIVATION, "\"gelu_new\""},
     {"layer_norm_epsilon", GPT2, MT_AT(stack.norm_epsilon), 0, "1e-5"},
@@ -193,7 +198,7 @@ static const mt_hf_key mt_hf_keys[] = {
     {"intermediate_size", BLOCKS & ~(QWEN3_5_MOE | GPT_OSS | SOLAR_OPEN | LFM2 | GRANITE), MT_AT(stack.ffn_hidden_size),
      REQUIRED},
     {"intermediate_size", LFM2, MT_AT(stack.ffn_hidden_size), 0, "12288"},
-    {"block_ff_dim", LFM2, MT_AT(stack.ffn_hidden_size), READ}, // replaces the key above
+    {"block_ff_dim", LFM2, MT_AT(stack.ffn_hidden_size), READ | REPLACES}, // the key above
     {"block_auto_adjust_ff_dim", LFM2, 0, FIXED | WRITE, "false"},
     {"intermediate_size", GRANITE_MOE, MT_AT(stack.ffn_hidden_size), REQUIRED},
     {"shared_intermediate_size", GRANITE_DENSE, MT_AT(stack.ffn_hidden_size), 0, "1024"},
@@ -294,6 +299,7 @@ static const mt_hf_key mt_hf_keys[] = {
     {"kv_lora_rank", LATENT, MT_AT(stack.kv_lora_rank), REQUIRED},
     {"qk_nope_head_dim", LATENT, MT_AT(stack.qk_head_dim), REQUIRED},
     {"qk_rope_head_dim", LATENT, MT_AT(stack.qk_pos_emb_head_dim), REQUIRED},
+    {"head_dim", GLM4_MOE_LITE, MT_AT(stack.qk_pos_emb_head_dim), READ}, // its other name in transformers 5
     {"qk_head_dim", LATENT, MT_AT(stack.kv_channels), WRITE},
     {"v_head_dim", LATENT, MT_AT(stack.v_head_dim), REQUIRED},
     {"rope_interleave", LATENT_ROPE, MT_AT(stack.rotary_interleaved), 0, "true"},
@@ -319,6 +325,10 @@ static const mt_hf_key mt_hf_keys[] = {
     {"mamba_head_dim", NEMOTRON_H, MT_AT(stack.mamba_head_dim), 0, "64"},
     {"use_conv_bias", NEMOTRON_H, MT_AT(stack.mamba_conv_bias), 0, "true"},
     {"time_step_min", NEMOTRON_H, MT_AT(stack.mamba_dt_limit_low), 0, "0.001"}, // transformers 5 cuts steps there
+    {"mamba_d_conv", NEMOTRON_H, MT_AT(stack.linear_conv_kernel_dim), READ}, // these four: other names in transformers
+    {"mamba_n_groups", NEMOTRON_H, MT_AT(stack.mamba_num_groups), READ},
+    {"mamba_conv_bias", NEMOTRON_H, MT_AT(stack.mamba_conv_bias), READ},
+    {"mamba_dt_min", NEMOTRON_H, MT_AT(stack.mamba_dt_limit_low), READ},
     {"mamba_hidden_act", NEMOTRON_H, 0, FIXED, "silu"},
     {"mamba_d_conv", GRANITE, MT_AT(stack.linear_conv_kernel_dim), 0, "4"},
     {"mamba_d_state", GRANITE, MT_AT(stack.mamba_state_dim), 0, "256"},
@@ -381,6 +391,8 @@ static const mt_hf_key mt_hf_keys[] = {
      &mt_shared_experts},
     {"num_shared_experts", NUM_SHARED, MT_AT(stack.moe_shared_expert_intermediate_size), NULL_IS_ZERO, "1",
      &mt_shared_experts},
+    {"n_shared_experts", KIMI_LINEAR, MT_AT(stack.moe_shared_expert_intermediate_size), READ | NULL_IS_ZERO, NULL,
+     &mt_shared_experts}, // its other name in transformers 5
     {"n_group", DEEPSEEK_MOE, MT_AT(stack.moe_router_num_groups), NULL_IS_ZERO, "8", &mt_groups},
     {"topk_group", DEEPSEEK_MOE, MT_AT(stack.moe_router_group_topk), NULL_IS_ZERO, "4", &mt_group_topk},
     {"num_expert_group", KIMI_LINEAR, MT_AT(stack.moe_router_num_groups), NULL_IS_ZERO, "1", &mt_groups},
@@ -638,12 +650,39 @@ static json_t *mt_config_null(mt_config *config, const mt_hf_key *key) {
     return NULL;
 }
 
+/* Two keys of the file that stand for one thing must agree. */
+static void mt_config_compare(mt_config *config, const json_t *object, const char *key, const char *other) {
+    const json_t *value = mt_config_get(object, key), *also = mt_config_get(object, other);
+    bool are_numbers = json_is_number(value) && json_is_number(also);
+    if (!value || !also || json_equal(value, also)) return;
+    if (are_numbers && json_number_value(value) == json_number_value(also)) return;
+    char *text = json_dumps(value, JSON_COMPACT | JSON_ENCODE_ANY),
+         *beside = json_dumps(also, JSON_COMPACT | JSON_ENCODE_ANY);
+    mt_config_fail(config,
+                   "\"%s\" is %.60s and \"%s\" %.60s, two names of one thing; make them agree, or leave one out", key,
+                   text ? text : "", other, beside ? beside : "");
+    free(text), free(beside);
+}
+
+/* Compares a key with those above it of the same option. */
+static void mt_config_compare_names(mt_config *config, const json_t *object, const mt_hf_key *keys,
+                                    const mt_hf_key *key, uint64_t mask) {
+    unsigned words = FIXED | PLAIN_ACTIVATION | GATED_ACTIVATION, others = SAME | REPLACES; // no option; other rules
+    for (const mt_hf_key *above = keys; above < key; above++) {
+        bool is_same = above->key && above->families & mask && above->offset == key->offset;
+        if (is_same && !(above->flags & (words | WRITE)) && !(key->flags & (words | others)) &&
+            (above->flags & PLAIN) == (key->flags & PLAIN) && strcmp(above->key, key->key) != 0)
+            mt_config_compare(config, object, above->key, key->key);
+    }
+}
+
 /* The keys of `object` that the families (or types) of `mask` have. */
 static void mt_config_read_keys(mt_config *config, const json_t *object, const mt_hf_key *keys, size_t count,
                                 uint64_t mask, mt_run_options *shape) {
     for (const mt_hf_key *key = keys; key < keys + count; key++) {
         json_t *value = key->key ? json_object_get(object, key->key) : NULL, *absent = NULL;
         if (!(key->families & mask) || key->flags & WRITE) continue;
+        if (value && !json_is_null(value)) mt_config_compare_names(config, object, keys, key, mask);
         if (json_is_null(value) && key->flags & (NULLABLE | NULL_IS_ZERO)) continue;
         if (json_is_null(value)) value = mt_config_null(config, key);
         if (value && key->flags & FIXED) mt_config_check_fixed(config, key, value);
@@ -775,6 +814,7 @@ static const json_t *mt_config_rope_object(mt_config *config, uint64_t mask, con
             json_number_value(base));
     *window = NULL;
     if (mask & ROPE_BY_TYPE) rope = mt_config_rope_by_type(config, mask, newer, older, window);
+    mt_config_compare(config, rope, "rope_type", "type");
     json_object_foreach((json_t *)rope, key, value) {
         if (json_is_null(value) && mt_choice_index("rope_theta|rope_type", key) >= 0)
             mt_config_fail(config, "\"%s\" of RoPE's parameters is null; give a value or leave the key out", key);
@@ -846,12 +886,20 @@ static void mt_config_read_partial_rope(mt_config *config, const json_t *rope, u
         return;
     }
     mt_config_read_later(config, mt_config_get(rope, key) ? rope : config->root, key, mask, shape);
-    if (channels == 0 || mt_config_get(rope, key) || mt_config_get(config->root, key)) return;
     int64_t all = shape->stack.kv_channels > 0 ? shape->stack.kv_channels : shape->stack.hidden_size / heads;
+    if (channels == 0) return;
     if (channels < 2 || channels > all)
         mt_config_fail(config, "\"rotary_dim\" is %lld, must be from 2 to \"head_dim\" %lld", (long long)channels,
                        (long long)all);
-    shape->stack.rotary_percent = (double)channels / (double)mt_max(all, 1);
+    double part = (double)channels / (double)mt_max(all, 1);
+    bool gives_part = mt_config_get(rope, key) || mt_config_get(config->root, key);
+    if (gives_part && (int64_t)((double)all * shape->stack.rotary_percent) != channels)
+        mt_config_fail(
+            config,
+            "\"rotary_dim\" is %lld and \"%s\" %g of %lld channels, two names of one thing; make them agree, "
+            "or leave one out",
+            (long long)channels, key, shape->stack.rotary_percent, (long long)all);
+    if (!gives_part) shape->stack.rotary_percent = part;
 }
 
 /* RoPE of Ministral 3 where a file has no parameters. */
@@ -882,7 +930,13 @@ static void mt_config_read_rope(mt_config *config, mt_run_options *shape) {
     const json_t *window, *rope = mt_config_rope_object(config, mask, &window);
     json_t *absent = mask & MINISTRAL3 && json_object_size(rope) == 0 ? json_loads(mt_ministral_rope, 0, NULL) : NULL;
     if (absent) rope = absent;
-    mt_config_real(config, config->root, "rope_theta", 0); // its type counts even where the object's own replaces it
+    double inside = mt_config_real(config, rope, "rope_theta", 0);
+    double beside = mt_config_real(config, config->root, "rope_theta", inside);
+    if (inside != 0 && inside != beside)
+        mt_config_note(config,
+                       "\"rope_theta\" %g has no effect, as in transformers 5: RoPE's parameters have their own, %g; "
+                       "leave one out",
+                       beside, inside);
     mt_config_read_later(config, mt_config_get(rope, "rope_theta") ? rope : config->root, "rope_theta", mask, shape);
     const char *older = mt_config_string(config, rope, "type", "default");
     const char *type = mt_config_string(config, rope, "rope_type", older);
@@ -921,15 +975,16 @@ static bool mt_config_read_layer_types(mt_config *config, char *letters, int64_t
  * Qwen2-MoE every second one before; in Qwen3-MoE all, whatever a list says. Gemma 3, OLMo 3, EXAONE: all but every
  * sliding_window_pattern-th. gpt-oss: every second one from the first on. */
 static bool mt_config_slides(mt_config *config, uint64_t mask, int64_t i) {
-    int64_t first = mt_config_int(config, config->root, "max_window_layers", mask & DOTS1 ? 62 : 28);
-    int64_t older = mt_config_int(config, config->root, "sliding_window_pattern", mask & GEMMA3 ? 6 : 4);
-    int64_t pattern = mask & (GEMMA3 | EXAONES) ? older : 4;
+    bool counts = mask & (QWENS | DOTS1) && !(mask & QWEN3_MOE), has_pattern = mask & (GEMMA3 | EXAONES);
+    int64_t first = counts ? mt_config_int(config, config->root, "max_window_layers", mask & DOTS1 ? 62 : 28) : 0;
+    int64_t pattern = mask & GEMMA3 ? 6 : 4;
+    if (has_pattern) pattern = mt_config_int(config, config->root, "sliding_window_pattern", pattern);
     if (pattern < 1) mt_config_fail(config, "\"sliding_window_pattern\" is %lld, must be positive", (long long)pattern);
     if (mask & (WINDOWED | EXAONES)) return pattern > 0 && (i + 1) % pattern != 0;
     if (mask & QWEN2_MOE) return i < first && i % 2 == 0;
     if (mask & GPT_OSS) return i % 2 == 0;
     if (mask & MIMO_V2_FLASH) return i > 0 && (i + 1) % 6 != 0;
-    return mask & (QWENS | DOTS1) && !(mask & QWEN3_MOE) ? i >= first : true;
+    return counts ? i >= first : true;
 }
 
 /* EXAONE with a window: RoPE in the layers that have it, none in the others. */
@@ -947,27 +1002,28 @@ static void mt_config_read_windows(mt_config *config, uint64_t mask, mt_run_opti
     bool uses = mt_config_bool(config, config->root, "use_sliding_window", false) || !(mask & (QWENS | SMOLLM3));
     if (config->failed || shape->stack.num_layers < 1) return;
     char *listed = mt_calloc(shape->stack.num_layers + 1), *letters = mt_calloc(shape->stack.num_layers + 1);
-    int64_t pattern = mask & GEMMA3 ? mt_config_int(config, config->root, "sliding_window_pattern", 6) : 6;
     bool lists = mt_config_read_layer_types(config, listed, shape->stack.num_layers);
     if (uses)
         mt_config_read_later(config, config->root, "sliding_window", mask, shape);
     else // any number: transformers 5 writes 0 for Qwen2-MoE
         mt_config_int(config, config->root, "sliding_window", 0);
     if (!uses) shape->stack.window_size = 0;
-    bool asks =
-        !(mask & EXAONES) || (!lists && shape->stack.window_size > 0); // EXAONE's pattern may be a text beside a list
+    if (mask & (QWENS | DOTS1)) mt_config_int(config, config->root, "max_window_layers", 0); // its type always counts
+    bool compares = mask & (MISTRALS | MIXTRAL | QWEN3_MOE);          // a list, with the layers of the family
+    bool asks = shape->stack.window_size > 0 && (!lists || compares); // a pattern beside a list has no effect
     for (int64_t i = 0; i < shape->stack.num_layers; i++)
-        letters[i] = asks && mt_config_slides(config, mask, i) && shape->stack.window_size > 0 ? '1' : '0';
+        letters[i] = asks && mt_config_slides(config, mask, i) ? '1' : '0';
     if (lists && strchr(listed, '1') && shape->stack.window_size == 0)
         mt_config_fail(config,
                        "\"layer_types\" holds sliding_attention without a window; %sgive a \"sliding_window\", or list "
                        "full_attention",
                        mask & (QWENS | SMOLLM3) ? "set \"use_sliding_window\" to true and " : "");
-    else if (lists && mask & (MISTRALS | MIXTRAL | QWEN3_MOE) && strcmp(listed, letters) != 0)
+    else if (lists && compares && strcmp(listed, letters) != 0)
         mt_config_fail(config,
                        "\"layer_types\" lists other layers with a sliding window than this family has, which is "
                        "all of them with a \"sliding_window\"; make them agree");
-    if (mask & GEMMA3 && !lists && mt_config_int(config, config->root, "_sliding_window_pattern", pattern) != pattern)
+    int64_t pattern = asks && mask & GEMMA3 ? mt_config_int(config, config->root, "sliding_window_pattern", 6) : 0;
+    if (pattern > 0 && mt_config_int(config, config->root, "_sliding_window_pattern", pattern) != pattern)
         mt_config_fail(config, "\"_sliding_window_pattern\" is read by nothing; give \"layer_types\", or name it "
                                "\"sliding_window_pattern\"");
     if (lists && shape->stack.window_size > 0) memcpy(letters, listed, (size_t)shape->stack.num_layers);
@@ -1021,6 +1077,7 @@ static void mt_config_read_linear_layers(mt_config *config, uint64_t mask, mt_ru
     const char *key =
         mt_config_get(config->root, "layer_types") || !(mask & GRANITE) ? "layer_types" : "layers_block_type";
     const json_t *types = mt_config_list(config, config->root, key);
+    if (mask & GRANITE) mt_config_compare(config, config->root, "layer_types", "layers_block_type");
     int64_t every = mask & GRANITE ? INT64_MAX : mt_config_int(config, config->root, "full_attention_interval", 4);
     if (config->failed || shape->stack.num_layers < 1) return;
     if (every < 1) mt_config_fail(config, "\"full_attention_interval\" is %lld, must be positive", (long long)every);
@@ -1033,6 +1090,11 @@ static void mt_config_read_linear_layers(mt_config *config, uint64_t mask, mt_ru
         bool replaced = mask & LFM2 ? !mt_config_attends(config, i) : (i + 1) % every != 0;
         letters[i] = (type ? strcmp(type, word) == 0 : replaced) ? '1' : '0';
         if (mask & GRANITE && type && strcmp(type, "mamba") == 0) letters[i] = '1';
+        if (mask & LFM2 && type && mt_config_get(config->root, "full_attn_idxs") && replaced != (letters[i] == '1'))
+            mt_config_fail(config,
+                           "\"layer_types\" and \"full_attn_idxs\" differ in layer %lld, the first being 0; make them "
+                           "agree, or leave one out",
+                           (long long)i);
         if (types && (!type || mt_choice_index(words, type) < 0))
             mt_config_fail(config, "\"layer_types\" holds %.40s; full_attention and %s are supported",
                            type ? type : "values other than strings", word);
@@ -1049,6 +1111,11 @@ static int64_t mt_config_kda_size(mt_config *config, const char *inner, const ch
     const json_t *linear = mt_config_object(config, config->root, "linear_attn_config");
     int64_t outer = mt_config_int(config, config->root, key, fallback);
     int64_t size = linear ? mt_config_int(config, linear, inner, outer) : outer;
+    if (!config->failed && mt_config_get(config->root, key) && size != outer)
+        mt_config_fail(config,
+                       "\"%s\" of \"linear_attn_config\" is %lld and \"%s\" %lld, two names of one thing; make them "
+                       "agree, or leave one out",
+                       inner, (long long)size, key, (long long)outer);
     if (!config->failed && (size < 1 || size > most))
         mt_config_fail(config, "\"%s\" is %lld, must be in [1,%lld]", linear ? inner : key, (long long)size,
                        (long long)most);
@@ -1074,6 +1141,17 @@ static void mt_config_read_kda(mt_config *config, mt_run_options *shape) {
     if (config->failed) return;
     char *letters = mt_calloc(shape->stack.num_layers + 1);
     bool by_number = !types && numbers && full;
+    for (int k = 0; k < 2 && types && numbers && full; k++)
+        for (size_t i = 0; i < json_array_size(k ? numbers : full); i++) {
+            int64_t number = json_integer_value(json_array_get(k ? numbers : full, i));
+            const char *type = number >= 1 ? json_string_value(json_array_get(types, (size_t)number - 1)) : NULL;
+            if (type && (strcmp(type, "linear_attention") == 0) != (k == 1))
+                mt_config_fail(
+                    config,
+                    "\"layer_types\" and \"linear_attn_config\" differ in layer %lld, the first being 1; make "
+                    "them agree, or leave one out",
+                    (long long)number);
+        }
     memset(letters, by_number ? '?' : '0', (size_t)shape->stack.num_layers);
     for (int64_t i = 0; i < shape->stack.num_layers && !by_number; i++) {
         const char *type = types ? json_string_value(json_array_get(types, (size_t)i)) : NULL;
@@ -1104,15 +1182,8 @@ static const struct {
 
 enum { NUM_HALF_LAYERS = sizeof mt_half_layers / sizeof *mt_half_layers };
 
-/* The layers of a Nemotron-H, a letter each, to free: a list, or its older form as letters. NULL if there is neither,
- * or a layer that is unknown. */
-static char *mt_config_read_half_layers(mt_config *config) {
-    const char *key = mt_config_get(config->root, "layers_block_type") ? "layers_block_type" : "layer_types";
-    const json_t *types = mt_config_list(config, config->root, key);
-    const char *pattern = mt_config_string(config, config->root, "hybrid_override_pattern", NULL);
-    if (!types && !pattern) mt_config_fail(config, "\"layers_block_type\" is missing");
-    if (config->failed) return NULL;
-    if (!types) return mt_strdup(pattern);
+/* The layers of a list of types as letters, to free; NULL if one is unknown, with error. */
+static char *mt_config_half_letters(mt_config *config, const char *key, const json_t *types) {
     char *letters = mt_calloc((int64_t)json_array_size(types) + 1);
     for (size_t i = 0; i < json_array_size(types); i++) {
         const char *type = json_string_value(json_array_get(types, i));
@@ -1125,6 +1196,30 @@ static char *mt_config_read_half_layers(mt_config *config) {
         return NULL;
     }
     return letters;
+}
+
+/* The layers of a Nemotron-H, a letter each, to free: a list under one of two names, or its older form as letters,
+ * which must agree where a file has several. NULL if there is none, or a layer that is unknown.
+ */
+static char *mt_config_read_half_layers(mt_config *config) {
+    static const char *const keys[] = {"layers_block_type", "layer_types", "hybrid_override_pattern"};
+    char *letters = NULL;
+    const char *first = NULL;
+    for (size_t i = 0; i < sizeof keys / sizeof *keys && !config->failed; i++) {
+        const json_t *types = i < 2 ? mt_config_list(config, config->root, keys[i]) : NULL;
+        const char *pattern = i == 2 ? mt_config_string(config, config->root, keys[i], NULL) : NULL;
+        char *found = types ? mt_config_half_letters(config, keys[i], types) : pattern ? mt_strdup(pattern) : NULL;
+        if (letters && found && strcmp(letters, found) != 0)
+            mt_config_fail(config,
+                           "\"%s\" and \"%s\" give other layers, %.60s and %.60s; make them agree, or leave one out",
+                           first, keys[i], letters, found);
+        if (!letters && found) first = keys[i], letters = found, found = NULL;
+        free(found);
+    }
+    if (!letters) mt_config_fail(config, "\"layers_block_type\" is missing");
+    if (!config->failed) return letters;
+    free(letters);
+    return NULL;
 }
 
 /* A number, or what transformers 5 writes for infinity, {"__float__": "Infinity"}. */
@@ -1189,6 +1284,10 @@ static void mt_config_finish_mamba(mt_config *config, mt_run_options *shape) {
     }
     char *letters = mt_config_read_half_layers(config);
     shape->stack.num_layers = letters ? (int64_t)strlen(letters) : 0;
+    int64_t given = mt_config_int(config, config->root, "num_hidden_layers", shape->stack.num_layers);
+    if (given != shape->stack.num_layers)
+        mt_config_note(config, "\"num_hidden_layers\" %lld has no effect, as in transformers 5: %lld layers are listed",
+                       (long long)given, (long long)shape->stack.num_layers);
     mt_string_set(&shape->hybrid_override_pattern, letters);
     free(letters);
 }
@@ -1338,6 +1437,7 @@ static void mt_config_finish_block(mt_config *config, uint64_t mask, mt_run_opti
     if (mask & KIMI_LINEAR && mt_config_int(config, config->root, "num_nextn_predict_layers", 0) > 0)
         mt_config_fail(config, "\"num_nextn_predict_layers\" above 0 is not supported for this family");
     if (!(mask & (LATENT | GLM4_MOE | HY_V3 | MIMO))) return;
+    mt_config_compare(config, config->root, "num_nextn_predict_layers", "num_mtp_layers");
     const json_t *modules = mt_config_get(config->root, "num_nextn_predict_layers");
     if (!modules) modules = mt_config_get(config->root, "num_mtp_layers"); // its other name in transformers 5
     shape->mtp_layers_stored = !(mask & KIMI_LINEAR);
@@ -1410,6 +1510,9 @@ static void mt_config_read_head(mt_config *config, mt_options *shape) {
     for (int head = MT_HEAD_SEQUENCE; class && head <= MT_HEAD_TOKEN; head++)
         if (mt_text_ends_with(class, mt_head_classes[head])) shape->head_type = (mt_head_type)head;
     if (shape->head_type == MT_HEAD_LM) return;
+    if (labels && mt_config_get(config->root, "num_labels") && number != count)
+        mt_config_fail(config, "\"num_labels\" is %lld and \"id2label\" has %lld; make them agree, or leave one out",
+                       (long long)number, (long long)count);
     if (count != 1)
         mt_config_fail(config, "%.80s has %lld labels; value heads have one: \"id2label\": {\"0\": \"LABEL_0\"}", class,
                        (long long)count);

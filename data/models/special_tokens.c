@@ -2,7 +2,9 @@
 #include "special_tokens.h"
 
 #include "../base/file.h"
+#include "../options/option_table.h"
 
+#include <math.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -61,17 +63,84 @@ void mt_special_tokens_set(json_t *object, const mt_run_options *options, bool n
     json_decref(taken);
 }
 
-/* Settings of sampling, which other programs read in the folders that are saved, must be of their type. */
-static int check_sampling(const json_t *object, const char *path, mt_error *error) {
-    static const char *const numbers[] = {"temperature",        "top_p",      "top_k",         "min_p",
-                                          "repetition_penalty", "max_length", "max_new_tokens"};
-    const json_t *samples = json_object_get(object, "do_sample");
-    if (samples && !json_is_boolean(samples) && !json_is_null(samples))
-        return mt_error_set(error, "%s: \"do_sample\" must be true or false; correct the file", path);
-    for (size_t i = 0; i < sizeof numbers / sizeof *numbers; i++) {
-        const json_t *value = json_object_get(object, numbers[i]);
-        if (value && !json_is_number(value) && !json_is_null(value))
-            return mt_error_set(error, "%s: \"%s\" must be a number; correct the file", path, numbers[i]);
+/* The kinds of values of a setting. */
+enum {
+    TAKES_BOOL = 1,
+    TAKES_NUMBER = 2,
+    TAKES_WHOLE = 4, // perhaps with a fraction of .0, or too large for 64 bits
+    TAKES_TEXT = 8,
+    TAKES_TEXTS = 16,   // a list
+    TAKES_TOKENS = 32,  // a list
+    TAKES_NUMBERS = 64, // a list
+    TAKES_LIST = 128,   // of lists
+    TAKES_OBJECT = 256,
+};
+
+static bool is_whole(const json_t *value) {
+    return json_is_number(value) && floor(json_number_value(value)) == json_number_value(value);
+}
+
+/* True if a value is of a kind. */
+static bool is_of_kinds(const json_t *value, int kinds) {
+    const json_t *item;
+    size_t i;
+    bool texts = kinds & TAKES_TEXTS, tokens = kinds & TAKES_TOKENS, numbers = kinds & TAKES_NUMBERS,
+         lists = kinds & TAKES_LIST;
+    json_array_foreach(value, i, item) {
+        texts = texts && json_is_string(item);
+        tokens = tokens && is_whole(item);
+        numbers = numbers && json_is_number(item);
+        lists = lists && json_is_array(item);
+    }
+    if (json_is_array(value)) return texts || tokens || numbers || lists;
+    return (kinds & TAKES_BOOL && json_is_boolean(value)) || (kinds & TAKES_NUMBER && json_is_number(value)) ||
+           (kinds & TAKES_WHOLE && is_whole(value)) || (kinds & TAKES_TEXT && json_is_string(value)) ||
+           (kinds & TAKES_OBJECT && json_is_object(value));
+}
+
+/* Settings of generation, which other programs read in the folders that are saved: fields of transformers'
+ * GenerationConfig (5.24), each with a value of its kind, or null. */
+static int check_settings(const json_t *object, const char *path, mt_error *error) {
+    static const struct {
+        int kinds;
+        const char *wanted, *keys;
+    } settings[] = {
+        {TAKES_BOOL, "true or false",
+         "do_sample|use_cache|use_mtp|renormalize_logits|remove_invalid_values|token_healing|output_attentions|"
+         "output_hidden_states|output_scores|output_logits|return_dict_in_generate|is_assistant|disable_compile|"
+         "low_memory"},
+        {TAKES_BOOL | TAKES_TEXT, "true, false or a text", "early_stopping"},
+        {TAKES_NUMBER, "a number",
+         "temperature|top_p|min_p|top_h|typical_p|epsilon_cutoff|eta_cutoff|repetition_penalty|"
+         "encoder_repetition_penalty|length_penalty|guidance_scale|max_time|penalty_alpha|diversity_penalty|"
+         "assistant_confidence_threshold|assistant_ensemble_weight"},
+        {TAKES_WHOLE, "a whole number",
+         "top_k|max_length|max_new_tokens|min_length|min_new_tokens|num_beams|num_beam_groups|num_return_sequences|"
+         "no_repeat_ngram_size|encoder_no_repeat_ngram_size|max_cache_len|num_assistant_tokens|"
+         "prompt_lookup_num_tokens|max_matching_ngram_size|assistant_early_exit|assistant_lookbehind|"
+         "target_lookbehind|prefill_chunk_size|forced_bos_token_id"},
+        {TAKES_TEXT, "a text", "cache_implementation|num_assistant_tokens_schedule|speculation_type"},
+        {TAKES_TEXT | TAKES_TEXTS, "a text or a list of texts", "stop_strings"},
+        {TAKES_TOKENS, "a list of tokens", "suppress_tokens|begin_suppress_tokens"},
+        {TAKES_WHOLE | TAKES_TOKENS, "a token or a list of tokens", "forced_eos_token_id|decoder_start_token_id"},
+        {TAKES_NUMBERS, "two numbers", "exponential_decay_length_penalty"},
+        {TAKES_LIST, "a list of lists", "bad_words_ids|force_words_ids"},
+        {TAKES_LIST | TAKES_OBJECT, "an object or a list of pairs", "sequence_bias"},
+        {TAKES_TEXT | TAKES_TOKENS, "a text or a list of layers", "dola_layers"},
+        {TAKES_OBJECT, "an object", "watermarking_config|cache_config|compile_config"},
+    };
+    for (size_t i = 0; i < sizeof settings / sizeof *settings; i++) {
+        const char *key;
+        json_t *value;
+        json_object_foreach((json_t *)object, key, value) {
+            if (json_is_null(value) || mt_choice_index(settings[i].keys, key) < 0) continue;
+            if (is_of_kinds(value, settings[i].kinds)) continue;
+            char *text = json_dumps(value, JSON_COMPACT | JSON_ENCODE_ANY);
+            mt_error_set(error, "%s: \"%s\" must be %s, not %.60s; correct the file", path, key, settings[i].wanted,
+                         text ? text : "this");
+            free(text);
+            return -1;
+        }
     }
     return 0;
 }
@@ -86,7 +155,7 @@ int mt_generation_config_read(mt_run_options *options, const char *folder, mt_er
     char *text = mt_file_read(path, 100000000, &bytes, error);
     json_t *json = text ? mt_json_parse(text, bytes, JSON_REJECT_DUPLICATES, path, error) : NULL;
     int status = json ? mt_special_tokens_check(json, path, error) : -1;
-    if (status == 0) status = check_sampling(json, path, error);
+    if (status == 0) status = check_settings(json, path, error);
     json_decref(json);
     free(path);
     if (status == 0)

@@ -52,6 +52,7 @@ static const struct {
     {"yarn-original-max-position-embeddings", "original-max-position-embeddings"},
     // transformers' TrainingArguments
     {"adam-epsilon", "adam-eps"},
+    {"data-seed", "seed"}, // of the order of samples, which has no seed of its own here
     {"eval-steps", "eval-interval", NULL, "false="},
     {"learning-rate", "lr"},
     {"logging-steps", "log-interval"},
@@ -60,6 +61,9 @@ static const struct {
     {"max-grad-norm", "clip-grad"},
     {"max-steps", "train-iters", NULL, "-1=|0="},
     {"num-train-epochs", "train-epochs"},
+    {"optim", "optimizer", NULL,
+     "adamw_torch=adam|adamw_torch_fused=adam|adamw_hf=adam|adamw=adam|"
+     "sgd=!transformers' SGD has no momentum: take --optimizer sgd --sgd-momentum 0"},
     {"output-dir", "save"},
     {"overwrite-output-dir", "overwrite"},
     {"per-device-train-batch-size", "micro-batch-size"},
@@ -121,9 +125,13 @@ static const struct {
      "eval-strategy evaluation-strategy logging-strategy save-strategy", "steps|no"},
     {MT_NAME_ALWAYS, OF_TRANSFORMERS, "eval-delay dataloader-num-workers fsdp-min-num-params", "0"},
     {MT_NAME_ALWAYS, "labels are not smoothed", "label-smoothing-factor", "0|0.0"},
-    {MT_NAME_ALWAYS, "the optimizer is AdamW", "optim", "adamw_torch|adamw_torch_fused|adamw_hf|adamw"},
     {MT_NAME_ALWAYS, "evaluation has the micro-batches of training", "per-device-eval-batch-size", "8"},
-    {MT_NAME_ALWAYS, OF_TRANSFORMERS, "local-rank past-index", "-1"},
+    // the sections accelerator_config and fsdp_config
+    {MT_NAME_ALWAYS, OF_TRANSFORMERS, "even-batches use-seedable-sampler", "true"},
+    {MT_NAME_ALWAYS, OF_TRANSFORMERS, "non-blocking use-configured-state", "false"},
+    {MT_NAME_IDLE, "fsdp, which is off", "fsdp-config min-num-params xla xla-fsdp-grad-ckpt xla-fsdp-v2"},
+    {MT_NAME_ALWAYS, OF_TRANSFORMERS, "past-index", "-1"},
+    {MT_NAME_ALWAYS, "ranks are those of mpirun", "local-rank", "-1|0"},
     {MT_NAME_ALWAYS, OF_TRANSFORMERS, "ddp-backend", "none|false|nccl"},
     {MT_NAME_ALWAYS, OF_TRANSFORMERS, "ddp-timeout", "1800"},
     {MT_NAME_ALWAYS, OF_TRANSFORMERS, "log-level log-level-replica", "passive|warning"},
@@ -137,16 +145,17 @@ static const struct {
      "project trackio-bucket-id trackio-space-id trackio-static-space-id"},
     {MT_NAME_ALWAYS, "reports are --metrics and --tensorboard-dir", "report-to", "none|all|tensorboard"},
     {MT_NAME_ALWAYS, OF_TRANSFORMERS,
-     "accelerator-config activation-checkpointing activation-checkpointing-kwargs data-seed "
+     "accelerator-config activation-checkpointing activation-checkpointing-kwargs gradient-accumulation-kwargs "
      "dataloader-multiprocessing-context ddp-static-graph dispatch-batches split-batches ddp-broadcast-buffers "
-     "ddp-bucket-cap-mb ddp-find-unused-parameters debug deepspeed eval-accumulation-steps fsdp fsdp-config "
-     "fsdp-transformer-layer-cls-to-wrap generation-config generation-max-length generation-num-beams "
-     "gradient-checkpointing-kwargs greater-is-better hub-model-id hub-revision hub-token include-for-metrics "
-     "label-names liger-kernel-config logging-dir lr-scheduler-kwargs metric-for-best-model mp-parameters "
-     "neftune-noise-alpha optim-args optim-target-modules parallelism-config push-to-hub-model-id "
-     "push-to-hub-organization push-to-hub-token resume-from-checkpoint run-name tf32 torch-compile-backend "
-     "torch-compile-mode torch-empty-cache-steps torchdynamo tpu-num-cores dataloader-prefetch-factor "
-     "per-gpu-train-batch-size per-gpu-eval-batch-size",
+     "ddp-bucket-cap-mb "
+     "ddp-find-unused-parameters "
+     "debug deepspeed eval-accumulation-steps fsdp fsdp-transformer-layer-cls-to-wrap generation-config "
+     "generation-max-length generation-num-beams gradient-checkpointing-kwargs greater-is-better hub-model-id "
+     "hub-revision hub-token include-for-metrics label-names liger-kernel-config logging-dir lr-scheduler-kwargs "
+     "metric-for-best-model mp-parameters neftune-noise-alpha optim-args optim-target-modules parallelism-config "
+     "push-to-hub-model-id push-to-hub-organization push-to-hub-token resume-from-checkpoint run-name "
+     "tf32 torch-compile-backend torch-compile-mode torch-empty-cache-steps torchdynamo tpu-num-cores "
+     "dataloader-prefetch-factor per-gpu-train-batch-size per-gpu-eval-batch-size",
      "none|false"},
     {MT_NAME_ALWAYS, "checkpoints are Hugging Face folders with the optimizer's state",
      "ckpt-d2h-non-blocking save-merged-model", "false"},
@@ -477,6 +486,16 @@ static const struct {
      "router-inter-dim budget-list budget-probs budget-type emb-int-list mlp-int-list mamba-int-list "
      "moe-expert-int-list linear-scaler-start linear-scaler-end slice router-std"},
 };
+
+const char *mt_share_option(const char *option) {
+    static const char *const shares[][2] = {{"lr-warmup-iters", "lr-warmup-fraction"},
+                                            {"eval-interval", "eval-interval-fraction"},
+                                            {"log-interval", "log-interval-fraction"},
+                                            {"save-interval", "save-interval-fraction"}};
+    for (size_t i = 0; i < sizeof shares / sizeof *shares; i++)
+        if (strcmp(option, shares[i][0]) == 0) return shares[i][1];
+    return NULL;
+}
 
 /* '_' in `name` equals '-'. */
 static bool mt_name_equals(const char *name, size_t length, const char *other, size_t other_length) {

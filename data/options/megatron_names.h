@@ -22,10 +22,16 @@ typedef struct mt_megatron_name {
     // NULL takes the option's values; "!" is the opposite of a flag; any other is a flag that gives the option this
     // value, with "?" in front unless it was given.
     const char *value;
-    const char *values; // MT_NAME_ALIAS: values with other names here, "theirs=ours|..."; "theirs=" is the default
+    // MT_NAME_ALIAS: values with other names here, "theirs=ours|..."; "theirs=" is the default, and "theirs=!reason" is
+    // refused
+    const char *values;
 } mt_megatron_name;
 
 /* The answer to a name, with dashes or underscores. */
 mt_megatron_name mt_megatron_name_find(const char *name, size_t length);
+
+/* The option of an interval or a warm-up as a share of all steps, which transformers' Trainer has as a number of steps
+ * below 1; `option` is that of the number of steps. NULL: there is none. */
+const char *mt_share_option(const char *option);
 
 #endif

@@ -1,6 +1,7 @@
 /* option_reader.c: reads values of options from texts: names, their answers, refusals. */
 #include "option_reader.h"
 
+#include "../base/file.h"
 #include "option_rules.h"
 #include "option_typed.h"
 
@@ -243,17 +244,18 @@ static const char *mt_setting_translate(const char *values, const char *text, ch
 }
 
 bool mt_setting_is_default(const mt_setting *setting, const char *text) {
-    char translated[80];
+    char translated[160];
     const char *values = setting->row ? setting->megatron.values : NULL;
+    bool takes_value = setting->megatron.kind == MT_NAME_ALIAS && setting->row && !setting->megatron.value;
+    if (takes_value && mt_choice_index("None|null|~", text) >= 0) return true; // as Python writes it
     return values && *text && !*mt_setting_translate(values, text, translated, sizeof translated);
 }
 
 void mt_setting_take_share(mt_setting *setting, const char *text) {
-    static const char fraction[] = "lr-warmup-fraction";
     double share = strtod(text, NULL);
     bool is_alias = setting->megatron.kind == MT_NAME_ALIAS && setting->row;
-    if (!is_alias || setting->row->offset != MT_AT(stack.lr_warmup_iters) || !(share > 0 && share < 1)) return;
-    setting->row = mt_option_find(fraction, strlen(fraction));
+    const char *option = is_alias && share > 0 && share < 1 ? mt_share_option(setting->row->name) : NULL;
+    if (option) setting->row = mt_option_find(option, strlen(option));
 }
 
 /* True for a value of Python that stands for one of the choices none and false. */
@@ -272,23 +274,48 @@ static const char *mt_value_trim(const char *text, char *trimmed, size_t room) {
     return trimmed;
 }
 
+/* A section of a trainer in JSON, such as --accelerator-config '{"even_batches": true}': each of its keys must be a
+ * name that states a property of this program, with its value. */
+static int mt_setting_check_section(mt_option_reader *reader, const char *text, const char *where, mt_error *error) {
+    json_error_t damage;
+    json_t *section = json_loads(text, JSON_REJECT_DUPLICATES, &damage), *value;
+    const char *key;
+    int status = section ? 0 : mt_error_set(error, "%s: not a section in JSON: %s", where, damage.text);
+    json_object_foreach(section, key, value) {
+        char name[300];
+        mt_setting setting = mt_setting_find(key, strlen(key));
+        bool is_text = json_is_string(value), is_property = !setting.row && setting.megatron.kind == MT_NAME_ALWAYS;
+        char *printed = is_text ? mt_strdup(json_string_value(value)) : json_dumps(value, JSON_ENCODE_ANY);
+        snprintf(name, sizeof name, "%.200s: \"%.80s\"", where, key);
+        if (status == 0 && !is_property && setting.megatron.kind != MT_NAME_IDLE)
+            status = mt_error_set(error, "%s is not known; leave it out", name);
+        if (status == 0 && is_property) status = mt_setting_set(reader, &setting, printed, name, error);
+        free(printed);
+    }
+    json_decref(section);
+    if (status == 0) mt_strings_add(&reader->always, where);
+    return status;
+}
+
 int mt_setting_set(mt_option_reader *reader, const mt_setting *setting, const char *text, const char *where,
                    mt_error *error) {
     const mt_option *row = setting->row;
     const char *value = setting->megatron.value;
     bool is_true = false;
-    char translated[80], trimmed[80];
+    char translated[160], trimmed[80];
     if (row && row->type == MT_INT && setting->megatron.kind == MT_NAME_ALIAS)
         text = mt_value_trim(text, trimmed, sizeof trimmed);
     if (row && setting->megatron.values) {
         text = mt_setting_translate(setting->megatron.values, text, translated, sizeof translated);
         if (!*text) return 0; // the default
+        if (*text == '!') return mt_error_set(error, "%s: %s", where, text + 1);
     }
     if (mt_setting_is_flag(setting)) {
         if (!mt_parse_bool(text, &is_true))
             return mt_error_set(error, "%s expects true or false, got '%.100s'", where, text);
         text = is_true ? "true" : "false";
     }
+    if (!row && *text == '{') return mt_setting_check_section(reader, text, where, error);
     if (!row) {
         if (*text && mt_choice_index(value, text) < 0 && !mt_value_is_none(value, text))
             return mt_error_set(error, "%s can only be %s here: %s", where, value, setting->megatron.text);

@@ -78,7 +78,8 @@ int mt_setting_set(mt_option_reader *reader, const mt_setting *setting, const ch
 /* True for a value by which another program says that its field is not given, such as --max-steps -1. */
 bool mt_setting_is_default(const mt_setting *setting, const char *text);
 
-/* transformers takes --warmup-steps below 1 as a share of all steps: sets the row to that of --lr-warmup-fraction. */
+/* transformers takes --warmup-steps, --logging-steps, --eval-steps and --save-steps below 1 as a share of all steps:
+ * sets the row to that of the share. */
 void mt_setting_take_share(mt_setting *setting, const char *text);
 
 /* The name of an option for messages, as the command line spells it. */

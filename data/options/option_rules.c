@@ -785,6 +785,30 @@ static int mt_options_derive_length(mt_run_options *o, mt_error *error) {
     return 0;
 }
 
+/* Intervals that are shares of all steps, rounded up, as transformers' Trainer has them. */
+static int mt_options_derive_intervals(mt_run_options *o, mt_error *error) {
+    const struct {
+        const char *name;
+        double share;
+        int64_t *steps;
+        bool is_given;
+    } intervals[] = {{"eval", o->eval_interval_fraction, &o->eval_interval, MT_GIVEN(o, eval_interval)},
+                     {"log", o->log_interval_fraction, &o->log_interval, MT_GIVEN(o, log_interval)},
+                     {"save", o->save_interval_fraction, &o->save_interval, MT_GIVEN(o, save_interval)}};
+    for (size_t i = 0; i < sizeof intervals / sizeof *intervals; i++) {
+        if (intervals[i].share == 0) continue;
+        int64_t steps = (int64_t)ceil(intervals[i].share * (double)o->stack.num_iterations);
+        const char *name = intervals[i].name;
+        if (intervals[i].is_given && *intervals[i].steps != steps)
+            return mt_error_set(error,
+                                "--%s-interval-fraction %g is %lld steps, and --%s-interval is %lld: the two exclude "
+                                "each other unless they agree; leave one out",
+                                name, intervals[i].share, (long long)steps, name, (long long)*intervals[i].steps);
+        *intervals[i].steps = steps;
+    }
+    return 0;
+}
+
 /* The length of training, and the schedules of learning rate and weight decay. */
 static int mt_options_derive_schedules(mt_run_options *o, mt_error *error) {
     bool wsd = o->stack.lr_decay_style == MT_LR_WSD;
@@ -797,6 +821,7 @@ static int mt_options_derive_schedules(mt_run_options *o, mt_error *error) {
     if (o->stack.num_iterations == 0)
         return mt_error_set(error, "--train-samples %lld is less than one --global-batch-size %lld",
                             (long long)o->stack.train_samples, (long long)o->stack.global_batch_size);
+    if (o->stack.num_iterations < MT_UNKNOWN_ITERATIONS && mt_options_derive_intervals(o, error) != 0) return -1;
     if (o->stack.lr == 0) return mt_error_set(error, "--lr is missing");
     if (o->stack.min_lr > o->stack.lr)
         return mt_error_set(error, "--min-lr %g must be at most --lr %g", o->stack.min_lr, o->stack.lr);

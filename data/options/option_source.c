@@ -221,7 +221,8 @@ static int mt_given_take(mt_option_reader *reader, const mt_given *given, const 
     const mt_option *row = setting.row;
     if (given->form == MT_GIVEN_SECTION)
         return mt_error_set(error, "%s expects %s, not a section", given->where, mt_setting_metavar(&setting));
-    if (given->form == MT_GIVEN_NULL) return 0;
+    bool is_nothing = !row && given->form == MT_GIVEN_LIST && values->count == 0; // an empty list for a property
+    if (given->form == MT_GIVEN_NULL || is_nothing) return 0;
     if (row && row->offset == MT_AT(config) && !is_typed)
         return mt_error_set(error, "%s names another --config; one file is read, from the command line", given->where);
     if (has_one && mt_setting_is_default(&setting, values->items[0]))

@@ -3,6 +3,7 @@
 #include "role_config.h"
 
 #include "../base/file.h"
+#include "megatron_names.h"
 #include "option_table.h"
 #include "role_keys.h"
 
@@ -31,6 +32,7 @@ enum {
     MAX_UNKNOWN = 50,    // keys whose nearest names are looked up
     MAX_FILE = 1 << 20,  // bytes of a file that a key names
     VERL_LENGTH = 512,   // of prompts and of responses, by default
+    VERL_BATCH = 1024,   // prompts of an iteration, by default
     ROLL_PROMPT = 1024
 };
 
@@ -309,6 +311,12 @@ static void derive_value(reader *r, const mt_role_key *row, const mt_yaml_node *
         entry->kind = is_off ? MT_ENTRY_UNUSED : MT_ENTRY_REFUSED;
         mt_string_set(&entry->text, is_off ? "use_dist_checkpointing, which is false" : row->text);
         free(use);
+    } else if (row->kind == MT_KEY_GEN_BATCH) {
+        bool same = numeric && number == sibling_number(r, mapping, "train_batch_size", VERL_BATCH);
+        char reason[200];
+        snprintf(reason, sizeof reason, "can only be train_batch_size here: %s", row->text);
+        entry->kind = same ? MT_ENTRY_FIXED : MT_ENTRY_REFUSED;
+        mt_string_set(&entry->text, same ? row->text : reason);
     } else if (row->kind == MT_KEY_GROUP_LIMIT) {
         double share = 1 / fmax(sibling_number(r, mapping, "num_return_sequences_in_group", 1), 1);
         bool is_low = strcmp(entry->name, "difficulty_low_threshold") == 0;
@@ -490,6 +498,9 @@ static int take_row(reader *r, const mt_role_key *row, const mt_yaml_node *mappi
     if (row->kind == MT_KEY_SECTION) return take_section(r, node, row->text, line);
     if (row->kind == MT_KEY_DEVICES) return take_devices(r, node, line);
     if (row->kind == MT_KEY_ADAPTER) return take_adapter(r, row, node, line);
+    bool is_off =
+        row->kind == MT_KEY_ADDITIONAL && node->kind == MT_YAML_TEXT && mt_parse_bool(node->text, &is_on) && !is_on;
+    if (is_off) return 0;
     if (row->kind == MT_KEY_ADDITIONAL && node->kind == MT_YAML_TEXT) return take_file(r, row, node, line);
     if (row->kind == MT_KEY_ADDITIONAL) return mt_yaml_is_empty(node) ? 0 : take_section(r, node, row->text, line);
     if (row->kind == MT_KEY_DOMAINS) return take_domains(r, row, node, line);
@@ -535,9 +546,18 @@ static int take_row(reader *r, const mt_role_key *row, const mt_yaml_node *mappi
         entry->is_sequence = false;
         add_option(r, line, "adam-beta2", second);
         free(second);
-    } else if (row->kind == MT_KEY_WARMUP) {
+    } else if (row->kind == MT_KEY_STEPS) {
         double share = strtod(first, NULL);
-        if (share > 0 && share < 1) mt_string_set(&entry->option, "lr-warmup-fraction");
+        if (share > 0 && share < 1) mt_string_set(&entry->option, mt_share_option(row->text));
+    } else if (row->kind == MT_KEY_DATA_SEED) {
+        char *text = sibling_text(r, mapping, "seed");
+        if (!text) text = sibling_text(r, r->yaml->root, "seed");
+        bool differs = text && strcmp(text, first) != 0;
+        if (text) entry->kind = differs ? MT_ENTRY_REFUSED : MT_ENTRY_FIXED;
+        if (text)
+            mt_string_set(&entry->text,
+                          differs ? "is not the file's seed: one seed is for all here" : "the seed itself");
+        free(text);
     } else if (row->kind == MT_KEY_OPTION) {
         const mt_option *option = mt_option_find(row->text, strlen(row->text));
         if (option && option->type == MT_STRING) expand_home(entry);

@@ -21,6 +21,7 @@
     "constant_with_warmup=constant|inverse_sqrt=inverse-square-root|warmup_stable_decay=WSD|cosine_with_restarts=!"    \
     "the "                                                                                                             \
     "learning rate has no restarts: take cosine|polynomial=!take linear, or another of --lr-decay-style"
+#define OPTIMIZERS "adam=adam|adamw=adam|*=!take adam; --optimizer on the command line has others"
 #define DTYPES                                                                                                         \
     "bf16=true|bfloat16=true|fp32=false|float32=false|fp16=!fp16 needs loss scaling: take bf16|float16=!fp16 needs "   \
     "loss scaling: take bf16|auto=|*=!expects bf16 or fp32"
@@ -341,20 +342,28 @@ static const mt_role_key keys[] = {
     {"training_args", "learning_rate", MT_KEY_OPTION, "lr"},
     {"training_args", "per_device_train_batch_size", MT_KEY_OPTION, "micro-batch-size"},
     {"training_args", "gradient_accumulation_steps", MT_KEY_OPTION, "gradient-accumulation-steps"},
-    {"training_args", "warmup_steps", MT_KEY_WARMUP, "lr-warmup-iters"},
+    {"training_args", "warmup_steps", MT_KEY_STEPS, "lr-warmup-iters"},
     {"training_args", "warmup_ratio", MT_KEY_OPTION, "lr-warmup-fraction"},
     {"training_args", "num_train_epochs", MT_KEY_OPTION, "train-epochs"},
     {"training_args", "max_steps", MT_KEY_OPTION, "train-iters", "-1=|0="},
     {"training_args", "lr_scheduler_type", MT_KEY_OPTION, "lr-decay-style", LR_STYLES},
     {"training_args", "max_grad_norm", MT_KEY_OPTION, "clip-grad"},
     {"training_args", "adam_epsilon", MT_KEY_OPTION, "adam-eps"},
-    {"training_args", "optim", MT_KEY_FIXED, "the optimizer is AdamW",
-     "adamw|adam|adamw_torch|adamw_torch_fused|adamw_hf"},
+    {"training_args", "optim", MT_KEY_OPTION, "optimizer",
+     "adamw=adam|adamw_torch=adam|adamw_torch_fused=adam|adamw_hf=adam|"
+     "sgd=!transformers' SGD has no momentum: take optimizer sgd and sgd_momentum 0"},
+    {"training_args", "data_seed", MT_KEY_DATA_SEED, "seed"},
+    {"training_args", "fsdp_config", MT_KEY_UNUSED, "fsdp, which is off"},
+    {"training_args", "accelerator_config", MT_KEY_ADDITIONAL, "accelerator"},
+    {"accelerator", "split_batches dispatch_batches non_blocking use_configured_state", MT_KEY_FIXED, TRANSFORMERS,
+     "false"},
+    {"accelerator", "even_batches use_seedable_sampler", MT_KEY_FIXED, TRANSFORMERS, "true"},
+    {"accelerator", "gradient_accumulation_kwargs", MT_KEY_REFUSED, "gradient_accumulation_steps says all"},
     {"training_args", "output_dir", MT_KEY_OPTION, "save"},
-    {"training_args", "save_steps", MT_KEY_OPTION, "save-interval", "-1=|0="},
+    {"training_args", "save_steps", MT_KEY_STEPS, "save-interval", "-1=|0="},
     {"training_args", "save_total_limit", MT_KEY_OPTION, "keep-checkpoints", "false=|False="},
-    {"training_args", "logging_steps", MT_KEY_OPTION, "log-interval"},
-    {"training_args", "eval_steps", MT_KEY_OPTION, "eval-interval", "false=|False=|no="},
+    {"training_args", "logging_steps", MT_KEY_STEPS, "log-interval"},
+    {"training_args", "eval_steps", MT_KEY_STEPS, "eval-interval", "false=|False=|no="},
     {"training_args", "per_device_eval_batch_size", MT_KEY_UNUSED,
      "evaluation, whose micro-batches are those of training"},
     {"training_args",
@@ -624,7 +633,7 @@ static const mt_role_key keys[] = {
     {"verl.reward", "*", MT_KEY_SECTION, "verl.critic"},
 
     {"verl.optim", "lr", MT_KEY_OPTION, "lr"},
-    {"verl.optim", "optimizer", MT_KEY_FIXED, "the optimizer is AdamW", "adam|adamw|AdamW"},
+    {"verl.optim", "optimizer", MT_KEY_OPTION, "optimizer", OPTIMIZERS},
     {"verl.optim", "clip_grad grad_clip", MT_KEY_OPTION, "clip-grad"},
     {"verl.optim", "lr_warmup_steps", MT_KEY_OPTION, "lr-warmup-iters", "-1="},
     {"verl.optim", "lr_warmup_steps_ratio", MT_KEY_OPTION, "lr-warmup-fraction"},
@@ -640,7 +649,7 @@ static const mt_role_key keys[] = {
      "muon_coefficient_type muon_extra_scale_factor muon_fp32_matmul_prec muon_match_adamw_update_rms muon_momentum "
      "muon_nesterov "
      "muon_num_ns_steps muon_scalar_optimizer muon_scale_mode muon_split_qkv muon_tp_mode",
-     MT_KEY_UNUSED, "the optimizer muon, which these files do not choose"},
+     MT_KEY_UNUSED, "the optimizer muon, whose settings here are options of the command line"},
     {"verl.optim", "beta1", MT_KEY_OPTION, "adam-beta1"},
     {"verl.optim", "beta2", MT_KEY_OPTION, "adam-beta2"},
     {"verl.optim", "betas", MT_KEY_BETAS, "adam-beta1"},
@@ -752,6 +761,7 @@ static const mt_role_key keys[] = {
     {"verl.data", "val_files", MT_KEY_FILES, "valid-data-path", NULL, "actor_train critic"},
     {"verl.data", "prompt_key", MT_KEY_OPTION, "prompt-key"},
     {"verl.data", "train_batch_size", MT_KEY_OPTION, "rollout-batch-size", NULL, LEARNER},
+    {"verl.data", "gen_batch_size", MT_KEY_GEN_BATCH, "an iteration draws the prompts of train_batch_size"},
     {"verl.data", "max_response_length", MT_KEY_OPTION, "max-new-tokens", NULL, "actor_train actor_infer"},
     {"verl.data", "max_prompt_length", MT_KEY_LENGTH, "seq-length"},
     {"verl.data", "tokenizer", MT_KEY_OPTION, "tokenizer-model"},
@@ -771,7 +781,7 @@ static const mt_role_key keys[] = {
      "return_multi_modal_inputs dataloader_num_workers image_patch_size image_key video_key audio_key "
      "mm_processor_kwargs "
      "filter_overlong_prompts "
-     "filter_overlong_prompts_workers trust_remote_code databuffer gen_batch_size",
+     "filter_overlong_prompts_workers trust_remote_code databuffer",
      MT_KEY_UNUSED, "verl's datasets"},
 
     {"verl.trainer", "critic_warmup", MT_KEY_FIXED, "actor and critic train from the first iteration on", "0"},
@@ -821,7 +831,7 @@ static const mt_role_key keys[] = {
     {"trinity.algorithm", "repeat_times", MT_KEY_OPTION, "num-return-sequences", NULL,
      "actor_train actor_infer critic"},
     {"trinity.algorithm", "optimizer", MT_KEY_SECTION, "trinity.optim"},
-    {"trinity.optim", "optimizer_type", MT_KEY_FIXED, "the optimizer is AdamW", "adam|adamw"},
+    {"trinity.optim", "optimizer_type", MT_KEY_OPTION, "optimizer", OPTIMIZERS},
     {"trinity.optim", "*", MT_KEY_SECTION, "verl.optim"},
     {"trinity.algorithm", "policy_loss_fn", MT_KEY_FIXED, "algorithm_type chooses the loss, ppo", "ppo"},
     {"trinity.algorithm", "advantage_fn", MT_KEY_REFUSED, "algorithm_type chooses it"},

@@ -26,11 +26,13 @@ typedef enum mt_role_key_kind {
     MT_KEY_ENABLED,     // as it is, if the section's `enable` is true
     MT_KEY_JSON,        // a section that is the option's text, in JSON
     MT_KEY_BETAS,       // two numbers: --adam-beta1 and --adam-beta2
-    MT_KEY_WARMUP,      // steps; as a share of all steps, below 1, --lr-warmup-fraction
+    MT_KEY_STEPS,       // steps; as a share of all steps, below 1, the option of mt_share_option
+    MT_KEY_DATA_SEED,   // must be the file's `seed`, if there is one
     MT_KEY_ADDITIONAL,  // MT_KEY_SECTION, or the path of a JSON file with its keys
     MT_KEY_DOMAINS,     // shares of the domains of `rewards`, with their tags; one share is all
     MT_KEY_SHARES,      // shares of domains or files: refused unless there is one
     MT_KEY_DIST_PATH,   // a folder that is refused where it is named, unless use_dist_checkpointing is false
+    MT_KEY_GEN_BATCH,   // fixed: must be train_batch_size
     MT_KEY_GROUP_LIMIT, // fixed: a share of rewards that only groups with equal rewards of 0 or 1 pass
     MT_KEY_DEVICES,     // the devices of a role
     MT_KEY_STRATEGY     // the engine's section: that of `text` for Megatron, otherwise not used here

@@ -697,7 +697,38 @@ static int write_members(char *line, int length, int room, const int *members, i
     return length;
 }
 
-void mt_grid_print(const mt_grid *grid, const mt_options *options, int here, FILE *file) {
+/* A line if the ranks of a tensor group are on several hosts: their messages are the most of all. */
+static void print_crossing(const mt_grid_shape *shape, mt_group_kind kind, int world, const int *hosts, FILE *file) {
+    bool of_experts = kind == MT_GROUP_EXPERT_TENSOR;
+    int64_t size = of_experts ? shape->expert_tensor : shape->tensor;
+    int *members = mt_malloc(world * (int64_t)sizeof(int)), crossing = 0, groups = 0, fits = 1;
+    char text[60] = "", advice[200];
+    for (int rank = 0; rank < world; rank++) {
+        int here = 0, count = mt_grid_members(members, shape, kind, rank);
+        bool crosses = false;
+        for (int i = 0; i < count; i++) crosses |= hosts[members[i]] != hosts[rank];
+        for (int i = 0; i < world; i++) here += hosts[i] == hosts[rank];
+        fits = fits && here % size == 0;
+        groups += members[0] == rank;
+        if (!crosses || members[0] != rank) continue;
+        if (crossing++ == 0) write_members(text, 0, sizeof text, members, count);
+    }
+    free(members);
+    if (crossing == 0) return;
+    const char *name = of_experts ? "expert-tensor-parallel-size" : "tensor-model-parallel-size";
+    if (fits)
+        snprintf(advice, sizeof advice,
+                 "fill one host after another (mpirun --map-by slot, srun --distribution=block; launch.sh does)");
+    else
+        snprintf(advice, sizeof advice, "take a --%s that divides the ranks of each host", name);
+    fprintf(file,
+            "%d of %d %stensor groups of %lld ranks cross hosts, such as ranks %s: their messages, the most of all, go "
+            "over "
+            "the network; %s\n",
+            crossing, groups, of_experts ? "expert-" : "", (long long)size, text, advice);
+}
+
+void mt_grid_print(const mt_grid *grid, const mt_options *options, const int *hosts, FILE *file) {
     enum { WIDTH = 68 };
     int world = grid->world.size, *members = mt_malloc(world * (int64_t)sizeof(int));
     mt_grid_shape shape = mt_grid_shape_of(options, world);
@@ -721,11 +752,8 @@ void mt_grid_print(const mt_grid *grid, const mt_options *options, int here, FIL
         bool is_absent = strncmp(name, "expert", 6) == 0 && options->num_experts == 0;
         if (groups > 0 && !is_absent) fprintf(file, "%-16s %5d %6d  %s\n", name, size, groups, line);
     }
-    if (shape.tensor > 1 && here > 0 && here < world && here % shape.tensor != 0)
-        fprintf(file,
-                "tensor groups of %lld ranks cross hosts of %d: their messages, the most of all, go over the network; "
-                "take a --tensor-model-parallel-size that divides %d\n",
-                (long long)shape.tensor, here, here);
+    if (hosts) print_crossing(&shape, MT_GROUP_TENSOR, world, hosts, file);
+    if (hosts && options->num_experts > 0) print_crossing(&shape, MT_GROUP_EXPERT_TENSOR, world, hosts, file);
     free(members);
 }
 

@@ -99,8 +99,9 @@ void mt_report_role(const mt_model_role *role, FILE *file);
 /* The first line of `infer`: the model, its folder, device and ranks, and the longest text. */
 void mt_report_inference(const mt_model *model, const mt_run_options *options, int64_t context, FILE *file);
 
-/* Prints one line per kind of group, and one if tensor groups cross hosts of `here` ranks (0: unknown). */
-void mt_grid_print(const mt_grid *grid, const mt_options *options, int here, FILE *file);
+/* Prints one line per kind of group, and one for tensor groups, of attention and MLPs or of experts, that cross hosts.
+ * hosts [world size]: the host of each rank, as of mt_grid_hosts; NULL: unknown. */
+void mt_grid_print(const mt_grid *grid, const mt_options *options, const int *hosts, FILE *file);
 
 #ifdef __cplusplus
 }

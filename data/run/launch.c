@@ -96,13 +96,6 @@ void mt_launch_answer_environment(FILE *file) {
     if (!is_first) fputs("\n", file);
 }
 
-int mt_launch_ranks_here(void) {
-    static const char *const names[] = {"OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", "SLURM_NTASKS_PER_NODE"};
-    for (size_t i = 0; i < sizeof names / sizeof *names; i++)
-        if (getenv(names[i])) return mt_launch_variable(names[i], 0);
-    return 0;
-}
-
 int mt_launch_check(char **argv, mt_error *error) {
     if (mt_launch_check_threads(error) != 0) return -1;
 

@@ -16,9 +16,6 @@ void mt_launch_threads(char **argv);
  * know one another, or if OMP_NUM_THREADS is out of all proportion. `argv` is main's. */
 int mt_launch_check(char **argv, mt_error *error);
 
-/* Ranks of this host, as the launcher says; 0: it does not. */
-int mt_launch_ranks_here(void);
-
 /* Prints one line with the answer to each variable NVTE_* of Transformer Engine that is set. */
 void mt_launch_answer_environment(FILE *file);
 

@@ -378,10 +378,9 @@ static void print_plan(mt_run *r) {
 
 /* ---- the whole */
 
-/* Rank 0 prints what the run will do: a paragraph, the options that were given, and the grid. */
-static void print_opening(const mt_run *r) {
+/* The opening: a paragraph, the options that were given, and the grid. */
+static void print_opening_lines(const mt_run *r, const int *hosts) {
     const mt_run_options *o = &r->options;
-    if (r->grid.world.rank != 0) return;
     mt_report_opening(o, &r->begin, r->ops, &r->grid, r->data ? mt_data_split(r->data, MT_SPLIT_TRAIN) : NULL, stdout);
     mt_launch_print_grace(o, stdout);
     mt_options_print(o, MT_PROGRAM_TRAIN, stdout);
@@ -393,7 +392,15 @@ static void print_opening(const mt_run *r) {
     int64_t consumed = r->begin.consumed_train_samples, left = o->stack.num_iterations - r->begin.iteration;
     if (r->data && left > 0)
         mt_loader_print(r->loaders[MT_SPLIT_TRAIN], consumed, mt_global_batch_size(o, consumed), stdout);
-    if (r->grid.world.size > 1) mt_grid_print(&r->grid, &o->stack, mt_launch_ranks_here(), stdout);
+    if (r->grid.world.size > 1) mt_grid_print(&r->grid, &o->stack, hosts, stdout);
+}
+
+/* Rank 0 prints the opening. */
+static void print_opening(const mt_run *r) {
+    int *hosts = mt_malloc(r->grid.world.size * (int64_t)sizeof(int));
+    mt_grid_hosts(&r->grid.world, hosts);
+    if (r->grid.world.rank == 0) print_opening_lines(r, hosts);
+    free(hosts);
 }
 
 /* Closes everything that is open in all runs, printing ones too. */
