@@ -72,14 +72,16 @@ static fixture open_family(const char *family, int64_t micro_batch_size, int64_t
                       : strcmp(family, "gpt_oss") == 0 || strcmp(family, "granitemoehybrid") == 0
                           ? "--moe-aux-loss-coeff 0" // their references have none
                           : "";
+    // With four heads in the indexer many scores are exactly 0.
+    const char *ties = has_indexer(family) ? "--dsa-indexer-ties torch" : "";
     // Some families have no modules of multi-token prediction, so that --load of a folder of theirs refuses them.
     bool adds = strstr(more_options, "--mtp-num-layers");
     snprintf(line, sizeof line,
              "train %s %s%s --tokens-file %s/tokens.i32 --seq-length 32 --micro-batch-size %d --global-batch-size 4 "
              "--train-iters 10 --lr 1e-3 --min-lr 1e-3 --lr-decay-style constant --lr-warmup-iters 0 --adam-beta1 0.9 "
-             "--adam-beta2 0.95 --adam-eps 1e-8 --weight-decay 0.1 --clip-grad 1.0 --device cpu%s %s %s",
+             "--adam-beta2 0.95 --adam-eps 1e-8 --weight-decay 0.1 --clip-grad 1.0 --device cpu%s %s %s %s",
              adds ? "--hf-config" : "--load", f.folder, adds ? "/config.json" : "", f.folder, (int)micro_batch_size,
-             bf16 ? " --bf16" : "", own, more_options);
+             bf16 ? " --bf16" : "", own, ties, more_options);
     for (char *word = strtok(line, " "); word; word = strtok(NULL, " ")) arguments[count++] = word;
     if (mt_options_parse(&f.options, MT_PROGRAM_TRAIN, count, arguments, &error) != 0) fail_msg("%s", error.text);
     if (mt_options_finish(&f.options, MT_PROGRAM_TRAIN, world_size, &error) != 0) fail_msg("%s", error.text);

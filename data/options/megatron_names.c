@@ -342,10 +342,10 @@ static const struct {
      "optimizer-cuda-graph"},
     {MT_NAME_UNSUPPORTED, "a fused kernel of squared ReLU with weights", "use-fused-weighted-squared-relu"},
     {MT_NAME_UNSUPPORTED, "attention other than multi-head, grouped and multi-head latent attention",
-     "apply-query-key-layer-scaling dsa-indexer-head-dim dsa-indexer-k-norm-epsilon "
-     "dsa-indexer-k-norm-fp32 dsa-indexer-loss-coeff dsa-indexer-n-heads dsa-indexer-rope-interleaved "
-     "dsa-indexer-rotate-activation dsa-indexer-scoring-relu dsa-indexer-skip-topk-offset dsa-indexer-topk "
-     "dsa-indexer-topk-freq dsa-indexer-use-sparse-loss dsa-kernel-backend "
+     "apply-query-key-layer-scaling "
+     "dsa-indexer-k-norm-fp32 "
+     "dsa-indexer-rotate-activation dsa-indexer-scoring-relu "
+     "dsa-kernel-backend "
      "gdp-cutedsl-kernel gdp-num-chunk-states-to-recompute gdp-num-householder "
      "log-max-attention-logit mrope-section qk-clip qk-clip-alpha qk-clip-threshold qk-l2-norm "
      "relative-attention-max-distance relative-attention-num-buckets"},
