@@ -138,7 +138,8 @@ const mt_option mt_option_table[] = {
      "none", "none|gated_delta_net|gdn|short_conv|mamba2|kda|dsa",
      "mixer in place of attention in the layers of --linear-attention-freq; gated_delta_net (gdn): linear attention as "
      "in Qwen3-Next and Qwen3.5; short_conv: a gated short convolution as in LFM2; mamba2: as in Granite 4; kda: Kimi "
-     "delta attention as in Kimi Linear. dsa, in all layers: sparse latent attention as in DeepSeek-V3.2 and GLM-5"},
+     "delta attention as in Kimi Linear. dsa, in all layers: sparse latent attention as in DeepSeek-V3.2 and GLM-5",
+     .excludes = "dsa: window-size, dsa: softmax-type"},
     {"linear-attention-freq", MT_STRING, MT_AT(linear_attention_freq), MT_TRAIN, MT_OF_WEIGHTS, NULL,
      "N or '([1]*3+[0]*1)*2'",
      "layers of --experimental-attention-variant: all but every N-th, or a 1 (variant) or 0 (attention) for each layer",
