@@ -17625,6 +17625,17 @@ static void mt_indexer_backward(mt_model *m, const mt_pass *p, const mt_layer *w
     mt_linear_backward_weight(mt_linears(p), &w->indexer_weights, &(mt_linear_io){.x = x, .dy = s->dindexer_weights});
 }
 
+/* Without its loss the indexer has gradients of 0, which no product writes. */
+static void mt_indexer_zero_gradients(const mt_model *m, const mt_pass *p, const mt_layer *w) {
+    const mt_linear *linears[] = {&w->indexer_q, &w->indexer_k, &w->indexer_weights};
+    for (int i = 0; i < 3; i++) {
+        const mt_weight *weight = &linears[i]->weight;
+        if (!weight->dw || (weight->has_gradient && *weight->has_gradient)) continue;
+        m->ops->memory_zero(weight->dw, linears[i]->N * linears[i]->K * 4, p->stream);
+        if (weight->has_gradient) *weight->has_gradient = true;
+    }
+}
+
 static mt_deferred mt_sparse_backward(mt_model *m, const mt_pass *p, mt_layer *w, mt_activations *a,
                                       const mt_block_gradients *block) {
     void *dattended = m->scratch.dattended, *dq = m->scratch.dqkv;
@@ -17634,7 +17645,12 @@ static mt_deferred mt_sparse_backward(mt_model *m, const mt_pass *p, mt_layer *w
     mt_deferred out = mt_attention_out_backward(p, w, a, offsetof(mt_activations, attended), block->dout, dattended);
     call.attention.dq = d.q, call.attention.dk = d.k, call.attention.dv = d.v, call.attention.dout = dattended;
     m->ops->sparse_attention_backward(&call, m->dtype, p->stream);
-    if (!w->kind.shares_indices && mt_indexer_trains(m, w)) mt_indexer_backward(m, p, w, a, block->x);
+    if (!w->kind.shares_indices) {
+        if (mt_indexer_trains(m, w))
+            mt_indexer_backward(m, p, w, a, block->x);
+        else
+            mt_indexer_zero_gradients(m, p, w);
+    }
     mt_latent_qkv_backward(m, p, w, a, d, block);
     return out;
 }

@@ -224,7 +224,7 @@ static const struct {
                        1},
     [SPARSE] = {SPARSE_LIKE, 1},
     [SPARSE_SHARED] = {SPARSE_LIKE ROUTED_LIKE " --dsa-indexer-topk-freq 2 --dsa-indexer-rope-interleaved"
-                                               " --dsa-indexer-use-sparse-loss --mtp-num-layers 1",
+                                               " --dsa-indexer-use-sparse-loss",
                        1},
     [SPARSE_PACKED] = {SPARSE_LIKE, 2},
 };
@@ -1255,10 +1255,11 @@ static const layout of_latent_attention[] = {
 static const layout of_sparse_attention[] = {
     {2, SPARSE, TP "2"},
     {2, SPARSE, TP "2" SP},
-    {2, SPARSE_SHARED, TP "2" SP MICRO "2"},
+    {2, SPARSE, TP "2" SP MICRO "2"},
+    {2, SPARSE_SHARED, TP "2" SP},
     {2, SPARSE_SHARED, PP "2" ZB},
     {2, SPARSE, PP "2" VP "2"},
-    {2, SPARSE_SHARED, EP "2"},
+    {2, SPARSE_SHARED, EP "2" MODULES "1"},
     {2, SPARSE_PACKED, SHARD "optim_grads_params" PREFETCH},
     {2, SPARSE, SHARD "optim" OVERLAP},
     {4, SPARSE, TP "4"},
