@@ -101,6 +101,7 @@ typedef enum subject {
     SPARSE,        // attention over keys that an indexer selects, and its loss over all keys
     SPARSE_SHARED, // indexers in every second layer, with RoPE on neighbouring channels; their loss over selected keys
     SPARSE_PACKED,
+    SPARSE_MTP,
     NUM_SUBJECTS
 } subject;
 
@@ -227,6 +228,7 @@ static const struct {
                                                " --dsa-indexer-use-sparse-loss",
                        1},
     [SPARSE_PACKED] = {SPARSE_LIKE, 2},
+    [SPARSE_MTP] = {SPARSE_LIKE " --mtp-num-layers 1 --dsa-indexer-topk-freq 4", 1},
 };
 
 /* One row of a table. */
@@ -1259,7 +1261,8 @@ static const layout of_sparse_attention[] = {
     {2, SPARSE_SHARED, TP "2" SP},
     {2, SPARSE_SHARED, PP "2" ZB},
     {2, SPARSE, PP "2" VP "2"},
-    {2, SPARSE_SHARED, EP "2" MODULES "1"},
+    {2, SPARSE_SHARED, EP "2"},
+    {2, SPARSE_MTP, TP "2" SP},
     {2, SPARSE_PACKED, SHARD "optim_grads_params" PREFETCH},
     {2, SPARSE, SHARD "optim" OVERLAP},
     {4, SPARSE, TP "4"},
