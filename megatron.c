@@ -6614,7 +6614,7 @@ typedef struct mt_layer_scratch {
     void *dlatent_norm; // [R, q_lora_rank or kv_lora_rank] gradient of a latent norm's output
     /* sparse attention */
     void *indexer_keys;     // [T, D] of the indexer, of all tensor-parallel ranks
-    int32_t *selected;      // [T, topk] the last layer's, for those that share it
+    int32_t *selected;      // [T, topk] the last layer's, for layers that share it
     float *shares, *slopes; // [MT_INDEXER_ROWS, width] of a block of queries: see mt_indexer_args
     float *dindexer_keys;   // [T, D]
     float *dindexer_own;    // [R, D], with sequence parallelism
@@ -16957,12 +16957,11 @@ static mt_deferred mt_mamba_backward(mt_model *m, const mt_pass *p, mt_layer *w,
  * of keys has no gradient, so the indexer has a loss of its own: the Kullback-Leibler divergence of attention's
  * probabilities, their mean over the heads, from the softmax of the scores. This loss reads the layer's input and the
  * latent of queries but sends them no gradient, and the loss of the model sends none to the indexer. Invariants: of
- * equal scores the earlier keys are selected, so that a choice depends on nothing but the scores that the query sees
- * (unless
- * --dsa-indexer-ties torch); a query that sees at most k keys attends to all. */
+ * equal scores the earlier keys are selected, so that a choice depends on nothing but the scores that the query sees,
+ * unless --dsa-indexer-ties is torch; a query that sees at most k keys attends to all. */
 
 /* ==== §19a its kernels ============================================================================================ */
-/* A query is a task. Its keys, all that it sees or those that are listed, are gathered in blocks, wherever their pages
+/* A query is a task. Its keys, all that it sees or a list of them, are gathered in blocks, wherever their pages
  * are, so that a query's numbers depend neither on pages nor on the other queries of the call. With scores
  * I_j = scale sum_h w_h max(q_h.k_j, 0), target p and softmax s of I, over the same keys, the loss of a query is
  *

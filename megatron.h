@@ -554,7 +554,7 @@ typedef enum mt_attention_variant {
 /* Of keys with equal scores, which the indexer of sparse attention selects (--dsa-indexer-ties). */
 typedef enum mt_indexer_ties {
     MT_TIES_FIRST, // the earlier ones
-    MT_TIES_TORCH  // those that torch.topk selects on a CPU: see mt_select_as_torch
+    MT_TIES_TORCH  // as torch.topk on a CPU: see mt_select_as_torch
 } mt_indexer_ties;
 
 /* The options that the stack reads: the model's shape, training, the grid, memory. They have their Megatron names, with
@@ -1553,7 +1553,7 @@ typedef struct mt_gate_args {
  *
  *   I[t, j] = scale sum_h weights[t, h] max(q[t, h] . k[j], 0)
  *
- * and the query attends to the keys of the topk greatest scores among those that it sees; of equal scores, `ties` says
+ * and the query attends to the keys of the topk greatest scores that it sees; of equal scores, `ties` says
  * to which. A query row is one of the spans' rows [first_row, first_row + rows): those of this rank. */
 typedef struct mt_indexer_args {
     const mt_spans *spans;

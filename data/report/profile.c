@@ -193,7 +193,7 @@ mt_work mt_work_attention(const mt_attention *a, int over_d, int over_dv) {
     return mt_work_product(pairs, a->num_heads, over_d * a->head_size + over_dv * a->value_size);
 }
 
-/* Pairs of a query row in [first, first + rows) and a key that it sees, of which a query has at most `most`. */
+/* Pairs of a query row in [first, first + rows) and a key that it sees, at most `most` for a query. */
 static int64_t mt_limited_pairs(const mt_spans *spans, int64_t first, int64_t rows, int64_t most) {
     int64_t pairs = 0;
     for (const mt_span *s = spans->host; s < spans->host + spans->count; s++)
