@@ -7,7 +7,7 @@
 ##                    on a GPU a larger one: MODEL=gpt2-124m DEVICE=cuda
 ## make test          run the quick tests (all but those of tests/slow_suites); SUITES="tokenizer options" runs some
 ## make test-all      run all tests;  make test-slow: the rest alone
-## make mini          build notes/mini.c, every parallelism in one file, as build/default/notes/mini
+## make mini          build notes/mini.c, every parallelism in one file, as build/default/notes/mini; and its steps
 ## make install       PREFIX=/usr/local DESTDIR=: install programs, headers, libraries, megatron.pc;  make uninstall
 ## make manual        man pages and bash completions of train and infer, from the table of options
 ## make trace         draw two steps of RANKS=4 ranks as OUT=build/trace.html; OPTIONS="..." of train or TRACE=FILE.json
@@ -78,7 +78,9 @@ FUZZ_PROGRAMS := $(FUZZERS:%.c=$(B)/%)
 FUZZ_LAYOUTS := $(B)/tests/fuzz_layouts
 EXAMPLE_PROGRAMS := $(patsubst %.c,$(B)/%,$(wildcard notes/examples/*.c))
 DRAW := $(if $(wildcard notes/draw.c),$(B)/notes/draw)
-MINI = $(if $(HAVE_MPI),$(B)/notes/mini)
+MPICC ?= mpicc
+MINI_PROGRAMS := $(patsubst %.c,$(B)/%,notes/mini.c $(wildcard notes/steps/*.c))
+MINI = $(if $(HAVE_MPI),$(if $(shell command -v $(MPICC)),$(B)/notes/mini))
 CRASH_SHIM := $(if $(wildcard tests/crash_shim.c),$(B)/tests/crash_shim.so)
 OBJECTS := $(LIBRARY:%.c=$(B)/%.o) $(if $(SANITIZE)$(FUZZER),$(B)/tests/never_unload.o)
 
@@ -91,7 +93,7 @@ CHECKS := $(if $(FUZZER),-fsanitize=fuzzer-no-link) \
 # Floating point: no errno, no traps, and a*b+c may be one instruction. No -ffast-math, which reorders sums.
 MATHS := -fno-math-errno -fno-trapping-math -ffp-contract=fast -fopenmp-simd
 
-.PHONY: test-all test-slow mini
+.PHONY: test-all test-slow mini has-mpicc
 .PHONY: all help everything library manual install uninstall test bench bench-gpu bench-experts bench-checkpoint fuzz
 .PHONY: calibrate bench-fp8
 .PHONY: fuzz-programs fuzz-layouts plot trace pictures notes puzzle demo demo-rl deps deps-dev probe lint sizes format \
@@ -110,7 +112,7 @@ else
 
 # ---- What the machine has (data/scripts/probe.sh), unless nothing is compiled ----------------------------------------
 
-COMPILES := $(filter-out help notes puzzle clean deps deps-dev lint sizes format format-check plot probe fuzz \
+COMPILES := $(filter-out help notes puzzle mini clean deps deps-dev lint sizes format format-check plot probe fuzz \
 	test-all test-slow uninstall,$(or $(MAKECMDGOALS),all))
 ifneq ($(COMPILES),)
 include $(B)/config.mk
@@ -173,8 +175,8 @@ progress = $(if $(V),:,$(eval BUILT += x)echo "[$(words $(BUILT))$(TOTAL:%=/%)] 
 # ---- Programs --------------------------------------------------------------------------------------------------------
 
 all: $(OBJECTS) $(PROGRAMS)
-everything: all $(TEST_PROGRAMS) $(CRASH_SHIM) $(BENCH_PROGRAMS) $(EXAMPLE_PROGRAMS) $(CUDA_EXAMPLES) $(MINI) $(DRAW) \
-	$(FUZZ_LAYOUTS) $(FUZZERS:%.c=$(B)/%.o)
+everything: all $(TEST_PROGRAMS) $(CRASH_SHIM) $(BENCH_PROGRAMS) $(EXAMPLE_PROGRAMS) $(CUDA_EXAMPLES) \
+	$(if $(MINI),$(MINI_PROGRAMS)) $(DRAW) $(FUZZ_LAYOUTS) $(FUZZERS:%.c=$(B)/%.o)
 
 define link_program
 @mkdir -p $(@D); $(call progress,LD $@)
@@ -195,8 +197,14 @@ $(BENCH_PROGRAMS) $(EXAMPLE_PROGRAMS) $(DRAW) $(FUZZ_LAYOUTS): %: %.o $(OBJECTS)
 	$(call link_program)
 $(CUDA_EXAMPLES): %: %.cu.o $(OBJECTS) $(B)/flags
 	$(call link_program)
-$(MINI): %: %.o $(B)/flags
-	$(call link_program)
+# These need mpicc, and nothing that data/scripts/probe.sh finds.
+$(filter-out %/8,$(MINI_PROGRAMS)): $(B)/%: %.c | has-mpicc
+	@mkdir -p $(@D); $(call progress,MPICC $<)
+	$(Q)OMPI_CC='$(CC)' MPICH_CC='$(CC)' $(MPICC) -std=c11 -O1 $(WARNINGS) $(CHECKS) -o $@ $< -lm
+$(B)/notes/steps/8: $(B)/notes/mini
+	@mkdir -p $(@D); ln -sf ../mini $@
+has-mpicc:
+	@command -v $(MPICC) >/dev/null || { echo "make mini needs $(MPICC): make deps installs MPI" >&2; exit 1; }
 $(FUZZ_PROGRAMS): %: %.o $(OBJECTS) $(B)/flags
 	$(call link_program,-fsanitize=fuzzer)
 
@@ -304,7 +312,7 @@ TEST_JOBS ?= $(if $(GPU_ARCH),1,2)
 # Further programs that a suite runs.
 NEEDED_BY_crash = $(CRASH_SHIM)
 NEEDED_BY_examples = $(EXAMPLE_PROGRAMS) $(CUDA_EXAMPLES)
-NEEDED_BY_notes = $(EXAMPLE_PROGRAMS) $(CUDA_EXAMPLES) $(MINI)
+NEEDED_BY_notes = $(EXAMPLE_PROGRAMS) $(CUDA_EXAMPLES) $(if $(MINI),$(MINI_PROGRAMS))
 NEEDED_BY_mini = $(MINI)
 NEEDED_BY_puzzles = $(MINI)
 NEEDED_BY_bench_gpu = $(B)/tests/bench_cuda_attention
@@ -322,8 +330,7 @@ test-all:
 test-slow:
 	+@$(MAKE) --no-print-directory test SUITES='$(SLOW_SUITES)'
 
-mini: $(MINI)
-	@$(if $(MINI),:,echo "make mini needs MPI: make deps installs it" >&2; exit 1)
+mini: $(MINI_PROGRAMS)
 
 bench: all $(BENCH_PROGRAMS)
 	@for program in $(filter-out %/bench_checkpoint %/bench_calibrate,$(BENCH_PROGRAMS)); do $$program || exit 1; done
@@ -367,7 +374,7 @@ puzzle:
 	@echo "built $(PUZZLE): where does it differ from notes/mini.c?"
 
 notes:
-	@for page in notes/*.md README.md; do \
+	@for page in notes/*.md notes/steps/*.md README.md; do \
 		awk -f notes/weave.awk $$page >$$page.new && mv $$page.new $$page || { rm -f $$page.new; exit 1; }; done
 
 # Ranks of the demos: a layout of four, two or one, as many as there are cores.
@@ -404,8 +411,8 @@ fuzz-layouts: all $(FUZZ_LAYOUTS)
 
 # ---- Lint, format, help ----------------------------------------------------------------------------------------------
 
-FORMATTED = $(wildcard *.c *.h data/*/*.c data/*/*.h tests/*.c tests/*.h notes/*.c notes/examples/*.c* cuda/*.cu \
-	cuda/*.cuh cuda/*.h)
+FORMATTED = $(wildcard *.c *.h data/*/*.c data/*/*.h tests/*.c tests/*.h notes/*.c notes/steps/[1-7].c \
+	notes/examples/*.c* cuda/*.cu cuda/*.cuh cuda/*.h)
 CLANG_FORMAT ?= clang-format
 
 lint:

@@ -975,7 +975,7 @@ static void mt_matmul_library(float *c, int64_t stride, mt_matrix a, mt_matrix b
 /* A library's product is in tiles that depend on the shape only, each computed by one thread. The library itself would
  * tile by the number of threads, and the edges of its tiles round differently. Below 2^18 products OpenBLAS uses one
  * thread anyway. */
-static void mt_matmul_large(float *c, int64_t stride, mt_matrix a, mt_matrix b, int64_t M, int64_t N, int64_t K,
+static void mt_matmul_tiles(float *c, int64_t stride, mt_matrix a, mt_matrix b, int64_t M, int64_t N, int64_t K,
                             bool accumulate) {
     int64_t rows = M, columns = N;
     bool is_small = M * N * K <= 1 << 18;
@@ -997,7 +997,7 @@ static void mt_matmul_large(float *c, int64_t stride, mt_matrix a, mt_matrix b, 
 static void mt_matmul_prepare(void) {
 }
 
-static void mt_matmul_large(float *c, int64_t stride, mt_matrix a, mt_matrix b, int64_t M, int64_t N, int64_t K,
+static void mt_matmul_tiles(float *c, int64_t stride, mt_matrix a, mt_matrix b, int64_t M, int64_t N, int64_t K,
                             bool accumulate) {
     mt_matmul_plain(c, stride, a, b, M, N, K, accumulate);
 }
@@ -1048,8 +1048,8 @@ static inline void mt_dot_four(float sums[4], const float *x, const void *const 
 }
 
 /* The product for a few rows. It reads b once; a gemm would pack b first. */
-static void mt_matmul_small(float *c, int64_t stride, mt_matrix a, mt_matrix b, int64_t M, int64_t N, int64_t K,
-                            bool accumulate) {
+static void mt_matmul_few_rows(float *c, int64_t stride, mt_matrix a, mt_matrix b, int64_t M, int64_t N, int64_t K,
+                               bool accumulate) {
     for (int64_t m = 0; m < M && !accumulate; m++) memset(c + m * stride, 0, (size_t)N * sizeof *c);
     for (int64_t n = 0; n < N && b.transposed; n += 4) {
         const void *rows[4];
@@ -1073,9 +1073,9 @@ static void mt_matmul_small(float *c, int64_t stride, mt_matrix a, mt_matrix b, 
 static void mt_matmul(float *c, int64_t stride, mt_matrix a, mt_matrix b, int64_t M, int64_t N, int64_t K,
                       bool accumulate) {
     if (M <= 4 && !a.transposed)
-        mt_matmul_small(c, stride, a, b, M, N, K, accumulate);
+        mt_matmul_few_rows(c, stride, a, b, M, N, K, accumulate);
     else
-        mt_matmul_large(c, stride, a, b, M, N, K, accumulate);
+        mt_matmul_tiles(c, stride, a, b, M, N, K, accumulate);
 }
 
 /* A block of x as floats: in place for fp32, converted into scratch for bf16. */
@@ -3206,6 +3206,7 @@ static void mt_expert_product_forward(const mt_grouped_args *a, mt_dtype dtype) 
 static void mt_cpu_grouped_linear_forward(const mt_grouped_args *a, mt_dtype dtype, mt_stream *stream) {
     mt_grouped_product(a, dtype, mt_expert_product_forward);
 }
+
 static void mt_cpu_grouped_linear_backward_input(const mt_grouped_args *a, mt_dtype dtype, mt_stream *stream) {
     mt_grouped_product(a, dtype, mt_linear_product_backward_input);
 }
@@ -5600,7 +5601,8 @@ typedef struct mt_layer {
     mt_linear router;     // C -> E
     mt_weight router_bias;
     mt_linear shared_gate;             // C -> 1
-    mt_linear expert_fc1, expert_down; // of the experts here: C -> 2F, F -> C
+    mt_linear expert_fc1, expert_down; // of the experts here: C -> 2F, F -> C; latent ones have L in place of C
+    mt_linear experts_in, experts_out; // of latent experts: C -> L, L -> C
     mt_norm mtp_embedding_norm, mtp_hidden_norm, mtp_final_norm;
     mt_linear mtp_projection; // 2C -> C
 } mt_layer;
@@ -5645,6 +5647,15 @@ static bool mt_shares_indices(const mt_options *o, int64_t layer) {
            after % mt_max(o->dsa_indexer_topk_freq, 1) != 0;
 }
 
+/* The mixer of the layers in linear_layers. */
+static const mt_mixer_kind mt_variant_mixers[] = {
+    [MT_VARIANT_GATED_DELTA_NET] = MT_MIXER_GATED_DELTA_NET,
+    [MT_VARIANT_GDN] = MT_MIXER_GATED_DELTA_NET,
+    [MT_VARIANT_SHORT_CONV] = MT_MIXER_SHORT_CONV,
+    [MT_VARIANT_MAMBA2] = MT_MIXER_MAMBA2,
+    [MT_VARIANT_KDA] = MT_MIXER_KDA,
+};
+
 mt_layer_kind mt_layer_kind_of(const mt_options *o, int64_t layer) {
     int64_t letter = mt_min(layer, o->num_layers - 1);
     char half = o->hybrid_layers ? o->hybrid_layers[letter] : 0;
@@ -5654,11 +5665,7 @@ mt_layer_kind mt_layer_kind_of(const mt_options *o, int64_t layer) {
         o->position_embedding_type == MT_POSITION_ROPE && (!o->rope_layers || o->rope_layers[letter] == '1');
     bool is_linear = o->linear_layers && layer < o->num_layers && o->linear_layers[layer] == '1'; // modules attend
     mt_layer_kind kind = {.mixer = o->multi_latent_attention ? MT_MIXER_LATENT_ATTENTION : MT_MIXER_ATTENTION};
-    bool is_conv = o->experimental_attention_variant == MT_VARIANT_SHORT_CONV;
-    bool is_mamba = o->experimental_attention_variant == MT_VARIANT_MAMBA2;
-    bool is_kda = o->experimental_attention_variant == MT_VARIANT_KDA;
-    if (is_linear) kind.mixer = is_mamba ? MT_MIXER_MAMBA2 : is_conv ? MT_MIXER_SHORT_CONV : MT_MIXER_GATED_DELTA_NET;
-    if (is_linear && is_kda) kind.mixer = MT_MIXER_KDA;
+    if (is_linear) kind.mixer = mt_variant_mixers[o->experimental_attention_variant];
     if (o->experimental_attention_variant == MT_VARIANT_DSA) kind.mixer = MT_MIXER_SPARSE_ATTENTION;
     kind.shares_indices = mt_shares_indices(o, layer);
     if (half && half != '*') kind.mixer = half == 'M' ? MT_MIXER_MAMBA2 : MT_MIXER_NONE;
@@ -5712,6 +5719,11 @@ int64_t mt_num_expert_layers(const mt_options *o) {
     return layers;
 }
 
+/* Channels of a row of the experts. */
+static int64_t mt_expert_channels(const mt_options *o) {
+    return o->moe_latent_size > 0 ? o->moe_latent_size : o->hidden_size;
+}
+
 /* Rows and columns: name, size in the whole model, and the options that decide on it (for messages). */
 #define MT_DIMENSIONS(X)                                                                                               \
     X(ONE, 1, NULL)                                                                                                    \
@@ -5737,6 +5749,7 @@ int64_t mt_num_expert_layers(const mt_options *o) {
     X(SHARED_F, o->moe_shared_expert_intermediate_size, "--moe-shared-expert-intermediate-size")                       \
     X(EXPERT_F, o->moe_ffn_hidden_size, "--moe-ffn-hidden-size")                                                       \
     X(E, o->num_experts, "--num-experts")                                                                              \
+    X(EXPERT_C, mt_expert_channels(o), "--moe-latent-size and --hidden-size")                                          \
     X(KEYS, o->linear_num_key_heads * o->linear_key_head_dim, "--linear-num-key-heads and --linear-key-head-dim")      \
     X(VALUES, o->linear_num_value_heads * o->linear_value_head_dim,                                                    \
       "--linear-num-value-heads and --linear-value-head-dim")                                                          \
@@ -5797,6 +5810,7 @@ static int64_t mt_dimension_size(const mt_options *o, int64_t layer, mt_dimensio
     X(ROW_OF_BIAS, o->hf_family == MT_HF_ERNIE4_5_MOE, NULL) /* that bias is [1, E] */                                 \
     X(ROUTER_LINEAR_BIAS, has_experts && o->moe_router_linear_bias, "--moe-router-linear-bias")                        \
     X(EXPERTS, has_experts, "--num-experts")                                                                           \
+    X(LATENT_EXPERTS, has_experts && o->moe_latent_size > 0, "--moe-latent-size")                                      \
     X(SHARED, has_experts && o->moe_shared_expert_intermediate_size > 0, "--moe-shared-expert-intermediate-size")      \
     X(SHARED_GATE, has_experts && o->moe_shared_expert_gate, "--moe-shared-expert-gate")                               \
     X(GATED, mt_options_gated(o), "--swiglu")                                                                          \
@@ -5852,13 +5866,14 @@ typedef enum mt_cut { MT_CUT_NONE, MT_CUT_ROWS, MT_CUT_COLS, MT_CUT_KV_HEADS, MT
 
 /* Kinds of parameters. */
 typedef enum mt_param_kind {
-    MT_EMBEDDING,   // rows of the vocabulary
-    MT_COLUMN,      // column-parallel linear: a share of the outputs
-    MT_COLUMN_KV,   // the same for key and value heads
-    MT_COLUMN_KEYS, // the same for key heads of linear attention
-    MT_ROW,         // row-parallel linear: a share of the inputs
-    MT_REPLICATED,  // whole on every rank
-    MT_ROUTING,     // the same in fp32
+    MT_EMBEDDING,         // rows of the vocabulary
+    MT_COLUMN,            // column-parallel linear: a share of the outputs
+    MT_COLUMN_KV,         // the same for key and value heads
+    MT_COLUMN_KEYS,       // the same for key heads of linear attention
+    MT_ROW,               // row-parallel linear: a share of the inputs
+    MT_REPLICATED,        // whole on every rank
+    MT_REPLICATED_OUTPUT, // the same of a product that is added to the residual stream
+    MT_ROUTING,           // the same in fp32
     MT_COLUMN_BIAS,
     MT_COLUMN_KV_BIAS,
     MT_ROW_BIAS,
@@ -5890,6 +5905,7 @@ static const struct {
     [MT_COLUMN_KEYS] = {MT_CUT_KEY_HEADS, MT_INIT_NORMAL, MT_GRADIENT_KEY_REPLICA, MT_LINEAR_COLUMN},
     [MT_ROW] = {MT_CUT_COLS, MT_INIT_OUTPUT, MT_GRADIENT_WHOLE, MT_LINEAR_ROW},
     [MT_REPLICATED] = {MT_CUT_NONE, MT_INIT_NORMAL, MT_GRADIENT_ROWS, MT_LINEAR_REPLICATED},
+    [MT_REPLICATED_OUTPUT] = {MT_CUT_NONE, MT_INIT_OUTPUT, MT_GRADIENT_ROWS, MT_LINEAR_REPLICATED},
     [MT_ROUTING] = {MT_CUT_NONE, MT_INIT_NORMAL, MT_GRADIENT_ROWS, MT_LINEAR_ROUTER},
     [MT_COLUMN_BIAS] = {MT_CUT_ROWS, MT_INIT_ZEROS, MT_GRADIENT_WHOLE, 0},
     [MT_COLUMN_KV_BIAS] = {MT_CUT_KV_HEADS, MT_INIT_ZEROS, MT_GRADIENT_REPLICA, 0},
@@ -5940,11 +5956,11 @@ typedef struct mt_role_row {
     MT_ANY_ROLE(mt_outer, role, unit, kind, rows, cols, field, when, unless, false, __VA_ARGS__)
 
 static const mt_role_row mt_role_rows[] = {
-    MT_OUTSIDE(WORD_EMBEDDING, WORDS, EMBEDDING, VOCAB, C, word_embedding, 0, 0, "model.embed_tokens.weight",
-               "transformer.wte.weight", NULL, NULL,
-               "embed_tokens.weight", [MT_NAMES_NEMOTRON_H] = "backbone.embeddings.weight"),
+    MT_OUTSIDE(WORD_EMBEDDING, WORDS, EMBEDDING, VOCAB, C, word_embedding, 0, 0,
+               "model.embed_tokens.weight", [MT_NAMES_GPT2] = "transformer.wte.weight",
+               [MT_NAMES_REPEATED] = "embed_tokens.weight", [MT_NAMES_NEMOTRON_H] = "backbone.embeddings.weight"),
     MT_OUTSIDE(POSITION_EMBEDDING, POSITIONS, REPLICATED, POSITIONS, C, position_embedding, MT_HAS(LEARNED_POSITIONS),
-               0, "model.embed_positions.weight", "transformer.wpe.weight"),
+               0, "model.embed_positions.weight", [MT_NAMES_GPT2] = "transformer.wpe.weight"),
     /* attention; latent attention without a q latent has q_proj in place of q_b_proj */
     MT_ROLE(Q_A, LAYER, REPLICATED, Q_LORA, C, latent.weight, MT_HAS(Q_LATENT), 0, "self_attn.q_a_proj.weight"),
     MT_FUSED(KV_A, LAYER, REPLICATED, KV_LORA_ROPE, C, latent.weight, MT_HAS(LATENT), 0,
@@ -5960,29 +5976,29 @@ static const mt_role_row mt_role_rows[] = {
             "self_attn.indexer.weights_proj.weight"),
     MT_ROLE(ATTENTION_GATE, LAYER, COLUMN, HD, C, gate.weight, MT_HAS(OUTPUT_GATE), 0, "self_attn.q_proj.weight"),
     MT_ROLE(Q, LAYER, COLUMN, HD, C, qkv.weight, 0, MT_HAS(LATENT) | MT_HAS(NO_ATTENTION), "self_attn.q_proj.weight",
-            "attn.c_attn.weight", [MT_NAMES_NEMOTRON_H] = "mixer.q_proj.weight"),
+            [MT_NAMES_GPT2] = "attn.c_attn.weight", [MT_NAMES_NEMOTRON_H] = "mixer.q_proj.weight"),
     MT_FUSED(K, LAYER, COLUMN_KV, GD, C, qkv.weight, 0, MT_HAS(LATENT) | MT_HAS(NO_ATTENTION),
-             "self_attn.k_proj.weight", "attn.c_attn.weight", [MT_NAMES_NEMOTRON_H] = "mixer.k_proj.weight"),
+             "self_attn.k_proj.weight", [MT_NAMES_GPT2] = "attn.c_attn.weight",
+             [MT_NAMES_NEMOTRON_H] = "mixer.k_proj.weight"),
     MT_FUSED(V, LAYER, COLUMN_KV, GDV, C, qkv.weight, 0, MT_HAS(LATENT) | MT_HAS(NO_ATTENTION),
-             "self_attn.v_proj.weight", "attn.c_attn.weight", [MT_NAMES_NEMOTRON_H] = "mixer.v_proj.weight"),
-    MT_ROLE(O, LAYER, ROW, C, HDV, o.weight, 0, MT_HAS(NO_ATTENTION), "self_attn.o_proj.weight", "attn.c_proj.weight",
+             "self_attn.v_proj.weight", [MT_NAMES_GPT2] = "attn.c_attn.weight",
+             [MT_NAMES_NEMOTRON_H] = "mixer.v_proj.weight"),
+    MT_ROLE(O, LAYER, ROW, C, HDV, o.weight, 0, MT_HAS(NO_ATTENTION),
+            "self_attn.o_proj.weight", [MT_NAMES_GPT2] = "attn.c_proj.weight",
             [MT_NAMES_LFM2] = "self_attn.out_proj.weight", [MT_NAMES_NEMOTRON_H] = "mixer.o_proj.weight"),
     /* gated delta net */
     MT_ROLE(DELTA_Q, LAYER, COLUMN_KEYS, KEYS, C, delta_in.weight, MT_HAS(DELTA), 0,
             "linear_attn.in_proj_qkv.weight", [MT_NAMES_QWEN3_NEXT] = "linear_attn.in_proj_qkvz.weight"),
     MT_FUSED(DELTA_K, LAYER, COLUMN_KEYS, KEYS, C, delta_in.weight, MT_HAS(DELTA), 0,
              "linear_attn.in_proj_qkv.weight", [MT_NAMES_QWEN3_NEXT] = "linear_attn.in_proj_qkvz.weight"),
-    MT_FUSED(DELTA_V, LAYER, COLUMN, VALUES, C, delta_in.weight, MT_HAS(DELTA), 0, "linear_attn.in_proj_qkv.weight",
-
-             [MT_NAMES_QWEN3_NEXT] = "linear_attn.in_proj_qkvz.weight"),
+    MT_FUSED(DELTA_V, LAYER, COLUMN, VALUES, C, delta_in.weight, MT_HAS(DELTA), 0,
+             "linear_attn.in_proj_qkv.weight", [MT_NAMES_QWEN3_NEXT] = "linear_attn.in_proj_qkvz.weight"),
     MT_FUSED(DELTA_Z, LAYER, COLUMN, VALUES, C, delta_in.weight, MT_HAS(DELTA), 0,
              "linear_attn.in_proj_z.weight", [MT_NAMES_QWEN3_NEXT] = "linear_attn.in_proj_qkvz.weight"),
-    MT_FUSED(DELTA_B, LAYER, COLUMN, VALUE_HEADS, C, delta_in.weight, MT_HAS(DELTA), 0, "linear_attn.in_proj_b.weight",
-
-             [MT_NAMES_QWEN3_NEXT] = "linear_attn.in_proj_ba.weight"),
-    MT_FUSED(DELTA_A, LAYER, COLUMN, VALUE_HEADS, C, delta_in.weight, MT_HAS(DELTA), 0, "linear_attn.in_proj_a.weight",
-
-             [MT_NAMES_QWEN3_NEXT] = "linear_attn.in_proj_ba.weight"),
+    MT_FUSED(DELTA_B, LAYER, COLUMN, VALUE_HEADS, C, delta_in.weight, MT_HAS(DELTA), 0,
+             "linear_attn.in_proj_b.weight", [MT_NAMES_QWEN3_NEXT] = "linear_attn.in_proj_ba.weight"),
+    MT_FUSED(DELTA_A, LAYER, COLUMN, VALUE_HEADS, C, delta_in.weight, MT_HAS(DELTA), 0,
+             "linear_attn.in_proj_a.weight", [MT_NAMES_QWEN3_NEXT] = "linear_attn.in_proj_ba.weight"),
     MT_ROLE(O, LAYER, ROW, C, VALUES, o.weight, MT_HAS(DELTA), 0, "linear_attn.out_proj.weight"),
     /* Kimi delta attention */
     MT_ROLE(DELTA_Q, LAYER, COLUMN_KEYS, KEYS, C, delta_in.weight, MT_HAS(KDA), 0, "self_attn.q_proj.weight"),
@@ -6016,37 +6032,45 @@ static const mt_role_row mt_role_rows[] = {
     MT_ROLE(GATE, LAYER, COLUMN, F, C, fc1.weight, MT_HAS(GATED), MT_HAS(NO_MLP), "mlp.gate_proj.weight",
             [MT_NAMES_LFM2] = "feed_forward.w1.weight", [MT_NAMES_GRANITE] = "shared_mlp.input_linear.weight",
             [MT_NAMES_KIMI_LINEAR] = "block_sparse_moe.gate_proj.weight"),
-    MT_FUSED(UP, LAYER, COLUMN, F, C, fc1.weight, 0, MT_HAS(NO_MLP), "mlp.up_proj.weight",
-             "mlp.c_fc.weight", [MT_NAMES_LFM2] = "feed_forward.w3.weight",
+    MT_FUSED(UP, LAYER, COLUMN, F, C, fc1.weight, 0, MT_HAS(NO_MLP),
+             "mlp.up_proj.weight", [MT_NAMES_GPT2] = "mlp.c_fc.weight", [MT_NAMES_LFM2] = "feed_forward.w3.weight",
              [MT_NAMES_NEMOTRON_H] = "mixer.up_proj.weight", [MT_NAMES_GRANITE] = "shared_mlp.input_linear.weight",
              [MT_NAMES_KIMI_LINEAR] = "block_sparse_moe.up_proj.weight"),
-    MT_ROLE(DOWN, LAYER, ROW, C, F, down.weight, 0, MT_HAS(NO_MLP), "mlp.down_proj.weight",
-            "mlp.c_proj.weight", [MT_NAMES_LFM2] = "feed_forward.w2.weight",
+    MT_ROLE(DOWN, LAYER, ROW, C, F, down.weight, 0, MT_HAS(NO_MLP),
+            "mlp.down_proj.weight", [MT_NAMES_GPT2] = "mlp.c_proj.weight", [MT_NAMES_LFM2] = "feed_forward.w2.weight",
             [MT_NAMES_NEMOTRON_H] = "mixer.down_proj.weight", [MT_NAMES_GRANITE] = "shared_mlp.output_linear.weight",
             [MT_NAMES_KIMI_LINEAR] = "block_sparse_moe.down_proj.weight"),
     MT_ROLE(SHARED_GATE, LAYER, COLUMN, SHARED_F, C, fc1.weight, MT_HAS(SHARED) | MT_HAS(GATED), 0,
-            "mlp.shared_experts.gate_proj.weight", NULL, NULL, "mlp.shared_expert.gate_proj.weight", NULL, NULL,
-            "mlp.shared_mlp.gate_proj.weight", [MT_NAMES_QWEN3_NEXT] = "mlp.shared_expert.gate_proj.weight",
+            "mlp.shared_experts.gate_proj.weight", [MT_NAMES_QWEN2_MOE] = "mlp.shared_expert.gate_proj.weight",
+            [MT_NAMES_HY_V3] = "mlp.shared_mlp.gate_proj.weight",
+            [MT_NAMES_QWEN3_NEXT] = "mlp.shared_expert.gate_proj.weight",
             [MT_NAMES_GRANITE] = "shared_mlp.input_linear.weight",
             [MT_NAMES_KIMI_LINEAR] = "block_sparse_moe.shared_experts.gate_proj.weight"),
-    MT_FUSED(SHARED_UP, LAYER, COLUMN, SHARED_F, C, fc1.weight, MT_HAS(SHARED), 0, "mlp.shared_experts.up_proj.weight",
-             NULL, NULL, "mlp.shared_expert.up_proj.weight", NULL, NULL,
-             "mlp.shared_mlp.up_proj.weight", [MT_NAMES_QWEN3_NEXT] = "mlp.shared_expert.up_proj.weight",
-             [MT_NAMES_NEMOTRON_H] = "mixer.shared_experts.up_proj.weight",
-             [MT_NAMES_GRANITE] = "shared_mlp.input_linear.weight",
-             [MT_NAMES_KIMI_LINEAR] = "block_sparse_moe.shared_experts.up_proj.weight"),
-    MT_ROLE(SHARED_DOWN, LAYER, ROW, C, SHARED_F, down.weight, MT_HAS(SHARED), 0, "mlp.shared_experts.down_proj.weight",
-            NULL, NULL, "mlp.shared_expert.down_proj.weight", NULL, NULL,
-            "mlp.shared_mlp.down_proj.weight", [MT_NAMES_QWEN3_NEXT] = "mlp.shared_expert.down_proj.weight",
+    MT_FUSED(
+        SHARED_UP, LAYER, COLUMN, SHARED_F, C, fc1.weight, MT_HAS(SHARED), 0,
+        "mlp.shared_experts.up_proj.weight", [MT_NAMES_QWEN2_MOE] = "mlp.shared_expert.up_proj.weight",
+        [MT_NAMES_HY_V3] = "mlp.shared_mlp.up_proj.weight", [MT_NAMES_QWEN3_NEXT] = "mlp.shared_expert.up_proj.weight",
+        [MT_NAMES_NEMOTRON_H] = "mixer.shared_experts.up_proj.weight",
+        [MT_NAMES_GRANITE] = "shared_mlp.input_linear.weight",
+        [MT_NAMES_KIMI_LINEAR] = "block_sparse_moe.shared_experts.up_proj.weight"),
+    MT_ROLE(SHARED_DOWN, LAYER, ROW, C, SHARED_F, down.weight, MT_HAS(SHARED), 0,
+            "mlp.shared_experts.down_proj.weight", [MT_NAMES_QWEN2_MOE] = "mlp.shared_expert.down_proj.weight",
+            [MT_NAMES_HY_V3] = "mlp.shared_mlp.down_proj.weight",
+            [MT_NAMES_QWEN3_NEXT] = "mlp.shared_expert.down_proj.weight",
             [MT_NAMES_NEMOTRON_H] = "mixer.shared_experts.down_proj.weight",
             [MT_NAMES_GRANITE] = "shared_mlp.output_linear.weight",
             [MT_NAMES_KIMI_LINEAR] = "block_sparse_moe.shared_experts.down_proj.weight"),
-    MT_ROLE(ROUTER, LAYER, ROUTING, E, C, router.weight, MT_HAS(ROUTER), 0, "mlp.gate.weight", NULL,
-            "block_sparse_moe.gate.weight", NULL, NULL, "mlp.router.weight", "mlp.router.gate.weight",
+    MT_ROLE(ROUTER, LAYER, ROUTING, E, C, router.weight, MT_HAS(ROUTER), 0,
+            "mlp.gate.weight", [MT_NAMES_MIXTRAL] = "block_sparse_moe.gate.weight",
+            [MT_NAMES_GPT_OSS] = "mlp.router.weight", [MT_NAMES_HY_V3] = "mlp.router.gate.weight",
             [MT_NAMES_NEMOTRON_H] = "mixer.gate.weight", [MT_NAMES_GRANITE] = "block_sparse_moe.router.layer.weight",
             [MT_NAMES_KIMI_LINEAR] = "block_sparse_moe.gate.weight"),
     MT_ROLE(SHARED_EXPERT_GATE, LAYER, ROUTING, ONE, C, shared_gate.weight, MT_HAS(SHARED_GATE), 0,
             "mlp.shared_expert_gate.weight"),
+    MT_ROLE(EXPERTS_IN, LAYER, REPLICATED, EXPERT_C, C, experts_in.weight, MT_HAS(LATENT_EXPERTS), 0,
+            "mlp.fc1_latent_proj.weight", [MT_NAMES_NEMOTRON_H] = "mixer.fc1_latent_proj.weight"),
+    MT_ROLE(EXPERTS_OUT, LAYER, REPLICATED_OUTPUT, C, EXPERT_C, experts_out.weight, MT_HAS(LATENT_EXPERTS), 0,
+            "mlp.fc2_latent_proj.weight", [MT_NAMES_NEMOTRON_H] = "mixer.fc2_latent_proj.weight"),
     /* multi-token prediction; its norms are the first vectors */
     MT_ROLE(MTP_PROJECTION, LAYER, REPLICATED, C, 2C, mtp_projection.weight, MT_HAS(MTP), 0,
             "eh_proj.weight", [MT_NAMES_MIMO] = "input_proj.weight"),
@@ -6072,21 +6096,23 @@ static const mt_role_row mt_role_rows[] = {
             "shared_head.norm.weight", [MT_NAMES_MIMO] = "final_layernorm.weight"),
     /* vectors */
     MT_ROLE(INPUT_NORM, LAYER, NORM, C, ONE, input_norm.weight, MT_HAS(NORMS_BEFORE), MT_HAS(NO_MIXER),
-            "input_layernorm.weight",
-            "ln_1.weight", [MT_NAMES_LFM2] = "operator_norm.weight", [MT_NAMES_NEMOTRON_H] = "norm.weight"),
+            "input_layernorm.weight", [MT_NAMES_GPT2] = "ln_1.weight", [MT_NAMES_LFM2] = "operator_norm.weight",
+            [MT_NAMES_NEMOTRON_H] = "norm.weight"),
     MT_ROLE(INPUT_NORM_BIAS, LAYER, NORM_BIAS, C, ONE, input_norm.bias, MT_HAS(NORMS_BEFORE) | MT_HAS(LAYERNORM),
-            MT_HAS(NO_MIXER), "input_layernorm.bias", "ln_1.bias"),
+            MT_HAS(NO_MIXER), "input_layernorm.bias", [MT_NAMES_GPT2] = "ln_1.bias"),
     MT_ROLE(ATTENTION_OUT_NORM, LAYER, NORM, C, ONE, attention_out_norm.weight, MT_HAS(NORMS_AFTER), MT_HAS(NO_MIXER),
             "post_attention_layernorm.weight"),
     MT_ROLE(ATTENTION_OUT_NORM_BIAS, LAYER, NORM_BIAS, C, ONE, attention_out_norm.bias,
             MT_HAS(NORMS_AFTER) | MT_HAS(LAYERNORM), MT_HAS(NO_MIXER), "post_attention_layernorm.bias"),
     MT_ROLE(MLP_NORM, LAYER, NORM, C, ONE, mlp_norm.weight, MT_HAS(NORMS_BEFORE),
-            MT_HAS(NORMS_AFTER) | MT_HAS(NO_FEED_FORWARD), "post_attention_layernorm.weight",
-            "ln_2.weight", [MT_NAMES_LFM2] = "ffn_norm.weight", [MT_NAMES_NEMOTRON_H] = "norm.weight"),
+            MT_HAS(NORMS_AFTER) | MT_HAS(NO_FEED_FORWARD),
+            "post_attention_layernorm.weight", [MT_NAMES_GPT2] = "ln_2.weight", [MT_NAMES_LFM2] = "ffn_norm.weight",
+            [MT_NAMES_NEMOTRON_H] = "norm.weight"),
     MT_ROLE(MLP_NORM, LAYER, NORM, C, ONE, mlp_norm.weight, MT_HAS(NORMS_BEFORE) | MT_HAS(NORMS_AFTER),
             MT_HAS(NO_FEED_FORWARD), "pre_feedforward_layernorm.weight"),
     MT_ROLE(MLP_NORM_BIAS, LAYER, NORM_BIAS, C, ONE, mlp_norm.bias, MT_HAS(NORMS_BEFORE) | MT_HAS(LAYERNORM),
-            MT_HAS(NORMS_AFTER) | MT_HAS(NO_FEED_FORWARD), "post_attention_layernorm.bias", "ln_2.bias"),
+            MT_HAS(NORMS_AFTER) | MT_HAS(NO_FEED_FORWARD),
+            "post_attention_layernorm.bias", [MT_NAMES_GPT2] = "ln_2.bias"),
     MT_ROLE(MLP_NORM_BIAS, LAYER, NORM_BIAS, C, ONE, mlp_norm.bias,
             MT_HAS(NORMS_BEFORE) | MT_HAS(NORMS_AFTER) | MT_HAS(LAYERNORM), MT_HAS(NO_FEED_FORWARD),
             "pre_feedforward_layernorm.bias"),
@@ -6129,62 +6155,68 @@ static const mt_role_row mt_role_rows[] = {
              "mamba.conv1d.bias", [MT_NAMES_NEMOTRON_H] = "mixer.conv1d.bias"),
     MT_ROLE(SINKS, LAYER, HEAD_LOGITS, H, ONE, sinks, MT_HAS(SINKS), 0,
             "self_attn.sinks", [MT_NAMES_MIMO_V2] = "self_attn.attention_sink_bias"),
-    MT_ROLE(Q_BIAS, LAYER, COLUMN_BIAS, HD, ONE, qkv.bias, MT_HAS(QKV_BIAS), 0, "self_attn.q_proj.bias",
-            "attn.c_attn.bias"),
-    MT_FUSED(K_BIAS, LAYER, COLUMN_KV_BIAS, GD, ONE, qkv.bias, MT_HAS(QKV_BIAS), 0, "self_attn.k_proj.bias",
-             "attn.c_attn.bias"),
-    MT_FUSED(V_BIAS, LAYER, COLUMN_KV_BIAS, GDV, ONE, qkv.bias, MT_HAS(QKV_BIAS), 0, "self_attn.v_proj.bias",
-             "attn.c_attn.bias"),
-    MT_ROLE(O_BIAS, LAYER, ROW_BIAS, C, ONE, o.bias, MT_HAS(O_BIAS), 0, "self_attn.o_proj.bias", "attn.c_proj.bias"),
+    MT_ROLE(Q_BIAS, LAYER, COLUMN_BIAS, HD, ONE, qkv.bias, MT_HAS(QKV_BIAS), 0,
+            "self_attn.q_proj.bias", [MT_NAMES_GPT2] = "attn.c_attn.bias"),
+    MT_FUSED(K_BIAS, LAYER, COLUMN_KV_BIAS, GD, ONE, qkv.bias, MT_HAS(QKV_BIAS), 0,
+             "self_attn.k_proj.bias", [MT_NAMES_GPT2] = "attn.c_attn.bias"),
+    MT_FUSED(V_BIAS, LAYER, COLUMN_KV_BIAS, GDV, ONE, qkv.bias, MT_HAS(QKV_BIAS), 0,
+             "self_attn.v_proj.bias", [MT_NAMES_GPT2] = "attn.c_attn.bias"),
+    MT_ROLE(O_BIAS, LAYER, ROW_BIAS, C, ONE, o.bias, MT_HAS(O_BIAS), 0,
+            "self_attn.o_proj.bias", [MT_NAMES_GPT2] = "attn.c_proj.bias"),
     MT_ROLE(GATE_BIAS, LAYER, COLUMN_BIAS, F, ONE, fc1.bias, MT_HAS(MLP_BIAS) | MT_HAS(GATED), MT_HAS(NO_MLP),
             "mlp.gate_proj.bias"),
-    MT_FUSED(UP_BIAS, LAYER, COLUMN_BIAS, F, ONE, fc1.bias, MT_HAS(MLP_BIAS), MT_HAS(NO_MLP), "mlp.up_proj.bias",
-             "mlp.c_fc.bias"),
-    MT_ROLE(DOWN_BIAS, LAYER, ROW_BIAS, C, ONE, down.bias, MT_HAS(MLP_BIAS), MT_HAS(NO_MLP), "mlp.down_proj.bias",
-            "mlp.c_proj.bias"),
-    MT_ROLE(ROUTER_LINEAR_BIAS, LAYER, NORM_BIAS, E, ONE, router.bias, MT_HAS(ROUTER_LINEAR_BIAS), 0, "mlp.gate.bias",
-            NULL, "block_sparse_moe.gate.bias", NULL, NULL, "mlp.router.bias"),
+    MT_FUSED(UP_BIAS, LAYER, COLUMN_BIAS, F, ONE, fc1.bias, MT_HAS(MLP_BIAS), MT_HAS(NO_MLP),
+             "mlp.up_proj.bias", [MT_NAMES_GPT2] = "mlp.c_fc.bias"),
+    MT_ROLE(DOWN_BIAS, LAYER, ROW_BIAS, C, ONE, down.bias, MT_HAS(MLP_BIAS), MT_HAS(NO_MLP),
+            "mlp.down_proj.bias", [MT_NAMES_GPT2] = "mlp.c_proj.bias"),
+    MT_ROLE(ROUTER_LINEAR_BIAS, LAYER, NORM_BIAS, E, ONE, router.bias, MT_HAS(ROUTER_LINEAR_BIAS), 0,
+            "mlp.gate.bias", [MT_NAMES_MIXTRAL] = "block_sparse_moe.gate.bias", [MT_NAMES_GPT_OSS] = "mlp.router.bias"),
+    MT_ROLE(EXPERTS_IN_BIAS, LAYER, NORM_BIAS, EXPERT_C, ONE, experts_in.bias,
+            MT_HAS(LATENT_EXPERTS) | MT_HAS(MLP_BIAS), 0, "mlp.fc1_latent_proj.bias"),
+    MT_ROLE(EXPERTS_OUT_BIAS, LAYER, NORM_BIAS, C, ONE, experts_out.bias, MT_HAS(LATENT_EXPERTS) | MT_HAS(MLP_BIAS), 0,
+            "mlp.fc2_latent_proj.bias"),
     /* experts: gate and up of each in turn, then down of each, so that each is one operand of a grouped product; then
      * their biases in the same order */
-    MT_ROLE(EXPERT_GATE, EXPERTS, COLUMN, EXPERT_F, C, expert_fc1.weight, MT_HAS(EXPERTS) | MT_HAS(GATED), 0,
-            "mlp.experts.#.gate_proj.weight", NULL, "block_sparse_moe.experts.#.w1.weight", NULL, NULL,
-            "mlp.experts.gate_up_proj", [MT_NAMES_GRANITE] = "block_sparse_moe.input_linear.weight",
-            [MT_NAMES_KIMI_LINEAR] = "block_sparse_moe.experts.#.w1.weight"),
-    MT_FUSED(EXPERT_UP, EXPERTS, COLUMN, EXPERT_F, C, expert_fc1.weight, MT_HAS(EXPERTS), 0,
-             "mlp.experts.#.up_proj.weight", NULL, "block_sparse_moe.experts.#.w3.weight", NULL, NULL,
-             "mlp.experts.gate_up_proj", [MT_NAMES_NEMOTRON_H] = "mixer.experts.#.up_proj.weight",
+    MT_ROLE(
+        EXPERT_GATE, EXPERTS, COLUMN, EXPERT_F, EXPERT_C, expert_fc1.weight, MT_HAS(EXPERTS) | MT_HAS(GATED), 0,
+        "mlp.experts.#.gate_proj.weight", [MT_NAMES_MIXTRAL] = "block_sparse_moe.experts.#.w1.weight",
+        [MT_NAMES_GPT_OSS] = "mlp.experts.gate_up_proj", [MT_NAMES_GRANITE] = "block_sparse_moe.input_linear.weight",
+        [MT_NAMES_KIMI_LINEAR] = "block_sparse_moe.experts.#.w1.weight"),
+    MT_FUSED(EXPERT_UP, EXPERTS, COLUMN, EXPERT_F, EXPERT_C, expert_fc1.weight, MT_HAS(EXPERTS), 0,
+             "mlp.experts.#.up_proj.weight", [MT_NAMES_MIXTRAL] = "block_sparse_moe.experts.#.w3.weight",
+             [MT_NAMES_GPT_OSS] = "mlp.experts.gate_up_proj", [MT_NAMES_NEMOTRON_H] = "mixer.experts.#.up_proj.weight",
              [MT_NAMES_GRANITE] = "block_sparse_moe.input_linear.weight",
              [MT_NAMES_KIMI_LINEAR] = "block_sparse_moe.experts.#.w3.weight"),
-    MT_ROLE(EXPERT_DOWN, EXPERTS, ROW, C, EXPERT_F, expert_down.weight, MT_HAS(EXPERTS), 0,
-            "mlp.experts.#.down_proj.weight", NULL, "block_sparse_moe.experts.#.w2.weight", NULL, NULL,
-            "mlp.experts.down_proj", [MT_NAMES_NEMOTRON_H] = "mixer.experts.#.down_proj.weight",
+    MT_ROLE(EXPERT_DOWN, EXPERTS, ROW, EXPERT_C, EXPERT_F, expert_down.weight, MT_HAS(EXPERTS), 0,
+            "mlp.experts.#.down_proj.weight", [MT_NAMES_MIXTRAL] = "block_sparse_moe.experts.#.w2.weight",
+            [MT_NAMES_GPT_OSS] = "mlp.experts.down_proj", [MT_NAMES_NEMOTRON_H] = "mixer.experts.#.down_proj.weight",
             [MT_NAMES_GRANITE] = "block_sparse_moe.output_linear.weight",
             [MT_NAMES_KIMI_LINEAR] = "block_sparse_moe.experts.#.w2.weight"),
     MT_ROLE(EXPERT_GATE_BIAS, EXPERTS, COLUMN_BIAS, EXPERT_F, ONE, expert_fc1.bias,
-            MT_HAS(EXPERTS) | MT_HAS(MLP_BIAS) | MT_HAS(GATED), 0, "mlp.experts.#.gate_proj.bias", NULL, NULL, NULL,
-            NULL, "mlp.experts.gate_up_proj_bias"),
+            MT_HAS(EXPERTS) | MT_HAS(MLP_BIAS) | MT_HAS(GATED), 0,
+            "mlp.experts.#.gate_proj.bias", [MT_NAMES_GPT_OSS] = "mlp.experts.gate_up_proj_bias"),
     MT_FUSED(EXPERT_UP_BIAS, EXPERTS, COLUMN_BIAS, EXPERT_F, ONE, expert_fc1.bias, MT_HAS(EXPERTS) | MT_HAS(MLP_BIAS),
-             0, "mlp.experts.#.up_proj.bias", NULL, NULL, NULL, NULL, "mlp.experts.gate_up_proj_bias"),
-    MT_ROLE(EXPERT_DOWN_BIAS, EXPERTS, ROW_BIAS, C, ONE, expert_down.bias, MT_HAS(EXPERTS) | MT_HAS(MLP_BIAS), 0,
-            "mlp.experts.#.down_proj.bias", NULL, NULL, NULL, NULL, "mlp.experts.down_proj_bias"),
+             0, "mlp.experts.#.up_proj.bias", [MT_NAMES_GPT_OSS] = "mlp.experts.gate_up_proj_bias"),
+    MT_ROLE(EXPERT_DOWN_BIAS, EXPERTS, ROW_BIAS, EXPERT_C, ONE, expert_down.bias, MT_HAS(EXPERTS) | MT_HAS(MLP_BIAS), 0,
+            "mlp.experts.#.down_proj.bias", [MT_NAMES_GPT_OSS] = "mlp.experts.down_proj_bias"),
     /* output */
-    MT_OUTSIDE(LM_HEAD, OUTPUT, COLUMN, VOCAB, C, head.weight, MT_HAS(LM_HEAD), 0, "lm_head.weight", NULL, NULL, NULL,
-               "shared_head.head.weight"),
+    MT_OUTSIDE(LM_HEAD, OUTPUT, COLUMN, VOCAB, C, head.weight, MT_HAS(LM_HEAD), 0,
+               "lm_head.weight", [MT_NAMES_REPEATED] = "shared_head.head.weight"),
     MT_OUTSIDE(SCORE, OUTPUT, REPLICATED, ONE, C, head.weight, MT_HAS(SEQUENCE_HEAD), 0, "score.weight"),
-    MT_OUTSIDE(SCORE, OUTPUT, REPLICATED, ONE, C, head.weight, MT_HAS(TOKEN_HEAD), 0, "score.weight",
-               "classifier.weight"),
-    MT_OUTSIDE(FINAL_NORM, OUTPUT, NORM, C, ONE, final_norm.weight, 0, 0, "model.norm.weight",
-               "transformer.ln_f.weight", [MT_NAMES_LFM2] = "model.embedding_norm.weight",
-               [MT_NAMES_NEMOTRON_H] = "backbone.norm_f.weight"),
-    MT_OUTSIDE(FINAL_NORM_BIAS, OUTPUT, NORM_BIAS, C, ONE, final_norm.bias, MT_HAS(LAYERNORM), 0, "model.norm.bias",
-               "transformer.ln_f.bias"),
-    MT_OUTSIDE(SCORE_BIAS, OUTPUT, NORM_BIAS, ONE, ONE, head.bias, MT_HAS(TOKEN_HEAD), 0, "score.bias",
-               "classifier.bias"),
+    MT_OUTSIDE(SCORE, OUTPUT, REPLICATED, ONE, C, head.weight, MT_HAS(TOKEN_HEAD), 0,
+               "score.weight", [MT_NAMES_GPT2] = "classifier.weight"),
+    MT_OUTSIDE(FINAL_NORM, OUTPUT, NORM, C, ONE, final_norm.weight, 0, 0,
+               "model.norm.weight", [MT_NAMES_GPT2] = "transformer.ln_f.weight",
+               [MT_NAMES_LFM2] = "model.embedding_norm.weight", [MT_NAMES_NEMOTRON_H] = "backbone.norm_f.weight"),
+    MT_OUTSIDE(FINAL_NORM_BIAS, OUTPUT, NORM_BIAS, C, ONE, final_norm.bias, MT_HAS(LAYERNORM), 0,
+               "model.norm.bias", [MT_NAMES_GPT2] = "transformer.ln_f.bias"),
+    MT_OUTSIDE(SCORE_BIAS, OUTPUT, NORM_BIAS, ONE, ONE, head.bias, MT_HAS(TOKEN_HEAD), 0,
+               "score.bias", [MT_NAMES_GPT2] = "classifier.bias"),
     /* not trained by the optimizer: moved towards equal loads */
     MT_ROLE(ROUTER_BIAS, UNTRAINED, ROW_BIAS, E, ONE, router_bias, MT_HAS(ROUTER_BIAS), MT_HAS(ROW_OF_BIAS),
-            "mlp.gate.e_score_correction_bias", NULL, "block_sparse_moe.e_score_correction_bias", NULL, NULL, NULL,
-            "mlp.expert_bias",
-            "mlp.e_score_correction_bias", [MT_NAMES_NEMOTRON_H] = "mixer.gate.e_score_correction_bias",
+            "mlp.gate.e_score_correction_bias", [MT_NAMES_MIXTRAL] = "block_sparse_moe.e_score_correction_bias",
+            [MT_NAMES_HY_V3] = "mlp.expert_bias", [MT_NAMES_EXAONE_MOE] = "mlp.e_score_correction_bias",
+            [MT_NAMES_NEMOTRON_H] = "mixer.gate.e_score_correction_bias",
             [MT_NAMES_KIMI_LINEAR] = "block_sparse_moe.gate.e_score_correction_bias"),
     MT_ROLE(ROUTER_BIAS, UNTRAINED, ROW_BIAS, ONE, E, router_bias, MT_HAS(ROUTER_BIAS) | MT_HAS(ROW_OF_BIAS), 0,
             "mlp.moe_statics.e_score_correction_bias"),
@@ -6873,6 +6905,7 @@ typedef struct mt_activations {
     void *mlp_out;                          // [R, C] of the MLP or the experts, before the norm after it
     mt_normed mlp_out_norm;
     struct mt_routing *routing;            // of a layer with experts
+    void *experts_out;                     // [R, L] sums of latent experts' results
     mt_deferred deferred[MT_MAX_DEFERRED]; // between the two halves of a split backward
     int64_t num_deferred;
     void *x_transposed[MT_MAX_DEFERRED]; // of linears in fp8
@@ -7427,8 +7460,7 @@ double mt_yarn_mscale(double factor, double mscale) {
     return 0.1 * mscale * log(factor) + 1;
 }
 
-/* 1 / sqrt(D) unless the model has its own. DeepSeek's YaRN scales the softmax; other models' YaRN scales cos and sin.
- */
+/* 1 / sqrt(D) unless the model has its own. YaRN scales the softmax in DeepSeek's models, cos and sin in others. */
 static float mt_attention_scale(const mt_options *o) {
     double scale = o->softmax_scale > 0 ? o->softmax_scale : 1 / sqrt((double)o->kv_channels);
     bool yarn = o->multi_latent_attention && o->rope_scaling_type == MT_ROPE_SCALING_YARN;
@@ -8006,6 +8038,7 @@ typedef struct mt_experts {
     mt_router router;
     mt_dispatch order;         // of rows; capacity: of the largest micro-batch, if experts' inputs are padded to it
     int64_t num_layers;        // layers of this rank that have experts
+    int64_t C;                 // channels of a row: the model's, or L of latent experts
     int64_t num_local, F;      // experts of this rank, and this rank's share of their width
     int64_t num_sources;       // ranks whose tokens are permuted here: all of `group` if the dispatcher gathers, else 1
     int64_t tokens;            // N of the largest micro-batch
@@ -8024,6 +8057,8 @@ typedef struct mt_experts {
     void *dlogits_rounded;       // [R, E] in the model's type
     void *router_dx;             // [R, C]
     float *dgates;               // [T]
+    void *latent, *dlatent;      // [R, L] latent experts: their tokens or the gradients of these; gradients of sums
+    void *wide;                  // [R, C] latent experts: their output beside that of the shared expert
     int32_t *gate_experts;       // [R] zeros: the gate is a router with a single expert
     int32_t *discarded;          // discarded counts of non-finite tokens: the layer's router counts them
     int32_t *all_offsets;        // [size, num_destinations + 1] offsets of all ranks
@@ -8078,6 +8113,12 @@ static bool mt_has_sinkhorn(const mt_model *m) {
     return m->plan.train && mt_balances_by(m->options, MT_BALANCING_SINKHORN);
 }
 
+/* True if experts compute in a width of their own (NVIDIA, "Nemotron 3"): a linear before all of them and one behind
+ * their sum, so that rows are narrower in products and messages. Router and shared expert read the wide tokens. */
+static bool mt_has_latent_experts(const mt_model *m) {
+    return m->options->moe_latent_size > 0;
+}
+
 /* True if the probabilities scale the experts' outputs; else they scale the activation. */
 static bool mt_scales_output(const mt_model *m) {
     return !m->options->moe_permute_fusion || m->options->mlp_bias;
@@ -8103,7 +8144,7 @@ static void mt_expert_rows_slots(const mt_model *m, mt_slots *s, size_t at, int6
                                  const mt_layer *w) {
     const mt_experts *e = m->experts;
     bool fixed = mt_expert_rows_fixed(m);
-    mt_slot *input = mt_slot_add(s, "expert_input", at + offsetof(mt_expert_rows, input), M, m->C, m->dtype);
+    mt_slot *input = mt_slot_add(s, "expert_input", at + offsetof(mt_expert_rows, input), M, e->C, m->dtype);
     input->input = fixed ? MT_OFFLOAD_EXPERT_FC1 : 0;
     mt_slot_add(s, "expert_weights", at + offsetof(mt_expert_rows, weights), M, 1, MT_F32);
     if (dispatched) return;
@@ -8112,7 +8153,7 @@ static void mt_expert_rows_slots(const mt_model *m, mt_slots *s, size_t at, int6
     hidden->input = fixed ? MT_OFFLOAD_MOE_ACT : 0;
     mt_slot *active = mt_slot_add(s, "expert_active", at + offsetof(mt_expert_rows, active), M, e->F, m->dtype);
     active->modules = MT_MODULE_MOE_ACT;
-    if (mt_scales_output(m)) mt_slot_add(s, "expert_output", at + offsetof(mt_expert_rows, output), M, m->C, m->dtype);
+    if (mt_scales_output(m)) mt_slot_add(s, "expert_output", at + offsetof(mt_expert_rows, output), M, e->C, m->dtype);
     if (e->dispatcher->reorders) {
         mt_slot_add(s, "to_expert", at + offsetof(mt_expert_rows, to_expert), M, 1, MT_I32);
         mt_slot_add(s, "from_expert", at + offsetof(mt_expert_rows, from_expert), M, 1, MT_I32);
@@ -8475,7 +8516,7 @@ static void mt_shared_gate_backward(mt_model *m, const mt_pass *p, mt_layer *w, 
 
 static void mt_permute_rows(const mt_model *m, const mt_pass *p, void *to, const void *from, const int32_t *index,
                             int64_t count) {
-    m->ops->gather_rows(&(mt_row_args){count, m->C, index, .from = from, .to = to}, m->dtype, p->stream);
+    m->ops->gather_rows(&(mt_row_args){count, m->experts->C, index, .from = from, .to = to}, m->dtype, p->stream);
 }
 
 static void mt_permute_weights(const mt_model *m, const mt_pass *p, float *to, const float *from, const int32_t *index,
@@ -8534,17 +8575,17 @@ static void mt_combine_results(mt_model *m, const mt_pass *p, const mt_routing *
     mt_experts *e = m->experts;
     int64_t n = e->order.topk * e->order.copies;
     if (m->options->moe_permute_fusion) {
-        m->ops->combine_rows(&(mt_combine_args){N, n, m->C, .in = results, .position = r->position + first * n,
+        m->ops->combine_rows(&(mt_combine_args){N, n, e->C, .in = results, .position = r->position + first * n,
                                                 .base = base, .out = out},
                              m->dtype, p->stream);
         return;
     }
     void *sum = base ? e->scattered : out;
-    m->ops->memory_zero(e->sums, N * m->C * 4, p->stream);
-    m->ops->scatter_add_rows(&(mt_row_args){r->num_choices, m->C, r->token, .from = results, .to = e->sums, .count = N},
+    m->ops->memory_zero(e->sums, N * e->C * 4, p->stream);
+    m->ops->scatter_add_rows(&(mt_row_args){r->num_choices, e->C, r->token, .from = results, .to = e->sums, .count = N},
                              m->dtype, p->stream);
-    m->ops->convert(sum, m->dtype, e->sums, MT_F32, N * m->C, p->stream);
-    if (base) m->ops->add(out, base, sum, N * m->C, m->dtype, p->stream);
+    m->ops->convert(sum, m->dtype, e->sums, MT_F32, N * e->C, p->stream);
+    if (base) m->ops->add(out, base, sum, N * e->C, m->dtype, p->stream);
 }
 
 /* ---- one rank alone: nothing is exchanged, and the host does not wait */
@@ -8644,7 +8685,7 @@ static void mt_alltoall_exchange(mt_model *m, const mt_pass *p, const mt_routing
     mt_permute_rows(m, p, e->rows.input, x, r->token, r->num_choices);
     if (probs) mt_permute_weights(m, p, e->rows.weights, probs, r->choice, r->num_choices);
     mt_wait_stream(m, e->comm, p->stream);
-    mt_exchange_rows(m, r, e->dispatched.input, e->rows.input, m->C, m->dtype, false);
+    mt_exchange_rows(m, r, e->dispatched.input, e->rows.input, e->C, m->dtype, false);
     if (probs) mt_exchange_rows(m, r, e->dispatched.weights, e->rows.weights, 1, MT_F32, false);
 }
 
@@ -8664,7 +8705,7 @@ static void mt_alltoall_exchange_back(mt_model *m, const mt_pass *p, const mt_ro
     (void)out, (void)base;
     mt_permute_rows(m, p, e->rows.input, results, r->rows.from_expert, r->num_rows);
     mt_wait_stream(m, e->comm, p->stream);
-    mt_exchange_rows(m, r, results, e->rows.input, m->C, m->dtype, true);
+    mt_exchange_rows(m, r, results, e->rows.input, e->C, m->dtype, true);
 }
 
 static void mt_alltoall_combine(mt_model *m, const mt_pass *p, const mt_routing *r, const void *results, void *out,
@@ -8688,7 +8729,7 @@ static void mt_alltoall_combine_weights(mt_model *m, const mt_pass *p, const mt_
 /* Starts to gather x[R, C] of all ranks on the stream `comm`, beside the router. */
 static void mt_allgather_gather(mt_model *m, const mt_pass *p, const void *x) {
     mt_wait_stream(m, m->experts->comm, p->stream);
-    mt_gather_overlapped(&m->experts->exchange, x, m->C);
+    mt_gather_overlapped(&m->experts->exchange, x, m->experts->C);
 }
 
 /* Choices of all ranks; rows after a rank's tokens choose nothing. The host learns how many chose an expert here. */
@@ -8717,15 +8758,15 @@ static void mt_allgather_exchange_back(mt_model *m, const mt_pass *p, const mt_r
                                        const void *base) {
     const mt_tensor_parallel *x = &m->experts->exchange;
     mt_combine_results(m, p, r, results, x->partial, NULL, 0, x->T);
-    mt_scatter_begin(x, base ? m->experts->scattered : out, m->C);
+    mt_scatter_begin(x, base ? m->experts->scattered : out, m->experts->C);
 }
 
 static void mt_allgather_combine(mt_model *m, const mt_pass *p, const mt_routing *r, const void *results, void *out,
                                  const void *base) {
     void *sum = base ? m->experts->scattered : out;
     (void)r, (void)results;
-    mt_scatter_end(&m->experts->exchange, sum, m->C);
-    if (base) m->ops->add(out, base, sum, p->rows * m->C, m->dtype, p->stream);
+    mt_scatter_end(&m->experts->exchange, sum, m->experts->C);
+    if (base) m->ops->add(out, base, sum, p->rows * m->experts->C, m->dtype, p->stream);
 }
 
 static void mt_allgather_combine_weights(mt_model *m, const mt_pass *p, const mt_routing *r, float *dprobs,
@@ -8747,10 +8788,10 @@ static void mt_flex_exchange_back(mt_model *m, const mt_pass *p, const mt_routin
     (void)out, (void)base;
     for (int step = 1; step < x->group->size; step++) {
         int owner = mt_tensor_rank_after(x, step);
-        void *sums = mt_rows_of_rank(x, x->partial, owner, m->C);
+        void *sums = mt_rows_of_rank(x, x->partial, owner, m->experts->C);
         mt_combine_results(m, p, r, results, sums, NULL, owner * x->rows, x->rows);
         mt_wait_stream(m, x->comm, p->stream);
-        mt_scatter_step(x, m->C, step);
+        mt_scatter_step(x, m->experts->C, step);
     }
 }
 
@@ -8758,9 +8799,9 @@ static void mt_flex_combine(mt_model *m, const mt_pass *p, const mt_routing *r, 
                             const void *base) {
     const mt_tensor_parallel *x = &m->experts->exchange;
     int own = x->group->rank;
-    void *sums = mt_rows_of_rank(x, x->partial, own, m->C);
+    void *sums = mt_rows_of_rank(x, x->partial, own, m->experts->C);
     mt_combine_results(m, p, r, results, sums, base, own * x->rows, p->rows);
-    mt_scatter_end(x, out, m->C);
+    mt_scatter_end(x, out, m->experts->C);
 }
 
 /* ---- the rows */
@@ -8841,7 +8882,7 @@ static void mt_expert_mlp_forward(mt_model *m, const mt_pass *p, const mt_layer 
     if (results || mt_scales_output(m)) mt_linear_forward(mt_linears(p), &w->expert_down, &down);
     if (results && mt_scales_output(m))
         m->ops->scale_rows_forward(
-            &(mt_scale_rows_args){r->num_rows, m->C, rows->weights, .x = rows->output, .y = results}, m->dtype,
+            &(mt_scale_rows_args){r->num_rows, m->experts->C, rows->weights, .x = rows->output, .y = results}, m->dtype,
             p->stream);
 }
 
@@ -8856,7 +8897,7 @@ static void mt_expert_mlp_backward(mt_model *m, const mt_pass *p, mt_layer *w, c
     down.x = rows->active, down.x_transposed = rows->active_transposed, down.dy = d->input, down.dx = d->active;
     copies.dy_source = r->source;
     if (mt_scales_output(m)) {
-        m->ops->scale_rows_backward(&(mt_scale_rows_args){r->num_rows, m->C, rows->weights, .x = rows->output,
+        m->ops->scale_rows_backward(&(mt_scale_rows_args){r->num_rows, m->experts->C, rows->weights, .x = rows->output,
                                                           .dy = d->input, .dx = d->output, .dweights = d->weights},
                                     m->dtype, p->stream);
         down.dy = d->output;
@@ -8870,6 +8911,47 @@ static void mt_expert_mlp_backward(mt_model *m, const mt_pass *p, mt_layer *w, c
 }
 
 /* ---- forward and backward */
+
+/* Slots of a layer with experts besides those of its mt_routing. Only full recomputation computes the sums of latent
+ * experts again: that takes another exchange. */
+static void mt_experts_slots(const mt_model *m, mt_slots *s, const mt_layer *w) {
+    mt_mlp_slots(m, s, w);
+    if (mt_has_latent_experts(m)) MT_SLOT(s, experts_out, m->max_rows, m->experts->C, m->dtype);
+}
+
+/* The tokens of the experts: x[R, C], or latent ones [R, L]. */
+static const void *mt_experts_enter_forward(mt_model *m, const mt_pass *p, const mt_layer *w, const mt_activations *a,
+                                            const void *x) {
+    if (!mt_has_latent_experts(m)) return x;
+    mt_layer_linear_forward(p, a, &w->experts_in, x, m->experts->latent);
+    return m->experts->latent;
+}
+
+/* dx[R, C] = the gradient of x through the latent tokens plus router_dx; without latent experts dx has it already. */
+static void mt_experts_enter_backward(mt_model *m, const mt_pass *p, const mt_layer *w, const void *x, void *dx) {
+    mt_linear_io in = {.x = x, .dy = m->experts->latent, .dx = dx};
+    if (!mt_has_latent_experts(m)) return;
+    mt_linear_backward(mt_linears(p), &w->experts_in, &in, MT_BACKWARD_BOTH);
+    mt_add_to(m, p, dx, m->experts->router_dx);
+}
+
+/* out[R, C], which has the shared expert's output if there is one, from the sums of latent experts. */
+static void mt_experts_leave_forward(mt_model *m, const mt_pass *p, const mt_layer *w, const mt_activations *a,
+                                     void *out) {
+    void *sum = w->F > 0 ? m->experts->wide : out;
+    if (!mt_has_latent_experts(m) || !out) return;
+    mt_layer_linear_forward(p, a, &w->experts_out, a->experts_out, sum);
+    if (w->F > 0) mt_add_to(m, p, out, sum);
+}
+
+/* The gradient of the experts' sums: dout[R, C], or that of latent ones [R, L]. */
+static const void *mt_experts_leave_backward(mt_model *m, const mt_pass *p, const mt_layer *w, const mt_activations *a,
+                                             const void *dout) {
+    mt_linear_io out = {.x = a->experts_out, .dy = dout, .dx = m->experts->dlatent};
+    if (!mt_has_latent_experts(m)) return dout;
+    mt_linear_backward(mt_linears(p), &w->experts_out, &out, MT_BACKWARD_BOTH);
+    return m->experts->dlatent;
+}
 
 /* out NULL: only the values that the backward reads. */
 static void mt_shared_expert_forward(mt_model *m, const mt_pass *p, const mt_layer *w, mt_activations *a, const void *x,
@@ -8885,19 +8967,23 @@ static void mt_experts_forward(mt_model *m, const mt_pass *p, const mt_layer *w,
                                void *out) {
     const mt_dispatcher *d = m->experts->dispatcher;
     mt_routing *r = a->routing;
-    void *base = w->F > 0 ? out : NULL, *results;
-    mt_dispatch_gather(m, p, x);
+    bool latent = mt_has_latent_experts(m);
+    const void *tokens = mt_experts_enter_forward(m, p, w, a, x);
+    void *base = w->F > 0 && !latent ? out : NULL, *sums = out, *results;
+    if (latent) sums = out || w->recomputed ? a->experts_out : NULL;
+    mt_dispatch_gather(m, p, tokens);
     mt_route_forward(m, p, w, r, x);
     d->count(m, p, w, r);
-    if (d->exchange) d->exchange(m, p, r, x, r->probs);
+    if (d->exchange) d->exchange(m, p, r, tokens, r->probs);
     mt_shared_expert_forward(m, p, w, a, x, out);
-    mt_arrived arrived = d->arrive(m, p, r, x, r->probs);
+    mt_arrived arrived = d->arrive(m, p, r, tokens, r->probs);
     mt_permute_to_experts(m, p, r, &arrived, r->rows.input, r->rows.weights, &w->expert_fc1, MT_FP8_X);
-    results = out ? m->experts->results->input : NULL; // whose memory d->count may have moved
+    results = sums ? m->experts->results->input : NULL; // whose memory d->count may have moved
     mt_expert_mlp_forward(m, p, w, r, results);
-    if (!out) return;
-    if (d->exchange_back) d->exchange_back(m, p, r, results, out, base);
-    d->combine(m, p, r, results, out, base);
+    if (!sums) return;
+    if (d->exchange_back) d->exchange_back(m, p, r, results, sums, base);
+    d->combine(m, p, r, results, sums, base);
+    mt_experts_leave_forward(m, p, w, a, out);
 }
 
 /* Selective recomputation. */
@@ -8923,16 +9009,18 @@ static mt_deferred mt_experts_backward(mt_model *m, const mt_pass *p, mt_layer *
     const mt_expert_rows *drows = &e->rows;
     mt_routing *r = a->routing;
     MT_CHECK(!gradients->left);
-    if (!gradients->gathered) mt_dispatch_gather(m, p, dout);
-    if (d->exchange) d->exchange(m, p, r, dout, NULL);
+    const void *dsums = mt_experts_leave_backward(m, p, w, a, dout);
+    void *dtokens = mt_has_latent_experts(m) ? e->latent : dx, *base = mt_has_latent_experts(m) ? NULL : router_dx;
+    if (!gradients->gathered) mt_dispatch_gather(m, p, dsums);
+    if (d->exchange) d->exchange(m, p, r, dsums, NULL);
     mt_pass both = *p;
     both.halves = MT_BACKWARD_BOTH;
     if (w->F > 0) mt_scaled_mlp_backward(m, &both, w, a, gradients, r->gates, e->dgates, MT_BACKWARD_BOTH);
     if (w->F > 0 && r->gates) mt_shared_gate_backward(m, p, w, r, x, e->dgates, dx);
-    mt_arrived arrived = d->arrive(m, p, r, dout, NULL);
+    mt_arrived arrived = d->arrive(m, p, r, dsums, NULL);
     mt_permute_to_experts(m, p, r, &arrived, drows->input, NULL, &w->expert_down, MT_FP8_DY);
     mt_expert_mlp_backward(m, p, w, r, drows, dinput);
-    if (d->exchange_back) d->exchange_back(m, p, r, dinput, dx, router_dx);
+    if (d->exchange_back) d->exchange_back(m, p, r, dinput, dtokens, base);
     mt_row_groups groups = mt_expert_groups(m, r);
     groups.x_source = r->source;
     mt_linear_io fc1 = {.groups = &groups, .x = r->rows.input, .x_transposed = r->rows.input_transposed};
@@ -8941,15 +9029,15 @@ static mt_deferred mt_experts_backward(mt_model *m, const mt_pass *p, mt_layer *
     d->combine_weights(m, p, r, e->dprobs, drows->weights);
     mt_route_backward(m, p, w, r, x, e->dprobs, router_dx);
     if (w->F > 0) mt_add_to(m, p, router_dx, dx);
-    d->combine(m, p, r, dinput, dx, router_dx);
+    d->combine(m, p, r, dinput, dtokens, base);
+    mt_experts_enter_backward(m, p, w, x, dx);
     return (mt_deferred){0};
 }
 
 /* ==== §9g layer =================================================================================================== */
 /* A layer is two blocks on the residual stream, a mixer and a feed-forward, or one of them, each a row of a table of
- * kinds. A block
- * adds to its input x: x + dropout(after(kind(before(x)))), where `before` and `after` are norms that the model has or
- * not (--norm-placement). To add a kind: a section with its functions, and a row here. */
+ * kinds. A block adds to its input x: x + dropout(after(kind(before(x)))), where `before` and `after` are norms that
+ * the model has or not (--norm-placement). To add a kind: a section with its functions, and a row here. */
 
 /* A kind of block. x[R, C] is its input, which the norm before has normalised; `out` and `dx` are its results. */
 typedef struct mt_block_kind {
@@ -9021,8 +9109,8 @@ static const mt_block_kind mt_mixer_kinds[] = {
 static const mt_block_kind mt_feed_forward_kinds[] = {
     [MT_FEED_FORWARD_DENSE] = {"MLP", mt_mlp_slots, mt_mlp_forward, mt_mlp_replay, mt_mlp_backward, false,
                                offsetof(mt_layer, down)},
-    [MT_FEED_FORWARD_EXPERTS] = {"experts", mt_mlp_slots, mt_experts_forward, mt_experts_replay, mt_experts_backward,
-                                 false, offsetof(mt_layer, down)},
+    [MT_FEED_FORWARD_EXPERTS] = {"experts", mt_experts_slots, mt_experts_forward, mt_experts_replay,
+                                 mt_experts_backward, false, offsetof(mt_layer, down)},
     [MT_FEED_FORWARD_NONE] = {"none", mt_no_slots, NULL, NULL, NULL, false, 0},
 };
 
@@ -9247,7 +9335,8 @@ static bool mt_gathers_ahead(const mt_model *m, const mt_pass *p, const mt_layer
     bool replays = m->recompute_modules || below->recomputed, whole = p->halves == MT_BACKWARD_BOTH && !m->fp8;
     bool leaves = mt_mixer_kinds[w->kind.mixer].may_leave_weight && !mt_norms_after(m->options) &&
                   !m->options->attention_output_gate;
-    bool at_once = below->F == 0 && m->options->hidden_dropout == 0 && m->grid->tensor.size == 1;
+    bool at_once =
+        below->F == 0 && m->options->hidden_dropout == 0 && m->grid->tensor.size == 1 && !mt_has_latent_experts(m);
     return gathers && at_once && !replays && whole && leaves;
 }
 
@@ -9399,7 +9488,7 @@ typedef struct mt_piece {
 
 /* Recurrences in context parallelism. With p2p and all_gather a rank has a piece on the way up the ranks of the ring
  * and one on the way down (the last rank has one, of both chunks), with a2a one piece. A group of both is refused. */
-typedef struct mt_context_pieces_of {
+typedef struct mt_piece_list {
     const mt_group *group;
     int64_t count;
     mt_piece pieces[MT_PIECES];
@@ -9409,7 +9498,7 @@ typedef struct mt_context_pieces_of {
     struct {
         mt_channel *to, *from;
     } lower, higher; // the ranks rank - 1 and rank + 1 of the group
-} mt_context_pieces_of;
+} mt_piece_list;
 
 struct mt_context {
     mt_context_plan plan;
@@ -9434,7 +9523,7 @@ struct mt_context {
     /* all_gather: keys and values of all ranks, ordered by rank and by position; gradients */
     void *gathered, *ordered, *dkv_ordered;
     float *wide;
-    mt_context_pieces_of pieces; // with plan.recurs
+    mt_piece_list pieces; // with plan.recurs
 };
 
 /* ---- memory */
@@ -9514,7 +9603,7 @@ static void mt_context_open_ring(mt_context *c) {
 
 /* Channels between ranks r and r + 1, both ways; opened as those of the ring. */
 static void mt_context_open_pieces(mt_context *c) {
-    mt_context_pieces_of *p = &c->pieces;
+    mt_piece_list *p = &c->pieces;
     if (!c->plan.recurs) return;
     MT_CHECK(c->plan.ring->size == 1 || c->plan.a2a->size == 1);
     p->group = c->plan.ring->size > 1 ? c->plan.ring : c->plan.a2a;
@@ -9549,7 +9638,7 @@ mt_context *mt_context_create(const mt_context_plan *plan, const mt_ops *ops, vo
 
 void mt_context_destroy(mt_context *c) {
     if (!c) return;
-    const mt_context_pieces_of *p = &c->pieces;
+    const mt_piece_list *p = &c->pieces;
     mt_channel *channels[] = {c->kv_shift.to, c->kv_shift.from, c->sum_shift.to, c->sum_shift.from,
                               p->lower.to,    p->lower.from,    p->higher.to,    p->higher.from};
     mt_channels_close(c->ops, channels, 8);
@@ -9645,7 +9734,7 @@ static bool mt_context_inside(const mt_batch *whole, int64_t at) {
 
 /* The pieces of this rank, in order of position. */
 static void mt_context_cut_pieces(mt_context *c, const mt_batch *whole) {
-    mt_context_pieces_of *p = &c->pieces;
+    mt_piece_list *p = &c->pieces;
     int ranks = p->group->size, r = p->group->rank;
     p->count = 1;
     if (c->plan.ring->size == 1) {
@@ -9667,7 +9756,7 @@ static void mt_context_cut_pieces(mt_context *c, const mt_batch *whole) {
 
 /* Lists the spans of the pieces, and finds the spans whose sequence crosses the border of a piece. */
 static void mt_context_list_pieces(mt_context *c, const mt_batch *whole, mt_stream *stream) {
-    mt_context_pieces_of *p = &c->pieces;
+    mt_piece_list *p = &c->pieces;
     int64_t count = 0, row = 0;
     if (!c->plan.recurs) return;
     mt_context_cut_pieces(c, whole);
@@ -9916,7 +10005,7 @@ static void mt_context_message(const mt_context *c, mt_channel *channel, float *
 static void mt_context_carry(const mt_context *c, const mt_carry *carry,
                              void (*step)(const void *call, const mt_carried_state *state, bool backward),
                              const void *call, bool backward, mt_stream *stream) {
-    const mt_context_pieces_of *p = &c->pieces;
+    const mt_piece_list *p = &c->pieces;
     for (int64_t n = 0; n < p->count; n++) {
         int64_t slot = backward ? p->count - 1 - n : n;
         const mt_piece *piece = &p->pieces[slot];
@@ -12126,9 +12215,8 @@ static mt_update_args mt_bucket_update(const mt_model *m, const mt_bucket *b, in
 
 /* --optimizer-cpu-offload: some buckets are updated on the host, in pieces. A piece's gradients and parameters are
  * copied to one of two slots, the host updates them there, and the parameters are copied back; with streams of its own,
- * piece i is on its way while the host updates piece i - 1. Because parameters are copied both ways, a step
- * that a failed check skips leaves them unchanged. The same arithmetic on host and GPU: results do not depend on the
- * fraction. */
+ * piece i is copied while the host updates piece i - 1. Because parameters are copied both ways, a step that a failed
+ * check skips leaves them unchanged. The same arithmetic on host and GPU: results do not depend on the fraction. */
 enum { MT_HOST_PIECE = 1 << 22 }; // elements
 
 typedef struct mt_host_task {
@@ -12140,12 +12228,11 @@ typedef struct mt_host_task {
 } mt_host_task;
 
 typedef struct mt_host_optimizer {
-    mt_stream *in, *update,
-        *out;            // gradients to the host, updates, parameters to the device; the model's without overlap
-    char *slots[2];      // [MT_HOST_PIECE] gradients, then parameters
-    double *corrections; // [2] as in mt_update_args, on the host
-    float *scale;        // of the gradients, on the host
-    mt_host_task *tasks; // [2, num_tasks] of two steps: the host enqueues one while another runs
+    mt_stream *in, *update, *out;   // gradients to the host, updates, parameters back; the model's without overlap
+    char *slots[2];                 // [MT_HOST_PIECE] gradients, then parameters
+    double *corrections;            // [2] as in mt_update_args, on the host
+    float *scale;                   // of the gradients, on the host
+    mt_host_task *tasks;            // [2, num_tasks] of two steps: the host enqueues one while another runs
     int64_t num_tasks, step, count; // count: tasks of this step so far
 } mt_host_optimizer;
 
@@ -13342,10 +13429,16 @@ static void mt_plan_experts(mt_model *m, mt_arena *arena) {
         e->router_dx = mt_arena_alloc(arena, R * m->C * mt_dtype_size(m->dtype));
     }
     if (e->dispatcher->adds_base || !m->options->moe_permute_fusion)
-        e->scattered = mt_arena_alloc(arena, R * m->C * mt_dtype_size(m->dtype));
-    if (!m->options->moe_permute_fusion) e->sums = mt_arena_alloc(arena, e->tokens * m->C * 4);
+        e->scattered = mt_arena_alloc(arena, R * e->C * mt_dtype_size(m->dtype));
+    if (!m->options->moe_permute_fusion) e->sums = mt_arena_alloc(arena, e->tokens * e->C * 4);
+    if (mt_has_latent_experts(m)) {
+        e->latent = mt_arena_alloc(arena, R * e->C * mt_dtype_size(m->dtype));
+        if (m->plan.train) e->dlatent = mt_arena_alloc(arena, R * e->C * mt_dtype_size(m->dtype));
+        if (m->options->moe_shared_expert_intermediate_size > 0)
+            e->wide = mt_arena_alloc(arena, R * m->C * mt_dtype_size(m->dtype));
+    }
     if (e->dispatcher->gathers) {
-        mt_plan_exchange(&e->exchange, m->C, arena);
+        mt_plan_exchange(&e->exchange, e->C, arena);
         e->exchange.partial = e->exchange.gathered;
     }
     if (e->dispatcher->reorders) {
@@ -13415,8 +13508,8 @@ static mt_context_plan mt_model_context_plan(const mt_model *m, int level) {
         a2a = by_head ? block : one, ring = by_head ? one : block;
     }
     mt_context_plan plan = {.comm_type = m->options->cp_comm_type, .a2a = a2a, .ring = ring, .dtype = m->dtype};
-    plan.window = mt_options_common_window(m->options), plan.max_tokens = m->plan.max_tokens,
-    plan.train = m->plan.train;
+    plan.window = mt_options_common_window(m->options);
+    plan.max_tokens = m->plan.max_tokens, plan.train = m->plan.train;
     plan.num_heads = m->H, plan.num_groups = m->G, plan.head_size = m->D, plan.value_size = m->Dv;
     plan.recurs = mt_has_states(m->options);
     return plan;
@@ -13699,6 +13792,7 @@ static void mt_experts_open(mt_model *m, const mt_options *o) {
     e->router.score = o->moe_router_score_function;
     e->router.num_groups = o->moe_router_num_groups, e->router.group_topk = o->moe_router_group_topk;
     e->router.group_best = o->moe_router_group_best, e->router.scaling = (float)o->moe_router_topk_scaling_factor;
+    e->C = mt_expert_channels(o);
     e->num_local = o->num_experts / grid->expert.size, e->F = o->moe_ffn_hidden_size / grid->expert_tensor.size;
     e->dispatcher = mt_dispatcher_of(o, e->group), e->results = e->dispatcher->reorders ? &e->dispatched : &e->rows;
     e->num_sources = e->dispatcher->gathers ? e->group->size : 1;
@@ -15474,8 +15568,7 @@ typedef struct mt_delta_chunk {
     double *dG;                             // [L, Dk] whose first `decays` columns are used; terms cancel in its sums
 } mt_delta_chunk;
 
-/* Lays the arrays of a chunk into scratch, dG first, and returns the floats that they take; scratch NULL: only counts.
- */
+/* Lays the arrays of a chunk into scratch, dG first, and returns their floats; scratch NULL: only counts. */
 static int64_t mt_delta_place(mt_delta_chunk *c, const mt_delta_args *a, int64_t W, float *scratch) {
     int64_t by_key = MT_CHUNK * a->Dk, by_value = MT_CHUNK * W, square = MT_CHUNK * MT_CHUNK;
     int64_t used = 2 * by_key;
@@ -16494,8 +16587,7 @@ typedef struct mt_ssd_head {
     float dA_log, dD, ddt_bias;
 } mt_ssd_head;
 
-/* Lays the arrays of a chunk into scratch, dG first, and returns the floats that they take; scratch NULL: only counts.
- */
+/* Lays the arrays of a chunk into scratch, dG first, and returns their floats; scratch NULL: only counts. */
 static int64_t mt_ssd_place(mt_ssd_chunk *c, const mt_ssd_args *a, float *scratch) {
     const struct {
         float **array;
@@ -16524,9 +16616,10 @@ static void mt_ssd_load_rows(const mt_ssd_chunk *c, float *rows, const void *x, 
     }
 }
 
-/* B and C of a group and their products; c's tokens are set. */
-static void mt_ssd_load_group(mt_ssd_chunk *c, int64_t group) {
+/* The chunk from token t of a span on: B and C of a group and their products. */
+static void mt_ssd_load_group(mt_ssd_chunk *c, const mt_span *span, int64_t t, int64_t group) {
     const mt_ssd_args *a = c->a;
+    c->row = span->q_start + t, c->L = mt_min(MT_CHUNK, span->q_len - t);
     mt_matrix B = {.data = c->B, .stride = a->N}, C = {.data = c->C, .stride = a->N};
     mt_ssd_load_rows(c, c->B, a->B, a->stride, group * a->N, a->N);
     mt_ssd_load_rows(c, c->C, a->C, a->stride, group * a->N, a->N);
@@ -16601,8 +16694,7 @@ static void mt_cpu_ssd_forward(const mt_ssd_args *a, mt_dtype dtype, mt_stream *
             if (!before) memset(S, 0, (size_t)(heads * size) * sizeof *S);
             if (before && before != S) memcpy(S, before, (size_t)(heads * size) * sizeof *S);
             for (int64_t t = 0; t < span->q_len; t += c.L) {
-                c.row = span->q_start + t, c.L = mt_min(MT_CHUNK, span->q_len - t);
-                mt_ssd_load_group(&c, group);
+                mt_ssd_load_group(&c, span, t, group);
                 for (int64_t h = 0; h < heads; h++) {
                     int64_t head = group * heads + h;
                     mt_ssd_head w = mt_ssd_load_parameters(a, head, dtype);
@@ -16716,8 +16808,7 @@ static void mt_ssd_span_backward(mt_ssd_chunk *c, int64_t s, int64_t group, floa
     for (int64_t step = 0; step < 2 * chunks - 1; step++) { // the states before all chunks; then the chunks in reverse
         bool forward = step < chunks - 1;
         int64_t n = forward ? step : 2 * chunks - 2 - step;
-        c->row = span->q_start + n * MT_CHUNK, c->L = mt_min(MT_CHUNK, span->q_len - n * MT_CHUNK);
-        mt_ssd_load_group(c, group);
+        mt_ssd_load_group(c, span, n * MT_CHUNK, group);
         memset(c->dB, 0, (size_t)(c->L * a->N) * sizeof *c->dB);
         memset(c->dC, 0, (size_t)(c->L * a->N) * sizeof *c->dC);
         memset(c->dCB, 0, (size_t)(c->L * c->L) * sizeof *c->dCB);
@@ -16758,13 +16849,8 @@ static void mt_cpu_ssd_backward(const mt_ssd_args *a, mt_dtype dtype, mt_stream 
         }
     }
 }
-/* ---- the scan over the pieces of context parallelism */
 
-/* The chunk's tokens: those from token t of a span on, of a group. */
-static void mt_ssd_load(mt_ssd_chunk *c, const mt_span *span, int64_t t, int64_t group) {
-    c->row = span->q_start + t, c->L = mt_min(MT_CHUNK, span->q_len - t);
-    mt_ssd_load_group(c, group);
-}
+/* ---- the scan over the pieces of context parallelism */
 
 static void mt_cpu_ssd_map_forward(const mt_ssd_args *a, mt_dtype dtype, mt_stream *stream) {
     int64_t heads = a->H / a->G, size = a->N * a->P;
@@ -16779,7 +16865,7 @@ static void mt_cpu_ssd_map_forward(const mt_ssd_args *a, mt_dtype dtype, mt_stre
             float *maps = a->maps + (slot * a->H + group * heads) * (size + 1);
             for (int64_t i = 0; i < heads * (size + 1); i++) maps[i] = i % (size + 1) == size;
             for (int64_t t = 0; t < span->q_len; t += c.L) {
-                mt_ssd_load(&c, span, t, group);
+                mt_ssd_load_group(&c, span, t, group);
                 for (int64_t h = 0; h < heads; h++) {
                     float *map = maps + h * (size + 1);
                     mt_ssd_head w = mt_ssd_load_parameters(a, group * heads + h, dtype);
@@ -16804,7 +16890,7 @@ static void mt_cpu_ssd_map_backward(const mt_ssd_args *a, mt_dtype dtype, mt_str
             float *dS = a->dmaps + (slot * a->H + group * heads) * size;
             memset(dS, 0, (size_t)(heads * size) * sizeof *dS);
             for (int64_t n = mt_divide_up(span->q_len, MT_CHUNK) - 1; n >= 0; n--) {
-                mt_ssd_load(&c, span, n * MT_CHUNK, group);
+                mt_ssd_load_group(&c, span, n * MT_CHUNK, group);
                 for (int64_t h = 0; h < heads; h++) {
                     int64_t head = group * heads + h;
                     mt_ssd_head w = mt_ssd_load_parameters(a, head, dtype);

@@ -26,7 +26,7 @@
  *   MT_HAVE_SM90A     kernels with wgmma and TMA. nvcc compiles for sm_90a.
  *
  * and in data/, whose files need -D_GNU_SOURCE and jansson:
- *   MT_HAVE_YAML      --config FILE.yaml (data/options/option_yaml.c). Link -lyaml.
+ *   MT_HAVE_YAML      --config FILE.yaml (data/options/yaml.c). Link -lyaml.
  *   MT_HAVE_PCRE2     tokenizers that split text by a pattern (data/tokens/tokenizer_encode.c). Link -lpcre2-8.
  *   MT_HAVE_UTF8PROC  tokenizers with a Unicode normal form (data/tokens/tokenizer_encode.c). Link -lutf8proc.
  */
@@ -615,6 +615,7 @@ typedef struct mt_options {
     /* mixture of experts; num_experts 0: none */
     int64_t num_experts, moe_router_topk, moe_router_num_groups, moe_router_group_topk;
     int64_t moe_ffn_hidden_size, moe_shared_expert_intermediate_size;
+    int64_t moe_latent_size; // channels of the experts' rows; 0: hidden_size
     mt_score_function moe_router_score_function;
     mt_ints moe_router_load_balancing_type; // of mt_load_balancing: one, or several auxiliary losses
     mt_reals moe_aux_loss_coeff;            // of those auxiliary losses, in their order
@@ -2968,6 +2969,10 @@ typedef enum mt_role {
     MT_KDA_F_B,
     MT_KDA_G_A, // and the gate of its output
     MT_KDA_G_B,
+    MT_EXPERTS_IN, // this and the next three: of latent experts: into their width and back
+    MT_EXPERTS_OUT,
+    MT_EXPERTS_IN_BIAS,
+    MT_EXPERTS_OUT_BIAS,
     MT_INDEXER_Q,       // this and the next four: the indexer of sparse attention: its queries, from the latent,
     MT_INDEXER_K,       // its keys,
     MT_INDEXER_WEIGHTS, // the weights of its heads,

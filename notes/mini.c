@@ -1,8 +1,9 @@
-/* mini.c: Megatron in one file. It trains a small Llama (RMSNorm, RoPE, grouped-query attention, SwiGLU, or experts)
- * with tensor, sequence, pipeline, context, data and expert parallelism. Every forward stands beside its backward,
- * written by hand. It needs a C compiler and MPI:
+/* mini.c: Megatron in one file, with tensor, sequence, pipeline, context, data and expert parallelism.
  *
- *   mpicc -O2 -std=c11 notes/mini.c -lm -o mini        (or make everything: build/default/notes/mini)
+ * It trains a small Llama (RMSNorm, RoPE, grouped-query attention, SwiGLU, or experts). Every forward stands beside its
+ * backward, written by hand. It needs a C compiler and MPI:
+ *
+ *   mpicc -O2 -std=c11 notes/mini.c -lm -o mini        (or make mini: build/default/notes/mini)
  *   ./mini
  *   mpirun -np 4 ./mini --tensor-model-parallel-size 2 --sequence-parallel --pipeline-model-parallel-size 2
  *
@@ -11,12 +12,15 @@
  * the data ranks; the output layer is untied; tensor parallelism does not cut experts. megatron.c has the rest: fp32,
  * bf16 and fp8, GPUs, communication beside computation, other models, checkpoints, datasets, generation.
  *
- * Shapes, for one rank:
- *   T     tokens: --seq-length / context ranks           C  hidden size
- *   rows  T, or T / tensor ranks between regions          D  channels of a head
- *   H, G  query heads, key and value heads               F  width of the MLP
- * w[N, K] has N rows of K numbers, as in torch.nn.Linear: y[T, N] = x[T, K] w^T. The parts of a layer return their
- * result in memory of the micro-batch (take); backward functions return dx and add to w.dw. */
+ * Shapes: w[N, K] has N rows of K numbers, as in torch.nn.Linear: y[T, N] = x[T, K] w^T. The letters:
+ *   S     tokens of a sequence      T  S/cp, those of a rank       C  hidden size         V  vocabulary
+ *   H, G  query heads, key heads    D  channels of a head          F  width of the MLP    E  experts
+ * Cuts: w[N/tp, K] is w[N, K] with N/tp of its rows on each tensor rank; y[T, C]+tp is a sum, with a summand on each
+ * tensor rank. Functions without messages know only a rank's part; in their comments, as in m->H and other fields,
+ * letters are sizes on this rank. notes/steps/README.md derives all messages from this notation.
+ *
+ * The parts of a layer return their result in memory of the micro-batch (take); backward functions return dx and add to
+ * w.dw. */
 #include <math.h>
 #include <mpi.h>
 #include <stdarg.h>
@@ -59,7 +63,7 @@ static void *allocate(int64_t count, size_t size) {
     return memory;
 }
 
-/* ==== the grid of ranks =========================================================================================== */
+/* ==== groups of ranks ============================================================================================= */
 
 /* Ranks that communicate with each other, and this rank's place among them. */
 typedef struct group {
@@ -67,34 +71,11 @@ typedef struct group {
     int rank, size;
 } group;
 
-typedef struct grid {
-    group world, tensor, context, data, pipeline;
-    group data_context; // ranks with the same dense parameters
-    group expert;       // ranks that share the experts of a layer
-    group expert_data;  // ranks with the same experts
-} grid;
-
 static group make_group(int64_t color) {
     group g;
     MPI_Comm_split(MPI_COMM_WORLD, (int)color, 0, &g.comm);
     MPI_Comm_rank(g.comm, &g.rank);
     MPI_Comm_size(g.comm, &g.size);
-    return g;
-}
-
-/* The digits of a rank are, from the fastest: tensor, context, data, pipeline. A group varies one digit; data_context
- * two. Experts divide the ranks of a pipeline stage anew: ep neighbours have all experts of a layer together. */
-static grid build_grid(const options *o) {
-    grid g = {.world = make_group(0)};
-    int64_t rank = g.world.rank, stage_ranks = g.world.size / o->pp, dp = stage_ranks / (o->tp * o->cp);
-    int64_t t = rank % o->tp, c = rank / o->tp % o->cp, d = rank / (o->tp * o->cp) % dp, p = rank / stage_ranks;
-    g.tensor = make_group(rank / o->tp);
-    g.context = make_group(t + o->tp * (d + dp * p));
-    g.data = make_group(t + o->tp * (c + o->cp * p));
-    g.pipeline = make_group(rank % stage_ranks);
-    g.data_context = make_group(t + o->tp * p);
-    g.expert = make_group(rank / o->ep); // ep divides stage_ranks
-    g.expert_data = make_group(p * o->ep + rank % o->ep);
     return g;
 }
 
@@ -121,33 +102,33 @@ typedef struct tensor {
 } tensor;
 
 typedef struct mlp {
-    tensor gate_up; // [2 F, C]: the rows of gate, then those of up
-    tensor down;    // [C, F]
+    tensor gate_up; // [2 F/tp, C]: the rows of gate, then those of up; of an expert [2 F, C]
+    tensor down;    // [C, F/tp]; [C, F]
 } mlp;
 
 typedef struct layer {
     tensor input_norm; // [C]
-    tensor qkv;        // [(H + 2 G) D, C]
-    tensor out;        // [C, H D]
+    tensor qkv;        // [(H + 2 G)/tp D, C]
+    tensor out;        // [C, H/tp D]
     tensor mlp_norm;   // [C]
-    tensor router;     // [experts, C]
-    mlp *mlps;         // the dense one, or this rank's experts
+    tensor router;     // [E, C]
+    mlp *mlps;         // the dense one, or [E/ep] experts
 } layer;
 
 /* How a rank's part is cut out of a parameter. */
 typedef enum cut {
-    CUT_NONE,    // the same on all tensor ranks
-    CUT_ROWS,    // over the tensor ranks: outputs of a product (column parallel in Megatron's words)
-    CUT_COLUMNS, // over the tensor ranks: inputs of a product (row parallel)
-    CUT_EXPERT   // whole, on one rank of the expert group
+    CUT_NONE,    // w[N, K]
+    CUT_ROWS,    // w[N/tp, K]: outputs of a product (column parallel in Megatron's words)
+    CUT_COLUMNS, // w[N, K/tp]: inputs of a product (row parallel)
+    CUT_EXPERT   // w[N, K] of an expert, on one rank of the expert group
 } cut;
 
 /* Parameters whose gradients are summed over the same ranks. Each of these ranks updates one shard of the buffer. */
 typedef struct buffer {
     group group;
-    int64_t count, shard, first; // count = group size x shard, padded; first: where this rank's shard begins
-    double *w, *dw;              // [count]
-    double *grad, *moment[2];    // [shard]
+    int64_t count, shard, first; // n = count = group size x shard, padded; first: where this rank's shard begins
+    double *w, *dw;              // [n]
+    double *grad, *moment[2];    // [n/dp], dp being the size of the group
 } buffer;
 
 /* A row of the parameter table: the name in a Hugging Face folder, the shape of the whole, and of this rank's part. */
@@ -164,17 +145,37 @@ enum { DENSE, EXPERTS, NUM_BUFFERS };
 
 typedef struct model {
     options o;
-    grid g;
-    int64_t T, rows, C, H, G, D, F;       // on this rank
-    int64_t V, experts, stage_layers;     // vocabulary, experts of a layer, layers of a virtual stage; on this rank
+    group world, tensor, context, data, pipeline;
+    group data_context; // ranks with the same dense parameters
+    group expert;       // ranks that share the experts of a layer
+    group expert_data;  // ranks with the same experts
+    int64_t T, C, H, G, D, F, V;
+    int64_t rows;                         // T, or T/tp: tokens outside of tensor regions
+    int64_t experts, stage_layers;        // E/ep; layers of a virtual stage
     int64_t num_stages, micro_batches;    // of the whole pipeline; of this rank and step
     int32_t *tokens;                      // [global_batch_size train_iters, seq_length + 1]
-    tensor embedding, final_norm, output; // [V, C], [C], [V, C]
+    tensor embedding, final_norm, output; // [V/tp, C], [C], [V/tp, C]
     layer *layers;                        // [vp, stage_layers]
     parameter *parameters;
     int64_t num_parameters;
     buffer buffers[NUM_BUFFERS];
 } model;
+
+/* The digits of a rank are, from the fastest: tensor, context, data, pipeline. A group varies one digit; data_context
+ * two. Experts divide the ranks of a pipeline stage anew: ep neighbours have all experts of a layer together. */
+static void build_grid(model *m) {
+    const options *o = &m->o;
+    m->world = make_group(0);
+    int64_t rank = m->world.rank, stage_ranks = m->world.size / o->pp, dp = stage_ranks / (o->tp * o->cp);
+    int64_t t = rank % o->tp, c = rank / o->tp % o->cp, d = rank / (o->tp * o->cp) % dp, p = rank / stage_ranks;
+    m->tensor = make_group(rank / o->tp);
+    m->context = make_group(t + o->tp * (d + dp * p));
+    m->data = make_group(t + o->tp * (c + o->cp * p));
+    m->pipeline = make_group(rank % stage_ranks);
+    m->data_context = make_group(t + o->tp * p);
+    m->expert = make_group(rank / o->ep); // ep divides stage_ranks
+    m->expert_data = make_group(p * o->ep + rank % o->ep);
+}
 
 /* The values of an MLP that its backward reads. */
 typedef struct mlp_saved {
@@ -186,10 +187,10 @@ typedef struct dispatch {
     int *expert;                                              // [rows, topk]
     double *prob;                                             // [rows, topk]
     int *order;                                               // [rows topk] places in `expert`, sorted by expert
-    int *received;                                            // [ep, experts] rows from each rank for each expert
+    int *received;                                            // [ep, E/ep] rows from each rank for each expert
     int *send_count, *send_offset, *recv_count, *recv_offset; // [ep] in numbers, not rows
     int64_t rows;                                             // all received ones
-    mlp_saved *mlps;                                          // [ep, experts] of the received rows
+    mlp_saved *mlps;                                          // [ep, E/ep] of the received rows
     double *y;                                                // [rows topk, C] the experts' outputs, in `order`
 } dispatch;
 
@@ -210,9 +211,9 @@ typedef struct block {
 typedef struct pass {
     block *memory; // everything that take() returned
     int64_t chunk, micro_batch;
-    int64_t sequence; // its row of `tokens`
-    saved *layers;    // [stage_layers]
-    double *last, *last_normed, *probabilities;
+    int64_t sequence;                           // its row of `tokens`
+    saved *layers;                              // [stage_layers]
+    double *last, *last_normed, *probabilities; // of the last stage; probabilities [T, V/tp]
 } pass;
 
 /* Memory that begins with zeros and lives until release(). */
@@ -307,60 +308,59 @@ static void rope(const model *m, double *qkv, double direction) {
         for (int64_t h = 0; h < m->H + m->G; h++)
             for (int64_t d = 0; d < half; d++) {
                 double frequency = pow(m->o.rotary_base, -2.0 * (double)d / (double)m->D);
-                double angle = direction * frequency * (double)token_position(m, m->g.context.rank, t);
-                double *a = qkv + t * width + h * m->D + d, *b = a + half, x = *a, y = *b;
-                *a = x * cos(angle) - y * sin(angle);
-                *b = x * sin(angle) + y * cos(angle);
+                double angle = direction * frequency * (double)token_position(m, m->context.rank, t);
+                double *a = qkv + t * width + h * m->D + d, *b = a + half, old_a = *a, old_b = *b;
+                *a = old_a * cos(angle) - old_b * sin(angle);
+                *b = old_a * sin(angle) + old_b * cos(angle);
             }
 }
 
 /* ==== the borders of tensor parallelism =========================================================================== */
-/* Inside a region each tensor rank has a part of the heads or of the MLP's width, and all T tokens. Outside, it has all
- * channels of all T tokens, or with sequence parallelism of T / tensor ranks of them (`rows`). The backward of one
- * function is the forward of another:
+/* Inside a region each tensor rank has H/tp heads or F/tp channels of all T tokens. Outside, it has all C channels of T
+ * tokens, or with sequence parallelism of T/tp (`rows`). The backward of one function is the forward of the other:
  *
- *                        forward                                 backward
- *   enter_tensor_region  nothing, or all-gather of rows          all-reduce, or reduce-scatter of rows
- *   leave_tensor_region  all-reduce, or reduce-scatter of rows   nothing, or all-gather of rows */
+ *                                     without sequence parallelism      with
+ *   enter forward,  leave backward    [T, C]     nothing     [T, C]     [T/tp, C]  all-gather      [T, C]
+ *   enter backward, leave forward     [T, C]+tp  all-reduce  [T, C]     [T, C]+tp  reduce-scatter  [T/tp, C] */
 
-/* Returns x[rows, C] of all ranks: [T, C]. */
+/* x[T/tp, C] becomes x[T, C]. */
 static double *enter_tensor_region_forward(const model *m, pass *p, double *x) {
     if (!m->o.sequence_parallel) return x;
     double *whole = take_rows(p, m->T, m->C);
-    all_gather(&m->g.tensor, whole, x, m->rows * m->C);
+    all_gather(&m->tensor, whole, x, m->rows * m->C);
     return whole;
 }
 
-/* Returns dx[rows, C], the sum over ranks of dwhole[T, C]. */
+/* dwhole[T, C]+tp becomes dx[T/tp, C]. */
 static double *enter_tensor_region_backward(const model *m, pass *p, double *dwhole) {
     if (!m->o.sequence_parallel) {
-        all_reduce(&m->g.tensor, dwhole, m->T * m->C, MPI_SUM);
+        all_reduce(&m->tensor, dwhole, m->T * m->C, MPI_SUM);
         return dwhole;
     }
     double *dx = take_rows(p, m->rows, m->C);
-    reduce_scatter(&m->g.tensor, dx, dwhole, m->rows * m->C);
+    reduce_scatter(&m->tensor, dx, dwhole, m->rows * m->C);
     return dx;
 }
 
-/* Returns y[rows, C], the sum over ranks of partial[T, C]. */
+/* partial[T, C]+tp becomes y[T/tp, C]. */
 static double *leave_tensor_region_forward(const model *m, pass *p, double *partial) {
     return enter_tensor_region_backward(m, p, partial);
 }
 
-/* Returns dy[rows, C] of all ranks: [T, C]. */
+/* dy[T/tp, C] becomes dy[T, C]. */
 static double *leave_tensor_region_backward(const model *m, pass *p, double *dy) {
     return enter_tensor_region_forward(m, p, dy);
 }
 
 /* ==== attention over a ring of context ranks ====================================================================== */
-/* A query needs the keys of all earlier tokens, and some are on other context ranks. Keys and values pass around a
- * ring: in step s, rank r holds those of rank r - s. No matrix of scores is kept: the softmax is computed online. */
+/* Queries q[S/cp] need the keys k[S/cp] of all context ranks: an all-gather, of one part at a time. Keys and values
+ * pass around a ring: in step s, rank r holds those of rank r - s. The softmax is computed online, key by key. */
 
 /* Sends x[n] to the next context rank and receives the previous one's in its place. */
 static void ring_shift(const model *m, double *x, int64_t n) {
-    int next = (m->g.context.rank + 1) % m->g.context.size;
-    int previous = (m->g.context.rank + m->g.context.size - 1) % m->g.context.size;
-    MPI_Sendrecv_replace(x, (int)n, MPI_DOUBLE, next, 0, previous, 0, m->g.context.comm, MPI_STATUS_IGNORE);
+    int next = (m->context.rank + 1) % m->context.size;
+    int previous = (m->context.rank + m->context.size - 1) % m->context.size;
+    MPI_Sendrecv_replace(x, (int)n, MPI_DOUBLE, next, 0, previous, 0, m->context.comm, MPI_STATUS_IGNORE);
 }
 
 /* kv[T, 2 G D]: the keys and values of qkv[T, (H + 2 G) D]. */
@@ -370,41 +370,43 @@ static void copy_keys_and_values(const model *m, double *kv, const double *qkv) 
 }
 
 /* The queries of this rank attend to the keys of context rank `owner`; query head h to key head h G / H. For a query
- * and head, out[D] is the mean of the values so far, weighted with exp(score), and `lse` the log of these weights' sum;
- * a further key changes both. */
+ * and head, lse is the log of the sum of exp(score) over the keys so far, and out[D] the mean of their values, weighted
+ * with exp(score - lse). A further key changes both. */
 static void attend_forward(const model *m, double *out, double *lse, const double *qkv, const double *kv,
                            int64_t owner) {
     int64_t width = (m->H + 2 * m->G) * m->D, D = m->D;
     for (int64_t t = 0; t < m->T; t++)
         for (int64_t h = 0; h < m->H; h++)
             for (int64_t j = 0; j < m->T; j++) {
-                if (token_position(m, owner, j) > token_position(m, m->g.context.rank, t)) continue; // causal
+                if (token_position(m, owner, j) > token_position(m, m->context.rank, t)) continue; // causal
                 const double *q = qkv + t * width + h * D, *k = kv + (j * 2 * m->G + h * m->G / m->H) * D;
                 const double *v = k + m->G * D;
-                double *o = out + (t * m->H + h) * D, *sum = lse + t * m->H + h, score = dot(q, k, D) / sqrt((double)D);
-                double new_sum = fmax(*sum, score) + log1p(exp(-fabs(*sum - score)));
-                double shrink = exp(*sum - new_sum), p = exp(score - new_sum);
-                for (int64_t d = 0; d < D; d++) o[d] = o[d] * shrink + p * v[d];
-                *sum = new_sum;
+                double score = dot(q, k, D) / sqrt((double)D), old_lse = lse[t * m->H + h];
+                double *o = out + (t * m->H + h) * D;
+                double new_lse = fmax(old_lse, score) + log1p(exp(-fabs(old_lse - score)));
+                double shrink = exp(old_lse - new_lse), prob = exp(score - new_lse);
+                for (int64_t d = 0; d < D; d++) o[d] = o[d] * shrink + prob * v[d];
+                lse[t * m->H + h] = new_lse;
             }
 }
 
-/* With the final lse, p = exp(score - lse) is the probability. `delta` is the sum over keys of p dp = dout out. */
+/* With the final lse, exp(score - lse) is the probability. `delta` is the sum over keys of probability x dprobability,
+ * which is dout out. */
 static void attend_backward(const model *m, double *dqkv, double *dkv, const double *dout, const double *delta,
                             const double *lse, const double *qkv, const double *kv, int64_t owner) {
     int64_t width = (m->H + 2 * m->G) * m->D, D = m->D;
     for (int64_t t = 0; t < m->T; t++)
         for (int64_t h = 0; h < m->H; h++)
             for (int64_t j = 0; j < m->T; j++) {
-                if (token_position(m, owner, j) > token_position(m, m->g.context.rank, t)) continue;
+                if (token_position(m, owner, j) > token_position(m, m->context.rank, t)) continue;
                 int64_t at_k = (j * 2 * m->G + h * m->G / m->H) * D, at_v = at_k + m->G * D;
                 const double *q = qkv + t * width + h * D, *k = kv + at_k, *v = kv + at_v;
-                const double *o = dout + (t * m->H + h) * D;
-                double p = exp(dot(q, k, D) / sqrt((double)D) - lse[t * m->H + h]);
-                double dscore = p * (dot(o, v, D) - delta[t * m->H + h]) / sqrt((double)D);
+                const double *dhead = dout + (t * m->H + h) * D;
+                double prob = exp(dot(q, k, D) / sqrt((double)D) - lse[t * m->H + h]);
+                double dscore = prob * (dot(dhead, v, D) - delta[t * m->H + h]) / sqrt((double)D);
                 add(dqkv + t * width + h * D, dscore, k, D);
                 add(dkv + at_k, dscore, q, D);
-                add(dkv + at_v, p, o, D);
+                add(dkv + at_v, prob, dhead, D);
             }
 }
 
@@ -416,13 +418,13 @@ static void ring_attention_forward(const model *m, pass *p, saved *s) {
     for (int64_t i = 0; i < heads; i++) s->lse[i] = -INFINITY;
     copy_keys_and_values(m, kv, s->qkv);
     for (int64_t step = 0; step < cp; step++) {
-        attend_forward(m, s->attended, s->lse, s->qkv, kv, (m->g.context.rank - step + cp) % cp);
+        attend_forward(m, s->attended, s->lse, s->qkv, kv, (m->context.rank - step + cp) % cp);
         if (step < cp - 1) ring_shift(m, kv, size);
     }
 }
 
-/* Returns dqkv[T, (H + 2 G) D]. The gradients of keys and values pass around the ring with them; after cp shifts they
- * are back at their owner, with the parts of all ranks. */
+/* Returns dqkv[T, (H + 2 G) D]. dkv[S]+cp is reduce-scattered in the same ring: the gradients pass around it with their
+ * keys and values, and collect every rank's summand. After cp shifts they are back at their owner. */
 static double *ring_attention_backward(const model *m, pass *p, const double *dattended, const saved *s) {
     int64_t width = (m->H + 2 * m->G) * m->D, size = m->T * 2 * m->G * m->D, cp = m->o.cp;
     double *dqkv = take_rows(p, m->T, width), *delta = take_rows(p, m->T, m->H);
@@ -430,7 +432,7 @@ static double *ring_attention_backward(const model *m, pass *p, const double *da
     copy_keys_and_values(m, kv, s->qkv);
     for (int64_t i = 0; i < m->T * m->H; i++) delta[i] = dot(dattended + i * m->D, s->attended + i * m->D, m->D);
     for (int64_t step = 0; step < cp; step++) {
-        int64_t owner = (m->g.context.rank - step + cp) % cp;
+        int64_t owner = (m->context.rank - step + cp) % cp;
         attend_backward(m, dqkv, dkv, dattended, delta, s->lse, s->qkv, kv, owner);
         ring_shift(m, kv, 2 * size);
     }
@@ -439,27 +441,27 @@ static double *ring_attention_backward(const model *m, pass *p, const double *da
     return dqkv;
 }
 
-/* y = x + attention(norm(x)), for x[rows, C] */
+/* y = x + attention(norm(x)) */
 static double *attention_forward(const model *m, pass *p, const layer *l, saved *s, double *x) {
     s->x = x;
-    double *normed = norm_forward(m, p, x, l->input_norm);
-    s->normed = enter_tensor_region_forward(m, p, normed);
-    s->qkv = linear_forward(p, s->normed, l->qkv, m->T);
+    double *normed = norm_forward(m, p, x, l->input_norm); // [T/tp, C]
+    s->normed = enter_tensor_region_forward(m, p, normed); // [T, C]
+    s->qkv = linear_forward(p, s->normed, l->qkv, m->T);   // [T, (H + 2 G)/tp D]
     rope(m, s->qkv, 1);
-    ring_attention_forward(m, p, s);
-    double *partial = linear_forward(p, s->attended, l->out, m->T);
-    double *y = leave_tensor_region_forward(m, p, partial);
+    ring_attention_forward(m, p, s);                                // attended[T, H/tp D]
+    double *partial = linear_forward(p, s->attended, l->out, m->T); // [T, C]+tp
+    double *y = leave_tensor_region_forward(m, p, partial);         // [T/tp, C]
     add(y, 1, x, m->rows * m->C);
     return y;
 }
 
 static double *attention_backward(const model *m, pass *p, const layer *l, const saved *s, double *dy) {
-    double *dpartial = leave_tensor_region_backward(m, p, dy);
-    double *dattended = linear_backward(p, l->out, dpartial, s->attended, m->T);
-    double *dqkv = ring_attention_backward(m, p, dattended, s);
+    double *dpartial = leave_tensor_region_backward(m, p, dy);                   // [T, C]
+    double *dattended = linear_backward(p, l->out, dpartial, s->attended, m->T); // [T, H/tp D]
+    double *dqkv = ring_attention_backward(m, p, dattended, s);                  // [T, (H + 2 G)/tp D]
     rope(m, dqkv, -1);
-    double *dwhole = linear_backward(p, l->qkv, dqkv, s->normed, m->T);
-    double *dnormed = enter_tensor_region_backward(m, p, dwhole);
+    double *dwhole = linear_backward(p, l->qkv, dqkv, s->normed, m->T); // [T, C]+tp
+    double *dnormed = enter_tensor_region_backward(m, p, dwhole);       // [T/tp, C]
     double *dx = norm_backward(m, p, l->input_norm, dnormed, s->x);
     add(dx, 1, dy, m->rows * m->C); // the residual connection
     return dx;
@@ -467,8 +469,8 @@ static double *attention_backward(const model *m, pass *p, const layer *l, const
 
 /* ==== MLP and experts ============================================================================================= */
 
-/* y[n, C] = (silu(x gate^T) (x up^T)) down^T for n rows, with silu(x) = x / (1 + exp(-x)). A dense MLP has
- * F = ffn_hidden_size / tensor ranks, so y is a partial sum; an expert has the whole width. */
+/* y[n, C] = (silu(x gate^T) (x up^T)) down^T for n rows, with silu(x) = x / (1 + exp(-x)). A dense MLP has F/tp
+ * channels, so y[T, C]+tp is a sum; an expert has all F. */
 static double *mlp_forward(pass *p, const mlp *w, mlp_saved *s, double *x, int64_t n) {
     int64_t F = w->down.columns;
     s->x = x, s->gate_up = linear_forward(p, x, w->gate_up, n), s->activated = take_rows(p, n, F);
@@ -524,8 +526,13 @@ static double *route_backward(const model *m, pass *p, tensor router, const disp
 }
 
 /* Sorts the chosen experts and exchanges the numbers of rows. Rank r of the expert group has experts [r n, (r + 1) n)
- * with n = m->experts, so rows in the order of their experts are also in the order of ranks. This rank will receive
- * rows from rank 0 for its first expert, for its second, ..., from rank 1, ... */
+ * with n = m->experts, so rows in the order of their experts are also in the order of ranks. A rank receives one block
+ * for each pair of a sender and an expert of its own; `received` has their lengths. With 4 experts on 2 ranks, n = 2, a
+ * row being shown as the number of its expert:
+ *
+ *            sorted, sent                               received, in pairs 0 to 3
+ *   rank 0   [0 0][1]    to 0    [2][3 3]  to 1         [0 0][1] from 0      [0][1 1 1] from 1
+ *   rank 1   [0][1 1 1]  to 0    [2 2][3]  to 1         [2][3 3] from 0      [2 2][3]   from 1 */
 static void plan_dispatch(const model *m, pass *p, dispatch *d) {
     int64_t slots = m->rows * m->o.moe_router_topk, ep = m->o.ep, E = m->o.num_experts;
     int *load = take(p, E, sizeof(int)), *counts = take(p, 4 * ep, sizeof(int)), C = (int)m->C, n = (int)m->experts;
@@ -535,7 +542,7 @@ static void plan_dispatch(const model *m, pass *p, dispatch *d) {
     for (int e = 0, place = 0; e < E; e++)
         for (int slot = 0; slot < slots; slot++)
             if (d->expert[slot] == e) d->order[place++] = slot, load[e]++, d->send_count[e / n] += C;
-    MPI_Alltoall(load, n, MPI_INT, d->received, n, MPI_INT, m->g.expert.comm);
+    MPI_Alltoall(load, n, MPI_INT, d->received, n, MPI_INT, m->expert.comm);
     for (int e = 0; e < E; e++) d->recv_count[e / n] += d->received[e] * C, d->rows += d->received[e];
     for (int64_t r = 1; r < ep; r++) {
         d->send_offset[r] = d->send_offset[r - 1] + d->send_count[r - 1];
@@ -546,12 +553,12 @@ static void plan_dispatch(const model *m, pass *p, dispatch *d) {
 /* Rows to the ranks of their experts, and back. The backward of one is the other. */
 static void send_rows(const model *m, const dispatch *d, double *received, const double *rows) {
     MPI_Alltoallv(rows, d->send_count, d->send_offset, MPI_DOUBLE, received, d->recv_count, d->recv_offset, MPI_DOUBLE,
-                  m->g.expert.comm);
+                  m->expert.comm);
 }
 
 static void return_rows(const model *m, const dispatch *d, double *rows, const double *received) {
     MPI_Alltoallv(received, d->recv_count, d->recv_offset, MPI_DOUBLE, rows, d->send_count, d->send_offset, MPI_DOUBLE,
-                  m->g.expert.comm);
+                  m->expert.comm);
 }
 
 /* y[rows, C] = the sum over a row's experts of probability x expert(x) */
@@ -564,9 +571,10 @@ static double *experts_forward(const model *m, pass *p, const layer *l, dispatch
     d->y = take_rows(p, slots, C), d->mlps = take(p, m->o.num_experts, sizeof *d->mlps);
     for (int64_t i = 0; i < slots; i++) add(sent + i * C, 1, x + d->order[i] / topk * C, C);
     send_rows(m, d, received, sent);
-    for (int64_t e = 0; e < m->o.num_experts; row += d->received[e++]) { // e: a sender and one of this rank's experts
-        double *of_expert = mlp_forward(p, &l->mlps[e % m->experts], &d->mlps[e], received + row * C, d->received[e]);
-        add(outputs + row * C, 1, of_expert, d->received[e] * C);
+    for (int64_t pair = 0; pair < m->o.num_experts; row += d->received[pair++]) { // sender pair / n, expert pair % n
+        const mlp *expert = &l->mlps[pair % m->experts];
+        double *of_expert = mlp_forward(p, expert, &d->mlps[pair], received + row * C, d->received[pair]);
+        add(outputs + row * C, 1, of_expert, d->received[pair] * C);
     }
     return_rows(m, d, d->y, outputs);
     for (int64_t i = 0; i < slots; i++) add(y + d->order[i] / topk * C, d->prob[d->order[i]], d->y + i * C, C);
@@ -584,9 +592,10 @@ static double *experts_backward(const model *m, pass *p, const layer *l, const d
         add(sent + i * C, d->prob[d->order[i]], dtoken, C);
     }
     send_rows(m, d, doutputs, sent);
-    for (int64_t e = 0; e < m->o.num_experts; row += d->received[e++]) {
-        double *of_expert = mlp_backward(p, &l->mlps[e % m->experts], &d->mlps[e], doutputs + row * C, d->received[e]);
-        add(dreceived + row * C, 1, of_expert, d->received[e] * C);
+    for (int64_t pair = 0; pair < m->o.num_experts; row += d->received[pair++]) {
+        const mlp *expert = &l->mlps[pair % m->experts];
+        double *of_expert = mlp_backward(p, expert, &d->mlps[pair], doutputs + row * C, d->received[pair]);
+        add(dreceived + row * C, 1, of_expert, d->received[pair] * C);
     }
     return_rows(m, d, dsent, dreceived);
     double *dx = route_backward(m, p, l->router, d, dprob, x);
@@ -594,7 +603,7 @@ static double *experts_backward(const model *m, pass *p, const layer *l, const d
     return dx;
 }
 
-/* y = x + mlp(norm(x)), or the experts in the mlp's place, for x[rows, C] */
+/* y = x + mlp(norm(x)), or the experts in the mlp's place */
 static double *mlp_block_forward(const model *m, pass *p, const layer *l, saved *s, double *x) {
     double *y;
     s->middle = x, s->mlp_in = norm_forward(m, p, x, l->mlp_norm);
@@ -622,13 +631,13 @@ static double *mlp_block_backward(const model *m, pass *p, const layer *l, const
 }
 
 /* ==== embedding and loss ========================================================================================== */
-/* Both are cut by rows of the vocabulary: tensor rank r has tokens [r V, (r + 1) V). */
+/* Both weights are w[V/tp, C]. With V as on this rank, tensor rank r has tokens [r V, (r + 1) V). */
 
 /* The token at place `i` of this rank, or `ahead` places later in its sequence, as a row of this rank's vocabulary; -1
  * if another tensor rank has it. */
 static int64_t local_token(const model *m, const pass *p, int64_t i, int64_t ahead) {
     const int32_t *sequence = m->tokens + p->sequence * (m->o.seq_length + 1);
-    int64_t row = sequence[token_position(m, m->g.context.rank, i) + ahead] - m->g.tensor.rank * m->V;
+    int64_t row = sequence[token_position(m, m->context.rank, i) + ahead] - m->tensor.rank * m->V;
     return row >= 0 && row < m->V ? row : -1;
 }
 
@@ -649,38 +658,39 @@ static void embedding_backward(const model *m, pass *p, double *dx) {
     }
 }
 
-/* Cross-entropy of the next token, summed over this rank's tokens; logits of other vocabulary rows stay on their rank.
- * Sets p->probabilities[T, V]. */
+/* Cross-entropy of the next token, summed over this rank's tokens. The logits[T, V/tp] stay where they are; of a token,
+ * the greatest logit, the sum of exponentials and the label's logit are reduced. Sets p->probabilities. */
 static double loss_forward(const model *m, pass *p, double *x) {
     double *max = take_rows(p, 1, m->T), *sums = take_rows(p, 2, m->T), *of_label = sums + m->T, loss = 0;
     p->last = x, p->last_normed = enter_tensor_region_forward(m, p, norm_forward(m, p, x, m->final_norm));
-    double *logits = p->probabilities = linear_forward(p, p->last_normed, m->output, m->T);
+    double *logits = linear_forward(p, p->last_normed, m->output, m->T);
+    p->probabilities = take_rows(p, m->T, m->V);
     for (int64_t t = 0; t < m->T; t++) {
         max[t] = logits[t * m->V];
         for (int64_t v = 1; v < m->V; v++) max[t] = fmax(max[t], logits[t * m->V + v]);
     }
-    all_reduce(&m->g.tensor, max, m->T, MPI_MAX);
+    all_reduce(&m->tensor, max, m->T, MPI_MAX);
     for (int64_t t = 0; t < m->T; t++) {
         int64_t label = local_token(m, p, t, 1);
         if (label >= 0) of_label[t] = logits[t * m->V + label] - max[t];
-        for (int64_t v = 0; v < m->V; v++) sums[t] += logits[t * m->V + v] = exp(logits[t * m->V + v] - max[t]);
+        for (int64_t v = 0; v < m->V; v++) sums[t] += exp(logits[t * m->V + v] - max[t]);
     }
-    all_reduce(&m->g.tensor, sums, 2 * m->T, MPI_SUM);
+    all_reduce(&m->tensor, sums, 2 * m->T, MPI_SUM);
     for (int64_t t = 0; t < m->T; t++) {
-        for (int64_t v = 0; v < m->V; v++) p->probabilities[t * m->V + v] /= sums[t];
+        for (int64_t i = t * m->V; i < (t + 1) * m->V; i++) p->probabilities[i] = exp(logits[i] - max[t]) / sums[t];
         loss += log(sums[t]) - of_label[t];
     }
     return loss;
 }
 
-/* dx[rows, C] of the loss's mean over all tokens of the step: dlogits = (probability - 1 at the label) / tokens. */
+/* dx of the loss's mean over all tokens of the step: dlogits = (probability - 1 at the label) / tokens. */
 static double *loss_backward(const model *m, pass *p) {
-    double *dlogits = p->probabilities;
+    double *dlogits = take_rows(p, m->T, m->V), scale = 1 / (double)(m->o.global_batch_size * m->o.seq_length);
+    add(dlogits, scale, p->probabilities, m->T * m->V);
     for (int64_t t = 0; t < m->T; t++) {
         int64_t label = local_token(m, p, t, 1);
-        if (label >= 0) dlogits[t * m->V + label] -= 1;
+        if (label >= 0) dlogits[t * m->V + label] -= scale;
     }
-    for (int64_t i = 0; i < m->T * m->V; i++) dlogits[i] /= (double)(m->o.global_batch_size * m->o.seq_length);
     double *dwhole = linear_backward(p, m->output, dlogits, p->last_normed, m->T);
     double *dnormed = enter_tensor_region_backward(m, p, dwhole);
     return norm_backward(m, p, m->final_norm, dnormed, p->last);
@@ -706,7 +716,7 @@ static void add_parameter(model *m, tensor *tensor, cut cut, int64_t rows, int64
 /* Layer `n` of the model, with the names of Llama, and of Mixtral for experts. */
 static void add_layer(model *m, layer *l, int n) {
     const options *o = &m->o;
-    int64_t C = m->C, D = m->D, E = o->num_experts, first = m->g.expert.rank * m->experts;
+    int64_t C = m->C, D = m->D, E = o->num_experts, first = m->expert.rank * m->experts;
     const char *attention = "model.layers.%d.self_attn.%s_proj.weight", *dense = "model.layers.%d.mlp.%s_proj.weight";
     const char *moe = "model.layers.%d.block_sparse_moe.experts.%d.w%d.weight";
     add_parameter(m, &l->input_norm, CUT_NONE, 1, C, "model.layers.%d.input_layernorm.weight", n);
@@ -730,7 +740,7 @@ static void add_layer(model *m, layer *l, int n) {
 
 /* Memory of both buffers: weights and gradients whole, the optimizer's state for one shard of the group. */
 static void allocate_buffers(model *m) {
-    m->buffers[DENSE].group = m->g.data_context, m->buffers[EXPERTS].group = m->g.expert_data;
+    m->buffers[DENSE].group = m->data_context, m->buffers[EXPERTS].group = m->expert_data;
     for (buffer *b = m->buffers; b < m->buffers + NUM_BUFFERS; b++) {
         b->shard = (b->count + b->group.size - 1) / b->group.size;
         b->count = b->shard * b->group.size;
@@ -752,16 +762,16 @@ static void create_model(model *m) {
     m->H = o->num_attention_heads / o->tp, m->G = o->num_query_groups / o->tp, m->V = o->vocab_size / o->tp;
     m->F = o->num_experts ? o->ffn_hidden_size : o->ffn_hidden_size / o->tp, m->experts = o->num_experts / o->ep;
     m->num_stages = o->pp * o->vp, m->stage_layers = o->num_layers / m->num_stages;
-    m->micro_batches = o->global_batch_size / m->g.data.size;
+    m->micro_batches = o->global_batch_size / m->data.size;
     m->layers = allocate(o->vp * m->stage_layers, sizeof *m->layers);
     m->parameters = allocate(o->vp * m->stage_layers * (9 + 3 * m->experts) + 3, sizeof *m->parameters);
-    if (m->g.pipeline.rank == 0)
+    if (m->pipeline.rank == 0)
         add_parameter(m, &m->embedding, CUT_ROWS, o->vocab_size, m->C, "model.embed_tokens.weight");
     for (int64_t i = 0; i < o->vp * m->stage_layers; i++) { // virtual stage i / stage_layers of this rank
-        int64_t stage = i / m->stage_layers * o->pp + m->g.pipeline.rank;
+        int64_t stage = i / m->stage_layers * o->pp + m->pipeline.rank;
         add_layer(m, &m->layers[i], (int)(stage * m->stage_layers + i % m->stage_layers));
     }
-    if (m->g.pipeline.rank == o->pp - 1) {
+    if (m->pipeline.rank == o->pp - 1) {
         add_parameter(m, &m->final_norm, CUT_NONE, 1, m->C, "model.norm.weight");
         add_parameter(m, &m->output, CUT_ROWS, o->vocab_size, m->C, "lm_head.weight");
     }
@@ -777,11 +787,11 @@ static double random_number(const char *name, int64_t index) {
     return (double)((x ^ x >> 31) >> 11) / 9007199254740992.0; // 2^53
 }
 
-/* Fills this rank's rows or columns of a parameter: from the file's fp32 numbers, or without a file 1 for norms and
- * random numbers with standard deviation 0.02 for matrices. */
+/* Fills a parameter from the file's fp32 numbers, or without a file with 1 for norms and random numbers with standard
+ * deviation 0.02 for matrices: this rank's rows or columns. */
 static void fill_parameter(model *m, const parameter *p, const float *file) {
-    int64_t first_row = p->cut == CUT_ROWS ? m->g.tensor.rank * p->my_rows : 0;
-    int64_t first_column = p->cut == CUT_COLUMNS ? m->g.tensor.rank * p->my_columns : 0;
+    int64_t first_row = p->cut == CUT_ROWS ? m->tensor.rank * p->my_rows : 0;
+    int64_t first_column = p->cut == CUT_COLUMNS ? m->tensor.rank * p->my_columns : 0;
     for (int64_t i = 0; i < p->count; i++) {
         int64_t index = (first_row + i / p->my_columns) * p->columns + first_column + i % p->my_columns;
         double initial = p->rows == 1 ? 1 : 0.02 * sqrt(12) * (random_number(p->name, index) - 0.5);
@@ -862,7 +872,13 @@ typedef struct action {
     int64_t chunk, micro_batch;
 } action;
 
-/* Forward or backward number `i`: groups of pp micro-batches pass through all chunks, one chunk after another. */
+/* Forward or backward number `i`: groups of pp micro-batches pass through all chunks, one chunk after another. With two
+ * ranks, two chunks and four micro-batches:
+ *
+ *   i                        0  1  2  3  4  5  6  7
+ *   chunk of a forward       0  0  1  1  0  0  1  1      i / pp % vp
+ *   chunk of a backward      1  1  0  0  1  1  0  0
+ *   micro-batch              0  1  0  1  2  3  2  3      i / (pp vp) groups of pp before its own, and i % pp */
 static action nth_action(const model *m, bool forward, int64_t i) {
     int64_t pp = m->o.pp, vp = m->o.vp, chunk = vp == 1 ? 0 : i / pp % vp;
     int64_t micro_batch = vp == 1 ? i : i / (pp * vp) * pp + i % pp;
@@ -872,7 +888,7 @@ static action nth_action(const model *m, bool forward, int64_t i) {
 /* 1F1B: after a warm-up of forwards, a rank does one forward, one backward, in turn. A rank keeps the activations of at
  * most its warm-up and one more. Interleaved: several chunks a rank shorten the time in which ranks wait. */
 static void make_schedule(const model *m, action *list) {
-    int64_t total = m->micro_batches * m->o.vp, ahead = m->o.pp - 1 - m->g.pipeline.rank, forward = 0, count = 0;
+    int64_t total = m->micro_batches * m->o.vp, ahead = m->o.pp - 1 - m->pipeline.rank, forward = 0, count = 0;
     int64_t warmup = m->o.vp == 1 ? ahead : 2 * ahead + (m->o.vp - 1) * m->o.pp;
     while (forward < warmup && forward < total) list[count++] = nth_action(m, true, forward++);
     for (int64_t backward = 0; backward < total; backward++) {
@@ -881,27 +897,28 @@ static void make_schedule(const model *m, action *list) {
     }
 }
 
-/* Stage s is chunk s / pp of pipeline rank s % pp. A message's tag: micro-batch, receiving stage, direction. */
+/* Stage s is chunk s / pp of pipeline rank s % pp. Two ranks exchange activations and gradients of several chunks, and
+ * one may send in another order than the other receives; so a message has a tag: micro-batch, receiving stage,
+ * direction. */
 static int message_tag(const model *m, const pass *p, int64_t from, int64_t to) {
     return (int)((p->micro_batch * m->num_stages + to) * 2 + (from < to));
 }
 
-/* Sends x[rows, C] to another stage. The buffered send copies the message, so that no rank waits for a receiver. */
+/* Sends x[T/tp, C] to another stage. The buffered send copies the message, so that no rank waits for a receiver. */
 static void send_to_stage(const model *m, const pass *p, const double *x, int64_t from, int64_t to) {
-    MPI_Bsend(x, (int)(m->rows * m->C), MPI_DOUBLE, (int)(to % m->o.pp), message_tag(m, p, from, to),
-              m->g.pipeline.comm);
+    MPI_Bsend(x, (int)(m->rows * m->C), MPI_DOUBLE, (int)(to % m->o.pp), message_tag(m, p, from, to), m->pipeline.comm);
 }
 
 static double *receive(const model *m, pass *p, int64_t from, int64_t to) {
     double *x = take_rows(p, m->rows, m->C);
-    MPI_Recv(x, (int)(m->rows * m->C), MPI_DOUBLE, (int)(from % m->o.pp), message_tag(m, p, from, to),
-             m->g.pipeline.comm, MPI_STATUS_IGNORE);
+    MPI_Recv(x, (int)(m->rows * m->C), MPI_DOUBLE, (int)(from % m->o.pp), message_tag(m, p, from, to), m->pipeline.comm,
+             MPI_STATUS_IGNORE);
     return x;
 }
 
 /* Returns the loss; 0 from all stages except the last one. */
 static double stage_forward(const model *m, pass *p) {
-    int64_t stage = p->chunk * m->o.pp + m->g.pipeline.rank;
+    int64_t stage = p->chunk * m->o.pp + m->pipeline.rank;
     double *x = stage == 0 ? embedding_forward(m, p) : receive(m, p, stage - 1, stage);
     p->layers = take(p, m->stage_layers, sizeof *p->layers);
     for (int64_t i = 0; i < m->stage_layers; i++) {
@@ -915,7 +932,7 @@ static double stage_forward(const model *m, pass *p) {
 }
 
 static void stage_backward(const model *m, pass *p) {
-    int64_t stage = p->chunk * m->o.pp + m->g.pipeline.rank;
+    int64_t stage = p->chunk * m->o.pp + m->pipeline.rank;
     double *dx = stage == m->num_stages - 1 ? loss_backward(m, p) : receive(m, p, stage + 1, stage);
     for (int64_t i = m->stage_layers - 1; i >= 0; i--) {
         const layer *l = &m->layers[p->chunk * m->stage_layers + i];
@@ -940,7 +957,7 @@ static double run_schedule(const model *m, const action *list, pass *passes, int
             continue;
         }
         *p = (pass){.chunk = a.chunk, .micro_batch = a.micro_batch};
-        p->sequence = step * m->o.global_batch_size + a.micro_batch * m->g.data.size + m->g.data.rank;
+        p->sequence = step * m->o.global_batch_size + a.micro_batch * m->data.size + m->data.rank;
         loss += stage_forward(m, p);
     }
     return loss;
@@ -948,12 +965,12 @@ static double run_schedule(const model *m, const action *list, pass *passes, int
 
 /* ==== optimizer =================================================================================================== */
 
-/* Gradients become sums over all tokens of the step, and each rank receives its shard of them. With sequence
- * parallelism, the tensor ranks have used their copies of a parameter for different rows. */
+/* dw[n]+dp becomes grad[n/dp]: the sums over all tokens of the step, a shard on each rank. With sequence parallelism,
+ * the tensor ranks have used their copies of an uncut parameter for different rows: dw[N, K]+tp. */
 static void reduce_gradients(model *m) {
     for (parameter *p = m->parameters; p < m->parameters + m->num_parameters; p++)
         if (m->o.sequence_parallel && p->cut == CUT_NONE)
-            all_reduce(&m->g.tensor, p->buffer->dw + p->offset, p->count, MPI_SUM);
+            all_reduce(&m->tensor, p->buffer->dw + p->offset, p->count, MPI_SUM);
     for (buffer *b = m->buffers; b < m->buffers + NUM_BUFFERS; b++) reduce_scatter(&b->group, b->grad, b->dw, b->shard);
 }
 
@@ -969,15 +986,15 @@ static double gradient_norm(const model *m) {
     double sum = 0;
     for (const parameter *p = m->parameters; p < m->parameters + m->num_parameters; p++) {
         int64_t begin, end;
-        if (p->cut == CUT_NONE && m->g.tensor.rank != 0) continue;
+        if (p->cut == CUT_NONE && m->tensor.rank != 0) continue;
         owned_range(p, &begin, &end);
         for (int64_t i = begin; i < end; i++) sum += p->buffer->grad[i] * p->buffer->grad[i];
     }
-    all_reduce(&m->g.world, &sum, 1, MPI_SUM);
+    all_reduce(&m->world, &sum, 1, MPI_SUM);
     return sqrt(sum);
 }
 
-/* AdamW of this rank's shards, with gradients times `scale`; then all ranks gather the weights. Norms do not decay. */
+/* AdamW of this rank's shards, with gradients times `scale`; then w[n/dp] becomes w[n]. Norms do not decay. */
 static void adamw_step(model *m, double scale, int64_t step) {
     const options *o = &m->o;
     double correction1 = 1 - pow(o->adam_beta1, (double)step), correction2 = 1 - pow(o->adam_beta2, (double)step);
@@ -1058,7 +1075,7 @@ static void check_options(const options *o, int64_t ranks, char error[256]) {
         {o->ffn_hidden_size % o->tp != 0, "--ffn-hidden-size must divide by --tensor-model-parallel-size"},
         {o->vocab_size % o->tp != 0, "--vocab-size must divide by --tensor-model-parallel-size"},
         {o->seq_length % (2 * o->cp) != 0, "--seq-length must divide by twice --context-parallel-size"},
-        {o->sequence_parallel && tokens % o->tp != 0, "--sequence-parallel: tokens must divide by the tensor ranks"},
+        {o->sequence_parallel && tokens % o->tp != 0, "--sequence-parallel: tokens must divide by tensor ranks"},
         {o->num_layers % (o->pp * o->vp) != 0, "--num-layers must divide by the pipeline's stages"},
         {o->vp > 1 && micro_batches % o->pp != 0, "virtual stages: micro-batches must divide by the pipeline ranks"},
         {E && o->moe_router_topk > E, "--moe-router-topk exceeds --num-experts"},
@@ -1093,7 +1110,7 @@ static options parse_options(int argc, char **argv) {
         double number = strtod(text, &end);
         bool is_number = end != text && !*end && number >= 0 && number <= 1 << 20;
         if (r == NUM_OPTIONS)
-            snprintf(error, sizeof error, "%.99s: unknown option; option_rows in mini.c lists the options", argv[i]);
+            snprintf(error, sizeof error, "%.99s: unknown option; the table option_rows lists them", argv[i]);
         else if (row->kind == TEXT ? !text[0] : !is_number)
             snprintf(error, sizeof error, "%s %.99s: needs %s", argv[i], text,
                      row->kind == TEXT ? "a path" : "a number");
@@ -1115,24 +1132,24 @@ static options parse_options(int argc, char **argv) {
 static void train_step(model *m, const action *list, pass *passes, int64_t step) {
     for (buffer *b = m->buffers; b < m->buffers + NUM_BUFFERS; b++) memset(b->dw, 0, (size_t)b->count * sizeof *b->dw);
     double loss = run_schedule(m, list, passes, step - 1) / (double)(m->o.global_batch_size * m->o.seq_length);
-    if (m->g.tensor.rank != 0) loss = 0; // the tensor ranks have the same loss
-    all_reduce(&m->g.world, &loss, 1, MPI_SUM);
+    if (m->tensor.rank != 0) loss = 0; // the tensor ranks have the same loss
+    all_reduce(&m->world, &loss, 1, MPI_SUM);
     reduce_gradients(m);
     double norm = gradient_norm(m), clip = m->o.clip_grad > 0 ? m->o.clip_grad / (norm + 1e-6) : 1;
     adamw_step(m, clip < 1 ? clip : 1, step);
-    if (m->g.world.rank == 0) printf("step %3lld  loss %.12f  grad norm %.12f\n", (long long)step, loss, norm);
+    if (m->world.rank == 0) printf("step %3lld  loss %.12f  grad norm %.12f\n", (long long)step, loss, norm);
 }
 
 int main(int argc, char **argv) {
     MPI_Init(&argc, &argv);
     model m = {.o = parse_options(argc, argv)};
-    m.g = build_grid(&m.o);
+    build_grid(&m);
     create_model(&m);
     load_weights(&m);
     load_tokens(&m);
-    if (m.g.world.rank == 0)
-        printf("%d ranks: TP %d x CP %d x DP %d x PP %d, EP %d\n", m.g.world.size, m.g.tensor.size, m.g.context.size,
-               m.g.data.size, m.g.pipeline.size, m.g.expert.size);
+    if (m.world.rank == 0)
+        printf("ranks: TP %d x CP %d x DP %d x PP %d, EP %d\n", m.tensor.size, m.context.size, m.data.size,
+               m.pipeline.size, m.expert.size);
     int64_t count = m.micro_batches * m.o.vp;
     int bytes = 2 * (int)count * (int)(m.rows * m.C * 8 + MPI_BSEND_OVERHEAD); // all messages of a step
     void *messages = allocate(bytes, 1);

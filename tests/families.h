@@ -22,6 +22,7 @@ static const char *const families[] = {"gpt2",
                                        "qwen3_next",
                                        "gpt_oss",
                                        "nemotron_h",
+                                       "nemotron_h_latent",
                                        "granitemoehybrid",
                                        "kimi_linear",
                                        "deepseek_v32",
@@ -44,7 +45,7 @@ static const char *const families[] = {"gpt2",
                                        "glm_moe_dsa",
                                        "glm_moe_dsa_shared"};
 /* The first NUM_KINDS have every kind of parameter; the others arrange the same parts otherwise. */
-enum { NUM_FAMILIES = sizeof families / sizeof *families, NUM_KINDS = 20 };
+enum { NUM_FAMILIES = sizeof families / sizeof *families, NUM_KINDS = 21 };
 
 /* Families with gated delta nets. */
 __attribute__((unused)) static bool has_delta_nets(const char *family) {
@@ -53,7 +54,7 @@ __attribute__((unused)) static bool has_delta_nets(const char *family) {
 
 /* Families with Mamba-2. */
 __attribute__((unused)) static bool has_mamba(const char *family) {
-    return strcmp(family, "nemotron_h") == 0 || strcmp(family, "granitemoehybrid") == 0;
+    return strncmp(family, "nemotron_h", 10) == 0 || strcmp(family, "granitemoehybrid") == 0;
 }
 
 /* Families with these or short convolutions. */

@@ -211,6 +211,7 @@ static const row model_rows[] = {
     {30, EXPERTS "&--disable-bias-linear&" WIDE, "", "--moe-shared-expert-intermediate-size 64"},
     {15, "--moe-router-topk", "", "--moe-router-topk-scaling-factor 1.5"},
     {40, "shared-expert", "", "--moe-shared-expert-gate"},
+    {20, EXPERTS, "", "--moe-latent-size 24"},
     {20, EXPERTS, "", "--moe-layer-freq 2;--moe-layer-freq 3"},
     {20, EXPERTS "&num-layers 4", "moe-layer-freq", "--moe-layer-freq [0,1,1,0];--moe-layer-freq ([0]*1+[1]*3)"},
     {12, "num-layers 3", HALVES "&" EXPERTS, PATTERN "M*-;" PATTERN "-M*"},

@@ -9,6 +9,10 @@ function place(path,    folder) {
     return folder path
 }
 
+# Differences of programs are not text.
+/^```/ { fenced = !fenced }
+fenced { next }
+
 # Links: their files, and the headings that they point to, as GitHub names them.
 {
     rest = $0

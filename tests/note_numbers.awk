@@ -309,6 +309,12 @@ function continue_unit(new_mode) {
     unit = unit $0 (/^\|/ ? " ; " : " ")
 }
 
+/^<!-- diff / {
+    end_unit()
+    next
+}
+/^```/ { fenced = !fenced }
+fenced || /^```/ { next }
 /^<!-- (quote|run|prints)/ {
     end_unit()
     block = $2

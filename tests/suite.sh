@@ -51,6 +51,11 @@ says() {
     return 1
 }
 
+# The printed configuration has an option with a value, whatever its origin: NAME VALUE.
+shows() {
+    says "^  $1  *$2\\( *# .*\\)\\{0,1\\}\$" "$work/out"
+}
+
 # Prints the mpirun command; Open MPI needs an option for more ranks than cores.
 mpirun_here() {
     if mpirun --version 2>/dev/null | grep -qi 'open.mpi\|openrte'; then

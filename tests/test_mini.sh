@@ -4,6 +4,10 @@
 set -u
 . tests/suite.sh
 needs_mpi
+if ! command -v mpicc >/dev/null; then
+    echo "skipped: mpicc is absent"
+    exit 77
+fi
 mini=${MT_MINI:-${MT_BIN:-.}/../notes/mini}
 golden=tests/golden/hf
 export OMP_NUM_THREADS=1

@@ -3,6 +3,7 @@
 # the pages say. Marks in a page, which a reader does not see, say what is checked:
 #
 #   <!-- quote ... -->        the block below is that of notes/weave.awk
+#   <!-- diff ... -->         so is this one, between fences
 #   <!-- run -->              the block below is run; all blocks of a page are one script
 #   <!-- prints -->           the block or table below is what the block before it printed; "..." is any text. Numbers
 #                             may differ by one in the last digit, and by 5% with <!-- prints 5% -->
@@ -19,7 +20,7 @@ if ! [ -x "${MT_BIN:-.}/data/preprocess" ]; then
     echo "skipped: data/preprocess is not built"
     exit 77
 fi
-pages=${MT_NOTES:-$(ls notes/[0-9]*.md notes/extending.md notes/glossary.md 2>/dev/null)}
+pages=${MT_NOTES:-$(ls notes/[0-9]*.md notes/extending.md notes/glossary.md notes/steps/*.md 2>/dev/null)}
 
 # make_tree FOLDER: a folder that looks like the project's to a command: links to its files, and to the programs of
 # this build.
@@ -56,8 +57,8 @@ quotes_are_the_source() {
 # tag.
 list_known() {
     { # also a variable of a library
-        ls megatron.[ch] data/*/*.[ch] cuda/* tests/*.[ch] tests/*.sh data/scripts/*.sh notes/*.c notes/examples/*.c* \
-            train.c infer.c Makefile launch.sh | grep -v test_notes | xargs cat
+        ls megatron.[ch] data/*/*.[ch] cuda/* tests/*.[ch] tests/*.sh data/scripts/*.sh notes/*.c notes/steps/*.c \
+            notes/examples/*.c* train.c infer.c Makefile launch.sh | grep -v test_notes | xargs cat
         echo OPENBLAS_CORETYPE
         ls tests/test_* | sed 's|tests/test_||' # suites
     } | tr -cs 'A-Za-z0-9_' '\n' | sort -u | awk '{ print "word\t" $0 }'
@@ -120,7 +121,7 @@ measurements_can_be_repeated() {
 # lines in all, and answers each of its exercises.
 has_form() {
     for page; do
-        case $page in */glossary.md | */extending.md) continue ;; esac
+        case $page in */glossary.md | */extending.md | */steps/*) continue ;; esac
         awk '
             BEGIN {
                 parts = "The idea,The derivation,The lines,Try it,What it costs,Where it is,Exercises"

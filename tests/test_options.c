@@ -1,4 +1,5 @@
 /* Options: command line, YAML, config.json, derivation and every class of bad input. */
+#include "../data/base/file.h"
 #include "../data/options/megatron_names.h"
 #include "../data/options/option_help.h"
 #include "../data/options/option_reader.h"
@@ -1395,6 +1396,29 @@ static void yaml_lists_the_layers_of_every_option_that_names_them(void **state) 
     }
 }
 
+/* A file of options has what a file of roles has: aliases, merges, references. */
+static void yaml_values_may_be_aliases_merges_and_references(void **state) {
+    (void)state;
+    static const char text[] = "model: &small\n  num_layers: 2\n  hidden_size: &width 64\n  lr: 1\n"
+                               "again: {<<: *small, lr: 1.0, ffn_hidden_size: *width}\n"
+                               "seq_length: ${model.num_layers}${.num_layers_too}\nnum_layers: ${layers}\nlayers: 2\n"
+                               "save: \"/a/\\\\${x}\"\ntensorboard_dir: 1_000\n";
+    mt_run_options options;
+    mt_error error = {""};
+    assert_int_equal(read_yaml(&options, text, &error), -1);
+    assert_non_null(strstr(error.text, "run.yaml:6: ${.num_layers_too}: the file has no such key"));
+    mt_options_free(&options);
+    char *good = mt_strdup(text), *wrong = strstr(good, "_too");
+    memmove(wrong, wrong + 4, strlen(wrong + 4) + 1);
+    if (read_yaml(&options, good, &error) != 0) fail_msg("%s", error.text);
+    assert_int_equal(options.stack.seq_length, 22);
+    assert_int_equal(options.stack.ffn_hidden_size, 64);
+    assert_string_equal(options.save, "/a/${x}");
+    assert_string_equal(options.tensorboard_dir, "1_000");
+    mt_options_free(&options);
+    free(good);
+}
+
 static void expect_yaml_error(const char *text, const char *expected) {
     mt_run_options options;
     mt_error error = {""};
@@ -1462,6 +1486,108 @@ static void many_unknown_names_are_counted(void **state) {
     free(text);
 }
 
+/* Parses a line with --config FILE and one word more. */
+static int parse_config(mt_run_options *options, const char *text, const char *more, mt_error *error) {
+    char *folder = make_folder(), word[80];
+    char *path = write_file(folder, "run.yaml", text);
+    snprintf(word, sizeof word, "%s", more);
+    char *words[] = {"train", "--config", path, word};
+    int status = mt_options_read(options, MT_PROGRAM_TRAIN, *word ? 4 : 3, words, error);
+    remove_file(path);
+    remove_folder(folder);
+    return status;
+}
+
+/* The text that ends the origin of an option. */
+static void expect_origin(const mt_run_options *options, const char *name, const char *end) {
+    char *origin = mt_option_origin_text(options, mt_option_find(name, strlen(name)));
+    if (*end ? !mt_text_ends_with(origin, end) : *origin != 0) fail_msg("--%s is of %s, not %s", name, origin, end);
+    free(origin);
+}
+
+static void every_value_has_its_origin(void **state) {
+    (void)state;
+    mt_run_options options;
+    mt_error error = {""};
+    static const char text[] = "lr: 1e-3\nmodel:\n  num_layers: 2\n  num_moe_experts: 4\nmin_lr: 0\n";
+    if (parse_config(&options, text, "--lr=1", &error) != 0) fail_msg("%s", error.text);
+    expect_origin(&options, "lr", "command line");
+    expect_origin(&options, "num-layers", "run.yaml:3");
+    expect_origin(&options, "num-experts", "run.yaml:4");
+    expect_origin(&options, "hidden-size", "");
+    mt_option_reset(&options, mt_option_find("num-layers", 10));
+    expect_origin(&options, "num-layers", "");
+    mt_options_free(&options);
+    mt_options_default(&options);
+    static const char json[] = "{\"model_type\": \"llama\", \"num_hidden_layers\": 2, \"hidden_size\": 64, "
+                               "\"num_attention_heads\": 4, \"intermediate_size\": 128, \"vocab_size\": 300, "
+                               "\"max_position_embeddings\": 16}";
+    if (mt_options_read_hf_config(&options, json, (int64_t)strlen(json), "config.json", &error) != 0)
+        fail_msg("%s", error.text);
+    expect_origin(&options, "num-layers", "config.json");
+    mt_options_free(&options);
+}
+
+/* The origins are in the message, once each, and the message is the same after a second pass. */
+static void contradictions_have_both_origins(void **state) {
+    (void)state;
+    static const char text[] = "num_layers: 2\nhidden_size: 64\nnum_attention_heads: 4\nvocab_size: 300\n"
+                               "seq_length: 16\ntrain_iters: 10\nlr: 1\nrecompute_num_layers: 1\n";
+    mt_run_options options;
+    mt_error error = {""};
+    expect_yaml_error("lr: 1\na: {lr: 2}\n", "run.yaml:2: lr is given twice in this file, with the values 2 and, as "
+                                             "run.yaml:1: lr, 1");
+    expect_yaml_error("swiglu: true\nswiglu: false\n", "run.yaml:2: swiglu is given twice in this file");
+    assert_int_equal(parse_config(&options, text, "--mock-data", &error), 0);
+    assert_int_equal(mt_options_finish(&options, MT_PROGRAM_TRAIN, 1, &error), -1);
+    if (!strstr(error.text, "run.yaml:8) needs --recompute-granularity")) fail_msg("%s", error.text);
+    char before[sizeof error.text];
+    strcpy(before, error.text);
+    mt_options_name_typed(&options, &error);
+    assert_string_equal(error.text, before);
+    mt_options_free(&options);
+}
+
+#define VARIABLE "MT_TEST_VARIABLE"
+
+static void a_file_of_megatrons_tests_is_read(void **state) {
+    (void)state;
+    static const char text[] = "ENV_VARS:\n  CUDA_DEVICE_MAX_CONNECTIONS: 1\n  MT_TEST_DIR: /data/${MT_TEST_USER}\n"
+                               "  MT_TEST_USER: me\nTEST_TYPE: regular\nMODEL_ARGS:\n"
+                               "  --num-layers: 2\n  --bf16: true\n  --swiglu: false\n  --lr: 1.0e-5\n"
+                               "  --data-path: 0.5 ${MT_TEST_DIR}/a 0.5 ${MT_TEST_DIR}/b\n"
+                               "  --recompute-modules: \"[layernorm mlp]\"\n  --moe-layer-freq: ([0]*1+[1]*1)\n"
+                               "  --save: ${" VARIABLE "}/x\n";
+    mt_run_options options;
+    mt_error error = {""};
+    unsetenv(VARIABLE);
+    assert_int_equal(parse_config(&options, text, "", &error), -1);
+    if (!strstr(error.text, "run.yaml:14: save has ${" VARIABLE "}, which is not set; export it"))
+        fail_msg("%s", error.text);
+    mt_options_free(&options);
+    if (parse_config(&options, text, "--print-config", &error) != 0) fail_msg("%s", error.text);
+    assert_null(options.save);
+    mt_options_free(&options);
+    if (parse_config(&options, text, "--save=/mine", &error) != 0) fail_msg("%s", error.text);
+    assert_string_equal(options.save, "/mine");
+    mt_options_free(&options);
+    setenv(VARIABLE, "/runs", 1);
+    if (parse_config(&options, text, "", &error) != 0) fail_msg("%s", error.text);
+    assert_string_equal(options.save, "/runs/x");
+    assert_int_equal(options.data_path.count, 4);
+    assert_string_equal(options.data_path.items[3], "/data/me/b");
+    assert_true(options.stack.bf16 && !options.stack.swiglu && options.stack.lr == 1e-5);
+    assert_int_equal(options.stack.recompute_modules, MT_MODULE_LAYERNORM | MT_MODULE_MLP);
+    assert_string_equal(options.moe_layer_freq, "([0]*1+[1]*1)");
+    mt_options_free(&options);
+    unsetenv(VARIABLE);
+    expect_yaml_error("MODEL_ARGS: {--num-layers: 2 3}\n", "run.yaml:1: num-layers expects a whole number, got '2 3'");
+    expect_yaml_error("MODEL_ARGS: {--bf16: x}\n", "run.yaml:1: bf16 expects true or false, got 'x'");
+    expect_yaml_error("MODEL_ARGS: {--num-layer: 2}\n",
+                      "run.yaml:1: unknown option num-layer; did you mean num_layers?");
+    expect_yaml_error("MODE: inference\nMODEL_ARGS: {--num-layers: 2}\n", "run.yaml:1: MODE is inference, whose file");
+}
+
 static void bad_yaml_is_refused_with_file_and_line(void **state) {
     (void)state;
     expect_yaml_error("fp16: True\nlr: 1\nfoo: [1, [2]]\nspec: a\n",
@@ -1485,12 +1611,31 @@ static void bad_yaml_is_refused_with_file_and_line(void **state) {
     expect_yaml_error("- lr\n", "expects lines such as");
     expect_yaml_error("lr\n", "expects lines such as");
     expect_yaml_error("? [a]\n: 3\n", "expects the name of an option");
-    expect_yaml_error("a: &x {lr: 1}\nb: *x\n", "anchors and aliases are not supported");
-    expect_yaml_error("lr: &x 1\n", "anchors and aliases are not supported");
+    expect_yaml_error("a: &x {lr: 1}\nb: *x\nlr: 2\n", "run.yaml:3: lr is given twice in this file");
+    expect_yaml_error("a: &x {<<: *x}\n", "run.yaml:1: << merges what is no section, or itself");
+    expect_yaml_error("a: &x {b: *x}\n", "sections are nested deeper");
+    expect_yaml_error("a: &x [1, *x]\ndata_path: *x\n", "run.yaml:2: data_path expects plain values in its");
+    expect_yaml_error("data_path: &x [1, *x]\n", "expects plain values in its list");
+    expect_yaml_error("lr: ${nothing.here}\n", "run.yaml:1: ${nothing.here}: the file has no such key");
+    expect_yaml_error("lr: ${lr}\n", "run.yaml:1: '${lr}' refers to itself");
     expect_yaml_error("lr: \"1\n", "run.yaml:");
     expect_yaml_error("lr: 1\n---\nlr: 2\n", "a second document");
     expect_yaml_error("save: \"a\\0b\"\n", "holds a zero byte");
     expect_yaml_error("a: {b: {c: {d: {e: {f: {g: {h: {i: 1}}}}}}}}\n", "nested deeper");
+}
+
+/* Each section has the keys of all before it. */
+static void yaml_merges_do_not_explode(void **state) {
+    (void)state;
+    char *text = mt_calloc(1 << 16), *end = text;
+    for (int i = 0; i < 60; i++) {
+        end += sprintf(end, "s%d: &s%d {", i, i);
+        for (int j = 0; j < 40; j++) end += sprintf(end, "k%d_%d: 1, ", i, j);
+        end += i > 0 ? sprintf(end, "<<: *s%d}\n", i - 1) : sprintf(end, "a: 1}\n");
+    }
+    expect_yaml_error(text, "holds more than options could need");
+    expect_role_error(text, "holds more than options could need");
+    free(text);
 }
 
 static void huge_yaml_is_refused(void **state) {
@@ -2989,7 +3134,7 @@ static void other_arrangements_of_a_family_are_refused(void **state) {
         {SIZES_OF("ministral3") ", \"rope_parameters\": {\"rope_type\": \"yarn\", \"factor\": 2}",
          "\"llama_4_scaling_beta\" is missing"},
         {LLAMA ", \"rope_parameters\": {\"rope_theta\": 1e6, \"llama_4_scaling_beta\": 0.1}", "ministral3 only"},
-        {NEMOTRON_H ", \"moe_latent_size\": 8", "\"moe_latent_size\": 8 is not supported"},
+        {NEMOTRON_H ", \"moe_latent_size\": \"8\"", "\"moe_latent_size\" must be a whole number"},
         {NEMOTRON_H ", \"use_bias\": true", "\"use_bias\": true is not supported"},
         {NEMOTRON_H ", \"time_step_limit\": [0.0, 0.5]", "\"time_step_limit\" is [0, 0.5], which transformers 5 does"},
         {SIZES_OF("nemotron_h"), "\"layers_block_type\" is missing"},
@@ -3571,6 +3716,11 @@ static const struct CMUnitTest tests[] = {
     cmocka_unit_test(deep_yaml_is_refused_before_it_is_parsed),
     cmocka_unit_test(many_anchors_are_refused_before_they_are_parsed),
     cmocka_unit_test(many_unknown_names_are_counted),
+    cmocka_unit_test(yaml_values_may_be_aliases_merges_and_references),
+    cmocka_unit_test(yaml_merges_do_not_explode),
+    cmocka_unit_test(every_value_has_its_origin),
+    cmocka_unit_test(contradictions_have_both_origins),
+    cmocka_unit_test(a_file_of_megatrons_tests_is_read),
     cmocka_unit_test(huge_yaml_is_refused),
     cmocka_unit_test(an_empty_yaml_sets_nothing),
 #else

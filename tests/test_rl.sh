@@ -282,10 +282,10 @@ dropout_is_off_unless_given() {
     for stage in "dpo --data-path $work/pairs.jsonl --variable-seq-lengths" "rl --data-path $work/rl.jsonl \
         --max-new-tokens 4 --rollout-batch-size 4 --num-return-sequences 4 --kl-loss-coef 0.1"; do
         # shellcheck disable=SC2086
-        "$@" --stage $stage --print-config >"$work/out" && says '^  hidden-dropout  *0$' "$work/out" &&
-            says '^  attention-dropout  *0$' "$work/out" &&
+        "$@" --stage $stage --print-config >"$work/out" && shows hidden-dropout 0 &&
+            shows attention-dropout 0 &&
             "$@" --stage $stage --attention-dropout 0.3 --print-config >"$work/out" &&
-            says '^  hidden-dropout  *0$' "$work/out" && says '^  attention-dropout  *0.3$' "$work/out" &&
+            shows hidden-dropout 0 && shows attention-dropout 0.3 &&
             "$@" --stage $stage --ref-load "$work/drops" --metrics "$work/drop" --overwrite >"$work/out" \
                 2>"$work/err" || return 1
         case $stage in
@@ -294,17 +294,17 @@ dropout_is_off_unless_given() {
         esac || return 1
     done
     "$@" --stage rm --value-head --data-path "$work/pairs.jsonl" --variable-seq-lengths --print-config >"$work/out" &&
-        says '^  hidden-dropout  *0$' "$work/out" && says '^  attention-dropout  *0$' "$work/out" || return 1
+        shows hidden-dropout 0 && shows attention-dropout 0 || return 1
     for teaches in sft "kd --teacher-load $work/drops"; do
         # shellcheck disable=SC2086
         "$@" --stage $teaches --data-path "$work/sft.jsonl" --print-config >"$work/out" &&
-            says '^  hidden-dropout  *0.2$' "$work/out" || return 1
+            shows hidden-dropout 0.2 || return 1
     done
     # a run that resumes goes on with its dropout
     # shellcheck disable=SC2086
     "$@" --stage $stage --hidden-dropout 0.3 --save "$work/drop.run" >"$work/out" 2>"$work/err" &&
         "$@" --stage $stage --load "$work/drop.run" --save "$work/drop.run" --finetune=false --print-config \
-            >"$work/out" && says '^  hidden-dropout  *0.3$' "$work/out"
+            >"$work/out" && shows hidden-dropout 0.3
 }
 
 # The reward model prefers ascending digits; an actor that it rewards learns to write them.
@@ -478,11 +478,11 @@ recipes_run() {
     # the command line wins over the recipe's two sides of the ratio, and over a ratio for both
     printf '%s\n' 'stage: rl' 'clip_ratio: 0.2' >"$work/ratio.yaml"
     learn 1 "$work/ratios" --config data/recipes/grpo-qwen3-0.6b.yaml --train-iters 1 --rollout-batch-size 2 \
-        --global-batch-size 8 --clip-ratio 0.4 --print-config && says '^  clip-ratio  *0.4$' "$work/out" &&
+        --global-batch-size 8 --clip-ratio 0.4 --print-config && shows clip-ratio 0.4 &&
         ! grep -q '^  clip-ratio-\(low\|high\)' "$work/out" &&
         learn 1 "$work/ratios" --config "$work/ratio.yaml" --train-iters 1 --lr 1 --clip-ratio-low 0.1 \
             --clip-ratio-high 0.3 --rollout-batch-size 2 --print-config &&
-        says '^  clip-ratio-low  *0.1$' "$work/out" &&
+        shows clip-ratio-low 0.1 &&
         ! grep -q 'clip-ratio  \|error' "$work/out" || return 1
     head -n 64 "$work/pairs.jsonl" >"$work/few.jsonl"
     for stage in dpo "rm --value-head"; do

@@ -290,9 +290,9 @@ EOF
     refused 'more.json: cannot be read' "$train" --config "$work/fields.yaml" --role sft_train || return 1
     "$train" --mock-data --max-grad-norm 0.5 --lr_scheduler_type constant_with_warmup --logging-steps 3 --save_steps 4 \
         --bf16 False --do_train True --gradient_checkpointing False --max_steps 7 --save "$work/none" --print-config \
-        >"$work/out" 2>"$work/err" && says '^  clip-grad  *0.5$' "$work/out" &&
-        says '^  lr-decay-style  *constant$' "$work/out" && says '^  log-interval  *3$' "$work/out" &&
-        says '^  save-interval  *4$' "$work/out" && says '^  train-iters  *7$' "$work/out" &&
+        >"$work/out" 2>"$work/err" && shows clip-grad 0.5 &&
+        shows lr-decay-style constant && shows log-interval 3 &&
+        shows save-interval 4 && shows train-iters 7 &&
         ! grep -q '^  bf16' "$work/out"
 }
 
@@ -302,15 +302,15 @@ fields_on_the_command_line_may_be_at_their_defaults() {
     for steps in '--max_steps -1 --train-iters 7' '--train-iters 7 --max_steps=-1' '--max_steps 7.0'; do
         "$train" $small --seq-length 32 --mock-data --tf32 False --deepspeed None --resume_from_checkpoint False \
             --save_total_limit False --eval_steps no --save_steps -1 --warmup_steps 0.25 $steps --print-config \
-            >"$work/out" 2>"$work/err" && says '^  train-iters  *7$' "$work/out" &&
-            says '^  lr-warmup-fraction  *0.25$' "$work/out" &&
+            >"$work/out" 2>"$work/err" && shows train-iters 7 &&
+            shows lr-warmup-fraction 0.25 &&
             ! grep -q '^  save-interval\|^  eval-interval\|^  keep-checkpoints' "$work/out" || return 1
     done
     printf '%s\n' 'train_iters: 7' 'max_steps: -1' 'tf32: False' 'save_total_limit: false' 'warmup_steps: 0.25' \
         >"$work/flat.yaml"
     # shellcheck disable=SC2086
     "$train" $small --seq-length 32 --mock-data --config "$work/flat.yaml" --print-config >"$work/out" 2>"$work/err" &&
-        says '^  train-iters  *7$' "$work/out" && says '^  lr-warmup-fraction  *0.25$' "$work/out" || return 1
+        shows train-iters 7 && shows lr-warmup-fraction 0.25 || return 1
     for wrong in '--tf32 True' '--max_steps 7.5' '--fsdp full_shard' '--warmup_steps 0.1 --lr-warmup-fraction 0.2'; do
         # shellcheck disable=SC2086
         refused "$(echo "${wrong%% *} " | tr _ -)" "$train" $small --mock-data $wrong || return 1
@@ -339,7 +339,7 @@ ranks_are_those_of_the_device_mapping() {
     printf '%s\n' 'sft_train: {model_args: {}, device_mapping: "list(range(0,8))"}' >"$work/devices.yaml"
     # shellcheck disable=SC2086
     prints "$work/devices.yaml" sft_train $small --seq-length 32 --train-data-path none.jsonl &&
-        says '^options on 8 ranks' "$work/out" && says '^  global-batch-size  *64$' "$work/out"
+        says '^options on 8 ranks' "$work/out" && shows global-batch-size 64
 }
 
 verl_is_read() {
@@ -619,7 +619,7 @@ EOF
     sed 's/ rank: 0/ rank: 8/' "$work/examples.yaml" >"$work/lora.yaml" &&
         prints "$work/lora.yaml" actor_train && sets actor_rollout_ref.model.lora.rank lora-rank 8 &&
         sets actor_rollout_ref.model.lora.alpha lora-alpha 32 &&
-        says '^  lora-target  *q_proj o_proj$' "$work/out"
+        shows lora-target 'q_proj o_proj'
 }
 
 # Trinity-RFT's own file, whose trainer_config has verl's keys; its references lead there, or to verl's defaults.
@@ -691,10 +691,10 @@ idle_options_of_rl_are_unused() {
 
 # A run that --load of the command line names goes on, where the file's model would begin anew.
 a_run_of_the_command_line_goes_on() {
-    prints "$roles/roll.yaml" sft_train --load "$work/none" && says '^  load  *.*/none$' "$work/out" &&
+    prints "$roles/roll.yaml" sft_train --load "$work/none" && shows load '.*/none' &&
         unused pretrain 'gives way to --load, which resumes a run unless --finetune is given' &&
         ! grep -q '^  finetune' "$work/out" || return 1
-    prints "$roles/roll.yaml" sft_train --load "$work/none" --finetune && says '^  finetune  *true$' "$work/out"
+    prints "$roles/roll.yaml" sft_train --load "$work/none" --finetune && shows finetune true
 }
 
 # A ratio alone is for both sides, also where they are null; one side alone leaves the other to it.
@@ -714,12 +714,12 @@ a_ratio_alone_is_for_both_sides() {
 ratios_of_the_command_line_win() {
     sed 's/^    use_kl_loss: false/&\n    clip_ratio_low: 0.1\n    clip_ratio_high: 0.3/' "$roles/verl.yaml" \
         >"$work/ratios.yaml"
-    prints "$work/ratios.yaml" actor_train --clip-ratio 0.4 && says '^  clip-ratio  *0.4$' "$work/out" &&
+    prints "$work/ratios.yaml" actor_train --clip-ratio 0.4 && shows clip-ratio 0.4 &&
         unused actor_rollout_ref.actor.clip_ratio_low 'gives way to the command line' &&
         unused actor_rollout_ref.actor.clip_ratio_high 'gives way to the command line' &&
         ! grep -q '^  clip-ratio-\(low\|high\)' "$work/out" || return 1
     prints "$work/ratios.yaml" actor_train --clip-ratio 0.4 --clip-ratio-high 0.5 &&
-        says '^  clip-ratio-high  *0.5$' "$work/out" && ! grep -q '^  clip-ratio-low' "$work/out"
+        shows clip-ratio-high 0.5 && ! grep -q '^  clip-ratio-low' "$work/out"
 }
 
 # Layouts of the roles beside the one that trains, and the parts of models that rest.
@@ -941,7 +941,7 @@ references_do_not_explode() {
         echo "a$i: \${a$((i + 1))}\${a$((i + 1))}\${a$((i + 1))}\${a$((i + 1))}"
     done >>"$work/bomb.yaml"
     echo 'a13: xxxxxxxx' >>"$work/bomb.yaml"
-    refused 'holds more than a file of roles could need\|16 KiB' timeout $hang "$train" --config "$work/bomb.yaml" \
+    refused 'holds more than options could need\|64 KiB' timeout $hang "$train" --config "$work/bomb.yaml" \
         --role sft_train --print-config
 }
 
@@ -963,8 +963,8 @@ roles_are_named() {
 a_short_run_keeps_the_learning_rates() {
     sed 's/^max_steps: .*/max_steps: 100/; s/warmup_steps: 1/warmup_steps: 20/' "$roles/roll.yaml" >"$work/long.yaml"
     # shellcheck disable=SC2086
-    prints "$work/long.yaml" sft_train $small --train-iters 2 && says '^  lr-decay-iters  *100$' "$work/out" &&
-        says '^  lr-warmup-iters  *20$' "$work/out" && ! grep -q 'do not make a run' "$work/out"
+    prints "$work/long.yaml" sft_train $small --train-iters 2 && shows lr-decay-iters 100 &&
+        shows lr-warmup-iters 20 && ! grep -q 'do not make a run' "$work/out"
 }
 
 # Files as they are named, else in dataset_dir; a list of samples in one JSON file.
@@ -981,8 +981,8 @@ the_command_line_wins() {
         >"$work/out" 2>"$work/err"
     status=$?
     cd "$OLDPWD" || return 1
-    [ $status = 0 ] && says '^  seed  *3$' "$work/out" && says 'data/train.json: 8 samples' "$work/out" &&
-        says '^     2/2 .* loss ' "$work/out" && says '^  global-batch-size  *6$' "$work/out" &&
+    [ $status = 0 ] && shows seed 3 && says 'data/train.json: 8 samples' "$work/out" &&
+        says '^     2/2 .* loss ' "$work/out" && shows global-batch-size 6 &&
         says 'pretrain: gives way to --num-layers and --hidden-size' "$work/out" &&
         says 'num_train_epochs: gives way to --train-iters' "$work/out" &&
         says 'seed, .*: the command line has their options' "$work/out" && ! grep -q 'load  *models' "$work/out" ||
@@ -993,21 +993,39 @@ the_command_line_wins() {
         --save $work/none --train-data-path $work/data.json"
 }
 
+# MODEL_ARGS of a file of Megatron-LM's tests, with variables of ENV_VARS and of the environment.
+a_file_of_megatrons_tests_trains() {
+    file=$roles/megatron_test.yaml
+    "$train" --config "$file" --print-config >"$work/out" 2>"$work/err" || return 1
+    says 'save: no effect: has ${MT_TEST_WORK}, which is not set' "$work/out" && shows num-layers 2 &&
+        says '^  hidden-size  *32  *# megatron_test.yaml:10$' "$work/out" && shows recompute-modules 'core_attn mlp' &&
+        says 'TEST_TYPE, .*LAUNCHER: no effect: MODEL_ARGS has the options' "$work/out" &&
+        refused 'megatron_test.yaml:32: save has ${MT_TEST_WORK}, which is not set; export it' "$train" \
+            --config "$file" || return 1
+    MT_TEST_WORK=$work "$train" --config "$file" --seed 3 >"$work/out" 2>"$work/err" || return 1
+    says '^     3/3 .* loss ' "$work/out" && says 'saved iteration 3 to .*/run' "$work/out" &&
+        [ -f "$work/run/config.json" ] || return 1
+    "$train" --config "$file" --save "$work/mine" --train-iters 2 >"$work/out" 2>"$work/err" &&
+        says 'saved iteration 2 to .*/mine' "$work/out" &&
+        refused '--hidden-size (.*megatron_test.yaml:10) 32 must be' "$train" --config "$file" --save "$work/mine" \
+            --num-attention-heads 5
+}
+
 # total batch = per device x accumulation x data-parallel ranks
 the_batch_grows_with_the_ranks() {
     for ranks in 1 2 4; do
         # shellcheck disable=SC2046,SC2086
         $(mpirun_here) -np $ranks "$train" --config "$roles/roll.yaml" --role sft_train $small --print-config \
             >"$work/out" 2>"$work/err" && says "^options on $ranks rank" "$work/out" &&
-            says "^  global-batch-size  *$((6 * ranks))\$" "$work/out" || return 1
+            shows global-batch-size $((6 * ranks)) || return 1
     done
     # shellcheck disable=SC2046,SC2086
     $(mpirun_here) -np 4 "$train" --config "$roles/roll.yaml" --role sft_train $small --print-config \
-        --tensor-model-parallel-size 2 >"$work/out" 2>"$work/err" && says '^  global-batch-size  *12$' "$work/out" &&
+        --tensor-model-parallel-size 2 >"$work/out" 2>"$work/err" && shows global-batch-size 12 &&
         sets sft_train.strategy_args.strategy_config.sequence_parallel sequence-parallel true || return 1
     # shellcheck disable=SC2086
     prints "$roles/roll.yaml" sft_train $small --global-batch-size 10 &&
-        says '^  global-batch-size  *10$' "$work/out" &&
+        shows global-batch-size 10 &&
         unused sft_train.training_args.gradient_accumulation_steps 'gives way to --global-batch-size'
 }
 
@@ -1055,7 +1073,7 @@ roll_dpo_trains() {
     # shellcheck disable=SC2086
     (cd "$work/dpo" && "$train" --config roll-dpo.yaml --role actor_train $small --train-iters 2 --seq-length 64 \
         --eval-iters 1) >"$work/out" 2>"$work/err" &&
-        says '^     2/2 .* loss 0\.69' "$work/out" && says '^  stage  *dpo$' "$work/out"
+        says '^     2/2 .* loss 0\.69' "$work/out" && shows stage dpo
 }
 
 # roll-rlvr.yaml as it stands, likewise; the rewards of its Python classes are replaced by --reward. A program's rewards
@@ -1072,7 +1090,7 @@ roll_rlvr_trains() {
     (cd "$work/rlvr" && "$train" --config roll-rlvr.yaml --role actor_train $small --train-iters 2 --seq-length 64 \
         --prompt-shares '*=1' \
         --max-new-tokens 4 --rollout-batch-size 3 --global-batch-size 12) >"$work/out" 2>"$work/err" &&
-        says '^     2/2 .* reward [0-9]' "$work/out" && says '^  stage  *rl$' "$work/out" || return 1
+        says '^     2/2 .* reward [0-9]' "$work/out" && shows stage rl || return 1
     # shellcheck disable=SC2086
     (cd "$work/rlvr" && "$train" --config roll-rlvr.yaml --role actor_train $small --train-iters 2 --seq-length 64 \
         --prompt-shares '*=1' \
@@ -1085,7 +1103,7 @@ roll_rlvr_trains() {
         ! cmp -s "$work/rlvr/steps/iter_0000001/model.safetensors" \
             "$work/rlvr/steps/iter_0000002/model.safetensors" || return 1
     prints "$work/rlvr/roll-rlvr.yaml" actor_train && sets '(absent: reward)' reward exact &&
-        prints "$work/rlvr/roll-rlvr.yaml" actor_train --reward number && says '^  reward  *number$' "$work/out"
+        prints "$work/rlvr/roll-rlvr.yaml" actor_train --reward number && shows reward number
 }
 
 # roll-distill.yaml as it stands, likewise: the student, with a teacher of another shape.
@@ -1102,7 +1120,7 @@ roll_distill_trains() {
     (cd "$work/distill" && $(mpirun_here) -np 8 "$train" --config roll-distill.yaml --role student $small \
         --teacher-load teacher --train-iters 2 --seq-length 64 --eval-iters 1) >"$work/out" 2>"$work/err" &&
         says '^     2/2 .* divergence [0-9]' "$work/out" && says 'validation loss [0-9]' "$work/out" &&
-        says '^  stage  *kd$' "$work/out" && says '^  logits-topk  *64$' "$work/out"
+        shows stage kd && shows logits-topk 64
 }
 
 check keys_have_options_and_references_values keys_have_options_and_references_values
@@ -1146,6 +1164,7 @@ check references_do_not_explode references_do_not_explode
 check roles_are_named roles_are_named
 check a_short_run_keeps_the_learning_rates a_short_run_keeps_the_learning_rates
 check the_command_line_wins the_command_line_wins
+check a_file_of_megatrons_tests_trains a_file_of_megatrons_tests_trains
 if [ -n "${HAVE_MPI:-}" ] && command -v mpirun >/dev/null; then
     check the_batch_grows_with_the_ranks the_batch_grows_with_the_ranks
 fi

@@ -47,6 +47,7 @@ static const struct {
     {"moe_router_group_topk", "num_experts"},
     {"moe_shared_expert_intermediate_size", "num_experts"},
     {"moe_shared_expert_gate", "num_experts"},
+    {"moe_latent_size", "num_experts"},
     {"multi_latent_attention", NULL},
     {"q_lora_rank", "multi_latent_attention"},
     {"kv_lora_rank", "multi_latent_attention"},
@@ -69,7 +70,6 @@ static const char *const mt_other_args[] = {
     "attention_output_gate",
     "experimental_attention_variant",
     "heterogeneous_layers_config_path",
-    "moe_latent_size",
     "use_rope_scaling",
     "rotary_seq_len_interpolation_factor",
     "qk_l2_norm",
@@ -173,9 +173,10 @@ static int mt_args_merge(mt_run_options *o, const mt_run_options *of_args, bool 
     char *own = mt_option_text(o, row), *theirs = mt_option_text(of_args, row);
     bool derived = !gave && (!*own || strcmp(own, "0") == 0), differs = strcmp(own, theirs) != 0;
     int status = 0;
-    if (takes && !gave)
+    if (takes && !gave) {
         mt_option_copy(o, of_args, row);
-    else if (differs && !derived)
+        mt_option_set_origin(o, row, MT_ORIGIN_CHECKPOINT);
+    } else if (differs && !derived)
         status = mt_error_set(error, "%s: its run has --%s %s, not %s%s", folder, row->name, theirs, own,
                               takes ? "; leave the option out" : "; give that, or --use-checkpoint-args");
     free(own), free(theirs);

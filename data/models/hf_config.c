@@ -251,7 +251,7 @@ static const mt_hf_key mt_hf_keys[] = {
     {"attention_bias", LATENT | DELTA | NEMOTRON_H | MIMO_V2_FLASH, 0, FIXED, "false"},
     {"use_bias", NEMOTRON_H, 0, FIXED, "false"},
     {"mamba_proj_bias", MAMBA, 0, FIXED, "false"},
-    {"moe_latent_size", NEMOTRON_H, 0, FIXED | READ, "null"},
+    {"moe_latent_size", NEMOTRON_H, MT_AT(stack.moe_latent_size), NULLABLE},
     {"attention_bias", MIMO, 0, FIXED, "true"},
     {"use_bias", ERNIE4_5_MOE, 0, FIXED, "false"},
     {"attention_bias", SEED_OSS, MT_AT(stack.add_qkv_bias), 0, "true"},
@@ -1699,9 +1699,11 @@ int mt_options_take_shape(mt_run_options *options, const char *json, int64_t byt
         options->stack.hf_family = shape.stack.hf_family;
         options->stack.head_type = shape.stack.head_type;
         memcpy(options->weight_block_size, shape.weight_block_size, sizeof shape.weight_block_size);
-        for (const mt_option *row = mt_option_table; row->help; row++)
-            if (row->name && row->origin != MT_OF_RUN && !mt_options_gave(options, row->offset))
-                mt_option_copy(options, &shape, row);
+        for (const mt_option *row = mt_option_table; row->help; row++) {
+            if (!row->name || row->origin == MT_OF_RUN || mt_options_gave(options, row->offset)) continue;
+            mt_option_copy(options, &shape, row);
+            mt_option_set_origin(options, row, MT_ORIGIN_MODEL);
+        }
     }
     mt_options_free(&shape);
     return result;

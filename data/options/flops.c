@@ -84,8 +84,10 @@ double mt_flops(const mt_options *o, int64_t num_sequences) {
     double mixers = 0; // multiplications per token, of all layers
     double matrices = mt_activation_rows[mt_options_activation(o)].gated ? 3 : 2, mlp = matrices * C * F;
     double experts = (double)mt_num_expert_layers(o);
-    double visited = (double)(o->moe_router_topk * o->moe_ffn_hidden_size + o->moe_shared_expert_intermediate_size);
-    double mlps = (double)mt_num_dense_layers(o) * mlp + experts * matrices * C * visited;
+    double L = (double)o->moe_latent_size, rows = L > 0 ? L : C; // channels of a row of the experts
+    double visited = matrices * (double)(o->moe_router_topk * o->moe_ffn_hidden_size) * rows + 2 * C * L;
+    visited += matrices * (double)o->moe_shared_expert_intermediate_size * C;
+    double mlps = (double)mt_num_dense_layers(o) * mlp + experts * visited;
     for (int64_t i = 0; i < o->num_layers; i++)
         mixers += projection_multiplications(o, i) + attention_multiplications(o, i);
     double output = C * (double)o->padded_vocab_size;
@@ -93,7 +95,7 @@ double mt_flops(const mt_options *o, int64_t num_sequences) {
     bool sparse = mt_layer_has_experts(o, o->num_layers - 1);
     double module = 2 * C * C + projection_multiplications(o, o->num_layers);
     module += attention_multiplications(o, o->num_layers);
-    module += (sparse ? matrices * C * visited : mlp) + output;
+    module += (sparse ? visited : mlp) + output;
     double per_token = layers + output + (double)o->mtp_num_layers * module;
     return 6 * (double)num_sequences * T * per_token; // forward once, backward twice; a multiply and an add each
 }

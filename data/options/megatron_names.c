@@ -367,7 +367,7 @@ static const struct {
      "moe-deepep-num-sms moe-enable-deepep moe-enable-routing-replay moe-expert-rank-capacity-factor "
      "moe-flex-dispatcher-backend moe-flex-dispatcher-num-sms moe-hybridep-num-blocks-permute "
      "moe-hybridep-num-blocks-unpermute moe-hybridep-num-sms moe-hybridep-num-sms-preprocessing "
-     "moe-hybridep-pad-uneven-dispatch-inputs moe-input-jitter-eps moe-latent-size moe-ncclep-zero-copy "
+     "moe-hybridep-pad-uneven-dispatch-inputs moe-input-jitter-eps moe-ncclep-zero-copy "
      "moe-per-layer-logging moe-permute-fusion-into-hybridep moe-router-force-biased "
      "moe-router-topk-limited-devices "
      "moe-routing-trace-capture-hidden-states moe-routing-trace-capture-logits moe-routing-trace-dump-weights "

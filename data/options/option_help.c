@@ -250,16 +250,19 @@ static int mt_options_answer(mt_program program, const char *word) {
     return 1;
 }
 
-void mt_options_help(mt_program program, int argc, char **argv) {
-    for (int i = 1; i < argc; i++) {
-        bool version = strcmp(argv[i], "--version") == 0;
-        bool inside = strncmp(argv[i], "--help=", 7) == 0 && argv[i][7]; // "--help=lr"
-        if (!version && !inside && strcmp(argv[i], "--help") != 0 && strcmp(argv[i], "-h") != 0) continue;
+void mt_options_help(mt_program program, const mt_givens *givens) {
+    for (int64_t i = 0; i < givens->count; i++) {
+        const mt_given *given = &givens->items[i];
+        bool version = strcmp(given->name, "version") == 0 && given->form == MT_GIVEN_WORDS;
+        const char *word = given->values.count > 0 ? given->values.items[0] : NULL;
+        bool is_empty = given->form == MT_GIVEN_TEXT && !*word; // "--help="
+        if (!version && (strcmp(given->name, "help") != 0 || is_empty)) continue;
         if (mt_launch_rank() > 0) exit(0);
         mt_error error;
-        const char *word = inside ? argv[i] + 7 : i + 1 < argc ? argv[i + 1] : NULL;
-        bool dashes = word && strncmp(word, "--", 2) == 0;
-        if (dashes) word = inside || i + 2 == argc ? word + 2 : NULL; // "--help --lr", not "--help --lr 1"
+        bool is_last = i + 2 == givens->count && given->values.count == 0; // "--help --lr", not "--help --lr 1"
+        const mt_given *next = is_last ? &givens->items[i + 1] : NULL;
+        if (next && next->form == MT_GIVEN_WORDS && next->values.count == 0) word = next->name;
+        if (word && strncmp(word, "--", 2) == 0) word += 2; // "--help=--lr"
         int status = 0;
         if (version) printf("%s (megatron.c) %s\n", mt_program_name(program), mt_version());
         if (!version) status = mt_options_answer(program, word);
@@ -268,7 +271,8 @@ void mt_options_help(mt_program program, int argc, char **argv) {
     }
 }
 
-void mt_options_print(const mt_run_options *options, mt_program program, FILE *file) {
+/* Prints the options that differ from their defaults, with the origin of each value as a comment, if asked. */
+static void mt_options_print_rows(const mt_run_options *options, mt_program program, bool has_origins, FILE *file) {
     const char *group = NULL;
     for (const mt_option *row = mt_option_table; row->help; row++) {
         if (!row->name) group = row->help;
@@ -276,10 +280,18 @@ void mt_options_print(const mt_run_options *options, mt_program program, FILE *f
         if (mt_option_is_default(options, row)) continue;
         if (group) fprintf(file, "%s\n", group);
         group = NULL;
-        char *text = mt_option_text(options, row);
-        fprintf(file, "  %-36s %s\n", row->name, text);
-        free(text);
+        char *text = mt_option_text(options, row), *origin = mt_option_origin_text(options, row);
+        const char *slash = strrchr(origin, '/');
+        if (has_origins && *origin)
+            fprintf(file, "  %-36s %-20s # %s\n", row->name, text, slash ? slash + 1 : origin);
+        else
+            fprintf(file, "  %-36s %s\n", row->name, text);
+        free(text), free(origin);
     }
+}
+
+void mt_options_print(const mt_run_options *options, mt_program program, FILE *file) {
+    mt_options_print_rows(options, program, false, file);
 }
 
 /* ---- the keys of a file of roles */
@@ -368,6 +380,6 @@ void mt_options_print_config(const mt_run_options *options, mt_program program, 
             fprintf(file, "%6s  %-*s  %s\n", keys->items[i], width, keys->items[i + 1], keys->items[i + 3]);
     if (options->role) mt_options_print_reward(options, file);
     fprintf(file, "options on %lld rank%s\n", (long long)ranks, ranks == 1 ? "" : "s");
-    mt_options_print(options, program, file);
+    mt_options_print_rows(options, program, true, file);
     if (error) fprintf(file, "these options do not make a run yet: %s\n", error->text);
 }

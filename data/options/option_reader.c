@@ -204,7 +204,6 @@ void mt_option_reader_free(mt_option_reader *reader) {
     free(reader->refused);
     mt_strings_free(&reader->always);
     mt_strings_free(&reader->idle);
-    mt_strings_free(&reader->named);
 }
 
 /* Adds the words of a blend in one text, "0.7 a 0.3 b", or else one prefix, which may have blanks. */

@@ -30,7 +30,7 @@ typedef struct mt_option_reader {
     bool role_rests;   // the role of the file does not train
     mt_strings always; // names that state a property that always holds
     mt_strings idle;   // other names without effect, and why, in turn
-    mt_strings named;  // see mt_option_reader_compare_names
+    bool prints_only;  // --print-config: a value with a variable that is not set has no effect
     uint64_t typed[sizeof((mt_run_options *)0)->given / sizeof(uint64_t)]; // options of the command line
 } mt_option_reader;
 

@@ -83,57 +83,43 @@ static const char *mt_whole_number(const mt_option *row, const char *text, char 
     return whole;
 }
 
-/* Gives a setting the values of a key. */
-static int mt_option_reader_take_values(mt_option_reader *reader, const mt_role_entry *entry, const mt_setting *setting,
-                                        const char *where, mt_error *error) {
+/* Adds the setting of a key. */
+static void mt_givens_add_entry(mt_givens *givens, mt_option_reader *reader, const mt_role_entry *entry,
+                                const char *position, const mt_setting *setting) {
     const mt_option *row = setting->row;
     const mt_strings *values = &entry->values;
     bool is_on = true, is_flag = !row && strcmp(setting->megatron.value, "true") == 0;
     if (is_flag && values->count == 1 && mt_parse_bool(values->items[0], &is_on) && !is_on) {
         mt_options_note_key(reader->options, entry, "", setting->megatron.text);
-        return 0;
+        return;
     }
-    mt_layer_freq_rule rule;
-    bool is_layers = entry->is_sequence && mt_option_names_layers(row, &rule);
-    if (entry->is_sequence && !is_layers && (!row || !mt_option_is_list(row)))
-        return mt_error_set(error, "%s expects %s, not a list", where, mt_setting_metavar(setting));
-    if (row && !setting->megatron.value) mt_option_clear(reader->options, row);
     if (row) mt_options_note_key(reader->options, entry, mt_option_of(row->offset)->name, "");
-    if (is_layers) {
-        char *list = NULL;
-        size_t size;
-        FILE *file = open_memstream(&list, &size);
-        MT_CHECK(file);
-        for (int64_t i = 0; i < values->count; i++) fprintf(file, "%c%s", i > 0 ? ',' : '[', values->items[i]);
-        MT_CHECK(fputc(']', file) != EOF && fclose(file) == 0);
-        int status = mt_setting_set(reader, setting, list, where, error);
-        free(list);
-        return status;
-    }
-    for (int64_t i = 0; i < values->count; i++) {
-        char whole[32];
-        const char *text = mt_whole_number(row, values->items[i], whole);
-        if (mt_setting_set(reader, setting, text, where, error) != 0) return -1;
-    }
-    return 0;
-}
-
-static int mt_option_reader_take_entry(mt_option_reader *reader, const mt_role_entry *entry, const char *path,
-                                       mt_error *error) {
-    char position[300], where[400];
-    bool infers = reader->program == MT_PROGRAM_INFER;
-    snprintf(position, sizeof position, "%.250s:%lld: ", path, entry->line);
+    char where[400], whole[32];
     if (entry->is_implied) // messages name the option
         snprintf(where, sizeof where, "--%.80s", entry->option);
     else
         snprintf(where, sizeof where, "%s%.80s", position, entry->name);
+    mt_given *given = mt_givens_add(givens, MT_SOURCE_ROLE, entry->is_sequence ? MT_GIVEN_LIST : MT_GIVEN_TEXT,
+                                    position, entry->option);
+    given->line = entry->line;
+    mt_string_set(&given->where, where);
+    for (int64_t i = 0; i < values->count; i++)
+        mt_strings_add(&given->values, mt_whole_number(row, values->items[i], whole));
+}
+
+/* Adds the setting of an entry, or notes or refuses it. */
+static void mt_option_reader_take_entry(mt_option_reader *reader, mt_givens *givens, const mt_role_entry *entry,
+                                        const char *path) {
+    char position[300];
+    bool infers = reader->program == MT_PROGRAM_INFER;
+    snprintf(position, sizeof position, "%.250s:%lld: ", path, entry->line);
     if (entry->kind == MT_ENTRY_UNKNOWN)
         mt_option_reader_refuse_key(reader, position, entry->name, "", entry->text);
     else if (entry->kind == MT_ENTRY_REFUSED)
         mt_option_reader_refuse_key(reader, position, entry->name, entry->text, "");
     else if (entry->kind != MT_ENTRY_OPTION)
         mt_options_note_key(reader->options, entry, "", entry->text);
-    if (entry->kind != MT_ENTRY_OPTION) return 0;
+    if (entry->kind != MT_ENTRY_OPTION) return;
     mt_setting setting = mt_setting_find(entry->option, strlen(entry->option));
     bool is_stage = setting.row && setting.row->offset == MT_AT(stack.stage);
     if (entry->is_name) {
@@ -142,8 +128,8 @@ static int mt_option_reader_take_entry(mt_option_reader *reader, const mt_role_e
     } else if (is_stage && !infers && mt_choice_index(setting.row->values, entry->values.items[0]) < 0) {
         mt_option_reader_take_absent(reader, entry, position);
     } else if (mt_setting_is_accepted(&setting, reader->program)) {
-        if (entry->values.count == 0 && !entry->is_sequence) return 0; // null
-        return mt_option_reader_take_values(reader, entry, &setting, where, error);
+        if (entry->values.count > 0 || entry->is_sequence) // otherwise null
+            mt_givens_add_entry(givens, reader, entry, position, &setting);
     } else if (setting.row && !entry->is_implied) {
         mt_options_note_key(reader->options, entry, "", infers ? "training (train)" : "generation (infer)");
     } else if (!setting.row && entry->is_megatron) {
@@ -151,15 +137,13 @@ static int mt_option_reader_take_entry(mt_option_reader *reader, const mt_role_e
     } else if (!setting.row) {
         mt_option_reader_take_absent(reader, entry, position);
     }
-    return 0;
 }
 
-int mt_option_reader_read_role(mt_option_reader *reader, const char *role, const char *text, int64_t bytes,
-                               const char *path, mt_error *error) {
+int mt_givens_add_role(mt_givens *givens, const char *role, mt_yaml *yaml, mt_option_reader *reader) {
     mt_role_config config;
-    int status = mt_role_config_read(&config, role, text, bytes, path, error);
+    int status = mt_role_config_read(&config, role, yaml);
     for (int64_t i = 0; i < config.count && status == 0; i++)
-        status = mt_option_reader_take_entry(reader, &config.entries[i], path, error);
+        mt_option_reader_take_entry(reader, givens, &config.entries[i], yaml->path);
     reader->options->config_devices = config.num_devices;
     reader->role_rests = !config.trains;
     mt_role_config_free(&config);

@@ -2,15 +2,15 @@
 #ifndef MT_OPTION_ROLES_H
 #define MT_OPTION_ROLES_H
 
-#include "option_reader.h"
+#include "option_source.h"
+#include "yaml.h"
 
 #ifdef __cplusplus
 extern "C" {
 #endif
 
-/* Reads a text as mt_options_read_role does; refusals wait for mt_option_reader_report. */
-int mt_option_reader_read_role(mt_option_reader *reader, const char *role, const char *text, int64_t bytes,
-                               const char *path, mt_error *error);
+/* Adds the settings of the pipeline and of a role; the reader notes the keys without effect, and those refused. */
+int mt_givens_add_role(mt_givens *givens, const char *role, mt_yaml *yaml, mt_option_reader *reader);
 
 /* True if the command line has the option. */
 bool mt_option_is_typed(const mt_option_reader *reader, size_t offset);

@@ -313,13 +313,17 @@ const mt_option mt_option_table[] = {
     {"moe-shared-expert-intermediate-size", MT_INT, MT_AT(stack.moe_shared_expert_intermediate_size), MT_TRAIN,
      MT_OF_WEIGHTS, NULL, "[1,16777216]", "width of the shared expert, which every token visits (default: none)",
      .needs = "num-experts"},
+    {"moe-latent-size", MT_INT, MT_AT(stack.moe_latent_size), MT_TRAIN, MT_OF_WEIGHTS, NULL, "[1,16777216]",
+     "latent experts: a linear narrows tokens to this width before the experts, another widens their sums (default: "
+     "none)",
+     .needs = "num-experts"},
     {"moe-shared-expert-gate", MT_FLAG, MT_AT(stack.moe_shared_expert_gate), MT_TRAIN, MT_OF_WEIGHTS, NULL, NULL,
      "weight the shared expert's output with a sigmoid gate per token", .needs = "moe-shared-expert-intermediate-size"},
     {"moe-use-upcycling", MT_FLAG, MT_AT(stack.moe_use_upcycling), MT_TRAIN, MT_OF_RUN, NULL, NULL,
      "begin as the dense model of --load: experts are copies of its MLP, routers are new; --train-iters 0 with --save "
      "converts only",
      .needs = "num-experts, load",
-     .excludes = "moe-shared-expert-intermediate-size, lora-rank, load-adapter, fp8-param-gather"},
+     .excludes = "moe-shared-expert-intermediate-size, moe-latent-size, lora-rank, load-adapter, fp8-param-gather"},
     {"moe-upcycling-granularity", MT_INT, MT_AT(stack.moe_upcycling_granularity), MT_TRAIN, MT_OF_RUN, "1", "[1,65536]",
      "experts that share a copy of the dense MLP, each with a part of its hidden channels",
      .needs = "moe-use-upcycling"},
@@ -1202,6 +1206,21 @@ const mt_option *mt_option_of(size_t offset) {
     return row;
 }
 
+_Static_assert(sizeof mt_option_table / sizeof *mt_option_table <= MT_MAX_OPTIONS, "raise MT_MAX_OPTIONS");
+
+void mt_option_set_origin(mt_run_options *options, const mt_option *row, int64_t origin) {
+    options->origins[mt_option_of(row->offset) - mt_option_table] = (int32_t)mt_min(origin, INT32_MAX);
+}
+
+char *mt_option_origin_text(const mt_run_options *options, const mt_option *row) {
+    static const char *const texts[] = {"", "command line", "config.json", "checkpoint", "a key that is absent"};
+    int32_t origin = options->origins[mt_option_of(row->offset) - mt_option_table];
+    char text[300];
+    if (origin <= 0) return mt_strdup(texts[-origin]);
+    snprintf(text, sizeof text, "%.250s:%d", options->config ? options->config : "line", origin);
+    return mt_strdup(text);
+}
+
 bool *mt_option_bool(const mt_run_options *options, const mt_option *row) {
     return (bool *)((char *)options + row->offset);
 }
@@ -1753,6 +1772,7 @@ void mt_option_reset(mt_run_options *options, const mt_option *row) {
     for (const mt_option *other = mt_option_table; other->help; other++)
         if (other->name && other->offset == row->offset) mt_option_set_default(options, other);
     options->given[row->offset / 64] &= ~((uint64_t)1 << row->offset % 64);
+    mt_option_set_origin(options, row, MT_ORIGIN_NONE);
 }
 
 /* All options at their defaults, made once: they are compared often. */

@@ -83,6 +83,19 @@ unsigned *mt_option_choice(const mt_run_options *options, const mt_option *row);
 bool mt_option_is_list(const mt_option *row);
 void mt_option_clear(mt_run_options *options, const mt_option *row);
 
+/* Where the value of an option comes from: a line of the file of --config, from 1, or one of these. */
+enum {
+    MT_ORIGIN_NONE = 0, // the default, a derived value, or set by a program
+    MT_ORIGIN_COMMAND_LINE = -1,
+    MT_ORIGIN_MODEL = -2,      // config.json
+    MT_ORIGIN_CHECKPOINT = -3, // the arguments in a checkpoint of Megatron-LM
+    MT_ORIGIN_ABSENT = -4      // the default that the program of a file of roles has for a key
+};
+void mt_option_set_origin(mt_run_options *options, const mt_option *row, int64_t origin);
+
+/* The origin as text, to free: "run.yaml:3", "command line", "config.json", "checkpoint"; "" for none. */
+char *mt_option_origin_text(const mt_run_options *options, const mt_option *row);
+
 /* Sets an option to its default, as if it was not given. */
 void mt_option_reset(mt_run_options *options, const mt_option *row);
 

@@ -34,16 +34,37 @@ static bool mt_option_is_renamed(const char *text, char *const pair[2]) {
     return !is_longer && !is_replaced;
 }
 
+/* Prints an option's name that `text` begins with, and its origin if that is a file and not there already.
+ * Returns the bytes of the name; 0: there is none. */
+static size_t mt_option_print_origin(const mt_run_options *options, const char *text, FILE *file) {
+    static const char letters[] = "abcdefghijklmnopqrstuvwxyz0123456789-";
+    size_t length = strncmp(text, "--", 2) == 0 ? strspn(text, letters) : 0;
+    while (length > 2 && text[length - 1] == '-') length--;
+    const mt_option *row = length > 2 ? mt_option_find(text + 2, length - 2) : NULL;
+    if (!row) return 0;
+    char *origin = mt_option_origin_text(options, row), place[320];
+    snprintf(place, sizeof place, " (%.300s)", origin);
+    bool is_there = strncmp(text + length, place, strlen(place)) == 0;
+    bool is_named = strcmp(origin, "config.json") == 0 || strcmp(origin, "checkpoint") == 0 || strchr(origin, ':');
+    fprintf(file, "%.*s%s", (int)length, text, is_named && !is_there ? place : "");
+    free(origin);
+    return length;
+}
+
 void mt_options_print_typed(const mt_run_options *options, const char *text, FILE *file) {
     const mt_strings *typed = &options->typed_names;
+    bool begins = true; // a word
     while (*text) {
         int64_t i = 0;
         while (i < typed->count && !mt_option_is_renamed(text, &typed->items[i])) i += 2;
-        if (i < typed->count)
+        size_t length = i < typed->count ? strlen(typed->items[i]) + 2 : 0;
+        if (length > 0)
             fputs(typed->items[i + 1], file);
-        else
-            fputc(*text, file);
-        text += i < typed->count ? strlen(typed->items[i]) + 2 : 1;
+        else if (begins)
+            length = mt_option_print_origin(options, text, file);
+        if (length == 0) fputc(*text, file);
+        begins = length == 0 && !isalnum((unsigned char)*text) && *text != '-';
+        text += length > 0 ? length : 1;
     }
 }
 

@@ -2,61 +2,101 @@
 #include "options.h"
 
 #include "../base/file.h"
-#include "option_arguments.h"
 #include "option_help.h"
 #include "option_roles.h"
 #include "option_rules.h"
+#include "option_source.h"
 #include "option_yaml.h"
 #include "role_config.h"
 
 #include <stdlib.h>
 #include <string.h>
 
+/* Adds the settings of a file; `role` is NULL for a file of options. */
+static int mt_givens_add_file(mt_givens *givens, mt_option_reader *reader, const char *role, mt_yaml *yaml) {
+    return role ? mt_givens_add_role(givens, role, yaml, reader) : mt_givens_add_yaml(givens, yaml, reader);
+}
+
+/* Reads a text; `role` is NULL for a file of options. */
+static int mt_options_read_text(mt_run_options *options, mt_program program, const char *role, const char *text,
+                                int64_t bytes, const char *path, mt_error *error) {
+    mt_option_reader reader = {.options = options, .program = program};
+    mt_givens givens = {0};
+    mt_yaml yaml;
+    if (mt_yaml_open(&yaml, text, bytes, path, error) != 0) return -1;
+    int status = mt_givens_add_file(&givens, &reader, role, &yaml);
+    if (!status) status = mt_givens_take(&givens, &reader, NULL, error);
+    if (!status) status = mt_option_reader_report(&reader, error);
+    if (!status && role) mt_option_reader_yield(&reader, 0);
+    mt_option_reader_free(&reader);
+    mt_givens_free(&givens);
+    mt_yaml_close(&yaml);
+    return status;
+}
+
 int mt_options_read_yaml(mt_run_options *options, mt_program program, const char *text, int64_t bytes, const char *path,
                          mt_error *error) {
-    mt_option_reader reader = {.options = options, .program = program};
-    int status = mt_option_reader_read_yaml(&reader, text, bytes, path, error);
-    if (!status) status = mt_option_reader_report(&reader, error);
-    mt_option_reader_free(&reader);
-    return status;
+    return mt_options_read_text(options, program, NULL, text, bytes, path, error);
 }
 
 int mt_options_read_role(mt_run_options *options, mt_program program, const char *role, const char *text, int64_t bytes,
                          const char *path, mt_error *error) {
-    mt_option_reader reader = {.options = options, .program = program};
-    int status = mt_option_reader_read_role(&reader, role, text, bytes, path, error);
-    if (!status) status = mt_option_reader_report(&reader, error);
-    if (!status) mt_option_reader_yield(&reader, 0);
-    mt_option_reader_free(&reader);
+    return mt_options_read_text(options, program, role, text, bytes, path, error);
+}
+
+/* Adds the settings of the file of --config. */
+static int mt_givens_add_config(mt_givens *givens, mt_option_reader *reader, const char *path, const char *role,
+                                mt_error *error) {
+    int64_t bytes;
+    mt_yaml yaml;
+    char *text = mt_file_read(path, MT_CONFIG_BYTES, &bytes, error), roles[400];
+    int status = text ? mt_yaml_open(&yaml, text, bytes, path, error) : -1;
+    if (status == 0) {
+        if (!role && mt_role_config_detect(roles, &yaml))
+            status = mt_error_set(error, "%s: has the roles %s; choose one with --role", path, roles);
+        else
+            status = mt_givens_add_file(givens, reader, role, &yaml);
+        mt_yaml_close(&yaml);
+    }
+    free(text);
     return status;
 }
 
-/* Reads the file of --config; `role` is that of --role, or NULL. */
-static int mt_options_read_config(mt_option_reader *reader, const char *path, const char *role, mt_error *error) {
-    int64_t bytes;
-    char *text = mt_file_read(path, MT_CONFIG_BYTES, &bytes, error), roles[400];
-    int result = !text ? -1 : 0;
-    if (text && role)
-        result = mt_option_reader_read_role(reader, role, text, bytes, path, error);
-    else if (text && mt_role_config_detect(roles, text, bytes))
-        result = mt_error_set(error, "%s: has the roles %s; choose one with --role", path, roles);
-    else if (text)
-        result = mt_option_reader_read_yaml(reader, text, bytes, path, error);
-    free(text);
-    if (!result && reader->options->config)
-        return mt_error_set(error, "%s: names another --config; one file is read, from the command line", path);
-    return result;
+/* True if the command line has a flag. */
+static bool mt_givens_have(const mt_givens *givens, size_t offset) {
+    const mt_given *given = mt_givens_find(givens, offset);
+    bool is_on = true;
+    return given && (given->values.count == 0 || !mt_parse_bool(given->values.items[0], &is_on) || is_on);
+}
+
+/* Refuses to train a role that does not train. */
+static int mt_options_check_role(const mt_option_reader *reader, const char *role, mt_error *error) {
+    if (reader->program != MT_PROGRAM_TRAIN || !role) return 0;
+    if (strcmp(role, "critic") == 0)
+        return mt_error_set(error, "--role critic: a critic trains beside its actor; run --role actor_train, and see "
+                                   "this role with --print-config");
+    bool chooses = mt_option_is_typed(reader, MT_AT(stack.stage)) || mt_option_is_typed(reader, MT_AT(sft));
+    if (!reader->role_rests || chooses || mt_options_converts(reader->options)) return 0;
+    return mt_error_set(error,
+                        "--role %.80s: %s does not train this role; `infer` runs it, --print-config shows "
+                        "it, and --stage or --sft trains its model",
+                        role, reader->options->config);
 }
 
 int mt_options_read(mt_run_options *options, mt_program program, int argc, char **argv, mt_error *error) {
     mt_option_reader reader = {.options = options, .program = program};
-    const char *config, *role = mt_options_find_role(argc, argv);
+    mt_givens givens = {0};
+    const char *config;
     mt_options_default(options);
-    mt_options_help(program, argc, argv);
-    int status = mt_options_find_config(&config, argc, argv, error);
-    if (!status && config) status = mt_options_read_config(&reader, config, role, error); // later settings win
-    int64_t file_iters = options->stack.train_iters;
-    if (!status) status = mt_options_read_arguments(&reader, argc, argv, error);
+    mt_givens_add_arguments(&givens, argc, argv);
+    mt_options_help(program, &givens);
+    const mt_given *given = mt_givens_find(&givens, MT_AT(role));
+    char *role = given && given->values.count > 0 ? mt_strdup(given->values.items[0]) : NULL;
+    reader.prints_only = mt_givens_have(&givens, MT_AT(print_config));
+    int status = mt_givens_find_config(&givens, &config, error);
+    if (!status && config) status = mt_givens_add_config(&givens, &reader, config, role, error);
+    int64_t file_iters = 0;
+    if (!status) status = mt_givens_take(&givens, &reader, &file_iters, error);
     if (!status) mt_option_reader_accept_sharded(&reader);
     if (!status) status = mt_option_reader_report(&reader, error);
     if (!status) mt_option_reader_yield_ratios(&reader);
@@ -66,16 +106,8 @@ int mt_options_read(mt_run_options *options, mt_program program, int argc, char 
     if (!status && role && config && !options->print_config && mt_launch_rank() == 0)
         mt_options_print_unused(options, notes);
     mt_option_reader_free(&reader);
-    if (status) return -1;
-    if (options->print_config) return 0;
-    if (program == MT_PROGRAM_TRAIN && role && strcmp(role, "critic") == 0)
-        return mt_error_set(error, "--role critic: a critic trains beside its actor; run --role actor_train, and see "
-                                   "this role with --print-config");
-    bool chooses = mt_option_is_typed(&reader, MT_AT(stack.stage)) || mt_option_is_typed(&reader, MT_AT(sft));
-    if (program == MT_PROGRAM_TRAIN && reader.role_rests && !chooses && !mt_options_converts(options))
-        return mt_error_set(error,
-                            "--role %.80s: %s does not train this role; `infer` runs it, --print-config shows "
-                            "it, and --stage or --sft trains its model",
-                            role, config);
-    return 0;
+    mt_givens_free(&givens);
+    if (!status && !options->print_config) status = mt_options_check_role(&reader, role, error);
+    free(role);
+    return status;
 }

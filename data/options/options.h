@@ -1,12 +1,12 @@
 /* options.h: the options of a run.
  *
- * A value takes one way. Sources name it: defaults, the YAML file of --config (flat, or with roles as ROLL, verl and
- * Trinity-RFT have them), the command line, then the folder that a run resumes from and the model's config.json, which
- * fill in options that were not given (run_options.h). Later sources win over earlier ones up to the command line; the
- * last two yield to all others, and with --role an option of the file gives way to the command line (option_roles.h).
- * Each name is found once, in option_table.c or among the answers of megatron_names.c, and each text is read by
- * mt_setting_set (option_reader.h), whichever source has it. Then options are finished (option_finish.h): texts become
- * the stack's values, derived values are filled in, and all rules are checked. */
+ * A value takes one way. Sources name it: the YAML file of --config (flat, or with roles as ROLL, verl and Trinity-RFT
+ * have them) and the command line, which are one list of settings (option_source.h), then the folder that a run resumes
+ * from and the model's config.json, which fill in options that were not given (run_options.h); with --role an option of
+ * the file gives way to the command line (option_roles.h). Each name is found once, in option_table.c or among the
+ * answers of megatron_names.c, and each text is read by mt_setting_set (option_reader.h), whichever source has it. Then
+ * options are finished (option_finish.h): texts become the stack's values, derived values are filled in, and all rules
+ * are checked. */
 #ifndef MT_OPTIONS_H
 #define MT_OPTIONS_H
 
@@ -15,6 +15,8 @@
 #ifdef __cplusplus
 extern "C" {
 #endif
+
+enum { MT_MAX_OPTIONS = 640 }; // rows of the option table
 
 /* The options of a run by their Megatron names, with underscores: the stack's, and the options that only files,
  * terminals, reports and rewards need. option_table.c has each one's default, range and help. A number 0 and a string
@@ -122,9 +124,10 @@ typedef struct mt_run_options {
     mt_strings stop;
     uint64_t given[48];     // a bit per byte above: the user gave the option of the field that begins there (MT_GIVEN)
     mt_strings typed_names; // pairs for messages: an option, and the other name that the user typed
-    mt_strings sharded_names; // that mt_options_finish accepts only if data-parallel ranks shard
-    mt_strings config_keys;   // of --role: line, key, option, why it has no effect; for --print-config
-    int64_t config_devices;   // ranks that the file of --role names; 0: none
+    mt_strings sharded_names;        // that mt_options_finish accepts only if data-parallel ranks shard
+    mt_strings config_keys;          // of --role: line, key, option, why it has no effect; for --print-config
+    int32_t origins[MT_MAX_OPTIONS]; // by row of the option table: see mt_option_origin_text
+    int64_t config_devices;          // ranks that the file of --role names; 0: none
     /* not options: read from the model's folder */
     mt_hf_family upcycled_family;       // of the dense model that --moe-use-upcycling loads
     int64_t mtp_layers_stored;          // MTP modules that the folder to load may hold, in use or not

@@ -1,5 +1,5 @@
-/* role_config.c: reads a YAML file with roles. libyaml loads the document as a tree, with anchors and aliases; a walk
- * over the keys of the pipeline and of one role looks each up in role_keys.c. References ${...} follow OmegaConf. */
+/* role_config.c: reads a YAML file with roles. A walk over the keys of the pipeline and of one role looks each up in
+ * role_keys.c. */
 #include "role_config.h"
 
 #include "../base/file.h"
@@ -10,9 +10,6 @@
 #include <stdlib.h>
 #include <string.h>
 #include <strings.h>
-#ifdef MT_HAVE_YAML
-#include <yaml.h>
-#endif
 
 static void free_entry(mt_role_entry *entry) {
     free(entry->key);
@@ -28,16 +25,9 @@ void mt_role_config_free(mt_role_config *config) {
     *config = (mt_role_config){0};
 }
 
-#ifdef MT_HAVE_YAML
 enum {
-    MAX_NESTING = 16,    // of collections; sections of options nest 8 deep at most, and may hold lists
-    MAX_ANCHORS = 1000,  // with aliases; libyaml compares each with all before it
-    MAX_DEPTH = 12,      // of sections that "<<" merges
-    MAX_REFERENCES = 16, // that lead to one another
-    MAX_NODES = 20000,   // visited; with aliases a small file could have more than any memory
-    MAX_TEXT = 16384,    // bytes of a value
     MAX_KEY = 400,       // bytes of a key with its sections
-    MAX_SEARCHED = 2000, // names of Megatron-LM's options, likewise
+    MAX_SEARCHED = 2000, // names of Megatron-LM's options whose nearest keys are looked up
     MAX_UNKNOWN = 50,    // keys whose nearest names are looked up
     MAX_FILE = 1 << 20,  // bytes of a file that a key names
     VERL_LENGTH = 512,   // of prompts and of responses, by default
@@ -45,281 +35,27 @@ enum {
 };
 
 typedef struct reader {
-    yaml_document_t document;
+    mt_yaml *yaml;
     mt_role_config *config;
-    const char *path, *role;
+    const char *role;
     const char *stage; // of the role; NULL: it does not train
-    const char *text;  // of the file
-    int64_t bytes;
     bool has_role;
     char key[MAX_KEY]; // of the value at hand, with its sections
-    int64_t visited;
-    int depth; // of sections; 1: the keys of the file
+    int depth;         // of sections; 1: the keys of the file
     int64_t num_unknown, num_searched;
     bool is_other; // the keys at hand are another role's, and only their names matter
-    mt_error *error;
 } reader;
 
-/* ---- the tree ------------------------------------------------------------------------------------------------------
- */
-
-static yaml_node_t *get_node(reader *r, int index) {
-    return yaml_document_get_node(&r->document, index);
-}
-
-static long long line_of(const yaml_node_t *node) {
-    return (long long)node->start_mark.line + 1;
-}
-
-static bool is_mapping(const yaml_node_t *node) {
-    return node->type == YAML_MAPPING_NODE;
-}
-
-static const char *scalar_text(const yaml_node_t *node) {
-    return node->type == YAML_SCALAR_NODE ? (const char *)node->data.scalar.value : "";
-}
-
-static bool is_null(const yaml_node_t *node) {
-    static const char *const nulls[] = {"", "~", "null", "Null", "NULL", "None"};
-    if (node->type != YAML_SCALAR_NODE || node->data.scalar.style != YAML_PLAIN_SCALAR_STYLE) return false;
-    for (size_t i = 0; i < sizeof nulls / sizeof *nulls; i++)
-        if (strcmp(scalar_text(node), nulls[i]) == 0) return true;
-    return false;
-}
-
-/* A section or a list with nothing in it. */
-static bool is_empty(const yaml_node_t *node) {
-    if (is_mapping(node)) return node->data.mapping.pairs.start == node->data.mapping.pairs.top;
-    return node->type == YAML_SEQUENCE_NODE && node->data.sequence.items.start == node->data.sequence.items.top;
-}
-
-static int fail_at(const reader *r, const yaml_node_t *node, const char *what) {
-    return mt_error_set(r->error, "%s:%lld: %s", r->path, line_of(node), what);
-}
-
-/* Counts a visit of a node; a text in it must not end early. */
-static int visit(reader *r, const yaml_node_t *node) {
-    if (++r->visited > MAX_NODES) return fail_at(r, node, "holds more than a file of roles could need");
-    if (node->type != YAML_SCALAR_NODE) return 0;
-    if (strlen(scalar_text(node)) != node->data.scalar.length) return fail_at(r, node, "holds a zero byte");
-    return node->data.scalar.length < MAX_TEXT ? 0 : fail_at(r, node, "holds a text of more than 16 KiB");
-}
-
-/* The value of a key; NULL if there is none. Keys of the section itself come before merged ones ("<<"). */
-static yaml_node_t *find_key(reader *r, const yaml_node_t *mapping, const char *name, size_t length, int depth) {
-    yaml_node_t *merged = NULL;
-    if (!mapping || !is_mapping(mapping) || depth > MAX_DEPTH) return NULL;
-    if (depth > 0 && ++r->visited > MAX_NODES) return NULL; // the next visit is an error
-    const yaml_node_pair_t *pair = mapping->data.mapping.pairs.start;
-    for (; pair < mapping->data.mapping.pairs.top; pair++) {
-        const char *key = scalar_text(get_node(r, pair->key));
-        yaml_node_t *value = get_node(r, pair->value);
-        if (strlen(key) == length && strncmp(key, name, length) == 0) return value;
-        if (strcmp(key, "<<") != 0 || merged) continue;
-        merged = find_key(r, value, name, length, depth + 1);
-        if (value->type != YAML_SEQUENCE_NODE) continue;
-        const yaml_node_item_t *item = value->data.sequence.items.start;
-        for (; item < value->data.sequence.items.top && !merged; item++)
-            merged = find_key(r, get_node(r, *item), name, length, depth + 1);
-    }
-    return merged;
-}
-
-static yaml_node_t *find_root_key(reader *r, const char *name) {
-    return find_key(r, yaml_document_get_root_node(&r->document), name, strlen(name), 0);
-}
-
-/* ---- references ----------------------------------------------------------------------------------------------------
- */
-
-/* The end of the reference that begins at `text`, "${", behind its brace; NULL: there is none. */
-static const char *reference_end(const char *text) {
-    int open = 0;
-    for (const char *at = text; *at; at++) {
-        if (at[0] == '$' && at[1] == '{')
-            open++, at++;
-        else if (*at == '{') // of a default, {}
-            open++;
-        else if (*at == '}' && --open == 0)
-            return at + 1;
-    }
-    return NULL;
-}
-
-static int follow(reader *r, yaml_node_t **node, int depth);
-
-/* The section or list that a node is in, the first of the file if aliases put it into several; NULL: none. */
-static yaml_node_t *parent_of(reader *r, const yaml_node_t *child) {
-    yaml_node_t *first = r->document.nodes.start, *end = r->document.nodes.top;
-    if (child < first || child >= end) return NULL;
-    int index = (int)(child - first) + 1;
-    r->visited += (end - first) / 64; // a search is quicker than visits; too many are an error of the next one
-    for (yaml_node_t *node = first; node < end; node++) {
-        if (node->type == YAML_SEQUENCE_NODE) {
-            const yaml_node_item_t *item = node->data.sequence.items.start;
-            for (; item < node->data.sequence.items.top; item++)
-                if (*item == index) return node;
-        } else if (is_mapping(node)) {
-            const yaml_node_pair_t *pair = node->data.mapping.pairs.start;
-            for (; pair < node->data.mapping.pairs.top; pair++)
-                if (pair->value == index) return node;
-        }
-    }
-    return NULL;
-}
-
-/* The node of a path: "a.b.0" from the root of the file, ".b" from the section that `from` is in, "..b" from the one
- * around that. */
-static int find_path(reader *r, const char *path, const yaml_node_t *from, yaml_node_t **found, int depth) {
-    yaml_node_t *node = yaml_document_get_root_node(&r->document);
-    const char *at = path;
-    for (const yaml_node_t *inner = from; *at == '.' && node; at++) inner = node = parent_of(r, inner);
-    while (node && *at) {
-        size_t length = strcspn(at, ".");
-        if (follow(r, &node, depth) != 0) return -1;
-        if (node->type == YAML_SEQUENCE_NODE && length > 0 && strspn(at, "0123456789") == length) {
-            const yaml_node_item_t *first = node->data.sequence.items.start, *end = node->data.sequence.items.top;
-            long long index = strtoll(at, NULL, 10);
-            node = index < end - first ? get_node(r, first[index]) : NULL;
-        } else {
-            node = find_key(r, node, at, length, 0);
-        }
-        at += length;
-        at += *at == '.';
-    }
-    *found = *path ? node : NULL;
-    if (*found) return 0;
-    return mt_error_set(r->error, "%s:%lld: ${%.100s}: the file has no such key", r->path, line_of(from), path);
-}
-
-static char *expand(reader *r, const yaml_node_t *from, const char *text, int depth);
-
-/* The text of a resolver, "oc.env:NAME,default", "oc.select:a.b,default" or "oc.decode:text", to free. */
-static char *resolve_call(reader *r, const yaml_node_t *from, const char *call, int depth) {
-    const char *argument = strchr(call, ':') + 1, *comma = strchr(argument, ',');
-    char name[200];
-    yaml_node_t *node = NULL;
-    mt_error ignored, *error = r->error;
-    snprintf(name, sizeof name, "%.*s", comma ? (int)(comma - argument) : (int)strlen(argument), argument);
-    if (strncmp(call, "oc.decode:", 10) == 0) return mt_strdup(argument);
-    if (strncmp(call, "oc.env:", 7) == 0) {
-        const char *value = getenv(name);
-        if (value || comma) return mt_strdup(value ? value : comma + 1 + strspn(comma + 1, " "));
-        mt_error_set(error, "%s:%lld: ${%.100s}: the environment has no such variable", r->path, line_of(from), call);
-        return NULL;
-    }
-    if (strncmp(call, "oc.select:", 10) == 0) {
-        r->error = comma ? &ignored : error;
-        int status = find_path(r, name, from, &node, depth);
-        r->error = error;
-        if (status != 0) return comma ? mt_strdup(comma + 1 + strspn(comma + 1, " ")) : NULL;
-        if (follow(r, &node, depth) != 0) return NULL;
-        return expand(r, node, scalar_text(node), depth);
-    }
-    mt_error_set(error, "%s:%lld: ${%.100s}: of the resolvers, oc.decode, oc.env and oc.select are supported", r->path,
-                 line_of(from), call);
-    return NULL;
-}
-
-/* True for a path into Trinity-RFT's configuration of verl: keys that it lacks have verl's defaults. */
-static bool is_in_trainer(const char *path) {
-    return strncmp(path, "trainer.trainer_config.", 23) == 0;
-}
-
-/* The text of the reference between `begin` and `end`, its braces included, to free. */
-static char *expand_reference(reader *r, const yaml_node_t *from, const char *begin, const char *end, int depth) {
-    char *inner = mt_strdup(begin + 2), *path, *text = NULL;
-    inner[end - begin - 3] = 0;
-    yaml_node_t *node;
-    path = expand(r, from, inner, depth);
-    free(inner);
-    if (!path) return NULL;
-    if (strchr(path, ':')) {
-        text = resolve_call(r, from, path, depth);
-    } else if (find_path(r, path, from, &node, depth) != 0) {
-        if (is_in_trainer(path)) text = mt_strdup("null");
-    } else if (follow(r, &node, depth) == 0) {
-        if (node->type == YAML_SCALAR_NODE)
-            text = expand(r, node, scalar_text(node), depth);
-        else
-            mt_error_set(r->error, "%s:%lld: ${%.100s} is a section or a list, not a text", r->path, line_of(from),
-                         path);
-    }
-    free(path);
-    return text;
-}
-
-/* A text with its references replaced, to free; NULL with error. `from` is for messages. */
-static char *expand(reader *r, const yaml_node_t *from, const char *text, int depth) {
-    char *expanded = NULL, *part = NULL;
-    size_t size;
-    FILE *file;
-    if (depth > MAX_REFERENCES) {
-        mt_error_set(r->error, "%s:%lld: '%.100s' refers to itself, or through more than %d references", r->path,
-                     line_of(from), text, MAX_REFERENCES);
-        return NULL;
-    }
-    MT_CHECK(file = open_memstream(&expanded, &size));
-    bool good = visit(r, from) == 0;
-    while (*text && good) {
-        const char *end = text[0] == '$' && text[1] == '{' ? reference_end(text) : NULL;
-        part = end ? expand_reference(r, from, text, end, depth + 1) : NULL;
-        good = !end || part;
-        if (good && end) fputs(part, file);
-        if (!end) fputc(*text, file);
-        free(part);
-        if (good && ftell(file) >= MAX_TEXT) good = fail_at(r, from, "its references make a text of 16 KiB") == 0;
-        text = end ? end : text + 1;
-    }
-    MT_CHECK(fclose(file) == 0);
-    if (good) return expanded;
-    free(expanded);
-    return NULL;
-}
-
-/* Replaces a node that is one reference by the node that it leads to. */
-static int follow(reader *r, yaml_node_t **node, int depth) {
-    for (;; depth++) {
-        const char *text = scalar_text(*node), *end = strncmp(text, "${", 2) == 0 ? reference_end(text) : NULL;
-        bool selects = strncmp(text, "${oc.select:", 12) == 0; // a default is a text, for `expand`
-        if (!end || *end || strstr(text + 2, "${") || (strchr(text, ':') && !selects)) return 0;
-        if (visit(r, *node) != 0) return -1;
-        if (depth > MAX_REFERENCES)
-            return mt_error_set(r->error, "%s:%lld: '%.100s' refers to itself, or through more than %d references",
-                                r->path, line_of(*node), text, MAX_REFERENCES);
-        char path[200];
-        mt_error ignored, *error = r->error;
-        const char *begin = text + (selects ? 12 : 2);
-        snprintf(path, sizeof path, "%.*s", (int)strcspn(begin, selects ? ",}" : "}"), begin);
-        yaml_node_t *found;
-        if (selects || is_in_trainer(path)) r->error = &ignored;
-        int status = find_path(r, path, *node, &found, depth + 1);
-        r->error = error;
-        if (status != 0) return selects || is_in_trainer(path) ? 0 : -1;
-        *node = found;
-    }
-}
-
-/* The text of a scalar with its references replaced, to free. A whole number of YAML, 1_000 or 0x1F, is in decimal, for
- * all who compare or convert it. */
-static char *scalar_value(reader *r, const yaml_node_t *scalar) {
-    char *text = expand(r, scalar, scalar_text(scalar), 0);
-    bool is_plain = scalar->type == YAML_SCALAR_NODE && scalar->data.scalar.style == YAML_PLAIN_SCALAR_STYLE;
-    char decimal[32];
-    if (!text || !is_plain || !mt_yaml_decimal(decimal, text)) return text;
-    free(text);
-    return mt_strdup(decimal);
-}
-
 /* The text of a key of the section that the value at hand is in, or of the root, to free; NULL: there is none. */
-static char *sibling_text(reader *r, const yaml_node_t *mapping, const char *name) {
-    mt_error *error = r->error, ignored;
-    yaml_node_t *node = find_key(r, mapping, name, strlen(name), 0);
+static char *sibling_text(reader *r, const mt_yaml_node *section, const char *name) {
+    mt_error *error = r->yaml->error, ignored;
+    mt_yaml_node *node = mt_yaml_get(section, name);
     if (!node) return NULL;
-    r->error = &ignored;
+    r->yaml->error = &ignored;
     char *text = NULL;
-    if (follow(r, &node, 0) == 0 && node->type == YAML_SCALAR_NODE && !is_null(node)) text = scalar_value(r, node);
-    r->error = error;
+    if (mt_yaml_follow(r->yaml, &node) == 0 && node->kind == MT_YAML_TEXT && !mt_yaml_is_null(node))
+        text = mt_yaml_value(r->yaml, node, true);
+    r->yaml->error = error;
     return text;
 }
 
@@ -345,46 +81,39 @@ static mt_role_entry *add_option(reader *r, long long line, const char *option, 
 
 /* Adds the text of a scalar, with a name of its own here, to the values of an entry. */
 static void add_value(reader *r, int64_t index, const mt_role_key *row, const char *text) {
-    char value[MAX_TEXT];
-    bool good = !row || mt_role_key_translate(row, text, value, sizeof value);
-    if (!row) snprintf(value, sizeof value, "%s", text);
+    char *value = mt_malloc(MT_YAML_BYTES), reason[400];
+    bool good = !row || mt_role_key_translate(row, text, value, MT_YAML_BYTES);
     mt_role_entry *entry = &r->config->entries[index];
     if (good) {
-        mt_strings_add(&entry->values, value);
-        return;
+        mt_strings_add(&entry->values, row ? value : text);
+    } else {
+        snprintf(reason, sizeof reason, "cannot be %.100s: %.250s", text, value);
+        entry->kind = MT_ENTRY_REFUSED;
+        mt_string_set(&entry->text, reason);
     }
-    char reason[400];
-    snprintf(reason, sizeof reason, "cannot be %.100s: %.250s", text, value);
-    entry->kind = MT_ENTRY_REFUSED;
-    mt_string_set(&entry->text, reason);
+    free(value);
 }
 
-static int expects_value(const reader *r, const yaml_node_t *node, long long line) {
-    return mt_error_set(r->error, "%s:%lld: %s expects a value, not a %s", r->path, line, r->key,
-                        is_mapping(node) ? "section" : "list in a list");
+static int expects_value(const reader *r, const mt_yaml_node *node, long long line) {
+    return mt_error_set(r->yaml->error, "%s:%lld: %s expects a value, not a %s", r->yaml->path, line, r->key,
+                        node->kind == MT_YAML_SECTION ? "section" : "list in a list");
 }
 
 /* Adds an entry for an option with the values of a node: one, or a list. */
-static int take_values(reader *r, const mt_role_key *row, const char *option, yaml_node_t *node, long long line) {
+static int take_values(reader *r, const mt_role_key *row, const char *option, mt_yaml_node *node, long long line) {
     int64_t index = r->config->count;
     mt_role_entry *entry = add_option(r, line, option, NULL);
     entry->is_megatron = !row;
-    entry->is_sequence = node->type == YAML_SEQUENCE_NODE;
+    entry->is_sequence = node->kind == MT_YAML_LIST;
     if (row && row->accepted) entry->accepted = mt_strdup(row->accepted);
-    if (is_mapping(node)) return expects_value(r, node, line);
+    if (node->kind == MT_YAML_SECTION) return expects_value(r, node, line);
     bool is_list = entry->is_sequence;
-    const yaml_node_item_t *item = is_list ? node->data.sequence.items.start : NULL;
-    for (; !is_list || item < node->data.sequence.items.top; item++) {
-        yaml_node_t *scalar = is_list ? get_node(r, *item) : node;
-        if (visit(r, scalar) != 0 || follow(r, &scalar, 0) != 0) return -1;
-        if (scalar->type != YAML_SCALAR_NODE) return expects_value(r, scalar, line);
-        char *text = scalar_value(r, scalar);
-        bool is_octal = scalar->data.scalar.style == YAML_PLAIN_SCALAR_STYLE && mt_yaml_is_octal(scalar_text(scalar));
-        if (text && is_octal) mt_yaml_refuse_octal(r->path, line_of(scalar), text, r->error);
-        if (!text || is_octal) {
-            free(text);
-            return -1;
-        }
+    for (int64_t i = 0; !is_list || i < node->count; i++) {
+        mt_yaml_node *scalar = is_list ? node->values[i] : node;
+        if (mt_yaml_visit(r->yaml, scalar) != 0 || mt_yaml_follow(r->yaml, &scalar) != 0) return -1;
+        if (scalar->kind != MT_YAML_TEXT) return expects_value(r, scalar, line);
+        char *text = mt_yaml_value(r->yaml, scalar, true);
+        if (!text) return -1;
         add_value(r, index, row, text);
         free(text);
         if (!is_list) return 0;
@@ -441,32 +170,30 @@ static int64_t count_devices(const char *text) {
 }
 
 /* The number of items of a list of whole numbers; -1: it has others. */
-static int64_t count_items(reader *r, const yaml_node_t *list) {
-    const yaml_node_item_t *items = list->data.sequence.items.start;
-    int64_t count = list->data.sequence.items.top - items;
-    for (int64_t i = 0; i < list->data.sequence.items.top - items && count >= 0; i++) {
-        const yaml_node_t *item = get_node(r, items[i]);
-        char *text = expand(r, item, scalar_text(item), 0);
+static int64_t count_items(reader *r, const mt_yaml_node *list) {
+    int64_t count = list->count;
+    for (int64_t i = 0; i < list->count && count >= 0; i++) {
+        char *text = mt_yaml_expand(r->yaml, list->values[i]);
         if (!text || !*text || text[strspn(text, "0123456789")]) count = -1;
         free(text);
     }
     return count;
 }
 
-static int take_devices(reader *r, yaml_node_t *node, long long line) {
+static int take_devices(reader *r, mt_yaml_node *node, long long line) {
     char text[80];
     int64_t count = -1;
-    if (node->type == YAML_SEQUENCE_NODE) {
+    if (node->kind == MT_YAML_LIST) {
         count = count_items(r, node);
-    } else if (node->type == YAML_SCALAR_NODE) {
-        char *expanded = expand(r, node, scalar_text(node), 0);
+    } else if (node->kind == MT_YAML_TEXT) {
+        char *expanded = mt_yaml_expand(r->yaml, node);
         if (!expanded) return -1;
         count = count_devices(expanded);
         free(expanded);
     }
     if (count < 0)
-        return mt_error_set(r->error, "%s:%lld: %s expects devices, such as list(range(0,8)) or [0, 1]", r->path, line,
-                            r->key);
+        return mt_error_set(r->yaml->error, "%s:%lld: %s expects devices, such as list(range(0,8)) or [0, 1]",
+                            r->yaml->path, line, r->key);
     r->config->num_devices = count;
     snprintf(text, sizeof text, "the ranks are those of mpirun; the file has %lld", (long long)count);
     add_entry(r, MT_ENTRY_UNUSED, line, text);
@@ -489,7 +216,7 @@ static void expand_home(mt_role_entry *entry) {
 }
 
 /* Files are looked up as they are named, then in dataset_dir. Reinforcement learning has prompts, and no validation. */
-static void find_files(reader *r, const yaml_node_t *mapping, mt_role_entry *entry) {
+static void find_files(reader *r, const mt_yaml_node *mapping, mt_role_entry *entry) {
     char *folder = sibling_text(r, mapping, "dataset_dir");
     bool is_valid = strcmp(entry->option, "valid-data-path") == 0, is_rl = r->stage && strcmp(r->stage, "rl") == 0;
     if (is_rl) mt_string_set(&entry->option, "data-path");
@@ -509,7 +236,7 @@ static void find_files(reader *r, const yaml_node_t *mapping, mt_role_entry *ent
 }
 
 /* The number that a key of a section has; `fallback` if there is none. */
-static double sibling_number(reader *r, const yaml_node_t *mapping, const char *name, double fallback) {
+static double sibling_number(reader *r, const mt_yaml_node *mapping, const char *name, double fallback) {
     char *text = sibling_text(r, mapping, name), *end;
     double value = text ? strtod(text, &end) : fallback;
     if (text && (end == text || *end)) value = fallback;
@@ -519,16 +246,16 @@ static double sibling_number(reader *r, const yaml_node_t *mapping, const char *
 
 /* The text of a path from the root, as a number. */
 static double path_number(reader *r, const char *path, double fallback) {
-    mt_error *error = r->error, ignored;
-    yaml_node_t *node;
+    mt_error *error = r->yaml->error, ignored;
+    mt_yaml_node *node;
     double value = fallback;
-    r->error = &ignored;
-    if (find_path(r, path, yaml_document_get_root_node(&r->document), &node, 0) == 0 && follow(r, &node, 0) == 0) {
-        char *text = scalar_value(r, node);
+    r->yaml->error = &ignored;
+    if (mt_yaml_find_path(r->yaml, path, r->yaml->root, &node) == 0 && mt_yaml_follow(r->yaml, &node) == 0) {
+        char *text = mt_yaml_value(r->yaml, node, true);
         if (text && *text && strspn(text, "0123456789.eE+-") == strlen(text)) value = strtod(text, NULL);
         free(text);
     }
-    r->error = error;
+    r->yaml->error = error;
     return value;
 }
 
@@ -546,7 +273,7 @@ static bool is_number(const char *text, double *value) {
 }
 
 /* Changes the entry of a key whose value depends on other keys too. */
-static void derive_value(reader *r, const mt_role_key *row, const yaml_node_t *mapping, mt_role_entry *entry) {
+static void derive_value(reader *r, const mt_role_key *row, const mt_yaml_node *mapping, mt_role_entry *entry) {
     double number = 0;
     bool is_true = false, numeric = is_number(entry->values.items[0], &number);
     char *flag = sibling_text(r, mapping, row->kind == MT_KEY_ENABLED ? "enable" : "use_kl_loss");
@@ -594,31 +321,16 @@ static void derive_value(reader *r, const mt_role_key *row, const yaml_node_t *m
     free(flag);
 }
 
-/* True if a reference of the file leads to a key of the root, or into it. */
-static bool is_referenced(const reader *r, const char *name) {
-    char begin[120];
-    size_t length = (size_t)snprintf(begin, sizeof begin, "${%.100s", name);
-    const char *at = r->text, *end = r->text + r->bytes;
-    while ((at = memmem(at, (size_t)(end - at), begin, length)) != NULL) {
-        at += length;
-        if (at < end && (*at == '.' || *at == '}')) return true;
-    }
-    return false;
-}
-
 /* ---- the walk ------------------------------------------------------------------------------------------------------
  */
 
-static int walk(reader *r, yaml_node_t *mapping, const char *section, bool roles);
-static int load_document(reader *r, const char *text, int64_t bytes);
+static int walk(reader *r, mt_yaml_node *mapping, const char *section, bool roles);
 
 /* Takes a section, or a list with one. */
-static int take_section(reader *r, yaml_node_t *node, const char *section, long long line) {
-    bool is_list = node->type == YAML_SEQUENCE_NODE;
-    if (is_list && node->data.sequence.items.top - node->data.sequence.items.start == 1)
-        node = get_node(r, *node->data.sequence.items.start);
-    if (!is_mapping(node))
-        return mt_error_set(r->error, "%s:%lld: %s expects a section of keys", r->path, line, r->key);
+static int take_section(reader *r, mt_yaml_node *node, const char *section, long long line) {
+    if (node->kind == MT_YAML_LIST && node->count == 1) node = node->values[0];
+    if (node->kind != MT_YAML_SECTION)
+        return mt_error_set(r->yaml->error, "%s:%lld: %s expects a section of keys", r->yaml->path, line, r->key);
     r->depth++;
     int status = walk(r, node, section, false);
     if (status == 0) status = walk(r, node, section, true);
@@ -627,15 +339,15 @@ static int take_section(reader *r, yaml_node_t *node, const char *section, long 
 }
 
 /* The section of an engine, whose name is beside it. That of another engine may be in a file that is not there. */
-static int take_strategy(reader *r, const mt_role_key *row, const yaml_node_t *mapping, yaml_node_t *node,
+static int take_strategy(reader *r, const mt_role_key *row, const mt_yaml_node *mapping, mt_yaml_node *node,
                          long long line) {
     char *name = NULL;
-    yaml_node_t *sibling = find_key(r, mapping, "strategy_name", strlen("strategy_name"), 0);
-    if (sibling && follow(r, &sibling, 0) != 0) return -1;
-    if (sibling && !(name = expand(r, sibling, scalar_text(sibling), 0))) return -1;
+    mt_yaml_node *sibling = mt_yaml_get(mapping, "strategy_name");
+    if (sibling && mt_yaml_follow(r->yaml, &sibling) != 0) return -1;
+    if (sibling && !(name = mt_yaml_expand(r->yaml, sibling))) return -1;
     bool is_megatron = name && strncasecmp(name, "megatron", 8) == 0; // of any case, as mt_role_key_translate
-    int status = is_megatron ? follow(r, &node, 0) : 0;
-    if (status == 0 && is_megatron && !is_null(node)) status = take_section(r, node, row->text, line);
+    int status = is_megatron ? mt_yaml_follow(r->yaml, &node) : 0;
+    if (status == 0 && is_megatron && !mt_yaml_is_null(node)) status = take_section(r, node, row->text, line);
     if (!is_megatron && !r->is_other)
         add_entry(r, MT_ENTRY_UNUSED, line, name ? name : "the engine without a strategy_name");
     free(name);
@@ -643,10 +355,10 @@ static int take_strategy(reader *r, const mt_role_key *row, const yaml_node_t *m
 }
 
 /* An option of Megatron-LM's name. */
-static int take_megatron(reader *r, const char *section, const char *name, yaml_node_t *node, long long line) {
+static int take_megatron(reader *r, const char *section, const char *name, mt_yaml_node *node, long long line) {
     char nearest[112] = "";
     int64_t index = r->config->count;
-    bool has_value = !is_null(node) && !is_empty(node) && !r->is_other;
+    bool has_value = !mt_yaml_is_null(node) && !mt_yaml_is_empty(node) && !r->is_other;
     int status = has_value ? take_values(r, NULL, name, node, line) : 0;
     if (!has_value) add_option(r, line, name, NULL)->is_megatron = true;
     r->config->entries[index].is_name = r->is_other;
@@ -657,135 +369,44 @@ static int take_megatron(reader *r, const char *section, const char *name, yaml_
 }
 
 /* The keys of a JSON file, which is YAML too; messages name the line of the key that has its path. */
-static int take_file(reader *r, const mt_role_key *row, const yaml_node_t *node, long long line) {
-    char *path = expand(r, node, scalar_text(node), 0);
+static int take_file(reader *r, const mt_role_key *row, const mt_yaml_node *node, long long line) {
+    char *path = mt_yaml_expand(r->yaml, node);
     int64_t bytes, first = r->config->count;
-    char *text = path ? mt_file_read(path, MAX_FILE, &bytes, r->error) : NULL;
-    yaml_document_t outer = r->document;
-    const char *outer_path = r->path;
-    if (path) r->path = path;
-    int status = text ? load_document(r, text, bytes) : -1;
+    mt_yaml inner, *outer = r->yaml;
+    char *text = path ? mt_file_read(path, MAX_FILE, &bytes, outer->error) : NULL;
+    int status = text ? mt_yaml_open(&inner, text, bytes, path, outer->error) : -1;
     if (status == 0) {
-        yaml_node_t *root = yaml_document_get_root_node(&r->document);
-        status = root ? take_section(r, root, row->text, line) : 0;
-        yaml_document_delete(&r->document);
+        r->yaml = &inner;
+        status = inner.root ? take_section(r, inner.root, row->text, line) : 0;
         for (int64_t i = first; i < r->config->count; i++) r->config->entries[i].line = line;
+        r->yaml = outer;
+        mt_yaml_close(&inner);
     }
-    r->document = outer;
-    r->path = outer_path;
     free(text);
     free(path);
     return status;
 }
 
 /* A section or a list that is refused, unless the section is off or the list is empty. */
-static void take_refused(reader *r, const mt_role_key *row, const yaml_node_t *node, long long line) {
+static void take_refused(reader *r, const mt_role_key *row, const mt_yaml_node *node, long long line) {
     char *enable = sibling_text(r, node, "enable"), reason[400];
     bool is_on = true;
     if (!enable) enable = sibling_text(r, node, "enabled");
-    bool is_off = is_empty(node) || (enable && mt_parse_bool(enable, &is_on) && !is_on);
+    bool is_off = mt_yaml_is_empty(node) || (enable && mt_parse_bool(enable, &is_on) && !is_on);
     snprintf(reason, sizeof reason, "is not supported: %s", row->text);
     add_entry(r, is_off ? MT_ENTRY_FIXED : MT_ENTRY_REFUSED, line, is_off ? row->text : reason);
     free(enable);
 }
 
-/* True for two plain values with the same text. */
-static bool values_agree(const yaml_node_t *a, const yaml_node_t *b) {
-    bool are_scalars = a->type == YAML_SCALAR_NODE && b->type == YAML_SCALAR_NODE;
-    return are_scalars && strcmp(scalar_text(a), scalar_text(b)) == 0;
-}
-
-/* An error if a key stands twice in a section with two values. */
-static int check_keys(reader *r, const yaml_node_t *mapping) {
-    const yaml_node_pair_t *first = mapping->data.mapping.pairs.start, *end = mapping->data.mapping.pairs.top;
-    if (end - first > MAX_NODES / 10) return fail_at(r, mapping, "holds more than a file of roles could need");
-    for (const yaml_node_pair_t *pair = first; pair < end; pair++) {
-        const yaml_node_t *key = get_node(r, pair->key);
-        const char *name = scalar_text(key);
-        if (visit(r, key) != 0) return -1;
-        if (key->type != YAML_SCALAR_NODE || !*name || strchr(name, '.'))
-            return fail_at(r, key, "expects the name of a key");
-        for (const yaml_node_pair_t *other = first; other < pair; other++)
-            if (strcmp(scalar_text(get_node(r, other->key)), name) == 0 &&
-                !values_agree(get_node(r, other->value), get_node(r, pair->value)))
-                return mt_error_set(r->error, "%s:%lld: %.80s is given twice in this section", r->path, line_of(key),
-                                    name);
-    }
-    return 0;
-}
-
-/* A plain scalar is null, a boolean or a number if it reads as one; every other one is a text. */
-static json_t *json_of_scalar(reader *r, const yaml_node_t *node) {
-    json_t *value = NULL;
-    int64_t whole;
-    bool flag;
-    char *end;
-    if (is_null(node)) return json_null();
-    char *text = scalar_value(r, node);
-    if (!text) return NULL;
-    bool is_plain = node->data.scalar.style == YAML_PLAIN_SCALAR_STYLE;
-    bool is_octal = is_plain && mt_yaml_is_octal(scalar_text(node));
-    double number = strtod(text, &end);
-    bool is_real = *text && strspn(text, "0123456789+-.eE") == strlen(text) && *end == 0 && isfinite(number);
-    if (is_plain && mt_parse_bool(text, &flag))
-        value = json_boolean(flag);
-    else if (is_plain && mt_parse_int(text, &whole))
-        value = json_integer(whole);
-    else if (is_plain && is_real)
-        value = json_real(number);
-    else
-        value = json_string(text);
-    if (is_octal) {
-        json_decref(value), value = NULL;
-        mt_yaml_refuse_octal(r->path, line_of(node), text, r->error);
-    } else if (!value) {
-        fail_at(r, node, "holds a text that is not UTF-8");
-    }
-    free(text);
-    return value;
-}
-
-/* The value of a node in JSON, with the types that YAML 1.1 gives it; NULL with error. */
-static json_t *json_of(reader *r, yaml_node_t *node, int depth) {
-    mt_error *error = r->error;
-    json_t *value;
-    if (visit(r, node) != 0 || follow(r, &node, 0) != 0) return NULL;
-    if (depth > MAX_DEPTH) mt_error_set(error, "%s:%lld: is nested too deeply", r->path, line_of(node));
-    if (depth > MAX_DEPTH) return NULL;
-    if (node->type == YAML_SEQUENCE_NODE) {
-        json_t *list = json_array();
-        const yaml_node_item_t *item = node->data.sequence.items.start;
-        for (; item < node->data.sequence.items.top; item++) {
-            value = json_of(r, get_node(r, *item), depth + 1);
-            if (value) json_array_append_new(list, value);
-            if (!value) json_decref(list);
-            if (!value) return NULL;
-        }
-        return list;
-    }
-    if (is_mapping(node)) {
-        if (check_keys(r, node) != 0) return NULL;
-        json_t *object = json_object();
-        const yaml_node_pair_t *pair = node->data.mapping.pairs.start;
-        for (; pair < node->data.mapping.pairs.top; pair++) {
-            value = json_of(r, get_node(r, pair->value), depth + 1);
-            if (value) json_object_set_new(object, scalar_text(get_node(r, pair->key)), value);
-            if (!value) json_decref(object);
-            if (!value) return NULL;
-        }
-        return object;
-    }
-    return json_of_scalar(r, node);
-}
-
 /* A section as one text of an option. */
-static int take_json(reader *r, const mt_role_key *row, yaml_node_t *node, long long line) {
-    if (is_empty(node)) {
+static int take_json(reader *r, const mt_role_key *row, mt_yaml_node *node, long long line) {
+    if (mt_yaml_is_empty(node)) {
         add_entry(r, MT_ENTRY_FIXED, line, "empty");
         return 0;
     }
-    if (!is_mapping(node)) return mt_error_set(r->error, "%s:%lld: %s expects a section", r->path, line, r->key);
-    json_t *json = json_of(r, node, 0);
+    if (node->kind != MT_YAML_SECTION)
+        return mt_error_set(r->yaml->error, "%s:%lld: %s expects a section", r->yaml->path, line, r->key);
+    json_t *json = mt_yaml_json(r->yaml, node);
     char *text = json ? json_dumps(json, 0) : NULL;
     json_decref(json);
     if (!text) return -1;
@@ -795,16 +416,14 @@ static int take_json(reader *r, const mt_role_key *row, yaml_node_t *node, long 
 }
 
 /* Shares of domains or files, a mapping, a list or a text with commas: one share is all of them. */
-static int take_shares(reader *r, const mt_role_key *row, const yaml_node_t *node, long long line) {
-    bool is_text = node->type == YAML_SCALAR_NODE, is_one = false;
-    char *text = is_text ? expand(r, node, scalar_text(node), 0) : NULL, reason[200];
+static int take_shares(reader *r, const mt_role_key *row, const mt_yaml_node *node, long long line) {
+    bool is_text = node->kind == MT_YAML_TEXT, is_one = false;
+    char *text = is_text ? mt_yaml_expand(r->yaml, node) : NULL, reason[200];
     if (is_text && !text) return -1;
     if (is_text)
         is_one = !strchr(text, ',');
-    else if (is_mapping(node))
-        is_one = node->data.mapping.pairs.top - node->data.mapping.pairs.start <= 1;
     else
-        is_one = node->data.sequence.items.top - node->data.sequence.items.start <= 1;
+        is_one = node->count <= 1;
     snprintf(reason, sizeof reason, "is not supported: %s", row->text);
     add_entry(r, is_one ? MT_ENTRY_FIXED : MT_ENTRY_REFUSED, line, is_one ? "one share is all" : reason);
     free(text);
@@ -812,34 +431,30 @@ static int take_shares(reader *r, const mt_role_key *row, const yaml_node_t *nod
 }
 
 /* Shares of domains: each has the tags of its section of `rewards`, and ROLL's math_rule those of no other. */
-static int take_domains(reader *r, const mt_role_key *row, const yaml_node_t *node, long long line) {
-    if (!is_mapping(node))
-        return mt_error_set(r->error, "%s:%lld: %s expects a section of domains and their shares", r->path, line,
-                            r->key);
-    const yaml_node_pair_t *pair = node->data.mapping.pairs.start, *end = node->data.mapping.pairs.top;
-    if (end - pair <= 1) {
+static int take_domains(reader *r, const mt_role_key *row, const mt_yaml_node *node, long long line) {
+    if (node->kind != MT_YAML_SECTION)
+        return mt_error_set(r->yaml->error, "%s:%lld: %s expects a section of domains and their shares", r->yaml->path,
+                            line, r->key);
+    if (node->count <= 1) {
         add_entry(r, MT_ENTRY_FIXED, line, "one share is all");
         return 0;
     }
     int64_t index = r->config->count;
     add_option(r, line, row->text, NULL)->is_sequence = true;
-    yaml_node_t *rewards = find_root_key(r, "rewards");
-    for (; pair < end; pair++) {
-        const char *name = scalar_text(get_node(r, pair->key));
-        yaml_node_t *share = get_node(r, pair->value), *reward = NULL, *tags = NULL;
+    mt_yaml_node *rewards = mt_yaml_get(r->yaml->root, "rewards");
+    for (int64_t i = 0; i < node->count; i++) {
+        const char *name = node->keys[i]->text;
+        mt_yaml_node *share = node->values[i], *reward = mt_yaml_get(rewards, name);
+        const mt_yaml_node *tags = mt_yaml_get(reward, "tag_included");
         char *word = NULL, *text = NULL;
         size_t size;
         FILE *file = open_memstream(&word, &size);
         MT_CHECK(file);
         fprintf(file, "%s%s", name, strcmp(name, "math_rule") == 0 ? ",*" : "");
-        if (rewards) reward = find_key(r, rewards, name, strlen(name), 0);
-        if (reward) tags = find_key(r, reward, "tag_included", strlen("tag_included"), 0);
-        bool is_list = tags && tags->type == YAML_SEQUENCE_NODE;
-        const yaml_node_item_t *item = is_list ? tags->data.sequence.items.start : NULL;
-        for (; is_list && item < tags->data.sequence.items.top; item++)
-            fprintf(file, ",%s", scalar_text(get_node(r, *item)));
-        bool good = visit(r, share) == 0 && follow(r, &share, 0) == 0;
-        if (good) text = expand(r, share, scalar_text(share), 0);
+        for (int64_t j = 0; tags && tags->kind == MT_YAML_LIST && j < tags->count; j++)
+            fprintf(file, ",%s", tags->values[j]->text);
+        bool good = mt_yaml_visit(r->yaml, share) == 0 && mt_yaml_follow(r->yaml, &share) == 0;
+        if (good) text = mt_yaml_expand(r->yaml, share);
         fprintf(file, "=%s", text ? text : "");
         MT_CHECK(fclose(file) == 0);
         if (text) mt_strings_add(&r->config->entries[index].values, word);
@@ -851,14 +466,14 @@ static int take_domains(reader *r, const mt_role_key *row, const yaml_node_t *no
 }
 
 /* The section of an adapter: without a rank its keys have no effect, and their names are checked. */
-static int take_adapter(reader *r, const mt_role_key *row, yaml_node_t *node, long long line) {
+static int take_adapter(reader *r, const mt_role_key *row, mt_yaml_node *node, long long line) {
     static const char *const needed[] = {"type", "alpha", "target_modules", "lora_A_init_method"};
-    bool is_on = is_mapping(node) && sibling_number(r, node, "rank", 0) > 0, is_other = r->is_other;
+    bool is_on = node->kind == MT_YAML_SECTION && sibling_number(r, node, "rank", 0) > 0, is_other = r->is_other;
     if (!is_on) add_entry(r, MT_ENTRY_FIXED, line, "off: rank is 0");
     for (size_t i = 0; i < sizeof needed / sizeof *needed && is_on; i++) {
         char reason[80];
         snprintf(reason, sizeof reason, "needs %s, whose default here is another", needed[i]);
-        if (!find_key(r, node, needed[i], strlen(needed[i]), 0)) add_entry(r, MT_ENTRY_REFUSED, line, reason);
+        if (!mt_yaml_get(node, needed[i])) add_entry(r, MT_ENTRY_REFUSED, line, reason);
     }
     r->is_other = is_other || !is_on;
     int status = take_section(r, node, row->text, line);
@@ -867,19 +482,20 @@ static int take_adapter(reader *r, const mt_role_key *row, yaml_node_t *node, lo
 }
 
 /* A key of a value that is not null. `node` is its value. */
-static int take_row(reader *r, const mt_role_key *row, const yaml_node_t *mapping, yaml_node_t *node, long long line) {
+static int take_row(reader *r, const mt_role_key *row, const mt_yaml_node *mapping, mt_yaml_node *node,
+                    long long line) {
     int64_t index = r->config->count;
-    char value[MAX_TEXT];
+    char value[400];
     bool is_on = true;
     if (row->kind == MT_KEY_SECTION) return take_section(r, node, row->text, line);
     if (row->kind == MT_KEY_DEVICES) return take_devices(r, node, line);
     if (row->kind == MT_KEY_ADAPTER) return take_adapter(r, row, node, line);
-    if (row->kind == MT_KEY_ADDITIONAL && node->type == YAML_SCALAR_NODE) return take_file(r, row, node, line);
-    if (row->kind == MT_KEY_ADDITIONAL) return is_empty(node) ? 0 : take_section(r, node, row->text, line);
+    if (row->kind == MT_KEY_ADDITIONAL && node->kind == MT_YAML_TEXT) return take_file(r, row, node, line);
+    if (row->kind == MT_KEY_ADDITIONAL) return mt_yaml_is_empty(node) ? 0 : take_section(r, node, row->text, line);
     if (row->kind == MT_KEY_DOMAINS) return take_domains(r, row, node, line);
     if (row->kind == MT_KEY_JSON) return take_json(r, row, node, line);
     if (row->kind == MT_KEY_SHARES) return take_shares(r, row, node, line);
-    if (row->kind == MT_KEY_REFUSED && node->type != YAML_SCALAR_NODE) {
+    if (row->kind == MT_KEY_REFUSED && node->kind != MT_YAML_TEXT) {
         take_refused(r, row, node, line);
         return 0;
     }
@@ -889,7 +505,7 @@ static int take_row(reader *r, const mt_role_key *row, const yaml_node_t *mappin
     const char *first = entry->values.count > 0 ? entry->values.items[0] : "";
     if (entry->kind == MT_ENTRY_REFUSED) return 0;
     if (row->kind == MT_KEY_FIXED || row->kind == MT_KEY_REFUSED) {
-        bool is_none = !*first || (strncmp(scalar_text(node), "${", 2) == 0 && strcmp(first, "null") == 0);
+        bool is_none = !*first || (strncmp(node->text, "${", 2) == 0 && strcmp(first, "null") == 0);
         bool good = row->kind == MT_KEY_FIXED ? is_none || mt_role_key_translate(row, first, value, sizeof value)
                                               : is_none || (mt_parse_bool(first, &is_on) && !is_on);
         char reason[400];
@@ -900,7 +516,7 @@ static int take_row(reader *r, const mt_role_key *row, const yaml_node_t *mappin
         entry->kind = good ? MT_ENTRY_FIXED : MT_ENTRY_REFUSED;
         mt_string_set(&entry->text, good ? row->text : reason);
     } else if (entry->values.count == 0 || (!*first && !entry->is_sequence) ||
-               (strncmp(scalar_text(node), "${", 2) == 0 && strcmp(first, "null") == 0)) {
+               (strncmp(node->text, "${", 2) == 0 && strcmp(first, "null") == 0)) {
         entry->kind = MT_ENTRY_FIXED; // the value that stands for the default, or an empty list
         mt_string_set(&entry->text, "the default");
     } else if (row->kind == MT_KEY_FILES) {
@@ -910,16 +526,15 @@ static int take_row(reader *r, const mt_role_key *row, const yaml_node_t *mappin
         expand_home(entry);
         add_option(r, line, "finetune", "true")->is_implied = true;
     } else if (row->kind == MT_KEY_OFFLOAD) {
-        snprintf(value, sizeof value, "%s", first);
-        add_option(r, line, "grad-offload", value)->is_implied = true;
-        add_option(r, line, "optimizer-offload", value)->is_implied = true;
+        add_option(r, line, "grad-offload", first)->is_implied = true;
+        add_option(r, line, "optimizer-offload", first)->is_implied = true;
     } else if (row->kind == MT_KEY_BETAS) {
         if (entry->values.count != 2)
-            return mt_error_set(r->error, "%s:%lld: betas expects two numbers", r->path, line);
-        snprintf(value, sizeof value, "%s", entry->values.items[1]);
-        free(entry->values.items[--entry->values.count]);
+            return mt_error_set(r->yaml->error, "%s:%lld: betas expects two numbers", r->yaml->path, line);
+        char *second = entry->values.items[--entry->values.count];
         entry->is_sequence = false;
-        add_option(r, line, "adam-beta2", value);
+        add_option(r, line, "adam-beta2", second);
+        free(second);
     } else if (row->kind == MT_KEY_WARMUP) {
         double share = strtod(first, NULL);
         if (share > 0 && share < 1) mt_string_set(&entry->option, "lr-warmup-fraction");
@@ -941,119 +556,99 @@ static bool is_own_section(const mt_role_key *row, const char *role) {
 }
 
 /* A key of another role: the names below it are checked. A section that a reference names is checked where it is. */
-static int take_other(reader *r, const yaml_node_t *mapping, yaml_node_t *node, const char *name, const char *section,
+static int take_other(reader *r, const mt_yaml_node *mapping, mt_yaml_node *node, const char *name, const char *section,
                       long long line) {
     const mt_role_key *row = mt_role_key_find(section, name, r->role);
     if (!row) return take_megatron(r, section, name, node, line);
     bool is_engine = strcmp(name, "strategy_name") == 0 || strcmp(name, "strategy") == 0;
-    if (is_engine && row->kind == MT_KEY_FIXED && node->type == YAML_SCALAR_NODE && !is_null(node)) {
-        char *engine = expand(r, node, scalar_text(node), 0), known[80], reason[400];
+    if (is_engine && row->kind == MT_KEY_FIXED && node->kind == MT_YAML_TEXT && !mt_yaml_is_null(node)) {
+        char *engine = mt_yaml_expand(r->yaml, node), known[80], reason[400];
         if (!engine) return -1;
         snprintf(reason, sizeof reason, "can only be %s", row->values);
         if (!mt_role_key_translate(row, engine, known, sizeof known)) add_entry(r, MT_ENTRY_REFUSED, line, reason);
         free(engine);
     }
-    if (!is_mapping(node)) return 0;
+    if (node->kind != MT_YAML_SECTION) return 0;
     if (row->kind == MT_KEY_STRATEGY) return take_strategy(r, row, mapping, node, line);
     bool is_section = row->kind == MT_KEY_SECTION || row->kind == MT_KEY_ADAPTER || row->kind == MT_KEY_ADDITIONAL;
     return is_section ? take_section(r, node, row->text, line) : 0;
 }
 
 /* A key: first those of the pipeline (roles: false), then the sections of roles. */
-static int take_key(reader *r, const yaml_node_t *mapping, const yaml_node_t *key, yaml_node_t *node,
+static int take_key(reader *r, const mt_yaml_node *mapping, const mt_yaml_node *key, mt_yaml_node *node,
                     const char *section, bool roles) {
-    const char *name = scalar_text(key);
+    const char *name = key->text;
     char nearest[112];
     const mt_role_key *row = mt_role_key_find(section, name, r->role);
     bool applies = row && mt_role_key_applies(row, name, r->role);
     if ((row && row->kind == MT_KEY_SECTION && row->roles) != roles) return 0;
     if (row && row->kind == MT_KEY_OTHERS) {
-        add_entry(r, MT_ENTRY_UNUSED, line_of(key), row->text);
+        add_entry(r, MT_ENTRY_UNUSED, key->line, row->text);
         r->is_other = true;
-        int status = take_other(r, mapping, node, name, row->values, line_of(key));
+        int status = take_other(r, mapping, node, name, row->values, key->line);
         r->is_other = false;
         return status;
     }
     bool is_megatron = !row && mt_role_section_is_megatron(section);
-    if (r->is_other && (row || is_megatron)) return take_other(r, mapping, node, name, section, line_of(key));
+    if (r->is_other && (row || is_megatron)) return take_other(r, mapping, node, name, section, key->line);
     r->has_role = r->has_role || (roles && applies && is_own_section(row, r->role));
     if (row && !applies) {
-        add_entry(r, MT_ENTRY_UNUSED, line_of(key), "other roles");
+        add_entry(r, MT_ENTRY_UNUSED, key->line, "other roles");
         return 0;
     }
     if (row && row->kind == MT_KEY_UNUSED) {
-        add_entry(r, MT_ENTRY_UNUSED, line_of(key), row->text);
+        add_entry(r, MT_ENTRY_UNUSED, key->line, row->text);
         return 0;
     }
-    if (!row && r->depth == 1 && is_referenced(r, name)) {
-        add_entry(r, MT_ENTRY_UNUSED, line_of(key), "a value that other keys refer to");
+    if (!row && r->depth == 1 && mt_yaml_refers_to(r->yaml, name)) {
+        add_entry(r, MT_ENTRY_UNUSED, key->line, "a value that other keys refer to");
         return 0;
     }
     if (!row && !is_megatron) {
         bool found = r->num_unknown++ < MAX_UNKNOWN && mt_role_key_nearest(nearest, section, name);
-        add_entry(r, MT_ENTRY_UNKNOWN, line_of(key), found ? nearest : "");
+        add_entry(r, MT_ENTRY_UNKNOWN, key->line, found ? nearest : "");
         return 0;
     }
-    if (row && row->kind == MT_KEY_STRATEGY) return take_strategy(r, row, mapping, node, line_of(key));
-    if (follow(r, &node, 0) != 0) return -1;
-    if (is_megatron) return take_megatron(r, section, name, node, line_of(key));
-    return is_null(node) ? 0 : take_row(r, row, mapping, node, line_of(key));
+    if (row && row->kind == MT_KEY_STRATEGY) return take_strategy(r, row, mapping, node, key->line);
+    if (mt_yaml_follow(r->yaml, &node) != 0) return -1;
+    if (is_megatron) return take_megatron(r, section, name, node, key->line);
+    return mt_yaml_is_null(node) ? 0 : take_row(r, row, mapping, node, key->line);
 }
 
-/* Takes the keys of a mapping; at depth > 0, where "<<" merges it, only the keys that `outer` does not have. */
-static int walk_merged(reader *r, yaml_node_t *mapping, yaml_node_t *outer, const char *section, bool roles,
-                       int depth) {
-    if (mapping->type == YAML_SEQUENCE_NODE && depth > 0 && depth < MAX_DEPTH) {
-        const yaml_node_item_t *item = mapping->data.sequence.items.start;
-        for (; item < mapping->data.sequence.items.top; item++)
-            if (walk_merged(r, get_node(r, *item), outer, section, roles, depth + 1) != 0) return -1;
-        return 0;
-    }
-    if (!is_mapping(mapping) || depth > MAX_DEPTH)
-        return fail_at(r, mapping, "<< merges what is no section, or itself");
-    if (check_keys(r, mapping) != 0) return -1;
+static int walk(reader *r, mt_yaml_node *mapping, const char *section, bool roles) {
+    if (mapping->kind != MT_YAML_SECTION) return mt_yaml_fail(r->yaml, mapping, "expects a section of keys");
+    if (mt_yaml_check_keys(r->yaml, mapping) != 0) return -1;
     size_t length = strlen(r->key);
-    const yaml_node_pair_t *pair = mapping->data.mapping.pairs.start;
-    for (; pair < mapping->data.mapping.pairs.top; pair++) {
-        yaml_node_t *key = get_node(r, pair->key), *value = get_node(r, pair->value);
-        const char *name = scalar_text(key);
-        if (visit(r, value) != 0) return -1;
-        if (strcmp(name, "<<") == 0) {
-            if (walk_merged(r, value, outer, section, roles, depth + 1) != 0) return -1;
-            continue;
-        }
-        if (depth > 0 && find_key(r, outer, name, strlen(name), 0) != value) continue;
-        if (length + strlen(name) + 2 > MAX_KEY) return fail_at(r, key, "has a long name");
-        snprintf(r->key + length, MAX_KEY - length, "%s%s", length > 0 ? "." : "", name);
-        int status = take_key(r, outer, key, value, section, roles);
+    for (int64_t i = 0; i < mapping->count; i++) {
+        const mt_yaml_node *key = mapping->keys[i];
+        if (mt_yaml_visit(r->yaml, mapping->values[i]) != 0) return -1;
+        if (length + strlen(key->text) + 2 > MAX_KEY) return mt_yaml_fail(r->yaml, key, "has a long name");
+        snprintf(r->key + length, MAX_KEY - length, "%s%s", length > 0 ? "." : "", key->text);
+        int status = take_key(r, mapping, key, mapping->values[i], section, roles);
         r->key[length] = 0;
         if (status != 0) return -1;
     }
     return 0;
 }
 
-static int walk(reader *r, yaml_node_t *mapping, const char *section, bool roles) {
-    return walk_merged(r, mapping, mapping, section, roles, 0);
-}
-
 /* ---- the file ------------------------------------------------------------------------------------------------------
  */
 
-static bool is_role(reader *r, const yaml_node_t *section) {
+static bool is_role(const mt_yaml_node *section) {
     static const char *const names[] = {"model_args", "training_args", "strategy_args",
                                         "worker_cls", "megatron",      "optim"};
     for (size_t i = 0; section && i < sizeof names / sizeof *names; i++)
-        if (find_key(r, section, names[i], strlen(names[i]), 0)) return true;
+        if (mt_yaml_get(section, names[i])) return true;
     return false;
 }
 
 /* The section with verl's keys: the file, or Trinity-RFT's trainer.trainer_config; NULL: none. */
-static const yaml_node_t *find_verl(reader *r) {
-    const yaml_node_t *root = yaml_document_get_root_node(&r->document);
-    if (find_root_key(r, "actor_rollout_ref")) return root;
-    const yaml_node_t *trainer = find_root_key(r, "trainer");
-    const yaml_node_t *config = trainer ? find_key(r, trainer, "trainer_config", strlen("trainer_config"), 0) : NULL;
-    return config && find_key(r, config, "actor_rollout_ref", strlen("actor_rollout_ref"), 0) ? config : NULL;
+static const mt_yaml_node *find_verl(reader *r) {
+    const mt_yaml_node *root = r->yaml->root;
+    if (mt_yaml_get(r->yaml->root, "actor_rollout_ref")) return root;
+    const mt_yaml_node *trainer = mt_yaml_get(r->yaml->root, "trainer");
+    const mt_yaml_node *config = trainer ? mt_yaml_get(trainer, "trainer_config") : NULL;
+    return config && mt_yaml_get(config, "actor_rollout_ref") ? config : NULL;
 }
 
 /* The roles of a file, with ", " between them. */
@@ -1063,30 +658,27 @@ static void list_roles(reader *r, char roles[400]) {
     static const char *const verl[][2] = {{"actor", "actor_train"}, {"rollout", "actor_infer"}, {"ref", "reference"}};
     size_t used = 0;
     *roles = 0;
-    const yaml_node_t *root = find_verl(r), *rewards = find_root_key(r, "rewards");
-    const yaml_node_t *group = root ? find_key(r, root, "actor_rollout_ref", strlen("actor_rollout_ref"), 0) : NULL;
-    if (!root) root = yaml_document_get_root_node(&r->document);
+    const mt_yaml_node *root = find_verl(r), *rewards = mt_yaml_get(r->yaml->root, "rewards");
+    const mt_yaml_node *group = root ? mt_yaml_get(root, "actor_rollout_ref") : NULL;
+    if (!root) root = r->yaml->root;
     for (size_t i = 0; group && i < 3; i++)
-        if (find_key(r, group, verl[i][0], strlen(verl[i][0]), 0))
+        if (mt_yaml_get(group, verl[i][0]))
             used += (size_t)snprintf(roles + used, 400 - used, "%s%s", used ? ", " : "", verl[i][1]);
     for (size_t i = 0; i < sizeof names / sizeof *names; i++) {
-        if (is_role(r, find_key(r, root, names[i], strlen(names[i]), 0)))
+        if (is_role(mt_yaml_get(root, names[i])))
             used += (size_t)snprintf(roles + used, 400 - used, "%s%s", used ? ", " : "", names[i]);
     }
-    if (group && is_role(r, find_root_key(r, "reward_model")))
+    if (group && is_role(mt_yaml_get(r->yaml->root, "reward_model")))
         used += (size_t)snprintf(roles + used, 400 - used, "%sreward", used ? ", " : "");
-    if (!rewards || !is_mapping(rewards)) return;
-    const yaml_node_pair_t *pair = rewards->data.mapping.pairs.start;
-    for (; pair < rewards->data.mapping.pairs.top && used < 300; pair++)
-        used += (size_t)snprintf(roles + used, 400 - used, "%srewards.%.60s", used ? ", " : "",
-                                 scalar_text(get_node(r, pair->key)));
+    if (!rewards || rewards->kind != MT_YAML_SECTION) return;
+    for (int64_t i = 0; i < rewards->count && used < 300; i++)
+        used += (size_t)snprintf(roles + used, 400 - used, "%srewards.%.60s", used ? ", " : "", rewards->keys[i]->text);
 }
 
-static long long line_of_root_key(reader *r, const char *name) {
-    const yaml_node_t *root = yaml_document_get_root_node(&r->document);
-    const yaml_node_pair_t *pair = root->data.mapping.pairs.start;
-    for (; pair < root->data.mapping.pairs.top; pair++)
-        if (strcmp(scalar_text(get_node(r, pair->key)), name) == 0) return line_of(get_node(r, pair->key));
+static long long line_of_root_key(const reader *r, const char *name) {
+    const mt_yaml_node *root = r->yaml->root;
+    for (int64_t i = 0; i < root->count; i++)
+        if (strcmp(root->keys[i]->text, name) == 0) return root->keys[i]->line;
     return 1;
 }
 
@@ -1226,7 +818,7 @@ static void add_defaults(reader *r, const char *root) {
 /* Adds --stage and the defaults of a role that trains. */
 static void add_stage(reader *r, const mt_role_stage *row, const char *root) {
     const char *name = row->key ? row->key : row->role;
-    if (!find_root_key(r, name)) name = strcmp(root, "trinity") == 0 ? "trainer" : "actor_rollout_ref";
+    if (!mt_yaml_get(r->yaml->root, name)) name = strcmp(root, "trinity") == 0 ? "trainer" : "actor_rollout_ref";
     snprintf(r->key, sizeof r->key, "%s", name);
     add_option(r, line_of_root_key(r, name), "stage", row->stage)->is_implied = true;
     *r->key = 0;
@@ -1238,13 +830,13 @@ static void add_stage(reader *r, const mt_role_stage *row, const char *root) {
 /* True if the strategy_name of the role, if there is one, is an engine that trains. */
 static bool has_training_strategy(reader *r) {
     char path[200];
-    mt_error ignored, *error = r->error;
-    yaml_node_t *node;
+    mt_error ignored, *error = r->yaml->error;
+    mt_yaml_node *node;
     snprintf(path, sizeof path, "%.100s.strategy_args.strategy_name", r->role);
-    r->error = &ignored;
-    bool found = find_path(r, path, yaml_document_get_root_node(&r->document), &node, 0) == 0;
-    char *name = found && follow(r, &node, 0) == 0 ? expand(r, node, scalar_text(node), 0) : NULL;
-    r->error = error;
+    r->yaml->error = &ignored;
+    bool found = mt_yaml_find_path(r->yaml, path, r->yaml->root, &node) == 0;
+    char *name = found && mt_yaml_follow(r->yaml, &node) == 0 ? mt_yaml_expand(r->yaml, node) : NULL;
+    r->yaml->error = error;
     size_t length = name ? strlen(name) : 0;
     bool trains = !name || (length > 6 && strcasecmp(name + length - 6, "_train") == 0);
     free(name);
@@ -1252,145 +844,38 @@ static bool has_training_strategy(reader *r) {
 }
 
 static int read_document(reader *r) {
-    yaml_node_t *root = yaml_document_get_root_node(&r->document);
+    mt_yaml_node *root = r->yaml->root;
     char roles[400];
-    if (!root || !is_mapping(root))
-        return mt_error_set(r->error, "%s: is no file of roles: it has no sections", r->path);
+    if (!root || root->kind != MT_YAML_SECTION)
+        return mt_error_set(r->yaml->error, "%s: is no file of roles: it has no sections", r->yaml->path);
     const mt_role_stage *stage = mt_role_stages;
-    while (stage->stage && (strcmp(stage->role, r->role) != 0 || (stage->key && !find_root_key(r, stage->key))))
+    while (stage->stage &&
+           (strcmp(stage->role, r->role) != 0 || (stage->key && !mt_yaml_get(r->yaml->root, stage->key))))
         stage++;
     r->stage = stage->stage;
     r->config->trains = r->stage && has_training_strategy(r);
     list_roles(r, roles);
-    const yaml_node_t *verl = find_verl(r);
+    const mt_yaml_node *verl = find_verl(r);
     const char *section = verl == root ? "verl" : verl ? "trinity" : "roll";
     if (take_section(r, root, section, 1) != 0) return -1;
     if (r->has_role && r->stage) add_stage(r, stage, section);
     if (r->has_role && strcmp(r->role, "actor_infer") == 0) add_defaults(r, section);
     if (r->has_role) return 0;
-    if (!*roles) return mt_error_set(r->error, "--role %.80s: %s has no sections of roles", r->role, r->path);
-    return mt_error_set(r->error, "--role %.80s: %s has the roles %s", r->role, r->path, roles);
+    if (!*roles)
+        return mt_error_set(r->yaml->error, "--role %.80s: %s has no sections of roles", r->role, r->yaml->path);
+    return mt_error_set(r->yaml->error, "--role %.80s: %s has the roles %s", r->role, r->yaml->path, roles);
 }
 
-bool mt_yaml_decimal(char decimal[32], const char *text) {
-    const char *at = text + (*text == '-' || *text == '+');
-    int base = strncmp(at, "0x", 2) == 0 ? 16 : strncmp(at, "0b", 2) == 0 ? 2 : 10;
-    const char *digits = base == 16 ? "0123456789abcdefABCDEF" : base == 2 ? "01" : "0123456789";
-    int64_t value = 0;
-    if (base == 10 && !strchr(at, '_')) return false; // decimal, or no number
-    if (base != 10) at += 2;
-    if (!strchr(digits, *at) || !*at || at[strlen(at) - 1] == '_' || strstr(at, "__")) return false;
-    for (; *at; at++) {
-        char digit[2] = {*at, 0};
-        if (*at == '_') continue;
-        if (!strchr(digits, *at) || value > INT64_MAX / base - 1) return false;
-        value = base * value + strtoll(digit, NULL, base);
-    }
-    snprintf(decimal, 32, "%s%lld", *text == '-' ? "-" : "", (long long)value);
-    return true;
-}
-
-bool mt_yaml_is_octal(const char *text) {
-    const char *digits = text + (*text == '-' || *text == '+');
-    return *digits == '0' && digits[1] && strspn(digits, "01234567_") == strlen(digits);
-}
-
-int mt_yaml_refuse_octal(const char *path, long long line, const char *text, mt_error *error) {
-    return mt_error_set(
-        error, "%s:%lld: '%.40s' is an octal number in YAML; write it in decimal, or in quotes if it is a text", path,
-        line, text);
-}
-
-long long mt_yaml_line(const char *text, int64_t bytes, size_t mark) {
-    long long lines = 1;
-    for (int64_t i = 0; i + 1 < bytes; i++) lines += text[i] == '\n';
-    return mt_min((int64_t)mark + 1, lines);
-}
-
-/* Reads tokens, which libyaml finds in linear time while they nest little. The parser reports what is not YAML. */
-int mt_yaml_check_work(const char *text, int64_t bytes, const char *path, mt_error *error) {
-    yaml_parser_t parser;
-    yaml_token_t token;
-    int depth = 0, anchors = 0;
-    bool ends = false;
-    long long line = 0;
-    if (!yaml_parser_initialize(&parser)) return mt_error_set(error, "%s: no memory to read YAML", path);
-    yaml_parser_set_input_string(&parser, (const unsigned char *)text, (size_t)bytes);
-    while (!ends && depth <= MAX_NESTING && anchors <= MAX_ANCHORS && yaml_parser_scan(&parser, &token)) {
-        yaml_token_type_t type = token.type;
-        anchors += type == YAML_ANCHOR_TOKEN || type == YAML_ALIAS_TOKEN;
-        depth += type == YAML_FLOW_SEQUENCE_START_TOKEN || type == YAML_FLOW_MAPPING_START_TOKEN ||
-                 type == YAML_BLOCK_SEQUENCE_START_TOKEN || type == YAML_BLOCK_MAPPING_START_TOKEN;
-        depth -=
-            type == YAML_FLOW_SEQUENCE_END_TOKEN || type == YAML_FLOW_MAPPING_END_TOKEN || type == YAML_BLOCK_END_TOKEN;
-        line = (long long)token.start_mark.line + 1;
-        ends = type == YAML_STREAM_END_TOKEN;
-        yaml_token_delete(&token);
-    }
-    yaml_parser_delete(&parser);
-    if (anchors > MAX_ANCHORS)
-        return mt_error_set(error, "%s:%lld: has more than %d anchors and aliases; is it a file of options?", path,
-                            line, MAX_ANCHORS);
-    if (depth <= MAX_NESTING) return 0;
-    return mt_error_set(error, "%s:%lld: sections and lists are nested deeper than %d; is it a file of options?", path,
-                        line, MAX_NESTING);
-}
-
-static int fail_to_parse(const reader *r, const yaml_parser_t *parser) {
-    return mt_error_set(r->error, "%s:%lld: is not YAML: %s", r->path,
-                        mt_yaml_line(r->text, r->bytes, parser->problem_mark.line),
-                        parser->problem ? parser->problem : "it cannot be read");
-}
-
-/* Loads the one document of a text; 0 with the document to delete. */
-static int load_document(reader *r, const char *text, int64_t bytes) {
-    yaml_parser_t parser;
-    yaml_document_t second;
-    if (mt_yaml_check_work(text, bytes, r->path, r->error) != 0) return -1;
-    if (!yaml_parser_initialize(&parser)) return mt_error_set(r->error, "%s: no memory to read YAML", r->path);
-    yaml_parser_set_input_string(&parser, (const unsigned char *)text, (size_t)bytes);
-    int status = yaml_parser_load(&parser, &r->document) ? 0 : fail_to_parse(r, &parser);
-    if (status == 0) {
-        status = yaml_parser_load(&parser, &second) ? 0 : fail_to_parse(r, &parser);
-        if (status == 0 && yaml_document_get_root_node(&second))
-            status = mt_error_set(r->error, "%s: has a second document; roles are in one", r->path);
-        yaml_document_delete(&second);
-        if (status != 0) yaml_document_delete(&r->document);
-    }
-    yaml_parser_delete(&parser);
-    return status;
-}
-
-int mt_role_config_read(mt_role_config *config, const char *role, const char *text, int64_t bytes, const char *path,
-                        mt_error *error) {
-    reader r = {.config = config, .role = role, .path = path, .text = text, .bytes = bytes, .error = error};
+int mt_role_config_read(mt_role_config *config, const char *role, mt_yaml *yaml) {
+    reader r = {.config = config, .role = role, .yaml = yaml};
     *config = (mt_role_config){0};
-    if (load_document(&r, text, bytes) != 0) return -1;
-    int status = read_document(&r);
-    yaml_document_delete(&r.document);
-    return status;
+    yaml->absent_path = "trainer.trainer_config."; // Trinity-RFT's of verl: keys that it lacks have verl's defaults
+    return read_document(&r);
 }
 
-bool mt_role_config_detect(char roles[400], const char *text, int64_t bytes) {
-    mt_error ignored;
-    reader r = {.role = "", .path = "", .text = text, .bytes = bytes, .error = &ignored};
+bool mt_role_config_detect(char roles[400], mt_yaml *yaml) {
+    reader r = {.role = "", .yaml = yaml};
     *roles = 0;
-    if (load_document(&r, text, bytes) != 0) return false;
     list_roles(&r, roles);
-    yaml_document_delete(&r.document);
     return *roles;
 }
-#else
-int mt_role_config_read(mt_role_config *config, const char *role, const char *text, int64_t bytes, const char *path,
-                        mt_error *error) {
-    (void)role, (void)text, (void)bytes;
-    *config = (mt_role_config){0};
-    return mt_error_set(error, "--config %s: built without libyaml; `make deps` installs it", path);
-}
-
-bool mt_role_config_detect(char roles[400], const char *text, int64_t bytes) {
-    (void)text, (void)bytes;
-    *roles = 0;
-    return false;
-}
-#endif

@@ -2,7 +2,7 @@
 #ifndef MT_ROLE_CONFIG_H
 #define MT_ROLE_CONFIG_H
 
-#include "../../megatron.h"
+#include "yaml.h"
 
 #ifdef __cplusplus
 extern "C" {
@@ -38,31 +38,14 @@ typedef struct mt_role_config {
     bool trains;         // false: a role that scores or generates, by its name or by its strategy_name
 } mt_role_config;
 
-/* Reads the keys that concern `role`: "actor_train", "rewards.NAME". A reference ${a.b} is the value of that key of the
- * file; `path` is for messages. A key that is not known, or whose value is refused, is an entry; errors are a text that
- * is not YAML, a role that the file does not have, a reference to nothing or to itself, and a section where a value is
- * expected. Free the config also after an error. */
-int mt_role_config_read(mt_role_config *config, const char *role, const char *text, int64_t bytes, const char *path,
-                        mt_error *error);
+/* Reads the keys that concern `role`: "actor_train", "rewards.NAME". A key that is not known, or whose value is
+ * refused, is an entry; errors, in yaml->error, are a role that the file does not have, a reference to nothing or to
+ * itself, and a section where a value is expected. Free the config also after an error. */
+int mt_role_config_read(mt_role_config *config, const char *role, mt_yaml *yaml);
 void mt_role_config_free(mt_role_config *config);
 
-/* For every reader of YAML, before it parses a text: an error if collections nest deeper than the parser should see, or
- * if there are more anchors and aliases; libyaml's time grows with the square of both. */
-int mt_yaml_check_work(const char *text, int64_t bytes, const char *path, mt_error *error);
-
-/* The number of the line of a mark of libyaml, which at the end of a text may lie behind its last line. */
-long long mt_yaml_line(const char *text, int64_t bytes, size_t mark);
-
-/* Writes in decimal what YAML 1.1 reads as a whole number of another form: 0x1F, 0b101, 1_000. False for other texts.
- */
-bool mt_yaml_decimal(char decimal[32], const char *text);
-
-/* True for a plain scalar that YAML 1.1 reads as an octal number, 017, and the error about one. */
-bool mt_yaml_is_octal(const char *text);
-int mt_yaml_refuse_octal(const char *path, long long line, const char *text, mt_error *error);
-
-/* True with the names of the roles in `roles`, if a YAML text has any. */
-bool mt_role_config_detect(char roles[400], const char *text, int64_t bytes);
+/* True with the names of the roles in `roles`, if a file has any. */
+bool mt_role_config_detect(char roles[400], mt_yaml *yaml);
 
 #ifdef __cplusplus
 }

@@ -5,7 +5,7 @@
  * least time can be among the best. */
 #include "layouts.h"
 
-#include "../options/option_arguments.h"
+#include "../options/option_source.h"
 #include "../options/option_rules.h"
 #include "../options/option_table.h"
 #include "../options/options.h"
@@ -300,6 +300,7 @@ static void mt_letters_fold(const char *letters, char *text, size_t room) {
 static int mt_search_vary(const mt_search *s, const char *line, mt_run_options *o, mt_error *error) {
     char words[MT_LAYOUT_LINE], *argv[128] = {"train"};
     int argc = 1;
+    mt_givens givens = {0};
     snprintf(words, sizeof words, "%s", line);
     for (char *word = strtok(words, " '"); word; word = strtok(NULL, " '")) {
         MT_CHECK(argc < (int)(sizeof argv / sizeof *argv));
@@ -307,9 +308,11 @@ static int mt_search_vary(const mt_search *s, const char *line, mt_run_options *
     }
     mt_options_copy(o, s->given);
     mt_option_reader reader = {.options = o, .program = MT_PROGRAM_TRAIN};
-    int status = mt_options_read_arguments(&reader, argc, argv, error);
+    mt_givens_add_arguments(&givens, argc, argv);
+    int status = mt_givens_take(&givens, &reader, NULL, error);
     if (status == 0) status = mt_option_reader_report(&reader, error);
     mt_option_reader_free(&reader);
+    mt_givens_free(&givens);
     return status;
 }
 

@@ -1,0 +1,1107 @@
+/* 7.c: context parallelism, step 7 of 8. The last is mini.c.
+ *
+ * It trains a small Llama (RMSNorm, RoPE, grouped-query attention, SwiGLU, or experts). Every forward stands beside its
+ * backward, written by hand. It needs a C compiler and MPI:
+ *
+ *   mpicc -O2 -std=c11 notes/steps/7.c -lm -o 7        (or make mini: build/default/notes/steps/7)
+ *   mpirun -np 2 ./7 --context-parallel-size 2
+ *
+ * All numbers are doubles, so layouts of ranks agree to about 12 digits: a larger difference is an error, not rounding.
+ * Options have the names that ./train gives them. A micro-batch is one sequence; the optimizer's state is sharded over
+ * the data ranks; the output layer is untied; tensor parallelism does not cut experts.
+ *
+ * Shapes: w[N, K] has N rows of K numbers, as in torch.nn.Linear: y[T, N] = x[T, K] w^T. The letters:
+ *   S     tokens of a sequence      T  S/cp, those of a rank       C  hidden size         V  vocabulary
+ *   H, G  query heads, key heads    D  channels of a head          F  width of the MLP    E  experts
+ * Cuts: w[N/tp, K] is w[N, K] with N/tp of its rows on each tensor rank; y[T, C]+tp is a sum, with a summand on each
+ * tensor rank. Functions without messages know only a rank's part; in their comments, as in m->H and other fields,
+ * letters are sizes on this rank. notes/steps/README.md derives all messages from this notation.
+ *
+ * The parts of a layer return their result in memory of the micro-batch (take); backward functions return dx and add to
+ * w.dw. */
+#include <math.h>
+#include <mpi.h>
+#include <stdarg.h>
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+/* ==== options, errors, memory ===================================================================================== */
+
+typedef struct options {
+    int64_t num_layers, hidden_size, ffn_hidden_size, num_attention_heads, num_query_groups, vocab_size, seq_length;
+    int64_t num_experts, moe_router_topk; // num_experts 0: a dense MLP
+    int64_t global_batch_size, train_iters;
+    int64_t tp, pp, vp, cp; // sizes of the parallelisms; vp: virtual stages per pipeline rank
+    bool sequence_parallel;
+    double norm_epsilon, rotary_base, lr, adam_beta1, adam_beta2, adam_eps, weight_decay, clip_grad;
+    const char *load, *tokens_file; // NULL: random weights; synthetic tokens
+} options;
+
+/* Ends the job if some rank has an error text, which the lowest such rank prints. Every rank calls it. */
+static void stop_on_error(const char *error) {
+    int rank, size, first;
+    MPI_Comm_rank(MPI_COMM_WORLD, &rank);
+    MPI_Comm_size(MPI_COMM_WORLD, &size);
+    first = error[0] ? rank : size;
+    MPI_Allreduce(MPI_IN_PLACE, &first, 1, MPI_INT, MPI_MIN, MPI_COMM_WORLD);
+    if (first == size) return;
+    if (rank == first) fprintf(stderr, "error: %s\n", error);
+    MPI_Finalize();
+    exit(1);
+}
+
+/* Memory that begins with zeros; ends the job if there is none. */
+static void *allocate(int64_t count, size_t size) {
+    void *memory = calloc((size_t)count + 1, size);
+    if (!memory) fprintf(stderr, "error: no memory\n"), MPI_Abort(MPI_COMM_WORLD, 1);
+    return memory;
+}
+
+/* ==== groups of ranks ============================================================================================= */
+
+/* Ranks that communicate with each other, and this rank's place among them. */
+typedef struct group {
+    MPI_Comm comm;
+    int rank, size;
+} group;
+
+static group make_group(int64_t color) {
+    group g;
+    MPI_Comm_split(MPI_COMM_WORLD, (int)color, 0, &g.comm);
+    MPI_Comm_rank(g.comm, &g.rank);
+    MPI_Comm_size(g.comm, &g.size);
+    return g;
+}
+
+static void all_reduce(const group *g, double *x, int64_t n, MPI_Op operation) {
+    MPI_Allreduce(MPI_IN_PLACE, x, (int)n, MPI_DOUBLE, operation, g->comm);
+}
+
+/* whole[size, n] = the ranks' part[n], one after another. */
+static void all_gather(const group *g, double *whole, const double *part, int64_t n) {
+    MPI_Allgather(part, (int)n, MPI_DOUBLE, whole, (int)n, MPI_DOUBLE, g->comm);
+}
+
+/* part[n] = this rank's part of the sum over ranks of whole[size, n]. */
+static void reduce_scatter(const group *g, double *part, const double *whole, int64_t n) {
+    MPI_Reduce_scatter_block(whole, part, (int)n, MPI_DOUBLE, MPI_SUM, g->comm);
+}
+
+/* ==== the model =================================================================================================== */
+
+/* This rank's part of a parameter, or of several whose rows follow each other, and its gradient. */
+typedef struct tensor {
+    double *w, *dw;
+    int64_t rows, columns;
+} tensor;
+
+typedef struct mlp {
+    tensor gate_up; // [2 F/tp, C]: the rows of gate, then those of up; of an expert [2 F, C]
+    tensor down;    // [C, F/tp]; [C, F]
+} mlp;
+
+typedef struct layer {
+    tensor input_norm; // [C]
+    tensor qkv;        // [(H + 2 G)/tp D, C]
+    tensor out;        // [C, H/tp D]
+    tensor mlp_norm;   // [C]
+    tensor router;     // [E, C]
+    mlp *mlps;         // the dense one, or [E] experts
+} layer;
+
+/* How a rank's part is cut out of a parameter. */
+typedef enum cut {
+    CUT_NONE,   // w[N, K]
+    CUT_ROWS,   // w[N/tp, K]: outputs of a product (column parallel in Megatron's words)
+    CUT_COLUMNS // w[N, K/tp]: inputs of a product (row parallel)
+} cut;
+
+/* The memory of all parameters. Each data and context rank updates one shard of it. */
+typedef struct buffer {
+    int64_t count, shard, first; // n = count = dp cp x shard, padded; first: where this rank's shard begins
+    double *w, *dw;              // [n]
+    double *grad, *moment[2];    // [n/dp/cp]
+} buffer;
+
+/* A row of the parameter table: the name in a Hugging Face folder, the shape of the whole, and of this rank's part. */
+typedef struct parameter {
+    char name[96];
+    int64_t rows, columns, my_rows, my_columns;
+    cut cut;
+    tensor *tensor;        // several parameters may share one
+    int64_t offset, count; // in the buffer
+} parameter;
+
+typedef struct model {
+    options o;
+    group world, tensor, context, data, pipeline;
+    group data_context; // ranks with the same dense parameters
+    int64_t T, C, H, G, D, F, V;
+    int64_t rows;                         // T, or T/tp: tokens outside of tensor regions
+    int64_t stage_layers;                 // layers of a virtual stage
+    int64_t num_stages, micro_batches;    // of the whole pipeline; of this rank and step
+    int32_t *tokens;                      // [global_batch_size train_iters, seq_length + 1]
+    tensor embedding, final_norm, output; // [V/tp, C], [C], [V/tp, C]
+    layer *layers;                        // [vp, stage_layers]
+    parameter *parameters;
+    int64_t num_parameters;
+    buffer buffer;
+} model;
+
+/* The digits of a rank are, from the fastest: tensor, context, data, pipeline. A group varies one digit; data_context
+ * two. */
+static void build_grid(model *m) {
+    const options *o = &m->o;
+    m->world = make_group(0);
+    int64_t rank = m->world.rank, stage_ranks = m->world.size / o->pp, dp = stage_ranks / (o->tp * o->cp);
+    int64_t t = rank % o->tp, c = rank / o->tp % o->cp, d = rank / (o->tp * o->cp) % dp, p = rank / stage_ranks;
+    m->tensor = make_group(rank / o->tp);
+    m->context = make_group(t + o->tp * (d + dp * p));
+    m->data = make_group(t + o->tp * (c + o->cp * p));
+    m->pipeline = make_group(rank % stage_ranks);
+    m->data_context = make_group(t + o->tp * p);
+}
+
+/* The values of an MLP that its backward reads. */
+typedef struct mlp_saved {
+    double *x, *gate_up, *activated;
+} mlp_saved;
+
+/* Rows on their way through the experts. */
+typedef struct dispatch {
+    int *expert;     // [rows, topk]
+    double *prob;    // [rows, topk]
+    int *order;      // [rows topk] places in `expert`, sorted by expert
+    int *load;       // [E] rows of each expert
+    mlp_saved *mlps; // [E] of their rows
+    double *y;       // [rows topk, C] the experts' outputs, in `order`
+} dispatch;
+
+/* The values of a layer that its backward reads. */
+typedef struct saved {
+    double *x, *normed, *qkv, *attended, *lse; // lse [T, H]: log of the sum of exponentials of attention's scores
+    double *middle, *mlp_in;                   // `middle`: the residual stream between attention and MLP
+    mlp_saved mlp;
+    dispatch dispatch;
+} saved;
+
+typedef struct block {
+    struct block *next;
+    double values[];
+} block;
+
+/* A micro-batch in a virtual stage, from its forward to its backward. */
+typedef struct pass {
+    block *memory; // everything that take() returned
+    int64_t chunk, micro_batch;
+    int64_t sequence;                           // its row of `tokens`
+    saved *layers;                              // [stage_layers]
+    double *last, *last_normed, *probabilities; // of the last stage; probabilities [T, V/tp]
+} pass;
+
+/* Memory that begins with zeros and lives until release(). */
+static void *take(pass *p, int64_t count, size_t size) {
+    block *b = allocate(1, sizeof *b + (size_t)count * size);
+    b->next = p->memory;
+    p->memory = b;
+    return b->values;
+}
+
+static double *take_rows(pass *p, int64_t rows, int64_t width) {
+    return take(p, rows * width, sizeof(double));
+}
+
+static void release(pass *p) {
+    for (block *b = p->memory, *next; b; b = next) next = b->next, free(b);
+    p->memory = NULL;
+}
+
+/* ==== products, norm, RoPE ======================================================================================== */
+
+static double dot(const double *a, const double *b, int64_t n) {
+    double sum = 0;
+    for (int64_t i = 0; i < n; i++) sum += a[i] * b[i];
+    return sum;
+}
+
+/* y += factor x */
+static void add(double *y, double factor, const double *x, int64_t n) {
+    for (int64_t i = 0; i < n; i++) y[i] += factor * x[i];
+}
+
+/* y[T, N] = x[T, K] w[N, K]^T */
+static double *linear_forward(pass *p, const double *x, tensor w, int64_t T) {
+    int64_t N = w.rows, K = w.columns;
+    double *y = take_rows(p, T, N);
+    for (int64_t t = 0; t < T; t++)
+        for (int64_t n = 0; n < N; n++) y[t * N + n] = dot(x + t * K, w.w + n * K, K);
+    return y;
+}
+
+/* dx = dy w, dw += dy^T x */
+static double *linear_backward(pass *p, tensor w, const double *dy, const double *x, int64_t T) {
+    int64_t N = w.rows, K = w.columns;
+    double *dx = take_rows(p, T, K);
+    for (int64_t t = 0; t < T; t++)
+        for (int64_t n = 0; n < N; n++) {
+            add(dx + t * K, dy[t * N + n], w.w + n * K, K);
+            add(w.dw + n * K, dy[t * N + n], x + t * K, K);
+        }
+    return dx;
+}
+
+/* RMSNorm: y = w x / r with r = sqrt(mean of x^2 + epsilon), for each row. */
+static double *norm_forward(const model *m, pass *p, const double *x, tensor w) {
+    double *y = take_rows(p, m->rows, m->C);
+    for (int64_t t = 0; t < m->rows; t++) {
+        const double *row = x + t * m->C;
+        double r = sqrt(dot(row, row, m->C) / (double)m->C + m->o.norm_epsilon);
+        for (int64_t c = 0; c < m->C; c++) y[t * m->C + c] = w.w[c] * row[c] / r;
+    }
+    return y;
+}
+
+/* With u = x / r and du = w dy: dx = (du - u mean(u du)) / r, dw += u dy. */
+static double *norm_backward(const model *m, pass *p, tensor w, const double *dy, const double *x) {
+    double *dx = take_rows(p, m->rows, m->C);
+    for (int64_t t = 0; t < m->rows; t++) {
+        const double *row = x + t * m->C, *drow = dy + t * m->C;
+        double r = sqrt(dot(row, row, m->C) / (double)m->C + m->o.norm_epsilon), mean = 0;
+        for (int64_t c = 0; c < m->C; c++) mean += row[c] / r * w.w[c] * drow[c] / (double)m->C;
+        for (int64_t c = 0; c < m->C; c++) {
+            dx[t * m->C + c] = (w.w[c] * drow[c] - row[c] / r * mean) / r;
+            w.dw[c] += row[c] / r * drow[c];
+        }
+    }
+    return dx;
+}
+
+/* The position of token `i` of context rank `rank`. A sequence is cut into 2 cp chunks; rank r has chunks r and
+ * 2 cp - 1 - r, an early and a late one, so that all ranks see equally many keys under the causal mask (zig-zag). */
+static int64_t token_position(const model *m, int64_t rank, int64_t i) {
+    int64_t half = m->T / 2, chunk = i < half ? rank : 2 * m->o.cp - 1 - rank;
+    return chunk * half + i % half;
+}
+
+/* RoPE: rotates channels (d, d + D/2) of queries and keys by position / base^(2d/D). The backward is the rotation by
+ * the opposite angle: direction -1. */
+static void rope(const model *m, double *qkv, double direction) {
+    int64_t width = (m->H + 2 * m->G) * m->D, half = m->D / 2;
+    for (int64_t t = 0; t < m->T; t++)
+        for (int64_t h = 0; h < m->H + m->G; h++)
+            for (int64_t d = 0; d < half; d++) {
+                double frequency = pow(m->o.rotary_base, -2.0 * (double)d / (double)m->D);
+                double angle = direction * frequency * (double)token_position(m, m->context.rank, t);
+                double *a = qkv + t * width + h * m->D + d, *b = a + half, old_a = *a, old_b = *b;
+                *a = old_a * cos(angle) - old_b * sin(angle);
+                *b = old_a * sin(angle) + old_b * cos(angle);
+            }
+}
+
+/* ==== the borders of tensor parallelism =========================================================================== */
+/* Inside a region each tensor rank has H/tp heads or F/tp channels of all T tokens. Outside, it has all C channels of T
+ * tokens, or with sequence parallelism of T/tp (`rows`). The backward of one function is the forward of the other:
+ *
+ *                                     without sequence parallelism      with
+ *   enter forward,  leave backward    [T, C]     nothing     [T, C]     [T/tp, C]  all-gather      [T, C]
+ *   enter backward, leave forward     [T, C]+tp  all-reduce  [T, C]     [T, C]+tp  reduce-scatter  [T/tp, C] */
+
+/* x[T/tp, C] becomes x[T, C]. */
+static double *enter_tensor_region_forward(const model *m, pass *p, double *x) {
+    if (!m->o.sequence_parallel) return x;
+    double *whole = take_rows(p, m->T, m->C);
+    all_gather(&m->tensor, whole, x, m->rows * m->C);
+    return whole;
+}
+
+/* dwhole[T, C]+tp becomes dx[T/tp, C]. */
+static double *enter_tensor_region_backward(const model *m, pass *p, double *dwhole) {
+    if (!m->o.sequence_parallel) {
+        all_reduce(&m->tensor, dwhole, m->T * m->C, MPI_SUM);
+        return dwhole;
+    }
+    double *dx = take_rows(p, m->rows, m->C);
+    reduce_scatter(&m->tensor, dx, dwhole, m->rows * m->C);
+    return dx;
+}
+
+/* partial[T, C]+tp becomes y[T/tp, C]. */
+static double *leave_tensor_region_forward(const model *m, pass *p, double *partial) {
+    return enter_tensor_region_backward(m, p, partial);
+}
+
+/* dy[T/tp, C] becomes dy[T, C]. */
+static double *leave_tensor_region_backward(const model *m, pass *p, double *dy) {
+    return enter_tensor_region_forward(m, p, dy);
+}
+
+/* ==== attention over a ring of context ranks ====================================================================== */
+/* Queries q[S/cp] need the keys k[S/cp] of all context ranks: an all-gather, of one part at a time. Keys and values
+ * pass around a ring: in step s, rank r holds those of rank r - s. The softmax is computed online, key by key. */
+
+/* Sends x[n] to the next context rank and receives the previous one's in its place. */
+static void ring_shift(const model *m, double *x, int64_t n) {
+    int next = (m->context.rank + 1) % m->context.size;
+    int previous = (m->context.rank + m->context.size - 1) % m->context.size;
+    MPI_Sendrecv_replace(x, (int)n, MPI_DOUBLE, next, 0, previous, 0, m->context.comm, MPI_STATUS_IGNORE);
+}
+
+/* kv[T, 2 G D]: the keys and values of qkv[T, (H + 2 G) D]. */
+static void copy_keys_and_values(const model *m, double *kv, const double *qkv) {
+    int64_t width = (m->H + 2 * m->G) * m->D, size = 2 * m->G * m->D;
+    for (int64_t t = 0; t < m->T; t++) memcpy(kv + t * size, qkv + t * width + m->H * m->D, (size_t)size * sizeof *kv);
+}
+
+/* The queries of this rank attend to the keys of context rank `owner`; query head h to key head h G / H. For a query
+ * and head, lse is the log of the sum of exp(score) over the keys so far, and out[D] the mean of their values, weighted
+ * with exp(score - lse). A further key changes both. */
+static void attend_forward(const model *m, double *out, double *lse, const double *qkv, const double *kv,
+                           int64_t owner) {
+    int64_t width = (m->H + 2 * m->G) * m->D, D = m->D;
+    for (int64_t t = 0; t < m->T; t++)
+        for (int64_t h = 0; h < m->H; h++)
+            for (int64_t j = 0; j < m->T; j++) {
+                if (token_position(m, owner, j) > token_position(m, m->context.rank, t)) continue; // causal
+                const double *q = qkv + t * width + h * D, *k = kv + (j * 2 * m->G + h * m->G / m->H) * D;
+                const double *v = k + m->G * D;
+                double score = dot(q, k, D) / sqrt((double)D), old_lse = lse[t * m->H + h];
+                double *o = out + (t * m->H + h) * D;
+                double new_lse = fmax(old_lse, score) + log1p(exp(-fabs(old_lse - score)));
+                double shrink = exp(old_lse - new_lse), prob = exp(score - new_lse);
+                for (int64_t d = 0; d < D; d++) o[d] = o[d] * shrink + prob * v[d];
+                lse[t * m->H + h] = new_lse;
+            }
+}
+
+/* With the final lse, exp(score - lse) is the probability. `delta` is the sum over keys of probability x dprobability,
+ * which is dout out. */
+static void attend_backward(const model *m, double *dqkv, double *dkv, const double *dout, const double *delta,
+                            const double *lse, const double *qkv, const double *kv, int64_t owner) {
+    int64_t width = (m->H + 2 * m->G) * m->D, D = m->D;
+    for (int64_t t = 0; t < m->T; t++)
+        for (int64_t h = 0; h < m->H; h++)
+            for (int64_t j = 0; j < m->T; j++) {
+                if (token_position(m, owner, j) > token_position(m, m->context.rank, t)) continue;
+                int64_t at_k = (j * 2 * m->G + h * m->G / m->H) * D, at_v = at_k + m->G * D;
+                const double *q = qkv + t * width + h * D, *k = kv + at_k, *v = kv + at_v;
+                const double *dhead = dout + (t * m->H + h) * D;
+                double prob = exp(dot(q, k, D) / sqrt((double)D) - lse[t * m->H + h]);
+                double dscore = prob * (dot(dhead, v, D) - delta[t * m->H + h]) / sqrt((double)D);
+                add(dqkv + t * width + h * D, dscore, k, D);
+                add(dkv + at_k, dscore, q, D);
+                add(dkv + at_v, prob, dhead, D);
+            }
+}
+
+/* Sets s->attended[T, H D] and s->lse. */
+static void ring_attention_forward(const model *m, pass *p, saved *s) {
+    int64_t size = m->T * 2 * m->G * m->D, heads = m->T * m->H, cp = m->o.cp;
+    double *kv = take_rows(p, 1, size);
+    s->attended = take_rows(p, heads, m->D), s->lse = take_rows(p, 1, heads);
+    for (int64_t i = 0; i < heads; i++) s->lse[i] = -INFINITY;
+    copy_keys_and_values(m, kv, s->qkv);
+    for (int64_t step = 0; step < cp; step++) {
+        attend_forward(m, s->attended, s->lse, s->qkv, kv, (m->context.rank - step + cp) % cp);
+        if (step < cp - 1) ring_shift(m, kv, size);
+    }
+}
+
+/* Returns dqkv[T, (H + 2 G) D]. dkv[S]+cp is reduce-scattered in the same ring: the gradients pass around it with their
+ * keys and values, and collect every rank's summand. After cp shifts they are back at their owner. */
+static double *ring_attention_backward(const model *m, pass *p, const double *dattended, const saved *s) {
+    int64_t width = (m->H + 2 * m->G) * m->D, size = m->T * 2 * m->G * m->D, cp = m->o.cp;
+    double *dqkv = take_rows(p, m->T, width), *delta = take_rows(p, m->T, m->H);
+    double *kv = take_rows(p, 2, size), *dkv = kv + size;
+    copy_keys_and_values(m, kv, s->qkv);
+    for (int64_t i = 0; i < m->T * m->H; i++) delta[i] = dot(dattended + i * m->D, s->attended + i * m->D, m->D);
+    for (int64_t step = 0; step < cp; step++) {
+        int64_t owner = (m->context.rank - step + cp) % cp;
+        attend_backward(m, dqkv, dkv, dattended, delta, s->lse, s->qkv, kv, owner);
+        ring_shift(m, kv, 2 * size);
+    }
+    for (int64_t t = 0; t < m->T; t++)
+        memcpy(dqkv + t * width + m->H * m->D, dkv + t * 2 * m->G * m->D, (size_t)(2 * m->G * m->D) * sizeof *dkv);
+    return dqkv;
+}
+
+/* y = x + attention(norm(x)) */
+static double *attention_forward(const model *m, pass *p, const layer *l, saved *s, double *x) {
+    s->x = x;
+    double *normed = norm_forward(m, p, x, l->input_norm); // [T/tp, C]
+    s->normed = enter_tensor_region_forward(m, p, normed); // [T, C]
+    s->qkv = linear_forward(p, s->normed, l->qkv, m->T);   // [T, (H + 2 G)/tp D]
+    rope(m, s->qkv, 1);
+    ring_attention_forward(m, p, s);                                // attended[T, H/tp D]
+    double *partial = linear_forward(p, s->attended, l->out, m->T); // [T, C]+tp
+    double *y = leave_tensor_region_forward(m, p, partial);         // [T/tp, C]
+    add(y, 1, x, m->rows * m->C);
+    return y;
+}
+
+static double *attention_backward(const model *m, pass *p, const layer *l, const saved *s, double *dy) {
+    double *dpartial = leave_tensor_region_backward(m, p, dy);                   // [T, C]
+    double *dattended = linear_backward(p, l->out, dpartial, s->attended, m->T); // [T, H/tp D]
+    double *dqkv = ring_attention_backward(m, p, dattended, s);                  // [T, (H + 2 G)/tp D]
+    rope(m, dqkv, -1);
+    double *dwhole = linear_backward(p, l->qkv, dqkv, s->normed, m->T); // [T, C]+tp
+    double *dnormed = enter_tensor_region_backward(m, p, dwhole);       // [T/tp, C]
+    double *dx = norm_backward(m, p, l->input_norm, dnormed, s->x);
+    add(dx, 1, dy, m->rows * m->C); // the residual connection
+    return dx;
+}
+
+/* ==== MLP and experts ============================================================================================= */
+
+/* y[n, C] = (silu(x gate^T) (x up^T)) down^T for n rows, with silu(x) = x / (1 + exp(-x)). A dense MLP has F/tp
+ * channels, so y[T, C]+tp is a sum; an expert has all F. */
+static double *mlp_forward(pass *p, const mlp *w, mlp_saved *s, double *x, int64_t n) {
+    int64_t F = w->down.columns;
+    s->x = x, s->gate_up = linear_forward(p, x, w->gate_up, n), s->activated = take_rows(p, n, F);
+    for (int64_t i = 0; i < n * F; i++) {
+        double *gate = s->gate_up + i / F * 2 * F + i % F, *up = gate + F;
+        s->activated[i] = *gate / (1 + exp(-*gate)) * *up;
+    }
+    return linear_forward(p, s->activated, w->down, n);
+}
+
+static double *mlp_backward(pass *p, const mlp *w, const mlp_saved *s, const double *dy, int64_t n) {
+    int64_t F = w->down.columns;
+    double *dactivated = linear_backward(p, w->down, dy, s->activated, n), *dgate_up = take_rows(p, n, 2 * F);
+    for (int64_t i = 0; i < n * F; i++) {
+        int64_t at = i / F * 2 * F + i % F;
+        double gate = s->gate_up[at], up = s->gate_up[at + F], sigmoid = 1 / (1 + exp(-gate));
+        dgate_up[at] = dactivated[i] * up * sigmoid * (1 + gate * (1 - sigmoid));
+        dgate_up[at + F] = dactivated[i] * gate * sigmoid;
+    }
+    return linear_backward(p, w->gate_up, dgate_up, s->x, n);
+}
+
+/* The experts with the topk largest logits of each row, and their probabilities: a softmax over these logits. */
+static void route_forward(const model *m, pass *p, tensor router, dispatch *d, const double *x) {
+    int64_t E = m->o.num_experts, topk = m->o.moe_router_topk;
+    double *logits = linear_forward(p, x, router, m->rows);
+    d->expert = take(p, m->rows * topk, sizeof(int)), d->prob = take_rows(p, m->rows, topk);
+    for (int64_t t = 0; t < m->rows; t++) {
+        double *logit = logits + t * E, *prob = d->prob + t * topk, sum = 0;
+        for (int64_t k = 0; k < topk; k++) {
+            int best = 0;
+            for (int e = 1; e < E; e++)
+                if (logit[e] > logit[best]) best = e;
+            d->expert[t * topk + k] = best;
+            prob[k] = logit[best];
+            logit[best] = -INFINITY; // not chosen again
+        }
+        for (int64_t k = topk - 1; k >= 0; k--) sum += prob[k] = exp(prob[k] - prob[0]);
+        for (int64_t k = 0; k < topk; k++) prob[k] /= sum;
+    }
+}
+
+static double *route_backward(const model *m, pass *p, tensor router, const dispatch *d, const double *dprob,
+                              const double *x) {
+    int64_t E = m->o.num_experts, topk = m->o.moe_router_topk;
+    double *dlogits = take_rows(p, m->rows, E);
+    for (int64_t t = 0; t < m->rows; t++) {
+        const double *prob = d->prob + t * topk, *dp = dprob + t * topk;
+        double mean = dot(prob, dp, topk);
+        for (int64_t k = 0; k < topk; k++) dlogits[t * E + d->expert[t * topk + k]] = prob[k] * (dp[k] - mean);
+    }
+    return linear_backward(p, router, dlogits, x, m->rows);
+}
+
+/* Sorts the chosen experts: sets d->order and d->load. */
+static void plan_dispatch(const model *m, pass *p, dispatch *d) {
+    int64_t slots = m->rows * m->o.moe_router_topk, E = m->o.num_experts;
+    d->order = take(p, slots, sizeof(int)), d->load = take(p, E, sizeof(int));
+    for (int e = 0, place = 0; e < E; e++)
+        for (int slot = 0; slot < slots; slot++)
+            if (d->expert[slot] == e) d->order[place++] = slot, d->load[e]++;
+}
+
+/* y[rows, C] = the sum over a row's experts of probability x expert(x) */
+static double *experts_forward(const model *m, pass *p, const layer *l, dispatch *d, const double *x) {
+    int64_t topk = m->o.moe_router_topk, slots = m->rows * topk, C = m->C, row = 0;
+    route_forward(m, p, l->router, d, x);
+    plan_dispatch(m, p, d);
+    double *sorted = take_rows(p, slots, C), *y = take_rows(p, m->rows, C);
+    d->y = take_rows(p, slots, C), d->mlps = take(p, m->o.num_experts, sizeof *d->mlps);
+    for (int64_t i = 0; i < slots; i++) add(sorted + i * C, 1, x + d->order[i] / topk * C, C);
+    for (int64_t e = 0; e < m->o.num_experts; row += d->load[e++]) {
+        double *of_expert = mlp_forward(p, &l->mlps[e], &d->mlps[e], sorted + row * C, d->load[e]);
+        add(d->y + row * C, 1, of_expert, d->load[e] * C);
+    }
+    for (int64_t i = 0; i < slots; i++) add(y + d->order[i] / topk * C, d->prob[d->order[i]], d->y + i * C, C);
+    return y;
+}
+
+static double *experts_backward(const model *m, pass *p, const layer *l, const dispatch *d, const double *dy,
+                                const double *x) {
+    int64_t topk = m->o.moe_router_topk, slots = m->rows * topk, C = m->C, row = 0;
+    double *dprob = take_rows(p, m->rows, topk), *dy_sorted = take_rows(p, slots, C), *dsorted = take_rows(p, slots, C);
+    for (int64_t i = 0; i < slots; i++) {
+        const double *dtoken = dy + d->order[i] / topk * C;
+        dprob[d->order[i]] = dot(dtoken, d->y + i * C, C);
+        add(dy_sorted + i * C, d->prob[d->order[i]], dtoken, C);
+    }
+    for (int64_t e = 0; e < m->o.num_experts; row += d->load[e++]) {
+        double *of_expert = mlp_backward(p, &l->mlps[e], &d->mlps[e], dy_sorted + row * C, d->load[e]);
+        add(dsorted + row * C, 1, of_expert, d->load[e] * C);
+    }
+    double *dx = route_backward(m, p, l->router, d, dprob, x);
+    for (int64_t i = 0; i < slots; i++) add(dx + d->order[i] / topk * C, 1, dsorted + i * C, C);
+    return dx;
+}
+
+/* y = x + mlp(norm(x)), or the experts in the mlp's place */
+static double *mlp_block_forward(const model *m, pass *p, const layer *l, saved *s, double *x) {
+    double *y;
+    s->middle = x, s->mlp_in = norm_forward(m, p, x, l->mlp_norm);
+    if (m->o.num_experts) {
+        y = experts_forward(m, p, l, &s->dispatch, s->mlp_in); // on this rank's rows: no region
+    } else {
+        double *whole = enter_tensor_region_forward(m, p, s->mlp_in);
+        y = leave_tensor_region_forward(m, p, mlp_forward(p, l->mlps, &s->mlp, whole, m->T));
+    }
+    add(y, 1, x, m->rows * m->C);
+    return y;
+}
+
+static double *mlp_block_backward(const model *m, pass *p, const layer *l, const saved *s, double *dy) {
+    double *dnormed;
+    if (m->o.num_experts) {
+        dnormed = experts_backward(m, p, l, &s->dispatch, dy, s->mlp_in);
+    } else {
+        double *dpartial = leave_tensor_region_backward(m, p, dy);
+        dnormed = enter_tensor_region_backward(m, p, mlp_backward(p, l->mlps, &s->mlp, dpartial, m->T));
+    }
+    double *dx = norm_backward(m, p, l->mlp_norm, dnormed, s->middle);
+    add(dx, 1, dy, m->rows * m->C);
+    return dx;
+}
+
+/* ==== embedding and loss ========================================================================================== */
+/* Both weights are w[V/tp, C]. With V as on this rank, tensor rank r has tokens [r V, (r + 1) V). */
+
+/* The token at place `i` of this rank, or `ahead` places later in its sequence, as a row of this rank's vocabulary; -1
+ * if another tensor rank has it. */
+static int64_t local_token(const model *m, const pass *p, int64_t i, int64_t ahead) {
+    const int32_t *sequence = m->tokens + p->sequence * (m->o.seq_length + 1);
+    int64_t row = sequence[token_position(m, m->context.rank, i) + ahead] - m->tensor.rank * m->V;
+    return row >= 0 && row < m->V ? row : -1;
+}
+
+static double *embedding_forward(const model *m, pass *p) {
+    double *partial = take_rows(p, m->T, m->C); // tokens of other ranks stay 0
+    for (int64_t t = 0; t < m->T; t++) {
+        int64_t token = local_token(m, p, t, 0);
+        if (token >= 0) add(partial + t * m->C, 1, m->embedding.w + token * m->C, m->C);
+    }
+    return leave_tensor_region_forward(m, p, partial);
+}
+
+static void embedding_backward(const model *m, pass *p, double *dx) {
+    double *dpartial = leave_tensor_region_backward(m, p, dx);
+    for (int64_t t = 0; t < m->T; t++) {
+        int64_t token = local_token(m, p, t, 0);
+        if (token >= 0) add(m->embedding.dw + token * m->C, 1, dpartial + t * m->C, m->C);
+    }
+}
+
+/* Cross-entropy of the next token, summed over this rank's tokens. The logits[T, V/tp] stay where they are; of a token,
+ * the greatest logit, the sum of exponentials and the label's logit are reduced. Sets p->probabilities. */
+static double loss_forward(const model *m, pass *p, double *x) {
+    double *max = take_rows(p, 1, m->T), *sums = take_rows(p, 2, m->T), *of_label = sums + m->T, loss = 0;
+    p->last = x, p->last_normed = enter_tensor_region_forward(m, p, norm_forward(m, p, x, m->final_norm));
+    double *logits = linear_forward(p, p->last_normed, m->output, m->T);
+    p->probabilities = take_rows(p, m->T, m->V);
+    for (int64_t t = 0; t < m->T; t++) {
+        max[t] = logits[t * m->V];
+        for (int64_t v = 1; v < m->V; v++) max[t] = fmax(max[t], logits[t * m->V + v]);
+    }
+    all_reduce(&m->tensor, max, m->T, MPI_MAX);
+    for (int64_t t = 0; t < m->T; t++) {
+        int64_t label = local_token(m, p, t, 1);
+        if (label >= 0) of_label[t] = logits[t * m->V + label] - max[t];
+        for (int64_t v = 0; v < m->V; v++) sums[t] += exp(logits[t * m->V + v] - max[t]);
+    }
+    all_reduce(&m->tensor, sums, 2 * m->T, MPI_SUM);
+    for (int64_t t = 0; t < m->T; t++) {
+        for (int64_t i = t * m->V; i < (t + 1) * m->V; i++) p->probabilities[i] = exp(logits[i] - max[t]) / sums[t];
+        loss += log(sums[t]) - of_label[t];
+    }
+    return loss;
+}
+
+/* dx of the loss's mean over all tokens of the step: dlogits = (probability - 1 at the label) / tokens. */
+static double *loss_backward(const model *m, pass *p) {
+    double *dlogits = take_rows(p, m->T, m->V), scale = 1 / (double)(m->o.global_batch_size * m->o.seq_length);
+    add(dlogits, scale, p->probabilities, m->T * m->V);
+    for (int64_t t = 0; t < m->T; t++) {
+        int64_t label = local_token(m, p, t, 1);
+        if (label >= 0) dlogits[t * m->V + label] -= scale;
+    }
+    double *dwhole = linear_backward(p, m->output, dlogits, p->last_normed, m->T);
+    double *dnormed = enter_tensor_region_backward(m, p, dwhole);
+    return norm_backward(m, p, m->final_norm, dnormed, p->last);
+}
+
+/* ==== parameters ================================================================================================== */
+
+/* Adds a row to the table. `tensor` receives its memory later, in allocate_buffer(). */
+static void add_parameter(model *m, tensor *tensor, cut cut, int64_t rows, int64_t columns, const char *format, ...) {
+    parameter *p = &m->parameters[m->num_parameters++];
+    *p = (parameter){.rows = rows, .columns = columns, .cut = cut, .tensor = tensor};
+    p->my_rows = cut == CUT_ROWS ? rows / m->o.tp : rows;
+    p->my_columns = cut == CUT_COLUMNS ? columns / m->o.tp : columns;
+    p->offset = m->buffer.count, p->count = p->my_rows * p->my_columns;
+    m->buffer.count += p->count;
+    va_list arguments;
+    va_start(arguments, format);
+    vsnprintf(p->name, sizeof p->name, format, arguments);
+    va_end(arguments);
+}
+
+/* Layer `n` of the model, with the names of Llama, and of Mixtral for experts. */
+static void add_layer(model *m, layer *l, int n) {
+    const options *o = &m->o;
+    int64_t C = m->C, D = m->D, E = o->num_experts;
+    const char *attention = "model.layers.%d.self_attn.%s_proj.weight", *dense = "model.layers.%d.mlp.%s_proj.weight";
+    const char *moe = "model.layers.%d.block_sparse_moe.experts.%d.w%d.weight";
+    add_parameter(m, &l->input_norm, CUT_NONE, 1, C, "model.layers.%d.input_layernorm.weight", n);
+    add_parameter(m, &l->qkv, CUT_ROWS, o->num_attention_heads * D, C, attention, n, "q");
+    add_parameter(m, &l->qkv, CUT_ROWS, o->num_query_groups * D, C, attention, n, "k");
+    add_parameter(m, &l->qkv, CUT_ROWS, o->num_query_groups * D, C, attention, n, "v");
+    add_parameter(m, &l->out, CUT_COLUMNS, C, o->num_attention_heads * D, attention, n, "o");
+    add_parameter(m, &l->mlp_norm, CUT_NONE, 1, C, "model.layers.%d.post_attention_layernorm.weight", n);
+    l->mlps = allocate(E + 1, sizeof *l->mlps);
+    if (E) add_parameter(m, &l->router, CUT_NONE, E, C, "model.layers.%d.block_sparse_moe.gate.weight", n);
+    for (int64_t e = 0; e < E; e++) {
+        add_parameter(m, &l->mlps[e].gate_up, CUT_NONE, m->F, C, moe, n, (int)e, 1);
+        add_parameter(m, &l->mlps[e].gate_up, CUT_NONE, m->F, C, moe, n, (int)e, 3);
+        add_parameter(m, &l->mlps[e].down, CUT_NONE, C, m->F, moe, n, (int)e, 2);
+    }
+    if (E) return;
+    add_parameter(m, &l->mlps->gate_up, CUT_ROWS, o->ffn_hidden_size, C, dense, n, "gate");
+    add_parameter(m, &l->mlps->gate_up, CUT_ROWS, o->ffn_hidden_size, C, dense, n, "up");
+    add_parameter(m, &l->mlps->down, CUT_COLUMNS, C, o->ffn_hidden_size, dense, n, "down");
+}
+
+/* Weights and gradients whole, the optimizer's state for one shard of the data and context ranks. */
+static void allocate_buffer(model *m) {
+    buffer *b = &m->buffer;
+    b->shard = (b->count + m->data_context.size - 1) / m->data_context.size;
+    b->count = b->shard * m->data_context.size;
+    b->first = b->shard * m->data_context.rank;
+    b->w = allocate(b->count, sizeof *b->w), b->dw = allocate(b->count, sizeof *b->dw);
+    b->grad = allocate(b->shard, sizeof *b->grad);
+    for (int i = 0; i < 2; i++) b->moment[i] = allocate(b->shard, sizeof *b->moment[i]);
+    for (const parameter *p = m->parameters; p < m->parameters + m->num_parameters; p++) {
+        if (!p->tensor->w) *p->tensor = (tensor){b->w + p->offset, b->dw + p->offset, 0, p->my_columns};
+        p->tensor->rows += p->my_rows;
+    }
+}
+
+static void create_model(model *m) {
+    const options *o = &m->o;
+    m->C = o->hidden_size, m->D = o->hidden_size / o->num_attention_heads;
+    m->T = o->seq_length / o->cp, m->rows = o->sequence_parallel ? m->T / o->tp : m->T;
+    m->H = o->num_attention_heads / o->tp, m->G = o->num_query_groups / o->tp, m->V = o->vocab_size / o->tp;
+    m->F = o->num_experts ? o->ffn_hidden_size : o->ffn_hidden_size / o->tp;
+    m->num_stages = o->pp * o->vp, m->stage_layers = o->num_layers / m->num_stages;
+    m->micro_batches = o->global_batch_size / m->data.size;
+    m->layers = allocate(o->vp * m->stage_layers, sizeof *m->layers);
+    m->parameters = allocate(o->vp * m->stage_layers * (9 + 3 * o->num_experts) + 3, sizeof *m->parameters);
+    if (m->pipeline.rank == 0)
+        add_parameter(m, &m->embedding, CUT_ROWS, o->vocab_size, m->C, "model.embed_tokens.weight");
+    for (int64_t i = 0; i < o->vp * m->stage_layers; i++) { // virtual stage i / stage_layers of this rank
+        int64_t stage = i / m->stage_layers * o->pp + m->pipeline.rank;
+        add_layer(m, &m->layers[i], (int)(stage * m->stage_layers + i % m->stage_layers));
+    }
+    if (m->pipeline.rank == o->pp - 1) {
+        add_parameter(m, &m->final_norm, CUT_NONE, 1, m->C, "model.norm.weight");
+        add_parameter(m, &m->output, CUT_ROWS, o->vocab_size, m->C, "lm_head.weight");
+    }
+    allocate_buffer(m);
+}
+
+/* A number in [0, 1) that depends on its arguments only, so that weights do not depend on the layout (splitmix64). */
+static double random_number(const char *name, int64_t index) {
+    uint64_t x = (uint64_t)index;
+    for (; *name; name++) x = (x + (unsigned char)*name) * UINT64_C(0x9e3779b97f4a7c15);
+    x = (x ^ x >> 30) * UINT64_C(0xbf58476d1ce4e5b9);
+    x = (x ^ x >> 27) * UINT64_C(0x94d049bb133111eb);
+    return (double)((x ^ x >> 31) >> 11) / 9007199254740992.0; // 2^53
+}
+
+/* Fills a parameter from the file's fp32 numbers, or without a file with 1 for norms and random numbers with standard
+ * deviation 0.02 for matrices: this rank's rows or columns. */
+static void fill_parameter(model *m, const parameter *p, const float *file) {
+    int64_t first_row = p->cut == CUT_ROWS ? m->tensor.rank * p->my_rows : 0;
+    int64_t first_column = p->cut == CUT_COLUMNS ? m->tensor.rank * p->my_columns : 0;
+    for (int64_t i = 0; i < p->count; i++) {
+        int64_t index = (first_row + i / p->my_columns) * p->columns + first_column + i % p->my_columns;
+        double initial = p->rows == 1 ? 1 : 0.02 * sqrt(12) * (random_number(p->name, index) - 0.5);
+        m->buffer.w[p->offset + i] = file ? (double)file[index] : initial;
+    }
+}
+
+/* The bytes of a file, with a 0 after them; ends the job if some rank cannot read it. */
+static char *read_file(const char *path, int64_t *size) {
+    char error[256] = "", *bytes = NULL;
+    FILE *file = fopen(path, "rb");
+    if (file && fseek(file, 0, SEEK_END) == 0 && (*size = ftell(file)) >= 0) bytes = calloc((size_t)*size + 1, 1);
+    if (!bytes || fseek(file, 0, SEEK_SET) != 0 || fread(bytes, 1, (size_t)*size, file) != (size_t)*size)
+        snprintf(error, sizeof error, "%.200s: cannot be read", path);
+    if (file) fclose(file);
+    stop_on_error(error);
+    return bytes;
+}
+
+/* The numbers of an fp32 tensor in a safetensors file: 8 bytes with the length of the header, the header (JSON), the
+ * data. NULL if there is no such tensor with `count` numbers. */
+static const float *find_tensor(const char *file, int64_t size, const char *name, int64_t count) {
+    char key[128];
+    long long begin, end;
+    uint64_t header;
+    if (size < 8) return NULL;
+    memcpy(&header, file, 8);
+    snprintf(key, sizeof key, "\"%s\":{", name);
+    const char *entry = strstr(file + 8, key);
+    const char *format = "\"dtype\":\"F32\",\"shape\":[%*[0-9,]],\"data_offsets\":[%lld,%lld]";
+    if (!entry || sscanf(entry + strlen(key), format, &begin, &end) != 2 || end - begin != count * 4) return NULL;
+    if (header > (uint64_t)size - 8 || header % 4 || begin < 0 || begin % 4 || end > size - 8 - (int64_t)header)
+        return NULL;
+    return (const float *)(const void *)(file + 8 + header + begin);
+}
+
+/* Weights from --load, a Hugging Face folder with one fp32 safetensors file, or random ones. */
+static void load_weights(model *m) {
+    char error[256] = "", path[1024], *file = NULL;
+    int64_t size = 0;
+    snprintf(path, sizeof path, "%s/model.safetensors", m->o.load ? m->o.load : "");
+    if (m->o.load) file = read_file(path, &size);
+    for (const parameter *p = m->parameters; p < m->parameters + m->num_parameters && !error[0]; p++) {
+        const float *data = file ? find_tensor(file, size, p->name, p->rows * p->columns) : NULL;
+        if (file && !data)
+            snprintf(error, sizeof error, "%.100s has no %s with %lld x %lld numbers in F32", path, p->name,
+                     (long long)p->rows, (long long)p->columns);
+        else
+            fill_parameter(m, p, data);
+    }
+    free(file);
+    stop_on_error(error);
+}
+
+/* Tokens from --tokens-file (int32, as ./train reads them), or synthetic: each sequence counts in steps of its own. */
+static void load_tokens(model *m) {
+    int64_t row = m->o.seq_length + 1, wanted = m->o.global_batch_size * m->o.train_iters, size = wanted * row * 4;
+    char error[256] = "", *file = m->o.tokens_file ? read_file(m->o.tokens_file, &size) : NULL;
+    if (size / 4 / row < wanted)
+        snprintf(error, sizeof error, "%.100s: holds %lld sequences of %lld tokens, training needs %lld",
+                 m->o.tokens_file, (long long)(size / 4 / row), (long long)row, (long long)wanted);
+    m->tokens = file ? (int32_t *)(void *)file : allocate(size, 1);
+    for (int64_t i = 0; i < wanted * row && !error[0]; i++) {
+        int64_t start = (int64_t)(random_number("start", i / row) * 1000);
+        int64_t step = 1 + (int64_t)(random_number("step", i / row) * 3);
+        if (!file) m->tokens[i] = (int32_t)((start + step * (i % row)) % m->o.vocab_size);
+        if (m->tokens[i] < 0 || m->tokens[i] >= m->o.vocab_size)
+            snprintf(error, sizeof error, "%.100s: token %d is not in the vocabulary", m->o.tokens_file, m->tokens[i]);
+    }
+    stop_on_error(error);
+}
+
+/* ==== pipeline ==================================================================================================== */
+
+/* The forward or backward of a micro-batch through one of this rank's virtual stages (chunk). */
+typedef struct action {
+    bool forward;
+    int64_t chunk, micro_batch;
+} action;
+
+/* Forward or backward number `i`: groups of pp micro-batches pass through all chunks, one chunk after another. With two
+ * ranks, two chunks and four micro-batches:
+ *
+ *   i                        0  1  2  3  4  5  6  7
+ *   chunk of a forward       0  0  1  1  0  0  1  1      i / pp % vp
+ *   chunk of a backward      1  1  0  0  1  1  0  0
+ *   micro-batch              0  1  0  1  2  3  2  3      i / (pp vp) groups of pp before its own, and i % pp */
+static action nth_action(const model *m, bool forward, int64_t i) {
+    int64_t pp = m->o.pp, vp = m->o.vp, chunk = vp == 1 ? 0 : i / pp % vp;
+    int64_t micro_batch = vp == 1 ? i : i / (pp * vp) * pp + i % pp;
+    return (action){forward, forward ? chunk : vp - 1 - chunk, micro_batch};
+}
+
+/* 1F1B: after a warm-up of forwards, a rank does one forward, one backward, in turn. A rank keeps the activations of at
+ * most its warm-up and one more. Interleaved: several chunks a rank shorten the time in which ranks wait. */
+static void make_schedule(const model *m, action *list) {
+    int64_t total = m->micro_batches * m->o.vp, ahead = m->o.pp - 1 - m->pipeline.rank, forward = 0, count = 0;
+    int64_t warmup = m->o.vp == 1 ? ahead : 2 * ahead + (m->o.vp - 1) * m->o.pp;
+    while (forward < warmup && forward < total) list[count++] = nth_action(m, true, forward++);
+    for (int64_t backward = 0; backward < total; backward++) {
+        if (forward < total) list[count++] = nth_action(m, true, forward++);
+        list[count++] = nth_action(m, false, backward);
+    }
+}
+
+/* Stage s is chunk s / pp of pipeline rank s % pp. Two ranks exchange activations and gradients of several chunks, and
+ * one may send in another order than the other receives; so a message has a tag: micro-batch, receiving stage,
+ * direction. */
+static int message_tag(const model *m, const pass *p, int64_t from, int64_t to) {
+    return (int)((p->micro_batch * m->num_stages + to) * 2 + (from < to));
+}
+
+/* Sends x[T/tp, C] to another stage. The buffered send copies the message, so that no rank waits for a receiver. */
+static void send_to_stage(const model *m, const pass *p, const double *x, int64_t from, int64_t to) {
+    MPI_Bsend(x, (int)(m->rows * m->C), MPI_DOUBLE, (int)(to % m->o.pp), message_tag(m, p, from, to), m->pipeline.comm);
+}
+
+static double *receive(const model *m, pass *p, int64_t from, int64_t to) {
+    double *x = take_rows(p, m->rows, m->C);
+    MPI_Recv(x, (int)(m->rows * m->C), MPI_DOUBLE, (int)(from % m->o.pp), message_tag(m, p, from, to), m->pipeline.comm,
+             MPI_STATUS_IGNORE);
+    return x;
+}
+
+/* Returns the loss; 0 from all stages except the last one. */
+static double stage_forward(const model *m, pass *p) {
+    int64_t stage = p->chunk * m->o.pp + m->pipeline.rank;
+    double *x = stage == 0 ? embedding_forward(m, p) : receive(m, p, stage - 1, stage);
+    p->layers = take(p, m->stage_layers, sizeof *p->layers);
+    for (int64_t i = 0; i < m->stage_layers; i++) {
+        const layer *l = &m->layers[p->chunk * m->stage_layers + i];
+        x = attention_forward(m, p, l, &p->layers[i], x);
+        x = mlp_block_forward(m, p, l, &p->layers[i], x);
+    }
+    if (stage == m->num_stages - 1) return loss_forward(m, p, x);
+    send_to_stage(m, p, x, stage, stage + 1);
+    return 0;
+}
+
+static void stage_backward(const model *m, pass *p) {
+    int64_t stage = p->chunk * m->o.pp + m->pipeline.rank;
+    double *dx = stage == m->num_stages - 1 ? loss_backward(m, p) : receive(m, p, stage + 1, stage);
+    for (int64_t i = m->stage_layers - 1; i >= 0; i--) {
+        const layer *l = &m->layers[p->chunk * m->stage_layers + i];
+        dx = mlp_block_backward(m, p, l, &p->layers[i], dx);
+        dx = attention_backward(m, p, l, &p->layers[i], dx);
+    }
+    if (stage == 0)
+        embedding_backward(m, p, dx);
+    else
+        send_to_stage(m, p, dx, stage, stage - 1);
+    release(p);
+}
+
+/* Forwards and backwards of all micro-batches of step `step`, counted from 0; returns this rank's sum of losses. */
+static double run_schedule(const model *m, const action *list, pass *passes, int64_t step) {
+    double loss = 0;
+    for (int64_t i = 0; i < 2 * m->micro_batches * m->o.vp; i++) {
+        action a = list[i];
+        pass *p = &passes[a.chunk * m->micro_batches + a.micro_batch];
+        if (!a.forward) {
+            stage_backward(m, p);
+            continue;
+        }
+        *p = (pass){.chunk = a.chunk, .micro_batch = a.micro_batch};
+        p->sequence = step * m->o.global_batch_size + a.micro_batch * m->data.size + m->data.rank;
+        loss += stage_forward(m, p);
+    }
+    return loss;
+}
+
+/* ==== optimizer =================================================================================================== */
+
+/* dw[n]+dp+cp becomes grad[n/dp/cp]: the sums over all tokens of the step, a shard on each rank. With sequence
+ * parallelism, the tensor ranks have used their copies of an uncut parameter for different rows: dw[N, K]+tp. */
+static void reduce_gradients(model *m) {
+    for (parameter *p = m->parameters; p < m->parameters + m->num_parameters; p++)
+        if (m->o.sequence_parallel && p->cut == CUT_NONE)
+            all_reduce(&m->tensor, m->buffer.dw + p->offset, p->count, MPI_SUM);
+    reduce_scatter(&m->data_context, m->buffer.grad, m->buffer.dw, m->buffer.shard);
+}
+
+/* The part of a parameter that this rank updates: numbers [*begin, *end) of its shard, none if *begin >= *end. */
+static void owned_range(const model *m, const parameter *p, int64_t *begin, int64_t *end) {
+    *begin = p->offset - m->buffer.first, *end = *begin + p->count;
+    if (*begin < 0) *begin = 0;
+    if (*end > m->buffer.shard) *end = m->buffer.shard;
+}
+
+/* The norm of the whole gradient: every number counts once, although some ranks have copies. */
+static double gradient_norm(const model *m) {
+    double sum = 0;
+    for (const parameter *p = m->parameters; p < m->parameters + m->num_parameters; p++) {
+        int64_t begin, end;
+        if (p->cut == CUT_NONE && m->tensor.rank != 0) continue;
+        owned_range(m, p, &begin, &end);
+        for (int64_t i = begin; i < end; i++) sum += m->buffer.grad[i] * m->buffer.grad[i];
+    }
+    all_reduce(&m->world, &sum, 1, MPI_SUM);
+    return sqrt(sum);
+}
+
+/* AdamW of this rank's shards, with gradients times `scale`; then w[n/dp/cp] becomes w[n]. Norms do not decay. */
+static void adamw_step(model *m, double scale, int64_t step) {
+    const options *o = &m->o;
+    buffer *b = &m->buffer;
+    double correction1 = 1 - pow(o->adam_beta1, (double)step), correction2 = 1 - pow(o->adam_beta2, (double)step);
+    for (const parameter *p = m->parameters; p < m->parameters + m->num_parameters; p++) {
+        double *w = b->w + b->first, *m1 = b->moment[0], *m2 = b->moment[1];
+        double decay = p->rows == 1 ? 0 : o->weight_decay;
+        int64_t begin, end;
+        owned_range(m, p, &begin, &end);
+        for (int64_t i = begin; i < end; i++) {
+            double g = b->grad[i] * scale;
+            m1[i] = o->adam_beta1 * m1[i] + (1 - o->adam_beta1) * g;
+            m2[i] = o->adam_beta2 * m2[i] + (1 - o->adam_beta2) * g * g;
+            w[i] -= o->lr * (m1[i] / correction1 / (sqrt(m2[i] / correction2) + o->adam_eps) + decay * w[i]);
+        }
+    }
+    memcpy(b->grad, b->w + b->first, (size_t)b->shard * sizeof *b->w); // grad serves as scratch
+    all_gather(&m->data_context, b->w, b->grad, b->shard);
+}
+
+/* ==== the command line =========================================================================================== */
+
+/* Names, fields and defaults. */
+typedef struct option_row {
+    const char *name;
+    enum { INTEGER, REAL, TEXT, FLAG } kind;
+    size_t field;
+    double value;
+} option_row;
+
+static const option_row option_rows[] = {
+    {"--num-layers", INTEGER, offsetof(options, num_layers), 4},
+    {"--hidden-size", INTEGER, offsetof(options, hidden_size), 32},
+    {"--ffn-hidden-size", INTEGER, offsetof(options, ffn_hidden_size), 80},
+    {"--num-attention-heads", INTEGER, offsetof(options, num_attention_heads), 4},
+    {"--num-query-groups", INTEGER, offsetof(options, num_query_groups), 2},
+    {"--vocab-size", INTEGER, offsetof(options, vocab_size), 160},
+    {"--seq-length", INTEGER, offsetof(options, seq_length), 32},
+    {"--num-experts", INTEGER, offsetof(options, num_experts), 0},
+    {"--moe-router-topk", INTEGER, offsetof(options, moe_router_topk), 2},
+    {"--global-batch-size", INTEGER, offsetof(options, global_batch_size), 8},
+    {"--train-iters", INTEGER, offsetof(options, train_iters), 5},
+    {"--tensor-model-parallel-size", INTEGER, offsetof(options, tp), 1},
+    {"--sequence-parallel", FLAG, offsetof(options, sequence_parallel), 0},
+    {"--pipeline-model-parallel-size", INTEGER, offsetof(options, pp), 1},
+    {"--num-virtual-stages-per-pipeline-rank", INTEGER, offsetof(options, vp), 1},
+    {"--context-parallel-size", INTEGER, offsetof(options, cp), 1},
+    {"--norm-epsilon", REAL, offsetof(options, norm_epsilon), 1e-5},
+    {"--rotary-base", REAL, offsetof(options, rotary_base), 10000},
+    {"--lr", REAL, offsetof(options, lr), 1e-3},
+    {"--adam-beta1", REAL, offsetof(options, adam_beta1), 0.9},
+    {"--adam-beta2", REAL, offsetof(options, adam_beta2), 0.999},
+    {"--adam-eps", REAL, offsetof(options, adam_eps), 1e-8},
+    {"--weight-decay", REAL, offsetof(options, weight_decay), 0.01},
+    {"--clip-grad", REAL, offsetof(options, clip_grad), 1},
+    {"--load", TEXT, offsetof(options, load), 0},
+    {"--tokens-file", TEXT, offsetof(options, tokens_file), 0},
+};
+enum { NUM_OPTIONS = sizeof option_rows / sizeof *option_rows };
+
+/* Writes why the options do not fit together, or to `ranks` ranks, into `error`. */
+static void check_options(const options *o, int64_t ranks, char error[256]) {
+    int64_t model_ranks = o->tp * o->cp * o->pp, data_ranks = ranks / model_ranks, E = o->num_experts;
+    int64_t tokens = o->seq_length / o->cp, micro_batches = data_ranks ? o->global_batch_size / data_ranks : 0;
+    double C = (double)o->hidden_size, of_layer = C * (4 * C + 3 * (double)((E ? E : 1) * o->ffn_hidden_size));
+    double activations = C * (double)o->seq_length * (double)(o->global_batch_size * o->vp);
+    const struct {
+        bool wrong;
+        const char *message;
+    } rules[] = {
+        {ranks % model_ranks != 0, "the number of ranks is no multiple of tensor x context x pipeline parallel size"},
+        {data_ranks && o->global_batch_size % data_ranks != 0, "--global-batch-size must divide by the data ranks"},
+        {o->hidden_size % (2 * o->num_attention_heads) != 0, "--hidden-size must divide by twice the heads"},
+        {o->num_attention_heads % o->num_query_groups != 0, "--num-attention-heads must divide by --num-query-groups"},
+        {o->num_query_groups % o->tp != 0, "--num-query-groups must divide by --tensor-model-parallel-size"},
+        {o->ffn_hidden_size % o->tp != 0, "--ffn-hidden-size must divide by --tensor-model-parallel-size"},
+        {o->vocab_size % o->tp != 0, "--vocab-size must divide by --tensor-model-parallel-size"},
+        {o->seq_length % (2 * o->cp) != 0, "--seq-length must divide by twice --context-parallel-size"},
+        {o->sequence_parallel && tokens % o->tp != 0, "--sequence-parallel: tokens must divide by tensor ranks"},
+        {o->num_layers % (o->pp * o->vp) != 0, "--num-layers must divide by the pipeline's stages"},
+        {o->vp > 1 && micro_batches % o->pp != 0, "virtual stages: micro-batches must divide by the pipeline ranks"},
+        {E && o->moe_router_topk > E, "--moe-router-topk exceeds --num-experts"},
+        {o->adam_beta1 >= 1 || o->adam_beta2 >= 1, "--adam-beta1 and --adam-beta2 must be less than 1"},
+        {of_layer * (double)o->num_layers + C * (double)o->vocab_size > 1e8, "the model is too large; see ./train"},
+        {activations > 2e7, "the batch is too large; see ./train"}};
+    for (size_t i = 0; i < sizeof rules / sizeof *rules && !error[0]; i++)
+        if (rules[i].wrong) snprintf(error, 256, "%s", rules[i].message);
+}
+
+static void set_option(options *o, const option_row *row, double number, const char *text) {
+    void *field = (char *)o + row->field;
+    if (row->kind == INTEGER) *(int64_t *)field = (int64_t)number;
+    if (row->kind == REAL) *(double *)field = number;
+    if (row->kind == TEXT) *(const char **)field = text;
+    if (row->kind == FLAG) *(bool *)field = number != 0;
+}
+
+static options parse_options(int argc, char **argv) {
+    options o = {0};
+    char error[256] = "";
+    int ranks;
+    for (int r = 0; r < NUM_OPTIONS; r++) set_option(&o, &option_rows[r], option_rows[r].value, NULL);
+    for (int i = 1, r = 0; i < argc && !error[0]; i++, r = 0) {
+        while (r < NUM_OPTIONS && strcmp(argv[i], option_rows[r].name) != 0) r++;
+        const option_row *row = &option_rows[r < NUM_OPTIONS ? r : 0];
+        const char *text = row->kind == FLAG ? "1" : argv[i + 1] ? argv[i + 1] : "";
+        char *end;
+        double number = strtod(text, &end);
+        bool is_number = end != text && !*end && number >= 0 && number <= 1 << 20;
+        if (r == NUM_OPTIONS)
+            snprintf(error, sizeof error, "%.99s: unknown option; the table option_rows lists them", argv[i]);
+        else if (row->kind == TEXT ? !text[0] : !is_number)
+            snprintf(error, sizeof error, "%s %.99s: needs %s", argv[i], text,
+                     row->kind == TEXT ? "a path" : "a number");
+        else if (row->kind == INTEGER && !(number >= 1 && number == floor(number)))
+            snprintf(error, sizeof error, "%s %.99s: needs a whole number from 1 to 2^20", argv[i], text);
+        else
+            set_option(&o, row, number, text);
+        i += row->kind != FLAG;
+    }
+    MPI_Comm_size(MPI_COMM_WORLD, &ranks);
+    if (!error[0]) check_options(&o, ranks, error);
+    stop_on_error(error);
+    return o;
+}
+
+/* ==== main ======================================================================================================== */
+
+/* Step `step`, counted from 1. */
+static void train_step(model *m, const action *list, pass *passes, int64_t step) {
+    memset(m->buffer.dw, 0, (size_t)m->buffer.count * sizeof *m->buffer.dw);
+    double loss = run_schedule(m, list, passes, step - 1) / (double)(m->o.global_batch_size * m->o.seq_length);
+    if (m->tensor.rank != 0) loss = 0; // the tensor ranks have the same loss
+    all_reduce(&m->world, &loss, 1, MPI_SUM);
+    reduce_gradients(m);
+    double norm = gradient_norm(m), clip = m->o.clip_grad > 0 ? m->o.clip_grad / (norm + 1e-6) : 1;
+    adamw_step(m, clip < 1 ? clip : 1, step);
+    if (m->world.rank == 0) printf("step %3lld  loss %.12f  grad norm %.12f\n", (long long)step, loss, norm);
+}
+
+int main(int argc, char **argv) {
+    MPI_Init(&argc, &argv);
+    model m = {.o = parse_options(argc, argv)};
+    build_grid(&m);
+    create_model(&m);
+    load_weights(&m);
+    load_tokens(&m);
+    if (m.world.rank == 0)
+        printf("ranks: TP %d x CP %d x DP %d x PP %d\n", m.tensor.size, m.context.size, m.data.size, m.pipeline.size);
+    int64_t count = m.micro_batches * m.o.vp;
+    int bytes = 2 * (int)count * (int)(m.rows * m.C * 8 + MPI_BSEND_OVERHEAD); // all messages of a step
+    void *messages = allocate(bytes, 1);
+    MPI_Buffer_attach(messages, bytes);
+    action *list = allocate(2 * count, sizeof *list);
+    pass *passes = allocate(count, sizeof *passes);
+    make_schedule(&m, list);
+    for (int64_t step = 1; step <= m.o.train_iters; step++) train_step(&m, list, passes, step);
+    MPI_Buffer_detach(&messages, &bytes);
+    MPI_Finalize();
+    return 0;
+}
