@@ -17364,12 +17364,12 @@ static void mt_cpu_indexer_backward(const mt_indexer_args *a, mt_dtype dtype, mt
     enum { ROWS = 64 };
     int64_t begin = mt_max(a->block, a->first_row), HD = a->H * a->D;
     int64_t end = mt_min(a->block + a->block_rows, a->first_row + a->rows);
-    int64_t floats = mt_indexer_query_floats(a), work = (end - begin) * a->width * HD, key_rows = 0;
+    int64_t floats = mt_indexer_query_floats(a), key_rows = 0;
     double losses[ROWS] = {0};
     bool counted[ROWS] = {false};
     mt_scratch scratch = mt_scratch_reserve(floats + mt_max(HD + a->H + a->width, MT_KEYS * a->D));
     MT_CHECK(a->block_rows <= ROWS);
-#pragma omp parallel for schedule(dynamic) if (work > MT_PARALLEL)
+#pragma omp parallel for schedule(dynamic) if ((end - begin) * a->width * HD > MT_PARALLEL)
     for (int64_t t = begin; t < end; t++) {
         float *slice = mt_scratch_slice(scratch), *sums = slice + floats, *scores = sums + HD + a->H;
         float *slopes = a->slopes + (t - a->block) * a->width;
@@ -17388,7 +17388,7 @@ static void mt_cpu_indexer_backward(const mt_indexer_args *a, mt_dtype dtype, mt
     for (int64_t i = 0; i < end - begin; i++) a->sums[0] += losses[i], a->sums[1] += counted[i];
     for (int64_t s = 0; s < a->spans->count; s++)
         key_rows = mt_max(key_rows, a->spans->host[s].k_start + a->spans->host[s].k_len);
-#pragma omp parallel for schedule(dynamic) if (work > MT_PARALLEL)
+#pragma omp parallel for schedule(dynamic) if ((end - begin) * a->width * HD > MT_PARALLEL)
     for (int64_t k0 = 0; k0 < key_rows; k0 += MT_KEYS)
         for (int64_t t = begin; t < end; t++) {
             float *slice = mt_scratch_slice(scratch);
