@@ -53,6 +53,9 @@
  *   §18  Mamba-2
  *   §18a its kernels
  *   §18b the mixer
+ *   §19  sparse attention
+ *   §19a its kernels
+ *   §19b the mixer
  */
 #ifndef _GNU_SOURCE
 #define _GNU_SOURCE // clock_gettime, madvise
@@ -311,6 +314,11 @@ mt_options mt_options_plain(int64_t num_layers, int64_t hidden_size, int64_t num
         .linear_key_head_dim = 128,
         .linear_value_head_dim = 128,
         .linear_conv_kernel_dim = 4,
+        .dsa_indexer_n_heads = 64,
+        .dsa_indexer_head_dim = 128,
+        .dsa_indexer_topk = 2048,
+        .dsa_indexer_topk_freq = 1,
+        .dsa_indexer_k_norm_epsilon = 1e-6,
         .mamba_state_dim = 128,
         .mamba_head_dim = 64,
         .mamba_num_groups = 8,
@@ -502,6 +510,8 @@ int mt_options_check_limits(const mt_options *o, const mt_limits *l, mt_error *e
          "take --device cpu"},
         {l->no_plain && o->window_num_query_groups > 0,
          "--window-num-query-groups runs on the CPU only so far; take --device cpu"},
+        {l->no_plain && o->experimental_attention_variant == MT_VARIANT_DSA,
+         "--experimental-attention-variant dsa runs on the CPU only so far; take --device cpu"},
         {sinkhorn && mt_exceeds(E, l->sinkhorn_experts),
          "--num-experts is %lld, and --moe-router-load-balancing-type sinkhorn on this device takes at most %lld "
          "experts",
@@ -5584,20 +5594,24 @@ typedef struct mt_layer {
     mt_linear latent;              // C -> q_lora_rank + kv_lora_rank + R: q_a_proj, then kv_a_proj_with_mqa
     mt_weight q_a_norm, kv_a_norm; // [q_lora_rank], [kv_lora_rank]
     mt_linear q_b, kv_b;           // q_lora_rank (C without a latent) -> H D; kv_lora_rank -> H (D - R + Dv)
-    mt_linear gate;                // C -> H D: of attention's output
-    mt_linear delta_in;            // C -> q, k, v, z, b, a of a gated delta net; q, k, v, b of Kimi delta attention
-    mt_linear f_a, g_a, f_b, g_b;  // Kimi delta attention: C -> D -> decays of each channel, gate of the output
-    mt_weight conv;                // [q, k and v, taps]
-    mt_weight A_log, dt_bias;      // [value heads]; Kimi delta attention: dt_bias of each channel of a key
-    mt_weight delta_norm;          // [channels of a value head]
-    mt_linear short_in;            // C -> B, C, x of a gated short convolution
-    mt_linear mamba_in;            // C -> z, x, B, C, dt of Mamba-2, which has A_log and dt_bias of its heads too
-    mt_weight mamba_conv;          // [x, B and C, taps]
-    mt_weight mamba_conv_bias;     // [x, B and C]
-    mt_weight mamba_norm;          // [heads, channels]
-    mt_weight mamba_d;             // [heads]
-    mt_linear o;                   // H Dv -> C
-    mt_norm attention_out_norm;    // of the output of attention
+    mt_linear indexer_q;           // q_lora_rank -> heads and channels of the indexer of sparse attention
+    mt_linear indexer_k;           // C -> channels of its keys
+    mt_linear indexer_weights;     // C -> its heads
+    mt_norm indexer_k_norm;
+    mt_linear gate;               // C -> H D: of attention's output
+    mt_linear delta_in;           // C -> q, k, v, z, b, a of a gated delta net; q, k, v, b of Kimi delta attention
+    mt_linear f_a, g_a, f_b, g_b; // Kimi delta attention: C -> D -> decays of each channel, gate of the output
+    mt_weight conv;               // [q, k and v, taps]
+    mt_weight A_log, dt_bias;     // [value heads]; Kimi delta attention: dt_bias of each channel of a key
+    mt_weight delta_norm;         // [channels of a value head]
+    mt_linear short_in;           // C -> B, C, x of a gated short convolution
+    mt_linear mamba_in;           // C -> z, x, B, C, dt of Mamba-2, which has A_log and dt_bias of its heads too
+    mt_weight mamba_conv;         // [x, B and C, taps]
+    mt_weight mamba_conv_bias;    // [x, B and C]
+    mt_weight mamba_norm;         // [heads, channels]
+    mt_weight mamba_d;            // [heads]
+    mt_linear o;                  // H Dv -> C
+    mt_norm attention_out_norm;   // of the output of attention
     mt_norm mlp_norm;
     mt_linear fc1, down;  // C -> 2F, gate then up, or F; F -> C; of the MLP or the shared expert
     mt_norm mlp_out_norm; // of the output of the MLP or the experts
@@ -5634,8 +5648,20 @@ bool mt_options_tied(const mt_options *o) {
     return o->head_type == MT_HEAD_LM && !o->untie_embeddings_and_output_weights;
 }
 
+static bool mt_mixer_is_latent(mt_mixer_kind mixer) {
+    return mixer == MT_MIXER_LATENT_ATTENTION || mixer == MT_MIXER_SPARSE_ATTENTION;
+}
+
 static bool mt_mixer_attends(mt_mixer_kind mixer) {
-    return mixer == MT_MIXER_ATTENTION || mixer == MT_MIXER_LATENT_ATTENTION;
+    return mixer == MT_MIXER_ATTENTION || mt_mixer_is_latent(mixer);
+}
+
+/* The first --dsa-indexer-skip-topk-offset layers of sparse attention have an indexer, and every
+ * --dsa-indexer-topk-freq-th from the last of these on, as in Megatron. */
+static bool mt_shares_indices(const mt_options *o, int64_t layer) {
+    int64_t after = layer + 1 - mt_max(o->dsa_indexer_skip_topk_offset, 1);
+    return o->experimental_attention_variant == MT_VARIANT_DSA && layer < o->num_layers && after > 0 &&
+           after % mt_max(o->dsa_indexer_topk_freq, 1) != 0;
 }
 
 /* The mixer of the layers in linear_layers. */
@@ -5657,6 +5683,8 @@ mt_layer_kind mt_layer_kind_of(const mt_options *o, int64_t layer) {
     bool is_linear = o->linear_layers && layer < o->num_layers && o->linear_layers[layer] == '1'; // modules attend
     mt_layer_kind kind = {.mixer = o->multi_latent_attention ? MT_MIXER_LATENT_ATTENTION : MT_MIXER_ATTENTION};
     if (is_linear) kind.mixer = mt_variant_mixers[o->experimental_attention_variant];
+    if (o->experimental_attention_variant == MT_VARIANT_DSA) kind.mixer = MT_MIXER_SPARSE_ATTENTION;
+    kind.shares_indices = mt_shares_indices(o, layer);
     if (half && half != '*') kind.mixer = half == 'M' ? MT_MIXER_MAMBA2 : MT_MIXER_NONE;
     if (!mt_mixer_attends(kind.mixer)) has_window = has_rope = false;
     kind.feed_forward = has_experts ? MT_FEED_FORWARD_EXPERTS : MT_FEED_FORWARD_DENSE;
@@ -5694,7 +5722,7 @@ bool mt_layer_has_experts(const mt_options *o, int64_t layer) {
 
 bool mt_layer_kinds_equal(mt_layer_kind a, mt_layer_kind b) {
     return a.mixer == b.mixer && a.feed_forward == b.feed_forward && a.rope == b.rope && a.window == b.window &&
-           a.groups == b.groups && a.softmax == b.softmax;
+           a.groups == b.groups && a.softmax == b.softmax && a.shares_indices == b.shares_indices;
 }
 
 int64_t mt_options_common_window(const mt_options *o) {
@@ -5730,6 +5758,10 @@ static int64_t mt_expert_channels(const mt_options *o) {
     X(KV_LORA, o->kv_lora_rank, "--kv-lora-rank")                                                                      \
     X(KV_LORA_ROPE, o->kv_lora_rank + o->qk_pos_emb_head_dim, "--kv-lora-rank and --qk-pos-emb-head-dim")              \
     X(H_NOPE_DV, o->num_attention_heads *(o->qk_head_dim + o->v_head_dim), "--qk-head-dim and --v-head-dim")           \
+    X(INDEXER_HEADS, o->dsa_indexer_n_heads, "--dsa-indexer-n-heads")                                                  \
+    X(INDEXER_D, o->dsa_indexer_head_dim, "--dsa-indexer-head-dim")                                                    \
+    X(INDEXER_HD, o->dsa_indexer_n_heads * o->dsa_indexer_head_dim,                                                    \
+      "--dsa-indexer-n-heads and --dsa-indexer-head-dim")                                                              \
     X(F, o->ffn_hidden_size, "--ffn-hidden-size")                                                                      \
     X(SHARED_F, o->moe_shared_expert_intermediate_size, "--moe-shared-expert-intermediate-size")                       \
     X(EXPERT_F, o->moe_ffn_hidden_size, "--moe-ffn-hidden-size")                                                       \
@@ -5782,6 +5814,7 @@ static int64_t mt_dimension_size(const mt_options *o, int64_t layer, mt_dimensio
     X(NO_FEED_FORWARD, layer >= 0 && kind.feed_forward == MT_FEED_FORWARD_NONE, "--hybrid-override-pattern")           \
     X(LATENT, attends && o->multi_latent_attention, "--multi-latent-attention")                                        \
     X(Q_LATENT, attends && o->multi_latent_attention && o->q_lora_rank > 0, "--q-lora-rank")                           \
+    X(INDEXER, mixer == MT_MIXER_SPARSE_ATTENTION && !kind.shares_indices, "--experimental-attention-variant")         \
     X(HEAD_NORMS, attends &&mt_norms_heads(o) && !o->qk_layernorm_all_heads, "--qk-layernorm")                         \
     X(ALL_HEADS_NORMS, attends &&mt_norms_heads(o) && o->qk_layernorm_all_heads, "--qk-layernorm-all-heads")           \
     X(SINKS, attends &&has_sinks, "--softmax-type")                                                                    \
@@ -5952,6 +5985,12 @@ static const mt_role_row mt_role_rows[] = {
     MT_ROLE(Q_B, LAYER, COLUMN, HD, Q_LORA, q_b.weight, MT_HAS(Q_LATENT), 0, "self_attn.q_b_proj.weight"),
     MT_ROLE(Q, LAYER, COLUMN, HD, C, q_b.weight, MT_HAS(LATENT), MT_HAS(Q_LATENT), "self_attn.q_proj.weight"),
     MT_ROLE(KV_B, LAYER, COLUMN, H_NOPE_DV, KV_LORA, kv_b.weight, MT_HAS(LATENT), 0, "self_attn.kv_b_proj.weight"),
+    MT_ROLE(INDEXER_Q, LAYER, REPLICATED, INDEXER_HD, Q_LORA, indexer_q.weight, MT_HAS(INDEXER), 0,
+            "self_attn.indexer.wq_b.weight"),
+    MT_ROLE(INDEXER_K, LAYER, REPLICATED, INDEXER_D, C, indexer_k.weight, MT_HAS(INDEXER), 0,
+            "self_attn.indexer.wk.weight"),
+    MT_ROLE(INDEXER_WEIGHTS, LAYER, REPLICATED, INDEXER_HEADS, C, indexer_weights.weight, MT_HAS(INDEXER), 0,
+            "self_attn.indexer.weights_proj.weight"),
     MT_ROLE(ATTENTION_GATE, LAYER, COLUMN, HD, C, gate.weight, MT_HAS(OUTPUT_GATE), 0, "self_attn.q_proj.weight"),
     MT_ROLE(Q, LAYER, COLUMN, HD, C, qkv.weight, 0, MT_HAS(LATENT) | MT_HAS(NO_ATTENTION), "self_attn.q_proj.weight",
             [MT_NAMES_GPT2] = "attn.c_attn.weight", [MT_NAMES_NEMOTRON_H] = "mixer.q_proj.weight"),
@@ -6100,6 +6139,10 @@ static const mt_role_row mt_role_rows[] = {
             MT_HAS(NO_FEED_FORWARD), "post_feedforward_layernorm.bias"),
     MT_ROLE(Q_A_NORM, LAYER, NORM, Q_LORA, ONE, q_a_norm, MT_HAS(Q_LATENT), 0, "self_attn.q_a_layernorm.weight"),
     MT_ROLE(KV_A_NORM, LAYER, NORM, KV_LORA, ONE, kv_a_norm, MT_HAS(LATENT), 0, "self_attn.kv_a_layernorm.weight"),
+    MT_ROLE(INDEXER_K_NORM, LAYER, NORM, INDEXER_D, ONE, indexer_k_norm.weight, MT_HAS(INDEXER), 0,
+            "self_attn.indexer.k_norm.weight"),
+    MT_ROLE(INDEXER_K_NORM_BIAS, LAYER, NORM_BIAS, INDEXER_D, ONE, indexer_k_norm.bias, MT_HAS(INDEXER), 0,
+            "self_attn.indexer.k_norm.bias"),
     MT_ROLE(Q_NORM, LAYER, HEAD_NORM, D, ONE, q_norm, MT_HAS(HEAD_NORMS), 0,
             "self_attn.q_norm.weight", [MT_NAMES_LFM2] = "self_attn.q_layernorm.weight"),
     MT_ROLE(K_NORM, LAYER, HEAD_NORM, D, ONE, k_norm, MT_HAS(HEAD_NORMS), 0,
@@ -6369,8 +6412,9 @@ static void mt_param_add(mt_param_table *table, const mt_role_row *row, int64_t 
     param->hf_stride = 1;
     param->is_head = row->when & (MT_HAS(LM_HEAD) | MT_HAS(SEQUENCE_HEAD) | MT_HAS(TOKEN_HEAD));
     bool stacked = row->unit == MT_UNIT_EXPERTS && !strchr(mt_role_row_name(row, table->family->names), '#');
-    bool of_layer = param->is_linear && layer >= 0 && param->linear != MT_LINEAR_ROUTER && !(row->when & MT_HAS(MTP));
-    // the products of narrow matrices of Kimi delta attention stay in bf16
+    bool of_layer = param->is_linear && layer >= 0 && param->linear != MT_LINEAR_ROUTER &&
+                    !(row->when & (MT_HAS(MTP) | MT_HAS(INDEXER)));
+    // the products of narrow matrices of Kimi delta attention, and of the indexer, stay in bf16
     param->takes_fp8 = of_layer && !continues && !(row->role >= MT_KDA_F_A && row->role <= MT_KDA_G_B);
     param->can_adapt = of_layer && !stacked && param->hf_groups == 1; // an adapter's file names modules
     if (stacked)
@@ -6630,6 +6674,16 @@ typedef struct mt_layer_scratch {
     void *k_rope;       // [T, rotary] rotary channels of the keys, and their gradient
     void *dlatent;      // [R, q_lora_rank + kv_lora_rank + rotary]
     void *dlatent_norm; // [R, q_lora_rank or kv_lora_rank] gradient of a latent norm's output
+    /* sparse attention */
+    void *indexer_keys;     // [T, D] of the indexer, of all tensor-parallel ranks
+    int32_t *selected;      // [T, topk] the last layer's, for layers that share it
+    float *shares, *slopes; // [MT_INDEXER_ROWS, width] of a block of queries: see mt_indexer_args
+    float *dindexer_keys;   // [T, D]
+    float *dindexer_own;    // [R, D], with sequence parallelism
+    void *dindexer_q;       // [R, H D]
+    void *dindexer_k;       // [R, D] of keys, before RoPE and then before the norm
+    void *dindexer_k_in;    // [R, D]
+    void *dindexer_weights; // [R, H]
 } mt_layer_scratch;
 
 /* [max_position, R / 2] each. */
@@ -6712,7 +6766,9 @@ struct mt_model {
     struct mt_decode_graph *decode_graphs; // [max_logits + 1], indexed by number of sequences
     mt_span *step_spans;                   // [max_logits] longest spans of a decode step
     void **k_cache, **v_cache;             // [num_layers] of [cache_rows, G D] and [cache_rows, G Dv]
+    void **indexer_cache;                  // [num_layers] of [cache_rows, D] of layers with an indexer
     float **rule_states, **conv_states;    // [num_layers] of [slots, state] of mixers that have them
+    double *indexer_sums;                  // [4] loss of indexers and its queries; two numbers that are discarded
     struct mt_step_numbers *numbers;       // on the device
     struct mt_trainer *trainer;
     float (*state_amax)[3]; // [2, num_params] amax and new_amax of mt_update_args; NULL: no state has a scale
@@ -6751,7 +6807,7 @@ static bool mt_rope_table_used(const mt_options *o, mt_layer_rope which) {
     for (int64_t layer = 0; layer < o->num_layers && which != MT_ROPE_NONE; layer++)
         if (mt_layer_kind_of(o, layer).rope == which) return true;
     for (int64_t layer = 0; layer < o->num_layers && which == MT_ROPE_MODEL; layer++)
-        if (mt_layer_kind_of(o, layer).mixer == MT_MIXER_LATENT_ATTENTION) return true;
+        if (mt_mixer_is_latent(mt_layer_kind_of(o, layer).mixer)) return true;
     return false;
 }
 
@@ -6847,26 +6903,31 @@ typedef struct mt_activations {
     void *latent;                          // [R, q_lora_rank + kv_lora_rank + rotary] before norms and rotation
     void *q_latent, *kv_latent;            // [R, q_lora_rank], [R, kv_lora_rank] normalised
     float *q_latent_rstd, *kv_latent_rstd; // [R]
-    void *attended;                        // [T, H Dv]
-    float *lse;                            // [T, H]
-    void *gate, *gated;                    // [T, H Dv] the output gate, and attended times its sigmoid
-    void *delta_in;                        // [T, q, k, v, z, b, a] of a gated delta net
-    void *kda_f_a, *kda_g_a;               // [R, channels] of Kimi delta attention: narrow products,
-    void *kda_f, *kda_g;                   // and decays [T, heads, channels] and gates of the output likewise
-    void *conv;                            // [T, q, k, v] after the short convolution
-    void *delta_out;                       // [T, value heads, channels] of the delta rule
-    float *delta_rstd;                     // [T, value heads] of its norm
-    void *short_in, *short_x;              // [T, B, C, x] of a gated short convolution, and its input B x
-    void *mamba_in;                        // [T, z, x, B, C, dt] of Mamba-2; conv: its x, B, C
-    void *mamba_out;                       // [T, heads, channels] of the scan
-    float *mamba_rstd;                     // [T, groups] of its norm
-    void *attention_out;                   // [R, C] before the norm after it
-    mt_normed attention_out_norm;          // its y is not kept, as that of mlp_out_norm
-    void *middle;                          // [R, C] residual stream between attention and MLP
-    mt_normed mlp_norm;                    // [R, C]
-    void *mlp_hidden;                      // [T, 2F] or [T, F] before the activation
-    void *mlp_active;                      // [T, F] after it
-    void *mlp_out;                         // [R, C] of the MLP or the experts, before the norm after it
+    /* sparse attention */
+    void *indexer_q, *indexer_k;            // [R, H D], [R, D] of the indexer, rotated
+    void *indexer_k_in, *indexer_weights;   // [R, D] before the norm, [R, H]
+    float *indexer_k_mean, *indexer_k_rstd; // [R]
+    int32_t *selected;                      // [T, topk] keys: see mt_indexer_args
+    void *attended;                         // [T, H Dv]
+    float *lse;                             // [T, H]
+    void *gate, *gated;                     // [T, H Dv] the output gate, and attended times its sigmoid
+    void *delta_in;                         // [T, q, k, v, z, b, a] of a gated delta net
+    void *kda_f_a, *kda_g_a;                // [R, channels] of Kimi delta attention: narrow products,
+    void *kda_f, *kda_g;                    // and decays [T, heads, channels] and gates of the output likewise
+    void *conv;                             // [T, q, k, v] after the short convolution
+    void *delta_out;                        // [T, value heads, channels] of the delta rule
+    float *delta_rstd;                      // [T, value heads] of its norm
+    void *short_in, *short_x;               // [T, B, C, x] of a gated short convolution, and its input B x
+    void *mamba_in;                         // [T, z, x, B, C, dt] of Mamba-2; conv: its x, B, C
+    void *mamba_out;                        // [T, heads, channels] of the scan
+    float *mamba_rstd;                      // [T, groups] of its norm
+    void *attention_out;                    // [R, C] before the norm after it
+    mt_normed attention_out_norm;           // its y is not kept, as that of mlp_out_norm
+    void *middle;                           // [R, C] residual stream between attention and MLP
+    mt_normed mlp_norm;                     // [R, C]
+    void *mlp_hidden;                       // [T, 2F] or [T, F] before the activation
+    void *mlp_active;                       // [T, F] after it
+    void *mlp_out;                          // [R, C] of the MLP or the experts, before the norm after it
     mt_normed mlp_out_norm;
     struct mt_routing *routing;            // of a layer with experts
     void *experts_out;                     // [R, L] sums of latent experts' results
@@ -7353,6 +7414,20 @@ static mt_state_sizes mt_state_sizes_of(const mt_model *m) {
                             .conv = (m->options->linear_conv_kernel_dim - 1) * channels};
 }
 
+/* Query rows whose targets of the indexer's loss are in memory at a time. */
+enum { MT_INDEXER_ROWS = 64 };
+
+/* Columns of mt_activations.selected: keys that a query attends to, at most. */
+static int64_t mt_selected_keys(const mt_model *m) {
+    return mt_min(m->options->dsa_indexer_topk, m->plan.max_position);
+}
+
+/* True if training computes the indexer's loss. */
+static bool mt_has_indexer_loss(const mt_model *m) {
+    return m->plan.train && mt_has_mixer(m->options, MT_MIXER_SPARSE_ATTENTION) &&
+           m->options->dsa_indexer_loss_coeff > 0;
+}
+
 static void mt_latent_slots(const mt_model *m, mt_slots *s, const mt_layer *w) {
     const mt_options *o = m->options;
     (void)w;
@@ -7485,7 +7560,7 @@ static mt_deferred mt_attention_out_backward(const mt_pass *p, const mt_layer *w
 
 /* RoPE of a layer for the tokens from `first_row` on. */
 static mt_rotation mt_layer_rotation(const mt_model *m, const mt_pass *p, const mt_layer *w, int64_t first_row) {
-    bool latent = w->kind.mixer == MT_MIXER_LATENT_ATTENTION; // without RoPE the angles of its table are 0
+    bool latent = mt_mixer_is_latent(w->kind.mixer); // without RoPE the angles of its table are 0
     mt_layer_rope which = latent ? MT_ROPE_MODEL : w->kind.rope;
     const mt_rope_table *table = &m->rope_tables[which];
     return (mt_rotation){.cos = table->cos,
@@ -9025,6 +9100,13 @@ static void mt_mamba_forward(mt_model *m, const mt_pass *p, const mt_layer *w, m
 static mt_deferred mt_mamba_backward(mt_model *m, const mt_pass *p, mt_layer *w, mt_activations *a,
                                      const mt_block_gradients *block);
 
+/* §19 */
+static void mt_sparse_slots(const mt_model *m, mt_slots *s, const mt_layer *w);
+static void mt_sparse_forward(mt_model *m, const mt_pass *p, const mt_layer *w, mt_activations *a, const void *x,
+                              void *out);
+static mt_deferred mt_sparse_backward(mt_model *m, const mt_pass *p, mt_layer *w, mt_activations *a,
+                                      const mt_block_gradients *block);
+
 /* Of a layer without such a block. */
 static void mt_no_slots(const mt_model *m, mt_slots *s, const mt_layer *w) {
     (void)m, (void)s, (void)w;
@@ -9044,6 +9126,8 @@ static const mt_block_kind mt_mixer_kinds[] = {
                              false, offsetof(mt_layer, o)},
     [MT_MIXER_MAMBA2] = {"Mamba-2", mt_mamba_slots, mt_mamba_forward, NULL, mt_mamba_backward, false,
                          offsetof(mt_layer, o)},
+    [MT_MIXER_SPARSE_ATTENTION] = {"sparse attention", mt_sparse_slots, mt_sparse_forward, mt_latent_attention_replay,
+                                   mt_sparse_backward, false, offsetof(mt_layer, o)},
     [MT_MIXER_NONE] = {"none", mt_no_slots, NULL, NULL, NULL, false, 0},
 };
 
@@ -9133,9 +9217,10 @@ static void mt_transposed_slots(const mt_model *m, mt_slots *s, const mt_layer *
     mt_slot_add_transposed(m, s, x, &w->delta_in, to, !normed || w->kind.mixer == MT_MIXER_KDA); // f_a, g_a read x
     mt_slot_add_transposed(m, s, x, &w->short_in, to, !normed);
     mt_slot_add_transposed(m, s, x, &w->mamba_in, to, !normed);
-    mt_slot_add_transposed(m, s, x, &w->latent, to, !normed || !has_q_latent);
+    bool has_indexer = w->indexer_q.weight.w; // reads x and the latent of queries
+    mt_slot_add_transposed(m, s, x, &w->latent, to, !normed || !has_q_latent || has_indexer);
     if (has_q_latent) x = offsetof(mt_activations, q_latent);
-    mt_slot_add_transposed(m, s, x, &w->q_b, to + step, !has_q_latent || up_again);
+    mt_slot_add_transposed(m, s, x, &w->q_b, to + step, !has_q_latent || up_again || has_indexer);
     mt_slot_add_transposed(m, s, offsetof(mt_activations, kv_latent), &w->kv_b, to + 2 * step, up_again);
     size_t attended = w->kind.mixer == MT_MIXER_ATTENTION ? mt_attention_out_x(m) : offsetof(mt_activations, attended);
     mt_slot_add_transposed(m, s, attended, &w->o, to + 3 * step, true);
@@ -11888,6 +11973,13 @@ mt_dtype mt_state_dtype(const mt_model *m, mt_param_state state) {
     return state == MT_STATE_WEIGHTS ? m->dtype : MT_F32;
 }
 
+/* Bytes of a row of a layer's indexer_cache; 0: it has no indexer. */
+static int64_t mt_indexer_key_bytes(const mt_model *m, int64_t layer) {
+    mt_layer_kind kind = m->layers[layer].kind;
+    bool has_indexer = kind.mixer == MT_MIXER_SPARSE_ATTENTION && !kind.shares_indices;
+    return has_indexer ? m->options->dsa_indexer_head_dim * mt_dtype_size(m->dtype) : 0;
+}
+
 /* Memory of the parts that may rest: this rank's parameters, gradients and the optimizer's states, by bucket; and the
  * cache. */
 static void mt_plan_buckets(mt_model *m) {
@@ -11928,6 +12020,7 @@ static void mt_plan_buckets(mt_model *m) {
         }
         m->k_cache[layer] = mt_arena_alloc(cache, heads_bytes * m->D);
         m->v_cache[layer] = mt_arena_alloc(cache, heads_bytes * m->Dv);
+        m->indexer_cache[layer] = mt_arena_alloc(cache, m->plan.cache_rows * mt_indexer_key_bytes(m, layer));
     }
     m->bytes[MT_PLAN_WEIGHTS] = arena->used, m->bytes[MT_PLAN_GRADIENTS] = grads->used;
     m->bytes[MT_PLAN_OPTIMIZER] = optimizer->used, m->bytes[MT_PLAN_CACHE] = cache->used;
@@ -12640,6 +12733,7 @@ static void mt_optimizer_step(mt_model *m, const mt_run_state *state) {
 /* Results of a training step, copied from the device. */
 typedef struct mt_step_result {
     mt_step_numbers numbers;
+    double indexer_sums[2];               // as in mt_model
     double losses[MT_NUM_AUX_LOSSES + 1]; // these fields: as in mt_experts
     float *loads, *kept;                  // [num_layers, E]
     int32_t *invalid;                     // [num_layers] of this rank
@@ -12955,6 +13049,7 @@ static int mt_run_schedule(mt_model *m, mt_source *from, mt_error *error) {
 /* Zeroes the sums of a step's losses, and the squared norm. */
 static void mt_sums_begin(mt_model *m) {
     m->ops->memory_zero(m->numbers->sums, 3 * 8, m->stream);
+    if (m->indexer_sums) m->ops->memory_zero(m->indexer_sums, 4 * 8, m->stream);
     m->ops->memory_zero(&m->numbers->report, (int64_t)sizeof m->numbers->report, m->stream);
     if (m->host_loss) *m->host_loss->sums = (mt_host_sums){0};
 }
@@ -12969,6 +13064,7 @@ static void mt_sums_finish(mt_model *m, bool training) {
             m->ops->all_reduce(&m->numbers->report, MT_LOSS_REPORT_NUMBERS, MT_SUM, MT_F64, groups[i], m->stream);
         if (modules > 0) m->ops->all_reduce(m->numbers->mtp, 2 * modules, MT_SUM, MT_F64, groups[i], m->stream);
     }
+    if (training && m->indexer_sums) m->ops->all_reduce(m->indexer_sums, 2, MT_SUM, MT_F64, &m->grid->world, m->stream);
 }
 
 /* Forwards and backwards of all micro-batches, gradients summed over ranks, and their check. */
@@ -12997,6 +13093,8 @@ static void mt_step_report(mt_model *m, int entry, int64_t iteration) {
     mt_step_result *result = &m->trainer->results[entry];
     const mt_experts *e = m->experts;
     m->ops->memory_copy(&result->numbers, m->numbers, (int64_t)sizeof *m->numbers, m->stream);
+    if (m->indexer_sums)
+        m->ops->memory_copy(result->indexer_sums, m->indexer_sums, sizeof result->indexer_sums, m->stream);
     if (m->options->num_experts > 0) m->ops->memory_copy(result->losses, e->losses, sizeof result->losses, m->stream);
     if (e->num_layers > 0) {
         m->ops->memory_copy(result->loads, e->loads, 2 * e->num_layers * e->router.num_experts * 4, m->stream);
@@ -13366,6 +13464,9 @@ int mt_train_step(mt_model *m, mt_run_state *state, int64_t micro_batches, mt_ba
         metrics->seconds = m->trainer->unread_seconds * metrics->tokens / m->trainer->unread_tokens;
         mt_experts_report(m, result, metrics);
         mt_step_measure(m, metrics);
+        if (m->indexer_sums)
+            metrics->indexer_loss =
+                m->options->dsa_indexer_loss_coeff * result->indexer_sums[0] / fmax(result->indexer_sums[1], 1);
         m->trainer->unread_tokens = m->trainer->unread_seconds = 0;
     }
     state->iteration++;
@@ -13605,6 +13706,26 @@ static mt_carry mt_carry_plan(const mt_model *m, int64_t elements, mt_arena *are
     return carry;
 }
 
+/* Scratch of sparse attention, and the sums of its loss. */
+static void mt_plan_indexer(mt_model *m, mt_arena *arena) {
+    const mt_options *o = m->options;
+    mt_layer_scratch *s = &m->scratch;
+    int64_t T = m->plan.max_tokens, R = m->max_rows, size = mt_dtype_size(m->dtype);
+    int64_t H = o->dsa_indexer_n_heads, D = o->dsa_indexer_head_dim, topk = mt_selected_keys(m);
+    if (m->tp.sequence_parallel) s->indexer_keys = mt_arena_alloc(arena, T * D * size);
+    s->selected = mt_arena_alloc(arena, T * topk * 4);
+    if (!mt_has_indexer_loss(m)) return;
+    int64_t width = o->dsa_indexer_use_sparse_loss ? topk : mt_min(T, m->plan.max_position);
+    s->shares = mt_arena_alloc(arena, MT_INDEXER_ROWS * width * 4);
+    s->slopes = mt_arena_alloc(arena, MT_INDEXER_ROWS * width * 4);
+    s->dindexer_keys = mt_arena_alloc(arena, T * D * 4);
+    if (m->tp.sequence_parallel) s->dindexer_own = mt_arena_alloc(arena, R * D * 4);
+    s->dindexer_q = mt_arena_alloc(arena, R * H * D * size);
+    s->dindexer_k = mt_arena_alloc(arena, R * D * size);
+    s->dindexer_k_in = mt_arena_alloc(arena, R * D * size);
+    s->dindexer_weights = mt_arena_alloc(arena, R * H * size);
+}
+
 /* Scratch of the layers. If logits share memory with it (mt_logits_overlap), they take the buffers that hold no value
  * between the last layer's forward and its backward: only the output layer runs then, and it writes only dresidual and
  * dnormed. */
@@ -13661,6 +13782,7 @@ static void mt_plan_scratch(mt_model *m, mt_arena *arena) {
         s->dlatent = mt_arena_alloc(arena, R * mt_latent_width(o) * size);
         s->dlatent_norm = mt_arena_alloc(arena, R * mt_max(o->q_lora_rank, o->kv_lora_rank) * size);
     }
+    if (mt_has_mixer(o, MT_MIXER_SPARSE_ATTENTION)) mt_plan_indexer(m, arena);
     int64_t end = arena->used;
     if (!mt_logits_overlap(m)) return;
     arena->used = start;
@@ -13694,6 +13816,7 @@ static void mt_plan_workspace(mt_model *m, mt_arena *arena) {
         m->rope_tables[i].sin = mt_arena_alloc(arena, m->plan.max_position * m->rotary_dim / 2 * 4);
     }
     m->numbers = mt_arena_alloc(arena, (int64_t)sizeof *m->numbers);
+    if (mt_has_indexer_loss(m)) m->indexer_sums = mt_arena_alloc(arena, 4 * 8);
     if (m->has_loss) {
         m->row_stats = mt_arena_alloc(arena, 4 * rows * 4), m->logp = mt_arena_alloc(arena, rows * 4);
         m->entropy = mt_arena_alloc(arena, rows * 4);
@@ -14407,8 +14530,8 @@ static int mt_model_partition(mt_model *m, mt_error *error) {
     m->num_params = mt_params_build(&m->params, o, &partition);
     m->num_buckets = m->num_params > 0 ? m->params[m->num_params - 1].bucket + 1 : 0;
     m->buckets = mt_model_calloc(m, m->num_buckets * (int64_t)sizeof(mt_bucket));
-    m->k_cache = mt_model_calloc(m, 2 * m->num_layers * (int64_t)sizeof(void *));
-    m->v_cache = m->k_cache + m->num_layers;
+    m->k_cache = mt_model_calloc(m, 3 * m->num_layers * (int64_t)sizeof(void *));
+    m->v_cache = m->k_cache + m->num_layers, m->indexer_cache = m->v_cache + m->num_layers;
     m->rule_states = mt_model_calloc(m, 2 * m->num_layers * (int64_t)sizeof(float *));
     m->conv_states = m->rule_states + m->num_layers;
     mt_sharding_open(m);
@@ -14839,13 +14962,13 @@ void mt_model_decode_sample(mt_model *m, const mt_batch *batch, const int32_t *c
 void mt_model_cache_copy(mt_model *m, const mt_cache_copy *copy) {
     for (int64_t layer = 0; layer < m->num_layers; layer++) {
         if (!mt_mixer_attends(m->layers[layer].kind.mixer)) continue;
-        void *caches[] = {m->k_cache[layer], m->v_cache[layer]};
-        for (int i = 0; i < 2; i++) {
-            int64_t width = m->layers[layer].G * (i ? m->Dv : m->D);
-            m->ops->memory_copy(mt_at(caches[i], copy->to * width, m->dtype),
-                                mt_at(caches[i], copy->from * width, m->dtype),
-                                copy->rows * width * mt_dtype_size(m->dtype), m->stream);
-        }
+        int64_t row = m->layers[layer].G * mt_dtype_size(m->dtype);
+        char *caches[] = {m->k_cache[layer], m->v_cache[layer], m->indexer_cache[layer]};
+        int64_t bytes[] = {row * m->D, row * m->Dv, mt_indexer_key_bytes(m, layer)};
+        for (int i = 0; i < 3; i++)
+            if (bytes[i] > 0)
+                m->ops->memory_copy(caches[i] + copy->to * bytes[i], caches[i] + copy->from * bytes[i],
+                                    copy->rows * bytes[i], m->stream);
     }
 }
 
@@ -17045,5 +17168,709 @@ static mt_deferred mt_mamba_backward(mt_model *m, const mt_pass *p, mt_layer *w,
     m->ops->short_conv_backward(&conv, m->dtype, p->stream);
     mt_linear_io in = {.x = block->x, .dy = s->dqkv, .dx = block->dx};
     mt_layer_linear_backward(m, p, w, a, &w->mamba_in, block->x_field, &in);
+    return out;
+}
+
+/* ==== §19 sparse attention ======================================================================================== */
+/* Latent attention in which each query attends to at most k keys (DeepSeek-AI, "DeepSeek-V3.2"). A small network, the
+ * indexer, gives each pair of a query and a key a score: of few heads, narrow, with one key for all heads. Attention
+ * over T keys costs T k products of wide heads in place of T^2 / 2; what still grows as T^2 is the indexer. The choice
+ * of keys has no gradient, so the indexer has a loss of its own: the Kullback-Leibler divergence of attention's
+ * probabilities, their mean over the heads, from the softmax of the scores. This loss reads the layer's input and the
+ * latent of queries but sends them no gradient, and the loss of the model sends none to the indexer. Invariants: of
+ * equal scores the earlier keys are selected, so that a choice depends on nothing but the scores that the query sees,
+ * unless --dsa-indexer-ties is torch; a query that sees at most k keys attends to all. */
+
+/* ==== §19a its kernels ============================================================================================ */
+/* A query is a task. Its keys, all that it sees or a list of them, are gathered in blocks, wherever their pages
+ * are, so that a query's numbers depend neither on pages nor on the other queries of the call. With scores
+ * I_j = scale sum_h w_h max(q_h.k_j, 0), target p and softmax s of I, over the same keys, the loss of a query is
+ *
+ *   sum_j p_j (log p_j - log s_j),   dI_j = s_j - p_j
+ *   dw_h = scale sum_j dI_j max(q_h.k_j, 0)
+ *   dq_h = scale w_h sum_j dI_j [q_h.k_j > 0] k_j,   dk_j likewise, summed over heads and queries */
+#pragma GCC diagnostic push
+#pragma GCC diagnostic ignored "-Wunused-parameter" // streams
+#ifdef __clang__
+#pragma GCC diagnostic ignored "-Wpass-failed" // as in §3
+#endif
+
+/* The span of query row t; NULL: none. */
+static const mt_span *mt_span_of_query(const mt_spans *spans, int64_t t) {
+    for (const mt_span *span = spans->host; span < spans->host + spans->count; span++)
+        if (t >= span->q_start && t < span->q_start + span->q_len) return span;
+    return NULL;
+}
+
+/* Keys that query row t of a span sees. */
+static int64_t mt_keys_of_query(const mt_span *span, int64_t t) {
+    int64_t begin, end;
+    mt_span_keys(span, 0, t - span->q_start, &begin, &end);
+    return end;
+}
+
+/* The most keys of any span. */
+static int64_t mt_longest_keys(const mt_spans *spans) {
+    int64_t longest = 0;
+    for (const mt_span *span = spans->host; span < spans->host + spans->count; span++)
+        longest = mt_max(longest, span->k_len);
+    return longest;
+}
+
+/* Keys of one query: number j is listed[j] of the span, or without a list j. */
+typedef struct mt_key_list {
+    const mt_span *span;
+    mt_pages pages;
+    const int32_t *listed;
+    int64_t count;
+} mt_key_list;
+
+/* rows[count, D] = columns [column, column + D) of x, of keys number first and on. */
+static void mt_gather_keys(float *rows, const mt_key_list *keys, int64_t first, int64_t count, const void *x,
+                           int64_t stride, int64_t column, int64_t D, mt_dtype dtype) {
+    const mt_pages *pages = &keys->pages;
+    for (int64_t i = 0; i < count; i++) {
+        int64_t row = keys->span->k_start + (keys->listed ? keys->listed[first + i] : first + i);
+        if (pages->table) row = pages->table[row / pages->rows] * pages->rows + row % pages->rows;
+        const float *from = mt_row_load(rows + i * D, x, row * stride + column, D, dtype);
+        if (from != rows + i * D) memcpy(rows + i * D, from, (size_t)D * sizeof *rows);
+    }
+}
+
+/* ---- the choice of keys */
+
+/* The k-th greatest of x[n], which is reordered (Hoare, "Algorithm 65: find"). */
+static float mt_kth_greatest(float *x, int64_t n, int64_t k) {
+    for (int64_t low = 0, high = n - 1; low < high;) {
+        float pivot = x[low + (high - low) / 2];
+        int64_t i = low, j = high;
+        while (i <= j) {
+            while (x[i] > pivot) i++;
+            while (x[j] < pivot) j--;
+            if (i > j) break;
+            float other = x[i];
+            x[i++] = x[j], x[j--] = other;
+        }
+        if (k - 1 > j && k - 1 < i) break;
+        if (k - 1 <= j)
+            high = j;
+        else
+            low = i;
+    }
+    return x[k - 1];
+}
+
+/* selected[k] = numbers of the k greatest of scores[n], ascending, then -1; of equal scores the first. scratch: [n]. */
+static void mt_select_greatest(int32_t *selected, const float *scores, int64_t n, int64_t k, float *scratch) {
+    float bound = -INFINITY;
+    int64_t equal = k, count = 0; // equal: places for scores that are the bound
+    if (n > k) {
+        memcpy(scratch, scores, (size_t)n * sizeof *scores);
+        bound = mt_kth_greatest(scratch, n, k);
+        for (int64_t j = 0; j < n; j++) equal -= scores[j] > bound;
+    }
+    for (int64_t j = 0; j < n; j++)
+        if (scores[j] > bound || (scores[j] == bound && equal-- > 0)) selected[count++] = (int32_t)j;
+    while (count < k) selected[count++] = -1;
+}
+
+/* ---- the same with the ties of torch.topk, which on a CPU is std::nth_element of libstdc++: quickselect whose pivot
+ * is the median of the second, the middle and the last element, and insertion sort of the last three. Which of equal
+ * elements it leaves in front depends on all n of them, keys behind the query included. A model as small as those of
+ * tests, whose few heads give many scores of exactly 0, has the outputs of transformers only so. For n < 64 k; beyond,
+ * torch has another algorithm, and the first are selected. */
+
+/* A score and its key. */
+typedef struct mt_scored_key {
+    float score;
+    int32_t key;
+} mt_scored_key;
+
+static void mt_scored_swap(mt_scored_key *x, int64_t i, int64_t j) {
+    mt_scored_key other = x[i];
+    x[i] = x[j], x[j] = other;
+}
+
+/* Splits x[first, last) by a pivot, which moves to x[first]: greater ones come first. Returns the start of the rest. */
+static int64_t mt_scored_split(mt_scored_key *x, int64_t first, int64_t last) {
+    int64_t a = first + 1, b = first + (last - first) / 2, c = last - 1;
+    float of_a = x[a].score, of_b = x[b].score, of_c = x[c].score;
+    int64_t middle = of_a > of_b ? (of_b > of_c ? b : of_a > of_c ? c : a) : of_a > of_c ? a : of_b > of_c ? c : b;
+    mt_scored_swap(x, first, middle);
+    float pivot = x[first].score;
+    for (int64_t i = first + 1, j = last;; i++) {
+        while (x[i].score > pivot) i++;
+        do j--;
+        while (pivot > x[j].score);
+        if (i >= j) return i;
+        mt_scored_swap(x, i, j);
+    }
+}
+
+/* selected[k] of scores[n], n > k, those behind the query -inf, as mt_select_greatest. scratch:
+ * [3 n]. */
+static void mt_select_as_torch(int32_t *selected, const float *scores, int64_t n, int64_t k, float *scratch) {
+    mt_scored_key *x = (mt_scored_key *)scratch;
+    int64_t first = 0, last = n, count = 0;
+    for (int64_t j = 0; j < n; j++) x[j] = (mt_scored_key){scores[j], (int32_t)j};
+    while (last - first > 3) {
+        int64_t cut = mt_scored_split(x, first, last);
+        if (cut <= k - 1)
+            first = cut;
+        else
+            last = cut;
+    }
+    for (int64_t i = first + 1; i < last; i++)
+        for (int64_t j = i; j > first && x[j].score > x[j - 1].score; j--) mt_scored_swap(x, j, j - 1);
+    bool *is_selected = (bool *)(x + n);
+    memset(is_selected, 0, (size_t)n);
+    for (int64_t i = 0; i < k; i++) is_selected[x[i].key] = true;
+    for (int64_t j = 0; j < n; j++)
+        if (is_selected[j]) selected[count++] = (int32_t)j;
+}
+
+/* ---- the indexer */
+
+/* One query row of the indexer, as floats, with its keys; and memory for a block of keys. */
+typedef struct mt_indexer_query {
+    const mt_indexer_args *a;
+    mt_dtype dtype;
+    mt_key_list keys;
+    const float *q, *weights; // [H, D], [H]
+    float *k;                 // [MT_KEYS, D]
+    float *products;          // [H, MT_KEYS]
+    float *slopes;            // [H, MT_KEYS] gradients of products
+} mt_indexer_query;
+
+/* Floats of its memory. */
+static int64_t mt_indexer_query_floats(const mt_indexer_args *a) {
+    return a->H * a->D + a->H + MT_KEYS * a->D + 2 * a->H * MT_KEYS;
+}
+
+/* Opens query row t in scratch, with all keys that it sees, or those of mt_indexer_args.selected; without keys if it is
+ * in no span. */
+static mt_indexer_query mt_indexer_open(const mt_indexer_args *a, int64_t t, bool all, float *scratch, mt_dtype dtype) {
+    int64_t row = t - a->first_row, H = a->H, D = a->D;
+    mt_indexer_query query = {.a = a, .dtype = dtype};
+    query.keys =
+        (mt_key_list){mt_span_of_query(a->spans, t), a->pages, .listed = all ? NULL : a->selected + row * a->topk};
+    query.q = mt_row_load(scratch, a->q, row * H * D, H * D, dtype);
+    query.weights = mt_row_load(scratch + H * D, a->weights, row * H, H, dtype);
+    query.k = scratch + H * D + H, query.products = query.k + MT_KEYS * D;
+    query.slopes = query.products + H * MT_KEYS;
+    if (!query.keys.span) return query;
+    query.keys.count = mt_keys_of_query(query.keys.span, t);
+    if (!all) query.keys.count = mt_min(query.keys.count, a->topk);
+    return query;
+}
+
+/* query->k and query->products[H, columns] for keys number j0 and on. */
+static void mt_indexer_products(const mt_indexer_query *query, int64_t j0, int64_t columns) {
+    int64_t H = query->a->H, D = query->a->D;
+    mt_gather_keys(query->k, &query->keys, j0, columns, query->a->k, D, 0, D, query->dtype);
+    mt_matrix q = {query->q, D, false}, k = {query->k, D, true};
+    mt_matmul(query->products, columns, q, k, H, columns, D, false);
+}
+
+/* scores[count] of its keys; what is not a number is the least. */
+static void mt_indexer_scores(float *scores, const mt_indexer_query *query) {
+    for (int64_t j0 = 0, columns; j0 < query->keys.count; j0 += columns) {
+        columns = mt_min(MT_KEYS, query->keys.count - j0);
+        mt_indexer_products(query, j0, columns);
+        float *row = scores + j0;
+        for (int64_t j = 0; j < columns; j++) row[j] = 0;
+        for (int64_t h = 0; h < query->a->H; h++) {
+            const float *products = query->products + h * columns;
+            float weight = query->a->scale * query->weights[h];
+#pragma omp simd
+            for (int64_t j = 0; j < columns; j++) row[j] += weight * (products[j] > 0 ? products[j] : 0);
+        }
+        for (int64_t j = 0; j < columns; j++)
+            if (isnan(row[j])) row[j] = -INFINITY;
+    }
+}
+
+static void mt_cpu_indexer_forward(const mt_indexer_args *a, mt_dtype dtype, mt_stream *stream) {
+    int64_t longest = mt_longest_keys(a->spans);
+    mt_scratch scratch = mt_scratch_reserve(mt_indexer_query_floats(a) + 4 * longest);
+#pragma omp parallel for schedule(dynamic) if (a->rows * longest * a->H * a->D > MT_PARALLEL)
+    for (int64_t row = 0; row < a->rows; row++) {
+        float *scores = mt_scratch_slice(scratch), *copy = scores + longest;
+        int32_t *selected = a->selected + row * a->topk;
+        mt_indexer_query query = mt_indexer_open(a, a->first_row + row, true, copy + 3 * longest, dtype);
+        int64_t seen = query.keys.count, all = query.keys.span ? query.keys.span->k_len : 0;
+        if (seen > a->topk) mt_indexer_scores(scores, &query);
+        for (int64_t j = 0; j < seen && seen <= a->topk; j++) scores[j] = 0; // all are selected
+        for (int64_t j = seen; j < all; j++) scores[j] = -INFINITY;
+        if (seen > a->topk && a->ties == MT_TIES_TORCH && all < 64 * a->topk)
+            mt_select_as_torch(selected, scores, all, a->topk, copy);
+        else
+            mt_select_greatest(selected, scores, seen, a->topk, copy);
+    }
+}
+
+/* slopes[count] = coeff (s - p) from shares, p times their sum; returns the loss of the query. scores: [count]. */
+static double mt_indexer_divergence(float *slopes, const float *shares, const float *scores, int64_t count,
+                                    float coeff) {
+    double total = 0, sum = 0, loss = 0;
+    float max = mt_row_max(scores, count);
+    for (int64_t j = 0; j < count; j++) {
+        total += (double)shares[j];
+        sum += exp((double)(scores[j] - max));
+    }
+    for (int64_t j = 0; j < count; j++) {
+        double target = total > 0 ? (double)shares[j] / total : 0, log_share = (double)(scores[j] - max) - log(sum);
+        if (target > 0) loss += target * (log(target) - log_share);
+        slopes[j] = (float)((double)coeff * (exp(log_share) - target));
+    }
+    return loss;
+}
+
+/* query->slopes[H, columns] from those of the scores, after mt_indexer_products. */
+static void mt_indexer_product_slopes(const mt_indexer_query *query, const float *slopes, int64_t columns) {
+    for (int64_t h = 0; h < query->a->H; h++) {
+        const float *products = query->products + h * columns;
+        float *to = query->slopes + h * columns, weight = query->a->scale * query->weights[h];
+        for (int64_t j = 0; j < columns; j++) to[j] = products[j] > 0 ? weight * slopes[j] : 0;
+    }
+}
+
+/* dq and dweights of a query, from the slopes of its scores. */
+static void mt_indexer_backward_query(const mt_indexer_query *query, const float *slopes, int64_t row, float *scratch) {
+    const mt_indexer_args *a = query->a;
+    int64_t H = a->H, D = a->D;
+    float *dq = scratch, *dweights = dq + H * D;
+    memset(scratch, 0, (size_t)(H * D + H) * sizeof *scratch);
+    for (int64_t j0 = 0, columns; j0 < query->keys.count; j0 += columns) {
+        columns = mt_min(MT_KEYS, query->keys.count - j0);
+        mt_indexer_products(query, j0, columns);
+        mt_indexer_product_slopes(query, slopes + j0, columns);
+        mt_matmul(dq, D, (mt_matrix){query->slopes, columns, false}, (mt_matrix){query->k, D, false}, H, D, columns,
+                  true);
+        for (int64_t h = 0; h < H; h++)
+            for (int64_t j = 0; j < columns; j++) {
+                float product = query->products[h * columns + j];
+                if (product > 0) dweights[h] += a->scale * slopes[j0 + j] * product;
+            }
+    }
+    mt_row_store(a->dq, row * H * D, dq, H * D, query->dtype);
+    mt_row_store(a->dweights, row * H, dweights, H, query->dtype);
+}
+
+/* Number of the first key of a query that is row k0 or later. */
+static int64_t mt_first_key(const mt_key_list *keys, int64_t k0) {
+    int64_t first = 0, end = keys->count;
+    if (!keys->listed) return mt_max(0, mt_min(k0 - keys->span->k_start, end));
+    while (first < end) {
+        int64_t middle = (first + end) / 2;
+        if (keys->span->k_start + keys->listed[middle] < k0)
+            first = middle + 1;
+        else
+            end = middle;
+    }
+    return first;
+}
+
+/* dk of key rows [k0, k0 + MT_KEYS) += that of a query. scratch: [MT_KEYS, D]. */
+static void mt_indexer_backward_keys(const mt_indexer_query *query, const float *slopes, int64_t k0, float *scratch) {
+    const mt_indexer_args *a = query->a;
+    int64_t H = a->H, D = a->D, j0 = mt_first_key(&query->keys, k0);
+    int64_t columns = mt_first_key(&query->keys, k0 + MT_KEYS) - j0;
+    if (columns == 0) return;
+    mt_indexer_products(query, j0, columns);
+    mt_indexer_product_slopes(query, slopes + j0, columns);
+    mt_matmul(scratch, D, (mt_matrix){query->slopes, columns, true}, (mt_matrix){query->q, D, false}, columns, D, H,
+              false);
+    for (int64_t j = 0; j < columns; j++) {
+        int64_t key = query->keys.listed ? query->keys.listed[j0 + j] : j0 + j;
+        float *to = a->dk + (query->keys.span->k_start + key) * D;
+        for (int64_t c = 0; c < D; c++) to[c] += scratch[j * D + c];
+    }
+}
+
+/* Two passes over the rows of the block that are of this rank: the owners of the first are queries, those of the second
+ * blocks of key rows. */
+static void mt_cpu_indexer_backward(const mt_indexer_args *a, mt_dtype dtype, mt_stream *stream) {
+    enum { ROWS = 64 };
+    int64_t begin = mt_max(a->block, a->first_row), HD = a->H * a->D;
+    int64_t end = mt_min(a->block + a->block_rows, a->first_row + a->rows);
+    int64_t floats = mt_indexer_query_floats(a), key_rows = 0;
+    double losses[ROWS] = {0};
+    bool counted[ROWS] = {false};
+    mt_scratch scratch = mt_scratch_reserve(floats + mt_max(HD + a->H + a->width, MT_KEYS * a->D));
+    MT_CHECK(a->block_rows <= ROWS);
+#pragma omp parallel for schedule(dynamic) if ((end - begin) * a->width * HD > MT_PARALLEL)
+    for (int64_t t = begin; t < end; t++) {
+        float *slice = mt_scratch_slice(scratch), *sums = slice + floats, *scores = sums + HD + a->H;
+        float *slopes = a->slopes + (t - a->block) * a->width;
+        mt_indexer_query query = mt_indexer_open(a, t, a->all_keys, slice, dtype);
+        int64_t count = query.keys.count;
+        bool padding = mt_is_padding(a->token_index, t);
+        for (int64_t j = 0; j < a->width; j++) slopes[j] = 0;
+        if (!padding && count > 0) {
+            mt_indexer_scores(scores, &query);
+            losses[t - begin] =
+                mt_indexer_divergence(slopes, a->shares + (t - a->block) * a->width, scores, count, a->coeff);
+            counted[t - begin] = true;
+        }
+        mt_indexer_backward_query(&query, slopes, t - a->first_row, sums);
+    }
+    for (int64_t i = 0; i < end - begin; i++) a->sums[0] += losses[i], a->sums[1] += counted[i];
+    for (int64_t s = 0; s < a->spans->count; s++)
+        key_rows = mt_max(key_rows, a->spans->host[s].k_start + a->spans->host[s].k_len);
+#pragma omp parallel for schedule(dynamic) if ((end - begin) * a->width * HD > MT_PARALLEL)
+    for (int64_t k0 = 0; k0 < key_rows; k0 += MT_KEYS)
+        for (int64_t t = begin; t < end; t++) {
+            float *slice = mt_scratch_slice(scratch);
+            if (!counted[t - begin]) continue;
+            mt_indexer_query query = mt_indexer_open(a, t, a->all_keys, slice, dtype);
+            mt_indexer_backward_keys(&query, a->slopes + (t - a->block) * a->width, k0, slice + floats);
+        }
+}
+
+/* ---- attention over listed keys */
+
+/* logits[count] = scale q.k of one query and head with its keys. k_block: [MT_KEYS, D]. */
+static void mt_sparse_logits(float *logits, const mt_attention *call, const mt_key_list *keys, const float *q,
+                             int64_t head, float *k_block, mt_dtype dtype) {
+    int64_t D = call->head_size, group = head / (call->num_heads / call->num_groups);
+    for (int64_t j0 = 0, columns; j0 < keys->count; j0 += columns) {
+        columns = mt_min(MT_KEYS, keys->count - j0);
+        mt_gather_keys(k_block, keys, j0, columns, call->k, call->k_stride, group * D, D, dtype);
+        mt_matmul(logits + j0, columns, (mt_matrix){q, D, false}, (mt_matrix){k_block, D, true}, 1, columns, D, false);
+    }
+    for (int64_t j = 0; j < keys->count; j++) logits[j] *= call->scale;
+}
+
+/* x[count] = exp(x - max); returns max + log(sum), -inf without keys. */
+static float mt_sparse_softmax(float *x, int64_t count) {
+    float max = mt_row_max(x, count), sum = 0;
+    if (count == 0) return -INFINITY;
+#pragma omp simd reduction(+ : sum)
+    for (int64_t j = 0; j < count; j++) {
+        x[j] = mt_exp(x[j] - max);
+        sum += x[j];
+    }
+    for (int64_t j = 0; j < count; j++) x[j] /= sum;
+    return max + logf(sum);
+}
+
+/* x[count] times the factors of dropout of a query row, head and its keys: see mt_attention. */
+static void mt_sparse_dropout(float *x, const mt_attention *call, const mt_key_list *keys, int64_t t, int64_t head) {
+    uint64_t high = (uint64_t)(call->first_head + head) << 48;
+    for (int64_t j = 0; j < keys->count && call->dropout.p > 0; j++) {
+        float factor;
+        int64_t key = keys->span->k_start + (keys->listed ? keys->listed[j] : j);
+        mt_dropout_factors(&factor, 1, &call->dropout, (uint64_t)call->q_index[t], high, call->k_index[key]);
+        x[j] *= factor;
+    }
+}
+
+/* The selected keys of query row t. */
+static mt_key_list mt_sparse_keys(const mt_sparse_attention *a, const mt_span *span, int64_t t) {
+    return (mt_key_list){span, a->attention.pages, a->selected + t * a->topk,
+                         mt_min(mt_keys_of_query(span, t), a->topk)};
+}
+
+static void mt_cpu_sparse_attention_forward(const mt_sparse_attention *a, mt_dtype dtype, mt_stream *stream) {
+    const mt_attention *call = &a->attention;
+    int64_t D = call->head_size, Dv = call->value_size, H = call->num_heads, most = a->topk;
+    int64_t block = MT_KEYS * mt_max(D, Dv), heads = H / call->num_groups;
+    mt_scratch scratch = mt_scratch_reserve(D + Dv + block + most);
+    for (const mt_span *span = call->spans.host; span < call->spans.host + call->spans.count; span++) {
+#pragma omp parallel for schedule(dynamic) if (span->q_len * H * most * D > MT_PARALLEL)
+        for (int64_t i = 0; i < span->q_len * H; i++) {
+            int64_t t = span->q_start + i / H, head = i % H, offset = t * call->out_stride + head * Dv;
+            float *slice = mt_scratch_slice(scratch), *sums = slice + D, *rows = sums + Dv, *p = rows + block;
+            mt_key_list keys = mt_sparse_keys(a, span, t);
+            const float *q = mt_row_load(slice, call->q, t * call->q_stride + head * D, D, dtype);
+            mt_sparse_logits(p, call, &keys, q, head, rows, dtype);
+            call->lse[t * H + head] = mt_sparse_softmax(p, keys.count);
+            mt_sparse_dropout(p, call, &keys, t, head);
+            memset(sums, 0, (size_t)Dv * sizeof *sums);
+            for (int64_t j0 = 0, columns; j0 < keys.count; j0 += columns) {
+                columns = mt_min(MT_KEYS, keys.count - j0);
+                mt_gather_keys(rows, &keys, j0, columns, call->v, call->v_stride, head / heads * Dv, Dv, dtype);
+                mt_matmul(sums, Dv, (mt_matrix){p + j0, columns, false}, (mt_matrix){rows, Dv, false}, 1, Dv, columns,
+                          true);
+            }
+            mt_row_store(call->out, offset, sums, Dv, dtype);
+        }
+    }
+}
+
+/* The backward of one query and head: dq is written, dk_sums[k_len, D] and dv_sums[k_len, Dv] of its span grow. */
+static void mt_sparse_backward_query(const mt_sparse_attention *a, const mt_span *span, int64_t t, int64_t head,
+                                     float *dk_sums, float *dv_sums, float *scratch, mt_dtype dtype) {
+    const mt_attention *call = &a->attention;
+    int64_t D = call->head_size, Dv = call->value_size, group = head / (call->num_heads / call->num_groups);
+    int64_t most = a->topk, q_at = t * call->q_stride + head * D, out_at = t * call->out_stride + head * Dv;
+    mt_key_list keys = mt_sparse_keys(a, span, t);
+    int64_t n = keys.count;
+    float *dq = scratch, *k = dq + D, *v = k + most * D, *p = v + most * Dv, *ds = p + most, *row = ds + most, dot = 0;
+    const float *q = mt_row_load(row, call->q, q_at, D, dtype);
+    const float *out = mt_row_load(row + D, call->out, out_at, Dv, dtype);
+    const float *dout = mt_row_load(row + D + Dv, call->dout, out_at, Dv, dtype);
+    for (int64_t c = 0; c < Dv; c++) dot += out[c] * dout[c];
+    mt_gather_keys(k, &keys, 0, n, call->k, call->k_stride, group * D, D, dtype);
+    mt_gather_keys(v, &keys, 0, n, call->v, call->v_stride, group * Dv, Dv, dtype);
+    mt_matmul(p, n, (mt_matrix){q, D, false}, (mt_matrix){k, D, true}, 1, n, D, false);
+    mt_matmul(ds, n, (mt_matrix){dout, Dv, false}, (mt_matrix){v, Dv, true}, 1, n, Dv, false);
+    mt_sparse_dropout(ds, call, &keys, t, head);
+    float lse = call->lse[t * call->num_heads + head];
+    for (int64_t j = 0; j < n; j++) {
+        p[j] = mt_exp(p[j] * call->scale - lse);
+        ds[j] = p[j] * (ds[j] - dot) * call->scale;
+    }
+    mt_sparse_dropout(p, call, &keys, t, head);
+    memset(dq, 0, (size_t)D * sizeof *dq);
+    for (int64_t j = 0; j < n; j++) {
+        float *dk = dk_sums + keys.listed[j] * D, *dv = dv_sums + keys.listed[j] * Dv;
+#pragma omp simd
+        for (int64_t c = 0; c < D; c++) {
+            dq[c] += ds[j] * k[j * D + c];
+            dk[c] += ds[j] * q[c];
+        }
+#pragma omp simd
+        for (int64_t c = 0; c < Dv; c++) dv[c] += p[j] * dout[c];
+    }
+    mt_row_store(call->dq, q_at, dq, D, dtype);
+}
+
+/* A task is a group of one span: it owns their dk and dv. */
+static void mt_cpu_sparse_attention_backward(const mt_sparse_attention *a, mt_dtype dtype, mt_stream *stream) {
+    const mt_attention *call = &a->attention;
+    int64_t D = call->head_size, Dv = call->value_size, heads = call->num_heads / call->num_groups;
+    int64_t longest = mt_longest_keys(&call->spans), own = (a->topk + 1) * (D + Dv) + 2 * a->topk + D + Dv;
+    mt_scratch scratch = mt_scratch_reserve(longest * (D + Dv) + own);
+#pragma omp parallel for collapse(2) schedule(dynamic)
+    for (int64_t s = 0; s < call->spans.count; s++)
+        for (int64_t group = 0; group < call->num_groups; group++) {
+            const mt_span *span = &call->spans.host[s];
+            float *dk = mt_scratch_slice(scratch), *dv = dk + span->k_len * D;
+            memset(dk, 0, (size_t)(span->k_len * (D + Dv)) * sizeof *dk);
+            for (int64_t t = span->q_start; t < span->q_start + span->q_len; t++)
+                for (int64_t head = group * heads; head < (group + 1) * heads; head++)
+                    mt_sparse_backward_query(a, span, t, head, dk, dv, dv + span->k_len * Dv, dtype);
+            for (int64_t j = 0; j < span->k_len; j++) {
+                int64_t row = span->k_start + j;
+                mt_row_store(call->dk, row * call->k_stride + group * D, dk + j * D, D, dtype);
+                mt_row_store(call->dv, row * call->v_stride + group * Dv, dv + j * Dv, Dv, dtype);
+            }
+        }
+}
+
+static void mt_cpu_sparse_attention_shares(const mt_sparse_attention *a, mt_dtype dtype, mt_stream *stream) {
+    const mt_attention *call = &a->attention;
+    int64_t D = call->head_size, H = call->num_heads;
+    mt_scratch scratch = mt_scratch_reserve(D + MT_KEYS * D + a->width);
+#pragma omp parallel for schedule(dynamic) if (a->block_rows * a->width * H * D > MT_PARALLEL)
+    for (int64_t t = a->block; t < a->block + a->block_rows; t++) {
+        float *slice = mt_scratch_slice(scratch), *rows = slice + D, *p = rows + MT_KEYS * D;
+        float *shares = a->shares + (t - a->block) * a->width;
+        const mt_span *span = mt_span_of_query(&call->spans, t);
+        for (int64_t j = 0; j < a->width; j++) shares[j] = 0;
+        for (int64_t head = 0; span && head < H; head++) {
+            mt_key_list keys = mt_sparse_keys(a, span, t);
+            if (a->all_keys) keys.listed = NULL, keys.count = mt_keys_of_query(span, t);
+            const float *q = mt_row_load(slice, call->q, t * call->q_stride + head * D, D, dtype);
+            mt_sparse_logits(p, call, &keys, q, head, rows, dtype);
+            mt_sparse_softmax(p, keys.count);
+            for (int64_t j = 0; j < keys.count; j++) shares[j] += p[j];
+        }
+    }
+}
+#pragma GCC diagnostic pop
+
+/* ==== §19b the mixer ============================================================================================== */
+/* With sequence parallelism each tensor-parallel rank scores the queries of its rows against all keys, and the ranks
+ * exchange the choices; else every rank scores all. All ranks then attend to the same keys with their heads. The target
+ * of the indexer's loss is a mean over all heads, so the ranks sum it, for a block of queries at a time; the loss is
+ * computed where its gradient is, in the backward. A layer that shares indices copies the choice of the layer before;
+ * its copy is kept where its forward is computed again. */
+
+static bool mt_indexer_trains(const mt_model *m, const mt_layer *w) {
+    return mt_has_indexer_loss(m) && mt_linear_trains(&w->indexer_q);
+}
+
+static void mt_sparse_slots(const mt_model *m, mt_slots *s, const mt_layer *w) {
+    int64_t R = m->max_rows, H = m->options->dsa_indexer_n_heads, D = m->options->dsa_indexer_head_dim;
+    bool shares = w && w->kind.shares_indices, read_later = mt_has_indexer_loss(m);
+    mt_latent_slots(m, s, w);
+    MT_SLOT(s, selected, m->plan.max_tokens, mt_selected_keys(m), MT_I32)->once = shares;
+    if (shares) return;
+    MT_SLOT(s, indexer_q, R, H * D, m->dtype)->passing = !read_later;
+    MT_SLOT(s, indexer_k_in, R, D, m->dtype)->passing = !read_later;
+    MT_SLOT(s, indexer_k, R, D, m->dtype)->passing = !read_later;
+    MT_SLOT(s, indexer_weights, R, H, m->dtype)->passing = !read_later;
+    MT_SLOT(s, indexer_k_mean, R, 1, MT_F32)->passing = !read_later;
+    MT_SLOT(s, indexer_k_rstd, R, 1, MT_F32)->passing = !read_later;
+}
+
+/* The operands that forward and backward share; of this rank's rows. */
+static mt_indexer_args mt_indexer_call(const mt_model *m, const mt_pass *p, const mt_activations *a) {
+    const mt_options *o = m->options;
+    mt_indexer_args call = {.spans = &p->spans, .first_row = p->first_row, .rows = p->rows};
+    call.H = o->dsa_indexer_n_heads, call.D = o->dsa_indexer_head_dim, call.topk = mt_selected_keys(m);
+    call.scale = (float)(1 / sqrt((double)(call.H * call.D))), call.ties = o->dsa_indexer_ties;
+    call.q = a->indexer_q, call.weights = a->indexer_weights, call.k = a->indexer_k;
+    call.selected = a->selected + p->first_row * call.topk;
+    return call;
+}
+
+static mt_norm_args mt_indexer_norm(const mt_model *m, const mt_pass *p, const mt_layer *w, const mt_activations *a) {
+    const mt_norm *norm = &w->indexer_k_norm;
+    mt_norm_args n = {.T = p->rows, .H = 1, .C = m->options->dsa_indexer_head_dim, .x = a->indexer_k_in};
+    n.w = norm->weight.w, n.b = norm->bias.w, n.dw = norm->weight.dw, n.db = norm->bias.dw, n.y = a->indexer_k;
+    n.mean = a->indexer_k_mean, n.rstd = a->indexer_k_rstd, n.eps = (float)m->options->dsa_indexer_k_norm_epsilon;
+    n.w_offset = mt_norm_offset(m->options);
+    return n;
+}
+
+/* RoPE of the first channels of H heads of the indexer, in place. */
+static mt_rope_args mt_indexer_rope(const mt_model *m, const mt_pass *p, const mt_layer *w, void *x, int64_t H) {
+    int64_t D = m->options->dsa_indexer_head_dim;
+    mt_rope_args rope = {.T = p->rows, .H = H, .D = D, .x = x, .y = x, .x_stride = H * D, .y_stride = H * D};
+    rope.rotation = mt_layer_rotation(m, p, w, p->first_row);
+    rope.rotation.interleaved = m->options->dsa_indexer_rope_interleaved;
+    return rope;
+}
+
+/* The indexer's keys of all rows. */
+static const void *mt_indexer_all_keys(const mt_model *m, const mt_pass *p, const mt_activations *a) {
+    if (!p->tp.sequence_parallel) return a->indexer_k;
+    mt_all_gather_rows(&p->tp, m->scratch.indexer_keys, a->indexer_k, m->options->dsa_indexer_head_dim, p->stream);
+    return m->scratch.indexer_keys;
+}
+
+/* a->selected from x[R, C] and the latent of queries. */
+static void mt_indexer_select(mt_model *m, const mt_pass *p, const mt_layer *w, mt_activations *a, const void *x) {
+    int64_t D = m->options->dsa_indexer_head_dim, layer = w - m->layers;
+    mt_norm_args norm = mt_indexer_norm(m, p, w, a);
+    mt_rope_args q_rope = mt_indexer_rope(m, p, w, a->indexer_q, m->options->dsa_indexer_n_heads);
+    mt_rope_args k_rope = mt_indexer_rope(m, p, w, a->indexer_k, 1);
+    mt_layer_linear_forward(p, a, &w->indexer_q, a->q_latent, a->indexer_q);
+    mt_layer_linear_forward(p, a, &w->indexer_k, x, a->indexer_k_in);
+    mt_layer_linear_forward(p, a, &w->indexer_weights, x, a->indexer_weights);
+    m->ops->layernorm_forward(&norm, m->dtype, p->stream);
+    m->ops->rope_forward(&q_rope, m->dtype, p->stream);
+    m->ops->rope_forward(&k_rope, m->dtype, p->stream);
+    mt_indexer_args call = mt_indexer_call(m, p, a);
+    if (p->decode) {
+        m->ops->scatter_rows(&(mt_row_args){p->T, D, p->batch->cache_rows, .from = a->indexer_k,
+                                            .to = m->indexer_cache[layer], .from_stride = D},
+                             m->dtype, p->stream);
+        call.k = m->indexer_cache[layer];
+        if (m->plan.page_rows > 0)
+            call.pages = (mt_pages){p->batch->pages, m->plan.page_rows, m->plan.cache_rows / m->plan.page_rows};
+    } else {
+        call.k = mt_indexer_all_keys(m, p, a);
+    }
+    m->ops->indexer_forward(&call, m->dtype, p->stream);
+    if (p->tp.sequence_parallel)
+        m->ops->all_gather(a->selected, call.selected, p->rows * call.topk, MT_I32, p->tp.group, p->stream);
+}
+
+/* a->selected, by the layer's indexer or from the layer before. */
+static void mt_sparse_select(mt_model *m, const mt_pass *p, const mt_layer *w, mt_activations *a, const void *x) {
+    int64_t bytes = p->T * mt_selected_keys(m) * 4;
+    if (!w->kind.shares_indices) {
+        mt_indexer_select(m, p, w, a, x);
+        m->ops->memory_copy(m->scratch.selected, a->selected, bytes, p->stream);
+    } else if (!p->replay) {
+        m->ops->memory_copy(a->selected, m->scratch.selected, bytes, p->stream);
+    }
+}
+
+static mt_sparse_attention mt_sparse_call(const mt_model *m, const mt_pass *p, const mt_layer *w,
+                                          const mt_activations *a) {
+    mt_attention call = mt_attention_call(m, p, w, a, mt_latent_view(m, p, a->q, a->kv));
+    return (mt_sparse_attention){.attention = call, .selected = a->selected, .topk = mt_selected_keys(m)};
+}
+
+/* out = attention(x[R, C]). */
+static void mt_sparse_forward(mt_model *m, const mt_pass *p, const mt_layer *w, mt_activations *a, const void *x,
+                              void *out) {
+    mt_latent_down_forward(m, p, w, a, x);
+    mt_latent_up_forward(m, p, w, a, x);
+    mt_sparse_select(m, p, w, a, x);
+    mt_sparse_attention call = mt_sparse_call(m, p, w, a);
+    if (p->decode) mt_cache_update(m, p, w, &call.attention, true);
+    m->ops->sparse_attention_forward(&call, m->dtype, p->stream);
+    mt_layer_linear_forward(p, a, &w->o, a->attended, out);
+}
+
+/* scratch: gradients of the indexer's q, weights and keys, from its loss, which is counted. */
+static void mt_indexer_loss(mt_model *m, const mt_pass *p, const mt_layer *w, const mt_activations *a) {
+    const mt_options *o = m->options;
+    mt_layer_scratch *s = &m->scratch;
+    int64_t D = o->dsa_indexer_head_dim;
+    bool counts = p->tp.sequence_parallel || m->grid->tensor.rank == 0; // else all ranks compute the same
+    mt_sparse_attention target = mt_sparse_call(m, p, w, a);
+    mt_indexer_args loss = mt_indexer_call(m, p, a);
+    loss.k = mt_indexer_all_keys(m, p, a), loss.coeff = (float)o->dsa_indexer_loss_coeff;
+    loss.token_index = p->batch->token_index, loss.sums = m->indexer_sums + (counts ? 0 : 2);
+    loss.dq = s->dindexer_q, loss.dweights = s->dindexer_weights, loss.dk = s->dindexer_keys;
+    loss.shares = target.shares = s->shares, loss.slopes = s->slopes;
+    loss.all_keys = target.all_keys = !o->dsa_indexer_use_sparse_loss;
+    loss.width = target.width = loss.all_keys ? mt_min(p->T, m->plan.max_position) : loss.topk;
+    m->ops->memory_zero(s->dindexer_keys, p->T * D * 4, p->stream);
+    for (int64_t row = 0; row < p->T; row += MT_INDEXER_ROWS) {
+        loss.block = target.block = row;
+        loss.block_rows = target.block_rows = mt_min(MT_INDEXER_ROWS, p->T - row);
+        m->ops->sparse_attention_shares(&target, m->dtype, p->stream);
+        m->ops->all_reduce(s->shares, loss.block_rows * loss.width, MT_SUM, MT_F32, &m->grid->tensor, p->stream);
+        m->ops->indexer_backward(&loss, m->dtype, p->stream);
+    }
+    float *dk = s->dindexer_keys;
+    if (p->tp.sequence_parallel)
+        m->ops->reduce_scatter(dk = s->dindexer_own, s->dindexer_keys, p->rows * D, MT_F32, p->tp.group, p->stream);
+    m->ops->convert(s->dindexer_k, m->dtype, dk, MT_F32, p->rows * D, p->stream);
+}
+
+/* Gradients of the indexer's parameters. */
+static void mt_indexer_backward(mt_model *m, const mt_pass *p, const mt_layer *w, const mt_activations *a,
+                                const void *x) {
+    mt_layer_scratch *s = &m->scratch;
+    mt_norm_args norm = mt_indexer_norm(m, p, w, a);
+    mt_rope_args q_rope = mt_indexer_rope(m, p, w, s->dindexer_q, m->options->dsa_indexer_n_heads);
+    mt_rope_args k_rope = mt_indexer_rope(m, p, w, s->dindexer_k, 1);
+    mt_indexer_loss(m, p, w, a);
+    m->ops->rope_backward(&q_rope, m->dtype, p->stream);
+    m->ops->rope_backward(&k_rope, m->dtype, p->stream);
+    norm.dy = s->dindexer_k, norm.dx = s->dindexer_k_in;
+    m->ops->layernorm_backward(&norm, m->dtype, p->stream);
+    mt_linear_backward_weight(mt_linears(p), &w->indexer_q, &(mt_linear_io){.x = a->q_latent, .dy = s->dindexer_q});
+    mt_linear_backward_weight(mt_linears(p), &w->indexer_k, &(mt_linear_io){.x = x, .dy = s->dindexer_k_in});
+    mt_linear_backward_weight(mt_linears(p), &w->indexer_weights, &(mt_linear_io){.x = x, .dy = s->dindexer_weights});
+}
+
+/* Without its loss the indexer has gradients of 0, which no product writes. */
+static void mt_indexer_zero_gradients(const mt_model *m, const mt_pass *p, const mt_layer *w) {
+    const mt_linear *linears[] = {&w->indexer_q, &w->indexer_k, &w->indexer_weights};
+    for (int i = 0; i < 3; i++) {
+        const mt_weight *weight = &linears[i]->weight;
+        if (!weight->dw || (weight->has_gradient && *weight->has_gradient)) continue;
+        m->ops->memory_zero(weight->dw, linears[i]->N * linears[i]->K * 4, p->stream);
+        if (weight->has_gradient) *weight->has_gradient = true;
+    }
+}
+
+static mt_deferred mt_sparse_backward(mt_model *m, const mt_pass *p, mt_layer *w, mt_activations *a,
+                                      const mt_block_gradients *block) {
+    void *dattended = m->scratch.dattended, *dq = m->scratch.dqkv;
+    mt_qkv_view d = mt_latent_view(m, p, dq, mt_at(dq, p->T * m->H * m->D, m->dtype));
+    mt_sparse_attention call = mt_sparse_call(m, p, w, a);
+    MT_CHECK(!block->left);
+    mt_deferred out = mt_attention_out_backward(p, w, a, offsetof(mt_activations, attended), block->dout, dattended);
+    call.attention.dq = d.q, call.attention.dk = d.k, call.attention.dv = d.v, call.attention.dout = dattended;
+    m->ops->sparse_attention_backward(&call, m->dtype, p->stream);
+    if (!w->kind.shares_indices) {
+        if (mt_indexer_trains(m, w))
+            mt_indexer_backward(m, p, w, a, block->x);
+        else
+            mt_indexer_zero_gradients(m, p, w);
+    }
+    mt_latent_qkv_backward(m, p, w, a, d, block);
     return out;
 }

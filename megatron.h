@@ -522,6 +522,8 @@ typedef enum mt_activation { MT_ACTIVATIONS(MT_ACTIVATION_NAME) MT_NUM_ACTIVATIO
     X(GRANITE, "granitemoehybrid", "GraniteMoeHybridForCausalLM", GRANITE, "model.layers.", false)                     \
     X(KIMI_LINEAR, "kimi_linear", "KimiLinearForCausalLM", KIMI_LINEAR, "model.layers.", false)                        \
     X(MIMO_V2_FLASH, "mimo_v2_flash", "MiMoV2FlashForCausalLM", MIMO_V2, "model.layers.", false)                       \
+    X(DEEPSEEK_V32, "deepseek_v32", "DeepseekV32ForCausalLM", LLAMA, "model.layers.", false)                           \
+    X(GLM_MOE_DSA, "glm_moe_dsa", "GlmMoeDsaForCausalLM", LLAMA, "model.layers.", false)                               \
     X(MEGATRON, "megatron", "MegatronForCausalLM", LLAMA, "model.layers.", false)
 #define MT_HF_FAMILY_NAME(name, ...) MT_HF_##name,
 typedef enum mt_hf_family { MT_HF_UNKNOWN, MT_HF_FAMILIES(MT_HF_FAMILY_NAME) MT_NUM_HF_FAMILIES } mt_hf_family;
@@ -547,13 +549,20 @@ typedef enum mt_attention_variant {
     MT_VARIANT_GDN,        // its other name in Megatron-LM, until options are finished
     MT_VARIANT_SHORT_CONV, // a gated short convolution, as in LFM2
     MT_VARIANT_MAMBA2,
-    MT_VARIANT_KDA // Kimi delta attention
+    MT_VARIANT_KDA, // Kimi delta attention
+    MT_VARIANT_DSA  // sparse attention: latent attention over keys that an indexer selects
 } mt_attention_variant;
 
 /* Lengths of the schedules of learning rate and weight decay, in samples. */
 typedef struct mt_durations {
     double total, warmup, decay, wsd_decay;
 } mt_durations;
+
+/* Of keys with equal scores, which the indexer of sparse attention selects (--dsa-indexer-ties). */
+typedef enum mt_indexer_ties {
+    MT_TIES_TORCH, // as torch.topk on a CPU: see mt_select_as_torch
+    MT_TIES_FIRST  // the earlier ones
+} mt_indexer_ties;
 
 /* The options that the stack reads: the model's shape, training, the grid, memory. They have their Megatron names, with
  * underscores. mt_run_options (data/options/options.h) holds this struct and the options that only files, terminals,
@@ -589,6 +598,15 @@ typedef struct mt_options {
     int64_t mamba_state_dim, mamba_head_dim, mamba_num_groups, mamba_num_heads;
     double mamba_dt_limit_low, mamba_dt_limit_high; // of a step; high 0: none
     bool mamba_conv_bias;
+    /* the indexer of sparse attention: heads, their channels, and the keys that it selects for a query. Layers with
+     * dsa_indexer_topk_freq above 1: see mt_layer_kind.shares_indices */
+    int64_t dsa_indexer_n_heads, dsa_indexer_head_dim, dsa_indexer_topk;
+    int64_t dsa_indexer_topk_freq, dsa_indexer_skip_topk_offset;
+    bool dsa_indexer_rope_interleaved;
+    double dsa_indexer_k_norm_epsilon;
+    double dsa_indexer_loss_coeff;    // of the indexer's loss; 0: the indexer is not trained
+    bool dsa_indexer_use_sparse_loss; // over the selected keys; else over all that a query sees
+    mt_indexer_ties dsa_indexer_ties;
     mt_position_embedding position_embedding_type;
     double norm_epsilon, init_method_std, hidden_dropout, attention_dropout;
     int64_t window_size; // sliding window: keys that a query sees, its own included; 0: all
@@ -776,6 +794,7 @@ typedef enum mt_mixer_kind {
     MT_MIXER_SHORT_CONV,
     MT_MIXER_MAMBA2,
     MT_MIXER_KDA,
+    MT_MIXER_SPARSE_ATTENTION,
     MT_MIXER_NONE
 } mt_mixer_kind;
 typedef enum mt_feed_forward_kind {
@@ -795,6 +814,7 @@ typedef struct mt_layer_kind {
     int64_t window; // keys that a query sees, its own included; 0: all
     int64_t groups; // heads of keys and values, in the whole model
     mt_softmax_type softmax;
+    bool shares_indices; // sparse attention without an indexer: over the keys that the layer before has selected
 } mt_layer_kind;
 
 /* Frequency of channel pair i of R rotary channels, after the model's scaling; as Hugging Face computes it. */
@@ -1539,6 +1559,47 @@ typedef struct mt_gate_args {
     OP(ssd_carry_backward, mt_work_bytes(3 * a->H * a->N * a->P, MT_F32), (a, state, dtype, stream),                   \
        const mt_ssd_args *a, const mt_carried_state *state, mt_dtype dtype, mt_stream *stream)
 
+/* The indexer of sparse attention (DeepSeek-AI, "DeepSeek-V3.2"). Query row t and key j of its span have the score
+ *
+ *   I[t, j] = scale sum_h weights[t, h] max(q[t, h] . k[j], 0)
+ *
+ * and the query attends to the keys of the topk greatest scores that it sees; of equal scores, `ties` says
+ * to which. A query row is one of the spans' rows [first_row, first_row + rows): those of this rank. */
+typedef struct mt_indexer_args {
+    const mt_spans *spans;
+    mt_pages pages;          // of the keys; the forward only
+    int64_t first_row, rows; // of queries
+    int64_t H, D, topk;
+    mt_indexer_ties ties;
+    float scale;
+    const void *q;       // [rows, H, D]
+    const void *k;       // [Tk, D]
+    const void *weights; // [rows, H]
+    int32_t *selected;   // [rows, topk]: the forward's result: numbers of keys in the span, ascending, then -1
+    /* the loss of a block of query rows: see mt_sparse_attention.shares */
+    int64_t block, block_rows;  // [block, block + block_rows): those of other ranks are left out
+    int64_t width;              // columns of shares and slopes
+    bool all_keys;              // column j is key j; else the j-th selected key
+    const int64_t *token_index; // [Tq] negative: padding, which is left out
+    const float *shares;        // [block_rows, width]: the target, times the number of heads
+    float *slopes;              // [block_rows, width]: scratch
+    float coeff;                // of the loss
+    double *sums;               // [2] += the loss without coeff, and the number of its queries
+    void *dq, *dweights;        // gradients, as their operands
+    float *dk;                  // [Tk, D] +=
+} mt_indexer_args;
+
+/* Attention of each query over the keys selected[Tq, topk] of its span, as in mt_indexer_args. */
+typedef struct mt_sparse_attention {
+    mt_attention attention;
+    const int32_t *selected;
+    int64_t topk;
+    /* sparse_attention_shares: of query rows [block, block + block_rows), as in mt_indexer_args */
+    int64_t block, block_rows, width;
+    bool all_keys;
+    float *shares; // [block_rows, width]: sums over the heads here of the probabilities of the keys
+} mt_sparse_attention;
+
 /* Operations that the plain C backend alone has: mt_options_check_limits refuses their models elsewhere. */
 #define MT_PLAIN_OPERATIONS(OP)                                                                                        \
     /* Quantile balancing, as Megatron's qb_dual_update: with alpha = the (k + 1)-th greatest of a token's logits +    \
@@ -1549,7 +1610,20 @@ typedef struct mt_gate_args {
        mt_stream *stream)                                                                                              \
     /* bias[E] = ema bias - (1 - ema) sums / sums[E], less its mean, unless scale[0] < 0: the step was bad. */         \
     OP(quantile_bias_step, mt_work_bytes(3 * E, MT_F32), (bias, sums, scale, E, ema, stream), float *bias,             \
-       const float *sums, const float *scale, int64_t E, double ema, mt_stream *stream)
+       const float *sums, const float *scale, int64_t E, double ema, mt_stream *stream)                                \
+    OP(indexer_forward, mt_work_indexer(a, 1), (a, dtype, stream), const mt_indexer_args *a, mt_dtype dtype,           \
+       mt_stream *stream)                                                                                              \
+    /* The loss of each query is the Kullback-Leibler divergence of its shares, divided by their sum, from the softmax \
+     * of its scores, over the same keys. */                                                                           \
+    OP(indexer_backward, mt_work_indexer(a, 3), (a, dtype, stream), const mt_indexer_args *a, mt_dtype dtype,          \
+       mt_stream *stream)                                                                                              \
+    OP(sparse_attention_forward, mt_work_sparse_attention(a, 1, 1), (a, dtype, stream), const mt_sparse_attention *a,  \
+       mt_dtype dtype, mt_stream *stream)                                                                              \
+    /* dq of all query rows, dk and dv of the key rows, in spans, whose keys are disjoint. */                          \
+    OP(sparse_attention_backward, mt_work_sparse_attention(a, 3, 2), (a, dtype, stream), const mt_sparse_attention *a, \
+       mt_dtype dtype, mt_stream *stream)                                                                              \
+    OP(sparse_attention_shares, mt_work_sparse_attention(a, 1, 0), (a, dtype, stream), const mt_sparse_attention *a,   \
+       mt_dtype dtype, mt_stream *stream)
 
 /* ---- activations */
 
@@ -2912,6 +2986,11 @@ typedef enum mt_role {
     MT_EXPERTS_OUT,
     MT_EXPERTS_IN_BIAS,
     MT_EXPERTS_OUT_BIAS,
+    MT_INDEXER_Q,       // this and the next four: the indexer of sparse attention: its queries, from the latent,
+    MT_INDEXER_K,       // its keys,
+    MT_INDEXER_WEIGHTS, // the weights of its heads,
+    MT_INDEXER_K_NORM,  // and the norm of its keys
+    MT_INDEXER_K_NORM_BIAS,
     MT_NUM_ROLES
 } mt_role;
 
@@ -3540,6 +3619,7 @@ typedef struct mt_metrics {
     double aux_losses[MT_NUM_AUX_LOSSES]; // the parts of load_balancing_loss: aux_loss, seq_aux_loss, global_aux_loss
     double imbalance, worst_imbalance;    // greatest load of an expert / mean load: mean and maximum over layers
     double dropped;                       // fraction of the choices of experts that capacities dropped
+    double indexer_loss; // of sparse attention, times its coefficient: mean over tokens and layers with an indexer
     double loss_metrics[MT_MAX_LOSS_METRICS]; // sums of a loss on the host: mt_loss_sums
     double loss_count;                        // of that loss
 } mt_metrics;

@@ -3234,6 +3234,43 @@ static void draw_state_spaces(const char *folder) {
     picture_close(&p);
 }
 
+/* ---- 31: sparse attention ---------------------------------------------------------------------------------------- */
+
+enum { SPARSE_T = 40, SPARSE_HEADS = 4, SPARSE_D = 4, SPARSE_TOPK = 6 };
+
+/* The keys that an indexer of random queries and keys selects, by the operation; token 11 has a key that most queries
+ * look for. */
+static void draw_sparse_attention(const char *folder) {
+    static float q[SPARSE_T][SPARSE_HEADS][SPARSE_D], k[SPARSE_T][SPARSE_D], weights[SPARSE_T][SPARSE_HEADS];
+    static int32_t selected[SPARSE_T][SPARSE_TOPK];
+    const double cell = 6, left = 20, top = 60, right = 330;
+    picture p = picture_open(folder, "31-selected", "Keys that an indexer selects", 560, 330);
+    mt_span span = {0, SPARSE_T, 0, SPARSE_T, true};
+    mt_spans spans = {&span, &span, 1};
+    for (int t = 0; t < SPARSE_T; t++)
+        for (int c = 0; c < SPARSE_D; c++) {
+            k[t][c] = t == 11 ? 2 : sinf((float)(t * 7 + c * 3));
+            for (int h = 0; h < SPARSE_HEADS; h++)
+                q[t][h][c] = cosf((float)(t * 5 + h * 11 + c * 2)) + 0.3f, weights[t][h] = 1;
+        }
+    mt_indexer_args a = {.spans = &spans, .rows = SPARSE_T, .H = SPARSE_HEADS, .D = SPARSE_D, .topk = SPARSE_TOPK};
+    a.scale = 1, a.q = q, a.k = k, a.weights = weights, a.selected = selected[0];
+    mt_cpu_ops.indexer_forward(&a, MT_F32, NULL);
+    text(&p, left, 30, START, "%d tokens; of the keys that a query (row) sees, %d are selected", SPARSE_T, SPARSE_TOPK);
+    for (int t = 0; t < SPARSE_T; t++) {
+        for (int i = 0; i <= t; i++) shaded(&p, left + cell * i, top + cell * t, cell, 0.05);
+        for (int i = 0; i < SPARSE_TOPK; i++)
+            if (selected[t][i] >= 0) shaded(&p, left + cell * selected[t][i], top + cell * t, cell, 0.9);
+    }
+    text(&p, right, 90, START, "The first queries see few keys,");
+    text(&p, right, 106, START, "and attend to all of them.");
+    text(&p, right, 138, START, "Token 11 has a key that most");
+    text(&p, right, 154, START, "queries look for: a column.");
+    text(&p, right, 186, START, "Each row is found by content;");
+    text(&p, right, 202, START, "no pattern is given.");
+    picture_close(&p);
+}
+
 int main(int argc, char **argv) {
     if (argc != 2) mt_die("usage: draw FOLDER (in the root of the project)");
     draw_mini(argv[1]);
@@ -3270,5 +3307,6 @@ int main(int argc, char **argv) {
     draw_planner(argv[1]);
     draw_linear_attention(argv[1]);
     draw_state_spaces(argv[1]);
+    draw_sparse_attention(argv[1]);
     return 0;
 }

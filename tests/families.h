@@ -25,6 +25,7 @@ static const char *const families[] = {"gpt2",
                                        "nemotron_h_latent",
                                        "granitemoehybrid",
                                        "kimi_linear",
+                                       "deepseek_v32",
                                        "seed_oss",
                                        "dots1",
                                        "exaone4",
@@ -40,9 +41,11 @@ static const char *const families[] = {"gpt2",
                                        "qwen3_5",
                                        "qwen3_5_moe",
                                        "lfm2",
-                                       "mimo_v2_flash"};
+                                       "mimo_v2_flash",
+                                       "glm_moe_dsa",
+                                       "glm_moe_dsa_shared"};
 /* The first NUM_KINDS have every kind of parameter; the others arrange the same parts otherwise. */
-enum { NUM_FAMILIES = sizeof families / sizeof *families, NUM_KINDS = 20 };
+enum { NUM_FAMILIES = sizeof families / sizeof *families, NUM_KINDS = 21 };
 
 /* Families with gated delta nets. */
 __attribute__((unused)) static bool has_delta_nets(const char *family) {
@@ -60,9 +63,14 @@ __attribute__((unused)) static bool is_linear_family(const char *family) {
            strcmp(family, "lfm2") == 0;
 }
 
+/* Families with sparse attention. */
+__attribute__((unused)) static bool has_indexer(const char *family) {
+    return strcmp(family, "deepseek_v32") == 0 || strncmp(family, "glm_moe_dsa", 11) == 0;
+}
+
 /* Families that the CPU alone computes. */
 __attribute__((unused)) static bool needs_the_cpu(const char *family) {
-    return strcmp(family, "mimo_v2_flash") == 0;
+    return strcmp(family, "mimo_v2_flash") == 0 || has_indexer(family);
 }
 
 #endif

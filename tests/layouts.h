@@ -98,6 +98,10 @@ typedef enum subject {
     ADAPTED_UNGATED,
     ADAPTED_SOME, // of one matrix of each fused linear
     ADAPTED_MXFP8,
+    SPARSE,        // attention over keys that an indexer selects, and its loss over all keys
+    SPARSE_SHARED, // indexers in every second layer, with RoPE on neighbouring channels; their loss over selected keys
+    SPARSE_PACKED,
+    SPARSE_MTP,
     NUM_SUBJECTS
 } subject;
 
@@ -109,6 +113,10 @@ typedef enum subject {
     " --swiglu --normalization RMSNorm --position-embedding-type rope --rotary-interleaved --disable-bias-linear"      \
     " --untie-embeddings-and-output-weights --multi-latent-attention --kv-lora-rank 12 --qk-head-dim 6"                \
     " --qk-pos-emb-head-dim 4 --v-head-dim 7 --num-layers 4 --global-batch-size 8"
+
+#define SPARSE_LIKE                                                                                                    \
+    LATENT_LIKE ON_CPU " --q-lora-rank 10 --experimental-attention-variant dsa --dsa-indexer-n-heads 6"                \
+                       " --dsa-indexer-head-dim 8 --dsa-indexer-topk 6 --dsa-indexer-loss-coeff 0.5"
 
 #define EXPERTS_LIKE                                                                                                   \
     LLAMA_LIKE " --num-layers 4 --num-query-groups 4 --num-experts 8 --moe-ffn-hidden-size 16 --moe-z-loss-coeff 1e-3" \
@@ -215,6 +223,12 @@ static const struct {
     [ADAPTED_MXFP8] = {LLAMA_LIKE " --num-layers 4 --num-query-groups 4 --global-batch-size 8" IN_FP8 "mxfp8" ADAPTERS
                                   "all-linear",
                        1},
+    [SPARSE] = {SPARSE_LIKE, 1},
+    [SPARSE_SHARED] = {SPARSE_LIKE ROUTED_LIKE " --dsa-indexer-topk-freq 2 --dsa-indexer-rope-interleaved"
+                                               " --dsa-indexer-use-sparse-loss",
+                       1},
+    [SPARSE_PACKED] = {SPARSE_LIKE, 2},
+    [SPARSE_MTP] = {SPARSE_LIKE " --mtp-num-layers 1 --dsa-indexer-topk-freq 4", 1},
 };
 
 /* One row of a table. */
@@ -539,6 +553,7 @@ static void compare_metrics(comparison *v, int step, const mt_metrics *metrics, 
         compare(v, "the gradient norm", step, metrics->grad_norm, one->grad_norm);
     for (int k = 0; k < MT_MAX_MTP_LAYERS && one->mtp_losses[k] > 0; k++)
         compare(v, "a module's loss", step, metrics->mtp_losses[k], one->mtp_losses[k]);
+    if (one->indexer_loss > 0) compare(v, "the indexer's loss", step, metrics->indexer_loss, one->indexer_loss);
     if (one->imbalance == 0) return; // no experts
     if (one->load_balancing_loss > 0)
         compare(v, "the auxiliary loss", step, metrics->load_balancing_loss, one->load_balancing_loss);
@@ -1239,6 +1254,27 @@ static const layout of_latent_attention[] = {
     {8, NO_Q_LATENT, TP "2" SP PP "2" VP "2" SHARD "optim_grads_params" PREFETCH},
 };
 
+static const layout of_sparse_attention[] = {
+    {2, SPARSE, TP "2"},
+    {2, SPARSE, TP "2" SP},
+    {2, SPARSE, TP "2" SP MICRO "2"},
+    {2, SPARSE_SHARED, TP "2" SP},
+    {2, SPARSE_SHARED, PP "2" ZB},
+    {2, SPARSE, PP "2" VP "2"},
+    {2, SPARSE_SHARED, EP "2"},
+    {2, SPARSE_MTP, TP "2" SP},
+    {2, SPARSE_PACKED, SHARD "optim_grads_params" PREFETCH},
+    {2, SPARSE, SHARD "optim" OVERLAP},
+    {4, SPARSE, TP "4"},
+    {4, SPARSE_PACKED, TP "4" SP},
+    {4, SPARSE, TP "4" STEPWISE},
+    {4, SPARSE_SHARED, TP "2" SP PP "2" ZB},
+    {4, SPARSE_SHARED, TP "2" SP EP "2" ETP "1"},
+    {4, SPARSE, TP "2" SP SHARD "optim_grads" OVERLAP},
+    {8, SPARSE_PACKED, TP "2" SP PP "2" VP "2" SHARD "optim" PREFETCH},
+    {8, SPARSE_SHARED, TP "4" SP PP "2"},
+};
+
 static const layout with_multi_token_prediction[] = {
     {2, MTP, TP "2"},
     {2, MTP_TIED, TP "2" SP},
@@ -1465,6 +1501,8 @@ static const layout with_savings[] = {
     {1, NO_Q_LATENT, ""},
     {1, MTP, ""},
     {1, MTP_LATENT, ""},
+    {1, SPARSE, ""},
+    {1, SPARSE_SHARED, ""},
     {1, DELAYED, ""},
     {1, TENSORWISE, ""},
     {1, BLOCKWISE, MICRO "2"},
@@ -1536,6 +1574,18 @@ static const family_layout families_on_layouts[] = {
     {4, "minimax_m2", 1, TP "2" SP EP "2" SHARD "optim" PREFETCH},
     {4, "exaone4", 1, TP "2" SP CP "2" BY "all_gather"},
     {4, "hy_v3", 1, PP "2" EP "2"},
+    {2, "glm_moe_dsa_shared", 2, TP "2" SP},
+    {2, "deepseek_v32", 1, PP "2" ZB},
+    {4, "deepseek_v32", 1, TP "2" SP EP "2" ETP "1"},
+    {4, "deepseek_v32", 1, TP "4"},
+    {4, "deepseek_v32", 1, SHARD "optim_grads_params" PREFETCH},
+    {4, "glm_moe_dsa", 1, TP "4" SP},
+    {4, "glm_moe_dsa", 1, PP "4"},
+    {4, "glm_moe_dsa", 1, TP "2" SHARD "optim_grads"},
+    {4, "glm_moe_dsa", 1, EP "4"},
+    {4, "glm_moe_dsa_shared", 1, TP "2" SP PP "2" ZB},
+    {4, "glm_moe_dsa_shared", 1, PP "2" EP "2"},
+    {8, "glm_moe_dsa_shared", 1, TP "2" SP PP "2" ETP "1" EP "4"},
     {8, "glm4_moe_lite", 1, TP "2" SP PP "2" ETP "1" EP "4"},
     {8, "gpt2", 1, TP "2" SP PP "2" CP "2" BY "all_gather"},
     {8, "llama", 1, TP "2" SP PP "2" VP "2" SHARD "optim_grads_params"},
@@ -1820,6 +1870,11 @@ static void latent_attention_trains_like_one_rank_on_every_layout(void **state) 
     RUN_ROWS(of_latent_attention, false, 1e-5);
 }
 
+static void sparse_attention_trains_like_one_rank_on_every_layout(void **state) {
+    (void)state;
+    RUN_ROWS(of_sparse_attention, false, 1e-5);
+}
+
 static void multi_token_prediction_trains_like_one_rank_on_every_layout(void **state) {
     (void)state;
     RUN_ROWS(with_multi_token_prediction, false, 1e-5);
@@ -2030,6 +2085,7 @@ static int run_layout_tests(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(each_parallelism_alone_trains_like_one_rank),
         cmocka_unit_test(latent_attention_trains_like_one_rank_on_every_layout),
+        cmocka_unit_test(sparse_attention_trains_like_one_rank_on_every_layout),
         cmocka_unit_test(multi_token_prediction_trains_like_one_rank_on_every_layout),
         cmocka_unit_test(layouts_of_2_ranks_train_like_one_rank),
         cmocka_unit_test(layouts_of_4_ranks_train_like_one_rank),

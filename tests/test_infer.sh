@@ -31,7 +31,7 @@ ids() {
 
 continues_as_transformers() {
     for family in gpt2 llama llama3_rope_tied qwen2 qwen3 qwen3_next qwen3_5 qwen3_5_moe lfm2 mimo_v2_flash \
-        nemotron_h nemotron_h_latent kimi_linear; do
+        nemotron_h nemotron_h_latent kimi_linear glm_moe_dsa glm_moe_dsa_shared; do
         folder=$golden/$family
         "$infer" --load "$folder" --prompt-tokens "$(ids "$folder" 1 8 ,)" --print-tokens --max-new-tokens 24 \
             --temperature 0 >"$work/out" 2>"$work/err" || return 1
@@ -41,7 +41,8 @@ continues_as_transformers() {
 
 scores_as_transformers() {
     for family in gpt2 llama llama3_rope_tied qwen2 qwen3 qwen3_next qwen3_5 qwen3_5_moe lfm2 \
-        mimo_v2_flash nemotron_h nemotron_h_latent granitemoehybrid kimi_linear; do
+        mimo_v2_flash nemotron_h nemotron_h_latent granitemoehybrid kimi_linear \
+        glm_moe_dsa_shared; do
         folder=$golden/$family
         "$infer" --load "$folder" --score "$folder/tokens.i32" --seq-length 32 --max-sequences 4 --micro-batch-size 3 \
             --out "$work/logprobs" --entropy-out "$work/entropy" --logits-out "$work/logits" 2>"$work/err" || return 1

@@ -2154,6 +2154,35 @@ static void offloading_follows_megatron(void **state) {
     }
 }
 
+#define SPARSE_LIKE                                                                                                    \
+    "--hf-config tests/golden/hf/glm_moe_dsa_shared/config.json --mock-data --seq-length 16 --train-iters 10 --lr "    \
+    "1e-3 "
+
+static void sparse_attention_that_cannot_be_is_refused(void **state) {
+    (void)state;
+    mt_run_options o;
+    expect_good(&o, SPARSE_LIKE "--dsa-indexer-loss-coeff 0.1 --dsa-indexer-use-sparse-loss");
+    for (int64_t i = 0; i < 4; i++) {
+        mt_layer_kind kind = mt_layer_kind_of(&o.stack, i);
+        assert_true(kind.mixer == MT_MIXER_SPARSE_ATTENTION && kind.shares_indices == (i % 2 == 1));
+    }
+    mt_options_free(&o);
+    expect_error_of(MT_PROGRAM_TRAIN, 2, SPARSE_LIKE "--context-parallel-size 2",
+                    "dsa does not run with --context-parallel-size 2");
+    expect_error_of(MT_PROGRAM_TRAIN, 4, SPARSE_LIKE "--pipeline-model-parallel-size 4",
+                    "pipeline stage 1 begins with layer 1, which has no indexer");
+    expect_error_of(MT_PROGRAM_TRAIN, 2,
+                    SPARSE_LIKE "--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout Ettt|tL",
+                    "pipeline stage 1 begins with layer 3, which has no indexer");
+    expect_error(SPARSE_LIKE "--lora-rank 2 --lora-target all-linear --dsa-indexer-loss-coeff 1",
+                 "trains the indexer, which --lora-rank freezes");
+    expect_error(SPARSE_LIKE "--dsa-indexer-use-sparse-loss",
+                 "--dsa-indexer-use-sparse-loss needs --dsa-indexer-loss-coeff");
+    expect_error(RUN "--experimental-attention-variant dsa", "dsa needs --multi-latent-attention and --q-lora-rank");
+    expect_error(SPARSE_LIKE "--dsa-indexer-head-dim 4", "--dsa-indexer-head-dim 4 is less than --qk-pos-emb-head-dim");
+    expect_error(RUN "--dsa-indexer-topk 4", "--dsa-indexer-topk needs --experimental-attention-variant dsa");
+}
+
 static void experts_that_cannot_be_are_refused(void **state) {
     (void)state;
     static const char *const words[][2] = {
@@ -3338,6 +3367,11 @@ static void written_configs_read_back_as_the_same_model(void **state) {
     expect_round_trip("--hf-config tests/golden/hf/deepseek_v3_no_q_latent/config.json " LENGTHS, "deepseek_v3");
     expect_round_trip("--hf-config tests/golden/hf/deepseek_v3/config.json --moe-aux-loss-coeff 0.01 " LENGTHS,
                       "deepseek_v3");
+    expect_round_trip("--hf-config tests/golden/hf/deepseek_v32/config.json " LENGTHS, "deepseek_v32");
+    expect_round_trip("--hf-config tests/golden/hf/glm_moe_dsa/config.json " LENGTHS, "glm_moe_dsa");
+    expect_round_trip("--hf-config tests/golden/hf/glm_moe_dsa_shared/config.json " LENGTHS, "glm_moe_dsa");
+    expect_round_trip("--hf-config tests/golden/hf/deepseek_v32/config.json --dsa-indexer-topk-freq 2 " LENGTHS,
+                      "megatron");
     expect_round_trip(LIKE_LLAMA LATENT "--q-lora-rank 24", "deepseek_v3");
     expect_round_trip(LIKE_LLAMA "--swiglu=false --quick-geglu", "llama");
     expect_round_trip(LIKE_LLAMA "--num-experts 4 --moe-router-topk 2 --moe-router-linear-bias", "megatron");
@@ -3782,6 +3816,7 @@ static const struct CMUnitTest tests[] = {
     cmocka_unit_test(fp8_follows_megatron),
     cmocka_unit_test(fp8_needs_a_gpu_that_has_it),
     cmocka_unit_test(offloading_follows_megatron),
+    cmocka_unit_test(sparse_attention_that_cannot_be_is_refused),
     cmocka_unit_test(experts_that_cannot_be_are_refused),
     cmocka_unit_test(options_win_over_a_shape_but_not_over_weights),
     cmocka_unit_test(the_model_of_hf_config_must_be_that_of_load),

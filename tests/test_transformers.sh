@@ -17,7 +17,8 @@ set --
 for name in gpt2 llama llama3_rope_tied qwen2 qwen3 mixtral qwen2_moe qwen3_moe deepseek_v3 gpt_oss llama-bf16 \
     deepseek_v3-bf16 gpt_oss-bf16 smollm3 gemma3 olmo3 seed_oss dots1 exaone4 glm4_moe glm4_moe_qk minimax_m2 hy_v3 \
     solar_open exaone_moe glm4_moe_lite ministral3 ernie4_5_moe qwen3_next qwen3_5 qwen3_5_moe lfm2 \
-    mimo_v2_flash nemotron_h nemotron_h_latent granitemoehybrid kimi_linear qwen3_next-bf16; do
+    mimo_v2_flash nemotron_h nemotron_h_latent granitemoehybrid kimi_linear glm_moe_dsa_shared \
+    qwen3_next-bf16; do
     family=${name%-bf16} precision=''
     [ "$family" = "$name" ] || precision=--bf16
     tokens=$golden/$family/tokens.i32

@@ -40,28 +40,29 @@ enum {
     QWENS = QWEN2 | MIMO | QWEN3 | QWEN_MOE,
     WINDOWED = GEMMA3 | OLMO3, // some layers have a window, and RoPE of their own
     ROPE_BY_TYPE = WINDOWED | MIMO_V2_FLASH,
-    EXAONES = EXAONE4 | EXAONE_MOE, // some layers have a window, and only these have RoPE
-    LATENT = DEEPSEEK_V3 | GLM4_MOE_LITE | KIMI_LINEAR,
+    EXAONES = EXAONE4 | EXAONE_MOE,      // some layers have a window, and only these have RoPE
+    SPARSE = DEEPSEEK_V32 | GLM_MOE_DSA, // latent attention with an indexer
+    LATENT = DEEPSEEK_V3 | GLM4_MOE_LITE | KIMI_LINEAR | SPARSE,
     LATENT_ROPE = LATENT & ~KIMI_LINEAR,
     GROUPED = DEEPSEEK_MOE | DOTS1 | GLM4_MOE | SOLAR_OPEN | EXAONE_MOE | GLM4_MOE_LITE | // DeepSeek-V3's router
-              MIMO_V2_FLASH | NEMOTRON_MOE | KIMI_LINEAR,
+              MIMO_V2_FLASH | NEMOTRON_MOE | KIMI_LINEAR | SPARSE,
     MISTRALS = MISTRAL | MINISTRAL3,
     SIGMOID = GROUPED | MINIMAX_M2 | HY_V3, // a router with sigmoids and a bias that balances the loads
     NUM_SHARED =
         EXAONE_MOE | HY_V3 | KIMI_LINEAR, // num_experts and num_shared_experts instead of n_routed_experts and n_...
     N_ROUTED = GROUPED & ~(EXAONE_MOE | KIMI_LINEAR),
     MAMBA = NEMOTRON_H | GRANITE,
-    LEADING_DENSE = DEEPSEEK_V3 | DOTS1 | GLM4_MOE | EXAONE_MOE | KIMI_LINEAR,     // first_k_dense_replace
-    LAYER_LIST = EXAONE_MOE | HY_V3 | GLM4_MOE_LITE | MIMO_V2_FLASH | KIMI_LINEAR, // mlp_layer_types
+    LEADING_DENSE = DEEPSEEK_V3 | DOTS1 | GLM4_MOE | EXAONE_MOE | KIMI_LINEAR | SPARSE,     // first_k_dense_replace
+    LAYER_LIST = EXAONE_MOE | HY_V3 | GLM4_MOE_LITE | MIMO_V2_FLASH | KIMI_LINEAR | SPARSE, // mlp_layer_types
     DELTA_MOE = QWEN3_NEXT | QWEN3_5_MOE,
     DELTA = DELTA_MOE | QWEN3_5,                                          // gated delta nets
     PARTIAL = GLM4_MOE | MINIMAX_M2 | SOLAR_OPEN | DELTA | MIMO_V2_FLASH, // RoPE on a part of the channels
     EPSILON_5 = MIXTRAL | OLMO3 | EXAONES | GLM4_MOE | HY_V3 | SOLAR_OPEN | GLM4_MOE_LITE | MINISTRAL3 | ERNIE4_5_MOE |
-                GPT_OSS | MIMO_V2_FLASH | KIMI_LINEAR,                              // rms_norm_eps is 1e-5
+                GPT_OSS | MIMO_V2_FLASH | KIMI_LINEAR | GLM_MOE_DSA,                // rms_norm_eps is 1e-5
     OTHER_THETA = MINIMAX_M2 | HY_V3 | SOLAR_OPEN | ERNIE4_5_MOE | GPT_OSS | LFM2 | // rope_theta is not 10000
                   MIMO_V2_FLASH,
     OWN_BLOCKS = SEED_OSS | DOTS1 | EXAONES | GLM4_MOE | MINIMAX_M2 | HY_V3 | SOLAR_OPEN | GLM4_MOE_LITE | MINISTRAL3 |
-                 ERNIE4_5_MOE | DELTA | LFM2 | MAMBA | MIMO_V2_FLASH | KIMI_LINEAR,
+                 ERNIE4_5_MOE | DELTA | LFM2 | MAMBA | MIMO_V2_FLASH | KIMI_LINEAR | SPARSE,
     BLOCKS = LLAMA | MISTRAL | MIXTRAL | QWENS | DEEPSEEK_V3 | SMOLLM3 | WINDOWED | OWN_BLOCKS | GPT_OSS,
     MOE = MIXTRAL | QWEN_MOE | SIGMOID | ERNIE4_5_MOE | GPT_OSS | DELTA_MOE | GRANITE_MOE,
     ALL = GPT2 | BLOCKS | MEGATRON,
@@ -226,7 +227,7 @@ static const mt_hf_key mt_hf_keys[] = {
     {"head_dim", QWEN3 | SEED_OSS | MINIMAX_M2 | HY_V3 | SOLAR_OPEN | MINISTRAL3, MT_AT(stack.kv_channels), NULLABLE,
      "128"},
     {"head_dim", NEMOTRON_H, MT_AT(stack.kv_channels), 0, "128"},
-    {"head_dim", DEEPSEEK_V3, MT_AT(stack.qk_pos_emb_head_dim), WRITE},
+    {"head_dim", DEEPSEEK_V3 | SPARSE, MT_AT(stack.qk_pos_emb_head_dim), WRITE},
     {"max_position_embeddings", BLOCKS & ~(GPT_OSS | KIMI_LINEAR), MT_AT(stack.max_position_embeddings), REQUIRED},
     {"model_max_length", KIMI_LINEAR, MT_AT(stack.max_position_embeddings), 0, "1048576"},
     {"max_position_embeddings", KIMI_LINEAR, MT_AT(stack.max_position_embeddings),
@@ -269,7 +270,7 @@ static const mt_hf_key mt_hf_keys[] = {
     {"shared_intermediate_size", MINIMAX_M2, 0, FIXED | READ, "0"},
     {"qkv_bias", QWEN2_MOE, MT_AT(stack.add_qkv_bias), 0, "true"},
     {"mlp_bias", LLAMA | SMOLLM3 | SEED_OSS, MT_AT(stack.mlp_bias), PLAIN, "false"},
-    {"mlp_bias", HY_V3 | NEMOTRON_H, 0, FIXED, "false"},
+    {"mlp_bias", HY_V3 | NEMOTRON_H | SPARSE, 0, FIXED, "false"},
     {"rope_theta", BLOCKS & ~(MIXTRAL | SMOLLM3 | WINDOWED | OTHER_THETA | NEMOTRON_H | KIMI_LINEAR),
      MT_AT(stack.rotary_base), WRITE, "10000.0"}, // for transformers before 5
     {"rope_theta", SMOLLM3, MT_AT(stack.rotary_base), WRITE, "2000000.0"},
@@ -295,6 +296,8 @@ static const mt_hf_key mt_hf_keys[] = {
 
     {"q_lora_rank", DEEPSEEK_V3, MT_AT(stack.q_lora_rank), NULLABLE, "1536"},
     {"q_lora_rank", GLM4_MOE_LITE, MT_AT(stack.q_lora_rank), NULLABLE, "768"},
+    {"q_lora_rank", DEEPSEEK_V32, MT_AT(stack.q_lora_rank), 0, "1536"},
+    {"q_lora_rank", GLM_MOE_DSA, MT_AT(stack.q_lora_rank), 0, "2048"},
     {"q_lora_rank", KIMI_LINEAR, MT_AT(stack.q_lora_rank), NULLABLE},
     {"kv_lora_rank", LATENT, MT_AT(stack.kv_lora_rank), REQUIRED},
     {"qk_nope_head_dim", LATENT, MT_AT(stack.qk_head_dim), REQUIRED},
@@ -302,9 +305,13 @@ static const mt_hf_key mt_hf_keys[] = {
     {"head_dim", GLM4_MOE_LITE, MT_AT(stack.qk_pos_emb_head_dim), READ}, // its other name in transformers 5
     {"qk_head_dim", LATENT, MT_AT(stack.kv_channels), WRITE},
     {"v_head_dim", LATENT, MT_AT(stack.v_head_dim), REQUIRED},
-    {"rope_interleave", LATENT_ROPE, MT_AT(stack.rotary_interleaved), 0, "true"},
+    {"rope_interleave", LATENT_ROPE & ~SPARSE, MT_AT(stack.rotary_interleaved), 0, "true"},
+    {"index_n_heads", DEEPSEEK_V32, MT_AT(stack.dsa_indexer_n_heads), 0, "64"},
+    {"index_n_heads", GLM_MOE_DSA, MT_AT(stack.dsa_indexer_n_heads), 0, "32"},
+    {"index_head_dim", SPARSE, MT_AT(stack.dsa_indexer_head_dim), 0, "128"},
+    {"index_topk", SPARSE, MT_AT(stack.dsa_indexer_topk), 0, "2048"},
     {"num_nextn_predict_layers", DEEPSEEK_V3 | GLM4_MOE | MIMO, MT_AT(stack.mtp_num_layers), WRITE},
-    {"num_nextn_predict_layers", GLM4_MOE_LITE, MT_AT(stack.mtp_num_layers), WRITE | NONZERO},
+    {"num_nextn_predict_layers", GLM4_MOE_LITE | SPARSE, MT_AT(stack.mtp_num_layers), WRITE | NONZERO},
     {"mtp_num_hidden_layers", DELTA, MT_AT(stack.mtp_num_layers), WRITE | NONZERO},
     {"mtp_num_layers", LATENT_ROPE | GLM4_MOE | MIMO | DELTA, MT_AT(stack.mtp_num_layers),
      NONZERO}, // this program's: the folder has the weights
@@ -393,15 +400,17 @@ static const mt_hf_key mt_hf_keys[] = {
      &mt_shared_experts},
     {"n_shared_experts", KIMI_LINEAR, MT_AT(stack.moe_shared_expert_intermediate_size), READ | NULL_IS_ZERO, NULL,
      &mt_shared_experts}, // its other name in transformers 5
-    {"n_group", DEEPSEEK_MOE, MT_AT(stack.moe_router_num_groups), NULL_IS_ZERO, "8", &mt_groups},
-    {"topk_group", DEEPSEEK_MOE, MT_AT(stack.moe_router_group_topk), NULL_IS_ZERO, "4", &mt_group_topk},
+    {"n_group", DEEPSEEK_MOE | DEEPSEEK_V32, MT_AT(stack.moe_router_num_groups), NULL_IS_ZERO, "8", &mt_groups},
+    {"topk_group", DEEPSEEK_MOE | DEEPSEEK_V32, MT_AT(stack.moe_router_group_topk), NULL_IS_ZERO, "4", &mt_group_topk},
     {"num_expert_group", KIMI_LINEAR, MT_AT(stack.moe_router_num_groups), NULL_IS_ZERO, "1", &mt_groups},
     {"n_group", KIMI_LINEAR, MT_AT(stack.moe_router_num_groups), READ | NULL_IS_ZERO, NULL,
      &mt_groups}, // its other name in transformers 5
-    {"n_group", GROUPED & ~(DEEPSEEK_MOE | KIMI_LINEAR), MT_AT(stack.moe_router_num_groups), NULL_IS_ZERO, "1",
-     &mt_groups},
-    {"topk_group", GROUPED & ~DEEPSEEK_MOE, MT_AT(stack.moe_router_group_topk), NULL_IS_ZERO, "1", &mt_group_topk},
-    {"routed_scaling_factor", DEEPSEEK_MOE | EXAONE_MOE, MT_AT(stack.moe_router_topk_scaling_factor), 0, "2.5"},
+    {"n_group", GROUPED & ~(DEEPSEEK_MOE | DEEPSEEK_V32 | KIMI_LINEAR), MT_AT(stack.moe_router_num_groups),
+     NULL_IS_ZERO, "1", &mt_groups},
+    {"topk_group", GROUPED & ~(DEEPSEEK_MOE | DEEPSEEK_V32), MT_AT(stack.moe_router_group_topk), NULL_IS_ZERO, "1",
+     &mt_group_topk},
+    {"routed_scaling_factor", DEEPSEEK_MOE | EXAONE_MOE | SPARSE, MT_AT(stack.moe_router_topk_scaling_factor), 0,
+     "2.5"},
     {"routed_scaling_factor", DOTS1 | GLM4_MOE | SOLAR_OPEN | NEMOTRON_MOE, MT_AT(stack.moe_router_topk_scaling_factor),
      0, "1.0"},
     {"routed_scaling_factor", MIMO_V2_FLASH, MT_AT(stack.moe_router_topk_scaling_factor), NULLABLE, "1.0"},
@@ -409,8 +418,8 @@ static const mt_hf_key mt_hf_keys[] = {
     {"routed_scaling_factor", GLM4_MOE_LITE, MT_AT(stack.moe_router_topk_scaling_factor), 0, "1.8"},
     {"router_scaling_factor", HY_V3, MT_AT(stack.moe_router_topk_scaling_factor), 0, "2.826"},
     {"enable_moe_fp32_combine", HY_V3, 0, FIXED, "true|false"}, // rounding of the sum with the shared expert
-    {"scoring_func", DEEPSEEK_MOE, 0, FIXED | WRITE, "sigmoid"},
-    {"topk_method", DEEPSEEK_MOE, 0, FIXED | WRITE, "noaux_tc"},
+    {"scoring_func", DEEPSEEK_MOE | SPARSE, 0, FIXED | WRITE, "sigmoid"},
+    {"topk_method", DEEPSEEK_MOE | SPARSE, 0, FIXED | WRITE, "noaux_tc"},
 
     {NULL, BLOCKS, MT_AT(stack.normalization), 0, "\"RMSNorm\""},
     {NULL, BLOCKS & ~(MAMBA | KIMI_LINEAR), MT_AT(stack.position_embedding_type), 0, "\"rope\""},
@@ -419,6 +428,8 @@ static const mt_hf_key mt_hf_keys[] = {
     {NULL, DELTA, MT_AT(stack.experimental_attention_variant), 0, "\"gated_delta_net\""},
     {NULL, KIMI_LINEAR, MT_AT(stack.experimental_attention_variant), 0, "\"kda\""},
     {NULL, LFM2, MT_AT(stack.experimental_attention_variant), 0, "\"short_conv\""},
+    {NULL, SPARSE, MT_AT(stack.experimental_attention_variant), 0, "\"dsa\""},
+    {NULL, GLM_MOE_DSA, MT_AT(stack.dsa_indexer_rope_interleaved), 0, "true"},
     {NULL, LFM2, MT_AT(stack.swiglu), 0, "true"},
     {NULL, DELTA, MT_AT(stack.attention_output_gate), 0, "true"},
     {NULL, QWEN3_5_MOE, MT_AT(stack.moe_router_pre_softmax), 0, "false"},
@@ -441,7 +452,7 @@ static const mt_hf_key mt_hf_keys[] = {
     {NULL, SIGMOID, MT_AT(stack.moe_router_score_function), 0, "\"sigmoid\""},
     {NULL, GROUPED, MT_AT(stack.moe_router_enable_expert_bias), 0, "true", &mt_group_best},
     {NULL, MINIMAX_M2 | HY_V3 | ERNIE4_5_MOE, MT_AT(stack.moe_router_enable_expert_bias), 0, "true"},
-    {NULL, ERNIE4_5_MOE, MT_AT(stack.rotary_interleaved), 0, "true"},
+    {NULL, ERNIE4_5_MOE | SPARSE, MT_AT(stack.rotary_interleaved), 0, "true"},
 
     {"attention_output_bias", MEGATRON, MT_AT(stack.attention_output_bias), PLAIN},
     {"mlp_bias", MEGATRON, MT_AT(stack.mlp_bias), PLAIN},
@@ -1317,7 +1328,7 @@ static void mt_config_read_rope_layers(mt_config *config, mt_run_options *shape)
 static int64_t mt_config_first_expert_layer(mt_config *config, uint64_t mask) {
     if (mask & (HY_V3 | GLM4_MOE_LITE | MIMO_V2_FLASH)) return 1;
     if (!(mask & LEADING_DENSE)) return 0;
-    int64_t absent = mask & DEEPSEEK_V3 ? 3 : mask & DOTS1 ? 0 : 1;
+    int64_t absent = mask & (DEEPSEEK_V3 | SPARSE) ? 3 : mask & DOTS1 ? 0 : 1;
     return mt_config_int(config, config->root, "first_k_dense_replace", absent);
 }
 
@@ -1371,6 +1382,69 @@ static void mt_config_read_expert_layers(mt_config *config, uint64_t mask, mt_ru
     free(shape->moe_layer_freq);
     shape->moe_layer_freq = strchr(layers, '0') ? mt_layer_freq_print(layers, MT_EXPERT_LAYERS) : mt_strdup("1");
     free(layers);
+}
+
+/* True if a schedule of indexers gives layer i, counted from 0, one: as transformers 5.23 computes indexer_types. */
+static bool mt_has_indexer(int64_t i, int64_t freq, int64_t offset) {
+    return mt_max(i + 1 - offset, 0) % freq == 0;
+}
+
+/* Sets `full` [num_layers], true for layers with an indexer, from a list of "full" and "shared", or of the letters F
+ * and S of GLM's index_topk_pattern. */
+static void mt_config_read_indexer_types(mt_config *config, const char *key, const json_t *list, bool *full,
+                                         int64_t num_layers) {
+    const char *letters = json_string_value(list);
+    int64_t count = letters ? (int64_t)strlen(letters) : (int64_t)json_array_size(list);
+    if (count != num_layers) {
+        mt_config_fail(config, "\"%s\" must name %lld layers", key, (long long)num_layers);
+        return;
+    }
+    for (int64_t i = 0; i < num_layers; i++) {
+        char letter[2] = {letters ? letters[i] : 0, 0};
+        const char *type = letters ? letter : json_string_value(json_array_get(list, (size_t)i));
+        int choice = type ? mt_choice_index(letters ? "F|S" : "full|shared", type) : -1;
+        if (choice < 0)
+            mt_config_fail(config, "\"%s\" holds %.40s; supported: %s", key, type ? type : "values other than strings",
+                           letters ? "F and S" : "full and shared");
+        full[i] = choice == 0;
+    }
+}
+
+/* Layers of sparse attention that have an indexer, as a schedule: every freq-th from layer `offset` on, and those
+ * before. */
+static void mt_config_read_indexers(mt_config *config, uint64_t mask, mt_run_options *shape) {
+    int64_t num_layers = shape->stack.num_layers, freq = 1, offset = 0;
+    const json_t *kinds = mt_config_list(config, config->root, "layer_types");
+    const json_t *list = mt_config_list(config, config->root, "indexer_types");
+    const char *key = "indexer_types";
+    for (size_t i = 0; i < json_array_size(kinds); i++) {
+        const char *kind = json_string_value(json_array_get(kinds, i));
+        if (!kind || strcmp(kind, "indexed_attention") != 0)
+            mt_config_fail(config, "\"layer_types\" holds %.40s; supported: indexed_attention",
+                           kind ? kind : "values other than strings");
+    }
+    if (!(mask & GLM_MOE_DSA) || num_layers < 1) return;
+    freq = mt_max(mt_config_int(config, config->root, "index_topk_freq", 1), 1);
+    offset = mt_config_int(config, config->root, "index_skip_topk_offset", freq > 1 ? 2 : 0);
+    if (!list && mt_config_get(config->root, "index_topk_pattern"))
+        list = mt_config_get(config->root, "index_topk_pattern"), key = "index_topk_pattern";
+    bool *full = mt_calloc(num_layers * (int64_t)sizeof *full), found = false;
+    for (int64_t i = 0; i < num_layers; i++) full[i] = mt_has_indexer(i, freq, offset);
+    if (list) mt_config_read_indexer_types(config, key, list, full, num_layers);
+    for (int64_t i = -1; i < num_layers * num_layers && !found; i++) { // the file's own schedule first
+        if (i >= 0) freq = i / num_layers + 1, offset = i % num_layers + 1;
+        found = true;
+        for (int64_t layer = 0; layer < num_layers; layer++)
+            found &= full[layer] == mt_has_indexer(layer, freq, offset);
+    }
+    if (!full[0]) mt_config_fail(config, "\"%s\": the first layer has no indexer, and no layer before to share", key);
+    if (!found)
+        mt_config_fail(config,
+                       "\"%s\": only indexers in every so many layers, after some layers that all have one, are "
+                       "supported",
+                       key);
+    free(full);
+    shape->stack.dsa_indexer_topk_freq = freq, shape->stack.dsa_indexer_skip_topk_offset = freq > 1 ? offset : 0;
 }
 
 /* The number of experts, and the layers that have them. */
@@ -1430,6 +1504,7 @@ static void mt_config_finish_block(mt_config *config, uint64_t mask, mt_run_opti
     if (mask & SMOLLM3) mt_config_read_rope_layers(config, shape);
     if (mask & (DELTA | LFM2 | GRANITE)) mt_config_read_linear_layers(config, mask, shape);
     if (mask & LFM2) mt_config_read_adjusted_width(config, &shape->stack);
+    if (mask & SPARSE) mt_config_read_indexers(config, mask, shape);
     if (mask & MOE) mt_config_finish_experts(config, mask, shape);
     if (mask & DELTA && shape->stack.mtp_num_layers > 1)
         mt_config_fail(config, "\"mtp_num_layers\" is %lld; this family has one module of multi-token prediction",
@@ -1848,6 +1923,7 @@ static void mt_config_write_layer_range(json_t *root, const mt_options *o) {
 /* The layers with sliding windows, without RoPE, and with experts. */
 static void mt_config_write_layers(json_t *root, uint64_t mask, const mt_options *o) {
     json_t *types = json_array(), *dense = json_array(), *rope = json_array(), *mlps = json_array();
+    json_t *indexers = json_array();
     int64_t full = 0;
     for (int64_t i = 0; i < o->num_layers; i++) {
         mt_layer_kind kind = mt_layer_kind_of(o, i);
@@ -1859,13 +1935,21 @@ static void mt_config_write_layers(json_t *root, uint64_t mask, const mt_options
         if (is_linear) attention = "linear_attention";
         if (kind.mixer == MT_MIXER_NONE) attention = has_experts ? "moe" : "mlp";
         if (kind.mixer == MT_MIXER_SHORT_CONV) attention = "conv";
+        if (kind.mixer == MT_MIXER_SPARSE_ATTENTION) attention = "indexed_attention";
+        json_array_append_new(indexers, json_string(kind.shares_indices ? "shared" : "full"));
         json_array_append_new(types, json_string(attention));
         json_array_append_new(rope, json_integer(kind.rope != MT_ROPE_NONE));
         json_array_append_new(mlps, json_string(has_experts ? "sparse" : "dense"));
         if (!has_experts) json_array_append_new(dense, json_integer(i));
     }
-    if (mask & (DELTA | LFM2 | QWENS | SMOLLM3 | ROPE_BY_TYPE | GPT_OSS | DOTS1 | EXAONES | GRANITE | KIMI_LINEAR))
+    if (mask &
+        (DELTA | LFM2 | QWENS | SMOLLM3 | ROPE_BY_TYPE | GPT_OSS | DOTS1 | EXAONES | GRANITE | KIMI_LINEAR | SPARSE))
         json_object_set(root, "layer_types", types);
+    if (mask & GLM_MOE_DSA) {
+        json_object_set(root, "indexer_types", indexers);
+        mt_json_set_int(root, "index_topk_freq", o->dsa_indexer_topk_freq);
+        mt_json_set_int(root, "index_skip_topk_offset", mt_max(o->dsa_indexer_skip_topk_offset, 1));
+    }
     if (mask & NEMOTRON_H) json_object_set(root, "layers_block_type", types);
     if (mask & NEMOTRON_H && o->hybrid_layers) // for transformers before 5
         mt_json_set_string(root, "hybrid_override_pattern", o->hybrid_layers);
@@ -1884,6 +1968,7 @@ static void mt_config_write_layers(json_t *root, uint64_t mask, const mt_options
         mt_json_set_int(root, "first_k_dense_replace", mt_first_expert_layer(o));
     if (mask & ERNIE4_5_MOE) mt_config_write_layer_range(root, o);
     json_decref(types), json_decref(dense), json_decref(rope), json_decref(mlps);
+    json_decref(indexers);
 }
 
 /* RoPE's parameters for each type of layer. */

@@ -1,10 +1,12 @@
 /* flops.c: the floating-point operations of a model, from its options. */
 #include "flops.h"
 
-/* Mean number of keys that a query of a layer sees: half of the sequence, as Megatron counts; with a window its size,
- * and fewer at the start. */
+/* Mean number of keys that a query of a layer attends to: half of the sequence, as Megatron counts; with a window, or
+ * an indexer that selects so many, its size, and fewer at the start. */
 static double mean_keys(const mt_options *o, int64_t layer) {
-    double T = (double)o->seq_length, window = (double)mt_layer_kind_of(o, layer).window;
+    mt_layer_kind kind = mt_layer_kind_of(o, layer);
+    double T = (double)o->seq_length, window = (double)kind.window;
+    if (kind.mixer == MT_MIXER_SPARSE_ATTENTION) window = (double)o->dsa_indexer_topk;
     return window > 0 && window < T ? window - window * window / (2 * T) : T / 2;
 }
 
@@ -32,6 +34,18 @@ static double latent_multiplications(const mt_options *o) {
     return queries + keys + heads * values * C;
 }
 
+/* Multiplications per token of a layer's indexer, without the gradients that it lacks if its loss is off, in units of
+ * a forward and a backward: its projections, and its scores of all keys that a query sees. */
+static double indexer_multiplications(const mt_options *o, int64_t layer) {
+    mt_layer_kind kind = mt_layer_kind_of(o, layer);
+    double heads = (double)o->dsa_indexer_n_heads, D = (double)o->dsa_indexer_head_dim, C = (double)o->hidden_size;
+    double products = (double)o->q_lora_rank * heads * D + C * (D + heads),
+           scores = heads * D * (double)o->seq_length / 2;
+    if (kind.mixer != MT_MIXER_SPARSE_ATTENTION || kind.shares_indices) return 0;
+    // The weights get gradients, their inputs none; the scores are computed in the forward, and for the loss again.
+    return o->dsa_indexer_loss_coeff > 0 ? products * 2 / 3 + scores : (products + scores) / 3;
+}
+
 /* Multiplications per token of a layer's projections: of q, k, v and output; of other mixers their two linears. */
 static double projection_multiplications(const mt_options *o, int64_t layer) {
     double heads = (double)o->num_attention_heads, groups = (double)mt_layer_kind_of(o, layer).groups;
@@ -48,7 +62,7 @@ static double projection_multiplications(const mt_options *o, int64_t layer) {
                (2 * C + keys + values) * (double)o->linear_value_head_dim;
     if (mixer == MT_MIXER_MAMBA2)
         return C * (3 * inner + 2 * (double)(o->mamba_num_groups * o->mamba_state_dim) + (double)o->mamba_num_heads);
-    if (o->multi_latent_attention) return latent_multiplications(o);
+    if (o->multi_latent_attention) return latent_multiplications(o) + indexer_multiplications(o, layer);
     return C * (((o->attention_output_gate ? 2 : 1) * heads + groups) * D + groups * Dv) + heads * Dv * C;
 }
 

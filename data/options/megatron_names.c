@@ -377,10 +377,8 @@ static const struct {
      "adaptive-muon-beta2 adaptive-muon-eps adaptive-muon-moment2-method soap-shampoo-beta soap-use-kl-shampoo"},
     {MT_NAME_UNSUPPORTED, "other forms of master weights than those of --main-params-dtype", "store-param-remainders"},
     {MT_NAME_UNSUPPORTED, "attention other than multi-head, grouped and multi-head latent attention",
-     "dsa-indexer-head-dim dsa-indexer-k-norm-epsilon dsa-indexer-k-norm-fp32 dsa-indexer-loss-coeff "
-     "dsa-indexer-n-heads dsa-indexer-rope-interleaved dsa-indexer-rotate-activation dsa-indexer-scoring-relu "
-     "dsa-indexer-skip-topk-offset dsa-indexer-topk dsa-indexer-topk-freq dsa-indexer-use-sparse-loss "
-     "dsa-kernel-backend gdp-cutedsl-kernel gdp-num-chunk-states-to-recompute gdp-num-householder mrope-section "
+     "dsa-indexer-k-norm-fp32 dsa-indexer-rotate-activation dsa-indexer-scoring-relu dsa-kernel-backend "
+     "gdp-cutedsl-kernel gdp-num-chunk-states-to-recompute gdp-num-householder mrope-section "
      "qk-clip qk-clip-alpha qk-clip-threshold qk-l2-norm relative-attention-max-distance "
      "relative-attention-num-buckets"},
     {MT_NAME_UNSUPPORTED, "layers other than the transformer's attention, MLP and experts",

@@ -189,6 +189,7 @@ static int mt_options_list_linear_layers(mt_run_options *o, mt_error *error) {
     if (o->stack.experimental_attention_variant == MT_VARIANT_GDN)
         o->stack.experimental_attention_variant = MT_VARIANT_GATED_DELTA_NET;
     if (o->stack.num_layers == 0 || o->stack.experimental_attention_variant == MT_VARIANT_NONE) return 0;
+    if (o->stack.experimental_attention_variant == MT_VARIANT_DSA) return 0; // all layers
     if (!o->linear_attention_freq)
         return mt_error_set(error,
                             "--experimental-attention-variant needs --linear-attention-freq, the layers that have it: "

@@ -276,7 +276,8 @@ static const char *mt_value_trim(const char *text, char *trimmed, size_t room) {
 
 /* A section of a trainer in JSON, such as --accelerator-config '{"even_batches": true}': each of its keys must be a
  * name that states a property of this program, with its value. */
-static int mt_setting_check_section(mt_option_reader *reader, const char *text, const char *where, mt_error *error) {
+static int mt_setting_check_section(mt_option_reader *reader, const mt_setting *of, const char *text, const char *where,
+                                    mt_error *error) {
     json_error_t damage;
     json_t *section = json_loads(text, JSON_REJECT_DUPLICATES, &damage), *value;
     const char *key;
@@ -293,7 +294,7 @@ static int mt_setting_check_section(mt_option_reader *reader, const char *text, 
         free(printed);
     }
     json_decref(section);
-    if (status == 0) mt_strings_add(&reader->always, where);
+    if (status == 0) mt_strings_add(&reader->idle, where), mt_strings_add(&reader->idle, of->megatron.text);
     return status;
 }
 
@@ -315,7 +316,7 @@ int mt_setting_set(mt_option_reader *reader, const mt_setting *setting, const ch
             return mt_error_set(error, "%s expects true or false, got '%.100s'", where, text);
         text = is_true ? "true" : "false";
     }
-    if (!row && *text == '{') return mt_setting_check_section(reader, text, where, error);
+    if (!row && *text == '{') return mt_setting_check_section(reader, setting, text, where, error);
     if (!row) {
         if (*text && mt_choice_index(value, text) < 0 && !mt_value_is_none(value, text))
             return mt_error_set(error, "%s can only be %s here: %s", where, value, setting->megatron.text);

@@ -260,6 +260,26 @@ static int mt_options_derive_parallel(mt_options *o, int64_t world_size, mt_erro
     return mt_options_check_mapping(o, error);
 }
 
+/* Sparse attention is a form of latent attention. */
+static int mt_options_check_sparse(const mt_options *o, mt_error *error) {
+    if (o->experimental_attention_variant != MT_VARIANT_DSA) return 0;
+    const mt_constraint rules[] = {
+        {!o->multi_latent_attention || o->q_lora_rank == 0,
+         "--experimental-attention-variant dsa needs --multi-latent-attention and --q-lora-rank, the latent that its "
+         "indexer reads"},
+        {o->dsa_indexer_head_dim < o->qk_pos_emb_head_dim,
+         "--dsa-indexer-head-dim %lld is less than --qk-pos-emb-head-dim %lld, its channels with RoPE",
+         {o->dsa_indexer_head_dim, o->qk_pos_emb_head_dim}},
+        {o->context_parallel_size > 1,
+         "--experimental-attention-variant dsa does not run with --context-parallel-size %lld, whose ranks do not have "
+         "the keys that an indexer selects; take tensor, pipeline, data or expert parallelism",
+         {o->context_parallel_size}},
+        {o->lora_rank > 0 && o->dsa_indexer_loss_coeff > 0,
+         "--dsa-indexer-loss-coeff trains the indexer, which --lora-rank freezes; leave one out"},
+    };
+    return MT_CHECK_CONSTRAINTS(rules, error);
+}
+
 /* Sinkhorn computes the probabilities of the chosen experts itself, as in Megatron. */
 static int mt_options_check_sinkhorn(const mt_options *o, mt_error *error) {
     if (!mt_balances_by(o, MT_BALANCING_SINKHORN)) return 0;
@@ -714,10 +734,29 @@ static int mt_options_check_layout(const mt_run_options *o, mt_error *error) {
     return middle > 0 ? mt_options_check_share(&o->stack, "the layers of the other ranks", rest, middle, error) : 0;
 }
 
+/* The keys that a layer of sparse attention shares do not pass from stage to stage. */
+static int mt_options_check_shared_indices(const mt_options *o, mt_error *error) {
+    int64_t count = o->pipeline_model_parallel_size * o->num_virtual_stages_per_pipeline_rank;
+    mt_stage *stages = mt_malloc(count * (int64_t)sizeof *stages);
+    int status = 0;
+    mt_pipeline_layout_build(stages, o);
+    for (int64_t i = 0; i < count && status == 0; i++)
+        if (stages[i].num_layers > 0 && mt_layer_kind_of(o, stages[i].first_layer).shares_indices)
+            status = mt_error_set(error,
+                                  "pipeline stage %lld begins with layer %lld, which has no indexer and attends to the "
+                                  "keys of layer %lld (--dsa-indexer-topk-freq %lld), and these do not pass between "
+                                  "stages; begin it with a layer that has one (--pipeline-model-parallel-layout)",
+                                  (long long)i, (long long)stages[i].first_layer, (long long)stages[i].first_layer - 1,
+                                  (long long)o->dsa_indexer_topk_freq);
+    free(stages);
+    return status;
+}
+
 /* Stages, their schedule, and the batches, which the ranks that hold the same stage share. */
 static int mt_options_derive_pipeline(mt_run_options *o, mt_error *error) {
     if (mt_options_derive_stages(o, error) || mt_options_derive_order(o, error)) return -1;
-    return mt_options_check_layout(o, error) || mt_options_derive_batches(o, error) ? -1 : 0;
+    if (mt_options_check_layout(o, error) || mt_options_check_shared_indices(&o->stack, error)) return -1;
+    return mt_options_derive_batches(o, error);
 }
 
 /* Steps for train_samples: whole batches, each of the size at its first sample, as Megatron counts them. */
@@ -1074,6 +1113,7 @@ int mt_options_derive(mt_run_options *o, mt_program program, int64_t world_size,
     if (mt_options_derive_recompute(&o->stack, error) || mt_options_check_fp8(&o->stack, error)) return -1;
     if (mt_options_check_attention(&o->stack, program, error) || mt_options_derive_experts(o, world_size, error))
         return -1;
+    if (mt_options_check_sparse(&o->stack, error)) return -1;
     if (mt_options_derive_parallel(&o->stack, world_size, error) || mt_options_derive_context(o, error)) return -1;
     if (mt_options_derive_pipeline(o, error)) return -1;
     if (program == MT_PROGRAM_INFER && o->logits_out &&

@@ -49,7 +49,8 @@ int mt_layer_cost(const mt_options *o, int64_t layer) {
     bool linear = kind.mixer == MT_MIXER_GATED_DELTA_NET || kind.mixer == MT_MIXER_SHORT_CONV ||
                   kind.mixer == MT_MIXER_MAMBA2 || kind.mixer == MT_MIXER_KDA;
     int halves = kind.feed_forward == MT_FEED_FORWARD_NONE ? 1 : kind.mixer == MT_MIXER_NONE ? 2 : 0;
-    return (kind.feed_forward == MT_FEED_FORWARD_EXPERTS) + 2 * (kind.window > 0) + 4 * linear + 8 * halves;
+    return (kind.feed_forward == MT_FEED_FORWARD_EXPERTS) + 2 * (kind.window > 0) + 4 * linear + 8 * halves +
+           24 * kind.shares_indices;
 }
 
 /* Counts the bytes of a model of `count` layers of one cost, and simulates its step of `micro_batches`.
@@ -60,7 +61,7 @@ static int mt_few_simulate(mt_few_seconds *few, const mt_options *o, int64_t ran
     mt_simulation simulation;
     char experts[3] = {cost & 1 ? '1' : '0', cost & 1 ? '1' : '0', 0};
     char linears[3] = {cost & 4 ? '1' : '0', cost & 4 ? '1' : '0', 0};
-    char half = cost / 8 == 1 ? (cost & 4 ? 'M' : '*') : cost & 1 ? 'E' : '-', hybrids[3] = {half, half, 0};
+    char half = cost / 8 % 3 == 1 ? (cost & 4 ? 'M' : '*') : cost & 1 ? 'E' : '-', hybrids[3] = {half, half, 0};
     char windows[3] = {cost & 2 ? '1' : '0', cost & 2 ? '1' : '0', 0};
     model.num_layers = count, model.pipeline_letters = NULL, model.mtp_num_layers = 0;
     model.bf16 = true, model.stage = MT_STAGE_PT, model.optimizer_cpu_offload = model.dynamic_context_parallel = false;
@@ -71,6 +72,8 @@ static int mt_few_simulate(mt_few_seconds *few, const mt_options *o, int64_t ran
     if (o->linear_layers) model.linear_layers = linears;
     if (o->hybrid_layers) model.hybrid_layers = hybrids;
     model.rope_layers = NULL;
+    // The second of two layers shares the keys of the first, or none does.
+    model.dsa_indexer_topk_freq = cost >= 24 ? 2 : 1, model.dsa_indexer_skip_topk_offset = 0;
     mt_machine other = *machine;
     other.memory_gib = 0; // counts only: a batch of millions of tokens takes long to simulate
     int status = mt_simulate(&simulation, &model, ranks, &other, error);

@@ -11,7 +11,7 @@ extern "C" {
 
 /* The cost of a layer depends on four properties: experts, a sliding window, linear attention, and the halves that it
  * has. */
-enum { MT_LAYER_COSTS = 24 };
+enum { MT_LAYER_COSTS = 48 };
 int mt_layer_cost(const mt_options *options, int64_t layer);
 
 /* Seconds of a micro-batch in the parts of a model; [MT_LAYER_COSTS]: of a layer, 0 where the model has none of these.

@@ -193,6 +193,36 @@ mt_work mt_work_attention(const mt_attention *a, int over_d, int over_dv) {
     return mt_work_product(pairs, a->num_heads, over_d * a->head_size + over_dv * a->value_size);
 }
 
+/* Pairs of a query row in [first, first + rows) and a key that it sees, at most `most` for a query. */
+static int64_t mt_limited_pairs(const mt_spans *spans, int64_t first, int64_t rows, int64_t most) {
+    int64_t pairs = 0;
+    for (const mt_span *s = spans->host; s < spans->host + spans->count; s++)
+        for (int64_t i = mt_max(0, first - s->q_start); i < mt_min(s->q_len, first + rows - s->q_start); i++) {
+            int64_t begin, end;
+            mt_span_keys(s, 0, i, &begin, &end);
+            pairs += mt_min(end - begin, most);
+        }
+    return pairs;
+}
+
+/* A block of the loss has its own rows; `passes`: products of a pair. */
+mt_work mt_work_indexer(const mt_indexer_args *a, int passes) {
+    bool is_loss = a->block_rows > 0;
+    int64_t first = is_loss ? mt_max(a->block, a->first_row) : a->first_row;
+    int64_t end = a->first_row + a->rows;
+    if (is_loss) end = mt_min(end, a->block + a->block_rows);
+    int64_t most = is_loss && !a->all_keys ? a->topk : INT64_MAX;
+    return mt_work_product(mt_limited_pairs(a->spans, first, end - first, most), a->H, passes * a->D);
+}
+
+mt_work mt_work_sparse_attention(const mt_sparse_attention *a, int over_d, int over_dv) {
+    const mt_attention *call = &a->attention;
+    bool is_block = a->block_rows > 0;
+    int64_t first = is_block ? a->block : 0, rows = is_block ? a->block_rows : INT64_MAX / 2;
+    int64_t pairs = mt_limited_pairs(&call->spans, first, rows, a->all_keys ? INT64_MAX : a->topk);
+    return mt_work_product(pairs, call->num_heads, over_d * call->head_size + over_dv * call->value_size);
+}
+
 /* Reads k_rope, the rope channels of q and kv; writes the rope channels of q, k and v. */
 mt_work mt_work_latent_heads(const mt_latent_heads_args *a, mt_dtype dtype) {
     int64_t R = a->rotation.R, q = 2 * R, kv = a->N + a->Dv, k_and_v = a->N + R + a->Dv;

@@ -84,11 +84,14 @@ typedef struct mt_work {
 
 /* The functions that the work of the operations in megatron.h calls. A product of M x K by K x N; elements read and
  * written; attention, whose pairs of a query and a key that it sees take over_d products of D channels and over_dv of
- * Dv; the heads of latent attention; elements that a rank sends. */
+ * Dv; the heads of latent attention; the scores of an indexer, and attention over the keys that it selects; elements
+ * that a rank sends. */
 mt_work mt_work_product(int64_t M, int64_t N, int64_t K);
 mt_work mt_work_bytes(int64_t elements, mt_dtype dtype);
 mt_work mt_work_attention(const mt_attention *attention, int over_d, int over_dv);
 mt_work mt_work_latent_heads(const mt_latent_heads_args *args, mt_dtype dtype);
+mt_work mt_work_indexer(const mt_indexer_args *args, int passes);
+mt_work mt_work_sparse_attention(const mt_sparse_attention *args, int over_d, int over_dv);
 mt_work mt_work_sent(mt_operation operation, int64_t elements, mt_dtype dtype, const mt_group *group);
 
 /* Key rows or query rows of all spans; elements of counts[group size] that go to other ranks. */

@@ -417,8 +417,9 @@ static bool has_aux_loss(const mt_options *o, int i) {
     return mt_aux_loss_coeff(o, (mt_load_balancing)(MT_BALANCING_AUX_LOSS + i)) > 0;
 }
 
-/* Appends the values that only some models have: those of the loss; the loss of multi-token prediction; with experts
- * the auxiliary losses that are on, the balance of the loads, and the dropped tokens. */
+/* Appends the values that only some models have: those of the loss; the loss of multi-token prediction; that of the
+ * indexers of sparse attention; with experts the auxiliary losses that are on, the balance of the loads, and the
+ * dropped tokens. */
 static void append_parts(line *to, const mt_report *report, const mt_metrics *metrics) {
     const mt_options *o = &report->options->stack;
     for (int64_t i = 0; i < report->num_numbers; i++)
@@ -427,6 +428,7 @@ static void append_parts(line *to, const mt_report *report, const mt_metrics *me
     for (const mt_loss_metric *row = report->loss_metrics; row && row->name; row++)
         append(to, "  %s %.4g", row->name, loss_metric(row, metrics));
     if (o->mtp_num_layers > 0) append(to, "  mtp loss %.4f", mean_mtp_loss(o, metrics));
+    if (o->dsa_indexer_loss_coeff > 0) append(to, "  indexer loss %.3g", metrics->indexer_loss);
     if (mt_num_expert_layers(o) == 0) return;
     for (int i = 0; i < MT_NUM_AUX_LOSSES; i++)
         if (has_aux_loss(o, i)) append(to, "  %s %.3g", aux_losses[i].on_line, metrics->aux_losses[i]);
@@ -492,6 +494,8 @@ static void collect_scalars(scalar_list *all, const mt_report *report, const mt_
         add_scalar(all, "mem-allocated-bytes", "memory_bytes",
                    (double)(report->device_bytes > 0 ? report->device_bytes : resident_memory()));
     add_scalar(all, "skipped-iterations", "skipped_iterations", (double)metrics->skipped);
+    if (report->options->stack.dsa_indexer_loss_coeff > 0)
+        add_scalar(all, "indexer loss", "indexer_loss", metrics->indexer_loss);
     if (mt_num_expert_layers(&report->options->stack) == 0) return;
     for (int i = 0; i < MT_NUM_AUX_LOSSES; i++) // the first one always, for all that read it
         if (i == 0 || has_aux_loss(&report->options->stack, i))
