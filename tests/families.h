@@ -68,6 +68,12 @@ __attribute__((unused)) static bool has_indexer(const char *family) {
     return strcmp(family, "deepseek_v32") == 0 || strncmp(family, "glm_moe_dsa", 11) == 0;
 }
 
+/* Families whose indexer, of four heads, gives many keys equal scores: which of them are selected depends on the number
+ * of keys, in transformers too, so that no text of a cache is the right one. */
+__attribute__((unused)) static bool has_equal_scores(const char *family) {
+    return strcmp(family, "deepseek_v32") == 0;
+}
+
 /* Families that the CPU alone computes. */
 __attribute__((unused)) static bool needs_the_cpu(const char *family) {
     return strcmp(family, "mimo_v2_flash") == 0 || has_indexer(family);

@@ -45,6 +45,7 @@ static mt_indexer_args indexer_of(operands *o) {
                              .H = H,
                              .D = D,
                              .topk = TOPK,
+                             .ties = MT_TIES_FIRST,
                              .scale = 0.25f,
                              .q = o->q,
                              .k = o->k,
