@@ -114,8 +114,12 @@ a_format_is_detected_and_one_that_is_not_written_refused() {
     "$train" --load "$golden/hf/qwen3" --auto-detect-ckpt-format --mock-data $train_options \
         >"$work/out" 2>"$work/err" || return 1
     # shellcheck disable=SC2086
-    refused "ckpt-format expects huggingface|torch_dist|fsdp_dtensor, got 'torch'" \
-        "$train" --load "$golden/hf/qwen3" --save "$work/formats" --ckpt-format torch --mock-data \
+    "$train" --load "$golden/hf/qwen3" --ckpt-format torch --mock-data $train_options >"$work/out" 2>"$work/err" ||
+        return 1
+    grep -q 'ckpt-format torch has no effect: that format is read only' "$work/out" "$work/err" || return 1
+    # shellcheck disable=SC2086
+    refused "ckpt-format expects huggingface|torch_dist|torch|fsdp_dtensor, got 'zarr'" \
+        "$train" --load "$golden/hf/qwen3" --save "$work/formats" --ckpt-format zarr --mock-data \
         $train_options && [ ! -e "$work/formats" ]
 }
 

@@ -1204,7 +1204,10 @@ static void names_that_state_what_is_so_take_no_other_value(void **state) {
     expect_good(&options, RUN "--use-megatron-fsdp --dist-ckpt-format torch_dist");
     assert_int_equal(options.ckpt_format, MT_CHECKPOINT_TORCH_DIST);
     mt_options_free(&options);
-    expect_error(RUN "--ckpt-format torch", "huggingface|torch_dist|fsdp_dtensor");
+    expect_good(&options, RUN "--ckpt-format torch");
+    assert_int_equal(options.ckpt_format, MT_CHECKPOINT_TORCH); // a note says that it is read only
+    mt_options_free(&options);
+    expect_error(RUN "--ckpt-format zarr", "huggingface|torch_dist|torch|fsdp_dtensor");
     expect_good(&options, RUN "--spec megatron.core.models.hybrid.hybrid_layer_specs x");
     mt_options_free(&options);
     expect_error(RUN "--step-batch-size-schedule 0:2", "--step-batch-size-schedule needs --train-samples");

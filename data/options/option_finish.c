@@ -393,6 +393,9 @@ static int mt_options_resolve(mt_run_options *o, mt_program program, mt_error *e
                             "--ckpt-format fsdp_dtensor is the format of --use-megatron-fsdp; give that, or leave "
                             "the option out");
     if (o->ckpt_format == MT_CHECKPOINT_FSDP_DTENSOR) o->ckpt_format = MT_CHECKPOINT_HF;
+    if (o->convert && o->ckpt_format == MT_CHECKPOINT_TORCH)
+        return mt_error_set(error, "--ckpt-format torch: that format is read only; --convert writes huggingface, or "
+                                   "torch_dist");
     if (o->stack.stage != MT_STAGE_PT) o->sft = true;
     if (o->ipo && MT_GIVEN(o, preference_loss) && o->preference_loss != MT_PREFERENCE_IPO)
         return mt_error_set(error, "--ipo and --preference-loss exclude each other unless that is ipo; leave one out");

@@ -1122,9 +1122,9 @@ const mt_option mt_option_table[] = {
     {"save-interval", MT_INT, MT_AT(save_interval), MT_TRAIN, MT_OF_RUN, NULL, "[1,1000000000000]",
      "steps between checkpoints (default: one at the end)", .needs = "save"},
     {"ckpt-format", MT_CHOICE, MT_AT(ckpt_format), MT_BOTH, MT_OF_RUN, "huggingface",
-     "huggingface|torch_dist|fsdp_dtensor",
+     "huggingface|torch_dist|torch|fsdp_dtensor",
      "what --save, or --convert of infer, writes: a Hugging Face folder, or torch_dist, which Megatron-LM loads and "
-     "this program too; fsdp_dtensor, with --use-megatron-fsdp: a Hugging Face folder"},
+     "this program too; fsdp_dtensor, with --use-megatron-fsdp, and torch, which is read only: a Hugging Face folder"},
     {"save-interval-fraction", MT_REAL, MT_AT(save_interval_fraction), MT_TRAIN, MT_OF_RUN, NULL, "[0,1)",
      "steps between checkpoints, as a fraction of all steps", .needs = "save", .excludes = "save-interval",
      .own = true},

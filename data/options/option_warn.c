@@ -44,6 +44,9 @@ static void mt_options_print_idle_common(const mt_run_options *o, FILE *file) {
         {cpu && o->stack.deterministic_mode, "deterministic-mode", "on the CPU, runs always repeat bit for bit"},
         {cpu && o->stack.attention_backend == MT_ATTENTION_FLASH, "attention-backend flash",
          "the CPU has one attention"},
+        {o->ckpt_format == MT_CHECKPOINT_TORCH, "ckpt-format torch",
+         "that format is read only; a checkpoint is saved as a Hugging Face folder, or with torch_dist as "
+         "Megatron-Core's"},
         {unwatched && MT_GIVEN(o, stack.distributed_timeout_minutes), "distributed-timeout-minutes", no_watch},
         {unwatched && MT_GIVEN(o, stack.distributed_timeout_seconds), "distributed-timeout-seconds", no_watch},
         {mt_num_expert_layers(&o->stack) > 0 &&

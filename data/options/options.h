@@ -26,6 +26,7 @@ enum { MT_MAX_OPTIONS = 640 }; // rows of the option table
 typedef enum mt_checkpoint_format {
     MT_CHECKPOINT_HF,          // a Hugging Face folder
     MT_CHECKPOINT_TORCH_DIST,  // as Megatron-Core's
+    MT_CHECKPOINT_TORCH,       // Megatron-LM's older one, which is read only: the first, with a note
     MT_CHECKPOINT_FSDP_DTENSOR // Megatron-FSDP's word for parameters that ranks share: the first, until options finish
 } mt_checkpoint_format;
 
