@@ -598,8 +598,8 @@ typedef struct mt_options {
     int64_t mamba_state_dim, mamba_head_dim, mamba_num_groups, mamba_num_heads;
     double mamba_dt_limit_low, mamba_dt_limit_high; // of a step; high 0: none
     bool mamba_conv_bias;
-    /* the indexer of sparse attention: heads, their channels, and the keys that it selects for a query. Layers with
-     * dsa_indexer_topk_freq above 1: see mt_layer_kind.shares_indices */
+    // the indexer of sparse attention: heads, their channels, and the keys that it selects for a query; with
+    // dsa_indexer_topk_freq above 1 see mt_layer_kind.shares_indices
     int64_t dsa_indexer_n_heads, dsa_indexer_head_dim, dsa_indexer_topk;
     int64_t dsa_indexer_topk_freq, dsa_indexer_skip_topk_offset;
     bool dsa_indexer_rope_interleaved;

@@ -181,6 +181,7 @@ static bool takes_layout(const char *family, const layout *l) {
     bool has_two = strncmp(family, "nemotron_h", 10) == 0 || strcmp(family, "mimo_v2_flash") == 0;
     if (has_two && strstr(l->words, "--tensor-model-parallel-size 4")) return false;
     if (strcmp(family, "granitemoehybrid") == 0 && strstr(l->words, "--tensor")) return false;
+    if (has_indexer(family) && strstr(l->words, "--context")) return false;
     // Nemotron-H has six layers, which four stages do not share.
     bool has_four_stages = strstr(l->words, "--pipeline-model-parallel-size 4") || strstr(l->words, "virtual");
     return strncmp(family, "nemotron_h", 10) != 0 || !has_four_stages;

@@ -116,11 +116,11 @@ a_folder_does_not_lose_its_tokenizer() {
         --device cpu
 }
 
-# Matrices whose rows stand by head, or all experts in one tensor, have no adapters.
+# Matrices whose rows stand by head, or all experts in one tensor, and those of an indexer have no adapters.
 what_all_linear_leaves_out_is_said() {
     for case in 'qwen3_next=in_proj_qkvz, in_proj_ba, q_proj' 'gpt_oss=gate_up_proj, down_proj' llama= lfm2= \
         nemotron_h= nemotron_h_latent= 'granitemoehybrid=input_linear, output_linear' kimi_linear= qwen3_5=q_proj \
-        deepseek_v32=; do
+        'deepseek_v32=wq_b, wk, weights_proj'; do
         name=${case%%=*}
         "$train" --load "tests/golden/hf/$name" --tokens-file "tests/golden/hf/$name/tokens.i32" --seq-length 32 \
             --lr 1e-2 --device cpu --lora-rank 2 --lora-target all-linear --train-iters 1 >"$work/out" 2>"$work/err" \

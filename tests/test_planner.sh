@@ -477,8 +477,6 @@ refusals_name_the_reason() {
             $small --plan --gpus 6 --tensor-model-parallel-size 2 --context-parallel-size 2 --tp-comm-overlap &&
         refused '--num-layers, 4, must be a multiple of 8 pipeline ranks' "$train" --bf16 $small --plan --gpus 8 \
             --pipeline-model-parallel-size 8 &&
-        refused 'no layout of 4 GPUs is legal: --sequence-parallel needs --tensor' "$train" --bf16 $small --plan \
-            --gpus 4 --sequence-parallel --tensor-model-parallel-size 1 &&
         refused '--num-layers, 4, must be a multiple of 2 pipeline ranks times 3' "$train" --bf16 $small --plan \
             --gpus 2 --num-virtual-stages-per-pipeline-rank 3 && [ "$(wc -l <"$work/err")" = 1 ] &&
         refused '--print-schedule exclude' "$train" $common $small --plan --gpus 2 --print-schedule &&

