@@ -182,6 +182,10 @@ static bool takes_layout(const char *family, const layout *l) {
     if (has_two && strstr(l->words, "--tensor-model-parallel-size 4")) return false;
     if (strcmp(family, "granitemoehybrid") == 0 && strstr(l->words, "--tensor")) return false;
     if (has_indexer(family) && strstr(l->words, "--context")) return false;
+    // Every second layer of glm_moe_dsa_shared has an indexer, and a stage begins with one.
+    bool begins_without = strstr(l->words, "--pipeline-model-parallel-size 4") || strstr(l->words, "virtual") ||
+                          strstr(l->words, "--decoder-first-pipeline-num-layers 1");
+    if (strcmp(family, "glm_moe_dsa_shared") == 0 && begins_without) return false;
     // Nemotron-H has six layers, which four stages do not share.
     bool has_four_stages = strstr(l->words, "--pipeline-model-parallel-size 4") || strstr(l->words, "virtual");
     return strncmp(family, "nemotron_h", 10) != 0 || !has_four_stages;
