@@ -177,7 +177,7 @@ others_are_refused() {
     [ -n "${HAVE_MPI:-}" ] || return 0
     # shellcheck disable=SC2086
     distill 4 "$work/deep.jsonl" $small --train-iters 1 --pipeline-model-parallel-size 4 && return 1
-    says '^error: --teacher-load .*teacher: --num-layers (config.json), 2, must be a multiple of 4 pipeline ranks' "$work/err"
+    says '^error: --teacher-load .*: --num-layers (config.json), 2, must be a multiple of 4 pipeline ranks' "$work/err"
 }
 
 write_data

@@ -111,7 +111,7 @@ static void run(result *r, const char *model_words, const char *layout, int rank
     if (ranks == 1) world = started;
 }
 
-/* Probabilities that are equal but for their rounding have no order, and a draw between them takes either: one of all
+/* Probabilities that are equal up to their rounding have no order, and a draw between them takes either: one of all
  * samples may part from that of one rank. Up to there it is the same. */
 static void compare(const result *r, const result *one, const char *layout) {
     int parted = 0;

@@ -81,7 +81,8 @@ static void mt_target_write(mt_reader *r, mt_target *t, int64_t at, const float 
 /* mt_target_write for stored elements. */
 static void mt_target_write_stored(mt_reader *r, mt_target *t, int64_t at, const char *from, mt_dtype dtype,
                                    int64_t n) {
-    if (dtype == MT_F32 && (uintptr_t)from % sizeof(float) == 0 && t->factor == 1) {
+    float shift = t->place.shift;
+    if (dtype == MT_F32 && (uintptr_t)from % sizeof(float) == 0 && t->factor == 1 && shift == 0) {
         mt_target_write(r, t, at, (const float *)(const void *)from, n);
         return;
     }
@@ -89,6 +90,7 @@ static void mt_target_write_stored(mt_reader *r, mt_target *t, int64_t at, const
         count = mt_min(n - done, MT_STAGED);
         mt_stored_to_f32(r->staged, 1, from + done * mt_dtype_size(dtype), dtype, count);
         for (int64_t i = 0; t->factor != 1 && i < count; i++) r->staged[i] *= t->factor;
+        for (int64_t i = 0; shift != 0 && i < count; i++) r->staged[i] -= shift;
         mt_target_write(r, t, at + done, r->staged, count);
     }
 }

@@ -122,7 +122,8 @@ void mt_saved_free(mt_saved_set *set) {
 /* ---- torch_dist */
 
 mt_placement mt_saved_place(const mt_saved_tensor *tensor, const mt_param *param, const mt_options *o) {
-    return tensor->chunk.num_dims > 0 ? mt_core_placement(param, o) : mt_param_placement(param, tensor->state);
+    return tensor->chunk.num_dims > 0 ? mt_core_placement(param, tensor->state, o)
+                                      : mt_param_placement(param, tensor->state);
 }
 
 void mt_saved_archive(const mt_saved_tensor *tensor, mt_archive *archive) {

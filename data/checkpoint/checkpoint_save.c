@@ -563,6 +563,19 @@ static int64_t mt_part_most(const mt_saved_part *own, mt_placement place, int64_
     return mt_max(MT_PIECE_BYTES, own->param->cols * size * (place.transposed ? place.width : 1));
 }
 
+/* to = the first n elements of a part, in the tensor's type, each with `shift` added. */
+static void mt_part_read(mt_model *m, mt_saved_part own, const mt_saved_tensor *tensor, float shift, char *to,
+                         int64_t n) {
+    bool is_bf16 = tensor->dtype == MT_BF16;
+    float *values = is_bf16 ? mt_malloc(n * (int64_t)sizeof *values) : (float *)(void *)to;
+    MT_CHECK(own.parts == 1 && (is_bf16 || tensor->dtype == MT_F32));
+    mt_state_read(m, own.param, tensor->state, own.begin, values, n);
+    for (int64_t i = 0; shift != 0 && i < n; i++) values[i] += shift;
+    if (!is_bf16) return;
+    for (int64_t i = 0; i < n; i++) ((uint16_t *)(void *)to)[i] = mt_f32_to_bf16(values[i]);
+    free(values);
+}
+
 /* Copies a part to host memory and submits it as rectangles of its tensor. A state with scales is converted there at
  * once. Returns the host memory that this takes; without a writer it only counts. */
 static int64_t mt_part_copy(mt_model *m, mt_writer *w, mt_saved_part own, mt_saved_tensor *tensor, int64_t file) {
@@ -585,8 +598,9 @@ static int64_t mt_part_copy(mt_model *m, mt_writer *w, mt_saved_part own, mt_sav
             slice + (piece.transposed ? to_col * piece.pitch + to_row * size : to_row * piece.pitch + to_col * size);
         int64_t bytes = mt_piece_size(&piece), each = bytes / own.parts;
         char *to = w ? mt_writer_reserve(w, piece.offset, bytes) : NULL;
-        if (to && has_scale) mt_state_read(m, param, tensor->state, own.begin, (float *)(void *)to, rows * width);
-        for (int64_t i = 0; i < own.parts && to && !has_scale; i++)
+        bool is_read = has_scale || place.shift != 0;
+        if (to && is_read) mt_part_read(m, own, tensor, place.shift, to, rows * width);
+        for (int64_t i = 0; i < own.parts && to && !is_read; i++)
             mt_copy_to_host(m, w, to + i * each, own.from[i], each);
         piece.data = to;
         if (w) mt_writer_submit(w, piece);

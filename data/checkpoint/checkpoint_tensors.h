@@ -19,6 +19,7 @@ typedef struct mt_placement {
     int64_t group_rows, group_pitch; // groups of rows of the parameter, and the distance of their first rows
     int64_t groups;
     int64_t first_row, first_col; // of the tensor, if that is a part of the matrix: its first element's place
+    float shift;                  // stored = the parameter's value + shift
 } mt_placement;
 
 /* The row of the slice that holds row r of the whole parameter; without groups row + r stride. */

@@ -69,6 +69,7 @@ static void mt_origin_read(const mt_origin *from, const mt_param *param, int64_t
         const char *at =
             (const char *)piece->tensor.data + (row - part.row) * part.cols * mt_dtype_size(piece->tensor.dtype);
         mt_stored_to_f32(line + part.col, 1, at, piece->tensor.dtype, part.cols);
+        for (int64_t c = 0; place->shift != 0 && c < part.cols; c++) line[part.col + c] -= place->shift;
     }
 }
 
@@ -80,8 +81,9 @@ static void mt_line_write(const mt_saved_tensor *tensor, const mt_placement *pla
     char *at = values + place->slice * (tensor->bytes / place->slices);
     at += (place->transposed ? row : row * place->width) * size;
     for (int64_t c = 0; c < cols; c++) {
-        uint16_t half = tensor->dtype == MT_BF16 ? mt_f32_to_bf16(line[c]) : 0;
-        memcpy(at + c * step * size, tensor->dtype == MT_BF16 ? (const void *)&half : &line[c], (size_t)size);
+        float value = line[c] + place->shift;
+        uint16_t half = tensor->dtype == MT_BF16 ? mt_f32_to_bf16(value) : 0;
+        memcpy(at + c * step * size, tensor->dtype == MT_BF16 ? (const void *)&half : &value, (size_t)size);
     }
 }
 

@@ -50,6 +50,14 @@ static const struct {
     {"moe_shared_expert_intermediate_size", "num_experts"},
     {"moe_shared_expert_gate", "num_experts"},
     {"moe_latent_size", "num_experts"},
+    {"attention_output_gate", NULL},
+    {"experimental_attention_variant", NULL},
+    {"linear_attention_freq", "experimental_attention_variant"},
+    {"linear_num_key_heads", "experimental_attention_variant"},
+    {"linear_num_value_heads", "experimental_attention_variant"},
+    {"linear_key_head_dim", "experimental_attention_variant"},
+    {"linear_value_head_dim", "experimental_attention_variant"},
+    {"linear_conv_kernel_dim", "experimental_attention_variant"},
     {"multi_latent_attention", NULL},
     {"q_lora_rank", "multi_latent_attention"},
     {"kv_lora_rank", "multi_latent_attention"},
@@ -69,8 +77,6 @@ static const char *const mt_other_args[] = {
     "window_size",
     "hybrid_layer_pattern",
     "hybrid_override_pattern",
-    "attention_output_gate",
-    "experimental_attention_variant",
     "heterogeneous_layers_config_path",
     "use_rope_scaling",
     "rotary_seq_len_interpolation_factor",
@@ -131,21 +137,36 @@ static bool mt_pickled_print(const mt_pickled *value, char *text, size_t size) {
     return true;
 }
 
+/* An argument whose model is another one; NULL: none. */
+static const char *mt_args_other(const mt_pickled *args) {
+    static const char key[] = "experimental_attention_variant";
+    const mt_pickled *variant = mt_pickled_get(args, key);
+    const char *name = mt_pickled_text(variant);
+    for (size_t i = 0; i < sizeof mt_other_args / sizeof *mt_other_args; i++)
+        if (mt_pickled_is_set(mt_pickled_get(args, mt_other_args[i]))) return mt_other_args[i];
+    return mt_pickled_is_set(variant) && (!name || strcmp(name, "gated_delta_net") != 0) ? key : NULL;
+}
+
 int mt_args_set(mt_run_options *of_args, const mt_pickled *args, const char *folder, mt_error *error) {
     char text[4096];
+    const char *other = mt_args_other(args), *format = mt_megatron_format(folder);
     if (mt_args_scale_latent_rope(args))
         return mt_error_set(error,
                             "%s: its run has latent attention with RoPE scaled by YaRN, which is not read from a "
                             "checkpoint of Megatron-LM; convert it to a Hugging Face folder by Megatron Bridge "
                             "(convert_checkpoints.py export)",
                             folder);
-    for (size_t i = 0; i < sizeof mt_other_args / sizeof *mt_other_args; i++)
-        if (mt_pickled_is_set(mt_pickled_get(args, mt_other_args[i])))
-            return mt_error_set(
-                error,
-                "%s: its run has \"%s\", which is not read from a checkpoint of Megatron-LM; convert it "
-                "to a Hugging Face folder by Megatron Bridge (convert_checkpoints.py export)",
-                folder, mt_other_args[i]);
+    if (other)
+        return mt_error_set(error,
+                            "%s: its run has \"%s\", which is not read from a checkpoint of Megatron-LM; convert it "
+                            "to a Hugging Face folder by Megatron Bridge (convert_checkpoints.py export)",
+                            folder, other);
+    if (mt_pickled_is_set(mt_pickled_get(args, "experimental_attention_variant")) && format &&
+        strcmp(format, "torch") == 0)
+        return mt_error_set(error,
+                            "%s: a gated delta net is read from the format torch_dist alone; save it again by "
+                            "--ckpt-format torch_dist of Megatron-LM",
+                            folder);
     for (size_t i = 0; i < sizeof mt_model_args / sizeof *mt_model_args; i++) {
         const char *key = mt_model_args[i].key, *when = mt_model_args[i].when;
         if (when && !mt_pickled_is_set(mt_pickled_get(args, when))) continue;

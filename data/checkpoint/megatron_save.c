@@ -167,7 +167,8 @@ static char **mt_dist_objects(const mt_saved_set *set, int64_t *count) {
         const char *name = t->chunk.name, *last = strrchr(name, '.');
         static const char attention[] = ".linear_proj.weight", core[] = ".core_attention";
         bool in_block = strncmp(name, "decoder.", 8) == 0 || strncmp(name, "mtp.", 4) == 0;
-        if (!in_block || strstr(name, ".router.") || strstr(name, ".gate_weight")) continue;
+        bool is_part = strstr(name, ".weight.") || strcmp(last, ".A_log") == 0 || strcmp(last, ".dt_bias") == 0;
+        if (!in_block || is_part || strstr(name, ".router.") || strstr(name, ".gate_weight")) continue;
         names[n++] = mt_dist_object_name(name, last - name, &t->chunk);
         if (!mt_text_ends_with(name, attention)) continue;
         char module[192];
@@ -265,6 +266,7 @@ typedef enum mt_arg_when {
     MT_ARG_UNLESS_0, // else None
     MT_ARG_EXPERTS,  // with experts
     MT_ARG_LATENT,   // with latent attention
+    MT_ARG_LINEAR,   // with layers of linear attention
 } mt_arg_when;
 
 /* The arguments that have an option's value. */
@@ -314,6 +316,13 @@ static const struct {
     {"moe_grouped_gemm", MT_AT(stack.moe_grouped_gemm), MT_ARG_EXPERTS},
     {"moe_latent_size", MT_AT(stack.moe_latent_size), MT_ARG_UNLESS_0},
     {"multi_latent_attention", MT_AT(stack.multi_latent_attention), MT_ARG_ALWAYS},
+    {"attention_output_gate", MT_AT(stack.attention_output_gate), MT_ARG_ALWAYS},
+    {"experimental_attention_variant", MT_AT(stack.experimental_attention_variant), MT_ARG_LINEAR},
+    {"linear_num_key_heads", MT_AT(stack.linear_num_key_heads), MT_ARG_LINEAR},
+    {"linear_num_value_heads", MT_AT(stack.linear_num_value_heads), MT_ARG_LINEAR},
+    {"linear_key_head_dim", MT_AT(stack.linear_key_head_dim), MT_ARG_LINEAR},
+    {"linear_value_head_dim", MT_AT(stack.linear_value_head_dim), MT_ARG_LINEAR},
+    {"linear_conv_kernel_dim", MT_AT(stack.linear_conv_kernel_dim), MT_ARG_LINEAR},
     {"q_lora_rank", MT_AT(stack.q_lora_rank), MT_ARG_UNLESS_0},
     {"kv_lora_rank", MT_AT(stack.kv_lora_rank), MT_ARG_LATENT},
     {"qk_head_dim", MT_AT(stack.qk_head_dim), MT_ARG_LATENT},
@@ -362,6 +371,14 @@ static void mt_arg_write_freq(mt_pickler *p, const mt_run_options *o) {
     mt_list_end(p);
 }
 
+/* --linear-attention-freq, as a list of a 0 or 1 for each layer. */
+static void mt_arg_write_linear_layers(mt_pickler *p, const mt_options *o) {
+    mt_pickle_text(p, "linear_attention_freq");
+    mt_list_begin(p);
+    for (int64_t i = 0; i < o->num_layers; i++) mt_pickle_int(p, o->linear_layers[i] == '1');
+    mt_list_end(p);
+}
+
 /* The run's arguments, as --use-checkpoint-args of Megatron-LM reads them. */
 static void mt_dist_write_args(mt_pickler *p, const mt_run_options *o, const mt_grid *grid, const mt_run_state *state,
                                bool states, mt_dtype dtype) {
@@ -371,10 +388,12 @@ static void mt_dist_write_args(mt_pickler *p, const mt_run_options *o, const mt_
     for (size_t i = 0; i < sizeof mt_saved_args / sizeof *mt_saved_args; i++) {
         mt_arg_when when = mt_saved_args[i].when;
         if ((when == MT_ARG_EXPERTS && !experts) || (when == MT_ARG_LATENT && !s->multi_latent_attention)) continue;
+        if (when == MT_ARG_LINEAR && !s->linear_layers) continue;
         mt_pickle_text(p, mt_saved_args[i].key);
         mt_arg_write(p, o, mt_option_of(mt_saved_args[i].offset), when);
     }
     if (experts) mt_arg_write_freq(p, o);
+    if (s->linear_layers) mt_arg_write_linear_layers(p, s);
     mt_item_bool(p, "group_query_attention", s->num_query_groups != s->num_attention_heads);
     mt_item_bool(p, "add_position_embedding", s->position_embedding_type == MT_POSITION_LEARNED_ABSOLUTE);
     mt_item_bool(p, "use_rotary_position_embeddings", s->position_embedding_type == MT_POSITION_ROPE);

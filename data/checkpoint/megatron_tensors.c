@@ -1,6 +1,6 @@
 /* megatron_tensors.c: the place of each parameter in the matrices of a checkpoint of Megatron-LM. Megatron-Core holds
- * q, k and v as one matrix, group by group: the query heads of a group, its key head, its value head; and a gate before
- * the other half of an MLP's first matrix. */
+ * q, k and v as one matrix, group by group: the query heads of a group, the gates of their outputs if it has those, its
+ * key head, its value head; and a gate before the other half of an MLP's first matrix. */
 #include "megatron_tensors.h"
 
 #include <stdlib.h>
@@ -10,6 +10,7 @@
 typedef enum mt_core_part {
     MT_CORE_WHOLE,
     MT_CORE_Q,
+    MT_CORE_OUTPUT_GATE,
     MT_CORE_K,
     MT_CORE_V,
     MT_CORE_FIRST,  // of two halves
@@ -30,11 +31,14 @@ static const struct {
     {MT_FINAL_NORM_BIAS, MT_CORE_WHOLE, "decoder.final_layernorm.bias"},
     {MT_LM_HEAD, MT_CORE_WORDS, "output_layer.weight"},
     {MT_INPUT_NORM, MT_CORE_WHOLE, ".self_attention.linear_qkv.layer_norm_weight"},
+    {MT_INPUT_NORM, MT_CORE_WHOLE, ".self_attention.in_proj.layer_norm_weight"},
     {MT_INPUT_NORM, MT_CORE_WHOLE, ".input_layernorm.weight"},
     {MT_INPUT_NORM_BIAS, MT_CORE_WHOLE, ".self_attention.linear_qkv.layer_norm_bias"},
+    {MT_INPUT_NORM_BIAS, MT_CORE_WHOLE, ".self_attention.in_proj.layer_norm_bias"},
     {MT_INPUT_NORM_BIAS, MT_CORE_WHOLE, ".input_layernorm.bias"},
     {MT_Q, MT_CORE_Q, ".self_attention.linear_qkv.weight"},
     {MT_Q, MT_CORE_WHOLE, ".self_attention.linear_q_proj.weight"},
+    {MT_ATTENTION_GATE, MT_CORE_OUTPUT_GATE, ".self_attention.linear_qkv.weight"},
     {MT_K, MT_CORE_K, ".self_attention.linear_qkv.weight"},
     {MT_V, MT_CORE_V, ".self_attention.linear_qkv.weight"},
     {MT_Q_BIAS, MT_CORE_Q, ".self_attention.linear_qkv.bias"},
@@ -51,7 +55,20 @@ static const struct {
     {MT_KV_A_NORM, MT_CORE_WHOLE, ".self_attention.linear_kv_up_proj.layer_norm_weight"},
     {MT_KV_A_NORM, MT_CORE_WHOLE, ".self_attention.kv_layernorm.weight"},
     {MT_SINKS, MT_CORE_WHOLE, ".self_attention.core_attention.softmax_offset"},
+    {MT_DELTA_Q, MT_CORE_WHOLE, ".self_attention.in_proj.weight.query"},
+    {MT_DELTA_K, MT_CORE_WHOLE, ".self_attention.in_proj.weight.key"},
+    {MT_DELTA_V, MT_CORE_WHOLE, ".self_attention.in_proj.weight.value"},
+    {MT_DELTA_Z, MT_CORE_WHOLE, ".self_attention.in_proj.weight.z"},
+    {MT_DELTA_B, MT_CORE_WHOLE, ".self_attention.in_proj.weight.beta"},
+    {MT_DELTA_A, MT_CORE_WHOLE, ".self_attention.in_proj.weight.alpha"},
+    {MT_CONV_Q, MT_CORE_WHOLE, ".self_attention.conv1d.weight.query"},
+    {MT_CONV_K, MT_CORE_WHOLE, ".self_attention.conv1d.weight.key"},
+    {MT_CONV_V, MT_CORE_WHOLE, ".self_attention.conv1d.weight.value"},
+    {MT_DELTA_NORM, MT_CORE_WHOLE, ".self_attention.out_norm.weight"},
+    {MT_A_LOG, MT_CORE_WHOLE, ".self_attention.A_log"},
+    {MT_DT_BIAS, MT_CORE_WHOLE, ".self_attention.dt_bias"},
     {MT_O, MT_CORE_WHOLE, ".self_attention.linear_proj.weight"},
+    {MT_O, MT_CORE_WHOLE, ".self_attention.out_proj.weight"},
     {MT_O_BIAS, MT_CORE_WHOLE, ".self_attention.linear_proj.bias"},
     {MT_MLP_NORM, MT_CORE_WHOLE, ".mlp.linear_fc1.layer_norm_weight"},
     {MT_MLP_NORM, MT_CORE_WHOLE, ".pre_mlp_layernorm.weight"},
@@ -104,18 +121,28 @@ static const mt_megatron_matrix *mt_core_find(const mt_megatron *checkpoint, con
     return mt_megatron_find(checkpoint, state, whole, layer, param->expert);
 }
 
-/* Sets the place of a part; returns the rows that the matrix must have. */
-static int64_t mt_core_place(const mt_param *param, mt_core_part part, bool halves, const mt_options *o,
-                             mt_placement *place) {
+/* Sets the place of a part; returns the rows that the matrix must have. With --apply-layernorm-1p every norm of
+ * Megatron-Core holds its weights minus 1, the norm of a gated delta net's output too, which is stored whole in Hugging
+ * Face folders and here. */
+static int64_t mt_core_place(const mt_param *param, mt_core_part part, mt_param_state state, bool halves,
+                             const mt_options *o, mt_placement *place) {
     int64_t rows = param->whole_rows, d = o->kv_channels, heads = o->num_attention_heads / o->num_query_groups;
+    int64_t gates = o->attention_output_gate ? heads : 0;
     *place = (mt_placement){.stride = 1, .slices = 1, .width = param->whole_cols, .groups = 1};
     place->group_rows = place->group_pitch = rows;
-    if (part == MT_CORE_Q || part == MT_CORE_K || part == MT_CORE_V) {
-        place->groups = o->num_query_groups, place->group_pitch = (heads + 2) * d;
-        place->group_rows = part == MT_CORE_Q ? heads * d : d;
-        place->row = part == MT_CORE_Q ? 0 : part == MT_CORE_K ? heads * d : (heads + 1) * d;
+    if (part == MT_CORE_Q || part == MT_CORE_OUTPUT_GATE || part == MT_CORE_K || part == MT_CORE_V) {
+        bool is_query = part == MT_CORE_Q || part == MT_CORE_OUTPUT_GATE;
+        int64_t head = part == MT_CORE_Q             ? 0
+                       : part == MT_CORE_OUTPUT_GATE ? heads
+                       : part == MT_CORE_K           ? heads + gates
+                                                     : heads + gates + 1;
+        place->groups = o->num_query_groups, place->group_pitch = (heads + gates + 2) * d;
+        place->group_rows = is_query ? heads * d : d;
+        place->row = head * d;
         return place->groups * place->group_pitch;
     }
+    bool is_moment = state == MT_STATE_EXP_AVG || state == MT_STATE_EXP_AVG_SQ;
+    if (param->role == MT_DELTA_NORM && o->layernorm_zero_centered_gamma && !is_moment) place->shift = -1;
     if (part == MT_CORE_SECOND && halves) place->row = rows;
     if (part == MT_CORE_FIRST || (part == MT_CORE_SECOND && halves)) return 2 * rows;
     return part == MT_CORE_WORDS ? param->rows_stored : rows;
@@ -132,7 +159,7 @@ const mt_megatron_matrix *mt_megatron_place(const mt_megatron *checkpoint, const
         const mt_megatron_matrix *matrix = mt_core_find(checkpoint, param, state, o, mt_core_names[i].name);
         if (!matrix) continue;
         mt_core_part part = mt_core_names[i].part;
-        int64_t rows = mt_core_place(param, part, o->swiglu || o->geglu || o->quick_geglu, o, place);
+        int64_t rows = mt_core_place(param, part, state, o->swiglu || o->geglu || o->quick_geglu, o, place);
         bool fits =
             matrix->cols == param->whole_cols && (part == MT_CORE_WORDS ? matrix->rows >= rows : matrix->rows == rows);
         if (fits) return matrix;
@@ -162,13 +189,17 @@ const mt_megatron_matrix *mt_megatron_place(const mt_megatron *checkpoint, const
 }
 
 /* The name that Transformer Engine's layers give a role, among the role's names: norms before a linear are the
- * linear's own, unless that is latent attention or the feed-forward is experts. NULL: none. */
+ * linear's own, unless that is latent attention or the feed-forward is experts. -1: none. */
 static int mt_core_name_index(const mt_param *param, const mt_options *o) {
+    bool is_delta = param->layer >= 0 && mt_layer_kind_of(o, param->layer).mixer == MT_MIXER_GATED_DELTA_NET;
+    const char *first = is_delta ? ".in_proj." : ".linear_qkv.", *last = is_delta ? ".out_proj." : ".linear_proj.";
     for (int i = 0; i < MT_NUM_CORE_NAMES; i++) {
         const char *name = mt_core_names[i].name;
         bool fits = mt_core_names[i].role == param->role;
         if (param->role == MT_INPUT_NORM || param->role == MT_INPUT_NORM_BIAS || param->role == MT_Q)
-            fits = fits && (strstr(name, ".linear_qkv.") != NULL) == !o->multi_latent_attention;
+            fits = fits && (o->multi_latent_attention ? !strstr(name, ".linear_qkv.") && !strstr(name, ".in_proj.")
+                                                      : strstr(name, first) != NULL);
+        if (param->role == MT_O) fits = fits && strstr(name, last) != NULL;
         if (param->role == MT_MLP_NORM || param->role == MT_MLP_NORM_BIAS)
             fits = fits && (strstr(name, ".linear_fc1.") != NULL) == !mt_layer_has_experts(o, param->layer);
         if (fits) return i;
@@ -188,11 +219,11 @@ static void mt_core_add_dim(mt_core_chunk *chunk, int64_t shape, int64_t first, 
 
 /* The rows of the tensor, and those of the part that torch_dist writes, *size from *first on, in which the parameter
  * has the place. */
-static int64_t mt_core_rows(const mt_param *param, int index, const mt_options *o, mt_placement *place, int64_t *first,
-                            int64_t *size) {
+static int64_t mt_core_rows(const mt_param *param, int index, mt_param_state state, const mt_options *o,
+                            mt_placement *place, int64_t *first, int64_t *size) {
     mt_core_part part = mt_core_names[index].part;
     bool gated = o->swiglu || o->geglu || o->quick_geglu;
-    int64_t rows = mt_core_place(param, part, gated, o, place);
+    int64_t rows = mt_core_place(param, part, state, gated, o, place);
     bool halves = part == MT_CORE_FIRST || (part == MT_CORE_SECOND && gated);
     *first = place->row, *size = rows / 2;
     if (halves)
@@ -202,12 +233,12 @@ static int64_t mt_core_rows(const mt_param *param, int index, const mt_options *
     return rows;
 }
 
-mt_placement mt_core_placement(const mt_param *param, const mt_options *o) {
+mt_placement mt_core_placement(const mt_param *param, mt_param_state state, const mt_options *o) {
     mt_placement place;
     int64_t first, size;
     int index = mt_core_name_index(param, o);
     MT_CHECK(index >= 0);
-    mt_core_rows(param, index, o, &place, &first, &size);
+    mt_core_rows(param, index, state, o, &place, &first, &size);
     return place;
 }
 
@@ -216,9 +247,10 @@ bool mt_core_chunk_of(const mt_param *param, mt_param_state state, const mt_run_
     int index = mt_core_name_index(param, o);
     if (index < 0) return false;
     const char *name = mt_core_names[index].name, *freq = run->moe_layer_freq;
-    bool in_layer = *name == '.', of_module = param->layer >= o->num_layers, alike = !freq || strcmp(freq, "1") == 0;
+    bool in_layer = *name == '.', of_module = param->layer >= o->num_layers;
+    bool alike = (!freq || strcmp(freq, "1") == 0) && !o->linear_layers;
     mt_placement place;
-    int64_t first, size, rows = mt_core_rows(param, index, o, &place, &first, &size);
+    int64_t first, size, rows = mt_core_rows(param, index, state, o, &place, &first, &size);
     *chunk = (mt_core_chunk){.num_dims = 0};
     if (in_layer && !of_module && alike) {
         snprintf(chunk->name, sizeof chunk->name, "%sdecoder.layers%s", mt_core_states[state], name);
@@ -237,6 +269,7 @@ bool mt_core_chunk_of(const mt_param *param, mt_param_state state, const mt_run_
     if (param->expert >= 0) mt_core_add_dim(chunk, o->num_experts, param->expert, 1);
     chunk->num_lead = chunk->num_dims;
     mt_core_add_dim(chunk, rows, first, size);
+    if (param->hf_has_channel) mt_core_add_dim(chunk, 1, 0, 1);
     if (!param->is_vector) mt_core_add_dim(chunk, param->whole_cols, 0, param->whole_cols);
     return true;
 }

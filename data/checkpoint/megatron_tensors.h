@@ -31,12 +31,12 @@ typedef struct mt_core_chunk {
 } mt_core_chunk;
 
 /* The part that holds one state of a parameter, named as by the specification of layers for Transformer Engine. Layers
- * that are all alike are one tensor, as Megatron-Core decides by --moe-layer-freq. False: checkpoints of Megatron-LM
- * have no place for this role here. */
+ * that are all alike are one tensor, as Megatron-Core decides by --moe-layer-freq and --linear-attention-freq. False:
+ * checkpoints of Megatron-LM have no place for this role here. */
 bool mt_core_chunk_of(const mt_param *param, mt_param_state state, const mt_run_options *options, mt_core_chunk *chunk);
 
-/* The place of a parameter in its part, which exists. */
-mt_placement mt_core_placement(const mt_param *param, const mt_options *options);
+/* The place of one state of a parameter in its part, which exists. */
+mt_placement mt_core_placement(const mt_param *param, mt_param_state state, const mt_options *options);
 
 /* An error if a parameter of the model has no place in a folder torch_dist, or its optimizer's state, with `states`. */
 int mt_core_check(const mt_run_options *options, bool states, mt_error *error);

@@ -49,6 +49,12 @@ CASES = {
                 dict(multi_latent_attention=True, q_lora_rank=12, kv_lora_rank=10, qk_head_dim=8, qk_pos_emb_head_dim=4,
                      v_head_dim=8, rope_type="rope", rotary_scaling_factor=1.0, pp=2, num_query_groups=4,
                      group_query_attention=False, qk_layernorm=True, norm_epsilon=1e-6)),
+    # a gated delta net, then attention with gates; norms hold their weights minus 1
+    "delta_tp2": (2, "torch_dist", False,
+                  dict(experimental_attention_variant="gated_delta_net", linear_attention_freq=[1, 0],
+                       linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=6, linear_value_head_dim=4,
+                       linear_conv_kernel_dim=4, attention_output_gate=True, apply_layernorm_1p=True, qk_layernorm=True,
+                       rotary_percent=0.5, norm_epsilon=1e-6)),
     "dense": (1, "torch_dist", True, dict(num_layers=1, hidden_size=8, ffn_hidden_size=12, qk_layernorm=True)),
 }
 
@@ -74,6 +80,48 @@ def stand_ins():
     DotProductAttention.__init__ = lambda self, *a, **k: begin(
         self, *a, **{key: value for key, value in k.items() if key not in ("k_channels", "v_channels")})
     random.CudaRNGStatesTracker.fork = lambda self, *a: contextlib.nullcontext()
+    from megatron.core.ssm.gated_delta_net import common
+    common.HAVE_FLA = True  # asked for, and not called where algorithms are deterministic
+    common.l2norm = lambda x: x * torch.rsqrt((x * x).sum(-1, keepdim=True) + 1e-6)
+
+
+def delta_spec(c):
+    """A gated delta net before attention with gates, as for Transformer Engine, whose norms hold weights minus 1."""
+    import torch
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.ssm.gated_delta_net import GatedDeltaNet, GatedDeltaNetSubmodules
+    from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+    from megatron.core.transformer.identity_op import IdentityOp
+    from megatron.core.transformer.spec_utils import ModuleSpec
+    from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+
+    def normalize(x, weight, eps):
+        return x * torch.rsqrt((x * x).mean(-1, keepdim=True) + eps) * (1 + weight)
+
+    class Norm(torch.nn.Module):
+        def __init__(self, config, hidden_size, eps=1e-5):
+            super().__init__()
+            self.weight, self.eps = torch.nn.Parameter(torch.zeros(hidden_size)), eps
+
+        def forward(self, x):
+            return normalize(x, self.weight, self.eps)
+
+    class NormAndColumns(ColumnParallelLinear):
+        def __init__(self, input_size, output_size, *, config, **words):
+            super().__init__(input_size, output_size, config=config, **words)
+            self.layer_norm_weight = torch.nn.Parameter(torch.zeros(input_size))
+
+        def forward(self, x, *a, **k):
+            return super().forward(normalize(x, self.layer_norm_weight, self.config.layernorm_epsilon), *a, **k)
+    layers = [get_gpt_layer_local_spec(qk_layernorm=True, normalization="RMSNorm") for _ in range(2)]
+    for layer in layers:
+        layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = Norm
+    attention = layers[1].submodules.self_attention.submodules
+    attention.q_layernorm = attention.k_layernorm = Norm
+    layers[0].submodules.input_layernorm = IdentityOp
+    layers[0].submodules.self_attention = ModuleSpec(module=GatedDeltaNet, submodules=GatedDeltaNetSubmodules(
+        in_proj=NormAndColumns, out_norm=Norm, out_proj=RowParallelLinear))
+    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=Norm)
 
 
 def start(tp, pp=1, vpp=None, ep=1):
@@ -109,6 +157,9 @@ def build(tp, shape, chunk=None):
         moe.update({k: a[k] for k in ("multi_latent_attention", "q_lora_rank", "kv_lora_rank", "qk_head_dim",
                                       "qk_pos_emb_head_dim", "v_head_dim", "rope_type", "rotary_scaling_factor")},
                    rotary_base=a["rotary_base"])
+    if a.get("experimental_attention_variant"):
+        moe.update({k: a[k] for k in a if k.startswith(("linear_", "experimental_")) or k == "attention_output_gate"},
+                   layernorm_zero_centered_gamma=True, deterministic_mode=True)
     pp, vpp = a.get("pp", 1), a.get("vpp")
     c = kind(
         pipeline_model_parallel_size=pp, virtual_pipeline_model_parallel_size=vpp, pipeline_dtype=torch.float32,
@@ -124,7 +175,9 @@ def build(tp, shape, chunk=None):
         init_method_std=0.3, masked_softmax_fusion=False, bias_dropout_fusion=False, apply_rope_fusion=False, **moe)
     stage, stages = (torch.distributed.get_rank() if pp > 1 else 0), pp * (vpp or 1)
     number = stage + (chunk or 0) * pp
-    if a.get("multi_latent_attention"):
+    if a.get("experimental_attention_variant"):
+        spec = delta_spec(c)
+    elif a.get("multi_latent_attention"):
         spec = get_gpt_layer_local_spec(qk_layernorm=True, multi_latent_attention=True,
                                         normalization=a["normalization"])
     elif a["num_experts"]:
@@ -135,6 +188,7 @@ def build(tp, shape, chunk=None):
         c, spec, vocab_size=a["padded_vocab_size"], max_sequence_length=a["max_position_embeddings"],
         share_embeddings_and_output_weights=not a["untie_embeddings_and_output_weights"],
         position_embedding_type=a["position_embedding_type"], rotary_base=a["rotary_base"], parallel_output=False,
+        rotary_percent=a["rotary_percent"],
         pre_process=number == 0, post_process=number == stages - 1, vp_stage=chunk)
     generator = torch.Generator().manual_seed(11 + torch.distributed.get_rank())
     replicated = torch.Generator().manual_seed(5 + number)
@@ -191,7 +245,7 @@ def args_of(a, tp):
     args.attention_backend = AttnBackend.auto
     args.use_rotary_position_embeddings = False
     args.rotary_interleaved = False
-    args.apply_layernorm_1p = False
+    args.apply_layernorm_1p = a.get("apply_layernorm_1p", False)
     args.squared_relu = False
     return args
 
