@@ -499,7 +499,7 @@ static void arguments_of_other_models_are_refused(void **state) {
     };
     for (size_t i = 0; i < sizeof rows / sizeof *rows; i++)
         check_args("folder", rows[i].bytes, rows[i].length, rows[i].words);
-    check_args(GOLDEN "torch_tp2/iter_0000007", DELTA_NET, "is read from the format torch_dist alone");
+    check_args(GOLDEN "torch_tp2/iter_0000007", DELTA_NET, "are read from the format torch_dist alone");
 }
 
 int main(void) {

@@ -30,7 +30,7 @@ scores() {
 }
 
 every_checkpoint_scores_as_in_megatron() {
-    for written in dense dense_tp2 gpt_tp2 moe torch_tp2 torch_vpp2 torch_ep2 mla_pp2 delta_tp2; do
+    for written in dense dense_tp2 gpt_tp2 moe torch_tp2 torch_vpp2 torch_ep2 mla_pp2 delta_tp2 hybrid_tp2; do
         scores $written "$golden/$written" 1 --use-checkpoint-args || return 1
     done
     scores dense_tp2 "$golden/dense_tp2/iter_0000007" 1 --use-checkpoint-args
@@ -38,7 +38,7 @@ every_checkpoint_scores_as_in_megatron() {
 
 every_layout_scores_as_in_megatron() {
     [ "$ranks" ] || return 0
-    for written in dense_tp2 moe torch_tp2 delta_tp2; do
+    for written in dense_tp2 moe torch_tp2 delta_tp2 hybrid_tp2; do
         scores $written "$golden/$written" 2 --use-checkpoint-args --tensor-model-parallel-size 2 &&
             scores $written "$golden/$written" 2 --use-checkpoint-args --pipeline-model-parallel-size 2 || return 1
     done
@@ -85,7 +85,7 @@ a_run_goes_on_with_the_optimizer_or_says_why_not() {
 }
 
 a_checkpoint_becomes_a_folder_of_hugging_face() {
-    for written in dense_tp2 gpt_tp2 moe torch_tp2 mla_pp2 delta_tp2; do
+    for written in dense_tp2 gpt_tp2 moe torch_tp2 mla_pp2 delta_tp2 hybrid_tp2; do
         # shellcheck disable=SC2086
         "$train" --load "$golden/$written" --use-checkpoint-args --no-load-optim --train-iters 0 \
             --save "$work/hf-$written" --device cpu --mock-data --lr 1e-3 >"$work/out" 2>"$work/err" &&
@@ -95,7 +95,7 @@ a_checkpoint_becomes_a_folder_of_hugging_face() {
 
 # The weights of infer --convert are those of a model that is loaded and saved, there and back.
 a_conversion_has_the_same_weights() {
-    for written in gpt_tp2 moe torch_tp2 torch_vpp2 mla_pp2 delta_tp2; do
+    for written in gpt_tp2 moe torch_tp2 torch_vpp2 mla_pp2 delta_tp2 hybrid_tp2; do
         # shellcheck disable=SC2086
         "$train" --load "$golden/$written" --use-checkpoint-args --no-load-optim --train-iters 0 \
             --save "$work/by-train" --overwrite --device cpu --mock-data --lr 1e-3 >"$work/out" 2>"$work/err" &&
@@ -135,7 +135,7 @@ same() {
 }
 
 what_is_saved_for_megatron_scores_alike() {
-    for written in dense dense_tp2 gpt_tp2 moe torch_tp2 torch_ep2 mla_pp2 delta_tp2; do
+    for written in dense dense_tp2 gpt_tp2 moe torch_tp2 torch_ep2 mla_pp2 delta_tp2 hybrid_tp2; do
         saves $written "$work/own-$written" 1 --no-load-optim && scores $written "$work/own-$written" 1 || return 1
         # as a folder of Megatron-LM's, by its arguments and the sums of its archives
         rm "$work/own-$written/iter_0000007/config.json" "$work/own-$written/iter_0000007/trainer.json" \
@@ -146,7 +146,8 @@ what_is_saved_for_megatron_scores_alike() {
 
 every_layout_saves_the_same_bytes() {
     saves dense "$work/one" 1 && saves moe "$work/one-moe" 1 --no-load-optim &&
-        saves delta_tp2 "$work/one-delta" 1 --no-load-optim || return 1
+        saves delta_tp2 "$work/one-delta" 1 --no-load-optim &&
+        saves hybrid_tp2 "$work/one-hybrid" 1 --no-load-optim || return 1
     grep -q '"optimizer_step": 1' "$work/one/iter_0000007/trainer.json" || return 1
     saves dense "$work/async" 1 --async-save && same "$work/one/iter_0000007" "$work/async/iter_0000007" || return 1
     [ "$ranks" ] || return 0
@@ -162,7 +163,9 @@ every_layout_saves_the_same_bytes() {
         saves delta_tp2 "$work/delta" 2 --no-load-optim --tensor-model-parallel-size 2 &&
         same "$work/one-delta/iter_0000007" "$work/delta/iter_0000007" &&
         saves delta_tp2 "$work/delta4" 4 --no-load-optim --data-parallel-sharding-strategy optim_grads_params \
-            --pipeline-model-parallel-size 2 && same "$work/one-delta/iter_0000007" "$work/delta4/iter_0000007"
+            --pipeline-model-parallel-size 2 && same "$work/one-delta/iter_0000007" "$work/delta4/iter_0000007" &&
+        saves hybrid_tp2 "$work/hybrid" 4 --no-load-optim --pipeline-model-parallel-size 2 \
+            --tensor-model-parallel-size 2 && same "$work/one-hybrid/iter_0000007" "$work/hybrid/iter_0000007"
 }
 
 # goes_on OPTIONS...: a run of six steps, in one go and from its third one.
@@ -188,7 +191,9 @@ delta='--experimental-attention-variant gated_delta_net --linear-attention-freq 
 
 a_run_goes_on_bit_for_bit_from_what_it_saved() {
     # shellcheck disable=SC2086
-    goes_on $model && goes_on $model --bf16 && goes_on $model $delta && goes_on $model $delta --bf16
+    goes_on $model && goes_on $model --bf16 && goes_on $model $delta && goes_on $model $delta --bf16 &&
+        goes_on $model --hybrid-override-pattern 'M-' --mamba-num-heads 4 --mamba-head-dim 8 --mamba-state-dim 4 \
+            --mamba-num-groups 2 --bf16
 }
 
 a_damaged_file_gives_way_to_the_checkpoint_before() {

@@ -25,12 +25,13 @@ megatron_computes_what_it_did_before() {
             --device cpu --save "$work/$written" --ckpt-format torch_dist >"$work/out" 2>"$work/err" </dev/null &&
             megatron load "$work/$written/iter_0000007" $written 1 || return 1
     done
-    for written in torch_vpp2 torch_ep2 mla_pp2 delta_tp2; do
+    for written in torch_vpp2 torch_ep2 mla_pp2 delta_tp2 hybrid_tp2; do
         "$infer" --load "$golden/$written" --use-checkpoint-args --convert "$work/$written" --ckpt-format torch_dist \
             >"$work/out" 2>"$work/err" </dev/null && megatron load "$work/$written/release" $written 1 || return 1
     done
     megatron load "$work/dense_tp2/iter_0000007" dense_tp2 2 && megatron load "$work/gpt_tp2/iter_0000007" gpt_tp2 2 &&
-        megatron load "$work/delta_tp2/release" delta_tp2 2
+        megatron load "$work/delta_tp2/release" delta_tp2 2 &&
+        megatron load "$work/hybrid_tp2/release" hybrid_tp2 2
 }
 
 model='--num-layers 2 --hidden-size 16 --ffn-hidden-size 24 --num-attention-heads 4 --group-query-attention

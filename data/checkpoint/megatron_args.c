@@ -11,6 +11,9 @@
 #include <stdlib.h>
 #include <string.h>
 
+/* The argument with a letter for each layer of a hybrid model. */
+#define MT_PATTERN "hybrid_layer_pattern"
+
 /* The arguments that describe the model, and when they mean something: of an argument that is true or not None. */
 static const struct {
     const char *key, *when;
@@ -58,6 +61,10 @@ static const struct {
     {"linear_key_head_dim", "experimental_attention_variant"},
     {"linear_value_head_dim", "experimental_attention_variant"},
     {"linear_conv_kernel_dim", "experimental_attention_variant"},
+    {"mamba_state_dim", MT_PATTERN},
+    {"mamba_head_dim", MT_PATTERN},
+    {"mamba_num_groups", MT_PATTERN},
+    {"mamba_num_heads", MT_PATTERN},
     {"multi_latent_attention", NULL},
     {"q_lora_rank", "multi_latent_attention"},
     {"kv_lora_rank", "multi_latent_attention"},
@@ -75,8 +82,6 @@ static const struct {
 static const char *const mt_other_args[] = {
     "rotary_interleaved",
     "window_size",
-    "hybrid_layer_pattern",
-    "hybrid_override_pattern",
     "heterogeneous_layers_config_path",
     "use_rope_scaling",
     "rotary_seq_len_interpolation_factor",
@@ -147,8 +152,38 @@ static const char *mt_args_other(const mt_pickled *args) {
     return mt_pickled_is_set(variant) && (!name || strcmp(name, "gated_delta_net") != 0) ? key : NULL;
 }
 
-int mt_args_set(mt_run_options *of_args, const mt_pickled *args, const char *folder, mt_error *error) {
+/* The layers of a hybrid model, or NULL; free it. A stage (|) is of that run's layout. */
+static char *mt_args_pattern(const mt_pickled *args) {
+    const char *text = mt_pickled_text(mt_pickled_get(args, MT_PATTERN));
+    if (!text) text = mt_pickled_text(mt_pickled_get(args, "hybrid_override_pattern")); // its name before
+    char *pattern = text ? mt_strdup(text) : NULL, *to = pattern;
+    for (const char *at = pattern; at && *at; at++)
+        if (*at != '|') *to++ = *at;
+    if (to) *to = 0;
+    return pattern;
+}
+
+/* Sets the options of arguments whose condition holds. */
+static int mt_args_set_model(mt_run_options *of_args, const mt_pickled *args, const char *pattern, const char *folder,
+                             mt_error *error) {
     char text[4096];
+    mt_error reason;
+    if (pattern && mt_options_set(of_args, MT_PATTERN, pattern, &reason) != 0)
+        return mt_error_set(error, "%s: %.1000s", folder, reason.text);
+    for (size_t i = 0; i < sizeof mt_model_args / sizeof *mt_model_args; i++) {
+        const char *key = mt_model_args[i].key, *when = mt_model_args[i].when;
+        bool of_pattern = when && strcmp(when, MT_PATTERN) == 0;
+        if (of_pattern ? !pattern : when && !mt_pickled_is_set(mt_pickled_get(args, when))) continue;
+        if (pattern && strcmp(key, "moe_layer_freq") == 0) continue; // the pattern says it
+        if (!mt_pickled_print(mt_pickled_get(args, key), text, sizeof text)) continue;
+        if (mt_options_set(of_args, key, text, &reason) != 0)
+            return mt_error_set(error, "%s: its run has \"%s\" %.100s, which is not taken here: %.1000s", folder, key,
+                                text, reason.text);
+    }
+    return 0;
+}
+
+int mt_args_set(mt_run_options *of_args, const mt_pickled *args, const char *folder, mt_error *error) {
     const char *other = mt_args_other(args), *format = mt_megatron_format(folder);
     if (mt_args_scale_latent_rope(args))
         return mt_error_set(error,
@@ -161,21 +196,16 @@ int mt_args_set(mt_run_options *of_args, const mt_pickled *args, const char *fol
                             "%s: its run has \"%s\", which is not read from a checkpoint of Megatron-LM; convert it "
                             "to a Hugging Face folder by Megatron Bridge (convert_checkpoints.py export)",
                             folder, other);
-    if (mt_pickled_is_set(mt_pickled_get(args, "experimental_attention_variant")) && format &&
-        strcmp(format, "torch") == 0)
-        return mt_error_set(error,
-                            "%s: a gated delta net is read from the format torch_dist alone; save it again by "
-                            "--ckpt-format torch_dist of Megatron-LM",
-                            folder);
-    for (size_t i = 0; i < sizeof mt_model_args / sizeof *mt_model_args; i++) {
-        const char *key = mt_model_args[i].key, *when = mt_model_args[i].when;
-        if (when && !mt_pickled_is_set(mt_pickled_get(args, when))) continue;
-        if (!mt_pickled_print(mt_pickled_get(args, key), text, sizeof text)) continue;
-        mt_error reason;
-        if (mt_options_set(of_args, key, text, &reason) != 0)
-            return mt_error_set(error, "%s: its run has \"%s\" %.100s, which is not taken here: %.1000s", folder, key,
-                                text, reason.text);
-    }
+    char *pattern = mt_args_pattern(args);
+    int status = mt_args_set_model(of_args, args, pattern, folder, error);
+    bool has_states = pattern || mt_pickled_is_set(mt_pickled_get(args, "experimental_attention_variant"));
+    if (status == 0 && has_states && format && strcmp(format, "torch") == 0)
+        status = mt_error_set(error,
+                              "%s: gated delta nets and Mamba-2 are read from the format torch_dist alone; save it "
+                              "again by --ckpt-format torch_dist of Megatron-LM",
+                              folder);
+    free(pattern);
+    if (status != 0) return -1;
     // Megatron-Core's latent attention rotates neighbouring channels, whatever its argument rotary_interleaved says
     if (mt_pickled_is_set(mt_pickled_get(args, "multi_latent_attention")))
         return mt_options_set(of_args, "rotary-interleaved", "true", error);
@@ -209,15 +239,24 @@ static int mt_args_merge(mt_run_options *o, const mt_run_options *of_args, bool 
     return status;
 }
 
-/* The norms of latents have the epsilon of DeepSeek's models here, and in Megatron-Core that of all norms. */
+/* The norms of latents have the epsilon of DeepSeek's models here, and in Megatron-Core that of all norms; those of
+ * Mamba-2 that of all norms here, and in Megatron-Core one of their own. */
 static void mt_args_warn(const mt_pickled *args, const char *folder) {
     const mt_pickled *epsilon = mt_pickled_get(args, "norm_epsilon");
-    bool differs = epsilon && epsilon->kind == MT_PICKLED_REAL && fabs(epsilon->real / 1e-6 - 1) > 1e-9;
-    if (differs && mt_pickled_is_set(mt_pickled_get(args, "multi_latent_attention")) && mt_launch_rank() == 0)
+    char *pattern = mt_args_pattern(args);
+    bool has_epsilon = epsilon && epsilon->kind == MT_PICKLED_REAL && mt_launch_rank() == 0;
+    bool is_latent = mt_pickled_is_set(mt_pickled_get(args, "multi_latent_attention"));
+    if (has_epsilon && is_latent && fabs(epsilon->real / 1e-6 - 1) > 1e-9)
         fprintf(stderr,
                 "warning: %s: the norms of its latent attention add %g to the mean square, and here they add 1e-6, as "
                 "DeepSeek's models do\n",
                 folder, epsilon->real);
+    if (has_epsilon && pattern && strchr(pattern, 'M') && fabs(epsilon->real / 1e-5 - 1) > 1e-9)
+        fprintf(stderr,
+                "warning: %s: the norms of its Mamba-2 layers add 1e-5 to the mean square, and here they add %g, as "
+                "all norms of the model do\n",
+                folder, epsilon->real);
+    free(pattern);
 }
 
 int mt_options_read_megatron(mt_run_options *o, const char *folder, mt_error *error) {

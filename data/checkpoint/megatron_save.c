@@ -167,7 +167,8 @@ static char **mt_dist_objects(const mt_saved_set *set, int64_t *count) {
         const char *name = t->chunk.name, *last = strrchr(name, '.');
         static const char attention[] = ".linear_proj.weight", core[] = ".core_attention";
         bool in_block = strncmp(name, "decoder.", 8) == 0 || strncmp(name, "mtp.", 4) == 0;
-        bool is_part = strstr(name, ".weight.") || strcmp(last, ".A_log") == 0 || strcmp(last, ".dt_bias") == 0;
+        bool is_part = strstr(name, ".weight.") || strstr(name, ".conv1d.") || strcmp(last, ".A_log") == 0 ||
+                       strcmp(last, ".dt_bias") == 0 || strcmp(last, ".D") == 0;
         if (!in_block || is_part || strstr(name, ".router.") || strstr(name, ".gate_weight")) continue;
         names[n++] = mt_dist_object_name(name, last - name, &t->chunk);
         if (!mt_text_ends_with(name, attention)) continue;
@@ -267,6 +268,7 @@ typedef enum mt_arg_when {
     MT_ARG_EXPERTS,  // with experts
     MT_ARG_LATENT,   // with latent attention
     MT_ARG_LINEAR,   // with layers of linear attention
+    MT_ARG_HYBRID,   // with layers that have one half
 } mt_arg_when;
 
 /* The arguments that have an option's value. */
@@ -323,6 +325,11 @@ static const struct {
     {"linear_key_head_dim", MT_AT(stack.linear_key_head_dim), MT_ARG_LINEAR},
     {"linear_value_head_dim", MT_AT(stack.linear_value_head_dim), MT_ARG_LINEAR},
     {"linear_conv_kernel_dim", MT_AT(stack.linear_conv_kernel_dim), MT_ARG_LINEAR},
+    {"hybrid_layer_pattern", MT_AT(hybrid_override_pattern), MT_ARG_HYBRID},
+    {"mamba_state_dim", MT_AT(stack.mamba_state_dim), MT_ARG_HYBRID},
+    {"mamba_head_dim", MT_AT(stack.mamba_head_dim), MT_ARG_HYBRID},
+    {"mamba_num_groups", MT_AT(stack.mamba_num_groups), MT_ARG_HYBRID},
+    {"mamba_num_heads", MT_AT(stack.mamba_num_heads), MT_ARG_HYBRID},
     {"q_lora_rank", MT_AT(stack.q_lora_rank), MT_ARG_UNLESS_0},
     {"kv_lora_rank", MT_AT(stack.kv_lora_rank), MT_ARG_LATENT},
     {"qk_head_dim", MT_AT(stack.qk_head_dim), MT_ARG_LATENT},
@@ -388,11 +395,11 @@ static void mt_dist_write_args(mt_pickler *p, const mt_run_options *o, const mt_
     for (size_t i = 0; i < sizeof mt_saved_args / sizeof *mt_saved_args; i++) {
         mt_arg_when when = mt_saved_args[i].when;
         if ((when == MT_ARG_EXPERTS && !experts) || (when == MT_ARG_LATENT && !s->multi_latent_attention)) continue;
-        if (when == MT_ARG_LINEAR && !s->linear_layers) continue;
+        if ((when == MT_ARG_LINEAR && !s->linear_layers) || (when == MT_ARG_HYBRID && !s->hybrid_layers)) continue;
         mt_pickle_text(p, mt_saved_args[i].key);
         mt_arg_write(p, o, mt_option_of(mt_saved_args[i].offset), when);
     }
-    if (experts) mt_arg_write_freq(p, o);
+    if (experts && !s->hybrid_layers) mt_arg_write_freq(p, o);
     if (s->linear_layers) mt_arg_write_linear_layers(p, s);
     mt_item_bool(p, "group_query_attention", s->num_query_groups != s->num_attention_heads);
     mt_item_bool(p, "add_position_embedding", s->position_embedding_type == MT_POSITION_LEARNED_ABSOLUTE);

@@ -28,13 +28,17 @@ static const struct {
     {MT_WORD_EMBEDDING, MT_CORE_WORDS, "embedding.word_embeddings.weight"},
     {MT_POSITION_EMBEDDING, MT_CORE_WHOLE, "embedding.position_embeddings.weight"},
     {MT_FINAL_NORM, MT_CORE_WHOLE, "decoder.final_layernorm.weight"},
+    {MT_FINAL_NORM, MT_CORE_WHOLE, "decoder.final_norm.weight"}, // of hybrid models
     {MT_FINAL_NORM_BIAS, MT_CORE_WHOLE, "decoder.final_layernorm.bias"},
+    {MT_FINAL_NORM_BIAS, MT_CORE_WHOLE, "decoder.final_norm.bias"},
     {MT_LM_HEAD, MT_CORE_WORDS, "output_layer.weight"},
     {MT_INPUT_NORM, MT_CORE_WHOLE, ".self_attention.linear_qkv.layer_norm_weight"},
     {MT_INPUT_NORM, MT_CORE_WHOLE, ".self_attention.in_proj.layer_norm_weight"},
+    {MT_INPUT_NORM, MT_CORE_WHOLE, ".mixer.in_proj.layer_norm_weight"},
     {MT_INPUT_NORM, MT_CORE_WHOLE, ".input_layernorm.weight"},
     {MT_INPUT_NORM_BIAS, MT_CORE_WHOLE, ".self_attention.linear_qkv.layer_norm_bias"},
     {MT_INPUT_NORM_BIAS, MT_CORE_WHOLE, ".self_attention.in_proj.layer_norm_bias"},
+    {MT_INPUT_NORM_BIAS, MT_CORE_WHOLE, ".mixer.in_proj.layer_norm_bias"},
     {MT_INPUT_NORM_BIAS, MT_CORE_WHOLE, ".input_layernorm.bias"},
     {MT_Q, MT_CORE_Q, ".self_attention.linear_qkv.weight"},
     {MT_Q, MT_CORE_WHOLE, ".self_attention.linear_q_proj.weight"},
@@ -66,9 +70,25 @@ static const struct {
     {MT_CONV_V, MT_CORE_WHOLE, ".self_attention.conv1d.weight.value"},
     {MT_DELTA_NORM, MT_CORE_WHOLE, ".self_attention.out_norm.weight"},
     {MT_A_LOG, MT_CORE_WHOLE, ".self_attention.A_log"},
+    {MT_A_LOG, MT_CORE_WHOLE, ".mixer.A_log"},
     {MT_DT_BIAS, MT_CORE_WHOLE, ".self_attention.dt_bias"},
+    {MT_DT_BIAS, MT_CORE_WHOLE, ".mixer.dt_bias"},
+    {MT_MAMBA_Z, MT_CORE_WHOLE, ".mixer.in_proj.weight.z"},
+    {MT_MAMBA_X, MT_CORE_WHOLE, ".mixer.in_proj.weight.x"},
+    {MT_MAMBA_B, MT_CORE_WHOLE, ".mixer.in_proj.weight.B"},
+    {MT_MAMBA_C, MT_CORE_WHOLE, ".mixer.in_proj.weight.C"},
+    {MT_MAMBA_DT, MT_CORE_WHOLE, ".mixer.in_proj.weight.dt"},
+    {MT_CONV_X, MT_CORE_WHOLE, ".mixer.conv1d.weight.x"},
+    {MT_CONV_B, MT_CORE_WHOLE, ".mixer.conv1d.weight.B"},
+    {MT_CONV_C, MT_CORE_WHOLE, ".mixer.conv1d.weight.C"},
+    {MT_CONV_X_BIAS, MT_CORE_WHOLE, ".mixer.conv1d.bias.x"},
+    {MT_CONV_B_BIAS, MT_CORE_WHOLE, ".mixer.conv1d.bias.B"},
+    {MT_CONV_C_BIAS, MT_CORE_WHOLE, ".mixer.conv1d.bias.C"},
+    {MT_MAMBA_NORM, MT_CORE_WHOLE, ".mixer.norm.weight"},
+    {MT_MAMBA_D, MT_CORE_WHOLE, ".mixer.D"},
     {MT_O, MT_CORE_WHOLE, ".self_attention.linear_proj.weight"},
     {MT_O, MT_CORE_WHOLE, ".self_attention.out_proj.weight"},
+    {MT_O, MT_CORE_WHOLE, ".mixer.out_proj.weight"},
     {MT_O_BIAS, MT_CORE_WHOLE, ".self_attention.linear_proj.bias"},
     {MT_MLP_NORM, MT_CORE_WHOLE, ".mlp.linear_fc1.layer_norm_weight"},
     {MT_MLP_NORM, MT_CORE_WHOLE, ".pre_mlp_layernorm.weight"},
@@ -189,17 +209,24 @@ const mt_megatron_matrix *mt_megatron_place(const mt_megatron *checkpoint, const
 }
 
 /* The name that Transformer Engine's layers give a role, among the role's names: norms before a linear are the
- * linear's own, unless that is latent attention or the feed-forward is experts. -1: none. */
+ * linear's own, unless that is latent attention or the feed-forward is experts. -1: none; Mamba-2 is there in layers of
+ * its own alone. */
 static int mt_core_name_index(const mt_param *param, const mt_options *o) {
-    bool is_delta = param->layer >= 0 && mt_layer_kind_of(o, param->layer).mixer == MT_MIXER_GATED_DELTA_NET;
-    const char *first = is_delta ? ".in_proj." : ".linear_qkv.", *last = is_delta ? ".out_proj." : ".linear_proj.";
+    mt_mixer_kind mixer = param->layer >= 0 ? mt_layer_kind_of(o, param->layer).mixer : MT_MIXER_NONE;
+    bool is_delta = mixer == MT_MIXER_GATED_DELTA_NET, is_mamba = mixer == MT_MIXER_MAMBA2;
+    const char *module = is_mamba ? ".mixer." : ".self_attention.", *first = ".linear_qkv.", *last = ".linear_proj.";
+    if (is_delta || is_mamba) first = ".in_proj.", last = ".out_proj.";
+    if (is_mamba && !o->hybrid_layers) return -1;
     for (int i = 0; i < MT_NUM_CORE_NAMES; i++) {
         const char *name = mt_core_names[i].name;
-        bool fits = mt_core_names[i].role == param->role;
+        bool fits = mt_core_names[i].role == param->role, of_mixer = strstr(name, module) != NULL;
         if (param->role == MT_INPUT_NORM || param->role == MT_INPUT_NORM_BIAS || param->role == MT_Q)
             fits = fits && (o->multi_latent_attention ? !strstr(name, ".linear_qkv.") && !strstr(name, ".in_proj.")
-                                                      : strstr(name, first) != NULL);
-        if (param->role == MT_O) fits = fits && strstr(name, last) != NULL;
+                                                      : of_mixer && strstr(name, first));
+        if (param->role == MT_O) fits = fits && of_mixer && strstr(name, last);
+        if (param->role == MT_A_LOG || param->role == MT_DT_BIAS) fits = fits && of_mixer;
+        if (param->role == MT_FINAL_NORM || param->role == MT_FINAL_NORM_BIAS)
+            fits = fits && (strstr(name, ".final_norm.") != NULL) == (o->hybrid_layers != NULL);
         if (param->role == MT_MLP_NORM || param->role == MT_MLP_NORM_BIAS)
             fits = fits && (strstr(name, ".linear_fc1.") != NULL) == !mt_layer_has_experts(o, param->layer);
         if (fits) return i;
@@ -248,7 +275,7 @@ bool mt_core_chunk_of(const mt_param *param, mt_param_state state, const mt_run_
     if (index < 0) return false;
     const char *name = mt_core_names[index].name, *freq = run->moe_layer_freq;
     bool in_layer = *name == '.', of_module = param->layer >= o->num_layers;
-    bool alike = (!freq || strcmp(freq, "1") == 0) && !o->linear_layers;
+    bool alike = (!freq || strcmp(freq, "1") == 0) && !o->linear_layers && !o->hybrid_layers;
     mt_placement place;
     int64_t first, size, rows = mt_core_rows(param, index, state, o, &place, &first, &size);
     *chunk = (mt_core_chunk){.num_dims = 0};
@@ -281,6 +308,9 @@ int mt_core_check(const mt_run_options *run, bool states, mt_error *error) {
     if (run->stack.multi_latent_attention && !run->stack.rotary_interleaved)
         status = mt_error_set(error, "--ckpt-format torch_dist: latent attention of Megatron-Core rotates neighbouring "
                                      "channels; give --rotary-interleaved, or leave --ckpt-format out");
+    if (status == 0 && run->stack.hybrid_layers && run->stack.mtp_num_layers > 0)
+        status = mt_error_set(error, "--ckpt-format torch_dist: the modules of --mtp-num-layers are not written for "
+                                     "--hybrid-override-pattern; leave --ckpt-format out");
     if (status == 0 && states && run->stack.decoupled_lr > 0)
         status =
             mt_error_set(error, "--ckpt-format torch_dist: the optimizer's groups of --decoupled-lr are not written; "

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Makes the checkpoints of Megatron-Core in tests/golden/megatron_dist, and checks what this program wrote.
 
-    python3.12 -m venv VENV && VENV/bin/pip install megatron-core==0.19.2 torch numpy psutil
+    python3.12 -m venv VENV && VENV/bin/pip install megatron-core==0.19.2 torch numpy psutil einops
     VENV/bin/python tests/golden/make_megatron_checkpoints.py               # makes all; starts torchrun itself
     VENV/bin/python tests/golden/make_megatron_checkpoints.py load FOLDER NAME TP   # loads FOLDER, compares with NAME
     VENV/bin/python tests/golden/make_megatron_checkpoints.py resume FOLDER HF TYPE FORM TP # loads also the optimizer
@@ -55,12 +55,17 @@ CASES = {
                        linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=6, linear_value_head_dim=4,
                        linear_conv_kernel_dim=4, attention_output_gate=True, apply_layernorm_1p=True, qk_layernorm=True,
                        rotary_percent=0.5, norm_epsilon=1e-6)),
+    # layers of one half each: Mamba-2, attention, MLP
+    "hybrid_tp2": (2, "torch_dist", False,
+                   dict(hybrid_layer_pattern="M*-M", num_layers=4, mamba_num_heads=4, mamba_head_dim=6, mamba_state_dim=5,
+                        mamba_num_groups=2, position_embedding_type="none", swiglu=False, squared_relu=True)),
     "dense": (1, "torch_dist", True, dict(num_layers=1, hidden_size=8, ffn_hidden_size=12, qk_layernorm=True)),
 }
 
 
 def stand_ins():
     import torch
+    mamba_stand_ins()
     from megatron.core.tensor_parallel import random
     torch.cuda.current_device = lambda: torch.device("cpu")
     torch.cuda.set_device = lambda *a: None
@@ -85,34 +90,120 @@ def stand_ins():
     common.l2norm = lambda x: x * torch.rsqrt((x * x).sum(-1, keepdim=True) + 1e-6)
 
 
-def delta_spec(c):
-    """A gated delta net before attention with gates, as for Transformer Engine, whose norms hold weights minus 1."""
+def norms():
+    """RMSNorm alone and before a column-parallel linear, as those of Transformer Engine."""
     import torch
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-    from megatron.core.ssm.gated_delta_net import GatedDeltaNet, GatedDeltaNetSubmodules
-    from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
-    from megatron.core.transformer.identity_op import IdentityOp
-    from megatron.core.transformer.spec_utils import ModuleSpec
-    from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+    from megatron.core.tensor_parallel import ColumnParallelLinear
 
-    def normalize(x, weight, eps):
-        return x * torch.rsqrt((x * x).mean(-1, keepdim=True) + eps) * (1 + weight)
+    def normalize(x, weight, eps, config):
+        return x * torch.rsqrt((x * x).mean(-1, keepdim=True) + eps) * (config.layernorm_zero_centered_gamma + weight)
+
+    def initial(config, size):
+        return torch.nn.Parameter(torch.full((size,), 0.0 if config.layernorm_zero_centered_gamma else 1.0))
 
     class Norm(torch.nn.Module):
         def __init__(self, config, hidden_size, eps=1e-5):
             super().__init__()
-            self.weight, self.eps = torch.nn.Parameter(torch.zeros(hidden_size)), eps
+            self.weight, self.eps, self.config = initial(config, hidden_size), eps, config
 
         def forward(self, x):
-            return normalize(x, self.weight, self.eps)
+            return normalize(x, self.weight, self.eps, self.config)
 
     class NormAndColumns(ColumnParallelLinear):
         def __init__(self, input_size, output_size, *, config, **words):
             super().__init__(input_size, output_size, config=config, **words)
-            self.layer_norm_weight = torch.nn.Parameter(torch.zeros(input_size))
+            self.layer_norm_weight = initial(config, input_size)
 
         def forward(self, x, *a, **k):
-            return super().forward(normalize(x, self.layer_norm_weight, self.config.layernorm_epsilon), *a, **k)
+            return super().forward(
+                normalize(x, self.layer_norm_weight, self.config.layernorm_epsilon, self.config), *a, **k)
+    return Norm, NormAndColumns
+
+
+def mamba_stand_ins():
+    """The functions of mamba_ssm that Megatron-Core calls in training, token by token."""
+    import torch
+    import types
+
+    class Grouped(torch.nn.Module):
+        def __init__(self, size, eps, group_size, norm_before_gate, device, dtype):
+            super().__init__()
+            self.weight, self.eps, self.group_size = torch.nn.Parameter(torch.ones(size)), eps, group_size
+
+        def forward(self, x):
+            parts = x.unflatten(-1, (-1, self.group_size))
+            return (parts * torch.rsqrt((parts * parts).mean(-1, keepdim=True) + self.eps)).flatten(-2) * self.weight
+
+    def scan(zxbcdt, taps, bias, dt_bias, A, D, chunk_size, activation, headdim, ngroups, norm_before_gate, seq_idx):
+        heads, channels, length = len(A), len(taps), zxbcdt.shape[1]
+        inner = heads * headdim
+        states = (channels - inner) // (2 * ngroups)
+        z, conv, dt = zxbcdt.split([inner, channels, heads], -1)
+        conv = torch.nn.functional.pad(conv.transpose(1, 2), (taps.shape[1] - 1, 0))
+        conv = torch.nn.functional.silu(torch.conv1d(conv, taps[:, None], bias, groups=channels)).transpose(1, 2)
+        x, B, C = conv.split([inner, ngroups * states, ngroups * states], -1)
+        x = x.unflatten(-1, (heads, headdim))
+        B, C = (m.unflatten(-1, (ngroups, states)).repeat_interleave(heads // ngroups, 2) for m in (B, C))
+        dt = torch.nn.functional.softplus(dt + dt_bias)
+        state, out = torch.zeros(x.shape[0], heads, headdim, states), []
+        for t in range(length):
+            decay = torch.exp(dt[:, t] * A)[..., None, None]
+            state = state * decay + (dt[:, t, :, None] * x[:, t])[..., None] * B[:, t, :, None]
+            out.append((state * C[:, t, :, None]).sum(-1) + D[:, None] * x[:, t])
+        return torch.stack(out, 1).flatten(2) * torch.nn.functional.silu(z)
+    parts = {"layernorm_gated": dict(RMSNorm=Grouped),
+             "ssd_combined": dict(mamba_chunk_scan_combined=scan, mamba_split_conv1d_scan_combined=scan)}
+    for name in ("mamba_ssm", "mamba_ssm.ops", "mamba_ssm.ops.triton"):
+        sys.modules[name] = types.ModuleType(name)
+    for name, functions in parts.items():
+        module = sys.modules["mamba_ssm.ops.triton." + name] = types.ModuleType(name)
+        module.__dict__.update(functions)
+
+
+def hybrid_model(c, a):
+    """Megatron-Core's hybrid model with its own specification, but for Transformer Engine's modules."""
+    from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+    from megatron.core.models.hybrid import hybrid_block
+    from megatron.core.models.hybrid.hybrid_block import HybridStack, HybridStackSubmodules
+    from megatron.core.models.hybrid.hybrid_model import HybridModel
+    from megatron.core.ssm.mamba_layer import MambaLayer, MambaLayerSubmodules
+    from megatron.core.ssm.mamba_mixer import MambaMixer, MambaMixerSubmodules
+    from megatron.core.ssm.mlp_layer import MLPLayer
+    from megatron.core.tensor_parallel import RowParallelLinear
+    from megatron.core.transformer import TransformerLayer, TransformerLayerSubmodules
+    from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
+    from megatron.core.transformer.dot_product_attention import DotProductAttention
+    from megatron.core.transformer.enums import AttnMaskType
+    from megatron.core.transformer.mlp import MLP, MLPSubmodules
+    from megatron.core.transformer.spec_utils import ModuleSpec
+    from functools import partial
+    hybrid_block.TENorm, columns = norms()
+    mixer = ModuleSpec(module=MambaMixer, submodules=MambaMixerSubmodules(in_proj=columns, out_proj=RowParallelLinear))
+    attention = ModuleSpec(module=SelfAttention, params=dict(attn_mask_type=AttnMaskType.causal),
+                           submodules=SelfAttentionSubmodules(linear_qkv=columns, core_attention=DotProductAttention,
+                                                              linear_proj=RowParallelLinear))
+    mlp = partial(MLP.as_mlp_submodule, submodules=MLPSubmodules(linear_fc1=columns, linear_fc2=RowParallelLinear))
+    spec = ModuleSpec(module=HybridStack, submodules=HybridStackSubmodules(
+        mamba_layer=ModuleSpec(module=MambaLayer,
+                               submodules=MambaLayerSubmodules(mixer=mixer, mamba_bda=get_bias_dropout_add)),
+        attention_layer=ModuleSpec(module=TransformerLayer, submodules=TransformerLayerSubmodules(
+            self_attention=attention, self_attn_bda=get_bias_dropout_add)),
+        mlp_layer=ModuleSpec(module=MLPLayer, submodules=TransformerLayerSubmodules(
+            mlp=mlp, mlp_bda=get_bias_dropout_add))))
+    return HybridModel(c, spec, vocab_size=a["padded_vocab_size"], max_sequence_length=a["max_position_embeddings"],
+                       hybrid_layer_pattern=a["hybrid_layer_pattern"], position_embedding_type="none",
+                       share_embeddings_and_output_weights=False, parallel_output=False)
+
+
+def delta_spec(c):
+    """A gated delta net before attention with gates, as for Transformer Engine, whose norms hold weights minus 1."""
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.ssm.gated_delta_net import GatedDeltaNet, GatedDeltaNetSubmodules
+    from megatron.core.tensor_parallel import RowParallelLinear
+    from megatron.core.transformer.identity_op import IdentityOp
+    from megatron.core.transformer.spec_utils import ModuleSpec
+    from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+    Norm, NormAndColumns = norms()
     layers = [get_gpt_layer_local_spec(qk_layernorm=True, normalization="RMSNorm") for _ in range(2)]
     for layer in layers:
         layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = Norm
@@ -160,6 +251,7 @@ def build(tp, shape, chunk=None):
     if a.get("experimental_attention_variant"):
         moe.update({k: a[k] for k in a if k.startswith(("linear_", "experimental_")) or k == "attention_output_gate"},
                    layernorm_zero_centered_gamma=True, deterministic_mode=True)
+    moe.update({k: a[k] for k in a if k.startswith("mamba_")})
     pp, vpp = a.get("pp", 1), a.get("vpp")
     c = kind(
         pipeline_model_parallel_size=pp, virtual_pipeline_model_parallel_size=vpp, pipeline_dtype=torch.float32,
@@ -167,7 +259,8 @@ def build(tp, shape, chunk=None):
         num_layers=a["num_layers"], hidden_size=a["hidden_size"], ffn_hidden_size=a["ffn_hidden_size"],
         num_attention_heads=a["num_attention_heads"], num_query_groups=a["num_query_groups"],
         kv_channels=a["kv_channels"], use_cpu_initialization=True, gated_linear_unit=a["swiglu"],
-        activation_func=torch.nn.functional.silu if a["swiglu"] else torch.nn.functional.gelu,
+        activation_func=(torch.nn.functional.silu if a["swiglu"] else
+                         (lambda x: torch.relu(x) ** 2) if a.get("squared_relu") else torch.nn.functional.gelu),
         normalization=a["normalization"], add_bias_linear=a["add_bias_linear"], add_qkv_bias=a["add_qkv_bias"],
         tensor_model_parallel_size=tp, params_dtype=torch.bfloat16 if a.get("bf16") else torch.float32,
         bf16=bool(a.get("bf16")), bias_activation_fusion=False, hidden_dropout=0,
@@ -184,7 +277,7 @@ def build(tp, shape, chunk=None):
         spec = get_gpt_decoder_block_spec(c, use_transformer_engine=False)
     else:
         spec = get_gpt_layer_local_spec(qk_layernorm=a["qk_layernorm"], normalization=a["normalization"])
-    model = GPTModel(
+    model = hybrid_model(c, a) if a.get("hybrid_layer_pattern") else GPTModel(
         c, spec, vocab_size=a["padded_vocab_size"], max_sequence_length=a["max_position_embeddings"],
         share_embeddings_and_output_weights=not a["untie_embeddings_and_output_weights"],
         position_embedding_type=a["position_embedding_type"], rotary_base=a["rotary_base"], parallel_output=False,
@@ -246,7 +339,7 @@ def args_of(a, tp):
     args.use_rotary_position_embeddings = False
     args.rotary_interleaved = False
     args.apply_layernorm_1p = a.get("apply_layernorm_1p", False)
-    args.squared_relu = False
+    args.squared_relu = a.get("squared_relu", False)
     return args
 
 
