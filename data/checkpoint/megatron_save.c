@@ -159,7 +159,8 @@ static char *mt_dist_object_name(const char *module, int64_t length, const mt_co
     return name;
 }
 
-/* The names of all modules that may have further state, sorted, each once. Free the names and the list. */
+/* The names of all modules that may have further state, sorted, each once; the output layer of hybrid models, which
+ * have a final norm of their own name. Free the names and the list. */
 static char **mt_dist_objects(const mt_saved_set *set, int64_t *count) {
     char **names = mt_malloc((2 * set->count + 1) * (int64_t)sizeof *names);
     int64_t n = 0;
@@ -169,6 +170,8 @@ static char **mt_dist_objects(const mt_saved_set *set, int64_t *count) {
         bool in_block = strncmp(name, "decoder.", 8) == 0 || strncmp(name, "mtp.", 4) == 0;
         bool is_part = strstr(name, ".weight.") || strstr(name, ".conv1d.") || strcmp(last, ".A_log") == 0 ||
                        strcmp(last, ".dt_bias") == 0 || strcmp(last, ".D") == 0;
+        if (strcmp(name, "decoder.final_norm.weight") == 0)
+            names[n++] = mt_dist_object_name("output_layer", (int64_t)strlen("output_layer"), &t->chunk);
         if (!in_block || is_part || strstr(name, ".router.") || strstr(name, ".gate_weight")) continue;
         names[n++] = mt_dist_object_name(name, last - name, &t->chunk);
         if (!mt_text_ends_with(name, attention)) continue;
