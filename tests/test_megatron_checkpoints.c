@@ -486,8 +486,10 @@ static void arguments_of_other_models_are_refused(void **state) {
               "eu."),
          "\"mrope_section\""},
         {TEXT("}(U\x1amoe_expert_capacity_factorG\x3f\xf0\0\0\0\0\0\0u."), "\"moe_expert_capacity_factor\""},
-        {TEXT("}(U\x16multi_latent_attention\x88u."), "scaled by YaRN"},
-        {TEXT("}(U\x16multi_latent_attention\x88U\x09rope_typeU\x04yarnu."), "scaled by YaRN"},
+        {TEXT("}(U\x16multi_latent_attention\x88u."), NULL}, // YaRN's default factor
+        {TEXT("}(U\x16multi_latent_attention\x88U\x09rope_typeU\x04yarnu."), NULL},
+        {TEXT("}(U\x16multi_latent_attention\x88U\x20original_max_position_embeddingsG\x40\xb0\0\x80\0\0\0\0u."),
+         "YaRN of its latent attention is not taken here"},
         {TEXT("}(U\x16multi_latent_attention\x88U\x09rope_typeU\x04ropeu."), NULL},
         {TEXT("}(U\x16multi_latent_attention\x88U\x15rotary_scaling_factorG\x3f\xf0\0\0\0\0\0\0u."), NULL},
         {TEXT("}(U\x16multi_latent_attention\x89U\x09rope_typeU\x04yarnu."), NULL},

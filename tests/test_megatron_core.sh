@@ -25,7 +25,7 @@ megatron_computes_what_it_did_before() {
             --device cpu --save "$work/$written" --ckpt-format torch_dist >"$work/out" 2>"$work/err" </dev/null &&
             megatron load "$work/$written/iter_0000007" $written 1 || return 1
     done
-    for written in torch_vpp2 torch_ep2 mla_pp2 delta_tp2 hybrid_tp2; do
+    for written in torch_vpp2 torch_ep2 mla_pp2 mla_yarn delta_tp2 hybrid_tp2; do
         "$infer" --load "$golden/$written" --use-checkpoint-args --convert "$work/$written" --ckpt-format torch_dist \
             >"$work/out" 2>"$work/err" </dev/null && megatron load "$work/$written/release" $written 1 || return 1
     done

@@ -183,14 +183,48 @@ static int mt_args_set_model(mt_run_options *of_args, const mt_pickled *args, co
     return 0;
 }
 
+/* The number of an argument, or `absent`. */
+static double mt_args_number(const mt_pickled *args, const char *key, double absent) {
+    const mt_pickled *value = mt_pickled_get(args, key);
+    if (value && value->kind == MT_PICKLED_REAL) return value->real;
+    return value && value->kind == MT_PICKLED_INT ? (double)value->number : absent;
+}
+
+/* YaRN of latent attention; what is not there is as in Megatron-Core's MLATransformerConfig. Its factor of cos and sin
+ * is that of Hugging Face where both of mscale and mscale_all_dim are given or mscale is 1; otherwise it is set itself.
+ */
+static int mt_args_set_yarn(mt_run_options *of_args, const mt_pickled *args, const char *folder, mt_error *error) {
+    double factor = mt_args_number(args, "rotary_scaling_factor", 40), mscale = mt_args_number(args, "mscale", 1);
+    double all_dim = mt_args_number(args, "mscale_all_dim", 0);
+    bool both = mscale != 0 && all_dim != 0;
+    const struct {
+        const char *option;
+        double value;
+        bool is_set;
+    } rows[] = {
+        {"rope-scaling-factor", factor, true},
+        {"original-max-position-embeddings", mt_args_number(args, "original_max_position_embeddings", 4096), true},
+        {"yarn-beta-fast", mt_args_number(args, "beta_fast", 32), true},
+        {"yarn-beta-slow", mt_args_number(args, "beta_slow", 1), true},
+        {"yarn-mscale", mscale, both},
+        {"yarn-mscale-all-dim", all_dim, all_dim != 0},
+        {"yarn-attention-factor", mt_yarn_mscale(factor, mscale) / mt_yarn_mscale(factor, all_dim),
+         !both && (mscale != 1 || all_dim != 0)},
+    };
+    mt_error reason;
+    if (mt_options_set(of_args, "rope-scaling-type", "yarn", error) != 0) return -1;
+    for (size_t i = 0; i < sizeof rows / sizeof *rows; i++) {
+        char text[64];
+        mt_real_print(text, rows[i].value);
+        if (rows[i].is_set && mt_options_set(of_args, rows[i].option, text, &reason) != 0)
+            return mt_error_set(error, "%s: YaRN of its latent attention is not taken here: %.1000s", folder,
+                                reason.text);
+    }
+    return 0;
+}
+
 int mt_args_set(mt_run_options *of_args, const mt_pickled *args, const char *folder, mt_error *error) {
     const char *other = mt_args_other(args), *format = mt_megatron_format(folder);
-    if (mt_args_scale_latent_rope(args))
-        return mt_error_set(error,
-                            "%s: its run has latent attention with RoPE scaled by YaRN, which is not read from a "
-                            "checkpoint of Megatron-LM; convert it to a Hugging Face folder by Megatron Bridge "
-                            "(convert_checkpoints.py export)",
-                            folder);
     if (other)
         return mt_error_set(error,
                             "%s: its run has \"%s\", which is not read from a checkpoint of Megatron-LM; convert it "
@@ -205,6 +239,7 @@ int mt_args_set(mt_run_options *of_args, const mt_pickled *args, const char *fol
                               "again by --ckpt-format torch_dist of Megatron-LM",
                               folder);
     free(pattern);
+    if (status == 0 && mt_args_scale_latent_rope(args)) status = mt_args_set_yarn(of_args, args, folder, error);
     if (status != 0) return -1;
     // Megatron-Core's latent attention rotates neighbouring channels, whatever its argument rotary_interleaved says
     if (mt_pickled_is_set(mt_pickled_get(args, "multi_latent_attention")))

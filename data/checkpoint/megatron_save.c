@@ -389,6 +389,12 @@ static void mt_arg_write_linear_layers(mt_pickler *p, const mt_options *o) {
     mt_list_end(p);
 }
 
+/* mscale of Megatron-Core, from the factor of cos and sin: g(mscale) / g(mscale_all_dim). */
+static double mt_yarn_mscale_of(const mt_options *o) {
+    double scaled = o->yarn_attention_factor * mt_yarn_mscale(o->rope_scaling_factor, o->yarn_mscale_all_dim);
+    return o->rope_scaling_factor > 1 ? (scaled - 1) / (mt_yarn_mscale(o->rope_scaling_factor, 1) - 1) : 1;
+}
+
 /* The run's arguments, as --use-checkpoint-args of Megatron-LM reads them. */
 static void mt_dist_write_args(mt_pickler *p, const mt_run_options *o, const mt_grid *grid, const mt_run_state *state,
                                bool states, mt_dtype dtype) {
@@ -413,6 +419,7 @@ static void mt_dist_write_args(mt_pickler *p, const mt_run_options *o, const mt_
         bool is_scaled = s->rope_scaling_type == MT_ROPE_SCALING_YARN;
         mt_item_text(p, "rope_type", is_scaled ? "yarn" : "rope");
         mt_item_real(p, "rotary_scaling_factor", is_scaled ? s->rope_scaling_factor : 1);
+        mt_item_real(p, "mscale", is_scaled ? mt_yarn_mscale_of(s) : 1);
         mt_item_real(p, "mscale_all_dim", is_scaled ? s->yarn_mscale_all_dim : 0);
         mt_item_real(p, "beta_fast", s->yarn_beta_fast);
         mt_item_real(p, "beta_slow", s->yarn_beta_slow);

@@ -49,6 +49,11 @@ CASES = {
                 dict(multi_latent_attention=True, q_lora_rank=12, kv_lora_rank=10, qk_head_dim=8, qk_pos_emb_head_dim=4,
                      v_head_dim=8, rope_type="rope", rotary_scaling_factor=1.0, pp=2, num_query_groups=4,
                      group_query_attention=False, qk_layernorm=True, norm_epsilon=1e-6)),
+    "mla_yarn": (1, "torch_dist", False,
+                 dict(multi_latent_attention=True, q_lora_rank=12, kv_lora_rank=10, qk_head_dim=8, qk_pos_emb_head_dim=8,
+                      v_head_dim=8, rope_type="yarn", rotary_scaling_factor=8.0, original_max_position_embeddings=8,
+                      beta_fast=4.0, beta_slow=0.5, mscale=1.0, mscale_all_dim=0.7, num_query_groups=4,
+                      group_query_attention=False, qk_layernorm=True, norm_epsilon=1e-6)),
     # a gated delta net, then attention with gates; norms hold their weights minus 1
     "delta_tp2": (2, "torch_dist", False,
                   dict(experimental_attention_variant="gated_delta_net", linear_attention_freq=[1, 0],
@@ -246,7 +251,9 @@ def build(tp, shape, chunk=None):
     if a.get("multi_latent_attention"):
         from megatron.core.transformer.transformer_config import MLATransformerConfig as kind
         moe.update({k: a[k] for k in ("multi_latent_attention", "q_lora_rank", "kv_lora_rank", "qk_head_dim",
-                                      "qk_pos_emb_head_dim", "v_head_dim", "rope_type", "rotary_scaling_factor")},
+                                      "qk_pos_emb_head_dim", "v_head_dim", "rope_type", "rotary_scaling_factor",
+                                      "original_max_position_embeddings", "beta_fast", "beta_slow", "mscale",
+                                      "mscale_all_dim") if k in a},
                    rotary_base=a["rotary_base"])
     if a.get("experimental_attention_variant"):
         moe.update({k: a[k] for k in a if k.startswith(("linear_", "experimental_")) or k == "attention_output_gate"},
