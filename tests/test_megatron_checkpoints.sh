@@ -4,6 +4,7 @@ set -u
 . tests/suite.sh
 export OMP_NUM_THREADS=1
 golden=$(pwd)/tests/golden/megatron_dist
+shapes='mla_pp2 mla_yarn llama31 interleaved delta_tp2 hybrid_tp2'
 if [ "${HAVE_MPI:-}" ]; then ranks="mpirun --oversubscribe -n"; else ranks=; fi
 
 # tokens FILE: 7 i mod 100, i < 16, as int32.
@@ -30,7 +31,7 @@ scores() {
 }
 
 every_checkpoint_scores_as_in_megatron() {
-    for written in dense dense_tp2 gpt_tp2 moe torch_tp2 torch_vpp2 torch_ep2 mla_pp2 mla_yarn delta_tp2 hybrid_tp2; do
+    for written in dense dense_tp2 gpt_tp2 moe torch_tp2 torch_vpp2 torch_ep2 $shapes; do
         scores $written "$golden/$written" 1 --use-checkpoint-args || return 1
     done
     scores dense_tp2 "$golden/dense_tp2/iter_0000007" 1 --use-checkpoint-args
@@ -85,7 +86,7 @@ a_run_goes_on_with_the_optimizer_or_says_why_not() {
 }
 
 a_checkpoint_becomes_a_folder_of_hugging_face() {
-    for written in dense_tp2 gpt_tp2 moe torch_tp2 mla_pp2 mla_yarn delta_tp2 hybrid_tp2; do
+    for written in dense_tp2 gpt_tp2 moe torch_tp2 $shapes; do
         # shellcheck disable=SC2086
         "$train" --load "$golden/$written" --use-checkpoint-args --no-load-optim --train-iters 0 \
             --save "$work/hf-$written" --device cpu --mock-data --lr 1e-3 >"$work/out" 2>"$work/err" &&
@@ -95,7 +96,7 @@ a_checkpoint_becomes_a_folder_of_hugging_face() {
 
 # The weights of infer --convert are those of a model that is loaded and saved, there and back.
 a_conversion_has_the_same_weights() {
-    for written in gpt_tp2 moe torch_tp2 torch_vpp2 mla_pp2 mla_yarn delta_tp2 hybrid_tp2; do
+    for written in gpt_tp2 moe torch_tp2 torch_vpp2 $shapes; do
         # shellcheck disable=SC2086
         "$train" --load "$golden/$written" --use-checkpoint-args --no-load-optim --train-iters 0 \
             --save "$work/by-train" --overwrite --device cpu --mock-data --lr 1e-3 >"$work/out" 2>"$work/err" &&
@@ -135,7 +136,7 @@ same() {
 }
 
 what_is_saved_for_megatron_scores_alike() {
-    for written in dense dense_tp2 gpt_tp2 moe torch_tp2 torch_ep2 mla_pp2 mla_yarn delta_tp2 hybrid_tp2; do
+    for written in dense dense_tp2 gpt_tp2 moe torch_tp2 torch_ep2 $shapes; do
         saves $written "$work/own-$written" 1 --no-load-optim && scores $written "$work/own-$written" 1 || return 1
         # as a folder of Megatron-LM's, by its arguments and the sums of its archives
         rm "$work/own-$written/iter_0000007/config.json" "$work/own-$written/iter_0000007/trainer.json" \

@@ -12,6 +12,7 @@ fi
 . tests/suite.sh
 export OMP_NUM_THREADS=1
 golden=tests/golden/megatron_dist
+shapes='mla_pp2 mla_yarn llama31 interleaved delta_tp2 hybrid_tp2'
 script=tests/golden/make_megatron_checkpoints.py
 
 # megatron WORDS...: the script's command; prints what differs.
@@ -25,7 +26,7 @@ megatron_computes_what_it_did_before() {
             --device cpu --save "$work/$written" --ckpt-format torch_dist >"$work/out" 2>"$work/err" </dev/null &&
             megatron load "$work/$written/iter_0000007" $written 1 || return 1
     done
-    for written in torch_vpp2 torch_ep2 mla_pp2 mla_yarn delta_tp2 hybrid_tp2; do
+    for written in torch_vpp2 torch_ep2 $shapes; do
         "$infer" --load "$golden/$written" --use-checkpoint-args --convert "$work/$written" --ckpt-format torch_dist \
             >"$work/out" 2>"$work/err" </dev/null && megatron load "$work/$written/release" $written 1 || return 1
     done

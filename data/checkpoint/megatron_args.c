@@ -29,6 +29,7 @@ static const struct {
     {"position_embedding_type", NULL},
     {"rotary_base", NULL},
     {"rotary_percent", NULL},
+    {"rotary_interleaved", NULL},
     {"add_bias_linear", NULL},
     {"add_qkv_bias", NULL},
     {"swiglu", NULL},
@@ -80,11 +81,8 @@ static const struct {
 
 /* Arguments whose models are other ones, unless they are None, False or 0. */
 static const char *const mt_other_args[] = {
-    "rotary_interleaved",
     "window_size",
     "heterogeneous_layers_config_path",
-    "use_rope_scaling",
-    "rotary_seq_len_interpolation_factor",
     "qk_l2_norm",
     "mtp_use_repeated_layer",
     "apply_residual_connection_post_layernorm",
@@ -190,6 +188,20 @@ static double mt_args_number(const mt_pickled *args, const char *key, double abs
     return value && value->kind == MT_PICKLED_INT ? (double)value->number : absent;
 }
 
+/* RoPE scaled as in Llama 3.1, or by a factor of all positions. */
+static int mt_args_set_rope(mt_run_options *of_args, const mt_pickled *args, const char *folder, mt_error *error) {
+    bool is_llama3 = mt_pickled_is_set(mt_pickled_get(args, "use_rope_scaling"));
+    const char *key = is_llama3 ? "rope_scaling_factor" : "rotary_seq_len_interpolation_factor";
+    char text[64];
+    mt_error reason;
+    if (!is_llama3 && !mt_pickled_is_set(mt_pickled_get(args, key))) return 0;
+    mt_real_print(text, mt_args_number(args, key, 8));
+    if (mt_options_set(of_args, "rope-scaling-type", is_llama3 ? "llama3" : "linear", error) != 0) return -1;
+    if (mt_options_set(of_args, "rope-scaling-factor", text, &reason) == 0) return 0;
+    return mt_error_set(error, "%s: its run has \"%s\" %s, which is not taken here: %.1000s", folder, key, text,
+                        reason.text);
+}
+
 /* YaRN of latent attention; what is not there is as in Megatron-Core's MLATransformerConfig. Its factor of cos and sin
  * is that of Hugging Face where both of mscale and mscale_all_dim are given or mscale is 1; otherwise it is set itself.
  */
@@ -239,7 +251,10 @@ int mt_args_set(mt_run_options *of_args, const mt_pickled *args, const char *fol
                               "again by --ckpt-format torch_dist of Megatron-LM",
                               folder);
     free(pattern);
-    if (status == 0 && mt_args_scale_latent_rope(args)) status = mt_args_set_yarn(of_args, args, folder, error);
+    if (status == 0 && mt_args_scale_latent_rope(args))
+        status = mt_args_set_yarn(of_args, args, folder, error);
+    else if (status == 0)
+        status = mt_args_set_rope(of_args, args, folder, error);
     if (status != 0) return -1;
     // Megatron-Core's latent attention rotates neighbouring channels, whatever its argument rotary_interleaved says
     if (mt_pickled_is_set(mt_pickled_get(args, "multi_latent_attention")))

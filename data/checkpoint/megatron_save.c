@@ -429,6 +429,8 @@ static void mt_dist_write_args(mt_pickler *p, const mt_run_options *o, const mt_
         mt_item_bool(p, "use_rope_scaling", true);
         mt_item_real(p, "rope_scaling_factor", s->rope_scaling_factor);
     }
+    if (s->rope_scaling_type == MT_ROPE_SCALING_LINEAR)
+        mt_item_real(p, "rotary_seq_len_interpolation_factor", s->rope_scaling_factor);
     mt_item_bool(p, "apply_query_key_layer_scaling", false);
     mt_item_int(p, "make_vocab_size_divisible_by", 128);
     mt_item_int(p, "padded_vocab_size", mt_divide_up(s->vocab_size, 128) * 128); // a loader pads the tensors

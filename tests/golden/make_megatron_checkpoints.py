@@ -49,6 +49,11 @@ CASES = {
                 dict(multi_latent_attention=True, q_lora_rank=12, kv_lora_rank=10, qk_head_dim=8, qk_pos_emb_head_dim=4,
                      v_head_dim=8, rope_type="rope", rotary_scaling_factor=1.0, pp=2, num_query_groups=4,
                      group_query_attention=False, qk_layernorm=True, norm_epsilon=1e-6)),
+    # RoPE as in Llama 3.1, whose band of wavelengths between 2048 and 8192 has the last pair of channels
+    "llama31": (1, "torch_dist", False, dict(use_rope_scaling=True, rope_scaling_factor=8.0, rotary_base=3000)),
+    "interleaved": (1, "torch_dist", False,
+                    dict(rotary_interleaved=True, rotary_seq_len_interpolation_factor=4, num_layers=1, hidden_size=8,
+                         ffn_hidden_size=12)),
     "mla_yarn": (1, "torch_dist", False,
                  dict(multi_latent_attention=True, q_lora_rank=12, kv_lora_rank=10, qk_head_dim=8, qk_pos_emb_head_dim=8,
                       v_head_dim=8, rope_type="yarn", rotary_scaling_factor=8.0, original_max_position_embeddings=8,
@@ -269,7 +274,8 @@ def build(tp, shape, chunk=None):
         activation_func=(torch.nn.functional.silu if a["swiglu"] else
                          (lambda x: torch.relu(x) ** 2) if a.get("squared_relu") else torch.nn.functional.gelu),
         normalization=a["normalization"], add_bias_linear=a["add_bias_linear"], add_qkv_bias=a["add_qkv_bias"],
-        tensor_model_parallel_size=tp, params_dtype=torch.bfloat16 if a.get("bf16") else torch.float32,
+        rotary_interleaved=a.get("rotary_interleaved", False), tensor_model_parallel_size=tp,
+        params_dtype=torch.bfloat16 if a.get("bf16") else torch.float32,
         bf16=bool(a.get("bf16")), bias_activation_fusion=False, hidden_dropout=0,
         attention_dropout=0, layernorm_epsilon=a["norm_epsilon"], qk_layernorm=a["qk_layernorm"],
         init_method_std=0.3, masked_softmax_fusion=False, bias_dropout_fusion=False, apply_rope_fusion=False, **moe)
@@ -288,7 +294,9 @@ def build(tp, shape, chunk=None):
         c, spec, vocab_size=a["padded_vocab_size"], max_sequence_length=a["max_position_embeddings"],
         share_embeddings_and_output_weights=not a["untie_embeddings_and_output_weights"],
         position_embedding_type=a["position_embedding_type"], rotary_base=a["rotary_base"], parallel_output=False,
-        rotary_percent=a["rotary_percent"],
+        rotary_percent=a["rotary_percent"], rope_scaling=a.get("use_rope_scaling", False),
+        rope_scaling_factor=a.get("rope_scaling_factor", 8.0),
+        seq_len_interpolation_factor=a.get("rotary_seq_len_interpolation_factor"),
         pre_process=number == 0, post_process=number == stages - 1, vp_stage=chunk)
     generator = torch.Generator().manual_seed(11 + torch.distributed.get_rank())
     replicated = torch.Generator().manual_seed(5 + number)
@@ -344,7 +352,7 @@ def args_of(a, tp):
     args.params_dtype = torch.float32
     args.attention_backend = AttnBackend.auto
     args.use_rotary_position_embeddings = False
-    args.rotary_interleaved = False
+    args.rotary_interleaved = a.get("rotary_interleaved", False)
     args.apply_layernorm_1p = a.get("apply_layernorm_1p", False)
     args.squared_relu = a.get("squared_relu", False)
     return args
