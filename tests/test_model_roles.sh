@@ -143,7 +143,7 @@ a_critic_and_a_reward_model_have_layouts_of_their_own() {
         --reward-pipeline-model-parallel-size 3 && return 1
     says '^error: --reward-load .*: the number of ranks 4 must be a multiple of' "$work/err" || return 1
     iterate 2 apart dense "$@" --pipeline-model-parallel-size 2 && return 1
-    says '^error: --critic-load .*/gpt2: --num-layers, 3, must .* layout of its own by --critic-\*-model-par' \
+    says '^error: --critic-load .*/gpt2: --num-layers (config.json), 3, must .* of its own by --critic-\*-model-par' \
         "$work/err" || return 1
     iterate 4 apart dense "$@" --context-parallel-size 2 --use-distributed-optimizer \
         --reward-tensor-model-parallel-size 2 && as_one apart && same one apart 1e-5 value_loss value_target

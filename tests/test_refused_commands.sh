@@ -210,13 +210,12 @@ check names_that_change_nothing_say_so prints \
 # A script of Megatron runs where the names change nothing here; one line has them, each reason once.
 names_without_meaning_say_so() {
     idle='--use-mcore-models --manual-gc --manual-gc-interval 10 --num-workers=4 --transformer-impl local
-        --no-log-energy --ckpt-format torch_dist --no-ckpt-fully-parallel-save --disable-gloo-process-groups
+        --no-log-energy --no-ckpt-fully-parallel-save --disable-gloo-process-groups
         --wandb-project p'
     # shellcheck disable=SC2086
     prints '^no effect here: --use-mcore-models, --transformer-impl (there is one implementation of the model); ' \
         $idle --fp16 false &&
         says '; --manual-gc, --manual-gc-interval, --disable-gloo-process-groups (no PyTorch' "$work/out" &&
-        says '; --ckpt-format (a checkpoint is saved as a Hugging Face folder' "$work/out" &&
         says '; --wandb-project (reports go to no service: --metrics FILE' "$work/out" &&
         test "$(grep -c 'no effect' "$work/out")" = 1 || return 1
     # shellcheck disable=SC2086
