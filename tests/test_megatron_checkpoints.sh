@@ -163,6 +163,8 @@ every_layout_saves_the_same_bytes() {
         same "$work/one-moe/iter_0000007" "$work/pp/iter_0000007" &&
         saves delta_tp2 "$work/delta" 2 --no-load-optim --tensor-model-parallel-size 2 &&
         same "$work/one-delta/iter_0000007" "$work/delta/iter_0000007" &&
+        saves delta_tp2 "$work/delta-dp" 4 --no-load-optim --use-distributed-optimizer \
+            --tensor-model-parallel-size 2 && same "$work/one-delta/iter_0000007" "$work/delta-dp/iter_0000007" &&
         saves delta_tp2 "$work/delta4" 4 --no-load-optim --data-parallel-sharding-strategy optim_grads_params \
             --pipeline-model-parallel-size 2 && same "$work/one-delta/iter_0000007" "$work/delta4/iter_0000007" &&
         saves hybrid_tp2 "$work/hybrid" 4 --no-load-optim --pipeline-model-parallel-size 2 \
