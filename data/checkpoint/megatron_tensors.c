@@ -3,6 +3,8 @@
  * key head, its value head; and a gate before the other half of an MLP's first matrix. */
 #include "megatron_tensors.h"
 
+#include "../options/option_table.h"
+
 #include <stdlib.h>
 #include <string.h>
 
@@ -301,11 +303,61 @@ bool mt_core_chunk_of(const mt_param *param, mt_param_state state, const mt_run_
     return true;
 }
 
+/* Options of the model that the arguments of such a folder do not hold: with another value than the default,
+ * Megatron-LM would build another model from them. */
+static const size_t mt_core_without_argument[] = {
+    MT_AT(stack.geglu),
+    MT_AT(stack.activation_func_clamp_value),
+    MT_AT(stack.glu_linear_offset),
+    MT_AT(stack.embedding_multiplier),
+    MT_AT(stack.residual_multiplier),
+    MT_AT(stack.logits_scaling),
+    MT_AT(stack.norm_placement),
+    MT_AT(stack.qk_layernorm_all_heads),
+    MT_AT(stack.value_channels),
+    MT_AT(stack.attention_value_scale),
+    MT_AT(stack.window_size),
+    MT_AT(no_rope_freq),
+    MT_AT(stack.llama_4_scaling_beta),
+    MT_AT(stack.mamba_dt_limit_low),
+    MT_AT(stack.mamba_dt_limit_high),
+    MT_AT(stack.mamba_conv_bias),
+    MT_AT(stack.moe_router_linear_bias),
+    MT_AT(stack.moe_router_quantile_bias),
+};
+
+/* An error if the arguments would not describe the model. */
+static int mt_core_check_arguments(const mt_run_options *run, mt_error *error) {
+    const mt_options *o = &run->stack;
+    bool is_llama3 = o->rope_scaling_type == MT_ROPE_SCALING_LLAMA3, is_latent = o->multi_latent_attention;
+    bool differs =
+        o->rope_low_freq_factor != 1 || o->rope_high_freq_factor != 4 || o->original_max_position_embeddings != 8192;
+    for (size_t i = 0; i < sizeof mt_core_without_argument / sizeof *mt_core_without_argument; i++) {
+        const mt_option *row = mt_option_of(mt_core_without_argument[i]);
+        if (mt_option_is_default(run, row)) continue;
+        return mt_error_set(error,
+                            "--ckpt-format torch_dist: arguments of Megatron-LM do not hold --%s, and its model would "
+                            "be another one; leave --ckpt-format out",
+                            row->name);
+    }
+    if (o->rope_scaling_type == MT_ROPE_SCALING_YARN && (!is_latent || !o->yarn_correction_range_round_to_int))
+        return mt_error_set(error,
+                            "--ckpt-format torch_dist: arguments of Megatron-LM hold --rope-scaling-type yarn of "
+                            "latent attention alone, with a range of whole channels; leave --ckpt-format out");
+    if (is_llama3 && differs)
+        return mt_error_set(error,
+                            "--ckpt-format torch_dist: Megatron-LM's RoPE scaling of Llama 3.1 has the factors 1 and 4 "
+                            "and 8192 positions, not %g, %g and %lld; leave --ckpt-format out",
+                            o->rope_low_freq_factor, o->rope_high_freq_factor,
+                            (long long)o->original_max_position_embeddings);
+    return 0;
+}
+
 int mt_core_check(const mt_run_options *run, bool states, mt_error *error) {
     mt_param *rows;
     int64_t count = mt_params_build(&rows, &run->stack, NULL);
-    int status = 0;
-    if (run->stack.multi_latent_attention && !run->stack.rotary_interleaved)
+    int status = mt_core_check_arguments(run, error);
+    if (status == 0 && run->stack.multi_latent_attention && !run->stack.rotary_interleaved)
         status = mt_error_set(error, "--ckpt-format torch_dist: latent attention of Megatron-Core rotates neighbouring "
                                      "channels; give --rotary-interleaved, or leave --ckpt-format out");
     if (status == 0 && run->stack.hybrid_layers && run->stack.mtp_num_layers > 0)
