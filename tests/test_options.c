@@ -1195,6 +1195,9 @@ static void names_that_state_what_is_so_take_no_other_value(void **state) {
     mt_options_free(&options);
     expect_error(RUN "--attention-softmax-in-fp32=false", "can only be true here: softmax is computed in fp32");
     expect_error(RUN "--bf16 --accumulate-allreduce-grads-in-fp32 --grad-reduce-in-bf16", "two names of one option");
+    expect_good(&options, RUN "--bf16 --accumulate-allreduce-grads-in-fp32 false"); // as Megatron-LM's bf16 runs
+    assert_int_equal(options.stack.main_grads_dtype, MT_OPTIMIZER_FP32);
+    mt_options_free(&options);
     expect_error(RUN "--calculate-per-token-loss=false", "can only be true here: the loss is the sum over the tokens");
     expect_good(&options, RUN "--ckpt-format fsdp_dtensor --use-megatron-fsdp --dist-ckpt-format=fsdp_dtensor");
     assert_int_equal(options.stack.data_parallel_sharding_strategy, MT_SHARD_PARAMS);

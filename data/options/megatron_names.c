@@ -14,7 +14,7 @@
 static const struct {
     const char *name, *option, *value, *values;
 } aliases[] = {
-    {"accumulate-allreduce-grads-in-fp32", "grad-reduce-in-bf16", "!"},
+    {"accumulate-allreduce-grads-in-fp32", "grad-reduce-in-bf16", "false"}, // false is no setting: see Megatron-LM
     {"add-bias-linear", "disable-bias-linear", "!"},
     {"beta-fast", "yarn-beta-fast"},
     {"beta-slow", "yarn-beta-slow"},
@@ -335,7 +335,9 @@ static const struct {
      "moe-router-padding-for-fp8 moe-router-padding-for-quantization"},
     {MT_NAME_IDLE,
      "this report is not made; --metrics FILE.jsonl and --tensorboard-dir have all numbers that are known",
-     "log-energy log-max-attention-logit moe-per-layer-logging tensorboard-log-interval"},
+     "log-energy log-max-attention-logit moe-per-layer-logging"},
+    {MT_NAME_IDLE, "--tensorboard-dir has a record with each printed line, as --log-interval says",
+     "tensorboard-log-interval"},
     {MT_NAME_IDLE, "reports go to no service: --metrics FILE.jsonl and --tensorboard-dir have them",
      "app-tag-run-name app-tag-run-version one-logger-async one-logger-project one-logger-run-name otel-enabled "
      "otel-service-name otel-span-groups wandb-entity wandb-exp-name wandb-project wandb-save-dir"},

@@ -388,6 +388,9 @@ static int mt_options_resolve(mt_run_options *o, mt_program program, mt_error *e
         return mt_error_set(error, "--use-distributed-optimizer and --data-parallel-sharding-strategy no_shard exclude "
                                    "each other; leave one out");
     if (distributed) *strategy = MT_SHARD_OPTIM;
+    if (o->ckpt_format == MT_CHECKPOINT_FSDP_DTENSOR && program == MT_PROGRAM_INFER)
+        return mt_error_set(error, "--ckpt-format fsdp_dtensor is not written by --convert; take torch_dist, or leave "
+                                   "the option out");
     if (o->ckpt_format == MT_CHECKPOINT_FSDP_DTENSOR && *strategy == MT_NO_SHARD)
         return mt_error_set(error,
                             "--ckpt-format fsdp_dtensor is the format of --use-megatron-fsdp; give that, or leave "
@@ -440,7 +443,8 @@ int mt_options_open_tokenizer(mt_tokenizer **out, const mt_run_options *o, mt_er
 /* In Megatron-LM, RoPE of latent attention is scaled by YaRN, from 4096 positions, wherever a factor is given. */
 static void mt_options_scale_latent_rope(mt_run_options *o) {
     bool has_factor = o->stack.multi_latent_attention && MT_GIVEN(o, stack.rope_scaling_factor);
-    if (!has_factor || MT_GIVEN(o, stack.rope_scaling_type) || o->stack.rope_scaling_type != MT_ROPE_SCALING_NONE)
+    if (!has_factor || o->use_rope_scaling || MT_GIVEN(o, stack.rope_scaling_type) ||
+        o->stack.rope_scaling_type != MT_ROPE_SCALING_NONE)
         return;
     o->stack.rope_scaling_type = MT_ROPE_SCALING_YARN;
     if (o->stack.original_max_position_embeddings == 0) o->stack.original_max_position_embeddings = 4096;

@@ -96,7 +96,7 @@ static bool mt_setting_holds(const mt_setting *setting, const mt_run_options *op
     const char *value = setting->megatron.value;
     if (!value || *value == '!') return true;
     char *text = mt_option_text(options, setting->row);
-    bool holds = strcmp(text, value) == 0;
+    bool holds = strcmp(text, value + (*value == '?')) == 0; // '?': unless another option says more
     free(text);
     return holds;
 }
@@ -205,6 +205,16 @@ static void mt_given_refuse(mt_option_reader *reader, const mt_given *given, con
                             has_value ? first : NULL);
 }
 
+/* An interval in steps and its share of all steps are two options of one meaning: a typed one replaces the other of the
+ * file. `interval`: the option of the name that was given. */
+static void mt_replace_interval(mt_option_reader *reader, const mt_option *row, const mt_option *interval) {
+    const char *share = mt_share_option(interval->name);
+    if (!share) return;
+    const mt_option *other = row == interval ? mt_option_find(share, strlen(share)) : interval;
+    bool is_typed = reader->typed[other->offset / 64] >> other->offset % 64 & 1;
+    if (!is_typed) mt_option_reset(reader->options, other);
+}
+
 /* Gives the option of a setting its values; *taken is the option, if it has got them. */
 static int mt_given_take(mt_option_reader *reader, const mt_given *given, const mt_option **taken, mt_error *error) {
     const mt_strings *values = &given->values;
@@ -213,6 +223,7 @@ static int mt_given_take(mt_option_reader *reader, const mt_given *given, const 
     *taken = NULL;
     if (!*given->name) return mt_refuse_word(given, NULL, values->count > 0 ? values->items[0] : "--", error);
     mt_setting setting = mt_setting_find(given->name, strlen(given->name));
+    const mt_option *interval = setting.row;
     if (has_one) mt_setting_take_share(&setting, values->items[0]);
     if (!mt_setting_is_accepted(&setting, reader->program)) {
         mt_given_refuse(reader, given, &setting);
@@ -227,6 +238,7 @@ static int mt_given_take(mt_option_reader *reader, const mt_given *given, const 
         return mt_error_set(error, "%s names another --config; one file is read, from the command line", given->where);
     if (has_one && mt_setting_is_default(&setting, values->items[0]))
         return values->count > 1 ? mt_refuse_word(given, &setting, values->items[1], error) : 0;
+    if (row && is_typed) mt_replace_interval(reader, row, interval);
     if (row && is_typed) reader->typed[row->offset / 64] |= (uint64_t)1 << row->offset % 64;
     if (row && !setting.megatron.value) mt_option_clear(reader->options, row); // the last one wins
     int status = given->form == MT_GIVEN_LIST ? mt_given_take_list(reader, given, &setting, error)

@@ -855,7 +855,7 @@ const mt_option mt_option_table[] = {
                  "reset-position-ids, rm|dpo|rl: reset-attention-mask, rm|dpo|rl: eod-mask-loss, "
                  "rm|dpo|rl: response-key, rm|rl: loss-on, rl: long-samples, rl: variable-seq-lengths, rl: split, rl: "
                  "valid-data-path, rl: test-data-path, rl: eval-interval, rl: profile, rl: trace, rl: log-straggler, "
-                 "rl: check-for-spiky-loss",
+                 "rl: timing-log-level, rl: check-for-spiky-loss",
      .own = true},
     {"value-head", MT_FLAG, MT_AT(value_head), MT_TRAIN, MT_OF_RUN, NULL, NULL,
      "a language model in --load gets a value head with random weights", .needs = "stage rm, load", .own = true},
@@ -1085,7 +1085,8 @@ const mt_option mt_option_table[] = {
     {"log-params-norm", MT_FLAG, MT_AT(stack.log_params_norm), MT_TRAIN, MT_OF_RUN, NULL, NULL,
      "report the norm of the parameters"},
     {"log-memory-to-tensorboard", MT_FLAG, MT_AT(log_memory_to_tensorboard), MT_TRAIN, MT_OF_RUN, NULL, NULL,
-     "write the memory in use to --tensorboard-dir and --metrics too, not its maximum alone"},
+     "write the memory in use to --tensorboard-dir and --metrics too; on a GPU it is that of the model, as the maximum "
+     "is"},
     {"timing-log-level", MT_INT, MT_AT(timing_log_level), MT_TRAIN, MT_OF_RUN, "0", "[0,2]",
      "with every printed line: 1: the time of forward and backward, of the optimizer, and of communication; 2: also of "
      "waiting for data, of forward and of backward"},

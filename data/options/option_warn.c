@@ -59,10 +59,12 @@ static void mt_options_print_idle_common(const mt_run_options *o, FILE *file) {
 
 /* Of a finished infer. */
 static void mt_options_print_idle_inference(const mt_run_options *o, FILE *file) {
-    bool generates = !o->score && !o->merge_adapter, argmax = generates && o->stack.temperature == 0;
+    bool writes = o->merge_adapter || o->convert, generates = !o->score && !writes,
+         argmax = generates && o->stack.temperature == 0;
     bool no_text = o->prompt_tokens && o->print_tokens && o->stop.count == 0,
          dense = mt_num_expert_layers(&o->stack) == 0;
-    const char *top = "--temperature 0 takes the most probable token", *merges = "--merge-adapter generates no text";
+    const char *top = "--temperature 0 takes the most probable token", *merges = "no text is generated",
+               *copies = "the tokenizer of --load is copied";
     const mt_idle_option options[] = {
         {argmax && MT_GIVEN(o, stack.seed), "seed", top},
         {argmax && o->top_k > 0, "top-k", top},
@@ -73,20 +75,20 @@ static void mt_options_print_idle_inference(const mt_run_options *o, FILE *file)
         {dense && MT_GIVEN(o, stack.moe_token_dispatcher_type), "moe-token-dispatcher-type", "no layer has experts"},
         {dense && MT_GIVEN(o, stack.moe_grouped_gemm), "moe-grouped-gemm", "no layer has experts"},
         {dense && MT_GIVEN(o, stack.moe_permute_fusion), "moe-permute-fusion", "no layer has experts"},
-        {o->merge_adapter && MT_GIVEN(o, stack.seed), "seed", merges},
-        {o->merge_adapter && MT_GIVEN(o, stack.temperature), "temperature", merges},
-        {o->merge_adapter && MT_GIVEN(o, top_k), "top-k", merges},
-        {o->merge_adapter && MT_GIVEN(o, top_p), "top-p", merges},
-        {o->merge_adapter && MT_GIVEN(o, min_p), "min-p", merges},
-        {o->merge_adapter && MT_GIVEN(o, repetition_penalty), "repetition-penalty", merges},
-        {o->merge_adapter && MT_GIVEN(o, max_new_tokens), "max-new-tokens", merges},
-        {o->merge_adapter && o->stop.count > 0, "stop", merges},
-        {o->merge_adapter && MT_GIVEN(o, kv_cache_tokens), "kv-cache-tokens", merges},
-        {o->merge_adapter && MT_GIVEN(o, inference_max_requests), "inference-max-requests", merges},
-        {o->merge_adapter && MT_GIVEN(o, inference_dynamic_batching_block_size),
-         "inference-dynamic-batching-block-size", merges},
-        {o->merge_adapter && MT_GIVEN(o, tokenizer_type), "tokenizer-type", "the tokenizer of --load is copied"},
-        {o->merge_adapter && MT_GIVEN(o, tokenizer_model), "tokenizer-model", "the tokenizer of --load is copied"},
+        {writes && MT_GIVEN(o, stack.seed), "seed", merges},
+        {writes && MT_GIVEN(o, stack.temperature), "temperature", merges},
+        {writes && MT_GIVEN(o, top_k), "top-k", merges},
+        {writes && MT_GIVEN(o, top_p), "top-p", merges},
+        {writes && MT_GIVEN(o, min_p), "min-p", merges},
+        {writes && MT_GIVEN(o, repetition_penalty), "repetition-penalty", merges},
+        {writes && MT_GIVEN(o, max_new_tokens), "max-new-tokens", merges},
+        {writes && o->stop.count > 0, "stop", merges},
+        {writes && MT_GIVEN(o, kv_cache_tokens), "kv-cache-tokens", merges},
+        {writes && MT_GIVEN(o, inference_max_requests), "inference-max-requests", merges},
+        {writes && MT_GIVEN(o, inference_dynamic_batching_block_size), "inference-dynamic-batching-block-size", merges},
+        {writes && MT_GIVEN(o, tokenizer_type), "tokenizer-type", copies},
+        {writes && MT_GIVEN(o, tokenizer_model), "tokenizer-model", copies},
+        {o->ckpt_format == MT_CHECKPOINT_TORCH_DIST && !o->convert, "ckpt-format", "there is no --convert"},
     };
     mt_idle_options_print(options, sizeof options / sizeof *options, file);
 }
@@ -103,13 +105,22 @@ static void mt_options_print_idle(const mt_run_options *o, FILE *file) {
     bool all_recomputed =
         o->stack.recompute_granularity == MT_RECOMPUTE_FULL && o->stack.recompute_method == MT_RECOMPUTE_UNIFORM;
     bool experts = mt_num_expert_layers(&o->stack) > 0, mlps = mt_num_dense_layers(&o->stack) > 0;
-    bool attends = mt_has_mixer(&o->stack, MT_MIXER_ATTENTION) || mt_has_mixer(&o->stack, MT_MIXER_LATENT_ATTENTION);
+    bool attends = mt_has_mixer(&o->stack, MT_MIXER_ATTENTION) || mt_has_mixer(&o->stack, MT_MIXER_LATENT_ATTENTION) ||
+                   mt_has_mixer(&o->stack, MT_MIXER_SPARSE_ATTENTION);
     const char *alone = "there is one data-parallel rank", *dense = "no layer has experts";
     bool unwatched = !mt_launched_by_mpi();
+    bool single = one && o->stack.tensor_model_parallel_size * o->stack.pipeline_model_parallel_size == 1;
     const char *no_watch = "without mpirun, no time limits are watched";
     const char *own = "samples of --sft have attention and positions of their own in any case";
     const mt_idle_option options[] = {
         {o->ignores_save_interval, "save-interval", "there is no --save"},
+        {o->ckpt_format == MT_CHECKPOINT_TORCH_DIST && !o->save, "ckpt-format", "there is no --save"},
+        {o->use_checkpoint_opt_param_scheduler && !o->load, "use-checkpoint-opt-param-scheduler", "there is no --load"},
+        {o->log_memory_to_tensorboard && !o->tensorboard_dir && !o->metrics, "log-memory-to-tensorboard",
+         "neither --tensorboard-dir nor --metrics is given"},
+        {single && o->check_weight_hash_across_dp_replicas_interval > 0,
+         "check-weight-hash-across-dp-replicas-interval", alone},
+        {single && o->stack.use_tp_pp_dp_mapping, "use-tp-pp-dp-mapping", "there is one rank"},
         {o->stack.apply_wd_to_qk_layernorm && !o->stack.qk_layernorm, "apply-wd-to-qk-layernorm",
          "heads have no norms without --qk-layernorm"},
         {o->ignores_sequence_parallel, "sequence-parallel", "--tensor-model-parallel-size is 1"},

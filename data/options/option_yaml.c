@@ -70,7 +70,8 @@ static int mt_yaml_add(mt_yaml_file *file, const mt_yaml_node *key, mt_yaml_node
     if (form == MT_GIVEN_NULL || form == MT_GIVEN_SECTION) return 0;
     mt_layer_freq_rule rule;
     bool takes_list = setting.row && (mt_option_is_list(setting.row) || mt_option_names_layers(setting.row, &rule));
-    if (is_list && !takes_list) return 0; // an error, or refused
+    bool is_property = !setting.row && setting.megatron.kind == MT_NAME_ALWAYS; // an empty list may be one
+    if (is_list && !takes_list && !is_property) return 0;                       // an error, or refused
     if (!is_list) return mt_yaml_add_text(file, setting.row, node);
     for (int64_t i = 0; i < node->count; i++)
         if (mt_yaml_add_text(file, setting.row, node->values[i]) != 0) return -1;
@@ -84,7 +85,8 @@ static int mt_yaml_add_section(mt_yaml_file *file, const mt_yaml_node *section) 
         const mt_yaml_node *key = section->keys[i];
         mt_yaml_node *node = section->values[i];
         if (mt_yaml_visit(yaml, key) != 0 || mt_yaml_visit(yaml, node) != 0) return -1;
-        if (key->kind != MT_YAML_TEXT || !*key->text) return mt_yaml_fail(yaml, key, "expects the name of an option");
+        if (key->kind != MT_YAML_TEXT || !*key->text || strcmp(key->text, "--") == 0)
+            return mt_yaml_fail(yaml, key, "expects the name of an option");
         if (mt_yaml_follow(yaml, &node) != 0) return -1;
         if (file->has_words || node->kind != MT_YAML_SECTION || mt_option_find(key->text, strlen(key->text))) {
             if (mt_yaml_add(file, key, node) != 0) return -1;

@@ -35,7 +35,7 @@ typedef struct scalar {
 } scalar;
 
 typedef struct scalar_list {
-    scalar items[18 + MT_MAX_MTP_LAYERS + MT_MAX_LOSS_METRICS + MT_MAX_REPORT_NUMBERS];
+    scalar items[21 + MT_MAX_MTP_LAYERS + MT_MAX_LOSS_METRICS + MT_MAX_REPORT_NUMBERS];
     int64_t count;
 } scalar_list;
 
