@@ -9217,7 +9217,7 @@ static void mt_transposed_slots(const mt_model *m, mt_slots *s, const mt_layer *
     mt_slot_add_transposed(m, s, x, &w->delta_in, to, !normed || w->kind.mixer == MT_MIXER_KDA); // f_a, g_a read x
     mt_slot_add_transposed(m, s, x, &w->short_in, to, !normed);
     mt_slot_add_transposed(m, s, x, &w->mamba_in, to, !normed);
-    bool has_indexer = w->indexer_q.weight.w; // reads x and the latent of queries
+    bool has_indexer = mt_has_indexer_loss(m) && w->indexer_q.N > 0; // reads x and the latent of queries
     mt_slot_add_transposed(m, s, x, &w->latent, to, !normed || !has_q_latent || has_indexer);
     if (has_q_latent) x = offsetof(mt_activations, q_latent);
     mt_slot_add_transposed(m, s, x, &w->q_b, to + step, !has_q_latent || up_again || has_indexer);
@@ -12384,9 +12384,9 @@ static void mt_host_optimizer_finish(mt_model *m) {
     mt_wait_stream(m, m->stream, h->out);
 }
 
-/* True for the word embedding and the output layer, whose rate is --decoupled-lr. */
+/* True for the matrices of the word embedding and the output layer, whose rate is --decoupled-lr. */
 static bool mt_param_is_decoupled(const mt_param *param) {
-    return param->unit == MT_UNIT_WORDS || param->is_head;
+    return !param->is_vector && (param->unit == MT_UNIT_WORDS || param->is_head);
 }
 
 /* AdamW for types of state with a scale per parameter: one parameter at a time. rates[1]: of decoupled parameters. */
@@ -13713,7 +13713,7 @@ static void mt_plan_indexer(mt_model *m, mt_arena *arena) {
     int64_t T = m->plan.max_tokens, R = m->max_rows, size = mt_dtype_size(m->dtype);
     int64_t H = o->dsa_indexer_n_heads, D = o->dsa_indexer_head_dim, topk = mt_selected_keys(m);
     if (m->tp.sequence_parallel) s->indexer_keys = mt_arena_alloc(arena, T * D * size);
-    s->selected = mt_arena_alloc(arena, T * topk * 4);
+    if (o->dsa_indexer_topk_freq > 1) s->selected = mt_arena_alloc(arena, T * topk * 4); // for the layers behind
     if (!mt_has_indexer_loss(m)) return;
     int64_t width = o->dsa_indexer_use_sparse_loss ? topk : mt_min(T, m->plan.max_position);
     s->shares = mt_arena_alloc(arena, MT_INDEXER_ROWS * width * 4);
@@ -17278,7 +17278,8 @@ static void mt_select_greatest(int32_t *selected, const float *scores, int64_t n
  * is the median of the second, the middle and the last element, and insertion sort of the last three. Which of equal
  * elements it leaves in front depends on all n of them, keys behind the query included. A model as small as those of
  * tests, whose few heads give many scores of exactly 0, has the outputs of transformers only so. For n < 64 k; beyond,
- * torch has another algorithm, and the first are selected. */
+ * torch has another algorithm, and the first are selected. libstdc++ takes a heap after 2 log2(n) splits, and this
+ * splits on: then the ties may be others. */
 
 /* A score and its key. */
 typedef struct mt_scored_key {
@@ -17307,8 +17308,7 @@ static int64_t mt_scored_split(mt_scored_key *x, int64_t first, int64_t last) {
     }
 }
 
-/* selected[k] of scores[n], n > k, those behind the query -inf, as mt_select_greatest. scratch:
- * [3 n]. */
+/* selected[k] of scores[n], n > k, as mt_select_greatest; scores behind the query are -inf. scratch: [3 n]. */
 static void mt_select_as_torch(int32_t *selected, const float *scores, int64_t n, int64_t k, float *scratch) {
     mt_scored_key *x = (mt_scored_key *)scratch;
     int64_t first = 0, last = n, count = 0;
@@ -17689,10 +17689,6 @@ static void mt_cpu_sparse_attention_shares(const mt_sparse_attention *a, mt_dtyp
  * computed where its gradient is, in the backward. A layer that shares indices copies the choice of the layer before;
  * its copy is kept where its forward is computed again. */
 
-static bool mt_indexer_trains(const mt_model *m, const mt_layer *w) {
-    return mt_has_indexer_loss(m) && mt_linear_trains(&w->indexer_q);
-}
-
 static void mt_sparse_slots(const mt_model *m, mt_slots *s, const mt_layer *w) {
     int64_t R = m->max_rows, H = m->options->dsa_indexer_n_heads, D = m->options->dsa_indexer_head_dim;
     bool shares = w && w->kind.shares_indices, read_later = mt_has_indexer_loss(m);
@@ -17776,7 +17772,8 @@ static void mt_sparse_select(mt_model *m, const mt_pass *p, const mt_layer *w, m
     int64_t bytes = p->T * mt_selected_keys(m) * 4;
     if (!w->kind.shares_indices) {
         mt_indexer_select(m, p, w, a, x);
-        m->ops->memory_copy(m->scratch.selected, a->selected, bytes, p->stream);
+        if (m->options->dsa_indexer_topk_freq > 1)
+            m->ops->memory_copy(m->scratch.selected, a->selected, bytes, p->stream);
     } else if (!p->replay) {
         m->ops->memory_copy(a->selected, m->scratch.selected, bytes, p->stream);
     }
@@ -17866,7 +17863,7 @@ static mt_deferred mt_sparse_backward(mt_model *m, const mt_pass *p, mt_layer *w
     call.attention.dq = d.q, call.attention.dk = d.k, call.attention.dv = d.v, call.attention.dout = dattended;
     m->ops->sparse_attention_backward(&call, m->dtype, p->stream);
     if (!w->kind.shares_indices) {
-        if (mt_indexer_trains(m, w))
+        if (mt_has_indexer_loss(m))
             mt_indexer_backward(m, p, w, a, block->x);
         else
             mt_indexer_zero_gradients(m, p, w);

@@ -262,7 +262,8 @@ what_an_adapter_may_not_ask_for_is_refused() {
         return 1
     for asked in '"use_rslora": "true"' '"rank_pattern": [4]' '"rank_pattern": {"q_proj": "4"}' \
         '"rank_pattern": {"a": 0}' '"alpha_pattern": {"q_proj": null}' '"layers_to_transform": "0"' \
-        '"layers_to_transform": [true]' '"exclude_modules": 1' '"layers_pattern": [1]'; do
+        '"layers_to_transform": [true]' '"exclude_modules": 1' '"layers_pattern": [1]' \
+        '"target_parameters": "mlp.experts.down_proj"'; do
         asks "$asked"
         refused "asks/adapter_config.json: ${asked%%:*}.* must be" "$@" || return 1
     done

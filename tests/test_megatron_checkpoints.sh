@@ -224,6 +224,14 @@ what_megatron_has_no_place_for_is_refused() {
             --lora-target all-linear --load "$golden/dense_tp2" --finetune &&
         refused 'do not hold --norm-placement' "$train" $own --norm-placement after &&
         refused 'do not hold --window-size' "$train" $own --window-size 8 &&
+        refused 'states of the optimizer with scales are not written' "$train" $own --bf16 --exp-avg-dtype fp8 \
+            --use-precision-aware-optimizer --use-distributed-optimizer &&
+        refused 'nor RoPE scaled other than by yarn' "$train" \
+            $(echo "$own" | sed 's/--group-query-attention//; s/--num-query-groups 2 --kv-channels 8//') \
+            --multi-latent-attention --kv-lora-rank 8 --qk-head-dim 8 --qk-pos-emb-head-dim 8 --v-head-dim 8 \
+            --rotary-interleaved --rope-scaling-type linear --rope-scaling-factor 4 &&
+        refused 'scores a group by its best 1 experts, and this model by 2' "$infer" --convert "$work/no" \
+            --load tests/golden/hf/deepseek_v3 --ckpt-format torch_dist &&
         refused 'yarn of latent attention alone' "$train" $own --rope-scaling-type yarn --rope-scaling-factor 4 \
             --original-max-position-embeddings 8 &&
         refused 'factors 1 and 4 and 8192 positions, not 1, 4 and 16;' "$infer" --convert "$work/no" \

@@ -1624,6 +1624,7 @@ static void bad_yaml_is_refused_with_file_and_line(void **state) {
     expect_yaml_error("- lr\n", "expects lines such as");
     expect_yaml_error("lr\n", "expects lines such as");
     expect_yaml_error("? [a]\n: 3\n", "expects the name of an option");
+    expect_yaml_error("--: 3\n", "expects the name of an option");
     expect_yaml_error("a: &x {lr: 1}\nb: *x\nlr: 2\n", "run.yaml:3: lr is given twice in this file");
     expect_yaml_error("a: &x {<<: *x}\n", "run.yaml:1: << merges what is no section, or itself");
     expect_yaml_error("a: &x {b: *x}\n", "sections are nested deeper");

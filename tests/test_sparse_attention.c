@@ -473,6 +473,30 @@ static void the_indexers_loss_in_bf16_is_that_in_fp32(void **state) {
     subject_close(&plain), subject_close(&s);
 }
 
+/* The loss over the seven selected keys is another than that over all. */
+static void the_sparse_loss_is_over_the_selected_keys(void **state) {
+    (void)state;
+    subject all, some;
+    subject_open(&all, SPARSE "7 --dsa-indexer-loss-coeff 1");
+    subject_open(&some, SPARSE "7 --dsa-indexer-loss-coeff 1 --dsa-indexer-use-sparse-loss");
+    double a = step(&all).indexer_loss, b = step(&some).indexer_loss;
+    if (!(a > 0 && b > 0 && fabs(a - b) > 0.01 * a)) fail_msg("loss %g over all keys, %g over the selected ones", a, b);
+    subject_close(&all), subject_close(&some);
+}
+
+/* In fp8 the indexer's backward reads the values of its own layer: gradients are those where they are computed again.
+ */
+static void gradients_in_fp8_are_those_of_recomputation(void **state) {
+    (void)state;
+#define IN_FP8 SPARSE "7 --dsa-indexer-loss-coeff 1 --bf16 --fp8-format hybrid --fp8-recipe tensorwise"
+    subject kept, again;
+    subject_open(&kept, IN_FP8);
+    subject_open(&again, IN_FP8 " --recompute-granularity full --recompute-method uniform --recompute-num-layers 1");
+    double a = step(&kept).grad_norm, b = step(&again).grad_norm;
+    if (!(a > 0 && fabs(a - b) <= 1e-4 * a)) fail_msg("gradient norm %g, with recomputation %g", a, b);
+    subject_close(&kept), subject_close(&again);
+}
+
 int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(the_greatest_scores_are_selected_and_of_equal_ones_the_first),
@@ -482,6 +506,8 @@ int main(void) {
         cmocka_unit_test(attention_over_all_keys_is_latent_attention),
         cmocka_unit_test(the_indexers_loss_trains_the_indexer_by_its_slope_and_nothing_else),
         cmocka_unit_test(the_indexers_loss_in_bf16_is_that_in_fp32),
+        cmocka_unit_test(the_sparse_loss_is_over_the_selected_keys),
+        cmocka_unit_test(gradients_in_fp8_are_those_of_recomputation),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

@@ -248,6 +248,8 @@ static int mt_peft_check_parameters(const json_t *json, const char *path, mt_err
     char *text = NULL;
     size_t size, i;
     if (!names || mt_json_is_one_of(names, "null|[]")) return 0;
+    if (!json_is_array(names))
+        return mt_error_set(error, "%s: \"target_parameters\" must be a list of names; correct the file", path);
     FILE *file = open_memstream(&text, &size);
     MT_CHECK(file);
     json_array_foreach(names, i, name) {

@@ -1108,7 +1108,8 @@ static int mt_dist_files_write(const mt_saved_set *set, const mt_run_options *o,
 
 /* Writes the archives around the values, whose sums are complete: on rank 0, after all ranks have written. `all`: the
  * sums of the files, or NULL. */
-static int mt_dist_archives_write(const mt_saved_set *set, mt_checksums *all, const char *folder, mt_error *error) {
+static int mt_dist_archives_write(const mt_saved_set *set, mt_checksums *all, const char *folder, bool syncs,
+                                  mt_error *error) {
     mt_output_file out;
     int status = 0;
     for (int64_t i = 0, file = -1; i < set->count && status == 0; i++) {
@@ -1126,7 +1127,7 @@ static int mt_dist_archives_write(const mt_saved_set *set, mt_checksums *all, co
             if (status != 0) mt_output_file_close(&out, false, -1);
         }
         bool last = i + 1 == set->count || set->tensors[i + 1].file != file;
-        if (status == 0 && last) status = mt_output_file_close(&out, false, 0);
+        if (status == 0 && last) status = mt_output_file_close(&out, syncs, 0);
         free(path);
         mt_archive_free(&archive);
     }
@@ -1299,7 +1300,7 @@ static void *mt_saver_publish(void *context) {
     mt_error *error = &s->work_error;
     mt_checksums *sums = &s->save.writer.sums;
     char *path = mt_path_join(s->folder, s->name);
-    int status = s->save.sets[0].dist ? mt_dist_archives_write(&s->save.sets[0], sums, s->temporary, error) : 0;
+    int status = s->save.sets[0].dist ? mt_dist_archives_write(&s->save.sets[0], sums, s->temporary, false, error) : 0;
     if (status == 0) status = mt_folder_visit(s->temporary, mt_saver_add_sums, s);
     qsort(sums->files, (size_t)sums->count, sizeof *sums->files, mt_checksums_compare);
     char *text = mt_checksums_print(sums);
@@ -1444,7 +1445,7 @@ int mt_saved_write(mt_saved_set *set, const mt_run_options *o, mt_dtype dtype, c
         if (set->dist) t->sum = mt_zip_sum_lines(&sums, values, t->bytes, 1, t->bytes, 0);
     }
     if (out.descriptor >= 0) status = mt_output_file_close(&out, true, status);
-    if (status == 0 && set->dist) status = mt_dist_archives_write(set, NULL, folder, error);
+    if (status == 0 && set->dist) status = mt_dist_archives_write(set, NULL, folder, true, error);
     if (status == 0 && set->dist)
         status = mt_dist_files_write(set, o, &mt_grid_of_one, &state, false, dtype, folder, error);
     free(path), free(values);

@@ -324,19 +324,34 @@ static const struct {
     {MT_HF_QWEN3_5, "mtp."},    {MT_HF_QWEN3_5_MOE, "mtp."},        {MT_HF_MIMO_V2_FLASH, "model.mtp."},
     {MT_HF_NEMOTRON_H, "mtp."}, {MT_HF_QWEN3_5, "model.visual."},   {MT_HF_QWEN3_5_MOE, "model.visual."}};
 
-/* True for tensors without weights of this model: computed tables, masks and the tied head of old checkpoints, the
- * output layer of a language model that got a value head, and modules of multi-token prediction or a vision tower that
- * the model does not have. */
-static bool mt_tensor_is_harmless(const mt_run_options *options, const char *name) {
+/* True for tensors of modules that the model does not have: of multi-token prediction, or a vision tower. */
+static bool mt_tensor_is_of_other_module(const mt_run_options *options, const char *name) {
     const char *rest;
     int64_t layer = mt_tensor_layer(&options->stack, name, &rest),
             end = options->stack.num_layers + options->mtp_layers_stored;
     if (layer >= options->stack.num_layers + options->stack.mtp_num_layers && layer < end) return true;
-    if (mt_tensor_repeats(&options->stack, name)) return true;
     for (size_t i = 0; i < sizeof mt_other_modules / sizeof *mt_other_modules; i++)
         if (mt_other_modules[i].family == options->stack.hf_family &&
             strncmp(name, mt_other_modules[i].begins, strlen(mt_other_modules[i].begins)) == 0)
             return true;
+    return false;
+}
+
+const mt_tensor_info *mt_tensors_left_out(const mt_safetensors *set, const mt_run_options *options, int64_t *count) {
+    const mt_tensor_info *first = NULL;
+    *count = 0;
+    for (int64_t i = 0; i < mt_safetensors_count(set); i++) {
+        const mt_tensor_info *tensor = mt_safetensors_get(set, i);
+        if (!mt_tensor_is_of_other_module(options, tensor->name)) continue;
+        if ((*count)++ == 0) first = tensor;
+    }
+    return first;
+}
+
+/* True for tensors without weights of this model: of other modules, computed tables, masks and the tied head of old
+ * checkpoints, and the output layer of a language model that got a value head. */
+static bool mt_tensor_is_harmless(const mt_run_options *options, const char *name) {
+    if (mt_tensor_is_of_other_module(options, name) || mt_tensor_repeats(&options->stack, name)) return true;
     for (size_t i = 0; i < sizeof mt_computed / sizeof *mt_computed; i++)
         if (mt_text_ends_with(name, mt_computed[i])) return true;
     const char *holder = mt_shared_tensor(&options->stack, name, false);

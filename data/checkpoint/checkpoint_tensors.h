@@ -32,6 +32,10 @@ const mt_tensor_info *mt_scales_find(const mt_safetensors *set, const mt_tensor_
 const mt_tensor_info *mt_tensor_beside(const mt_safetensors *set, const mt_tensor_info *tensor, const char *from,
                                        const char *to);
 
+/* The first of the *count tensors of modules that the model does not have, of multi-token prediction or a vision tower;
+ * NULL: none. */
+const mt_tensor_info *mt_tensors_left_out(const mt_safetensors *set, const mt_run_options *options, int64_t *count);
+
 /* Ends of names in MXFP4. */
 #define MT_BLOCKS "_blocks"
 #define MT_SCALES "_scales"

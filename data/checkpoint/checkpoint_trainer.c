@@ -219,7 +219,7 @@ static bool mt_schedule_read(mt_stored_schedule *kept, const char *folder) {
     mt_error ignored;
     bool good = false;
     mt_megatron *checkpoint = NULL;
-    if (mt_folder_is_megatron(folder)) {
+    if (mt_folder_is_megatron(folder) && !mt_folder_has(folder, "trainer.json")) { // which has all digits
         if (mt_megatron_open_common(&checkpoint, folder, &ignored) != 0) return false;
         good = mt_schedule_read_pickled(kept, mt_megatron_schedule(checkpoint));
         mt_megatron_close(checkpoint);

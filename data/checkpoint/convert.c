@@ -161,20 +161,28 @@ int mt_checkpoint_convert(const mt_run_options *o, const mt_tokenizer *tokenizer
     mt_converted c;
     mt_saved_set set = {0};
     mt_param *rows = NULL;
+    mt_run_options written = *o; // as the weights are stored
     char *folder = dist ? mt_path_join(o->convert, release) : mt_strdup(o->convert);
     int status = mt_converted_open(&c, o, error);
     if (status == 0) status = mt_folder_create(o->convert, "--convert", error);
     if (status == 0) status = mt_folder_visit(o->convert, mt_convert_refuse, error);
     if (status == 0 && dist) status = mt_folder_create(folder, "--convert", error);
     bool begun = status == 0;
+    int64_t left;
+    const mt_tensor_info *other = begun && c.set ? mt_tensors_left_out(c.set, o, &left) : NULL;
+    if (other)
+        fprintf(stderr, "%lld tensors of modules that the model does not have, such as \"%s\", are left out\n",
+                (long long)left, other->name);
     if (begun) {
         int64_t count = mt_params_build(&rows, &o->stack, NULL);
         mt_dtype dtype = o->stack.bf16 || mt_converted_is_bf16(&c, rows, count) ? MT_BF16 : MT_F32;
+        written.stack.bf16 = dtype == MT_BF16;
         mt_saved_plan_weights(&set, rows, count, o, dtype, 5000000000, "--convert");
         mt_converted_release(&c);
-        status = mt_saved_write(&set, o, dtype, folder, mt_converted_fill, &c, error);
+        status = mt_saved_write(&set, &written, dtype, folder, mt_converted_fill, &c, error);
     }
-    if (status == 0) status = mt_model_files_write(o, folder, "--convert", tokenizer, error);
+    if (status == 0) status = mt_model_files_write(&written, folder, "--convert", tokenizer, error);
+    if (status == 0) status = mt_file_sync(folder, "--convert", error); // the tracker must not reach the disk first
     if (status == 0 && dist) {
         char *tracker = mt_path_join(o->convert, "latest_checkpointed_iteration.txt");
         status = mt_file_write(tracker, release, (int64_t)strlen(release), "--convert", error);

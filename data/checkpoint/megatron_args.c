@@ -194,6 +194,12 @@ static int mt_args_set_rope(mt_run_options *of_args, const mt_pickled *args, con
     const char *key = is_llama3 ? "rope_scaling_factor" : "rotary_seq_len_interpolation_factor";
     char text[64];
     mt_error reason;
+    bool is_both = is_llama3 && mt_pickled_is_set(mt_pickled_get(args, "rotary_seq_len_interpolation_factor"));
+    if (is_both)
+        return mt_error_set(error,
+                            "%s: its run scales RoPE by use_rope_scaling and by rotary_seq_len_interpolation_factor "
+                            "together, which is not read from a checkpoint of Megatron-LM",
+                            folder);
     if (!is_llama3 && !mt_pickled_is_set(mt_pickled_get(args, key))) return 0;
     mt_real_print(text, mt_args_number(args, key, 8));
     if (mt_options_set(of_args, "rope-scaling-type", is_llama3 ? "llama3" : "linear", error) != 0) return -1;
@@ -253,7 +259,7 @@ int mt_args_set(mt_run_options *of_args, const mt_pickled *args, const char *fol
     free(pattern);
     if (status == 0 && mt_args_scale_latent_rope(args))
         status = mt_args_set_yarn(of_args, args, folder, error);
-    else if (status == 0)
+    else if (status == 0 && !mt_pickled_is_set(mt_pickled_get(args, "multi_latent_attention"))) // which ignores them
         status = mt_args_set_rope(of_args, args, folder, error);
     if (status != 0) return -1;
     // Megatron-Core's latent attention rotates neighbouring channels, whatever its argument rotary_interleaved says

@@ -21,7 +21,7 @@ void mt_dist_objects_make(mt_bytes *file);
 void mt_dist_metadata_make(const mt_saved_set *set, bool states, mt_bytes *file);
 
 /* The contents of common.pt: the run's arguments and numbers; with `states` also the optimizer's groups and the
- * schedule of the learning rate. `updates`: steps of the optimizer. */
+ * schedule of the learning rate. `dtype`: of the weights. */
 void mt_dist_common_make(const mt_run_options *options, const mt_grid *grid, const mt_run_state *state, bool states,
                          mt_dtype dtype, mt_bytes *file);
 

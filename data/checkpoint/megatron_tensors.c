@@ -344,6 +344,19 @@ static int mt_core_check_arguments(const mt_run_options *run, mt_error *error) {
         return mt_error_set(error,
                             "--ckpt-format torch_dist: arguments of Megatron-LM hold --rope-scaling-type yarn of "
                             "latent attention alone, with a range of whole channels; leave --ckpt-format out");
+    if (is_latent && (is_llama3 || o->rope_scaling_type == MT_ROPE_SCALING_LINEAR || o->softmax_scale > 0))
+        return mt_error_set(error, "--ckpt-format torch_dist: latent attention of Megatron-Core has neither "
+                                   "--softmax-scale nor RoPE scaled other than by yarn; leave --ckpt-format out");
+    if (o->attention_output_bias != run->add_bias_linear || o->mlp_bias != run->add_bias_linear)
+        return mt_error_set(error,
+                            "--ckpt-format torch_dist: arguments of Megatron-LM hold biases of all linear layers, "
+                            "or of q, k and v alone; leave --ckpt-format out");
+    int64_t best = o->moe_router_num_groups > 1 ? o->moe_router_topk / o->moe_router_group_topk : 0;
+    if (best > 0 && o->moe_router_group_best > 0 && o->moe_router_group_best != best)
+        return mt_error_set(error,
+                            "--ckpt-format torch_dist: Megatron-LM scores a group by its best %lld experts, and this "
+                            "model by %lld; leave --ckpt-format out",
+                            (long long)best, (long long)o->moe_router_group_best);
     if (is_llama3 && differs)
         return mt_error_set(error,
                             "--ckpt-format torch_dist: Megatron-LM's RoPE scaling of Llama 3.1 has the factors 1 and 4 "
@@ -351,6 +364,12 @@ static int mt_core_check_arguments(const mt_run_options *run, mt_error *error) {
                             o->rope_low_freq_factor, o->rope_high_freq_factor,
                             (long long)o->original_max_position_embeddings);
     return 0;
+}
+
+/* True if a state of the optimizer is stored with a scale. */
+static bool mt_core_has_scales(const mt_options *o) {
+    return o->exp_avg_dtype >= MT_OPTIMIZER_FP16 || o->exp_avg_sq_dtype >= MT_OPTIMIZER_FP16 ||
+           o->main_params_dtype == MT_MAIN_PARAMS_FP16;
 }
 
 int mt_core_check(const mt_run_options *run, bool states, mt_error *error) {
@@ -363,6 +382,15 @@ int mt_core_check(const mt_run_options *run, bool states, mt_error *error) {
     if (status == 0 && run->stack.hybrid_layers && run->stack.mtp_num_layers > 0)
         status = mt_error_set(error, "--ckpt-format torch_dist: the modules of --mtp-num-layers are not written for "
                                      "--hybrid-override-pattern; leave --ckpt-format out");
+    if (status == 0 && run->stack.hf_family == MT_HF_MIMO && run->stack.mtp_num_layers > 0)
+        status =
+            mt_error_set(error, "--ckpt-format torch_dist: MiMo's multi-token prediction joins its inputs in another "
+                                "order than Megatron-Core's; leave --ckpt-format out");
+    if (status == 0 && states && mt_core_has_scales(&run->stack))
+        status =
+            mt_error_set(error, "--ckpt-format torch_dist: states of the optimizer with scales are not written; take "
+                                "fp32 or bf16 as --exp-avg-dtype, --exp-avg-sq-dtype and --main-params-dtype, give "
+                                "--no-save-optim, or leave --ckpt-format out");
     if (status == 0 && states && run->stack.decoupled_lr > 0)
         status =
             mt_error_set(error, "--ckpt-format torch_dist: the optimizer's groups of --decoupled-lr are not written; "

@@ -107,8 +107,9 @@ mt_token_work mt_token_work_of(const mt_options *options) {
     // Without the padding that depends on the layout: any has the same micro-batches.
     one.padded_vocab_size = many.padded_vocab_size = options->vocab_size;
     one.seq_length = 1, many.seq_length = 1 << 20;
-    bool has_window = options->window_size > 0 && options->window_size < many.seq_length;
-    if (has_window) one.seq_length = options->window_size; // linear from there on
+    bool is_sparse = options->experimental_attention_variant == MT_VARIANT_DSA;
+    int64_t bend = is_sparse ? options->dsa_indexer_topk : options->window_size; // linear from there on
+    if (bend > 0 && bend < many.seq_length) one.seq_length = bend;
     double least = (double)one.seq_length, most = (double)many.seq_length;
     double short_rate = mt_flops(&one, 1) / least, long_rate = mt_flops(&many, 1) / most;
     double width = (double)(options->num_query_groups * options->kv_channels);

@@ -137,9 +137,9 @@ static int mt_options_derive_rope(mt_run_options *o, mt_error *error) {
     return 0;
 }
 
-/* Multi-token prediction; generation and scoring do without it. */
-static int mt_options_derive_mtp(mt_options *o, mt_program program, mt_error *error) {
-    if (program == MT_PROGRAM_INFER) o->mtp_num_layers = 0;
+/* Multi-token prediction; generation and scoring do without it, and --convert keeps it. */
+static int mt_options_derive_mtp(mt_options *o, bool generates, mt_error *error) {
+    if (generates) o->mtp_num_layers = 0;
     if (o->mtp_num_layers == 0 || o->seq_length == 0 || o->seq_length > o->mtp_num_layers) return 0;
     return mt_error_set(error, "--mtp-num-layers %lld must be less than --seq-length %lld",
                         (long long)o->mtp_num_layers, (long long)o->seq_length);
@@ -1109,7 +1109,9 @@ int mt_options_derive(mt_run_options *o, mt_program program, int64_t world_size,
     if (mt_options_derive_model(o, error) || mt_options_derive_rope(o, error)) return -1;
     if (mt_options_derive_head(o, program, error) || mt_options_check_generation(o, error)) return -1;
     if (mt_options_derive_rl(o, error)) return -1;
-    if (mt_options_derive_mtp(&o->stack, program, error) || mt_options_derive_lengths(o, program, error)) return -1;
+    if (mt_options_derive_mtp(&o->stack, program == MT_PROGRAM_INFER && !o->convert, error) ||
+        mt_options_derive_lengths(o, program, error))
+        return -1;
     if (mt_options_derive_recompute(&o->stack, error) || mt_options_check_fp8(&o->stack, error)) return -1;
     if (mt_options_check_attention(&o->stack, program, error) || mt_options_derive_experts(o, world_size, error))
         return -1;

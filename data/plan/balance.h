@@ -9,8 +9,8 @@
 extern "C" {
 #endif
 
-/* The cost of a layer depends on four properties: experts, a sliding window, linear attention, and the halves that it
- * has. */
+/* The cost of a layer depends on five properties: experts, a sliding window, linear attention, the halves that it has,
+ * and whether it shares the keys of the layer before. */
 enum { MT_LAYER_COSTS = 48 };
 int mt_layer_cost(const mt_options *options, int64_t layer);
 
