@@ -187,6 +187,7 @@ static const struct {
     [MT_I8] = {"I8", 1},     [MT_U8] = {"U8", 1},           [MT_I16] = {"I16", 2},         [MT_U16] = {"U16", 2},
     [MT_I32] = {"I32", 4},   [MT_U32] = {"U32", 4},         [MT_I64] = {"I64", 8},         [MT_U64] = {"U64", 8},
     [MT_BOOL] = {"BOOL", 1}, [MT_F8_E4M3] = {"F8_E4M3", 1}, [MT_F8_E5M2] = {"F8_E5M2", 1},
+    [MT_F16_SCALED] = {"F16", 2},
 };
 
 int64_t mt_dtype_size(mt_dtype dtype) {
@@ -212,27 +213,40 @@ uint16_t mt_f32_to_bf16(float value) {
 }
 
 float mt_f16_to_f32(uint16_t bits) {
-    uint32_t word = (uint32_t)(bits & 0x7fff) << 13, sign = (uint32_t)(bits & 0x8000) << 16;
-    float value;
-    memcpy(&value, &word, sizeof value);
-    value *= 0x1p112f; // the biases of the exponents differ by 112; this also normalises subnormal numbers
-    memcpy(&word, &value, sizeof word);
-    if (value >= 65536) word |= 0x7f800000; // infinity and NaN keep the largest exponent
-    word |= sign;
+    uint32_t exponent = bits & 0x7c00, sign = (uint32_t)(bits & 0x8000) << 16;
+    float subnormal = (float)(bits & 0x3ff) * 0x1p-24f, value;
+    uint32_t word, small;
+    memcpy(&small, &subnormal, sizeof small);
+    word = ((uint32_t)(bits & 0x7fff) << 13) + (112 << 23); // the biases of the exponents differ by 112
+    word = exponent == 0x7c00 ? word | 0x7f800000 : word;   // infinity and NaN keep the largest exponent
+    word = (exponent == 0 ? small : word) | sign;
     memcpy(&value, &word, sizeof value);
     return value;
 }
 
 uint16_t mt_f32_to_f16(float value) {
-    uint16_t sign = signbit(value) ? 0x8000 : 0;
-    float magnitude = fabsf(value);
-    if (isnan(value)) return sign | 0x7e00;
-    if (magnitude >= 65520.0f) return sign | 0x7c00; // rounds to more than the largest half, 65504
-    int exponent;
-    frexpf(magnitude, &exponent);                         // magnitude in [2^(exponent-1), 2^exponent)
-    if (magnitude == 0 || exponent < -13) exponent = -13; // subnormals share the smallest step, 2^-24
-    int32_t mantissa = (int32_t)nearbyintf(ldexpf(magnitude, 11 - exponent)); // ties to even
-    return sign | (uint16_t)(mantissa + ((exponent + 13) << 10)); // a carry correctly increments the exponent
+    uint32_t word, small;
+    memcpy(&word, &value, sizeof word);
+    uint32_t sign = word >> 16 & 0x8000, magnitude = word & 0x7fffffff, half;
+    float shifted = fabsf(value) + 0.5f; // whose last bit is 2^-24, the step of subnormal numbers
+    memcpy(&small, &shifted, sizeof small);
+    half = (magnitude - (112 << 23) + 0xfff + (magnitude >> 13 & 1)) >> 13; // a carry increments the exponent
+    half = magnitude < 113 << 23 ? small - (126 << 23) : half;
+    half = magnitude >= 0x477ff000 ? 0x7c00 : half; // 65520 rounds to more than the largest half, 65504
+    half = magnitude > 0x7f800000 ? 0x7e00 : half;
+    return (uint16_t)(sign | half);
+}
+
+bool mt_dtype_is_half(mt_dtype dtype) {
+    return dtype == MT_BF16 || dtype == MT_F16;
+}
+
+float mt_half_to_f32(uint16_t bits, mt_dtype dtype) {
+    return dtype == MT_F16 ? mt_f16_to_f32(bits) : mt_bf16_to_f32(bits);
+}
+
+uint16_t mt_f32_to_half(float value, mt_dtype dtype) {
+    return dtype == MT_F16 ? mt_f32_to_f16(value) : mt_f32_to_bf16(value);
 }
 
 /* The address of element `index` of x; NULL where x is, as while an arena only counts. */
@@ -352,6 +366,10 @@ mt_options mt_options_plain(int64_t num_layers, int64_t hidden_size, int64_t num
         .check_for_nan_in_loss_and_grad = true,
         .loss_spike_factor = 10,
         .loss_spike_window = 100,
+        .initial_loss_scale = 4294967296,
+        .min_loss_scale = 1,
+        .loss_scale_window = 1000,
+        .hysteresis = 2,
         .max_bad_steps_in_a_row = 3,
         .tensor_model_parallel_size = 1,
         .pipeline_model_parallel_size = 1,
@@ -555,10 +573,10 @@ static mt_optimizer mt_element_optimizer(const mt_options *o) {
 
 /* ==== §3 kernels ================================================================================================== */
 /* The CPU backend defines the result of each operation; forward and backward stand side by side. Elements are stored as
- * fp32 or bf16, all arithmetic is fp32, and long sums are summed in blocks or in fp64. Invariants: exactly one task
- * writes each output element and every sum has a fixed order, so results do not depend on the number of threads; an
- * activation's gradient is written (=), a parameter's gradient accumulates (+=). The only state is a scratch buffer per
- * calling thread. */
+ * fp32, bf16 or fp16, all arithmetic is fp32, and long sums are summed in blocks or in fp64. Invariants: exactly one
+ * task writes each output element and every sum has a fixed order, so results do not depend on the number of threads;
+ * an activation's gradient is written (=), a parameter's gradient accumulates (+=). The only state is a scratch buffer
+ * per calling thread. */
 #pragma GCC diagnostic push
 #pragma GCC diagnostic ignored "-Wunused-parameter" // streams of the CPU; without MPI, messages to other ranks
 #ifdef __clang__
@@ -571,7 +589,7 @@ MT_OPERATIONS(MT_CPU_PROTOTYPE)
 MT_PLAIN_OPERATIONS(MT_CPU_PROTOTYPE)
 
 /* ==== §3a threads, elements, memory ============================================================================== */
-/* Rows are computed as floats: an fp32 row in place, a bf16 row in scratch. One body serves both types: mt_row_load for
+/* Rows are computed as floats: an fp32 row in place, others in scratch. One body serves all types: mt_row_load for
  * inputs, mt_row_open for outputs, compute, mt_row_close. */
 
 enum {
@@ -613,6 +631,11 @@ static float *mt_scratch_slice(mt_scratch scratch) {
 static inline const float *mt_row_load(float *scratch, const void *x, int64_t offset, int64_t n, mt_dtype dtype) {
     if (dtype == MT_F32) return (const float *)x + offset;
     const uint16_t *bits = (const uint16_t *)x + offset;
+    if (dtype == MT_F16) {
+#pragma omp simd
+        for (int64_t i = 0; i < n; i++) scratch[i] = mt_f16_to_f32(bits[i]);
+        return scratch;
+    }
 #pragma omp simd
     for (int64_t i = 0; i < n; i++) scratch[i] = mt_bf16_to_f32(bits[i]);
     return scratch;
@@ -626,6 +649,11 @@ static inline float *mt_row_open(float *scratch, void *y, int64_t offset, mt_dty
 static inline void mt_row_close(void *y, int64_t offset, const float *row, int64_t n, mt_dtype dtype) {
     if (dtype == MT_F32) return; // it was computed in place
     uint16_t *bits = (uint16_t *)y + offset;
+    if (dtype == MT_F16) {
+#pragma omp simd
+        for (int64_t i = 0; i < n; i++) bits[i] = mt_f32_to_f16(row[i]);
+        return;
+    }
 #pragma omp simd
     for (int64_t i = 0; i < n; i++) bits[i] = mt_f32_to_bf16(row[i]);
 }
@@ -1021,7 +1049,7 @@ const char *mt_cpu_products_note(void) {
 #endif
 }
 
-/* The products of one row x[K] with four rows of weights, stored as fp32 or bf16. Four independent sums hide the
+/* The products of one row x[K] with four rows of weights, stored in `dtype`. Four independent sums hide the
  * latency of additions. */
 static inline void mt_dot_four(float sums[4], const float *x, const void *const w[4], int64_t K, mt_dtype dtype) {
     float s0 = 0, s1 = 0, s2 = 0, s3 = 0;
@@ -1033,6 +1061,15 @@ static inline void mt_dot_four(float sums[4], const float *x, const void *const 
             s1 += x[k] * w1[k];
             s2 += x[k] * w2[k];
             s3 += x[k] * w3[k];
+        }
+    } else if (dtype == MT_F16) {
+        const uint16_t *w0 = w[0], *w1 = w[1], *w2 = w[2], *w3 = w[3];
+#pragma omp simd reduction(+ : s0, s1, s2, s3)
+        for (int64_t k = 0; k < K; k++) {
+            s0 += x[k] * mt_f16_to_f32(w0[k]);
+            s1 += x[k] * mt_f16_to_f32(w1[k]);
+            s2 += x[k] * mt_f16_to_f32(w2[k]);
+            s3 += x[k] * mt_f16_to_f32(w3[k]);
         }
     } else {
         const uint16_t *w0 = w[0], *w1 = w[1], *w2 = w[2], *w3 = w[3];
@@ -1078,7 +1115,7 @@ static void mt_matmul(float *c, int64_t stride, mt_matrix a, mt_matrix b, int64_
         mt_matmul_tiles(c, stride, a, b, M, N, K, accumulate);
 }
 
-/* A block of x as floats: in place for fp32, converted into scratch for bf16. */
+/* A block of x as floats: in place for fp32, else converted into scratch. */
 static mt_matrix mt_matrix_load(float *scratch, const void *x, int64_t offset, int64_t rows, int64_t columns,
                                 int64_t stride, mt_dtype dtype) {
     if (dtype == MT_F32) return (mt_matrix){.data = (const float *)x + offset, .stride = stride};
@@ -1129,7 +1166,7 @@ static void mt_cpu_batched_product(const mt_product_args *a, mt_dtype dtype, mt_
     }
 }
 
-/* Number of the n tokens or features in one matrix product: all in fp32; in bf16 one block, converted first. */
+/* Number of the n tokens or features in one matrix product: all in fp32; of other types one block, converted first. */
 static int64_t mt_linear_block(int64_t n, int64_t block, mt_dtype dtype) {
     return mt_max(1, dtype == MT_F32 ? n : mt_min(n, block));
 }
@@ -2569,16 +2606,16 @@ static void mt_cpu_cross_entropy_loss(const mt_cross_entropy_args *a, mt_stream 
 
 static void mt_cpu_cross_entropy_backward(const mt_cross_entropy_args *a, mt_dtype dtype, mt_stream *stream) {
     const int64_t count = a->count, stride = a->stride;
-    const float k = a->logit_scale > 0 ? a->logit_scale : 1;
+    const float k = a->logit_scale > 0 ? a->logit_scale : 1, loss_scale = a->loss_scale > 0 ? a->loss_scale : 1;
     mt_scratch scratch = mt_scratch_reserve(count + stride);
 #pragma omp parallel for if (a->T * count > MT_PARALLEL)
     for (int64_t t = 0; t < a->T; t++) {
-        float *slice = mt_scratch_slice(scratch), log_sum = a->lse[t], scale = -k * a->dlogp[t];
+        float *slice = mt_scratch_slice(scratch), log_sum = a->lse[t], scale = -k * (a->dlogp[t] * loss_scale);
         const float *x = mt_row_load(slice, a->logits, t * stride, count, dtype);
         float *d = mt_row_open(slice + count, a->dlogits, t * stride, dtype); // may be x
         int64_t label = a->labels[t] - a->first;
         if (a->dentropy) {
-            float dentropy = k * a->dentropy[t], entropy = a->entropy[t];
+            float dentropy = k * (a->dentropy[t] * loss_scale), entropy = a->entropy[t];
             for (int64_t i = 0; i < count; i++) {
                 float log_p = k * x[i] - log_sum, p = mt_exp(log_p);
                 d[i] = p == 0 ? 0.0f : p * (scale - dentropy * (log_p + entropy));
@@ -3380,8 +3417,8 @@ static void mt_cpu_accumulate(void *sum, const float *x, int64_t n, mt_dtype dty
 }
 
 static void mt_cpu_gradient_scale(float *scale, float *norm, const double *sum_of_squares, const double *denominator,
-                                  float clip, mt_stream *stream) {
-    double tokens = denominator[0] > 0 ? denominator[0] : 1.0; // all tokens masked: no gradient
+                                  double loss_scale, float clip, mt_stream *stream) {
+    double tokens = (denominator[0] > 0 ? denominator[0] : 1.0) * loss_scale; // all tokens masked: no gradient
     double size = sqrt(sum_of_squares[0]) / tokens, factor = clip > 0 ? (double)clip / (size + 1e-6) : 1.0;
     norm[0] = (float)size;
     scale[0] = (float)((factor < 1.0 ? factor : 1.0) / tokens);
@@ -3424,7 +3461,7 @@ static inline float mt_fma(float a, float b, float c) {
 }
 
 float mt_state_scale(float amax, mt_dtype dtype) {
-    float scale = amax / (dtype == MT_F16 ? 32752.0f : 448.0f);
+    float scale = amax / (dtype == MT_F16_SCALED ? 32752.0f : 448.0f);
     uint32_t bits;
     if (!isfinite(scale)) return NAN;
     memcpy(&bits, &scale, sizeof bits);
@@ -3437,18 +3474,19 @@ float mt_state_scale(float amax, mt_dtype dtype) {
 static void mt_state_load(float *row, const void *x, int64_t first, int64_t n, mt_dtype dtype, float amax) {
     float scale = mt_state_scale(amax, dtype);
     if (dtype == MT_F32) memcpy(row, (const float *)x + first, (size_t)n * sizeof *row);
-    if (dtype == MT_BF16) mt_row_load(row, x, first, n, dtype);
-    for (int64_t i = 0; i < n && dtype == MT_F16; i++) row[i] = mt_f16_to_f32(((const uint16_t *)x)[first + i]) * scale;
+    if (mt_dtype_is_half(dtype)) mt_row_load(row, x, first, n, dtype);
+    for (int64_t i = 0; i < n && dtype == MT_F16_SCALED; i++)
+        row[i] = mt_f16_to_f32(((const uint16_t *)x)[first + i]) * scale;
     for (int64_t i = 0; i < n && dtype == MT_F8_E4M3; i++)
         row[i] = mt_f8_to_f32(((const uint8_t *)x)[first + i], dtype) * scale;
 }
 
 static void mt_state_store(void *x, int64_t first, const float *row, int64_t n, mt_dtype dtype, float amax) {
     float scale = mt_state_scale(amax, dtype);
-    if (dtype == MT_F32 || dtype == MT_BF16) mt_row_store(x, first, row, n, dtype);
+    if (dtype == MT_F32 || mt_dtype_is_half(dtype)) mt_row_store(x, first, row, n, dtype);
     for (int64_t i = 0; i < n && mt_state_has_scale(dtype); i++) {
         float code = scale == 0 ? 0 : row[i] / scale;
-        if (dtype == MT_F16) ((uint16_t *)x)[first + i] = mt_f32_to_f16(code);
+        if (dtype == MT_F16_SCALED) ((uint16_t *)x)[first + i] = mt_f32_to_f16(code);
         if (dtype == MT_F8_E4M3) ((uint8_t *)x)[first + i] = mt_f8_encode(code, true);
     }
 }
@@ -4173,9 +4211,14 @@ static void mt_mpi_all_reduce(char *buffer, int64_t count, mt_reduction reductio
 }
 #endif
 
+/* The types of a reduction's operands. */
+static bool mt_is_reduced(mt_dtype dtype) {
+    return dtype == MT_F32 || dtype == MT_BF16 || dtype == MT_F16 || dtype == MT_F64;
+}
+
 static void mt_cpu_all_reduce(void *buffer, int64_t count, mt_reduction reduction, mt_dtype dtype,
                               const mt_group *group, mt_stream *stream) {
-    MT_CHECK(dtype == MT_F32 || dtype == MT_BF16 || dtype == MT_F64);
+    MT_CHECK(mt_is_reduced(dtype));
     if (group->size == 1 || count == 0) return;
 #ifdef MT_HAVE_MPI
     mt_watch_begin("all_reduce", group->name);
@@ -4186,7 +4229,7 @@ static void mt_cpu_all_reduce(void *buffer, int64_t count, mt_reduction reductio
 
 static void mt_cpu_reduce_scatter(void *out, const void *in, int64_t count, mt_dtype dtype, const mt_group *group,
                                   mt_stream *stream) {
-    MT_CHECK(dtype == MT_F32 || dtype == MT_BF16 || dtype == MT_F64);
+    MT_CHECK(mt_is_reduced(dtype));
     int64_t width = mt_dtype_size(dtype);
     if (group->size == 1 && out != in) memmove(out, in, (size_t)(count * width));
     if (group->size == 1 || count == 0) return;
@@ -4202,7 +4245,7 @@ static void mt_cpu_reduce_scatter(void *out, const void *in, int64_t count, mt_d
 
 static void mt_cpu_reduce(void *out, const void *in, int64_t count, mt_dtype dtype, int root, const mt_group *group,
                           mt_stream *stream) {
-    MT_CHECK(dtype == MT_F32 || dtype == MT_BF16 || dtype == MT_F64);
+    MT_CHECK(mt_is_reduced(dtype));
     int64_t width = mt_dtype_size(dtype);
     if (group->size == 1 && out != in) memmove(out, in, (size_t)(count * width));
     if (group->size == 1 || count == 0) return;
@@ -5696,6 +5739,10 @@ mt_layer_kind mt_layer_kind_of(const mt_options *o, int64_t layer) {
     return kind;
 }
 
+mt_dtype mt_options_dtype(const mt_options *o) {
+    return o->bf16 ? MT_BF16 : o->fp16 ? MT_F16 : MT_F32;
+}
+
 bool mt_has_mixer(const mt_options *o, mt_mixer_kind mixer) {
     for (int64_t i = 0; i < o->num_layers; i++)
         if (mt_layer_kind_of(o, i).mixer == mixer) return true;
@@ -6698,6 +6745,7 @@ struct mt_model {
     const mt_ops *ops;
     mt_stream *stream;
     mt_dtype dtype;
+    float loss_scale; // of the gradients of this step: 1 but in fp16
     mt_model_plan plan;
     int64_t C, D, Dv;                 // as in megatron.h; Dv: value channels per head
     int64_t H, G, F, V;               // this rank's share of heads, groups, widest MLP and padded vocabulary
@@ -8385,13 +8433,13 @@ static void mt_aux_loss(mt_model *m, const mt_pass *p, const mt_layer *w, mt_rou
 static void mt_aux_loss_backward(const mt_model *m, const mt_pass *p, const mt_routing *r) {
     const mt_experts *e = m->experts;
     float *sums = r->aux_stats;
-    float z_scale = (float)m->options->moe_z_loss_coeff;
+    float z_scale = (float)m->options->moe_z_loss_coeff * m->loss_scale;
     for (int i = 0; i < MT_NUM_AUX_LOSSES; i++) {
         mt_load_balancing type = (mt_load_balancing)(MT_BALANCING_AUX_LOSS + i);
         if (!mt_has_aux_stats(m, type)) continue;
         mt_aux_loss_args a = mt_aux_loss_operands(m, p, r, type, sums);
         a.counts = sums + a.S * e->router.num_experts, a.dlogits = e->dlogits;
-        a.aux_scale = (float)mt_aux_loss_coeff(m->options, type), a.z_scale = z_scale;
+        a.aux_scale = (float)mt_aux_loss_coeff(m->options, type) * m->loss_scale, a.z_scale = z_scale;
         m->ops->aux_loss_backward(&a, p->stream);
         sums += mt_aux_stats_rows(m, type) * e->router.num_experts;
         z_scale = 0; // once
@@ -10176,8 +10224,9 @@ static mt_weight mt_word_embedding(const mt_model *m) {
 
 /* Multiplies x[R, C] by the model's factor of embeddings, in the model's type, as transformers rounds it. */
 static void mt_embedding_scale(const mt_model *m, const mt_pass *p, void *x) {
-    float factor = (float)m->options->embedding_multiplier;
-    mt_scale(m, p, x, m->dtype == MT_BF16 ? mt_bf16_to_f32(mt_f32_to_bf16(factor)) : factor);
+    float factor = (float)m->options->embedding_multiplier, rounded, scratch;
+    mt_row_store(&rounded, 0, &factor, 1, m->dtype);
+    mt_scale(m, p, x, *mt_row_load(&scratch, &rounded, 0, 1, m->dtype));
 }
 
 /* x[R, C] = dropout(word embedding of tokens[T] + learned position embedding, if any). layer: -1, or the layer of a
@@ -10277,6 +10326,7 @@ static mt_cross_entropy_args mt_head_cross_entropy(const mt_model *m, const mt_p
     mt_cross_entropy_args a = {.T = p->T, .stride = m->V, .first = m->vocab_first, .count = m->vocab_count};
     a.logits = a.dlogits = out->logits, a.labels = labels, a.stats = m->row_stats;
     a.entropy = out->entropy, a.lse = out->lse, a.dlogp = out->dlogp, a.dentropy = out->dentropy;
+    a.loss_scale = m->loss_scale;
     if (m->options->stage == MT_STAGE_RL) a.logit_scale = (float)(1 / m->options->temperature); // of the samples
     return a;
 }
@@ -10465,7 +10515,8 @@ static void mt_distill_backward(mt_model *m, const mt_pass *p, const mt_output *
     while (mt_distill_next(m, p, out, &piece)) {
         int64_t n = 0; // those on this rank
         for (int64_t i = 0; i < piece.n; i++)
-            if (h->index[i] >= 0) h->index[n] = h->index[i], piece.own[n++] = piece.own[i] + piece.teacher[i];
+            if (h->index[i] >= 0)
+                h->index[n] = h->index[i], piece.own[n++] = piece.own[i] + m->loss_scale * piece.teacher[i];
         mt_row_close(h->values, 0, piece.own, n, m->dtype);
         m->ops->memory_copy(h->device_index, h->index, n * 4, p->stream);
         m->ops->memory_copy(h->device_values, h->values, n * mt_dtype_size(m->dtype), p->stream);
@@ -10475,6 +10526,13 @@ static void mt_distill_backward(mt_model *m, const mt_pass *p, const mt_output *
     }
 }
 
+/* The gradients of the values, where the values were. */
+static void mt_values_backward(const mt_model *m, const mt_pass *p, const mt_output *out) {
+    float *own = out->dlogp + p->first_row;
+    if (m->loss_scale != 1) m->ops->scale(own, m->loss_scale, p->rows, MT_F32, p->stream);
+    m->ops->convert(out->logits, m->dtype, own, MT_F32, p->rows, p->stream);
+}
+
 /* dx = the gradient of the normalised hidden states. The head's gradients stay acquired. */
 static void mt_head_backward(mt_model *m, const mt_pass *p, const mt_output *out, const int32_t *labels, void *dx) {
     const mt_linear_io head = {.x = out->norm.y, .dy = out->logits, .dx = dx};
@@ -10482,7 +10540,7 @@ static void mt_head_backward(mt_model *m, const mt_pass *p, const mt_output *out
     if (m->options->head_type == MT_HEAD_LM)
         m->ops->cross_entropy_backward(&cross_entropy, m->dtype, p->stream);
     else
-        m->ops->convert(out->logits, m->dtype, out->dlogp + p->first_row, MT_F32, p->rows, p->stream);
+        mt_values_backward(m, p, out);
     if (m->plan.loss->distillation) mt_distill_backward(m, p, out);
     mt_bucket_acquire(m, m->head_bucket);
     mt_bucket_gradients_acquire(m, m->head_bucket);
@@ -11272,7 +11330,8 @@ mt_schedule mt_schedule_of(const mt_options *o, int64_t micro_batches) {
 typedef enum { MT_BUCKET_LAYER, MT_BUCKET_EXPERTS, MT_BUCKET_VOCABULARY, MT_NUM_BUCKET_KINDS } mt_bucket_kind;
 
 static const int mt_first_buffer[MT_NUM_BUCKET_KINDS + 1] = {0, 2, 4, 5};
-static const mt_dtype mt_optimizer_dtypes[] = {MT_F32, MT_BF16, MT_F16, MT_F8_E4M3}; // of mt_optimizer_dtype
+static const mt_dtype mt_moment_dtypes[] = {MT_F32, MT_BF16, MT_F16_SCALED, MT_F8_E4M3}; // of mt_optimizer_dtype
+static const mt_dtype mt_gradient_dtypes[] = {MT_F32, MT_BF16, MT_F16};
 enum { MT_NUM_BUFFERS = 5 };
 
 /* Room for one whole bucket whose values are sharded between uses. */
@@ -11467,7 +11526,7 @@ static void mt_sharding_open(mt_model *m) {
         bool shards = param->unit != MT_UNIT_UNTRAINED && (param->trained || s->strategy == MT_SHARD_PARAMS);
         b->group = *kind == MT_BUCKET_EXPERTS ? &m->grid->expert_data : &m->grid->data_context;
         b->trained = param->trained, b->dtype = param->unit == MT_UNIT_UNTRAINED ? MT_F32 : m->dtype;
-        b->grad_dtype = b->trained ? mt_optimizer_dtypes[m->options->main_grads_dtype] : MT_F32;
+        b->grad_dtype = b->trained ? mt_gradient_dtypes[m->options->main_grads_dtype] : MT_F32;
         b->strategy = shards && b->group->size > 1 ? s->strategy : MT_NO_SHARD;
         if (mt_param_is_adapter(param) && b->strategy == MT_SHARD_PARAMS) b->strategy = MT_SHARD_GRADS; // small
         m->num_trained_buckets = mt_max(m->num_trained_buckets, b->trained ? param->bucket + 1 : 0);
@@ -11967,9 +12026,9 @@ static void mt_params_finish(mt_model *m) {
 }
 
 mt_dtype mt_state_dtype(const mt_model *m, mt_param_state state) {
-    if (state == MT_STATE_EXP_AVG) return mt_optimizer_dtypes[m->options->exp_avg_dtype];
-    if (state == MT_STATE_EXP_AVG_SQ) return mt_optimizer_dtypes[m->options->exp_avg_sq_dtype];
-    if (state == MT_STATE_MASTER && m->options->main_params_dtype == MT_MAIN_PARAMS_FP16) return MT_F16;
+    if (state == MT_STATE_EXP_AVG) return mt_moment_dtypes[m->options->exp_avg_dtype];
+    if (state == MT_STATE_EXP_AVG_SQ) return mt_moment_dtypes[m->options->exp_avg_sq_dtype];
+    if (state == MT_STATE_MASTER && m->options->main_params_dtype == MT_MAIN_PARAMS_FP16) return MT_F16_SCALED;
     return state == MT_STATE_WEIGHTS ? m->dtype : MT_F32;
 }
 
@@ -12199,7 +12258,7 @@ static void mt_gradients_norm(mt_model *m) {
 /* Gradient norm, clipping factor, and the check that allows the update. */
 static void mt_step_check_gradients(mt_model *m) {
     const mt_options *o = m->options;
-    mt_guard_rules rules = {.finite = o->check_for_nan_in_loss_and_grad,
+    mt_guard_rules rules = {.finite = o->check_for_nan_in_loss_and_grad || o->fp16,
                             .spike_factor = o->check_for_spiky_loss ? o->loss_spike_factor : 0,
                             .window = o->loss_spike_window,
                             .copies = m->grid->world.size,
@@ -12208,7 +12267,8 @@ static void mt_step_check_gradients(mt_model *m) {
     mt_phase_begin(m, "norm", -1, -1);
     mt_gradients_norm(m);
     mt_step_numbers *n = m->numbers;
-    m->ops->gradient_scale(&n->grad_scale, &n->grad_norm, n->sums + 2, n->sums + 1, (float)o->clip_grad, m->stream);
+    m->ops->gradient_scale(&n->grad_scale, &n->grad_norm, n->sums + 2, n->sums + 1, (double)m->loss_scale,
+                           (float)o->clip_grad, m->stream);
     m->ops->step_guard(n->guard, &n->grad_scale, n->sums + 3, n->sums + 1, &n->grad_norm, &rules, m->stream);
     mt_phase_end(m);
 }
@@ -12675,7 +12735,7 @@ static void mt_muon_run(mt_model *m, float lr, float weight_decay) {
 
 /* The numbers of a step on elements except the weight decay, which vectors lack. */
 static mt_update mt_update_of_step(const mt_options *o, const mt_run_state *state) {
-    mt_update u = {.lr = (float)mt_learning_rate(o, state->consumed_train_samples)};
+    mt_update u = {.lr = (float)mt_learning_rate(o, mt_scheduled_samples(state))};
     switch (mt_element_optimizer(o)) {
     case MT_OPTIMIZER_SGD:
         u.beta1 = (float)o->sgd_momentum;
@@ -12700,10 +12760,10 @@ static void mt_optimizer_step(mt_model *m, const mt_run_state *state) {
     mt_update_operation *step = mt_optimizer_operation(m->ops, mt_element_optimizer(o));
     mt_phase_begin(m, "optimizer", -1, -1);
     mt_wait_reader(m);
-    float weight_decay = (float)mt_weight_decay(o, state->consumed_train_samples);
+    float weight_decay = (float)mt_weight_decay(o, mt_scheduled_samples(state));
     mt_update update = mt_update_of_step(o, state);
-    double rates[2] = {mt_learning_rate(o, state->consumed_train_samples)};
-    rates[1] = mt_decoupled_learning_rate(o, state->consumed_train_samples);
+    double rates[2] = {mt_learning_rate(o, mt_scheduled_samples(state))};
+    rates[1] = mt_decoupled_learning_rate(o, mt_scheduled_samples(state));
     if (m->muon) mt_muon_run(m, update.lr, weight_decay);
     if (m->host_optimizer) mt_host_optimizer_begin(m);
     if (m->state_amax) mt_optimizer_step_scaled(m, &update, rates, weight_decay);
@@ -12767,6 +12827,7 @@ typedef struct mt_trainer {
     mt_step_result *results;              // [2] in host memory
     double unread_tokens, unread_seconds; // of the steps since metrics were last read
     double data_seconds;                  // of this step: the host waited for samples
+    double loss_scale;                    // of this step in fp16
 } mt_trainer;
 
 /* ---- counts and metrics of the experts */
@@ -13146,6 +13207,53 @@ static const char *mt_step_operand(const mt_step_result *result, const char *fau
     return NULL;
 }
 
+/* ---- loss scaling */
+
+/* Gradients of activations in fp16 underflow below 2^-24, so the loss is multiplied by a scale and the update divides
+ * it out (Micikevicius et al., "Mixed precision training"). A step whose gradients overflow is skipped on all ranks,
+ * since the norm that shows it is a sum over all ranks. The host waits for each step, whose result sets the scale of
+ * the next. */
+
+void mt_loss_scaler_update(mt_loss_scaler *scaler, const mt_options *o, bool overflows) {
+    if (o->loss_scale > 0) return;
+    if (overflows) {
+        scaler->growth_tracker = 0;
+        if (--scaler->hysteresis_tracker <= 0) scaler->scale = fmax(scaler->scale / 2, o->min_loss_scale);
+    } else if (++scaler->growth_tracker == o->loss_scale_window) {
+        scaler->growth_tracker = 0, scaler->hysteresis_tracker = o->hysteresis;
+        scaler->scale *= 2;
+    }
+}
+
+/* The scale of a step of `samples` sequences: of the mean loss over all its tokens, padding included, whatever the
+ * layout; here the loss is a sum. */
+static void mt_loss_scale_begin(mt_model *m, mt_run_state *state, int64_t samples) {
+    const mt_options *o = m->options;
+    mt_loss_scaler *scaler = &state->loss_scaler;
+    if (!o->fp16) return;
+    if (scaler->scale == 0) *scaler = (mt_loss_scaler){o->initial_loss_scale, 0, o->hysteresis};
+    if (o->loss_scale > 0) scaler->scale = o->loss_scale;
+    m->trainer->loss_scale = scaler->scale;
+    m->loss_scale = (float)(scaler->scale / (double)(samples * o->seq_length));
+}
+
+/* True if a step that is not finite is the loss scale's concern: a smaller one may help, or the user wants no check. */
+static bool mt_loss_scale_skips(const mt_model *m, const mt_step_numbers *step) {
+    const mt_options *o = m->options;
+    int check = (int)step->guard[MT_GUARD_CHECK];
+    if (!o->fp16 || (check != MT_LOSS_NOT_FINITE && check != MT_NORM_NOT_FINITE)) return false;
+    return o->loss_scale > 0 ? !o->check_for_nan_in_loss_and_grad : m->trainer->loss_scale > o->min_loss_scale;
+}
+
+/* The scale after a step, which has been checked. */
+static void mt_loss_scale_finish(mt_model *m, mt_run_state *state, const mt_step_result *result, int64_t samples) {
+    int check = (int)result->numbers.guard[MT_GUARD_CHECK];
+    bool overflows = check == MT_LOSS_NOT_FINITE || check == MT_NORM_NOT_FINITE;
+    if (!m->options->fp16 || (!overflows && check != MT_STEP_PASSED)) return;
+    if (overflows) state->skipped_samples += samples;
+    mt_loss_scaler_update(&state->loss_scaler, m->options, overflows);
+}
+
 /* Describes the failed check of a step, and what to do: the learning rate is at fault only if it has moved a weight. */
 static void mt_step_describe(char text[160], char advice[160], int64_t iteration, const mt_step_result *result,
                              const char *fault) {
@@ -13202,6 +13310,10 @@ static int mt_step_check(mt_model *m, int entry, mt_error *error) {
     if (check == MT_NO_TOKENS) {
         m->trainer->bad_steps.skipped++;
         mt_step_warn(m, "iteration %lld: every token is masked; this step makes no update", (long long)iteration);
+        return 0;
+    }
+    if (mt_loss_scale_skips(m, &result->numbers)) {
+        m->trainer->bad_steps.skipped++;
         return 0;
     }
     if (check != MT_STEP_PASSED)
@@ -13420,6 +13532,7 @@ static int mt_step_try(mt_model *m, int64_t iteration, mt_source *from, mt_error
     mt_step_numbers first, second;
     mt_copy_wait(m, &first, m->numbers, (int64_t)sizeof first);
     if (first.guard[MT_GUARD_CHECK] == MT_STEP_PASSED || first.guard[MT_GUARD_CHECK] == MT_NO_TOKENS) return 0;
+    if (mt_loss_scale_skips(m, &first)) return 0;
     mt_fp8_discard_step(m);
     if (mt_step_gradients(m, from, error) != 0) return -1;
     mt_copy_wait(m, &second, m->numbers, (int64_t)sizeof second);
@@ -13431,19 +13544,21 @@ int mt_train_step(mt_model *m, mt_run_state *state, int64_t micro_batches, mt_ba
                   mt_batch *batch, mt_metrics *metrics, mt_error *error) {
     double begin = mt_time();
     int entry = (int)(m->trainer->num_steps % 2);
+    int64_t samples = micro_batches * m->options->micro_batch_size * m->grid->data.size;
     mt_source from = {micro_batches, source, context, batch, .training = true};
     m->trainer->data_seconds = 0;
     if (m->resting_parts & ~(1u << MT_PART_CACHE)) return mt_error_set(error, "a part rests; call mt_model_wake");
     if (mt_step_check(m, entry, error) != 0) return -1; // the step before the last, which used this entry
     if (m->trainer->bad_steps.rewind > 0) return mt_step_rewind(m, error);
     mt_updates_set(m, state);
+    mt_loss_scale_begin(m, state, samples);
     if (mt_step_try(m, state->iteration + 1, &from, error) != 0) return -1;
     mt_experts_update_biases(m);
     mt_fp8_update_scales(m);
     mt_optimizer_step(m, state);
     mt_step_report(m, entry, state->iteration + 1);
     m->trainer->num_steps++;
-    if (metrics || !m->trainer->pending[entry].done)
+    if (metrics || !m->trainer->pending[entry].done || m->options->fp16)
         if (mt_steps_check(m, error) != 0) return -1;
     m->trainer->unread_tokens += (double)(from.tokens * m->grid->data.size);
     m->trainer->unread_seconds += mt_time() - begin;
@@ -13452,10 +13567,11 @@ int mt_train_step(mt_model *m, mt_run_state *state, int64_t micro_batches, mt_ba
         const mt_step_result *result = &m->trainer->results[entry];
         *metrics = (mt_metrics){.loss = mt_mean_loss(result->numbers.sums),
                                 .grad_norm = (double)result->numbers.grad_norm,
-                                .learning_rate = mt_learning_rate(m->options, state->consumed_train_samples),
-                                .weight_decay = mt_weight_decay(m->options, state->consumed_train_samples),
+                                .learning_rate = mt_learning_rate(m->options, mt_scheduled_samples(state)),
+                                .weight_decay = mt_weight_decay(m->options, mt_scheduled_samples(state)),
                                 .tokens = (double)(from.tokens * m->grid->data.size),
                                 .skipped = m->trainer->bad_steps.skipped,
+                                .loss_scale = state->loss_scaler.scale,
                                 .data_seconds = m->trainer->data_seconds};
         for (int64_t k = 0; k < m->options->mtp_num_layers; k++)
             metrics->mtp_losses[k] = mt_mean_loss(result->numbers.mtp + 2 * k);
@@ -13471,7 +13587,8 @@ int mt_train_step(mt_model *m, mt_run_state *state, int64_t micro_batches, mt_ba
     }
     state->iteration++;
     state->optimizer_step = m->trainer->reported = m->trainer->updates;
-    state->consumed_train_samples += micro_batches * m->options->micro_batch_size * m->grid->data.size;
+    state->consumed_train_samples += samples;
+    mt_loss_scale_finish(m, state, &m->trainer->results[entry], samples);
     return 0;
 }
 
@@ -14582,7 +14699,7 @@ int mt_model_create(mt_model **out, const mt_options *options, const mt_grid *gr
     mt_model *m = mt_calloc(sizeof *m);
     m->options = options, m->grid = grid, m->ops = ops, m->plan = *plan;
     if (!m->plan.loss) m->plan.loss = &mt_nll;
-    m->dtype = options->bf16 ? MT_BF16 : MT_F32;
+    m->dtype = mt_options_dtype(options), m->loss_scale = 1;
     m->reruns = plan->train && options->rerun_mode == MT_RERUN_VALIDATE_RESULTS;
     if (mt_model_partition(m, error) == 0 && mt_model_allocate(m, error) == 0 &&
         (plan->counts || mt_model_start(m, error) == 0)) {
@@ -17805,7 +17922,7 @@ static void mt_indexer_loss(mt_model *m, const mt_pass *p, const mt_layer *w, co
     bool counts = p->tp.sequence_parallel || m->grid->tensor.rank == 0; // else all ranks compute the same
     mt_sparse_attention target = mt_sparse_call(m, p, w, a);
     mt_indexer_args loss = mt_indexer_call(m, p, a);
-    loss.k = mt_indexer_all_keys(m, p, a), loss.coeff = (float)o->dsa_indexer_loss_coeff;
+    loss.k = mt_indexer_all_keys(m, p, a), loss.coeff = (float)o->dsa_indexer_loss_coeff * m->loss_scale;
     loss.token_index = p->batch->token_index, loss.sums = m->indexer_sums + (counts ? 0 : 2);
     loss.dq = s->dindexer_q, loss.dweights = s->dindexer_weights, loss.dk = s->dindexer_keys;
     loss.shares = target.shares = s->shares, loss.slopes = s->slopes;

@@ -131,7 +131,7 @@ static inline int64_t mt_divide_up(int64_t a, int64_t b) {
 /* Seconds of a monotonic clock. */
 double mt_time(void);
 
-/* Element types, named as safetensors names them. Arithmetic operands are MT_F32 or MT_BF16. */
+/* Element types, named as safetensors names them. Arithmetic operands are MT_F32, MT_BF16 or MT_F16. */
 typedef enum mt_dtype {
     MT_F32,
     MT_BF16,
@@ -148,6 +148,7 @@ typedef enum mt_dtype {
     MT_BOOL,
     MT_F8_E4M3,
     MT_F8_E5M2,
+    MT_F16_SCALED, // a state of the optimizer in fp16, times its parameter's scale: see mt_state_has_scale
     MT_NUM_DTYPES
 } mt_dtype;
 
@@ -162,6 +163,10 @@ float mt_bf16_to_f32(uint16_t bits);
 uint16_t mt_f32_to_bf16(float value);
 float mt_f16_to_f32(uint16_t bits);
 uint16_t mt_f32_to_f16(float value);
+/* The same for either type; is_half: it is one of them. */
+bool mt_dtype_is_half(mt_dtype dtype);
+float mt_half_to_f32(uint16_t bits, mt_dtype dtype);
+uint16_t mt_f32_to_half(float value, mt_dtype dtype);
 
 /* fp8 in either format; rounds to nearest even, saturates beyond the largest finite number, and keeps NaN. */
 float mt_f8_to_f32(uint8_t bits, mt_dtype format);
@@ -320,7 +325,7 @@ typedef struct mt_muon_options {
 typedef enum mt_optimizer_dtype {
     MT_OPTIMIZER_FP32,
     MT_OPTIMIZER_BF16,
-    MT_OPTIMIZER_FP16, // with a scale, moments only, like fp8
+    MT_OPTIMIZER_FP16, // moments: with a scale, like fp8
     MT_OPTIMIZER_FP8
 } mt_optimizer_dtype;
 /* Type of master weights. */
@@ -668,7 +673,11 @@ typedef struct mt_options {
     int64_t loss_spike_window, max_bad_steps_in_a_row;
     mt_bad_step_policy bad_step_policy;
     mt_rerun_mode rerun_mode;
-    bool bf16, deterministic_mode;
+    bool bf16, fp16;       // the type of weights and activations; neither: fp32
+    double loss_scale;     // of fp16; 0: found by each step, by the numbers below
+    double initial_loss_scale, min_loss_scale;
+    int64_t loss_scale_window, hysteresis;
+    bool deterministic_mode;
     mt_attention_backend attention_backend;
     /* parallelism */
     int64_t tensor_model_parallel_size, pipeline_model_parallel_size, context_parallel_size;
@@ -823,6 +832,9 @@ double mt_rope_frequency(const mt_options *options, mt_layer_rope which, int64_t
 /* The kind of a layer. Modules of multi-token prediction are numbered from num_layers on, and are as the last layer,
  * but with attention even if that one has another mixer. */
 mt_layer_kind mt_layer_kind_of(const mt_options *options, int64_t layer);
+/* The type of weights and activations. */
+mt_dtype mt_options_dtype(const mt_options *options);
+
 /* True if some layer has this mixer. */
 bool mt_has_mixer(const mt_options *options, mt_mixer_kind mixer);
 /* True if some layer has a state in generation instead of keys and values. */
@@ -1932,6 +1944,7 @@ typedef struct mt_grouped_args {
 typedef struct mt_cross_entropy_args {
     int64_t T, stride, first, count;
     float logit_scale;             // of the logits below, before all else: 1 / temperature; 0: 1
+    float loss_scale;              // of dlogp and dentropy; 0: 1
     const void *logits;            // [T, stride]
     const int32_t *labels;         // [T]
     float *stats;                  // [4, T] of a row: the maximum, sum exp(x - max), the label's logit (0 where another
@@ -1983,7 +1996,7 @@ typedef struct mt_sample_args {
     OP(cross_entropy_loss, mt_work_bytes((a->entropy ? 7 : 5) * a->T, MT_F32), (a, stream),                            \
        const mt_cross_entropy_args *a, mt_stream *stream)                                                              \
     /* With p = exp(x - lse): dx = (onehot(label) - p) dlogp - p (x - lse + entropy) dentropy, and dlogits = dx times  \
-     * logit_scale; zero in the padding. */                                                                            \
+     * logit_scale and loss_scale; zero in the padding. */                                                             \
     OP(cross_entropy_backward, mt_work_bytes((a->count + a->stride) * a->T, dtype), (a, dtype, stream),                \
        const mt_cross_entropy_args *a, mt_dtype dtype, mt_stream *stream)                                              \
     /* Negative log-likelihood: sums[0] -= sum(logp weights), sums[1] += sum(weights), in float64 and in token order;  \
@@ -2017,7 +2030,7 @@ typedef struct mt_matrices {
     bool nesterov;                // orthogonalises the momentum of the next step, if its gradient is this one's
 } mt_matrices;
 
-/* The operands of a step on n elements: gradient in MT_F32 or MT_BF16, master weights in MT_F32 or MT_F16, moments in
+/* The operands of a step on n elements: gradient in MT_F32 or 16 bits, master weights in MT_F32 or MT_F16_SCALED, moments in
  * any of these or in MT_F8_E4M3. A state is rounded to nearest even after the step, which itself uses the fp32 value.
  * States in fp16 and fp8, which AdamW alone has, have a scale, as in Transformer Engine's FusedAdam: the elements of an
  * operation are one tensor, whose values are code * mt_state_scale(amax). */
@@ -2041,7 +2054,7 @@ typedef struct mt_update_args {
  * 13 significant bits, so that code * scale is exact in fp32, and values written to a checkpoint are read back as the
  * same codes. */
 static inline bool mt_state_has_scale(mt_dtype dtype) {
-    return dtype == MT_F16 || dtype == MT_F8_E4M3;
+    return dtype == MT_F16_SCALED || dtype == MT_F8_E4M3;
 }
 float mt_state_scale(float amax, mt_dtype dtype);
 
@@ -2105,11 +2118,11 @@ enum {
     /* sum[0] += sum of squares of x[n]. */                                                                            \
     OP(squared_norm, mt_work_bytes(n, dtype), (sum, x, n, dtype, stream), double *sum, const void *x, int64_t n,       \
        mt_dtype dtype, mt_stream *stream)                                                                              \
-    /* norm[0] = sqrt(sum_of_squares) / denominator, the gradient's norm; scale[0], the factor of every gradient, =    \
-     * clip / (norm + 1e-6), if below 1 and clip > 0, over the denominator (the batch's tokens). */                    \
-    OP(gradient_scale, mt_work_bytes(24, MT_U8), (scale, norm, sum_of_squares, denominator, clip, stream),             \
-       float *scale, float *norm, const double *sum_of_squares, const double *denominator, float clip,                 \
-       mt_stream *stream)                                                                                              \
+    /* norm[0] = sqrt(sum_of_squares) / d, the gradient's norm, with d = denominator (the batch's tokens) loss_scale;  \
+     * scale[0], the factor of every gradient, = clip / (norm + 1e-6), if below 1 and clip > 0, over d. */             \
+    OP(gradient_scale, mt_work_bytes(24, MT_U8), (scale, norm, sum_of_squares, denominator, loss_scale, clip, stream), \
+       float *scale, float *norm, const double *sum_of_squares, const double *denominator, double loss_scale,          \
+       float clip, mt_stream *stream)                                                                                  \
     /* Checks a step on the device: guard[MT_GUARD_CHECK] = MT_NO_TOKENS if tokens[0] is 0, else the first rule that   \
      * the loss loss_sum[0] / (tokens[0] copies) or norm[0] violates. If the check fails, scale[0] = -1. A good step's \
      * loss l updates the average a over n steps: a += (l - a) / min(n + 1, window). A step that passes is an update:  \
@@ -3588,16 +3601,34 @@ typedef struct mt_data_state {
 } mt_data_state;
 
 /* The state of a run besides parameters and moments; with these, a run continues bit for bit. */
+/* The scale of the loss in fp16, as Megatron's DynamicGradScaler: options->hysteresis steps that overflow halve it, and
+ * then each such step does, until options->loss_scale_window steps in succession have not and double it. */
+typedef struct mt_loss_scaler {
+    double scale; // 0: the next step begins with options->initial_loss_scale
+    int64_t growth_tracker, hysteresis_tracker;
+} mt_loss_scaler;
+
+/* After a step whose gradients overflow, or do not. With options->loss_scale the scale is constant. */
+void mt_loss_scaler_update(mt_loss_scaler *scaler, const mt_options *options, bool overflows);
+
 typedef struct mt_run_state {
     int64_t iteration;              // steps done
     int64_t consumed_train_samples; // sequences trained on
     int64_t consumed_valid_samples;
     int64_t optimizer_step; // updates by AdamW, for its bias correction, up to the last step that was checked
+    /* fp16 */
+    mt_loss_scaler loss_scaler;
+    int64_t skipped_samples; // of the steps that it skipped, which the schedules of learning rates do not count
     /* reinforcement learning */
     int64_t consumed_prompts;    // prompts that got responses
     int64_t prompts_fingerprint; // of all prompts of the run; 0: unknown
     mt_data_state data;
 } mt_run_state;
+
+/* The samples that schedules of learning rate and weight decay count. */
+static inline int64_t mt_scheduled_samples(const mt_run_state *state) {
+    return state->consumed_train_samples - state->skipped_samples;
+}
 
 /* Maximum number of multi-token prediction modules. */
 enum { MT_MAX_MTP_LAYERS = 8 };
@@ -3612,6 +3643,7 @@ typedef struct mt_metrics {
     double seconds;      // time for these tokens, at the mean rate of all steps since metrics were last read
     int64_t skipped;     // steps of this run without an update, up to and including this one
     double data_seconds; // this rank waited for the samples of this step
+    double loss_scale;   // in fp16, of this step; else 0
     double num_zeros;    // elements of the gradients that are 0, if options->log_num_zeros_in_grad
     double params_norm;  // root of the sum of the squared parameters after the step, if options->log_params_norm
     /* 0 without experts */
@@ -3659,6 +3691,10 @@ int64_t mt_score_logits(mt_model *model, int64_t t, float *logits);
  * the device is idle. The caller restores parameters, optimizer and `state` from a checkpoint and calls
  * mt_train_rewound; mt_checkpoint_rewind (data/checkpoint/checkpoint_save.h) does both. Until then every call
  * returns MT_REWIND. Afterwards, bad steps up to this iteration are skipped.
+ *
+ * In fp16 the loss is scaled by state->loss_scaler, and the host waits for each step. A step that is not finite makes
+ * no update and changes the scale; it is bad only if the scale is options->min_loss_scale, or if it is constant and
+ * options->check_for_nan_in_loss_and_grad is on.
  *
  * A step whose tokens are all masked makes no update either. It is not bad: a warning reports it, at once or in the
  * same later calls.

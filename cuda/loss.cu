@@ -144,9 +144,9 @@ __global__ void cross_entropy_backward(const mt_cross_entropy_args a, int blocks
 #pragma unroll
     for (int k = 0; k < K; k++)
         if (first + k * step < stride) packs[k] = mt_load<N>(logits + first + k * step);
-    float logit_scale = a.logit_scale > 0 ? a.logit_scale : 1;
-    float log_sum = a.lse[row], scale = -logit_scale * a.dlogp[row];
-    float dh = ENTROPY ? logit_scale * a.dentropy[row] : 0, h = ENTROPY ? a.entropy[row] : 0;
+    float logit_scale = a.logit_scale > 0 ? a.logit_scale : 1, loss_scale = a.loss_scale > 0 ? a.loss_scale : 1;
+    float log_sum = a.lse[row], scale = -logit_scale * (a.dlogp[row] * loss_scale);
+    float dh = ENTROPY ? logit_scale * (a.dentropy[row] * loss_scale) : 0, h = ENTROPY ? a.entropy[row] : 0;
 #pragma unroll
     for (int k = 0; k < K; k++) {
         int c = first + k * step;

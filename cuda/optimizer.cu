@@ -109,16 +109,17 @@ extern "C" void mt_cuda_accumulate(void *sum, const float *x, int64_t n, mt_dtyp
 }
 
 __global__ void gradient_scale(float *scale, float *norm, const double *sum_of_squares, const double *denominator,
-                               float clip) {
-    double tokens = denominator[0] > 0 ? denominator[0] : 1; // all tokens masked: no gradient
+                               double loss_scale, float clip) {
+    double tokens = (denominator[0] > 0 ? denominator[0] : 1) * loss_scale; // all tokens masked: no gradient
     double size = sqrt(sum_of_squares[0]) / tokens, factor = clip > 0 ? clip / (size + 1e-6) : 1;
     norm[0] = (float)size;
     scale[0] = (float)((factor < 1 ? factor : 1) / tokens);
 }
 
 extern "C" void mt_cuda_gradient_scale(float *scale, float *norm, const double *sum_of_squares,
-                                       const double *denominator, float clip, mt_stream *stream) {
-    gradient_scale<<<1, 1, 0, mt_cuda_stream(stream)>>>(scale, norm, sum_of_squares, denominator, clip);
+                                       const double *denominator, double loss_scale, float clip,
+                                       mt_stream *stream) {
+    gradient_scale<<<1, 1, 0, mt_cuda_stream(stream)>>>(scale, norm, sum_of_squares, denominator, loss_scale, clip);
     MT_CUDA_LAUNCHED();
 }
 
@@ -256,19 +257,19 @@ static void launch_update(const mt_update_args *a, const mt_update *update, mt_s
 /* ---- states with scales, as mt_state_scale, mt_state_load and mt_state_store of megatron.c */
 
 __device__ static float state_scale(float amax, mt_dtype dtype) {
-    float scale = amax / (dtype == MT_F16 ? 32752.0f : 448.0f);
+    float scale = amax / (dtype == MT_F16_SCALED ? 32752.0f : 448.0f);
     if (!isfinite(scale)) return __uint_as_float(0x7fc00000);
     return __uint_as_float((__float_as_uint(scale) + 0x7ff) & ~0x7ffu);
 }
 
 __device__ static bool has_scale(mt_dtype dtype) {
-    return dtype == MT_F16 || dtype == MT_F8_E4M3;
+    return dtype == MT_F16_SCALED || dtype == MT_F8_E4M3;
 }
 
 __device__ static float load_state(const void *x, int64_t i, mt_dtype dtype, float scale) {
     if (dtype == MT_F32) return ((const float *)x)[i];
     if (dtype == MT_BF16) return __bfloat162float(((const __nv_bfloat16 *)x)[i]);
-    if (dtype == MT_F16) return __half2float(((const __half *)x)[i]) * scale;
+    if (dtype == MT_F16_SCALED) return __half2float(((const __half *)x)[i]) * scale;
     return __half2float(__half(__nv_cvt_fp8_to_halfraw(((const uint8_t *)x)[i], __NV_E4M3))) * scale;
 }
 
@@ -276,7 +277,7 @@ __device__ static void store_state(void *x, int64_t i, mt_dtype dtype, float sca
     float code = scale == 0 ? 0 : value / scale;
     if (dtype == MT_F32) ((float *)x)[i] = value;
     if (dtype == MT_BF16) ((__nv_bfloat16 *)x)[i] = __float2bfloat16_rn(value);
-    if (dtype == MT_F16) ((__half *)x)[i] = __float2half_rn(code);
+    if (dtype == MT_F16_SCALED) ((__half *)x)[i] = __float2half_rn(code);
     if (dtype == MT_F8_E4M3) ((uint8_t *)x)[i] = __nv_cvt_float_to_fp8(code, __NV_SATFINITE, __NV_E4M3);
 }
 

@@ -828,7 +828,7 @@ static void squared_norm(run *r, const int64_t *n) { // elements, elements befor
 static void gradient_scale(run *r, const int64_t *n) { // clip in percent
     double *sum = numbers(r, MT_F64, 1, POSITIVE, false), *tokens = numbers(r, MT_F64, 1, POSITIVE, false);
     float *scale = float_output(r, 1), *norm = float_output(r, 1);
-    r->ops->gradient_scale(scale, norm, sum, tokens, (float)n[0] / 100, r->stream);
+    r->ops->gradient_scale(scale, norm, sum, tokens, 1, (float)n[0] / 100, r->stream);
 }
 
 static void step_guard(run *r, const int64_t *n) { // steps averaged, window, factor in percent, norm is inf, no tokens
@@ -1984,9 +1984,9 @@ static void adamw_with_scales_has_the_bits_of_the_cpu(void **state) {
     (void)state;
     if (!gpu) skip();
     enum { N = 100003 };
-    static const mt_dtype moments[4] = {MT_F32, MT_BF16, MT_F16, MT_F8_E4M3};
+    static const mt_dtype moments[4] = {MT_F32, MT_BF16, MT_F16_SCALED, MT_F8_E4M3};
     for (int types = 0; types < 64; types++) {
-        mt_dtype of[5] = {MT_BF16, types & 1 ? MT_F16 : MT_F32, moments[types >> 1 & 3], moments[types >> 3 & 3],
+        mt_dtype of[5] = {MT_BF16, types & 1 ? MT_F16_SCALED : MT_F32, moments[types >> 1 & 3], moments[types >> 3 & 3],
                           types >> 5 ? MT_BF16 : MT_F32}; // the copy, master, m, v, gradient
         char *host[5], *device[5], *back = mt_malloc(N * 4);
         float amax[6] = {0}, scale = 0.37f, *wide = mt_malloc(N * 4), *numbers = gpu->memory_alloc(7 * 4);

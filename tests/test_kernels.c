@@ -1454,14 +1454,14 @@ static void gradient_scale_clips_and_divides_by_the_tokens(void **state) {
     (void)state;
     double squares = 400, tokens = 4, none = 0;
     float scale, norm;
-    ops->gradient_scale(&scale, &norm, &squares, &tokens, 1.0f, NULL); // norm 5, clipped to 1
+    ops->gradient_scale(&scale, &norm, &squares, &tokens, 1, 1.0f, NULL); // norm 5, clipped to 1
     assert_true(norm == 5 && fabs((double)scale - 1 / (5 + 1e-6) / 4) < 1e-8);
-    ops->gradient_scale(&scale, &norm, &squares, &tokens, 6.0f, NULL);
+    ops->gradient_scale(&scale, &norm, &squares, &tokens, 1, 6.0f, NULL);
     assert_true(norm == 5 && scale == 0.25f);
-    ops->gradient_scale(&scale, &norm, &squares, &tokens, 0.0f, NULL);
+    ops->gradient_scale(&scale, &norm, &squares, &tokens, 1, 0.0f, NULL);
     assert_true(norm == 5 && scale == 0.25f);
     squares = 0;
-    ops->gradient_scale(&scale, &norm, &squares, &none, 1.0f, NULL); // no unmasked token
+    ops->gradient_scale(&scale, &norm, &squares, &none, 1, 1.0f, NULL); // no unmasked token
     assert_true(norm == 0 && scale == 1);
 }
 
@@ -1645,7 +1645,7 @@ static double on_grid(double x, int bits, int least) {
 static void decode_state(double *values, const void *x, int n, mt_dtype dtype, float amax) {
     double scale = mt_state_has_scale(dtype) ? (double)mt_state_scale(amax, dtype) : 1;
     for (int i = 0; i < n; i++)
-        values[i] = scale * (dtype == MT_F16       ? (double)mt_f16_to_f32(((const uint16_t *)x)[i])
+        values[i] = scale * (dtype == MT_F16_SCALED       ? (double)mt_f16_to_f32(((const uint16_t *)x)[i])
                              : dtype == MT_F8_E4M3 ? (double)mt_f8_to_f32(((const uint8_t *)x)[i], dtype)
                                                    : stored(x, i, dtype));
 }
@@ -1654,8 +1654,8 @@ static void decode_state(double *values, const void *x, int n, mt_dtype dtype, f
  */
 static void assert_state(const char *name, const void *x, const double *want, const double *sizes, int n,
                          mt_dtype dtype, float amax) {
-    double *got = zeros(n), largest = 0, range = dtype == MT_F16 ? 65504 / 2 : 448, scale;
-    int bits = dtype == MT_F16 ? 10 : 3, least = dtype == MT_F16 ? -14 : -6;
+    double *got = zeros(n), largest = 0, range = dtype == MT_F16_SCALED ? 65504 / 2 : 448, scale;
+    int bits = dtype == MT_F16_SCALED ? 10 : 3, least = dtype == MT_F16_SCALED ? -14 : -6;
     decode_state(got, x, n, dtype, amax);
     for (int i = 0; i < n; i++) largest = fmax(largest, fabs(want[i]));
     for (int i = 0; i < n && !mt_state_has_scale(dtype); i++) assert_rounded(name, got[i], want[i], sizes[i], dtype);
@@ -1682,9 +1682,9 @@ static void assert_state(const char *name, const void *x, const double *want, co
 static void adamw_scales_fp16_and_fp8_states(void **state) {
     (void)state;
     enum { N = 2077, STEPS = 4 };
-    static const mt_dtype moments[4] = {MT_F32, MT_BF16, MT_F16, MT_F8_E4M3};
+    static const mt_dtype moments[4] = {MT_F32, MT_BF16, MT_F16_SCALED, MT_F8_E4M3};
     for (int types = 0; types < 64; types++) {
-        mt_dtype of[4] = {types & 1 ? MT_F16 : MT_F32, moments[types >> 1 & 3], moments[types >> 3 & 3],
+        mt_dtype of[4] = {types & 1 ? MT_F16_SCALED : MT_F32, moments[types >> 1 & 3], moments[types >> 3 & 3],
                           both[types >> 5]};
         double *now[3], *want[3], *sizes[3], *g;
         float amax[6] = {0}, scale = 0.5f;

@@ -16,8 +16,8 @@
 #include <string.h>
 #include <unistd.h>
 
-/* One state of a parameter, and the tensor that it is loaded from. Weights of a bf16 model go into two parts: in bf16,
- * and as master weights, which keep the stored precision. */
+/* One state of a parameter, and the tensor that it is loaded from. Weights in bf16 or fp16 go into two parts: in this
+ * type, and as master weights, which keep the stored precision. */
 typedef struct mt_target {
     const mt_param *param;
     const mt_param *source;                // whose tensor it is: param, or of a dense model that is upcycled
@@ -36,7 +36,9 @@ typedef struct mt_target {
 /* The non-finite ones of values[n], whose bucket elements begin at `at`, that lie in a part. */
 static int64_t mt_count_not_finite(const mt_shard *shard, int64_t at, const float *values, int64_t n) {
     int64_t count = 0, end = mt_min(n, shard->first + shard->count - at);
-    for (int64_t i = mt_max(shard->first - at, 0); i < end; i++) count += !isfinite(values[i]);
+    bool is_half = mt_dtype_is_half(shard->dtype); // whose largest number may be below the value
+    for (int64_t i = mt_max(shard->first - at, 0); i < end; i++)
+        count += !isfinite(is_half ? mt_half_to_f32(mt_f32_to_half(values[i], shard->dtype), shard->dtype) : values[i]);
     return count;
 }
 
@@ -69,10 +71,10 @@ static void mt_target_write(mt_reader *r, mt_target *t, int64_t at, const float 
                            (size_t)(end - begin) * sizeof *values);
                 continue;
             }
-            for (int64_t i = 0; shard->dtype == MT_BF16 && i < count; i++)
-                r->staged_bf16[i] = mt_f32_to_bf16(values[done + i]);
-            mt_shard_write(m, shard, at + done, shard->dtype == MT_BF16 ? (const void *)r->staged_bf16 : values + done,
-                           count);
+            bool is_half = mt_dtype_is_half(shard->dtype);
+            for (int64_t i = 0; is_half && i < count; i++)
+                r->staged_half[i] = mt_f32_to_half(values[done + i], shard->dtype);
+            mt_shard_write(m, shard, at + done, is_half ? (const void *)r->staged_half : values + done, count);
         }
         mt_model_ops(m)->stream_synchronize(mt_model_stream(m)); // before the buffers are filled again
     }
@@ -363,8 +365,8 @@ static int mt_target_check_finite(const mt_model *m, const mt_target *t, mt_erro
         return mt_error_set(error, "%s: %lld values of tensor \"%s\" are not finite; take another adapter",
                             t->tensor->file, (long long)t->not_finite, t->tensor->name);
     if (t->not_finite > 0 && reports)
-        fprintf(stderr, "warning: %s: %lld values of tensor \"%s\" are not finite\n", t->tensor->file,
-                (long long)t->not_finite, t->tensor->name);
+        fprintf(stderr, "warning: %s: %lld values of tensor \"%s\" are not finite%s\n", t->tensor->file,
+                (long long)t->not_finite, t->tensor->name, mt_model_dtype(m) == MT_F16 ? " in fp16; take --bf16" : "");
     return 0;
 }
 

@@ -82,7 +82,7 @@ void mt_reader_open(mt_reader *r, mt_model *m, const mt_checksums *sums) {
     _Static_assert(sizeof(mt_segment_slots) <= MT_DIRECT && MT_SEGMENT % MT_SUM_BLOCK == 0,
                    "layout of the shared memory");
     *r = (mt_reader){.model = m, .sums = sums, .descriptor = -1, .direct = -1};
-    r->staged = mt_malloc(MT_STAGED * 4), r->staged_bf16 = mt_malloc(MT_STAGED * 2);
+    r->staged = mt_malloc(MT_STAGED * 4), r->staged_half = mt_malloc(MT_STAGED * 2);
     r->decoded = mt_malloc(MT_STAGED * 4);
     for (int code = 0; code < 256; code++) r->f8_values[code] = mt_f8_to_f32((uint8_t)code, MT_F8_E4M3);
     mt_shared_memory_open(&r->shared, &mt_model_grid(m)->world, bytes);
@@ -95,7 +95,7 @@ void mt_reader_open(mt_reader *r, mt_model *m, const mt_checksums *sums) {
 void mt_reader_close(mt_reader *r) {
     for (int i = 0; i < MT_SPARES; i++) free(r->spare[i]);
     free(r->staged);
-    free(r->staged_bf16);
+    free(r->staged_half);
     free(r->decoded);
     mt_shared_memory_barrier(&r->shared);
     if (r->shared.host.rank == 0) {

@@ -43,8 +43,8 @@ typedef struct mt_reader {
     float *spare[MT_SPARES]; // buffers for transposed tensors
     int64_t spare_bytes[MT_SPARES];
     unsigned next_spare;
-    float *staged; // [MT_STAGED] converted elements, and in bf16
-    uint16_t *staged_bf16;
+    float *staged; // [MT_STAGED] converted elements, and in bf16 or fp16
+    uint16_t *staged_half;
     float *decoded;       // [MT_STAGED] elements of a tensor in fp8
     float f8_values[256]; // of the codes of e4m3
     const mt_safetensors_file *file;

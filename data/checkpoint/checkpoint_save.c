@@ -566,13 +566,13 @@ static int64_t mt_part_most(const mt_saved_part *own, mt_placement place, int64_
 /* to = the first n elements of a part, in the tensor's type, each with `shift` added. */
 static void mt_part_read(mt_model *m, mt_saved_part own, const mt_saved_tensor *tensor, float shift, char *to,
                          int64_t n) {
-    bool is_bf16 = tensor->dtype == MT_BF16;
-    float *values = is_bf16 ? mt_malloc(n * (int64_t)sizeof *values) : (float *)(void *)to;
-    MT_CHECK(own.parts == 1 && (is_bf16 || tensor->dtype == MT_F32));
+    bool is_half = mt_dtype_is_half(tensor->dtype);
+    float *values = is_half ? mt_malloc(n * (int64_t)sizeof *values) : (float *)(void *)to;
+    MT_CHECK(own.parts == 1 && (is_half || tensor->dtype == MT_F32));
     mt_state_read(m, own.param, tensor->state, own.begin, values, n);
     for (int64_t i = 0; shift != 0 && i < n; i++) values[i] += shift;
-    if (!is_bf16) return;
-    for (int64_t i = 0; i < n; i++) ((uint16_t *)(void *)to)[i] = mt_f32_to_bf16(values[i]);
+    if (!is_half) return;
+    for (int64_t i = 0; i < n; i++) ((uint16_t *)(void *)to)[i] = mt_f32_to_half(values[i], tensor->dtype);
     free(values);
 }
 
@@ -676,6 +676,12 @@ static int mt_trainer_write(const mt_model *m, const mt_run_options *o, const mt
 #undef MT_SET_STATE
     mt_json_set_real(json, "loss_average", average->mean);
     mt_json_set_int(json, "loss_average_steps", average->steps);
+    if (o->stack.fp16) {
+        mt_json_set_int(json, "skipped_samples", state->skipped_samples);
+        mt_json_set_real(json, "loss_scale", state->loss_scaler.scale);
+        mt_json_set_int(json, "growth_tracker", state->loss_scaler.growth_tracker);
+        mt_json_set_int(json, "hysteresis_tracker", state->loss_scaler.hysteresis_tracker);
+    }
     mt_json_set_string(json, "optimizer", mt_optimizer_name(o->stack.optimizer));
     mt_json_set_int(json, "seed", o->stack.seed);
     mt_json_set_int(json, "seq_length", o->stack.seq_length);
@@ -710,7 +716,7 @@ static int mt_trainer_write(const mt_model *m, const mt_run_options *o, const mt
     mt_json_set_string(json, "dtype", mt_dtype_name(mt_model_dtype(m)));
     json_object_set_new(json, "opt_param_scheduler", mt_schedule_write(&o->stack));
     mt_json_set_real(json, "learning_rate",
-                     o->stack.lr > 0 ? mt_learning_rate(&o->stack, state->consumed_train_samples) : 0);
+                     o->stack.lr > 0 ? mt_learning_rate(&o->stack, mt_scheduled_samples(state)) : 0);
     int status = mt_json_write(folder, "trainer.json", json, "--save", error);
     json_decref(json);
     return status;

@@ -99,7 +99,7 @@ void mt_stored_to_f32(float *out, int64_t out_stride, const void *in, mt_dtype d
             *to = (float)wide;
         } else {
             memcpy(&bits, from + i * 2, sizeof bits);
-            *to = dtype == MT_BF16 ? mt_bf16_to_f32(bits) : mt_f16_to_f32(bits);
+            *to = mt_half_to_f32(bits, dtype);
         }
     }
 }

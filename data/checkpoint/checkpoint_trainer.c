@@ -62,6 +62,23 @@ static int mt_trainer_read_data(const json_t *json, mt_run_state *state, const c
     return mt_trainer_int(json, "data_fingerprint", INT64_MAX, path, &state->data.fingerprint, error);
 }
 
+/* The scale of the loss, which runs in fp16 have. */
+static int mt_trainer_read_scaler(const json_t *json, mt_run_state *state, const char *path, mt_error *error) {
+    mt_loss_scaler *scaler = &state->loss_scaler;
+    const json_t *trackers = json_object_get(json, "hysteresis_tracker"), *scale = json_object_get(json, "loss_scale");
+    *scaler = (mt_loss_scaler){0}, state->skipped_samples = 0;
+    if (!scale) return 0;
+    scaler->scale = json_number_value(scale);
+    if (!(scaler->scale >= 0 && scaler->scale <= 1e300) || !json_is_number(scale))
+        return mt_error_set(error, "%s: has no number \"loss_scale\" in its range; begin anew from these weights by "
+                                   "--finetune", path);
+    if (mt_trainer_int(json, "growth_tracker", MT_MOST_COUNTED, path, &scaler->growth_tracker, error) != 0) return -1;
+    if (!mt_json_int(trackers, -MT_MOST_COUNTED, MT_MOST_COUNTED, &scaler->hysteresis_tracker))
+        return mt_error_set(error, "%s: has no whole number \"hysteresis_tracker\"; begin anew from these weights by "
+                                   "--finetune", path);
+    return mt_trainer_int(json, "skipped_samples", state->consumed_train_samples, path, &state->skipped_samples, error);
+}
+
 int mt_trainer_read(const mt_run_options *o, mt_run_state *state, mt_loss_average *average, const char *path,
                     mt_error *error) {
     int64_t version, seed, seq_length, sft = o->sft, packed = o->sequence_packing, stage = o->stack.stage;
@@ -73,6 +90,7 @@ int mt_trainer_read(const mt_run_options *o, mt_run_state *state, mt_loss_averag
     if (status == 0) status = mt_trainer_int(json, #field, MT_MOST_COUNTED, path, &state->field, error);
     MT_RUN_STATE_FIELDS(MT_READ_STATE)
 #undef MT_READ_STATE
+    if (status == 0) status = mt_trainer_read_scaler(json, state, path, error);
     if (status == 0 && json_object_get(json, "loss_average")) {
         average->mean = json_number_value(json_object_get(json, "loss_average"));
         if (!json_is_number(json_object_get(json, "loss_average")))

@@ -82,8 +82,8 @@ static void mt_line_write(const mt_saved_tensor *tensor, const mt_placement *pla
     at += (place->transposed ? row : row * place->width) * size;
     for (int64_t c = 0; c < cols; c++) {
         float value = line[c] + place->shift;
-        uint16_t half = tensor->dtype == MT_BF16 ? mt_f32_to_bf16(value) : 0;
-        memcpy(at + c * step * size, tensor->dtype == MT_BF16 ? (const void *)&half : &value, (size_t)size);
+        uint16_t half = mt_f32_to_half(value, tensor->dtype);
+        memcpy(at + c * step * size, mt_dtype_is_half(tensor->dtype) ? (const void *)&half : &value, (size_t)size);
     }
 }
 
@@ -113,15 +113,18 @@ static int mt_converted_fill(void *context, const mt_saved_tensor *tensor, void 
     return 0;
 }
 
-/* True if all trained weights are stored in bf16. */
-static bool mt_converted_is_bf16(const mt_converted *c, const mt_param *rows, int64_t count) {
+/* bf16 or fp16 if all trained weights are stored in it, else fp32. */
+static mt_dtype mt_converted_dtype(const mt_converted *c, const mt_param *rows, int64_t count) {
     mt_error ignored;
+    mt_dtype all = MT_NUM_DTYPES;
     for (int64_t i = 0; i < count; i++) {
         mt_origin from;
         if (!rows[i].trained || mt_origin_find(&from, c, &rows[i], &ignored) != 0) continue;
-        if ((from.tensor ? from.tensor->dtype : from.matrix->pieces[0].tensor.dtype) != MT_BF16) return false;
+        mt_dtype dtype = from.tensor ? from.tensor->dtype : from.matrix->pieces[0].tensor.dtype;
+        if (!mt_dtype_is_half(dtype) || (all != MT_NUM_DTYPES && dtype != all)) return MT_F32;
+        all = dtype;
     }
-    return true;
+    return all == MT_NUM_DTYPES ? MT_F32 : all;
 }
 
 /* Opens the weights; they are checked against the model, and the files against their sums. */
@@ -175,8 +178,9 @@ int mt_checkpoint_convert(const mt_run_options *o, const mt_tokenizer *tokenizer
                 (long long)left, other->name);
     if (begun) {
         int64_t count = mt_params_build(&rows, &o->stack, NULL);
-        mt_dtype dtype = o->stack.bf16 || mt_converted_is_bf16(&c, rows, count) ? MT_BF16 : MT_F32;
-        written.stack.bf16 = dtype == MT_BF16;
+        mt_dtype dtype = mt_options_dtype(&o->stack);
+        if (dtype == MT_F32) dtype = mt_converted_dtype(&c, rows, count);
+        written.stack.bf16 = dtype == MT_BF16, written.stack.fp16 = dtype == MT_F16;
         mt_saved_plan_weights(&set, rows, count, o, dtype, 5000000000, "--convert");
         mt_converted_release(&c);
         status = mt_saved_write(&set, &written, dtype, folder, mt_converted_fill, &c, error);

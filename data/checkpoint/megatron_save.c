@@ -343,6 +343,7 @@ static const struct {
     {"train_iters", MT_AT(stack.train_iters), MT_ARG_UNLESS_0},
     {"train_samples", MT_AT(stack.train_samples), MT_ARG_UNLESS_0},
     {"bf16", MT_AT(stack.bf16), MT_ARG_ALWAYS},
+    {"fp16", MT_AT(stack.fp16), MT_ARG_ALWAYS},
     {"no_save_optim", MT_AT(no_save_optim), MT_ARG_ALWAYS},
     {"tensor_model_parallel_size", MT_AT(stack.tensor_model_parallel_size), MT_ARG_ALWAYS},
     {"pipeline_model_parallel_size", MT_AT(stack.pipeline_model_parallel_size), MT_ARG_ALWAYS},
@@ -441,7 +442,6 @@ static void mt_dist_write_args(mt_pickler *p, const mt_run_options *o, const mt_
     mt_item_int(p, "consumed_train_samples", state->consumed_train_samples);
     mt_item_int(p, "consumed_valid_samples", state->consumed_valid_samples);
     mt_item_int(p, "skipped_train_samples", 0);
-    mt_item_bool(p, "fp16", false);
     mt_pickle_text(p, "params_dtype");
     mt_pickle_global(p, mt_torch_dtype(dtype));
     mt_item_text(p, "ckpt_format", "torch_dist");
@@ -460,13 +460,13 @@ static void mt_group_write(mt_pickler *p, const mt_options *o, const mt_run_stat
     mt_item_bool(p, "is_decoupled_lr", false);
     mt_item_real(p, "max_lr", o->lr);
     mt_item_real(p, "min_lr", o->min_lr);
-    mt_item_real(p, "lr", mt_learning_rate(o, state->consumed_train_samples));
+    mt_item_real(p, "lr", mt_learning_rate(o, mt_scheduled_samples(state)));
     mt_pickle_text(p, "betas");
     mt_pickle_real(p, o->adam_beta1);
     mt_pickle_real(p, o->adam_beta2);
     mt_pickle_op(p, '\x86'); // TUPLE2
     mt_item_real(p, "eps", o->adam_eps);
-    mt_item_real(p, "weight_decay", decays ? mt_weight_decay(o, state->consumed_train_samples) : 0);
+    mt_item_real(p, "weight_decay", decays ? mt_weight_decay(o, mt_scheduled_samples(state)) : 0);
     mt_item_int(p, "step", state->optimizer_step);
     mt_item_bool(p, "bias_correction", true);
     static const char *const falses[] = {"amsgrad", "maximize", "capturable", "differentiable"};
@@ -517,7 +517,7 @@ static void mt_schedule_write(mt_pickler *p, const mt_run_options *run, const mt
     mt_item_real(p, "min_lr", o->min_lr);
     mt_item_int(p, "lr_warmup_steps", (int64_t)d.warmup);
     mt_item_int(p, "lr_decay_steps", (int64_t)d.decay);
-    mt_item_int(p, "num_steps", state->consumed_train_samples);
+    mt_item_int(p, "num_steps", mt_scheduled_samples(state));
     mt_item_real(p, "start_wd", o->start_weight_decay);
     mt_item_real(p, "end_wd", o->end_weight_decay);
     mt_item_int(p, "wd_incr_steps", (int64_t)d.total);

@@ -63,6 +63,7 @@ struct mt_rl {
     mt_saver *critic_saver;
     char *critic_folder;  // that it saves to
     int64_t critic_steps; // AdamW steps of the critic
+    mt_loss_scaler critic_scaler;
     mt_samples prompts;
     int64_t *quotas;            // prompts of an iteration of each of --prompt-shares
     mt_stops stops;             // tokens that end a response
@@ -249,7 +250,7 @@ static int load_critic(mt_rl *rl, mt_run_state *state, bool is_saved, mt_error *
         p->folder = saved_critic(rl, state->iteration);
         status = load_partner(rl, p, &loaded, error);
     }
-    rl->critic_steps = loaded.optimizer_step;
+    rl->critic_steps = loaded.optimizer_step, rl->critic_scaler = loaded.loss_scaler;
     return status;
 }
 
@@ -530,7 +531,7 @@ int mt_rl_save(mt_rl *rl, const mt_run_state *state, mt_error *error) {
     mt_model_role *critic = &rl->critic.role;
     mt_run_state own = *state;
     if (!rl->critic_saver) return 0;
-    own.optimizer_step = rl->critic_steps;
+    own.optimizer_step = rl->critic_steps, own.loss_scaler = rl->critic_scaler;
     if (mt_train_finish(critic->model, error) != 0) return -1;
     if (mt_model_role_use(&rl->actor, MT_USE_NOTHING, error) != 0 ||
         mt_model_role_use(critic, MT_USE_TRAINING, error) != 0)
@@ -781,7 +782,7 @@ static double generation_gap(const mt_rl *rl) {
 
 /* Steps of a role on all mini-batches, in micro-batches of `shape`. metrics: of the last one (NULL: not wanted). */
 static int train_role(mt_rl *rl, mt_model_role *role, const mt_plan_shape *shape, const mt_run_state *state,
-                      int64_t *optimizer_step, mt_batch *batch, mt_metrics *metrics, mt_error *error) {
+                      int64_t *optimizer_step, mt_loss_scaler *loss_scaler, mt_batch *batch, mt_metrics *metrics, mt_error *error) {
     const mt_run_options *o = rl->config.options;
     const mt_rollouts *r = &rl->rollouts;
     int64_t mini_batches = mt_divide_up(r->samples.count, o->stack.global_batch_size), *sequences = all_sequences(rl);
@@ -793,11 +794,11 @@ static int train_role(mt_rl *rl, mt_model_role *role, const mt_plan_shape *shape
         int64_t count = mt_rollouts_mini_batch(r, o->shuffle_mini_batches, o->stack.seed, state->iteration,
                                                i / mini_batches, i % mini_batches, mini_batches, sequences);
         mt_run_state inner = *state;
-        inner.optimizer_step = *optimizer_step;
+        inner.optimizer_step = *optimizer_step, inner.loss_scaler = *loss_scaler;
         plan_batches(rl, sequences, count, shape);
         status = mt_train_step(role->model, &inner, rl->plan.num_slots, fill_batch, &source, batch,
                                i + 1 == steps ? metrics : NULL, error);
-        *optimizer_step = inner.optimizer_step;
+        *optimizer_step = inner.optimizer_step, *loss_scaler = inner.loss_scaler;
     }
     if (status == 0) role->ops->stream_synchronize(mt_model_stream(role->model)); // its seconds end here
     rl->times.tokens[TRAINING] += (double)o->ppo_epochs * sequence_tokens(rl);
@@ -811,12 +812,13 @@ static int train(mt_rl *rl, mt_run_state *state, mt_batch *batch, mt_metrics *me
     mt_metrics of_critic = {0};
     int status = 0;
     if (critic->model) {
-        status = train_role(rl, critic, &rl->critic.shape, state, &rl->critic_steps, batch, metrics ? &of_critic : NULL,
-                            error);
+        status = train_role(rl, critic, &rl->critic.shape, state, &rl->critic_steps, &rl->critic_scaler, batch,
+                            metrics ? &of_critic : NULL, error);
         if (status == 0) status = mt_model_role_use(critic, MT_USE_NOTHING, error);
     }
     if (status == 0)
-        status = train_role(rl, &rl->actor, &rl->shape, state, &state->optimizer_step, batch, metrics, error);
+        status = train_role(rl, &rl->actor, &rl->shape, state, &state->optimizer_step, &state->loss_scaler, batch,
+                            metrics, error);
     rl->value_loss = of_critic.loss;
     return status;
 }

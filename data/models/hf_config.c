@@ -2041,7 +2041,7 @@ static void mt_config_write_block(json_t *root, uint64_t mask, const mt_run_opti
 }
 
 char *mt_options_write_hf_config(const mt_run_options *o) {
-    const char *dtype = o->stack.bf16 ? "bfloat16" : "float32";
+    const char *dtype = o->stack.bf16 ? "bfloat16" : o->stack.fp16 ? "float16" : "float32";
     uint64_t mask = 1ull << o->stack.hf_family;
     char name[80];
     mt_hf_key key;

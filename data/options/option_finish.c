@@ -464,12 +464,20 @@ static void mt_options_drop_ignored(mt_run_options *o) {
     if (o->mock_data && o->data_path.count == 0 && MT_GIVEN(o, split)) mt_string_set(&o->split, "969,30,1");
 }
 
+/* In Megatron-LM, gradients of fp16 are summed in fp16, unless --accumulate-allreduce-grads-in-fp32, which is false of
+ * --grad-reduce-in-bf16. Optimizers other than Adam read fp32. */
+static bool mt_options_reduces_in_fp16(const mt_run_options *o) {
+    return o->stack.fp16 && o->stack.optimizer == MT_OPTIMIZER_ADAMW && !MT_GIVEN(o, grad_reduce_in_bf16) &&
+           !MT_GIVEN(o, stack.main_grads_dtype);
+}
+
 int mt_options_complete(mt_run_options *options, mt_program program, int64_t world_size, mt_stage_balancer *balance,
                         mt_error *error) {
     mt_options_take_vocabulary(options);
     mt_options_drop_ignored(options);
     mt_options_scale_latent_rope(options);
     if (options->grad_reduce_in_bf16) options->stack.main_grads_dtype = MT_OPTIMIZER_BF16;
+    if (mt_options_reduces_in_fp16(options)) options->stack.main_grads_dtype = MT_OPTIMIZER_FP16;
     if (mt_options_check_ranges(options, program, error) || mt_options_list_hybrid_layers(options, error) ||
         mt_options_list_expert_layers(options, error) || mt_options_list_attention_layers(options, error) ||
         mt_options_list_linear_layers(options, error) || mt_options_check_mamba(options, error))

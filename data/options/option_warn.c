@@ -13,7 +13,7 @@
 /* MiB of saved activations per rank and micro-batch that sequence parallelism would save: of the inputs of the
  * two norms of each layer, a rank would keep its part. */
 static double mt_sequence_parallel_saves(const mt_run_options *o) {
-    double tp = (double)o->stack.tensor_model_parallel_size, width = o->stack.bf16 ? 2 : 4;
+    double tp = (double)o->stack.tensor_model_parallel_size, width = (double)mt_dtype_size(mt_options_dtype(&o->stack));
     double tokens = (double)(o->stack.micro_batch_size * o->stack.seq_length / o->stack.context_parallel_size);
     double layers = (double)o->stack.num_layers / (double)o->stack.pipeline_model_parallel_size;
     return 2.0 / (1 << 20) * layers * tokens * (double)o->stack.hidden_size * width * (tp - 1) / tp;

@@ -478,6 +478,7 @@ static void collect_scalars(scalar_list *all, const mt_report *report, const mt_
         add_named(all, row->name, loss_metric(row, metrics));
     if (!report->untrained) add_scalar(all, "grad-norm", "grad_norm", metrics->grad_norm);
     const mt_options *o = &report->options->stack;
+    if (!report->untrained && o->fp16) add_scalar(all, "loss-scale", "loss_scale", metrics->loss_scale);
     if (!report->untrained && o->log_num_zeros_in_grad) add_scalar(all, "num-zeros", "num_zeros", metrics->num_zeros);
     if (!report->untrained && o->log_params_norm) add_scalar(all, "params-norm", "params_norm", metrics->params_norm);
     add_scalar(all, "learning-rate", "learning_rate", metrics->learning_rate);
@@ -509,6 +510,7 @@ static void collect_scalars(scalar_list *all, const mt_report *report, const mt_
 static void append_rates(line *to, const mt_report *report, const mt_metrics *metrics, double flops) {
     const mt_options *o = &report->options->stack;
     append(to, "  grad norm %.3f", metrics->grad_norm);
+    if (o->fp16) append(to, "  loss scale %.6g", metrics->loss_scale);
     if (o->log_num_zeros_in_grad) append(to, "  num zeros %.0f", metrics->num_zeros);
     if (o->log_params_norm) append(to, "  params norm %.3f", metrics->params_norm);
     append(to, "  lr %.2e  %.0f tokens/s", metrics->learning_rate, metrics->tokens / metrics->seconds);
@@ -798,7 +800,7 @@ static void print_device(const mt_options *o, const mt_ops *ops, const mt_grid *
 #ifdef MT_HAVE_OPENMP
     threads = omp_get_max_threads();
 #endif
-    fprintf(file, "%s in %s, ", cuda ? "CUDA" : "CPU", o->bf16 ? "bf16" : "fp32");
+    fprintf(file, "%s in %s, ", cuda ? "CUDA" : "CPU", o->bf16 ? "bf16" : o->fp16 ? "fp16" : "fp32");
     fprintf(file, "%d rank%s with %d %s%s%s", ranks, ranks == 1 ? "" : "s", cuda ? 1 : threads, cuda ? "GPU" : "thread",
             threads == 1 || cuda ? "" : "s", ranks == 1 ? "" : " each");
     if (ranks == 1) return;
@@ -840,9 +842,9 @@ static void print_data(const mt_run_options *o, const mt_run_state *start, const
     mt_blend_free(&blend);
 }
 
-/* The fast attention kernels of a GPU serve bf16 alone. */
+/* The fast attention kernels of a GPU serve bf16 and fp16. */
 static void print_slow_attention(const mt_options *o, const mt_ops *ops, FILE *file) {
-    if (ops->on_device && !o->bf16)
+    if (ops->on_device && !o->bf16 && !o->fp16)
         fprintf(file, "\nAttention in fp32 takes plain kernels on a GPU, which are many times slower; add --bf16");
 }
 

@@ -480,7 +480,7 @@ static void print_profile(const mt_run *r) {
     FILE *file = r->grid.world.rank == 0 ? stdout : NULL;
     if (r->options.profile) {
         mt_barrier(&r->grid.world);
-        mt_profile_print(r->options.stack.bf16 ? MT_BF16 : MT_F32, file);
+        mt_profile_print(mt_options_dtype(&r->options.stack), file);
         mt_profile_print_communication(&r->grid, file);
     }
     mt_profile_close();
