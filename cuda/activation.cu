@@ -820,7 +820,11 @@ extern "C" void mt_cuda_convert(void *to, mt_dtype to_dtype, const void *from, m
     if (to_dtype == from_dtype)
         mt_cuda_memory_copy(to, from, n * mt_dtype_size(to_dtype), stream);
     else if (to_dtype == MT_F32)
-        launch_convert<float, __nv_bfloat16>(to, from, n, wide, mt_cuda_stream(stream));
+        mt_by_type(from_dtype, [&](auto type) {
+            launch_convert<float, decltype(type)>(to, from, n, wide, mt_cuda_stream(stream));
+        });
     else
-        launch_convert<__nv_bfloat16, float>(to, from, n, wide, mt_cuda_stream(stream));
+        mt_by_type(to_dtype, [&](auto type) {
+            launch_convert<decltype(type), float>(to, from, n, wide, mt_cuda_stream(stream));
+        });
 }

@@ -8,6 +8,7 @@
 
 #include <cublasLt.h>
 #include <cuda_bf16.h>
+#include <cuda_fp16.h>
 #include <cuda_runtime.h>
 
 /* A CUDA stream and the resources of its operations. Each stream has its own workspace; two streams never share one. */
@@ -97,15 +98,20 @@ bool mt_gemv_hopper_serves(int64_t T, int64_t N, int64_t K);
 bool mt_cuda_gemv_hopper(void *y, const void *x, const void *w, const void *bias, int64_t T, int64_t N, int64_t K,
                          mt_dtype dtype, mt_stream *stream);
 
-/* Calls function<float> or function<__nv_bfloat16>, depending on `dtype`. */
+/* Calls function<float>, function<__nv_bfloat16> or function<__half>, depending on `dtype`. */
 #define MT_CUDA_DISPATCH(dtype, function, ...)                                                                         \
-    ((dtype) == MT_F32 ? function<float>(__VA_ARGS__) : function<__nv_bfloat16>(__VA_ARGS__))
+    ((dtype) == MT_F32    ? function<float>(__VA_ARGS__)                                                               \
+     : (dtype) == MT_BF16 ? function<__nv_bfloat16>(__VA_ARGS__)                                                       \
+                          : function<__half>(__VA_ARGS__))
 
 __device__ static inline float mt_to_float(float x) {
     return x;
 }
 __device__ static inline float mt_to_float(__nv_bfloat16 x) {
     return __bfloat162float(x);
+}
+__device__ static inline float mt_to_float(__half x) {
+    return __half2float(x);
 }
 /* Rounds to nearest even. */
 template <class T> __device__ static inline T mt_from_float(float x);
@@ -115,8 +121,11 @@ template <> __device__ inline float mt_from_float<float>(float x) {
 template <> __device__ inline __nv_bfloat16 mt_from_float<__nv_bfloat16>(float x) {
     return __float2bfloat16_rn(x);
 }
+template <> __device__ inline __half mt_from_float<__half>(float x) {
+    return __float2half_rn(x);
+}
 
-/* 16 bytes of T: 4 floats or 8 bf16. */
+/* 16 bytes of T: 4 floats, or 8 numbers of 16 bits. */
 template <class T> struct alignas(16) mt_vector {
     static constexpr int size = 16 / sizeof(T);
     T value[size];

@@ -13,7 +13,7 @@
  * da). Spans of a few tokens take the recurrence token by token, which reads and writes a state once.
  *
  * q and k stay as they are in memory: their lengths, decays and beta scale rows of results in fp32, or rows of the
- * other operand. Products of bf16 operands run on tensor cores and accumulate in fp32; those of fp32 operands are
+ * other operand. Products of bf16 and fp16 operands run on tensor cores and accumulate in fp32; those of fp32 operands are
  * exact. Sums have one order. */
 #include "linear_attention.cuh"
 
@@ -71,10 +71,9 @@ template <class T> __device__ static inline delta_place place_of(const delta_tas
 /* c[M, N] = op(a)[M, K] op(b)[K, N] + scale c, the latter if `adds`; all threads of the block. A transposed operand has
  * rows of its other index. M, N and K are multiples of 16. Does not wait for other warps, but two calls with equal M
  * and N give each element to the same warp. */
-template <int TILES, bool a_transposed, bool b_transposed>
-__device__ static inline void product_in_strips(float *c, int c_row, const __nv_bfloat16 *a, int a_row,
-                                                const __nv_bfloat16 *b, int b_row, int M, int N, int K, bool adds,
-                                                float scale) {
+template <int TILES, bool a_transposed, bool b_transposed, class E>
+__device__ static inline void product_in_strips(float *c, int c_row, const E *a, int a_row, const E *b, int b_row,
+                                                int M, int N, int K, bool adds, float scale) {
     using namespace nvcuda::wmma;
     using a_order = std::conditional_t<a_transposed, col_major, row_major>;
     using b_order = std::conditional_t<b_transposed, col_major, row_major>;
@@ -93,11 +92,11 @@ __device__ static inline void product_in_strips(float *c, int c_row, const __nv_
         }
 #pragma unroll 2
         for (int k = 0; k < K; k += 16) {
-            fragment<matrix_a, 16, 16, 16, __nv_bfloat16, a_order> left;
+            fragment<matrix_a, 16, 16, 16, E, a_order> left;
             load_matrix_sync(left, a_transposed ? a + k * a_row + m : a + m * a_row + k, (unsigned)a_row);
 #pragma unroll
             for (int i = 0; i < TILES; i++) {
-                fragment<matrix_b, 16, 16, 16, __nv_bfloat16, b_order> right;
+                fragment<matrix_b, 16, 16, 16, E, b_order> right;
                 int column = n + 16 * i;
                 load_matrix_sync(right, b_transposed ? b + column * b_row + k : b + k * b_row + column,
                                  (unsigned)b_row);
@@ -111,9 +110,9 @@ __device__ static inline void product_in_strips(float *c, int c_row, const __nv_
     __syncwarp();
 }
 
-template <bool a_transposed, bool b_transposed>
-__device__ static inline void product(float *c, int c_row, const __nv_bfloat16 *a, int a_row, const __nv_bfloat16 *b,
-                                      int b_row, int M, int N, int K, bool adds = false, float scale = 1) {
+template <bool a_transposed, bool b_transposed, class E>
+__device__ static inline void product(float *c, int c_row, const E *a, int a_row, const E *b, int b_row, int M, int N,
+                                      int K, bool adds = false, float scale = 1) {
     if (N % 32 == 0 && M / 16 * (N / 32) >= WARPS)
         product_in_strips<2, a_transposed, b_transposed>(c, c_row, a, a_row, b, b_row, M, N, K, adds, scale);
     else

@@ -89,7 +89,7 @@ extern "C" double mt_cuda_peak_flops(mt_dtype dtype) {
                 {"H200", 989.4e12, 66.9e12},
                 {"A100", 312e12, 19.5e12}};
     for (const auto &gpu : gpus)
-        if (strstr(mt_cuda_device()->name, gpu.name)) return dtype == MT_BF16 ? gpu.bf16 : gpu.fp32;
+        if (strstr(mt_cuda_device()->name, gpu.name)) return dtype == MT_F32 ? gpu.fp32 : gpu.bf16;
     return 0;
 }
 

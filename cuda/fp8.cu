@@ -37,7 +37,7 @@ __device__ static inline void raise(chunk<float> &to, const chunk<float> &x) {
     for (int i = 0; i < SIDE; i++)
         to.value[i] = __uint_as_float(max(__float_as_uint(to.value[i]), __float_as_uint(x.value[i]) & 0x7fffffff));
 }
-__device__ static inline void raise(chunk<__nv_bfloat16> &to, const chunk<__nv_bfloat16> &x) {
+template <class T> __device__ static inline void raise(chunk<T> &to, const chunk<T> &x) {
 #pragma unroll
     for (int i = 0; i < SIDE / 2; i++) to.pairs[i] = __vmaxu2(to.pairs[i], x.pairs[i] & 0x7fff7fff);
 }
@@ -64,8 +64,8 @@ __device__ static inline chunk<float> largest_of_each(const chunk<float> (&rows)
     }
     return result;
 }
-__device__ static inline chunk<__nv_bfloat16> largest_of_each(const chunk<__nv_bfloat16> (&rows)[SIDE]) {
-    chunk<__nv_bfloat16> result;
+template <class T> __device__ static inline chunk<T> largest_of_each(const chunk<T> (&rows)[SIDE]) {
+    chunk<T> result;
     uint32_t pairs[SIDE]; // maxima over even and over odd columns
 #pragma unroll
     for (int i = 0; i < SIDE; i++) {

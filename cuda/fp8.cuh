@@ -33,11 +33,11 @@ template <int N> __device__ static inline uint32_t mt_magnitude(const mt_pack<fl
     for (int i = 0; i < N; i++) largest = max(largest, __float_as_uint(x.value[i]) & 0x7fffffff);
     return largest;
 }
-template <int N> __device__ static inline uint32_t mt_magnitude(const mt_pack<__nv_bfloat16, N> &x) {
-    uint32_t pair = 0;
+template <class T, int N> __device__ static inline uint32_t mt_magnitude(const mt_pack<T, N> &x) {
+    mt_pack<T, 2> pair = {};
 #pragma unroll
-    for (int i = 0; i < N / 2; i++) pair = __vmaxu2(pair, x.pairs[i] & 0x7fff7fff);
-    return max(pair << 16, pair & 0xffff0000);
+    for (int i = 0; i < N / 2; i++) pair.pairs[0] = __vmaxu2(pair.pairs[0], x.pairs[i] & 0x7fff7fff);
+    return max(__float_as_uint(mt_element(pair, 0)), __float_as_uint(mt_element(pair, 1)));
 }
 
 /* Raises *amax to the largest magnitude of the block. All threads of the block call it. Most blocks find a larger one

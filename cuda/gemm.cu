@@ -12,6 +12,7 @@
  * fp8 operands have scales. cuBLASLt multiplies them only with the summed dimension contiguous in both (TN), in
  * multiples of 16 bytes. */
 #include "cuda.h"
+#include "vector.cuh"
 #include "fp8.h"
 #include "measure.cuh"
 
@@ -79,7 +80,7 @@ enum { CHOSEN_TOKENS = 4096, LEAST_TOKENS = 16 }; // 16: the least summed elemen
 static cudaDataType_t cuda_type(mt_dtype dtype) {
     if (dtype == MT_F8_E4M3) return CUDA_R_8F_E4M3;
     if (dtype == MT_F8_E5M2) return CUDA_R_8F_E5M2;
-    return dtype == MT_F32 ? CUDA_R_32F : CUDA_R_16BF;
+    return dtype == MT_F32 ? CUDA_R_32F : dtype == MT_F16 ? CUDA_R_16F : CUDA_R_16BF;
 }
 
 static bool is_fp8(const product *shape) {
@@ -460,7 +461,7 @@ extern "C" void mt_cuda_linear_backward_input(const mt_linear_args *a, mt_dtype 
  * implements only the tanh approximation. It has no epilogue for fp32, and its kernels are slow for rows that are not a
  * multiple of 16 bytes; these cases use separate kernels. */
 static bool gelu_in_epilogue(int64_t N, int64_t K, mt_dtype dtype) {
-    return dtype == MT_BF16 && N % 8 == 0 && K % 8 == 0;
+    return dtype != MT_F32 && N % 8 == 0 && K % 8 == 0;
 }
 
 extern "C" void mt_cuda_linear_gelu_forward(const mt_linear_args *a, mt_dtype dtype, mt_stream *stream) {
@@ -495,7 +496,7 @@ template <class E> __global__ void add_bias(float *out, const E *bias, int64_t M
     if (i < M * N) out[i] += mt_to_float(bias[i % N]);
 }
 
-/* Products of two bf16 are exact in fp32, so routing is fp32 for both types of x. */
+/* Products of two bf16 or fp16 are exact in fp32, so routing is fp32 for all types of x. */
 extern "C" void mt_cuda_router_logits(const mt_linear_args *a, mt_dtype dtype, mt_stream *stream) {
     if (a->T == 0) return;
     product shape = {true, false, false, CUBLASLT_EPILOGUE_DEFAULT, a->N, a->T, a->K, dtype, dtype, MT_F32};
@@ -503,11 +504,10 @@ extern "C" void mt_cuda_router_logits(const mt_linear_args *a, mt_dtype dtype, m
     if (!a->bias) return;
     const unsigned blocks = (unsigned)mt_divide_up(a->T * a->N, 256);
     float *logits = (float *)a->y;
-    if (dtype == MT_F32)
-        add_bias<<<blocks, 256, 0, stream->stream>>>(logits, (const float *)a->bias, a->T, a->N);
-    else
-        add_bias<<<blocks, 256, 0, stream->stream>>>(logits, (const __nv_bfloat16 *)a->bias, a->T, a->N);
-    MT_CUDA_LAUNCHED();
+    mt_by_type(dtype, [&](auto type) {
+        add_bias<<<blocks, 256, 0, stream->stream>>>(logits, (const decltype(type) *)a->bias, a->T, a->N);
+        MT_CUDA_LAUNCHED();
+    });
 }
 
 /* A block sums 32 columns over a chunk of the tokens, 8 tokens at a time; partial is [chunks, N]. Reads T N elements,
@@ -545,11 +545,10 @@ extern "C" void mt_cuda_column_sums(float *dbias, const void *dy, int64_t T, int
     if (chunks > BIAS_CHUNKS) chunks = BIAS_CHUNKS;
     float *partial = (float *)mt_cuda_workspace(stream, chunks * N * (int64_t)sizeof(float));
     dim3 grid((unsigned)mt_divide_up(N, BIAS_COLUMNS), (unsigned)chunks), block(BIAS_COLUMNS, BIAS_ROWS);
-    if (dtype == MT_F32)
-        bias_partial_sums<<<grid, block, 0, stream->stream>>>(partial, (const float *)dy, T, N);
-    else
-        bias_partial_sums<<<grid, block, 0, stream->stream>>>(partial, (const __nv_bfloat16 *)dy, T, N);
-    MT_CUDA_LAUNCHED();
+    mt_by_type(dtype, [&](auto type) {
+        bias_partial_sums<<<grid, block, 0, stream->stream>>>(partial, (const decltype(type) *)dy, T, N);
+        MT_CUDA_LAUNCHED();
+    });
     bias_add_sums<<<(unsigned)mt_divide_up(N, 256), 256, 0, stream->stream>>>(dbias, partial, chunks, N);
     MT_CUDA_LAUNCHED();
 }

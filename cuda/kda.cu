@@ -527,7 +527,7 @@ static void launch(void (*kernel)(kda_task<T>), const kda_task<T> &task, int64_t
 
 /* True if stream_states serves: spans of many tokens, and rows in packs. */
 template <class T> static bool streams(const mt_delta_args *a) {
-    const mt_dtype dtype = std::is_same_v<T, float> ? MT_F32 : MT_BF16;
+    const mt_dtype dtype = std::is_same_v<T, float> ? MT_F32 : MT_BF16; // or another of its size
     return mt_longest_span(a->spans) > STREAM_TOKENS && a->Dk % 8 == 0 && a->Dv % 4 == 0 && a->v_stride % 4 == 0 &&
            mt_wide(dtype, {a->q, a->k, a->a}, {a->q_stride, a->k_stride, a->a_stride}) &&
            (uintptr_t)a->v % (4 * sizeof(T)) == 0 && (uintptr_t)a->out % (4 * sizeof(T)) == 0;

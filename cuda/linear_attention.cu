@@ -181,10 +181,7 @@ template <class Body> static void by_taps(const mt_conv_args *a, mt_dtype dtype,
         else
             body(type, mt_width<1>(), mt_width<8>());
     };
-    if (dtype == MT_F32)
-        of_type(float());
-    else
-        of_type(__nv_bfloat16());
+    mt_by_type(dtype, of_type);
 }
 
 /* True if packs of 4 elements can be loaded everywhere. */
@@ -593,16 +590,12 @@ static dim3 gated_norm_block(int64_t packs) {
 
 /* Calls body(T(), mt_width<N>()). */
 template <class Body> static void by_packs(mt_dtype dtype, bool wide, Body body) {
-    auto of_type = [&](auto type) {
+    mt_by_type(dtype, [&](auto type) {
         if (wide)
             body(type, mt_width<4>());
         else
             body(type, mt_width<1>());
-    };
-    if (dtype == MT_F32)
-        of_type(float());
-    else
-        of_type(__nv_bfloat16());
+    });
 }
 
 static dim3 group_norm_block(int64_t packs) {

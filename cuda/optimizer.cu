@@ -49,7 +49,7 @@ __global__ void __launch_bounds__(norm_threads) add_squared_norms(double *sum, c
     if (threadIdx.x == 0) sum[0] += total;
 }
 
-/* Calls body(T()) with T the type of `dtype`. */
+/* Calls body(T()) with T the type of `dtype`, which is not fp16. */
 template <class Body> static void by_type(mt_dtype dtype, Body body) {
     if (dtype == MT_F32)
         body(float());
@@ -58,7 +58,7 @@ template <class Body> static void by_type(mt_dtype dtype, Body body) {
 }
 
 extern "C" void mt_cuda_squared_norm(double *sum, const void *x, int64_t n, mt_dtype dtype, mt_stream *stream) {
-    by_type(dtype, [&](auto type) {
+    mt_by_type(dtype, [&](auto type) {
         using T = decltype(type);
         mt_split<16 / sizeof(T)>(n, mt_wide(dtype, {x}, {}), [&](int64_t begin, int64_t end, auto width) {
             constexpr int N = decltype(width)::value;
@@ -97,7 +97,7 @@ __global__ void __launch_bounds__(256) accumulate(T *sum, const float *x, int64_
 }
 
 extern "C" void mt_cuda_accumulate(void *sum, const float *x, int64_t n, mt_dtype dtype, mt_stream *stream) {
-    by_type(dtype, [&](auto type) {
+    mt_by_type(dtype, [&](auto type) {
         using T = decltype(type);
         mt_split<4>(n, mt_wide(MT_F32, {sum, x}, {}), [&](int64_t begin, int64_t end, auto width) {
             constexpr int N = decltype(width)::value;
@@ -205,11 +205,29 @@ __device__ static inline mt_update with_corrections(mt_update update, const doub
     return update;
 }
 
-/* Reads grad, m, v and the fp32 weights; writes m, v, the weights and their bf16 copy: with two states 30 bytes per
- * element for bf16 parameters with fp32 gradients and moments, 28 for fp32 parameters (`copy` NULL). */
+/* The copy of the weights in bf16 or fp16; to NULL: parameters are fp32. */
+struct half_copy {
+    void *to;
+    bool is_fp16;
+};
+
+static half_copy copy_of(const mt_update_args *a) {
+    return {a->dtype == MT_F32 ? NULL : a->param, a->dtype == MT_F16};
+}
+
+template <int N> __device__ static inline void store_copy(half_copy copy, int64_t at, const mt_pack<float, N> &weights) {
+    if (!copy.to) return;
+    if (copy.is_fp16)
+        mt_store((__half *)copy.to + at, mt_from_float<__half>(weights));
+    else
+        mt_store((__nv_bfloat16 *)copy.to + at, mt_from_float<__nv_bfloat16>(weights));
+}
+
+/* Reads grad, m, v and the fp32 weights; writes m, v, the weights and their copy: with two states 30 bytes per element
+ * for bf16 parameters with fp32 gradients and moments, 28 for fp32 parameters. */
 template <class Rule, class G, class M, class V, int N>
 __global__ void __launch_bounds__(256)
-    update_step(float *weights, __nv_bfloat16 *copy, M *m, V *v, const G *grad, const float *scale,
+    update_step(float *weights, half_copy copy, M *m, V *v, const G *grad, const float *scale,
                 const double *corrections, int64_t begin, int64_t end, mt_update update) {
     constexpr int K = 2;
     int64_t first = begin + ((int64_t)blockIdx.x * K * blockDim.x + threadIdx.x) * N, step = blockDim.x * N;
@@ -237,15 +255,15 @@ __global__ void __launch_bounds__(256)
         mt_store(m + first + k * step, mt_from_float<M>(new_m));
         if (Rule::two_states) mt_store(v + first + k * step, mt_from_float<V>(new_v));
         mt_store(weights + first + k * step, ws[k]);
-        if (copy) mt_store(copy + first + k * step, mt_from_float<__nv_bfloat16>(ws[k]));
+        store_copy(copy, first + k * step, ws[k]);
     }
 }
 
 template <class Rule, class G, class M, class V>
 static void launch_update(const mt_update_args *a, const mt_update *update, mt_stream *stream) {
     float *weights = (float *)(a->dtype == MT_F32 ? a->param : a->master);
-    __nv_bfloat16 *copy = a->dtype == MT_F32 ? NULL : (__nv_bfloat16 *)a->param;
-    bool wide = mt_wide(MT_F32, {weights, a->m, a->v, a->grad}, {}) && (uintptr_t)copy % 8 == 0;
+    half_copy copy = copy_of(a);
+    bool wide = mt_wide(MT_F32, {weights, a->m, a->v, a->grad}, {}) && (uintptr_t)copy.to % 8 == 0;
     mt_split<4>(a->n, wide, [&](int64_t begin, int64_t end, auto width) {
         constexpr int N = decltype(width)::value;
         update_step<Rule, G, M, V, N><<<mt_grid_size(end - begin, 256 * 2 * N), 256, 0, mt_cuda_stream(stream)>>>(
@@ -269,6 +287,7 @@ __device__ static bool has_scale(mt_dtype dtype) {
 __device__ static float load_state(const void *x, int64_t i, mt_dtype dtype, float scale) {
     if (dtype == MT_F32) return ((const float *)x)[i];
     if (dtype == MT_BF16) return __bfloat162float(((const __nv_bfloat16 *)x)[i]);
+    if (dtype == MT_F16) return __half2float(((const __half *)x)[i]);
     if (dtype == MT_F16_SCALED) return __half2float(((const __half *)x)[i]) * scale;
     return __half2float(__half(__nv_cvt_fp8_to_halfraw(((const uint8_t *)x)[i], __NV_E4M3))) * scale;
 }
@@ -277,6 +296,7 @@ __device__ static void store_state(void *x, int64_t i, mt_dtype dtype, float sca
     float code = scale == 0 ? 0 : value / scale;
     if (dtype == MT_F32) ((float *)x)[i] = value;
     if (dtype == MT_BF16) ((__nv_bfloat16 *)x)[i] = __float2bfloat16_rn(value);
+    if (dtype == MT_F16) ((__half *)x)[i] = __float2half_rn(value);
     if (dtype == MT_F16_SCALED) ((__half *)x)[i] = __float2half_rn(code);
     if (dtype == MT_F8_E4M3) ((uint8_t *)x)[i] = __nv_cvt_float_to_fp8(code, __NV_SATFINITE, __NV_E4M3);
 }
@@ -327,7 +347,7 @@ extern "C" void mt_cuda_adamw_step(const mt_update_args *a, const mt_update *upd
         launch_adamw_scaled<true>(a, update, stream);
         return;
     }
-    by_type(a->grad_dtype, [&](auto grad) {
+    mt_by_type(a->grad_dtype, [&](auto grad) {
         by_type(a->m_dtype, [&](auto m) {
             by_type(a->v_dtype, [&](auto v) {
                 launch_update<adamw_rule, decltype(grad), decltype(m), decltype(v)>(a, update, stream);
@@ -452,10 +472,10 @@ __global__ void __launch_bounds__(256)
     mt_store((X *)x.x + to, mt_from_float<X>(ms));
 }
 
-/* Reads the values, reads and writes the fp32 weights, and writes their bf16 copy. */
+/* Reads the values, reads and writes the fp32 weights, and writes their copy. */
 template <class X, int N>
 __global__ void __launch_bounds__(256)
-    muon_step(float *weights, __nv_bfloat16 *copy, const float *scale, mt_matrices x, mt_update u) {
+    muon_step(float *weights, half_copy copy, const float *scale, mt_matrices x, mt_update u) {
     uint32_t i = (blockIdx.x * 256 + threadIdx.x) * N;
     if (i >= x.rows * x.cols || scale[0] < 0) return;
     int64_t from, to = muon_positions(x, i, &from);
@@ -463,7 +483,7 @@ __global__ void __launch_bounds__(256)
     mt_pack<float, N> xs = mt_to_float(mt_load<N>((const X *)x.x + from)), ws = mt_load<N>(weights + to);
     for (int k = 0; k < N; k++) ws.value[k] = __fmaf_rn(ws.value[k], decay, -(rate * xs.value[k]));
     mt_store(weights + to, ws);
-    if (copy) mt_store(copy + to, mt_from_float<__nv_bfloat16>(ws));
+    store_copy(copy, to, ws);
 }
 
 /* Calls body(grid, width). */
@@ -492,7 +512,7 @@ extern "C" void mt_cuda_muon_normalize(const mt_update_args *a, const mt_update 
 
 extern "C" void mt_cuda_muon_step(const mt_update_args *a, const mt_update *update, mt_stream *stream) {
     float *weights = (float *)(a->master ? a->master : a->param);
-    __nv_bfloat16 *copy = a->master ? (__nv_bfloat16 *)a->param : NULL;
+    half_copy copy = copy_of(a);
     launch_matrices(a, [&](dim3 grid, auto width) {
         by_type(a->matrices->dtype, [&](auto value) {
             muon_step<decltype(value), decltype(width)::value>

@@ -74,7 +74,8 @@ struct window {
 /* A row of logits and what its block knows of it, in shared memory. All threads of the block call each function, and
  * get the same result. */
 template <class T, int N> struct sample_row {
-    static constexpr bool narrows = sizeof(T) == 4;             // a bucket of the first histogram holds several values
+    // A bucket of the first histogram holds several values.
+    static constexpr bool narrows = !std::is_same_v<T, __nv_bfloat16>;
     static constexpr int shift = 16;                            // of the first histogram: bf16's bits
     static constexpr int buckets = narrows ? 1 << 11 : 1 << 13; // octaves of 128 values: 16, or 64
     const T *logits;

@@ -1127,7 +1127,7 @@ template <class T> static void forward(const mt_ssd_args *a, mt_dtype dtype, mt_
         run_steps<T, FORWARD>(a, task, a->spans->count, stream);
         return;
     }
-    if constexpr (!std::is_same_v<T, float>)
+    if constexpr (std::is_same_v<T, bf16>)
         by_parts(a, task, 0, a->spans->count, true, false, stream, [&](const tile_task &part, int64_t spans) {
             run_gates(part, stream);
             run_keep<false, false>(part, spans, stream);
@@ -1147,7 +1147,7 @@ template <class T> static void backward(const mt_ssd_args *a, mt_dtype dtype, mt
                 run_steps_back<T, false>(a, part, spans, stream);
                 launch(recur_backward<T>, grid, dim3(THREADS), a->N * (a->P + 1) * (int64_t)sizeof(float), part,
                        stream);
-            } else if constexpr (!std::is_same_v<T, float>) {
+            } else if constexpr (std::is_same_v<T, bf16>) {
                 run_gates(part, stream);
                 run_keep<false, false>(part, spans, stream);
                 run_keep<true, false>(part, spans, stream);
@@ -1175,7 +1175,7 @@ template <class T> static void make_maps(const mt_ssd_args *a, bool backward, mt
                     run_steps_back<T, true>(a, part, spans, stream);
                 else
                     run_steps<T, MAP>(a, part, spans, stream);
-            } else if constexpr (!std::is_same_v<T, float>) {
+            } else if constexpr (std::is_same_v<T, bf16>) {
                 run_gates(part, stream);
                 if (backward)
                     run_keep<true, true>(part, spans, stream);

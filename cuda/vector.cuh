@@ -12,12 +12,14 @@
 #include <initializer_list>
 #include <type_traits>
 
-/* N elements that are read or written by one instruction. bf16 elements stay in 32-bit words, two per word: packing and
+/* N elements that are read or written by one instruction. bf16 and fp16 stay in 32-bit words, two per word: packing and
  * unpacking 2-byte elements takes so many instructions that they, not the bytes moved, would determine the kernel's
  * time. Kernels compute on mt_to_float(pack) and store mt_from_float<T>(pack). */
 template <class T, int N> struct alignas(N * sizeof(T) < 16 ? N * sizeof(T) : 16) mt_pack { T value[N]; };
 template <int N> struct alignas(2 * N < 16 ? 2 * N : 16) mt_pack<__nv_bfloat16, N> { uint32_t pairs[N / 2]; };
 template <> struct mt_pack<__nv_bfloat16, 1> { uint16_t bits; };
+template <int N> struct alignas(2 * N < 16 ? 2 * N : 16) mt_pack<__half, N> { uint32_t pairs[N / 2]; };
+template <> struct mt_pack<__half, 1> { uint16_t bits; };
 
 /* The machine word used to load and store a pack. Without it the compiler may access the elements one by one. */
 template <int bytes> struct mt_word {
@@ -98,13 +100,32 @@ template <int N> __device__ static inline float mt_element(const mt_pack<__nv_bf
     else
         return __uint_as_float(i % 2 == 0 ? pack.pairs[i / 2] << 16 : pack.pairs[i / 2] & 0xffff0000);
 }
+template <int N> __device__ static inline float mt_element(const mt_pack<__half, N> &pack, int i) {
+    if constexpr (N == 1)
+        return __half2float(__ushort_as_half(pack.bits));
+    else
+        return __half2float(__ushort_as_half((unsigned short)(pack.pairs[i / 2] >> i % 2 * 16)));
+}
 template <int N> __device__ static inline mt_pack<float, N> mt_to_float(const mt_pack<float, N> &pack) {
     return pack;
 }
-template <int N> __device__ static inline mt_pack<float, N> mt_to_float(const mt_pack<__nv_bfloat16, N> &pack) {
+template <class T, int N> __device__ static inline mt_pack<float, N> mt_to_float(const mt_pack<T, N> &pack) {
     mt_pack<float, N> wide;
     for (int i = 0; i < N; i++) wide.value[i] = mt_element(pack, i);
     return wide;
+}
+
+__device__ static inline uint32_t mt_pair_from_float(__nv_bfloat16, float low, float high) {
+    __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
+    uint32_t word;
+    memcpy(&word, &pair, sizeof word);
+    return word;
+}
+__device__ static inline uint32_t mt_pair_from_float(__half, float low, float high) {
+    __half2 pair = __floats2half2_rn(low, high);
+    uint32_t word;
+    memcpy(&word, &pair, sizeof word);
+    return word;
 }
 
 /* Rounds to nearest even. */
@@ -112,18 +133,19 @@ template <class T, int N> __device__ static inline mt_pack<T, N> mt_from_float(c
     if constexpr (std::is_same_v<T, float>) {
         return wide;
     } else if constexpr (N == 1) {
-        return {__bfloat16_as_ushort(__float2bfloat16_rn(wide.value[0]))};
+        T narrow = mt_from_float<T>(wide.value[0]);
+        mt_pack<T, N> pack;
+        memcpy(&pack, &narrow, sizeof pack);
+        return pack;
     } else {
         mt_pack<T, N> pack;
-        for (int i = 0; i < N; i += 2) {
-            __nv_bfloat162 pair = __floats2bfloat162_rn(wide.value[i], wide.value[i + 1]);
-            memcpy(&pack.pairs[i / 2], &pair, sizeof pair);
-        }
+        for (int i = 0; i < N; i += 2)
+            pack.pairs[i / 2] = mt_pair_from_float(T(), wide.value[i], wide.value[i + 1]);
         return pack;
     }
 }
 
-/* Keeps a bf16 pack packed between two uses. Otherwise the compiler keeps its fp32 values, in twice the registers. */
+/* Keeps a pack of 16-bit elements packed between two uses. Otherwise the compiler keeps its fp32 values, in twice the registers. */
 template <class T, int N> __device__ static inline void mt_keep_packed(mt_pack<T, N> &pack) {
     if constexpr (!std::is_same_v<T, float> && N > 1)
         for (int i = 0; i < N / 2; i++) asm volatile("" : "+r"(pack.pairs[i]));
@@ -141,19 +163,25 @@ static inline bool mt_wide(mt_dtype dtype, std::initializer_list<const void *> a
 
 template <int N> using mt_width = std::integral_constant<int, N>;
 
-/* Calls body(T(), mt_width<N>()) with T the type of `dtype` and N = 16 / sizeof(T) if `wide`, else N = 1. */
+/* Calls body(T()) with T the type of `dtype`. */
+template <class Body> static void mt_by_type(mt_dtype dtype, Body body) {
+    MT_CHECK(dtype == MT_F32 || dtype == MT_BF16 || dtype == MT_F16);
+    if (dtype == MT_F32)
+        body(float());
+    else if (dtype == MT_BF16)
+        body(__nv_bfloat16());
+    else
+        body(__half());
+}
+
+/* Calls body(T(), mt_width<N>()) with N = 16 / sizeof(T) if `wide`, else N = 1. */
 template <class Body> static void mt_by_type(mt_dtype dtype, bool wide, Body body) {
-    if (dtype == MT_F32) {
+    mt_by_type(dtype, [&](auto type) {
         if (wide)
-            body(float(), mt_width<4>());
+            body(type, mt_width<16 / sizeof type>());
         else
-            body(float(), mt_width<1>());
-    } else {
-        if (wide)
-            body(__nv_bfloat16(), mt_width<8>());
-        else
-            body(__nv_bfloat16(), mt_width<1>());
-    }
+            body(type, mt_width<1>());
+    });
 }
 
 /* Calls body(begin, end, mt_width<N>()) for the whole packs of N elements in [0, n), then with N = 1 for the remainder.
